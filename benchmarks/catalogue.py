@@ -10,7 +10,7 @@ from benchmarks import (
 )
 from benchmarks.device import first_calls
 from benchmarks.suite import Shown
-from benchmarks.suites import engine
+from benchmarks.suites import engine, latent
 from benchmarks.suites.attention import suite as attention
 from benchmarks.suites.experts import suite as experts
 from benchmarks.suites.families import suite as families
@@ -34,6 +34,7 @@ SUITES = {
         experts.SUITE,
         paged.SUITE,
         paged.FORMATS,
+        latent.SUITE,
         engine.SUITE,
         flax.SUITE,
         families.SUITE,

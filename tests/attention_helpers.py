@@ -23,6 +23,7 @@ attend = jax.jit(
         "is_causal",
         "local_window_size",
         "logits_soft_cap",
+        "output_dtype",
         "implementation",
         "return_residual",
     ),

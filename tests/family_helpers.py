@@ -3,6 +3,7 @@
 import math
 
 import published_configs
+import published_experts
 
 from turbojax.models.families import ExpertsConfig
 from turbojax.rotary import LinearScaling, Llama3Scaling, LongRopeScaling, YarnScaling
@@ -31,12 +32,18 @@ ARCHITECTURES = {
     "cohere2": "Cohere2ForCausalLM",
     "glm": "GlmForCausalLM",
     "glm4": "Glm4ForCausalLM",
+    "gpt_oss": "GptOssForCausalLM",
+    "deepseek_v2": "DeepseekV2ForCausalLM",
+    "deepseek_v3": "DeepseekV3ForCausalLM",
 }
+# Keys for which transformers has a default that it cannot compute with.
+_NEEDED = {"deepseek_v2": {"num_experts_per_tok": 6}}
 
 
 def least(family: str, **keys) -> dict:
     """A config.json with nothing that has a default."""
-    return {"architectures": [ARCHITECTURES[family]], "model_type": family, **SIZES, **keys}
+    found = {"architectures": [ARCHITECTURES[family]], "model_type": family, **SIZES}
+    return {**found, **_NEEDED.get(family, {}), **keys}
 
 
 def least_files(family: str) -> tuple[dict, dict]:
@@ -384,6 +391,7 @@ PUBLISHED = {
         },
         3_880_263_168,
     ),
+    **published_experts.PUBLISHED,
 }
 PUBLISHED |= published_configs.LATER
 
@@ -416,6 +424,11 @@ WINDOWS = [
     ("phi3", {"sliding_window": 9}, (9, 9)),
     ("gemma2", {"sliding_window": 9}, (9, None)),
     ("gemma2", {"layer_types": ["full_attention", "full_attention"]}, ()),
+    ("gpt_oss", {}, (128, None)),
+    ("gpt_oss", {"sliding_window": 9}, (9, None)),
+    ("gpt_oss", {"layer_types": ["full_attention", "full_attention"]}, ()),
+    ("deepseek_v2", {}, ()),
+    ("deepseek_v3", {"first_k_dense_replace": 1}, ()),
     ("gemma3_text", {"sliding_window": 9}, (9, 9)),
     ("gemma3_text", {"sliding_window": 9, "sliding_window_pattern": 2}, (9, None)),
     ("gemma3_text", {"sliding_window": 9, "sliding_window_pattern": 1}, ()),

@@ -46,6 +46,19 @@ LONG = {
 }
 
 
+LATENT = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 24,
+    "q_lora_rank": 40,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "moe_intermediate_size": 40,
+    "num_experts_per_tok": 2,
+    "first_k_dense_replace": 0,
+}
+
+
 @dataclasses.dataclass(frozen=True)
 class Variant:
     """A checkpoint's class of config, and what differs from `SMALL`."""
@@ -162,6 +175,63 @@ VARIANTS = {
             "sliding_window": 9,
         },
     ),
+    "gpt-oss": Variant(
+        "GptOss",
+        {
+            "num_hidden_layers": 4,
+            "head_dim": 16,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "sliding_window": 8,
+            # So that some gates are clamped.
+            "swiglu_limit": 2.0,
+        }
+        | rope("yarn", factor=8.0, truncate=False, original_max_position_embeddings=24),
+    ),
+    "deepseek-v2-lite": Variant(
+        "DeepseekV2",
+        LATENT
+        | rope(
+            "yarn",
+            factor=8.0,
+            mscale=0.707,
+            mscale_all_dim=0.707,
+            original_max_position_embeddings=24,
+        )
+        | {"q_lora_rank": None, "n_routed_experts": 5, "n_shared_experts": 2},
+    ),
+    "deepseek-v2": Variant(
+        "DeepseekV2",
+        LATENT
+        | {
+            "topk_method": "group_limited_greedy",
+            "n_routed_experts": 6,
+            "n_shared_experts": 1,
+            "n_group": 3,
+            "topk_group": 2,
+            "num_experts_per_tok": 3,
+            "routed_scaling_factor": 3.0,
+        },
+    ),
+    "deepseek-v3": Variant(
+        "DeepseekV3",
+        LATENT
+        | rope(
+            "yarn",
+            factor=4.0,
+            mscale=1.0,
+            mscale_all_dim=1.0,
+            original_max_position_embeddings=24,
+        )
+        | {
+            "n_routed_experts": 8,
+            "n_shared_experts": 1,
+            "n_group": 4,
+            "topk_group": 2,
+            "num_experts_per_tok": 3,
+            "attention_bias": True,
+        },
+    ),
 }
 VARIANTS |= {
     "olmo2": Variant("Olmo2", {}),
@@ -207,7 +277,11 @@ VARIANTS |= {
         | rope("yarn", factor=4.0, original_max_position_embeddings=24, partial_rotary_factor=0.5),
     ),
 }
-WITH_EXPERTS = ("mixtral", "qwen3-moe")
+WITH_EXPERTS = tuple(
+    name
+    for name, variant in VARIANTS.items()
+    if variant.family in ("Mixtral", "Qwen3Moe", "GptOss", "DeepseekV2", "DeepseekV3")
+)
 
 
 def seed(name: str) -> int:
@@ -229,6 +303,8 @@ def weight(name: str, tensor: str, shape: Sequence[int]) -> np.ndarray:
         std, mean = 0.3, 0.0 if "Gemma" in VARIANTS[name].family else 1.0
     elif tensor.endswith("bias"):
         std, mean = 0.5, 0.0
+    elif tensor.endswith("sinks"):
+        std, mean = 1.0, 1.0
     elif "embed_tokens" in tensor:
         std, mean = 0.2, 0.0
     else:

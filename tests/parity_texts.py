@@ -30,6 +30,9 @@ FAMILIES = (
     "cohere2",
     "glm",
     "glm4",
+    "gpt-oss",
+    "deepseek-v2-lite",
+    "deepseek-v3",
 )
 LENGTH = 60
 SHORT = 20
@@ -78,6 +81,10 @@ CONTINUED = (
     "cohere2-odd",
     "glm",
     "glm4",
+    "gpt-oss",
+    "deepseek-v2-lite",
+    "deepseek-v2",
+    "deepseek-v3",
 )
 
 

@@ -19,7 +19,7 @@ from turbojax import kv
 from turbojax.app.options import CACHES
 from turbojax.config import TurboConfig
 from turbojax.kv import AttentionOptions, attend_new_tokens, attend_prompt, files, kind_for, kind_of
-from turbojax.kv.kinds import KINDS, STORED, CacheKind, put_sequences, take_sequences
+from turbojax.kv.kinds import ALL_KINDS, KINDS, STORED, CacheKind, put_sequences, take_sequences
 from turbojax.kv.pages import PAGED_KINDS
 from turbojax.models import load_cache, save_cache
 from turbojax.state.progressive.update import APPEND, STORE_PROMPT
@@ -142,7 +142,7 @@ def test_kinds_do_not_share_names():
         everything = [y for x in STORED for y in of(x)]
         assert len(set(everything)) == len(everything)
     for of in (lambda x: x.names, lambda x: x.takes):
-        everything = [y for x in KINDS for y in of(x)]
+        everything = [y for x in ALL_KINDS for y in of(x)]
         assert len(set(everything)) == len(everything)
 
 
@@ -152,13 +152,13 @@ def test_type_checkers_know_what_kinds_take():
         known |= set(typing.get_args(x)) or {x}
     # Pages have so many names that they are any string to a type checker.
     known |= set(PAGED_KINDS) if str in known else set()
-    assert known - {str} == {x for kind in KINDS for x in kind.takes}
+    assert known - {str} == {x for kind in ALL_KINDS for x in kind.takes}
 
 
 def test_what_is_no_cache_is_refused():
     with pytest.raises(TypeError, match="cache is a dict, must be one of ExactCache"):
         attend_new_tokens()(*at([0] * BATCH), {})
-    with pytest.raises(ValueError, match="'bfloat16' or a TurboConfig"):
+    with pytest.raises(ValueError, match="'latent_turbo4' or a TurboConfig"):
         kind_for(None)
 
 

@@ -105,8 +105,16 @@ def test_every_row_of_every_array_has_one_source(variant):
     shapes = {path: x.shape for path, x in arrays(load(folder / "one")).items()}
     filled = {path: np.zeros(shape, int) for path, shape in shapes.items()}
     for spec in checkpoint_tensors(config):
-        rows = []
+        rows: list[int] = []
+        columns: list[int] = []
         for placement in spec.placements:
+            if placement.columns is not None:
+                mine = range(spec.shape[-1])[placement.columns[0] :: placement.columns[1]]
+                columns += mine
+                target = filled[".".join(placement.path)][placement.layer]
+                assert target.shape == (*spec.shape[:-1], len(mine))
+                target += 1
+                continue
             first, last = placement.rows or (0, spec.shape[0])
             rows += range(first, last)
             target = filled[".".join(placement.path)]
@@ -115,7 +123,8 @@ def test_every_row_of_every_array_has_one_source(variant):
             shape = (last - first, *spec.shape[1:])
             assert target.shape == (shape[::-1] if placement.transpose else shape)
             target += 1
-        assert rows == list(range(spec.shape[0]))
+        assert sorted(columns) == (list(range(spec.shape[-1])) if columns else [])
+        assert rows == ([] if columns else list(range(spec.shape[0])))
     assert all((x == 1).all() for x in filled.values())
 
 

@@ -6,7 +6,7 @@ import jax
 import pytest
 from typer.testing import CliRunner
 
-from turbojax import _registry
+from turbojax import _device, _registry
 from turbojax.app.doctor import examination as doctor
 from turbojax.app.main import app
 from turbojax.state.pages.pool import KV_DTYPES
@@ -78,6 +78,23 @@ def test_broken_and_unknown_things_are_reported(monkeypatch):
     assert fails.op == "new_op, mode int8, fp8"
     assert fails.refusals == {"xla": "fails: OSError: libkernel.so is missing"}
     assert (fails.chosen, runs.chosen) == (None, "xla")
+
+
+def test_what_was_not_measured_is_marked(monkeypatch):
+    """On Blackwell Mosaic's decode runs, and its prefill does not."""
+    monkeypatch.setattr(_device, "gpu_compute_capability", lambda: 10.0)
+    lines = doctor.examine().to_json()["ops"]
+    mark = "available, not measured on compute capability 10.0"
+    for op in ("append", "fireq.decode", "paged.append", "store_prompt", "fp8_tokens"):
+        assert lines[op]["implementations"]["mosaic_gpu"] == mark, op
+        assert lines[op]["chosen"] == "mosaic_gpu", op
+    decode = next(lines[op] for op in lines if op.startswith("decode, mode int8"))
+    assert decode["implementations"]["mosaic_gpu"] == mark
+    for op in ("pooled_attention", "int4_matmul", "grouped_matmul"):
+        assert (
+            "needs an NVIDIA GPU of compute capability 9.0,"
+            in lines[op]["implementations"]["mosaic_gpu"]
+        )
 
 
 def test_refusals_that_differ_in_the_variant_alone_are_one(monkeypatch):

@@ -47,6 +47,43 @@ def test_attention(mode, softmax, case):
     assert_near(got[1], want[1], jnp.float32, RELATIVE[mode])
 
 
+def extras_of(names, batch=3, tokens=700, heads=8):
+    rng = np.random.default_rng(3)
+    ids = jnp.asarray(np.sort(rng.integers(0, 5, (batch, tokens))), jnp.int32)
+    all_of_them = {
+        "segments": {"query_segment_ids": ids, "key_value_segment_ids": ids},
+        "sinks": {"sinks": jnp.asarray(rng.normal(size=heads), jnp.float32)},
+        "offsets": {"query_offset": jnp.array([300, 5, 0]), "key_offset": jnp.array([0, 0, 40])},
+        "bias": {"bias": jnp.asarray(rng.normal(size=(1, heads, tokens, tokens)), jnp.bfloat16)},
+        "slopes": {"alibi_slopes": jnp.asarray(2.0 ** -np.arange(heads), jnp.float32)},
+    }
+    return {k: v for name in names for k, v in all_of_them[name].items()}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("segments",),
+        ("sinks",),
+        ("offsets",),
+        ("bias",),
+        ("slopes",),
+        ("segments", "sinks", "offsets", "bias", "slopes"),
+    ],
+    ids=" ".join,
+)
+def test_attention_with_extras(mode, names):
+    q, k, v = normal(1, (3, 700, 8, 128)), normal(2, (3, 700, 2, 128)), normal(3, (3, 700, 2, 128))
+    options = {"config": tj.TurboConfig(mode=mode), "is_causal": True, "output_dtype": jnp.float32}
+    options["key_value_seq_lengths"] = jnp.array([700, 130, 0])
+    got, want = both(attend, q, k, v, **options, **extras_of(names))
+    assert got[0].dtype == jnp.float32
+    # Sums of rounded weights: of the outputs' size, not of float32's last place.
+    assert_near(got[0], want[0], q.dtype, RELATIVE[mode])
+    assert_near(got[1], want[1], jnp.float32, RELATIVE[mode])
+
+
 def models_and_blocks():
     """Every model with some block, and every head dim with all of them."""
     blocks, names = (32, 64, 128), {}
@@ -221,7 +258,7 @@ def test_nan_reaches_what_it_reaches_in_the_definition():
 
 def test_none_takes_the_kernels_here():
     """Those for Hopper there, for Triton on other GPUs."""
-    from turbojax.ops.turbo_attention.api import DECODE as DECODE_REGISTRY
+    from turbojax.ops.turbo_attention.decoding import DECODE as DECODE_REGISTRY
     from turbojax.state.progressive.update import APPEND, STORE_PROMPT
 
     best = "mosaic_gpu" if gpu_compute_capability() == 9.0 else "triton"

@@ -67,6 +67,13 @@ def test_prompts_on_pages_equal_the_oracle_and_have_no_race(name):
     run("interpreted_prompt.py", name)
 
 
+@pytest.mark.slow
+@WHOLE
+@pytest.mark.parametrize("name", ["plain", "tokens, parts", "rows, window", "e4m3", "turbo4"])
+def test_latents_on_pages_equal_the_oracle_and_have_no_race(name):
+    run("interpreted_latent.py", name)
+
+
 @pytest.fixture
 def interpreted(monkeypatch):
     """Mosaic GPU kernels lower as the interpreter's program."""

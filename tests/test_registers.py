@@ -49,7 +49,7 @@ def test_cases_are_calls_of_shapes():
 )
 def test_without_the_plugin_it_says_what_it_needs():
     with pytest.raises(SystemExit, match=r"pip install 'jax\[cuda13\]"):
-        registers.h100()
+        registers.described()
     assert jax.devices()[0].platform == "cpu"
 
 

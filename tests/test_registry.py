@@ -13,7 +13,8 @@ from turbojax import _device
 from turbojax._device import interpret_kernels
 from turbojax._registry import Implementation, Registry
 from turbojax.ops.options import Options
-from turbojax.ops.turbo_attention.api import ATTENTION, DECODE
+from turbojax.ops.turbo_attention.api import ATTENTION
+from turbojax.ops.turbo_attention.decoding import DECODE
 
 
 def _registry() -> Registry:

@@ -70,3 +70,62 @@ def test_bad_input():
         tj.fireq.route(x.astype(jnp.int32), 2)
     with pytest.raises(ValueError, match=r"experts.shape=\(3,\) must be \[tokens, top_k\]"):
         tj.fireq.dispatch(jnp.zeros(3, jnp.int32), 4)
+
+
+def grouped(x, top_k, groups, top_groups, scores, correction=0.0):
+    """Experts and weights token by token, in float64: DeepSeek's choice by groups."""
+    found = 1 / (1 + np.exp(-x)) if scores == "sigmoid" else softmax(x)
+    experts, weights = [], []
+    for token in found:
+        by = (token + correction).reshape(groups, -1)
+        best = np.sort(by, axis=1)[:, ::-1][:, : 2 if scores == "sigmoid" else 1].sum(1)
+        hidden = np.argsort(-best, kind="stable")[top_groups:]
+        by[hidden] = -np.inf
+        experts.append(np.argsort(-by.reshape(-1), kind="stable")[:top_k])
+        weights.append(token[experts[-1]])
+    return np.array(experts), np.array(weights)
+
+
+@pytest.mark.parametrize("scores", ["softmax", "sigmoid"])
+@pytest.mark.parametrize(("groups", "top_groups", "top_k"), [(4, 2, 3), (3, 3, 5), (1, 1, 4)])
+def test_route_by_groups(scores, groups, top_groups, top_k):
+    x = logits(tokens=20, experts=12, seed=3).astype(np.float32)
+    options = {"scores": scores, "groups": groups, "top_groups": top_groups, "scaling": 2.5}
+    correction = 0.0
+    if scores == "sigmoid":
+        correction = np.random.default_rng(4).normal(size=12).astype(np.float32)
+        options |= {"correction": jnp.asarray(correction), "normalize": True}
+    got = tj.fireq.route(jnp.asarray(x), top_k, **options)
+    wide = x.astype(np.float64)
+    experts, weights = grouped(wide, top_k, groups, top_groups, scores, correction)
+    np.testing.assert_array_equal(got.experts, experts)
+    if scores == "sigmoid":
+        weights = weights / weights.sum(-1, keepdims=True)
+    np.testing.assert_allclose(got.weights, 2.5 * weights, rtol=1e-5)
+
+
+def test_bad_logits_by_groups():
+    x = jnp.zeros((3, 8)).at[1, 7].set(jnp.nan).at[2, 0].set(jnp.inf)
+    for scores, bad in (("softmax", [False, True, True]), ("sigmoid", [False, True, False])):
+        experts, weights = tj.fireq.route(x, 2, scores=scores, groups=4, top_groups=2)
+        assert np.isnan(weights).any(1).tolist() == bad
+        assert ((experts >= 0) & (experts < 8)).all()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"scores": "tanh"}, "scores='tanh' must be one of"),
+        ({"scores": "sigmoid", "softmax": "after"}, "softmax='after' must be 'before' with"),
+        ({"correction": jnp.zeros(12)}, "correction must be None with scores='softmax'"),
+        ({"scores": "sigmoid", "correction": jnp.zeros(5)}, r"correction.shape=\(5,\) must be"),
+        ({"groups": 5}, "groups=5 must share 12 experts evenly"),
+        ({"groups": 12, "top_groups": 4, "scores": "sigmoid"}, "at least 2 in each"),
+        ({"groups": 4, "top_groups": 5}, "top_groups=5 must be at most groups=4"),
+        ({"groups": 6, "top_groups": 1}, "top_groups=1 .* top_k=3 experts are in them"),
+        ({"scaling": float("nan")}, "scaling=nan must be finite"),
+    ],
+)
+def test_wrong_groups_and_scores(options, message):
+    with pytest.raises(ValueError, match=message):
+        tj.fireq.route(jnp.zeros((2, 12)), 3, **options)

@@ -16,6 +16,7 @@ from kernel_helpers import lower_for_cuda
 import turbojax as tj
 from benchmarks.shapes import MODELS
 from turbojax._device import interpret_kernels
+from turbojax.ops.extras import Extras
 from turbojax.ops.options import Options
 from turbojax.ops.turbo_attention import triton
 
@@ -160,6 +161,15 @@ def test_the_gradient_is_straight_through():
         np.testing.assert_allclose(a, b, atol=1e-5)
 
 
+EXTRAS = (
+    "query_offset",
+    "key_offset",
+    "query_segment_ids",
+    "key_value_segment_ids",
+    "sinks",
+    "bias",
+    "alibi_slopes",
+)
 LOWERED = pairwise(mode=MODES, softmax=[SAS_E, SAS_2, EXACT], dim=[128, 96])[::2]
 DTYPES = {128: jnp.bfloat16, 96: jnp.float32}
 
@@ -181,4 +191,30 @@ def test_lowers_for_cuda(mode, softmax, dim):
     kv = jax.ShapeDtypeStruct((2, 200, 2, dim), dtype)
     length = jax.ShapeDtypeStruct((2,), jnp.int32)
     text = lower_for_cuda(call, x, kv, kv, length, length)
+    assert "turbojax_attention" in text
+
+
+@pytest.mark.parametrize("names", [EXTRAS, EXTRAS[:4]], ids=["all", "without additions"])
+def test_lowers_for_cuda_with_extras(names):
+    def of(*shape, dtype=jnp.int32):
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    arrays = {
+        "query_offset": of(2),
+        "key_offset": of(2),
+        "query_segment_ids": of(2, 200),
+        "key_value_segment_ids": of(2, 200),
+        "sinks": of(4, dtype=jnp.float32),
+        "bias": of(1, 4, 200, 200, dtype=jnp.bfloat16),
+        "alibi_slopes": of(4, dtype=jnp.float32),
+    }
+    call = functools.partial(
+        triton._attention,
+        config=tj.TurboConfig(mode="int8"),
+        options=Options(True, None, scale=0.1, out_dtype="float32"),
+        interpret=False,
+    )
+    x, kv = of(2, 200, 4, 128, dtype=jnp.bfloat16), of(2, 200, 2, 128, dtype=jnp.bfloat16)
+    extras = Extras(**{name: arrays[name] for name in names})
+    text = lower_for_cuda(call, x, kv, kv, of(2), of(2), extras=extras)
     assert "turbojax_attention" in text

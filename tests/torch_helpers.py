@@ -34,6 +34,9 @@ def reference(name: str) -> Any:
     with torch.no_grad():
         for path, parameter in model.named_parameters():
             parameter.copy_(torch.from_numpy(parameter_of(name, path, parameter.shape)))
+        for path, buffer in model.named_buffers():
+            if path in model.state_dict():
+                buffer.copy_(torch.from_numpy(hf.weight(name, path, buffer.shape)))
     return model.eval()
 
 
@@ -43,7 +46,7 @@ def parameter_of(name: str, path: str, shape: Sequence[int]) -> np.ndarray:
     if old:
         path = path.replace(".mlp.", ".block_sparse_moe.")
     found = re.fullmatch(r"(.*\.experts)\.(gate_up|down)_proj", path)
-    if found is None:
+    if found is None or hf.VARIANTS[name].family == "GptOss":
         return hf.weight(name, path, shape)
     parts = {
         "gate_up": ("w1", "w3") if old else ("gate_proj", "up_proj"),

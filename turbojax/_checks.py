@@ -23,8 +23,16 @@ def check_float_dtype(name: str, x: jax.Array) -> None:
         raise TypeError(f"{name}.dtype={x.dtype} must be bfloat16, float16 or float32")
 
 
-def check_query_key_value(query: jax.Array, key: jax.Array, value: jax.Array) -> None:
+def check_query_key_value(
+    query: jax.Array, key: jax.Array, value: jax.Array, *, one_head_dim: bool = True
+) -> None:
     """Checks the `BTNH` / `BSKH` contract of attention arguments.
+
+    Args:
+      query: ``[B, T, N, H]``.
+      key: ``[B, S, K, H]``.
+      value: ``[B, S, K, H]``, or another head dim where `one_head_dim` is False.
+      one_head_dim: whether values have the keys' head dim.
 
     Raises:
       TypeError: dtypes that are not supported or differ.
@@ -34,7 +42,7 @@ def check_query_key_value(query: jax.Array, key: jax.Array, value: jax.Array) ->
     for name, x in (("key", key), ("value", value)):
         if x.dtype != query.dtype:
             raise TypeError(f"{name}.dtype={x.dtype} must equal query.dtype={query.dtype}")
-    check_key_value(key, value)
+    check_key_value(key, value, one_head_dim=one_head_dim)
     if query.shape[0] != key.shape[0]:
         raise ValueError(f"{query.shape=} and {key.shape=} must have the same batch size")
     if query.shape[3] != key.shape[3]:
@@ -49,12 +57,17 @@ def check_query(query: jax.Array) -> None:
     check_float_dtype("query", query)
 
 
-def check_key_value(key: jax.Array, value: jax.Array) -> None:
-    """Raises unless both are floating-point ``[B, S, K, H]`` arrays of one shape and dtype."""
+def check_key_value(key: jax.Array, value: jax.Array, *, one_head_dim: bool = True) -> None:
+    """Raises unless both are floating-point ``[B, S, K, H]`` arrays of one shape and dtype.
+
+    Only the head dims may differ where `one_head_dim` is False.
+    """
     if key.ndim != 4 or 0 in key.shape:
         raise ValueError(f"{key.shape=} must be [B, S, K, H], no axis empty")
-    if value.shape != key.shape:
+    if one_head_dim and value.shape != key.shape:
         raise ValueError(f"{value.shape=} must equal {key.shape=}")
+    if value.ndim != 4 or value.shape[:3] != key.shape[:3] or 0 in value.shape:
+        raise ValueError(f"{value.shape=} must equal {key.shape=}, but for the head dim")
     check_float_dtype("key", key)
     if value.dtype != key.dtype:
         raise TypeError(f"value.dtype={value.dtype} must equal key.dtype={key.dtype}")

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import jax
 
-_ADA, _HOPPER = 8.9, 9.0
+_ADA, _HOPPER, _BLACKWELL = 8.9, 9.0, 10.0
 _MULTIPROCESSORS = 132
 _INTERPRETING: contextvars.ContextVar[bool] = contextvars.ContextVar(
     "turbojax_interpret_kernels", default=False
@@ -91,15 +91,34 @@ def needs_gpu(minimum: float, *, by_pallas: bool = True) -> str | None:
 def needs_hopper() -> str | None:
     """None if code for Hopper can run here, or the reason why not in words.
 
-    Mosaic's kernels are compiled for ``sm_90a``, whose matrix instructions no other GPU has, newer
-    ones included; and there is no interpreter of them.
+    Kernels with products of warpgroups are compiled for ``sm_90a``, whose matrix instructions no
+    other GPU has, newer ones included; and there is no interpreter of them.
     """
+    return _needs_one_of(_HOPPER)
+
+
+def needs_bulk_copies() -> str | None:
+    """None if Mosaic's kernels without products of warpgroups can run here, or why not in words.
+
+    They copy in bulk, as GPUs since Hopper can, and compile for the data centers' GPUs of the next
+    generation too. There they were never run: `is_measured` says so.
+    """
+    return _needs_one_of(_HOPPER, _BLACKWELL)
+
+
+def is_measured() -> bool:
+    """Whether Mosaic's kernels were run, checked and timed on GPUs of this kind."""
+    return gpu_compute_capability() == _HOPPER
+
+
+def _needs_one_of(*capabilities: float) -> str | None:
     if interpreting():
         return "its kernel cannot be interpreted"
     found = gpu_compute_capability()
-    if found == _HOPPER:
+    if found in capabilities:
         return None
-    wanted = f"needs an NVIDIA GPU of compute capability {_HOPPER}, for which alone it is compiled"
+    names = " or ".join(map(str, capabilities))
+    wanted = f"needs an NVIDIA GPU of compute capability {names}, for which alone it is compiled"
     if found is None:
         return f"{wanted}; jax's default backend is {jax.default_backend()}"
     return f"{wanted}; {jax.devices()[0].device_kind} has {found:.1f}"

@@ -8,7 +8,11 @@ import jax.numpy as jnp
 from turbojax import _checks
 
 SoftmaxOrder = Literal["before", "after"]
+Scores = Literal["softmax", "sigmoid"]
 _ORDERS = ("before", "after")
+_SCORES = ("softmax", "sigmoid")
+# Added to a sum of sigmoids before something is divided by it: all of them may have come to 0.
+_TINY = 1e-20
 
 
 class Routing(NamedTuple):
@@ -43,6 +47,11 @@ def route(
     *,
     softmax: SoftmaxOrder = "before",
     normalize: bool = False,
+    scores: Scores = "softmax",
+    correction: jax.Array | None = None,
+    groups: int = 1,
+    top_groups: int = 1,
+    scaling: float = 1.0,
 ) -> Routing:
     """Chooses the `top_k` experts of the largest logits, and their weights, in float32.
 
@@ -51,11 +60,23 @@ def route(
     are the softmax of the chosen logits alone, which is what ``"after"`` computes (Mixtral,
     gpt-oss).
 
+    With ``scores="sigmoid"`` (DeepSeek-V3) each expert's score is the sigmoid of its logit, and
+    experts are chosen by the score plus a `correction`, which balances their load and is no part of
+    the weight.
+
+    With groups, experts of only the best `top_groups` of them are chosen, neighbours being of one
+    group. A group is as good as its best expert, or with sigmoids as the sum of its best two.
+
     Args:
       logits: floating point ``[..., E]``.
       top_k: experts of a token.
       softmax: ``"before"`` or ``"after"`` the choice.
       normalize: whether weights shall sum to 1; after the choice they do anyway.
+      scores: ``"softmax"`` or ``"sigmoid"``, for which `softmax` must be ``"before"``.
+      correction: floating point ``[E]``, for sigmoids alone.
+      groups: of experts, which share them evenly; with sigmoids at least 2 in each.
+      top_groups: groups that a token's experts are of.
+      scaling: factor of the weights in the end.
 
     Returns:
       Experts and weights ``[..., top_k]``; of equal logits the experts with lower numbers. Weights
@@ -72,18 +93,78 @@ def route(
         raise ValueError(f"{top_k=} must be at most the last axis of {logits.shape=}, experts")
     if softmax not in _ORDERS:
         raise ValueError(f"{softmax=} must be one of {_ORDERS}")
+    count = logits.shape[-1]
+    _check_scores(scores, softmax, correction, count)
+    check_groups(count, top_k, groups, top_groups, scores)
+    _checks.check_number("scaling", scaling)
     logits = logits.astype(jnp.float32)
-    chosen, experts = jax.lax.top_k(logits, top_k)
+    is_sigmoid = scores == "sigmoid"
+    found = jax.nn.sigmoid(logits) if is_sigmoid else logits
+    by = found
+    if correction is not None:
+        wide = jnp.asarray(correction).astype(jnp.float32)
+        by = found + wide.reshape((1,) * (found.ndim - 1) + wide.shape)
+    if top_groups < groups:
+        by = _within_groups(by, groups, top_groups, 2 if is_sigmoid else 1)
+    chosen, experts = jax.lax.top_k(by, top_k)
     if softmax == "after":
         weights = jax.nn.softmax(chosen, axis=-1)
     else:
-        probabilities = jax.nn.softmax(logits, axis=-1)
-        weights = jnp.take_along_axis(probabilities, experts, axis=-1)
+        found = found if is_sigmoid else jax.nn.softmax(logits, axis=-1)
+        weights = jnp.take_along_axis(found, experts, axis=-1)
         if normalize:
-            weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
+            total = jnp.sum(weights, axis=-1, keepdims=True)
+            weights = weights / (total + _TINY if is_sigmoid else total)
+    if scaling != 1:
+        weights = weights * jnp.float32(scaling)
     # A NaN may be among the logits that are not chosen.
     bad = jnp.any(jnp.isnan(logits), axis=-1, keepdims=True)
     return Routing(experts, jnp.where(bad, jnp.nan, weights))
+
+
+def check_groups(count: int, top_k: int, groups: int, top_groups: int, scores: Scores) -> None:
+    """Raises ValueError unless experts can be chosen by groups of these numbers."""
+    _checks.check_sizes(groups=groups, top_groups=top_groups)
+    size, least = count // groups, 2 if scores == "sigmoid" and groups > 1 else 1
+    if count % groups or size < least:
+        raise ValueError(f"{groups=} must share {count} experts evenly, at least {least} in each")
+    if top_groups > groups or top_groups * size < top_k:
+        raise ValueError(
+            f"{top_groups=} must be at most {groups=}, and so many that {top_k=} experts are in "
+            f"them, of {size} each"
+        )
+
+
+def _check_scores(scores: Scores, softmax: SoftmaxOrder, correction: object, count: int) -> None:
+    if scores not in _SCORES:
+        raise ValueError(f"{scores=} must be one of {_SCORES}")
+    if scores == "sigmoid" and softmax != "before":
+        raise ValueError(f"{softmax=} must be 'before' with {scores=}")
+    if correction is None:
+        return
+    if scores != "sigmoid":
+        raise ValueError(f"correction must be None with {scores=}")
+    given = jnp.asarray(correction)
+    _checks.check_float_dtype("correction", given)
+    if given.shape != (count,):
+        raise ValueError(f"correction.shape={given.shape} must be ({count},), one for each expert")
+
+
+def _within_groups(by: jax.Array, groups: int, top_groups: int, best: int) -> jax.Array:
+    """What experts are chosen by, ``-inf`` outside of the best groups.
+
+    Args:
+      by: float32 ``[..., E]``.
+      groups: how many there are.
+      top_groups: how many of them are kept.
+      best: experts of a group whose sum says how good it is.
+    """
+    each = by.reshape(*by.shape[:-1], groups, -1)
+    worth = jnp.sum(jax.lax.top_k(each, best)[0], axis=-1)
+    _, kept = jax.lax.top_k(worth, top_groups)
+    numbers = jnp.arange(groups, dtype=kept.dtype).reshape((1,) * kept.ndim + (groups,))
+    is_kept = jnp.any(kept[..., None] == numbers, axis=-2)
+    return jnp.where(is_kept[..., None], each, -jnp.inf).reshape(by.shape)
 
 
 def dispatch(experts: jax.Array, num_experts: int) -> Dispatch:

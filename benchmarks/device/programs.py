@@ -19,8 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import stored
-from benchmarks.device.registers import h100
-from benchmarks.device.sanitize import as_on_an_h100
+from benchmarks.device.registers import described, lowering_for
 
 SHAPE = "llama-3-8b"
 KINDS = {"int4-kv4": "kv4", "bf16": "exact"}
@@ -49,7 +48,7 @@ def decode(kind: str, layers: int, batch: int, device: Any) -> collections.Count
 
     model, caches, shape = _model(kind, layers, batch, _CAPACITY, device)
     tokens = lengths = shape((batch,), jnp.int32)
-    with as_on_an_h100():
+    with lowering_for("9.0"):
         lowered = decode_step.lower(model, caches, tokens, lengths, implementation=None)
     return kernels(lowered.compile().as_text() or "")
 
@@ -64,7 +63,7 @@ def prefill_bytes(kind: str, device: Any) -> int:
     layers = models.SHAPES[SHAPE].num_layers
     model, caches, shape = _model(kind, layers, _PROMPTS, _TOKENS, device)
     numbers = [shape(size, jnp.int32) for size in ((_PROMPTS, _TOKENS), (_PROMPTS,), ())]
-    with as_on_an_h100():
+    with lowering_for("9.0"):
         lowered = run_prompts.lower(model, caches, *numbers, implementation=None, pooled=None)
     memory: Any = lowered.compile().memory_analysis()
     return int(memory.temp_size_in_bytes)
@@ -92,7 +91,7 @@ def measure() -> dict[str, Any]:
     """Both kinds of models, as a record."""
     import jax
 
-    device = h100()
+    device = described()
     rows: list[dict[str, Any]] = []
     for kind in KINDS:
         for batch in _DECODED:

@@ -1,15 +1,17 @@
-"""Registers and spills of the Mosaic GPU kernels, by compiling them for an H100 that is not there.
+"""Registers and spills of the Mosaic GPU kernels, by compiling them for a GPU that is not there.
 
 `python -m benchmarks.device.registers [PATTERN]` needs no GPU: jax's CUDA plugin compiles for a
 device that it is told about, and calls ptxas, which tells what each kernel takes. A kernel that
 spills in its inner loop is slower than it need be, and a change that spills more is seen here
 before it is timed. Cases are prompts and gradients as users call them, and those of
-`sanitizer_cases`. With `MOSAIC_GPU_DUMP_TO=FOLDER` in the environment, the kernels' PTX is left
-there, for `ptxas` and `nvdisasm`.
+`sanitizer_cases`. ``--capability 10.0`` compiles for a B200 instead of an H100, and says which
+kernels do not compile for it. With `MOSAIC_GPU_DUMP_TO=FOLDER` in the environment, the kernels' PTX
+is left there, for `ptxas` and `nvdisasm`.
 """
 
 import argparse
 import contextlib
+import dataclasses
 import functools
 import os
 import re
@@ -17,8 +19,8 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
+from unittest import mock
 
-from benchmarks.device.sanitize import as_on_an_h100
 from turbojax import _extras
 
 # What XLA asks a device for. Rates do not matter: no kernel here is chosen by them.
@@ -35,6 +37,13 @@ gpu_device_info {
 platform_name: "CUDA"
 device_description_str: "NVIDIA H100 80GB HBM3"
 """
+# By compute capability: a device's name and multiprocessors.
+_DEVICES = {
+    "8.0": ("NVIDIA A100-SXM4-80GB", 108),
+    "8.9": ("NVIDIA L40S", 142),
+    "9.0": ("NVIDIA H100 80GB HBM3", 132),
+    "10.0": ("NVIDIA B200", 148),
+}
 _PROPERTIES = re.compile(
     r"properties for (?P<name>\S+)\n.*?(?P<stores>\d+) bytes spill stores, "
     r"(?P<loads>\d+) bytes spill loads\n.*?Used (?P<registers>\d+) registers",
@@ -66,28 +75,59 @@ def parse(text: str) -> list[Kernel]:
     ]
 
 
-def h100() -> Any:
-    """A device of which there is only a description.
+def described(capability: str = "9.0") -> Any:
+    """A device of which there is only a description, but for its name and generation an H100's.
 
     Raises:
       SystemExit: without jax's CUDA plugin.
     """
     from jax.experimental import topologies
 
-    given = {"target_config": _H100, "topology": "1x1x1"}
+    name, cores = _DEVICES[capability]
+    major, minor = capability.split(".")
+    target = _H100.replace("major: 9 minor: 0", f"major: {major} minor: {minor}")
+    target = target.replace(_DEVICES["9.0"][0], name).replace("count: 132", f"count: {cores}")
+    given = {"target_config": target, "topology": "1x1x1"}
     try:
-        return topologies.get_topology_desc("h100", platform="cuda", **given).devices[0]
+        return topologies.get_topology_desc("gpu", platform="cuda", **given).devices[0]
     except Exception as error:  # whatever jax raises without the plugin, or for an older one
         sys.exit(f"this needs jax's CUDA plugin, {_extras.install('gpu')}: {error}")
 
 
-def kernels(call: Callable[..., Any], arguments: tuple[Any, ...], device: Any) -> list[Kernel]:
+@contextlib.contextmanager
+def lowering_for(capability: str) -> Iterator[None]:
+    """While functions are lowered for such a GPU; our adapters are told that it is an H100."""
+    import jax
+
+    from turbojax import _device
+
+    @dataclasses.dataclass(frozen=True)
+    class Described(jax.sharding.AbstractDevice):
+        """What Mosaic asks a device for."""
+
+        compute_capability: str = capability
+
+    name, cores = _DEVICES[capability]
+    device = Described(device_kind=name, num_cores=cores, platform="cuda")
+    axes = {"axis_types": (jax.sharding.AxisType.Auto,), "abstract_device": device}
+    mesh = jax.sharding.AbstractMesh((1,), ("device",), **axes)
+    with (
+        mock.patch.object(_device, "gpu_compute_capability", return_value=9.0),
+        jax.sharding.use_abstract_mesh(mesh),
+    ):
+        yield
+
+
+def kernels(
+    call: Callable[..., Any], arguments: tuple[Any, ...], device: Any, capability: str = "9.0"
+) -> list[Kernel]:
     """The Mosaic GPU kernels of a call, compiled.
 
     Args:
       call: a function.
       arguments: arrays, or shapes and dtypes.
-      device: as `h100` gives it.
+      device: as `described` gives it.
+      capability: of the device.
     """
     import jax
 
@@ -95,7 +135,7 @@ def kernels(call: Callable[..., Any], arguments: tuple[Any, ...], device: Any) -
     shapes = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=there), arguments
     )
-    with as_on_an_h100():
+    with lowering_for(capability):
         lowered = jax.jit(call).lower(*shapes)
     with _output() as text:
         lowered.compile()
@@ -167,14 +207,23 @@ def main(arguments: list[str] | None = None) -> None:
     """Compiles the cases, and prints a line for each kernel."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("pattern", nargs="?", default="", help="regular expression on the names")
-    pattern = parser.parse_args(arguments).pattern
+    parser.add_argument("--capability", choices=_DEVICES, default="9.0", help="of the GPU")
+    given = parser.parse_args(arguments)
+    pattern, capability = given.pattern, given.capability
     os.environ["JAX_PLATFORMS"] = "cpu"
     os.environ["MOSAIC_GPU_DUMP_PTXAS"] = "1"
-    device = h100()
+    device = described(capability)
     print("registers, bytes stored and loaded by spills, kernel: case", flush=True)
     for name, build in cases().items():
         if re.search(pattern, name):
-            for kernel in kernels(*build(), device):
+            try:
+                found = kernels(*build(), device, capability)
+            except Exception as error:  # of the compiler, which refuses instructions by name
+                if capability == "9.0":
+                    raise
+                print(f"does not compile: {name}: {str(error).splitlines()[0]}", flush=True)
+                continue
+            for kernel in found:
                 print(*kernel[1:], f"{kernel.name}: {name}", flush=True)
 
 

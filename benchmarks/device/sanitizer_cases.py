@@ -17,6 +17,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.experimental.pallas import triton as plgpu_triton
 
 import turbojax as tj
+from pallas_kernels.mosaic.hopper.latent import kernel as latent_kernel
+from pallas_kernels.mosaic.hopper.paged_prompt.expand import Codec
 from pallas_kernels.triton import gradient_rows
 from pallas_kernels.triton import quantize as stage1
 from pallas_kernels.triton._common import WHOLE, parameters
@@ -240,6 +242,22 @@ def _paged_prompt(kv_dtype: str, queries: int) -> Any:
     return call, (cache, _normal(3, 1, queries, 4, 64), key, value)
 
 
+def _latent(kind: str) -> Any:
+    """A tile and a few more tokens, of two sequences, three queries each."""
+    data, bits = _LATENTS[kind]
+    latent = jnp.ones((8, 16, 512 * bits // 8), jnp.uint8)
+    latent = latent if bits == 4 else _normal(0, 8, 16, 512, dtype=data)
+    scale = None if bits == 16 else jnp.ones((8, 16), jnp.float32)
+    codec = {16: None, 8: Codec(), 4: Codec(tuple(range(0, 128, 8)), 60.0, 0.01)}[bits]
+    # One part would be written without `join`.
+    s = dataclasses.replace(latent_kernel.settings(0.1, 24, codec=codec), part=64)
+    tables = jnp.arange(8, dtype=jnp.int32)[None].repeat(2, 0)
+    lengths, real = jnp.array([70, 5], jnp.int32), jnp.array([3, 2], jnp.int32)
+    query, rope = _normal(1, 2, 3, 24, 512), _normal(2, 2, 3, 24, 64)
+    call = functools.partial(latent_kernel.attend, settings=s)
+    return call, (query, rope, latent, scale, _normal(3, 8, 16, 64), tables, lengths, real)
+
+
 def _pooled(implementation: str) -> Any:
     def call(q: jax.Array, k: jax.Array, v: jax.Array, levels: jax.Array) -> Any:
         def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
@@ -260,6 +278,14 @@ def _pooled(implementation: str) -> Any:
     # Every level, and blocks that are skipped.
     levels = np.array([[1, 2, 0, 0, 0], [8, 4, 2, 1, 0], [4, 0, 8, 2, 1]], np.int8)
     return call, (*_prompt(270), jnp.asarray(levels)[None, None])
+
+
+# Dtypes and bits of latents.
+_LATENTS = {
+    "bf16": (jnp.bfloat16, 16),
+    "fp8": (jnp.float8_e4m3fn, 8),
+    "turbo4": (jnp.uint8, 4),
+}
 
 
 def _case(kernels: str, build: Callable[..., Any], *arguments: Any) -> Case:
@@ -401,6 +427,10 @@ CASES = {
     "paged, prompt, 2 and 3 bits, Hopper": _case(
         "paged_expand_hopper paged_prompt_hopper paged_join_hopper", _paged_prompt, "turbo_k2v3", 40
     ),
+    **{
+        f"latent, {kind}, Hopper": _case("latent_hopper paged_join_hopper", _latent, kind)
+        for kind in _LATENTS
+    },
     "pooled, Hopper": _case(
         "pool_hopper pooled_attention_hopper pooled_query_gradient_hopper"
         " pooled_key_gradient_hopper",

@@ -220,6 +220,7 @@ def launch(
     *,
     consumers: int = WARPGROUPS,
     approx_math: bool = False,
+    **parameters: Any,
 ) -> Any:
     """The call of a kernel with one producer.
 
@@ -231,6 +232,7 @@ def launch(
       programs: how many run side by side at most, one to a multiprocessor.
       consumers: warpgroups that compute.
       approx_math: whether Pallas may use approximate instructions.
+      **parameters: more of the compiler's.
     """
     return plgpu.kernel(
         kernel,
@@ -244,5 +246,6 @@ def launch(
             lowering_semantics=plgpu.LoweringSemantics.Lane,
             unsafe_no_auto_barriers=True,
             approx_math=approx_math,
+            **parameters,
         ),
     )

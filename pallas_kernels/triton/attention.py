@@ -80,6 +80,33 @@ class Settings:
     interpret: bool
 
 
+class Extras(NamedTuple):
+    """Arrays that a call may have beyond its operands; None for what it has not.
+
+    Attributes:
+      shift: int32 ``[B]``, by how much a query's position exceeds a key's of the same index.
+      query_segments: int32 ``[B, T]``.
+      key_segments: int32 ``[B, S]``.
+      ranges: int32 ``[B, tiles, 2]``: per tile of queries the key blocks ``first <= j < last``
+        outside which none is of their segments.
+      bias: ``[B or 1, N or 1, T or 1, S]``, added to the scores.
+      slopes: float32 ``[N]``: ``-slope * |distance|`` is added.
+      sinks: float32 ``[N]``, logits in the denominators.
+    """
+
+    shift: jax.Array | None = None
+    query_segments: jax.Array | None = None
+    key_segments: jax.Array | None = None
+    ranges: jax.Array | None = None
+    bias: jax.Array | None = None
+    slopes: jax.Array | None = None
+    sinks: jax.Array | None = None
+
+
+NOTHING = Extras()
+"""A call that has none of them."""
+
+
 class _Query(NamedTuple):
     """A program's tile of queries."""
 
@@ -88,6 +115,24 @@ class _Query(NamedTuple):
     position: jax.Array  # int32 [tile]
     first: jax.Array  # int32 scalar
     last: jax.Array  # int32 scalar, the last one that is real
+    is_shifted: bool  # whether positions are not indices
+    segment: jax.Array | None  # int32 [tile]
+    extras: "_Extras"
+
+    def moved(self, shift: jax.Array) -> "_Query":
+        """The tile at positions that are so many past the indices."""
+        places = {name: getattr(self, name) + shift for name in ("position", "first", "last")}
+        return self._replace(**places, is_shifted=True)
+
+
+class _Extras(NamedTuple):
+    """The refs of `Extras` for a tile of queries of one head, or what they hold."""
+
+    sequence: jax.Array  # int32 scalar
+    key_segments: Ref | None
+    bias: Ref | None
+    bias_at: tuple[jax.Array, ...]  # sequence, head and queries, as the bias has them
+    slope: jax.Array | None  # float32 scalar
 
 
 def _load(ref: Ref, at: tuple[jax.Array, ...], rows: jax.Array, channels: Span) -> jax.Array:
@@ -113,6 +158,9 @@ def _key_range(query: _Query, length: jax.Array, s: Settings) -> tuple[jax.Array
         full_start = jnp.maximum(query.last - left, 0)
         full_stop = jnp.minimum(full_stop, query.first + right + 1)
     block = s.block_kv
+    if query.is_shifted:
+        stop = jnp.maximum(stop, 0)
+        start = jnp.minimum(start, stop)
     first, last = start // block, (stop + block - 1) // block
     full_first = jnp.clip((full_start + block - 1) // block, first, last)
     full_last = jnp.clip(jnp.maximum(full_stop, 0) // block, full_first, last)
@@ -127,7 +175,28 @@ def _mask(query: _Query, position: jax.Array, length: jax.Array, s: Settings) ->
         mask = mask & (k <= q)
     if s.window is not None:
         mask = mask & (k >= q - s.window[0]) & (k <= q + s.window[1])
+    segments = query.extras.key_segments
+    if segments is not None and query.segment is not None:
+        at = query.extras.sequence, jnp.minimum(position, segments.shape[1] - 1)
+        mask = mask & (query.segment[:, None] == plgpu.load(segments.at[at])[None, :])
     return mask
+
+
+def _added(query: _Query, position: jax.Array) -> jax.Array | None:
+    """What is added to the scores ``[tile, t]``: a bias, slopes times distances; or nothing."""
+    extras, added = query.extras, None
+    if extras.slope is not None:
+        distance = jnp.abs(query.position[:, None] - position[None, :])
+        added = -extras.slope * distance.astype(jnp.float32)
+    if extras.bias is not None:
+        b, head, rows = extras.bias_at
+        inside = position < extras.bias.shape[3]
+        at = extras.bias.at[b, head, rows[:, None], position[None, :]]
+        mask = jnp.broadcast_to(inside[None, :], (rows.shape[0], position.shape[0]))
+        zero = jnp.zeros((), extras.bias.dtype)
+        bias = plgpu.load(at, mask=mask, other=zero).astype(jnp.float32)
+        added = bias if added is None else bias + added
+    return added
 
 
 def _second_product(
@@ -157,19 +226,25 @@ def _second_product(
 
 
 def _scores(
-    product: jax.Array, factor: jax.Array, mask: jax.Array | None, s: Settings
+    product: jax.Array,
+    factor: jax.Array,
+    mask: jax.Array | None,
+    added: jax.Array | None,
+    s: Settings,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Scores in the exponential's units as ``x * scale``, and their row maxima.
 
-    Without a mask and a cap the maximum is that of the products, and scaling and subtracting it
+    Without a mask, a cap and additions the maximum is that of the products, and scaling and subtracting it
     are one instruction per score.
     """
-    if mask is None and s.soft_cap is None:
+    if mask is None and s.soft_cap is None and added is None:
         factor = factor * s.unit
         return product, factor, jnp.max(product, axis=1) * factor
     x = product * factor[:, None]
     if s.soft_cap is not None:
         x = _common.soft_cap(x, s.soft_cap)
+    if added is not None:
+        x = x + added
     x = x * s.unit
     if mask is not None:
         x = jnp.where(mask, x, -jnp.inf)
@@ -197,7 +272,10 @@ def _step(
     product = _common.dot(query.codes, k, s.interpret).astype(jnp.float32)
     factor = query.scale * plgpu.load(k_scale_ref.at[(*at, j)])
     mask = _mask(query, token, length, s) if is_masked else None
-    x, scale, block_max = _scores(product, factor, mask, s)
+    added = _added(query, token)
+    if mask is not None and added is not None:
+        mask = mask & (added != -jnp.inf)
+    x, scale, block_max = _scores(product, factor, mask, added, s)
     new = jnp.maximum(m, block_max)
     shift = jnp.where(new > -jnp.inf, new, 0.0) if is_masked else new
     p = exp(_common.fma(x, scale[:, None], -shift[:, None], s.interpret))
@@ -236,6 +314,7 @@ def _kernel(
     v_scale_ref: Ref,
     query_lengths_ref: Ref,
     key_lengths_ref: Ref,
+    extras: Extras,
     out_ref: Ref,
     lse_ref: Ref,
     *,
@@ -254,6 +333,9 @@ def _kernel(
     inside = jnp.minimum(position, padded - 1)
     query_length = plgpu.load(query_lengths_ref.at[b])
     length = plgpu.load(key_lengths_ref.at[b])
+    shift = None if extras.shift is None else plgpu.load(extras.shift.at[b])
+    segments = extras.query_segments
+    last = jnp.minimum(first + s.tile, query_length) - 1
     codes = _load(q_ref, (b, head), inside, channels)
     query = _Query(
         # The factor of the scores stays positive, so that it does not move the maximum.
@@ -261,8 +343,15 @@ def _kernel(
         scale=plgpu.load(q_scale_ref.at[b, head, inside // s.block_q]) * abs(s.scale),
         position=position,
         first=first,
-        last=jnp.minimum(first + s.tile, query_length) - 1,
+        last=last,
+        is_shifted=False,
+        segment=None
+        if segments is None
+        else plgpu.load(segments.at[b, jnp.minimum(position, segments.shape[1] - 1)]),
+        extras=_of_tile(extras, b, head, position),
     )
+    if shift is not None:
+        query = query.moved(shift)
     step = functools.partial(
         _step,
         query=query,
@@ -274,7 +363,14 @@ def _kernel(
     )
     start, full_start, full_stop, stop = _key_range(query, length, s)
     # Nothing to see for a tile of padding.
-    stop = jnp.where(query.last < first, start, stop)
+    stop = jnp.where(last < first, start, stop)
+    if extras.ranges is not None:
+        start = jnp.maximum(start, plgpu.load(extras.ranges.at[b, i, jnp.int32(0)]))
+        stop = jnp.maximum(
+            jnp.minimum(stop, plgpu.load(extras.ranges.at[b, i, jnp.int32(1)])), start
+        )
+    if extras.ranges is not None or extras.bias is not None:
+        full_start = full_stop = start  # every block has its mask
     full_stop = jnp.minimum(full_stop, stop)
     state = (
         jnp.zeros((s.tile, channels.padded), jnp.float32),
@@ -296,6 +392,8 @@ def _kernel(
     total = jnp.where(nothing, 1.0, l)
     out = jnp.where(nothing[:, None], 0.0, o * (1 / total)[:, None])
     lse = jnp.where(nothing, -jnp.inf, m / s.unit + jnp.log(total))
+    if extras.sinks is not None:
+        out, lse = _with_sink(out, lse, plgpu.load(extras.sinks.at[head]), position < query_length)
     c = jnp.arange(channels.padded, dtype=jnp.int32)
     is_token = position < tokens
     plgpu.store(
@@ -304,6 +402,36 @@ def _kernel(
         mask=is_token[:, None] & (c < head_dim)[None, :],
     )
     plgpu.store(lse_ref.at[b, position, head], lse, mask=is_token)
+
+
+def _of_tile(extras: Extras, b: jax.Array, head: jax.Array, position: jax.Array) -> _Extras:
+    """A tile's share of the extras, for the queries at these indices."""
+    bias, zero = extras.bias, jnp.int32(0)
+    at: tuple[jax.Array, ...] = ()
+    if bias is not None:
+        rows = jnp.minimum(position, bias.shape[2] - 1)
+        at = (b if bias.shape[0] > 1 else zero, head if bias.shape[1] > 1 else zero, rows)
+    return _Extras(
+        sequence=b,
+        key_segments=extras.key_segments,
+        bias=bias,
+        bias_at=at,
+        slope=None if extras.slopes is None else plgpu.load(extras.slopes.at[head]),
+    )
+
+
+def _with_sink(
+    out: jax.Array, lse: jax.Array, sink: jax.Array, real: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Outputs ``[tile, H]`` and log-sum-exps with a sink's weight in the denominator."""
+    largest = jnp.maximum(lse, sink)
+    shift = jnp.where(largest == -jnp.inf, 0.0, largest)
+    weight = jnp.exp(lse - shift)
+    total = weight + jnp.exp(sink - shift)
+    share = jnp.where(total == 0, 0.0, weight / jnp.where(total == 0, 1.0, total))
+    total = jnp.where(total == 0, -jnp.inf, shift + jnp.log(jnp.where(total == 0, 1.0, total)))
+    share = jnp.where(real, share, 1.0)
+    return out * share[:, None], jnp.where(real, total, lse)
 
 
 def attention(
@@ -319,6 +447,7 @@ def attention(
     tokens: int,
     dtype: jax.typing.DTypeLike,
     settings: Settings,
+    extras: Extras = NOTHING,
 ) -> tuple[jax.Array, jax.Array]:
     """Attends with operands that are quantized already.
 
@@ -334,6 +463,7 @@ def attention(
       tokens: `T`, queries of the output.
       dtype: of the output.
       settings: numerics and launch.
+      extras: what else the call has.
 
     Returns:
       ``[B, T, N, H]`` and the float32 log-sum-exp ``[B, T, N]``.
@@ -342,7 +472,7 @@ def attention(
     return pl.pallas_call(
         functools.partial(_kernel, s=settings),
         grid=(pl.cdiv(tokens, settings.tile), heads, batch),
-        in_specs=[_common.WHOLE] * 8,
+        in_specs=[*[_common.WHOLE] * 8, jax.tree.map(lambda _: _common.WHOLE, extras)],
         out_specs=[_common.WHOLE] * 2,
         out_shape=[
             jax.ShapeDtypeStruct((batch, tokens, heads, head_dim), dtype),
@@ -351,4 +481,4 @@ def attention(
         compiler_params=_common.parameters(settings.num_warps, settings.num_stages),
         interpret=settings.interpret,
         name="turbojax_attention",
-    )(q, q_scale, k, k_scale, v, v_scale, query_lengths, key_lengths)
+    )(q, q_scale, k, k_scale, v, v_scale, query_lengths, key_lengths, extras)

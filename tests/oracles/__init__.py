@@ -1,6 +1,9 @@
 """Numpy oracles of the numerics: float64 and integers, no jax, written from the equations."""
 
 from oracles.cache import Cache as Cache
+from oracles.extras import attention_with_extras as attention_with_extras
+from oracles.extras import gradients_with_extras as gradients_with_extras
+from oracles.extras import scores_of as scores_of
 from oracles.gradient import Gradients as Gradients
 from oracles.gradient import attention_gradients as attention_gradients
 from oracles.gradient import rounded as rounded

@@ -16,6 +16,7 @@ from turbojax.models import TransformerConfig
 from turbojax.models.generation.caching import (
     ModelCacheKind,
     kinds_of_layers,
+    widths_of,
     windows_of_layers,
 )
 
@@ -86,8 +87,10 @@ def cache_bytes(
     """
 
     def layer(kind: CacheKind, window: int | None, batch: int) -> int:
-        sizes = (batch, max_length, config.num_kv_heads, config.head_dim)
+        heads, channels, rope_dim = widths_of(config, kind)
+        sizes = (batch, max_length, heads, channels)
         options: Any = {"kind": kind, "dtype": dtype, "local_window_size": window}
+        options["rope_dim"] = rope_dim
         return jax.eval_shape(lambda: init_layer_cache(*sizes, **options)).nbytes
 
     # Some of it, such as a rotation, is there once: and no array is as long as the batch.

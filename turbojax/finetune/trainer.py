@@ -15,6 +15,7 @@ from turbojax.finetune.base import BaseTrainer, updated, windows
 from turbojax.finetune.settings import Settings, for_context
 from turbojax.models import Attend, PooledAttention, Transformer
 from turbojax.ops import exact_attention
+from turbojax.ops.extras import of_layer
 from turbojax.ops.options import PLAIN, AttentionOptions
 
 
@@ -24,10 +25,15 @@ def dense_attention(
     value: jax.Array,
     cache: Any = None,
     options: AttentionOptions = PLAIN,
+    sinks: jax.Array | None = None,
 ) -> tuple[jax.Array, Any]:
     """Exact causal attention: cuDNN's where it runs, which needs a GPU and 16 bits, else XLA's."""
     return exact_attention.attend(
-        query, key, value, options=options.complete(query.shape[3])
+        query,
+        key,
+        value,
+        options=options.complete(query.shape[3]),
+        extras=of_layer(query, sinks),
     ), cache
 
 
@@ -115,11 +121,12 @@ class _MeasuredAttention:
         value: jax.Array,
         cache: jax.Array,
         options: AttentionOptions = PLAIN,
+        sinks: jax.Array | None = None,
     ) -> tuple[jax.Array, jax.Array]:
         if not isinstance(self._attend, PooledAttention):
-            return self._attend(query, key, value, None, options)[0], jnp.ones_like(cache)
+            return self._attend(query, key, value, None, options, sinks)[0], jnp.ones_like(cache)
         levels = self._attend.levels(query, key, options=options)
-        out = self._attend.attend(query, key, value, levels, options=options)
+        out = self._attend.attend(query, key, value, levels, options=options, sinks=sinks)
         return out, self._attend.density(levels).astype(cache.dtype)
 
 

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
@@ -23,6 +24,8 @@ class AttentionProjections(nnx.Module):
       o_proj: ``[N H, D]``.
       q_norm: `RMSNorm` of each head's query, or of all together, before they are rotated; or None.
       k_norm: the same of keys.
+      sinks: float ``[N]``, a logit of each head that takes part in the softmax's denominator
+        alone, or None.
       rope: how positions turn queries and keys, or None.
       head_dim: channels of a head, `H`.
     """
@@ -41,6 +44,7 @@ class AttentionProjections(nnx.Module):
         norm_offset: float = 0.0,
         joint_qk_norm: bool = False,
         output_gain: float = 1.0,
+        use_sinks: bool = False,
         sharding: tuple[str | None, str | None] | None = None,
         dtype: DTypeLike,
         param_dtype: DTypeLike,
@@ -60,6 +64,7 @@ class AttentionProjections(nnx.Module):
           norm_offset: of these norms, see `rms_norm`.
           joint_qk_norm: whether all heads of a token are normed together, not each by itself.
           output_gain: of the output's initial weights.
+          use_sinks: whether there are sinks; they begin at 0, each as a key of score 0.
           sharding: mesh axes, or logical ones, over which the residual stream and the heads are
             split, such as ``(None, "model")``; None for no annotations. With them Flax needs a mesh
             where parameters are made.
@@ -94,6 +99,7 @@ class AttentionProjections(nnx.Module):
         sizes = (width, kv_width) if joint_qk_norm else (self.head_dim, self.head_dim)
         self.q_norm = None if qk_norm_eps is None else norm(sizes[0])
         self.k_norm = None if qk_norm_eps is None else norm(sizes[1])
+        self.sinks = nnx.Param(jnp.zeros(num_heads, param_dtype)) if use_sinks else None
 
     def heads(
         self,
@@ -126,6 +132,10 @@ class AttentionProjections(nnx.Module):
         query, key, value = (y.reshape(shape) for y in (query, key, self.v_proj(x)))
         own = self.rope if rope is None and rotates else rope
         return *rotate(own, query, key, angles), value
+
+    def given_sinks(self) -> tuple[jax.Array, ...]:
+        """The sinks, if there are any: the last argument of an `Attend`."""
+        return () if self.sinks is None else (self.sinks[...],)
 
     def output(self, attended: jax.Array) -> jax.Array:
         """Maps attended values ``[B, T, N, H]`` to ``[B, T, D]``."""

@@ -6,12 +6,15 @@ from turbojax.kv.base import Attend as Attend
 from turbojax.kv.base import Kind as Kind
 from turbojax.kv.base import LayerCache as LayerCache
 from turbojax.kv.kinds import CACHE_NAMES as CACHE_NAMES
+from turbojax.kv.kinds import LATENT_CACHE_NAMES as LATENT_CACHE_NAMES
 from turbojax.kv.kinds import CacheKind as CacheKind
 from turbojax.kv.kinds import cache_by_name as cache_by_name
 from turbojax.kv.kinds import init_layer_cache as init_layer_cache
 from turbojax.kv.kinds import kind_for as kind_for
 from turbojax.kv.kinds import kind_of as kind_of
 from turbojax.kv.kinds import window_to_keep as window_to_keep
+from turbojax.kv.latent import attend_latents as attend_latents
+from turbojax.kv.latent import holds_latents as holds_latents
 from turbojax.kv.pages import PagedLayer as PagedLayer
 from turbojax.kv.pooled import POLICY_NAMES as POLICY_NAMES
 from turbojax.kv.pooled import PooledAttention as PooledAttention

@@ -35,6 +35,7 @@ class Attend(Protocol):
         value: jax.Array,
         cache: Cache,
         options: AttentionOptions = PLAIN,
+        sinks: jax.Array | None = None,
     ) -> tuple[jax.Array, Cache]:
         """Attends for one layer.
 
@@ -44,6 +45,8 @@ class Attend(Protocol):
           value: ``[B, T, K, H]``.
           cache: this layer's cache, or None.
           options: of this layer.
+          sinks: float ``[N]``, this layer's, if it has any, see `turbojax.turbo_attention`. Layers
+            without hand over none, so that what never meets them need not take them.
 
         Returns:
           The output ``[B, T, N, H]`` and the layer's new cache, of the same structure.
@@ -182,6 +185,8 @@ class Kind(Stored[C]):
       implementations: the names that ``implementation=`` may have for its ops.
       has_rings: whether `init` takes a `local_window_size`, and the cache then holds no more than
         what such a window needs, see `turbojax.state.ring`.
+      has_latents: whether it is for latent attention and `init` takes a `rope_dim`, see
+        `turbojax.kv.latent`.
       in_one_pass: what decoding token by token through the cache attends to, for all tokens of
         whole sequences at once; None where a token's stored form depends on its neighbours.
     """
@@ -190,6 +195,7 @@ class Kind(Stored[C]):
     takes: tuple[str | type, ...]
     implementations: tuple[str, ...] = IMPLEMENTATION_NAMES
     has_rings: bool = False
+    has_latents: bool = False
     in_one_pass: Attend | None = None
 
     def stands_for(self, kind: Any) -> bool:
@@ -285,6 +291,7 @@ class Kind(Stored[C]):
         lengths: jax.Array,
         *,
         options: AttentionOptions = PLAIN,
+        sinks: jax.Array | None = None,
         implementation: Any = None,
     ) -> tuple[jax.Array, C]:
         """Attends causally within prompts and stores them in empty sequences.
@@ -297,6 +304,7 @@ class Kind(Stored[C]):
           lengths: int32 ``[B]``, of the prompts; what lies past them is padding, which reaches
             neither other tokens nor the cache.
           options: of the layer.
+          sinks: float ``[N]`` of the layer, or None.
           implementation: what attends; None to choose.
 
         Returns:
@@ -314,6 +322,7 @@ class Kind(Stored[C]):
         cache: C,
         *,
         options: AttentionOptions = PLAIN,
+        sinks: jax.Array | None = None,
         implementation: Any = None,
     ) -> jax.Array:
         """Attends the last `T` tokens' queries ``[B, T, N, H]`` to all that the cache holds.

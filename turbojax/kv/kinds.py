@@ -13,22 +13,29 @@ from turbojax.kv.base import Kind, LayerCache, Stored
 from turbojax.kv.exact import EXACT
 from turbojax.kv.k8v4 import K8V4
 from turbojax.kv.kv4 import KV4
+from turbojax.kv.latent import LATENT, LATENT_NAMES, LatentKind
 from turbojax.kv.pages import PAGES, POOL, PagedKind
 from turbojax.kv.progressive import PROGRESSIVE
 
 KINDS: tuple[Kind[Any], ...] = (EXACT, PROGRESSIVE, KV4, K8V4, PAGES)
-"""All kinds, in the order of their names on command lines."""
+"""All kinds of keys and values, in the order of their names on command lines."""
 
-CacheKind = Literal["exact", "kv4", "k8v4", "bfloat16"] | PagedKind | TurboConfig
-"""What stands for a kind in Python code, for type checkers: all that `KINDS` take."""
+ALL_KINDS: tuple[Kind[Any], ...] = (*KINDS, LATENT)
+"""These, and that of latents, which layers with latent attention alone can use."""
+
+CacheKind = Literal["exact", "kv4", "k8v4", "bfloat16"] | PagedKind | TurboConfig | LatentKind
+"""What stands for a kind in Python code, for type checkers: all that `ALL_KINDS` take."""
 
 CACHE_NAMES = tuple(name for kind in KINDS for name in kind.names)
-"""What stands for a kind on command lines."""
+"""What stands for a kind of keys and values on command lines."""
 
-STORED: tuple[Stored[Any], ...] = (*KINDS, POOL)
+LATENT_CACHE_NAMES = LATENT_NAMES
+"""What stands for a kind of latents there."""
+
+STORED: tuple[Stored[Any], ...] = (*ALL_KINDS, POOL)
 """What files can hold."""
 
-_BY_CLASS = {kind.cls: kind for kind in KINDS}
+_BY_CLASS = {kind.cls: kind for kind in ALL_KINDS}
 
 
 def kind_of(cache: LayerCache) -> Kind[Any]:
@@ -49,10 +56,10 @@ def kind_for(kind: CacheKind) -> Kind[Any]:
     Raises:
       ValueError: if there is none such.
     """
-    for known in KINDS:
+    for known in ALL_KINDS:
         if known.stands_for(kind):
             return known
-    takes = [x for known in KINDS for x in known.takes]
+    takes = [x for known in ALL_KINDS for x in known.takes]
     names = sorted((x for x in takes if isinstance(x, str)), key=lambda x: x not in CACHE_NAMES)
     classes = "".join(f" or a {x.__name__}" for x in takes if isinstance(x, type))
     raise ValueError(f"cache={kind!r} must be {', '.join(map(repr, names))}{classes}")
@@ -67,13 +74,13 @@ def cache_by_name(name: str, num_kv_heads: int) -> CacheKind:
         scale per token and head (FireQ), ``"k8v4"``: the same with keys in e4m3, or pages of tokens
         as they are (``"paged"``), in an 8-bit float (``"fp8_e4m3"``, ``"fp8_e5m2"``), as codes
         (``"turbo4"``, ``"turbo_k4v2"`` ..) or with keys and values unlike each other
-        (``"paged_k8v4"``).
+        (``"paged_k8v4"``); of models with latent attention, one of `LATENT_CACHE_NAMES`.
       num_kv_heads: of the model.
 
     Raises:
       ValueError: if the name is another one, or half of the heads is not a whole number.
     """
-    for kind in KINDS:
+    for kind in ALL_KINDS:
         if name in kind.names:
             asked: CacheKind = kind.by_name(name, num_kv_heads)
             return asked
@@ -89,6 +96,7 @@ def init_layer_cache(
     kind: CacheKind,
     dtype: jax.typing.DTypeLike = jnp.bfloat16,
     local_window_size: int | None = None,
+    rope_dim: int | None = None,
 ) -> LayerCache:
     """An empty cache of one layer.
 
@@ -105,22 +113,29 @@ def init_layer_cache(
       dtype: of queries, keys and values.
       local_window_size: window of the layer's `AttentionOptions`, if it has one: what it does not
         reach is not kept, see `turbojax.state.ring`. Queries must not see more.
+      rope_dim: for latents (``"latent"``, ``"latent_fp8_e4m3"``, ``"latent_turbo4"``), and for
+        nothing else, how many of the `head_dim` channels are the rotary key's, the last ones;
+        `num_kv_heads` is 1.
 
     Raises:
       TypeError: if the window is not an integer.
-      ValueError: if `kind` is none of these, or a size does not fit.
+      ValueError: if `kind` is none of these, a size does not fit, or `rope_dim` is given where
+        there are no latents, or missing where there are.
       NotImplementedError: if there is a window, and caches of this kind keep all tokens.
     """
     known, sizes = kind_for(kind), (batch_size, max_length, num_kv_heads, head_dim)
-    window = {}
+    if known.has_latents != (rope_dim is not None):
+        wanted = "an integer" if known.has_latents else "None"
+        raise ValueError(f"{rope_dim=} must be {wanted} for a cache of kind {kind!r}")
+    given = {"rope_dim": rope_dim} if known.has_latents else {}
     if local_window_size is not None:
         if not known.has_rings:
             raise NotImplementedError(
                 f"{local_window_size=} must be None: a cache of kind {kind!r} keeps all tokens"
             )
-        window["local_window_size"] = local_window_size
-    init: Any = known.init  # only some take a window
-    cache: LayerCache = init(*sizes, kind=kind, dtype=jnp.dtype(dtype), **window)
+        given["local_window_size"] = local_window_size
+    init: Any = known.init  # only some take a window, or the rotary key's channels
+    cache: LayerCache = init(*sizes, kind=kind, dtype=jnp.dtype(dtype), **given)
     return cache
 
 

@@ -16,8 +16,10 @@ from turbojax.levels import (
     select_levels,
 )
 from turbojax.ops import pooled_attention
+from turbojax.ops.extras import of_layer
 from turbojax.ops.options import PLAIN, AttentionOptions, check_implementation, require_plain
 from turbojax.ops.pooled_attention.static import PooledOptions
+from turbojax.ops.sinks import with_sinks
 
 POLICY_NAMES = ("threshold", "topk", "window")
 
@@ -63,10 +65,11 @@ class PooledAttention:
         value: jax.Array,
         cache: Any = None,
         options: AttentionOptions = PLAIN,
+        sinks: jax.Array | None = None,
     ) -> tuple[jax.Array, Any]:
         """Attends over the given tokens alone; the cache passes through untouched."""
         levels = self.levels(query, key, options=options)
-        return self.attend(query, key, value, levels, options=options), cache
+        return self.attend(query, key, value, levels, options=options, sinks=sinks), cache
 
     def levels(
         self,
@@ -122,6 +125,7 @@ class PooledAttention:
         levels: jax.Array,
         lengths: jax.Array | None = None,
         options: AttentionOptions = PLAIN,
+        sinks: jax.Array | None = None,
     ) -> jax.Array:
         """Attends under given levels.
 
@@ -132,6 +136,8 @@ class PooledAttention:
           levels: see `levels`.
           lengths: optional int32 ``[B]``; what lies past them is padding.
           options: of the layer.
+          sinks: float ``[N]`` of the layer, or None; levels are chosen without. In 16 bits the
+            output is rounded before and after its share is taken.
 
         Returns:
           ``[B, T, N, H]`` in the query's dtype.
@@ -146,7 +152,7 @@ class PooledAttention:
             block_q=self.block_q,
             block_kv=self.block_kv,
         )
-        out, _ = pooled_attention.attend(
+        out, residual = pooled_attention.attend(
             query,
             key,
             value,
@@ -156,7 +162,8 @@ class PooledAttention:
             options=static,
             implementation=self.implementation,
         )
-        return out
+        extras = of_layer(query, sinks)
+        return out if extras.sinks is None else with_sinks(out, residual, extras.sinks)[0]
 
     def density(self, levels: jax.Array) -> jax.Array:
         """The share of dense causal attention's work that levels leave, a float32 scalar."""

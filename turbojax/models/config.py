@@ -15,6 +15,7 @@ from turbojax.kv import AttentionOptions
 from turbojax.models import families
 from turbojax.models.families import Activation as Activation
 from turbojax.models.families import ExpertsConfig as ExpertsConfig
+from turbojax.models.families import LatentConfig as LatentConfig
 from turbojax.rotary import LongRopeScaling, Rope, RopeScaling
 
 # Keys that `to_hf` leaves open.
@@ -71,9 +72,14 @@ class TransformerConfig:
         they give is added at once.
       residual_scale: optional factor of what is added to the residual stream.
       experts: of the feed-forward layers, or None.
+      latent: of attention whose keys and values are made of a latent, or None; then there are as
+        many KV heads as heads, of ``nope_dim + rope_dim`` channels, values are padded to as many,
+        `qkv_bias` is that of the products that make latents, and scores have its scale.
+      attention_sinks: whether every layer has a learned logit per query head in the denominator of
+        its softmax, see `turbojax.turbo_attention`.
 
     Raises:
-      TypeError: if `experts` is another kind.
+      TypeError: if `experts` or `latent` is another kind.
       ValueError: if a value is out of the range stated here.
     """
 
@@ -105,6 +111,8 @@ class TransformerConfig:
     post_norms: bool = False
     local_rope_theta: float | None = None
     experts: ExpertsConfig | None = None
+    latent: LatentConfig | None = None
+    attention_sinks: bool = False
     joint_qk_norm: bool = False
     rope_interleaved: bool = False
     nope_layers: tuple[int, ...] = ()
@@ -148,6 +156,7 @@ class TransformerConfig:
             _checks.check_positive(name, getattr(self, name))
         self._check_experts()
         self._check_layers()
+        self._check_latent()
         _ = self.rope, self.ropes
         _ = [self.attention_options(layer) for layer in range(self.num_layers)]
 
@@ -194,6 +203,27 @@ class TransformerConfig:
                 f"residual_scale={self.residual_scale}"
             )
 
+    def _check_latent(self) -> None:
+        latent = self.latent
+        if latent is None:
+            return
+        if not isinstance(latent, LatentConfig):
+            raise TypeError(f"latent={shown(latent)} must be a LatentConfig or None")
+        wanted = {
+            "num_kv_heads": self.num_heads,
+            "head_dim": latent.key_dim,
+            "rotary_dim": None,
+            "attention_scale": None,
+            "local_rope_theta": None,
+            "qk_norm": False,
+            "attention_sinks": False,
+            "rope_interleaved": False,
+            "nope_layers": (),
+        }
+        for name, value in wanted.items():
+            if getattr(self, name) != value:
+                raise ValueError(f"{name}={getattr(self, name)!r} must be {value} with {latent}")
+
     def has_experts(self, layer: int) -> bool:
         """Whether this layer's feed-forward layer is one of experts."""
         return self.experts is not None and layer not in self.experts.dense_layers
@@ -202,8 +232,9 @@ class TransformerConfig:
     def rope(self) -> Rope:
         """The rotary embedding, of all layers or of those that have none of their own."""
         longest = self.max_length if isinstance(self.rope_scaling, LongRopeScaling) else None
+        width = self.head_dim if self.latent is None else self.latent.rope_dim
         return Rope(
-            self.head_dim,
+            width,
             self.rope_theta,
             self.rotary_dim,
             self.rope_scaling,
@@ -242,7 +273,10 @@ class TransformerConfig:
         window = self.local_windows[layer] if layer < len(self.local_windows) else None
         if window is not None and window >= self.max_length:
             window = None
-        return AttentionOptions(self.attention_scale, window, self.attention_soft_cap)
+        scale = self.attention_scale
+        if self.latent is not None:
+            scale = self.latent.scale(self.rope_scaling)
+        return AttentionOptions(scale, window, self.attention_soft_cap)
 
     @property
     def num_parameters(self) -> int:
@@ -251,17 +285,36 @@ class TransformerConfig:
         width, kv_width = self.num_heads * head, self.num_kv_heads * head
         layer = 2 * size * (width + kv_width)
         layer += self.qkv_bias * (width + 2 * kv_width) + self.output_bias * size
+        if self.latent is not None:
+            layer = self._latent_parameters(self.latent)
         heads = self.num_heads + self.num_kv_heads if self.joint_qk_norm else 2
         layer += self.mlp_bias * (2 * inner + size) + self.qk_norm * heads * head
+        layer += self.attention_sinks * self.num_heads
         before = self.pre_norms * (1 if self.parallel else 2)
         layer += (before + 2 * self.post_norms) * size
         tables = self.vocab_size * size * (1 if self.tie_embeddings else 2)
         dense, mlps = self.num_layers, 0
         if self.experts is not None:
-            dense, count = len(self.experts.dense_layers), self.experts.count
-            each = count * size * (3 * self.experts.intermediate_size + 1)
+            dense, experts = len(self.experts.dense_layers), self.experts
+            each = experts.count * size * (3 * experts.intermediate_size + 1)
+            each += 3 * size * (experts.shared_size or 0)
+            each += experts.count * (experts.scores == "sigmoid")
+            if experts.has_biases:
+                each += experts.count * (2 * experts.intermediate_size + size + 1)
             mlps = (self.num_layers - dense) * each
         return self.num_layers * layer + dense * 3 * size * inner + mlps + tables + size
+
+    def _latent_parameters(self, latent: LatentConfig) -> int:
+        """Numbers of a layer's latent attention."""
+        size, heads, rank = self.hidden_size, self.num_heads, latent.rank
+        queries = heads * latent.key_dim
+        count = size * (rank + latent.rope_dim) + rank  # the latent, and its norm
+        count += rank * heads * (latent.nope_dim + latent.value_dim)
+        count += heads * latent.value_dim * size + self.output_bias * size
+        count += self.qkv_bias * (rank + latent.rope_dim)
+        if latent.query_rank is None:
+            return count + size * queries
+        return count + latent.query_rank * (size + 1 + queries + self.qkv_bias)
 
     @classmethod
     def from_hf(cls, hf: Mapping[str, Any]) -> "TransformerConfig":
@@ -299,13 +352,16 @@ class TransformerConfig:
     def _canonical(self) -> "TransformerConfig":
         """An equal model's configuration with the defaults filled in, for comparisons."""
         scale, windows = self.attention_scale, self.local_windows
+        windows = windows if any(windows) else ()
         factors = ("embedding_scale", "residual_scale", "logit_scale")
         idle: dict[str, Any] = {x: None for x in factors if getattr(self, x) == 1}
+        if self.latent is not None:
+            return dataclasses.replace(self, **idle, local_windows=windows)
         return dataclasses.replace(
             self,
             **idle,
             attention_scale=self.head_dim**-0.5 if scale is None else scale,
-            local_windows=windows if any(windows) else (),
+            local_windows=windows,
             rotary_dim=self.rope.channels,
             local_rope_theta=(None if set(self.ropes) <= {self.rope} else self.local_rope_theta),
         )

@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -31,9 +32,15 @@ class FeedForward(nnx.Module):
     """A gated layer: ``down(activation(gate(x)) * up(x))``; SwiGLU with SiLU."""
 
     def __init__(
-        self, config: TransformerConfig, *, dtype: DTypeLike, param_dtype: DTypeLike, rngs: nnx.Rngs
+        self,
+        config: TransformerConfig,
+        *,
+        width: int | None = None,
+        dtype: DTypeLike,
+        param_dtype: DTypeLike,
+        rngs: nnx.Rngs,
     ) -> None:
-        size, inner = config.hidden_size, config.intermediate_size
+        size, inner = config.hidden_size, width or config.intermediate_size
         make = functools.partial(
             linear, use_bias=config.mlp_bias, dtype=dtype, param_dtype=param_dtype, rngs=rngs
         )
@@ -47,11 +54,24 @@ class FeedForward(nnx.Module):
         return self.down_proj(activate(self.gate_proj(x), self.config) * self.up_proj(x))
 
 
+def gated(gate: jax.Array, up: jax.Array, config: TransformerConfig) -> jax.Array:
+    """What experts make of their gate and its partner: see `ExpertsConfig.swiglu_limit`."""
+    experts = config.experts
+    if experts is None or experts.swiglu_limit is None:
+        return activate(gate, config) * up
+    limit, alpha = experts.swiglu_limit, experts.swiglu_alpha
+    gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
+    return gate * jax.nn.sigmoid(gate * alpha) * (up + 1)
+
+
 def apply_experts(
     x: jax.Array,
     router: jax.Array,
     experts: ExpertsConfig,
     compute: Callable[[jax.Array, jax.Array], jax.Array],
+    *,
+    bias: jax.Array | None = None,
+    correction: jax.Array | None = None,
 ) -> jax.Array:
     """``sum_k w_k expert_k(x)`` over each token's experts.
 
@@ -63,6 +83,8 @@ def apply_experts(
       experts: of the config.
       compute: ``compute(x, group_sizes)``, the experts of tokens ``[M, D]`` that are sorted by
         expert, and int32 ``[E]`` of how many each has, perhaps none.
+      bias: of the router, ``[E]``, or None.
+      correction: see `route`.
 
     Returns:
       ``[..., D]`` in `x`'s dtype.
@@ -70,7 +92,19 @@ def apply_experts(
     tokens = x.reshape(-1, x.shape[-1])
     wide = (tokens.astype(jnp.float32), router.astype(jnp.float32))
     logits = jnp.dot(*wide, precision=jax.lax.Precision.HIGHEST)
-    routing = route(logits, experts.per_token, softmax=experts.softmax, normalize=experts.normalize)
+    if bias is not None:
+        logits = logits + bias.astype(jnp.float32)[None]
+    routing = route(
+        logits,
+        experts.per_token,
+        softmax=experts.softmax,
+        normalize=experts.normalize,
+        scores=experts.scores,
+        correction=correction,
+        groups=experts.groups,
+        top_groups=experts.top_groups,
+        scaling=experts.scaling,
+    )
     sorted_by = dispatch(routing.experts, experts.count)
     y = compute(tokens[sorted_by.tokens], sorted_by.group_sizes)
     return combine(y, sorted_by.places, routing.weights).reshape(x.shape)
@@ -101,10 +135,11 @@ def tile_of(rows: int, experts: int) -> int | None:
 
 
 class StackedLinear(nnx.Module):
-    """A linear layer of each expert, without a bias.
+    """A linear layer of each expert.
 
     Attributes:
       kernel: ``[E, in, out]``.
+      bias: ``[E, out]``, or None.
     """
 
     def __init__(
@@ -114,6 +149,7 @@ class StackedLinear(nnx.Module):
         out_size: int,
         *,
         gain: float = 1.0,
+        use_bias: bool = False,
         dtype: DTypeLike,
         param_dtype: DTypeLike,
         rngs: nnx.Rngs,
@@ -123,16 +159,24 @@ class StackedLinear(nnx.Module):
         )
         self.dtype = dtype
         self.kernel = nnx.Param(init(rngs.params(), (experts, in_size, out_size), param_dtype))
+        self.bias = nnx.Param(jnp.zeros((experts, out_size), param_dtype)) if use_bias else None
 
     def __call__(self, x: jax.Array, group_sizes: jax.Array) -> jax.Array:
         """Maps ``[M, in]``, sorted by expert, to ``[M, out]``."""
         kernel = self.kernel.get_value().astype(self.dtype)
-        return jax.lax.ragged_dot(x.astype(self.dtype), kernel, group_sizes)
+        y = jax.lax.ragged_dot(x.astype(self.dtype), kernel, group_sizes)
+        if self.bias is None:
+            return y
+        bias = self.bias.get_value().astype(y.dtype)
+        return y + jnp.repeat(bias, group_sizes, axis=0, total_repeat_length=x.shape[0])
 
     def of_tiles(self, x: jax.Array, experts: jax.Array) -> jax.Array:
         """Maps tiles ``[U, t, in]``, each of one of the `experts` ``[U]``, to ``[U, t, out]``."""
         kernel = self.kernel.get_value()[experts].astype(self.dtype)
-        return jnp.einsum("uti,uio->uto", x.astype(self.dtype), kernel)
+        y = jnp.einsum("uti,uio->uto", x.astype(self.dtype), kernel)
+        if self.bias is None:
+            return y
+        return y + self.bias.get_value()[experts].astype(y.dtype)[:, None]
 
 
 class Router(nnx.Module):
@@ -140,13 +184,18 @@ class Router(nnx.Module):
 
     Attributes:
       kernel: ``[D, E]``.
+      bias: ``[E]``, or None.
+      correction: float32 ``[E]`` in whatever dtype the others are, or None; see `route`.
     """
 
     def __init__(
-        self, in_size: int, experts: int, *, param_dtype: DTypeLike, rngs: nnx.Rngs
+        self, in_size: int, experts: ExpertsConfig, *, param_dtype: DTypeLike, rngs: nnx.Rngs
     ) -> None:
         init = jax.nn.initializers.variance_scaling(1.0, "fan_in", "truncated_normal")
-        self.kernel = nnx.Param(init(rngs.params(), (in_size, experts), param_dtype))
+        count, is_corrected = experts.count, experts.scores == "sigmoid"
+        self.kernel = nnx.Param(init(rngs.params(), (in_size, count), param_dtype))
+        self.bias = nnx.Param(jnp.zeros(count, param_dtype)) if experts.has_biases else None
+        self.correction = nnx.Param(jnp.zeros(count, jnp.float32)) if is_corrected else None
 
 
 class Experts(nnx.Module):
@@ -159,16 +208,20 @@ class Experts(nnx.Module):
         self, config: TransformerConfig, *, dtype: DTypeLike, param_dtype: DTypeLike, rngs: nnx.Rngs
     ) -> None:
         assert config.experts is not None
-        count, inner = config.experts.count, config.experts.intermediate_size
-        size = config.hidden_size
-        make = functools.partial(
-            StackedLinear, count, dtype=dtype, param_dtype=param_dtype, rngs=rngs
+        experts, size = config.experts, config.hidden_size
+        count, inner, shared = experts.count, experts.intermediate_size, experts.shared_size
+        dtypes = {"dtype": dtype, "param_dtype": param_dtype}
+        make: Any = functools.partial(
+            StackedLinear, count, use_bias=experts.has_biases, rngs=rngs, **dtypes
         )
         self.config = config
-        self.router = Router(size, count, param_dtype=param_dtype, rngs=rngs)
+        self.router = Router(size, experts, param_dtype=param_dtype, rngs=rngs)
         self.gate_proj = make(size, inner)
         self.up_proj = make(size, inner)
         self.down_proj = make(inner, size, gain=output_gain(config))
+        self.shared = (
+            None if shared is None else FeedForward(config, width=shared, rngs=rngs, **dtypes)
+        )
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Maps ``[B, T, D]`` to ``[B, T, D]``."""
@@ -179,12 +232,18 @@ class Experts(nnx.Module):
             tile = tile_of(x.shape[0], experts.count)
             return self.of_sorted(x, sizes) if tile is None else self.in_tiles(x, sizes, tile)
 
-        return apply_experts(x, self.router.kernel.get_value(), experts, compute)
+        bias, correction = (
+            None if part is None else part.get_value()
+            for part in (self.router.bias, self.router.correction)
+        )
+        kernel = self.router.kernel.get_value()
+        y = apply_experts(x, kernel, experts, compute, bias=bias, correction=correction)
+        return y if self.shared is None else y + self.shared(x)
 
     def of_sorted(self, x: jax.Array, sizes: jax.Array) -> jax.Array:
         """What experts compute of ``[M, D]``, of which each has the next ``sizes[e]`` rows."""
         gate, up = self.gate_proj(x, sizes), self.up_proj(x, sizes)
-        return self.down_proj(activate(gate, self.config) * up, sizes)
+        return self.down_proj(gated(gate, up, self.config), sizes)
 
     def in_tiles(self, x: jax.Array, sizes: jax.Array, tile: int) -> jax.Array:
         """The same in tiles of so many rows of one expert, see `tile_of`."""
@@ -196,6 +255,6 @@ class Experts(nnx.Module):
         # Zeros, so that nothing of other experts' tokens reaches a weight's gradient.
         mine = jnp.where(is_there[..., None], x[jnp.minimum(row, count - 1)], 0)
         gate, up = (layer.of_tiles(mine, tiles.expert) for layer in (self.gate_proj, self.up_proj))
-        y = self.down_proj.of_tiles(activate(gate, self.config) * up, tiles.expert)
+        y = self.down_proj.of_tiles(gated(gate, up, self.config), tiles.expert)
         out = jnp.zeros((count, y.shape[-1]), y.dtype)
         return out.at[jnp.where(is_there, row, count)].set(y, mode="drop")

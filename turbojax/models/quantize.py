@@ -5,6 +5,7 @@ taken, so that of a `StoredDecoder` one is in memory at a time.
 """
 
 from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +16,7 @@ from turbojax.models.calibration import Calibration
 from turbojax.models.checkpoint.stored import StoredDecoder
 from turbojax.models.config import TransformerConfig
 from turbojax.models.decoder import Decoder, LayerParams, unstack
-from turbojax.models.quantized import QuantizedDecoder
+from turbojax.models.quantized import QuantizedDecoder, check_quantizable
 from turbojax.models.quantized_experts import QuantizedExperts
 from turbojax.models.quantized_layer import (
     LINEARS,
@@ -26,7 +27,13 @@ from turbojax.models.quantized_layer import (
 )
 from turbojax.models.transformer import Transformer
 from turbojax.quantizers.fp8 import E4M3_MAX
-from turbojax.quantizers.int4 import Int4Weight, ScaleDtype, gate_and_up, quantize_weight
+from turbojax.quantizers.int4 import (
+    Int4Weight,
+    ScaleDtype,
+    concatenate,
+    gate_and_up,
+    quantize_weight,
+)
 from turbojax.smoothing import (
     KeyStatistics,
     LayerWeights,
@@ -82,6 +89,7 @@ def quantize_model(
       The quantized decoder, which computes in the model's dtype.
 
     Raises:
+      NotImplementedError: see `check_quantizable`.
       TypeError: if the model is another kind, such as a quantized one, or tokens or the batch size
         are not integers.
       ValueError: if tokens are needed and missing or do not fit, a head has fewer pairs than CRS is
@@ -94,6 +102,7 @@ def quantize_model(
             "StoredDecoder, not quantized before"
         )
     _checks.check_sizes(batch_size=batch_size)
+    check_quantizable(model.config)
     pairs = model.config.head_dim // 2
     if smoothing.crs and smoothing.num_pairs > pairs:
         raise ValueError(
@@ -156,11 +165,11 @@ def _quantize(
     for number in range(decoder.config.num_layers):
         params = decoder.layers[number]
         seen = watch(number, params)
-        weights = layer_weights(params, decoder.config)
+        weights, kept = layer_weights(params, decoder.config), kept_of(params)
         del params
         try:
             weights = smooth_layer(weights, seen, smoothing)
-            layers.append(jax.block_until_ready(quantize_layer(weights, scale_dtype)))
+            layers.append(jax.block_until_ready(quantize_layer(weights, scale_dtype, kept)))
         except ValueError as error:
             raise ValueError(f"layer {number}: {error}") from error
         del weights
@@ -221,7 +230,40 @@ def layer_weights(params: LayerParams, config: TransformerConfig) -> LayerWeight
         router=router(),
         interleaved=config.rope_interleaved,
         parallel=config.parallel,
+        is_up_linear=config.experts is None or config.experts.swiglu_limit is None,
     )
+
+
+class Kept(NamedTuple):
+    """What a layer has besides, float32: smoothing neither needs nor changes it.
+
+    Attributes:
+      sinks: ``[N]``, or None.
+      router_bias: ``[E]``, or None.
+      gate_up_bias: of experts, ``[E, 2 F]``, or None.
+      down_bias: of experts, ``[E, D]``, or None.
+    """
+
+    sinks: jax.Array | None = None
+    router_bias: jax.Array | None = None
+    gate_up_bias: jax.Array | None = None
+    down_bias: jax.Array | None = None
+
+
+_NOTHING = Kept()
+
+
+def kept_of(params: LayerParams) -> Kept:
+    """Sinks and experts' biases of a layer of a `Decoder`."""
+    mlp, sinks = params["mlp"], params["attention"].get("sinks")
+    sinks = None if sinks is None else sinks.astype(jnp.float32)
+    if "bias" not in mlp.get("router", {}):
+        return Kept(sinks)
+    router, gate, up, down = (
+        mlp[name]["bias"].astype(jnp.float32)
+        for name in ("router", "gate_proj", "up_proj", "down_proj")
+    )
+    return Kept(sinks, router, jnp.concatenate([gate, up], axis=-1), down)
 
 
 def layer_params(
@@ -230,7 +272,8 @@ def layer_params(
     """The inverse of `layer_weights`: a layer without factors of PTS and CRS, for a `Decoder`.
 
     Args:
-      layer: the weights; norms of queries and keys may differ between heads.
+      layer: the weights; norms of queries and keys may differ between heads. There are no sinks,
+        and no biases of experts.
       norm_offset: of the decoder's config.
       joint_qk_norm: of the decoder's config.
     """
@@ -266,7 +309,9 @@ def layer_params(
     }
 
 
-def quantize_layer(layer: LayerWeights, scale_dtype: ScaleDtype = "e4m3") -> QuantizedLayer:
+def quantize_layer(
+    layer: LayerWeights, scale_dtype: ScaleDtype = "e4m3", kept: Kept = _NOTHING
+) -> QuantizedLayer:
     """Rounds the weights of a layer, smoothed or not; biases, norms and routers stay float32.
 
     Raises:
@@ -299,12 +344,14 @@ def quantize_layer(layer: LayerWeights, scale_dtype: ScaleDtype = "e4m3") -> Qua
         def one(w: tuple[jax.Array, jax.Array]) -> Int4Weight:
             return quantize_weight(w[0], scale_dtype=scale_dtype, output_scale=w[1])
 
+        def both(pair: Any) -> Int4Weight:
+            parts = [one(x) for x in pair]
+            return gate_and_up(*parts) if layer.is_up_linear else concatenate(parts)
+
         # One expert after the other: in float32 all at once would be several times the weights.
-        gate_up = jax.lax.map(
-            lambda pair: gate_and_up(one(pair[0]), one(pair[1])), (stack("gate"), stack("up"))
-        )
+        gate_up = jax.lax.map(both, (stack("gate"), stack("up")))
         down = jax.lax.map(one, stack("down"))
-        return QuantizedExperts(router.T.astype(jnp.float32), gate_up, down)
+        return QuantizedExperts(router.T.astype(jnp.float32), gate_up, down, *kept[1:])
 
     names = LINEARS if layer.router is None else LINEARS[:4]
     return join_layer(
@@ -312,6 +359,7 @@ def quantize_layer(layer: LayerWeights, scale_dtype: ScaleDtype = "e4m3") -> Qua
         {name: factor(name) for name in NORMS},
         layer.key_channel_scale,
         experts=None if layer.router is None else experts(layer.router.weight),
+        sinks=kept.sinks,
     )
 
 

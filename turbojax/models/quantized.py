@@ -29,6 +29,7 @@ from turbojax.ops.int4_matmul.static import TokenKind
 from turbojax.quantizers.int4 import (
     Int4Weight,
     ScaleDtype,
+    concatenate,
     dequantize,
     gate_and_up,
     quantize_weight,
@@ -174,7 +175,11 @@ def random_quantized_decoder(
       quantize_head: whether the projection to logits has INT4 weights too.
       dtype: of activations, embedding and head.
       seed: of the weights.
+
+    Raises:
+      NotImplementedError: see `check_quantizable`.
     """
+    check_quantizable(config)
     dtype = jnp.dtype(dtype)
     keys = iter(jax.random.split(jax.random.key(seed), 7 * config.num_layers + 2))
     size, inner = config.hidden_size, config.intermediate_size
@@ -194,8 +199,10 @@ def random_quantized_decoder(
         width = shape.intermediate_size
 
         def gate_up(key: jax.Array) -> Int4Weight:
-            both = jax.random.split(key)
-            return gate_and_up(*(random_weight(k, (width, size), 1.0, scale_dtype) for k in both))
+            both = [
+                random_weight(k, (width, size), 1.0, scale_dtype) for k in jax.random.split(key)
+            ]
+            return gate_and_up(*both) if shape.swiglu_limit is None else concatenate(both)
 
         def down(key: jax.Array) -> Int4Weight:
             return random_weight(key, (size, width), gain, scale_dtype)
@@ -204,7 +211,9 @@ def random_quantized_decoder(
         stacks = [
             jax.lax.map(make, jax.random.split(next(keys), shape.count)) for make in (gate_up, down)
         ]
-        return QuantizedExperts(router, *stacks)
+        sizes = (shape.count,), (shape.count, 2 * width), (shape.count, size)
+        biases = [jnp.zeros(x, jnp.float32) if shape.has_biases else None for x in sizes]
+        return QuantizedExperts(router, *stacks, *biases)
 
     def layer(number: int) -> QuantizedLayer:
         linears = {
@@ -214,14 +223,15 @@ def random_quantized_decoder(
             "o": linear(size, query_size, config.output_bias, gain),
         }
         norms = {name: jnp.ones(shape, jnp.float32) for name, shape in norm_shapes(config).items()}
+        sinks = jnp.zeros(config.num_heads, jnp.float32) if config.attention_sinks else None
         if config.experts is not None and config.has_experts(number):
-            return join_layer(linears, norms, experts=experts(config.experts))
+            return join_layer(linears, norms, experts=experts(config.experts), sinks=sinks)
         linears |= {
             "gate": linear(inner, size, config.mlp_bias),
             "up": linear(inner, size, config.mlp_bias),
             "down": linear(size, inner, config.mlp_bias, gain),
         }
-        return join_layer(linears, norms)
+        return join_layer(linears, norms, sinks=sinks)
 
     def table() -> jax.Array:
         shape = (config.vocab_size, size)
@@ -240,6 +250,21 @@ def random_quantized_decoder(
         config=config,
         dtype=dtype,
     )
+
+
+def check_quantizable(config: TransformerConfig) -> None:
+    """Raises NotImplementedError if a quantized decoder cannot have layers of this shape."""
+    if config.latent is not None:
+        raise NotImplementedError(
+            f"latent attention is not supported in a quantized decoder: {config.latent} must be "
+            "None; a cache of latents may be compressed (cache='latent_turbo4')"
+        )
+    experts = config.experts
+    if experts is not None and (experts.shared_size is not None or experts.scores != "softmax"):
+        raise NotImplementedError(
+            "experts beside a shared one, or chosen by sigmoids, are not supported in a quantized "
+            f"decoder: {experts}"
+        )
 
 
 def norm_shapes(config: TransformerConfig) -> dict[str, tuple[int, ...]]:

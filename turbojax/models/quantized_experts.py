@@ -1,12 +1,15 @@
 """A layer of experts with INT4 weights and e4m3 activations, as `QuantizedMlp` is one layer."""
 
 import dataclasses
+import functools
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from turbojax.flax.norms import rms_norm
 from turbojax.models.config import TransformerConfig
-from turbojax.models.feed_forward import apply_experts
+from turbojax.models.feed_forward import apply_experts, gated
 from turbojax.ops.grouped_matmul import grouped_matmul
 from turbojax.ops.int4_matmul.static import Activation
 from turbojax.quantizers.int4 import Int4Weight
@@ -19,13 +22,20 @@ class QuantizedExperts:
 
     Attributes:
       router: float32 ``[D, E]``, not rounded.
-      gate_up: gated, of ``[F, D]`` each, with a leading axis of `E` experts.
+      gate_up: of ``[F, D]`` each, with a leading axis of `E` experts; gated, or with experts whose
+        SwiGLU is clamped one below the other, see `ExpertsConfig.swiglu_limit`.
       down: ``[D, F]``, the same.
+      router_bias: float32 ``[E]``, or None.
+      gate_up_bias: float32 ``[E, 2 F]``, that of the gate first, or None.
+      down_bias: float32 ``[E, D]``, or None.
     """
 
     router: jax.Array
     gate_up: Int4Weight
     down: Int4Weight
+    router_bias: jax.Array | None = None
+    gate_up_bias: jax.Array | None = None
+    down_bias: jax.Array | None = None
 
     def __call__(
         self,
@@ -43,15 +53,22 @@ class QuantizedExperts:
           config: of the model.
           residual: added in the end.
         """
-        assert config.experts is not None
+        experts = config.experts
+        assert experts is not None
         assert norm is not None
         activation: Activation = "swiglu" if config.activation == "silu" else "geglu"
 
         def compute(x: jax.Array, sizes: jax.Array) -> jax.Array:
-            inner = grouped_matmul(x, self.gate_up, sizes, activation=activation)
-            return grouped_matmul(inner, self.down, sizes)
+            first: Any = functools.partial(
+                grouped_matmul, x, self.gate_up, sizes, bias=self.gate_up_bias
+            )
+            if experts.swiglu_limit is None:
+                inner = first(activation=activation)
+            else:
+                inner = gated(*jnp.split(first(), 2, axis=-1), config)
+            return grouped_matmul(inner, self.down, sizes, bias=self.down_bias)
 
         # The router reads what is not rounded.
         normed = rms_norm(hidden, norm, config.norm_eps)
-        out = apply_experts(normed, self.router, config.experts, compute)
+        out = apply_experts(normed, self.router, experts, compute, bias=self.router_bias)
         return out if residual is None else residual + out

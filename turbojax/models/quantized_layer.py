@@ -146,6 +146,7 @@ class QuantizedLayer:
       mlp_post_norm: the same of the feed-forward layer.
       key_channel_scale: float32 ``[K, H]`` or None: rotated keys are divided by it, and the queries
         of their group multiplied (CRS).
+      sinks: float32 ``[N]``, see `AttentionProjections`, or None.
     """
 
     attention_norm: jax.Array | None
@@ -158,6 +159,7 @@ class QuantizedLayer:
     attention_post_norm: jax.Array | None = None
     mlp_post_norm: jax.Array | None = None
     key_channel_scale: jax.Array | None = None
+    sinks: jax.Array | None = None
 
     def __call__(
         self,
@@ -190,7 +192,8 @@ class QuantizedLayer:
             query, key = rope.rotate(query, angles), rope.rotate(key, angles)
         if self.key_channel_scale is not None:
             query, key = scale_rotated(query, key, self.key_channel_scale)
-        out, cache = attend(query, key, value, cache, options)
+        sinks = () if self.sinks is None else (self.sinks,)
+        out, cache = attend(query, key, value, cache, options, *sinks)
         output = functools.partial(self.o, out.reshape(*hidden.shape[:2], -1))
         # Before attention is added, where both read the same.
         first = functools.partial(self.mlp, hidden, self.attention_norm, config)
@@ -207,6 +210,7 @@ def join_layer(
     key_channel_scale: jax.Array | None = None,
     *,
     experts: QuantizedExperts | None = None,
+    sinks: jax.Array | None = None,
 ) -> QuantizedLayer:
     """A layer of its linear layers, those of the same input joined; no code or scale changes.
 
@@ -216,6 +220,7 @@ def join_layer(
       norms: float32, by the names of `NORMS`; those that are None or missing are not there.
       key_channel_scale: see `QuantizedLayer`.
       experts: in place of gate, up and down.
+      sinks: see `QuantizedLayer`.
     """
 
     def joined(
@@ -246,7 +251,8 @@ def join_layer(
     else:
         mlp = experts
     factors: dict[str, Any] = {name: norms.get(name) for name in NORMS}
-    return QuantizedLayer(qkv=qkv, o=o, mlp=mlp, **factors, key_channel_scale=key_channel_scale)
+    factors |= {"key_channel_scale": key_channel_scale, "sinks": sinks}
+    return QuantizedLayer(qkv=qkv, o=o, mlp=mlp, **factors)
 
 
 def _heads(qkv: jax.Array, config: TransformerConfig) -> tuple[jax.Array, jax.Array, jax.Array]:

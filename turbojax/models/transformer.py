@@ -21,6 +21,7 @@ from turbojax.kv import Attend, AttentionOptions, causal_attention, padded_atten
 from turbojax.kv.base import Cache
 from turbojax.models.config import TransformerConfig
 from turbojax.models.feed_forward import Experts, FeedForward, output_gain
+from turbojax.models.latent_attention import LatentAttention
 from turbojax.rotary import Rope
 
 
@@ -67,6 +68,29 @@ def scale_added(out: jax.Array, config: TransformerConfig) -> jax.Array:
     return (out.astype(jnp.float32) * jnp.float32(config.residual_scale)).astype(out.dtype)
 
 
+def _attention(
+    config: TransformerConfig, dtypes: dict[str, Any]
+) -> AttentionProjections | LatentAttention:
+    """The linear layers around a layer's attention."""
+    gain = output_gain(config)
+    if config.latent is not None:
+        return LatentAttention(config, output_gain=gain, **dtypes)
+    return AttentionProjections(
+        config.hidden_size,
+        config.num_heads,
+        config.num_kv_heads,
+        config.rope,
+        qkv_bias=config.qkv_bias,
+        output_bias=config.output_bias,
+        qk_norm_eps=config.norm_eps if config.qk_norm else None,
+        norm_offset=config.norm_offset,
+        joint_qk_norm=config.joint_qk_norm,
+        output_gain=gain,
+        use_sinks=config.attention_sinks,
+        **dtypes,
+    )
+
+
 class Block(nnx.Module):
     """One decoder layer: attention, then a feed-forward layer, or both of the same normed input."""
 
@@ -89,19 +113,7 @@ class Block(nnx.Module):
             param_dtype=param_dtype,
         )
         self.attention_norm = norm() if config.pre_norms else None
-        self.attention = AttentionProjections(
-            config.hidden_size,
-            config.num_heads,
-            config.num_kv_heads,
-            config.rope,
-            qkv_bias=config.qkv_bias,
-            output_bias=config.output_bias,
-            qk_norm_eps=config.norm_eps if config.qk_norm else None,
-            norm_offset=config.norm_offset,
-            joint_qk_norm=config.joint_qk_norm,
-            output_gain=output_gain(config),
-            **dtypes,
-        )
+        self.attention = _attention(config, dtypes)
         self.attention_post_norm = norm() if config.post_norms else None
         self.mlp_norm = norm() if config.pre_norms and not config.parallel else None
         self.config = config
@@ -127,11 +139,16 @@ class Block(nnx.Module):
           options: the layer's.
           rope: the layer's, or None; all have the same module.
         """
-        normed = _normed(self.attention_norm, hidden)
-        heads = self.attention.heads(normed, angles, rope, rotates=rope is not None)
-        out, cache = attend(*heads, cache, options)
-        out = _normed(self.attention_post_norm, self.attention.output(out))
-        hidden = hidden + scale_added(out, self.config)
+        normed, attention = _normed(self.attention_norm, hidden), self.attention
+        if isinstance(attention, LatentAttention):
+            assert rope is not None
+            assert angles is not None
+            out, cache = attention(normed, angles, attend, cache, options, rope)
+        else:
+            heads = attention.heads(normed, angles, rope, rotates=rope is not None)
+            out, cache = attend(*heads, cache, options, *attention.given_sinks())
+            out = attention.output(out)
+        hidden = hidden + scale_added(_normed(self.attention_post_norm, out), self.config)
         if not self.config.parallel:
             normed = _normed(self.mlp_norm, hidden)
         out = _normed(self.mlp_post_norm, self.mlp(normed))

@@ -21,6 +21,16 @@ def _check_scores(scale: object, logits_soft_cap: float | None) -> None:
     _checks.check_positive("logits_soft_cap", logits_soft_cap)
 
 
+def _check_output_dtype(dtype: Any) -> str:
+    try:
+        name = jnp.dtype(dtype).name
+    except TypeError:
+        name = ""
+    if name != "float32":
+        raise ValueError(f"output_dtype={dtype!r} must be float32, or None for the query's")
+    return name
+
+
 @dataclasses.dataclass(frozen=True)
 class Visibility:
     """Which keys a query sees, by positions alone: causality and a sliding window.
@@ -66,25 +76,35 @@ class Visibility:
         return visible
 
     def key_range(
-        self, first: jax.Array, last: jax.Array, key_length: jax.Array
+        self,
+        first: jax.Array,
+        last: jax.Array,
+        key_length: jax.Array,
+        shift: jax.Array | None = None,
     ) -> tuple[jax.Array, jax.Array]:
-        """Positions ``[start, stop)`` outside which queries ``first..last`` see nothing.
+        """Keys ``[start, stop)`` outside which queries ``first..last`` see nothing.
 
         Args:
-          first: int32 scalar, smallest query position.
-          last: int32 scalar, largest query position.
+          first: int32 scalar, the first query.
+          last: int32 scalar, the last query.
           key_length: int32 ``[B]``.
+          shift: int32 ``[B]``, by how much a query's position exceeds a key's of the same index; 0
+            if not given.
 
         Returns:
           int32 scalars, valid for every sequence; empty ranges have ``stop <= start``.
         """
         start, stop = jnp.zeros_like(first), jnp.max(key_length)
+        least, most = (0, 0) if shift is None else (jnp.min(shift), jnp.max(shift))
         if self.is_causal:
-            stop = jnp.minimum(stop, last + 1)
+            stop = jnp.minimum(stop, last + most + 1)
         if self.window is not None:
             left, right = self.window
-            start = jnp.maximum(start, first - left)
-            stop = jnp.minimum(stop, last + right + 1)
+            start = jnp.maximum(start, first + least - left)
+            stop = jnp.minimum(stop, last + most + right + 1)
+        if shift is not None:
+            stop = jnp.maximum(stop, 0)
+            start = jnp.minimum(start, stop)
         return start, stop
 
 
@@ -97,15 +117,17 @@ class Options(Visibility):
     Attributes:
       scale: factor of the scores.
       logits_soft_cap: optional `c`: scores become ``c * tanh(score / c)``.
+      out_dtype: of the output, ``"float32"``; None for the query's own.
 
     Raises:
       TypeError: if the scale or the cap is not a Python number.
       ValueError: if the scale is not finite (it may be negative), the cap not positive and finite,
-        or the window as in `Visibility`.
+        the output's dtype another one, or the window as in `Visibility`.
     """
 
     scale: float
     logits_soft_cap: float | None = None
+    out_dtype: str | None = None
 
     def __post_init__(self) -> None:
         _check_scores(self.scale, self.logits_soft_cap)
@@ -113,6 +135,12 @@ class Options(Visibility):
         object.__setattr__(self, "scale", float(self.scale))
         if self.logits_soft_cap is not None:
             object.__setattr__(self, "logits_soft_cap", float(self.logits_soft_cap))
+        if self.out_dtype is not None:
+            object.__setattr__(self, "out_dtype", _check_output_dtype(self.out_dtype))
+
+    def dtype_of_output(self, query: jax.Array | jax.ShapeDtypeStruct) -> jnp.dtype:
+        """The output's dtype, for queries of this one."""
+        return jnp.dtype(query.dtype if self.out_dtype is None else self.out_dtype)
 
     @classmethod
     def complete(
@@ -123,6 +151,7 @@ class Options(Visibility):
         is_causal: bool,
         local_window_size: int | tuple[int, int] | None,
         logits_soft_cap: float | None,
+        output_dtype: Any = None,
     ) -> Self:
         """The options that a user's arguments stand for, see `jax.nn.dot_product_attention`.
 
@@ -132,6 +161,7 @@ class Options(Visibility):
           is_causal: whether a query sees keys up to its own position only.
           local_window_size: optional `w` or ``(left, right)``, keys on either side of the query.
           logits_soft_cap: optional cap.
+          output_dtype: float32 for parts that will be merged; None for the query's.
 
         Raises:
           TypeError, ValueError: as the class.
@@ -142,6 +172,7 @@ class Options(Visibility):
             is_causal=is_causal,
             window=window,
             logits_soft_cap=logits_soft_cap,
+            out_dtype=output_dtype,
         )
 
 

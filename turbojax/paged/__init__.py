@@ -4,7 +4,12 @@
 them and `attention` reads them.
 """
 
+from turbojax.ops.latent_attention import paged_latent_attention as paged_latent_attention
 from turbojax.ops.paged_attention import paged_attention as paged_attention
+from turbojax.state.latent.pages import LatentPages as LatentPages
+from turbojax.state.latent.pages import append_latents as append_latents
+from turbojax.state.latent.pages import gather_latents as gather_latents
+from turbojax.state.latent.pages import init_latent_pages as init_latent_pages
 from turbojax.state.pages.allocator import PageAllocator as PageAllocator
 from turbojax.state.pages.allocator import PageCopy as PageCopy
 from turbojax.state.pages.allocator import PoolExhausted as PoolExhausted
@@ -20,3 +25,4 @@ from turbojax.state.pages.transfer import write_pages as write_pages
 
 init_cache = init_paged_cache
 attention = paged_attention
+latent_attention = paged_latent_attention

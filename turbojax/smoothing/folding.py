@@ -217,7 +217,8 @@ def _scale_channels(layer: LayerWeights, inputs: CasInputs) -> LayerWeights:
     o = jnp.swapaxes(layer.o.weight.reshape(heads), 1, 2).reshape(width * groups, -1)
     per_value = channel_absmean_scale(o).reshape(layer.num_kv_heads, layer.head_dim)
     layer = fold_value_output(layer, per_value)
-    layer = fold_up_down(layer, channel_absmean_scale(layer.down.weight))
+    if layer.is_up_linear:
+        layer = fold_up_down(layer, channel_absmean_scale(layer.down.weight))
     if inputs != "all":
         return layer
     qkv = [layer.q.weight, layer.k.weight, layer.v.weight]

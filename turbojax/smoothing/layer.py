@@ -95,6 +95,9 @@ class LayerWeights:
       router: weight ``[E, D]``, of the input of gate and up, by which experts are chosen, or None.
       interleaved: whether RoPE turns channels 2i and 2i + 1 together.
       parallel: whether gate and up read what q, k and v do; there is no `mlp_norm` then.
+      is_up_linear: whether ``act(gate(m))`` is multiplied with ``up(m)`` itself, and not with what
+        a limit and a summand make of it, which must not be scaled. Biases of experts are those of
+        the caller alone.
     """
 
     attention_norm: jax.Array | None
@@ -117,6 +120,7 @@ class LayerWeights:
     router: Projection | None = None
     interleaved: bool = dataclasses.field(default=False, metadata={"static": True})
     parallel: bool = dataclasses.field(default=False, metadata={"static": True})
+    is_up_linear: bool = dataclasses.field(default=True, metadata={"static": True})
 
     @property
     def num_heads(self) -> int:

@@ -11,10 +11,11 @@ Cache = Any
 """Has `batch_size`, `num_kv_heads`, `head_dim`, `dtype`, `lengths` and `max_length`."""
 
 
-def check_kind(cache: Cache, kind: type) -> None:
-    """Raises TypeError unless `cache` is of this class."""
-    if not isinstance(cache, kind):
-        raise TypeError(f"cache is a {type(cache).__name__}, must be a {kind.__name__}")
+def check_kind(cache: Cache, *kinds: type) -> None:
+    """Raises TypeError unless `cache` is of this class, or one of these."""
+    if not isinstance(cache, kinds):
+        names = " or a ".join(kind.__name__ for kind in kinds)
+        raise TypeError(f"cache is a {type(cache).__name__}, must be a {names}")
 
 
 def check_tokens(cache: Cache, key: jax.Array, value: jax.Array) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import jax
 import jax.numpy as jnp
 
-from turbojax._device import needs_hopper
+from turbojax._device import needs_bulk_copies
 
 if TYPE_CHECKING:
     from pallas_kernels.mosaic.hopper.kv4_append import Settings
@@ -23,7 +23,7 @@ def append_unsupported(*, cache: Any, key: jax.Array) -> str | None:
     del cache
     if not math.prod(key.shape):
         return f"key.shape={key.shape} is empty"
-    return needs_hopper()
+    return needs_bulk_copies()
 
 
 @jax.jit

@@ -62,6 +62,7 @@ from pallas_kernels.mosaic.lane.memory import expect_bytes as expect_bytes
 from pallas_kernels.mosaic.lane.memory import init_barrier as init_barrier
 from pallas_kernels.mosaic.lane.memory import join_bits as join_bits
 from pallas_kernels.mosaic.lane.memory import load_matrices as load_matrices
+from pallas_kernels.mosaic.lane.memory import prefetch as prefetch
 from pallas_kernels.mosaic.lane.memory import publish_barriers as publish_barriers
 from pallas_kernels.mosaic.lane.memory import publish_stores as publish_stores
 from pallas_kernels.mosaic.lane.memory import store_matrices as store_matrices

@@ -223,6 +223,11 @@ def copy_words(source: Pointer, target: Pointer, condition: Bool) -> None:
     )
 
 
+def prefetch(source: Pointer) -> None:
+    """Asks for 128 bytes of global memory in the L2 cache."""
+    act("prefetch.global.L2 [$0];", source.address(), constraints="l")
+
+
 def commit_copies() -> None:
     """Makes a group of what this lane began to copy by `copy_words` since the last one."""
     act("cp.async.commit_group;")

@@ -18,6 +18,7 @@ from turbojax.config import Mode, TurboConfig
 from turbojax.ops import cudnn, fp8_tokens, int4_matmul, kv4_attention
 from turbojax.ops.exact_attention import mosaic_gpu as exact_decode
 from turbojax.ops.grouped_matmul import grouped_matmul
+from turbojax.ops.latent_attention import paged_latent_attention
 from turbojax.ops.options import Options
 from turbojax.ops.paged_attention import paged_attention
 from turbojax.ops.pooled_attention import pooled_attention
@@ -26,6 +27,8 @@ from turbojax.ops.turbo_attention.gradient import GRADIENT
 from turbojax.quantizers import quantize_weight
 from turbojax.quantizers.int4_experts import quantize_experts
 from turbojax.state import exact, kv4
+from turbojax.state.latent.formats import LATENT_DTYPES
+from turbojax.state.latent.pages import LatentPages, init_latent_pages
 from turbojax.state.pages.pool import KV_DTYPES, PagedCache, init_paged_cache
 from turbojax.state.pages.pool import append as append_to_pages
 from turbojax.state.progressive import ProgressiveCache, append, init_cache
@@ -48,7 +51,7 @@ _BATCH, _LENGTH, _HEADS, _KV_HEADS, _HEAD_DIM = 1, 1024, 32, 8, 128
 _PAGE_SIZE = 64
 _EXPERTS = 8
 # What the variants of an op's call are, if not modes.
-_VARIANTS = {"paged_attention": "kv_dtype"}
+_VARIANTS = {"paged_attention": "kv_dtype", "latent_attention": "kv_dtype"}
 _NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 
 
@@ -220,6 +223,15 @@ def _representative_calls() -> dict[str, dict[str, _Call]]:
         sizes = (pages, _PAGE_SIZE, _KV_HEADS, _HEAD_DIM)
         return jax.eval_shape(lambda: init_paged_cache(*sizes, kv_dtype=kv_dtype))
 
+    def latents(kv_dtype: str) -> LatentPages:
+        return jax.eval_shape(lambda: init_latent_pages(pages, _PAGE_SIZE, kv_dtype=kv_dtype))
+
+    # DeepSeek-V2's sizes: 512 and 64 channels, and as many heads.
+    to_latents = (
+        query.update(shape=(_BATCH, 1, _HEADS, 512)),
+        query.update(shape=(_BATCH, 1, _HEADS, 64)),
+    )
+    attend_latents = functools.partial(paged_latent_attention, scale=1.0)
     return {
         "turbo_attention": {
             config.mode: trace(
@@ -246,6 +258,10 @@ def _representative_calls() -> dict[str, dict[str, _Call]]:
         "paged_attention": {
             kv_dtype: trace(paged_attention, query, paged(kv_dtype), tables, lengths)
             for kv_dtype in KV_DTYPES
+        },
+        "latent_attention": {
+            kv_dtype: trace(attend_latents, *to_latents, latents(kv_dtype), tables, lengths)
+            for kv_dtype in LATENT_DTYPES
         },
     }
 
@@ -308,7 +324,11 @@ def _advice() -> tuple[str, ...]:
 
 
 def _as_words(op: OpReport) -> dict[str, str]:
-    return {name: refusal or "available" for name, refusal in op.refusals.items()}
+    words = {name: refusal or "available" for name, refusal in op.refusals.items()}
+    if op.refusals.get("mosaic_gpu", "") is None and not _device.is_measured():
+        capability = _device.gpu_compute_capability()
+        words["mosaic_gpu"] += f", not measured on compute capability {capability}"
+    return words
 
 
 def _version(package: str) -> str | None:

@@ -11,6 +11,7 @@ import numpy as np
 
 from turbojax import _checks, models
 from turbojax.app.text_model import TextModel, than_bfloat16
+from turbojax.kv import LATENT_CACHE_NAMES
 from turbojax.models.generation import session as generation
 from turbojax.models.generation.caching import with_uncompressed
 from turbojax.models.generation.sampling import GREEDY
@@ -114,8 +115,9 @@ def check_options(
     """
     given = {name: size for name, size in sizes.items() if size is not None}
     _checks.check_sizes(max_new_tokens=max_new_tokens, **given)
-    if cache not in models.CACHE_NAMES:
-        raise ValueError(f"cache {cache!r} must be one of {', '.join(models.CACHE_NAMES)}")
+    names = (*models.CACHE_NAMES, *LATENT_CACHE_NAMES)
+    if cache not in names:
+        raise ValueError(f"cache {cache!r} must be one of {', '.join(names)}")
     check_stop_strings(stop_strings)
 
 

@@ -26,7 +26,7 @@ from turbojax.rotary import LongRopeScaling
 
 # Of `TransformerConfig`, since results are kept: see `_shape`.
 _ADDED_FIELDS = (
-    *("local_rope_theta", "experts"),
+    *("local_rope_theta", "experts", "latent", "attention_sinks"),
     *("joint_qk_norm", "rope_interleaved", "nope_layers", "logit_scale"),
     *("pre_norms", "layer_norm", "parallel", "residual_scale"),
 )

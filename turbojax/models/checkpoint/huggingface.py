@@ -293,13 +293,12 @@ def _tensors(model: Transformer, dtype: DTypeLike | None) -> list[_folder.Tensor
             )
             for x in spec.placements
         ]
-        whole = rows[0] if len(rows) == 1 else np.concatenate(rows)
-        return _folder.cast(whole, stored, spec.name)
+        return _folder.cast(spec.joined(rows), stored, spec.name)
 
     tensors = []
     for spec in checkpoint_tensors(model.config):
         given = part(spec.placements[0].path).dtype if dtype is None else dtype
-        stored = loading.check_dtype(given)
+        stored = spec.dtype(loading.check_dtype(given))
         tensors.append(
             _folder.Tensor(spec.name, stored, spec.shape, functools.partial(make, spec, stored))
         )

@@ -20,6 +20,7 @@ from jax.typing import DTypeLike
 from turbojax import _checks
 from turbojax._json import shown
 from turbojax.models.checkpoint import folder as _folder
+from turbojax.models.checkpoint import mxfp4
 from turbojax.models.checkpoint.packed.formats import METHODS
 from turbojax.models.checkpoint.weights import Progress, check_dtype, check_rotation
 from turbojax.models.config import TransformerConfig, config_json, model_config, stored_dtype
@@ -106,6 +107,8 @@ def save_quantized(
 def is_quantized(hf: Mapping[str, Any]) -> bool:
     """Whether a `config.json` belongs to a quantized checkpoint.
 
+    One with experts in MXFP4 is none: its weights are read as the floating-point numbers they are.
+
     Raises:
       NotImplementedError: if it belongs to one of another kind than can be read.
       ValueError: if its `quantization_config` is not an object.
@@ -116,8 +119,10 @@ def is_quantized(hf: Mapping[str, Any]) -> bool:
     if not isinstance(block, Mapping):
         raise ValueError(f"config.json: quantization_config={shown(block)} must be an object")
     method = block.get("quant_method")
+    if mxfp4.is_packed(hf):
+        return False
     if method not in (QUANT_METHOD, *METHODS):
-        names = ", ".join(map(repr, (QUANT_METHOD, *METHODS)))
+        names = ", ".join(map(repr, (QUANT_METHOD, *METHODS, mxfp4.QUANT_METHOD)))
         raise NotImplementedError(
             f"config.json: quant_method={shown(method)} is not supported: must be one of {names}"
         )

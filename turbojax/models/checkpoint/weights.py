@@ -17,6 +17,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from turbojax.models.checkpoint import folder as _folder
+from turbojax.models.checkpoint import mxfp4
 from turbojax.models.config import DTYPES, TransformerConfig, stored_dtype
 from turbojax.models.decoder import Decoder
 from turbojax.models.families.tensors import (
@@ -68,12 +69,12 @@ def read_transformer(
     model = nnx.eval_shape(lambda: Transformer(config, param_dtype=target, rngs=nnx.Rngs(0)))
     state = nnx.state(model)
     stacked = {
-        placement.path
+        placement.path: spec.dtype(target)
         for spec in checkpoint_tensors(config)
         for placement in spec.placements
         if placement.layer is not None
     }
-    arrays = {path: jnp.zeros(_shape(state, path), target) for path in sorted(stacked)}
+    arrays = {path: jnp.zeros(_shape(state, path), stacked[path]) for path in sorted(stacked)}
 
     def put(placement: Placement, tensor: np.ndarray) -> None:
         path, layer = placement.path, placement.layer
@@ -147,12 +148,10 @@ def read_parts(
         ]
         if not wanted:
             continue
-        tensor = _folder.cast(tensors[spec.name].read(), dtype, spec.name)
+        tensor = _folder.cast(tensors[spec.name].read(), spec.dtype(dtype), spec.name)
         for placement in wanted:
-            rows = placement.rows
-            part = tensor if rows is None else tensor[slice(*rows)]
             before = found.pop(placement.path, None)
-            found[placement.path] = _beside(before, placement, part, config)
+            found[placement.path] = _beside(before, placement, placement.of(tensor), config)
     return found
 
 
@@ -255,7 +254,9 @@ def prepare(
     target = None if dtype is None else check_dtype(dtype)
     found = text_tensors(hf, _folder.stored_tensors(folder))
     _folder.require_config(folder, hf)
-    tensors = {name: x for name, x in found.items() if not is_ignored(name)}
+    if mxfp4.is_packed(hf):
+        found = mxfp4.unpacked(found)
+    tensors = {name: x for name, x in found.items() if not is_ignored(name, config)}
     repeated = tensors.pop(HEAD, None) if config.tie_embeddings else None
     _folder.require_layers(tensors, config.num_layers, LAYERS, folder)
     _folder.require_count(tensors, experts_tensors(config), folder)
@@ -286,9 +287,9 @@ def _read(
     specs: dict[str, TensorSpec] = {spec.name: spec for spec in checkpoint_tensors(config)}
     total, done = sum(stored.nbytes for stored in tensors.values()), 0
     for name, stored in tensors.items():
-        tensor = _folder.cast(stored.read(), dtype, name)
+        tensor = _folder.cast(stored.read(), specs[name].dtype(dtype), name)
         for placement in specs[name].placements:
-            put(placement, tensor if placement.rows is None else tensor[slice(*placement.rows)])
+            put(placement, placement.of(tensor))
         done += stored.nbytes
         if progress is not None:
             progress(done, total)

@@ -88,7 +88,8 @@ class Engine:
         `max_sequences` requests need at most, but no more than `num_pages`.
       page_size: tokens of a page: 16, 32, 64 or 128.
       kv_dtype: how pages are stored: ``"auto"`` (the model's dtype), ``"fp8_e4m3"``,
-        ``"turbo4"``, ``"k8v4"`` .., see `PagedCache`. By default nothing is compressed, so that
+        ``"turbo4"``, ``"k8v4"`` .., see `PagedCache`; of a model with latent attention ``"auto"``,
+        ``"fp8_e4m3"`` or ``"turbo4"``, see `LatentPages`. By default nothing is compressed, so that
         texts are exactly the model's; `init_paged_cache`, whose purpose is compression, has another
         default.
       uncompressed_layers: how many of the first and of the last layers have pages in the model's
@@ -104,7 +105,7 @@ class Engine:
       key_scale: see `init_paged_cache`.
       value_scale: see `init_paged_cache`.
       seed: of the codes' rotation, see `init_paged_cache`. Sampling has seeds of its own.
-      implementation: of `paged_attention`; None to choose.
+      implementation: of attention to pages; None to choose.
       tokenizer: what turns tokens into the text in which requests' `stop_strings` are looked for;
         needed for those and nothing else.
 

@@ -10,11 +10,12 @@ import jax
 import numpy as np
 
 from turbojax import _checks, paged
-from turbojax.models.config import TransformerConfig
+from turbojax.models.config import LatentConfig, TransformerConfig
+from turbojax.models.engine.access import Pool
 from turbojax.models.engine.groups import Windows, layers_of
 from turbojax.models.generation.caching import with_edges
 
-Pools = tuple[paged.PagedCache, ...]
+Pools = tuple[Pool, ...]
 
 
 def kv_dtypes(num_layers: int, kv_dtype: str, uncompressed_layers: int) -> tuple[str, ...]:
@@ -59,7 +60,7 @@ def init_pools(
     value_scale: float = 1.0,
     seed: int = 0,
 ) -> Pools:
-    """Empty pools, one a layer.
+    """Empty pools, one a layer; of a model with latent attention they are of latents.
 
     Args:
       config: of the model.
@@ -76,13 +77,41 @@ def init_pools(
       TypeError, ValueError: see `kv_dtypes` and `turbojax.init_paged_cache`.
     """
     given: dict[str, Any] = {"key_scale": key_scale, "value_scale": value_scale, "seed": seed}
-    sizes = (page_size, config.num_kv_heads, config.head_dim)
     kinds = kv_dtypes(config.num_layers, kv_dtype, uncompressed_layers)
+    if config.latent is not None:
+        _check_no_scales(key_scale=key_scale, value_scale=value_scale)
+        seeds = [seed if kind == kv_dtype else 0 for kind in kinds]
+        sizes_of_all = zip(num_pages, kinds, seeds, strict=True)
+        return tuple(_latent_pool(config.latent, dtype, page_size, *x) for x in sizes_of_all)
+    sizes = (page_size, config.num_kv_heads, config.head_dim)
     return tuple(
         paged.init_cache(
             count, *sizes, kv_dtype=kind, dtype=dtype, **(given if kind == kv_dtype else {})
         )
         for count, kind in zip(num_pages, kinds, strict=True)
+    )
+
+
+def _check_no_scales(**scales: float) -> None:
+    for name, scale in scales.items():
+        if scale != 1:
+            raise ValueError(
+                f"{name}={scale} has no use with latents: tokens have their own scales"
+            )
+
+
+def _latent_pool(
+    latent: LatentConfig, dtype: np.dtype, page_size: int, count: int, kind: str, seed: int
+) -> paged.LatentPages:
+    """A pool of latents: ``"auto"`` is their ``"bfloat16"``, which keeps the model's dtype."""
+    return paged.init_latent_pages(
+        count,
+        page_size,
+        latent.rank,
+        latent.rope_dim,
+        kv_dtype="bfloat16" if kind == "auto" else kind,
+        dtype=dtype,
+        seed=seed,
     )
 
 
@@ -120,4 +149,6 @@ def token_bytes(pools: Pools) -> int:
 
 def compression_ratio(pools: Pools) -> float:
     """Bytes of a token in bfloat16, of all layers, over `token_bytes`."""
-    return sum(4 * pool.num_kv_heads * pool.head_dim for pool in pools) / token_bytes(pools)
+    # Whole numbers, as the ratio of one pool is one over another.
+    plain = sum(round(pool.compression_ratio * pool.token_bytes) for pool in pools)
+    return plain / token_bytes(pools)

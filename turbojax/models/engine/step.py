@@ -13,15 +13,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from turbojax import paged
 from turbojax.kv import Attend
 from turbojax.models.decoder import Decoder
 from turbojax.models.engine import compilation
+from turbojax.models.engine.access import Pool, access_to, check_call
 from turbojax.models.engine.groups import Windows, group_of, layers_of
 from turbojax.models.generation.sampling import Array, SamplingRows, greedy_rows
 from turbojax.models.quantized import QuantizedDecoder
+from turbojax.ops.extras import of_layer
 from turbojax.ops.options import PLAIN
-from turbojax.ops.paged_attention import attend_pages, select
 
 
 @jax.tree_util.register_dataclass
@@ -66,9 +66,9 @@ def idle_work(slots: int, piece_size: int, max_pages: int, num_groups: int) -> W
 
 
 def check_implementation(
-    implementation: str | None, work: Work, cache: paged.PagedCache, num_heads: int
+    implementation: str | None, work: Work, cache: Pool, num_heads: int
 ) -> None:
-    """Raises unless `paged_attention` can run both of a step's calls; nothing is compiled.
+    """Raises unless attention to pages can run both of a step's calls; nothing is compiled.
 
     Args:
       implementation: as in `run_step`.
@@ -83,21 +83,20 @@ def check_implementation(
     slots, size = work.tokens.shape[0], work.piece.shape[0]
     calls = ((slots, 1, work.tables[0, :slots]), (1, size, work.tables[0, slots:]))
     for rows, tokens, tables in calls:
-        shape = (rows, tokens, num_heads, cache.head_dim)
-        query: Any = jax.ShapeDtypeStruct(shape, cache.dtype)
-        select(implementation, query, cache, tables, options=PLAIN.complete(cache.head_dim))
+        given: Any = tables  # of which only the shape is looked at
+        check_call(implementation, cache, given, rows, tokens, num_heads)
 
 
 @functools.partial(jax.jit, static_argnames=("implementation", "windows"), donate_argnames="caches")
 def run_step(
     decoder: Decoder | QuantizedDecoder,
-    caches: tuple[paged.PagedCache, ...],
+    caches: tuple[Pool, ...],
     last_tokens: jax.Array,
     work: Work,
     *,
     implementation: str | None,
     windows: Windows,
-) -> tuple[tuple[paged.PagedCache, ...], jax.Array, jax.Array]:
+) -> tuple[tuple[Pool, ...], jax.Array, jax.Array]:
     """One step of all sequences, up to the logits; `choose` continues with them.
 
     Args:
@@ -141,11 +140,12 @@ def _attend(
     row_counts = jnp.concatenate([work.counts[:slots], in_piece.astype(jnp.int32)])
     lengths = work.lengths + work.counts
 
-    def attend(query, key, value, cache, options=PLAIN):  # type: ignore[no-untyped-def]
+    def attend(query, key, value, cache, options=PLAIN, sinks=None):  # type: ignore[no-untyped-def]
         group = group_of(options.local_window_size, windows)
         tables = work.tables[group]
+        append, attend_pages = access_to(cache)
         # Every row is written as if it were a sequence of its own: one scatter for all of them.
-        cache = paged.append(
+        cache = append(
             cache,
             key[0][:, None],
             value[0][:, None],
@@ -153,7 +153,7 @@ def _attend(
             positions,
             new_lengths=row_counts,
         )
-        static = options.complete(query.shape[3])
+        static, extras = options.complete(query.shape[3]), of_layer(query, sinks)
         decoded, _ = attend_pages(
             query[0, :slots, None],
             cache,
@@ -161,6 +161,7 @@ def _attend(
             lengths[:slots],
             work.counts[:slots],
             options=static,
+            extras=extras,
             implementation=implementation,
         )
         piece, _ = attend_pages(
@@ -170,6 +171,7 @@ def _attend(
             lengths[slots:],
             work.counts[slots:],
             options=static,
+            extras=extras,
             implementation=implementation,
         )
         return jnp.concatenate([decoded[:, 0], piece[0]])[None], cache

@@ -8,6 +8,7 @@ import numpy as np
 
 from turbojax import paged
 from turbojax.models.engine import compilation
+from turbojax.models.engine.access import Pool
 
 Content = list[tuple[dict[str, np.ndarray], ...]]
 """Pages in host memory: groups of pages, of each group the layers, of each layer the arrays."""
@@ -16,7 +17,7 @@ Content = list[tuple[dict[str, np.ndarray], ...]]
 _GROUP = 16
 
 
-def read(caches: tuple[paged.PagedCache, ...], pages: tuple[int, ...]) -> list[Any]:
+def read(caches: tuple[Pool, ...], pages: tuple[int, ...]) -> list[Any]:
     """Starts to copy pages on the device, without waiting; the pages may be overwritten after that.
 
     Args:
@@ -38,9 +39,7 @@ def fetch(copies: list[Any]) -> Content:
     return [jax.device_get(group) for group in copies]
 
 
-def write(
-    caches: tuple[paged.PagedCache, ...], pages: tuple[int, ...], content: Content
-) -> tuple[paged.PagedCache, ...]:
+def write(caches: tuple[Pool, ...], pages: tuple[int, ...], content: Content) -> tuple[Pool, ...]:
     """Writes what was read to other pages.
 
     Args:
@@ -58,7 +57,7 @@ Layers = tuple[tuple[int, ...], ...]
 
 
 def read_groups(
-    caches: tuple[paged.PagedCache, ...], layers: Layers, pages: tuple[tuple[int, ...], ...]
+    caches: tuple[Pool, ...], layers: Layers, pages: tuple[tuple[int, ...], ...]
 ) -> list[list[Any]]:
     """`read` of each group's pages in the pools of its layers."""
     return [
@@ -68,11 +67,11 @@ def read_groups(
 
 
 def write_groups(
-    caches: tuple[paged.PagedCache, ...],
+    caches: tuple[Pool, ...],
     layers: Layers,
     pages: tuple[tuple[int, ...], ...],
     content: list[Content],
-) -> tuple[paged.PagedCache, ...]:
+) -> tuple[Pool, ...]:
     """`write` of each group's pages to the pools of its layers; gives those of all layers."""
     every = list(caches)
     for of_group, numbers, copies in zip(layers, pages, content, strict=True):
@@ -93,15 +92,13 @@ def _groups(pages: tuple[int, ...]) -> list[np.ndarray]:
 
 
 @jax.jit
-def _read(caches: tuple[paged.PagedCache, ...], pages: jax.Array) -> Any:
+def _read(caches: tuple[Pool, ...], pages: jax.Array) -> Any:
     compilation.note()
     return tuple(paged.read_pages(cache, pages) for cache in caches)
 
 
 @functools.partial(jax.jit, donate_argnames="caches")
-def _write(
-    caches: tuple[paged.PagedCache, ...], pages: jax.Array, content: Any
-) -> tuple[paged.PagedCache, ...]:
+def _write(caches: tuple[Pool, ...], pages: jax.Array, content: Any) -> tuple[Pool, ...]:
     compilation.note()
     return tuple(
         paged.write_pages(cache, pages, arrays)

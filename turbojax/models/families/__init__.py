@@ -11,6 +11,7 @@ from turbojax.models.families.keys import LARGEST_SIZE as LARGEST_SIZE
 from turbojax.models.families.keys import MOST_LAYERS as MOST_LAYERS
 from turbojax.models.families.keys import Activation as Activation
 from turbojax.models.families.keys import strings
+from turbojax.models.families.latent import LatentConfig as LatentConfig
 from turbojax.models.families.table import FAMILIES as FAMILIES
 
 

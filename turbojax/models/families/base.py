@@ -72,7 +72,12 @@ class Family:
       linears: stored linear layers by name, and those of the model whose rows they hold, one below
         the other.
       experts: names of the router and, with ``{}`` for an expert's number, of the experts' linear
-        layers, and the model's, which hold all experts; of families that have some.
+        layers, and the model's, which hold all experts; of families that have some. Beside the
+        router there may be its correction, and linear layers of an expert that all tokens go to.
+      experts_in_one: whether tensors hold the linear layers of all experts, ``[E, in, out]`` and
+        biases ``[E, out]``, those of the gate and its partner column by column in turns.
+      has_predictors: whether files may hold a further layer, which predicts tokens beyond the next
+        one and is not read.
       norms: stored norms by name, and the model's, of which it has all or some.
     """
 
@@ -88,6 +93,8 @@ class Family:
     linears: Mapping[str, tuple[Path, ...]] = dataclasses.field(default_factory=lambda: LINEARS)
     norms: Mapping[str, Path] = dataclasses.field(default_factory=lambda: NORMS)
     experts: Mapping[str, Path] = dataclasses.field(default_factory=dict)
+    experts_in_one: bool = False
+    has_predictors: bool = False
 
     def read(self, hf: Mapping[str, Any]) -> dict[str, Any]:
         """The fields of the `TransformerConfig` that a `config.json` of this family describes.

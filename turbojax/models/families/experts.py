@@ -4,8 +4,10 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from turbojax import _checks
 from turbojax._json import shown
 from turbojax.models.families.keys import LARGEST_SIZE, integer
+from turbojax.routing import check_groups
 
 MOST_EXPERTS = 10_000
 """No layer has a tenth of it; each has tensors of its own."""
@@ -24,6 +26,15 @@ class ExpertsConfig:
       normalize: whether a token's weights are divided by their sum.
       dense_layers: numbers of the layers that have one feed-forward layer, of the config's
         `intermediate_size`, and no experts; ascending.
+      scores: what experts are chosen by; with ``"sigmoid"`` the model has a correction of them.
+      groups: of experts, see `turbojax.fireq.route`.
+      top_groups: groups that a token's experts are of.
+      scaling: factor of a token's weights.
+      shared_size: width of a gated layer that every token goes to, too, or None.
+      has_biases: whether the router and the experts' linear layers have biases.
+      swiglu_limit: optional `c`: experts compute ``silu(alpha min(gate, c)) / alpha`` times
+        ``clip(up, -c, c) + 1`` in place of the config's activation times `up`.
+      swiglu_alpha: of that.
 
     Raises:
       ValueError: if a value is out of the range stated here.
@@ -35,9 +46,30 @@ class ExpertsConfig:
     softmax: Literal["before", "after"] = "before"
     normalize: bool = False
     dense_layers: tuple[int, ...] = ()
+    scores: Literal["softmax", "sigmoid"] = "softmax"
+    groups: int = 1
+    top_groups: int = 1
+    scaling: float = 1.0
+    shared_size: int | None = None
+    has_biases: bool = False
+    swiglu_limit: float | None = None
+    swiglu_alpha: float = 1.702
+
+    def __repr__(self) -> str:
+        """Without what was added later and says nothing: files hold digests of such texts."""
+        return f"ExpertsConfig({', '.join(f'{key}={x!r}' for key, x in self.told().items())})"
+
+    def told(self) -> dict[str, Any]:
+        """The fields by name, those of `_ADDED` where they have another value than usual."""
+        return {
+            field.name: getattr(self, field.name)
+            for field in dataclasses.fields(self)
+            if field.name not in _ADDED or getattr(self, field.name) != field.default
+        }
 
     def __post_init__(self) -> None:
-        for name in ("count", "per_token", "intermediate_size"):
+        sizes = ["count", "per_token", "intermediate_size"]
+        for name in (*sizes, *([] if self.shared_size is None else ["shared_size"])):
             value = getattr(self, name)
             if type(value) is not int or not 1 <= value <= LARGEST_SIZE:
                 raise ValueError(
@@ -51,8 +83,12 @@ class ExpertsConfig:
             )
         if self.softmax not in ("before", "after"):
             raise ValueError(f"experts.softmax={self.softmax!r} must be 'before' or 'after'")
-        if type(self.normalize) is not bool:
-            raise ValueError(f"experts.normalize={shown(self.normalize)} must be true or false")
+        for name in ("normalize", "has_biases"):
+            if type(getattr(self, name)) is not bool:
+                raise ValueError(
+                    f"experts.{name}={shown(getattr(self, name))} must be true or false"
+                )
+        self._check_choice()
         layers: Any = self.dense_layers
         if (
             not isinstance(layers, tuple)
@@ -63,6 +99,36 @@ class ExpertsConfig:
                 f"experts.dense_layers={shown(layers)} must be a tuple of numbers of layers, each "
                 "once and ascending"
             )
+
+    def _check_choice(self) -> None:
+        """Raises ValueError unless experts can be chosen and computed like this."""
+        if self.scores not in ("softmax", "sigmoid"):
+            raise ValueError(f"experts.scores={self.scores!r} must be 'softmax' or 'sigmoid'")
+        if self.scores == "sigmoid" and self.softmax != "before":
+            raise ValueError(f"experts.softmax={self.softmax!r} must be 'before' with sigmoids")
+        for name in ("groups", "top_groups"):
+            value = getattr(self, name)
+            if type(value) is not int or not 1 <= value <= self.count:
+                raise ValueError(
+                    f"experts.{name}={shown(value)} must be an integer of 1 to {self.count}"
+                )
+        try:
+            check_groups(self.count, self.per_token, self.groups, self.top_groups, self.scores)
+        except ValueError as error:
+            raise ValueError(f"experts: {error}") from error
+        for name in ("scaling", "swiglu_alpha", "swiglu_limit"):
+            value = getattr(self, name)
+            if value is None and name == "swiglu_limit":
+                continue
+            if not _checks.is_finite_number(value) or value <= 0:
+                raise ValueError(f"experts.{name}={shown(value)} must be a positive, finite number")
+
+
+# Of `ExpertsConfig`, since files were written that hold digests of it.
+_ADDED = (
+    *("scores", "groups", "top_groups", "scaling", "shared_size", "has_biases"),
+    *("swiglu_limit", "swiglu_alpha"),
+)
 
 
 def read_count(keys: Mapping[str, Any], *names: str, default: int) -> int:

@@ -4,10 +4,13 @@ from collections.abc import Mapping
 
 from turbojax.models.families.base import Family
 from turbojax.models.families.cohere2 import COHERE2
+from turbojax.models.families.deepseek_v2 import DEEPSEEK_V2
+from turbojax.models.families.deepseek_v3 import DEEPSEEK_V3
 from turbojax.models.families.gemma2 import GEMMA2
 from turbojax.models.families.gemma3 import GEMMA3
 from turbojax.models.families.glm import GLM
 from turbojax.models.families.glm4 import GLM4
+from turbojax.models.families.gpt_oss import GPT_OSS
 from turbojax.models.families.granite import GRANITE
 from turbojax.models.families.llama import LLAMA
 from turbojax.models.families.mistral import MISTRAL
@@ -37,6 +40,9 @@ FAMILIES: Mapping[str, Family] = {
         COHERE2,
         GLM,
         GLM4,
+        GPT_OSS,
+        DEEPSEEK_V2,
+        DEEPSEEK_V3,
     )
 }
 """By `model_type`, in the order in which errors list them."""

@@ -165,21 +165,38 @@ def init_caches(
 
     Raises:
       ValueError: if `cache` is no kind of cache, a size does not fit, or no layer would be
-        compressed.
+        compressed, or it is one of latents and the model has none.
     """
     config = model.config
-    sizes = (batch_size, max_length, config.num_kv_heads, config.head_dim)
     kinds = kinds_of_layers(cache, config.num_layers)
     # Says what is wrong before `jit` says that it cannot hash it.
     middle = kinds[len(kinds) // 2]
-    jax.eval_shape(lambda: init_layer_cache(*sizes, kind=middle, dtype=model.dtype))
+    sizes = [(batch_size, max_length, *widths_of(config, kind)) for kind in kinds]
+    jax.eval_shape(lambda: _init(sizes[len(kinds) // 2], middle, model.dtype, None))
     windows = windows_of_layers(config, kinds)
     return ModelCaches(
         tuple(
-            _empty_layer(sizes, kind, model.dtype, window)
-            for kind, window in zip(kinds, windows, strict=True)
+            _empty_layer(size, kind, model.dtype, window)
+            for size, kind, window in zip(sizes, kinds, windows, strict=True)
         )
     )
+
+
+def widths_of(config: TransformerConfig, kind: CacheKind) -> tuple[int, int, int | None]:
+    """What a layer's cache of this kind holds of a token: heads, channels, those that turn.
+
+    Returns:
+      KV heads and their channels, and None; of a cache of latents 1, ``C + R`` and `R`.
+
+    Raises:
+      ValueError: if `kind` is none, or one of latents and the model has none.
+    """
+    if not kind_for(kind).has_latents:
+        return config.num_kv_heads, config.head_dim, None
+    latent = config.latent
+    if latent is None:
+        raise ValueError(f"cache={kind!r} must be one of keys and values: the model has no latents")
+    return 1, latent.rank + latent.rope_dim, latent.rope_dim
 
 
 def windows_of_layers(
@@ -192,18 +209,16 @@ def windows_of_layers(
     )
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
-def _empty_layer(
-    sizes: tuple[int, ...], kind: CacheKind, dtype: np.dtype, window: int | None
-) -> LayerCache:
-    """One program for each size, instead of one for each array."""
-    batch_size, max_length, num_kv_heads, head_dim = sizes
+_Sizes = tuple[int, int, int, int, int | None]
+"""Sequences, tokens, heads, channels, and of latents those that turn."""
+
+
+def _init(sizes: _Sizes, kind: CacheKind, dtype: np.dtype, window: int | None) -> LayerCache:
+    *sizes_of_all, rope_dim = sizes
     return init_layer_cache(
-        batch_size,
-        max_length,
-        num_kv_heads,
-        head_dim,
-        kind=kind,
-        dtype=dtype,
-        local_window_size=window,
+        *sizes_of_all, kind=kind, dtype=dtype, local_window_size=window, rope_dim=rope_dim
     )
+
+
+# One program for each size, instead of one for each array.
+_empty_layer = functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))(_init)

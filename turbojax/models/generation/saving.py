@@ -30,7 +30,7 @@ StorableCache = LayerCache | PagedCache | ModelCaches
 _MODEL, _SESSION = "model", "session"
 # Of `TransformerConfig`, since sessions are stored: those from before say nothing of them.
 _ADDED_FIELDS = (
-    *("local_rope_theta", "experts"),
+    *("local_rope_theta", "experts", "latent", "attention_sinks"),
     *("joint_qk_norm", "rope_interleaved", "nope_layers", "logit_scale"),
     *("pre_norms", "layer_norm", "parallel", "residual_scale"),
 )
@@ -300,6 +300,8 @@ def _fingerprint(decoder: Decoder | QuantizedDecoder) -> dict[str, Any]:
     for field in dataclasses.fields(decoder.config):
         if field.name in _ADDED_FIELDS and getattr(decoder.config, field.name) == field.default:
             del config[field.name]
+    if decoder.config.experts is not None:
+        config["experts"] = repr(decoder.config.experts.told())
     scaling = decoder.config.rope_scaling
     if isinstance(scaling, LongRopeScaling):
         long = decoder.config.max_length > scaling.original_max_length

@@ -31,8 +31,8 @@ def quantize_activation(
 
     Args:
       x: ``[..., K]``, bfloat16, float16 or float32.
-      implementation: ``"mosaic_gpu"`` (compute capability 9.0 alone), ``"triton"`` or ``"xla"``, or
-        None for the first of them that can run this. A name never falls back to another.
+      implementation: ``"mosaic_gpu"`` (compute capability 9.0 or 10.0), ``"triton"`` or ``"xla"``,
+        or None for the first of them that can run this. A name never falls back to another.
 
     Returns:
       Codes ``[..., K]`` and scales ``[...]``: NaN, both, where a value of a token is not finite.

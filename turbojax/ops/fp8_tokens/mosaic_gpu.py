@@ -5,7 +5,7 @@ import functools
 import jax
 import numpy as np
 
-from turbojax._device import needs_hopper
+from turbojax._device import needs_bulk_copies
 from turbojax.quantizers import Fp8Tokens
 
 _LARGEST = 2**15
@@ -20,7 +20,7 @@ def unsupported(*, x: jax.Array, scale: jax.Array | None) -> str | None:
     del scale
     if x.shape[1] > _LARGEST:
         return f"{x.shape[1]} channels must be at most {_LARGEST}"
-    return needs_hopper()
+    return needs_bulk_copies()
 
 
 def warpgroups(tokens: int, channels: int) -> int:

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from turbojax import polar
-from turbojax._device import needs_hopper
+from turbojax._device import needs_bulk_copies
 from turbojax.ops.options import Options
 from turbojax.state.pages.formats import Codes, Format
 from turbojax.state.pages.pool import PagedCache
@@ -172,7 +172,7 @@ def refusal(query: jax.Array | jax.ShapeDtypeStruct, kv_heads: int) -> str | Non
         return f"head_dim={head_dim} must be one of {_HEAD_DIMS}"
     if rows > _MOST_QUERY_ROWS:
         return f"{rows} queries of a KV head must be at most {_MOST_QUERY_ROWS}"
-    return needs_hopper()
+    return needs_bulk_copies()
 
 
 @functools.partial(jax.jit, static_argnames=("options", "launch"))
@@ -221,7 +221,8 @@ def attend(
     )
     out, lse = kernel.attend(query, pages, block_tables, lengths, query_lengths, settings)
     if settings.channels is not None:
-        out = polar.unrotate(out[..., : cache.head_dim], cache.rotation).astype(dtype)
+        out = polar.unrotate(out[..., : cache.head_dim], cache.rotation)
+        out = out.astype(options.out_dtype or dtype)
     return out, lse
 
 
@@ -333,4 +334,5 @@ def _common(rows: int, options: Options, launch: Launch) -> dict[str, Any]:
         "warpgroups": launch.warpgroups,
         "stages": launch.stages,
         "reserve": launch.reserve,
+        "out_dtype": options.out_dtype,
     }

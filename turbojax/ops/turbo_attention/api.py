@@ -1,4 +1,4 @@
-"""`turbo_attention`, `prefill` and `decode`: arguments, checks and the choice of implementation."""
+"""`turbo_attention` and `prefill`: arguments, checks and the choice of implementation."""
 
 import functools
 from typing import Any
@@ -14,18 +14,17 @@ from turbojax._registry import (
     Registry,
 )
 from turbojax.config import TurboConfig
-from turbojax.ops.options import Options, require_causal
+from turbojax.ops import extras as given
+from turbojax.ops.extras import NOTHING, Extras
+from turbojax.ops.options import Options
 from turbojax.ops.turbo_attention import (
-    decode_reference,
     jax_triton,
-    mosaic_decode,
     mosaic_gpu,
     reference,
     triton,
     unrounded,
 )
 from turbojax.ops.turbo_attention.gradient import straight_through
-from turbojax.state import checks, ring
 from turbojax.state.progressive.cache import ProgressiveCache
 from turbojax.state.progressive.update import (
     SHARES_CODES,
@@ -43,14 +42,6 @@ ATTENTION = Registry(
         Implementation("xla", reference.attention),
     ),
 )
-DECODE = Registry(
-    "decode",
-    (
-        Implementation("mosaic_gpu", mosaic_decode.decode, mosaic_decode.decode_unsupported),
-        Implementation("triton", triton.decode, triton.decode_unsupported),
-        Implementation("xla", decode_reference.decode),
-    ),
-)
 
 
 def turbo_attention(
@@ -65,6 +56,14 @@ def turbo_attention(
     key_value_seq_lengths: jax.Array | None = None,
     local_window_size: int | tuple[int, int] | None = None,
     logits_soft_cap: float | None = None,
+    query_segment_ids: jax.Array | None = None,
+    key_value_segment_ids: jax.Array | None = None,
+    query_offset: jax.Array | int | None = None,
+    key_offset: jax.Array | int | None = None,
+    bias: jax.Array | None = None,
+    alibi_slopes: jax.Array | None = None,
+    sinks: jax.Array | None = None,
+    output_dtype: jax.typing.DTypeLike | None = None,
     implementation: ImplementationName | None = None,
     return_residual: bool = False,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
@@ -80,34 +79,51 @@ def turbo_attention(
     Args:
       query: ``[B, T, N, H]``, bfloat16, float16 or float32.
       key: ``[B, S, K, H]``, the same dtype; `N` is a multiple of `K`.
-      value: ``[B, S, K, H]``.
+      value: ``[B, S, K, Hv]``; `Hv` is usually `H`.
       config: numerics and block sizes; the default is the fastest one of little error. The bits
         concern caches only.
       scale: factor of the scores; ``1 / sqrt(H)`` if not given.
-      is_causal: query `t` sees keys up to `t` (aligned at the first token).
+      is_causal: a query at position `p` sees keys up to `p`; query and key `t` are at `t` (aligned
+        at the first token), unless offsets say otherwise.
       query_seq_lengths: optional int ``[B]``: queries at or past it are padding, which gives 0
         and ``-inf`` and changes no other query.
       key_value_seq_lengths: optional int ``[B]``: keys at or past it are ignored. Under `jit`
         values outside the array act as the nearest bound, of queries too.
-      local_window_size: optional `w` or ``(left, right)``: query `t` sees keys in
-        ``[t - left, t + right]``.
+      local_window_size: optional `w` or ``(left, right)``: a query at `p` sees keys in
+        ``[p - left, p + right]``.
       logits_soft_cap: optional `c`: scores become ``c * tanh(score / c)``.
+      query_segment_ids: optional integers ``[B, T]``, of packed sequences: a query sees keys of an
+        equal id alone. Blocks without a common id take no time in kernels. Tokens of a block share
+        its scales, of whichever segment they are.
+      key_value_segment_ids: integers ``[B, S]`` beside them.
+      query_offset: optional int ``[B]`` or scalar, the position of the first query, for parts of a
+        longer sequence. Under `jit` values outside ``0..2**29`` act as the nearest bound.
+      key_offset: the same of the first key.
+      bias: optional ``[B or 1, N or 1, T or 1, S]``, floating-point, added to the scores after
+        their scale and cap; ``-inf`` hides a key. Its gradient has its shape.
+      alibi_slopes: optional floating-point ``[N]``: ``-slope * |p - k|`` is added too, for a query
+        at `p` and a key at `k` (Press et al., 2022).
+      sinks: optional floating-point ``[N]``, a logit of each head that takes part in the softmax's
+        denominator alone, as of gpt-oss; a query that sees nothing has it as its log-sum-exp.
+      output_dtype: float32 for the output of a part that will be merged, see
+        `turbojax.merge_attention`; the query's if not given.
       implementation: ``"mosaic_gpu"`` (compute capability 9.0 alone), ``"jax_triton"``,
         ``"triton"`` or ``"xla"``, or None for the first of them that can run this. A name never
         falls back to another. The gradient has ``"mosaic_gpu"`` and ``"xla"``: beside the other
         two names it is the first of these that can run. With None, calls in 16 bits that are too
         short for rounding to pay are exact attention by cuDNN on Hopper, and so is mode
         ``"float"``; not with lengths, a soft cap, SAS, a window unless it is causal, causal calls
-        with ``T != S``, or the residual. When differentiated all are rounded: then a short call's
-        value differs from that of the same call alone, by what rounding costs.
+        with ``T != S``, any of the eight options above, or the residual. When differentiated all
+        are rounded: then a short call's value differs from that of the same call alone, by what
+        rounding costs.
       return_residual: also return the log-sum-exp of the scores.
 
     Returns:
-      ``[B, T, N, H]`` in the query's dtype; with `return_residual` also float32 ``[B, T, N]``. A
-      query that sees nothing gives 0 and ``-inf``. NaN or infinity in a key or value makes every
-      query NaN that sees its block (in mode ``"float"`` what exact attention gives; e4m3 values
-      share one scale, so there a bad value reaches all queries of its KV head). In exact short
-      calls it reaches at least those that see it.
+      ``[B, T, N, Hv]`` in the query's dtype or `output_dtype`; with `return_residual` also float32
+      ``[B, T, N]``, the log-sum-exp. A query that sees nothing gives 0 and ``-inf``. NaN or
+      infinity in a key or value makes every query NaN that sees its block (in mode ``"float"``
+      what exact attention gives; e4m3 values share one scale, so there a bad value reaches all
+      queries of its KV head). In exact short calls it reaches at least those that see it.
 
     Raises:
       TypeError: if dtypes are not supported or differ.
@@ -117,19 +133,31 @@ def turbo_attention(
     """
     if not isinstance(config, TurboConfig):
         raise TypeError(f"config={config!r} must be a TurboConfig")
-    _checks.check_query_key_value(query, key, value)
+    _checks.check_query_key_value(query, key, value, one_head_dim=False)
     options = Options.complete(
         query.shape[3],
         scale=scale,
         is_causal=is_causal,
         local_window_size=local_window_size,
         logits_soft_cap=logits_soft_cap,
+        output_dtype=output_dtype,
+    )
+    extras = given.complete(
+        query,
+        key,
+        query_segment_ids=query_segment_ids,
+        key_value_segment_ids=key_value_segment_ids,
+        query_offset=query_offset,
+        key_offset=key_offset,
+        bias=bias,
+        alibi_slopes=alibi_slopes,
+        sinks=sinks,
     )
     lengths = query_seq_lengths, key_value_seq_lengths
     static: dict[str, Any] = {"config": config, "options": options}
     run: Any = attend if return_residual else attend_output
     out: jax.Array | tuple[jax.Array, jax.Array] = run(
-        query, key, value, *lengths, **static, implementation=implementation
+        query, key, value, *lengths, **static, extras=extras, implementation=implementation
     )
     return out
 
@@ -143,20 +171,23 @@ def attend_output(
     *,
     config: TurboConfig,
     options: Options,
+    extras: Extras = NOTHING,
     implementation: str | None = None,
 ) -> jax.Array:
     """`turbo_attention` for callers that have `Options`, and do not need the log-sum-exp."""
-    _checks.check_query_key_value(query, key, value)
+    _checks.check_query_key_value(query, key, value, one_head_dim=False)
     run = functools.partial(
         attend,
         query_lengths=query_lengths,
         key_lengths=key_lengths,
         config=config,
         options=options,
+        extras=extras,
         implementation=implementation,
     )
     is_ragged = query_lengths is not None or key_lengths is not None
-    may_be_exact = implementation is None and not is_ragged
+    is_plain = not extras.given and options.out_dtype is None and key.shape == value.shape
+    may_be_exact = implementation is None and not is_ragged and is_plain
     if may_be_exact and unrounded.is_faster(query, key, config, options):
         return unrounded.attend(lambda *x: run(*x)[0], query, key, value, options)
     return run(query, key, value)[0]
@@ -171,16 +202,23 @@ def attend(
     *,
     config: TurboConfig,
     options: Options,
+    extras: Extras = NOTHING,
     implementation: str | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """`attend_output` and the log-sum-exp, with which it is always rounded."""
-    _checks.check_query_key_value(query, key, value)
+    _checks.check_query_key_value(query, key, value, one_head_dim=False)
     is_ragged = query_lengths is not None or key_lengths is not None
     batch, size = key.shape[:2]
     keys = _checks.check_lengths("key_value_seq_lengths", key_lengths, batch, size)
     queries = _checks.check_lengths("query_seq_lengths", query_lengths, batch, query.shape[1])
     chosen = ATTENTION.select(
-        implementation, query=query, key=key, value=value, config=config, options=options
+        implementation,
+        query=query,
+        key=key,
+        value=value,
+        config=config,
+        options=options,
+        extras=extras,
     )
     call = straight_through(
         chosen.run,
@@ -190,7 +228,7 @@ def attend(
         is_ragged=is_ragged,
     )
     queries, keys = jnp.clip(queries, 0, query.shape[1]), jnp.clip(keys, 0, size)
-    return call(query, key, value, queries, keys)
+    return call(query, key, value, queries, keys, extras)
 
 
 def prefill(
@@ -204,6 +242,7 @@ def prefill(
     key_value_seq_lengths: jax.Array | None = None,
     local_window_size: int | tuple[int, int] | None = None,
     logits_soft_cap: float | None = None,
+    sinks: jax.Array | None = None,
     implementation: ImplementationName | None = None,
     return_residual: bool = False,
 ) -> tuple[jax.Array | tuple[jax.Array, jax.Array], ProgressiveCache]:
@@ -224,6 +263,7 @@ def prefill(
         content of the padding changes nothing; its outputs are 0 and ``-inf``.
       local_window_size: see `turbo_attention`.
       logits_soft_cap: see `turbo_attention`.
+      sinks: see `turbo_attention`.
       implementation: see `turbo_attention`; it also names what writes the cache, except for
         ``"mosaic_gpu"`` and ``"jax_triton"``, which only attend: then the writer is chosen.
       return_residual: see `turbo_attention`.
@@ -248,7 +288,8 @@ def prefill(
         local_window_size=local_window_size,
         logits_soft_cap=logits_soft_cap,
     )
-    may_be_exact = implementation is None and key_value_seq_lengths is None and not return_residual
+    wants_output_alone = not return_residual and sinks is None
+    may_be_exact = implementation is None and key_value_seq_lengths is None and wants_output_alone
     (out, residual), filled = _prefill(
         query,
         key,
@@ -256,6 +297,7 @@ def prefill(
         cache,
         lengths,
         options=options,
+        extras=given.of_layer(query, sinks),
         implementation=implementation,
         may_be_exact=may_be_exact,
     )
@@ -270,13 +312,13 @@ def attend_prompt(
     lengths: jax.Array | None = None,
     *,
     options: Options,
+    extras: Extras = NOTHING,
     implementation: ImplementationName | None = None,
 ) -> tuple[tuple[jax.Array, jax.Array], ProgressiveCache]:
     """`prefill` for callers that have `Options`; gives ``(output, log-sum-exp), cache``."""
     lengths = _check_prompt(query, key, value, cache, lengths)
-    return _prefill(
-        query, key, value, cache, lengths, options=options, implementation=implementation
-    )
+    static: dict[str, Any] = {"options": options, "implementation": implementation}
+    return _prefill(query, key, value, cache, lengths, extras=extras, **static)
 
 
 def _check_prompt(
@@ -305,13 +347,16 @@ def _prefill(
     lengths: jax.Array,
     *,
     options: Options,
+    extras: Extras,
     implementation: ImplementationName | None,
     may_be_exact: bool = False,
 ) -> tuple[tuple[jax.Array, Any], ProgressiveCache]:
     """`prefill` of checked arguments; no log-sum-exp if attention may be exact, and is."""
     static: dict[str, Any] = {"config": cache.config, "options": options}
     is_exact = may_be_exact and unrounded.is_faster(query, key, **static)
-    attend = ATTENTION.select(implementation, query=query, key=key, value=value, **static)
+    attend = ATTENTION.select(
+        implementation, query=query, key=key, value=value, extras=extras, **static
+    )
     store = STORE_PROMPT.select(STORE_PROMPT.beside(implementation), cache=cache, key=key)
     attends_to_codes = attend.name != "xla" and cache.config.mode != "float" and not is_exact
     shares_codes = store.name in SHARES_CODES and attends_to_codes
@@ -322,6 +367,7 @@ def _prefill(
         value: jax.Array,
         cache: ProgressiveCache,
         lengths: jax.Array,
+        extras: Extras,
     ) -> tuple[tuple[jax.Array, Any], ProgressiveCache]:
         inside = jnp.clip(lengths, 0, key.shape[1])
         if shares_codes:  # one pass over keys and values serves both
@@ -333,105 +379,7 @@ def _prefill(
             filled, extra = store.run(cache, key, value, lengths), {}
         if is_exact:
             return (unrounded.exact(query, key, value, options), None), filled
-        return attend.run(query, key, value, inside, inside, **static, **extra), filled
+        out = attend.run(query, key, value, inside, inside, extras=extras, **static, **extra)
+        return out, filled
 
-    return refuse_gradients(run, "prefill")(query, key, value, cache, lengths)
-
-
-def decode(
-    query: jax.Array,
-    cache: ProgressiveCache,
-    *,
-    scale: float | None = None,
-    query_seq_lengths: jax.Array | None = None,
-    local_window_size: int | tuple[int, int] | None = None,
-    logits_soft_cap: float | None = None,
-    implementation: ImplementationName | None = None,
-    return_residual: bool = False,
-) -> jax.Array | tuple[jax.Array, jax.Array]:
-    """Attends the newest tokens' queries to the compressed cache (Algorithm 2).
-
-    The queries are those of the last `T` tokens of each sequence, which `append` has already
-    stored: query `t` is at position ``length - T + t`` and sees the tokens up to there. A
-    query before the beginning of a sequence shorter than `T` sees nothing. After an `append` with
-    `lengths`, pass the same as `query_seq_lengths`.
-
-    What is stored are integers: products are of int8 whichever 8-bit mode prompts attend in, and
-    nothing more is rounded in mode ``"float"``.
-
-    Args:
-      query: ``[B, T, N, H]``, usually `T` = 1, in `cache.dtype`.
-      cache: the cache; its config sets the softmax, and whether queries and weights are rounded.
-      scale: factor of the scores; ``1 / sqrt(H)`` if not given.
-      query_seq_lengths: optional int ``[B]``: how many of the `T` queries are real, the first
-        ones; they are at ``length - query_seq_lengths + t``, and padding gives 0 and ``-inf``.
-        Under `jit` values outside ``0..T`` act as the nearest bound.
-      local_window_size: optional `w` or ``(left, right)``, relative to the query's position;
-        of a cache made for a window at most that.
-      logits_soft_cap: optional `c`: scores become ``c * tanh(score / c)``.
-      implementation: ``"mosaic_gpu"`` (compute capability 9.0 alone), ``"triton"`` or ``"xla"``,
-        or None for the first of them that can run this.
-      return_residual: also return the log-sum-exp of the scores.
-
-    Returns:
-      ``[B, T, N, H]`` in the query's dtype; with `return_residual` also float32 ``[B, T, N]``. An
-      empty sequence gives 0 and ``-inf``.
-
-    Raises:
-      TypeError: if `cache` is another kind or the query's dtype is not `cache.dtype`.
-      ValueError: if a shape, window, cap or name does not fit, or the cache, made for a window,
-        does not keep all that so many queries see: append and attend in parts of 16 then.
-      NotImplementedError: if the implementation asked for cannot run this, or when it is
-        differentiated.
-    """
-    query_lengths = _check_newest(query, cache, query_seq_lengths)
-    options = Options.complete(
-        query.shape[3],
-        scale=scale,
-        is_causal=True,
-        local_window_size=local_window_size,
-        logits_soft_cap=logits_soft_cap,
-    )
-    out, residual = _decode(
-        query, cache, query_lengths, options=options, implementation=implementation
-    )
-    return (out, residual) if return_residual else out
-
-
-def attend_cache(
-    query: jax.Array,
-    cache: ProgressiveCache,
-    query_lengths: jax.Array | None = None,
-    *,
-    options: Options,
-    implementation: str | None = None,
-) -> tuple[jax.Array, jax.Array]:
-    """`decode` for callers that have `Options`, causal ones; gives the log-sum-exp too."""
-    require_causal(options)
-    query_lengths = _check_newest(query, cache, query_lengths)
-    return _decode(query, cache, query_lengths, options=options, implementation=implementation)
-
-
-def _check_newest(
-    query: jax.Array, cache: ProgressiveCache, query_lengths: jax.Array | None
-) -> jax.Array:
-    """Raises unless the queries fit the cache; gives their int32 lengths."""
-    checks.check_kind(cache, ProgressiveCache)
-    checks.check_query(cache, query)
-    return _checks.check_lengths("query_seq_lengths", query_lengths, query.shape[0], query.shape[1])
-
-
-def _decode(
-    query: jax.Array,
-    cache: ProgressiveCache,
-    query_lengths: jax.Array,
-    *,
-    options: Options,
-    implementation: str | None,
-) -> tuple[jax.Array, jax.Array]:
-    """`decode` of checked arguments."""
-    ring.check_visible(cache, options.window, query.shape[1])
-    chosen = DECODE.select(implementation, query=query, cache=cache, options=options)
-    run = refuse_gradients(chosen.run, "decode", options=options)
-    out, residual = run(query, cache, jnp.clip(query_lengths, 0, query.shape[1]))
-    return out, residual
+    return refuse_gradients(run, "prefill")(query, key, value, cache, lengths, extras)

@@ -1,14 +1,18 @@
 """Gradients of `turbo_attention`: straight through its rounding; which implementation runs them."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from turbojax._gradient import refuse_gradients
 from turbojax._registry import Implementation, Registry
 from turbojax.config import TurboConfig
+from turbojax.ops.extras import Extras
 from turbojax.ops.options import Options
+from turbojax.ops.sinks import sink_gradient
 from turbojax.ops.turbo_attention import gradient_reference, mosaic_gradient
 
 GRADIENT = Registry(
@@ -35,26 +39,32 @@ def straight_through(
 
     Args:
       run: an implementation of `turbo_attention`: a function of query ``[B, T, N, H]``, key and
-        value ``[B, S, K, H]``, int32 query and key lengths ``[B]``, and of the options.
+        value ``[B, S, K, H]``, int32 query and key lengths ``[B]``, and of options and extras.
       config: numerics.
       options: of the call.
       implementation: what was asked for. Where the gradient has none of this name, it is chosen.
       is_ragged: whether lengths may be less than the arrays'.
 
     Returns:
-      A function of the five arrays. It gives what `run` gives; gradients have the dtype of the
-      input they belong to. A second derivative raises NotImplementedError, forward mode (`jvp`)
-      raises jax's TypeError about `custom_vjp`.
+      A function of the five arrays and `Extras`. It gives what `run` gives; gradients have the
+      dtype of the input they belong to. A second derivative raises NotImplementedError, forward
+      mode (`jvp`) raises jax's TypeError about `custom_vjp`.
     """
 
-    def gradient(*arrays: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        query, key, value = arrays[:3]
-        static: dict[str, Any] = {"config": config, "options": options}
+    def gradient(
+        query: jax.Array, key: jax.Array, value: jax.Array, *rest: Any
+    ) -> tuple[jax.Array, jax.Array, jax.Array, Extras]:
+        lengths, (extras, *results) = rest[:2], rest[2:]
+        static: dict[str, Any] = {"config": config, "options": options, "extras": extras}
         name = GRADIENT.beside(implementation)
         chosen = GRADIENT.select(name, query=query, key=key, value=value, **static)
-        result: tuple[jax.Array, jax.Array, jax.Array]
-        result = chosen.run(*arrays, **static, is_ragged=is_ragged)
-        return result
+        *gradients, d_extras = chosen.run(
+            query, key, value, *lengths, *results, **static, is_ragged=is_ragged
+        )
+        if extras.sinks is not None:
+            sinks = _of_sinks(extras.sinks, lengths[0], *results)
+            d_extras = dataclasses.replace(d_extras, sinks=sinks)
+        return *gradients, d_extras
 
     differentiate_once = refuse_gradients(
         gradient,
@@ -64,7 +74,8 @@ def straight_through(
 
     @jax.custom_vjp
     def call(*arrays: Any) -> tuple[jax.Array, jax.Array]:
-        return run(*arrays, config=config, options=options)
+        *arrays, extras = arrays
+        return run(*arrays, config=config, options=options, extras=extras)
 
     def forward(*arrays: Any) -> Any:
         # `call`, not `run`: a second derivative must not find its own way through the rounding.
@@ -72,7 +83,22 @@ def straight_through(
         return results, (*arrays, *results)
 
     def backward(arrays: Any, cotangents: Any) -> Any:
-        return *differentiate_once(*arrays, *cotangents), None, None  # lengths are integers
+        *gradients, d_extras = differentiate_once(*arrays, *cotangents)
+        return *gradients, None, None, d_extras  # lengths are integers
 
     call.defvjp(forward, backward)
     return call
+
+
+def _of_sinks(
+    sinks: jax.Array,
+    query_length: jax.Array,
+    out: jax.Array,
+    residual: jax.Array,
+    d_out: jax.Array,
+    d_residual: jax.Array,
+) -> jax.Array:
+    """The sinks' gradient, which no implementation has to know of."""
+    real = jnp.arange(out.shape[1])[None] < query_length[:, None]
+    delta = jnp.sum(d_out.astype(jnp.float32) * out.astype(jnp.float32), axis=-1) - d_residual
+    return sink_gradient(residual, sinks, delta, real)

@@ -1,14 +1,17 @@
 """The gradient of `turbo_attention` in plain JAX: its definition."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from turbojax.config import Mode, TurboConfig
 from turbojax.ops import numerics
+from turbojax.ops.extras import NOTHING, Extras
 from turbojax.ops.options import Options
 from turbojax.ops.turbo_attention.operands import blocks
+from turbojax.ops.turbo_attention.reference import in_groups, visible_pairs
 
 # Tokens of a tile's side. A tile of float32 scores then is 256 KiB per sequence and head.
 _BLOCK = 256
@@ -31,13 +34,15 @@ def gradient(
     config: TurboConfig,
     options: Options,
     is_ragged: bool = True,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+    extras: Extras = NOTHING,
+) -> tuple[jax.Array, jax.Array, jax.Array, Extras]:
     """Gradients straight through the rounding: it counts as the identity.
 
     The weights ``P = exp(S - lse)`` are those of the forward pass: `S` are its scores, of rounded
     queries and keys, `lse` is its log-sum-exp, and the exponential is the exact one. With ``dP = dO
     V^T`` and a row's ``D = dO . O`` the scores' gradient is ``dS = P (dP - D + d_lse)``. `V` is
-    rounded there as it was when it gave `O`: then a row's `dS` sum to 0, but for `d_lse`. With
+    rounded there as it was when it gave `O`: a row's `dS` sum to 0 but for `d_lse` and a sink.
+    A bias and slopes get `dS` before its scale and the cap's derivative. With
     ``config.gradient="8bit"`` `dO` is rounded in both, in blocks as queries are. ``dQ = dS K``,
     ``dK = dS^T Q`` and ``dV = P^T dO`` are of the operands as they are.
 
@@ -47,24 +52,27 @@ def gradient(
     Args:
       query: ``[B, T, N, H]``.
       key: ``[B, S, K, H]``.
-      value: ``[B, S, K, H]``.
+      value: ``[B, S, K, Hv]``.
       query_length: int32 ``[B]``; queries at or past it are padding: zero gradient.
       key_length: int32 ``[B]``; keys at or past it are ignored: zero gradient.
-      out: ``[B, T, N, H]``, what the forward pass gave.
+      out: ``[B, T, N, Hv]``, what the forward pass gave.
       residual: float32 ``[B, T, N]``, its log-sum-exp.
-      d_out: ``[B, T, N, H]``, cotangent of the output.
+      d_out: ``[B, T, N, Hv]``, cotangent of the output.
       d_residual: float32 ``[B, T, N]``, cotangent of the log-sum-exp.
       config: numerics.
       options: of the call.
       is_ragged: whether lengths may be less than the arrays'; not used.
+      extras: of the call.
 
     Returns:
-      Gradients of query, key and value in their shapes and dtypes, summed in float32.
+      Gradients of query, key and value in their shapes and dtypes, summed in float32; and of the
+      extras, but for sinks, see `turbojax.ops.sinks`.
     """
     del is_ragged
     batch, length, heads, channels = query.shape
     size, kv_heads = key.shape[1:3]
     block_q, block_kv = min(_BLOCK, length), min(_BLOCK, size)
+    padded_size = -(-size // block_kv) * block_kv
     # Float32 products of bfloat16 or float16 need no more than what a matrix unit keeps.
     precision = jax.lax.Precision.HIGHEST if query.dtype == jnp.float32 else None
 
@@ -91,25 +99,32 @@ def gradient(
     rounded_k = key_blocks(_rounded(key, key_length, config.block_kv, config.mode))
     rounded_v = key_blocks(_rounded_values(value, key_length, config))
     k = key_blocks(key)
+    shift = extras.shift()
 
-    def one_query_block(sums: _Arrays, operands: _Arrays) -> tuple[_Arrays, jax.Array]:
+    def one_query_block(sums: _Arrays, operands: _Arrays) -> tuple[_Arrays, tuple[Any, ...]]:
         number, rounded_q, q, rounded_d, d_o, lse, delta = operands
         first = number * block_q
         position = first + jnp.arange(block_q)
         real = position[None] < query_length[:, None]
         last = jnp.minimum(first + block_q, length) - 1
-        start, stop = options.key_range(first, last, key_length)
+        start, stop = options.key_range(first, last, key_length, shift)
 
-        def add(j: jax.Array, sums: _Arrays) -> _Arrays:
-            d_q, d_k, d_v = sums
+        def add(j: jax.Array, sums: tuple[Any, ...]) -> tuple[Any, ...]:
+            d_q, d_k, d_v, d_extras = sums
             keys = j * block_kv + jnp.arange(block_kv)
-            mask = options.mask(position[None], keys[None], key_length) & real[:, :, None]
+            mask = visible_pairs(position, keys, key_length, options, extras) & real[:, :, None]
+            added = extras.added(position, keys)
             mask = mask[:, None, None]
+            if added is not None:
+                added = in_groups(added, kv_heads)
+                mask = mask & (added != -jnp.inf)
             scores = dot("bkgqh,bkth->bkgqt", rounded_q, _at(rounded_k, j)) * options.scale
             scores = numerics.cap_logits(scores, options.logits_soft_cap)
-            p = jnp.where(mask, jnp.exp(scores - lse), 0)
+            whole = scores if added is None else scores + added
+            p = jnp.where(mask, jnp.exp(whole - lse), 0)
             d_p = dot("bkgqh,bkth->bkgqt", rounded_d, _at(rounded_v, j))
-            d_s = p * (d_p - delta) * options.scale
+            d_whole = p * (d_p - delta)
+            d_s = d_whole * options.scale
             if options.logits_soft_cap is not None:
                 d_s = d_s * (1 - jnp.square(scores / options.logits_soft_cap))
             d_s = jnp.where(mask, d_s, 0)
@@ -117,11 +132,13 @@ def gradient(
                 d_q + dot("bkgqt,bkth->bkgqh", d_s, _at(k, j)),
                 _add_at(d_k, j, dot("bkgqt,bkgqh->bkth", d_s, q)),
                 _add_at(d_v, j, dot("bkgqt,bkgqh->bkth", p, d_o)),
+                _add_extras(d_extras, extras, jnp.where(mask, d_whole, 0), position, keys),
             )
 
         bounds = (start // block_kv, -(-stop // block_kv))
-        d_q, *sums = jax.lax.fori_loop(*bounds, add, (jnp.zeros(q.shape, jnp.float32), *sums))
-        return tuple(sums), d_q.astype(query.dtype)
+        nothing = (jnp.zeros(q.shape, jnp.float32), *sums, _no_extras(extras, block_q, padded_size))
+        d_q, *sums, d_extras = jax.lax.fori_loop(*bounds, add, nothing)
+        return tuple(sums), (d_q.astype(query.dtype), d_extras)
 
     q = query_blocks(query)
     numbers = jnp.arange(q.shape[0], dtype=jnp.int32)
@@ -129,15 +146,61 @@ def gradient(
     rows = (query_blocks(x[..., None]) for x in (lse, delta))
     d_o = (query_blocks(x) for x in (rounded_d, d_out))
     operands: _Arrays = (numbers, rounded_q, q, *d_o, *rows)
-    nothing: _Arrays = (jnp.zeros(k.shape, jnp.float32),) * 2
-    (d_k, d_v), d_q = jax.lax.scan(one_query_block, nothing, operands)
+    nothing: _Arrays = tuple(jnp.zeros(x.shape, jnp.float32) for x in (k, rounded_v))
+    (d_k, d_v), (d_q, d_extras) = jax.lax.scan(one_query_block, nothing, operands)
     d_q = jnp.moveaxis(d_q, 0, 3).reshape(batch, heads, -1, channels)
-    d_k, d_v = (jnp.moveaxis(x, 0, 2).reshape(batch, kv_heads, -1, channels) for x in (d_k, d_v))
+    d_k, d_v = (jnp.moveaxis(x, 0, 2).reshape(batch, kv_heads, -1, x.shape[-1]) for x in (d_k, d_v))
     return (
         jnp.swapaxes(d_q, 1, 2)[:, :length],
         jnp.swapaxes(d_k, 1, 2)[:, :size].astype(key.dtype),
         jnp.swapaxes(d_v, 1, 2)[:, :size].astype(value.dtype),
+        _whole_extras(d_extras, extras),
     )
+
+
+def _no_extras(extras: Extras, block_q: int, size: int) -> Extras:
+    """Zeros for the extras' gradients of one block of queries and `size` keys."""
+    bias, slopes = extras.bias, extras.alibi_slopes
+    if bias is not None:
+        rows = block_q if bias.shape[2] > 1 else 1
+        bias = jnp.zeros((*bias.shape[:2], rows, size), jnp.float32)
+    return Extras(bias=bias, alibi_slopes=slopes if slopes is None else jnp.zeros_like(slopes))
+
+
+def _add_extras(
+    sums: Extras, extras: Extras, d_scores: jax.Array, queries: jax.Array, keys: jax.Array
+) -> Extras:
+    """`sums` with a tile's share of the extras' gradients.
+
+    Args:
+      sums: as `_no_extras` makes them.
+      extras: of the call.
+      d_scores: float32 ``[B, K, G, q, t]``, of scores to which bias and slopes were added.
+      queries: int32 ``[q]``.
+      keys: int32 ``[t]``.
+    """
+    bias, slopes = sums.bias, sums.alibi_slopes
+    of_heads = d_scores.reshape(d_scores.shape[0], -1, *d_scores.shape[3:])
+    if bias is not None:
+        axes = tuple(i for i in range(3) if bias.shape[i] == 1)
+        share = jnp.sum(of_heads, axis=axes, keepdims=True)
+        before = jax.lax.dynamic_slice_in_dim(bias, keys[0], len(keys), axis=3)
+        bias = jax.lax.dynamic_update_slice_in_dim(bias, before + share, keys[0], axis=3)
+    if slopes is not None:
+        distance = extras.distances(queries, keys)[:, None].astype(jnp.float32)
+        slopes = slopes - jnp.sum(of_heads * distance, axis=(0, 2, 3))
+    return Extras(bias=bias, alibi_slopes=slopes)
+
+
+def _whole_extras(d_extras: Extras, extras: Extras) -> Extras:
+    """The extras' gradients, in their shapes and dtypes, of those of ``n`` blocks of queries."""
+    bias, slopes = d_extras.bias, d_extras.alibi_slopes
+    if bias is not None and extras.bias is not None:
+        like = extras.bias
+        bias = jnp.moveaxis(bias, 0, 2) if like.shape[2] > 1 else jnp.sum(bias, axis=0)
+        bias = bias.reshape(*like.shape[:2], -1, bias.shape[-1])
+        bias = bias[:, :, : like.shape[2], : like.shape[3]].astype(like.dtype)
+    return Extras(bias=bias, alibi_slopes=None if slopes is None else jnp.sum(slopes, axis=0))
 
 
 def _rounded(x: jax.Array, length: jax.Array, block: int, mode: Mode) -> jax.Array:

@@ -9,8 +9,9 @@ import jax
 from turbojax import _extras
 from turbojax._device import interpreting, needs_gpu
 from turbojax.config import TurboConfig
+from turbojax.ops.extras import NOTHING, Extras
 from turbojax.ops.options import Options
-from turbojax.ops.turbo_attention.operands import Stage1, quantize_operands
+from turbojax.ops.turbo_attention.operands import Stage1, plain_refusal, quantize_operands
 from turbojax.sas import SAS
 
 _MAX_HEAD_DIM = 256
@@ -29,6 +30,7 @@ def attention(
     *,
     config: TurboConfig,
     options: Options,
+    extras: Extras = NOTHING,
     stage1: Stage1 | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Prefill attention with the numerics of `config`, as `reference.attention` defines them.
@@ -45,6 +47,7 @@ def attention(
       key_length: int32 ``[B]``; keys at or past it are ignored.
       config: numerics and block sizes; not mode ``"float"``.
       options: of the call.
+      extras: of the call.
       stage1: the codes of keys and values, if they are there already.
 
     Returns:
@@ -84,9 +87,12 @@ def unsupported(
     value: jax.Array,
     config: TurboConfig,
     options: Options,
+    extras: Extras = NOTHING,
 ) -> str | None:
     """Why `attention` cannot run these arguments here, or None; see `registry.Implementation`."""
-    del value, options  # any will do
+    refusal = plain_refusal(key, value, options, extras)
+    if refusal is not None:
+        return refusal
     head_dim = query.shape[-1]
     if config.mode == "float":
         return "config.mode='float' must be an 8-bit mode: 'int8', 'int8_fp8' or 'fp8'"

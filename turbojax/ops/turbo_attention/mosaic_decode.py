@@ -5,8 +5,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 
-from turbojax._device import needs_hopper
+from turbojax._device import needs_bulk_copies
 from turbojax.config import TurboConfig
+from turbojax.ops.extras import NOTHING, Extras
 from turbojax.ops.options import Options
 from turbojax.sas import SAS
 from turbojax.state.progressive.cache import CacheSide, ProgressiveCache
@@ -34,11 +35,15 @@ def decode_unsupported(
     query: jax.Array,
     cache: ProgressiveCache,
     options: Options,
+    extras: Extras = NOTHING,
 ) -> str | None:
     """Why `decode` cannot run this here; None if it can."""
     del options
     config = cache.config
     rows = _query_rows(query, cache)
+    refusal = extras.refusal()
+    if refusal is not None:
+        return refusal
     if config.mode == "float":
         return "config.mode='float' must be an 8-bit mode: its products are of int8"
     # A lane takes a quarter of a key's codes, and of a channel's, in words.
@@ -57,7 +62,7 @@ def decode_unsupported(
         return f"buffer_size={config.buffer_size} must be block_kv={config.block_kv}"
     if rows > _MOST_QUERY_ROWS:
         return f"{rows} queries of a KV head must be at most {_MOST_QUERY_ROWS}"
-    return needs_hopper()
+    return needs_bulk_copies()
 
 
 def _query_rows(query: jax.Array, cache: ProgressiveCache) -> int:
@@ -91,6 +96,7 @@ def decode(
     query: jax.Array,
     cache: ProgressiveCache,
     query_length: jax.Array,
+    extras: Extras = NOTHING,
     *,
     options: Options,
     launch: Launch | None = None,
@@ -102,6 +108,7 @@ def decode(
     from pallas_kernels.mosaic.hopper.decode import kernel
     from pallas_kernels.mosaic.hopper.decode_rows import kernel as many
 
+    del extras  # see `decode_unsupported`
     launch = launch or default_launch(query, cache)
     launch = launch._replace(rows=launch.rows or default_rows(query, cache))
     given = _settings(cache, launch) | {
@@ -109,6 +116,7 @@ def decode(
         "scale": options.scale,
         "window": options.window,
         "soft_cap": options.logits_soft_cap,
+        "out_dtype": options.out_dtype,
     }
     operands = (
         query,

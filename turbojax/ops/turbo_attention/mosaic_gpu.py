@@ -9,9 +9,11 @@ import jax.numpy as jnp
 
 from turbojax._device import multiprocessors, needs_hopper
 from turbojax.config import TurboConfig
+from turbojax.ops.extras import NOTHING, Extras
 from turbojax.ops.options import Options
 from turbojax.ops.turbo_attention.operands import (
     Stage1,
+    plain_refusal,
     quantize_keys_and_values,
     quantize_queries,
 )
@@ -35,9 +37,12 @@ def attention_unsupported(
     value: jax.Array,
     config: TurboConfig,
     options: Options,
+    extras: Extras = NOTHING,
 ) -> str | None:
     """Why `turbo_attention` cannot run this here; None if it can."""
-    del key, value, options  # any will do
+    refusal = plain_refusal(key, value, options, extras)
+    if refusal is not None:
+        return refusal
     head_dim = query.shape[-1]
     if config.mode == "float":
         return "config.mode='float' must be an 8-bit mode: 'int8', 'int8_fp8' or 'fp8'"
@@ -80,6 +85,7 @@ def attention(
     *,
     config: TurboConfig,
     options: Options,
+    extras: Extras = NOTHING,
     stage1: Stage1 | None = None,
     launch: Launch | None = None,
 ) -> tuple[jax.Array, jax.Array]:
@@ -98,6 +104,7 @@ def attention(
       key_length: int32 ``[B]``; keys at or past it are ignored.
       config: numerics and block sizes; not mode ``"float"``.
       options: of the call.
+      extras: of the call.
       stage1: the codes of keys and values, if they are there already, the keys permuted (see
         `Operands`).
       launch: `default_launch` if not given.

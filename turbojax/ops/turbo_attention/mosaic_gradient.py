@@ -10,8 +10,14 @@ import jax.numpy as jnp
 from turbojax._device import multiprocessors, needs_hopper
 from turbojax.config import TurboConfig
 from turbojax.ops import numerics, rows
+from turbojax.ops.extras import NOTHING, Extras
 from turbojax.ops.options import Options
-from turbojax.ops.turbo_attention.operands import prepare_rows, quantize_queries, quantize_values
+from turbojax.ops.turbo_attention.operands import (
+    plain_refusal,
+    prepare_rows,
+    quantize_queries,
+    quantize_values,
+)
 
 # What matrix instructions and their shared memory are made for; others are padded with zeros.
 _HEAD_DIMS = (64, 128, 256)
@@ -41,10 +47,13 @@ def unsupported(
     value: jax.Array,
     config: TurboConfig,
     options: Options,
+    extras: Extras = NOTHING,
 ) -> str | None:
     """Why the gradient cannot be computed by these kernels here; None if it can."""
-    del key, value, options  # any will do
     head_dim = query.shape[-1]
+    refusal = plain_refusal(key, value, options, extras)
+    if refusal is not None:
+        return refusal
     if config.mode == "float" and query.dtype == jnp.float32:
         return "config.mode='float' in float32 must be an 8-bit mode: its products have 16 bits"
     for name in ("block_q", "block_kv"):
@@ -72,8 +81,9 @@ def gradient(
     config: TurboConfig,
     options: Options,
     is_ragged: bool = True,
+    extras: Extras = NOTHING,
     launch: Launch | None = None,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+) -> tuple[jax.Array, jax.Array, jax.Array, Extras]:
     """`gradient_reference.gradient` as two kernels: of the queries, and of keys and values.
 
     Weights and the scores' gradients are rounded to the operands' 16 bits before they multiply;
@@ -94,6 +104,7 @@ def gradient(
       config: numerics.
       options: of the call.
       is_ragged: whether lengths may be less than the arrays'.
+      extras: of the call.
       launch: `default_launch` if not given.
     """
     from pallas_kernels.mosaic.hopper.gradient import keys, queries, tiles
@@ -129,9 +140,9 @@ def gradient(
     d_k, d_v = keys.key_gradient(x, dtype, settings(launch.keys, in_turns=launch.in_turns))
     d_k, d_v = (y[:, :size, :, :head_dim] for y in (d_k, d_v))
     if unit is None:
-        return d_q, d_k, d_v
+        return d_q, d_k, d_v, NOTHING
     d_q, d_k, d_v = ((y / unit).astype(query.dtype) for y in (d_q, d_k, d_v))
-    return d_q, d_k, d_v
+    return d_q, d_k, d_v, NOTHING
 
 
 def _unit(d_out: jax.Array) -> jax.Array:

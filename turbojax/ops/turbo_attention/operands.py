@@ -2,7 +2,7 @@
 
 import functools
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
 import jax
@@ -11,6 +11,8 @@ import jax.numpy as jnp
 from turbojax._device import interpreting, needs_gpu, needs_hopper, unindexable
 from turbojax.config import TurboConfig
 from turbojax.ops import numerics
+from turbojax.ops.extras import Extras
+from turbojax.ops.options import Options
 
 _AMPERE, _ADA = 8.0, 8.9
 _LARGEST_HEAD_DIM = 256
@@ -214,6 +216,29 @@ def _hopper(x: jax.Array, block: int) -> types.ModuleType | None:
     from pallas_kernels.mosaic.hopper import quantize
 
     return quantize if quantize.unsupported(x, block) is None else None
+
+
+def plain_refusal(
+    key: jax.Array | jax.ShapeDtypeStruct,
+    value: jax.Array | jax.ShapeDtypeStruct,
+    options: Options,
+    extras: Extras,
+    supported: Collection[str] = (),
+) -> str | None:
+    """Why a kernel that has no more than these extras cannot run a call; None if it can.
+
+    Args:
+      key: ``[B, S, K, H]``.
+      value: ``[B, S, K, Hv]``.
+      options: of the call.
+      extras: of the call.
+      supported: names of extras, and ``"output_dtype"``.
+    """
+    if key.shape[3] != value.shape[3]:
+        return f"head dims {key.shape[3]} of keys and {value.shape[3]} of values must be equal"
+    if options.out_dtype is not None and "output_dtype" not in supported:
+        return f"it has no output_dtype={options.out_dtype}"
+    return extras.refusal(supported)
 
 
 def permute_tokens(x: jax.Array) -> jax.Array:

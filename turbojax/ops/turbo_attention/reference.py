@@ -7,7 +7,9 @@ import jax.numpy as jnp
 
 from turbojax.config import TurboConfig
 from turbojax.ops import numerics
+from turbojax.ops.extras import NOTHING, Extras
 from turbojax.ops.options import Options
+from turbojax.ops.sinks import with_sinks
 from turbojax.ops.turbo_attention.operands import blocks
 
 _State = tuple[jax.Array, jax.Array, jax.Array]
@@ -23,6 +25,7 @@ def attention(
     *,
     config: TurboConfig,
     options: Options,
+    extras: Extras = NOTHING,
 ) -> tuple[jax.Array, jax.Array]:
     """Prefill attention with the numerics of `config`.
 
@@ -32,17 +35,18 @@ def attention(
     Args:
       query: ``[B, T, N, H]``.
       key: ``[B, S, K, H]``.
-      value: ``[B, S, K, H]``.
+      value: ``[B, S, K, Hv]``.
       query_length: int32 ``[B]``; queries at or past it are padding and give 0 and ``-inf``.
       key_length: int32 ``[B]``; keys at or past it are ignored.
       config: numerics and block sizes.
       options: of the call.
+      extras: of the call.
 
     Returns:
-      out ``[B, T, N, H]`` in the query's dtype and the float32 log-sum-exp ``[B, T, N]``.
+      out ``[B, T, N, Hv]`` in the options' dtype and the float32 log-sum-exp ``[B, T, N]``.
     """
     batch, length, heads, channels = query.shape
-    kv_heads = key.shape[2]
+    kv_heads, shift = key.shape[2], extras.shift()
     # Padding must not reach the scale that a block of queries shares.
     real = jnp.arange(length)[None] < query_length[:, None]
     padded = jnp.where(real[:, :, None, None], query, jnp.zeros((), query.dtype))
@@ -61,21 +65,23 @@ def attention(
         first = number * config.block_q
         position = first + jnp.arange(config.block_q)
         last = jnp.minimum(first + config.block_q, length) - 1
-        start, stop = options.key_range(first, last, key_length)
+        start, stop = options.key_range(first, last, key_length, shift)
 
         def step(j: jax.Array, state: _State) -> _State:
             keys = j * config.block_kv + jnp.arange(config.block_kv)
-            mask = options.mask(position[None], keys[None], key_length)
-            mask = mask & (position[None] < query_length[:, None])[:, :, None]
-            mask = mask[:, None, None]
+            mask = _visible(position, keys, query_length, key_length, options, extras)
             scores = numerics.exact_dot("bkgqh,bkth->bkgqt", q, _at(k, j))
             factor = q_scale * _at(k_scale, j)[:, :, None] * options.scale
             scores = numerics.cap_logits(scores * factor[..., None, None], options.logits_soft_cap)
+            added = extras.added(position, keys)
+            if added is not None:
+                added = in_groups(added, kv_heads)
+                scores, mask = scores + added, mask & (added != -jnp.inf)
             return _online_step(state, scores, mask, _at(v, j), _at(v_scale, j), config)
 
         rows = q.shape[:-1]
         empty = (
-            jnp.zeros((*rows, channels), jnp.float32),
+            jnp.zeros((*rows, value.shape[3]), jnp.float32),
             jnp.full(rows, -jnp.inf, jnp.float32),
             jnp.zeros(rows, jnp.float32),
         )
@@ -84,9 +90,55 @@ def attention(
 
     numbers = jnp.arange(q.shape[0], dtype=jnp.int32)
     out, residual = jax.lax.map(one_query_block, (numbers, q, q_scale))
-    out = jnp.moveaxis(out, (0, 4), (1, 2)).reshape(batch, -1, heads, channels)[:, :length]
+    out = jnp.moveaxis(out, (0, 4), (1, 2)).reshape(batch, -1, heads, value.shape[3])[:, :length]
     residual = jnp.moveaxis(residual, (0, 4), (1, 2)).reshape(batch, -1, heads)[:, :length]
-    return out.astype(query.dtype), residual
+    if extras.sinks is not None:
+        out, residual = with_sinks(out, residual, extras.sinks, real)
+    return out.astype(options.dtype_of_output(query)), residual
+
+
+def _visible(
+    queries: jax.Array,
+    keys: jax.Array,
+    query_length: jax.Array,
+    key_length: jax.Array,
+    options: Options,
+    extras: Extras,
+) -> jax.Array:
+    """Pairs that count among queries ``[q]`` and keys ``[t]``: bool ``[B, 1, 1, q, t]``."""
+    mask = visible_pairs(queries, keys, key_length, options, extras)
+    mask = mask & (queries[None] < query_length[:, None])[:, :, None]
+    return mask[:, None, None]
+
+
+def visible_pairs(
+    queries: jax.Array, keys: jax.Array, key_length: jax.Array, options: Options, extras: Extras
+) -> jax.Array:
+    """Which of these keys each of these queries sees, by position, length and segment.
+
+    Args:
+      queries: int32 ``[t]``, indices.
+      keys: int32 ``[s]``, indices.
+      key_length: int32 ``[B]``.
+      options: of the call.
+      extras: of the call.
+
+    Returns:
+      bool ``[B, t, s]``.
+    """
+    shift = extras.shift()
+    position = queries[None] if shift is None else queries[None] + shift[:, None]
+    mask = options.mask(position, keys[None], key_length)
+    of_one_segment = extras.visible(queries, keys)
+    return mask if of_one_segment is None else mask & of_one_segment
+
+
+def in_groups(x: jax.Array, kv_heads: int) -> jax.Array:
+    """``[b, N or 1, t, s]`` as ``[b, K or 1, G or 1, t, s]``."""
+    heads = x.shape[1]
+    if heads == 1:
+        return x[:, :, None]
+    return x.reshape(x.shape[0], kv_heads, heads // kv_heads, *x.shape[2:])
 
 
 def _online_step(

@@ -1,5 +1,6 @@
 """The Triton kernels behind `turbo_attention` and `decode`: what they take, and their launch."""
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable
@@ -9,9 +10,15 @@ import jax.numpy as jnp
 
 from turbojax._device import interpreting, needs_gpu, unindexable
 from turbojax.config import TurboConfig
-from turbojax.ops import numerics
+from turbojax.ops import numerics, segments
+from turbojax.ops.extras import NOTHING, Extras
 from turbojax.ops.options import Options
-from turbojax.ops.turbo_attention.operands import Operands, Stage1, quantize_operands
+from turbojax.ops.turbo_attention.operands import (
+    Operands,
+    Stage1,
+    plain_refusal,
+    quantize_operands,
+)
 from turbojax.sas import SAS
 from turbojax.state.progressive.cache import CacheSide, ProgressiveCache
 
@@ -22,6 +29,8 @@ _MOST_QUERY_ROWS = 64
 _SHORTEST_8_BIT_BLOCK = 32
 # Shared memory: one key block at most, and the key and value blocks in flight.
 _LARGEST_TILE, _BYTES_IN_FLIGHT = 2**16, 96 * 2**10
+# What the prefill kernel takes.
+_EXTRAS = (*(field.name for field in dataclasses.fields(Extras)), "output_dtype")
 
 
 def attention_unsupported(
@@ -31,9 +40,12 @@ def attention_unsupported(
     value: jax.Array,
     config: TurboConfig,
     options: Options,
+    extras: Extras = NOTHING,
 ) -> str | None:
     """Why `turbo_attention` cannot run this here; None if it can."""
-    del value, options
+    refusal = plain_refusal(key, value, options, extras, _EXTRAS)
+    if refusal is not None:
+        return refusal
     if config.mode != "float" and config.block_kv < _SHORTEST_8_BIT_BLOCK:
         return (
             f"block_kv={config.block_kv} must be at least {_SHORTEST_8_BIT_BLOCK}: 8-bit products "
@@ -70,6 +82,7 @@ def attention(
     *,
     config: TurboConfig,
     options: Options,
+    extras: Extras = NOTHING,
     stage1: Stage1 | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """`reference.attention` as one kernel, after stage 1 in XLA where `stage1` does not hold it."""
@@ -82,6 +95,7 @@ def attention(
         stage1,
         config=config,
         options=options,
+        extras=extras,
         interpret=interpreting(),
     )
 
@@ -97,6 +111,7 @@ def _attention(
     *,
     config: TurboConfig,
     options: Options,
+    extras: Extras = NOTHING,
     interpret: bool,
 ) -> tuple[jax.Array, jax.Array]:
     operands = quantize_operands(query, key, value, query_length, key_length, config, stage1)
@@ -105,9 +120,10 @@ def _attention(
         query_length,
         key_length,
         tokens=query.shape[1],
-        dtype=query.dtype,
+        dtype=options.dtype_of_output(query),
         config=config,
         options=options,
+        extras=extras,
         interpret=interpret,
     )
 
@@ -121,6 +137,7 @@ def attend_operands(
     dtype: jax.typing.DTypeLike,
     config: TurboConfig,
     options: Options,
+    extras: Extras = NOTHING,
     interpret: bool,
 ) -> tuple[jax.Array, jax.Array]:
     """Launches the prefill kernel; see `pallas_kernels.triton.attention.attention`."""
@@ -146,8 +163,26 @@ def attend_operands(
         num_stages=num_stages,
         interpret=interpret,
     )
+    ranges = None
+    if extras.query_segment_ids is not None and extras.key_value_segment_ids is not None:
+        ids = extras.query_segment_ids, extras.key_value_segment_ids
+        ranges = segments.key_blocks(*ids, tile, config.block_kv)
     return kernel.attention(
-        *operands, query_length, key_length, tokens=tokens, dtype=dtype, settings=settings
+        *operands,
+        query_length,
+        key_length,
+        tokens=tokens,
+        dtype=dtype,
+        settings=settings,
+        extras=kernel.Extras(
+            extras.shift(),
+            extras.query_segment_ids,
+            extras.key_value_segment_ids,
+            ranges,
+            extras.bias,
+            extras.alibi_slopes,
+            extras.sinks,
+        ),
     )
 
 
@@ -182,9 +217,13 @@ def decode_unsupported(
     query: jax.Array,
     cache: ProgressiveCache,
     options: Options,
+    extras: Extras = NOTHING,
 ) -> str | None:
     """Why `decode` cannot run this here; None if it can."""
     del options
+    refusal = extras.refusal()
+    if refusal is not None:
+        return refusal
     group = query.shape[2] // cache.num_kv_heads
     if query.shape[1] * group > _MOST_QUERY_ROWS:
         return (
@@ -202,10 +241,12 @@ def decode(
     query: jax.Array,
     cache: ProgressiveCache,
     query_length: jax.Array,
+    extras: Extras = NOTHING,
     *,
     options: Options,
 ) -> tuple[jax.Array, jax.Array]:
     """`decode_reference.decode` as one kernel and a merge."""
+    del extras  # see `decode_unsupported`
     return _decode(
         query,
         cache,
@@ -240,6 +281,7 @@ def _decode(
         scale=options.scale,
         window=options.window,
         soft_cap=options.logits_soft_cap,
+        out_dtype=options.out_dtype,
         splits=_splits(pairs, cache.key.block_scale.shape[2]),
         num_warps=_DECODE_WARPS,
         num_stages=_DECODE_STAGES,

@@ -7,6 +7,7 @@ on its page nor on the call that brings it.
 
 import dataclasses
 import math
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -90,6 +91,9 @@ class PagedCache:
     head_dim: int = dataclasses.field(metadata={"static": True})
     dtype: np.dtype = dataclasses.field(metadata={"static": True})
     seed: int = dataclasses.field(metadata={"static": True})
+
+    PAGE_ARRAYS: ClassVar[tuple[str, ...]] = ("key", "value", "key_norm", "value_norm")
+    """The fields with an axis of pages, the first; None where the format has no such thing."""
 
     @property
     def num_pages(self) -> int:
@@ -256,9 +260,9 @@ def append(
       lengths: integer ``[B]``, tokens held before.
       new_lengths: optional integer ``[B]``: how many of the `T` tokens belong to each sequence, the
         first ones; all of them if not given.
-      implementation: ``"mosaic_gpu"`` (one kernel for every format; compute capability 9.0 alone),
-        ``"triton"`` (one for all that is stored as codes), both with a head dim that is a power of
-        two, ``"xla"``, or None to choose. All store the same bits.
+      implementation: ``"mosaic_gpu"`` (one kernel for every format; compute capability 9.0 or
+        10.0), ``"triton"`` (one for all that is stored as codes), both with a head dim that is a
+        power of two, ``"xla"``, or None to choose. All store the same bits.
 
     Returns:
       The pool with the tokens. Under `jit`, a token without a page in the pool, past its block

@@ -1,22 +1,26 @@
-"""Whole pages of a `PagedCache`: copied for copy on write, read and written to move them."""
+"""Whole pages of a pool: copied for copy on write, read and written to move them."""
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 
 from turbojax.state import checks
+from turbojax.state.latent.pages import LatentPages
 from turbojax.state.pages import checks as page_checks
-from turbojax.state.pages.pool import PagedCache, page_arrays
+from turbojax.state.pages.pool import PagedCache
+from turbojax.state.pages.writing import page_arrays
+
+PoolT = TypeVar("PoolT", bound=PagedCache | LatentPages)
 
 
-def copy_pages(cache: PagedCache, sources: jax.Array, destinations: jax.Array) -> PagedCache:
+def copy_pages(cache: PoolT, sources: jax.Array, destinations: jax.Array) -> PoolT:
     """Copies pages inside the pool, all at once: every source is read before a page is written.
 
     Args:
-      cache: the pool.
+      cache: the pool, a `PagedCache` or `LatentPages`.
       sources: integer ``[n]``, pages to read; -1 is padding.
       destinations: integer ``[n]``, pages to overwrite; -1 is padding.
 
@@ -29,41 +33,40 @@ def copy_pages(cache: PagedCache, sources: jax.Array, destinations: jax.Array) -
       ValueError: if the shapes are not ``[n]``, or, outside `jit`, a number is neither -1 nor in
         the pool, or two copies (pairs without a -1) have one destination.
     """
-    checks.check_kind(cache, PagedCache)
+    checks.check_kind(cache, PagedCache, LatentPages)
     sources = page_checks.check_page_numbers(cache, "sources", sources, None)
     destinations = page_checks.check_page_numbers(cache, "destinations", destinations, sources.size)
     page_checks.check_destinations("destinations", destinations, sources)
     return _copy(cache, sources, destinations)
 
 
-def read_pages(cache: PagedCache, pages: jax.Array) -> dict[str, jax.Array]:
+def read_pages(cache: PoolT, pages: jax.Array) -> dict[str, jax.Array]:
     """The stored content of pages, for instance to keep it in host memory.
 
     Args:
-      cache: the pool.
+      cache: the pool, a `PagedCache` or `LatentPages`.
       pages: integer ``[n]``; -1 is padding.
 
     Returns:
-      By field name (`key`, `value`, and for turbo4 `key_norm`, `value_norm`), what
-      ``cache.key[pages]`` would be: ``[n, K, page_size, ...]``. Padding reads as NaN (as 0 where
-      the field holds codes), as does, under `jit`, a number outside the pool.
+      By field name (`key`, `value`, and for turbo4 `key_norm`, `value_norm`; of `LatentPages`
+      `latent`, `rope`, and perhaps `scale`), what ``cache.key[pages]`` would be: ``[n, K,
+      page_size, ...]``, of latents ``[n, page_size, ...]``. Padding reads as NaN (as 0 where the
+      field holds codes), as does, under `jit`, a number outside the pool.
 
     Raises:
       TypeError: if `cache` is another kind or the numbers are not integers.
       ValueError: if their shape is not ``[n]``, or, outside `jit`, one is neither -1 nor in the
         pool.
     """
-    checks.check_kind(cache, PagedCache)
+    checks.check_kind(cache, PagedCache, LatentPages)
     return _read(cache, page_checks.check_page_numbers(cache, "pages", pages, None))
 
 
-def write_pages(
-    cache: PagedCache, pages: jax.Array, content: Mapping[str, jax.Array]
-) -> PagedCache:
+def write_pages(cache: PoolT, pages: jax.Array, content: Mapping[str, jax.Array]) -> PoolT:
     """Overwrites pages with what `read_pages` gave, to the bit.
 
     Args:
-      cache: the pool.
+      cache: the pool, a `PagedCache` or `LatentPages`.
       pages: integer ``[n]``; -1 is padding, its content is not used.
       content: arrays (of jax or numpy) by field name, as `read_pages` returns them.
 
@@ -76,7 +79,7 @@ def write_pages(
       ValueError: if a field is missing or unknown, a shape does not fit, or, outside `jit`, a
         number is neither -1 nor in the pool, or a page is named twice.
     """
-    checks.check_kind(cache, PagedCache)
+    checks.check_kind(cache, PagedCache, LatentPages)
     pages = page_checks.check_page_numbers(cache, "pages", pages, None)
     page_checks.check_destinations("pages", pages)
     arrays = page_arrays(cache)
@@ -94,7 +97,7 @@ def write_pages(
 
 
 @jax.jit
-def _copy(cache: PagedCache, sources: jax.Array, destinations: jax.Array) -> PagedCache:
+def _copy(cache: PoolT, sources: jax.Array, destinations: jax.Array) -> PoolT:
     asked = (sources != -1) & (destinations != -1)
     readable = (sources >= 0) & (sources < cache.num_pages)
     destinations = jnp.where(asked & ~readable, cache.num_pages, destinations)
@@ -102,7 +105,7 @@ def _copy(cache: PagedCache, sources: jax.Array, destinations: jax.Array) -> Pag
 
 
 @jax.jit
-def _read(cache: PagedCache, pages: jax.Array) -> dict[str, jax.Array]:
+def _read(cache: PoolT, pages: jax.Array) -> dict[str, jax.Array]:
     # A negative number would count from the end.
     pages = jnp.where(pages < 0, cache.num_pages, pages)
 
@@ -114,7 +117,7 @@ def _read(cache: PagedCache, pages: jax.Array) -> dict[str, jax.Array]:
 
 
 @jax.jit
-def _write(cache: PagedCache, pages: jax.Array, content: dict[str, jax.Array]) -> PagedCache:
+def _write(cache: PoolT, pages: jax.Array, content: dict[str, jax.Array]) -> PoolT:
     inside = (pages >= 0) & (pages < cache.num_pages)
     lost = jnp.sum((pages != -1) & ~inside, dtype=jnp.int32) * cache.page_size
     # Dropped by the scatter, and no page named twice.

@@ -67,7 +67,7 @@ def find_places(
 
 def page_arrays(cache: Pool) -> dict[str, jax.Array]:
     """The arrays with an axis of pages, the first, by field name."""
-    names = ("key", "value", "key_norm", "value_norm")
+    names = cache.PAGE_ARRAYS
     return {name: x for name in names if (x := getattr(cache, name)) is not None}
 
 

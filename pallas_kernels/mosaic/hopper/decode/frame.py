@@ -76,7 +76,7 @@ def combine(a: Arrays, at: Program, found: Results, s: Settings, *, is_unrolled:
             inside = element if found.row == a.head_dim else q * found.row + place
             result = warp.merged(results, inside, q, s.rows, found.row, _highest)
             if a.is_final:
-                _write_final(a, at, row, channel, result)
+                _write_final(a, at, row, channel, result, s.out_dtype or a.dtype)
             else:
                 part = at.pair * s.parts + at.split // s.cluster
                 warp.write_partial(a, part * a.rows + row, channel, result)
@@ -99,14 +99,16 @@ def _highest(x: list[Float]) -> Float:
     return functools.reduce(lane.maximum, x)
 
 
-def _write_final(a: Arrays, at: Program, row: Int, channel: Int, result: warp.Result) -> None:
+def _write_final(
+    a: Arrays, at: Program, row: Int, channel: Int, result: warp.Result, dtype: str
+) -> None:
     o, top, l = result
     out, lse = a.outputs
     index = warp.output_row(a, at, row)
     is_empty = l.equals(0.0)
     total = is_empty.where(1.0, l)
-    width = 4 if a.dtype == "float32" else 2
-    out.times(index, a.head_dim * width).at(channel * width).store_as(o / total, a.dtype)
+    width = 4 if dtype == "float32" else 2
+    out.times(index, a.head_dim * width).at(channel * width).store_as(o / total, dtype)
     warp.write_residual(lse, index, channel, top, total, is_empty)
 
 
@@ -131,15 +133,17 @@ def call(
       s: settings.
 
     Returns:
-      ``[B, T, N, H]`` in the query's dtype and the float32 log-sum-exp ``[B, T, N]``.
+      ``[B, T, N, H]`` in the query's dtype, or the settings', and the float32 log-sum-exp
+      ``[B, T, N]``.
     """
     batch, tokens, of_queries, head_dim = query.shape
     kv_heads = key.buffer.shape[1]
     rows, pairs = of_queries // kv_heads * tokens, batch * kv_heads
     parts = (pairs, s.parts, rows)
+    result = jax.ShapeDtypeStruct(query.shape, s.out_dtype or query.dtype)
     out: list[Any] = [((*parts, head_dim), jnp.float32), (parts, jnp.float32), (parts, jnp.float32)]
     if s.parts == 1:
-        out = [(query.shape, query.dtype), (query.shape[:3], jnp.float32)]
+        out = [(query.shape, result.dtype), (query.shape[:3], jnp.float32)]
     run = warp.launch(
         functools.partial(kernel, s=s),
         name,
@@ -154,4 +158,4 @@ def call(
     if s.parts == 1:
         return results[0], results[1]
     o, m, l = results
-    return merge(o, m, l, query, kv_heads)
+    return merge(o, m, l, result, kv_heads)

@@ -32,6 +32,7 @@ class Settings:
       cluster: of them those that merge their results among themselves, at most 8.
       warpgroups: of a program; each of their warps takes its own blocks.
       stages: blocks in flight for each warp.
+      out_dtype: of the output, ``"float32"``; None for the queries'.
 
     Raises:
       ValueError: if `splits` is not a multiple of `cluster`, or `cluster` larger than hardware
@@ -50,6 +51,7 @@ class Settings:
     cluster: int
     warpgroups: int
     stages: int
+    out_dtype: str | None = None
 
     def __post_init__(self) -> None:
         if not 1 <= self.cluster <= _LARGEST_CLUSTER:

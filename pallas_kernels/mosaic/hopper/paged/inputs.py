@@ -62,6 +62,7 @@ class Settings:
       stored: how keys, and how values, are stored, of the kind ``"mixed"``.
       channels: of what is stored there, where they are fewer than the queries'; the queries' others
         are 0, and those of outputs may be anything.
+      out_dtype: of the output, ``"float32"``; None for the queries'.
     """
 
     kind: str
@@ -82,6 +83,7 @@ class Settings:
     limit: int | None = None
     stored: tuple[Stored, Stored] | None = None
     channels: int | None = None
+    out_dtype: str | None = None
 
     @property
     def is_contiguous(self) -> bool:

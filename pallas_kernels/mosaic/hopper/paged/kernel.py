@@ -475,8 +475,8 @@ def attend(
       settings: numerics and launch.
 
     Returns:
-      ``[B, T, N, H]`` in the query's dtype and the float32 log-sum-exp ``[B, T, N]``; NaN for a
-      sequence whose length, or a page that it needs, is out of range.
+      ``[B, T, N, H]`` in the query's dtype, or the settings', and the float32 log-sum-exp
+      ``[B, T, N]``; NaN for a sequence whose length, or a page that it needs, is out of range.
     """
     s = settings
     if s.part % s.step:

@@ -32,7 +32,7 @@ TILE = 128
 _THREADS = 128
 _QUARTERS, _TOGETHER = 4, 8
 # 2**15, of which the second byte counts ones.
-_BYTE_FLOAT, _BYTE_OFFSET = 0x47000000, 32768.0
+_BYTE_FLOAT, BYTE_OFFSET = 0x47000000, 32768.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,7 +164,7 @@ def _table(codec: Codec) -> list[Int]:
 def _floats(four: Int, codec: Codec) -> list[Float]:
     """The numbers of four centroids."""
     words = [lane.permute_bytes(four, _BYTE_FLOAT, 0x7504 | (i << 4)) for i in range(4)]
-    return [w.as_float() + -(_BYTE_OFFSET + codec.middle) for w in words]
+    return [w.as_float() + -(BYTE_OFFSET + codec.middle) for w in words]
 
 
 def _butterflies(x: list[Float], first: int, end: int) -> list[Float]:

@@ -38,12 +38,13 @@ def _body(
     shape: tuple[int, ...],
     dtype: str,
     s: Settings,
+    tile: int = WARPGROUPS * ROWS,
 ) -> None:
     """Some rows, in the order of the kernel that found the parts."""
     assert s.part is not None
     lengths, query_lengths, found, found_lse, out, out_lse = arrays
     (batch, kv_heads, per_head), (_, tokens, heads, head_dim) = rows, shape
-    per_row, per_tile = head_dim // _TOGETHER, WARPGROUPS * ROWS
+    per_row, per_tile = head_dim // _TOGETHER, tile
     thread = ids[0] * _THREADS + (lane.special("tid.x") & (_THREADS - 1))
     row, piece = thread // per_row, thread % per_row
     b, which, within = row // (kv_heads * per_head), row // per_head % kv_heads, row % per_head
@@ -87,8 +88,13 @@ def _body(
     words = [v * share + broken for v in sums]
     target = (b * tokens + t) * heads + head
     with lane.when((row < size) & (t < tokens)):
-        packed = [lane.half.pack(words[i], words[i + 1], dtype) for i in range(0, _TOGETHER, 2)]
-        out.times(target, 2 * head_dim).at(piece * (2 * _TOGETHER)).store_words(packed)
+        if dtype == "float32":
+            at = out.times(target, 4 * head_dim).at(piece * (4 * _TOGETHER))
+            for i in range(0, _TOGETHER, 4):
+                at.at(4 * i).store_words([v.as_int() for v in words[i : i + 4]])
+        else:
+            packed = [lane.half.pack(words[i], words[i + 1], dtype) for i in range(0, _TOGETHER, 2)]
+            out.times(target, 2 * head_dim).at(piece * (2 * _TOGETHER)).store_words(packed)
         with lane.when(piece.equals(0)):
             out_lse.times(target, 4).store(lse + broken)
 
@@ -101,6 +107,8 @@ def join(
     shape: tuple[int, ...],
     dtype: Any,
     settings: Settings,
+    *,
+    tile: int = WARPGROUPS * ROWS,
 ) -> tuple[jax.Array, jax.Array]:
     """Joins the parts of each row.
 
@@ -110,15 +118,16 @@ def join(
       lengths: int32 ``[B]``, as `kernel.attention` takes them.
       query_lengths: int32 ``[B]``.
       shape: of the result, ``[B, T, N, H]``.
-      dtype: of the result, bfloat16 or float16.
+      dtype: of the result, bfloat16, float16 or float32.
       settings: of the call.
+      tile: rows that saw the same parts.
 
     Returns:
       ``[B, T, N, H]`` and the log-sum-exps ``[B, T, N]``.
     """
     rows, head_dim = found_lse.shape[1:], shape[3]
     name = jnp.dtype(dtype).name
-    body = functools.partial(_body, rows=rows, shape=shape, dtype=name, s=settings)
+    body = functools.partial(_body, rows=rows, shape=shape, dtype=name, tile=tile, s=settings)
     threads = rows[0] * rows[1] * rows[2] * (head_dim // _TOGETHER)
     out, lse = lanes.launch(
         body,

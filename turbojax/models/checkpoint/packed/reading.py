@@ -35,7 +35,7 @@ from turbojax.models.families.tensors import (
     is_ignored,
     text_tensors,
 )
-from turbojax.models.quantized import QuantizedDecoder, norm_shapes
+from turbojax.models.quantized import QuantizedDecoder, check_quantizable, norm_shapes
 from turbojax.models.quantized_layer import QuantizedLayer, QuantizedLinear, join_layer
 
 _NORM = "model.norm.weight"
@@ -68,6 +68,7 @@ def read(
     """
     packing = formats.parse(hf["quantization_config"])
     config = model_config(folder, hf, max_length)
+    check_quantizable(config)
     if config.experts is not None:
         raise NotImplementedError(
             f"{folder / _folder.CONFIG_NAME}: quant_method={packing.name!r} is not supported of a "
@@ -183,7 +184,7 @@ def _tensors(
     """The tensors to be read, all there, of the right shapes and dtypes."""
     found = text_tensors(hf, _folder.stored_tensors(folder))
     _folder.require_config(folder, hf)
-    tensors = {name: x for name, x in found.items() if not is_ignored(name)}
+    tensors = {name: x for name, x in found.items() if not is_ignored(name, config)}
     repeated = tensors.pop(HEAD, None) if config.tie_embeddings else None
     _folder.require_layers(tensors, config.num_layers, LAYERS, folder)
     _refuse_other_layers(tensors, config, packing)

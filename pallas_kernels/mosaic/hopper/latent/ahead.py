@@ -1,0 +1,71 @@
+"""Tiles that are asked for in the L2 cache before there is room for them in shared memory.
+
+There is room for two tiles alone, so while they are attended to nothing would be on its way from
+memory.
+"""
+
+from typing import Any
+
+import jax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.mosaic import lane, ring
+from pallas_kernels.mosaic.hopper.latent.tiles import TILE, Inputs, Work
+from pallas_kernels.mosaic.lane import Int, Pointer
+from pallas_kernels.mosaic.ring import SCALAR
+
+TOKENS = 16
+"""Of a tile, for each of a warpgroup's warps: all are in one page."""
+_LANES, _LINE = 32, 128
+
+
+def place() -> tuple[Int, Int]:
+    """The warp's number in its warpgroup, and the lane's in its warp."""
+    thread = lane.special("tid.x")
+    return (thread >> 5) & 3, thread & (_LANES - 1)
+
+
+def first_row(tables: Pointer, numbers: list[Int], x: Inputs) -> Int:
+    """The pool's number of the first token of this warp's in a tile, or of some that there are.
+
+    Args:
+      tables: the block tables.
+      numbers: the sequence, the tile, and the sequence's length.
+      x: what the kernel reads: only sizes matter.
+    """
+    b, tile, length = numbers
+    page_size, max_pages = x.rope.shape[1], x.tables.shape[1]
+    warp, _ = place()
+    token = (tile * TILE + warp * TOKENS).minimum((length - 1).maximum(0))
+    entry = (token // page_size).minimum(max_pages - 1)
+    page = tables.at((b * max_pages + entry) * 4).word()
+    return page * page_size + token % page_size // TOKENS * TOKENS
+
+
+def ask_for(work: Work, j: jax.Array, x: Inputs) -> None:
+    """Asks for tile `j`; past a sequence's end it is some other one."""
+
+    def f(refs: Any, *numbers: Any) -> None:
+        asked_for([Pointer.to(ref) for ref in refs], [lane.scalar(n) for n in numbers], x)
+
+    refs = (x.latent, x.rope, x.tables)
+    types = ((plgpu.RefType(),) * len(refs), SCALAR, SCALAR, SCALAR)
+    ring.inline(f, types)(refs, work.b, j, work.length)
+
+
+def asked_for(arrays: list[Pointer], numbers: list[Int], x: Inputs) -> None:
+    """A lane's part of `ask_for`.
+
+    Args:
+      arrays: latents, rotary parts, tables.
+      numbers: as `first_row` takes them.
+      x: likewise.
+    """
+    *sources, tables = arrays
+    row, (_, own) = first_row(tables, numbers, x), place()
+    for source, ref in zip(sources, (x.latent, x.rope), strict=True):
+        size = ref.shape[-1] * ref.dtype.itemsize
+        lines = TOKENS * size // _LINE
+        for i in range(0, lines, _LANES):
+            line = own + i if lines >= _LANES else own & (lines - 1)
+            lane.prefetch(source.times(row, size).at(line * _LINE))

@@ -1,0 +1,438 @@
+"""Decode over pages of latents, for Hopper: absorbed multi-head latent attention.
+
+A token has one latent of 512 channels, key and value of all heads, and 64 rotary channels that all
+keys share. N heads are N queries of the same token, so a program takes 64 rows of them at once.
+
+Roofline, H200 (4.3 TB/s and 790 T/s as measured):
+  - bytes of a token: 1,152 in 16 bits, 644 in e4m3, 388 in turbo4, rotary channels in 16 bits.
+  - operations: 2 * N * (576 + 512) a token; N below 64 costs as much as 64.
+                              16 heads                    128 heads
+                    bf16  e4m3  turbo4  matrix     bf16  matrix
+  64 x 8k            140    79      47      92      140     185   us
+  1 x 128k            35    20      12      23       35      46
+  16 x 32k           140    79      47      92      140     185
+Target: 0.8 of the larger of the two.
+
+A program has three warpgroups. The first finds weights of 64 tokens: scores from shared memory,
+softmax, and the weights into shared memory. Both the first and the second sum, each its half of the
+latent's channels, so that their 64 x 256 sums fit in registers. The third copies into two slots of
+64 tokens, each of which serves as keys and, turned by the matrix unit's descriptor, as values. What
+is stored in fewer bits is expanded into them by the third, and by the second while the first finds
+weights. (Four warpgroups, one of which only finds weights, would keep the matrix unit busier, but
+ptxas does not compile a product of 128 sums a thread where a thread starts with 128 registers.)
+
+Sequences are taken in parts at fixed positions, and `paged_prompt.join` adds up what was found in
+order: a query's bits depend on its own position and on what its sequence holds alone.
+
+Versions, whole calls, pages of 64 tokens in random order, one query token, H200, jax 0.11.2, us:
+                                   64 x 8k       16 x 32k       1 x 128k
+    heads                          16    128      16    128      16    128
+  XLA, bf16, pages gathered             1026                    196    343
+  XLA, bf16, dense                       629                     98    237
+  v1    bf16                            309     183    295      60     81
+        e4m3                            426                     69    112
+        turbo4                    209   431                     67    112
+v1 has weights in shared memory for both products, and the third warpgroup alone expands: 3.2 us a
+tile of 64 rows, where bf16 takes 2.2 with 128 heads, and 2.8 with 16, bound by memory. With 128
+heads, 64 x 8k in parts of 8,192 tokens took 257 in place of 309: 571 T/s.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.layouts import LOG2_E, Ref
+from pallas_kernels.mosaic import ring
+from pallas_kernels.mosaic.hopper.latent import ahead, expand, store
+from pallas_kernels.mosaic.hopper.latent.memory import STAGES, Memory, memory
+from pallas_kernels.mosaic.hopper.latent.tiles import (
+    HALF,
+    HALVES,
+    LATENT,
+    TILE,
+    Inputs,
+    Settings,
+    Work,
+    settings,
+)
+from pallas_kernels.mosaic.hopper.paged_prompt import join, lost
+from pallas_kernels.mosaic.hopper.paged_prompt import tiles as prompt_tiles
+from pallas_kernels.mosaic.hopper.paged_prompt.memory import pieces
+from pallas_kernels.mosaic.hopper.paged_prompt.products import accumulator, along
+from pallas_kernels.mosaic.ring import COLUMN, ROW, ROWS
+
+__all__ = ["Settings", "attend", "settings"]
+
+_MATRIX = plgpu.Layout.WGMMA
+_EIGHT = 8
+# Until jax 0.11 a load takes an index.
+_ALL: tuple[Any, ...] = ((),) if "idx" in inspect.signature(plgpu.load).parameters else ()
+
+
+def _full(x: float, shape: tuple[int, ...], layout: Any) -> jax.Array:
+    return plgpu.layout_cast(jnp.full(shape, x, jnp.float32), layout)
+
+
+def _transposed(ref: Ref) -> Ref:
+    return ref.transpose((1, 0)) if hasattr(ref, "transpose") else plgpu.transpose_ref(ref, (1, 0))
+
+
+# What copies --------------------------------------------------------------------------------------
+
+
+def _copy_queries(work: Work, x: Inputs, y: Memory) -> None:
+    """Copies the queries, once those before are done with."""
+    plgpu.barrier_wait(y.q_free)
+    size = min(ROWS, x.q.shape[1])
+    rows, to = pl.ds(work.first, size), pl.ds(0, size)
+    for i in range(HALVES):
+        source = x.q.at[work.b, rows, pl.ds(i * HALF, HALF)]
+        plgpu.copy_gmem_to_smem(source, y.q.at[i, to], y.q_ready)
+    plgpu.copy_gmem_to_smem(x.q_rope.at[work.b, rows], y.q_rope.at[to], y.q_ready)
+
+
+def _copy_tile(work: Work, j: jax.Array, slot: jax.Array, x: Inputs, y: Memory) -> None:
+    """Copies what needs no expansion of a tile of tokens, page by page."""
+    pool, page_size, _ = x.rope.shape
+    size, ready = min(page_size, TILE), y.ready.at[slot]
+    within = lax.rem(j * TILE, jnp.int32(page_size)) if page_size > TILE else 0
+    for i in range(pieces(page_size, TILE)):
+        first = j * TILE + i * size
+        entry = lax.div(first, jnp.int32(page_size))
+        page = x.tables[work.b, jnp.minimum(entry, x.tables.shape[1] - 1)]
+        # Past the end are pages that are none of the pool's, and give zeros.
+        page = jnp.where(first < work.length, page, pool)
+        rows, to = pl.ds(within, size), pl.ds(i * size, size)
+        plgpu.copy_gmem_to_smem(x.rope.at[page, rows], y.rope.at[slot, to], ready)
+        if x.scale is not None:
+            continue
+        for half in range(HALVES):
+            source = x.latent.at[page, rows, pl.ds(half * HALF, HALF)]
+            plgpu.copy_gmem_to_smem(source, y.latent.at[slot, half, to], ready)
+
+
+def _copy(work: Work, slot: jax.Array, x: Inputs, y: Memory, s: Settings) -> jax.Array:
+    """Brings a program's tiles to shared memory, as room comes free; the next slot."""
+
+    def begin(j: jax.Array, slot: jax.Array) -> None:
+        _copy_tile(work, j, slot, x, y)
+        # Their room comes free later than the first tile's.
+        pl.when(j == work.tiles.begin)(lambda: _copy_queries(work, x, y))
+        if s.ahead:
+            pl.when(j + s.ahead < work.tiles.end)(lambda: ahead.ask_for(work, j + s.ahead, x))
+
+    def copied(j: jax.Array, slot: jax.Array) -> jax.Array:
+        plgpu.barrier_wait(y.free.at[slot])
+        begin(j, slot)
+        return ring.next_slot(slot, STAGES)
+
+    if s.codec is None:
+        return lax.fori_loop(work.tiles.begin, work.tiles.end, copied, slot)
+    codes = expand.Codes(x, s.codec, jnp.dtype(x.q.dtype).name)
+
+    def expanded(j: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        slot, *words = carry
+        plgpu.barrier_wait(y.free.at[slot])
+        begin(j, slot)
+        return ring.next_slot(slot, STAGES), *_expand(codes, words, 0, work, j, slot, y)
+
+    first = codes.load(work, work.tiles.begin, 0)
+    return lax.fori_loop(work.tiles.begin, work.tiles.end, expanded, (slot, *first))[0]
+
+
+def _expand(
+    codes: expand.Codes,
+    words: list[jax.Array],
+    share: int,
+    work: Work,
+    j: jax.Array,
+    slot: jax.Array,
+    y: Memory,
+) -> list[jax.Array]:
+    """Stores a share of tile `j`, which was loaded before, and begins to load of the next tile."""
+    codes.store(words, y.latent.at[slot], share)
+    words = codes.load(work, j + 1, share)
+    plgpu.commit_smem()
+    plgpu.barrier_arrive(y.ready.at[slot])
+    return words
+
+
+# What attends -------------------------------------------------------------------------------------
+
+
+def _scores(slot: jax.Array, y: Memory) -> jax.Array:
+    """Products of queries and a tile of keys, float32 ``[64, 64]``."""
+
+    def f(out: Ref) -> jax.Array:
+        for i in range(HALVES):
+            plgpu.wgmma(out, y.q.at[i], _transposed(y.latent.at[slot, i]))
+        plgpu.wgmma(out, y.q_rope, _transposed(y.rope.at[slot]))
+        return out[...]
+
+    return pl.run_scoped(f, accumulator((ROWS, TILE), jnp.float32))
+
+
+def _hide(
+    scores: jax.Array, j: jax.Array, slot: jax.Array, work: Work, y: Memory, s: Settings
+) -> jax.Array:
+    """``-inf`` where a row does not see a token of a tile, and NaN in all of a row that sees NaN.
+
+    What is not finite becomes 0 in shared memory: times a weight of 0 it must be nothing.
+    """
+    count = work.length - j * TILE
+    for i in range(HALVES):
+        lost.clean(y.latent.at[slot, i], y.lost.at[i], count)
+    plgpu.commit_smem()
+    last = work.token_of() + (work.begin - j * TILE)
+    key = along(plgpu.broadcasted_iota(jnp.int32, (TILE,), 0, layout=COLUMN), scores.shape, 1)
+    seen, first = key <= along(last, scores.shape, 0), jnp.zeros_like(last)
+    if s.window is not None:
+        first = last - s.window
+        seen = seen & (key >= along(first, scores.shape, 0))
+    words = [y.lost[0, i] | y.lost[1, i] for i in range(TILE // lost.BITS)]
+    return lost.spoil(jnp.where(seen, scores, -jnp.inf), words, first, last)
+
+
+def _hand_over(p: jax.Array, factor: jax.Array, y: Memory) -> None:
+    """Gives weights, and what sums are to be multiplied with before, to those who sum."""
+    plgpu.barrier_wait(y.p_free)
+    y.p[...] = p
+    y.factor[...] = factor
+    plgpu.commit_smem()
+    plgpu.barrier_arrive(y.p_ready)
+
+
+def _attend(
+    work: Work, slot: jax.Array, results: tuple[Ref, Ref], y: Memory, s: Settings
+) -> jax.Array:
+    """The weights of a program's rows, and the first half of their channels; the slot after."""
+
+    def step(j: jax.Array, carry: tuple[jax.Array, ...], is_edge: bool) -> tuple[jax.Array, ...]:
+        o, m, l, slot = carry
+        plgpu.barrier_wait(y.ready.at[slot])
+        found = _scores(slot, y) * (s.scale * LOG2_E)
+        if is_edge:
+            found = _hide(found, j, slot, work, y, s)
+        top = jnp.maximum(m, jnp.max(found, axis=1))
+        # 0 in rows where nothing was visible yet.
+        shift = jnp.where(top == -jnp.inf, 0.0, top)
+        alpha = jnp.exp2(m - shift)
+        p = jnp.exp2(found - along(shift, found.shape, 0))
+        l = l * alpha + jnp.sum(p, axis=1)
+        o, p = o * along(alpha, o.shape, 0), p.astype(y.p.dtype)
+        o = _add(o, p, slot, jnp.int32(0), y, lambda: _hand_over(p, alpha, y))
+        return o, top, l, ring.next_slot(slot, STAGES)
+
+    edge, plain = (functools.partial(step, is_edge=x) for x in (True, False))
+    tiles, o = work.tiles, _full(0.0, (ROWS, HALF), _MATRIX)
+    carry = (o, _full(-jnp.inf, (ROWS,), ROW), _full(0.0, (ROWS,), ROW), slot)
+    pl.when(work.is_any)(lambda: plgpu.barrier_wait(y.q_ready))
+    if s.window is not None:
+        carry = lax.fori_loop(tiles.begin, tiles.inner, edge, carry)
+    carry = lax.fori_loop(tiles.inner, tiles.outer, plain, carry)
+    o, m, l, slot = lax.fori_loop(tiles.outer, tiles.end, edge, carry)
+    pl.when(work.is_any)(lambda: plgpu.barrier_arrive(y.q_free))
+    nothing = (work.token_of() >= work.real) | (l == 0)
+    # A constant plus a scalar is a row array that loops can carry.
+    broken = jnp.where(work.is_broken, jnp.nan, 0.0)
+    share = jnp.where(nothing, 0.0, 1.0 / l) + broken
+    plgpu.barrier_wait(y.p_free)
+    y.factor[...] = share
+    plgpu.commit_smem()
+    plgpu.barrier_arrive(y.p_ready)
+    lse = jnp.where(nothing, -jnp.inf, m * (1 / LOG2_E) + jnp.log(l)) + broken
+    _store(o, share, jnp.int32(0), work, results[0])
+    store.numbers(lse, results[1], work.base, work.first, work.rows)
+    return slot
+
+
+# What both do -------------------------------------------------------------------------------------
+
+
+def _add(
+    o: jax.Array, p: Any, slot: jax.Array, half: jax.Array, y: Memory, then: Callable[[], None]
+) -> jax.Array:
+    """`o` and the values of a tile times weights `p`; its slot is free after.
+
+    `then` happens while the product is on its way.
+    """
+
+    def add(out: Ref) -> None:
+        plgpu.wgmma(out, p, y.latent.at[slot, half])
+        then()
+
+    o = pl.run_state(add)(accumulator.init(o))
+    plgpu.barrier_arrive(y.free.at[slot])
+    return o
+
+
+def _store(o: jax.Array, share: jax.Array, half: jax.Array, work: Work, out: Ref) -> None:
+    """Stores half of the channels of the rows, each times its share."""
+    share = along(share, o.shape, 0)
+    # Rows that see nothing may have met others' tokens.
+    o = jnp.where(share == 0, 0.0, o * share)
+    store.channels(o, out, work.base, work.first, work.rows, half * HALF)
+
+
+# What sums the other half -------------------------------------------------------------------------
+
+
+def _follow(work: Work, slot: jax.Array, out: Ref, x: Inputs, y: Memory, s: Settings) -> jax.Array:
+    """The second half of the channels of a program's rows; the slot after.
+
+    While the first warpgroup finds a tile's weights, this one expands its share of the next tile.
+    """
+    codes = None if s.codec is None else expand.Codes(x, s.codec, jnp.dtype(x.q.dtype).name)
+
+    def factors() -> jax.Array:
+        """What to multiply with, of each row, as of the next weights."""
+        plgpu.barrier_wait(y.p_ready)
+        return plgpu.load(y.factor, *_ALL, layout=ROW)
+
+    def expanded(words: list[jax.Array], j: jax.Array, slot: jax.Array) -> list[jax.Array]:
+        if codes is None:
+            return words
+
+        def do(words: list[jax.Array]) -> list[jax.Array]:
+            plgpu.barrier_wait(y.free.at[slot])
+            return _expand(codes, words, 1, work, j, slot, y)
+
+        return lax.cond(j < work.tiles.end, do, lambda words: words, words)
+
+    def step(j: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        o, slot, *words = carry
+        following = ring.next_slot(slot, STAGES)
+        words = expanded(words, j + 1, following)
+        plgpu.barrier_wait(y.ready.at[slot])
+        o = o * along(factors(), o.shape, 0)
+        o = _add(o, y.p, slot, jnp.int32(1), y, lambda: None)
+        plgpu.barrier_arrive(y.p_free)
+        return o, following, *words
+
+    begin, end = work.tiles.begin, work.tiles.end
+    words = [] if codes is None else expanded(codes.load(work, begin, 1), begin, slot)
+    o = _full(0.0, (ROWS, HALF), _MATRIX)
+    o, slot, *_ = lax.fori_loop(begin, end, step, (o, slot, *words))
+    share = factors()
+    plgpu.barrier_arrive(y.p_free)
+    _store(o, share, jnp.int32(1), work, out)
+    return slot
+
+
+# The call -----------------------------------------------------------------------------------------
+
+
+def _kernel(*refs: Ref, s: Settings, heads: int, total: int, is_whole: bool) -> None:
+    """One persistent program, which takes every `s.programs`-th tile of rows of a part."""
+    *inputs, out_ref, lse_ref = refs
+    x, me = Inputs(*inputs), lax.axis_index("warpgroup")
+    share = ring.Share(total if is_whole else total * x.parts[1])
+
+    def body(**given: Ref) -> None:
+        y = Memory(**given)
+
+        def each(step: Any) -> None:
+            """``step(work, slot)`` of each piece of work in which there is something to do."""
+
+            def one(number: jax.Array, slot: jax.Array) -> jax.Array:
+                work = Work(number, x, heads, s)
+                if is_whole:
+                    return step(work, slot)
+                return lax.cond(work.is_any, functools.partial(step, work), lambda at: at, slot)
+
+            share.loop(one)
+
+        def consume() -> None:
+            ring.free_at_first(STAGES, (y.free,))
+
+            @pl.when(me == 0)
+            def _() -> None:
+                plgpu.barrier_arrive(y.q_free)
+                each(lambda work, slot: _attend(work, slot, (out_ref, lse_ref), y, s))
+
+            @pl.when(me == 1)
+            def _() -> None:
+                plgpu.barrier_arrive(y.p_free)
+                each(lambda work, slot: _follow(work, slot, out_ref, x, y, s))
+
+        def produce() -> None:
+            each(lambda work, slot: _copy(work, slot, x, y, s))
+
+        ring.divide(me, HALVES, s.registers, consume, produce)
+
+    pl.run_scoped(body, collective_axes="warpgroup", **memory(x, s)._asdict())
+
+
+def attend(
+    query_latent: jax.Array,
+    query_rope: jax.Array,
+    latent: jax.Array,
+    scale: jax.Array | None,
+    rope: jax.Array,
+    block_tables: jax.Array,
+    lengths: jax.Array,
+    query_length: jax.Array,
+    settings: Settings,
+) -> tuple[jax.Array, jax.Array]:
+    """Attends the newest tokens' queries to pages of latents.
+
+    Args:
+      query_latent: ``[B, T, N, 512]``, bfloat16 or float16; query `t` of `n` real ones is at
+        position ``length - n + t``.
+      query_rope: ``[B, T, N, 64]``, the same dtype.
+      latent: ``[P, page_size, 512]`` of the same dtype or float8_e4m3fn, or uint8 codes
+        ``[P, page_size, 256]``; pages of 16, 32, 64 or 128 tokens.
+      scale: float32 ``[P, page_size]``, of each token's latent; None for 16 bits.
+      rope: ``[P, page_size, 64]``, the queries' dtype.
+      block_tables: int32 ``[B, max_pages]``, all within the pool.
+      lengths: int32 ``[B]``, tokens held; negative for a sequence that cannot be read: its results
+        are NaN.
+      query_length: int32 ``[B]``, the real queries.
+      settings: what is static.
+
+    Returns:
+      ``[B, T, N, 512]`` in the queries' dtype and the float32 log-sum-exp ``[B, T, N]``.
+    """
+    batch, tokens, heads, _ = query_latent.shape
+    count = tokens * heads
+    pad = ((0, 0), (0, -count % _EIGHT), (0, 0))
+    q, q_rope = (jnp.pad(a.reshape(batch, count, -1), pad) for a in (query_latent, query_rope))
+    rows, places = q.shape[1], pl.cdiv(q.shape[1], ROWS)
+    parts = pl.cdiv(block_tables.shape[1] * rope.shape[1], settings.part)
+    of_parts = prompt_tiles.Settings(settings.window, None, STAGES, settings.part, heads)
+    seen = jnp.asarray([0, 1], jnp.int32)
+    shapes = [
+        jax.ShapeDtypeStruct(q.shape, q.dtype),
+        jax.ShapeDtypeStruct((batch, rows), jnp.float32),
+    ]
+    if parts > 1:
+        seen = prompt_tiles.parts_seen(lengths, query_length, of_parts)
+        shapes = [
+            jax.ShapeDtypeStruct((parts, batch, 1, rows, *last), jnp.float32)
+            for last in ((LATENT,), ())
+        ]
+    total = batch * places
+    run = ring.launch(
+        functools.partial(_kernel, s=settings, heads=heads, total=total, is_whole=parts == 1),
+        "turbojax_latent_hopper",
+        tuple(shapes),
+        total * parts,
+        settings.programs,
+        approx_math=True,
+        # Rows are reduced by shuffles: there is no room for more.
+        reduction_scratch_bytes=0,
+    )
+    given = () if scale is None else (scale,)
+    out, lse = run(q, q_rope, latent, rope, block_tables, lengths, query_length, seen, *given)
+    if parts > 1:
+        shape = query_latent.shape
+        return join.join(out, lse, lengths, query_length, shape, q.dtype, of_parts, tile=ROWS)
+    out = out[:, :count].reshape(query_latent.shape)
+    return out, lse[:, :count].reshape(batch, tokens, heads)

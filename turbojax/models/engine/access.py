@@ -1,0 +1,102 @@
+"""How an engine's step writes and reads pools of pages: those of keys and values, or of latents."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from turbojax import paged
+from turbojax.kv import holds_latents
+from turbojax.kv.latent import split_query, tokens_of
+from turbojax.ops import latent_attention, paged_attention
+from turbojax.ops.extras import NOTHING, Extras
+from turbojax.ops.options import PLAIN, Options
+
+Pool = paged.PagedCache | paged.LatentPages
+"""The pages of a layer."""
+
+_Access = Callable[..., Any]
+
+
+def access_to(pool: Pool) -> tuple[_Access, _Access]:
+    """What appends to such a pool and what attends to it.
+
+    Their arguments are those of `turbojax.paged.append` and `turbojax.ops.paged_attention.
+    attend_pages`; queries, keys and values of latents are as `turbojax.kv.latent` says.
+    """
+    if holds_latents(pool):
+        return _append_latents, _attend_latents
+    return paged.append, paged_attention.attend_pages
+
+
+def check_call(
+    implementation: str | None,
+    pool: Pool,
+    block_tables: jax.Array | jax.ShapeDtypeStruct,
+    rows: int,
+    tokens: int,
+    num_heads: int,
+) -> None:
+    """Raises unless such queries' attention can run here; nothing is compiled.
+
+    Args:
+      implementation: of attention to pages.
+      pool: one layer's.
+      block_tables: of the call.
+      rows: sequences.
+      tokens: queries of each.
+      num_heads: of queries.
+
+    Raises:
+      ValueError: if the name is unknown.
+      NotImplementedError: if the implementation cannot run this here.
+    """
+
+    def query(channels: int) -> Any:
+        return jax.ShapeDtypeStruct((rows, tokens, num_heads, channels), pool.dtype)
+
+    if isinstance(pool, paged.LatentPages):
+        options = PLAIN.complete(pool.latent_dim + pool.rope_dim)
+        queries = query(pool.latent_dim), query(pool.rope_dim)
+        latent_attention.select(implementation, *queries, pool, block_tables, options=options)
+        return
+    options = PLAIN.complete(pool.head_dim)
+    queries = query(pool.head_dim)
+    paged_attention.select(implementation, queries, pool, block_tables, options=options)
+
+
+def _append_latents(
+    pool: paged.LatentPages,
+    key: jax.Array,
+    value: jax.Array,
+    block_tables: jax.Array,
+    lengths: jax.Array,
+    *,
+    new_lengths: jax.Array | None = None,
+) -> paged.LatentPages:
+    latent, rope = tokens_of(key, value)
+    return paged.append_latents(pool, latent, rope, block_tables, lengths, new_lengths=new_lengths)
+
+
+def _attend_latents(
+    query: jax.Array,
+    pool: paged.LatentPages,
+    block_tables: jax.Array,
+    lengths: jax.Array,
+    query_lengths: jax.Array | None = None,
+    *,
+    options: Options,
+    extras: Extras = NOTHING,
+    implementation: str | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    if refusal := extras.refusal():
+        raise NotImplementedError(f"latent_attention cannot run here: {refusal}")
+    return latent_attention.attend_latents(
+        *split_query(query, pool.latent_dim),
+        pool,
+        block_tables,
+        lengths,
+        query_lengths,
+        options=options,
+        implementation=implementation,
+    )

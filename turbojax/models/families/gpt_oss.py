@@ -1,0 +1,124 @@
+"""gpt-oss: sinks, a window in every other layer, biases, experts with a clamped SwiGLU."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from turbojax._json import shown
+from turbojax.models.families import rope
+from turbojax.models.families.base import Family, first_window, layer_types
+from turbojax.models.families.experts import ExpertsConfig, read_count, read_per_token
+from turbojax.models.families.keys import COMMON, FULL, SLIDING, number
+
+_EXPERTS = 128
+_THETA = 150_000.0
+# Where a file says nothing of rotary embeddings at all.
+_USUAL_ROPE = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    rope.ORIGINAL: 4096,
+}
+
+
+class GptOss(Family):
+    """Has experts alone, whose tensors hold all of them, gates and partners in turns."""
+
+    def read_mathematics(self, keys: Mapping[str, Any]) -> dict[str, Any]:
+        """See `Family`."""
+        count = read_count(keys, "num_local_experts", "num_experts", default=_EXPERTS)
+        if count < 1:
+            raise ValueError(f"config.json: num_local_experts={count} must be at least 1")
+        experts = ExpertsConfig(
+            count,
+            read_per_token(_agreeing(keys), count),
+            keys["intermediate_size"],
+            softmax="after",
+            has_biases=True,
+            swiglu_limit=float(number(keys, "swiglu_limit")),
+            swiglu_alpha=float(number(keys, "swiglu_alpha")),
+        )
+        fields = {"experts": experts, "attention_sinks": True}
+        return super().read_mathematics(keys) | fields
+
+    def write_mathematics(self, fields: Mapping[str, Any]) -> dict[str, Any]:
+        """See `Family`."""
+        experts: ExpertsConfig | None = fields["experts"]
+        keys = super().write_mathematics(fields)
+        if experts is None:
+            return keys
+        return {
+            **keys,
+            "num_local_experts": experts.count,
+            "num_experts_per_tok": experts.per_token,
+            "swiglu_limit": experts.swiglu_limit,
+            "swiglu_alpha": experts.swiglu_alpha,
+        }
+
+    def read_rope(self, hf: Mapping[str, Any], head_dim: int, max_length: int) -> dict[str, Any]:
+        """See `Family`."""
+        del head_dim
+        given = rope.merged(hf)
+        if hf.get("rope_parameters") is None and hf.get("rope_scaling") is None:
+            given = {**_USUAL_ROPE, **given}
+        found = rope.parse(given, max_length, theta=_THETA)
+        self._require_whole(found)
+        return {"rope_theta": found.theta, "rope_scaling": found.scaling, "rotary_dim": None}
+
+    def usual_layers(self, keys: Mapping[str, Any], window: int | None) -> list[str]:
+        """See `Family`."""
+        del window
+        return [FULL if i % 2 else SLIDING for i in range(keys["num_hidden_layers"])]
+
+    def write_windows(
+        self, windows: Sequence[int | None], fields: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """See `Family`."""
+        # transformers asks for a window even where no layer has one.
+        window = first_window(windows) or fields["max_length"]
+        return {
+            "sliding_window": window,
+            "layer_types": layer_types(windows, fields["num_layers"]),
+        }
+
+
+def _agreeing(keys: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The keys, if what published files say twice is the same."""
+    chosen, again = keys["num_experts_per_tok"], keys["experts_per_token"]
+    if again not in (None, chosen):
+        raise ValueError(
+            f"config.json: experts_per_token={shown(again)} must be num_experts_per_tok="
+            f"{shown(chosen)}"
+        )
+    return keys
+
+
+GPT_OSS = GptOss(
+    "gpt_oss",
+    "GptOssForCausalLM",
+    {
+        **COMMON,
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 131072,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "attention_bias": True,
+        "sliding_window": 128,
+        "num_local_experts": None,
+        "num_experts": None,
+        "num_experts_per_tok": 4,
+        # What published files say a second time: of experts here, of YaRN below.
+        "experts_per_token": None,
+        "initial_context_length": None,
+        "swiglu_limit": 7.0,
+        "swiglu_alpha": 1.702,
+    },
+    chooses_layers=True,
+    experts={
+        "mlp.router": ("mlp", "router"),
+        "mlp.experts.gate_up_proj": ("mlp", "gate_proj"),
+        "mlp.experts.down_proj": ("mlp", "down_proj"),
+    },
+    experts_in_one=True,
+)

@@ -1,0 +1,274 @@
+"""`latent_attention`: arguments, checks and the choice of implementation."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from turbojax import _checks, polar
+from turbojax._device import interpreting
+from turbojax._gradient import refuse_gradients
+from turbojax._registry import Implementation, ImplementationName, Registry
+from turbojax.ops.latent_attention import mosaic_gpu, reference
+from turbojax.ops.options import Options, require_causal
+from turbojax.state import checks
+from turbojax.state.latent.cache import LatentCache, as_pages
+from turbojax.state.latent.pages import LatentPages
+from turbojax.state.pages import checks as page_checks
+
+LATENT = Registry(
+    "latent_attention",
+    (
+        Implementation("mosaic_gpu", mosaic_gpu.attend, mosaic_gpu.unsupported),
+        Implementation("xla", reference.attend),
+    ),
+)
+
+
+def latent_attention(
+    query_latent: jax.Array,
+    query_rope: jax.Array,
+    cache: LatentCache,
+    *,
+    scale: float,
+    query_seq_lengths: jax.Array | None = None,
+    local_window_size: int | tuple[int, int] | None = None,
+    implementation: ImplementationName | None = None,
+    return_residual: bool = False,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """Attends the newest tokens' queries to all that a `LatentCache` holds, in absorbed form.
+
+    Latent attention (MLA, DeepSeek-V2, 2024) keeps one latent of `C` channels per token for all
+    heads, from which a head's key and value are made by matrices of its own, ``W_UK`` and
+    ``W_UV``, and a rotary key of `R` channels. As ``q . (W_UK c) = (W_UK^T q) . c``, a query can
+    take its key's matrix instead, and the output its value's: then the latent itself is key and
+    value,
+
+    ``score = scale * (q_latent . latent + q_rope . rope)``, ``out = softmax(score) @ latent``,
+
+    and the caller multiplies queries by ``W_UK^T`` before and the output by ``W_UV`` after.
+
+    Queries are those of each sequence's last tokens, which the cache already holds: query `t` of
+    `n` is at position ``length - n + t`` and sees the tokens up to there, its own included.
+
+    Args:
+      query_latent: ``[B, T, N, C]`` in `cache.dtype`, queries times ``W_UK^T``.
+      query_rope: ``[B, T, N, R]`` in `cache.dtype`, after the rotary embedding.
+      cache: what it attends to.
+      scale: factor of the scores, that of the expanded form: there is no default, since it depends
+        on the head dim before ``W_UK`` (``1 / sqrt(192)`` in DeepSeek-V2, without YaRN's factor).
+      query_seq_lengths: optional int ``[B]``: how many of the `T` queries are real, the first
+        ones, `n` above; padding gives 0 and ``-inf``. Under `jit` values outside ``0..T`` act as
+        the nearest bound.
+      local_window_size: optional `w` or ``(left, right)``, relative to the query's position.
+      implementation: ``"mosaic_gpu"`` (Hopper), ``"xla"`` (float32), or None to choose.
+      return_residual: also return the log-sum-exp of the scores.
+
+    Returns:
+      ``[B, T, N, C]`` in the queries' dtype; with `return_residual` also float32 ``[B, T, N]``. An
+      empty sequence gives 0 and ``-inf``. A latent, rotary key or query that is not finite turns
+      the results it takes part in to NaN, and no others.
+
+    Raises:
+      TypeError: if `cache` is another kind or a dtype is not `cache.dtype`.
+      ValueError: if a shape, scale, window or name does not fit.
+      NotImplementedError: if the implementation asked for cannot run this, or when it is
+        differentiated: `expanded_latent_attention` has a gradient.
+    """
+    checks.check_kind(cache, LatentCache)
+    if query_latent.ndim == 4 and len(query_latent) != cache.batch_size:
+        raise ValueError(
+            f"{query_latent.shape=} must have {cache.batch_size} sequences, as the cache has"
+        )
+    pages, tables = as_pages(cache)
+    options = Options(is_causal=True, scale=_scale(scale), window=_window(local_window_size))
+    out, residual = attend_latents(
+        query_latent,
+        query_rope,
+        pages,
+        tables,
+        cache.lengths,
+        query_seq_lengths,
+        options=options,
+        implementation=implementation,
+    )
+    return (out, residual) if return_residual else out
+
+
+def paged_latent_attention(
+    query_latent: jax.Array,
+    query_rope: jax.Array,
+    cache: LatentPages,
+    block_tables: jax.Array,
+    lengths: jax.Array,
+    *,
+    scale: float,
+    query_seq_lengths: jax.Array | None = None,
+    local_window_size: int | tuple[int, int] | None = None,
+    implementation: ImplementationName | None = None,
+    return_residual: bool = False,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """`turbojax.latent_attention` to pages: arguments not named here are those of it.
+
+    Args:
+      query_latent: ``[B, T, N, C]`` in `cache.dtype`.
+      query_rope: ``[B, T, N, R]`` in `cache.dtype`.
+      cache: the pages; the queries' own tokens are in them.
+      block_tables: integer ``[B, max_pages]``, the pages of each sequence in order; entries past
+        its length may be anything, and so may those of pages all of whose tokens lie before the
+        windows of all its queries.
+      lengths: integer ``[B]``, tokens held, those of the queries included.
+      scale: factor of the scores.
+      query_seq_lengths: optional int ``[B]``, the real queries.
+      local_window_size: optional window.
+      implementation: ``"mosaic_gpu"``, ``"xla"``, or None to choose.
+      return_residual: also return the log-sum-exp of the scores.
+
+    Returns:
+      ``[B, T, N, C]`` in the queries' dtype; with `return_residual` also float32 ``[B, T, N]``.
+      Under `jit`, all is NaN for a sequence whose length or a needed page is out of range, and none
+      of its pages is read.
+
+    Raises:
+      TypeError: if `cache` is another kind, a dtype is not `cache.dtype`, or tables or lengths are
+        not integers.
+      ValueError: if a shape, scale, window or name does not fit, or, outside `jit`, a length or a
+        needed page is out of range.
+      NotImplementedError: if the implementation asked for cannot run this, or when it is
+        differentiated.
+    """
+    options = Options(is_causal=True, scale=_scale(scale), window=_window(local_window_size))
+    out, residual = attend_latents(
+        query_latent,
+        query_rope,
+        cache,
+        block_tables,
+        lengths,
+        query_seq_lengths,
+        options=options,
+        implementation=implementation,
+    )
+    return (out, residual) if return_residual else out
+
+
+def attend_latents(
+    query_latent: jax.Array,
+    query_rope: jax.Array,
+    cache: LatentPages,
+    block_tables: jax.Array,
+    lengths: jax.Array,
+    query_lengths: jax.Array | None = None,
+    *,
+    options: Options,
+    implementation: str | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """`paged_latent_attention` for callers that have `Options`, causal ones without a cap."""
+    require_causal(options)
+    if options.logits_soft_cap is not None:
+        raise NotImplementedError(f"{options.logits_soft_cap=} must be None in latent_attention")
+    checks.check_kind(cache, LatentPages)
+    _check_queries(cache, query_latent, query_rope)
+    batch, tokens = query_latent.shape[:2]
+    block_tables = page_checks.check_block_tables(block_tables, batch)
+    lengths = page_checks.check_lengths("lengths", lengths, batch)
+    query_lengths = _checks.check_lengths("query_seq_lengths", query_lengths, batch, tokens)
+    if _checks.is_concrete(block_tables, lengths):
+        first = page_checks.first_seen(lengths, query_lengths, tokens, options.window)
+        page_checks.check_readable(cache, block_tables, lengths, first)
+    queries = query_latent, query_rope
+    chosen = select(implementation, *queries, cache, block_tables, options=options)
+    run = functools.partial(_attend, attend=chosen.run, interpret=interpreting())
+    call = refuse_gradients(run, "latent_attention", options=options)
+    out, residual = call(query_latent, query_rope, cache, block_tables, lengths, query_lengths)
+    return out, residual
+
+
+def select(
+    implementation: str | None,
+    query_latent: jax.Array | jax.ShapeDtypeStruct,
+    query_rope: jax.Array | jax.ShapeDtypeStruct,
+    cache: LatentPages,
+    block_tables: jax.Array | jax.ShapeDtypeStruct,
+    *,
+    options: Options,
+) -> Implementation:
+    """What runs a call with these arguments; only shapes and dtypes are used.
+
+    Raises:
+      ValueError: if the name is unknown.
+      NotImplementedError: if what is asked for cannot run this.
+    """
+    return LATENT.select(
+        implementation,
+        query_latent=query_latent,
+        query_rope=query_rope,
+        cache=cache,
+        block_tables=block_tables,
+        options=options,
+    )
+
+
+def _scale(scale: float) -> float:
+    if scale is None:
+        raise TypeError("scale is None, must be a number: the expanded form's")
+    return scale
+
+
+def _window(local_window_size: int | tuple[int, int] | None) -> Any:
+    return local_window_size  # brought into one form by `Options`
+
+
+def _check_queries(cache: LatentPages, query_latent: jax.Array, query_rope: jax.Array) -> None:
+    for name, x, channels in (
+        ("query_latent", query_latent, cache.latent_dim),
+        ("query_rope", query_rope, cache.rope_dim),
+    ):
+        if x.ndim != 4 or 0 in x.shape or x.shape[3] != channels:
+            raise ValueError(
+                f"{name}.shape={x.shape} must be [B, T, N, {channels}], as the cache was made for, "
+                "no axis empty"
+            )
+        if x.dtype != cache.dtype:
+            raise TypeError(f"{name}.dtype={x.dtype} must equal cache.dtype={cache.dtype}")
+    if query_latent.shape[:3] != query_rope.shape[:3]:
+        raise ValueError(f"{query_latent.shape=} and {query_rope.shape=} must have the same BTN")
+
+
+@functools.partial(jax.jit, static_argnames=("attend", "interpret", "options"))
+def _attend(
+    query_latent: jax.Array,
+    query_rope: jax.Array,
+    cache: LatentPages,
+    block_tables: jax.Array,
+    lengths: jax.Array,
+    query_lengths: jax.Array,
+    *,
+    attend: Callable[..., tuple[jax.Array, jax.Array]],
+    interpret: bool,
+    options: Options,
+) -> tuple[jax.Array, jax.Array]:
+    """Runs an implementation: hides sequences that cannot be read from it, and rotates for it.
+
+    `interpret` is an argument so that a program traced for the interpreter is not reused without
+    it.
+    """
+    del interpret
+    tokens, dtype = query_latent.shape[1], query_latent.dtype
+    first = page_checks.first_seen(lengths, query_lengths, tokens, options.window)
+    ok = page_checks.readable(cache, block_tables, lengths, first)
+    is_rotated = cache.format.is_rotated
+    out, residual = attend(
+        polar.rotate(query_latent, cache.rotation) if is_rotated else query_latent,
+        query_rope,
+        cache,
+        jnp.clip(block_tables, 0, cache.num_pages - 1),
+        jnp.where(ok, lengths, 0),
+        jnp.clip(query_lengths, 0, tokens),
+        options=options,
+    )
+    if is_rotated:
+        out = polar.unrotate(out, cache.rotation)
+    out = jnp.where(ok[:, None, None, None], out, jnp.nan).astype(dtype)
+    return out, jnp.where(ok[:, None, None], residual, jnp.nan)

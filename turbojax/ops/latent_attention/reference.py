@@ -1,0 +1,126 @@
+"""Latent attention over pages in plain JAX: the definition of `latent_attention`.
+
+An online softmax over runs of tokens at fixed positions, all sequences at a time.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from turbojax.ops import numerics
+from turbojax.ops.options import Options
+from turbojax.state.latent.formats import Tokens
+from turbojax.state.latent.pages import LatentPages
+
+# Tokens taken at a time, whole pages of any size.
+_TILE = 256
+
+_State = tuple[jax.Array, jax.Array, jax.Array]
+"""Weighted sums ``[B, T, N, C]``, maxima and sums of weights ``[B, T, N]``."""
+
+
+@functools.partial(jax.jit, static_argnames="options")
+def attend(
+    query_latent: jax.Array,
+    query_rope: jax.Array,
+    cache: LatentPages,
+    block_tables: jax.Array,
+    lengths: jax.Array,
+    query_lengths: jax.Array,
+    *,
+    options: Options,
+) -> tuple[jax.Array, jax.Array]:
+    """Attends the newest tokens' queries to their sequences' pages.
+
+    Args:
+      query_latent: ``[B, T, N, C]``; rotated, in float32, if latents are.
+      query_rope: ``[B, T, N, R]``.
+      cache: the pages.
+      block_tables: int32 ``[B, max_pages]``, all within the pool.
+      lengths: int32 ``[B]``, tokens held, the queries' own included.
+      query_lengths: int32 ``[B]``, the real queries; the rest is padding.
+      options: of the call.
+
+    Returns:
+      float32 ``[B, T, N, C]``, rotated if latents are, and the log-sum-exp ``[B, T, N]``.
+    """
+    rows, tokens = query_latent.shape[:3], query_latent.shape[1]
+    tables = _in_tiles(block_tables, cache.page_size)
+    offset = jnp.arange(tokens, dtype=jnp.int32)[None]
+    position = (lengths - query_lengths)[:, None] + offset
+    real = offset < query_lengths[:, None]
+    queries = query_latent.astype(jnp.float32), query_rope.astype(jnp.float32)
+
+    def tile(i: jax.Array, state: _State) -> _State:
+        token = i * _TILE + jnp.arange(_TILE, dtype=jnp.int32)[None]
+        seen = options.mask(position, token, lengths) & real[:, :, None]
+        return _step(state, queries, _read(cache, tables[:, i]), seen[:, :, None], options.scale)
+
+    # Batches of one program: a sequence sees nothing of a tile past its end, which changes no bit.
+    first = jnp.min(jnp.where(query_lengths > 0, position[:, 0], jnp.iinfo(jnp.int32).max))
+    start, stop = options.key_range(first, jnp.max(lengths) - 1, lengths)
+    bounds = jnp.maximum(start, 0) // _TILE, -(-stop // _TILE)
+    empty = (
+        jnp.zeros((*rows, cache.latent_dim), jnp.float32),
+        jnp.full(rows, -jnp.inf, jnp.float32),
+        jnp.zeros(rows, jnp.float32),
+    )
+    return numerics.finish(*jax.lax.fori_loop(*bounds, tile, empty))
+
+
+def _in_tiles(block_tables: jax.Array, page_size: int) -> jax.Array:
+    """Page ids ``[B, tiles, pages of a tile]``; page 0 past the table's end."""
+    per_tile = _TILE // page_size
+    missing = -block_tables.shape[1] % per_tile
+    padded = jnp.pad(block_tables, ((0, 0), (0, missing)))
+    return padded.reshape(len(padded), -1, per_tile)
+
+
+def _read(cache: LatentPages, pages: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Latents float32 ``[B, t, C]``, rotated if they are, and rotary keys ``[B, t, R]``.
+
+    NaN where a token is not finite.
+    """
+
+    def take(x: jax.Array) -> jax.Array:
+        return x[pages].reshape(len(pages), _TILE, *x.shape[2:])
+
+    stored = Tokens(*jax.tree.map(take, tuple(cache.tokens)))
+    latent = cache.format.read(stored.latent) * cache.format.factor(cache.latent_dim, None)
+    if stored.scale is not None:
+        latent = latent * stored.scale[..., None]
+    return latent, stored.rope.astype(jnp.float32)
+
+
+def _step(
+    state: _State,
+    queries: tuple[jax.Array, jax.Array],
+    keys: tuple[jax.Array, jax.Array],
+    seen: jax.Array,
+    scale: float,
+) -> _State:
+    """Adds a tile to an online softmax.
+
+    Args:
+      state: the sums so far.
+      queries: float32 ``[B, T, N, C]`` and ``[B, T, N, R]``.
+      keys: float32 ``[B, t, C]`` and ``[B, t, R]``.
+      seen: bool ``[B, T, 1, t]``.
+      scale: of the scores.
+    """
+    o, m, l = state
+    latent, rope = keys
+    # A token that is not finite shows in the scores of those who see it, and of no one else: as a
+    # value it must not reach the others as 0 * NaN.
+    finite = jnp.all(jnp.isfinite(latent), axis=-1) & jnp.all(jnp.isfinite(rope), axis=-1)
+    value = jnp.where(finite[..., None], latent, 0)
+    scores = numerics.exact_dot("btnc,bsc->btns", queries[0], value)
+    scores = scores + numerics.exact_dot("btnr,bsr->btns", queries[1], rope)
+    scores = jnp.where(finite[:, None, None], scores * scale, jnp.nan)
+    new = jnp.maximum(m, jnp.max(jnp.where(seen, scores, -jnp.inf), axis=-1))
+    shift = numerics.finite_maximum(new)
+    p = jnp.where(seen, jnp.exp(scores - shift[..., None]), 0)
+    alpha = jnp.exp(m - shift)
+    product = numerics.exact_dot("btns,bsc->btnc", p, value)
+    return o * alpha[..., None] + product, new, l * alpha + jnp.sum(p, axis=-1)

@@ -1,0 +1,109 @@
+"""Attention sinks: a learned logit of every head, in the denominator of its softmax alone."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from turbojax.ops.extras import Extras
+from turbojax.ops.options import Options
+
+
+def with_sinks(
+    out: jax.Array, residual: jax.Array, sinks: jax.Array, real: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """The result of attention with sinks, from the result without (gpt-oss; Xiao et al., 2024).
+
+    A sink has the weight ``exp(sink)`` and a value of zeros: the log-sum-exp becomes
+    ``logaddexp(lse, sink)`` and the output shrinks by ``exp(lse - lse')``. With `SAS` too a sink's
+    weight is the exact exponential.
+
+    Args:
+      out: ``[B, T, N, H]``, float32 where nothing shall be lost.
+      residual: float32 ``[B, T, N]``, the log-sum-exp.
+      sinks: float32 ``[N]``; ``-inf`` is none.
+      real: bool ``[B, T]``, queries that are no padding, which stays 0 and ``-inf``; all if not
+        given.
+
+    Returns:
+      The output in its dtype, and the log-sum-exp. A real query that sees nothing gives 0 and its
+      head's sink.
+    """
+    sinks = sinks[None, None]
+    total = jnp.logaddexp(residual, sinks)
+    # Where neither has weight the difference would be NaN.
+    share = jnp.where(residual == -jnp.inf, 0, jnp.exp(residual - total))
+    share = jnp.where(jnp.isnan(sinks), jnp.nan, share)
+    if real is not None:
+        total = jnp.where(real[..., None], total, residual)
+        share = jnp.where(real[..., None], share, 1)
+    shrunk = out.astype(jnp.float32) * share[..., None]
+    return shrunk.astype(out.dtype), total
+
+
+def after(
+    run: Callable[[Extras, Options], tuple[jax.Array, jax.Array]],
+    query: jax.Array,
+    query_length: jax.Array | None,
+    extras: Extras,
+    options: Options,
+) -> tuple[jax.Array, jax.Array]:
+    """A call's result with its sinks, by an implementation that knows of none.
+
+    It is asked for float32, so that what comes out was rounded once.
+
+    Args:
+      run: attends with these extras, among them no sinks, and options.
+      query: ``[B, T, N, H]``.
+      query_length: int32 ``[B]``, the real queries; None if all are.
+      extras: of the call.
+      options: of the call.
+
+    Returns:
+      ``[B, T, N, H]`` in the options' dtype and the float32 log-sum-exp ``[B, T, N]``.
+    """
+    if extras.sinks is None:
+        return run(extras, options)
+    out, residual = run(
+        dataclasses.replace(extras, sinks=None), dataclasses.replace(options, out_dtype="float32")
+    )
+    dtype = options.dtype_of_output(query).name
+    return _rounded_once(out, residual, extras.sinks, query_length, dtype=dtype)
+
+
+@functools.partial(jax.jit, static_argnames="dtype")
+def _rounded_once(
+    out: jax.Array,
+    residual: jax.Array,
+    sinks: jax.Array,
+    query_length: jax.Array | None,
+    *,
+    dtype: str,
+) -> tuple[jax.Array, jax.Array]:
+    real = None
+    if query_length is not None:
+        real = jnp.arange(out.shape[1])[None] < query_length[:, None]
+    out, residual = with_sinks(out, residual, sinks, real)
+    return out.astype(dtype), residual
+
+
+def sink_gradient(
+    residual: jax.Array, sinks: jax.Array, delta: jax.Array, real: jax.Array
+) -> jax.Array:
+    """The sinks' gradient: ``-sum(exp(sink - lse') * delta)`` over queries.
+
+    Args:
+      residual: float32 ``[B, T, N]``, the log-sum-exp with sinks.
+      sinks: float32 ``[N]``.
+      delta: float32 ``[B, T, N]``, ``dO . O`` less the log-sum-exp's cotangent.
+      real: bool ``[B, T]``, queries that are no padding.
+
+    Returns:
+      float32 ``[N]``.
+    """
+    # A sink of -inf weighs nothing, even where the query sees nothing and lse' is -inf too.
+    sinks = sinks[None, None]
+    weight = jnp.where(sinks == -jnp.inf, 0, jnp.exp(sinks - residual))
+    return -jnp.sum(jnp.where(real[..., None], weight * delta, 0), axis=(0, 1))
