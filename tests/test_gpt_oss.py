@@ -215,6 +215,17 @@ def test_quantized_saved_and_loaded(folder, tmp_path):
     assert jax.tree.structure(shapes) == jax.tree.structure(quantized)
 
 
+def test_adapters_of_attention(folder):
+    quantized = models.quantize_model(models.load_decoder(folder), smoothing=NOTHING)
+    text = moe.tokens(1, 10)
+    adapters = models.init_adapters(quantized, rank=2)
+    assert adapters.targets == ("q", "k", "v", "o")
+    shaken = jax.tree.map(lambda x: x + 0.05, adapters)
+    model = models.with_adapters(quantized, shaken)
+    assert model.layers[0].sinks is quantized.layers[0].sinks
+    assert moe.relative(moe.logits(model, text), moe.logits(quantized, text)) > 0.01
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
