@@ -2,6 +2,7 @@
 
 import math
 
+import published_configs
 import published_experts
 
 from turbojax.models.families import ExpertsConfig
@@ -25,6 +26,12 @@ ARCHITECTURES = {
     "phi3": "Phi3ForCausalLM",
     "gemma2": "Gemma2ForCausalLM",
     "gemma3_text": "Gemma3ForCausalLM",
+    "olmo2": "Olmo2ForCausalLM",
+    "smollm3": "SmolLM3ForCausalLM",
+    "granite": "GraniteForCausalLM",
+    "cohere2": "Cohere2ForCausalLM",
+    "glm": "GlmForCausalLM",
+    "glm4": "Glm4ForCausalLM",
     "gpt_oss": "GptOssForCausalLM",
     "deepseek_v2": "DeepseekV2ForCausalLM",
     "deepseek_v3": "DeepseekV3ForCausalLM",
@@ -386,6 +393,7 @@ PUBLISHED = {
     ),
     **published_experts.PUBLISHED,
 }
+PUBLISHED |= published_configs.LATER
 
 # Keys of a file, and the window of each of two layers.
 WINDOWS = [
@@ -429,4 +437,14 @@ WINDOWS = [
         {"sliding_window": 9, "layer_types": ["full_attention", "sliding_attention"]},
         (None, 9),
     ),
+    ("smollm3", {"sliding_window": 9}, ()),
+    ("smollm3", {"sliding_window": 9, "use_sliding_window": True}, ()),
+    (
+        "smollm3",
+        {"sliding_window": 9, "use_sliding_window": True, "no_rope_layers": [0, 1]},
+        (9, None),
+    ),
+    ("cohere2", {"sliding_window": 9}, (9, 9)),
+    ("cohere2", {"sliding_window": 9, "sliding_window_pattern": 2}, (9, None)),
+    ("cohere2", {"layer_types": ["full_attention"] * 2}, ()),
 ]

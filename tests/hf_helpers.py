@@ -233,6 +233,50 @@ VARIANTS = {
         },
     ),
 }
+VARIANTS |= {
+    "olmo2": Variant("Olmo2", {}),
+    "olmo2-biased": Variant(
+        "Olmo2", {"attention_bias": True, "num_key_value_heads": 4, "tie_word_embeddings": True}
+    ),
+    "smollm3": Variant("SmolLM3", {"num_hidden_layers": 4, "tie_word_embeddings": True}),
+    "smollm3-window": Variant(
+        "SmolLM3",
+        {
+            "no_rope_layers": [0, 1, 0],
+            "use_sliding_window": True,
+            "sliding_window": 7,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "granite": Variant(
+        "Granite",
+        {
+            "embedding_multiplier": 6.0,
+            "attention_multiplier": 0.2,
+            "residual_multiplier": 0.6,
+            "logits_scaling": 1.5,
+        },
+    ),
+    "cohere2": Variant(
+        "Cohere2", {"num_hidden_layers": 4, "sliding_window": 8, "logit_scale": 0.8}
+    ),
+    "cohere2-odd": Variant(
+        "Cohere2",
+        {
+            "sliding_window": 5,
+            "logit_scale": 1.0,
+            "attention_bias": True,
+            "tie_word_embeddings": False,
+            "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+        },
+    ),
+    "glm": Variant("Glm", {"head_dim": 24}),
+    "glm4": Variant(
+        "Glm4",
+        {"head_dim": 40, "attention_bias": False}
+        | rope("yarn", factor=4.0, original_max_position_embeddings=24, partial_rotary_factor=0.5),
+    ),
+}
 WITH_EXPERTS = tuple(
     name
     for name, variant in VARIANTS.items()

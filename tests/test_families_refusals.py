@@ -161,6 +161,24 @@ from turbojax.rotary import LinearScaling
             {"layer_types": ["full_attention"] * 2},
             "layer_types=.* for 'mistral': must be",
         ),
+        (
+            "olmo2",
+            {"layer_types": ["sliding_attention"] * 2, "sliding_window": 9},
+            "sliding_window=9 is not supported: must be left out",
+        ),
+        ("olmo2", {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 is not supported"),
+        ("smollm3", {"partial_rotary_factor": 0.5}, "factor=0.5 is not supported for 'smollm3'"),
+        ("granite", {"num_local_experts": 4}, "num_local_experts=4 is not supported"),
+        ("cohere2", {"head_dim": 32}, "head_dim=32 is not supported for 'cohere2': must be 16"),
+        ("cohere2", {"use_qk_norm": True}, "use_qk_norm=True is not supported: must be left out"),
+        ("cohere2", {"layer_switch": 3}, "layer_switch=3 is not supported: must be 4"),
+        ("cohere2", {"use_parallel_block": False}, "use_parallel_block=False is not supported"),
+        (
+            "glm",
+            {"rope_scaling": {"type": "longrope", "short_factor": [1], "long_factor": [1]}},
+            "rope_type='longrope' is not supported",
+        ),
+        ("glm4", {"sliding_window": 9}, "sliding_window=9 is not supported"),
     ],
 )
 def test_not_supported(family, change, message):
@@ -294,6 +312,15 @@ def test_not_supported(family, change, message):
             {"rope_scaling": {"type": "yarn", "factor": 2.0, "attention_factor": 0.0}},
             "attention_factor=0.0 must be positive",
         ),
+        ("smollm3", {"no_rope_layers": [1]}, r"no_rope_layers=\[1\] must be a list of 0 or 1 for"),
+        ("smollm3", {"no_rope_layers": [1, 2]}, "must be a list of 0 or 1 for each of 2 layers"),
+        ("smollm3", {"no_rope_layer_interval": 0}, "no_rope_layer_interval=0 must be an integer"),
+        ("granite", {"residual_multiplier": 0}, "residual_multiplier=0 must be positive"),
+        ("granite", {"logits_scaling": "16"}, "logits_scaling='16' must be positive"),
+        ("cohere2", {"logit_scale": None}, "logit_scale=None must be positive"),
+        ("cohere2", {"layer_norm_eps": 0.0}, "layer_norm_eps=0.0 must be positive"),
+        ("cohere2", {"sliding_window": None}, "must give the window that layer_types name"),
+        ("cohere2", {"sliding_window_pattern": 0}, "sliding_window_pattern=0 must be an integer"),
     ],
 )
 def test_wrong(family, change, message):
@@ -340,6 +367,14 @@ def test_harmless_keys_are_of_no_concern():
             {"local_rope_theta": None, "rope_scaling": LinearScaling(2.0)},
             "cannot say local_rope_theta=None",
         ),
+        ("llama", {"nope_layers": (1,)}, r"cannot say nope_layers=\(1,\)"),
+        ("llama", {"rope_interleaved": True}, "cannot say rope_interleaved=True"),
+        ("llama", {"logit_scale": 0.5}, "cannot say logit_scale=0.5"),
+        ("olmo2", {"joint_qk_norm": False}, "cannot say joint_qk_norm=False"),
+        ("olmo2", {"pre_norms": True}, "cannot say pre_norms=True"),
+        ("cohere2", {"nope_layers": (0,)}, r"cannot say nope_layers=\(0,\)"),
+        ("cohere2", {"parallel": False}, "cannot say parallel=False"),
+        ("glm", {"post_norms": True}, "cannot say post_norms=True"),
     ],
 )
 def test_what_a_family_cannot_say_is_not_written(family, change, message):

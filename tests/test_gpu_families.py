@@ -59,6 +59,25 @@ FAMILIES = {
         norm_offset=1.0,
         post_norms=True,
     ),
+    "olmo": dataclasses.replace(
+        BASE, qk_norm=True, joint_qk_norm=True, pre_norms=False, post_norms=True
+    ),
+    "smollm": dataclasses.replace(BASE, nope_layers=(1,)),
+    "granite": dataclasses.replace(
+        BASE, attention_scale=0.05, embedding_scale=12.0, residual_scale=0.22, logit_scale=1 / 16
+    ),
+    "cohere": dataclasses.replace(
+        BASE,
+        local_windows=(40, None),
+        nope_layers=(1,),
+        rope_interleaved=True,
+        layer_norm=True,
+        parallel=True,
+        logit_scale=0.25,
+    ),
+    "glm": dataclasses.replace(
+        BASE, rotary_dim=64, rope_interleaved=True, qkv_bias=True, post_norms=True
+    ),
 }
 KINDS = {
     "exact": "exact",
@@ -74,6 +93,8 @@ CASES = [
     *((family, kind) for family in ("gemma", "phi") for kind in KINDS),
     *((family, kind) for family in ("mistral", "qwen", "gemma3") for kind in ("turbo4", "4bit")),
     ("gemma3", "paged"),
+    *((family, "turbo4") for family in ("olmo", "granite", "cohere", "glm")),
+    ("smollm", "paged"),
 ]
 
 

@@ -64,6 +64,10 @@ PAIRS = [
     ("qwen2", "gptq-act-order"),
     ("phi3", "gptq-act-order"),
     ("phi3", "gptq"),
+    ("cohere2", "gptq"),
+    ("olmo2", "awq"),
+    ("glm4", "compressed"),
+    ("granite", "gptq-sym"),
 ]
 
 

@@ -25,6 +25,11 @@ SOME = (
     "gemma2-odd",
     "gemma3",
     "gemma3-odd",
+    "olmo2",
+    "smollm3-window",
+    "granite",
+    "cohere2-odd",
+    "glm4",
     "gpt-oss",
     "deepseek-v3",
 )
@@ -75,7 +80,7 @@ def test_prompts_of_different_lengths_and_new_tokens(load, name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["gemma2", "gemma3-odd", "gpt-oss"])
+@pytest.mark.parametrize("name", ["gemma2", "gemma3-odd", "cohere2", "olmo2", "gpt-oss"])
 def test_pages(load, name):
     """Windows and caps in the kernels' definition for pages."""
     model = load(name)
@@ -90,7 +95,13 @@ def test_the_exact_cache_is_needed_for_this(load):
 
 
 @pytest.mark.quick(1)
-@pytest.mark.parametrize("name", ["mistral", "gemma2", "gemma3-odd", "gpt-oss", "deepseek-v2"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("mistral", "gemma2", "gemma3-odd", "gpt-oss", "deepseek-v2"),
+        *("cohere2", "smollm3-window"),
+    ],
+)
 def test_greedy_texts_of_an_engine(load, name):
     """Prompts in pieces, between other requests' tokens."""
     engine = Engine(

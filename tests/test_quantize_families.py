@@ -24,7 +24,7 @@ from turbojax.quantizers import quantize_tokens
 from turbojax.quantizers.int4 import dequantize
 
 # Those whose layers have most of what Llama's have not, and the others.
-FIRST = ("qwen3-window", "phi3-longrope", "gemma2", "gemma3")
+FIRST = ("qwen3-window", "phi3-longrope", "gemma2", "gemma3", "olmo2", "cohere2")
 # Experts are in `test_moe_models.py`.
 OTHERS = tuple(name for name in hf.VARIANTS if name not in (*FIRST, *hf.WITH_EXPERTS))
 NAMES = [*FIRST, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)]

@@ -148,6 +148,7 @@ class Rope:
       scaling: optional change of the frequencies.
       max_length: longest sequence, by which LongRoPE chooses its factors where `angles` is told
         nothing else; of use for it alone.
+      interleaved: whether channels 2i and 2i + 1 turn together, in place of i and i + R/2.
 
     Raises:
       ValueError: if a value is out of the range stated here.
@@ -158,6 +159,7 @@ class Rope:
     rotary_dim: int | None = None
     scaling: RopeScaling | None = None
     max_length: int | None = None
+    interleaved: bool = False
 
     def __post_init__(self) -> None:
         _checks.check_sizes(head_dim=self.head_dim)
@@ -247,26 +249,35 @@ class Rope:
         return positions.astype(jnp.float32)[:, :, None, None] * frequencies[None, None, None, :]
 
     def rotate(self, x: jax.Array, angles: jax.Array) -> jax.Array:
-        """`rotate` with this embedding's amplitude."""
-        return rotate(x, angles, self.amplitude)
+        """`rotate` with this embedding's amplitude and pairs."""
+        return rotate(x, angles, self.amplitude, interleaved=self.interleaved)
 
 
-def rotate(x: jax.Array, angles: jax.Array, amplitude: float = 1.0) -> jax.Array:
+def rotate(
+    x: jax.Array, angles: jax.Array, amplitude: float = 1.0, *, interleaved: bool = False
+) -> jax.Array:
     """Turns the first ``R`` channels: i and i + R/2 together, by the pair's angle.
 
     Args:
       x: ``[B, T, heads, H]``.
       angles: float32 ``[B, T, 1, R/2]``, R at most H.
       amplitude: the turned channels are multiplied with it.
+      interleaved: whether it is channels 2i and 2i + 1 that turn together.
 
     Returns:
       ``[B, T, heads, H]`` in `x`'s dtype, computed in float32.
     """
     half = angles.shape[-1]
     wide = x.astype(jnp.float32)
-    first, second, rest = jnp.split(wide, (half, 2 * half), axis=-1)
     cos, sin = jnp.cos(angles) * amplitude, jnp.sin(angles) * amplitude
-    turned = [first * cos - second * sin, second * cos + first * sin]
+    if interleaved:
+        pairs, rest = wide[..., : 2 * half].reshape(*x.shape[:-1], half, 2), wide[..., 2 * half :]
+        first, second = pairs[..., 0], pairs[..., 1]
+        both = jnp.stack([first * cos - second * sin, second * cos + first * sin], axis=-1)
+        turned = [both.reshape(*x.shape[:-1], 2 * half)]
+    else:
+        first, second, rest = jnp.split(wide, (half, 2 * half), axis=-1)
+        turned = [first * cos - second * sin, second * cos + first * sin]
     return jnp.concatenate([*turned, rest], axis=-1).astype(x.dtype)
 
 

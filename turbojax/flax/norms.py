@@ -6,7 +6,9 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 
-def rms_norm(x: jax.Array, scale: jax.Array, eps: float, offset: float = 0.0) -> jax.Array:
+def rms_norm(
+    x: jax.Array, scale: jax.Array, eps: float, offset: float = 0.0, *, centered: bool = False
+) -> jax.Array:
     """``x / sqrt(mean(x^2) + eps) * (offset + scale)`` over the last axis, computed in float32.
 
     Args:
@@ -14,11 +16,14 @@ def rms_norm(x: jax.Array, scale: jax.Array, eps: float, offset: float = 0.0) ->
       scale: ``[size]``, or with further axes of `x` before it, such as a factor of each head.
       eps: added to the mean square.
       offset: added to the scale; Gemma's checkpoints hold the scale less one.
+      centered: whether `x` is taken less its mean, which makes it LayerNorm without a bias.
 
     Returns:
       ``[..., size]`` in `x`'s dtype.
     """
     wide = x.astype(jnp.float32)
+    if centered:
+        wide = wide - jnp.mean(wide, axis=-1, keepdims=True)
     inverse = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
     factor = scale.astype(jnp.float32).reshape((1,) * (x.ndim - scale.ndim) + scale.shape)
     if offset:
@@ -33,15 +38,23 @@ class RMSNorm(nnx.Module):
       scale: `nnx.Param` ``[size]``; initialized so that ``offset + scale`` is 1.
       eps: see `rms_norm`.
       offset: see `rms_norm`.
+      centered: see `rms_norm`.
     """
 
     def __init__(
-        self, size: int, eps: float, *, offset: float = 0.0, param_dtype: DTypeLike
+        self,
+        size: int,
+        eps: float,
+        *,
+        offset: float = 0.0,
+        centered: bool = False,
+        param_dtype: DTypeLike,
     ) -> None:
         self.scale = nnx.Param(jnp.full((size,), 1 - offset, param_dtype))
         self.eps = eps
         self.offset = offset
+        self.centered = centered
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Normalizes ``[..., size]``, in `x`'s dtype."""
-        return rms_norm(x, self.scale[...], self.eps, self.offset)
+        return rms_norm(x, self.scale[...], self.eps, self.offset, centered=self.centered)

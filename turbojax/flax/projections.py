@@ -22,7 +22,7 @@ class AttentionProjections(nnx.Module):
       k_proj: ``[D, K H]``.
       v_proj: ``[D, K H]``.
       o_proj: ``[N H, D]``.
-      q_norm: `RMSNorm` of each head's query before it is rotated, or None.
+      q_norm: `RMSNorm` of each head's query, or of all together, before they are rotated; or None.
       k_norm: the same of keys.
       sinks: float ``[N]``, a logit of each head that takes part in the softmax's denominator
         alone, or None.
@@ -42,6 +42,7 @@ class AttentionProjections(nnx.Module):
         output_bias: bool = False,
         qk_norm_eps: float | None = None,
         norm_offset: float = 0.0,
+        joint_qk_norm: bool = False,
         output_gain: float = 1.0,
         use_sinks: bool = False,
         sharding: tuple[str | None, str | None] | None = None,
@@ -61,6 +62,7 @@ class AttentionProjections(nnx.Module):
           output_bias: whether the output has one.
           qk_norm_eps: epsilon of norms of queries and keys; None for no such norms.
           norm_offset: of these norms, see `rms_norm`.
+          joint_qk_norm: whether all heads of a token are normed together, not each by itself.
           output_gain: of the output's initial weights.
           use_sinks: whether there are sinks; they begin at 0, each as a key of score 0.
           sharding: mesh axes, or logical ones, over which the residual stream and the heads are
@@ -91,14 +93,21 @@ class AttentionProjections(nnx.Module):
             width, hidden_size, sharding=outward, gain=output_gain, use_bias=output_bias
         )
         norm = functools.partial(
-            RMSNorm, self.head_dim, qk_norm_eps or 0.0, offset=norm_offset, param_dtype=param_dtype
+            RMSNorm, eps=qk_norm_eps or 0.0, offset=norm_offset, param_dtype=param_dtype
         )
-        self.q_norm = None if qk_norm_eps is None else norm()
-        self.k_norm = None if qk_norm_eps is None else norm()
+        self.joint_qk_norm = joint_qk_norm
+        sizes = (width, kv_width) if joint_qk_norm else (self.head_dim, self.head_dim)
+        self.q_norm = None if qk_norm_eps is None else norm(sizes[0])
+        self.k_norm = None if qk_norm_eps is None else norm(sizes[1])
         self.sinks = nnx.Param(jnp.zeros(num_heads, param_dtype)) if use_sinks else None
 
     def heads(
-        self, x: jax.Array, angles: jax.Array | None, rope: Rope | None = None
+        self,
+        x: jax.Array,
+        angles: jax.Array | None,
+        rope: Rope | None = None,
+        *,
+        rotates: bool = True,
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Queries, keys and values.
 
@@ -106,6 +115,7 @@ class AttentionProjections(nnx.Module):
           x: ``[B, T, D]``.
           angles: float32 ``[B, T, 1, R/2]``, see `Rope.angles`; None without a rotary embedding.
           rope: the one that the angles are of, if it is not the module's own.
+          rotates: False for queries and keys that no position turns, whatever the module has.
 
         Returns:
           Query ``[B, T, N, H]`` and key ``[B, T, K, H]``, rotated, and value ``[B, T, K, H]``.
@@ -114,11 +124,14 @@ class AttentionProjections(nnx.Module):
           ValueError: if there are angles and no rotary embedding, or the other way round.
         """
         shape = (*x.shape[:2], -1, self.head_dim)
-        query, key = self.q_proj(x).reshape(shape), self.k_proj(x).reshape(shape)
+        query, key = self.q_proj(x), self.k_proj(x)
+        if not self.joint_qk_norm:
+            query, key = query.reshape(shape), key.reshape(shape)
         if self.q_norm is not None and self.k_norm is not None:
             query, key = self.q_norm(query), self.k_norm(key)
-        value = self.v_proj(x).reshape(shape)
-        return *rotate(self.rope if rope is None else rope, query, key, angles), value
+        query, key, value = (y.reshape(shape) for y in (query, key, self.v_proj(x)))
+        own = self.rope if rope is None and rotates else rope
+        return *rotate(own, query, key, angles), value
 
     def given_sinks(self) -> tuple[jax.Array, ...]:
         """The sinks, if there are any: the last argument of an `Attend`."""

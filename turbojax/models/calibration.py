@@ -31,7 +31,8 @@ class Calibration:
     def watch(self, params: LayerParams, progress: Progress | None = None) -> KeyStatistics:
         """The statistics of the next layer, whose weights these are."""
         config = self._text.config
-        nothing = KeyStatistics.init(config.num_kv_heads, config.head_dim, config.rotary_dim)
+        pairs = config.rotary_dim, config.rope_interleaved
+        nothing = KeyStatistics.init(config.num_kv_heads, config.head_dim, *pairs)
         return self._text.apply(params, _watch, nothing, progress)
 
 

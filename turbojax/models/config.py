@@ -48,19 +48,29 @@ class TransformerConfig:
       output_bias: whether the attention's output projection has one.
       mlp_bias: whether the feed-forward layer's projections have biases.
       qk_norm: whether the heads of queries and keys are normed before they are rotated.
+      joint_qk_norm: whether that norm is one of all heads of a token, not of each by itself.
       rope_scaling: optional change of the rotary frequencies.
       rotary_dim: channels of a head that RoPE turns, the first ones; all if not given.
+      rope_interleaved: whether RoPE turns channels 2i and 2i + 1 together, not i and i + R/2.
+      nope_layers: numbers of the layers without RoPE, ascending.
       local_rope_theta: base of the rotary frequencies of layers with a window, which then are not
         scaled; those of the other layers if not given.
       attention_scale: factor of the scores; ``1 / sqrt(H)`` if not given.
       attention_soft_cap: optional `c`: scores become ``c * tanh(score / c)``.
       final_soft_cap: the same of the logits.
+      logit_scale: optional factor of the logits, before they are capped.
       local_windows: for each layer, how many tokens a query sees, its own included, or None for
         all; empty if no layer has a window.
       embedding_scale: optional factor of the embeddings, rounded to the computation's dtype.
       norm_offset: added to the scale of every norm; 1 in Gemma's checkpoints.
+      pre_norms: whether what attention and feed-forward layer read is normed.
       post_norms: whether what attention and feed-forward layer add to the residual stream is
         normed, too.
+      layer_norm: whether the norms of the residual stream take it less its mean: LayerNorm without
+        a bias, in place of RMSNorm.
+      parallel: whether attention and feed-forward layer read the same, by one norm, and what
+        they give is added at once.
+      residual_scale: optional factor of what is added to the residual stream.
       experts: of the feed-forward layers, or None.
       latent: of attention whose keys and values are made of a latent, or None; then there are as
         many KV heads as heads, of ``nope_dim + rope_dim`` channels, values are padded to as many,
@@ -103,6 +113,14 @@ class TransformerConfig:
     experts: ExpertsConfig | None = None
     latent: LatentConfig | None = None
     attention_sinks: bool = False
+    joint_qk_norm: bool = False
+    rope_interleaved: bool = False
+    nope_layers: tuple[int, ...] = ()
+    logit_scale: float | None = None
+    pre_norms: bool = True
+    layer_norm: bool = False
+    parallel: bool = False
+    residual_scale: float | None = None
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -130,10 +148,14 @@ class TransformerConfig:
                 f"local_windows has {len(self.local_windows)} entries, must have "
                 f"num_layers={self.num_layers}"
             )
-        for name in ("final_soft_cap", "embedding_scale", "local_rope_theta"):
+        for name in (
+            *("final_soft_cap", "embedding_scale", "local_rope_theta"),
+            *("logit_scale", "residual_scale"),
+        ):
             _checks.check_number(name, getattr(self, name))
             _checks.check_positive(name, getattr(self, name))
         self._check_experts()
+        self._check_layers()
         self._check_latent()
         _ = self.rope, self.ropes
         _ = [self.attention_options(layer) for layer in range(self.num_layers)]
@@ -156,6 +178,31 @@ class TransformerConfig:
                 "layers, not all"
             )
 
+    def _check_layers(self) -> None:
+        """Raises ValueError for a kind of layer that there is none of."""
+        layers: Any = self.nope_layers
+        if (
+            not isinstance(layers, tuple)
+            or any(type(x) is not int or not 0 <= x < self.num_layers for x in layers)
+            or list(layers) != sorted(set(layers))
+        ):
+            raise ValueError(
+                f"nope_layers={shown(layers)} must be a tuple of numbers of {self.num_layers} "
+                "layers, each once and ascending"
+            )
+        if self.joint_qk_norm and not self.qk_norm:
+            raise ValueError("joint_qk_norm=True must be False with qk_norm=False: there is none")
+        if self.layer_norm and self.qk_norm:
+            raise ValueError("layer_norm=True must be False with qk_norm=True")
+        if self.experts is not None and (
+            self.parallel or self.layer_norm or not self.pre_norms or self.residual_scale
+        ):
+            raise ValueError(
+                f"experts must be None with parallel={self.parallel}, "
+                f"layer_norm={self.layer_norm}, pre_norms={self.pre_norms} and "
+                f"residual_scale={self.residual_scale}"
+            )
+
     def _check_latent(self) -> None:
         latent = self.latent
         if latent is None:
@@ -170,6 +217,8 @@ class TransformerConfig:
             "local_rope_theta": None,
             "qk_norm": False,
             "attention_sinks": False,
+            "rope_interleaved": False,
+            "nope_layers": (),
         }
         for name, value in wanted.items():
             if getattr(self, name) != value:
@@ -184,21 +233,36 @@ class TransformerConfig:
         """The rotary embedding, of all layers or of those that have none of their own."""
         longest = self.max_length if isinstance(self.rope_scaling, LongRopeScaling) else None
         width = self.head_dim if self.latent is None else self.latent.rope_dim
-        return Rope(width, self.rope_theta, self.rotary_dim, self.rope_scaling, longest)
+        return Rope(
+            width,
+            self.rope_theta,
+            self.rotary_dim,
+            self.rope_scaling,
+            longest,
+            self.rope_interleaved,
+        )
 
-    def rope_of(self, layer: int) -> Rope:
-        """The rotary embedding of this layer."""
+    def rope_of(self, layer: int) -> Rope | None:
+        """The rotary embedding of this layer, or None."""
+        if layer in self.nope_layers:
+            return None
         has_window = layer < len(self.local_windows) and self.local_windows[layer] is not None
         if self.local_rope_theta is None or not has_window:
             return self.rope
-        return Rope(self.head_dim, self.local_rope_theta, self.rotary_dim)
+        return Rope(
+            self.head_dim,
+            self.local_rope_theta,
+            self.rotary_dim,
+            interleaved=self.rope_interleaved,
+        )
 
     @property
     def ropes(self) -> tuple[Rope, ...]:
         """The different rotary embeddings of the layers, one in most models."""
-        if self.local_rope_theta is None:
+        if self.local_rope_theta is None and not self.nope_layers:
             return (self.rope,)
-        return tuple(dict.fromkeys(self.rope_of(layer) for layer in range(self.num_layers)))
+        found = dict.fromkeys(self.rope_of(layer) for layer in range(self.num_layers))
+        return tuple(rope for rope in found if rope is not None)
 
     def attention_options(self, layer: int) -> AttentionOptions:
         """What this layer asks of its attention.
@@ -223,9 +287,11 @@ class TransformerConfig:
         layer += self.qkv_bias * (width + 2 * kv_width) + self.output_bias * size
         if self.latent is not None:
             layer = self._latent_parameters(self.latent)
-        layer += self.mlp_bias * (2 * inner + size) + self.qk_norm * 2 * head
+        heads = self.num_heads + self.num_kv_heads if self.joint_qk_norm else 2
+        layer += self.mlp_bias * (2 * inner + size) + self.qk_norm * heads * head
         layer += self.attention_sinks * self.num_heads
-        layer += (4 if self.post_norms else 2) * size
+        before = self.pre_norms * (1 if self.parallel else 2)
+        layer += (before + 2 * self.post_norms) * size
         tables = self.vocab_size * size * (1 if self.tie_embeddings else 2)
         dense, mlps = self.num_layers, 0
         if self.experts is not None:
@@ -287,14 +353,17 @@ class TransformerConfig:
         """An equal model's configuration with the defaults filled in, for comparisons."""
         scale, windows = self.attention_scale, self.local_windows
         windows = windows if any(windows) else ()
+        factors = ("embedding_scale", "residual_scale", "logit_scale")
+        idle: dict[str, Any] = {x: None for x in factors if getattr(self, x) == 1}
         if self.latent is not None:
-            return dataclasses.replace(self, local_windows=windows)
+            return dataclasses.replace(self, **idle, local_windows=windows)
         return dataclasses.replace(
             self,
+            **idle,
             attention_scale=self.head_dim**-0.5 if scale is None else scale,
             local_windows=windows,
             rotary_dim=self.rope.channels,
-            local_rope_theta=None if self.ropes == (self.rope,) else self.local_rope_theta,
+            local_rope_theta=(None if set(self.ropes) <= {self.rope} else self.local_rope_theta),
         )
 
 

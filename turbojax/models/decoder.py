@@ -76,22 +76,22 @@ class Decoder:
         apply = functools.partial(apply_block, config=config, dtype=self.dtype)
         hidden = embed(self.embedding, tokens, config, self.dtype)
         hidden, caches = apply_layers(apply, self.layers, hidden, positions, attend, caches, config)
-        return rms_norm(hidden, self.norm, config.norm_eps, config.norm_offset), caches
+        return final_norm(hidden, self.norm, config, config.norm_offset), caches
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """Projects ``[..., D]`` to float32 logits ``[..., V]``."""
         weight = self.embedding if self.lm_head is None else self.lm_head
-        return project(hidden, weight, self.dtype, self.config.final_soft_cap)
+        return project(hidden, weight, self.dtype, self.config)
 
 
 def apply_block(
     params: LayerParams,
     hidden: jax.Array,
-    angles: jax.Array,
+    angles: jax.Array | None,
     attend: Attend,
     cache: Cache,
     options: AttentionOptions,
-    rope: Rope,
+    rope: Rope | None,
     *,
     config: TransformerConfig,
     dtype: np.dtype,
@@ -100,6 +100,13 @@ def apply_block(
     has_experts = "router" in params["mlp"]
     graph = _block_graph(config, has_experts, dtype, jax.tree.leaves(params)[0].dtype)
     return nnx.merge(graph, params)(hidden, angles, attend, cache, options, rope)
+
+
+def final_norm(
+    hidden: jax.Array, scale: jax.Array, config: TransformerConfig, offset: float = 0.0
+) -> jax.Array:
+    """The norm after the last layer, of the residual stream ``[..., D]``; see `rms_norm`."""
+    return rms_norm(hidden, scale, config.norm_eps, offset, centered=config.layer_norm)
 
 
 def apply_layers(
@@ -130,10 +137,10 @@ def apply_layers(
     def apply_one(
         layer: Any,
         hidden: jax.Array,
-        angles: jax.Array,
+        angles: jax.Array | None,
         cache: Cache,
         options: AttentionOptions,
-        rope: Rope,
+        rope: Rope | None,
     ) -> tuple[jax.Array, Cache]:
         return apply(layer, hidden, angles, attend, cache, options, rope)
 
@@ -141,7 +148,8 @@ def apply_layers(
     new_caches = []
     for i, (layer, cache) in enumerate(zip(layers, caches, strict=True)):
         options, rope = config.attention_options(i), config.rope_of(i)
-        hidden, new_cache = apply_one(layer, hidden, angles[rope], cache, options, rope)
+        turned = None if rope is None else angles[rope]
+        hidden, new_cache = apply_one(layer, hidden, turned, cache, options, rope)
         new_caches.append(new_cache)
     return hidden, tuple(new_caches)
 

@@ -8,12 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from turbojax import _checks
-from turbojax.flax.norms import rms_norm
 from turbojax.kv import cache_by_name, init_layer_cache
 from turbojax.kv.kinds import KINDS
 from turbojax.models.checkpoint.stored import StoredDecoder
 from turbojax.models.config import TransformerConfig
-from turbojax.models.decoder import Decoder, for_length
+from turbojax.models.decoder import Decoder, final_norm, for_length
 from turbojax.models.generation.padding import check_tokens
 from turbojax.models.generation.session import Progress
 from turbojax.models.layer_by_layer import LayerByLayer
@@ -137,8 +136,8 @@ def _last_bits(
     *,
     config: TransformerConfig,
 ) -> jax.Array:
-    normed = rms_norm(hidden, norm, config.norm_eps, config.norm_offset)
-    return _information(project(normed, head, hidden.dtype, config.final_soft_cap), targets)
+    normed = final_norm(hidden, norm, config, config.norm_offset)
+    return _information(project(normed, head, hidden.dtype, config), targets)
 
 
 def _information(logits: jax.Array, targets: jax.Array) -> jax.Array:

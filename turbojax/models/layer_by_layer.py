@@ -87,12 +87,12 @@ def _apply(
     cache: Cache,
     attend: Attend,
     options: AttentionOptions,
-    rope: Rope,
+    rope: Rope | None,
     config: TransformerConfig,
     dtype: np.dtype,
 ) -> tuple[jax.Array, Cache]:
     positions = jnp.broadcast_to(jnp.arange(hidden.shape[1])[None], hidden.shape[:2])
-    angles = rope.angles(positions)
+    angles = None if rope is None else rope.angles(positions)
     return apply_block(
         params, hidden, angles, attend, cache, options, rope, config=config, dtype=dtype
     )

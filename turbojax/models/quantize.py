@@ -206,15 +206,17 @@ def layer_weights(params: LayerParams, config: TransformerConfig) -> LayerWeight
         if name not in tree:
             return None
         factor = _whole(tree[name]["scale"], config)
+        if config.joint_qk_norm and shape:
+            return factor.reshape(shape)
         return jnp.broadcast_to(factor, shape) if shape else factor
 
     return LayerWeights(
-        attention_norm=_whole(params["attention_norm"]["scale"], config),
+        attention_norm=norm(params, "attention_norm"),
         q=projection("attention", "q"),
         k=projection("attention", "k"),
         v=projection("attention", "v"),
         o=projection("attention", "o"),
-        mlp_norm=_whole(params["mlp_norm"]["scale"], config),
+        mlp_norm=norm(params, "mlp_norm"),
         gate=projection("mlp", "gate"),
         up=projection("mlp", "up"),
         down=projection("mlp", "down"),
@@ -226,6 +228,8 @@ def layer_weights(params: LayerParams, config: TransformerConfig) -> LayerWeight
         attention_post_norm=norm(params, "attention_post_norm"),
         mlp_post_norm=norm(params, "mlp_post_norm"),
         router=router(),
+        interleaved=config.rope_interleaved,
+        parallel=config.parallel,
         is_up_linear=config.experts is None or config.experts.swiglu_limit is None,
     )
 
@@ -262,13 +266,16 @@ def kept_of(params: LayerParams) -> Kept:
     return Kept(sinks, router, jnp.concatenate([gate, up], axis=-1), down)
 
 
-def layer_params(layer: LayerWeights, norm_offset: float = 0.0) -> LayerParams:
+def layer_params(
+    layer: LayerWeights, norm_offset: float = 0.0, *, joint_qk_norm: bool = False
+) -> LayerParams:
     """The inverse of `layer_weights`: a layer without factors of PTS and CRS, for a `Decoder`.
 
     Args:
       layer: the weights; norms of queries and keys may differ between heads. There are no sinks,
         and no biases of experts.
       norm_offset: of the decoder's config.
+      joint_qk_norm: of the decoder's config.
     """
 
     def linears(*names: str) -> LayerParams:
@@ -285,6 +292,9 @@ def layer_params(layer: LayerWeights, norm_offset: float = 0.0) -> LayerParams:
         found = {name: getattr(layer, name) for name in names}
         return {name: {"scale": x - norm_offset} for name, x in found.items() if x is not None}
 
+    heads = norms("q_norm", "k_norm")
+    if joint_qk_norm:
+        heads = jax.tree.map(jnp.ravel, heads)
     mlp = linears("gate", "up", "down")
     if layer.router is not None:
         count = layer.router.weight.shape[0]
@@ -294,7 +304,7 @@ def layer_params(layer: LayerWeights, norm_offset: float = 0.0) -> LayerParams:
         mlp["router"] = {"kernel": layer.router.weight.T}
     return {
         **norms("attention_norm", "attention_post_norm", "mlp_norm", "mlp_post_norm"),
-        "attention": {**linears("q", "k", "v", "o"), **norms("q_norm", "k_norm")},
+        "attention": {**linears("q", "k", "v", "o"), **heads},
         "mlp": mlp,
     }
 

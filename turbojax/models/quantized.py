@@ -16,14 +16,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from turbojax.flax.norms import rms_norm
 from turbojax.kv import Attend
 from turbojax.kv.base import Cache
 from turbojax.models.config import ExpertsConfig, TransformerConfig
-from turbojax.models.decoder import apply_layers
+from turbojax.models.decoder import apply_layers, final_norm
 from turbojax.models.quantized_experts import QuantizedExperts
 from turbojax.models.quantized_layer import QuantizedLayer, QuantizedLinear, join_layer
-from turbojax.models.transformer import cap, embed, project, scale_embeddings
+from turbojax.models.transformer import embed, finish_logits, project, scale_embeddings
 from turbojax.ops.int4_matmul import matmul
 from turbojax.ops.int4_matmul.api import check_token_kind
 from turbojax.ops.int4_matmul.static import TokenKind
@@ -117,7 +116,7 @@ class QuantizedDecoder:
         hidden, caches = apply_layers(
             apply, self.layers, self._embed(tokens), positions, attend, caches, config
         )
-        return rms_norm(hidden, self.norm, config.norm_eps), caches
+        return final_norm(hidden, self.norm, config), caches
 
     def _embed(self, tokens: jax.Array) -> jax.Array:
         """See `embed`, which this is of a quantized table, too."""
@@ -134,8 +133,8 @@ class QuantizedDecoder:
         table = self.embedding if self.lm_head is None else self.lm_head
         if isinstance(table, Int4Weight):
             # The result has the dtype of what was quantized: logits are not rounded to 16 bits.
-            return cap(matmul(hidden.astype(jnp.float32), table), self.config.final_soft_cap)
-        return project(hidden, table, self.dtype, self.config.final_soft_cap)
+            return finish_logits(matmul(hidden.astype(jnp.float32), table), self.config)
+        return project(hidden, table, self.dtype, self.config)
 
 
 def take_rows(table: jax.Array | Int4Weight, index: jax.Array) -> jax.Array:
@@ -270,9 +269,11 @@ def check_quantizable(config: TransformerConfig) -> None:
 
 def norm_shapes(config: TransformerConfig) -> dict[str, tuple[int, ...]]:
     """The norms that layers of this shape have, see `QuantizedLayer`."""
-    shapes: dict[str, tuple[int, ...]] = dict.fromkeys(
-        ("attention_norm", "mlp_norm"), (config.hidden_size,)
-    )
+    shapes: dict[str, tuple[int, ...]] = {}
+    if config.pre_norms:
+        shapes["attention_norm"] = (config.hidden_size,)
+        if not config.parallel:
+            shapes["mlp_norm"] = (config.hidden_size,)
     if config.qk_norm:
         shapes["q_norm"] = config.num_heads, config.head_dim
         shapes["k_norm"] = config.num_kv_heads, config.head_dim

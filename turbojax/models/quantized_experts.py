@@ -40,7 +40,7 @@ class QuantizedExperts:
     def __call__(
         self,
         hidden: jax.Array,
-        norm: jax.Array,
+        norm: jax.Array | None,
         config: TransformerConfig,
         *,
         residual: jax.Array | None = None,
@@ -55,6 +55,7 @@ class QuantizedExperts:
         """
         experts = config.experts
         assert experts is not None
+        assert norm is not None
         activation: Activation = "swiglu" if config.activation == "silu" else "geglu"
 
         def compute(x: jax.Array, sizes: jax.Array) -> jax.Array:

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ from turbojax.kv import Attend, AttentionOptions
 from turbojax.kv.base import Cache
 from turbojax.models.config import TransformerConfig
 from turbojax.models.quantized_experts import QuantizedExperts
+from turbojax.models.transformer import scale_added
 from turbojax.ops.fp8_tokens import rms_norm_quantize
 from turbojax.ops.int4_matmul import matmul
 from turbojax.ops.int4_matmul.static import Activation, Gradient, TokenKind
@@ -106,7 +108,7 @@ class QuantizedMlp:
     def __call__(
         self,
         hidden: jax.Array,
-        norm: jax.Array,
+        norm: jax.Array | None,
         config: TransformerConfig,
         *,
         residual: jax.Array | None = None,
@@ -115,27 +117,27 @@ class QuantizedMlp:
 
         Args:
           hidden: the residual stream.
-          norm: float32 ``[D]``, factor of the norm that stands before the layer.
+          norm: float32 ``[D]``, factor of the norm that stands before the layer, or None.
           config: of the model.
           residual: added in the end.
         """
         activation: Activation = "swiglu" if config.activation == "silu" else "geglu"
-        inner = self.gate_up.after_norm(hidden, norm, config.norm_eps, activation)
+        inner = _of_input(self.gate_up, hidden, norm, config, activation)
         return self.down(inner, residual=residual)
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class QuantizedLayer:
-    """One pre-norm layer.
+    """One layer.
 
     Factors of norms are whole: where checkpoints hold them less an offset, it was added.
 
     Attributes:
-      attention_norm: float32 ``[D]``, factor of the first norm.
+      attention_norm: float32 ``[D]``, factor of the first norm, or None.
       qkv: ``[(N + 2 K) H, D]``, query, key and value projections one after the other.
       o: ``[D, N H]``.
-      mlp_norm: float32 ``[D]``.
+      mlp_norm: float32 ``[D]``, or None: where there is none, or the first serves both.
       mlp: the feed-forward layer, or one of experts.
       q_norm: float32 ``[N, H]``, factors of the norm of each head's queries, or None.
       k_norm: float32 ``[K, H]``, the same of keys; there is one if there is the other.
@@ -147,10 +149,10 @@ class QuantizedLayer:
       sinks: float32 ``[N]``, see `AttentionProjections`, or None.
     """
 
-    attention_norm: jax.Array
+    attention_norm: jax.Array | None
     qkv: QuantizedLinear
     o: QuantizedLinear
-    mlp_norm: jax.Array
+    mlp_norm: jax.Array | None
     mlp: QuantizedMlp | QuantizedExperts
     q_norm: jax.Array | None = None
     k_norm: jax.Array | None = None
@@ -162,11 +164,11 @@ class QuantizedLayer:
     def __call__(
         self,
         hidden: jax.Array,
-        angles: jax.Array,
+        angles: jax.Array | None,
         attend: Attend,
         cache: Cache,
         options: AttentionOptions,
-        rope: Rope,
+        rope: Rope | None,
         *,
         config: TransformerConfig,
     ) -> tuple[jax.Array, Cache]:
@@ -174,27 +176,32 @@ class QuantizedLayer:
 
         Args:
           hidden: the residual stream.
-          angles: of `rope`.
+          angles: of `rope`, None without it.
           attend: see `Attend`.
           cache: the layer's.
           options: the layer's.
-          rope: the layer's.
+          rope: the layer's, or None.
           config: of the model.
         """
-        eps = config.norm_eps
-        joined = self.qkv.after_norm(hidden, self.attention_norm, eps)
+        joined = _of_input(self.qkv, hidden, self.attention_norm, config)
         query, key, value = _heads(joined, config)
         if self.q_norm is not None and self.k_norm is not None:
-            query, key = rms_norm(query, self.q_norm, eps), rms_norm(key, self.k_norm, eps)
-        query, key = rope.rotate(query, angles), rope.rotate(key, angles)
+            query = _norm_heads(query, self.q_norm, config)
+            key = _norm_heads(key, self.k_norm, config)
+        if rope is not None and angles is not None:
+            query, key = rope.rotate(query, angles), rope.rotate(key, angles)
         if self.key_channel_scale is not None:
             query, key = scale_rotated(query, key, self.key_channel_scale)
         sinks = () if self.sinks is None else (self.sinks,)
         out, cache = attend(query, key, value, cache, options, *sinks)
         output = functools.partial(self.o, out.reshape(*hidden.shape[:2], -1))
-        hidden = _add(hidden, output, self.attention_post_norm, eps)
-        mlp = functools.partial(self.mlp, hidden, self.mlp_norm, config)
-        return _add(hidden, mlp, self.mlp_post_norm, eps), cache
+        # Before attention is added, where both read the same.
+        first = functools.partial(self.mlp, hidden, self.attention_norm, config)
+        hidden = _add(hidden, output, self.attention_post_norm, config)
+        mlp = (
+            first if config.parallel else functools.partial(self.mlp, hidden, self.mlp_norm, config)
+        )
+        return _add(hidden, mlp, self.mlp_post_norm, config), cache
 
 
 def join_layer(
@@ -243,12 +250,9 @@ def join_layer(
         mlp = QuantizedMlp(gate_up, linears["down"])
     else:
         mlp = experts
-    first, second, rest = norms["attention_norm"], norms["mlp_norm"], NORMS[2:]
-    if first is None or second is None:
-        raise ValueError("attention_norm and mlp_norm must not be None")
-    others = {name: norms.get(name) for name in rest}
-    rest_of_it = {**others, "key_channel_scale": key_channel_scale, "sinks": sinks}
-    return QuantizedLayer(first, qkv, o, second, mlp, **rest_of_it)
+    factors: dict[str, Any] = {name: norms.get(name) for name in NORMS}
+    factors |= {"key_channel_scale": key_channel_scale, "sinks": sinks}
+    return QuantizedLayer(qkv=qkv, o=o, mlp=mlp, **factors)
 
 
 def _heads(qkv: jax.Array, config: TransformerConfig) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -262,12 +266,39 @@ def _add(
     hidden: jax.Array,
     compute: Callable[..., jax.Array],
     post_norm: jax.Array | None,
-    eps: float,
+    config: TransformerConfig,
 ) -> jax.Array:
-    """The residual stream plus what is computed, in its epilogue unless that is normed first."""
-    if post_norm is None:
+    """The residual stream plus what is computed, in its epilogue unless that is changed first."""
+    if post_norm is None and config.residual_scale is None:
         return compute(residual=hidden)
-    return hidden + rms_norm(compute(), post_norm, eps)
+    out = compute()
+    if post_norm is not None:
+        out = rms_norm(out, post_norm, config.norm_eps, centered=config.layer_norm)
+    return hidden + scale_added(out, config)
+
+
+def _of_input(
+    linear: Any,
+    hidden: jax.Array,
+    norm: jax.Array | None,
+    config: TransformerConfig,
+    activation: Activation | None = None,
+) -> jax.Array:
+    """A linear layer of the residual stream, normed first where there is a norm."""
+    if norm is None:
+        return linear(hidden, activation=activation)
+    if config.layer_norm:
+        normed = rms_norm(hidden, norm, config.norm_eps, centered=True)
+        return linear(normed, activation=activation)
+    return linear.after_norm(hidden, norm, config.norm_eps, activation)
+
+
+def _norm_heads(x: jax.Array, factor: jax.Array, config: TransformerConfig) -> jax.Array:
+    """Heads ``[B, T, heads, H]``, each normed by itself or all of a token together."""
+    if not config.joint_qk_norm:
+        return rms_norm(x, factor, config.norm_eps)
+    joint = rms_norm(x.reshape(*x.shape[:2], -1), factor.reshape(-1), config.norm_eps)
+    return joint.reshape(x.shape)
 
 
 def _take(x: jax.Array, order: jax.Array) -> jax.Array:

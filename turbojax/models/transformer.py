@@ -44,18 +44,28 @@ def scale_embeddings(hidden: jax.Array, config: TransformerConfig) -> jax.Array:
 
 
 def project(
-    hidden: jax.Array, table: jax.Array, dtype: DTypeLike, soft_cap: float | None = None
+    hidden: jax.Array, table: jax.Array, dtype: DTypeLike, config: TransformerConfig
 ) -> jax.Array:
     """Float32 logits ``[..., V]``: ``[..., D]`` times `table` ``[V, D]``, multiplied in `dtype`."""
     logits = jnp.einsum(
         "...d,vd->...v", hidden, table.astype(dtype), preferred_element_type=jnp.float32
     )
-    return cap(logits, soft_cap)
+    return finish_logits(logits, config)
 
 
-def cap(logits: jax.Array, soft_cap: float | None) -> jax.Array:
-    """``soft_cap * tanh(logits / soft_cap)``, or the logits as they are."""
+def finish_logits(logits: jax.Array, config: TransformerConfig) -> jax.Array:
+    """Logits times the model's factor, then ``c * tanh(logits / c)``, where it has these."""
+    if config.logit_scale is not None:
+        logits = logits * jnp.float32(config.logit_scale)
+    soft_cap = config.final_soft_cap
     return logits if soft_cap is None else soft_cap * jnp.tanh(logits / soft_cap)
+
+
+def scale_added(out: jax.Array, config: TransformerConfig) -> jax.Array:
+    """What a layer adds to the residual stream, times the model's factor of it."""
+    if config.residual_scale is None:
+        return out
+    return (out.astype(jnp.float32) * jnp.float32(config.residual_scale)).astype(out.dtype)
 
 
 def _attention(
@@ -74,6 +84,7 @@ def _attention(
         output_bias=config.output_bias,
         qk_norm_eps=config.norm_eps if config.qk_norm else None,
         norm_offset=config.norm_offset,
+        joint_qk_norm=config.joint_qk_norm,
         output_gain=gain,
         use_sinks=config.attention_sinks,
         **dtypes,
@@ -81,7 +92,7 @@ def _attention(
 
 
 class Block(nnx.Module):
-    """One pre-norm decoder layer."""
+    """One decoder layer: attention, then a feed-forward layer, or both of the same normed input."""
 
     def __init__(
         self,
@@ -98,46 +109,54 @@ class Block(nnx.Module):
             config.hidden_size,
             config.norm_eps,
             offset=config.norm_offset,
+            centered=config.layer_norm,
             param_dtype=param_dtype,
         )
-        self.attention_norm = norm()
+        self.attention_norm = norm() if config.pre_norms else None
         self.attention = _attention(config, dtypes)
         self.attention_post_norm = norm() if config.post_norms else None
-        self.mlp_norm = norm()
+        self.mlp_norm = norm() if config.pre_norms and not config.parallel else None
+        self.config = config
         self.mlp = (Experts if has_experts else FeedForward)(config, **dtypes)
         self.mlp_post_norm = norm() if config.post_norms else None
 
     def __call__(
         self,
         hidden: jax.Array,
-        angles: jax.Array,
+        angles: jax.Array | None,
         attend: Attend,
         cache: Cache,
         options: AttentionOptions,
-        rope: Rope,
+        rope: Rope | None,
     ) -> tuple[jax.Array, Cache]:
         """Maps the residual stream ``[B, T, D]`` to the next layer's and updates the cache.
 
         Args:
           hidden: the residual stream.
-          angles: of `rope`.
+          angles: of `rope`, None without it.
           attend: see `Attend`.
           cache: the layer's.
           options: the layer's.
-          rope: the layer's; all have the same module.
+          rope: the layer's, or None; all have the same module.
         """
-        normed, attention = self.attention_norm(hidden), self.attention
+        normed, attention = _normed(self.attention_norm, hidden), self.attention
         if isinstance(attention, LatentAttention):
+            assert rope is not None
+            assert angles is not None
             out, cache = attention(normed, angles, attend, cache, options, rope)
         else:
-            heads = attention.heads(normed, angles, rope)
+            heads = attention.heads(normed, angles, rope, rotates=rope is not None)
             out, cache = attend(*heads, cache, options, *attention.given_sinks())
             out = attention.output(out)
-        hidden = hidden + (
-            out if self.attention_post_norm is None else self.attention_post_norm(out)
-        )
-        out = self.mlp(self.mlp_norm(hidden))
-        return hidden + (out if self.mlp_post_norm is None else self.mlp_post_norm(out)), cache
+        hidden = hidden + scale_added(_normed(self.attention_post_norm, out), self.config)
+        if not self.config.parallel:
+            normed = _normed(self.mlp_norm, hidden)
+        out = _normed(self.mlp_post_norm, self.mlp(normed))
+        return hidden + scale_added(out, self.config), cache
+
+
+def _normed(norm: RMSNorm | None, x: jax.Array) -> jax.Array:
+    return x if norm is None else norm(x)
 
 
 class Transformer(nnx.Module):
@@ -206,6 +225,7 @@ class Transformer(nnx.Module):
             config.hidden_size,
             config.norm_eps,
             offset=config.norm_offset,
+            centered=config.layer_norm,
             param_dtype=param_dtype,
         )
         self.lm_head = (
@@ -263,7 +283,7 @@ class Transformer(nnx.Module):
         hidden = embed(self.embedding[...], tokens, self.config, self.dtype)
         hidden, new_caches = self._apply_blocks(hidden, angles, attend, caches)
         weight = self.embedding if self.lm_head is None else self.lm_head
-        logits = project(self.norm(hidden), weight[...], self.dtype, self.config.final_soft_cap)
+        logits = project(self.norm(hidden), weight[...], self.dtype, self.config)
         return logits if caches is None else (logits, new_caches)
 
     def _apply_blocks(
@@ -282,10 +302,15 @@ class Transformer(nnx.Module):
         graph, params = nnx.split(self.blocks)
 
         def apply_block(
-            hidden: jax.Array, params: Any, cache: Cache, options: AttentionOptions, rope: Rope
+            hidden: jax.Array,
+            params: Any,
+            cache: Cache,
+            options: AttentionOptions,
+            rope: Rope | None,
         ) -> tuple[jax.Array, Cache]:
             block = nnx.merge(graph, params)
-            return block(hidden, angles[rope], attend, cache, options, rope)
+            turned = None if rope is None else angles[rope]
+            return block(hidden, turned, attend, cache, options, rope)
 
         if self.remat:
             apply_block = jax.checkpoint(apply_block, static_argnums=(3, 4))

@@ -1,7 +1,8 @@
 """Smoothing of keys around RoPE, which turns channels i and i + H/2 together.
 
 Where it turns the first R channels of a head alone, these are pairs i, i + R/2. The others stay
-where they are, so any two of them may count as a pair: here it is R + j and (R + H)/2 + j.
+where they are, so any two of them may count as a pair: here it is R + j and (R + H)/2 + j. Of RoPE
+that turns channels 2i and 2i + 1 together, all pairs are such neighbours.
 
 Pairs without outliers are scaled before RoPE, at no cost, by one factor each, which commutes with
 the rotation (RPN). The few pairs with outliers are scaled after it, channel by channel (CRS). FireQ
@@ -16,12 +17,15 @@ from turbojax._programs import one_program
 from turbojax.smoothing._values import check_maxima, factor_or_one, widened
 
 
-def split_pairs(x: jax.Array, rotary_dim: int | None = None) -> tuple[jax.Array, jax.Array]:
+def split_pairs(
+    x: jax.Array, rotary_dim: int | None = None, interleaved: bool = False
+) -> tuple[jax.Array, jax.Array]:
     """The first and the second channel of each pair, those that RoPE turns before the others.
 
     Args:
       x: ``[..., H]``, H even.
       rotary_dim: channels that RoPE turns, even; all if None.
+      interleaved: whether it turns channels 2i and 2i + 1 together.
 
     Returns:
       Two of ``[..., H/2]``.
@@ -33,12 +37,18 @@ def split_pairs(x: jax.Array, rotary_dim: int | None = None) -> tuple[jax.Array,
     turned = size if rotary_dim is None else rotary_dim
     if size % 2 or turned % 2 or not 0 < turned <= size:
         raise ValueError(f"{rotary_dim=} must be even and at most {size}, which must be even, too")
+    if interleaved:
+        return x[..., ::2], x[..., 1::2]
     a, b, c, d = jnp.split(x, (turned // 2, turned, (turned + size) // 2), axis=-1)
     return jnp.concatenate([a, c], axis=-1), jnp.concatenate([b, d], axis=-1)
 
 
-def of_channels(pairs: jax.Array, rotary_dim: int | None = None) -> jax.Array:
+def of_channels(
+    pairs: jax.Array, rotary_dim: int | None = None, interleaved: bool = False
+) -> jax.Array:
     """``[..., H]``: for both channels of a pair its number in ``[..., H/2]``, see `split_pairs`."""
+    if interleaved:
+        return jnp.repeat(pairs, 2, axis=-1)
     half = pairs.shape[-1] if rotary_dim is None else rotary_dim // 2
     turned, others = pairs[..., :half], pairs[..., half:]
     return jnp.concatenate([turned, turned, others, others], axis=-1)
@@ -84,6 +94,7 @@ def channel_rope_scale(
     num_pairs: int = 8,
     beta: float | None = 8.0,
     rotary_dim: int | None = None,
+    interleaved: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """Channel-wise RoPE scaling (CRS): ``t_i = beta * max_n |k_i|`` for the pairs with outliers.
 
@@ -97,6 +108,7 @@ def channel_rope_scale(
         common size: then the reciprocal of the median of the other channels' largest values, so
         that the chosen channels become as large as those.
       rotary_dim: channels that RoPE turns; all if None.
+      interleaved: see `split_pairs`.
 
     Returns:
       scale: ``[K, H]``, float32 or float64 as `key_absmax`; 1 for channels of pairs that are not
@@ -118,18 +130,22 @@ def channel_rope_scale(
         raise ValueError(f"{num_pairs=} must be between 0 and the head's {size // 2} pairs")
     if beta is not None:
         _check_factor("beta", beta)
-    return _scale_largest_pairs(absmax, num_pairs, beta, rotary_dim)
+    return _scale_largest_pairs(absmax, num_pairs, beta, rotary_dim, interleaved)
 
 
-@one_program("num_pairs", "beta", "rotary_dim")
+@one_program("num_pairs", "beta", "rotary_dim", "interleaved")
 def _scale_largest_pairs(
-    absmax: jax.Array, num_pairs: int, beta: float | None, rotary_dim: int | None
+    absmax: jax.Array,
+    num_pairs: int,
+    beta: float | None,
+    rotary_dim: int | None,
+    interleaved: bool,
 ) -> tuple[jax.Array, jax.Array]:
     heads, _ = absmax.shape
-    pairs = jnp.maximum(*split_pairs(absmax, rotary_dim))
+    pairs = jnp.maximum(*split_pairs(absmax, rotary_dim, interleaved))
     _, indices = jax.lax.top_k(pairs, num_pairs)
     chosen = jnp.zeros(pairs.shape, bool).at[jnp.arange(heads)[:, None], indices].set(True)
-    channels = of_channels(chosen, rotary_dim)
+    channels = of_channels(chosen, rotary_dim, interleaved)
     scale = absmax / _common_size(absmax, channels) if beta is None else absmax * beta
     return jnp.where(channels, factor_or_one(scale), 1), chosen
 

@@ -8,7 +8,9 @@ output. CRS cannot be folded, because a rotation does not commute with it: it st
 
 That is exact whatever else a layer has. Biases are scaled with the rows of their weight; soft caps,
 windows and factors of scores see the same scores; the activation of a gate is not scaled, only what
-it is multiplied with; norms after attention and feed-forward layer see the same outputs.
+it is multiplied with; norms after attention and feed-forward layer see the same outputs. Where one
+norm serves both, its factor is divided by what is common to all five projections that read it.
+Inputs that no norm makes are not scaled: there is nothing before them to divide.
 """
 
 import dataclasses
@@ -23,6 +25,8 @@ from turbojax.smoothing.attention import channel_rope_scale, of_channels, rope_p
 from turbojax.smoothing.layer import PROJECTIONS, LayerWeights, Projection, widened_layer
 from turbojax.smoothing.linear import channel_absmean_scale, per_tensor_scale
 from turbojax.smoothing.statistics import KeyStatistics
+
+_ATTENTION_INPUTS = ("q", "k", "v")
 
 CasInputs = Literal["constant", "all"]
 """How CAS treats inputs that come from a norm."""
@@ -42,9 +46,9 @@ class Smoothing:
         other channels instead, see `channel_rope_scale`.
       num_pairs: pairs of channels per head that CRS scales.
       cas_inputs: whether CAS also scales the inputs of q, k, v and of gate, up, which come from a
-        norm: "all" scales them, too, which outliers there need; "constant" gives all of them one
-        factor, as the paper does for stability, which is as if there were none. It can be a little
-        better for a model without such outliers.
+        norm, of layers that have one: "all" scales them, too, which outliers there need; "constant"
+        gives all of them one factor, as the paper does for stability, which is as if there were
+        none. It can be a little better for a model without such outliers.
 
     Raises:
       TypeError: if a factor is not a number or `num_pairs` not an integer.
@@ -130,11 +134,21 @@ def fold_up_down(layer: LayerWeights, scale: jax.Array) -> LayerWeights:
 
 
 def fold_attention_input(layer: LayerWeights, scale: jax.Array) -> LayerWeights:
-    """CAS of q, k, v: their columns times `scale` ``[D]``, the norm's factor divided."""
+    """CAS of q, k, v: their columns times `scale` ``[D]``, the norm's factor divided.
+
+    In a parallel layer those of gate and up, which read the same, are scaled as well.
+
+    Raises:
+      ValueError: if no norm makes these inputs.
+    """
+    norm = layer.attention_norm
+    if norm is None:
+        raise ValueError("attention_norm=None: inputs of q, k and v can be scaled by a norm alone")
+    names = _ATTENTION_INPUTS + (_mlp_inputs(layer) if layer.parallel else ())
     return dataclasses.replace(
         layer,
-        attention_norm=layer.attention_norm / scale.astype(layer.attention_norm.dtype),
-        **{name: getattr(layer, name).scale_columns(scale) for name in ("q", "k", "v")},
+        attention_norm=norm / scale.astype(norm.dtype),
+        **{name: getattr(layer, name).scale_columns(scale) for name in names},
     )
 
 
@@ -142,13 +156,23 @@ def fold_mlp_input(layer: LayerWeights, scale: jax.Array) -> LayerWeights:
     """CAS of gate and up: their columns times `scale` ``[D]``, the norm's factor divided.
 
     The columns of a router, which reads the same, are scaled as well.
+
+    Raises:
+      ValueError: if no norm of their own makes these inputs.
     """
-    names = ("gate", "up") if layer.router is None else ("gate", "up", "router")
+    norm = layer.mlp_norm
+    if norm is None:
+        raise ValueError("mlp_norm=None: inputs of gate and up can be scaled by their norm alone")
     return dataclasses.replace(
         layer,
-        mlp_norm=layer.mlp_norm / scale.astype(layer.mlp_norm.dtype),
-        **{name: getattr(layer, name).scale_columns(scale) for name in names},
+        mlp_norm=norm / scale.astype(norm.dtype),
+        **{name: getattr(layer, name).scale_columns(scale) for name in _mlp_inputs(layer)},
     )
+
+
+def _mlp_inputs(layer: LayerWeights) -> tuple[str, ...]:
+    """Names of the projections that read the input of the feed-forward layer."""
+    return ("gate", "up") if layer.router is None else ("gate", "up", "router")
 
 
 def fold_query_key(layer: LayerWeights, scale: jax.Array) -> LayerWeights:
@@ -161,7 +185,7 @@ def fold_query_key(layer: LayerWeights, scale: jax.Array) -> LayerWeights:
       scale: ``[K, H/2]``, for both channels of a pair.
     """
     scale = _of_heads(layer, "scale", scale, layer.head_dim // 2)
-    channels = of_channels(scale, layer.rotary_dim)
+    channels = of_channels(scale, layer.rotary_dim, layer.interleaved)
     queries = jnp.repeat(channels, layer.num_heads // layer.num_kv_heads, axis=0)
     if layer.q_norm is not None and layer.k_norm is not None:
         q_norm = layer.q_norm * queries.astype(layer.q_norm.dtype)
@@ -195,10 +219,14 @@ def _scale_channels(layer: LayerWeights, inputs: CasInputs) -> LayerWeights:
     layer = fold_value_output(layer, per_value)
     if layer.is_up_linear:
         layer = fold_up_down(layer, channel_absmean_scale(layer.down.weight))
-    if inputs == "all":
-        qkv = [layer.q.weight, layer.k.weight, layer.v.weight]
-        layer = fold_attention_input(layer, channel_absmean_scale(qkv))
-        gate_up = [layer.gate.weight, layer.up.weight]
+    if inputs != "all":
+        return layer
+    qkv = [layer.q.weight, layer.k.weight, layer.v.weight]
+    gate_up = [layer.gate.weight, layer.up.weight]
+    if layer.attention_norm is not None:
+        together = qkv + gate_up if layer.parallel else qkv
+        layer = fold_attention_input(layer, channel_absmean_scale(together))
+    if layer.mlp_norm is not None:
         layer = fold_mlp_input(layer, channel_absmean_scale(gate_up))
     return layer
 
@@ -213,6 +241,8 @@ def _smooth_keys(
     _of_heads(layer, "statistics.absmax", statistics.absmax, layer.head_dim)
     if statistics.rotary_dim != layer.rotary_dim:
         raise ValueError(f"{statistics.rotary_dim=} must be the layer's, {layer.rotary_dim}")
+    if statistics.interleaved != layer.interleaved:
+        raise ValueError(f"{statistics.interleaved=} must be the layer's, {layer.interleaved}")
     chosen = None
     if smoothing.crs:
         beta = smoothing.beta if smoothing.rpn else None
@@ -221,6 +251,7 @@ def _smooth_keys(
             num_pairs=smoothing.num_pairs,
             beta=beta,
             rotary_dim=layer.rotary_dim,
+            interleaved=layer.interleaved,
         )
         layer = dataclasses.replace(layer, key_channel_scale=scale)
     if smoothing.rpn:

@@ -52,31 +52,34 @@ PROJECTIONS = ("q", "k", "v", "o", "gate", "up", "down")
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class LayerWeights:
-    """One pre-norm decoder layer with RoPE, grouped queries and a gated feed-forward layer.
+    """One decoder layer with RoPE, grouped queries and a gated feed-forward layer.
 
     What it computes, with ``rms(x) = x / sqrt(mean(x^2) + eps)``:
     ``h += o(attention(rope(q(a)), rope(k(a)), v(a)))`` of ``a = rms(h) * attention_norm``, then
     ``h += down(act(gate(m)) * up(m))`` of ``m = rms(h) * mlp_norm``. Where there are further norms,
     the heads of ``q(a)`` and ``k(a)`` become ``rms(.) * q_norm`` and ``rms(.) * k_norm``, and what
-    is added to ``h`` becomes ``rms(.) * attention_post_norm`` and ``rms(.) * mlp_post_norm``.
+    is added to ``h`` becomes ``rms(.) * attention_post_norm`` and ``rms(.) * mlp_post_norm``. Where
+    a norm before is missing, ``a`` and ``m`` are ``h``; in a parallel layer ``m`` is ``a``, and
+    both are added at once. Nothing here depends on whether ``rms`` takes ``x`` less its mean, on
+    which channels of ``q(a)`` and ``k(a)`` it is taken over, or on a factor of what is added.
 
     Invariants, checked by `validate`:
       - D is the residual width, N and K the query and key/value heads, H the head dim, F the inner
         width; N is a multiple of K, and query head n attends to head ``n // (N / K)``.
       - Rows of q, k and v and columns of o are heads one after the other; RoPE turns channels i and
-        ``i + R/2`` of a head together, of its first R.
+        ``i + R/2`` of a head together, of its first R, or 2i and 2i + 1 where it is interleaved.
       - There is a `q_norm` if and only if there is a `k_norm`.
 
     A layer of experts has all of theirs side by side: F is the sum of their widths, and
     every token sees some of these channels alone.
 
     Attributes:
-      attention_norm: ``[D]``, factor of the norm before attention.
+      attention_norm: ``[D]``, factor of the norm before attention, or None.
       q: weight ``[N H, D]``.
       k: weight ``[K H, D]``.
       v: weight ``[K H, D]``.
       o: weight ``[D, N H]``.
-      mlp_norm: ``[D]``, factor of the norm before the feed-forward layer.
+      mlp_norm: ``[D]``, factor of the norm before the feed-forward layer, or None.
       gate: weight ``[F, D]``.
       up: weight ``[F, D]``.
       down: weight ``[D, F]``.
@@ -90,17 +93,19 @@ class LayerWeights:
       key_channel_scale: ``[K, H]``, by which rotated keys are divided and rotated queries
         multiplied (CRS, see `scale_rotated`), or None.
       router: weight ``[E, D]``, of the input of gate and up, by which experts are chosen, or None.
+      interleaved: whether RoPE turns channels 2i and 2i + 1 together.
+      parallel: whether gate and up read what q, k and v do; there is no `mlp_norm` then.
       is_up_linear: whether ``act(gate(m))`` is multiplied with ``up(m)`` itself, and not with what
         a limit and a summand make of it, which must not be scaled. Biases of experts are those of
         the caller alone.
     """
 
-    attention_norm: jax.Array
+    attention_norm: jax.Array | None
     q: Projection
     k: Projection
     v: Projection
     o: Projection
-    mlp_norm: jax.Array
+    mlp_norm: jax.Array | None
     gate: Projection
     up: Projection
     down: Projection
@@ -113,6 +118,8 @@ class LayerWeights:
     mlp_post_norm: jax.Array | None = None
     key_channel_scale: jax.Array | None = None
     router: Projection | None = None
+    interleaved: bool = dataclasses.field(default=False, metadata={"static": True})
+    parallel: bool = dataclasses.field(default=False, metadata={"static": True})
     is_up_linear: bool = dataclasses.field(default=True, metadata={"static": True})
 
     @property
@@ -136,6 +143,8 @@ class LayerWeights:
             )
         if (self.q_norm is None) != (self.k_norm is None):
             raise ValueError("q_norm and k_norm must be given together")
+        if self.parallel and self.mlp_norm is not None:
+            raise ValueError("mlp_norm must be None in a parallel layer, which has one norm")
         if self.num_kv_heads < 1 or self.num_heads % self.num_kv_heads or not self.num_heads:
             raise ValueError(
                 f"{self.num_heads} query heads must be a multiple of "

@@ -24,16 +24,22 @@ class KeyStatistics:
       absmax: ``[K, H]``, largest absolute value of each channel after RoPE.
       tokens: int32 scalar, how many tokens were seen.
       rotary_dim: channels that RoPE turns; all if None.
+      interleaved: whether it turns channels 2i and 2i + 1 together.
     """
 
     pair_norm: jax.Array
     absmax: jax.Array
     tokens: jax.Array
     rotary_dim: int | None = dataclasses.field(default=None, metadata={"static": True})
+    interleaved: bool = dataclasses.field(default=False, metadata={"static": True})
 
     @classmethod
     def init(
-        cls, num_kv_heads: int, head_dim: int, rotary_dim: int | None = None
+        cls,
+        num_kv_heads: int,
+        head_dim: int,
+        rotary_dim: int | None = None,
+        interleaved: bool = False,
     ) -> "KeyStatistics":
         """Statistics of no tokens at all.
 
@@ -47,6 +53,7 @@ class KeyStatistics:
             jnp.zeros((num_kv_heads, head_dim), jnp.float32),
             jnp.zeros((), jnp.int32),
             rotary_dim,
+            interleaved,
         )
 
     def update(
@@ -77,13 +84,14 @@ class KeyStatistics:
                 raise ValueError(f"{mask.shape=} must be {tokens}, one per token")
             present = mask[..., None, None]
             key, rotated = jnp.where(present, key, 0), jnp.where(present, rotated, 0)
-        first, second = split_pairs(key, self.rotary_dim)
+        first, second = split_pairs(key, self.rotary_dim, self.interleaved)
         count = jnp.ones(tokens, jnp.int32) if mask is None else mask.astype(jnp.int32)
         seen = KeyStatistics(
             _maximum_over_tokens(jnp.hypot(first, second)),
             _maximum_over_tokens(rotated),
             jnp.sum(count, dtype=jnp.int32),
             self.rotary_dim,
+            self.interleaved,
         )
         return self.merge(seen)
 
@@ -91,15 +99,18 @@ class KeyStatistics:
         """Statistics of the tokens of both.
 
         Raises:
-          ValueError: if they are of rotary embeddings of other sizes, whose pairs differ.
+          ValueError: if they are of rotary embeddings of other pairs.
         """
         if other.rotary_dim != self.rotary_dim:
             raise ValueError(f"{other.rotary_dim=} must equal {self.rotary_dim=}")
+        if other.interleaved != self.interleaved:
+            raise ValueError(f"{other.interleaved=} must equal {self.interleaved=}")
         return KeyStatistics(
             _maximum(self.pair_norm, other.pair_norm),
             _maximum(self.absmax, other.absmax),
             self.tokens + other.tokens,
             self.rotary_dim,
+            self.interleaved,
         )
 
     def validate(self) -> None:

@@ -25,7 +25,11 @@ from turbojax.models.text.tokenizer import Tokenizer
 from turbojax.rotary import LongRopeScaling
 
 # Of `TransformerConfig`, since results are kept: see `_shape`.
-_ADDED_FIELDS = ("local_rope_theta", "experts", "latent", "attention_sinks")
+_ADDED_FIELDS = (
+    *("local_rope_theta", "experts", "latent", "attention_sinks"),
+    *("joint_qk_norm", "rope_interleaved", "nope_layers", "logit_scale"),
+    *("pre_norms", "layer_norm", "parallel", "residual_scale"),
+)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -29,6 +29,7 @@ from turbojax.models.families.tensors import (
     checkpoint_tensors,
     experts_tensors,
     is_ignored,
+    text_tensors,
 )
 from turbojax.models.transformer import Transformer, check_alike
 
@@ -251,7 +252,7 @@ def prepare(
       FileNotFoundError, NotImplementedError, ValueError: see `turbojax.models.load`.
     """
     target = None if dtype is None else check_dtype(dtype)
-    found = _folder.stored_tensors(folder)
+    found = text_tensors(hf, _folder.stored_tensors(folder))
     _folder.require_config(folder, hf)
     if mxfp4.is_packed(hf):
         found = mxfp4.unpacked(found)

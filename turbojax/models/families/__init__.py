@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from turbojax._json import shown
+from turbojax.models.families import mistral3
 from turbojax.models.families.base import Family as Family
 from turbojax.models.families.experts import ExpertsConfig as ExpertsConfig
 from turbojax.models.families.keys import LARGEST_SIZE as LARGEST_SIZE
@@ -25,7 +26,17 @@ def read(hf: Mapping[str, Any]) -> dict[str, Any]:
         the mathematics is not supported.
       ValueError: if a required key is missing or keys do not fit each other.
     """
+    hf = text_part(hf)
     return _family(hf).read(hf)
+
+
+def text_part(hf: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The `config.json` of the text model, of one that also reads pictures; any other as it is.
+
+    Raises:
+      NotImplementedError, ValueError: as `read`.
+    """
+    return mistral3.text_config(hf) if mistral3.is_whole(hf) else hf
 
 
 def write(fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -42,20 +53,22 @@ def _family(hf: Mapping[str, Any]) -> Family:
     if architectures is not None:
         strings("architectures", architectures)
     supported = {family.architecture: name for name, family in FAMILIES.items()}
+    others = (mistral3.ARCHITECTURE, mistral3.NAME)
     if not architectures and model_type is None:
         raise NotImplementedError(
             "config.json names no architecture, which is not supported: must be one of "
-            f"{', '.join(supported)}"
+            f"{', '.join((*supported, others[0]))}"
         )
     if architectures and (len(architectures) > 1 or architectures[0] not in supported):
         raise NotImplementedError(
             f"architectures={shown(architectures)} is not supported: must be one of "
-            f"{', '.join(supported)}{_advice(architectures[0])}"
+            f"{', '.join((*supported, others[0]))}{_advice(architectures[0])}"
         )
     name = supported[architectures[0]] if architectures else model_type
     # Anything may stand there, a list for example, that is no key of a dictionary.
     if model_type not in (None, name) or name not in tuple(FAMILIES):
-        expected = f"{name!r}, as {architectures=}" if architectures else ", ".join(FAMILIES)
+        names = ", ".join((*FAMILIES, others[1]))
+        expected = f"{name!r}, as {architectures=}" if architectures else names
         raise NotImplementedError(
             f"model_type={shown(model_type)} is not supported: must be {expected}"
             f"{'' if architectures else _advice(model_type)}"

@@ -65,6 +65,7 @@ class Family:
       idle: keys of other models, or of older versions, with the one value that changes nothing.
       refused: architectures or model types that one may take for this family's, and what to do.
       activation_key: the key that names the activation.
+      norm_eps_key: the key of the norms' epsilon.
       writes_head_dim: whether `head_dim` is a key of the family; where it is none, it is written
         only if it does not follow from the other sizes.
       chooses_layers: whether `layer_types` may say anything else than `usual_layers`.
@@ -86,6 +87,7 @@ class Family:
     idle: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     refused: Mapping[str, str] = dataclasses.field(default_factory=dict)
     activation_key: str = "hidden_act"
+    norm_eps_key: str = "rms_norm_eps"
     writes_head_dim: bool = True
     chooses_layers: bool = False
     linears: Mapping[str, tuple[Path, ...]] = dataclasses.field(default_factory=lambda: LINEARS)
@@ -118,7 +120,7 @@ class Family:
             "num_kv_heads": keys["num_key_value_heads"] or heads,
             "head_dim": head_dim,
             "max_length": max_length,
-            "norm_eps": number(keys, "rms_norm_eps"),
+            "norm_eps": number(keys, self.norm_eps_key),
             "tie_embeddings": flag(keys, "tie_word_embeddings"),
             "local_windows": self._read_windows(keys),
             **self.read_rope(hf, head_dim, max_length),
@@ -132,7 +134,7 @@ class Family:
             "model_type": self.name,
             **{key: fields[field] for key, field in SIZES.items()},
             "max_position_embeddings": fields["max_length"],
-            "rms_norm_eps": fields["norm_eps"],
+            self.norm_eps_key: fields["norm_eps"],
             "num_key_value_heads": fields["num_kv_heads"],
             "head_dim": fields["head_dim"],
             "tie_word_embeddings": fields["tie_embeddings"],

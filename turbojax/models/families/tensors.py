@@ -6,11 +6,13 @@ are stored as one, their rows one below the other, is what `Family` says.
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 
 from turbojax.models.config import TransformerConfig
+from turbojax.models.families import mistral3
 from turbojax.models.families.base import Path
 from turbojax.models.families.latent import LatentConfig
 from turbojax.models.families.table import FAMILIES
@@ -20,6 +22,7 @@ HEAD = "lm_head.weight"
 LAYERS = "model.layers."
 # Rotary frequencies that old checkpoints store. They follow from the configuration.
 _IGNORED = "rotary_emb.inv_freq"
+_Stored = TypeVar("_Stored")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,6 +116,16 @@ def experts_tensors(config: TransformerConfig) -> int:
     if experts is None or FAMILIES[config.family].experts_in_one:
         return 0
     return 3 * experts.count * (config.num_layers - len(experts.dense_layers))
+
+
+def text_tensors(hf: Mapping[str, Any], tensors: Mapping[str, _Stored]) -> dict[str, _Stored]:
+    """The tensors of a checkpoint's text model by their names in `checkpoint_tensors`.
+
+    Args:
+      hf: its `config.json`.
+      tensors: by the names in its files, which of nearly all checkpoints are the same.
+    """
+    return mistral3.text_tensors(tensors) if mistral3.is_whole(hf) else dict(tensors)
 
 
 def is_ignored(name: str, config: TransformerConfig) -> bool:
@@ -276,6 +289,8 @@ def _norms(config: TransformerConfig, layer: int) -> Iterator[TensorSpec]:
         if has.get(path[-1], True):
             size = config.head_dim if path[0] == "attention" else config.hidden_size
             size = sizes.get(path[-1]) or size
+            if path[0] == "attention" and config.joint_qk_norm:
+                size *= config.num_heads if path[-1] == "q_norm" else config.num_kv_heads
             placement = Placement(("blocks", *path, "scale"), layer)
             yield TensorSpec(f"{_prefix(layer)}{name}.weight", (size,), (placement,))
 

@@ -29,7 +29,11 @@ StorableCache = LayerCache | PagedCache | ModelCaches
 
 _MODEL, _SESSION = "model", "session"
 # Of `TransformerConfig`, since sessions are stored: those from before say nothing of them.
-_ADDED_FIELDS = ("local_rope_theta", "experts", "latent", "attention_sinks")
+_ADDED_FIELDS = (
+    *("local_rope_theta", "experts", "latent", "attention_sinks"),
+    *("joint_qk_norm", "rope_interleaved", "nope_layers", "logit_scale"),
+    *("pre_norms", "layer_norm", "parallel", "residual_scale"),
+)
 _SAMPLED = 64
 """Numbers of every array of a model that go into its fingerprint as they are."""
 
@@ -293,9 +297,9 @@ def _fingerprint(decoder: Decoder | QuantizedDecoder) -> dict[str, Any]:
         digest.update(x.tobytes())
     config = {name: repr(x) for name, x in dataclasses.asdict(decoder.config).items()}
     del config["max_length"]  # it says what is allowed, and changes no number
-    for name in _ADDED_FIELDS:
-        if getattr(decoder.config, name) in (None, False):
-            del config[name]
+    for field in dataclasses.fields(decoder.config):
+        if field.name in _ADDED_FIELDS and getattr(decoder.config, field.name) == field.default:
+            del config[field.name]
     if decoder.config.experts is not None:
         config["experts"] = repr(decoder.config.experts.told())
     scaling = decoder.config.rope_scaling

@@ -33,6 +33,7 @@ from turbojax.models.families.tensors import (
     TensorSpec,
     checkpoint_tensors,
     is_ignored,
+    text_tensors,
 )
 from turbojax.models.quantized import QuantizedDecoder, check_quantizable, norm_shapes
 from turbojax.models.quantized_layer import QuantizedLayer, QuantizedLinear, join_layer
@@ -168,17 +169,20 @@ class _Layers:
         """Norms' factors as `QuantizedLayer` has them."""
         offset = np.float32(self._config.norm_offset)
         shapes = norm_shapes(self._config)
-        return {
-            name: jnp.asarray(np.broadcast_to(norms[name] + offset, shape))
-            for name, shape in shapes.items()
-        }
+
+        def factor(name: str, shape: tuple[int, ...]) -> jax.Array:
+            whole = norms[name] + offset
+            joint = whole.size == np.prod(shape)
+            return jnp.asarray(whole.reshape(shape) if joint else np.broadcast_to(whole, shape))
+
+        return {name: factor(name, shape) for name, shape in shapes.items()}
 
 
 def _tensors(
     folder: Path, hf: Mapping[str, Any], config: TransformerConfig, packing: PackedFormat
 ) -> dict[str, _folder.Stored]:
     """The tensors to be read, all there, of the right shapes and dtypes."""
-    found = _folder.stored_tensors(folder)
+    found = text_tensors(hf, _folder.stored_tensors(folder))
     _folder.require_config(folder, hf)
     tensors = {name: x for name, x in found.items() if not is_ignored(name, config)}
     repeated = tensors.pop(HEAD, None) if config.tie_embeddings else None

@@ -1,0 +1,93 @@
+"""Mistral Small 3.1 and later: the text model of a file that also has one for pictures.
+
+Their files have one `config.json` for both, and tensors of both. What is read is the text model,
+which is a Mistral; what reads pictures is left where it is, and is not written again.
+"""
+
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from turbojax._json import shown
+from turbojax.models.families.mistral import MISTRAL
+
+NAME, ARCHITECTURE = "mistral3", "Mistral3ForConditionalGeneration"
+"""Model type and architecture of the whole."""
+
+_PART = "text_config"
+_TIED = "tie_word_embeddings"
+# Of the whole alone, or of the part that is left: whatever they say, text is computed as ever.
+_OTHERS = (
+    *("vision_config", "image_token_index", "image_token_id", "projector_hidden_act"),
+    *("vision_feature_layer", "multimodal_projector_bias", "spatial_merge_size"),
+)
+# Beginnings of names of tensors, and what they are in a Mistral: as published, and as in memory.
+_PREFIXES = {
+    "language_model.model.": "model.",
+    "language_model.lm_head.": "lm_head.",
+    "model.language_model.": "model.",
+    "lm_head.": "lm_head.",
+}
+_IGNORED = tuple(
+    f"{prefix}{name}."
+    for prefix in ("", "model.")
+    for name in ("vision_tower", "multi_modal_projector")
+)
+
+_Stored = TypeVar("_Stored")
+
+
+def is_whole(hf: Mapping[str, Any]) -> bool:
+    """Whether a `config.json` is that of a model that reads text and pictures."""
+    architectures = hf.get("architectures")
+    if architectures:
+        return bool(architectures == [ARCHITECTURE])
+    return bool(hf.get("model_type") == NAME)
+
+
+def text_config(hf: Mapping[str, Any]) -> dict[str, Any]:
+    """The `config.json` of the text model: the object within, and what stands beside it.
+
+    Args:
+      hf: of the whole, see `is_whole`.
+
+    Raises:
+      NotImplementedError: if the model type is another, or the text model is no Mistral.
+      ValueError: if there is no object for the text model.
+    """
+    if hf.get("model_type") not in (None, NAME):
+        raise NotImplementedError(
+            f"model_type={shown(hf['model_type'])} is not supported: must be {NAME!r}, as "
+            f"architectures={[ARCHITECTURE]}"
+        )
+    part = hf.get(_PART)
+    if not isinstance(part, Mapping):
+        raise ValueError(f"config.json: {_PART}={shown(part)} must be an object")
+    kind = part.get("model_type", MISTRAL.name)
+    if kind != MISTRAL.name:
+        raise NotImplementedError(
+            f"config.json: {_PART}: model_type={shown(kind)} is not supported: must be "
+            f"{MISTRAL.name!r}"
+        )
+    outside = {key: value for key, value in hf.items() if key not in (*_OTHERS, _PART)}
+    # Where it stands outside it counts for both tables, whatever the text model's own says.
+    return {
+        **outside,
+        **part,
+        **({_TIED: hf[_TIED]} if hf.get(_TIED) is not None else {}),
+        "architectures": [MISTRAL.architecture],
+        "model_type": MISTRAL.name,
+    }
+
+
+def text_tensors(tensors: Mapping[str, _Stored]) -> dict[str, _Stored]:
+    """The tensors of the text model by their names in a Mistral; others of the whole are left out.
+
+    Tensors of no known part keep their names: a reader refuses them.
+    """
+    found = {}
+    for name, stored in tensors.items():
+        if name.startswith(_IGNORED):
+            continue
+        prefix = next((x for x in _PREFIXES if name.startswith(x)), "")
+        found[_PREFIXES.get(prefix, "") + name.removeprefix(prefix)] = stored
+    return found
