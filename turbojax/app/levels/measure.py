@@ -189,9 +189,11 @@ def _layer_operands(
         value: jax.Array,
         cache: Any,
         options: AttentionOptions = PLAIN,
+        sinks: jax.Array | None = None,
     ) -> tuple[jax.Array, Any]:
         require_plain(options, "the map of levels")
-        return causal_attention(query, key, value)[0], (query, key, value)
+        out, _ = causal_attention(query, key, value, sinks=sinks)
+        return out, (query, key, value)
 
     decoder = for_length(unstack(model), settings.tokens)
     decoder = dataclasses.replace(decoder, layers=decoder.layers[: settings.layer + 1])

@@ -11,7 +11,7 @@ from turbojax.state.pages.pool import PagedCache
 _MOST_FEW_ROWS = 64
 
 
-def _has_many(query: jax.Array, cache: PagedCache) -> bool:
+def _has_many(query: jax.Array | jax.ShapeDtypeStruct, cache: PagedCache) -> bool:
     return query.shape[1] * query.shape[2] // cache.num_kv_heads > _MOST_FEW_ROWS
 
 

@@ -86,6 +86,7 @@ from pallas_kernels.mosaic import ring
 from pallas_kernels.mosaic.hopper.paged_prompt import join, lost
 from pallas_kernels.mosaic.hopper.paged_prompt.memory import Memory, memory, pieces
 from pallas_kernels.mosaic.hopper.paged_prompt.products import Eight, Sixteen, along
+from pallas_kernels.mosaic.hopper.paged_prompt.sink import with_sink
 from pallas_kernels.mosaic.hopper.paged_prompt.tiles import (
     Inputs,
     Settings,
@@ -327,7 +328,7 @@ def _store(
     o, m, l, shift = found
     out_ref, lse_ref = results
     if x.sinks is not None:
-        o, m, l = _with_sink(o, m, l, shift, work, x.sinks)
+        o, m, l = with_sink(o, m, l, shift, work, x.sinks)
     nothing = (work.token_of(me) >= work.real) | (l == 0)
     # A constant plus a scalar is a row array that loops can carry.
     broken = jnp.where(work.is_broken, jnp.nan, 0.0)
@@ -357,33 +358,6 @@ def _store(
         for g in range(work.together):
             target = out_ref.at[work.b, tokens, work.head + g, channels]
             plgpu.copy_smem_to_gmem(y.out.at[me, pl.ds(g * each, each)], target)
-
-
-def _with_sink(
-    o: jax.Array, m: jax.Array, l: jax.Array, shift: jax.Array, work: Work, sinks: Ref
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Adds its head's sink to a row.
-
-    Args:
-      o: outputs, not normalized.
-      m: maxima, ``-inf`` where nothing is seen.
-      l: sums, like the outputs to be multiplied with two to the power ``m - shift``.
-      shift: see there.
-      work: the tile.
-      sinks: in powers of two, ``[N]``.
-    """
-    row = plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=ROW)
-    each = work.tokens // WARPGROUPS
-    sink = jnp.full_like(l, sinks[work.head])
-    for g in range(1, work.together):
-        sink = jnp.where(row >= g * each, sinks[work.head + g], sink)
-    top = m - shift
-    new = jnp.maximum(top, sink)
-    new = jnp.where(new == -jnp.inf, 0.0, new)
-    weight = jnp.exp2(top - new)
-    # What sees nothing may have been multiplied with 0 times NaN.
-    o = jnp.where(along(l == 0, o.shape, 0), 0.0, o) * along(weight, o.shape, 0)
-    return o, new + shift, l * weight + jnp.exp2(sink - new)
 
 
 def _kernel(*refs: Ref, s: Settings, total: int) -> None:
@@ -473,11 +447,7 @@ def attention(
         settings = dataclasses.replace(settings, has_sinks=True)
     inputs = (k, v, tables, lengths, query_lengths, factors)
     if settings.part is None:
-        if settings.out_dtype is not None:
-            raise ValueError(f"{settings.out_dtype=} must be None without parts")
         return _whole(q, *inputs, parts_seen(lengths, query_lengths, settings), *extra, s=settings)
-    if sinks is not None:
-        raise ValueError("sinks must be None with parts")
     settings = dataclasses.replace(settings, group=q.shape[2] // k.shape[1])
     seen = parts_seen(lengths, query_lengths, settings)
     found = _run(join.side_by_side(q, settings), *inputs, seen, *extra, s=settings)

@@ -34,6 +34,9 @@ class Settings:
       programs: how many run side by side, one to a multiprocessor.
       out_dtype: of the output, ``"float32"``, with parts alone; None for the queries'.
       has_sinks: whether there are sinks, without parts alone.
+
+    Raises:
+      ValueError: if there are sinks with parts, or an output's dtype without.
     """
 
     window: int | None
@@ -45,6 +48,12 @@ class Settings:
     programs: int = 132
     out_dtype: str | None = None
     has_sinks: bool = False
+
+    def __post_init__(self) -> None:
+        if self.part is None and self.out_dtype is not None:
+            raise ValueError(f"{self.out_dtype=} must be None without parts")
+        if self.part is not None and self.has_sinks:
+            raise ValueError(f"{self.has_sinks=} must be False with parts")
 
 
 def together(group: int) -> int:
