@@ -45,7 +45,12 @@ def finite(m: jax.Array) -> jax.Array:
 
 
 def merge(
-    o: jax.Array, m: jax.Array, l: jax.Array, query: jax.Array, kv_heads: int, interpret: bool
+    o: jax.Array,
+    m: jax.Array,
+    l: jax.Array,
+    result: jax.Array | jax.ShapeDtypeStruct,
+    kv_heads: int,
+    interpret: bool,
 ) -> tuple[jax.Array, jax.Array]:
     """Merges splits.
 
@@ -53,21 +58,21 @@ def merge(
       o: float32 ``[B * K, splits, G * T, H]``, unnormalized outputs.
       m: float32 ``[B * K, splits, G * T]``, maxima in powers of two, ``-inf`` in an empty split.
       l: float32, the same shape, sums of weights.
-      query: ``[B, T, N, H]``, for its shape and dtype.
+      result: ``[B, T, N, H]``, for its shape and dtype.
       kv_heads: `K`.
       interpret: run without a GPU.
 
     Returns:
-      ``[B, T, N, H]`` in the query's dtype and the float32 log-sum-exp ``[B, T, N]``.
+      ``[B, T, N, H]`` in that dtype and the float32 log-sum-exp ``[B, T, N]``.
     """
-    batch, tokens, heads, _ = query.shape
+    batch, tokens, heads, _ = result.shape
     return pl.pallas_call(
         _merge_kernel,
         grid=(batch * kv_heads, heads // kv_heads * tokens),
         in_specs=[_WHOLE] * 3,
         out_specs=[_WHOLE] * 2,
         out_shape=[
-            jax.ShapeDtypeStruct(query.shape, query.dtype),
+            jax.ShapeDtypeStruct(result.shape, result.dtype),
             jax.ShapeDtypeStruct((batch, tokens, heads), jnp.float32),
         ],
         compiler_params=plgpu.CompilerParams(num_warps=1, num_stages=1),

@@ -33,6 +33,11 @@ class Case:
       scale: of the scores, or None.
       query_lengths: per sequence, or None.
       key_lengths: per sequence, or None.
+      segments: of how many each sequence is packed, or None; keys too.
+      sorted_ids: whether segments follow each other with ascending ids; otherwise ids come and go.
+      query_offsets: per sequence, or None.
+      key_offsets: per sequence, or None.
+      with_sinks: whether each head has one.
       xla_only: blocks that are no powers of two from 16 on, which no kernel has to take.
     """
 
@@ -49,6 +54,11 @@ class Case:
     scale: float | None = None
     query_lengths: tuple[int, ...] | None = None
     key_lengths: tuple[int, ...] | None = None
+    segments: int | None = None
+    sorted_ids: bool = True
+    query_offsets: tuple[int, ...] | None = None
+    key_offsets: tuple[int, ...] | None = None
+    with_sinks: bool = False
     xla_only: bool = False
 
 
@@ -129,9 +139,39 @@ def operands(case, dtype=jnp.float32, head_dim=16, seed=0):
     return q, k, v, levels, d_out, jnp.asarray(d_residual, jnp.float32)
 
 
+def segment_ids(case, tokens, seed):
+    """int32 ``[B, tokens]``: pieces of random lengths, of one token too."""
+    rng = np.random.default_rng(seed)
+    rows = []
+    for _ in range(case.batch):
+        cuts = np.sort(rng.integers(1, max(tokens, 2), case.segments - 1))
+        piece = np.searchsorted(cuts, np.arange(tokens), side="right")
+        names = np.arange(case.segments) if case.sorted_ids else rng.integers(-1, 3, case.segments)
+        rows.append(names[piece])
+    return np.stack(rows).astype(np.int32)
+
+
+def extras_of(case):
+    """What `Case` says of segments, offsets and sinks, by the names of the API."""
+    found = {}
+    if case.segments is not None:
+        same = 7 if case.tokens == case.size else 8
+        found["query_segment_ids"] = segment_ids(case, case.tokens, 7)
+        found["key_value_segment_ids"] = segment_ids(case, case.size, same)
+    if case.query_offsets is not None:
+        found["query_offset"] = np.array(case.query_offsets, np.int32)
+    if case.key_offsets is not None:
+        found["key_offset"] = np.array(case.key_offsets, np.int32)
+    if case.with_sinks:
+        found["sinks"] = np.linspace(-1, 2, case.heads).astype(np.float32)
+    return found
+
+
 def options(case, head_dim=16):
     """The oracle's keyword arguments."""
+    more = extras_of(case)
     return {
+        **({"extras": more} if more else {}),
         "block_q": case.block_q,
         "block_kv": case.block_kv,
         "scale": 1 / math.sqrt(head_dim) if case.scale is None else case.scale,
@@ -149,7 +189,8 @@ def api_options(case):
         "query_seq_lengths": case.query_lengths,
         "key_value_seq_lengths": case.key_lengths,
     }
-    return static, {k: jnp.asarray(v, jnp.int32) for k, v in lengths.items() if v is not None}
+    found = {k: jnp.asarray(v, jnp.int32) for k, v in lengths.items() if v is not None}
+    return static, found | {k: jnp.asarray(v) for k, v in extras_of(case).items()}
 
 
 def f64(x):
@@ -167,28 +208,76 @@ def _groups(size, length):
     ]
 
 
-def _seen(levels, groups, tokens, length, *, block_q, block_kv, is_causal):
-    """Which queries see which groups, bool [T, groups], from one head's levels [T_r, T_c]."""
+def _seen(
+    levels, groups, tokens, length, *, block_q, block_kv, is_causal, ids=None, key_length, shift=0
+):
+    """Which queries see which groups, bool [T, groups], from one head's levels [T_r, T_c].
+
+    `ids` are the segments of one sequence's queries and keys.
+    """
     level, first, end = np.array(groups).T
     query = np.arange(tokens)[:, None]
+    if ids is not None:
+        levels = np.array(levels)
+        for j in range(levels.shape[1]):
+            if len(set(ids[1][j * block_kv : min((j + 1) * block_kv, key_length)])) > 1:
+                levels[:, j] = np.minimum(levels[:, j], 1)
     seen = (levels[query // block_q, first // block_kv] == level) & (end > first) & (query < length)
-    return seen & (end - 1 <= query) if is_causal else seen
+    if ids is not None:
+        seen = seen & (ids[0][query] == ids[1][np.minimum(first, len(ids[1]) - 1)])
+    return seen & (end - 1 <= query + shift) if is_causal else seen
 
 
-def structure(q_shape, size, levels, *, block_q, block_kv, is_causal, query_lengths, key_lengths):
+def structure(
+    q_shape,
+    size,
+    levels,
+    *,
+    block_q,
+    block_kv,
+    is_causal,
+    query_lengths,
+    key_lengths,
+    extras=None,
+):
     """Groups per sequence, and which query sees which: bool [B, N, T, groups]."""
     batch, tokens, heads, _ = q_shape
-    levels = np.asarray(levels)
+    levels, extras = np.asarray(levels), extras or {}
     all_groups, all_seen = [], []
     for b in range(batch):
-        groups = _groups(size, size if key_lengths is None else int(key_lengths[b]))
+        key_length = size if key_lengths is None else int(key_lengths[b])
+        groups = _groups(size, key_length)
         length = tokens if query_lengths is None else int(query_lengths[b])
         blocks = {"block_q": block_q, "block_kv": block_kv, "is_causal": is_causal}
+        blocks["shift"] = sum(
+            sign * int(extras[name][b])
+            for name, sign in (("query_offset", 1), ("key_offset", -1))
+            if name in extras
+        )
+        if "query_segment_ids" in extras:
+            names = ("query_segment_ids", "key_value_segment_ids")
+            blocks["ids"] = [np.asarray(extras[name])[b] for name in names]
         table = levels[b % len(levels)]
-        seen = [_seen(x, groups, tokens, length, **blocks) for x in table]
+        seen = [_seen(x, groups, tokens, length, key_length=key_length, **blocks) for x in table]
         all_groups.append(groups)
         all_seen.append(np.stack([seen[n % len(table)] for n in range(heads)]))
     return all_groups, np.stack(all_seen)
+
+
+def real_queries(batch, tokens, query_lengths):
+    """bool [B, T]."""
+    lengths = [tokens] * batch if query_lengths is None else query_lengths
+    return np.arange(tokens) < np.asarray(lengths)[:, None]
+
+
+def sunk(out, residual, extras, query_lengths):
+    """Output [B, T, N, H] and log-sum-exp [B, T, N] with the sinks, if there are any."""
+    if not extras or "sinks" not in extras:
+        return out, residual
+    total = np.logaddexp(residual, f64(np.asarray(extras["sinks"], np.float64)))
+    share = np.where(np.isneginf(residual), 0, np.exp(residual - total))
+    real = real_queries(*residual.shape[:2], query_lengths)[..., None]
+    return out * share[..., None], np.where(real, total, residual)
 
 
 def oracle(
@@ -203,6 +292,7 @@ def oracle(
     is_causal,
     query_lengths=None,
     key_lengths=None,
+    extras=None,
 ):
     """Output [B, T, N, H] and log-sum-exp [B, T, N] in float64.
 
@@ -219,6 +309,7 @@ def oracle(
         is_causal=is_causal,
         query_lengths=query_lengths,
         key_lengths=key_lengths,
+        extras=extras,
     )
     out, residual = np.zeros(q.shape), np.full(q.shape[:3], -np.inf)
     for b in range(q.shape[0]):
@@ -240,6 +331,7 @@ def oracle(
                 weights = np.exp(scores - scores.max())
                 out[b, t, n] = weights @ values[mine[t]] / weights.sum()
                 residual[b, t, n] = scores.max() + np.log(weights.sum())
+    out, residual = sunk(out, residual, extras, query_lengths)
     return _poison(out, residual, levels, block_q, query_lengths)
 
 
@@ -263,7 +355,19 @@ class Dense:
     """
 
     def __init__(
-        self, query, key, value, averages, counts, seen, *, scale, dtype, pooled_dtype=None
+        self,
+        query,
+        key,
+        value,
+        averages,
+        counts,
+        seen,
+        *,
+        scale,
+        dtype,
+        pooled_dtype=None,
+        sinks=None,
+        real=None,
     ):
         self.scale, self.dtype, self.pooled_dtype = dtype(scale), dtype, pooled_dtype
         self.averages = averages.astype(dtype)
@@ -281,6 +385,12 @@ class Dense:
         total = np.where(some, weights.sum(-1, keepdims=True), dtype(1))
         self.weights = weights / total
         self.residual = np.where(some, np.log(total) + shift, dtype(-np.inf))[..., 0]
+        self.sinks = None if sinks is None else np.asarray(sinks).astype(dtype)[:, None]
+        if sinks is not None:
+            with_it = np.logaddexp(self.residual, self.sinks)
+            share = np.where(some[..., 0], np.exp(self.residual - with_it), dtype(0))
+            self.weights = self.weights * share[..., None]
+            self.residual = np.where(real[:, None], with_it, self.residual)
 
     def _pooled(self, x):
         """Of ``[B, S, K, H]`` every query head's groups, ``[B, N, groups, H]``."""
@@ -308,6 +418,15 @@ class Dense:
             self._spread(self.weights.mT @ d_out),
         )
 
+    def gradient_of_sinks(self, d_out, d_residual):
+        """float ``[N]``."""
+        d_out = np.swapaxes(np.asarray(d_out).astype(self.dtype), 1, 2)
+        d_residual = np.swapaxes(np.asarray(d_residual).astype(self.dtype), 1, 2)
+        real = ~np.isneginf(self.residual)
+        weight = np.exp(self.sinks - np.where(real, self.residual, np.inf))
+        mean = (d_out * (self.weights @ self.value)).sum(-1)
+        return (weight * np.where(real, d_residual - mean, 0)).sum((0, 2))
+
     def _spread(self, x):
         """The transpose of `_pooled`."""
         x = x.reshape(x.shape[0], -1, self.group, *x.shape[2:]).sum(2)
@@ -319,7 +438,7 @@ class Dense:
 def _dense_operands(query, key, value, levels, *, scale, **kwargs):
     """Operands of `dense`; keys and values that are not there are zeros."""
     del scale
-    kwargs = {"query_lengths": None, "key_lengths": None, **kwargs}
+    kwargs = {"query_lengths": None, "key_lengths": None, "extras": None, **kwargs}
     size = key.shape[1]
     groups, seen = structure(query.shape, size, levels, **kwargs)
     tokens = np.arange(size)
@@ -336,32 +455,47 @@ def _dense_operands(query, key, value, levels, *, scale, **kwargs):
     return query, key, value, averages, counts, seen
 
 
+def _dense_sinks(query, kwargs):
+    """Keyword arguments of `Dense`."""
+    sinks = (kwargs.get("extras") or {}).get("sinks")
+    real = real_queries(*query.shape[:2], kwargs.get("query_lengths"))
+    return {} if sinks is None else {"sinks": sinks, "real": real}
+
+
 def plain(query, key, value, levels, *, scale, **kwargs):
     """Output and residual of dense float32 arithmetic, pooled keys in the inputs' dtype."""
     arrays = _dense_operands(query, key, value, levels, scale=scale, **kwargs)
-    return Dense(*arrays, scale=scale, dtype=np.float32, pooled_dtype=query.dtype).results()
+    more = _dense_sinks(query, kwargs)
+    rounded = Dense(*arrays, scale=scale, dtype=np.float32, pooled_dtype=query.dtype, **more)
+    return rounded.results()
 
 
 def oracle_gradient(query, key, value, levels, d_out, d_residual, *, scale, **kwargs):
-    """Gradients of query, key and value in float64, of `Dense`.
+    """Gradients of query, key and value in float64, of `Dense`; and of sinks, if there are any.
 
-    The pooled keys are not rounded. The cotangents of queries that see nothing are ignored.
+    The pooled keys are not rounded. The cotangents of queries that see nothing are ignored, but by
+    sinks.
     """
     arrays = _dense_operands(query, key, value, levels, scale=scale, **kwargs)
     some = arrays[5].any(-1).swapaxes(1, 2)
     q, k, v, d_out, d_residual = (f64(x) for x in (*arrays[:3], d_out, d_residual))
     q = np.where(some.any(-1)[..., None, None], q, 0)
-    exact = Dense(q, k, v, *arrays[3:], scale=scale, dtype=np.float64)
-    return exact.gradients(np.where(some[..., None], d_out, 0), np.where(some, d_residual, 0))
+    more = _dense_sinks(query, kwargs)
+    exact = Dense(q, k, v, *arrays[3:], scale=scale, dtype=np.float64, **more)
+    d_out = np.where(some[..., None], d_out, 0)
+    of_sinks = (exact.gradient_of_sinks(d_out, d_residual),) if more else ()
+    return *exact.gradients(d_out, np.where(some, d_residual, 0)), *of_sinks
 
 
 def plain_gradient(query, key, value, levels, d_out, d_residual, *, scale, **kwargs):
     """Gradients of `plain`, float32 throughout but for pooled keys, their gradients and results."""
     arrays = _dense_operands(query, key, value, levels, scale=scale, **kwargs)
     some = arrays[5].any(-1).swapaxes(1, 2)
-    rounded = Dense(*arrays, scale=scale, dtype=np.float32, pooled_dtype=query.dtype)
+    more = _dense_sinks(query, kwargs)
+    rounded = Dense(*arrays, scale=scale, dtype=np.float32, pooled_dtype=query.dtype, **more)
     gradients = rounded.gradients(d_out, np.where(some, d_residual, 0))
-    return tuple(x.astype(query.dtype) for x in gradients)
+    of_sinks = (rounded.gradient_of_sinks(d_out, d_residual),) if more else ()
+    return *(x.astype(query.dtype) for x in gradients), *of_sinks
 
 
 def worst(got, want):

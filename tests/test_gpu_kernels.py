@@ -258,7 +258,7 @@ def test_nan_reaches_what_it_reaches_in_the_definition():
 
 def test_none_takes_the_kernels_here():
     """Those for Hopper there, for Triton on other GPUs."""
-    from turbojax.ops.turbo_attention.api import DECODE as DECODE_REGISTRY
+    from turbojax.ops.turbo_attention.decoding import DECODE as DECODE_REGISTRY
     from turbojax.state.progressive.update import APPEND, STORE_PROMPT
 
     best = "mosaic_gpu" if gpu_compute_capability() == 9.0 else "triton"

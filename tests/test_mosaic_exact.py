@@ -14,7 +14,7 @@ import pytest
 from kernel_helpers import lower_for_cuda
 from oracles import warp
 
-from pallas_kernels.mosaic.hopper.paged import inputs, kernel
+from pallas_kernels.mosaic.hopper.paged import copies, inputs, kernel
 from turbojax import _device
 from turbojax.ops import cudnn, exact_attention
 from turbojax.ops.exact_attention import api, mosaic_gpu
@@ -135,7 +135,7 @@ def test_its_gradient_is_that_of_plain_jax(monkeypatch):
     ],
 )
 def test_rows_come_to_their_places(monkeypatch, head_dim, block, room, limit, length, begin):
-    for module in (inputs, kernel):
+    for module in (copies, inputs, kernel):
         monkeypatch.setattr(module, "lane", warp)
     number = warp.Int(warp.LANES)
     here = inputs.Place(number >> 2, number & 3, number, inputs.parity(number >> 2))
@@ -158,7 +158,7 @@ def test_rows_come_to_their_places(monkeypatch, head_dim, block, room, limit, le
     assert s.block == block
     slot = np.full(2 * block * head_dim * 2, 0xFF, np.uint8)
     first = warp.integer(begin // block)
-    kernel._copy_rows(a, at, here, first, (warp.Pointer(slot), None), s)
+    copies._copy_rows(a, at, here, first, (warp.Pointer(slot), None), s)
     got = slot.view(np.uint16).reshape(2, block, head_dim)
     tokens = begin + np.arange(block)
     for side, x in zip(got, (key, value), strict=True):

@@ -65,7 +65,9 @@ def test_it_lowers(kind, shape, window):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_refusals_name_value_and_requirement(kind, monkeypatch):
-    assert "needs an NVIDIA GPU of compute capability 9.0" in refusal(kind)
+    assert "needs an NVIDIA GPU of compute capability 8.0, 8.9, 9.0 or 10.0" in refusal(kind)
+    monkeypatch.setattr(_device, "gpu_compute_capability", lambda: 8.0)
+    assert refusal(kind) == "needs compute capability 8.9 for 8-bit floats"
     monkeypatch.setattr(_device, "gpu_compute_capability", lambda: 9.0)
     assert refusal(kind) is None
     assert refusal(kind, head_dim=96) == "head_dim=96 must be one of (64, 128, 256)"

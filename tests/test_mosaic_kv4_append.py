@@ -49,7 +49,7 @@ def append(monkeypatch):
     for module in (kv4_append, frame):
         monkeypatch.setattr(module, "lane", warp)
     monkeypatch.setattr(kv4_append.lanes, "update", update)
-    monkeypatch.setattr(kv4_mosaic, "needs_bulk_copies", lambda: None)
+    monkeypatch.setattr(kv4_mosaic, "needs_mosaic", lambda: None)
     return functools.partial(kv4.append, implementation="mosaic_gpu")
 
 

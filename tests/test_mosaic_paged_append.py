@@ -177,7 +177,7 @@ def test_what_is_refused(hopper, kv_dtype, shape, reason):
         paged.APPEND.select("mosaic_gpu", cache=cache, key=key, block_tables=tables)
 
 
-def test_it_is_for_hopper_alone(monkeypatch):
+def test_elsewhere_it_is_chosen_after_others(monkeypatch):
     cache, key, _, tables, _ = specification("turbo4")
     monkeypatch.setattr(_device, "gpu_compute_capability", lambda: 8.0)
     chosen = paged.APPEND.select(None, cache=cache, key=key, block_tables=tables)

@@ -14,6 +14,7 @@ from kernel_helpers import lower_for_cuda
 import turbojax as tj
 from turbojax import _device
 from turbojax.ops import rows
+from turbojax.ops.extras import Extras
 from turbojax.ops.pooled_attention import api, mosaic_gpu
 from turbojax.ops.pooled_attention.static import PooledOptions
 
@@ -122,3 +123,43 @@ def test_lowers_for_cuda(head_dim, block_q, block_kv, scale, is_causal, with_len
     assert "turbojax_pooled_attention_hopper" in forward
     for name in ("query", "key"):
         assert f"turbojax_pooled_{name}_gradient_hopper" in backward
+
+
+@pytest.mark.quick(1)
+@pytest.mark.parametrize(("block_kv", "out_dtype"), [(64, "float32"), (128, None)])
+def test_extras_lower_for_cuda(block_kv, out_dtype):
+    query, key, value, levels = shapes(block_kv=block_kv)
+    extras = Extras(
+        query_offset=jax.ShapeDtypeStruct((2,), jnp.int32),
+        query_segment_ids=jax.ShapeDtypeStruct(query.shape[:2], jnp.int32),
+        key_value_segment_ids=jax.ShapeDtypeStruct(key.shape[:2], jnp.int32),
+    )
+    options = PooledOptions(True, scale=0.1, block_q=128, block_kv=block_kv, out_dtype=out_dtype)
+    out = jax.ShapeDtypeStruct(query.shape, options.dtype_of_output(query))
+    residual = jax.ShapeDtypeStruct(query.shape[:3], jnp.float32)
+
+    def forward(*arrays):
+        *arrays, extras = arrays
+        return mosaic_gpu.attention(*arrays, None, None, extras=extras, options=options)
+
+    def backward(*arrays):
+        *arrays, extras = arrays
+        return mosaic_gpu.gradient(
+            *arrays[:4], None, None, *arrays[4:], extras=extras, options=options
+        )
+
+    arrays = (query, key, value, levels)
+    assert "pooled_attention_hopper" in lower_for_cuda(forward, *arrays, extras)
+    cotangents = (out, residual, out, residual)
+    assert "key_gradient_hopper" in lower_for_cuda(backward, *arrays, *cotangents, extras)
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("name", ["mosaic_gpu", "triton"])
+def test_extras_that_no_kernel_has_are_refused_in_words(name):
+    query, key, value, levels = shapes()
+    static = PooledOptions(False, scale=0.1, block_q=128, block_kv=128)
+    arguments = {"query": query, "key": key, "value": value, "levels": levels, "options": static}
+    slopes = Extras(alibi_slopes=jax.ShapeDtypeStruct((4,), jnp.float32))
+    with pytest.raises(NotImplementedError, match=f"{name}: it has no alibi_slopes"):
+        api.FORWARD.select(name, **arguments, extras=slopes)

@@ -18,10 +18,11 @@ NAMES = (
     "03_int4_fp8",
     "04_paged_turbo4",
     "05_your_checkpoint",
+    "06_packed_finetuning",
 )
 SECONDS = 600  # a cell, while other tests run beside it
 # Those whose committed outputs are not a GPU's: the session's time on one ended while it ran.
-RAN_ON_A_CPU = {"04_paged_turbo4"}
+RAN_ON_A_CPU = {"04_paged_turbo4", "06_packed_finetuning"}
 # Folders of one machine: an output that names one came from somewhere else than it should say.
 MACHINE = re.compile(r"/(?:home|root|work|tmp|Users|usr|opt|var)/\w")
 

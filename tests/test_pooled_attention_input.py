@@ -149,7 +149,7 @@ def test_lengths_beyond_the_arrays_act_as_the_nearest_bound_under_jit():
     np.testing.assert_array_equal(got, want)
 
 
-def ones(query, key, value, levels, query_length, key_length, *, options):
+def ones(query, key, value, levels, query_length, key_length, *, options, extras):
     """Stands for a kernel."""
     return jnp.ones_like(query), jnp.ones(query.shape[:3])
 
@@ -183,8 +183,9 @@ def test_what_implementations_are_asked(monkeypatch):
     """Everything there is to know without looking at values."""
     asked = []
 
-    def unsupported(*, query, key, value, levels, options):
+    def unsupported(*, query, key, value, levels, options, extras):
         asked.append((query.shape, key.shape, value.shape, levels.dtype, options))
+        assert not extras.given
         return "not now"
 
     pretend(monkeypatch, "FORWARD", Implementation("triton", ones, unsupported))

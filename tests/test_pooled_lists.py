@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from turbojax.ops import rows
-from turbojax.ops.pooled_attention import lists, operands, pooling
+from turbojax.ops.extras import Extras
+from turbojax.ops.pooled_attention import lists, operands, pooling, segments
 from turbojax.ops.pooled_attention.static import LEVELS, PooledOptions
 
 # Query tokens, key tokens, block_q, block_kv, is_causal, query lengths, key lengths.
@@ -213,3 +214,91 @@ def test_rows_of_the_gradient():
             assert delta[b, n, t] == pytest.approx(float(want[b, t, n]), rel=1e-5, abs=1e-5)
     assert np.all(lse[:, :, 5:] == np.inf)
     assert np.all(delta[:, :, 5:] == 0)
+
+
+# Query tokens, key tokens, block_q, block_kv, is_causal, rows of a tile.
+PACKED = [(150, 150, 16, 16, True, 16), (150, 133, 32, 64, False, 32), (130, 150, 64, 16, True, 16)]
+
+
+@pytest.mark.quick(1)
+@pytest.mark.parametrize("shape", PACKED)
+def test_lists_of_packed_sequences(shape):
+    """What nobody sees is not in them, and what comes first needs a mask, or none, as they say."""
+    tokens, size, block_q, block_kv, is_causal, rows_ = shape
+    rng = np.random.default_rng(1)
+    ids = [
+        np.stack([np.sort(rng.integers(0, 4, n)) for _ in range(2)]).astype(np.int32)
+        for n in (tokens, size)
+    ]
+    shift, lengths = np.array([0, 21]), (np.array([tokens, 77]), np.array([size, 99]))
+    extras = Extras(
+        query_offset=jnp.asarray(shift, jnp.int32),
+        query_segment_ids=jnp.asarray(ids[0]),
+        key_value_segment_ids=jnp.asarray(ids[1]),
+    )
+    given = tuple(jnp.asarray(x, jnp.int32) for x in lengths)
+    asked = draw(shape, batch=2, seed=2)
+    static = PooledOptions(is_causal, scale=1.0, block_q=block_q, block_kv=block_kv)
+    levels = segments.attended(jnp.asarray(asked), *given, extras, block_q, block_kv)
+    rest = (tokens, size, *given, static, extras)
+    by_query = jax.jit(lists.by_query, static_argnums=(1, 2, 5))(levels, *rest)
+    every = by_every_key(levels, rows_, *rest)
+    levels = np.asarray(levels, int)
+    for b, n in np.ndindex(levels.shape[:2]):
+        seen = np.zeros(levels.shape[2:], int)
+        for i in range(levels.shape[2]):
+            queries = range(i * block_q, min((i + 1) * block_q, lengths[0][b]))
+            for j in range(levels.shape[3]):
+                keys = range(j * block_kv, min((j + 1) * block_kv, lengths[1][b]))
+                pairs = [(q, k) for q in queries for k in keys if ids[0][b, q] == ids[1][b, k]]
+                if asked[b, n, i, j] == 0 or not pairs:
+                    assert levels[b, n, i, j] == 0
+                    continue
+                mixed = len(set(ids[1][b, list(keys)])) > 1
+                assert levels[b, n, i, j] == (1 if mixed else asked[b, n, i, j])
+                groups = groups_of(j, levels[b, n, i, j], block_kv, lengths[1][b])
+                visible = [
+                    ids[0][b, q] == ids[1][b, first] and (not is_causal or last <= q + shift[b])
+                    for q in queries
+                    for first, last in groups
+                ]
+                # 1: in the lists, with a mask; 2: without one; 0: it may be in them.
+                all_there = len(keys) == block_kv
+                seen[i, j] = any(visible) * (1 + (all(visible) and all_there))
+        for i in range(levels.shape[2]):
+            blocks, counts = (np.asarray(x)[b, n, i] for x in by_query)
+            begin = 0
+            for number, level in enumerate(LEVELS):
+                mine = blocks[begin : begin + counts[number]].tolist()
+                begin += counts[number]
+                assert {j for j in np.flatnonzero(seen[i]) if levels[b, n, i, j] == level} <= set(
+                    mine
+                )
+                assert all(levels[b, n, i, j] == level for j in mine)
+                complete = counts[number + 4]
+                assert all(seen[i, j] == 2 for j in mine[:complete])
+                assert all(seen[i, j] < 2 for j in mine[complete:])
+        assert_key_lists(every, levels[b, n], seen, b, n, rows_, block_kv, size)
+
+
+def assert_key_lists(every, levels, seen, b, n, rows_, block_kv, size):
+    tile = 0
+    for level in LEVELS:
+        blocks = max(1, rows_ * level // block_kv)
+        for u in range(-(-size // (rows_ * level))):
+            queries, counts = (np.asarray(x)[b, n, tile] for x in every)
+            tile += 1
+            found = {}
+            for place, entry in enumerate(queries[: counts[0]].tolist()):
+                found[entry >> 16] = (entry & 0xFFFF, place < counts[1])
+            first = u * rows_ * level // block_kv
+            for i in range(levels.shape[0]):
+                bits, masked = found.get(i, (0, True))
+                for p in range(blocks):
+                    j = first + p
+                    is_listed = bits >> p & 1
+                    if j < levels.shape[1] and levels[i, j] == level and seen[i, j]:
+                        assert is_listed
+                        assert masked or seen[i, j] == 2 or size % block_kv
+                    elif is_listed:
+                        assert levels[i, j] == level

@@ -13,7 +13,8 @@ from turbojax import _device
 from turbojax._device import interpret_kernels
 from turbojax._registry import Implementation, Registry
 from turbojax.ops.options import Options
-from turbojax.ops.turbo_attention.api import ATTENTION, DECODE
+from turbojax.ops.turbo_attention.api import ATTENTION
+from turbojax.ops.turbo_attention.decoding import DECODE
 
 
 def _registry() -> Registry:
@@ -26,6 +27,19 @@ def _registry() -> Registry:
 
 def test_none_takes_the_first_that_can():
     assert _registry().select(None, size=2).name == "triton"
+
+
+def test_kernels_of_mosaic_that_were_never_run_here_go_after_others(monkeypatch):
+    def all_of(*names):
+        return Registry("op", tuple(Implementation(n, lambda: None) for n in names))
+
+    registry = all_of("mosaic_gpu", "triton", "xla")
+    for capability, chosen in ((9.0, "mosaic_gpu"), (8.0, "triton"), (10.0, "triton")):
+        monkeypatch.setattr(_device, "gpu_compute_capability", lambda c=capability: c)
+        assert registry.select(None).name == chosen
+    # Rather than none.
+    assert all_of("mosaic_gpu", "xla").select(None).name == "mosaic_gpu"
+    assert registry.select("mosaic_gpu").name == "mosaic_gpu"
 
 
 def test_a_named_implementation_never_falls_back():
@@ -81,6 +95,7 @@ def _calls(dtype=jnp.bfloat16, **options):
 def _pretend(monkeypatch, capability):
     """There is such a GPU, and no jax-triton."""
     monkeypatch.setattr(_device, "gpu_compute_capability", lambda: capability)
+    monkeypatch.setattr(_device, "has_pallas_triton", lambda: True)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
 
 
@@ -88,12 +103,17 @@ def _pretend(monkeypatch, capability):
     ("capability", "expected"),
     [(9.0, "mosaic_gpu"), (10.0, "triton"), (9.1, "triton"), (8.9, "triton"), (7.5, "xla")],
 )
-def test_hopper_and_nothing_else_takes_mosaic(monkeypatch, capability, expected):
+def test_hopper_and_nothing_else_chooses_mosaic(monkeypatch, capability, expected):
     _pretend(monkeypatch, capability)
     for registry, arguments in _calls():
         assert registry.select(None, **arguments).name == expected
-        if expected != "mosaic_gpu":
-            words = f"mosaic_gpu: needs an NVIDIA GPU of compute capability 9.0.*has {capability}$"
+        if registry is DECODE and capability in (
+            8.9,
+            10.0,
+        ):  # by name, since it was never run there
+            assert registry.select("mosaic_gpu", **arguments).name == "mosaic_gpu"
+        elif expected != "mosaic_gpu":
+            words = f"mosaic_gpu: needs an NVIDIA GPU of compute capability .*has {capability}$"
             with pytest.raises(NotImplementedError, match=words):
                 registry.select("mosaic_gpu", **arguments)
 

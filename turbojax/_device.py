@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import jax
 
-_ADA, _HOPPER, _BLACKWELL = 8.9, 9.0, 10.0
+_AMPERE, _ADA, _HOPPER, _BLACKWELL = 8.0, 8.9, 9.0, 10.0
 _MULTIPROCESSORS = 132
 _INTERPRETING: contextvars.ContextVar[bool] = contextvars.ContextVar(
     "turbojax_interpret_kernels", default=False
@@ -97,18 +97,41 @@ def needs_hopper() -> str | None:
     return _needs_one_of(_HOPPER)
 
 
-def needs_bulk_copies() -> str | None:
+def needs_mosaic() -> str | None:
     """None if Mosaic's kernels without products of warpgroups can run here, or why not in words.
 
-    They copy in bulk, as GPUs since Hopper can, and compile for the data centers' GPUs of the next
-    generation too. There they were never run: `is_measured` says so.
+    They compile for data centers' GPUs from Ampere to Blackwell, and for Ada. They were run on
+    Hopper alone: `is_measured` says so.
     """
-    return _needs_one_of(_HOPPER, _BLACKWELL)
+    return _needs_one_of(_AMPERE, _ADA, _HOPPER, _BLACKWELL)
+
+
+def has_bulk_copies() -> bool:
+    """Whether the default GPU copies in bulk, as GPUs since Hopper do; True where there is none."""
+    found = gpu_compute_capability()
+    return found is None or found >= _HOPPER
+
+
+def shared_memory() -> int:
+    """Bytes of shared memory that a program can have on the default GPU; an H100's without one."""
+    kib = {_AMPERE: 163, _ADA: 99}.get(gpu_compute_capability() or _HOPPER, 227)
+    return kib * 2**10
+
+
+def too_much_memory(size: int) -> str | None:
+    """Why a program cannot have so many bytes of shared memory here; None if it can."""
+    most = shared_memory()
+    return None if size <= most else f"{size} bytes of shared memory must be at most {most}"
+
+
+def needs_e4m3() -> str | None:
+    """Why the default GPU cannot convert from and to 8-bit floats; None if it can."""
+    return f"needs compute capability {_ADA} for 8-bit floats" if lacks_e4m3() else None
 
 
 def is_measured() -> bool:
-    """Whether Mosaic's kernels were run, checked and timed on GPUs of this kind."""
-    return gpu_compute_capability() == _HOPPER
+    """Whether Mosaic's kernels were run, checked and timed on such GPUs; True where is none."""
+    return gpu_compute_capability() in (None, _HOPPER)
 
 
 def _needs_one_of(*capabilities: float) -> str | None:
@@ -117,7 +140,8 @@ def _needs_one_of(*capabilities: float) -> str | None:
     found = gpu_compute_capability()
     if found in capabilities:
         return None
-    names = " or ".join(map(str, capabilities))
+    *most, last = map(str, capabilities)
+    names = f"{', '.join(most)} or {last}" if most else last
     wanted = f"needs an NVIDIA GPU of compute capability {names}, for which alone it is compiled"
     if found is None:
         return f"{wanted}; jax's default backend is {jax.default_backend()}"

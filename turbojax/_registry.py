@@ -4,6 +4,8 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, Literal
 
+from turbojax import _device
+
 ImplementationName = Literal["xla", "triton", "mosaic_gpu", "jax_triton"]
 IMPLEMENTATION_NAMES = ("mosaic_gpu", "jax_triton", "triton", "xla")
 
@@ -35,6 +37,17 @@ class Registry:
     op: str
     implementations: tuple[Implementation, ...]
 
+    @property
+    def preferred(self) -> tuple[Implementation, ...]:
+        """The implementations in the order in which one is chosen here.
+
+        On GPUs on which Mosaic's kernels were never run, whatever other kernel there is goes first.
+        """
+        if _device.is_measured():
+            return self.implementations
+        ranks = {"mosaic_gpu": 1, "xla": 2}
+        return tuple(sorted(self.implementations, key=lambda i: ranks.get(i.name, 0)))
+
     def select(self, requested: str | None, **arguments: Any) -> Implementation:
         """The implementation asked for, or the first that takes these arguments.
 
@@ -49,7 +62,7 @@ class Registry:
             raise ValueError(
                 f"implementation={requested!r} must be None or one of {IMPLEMENTATION_NAMES}"
             )
-        candidates = [i for i in self.implementations if requested in (None, i.name)]
+        candidates = [i for i in self.preferred if requested in (None, i.name)]
         if not candidates:
             names = ", ".join(repr(i.name) for i in self.implementations)
             raise NotImplementedError(

@@ -112,7 +112,7 @@ def lowering_for(capability: str) -> Iterator[None]:
     axes = {"axis_types": (jax.sharding.AxisType.Auto,), "abstract_device": device}
     mesh = jax.sharding.AbstractMesh((1,), ("device",), **axes)
     with (
-        mock.patch.object(_device, "gpu_compute_capability", return_value=9.0),
+        mock.patch.object(_device, "gpu_compute_capability", return_value=float(capability)),
         jax.sharding.use_abstract_mesh(mesh),
     ):
         yield

@@ -31,6 +31,7 @@ class Settings:
       num_warps: per program.
       num_stages: of the software pipeline.
       interpret: run without a GPU.
+      out_dtype: of the output, ``"float32"``; None for the queries'.
     """
 
     mode: str
@@ -47,6 +48,7 @@ class Settings:
     num_warps: int
     num_stages: int
     interpret: bool
+    out_dtype: str | None = None
 
 
 class Query(NamedTuple):

@@ -62,6 +62,36 @@ class Side(NamedTuple):
     pooled: Any  # [B, K, G_2 + G_4 + G_8, H]
 
 
+class Marks(NamedTuple):
+    """What else says which pooled keys a query sees; each empty, or one array."""
+
+    queries: tuple[Any, ...] = ()  # int32 [B, T], the segments of queries
+    keys: tuple[Any, ...] = ()  # int32 [B, S], those of keys
+    shift: tuple[Any, ...] = ()  # int32 [B], a query's position less a key's of the same index
+
+    def positions(self, index: jax.Array, b: jax.Array) -> jax.Array:
+        """Those of queries, counted as those of keys are."""
+        return index + plgpu.load(self.shift[0].at[b]) if self.shift else index
+
+    def of_queries(self, index: jax.Array, b: jax.Array) -> jax.Array | None:
+        """Segments of queries, int32; past the end that of the last."""
+        return _segments(self.queries, index, b)
+
+    def of_keys(self, token: jax.Array, b: jax.Array) -> jax.Array | None:
+        """Segments of keys, int32; past the end that of the last."""
+        return _segments(self.keys, token, b)
+
+
+UNMARKED = Marks()
+"""A call without segments and offsets."""
+
+
+def _segments(of: tuple[Any, ...], index: jax.Array, b: jax.Array) -> jax.Array | None:
+    if not of:
+        return None
+    return plgpu.load(of[0].at[b, jnp.minimum(index, of[0].shape[1] - 1)])
+
+
 class Queries(NamedTuple):
     """What the gradients need of the queries.
 
@@ -79,7 +109,7 @@ class Keys(NamedTuple):
     """The pooled keys of one step of a walk.
 
     `bias` is None where all stand for one token, `valid` where all are there, `last` where all are
-    visible to all queries.
+    visible to all queries, `segment` also where there are no segments.
     """
 
     is_pooled: bool
@@ -87,13 +117,18 @@ class Keys(NamedTuple):
     bias: jax.Array | None  # float32 [tile_kv], log2 of how many tokens they stand for
     valid: jax.Array | None  # bool [tile_kv]
     last: jax.Array | None  # int32 [tile_kv], position of their last token
+    segment: jax.Array | None  # int32 [tile_kv]
 
-    def visible(self, position: jax.Array) -> jax.Array | None:
-        """Which of the queries at `position` see which: bool ``[queries, tile_kv]``, or None."""
+    def visible(self, position: jax.Array, segment: jax.Array | None) -> jax.Array | None:
+        """Which of the queries there see which: bool ``[queries, tile_kv]``, or None for all."""
         if self.valid is None:
             return None
         mask = jnp.broadcast_to(self.valid[None, :], (position.shape[0], self.valid.shape[0]))
-        return mask if self.last is None else mask & (self.last[None, :] <= position[:, None])
+        if self.last is not None:
+            mask = mask & (self.last[None, :] <= position[:, None])
+        if self.segment is not None and segment is not None:
+            mask = mask & (self.segment[None, :] == segment[:, None])
+        return mask
 
 
 class _Run(NamedTuple):
@@ -223,6 +258,7 @@ def _keys(
     is_edge: bool,
     offsets: dict[int, int],
     s: Settings,
+    segments: Callable[[jax.Array], jax.Array | None],
     tile: jax.Array,
     block: jax.Array,
 ) -> Keys:
@@ -233,7 +269,7 @@ def _keys(
     row = place.base + group if part.is_pooled else group
     if not is_edge:
         bias = place.log.astype(jnp.float32) if isinstance(place.log, jax.Array) else None
-        return Keys(part.is_pooled, row, bias, None, None)
+        return Keys(part.is_pooled, row, bias, None, None, None)
     token = group << place.log
     size = (1 << place.log) + jnp.zeros_like(token)
     count = jnp.clip(key_length - token, 0, size)
@@ -242,7 +278,8 @@ def _keys(
     bias = None
     if part.is_pooled:
         bias = jnp.log(jnp.maximum(count, 1).astype(jnp.float32)) * _common.LOG2_E
-    return Keys(part.is_pooled, row, bias, valid, token + count - 1 if s.is_causal else None)
+    last = token + count - 1 if s.is_causal else None
+    return Keys(part.is_pooled, row, bias, valid, last, segments(token))
 
 
 def walk(
@@ -253,6 +290,7 @@ def walk(
     key_length: jax.Array,
     key_tokens: int,
     s: Settings,
+    segments: Callable[[jax.Array], jax.Array | None],
 ) -> Any:
     """Hands all pooled keys that a query block sees to `step`, tile by tile.
 
@@ -264,6 +302,7 @@ def walk(
       key_length: scalar, tokens of this sequence.
       key_tokens: `S`.
       s: block and tile sizes.
+      segments: those of keys at these tokens, or None.
     """
     offsets = group_offsets(key_tokens)
     for part in _parts(lists.counts, at, s):
@@ -271,7 +310,7 @@ def walk(
         stop = (part.total + s.tile_kv - 1) // s.tile_kv
         for is_edge, bounds in ((False, (jnp.int32(0), full)), (True, (full, stop))):
             fetch = functools.partial(_fetch, lists.blocks, at, part, is_edge, offsets, s)
-            keys = functools.partial(_keys, part, key_length, is_edge, offsets, s)
+            keys = functools.partial(_keys, part, key_length, is_edge, offsets, s, segments)
             state = _loop(bounds, step, state, fetch, keys)
     return state
 

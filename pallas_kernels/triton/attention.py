@@ -234,8 +234,8 @@ def _scores(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Scores in the exponential's units as ``x * scale``, and their row maxima.
 
-    Without a mask, a cap and additions the maximum is that of the products, and scaling and subtracting it
-    are one instruction per score.
+    Without a mask, a cap and additions the maximum is that of the products, and scaling and
+    subtracting it are one instruction per score.
     """
     if mask is None and s.soft_cap is None and added is None:
         factor = factor * s.unit

@@ -314,7 +314,8 @@ def decode(
       settings: numerics and launch.
 
     Returns:
-      ``[B, T, N, H]`` in the query's dtype and the float32 log-sum-exp ``[B, T, N]``.
+      ``[B, T, N, H]`` in the query's dtype, or the settings', and the float32 log-sum-exp
+      ``[B, T, N]``.
     """
     batch, tokens, heads, head_dim = query.shape
     kv_heads = key.buffer.shape[1]
@@ -335,4 +336,5 @@ def decode(
         interpret=settings.interpret,
         name="turbojax_decode",
     )(*arguments)
-    return merge(o, m, l, query, kv_heads, settings.interpret)
+    result = jax.ShapeDtypeStruct(query.shape, settings.out_dtype or query.dtype)
+    return merge(o, m, l, result, kv_heads, settings.interpret)

@@ -109,6 +109,7 @@ class Settings:
       num_warps: per program.
       num_stages: of the software pipeline.
       interpret: run without a GPU.
+      out_dtype: of the output, ``"float32"``; None for the queries'.
     """
 
     scale: float
@@ -119,6 +120,7 @@ class Settings:
     num_warps: int
     num_stages: int
     interpret: bool
+    out_dtype: str | None = None
 
 
 class Side(NamedTuple):
@@ -162,7 +164,8 @@ def decode(
       settings: factors and launch.
 
     Returns:
-      ``[B, T, N, H]`` in the query's dtype and the float32 log-sum-exp ``[B, T, N]``.
+      ``[B, T, N, H]`` in the query's dtype, or the settings', and the float32 log-sum-exp
+      ``[B, T, N]``.
     """
     batch, tokens, heads, head_dim = query.shape
     kv_heads = key.scale.shape[1]
@@ -182,7 +185,8 @@ def decode(
         interpret=settings.interpret,
         name="turbojax_kv4_decode",
     )(*arguments)
-    return merge(o, m, l, query, kv_heads, settings.interpret)
+    result = jax.ShapeDtypeStruct(query.shape, settings.out_dtype or query.dtype)
+    return merge(o, m, l, result, kv_heads, settings.interpret)
 
 
 def _kernel(

@@ -36,8 +36,10 @@ from pallas_kernels.triton import _common
 from pallas_kernels.triton._common import Ref
 from pallas_kernels.triton._packed import Span, whole
 from pallas_kernels.triton._pooled_common import (
+    UNMARKED,
     Keys,
     Lists,
+    Marks,
     Settings,
     Side,
     load_keys,
@@ -55,6 +57,7 @@ class _Query(NamedTuple):
 
     rows: jax.Array  # [tile, H]
     position: jax.Array  # int32 [tile]
+    segment: jax.Array | None  # int32 [tile]
     b: jax.Array
     h: jax.Array  # KV head
 
@@ -67,7 +70,7 @@ def _step(
     at = (query.b, query.h, channels)
     factor = abs(s.scale) * _common.LOG2_E
     x = _common.dot(query.rows, load_keys(k, keys, *at), s.interpret)
-    mask = keys.visible(query.position)
+    mask = keys.visible(query.position, query.segment)
     # The maximum is that of scores without a bias, which adds 3 at most.
     if mask is not None:
         x = jnp.where(mask, x * factor, -jnp.inf)
@@ -92,6 +95,7 @@ def _kernel(
     lists: Lists,
     query_lengths: Ref,
     key_lengths: Ref,
+    marks: Marks,
     out_ref: Ref,
     lse_ref: Ref,
     *,
@@ -111,16 +115,16 @@ def _kernel(
         rows = (-rows.astype(jnp.float32)).astype(rows.dtype)
     lists_b, lists_n, _, _ = lists.blocks.shape
     at = (mine(lists_b, b), mine(lists_n, head), tile // (s.block_q // s.tile))
-    step = functools.partial(
-        _step, query=_Query(rows, position, b, h), k=k, v=v, channels=channels, s=s
-    )
+    query = _Query(rows, marks.positions(position, b), marks.of_queries(position, b), b, h)
+    step = functools.partial(_step, query=query, k=k, v=v, channels=channels, s=s)
     state = (
         jnp.zeros((s.tile, channels.padded), jnp.float32),
         jnp.full((s.tile,), -jnp.inf, jnp.float32),
         jnp.zeros((s.tile,), jnp.float32),
     )
     key_length = plgpu.load(key_lengths.at[b])
-    o, m, l = walk(step, state, lists, at, key_length, k.tokens.shape[1], s)
+    segments = functools.partial(marks.of_keys, b=b)
+    o, m, l = walk(step, state, lists, at, key_length, k.tokens.shape[1], s, segments)
 
     is_padding = position >= plgpu.load(query_lengths.at[b])
     nothing = (l == 0) | is_padding
@@ -146,6 +150,8 @@ def forward(
     query_lengths: jax.Array,
     key_lengths: jax.Array,
     settings: Settings,
+    marks: Marks = UNMARKED,
+    out_dtype: jax.typing.DTypeLike | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Attends to pooled keys.
 
@@ -157,20 +163,22 @@ def forward(
       query_lengths: int32 ``[B]``, at most `T`.
       key_lengths: int32 ``[B]``, at most `S`.
       settings: numerics and launch.
+      marks: segments and offsets.
+      out_dtype: q's if not given.
 
     Returns:
-      ``[B, T, N, H]`` in q's dtype and the float32 log-sum-exp ``[B, T, N]``; 0 and ``-inf`` for
+      ``[B, T, N, H]`` in `out_dtype` and the float32 log-sum-exp ``[B, T, N]``; 0 and ``-inf`` for
       queries that see nothing, NaN in rows of the lists that are marked as wrong.
     """
     batch, tokens, heads, _ = q.shape
-    arguments = (q, k, v, lists, query_lengths, key_lengths)
+    arguments = (q, k, v, lists, query_lengths, key_lengths, marks)
     return pl.pallas_call(
         functools.partial(_kernel, s=settings),
         grid=(pl.cdiv(tokens, settings.tile), heads, batch),
         in_specs=jax.tree.map(lambda _: _common.WHOLE, arguments),
         out_specs=[_common.WHOLE] * 2,
         out_shape=[
-            jax.ShapeDtypeStruct(q.shape, q.dtype),
+            jax.ShapeDtypeStruct(q.shape, out_dtype or q.dtype),
             jax.ShapeDtypeStruct((batch, tokens, heads), jnp.float32),
         ],
         compiler_params=_common.parameters(settings.num_warps, settings.num_stages),

@@ -28,6 +28,8 @@ from pallas_kernels.triton import _common
 from pallas_kernels.triton._common import Ref
 from pallas_kernels.triton._packed import Span, whole
 from pallas_kernels.triton._pooled_common import (
+    UNMARKED,
+    Marks,
     Queries,
     Side,
     group_offsets,
@@ -82,11 +84,18 @@ class _Tile(NamedTuple):
     k: jax.Array  # [rows, H]
     v: jax.Array  # [rows, H]
     last: jax.Array  # int32 [rows], position of a group's last token
+    segment: jax.Array | None  # int32 [rows]
     block: jax.Array | None  # int32 [rows], number within the tile; None if there is one
 
 
 def _row_tile(
-    k: Side, v: Side, at: tuple[jax.Array, ...], length: jax.Array, channels: Span, s: Settings
+    k: Side,
+    v: Side,
+    at: tuple[jax.Array, ...],
+    length: jax.Array,
+    marks: Marks,
+    channels: Span,
+    s: Settings,
 ) -> tuple[_Tile, jax.Array]:
     """The tile, and how many tokens its groups hold."""
     b, h, tile = at
@@ -101,7 +110,8 @@ def _row_tile(
     k_rows, v_rows = (load_rows(x, index, channels, count > 0) for x in arrays)
     log = s.block_kv.bit_length() - s.level.bit_length()  # log2 of the groups of a block
     block = local >> log if s.rows > 1 << log else None
-    return _Tile(k_rows, v_rows, group * s.level + count - 1, block), count
+    token = group * s.level
+    return _Tile(k_rows, v_rows, token + count - 1, marks.of_keys(token, b), block), count
 
 
 def _step(
@@ -112,6 +122,7 @@ def _step(
     entries: Ref,
     at: tuple[jax.Array, ...],
     query_length: jax.Array,
+    marks: Marks,
     tile: _Tile,
     channels: Span,
     is_masked: bool,
@@ -138,8 +149,12 @@ def _step(
         less = jnp.where(((bits >> tile.block) & 1) != 0, 0.0, -jnp.inf)[:, None] + less
     x = _common.fma(dot(tile.k, q), s.scale * _common.LOG2_E, less, s.interpret)
     p = _common.exp2(x, s.interpret)
-    if is_masked:
-        p = jnp.where(tile.last[:, None] <= position[None, :], p, 0.0)
+    if is_masked and s.is_causal:
+        at_key = marks.positions(position, b)
+        p = jnp.where(tile.last[:, None] <= at_key[None, :], p, 0.0)
+    if is_masked and tile.segment is not None:
+        segment = marks.of_queries(position, b)
+        p = jnp.where(tile.segment[:, None] == segment[None, :], p, 0.0)
     d_v = d_v + dot(p.astype(d_out.dtype), d_out, contracting=(1, 0))
     d_s = p * (dot(tile.v, d_out) - d[None, :])
     d_k = d_k + dot(d_s.astype(q.dtype), q, contracting=(1, 0))
@@ -153,6 +168,7 @@ def _kernel(
     lists: Lists,
     query_lengths: Ref,
     key_lengths: Ref,
+    marks: Marks,
     d_k_ref: Ref,
     d_v_ref: Ref,
     *,
@@ -163,7 +179,8 @@ def _kernel(
     u, h, b = pl.program_id(0), pl.program_id(1), pl.program_id(2)
     share = queries.q.shape[2] // kv_heads
     channels = whole(head_dim)
-    tile, count = _row_tile(k, v, (b, h, u), plgpu.load(key_lengths.at[b]), channels, s)
+    key_length = plgpu.load(key_lengths.at[b])
+    tile, count = _row_tile(k, v, (b, h, u), key_length, marks, channels, s)
     query_length = plgpu.load(query_lengths.at[b])
     lists_b, lists_n, _, _ = lists.queries.shape
     steps = s.block_q // s.step
@@ -178,6 +195,7 @@ def _kernel(
             entries=lists.queries,
             at=(*place, b, head),
             query_length=query_length,
+            marks=marks,
             tile=tile,
             channels=channels,
             s=s,
@@ -185,7 +203,7 @@ def _kernel(
         start = jnp.int32(0)
         first = plgpu.load(lists.queries.at[(*place, start)])
         state = (*state[:3], first)
-        if s.is_causal:
+        if s.is_causal or marks.keys:
             masked = plgpu.load(lists.counts.at[(*place, jnp.int32(1))]) * steps
             body = functools.partial(step, is_masked=True)
             state = jax.lax.fori_loop(start, masked, body, state)
@@ -222,6 +240,7 @@ def key_gradient(
     query_lengths: jax.Array,
     key_lengths: jax.Array,
     settings: Settings,
+    marks: Marks = UNMARKED,
 ) -> tuple[jax.Array, jax.Array]:
     """The gradients of the pooled keys and values of one level.
 
@@ -233,13 +252,14 @@ def key_gradient(
       query_lengths: int32 ``[B]``, at most `T`.
       key_lengths: int32 ``[B]``, at most `S`.
       settings: numerics and launch.
+      marks: as forward had them.
 
     Returns:
       Two of float32 ``[B, K, ceil(S / level), H]``, zeros where there is nothing.
     """
     batch, tokens, kv_heads, head_dim = k.tokens.shape
     groups = pl.cdiv(tokens, settings.level)
-    arguments = (queries, k, v, lists, query_lengths, key_lengths)
+    arguments = (queries, k, v, lists, query_lengths, key_lengths, marks)
     return pl.pallas_call(
         functools.partial(_kernel, s=settings),
         grid=(pl.cdiv(groups, settings.rows), kv_heads, batch),

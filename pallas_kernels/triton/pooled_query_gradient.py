@@ -27,8 +27,10 @@ from pallas_kernels.triton import _common
 from pallas_kernels.triton._common import Ref
 from pallas_kernels.triton._packed import Span, whole
 from pallas_kernels.triton._pooled_common import (
+    UNMARKED,
     Keys,
     Lists,
+    Marks,
     Queries,
     Settings,
     Side,
@@ -47,6 +49,7 @@ class _Rows(NamedTuple):
     lse: jax.Array  # float32 [tile]
     d: jax.Array  # float32 [tile]
     position: jax.Array  # int32 [tile]
+    segment: jax.Array | None  # int32 [tile]
 
 
 def _step(
@@ -68,7 +71,7 @@ def _step(
     x = _common.fma(dot(rows.q, tile), s.scale * _common.LOG2_E, less, s.interpret)
     p = _common.exp2(x, s.interpret)
     d_s = p * (dot(rows.d_out, load_keys(v, keys, *at)) - rows.d[:, None])
-    mask = keys.visible(rows.position)
+    mask = keys.visible(rows.position, rows.segment)
     if mask is not None:
         d_s = jnp.where(mask, d_s, 0.0)
     return d_q + dot(d_s.astype(tile.dtype), tile, contracting=(1, 0))
@@ -81,6 +84,7 @@ def _kernel(
     lists: Lists,
     query_lengths: Ref,
     key_lengths: Ref,
+    marks: Marks,
     d_q_ref: Ref,
     *,
     s: Settings,
@@ -99,14 +103,16 @@ def _kernel(
         d_out=load_rows(queries.d_out, index, channels, is_real),
         lse=plgpu.load(queries.lse.at[b, head, position], mask=is_real, other=jnp.inf),
         d=plgpu.load(queries.d.at[b, head, position], mask=is_real, other=0.0),
-        position=position,
+        position=marks.positions(position, b),
+        segment=marks.of_queries(position, b),
     )
     lists_b, lists_n, _, _ = lists.blocks.shape
     at = (mine(lists_b, b), mine(lists_n, head), tile // (s.block_q // s.tile))
     step = functools.partial(_step, rows=rows, at=(b, h, channels), k=k, v=v, s=s)
     d_q = jnp.zeros((s.tile, channels.padded), jnp.float32)
     key_length = plgpu.load(key_lengths.at[b])
-    d_q = walk(step, d_q, lists, at, key_length, k.tokens.shape[1], s) * s.scale
+    segments = functools.partial(marks.of_keys, b=b)
+    d_q = walk(step, d_q, lists, at, key_length, k.tokens.shape[1], s, segments) * s.scale
     # A query that sees nothing gets nothing, even from tiles with NaN.
     d_q = jnp.where(rows.lse[:, None] == jnp.inf, 0.0, d_q)
     c = jnp.arange(channels.padded, dtype=jnp.int32)
@@ -125,6 +131,7 @@ def query_gradient(
     query_lengths: jax.Array,
     key_lengths: jax.Array,
     settings: Settings,
+    marks: Marks = UNMARKED,
 ) -> jax.Array:
     """The gradient of the queries.
 
@@ -136,12 +143,13 @@ def query_gradient(
       query_lengths: int32 ``[B]``, at most `T`.
       key_lengths: int32 ``[B]``, at most `S`.
       settings: numerics and launch.
+      marks: as forward had them.
 
     Returns:
       ``[B, T, N, H]`` in the queries' dtype, summed in float32.
     """
     batch, tokens, heads, _ = queries.q.shape
-    arguments = (queries, k, v, lists, query_lengths, key_lengths)
+    arguments = (queries, k, v, lists, query_lengths, key_lengths, marks)
     return pl.pallas_call(
         functools.partial(_kernel, s=settings),
         grid=(pl.cdiv(tokens, settings.tile), heads, batch),

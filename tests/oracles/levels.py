@@ -23,7 +23,19 @@ def forced_blocks(i, columns, block_q, block_kv, is_causal):
 
 
 def importance(
-    query, key, *, block_q, block_kv, is_causal, samples, means, query_length, key_length, rounded
+    query,
+    key,
+    *,
+    block_q,
+    block_kv,
+    is_causal,
+    samples,
+    means,
+    query_length,
+    key_length,
+    rounded,
+    ids=None,
+    shift=0,
 ):
     """Shares of one head's sampled attention.
 
@@ -33,6 +45,8 @@ def importance(
       block_q, block_kv, is_causal, samples, means: as in `block_importance`.
       query_length, key_length: integers.
       rounded: what rounds a mean to the keys' dtype.
+      ids: segments of queries and of keys, or None.
+      shift: a query's position less that of a key of the same index.
 
     Returns:
       float64 `[T_r, T_c]`.
@@ -52,7 +66,10 @@ def importance(
                 for g in range(means):
                     start = j * block_kv + g * part
                     group = key[start : min(start + part, key_length)]
-                    if len(group) == 0 or (is_causal and start + len(group) - 1 > position):
+                    last = start + len(group) - 1
+                    if len(group) == 0 or (is_causal and last > position + shift):
+                        continue
+                    if ids is not None and set(ids[1][start : last + 1]) != {ids[0][position]}:
                         continue
                     score = query[position] @ rounded(group.mean(0)) / math.sqrt(len(query[0]))
                     logits[j, g] = score + math.log(len(group))
@@ -64,13 +81,26 @@ def importance(
     return result
 
 
+def segments_meet(queries, keys):
+    """Whether blocks with these segments count as having one in common."""
+    if not queries or not keys:
+        return False
+    if len(queries) > 1 and len(keys) > 1:
+        return min(queries) <= max(keys) and min(keys) <= max(queries)
+    return bool(queries & keys)
+
+
 def order(row, visible, forced):
-    """Blocks of a row from the most to the least important, and their masses in 2^-24."""
+    """Blocks of a row from the most to the least important, and their masses in 2^-24.
+
+    `visible` says how many, the first ones, or which.
+    """
+    visible = range(visible) if isinstance(visible, int) else visible
     bits = (len(row) - 1).bit_length()
     kept = np.minimum(np.where(np.isfinite(row), row, 0), np.float32(1)).astype(np.float32)
     kept = (kept.view(np.int32) >> bits << bits).view(np.float32)
     ranked = sorted(
-        range(visible),
+        visible,
         key=lambda j: (j in forced, not np.isfinite(row[j]), kept[j], j),
         reverse=True,
     )
@@ -81,7 +111,7 @@ def top_k(row, visible, forced, fractions):
     """Levels of one row; fractions are strings or Fractions."""
     levels = np.zeros(len(row), int)
     ranked, _ = order(row, visible, forced)
-    counts = [math.ceil(Fraction(f) * visible) for f in fractions]
+    counts = [math.ceil(Fraction(f) * len(ranked)) for f in fractions]
     counts[0] = max(counts[0], 1)
     for rank, j in enumerate(ranked):
         fitting = [r for r, count in zip((1, 2, 4, 8), counts, strict=True) if rank < count]
@@ -99,7 +129,7 @@ def threshold(row, visible, forced, bounds, least):
             for r, bound in zip((1, 2, 4, 8), bounds, strict=True)
             if Fraction(covered, 2**24) < Fraction(bound)
         ]
-        first = rank < max(1, math.ceil(Fraction(least) * visible))
+        first = rank < max(1, math.ceil(Fraction(least) * len(ranked)))
         levels[j] = 1 if first or j in forced else (fitting or [0])[0]
         covered += mass
     return levels

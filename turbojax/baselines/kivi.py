@@ -265,16 +265,25 @@ def dequantize(cache: KiviCache) -> tuple[jax.Array, jax.Array]:
     return join(keys, cache.key_residual), join(values, cache.value_residual)
 
 
-def decode(query: jax.Array, cache: KiviCache, *, implementation: str | None = None) -> jax.Array:
+def decode(
+    query: jax.Array,
+    cache: KiviCache,
+    *,
+    sinks: jax.Array | None = None,
+    implementation: str | None = None,
+    return_residual: bool = False,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Exact attention over the dequantized cache; see `turbojax.ops.exact_attention.decode`.
 
     Args:
       query: ``[B, T, N, H]``, those of the last `T` tokens.
       cache: the cache, which already holds the queries' own keys and values.
+      sinks: optional floating-point ``[N]``, see `turbojax.turbo_attention`.
       implementation: of the attention.
+      return_residual: also return the log-sum-exp of the scores.
 
     Returns:
-      ``[B, T, N, H]`` in the query's dtype.
+      ``[B, T, N, H]`` in the query's dtype; with `return_residual` also float32 ``[B, T, N]``.
 
     Raises:
       TypeError: if the query's dtype is not supported.
@@ -283,7 +292,13 @@ def decode(query: jax.Array, cache: KiviCache, *, implementation: str | None = N
     """
     key, value = dequantize(cache)
     plain = ExactCache(key=key, value=value, lengths=cache.lengths, overflowed=cache.overflowed)
-    return exact_attention.decode(query, plain, implementation=implementation)
+    return exact_attention.decode(
+        query,
+        plain,
+        sinks=sinks,
+        implementation=implementation,
+        return_residual=return_residual,
+    )
 
 
 def _quantize(x: jax.Array, bits: int, axis: int) -> tuple[jax.Array, jax.Array, jax.Array]:

@@ -70,6 +70,7 @@ def fine_tune(
     corpus: Corpus,
     *,
     pooled: PooledAttention | None = None,
+    packed: bool = False,
     remat: bool = False,
     rhythm: Rhythm = Rhythm(),
     source: str = "",
@@ -88,6 +89,7 @@ def fine_tune(
       settings: see `Settings`.
       corpus: training and held-out text.
       pooled: how to attend; exactly, if not given.
+      packed: see `Trainer`; the held-out text is read without it.
       remat: see `Trainer`.
       rhythm: see `Rhythm`.
       source: where the model came from, for the log.
@@ -104,7 +106,8 @@ def fine_tune(
     """
     folder.mkdir(parents=True, exist_ok=True)
     with _writing.exclusive(folder):
-        return _fine_tune(folder, model, settings, corpus, pooled, remat, rhythm, source, report)
+        how: dict[str, Any] = {"pooled": pooled, "packed": packed, "remat": remat}
+        return _fine_tune(folder, model, settings, corpus, rhythm, source, report, **how)
 
 
 def _fine_tune(
@@ -112,11 +115,13 @@ def _fine_tune(
     model: Transformer,
     settings: Settings,
     corpus: Corpus,
-    pooled: PooledAttention | None,
-    remat: bool,
     rhythm: Rhythm,
     source: str,
     report: Report,
+    *,
+    pooled: PooledAttention | None,
+    packed: bool,
+    remat: bool,
 ) -> dict[str, Any]:
     """What `fine_tune` does, alone in the folder."""
     if len(corpus.held_out) < settings.context:
@@ -125,7 +130,7 @@ def _fine_tune(
             f"context={settings.context}"
         )
     held_out = corpus.held_out[: rhythm.evaluate_windows * settings.context]
-    trainer = Trainer(model, settings, corpus.stream, pooled=pooled, remat=remat)
+    trainer = Trainer(model, settings, corpus.stream, pooled=pooled, packed=packed, remat=remat)
     log = Log(folder / LOG_NAME, _describe(trainer, corpus, held_out, pooled, source))
     with checkpoint_manager(folder / CHECKPOINTS_NAME) as manager:
         trainer.restore(manager)
@@ -296,6 +301,8 @@ def _describe(
     """Facts about run, machine and versions; those that decide the figures under "identity"."""
     config = trainer.config
     attention = {"kind": "dense"} if pooled is None else {"kind": "pooled", **pooled.describe()}
+    if trainer.packed:
+        attention["packed"] = True
     return {
         "identity": {
             "settings": dataclasses.asdict(trainer.settings),

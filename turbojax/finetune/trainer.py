@@ -13,8 +13,9 @@ from flax import nnx
 
 from turbojax.finetune.base import BaseTrainer, updated, windows
 from turbojax.finetune.settings import Settings, for_context
-from turbojax.models import Attend, PooledAttention, Transformer
+from turbojax.models import BEGINNING_OF_FILE, Attend, PooledAttention, Transformer
 from turbojax.ops import exact_attention
+from turbojax.ops.extras import of_layer
 from turbojax.ops.options import PLAIN, AttentionOptions
 
 
@@ -24,10 +25,15 @@ def dense_attention(
     value: jax.Array,
     cache: Any = None,
     options: AttentionOptions = PLAIN,
+    sinks: jax.Array | None = None,
 ) -> tuple[jax.Array, Any]:
     """Exact causal attention: cuDNN's where it runs, which needs a GPU and 16 bits, else XLA's."""
     return exact_attention.attend(
-        query, key, value, options=options.complete(query.shape[3])
+        query,
+        key,
+        value,
+        options=options.complete(query.shape[3]),
+        extras=of_layer(query, sinks),
     ), cache
 
 
@@ -41,6 +47,7 @@ class Trainer(BaseTrainer[nnx.State]):
       settings: see `Settings`.
       config: the model's, at the run's context.
       attend: how the model attends.
+      packed: whether documents of a sequence do not see each other.
       opt_state: the optimizer's state.
       step: steps done, see `BaseTrainer`.
       compile_seconds: what compiling the step took, 0 before that.
@@ -53,6 +60,7 @@ class Trainer(BaseTrainer[nnx.State]):
         stream: np.ndarray,
         *,
         pooled: PooledAttention | None = None,
+        packed: bool = False,
         remat: bool = False,
     ) -> None:
         """Takes up the weights of a model.
@@ -62,16 +70,24 @@ class Trainer(BaseTrainer[nnx.State]):
           settings: see `Settings`.
           stream: ``[bytes]`` uint8, kept in the accelerator's memory.
           pooled: how to attend; exactly, if not given.
+          packed: whether a sequence's documents, each after a byte 0, do not see each other.
           remat: recompute layers in the backward pass to save memory.
 
         Raises:
-          ValueError: if the model does not read bytes, or the stream is too short.
+          ValueError: if the model does not read bytes, or the stream is too short; if it is packed,
+            but not `pooled`.
         """
+        if packed and pooled is None:
+            raise ValueError(
+                "packed=True needs pooled attention; LocalWindow(window=context) has every block "
+                "at level 1, which is exact"
+            )
         if model.config.vocab_size != 256:
             raise ValueError(f"vocab_size={model.config.vocab_size} must be 256: tokens are bytes")
         self.config = for_context(model.config, settings.context)
         super().__init__(nnx.state(model, nnx.Param), settings, stream)
         self.attend: Attend = dense_attention if pooled is None else pooled
+        self.packed = packed
         unroll = self.config.num_layers
         make = functools.partial(Transformer, self.config, dtype=settings.precision)
         self._graph = nnx.graphdef(
@@ -99,14 +115,25 @@ class Trainer(BaseTrainer[nnx.State]):
             attend=_MeasuredAttention(self.attend),
             settings=self.settings,
             num_layers=self.config.num_layers,
+            packed=self.packed,
         )
+
+
+def segments(tokens: jax.Array) -> jax.Array:
+    """The documents of sequences: int32 ``[B, T]``, each beginning with byte 0."""
+    return jnp.cumsum(tokens == BEGINNING_OF_FILE, axis=1, dtype=jnp.int32)
 
 
 class _MeasuredAttention:
     """An `Attend` whose cache is a number: the density of the layer's levels goes out there."""
 
-    def __init__(self, attend: Attend) -> None:
+    def __init__(self, attend: Attend, segment_ids: jax.Array | None = None) -> None:
         self._attend = attend
+        self._segment_ids = segment_ids
+
+    def within(self, segment_ids: jax.Array) -> "_MeasuredAttention":
+        """The same within segments, int32 ``[B, T]``."""
+        return _MeasuredAttention(self._attend, segment_ids)
 
     def __call__(
         self,
@@ -115,11 +142,13 @@ class _MeasuredAttention:
         value: jax.Array,
         cache: jax.Array,
         options: AttentionOptions = PLAIN,
+        sinks: jax.Array | None = None,
     ) -> tuple[jax.Array, jax.Array]:
         if not isinstance(self._attend, PooledAttention):
-            return self._attend(query, key, value, None, options)[0], jnp.ones_like(cache)
-        levels = self._attend.levels(query, key, options=options)
-        out = self._attend.attend(query, key, value, levels, options=options)
+            return self._attend(query, key, value, None, options, sinks)[0], jnp.ones_like(cache)
+        more: Any = {"options": options, "segment_ids": self._segment_ids}
+        levels = self._attend.levels(query, key, **more)
+        out = self._attend.attend(query, key, value, levels, sinks=sinks, **more)
         return out, self._attend.density(levels).astype(cache.dtype)
 
 
@@ -133,9 +162,12 @@ def _train_step(
     attend: _MeasuredAttention,
     settings: Settings,
     num_layers: int,
+    packed: bool,
 ) -> tuple[nnx.State, Any, dict[str, jax.Array]]:
     """One optimizer step on the windows that begin at `starts`."""
     tokens = windows(stream, starts, settings.context)
+    if packed:
+        attend = attend.within(segments(tokens[:, :-1]))
 
     def loss(params: nnx.State) -> tuple[jax.Array, jax.Array]:
         model = nnx.merge(graph, params)

@@ -28,22 +28,28 @@ class MaskRule:
       is_causal: a query sees keys up to its own position.
       expects_causal: the mask must hide that as well: the function is causal, but not the call.
       window: ``(left, right)`` of a local window, or None.
+      packed: it may hide the keys of other segments.
     """
 
     is_causal: bool
     expects_causal: bool
     window: tuple[int, int] | None
+    packed: bool = False
 
     def __str__(self) -> str:
+        what = "keys of other segments than the query's" if self.packed else _LENGTHS
         text = (
-            "must hide keys and queries past a length, for all heads alike, and nothing else but "
+            f"must hide {what}, for all heads alike, and nothing else but "
             f"what is_causal={self.is_causal} and local_window_size={self.window} hide"
         )
+        if not self.packed:
+            text = f"{text} (for packed sequences take a function with packed=True)"
         if self.expects_causal:
             return f"{text}; it {_MUST_BE_CAUSAL}"
         return text if self.is_causal else f"{text}; a causal mask needs is_causal=True"
 
 
+_LENGTHS = "keys and queries past a length"
 _MUST_BE_CAUSAL = (
     "must hide the keys after each query, as the function does: combine it with a causal mask, "
     "give is_causal=True to the call, or take a function with is_causal=False"
@@ -81,7 +87,7 @@ def as_mask(mask: jax.Array, query: jax.Array, key: jax.Array) -> jax.Array:
 def read_mask(
     mask: jax.Array, batch: int, tokens: int, rule: MaskRule, warn_for: Hashable | None
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The lengths that a mask stands for; one that stands for none is reported.
+    """What a mask stands for, lengths or segments; one that stands for neither is reported.
 
     Args:
       mask: bool ``[B or 1, N or 1, T or 1, S]``.
@@ -91,11 +97,12 @@ def read_mask(
       warn_for: under `jit`, whose masks are warned about, once; None for no warning.
 
     Returns:
-      Lengths of queries and of keys, int32 ``[B]``, and bool ``[B]``: whether exactly what they and
-      the rule show is what the mask shows. False only under `jit`.
+      Lengths of queries and of keys, int32 ``[B]``, or where `is_of_segments` says so, segments of
+      queries ``[B, T]`` and of keys ``[B, S]``; and bool ``[B]``: whether exactly what they and the
+      rule show is what the mask shows. False only under `jit`.
 
     Raises:
-      ValueError: outside `jit`, if the mask stands for no lengths; also under it, if its shape
+      ValueError: outside `jit`, if the mask stands for nothing of this; also under it, if its shape
         says that it shows later keys, and it must be causal.
     """
     if rule.expects_causal and mask.shape[2] == 1 < tokens and mask.shape[3] > 1:
@@ -103,14 +110,48 @@ def read_mask(
             f"mask of {tokens} queries and {mask.shape[3]} keys shows the same keys to every "
             f"query; it {_MUST_BE_CAUSAL}"
         )
-    read = _read_lengths(mask, tokens, rule)
-    query_length, key_length, fits = (jnp.broadcast_to(x, (batch,)) for x in read)
+    if is_of_segments(mask, rule):
+        read = _read_segments(mask, rule)
+    else:
+        read = _read_lengths(mask, tokens, rule)
+    of_query, of_key, fits = (jnp.broadcast_to(x, (batch, *x.shape[1:])) for x in read)
     if _checks.is_concrete(fits):
         if wrong := np.flatnonzero(~np.asarray(fits)).tolist():
             raise ValueError(f"mask of sequences {wrong} {rule}")
     else:
         _report(fits, rule, warn_for)
-    return query_length, key_length, fits
+    return of_query, of_key, fits
+
+
+def is_of_segments(mask: jax.Array, rule: MaskRule) -> bool:
+    """Whether segments are read from a mask; one of keys alone, for all queries, has none."""
+    return rule.packed and mask.shape[2] > 1
+
+
+@functools.partial(jax.jit, static_argnames="rule")
+def _read_segments(mask: jax.Array, rule: MaskRule) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Segments of queries and of keys, int32 ``[B, T]`` and ``[B, S]``, and whether they fit.
+
+    A segment's name is its first key. A query that sees none has -1, a key that nobody sees -2.
+    """
+    rows, size = mask.shape[2:]
+    row, column = jnp.arange(rows)[None], jnp.arange(size)[None]
+    whole = jnp.full(1, size)
+
+    def by_position(window: tuple[int, int] | None) -> jax.Array:
+        return Visibility(rule.is_causal, window).mask(row, column, whole)
+
+    seen = mask[:, 0] & by_position(None)  # a window may hide a segment's first key
+    first = jnp.argmax(seen, axis=2)
+    queries = jnp.where(seen.any(2), first, -1)
+    keys = jnp.take_along_axis(first, jnp.argmax(seen, axis=1), axis=1)
+    keys = jnp.where(seen.any(1), keys, -2)
+    shown = by_position(rule.window)
+    together = (queries[:, :, None] == keys[:, None]) & shown
+    fits = ((mask & shown[:, None]) == together[:, None]).all((1, 2, 3))
+    if rule.expects_causal:
+        fits &= ~(mask & (column[:, None] > row[..., None])[None]).any((1, 2, 3))
+    return queries.astype(jnp.int32), keys.astype(jnp.int32), fits
 
 
 @functools.partial(jax.jit, static_argnames=("tokens", "rule"))

@@ -30,6 +30,10 @@ from turbojax.rotary import Rope
 class Layers(Protocol):
     """A module's parameters at work, see `AttentionProjections`."""
 
+    def given_sinks(self) -> tuple[jax.Array, ...]:
+        """The sinks, if there are any."""
+        ...
+
     def heads(
         self, x: jax.Array, angles: jax.Array | None
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -92,7 +96,8 @@ class SelfAttention:
         if positions is not None:
             positions = self._check_positions(positions, x)
         angles = self._angles(_places(x) if positions is None else positions)
-        out = layers.output(self._attend(*layers.heads(x, angles), lengths))
+        attended = self._attend(*layers.heads(x, angles), lengths, *layers.given_sinks())
+        out = layers.output(attended)
         return _hide_padding(out, lengths)
 
     def prefill(
@@ -111,7 +116,7 @@ class SelfAttention:
             lengths, implementation=self.implementation, attention=self.attention
         )
         query, key, value = layers.heads(x, self._angles(_places(x)))
-        out, cache = attend(query, key, value, cache, self.options)
+        out, cache = attend(query, key, value, cache, self.options, *layers.given_sinks())
         cache = dataclasses.replace(cache, overflowed=cache.overflowed | held)
         return _hide_padding(layers.output(out), lengths), cache
 
@@ -122,7 +127,8 @@ class SelfAttention:
         x, _ = self._check(x, None, cache)
         angles = self._angles(cache.lengths[:, None] + _places(x))
         query, key, value = layers.heads(x, angles)
-        out, cache = attend_new_tokens(self.implementation)(query, key, value, cache, self.options)
+        attend = attend_new_tokens(self.implementation)
+        out, cache = attend(query, key, value, cache, self.options, *layers.given_sinks())
         return layers.output(out), cache
 
     def _angles(self, positions: jax.Array) -> jax.Array | None:
@@ -130,14 +136,19 @@ class SelfAttention:
         return None if self.rope is None else self.rope.angles(positions)
 
     def _attend(
-        self, query: jax.Array, key: jax.Array, value: jax.Array, lengths: jax.Array | None
+        self,
+        query: jax.Array,
+        key: jax.Array,
+        value: jax.Array,
+        lengths: jax.Array | None,
+        sinks: jax.Array | None = None,
     ) -> jax.Array:
         """Causal attention within whole sequences, ``[B, T, N, H]``."""
         kind, attention = kind_for(self.cache), self.attention
         if attention is None:
             attention = kind.whole_attention(self.cache)
         name = within_implementation(self.implementation, attention, kind.implementations)
-        return attend_within(query, key, value, lengths, attention, self.options, name)
+        return attend_within(query, key, value, lengths, attention, self.options, name, sinks=sinks)
 
     def _check(
         self, x: jax.Array, lengths: jax.Array | None, cache: LayerCache | None = None

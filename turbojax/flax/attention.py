@@ -58,6 +58,7 @@ class TurboAttention(AttentionProjections):
         qkv_bias: bool = False,
         output_bias: bool = False,
         qk_norm_eps: float | None = None,
+        use_sinks: bool = False,
         sharding: tuple[str | None, str | None] | None = None,
         implementation: str | None = None,
         dtype: DTypeLike | None = None,
@@ -82,6 +83,8 @@ class TurboAttention(AttentionProjections):
           qkv_bias: whether queries, keys and values have biases.
           output_bias: whether the output has one.
           qk_norm_eps: epsilon of RMSNorms of queries and keys; None for no such norms.
+          use_sinks: whether there is a parameter ``sinks`` ``[N]``: a learned logit per query head
+            in the softmax's denominator, 0 at first.
           sharding: mesh axes over which the residual stream and the heads are split, such as
             ``(None, "model")``, see `AttentionProjections`.
           implementation: of the cache's ops, those that attend and those that write; None to
@@ -121,6 +124,7 @@ class TurboAttention(AttentionProjections):
             qkv_bias=qkv_bias,
             output_bias=output_bias,
             qk_norm_eps=qk_norm_eps,
+            use_sinks=use_sinks,
             sharding=sharding,
             dtype=dtype,
             param_dtype=param_dtype,

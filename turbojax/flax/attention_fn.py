@@ -5,7 +5,7 @@ the mask, and the mask is compared with what they and the static options imply.
 """
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ from jax.typing import DTypeLike
 from turbojax import _checks
 from turbojax._registry import ImplementationName
 from turbojax.config import TurboConfig
-from turbojax.flax._masks import MaskRule, as_mask, read_mask
+from turbojax.flax._masks import MaskRule, as_mask, is_of_segments, read_mask
 from turbojax.kv.pooled import check_pooled
 from turbojax.levels import Pattern, Policy, select_levels
 from turbojax.ops.options import check_implementation
@@ -23,11 +23,32 @@ from turbojax.ops.pooled_attention import pooled_attention
 from turbojax.ops.turbo_attention import turbo_attention
 
 
+class _Given(NamedTuple):
+    """What a call's keys and queries are told by, each None where all are there.
+
+    Attributes:
+      query_seq_lengths: int32 ``[B]``.
+      key_value_seq_lengths: int32 ``[B]``.
+      query_segment_ids: int32 ``[B, T]``.
+      key_value_segment_ids: int32 ``[B, S]``.
+    """
+
+    query_seq_lengths: jax.Array | None = None
+    key_value_seq_lengths: jax.Array | None = None
+    query_segment_ids: jax.Array | None = None
+    key_value_segment_ids: jax.Array | None = None
+
+    def arguments(self) -> dict[str, Any]:
+        """As keyword arguments of an op."""
+        return self._asdict()
+
+
 class _AttentionFn:
     """What the attention functions have in common: Flax's arguments."""
 
     is_causal: bool
     warn: bool
+    packed: bool
     local_window_size: int | tuple[int, int] | None = None
 
     def __call__(
@@ -50,6 +71,8 @@ class _AttentionFn:
         qk_attn_weights_einsum: Any = None,
         attn_weights_value_einsum: Any = None,
         input_positions: jax.Array | None = None,
+        query_segment_ids: jax.Array | None = None,
+        key_value_segment_ids: jax.Array | None = None,
     ) -> jax.Array:
         """Attends; the arguments are those that Flax's modules pass, in their order.
 
@@ -60,7 +83,8 @@ class _AttentionFn:
           bias: None: scores have no bias here.
           mask: optional, broadcastable to ``[batch..., N, T, S]``, True or nonzero for what is
             visible. It may hide keys and queries past a length per sequence, and what causality and
-            the window hide; the same for all heads. Where the function is causal, and not the call,
+            the window hide; if the function is `packed`, also keys of other segments; the same for
+            all heads. Where the function is causal, and not the call,
             it must hide what causality hides; a window hides more than the mask does. Any other
             mask raises outside `jit`. Under it, its sequences become NaN, which `checkify` and a
             warning report. A single query under a mask is the newest token that it shows, as in
@@ -78,6 +102,10 @@ class _AttentionFn:
           qk_attn_weights_einsum: None.
           attn_weights_value_einsum: None.
           input_positions: None: rotate queries and keys before.
+          query_segment_ids: optional integers ``[batch..., T]``, of packed sequences: a query sees
+            keys of an equal id alone, of those that the mask shows. Flax's modules do not pass
+            them; a function with them bound may be given to a module that is called once.
+          key_value_segment_ids: integers ``[batch..., S]`` beside them.
 
         Returns:
           ``[batch..., T, N, H]`` in `dtype`. Queries that see nothing give 0.
@@ -107,7 +135,10 @@ class _AttentionFn:
         if mask is not None:
             mask = as_mask(mask, query, key)
         query, key, value = (x.reshape(-1, *x.shape[-3:]) for x in (query, key, value))
-        return self._masked(query, key, value, mask, bool(is_causal)).reshape(shape)
+        ids = (query_segment_ids, key_value_segment_ids)
+        of_query, of_key = (None if x is None else _flat(x, shape[:-3]) for x in ids)
+        given = _Given(query_segment_ids=of_query, key_value_segment_ids=of_key)
+        return self._masked(query, key, value, mask, bool(is_causal), given).reshape(shape)
 
     def _masked(
         self,
@@ -116,6 +147,7 @@ class _AttentionFn:
         value: jax.Array,
         mask: jax.Array | None,
         is_causal: bool,
+        given: _Given,
     ) -> jax.Array:
         """Attends to what a mask ``[B or 1, N or 1, T or 1, S]`` shows.
 
@@ -132,15 +164,23 @@ class _AttentionFn:
                     "lets query t see keys up to t; for cross-attention take a function with "
                     "is_causal=False"
                 )
-            return self._attend(query, key, value, is_causal, None, None)
-        rule = MaskRule(is_causal, expects_causal, _checks.normalize_window(self.local_window_size))
+            return self._attend(query, key, value, is_causal, given)
+        has_ids = given.query_segment_ids is not None
+        window = _checks.normalize_window(self.local_window_size)
+        rule = MaskRule(is_causal, expects_causal, window, self.packed and not has_ids)
         batch, tokens = query.shape[:2]
         warn_for = self if self.warn else None
-        query_length, key_length, fits = read_mask(mask, batch, tokens, rule, warn_for)
-        if tokens == 1 < key.shape[1]:
-            out = self._attend_newest(query, key, value, key_length)
+        of_query, of_key, fits = read_mask(mask, batch, tokens, rule, warn_for)
+        if is_of_segments(mask, rule):
+            ids = {"query_segment_ids": of_query, "key_value_segment_ids": of_key}
+            out = self._attend(query, key, value, is_causal, given._replace(**ids))
+        elif tokens == 1 < key.shape[1]:
+            if has_ids:
+                raise NotImplementedError("a single query under a mask has no segments")
+            out = self._attend_newest(query, key, value, of_key)
         else:
-            out = self._attend(query, key, value, is_causal, query_length, key_length)
+            lengths = {"query_seq_lengths": of_query, "key_value_seq_lengths": of_key}
+            out = self._attend(query, key, value, is_causal, given._replace(**lengths))
         # A product, so that gradients become NaN as well.
         broken = jnp.where(fits, 1, jnp.nan).astype(out.dtype)
         return out * broken[:, None, None, None]
@@ -151,8 +191,7 @@ class _AttentionFn:
         key: jax.Array,
         value: jax.Array,
         is_causal: bool,
-        query_length: jax.Array | None,
-        key_length: jax.Array | None,
+        given: _Given,
     ) -> jax.Array:
         """Attends ``[B, T, N, H]`` to ``[B, S, K, H]``."""
         raise NotImplementedError
@@ -164,11 +203,21 @@ class _AttentionFn:
         raise NotImplementedError
 
 
-def _check_switches(is_causal: object, warn: object) -> None:
+def _check_switches(is_causal: object, warn: object, packed: object) -> None:
     if not isinstance(is_causal, bool):
         raise TypeError(f"{is_causal=} must be a bool")
     if not isinstance(warn, bool):
         raise TypeError(f"{warn=} must be a bool")
+    if not isinstance(packed, bool):
+        raise TypeError(f"{packed=} must be a bool")
+
+
+def _flat(ids: Any, batch: tuple[int, ...]) -> jax.Array:
+    """Segments ``[batch..., T]`` as ``[B, T]``; the op checks the rest."""
+    ids = jnp.asarray(ids)
+    if ids.shape[:-1] != batch:
+        raise ValueError(f"segments of shape {ids.shape} must have the batch axes {batch}")
+    return ids.reshape(-1, ids.shape[-1])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -198,6 +247,9 @@ class TurboAttentionFn(_AttentionFn):
       warn: whether programs under `jit` issue a `MaskWarning` when a mask makes NaN, once for each
         function. The warning is a callback, so jax can neither export such a program nor keep it
         in its persistent cache.
+      packed: whether masks may be those of packed sequences, as `flax.linen.make_attention_mask`
+        makes them of segments with ``jnp.equal``. They are read as segments then, so that blocks
+        without a common segment take no time; under `jit` this cannot follow from a mask's values.
 
     Raises:
       TypeError: if `config` is not a `TurboConfig`, `is_causal` or `warn` not a bool, or the cap
@@ -211,11 +263,12 @@ class TurboAttentionFn(_AttentionFn):
     logits_soft_cap: float | None = None
     implementation: ImplementationName | None = None
     warn: bool = True
+    packed: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.config, TurboConfig):
             raise TypeError(f"config={self.config!r} must be a TurboConfig")
-        _check_switches(self.is_causal, self.warn)
+        _check_switches(self.is_causal, self.warn, self.packed)
         check_implementation(self.implementation)
         # One form, so that functions with equal windows are equal.
         window = _checks.normalize_window(self.local_window_size)
@@ -229,8 +282,7 @@ class TurboAttentionFn(_AttentionFn):
         key: jax.Array,
         value: jax.Array,
         is_causal: bool,
-        query_length: jax.Array | None,
-        key_length: jax.Array | None,
+        given: _Given,
     ) -> jax.Array:
         out = turbo_attention(
             query,
@@ -238,8 +290,7 @@ class TurboAttentionFn(_AttentionFn):
             value,
             config=self.config,
             is_causal=is_causal,
-            query_seq_lengths=query_length,
-            key_value_seq_lengths=key_length,
+            **given.arguments(),
             local_window_size=self.local_window_size,
             logits_soft_cap=self.logits_soft_cap,
             implementation=self.implementation,
@@ -254,7 +305,7 @@ class TurboAttentionFn(_AttentionFn):
         if window is not None:
             key, value, key_length = _take_newest(key, value, key_length, window[0] + 1)
         whole = dataclasses.replace(self, local_window_size=None)
-        return whole._attend(query, key, value, False, None, key_length)
+        return whole._attend(query, key, value, False, _Given(None, key_length))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -282,6 +333,7 @@ class PooledAttentionFn(_AttentionFn):
       query_samples: of `turbojax.select_levels`, for policies that estimate.
       key_means: the same.
       warn: see `TurboAttentionFn`.
+      packed: see `TurboAttentionFn`. Levels are chosen in each call then.
 
     Raises:
       TypeError: if `policy` is not one of `turbojax.levels`, `is_causal` or `warn` not a bool, or a
@@ -297,6 +349,7 @@ class PooledAttentionFn(_AttentionFn):
     query_samples: int = 4
     key_means: int = 4
     warn: bool = True
+    packed: bool = False
 
     def __post_init__(self) -> None:
         check_pooled(
@@ -307,7 +360,7 @@ class PooledAttentionFn(_AttentionFn):
             self.query_samples,
             self.key_means,
         )
-        _check_switches(self.is_causal, self.warn)
+        _check_switches(self.is_causal, self.warn, self.packed)
 
     def _attend(
         self,
@@ -315,11 +368,10 @@ class PooledAttentionFn(_AttentionFn):
         key: jax.Array,
         value: jax.Array,
         is_causal: bool,
-        query_length: jax.Array | None,
-        key_length: jax.Array | None,
+        given: _Given,
     ) -> jax.Array:
         blocks: dict[str, Any] = {"block_q": self.block_q, "block_kv": self.block_kv}
-        if isinstance(self.policy, Pattern):
+        if isinstance(self.policy, Pattern) and given.query_segment_ids is None:
             # Positions alone: a constant of the program, which `pooled_attention` can check.
             with jax.ensure_compile_time_eval():
                 levels = self.policy.levels(
@@ -332,19 +384,18 @@ class PooledAttentionFn(_AttentionFn):
                 self.policy,
                 **blocks,
                 is_causal=is_causal,
-                query_seq_lengths=query_length,
-                key_value_seq_lengths=key_length,
+                **given.arguments(),
                 query_samples=self.query_samples,
                 key_means=self.key_means,
             )
-        return self._pooled(query, key, value, levels, is_causal, query_length, key_length)
+        return self._pooled(query, key, value, levels, is_causal, given)
 
     def _attend_newest(
         self, query: jax.Array, key: jax.Array, value: jax.Array, key_length: jax.Array
     ) -> jax.Array:
         # A constant, like a pattern's levels.
         levels = np.ones((1, 1, 1, -(-key.shape[1] // self.block_kv)), np.int8)
-        return self._pooled(query, key, value, levels, False, None, key_length)
+        return self._pooled(query, key, value, levels, False, _Given(None, key_length))
 
     def _pooled(
         self,
@@ -353,8 +404,7 @@ class PooledAttentionFn(_AttentionFn):
         value: jax.Array,
         levels: Any,
         is_causal: bool,
-        query_length: jax.Array | None,
-        key_length: jax.Array | None,
+        given: _Given,
     ) -> jax.Array:
         out = pooled_attention(
             query,
@@ -364,8 +414,7 @@ class PooledAttentionFn(_AttentionFn):
             block_q=self.block_q,
             block_kv=self.block_kv,
             is_causal=is_causal,
-            query_seq_lengths=query_length,
-            key_value_seq_lengths=key_length,
+            **given.arguments(),
             implementation=self.implementation,
         )
         assert isinstance(out, jax.Array)

@@ -74,6 +74,7 @@ class TurboAttention(nn.Module):
       qkv_bias: whether queries, keys and values have biases.
       output_bias: whether the output has one.
       qk_norm_eps: epsilon of RMSNorms of queries and keys; None for no such norms.
+      use_sinks: whether there are sinks.
       sharding: names of the axes over which the residual stream and the heads are split.
       implementation: of the cache's ops; None to choose.
       dtype: of the computation and the output, `param_dtype` if not given.
@@ -91,6 +92,7 @@ class TurboAttention(nn.Module):
     qkv_bias: bool = False
     output_bias: bool = False
     qk_norm_eps: float | None = None
+    use_sinks: bool = False
     sharding: tuple[str | None, str | None] | None = None
     implementation: str | None = None
     dtype: DTypeLike | None = None
@@ -126,6 +128,10 @@ class TurboAttention(nn.Module):
         if self.qk_norm_eps is not None:
             norm = functools.partial(RMSNorm, core.head_dim, self.qk_norm_eps, self.param_dtype)
             self.q_norm, self.k_norm = norm(), norm()
+        self.sinks = None
+        if self.use_sinks:
+            init = nn.initializers.zeros_init()
+            self.sinks = self.param("sinks", init, (self.num_heads,), self.param_dtype)
 
     def __call__(
         self,
@@ -163,6 +169,10 @@ class TurboAttention(nn.Module):
             query, key = self.q_norm(query), self.k_norm(key)
         value = self.v_proj(x).reshape(shape)
         return *rotate(self.core.rope, query, key, angles), value
+
+    def given_sinks(self) -> tuple[jax.Array, ...]:
+        """The sinks, if there are any."""
+        return () if self.sinks is None else (self.sinks,)
 
     def output(self, attended: jax.Array) -> jax.Array:
         """Maps attended values ``[B, T, N, H]`` to ``[B, T, D]``."""

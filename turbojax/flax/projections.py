@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
@@ -23,6 +24,8 @@ class AttentionProjections(nnx.Module):
       o_proj: ``[N H, D]``.
       q_norm: `RMSNorm` of each head's query before it is rotated, or None.
       k_norm: the same of keys.
+      sinks: float ``[N]``, a logit of each head that takes part in the softmax's denominator
+        alone, or None.
       rope: how positions turn queries and keys, or None.
       head_dim: channels of a head, `H`.
     """
@@ -40,6 +43,7 @@ class AttentionProjections(nnx.Module):
         qk_norm_eps: float | None = None,
         norm_offset: float = 0.0,
         output_gain: float = 1.0,
+        use_sinks: bool = False,
         sharding: tuple[str | None, str | None] | None = None,
         dtype: DTypeLike,
         param_dtype: DTypeLike,
@@ -58,6 +62,7 @@ class AttentionProjections(nnx.Module):
           qk_norm_eps: epsilon of norms of queries and keys; None for no such norms.
           norm_offset: of these norms, see `rms_norm`.
           output_gain: of the output's initial weights.
+          use_sinks: whether there are sinks; they begin at 0, each as a key of score 0.
           sharding: mesh axes, or logical ones, over which the residual stream and the heads are
             split, such as ``(None, "model")``; None for no annotations. With them Flax needs a mesh
             where parameters are made.
@@ -90,6 +95,7 @@ class AttentionProjections(nnx.Module):
         )
         self.q_norm = None if qk_norm_eps is None else norm()
         self.k_norm = None if qk_norm_eps is None else norm()
+        self.sinks = nnx.Param(jnp.zeros(num_heads, param_dtype)) if use_sinks else None
 
     def heads(
         self, x: jax.Array, angles: jax.Array | None, rope: Rope | None = None
@@ -113,6 +119,10 @@ class AttentionProjections(nnx.Module):
             query, key = self.q_norm(query), self.k_norm(key)
         value = self.v_proj(x).reshape(shape)
         return *rotate(self.rope if rope is None else rope, query, key, angles), value
+
+    def given_sinks(self) -> tuple[jax.Array, ...]:
+        """The sinks, if there are any: the last argument of an `Attend`."""
+        return () if self.sinks is None else (self.sinks[...],)
 
     def output(self, attended: jax.Array) -> jax.Array:
         """Maps attended values ``[B, T, N, H]`` to ``[B, T, D]``."""

@@ -29,16 +29,23 @@ def attend_prompt(
       attention: attend with this instead, to the prompts' own keys and values.
     """
 
-    def attend(query, key, value, cache, options=PLAIN):  # type: ignore[no-untyped-def]
+    def attend(query, key, value, cache, options=PLAIN, sinks=None):  # type: ignore[no-untyped-def]
         kind = kind_of(cache)
         part = kind.take(cache, first, query.shape[0])
         if attention is None:
             out, part = kind.prefill(
-                query, key, value, part, lengths, options=options, implementation=implementation
+                query,
+                key,
+                value,
+                part,
+                lengths,
+                options=options,
+                sinks=sinks,
+                implementation=implementation,
             )
         else:
             name = within_implementation(implementation, attention, kind.implementations)
-            out = attend_within(query, key, value, lengths, attention, options, name)
+            out = attend_within(query, key, value, lengths, attention, options, name, sinks=sinks)
             part = kind.store_prompt(part, key, value, lengths, implementation=implementation)
         return out, kind.put(cache, part, first)
 
@@ -55,14 +62,16 @@ def attend_new_tokens(implementation: str | None = None) -> Attend:
         cache's; None to choose.
     """
 
-    def attend(query, key, value, cache, options=PLAIN):  # type: ignore[no-untyped-def]
+    def attend(query, key, value, cache, options=PLAIN, sinks=None):  # type: ignore[no-untyped-def]
         kind, tokens = kind_of(cache), query.shape[1]
         most = kind.most_new_tokens(cache, options) or tokens
         outs = []
         for first in range(0, tokens, most):
             q, k, v = (x[:, first : first + most] for x in (query, key, value))
             cache = kind.append(cache, k, v, implementation=implementation)
-            outs.append(kind.decode(q, cache, options=options, implementation=implementation))
+            outs.append(
+                kind.decode(q, cache, options=options, sinks=sinks, implementation=implementation)
+            )
         return outs[0] if len(outs) == 1 else jnp.concatenate(outs, axis=1), cache
 
     return attend

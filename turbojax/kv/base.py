@@ -35,6 +35,7 @@ class Attend(Protocol):
         value: jax.Array,
         cache: Cache,
         options: AttentionOptions = PLAIN,
+        sinks: jax.Array | None = None,
     ) -> tuple[jax.Array, Cache]:
         """Attends for one layer.
 
@@ -44,6 +45,8 @@ class Attend(Protocol):
           value: ``[B, T, K, H]``.
           cache: this layer's cache, or None.
           options: of this layer.
+          sinks: float ``[N]``, this layer's, if it has any, see `turbojax.turbo_attention`. Layers
+            without hand over none, so that what never meets them need not take them.
 
         Returns:
           The output ``[B, T, N, H]`` and the layer's new cache, of the same structure.
@@ -285,6 +288,7 @@ class Kind(Stored[C]):
         lengths: jax.Array,
         *,
         options: AttentionOptions = PLAIN,
+        sinks: jax.Array | None = None,
         implementation: Any = None,
     ) -> tuple[jax.Array, C]:
         """Attends causally within prompts and stores them in empty sequences.
@@ -297,6 +301,7 @@ class Kind(Stored[C]):
           lengths: int32 ``[B]``, of the prompts; what lies past them is padding, which reaches
             neither other tokens nor the cache.
           options: of the layer.
+          sinks: float ``[N]`` of the layer, or None.
           implementation: what attends; None to choose.
 
         Returns:
@@ -314,6 +319,7 @@ class Kind(Stored[C]):
         cache: C,
         *,
         options: AttentionOptions = PLAIN,
+        sinks: jax.Array | None = None,
         implementation: Any = None,
     ) -> jax.Array:
         """Attends the last `T` tokens' queries ``[B, T, N, H]`` to all that the cache holds.

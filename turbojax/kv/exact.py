@@ -10,6 +10,7 @@ import numpy as np
 from turbojax.kv.base import ROWS, Counts, Grows, Kind, rows_in_use, sides_of
 from turbojax.kv.whole import attend_within, causal_attention
 from turbojax.ops import exact_attention
+from turbojax.ops.extras import of_layer
 from turbojax.ops.options import PLAIN, AttentionOptions
 from turbojax.state import exact
 
@@ -69,10 +70,13 @@ class Exact(Kind[exact.ExactCache]):
         lengths: jax.Array,
         *,
         options: AttentionOptions = PLAIN,
+        sinks: jax.Array | None = None,
         implementation: Any = None,
     ) -> tuple[jax.Array, exact.ExactCache]:
         """See `Kind.prefill`."""
-        out = attend_within(query, key, value, lengths, "exact", options, implementation)
+        out = attend_within(
+            query, key, value, lengths, "exact", options, implementation, sinks=sinks
+        )
         return out, exact.append(cache, key, value, lengths=lengths)
 
     def decode(
@@ -81,12 +85,16 @@ class Exact(Kind[exact.ExactCache]):
         cache: exact.ExactCache,
         *,
         options: AttentionOptions = PLAIN,
+        sinks: jax.Array | None = None,
         implementation: Any = None,
     ) -> jax.Array:
         """See `Kind.decode`."""
-        static = options.complete(query.shape[3])
         return exact_attention.attend_cache(
-            query, cache, options=static, implementation=implementation
+            query,
+            cache,
+            options=options.complete(query.shape[3]),
+            extras=of_layer(query, sinks),
+            implementation=implementation,
         )
 
     def counts(self, lengths: Counts, cache: exact.ExactCache) -> Counts:

@@ -20,6 +20,7 @@ from turbojax.kv.base import (
 )
 from turbojax.kv.whole import causal_attention
 from turbojax.ops import kv4_attention
+from turbojax.ops.extras import of_layer
 from turbojax.ops.options import PLAIN, AttentionOptions
 from turbojax.quantizers.fp8 import quantize_fp8
 from turbojax.state import kv4
@@ -31,6 +32,7 @@ def through_kv4(
     value: jax.Array,
     cache: Cache = None,
     options: AttentionOptions = PLAIN,
+    sinks: jax.Array | None = None,
 ) -> tuple[jax.Array, Cache]:
     """What decoding token by token through a `Kv4Cache` attends to, for all tokens at once.
 
@@ -39,7 +41,7 @@ def through_kv4(
     codes, scale = quantize_fp8(query, axis=-1)
     rounded = codes.astype(jnp.float32) * scale[..., None]
     out, cache = causal_attention(
-        rounded, held(key, jnp.uint8), held(value, jnp.uint8), cache, options
+        rounded, held(key, jnp.uint8), held(value, jnp.uint8), cache, options, sinks
     )
     return out.astype(query.dtype), cache
 
@@ -83,12 +85,19 @@ class TokenScaled(Kind[kv4.CacheT]):
         lengths: jax.Array,
         *,
         options: AttentionOptions = PLAIN,
+        sinks: jax.Array | None = None,
         implementation: Any = None,
     ) -> tuple[Any, kv4.CacheT]:
         """See `Kind.prefill`."""
-        static = options.complete(query.shape[3])
         (out, _), cache = kv4_attention.attend_prompt(
-            query, key, value, cache, lengths, options=static, implementation=implementation
+            query,
+            key,
+            value,
+            cache,
+            lengths,
+            options=options.complete(query.shape[3]),
+            extras=of_layer(query, sinks),
+            implementation=implementation,
         )
         return out, cache
 
@@ -98,12 +107,16 @@ class TokenScaled(Kind[kv4.CacheT]):
         cache: kv4.CacheT,
         *,
         options: AttentionOptions = PLAIN,
+        sinks: jax.Array | None = None,
         implementation: Any = None,
     ) -> Any:
         """See `Kind.decode`."""
-        static = options.complete(query.shape[3])
         out, _ = kv4_attention.attend_cache(
-            query, cache, options=static, implementation=implementation
+            query,
+            cache,
+            options=options.complete(query.shape[3]),
+            extras=of_layer(query, sinks),
+            implementation=implementation,
         )
         return out
 

@@ -4,6 +4,7 @@ One pool, in which each sequence has its own pages.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
@@ -34,6 +35,7 @@ from turbojax.kv.paged_layer import (
     ring_tables,
 )
 from turbojax.kv.paged_layer import init_layer as init_layer
+from turbojax.ops.extras import of_layer
 from turbojax.ops.options import PLAIN, AttentionOptions
 from turbojax.ops.paged_attention import attend_pages
 from turbojax.state import ring
@@ -49,6 +51,7 @@ def attend(
     *,
     query_lengths: jax.Array | None = None,
     options: AttentionOptions = PLAIN,
+    sinks: jax.Array | None = None,
     implementation: ImplementationName | None = None,
 ) -> jax.Array:
     """Causal attention of the newest tokens to all that is held, themselves included.
@@ -61,6 +64,7 @@ def attend(
       layer: the cache, which holds the queries' own keys and values.
       query_lengths: optional int32 ``[B]``, how many of the `T` queries are real, the first ones.
       options: of the layer.
+      sinks: float ``[N]`` of the layer, or None.
       implementation: of `turbojax.paged_attention`; None to choose.
 
     Returns:
@@ -71,7 +75,7 @@ def attend(
       TypeError, ValueError, NotImplementedError: see `turbojax.paged_attention`.
     """
     batch, tokens, heads, channels = query.shape
-    static = options.complete(channels)
+    static, extras = options.complete(channels), of_layer(query, sinks)
     ring.check_visible(layer, static.window, tokens)
 
     def run(queries: jax.Array, lengths: jax.Array, real: jax.Array | None) -> jax.Array:
@@ -82,6 +86,7 @@ def attend(
             lengths,
             real,
             options=static,
+            extras=extras,
             implementation=implementation,
         )
         return out
@@ -115,6 +120,7 @@ def append_and_attend(
     lengths: jax.Array,
     *,
     options: AttentionOptions = PLAIN,
+    sinks: jax.Array | None = None,
     implementation: ImplementationName | None = None,
 ) -> tuple[jax.Array, PagedLayer]:
     """Stores tokens and attends to all that is held then: in parts if the layer keeps too little.
@@ -126,6 +132,7 @@ def append_and_attend(
       layer: the cache.
       lengths: int32 ``[B]``, how many of the `T` tokens are real, the first ones.
       options: of the layer.
+      sinks: float ``[N]`` of the layer, or None.
       implementation: of `turbojax.paged_attention`; None to choose.
 
     Returns:
@@ -135,13 +142,13 @@ def append_and_attend(
       TypeError, ValueError, NotImplementedError: see `append` and `attend`.
     """
     batch, tokens, heads, channels = query.shape
+    attend_to = functools.partial(
+        attend, options=options, sinks=sinks, implementation=implementation
+    )
     most = ring.most_new_tokens(layer, options.local_window_size)
     if most is None or tokens <= most:
         layer = append(layer, key, value, lengths=lengths)
-        out = attend(
-            query, layer, query_lengths=lengths, options=options, implementation=implementation
-        )
-        return out, layer
+        return attend_to(query, layer, query_lengths=lengths), layer
     check_room(layer, key, value, lengths)
     size = min(query_chunk(batch, heads // layer.pages.num_kv_heads), most // 16 * 16)
     count = -(-tokens // size)
@@ -154,8 +161,7 @@ def append_and_attend(
         first, q, k, v = item
         new = jnp.clip(lengths - first, 0, size)
         layer = append(layer, k, v, lengths=new)
-        out = attend(q, layer, query_lengths=new, options=options, implementation=implementation)
-        return layer, out
+        return layer, attend_to(q, layer, query_lengths=new)
 
     firsts = size * jnp.arange(count, dtype=jnp.int32)
     layer, out = jax.lax.scan(chunk, layer, (firsts, *map(parts, (query, key, value))))
@@ -256,12 +262,12 @@ class Pages(Kind[PagedLayer]):
         lengths: jax.Array,
         *,
         options: AttentionOptions = PLAIN,
+        sinks: jax.Array | None = None,
         implementation: Any = None,
     ) -> tuple[jax.Array, PagedLayer]:
         """See `Kind.prefill`."""
-        return append_and_attend(
-            query, key, value, cache, lengths, options=options, implementation=implementation
-        )
+        static: dict[str, Any] = {"options": options, "implementation": implementation}
+        return append_and_attend(query, key, value, cache, lengths, sinks=sinks, **static)
 
     def decode(
         self,
@@ -269,10 +275,11 @@ class Pages(Kind[PagedLayer]):
         cache: PagedLayer,
         *,
         options: AttentionOptions = PLAIN,
+        sinks: jax.Array | None = None,
         implementation: Any = None,
     ) -> jax.Array:
         """See `Kind.decode`."""
-        return attend(query, cache, options=options, implementation=implementation)
+        return attend(query, cache, options=options, sinks=sinks, implementation=implementation)
 
     def take(self, cache: PagedLayer, first: jax.Array | int, count: int) -> PagedLayer:
         """See `take_sequences`."""

@@ -16,6 +16,7 @@ from turbojax.levels import (
     select_levels,
 )
 from turbojax.ops import pooled_attention
+from turbojax.ops.extras import of_layer
 from turbojax.ops.options import PLAIN, AttentionOptions, check_implementation, require_plain
 from turbojax.ops.pooled_attention.static import PooledOptions
 
@@ -63,10 +64,17 @@ class PooledAttention:
         value: jax.Array,
         cache: Any = None,
         options: AttentionOptions = PLAIN,
+        sinks: jax.Array | None = None,
+        segment_ids: jax.Array | None = None,
     ) -> tuple[jax.Array, Any]:
-        """Attends over the given tokens alone; the cache passes through untouched."""
-        levels = self.levels(query, key, options=options)
-        return self.attend(query, key, value, levels, options=options), cache
+        """Attends over the given tokens alone; the cache passes through untouched.
+
+        With `segment_ids`, int32 ``[B, T]``, it attends within segments, as of packed documents:
+        ``functools.partial(pooled, segment_ids=ids)`` is an `Attend`.
+        """
+        levels = self.levels(query, key, options=options, segment_ids=segment_ids)
+        more = {"options": options, "segment_ids": segment_ids}
+        return self.attend(query, key, value, levels, sinks=sinks, **more), cache
 
     def levels(
         self,
@@ -74,6 +82,7 @@ class PooledAttention:
         key: jax.Array,
         lengths: jax.Array | None = None,
         options: AttentionOptions = PLAIN,
+        segment_ids: jax.Array | None = None,
     ) -> jax.Array:
         """The levels of a layer.
 
@@ -82,6 +91,7 @@ class PooledAttention:
           key: ``[B, T, K, H]``.
           lengths: optional int32 ``[B]``; what lies past them is padding.
           options: of the layer.
+          segment_ids: optional int32 ``[B, T]``, of packed documents.
 
         Returns:
           int8 ``[B or 1, N or 1, ceil(T / block_q), ceil(T / block_kv)]``.
@@ -90,7 +100,7 @@ class PooledAttention:
           NotImplementedError: if the layer has a window or a cap of its scores.
         """
         require_plain(options, "pooled attention", but_scale=True)
-        if isinstance(self.policy, Pattern):
+        if isinstance(self.policy, Pattern) and segment_ids is None:
             # Positions alone: a constant of the program, which `pooled_attention` can check.
             with jax.ensure_compile_time_eval():
                 return self.policy.levels(
@@ -110,6 +120,8 @@ class PooledAttention:
             is_causal=True,
             query_seq_lengths=lengths,
             key_value_seq_lengths=lengths,
+            query_segment_ids=segment_ids,
+            key_value_segment_ids=segment_ids,
             query_samples=self.query_samples,
             key_means=self.key_means,
         )
@@ -122,6 +134,8 @@ class PooledAttention:
         levels: jax.Array,
         lengths: jax.Array | None = None,
         options: AttentionOptions = PLAIN,
+        sinks: jax.Array | None = None,
+        segment_ids: jax.Array | None = None,
     ) -> jax.Array:
         """Attends under given levels.
 
@@ -132,6 +146,8 @@ class PooledAttention:
           levels: see `levels`.
           lengths: optional int32 ``[B]``; what lies past them is padding.
           options: of the layer.
+          sinks: float ``[N]`` of the layer, or None; levels are chosen without.
+          segment_ids: optional int32 ``[B, T]``, of packed documents.
 
         Returns:
           ``[B, T, N, H]`` in the query's dtype.
@@ -154,6 +170,11 @@ class PooledAttention:
             lengths,
             lengths,
             options=static,
+            extras=dataclasses.replace(
+                of_layer(query, sinks),
+                query_segment_ids=segment_ids,
+                key_value_segment_ids=segment_ids,
+            ),
             implementation=self.implementation,
         )
         return out

@@ -10,6 +10,7 @@ import numpy as np
 from turbojax.config import TurboConfig
 from turbojax.kv.base import Counts, Description, Grows, Kind, sides_of, validate_layers
 from turbojax.ops import turbo_attention
+from turbojax.ops.extras import of_layer
 from turbojax.ops.options import PLAIN, AttentionOptions
 from turbojax.sas import SAS
 from turbojax.state.progressive import ProgressiveCache, append, init_cache
@@ -104,12 +105,19 @@ class Progressive(Kind[ProgressiveCache]):
         lengths: jax.Array,
         *,
         options: AttentionOptions = PLAIN,
+        sinks: jax.Array | None = None,
         implementation: Any = None,
     ) -> tuple[Any, ProgressiveCache]:
         """See `Kind.prefill`."""
-        static = options.complete(query.shape[3])
         (out, _), cache = turbo_attention.attend_prompt(
-            query, key, value, cache, lengths, options=static, implementation=implementation
+            query,
+            key,
+            value,
+            cache,
+            lengths,
+            options=options.complete(query.shape[3]),
+            extras=of_layer(query, sinks),
+            implementation=implementation,
         )
         return out, cache
 
@@ -119,12 +127,16 @@ class Progressive(Kind[ProgressiveCache]):
         cache: ProgressiveCache,
         *,
         options: AttentionOptions = PLAIN,
+        sinks: jax.Array | None = None,
         implementation: Any = None,
     ) -> Any:
         """See `Kind.decode`."""
-        static = options.complete(query.shape[3])
         out, _ = turbo_attention.attend_cache(
-            query, cache, options=static, implementation=implementation
+            query,
+            cache,
+            options=options.complete(query.shape[3]),
+            extras=of_layer(query, sinks),
+            implementation=implementation,
         )
         return out
 

@@ -10,6 +10,7 @@ from turbojax.config import TurboConfig
 from turbojax.kv.base import Attend, Cache
 from turbojax.kv.pooled import PooledAttention
 from turbojax.ops import cudnn, exact_attention, turbo_attention
+from turbojax.ops.extras import of_layer
 from turbojax.ops.options import PLAIN, AttentionOptions
 
 WholeAttention = Literal["exact"] | TurboConfig | PooledAttention
@@ -22,15 +23,18 @@ def causal_attention(
     value: jax.Array,
     cache: Cache = None,
     options: AttentionOptions = PLAIN,
+    sinks: jax.Array | None = None,
 ) -> tuple[jax.Array, Cache]:
     """Exact causal attention over the given tokens alone; the cache passes through untouched.
 
     `jax.nn.dot_product_attention`, which under strict dtype promotion has no gradient in bfloat16
-    on a CPU; in float32 it has. With a cap of the scores, `exact_attention.attend`. An `Attend`.
+    on a CPU; in float32 it has. With a cap of the scores, or sinks, `exact_attention.attend`. An
+    `Attend`.
     """
     static = options.complete(query.shape[3])
-    if static.logits_soft_cap is not None:
-        return exact_attention.attend(query, key, value, options=static), cache
+    if static.logits_soft_cap is not None or sinks is not None:
+        extras = of_layer(query, sinks)
+        return exact_attention.attend(query, key, value, options=static, extras=extras), cache
     out = cudnn.dot_product_attention(
         query,
         key,
@@ -49,7 +53,7 @@ def padded_attention(mask: jax.Array) -> Attend:
       mask: bool ``[B, T]``, False for padding.
     """
 
-    def attend(query, key, value, cache=None, options=PLAIN):  # type: ignore[no-untyped-def]
+    def attend(query, key, value, cache=None, options=PLAIN, sinks=None):  # type: ignore[no-untyped-def]
         static = options.complete(query.shape[3])
         place = jnp.arange(query.shape[1])[None]
         lengths = jnp.full(query.shape[0], query.shape[1], jnp.int32)
@@ -61,6 +65,7 @@ def padded_attention(mask: jax.Array) -> Attend:
             visible,
             scale=static.scale,
             logits_soft_cap=static.logits_soft_cap,
+            sinks=of_layer(query, sinks).sinks,
         )
         return out, cache
 
@@ -93,6 +98,7 @@ def attend_within(
     attention: WholeAttention,
     options: AttentionOptions = PLAIN,
     implementation: str | None = None,
+    sinks: jax.Array | None = None,
 ) -> jax.Array:
     """Causal attention within whole sequences, without a cache.
 
@@ -105,15 +111,17 @@ def attend_within(
       options: of the layer.
       implementation: of `exact_attention.attention` or `turbo_attention`; None to choose. A
         `PooledAttention` names its own.
+      sinks: float ``[N]`` of the layer, or None.
 
     Returns:
       ``[B, T, N, H]`` in the query's dtype; rows of padding mean nothing.
     """
     if isinstance(attention, PooledAttention):
         levels = attention.levels(query, key, lengths, options)
-        return attention.attend(query, key, value, levels, lengths, options)
+        return attention.attend(query, key, value, levels, lengths, options, sinks)
     static: dict[str, Any] = {
         "options": options.complete(query.shape[3]),
+        "extras": of_layer(query, sinks),
         "implementation": implementation,
     }
     if attention == "exact":

@@ -13,6 +13,9 @@ from turbojax.levels.grid import LEVELS, Grid
 from turbojax.levels.patterns import LocalWindow, Pattern, Strided
 from turbojax.levels.ranking import Threshold, TopK, assign
 from turbojax.levels.similarity import SimilarityCap, cap, similarity
+from turbojax.ops import extras as given
+from turbojax.ops.extras import Extras
+from turbojax.ops.pooled_attention import segments
 
 Policy = TopK | Threshold | LocalWindow | Strided | SimilarityCap
 """What chooses levels: frozen, hashable, static under `jit`."""
@@ -29,6 +32,10 @@ def select_levels(
     scale: float | None = None,
     query_seq_lengths: jax.Array | None = None,
     key_value_seq_lengths: jax.Array | None = None,
+    query_segment_ids: jax.Array | None = None,
+    key_value_segment_ids: jax.Array | None = None,
+    query_offset: jax.Array | int | None = None,
+    key_offset: jax.Array | int | None = None,
     query_samples: int = 4,
     key_means: int = 4,
 ) -> jax.Array:
@@ -38,6 +45,11 @@ def select_levels(
     those that hold the positions of the row's own queries are at level 1, and what no query of the
     row sees is 0. Every row that sees something has a block at level 1. Equal arguments give equal
     levels; among equally important blocks the later ones come first.
+
+    In packed sequences a row ranks, and counts, the blocks that have a segment of its queries; the
+    others are 0, and of those that hold several segments none is coarser than 1. The first block is
+    the first of these. (Where blocks of queries and of keys both hold several segments, they count
+    as having one in common if their ranges of ids overlap.)
 
     A block with keys that are NaN or infinite counts as more important than any finite one, so that
     it is attended to and shows up in the output instead of being skipped silently; the same holds
@@ -55,6 +67,10 @@ def select_levels(
       query_seq_lengths: optional int ``[B]``; blocks wholly past them are 0. Under `jit` values out
         of range act as the nearest bound.
       key_value_seq_lengths: optional int ``[B]``, the same for keys.
+      query_segment_ids: optional integers ``[B, T]``, see `turbojax.pooled_attention`.
+      key_value_segment_ids: integers ``[B, S]`` beside them.
+      query_offset: optional int ``[B]`` or scalar, the position of the first query.
+      key_offset: the same of the first key.
       query_samples: see `block_importance`.
       key_means: see `block_importance`.
 
@@ -71,10 +87,19 @@ def select_levels(
     grid = estimate.check_arguments(query, key, block_q, block_kv, is_causal)
     estimate.check_sampling(grid, scale, query_samples, key_means)
     lengths = estimate.check_lengths(query, key, query_seq_lengths, key_value_seq_lengths)
+    extras = given.complete(
+        query,
+        key,
+        query_segment_ids=query_segment_ids,
+        key_value_segment_ids=key_value_segment_ids,
+        query_offset=query_offset,
+        key_offset=key_offset,
+    )
     return _select(
         jax.lax.stop_gradient(query),
         jax.lax.stop_gradient(key),
         *lengths,
+        extras,
         policy=policy,
         grid=grid,
         scale=1 / math.sqrt(query.shape[-1]) if scale is None else float(scale),
@@ -89,6 +114,7 @@ def _select(
     key: jax.Array,
     query_length: jax.Array | None,
     key_length: jax.Array | None,
+    extras: Extras,
     *,
     policy: Policy,
     grid: Grid,
@@ -100,22 +126,23 @@ def _select(
     lengths = grid.lengths(query_length, key_length)
     if isinstance(inner, Pattern):
         shape = (query.shape[0], query.shape[2], grid.rows, grid.columns)
-        levels = jnp.broadcast_to(inner.on(grid, *lengths)[:, None], shape)
+        levels = jnp.broadcast_to(inner.on(grid, *lengths, extras)[:, None], shape)
     else:
         importance = estimate.importance(
             query,
             key,
             query_length,
             key_length,
+            extras,
             grid=grid,
             scale=scale,
             samples=samples,
             means=means,
         )
-        levels = assign(importance, inner, *lengths, grid)
+        levels = assign(importance, inner, *lengths, grid, extras)
     if isinstance(policy, SimilarityCap):
         levels = cap(levels, similarity(key, lengths[1], grid), policy.limits)
-    return levels
+    return segments.attended(levels, *lengths, extras, grid.block_q, grid.block_kv)
 
 
 def level_density(

@@ -10,6 +10,9 @@ import numpy as np
 
 from turbojax import _checks
 from turbojax.levels.grid import Grid
+from turbojax.ops import extras as given
+from turbojax.ops.extras import NOTHING, Extras
+from turbojax.ops.pooled_attention import segments
 
 # Sums of at most this many tokens are written out. XLA then reads the keys in wide loads, which it
 # does not for a reduction over few rows.
@@ -26,6 +29,10 @@ def block_importance(
     scale: float | None = None,
     query_seq_lengths: jax.Array | None = None,
     key_value_seq_lengths: jax.Array | None = None,
+    query_segment_ids: jax.Array | None = None,
+    key_value_segment_ids: jax.Array | None = None,
+    query_offset: jax.Array | int | None = None,
+    key_offset: jax.Array | int | None = None,
     query_samples: int = 4,
     key_means: int = 4,
 ) -> jax.Array:
@@ -34,7 +41,8 @@ def block_importance(
     Each query block is cut into `query_samples` equal parts, and the last query of each part is
     sampled. The samples attend to `key_means` means of each key block, those of as many equal
     parts; a mean of `c` keys counts as `c`. A sampled query sees a mean if it sees the last of its
-    keys. The weights are added over a block and averaged over those samples that see something.
+    keys, and if they all are of its segment. The weights are added over a block and averaged over
+    those samples that see something.
 
     Args:
       query: ``[B, T, N, H]``; only the samples are read.
@@ -45,6 +53,10 @@ def block_importance(
       scale: factor of the scores; ``1 / sqrt(H)`` if not given.
       query_seq_lengths: optional int ``[B]``; what is past them is not sampled.
       key_value_seq_lengths: optional int ``[B]``; keys past them are ignored.
+      query_segment_ids: optional integers ``[B, T]``, see `turbojax.pooled_attention`.
+      key_value_segment_ids: integers ``[B, S]`` beside them.
+      query_offset: optional int ``[B]`` or scalar, the position of the first query.
+      key_offset: the same of the first key.
       query_samples: queries that are sampled of a block, at most `block_q`.
       key_means: means of a key block, a divisor of `block_kv`.
 
@@ -60,10 +72,19 @@ def block_importance(
     grid = check_arguments(query, key, block_q, block_kv, is_causal)
     check_sampling(grid, scale, query_samples, key_means)
     lengths = check_lengths(query, key, query_seq_lengths, key_value_seq_lengths)
+    extras = given.complete(
+        query,
+        key,
+        query_segment_ids=query_segment_ids,
+        key_value_segment_ids=key_value_segment_ids,
+        query_offset=query_offset,
+        key_offset=key_offset,
+    )
     return importance(
         jax.lax.stop_gradient(query),
         jax.lax.stop_gradient(key),
         *lengths,
+        extras,
         grid=grid,
         scale=1 / math.sqrt(query.shape[-1]) if scale is None else float(scale),
         samples=query_samples,
@@ -112,6 +133,7 @@ def importance(
     key: jax.Array,
     query_length: jax.Array | None,
     key_length: jax.Array | None,
+    extras: Extras = NOTHING,
     *,
     grid: Grid,
     scale: float,
@@ -129,7 +151,7 @@ def importance(
         pooled.reshape(batch, kv_heads, -1, channels),
         preferred_element_type=jnp.float32,
     ).reshape(batch, heads, grid.rows * samples, means, grid.columns)
-    mass = _block_log_mass(scores, scale, position, key_length, grid)
+    mass = _block_log_mass(scores, scale, position, key_length, grid, extras)
     shares = _average(mass.reshape(batch, heads, grid.rows, samples, grid.columns))
     if query_length is None:
         return shares
@@ -205,7 +227,12 @@ def _part_starts(grid: Grid, means: int) -> jax.Array:
 
 
 def _block_log_mass(
-    scores: jax.Array, scale: float, position: jax.Array, key_length: jax.Array | None, grid: Grid
+    scores: jax.Array,
+    scale: float,
+    position: jax.Array,
+    key_length: jax.Array | None,
+    grid: Grid,
+    extras: Extras,
 ) -> jax.Array:
     """Log-sum-exp of a sample's scores over each block, written out over the block's means.
 
@@ -215,6 +242,7 @@ def _block_log_mass(
       position: int32 ``[B or 1, P]`` of the samples.
       key_length: int32 ``[B]`` or None.
       grid: the blocks.
+      extras: segments and offsets.
 
     Returns:
       float32 ``[B, N, P, T_c]``: -inf where nothing is visible, NaN where a visible score is not
@@ -224,6 +252,10 @@ def _block_log_mass(
     count = _counts(key_length, grid, means)
     last = _part_starts(grid, means)[None] + count - 1
     is_ragged = key_length is not None or grid.key_tokens % grid.block_kv != 0
+    together = _of_one_segment(position, key_length, grid, means, extras)
+    shift = extras.shift()
+    if shift is not None:
+        position = position + shift[:, None]
     logits = []
     for g in range(means):
         score = scores[:, :, :, g] * scale
@@ -231,6 +263,8 @@ def _block_log_mass(
         there = (count[:, g] > 0)[:, None, :]
         if grid.is_causal:
             there = there & (last[:, g][:, None, :] <= position[:, :, None])
+        if together is not None:
+            there = there & together[:, :, :, g]
         if is_ragged:
             weight = jnp.log(jnp.maximum(count[:, g], 1).astype(jnp.float32))
             score = score + weight[:, None, None, :]
@@ -238,6 +272,22 @@ def _block_log_mass(
     peak = functools.reduce(jnp.maximum, logits)
     shift = jnp.where(peak == -jnp.inf, 0.0, peak)
     return shift + jnp.log(functools.reduce(operator.add, (jnp.exp(x - shift) for x in logits)))
+
+
+def _of_one_segment(
+    position: jax.Array, key_length: jax.Array | None, grid: Grid, means: int, extras: Extras
+) -> jax.Array | None:
+    """Whether a mean's keys all are of a sample's segment: None or bool ``[B, P, T_c, means]``."""
+    queries, keys = extras.query_segment_ids, extras.key_value_segment_ids
+    if queries is None or keys is None:
+        return None
+    mine = jnp.take_along_axis(
+        queries, jnp.broadcast_to(position, (queries.shape[0], position.shape[1])), axis=1
+    )
+    keys = jnp.pad(keys, ((0, 0), (0, grid.columns * grid.block_kv - grid.key_tokens)))
+    found = segments.blocks(keys, grid.lengths(None, key_length)[1], grid.block_kv // means)
+    least, is_one = (x.reshape(-1, 1, grid.columns, means) for x in (found.least, found.is_one))
+    return is_one & (least == mine[:, :, None, None])
 
 
 def _average(mass: jax.Array) -> jax.Array:

@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 
 from turbojax import _checks
+from turbojax.ops.extras import NOTHING, Extras
+from turbojax.ops.pooled_attention import segments
 from turbojax.ops.pooled_attention.static import LEVELS as LEVELS
 
 # A block's number goes into the low bits of its rank, next to what is left of its importance.
@@ -76,34 +78,57 @@ class Grid:
         stop = jnp.minimum(start + self.block_q, query_length[:, None])
         return jnp.where(stop > start, stop, 0)
 
-    def count(self, query_length: jax.Array, key_length: jax.Array) -> jax.Array:
-        """How many blocks a row sees, always the first ones: int32 ``[B or 1, T_r]``."""
+    def count(
+        self, query_length: jax.Array, key_length: jax.Array, shift: jax.Array | None = None
+    ) -> jax.Array:
+        """How many blocks a row sees by position, always the first: int32 ``[B or 1, T_r]``."""
         stop = self.last_query(query_length)
         seen = jnp.where(stop > 0, key_length[:, None], 0)
         if self.is_causal:
-            seen = jnp.minimum(seen, stop)
+            seen = jnp.minimum(seen, stop if shift is None else stop + shift[:, None])
+        if shift is not None:
+            seen = jnp.maximum(seen, 0)
         return (seen + self.block_kv - 1) // self.block_kv
 
-    def visible(self, query_length: jax.Array, key_length: jax.Array) -> jax.Array:
-        """Blocks of which some query of the row sees some key: bool ``[B or 1, T_r, T_c]``."""
+    def visible(
+        self, query_length: jax.Array, key_length: jax.Array, extras: Extras = NOTHING
+    ) -> jax.Array:
+        """Blocks of which some query of the row sees some key: bool ``[B or 1, T_r, T_c]``.
+
+        By position, and by what segments they have: not by both together.
+        """
         column = jnp.arange(self.columns, dtype=jnp.int32)[None, None]
-        return column < self.count(query_length, key_length)[:, :, None]
+        lengths = (query_length, key_length)
+        visible = column < self.count(*lengths, extras.shift())[:, :, None]
+        found = segments.of(extras, *lengths, self.block_q, self.block_kv)
+        return visible if found is None else visible & found.meet()
 
-    def forced(self) -> jax.Array:
-        """Blocks at level 1 whatever their importance, if visible: bool ``[1, T_r, T_c]``.
+    def first(self, visible: jax.Array) -> jax.Array:
+        """The first of a row's visible blocks, where there is one: int32 ``[B or 1, T_r, 1]``."""
+        return jnp.argmax(visible, axis=-1, keepdims=True).astype(jnp.int32)
 
-        Causal: the first block, and those that hold the position of a query of the row.
+    def forced(self, extras: Extras = NOTHING, visible: jax.Array | None = None) -> jax.Array:
+        """Blocks at level 1 whatever their importance, if visible: bool ``[B or 1, T_r, T_c]``.
+
+        Causal: the first block, of those that are `visible` if they are given, and those that hold
+        the position of a query of the row.
         """
         if not self.is_causal:
             return jnp.zeros((1, self.rows, self.columns), bool)
         column = jnp.arange(self.columns, dtype=jnp.int32)[None, None]
-        first_query = jnp.arange(self.rows, dtype=jnp.int32)[None, :, None] * self.block_q
-        return (column == 0) | ((column + 1) * self.block_kv > first_query)
+        first = 0 if visible is None else self.first(visible)
+        return (column == first) | ((column + 1) * self.block_kv > self._first_query(extras))
 
-    def distance(self) -> jax.Array:
-        """Tokens between the nearest query and key of two blocks: int32 ``[1, T_r, T_c]``."""
-        first_query = jnp.arange(self.rows, dtype=jnp.int32)[None, :, None] * self.block_q
+    def distance(self, extras: Extras = NOTHING) -> jax.Array:
+        """Positions between the nearest query and key of blocks: int32 ``[B or 1, T_r, T_c]``."""
+        first_query = self._first_query(extras)
         first_key = jnp.arange(self.columns, dtype=jnp.int32)[None, None] * self.block_kv
         past = first_query - (first_key + self.block_kv - 1)
         future = first_key - (first_query + self.block_q - 1)
         return jnp.maximum(0, jnp.maximum(past, future))
+
+    def _first_query(self, extras: Extras) -> jax.Array:
+        """Its position in a row, counted as those of keys are: int32 ``[B or 1, T_r, 1]``."""
+        index = jnp.arange(self.rows, dtype=jnp.int32)[None, :, None] * self.block_q
+        shift = extras.shift()
+        return index if shift is None else index + shift[:, None, None]

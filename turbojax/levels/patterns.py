@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from turbojax import _checks
 from turbojax.levels.grid import LEVELS, Grid
+from turbojax.ops.extras import NOTHING, Extras
 
 
 class Pattern:
@@ -41,11 +42,22 @@ class Pattern:
         grid = Grid(query_tokens, key_tokens, block_q, block_kv, bool(is_causal))
         return _levels(self, grid)
 
-    def on(self, grid: Grid, query_length: jax.Array, key_length: jax.Array) -> jax.Array:
-        """The map for sequences with these lengths: int8 ``[B or 1, T_r, T_c]``."""
-        visible = grid.visible(query_length, key_length)
-        distance = jnp.broadcast_to(grid.distance(), visible.shape)
-        level = jnp.where(visible, self._wanted(grid), 0)
+    def on(
+        self,
+        grid: Grid,
+        query_length: jax.Array,
+        key_length: jax.Array,
+        extras: Extras = NOTHING,
+    ) -> jax.Array:
+        """The map for sequences with these lengths: int8 ``[B or 1, T_r, T_c]``.
+
+        With segments the first tokens, as sinks are, are those of the first block that a row sees.
+        """
+        visible = grid.visible(query_length, key_length, extras)
+        distance = jnp.broadcast_to(grid.distance(extras), visible.shape)
+        has_segments = extras.query_segment_ids is not None
+        first = grid.first(visible) if has_segments else None
+        level = jnp.where(visible, self._wanted(grid, grid.distance(extras), first), 0)
         # A row that sees something attends to something: at least to what is nearest.
         has_fine = jnp.any(level == 1, axis=-1, keepdims=True)
         hidden = jnp.iinfo(jnp.int32).max
@@ -53,8 +65,17 @@ class Pattern:
         level = jnp.where(visible & ~has_fine & (distance == nearest), 1, level)
         return level.astype(jnp.int8)
 
-    def _wanted(self, grid: Grid) -> jax.Array:
-        """Levels without regard to what is visible: int32 ``[1, T_r, T_c]``."""
+    def _wanted(self, grid: Grid, distance: jax.Array, first: jax.Array | None) -> jax.Array:
+        """Levels without regard to what is visible.
+
+        Args:
+          grid: the blocks.
+          distance: int32 ``[B or 1, T_r, T_c]``, see `Grid.distance`.
+          first: int32 ``[B, T_r, 1]``, the block where a row's first tokens are; 0 if not given.
+
+        Returns:
+          int32 ``[B or 1, T_r, T_c]``.
+        """
         raise NotImplementedError
 
 
@@ -64,10 +85,14 @@ def _levels(pattern: Pattern, grid: Grid) -> jax.Array:
     return pattern.on(grid, *grid.lengths(None, None))[:, None]
 
 
-def _near(grid: Grid, window: int, sinks: int) -> jax.Array:
-    """Blocks with a key in the window or a sink: bool ``[1, T_r, T_c]``."""
+def _near(
+    grid: Grid, distance: jax.Array, first: jax.Array | None, window: int, sinks: int
+) -> jax.Array:
+    """Blocks with a key in the window or a sink: bool ``[B or 1, T_r, T_c]``."""
     first_key = jnp.arange(grid.columns, dtype=jnp.int32)[None, None] * grid.block_kv
-    return (grid.distance() <= window) | (first_key < sinks)
+    if first is not None:
+        first_key = first_key - first * grid.block_kv
+    return (distance <= window) | (first_key < sinks)
 
 
 def _check_tokens(**tokens: int) -> None:
@@ -113,13 +138,13 @@ class LocalWindow(Pattern):
                 f"bounds={self.bounds} must not decrease, from window={self.window} on"
             )
 
-    def _wanted(self, grid: Grid) -> jax.Array:
-        distance = grid.distance()
+    def _wanted(self, grid: Grid, distance: jax.Array, first: jax.Array | None) -> jax.Array:
         level = jnp.zeros_like(distance)
         for r, bound in zip(reversed(LEVELS[1:]), reversed(self.bounds), strict=True):
             reached = jnp.ones_like(distance, bool) if bound is None else distance <= bound
             level = jnp.where(reached, r, level)
-        return jnp.where(_near(grid, self.window, self.sinks), 1, level)
+        near = _near(grid, distance, first, self.window, self.sinks)
+        return jnp.where(near, 1, level)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,7 +177,8 @@ class Strided(Pattern):
             if getattr(self, name) not in (0, *LEVELS):
                 raise ValueError(f"{name}={getattr(self, name)} must be one of {(0, *LEVELS)}")
 
-    def _wanted(self, grid: Grid) -> jax.Array:
+    def _wanted(self, grid: Grid, distance: jax.Array, first: jax.Array | None) -> jax.Array:
         column = jnp.arange(grid.columns, dtype=jnp.int32)[None, None]
         level = jnp.where(column % self.stride == 0, self.level, self.others)
-        return jnp.where(_near(grid, self.window, self.sinks), 1, level)
+        near = _near(grid, distance, first, self.window, self.sinks)
+        return jnp.where(near, 1, level)

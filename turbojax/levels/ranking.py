@@ -10,6 +10,7 @@ import numpy as np
 
 from turbojax import _checks
 from turbojax.levels.grid import LEVELS, Grid
+from turbojax.ops.extras import NOTHING, Extras
 
 MASS_UNIT = 2**24
 """Masses are added up as integers in this unit: sums of integers have no order."""
@@ -141,6 +142,7 @@ def assign(
     query_length: jax.Array,
     key_length: jax.Array,
     grid: Grid,
+    extras: Extras = NOTHING,
 ) -> jax.Array:
     """Ranks each row's blocks and gives them levels.
 
@@ -154,18 +156,18 @@ def assign(
       query_length: int32 ``[B or 1]``.
       key_length: int32 ``[B or 1]``.
       grid: the blocks.
+      extras: segments and offsets.
 
     Returns:
       int8 ``[B, N, T_r, T_c]``.
     """
     number = (1 << max(0, grid.columns - 1).bit_length()) - 1
-    count = grid.count(query_length, key_length)[:, None, :, None]
+    count, visible, forced = _sight(grid, query_length, key_length, extras)
     column = jnp.arange(grid.columns, dtype=jnp.int32)[None, None, None]
-    forced = grid.forced()[:, None]
     value = jnp.where(jnp.isfinite(importance), jnp.minimum(importance, 1.0), _NOT_FINITE)
     bits = jax.lax.bitcast_convert_type(value, jnp.int32)
     rank = (bits & ~number) | column | jnp.where(forced, _FORCED, 0)
-    rank = jnp.where(column < count, rank, -1)
+    rank = jnp.where(column < count if visible is None else visible, rank, -1)
 
     # Ascending order of the complements is descending order.
     ordered = ~jax.lax.sort(~rank, dimension=3, is_stable=False)
@@ -180,6 +182,23 @@ def assign(
         level = jnp.where(rank >= last, r, level)
     level = jnp.where(forced, LEVELS[0], level)
     return jnp.where(rank < 0, 0, level).astype(jnp.int8)
+
+
+def _sight(
+    grid: Grid, query_length: jax.Array, key_length: jax.Array, extras: Extras
+) -> tuple[jax.Array, jax.Array | None, jax.Array]:
+    """How many blocks a row sees, which if not the first ones, and which are forced.
+
+    Returns:
+      int32 ``[B or 1, 1, T_r, 1]``; None, or bool ``[B, 1, T_r, T_c]``; bool of this shape.
+    """
+    lengths = (query_length, key_length)
+    if extras.query_segment_ids is None:
+        count = grid.count(*lengths, extras.shift())[:, None, :, None]
+        return count, None, grid.forced(extras)[:, None]
+    visible = grid.visible(*lengths, extras)
+    count = jnp.sum(visible, axis=-1, keepdims=True, dtype=jnp.int32)[:, None]
+    return count, visible[:, None], grid.forced(extras, visible)[:, None]
 
 
 def _mass(rank: jax.Array, number: int) -> jax.Array:

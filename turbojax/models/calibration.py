@@ -68,8 +68,9 @@ def _watch(
     value: jax.Array,
     cache: Cache,
     options: AttentionOptions = PLAIN,
+    sinks: jax.Array | None = None,
 ) -> tuple[jax.Array, Cache]:
     """Attention whose cache are the statistics of the layer's keys."""
-    out, _ = causal_attention(query, key, value, None, options)
+    out, _ = causal_attention(query, key, value, None, options, sinks)
     # A rotation leaves the norm of a pair as it is, so the rotated keys serve for both.
     return out, cache.update(key, key)

@@ -61,6 +61,8 @@ class TransformerConfig:
       post_norms: whether what attention and feed-forward layer add to the residual stream is
         normed, too.
       experts: of the feed-forward layers, or None.
+      attention_sinks: whether every layer has a learned logit per query head in the denominator of
+        its softmax, see `turbojax.turbo_attention`.
 
     Raises:
       TypeError: if `experts` is another kind.
@@ -95,6 +97,7 @@ class TransformerConfig:
     post_norms: bool = False
     local_rope_theta: float | None = None
     experts: ExpertsConfig | None = None
+    attention_sinks: bool = False
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -190,6 +193,7 @@ class TransformerConfig:
         layer = 2 * size * (width + kv_width)
         layer += self.qkv_bias * (width + 2 * kv_width) + self.output_bias * size
         layer += self.mlp_bias * (2 * inner + size) + self.qk_norm * 2 * head
+        layer += self.attention_sinks * self.num_heads
         layer += (4 if self.post_norms else 2) * size
         tables = self.vocab_size * size * (1 if self.tie_embeddings else 2)
         dense, mlps = self.num_layers, 0

@@ -144,6 +144,7 @@ class QuantizedLayer:
       mlp_post_norm: the same of the feed-forward layer.
       key_channel_scale: float32 ``[K, H]`` or None: rotated keys are divided by it, and the queries
         of their group multiplied (CRS).
+      sinks: float32 ``[N]``, see `AttentionProjections`, or None.
     """
 
     attention_norm: jax.Array
@@ -156,6 +157,7 @@ class QuantizedLayer:
     attention_post_norm: jax.Array | None = None
     mlp_post_norm: jax.Array | None = None
     key_channel_scale: jax.Array | None = None
+    sinks: jax.Array | None = None
 
     def __call__(
         self,
@@ -187,7 +189,8 @@ class QuantizedLayer:
         query, key = rope.rotate(query, angles), rope.rotate(key, angles)
         if self.key_channel_scale is not None:
             query, key = scale_rotated(query, key, self.key_channel_scale)
-        out, cache = attend(query, key, value, cache, options)
+        sinks = () if self.sinks is None else (self.sinks,)
+        out, cache = attend(query, key, value, cache, options, *sinks)
         output = functools.partial(self.o, out.reshape(*hidden.shape[:2], -1))
         hidden = _add(hidden, output, self.attention_post_norm, eps)
         mlp = functools.partial(self.mlp, hidden, self.mlp_norm, config)
@@ -200,6 +203,7 @@ def join_layer(
     key_channel_scale: jax.Array | None = None,
     *,
     experts: QuantizedExperts | None = None,
+    sinks: jax.Array | None = None,
 ) -> QuantizedLayer:
     """A layer of its linear layers, those of the same input joined; no code or scale changes.
 
@@ -209,6 +213,7 @@ def join_layer(
       norms: float32, by the names of `NORMS`; those that are None or missing are not there.
       key_channel_scale: see `QuantizedLayer`.
       experts: in place of gate, up and down.
+      sinks: see `QuantizedLayer`.
     """
 
     def joined(
@@ -242,7 +247,8 @@ def join_layer(
     if first is None or second is None:
         raise ValueError("attention_norm and mlp_norm must not be None")
     others = {name: norms.get(name) for name in rest}
-    return QuantizedLayer(first, qkv, o, second, mlp, **others, key_channel_scale=key_channel_scale)
+    rest_of_it = {**others, "key_channel_scale": key_channel_scale, "sinks": sinks}
+    return QuantizedLayer(first, qkv, o, second, mlp, **rest_of_it)
 
 
 def _heads(qkv: jax.Array, config: TransformerConfig) -> tuple[jax.Array, jax.Array, jax.Array]:

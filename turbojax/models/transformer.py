@@ -88,6 +88,7 @@ class Block(nnx.Module):
             qk_norm_eps=config.norm_eps if config.qk_norm else None,
             norm_offset=config.norm_offset,
             output_gain=output_gain(config),
+            use_sinks=config.attention_sinks,
             **dtypes,
         )
         self.attention_post_norm = norm() if config.post_norms else None
@@ -115,7 +116,7 @@ class Block(nnx.Module):
           rope: the layer's; all have the same module.
         """
         query, key, value = self.attention.heads(self.attention_norm(hidden), angles, rope)
-        out, cache = attend(query, key, value, cache, options)
+        out, cache = attend(query, key, value, cache, options, *self.attention.given_sinks())
         out = self.attention.output(out)
         hidden = hidden + (
             out if self.attention_post_norm is None else self.attention_post_norm(out)

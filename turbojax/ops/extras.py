@@ -84,6 +84,24 @@ class Extras:
         second = 0 if self.key_offset is None else self.key_offset
         return first - second
 
+    def begin(self, length: jax.Array, query_length: jax.Array) -> jax.Array:
+        """Where a cache's first query is, counted from the cache's first token: int32 ``[B]``.
+
+        Args:
+          length: int32 ``[B]``, tokens of the cache.
+          query_length: int32 ``[B]``, queries, which are those of its last tokens unless
+            `query_offset` says otherwise.
+        """
+        if self.query_offset is None:
+            return length - query_length
+        return self.query_offset - (0 if self.key_offset is None else self.key_offset)
+
+    def end(self, length: jax.Array, query_length: jax.Array) -> jax.Array:
+        """The position after a cache's last query, as `begin` counts: int32 ``[B]``."""
+        if self.query_offset is None:
+            return length
+        return self.begin(length, query_length) + query_length
+
     def visible(self, queries: jax.Array, keys: jax.Array) -> jax.Array | None:
         """Pairs of one segment among these.
 
@@ -130,6 +148,45 @@ class Extras:
 
 NOTHING = Extras()
 """A call without any of them."""
+
+
+def of_cache(
+    query: jax.Array, *, sinks: Any = None, query_offset: Any = None, key_offset: Any = None
+) -> Extras:
+    """The extras of a call that attends to a cache, checked.
+
+    Args:
+      query: ``[B, T, N, H]``.
+      sinks: see `check_sinks`.
+      query_offset: position of the first query, see `check_offset`; None for newest tokens.
+      key_offset: position of the cache's first token, see `check_offset`.
+
+    Raises:
+      TypeError, ValueError: see `check_sinks` and `check_offset`.
+    """
+    if sinks is None and query_offset is None and key_offset is None:
+        return NOTHING
+    batch, _, heads, _ = query.shape
+    first, of_keys = (
+        check_offset(name, x, batch)
+        for name, x in (("query_offset", query_offset), ("key_offset", key_offset))
+    )
+    # By itself it moves newest tokens and their cache alike.
+    of_keys = None if first is None else of_keys
+    return Extras(query_offset=first, key_offset=of_keys, sinks=check_sinks(sinks, heads))
+
+
+def of_layer(query: jax.Array, sinks: Any = None) -> Extras:
+    """The extras that a layer asks for.
+
+    Args:
+      query: ``[B, T, N, H]``.
+      sinks: see `check_sinks`.
+
+    Raises:
+      TypeError, ValueError: see `check_sinks`.
+    """
+    return NOTHING if sinks is None else Extras(sinks=check_sinks(sinks, query.shape[2]))
 
 
 def complete(query: jax.Array, key: jax.Array, *, sinks: Any = None, **arrays: Any) -> Extras:

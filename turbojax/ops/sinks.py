@@ -1,7 +1,14 @@
 """Attention sinks: a learned logit of every head, in the denominator of its softmax alone."""
 
+import dataclasses
+import functools
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
+
+from turbojax.ops.extras import Extras
+from turbojax.ops.options import Options
 
 
 def with_sinks(
@@ -34,6 +41,52 @@ def with_sinks(
         share = jnp.where(real[..., None], share, 1)
     shrunk = out.astype(jnp.float32) * share[..., None]
     return shrunk.astype(out.dtype), total
+
+
+def after(
+    run: Callable[[Extras, Options], tuple[jax.Array, jax.Array]],
+    query: jax.Array,
+    query_length: jax.Array | None,
+    extras: Extras,
+    options: Options,
+) -> tuple[jax.Array, jax.Array]:
+    """A call's result with its sinks, by an implementation that knows of none.
+
+    It is asked for float32, so that what comes out was rounded once.
+
+    Args:
+      run: attends with these extras, among them no sinks, and options.
+      query: ``[B, T, N, H]``.
+      query_length: int32 ``[B]``, the real queries; None if all are.
+      extras: of the call.
+      options: of the call.
+
+    Returns:
+      ``[B, T, N, H]`` in the options' dtype and the float32 log-sum-exp ``[B, T, N]``.
+    """
+    if extras.sinks is None:
+        return run(extras, options)
+    out, residual = run(
+        dataclasses.replace(extras, sinks=None), dataclasses.replace(options, out_dtype="float32")
+    )
+    dtype = options.dtype_of_output(query).name
+    return _rounded_once(out, residual, extras.sinks, query_length, dtype=dtype)
+
+
+@functools.partial(jax.jit, static_argnames="dtype")
+def _rounded_once(
+    out: jax.Array,
+    residual: jax.Array,
+    sinks: jax.Array,
+    query_length: jax.Array | None,
+    *,
+    dtype: str,
+) -> tuple[jax.Array, jax.Array]:
+    real = None
+    if query_length is not None:
+        real = jnp.arange(out.shape[1])[None] < query_length[:, None]
+    out, residual = with_sinks(out, residual, sinks, real)
+    return out.astype(dtype), residual
 
 
 def sink_gradient(

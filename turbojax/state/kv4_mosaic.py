@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import jax
 import jax.numpy as jnp
 
-from turbojax._device import needs_bulk_copies
+from turbojax._device import needs_e4m3, needs_mosaic
 
 if TYPE_CHECKING:
     from pallas_kernels.mosaic.hopper.kv4_append import Settings
@@ -23,7 +23,7 @@ def append_unsupported(*, cache: Any, key: jax.Array) -> str | None:
     del cache
     if not math.prod(key.shape):
         return f"key.shape={key.shape} is empty"
-    return needs_bulk_copies()
+    return needs_mosaic() or needs_e4m3()
 
 
 @jax.jit

@@ -4,6 +4,7 @@ import struct
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
+from jax.experimental.mosaic import gpu as mgpu
 from jaxlib.mlir.dialects import gpu as _gpu
 
 from pallas_kernels.mosaic.lane.numbers import (
@@ -230,12 +231,24 @@ def among_four(x: Float, op: Callable[[Float, Float], Float]) -> Float:
 
 def maxima_of_halves(a: Int, b: Int) -> Int:
     """The larger of two signed numbers of 16 bits, in each half of a word."""
-    return assembly("max.s16x2 $0, $1, $2;", a, b)
+    return _of_halves("max", a, b)
 
 
 def minima_of_halves(a: Int, b: Int) -> Int:
     """The smaller of two signed numbers of 16 bits, in each half of a word."""
-    return assembly("min.s16x2 $0, $1, $2;", a, b)
+    return _of_halves("min", a, b)
+
+
+def _of_halves(kind: str, a: Int, b: Int) -> Int:
+    """One instruction since Hopper; before it, of both halves as numbers of 32 bits."""
+    if mgpu.utils.get_arch().major >= 9:
+        return assembly(f"{kind}.s16x2 $0, $1, $2;", a, b)
+    text = (
+        "{ .reg .s32 a, b, c, d; shr.s32 a, $1, 16; shr.s32 b, $2, 16; bfe.s32 c, $1, 0, 16; "
+        f"bfe.s32 d, $2, 0, 16; {kind}.s32 a, a, b; {kind}.s32 c, c, d; "
+        "prmt.b32 $0, c, a, 0x5410; }"
+    )
+    return Int(asm(i32(), [a.value, b.value], text, "=r,r,r", effects=False))
 
 
 def largest_of_warp(x: Int) -> Int:

@@ -184,14 +184,21 @@ def init_barrier(barrier: Pointer, arrivals: int = 1) -> None:
     act(f"mbarrier.init.shared.b64 [$0], {arrivals};", barrier.address(), constraints="r")
 
 
+def has_bulk_copies() -> bool:
+    """Whether the GPU that this is lowered for has them, and what came with them: Hopper's do."""
+    return mgpu.utils.get_arch().major >= 9  # type: ignore[no-any-return]
+
+
 def publish_barriers() -> None:
-    """Lets the copy engine see new barriers."""
-    act("fence.mbarrier_init.release.cluster; fence.proxy.async.shared::cta;")
+    """Lets the copy engine see new barriers; without one a warp's barrier is enough."""
+    if has_bulk_copies():
+        act("fence.mbarrier_init.release.cluster; fence.proxy.async.shared::cta;")
 
 
 def publish_stores() -> None:
     """Orders this lane's stores to shared memory before later copies to the same place."""
-    act("fence.proxy.async.shared::cta;")
+    if has_bulk_copies():
+        act("fence.proxy.async.shared::cta;")
 
 
 def expect_bytes(barrier: Pointer, size: Int | int) -> None:
@@ -247,8 +254,9 @@ def join_bits(target: Pointer, bits: Int) -> None:
 def wait(barrier: Pointer, parity: Int) -> None:
     """Waits until the barrier's phase of this parity is over."""
     # Labels are local to the braces.
+    kind = "try_wait" if has_bulk_copies() else "test_wait"
     text = (
-        "{ .reg .pred done; again: mbarrier.try_wait.parity.shared.b64 done, [$0], $1; "
+        f"{{ .reg .pred done; again: mbarrier.{kind}.parity.shared.b64 done, [$0], $1; "
         "@done bra over; bra again; over: }"
     )
     act(text, barrier.address(), parity.value, constraints="r,r")

@@ -144,7 +144,7 @@ def _examine(registry: Registry) -> list[OpReport]:
     calls = _representative_calls().get(registry.op, {"": None})
     groups: dict[tuple[tuple[str, str | None], ...], list[str]] = {}
     for variant, call in calls.items():
-        refusals = {i.name: _refusal(call, i.name) for i in registry.implementations}
+        refusals = {i.name: _refusal(call, i.name) for i in registry.preferred}
         unnamed = {
             name: refusal and refusal.replace(f"={variant!r}", "")
             for name, refusal in refusals.items()

@@ -20,6 +20,7 @@ from turbojax.models.engine import compilation
 from turbojax.models.engine.groups import Windows, group_of, layers_of
 from turbojax.models.generation.sampling import Array, SamplingRows, greedy_rows
 from turbojax.models.quantized import QuantizedDecoder
+from turbojax.ops.extras import of_layer
 from turbojax.ops.options import PLAIN
 from turbojax.ops.paged_attention import attend_pages, select
 
@@ -141,7 +142,7 @@ def _attend(
     row_counts = jnp.concatenate([work.counts[:slots], in_piece.astype(jnp.int32)])
     lengths = work.lengths + work.counts
 
-    def attend(query, key, value, cache, options=PLAIN):  # type: ignore[no-untyped-def]
+    def attend(query, key, value, cache, options=PLAIN, sinks=None):  # type: ignore[no-untyped-def]
         group = group_of(options.local_window_size, windows)
         tables = work.tables[group]
         # Every row is written as if it were a sequence of its own: one scatter for all of them.
@@ -153,7 +154,7 @@ def _attend(
             positions,
             new_lengths=row_counts,
         )
-        static = options.complete(query.shape[3])
+        static, extras = options.complete(query.shape[3]), of_layer(query, sinks)
         decoded, _ = attend_pages(
             query[0, :slots, None],
             cache,
@@ -161,6 +162,7 @@ def _attend(
             lengths[:slots],
             work.counts[:slots],
             options=static,
+            extras=extras,
             implementation=implementation,
         )
         piece, _ = attend_pages(
@@ -170,6 +172,7 @@ def _attend(
             lengths[slots:],
             work.counts[slots:],
             options=static,
+            extras=extras,
             implementation=implementation,
         )
         return jnp.concatenate([decoded[:, 0], piece[0]])[None], cache

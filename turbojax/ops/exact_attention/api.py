@@ -1,15 +1,19 @@
 """`attention` and `decode` of exact keys and values: arguments, checks, XLA, cuDNN or a kernel."""
 
 import functools
-from typing import Literal
+from collections.abc import Callable
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 
 from turbojax import _checks
 from turbojax.config import TurboConfig
-from turbojax.ops import cudnn, turbo_attention
+from turbojax.ops import cudnn, newest, turbo_attention
+from turbojax.ops import extras as given
+from turbojax.ops import sinks as sinks_of_call
 from turbojax.ops.exact_attention import mosaic_gpu, reference
+from turbojax.ops.extras import NOTHING, Extras
 from turbojax.ops.options import Options, require_causal
 from turbojax.state import checks, ring
 from turbojax.state.exact import ExactCache
@@ -26,6 +30,7 @@ def attention(
     scale: float | None = None,
     local_window_size: int | tuple[int, int] | None = None,
     logits_soft_cap: float | None = None,
+    sinks: jax.Array | None = None,
     implementation: str | None = None,
 ) -> jax.Array:
     """Exact causal attention within prompts.
@@ -38,6 +43,7 @@ def attention(
       local_window_size: see `turbojax.turbo_attention`.
       logits_soft_cap: the same; with one, `turbojax.turbo_attention` attends, in mode ``"float"``
         and with the exact softmax.
+      sinks: the same, and so do they attend.
       implementation: ``"xla"``, ``"cudnn"``, or None for cuDNN where it can; ``"mosaic_gpu"``,
         which only decodes, is None here.
 
@@ -57,7 +63,9 @@ def attention(
         local_window_size=local_window_size,
         logits_soft_cap=logits_soft_cap,
     )
-    return _attend(query, key, value, options=options, implementation=implementation)
+    extras = given.of_layer(query, sinks)
+    static: dict[str, Any] = {"options": options, "implementation": implementation}
+    return _attend(query, key, value, extras=extras, **static)
 
 
 def attend(
@@ -66,12 +74,14 @@ def attend(
     value: jax.Array,
     *,
     options: Options,
+    extras: Extras = NOTHING,
     implementation: str | None = None,
 ) -> jax.Array:
     """`attention` for callers that have `Options`, causal ones."""
     require_causal(options)
     _checks.check_query_key_value(query, key, value)
-    return _attend(query, key, value, options=options, implementation=implementation)
+    static: dict[str, Any] = {"options": options, "implementation": implementation}
+    return _attend(query, key, value, extras=extras, **static)
 
 
 def _attend(
@@ -80,14 +90,15 @@ def _attend(
     value: jax.Array,
     *,
     options: Options,
+    extras: Extras,
     implementation: str | None,
 ) -> jax.Array:
     """`attention` of checked arguments."""
-    chosen = _choose(implementation, query, key, logits_soft_cap=options.logits_soft_cap)
-    if options.logits_soft_cap is not None:
+    chosen = _choose(implementation, query, key, options, extras)
+    if options.logits_soft_cap is not None or extras.given:
         name = "xla" if implementation == "xla" else None
         out, _ = turbo_attention.attend(
-            query, key, value, config=_FLOAT, options=options, implementation=name
+            query, key, value, config=_FLOAT, options=options, extras=extras, implementation=name
         )
         return out
     return cudnn.attend(query, key, value, options=options, implementation=chosen)
@@ -100,8 +111,13 @@ def decode(
     scale: float | None = None,
     local_window_size: int | tuple[int, int] | None = None,
     logits_soft_cap: float | None = None,
+    query_offset: jax.Array | int | None = None,
+    key_offset: jax.Array | int | None = None,
+    sinks: jax.Array | None = None,
+    output_dtype: jax.typing.DTypeLike | None = None,
     implementation: str | None = None,
-) -> jax.Array:
+    return_residual: bool = False,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Exact attention of the last `T` cached tokens' queries; see `turbojax.decode`.
 
     Args:
@@ -110,13 +126,21 @@ def decode(
       scale: factor of the scores; ``1 / sqrt(H)`` if not given.
       local_window_size: see `turbojax.decode`; of a ring (`turbojax.state.ring`) at most its own.
       logits_soft_cap: see `turbojax.decode`.
-      implementation: ``"cudnn"`` (one query per sequence, neither window nor cap, at most 128
-        channels), ``"mosaic_gpu"`` (compute capability 9.0 or 10.0, bfloat16 or float16, 64, 128 or
-        256 channels, at most 64 queries of a KV head; of a window it reads no more than that),
+      query_offset: the same.
+      key_offset: the same.
+      sinks: the same.
+      output_dtype: the same.
+      implementation: ``"cudnn"`` (one query per sequence, an output in its own dtype alone, neither
+        window nor cap nor sinks, at most 128 channels), ``"mosaic_gpu"`` (Ampere to
+        Blackwell, bfloat16 or float16, 64, 128 or 256 channels, at most 64 queries of a KV head;
+        of a window it reads no more than that),
         ``"xla"``, or None for the first of them that can. The kernel's gradient is XLA's.
+      return_residual: also return the log-sum-exp of the scores.
 
     Returns:
-      ``[B, T, N, H]`` in the query's dtype.
+      ``[B, T, N, H]`` in the query's dtype or `output_dtype`; with `return_residual` also float32
+      ``[B, T, N]``. A query before its sequence's first token gives 0 and ``-inf``, or the sink;
+      with ``"xla"`` and nothing but an output in the query's dtype asked for, it means nothing.
 
     Raises:
       TypeError: if `cache` is another kind or the query's dtype is not supported.
@@ -130,8 +154,14 @@ def decode(
         is_causal=True,
         local_window_size=local_window_size,
         logits_soft_cap=logits_soft_cap,
+        output_dtype=output_dtype,
     )
-    return _decode(query, cache, options=options, implementation=implementation)
+    extras = given.of_cache(query, sinks=sinks, query_offset=query_offset, key_offset=key_offset)
+    static: dict[str, Any] = {"options": options, "implementation": implementation}
+    if not return_residual and not extras.given and options.out_dtype is None:
+        return _decode(query, cache, **static)
+    out, residual = _decode_part(query, cache, extras=extras, **static)
+    return (out, residual) if return_residual else out
 
 
 def attend_cache(
@@ -139,12 +169,16 @@ def attend_cache(
     cache: ExactCache,
     *,
     options: Options,
+    extras: Extras = NOTHING,
     implementation: str | None = None,
 ) -> jax.Array:
-    """`decode` for callers that have `Options`, causal ones."""
+    """`decode` for callers that have `Options`, causal ones; gives no log-sum-exp."""
     require_causal(options)
     _check_newest(query, cache)
-    return _decode(query, cache, options=options, implementation=implementation)
+    static: dict[str, Any] = {"options": options, "implementation": implementation}
+    if not extras.given and options.out_dtype is None:
+        return _decode(query, cache, **static)
+    return _decode_part(query, cache, extras=extras, **static)[0]
 
 
 def _check_newest(query: jax.Array, cache: ExactCache) -> None:
@@ -162,7 +196,7 @@ def _check_newest(query: jax.Array, cache: ExactCache) -> None:
 def _decode(
     query: jax.Array, cache: ExactCache, *, options: Options, implementation: str | None
 ) -> jax.Array:
-    """`decode` of checked arguments."""
+    """`decode` of checked arguments, where the output in the query's dtype is all that is asked."""
     ring.check_visible(cache, options.window, query.shape[1])
     chosen = _choose_decode(implementation, query, cache, options)
     if chosen == "cudnn":
@@ -179,60 +213,135 @@ def _decode(
     return _by_xla(query, cache, options=options)
 
 
+def _decode_part(
+    query: jax.Array,
+    cache: ExactCache,
+    *,
+    options: Options,
+    extras: Extras,
+    implementation: str | None,
+) -> tuple[jax.Array, jax.Array]:
+    """`decode` of checked arguments and the log-sum-exp, with all that may be asked for."""
+    ring.check_visible(cache, options.window, query.shape[1])
+    newest.check_whole(cache, extras)
+    if extras.query_offset is not None:
+        real = jnp.full(query.shape[0], query.shape[1], jnp.int32)
+        lengths, extras = newest.as_newest(query, cache.lengths, real, extras, options)
+        cache = newest.shortened(cache, lengths)
+
+    def run(extras: Extras, options: Options) -> tuple[jax.Array, jax.Array]:
+        chosen = _choose_decode(
+            implementation, query, cache, options, extras=extras, gives_part=True
+        )
+        if chosen == "mosaic_gpu":
+            return _part_by_kernel(options, query, cache)
+        return _part_by_xla(query, cache, extras, options=options)
+
+    return sinks_of_call.after(run, query, None, extras, options)
+
+
 def _by_xla(query: jax.Array, cache: ExactCache, *, options: Options) -> jax.Array:
-    tokens = query.shape[1]
-    position = cache.lengths[:, None] - tokens + jnp.arange(tokens)[None]
-    if cache.is_ring:
-        held = ring.positions_of_rows(cache.lengths, cache.room)
-        mask = options.mask(position, held, cache.lengths) & (held >= 0)[:, None]
-    else:
-        mask = options.mask(position, jnp.arange(cache.room)[None], cache.lengths)
     return reference.masked_attention(
         query,
         cache.key.astype(query.dtype),
         cache.value.astype(query.dtype),
-        mask,
+        _mask(query, cache, options),
         scale=options.scale,
         logits_soft_cap=options.logits_soft_cap,
     )
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _by_kernel(options: Options, query: jax.Array, cache: ExactCache) -> jax.Array:
+@functools.partial(jax.jit, static_argnames="options")
+def _part_by_xla(
+    query: jax.Array, cache: ExactCache, extras: Extras = NOTHING, *, options: Options
+) -> tuple[jax.Array, jax.Array]:
+    begin = None
+    if extras.query_offset is not None:
+        real = jnp.full(query.shape[0], query.shape[1], jnp.int32)
+        begin = extras.begin(cache.lengths, real)
+    out, residual = reference.masked_part(
+        query,
+        cache.key,
+        cache.value,
+        _mask(query, cache, options, begin),
+        scale=options.scale,
+        logits_soft_cap=options.logits_soft_cap,
+    )
+    return out.astype(options.dtype_of_output(query)), residual
+
+
+def _mask(
+    query: jax.Array, cache: ExactCache, options: Options, begin: jax.Array | None = None
+) -> jax.Array:
+    """Bool ``[B, T, S]``: which rows of the cache queries see, the first of them at `begin`."""
+    tokens = query.shape[1]
+    first = cache.lengths[:, None] - tokens if begin is None else begin[:, None]
+    position = first + jnp.arange(tokens)[None]
+    if cache.is_ring:
+        held = ring.positions_of_rows(cache.lengths, cache.room)
+        return options.mask(position, held, cache.lengths) & (held >= 0)[:, None]
+    return options.mask(position, jnp.arange(cache.room)[None], cache.lengths)
+
+
+def _with_gradient(kernel: Callable[..., Any], xla: Callable[..., Any]) -> Callable[..., Any]:
     """The kernel, with XLA's gradient; forward mode is `implementation="xla"`'s alone."""
-    return mosaic_gpu.attend(query, cache, options=options)
+
+    @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+    def call(options: Options, query: jax.Array, cache: ExactCache) -> Any:
+        return kernel(query, cache, options=options)
+
+    def forward(options: Options, *saved: Any) -> tuple[Any, tuple[Any, ...]]:
+        return call(options, *saved), saved
+
+    def backward(options: Options, saved: tuple[Any, ...], cotangents: Any) -> Any:
+        _, pull = jax.vjp(functools.partial(xla, options=options), *saved)
+        return pull(cotangents)
+
+    call.defvjp(forward, backward)
+    return call
 
 
-def _forward(
-    options: Options, query: jax.Array, cache: ExactCache
-) -> tuple[jax.Array, tuple[jax.Array, ExactCache]]:
-    return _by_kernel(options, query, cache), (query, cache)
+def _kernel_output(query: jax.Array, cache: ExactCache, *, options: Options) -> jax.Array:
+    return mosaic_gpu.attend(query, cache, options=options)[0]
 
 
-def _backward(
-    options: Options, saved: tuple[jax.Array, ExactCache], gradient: jax.Array
-) -> tuple[jax.Array, ExactCache]:
-    _, pull = jax.vjp(functools.partial(_by_xla, options=options), *saved)
-    return pull(gradient)
-
-
-_by_kernel.defvjp(_forward, _backward)
+_by_kernel = _with_gradient(_kernel_output, _by_xla)
+_part_by_kernel = _with_gradient(mosaic_gpu.attend, _part_by_xla)
 
 
 def _choose_decode(
-    implementation: str | None, query: jax.Array, cache: ExactCache, options: Options
+    implementation: str | None,
+    query: jax.Array,
+    cache: ExactCache,
+    options: Options,
+    *,
+    extras: Extras = NOTHING,
+    gives_part: bool = False,
 ) -> str:
-    """What decodes: what is asked for, or the first of cuDNN, the kernel and XLA that can."""
+    """What decodes: what is asked for, or the first of cuDNN, the kernel and XLA that can.
+
+    Args:
+      implementation: the name asked for, or None.
+      query: ``[B, T, N, H]``.
+      cache: the cache.
+      options: of the call.
+      extras: of the call, but for sinks.
+      gives_part: whether more is wanted than an output in the query's dtype.
+    """
     _check_name(implementation)
     refusals = {
-        "cudnn": lambda: cudnn.unsupported(
-            query,
-            cache.key,
-            decoding=True,
-            windowed=options.window is not None,
-            logits_soft_cap=options.logits_soft_cap,
+        "cudnn": lambda: (
+            "it gives no log-sum-exp, no float32 output and has no sinks"
+            if gives_part
+            else cudnn.unsupported(
+                query,
+                cache.key,
+                decoding=True,
+                windowed=options.window is not None,
+                logits_soft_cap=options.logits_soft_cap,
+            )
         ),
-        "mosaic_gpu": lambda: mosaic_gpu.unsupported(query, cache),
+        "mosaic_gpu": lambda: extras.refusal() or mosaic_gpu.unsupported(query, cache),
         "xla": lambda: None,
     }
     if implementation is None:
@@ -254,14 +363,16 @@ def _choose(
     implementation: str | None,
     query: jax.Array,
     key: jax.Array,
-    *,
-    logits_soft_cap: float | None = None,
+    options: Options,
+    extras: Extras,
 ) -> Literal["xla", "cudnn"]:
     """What attends within prompts."""
     _check_name(implementation)
     if implementation == "xla":
         return "xla"
-    refusal = cudnn.unsupported(query, key, logits_soft_cap=logits_soft_cap)
+    refusal = extras.refusal() or cudnn.unsupported(
+        query, key, logits_soft_cap=options.logits_soft_cap
+    )
     if implementation == "cudnn" and refusal is not None:
         raise NotImplementedError(f"exact attention cannot run here: cudnn: {refusal}")
     return "xla" if refusal is not None else "cudnn"

@@ -31,7 +31,7 @@ def attend(
     *,
     options: Options,
     launch: paged.Launch | None = None,
-) -> jax.Array:
+) -> tuple[jax.Array, jax.Array]:
     """`decode`: tokens of a contiguous cache are pages of one token, which need no table.
 
     Args:
@@ -41,7 +41,8 @@ def attend(
       launch: for tuning.
 
     Returns:
-      ``[B, T, N, H]`` in the query's dtype; 0 for a query before its sequence's first token.
+      ``[B, T, N, H]`` in the options' dtype and the float32 log-sum-exp ``[B, T, N]``; 0 and
+      ``-inf`` for a query before its sequence's first token.
     """
     from pallas_kernels.mosaic.hopper.paged import kernel
 
@@ -65,5 +66,6 @@ def attend(
     )
     key, value = (x.reshape(batch * room, kv_heads, 1, head_dim) for x in (cache.key, cache.value))
     pages = kernel.Pages(key, value, None, None, None, None, None)
-    out, _ = kernel.attend(query, pages, None, cache.lengths, None, settings)
-    return out
+    settings = paged.fitting(settings, head_dim)
+    out, residual = kernel.attend(query, pages, None, cache.lengths, None, settings)
+    return out, residual

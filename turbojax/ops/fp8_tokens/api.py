@@ -31,7 +31,7 @@ def quantize_activation(
 
     Args:
       x: ``[..., K]``, bfloat16, float16 or float32.
-      implementation: ``"mosaic_gpu"`` (compute capability 9.0 or 10.0), ``"triton"`` or ``"xla"``,
+      implementation: ``"mosaic_gpu"`` (Ampere to Blackwell), ``"triton"`` or ``"xla"``,
         or None for the first of them that can run this. A name never falls back to another.
 
     Returns:

@@ -5,7 +5,7 @@ import functools
 import jax
 import numpy as np
 
-from turbojax._device import needs_bulk_copies
+from turbojax._device import needs_e4m3, needs_mosaic
 from turbojax.quantizers import Fp8Tokens
 
 _LARGEST = 2**15
@@ -20,7 +20,7 @@ def unsupported(*, x: jax.Array, scale: jax.Array | None) -> str | None:
     del scale
     if x.shape[1] > _LARGEST:
         return f"{x.shape[1]} channels must be at most {_LARGEST}"
-    return needs_bulk_copies()
+    return needs_mosaic() or needs_e4m3()
 
 
 def warpgroups(tokens: int, channels: int) -> int:

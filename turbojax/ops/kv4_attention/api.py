@@ -1,5 +1,7 @@
 """`prefill` and `decode` of token-scaled caches: arguments, checks, choice of implementation."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -7,6 +9,10 @@ from turbojax import _checks
 from turbojax._gradient import refuse_gradients
 from turbojax._registry import Implementation, ImplementationName, Registry
 from turbojax.config import TurboConfig
+from turbojax.ops import extras as given
+from turbojax.ops import newest
+from turbojax.ops import sinks as sinks_of_call
+from turbojax.ops.extras import NOTHING, Extras
 from turbojax.ops.kv4_attention import mosaic_gpu, reference, triton
 from turbojax.ops.options import Options, require_causal
 from turbojax.ops.turbo_attention import attend
@@ -36,6 +42,7 @@ def prefill(
     key_value_seq_lengths: jax.Array | None = None,
     local_window_size: int | tuple[int, int] | None = None,
     logits_soft_cap: float | None = None,
+    sinks: jax.Array | None = None,
     implementation: ImplementationName | None = None,
     return_residual: bool = False,
 ) -> tuple[jax.Array | tuple[jax.Array, jax.Array], CacheT]:
@@ -55,6 +62,7 @@ def prefill(
         content of the padding changes nothing; its outputs are 0 and ``-inf``.
       local_window_size: see `turbojax.turbo_attention`.
       logits_soft_cap: see `turbojax.turbo_attention`.
+      sinks: see `turbojax.turbo_attention`.
       implementation: of the attention, see `turbojax.turbo_attention`; XLA writes the cache.
       return_residual: also return the log-sum-exp of the scores.
 
@@ -78,9 +86,9 @@ def prefill(
         local_window_size=local_window_size,
         logits_soft_cap=logits_soft_cap,
     )
-    (out, residual), cache = _prefill(
-        query, key, value, cache, lengths, options=options, implementation=implementation
-    )
+    static: dict[str, Any] = {"options": options, "implementation": implementation}
+    extras = given.of_layer(query, sinks)
+    (out, residual), cache = _prefill(query, key, value, cache, lengths, extras=extras, **static)
     return ((out, residual) if return_residual else out), cache
 
 
@@ -92,13 +100,13 @@ def attend_prompt(
     lengths: jax.Array | None = None,
     *,
     options: Options,
+    extras: Extras = NOTHING,
     implementation: str | None = None,
 ) -> tuple[tuple[jax.Array, jax.Array], CacheT]:
     """`prefill` for callers that have `Options`; gives ``(output, log-sum-exp), cache``."""
     lengths = _check_prompt(query, key, value, cache, lengths)
-    return _prefill(
-        query, key, value, cache, lengths, options=options, implementation=implementation
-    )
+    static: dict[str, Any] = {"options": options, "implementation": implementation}
+    return _prefill(query, key, value, cache, lengths, extras=extras, **static)
 
 
 def _check_prompt(
@@ -127,12 +135,18 @@ def _prefill(
     lengths: jax.Array,
     *,
     options: Options,
+    extras: Extras,
     implementation: str | None,
 ) -> tuple[tuple[jax.Array, jax.Array], CacheT]:
     """`prefill` of checked arguments."""
 
     def run(
-        query: jax.Array, key: jax.Array, value: jax.Array, cache: CacheT, lengths: jax.Array
+        query: jax.Array,
+        key: jax.Array,
+        value: jax.Array,
+        cache: CacheT,
+        lengths: jax.Array,
+        extras: Extras,
     ) -> tuple[tuple[jax.Array, jax.Array], CacheT]:
         inside = jnp.clip(lengths, 0, key.shape[1])
         out = attend(
@@ -143,11 +157,12 @@ def _prefill(
             inside,
             config=PREFILL,
             options=options,
+            extras=extras,
             implementation=implementation,
         )
         return out, kv4.store_prompt(cache, key, value, lengths)
 
-    return refuse_gradients(run, "fireq.prefill")(query, key, value, cache, lengths)
+    return refuse_gradients(run, "fireq.prefill")(query, key, value, cache, lengths, extras)
 
 
 def decode(
@@ -158,6 +173,10 @@ def decode(
     query_seq_lengths: jax.Array | None = None,
     local_window_size: int | tuple[int, int] | None = None,
     logits_soft_cap: float | None = None,
+    query_offset: jax.Array | int | None = None,
+    key_offset: jax.Array | int | None = None,
+    sinks: jax.Array | None = None,
+    output_dtype: jax.typing.DTypeLike | None = None,
     implementation: ImplementationName | None = None,
     return_residual: bool = False,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
@@ -183,6 +202,10 @@ def decode(
       local_window_size: optional `w` or ``(left, right)``, relative to the query's position;
         of a cache made for a window at most that.
       logits_soft_cap: optional `c`: scores become ``c * tanh(score / c)``.
+      query_offset: see `turbojax.decode`.
+      key_offset: the same.
+      sinks: the same.
+      output_dtype: the same.
       implementation: ``"mosaic_gpu"`` (Hopper; rounds weights times values' scales, and queries
         for 8-bit keys, to 22 bits), ``"triton"`` (rounds those to bfloat16, and float32 queries for
         8-bit keys to 11 bits of a row's largest), ``"xla"``, or None for the first of them that can
@@ -190,16 +213,16 @@ def decode(
       return_residual: also return the log-sum-exp of the scores.
 
     Returns:
-      ``[B, T, N, H]`` in the query's dtype; with `return_residual` also float32 ``[B, T, N]``. An
-      empty sequence gives 0 and ``-inf``. A key, value or query that is not finite turns the
-      results it takes part in to NaN, and no others.
+      ``[B, T, N, H]`` in the query's dtype or `output_dtype`; with `return_residual` also float32
+      ``[B, T, N]``. An empty sequence gives 0 and ``-inf``, or the sink. A key, value or query that
+      is not finite turns the results it takes part in to NaN, and no others.
 
     Raises:
       TypeError: if `cache` is another kind or the query's dtype is not `cache.dtype`.
       ValueError: if a shape, length, window, cap or name does not fit, or the cache, made for a
         window, does not keep all that so many queries see: append and attend in parts of 16 then.
-      NotImplementedError: if the implementation asked for cannot run this, or when it is
-        differentiated.
+      NotImplementedError: if the implementation asked for cannot run this, when it is
+        differentiated, or if there is a `query_offset` and the cache keeps a window alone.
     """
     query_lengths = _check_newest(query, cache, query_seq_lengths)
     options = Options.complete(
@@ -208,10 +231,11 @@ def decode(
         is_causal=True,
         local_window_size=local_window_size,
         logits_soft_cap=logits_soft_cap,
+        output_dtype=output_dtype,
     )
-    out, residual = _decode(
-        query, cache, query_lengths, options=options, implementation=implementation
-    )
+    extras = given.of_cache(query, sinks=sinks, query_offset=query_offset, key_offset=key_offset)
+    static: dict[str, Any] = {"options": options, "implementation": implementation}
+    out, residual = _decode(query, cache, query_lengths, extras=extras, **static)
     return (out, residual) if return_residual else out
 
 
@@ -221,12 +245,14 @@ def attend_cache(
     query_lengths: jax.Array | None = None,
     *,
     options: Options,
+    extras: Extras = NOTHING,
     implementation: str | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """`decode` for callers that have `Options`, causal ones; gives the log-sum-exp too."""
     require_causal(options)
     query_lengths = _check_newest(query, cache, query_lengths)
-    return _decode(query, cache, query_lengths, options=options, implementation=implementation)
+    static: dict[str, Any] = {"options": options, "implementation": implementation}
+    return _decode(query, cache, query_lengths, extras=extras, **static)
 
 
 def _check_newest(
@@ -244,11 +270,22 @@ def _decode(
     query_lengths: jax.Array,
     *,
     options: Options,
+    extras: Extras,
     implementation: str | None,
 ) -> tuple[jax.Array, jax.Array]:
     """`decode` of checked arguments."""
     ring.check_visible(cache, options.window, query.shape[1])
-    chosen = DECODE.select(implementation, query=query, cache=cache, options=options)
-    run = refuse_gradients(chosen.run, "fireq.decode", options=options)
-    out, residual = run(query, cache, jnp.clip(query_lengths, 0, query.shape[1]))
-    return out, residual
+    newest.check_whole(cache, extras)
+    real = jnp.clip(query_lengths, 0, query.shape[1])
+    lengths, extras = newest.as_newest(query, cache.lengths, real, extras, options)
+    cache = newest.shortened(cache, lengths)
+
+    def run(extras: Extras, options: Options) -> tuple[jax.Array, jax.Array]:
+        chosen = DECODE.select(
+            implementation, query=query, cache=cache, options=options, extras=extras
+        )
+        call = refuse_gradients(chosen.run, "fireq.decode", options=options)
+        out, residual = call(query, cache, real, extras)
+        return out, residual
+
+    return sinks_of_call.after(run, query, real, extras, options)

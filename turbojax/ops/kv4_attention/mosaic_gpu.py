@@ -7,8 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from turbojax._device import needs_bulk_copies
+from turbojax._device import has_bulk_copies, needs_e4m3, needs_mosaic
+from turbojax.ops.extras import NOTHING, Extras
 from turbojax.ops.options import Options
+from turbojax.ops.paged_attention import mosaic_gpu as paged
 from turbojax.state.kv4 import TokenScaledCache
 
 if TYPE_CHECKING:
@@ -62,15 +64,19 @@ def decode_unsupported(
     query: jax.Array,
     cache: TokenScaledCache,
     options: Options,
+    extras: Extras = NOTHING,
 ) -> str | None:
     """Why `decode` cannot run this here; None if it can."""
     del options
+    refusal = extras.refusal()
+    if refusal is not None:
+        return refusal
     rows = query.shape[1] * query.shape[2] // cache.num_kv_heads
     if cache.head_dim not in _HEAD_DIMS:
         return f"head_dim={cache.head_dim} must be one of {_HEAD_DIMS}"
     if rows > _MOST_QUERY_ROWS:
         return f"{rows} queries of a KV head must be at most {_MOST_QUERY_ROWS}"
-    return needs_bulk_copies()
+    return needs_mosaic() or needs_e4m3()
 
 
 @functools.partial(jax.jit, static_argnames=("options", "launch"))
@@ -78,6 +84,7 @@ def decode(
     query: jax.Array,
     cache: TokenScaledCache,
     query_length: jax.Array,
+    extras: Extras = NOTHING,
     *,
     options: Options,
     launch: Launch | None = None,
@@ -85,7 +92,9 @@ def decode(
     """`reference.decode` as the kernel of pages, of which each sequence has one, and its merge."""
     from pallas_kernels.mosaic.hopper.paged import kernel
 
+    del extras  # see `decode_unsupported`
     settings = settings_of(query, cache, options, launch or default_launch(query, cache))
+    settings = paged.fitting(settings, query.shape[3])
     pages = kernel.Pages(
         key=cache.key_codes,
         value=cache.value_codes,
@@ -123,6 +132,7 @@ def settings_of(
         value_unit=OUTPUT_UNIT,
         window=options.window,
         soft_cap=options.logits_soft_cap,
+        out_dtype=options.out_dtype,
         rows=min(launch.rows, -(-rows // 4) * 4),
         part=launch.part,
         is_split=launch.is_split,
@@ -130,4 +140,5 @@ def settings_of(
         block=launch.block,
         warpgroups=launch.warpgroups,
         stages=launch.stages,
+        copies_words=not has_bulk_copies(),
     )

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from turbojax.ops import numerics
+from turbojax.ops.extras import NOTHING, Extras
 from turbojax.ops.options import Options
 from turbojax.quantizers import quantize_fp8
 from turbojax.state.kv4 import ALLOCATION, TokenScaledCache, numbers
@@ -20,6 +21,7 @@ def decode(
     query: jax.Array,
     cache: TokenScaledCache,
     query_length: jax.Array,
+    extras: Extras = NOTHING,
     *,
     options: Options,
 ) -> tuple[jax.Array, jax.Array]:
@@ -29,17 +31,18 @@ def decode(
       query: ``[B, T, N, H]``.
       cache: the cache, which already holds the queries' own keys and values.
       query_length: int32 ``[B]``, the real queries; the rest is padding and gives 0 and ``-inf``.
+      extras: offsets of the call.
       options: of the call.
 
     Returns:
-      out ``[B, T, N, H]`` in the query's dtype and the float32 log-sum-exp ``[B, T, N]``.
+      out ``[B, T, N, H]`` in the options' dtype and the float32 log-sum-exp ``[B, T, N]``.
     """
     batch, length, heads, channels = query.shape
     kv_heads = cache.num_kv_heads
     grouped = query.reshape(batch, length, kv_heads, heads // kv_heads, channels)
     q, q_scale = _query_operand(jnp.moveaxis(grouped, 1, 3), cache)  # [B, K, G, T, H]
     q_scale = (q_scale * options.scale)[..., None]
-    begin = cache.lengths - query_length
+    begin = extras.begin(cache.lengths, query_length)
     position = begin[:, None] + jnp.arange(length)[None]
     is_query = (jnp.arange(length)[None] < query_length[:, None])[:, :, None]
     # A ring's tokens are read in their order, and in the chunks of a cache that has them all.
@@ -72,12 +75,13 @@ def decode(
         jnp.full(rows, -jnp.inf, jnp.float32),
         jnp.zeros(rows, jnp.float32),
     )
-    start, stop = options.key_range(jnp.min(begin), jnp.max(cache.lengths) - 1, cache.lengths)
+    last = jnp.max(extras.end(cache.lengths, query_length)) - 1
+    start, stop = options.key_range(jnp.min(begin), last, cache.lengths)
     bounds = jnp.maximum(start, 0) // count, -(-stop // count)
     out, residual = numerics.finish(*jax.lax.fori_loop(*bounds, chunk, state))
     out = jnp.moveaxis(out, 3, 1).reshape(batch, length, heads, channels)
     residual = jnp.moveaxis(residual, 3, 1).reshape(batch, length, heads)
-    return out.astype(query.dtype), residual
+    return out.astype(options.dtype_of_output(query)), residual
 
 
 def _step(

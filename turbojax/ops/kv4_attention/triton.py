@@ -6,6 +6,7 @@ import math
 import jax
 
 from turbojax._device import interpreting, needs_gpu, unindexable
+from turbojax.ops.extras import NOTHING, Extras
 from turbojax.ops.options import Options
 from turbojax.state.kv4 import ALLOCATION, TokenScaledCache
 
@@ -20,9 +21,13 @@ def decode_unsupported(
     query: jax.Array,
     cache: TokenScaledCache,
     options: Options,
+    extras: Extras = NOTHING,
 ) -> str | None:
     """Why `decode` cannot run this here; None if it can."""
     del options
+    refusal = extras.refusal()
+    if refusal is not None:
+        return refusal
     group = query.shape[2] // cache.num_kv_heads
     if query.shape[1] * group > _MOST_QUERY_ROWS:
         return (
@@ -38,10 +43,12 @@ def decode(
     query: jax.Array,
     cache: TokenScaledCache,
     query_length: jax.Array,
+    extras: Extras = NOTHING,
     *,
     options: Options,
 ) -> tuple[jax.Array, jax.Array]:
     """`reference.decode` as one kernel and a merge; weights are rounded to bfloat16."""
+    del extras  # see `decode_unsupported`
     return _decode(
         query,
         cache,
@@ -68,6 +75,7 @@ def _decode(
         scale=options.scale,
         window=options.window,
         soft_cap=options.logits_soft_cap,
+        out_dtype=options.out_dtype,
         tile=tile,
         splits=_splits(cache.batch_size * cache.num_kv_heads, cache.key_scale.shape[2] // tile),
         num_warps=num_warps,

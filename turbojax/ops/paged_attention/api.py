@@ -11,6 +11,10 @@ from turbojax import _checks, polar
 from turbojax._device import interpreting
 from turbojax._gradient import refuse_gradients
 from turbojax._registry import Implementation, ImplementationName, Registry
+from turbojax.ops import extras as given
+from turbojax.ops import newest
+from turbojax.ops import sinks as sinks_of_call
+from turbojax.ops.extras import NOTHING, Extras
 from turbojax.ops.options import Options, require_causal
 from turbojax.ops.paged_attention import hopper, reference, triton
 from turbojax.state import checks
@@ -25,12 +29,13 @@ def _sheltered(
     block_tables: jax.Array,
     lengths: jax.Array,
     query_lengths: jax.Array | None,
+    extras: Extras = NOTHING,
     *,
     attend: Callable[..., tuple[jax.Array, jax.Array]],
     options: Options,
 ) -> tuple[jax.Array, jax.Array]:
     """Runs an implementation: hides sequences that cannot be read from it, and rotates for it."""
-    first = page_checks.first_seen(lengths, query_lengths, query.shape[1], options.window)
+    first = _first_seen(query, lengths, query_lengths, extras, options)
     if query_lengths is None:
         query_lengths = jnp.full(len(query), query.shape[1], jnp.int32)
     ok = page_checks.readable(cache, block_tables, lengths, first)
@@ -42,11 +47,13 @@ def _sheltered(
         jnp.clip(block_tables, 0, cache.num_pages - 1),
         jnp.where(ok, lengths, 0),
         jnp.clip(query_lengths, 0, query.shape[1]),
+        extras,
         options=options,
     )
     if formats.value.is_rotated:
         out = polar.unrotate(out, cache.rotation)
-    out = jnp.where(ok[:, None, None, None], out, jnp.nan).astype(query.dtype)
+    out = jnp.where(ok[:, None, None, None], out, jnp.nan)
+    out = out.astype(options.dtype_of_output(query))
     return out, jnp.where(ok[:, None, None], residual, jnp.nan)
 
 
@@ -74,6 +81,10 @@ def paged_attention(
     scale: float | None = None,
     local_window_size: int | tuple[int, int] | None = None,
     logits_soft_cap: float | None = None,
+    query_offset: jax.Array | int | None = None,
+    key_offset: jax.Array | int | None = None,
+    sinks: jax.Array | None = None,
+    output_dtype: jax.typing.DTypeLike | None = None,
     implementation: ImplementationName | None = None,
     return_residual: bool = False,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
@@ -108,6 +119,12 @@ def paged_attention(
       scale: factor of the scores; ``1 / sqrt(H)`` if not given.
       local_window_size: optional `w` or ``(left, right)``, relative to the query's position.
       logits_soft_cap: optional `c`: scores become ``c * tanh(score / c)``.
+      query_offset: optional int ``[B]`` or scalar, the position of the first query, where it is
+        not one of the last tokens held: of several tables with parts of a text, see
+        `turbojax.merge_attention`. Several queries, or one with a window, are then plain JAX's.
+      key_offset: the position of the pages' first token, 0 if not given.
+      sinks: optional floating-point ``[N]``, see `turbojax.turbo_attention`.
+      output_dtype: float32 for results that will be merged; the query's if not given.
       implementation: ``"mosaic_gpu"`` (16-bit pages: weights as sums of two numbers of that dtype;
         8-bit pages: queries and weights as sums of two float16; turbo4: as integers of 15 bits; of
         many queries weights, and what codes stand for, in the query's dtype, with ``"fp8_e4m3"``
@@ -119,10 +136,10 @@ def paged_attention(
       return_residual: also return the log-sum-exp of the scores.
 
     Returns:
-      ``[B, T, N, H]`` in the query's dtype; with `return_residual` also float32 ``[B, T, N]``. An
-      empty sequence gives 0 and ``-inf``. A key, value or query that is NaN turns the results it
-      takes part in to NaN, and no others. Under `jit`, all is NaN for a sequence whose length or a
-      needed page is out of range, and none of its pages is read.
+      ``[B, T, N, H]`` in the query's dtype or `output_dtype`; with `return_residual` also float32
+      ``[B, T, N]``. An empty sequence gives 0 and ``-inf``, or the sink. A key, value or query that
+      is NaN turns the results it takes part in to NaN, and no others. Under `jit`, all is NaN for a
+      sequence whose length or a needed page is out of range, and none of its pages is read.
 
     Raises:
       TypeError: if `cache` is another kind, the query's dtype is not `cache.dtype`, or tables or
@@ -140,9 +157,12 @@ def paged_attention(
         is_causal=True,
         local_window_size=local_window_size,
         logits_soft_cap=logits_soft_cap,
+        output_dtype=output_dtype,
     )
-    arrays = _check(query, cache, block_tables, lengths, query_seq_lengths, options)
-    out, residual = _run(query, cache, *arrays, options=options, implementation=implementation)
+    extras = given.of_cache(query, sinks=sinks, query_offset=query_offset, key_offset=key_offset)
+    arrays = _check(query, cache, block_tables, lengths, query_seq_lengths, extras, options)
+    static: dict[str, Any] = {"options": options, "implementation": implementation}
+    out, residual = _run(query, cache, *arrays, extras, **static)
     return (out, residual) if return_residual else out
 
 
@@ -154,12 +174,14 @@ def attend_pages(
     query_lengths: jax.Array | None = None,
     *,
     options: Options,
+    extras: Extras = NOTHING,
     implementation: str | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """`paged_attention` for callers that have `Options`, causal ones; gives the log-sum-exp too."""
     require_causal(options)
-    arrays = _check(query, cache, block_tables, lengths, query_lengths, options)
-    return _run(query, cache, *arrays, options=options, implementation=implementation)
+    arrays = _check(query, cache, block_tables, lengths, query_lengths, extras, options)
+    static: dict[str, Any] = {"options": options, "implementation": implementation}
+    return _run(query, cache, *arrays, extras, **static)
 
 
 def _check(
@@ -168,6 +190,7 @@ def _check(
     block_tables: jax.Array,
     lengths: jax.Array,
     query_lengths: jax.Array | None,
+    extras: Extras,
     options: Options,
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
     """Raises unless the arrays fit; gives tables, lengths and the queries' lengths as int32."""
@@ -179,9 +202,23 @@ def _check(
     if query_lengths is not None:  # as an array it would take a kernel to make
         query_lengths = _checks.check_lengths("query_seq_lengths", query_lengths, batch, tokens)
     if _checks.is_concrete(block_tables, lengths):
-        first = page_checks.first_seen(lengths, query_lengths, tokens, options.window)
+        first = _first_seen(query, lengths, query_lengths, extras, options)
         page_checks.check_readable(cache, block_tables, lengths, first)
     return block_tables, lengths, query_lengths
+
+
+def _first_seen(
+    query: jax.Array,
+    lengths: jax.Array,
+    query_lengths: jax.Array | None,
+    extras: Extras,
+    options: Options,
+) -> jax.Array | None:
+    """Of each sequence the first token that a query sees, int32 ``[B]``; None for token 0."""
+    tokens = query.shape[1]
+    if extras.query_offset is None or options.window is None:
+        return page_checks.first_seen(lengths, query_lengths, tokens, options.window)
+    return jnp.maximum(extras.begin(lengths, lengths) - options.window[0], 0)
 
 
 def _run(
@@ -190,16 +227,44 @@ def _run(
     block_tables: jax.Array,
     lengths: jax.Array,
     query_lengths: jax.Array | None,
+    extras: Extras,
     *,
     options: Options,
     implementation: str | None,
 ) -> tuple[jax.Array, jax.Array]:
     """`paged_attention` of checked arguments."""
-    chosen = select(implementation, query, cache, block_tables, options=options)
-    run = functools.partial(_attend, attend=chosen.run, interpret=interpreting())
-    call = refuse_gradients(run, "paged_attention", options=options)
-    out, residual = call(query, cache, block_tables, lengths, query_lengths)
-    return out, residual
+    if extras.query_offset is not None:
+        if query_lengths is None:
+            query_lengths = jnp.full(len(query), query.shape[1], jnp.int32)
+        query_lengths = jnp.clip(query_lengths, 0, query.shape[1])
+        lengths, extras = newest.as_newest(query, lengths, query_lengths, extras, options)
+
+    def run(extras: Extras, options: Options) -> tuple[jax.Array, jax.Array]:
+        chosen = select(implementation, query, cache, block_tables, options=options, extras=extras)
+        attend = functools.partial(_attend, attend=chosen.run, interpret=interpreting())
+        call = refuse_gradients(attend, "paged_attention", options=options)
+        out, residual = call(query, cache, block_tables, lengths, query_lengths, extras)
+        return out, residual
+
+    if _kernel_has_sinks(implementation, query, cache, block_tables, extras, options):
+        return run(extras, options)
+    return sinks_of_call.after(run, query, query_lengths, extras, options)
+
+
+def _kernel_has_sinks(
+    implementation: str | None,
+    query: jax.Array,
+    cache: PagedCache,
+    block_tables: jax.Array,
+    extras: Extras,
+    options: Options,
+) -> bool:
+    """Whether there are sinks, and what runs the call takes them itself."""
+    is_asked = extras.sinks is not None and implementation in (None, "mosaic_gpu")
+    if not is_asked or not hopper.has_sinks(query, cache):
+        return False
+    arguments: Any = {"query": query, "cache": cache, "block_tables": block_tables}
+    return hopper.unsupported(**arguments, options=options, extras=extras) is None
 
 
 def select(
@@ -209,6 +274,7 @@ def select(
     block_tables: jax.Array | jax.ShapeDtypeStruct,
     *,
     options: Options,
+    extras: Extras = NOTHING,
 ) -> Implementation:
     """What runs a call of `paged_attention` with these arguments; only shapes and dtypes are used.
 
@@ -223,6 +289,7 @@ def select(
         cache=cache,
         block_tables=block_tables,
         options=options,
+        extras=extras,
     )
 
 

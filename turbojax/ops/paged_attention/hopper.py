@@ -2,6 +2,7 @@
 
 import jax
 
+from turbojax.ops.extras import NOTHING, Extras
 from turbojax.ops.options import Options
 from turbojax.ops.paged_attention import mosaic_gpu, mosaic_prompt
 from turbojax.state.pages.pool import PagedCache
@@ -14,12 +15,25 @@ def _has_many(query: jax.Array, cache: PagedCache) -> bool:
     return query.shape[1] * query.shape[2] // cache.num_kv_heads > _MOST_FEW_ROWS
 
 
+def has_sinks(query: jax.Array | jax.ShapeDtypeStruct, cache: PagedCache) -> bool:
+    """Whether the kernel itself takes sinks."""
+    return _has_many(query, cache) and mosaic_prompt.has_sinks(query, cache)
+
+
 def unsupported(
-    *, query: jax.Array, cache: PagedCache, block_tables: jax.Array, options: Options
+    *,
+    query: jax.Array,
+    cache: PagedCache,
+    block_tables: jax.Array,
+    options: Options,
+    extras: Extras = NOTHING,
 ) -> str | None:
     """Why `attend` cannot run this here; None if it can."""
+    refusal = extras.refusal(("sinks",) if has_sinks(query, cache) else ())
+    if refusal is not None:
+        return refusal
     if _has_many(query, cache):
-        return mosaic_prompt.unsupported(cache)
+        return mosaic_prompt.unsupported(query, cache, options)
     return mosaic_gpu.unsupported(
         query=query, cache=cache, block_tables=block_tables, options=options
     )
@@ -31,9 +45,12 @@ def attend(
     block_tables: jax.Array,
     lengths: jax.Array,
     query_lengths: jax.Array | None,
+    extras: Extras = NOTHING,
     *,
     options: Options,
 ) -> tuple[jax.Array, jax.Array]:
     """`mosaic_prompt.attend` of many queries, `mosaic_gpu.attend` of few."""
-    run = mosaic_prompt.attend if _has_many(query, cache) else mosaic_gpu.attend
-    return run(query, cache, block_tables, lengths, query_lengths, options=options)
+    arrays = query, cache, block_tables, lengths, query_lengths
+    if _has_many(query, cache):
+        return mosaic_prompt.attend(*arrays, extras.sinks, options=options)
+    return mosaic_gpu.attend(*arrays, options=options)

@@ -1,5 +1,6 @@
 """The Mosaic GPU kernel behind `paged_attention` on Hopper: what it takes, how it is launched."""
 
+import dataclasses
 import functools
 import math
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -8,9 +9,9 @@ import jax
 import jax.numpy as jnp
 
 from turbojax import polar
-from turbojax._device import needs_bulk_copies
+from turbojax._device import has_bulk_copies, needs_e4m3, needs_mosaic, shared_memory
 from turbojax.ops.options import Options
-from turbojax.state.pages.formats import Codes, Format
+from turbojax.state.pages.formats import Codes, Float8, Format
 from turbojax.state.pages.pool import PagedCache
 
 if TYPE_CHECKING:
@@ -141,7 +142,8 @@ def unsupported(
         others = f", or a multiple of {step} below {_HEAD_DIMS[-1]}" if step else ""
         return f"head_dim={cache.head_dim} must be one of {_HEAD_DIMS}{others}"
     given = jax.ShapeDtypeStruct((*query.shape[:3], channels), query.dtype)
-    return refusal(given, cache.num_kv_heads)
+    has_float8 = any(isinstance(side, Float8) for side in cache.formats)
+    return refusal(given, cache.num_kv_heads) or (needs_e4m3() if has_float8 else None)
 
 
 def _step(cache: PagedCache) -> int | None:
@@ -172,7 +174,7 @@ def refusal(query: jax.Array | jax.ShapeDtypeStruct, kv_heads: int) -> str | Non
         return f"head_dim={head_dim} must be one of {_HEAD_DIMS}"
     if rows > _MOST_QUERY_ROWS:
         return f"{rows} queries of a KV head must be at most {_MOST_QUERY_ROWS}"
-    return needs_bulk_copies()
+    return needs_mosaic()
 
 
 @functools.partial(jax.jit, static_argnames=("options", "launch"))
@@ -203,7 +205,9 @@ def attend(
     from pallas_kernels.mosaic.hopper.paged import kernel
 
     launch = launch or default_launch(call_of(query, cache, block_tables, options))
-    settings = settings_of(query, cache, options, launch)
+    settings = fitting(
+        settings_of(query, cache, options, launch), _channels(cache) or query.shape[3]
+    )
     signs, dtype = cache.rotation.signs if cache.formats.is_rotated else None, query.dtype
     if settings.channels is not None:
         query, signs = _padded(polar.rotate(query, cache.rotation), _channels(cache)), None
@@ -221,7 +225,8 @@ def attend(
     )
     out, lse = kernel.attend(query, pages, block_tables, lengths, query_lengths, settings)
     if settings.channels is not None:
-        out = polar.unrotate(out[..., : cache.head_dim], cache.rotation).astype(dtype)
+        out = polar.unrotate(out[..., : cache.head_dim], cache.rotation)
+        out = out.astype(options.out_dtype or dtype)
     return out, lse
 
 
@@ -321,6 +326,13 @@ def plain_settings(
     )
 
 
+def fitting(s: "Settings", head_dim: int) -> "Settings":
+    """The settings with as many blocks in flight as the GPU has shared memory for, at least one."""
+    while s.stages > 1 and s.warps * s.warp_bytes(head_dim) > shared_memory():
+        s = dataclasses.replace(s, stages=s.stages - 1)
+    return s
+
+
 def _common(rows: int, options: Options, launch: Launch) -> dict[str, Any]:
     """Of settings, what does not depend on what is stored."""
     return {
@@ -333,4 +345,6 @@ def _common(rows: int, options: Options, launch: Launch) -> dict[str, Any]:
         "warpgroups": launch.warpgroups,
         "stages": launch.stages,
         "reserve": launch.reserve,
+        "copies_words": not has_bulk_copies(),
+        "out_dtype": options.out_dtype,
     }

@@ -49,13 +49,25 @@ def default_launch(query: jax.Array, cache: PagedCache) -> Launch:
     return Launch(_PART if rows <= _MOST_ROWS_IN_PARTS else None, 2 if few else 4)
 
 
-def unsupported(cache: PagedCache) -> str | None:
+def unsupported(
+    query: jax.Array | jax.ShapeDtypeStruct, cache: PagedCache, options: Options
+) -> str | None:
     """Why `attend` cannot read these pages here; None if it can."""
+    rows = query.shape[1] * query.shape[2] // cache.num_kv_heads
+    if options.out_dtype is not None and rows > _MOST_ROWS_IN_PARTS:
+        return (
+            f"{rows} queries of a KV head must be at most {_MOST_ROWS_IN_PARTS} for float32 outputs"
+        )
     if cache.dtype.itemsize != 2:
         return f"dtype={cache.dtype} must be bfloat16 or float16"
     if cache.head_dim not in _HEAD_DIMS:
         return f"head_dim={cache.head_dim} must be one of {_HEAD_DIMS}"
     return needs_hopper()
+
+
+def has_sinks(query: jax.Array | jax.ShapeDtypeStruct, cache: PagedCache) -> bool:
+    """Whether the kernel itself takes sinks: where a program takes all that its rows see."""
+    return query.shape[1] * query.shape[2] // cache.num_kv_heads > _MOST_ROWS_IN_PARTS
 
 
 @functools.partial(jax.jit, static_argnames=("options", "launch"))
@@ -65,6 +77,7 @@ def attend(
     block_tables: jax.Array,
     lengths: jax.Array,
     query_lengths: jax.Array | None,
+    sinks: jax.Array | None = None,
     *,
     options: Options,
     launch: Launch | None = None,
@@ -80,6 +93,7 @@ def attend(
       block_tables: int32 ``[B, max_pages]``.
       lengths: int32 ``[B]``.
       query_lengths: int32 ``[B]``, or None.
+      sinks: float32 ``[N]``, or None; see `has_sinks`.
       options: of the call.
       launch: for tuning.
 
@@ -97,7 +111,11 @@ def attend(
         jnp.clip(query_lengths, 0, query.shape[1]),
     )
     run = functools.partial(
-        _attend, cache=cache, options=options, launch=launch or default_launch(query, cache)
+        _attend,
+        cache=cache,
+        sinks=sinks,
+        options=options,
+        launch=launch or default_launch(query, cache),
     )
     if _expanded_bytes(cache, block_tables) <= _MOST_EXPANDED:
         return run(*arrays)
@@ -126,6 +144,7 @@ def _attend(
     query_lengths: jax.Array,
     *,
     cache: PagedCache,
+    sinks: jax.Array | None,
     options: Options,
     launch: Launch,
 ) -> tuple[jax.Array, jax.Array]:
@@ -141,6 +160,7 @@ def _attend(
         part=launch.part,
         registers=launch.registers,
         programs=multiprocessors(),
+        out_dtype=options.out_dtype,
     )
     keys, values, lost = cache.key, cache.value, None
     starts = jnp.zeros_like(lengths) if window is None else lengths - query_lengths - window
@@ -158,6 +178,7 @@ def _attend(
         query_lengths,
         jnp.stack(factors),
         lost,
+        sinks,
         settings=settings,
     )
     return out[:, :tokens], lse[:, :tokens]

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from turbojax.ops import numerics
+from turbojax.ops.extras import NOTHING, Extras
 from turbojax.ops.options import Options
 from turbojax.state.pages.pool import PagedCache
 
@@ -39,6 +40,7 @@ def attend(
     block_tables: jax.Array,
     lengths: jax.Array,
     query_lengths: jax.Array,
+    extras: Extras = NOTHING,
     *,
     options: Options,
 ) -> tuple[jax.Array, jax.Array]:
@@ -50,6 +52,7 @@ def attend(
       block_tables: int32 ``[B, max_pages]``, all within the pool.
       lengths: int32 ``[B]``, tokens held, the queries' own included.
       query_lengths: int32 ``[B]``, the real queries; the rest is padding.
+      extras: offsets of the call.
       options: of the call.
 
     Returns:
@@ -64,6 +67,7 @@ def attend(
             block_tables,
             lengths,
             query_lengths,
+            extras,
             options=options,
         )
         return out[:, :1], residual[:, :1]
@@ -79,7 +83,10 @@ def attend(
     )
 
     def sequence(b: jax.Array, results: _State) -> _State:
-        begin = lengths[b] - query_lengths[b]
+        begin, last = lengths[b] - query_lengths[b], lengths[b] - 1
+        if extras.query_offset is not None:
+            begin = extras.begin(lengths, query_lengths)[b]
+            last = begin + query_lengths[b] - 1
 
         def tile(i: jax.Array, state: _State) -> _State:
             content = _read(cache, tables[b, i])
@@ -99,7 +106,7 @@ def attend(
                 jnp.maximum(i * _TILE - begin, 0), query_lengths[b], one, state
             )
 
-        start, stop = options.key_range(begin, lengths[b] - 1, lengths[b][None])
+        start, stop = options.key_range(begin, last, lengths[b][None])
         bounds = jnp.maximum(start, 0) // _TILE, -(-stop // _TILE)
         out, top, total = results
         o, m, l = jax.lax.fori_loop(*bounds, tile, (out[b], top[b], total[b]))

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from turbojax import polar
 from turbojax._device import interpreting, needs_gpu, unindexable
+from turbojax.ops.extras import NOTHING, Extras
 from turbojax.ops.options import Options
 from turbojax.state.pages.formats import Codes, Format
 from turbojax.state.pages.pool import PagedCache
@@ -27,9 +28,13 @@ def unsupported(
     cache: PagedCache,
     block_tables: jax.Array,
     options: Options,
+    extras: Extras = NOTHING,
 ) -> str | None:
     """Why `attend` cannot run this here; None if it can."""
     del query, block_tables, options
+    refusal = extras.refusal()
+    if refusal is not None:
+        return refusal
     if not _SMALLEST_HEAD_DIM <= cache.head_dim <= _LARGEST_HEAD_DIM:
         return (
             f"head_dim={cache.head_dim} must be between {_SMALLEST_HEAD_DIM} and "
@@ -47,6 +52,7 @@ def attend(
     block_tables: jax.Array,
     lengths: jax.Array,
     query_lengths: jax.Array,
+    extras: Extras = NOTHING,
     *,
     options: Options,
 ) -> tuple[jax.Array, jax.Array]:
@@ -56,6 +62,7 @@ def attend(
     weights are rounded to the values' dtype, for fp8 to float16, and times codes' norms to
     bfloat16.
     """
+    del extras  # see `unsupported`
     return _attend(
         query,
         cache,

@@ -1,5 +1,6 @@
 """`pooled_attention`: arguments, checks, the choice of implementation, and the gradient's rule."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -10,9 +11,13 @@ import numpy as np
 from turbojax import _checks
 from turbojax._gradient import refuse_gradients
 from turbojax._registry import Implementation, ImplementationName, Registry
+from turbojax.ops import extras as given
+from turbojax.ops import rows
+from turbojax.ops.extras import NOTHING, Extras
 from turbojax.ops.options import plain_scale
-from turbojax.ops.pooled_attention import mosaic_gpu, reference, triton
+from turbojax.ops.pooled_attention import mosaic_gpu, reference, segments, triton
 from turbojax.ops.pooled_attention.static import LEVELS, PooledOptions
+from turbojax.ops.sinks import sink_gradient, with_sinks
 
 FORWARD = Registry(
     "pooled_attention",
@@ -46,6 +51,12 @@ def pooled_attention(
     is_causal: bool = False,
     query_seq_lengths: jax.Array | None = None,
     key_value_seq_lengths: jax.Array | None = None,
+    query_segment_ids: jax.Array | None = None,
+    key_value_segment_ids: jax.Array | None = None,
+    query_offset: jax.Array | int | None = None,
+    key_offset: jax.Array | int | None = None,
+    sinks: jax.Array | None = None,
+    output_dtype: jax.typing.DTypeLike | None = None,
     implementation: ImplementationName | None = None,
     return_residual: bool = False,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
@@ -71,22 +82,36 @@ def pooled_attention(
       block_q: queries that share a row of levels.
       block_kv: keys that share a level, a multiple of 8.
       scale: factor of the scores; ``1 / sqrt(H)`` if not given.
-      is_causal: query `t` sees a mean if it sees the last of its tokens, that is, if that is not
-        past `t` (aligned at the first token).
+      is_causal: a query sees a mean if it sees the last of its tokens, that is, if that is not
+        past the query's position; query and key `t` are at `t` (aligned at the first token), unless
+        offsets say otherwise.
       query_seq_lengths: optional int ``[B]``: queries at or past it are padding, which gives 0
         and ``-inf`` and changes no other query.
       key_value_seq_lengths: optional int ``[B]``: keys at or past it are ignored. Under `jit`
         values outside the array act as the nearest bound, of queries too.
+      query_segment_ids: optional integers ``[B, T]``, of packed sequences: a query sees keys of an
+        equal id alone. No mean has keys of two segments: a block that holds several is attended
+        token by token, whatever its level, unless that is 0. Blocks without a segment of the row's
+        queries take no time in kernels.
+      key_value_segment_ids: integers ``[B, S]`` beside them.
+      query_offset: optional int ``[B]`` or scalar, the position of the first query, for parts of a
+        longer sequence. Under `jit` values outside ``0..2**29`` act as the nearest bound.
+      key_offset: the same of the first key.
+      sinks: optional floating-point ``[N]``, a logit of each head that takes part in the softmax's
+        denominator alone; a query that sees nothing has it as its log-sum-exp.
+      output_dtype: float32 for the output of a part that will be merged, see
+        `turbojax.merge_attention`; the query's if not given.
       implementation: ``"mosaic_gpu"`` (compute capability 9.0 alone), ``"triton"`` or ``"xla"``, or
         None for the first of them that can run this. A name never falls back to another, and
         names what computes the gradient too.
       return_residual: also return the log-sum-exp of the scores.
 
     Returns:
-      ``[B, T, N, H]`` in the query's dtype; with `return_residual` also float32 ``[B, T, N]``. A
-      query that sees nothing gives 0 and ``-inf``, and has gradient 0. NaN in a key or value
-      reaches the queries of the blocks that attend to its block. Under `jit`, where values cannot
-      be checked, a level that is none of the five makes its whole row of queries NaN.
+      ``[B, T, N, H]`` in the query's dtype or `output_dtype`; with `return_residual` also float32
+      ``[B, T, N]``. A query that sees nothing gives 0 and ``-inf``, and has gradient 0. NaN in a
+      key or value reaches the queries of the blocks that attend to its block, of whichever segment.
+      Under `jit`, where values cannot be checked, a level that is none of the five makes its whole
+      row of queries NaN.
 
     Raises:
       TypeError: if dtypes are not supported or differ, or if `levels` are not integers.
@@ -100,11 +125,20 @@ def pooled_attention(
         scale=plain_scale(query.shape[3]) if scale is None else scale,
         block_q=block_q,
         block_kv=block_kv,
+        out_dtype=output_dtype,
+    )
+    extras = given.complete(
+        query,
+        key,
+        query_segment_ids=query_segment_ids,
+        key_value_segment_ids=key_value_segment_ids,
+        query_offset=query_offset,
+        key_offset=key_offset,
+        sinks=sinks,
     )
     arrays = _check_rest(query, key, levels, query_seq_lengths, key_value_seq_lengths, options)
-    out, residual = _attend(
-        query, key, value, *arrays, options=options, implementation=implementation
-    )
+    static: dict[str, Any] = {"options": options, "implementation": implementation}
+    out, residual = _attend(query, key, value, *arrays, extras, **static)
     return (out, residual) if return_residual else out
 
 
@@ -117,12 +151,14 @@ def attend(
     key_lengths: jax.Array | None = None,
     *,
     options: PooledOptions,
+    extras: Extras = NOTHING,
     implementation: str | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """`pooled_attention` for callers that have `PooledOptions`; gives the log-sum-exp too."""
     _checks.check_query_key_value(query, key, value)
     arrays = _check_rest(query, key, levels, query_lengths, key_lengths, options)
-    return _attend(query, key, value, *arrays, options=options, implementation=implementation)
+    static: dict[str, Any] = {"options": options, "implementation": implementation}
+    return _attend(query, key, value, *arrays, extras, **static)
 
 
 def _check_rest(
@@ -148,19 +184,30 @@ def _attend(
     levels: jax.Array,
     query_length: jax.Array | None,
     key_length: jax.Array | None,
+    extras: Extras,
     *,
     options: PooledOptions,
     implementation: str | None,
 ) -> tuple[jax.Array, jax.Array]:
     """`pooled_attention` of checked arguments."""
-    arguments = {"query": query, "key": key, "value": value, "levels": levels, "options": options}
+    sizes = (options.block_q, options.block_kv)
+    levels = segments.attended(levels, query_length, key_length, extras, *sizes)
+    arguments = {
+        "query": query,
+        "key": key,
+        "value": value,
+        "levels": levels,
+        "options": options,
+        "extras": dataclasses.replace(extras, sinks=None),
+    }
     # The gradient is chosen here too: what cannot run is refused now, not in a backward pass.
     call = _differentiable(
         FORWARD.select(implementation, **arguments).run,
         GRADIENT.select(implementation, **arguments).run,
         options,
     )
-    return call(query, key, value, levels, query_length, key_length)
+    out, residual, *_ = call(query, key, value, levels, query_length, key_length, extras)
+    return out, residual
 
 
 def _check_levels(
@@ -206,30 +253,75 @@ def _differentiable(
     run: Callable[..., tuple[jax.Array, jax.Array]],
     run_gradient: Callable[..., tuple[jax.Array, jax.Array, jax.Array]],
     options: PooledOptions,
-) -> Callable[..., tuple[jax.Array, jax.Array]]:
+) -> Callable[..., tuple[jax.Array, ...]]:
     """`run` with its options bound, differentiable in reverse mode by `run_gradient`.
 
-    Kept for the backward pass: query, key, value, levels, lengths, the output and the residual.
+    Kept for the backward pass: query, key, value, levels, lengths, extras, the output and the
+    residual. Sinks are nothing to implementations: the weights and all gradients follow from the
+    log-sum-exp with them. It is kept as ``-inf`` where a query sees nothing but a sink.
     """
+
+    def gradient(*saved: Any) -> tuple[jax.Array, jax.Array, jax.Array, Extras]:
+        *arrays, extras, out, residual, d_out, d_residual = saved
+        results = (out, residual, d_out, d_residual)
+        without = dataclasses.replace(extras, sinks=None)
+        gradients = run_gradient(*arrays, *results, options=options, extras=without)
+        if extras.sinks is None:
+            return *gradients, NOTHING
+        return *gradients, Extras(sinks=_of_sinks(extras.sinks, arrays[4], *results))
+
     differentiate_once = refuse_gradients(
-        run_gradient,
+        gradient,
         "the gradient of pooled_attention",
         because="only first derivatives are supported",
-        options=options,
     )
 
     @jax.custom_vjp
-    def call(*arrays: Any) -> tuple[jax.Array, jax.Array]:
-        return run(*arrays, options=options)
+    def call(*arrays: Any) -> tuple[jax.Array, ...]:
+        *arrays, extras = arrays
+        if extras.sinks is None:
+            return run(*arrays, options=options, extras=extras)
+        # In float32, so that the output is rounded once.
+        wide = dataclasses.replace(options, out_dtype="float32")
+        without = dataclasses.replace(extras, sinks=None)
+        out, residual = run(*arrays, options=wide, extras=without)
+        out, total = with_sinks(out, residual, extras.sinks, _real(out, arrays[4]))
+        return out.astype(options.dtype_of_output(arrays[0])), total, residual
 
     def forward(*arrays: Any) -> Any:
         # `call`, not `run`: a second derivative must not find a way through the implementation.
         results = call(*arrays)
-        return results, (*arrays, *results)
+        out, residual, *without = results
+        if without:
+            residual = jnp.where(without[0] == -jnp.inf, -jnp.inf, residual)
+        return results, (*arrays, out, residual)
 
     def backward(saved: Any, cotangents: Any) -> Any:
+        *gradients, d_extras = differentiate_once(*saved, *cotangents[:2])
         # Levels and lengths are integers.
-        return *differentiate_once(*saved, *cotangents), None, None, None
+        return *gradients, None, None, None, d_extras
 
     call.defvjp(forward, backward)
     return call
+
+
+def _real(x: jax.Array, query_length: jax.Array | None) -> jax.Array:
+    """Queries of ``[B, T, ...]`` that are no padding: bool ``[B, T]``."""
+    if query_length is None:
+        return jnp.ones(x.shape[:2], bool)
+    return jnp.arange(x.shape[1])[None] < query_length[:, None]
+
+
+def _of_sinks(
+    sinks: jax.Array,
+    query_length: jax.Array | None,
+    out: jax.Array,
+    residual: jax.Array,
+    d_out: jax.Array,
+    d_residual: jax.Array,
+) -> jax.Array:
+    """The sinks' gradient, from the residual as it is kept."""
+    d_out = rows.without_blind(d_out, residual)
+    delta = jnp.sum(d_out.astype(jnp.float32) * out.astype(jnp.float32), axis=-1) - d_residual
+    total = jnp.where(residual == -jnp.inf, sinks, residual)
+    return sink_gradient(total, sinks, delta, _real(out, query_length))

@@ -5,6 +5,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from turbojax.ops.extras import NOTHING, Extras
+from turbojax.ops.pooled_attention import segments
 from turbojax.ops.pooled_attention.static import LEVELS, PooledOptions
 
 _BITS = 16
@@ -16,7 +18,7 @@ class QueryLists(NamedTuple):
 
     Attributes:
       blocks: int32 ``[B or 1, N or 1, T_r, T_c]``, key blocks: those of level 1, then 2, 4 and 8,
-        each in ascending order, then what is skipped.
+        of each the complete ones first, each in ascending order; then what is skipped.
       counts: int32 ``[B or 1, N or 1, T_r, 9]``: for levels 1, 2, 4 and 8 the blocks that some
         query of the row sees; for each level how many of those, the first ones, are complete (all
         their tokens are there, and visible to all queries); and 1 if a level of the row is invalid.
@@ -47,11 +49,23 @@ def _lengths(length: jax.Array | None, tokens: int) -> jax.Array:
     return length[:, None, None, None]
 
 
+def _shift(extras: Extras) -> jax.Array | None:
+    """int32 ``[B, 1, 1, 1]``, by how much a query's position exceeds a key's of the same index."""
+    shift = extras.shift()
+    return None if shift is None else shift[:, None, None, None]
+
+
+def _shifted(index: jax.Array, shift: jax.Array | None) -> jax.Array:
+    """Positions of queries, counted as those of keys are."""
+    return index if shift is None else index + shift
+
+
 def _visible(
     levels: jax.Array,
     level: jax.Array,
     query_length: jax.Array,
     key_length: jax.Array,
+    shift: jax.Array | None,
     s: PooledOptions,
 ) -> jax.Array:
     """Where some query of the block sees a pooled key of the key block.
@@ -61,13 +75,14 @@ def _visible(
       level: int32, tokens in a group, broadcasts to `levels`.
       query_length: int32 ``[B or 1, 1, 1, 1]``.
       key_length: the same.
+      shift: see `_shift`.
       s: block sizes and causality.
     """
     i = jnp.arange(levels.shape[2], dtype=jnp.int32)[None, None, :, None]
     j = jnp.arange(levels.shape[3], dtype=jnp.int32)[None, None, None, :]
     visible = (i * s.block_q < query_length) & (j * s.block_kv < key_length)
     if s.is_causal:
-        last_query = jnp.minimum((i + 1) * s.block_q, query_length) - 1
+        last_query = _shifted(jnp.minimum((i + 1) * s.block_q, query_length) - 1, shift)
         visible &= jnp.minimum(j * s.block_kv + level, key_length) - 1 <= last_query
     return visible
 
@@ -79,6 +94,7 @@ def by_query(
     query_length: jax.Array | None,
     key_length: jax.Array | None,
     options: PooledOptions,
+    extras: Extras = NOTHING,
 ) -> QueryLists:
     """The lists that the forward pass and the gradient of the queries walk over.
 
@@ -89,21 +105,27 @@ def by_query(
       query_length: optional int32 ``[B]``.
       key_length: optional int32 ``[B]``.
       options: block sizes and causality.
+      extras: segments, for which `segments.attended` has changed the levels, and offsets.
     """
     levels = levels.astype(jnp.int32)
     lengths = _lengths(query_length, query_tokens), _lengths(key_length, key_tokens)
+    shift = _shift(extras)
     i = jnp.arange(levels.shape[2], dtype=jnp.int32)[None, None, :, None]
     j = jnp.arange(levels.shape[3], dtype=jnp.int32)[None, None, None, :]
-    visible = _visible(levels, levels, *lengths, options)
+    visible = _visible(levels, levels, *lengths, shift, options)
     complete = (j + 1) * options.block_kv <= lengths[1]
     if options.is_causal:
-        complete &= (j + 1) * options.block_kv - 1 <= i * options.block_q
+        complete &= (j + 1) * options.block_kv - 1 <= _shifted(i * options.block_q, shift)
     kind = jnp.full_like(levels, len(LEVELS))
     for number, level in enumerate(LEVELS):
         kind = jnp.where(levels == level, number, kind)
     invalid = (kind == len(LEVELS)) & (levels != 0)
     kind = jnp.where(visible, kind, len(LEVELS))
-    blocks = jnp.sort(kind * levels.shape[3] + j, axis=-1) % levels.shape[3]
+    order, found = kind, _segments(extras, query_length, key_length, options)
+    if found is not None:
+        complete &= found.equal()[:, None]
+        order = 2 * kind + jnp.where(complete, 0, 1)
+    blocks = jnp.sort(order * levels.shape[3] + j, axis=-1) % levels.shape[3]
     has = [kind == number for number in range(len(LEVELS))]
     columns = [*has, *(x & complete for x in has)]
     counts = [jnp.sum(x, axis=-1, dtype=jnp.int32) for x in columns]
@@ -111,6 +133,15 @@ def by_query(
     # Lengths may differ where levels are shared by a batch.
     counts = [jnp.broadcast_to(x, blocks.shape[:-1]) for x in counts]
     return QueryLists(blocks, jnp.stack(counts, axis=-1))
+
+
+def _segments(
+    extras: Extras,
+    query_length: jax.Array | None,
+    key_length: jax.Array | None,
+    options: PooledOptions,
+) -> segments.Segments | None:
+    return segments.of(extras, query_length, key_length, options.block_q, options.block_kv)
 
 
 def by_key(
@@ -122,6 +153,7 @@ def by_key(
     query_length: jax.Array | None,
     key_length: jax.Array | None,
     options: PooledOptions,
+    extras: Extras = NOTHING,
 ) -> KeyLists:
     """The lists that the gradients of keys and values of one level walk over.
 
@@ -135,10 +167,13 @@ def by_key(
       query_length: optional int32 ``[B]``.
       key_length: optional int32 ``[B]``.
       options: block sizes and causality.
+      extras: as `by_query`.
     """
     lengths = _lengths(query_length, query_tokens), _lengths(key_length, key_tokens)
-    bits, masked = _attending(levels.astype(jnp.int32), level, rows, key_tokens, lengths, options)
-    return _listed(bits, masked)
+    marks = _segments(extras, query_length, key_length, options), _shift(extras)
+    levels = levels.astype(jnp.int32)
+    found = _attending(levels, level, rows, key_tokens, lengths, *marks, options)
+    return _listed(*found, masked_first=marks[0] is not None)
 
 
 def by_every_key(
@@ -149,13 +184,17 @@ def by_every_key(
     query_length: jax.Array | None,
     key_length: jax.Array | None,
     options: PooledOptions,
+    extras: Extras = NOTHING,
 ) -> KeyLists:
     """`by_key` of levels 1, 2, 4 and 8, one after the other along the axis of tiles."""
     lengths = _lengths(query_length, query_tokens), _lengths(key_length, key_tokens)
+    marks = _segments(extras, query_length, key_length, options), _shift(extras)
     levels = levels.astype(jnp.int32)
-    found = [_attending(levels, level, rows, key_tokens, lengths, options) for level in LEVELS]
+    found = [
+        _attending(levels, level, rows, key_tokens, lengths, *marks, options) for level in LEVELS
+    ]
     bits, masked = (jnp.concatenate(x, axis=2) for x in zip(*found, strict=True))
-    return _listed(bits, masked)
+    return _listed(bits, masked, masked_first=marks[0] is not None)
 
 
 def _attending(
@@ -164,9 +203,11 @@ def _attending(
     rows: int,
     key_tokens: int,
     lengths: tuple[jax.Array, jax.Array],
+    found: segments.Segments | None,
+    shift: jax.Array | None,
     options: PooledOptions,
 ) -> tuple[jax.Array, jax.Array]:
-    """The bits of every query block for every tile, and whether it needs the causal mask.
+    """The bits of every query block for every tile, and whether it needs a mask.
 
     Returns:
       int32 and bool ``[B or 1, N or 1, tiles, T_r]``.
@@ -178,23 +219,36 @@ def _attending(
             f"a tile of {rows=} of {level=} covers {blocks} blocks, must be <= {_BITS}"
         )
     tiles = -(-key_tokens // tile)
-    active = (levels == level) & _visible(levels, jnp.int32(level), *lengths, options)
-    active = jnp.pad(active, ((0, 0),) * 3 + ((0, -active.shape[3] % blocks),))
-    active = active.reshape(*active.shape[:3], -1, blocks).astype(jnp.int32)
-    weights = jnp.left_shift(1, jnp.arange(blocks, dtype=jnp.int32))
-    bits = jnp.sum(active * weights[None, None, None, None], axis=-1)
-    bits = jnp.swapaxes(jnp.repeat(bits, parts, axis=-1)[..., :tiles], 2, 3)
+    active = (levels == level) & _visible(levels, jnp.int32(level), *lengths, shift, options)
+
+    def by_tile(active: jax.Array) -> jax.Array:
+        active = jnp.pad(active, ((0, 0),) * 3 + ((0, -active.shape[3] % blocks),))
+        active = active.reshape(*active.shape[:3], -1, blocks).astype(jnp.int32)
+        weights = jnp.left_shift(1, jnp.arange(blocks, dtype=jnp.int32))
+        bits = jnp.sum(active * weights[None, None, None, None], axis=-1)
+        return jnp.swapaxes(jnp.repeat(bits, parts, axis=-1)[..., :tiles], 2, 3)
+
+    bits = by_tile(active)
     masked = jnp.zeros_like(bits, dtype=bool)
     if options.is_causal:
         i = jnp.arange(levels.shape[2], dtype=jnp.int32)[None, None, None, :]
         end = (jnp.arange(tiles, dtype=jnp.int32)[None, None, :, None] + 1) * tile
-        masked = (bits != 0) & (i * options.block_q < jnp.minimum(end, lengths[1]) - 1)
+        first = _shifted(i * options.block_q, shift)
+        masked = (bits != 0) & (first < jnp.minimum(end, lengths[1]) - 1)
+    if found is not None:
+        masked |= by_tile(active & ~found.equal()[:, None]) != 0
     return bits, masked
 
 
-def _listed(bits: jax.Array, masked: jax.Array) -> KeyLists:
-    """The entries whose bits are not 0, in order of the query block."""
+def _listed(bits: jax.Array, masked: jax.Array, *, masked_first: bool) -> KeyLists:
+    """The entries whose bits are not 0, in order of the query block.
+
+    By causality alone those that need a mask are the first ones.
+    """
     i = jnp.arange(bits.shape[3], dtype=jnp.int32)[None, None, None, :]
     entries = jnp.where(bits != 0, (i << _BITS) | bits, jnp.iinfo(jnp.int32).max)
     counts = [jnp.sum(x, axis=-1, dtype=jnp.int32) for x in (bits != 0, masked)]
+    if masked_first:
+        _, entries = jax.lax.sort(((~masked).astype(jnp.int32), entries), num_keys=2)
+        return KeyLists(entries, jnp.stack(counts, axis=-1))
     return KeyLists(jnp.sort(entries, axis=-1), jnp.stack(counts, axis=-1))

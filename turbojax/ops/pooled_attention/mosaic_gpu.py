@@ -8,8 +8,9 @@ import jax.numpy as jnp
 
 from turbojax._device import multiprocessors, needs_hopper
 from turbojax.ops import rows
+from turbojax.ops.extras import NOTHING, Extras
 from turbojax.ops.pooled_attention import lists, operands
-from turbojax.ops.pooled_attention.static import PooledOptions
+from turbojax.ops.pooled_attention.static import LEVELS, PooledOptions
 
 # What matrix instructions and their shared memory are made for; others are padded with zeros.
 _HEAD_DIMS = (64, 128)
@@ -24,10 +25,18 @@ _MOST_QUERY_BLOCKS = 2**15
 
 
 def unsupported(
-    *, query: jax.Array, key: jax.Array, value: jax.Array, levels: jax.Array, options: PooledOptions
+    *,
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    levels: jax.Array,
+    options: PooledOptions,
+    extras: Extras = NOTHING,
 ) -> str | None:
     """Why the kernels cannot run this here, forward or backward; None if they can."""
     del key, value
+    if refusal := extras.refusal(operands.MARKS):
+        return refusal
     if query.dtype not in _DTYPES:
         return f"query.dtype={query.dtype} must be bfloat16 or float16"
     if query.shape[-1] > _HEAD_DIMS[-1]:
@@ -96,7 +105,7 @@ def _signed(query: jax.Array, options: PooledOptions) -> jax.Array:
     return -query if options.scale < 0 else query
 
 
-def _settings(options: PooledOptions, stages: int) -> Any:
+def _settings(options: PooledOptions, stages: int, extras: Extras) -> Any:
     from pallas_kernels.mosaic.hopper.pooled.forward import Settings
 
     return Settings(
@@ -106,7 +115,27 @@ def _settings(options: PooledOptions, stages: int) -> Any:
         is_causal=options.is_causal,
         stages=stages,
         programs=multiprocessors(),
+        has_segments=operands.segments(extras) is not None,
+        is_shifted=extras.shift() is not None,
     )
+
+
+def _marks(extras: Extras, options: PooledOptions, *, by_key: bool) -> tuple[jax.Array, ...]:
+    """Segments and offsets, as the kernels that walk over keys take them, or over queries."""
+    found, shift = operands.segments(extras), extras.shift()
+    marks = () if shift is None else (shift,)
+    if found is None:
+        return marks
+    queries, keys = found
+    size = keys.shape[1]
+    queries = rows.pad_axis(queries, 1, -(-queries.shape[1] // options.block_q) * options.block_q)
+    if by_key:
+        # Of the first token of each pooled key, level by level as their tiles.
+        firsts = [keys[:, ::level] for level in LEVELS]
+        padded = [rows.pad_axis(x, 1, -(-x.shape[1] // _TILE) * _TILE) for x in firsts]
+        return queries, jnp.concatenate(padded, axis=1), *marks
+    keys = jnp.pad(keys, ((0, 0), (_TILE, _TILE + -size % _TILE)))
+    return queries, keys, *marks
 
 
 @functools.partial(jax.jit, static_argnames=("options", "launch"))
@@ -119,6 +148,7 @@ def attention(
     key_length: jax.Array | None,
     *,
     options: PooledOptions,
+    extras: Extras = NOTHING,
     launch: Launch | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """`reference.attention` as a pass of pooling and one kernel; `launch` is for tuning.
@@ -130,10 +160,12 @@ def attention(
     launch = launch or default_launch(query.shape[-1])
     sizes = (query.shape[1], key.shape[1])
     x = _operands(query, key, value, query_length, key_length, options)
-    blocks, counts = lists.by_query(levels, *sizes, query_length, key_length, options)
-    settings = _settings(options, launch.forward)
+    found = lists.by_query(levels, *sizes, query_length, key_length, options, extras)
+    settings = _settings(options, launch.forward, extras)
+    arrays = (x.query, x.keys, x.values, *found, x.query_length, x.key_length)
+    marks = _marks(extras, options, by_key=False)
     out, residual = pooled_forward.attention(
-        x.query, x.keys, x.values, blocks, counts, x.query_length, x.key_length, settings
+        *arrays, settings, marks, options.dtype_of_output(query)
     )
     residual = jnp.swapaxes(residual[:, :, : sizes[0]], 1, 2)
     return out[:, : sizes[0], :, : query.shape[-1]], residual
@@ -153,6 +185,7 @@ def gradient(
     d_residual: jax.Array,
     *,
     options: PooledOptions,
+    extras: Extras = NOTHING,
     launch: Launch | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """`reference.gradient` as kernels: queries, then keys and values level by level.
@@ -170,16 +203,19 @@ def gradient(
     # Whole blocks: what would be copied from beyond the end is the next head's.
     padded = -(-sizes[0] // options.block_q) * options.block_q
     d_out, lse, delta = rows.gradient_rows(out, residual, d_out, d_residual, padded)
-    queries = (x.query, _padded(d_out), lse, delta)
-    found = lists.by_query(levels, *sizes, query_length, key_length, options)
-    settings = _settings(options, launch.query_gradient)
+    queries = (x.query, _padded(d_out.astype(query.dtype)), lse, delta)
+    given = (query_length, key_length, options, extras)
+    found = lists.by_query(levels, *sizes, *given)
+    settings = _settings(options, launch.query_gradient, extras)
+    marks = _marks(extras, options, by_key=False)
     d_query = pooled_query_gradient.query_gradient(
-        *queries, x.keys, x.values, *found, x.key_length, settings
+        *queries, x.keys, x.values, *found, x.key_length, settings, marks
     )
-    settings = _settings(options, launch.key_gradient)
-    listed = lists.by_every_key(levels, _TILE, *sizes, query_length, key_length, options)
+    settings = _settings(options, launch.key_gradient, extras)
+    listed = lists.by_every_key(levels, _TILE, *sizes, *given)
+    marks = _marks(extras, options, by_key=True)
     by_level = pooled_key_gradient.key_gradient(
-        *queries, x.keys, x.values, *listed, x.key_length, settings=settings
+        *queries, x.keys, x.values, *listed, x.key_length, settings=settings, marks=marks
     )
     d_key, d_value = (
         operands.merge_gradients(parts, key_length, sizes[1], key.dtype)[..., :head_dim]

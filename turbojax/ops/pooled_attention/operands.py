@@ -4,8 +4,19 @@ import jax
 import jax.numpy as jnp
 
 from turbojax.ops import rows
+from turbojax.ops.extras import Extras
 from turbojax.ops.pooled_attention.pooling import group_counts
 from turbojax.ops.pooled_attention.static import LEVELS
+
+MARKS = ("query_offset", "key_offset", "query_segment_ids", "key_value_segment_ids")
+"""What the kernels take of `Extras`."""
+
+
+def segments(extras: Extras) -> tuple[jax.Array, jax.Array] | None:
+    """Those of queries and of keys, if there are any."""
+    if extras.query_segment_ids is None or extras.key_value_segment_ids is None:
+        return None
+    return extras.query_segment_ids, extras.key_value_segment_ids
 
 
 def lengths(length: jax.Array | None, batch: int, tokens: int) -> jax.Array:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from turbojax.ops.extras import NOTHING, Extras
 from turbojax.ops.pooled_attention.pooling import group_counts, pool, spread, sum_dtype
 from turbojax.ops.pooled_attention.static import LEVELS, PooledOptions
 
@@ -26,12 +27,14 @@ class _Pyramid(NamedTuple):
 
     Attributes:
       level: int32 ``[R]``.
+      first: int32 ``[R]``, its first token.
       block: int32 ``[R]``, number of the key block.
       tokens: int32 ``[B, R]``, how many of its tokens are there.
       last: int32 ``[B, R]``, position of the last of them.
     """
 
     level: jax.Array
+    first: jax.Array
     block: jax.Array
     tokens: jax.Array
     last: jax.Array
@@ -63,6 +66,7 @@ def attention(
     key_length: jax.Array | None,
     *,
     options: PooledOptions,
+    extras: Extras = NOTHING,
 ) -> tuple[jax.Array, jax.Array]:
     """Pooled attention (Algorithm 1). Memory grows with ``T + S``.
 
@@ -73,11 +77,12 @@ def attention(
       levels: integers ``[B or 1, N or 1, T_r, T_c]``.
       query_length: optional int32 ``[B]``; queries at or past it give 0 and ``-inf``.
       key_length: optional int32 ``[B]``; keys at or past it are ignored.
-      options: blocks, scale and causality.
+      options: blocks, scale, causality and the output's dtype.
+      extras: segments, for which `segments.attended` has changed the levels, and offsets.
 
     Returns:
-      out ``[B, T, N, H]`` in the query's dtype, and the log-sum-exp ``[B, T, N]`` in float32 (for
-      float64, which is computed in float64, in that).
+      out ``[B, T, N, H]`` in the query's dtype or the one asked for, and the log-sum-exp
+      ``[B, T, N]`` in float32 (for float64, which is computed in float64, in that).
     """
     batch, length, heads, channels = query.shape
     query_length, key_length = _lengths(query, key, query_length, key_length)
@@ -88,7 +93,7 @@ def attention(
     def one_tile(tile: _Tile) -> _Arrays:
         (q,) = tile.arrays
         real = _real(tile, query_length)
-        mask = _visible(tile, real, pyramid, options)
+        mask = _visible(tile, real, pyramid, options, extras)
         scores = _scores(q, k, mask, pyramid, options)
         highest = jnp.max(scores, axis=-1, keepdims=True)
         shift = jnp.where(highest == -jnp.inf, jnp.zeros((), dtype), highest)
@@ -99,7 +104,8 @@ def attention(
         residual = jnp.where(highest == -jnp.inf, highest, shift + jnp.log(total))
         wrong = _invalid(tile.levels) & real
         nan = jnp.asarray(jnp.nan, dtype)
-        return jnp.where(wrong, nan, out).astype(query.dtype), jnp.where(wrong, nan, residual)
+        out_dtype = options.dtype_of_output(query)
+        return jnp.where(wrong, nan, out).astype(out_dtype), jnp.where(wrong, nan, residual)
 
     out, residual = jax.lax.map(one_tile, _tiles(levels, key.shape[2], options, query))
     return (
@@ -122,6 +128,7 @@ def gradient(
     d_residual: jax.Array,
     *,
     options: PooledOptions,
+    extras: Extras = NOTHING,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The vector-Jacobian product of `attention` (Algorithms 2 and 3). Memory grows with ``T + S``.
 
@@ -142,6 +149,7 @@ def gradient(
       d_out: ``[B, T, N, H]``, cotangent of the output.
       d_residual: ``[B, T, N]``, cotangent of the log-sum-exp.
       options: blocks, scale and causality.
+      extras: as `attention` had them.
 
     Returns:
       Gradients of query, key and value in their shapes and dtypes, summed in float32 (float64).
@@ -156,7 +164,7 @@ def gradient(
     def one_tile(sums: _Arrays, tile: _Tile) -> tuple[_Arrays, jax.Array]:
         d_k, d_v = sums
         q, o, d_o, lse, d_lse = tile.arrays
-        mask = _visible(tile, _real(tile, query_length), pyramid, options)
+        mask = _visible(tile, _real(tile, query_length), pyramid, options, extras)
         # A row's cotangents may be anything where it sees nothing, and there is nothing to shift.
         p = jnp.where(mask, jnp.exp(_scores(q, k, mask, pyramid, options) - lse), _zero(dtype))
         d = jnp.sum(d_o.astype(dtype) * o.astype(dtype), axis=-1, keepdims=True)
@@ -201,6 +209,7 @@ def _pyramid(key_length: jax.Array, size: int, options: PooledOptions) -> _Pyram
     first = jnp.concatenate(firsts)
     return _Pyramid(
         level=jnp.concatenate(levels),
+        first=first,
         block=first // options.block_kv,
         tokens=tokens,
         last=first[None] + tokens - 1,
@@ -274,14 +283,23 @@ def _real(tile: _Tile, query_length: jax.Array) -> jax.Array:
     return real[:, None, None, :, None]
 
 
-def _visible(tile: _Tile, real: jax.Array, pyramid: _Pyramid, options: PooledOptions) -> jax.Array:
+def _visible(
+    tile: _Tile, real: jax.Array, pyramid: _Pyramid, options: PooledOptions, extras: Extras
+) -> jax.Array:
     """Which pooled tokens the queries of a tile see, bool ``[B, K or 1, G or 1, t, R]``."""
     chosen = jnp.take(tile.levels, pyramid.block, axis=-1).astype(jnp.int32)
     chosen = (chosen == pyramid.level[None, None, None])[..., None, :]
     there = (pyramid.tokens > 0)[:, None, None, None]
     if options.is_causal:
         last = pyramid.last[:, None, None, None]
-        there = there & (last <= tile.position[None, None, None, :, None])
+        position, shift = tile.position[None, None, None, :, None], extras.shift()
+        if shift is not None:
+            position = position + shift[:, None, None, None, None]
+        there = there & (last <= position)
+    # A mean of keys of one segment, or a single key: its first token's says it.
+    together = extras.visible(tile.position, pyramid.first)
+    if together is not None:
+        there = there & together[:, None, None]
     return chosen & there & real
 
 

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from turbojax._device import interpreting, needs_gpu, unindexable
 from turbojax.ops import rows
+from turbojax.ops.extras import NOTHING, Extras
 from turbojax.ops.pooled_attention import lists, operands
 from turbojax.ops.pooled_attention.static import LEVELS, PooledOptions
 
@@ -19,10 +20,18 @@ _MOST_QUERY_BLOCKS, _MOST_BLOCKS = 2**15, 16
 
 
 def unsupported(
-    *, query: jax.Array, key: jax.Array, value: jax.Array, levels: jax.Array, options: PooledOptions
+    *,
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    levels: jax.Array,
+    options: PooledOptions,
+    extras: Extras = NOTHING,
 ) -> str | None:
     """Why the kernels cannot run this here, forward or backward; None if they can."""
     del value
+    if refusal := extras.refusal(operands.MARKS):
+        return refusal
     for name in ("block_q", "block_kv"):
         block = getattr(options, name)
         if block & (block - 1) or not 16 <= block <= 256:
@@ -107,10 +116,11 @@ def attention(
     key_length: jax.Array | None,
     *,
     options: PooledOptions,
+    extras: Extras = NOTHING,
 ) -> tuple[jax.Array, jax.Array]:
     """`reference.attention` as a pass of pooling and one kernel."""
     arrays = (query, key, value, levels, query_length, key_length)
-    return _attention(*arrays, options=options, interpret=interpreting())
+    return _attention(*arrays, extras=extras, options=options, interpret=interpreting())
 
 
 @functools.partial(jax.jit, static_argnames=("options", "interpret"))
@@ -124,18 +134,22 @@ def _attention(
     *,
     options: PooledOptions,
     interpret: bool,
+    extras: Extras = NOTHING,
 ) -> tuple[jax.Array, jax.Array]:
     from pallas_kernels.triton import _pooled_common, pooled_forward
 
     tokens = (query.shape[1], key.shape[1])
     lengths = _lengths(query, key, query_length, key_length)
+    given = (query_length, key_length, options, extras)
     return pooled_forward.forward(
         query,
         _side(key, lengths[1], interpret),
         _side(value, lengths[1], interpret),
-        _pooled_common.Lists(*lists.by_query(levels, *tokens, query_length, key_length, options)),
+        _pooled_common.Lists(*lists.by_query(levels, *tokens, *given)),
         *lengths,
         _walk_settings(query, options, _FORWARD_QUERIES, interpret),
+        _marks(extras),
+        options.dtype_of_output(query),
     )
 
 
@@ -152,11 +166,13 @@ def gradient(
     d_residual: jax.Array,
     *,
     options: PooledOptions,
+    extras: Extras = NOTHING,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """`reference.gradient` as kernels: queries, then keys and values level by level."""
     arrays = (query, key, value, levels, query_length, key_length)
     cotangents = (out, residual, d_out, d_residual)
-    return _gradient(*arrays, *cotangents, options=options, interpret=interpreting())
+    static: dict[str, Any] = {"options": options, "interpret": interpreting()}
+    return _gradient(*arrays, *cotangents, extras=extras, **static)
 
 
 @functools.partial(jax.jit, static_argnames=("options", "interpret"))
@@ -174,31 +190,32 @@ def _gradient(
     *,
     options: PooledOptions,
     interpret: bool,
+    extras: Extras = NOTHING,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     from pallas_kernels.triton import _pooled_common, pooled_key_gradient, pooled_query_gradient
 
     tokens = (query.shape[1], key.shape[1])
     lengths = _lengths(query, key, query_length, key_length)
     k, v = (_side(x, lengths[1], interpret) for x in (key, value))
-    row_numbers = rows.gradient_rows(out, residual, d_out, d_residual, query.shape[1])
-    queries = _pooled_common.Queries(query, *row_numbers)
+    d_out, *row_numbers = rows.gradient_rows(out, residual, d_out, d_residual, query.shape[1])
+    queries = _pooled_common.Queries(query, d_out.astype(query.dtype), *row_numbers)
+    given, marks = (query_length, key_length, options, extras), _marks(extras)
     d_query = pooled_query_gradient.query_gradient(
         queries,
         k,
         v,
-        _pooled_common.Lists(*lists.by_query(levels, *tokens, query_length, key_length, options)),
+        _pooled_common.Lists(*lists.by_query(levels, *tokens, *given)),
         *lengths,
         _walk_settings(query, options, _GRADIENT_QUERIES, interpret),
+        marks,
     )
     by_level = []
     for level in LEVELS:
         settings = _key_settings(query, level, options, interpret)
-        found = lists.by_key(
-            levels, level, settings.rows, *tokens, query_length, key_length, options
-        )
+        found = lists.by_key(levels, level, settings.rows, *tokens, *given)
         entries = pooled_key_gradient.Lists(*found)
         by_level.append(
-            pooled_key_gradient.key_gradient(queries, k, v, entries, *lengths, settings)
+            pooled_key_gradient.key_gradient(queries, k, v, entries, *lengths, settings, marks)
         )
     d_key, d_value = (
         operands.merge_gradients(d, key_length, tokens[1], key.dtype)
@@ -215,6 +232,15 @@ def _lengths(
         operands.lengths(query_length, *query.shape[:2]),
         operands.lengths(key_length, *key.shape[:2]),
     )
+
+
+def _marks(extras: Extras) -> Any:
+    """Segments and offsets as the kernels take them."""
+    from pallas_kernels.triton._pooled_common import Marks
+
+    ids, shift = operands.segments(extras), extras.shift()
+    queries, keys = ((), ()) if ids is None else ((ids[0],), (ids[1],))
+    return Marks(queries, keys, () if shift is None else (shift,))
 
 
 def _side(x: jax.Array, key_length: jax.Array, interpret: bool) -> Any:

@@ -1,4 +1,4 @@
-"""`turbo_attention`, `prefill` and `decode`: arguments, checks and the choice of implementation."""
+"""`turbo_attention` and `prefill`: arguments, checks and the choice of implementation."""
 
 import functools
 from typing import Any
@@ -16,18 +16,15 @@ from turbojax._registry import (
 from turbojax.config import TurboConfig
 from turbojax.ops import extras as given
 from turbojax.ops.extras import NOTHING, Extras
-from turbojax.ops.options import Options, require_causal
+from turbojax.ops.options import Options
 from turbojax.ops.turbo_attention import (
-    decode_reference,
     jax_triton,
-    mosaic_decode,
     mosaic_gpu,
     reference,
     triton,
     unrounded,
 )
 from turbojax.ops.turbo_attention.gradient import straight_through
-from turbojax.state import checks, ring
 from turbojax.state.progressive.cache import ProgressiveCache
 from turbojax.state.progressive.update import (
     SHARES_CODES,
@@ -43,14 +40,6 @@ ATTENTION = Registry(
         Implementation("jax_triton", jax_triton.attention, jax_triton.unsupported),
         Implementation("triton", triton.attention, triton.attention_unsupported),
         Implementation("xla", reference.attention),
-    ),
-)
-DECODE = Registry(
-    "decode",
-    (
-        Implementation("mosaic_gpu", mosaic_decode.decode, mosaic_decode.decode_unsupported),
-        Implementation("triton", triton.decode, triton.decode_unsupported),
-        Implementation("xla", decode_reference.decode),
     ),
 )
 
@@ -253,6 +242,7 @@ def prefill(
     key_value_seq_lengths: jax.Array | None = None,
     local_window_size: int | tuple[int, int] | None = None,
     logits_soft_cap: float | None = None,
+    sinks: jax.Array | None = None,
     implementation: ImplementationName | None = None,
     return_residual: bool = False,
 ) -> tuple[jax.Array | tuple[jax.Array, jax.Array], ProgressiveCache]:
@@ -273,6 +263,7 @@ def prefill(
         content of the padding changes nothing; its outputs are 0 and ``-inf``.
       local_window_size: see `turbo_attention`.
       logits_soft_cap: see `turbo_attention`.
+      sinks: see `turbo_attention`.
       implementation: see `turbo_attention`; it also names what writes the cache, except for
         ``"mosaic_gpu"`` and ``"jax_triton"``, which only attend: then the writer is chosen.
       return_residual: see `turbo_attention`.
@@ -297,7 +288,8 @@ def prefill(
         local_window_size=local_window_size,
         logits_soft_cap=logits_soft_cap,
     )
-    may_be_exact = implementation is None and key_value_seq_lengths is None and not return_residual
+    wants_output_alone = not return_residual and sinks is None
+    may_be_exact = implementation is None and key_value_seq_lengths is None and wants_output_alone
     (out, residual), filled = _prefill(
         query,
         key,
@@ -305,6 +297,7 @@ def prefill(
         cache,
         lengths,
         options=options,
+        extras=given.of_layer(query, sinks),
         implementation=implementation,
         may_be_exact=may_be_exact,
     )
@@ -319,13 +312,13 @@ def attend_prompt(
     lengths: jax.Array | None = None,
     *,
     options: Options,
+    extras: Extras = NOTHING,
     implementation: ImplementationName | None = None,
 ) -> tuple[tuple[jax.Array, jax.Array], ProgressiveCache]:
     """`prefill` for callers that have `Options`; gives ``(output, log-sum-exp), cache``."""
     lengths = _check_prompt(query, key, value, cache, lengths)
-    return _prefill(
-        query, key, value, cache, lengths, options=options, implementation=implementation
-    )
+    static: dict[str, Any] = {"options": options, "implementation": implementation}
+    return _prefill(query, key, value, cache, lengths, extras=extras, **static)
 
 
 def _check_prompt(
@@ -354,13 +347,16 @@ def _prefill(
     lengths: jax.Array,
     *,
     options: Options,
+    extras: Extras,
     implementation: ImplementationName | None,
     may_be_exact: bool = False,
 ) -> tuple[tuple[jax.Array, Any], ProgressiveCache]:
     """`prefill` of checked arguments; no log-sum-exp if attention may be exact, and is."""
     static: dict[str, Any] = {"config": cache.config, "options": options}
     is_exact = may_be_exact and unrounded.is_faster(query, key, **static)
-    attend = ATTENTION.select(implementation, query=query, key=key, value=value, **static)
+    attend = ATTENTION.select(
+        implementation, query=query, key=key, value=value, extras=extras, **static
+    )
     store = STORE_PROMPT.select(STORE_PROMPT.beside(implementation), cache=cache, key=key)
     attends_to_codes = attend.name != "xla" and cache.config.mode != "float" and not is_exact
     shares_codes = store.name in SHARES_CODES and attends_to_codes
@@ -371,6 +367,7 @@ def _prefill(
         value: jax.Array,
         cache: ProgressiveCache,
         lengths: jax.Array,
+        extras: Extras,
     ) -> tuple[tuple[jax.Array, Any], ProgressiveCache]:
         inside = jnp.clip(lengths, 0, key.shape[1])
         if shares_codes:  # one pass over keys and values serves both
@@ -382,105 +379,7 @@ def _prefill(
             filled, extra = store.run(cache, key, value, lengths), {}
         if is_exact:
             return (unrounded.exact(query, key, value, options), None), filled
-        return attend.run(query, key, value, inside, inside, **static, **extra), filled
+        out = attend.run(query, key, value, inside, inside, extras=extras, **static, **extra)
+        return out, filled
 
-    return refuse_gradients(run, "prefill")(query, key, value, cache, lengths)
-
-
-def decode(
-    query: jax.Array,
-    cache: ProgressiveCache,
-    *,
-    scale: float | None = None,
-    query_seq_lengths: jax.Array | None = None,
-    local_window_size: int | tuple[int, int] | None = None,
-    logits_soft_cap: float | None = None,
-    implementation: ImplementationName | None = None,
-    return_residual: bool = False,
-) -> jax.Array | tuple[jax.Array, jax.Array]:
-    """Attends the newest tokens' queries to the compressed cache (Algorithm 2).
-
-    The queries are those of the last `T` tokens of each sequence, which `append` has already
-    stored: query `t` is at position ``length - T + t`` and sees the tokens up to there. A
-    query before the beginning of a sequence shorter than `T` sees nothing. After an `append` with
-    `lengths`, pass the same as `query_seq_lengths`.
-
-    What is stored are integers: products are of int8 whichever 8-bit mode prompts attend in, and
-    nothing more is rounded in mode ``"float"``.
-
-    Args:
-      query: ``[B, T, N, H]``, usually `T` = 1, in `cache.dtype`.
-      cache: the cache; its config sets the softmax, and whether queries and weights are rounded.
-      scale: factor of the scores; ``1 / sqrt(H)`` if not given.
-      query_seq_lengths: optional int ``[B]``: how many of the `T` queries are real, the first
-        ones; they are at ``length - query_seq_lengths + t``, and padding gives 0 and ``-inf``.
-        Under `jit` values outside ``0..T`` act as the nearest bound.
-      local_window_size: optional `w` or ``(left, right)``, relative to the query's position;
-        of a cache made for a window at most that.
-      logits_soft_cap: optional `c`: scores become ``c * tanh(score / c)``.
-      implementation: ``"mosaic_gpu"`` (compute capability 9.0 or 10.0), ``"triton"`` or ``"xla"``,
-        or None for the first of them that can run this.
-      return_residual: also return the log-sum-exp of the scores.
-
-    Returns:
-      ``[B, T, N, H]`` in the query's dtype; with `return_residual` also float32 ``[B, T, N]``. An
-      empty sequence gives 0 and ``-inf``.
-
-    Raises:
-      TypeError: if `cache` is another kind or the query's dtype is not `cache.dtype`.
-      ValueError: if a shape, window, cap or name does not fit, or the cache, made for a window,
-        does not keep all that so many queries see: append and attend in parts of 16 then.
-      NotImplementedError: if the implementation asked for cannot run this, or when it is
-        differentiated.
-    """
-    query_lengths = _check_newest(query, cache, query_seq_lengths)
-    options = Options.complete(
-        query.shape[3],
-        scale=scale,
-        is_causal=True,
-        local_window_size=local_window_size,
-        logits_soft_cap=logits_soft_cap,
-    )
-    out, residual = _decode(
-        query, cache, query_lengths, options=options, implementation=implementation
-    )
-    return (out, residual) if return_residual else out
-
-
-def attend_cache(
-    query: jax.Array,
-    cache: ProgressiveCache,
-    query_lengths: jax.Array | None = None,
-    *,
-    options: Options,
-    implementation: str | None = None,
-) -> tuple[jax.Array, jax.Array]:
-    """`decode` for callers that have `Options`, causal ones; gives the log-sum-exp too."""
-    require_causal(options)
-    query_lengths = _check_newest(query, cache, query_lengths)
-    return _decode(query, cache, query_lengths, options=options, implementation=implementation)
-
-
-def _check_newest(
-    query: jax.Array, cache: ProgressiveCache, query_lengths: jax.Array | None
-) -> jax.Array:
-    """Raises unless the queries fit the cache; gives their int32 lengths."""
-    checks.check_kind(cache, ProgressiveCache)
-    checks.check_query(cache, query)
-    return _checks.check_lengths("query_seq_lengths", query_lengths, query.shape[0], query.shape[1])
-
-
-def _decode(
-    query: jax.Array,
-    cache: ProgressiveCache,
-    query_lengths: jax.Array,
-    *,
-    options: Options,
-    implementation: str | None,
-) -> tuple[jax.Array, jax.Array]:
-    """`decode` of checked arguments."""
-    ring.check_visible(cache, options.window, query.shape[1])
-    chosen = DECODE.select(implementation, query=query, cache=cache, options=options)
-    run = refuse_gradients(chosen.run, "decode", options=options)
-    out, residual = run(query, cache, jnp.clip(query_lengths, 0, query.shape[1]))
-    return out, residual
+    return refuse_gradients(run, "prefill")(query, key, value, cache, lengths, extras)

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from turbojax.ops import numerics
+from turbojax.ops.extras import NOTHING, Extras
 from turbojax.ops.options import Options
 from turbojax.state.progressive.blocks import read_blocks
 from turbojax.state.progressive.cache import CacheSide, ProgressiveCache
@@ -29,6 +30,7 @@ def decode(
     query: jax.Array,
     cache: ProgressiveCache,
     query_length: jax.Array,
+    extras: Extras = NOTHING,
     *,
     options: Options,
 ) -> tuple[jax.Array, jax.Array]:
@@ -38,10 +40,11 @@ def decode(
       query: ``[B, T, N, H]``.
       cache: the cache, which already holds the queries' own keys and values.
       query_length: int32 ``[B]``, the real queries; the rest is padding and gives 0 and ``-inf``.
+      extras: offsets of the call.
       options: of the call.
 
     Returns:
-      out ``[B, T, N, H]`` in the query's dtype and the float32 log-sum-exp ``[B, T, N]``.
+      out ``[B, T, N, H]`` in the options' dtype and the float32 log-sum-exp ``[B, T, N]``.
     """
     batch, length, heads, channels = query.shape
     kv_heads, block = cache.num_kv_heads, cache.config.block_kv
@@ -50,7 +53,7 @@ def decode(
         jnp.moveaxis(grouped, 1, 3), numerics.stored_mode(cache.config.mode), axis=-1
     )  # [B, K, G, T, H], [B, K, G, T]
     q_scale = q_scale * options.scale
-    begin = cache.lengths - query_length
+    begin = extras.begin(cache.lengths, query_length)
     position = begin[:, None] + jnp.arange(length)[None]
     is_query = (jnp.arange(length)[None] < query_length[:, None])[:, :, None]
     compressed = cache.lengths - cache.buffer_lengths
@@ -89,7 +92,9 @@ def decode(
         jnp.full(rows, -jnp.inf, jnp.float32),
         jnp.zeros(rows, jnp.float32),
     )
-    first, stop = options.key_range(jnp.min(begin), jnp.max(cache.lengths) - 1, compressed)
+    first, stop = options.key_range(
+        jnp.min(begin), jnp.max(extras.end(cache.lengths, query_length)) - 1, compressed
+    )
     chunk_tokens = count * block
     state = jax.lax.fori_loop(
         jnp.maximum(first, 0) // chunk_tokens, -(-stop // chunk_tokens), chunk, state
@@ -99,7 +104,7 @@ def decode(
     out, residual = numerics.finish(*attend(state, key, value, compressed, buffered))
     out = jnp.moveaxis(out, 3, 1).reshape(batch, length, heads, channels)
     residual = jnp.moveaxis(residual, 3, 1).reshape(batch, length, heads)
-    return out.astype(query.dtype), residual
+    return out.astype(options.dtype_of_output(query)), residual
 
 
 def _buffer(side: CacheSide) -> _Splits:

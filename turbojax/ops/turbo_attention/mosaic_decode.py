@@ -5,8 +5,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 
-from turbojax._device import needs_bulk_copies
+from turbojax._device import (
+    has_bulk_copies,
+    needs_mosaic,
+    shared_memory,
+    too_much_memory,
+)
 from turbojax.config import TurboConfig
+from turbojax.ops.extras import NOTHING, Extras
 from turbojax.ops.options import Options
 from turbojax.sas import SAS
 from turbojax.state.progressive.cache import CacheSide, ProgressiveCache
@@ -18,7 +24,7 @@ _LARGEST_HEAD_DIM = 256
 _BLOCKS = (32, 64, 128)
 _MOST_QUERY_ROWS = 128
 # Of an H100.
-_MULTIPROCESSORS, _SHARED_MEMORY = 132, 227 * 2**10
+_MULTIPROCESSORS = 132
 _WARPS = 4
 # Queries of a KV head that `hopper.decode` takes in one program, and channels times tokens of the
 # largest block of which the kernel for many takes 32.
@@ -34,11 +40,15 @@ def decode_unsupported(
     query: jax.Array,
     cache: ProgressiveCache,
     options: Options,
+    extras: Extras = NOTHING,
 ) -> str | None:
     """Why `decode` cannot run this here; None if it can."""
     del options
     config = cache.config
     rows = _query_rows(query, cache)
+    refusal = extras.refusal()
+    if refusal is not None:
+        return refusal
     if config.mode == "float":
         return "config.mode='float' must be an 8-bit mode: its products are of int8"
     # A lane takes a quarter of a key's codes, and of a channel's, in words.
@@ -57,7 +67,23 @@ def decode_unsupported(
         return f"buffer_size={config.buffer_size} must be block_kv={config.block_kv}"
     if rows > _MOST_QUERY_ROWS:
         return f"{rows} queries of a KV head must be at most {_MOST_QUERY_ROWS}"
-    return needs_bulk_copies()
+    return needs_mosaic() or too_much_memory(_memory(query, cache))
+
+
+def _memory(query: jax.Array, cache: ProgressiveCache) -> int:
+    """Bytes of shared memory of a program."""
+    from pallas_kernels.mosaic.hopper.decode.kernel import Settings
+    from pallas_kernels.mosaic.hopper.decode_rows.kernel import RowSettings
+
+    launch = default_launch(query, cache)
+    launch = launch._replace(rows=launch.rows or default_rows(query, cache))
+    given = _settings(cache, launch)
+    if launch.rows in _ROWS_OF_MANY:
+        of_many = RowSettings(**given)
+        return of_many.warps * of_many.warp_bytes(cache.head_dim)
+    del given["team"]
+    s = Settings(**given)
+    return s.warps * s.warp_bytes(cache.head_dim)
 
 
 def _query_rows(query: jax.Array, cache: ProgressiveCache) -> int:
@@ -91,6 +117,7 @@ def decode(
     query: jax.Array,
     cache: ProgressiveCache,
     query_length: jax.Array,
+    extras: Extras = NOTHING,
     *,
     options: Options,
     launch: Launch | None = None,
@@ -102,6 +129,7 @@ def decode(
     from pallas_kernels.mosaic.hopper.decode import kernel
     from pallas_kernels.mosaic.hopper.decode_rows import kernel as many
 
+    del extras  # see `decode_unsupported`
     launch = launch or default_launch(query, cache)
     launch = launch._replace(rows=launch.rows or default_rows(query, cache))
     given = _settings(cache, launch) | {
@@ -109,6 +137,7 @@ def decode(
         "scale": options.scale,
         "window": options.window,
         "soft_cap": options.logits_soft_cap,
+        "out_dtype": options.out_dtype,
     }
     operands = (
         query,
@@ -134,6 +163,7 @@ def _settings(cache: ProgressiveCache, launch: Launch) -> dict[str, Any]:
             "key_bits": cache.key.bits,
             "value_bits": cache.value.bits,
             "block": cache.config.block_kv,
+            "copies_words": not has_bulk_copies(),
         }
     )
 
@@ -175,7 +205,7 @@ def default_launch(query: jax.Array, cache: ProgressiveCache) -> Launch:
     )
     useful = -(-blocks // (splits * _WARPS))
     wanted = 2 if splits * heads > 2 * _MULTIPROCESSORS else 3
-    stages = max(1, min(wanted, useful, _SHARED_MEMORY // stage))
+    stages = max(1, min(wanted, useful, shared_memory() // stage))
     return Launch(splits, 1, stages, cluster)
 
 
@@ -190,7 +220,7 @@ def _launch_of_many(query: jax.Array, cache: ProgressiveCache, rows: int) -> Lau
     for stages in (team + 1, team):
         launch = Launch(1, warpgroups, stages, rows=rows, team=team)
         s = RowSettings(**_settings(cache, launch))
-        fit = _SHARED_MEMORY // (s.warps * s.warp_bytes(cache.head_dim))
+        fit = shared_memory() // (s.warps * s.warp_bytes(cache.head_dim))
         if fit:
             break
     useful = blocks // (4 * warpgroups // team)
@@ -205,7 +235,8 @@ def _heads(query: jax.Array, cache: ProgressiveCache, rows: int) -> int:
 
 def _cluster(splits: int, blocks: int) -> int:
     """Waiting for each other costs more than a second kernel, but where there is little to do."""
-    return splits if splits <= _LARGEST_CLUSTER and blocks <= _FEW_BLOCKS else 1
+    is_little = splits <= _LARGEST_CLUSTER and blocks <= _FEW_BLOCKS and has_bulk_copies()
+    return splits if is_little else 1
 
 
 def _exponential(config: TurboConfig) -> "SparseExponential | None":

@@ -217,9 +217,13 @@ def decode_unsupported(
     query: jax.Array,
     cache: ProgressiveCache,
     options: Options,
+    extras: Extras = NOTHING,
 ) -> str | None:
     """Why `decode` cannot run this here; None if it can."""
     del options
+    refusal = extras.refusal()
+    if refusal is not None:
+        return refusal
     group = query.shape[2] // cache.num_kv_heads
     if query.shape[1] * group > _MOST_QUERY_ROWS:
         return (
@@ -237,10 +241,12 @@ def decode(
     query: jax.Array,
     cache: ProgressiveCache,
     query_length: jax.Array,
+    extras: Extras = NOTHING,
     *,
     options: Options,
 ) -> tuple[jax.Array, jax.Array]:
     """`decode_reference.decode` as one kernel and a merge."""
+    del extras  # see `decode_unsupported`
     return _decode(
         query,
         cache,
@@ -275,6 +281,7 @@ def _decode(
         scale=options.scale,
         window=options.window,
         soft_cap=options.logits_soft_cap,
+        out_dtype=options.out_dtype,
         splits=_splits(pairs, cache.key.block_scale.shape[2]),
         num_warps=_DECODE_WARPS,
         num_stages=_DECODE_STAGES,

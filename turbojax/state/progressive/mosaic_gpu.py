@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import jax
 import jax.numpy as jnp
 
-from turbojax._device import needs_bulk_copies
+from turbojax._device import needs_mosaic
 from turbojax.config import TurboConfig
 from turbojax.state.progressive import kernels
 from turbojax.state.progressive.cache import CacheSide, ProgressiveCache
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 def store_prompt_unsupported(*, cache: ProgressiveCache, key: jax.Array) -> str | None:
     """Why `store_prompt` cannot run this here; None if it can."""
     del key  # any will do
-    return kernels.unsupported(cache) or needs_bulk_copies()
+    return kernels.unsupported(cache) or needs_mosaic()
 
 
 def append_unsupported(*, cache: ProgressiveCache, key: jax.Array) -> str | None:
     """Why `append` cannot run this here; None if it can."""
-    return kernels.append_unsupported(cache, key) or needs_bulk_copies()
+    return kernels.append_unsupported(cache, key) or needs_mosaic()
 
 
 def store_prompt(

@@ -21,6 +21,7 @@ _GRID, _CLUSTER = ("tile", "part", "pair"), ("member",)
 def body(
     refs: tuple[Any, ...],
     run: Callable[[Arrays, list[Int], tuple[Pointer, Pointer]], None],
+    s: Settings,
 ) -> None:
     """A kernel's body, written for single lanes.
 
@@ -28,12 +29,13 @@ def body(
       refs: the kernel's references.
       run: ``run(arrays, ids, memory)``: the call's arrays, the program's numbers, and its shared
         memory, for its warps and for their barriers.
+      s: settings.
     """
 
     def inner(refs: Any, inputs: Any, ids: list[Int], memory: tuple[Any, Any]) -> None:
         run(Arrays.of(refs, inputs), ids, (Pointer.to(memory[0]), Pointer.to(memory[1])))
 
-    warp.inline(_GRID + _CLUSTER, refs, inner)
+    warp.inline(_GRID if s.copies_words else _GRID + _CLUSTER, refs, inner)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -76,7 +78,7 @@ def combine(a: Arrays, at: Program, found: Results, s: Settings, *, is_unrolled:
             inside = element if found.row == a.head_dim else q * found.row + place
             result = warp.merged(results, inside, q, s.rows, found.row, _highest)
             if a.is_final:
-                _write_final(a, at, row, channel, result)
+                _write_final(a, at, row, channel, result, s.out_dtype or a.dtype)
             else:
                 part = at.pair * s.parts + at.split // s.cluster
                 warp.write_partial(a, part * a.rows + row, channel, result)
@@ -99,14 +101,16 @@ def _highest(x: list[Float]) -> Float:
     return functools.reduce(lane.maximum, x)
 
 
-def _write_final(a: Arrays, at: Program, row: Int, channel: Int, result: warp.Result) -> None:
+def _write_final(
+    a: Arrays, at: Program, row: Int, channel: Int, result: warp.Result, dtype: str
+) -> None:
     o, top, l = result
     out, lse = a.outputs
     index = warp.output_row(a, at, row)
     is_empty = l.equals(0.0)
     total = is_empty.where(1.0, l)
-    width = 4 if a.dtype == "float32" else 2
-    out.times(index, a.head_dim * width).at(channel * width).store_as(o / total, a.dtype)
+    width = 4 if dtype == "float32" else 2
+    out.times(index, a.head_dim * width).at(channel * width).store_as(o / total, dtype)
     warp.write_residual(lse, index, channel, top, total, is_empty)
 
 
@@ -131,15 +135,17 @@ def call(
       s: settings.
 
     Returns:
-      ``[B, T, N, H]`` in the query's dtype and the float32 log-sum-exp ``[B, T, N]``.
+      ``[B, T, N, H]`` in the query's dtype, or the settings', and the float32 log-sum-exp
+      ``[B, T, N]``.
     """
     batch, tokens, of_queries, head_dim = query.shape
     kv_heads = key.buffer.shape[1]
     rows, pairs = of_queries // kv_heads * tokens, batch * kv_heads
     parts = (pairs, s.parts, rows)
+    result = jax.ShapeDtypeStruct(query.shape, s.out_dtype or query.dtype)
     out: list[Any] = [((*parts, head_dim), jnp.float32), (parts, jnp.float32), (parts, jnp.float32)]
     if s.parts == 1:
-        out = [(query.shape, query.dtype), (query.shape[:3], jnp.float32)]
+        out = [(query.shape, result.dtype), (query.shape[:3], jnp.float32)]
     run = warp.launch(
         functools.partial(kernel, s=s),
         name,
@@ -147,11 +153,10 @@ def call(
         dict(zip(_GRID, (pl.cdiv(rows, s.rows), s.parts, pairs), strict=True)),
         s,
         head_dim,
-        cluster=(s.cluster,),
-        cluster_names=_CLUSTER,
+        **({} if s.copies_words else {"cluster": (s.cluster,), "cluster_names": _CLUSTER}),
     )
     results = run(query, key, value, *lengths)
     if s.parts == 1:
         return results[0], results[1]
     o, m, l = results
-    return merge(o, m, l, query, kv_heads)
+    return merge(o, m, l, result, kv_heads)

@@ -13,6 +13,8 @@ from pallas_kernels.mosaic.lane import Int, Pointer
 
 # In programs, on every Hopper GPU.
 _LARGEST_CLUSTER = 8
+# That a warp's lanes copy at once without bulk copies.
+_BYTES_OF_WARP = 32 * 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,6 +34,9 @@ class Settings:
       cluster: of them those that merge their results among themselves, at most 8.
       warpgroups: of a program; each of their warps takes its own blocks.
       stages: blocks in flight for each warp.
+      copies_words: whether a warp's lanes copy blocks, 16 bytes at a time, and there are no
+        clusters: for GPUs before Hopper.
+      out_dtype: of the output, ``"float32"``; None for the queries'.
 
     Raises:
       ValueError: if `splits` is not a multiple of `cluster`, or `cluster` larger than hardware
@@ -50,10 +55,13 @@ class Settings:
     cluster: int
     warpgroups: int
     stages: int
+    copies_words: bool = False
+    out_dtype: str | None = None
 
     def __post_init__(self) -> None:
-        if not 1 <= self.cluster <= _LARGEST_CLUSTER:
-            raise ValueError(f"{self.cluster=} must be from 1 to {_LARGEST_CLUSTER}")
+        largest = 1 if self.copies_words else _LARGEST_CLUSTER
+        if not 1 <= self.cluster <= largest:
+            raise ValueError(f"{self.cluster=} must be from 1 to {largest}")
         if self.splits < 1 or self.splits % self.cluster:
             raise ValueError(f"{self.splits=} must be a positive multiple of {self.cluster=}")
 
@@ -66,6 +74,11 @@ class Settings:
     def warps(self) -> int:
         """Warps of a program."""
         return 4 * self.warpgroups
+
+    @property
+    def arrivals(self) -> int:
+        """Lanes that start the copies of a block, and arrive for it."""
+        return 32 if self.copies_words else 1
 
     def warp_bytes(self, head_dim: int) -> int:
         """Shared memory of a warp's blocks in flight."""
@@ -188,7 +201,8 @@ class Program(warp.Program):
     @classmethod
     def of(cls, a: Arrays, ids: list[Int], s: Settings) -> "Program":
         """The program's place and which units are its own."""
-        tile, part, pair, member = ids
+        tile, part, pair, *of_cluster = ids
+        member = of_cluster[0] if of_cluster else lane.integer(0)
         split = part * s.cluster + member
         batch, head = pair // a.kv_heads, pair % a.kv_heads
         length, buffered, query_length = (
@@ -223,6 +237,8 @@ def copies_of(
 ) -> Callable[[Int, Pointer, Pointer], None]:
     """A function that starts the copies of a block to shared memory, for a barrier to wait for.
 
+    One lane calls it, or all of the warp's if `copies_words`.
+
     Args:
       a: the arrays.
       at: the program.
@@ -242,6 +258,18 @@ def copies_of(
     for size in sizes.values():
         total = total + size
 
+    def start_words(block: Int, target: Pointer, barrier: Pointer) -> None:
+        place = block if s.window is None else a.place(block, s)
+        for name, most in shape.parts:
+            size = sizes[name]
+            source, to = sources[name].times(place, size), target.at(shape.offset(name))
+            for done in range(0, most, _BYTES_OF_WARP):
+                own = ((lane.thread() & 31) << 4) + done
+                is_inside = own < size
+                with lane.when(is_inside):
+                    lane.copy_words(source.at(own), to.at(own), is_inside)
+        lane.arrive_after_copies(barrier)
+
     def start(block: Int, target: Pointer, barrier: Pointer) -> None:
         lane.expect_bytes(barrier, total)
         place = block if s.window is None else a.place(block, s)
@@ -249,4 +277,4 @@ def copies_of(
             source = sources[name].times(place, size)
             lane.copy(source, target.at(shape.offset(name)), size, barrier)
 
-    return start
+    return start_words if s.copies_words else start

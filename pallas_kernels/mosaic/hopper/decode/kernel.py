@@ -87,7 +87,7 @@ from pallas_kernels.mosaic.lane import Float, Int, Pointer
 
 
 def _kernel(*refs: Any, s: Settings) -> None:
-    frame.body(refs, lambda a, ids, memory: _program(a, ids, memory, s))
+    frame.body(refs, lambda a, ids, memory: _program(a, ids, memory, s), s)
 
 
 def _program(a: Arrays, ids: list[Int], memory: tuple[Pointer, Pointer], s: Settings) -> None:
@@ -112,18 +112,26 @@ def _walk(a: Arrays, at: Program, smem: tuple[Pointer, Pointer], s: Settings) ->
     here, warps = Place.here(), s.warps
     number = lane.uniform(lane.thread() >> 5)
     stage = s.warp_bytes(a.head_dim) // s.stages
-    slots = warp.Slots.of(smem, number, s.warp_bytes(a.head_dim), stage, s.stages)
+    memory = s.warp_bytes(a.head_dim), stage, s.stages, s.arrivals
+    slots = warp.Slots.of(smem, number, *memory)
     leader = (here.g | here.t).equals(0)
     widths = a.key.width(at.pair, s.key_bits), a.value.width(at.pair, s.value_bits)
     start_copy = copies_of(a, at, shape, widths, s)
     first, stop = at.start + number, at.stop.minimum(at.blocks)
-    with lane.when(leader):
-        slots.init()
+
+    def start_first_copies() -> None:
         for i in range(s.stages):
             unit = first + i * warps
             with lane.when(unit < stop):
                 start_copy(unit, slots.slot(i), slots.barrier(i))
+
+    with lane.when(leader):
+        slots.init()
+        if not s.copies_words:
+            start_first_copies()
     lane.warp_barrier()
+    if s.copies_words:
+        start_first_copies()
     products = Products.of(shape, *widths, here, n)
     query = products.query(a, at, s.scale)
 
@@ -139,7 +147,7 @@ def _walk(a: Arrays, at: Program, smem: tuple[Pointer, Pointer], s: Settings) ->
 
     def refill(unit: Int, slot: Pointer, barrier: Pointer, _: Any) -> None:
         later = unit + warps * s.stages
-        with lane.when(leader & (later < stop)):
+        with lane.when(later < stop if s.copies_words else leader & (later < stop)):
             start_copy(later, slot, barrier)
 
     carry = [*State.empty(shape).flat(), *block_scales(first)]

@@ -61,7 +61,11 @@ class Settings:
 
 
 def merge(
-    o: jax.Array, m: jax.Array, l: jax.Array, query: jax.Array, kv_heads: int
+    o: jax.Array,
+    m: jax.Array,
+    l: jax.Array,
+    result: jax.Array | jax.ShapeDtypeStruct,
+    kv_heads: int,
 ) -> tuple[jax.Array, jax.Array]:
     """Merges splits.
 
@@ -69,24 +73,24 @@ def merge(
       o: float32 ``[B * K, splits, G * T, H]``, unnormalized outputs.
       m: float32 ``[B * K, splits, G * T]``, maxima in powers of two, ``-inf`` in an empty split.
       l: float32, the same shape, sums of weights.
-      query: ``[B, T, N, H]``, for its shape and dtype.
+      result: ``[B, T, N, H]``, for its shape and dtype, as the queries or float32.
       kv_heads: `K`.
 
     Returns:
-      ``[B, T, N, H]`` in the query's dtype and the float32 log-sum-exp ``[B, T, N]``.
+      ``[B, T, N, H]`` in that dtype and the float32 log-sum-exp ``[B, T, N]``.
     """
-    batch, tokens, heads, head_dim = query.shape
+    batch, tokens, heads, head_dim = result.shape
     parts, rows = m.shape[1:]
     queries = batch * tokens * heads
-    s = Settings(queries, parts, rows, tokens, heads, kv_heads, head_dim, query.dtype.name)
+    s = Settings(queries, parts, rows, tokens, heads, kv_heads, head_dim, result.dtype.name)
 
     def body(arrays: list[Pointer], ids: list[Int]) -> None:
         thread = lane.thread()
         write(arrays, ids[0] * lanes.WARPS + (thread >> 5), thread & (_LANES - 1), s)
 
     out = [
-        jax.ShapeDtypeStruct(query.shape, query.dtype),
-        jax.ShapeDtypeStruct(query.shape[:3], jnp.float32),
+        jax.ShapeDtypeStruct(result.shape, result.dtype),
+        jax.ShapeDtypeStruct(result.shape[:3], jnp.float32),
     ]
     grid = {"tile": -(-queries * s.warps // lanes.WARPS)}
     merged, residual = lanes.launch(body, NAME, [o, m, l], out, grid=grid, warpgroups=1)

@@ -124,7 +124,7 @@ class RowSettings(Settings):
 
 
 def _kernel(*refs: Any, s: RowSettings) -> None:
-    frame.body(refs, lambda a, ids, memory: _program(a, ids, memory, s))
+    frame.body(refs, lambda a, ids, memory: _program(a, ids, memory, s), s)
 
 
 def _program(a: Arrays, ids: list[Int], memory: tuple[Pointer, Pointer], s: RowSettings) -> None:
@@ -150,20 +150,30 @@ def _walk(a: Arrays, at: Program, smem: tuple[Pointer, Pointer], s: RowSettings)
     warp_number = lane.uniform(lane.thread() >> 5)
     number, member = warp_number // s.team, warp_number & (s.team - 1)
     area = s.area_bytes(a.head_dim)
-    slots = warp.Slots.of(smem, number, area, shape.bytes, s.stages)
+    slots = warp.Slots.of(smem, number, area, shape.bytes, s.stages, s.arrivals)
     exchange = slots.area.at(s.slot_bytes(a.head_dim))
     team = Team(s.team, number, member, exchange, s.rows)
     queries = Queries.of(smem[0].at(teams * area), s.rows, a.head_dim)
     leader = (here.g | here.t | member).equals(0)
+    copies = member.equals(0) if s.copies_words else leader
     widths = a.key.width(at.pair, s.key_bits), a.value.width(at.pair, s.value_bits)
     start_copy = copies_of(a, at, shape, widths, s)
     first, stop = at.start + number, at.stop.minimum(at.blocks)
-    with lane.when(leader):
-        slots.init()
+
+    def start_first_copies() -> None:
         for i in range(s.stages if s.team == 1 else s.stages - 1):
             unit = first + i * teams
             with lane.when(unit < stop):
                 start_copy(unit, slots.slot(i), slots.barrier(i))
+
+    with lane.when(leader):
+        slots.init()
+        if not s.copies_words:
+            start_first_copies()
+    if s.copies_words:
+        lane.warp_barrier()
+        with lane.when(copies):
+            start_first_copies()
     store_queries(a, at, shape, here, queries, widths[0], warp_number, s.scale, n.unit)
     lane.block_barrier()
     own = member * scratch_bytes(a.head_dim) + exchange_bytes(s.team, s.rows, s.block)
@@ -175,7 +185,7 @@ def _walk(a: Arrays, at: Program, smem: tuple[Pointer, Pointer], s: RowSettings)
         return [side.block_scale.at(index).float() for side in (a.key, a.value)]
 
     def copy_later(unit: Int, slot: Pointer, barrier: Pointer) -> None:
-        with lane.when(leader & (unit < stop)):
+        with lane.when(copies & (unit < stop)):
             start_copy(unit, slot, barrier)
 
     def copy_to_slot_before(unit: Int) -> None:

@@ -60,8 +60,10 @@ class Settings:
       limit: without a table, the tokens that a sequence may have: token `p` is page ``p % n`` of
         its `n` pages of one token.
       stored: how keys, and how values, are stored, of the kind ``"mixed"``.
+      copies_words: whether lanes copy pages, 16 bytes at a time: for GPUs without bulk copies.
       channels: of what is stored there, where they are fewer than the queries'; the queries' others
         are 0, and those of outputs may be anything.
+      out_dtype: of the output, ``"float32"``; None for the queries'.
     """
 
     kind: str
@@ -82,6 +84,8 @@ class Settings:
     limit: int | None = None
     stored: tuple[Stored, Stored] | None = None
     channels: int | None = None
+    copies_words: bool = False
+    out_dtype: str | None = None
 
     @property
     def is_contiguous(self) -> bool:

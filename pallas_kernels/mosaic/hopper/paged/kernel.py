@@ -103,6 +103,7 @@ from jax.experimental import pallas as pl
 from pallas_kernels.layouts import LOG2_E
 from pallas_kernels.mosaic import lane, warp
 from pallas_kernels.mosaic.hopper.paged import merge
+from pallas_kernels.mosaic.hopper.paged.copies import page_of, start_copies
 from pallas_kernels.mosaic.hopper.paged.inputs import (
     TILE,
     Arrays,
@@ -121,8 +122,6 @@ from pallas_kernels.mosaic.hopper.paged.rotation import rotated
 from pallas_kernels.mosaic.lane import Int, Pointer
 
 _GRID = ("tile", "run", "pair")
-# Of a contiguous cache, also of a ring, so many are one after the other.
-_RUN_OF_ROWS = 16
 
 
 def _kernel(*refs: Any, s: Settings) -> None:
@@ -133,7 +132,7 @@ def _kernel(*refs: Any, s: Settings) -> None:
         at, here = Program.of(a, ids, s), Place.here()
         # Read before it is known whether there is anything to do, which takes a load too.
         own = at.start + lane.uniform(lane.thread() >> 5)
-        pages = [_page_of(a, at, here, own + i * s.warps, s) for i in range(s.stages)]
+        pages = [page_of(a, at, here, own + i * s.warps, s) for i in range(s.stages)]
         with lane.when(at.start < at.stop):
             _run(a, at, here, pages, (Pointer.to(memory[0]), Pointer.to(memory[1])), s)
 
@@ -150,7 +149,7 @@ def _run(
 ) -> None:
     products, number = products_of(a.head_dim, s), lane.uniform(lane.thread() >> 5)
     size = s.block * s.token_bytes(a.head_dim)
-    arrivals = 32 if s.is_contiguous else 1
+    arrivals = 32 if s.is_contiguous or s.copies_words else 1
     slots = warp.Slots.of(smem, number, s.warp_bytes(a.head_dim), size, s.stages, arrivals)
     state = _walk(a, at, here, pages, products, slots, smem[0], s)
     if state is None:
@@ -187,14 +186,14 @@ def _walk(
     lane.warp_barrier()
     for i, page in enumerate(pages):
         target = slots.slot(i), slots.barrier(i)
-        _start_copies(a, at, here, first + i * s.warps, page, target, s)
+        start_copies(a, at, here, first + i * s.warps, page, target, s)
     query = _load_query(a, at, here, products, area, s)
 
     channel = channel_of(s)
 
     def ahead(block: Int) -> tuple[Int, Int]:
         later = block + s.warps * s.stages
-        return later, _page_of(a, at, here, later, s)
+        return later, page_of(a, at, here, later, s)
 
     def attend(block: Int, flat: list[Any], slot: Pointer, _: Any) -> list[Any]:
         found = _attend((slot, block * s.block), at, query, here, products, s)
@@ -204,7 +203,7 @@ def _walk(
         return State.of(flat, s.tiles).joined(found).flat()
 
     def refill(_: Int, slot: Pointer, barrier: Pointer, read: tuple[Int, Int]) -> None:
-        _start_copies(a, at, here, *read, (slot, barrier), s)
+        start_copies(a, at, here, *read, (slot, barrier), s)
 
     flat = [] if s.is_split else State.empty(s.tiles, a.head_dim // 8).flat()
     flat = warp.over_blocks(first, at.stop, s.warps, slots, flat, ahead, attend, refill)
@@ -282,77 +281,6 @@ def _rotated(
     x = [word.as_float() for word in kept.words(a.head_dim // 4)]
     lane.block_barrier()  # before the next four are written there
     return x
-
-
-def _pages_per_block(a: Arrays, s: Settings) -> int:
-    return max(1, s.block // a.page_size)
-
-
-def _page_of(a: Arrays, at: Program, here: Place, block: Int, s: Settings) -> Int:
-    """The number of the page from which this lane copies; any, where it copies nothing."""
-    if a.tables is None:
-        return block  # what a page is follows from its number
-    number = block * s.block // a.page_size
-    if _pages_per_block(a, s) > 1:
-        number = number + here.number
-    # What follows from a page that does not exist is thrown away by the merge.
-    return a.page(at.batch, number).maximum(0).minimum(a.num_pages - 1)
-
-
-def _start_copies(
-    a: Arrays,
-    at: Program,
-    here: Place,
-    block: Int,
-    page: Int,
-    target: tuple[Pointer, Pointer],
-    s: Settings,
-) -> None:
-    """Starts to copy a block of the program: its pages that hold tokens, and no others."""
-    if s.is_contiguous:
-        _copy_rows(a, at, here, block, target, s)
-        return
-    slot, barrier = target
-    count, size = _pages_per_block(a, s), min(a.page_size, s.block)
-    begin = block * s.block
-    with lane.when(block < at.stop):
-        held = (at.length - begin + (size - 1)) // size
-        with lane.when(here.is_first):
-            lane.expect_bytes(barrier, held.minimum(count) * (size * s.token_bytes(a.head_dim)))
-        lane.warp_barrier()
-        rows = s.key_bytes(a.head_dim), s.row_bytes(a.head_dim)
-        sources = list(zip((a.pages.key, a.pages.value), rows, strict=True))
-        sources += [(x, 2) for x in (a.pages.key_norm, a.pages.value_norm) if x is not None]
-        with lane.when(here.number < held.minimum(count)):
-            first = (page * a.kv_heads + at.head) * a.page_size
-            if a.page_size > s.block:
-                first = first + begin % a.page_size
-            offset = 0
-            for source, width in sources:
-                to = slot.at(here.number * (size * width), offset)
-                lane.copy(source.times(first, width), to, size * width, barrier)
-                offset += s.block * width
-
-
-def _copy_rows(
-    a: Arrays, at: Program, here: Place, block: Int, target: tuple[Pointer, Pointer], s: Settings
-) -> None:
-    """`_start_copies` of a contiguous cache, whose tokens have the heads between them: by lanes."""
-    slot, barrier = target
-    row, begin = s.row_bytes(a.head_dim), block * s.block
-    lanes = row // 16
-    own, part = here.number // lanes, (here.number % lanes) << 4
-    each, stride = 32 // lanes, row * a.kv_heads
-    with lane.when(block < at.stop):
-        for first in range(0, s.block, _RUN_OF_ROWS):
-            place = a.page(at.batch, begin + first) * a.kv_heads + at.head
-            for side, source in enumerate((a.pages.key, a.pages.value)):
-                from_here = source.times(place, row).at(own * stride, part)
-                to_here = slot.at(own * row, part, (side * s.block + first) * row)
-                for i in range(0, _RUN_OF_ROWS, each):
-                    is_held = begin + (first + i) + own < at.length
-                    lane.copy_words(from_here.at(i * stride), to_here.at(i * row), is_held)
-        lane.arrive_after_copies(barrier)
 
 
 def _attend(
@@ -475,8 +403,8 @@ def attend(
       settings: numerics and launch.
 
     Returns:
-      ``[B, T, N, H]`` in the query's dtype and the float32 log-sum-exp ``[B, T, N]``; NaN for a
-      sequence whose length, or a page that it needs, is out of range.
+      ``[B, T, N, H]`` in the query's dtype, or the settings', and the float32 log-sum-exp
+      ``[B, T, N]``; NaN for a sequence whose length, or a page that it needs, is out of range.
     """
     s = settings
     if s.part % s.step:

@@ -334,11 +334,12 @@ def _finish(row: _Row, residues: list[Partial], bad: Int) -> None:
     head, token = row.pair % a.kv_heads * a.group + row.number // a.tokens, row.number % a.tokens
     index = (row.batch * a.tokens + token) * a.heads + head
     out, lse = a.outputs
-    width = 4 if a.dtype == "float32" else 2
+    dtype = row.s.out_dtype or a.dtype
+    width = 4 if dtype == "float32" else 2
     target = out.times(index, a.head_dim * width).at(row.first * width)
     nan = lane.number(float("nan"))
     for i, v in enumerate(x):
-        target.at(width * i).store_as(is_good.where(v * factor, nan), a.dtype)
+        target.at(width * i).store_as(is_good.where(v * factor, nan), dtype)
     top = is_good.where(top, nan)
     warp.write_residual(lse, index, row.first, top, l, is_empty & is_good)
 
@@ -366,8 +367,8 @@ def merge(
       settings: of the kernel that found them.
 
     Returns:
-      ``[B, T, N, H]`` in the query's dtype and the float32 log-sum-exp ``[B, T, N]``; NaN for a
-      sequence whose length, or a page that it needs, is out of range.
+      ``[B, T, N, H]`` in the query's dtype, or the settings', and the float32 log-sum-exp
+      ``[B, T, N]``; NaN for a sequence whose length, or a page that it needs, is out of range.
     """
     batch, tokens, heads, head_dim = query.shape
     kv_heads, page_size = pages.key.shape[1:3]
@@ -377,7 +378,7 @@ def merge(
         functools.partial(_kernel, s=settings, layout=layout),
         "turbojax_paged_merge_hopper",
         [
-            jax.ShapeDtypeStruct(query.shape, query.dtype),
+            jax.ShapeDtypeStruct(query.shape, settings.out_dtype or query.dtype),
             jax.ShapeDtypeStruct((batch, tokens, heads), jnp.float32),
         ],
         dict(

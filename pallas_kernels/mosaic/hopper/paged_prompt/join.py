@@ -87,8 +87,13 @@ def _body(
     words = [v * share + broken for v in sums]
     target = (b * tokens + t) * heads + head
     with lane.when((row < size) & (t < tokens)):
-        packed = [lane.half.pack(words[i], words[i + 1], dtype) for i in range(0, _TOGETHER, 2)]
-        out.times(target, 2 * head_dim).at(piece * (2 * _TOGETHER)).store_words(packed)
+        if dtype == "float32":
+            at = out.times(target, 4 * head_dim).at(piece * (4 * _TOGETHER))
+            for i in range(0, _TOGETHER, 4):
+                at.at(4 * i).store_words([v.as_int() for v in words[i : i + 4]])
+        else:
+            packed = [lane.half.pack(words[i], words[i + 1], dtype) for i in range(0, _TOGETHER, 2)]
+            out.times(target, 2 * head_dim).at(piece * (2 * _TOGETHER)).store_words(packed)
         with lane.when(piece.equals(0)):
             out_lse.times(target, 4).store(lse + broken)
 
@@ -110,7 +115,7 @@ def join(
       lengths: int32 ``[B]``, as `kernel.attention` takes them.
       query_lengths: int32 ``[B]``.
       shape: of the result, ``[B, T, N, H]``.
-      dtype: of the result, bfloat16 or float16.
+      dtype: of the result, bfloat16, float16 or float32.
       settings: of the call.
 
     Returns:

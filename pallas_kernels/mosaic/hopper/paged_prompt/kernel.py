@@ -326,6 +326,8 @@ def _store(
     """
     o, m, l, shift = found
     out_ref, lse_ref = results
+    if x.sinks is not None:
+        o, m, l = _with_sink(o, m, l, shift, work, x.sinks)
     nothing = (work.token_of(me) >= work.real) | (l == 0)
     # A constant plus a scalar is a row array that loops can carry.
     broken = jnp.where(work.is_broken, jnp.nan, 0.0)
@@ -357,10 +359,38 @@ def _store(
             plgpu.copy_smem_to_gmem(y.out.at[me, pl.ds(g * each, each)], target)
 
 
+def _with_sink(
+    o: jax.Array, m: jax.Array, l: jax.Array, shift: jax.Array, work: Work, sinks: Ref
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Adds its head's sink to a row.
+
+    Args:
+      o: outputs, not normalized.
+      m: maxima, ``-inf`` where nothing is seen.
+      l: sums, like the outputs to be multiplied with two to the power ``m - shift``.
+      shift: see there.
+      work: the tile.
+      sinks: in powers of two, ``[N]``.
+    """
+    row = plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=ROW)
+    each = work.tokens // WARPGROUPS
+    sink = jnp.full_like(l, sinks[work.head])
+    for g in range(1, work.together):
+        sink = jnp.where(row >= g * each, sinks[work.head + g], sink)
+    top = m - shift
+    new = jnp.maximum(top, sink)
+    new = jnp.where(new == -jnp.inf, 0.0, new)
+    weight = jnp.exp2(top - new)
+    # What sees nothing may have been multiplied with 0 times NaN.
+    o = jnp.where(along(l == 0, o.shape, 0), 0.0, o) * along(weight, o.shape, 0)
+    return o, new + shift, l * weight + jnp.exp2(sink - new)
+
+
 def _kernel(*refs: Ref, s: Settings, total: int) -> None:
     """One persistent program, which takes every `s.programs`-th tile of query rows."""
     *inputs, out_ref, lse_ref = refs
-    x, me = Inputs(*inputs), lax.axis_index("warpgroup")
+    named = {"sinks": inputs.pop()} if s.has_sinks else {}
+    x, me = Inputs(*inputs, **named), lax.axis_index("warpgroup")
     share = ring.Share(total if s.part is None else total * x.parts[1], turns=True)
 
     def body(**memory: Ref) -> None:
@@ -407,6 +437,7 @@ def attention(
     query_lengths: jax.Array,
     factors: jax.Array,
     lost_values: jax.Array | None = None,
+    sinks: jax.Array | None = None,
     *,
     settings: Settings,
 ) -> tuple[jax.Array, jax.Array]:
@@ -424,10 +455,12 @@ def attention(
       factors: float32 ``[2]``: what products are multiplied with, not negative, see `_weights`; and
         the outputs.
       lost_values: `turn.turn`'s second result, beside e4m3 keys.
+      sinks: float32 ``[N]``, logits in the softmax's denominator alone; without parts.
       settings: numerics and launch.
 
     Returns:
-      ``[B, T, N, H]`` in the queries' dtype and the float32 log-sum-exp ``[B, T, N]``.
+      ``[B, T, N, H]`` in the queries' dtype, or the settings', and the float32 log-sum-exp
+      ``[B, T, N]``.
     """
     if settings.group != 1:
         raise ValueError(f"{settings.group=} must be 1: it follows from the heads")
@@ -435,13 +468,21 @@ def attention(
     if lost_values is not None:
         some = lost_values.reshape(len(q), -1, *lost_values.shape[1:]) != 0
         extra = lost_values, jnp.any(some, axis=(1, 3)).astype(jnp.int32)
+    if sinks is not None:
+        extra = *extra, sinks * LOG2_E
+        settings = dataclasses.replace(settings, has_sinks=True)
     inputs = (k, v, tables, lengths, query_lengths, factors)
     if settings.part is None:
+        if settings.out_dtype is not None:
+            raise ValueError(f"{settings.out_dtype=} must be None without parts")
         return _whole(q, *inputs, parts_seen(lengths, query_lengths, settings), *extra, s=settings)
+    if sinks is not None:
+        raise ValueError("sinks must be None with parts")
     settings = dataclasses.replace(settings, group=q.shape[2] // k.shape[1])
     seen = parts_seen(lengths, query_lengths, settings)
     found = _run(join.side_by_side(q, settings), *inputs, seen, *extra, s=settings)
-    return join.join(*found, lengths, query_lengths, q.shape, q.dtype, settings)
+    dtype = settings.out_dtype or q.dtype
+    return join.join(*found, lengths, query_lengths, q.shape, dtype, settings)
 
 
 def _whole(

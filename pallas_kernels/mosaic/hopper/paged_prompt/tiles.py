@@ -32,6 +32,8 @@ class Settings:
         by side as those of one head; 1 where heads are apart.
       registers: of a thread that attends and of one that copies.
       programs: how many run side by side, one to a multiprocessor.
+      out_dtype: of the output, ``"float32"``, with parts alone; None for the queries'.
+      has_sinks: whether there are sinks, without parts alone.
     """
 
     window: int | None
@@ -41,6 +43,8 @@ class Settings:
     group: int = 1
     registers: tuple[int, int] = (232, 40)
     programs: int = 132
+    out_dtype: str | None = None
+    has_sinks: bool = False
 
 
 def together(group: int) -> int:
@@ -71,6 +75,7 @@ class Inputs(NamedTuple):
     parts: Ref
     lost: Ref | None = None
     has_lost: Ref | None = None
+    sinks: Ref | None = None
 
     @property
     def is_turned(self) -> bool:

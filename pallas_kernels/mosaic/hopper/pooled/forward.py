@@ -23,6 +23,7 @@ runs.
 """
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -73,16 +74,20 @@ def _attend(
     w: tiles.Walk,
     slot: jax.Array,
     work: Work,
-    columns: tuple[Ref, Ref],
+    columns: Sequence[Ref],
     me: jax.Array,
     buffers: tuple[Ref, ...],
     barriers: tuple[Ref, ...],
+    rows: tuple[jax.Array, Sequence[Ref]],
     s: Settings,
 ) -> tuple[jax.Array, ...]:
-    """A warpgroup's rows over all tiles: unnormalized output, maxima, sums, the slot after."""
+    """A warpgroup's rows over all tiles: unnormalized output, maxima, sums, the slot after.
+
+    `rows` are the position of the first, and with segments theirs.
+    """
     q, k, v = buffers
     k_ready, v_ready, k_free, v_free, turn = barriers
-    head_dim, shape, first = q.shape[-1], (ROWS, TILE), work.first + me * ROWS
+    head_dim, shape = q.shape[-1], (ROWS, TILE)
 
     def turns() -> None:
         plgpu.barrier_arrive(turn)
@@ -99,12 +104,8 @@ def _attend(
             bias = tiles.bias_of(w, t)
             top = jnp.maximum(m, jnp.max(x, axis=1) * s.factor + bias)
             return jnp.exp2(x * s.factor - tiles.along(top - bias, shape, 0)), top, top
-        bias, last = edge
-        x = x * s.factor + tiles.along(bias, shape, 1)
-        if s.is_causal:
-            position = tiles.iota(ROWS, ROW) + first
-            seen = tiles.along(last, shape, 1) <= tiles.along(position, shape, 0)
-            x = jnp.where(seen, x, -jnp.inf)
+        bias, *others = edge
+        x = tiles.hide(x * s.factor + tiles.along(bias, shape, 1), *rows, others, s)
         top = jnp.maximum(m, jnp.max(x, axis=1))
         shift = jnp.where(top == -jnp.inf, 0.0, top)
         return jnp.exp2(x - tiles.along(shift, shape, 0)), top, shift
@@ -167,15 +168,25 @@ def _finish(
 def _kernel(*refs: Ref, s: Settings) -> None:
     """One persistent program, which takes every `s.programs`-th tile of queries."""
     q_ref, *rest = refs
-    ks, vs, (blocks, counts, query_lengths, key_lengths, out_ref, lse_ref) = (
+    ks, vs, (blocks, counts, query_lengths, key_lengths, *marks, out_ref, lse_ref) = (
         rest[:4],
         rest[4:8],
         rest[8:],
     )
+    marks = tiles.Marks.of(marks, s)
     me, head_dim = lax.axis_index("warpgroup"), q_ref.shape[-1]
 
     def body(
-        q: Ref, k: Ref, v: Ref, out: Ref, lse: Ref, columns: Any, ready: Any, free: Any, turn: Ref
+        q: Ref,
+        k: Ref,
+        v: Ref,
+        out: Ref,
+        lse: Ref,
+        segments: list[Ref],
+        columns: Any,
+        ready: Any,
+        free: Any,
+        turn: Ref,
     ) -> None:
         (q_ready, k_ready, v_ready), (q_free, k_free, v_free) = ready, free
 
@@ -192,16 +203,22 @@ def _kernel(*refs: Ref, s: Settings) -> None:
                 me,
                 (q.at[me], k, v),
                 (k_ready, v_ready, k_free, v_free, turn),
+                (marks.position(first, work.b), [x.at[me] for x in segments]),
                 s,
             )
             plgpu.barrier_arrive(q_free.at[me])
             is_there = tiles.iota(ROWS, ROW) + first < query_lengths[work.b]
             o, residual = _finish(o, m, l, is_there, w.invalid)
-            out[me] = o.astype(out.dtype)
+            rows = pl.ds(first, ROWS)
+            target = out_ref.at[work.b, rows, work.head]
+            if out.shape[-1] < head_dim:  # as many bytes at a time
+                tiles.store(o, out.at[me], target)
+            else:
+                out[me] = o.astype(out.dtype)
             lse[me] = residual
             plgpu.commit_smem()
-            rows = pl.ds(first, ROWS)
-            plgpu.copy_smem_to_gmem(out.at[me], out_ref.at[work.b, rows, work.head])
+            if out.shape[-1] == head_dim:
+                plgpu.copy_smem_to_gmem(out.at[me], target)
             plgpu.copy_smem_to_gmem(lse.at[me], lse_ref.at[work.b, work.head, rows])
             plgpu.wait_smem_to_gmem(0)
             return slot
@@ -214,13 +231,17 @@ def _kernel(*refs: Ref, s: Settings) -> None:
                 rows = pl.ds(work.first + i * ROWS, ROWS)
                 source = q_ref.at[work.b, rows, work.head]
                 plgpu.copy_gmem_to_smem(source, q.at[i], q_ready.at[i])
+                for x in segments:
+                    source = marks.queries.at[work.b, rows]
+                    plgpu.copy_gmem_to_smem(source, x.at[i], q_ready.at[i])
 
             at = (work.b, work.h)
             sources = (
                 (tiles.Source(ks, at, k, k_ready), k_free),
                 (tiles.Source(vs, at, v, v_ready), v_free),
             )
-            return tiles.produce(w, slot, blocks, sources, columns, key_lengths[work.b], s)
+            length = key_lengths[work.b]
+            return tiles.produce(w, slot, blocks, sources, columns, length, s, marks.keys)
 
         def start_to_consume() -> None:
             ring.free_at_first(s.stages, free[1:], q_free.at[me])
@@ -228,15 +249,17 @@ def _kernel(*refs: Ref, s: Settings) -> None:
 
         ring.divide(me, WARPGROUPS, (232, 40), start_to_consume, lambda: over_tiles(q_ref, produce))
 
+    width = head_dim * q_ref.dtype.itemsize // out_ref.dtype.itemsize
     pl.run_scoped(
         body,
         ring.tile((WARPGROUPS, ROWS, head_dim), q_ref.dtype),
         ring.tile((s.stages, TILE, head_dim), q_ref.dtype),
         ring.tile((s.stages, TILE, head_dim), q_ref.dtype),
-        ring.tile((WARPGROUPS, ROWS, head_dim), q_ref.dtype),
+        ring.tile((WARPGROUPS, ROWS, width), out_ref.dtype),
         plgpu.SMEM((WARPGROUPS, ROWS), jnp.float32),
+        tiles.segment_memory(s, WARPGROUPS, ROWS),
         tiles.column_memory(s),
-        *tiles.barriers(1, s),
+        *tiles.barriers(2 if s.has_segments else 1, s),
         plgpu.Barrier(num_arrivals=WARPGROUPS),
         collective_axes="warpgroup",
     )
@@ -251,6 +274,8 @@ def attention(
     query_lengths: jax.Array,
     key_lengths: jax.Array,
     settings: Settings,
+    marks: tuple[jax.Array, ...] = (),
+    out_dtype: jax.typing.DTypeLike | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Attends to pooled keys, block by block at the level that the lists say.
 
@@ -265,6 +290,10 @@ def attention(
       query_lengths: int32 ``[B]``.
       key_lengths: int32 ``[B]``.
       settings: numerics and launch.
+      marks: with segments those of queries, int32 ``[B, Tp]``, `T` rounded up to 128, and those of
+        keys, int32 ``[B, 128 + Sp + 128]``, `S` rounded up to whole blocks, from 128 on; then, if
+        it `is_shifted`, int32 ``[B]``, a query's position less a key's of the same index.
+      out_dtype: q's if not given, or float32.
 
     Returns:
       ``[B, T, N, H]`` and the float32 log-sum-exp ``[B, N, T]``, `T` rounded up to 128.
@@ -275,12 +304,12 @@ def attention(
         functools.partial(_kernel, s=settings),
         "turbojax_pooled_attention_hopper",
         (
-            jax.ShapeDtypeStruct(q.shape, q.dtype),
+            jax.ShapeDtypeStruct(q.shape, out_dtype or q.dtype),
             jax.ShapeDtypeStruct((batch, heads, per_head * WARPGROUPS * ROWS), jnp.float32),
         ),
         batch * heads * per_head,
         settings.programs,
         approx_math=True,
     )
-    out, lse = run(q, *keys, *values, blocks, counts, query_lengths, key_lengths)
+    out, lse = run(q, *keys, *values, blocks, counts, query_lengths, key_lengths, *marks)
     return out, lse

@@ -167,10 +167,14 @@ def _step(
     rows: _Rows,
     keys: tuple[Ref, Ref],
     queries: tuple[Ref, ...],
+    segments: tuple[Ref, ...],
     s: Settings,
     is_masked: bool,
 ) -> tuple[jax.Array, jax.Array]:
-    """Adds what 64 queries, the first at `position`, give to the gradients of 64 keys."""
+    """Adds what 64 queries, the first at `position`, give to the gradients of 64 keys.
+
+    `segments` are those of keys and of queries, or empty.
+    """
     d_k, d_v = sums
     k, values = keys
     q, d_o, lse, delta = queries
@@ -180,9 +184,13 @@ def _step(
     bias = jnp.where(_is_among(entry, rows), rows.bias, -jnp.inf)
     lse = tiles.load(lse, COLUMN)
     x = x * s.factor + (tiles.along(bias, shape, 0) - tiles.along(lse, shape, 1))
-    if is_masked:
+    if is_masked and s.is_causal:
         at = tiles.iota(_QUERIES, COLUMN) + position
         x = jnp.where(tiles.along(rows.last, shape, 0) <= tiles.along(at, shape, 1), x, -jnp.inf)
+    if is_masked and segments:
+        mine, other = (tiles.load(*x) for x in zip(segments, (ROW, COLUMN), strict=True))
+        seen = tiles.along(mine, shape, 0) == tiles.along(other, shape, 1)
+        x = jnp.where(seen, x, -jnp.inf)
     p = jnp.exp2(x)
     d_v = tiles.add_product(d_v, p.astype(q.dtype), d_o)
     d_s = p * (d_p - tiles.along(tiles.load(delta, COLUMN), shape, 1))
@@ -192,8 +200,10 @@ def _step(
 def _kernel(*refs: Ref, plan: _Plan) -> None:
     """One persistent program, which takes every `programs`-th tile of pooled keys."""
     q_ref, d_o_ref, lse_ref, delta_ref, *rest = refs
-    ks, vs, (entries, counts, lengths), outputs = rest[:4], rest[4:8], rest[8:11], rest[11:]
-    me, head_dim, s = lax.axis_index("warpgroup"), q_ref.shape[-1], plan.s
+    ks, vs, (entries, counts, lengths, *marks) = rest[:4], rest[4:8], rest[8:-2]
+    outputs, s = rest[-2:], plan.s
+    marks = tiles.Marks.of(marks, s)
+    me, head_dim = lax.axis_index("warpgroup"), q_ref.shape[-1]
 
     def list_at(work: _Work, g: jax.Array) -> tuple[Any, ...]:
         head = work.h * work.group + g
@@ -211,6 +221,7 @@ def _kernel(*refs: Ref, plan: _Plan) -> None:
         k: Ref,
         values: Ref,
         out: Ref,
+        segments: list[list[Ref]],
         ready: Any,
         free: Any,
     ) -> None:
@@ -228,9 +239,14 @@ def _kernel(*refs: Ref, plan: _Plan) -> None:
                 plgpu.barrier_wait(query_ready.at[slot])
                 queries = tuple(x.at[slot] for x in (q, d_o, lse, delta))
                 keys = (k.at[me], values.at[me])
+                marked = tuple(
+                    x.at[i] for of, i in zip(segments, (me, slot), strict=True) for x in of
+                )
+                at_key = marks.position(position, work.b)
+                arrays = (entry, at_key, rows, keys, queries, marked)
                 sums = lax.cond(
                     (entry & rows.mine) != 0,
-                    lambda: _step(tuple(sums), entry, position, rows, keys, queries, s, is_masked),
+                    lambda: _step(tuple(sums), *arrays, s, is_masked),
                     lambda: tuple(sums),
                 )
                 plgpu.barrier_arrive(query_free.at[slot])
@@ -239,7 +255,7 @@ def _kernel(*refs: Ref, plan: _Plan) -> None:
             def head(g: jax.Array, carry: Any) -> Any:
                 at = list_at(work, g)
                 first, last = work.share(counts[(*at, 0)])
-                if s.is_causal:
+                if s.is_causal or s.has_segments:
                     masked = jnp.clip(counts[(*at, 1)], first, last)
                     one = functools.partial(step, at=at, is_masked=True)
                     carry = lax.fori_loop(first * plan.steps, masked * plan.steps, one, carry)
@@ -257,7 +273,7 @@ def _kernel(*refs: Ref, plan: _Plan) -> None:
             d_k, d_v = (jnp.where(is_seen, x, 0.0) for x in (d_k, d_v))
             span = pl.ds(work.result * TILE + me * ROWS, ROWS)
             for ref, x in zip(outputs, (d_k * s.scale, d_v), strict=True):
-                _store(x, out.at[me], ref.at[work.b, work.h, span])
+                tiles.store(x, out.at[me], ref.at[work.b, work.h, span])
             return slot
 
         def produce(work: _Work, slot: jax.Array) -> jax.Array:
@@ -271,6 +287,11 @@ def _kernel(*refs: Ref, plan: _Plan) -> None:
                     def _(n: int = n, i: int = i, index: Any = index) -> None:
                         for source, target in ((ks[n], k), (vs[n], values)):
                             plgpu.copy_gmem_to_smem(source.at[index], target.at[i], key_ready.at[i])
+
+                for x in segments[0]:
+                    span = pl.ds(work.listed * TILE + i * ROWS, ROWS)
+                    source = marks.keys.at[work.b, span]
+                    plgpu.copy_gmem_to_smem(source, x.at[i], key_ready.at[i])
 
             def head(g: jax.Array, slot: jax.Array) -> jax.Array:
                 at, number = list_at(work, g), work.h * work.group + g
@@ -287,6 +308,9 @@ def _kernel(*refs: Ref, plan: _Plan) -> None:
                     for source, target in ((lse_ref, lse), (delta_ref, delta)):
                         source = source.at[work.b, number, span]
                         plgpu.copy_gmem_to_smem(source, target.at[slot], query_ready.at[slot])
+                    for x in segments[1]:
+                        source = marks.queries.at[work.b, span]
+                        plgpu.copy_gmem_to_smem(source, x.at[slot], query_ready.at[slot])
                     return ring.next_slot(slot, s.stages)
 
                 first, last = work.share(counts[(*at, 0)])
@@ -306,9 +330,10 @@ def _kernel(*refs: Ref, plan: _Plan) -> None:
         *[plgpu.SMEM((s.stages, _QUERIES), jnp.float32)] * 2,
         *[ring.tile((WARPGROUPS, ROWS, head_dim), q_ref.dtype)] * 2,
         ring.tile((WARPGROUPS, ROWS, _WIDTH), jnp.float32),
+        [tiles.segment_memory(s, WARPGROUPS, ROWS), tiles.segment_memory(s, s.stages, _QUERIES)],
         [
-            plgpu.Barrier(num_arrivals=2, num_barriers=WARPGROUPS),
-            plgpu.Barrier(num_arrivals=4, num_barriers=s.stages),
+            plgpu.Barrier(num_arrivals=2 + s.has_segments, num_barriers=WARPGROUPS),
+            plgpu.Barrier(num_arrivals=4 + s.has_segments, num_barriers=s.stages),
         ],
         [
             plgpu.Barrier(num_barriers=WARPGROUPS),
@@ -316,15 +341,6 @@ def _kernel(*refs: Ref, plan: _Plan) -> None:
         ],
         collective_axes="warpgroup",
     )
-
-
-def _store(x: jax.Array, staging: Ref, target: Ref) -> None:
-    """Writes ``[64, H]`` float32, some channels at a time."""
-    for begin in range(0, x.shape[1], _WIDTH):
-        staging[...] = lax.slice(x, (0, begin), (ROWS, begin + _WIDTH))
-        plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(staging, target.at[:, pl.ds(begin, _WIDTH)])
-        plgpu.wait_smem_to_gmem(0)
 
 
 def key_gradient(
@@ -339,6 +355,7 @@ def key_gradient(
     key_lengths: jax.Array,
     *,
     settings: Settings,
+    marks: tuple[jax.Array, ...] = (),
 ) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
     """The gradients of keys and values, level by level.
 
@@ -353,9 +370,12 @@ def key_gradient(
       entries: int32 ``[B or 1, N or 1, tiles, T_r]``: for each tile of 128 pooled keys, those of
         level 1 first, the query blocks `i` that attend to them, ``i << 16 | bits``; bit `p`: to
         the tile's block `p`.
-      counts: int32 ``[B or 1, N or 1, tiles, 2]``: entries, and how many need the causal mask.
+      counts: int32 ``[B or 1, N or 1, tiles, 2]``: entries, and how many, the first ones, need a
+        mask.
       key_lengths: int32 ``[B]``.
       settings: numerics and launch.
+      marks: as in `pooled_forward.attention`, but segments of keys are int32 ``[B, tiles * 128]``,
+        those of the pooled keys of the tiles.
 
     Returns:
       of keys and of values, for each level float32 ``[B, K, G, H]``, `G` rounded up to 128.
@@ -382,7 +402,7 @@ def key_gradient(
         settings.programs,
         approx_math=True,
     )
-    results = run(q, d_out, lse, delta, *keys, *values, entries, counts, key_lengths)
+    results = run(q, d_out, lse, delta, *keys, *values, entries, counts, key_lengths, *marks)
     ends = [sum(counted[: n + 1]) * TILE for n in range(len(counted))]
 
     def by_level(x: jax.Array) -> tuple[jax.Array, ...]:

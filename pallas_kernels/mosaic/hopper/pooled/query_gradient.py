@@ -15,6 +15,7 @@ That is 740 and 650 T/s.
 """
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -45,14 +46,17 @@ _WIDTH = 64
 def _gradient(
     w: tiles.Walk,
     slot: jax.Array,
-    columns: tuple[Ref, Ref],
-    first: jax.Array,
+    columns: Sequence[Ref],
+    place: tuple[jax.Array, Sequence[Ref]],
     rows: tuple[Any, ...],
     buffers: tuple[Ref, Ref],
     barriers: tuple[Ref, ...],
     s: Settings,
 ) -> tuple[jax.Array, jax.Array]:
-    """A warpgroup's rows over all tiles: the gradient before `scale`, and the slot after."""
+    """A warpgroup's rows over all tiles: the gradient before `scale`, and the slot after.
+
+    `place` is the position of the first row, and with segments theirs.
+    """
     q, d_o, lse, delta = rows
     k, v = buffers
     k_ready, v_ready, k_free, v_free = barriers
@@ -64,12 +68,9 @@ def _gradient(
         x, d_p = tiles.product(*pairs, columns=_COLUMNS)
         if is_edge:
             span = pl.ds(begin, _COLUMNS)
-            bias, last = (tiles.load(ref.at[slot, span], COLUMN) for ref in columns)
+            bias, *others = (tiles.load(ref.at[slot, span], COLUMN) for ref in columns)
             x = x * s.factor + (tiles.along(bias, shape, 1) - tiles.along(lse, shape, 0))
-            if s.is_causal:
-                position = tiles.iota(ROWS, ROW) + first
-                seen = tiles.along(last, shape, 1) <= tiles.along(position, shape, 0)
-                x = jnp.where(seen, x, -jnp.inf)
+            x = tiles.hide(x, *place, others, s)
         else:
             x = x * s.factor - tiles.along(lse - tiles.bias_of(w, t), shape, 0)
         d_s = jnp.exp2(x) * (d_p - tiles.along(delta, shape, 0))
@@ -94,7 +95,8 @@ def _gradient(
 def _kernel(*refs: Ref, s: Settings) -> None:
     """One persistent program, which takes every `s.programs`-th tile of queries."""
     q_ref, d_o_ref, lse_ref, delta_ref, *rest = refs
-    ks, vs, (blocks, counts, key_lengths, out_ref) = rest[:4], rest[4:8], rest[8:]
+    ks, vs, (blocks, counts, key_lengths, *marks, out_ref) = rest[:4], rest[4:8], rest[8:]
+    marks = tiles.Marks.of(marks, s)
     me, head_dim = lax.axis_index("warpgroup"), q_ref.shape[-1]
 
     def body(
@@ -105,6 +107,7 @@ def _kernel(*refs: Ref, s: Settings) -> None:
         k: Ref,
         v: Ref,
         out: Ref,
+        segments: list[Ref],
         columns: Any,
         ready: Any,
         free: Any,
@@ -121,7 +124,7 @@ def _kernel(*refs: Ref, s: Settings) -> None:
                 w,
                 slot,
                 columns,
-                first,
+                (marks.position(first, work.b), [x.at[me] for x in segments]),
                 (q.at[me], d_o.at[me], *rows),
                 (k, v),
                 (k_ready, v_ready, k_free, v_free),
@@ -153,13 +156,17 @@ def _kernel(*refs: Ref, s: Settings) -> None:
                 for source, target in ((lse_ref, lse), (delta_ref, delta)):
                     source = source.at[work.b, work.head, rows]
                     plgpu.copy_gmem_to_smem(source, target.at[i], q_ready.at[i])
+                for target in segments:
+                    source = marks.queries.at[work.b, rows]
+                    plgpu.copy_gmem_to_smem(source, target.at[i], q_ready.at[i])
 
             at = (work.b, work.h)
             sources = (
                 (tiles.Source(ks, at, k, k_ready), k_free),
                 (tiles.Source(vs, at, v, v_ready), v_free),
             )
-            return tiles.produce(w, slot, blocks, sources, columns, key_lengths[work.b], s)
+            length = key_lengths[work.b]
+            return tiles.produce(w, slot, blocks, sources, columns, length, s, marks.keys)
 
         def start_to_consume() -> None:
             ring.free_at_first(s.stages, free[1:], q_free.at[me])
@@ -173,8 +180,9 @@ def _kernel(*refs: Ref, s: Settings) -> None:
         *[plgpu.SMEM((WARPGROUPS, ROWS), jnp.float32)] * 2,
         *[ring.tile((s.stages, TILE, head_dim), q_ref.dtype)] * 2,
         ring.tile((WARPGROUPS, ROWS, _WIDTH), q_ref.dtype),
+        tiles.segment_memory(s, WARPGROUPS, ROWS),
         tiles.column_memory(s),
-        *tiles.barriers(4, s),
+        *tiles.barriers(5 if s.has_segments else 4, s),
         collective_axes="warpgroup",
     )
 
@@ -190,6 +198,7 @@ def query_gradient(
     counts: jax.Array,
     key_lengths: jax.Array,
     settings: Settings,
+    marks: tuple[jax.Array, ...] = (),
 ) -> jax.Array:
     """The gradient of the queries.
 
@@ -205,6 +214,7 @@ def query_gradient(
       counts: the same.
       key_lengths: int32 ``[B]``.
       settings: numerics and launch.
+      marks: as in `pooled_forward.attention`.
 
     Returns:
       ``[B, T, N, H]`` in q's dtype.
@@ -219,4 +229,4 @@ def query_gradient(
         settings.programs,
         approx_math=True,
     )
-    return run(q, d_out, lse, delta, *keys, *values, blocks, counts, key_lengths)
+    return run(q, d_out, lse, delta, *keys, *values, blocks, counts, key_lengths, *marks)

@@ -39,6 +39,8 @@ class Settings:
       is_causal: a query sees the pooled keys whose last token is not after it.
       stages: tiles in shared memory.
       programs: how many run side by side, one to a multiprocessor.
+      has_segments: a query sees the pooled keys of its segment alone.
+      is_shifted: positions of queries are not those of keys of the same index.
     """
 
     block_q: int
@@ -47,6 +49,8 @@ class Settings:
     is_causal: bool
     stages: int
     programs: int = 132
+    has_segments: bool = False
+    is_shifted: bool = False
 
     @property
     def factor(self) -> float:
@@ -70,6 +74,69 @@ class Settings:
     def rows(self, level: int) -> int:
         """Pooled keys of a block."""
         return self.block_kv // level
+
+
+class Marks(NamedTuple):
+    """What else says which pooled keys a query sees; None where a call has none."""
+
+    queries: Ref | None
+    """int32 ``[B, Tp]``, the segments of queries, `T` rounded up to whole blocks."""
+    keys: Ref | None
+    """int32, those of keys, in the order in which a kernel needs them."""
+    shift: Ref | None
+    """int32 ``[B]``, a query's position less a key's of the same index."""
+
+    @classmethod
+    def of(cls, refs: Sequence[Ref], s: Settings) -> "Marks":
+        """From a kernel's last inputs."""
+        segments = refs[:2] if s.has_segments else (None, None)
+        return cls(*segments, refs[-1] if s.is_shifted else None)
+
+    def position(self, first: jax.Array, b: jax.Array) -> jax.Array:
+        """That of query `first`, counted as those of keys are."""
+        return first if self.shift is None else first + self.shift[b]
+
+
+def segment_memory(s: Settings, *shape: int) -> list[Any]:
+    """For segments, in calls that have them."""
+    return [plgpu.SMEM(shape, jnp.int32)] if s.has_segments else []
+
+
+def hide(
+    x: jax.Array,
+    first: jax.Array,
+    segment: Sequence[Ref],
+    columns: Sequence[jax.Array],
+    s: Settings,
+) -> jax.Array:
+    """Scores ``[64, columns]`` with ``-inf`` for what their rows do not see.
+
+    Args:
+      x: the scores.
+      first: the position of the first row.
+      segment: one of int32 ``[64]``, of the rows, with segments; empty without.
+      columns: int32, the last token of the pooled keys, and with segments theirs.
+      s: settings.
+    """
+    last, *others = columns
+    if s.is_causal:
+        position = iota(ROWS, ROW) + first
+        seen = along(last, x.shape, 1) <= along(position, x.shape, 0)
+        x = jnp.where(seen, x, -jnp.inf)
+    for mine, other in zip(segment, others, strict=True):
+        seen = along(other, x.shape, 1) == along(load(mine, ROW), x.shape, 0)
+        x = jnp.where(seen, x, -jnp.inf)
+    return x
+
+
+def store(x: jax.Array, staging: Ref, target: Ref) -> None:
+    """Writes ``[64, H]``, as many channels at a time as `staging` has."""
+    width = staging.shape[1]
+    for begin in range(0, x.shape[1], width):
+        staging[...] = lax.slice(x, (0, begin), (ROWS, begin + width)).astype(staging.dtype)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(staging, target.at[:, pl.ds(begin, width)])
+        plgpu.wait_smem_to_gmem(0)
 
 
 def transposed(ref: Ref) -> Ref:
@@ -207,7 +274,8 @@ def barriers(query_arrivals: int, s: Settings) -> tuple[list[Any], list[Any]]:
 
 def column_memory(s: Settings) -> list[Any]:
     """For the columns of the edges, see `produce`."""
-    return [plgpu.SMEM((s.stages, TILE), dtype) for dtype in (jnp.float32, jnp.int32)]
+    memory = [plgpu.SMEM((s.stages, TILE), dtype) for dtype in (jnp.float32, jnp.int32)]
+    return memory + segment_memory(s, s.stages, TILE)
 
 
 class Source(NamedTuple):
@@ -242,9 +310,10 @@ def produce(
     slot: jax.Array,
     blocks: Ref,
     sources: tuple[tuple[Source, Ref], ...],
-    columns: tuple[Ref, Ref],
+    columns: Sequence[Ref],
     key_length: jax.Array,
     s: Settings,
+    segments: Ref | None = None,
 ) -> jax.Array:
     """Copies the tiles of a walk to shared memory.
 
@@ -254,9 +323,11 @@ def produce(
       blocks: the list.
       sources: keys and values, each with the barriers that say that a tile's place is free.
       columns: ``[stages, TILE]``, for the edges: float32 log2 of a column's tokens, ``-inf`` where
-        there are none; int32 the last of them. They are ready with the keys, and free with them.
+        there are none; int32 the last of them; with segments int32 theirs. They are ready with the
+        keys, and free with them.
       key_length: int32 scalar.
       s: settings.
+      segments: int32 ``[B, TILE + S + TILE]`` with segments: those of the tokens from `TILE` on.
 
     Returns:
       the slot after the last tile.
@@ -293,7 +364,11 @@ def produce(
                 fill = functools.partial(_copy_block, source, 3, nothing, c, slot, s)
                 pl.when(kind == len(LEVELS))(fill)
             if n == 0:
-                _write_columns(w, first, chosen, key_length, [x.at[slot] for x in columns], s)
+                targets = [x.at[slot] for x in columns]
+                _write_columns(w, first, chosen, key_length, targets[:2], s)
+                if segments is not None:
+                    of_block = segments.at[source.at[0]]
+                    _write_segments(w, first, chosen, of_block, targets[2], s)
             plgpu.barrier_arrive(source.ready.at[slot])
         return ring.next_slot(slot, s.stages)
 
@@ -351,3 +426,36 @@ def _write_columns(
     count = jnp.where(exists, end - begin, 1).astype(jnp.float32)
     targets[0][...] = jnp.where(exists, jnp.log(count) * LOG2_E, -jnp.inf)
     targets[1][...] = end - 1
+
+
+def _write_segments(
+    w: Walk,
+    first: jax.Array,
+    chosen: list[tuple[jax.Array, jax.Array]],
+    segments: Ref,
+    target: Ref,
+    s: Settings,
+) -> None:
+    """The segments of the columns of a tile of the edges; one column per thread.
+
+    A block of means has one. Those of level 1, the first ones, begin where a block can: what a
+    column needs is as far from its block's first token as the column is from the block's first.
+    """
+    layout = plgpu.Layout.WG_STRIDED((TILE,), vec_size=1)
+    column = iota(TILE, layout)
+
+    def along_columns(size: int) -> jax.Array:
+        return lax.shift_right_logical(column, jnp.full_like(column, size.bit_length() - 1))
+
+    piece, place = along_columns(s.chunk), along_columns(s.block_kv)
+    found = jnp.zeros_like(column)
+    for c, (block, _) in enumerate(chosen):
+        one = segments[TILE + block * s.block_kv]
+        found = jnp.where(piece == c, one, found)
+    is_token = piece + first < w.starts[1]
+    for p in range(TILE // s.block_kv):
+        block, _ = chosen[p * LEVELS[-1]]
+        begin = TILE + (block - p) * s.block_kv
+        each = plgpu.layout_cast(segments[pl.ds(begin, TILE)], layout)
+        found = jnp.where(is_token & (place == p), each, found)
+    target[...] = found
