@@ -13,6 +13,7 @@ from grids import pairwise
 from kernel_helpers import OFFSETS, SEGMENTS, extras_of, lower_for_cuda
 
 import turbojax as tj
+from pallas_kernels.mosaic.hopper.gradient import tiles
 from turbojax import _device
 from turbojax.ops.options import Options
 from turbojax.ops.turbo_attention import gradient, mosaic_gradient
@@ -201,3 +202,15 @@ def test_extras_lower(extras, feature, rounding, head_dim, mode, dtypes, is_ragg
         lambda *x: run(*x[:-1], extras=x[-1]), *arrays, out, rows, out, rows, given
     )
     assert "mosaic_gpu" in text
+
+
+@pytest.mark.parametrize("has_order", [True, False])
+def test_every_tile_of_every_row_has_a_number(has_order):
+    batch, rows, count = 2, 3, 5
+    order = jnp.asarray([7, 3, 9, 0, 1, 2, 8, 4, 6, 5], jnp.int32) if has_order else None
+    total = batch * rows * tiles.numbers(128 * count, order)
+    got = [tiles.place_of(jnp.int32(n), count, order, rows) for n in range(total)]
+    seen = sorted((int(row), int(tile)) for row, tile in got if tile < count)
+    assert seen == [(row, tile) for row in range(batch * rows) for tile in range(count)]
+    if has_order:
+        assert [(int(r), int(t)) for r, t in got[:4]] == [(3, 2), (4, 2), (5, 2), (0, 3)]

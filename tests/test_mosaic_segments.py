@@ -71,3 +71,21 @@ def test_the_first_full_tiles_are_those_that_follow_each_other():
     found = segments.bounds(ids, lengths, 64, ids, lengths, 64)[0]
     np.testing.assert_array_equal(found[:, 0], [0, 256, 0, 128])
     np.testing.assert_array_equal(found[:, 2], [128, 192, 128, 192])
+
+
+@pytest.mark.parametrize("shift", [None, 200])
+@pytest.mark.parametrize(("before", "after"), [(None, None), (None, 0), (300, 0)])
+def test_tiles_with_most_to_do_come_first(shift, before, after):
+    rng = np.random.default_rng(1)
+    own = jnp.asarray(np.sort(rng.integers(0, 4, (2, 1100)), axis=1), jnp.int32)
+    lengths = jnp.asarray([1100, 500], jnp.int32)
+    bounds = segments.bounds(own, lengths, 128, own, lengths, 64)
+    shifts = None if shift is None else jnp.full((2,), shift, jnp.int32)
+    order = np.asarray(segments.order(bounds, 128, shifts, before, after))
+    np.testing.assert_array_equal(np.sort(order), np.arange(18))
+    start, stop = np.asarray(bounds[:, 0]), np.asarray(bounds[:, 1])
+    first = np.arange(9) * 128 + (shift or 0)
+    stop = stop if after is None else np.minimum(stop, first + 128 + after)
+    start = start if before is None else np.maximum(start, first - before)
+    counts = np.maximum(stop - start, 0).ravel()[order]
+    assert (np.diff(counts) <= 0).all()

@@ -33,6 +33,10 @@ alone (2747). v5 is at 71 and 67 % of 16 bits' peak, and spills up to 24 bytes. 
       v6 takes 3034 and 2842 in that run (int8_fp8 2833 to 2783)                3060   2813
 v7 is the default with 8-bit output gradients: predicted were 80 to 90 % of 16 bits' peak, seen are
 59 causal and 63 not. `benchmarks/results/prompt_launches_2026-11-24.json`.
+Segments, 2 x 8,192 tokens of 8 x 1,024, fp8, output gradients in 8 bits: 410, of the sequences by
+themselves 400, without segments see v7. 16 segments of 118 to 3,209 tokens in 16,384: 1340 (without
+segments 5369, of which 11 % is visible) with tiles in pairs, of which the same programs took the
+longest: `segments.order` is for that.
 Not built: `dV` in 8 bits. E4m3 sums keep some 14 bits, too few over all queries of a group of
 heads, and products of parts of them, to be added up apart, have no registers.
 """

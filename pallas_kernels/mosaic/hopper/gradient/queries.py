@@ -21,6 +21,8 @@ v2 with its sum under way: 2731 and 2174, for want of registers. 69 and 63 % of 
       are skipped; no 16-bit words of weights, which only keys' gradients
       multiply. In a warm GPU, where v2 takes 2154 and 1799                     2118   1782
 `benchmarks/results/training_2026-11-23.json`.
+Segments, 2 x 8,192 tokens of 8 x 1,024, fp8, output gradients in 8 bits: 291, of the sequences by
+themselves 278. 16 segments in 16,384, see `keys`: 592 with tiles in pairs (without segments 3555).
 Tried: turns at the weights, as in `keys`: 2183 and 1981, where v3 takes 2158 and 1820 in that run.
 A turn lasts for both halves, whose own overlap is the better one.
 `benchmarks/results/prompt_launches_2026-11-24.json`.
