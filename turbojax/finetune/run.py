@@ -300,7 +300,9 @@ def _describe(
 ) -> dict[str, Any]:
     """Facts about run, machine and versions; those that decide the figures under "identity"."""
     config = trainer.config
-    attention = {"kind": "dense"} if pooled is None else {"kind": "pooled", **pooled.describe()}
+    attention: dict[str, Any] = {"kind": "dense"}
+    if pooled is not None:
+        attention = {"kind": "pooled", **pooled.describe()}
     if trainer.packed:
         attention["packed"] = True
     return {

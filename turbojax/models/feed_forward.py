@@ -210,7 +210,7 @@ class Experts(nnx.Module):
         assert config.experts is not None
         experts, size = config.experts, config.hidden_size
         count, inner, shared = experts.count, experts.intermediate_size, experts.shared_size
-        dtypes = {"dtype": dtype, "param_dtype": param_dtype}
+        dtypes: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype}
         make: Any = functools.partial(
             StackedLinear, count, use_bias=experts.has_biases, rngs=rngs, **dtypes
         )

@@ -66,12 +66,11 @@ class LatentAttention(nnx.Module):
         make = functools.partial(linear, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
         norm: Any = functools.partial(RMSNorm, eps=NORM_EPS, param_dtype=param_dtype)
         rank, width = latent.query_rank, heads * latent.key_dim
-        has_rank = rank is not None
         self.latent, self.num_heads = latent, heads
-        self.q_proj = None if has_rank else make(size, width)
-        self.q_a_proj = make(size, rank, use_bias=config.qkv_bias) if has_rank else None
-        self.q_a_norm = norm(rank) if has_rank else None
-        self.q_b_proj = make(rank, width) if has_rank else None
+        self.q_proj = make(size, width) if rank is None else None
+        self.q_a_proj = None if rank is None else make(size, rank, use_bias=config.qkv_bias)
+        self.q_a_norm = None if rank is None else norm(rank)
+        self.q_b_proj = None if rank is None else make(rank, width)
         self.kv_a_proj = make(size, latent.rank + latent.rope_dim, use_bias=config.qkv_bias)
         self.kv_a_norm = norm(latent.rank)
         self.kv_b_proj = make(latent.rank, heads * (latent.nope_dim + latent.value_dim))

@@ -65,7 +65,8 @@ class QuantizedExperts:
             if experts.swiglu_limit is None:
                 inner = first(activation=activation)
             else:
-                inner = gated(*jnp.split(first(), 2, axis=-1), config)
+                gate, up = jnp.split(first(), 2, axis=-1)
+                inner = gated(gate, up, config)
             return grouped_matmul(inner, self.down, sizes, bias=self.down_bias)
 
         # The router reads what is not rounded.

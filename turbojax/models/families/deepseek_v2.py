@@ -11,7 +11,6 @@ from turbojax.models.families.keys import COMMON, flag, integer, number
 from turbojax.models.families.latent import LatentConfig
 from turbojax.rotary import YarnScaling
 
-_MSCALES = ("mscale", "mscale_all_dim")
 _GREEDY, _GROUPS = "greedy", "group_limited_greedy"
 
 
@@ -98,11 +97,12 @@ class DeepseekV2(Family):
         return True
 
     def _read_latent(self, keys: Mapping[str, Any]) -> LatentConfig:
-        sizes = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-        rank = None if keys["q_lora_rank"] is None else integer(keys, "q_lora_rank")
         return LatentConfig(
-            *(integer(keys, key) for key in sizes),
-            query_rank=rank,
+            rank=integer(keys, "kv_lora_rank"),
+            nope_dim=integer(keys, "qk_nope_head_dim"),
+            rope_dim=integer(keys, "qk_rope_head_dim"),
+            value_dim=integer(keys, "v_head_dim"),
+            query_rank=None if keys["q_lora_rank"] is None else integer(keys, "q_lora_rank"),
             interleaved=self.is_interleaved(keys),
             yarn_mscale=_all_dim(keys),
         )

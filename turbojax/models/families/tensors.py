@@ -265,7 +265,9 @@ def _others(config: TransformerConfig, layer: int) -> Iterator[TensorSpec]:
         if last not in parts:
             continue
         paths, inputs, outputs = parts[last]
-        leaves = {"": ("kernel", (experts.count, inputs, outputs))}
+        leaves: dict[str, tuple[str, tuple[int, ...]]] = {
+            "": ("kernel", (experts.count, inputs, outputs))
+        }
         if experts.has_biases:
             leaves["_bias"] = ("bias", (experts.count, outputs))
         for suffix, (leaf, shape) in leaves.items():
