@@ -309,7 +309,7 @@ def _describe(
         "identity": {
             "settings": dataclasses.asdict(trainer.settings),
             "attention": attention,
-            "model": {**dataclasses.asdict(config), "parameters": config.num_parameters},
+            "model": {**config.described(), "parameters": config.num_parameters},
             "start_sha256": sha256(
                 np.asarray(x).tobytes() for x in jax.tree.leaves(trainer.params)
             ),

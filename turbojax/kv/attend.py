@@ -26,7 +26,8 @@ def attend_prompt(
       first: the prompts' first sequence in the cache, which may hold more than `b`.
       implementation: of `prefill`, or of the exact cache's attention; None to choose. With
         `attention` it writes the cache, where it can, and attends as `attend_within` says.
-      attention: attend with this instead, to the prompts' own keys and values.
+      attention: attend with this instead, to the prompts' own keys and values; not with a cache of
+        latents, whose layers make none.
     """
 
     def attend(query, key, value, cache, options=PLAIN, sinks=None):  # type: ignore[no-untyped-def]
@@ -42,6 +43,11 @@ def attend_prompt(
                 options=options,
                 sinks=sinks,
                 implementation=implementation,
+            )
+        elif kind.has_latents:
+            raise NotImplementedError(
+                "attention within prompts must be None with a cache of latents, which has no keys "
+                "and values of heads: use a cache that has"
             )
         else:
             name = within_implementation(implementation, attention, kind.implementations)

@@ -349,6 +349,18 @@ class TransformerConfig:
             raise ValueError(f"a config.json of family {self.family!r} cannot say {values}")
         return hf
 
+    def told(self) -> dict[str, Any]:
+        """The fields by name, without those of `_ADDED` that have their default."""
+        return {
+            field.name: getattr(self, field.name)
+            for field in dataclasses.fields(self)
+            if field.name not in _ADDED or getattr(self, field.name) != field.default
+        }
+
+    def described(self) -> dict[str, Any]:
+        """`told`, in which parts that are objects are dictionaries too."""
+        return {name: _described(value) for name, value in self.told().items()}
+
     def _canonical(self) -> "TransformerConfig":
         """An equal model's configuration with the defaults filled in, for comparisons."""
         scale, windows = self.attention_scale, self.local_windows
@@ -365,6 +377,21 @@ class TransformerConfig:
             rotary_dim=self.rope.channels,
             local_rope_theta=(None if set(self.ropes) <= {self.rope} else self.local_rope_theta),
         )
+
+
+# Of `TransformerConfig`, since sessions, results and logs were written that hold its fields or
+# digests of them: files from before say nothing of these, and must be those of the same model.
+_ADDED = (
+    *("local_rope_theta", "experts", "latent", "attention_sinks"),
+    *("joint_qk_norm", "rope_interleaved", "nope_layers", "logit_scale"),
+    *("pre_norms", "layer_norm", "parallel", "residual_scale"),
+)
+
+
+def _described(value: Any) -> Any:
+    if isinstance(value, ExpertsConfig):
+        return value.told()
+    return dataclasses.asdict(value) if dataclasses.is_dataclass(value) else value
 
 
 def model_config(

@@ -265,6 +265,11 @@ def check_quantizable(config: TransformerConfig) -> None:
             "experts beside a shared one, or chosen by sigmoids, are not supported in a quantized "
             f"decoder: {experts}"
         )
+    if experts is not None and experts.has_biases and experts.swiglu_limit is None:
+        raise NotImplementedError(
+            "experts with biases are supported in a quantized decoder with a swiglu_limit alone, "
+            f"as gpt-oss has them: {experts}"
+        )
 
 
 def norm_shapes(config: TransformerConfig) -> dict[str, tuple[int, ...]]:

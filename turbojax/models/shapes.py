@@ -1,7 +1,7 @@
 """Shapes of published models, by name: what `random_decoder` is used with to measure speed."""
 
-from turbojax.models.config import ExpertsConfig, TransformerConfig
-from turbojax.rotary import LinearScaling, Llama3Scaling
+from turbojax.models.config import ExpertsConfig, LatentConfig, TransformerConfig
+from turbojax.rotary import LinearScaling, Llama3Scaling, YarnScaling
 
 _LLAMA_2_7B = TransformerConfig(
     vocab_size=32000,
@@ -173,6 +173,50 @@ _GEMMA_3_4B = TransformerConfig(
     post_norms=True,
 )
 
+_GPT_OSS_20B = TransformerConfig(
+    family="gpt_oss",
+    vocab_size=201088,
+    hidden_size=2880,
+    intermediate_size=2880,
+    num_layers=24,
+    num_heads=64,
+    num_kv_heads=8,
+    head_dim=64,
+    max_length=131072,
+    rope_theta=150000.0,
+    rope_scaling=YarnScaling(32.0, 4096, truncate=False),
+    qkv_bias=True,
+    output_bias=True,
+    local_windows=(128, None) * 12,
+    attention_sinks=True,
+    experts=ExpertsConfig(
+        count=32,
+        per_token=4,
+        intermediate_size=2880,
+        softmax="after",
+        has_biases=True,
+        swiglu_limit=7.0,
+    ),
+)
+
+_DEEPSEEK_V2_LITE = TransformerConfig(
+    family="deepseek_v2",
+    vocab_size=102400,
+    hidden_size=2048,
+    intermediate_size=10944,
+    num_layers=27,
+    num_heads=16,
+    num_kv_heads=16,
+    head_dim=192,
+    max_length=163840,
+    norm_eps=1e-6,
+    rope_scaling=YarnScaling(40.0, 4096, attention_factor=1.0),
+    latent=LatentConfig(rank=512, nope_dim=128, rope_dim=64, value_dim=128, yarn_mscale=0.707),
+    experts=ExpertsConfig(
+        count=64, per_token=6, intermediate_size=1408, dense_layers=(0,), shared_size=2816
+    ),
+)
+
 _TINY = TransformerConfig(
     vocab_size=512,
     hidden_size=64,
@@ -196,6 +240,8 @@ SHAPES = {
     "phi-3-mini": _PHI_3_MINI,
     "gemma-2-9b": _GEMMA_2_9B,
     "gemma-3-4b": _GEMMA_3_4B,
+    "gpt-oss-20b": _GPT_OSS_20B,
+    "deepseek-v2-lite": _DEEPSEEK_V2_LITE,
     "tiny": _TINY,
 }
 """Of the base models: Mistral 7B v0.1, Phi-3 mini with 4k tokens of context, Gemma 3 without what

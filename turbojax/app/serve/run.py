@@ -24,13 +24,6 @@ from turbojax.models.generation.stopping import TextStream
 from turbojax.models.text.tokenizer import Tokenizer
 from turbojax.rotary import LongRopeScaling
 
-# Of `TransformerConfig`, since results are kept: see `_shape`.
-_ADDED_FIELDS = (
-    *("local_rope_theta", "experts", "latent", "attention_sinks"),
-    *("joint_qk_norm", "rope_interleaved", "nope_layers", "logit_scale"),
-    *("pre_norms", "layer_norm", "parallel", "residual_scale"),
-)
-
 
 @dataclasses.dataclass(frozen=True)
 class Pool:
@@ -311,15 +304,9 @@ def _shape(config: TransformerConfig) -> str:
     """A model's configuration in words that stay the same from one version to the next.
 
     Results that an earlier version wrote hold a digest of them, and --resume must go on from these.
-    So a field that was added since is left out where it has its default, and the configuration goes
-    by the name that it had when the first such file was written.
+    So the configuration goes by the name that it had when the first such file was written.
     """
-    fields = [
-        f"{field.name}={getattr(config, field.name)!r}"
-        for field in dataclasses.fields(config)
-        if field.name not in _ADDED_FIELDS or getattr(config, field.name) != field.default
-    ]
-    return f"LlamaConfig({', '.join(fields)})"
+    return f"LlamaConfig({', '.join(f'{name}={x!r}' for name, x in config.told().items())})"
 
 
 def pages_of(

@@ -1,6 +1,5 @@
 """KV caches and sessions on disk: a prompt is read once, and generation continues from there."""
 
-import dataclasses
 import hashlib
 import os
 from collections.abc import Mapping
@@ -28,12 +27,6 @@ StorableCache = LayerCache | PagedCache | ModelCaches
 """A layer's cache of any kind, a pool of pages, or the caches of a model."""
 
 _MODEL, _SESSION = "model", "session"
-# Of `TransformerConfig`, since sessions are stored: those from before say nothing of them.
-_ADDED_FIELDS = (
-    *("local_rope_theta", "experts", "latent", "attention_sinks"),
-    *("joint_qk_norm", "rope_interleaved", "nope_layers", "logit_scale"),
-    *("pre_norms", "layer_norm", "parallel", "residual_scale"),
-)
 _SAMPLED = 64
 """Numbers of every array of a model that go into its fingerprint as they are."""
 
@@ -295,13 +288,8 @@ def _fingerprint(decoder: Decoder | QuantizedDecoder) -> dict[str, Any]:
     digest = hashlib.sha256()
     for x in jax.device_get(jax.tree.leaves([_sample(x) for x in jax.tree.leaves(decoder)])):
         digest.update(x.tobytes())
-    config = {name: repr(x) for name, x in dataclasses.asdict(decoder.config).items()}
+    config = {name: repr(x) for name, x in decoder.config.described().items()}
     del config["max_length"]  # it says what is allowed, and changes no number
-    for field in dataclasses.fields(decoder.config):
-        if field.name in _ADDED_FIELDS and getattr(decoder.config, field.name) == field.default:
-            del config[field.name]
-    if decoder.config.experts is not None:
-        config["experts"] = repr(decoder.config.experts.told())
     scaling = decoder.config.rope_scaling
     if isinstance(scaling, LongRopeScaling):
         long = decoder.config.max_length > scaling.original_max_length
