@@ -76,6 +76,8 @@ BILLIONS = {
     "gemma-2-9b": 9.24,
     # Without what reads pictures, which has 0.42 more.
     "gemma-3-4b": 3.88,
+    "gpt-oss-20b": 20.91,
+    "deepseek-v2-lite": 15.71,
 }
 
 

@@ -391,7 +391,8 @@ _ADDED = (
 def _described(value: Any) -> Any:
     if isinstance(value, ExpertsConfig):
         return value.told()
-    return dataclasses.asdict(value) if dataclasses.is_dataclass(value) else value
+    is_object = dataclasses.is_dataclass(value) and not isinstance(value, type)
+    return dataclasses.asdict(value) if is_object else value
 
 
 def model_config(
