@@ -73,7 +73,7 @@ class PooledAttention:
         ``functools.partial(pooled, segment_ids=ids)`` is an `Attend`.
         """
         levels = self.levels(query, key, options=options, segment_ids=segment_ids)
-        more = {"options": options, "segment_ids": segment_ids}
+        more: dict[str, Any] = {"options": options, "segment_ids": segment_ids}
         return self.attend(query, key, value, levels, sinks=sinks, **more), cache
 
     def levels(

@@ -89,8 +89,8 @@ class Marks(NamedTuple):
     @classmethod
     def of(cls, refs: Sequence[Ref], s: Settings) -> "Marks":
         """From a kernel's last inputs."""
-        segments = refs[:2] if s.has_segments else (None, None)
-        return cls(*segments, refs[-1] if s.is_shifted else None)
+        queries, keys = refs[:2] if s.has_segments else (None, None)
+        return cls(queries, keys, refs[-1] if s.is_shifted else None)
 
     def position(self, first: jax.Array, b: jax.Array) -> jax.Array:
         """That of query `first`, counted as those of keys are."""
