@@ -113,9 +113,9 @@ def turbo_attention(
         two names it is the first of these that can run. With None, calls in 16 bits that are too
         short for rounding to pay are exact attention by cuDNN on Hopper, and so is mode
         ``"float"``; not with lengths, a soft cap, SAS, a window unless it is causal, causal calls
-        with ``T != S``, any of the eight options above, or the residual. When differentiated all
-        are rounded: then a short call's value differs from that of the same call alone, by what
-        rounding costs.
+        with ``T != S``, segments, offsets, a bias, slopes, sinks, an `output_dtype`, values of
+        another head dim, or the residual. When differentiated all are rounded: then a short call's
+        value differs from that of the same call alone, by what rounding costs.
       return_residual: also return the log-sum-exp of the scores.
 
     Returns:

@@ -79,11 +79,11 @@ class Settings:
 class Marks(NamedTuple):
     """What else says which pooled keys a query sees; None where a call has none."""
 
-    queries: Ref | None
+    queries: Ref
     """int32 ``[B, Tp]``, the segments of queries, `T` rounded up to whole blocks."""
-    keys: Ref | None
+    keys: Ref
     """int32, those of keys, in the order in which a kernel needs them."""
-    shift: Ref | None
+    shift: Ref
     """int32 ``[B]``, a query's position less a key's of the same index."""
 
     @classmethod
