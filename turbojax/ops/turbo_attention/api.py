@@ -288,8 +288,7 @@ def prefill(
         local_window_size=local_window_size,
         logits_soft_cap=logits_soft_cap,
     )
-    wants_output_alone = not return_residual and sinks is None
-    may_be_exact = implementation is None and key_value_seq_lengths is None and wants_output_alone
+    is_plain = key_value_seq_lengths is None and sinks is None and not return_residual
     (out, residual), filled = _prefill(
         query,
         key,
@@ -299,7 +298,7 @@ def prefill(
         options=options,
         extras=given.of_layer(query, sinks),
         implementation=implementation,
-        may_be_exact=may_be_exact,
+        may_be_exact=implementation is None and is_plain,
     )
     return ((out, residual) if return_residual else out), filled
 
