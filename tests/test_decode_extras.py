@@ -12,6 +12,7 @@ from turbojax import fireq, k8v4, paged
 from turbojax.baselines import kivi
 from turbojax.kv import init_layer_cache
 from turbojax.ops import exact_attention
+from turbojax.ops.options import Options
 from turbojax.state import exact
 
 HEADS, KV_HEADS, HEAD_DIM, ROOM, PAGE = 4, 2, 64, 192, 64
@@ -308,3 +309,23 @@ def test_long_prompts_in_float32_are_refused_in_words(monkeypatch):
     words = "1200 queries of a KV head must be at most 1024 for float32 outputs"
     with pytest.raises(NotImplementedError, match=words):
         decode("auto", query, cache, implementation="mosaic_gpu", output_dtype=jnp.float32)
+
+
+def test_a_length_out_of_range_is_found_with_an_offset_too():
+    """One query without a window is given a shorter cache: that must not hide a wrong length."""
+    pool, tables, lengths = filled("auto")
+    lengths = lengths.at[0].set(ROOM + 1)
+    run = jax.jit(lambda lengths: decode("auto", queries(1), (pool, tables, lengths), **offset))
+    offset = {"query_offset": 10}
+    out, lse = run(lengths)
+    assert np.isnan(out[0]).all()
+    assert np.isnan(lse[0]).all()
+    assert np.isfinite(out[1:]).all()
+
+
+def test_exact_prompts_give_what_their_options_say():
+    x = jnp.ones((1, 8, 2, 16), jnp.bfloat16)
+    options = Options(is_causal=True, scale=0.25, out_dtype="float32")
+    assert exact_attention.attend(x, x, x, options=options).dtype == jnp.float32
+    with pytest.raises(NotImplementedError, match="no output_dtype=float32"):
+        exact_attention.attend(x, x, x, options=options, implementation="cudnn")

@@ -139,8 +139,9 @@ def _gradient(
     return call, (*arrays, out, residual, *gradients), _in_one
 
 
-def _in_one(arrays: tuple[jax.Array, ...]) -> jax.Array:
-    return jnp.concatenate([x[:1].reshape(1, -1) for x in arrays], axis=1)
+def _in_one(gradients: tuple[Any, ...]) -> jax.Array:
+    """Those of query, key and value of the first sequence; those of extras, of which are none."""
+    return jnp.concatenate([x[:1].reshape(1, -1) for x in gradients[:3]], axis=1)
 
 
 def measure(inputs: prefill.Inputs, name: str, change: Row | None, first: dict[str, Any]) -> Row:

@@ -81,7 +81,7 @@ class Settings:
 
 
 class Extras(NamedTuple):
-    """Arrays that a call may have beyond its operands; None for what it has not.
+    """Arrays, in the kernel refs, that a call may have beyond its operands; None where it has none.
 
     Attributes:
       shift: int32 ``[B]``, by how much a query's position exceeds a key's of the same index.
@@ -94,13 +94,13 @@ class Extras(NamedTuple):
       sinks: float32 ``[N]``, logits in the denominators.
     """
 
-    shift: jax.Array | None = None
-    query_segments: jax.Array | None = None
-    key_segments: jax.Array | None = None
-    ranges: jax.Array | None = None
-    bias: jax.Array | None = None
-    slopes: jax.Array | None = None
-    sinks: jax.Array | None = None
+    shift: Ref | None = None
+    query_segments: Ref | None = None
+    key_segments: Ref | None = None
+    ranges: Ref | None = None
+    bias: Ref | None = None
+    slopes: Ref | None = None
+    sinks: Ref | None = None
 
 
 NOTHING = Extras()

@@ -152,8 +152,8 @@ def _step(
     if is_masked and s.is_causal:
         at_key = marks.positions(position, b)
         p = jnp.where(tile.last[:, None] <= at_key[None, :], p, 0.0)
-    if is_masked and tile.segment is not None:
-        segment = marks.of_queries(position, b)
+    segment = marks.of_queries(position, b) if is_masked else None
+    if tile.segment is not None and segment is not None:
         p = jnp.where(tile.segment[:, None] == segment[None, :], p, 0.0)
     d_v = d_v + dot(p.astype(d_out.dtype), d_out, contracting=(1, 0))
     d_s = p * (dot(tile.v, d_out) - d[None, :])

@@ -78,11 +78,9 @@ class Extras:
 
     def shift(self) -> jax.Array | None:
         """By how much a query's position exceeds a key's of the same index: int32 ``[B]``."""
-        if self.query_offset is None and self.key_offset is None:
-            return None
-        first = 0 if self.query_offset is None else self.query_offset
-        second = 0 if self.key_offset is None else self.key_offset
-        return first - second
+        if self.query_offset is None:
+            return None if self.key_offset is None else -self.key_offset
+        return self.query_offset if self.key_offset is None else self.query_offset - self.key_offset
 
     def begin(self, length: jax.Array, query_length: jax.Array) -> jax.Array:
         """Where a cache's first query is, counted from the cache's first token: int32 ``[B]``.

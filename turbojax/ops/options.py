@@ -21,7 +21,14 @@ def _check_scores(scale: object, logits_soft_cap: float | None) -> None:
     _checks.check_positive("logits_soft_cap", logits_soft_cap)
 
 
-def _check_output_dtype(dtype: Any) -> str:
+def check_output_dtype(dtype: Any) -> str | None:
+    """The name of an output's dtype; None, for the query's, stays.
+
+    Raises:
+      ValueError: if it is another one than float32.
+    """
+    if dtype is None:
+        return None
     try:
         name = jnp.dtype(dtype).name
     except TypeError:
@@ -135,8 +142,7 @@ class Options(Visibility):
         object.__setattr__(self, "scale", float(self.scale))
         if self.logits_soft_cap is not None:
             object.__setattr__(self, "logits_soft_cap", float(self.logits_soft_cap))
-        if self.out_dtype is not None:
-            object.__setattr__(self, "out_dtype", _check_output_dtype(self.out_dtype))
+        object.__setattr__(self, "out_dtype", check_output_dtype(self.out_dtype))
 
     def dtype_of_output(self, query: jax.Array | jax.ShapeDtypeStruct) -> jnp.dtype:
         """The output's dtype, for queries of this one."""

@@ -22,7 +22,8 @@ def bounds(ids: jax.Array, block: int) -> tuple[jax.Array, jax.Array]:
 def meet(query_ids: jax.Array, key_ids: jax.Array, block_q: int, block_kv: int) -> jax.Array:
     """Pairs of blocks that may have a segment in common: those whose ranges of ids meet.
 
-    Where ids ascend, as in packed sequences, these are exactly those that have.
+    These are exactly those that have where queries and keys have the same ascending ids, as those
+    of a packed sequence.
 
     Args:
       query_ids: int32 ``[B, T]``.

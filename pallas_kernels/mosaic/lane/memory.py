@@ -186,7 +186,7 @@ def init_barrier(barrier: Pointer, arrivals: int = 1) -> None:
 
 def has_bulk_copies() -> bool:
     """Whether the GPU that this is lowered for has them, and what came with them: Hopper's do."""
-    return mgpu.utils.get_arch().major >= 9  # type: ignore[no-any-return]
+    return bool(mgpu.utils.get_arch().major >= 9)
 
 
 def publish_barriers() -> None:

@@ -95,7 +95,7 @@ def _attend(
 ) -> jax.Array:
     """`attention` of checked arguments."""
     chosen = _choose(implementation, query, key, options, extras)
-    if options.logits_soft_cap is not None or extras.given:
+    if options.logits_soft_cap is not None or options.out_dtype is not None or extras.given:
         name = "xla" if implementation == "xla" else None
         out, _ = turbo_attention.attend(
             query, key, value, config=_FLOAT, options=options, extras=extras, implementation=name
@@ -126,8 +126,8 @@ def decode(
       scale: factor of the scores; ``1 / sqrt(H)`` if not given.
       local_window_size: see `turbojax.decode`; of a ring (`turbojax.state.ring`) at most its own.
       logits_soft_cap: see `turbojax.decode`.
-      query_offset: the same.
-      key_offset: the same.
+      query_offset: the same; one query without a window stays with the kernel.
+      key_offset: see `turbojax.decode`.
       sinks: the same.
       output_dtype: the same.
       implementation: ``"cudnn"`` (one query per sequence, an output in its own dtype alone, neither
@@ -373,6 +373,8 @@ def _choose(
     refusal = extras.refusal() or cudnn.unsupported(
         query, key, logits_soft_cap=options.logits_soft_cap
     )
+    if options.out_dtype is not None:
+        refusal = f"it has no output_dtype={options.out_dtype}"
     if implementation == "cudnn" and refusal is not None:
         raise NotImplementedError(f"exact attention cannot run here: cudnn: {refusal}")
     return "xla" if refusal is not None else "cudnn"

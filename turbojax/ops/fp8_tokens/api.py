@@ -31,7 +31,7 @@ def quantize_activation(
 
     Args:
       x: ``[..., K]``, bfloat16, float16 or float32.
-      implementation: ``"mosaic_gpu"`` (Ampere to Blackwell), ``"triton"`` or ``"xla"``,
+      implementation: ``"mosaic_gpu"`` (Ada, Hopper, Blackwell), ``"triton"`` or ``"xla"``,
         or None for the first of them that can run this. A name never falls back to another.
 
     Returns:

@@ -1,4 +1,4 @@
-"""The Mosaic GPU kernel behind `fp8_tokens` on Hopper."""
+"""The Mosaic GPU kernel behind `fp8_tokens`."""
 
 import functools
 

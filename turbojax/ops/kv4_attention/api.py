@@ -202,14 +202,14 @@ def decode(
       local_window_size: optional `w` or ``(left, right)``, relative to the query's position;
         of a cache made for a window at most that.
       logits_soft_cap: optional `c`: scores become ``c * tanh(score / c)``.
-      query_offset: see `turbojax.decode`.
-      key_offset: the same.
+      query_offset: see `turbojax.decode`; one query without a window stays with the kernels.
+      key_offset: see `turbojax.decode`.
       sinks: the same.
       output_dtype: the same.
-      implementation: ``"mosaic_gpu"`` (Hopper; rounds weights times values' scales, and queries
-        for 8-bit keys, to 22 bits), ``"triton"`` (rounds those to bfloat16, and float32 queries for
-        8-bit keys to 11 bits of a row's largest), ``"xla"``, or None for the first of them that can
-        run this.
+      implementation: ``"mosaic_gpu"`` (Ada to Blackwell; rounds weights times values' scales, and
+        queries for 8-bit keys, to 22 bits), ``"triton"`` (rounds those to bfloat16, and float32
+        queries for 8-bit keys to 11 bits of a row's largest), ``"xla"``, or None for the first of
+        them that can run this.
       return_residual: also return the log-sum-exp of the scores.
 
     Returns:

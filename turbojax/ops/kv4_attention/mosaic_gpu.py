@@ -1,4 +1,4 @@
-"""The Mosaic GPU kernel behind `fireq.decode` on Hopper: what it takes, how it is launched."""
+"""The Mosaic GPU kernel behind `fireq.decode`: what it takes, how it is launched."""
 
 import functools
 from typing import TYPE_CHECKING, NamedTuple

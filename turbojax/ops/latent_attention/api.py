@@ -83,7 +83,7 @@ def latent_attention(
             f"{query_latent.shape=} must have {cache.batch_size} sequences, as the cache has"
         )
     pages, tables = as_pages(cache)
-    options = Options(is_causal=True, scale=_scale(scale), window=_window(local_window_size))
+    options = _options(scale, local_window_size)
     out, residual = attend_latents(
         query_latent,
         query_rope,
@@ -139,7 +139,7 @@ def paged_latent_attention(
       NotImplementedError: if the implementation asked for cannot run this, or when it is
         differentiated.
     """
-    options = Options(is_causal=True, scale=_scale(scale), window=_window(local_window_size))
+    options = _options(scale, local_window_size)
     out, residual = attend_latents(
         query_latent,
         query_rope,
@@ -210,14 +210,11 @@ def select(
     )
 
 
-def _scale(scale: float) -> float:
+def _options(scale: float, local_window_size: int | tuple[int, int] | None) -> Options:
     if scale is None:
         raise TypeError("scale is None, must be a number: the expanded form's")
-    return scale
-
-
-def _window(local_window_size: int | tuple[int, int] | None) -> Any:
-    return local_window_size  # brought into one form by `Options`
+    window: Any = local_window_size  # brought into one form by `Options`
+    return Options(is_causal=True, scale=scale, window=window)
 
 
 def _check_queries(cache: LatentPages, query_latent: jax.Array, query_rope: jax.Array) -> None:

@@ -1,4 +1,4 @@
-"""The Mosaic GPU kernel behind `paged_attention` on Hopper: what it takes, how it is launched."""
+"""The Mosaic GPU kernel behind `paged_attention`: what it takes, how it is launched."""
 
 import dataclasses
 import functools

@@ -14,7 +14,7 @@ from turbojax._registry import Implementation, ImplementationName, Registry
 from turbojax.ops import extras as given
 from turbojax.ops import rows
 from turbojax.ops.extras import NOTHING, Extras
-from turbojax.ops.options import plain_scale
+from turbojax.ops.options import check_output_dtype, plain_scale
 from turbojax.ops.pooled_attention import mosaic_gpu, reference, segments, triton
 from turbojax.ops.pooled_attention.static import LEVELS, PooledOptions
 from turbojax.ops.sinks import sink_gradient, with_sinks
@@ -125,7 +125,7 @@ def pooled_attention(
         scale=plain_scale(query.shape[3]) if scale is None else scale,
         block_q=block_q,
         block_kv=block_kv,
-        out_dtype=output_dtype,
+        out_dtype=check_output_dtype(output_dtype),
     )
     extras = given.complete(
         query,
@@ -278,15 +278,15 @@ def _differentiable(
 
     @jax.custom_vjp
     def call(*arrays: Any) -> tuple[jax.Array, ...]:
-        *arrays, extras = arrays
+        *operands, extras = arrays
         if extras.sinks is None:
-            return run(*arrays, options=options, extras=extras)
+            return run(*operands, options=options, extras=extras)
         # In float32, so that the output is rounded once.
         wide = dataclasses.replace(options, out_dtype="float32")
         without = dataclasses.replace(extras, sinks=None)
-        out, residual = run(*arrays, options=wide, extras=without)
-        out, total = with_sinks(out, residual, extras.sinks, _real(out, arrays[4]))
-        return out.astype(options.dtype_of_output(arrays[0])), total, residual
+        out, residual = run(*operands, options=wide, extras=without)
+        out, total = with_sinks(out, residual, extras.sinks, _real(out, operands[4]))
+        return out.astype(options.dtype_of_output(operands[0])), total, residual
 
     def forward(*arrays: Any) -> Any:
         # `call`, not `run`: a second derivative must not find a way through the implementation.

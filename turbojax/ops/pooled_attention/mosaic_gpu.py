@@ -204,7 +204,7 @@ def gradient(
     padded = -(-sizes[0] // options.block_q) * options.block_q
     d_out, lse, delta = rows.gradient_rows(out, residual, d_out, d_residual, padded)
     queries = (x.query, _padded(d_out.astype(query.dtype)), lse, delta)
-    given = (query_length, key_length, options, extras)
+    given: tuple[Any, ...] = (query_length, key_length, options, extras)
     found = lists.by_query(levels, *sizes, *given)
     settings = _settings(options, launch.query_gradient, extras)
     marks = _marks(extras, options, by_key=False)

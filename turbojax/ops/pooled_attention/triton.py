@@ -140,7 +140,7 @@ def _attention(
 
     tokens = (query.shape[1], key.shape[1])
     lengths = _lengths(query, key, query_length, key_length)
-    given = (query_length, key_length, options, extras)
+    given: tuple[Any, ...] = (query_length, key_length, options, extras)
     return pooled_forward.forward(
         query,
         _side(key, lengths[1], interpret),
@@ -199,7 +199,8 @@ def _gradient(
     k, v = (_side(x, lengths[1], interpret) for x in (key, value))
     d_out, *row_numbers = rows.gradient_rows(out, residual, d_out, d_residual, query.shape[1])
     queries = _pooled_common.Queries(query, d_out.astype(query.dtype), *row_numbers)
-    given, marks = (query_length, key_length, options, extras), _marks(extras)
+    given: tuple[Any, ...] = (query_length, key_length, options, extras)
+    marks = _marks(extras)
     d_query = pooled_query_gradient.query_gradient(
         queries,
         k,

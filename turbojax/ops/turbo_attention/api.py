@@ -113,9 +113,9 @@ def turbo_attention(
         two names it is the first of these that can run. With None, calls in 16 bits that are too
         short for rounding to pay are exact attention by cuDNN on Hopper, and so is mode
         ``"float"``; not with lengths, a soft cap, SAS, a window unless it is causal, causal calls
-        with ``T != S``, any of the eight options above, or the residual. When differentiated all
-        are rounded: then a short call's value differs from that of the same call alone, by what
-        rounding costs.
+        with ``T != S``, segments, offsets, a bias, slopes, sinks, an `output_dtype`, values of
+        another head dim, or the residual. When differentiated all are rounded: then a short call's
+        value differs from that of the same call alone, by what rounding costs.
       return_residual: also return the log-sum-exp of the scores.
 
     Returns:
@@ -288,8 +288,7 @@ def prefill(
         local_window_size=local_window_size,
         logits_soft_cap=logits_soft_cap,
     )
-    wants_output_alone = not return_residual and sinks is None
-    may_be_exact = implementation is None and key_value_seq_lengths is None and wants_output_alone
+    is_plain = key_value_seq_lengths is None and sinks is None and not return_residual
     (out, residual), filled = _prefill(
         query,
         key,
@@ -299,7 +298,7 @@ def prefill(
         options=options,
         extras=given.of_layer(query, sinks),
         implementation=implementation,
-        may_be_exact=may_be_exact,
+        may_be_exact=implementation is None and is_plain,
     )
     return ((out, residual) if return_residual else out), filled
 

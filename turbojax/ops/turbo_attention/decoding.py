@@ -64,7 +64,7 @@ def decode(
       logits_soft_cap: optional `c`: scores become ``c * tanh(score / c)``.
       query_offset: optional int ``[B]`` or scalar, the position of the first query, where it is
         not one of the cache's last tokens: of several caches with parts of a text, see
-        `turbojax.merge_attention`. Several queries, or one with a window, are then plain JAX's.
+        `turbojax.merge_attention`. Plain JAX alone has it.
       key_offset: the position of the cache's first token, 0 if not given.
       sinks: optional floating-point ``[N]``, see `turbojax.turbo_attention`.
       output_dtype: float32 for results that will be merged; the query's if not given.

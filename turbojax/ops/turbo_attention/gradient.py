@@ -74,8 +74,8 @@ def straight_through(
 
     @jax.custom_vjp
     def call(*arrays: Any) -> tuple[jax.Array, jax.Array]:
-        *arrays, extras = arrays
-        return run(*arrays, config=config, options=options, extras=extras)
+        *operands, extras = arrays
+        return run(*operands, config=config, options=options, extras=extras)
 
     def forward(*arrays: Any) -> Any:
         # `call`, not `run`: a second derivative must not find its own way through the rounding.

@@ -1,4 +1,4 @@
-"""The Mosaic GPU kernel behind `decode` on Hopper: what it takes, how it is launched."""
+"""The Mosaic GPU kernel behind `decode`: what it takes, how it is launched."""
 
 import functools
 from typing import TYPE_CHECKING, Any, NamedTuple

@@ -13,6 +13,7 @@ from turbojax.ops.extras import NOTHING, Extras
 from turbojax.ops.options import Options
 from turbojax.ops.rows import pad_axis
 from turbojax.ops.turbo_attention.operands import (
+    HOPPER_EXTRAS,
     Stage1,
     plain_refusal,
     quantize_keys_and_values,
@@ -27,16 +28,6 @@ _BLOCK_KV = (64, 128)
 _TILE = 128
 # Query rows of one warpgroup, which have one scale.
 _ROWS = 64
-_OPTIONS = (
-    "query_offset",
-    "key_offset",
-    "query_segment_ids",
-    "key_value_segment_ids",
-    "alibi_slopes",
-    "sinks",
-    "output_dtype",
-    "value_head_dim",
-)
 # Above it the hardware's powers of two cannot be shifted so far that they become 0.
 _HIGHEST_THRESHOLD = -5.0
 
@@ -51,7 +42,7 @@ def attention_unsupported(
     extras: Extras = NOTHING,
 ) -> str | None:
     """Why `turbo_attention` cannot run this here; None if it can."""
-    refusal = plain_refusal(key, value, options, extras, _OPTIONS)
+    refusal = plain_refusal(key, value, options, extras, HOPPER_EXTRAS)
     if refusal is not None:
         return refusal
     head_dim = query.shape[-1]

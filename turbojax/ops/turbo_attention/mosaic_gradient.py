@@ -14,6 +14,7 @@ from turbojax.ops import numerics, rows
 from turbojax.ops.extras import NOTHING, Extras
 from turbojax.ops.options import Options
 from turbojax.ops.turbo_attention.operands import (
+    HOPPER_EXTRAS,
     plain_refusal,
     prepare_rows,
     quantize_queries,
@@ -25,18 +26,6 @@ _HEAD_DIMS = (64, 128, 256)
 # Tokens that copies take together, and queries of a program.
 _COPY, _TILE = 8, 128
 _ROWS = 64
-
-
-_OPTIONS = (
-    "query_offset",
-    "key_offset",
-    "query_segment_ids",
-    "key_value_segment_ids",
-    "alibi_slopes",
-    "sinks",
-    "output_dtype",
-    "value_head_dim",
-)
 
 
 class Launch(NamedTuple):
@@ -64,7 +53,7 @@ def unsupported(
 ) -> str | None:
     """Why the gradient cannot be computed by these kernels here; None if it can."""
     head_dim = query.shape[-1]
-    refusal = plain_refusal(key, value, options, extras, _OPTIONS)
+    refusal = plain_refusal(key, value, options, extras, HOPPER_EXTRAS)
     if refusal is not None:
         return refusal
     if config.mode == "float" and query.dtype == jnp.float32:

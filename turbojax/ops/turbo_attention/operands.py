@@ -16,6 +16,17 @@ from turbojax.ops.options import Options
 
 _AMPERE, _ADA = 8.0, 8.9
 _LARGEST_HEAD_DIM = 256
+# What Hopper's kernels take, forward and backward, as `plain_refusal` names it: all but a bias.
+HOPPER_EXTRAS = (
+    "query_offset",
+    "key_offset",
+    "query_segment_ids",
+    "key_value_segment_ids",
+    "alibi_slopes",
+    "sinks",
+    "output_dtype",
+    "value_head_dim",
+)
 _LARGEST_BLOCK = 256
 # The limit of a launch's second axis.
 _MOST_BLOCKS = 2**16 - 1

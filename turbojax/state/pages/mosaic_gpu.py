@@ -1,4 +1,4 @@
-"""The Mosaic GPU kernel that writes pages on Hopper: what it takes, how it is launched."""
+"""The Mosaic GPU kernel that writes pages: what it takes, how it is launched."""
 
 import dataclasses
 import math

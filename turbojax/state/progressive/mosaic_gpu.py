@@ -1,4 +1,4 @@
-"""The Mosaic GPU kernels that write a `ProgressiveCache` on Hopper: one launch for both sides."""
+"""The Mosaic GPU kernels that write a `ProgressiveCache`: one launch for both sides."""
 
 import dataclasses
 import functools

@@ -57,9 +57,9 @@ def append(
       lengths: optional int ``[B]``: how many of the `T` tokens belong to each sequence, the first
         ones; all of them if not given. `decode` takes the same as `query_seq_lengths`. Under
         `jit` values outside ``0..T`` act as the nearest bound, and more than `T` as overflow.
-      implementation: ``"mosaic_gpu"`` (on Hopper, one token, one kernel), ``"triton"`` (one token,
-        one kernel for keys and one for values), ``"xla"``, or None to choose. All store the same
-        bits. Names that only attend are refused.
+      implementation: ``"mosaic_gpu"`` (Ampere to Blackwell; one token, one kernel), ``"triton"``
+        (one token, one kernel for keys and one for values), ``"xla"``, or None to choose. All store
+        the same bits. Names that only attend are refused.
 
     Returns:
       The extended cache. Under `jit`, tokens past `max_length` are left out and `overflowed`
@@ -95,8 +95,8 @@ def store_prompt(
       key: ``[B, S, K, H]`` in `cache.dtype`.
       value: the same shape and dtype.
       lengths: int32 ``[B]``, tokens of each prompt.
-      implementation: ``"mosaic_gpu"`` (on Hopper), ``"triton"``, ``"xla"``, or None to choose. All
-        store the same bits.
+      implementation: ``"mosaic_gpu"`` (Ampere to Blackwell), ``"triton"``, ``"xla"``, or None to
+        choose. All store the same bits.
 
     Returns:
       The cache with ``length // block_kv`` blocks compressed and the rest in the buffer.

@@ -168,12 +168,12 @@ def _finish(
 def _kernel(*refs: Ref, s: Settings) -> None:
     """One persistent program, which takes every `s.programs`-th tile of queries."""
     q_ref, *rest = refs
-    ks, vs, (blocks, counts, query_lengths, key_lengths, *marks, out_ref, lse_ref) = (
+    ks, vs, (blocks, counts, query_lengths, key_lengths, *others, out_ref, lse_ref) = (
         rest[:4],
         rest[4:8],
         rest[8:],
     )
-    marks = tiles.Marks.of(marks, s)
+    marks = tiles.Marks.of(others, s)
     me, head_dim = lax.axis_index("warpgroup"), q_ref.shape[-1]
 
     def body(

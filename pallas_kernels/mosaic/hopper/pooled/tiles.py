@@ -79,18 +79,18 @@ class Settings:
 class Marks(NamedTuple):
     """What else says which pooled keys a query sees; None where a call has none."""
 
-    queries: Ref | None
+    queries: Ref
     """int32 ``[B, Tp]``, the segments of queries, `T` rounded up to whole blocks."""
-    keys: Ref | None
+    keys: Ref
     """int32, those of keys, in the order in which a kernel needs them."""
-    shift: Ref | None
+    shift: Ref
     """int32 ``[B]``, a query's position less a key's of the same index."""
 
     @classmethod
     def of(cls, refs: Sequence[Ref], s: Settings) -> "Marks":
         """From a kernel's last inputs."""
-        segments = refs[:2] if s.has_segments else (None, None)
-        return cls(*segments, refs[-1] if s.is_shifted else None)
+        queries, keys = refs[:2] if s.has_segments else (None, None)
+        return cls(queries, keys, refs[-1] if s.is_shifted else None)
 
     def position(self, first: jax.Array, b: jax.Array) -> jax.Array:
         """That of query `first`, counted as those of keys are."""
