@@ -27,7 +27,8 @@ def test_it_is_one_page():
 def test_every_example_of_the_docs_is_run():
     """A page with examples has a test that runs them."""
     pages = {path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md") if examples(path)}
-    tested = {"quickstart.md", "flax.md", "latent.md", "lora.md", "models.md", "paged.md"}
+    tested = {"attention_options.md", "flax.md", "latent.md", "lora.md", "models.md"}
+    tested |= {"paged.md", "quickstart.md"}
     assert {page for page in pages if not page.startswith("_build")} == tested
     for page in tested:
         assert (ROOT / "tests" / f"test_docs_{page.removesuffix('.md')}.py").exists()

@@ -27,14 +27,25 @@ order: a query's bits depend on its own position and on what its sequence holds 
 Versions, whole calls, pages of 64 tokens in random order, one query token, H200, jax 0.11.2, us:
                                    64 x 8k       16 x 32k       1 x 128k
     heads                          16    128      16    128      16    128
-  XLA, bf16, pages gathered             1026                    196    343
-  XLA, bf16, dense                       629                     98    237
+  XLA, bf16, pages gathered      722   1028                    197    336
+  XLA, bf16, dense               326    627                     96    232
   v1    bf16                            309     183    295      60     81
         e4m3                            426                     69    112
         turbo4                    209   431                     67    112
+  v2    bf16                      203   316     201    300      64     83
+        e4m3                      215   406                     64    106
+        turbo4                    206   410     208    395      62    106
+  v3    bf16                      180   306
 v1 has weights in shared memory for both products, and the third warpgroup alone expands: 3.2 us a
-tile of 64 rows, where bf16 takes 2.2 with 128 heads, and 2.8 with 16, bound by memory. With 128
-heads, 64 x 8k in parts of 8,192 tokens took 257 in place of 309: 571 T/s.
+tile of 64 rows, where bf16 takes 2.2 with 128 heads, and 2.8 with 16, bound by memory.
+v2: the first warpgroup's weights stay in registers, the second expands half of a tile, and tiles
+are asked for in the L2 cache two ahead. That made codes up to 9 % faster, and 16 bits slower.
+v3: 16 bits are not asked for (one ahead: 193 with 16 heads). Codes are: turbo4 210 without.
+Not the default: parts of 8,192 tokens for 64 x 8k, 128 heads, with nothing to join: bf16 262 (559
+T/s, in v1 257), turbo4 353. Parts of 4,096: bf16 286.
+What is far from its floor: one short sequence. 1 x 8k has 8 programs, with 16 heads as with 128:
+bf16 38 and 69, turbo4 51 and 97, XLA dense 15 and 26. Parts of 256 tokens: bf16 18 with 16 heads.
+Rows: `benchmarks/results/models_tuning_2026-11-25.json`.
 """
 
 import functools
