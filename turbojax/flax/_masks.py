@@ -28,17 +28,30 @@ class MaskRule:
       is_causal: a query sees keys up to its own position.
       expects_causal: the mask must hide that as well: the function is causal, but not the call.
       window: ``(left, right)`` of a local window, or None.
+      segments: whether the mask may also hide what is of another packed sequence, and keys
+        anywhere.
     """
 
     is_causal: bool
     expects_causal: bool
     window: tuple[int, int] | None
+    segments: bool = False
 
     def __str__(self) -> str:
+        parts = (
+            "keys, and pairs of unlike segments, each of tokens in a row"
+            if self.segments
+            else "keys and queries past a length"
+        )
         text = (
-            "must hide keys and queries past a length, for all heads alike, and nothing else but "
+            f"must hide {parts}, for all heads alike, and nothing else but "
             f"what is_causal={self.is_causal} and local_window_size={self.window} hide"
         )
+        if not self.segments:
+            text += (
+                " (packed sequences and padding on the left need "
+                "TurboAttentionFn(segments=True))"
+            )
         if self.expects_causal:
             return f"{text}; it {_MUST_BE_CAUSAL}"
         return text if self.is_causal else f"{text}; a causal mask needs is_causal=True"
@@ -98,19 +111,59 @@ def read_mask(
       ValueError: outside `jit`, if the mask stands for no lengths; also under it, if its shape
         says that it shows later keys, and it must be causal.
     """
+    _check_rows(mask, tokens, rule)
+    read = _read_lengths(mask, tokens, rule)
+    query_length, key_length, fits = (jnp.broadcast_to(x, (batch,)) for x in read)
+    _check_fits(fits, rule, warn_for)
+    return query_length, key_length, fits
+
+
+def read_segments(
+    mask: jax.Array, batch: int, tokens: int, rule: MaskRule, warn_for: Hashable | None
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The segments that a mask stands for; one that stands for none is reported.
+
+    Queries in a row that share a key are of one segment, and a key is of the segment of the first
+    query that sees it. So a mask may hide other packed sequences, padding on either side, and keys
+    between.
+
+    Args:
+      mask: see `read_mask`.
+      batch: see `read_mask`.
+      tokens: see `read_mask`.
+      rule: see `read_mask`.
+      warn_for: see `read_mask`.
+
+    Returns:
+      Segments of queries, int32 ``[B, T]``, and of keys, ``[B, S]``, -1 for those that nobody sees;
+      and whether they fit, as in `read_mask`.
+
+    Raises:
+      ValueError: see `read_mask`.
+    """
+    _check_rows(mask, tokens, rule)
+    queries, keys, fits = _read_segments(mask, tokens, rule)
+    fits = jnp.broadcast_to(fits, (batch,))
+    _check_fits(fits, rule, warn_for)
+    queries, keys = (jnp.broadcast_to(x, (batch, x.shape[1])) for x in (queries, keys))
+    return queries, keys, fits
+
+
+def _check_rows(mask: jax.Array, tokens: int, rule: MaskRule) -> None:
     if rule.expects_causal and mask.shape[2] == 1 < tokens and mask.shape[3] > 1:
         raise ValueError(
             f"mask of {tokens} queries and {mask.shape[3]} keys shows the same keys to every "
             f"query; it {_MUST_BE_CAUSAL}"
         )
-    read = _read_lengths(mask, tokens, rule)
-    query_length, key_length, fits = (jnp.broadcast_to(x, (batch,)) for x in read)
+
+
+def _check_fits(fits: jax.Array, rule: MaskRule, warn_for: Hashable | None) -> None:
+    """Raises ValueError where masks do not fit, or, under `jit`, has it reported."""
     if _checks.is_concrete(fits):
         if wrong := np.flatnonzero(~np.asarray(fits)).tolist():
             raise ValueError(f"mask of sequences {wrong} {rule}")
     else:
         _report(fits, rule, warn_for)
-    return query_length, key_length, fits
 
 
 @functools.partial(jax.jit, static_argnames=("tokens", "rule"))
@@ -120,9 +173,7 @@ def _read_lengths(
     """Lengths of queries and of keys, int32 ``[B]``, and whether they fit, as `read_mask`."""
     batch, _, rows, size = mask.shape
     row, column = jnp.arange(rows)[None], jnp.arange(size)[None]
-    visibility = Visibility(rule.is_causal, rule.window)
-    if rows == 1:  # of keys alone: all queries see the same, as far as the mask knows
-        visibility = Visibility(is_causal=False, window=None)
+    visibility = _visibility(rule, rows)
 
     def shown(query_length: jax.Array, key_length: jax.Array) -> jax.Array:
         visible = (
@@ -136,10 +187,43 @@ def _read_lengths(
     fits = (seen == shown(query_length, key_length)).all((1, 2, 3))
     if rows == 1:
         query_length = jnp.full(batch, tokens)
-    elif rule.expects_causal:
-        later = column[:, None] > row[..., None]
-        fits &= ~(mask & later[None]).any((1, 2, 3))
+    fits &= ~_shows_later(mask, rule)
     return query_length.astype(jnp.int32), key_length.astype(jnp.int32), fits
+
+
+@functools.partial(jax.jit, static_argnames=("tokens", "rule"))
+def _read_segments(
+    mask: jax.Array, tokens: int, rule: MaskRule
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Segments of queries and of keys, and whether they fit, as `read_segments`."""
+    batch, _, rows, size = mask.shape
+    visibility = _visibility(rule, rows)
+    shown = visibility.mask(jnp.arange(rows)[None], jnp.arange(size)[None], jnp.full(batch, size))
+    seen = mask & shown[:, None]
+    pairs = seen.any(1)
+    begins = ~(pairs[:, 1:] & pairs[:, :-1]).any(2)
+    queries = jnp.pad(jnp.cumsum(begins, axis=1, dtype=jnp.int32), ((0, 0), (1, 0)))
+    first = jnp.take_along_axis(queries, jnp.argmax(pairs, axis=1), axis=1)
+    keys = jnp.where(pairs.any(1), first, -1)
+    alike = queries[:, :, None] == keys[:, None]
+    fits = (seen == (shown & alike)[:, None]).all((1, 2, 3)) & ~_shows_later(mask, rule)
+    return jnp.broadcast_to(queries, (batch, tokens if rows == 1 else rows)), keys, fits
+
+
+def _visibility(rule: MaskRule, rows: int) -> Visibility:
+    """What a mask of so many rows shows beside what it says itself."""
+    if rows == 1:  # of keys alone: all queries see the same, as far as the mask knows
+        return Visibility(is_causal=False, window=None)
+    return Visibility(rule.is_causal, rule.window)
+
+
+def _shows_later(mask: jax.Array, rule: MaskRule) -> jax.Array:
+    """bool ``[B]``: whether a mask shows a key after a query, where the rule says it must not."""
+    batch, _, rows, size = mask.shape
+    if rows == 1 or not rule.expects_causal:
+        return jnp.zeros(batch, bool)
+    later = jnp.arange(size)[None] > jnp.arange(rows)[:, None]
+    return (mask & later[None, None]).any((1, 2, 3))
 
 
 def _report(fits: jax.Array, rule: MaskRule, warn_for: Hashable | None) -> None:

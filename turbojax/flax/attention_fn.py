@@ -15,7 +15,7 @@ from jax.typing import DTypeLike
 from turbojax import _checks
 from turbojax._registry import ImplementationName
 from turbojax.config import TurboConfig
-from turbojax.flax._masks import MaskRule, as_mask, read_mask
+from turbojax.flax._masks import MaskRule, as_mask, read_mask, read_segments
 from turbojax.kv.pooled import check_pooled
 from turbojax.levels import Pattern, Policy, select_levels
 from turbojax.ops.options import check_implementation
@@ -29,6 +29,7 @@ class _AttentionFn:
     is_causal: bool
     warn: bool
     local_window_size: int | tuple[int, int] | None = None
+    segments: bool = False
 
     def __call__(
         self,
@@ -59,8 +60,9 @@ class _AttentionFn:
           value: ``[batch..., S, K, H]``.
           bias: None: scores have no bias here.
           mask: optional, broadcastable to ``[batch..., N, T, S]``, True or nonzero for what is
-            visible. It may hide keys and queries past a length per sequence, and what causality and
-            the window hide; the same for all heads. Where the function is causal, and not the call,
+            visible. It may hide keys and queries past a length per sequence (with `segments` keys
+            anywhere, and other packed sequences), and what causality and the window hide; the same
+            for all heads. Where the function is causal, and not the call,
             it must hide what causality hides; a window hides more than the mask does. Any other
             mask raises outside `jit`. Under it, its sequences become NaN, which `checkify` and a
             warning report. A single query under a mask is the newest token that it shows, as in
@@ -133,14 +135,18 @@ class _AttentionFn:
                     "is_causal=False"
                 )
             return self._attend(query, key, value, is_causal, None, None)
-        rule = MaskRule(is_causal, expects_causal, _checks.normalize_window(self.local_window_size))
         batch, tokens = query.shape[:2]
-        warn_for = self if self.warn else None
-        query_length, key_length, fits = read_mask(mask, batch, tokens, rule, warn_for)
-        if tokens == 1 < key.shape[1]:
-            out = self._attend_newest(query, key, value, key_length)
+        newest = tokens == 1 < key.shape[1]
+        window = _checks.normalize_window(self.local_window_size)
+        rule = MaskRule(is_causal, expects_causal, window, self.segments and not newest)
+        read = read_segments if rule.segments else read_mask
+        queries, keys, fits = read(mask, batch, tokens, rule, self if self.warn else None)
+        if newest:
+            out = self._attend_newest(query, key, value, keys)
+        elif rule.segments:
+            out = self._attend(query, key, value, is_causal, None, None, (queries, keys))
         else:
-            out = self._attend(query, key, value, is_causal, query_length, key_length)
+            out = self._attend(query, key, value, is_causal, queries, keys)
         # A product, so that gradients become NaN as well.
         broken = jnp.where(fits, 1, jnp.nan).astype(out.dtype)
         return out * broken[:, None, None, None]
@@ -153,8 +159,9 @@ class _AttentionFn:
         is_causal: bool,
         query_length: jax.Array | None,
         key_length: jax.Array | None,
+        segments: tuple[jax.Array, jax.Array] | None = None,
     ) -> jax.Array:
-        """Attends ``[B, T, N, H]`` to ``[B, S, K, H]``."""
+        """Attends ``[B, T, N, H]`` to ``[B, S, K, H]``, within segments if they are given."""
         raise NotImplementedError
 
     def _attend_newest(
@@ -164,11 +171,10 @@ class _AttentionFn:
         raise NotImplementedError
 
 
-def _check_switches(is_causal: object, warn: object) -> None:
-    if not isinstance(is_causal, bool):
-        raise TypeError(f"{is_causal=} must be a bool")
-    if not isinstance(warn, bool):
-        raise TypeError(f"{warn=} must be a bool")
+def _check_switches(**switches: object) -> None:
+    for name, switch in switches.items():
+        if not isinstance(switch, bool):
+            raise TypeError(f"{name}={switch!r} must be a bool")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -195,14 +201,19 @@ class TurboAttentionFn(_AttentionFn):
       local_window_size: optional `w` or ``(left, right)``, see `turbojax.turbo_attention`.
       logits_soft_cap: optional `c`: scores become ``c * tanh(score / c)``.
       implementation: see `turbojax.turbo_attention`.
+      scale: factor of the scores; ``1 / sqrt(H)`` if not given.
+      segments: whether masks may also hide keys anywhere, such as padding on the left, and pairs
+        of unlike packed sequences, each of tokens in a row. Segments are then read from every
+        mask of several queries, in place of lengths.
       warn: whether programs under `jit` issue a `MaskWarning` when a mask makes NaN, once for each
         function. The warning is a callback, so jax can neither export such a program nor keep it
         in its persistent cache.
 
     Raises:
-      TypeError: if `config` is not a `TurboConfig`, `is_causal` or `warn` not a bool, or the cap
-        not a number.
-      ValueError: if the window or the cap is out of range, or there is no such implementation.
+      TypeError: if `config` is not a `TurboConfig`, `is_causal`, `segments` or `warn` not a bool,
+        or the scale or the cap not a number.
+      ValueError: if the window, the scale or the cap is out of range, or there is no such
+        implementation.
     """
 
     config: TurboConfig = TurboConfig()
@@ -211,12 +222,15 @@ class TurboAttentionFn(_AttentionFn):
     logits_soft_cap: float | None = None
     implementation: ImplementationName | None = None
     warn: bool = True
+    scale: float | None = None
+    segments: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.config, TurboConfig):
             raise TypeError(f"config={self.config!r} must be a TurboConfig")
-        _check_switches(self.is_causal, self.warn)
+        _check_switches(is_causal=self.is_causal, warn=self.warn, segments=self.segments)
         check_implementation(self.implementation)
+        _checks.check_number("scale", self.scale)
         # One form, so that functions with equal windows are equal.
         window = _checks.normalize_window(self.local_window_size)
         object.__setattr__(self, "local_window_size", window)
@@ -231,17 +245,22 @@ class TurboAttentionFn(_AttentionFn):
         is_causal: bool,
         query_length: jax.Array | None,
         key_length: jax.Array | None,
+        segments: tuple[jax.Array, jax.Array] | None = None,
     ) -> jax.Array:
+        query_segments, key_segments = segments or (None, None)
         out = turbo_attention(
             query,
             key,
             value,
             config=self.config,
+            scale=self.scale,
             is_causal=is_causal,
             query_seq_lengths=query_length,
             key_value_seq_lengths=key_length,
             local_window_size=self.local_window_size,
             logits_soft_cap=self.logits_soft_cap,
+            query_segment_ids=query_segments,
+            key_value_segment_ids=key_segments,
             implementation=self.implementation,
         )
         assert isinstance(out, jax.Array)
@@ -307,7 +326,7 @@ class PooledAttentionFn(_AttentionFn):
             self.query_samples,
             self.key_means,
         )
-        _check_switches(self.is_causal, self.warn)
+        _check_switches(is_causal=self.is_causal, warn=self.warn)
 
     def _attend(
         self,
@@ -317,7 +336,9 @@ class PooledAttentionFn(_AttentionFn):
         is_causal: bool,
         query_length: jax.Array | None,
         key_length: jax.Array | None,
+        segments: tuple[jax.Array, jax.Array] | None = None,
     ) -> jax.Array:
+        assert segments is None  # `segments` is False here
         blocks: dict[str, Any] = {"block_q": self.block_q, "block_kv": self.block_kv}
         if isinstance(self.policy, Pattern):
             # Positions alone: a constant of the program, which `pooled_attention` can check.
