@@ -49,8 +49,7 @@ class MaskRule:
         )
         if not self.segments:
             text += (
-                " (packed sequences and padding on the left need "
-                "TurboAttentionFn(segments=True))"
+                " (packed sequences and padding on the left need TurboAttentionFn(segments=True))"
             )
         if self.expects_causal:
             return f"{text}; it {_MUST_BE_CAUSAL}"
@@ -218,7 +217,7 @@ def _visibility(rule: MaskRule, rows: int) -> Visibility:
 
 
 def _shows_later(mask: jax.Array, rule: MaskRule) -> jax.Array:
-    """bool ``[B]``: whether a mask shows a key after a query, where the rule says it must not."""
+    """Whether a mask, bool ``[B]``, shows a key after a query, where the rule says it must not."""
     batch, _, rows, size = mask.shape
     if rows == 1 or not rule.expects_causal:
         return jnp.zeros(batch, bool)
