@@ -4,7 +4,6 @@
 a cache. Parameters keep their places, so that checkpoints, LoRA and weight transfer work on.
 """
 
-import dataclasses
 import functools
 import inspect
 import sys
@@ -14,31 +13,14 @@ import jax
 import jax.numpy as jnp
 
 from turbojax.flax import TurboAttentionFn
-from turbojax.integrations._prompts import attend_left_padded
-from turbojax.kv import (
-    AttentionOptions,
-    CacheKind,
-    attend_new_tokens,
-    init_layer_cache,
-    kind_for,
-    window_to_keep,
-)
-from turbojax.ops.options import check_implementation
+from turbojax.integrations._sampling import attend_next_token, attend_padded_prompt
+from turbojax.integrations._settings import TRAINING, Settings
+from turbojax.kv import AttentionOptions, CacheKind
 
 Model = TypeVar("Model")
 
 FAMILIES = ("llama3", "qwen2", "qwen3", "gemma", "gemma3")
 """Families of models whose attention is known, by their folders in ``tunix.models``."""
-
-TRAINING = TurboAttentionFn(is_causal=True, segments=True)
-"""Attention of the training step if no other is asked for."""
-
-
-@dataclasses.dataclass(frozen=True)
-class _Settings:
-    attention: TurboAttentionFn | None
-    cache: CacheKind
-    implementation: str | None
 
 
 def use_turbojax(
@@ -67,13 +49,8 @@ def use_turbojax(
       TypeError: if the model is another one, or `attention` not a `TurboAttentionFn`.
       ValueError: if there is no such cache or implementation, or `attention` is not causal.
     """
-    if attention is not None and not isinstance(attention, TurboAttentionFn):
-        raise TypeError(f"{attention=} must be a TurboAttentionFn or None")
-    if attention is not None and not attention.is_causal:
-        raise ValueError(f"{attention=} must be causal: is_causal=True")
-    check_implementation(implementation, kind_for(cache).implementations)
+    settings = Settings(attention, cache, implementation)
     layers = _layers(model)
-    settings = _Settings(attention, cache, implementation)
     for layer in layers:
         # Flax's modules watch over their attributes; the class is none of these.
         object.__setattr__(layer.attn, "__class__", _attention_class(type(layer.attn), settings))
@@ -95,23 +72,20 @@ def _layers(model: Any) -> list[Any]:
 
 
 @functools.cache
-def _model_class(base: Any, settings: _Settings) -> type:
+def _model_class(base: Any, settings: Settings) -> type:
     """A model's class whose `init_cache`, which the sampler calls, makes turbojax caches."""
 
     class TurboModel(base):
         def init_cache(self, batch_size: int, cache_size: int, dtype: Any) -> dict[str, Any]:
             """Empty caches by the names of the layers."""
             return {
-                f"layer_{i}": init_layer_cache(
+                f"layer_{i}": settings.init_cache(
                     batch_size,
                     cache_size,
                     layer.attn.num_kv_heads,
                     layer.attn.head_dim,
-                    kind=settings.cache,
-                    dtype=dtype,
-                    local_window_size=window_to_keep(
-                        settings.cache, _options(layer.attn).local_window_size
-                    ),
+                    dtype,
+                    _options(layer.attn).local_window_size,
                 )
                 for i, layer in enumerate(self.layers)
             }
@@ -120,7 +94,7 @@ def _model_class(base: Any, settings: _Settings) -> type:
 
 
 @functools.cache
-def _attention_class(base: Any, settings: _Settings) -> type:
+def _attention_class(base: Any, settings: Settings) -> type:
     """A class of attention layers whose `block` attends with turbojax."""
     signature = inspect.signature(base.block)
 
@@ -209,37 +183,37 @@ def _options(attn: Any) -> AttentionOptions:
 
 def _train(
     attn: Any,
-    settings: _Settings,
+    settings: Settings,
     query: jax.Array,
     key: jax.Array,
     value: jax.Array,
     given: dict[str, Any],
 ) -> jax.Array:
     """Attends within whole sequences, under the mask ``[B, T, T]`` that the trainer gives."""
-    fn, options = settings.attention, _options(attn)
-    assert fn is not None
-    fn = dataclasses.replace(fn, **options.arguments())
     mask, segments = given["attn_mask"], given.get("segment_ids")
-    if mask is None:  # to the model: everything; `fn` says that it must be causal
+    if mask is None:  # to the model: everything; attention says that it must be causal
         mask = jnp.ones((1, query.shape[1], key.shape[1]), bool)
     if segments is not None:
         mask = mask.astype(bool) & (segments[:, :, None] == segments[:, None])
-    return fn(query, key, value, mask=mask[:, None])
+    return settings.attend(query, key, value, mask, _options(attn))
 
 
 def _sample(
     attn: Any,
-    settings: _Settings,
+    settings: Settings,
     query: jax.Array,
     key: jax.Array,
     value: jax.Array,
     given: dict[str, Any],
 ) -> tuple[jax.Array, Any]:
     """Attends to a prompt, or to all that the cache holds, and stores the new tokens."""
-    arrays, options = (query, key, value, given["cache"]), _options(attn)
-    if query.shape[1] == 1:
-        out, cache = attend_new_tokens(settings.implementation)(*arrays, options)
-        return out, cache
-    return attend_left_padded(
-        *arrays, given["attn_mask"], options, implementation=settings.implementation
-    )
+    cache, mask = given["cache"], given["attn_mask"]
+    how: dict[str, Any] = {
+        "options": _options(attn),
+        "implementation": settings.implementation,
+    }
+    if query.shape[1] > 1:
+        return attend_padded_prompt(query, key, value, cache, mask, **how)
+    # The sampler hides tokens of padding, also those that the model itself has written.
+    new = mask[:, 0].sum(1) > cache.lengths
+    return attend_next_token(query, key, value, cache, new, **how)
