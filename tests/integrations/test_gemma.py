@@ -12,7 +12,7 @@ import turbojax as tj
 from turbojax.flax import TurboAttentionFn
 from turbojax.integrations.gemma import with_turbojax
 
-pytestmark = [pytest.mark.integrations, pytest.mark.filterwarnings("ignore")]
+pytestmark = pytest.mark.integrations
 
 B, T = 2, 20
 PROMPTS = ["Hello", "My name is", "hello world ! My name is Morgane"]

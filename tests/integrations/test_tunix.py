@@ -20,7 +20,7 @@ import turbojax as tj
 from turbojax.flax import TurboAttentionFn
 from turbojax.integrations import tunix as adapter
 
-pytestmark = [pytest.mark.integrations, pytest.mark.filterwarnings("ignore")]
+pytestmark = pytest.mark.integrations
 
 WIDTHS = {
     "num_layers": 2,

@@ -210,9 +210,7 @@ def _attend(
     return cache, self.attn_vec_einsum("BTNH,NHD->BTD", out.astype(value.dtype))
 
 
-def _heads(
-    self: Any, x: jax.Array, positions: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _heads(self: Any, x: jax.Array, positions: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Queries, keys and values as the layer makes them, without its scale."""
     if self.use_qkv_einsum:
         query, key, value = self.qkv_einsum("BTD,SNDH->SBTNH", x)
