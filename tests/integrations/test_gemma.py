@@ -84,7 +84,7 @@ def step(model, params, tokens):
 
 @pytest.mark.parametrize("name", CHANGES)
 def test_training_step(gm, name):
-    """Loss and gradients: without rounding to float32's digits, with it to a few times its steps."""
+    """Loss and gradients: to float32's digits without quantization, to a few of its steps with."""
     model = make_model(gm, **CHANGES[name])
     params = make_params(model)
     tokens = jax.random.randint(jax.random.key(0), (B, T), 3, 14)
@@ -93,14 +93,14 @@ def test_training_step(gm, name):
     assert np.isfinite(loss)
     exact = TurboAttentionFn(FLOAT, is_causal=True, segments=True, warn=False)
     our_loss, our_grads = step(with_turbojax(model, attention=exact), params, tokens)
-    # Either way some hundred roundings in a row, of which a layer's cap, norms and softmax make more
-    # by their slopes, up to ten each.
+    # Either way some hundred roundings in a row, which caps, norms and softmax make more by their
+    # slopes, up to ten each.
     assert abs(our_loss - loss) < 100 * ROUNDING * abs(loss)
     assert relative_error(our_grads, grads) < 3000 * ROUNDING
-    # 8-bit steps are 1/254 of a block's largest value; two layers, keys, queries, weights, values.
+    # Numbers in 8 bits are off by up to 1/16; the loss, a mean, by less than one of them.
     eight = TurboAttentionFn(is_causal=True, segments=True, warn=False)
     our_loss, our_grads = step(with_turbojax(model, attention=eight), params, tokens)
-    assert 0 < abs(our_loss - loss) < 8 / 254 * abs(loss)
+    assert 0 < abs(our_loss - loss) < abs(loss) / 16
     assert relative_error(our_grads, grads) < 1 / 3
 
 

@@ -39,7 +39,7 @@ class Settings:
     def init_cache(
         self, batch: int, tokens: int, heads: int, channels: int, dtype: Any, window: int | None
     ) -> Any:
-        """An empty cache of a layer that keeps what its window reaches, if caches of its kind can."""
+        """An empty cache of a layer, of what its window reaches if caches of this kind can."""
         return init_layer_cache(
             batch,
             tokens,

@@ -30,7 +30,7 @@ def with_turbojax(
     cache: CacheKind = "exact",
     implementation: str | None = None,
 ) -> Model:
-    """A model of ``gemma.gm.nn`` that attends with turbojax, in training and in ``gm.text.Sampler``.
+    """A model of ``gm.nn`` that attends with turbojax, in training and in ``gm.text.Sampler``.
 
     Args:
       model: a ``gm.nn.Transformer``, which are those of Gemma 2 and 3, for text.
@@ -66,7 +66,7 @@ def with_turbojax(
 
 @functools.cache
 def _model_class(base: Any, settings: Settings) -> Any:
-    """A model's class in which attention layers are intercepted, and whose caches are turbojax's."""
+    """A model's class whose attention layers are intercepted, and whose caches are turbojax's."""
     from gemma import gm
 
     attention = gm.nn.Attention
