@@ -34,7 +34,7 @@ B, T = 2, 24
 PADDING = np.array([[0, 3], [5, 0]])  # on the left, on the right
 # Tunix' first Gemma places its window by positions that leave out padding on the left, and so shows
 # too few keys after it.
-PADDING_GEMMA = np.array([[0, 3], [0, 5]])
+PADDING_RIGHT = np.array([[0, 3], [0, 5]])
 NAMES = {
     "llama3": "Llama3",
     "qwen2": "Qwen2",
@@ -108,7 +108,7 @@ def step(model, inputs):
 @pytest.mark.parametrize("family", adapter.FAMILIES)
 def test_training_step(family):
     """Loss and gradients: to float32's digits without quantization, to a few of its steps with."""
-    inputs = batch(PADDING_GEMMA if family == "gemma" else PADDING)
+    inputs = batch(PADDING_RIGHT if family == "gemma" else PADDING)
     loss, grads = step(make_model(family), inputs)
     assert np.isfinite(loss)
     exact = TurboAttentionFn(FLOAT, is_causal=True, segments=True, warn=False)
@@ -127,6 +127,33 @@ def test_training_step(family):
         jax.tree.structure(nnx.to_pure_dict(nnx.state(x))) for x in (model, make_model(family))
     ]
     assert paths[0] == paths[1]
+
+
+def train(model):
+    """Parameters after two steps of Tunix' trainer."""
+    import optax
+    from tunix.sft import peft_trainer
+
+    tokens, real, positions, mask = batch(PADDING_RIGHT)
+    config = peft_trainer.TrainingConfig(eval_every_n_steps=10, max_steps=2)
+    trainer = peft_trainer.PeftTrainer(model, optax.sgd(0.1), config)
+    rest = {"positions": positions, "attention_mask": mask}
+    trainer.with_gen_model_input_fn(
+        lambda x: {"input_tokens": x.input_tokens, "input_mask": x.input_mask, **rest}
+    )
+    data = peft_trainer.TrainingInput(input_tokens=np.asarray(tokens), input_mask=np.asarray(real))
+    trainer.train([data, data])
+    return nnx.to_pure_dict(nnx.state(model, nnx.Param))
+
+
+def test_its_trainer():
+    """What two steps change is the same, with padding on the right."""
+    before = nnx.to_pure_dict(nnx.state(make_model("qwen3"), nnx.Param))
+    theirs = train(make_model("qwen3"))
+    exact = TurboAttentionFn(FLOAT, is_causal=True, segments=True, warn=False)
+    ours = train(adapter.use_turbojax(make_model("qwen3"), attention=exact))
+    assert relative_error(ours, theirs) < 100 * ROUNDING
+    assert relative_error(before, theirs) > 0.01
 
 
 def sampler(model):

@@ -46,8 +46,9 @@ def attend_padded_prompt(
     rule = MaskRule(is_causal=True, expects_causal=True, window=None)
     _, lengths, fits = read_mask(shown, batch, tokens, rule, warn_for=attend_padded_prompt)
     broken = ~fits | (cache.lengths > 0)
-    moved = (_roll(x, -first, axis=1) for x in (query, key, value))
-    out, cache = attend_prompt(lengths, implementation=implementation)(*moved, cache, options)
+    query, key, value = (_roll(x, -first, axis=1) for x in (query, key, value))
+    attend = attend_prompt(lengths, implementation=implementation)
+    out, cache = attend(query, key, value, cache, options)
     factor = jnp.where(broken, jnp.nan, 1).astype(out.dtype)[:, None, None, None]
     return _roll(out, first, axis=1) * factor, cache
 

@@ -53,13 +53,10 @@ def with_turbojax(
 
     if not isinstance(model, gm.nn.Transformer):
         raise TypeError(f"model is a {type(model).__qualname__}, must be a gm.nn.Transformer")
-    cls = _model_class(type(model), Settings(attention, cache, implementation))
-    own = ("parent", "name")
-    fields = {
-        field.name: getattr(model, field.name)
-        for field in dataclasses.fields(model)
-        if field.init and field.name not in own
-    }
+    known: Any = type(model)
+    cls = _model_class(known, Settings(attention, cache, implementation))
+    names = {x.name for x in dataclasses.fields(known) if x.init} - {"parent", "name"}
+    fields = {name: getattr(model, name) for name in names}
     changed: Model = cls(**fields)
     return changed
 

@@ -217,7 +217,7 @@ class _Batch(NamedTuple):
       tables: int32 ``[Q, max_pages]``, pages of each sequence.
       lengths: int32 ``[Q]``, tokens held, the new ones included; 0 where there is no sequence.
       starts: int32 ``[Q + 1]``, where each sequence's new tokens begin.
-      count: int32 scalar, new tokens.
+      total: int32 scalar, new tokens.
       pages: int32 ``[tokens]``, the page of each new token.
       slots: int32 ``[tokens]``, its place there.
     """
@@ -225,7 +225,7 @@ class _Batch(NamedTuple):
     tables: jax.Array
     lengths: jax.Array
     starts: jax.Array
-    count: jax.Array
+    total: jax.Array
     pages: jax.Array
     slots: jax.Array
 
@@ -235,13 +235,13 @@ def _read(info: Any) -> _Batch:
     lengths = info.seq_lens.array
     is_there = jnp.arange(lengths.shape[0]) < info.num_seqs
     starts = info.cu_q_lens.array
-    count = starts[info.num_seqs]
+    total = starts[info.num_seqs]
     pages, slots = (x.array.astype(jnp.int32) for x in info.pages_and_slots())
     return _Batch(
         tables=info.page_indices.array,
         lengths=jnp.where(is_there, lengths, 0),
-        starts=jnp.where(jnp.arange(starts.shape[0]) <= info.num_seqs, starts, count),
-        count=count,
+        starts=jnp.where(jnp.arange(starts.shape[0]) <= info.num_seqs, starts, total),
+        total=total,
         pages=pages,
         slots=slots,
     )
@@ -251,12 +251,14 @@ def _store(
     settings: _Settings, pages: paged.PagedCache, key: jax.Array, value: jax.Array, batch: _Batch
 ) -> paged.PagedCache:
     """Writes packed tokens ``[tokens, K, H]``, each as one of a sequence with a single page."""
+    key, value = (x[:, None].astype(pages.dtype) for x in (key, value))
     return paged.append(
         pages,
-        *(x[:, None].astype(pages.dtype) for x in (key, value)),
+        key,
+        value,
         batch.pages[:, None],
         batch.slots,
-        new_lengths=(jnp.arange(batch.pages.shape[0]) < batch.count).astype(jnp.int32),
+        new_lengths=(jnp.arange(batch.pages.shape[0]) < batch.total).astype(jnp.int32),
         implementation=settings.implementation,
     )
 
@@ -281,7 +283,7 @@ def _attend_pages(
     new = batch.starts[1:] - batch.starts[:-1]
     within = place - batch.starts[row]
     if tokens <= sequences:
-        lengths = jnp.where(place < batch.count, (batch.lengths - new)[row] + within + 1, 0)
+        lengths = jnp.where(place < batch.total, (batch.lengths - new)[row] + within + 1, 0)
         out = paged.attention(query[:, None], pages, batch.tables[row], lengths, **options)
         assert isinstance(out, jax.Array)
         return out[:, 0]
@@ -290,4 +292,4 @@ def _attend_pages(
         query[index], pages, batch.tables, batch.lengths, query_seq_lengths=new, **options
     )
     assert isinstance(out, jax.Array)
-    return jnp.where((place < batch.count)[:, None, None], out[row, within], 0)
+    return jnp.where((place < batch.total)[:, None, None], out[row, within], 0)

@@ -52,10 +52,16 @@ def use_turbojax(
     settings = Settings(attention, cache, implementation)
     layers = _layers(model)
     for layer in layers:
-        # Flax's modules watch over their attributes; the class is none of these.
-        object.__setattr__(layer.attn, "__class__", _attention_class(type(layer.attn), settings))
-    object.__setattr__(model, "__class__", _model_class(type(model), settings))
+        known: Any = type(layer.attn)
+        _become(layer.attn, _attention_class(known, settings))
+    known = type(model)
+    _become(model, _model_class(known, settings))
     return model
+
+
+def _become(module: object, cls: type) -> None:
+    """Gives a module of Flax, which watches over its attributes, another class."""
+    object.__setattr__(module, "__class__", cls)
 
 
 def _layers(model: Any) -> list[Any]:
@@ -72,7 +78,7 @@ def _layers(model: Any) -> list[Any]:
 
 
 @functools.cache
-def _model_class(base: Any, settings: Settings) -> type:
+def _model_class(base: Any, settings: Settings) -> Any:
     """A model's class whose `init_cache`, which the sampler calls, makes turbojax caches."""
 
     class TurboModel(base):
@@ -94,7 +100,7 @@ def _model_class(base: Any, settings: Settings) -> type:
 
 
 @functools.cache
-def _attention_class(base: Any, settings: Settings) -> type:
+def _attention_class(base: Any, settings: Settings) -> Any:
     """A class of attention layers whose `block` attends with turbojax."""
     signature = inspect.signature(base.block)
 
