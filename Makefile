@@ -28,10 +28,10 @@ export PYTHONUNBUFFERED := 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-slow test-fuzz test-all test-gpu lint format format-check types notebooks docs clean
+.PHONY: help demo test test-slow test-fuzz test-integrations test-all test-gpu lint format format-check types notebooks docs clean
 
 help: ## show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-17s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 
 demo: $(VENV)/.installed-demo ## generate text from three caches, side by side
 	$(BIN)/turbojax demo $(DEMO)
@@ -52,7 +52,17 @@ test-fuzz: export JAX_PLATFORMS := cpu
 test-fuzz: $(VENV)/.installed-test-all ## run interrupts, kills and hostile files by the thousand
 	$(ON_CPU) -m "fuzz and not gpu" $(PYTEST) $(OR_NONE)
 
-test-all: test test-slow test-fuzz ## run every test that needs no GPU
+# Other people's packages, in an environment of their own.
+INTEGRATIONS := .venv-integrations
+IN_PACKAGES = TURBOJAX_INTEGRATIONS=1 $(INTEGRATIONS)/bin/python -m pytest -m integrations -W ignore
+
+test-integrations: export JAX_PLATFORMS := cpu
+test-integrations: $(INTEGRATIONS)/.installed ## run turbojax inside tunix, gemma, levanter, beside tokamax
+	$(IN_PACKAGES) --ignore tests/integrations/test_tokamax.py tests/integrations $(PYTEST) $(OR_NONE)
+	PYTHONPATH=$(INTEGRATIONS)/tokamax $(IN_PACKAGES) \
+		tests/integrations/test_tokamax.py $(PYTEST) $(OR_NONE)
+
+test-all: test test-slow test-fuzz test-integrations ## run every test that needs no GPU
 
 # Processes that share the GPU, each of which compiles on one core.
 GPU_JOBS ?= 16
@@ -82,11 +92,21 @@ docs: $(VENV)/.installed-dev ## build docs/_build/html; a warning is an error
 	@echo "open docs/_build/html/index.html"
 
 clean: ## remove the environment, caches and built docs
-	rm -rf $(VENV) .cache build dist docs/_build .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(INTEGRATIONS) .cache build dist docs/_build .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 $(BIN)/python:
 	@test -n "$(PYTHON)" || { echo "turbojax needs Python 3.11 or newer on the path, or PYTHON=/path/to/python" >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
+
+$(INTEGRATIONS)/.installed: pyproject.toml tests/integrations/requirements.txt
+	@echo "Installing other people's packages into $(INTEGRATIONS); some minutes and 3 GB the first time"
+	$(PYTHON) -m venv $(INTEGRATIONS)
+	$(INTEGRATIONS)/bin/python -m pip install --quiet --no-compile --no-deps \
+		--requirement tests/integrations/requirements.txt
+	$(INTEGRATIONS)/bin/python -m pip install --quiet --no-compile --no-deps \
+		--upgrade --target $(INTEGRATIONS)/tokamax typeguard==2.13.3
+	$(INTEGRATIONS)/bin/python -m pip install --quiet --no-compile --no-deps --editable .
+	@touch $@
 
 # One stamp per extra, so that a second call installs nothing.
 $(VENV)/.installed-%: pyproject.toml constraints.txt | $(BIN)/python

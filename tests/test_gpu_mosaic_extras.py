@@ -121,7 +121,9 @@ def test_gradients_equal_the_definition(case):
     again = mosaic_gradient.gradient(*arrays, *results, **static)
     jax.tree.map(np.testing.assert_array_equal, got, again)
     want = gradient_reference.gradient(*arrays, *results, **static)
-    unit = {"float16": 2.0**-10}.get(jnp.dtype(dtype).name, 2.0**-8)
+    # Cotangents of float32 outputs multiply in bfloat16.
+    in_half = jnp.dtype(dtype) == jnp.float16 and options.out_dtype is None
+    unit = 2.0**-10 if in_half else 2.0**-8
     for x, y in zip(got[:3], want[:3], strict=True):
         assert (x.shape, x.dtype) == (y.shape, y.dtype)
         x, y = (np.asarray(a, np.float64) for a in (x, y))
@@ -139,7 +141,7 @@ def test_packed_sequences_are_those_by_themselves(mode, head_dim):
     """Segments of whole blocks share no scale: but for e4m3 values' one, the same gradients."""
     q, k, v = tensors(9, 1, 512, 512, 4, 2, head_dim, jnp.bfloat16)
     # One scale of values for all and for each alone.
-    v = v.at[:, ::128].set(4.0)
+    v = v.at[:, ::128].set(9.0)
     packed = jnp.repeat(jnp.arange(4, dtype=jnp.int32), 128)[None]
     call = functools.partial(
         tj.turbo_attention,

@@ -1,4 +1,4 @@
-"""Masks of Flax's modules, read as lengths and compared with what a function computes."""
+"""Masks of Flax's modules, read as lengths or segments and compared with what is computed."""
 
 import dataclasses
 import functools
@@ -28,28 +28,32 @@ class MaskRule:
       is_causal: a query sees keys up to its own position.
       expects_causal: the mask must hide that as well: the function is causal, but not the call.
       window: ``(left, right)`` of a local window, or None.
-      packed: it may hide the keys of other segments.
+      segments: whether the mask may also hide what is of another packed sequence, and keys and
+        queries anywhere.
     """
 
     is_causal: bool
     expects_causal: bool
     window: tuple[int, int] | None
-    packed: bool = False
+    segments: bool = False
 
     def __str__(self) -> str:
-        what = "keys of other segments than the query's" if self.packed else _LENGTHS
+        parts = (
+            "keys of other segments than the query's, or keys or queries altogether"
+            if self.segments
+            else "keys and queries past a length"
+        )
         text = (
-            f"must hide {what}, for all heads alike, and nothing else but "
+            f"must hide {parts}, for all heads alike, and nothing else but "
             f"what is_causal={self.is_causal} and local_window_size={self.window} hide"
         )
-        if not self.packed:
-            text = f"{text} (for packed sequences take a function with packed=True)"
+        if not self.segments:
+            text += " (for packed sequences and padding elsewhere take one with segments=True)"
         if self.expects_causal:
             return f"{text}; it {_MUST_BE_CAUSAL}"
         return text if self.is_causal else f"{text}; a causal mask needs is_causal=True"
 
 
-_LENGTHS = "keys and queries past a length"
 _MUST_BE_CAUSAL = (
     "must hide the keys after each query, as the function does: combine it with a causal mask, "
     "give is_causal=True to the call, or take a function with is_causal=False"
@@ -87,7 +91,7 @@ def as_mask(mask: jax.Array, query: jax.Array, key: jax.Array) -> jax.Array:
 def read_mask(
     mask: jax.Array, batch: int, tokens: int, rule: MaskRule, warn_for: Hashable | None
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """What a mask stands for, lengths or segments; one that stands for neither is reported.
+    """The lengths that a mask stands for; one that stands for none is reported.
 
     Args:
       mask: bool ``[B or 1, N or 1, T or 1, S]``.
@@ -97,61 +101,66 @@ def read_mask(
       warn_for: under `jit`, whose masks are warned about, once; None for no warning.
 
     Returns:
-      Lengths of queries and of keys, int32 ``[B]``, or where `is_of_segments` says so, segments of
-      queries ``[B, T]`` and of keys ``[B, S]``; and bool ``[B]``: whether exactly what they and the
-      rule show is what the mask shows. False only under `jit`.
+      Lengths of queries and of keys, int32 ``[B]``, and bool ``[B]``: whether exactly what they and
+      the rule show is what the mask shows. False only under `jit`.
 
     Raises:
-      ValueError: outside `jit`, if the mask stands for nothing of this; also under it, if its shape
+      ValueError: outside `jit`, if the mask stands for no lengths; also under it, if its shape
         says that it shows later keys, and it must be causal.
     """
+    _check_rows(mask, tokens, rule)
+    read = _read_lengths(mask, tokens, rule)
+    query_length, key_length, fits = (jnp.broadcast_to(x, (batch,)) for x in read)
+    _check_fits(fits, rule, warn_for)
+    return query_length, key_length, fits
+
+
+def read_segments(
+    mask: jax.Array, batch: int, tokens: int, rule: MaskRule, warn_for: Hashable | None
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The segments that a mask stands for; one that stands for none is reported.
+
+    Queries that share a key are of one segment, and a key is of the segment of those that see it.
+    So a mask may hide other packed sequences, in a row or interleaved, and keys and queries
+    anywhere, as padding on either side.
+
+    Args:
+      mask: see `read_mask`.
+      batch: see `read_mask`.
+      tokens: see `read_mask`.
+      rule: see `read_mask`.
+      warn_for: see `read_mask`.
+
+    Returns:
+      Segments of queries, int32 ``[B, T]``, and of keys, ``[B, S]``, -1 for those that nobody sees;
+      and whether they fit, as in `read_mask`.
+
+    Raises:
+      ValueError: see `read_mask`.
+    """
+    _check_rows(mask, tokens, rule)
+    queries, keys, fits = _read_segments(mask, tokens, rule)
+    fits = jnp.broadcast_to(fits, (batch,))
+    _check_fits(fits, rule, warn_for)
+    queries, keys = (jnp.broadcast_to(x, (batch, x.shape[1])) for x in (queries, keys))
+    return queries, keys, fits
+
+
+def _check_rows(mask: jax.Array, tokens: int, rule: MaskRule) -> None:
     if rule.expects_causal and mask.shape[2] == 1 < tokens and mask.shape[3] > 1:
         raise ValueError(
             f"mask of {tokens} queries and {mask.shape[3]} keys shows the same keys to every "
             f"query; it {_MUST_BE_CAUSAL}"
         )
-    if is_of_segments(mask, rule):
-        read = _read_segments(mask, rule)
-    else:
-        read = _read_lengths(mask, tokens, rule)
-    of_query, of_key, fits = (jnp.broadcast_to(x, (batch, *x.shape[1:])) for x in read)
+
+
+def _check_fits(fits: jax.Array, rule: MaskRule, warn_for: Hashable | None) -> None:
+    """Raises ValueError where masks do not fit, or, under `jit`, has it reported."""
     if _checks.is_concrete(fits):
         if wrong := np.flatnonzero(~np.asarray(fits)).tolist():
             raise ValueError(f"mask of sequences {wrong} {rule}")
     else:
         _report(fits, rule, warn_for)
-    return of_query, of_key, fits
-
-
-def is_of_segments(mask: jax.Array, rule: MaskRule) -> bool:
-    """Whether segments are read from a mask; one of keys alone, for all queries, has none."""
-    return rule.packed and mask.shape[2] > 1
-
-
-@functools.partial(jax.jit, static_argnames="rule")
-def _read_segments(mask: jax.Array, rule: MaskRule) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Segments of queries and of keys, int32 ``[B, T]`` and ``[B, S]``, and whether they fit.
-
-    A segment's name is its first key. A query that sees none has -1, a key that nobody sees -2.
-    """
-    rows, size = mask.shape[2:]
-    row, column = jnp.arange(rows)[None], jnp.arange(size)[None]
-    whole = jnp.full(1, size)
-
-    def by_position(window: tuple[int, int] | None) -> jax.Array:
-        return Visibility(rule.is_causal, window).mask(row, column, whole)
-
-    seen = mask[:, 0] & by_position(None)  # a window may hide a segment's first key
-    first = jnp.argmax(seen, axis=2)
-    queries = jnp.where(seen.any(2), first, -1)
-    keys = jnp.take_along_axis(first, jnp.argmax(seen, axis=1), axis=1)
-    keys = jnp.where(seen.any(1), keys, -2)
-    shown = by_position(rule.window)
-    together = (queries[:, :, None] == keys[:, None]) & shown
-    fits = ((mask & shown[:, None]) == together[:, None]).all((1, 2, 3))
-    if rule.expects_causal:
-        fits &= ~(mask & (column[:, None] > row[..., None])[None]).any((1, 2, 3))
-    return queries.astype(jnp.int32), keys.astype(jnp.int32), fits
 
 
 @functools.partial(jax.jit, static_argnames=("tokens", "rule"))
@@ -161,9 +170,7 @@ def _read_lengths(
     """Lengths of queries and of keys, int32 ``[B]``, and whether they fit, as `read_mask`."""
     batch, _, rows, size = mask.shape
     row, column = jnp.arange(rows)[None], jnp.arange(size)[None]
-    visibility = Visibility(rule.is_causal, rule.window)
-    if rows == 1:  # of keys alone: all queries see the same, as far as the mask knows
-        visibility = Visibility(is_causal=False, window=None)
+    visibility = _visibility(rule, rows)
 
     def shown(query_length: jax.Array, key_length: jax.Array) -> jax.Array:
         visible = (
@@ -177,10 +184,53 @@ def _read_lengths(
     fits = (seen == shown(query_length, key_length)).all((1, 2, 3))
     if rows == 1:
         query_length = jnp.full(batch, tokens)
-    elif rule.expects_causal:
-        later = column[:, None] > row[..., None]
-        fits &= ~(mask & later[None]).any((1, 2, 3))
+    fits &= ~_shows_later(mask, rule)
     return query_length.astype(jnp.int32), key_length.astype(jnp.int32), fits
+
+
+@functools.partial(jax.jit, static_argnames=("tokens", "rule"))
+def _read_segments(
+    mask: jax.Array, tokens: int, rule: MaskRule
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Segments of queries and of keys, and whether they fit, as `read_segments`.
+
+    A segment's name is its first query. Of a query's keys the first one leads to the first query
+    that sees it, which is of the same segment; where no window hides keys, it is the segment's
+    first. Elsewhere its own first key leads on, until a query leads to itself. Two queries that
+    share a key arrive at the same one: the earlier sees the later one's first key, too.
+    """
+    batch, _, rows, size = mask.shape
+    visibility = _visibility(rule, rows)
+    shown = visibility.mask(jnp.arange(rows)[None], jnp.arange(size)[None], jnp.full(batch, size))
+    seen = mask & shown[:, None]
+    pairs = seen.any(1)
+    first_query, first_key = jnp.argmax(pairs, axis=1), jnp.argmax(pairs, axis=2)
+    queries = jnp.take_along_axis(first_query, first_key, axis=1)
+    queries = jnp.where(pairs.any(2), queries, jnp.arange(rows))  # alone, as it sees nothing
+    if rule.window is not None:
+        for _ in range((rows - 1).bit_length()):
+            queries = jnp.take_along_axis(queries, queries, axis=1)
+    keys = jnp.where(pairs.any(1), jnp.take_along_axis(queries, first_query, axis=1), -1)
+    alike = queries[:, :, None] == keys[:, None]
+    fits = (seen == (shown & alike)[:, None]).all((1, 2, 3)) & ~_shows_later(mask, rule)
+    queries = jnp.broadcast_to(queries, (batch, tokens if rows == 1 else rows))
+    return queries.astype(jnp.int32), keys.astype(jnp.int32), fits
+
+
+def _visibility(rule: MaskRule, rows: int) -> Visibility:
+    """What a mask of so many rows shows beside what it says itself."""
+    if rows == 1:  # of keys alone: all queries see the same, as far as the mask knows
+        return Visibility(is_causal=False, window=None)
+    return Visibility(rule.is_causal, rule.window)
+
+
+def _shows_later(mask: jax.Array, rule: MaskRule) -> jax.Array:
+    """Whether a mask, bool ``[B]``, shows a key after a query, where the rule says it must not."""
+    batch, _, rows, size = mask.shape
+    if rows == 1 or not rule.expects_causal:
+        return jnp.zeros(batch, bool)
+    later = jnp.arange(size)[None] > jnp.arange(rows)[:, None]
+    return (mask & later[None, None]).any((1, 2, 3))
 
 
 def _report(fits: jax.Array, rule: MaskRule, warn_for: Hashable | None) -> None:

@@ -15,7 +15,7 @@ from jax.typing import DTypeLike
 from turbojax import _checks
 from turbojax._registry import ImplementationName
 from turbojax.config import TurboConfig
-from turbojax.flax._masks import MaskRule, as_mask, is_of_segments, read_mask
+from turbojax.flax._masks import MaskRule, as_mask, read_mask, read_segments
 from turbojax.kv.pooled import check_pooled
 from turbojax.levels import Pattern, Policy, select_levels
 from turbojax.ops.options import check_implementation
@@ -48,7 +48,7 @@ class _AttentionFn:
 
     is_causal: bool
     warn: bool
-    packed: bool
+    segments: bool
     local_window_size: int | tuple[int, int] | None = None
 
     def __call__(
@@ -83,12 +83,12 @@ class _AttentionFn:
           bias: None: scores have no bias here.
           mask: optional, broadcastable to ``[batch..., N, T, S]``, True or nonzero for what is
             visible. It may hide keys and queries past a length per sequence, and what causality and
-            the window hide; if the function is `packed`, also keys of other segments; the same for
-            all heads. Where the function is causal, and not the call,
-            it must hide what causality hides; a window hides more than the mask does. Any other
-            mask raises outside `jit`. Under it, its sequences become NaN, which `checkify` and a
-            warning report. A single query under a mask is the newest token that it shows, as in
-            decoding.
+            the window hide; with `segments` also keys and queries anywhere, and keys of other
+            packed sequences; the same for all heads. Where the function is causal, and not the
+            call, it must hide what causality hides; a window hides more than the mask does. Any
+            other mask raises outside `jit`. Under it, its sequences become NaN, which `checkify`
+            and a warning report. A single query under a mask is the newest token that it shows, as
+            in decoding.
           broadcast_dropout: has no meaning without dropout.
           dropout_rng: the same.
           dropout_rate: 0, unless `deterministic`.
@@ -165,22 +165,24 @@ class _AttentionFn:
                     "is_causal=False"
                 )
             return self._attend(query, key, value, is_causal, given)
-        has_ids = given.query_segment_ids is not None
-        window = _checks.normalize_window(self.local_window_size)
-        rule = MaskRule(is_causal, expects_causal, window, self.packed and not has_ids)
+        has_ids = any(ids is not None for ids in given)
         batch, tokens = query.shape[:2]
-        warn_for = self if self.warn else None
-        of_query, of_key, fits = read_mask(mask, batch, tokens, rule, warn_for)
-        if is_of_segments(mask, rule):
-            ids = {"query_segment_ids": of_query, "key_value_segment_ids": of_key}
-            out = self._attend(query, key, value, is_causal, given._replace(**ids))
-        elif tokens == 1 < key.shape[1]:
-            if has_ids:
-                raise NotImplementedError("a single query under a mask has no segments")
+        newest = tokens == 1 < key.shape[1]
+        if newest and has_ids:
+            raise NotImplementedError("a single query under a mask has no segments")
+        window = _checks.normalize_window(self.local_window_size)
+        segments = self.segments and not (newest or has_ids)
+        rule = MaskRule(is_causal, expects_causal, window, segments)
+        read = read_segments if segments else read_mask
+        of_query, of_key, fits = read(mask, batch, tokens, rule, self if self.warn else None)
+        if newest:
             out = self._attend_newest(query, key, value, of_key)
         else:
-            lengths = {"query_seq_lengths": of_query, "key_value_seq_lengths": of_key}
-            out = self._attend(query, key, value, is_causal, given._replace(**lengths))
+            which = ("query_segment_ids", "key_value_segment_ids")
+            if not segments:
+                which = ("query_seq_lengths", "key_value_seq_lengths")
+            given = given._replace(**dict(zip(which, (of_query, of_key), strict=True)))
+            out = self._attend(query, key, value, is_causal, given)
         # A product, so that gradients become NaN as well.
         broken = jnp.where(fits, 1, jnp.nan).astype(out.dtype)
         return out * broken[:, None, None, None]
@@ -203,13 +205,10 @@ class _AttentionFn:
         raise NotImplementedError
 
 
-def _check_switches(is_causal: object, warn: object, packed: object) -> None:
-    if not isinstance(is_causal, bool):
-        raise TypeError(f"{is_causal=} must be a bool")
-    if not isinstance(warn, bool):
-        raise TypeError(f"{warn=} must be a bool")
-    if not isinstance(packed, bool):
-        raise TypeError(f"{packed=} must be a bool")
+def _check_switches(**switches: object) -> None:
+    for name, switch in switches.items():
+        if not isinstance(switch, bool):
+            raise TypeError(f"{name}={switch!r} must be a bool")
 
 
 def _flat(ids: Any, batch: tuple[int, ...]) -> jax.Array:
@@ -244,17 +243,22 @@ class TurboAttentionFn(_AttentionFn):
       local_window_size: optional `w` or ``(left, right)``, see `turbojax.turbo_attention`.
       logits_soft_cap: optional `c`: scores become ``c * tanh(score / c)``.
       implementation: see `turbojax.turbo_attention`.
+      scale: factor of the scores; ``1 / sqrt(H)`` if not given.
+      segments: whether masks may also hide keys of other packed sequences, as they do where
+        `flax.linen.make_attention_mask` made them of ids with ``jnp.equal``, and keys and queries
+        anywhere, such as padding on the left. Segments are then read from every mask, in place of
+        lengths, and blocks without a common one take no time. That a mask may have them cannot
+        follow from its values under `jit`. A single query still is the newest token; in a call
+        with ids, the mask is one of lengths.
       warn: whether programs under `jit` issue a `MaskWarning` when a mask makes NaN, once for each
         function. The warning is a callback, so jax can neither export such a program nor keep it
         in its persistent cache.
-      packed: whether masks may be those of packed sequences, as `flax.linen.make_attention_mask`
-        makes them of segments with ``jnp.equal``. They are read as segments then, so that blocks
-        without a common segment take no time; under `jit` this cannot follow from a mask's values.
 
     Raises:
-      TypeError: if `config` is not a `TurboConfig`, `is_causal` or `warn` not a bool, or the cap
-        not a number.
-      ValueError: if the window or the cap is out of range, or there is no such implementation.
+      TypeError: if `config` is not a `TurboConfig`, `is_causal`, `segments` or `warn` not a bool,
+        or the scale or the cap not a number.
+      ValueError: if the window, the scale or the cap is out of range, or there is no such
+        implementation.
     """
 
     config: TurboConfig = TurboConfig()
@@ -263,13 +267,15 @@ class TurboAttentionFn(_AttentionFn):
     logits_soft_cap: float | None = None
     implementation: ImplementationName | None = None
     warn: bool = True
-    packed: bool = False
+    scale: float | None = None
+    segments: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.config, TurboConfig):
             raise TypeError(f"config={self.config!r} must be a TurboConfig")
-        _check_switches(self.is_causal, self.warn, self.packed)
+        _check_switches(is_causal=self.is_causal, warn=self.warn, segments=self.segments)
         check_implementation(self.implementation)
+        _checks.check_number("scale", self.scale)
         # One form, so that functions with equal windows are equal.
         window = _checks.normalize_window(self.local_window_size)
         object.__setattr__(self, "local_window_size", window)
@@ -289,6 +295,7 @@ class TurboAttentionFn(_AttentionFn):
             key,
             value,
             config=self.config,
+            scale=self.scale,
             is_causal=is_causal,
             **given.arguments(),
             local_window_size=self.local_window_size,
@@ -333,11 +340,11 @@ class PooledAttentionFn(_AttentionFn):
       query_samples: of `turbojax.select_levels`, for policies that estimate.
       key_means: the same.
       warn: see `TurboAttentionFn`.
-      packed: see `TurboAttentionFn`. Levels are chosen in each call then.
+      segments: see `TurboAttentionFn`. Levels are chosen in each call then.
 
     Raises:
-      TypeError: if `policy` is not one of `turbojax.levels`, `is_causal` or `warn` not a bool, or a
-        size not an integer.
+      TypeError: if `policy` is not one of `turbojax.levels`, `is_causal`, `segments` or `warn` not
+        a bool, or a size not an integer.
       ValueError: if a size is out of range, or there is no such implementation.
     """
 
@@ -349,7 +356,7 @@ class PooledAttentionFn(_AttentionFn):
     query_samples: int = 4
     key_means: int = 4
     warn: bool = True
-    packed: bool = False
+    segments: bool = False
 
     def __post_init__(self) -> None:
         check_pooled(
@@ -360,7 +367,7 @@ class PooledAttentionFn(_AttentionFn):
             self.query_samples,
             self.key_means,
         )
-        _check_switches(self.is_causal, self.warn, self.packed)
+        _check_switches(is_causal=self.is_causal, warn=self.warn, segments=self.segments)
 
     def _attend(
         self,

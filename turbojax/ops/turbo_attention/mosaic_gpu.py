@@ -118,7 +118,9 @@ def attention(
 
     if options.scale < 0:  # the kernel takes the maximum of scores before it scales them
         query, options = -query, dataclasses.replace(options, scale=-options.scale)
-    launch = launch or default_launch(query, config)
+    launch = launch or default_launch(
+        query, config, has_segments=extras.query_segment_ids is not None
+    )
     of_values, value = value.shape[3], pad_axis(value, 3, key.shape[3])
     head_dim, size = query.shape[-1], _padded_head_dim(query.shape[-1])
     stage1 = stage1 or quantize_keys_and_values(
@@ -169,7 +171,9 @@ def attention(
     return out[..., :of_values], residual
 
 
-def default_launch(query: jax.Array, config: TurboConfig) -> Launch:
+def default_launch(
+    query: jax.Array, config: TurboConfig, *, has_segments: bool = False
+) -> Launch:
     """What was fastest in the measurements of `pallas_kernels.mosaic.hopper.attention`.
 
     Weights in e4m3 have a static scale, so that tiles of keys need not be blocks; but what SAS
@@ -187,6 +191,8 @@ def default_launch(query: jax.Array, config: TurboConfig) -> Launch:
         stages = 3 if tile < _TILE else 2
     else:
         stages = 4 if is_narrow or is_block or config.mode != "fp8" else 3
+        if has_segments and tile == _TILE and not is_narrow:  # the ids need some room, too
+            stages = 3
     return Launch(
         stages=stages,
         ahead=consumers == 2 and not is_int8 and not is_wide,

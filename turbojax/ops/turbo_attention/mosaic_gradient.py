@@ -13,6 +13,7 @@ from turbojax.config import TurboConfig
 from turbojax.ops import numerics, rows
 from turbojax.ops.extras import NOTHING, Extras
 from turbojax.ops.options import Options
+from turbojax.ops.turbo_attention import gradient_reference
 from turbojax.ops.turbo_attention.operands import (
     HOPPER_EXTRAS,
     plain_refusal,
@@ -117,6 +118,7 @@ def gradient(
     (_, tokens, _, head_dim), size = query.shape, key.shape[1]
     padded = -(-tokens // _TILE) * _TILE
     of_values = value.shape[3]
+    given = (query, key, value, query_length, key_length, out, residual, d_out, d_residual)
     value, out, d_out = (rows.pad_axis(x, 3, head_dim) for x in (value, out, d_out))
     # A window may end before the last query, where there are fewer keys.
     may_hide = is_ragged or set(extras.given) - {"sinks"}
@@ -149,16 +151,20 @@ def gradient(
     )
     settings = functools.partial(_settings, config, options)
     dtype = query.dtype if unit is None else jnp.float32
-    d_q, falls = queries.query_gradient(x, dtype, settings(launch.queries))
+    d_q = queries.query_gradient(x, dtype, settings(launch.queries))
     d_q = d_q[:, :tokens, :, :head_dim]
     d_k, d_v = keys.key_gradient(x, dtype, settings(launch.keys, in_turns=launch.in_turns))
     d_k, d_v = d_k[:, :size, :, :head_dim], d_v[:, :size, :, :of_values]
     if unit is not None:
         d_q, d_k, d_v = ((y / unit).astype(query.dtype) for y in (d_q, d_k, d_v))
-        falls = None if falls is None else falls / unit[..., 0]
-    if falls is None:
+    if extras.alibi_slopes is None:
         return d_q, d_k, d_v, NOTHING
-    return d_q, d_k, d_v, Extras(alibi_slopes=-jnp.sum(falls, axis=(0, 2)))
+    # In plain JAX: slopes are constants, as a rule, and what nobody reads is not computed under
+    # `jit`.
+    *_, of_extras = gradient_reference.gradient(
+        *given, config=config, options=options, extras=extras
+    )
+    return d_q, d_k, d_v, Extras(alibi_slopes=of_extras.alibi_slopes)
 
 
 def _of_segments(

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import operator
 from typing import Any, NamedTuple
 
 import jax
@@ -144,7 +143,6 @@ def _gradients(
     dtype: str,
     rows_are_keys: bool,
     s: Settings,
-    is_linear: bool,
 ) -> Any:
     """`score_gradients` in a lane."""
     products = mgpu.optimization_barrier(products)  # not before they are there
@@ -153,10 +151,6 @@ def _gradients(
     if s.soft_cap is not None:
         slope, *others = others  # type: ignore[assignment]
         slopes = fragments.by_row(slope)
-    sums: Any = None
-    if is_linear:
-        total, distance, *others = others  # type: ignore[assignment]
-        sums, [distance] = fragments.scalars(total), fragments.scalars(distance)
     bounds = _mask(tuple(others))
     rows = []
     pairs = zip(fragments.by_row(weights), fragments.by_row(products), slopes, strict=True)
@@ -164,29 +158,13 @@ def _gradients(
         each = _of_each(deltas, half, len(x), rows_are_keys)
         d = [_to_float(v).fma(c, -e) for v, e in zip(x, each, strict=True)]
         d = [v * w for v, w in zip(d, p, strict=True)]
-        if sums is not None:
-            if bounds is not None:
-                masks = _visible(bounds, half, len(x), rows_are_keys, s)
-                d = [m.where(v, 0.0) for m, v in zip(masks, d, strict=True)]
-            for v, w in zip(d, _distances(distance, half, len(x), rows_are_keys), strict=True):
-                sums[half] = v.fma(w, sums[half])
         if slope is not None:
             d = [v * w for v, w in zip(d, slope, strict=True)]
         if bounds is not None:
             masks = _visible(bounds, half, len(x), rows_are_keys, s)
             d = [m.where(v, 0.0) for m, v in zip(masks, d, strict=True)]
         rows.append(d)
-    words = mgpu.optimization_barrier(fragments.carrier(fragments.half_words(rows, dtype)))
-    return words if sums is None else (words, fragments.row_array(sums))
-
-
-def sum_of_four(x: jax.Array) -> jax.Array:
-    """Of a row's lanes, which have each their own number."""
-
-    def f(x: Any) -> Any:
-        return fragments.row_array([lane.among_four(v, operator.add) for v in fragments.scalars(x)])
-
-    return ring.inline(f, (ROW,), ring.array((ROWS,), jnp.float32, ROW))(x)
+    return mgpu.optimization_barrier(fragments.carrier(fragments.half_words(rows, dtype)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -247,21 +225,15 @@ class Tile:
         factor: jax.Array,
         slopes: tuple[jax.Array, ...],
         limits: tuple[jax.Array, ...],
-        linear: tuple[jax.Array, ...] = (),
-    ) -> Any:
-        """Words of ``weights * (factor * products - delta)``, times the soft cap's slopes.
-
-        With `linear`, where rows are queries, what is to be added to and the distance, also the
-        sums over each lane's columns of the scores' gradients times distances.
-        """
-        words: Any = ring.array((ROWS, 32), jnp.int32)
+    ) -> jax.Array:
+        """Words of ``weights * (factor * products - delta)``, times the soft cap's slopes."""
         types = [MATRIX, MATRIX, self._queries, SCALAR]
-        types += [MATRIX] * len(slopes) + [ROW, SCALAR][: len(linear)] + _types(limits)
-        f = functools.partial(_gradients, **self._static, is_linear=bool(linear))
-        returns = (words, ring.array((ROWS,), jnp.float32, ROW)) if linear else words
-        return ring.inline(f, tuple(types), returns)(
-            weights, products, delta, factor, *slopes, *linear, *limits
+        types += [MATRIX] * len(slopes) + _types(limits)
+        f = functools.partial(_gradients, **self._static)
+        words: jax.Array = ring.inline(f, tuple(types), ring.array((ROWS, 32), jnp.int32))(
+            weights, products, delta, factor, *slopes, *limits
         )
+        return words
 
 
 def _types(limits: tuple[jax.Array, ...]) -> list[Any]:

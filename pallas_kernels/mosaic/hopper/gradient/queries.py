@@ -86,16 +86,12 @@ class _Memory(NamedTuple):
     ready: Ref
     free: Ref
     ids: tuple[Ref, Ref] | None
-    falls: Ref | None
 
 
 def _consume(
     work: _Work, slot: jax.Array, me: jax.Array, x: Operands, m: _Memory, s: Settings
 ) -> tuple[jax.Array, ...]:
-    """The sums of a warpgroup's 64 queries, and which of them see nothing; the next slot.
-
-    With slopes, before the last: what their gradient is of each query and lane.
-    """
+    """The sums of a warpgroup's 64 queries, and which of them see nothing; the next slot."""
     first = work.first + me * ROWS
     position = tiles.shifted(first, work.shift)
     tile = elementwise.Tile(False, str(m.k.dtype), s)
@@ -118,7 +114,7 @@ def _consume(
 
     def add(sums: Any, begin: jax.Array, slots: list[jax.Array], is_masked: bool) -> Any:
         """64 keys of each slot: the products of one run under the other's exponentials."""
-        total, *falls = sums
+        total = sums
         keys = [begin + n * ROWS for n in range(len(slots))]
         scales = [factors(key) for key in keys]
         products = [start(slot) for slot in slots]
@@ -130,27 +126,25 @@ def _consume(
             linear = () if x.slopes is None else (x.slopes[work.head], position - key)
             weights, *slopes = tile.weigh(products[n][0], lse, scales[n][0], limits, linear)
             rest = (delta, scales[n][1], tuple(slopes), limits)
-            words = tile.score_gradients(weights, products[n][1], *rest, (*falls, *linear[1:]))
-            if falls:
-                words, falls[0] = words
+            words = tile.score_gradients(weights, products[n][1], *rest)
             total = tiles.add_product(total, words, m.k.at[slots[n]])
         plgpu.wgmma_wait(0)
-        return tiles.arrived(total), *falls
+        return tiles.arrived(total)
 
     def edge(i: jax.Array, carry: Any) -> Any:
-        *sums, slot = carry
+        sums, slot = carry
         key = i * ROWS
         plgpu.barrier_wait(m.ready.at[slot])
         sums = lax.cond(
             tiles.is_seen(position, key, s),
             lambda: add(sums, key, [slot], is_masked=True),
-            lambda: tuple(sums),
+            lambda: sums,
         )
         plgpu.barrier_arrive(m.free.at[slot])
-        return *sums, ring.next_slot(slot, s.stages)
+        return sums, ring.next_slot(slot, s.stages)
 
     def several(i: jax.Array, carry: Any) -> Any:
-        *sums, slot = carry
+        sums, slot = carry
         slots = [ring.slot_after(slot, n, s.stages) for n in range(s.together)]
         for one in slots:
             plgpu.barrier_wait(m.ready.at[one])
@@ -158,17 +152,16 @@ def _consume(
         sums = add(sums, begin, slots, is_masked=False)
         for one in slots:
             plgpu.barrier_arrive(m.free.at[one])
-        return *sums, ring.slot_after(slot, s.together, s.stages)
+        return sums, ring.slot_after(slot, s.together, s.stages)
 
-    falls = [] if x.slopes is None else [plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), ROW)]
-    carry = (tiles.zeros(m.k.shape[-1]), *falls, slot)
+    carry = (tiles.zeros(m.k.shape[-1]), slot)
     steps = work.steps
     carry = lax.fori_loop(steps.begin, steps.inner, edge, carry)
     count = lax.div(steps.outer - steps.inner, jnp.int32(s.together))
     carry = lax.fori_loop(jnp.int32(0), count, several, carry)
-    total, *falls, slot = lax.fori_loop(steps.outer, steps.end, edge, carry)
+    total, slot = lax.fori_loop(steps.outer, steps.end, edge, carry)
     plgpu.barrier_arrive(m.query_free.at[me])
-    return total, lse == jnp.inf, *falls, slot
+    return total, lse == jnp.inf, slot
 
 
 def _produce(work: _Work, slot: jax.Array, x: Operands, m: _Memory, s: Settings) -> jax.Array:
@@ -203,33 +196,25 @@ def _produce(work: _Work, slot: jax.Array, x: Operands, m: _Memory, s: Settings)
 def _kernel(*refs: Ref, total: int, s: Settings, names: tuple[str, ...]) -> None:
     """One persistent program, which takes every `s.programs`-th tile; `names` of its operands."""
     x = Operands(**dict(zip(names, refs, strict=False)))
-    out_ref, *fall_refs = refs[len(names) :]
+    out_ref = refs[len(names)]
     me, share = lax.axis_index("warpgroup"), tiles.share_of(total, x.query_order)
     head_dim = x.q.shape[-1]
     has_k8 = x.k8.dtype != x.k.dtype  # else the same memory serves both products
     has_ids = x.query_ids is not None
 
     def body(*memory: Any) -> None:
-        q8, d8, lse, delta, v8, k, out, ready, free, k8, ids, falls = memory
+        q8, d8, lse, delta, v8, k, out, ready, free, k8, ids = memory
         rows = (q8, d8, lse, delta, k8[0] if k8 else k, v8, k, out)
-        m = _Memory(
-            *rows, ready[0], free[0], ready[1], free[1], tuple(ids) or None, *(falls or [None])
-        )
+        m = _Memory(*rows, ready[0], free[0], ready[1], free[1], tuple(ids) or None)
 
         def over_tiles(f: Any) -> None:
             share.loop(lambda number, slot: f(_Work(number, x, s), slot))
 
         def consume(work: _Work, slot: jax.Array) -> jax.Array:
-            sums, is_blind, *falls, slot = _consume(work, slot, me, x, m, s)
+            sums, is_blind, slot = _consume(work, slot, me, x, m, s)
             # A query that sees nothing gets nothing, even from keys with NaN.
             sums = jnp.where(tiles.along_rows(is_blind, head_dim), 0.0, sums * s.scale)
-            here = pl.ds(work.first + me * ROWS, ROWS)
-            for fall, ref in zip(falls, fall_refs, strict=True):
-                assert m.falls is not None
-                m.falls[me] = jnp.where(is_blind, 0.0, elementwise.sum_of_four(fall))
-                plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(m.falls.at[me], ref.at[work.b, work.head, here])
-            rows = (work.b, here, work.head)
+            rows = (work.b, pl.ds(work.first + me * ROWS, ROWS), work.head)
             tiles.store(sums, m.out.at[me], out_ref.at[rows])
             return slot
 
@@ -258,27 +243,21 @@ def _kernel(*refs: Ref, total: int, s: Settings, names: tuple[str, ...]) -> None
         ],
         [ring.tile((s.stages, ROWS, head_dim), x.k8.dtype)] * has_k8,
         [plgpu.SMEM((n, ROWS), jnp.int32) for n in (WARPGROUPS, s.stages) if has_ids],
-        [plgpu.SMEM((WARPGROUPS, ROWS), jnp.float32)] * len(fall_refs),
         collective_axes="warpgroup",
     )
 
 
 def query_gradient(
     x: Operands, dtype: jax.typing.DTypeLike, settings: Settings
-) -> tuple[jax.Array, jax.Array | None]:
-    """The gradient of the queries, ``[B, T, N, H]`` in `dtype`; 0 where one sees nothing.
-
-    And with slopes float32 ``[B, N, Tq]``, sums of the scores' gradients times distances.
-    """
+) -> jax.Array:
+    """The gradient of the queries, ``[B, T, N, H]`` in `dtype`; 0 where one sees nothing."""
     batch, tokens, heads, _ = x.q.shape
     total = batch * heads * tiles.numbers(tokens, x.query_order)
-    out = jax.ShapeDtypeStruct(x.q.shape, dtype)
     run = ring.launch(
         functools.partial(_kernel, total=total, s=settings, names=tuple(x.given)),
         "turbojax_query_gradient_hopper",
-        out if x.slopes is None else (out, jax.ShapeDtypeStruct(x.lse.shape, jnp.float32)),
+        jax.ShapeDtypeStruct(x.q.shape, dtype),
         total if x.query_order is not None else total // 2,
         settings.programs,
     )
-    results = run(*x.given.values())
-    return (results, None) if x.slopes is None else results
+    return run(*x.given.values())

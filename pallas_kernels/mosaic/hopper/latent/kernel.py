@@ -49,7 +49,6 @@ Rows: `benchmarks/results/models_tuning_2026-11-25.json`.
 """
 
 import functools
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -83,8 +82,6 @@ __all__ = ["Settings", "attend", "settings"]
 
 _MATRIX = plgpu.Layout.WGMMA
 _EIGHT = 8
-# Until jax 0.11 a load takes an index.
-_ALL: tuple[Any, ...] = ((),) if "idx" in inspect.signature(plgpu.load).parameters else ()
 
 
 def _full(x: float, shape: tuple[int, ...], layout: Any) -> jax.Array:
@@ -305,7 +302,7 @@ def _follow(work: Work, slot: jax.Array, out: Ref, x: Inputs, y: Memory, s: Sett
     def factors() -> jax.Array:
         """What to multiply with, of each row, as of the next weights."""
         plgpu.barrier_wait(y.p_ready)
-        return plgpu.load(y.factor, *_ALL, layout=ROW)
+        return ring.load(y.factor, ROW)
 
     def expanded(words: list[jax.Array], j: jax.Array, slot: jax.Array) -> list[jax.Array]:
         if codes is None:

@@ -1,0 +1,89 @@
+"""What samplers of other projects ask of a cache: padded prompts, then one token at a time."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from turbojax.flax._masks import MaskRule, as_mask, read_mask
+from turbojax.kv import AttentionOptions, attend_prompt, kind_of
+
+
+def attend_padded_prompt(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    cache: Any,
+    mask: jax.Array,
+    options: AttentionOptions,
+    *,
+    implementation: str | None = None,
+) -> tuple[jax.Array, Any]:
+    """Attends within prompts with padding on either side, and stores them without it.
+
+    A cache holds a sequence from its first token on, so prompts are moved to the left first, and
+    what they attended to is moved back.
+
+    Args:
+      query: ``[B, T, N, H]``, rotated.
+      key: ``[B, T, K, H]``, rotated.
+      value: ``[B, T, K, H]``.
+      cache: an empty cache of the layer.
+      mask: ``[B, T, S]``, what the tokens see of `S` places of a cache, of which the first `T` are
+        their own: causal, but for the padding, which nobody sees.
+      options: of the layer.
+      implementation: of the cache's ops; None to choose.
+
+    Returns:
+      ``[B, T, N, H]``, where rows of padding mean nothing, and the cache. Sequences with another
+      mask become NaN, which a `turbojax.flax.MaskWarning` reports, and so do those whose cache was
+      not empty.
+    """
+    batch, tokens = query.shape[:2]
+    mask = as_mask(mask[:, None], query, jnp.zeros((batch, mask.shape[2], 1, 1)))
+    first = jnp.argmax(mask.any((1, 2)), axis=1)
+    shown = _roll(_roll(mask, -first, axis=2), -first, axis=3)
+    rule = MaskRule(is_causal=True, expects_causal=True, window=None)
+    _, lengths, fits = read_mask(shown, batch, tokens, rule, warn_for=attend_padded_prompt)
+    broken = ~fits | (cache.lengths > 0)
+    query, key, value = (_roll(x, -first, axis=1) for x in (query, key, value))
+    attend = attend_prompt(lengths, implementation=implementation)
+    out, cache = attend(query, key, value, cache, options)
+    factor = jnp.where(broken, jnp.nan, 1).astype(out.dtype)[:, None, None, None]
+    return _roll(out, first, axis=1) * factor, cache
+
+
+def attend_next_token(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    cache: Any,
+    new: jax.Array,
+    options: AttentionOptions,
+    *,
+    implementation: str | None = None,
+) -> tuple[jax.Array, Any]:
+    """Stores a token where it is new, and attends to all that is held.
+
+    Args:
+      query: ``[B, 1, N, H]``, rotated.
+      key: ``[B, 1, K, H]``, rotated.
+      value: ``[B, 1, K, H]``.
+      cache: of the layer.
+      new: bool ``[B]``, False where the token is not to be stored: then its query is that of the
+        newest token held.
+      options: of the layer.
+      implementation: of the cache's ops; None to choose.
+
+    Returns:
+      ``[B, 1, N, H]`` and the cache.
+    """
+    kind = kind_of(cache)
+    lengths = new.astype(jnp.int32)
+    cache = kind.append(cache, key, value, lengths=lengths, implementation=implementation)
+    return kind.decode(query, cache, options=options, implementation=implementation), cache
+
+
+def _roll(x: jax.Array, shift: jax.Array, axis: int) -> jax.Array:
+    """Rolls each sequence by its own `shift`, int ``[B]``."""
+    return jax.vmap(lambda row, by: jnp.roll(row, by, axis - 1))(x, shift)
