@@ -37,9 +37,12 @@ def check(kind, tokens, kernel, **options):
     assert out.dtype == want.dtype
     np.testing.assert_array_equal(np.isneginf(lse), np.isneginf(want_lse))
     seen = np.isfinite(want_lse)
-    np.testing.assert_allclose(np.asarray(lse)[seen], np.asarray(want_lse)[seen], atol=2e-2)
+    # Long prompts multiply e4m3 pages by queries and weights in e4m3, whose step is 2**-4.
+    is_e4m3 = kind == "fp8_e4m3" and tokens in PROMPTS.values()
+    atol, share = (8e-2, 2**-4) if is_e4m3 else (2e-2, 1e-2)
+    np.testing.assert_allclose(np.asarray(lse)[seen], np.asarray(want_lse)[seen], atol=atol)
     x, y = (np.asarray(a, np.float64) for a in (out, want))
-    assert np.abs(x - y).sum() <= 1e-2 * np.abs(y).sum()
+    assert np.abs(x - y).sum() <= share * np.abs(y).sum()
 
 
 @pytest.mark.parametrize("case", CASES)

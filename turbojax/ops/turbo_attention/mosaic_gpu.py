@@ -171,9 +171,7 @@ def attention(
     return out[..., :of_values], residual
 
 
-def default_launch(
-    query: jax.Array, config: TurboConfig, *, has_segments: bool = False
-) -> Launch:
+def default_launch(query: jax.Array, config: TurboConfig, *, has_segments: bool = False) -> Launch:
     """What was fastest in the measurements of `pallas_kernels.mosaic.hopper.attention`.
 
     Weights in e4m3 have a static scale, so that tiles of keys need not be blocks; but what SAS

@@ -247,9 +247,7 @@ def _kernel(*refs: Ref, total: int, s: Settings, names: tuple[str, ...]) -> None
     )
 
 
-def query_gradient(
-    x: Operands, dtype: jax.typing.DTypeLike, settings: Settings
-) -> jax.Array:
+def query_gradient(x: Operands, dtype: jax.typing.DTypeLike, settings: Settings) -> jax.Array:
     """The gradient of the queries, ``[B, T, N, H]`` in `dtype`; 0 where one sees nothing."""
     batch, tokens, heads, _ = x.q.shape
     total = batch * heads * tiles.numbers(tokens, x.query_order)
