@@ -73,8 +73,10 @@ class PooledAttention:
         ``functools.partial(pooled, segment_ids=ids)`` is an `Attend`.
         """
         levels = self.levels(query, key, options=options, segment_ids=segment_ids)
-        more: dict[str, Any] = {"options": options, "segment_ids": segment_ids}
-        return self.attend(query, key, value, levels, sinks=sinks, **more), cache
+        out = self.attend(
+            query, key, value, levels, options=options, sinks=sinks, segment_ids=segment_ids
+        )
+        return out, cache
 
     def levels(
         self,
