@@ -110,7 +110,7 @@ def check(case, implementation, dtype=jnp.float32, output_dtype=None):
     want, of_plain = oracle_gradient(*arrays, **known), plain_gradient(*arrays, **known)
     assert len(gradients) == len(want) == 3 + case.with_sinks
     # The sinks' is a sum over outputs as they are kept, in their dtype.
-    own = 0 if results[0].dtype == jnp.float32 else 0.02
+    own = of_weights if results[0].dtype == jnp.float32 else 0.02
     assert_as_good_as_plain(gradients[:3], want[:3], of_plain[:3])
     assert_as_good_as_plain(gradients[3:], want[3:], of_plain[3:], floor=32 * EPS + own)
 
