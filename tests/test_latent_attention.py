@@ -352,3 +352,68 @@ def test_a_cache_is_a_pytree_of_its_arrays():
     pool, _ = filled("turbo4", LENGTHS)
     assert len(jax.tree.leaves(pool)) == 4
     assert dataclasses.replace(pool, seed=1).rotation.head_dim == LATENT
+
+
+def _cache_of(latent, rope):
+    cache = tj.init_latent_cache(2, 80, LATENT, ROPE, dtype=jnp.float32)
+    return tj.append_latents(cache, latent, rope)
+
+
+@pytest.mark.parametrize("window", [None, (45, 0)])
+def test_merged_parts_are_the_whole(window):
+    """Two caches with the positions of their first tokens, joined; the second holds the newest."""
+    latent, rope, query = normal(1, (2, 70, LATENT)), normal(2, (2, 70, ROPE)), queries(2, 3)
+    options = {"scale": SCALE, "local_window_size": window, "return_residual": True}
+    options["output_dtype"] = jnp.float32
+    want = tj.latent_attention(*query, _cache_of(latent, rope), **options)
+    parts = [
+        tj.latent_attention(
+            *query,
+            _cache_of(latent[:, part], rope[:, part]),
+            query_offset=67,
+            key_offset=part.start,
+            **options,
+        )
+        for part in (slice(0, 40), slice(40, 70))
+    ]
+    got = tj.merge_attention(*(jnp.stack(x) for x in zip(*parts, strict=True)))
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)
+
+
+def test_a_query_sees_up_to_its_own_position():
+    """With an offset in the middle of the cache: what a shorter cache gives its newest token."""
+    latent, rope, query = normal(1, (2, 70, LATENT)), normal(2, (2, 70, ROPE)), queries(2, 1)
+    options = {"scale": SCALE, "return_residual": True}
+    got = tj.latent_attention(*query, _cache_of(latent, rope), query_offset=29, **options)
+    want = tj.latent_attention(*query, _cache_of(latent[:, :30], rope[:, :30]), **options)
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6)
+    nothing = tj.latent_attention(
+        *query, _cache_of(latent, rope), query_offset=5, key_offset=6, **options
+    )
+    assert not np.any(nothing[0])
+    assert np.all(np.isneginf(nothing[1]))
+
+
+def test_sinks():
+    latent, rope, query = normal(1, (2, 70, LATENT)), normal(2, (2, 70, ROPE)), queries(2, 3)
+    cache, sinks = _cache_of(latent, rope), np.linspace(-2, 5, HEADS).astype(np.float32)
+    options = {"scale": SCALE, "return_residual": True, "query_seq_lengths": jnp.array([3, 1])}
+    out, lse = (np.asarray(x, np.float64) for x in tj.latent_attention(*query, cache, **options))
+    got = tj.latent_attention(*query, cache, sinks=sinks, **options)
+    real = (np.arange(3) < np.array([[3], [1]]))[..., None]
+    want = np.where(real, np.logaddexp(lse, sinks), -np.inf)
+    np.testing.assert_allclose(got[1], want, rtol=1e-6)
+    share = np.where(real, np.exp(np.where(real, lse, 0) - np.where(real, want, 0)), 0)
+    np.testing.assert_allclose(got[0], out * share[..., None], rtol=1e-5, atol=1e-6)
+
+
+def test_options_that_the_kernel_lacks():
+    query, cache = queries(1, 1), tj.init_latent_cache(1, 8, LATENT, ROPE, dtype=jnp.float32)
+    for given in ({"query_offset": 3}, {"output_dtype": jnp.float32}):
+        (name,) = given
+        with pytest.raises(NotImplementedError, match=f"mosaic_gpu: it has no {name}"):
+            tj.latent_attention(*query, cache, scale=1.0, implementation="mosaic_gpu", **given)
+    with pytest.raises(ValueError, match="query_offset=-1 must be between"):
+        tj.latent_attention(*query, cache, scale=1.0, query_offset=-1)

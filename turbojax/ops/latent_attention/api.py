@@ -11,8 +11,10 @@ from turbojax import _checks, polar
 from turbojax._device import interpreting
 from turbojax._gradient import refuse_gradients
 from turbojax._registry import Implementation, ImplementationName, Registry
+from turbojax.ops.extras import NOTHING, Extras, of_cache
 from turbojax.ops.latent_attention import mosaic_gpu, reference
 from turbojax.ops.options import Options, require_causal
+from turbojax.ops.sinks import with_sinks
 from turbojax.state import checks
 from turbojax.state.latent.cache import LatentCache, as_pages
 from turbojax.state.latent.pages import LatentPages
@@ -35,6 +37,10 @@ def latent_attention(
     scale: float,
     query_seq_lengths: jax.Array | None = None,
     local_window_size: int | tuple[int, int] | None = None,
+    query_offset: jax.Array | int | None = None,
+    key_offset: jax.Array | int | None = None,
+    sinks: jax.Array | None = None,
+    output_dtype: jax.typing.DTypeLike | None = None,
     implementation: ImplementationName | None = None,
     return_residual: bool = False,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
@@ -63,13 +69,20 @@ def latent_attention(
         ones, `n` above; padding gives 0 and ``-inf``. Under `jit` values outside ``0..T`` act as
         the nearest bound.
       local_window_size: optional `w` or ``(left, right)``, relative to the query's position.
-      implementation: ``"mosaic_gpu"`` (Hopper), ``"xla"`` (float32), or None to choose.
+      query_offset: optional int ``[B]`` or scalar, the position of the first query, where the cache
+        holds a part of a text.
+      key_offset: beside it, the position of the cache's first token; 0 if not given.
+      sinks: optional floating-point ``[N]``, see `turbojax.decode`.
+      output_dtype: float32 for parts that `turbojax.merge_attention` joins; the queries' dtype if
+        not given.
+      implementation: ``"mosaic_gpu"`` (Hopper, without the last four), ``"xla"`` (float32), or None
+        to choose.
       return_residual: also return the log-sum-exp of the scores.
 
     Returns:
-      ``[B, T, N, C]`` in the queries' dtype; with `return_residual` also float32 ``[B, T, N]``. An
-      empty sequence gives 0 and ``-inf``. A latent, rotary key or query that is not finite turns
-      the results it takes part in to NaN, and no others.
+      ``[B, T, N, C]`` in the queries' dtype or `output_dtype`; with `return_residual` also float32
+      ``[B, T, N]``. An empty sequence gives 0 and ``-inf``, or the sink. A latent, rotary key or
+      query that is not finite turns the results it takes part in to NaN, and no others.
 
     Raises:
       TypeError: if `cache` is another kind or a dtype is not `cache.dtype`.
@@ -83,7 +96,8 @@ def latent_attention(
             f"{query_latent.shape=} must have {cache.batch_size} sequences, as the cache has"
         )
     pages, tables = as_pages(cache)
-    options = _options(scale, local_window_size)
+    options = _options(scale, local_window_size, output_dtype)
+    given = {"sinks": sinks, "query_offset": query_offset, "key_offset": key_offset}
     out, residual = attend_latents(
         query_latent,
         query_rope,
@@ -92,6 +106,7 @@ def latent_attention(
         cache.lengths,
         query_seq_lengths,
         options=options,
+        extras=_extras(query_latent, given),
         implementation=implementation,
     )
     return (out, residual) if return_residual else out
@@ -107,6 +122,10 @@ def paged_latent_attention(
     scale: float,
     query_seq_lengths: jax.Array | None = None,
     local_window_size: int | tuple[int, int] | None = None,
+    query_offset: jax.Array | int | None = None,
+    key_offset: jax.Array | int | None = None,
+    sinks: jax.Array | None = None,
+    output_dtype: jax.typing.DTypeLike | None = None,
     implementation: ImplementationName | None = None,
     return_residual: bool = False,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
@@ -123,13 +142,17 @@ def paged_latent_attention(
       scale: factor of the scores.
       query_seq_lengths: optional int ``[B]``, the real queries.
       local_window_size: optional window.
+      query_offset: optional position of the first query.
+      key_offset: optional position of the pages' first token.
+      sinks: optional logits ``[N]``.
+      output_dtype: optional, float32.
       implementation: ``"mosaic_gpu"``, ``"xla"``, or None to choose.
       return_residual: also return the log-sum-exp of the scores.
 
     Returns:
-      ``[B, T, N, C]`` in the queries' dtype; with `return_residual` also float32 ``[B, T, N]``.
-      Under `jit`, all is NaN for a sequence whose length or a needed page is out of range, and none
-      of its pages is read.
+      ``[B, T, N, C]`` as there; with `return_residual` also float32 ``[B, T, N]``. Under `jit`, all
+      is NaN for a sequence whose length or a needed page is out of range, and none of its pages is
+      read.
 
     Raises:
       TypeError: if `cache` is another kind, a dtype is not `cache.dtype`, or tables or lengths are
@@ -139,7 +162,8 @@ def paged_latent_attention(
       NotImplementedError: if the implementation asked for cannot run this, or when it is
         differentiated.
     """
-    options = _options(scale, local_window_size)
+    options = _options(scale, local_window_size, output_dtype)
+    given = {"sinks": sinks, "query_offset": query_offset, "key_offset": key_offset}
     out, residual = attend_latents(
         query_latent,
         query_rope,
@@ -148,6 +172,7 @@ def paged_latent_attention(
         lengths,
         query_seq_lengths,
         options=options,
+        extras=_extras(query_latent, given),
         implementation=implementation,
     )
     return (out, residual) if return_residual else out
@@ -162,6 +187,7 @@ def attend_latents(
     query_lengths: jax.Array | None = None,
     *,
     options: Options,
+    extras: Extras = NOTHING,
     implementation: str | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """`paged_latent_attention` for callers that have `Options`, causal ones without a cap."""
@@ -175,13 +201,15 @@ def attend_latents(
     lengths = page_checks.check_lengths("lengths", lengths, batch)
     query_lengths = _checks.check_lengths("query_seq_lengths", query_lengths, batch, tokens)
     if _checks.is_concrete(block_tables, lengths):
-        first = page_checks.first_seen(lengths, query_lengths, tokens, options.window)
+        first = _first_seen(lengths, query_lengths, tokens, options, extras)
         page_checks.check_readable(cache, block_tables, lengths, first)
     queries = query_latent, query_rope
-    chosen = select(implementation, *queries, cache, block_tables, options=options)
+    static: dict[str, Any] = {"options": options, "extras": extras}
+    chosen = select(implementation, *queries, cache, block_tables, **static)
     run = functools.partial(_attend, attend=chosen.run, interpret=interpreting())
     call = refuse_gradients(run, "latent_attention", options=options)
-    out, residual = call(query_latent, query_rope, cache, block_tables, lengths, query_lengths)
+    arrays = (query_latent, query_rope, cache, block_tables, lengths, query_lengths, extras)
+    out, residual = call(*arrays)
     return out, residual
 
 
@@ -193,6 +221,7 @@ def select(
     block_tables: jax.Array | jax.ShapeDtypeStruct,
     *,
     options: Options,
+    extras: Extras = NOTHING,
 ) -> Implementation:
     """What runs a call with these arguments; only shapes and dtypes are used.
 
@@ -207,14 +236,32 @@ def select(
         cache=cache,
         block_tables=block_tables,
         options=options,
+        extras=extras,
     )
 
 
-def _options(scale: float, local_window_size: int | tuple[int, int] | None) -> Options:
+def _options(
+    scale: float, local_window_size: int | tuple[int, int] | None, output_dtype: Any
+) -> Options:
     if scale is None:
         raise TypeError("scale is None, must be a number: the expanded form's")
     window: Any = local_window_size  # brought into one form by `Options`
-    return Options(is_causal=True, scale=scale, window=window)
+    return Options(is_causal=True, scale=scale, window=window, out_dtype=output_dtype)
+
+
+def _extras(query_latent: jax.Array, given: dict[str, Any]) -> Extras:
+    """Of a call whose queries are checked later, where something is given."""
+    return (
+        of_cache(query_latent, **given) if any(x is not None for x in given.values()) else NOTHING
+    )
+
+
+def _first_seen(
+    lengths: jax.Array, query_lengths: jax.Array, tokens: int, options: Options, extras: Extras
+) -> jax.Array:
+    """The first token that a query may see; with an offset the cache's first."""
+    window = None if extras.query_offset is not None else options.window
+    return page_checks.first_seen(lengths, query_lengths, tokens, window)
 
 
 def _check_queries(cache: LatentPages, query_latent: jax.Array, query_rope: jax.Array) -> None:
@@ -241,6 +288,7 @@ def _attend(
     block_tables: jax.Array,
     lengths: jax.Array,
     query_lengths: jax.Array,
+    extras: Extras,
     *,
     attend: Callable[..., tuple[jax.Array, jax.Array]],
     interpret: bool,
@@ -252,8 +300,8 @@ def _attend(
     it.
     """
     del interpret
-    tokens, dtype = query_latent.shape[1], query_latent.dtype
-    first = page_checks.first_seen(lengths, query_lengths, tokens, options.window)
+    tokens, dtype = query_latent.shape[1], options.dtype_of_output(query_latent)
+    first = _first_seen(lengths, query_lengths, tokens, options, extras)
     ok = page_checks.readable(cache, block_tables, lengths, first)
     is_rotated = cache.format.is_rotated
     out, residual = attend(
@@ -264,8 +312,12 @@ def _attend(
         jnp.where(ok, lengths, 0),
         jnp.clip(query_lengths, 0, tokens),
         options=options,
+        extras=extras,
     )
     if is_rotated:
         out = polar.unrotate(out, cache.rotation)
+    if extras.sinks is not None:
+        real = jnp.arange(tokens)[None] < query_lengths[:, None]
+        out, residual = with_sinks(out, residual, extras.sinks, real)
     out = jnp.where(ok[:, None, None, None], out, jnp.nan).astype(dtype)
     return out, jnp.where(ok[:, None, None], residual, jnp.nan)

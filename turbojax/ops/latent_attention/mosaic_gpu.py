@@ -9,6 +9,7 @@ import jax
 
 from turbojax import polar
 from turbojax._device import multiprocessors, needs_hopper
+from turbojax.ops.extras import NOTHING, Extras
 from turbojax.ops.options import Options
 from turbojax.state.latent.pages import LatentPages
 from turbojax.state.pages.formats import Codes
@@ -33,9 +34,12 @@ def unsupported(
     cache: LatentPages,
     block_tables: jax.Array,
     options: Options,
+    extras: Extras = NOTHING,
 ) -> str | None:
     """Why `attend` cannot run this here; None if it can."""
-    del query_latent, query_rope, block_tables, options
+    del query_latent, query_rope, block_tables
+    if options.out_dtype is not None or extras.given:
+        return extras.refusal() or f"it has no output_dtype={options.out_dtype}"
     if not _has_kernel():
         return "this version has no such kernel"
     if (cache.latent_dim, cache.rope_dim) != (_LATENT_DIM, _ROPE_DIM):
@@ -57,6 +61,7 @@ def attend(
     query_lengths: jax.Array,
     *,
     options: Options,
+    extras: Extras = NOTHING,
 ) -> tuple[jax.Array, jax.Array]:
     """`reference.attend` as a kernel.
 
@@ -65,10 +70,10 @@ def attend(
     """
     from pallas_kernels.mosaic.hopper.latent import kernel
 
-    rows = query_latent.shape[1] * query_latent.shape[2]
+    del extras  # see `unsupported`
     settings = kernel.settings(
         options.scale,
-        rows,
+        query_latent.shape[2],
         window=None if options.window is None else options.window[0],
         codec=codec_of(cache),
         programs=multiprocessors(),

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from turbojax.ops import numerics
+from turbojax.ops.extras import NOTHING, Extras
 from turbojax.ops.options import Options
 from turbojax.state.latent.formats import Tokens
 from turbojax.state.latent.pages import LatentPages
@@ -30,6 +31,7 @@ def attend(
     query_lengths: jax.Array,
     *,
     options: Options,
+    extras: Extras = NOTHING,
 ) -> tuple[jax.Array, jax.Array]:
     """Attends the newest tokens' queries to their sequences' pages.
 
@@ -41,6 +43,7 @@ def attend(
       lengths: int32 ``[B]``, tokens held, the queries' own included.
       query_lengths: int32 ``[B]``, the real queries; the rest is padding.
       options: of the call.
+      extras: of the call; sinks are the caller's.
 
     Returns:
       float32 ``[B, T, N, C]``, rotated if latents are, and the log-sum-exp ``[B, T, N]``.
@@ -48,7 +51,8 @@ def attend(
     rows, tokens = query_latent.shape[:3], query_latent.shape[1]
     tables = _in_tiles(block_tables, cache.page_size)
     offset = jnp.arange(tokens, dtype=jnp.int32)[None]
-    position = (lengths - query_lengths)[:, None] + offset
+    begin = extras.begin(lengths, query_lengths)
+    position = begin[:, None] + offset
     real = offset < query_lengths[:, None]
     queries = query_latent.astype(jnp.float32), query_rope.astype(jnp.float32)
 
@@ -59,8 +63,9 @@ def attend(
 
     # Batches of one program: a sequence sees nothing of a tile past its end, which changes no bit.
     first = jnp.min(jnp.where(query_lengths > 0, position[:, 0], jnp.iinfo(jnp.int32).max))
-    start, stop = options.key_range(first, jnp.max(lengths) - 1, lengths)
-    bounds = jnp.maximum(start, 0) // _TILE, -(-stop // _TILE)
+    last = jnp.max(extras.end(lengths, query_lengths)) - 1
+    start, stop = options.key_range(first, last, lengths)
+    bounds = jnp.maximum(start, 0) // _TILE, -(-jnp.maximum(stop, 0) // _TILE)
     empty = (
         jnp.zeros((*rows, cache.latent_dim), jnp.float32),
         jnp.full(rows, -jnp.inf, jnp.float32),
