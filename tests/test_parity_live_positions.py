@@ -47,10 +47,15 @@ class OfGlobalLayers:
 
 def rotary_of(keys: dict):
     from transformers.models.gemma3.modeling_gemma3 import Gemma3RotaryEmbedding
+    from transformers.models.glm.modeling_glm import GlmRotaryEmbedding
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
     from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
 
     config = theirs().config(keys)
+    if keys["model_type"] == "mistral3":
+        config = config.text_config
+    if keys["model_type"] in ("glm", "glm4"):
+        return GlmRotaryEmbedding(config)
     if keys["model_type"] == "gemma3_text":
         return OfGlobalLayers(Gemma3RotaryEmbedding(config))
     make = Phi3RotaryEmbedding if keys["model_type"] == "phi3" else LlamaRotaryEmbedding
@@ -76,7 +81,7 @@ def test_frequencies_are_rounded_as_transformers_rounds_them(name):
         assert ours.dtype == np.float32
         apart = np.abs(ours.view(np.int32) - expected.view(np.int32))
         assert apart.max() <= 1
-        assert np.mean(apart == 0) >= 0.95
+        assert np.sum(apart != 0) <= max(2, 0.05 * apart.size)
 
 
 @pytest.mark.parametrize("name", ROTARIES)
@@ -101,10 +106,14 @@ def test_angles_far_into_a_text(name, first):
     x = np.random.default_rng(0).standard_normal((1, 100, 1, rope.head_dim)).astype(np.float32)
     half = rope.channels // 2
     both = np.concatenate([x[..., half : 2 * half], x[..., :half]], -1)
-    sign = np.repeat([-1.0, 1.0], half).astype(np.float32)
+    sign, same = np.repeat([-1.0, 1.0], half), np.concatenate([exact, exact])
+    if rope.interleaved:  # neighbours turn together
+        cos, sin = (np.repeat(y[..., :half], 2, axis=-1) for y in (cos, sin))
+        both = x[..., : 2 * half].reshape(*x.shape[:3], half, 2)[..., ::-1].reshape(both.shape)
+        sign, same = np.tile([-1.0, 1.0], half), np.repeat(exact, 2)
+    sign = sign.astype(np.float32)
     turned = x[..., : 2 * half] * cos[:, :, None] + both * sign * sin[:, :, None]
     out = np.asarray(rope.rotate(jnp.asarray(x), ours))[..., : 2 * half]
-    same = np.concatenate([exact, exact])
     # Sine and cosine are a few units apart, of vectors of up to 4 * 1.2 in size.
     np.testing.assert_allclose(out[..., same], turned[..., same], rtol=0, atol=3e-6)
 
