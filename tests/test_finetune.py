@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 
 from turbojax import finetune, models
 from turbojax.app.main import app
-from turbojax.finetune import checkpoint, comparison, documents
+from turbojax.finetune import checkpoint, comparison, documents, order
 from turbojax.models import pooled_by_name
 
 TINY = models.TransformerConfig(
@@ -329,6 +329,51 @@ class TestRun:
             )
 
 
+class TestPacked:
+    """Every block at level 1, so that only what documents do not see of each other can differ."""
+
+    EXACT = pooled_by_name("window", window=256, block_size=32)
+
+    def first_step(self, **options) -> dict:
+        trainer = finetune.Trainer(tiny_model(), SETTINGS, corpus().stream, **options)
+        return {name: float(x) for name, x in trainer.run_step().items()}
+
+    def test_loss_is_that_of_documents_by_themselves(self):
+        """Each alone, in float64; a run that sees across is another one."""
+        stream = corpus().stream
+        starts = order.window_starts(
+            np.arange(SETTINGS.batch_size),
+            num_bytes=stream.size,
+            context=SETTINGS.context,
+            seed=SETTINGS.seed,
+        )
+        model = models.Transformer(finetune.for_context(TINY, 256), rngs=nnx.Rngs(1))
+        losses, cuts = [], 0
+        for start in starts:
+            tokens = stream[start : start + SETTINGS.context + 1].astype(np.int32)
+            begins = [0, *np.flatnonzero(tokens[1:-1] == 0) + 1, SETTINGS.context]
+            cuts += len(begins) - 2
+            for begin, end in zip(begins[:-1], begins[1:], strict=True):
+                logits = model(jnp.asarray(tokens[None, begin:end]))
+                logits = np.asarray(logits[0], np.float64)
+                logits -= np.log(np.exp(logits).sum(axis=-1, keepdims=True))
+                losses += list(-logits[np.arange(end - begin), tokens[begin + 1 : end + 1]])
+        assert cuts > 0
+        assert len(losses) == SETTINGS.batch_size * SETTINGS.context
+        found = self.first_step(pooled=self.EXACT, packed=True)
+        assert found["bits_per_byte"] == pytest.approx(np.mean(losses) / np.log(2), abs=1e-5)
+        across = self.first_step(pooled=self.EXACT)
+        assert abs(across["bits_per_byte"] - found["bits_per_byte"]) > 1e-4
+        assert found["density"] <= across["density"]
+
+    def test_needs_pooled_attention(self):
+        with pytest.raises(ValueError, match="packed=True needs pooled attention"):
+            self.first_step(packed=True)
+        result = command("train", "--packed", "--out", "/tmp/never-made")
+        assert result.exit_code == 2
+        assert "--packed is for --attention pooled, not dense" in result.stderr
+
+
 def log_of(losses, seconds, *, density=1.0, kind="dense") -> dict:
     steps = len(losses)
     return {
@@ -434,6 +479,7 @@ class TestCommands:
         options = "--context 256 --batch 2 --steps 2 --log-every 1"
         pooled = ["--block-size", "32", "--policy", "window", "--window", "64"]
         base = ["train", "--data", str(tmp_path / "words.txt"), "--model", str(tmp_path / "start")]
+        pooled += ["--packed"]
         for kind in ("dense", "pooled"):
             out = str(tmp_path / kind)
             plot = ["--plot", f"{out}.png", "--evaluate-every", "1" if kind == "dense" else "0"]

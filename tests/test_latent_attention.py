@@ -171,6 +171,17 @@ def test_nan_reaches_who_sees_it_and_nobody_else(kv_dtype, what):
     np.testing.assert_array_equal(np.isnan(out), np.repeat(want[..., None], LATENT, -1))
 
 
+@pytest.mark.parametrize("kv_dtype", FORMATS)
+def test_an_infinite_rotary_key_is_stored_as_nan(kv_dtype):
+    """As infinity it could score ``-inf`` in a kernel, as if the token were not there."""
+    latent, rope = normal(1, (1, 5, LATENT)), normal(2, (1, 5, ROPE)).at[0, 3, 2].set(-jnp.inf)
+    tables, start = jnp.asarray([[0]]), jnp.zeros(1, jnp.int32)
+    pool = paged.init_latent_pages(1, 16, LATENT, ROPE, kv_dtype=kv_dtype, dtype=jnp.float32)
+    pool = paged.append_latents(pool, latent, rope, tables, start)
+    want = rope.at[0, 3, 2].set(jnp.nan)
+    np.testing.assert_array_equal(pool.rope[0, :5], want[0])
+
+
 def test_a_query_that_is_nan():
     pool, tables = filled("turbo4", LENGTHS)
     latent, rope = queries(4, 3)

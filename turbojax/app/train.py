@@ -54,6 +54,13 @@ def train(
             show_default=False,
         ),
     ] = None,
+    packed: Annotated[
+        bool,
+        typer.Option(
+            "--packed",
+            help="Of pooled attention: the files in a sequence do not see each other.",
+        ),
+    ] = False,
     context: Annotated[int, typer.Option(help="Bytes per sequence.")] = 16384,
     batch: Annotated[int, typer.Option(help="Sequences per step.")] = 8,
     steps: Annotated[int, typer.Option(help="Optimizer steps.")] = 300,
@@ -119,6 +126,8 @@ def train(
         )
         rhythm = finetune.Rhythm(log_every, save_every, evaluate_every, evaluate_windows)
         pooled = _pooled(attention, policy, window, block_size, implementation)
+        if packed and pooled is None:
+            raise ValueError("--packed is for --attention pooled, not dense")
         if data:
             corpus = finetune.corpus_of(data, held_out or ())
         elif held_out:
@@ -135,6 +144,7 @@ def train(
                 settings,
                 corpus,
                 pooled=pooled,
+                packed=packed,
                 remat=remat,
                 rhythm=rhythm,
                 source=model,

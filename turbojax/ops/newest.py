@@ -11,10 +11,64 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 
+from turbojax._gradient import refuse_gradients
+from turbojax._registry import Registry
+from turbojax.ops import sinks
 from turbojax.ops.extras import Extras
 from turbojax.ops.options import Options
+from turbojax.state import ring
 
 C = TypeVar("C", bound=Any)
+
+
+def decode(
+    registry: Registry,
+    query: jax.Array,
+    cache: Any,
+    query_lengths: jax.Array,
+    *,
+    options: Options,
+    extras: Extras,
+    implementation: str | None,
+    shortens: bool = False,
+) -> tuple[jax.Array, jax.Array]:
+    """Attends to a contiguous cache of codes, by what a registry has for these arguments.
+
+    Args:
+      registry: of the op, by whose name its gradient is refused.
+      query: ``[B, T, N, H]``.
+      cache: one that the registry's implementations take.
+      query_lengths: int32 ``[B]``, the real queries; what is out of range acts as the nearest
+        bound.
+      options: of the call, causal ones.
+      extras: of the call.
+      implementation: the name asked for, or None.
+      shortens: whether a token of the cache is stored alike wherever the cache ends, so that
+        `as_newest` applies.
+
+    Returns:
+      ``[B, T, N, H]`` in the options' dtype and the float32 log-sum-exp ``[B, T, N]``.
+
+    Raises:
+      ValueError: see `ring.check_visible`.
+      NotImplementedError: see `check_whole`, or if what is asked for cannot run this.
+    """
+    ring.check_visible(cache, options.window, query.shape[1])
+    check_whole(cache, extras)
+    real = jnp.clip(query_lengths, 0, query.shape[1])
+    if shortens:
+        lengths, extras = as_newest(query, cache.lengths, real, extras, options)
+        cache = shortened(cache, lengths)
+
+    def run(extras: Extras, options: Options) -> tuple[jax.Array, jax.Array]:
+        chosen = registry.select(
+            implementation, query=query, cache=cache, options=options, extras=extras
+        )
+        call = refuse_gradients(chosen.run, registry.op, options=options)
+        out, residual = call(query, cache, real, extras)
+        return out, residual
+
+    return sinks.after(run, query, real, extras, options)
 
 
 def check_whole(cache: Any, extras: Extras) -> None:

@@ -1,5 +1,6 @@
 """`prefill` and `decode` of token-scaled caches: arguments, checks, choice of implementation."""
 
+import functools
 from typing import Any
 
 import jax
@@ -11,12 +12,11 @@ from turbojax._registry import Implementation, ImplementationName, Registry
 from turbojax.config import TurboConfig
 from turbojax.ops import extras as given
 from turbojax.ops import newest
-from turbojax.ops import sinks as sinks_of_call
 from turbojax.ops.extras import NOTHING, Extras
 from turbojax.ops.kv4_attention import mosaic_gpu, reference, triton
 from turbojax.ops.options import Options, require_causal
 from turbojax.ops.turbo_attention import attend
-from turbojax.state import checks, kv4, ring
+from turbojax.state import checks, kv4
 from turbojax.state.kv4 import CacheT, TokenScaledCache
 
 DECODE = Registry(
@@ -27,6 +27,7 @@ DECODE = Registry(
         Implementation("xla", reference.decode),
     ),
 )
+_decode = functools.partial(newest.decode, DECODE, shortens=True)
 PREFILL = TurboConfig(mode="fp8", softmax="exact", block_q=128, block_kv=128, buffer_size=128)
 """Numerics of attention within a prompt: e4m3 products and the exact exponential."""
 
@@ -262,30 +263,3 @@ def _check_newest(
     kv4.check_cache(cache)
     checks.check_query(cache, query)
     return _checks.check_lengths("query_seq_lengths", query_lengths, query.shape[0], query.shape[1])
-
-
-def _decode(
-    query: jax.Array,
-    cache: TokenScaledCache,
-    query_lengths: jax.Array,
-    *,
-    options: Options,
-    extras: Extras,
-    implementation: str | None,
-) -> tuple[jax.Array, jax.Array]:
-    """`decode` of checked arguments."""
-    ring.check_visible(cache, options.window, query.shape[1])
-    newest.check_whole(cache, extras)
-    real = jnp.clip(query_lengths, 0, query.shape[1])
-    lengths, extras = newest.as_newest(query, cache.lengths, real, extras, options)
-    cache = newest.shortened(cache, lengths)
-
-    def run(extras: Extras, options: Options) -> tuple[jax.Array, jax.Array]:
-        chosen = DECODE.select(
-            implementation, query=query, cache=cache, options=options, extras=extras
-        )
-        call = refuse_gradients(chosen.run, "fireq.decode", options=options)
-        out, residual = call(query, cache, real, extras)
-        return out, residual
-
-    return sinks_of_call.after(run, query, real, extras, options)

@@ -96,20 +96,22 @@ def latent_attention(
             f"{query_latent.shape=} must have {cache.batch_size} sequences, as the cache has"
         )
     pages, tables = as_pages(cache)
-    options = _options(scale, local_window_size, output_dtype)
-    given = {"sinks": sinks, "query_offset": query_offset, "key_offset": key_offset}
-    out, residual = attend_latents(
+    return paged_latent_attention(
         query_latent,
         query_rope,
         pages,
         tables,
         cache.lengths,
-        query_seq_lengths,
-        options=options,
-        extras=_extras(query_latent, given),
+        scale=scale,
+        query_seq_lengths=query_seq_lengths,
+        local_window_size=local_window_size,
+        query_offset=query_offset,
+        key_offset=key_offset,
+        sinks=sinks,
+        output_dtype=output_dtype,
         implementation=implementation,
+        return_residual=return_residual,
     )
-    return (out, residual) if return_residual else out
 
 
 def paged_latent_attention(
@@ -258,8 +260,8 @@ def _extras(query_latent: jax.Array, given: dict[str, Any]) -> Extras:
 
 def _first_seen(
     lengths: jax.Array, query_lengths: jax.Array, tokens: int, options: Options, extras: Extras
-) -> jax.Array:
-    """The first token that a query may see; with an offset the cache's first."""
+) -> jax.Array | None:
+    """The first token that a query may see; with an offset, or without a window, None: any."""
     window = None if extras.query_offset is not None else options.window
     return page_checks.first_seen(lengths, query_lengths, tokens, window)
 

@@ -1,20 +1,18 @@
 """`decode`: arguments, checks and the choice of implementation."""
 
+import functools
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from turbojax import _checks
-from turbojax._gradient import refuse_gradients
 from turbojax._registry import Implementation, ImplementationName, Registry
 from turbojax.ops import extras as given
 from turbojax.ops import newest
-from turbojax.ops import sinks as sinks_of_call
 from turbojax.ops.extras import NOTHING, Extras
 from turbojax.ops.options import Options, require_causal
 from turbojax.ops.turbo_attention import decode_reference, mosaic_decode, triton
-from turbojax.state import checks, ring
+from turbojax.state import checks
 from turbojax.state.progressive.cache import ProgressiveCache
 
 DECODE = Registry(
@@ -25,6 +23,7 @@ DECODE = Registry(
         Implementation("xla", decode_reference.decode),
     ),
 )
+_decode = functools.partial(newest.decode, DECODE)
 
 
 def decode(
@@ -121,28 +120,3 @@ def _check_newest(
     checks.check_kind(cache, ProgressiveCache)
     checks.check_query(cache, query)
     return _checks.check_lengths("query_seq_lengths", query_lengths, query.shape[0], query.shape[1])
-
-
-def _decode(
-    query: jax.Array,
-    cache: ProgressiveCache,
-    query_lengths: jax.Array,
-    *,
-    options: Options,
-    extras: Extras,
-    implementation: str | None,
-) -> tuple[jax.Array, jax.Array]:
-    """`decode` of checked arguments."""
-    ring.check_visible(cache, options.window, query.shape[1])
-    newest.check_whole(cache, extras)
-    real = jnp.clip(query_lengths, 0, query.shape[1])
-
-    def run(extras: Extras, options: Options) -> tuple[jax.Array, jax.Array]:
-        chosen = DECODE.select(
-            implementation, query=query, cache=cache, options=options, extras=extras
-        )
-        call = refuse_gradients(chosen.run, "decode", options=options)
-        out, residual = call(query, cache, real, extras)
-        return out, residual
-
-    return sinks_of_call.after(run, query, real, extras, options)

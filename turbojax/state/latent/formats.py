@@ -165,11 +165,15 @@ def empty(
 
 
 def encode(holder: Holder, latent: jax.Array, rope: jax.Array) -> Tokens:
-    """What ``[..., C]`` and ``[..., R]`` become; a token's bits depend on nothing else."""
+    """What ``[..., C]`` and ``[..., R]`` become; a token's bits depend on nothing else.
+
+    Infinity in a rotary key becomes NaN: a score of ``-inf`` would be a weight of 0, and the token
+    as if it were not there.
+    """
     rotation = holder.rotation if holder.format.is_rotated else None
     stored = holder.format.encode(latent, None, rotation)
     scale = None if stored.norm is None else stored.norm.astype(jnp.float32)
-    return Tokens(stored.data, scale, rope)
+    return Tokens(stored.data, scale, jnp.where(jnp.isfinite(rope), rope, jnp.nan))
 
 
 def decode(holder: Holder, tokens: Tokens) -> tuple[jax.Array, jax.Array]:

@@ -169,7 +169,7 @@ def append_latents(
         lengths are not integers.
       ValueError: if a shape does not fit, or, outside `jit`: where a token has no place, two have
         the same one, or a latent is too long for codes (under `jit` it becomes NaN). NaN and
-        infinity are no error: they are stored as they are, or as NaN.
+        infinity are no error: they are stored as NaN, or as they are in 16-bit latents.
       NotImplementedError: when it is differentiated.
     """
     checks.check_kind(cache, LatentPages)
