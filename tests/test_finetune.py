@@ -1,6 +1,7 @@
 """Fine-tuning at a long context: data, rates, a run that is killed and goes on, comparison."""
 
 import dataclasses
+import itertools
 import json
 import logging
 import os
@@ -353,7 +354,7 @@ class TestPacked:
             tokens = stream[start : start + SETTINGS.context + 1].astype(np.int32)
             begins = [0, *np.flatnonzero(tokens[1:-1] == 0) + 1, SETTINGS.context]
             cuts += len(begins) - 2
-            for begin, end in zip(begins[:-1], begins[1:], strict=True):
+            for begin, end in itertools.pairwise(begins):
                 logits = model(jnp.asarray(tokens[None, begin:end]))
                 logits = np.asarray(logits[0], np.float64)
                 logits -= np.log(np.exp(logits).sum(axis=-1, keepdims=True))
