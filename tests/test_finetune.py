@@ -1,7 +1,6 @@
 """Fine-tuning at a long context: data, rates, a run that is killed and goes on, comparison."""
 
 import dataclasses
-import itertools
 import json
 import logging
 import os
@@ -16,28 +15,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from finetune_helpers import SETTINGS, TINY, command, corpus, text, tiny_model
 from flax import nnx
-from typer.testing import CliRunner
 
 from turbojax import finetune, models
-from turbojax.app.main import app
-from turbojax.finetune import checkpoint, comparison, documents, order
+from turbojax.finetune import checkpoint, comparison, documents
 from turbojax.models import pooled_by_name
 
-TINY = models.TransformerConfig(
-    vocab_size=256,
-    hidden_size=16,
-    intermediate_size=24,
-    num_layers=1,
-    num_heads=2,
-    num_kv_heads=1,
-    head_dim=16,
-    max_length=64,
-    tie_embeddings=True,
-)
-SETTINGS = finetune.Settings(
-    steps=5, context=256, batch_size=2, learning_rate=1e-2, warmup_steps=2, precision="float32"
-)
 POOLED = pooled_by_name("threshold", block_size=32)
 KILLS = 8
 RHYTHM = finetune.Rhythm(log_every=2, save_every=2, evaluate_every=0)
@@ -54,22 +38,6 @@ def no_orbax_log():
     logging.disable(logging.WARNING)
     yield
     logging.disable(logging.NOTSET)
-
-
-def tiny_model() -> models.Transformer:
-    return models.Transformer(TINY, rngs=nnx.Rngs(1))
-
-
-def text(seed: int, size: int) -> bytes:
-    """Words that repeat, so that there is something to learn."""
-    rng = np.random.default_rng(seed)
-    words = [bytes(rng.integers(97, 123, 5).tolist()) for _ in range(20)]
-    return b" ".join(words[i] for i in rng.integers(20, size=size // 6 + 1))[:size]
-
-
-def corpus() -> finetune.Corpus:
-    stream = documents.join(text(0, 300) for _ in range(10))
-    return finetune.Corpus(stream, text(1, 600), "words")
 
 
 def weights(folder: Path) -> list[np.ndarray]:
@@ -295,8 +263,7 @@ class TestRun:
 
         def report(row):
             if not seen:
-                arguments = ["train", "--out", str(tmp_path), "--model", "/no/such/model"]
-                seen.append(CliRunner().invoke(app, arguments))
+                seen.append(command("train", "--out", str(tmp_path), "--model", "/no/such/model"))
                 with pytest.raises(BlockingIOError, match="being written by another program"):
                     tune(tmp_path)
 
@@ -328,51 +295,6 @@ class TestRun:
             finetune.Trainer(
                 models.Transformer(config, rngs=nnx.Rngs(0)), SETTINGS, corpus().stream
             )
-
-
-class TestPacked:
-    """Every block at level 1, so that only what documents do not see of each other can differ."""
-
-    EXACT = pooled_by_name("window", window=256, block_size=32)
-
-    def first_step(self, **options) -> dict:
-        trainer = finetune.Trainer(tiny_model(), SETTINGS, corpus().stream, **options)
-        return {name: float(x) for name, x in trainer.run_step().items()}
-
-    def test_loss_is_that_of_documents_by_themselves(self):
-        """Each alone, in float64; a run that sees across is another one."""
-        stream = corpus().stream
-        starts = order.window_starts(
-            np.arange(SETTINGS.batch_size),
-            num_bytes=stream.size,
-            context=SETTINGS.context,
-            seed=SETTINGS.seed,
-        )
-        model = models.Transformer(finetune.for_context(TINY, 256), rngs=nnx.Rngs(1))
-        losses, cuts = [], 0
-        for start in starts:
-            tokens = stream[start : start + SETTINGS.context + 1].astype(np.int32)
-            begins = [0, *np.flatnonzero(tokens[1:-1] == 0) + 1, SETTINGS.context]
-            cuts += len(begins) - 2
-            for begin, end in itertools.pairwise(begins):
-                logits = model(jnp.asarray(tokens[None, begin:end]))
-                logits = np.asarray(logits[0], np.float64)
-                logits -= np.log(np.exp(logits).sum(axis=-1, keepdims=True))
-                losses += list(-logits[np.arange(end - begin), tokens[begin + 1 : end + 1]])
-        assert cuts > 0
-        assert len(losses) == SETTINGS.batch_size * SETTINGS.context
-        found = self.first_step(pooled=self.EXACT, packed=True)
-        assert found["bits_per_byte"] == pytest.approx(np.mean(losses) / np.log(2), abs=1e-5)
-        across = self.first_step(pooled=self.EXACT)
-        assert abs(across["bits_per_byte"] - found["bits_per_byte"]) > 1e-4
-        assert found["density"] <= across["density"]
-
-    def test_needs_pooled_attention(self):
-        with pytest.raises(ValueError, match="packed=True needs pooled attention"):
-            self.first_step(packed=True)
-        result = command("train", "--packed", "--out", "/tmp/never-made")
-        assert result.exit_code == 2
-        assert "--packed is for --attention pooled, not dense" in result.stderr
 
 
 def log_of(losses, seconds, *, density=1.0, kind="dense") -> dict:
@@ -468,10 +390,6 @@ class TestComparison:
             comparison.read_log(tmp_path)
 
 
-def command(*arguments: str):
-    return CliRunner().invoke(app, list(arguments), env={"COLUMNS": "200"})
-
-
 class TestCommands:
     @pytest.mark.slow
     def test_train_twice_and_compare(self, tmp_path):
@@ -519,6 +437,7 @@ class TestCommands:
             ("--attention dense --window 3", "are for --attention pooled, not dense"),
             ("--attention pooled --policy topk --window 3", "window=3 is for policy 'window'"),
             ("--steps 0", "steps=0 must be at least 1"),
+            ("--packed", "--packed is for --attention pooled, not dense"),
             ("--held-out x", "--held-out is for --data"),
             ("--data /nowhere/at/all", "No such file"),
         ],
