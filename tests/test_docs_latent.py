@@ -16,6 +16,6 @@ def test_the_example_runs():
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
         exec(compile(example, "docs/latent.md", "exec"), {"__name__": "docs"})
-    assert out.getvalue().splitlines() == ["(2, 1, 16, 512) 388", "(2, 1, 16, 512) 644"]
+    assert out.getvalue().splitlines() == ["(2, 1, 16, 128) 388", "(2, 1, 16, 512) 644"]
     for name, size in (("turbo4", 388), ("fp8_e4m3", 644)):
         assert re.search(rf'"{name}".*\| {size} \|', PAGE)

@@ -23,15 +23,15 @@ def expanded_latent_attention(
     """Attention whose values have fewer channels than its keys, by an op that wants as many.
 
     As latent attention has in prompts and training: 192 channels of queries and keys, 128 of
-    values (DeepSeek-V2). Values are padded with zeros and the output is cut: kernels take 192
-    channels as 256 anyway. Differentiable where `attention` is.
+    values (DeepSeek-V2). Values are padded with zeros and the output is cut. Differentiable where
+    `attention` is. `turbojax.turbo_attention` needs none of this: it takes such values as they are.
 
     Args:
       query: ``[B, T, N, H]``.
       key: ``[B, S, K, H]``.
       value: ``[B, S, K, V]``, `V` at most `H`.
       *arguments: handed on after these three.
-      attention: such as `turbojax.turbo_attention`; its first result, or only one, is
+      attention: such as `turbojax.pooled_attention`; its first result, or only one, is
         ``[B, T, N, H]``.
       **options: handed on. The scale is that of `H` if not given.
 
