@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from turbojax import models, smoothing
+from turbojax import fireq, models, smoothing
 from turbojax.flax.norms import rms_norm
 from turbojax.models import TransformerConfig
 from turbojax.models.checkpoint import mxfp4
@@ -201,6 +201,24 @@ def test_int4_experts_are_close(folder, packed, kind):
     kept = kept_of(params)
     np.testing.assert_array_equal(quantized.sinks, kept.sinks)
     np.testing.assert_array_equal(quantized.mlp.gate_up_bias, kept.gate_up_bias)
+
+
+@pytest.mark.parametrize("size", [0.02, 1.0])
+def test_what_int4_of_mxfp4_loses(size):
+    """The figures of docs/models.md."""
+    weights = size * np.random.default_rng(0).standard_normal((1, 512, 256))
+
+    def in_int4(x):
+        wide = fireq.dequantize(fireq.quantize_weight(jnp.asarray(x[0].T, jnp.float32)))
+        return np.asarray(wide, np.float64).T[None]
+
+    def off(x):
+        return np.linalg.norm(x - weights) / np.linalg.norm(weights)
+
+    numbers = oracle(*rounded(weights))
+    assert 0.11 <= off(numbers) <= 0.12
+    assert off(in_int4(weights)) == pytest.approx(0.12, abs=0.002)
+    assert 0.15 <= off(in_int4(numbers)) <= 0.19
 
 
 def test_quantized_saved_and_loaded(folder, tmp_path):
