@@ -11,7 +11,7 @@ def merge_attention(outputs: jax.Array, residuals: jax.Array) -> tuple[jax.Array
 
     Every part is what an op gives with ``return_residual=True`` for the same queries and its own
     keys, with ``output_dtype=jnp.float32`` where nothing shall be lost. Sinks belong to one part
-    alone. The parts are added in their order: equal parts give equal bits. Differentiable.
+    alone. Parts are added in their order: the same parts give the same bits. Differentiable.
 
     Args:
       outputs: ``[P, B, T, N, H]``, the parts, floating-point.
