@@ -197,7 +197,7 @@ def test_first_layers_without_experts_and_layers_that_predict(folder, tmp_path):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_model_without_experts_says_so(name):
-    """For transformers, whose layers from `first_k_dense_replace` on have experts, 0 of them too."""
+    """transformers gives experts to layers from `first_k_dense_replace` on, and be they none."""
     file = {**hf.config(name), "first_k_dense_replace": 3}
     dense = TransformerConfig.from_hf(file)
     assert dense.experts is None

@@ -22,7 +22,6 @@ from turbojax.models.decoder import Decoder
 from turbojax.models.quantized import QuantizedDecoder
 from turbojax.models.transformer import Transformer
 
-
 _Edges = Literal["exact", "bfloat16", "paged", "latent"]
 """Kinds of caches that are not compressed."""
 
