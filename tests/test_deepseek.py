@@ -195,6 +195,16 @@ def test_first_layers_without_experts_and_layers_that_predict(folder, tmp_path):
     jax.tree.map(np.testing.assert_array_equal, tuple(stored.layers), decoder.layers)
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_a_model_without_experts_says_so(name):
+    """transformers gives experts to layers from `first_k_dense_replace` on, and be they none."""
+    file = {**hf.config(name), "first_k_dense_replace": 3}
+    dense = TransformerConfig.from_hf(file)
+    assert dense.experts is None
+    assert dense.to_hf()["first_k_dense_replace"] == dense.num_layers
+    assert TransformerConfig.from_hf(dense.to_hf()) == dense
+
+
 def test_the_correction_stays_float32(folder):
     """Half of its bits would move choices that training balanced."""
     decoder = models.load_decoder(folder("deepseek-v3"), dtype=jnp.bfloat16)
@@ -222,6 +232,7 @@ def test_what_is_not_supported_is_refused(load):
     [
         (NAMES[0], {"topk_method": "noaux_tc"}, "topk_method='noaux_tc' is not supported"),
         (NAMES[0], {"norm_topk_prob": True}, "norm_topk_prob=True is not supported"),
+        (NAMES[0], {"mlp_bias": True}, "mlp_bias=True is not supported for 'deepseek_v2' with exp"),
         (NAMES[2], {"scoring_func": "softmax"}, "scoring_func='softmax' is not supported"),
         (NAMES[2], {"topk_method": "greedy"}, "topk_method='greedy' is not supported"),
         (NAMES[2], {"moe_layer_freq": 2}, "moe_layer_freq=2 is not supported"),

@@ -206,6 +206,16 @@ def test_windows(family, keys, windows):
     assert TransformerConfig.from_hf(json.loads(json.dumps(config.to_hf()))) == config
 
 
+@pytest.mark.parametrize("family", ["glm", "glm4"])
+@pytest.mark.parametrize(
+    ("keys", "turned"),
+    [({}, 4), ({"partial_rotary_factor": None}, None), ({"partial_rotary_factor": 0.25}, 2)],
+)
+def test_share_of_a_head_that_turns(family, keys, turned):
+    """transformers has a default for a key that is missing, and none for one that is null."""
+    assert TransformerConfig.from_hf(least(family, head_dim=8, **keys)).rotary_dim == turned
+
+
 def test_no_other_module_asks_which_family_a_model_is():
     """What differs stands in the family's own file; only shapes and a default name one."""
     package = Path(families.__file__).parent

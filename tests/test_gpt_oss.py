@@ -11,6 +11,7 @@ import ml_dtypes
 import moe_helpers as moe
 import numpy as np
 import pytest
+from family_helpers import least
 from safetensors.numpy import load_file, save_file
 
 from turbojax import fireq, models, smoothing
@@ -20,6 +21,7 @@ from turbojax.models.checkpoint import mxfp4
 from turbojax.models.families import ExpertsConfig
 from turbojax.models.feed_forward import Experts
 from turbojax.models.quantize import kept_of
+from turbojax.rotary import YarnScaling
 
 NAME = "gpt-oss"
 BLOCKS = "model.layers.1.mlp.experts.gate_up_proj_blocks"
@@ -242,6 +244,20 @@ def test_adapters_of_attention(folder):
     model = models.with_adapters(quantized, shaken)
     assert model.layers[0].sinks is quantized.layers[0].sinks
     assert moe.relative(moe.logits(model, text), moe.logits(quantized, text)) > 0.01
+
+
+@pytest.mark.parametrize(
+    ("keys", "scaling"),
+    [
+        ({}, YarnScaling(32.0, 4096, truncate=False)),
+        ({"rope_scaling": {}}, YarnScaling(32.0, 4096, truncate=False)),
+        ({"rope_parameters": {}}, None),
+    ],
+)
+def test_rope_of_files_that_say_nothing(keys, scaling):
+    """As transformers: YaRN, but where `rope_parameters` are there and empty."""
+    config = TransformerConfig.from_hf(least("gpt_oss", **keys))
+    assert (config.rope_theta, config.rope_scaling) == (150_000.0, scaling)
 
 
 @pytest.mark.parametrize(

@@ -69,10 +69,32 @@ def test_the_engine_gives_the_texts_of_single_sequences(kv_dtype):
     assert found.token_bytes == 3 * ({"auto": 4 * 64, "turbo4": 36}[kv_dtype] + 4 * 8)
 
 
+@pytest.mark.parametrize("kind", ["latent_fp8_e4m3", "latent_turbo4"])
+def test_layers_at_either_end_keep_latents_as_they_are(kind):
+    """And not keys and values, which would take more than all else."""
+    caches = {
+        name: models.init_caches(model(), 2, 64, cache)
+        for name, cache in (
+            ("edges", models.UncompressedEdges(kind, 1)),
+            ("all", kind),
+            ("none", "latent"),
+        )
+    }
+    found = [layer.kv_dtype for layer in caches["edges"].layers]
+    assert found == ["bfloat16", kind.removeprefix("latent_"), "bfloat16"]
+    assert caches["all"].nbytes < caches["edges"].nbytes < caches["none"].nbytes
+    with pytest.raises(ValueError, match="kind='latent' must be one that is compressed"):
+        models.UncompressedEdges("latent", 1)
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"kv_dtype": "k8v4"}, "kv_dtype='k8v4' must be one of bfloat16, fp8_e4m3, turbo4"),
+        ({"kv_dtype": "k8v4"}, "kv_dtype='k8v4' must be one of auto, fp8_e4m3, turbo4"),
+        (
+            {"kv_dtype": "bfloat16", "uncompressed_layers": 1},
+            "kv_dtype='bfloat16' must be one of auto, fp8_e4m3, turbo4",
+        ),
         ({"key_scale": 2.0, "kv_dtype": "fp8_e4m3"}, "key_scale=2.0 has no use with latents"),
         ({"implementation": "triton"}, "has no implementation='triton'"),
     ],

@@ -14,6 +14,7 @@ from turbojax.models.config import LatentConfig, TransformerConfig
 from turbojax.models.engine.access import Pool
 from turbojax.models.engine.groups import Windows, layers_of
 from turbojax.models.generation.caching import with_edges
+from turbojax.state.latent.formats import LATENT_DTYPES
 
 Pools = tuple[Pool, ...]
 
@@ -103,7 +104,15 @@ def _check_no_scales(**scales: float) -> None:
 def _latent_pool(
     latent: LatentConfig, dtype: np.dtype, page_size: int, count: int, kind: str, seed: int
 ) -> paged.LatentPages:
-    """A pool of latents: ``"auto"`` is their ``"bfloat16"``, which keeps the model's dtype."""
+    """A pool of latents: ``"auto"`` is their ``"bfloat16"``, which keeps the model's dtype.
+
+    Raises:
+      ValueError: for another name than `Engine` knows, that one among them: pages that are not
+        compressed have one name here, and `kv_dtypes` looks for it.
+    """
+    names = ["auto" if x == "bfloat16" else x for x in LATENT_DTYPES]
+    if kind not in names:
+        raise ValueError(f"kv_dtype={kind!r} must be one of {', '.join(names)}")
     return paged.init_latent_pages(
         count,
         page_size,

@@ -60,7 +60,13 @@ class DeepseekV2(Family):
                 "v_head_dim": latent.value_dim,
             }
         if experts is None:
-            return {**keys, "n_routed_experts": 0, "n_shared_experts": 0}
+            # transformers makes experts of all layers after these, even where there are none.
+            return {
+                **keys,
+                "n_routed_experts": 0,
+                "n_shared_experts": 0,
+                "first_k_dense_replace": fields["num_layers"],
+            }
         width = experts.intermediate_size
         return {
             **keys,
@@ -114,6 +120,10 @@ class DeepseekV2(Family):
         dense = min(integer(keys, "first_k_dense_replace", 0), keys["num_hidden_layers"])
         if count == 0 or dense == keys["num_hidden_layers"]:
             return None
+        if flag(keys, "mlp_bias"):
+            raise NotImplementedError(
+                f"mlp_bias=True is not supported for {self.name!r} with experts: must be false"
+            )
         width = integer(keys, "moe_intermediate_size")
         shared = 0
         if keys["n_shared_experts"] is not None:

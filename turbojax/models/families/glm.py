@@ -16,7 +16,8 @@ class Glm(Family):
     def read_rope(self, hf: Mapping[str, Any], head_dim: int, max_length: int) -> dict[str, Any]:
         """See `Family`."""
         given = rope.merged(hf)
-        given.setdefault(rope.PARTIAL, _USUAL_PART)
+        # Of a key that is there and null transformers makes no part of a head, but all of it.
+        given.setdefault(rope.PARTIAL, 1.0 if rope.PARTIAL in hf else _USUAL_PART)
         found = rope.parse(given, max_length, ("default", "linear", "llama3", "yarn"))
         return {
             "rope_theta": found.theta,

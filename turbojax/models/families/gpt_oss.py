@@ -60,7 +60,8 @@ class GptOss(Family):
         """See `Family`."""
         del head_dim
         given = rope.merged(hf)
-        if hf.get("rope_parameters") is None and hf.get("rope_scaling") is None:
+        # An empty `rope_scaling` says nothing, as in transformers; empty `rope_parameters` do.
+        if hf.get("rope_parameters") is None and not hf.get("rope_scaling"):
             given = {**_USUAL_ROPE, **given}
         found = rope.parse(given, max_length, theta=_THETA)
         self._require_whole(found)

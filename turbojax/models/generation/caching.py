@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Literal, TypeVar
+from typing import Literal, TypeVar, get_args
 
 import jax
 import numpy as np
@@ -22,6 +22,9 @@ from turbojax.models.decoder import Decoder
 from turbojax.models.quantized import QuantizedDecoder
 from turbojax.models.transformer import Transformer
 
+_Edges = Literal["exact", "bfloat16", "paged", "latent"]
+"""Kinds of caches that are not compressed."""
+
 
 @dataclasses.dataclass(frozen=True)
 class UncompressedEdges:
@@ -34,8 +37,10 @@ class UncompressedEdges:
     Attributes:
       kind: of the layers between.
       layers: how many layers at either end are not compressed, at least 1.
-      edges: of those: ``"exact"`` or ``"paged"`` in the model's dtype, or ``"bfloat16"``. By
-        default ``"paged"`` where `kind` is one of pages, and ``"exact"`` elsewhere. An
+      edges: of those: ``"exact"``, ``"paged"`` or ``"latent"`` in the model's dtype, or
+        ``"bfloat16"``. By default ``"paged"`` where `kind` is one of pages, ``"latent"`` where it
+        is one of latents (keys and values made of them would take many times the memory of the
+        layers between), and ``"exact"`` elsewhere. An
         ``implementation=`` that is asked for must be one of all layers: beside exact ones, only
         ``"xla"`` is; beside ``"paged"`` ones, those of pages are, such as ``"triton"``.
 
@@ -47,17 +52,18 @@ class UncompressedEdges:
 
     kind: CacheKind
     layers: int = 2
-    edges: Literal["exact", "bfloat16", "paged"] | None = None
+    edges: _Edges | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.kind, UncompressedEdges):
             raise TypeError(f"kind={self.kind} must be a cache of one layer")
-        if self.kind in ("exact", "bfloat16", "paged"):
+        if self.kind in get_args(_Edges):
             raise ValueError(f"kind={self.kind!r} must be one that is compressed")
         kind_for(self.kind)  # refuses unknown ones now
         _checks.check_sizes(layers=self.layers)
-        if self.edges not in (None, "exact", "bfloat16", "paged"):
-            raise ValueError(f"edges={self.edges!r} must be 'exact', 'bfloat16', 'paged' or None")
+        if self.edges not in (None, *get_args(_Edges)):
+            names = ", ".join(map(repr, get_args(_Edges)))
+            raise ValueError(f"edges={self.edges!r} must be {names} or None")
 
     def of_layers(self, num_layers: int) -> tuple[CacheKind, ...]:
         """The kind of every layer's cache.
@@ -65,9 +71,14 @@ class UncompressedEdges:
         Raises:
           ValueError: if no layer of so many would be compressed.
         """
-        is_paged = kind_for(self.kind).cls is PagedLayer
-        edges: CacheKind = self.edges or ("paged" if is_paged else "exact")
-        return with_edges(self.kind, edges, self.layers, num_layers)
+        return with_edges(self.kind, self.edges or self._usual_edges, self.layers, num_layers)
+
+    @property
+    def _usual_edges(self) -> _Edges:
+        kind = kind_for(self.kind)
+        if kind.has_latents:
+            return "latent"
+        return "paged" if kind.cls is PagedLayer else "exact"
 
 
 _KindT = TypeVar("_KindT")
@@ -94,7 +105,7 @@ ModelCacheKind = CacheKind | UncompressedEdges
 def with_uncompressed(
     cache: CacheKind,
     layers: int,
-    edges: Literal["exact", "bfloat16", "paged"] | None = None,
+    edges: _Edges | None = None,
 ) -> ModelCacheKind:
     """The caches of `UncompressedEdges`, or for no layers `cache` itself.
 
