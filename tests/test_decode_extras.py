@@ -220,6 +220,11 @@ def test_exact_decode_has_a_gradient_with_sinks():
         slope = (loss(query, sinks + change) - loss(query, sinks - change)) / (2 * step)
         np.testing.assert_allclose(d_sinks[n], slope, rtol=2e-3, atol=2e-3)
     assert np.all(np.isfinite(d_query))
+    # The last sequence is empty: with a sink of -inf too nothing has weight there.
+    d_query, d_sinks = jax.grad(loss, (0, 1))(query, jnp.asarray(SINKS))
+    assert np.all(np.isfinite(d_query))
+    assert np.all(np.isfinite(d_sinks))
+    assert d_sinks[3] == 0
 
 
 def test_kivi_takes_sinks():

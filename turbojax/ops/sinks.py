@@ -32,9 +32,11 @@ def with_sinks(
       head's sink.
     """
     sinks = sinks[None, None]
-    total = jnp.logaddexp(residual, sinks)
-    # Where neither has weight the difference would be NaN.
-    share = jnp.where(residual == -jnp.inf, 0, jnp.exp(residual - total))
+    # Where neither has weight the difference, and the derivatives of both lines, would be NaN.
+    is_none = sinks == -jnp.inf
+    total = jnp.logaddexp(residual, jnp.where(is_none, 0, sinks))
+    total = jnp.where(is_none, residual, total)
+    share = jnp.exp(jnp.where(residual == -jnp.inf, -jnp.inf, residual - total))
     share = jnp.where(jnp.isnan(sinks), jnp.nan, share)
     if real is not None:
         total = jnp.where(real[..., None], total, residual)
