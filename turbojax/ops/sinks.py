@@ -91,6 +91,19 @@ def _rounded_once(
     return out.astype(dtype), residual
 
 
+def sees_only_sink(out: jax.Array, residual: jax.Array, sinks: jax.Array) -> jax.Array:
+    """Queries all of whose weight is their sink's, up to rounding: bool ``[B, T, N]``.
+
+    What flows back to their outputs reaches nothing, and must not do so as 0 * NaN.
+
+    Args:
+      out: ``[B, T, N, H]``.
+      residual: float32 ``[B, T, N]``, the log-sum-exp with sinks.
+      sinks: float32 ``[N]``.
+    """
+    return (residual == sinks[None, None]) & jnp.all(out == 0, axis=-1)
+
+
 def sink_gradient(
     residual: jax.Array, sinks: jax.Array, delta: jax.Array, real: jax.Array
 ) -> jax.Array:
