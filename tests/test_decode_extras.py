@@ -316,6 +316,15 @@ def test_long_prompts_in_float32_are_refused_in_words(monkeypatch):
         decode("auto", query, cache, implementation="mosaic_gpu", output_dtype=jnp.float32)
 
 
+@pytest.mark.parametrize("option", ["sinks", "query_offset", "output_dtype", "return_residual"])
+def test_cudnn_refuses_options_in_words(option):
+    values = {"sinks": SINKS, "query_offset": 3, "output_dtype": jnp.float32}
+    options = {"return_residual": False, option: values.get(option, True)}
+    words = {"output_dtype": "float32 output", "return_residual": "log-sum-exp"}.get(option, option)
+    with pytest.raises(NotImplementedError, match=f"cudnn: it gives .*no {words}"):
+        decode("exact", queries(1), filled("exact"), implementation="cudnn", **options)
+
+
 def test_a_length_out_of_range_is_found_with_an_offset_too():
     """One query without a window is given a shorter cache: that must not hide a wrong length."""
     pool, tables, lengths = filled("auto")
