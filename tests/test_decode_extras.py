@@ -220,6 +220,11 @@ def test_exact_decode_has_a_gradient_with_sinks():
         slope = (loss(query, sinks + change) - loss(query, sinks - change)) / (2 * step)
         np.testing.assert_allclose(d_sinks[n], slope, rtol=2e-3, atol=2e-3)
     assert np.all(np.isfinite(d_query))
+    # The last sequence is empty: with a sink of -inf too nothing has weight there.
+    d_query, d_sinks = jax.grad(loss, (0, 1))(query, jnp.asarray(SINKS))
+    assert np.all(np.isfinite(d_query))
+    assert np.all(np.isfinite(d_sinks))
+    assert d_sinks[3] == 0
 
 
 def test_kivi_takes_sinks():
@@ -309,6 +314,15 @@ def test_long_prompts_in_float32_are_refused_in_words(monkeypatch):
     words = "1200 queries of a KV head must be at most 1024 for float32 outputs"
     with pytest.raises(NotImplementedError, match=words):
         decode("auto", query, cache, implementation="mosaic_gpu", output_dtype=jnp.float32)
+
+
+@pytest.mark.parametrize("option", ["sinks", "query_offset", "output_dtype", "return_residual"])
+def test_cudnn_refuses_options_in_words(option):
+    values = {"sinks": SINKS, "query_offset": 3, "output_dtype": jnp.float32}
+    options = {"return_residual": False, option: values.get(option, True)}
+    words = {"output_dtype": "float32 output", "return_residual": "log-sum-exp"}.get(option, option)
+    with pytest.raises(NotImplementedError, match=f"cudnn: it gives .*no {words}"):
+        decode("exact", queries(1), filled("exact"), implementation="cudnn", **options)
 
 
 def test_a_length_out_of_range_is_found_with_an_offset_too():

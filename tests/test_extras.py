@@ -365,6 +365,30 @@ def test_nan_of_another_segment_stays_there():
     assert np.isfinite(out[:, :, 1]).all()
 
 
+@pytest.mark.parametrize("gradient", ["float", "8bit"])
+def test_nan_flows_back_to_nothing_from_what_sees_but_a_sink(gradient):
+    config = tj.TurboConfig(mode="int8", block_q=64, block_kv=64, gradient=gradient)
+    q, k, v = tensors(14, 1, 40, 40, 2, 2, 16)
+    ids = jnp.repeat(jnp.array([[0, 1]]), 20, axis=1)
+    alone = {"query_segment_ids": ids, "key_value_segment_ids": jnp.zeros_like(ids)}
+
+    @jax.jit
+    def gradients(d_out, d_lse):
+        def call(q, k, v, sinks):
+            static = {"config": config, "return_residual": True}
+            return tj.turbo_attention(q, k, v, sinks=sinks, **alone, **static)
+
+        return jax.vjp(call, q, k, v, jnp.array([0.5, -jnp.inf]))[1]((d_out, d_lse))
+
+    d_out, d_lse = jnp.ones_like(q), jnp.ones(q.shape[:3])
+    want = gradients(d_out, d_lse)
+    # The log-sum-exps of these 20 queries are the first head's sink.
+    of_others = gradients(d_out, d_lse.at[:, 20:].set(0))[3]
+    np.testing.assert_allclose(want[3] - of_others, [20, 0], atol=1e-4)
+    for got, x in zip(gradients(d_out.at[:, 20:].set(jnp.nan), d_lse), want, strict=True):
+        np.testing.assert_array_equal(got, x)
+
+
 def test_under_vmap_and_scan():
     q, k, v = tensors(13, 2, 40, 40, 2, 2, 16)
     ids = jnp.asarray(np.sort(np.random.default_rng(1).integers(0, 3, (2, 40))), jnp.int32)

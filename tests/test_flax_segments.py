@@ -172,6 +172,10 @@ def test_ids_as_arguments(fn):
         fn(*arrays, query_segment_ids=ids[0], key_value_segment_ids=ids)
     with pytest.raises(ValueError, match="segment_ids"):
         fn(*arrays, mask=valid, key_value_segment_ids=ids)
+    # Ids of 64 bits must not become equal by losing half of them.
+    wide = IDS + 2**32 * (PLACE > 5)
+    with pytest.raises(ValueError, match="query_segment_ids holds 4294967299, must be within"):
+        fn(*arrays, query_segment_ids=wide, key_value_segment_ids=wide)
     one = {"query_segment_ids": ids[:, :1], "key_value_segment_ids": ids}
     with pytest.raises(NotImplementedError, match="single query"):
         fn(arrays[0][:, :1], *arrays[1:], mask=jnp.ones((2, 1, 1, T), bool), **one)

@@ -135,9 +135,10 @@ class _AttentionFn:
         if mask is not None:
             mask = as_mask(mask, query, key)
         query, key, value = (x.reshape(-1, *x.shape[-3:]) for x in (query, key, value))
-        ids = (query_segment_ids, key_value_segment_ids)
-        of_query, of_key = (None if x is None else _flat(x, shape[:-3]) for x in ids)
-        given = _Given(query_segment_ids=of_query, key_value_segment_ids=of_key)
+        given = _Given(
+            query_segment_ids=_flat("query_segment_ids", query_segment_ids, shape[:-3]),
+            key_value_segment_ids=_flat("key_value_segment_ids", key_value_segment_ids, shape[:-3]),
+        )
         return self._masked(query, key, value, mask, bool(is_causal), given).reshape(shape)
 
     def _masked(
@@ -211,11 +212,15 @@ def _check_switches(**switches: object) -> None:
             raise TypeError(f"{name}={switch!r} must be a bool")
 
 
-def _flat(ids: Any, batch: tuple[int, ...]) -> jax.Array:
-    """Segments ``[batch..., T]`` as ``[B, T]``; the op checks the rest."""
-    ids = jnp.asarray(ids)
-    if ids.shape[:-1] != batch:
-        raise ValueError(f"segments of shape {ids.shape} must have the batch axes {batch}")
+def _flat(name: str, ids: Any, batch: tuple[int, ...]) -> jax.Array | None:
+    """Segments ``[batch..., T]`` as int32 ``[B, T]``, None as None; the op checks the rest."""
+    if ids is None:
+        return None
+    ids = _checks.as_int32(name, ids)
+    if ids.ndim != len(batch) + 1 or ids.shape[:-1] != batch:
+        raise ValueError(
+            f"{name}.shape={ids.shape} must be the batch axes {batch} and one of tokens"
+        )
     return ids.reshape(-1, ids.shape[-1])
 
 

@@ -32,9 +32,11 @@ def with_sinks(
       head's sink.
     """
     sinks = sinks[None, None]
-    total = jnp.logaddexp(residual, sinks)
-    # Where neither has weight the difference would be NaN.
-    share = jnp.where(residual == -jnp.inf, 0, jnp.exp(residual - total))
+    # Where neither has weight the difference, and the derivatives of both lines, would be NaN.
+    is_none = sinks == -jnp.inf
+    total = jnp.logaddexp(residual, jnp.where(is_none, 0, sinks))
+    total = jnp.where(is_none, residual, total)
+    share = jnp.exp(jnp.where(residual == -jnp.inf, -jnp.inf, residual - total))
     share = jnp.where(jnp.isnan(sinks), jnp.nan, share)
     if real is not None:
         total = jnp.where(real[..., None], total, residual)
@@ -87,6 +89,19 @@ def _rounded_once(
         real = jnp.arange(out.shape[1])[None] < query_length[:, None]
     out, residual = with_sinks(out, residual, sinks, real)
     return out.astype(dtype), residual
+
+
+def sees_only_sink(out: jax.Array, residual: jax.Array, sinks: jax.Array) -> jax.Array:
+    """Queries all of whose weight is their sink's, up to rounding: bool ``[B, T, N]``.
+
+    What flows back to their outputs reaches nothing, and must not do so as 0 * NaN.
+
+    Args:
+      out: ``[B, T, N, H]``.
+      residual: float32 ``[B, T, N]``, the log-sum-exp with sinks.
+      sinks: float32 ``[N]``.
+    """
+    return (residual == sinks[None, None]) & jnp.all(out == 0, axis=-1)
 
 
 def sink_gradient(

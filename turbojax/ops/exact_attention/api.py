@@ -331,7 +331,7 @@ def _choose_decode(
     _check_name(implementation)
     refusals = {
         "cudnn": lambda: (
-            "it gives no log-sum-exp, no float32 output and has no sinks"
+            "it gives no log-sum-exp and no float32 output, and has no sinks and no query_offset"
             if gives_part
             else cudnn.unsupported(
                 query,

@@ -12,7 +12,7 @@ from turbojax._registry import Implementation, Registry
 from turbojax.config import TurboConfig
 from turbojax.ops.extras import Extras
 from turbojax.ops.options import Options
-from turbojax.ops.sinks import sink_gradient
+from turbojax.ops.sinks import sees_only_sink, sink_gradient
 from turbojax.ops.turbo_attention import gradient_reference, mosaic_gradient
 
 GRADIENT = Registry(
@@ -100,5 +100,6 @@ def _of_sinks(
 ) -> jax.Array:
     """The sinks' gradient, which no implementation has to know of."""
     real = jnp.arange(out.shape[1])[None] < query_length[:, None]
-    delta = jnp.sum(d_out.astype(jnp.float32) * out.astype(jnp.float32), axis=-1) - d_residual
+    delta = jnp.sum(d_out.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)
+    delta = jnp.where(sees_only_sink(out, residual, sinks), 0, delta) - d_residual
     return sink_gradient(residual, sinks, delta, real)

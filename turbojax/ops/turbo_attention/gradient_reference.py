@@ -10,6 +10,7 @@ from turbojax.config import Mode, TurboConfig
 from turbojax.ops import numerics
 from turbojax.ops.extras import NOTHING, Extras
 from turbojax.ops.options import Options
+from turbojax.ops.sinks import sees_only_sink
 from turbojax.ops.turbo_attention.operands import blocks
 from turbojax.ops.turbo_attention.reference import in_groups, visible_pairs
 
@@ -89,6 +90,8 @@ def gradient(
 
     # A query that sees nothing gets nothing and gives nothing.
     is_blind = residual == -jnp.inf
+    if extras.sinks is not None:
+        is_blind = is_blind | sees_only_sink(out, residual, extras.sinks)
     d_out = jnp.where(is_blind[..., None], jnp.zeros((), d_out.dtype), d_out)
     d_mode = numerics.values_mode(config.mode) if config.gradient == "8bit" else "float"
     rounded_d = _rounded(d_out, query_length, config.block_q, d_mode)
