@@ -15,6 +15,7 @@ from kernel_helpers import OFFSETS, SEGMENTS, extras_of, lower_for_cuda
 import turbojax as tj
 from pallas_kernels.mosaic.hopper.gradient import tiles
 from turbojax import _device
+from turbojax.ops.extras import NOTHING, Extras
 from turbojax.ops.options import Options
 from turbojax.ops.turbo_attention import gradient, mosaic_gradient
 
@@ -214,3 +215,17 @@ def test_every_tile_of_every_row_has_a_number(has_order):
     assert seen == [(row, tile) for row in range(batch * rows) for tile in range(count)]
     if has_order:
         assert [(int(r), int(t)) for r, t in got[:4]] == [(3, 2), (4, 2), (5, 2), (0, 3)]
+
+
+def test_nan_of_a_query_that_sees_no_key_does_not_reach_the_kernels():
+    """By itself, or with a sink, which is its log-sum-exp then."""
+    sinks = jnp.array([0.5, -jnp.inf])
+    residual = jnp.array([[[1.0, 2.0], [0.5, -jnp.inf]]])
+    out = jnp.array([[[1.0, 1.0], [0.0, 0.0]]])[..., None].astype(jnp.bfloat16)
+    d_out = jnp.array([[[3.0, 4.0], [jnp.nan, jnp.nan]]])[..., None].astype(jnp.bfloat16)
+    clean = mosaic_gradient._of_seeing(d_out, out, residual, Extras(sinks=sinks))
+    assert clean[0, :, :, 0].tolist() == [[3, 4], [0, 0]]
+    assert clean.dtype == d_out.dtype
+    clean = mosaic_gradient._of_seeing(d_out, out, residual, NOTHING)
+    assert bool(jnp.isnan(clean[0, 1, 0, 0]))
+    assert float(clean[0, 1, 1, 0]) == 0

@@ -13,6 +13,7 @@ from turbojax.config import TurboConfig
 from turbojax.ops import numerics, rows
 from turbojax.ops.extras import NOTHING, Extras
 from turbojax.ops.options import Options
+from turbojax.ops.sinks import sees_only_sink
 from turbojax.ops.turbo_attention import gradient_reference
 from turbojax.ops.turbo_attention.operands import (
     HOPPER_EXTRAS,
@@ -123,7 +124,7 @@ def gradient(
     # A window may end before the last query, where there are fewer keys.
     may_hide = is_ragged or set(extras.given) - {"sinks"}
     all_see = not may_hide and (options.window is None or tokens <= size)
-    d_out = d_out if all_see else rows.without_blind(d_out, residual)
+    d_out = d_out if all_see else _of_seeing(d_out, out, residual, extras)
     unit = None
     if query.dtype == jnp.float16:
         unit = _unit(d_out)
@@ -165,6 +166,15 @@ def gradient(
         *given, config=config, options=options, extras=extras
     )
     return d_q, d_k, d_v, Extras(alibi_slopes=of_extras.alibi_slopes)
+
+
+def _of_seeing(d_out: jax.Array, out: jax.Array, residual: jax.Array, extras: Extras) -> jax.Array:
+    """Cotangents with zeros for queries that saw no key, be there a sink or not."""
+    d_out = rows.without_blind(d_out, residual)
+    if extras.sinks is None:
+        return d_out
+    no_key = sees_only_sink(out, residual, extras.sinks)
+    return jnp.where(no_key[..., None], jnp.zeros((), d_out.dtype), d_out)
 
 
 def _of_segments(
