@@ -174,21 +174,15 @@ def test_kernels_import_nothing_from_turbojax():
     assert not any(wrong.values()), wrong
 
 
-# Benchmarks' peers that jax reaches in no public way: cuDNN's attention in e4m3, and to pages.
-USES_PRIVATE_MODULES = (
-    "benchmarks/suites/attention/cudnn_fp8.py",
-    "benchmarks/suites/paged/cudnn_paged.py",
-)
-
-
-def test_no_private_module_of_jax_is_used():
+def test_private_modules_of_jax_are_used_in_one_place():
     private = "jax." + "_src"
     users = [
         str(path.relative_to(ROOT))
         for path in source_files()
         if private in path.read_text(encoding="utf-8")
     ]
-    assert users == list(USES_PRIVATE_MODULES)
+    # Of benchmarks' peers: cuDNN's attention in e4m3, and to pages.
+    assert users == ["benchmarks/_compat.py"]
 
 
 def test_files_are_short():

@@ -68,14 +68,6 @@ class Extras:
         missing = [name for name in self.given if name not in supported]
         return f"it has no {', no '.join(missing)}" if missing else None
 
-    def query_positions(self, tokens: int) -> jax.Array:
-        """int32 ``[B or 1, T]``."""
-        return _positions(self.query_offset, tokens)
-
-    def key_positions(self, tokens: int) -> jax.Array:
-        """int32 ``[B or 1, S]``."""
-        return _positions(self.key_offset, tokens)
-
     def shift(self) -> jax.Array | None:
         """By how much a query's position exceeds a key's of the same index: int32 ``[B]``."""
         if self.query_offset is None:
@@ -292,8 +284,3 @@ def _check_bias(bias: Any, shape: tuple[int, int, int, int]) -> jax.Array | None
             "sequences, query heads, queries, keys"
         )
     return bias
-
-
-def _positions(offset: jax.Array | None, tokens: int) -> jax.Array:
-    index = jnp.arange(tokens, dtype=jnp.int32)[None]
-    return index if offset is None else offset[:, None] + index

@@ -1,12 +1,14 @@
 """cuDNN's attention in e4m3, the peer of the 8-bit modes.
 
-jax reaches it only through a private module: this file is an exception to the rule that there
-are none, and nothing but this row of the benchmarks depends on it. Operands are e4m3 already and
-have as many KV heads as heads, which the call is not charged for; the output is e4m3 too.
+jax reaches it only through a private module, on which nothing but this row of the benchmarks
+depends. Operands are e4m3 already and have as many KV heads as heads, which the call is not
+charged for; the output is e4m3 too.
 """
 
 import jax
 import jax.numpy as jnp
+
+from benchmarks._compat import cudnn_attention
 
 # Of samples, whose standard deviation is 1 and some of whose channels are louder.
 _SCALE = 16.0
@@ -28,8 +30,7 @@ def dequantized(out: jax.Array) -> jax.Array:
 
 def attend(q: jax.Array, k: jax.Array, v: jax.Array, *, is_causal: bool) -> jax.Array:
     """Attention of `quantized` operands ``[B, S, N, H]``; see `dequantized`."""
-    from jax._src.cudnn import fused_attention_stablehlo as cudnn
-
+    cudnn = cudnn_attention()
     mask = cudnn.MaskType.CAUSAL if is_causal else cudnn.MaskType.NO_MASK
     one = jnp.ones((1, 1, 1, 1), jnp.float32)
     params = dict.fromkeys(cudnn.fp8_params_keys, one)

@@ -1,11 +1,13 @@
 """cuDNN's attention to pages in bfloat16, a peer of ours.
 
-jax reaches it only through a private module: this file is an exception to the rule that there are
-none, and nothing but this row of the benchmarks depends on it. It has no pages of 8-bit floats.
+jax reaches it only through a private module, on which nothing but this row of the benchmarks
+depends. It has no pages of 8-bit floats.
 """
 
 import jax
 import jax.numpy as jnp
+
+from benchmarks._compat import cudnn_attention
 
 
 def attend(
@@ -20,8 +22,7 @@ def attend(
       tables: int32 ``[B, max_pages]``; every entry must be a page.
       lengths: int32 ``[B]``.
     """
-    from jax._src.cudnn import fused_attention_stablehlo as cudnn
-
+    cudnn = cudnn_attention()
     tables = tables[:, None, :, None]
     out = cudnn.paged_attention(
         jnp.swapaxes(query, 1, 2),

@@ -40,9 +40,9 @@ class UncompressedEdges:
       edges: of those: ``"exact"``, ``"paged"`` or ``"latent"`` in the model's dtype, or
         ``"bfloat16"``. By default ``"paged"`` where `kind` is one of pages, ``"latent"`` where it
         is one of latents (keys and values made of them would take many times the memory of the
-        layers between), and ``"exact"`` elsewhere. An
-        ``implementation=`` that is asked for must be one of all layers: beside exact ones, only
-        ``"xla"`` is; beside ``"paged"`` ones, those of pages are, such as ``"triton"``.
+        layers between), and ``"exact"`` elsewhere. An ``implementation=`` that is asked for must be
+        one of all layers: beside exact ones, only ``"xla"`` is; beside ``"paged"`` ones, those of
+        pages are, such as ``"triton"``.
 
     Raises:
       TypeError: if `layers` is not an integer, or `kind` is another `UncompressedEdges`.
