@@ -1,14 +1,20 @@
 """What goes into an engine and what comes out: requests, events, results."""
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
 from turbojax import _checks
+from turbojax.models.generation.constraints import Constraint
+from turbojax.models.generation.penalties import NO_PENALTIES, Penalties
 from turbojax.models.generation.sampling import GREEDY, Sampling
 from turbojax.models.generation.stopping import check_stop_strings
 
-FinishReason = Literal["length", "stop", "aborted", "failed"]
+FinishReason = Literal["length", "stop", "aborted", "failed", "timeout"]
+
+MOST_LOGPROBS = 20
+"""Likely tokens that a request may ask for at each place."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,10 +29,23 @@ class Request:
       stop_strings: texts that end the result, wherever in the tokens they begin and end; the token
         that completed one is the last. One that is written like a special token, such as
         ``"<|im_end|>"``, is a stop token, too. The `Engine` needs a `tokenizer` for them.
+      penalties: of tokens that were there before, see `Penalties`.
+      logit_bias: what is added to the logits of tokens, before all else; ``-inf`` forbids one.
+      constraint: which tokens are allowed, by those before, see `Constraint`; None for all. A
+        request with one waits for each of its tokens to be known before the next is computed.
+      logprobs: None for none; otherwise results have each token's log-probability, and those of so
+        many of the most likely ones, 0 to 20. They are the model's: of the logits before bias,
+        penalties, constraint and temperature.
+      priority: of requests that wait those with a smaller number come first, and where the pool is
+        full those with a larger one leave it first; equal ones in order of arrival.
+      timeout: seconds from `Engine.add` after which the request ends with what it has; None for
+        any time.
 
     Raises:
-      TypeError: if a token or a number is not an integer, or a stop text not text.
-      ValueError: if the prompt is empty, `max_new_tokens` is not positive, or a stop text is empty.
+      TypeError: if a token or a number is not an integer, a stop text not text, or an option of
+        another kind than stated.
+      ValueError: if the prompt is empty, `max_new_tokens` or `timeout` is not positive, a stop text
+        is empty, a bias is NaN or infinity, or `logprobs` out of range.
     """
 
     tokens: Sequence[int]
@@ -34,6 +53,12 @@ class Request:
     stop_tokens: Sequence[int] = ()
     sampling: Sampling = GREEDY
     stop_strings: Iterable[str] = ()
+    penalties: Penalties = NO_PENALTIES
+    logit_bias: Mapping[int, float] = dataclasses.field(default_factory=dict)
+    constraint: Constraint | None = None
+    logprobs: int | None = None
+    priority: int = 0
+    timeout: float | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "tokens", _integers("tokens", self.tokens))
@@ -44,11 +69,37 @@ class Request:
         _checks.check_sizes(max_new_tokens=self.max_new_tokens)
         if not isinstance(self.sampling, Sampling):
             raise TypeError(f"sampling={self.sampling!r} must be a Sampling")
+        if not isinstance(self.penalties, Penalties):
+            raise TypeError(f"penalties={self.penalties!r} must be Penalties")
+        object.__setattr__(self, "logit_bias", _bias(self.logit_bias))
+        if self.constraint is not None and not isinstance(self.constraint, Constraint):
+            raise TypeError(f"constraint={self.constraint!r} must be a Constraint")
+        if self.logprobs is not None:
+            _checks.check_integer("logprobs", self.logprobs)
+            if not 0 <= self.logprobs <= MOST_LOGPROBS:
+                raise ValueError(f"logprobs={self.logprobs} must be within 0..{MOST_LOGPROBS}")
+        _checks.check_integer("priority", self.priority)
+        if self.timeout is not None:
+            _checks.check_number("timeout", self.timeout)
+            _checks.check_positive("timeout", float(self.timeout))
 
     @property
     def total(self) -> int:
         """Tokens of prompt and longest result together."""
         return len(self.tokens) + self.max_new_tokens
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenLogprobs:
+    """How likely a token was, and which others were.
+
+    Attributes:
+      logprob: natural logarithm of the token's probability.
+      top: the most likely tokens, each with its own, most likely first; as many as asked for.
+    """
+
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,13 +111,14 @@ class Result:
       finish_reason: ``"length"``: there are `max_new_tokens`; ``"stop"``: a stop token or a stop
         text, or `Engine.abort` with this reason; ``"aborted"``; ``"failed"``: the logits were NaN,
         for which a cache is one reason that cannot hold a layer's keys or values (fp8 beyond its
-        range).
+        range), or a constraint allowed none; ``"timeout"``: its time was over.
       prompt_tokens: length of the prompt.
       reused_tokens: of the prompt, whose keys and values were in the pool already.
       preemptions: how often the request had to leave the pool for a while.
       waited_seconds: from `add` to the first step.
       first_token_seconds: from `add` to the first token; None if there is none.
       seconds: from `add` to the end.
+      logprobs: one for each token where asked for; None otherwise.
     """
 
     tokens: tuple[int, ...]
@@ -77,9 +129,21 @@ class Result:
     waited_seconds: float
     first_token_seconds: float | None
     seconds: float
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+
+    @property
+    def mean_logprob(self) -> float:
+        """The mean of the tokens' log-probabilities, by which the best of several is chosen.
+
+        Raises:
+          ValueError: if they were not asked for.
+        """
+        if self.logprobs is None:
+            raise ValueError("the request's logprobs are None, must be a number")
+        return sum(x.logprob for x in self.logprobs) / max(len(self.logprobs), 1)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class NewToken:
     """A request has one more token.
 
@@ -87,11 +151,13 @@ class NewToken:
       request_id: whose.
       index: how many new tokens the request had before.
       token: the token.
+      logprobs: how likely it was, where asked for.
     """
 
     request_id: int
     index: int
     token: int
+    logprobs: TokenLogprobs | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,6 +174,32 @@ class Finished:
 
 
 Event = NewToken | Finished
+
+
+def best_of(results: Iterable[Result], count: int = 1) -> list[Result]:
+    """Those of several results whose tokens are the most likely in the mean, the best first.
+
+    Args:
+      results: of requests with `logprobs`.
+      count: how many.
+
+    Raises:
+      ValueError: if one has no log-probabilities.
+    """
+    return sorted(results, key=lambda result: -result.mean_logprob)[:count]
+
+
+def _bias(values: Mapping[int, float]) -> dict[int, float]:
+    """The bias of tokens as Python numbers."""
+    if not isinstance(values, Mapping):
+        raise TypeError(f"logit_bias={values!r} must be a mapping of tokens to numbers")
+    found = dict[int, float]()
+    for token, value in values.items():
+        _checks.check_integer("a token of logit_bias", token)
+        if value != -math.inf:
+            _checks.check_number(f"logit_bias[{token}]", value)
+        found[int(token)] = float(value)
+    return found
 
 
 def _integers(name: str, values: Sequence[int]) -> tuple[int, ...]:
