@@ -7,7 +7,7 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 from types import TracebackType
 from typing import Literal, Protocol
 
@@ -21,6 +21,9 @@ Reason = Literal["aborted", "stop"]
 
 class Steps(Protocol):
     """What an `AsyncEngine` asks of an `Engine`."""
+
+    max_length: int
+    """See `Engine`."""
 
     @property
     def idle(self) -> bool:
@@ -135,7 +138,7 @@ class Ticket:
         self._wait(self._box.is_answered, timeout)
         return self._ids()
 
-    async def batches(self) -> AsyncIterator[list[Event]]:
+    async def batches(self) -> AsyncGenerator[list[Event], None]:
         """Events as they come, those together that are there together.
 
         Who reads slowly gets more at a time.
@@ -153,7 +156,7 @@ class Ticket:
                 return
             yield events
 
-    async def __aiter__(self) -> AsyncIterator[Event]:
+    async def __aiter__(self) -> AsyncGenerator[Event, None]:
         while True:
             await self._box.until(self._box.is_readable)
             # One at a time: whoever leaves the loop finds the others later.
@@ -244,6 +247,7 @@ class AsyncEngine:
 
     Attributes:
       max_waiting: requests that may wait.
+      max_length: tokens of prompt and result of a request at most.
 
     Raises:
       TypeError: if `max_waiting` is not an integer.
@@ -253,6 +257,7 @@ class AsyncEngine:
     def __init__(self, engine: Steps, *, max_waiting: int = 1024) -> None:
         _checks.check_sizes(max_waiting=max_waiting)
         self.max_waiting = max_waiting
+        self.max_length = engine.max_length
         self._engine = engine
         # Guards what follows. `_over` is signalled once, at the end.
         self._condition = threading.Condition()
@@ -344,7 +349,7 @@ class AsyncEngine:
             self._condition.notify()
         return ticket
 
-    async def generate(self, request: Request) -> AsyncIterator[Event]:
+    async def generate(self, request: Request) -> AsyncGenerator[Event, None]:
         """A request's events as they come.
 
         Leaving the loop, or cancelling the task that is in it, aborts the request.
