@@ -38,7 +38,11 @@ class Running:
     def __init__(self, engine, tokenizer, **options) -> None:
         listening = server.listen("127.0.0.1", 0)
         self.url = server.address_of(listening)
-        self.server = server.Server(engine, tokenizer, NAME, listening, **options)
+        try:
+            self.server = server.Server(engine, tokenizer, NAME, listening, **options)
+        except BaseException:
+            listening.close()
+            raise
         self.errors: list[BaseException] = []
         ready = threading.Event()
         self.thread = threading.Thread(target=self._run, args=(ready,), name="server")

@@ -86,7 +86,7 @@ def read_chat(service: Service, body: bytes) -> Job:
     tokens = _tokens(fields, service)
     logprobs = _logprobs(fields)
     options = read_options(fields, service.tokenizer)
-    n = fields.integer("n", 1, service.limits.choices) or 1
+    n = fields.integer("n", 1, service.most_choices) or 1
     asked = _max_tokens(fields)
     fields.refuse_others()
     count = service.new_tokens(tokens, asked, "messages")

@@ -80,7 +80,7 @@ def read_completion(service: Service, body: bytes) -> Job:
         raise fields.error("echo", "false with logprobs: those of prompts are not computed")
     fields.only("suffix", ("",), "text is added at its end only")
     options = read_options(fields, service.tokenizer)
-    most = max(service.limits.choices // len(prompts), 1)
+    most = max(service.most_choices // len(prompts), 1)
     n = fields.integer("n", 1, most) or 1
     samples = fields.integer("best_of", n, most) or n
     if samples > n and options.stream:
@@ -104,9 +104,9 @@ def _prompts(fields: Fields, service: Service) -> list[tuple[str, Sequence[int]]
     found = _as_list(value, tokenizer.vocab_size)
     if not found:
         raise fields.error("prompt", _PROMPTS.format(tokenizer.vocab_size - 1))
-    if len(found) > service.limits.choices:
+    if len(found) > service.most_choices:
         raise ApiError(
-            f"prompt has {len(found)} texts, must have at most {service.limits.choices}",
+            f"prompt has {len(found)} texts, must have at most {service.most_choices}",
             param="prompt",
         )
     with blamed_on("prompt"):

@@ -18,7 +18,7 @@ from turbojax.server.fields import Fields
 MOST_STOPS = 16
 """Stop texts of a request."""
 
-_GUIDES = ("guided_json", "guided_regex", "guided_grammar")
+_GUIDES = {"guided_json": "json_schema", "guided_regex": "regex", "guided_grammar": "lark"}
 _ONLY_ONE = "only one of response_format, guided_json, guided_regex and guided_grammar"
 # Fields of OpenAI's that say what is the case here anyway, or are refused.
 _FIXED: Mapping[str, tuple[tuple[Any, ...], str]] = {
@@ -185,27 +185,33 @@ def _constraint(fields: Fields, tokenizer: Tokenizer) -> Constraint | None:
     if kind is None and not guides:
         return None
 
+    if kind is not None:
+        name, value = "response_format", schema
+    else:
+        [(name, value)] = guides.items()
+        kind, value = _GUIDES[name], _guide(fields, name, value)
+
     from turbojax.models.text import grammar
 
-    if kind == "json_object":
-        with blamed_on("response_format"):
-            return grammar.json_object(tokenizer)
-    if kind == "json_schema":
-        with blamed_on("response_format"):
-            return grammar.json_schema(tokenizer, schema)
-    [(name, value)] = guides.items()
-    if name == "guided_json":
-        with blamed_on(name):
-            # Some clients send the schema's text.
-            value = _json.parse(value) if isinstance(value, str) else value
-        if not isinstance(value, dict | bool):
-            raise fields.error(name, "a JSON schema")
-        with blamed_on(name):
-            return grammar.json_schema(tokenizer, value)
-    if not isinstance(value, str):
-        raise fields.error(name, "a text")
     with blamed_on(name):
-        return (grammar.regex if name == "guided_regex" else grammar.lark)(tokenizer, value)
+        if kind == "json_object":
+            return grammar.json_object(tokenizer)
+        make = {"json_schema": grammar.json_schema, "regex": grammar.regex, "lark": grammar.lark}
+        return make[kind](tokenizer, value)
+
+
+def _guide(fields: Fields, name: str, value: Any) -> Any:
+    """What a text is guided by: a schema, which may come as a text, or a text."""
+    if name != "guided_json":
+        if not isinstance(value, str):
+            raise fields.error(name, "a text")
+        return value
+    if isinstance(value, str):
+        with blamed_on(name):
+            value = _json.parse(value)
+    if not isinstance(value, dict | bool):
+        raise fields.error(name, "a JSON schema")
+    return value
 
 
 def _response_format(fields: Fields) -> tuple[Any, str | None]:

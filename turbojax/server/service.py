@@ -66,6 +66,7 @@ class Service:
       limits: see above.
       token_texts: tokens by themselves.
       metrics: what was counted.
+      most_choices: texts that are generated for a request.
       pool: threads that read requests: long texts, templates and grammars take a while.
     """
 
@@ -76,6 +77,8 @@ class Service:
         self.token_texts = TokenTexts(tokenizer)
         self.metrics = Metrics(engine)
         self.pool = concurrent.futures.ThreadPoolExecutor(2, "turbojax-server")
+        # Those of one request wait together.
+        self.most_choices = min(limits.choices, engine.max_waiting)
         # What a request that names no limit may come to, prompt included.
         self._longest = min(engine.max_length, engine.statistics().token_capacity)
 
