@@ -1,4 +1,4 @@
-"""The requests that an engine has: their tokens as they come, when things happened, how they end."""
+"""The requests that an engine has: their tokens as they come, their times, how they end."""
 
 import collections
 import time
@@ -102,14 +102,14 @@ class Book:
             self._counts.proposed_tokens += max(most - 1, 0)
             self._counts.accepted_tokens += max(new - 1, 0)
             for token in tokens[:new]:
-                if sequence.status is not Status.DONE:
-                    self._add_token(sequence, token, None)
+                if not self._add_token(sequence, token, None):
+                    break
 
-    def _add_token(self, sequence: Sequence, token: int, logprobs: TokenLogprobs | None) -> None:
-        """A sequence has one more token, or ends because there is none."""
+    def _add_token(self, sequence: Sequence, token: int, logprobs: TokenLogprobs | None) -> bool:
+        """A sequence has one more token, or ends because there is none; whether it goes on."""
         if token == NOTHING:
             self.finish(sequence, "failed")
-            return
+            return False
         number, tokens = sequence.request_id, sequence.new_tokens
         if not tokens:
             self._times[number].first_token = time.perf_counter()
@@ -122,8 +122,11 @@ class Book:
         self._counts.new_tokens += 1
         if sequence.stopped_by(token):
             self.finish(sequence, "stop")
-        elif len(tokens) == sequence.request.max_new_tokens:
+            return False
+        if len(tokens) == sequence.request.max_new_tokens:
             self.finish(sequence, "length")
+            return False
+        return True
 
     def finish(self, sequence: Sequence, reason: FinishReason) -> None:
         """A request is done; its result is the last event."""

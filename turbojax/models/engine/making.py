@@ -128,8 +128,8 @@ def _check(s: Settings, config: TransformerConfig, tokenizer: Tokenizer | None) 
         )
     if s.reproducible:
         raise ValueError(
-            f"reproducible={s.reproducible} must be False with speculation: tokens that are checked "
-            "together are rounded in another way than one by one"
+            f"reproducible={s.reproducible} must be False with speculation: tokens that are "
+            "checked together are rounded in another way than one by one"
         )
 
 
