@@ -8,8 +8,8 @@ from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
 from typing import Any, Protocol
 
-from turbojax.models.engine.asynchronous import Ticket
 from turbojax.models.engine.requests import Event, Finished, Request, Result, best_of
+from turbojax.models.engine.tickets import Ticket
 from turbojax.server.errors import ApiError
 from turbojax.server.options import Options
 from turbojax.server.service import SHUTTING_DOWN, Service

@@ -124,8 +124,8 @@ class EngineFigures(Collector):
         if self.statistics is None:
             return
         for name, (attribute, words) in _COUNTERS.items():
-            value = getattr(self.statistics, attribute, 0)
+            value = getattr(self.statistics, attribute)
             yield CounterMetricFamily(f"turbojax_{name}", words, value=value)
         for name, (attribute, words) in _GAUGES.items():
-            value = getattr(self.statistics, attribute, 0)
+            value = getattr(self.statistics, attribute)
             yield GaugeMetricFamily(f"turbojax_{name}", words, value=value)

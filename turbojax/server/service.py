@@ -11,9 +11,9 @@ from turbojax.models.engine.asynchronous import (
     EngineClosed,
     EngineEnded,
     QueueFull,
-    Ticket,
 )
 from turbojax.models.engine.requests import Request
+from turbojax.models.engine.tickets import Ticket
 from turbojax.models.text.tokenizer import Tokenizer
 from turbojax.server.errors import ApiError
 from turbojax.server.fields import Fields

@@ -113,7 +113,7 @@ class TokenTexts:
         self._tokenizer = tokenizer
 
     def bytes(self, token: int) -> bytes | None:
-        """What a token adds to a text; None where that depends on others around it."""
+        """What a token adds to a text; None of special ones, or where that is not known."""
         if isinstance(self._tokenizer, ByteTokenizer):
             return bytes([token])
         text = self._tokenizer.decode([token])

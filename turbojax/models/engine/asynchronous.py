@@ -7,16 +7,15 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import threading
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable
 from types import TracebackType
 from typing import Literal, Protocol
 
 from turbojax import _checks
 from turbojax.models.engine.requests import Event, Finished, Request, Result
 from turbojax.models.engine.statistics import EngineStatistics
-from turbojax.models.engine.waiting import Mailbox, Signal, wake
-
-Reason = Literal["aborted", "stop"]
+from turbojax.models.engine.tickets import Mailbox, Reason, Ticket
+from turbojax.models.engine.waiting import Signal, wake
 
 
 class Steps(Protocol):
@@ -61,156 +60,6 @@ class EngineClosed(RuntimeError):
 
 class EngineEnded(RuntimeError):
     """The engine has ended of an exception, which is the cause of this one."""
-
-
-class Ticket:
-    """A request that was given to an `AsyncEngine`, or several samples of it.
-
-    Its events are for one reader, in any thread (``for event in ticket``) or event loop (``async
-    for event in ticket``). One that nobody reads runs to its end all the same: who loses interest
-    calls `cancel`, or leaves a ``with`` block of the ticket, which does.
-
-    Attributes:
-      request: the request.
-      samples: how many samples of it.
-    """
-
-    def __init__(
-        self,
-        request: Request,
-        samples: int,
-        box: Mailbox,
-        cancel: Callable[["Ticket", Reason], None],
-    ) -> None:
-        self.request = request
-        self.samples = samples
-        self._box = box
-        self._cancel = cancel
-
-    def __enter__(self) -> "Ticket":
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.cancel()
-
-    @property
-    def done(self) -> bool:
-        """Whether nothing more will happen to it; there may be events that nobody has read."""
-        with self._box.condition:
-            return self._box.is_done()
-
-    def cancel(self, reason: Reason = "aborted") -> None:
-        """Ends what is not done, soon; its last events come, then.
-
-        Args:
-          reason: see `Engine.abort`.
-        """
-        if not self.done:
-            self._cancel(self, reason)
-
-    async def accepted(self) -> tuple[int, ...]:
-        """Waits until the engine has the request.
-
-        Returns:
-          The engine's number of each sample, by which events say whose they are.
-
-        Raises:
-          Exception: what `Engine.add` refused it with; `EngineEnded`.
-        """
-        await self._box.until(self._box.is_answered)
-        return self._ids()
-
-    def wait_accepted(self, timeout: float | None = None) -> tuple[int, ...]:
-        """The same in a thread that may block.
-
-        Args:
-          timeout: seconds to wait; None for any time.
-
-        Raises:
-          TimeoutError: if they are over.
-          Exception: see `accepted`.
-        """
-        self._wait(self._box.is_answered, timeout)
-        return self._ids()
-
-    async def batches(self) -> AsyncGenerator[list[Event], None]:
-        """Events as they come, those together that are there together.
-
-        Who reads slowly gets more at a time.
-
-        Yields:
-          At least one event.
-
-        Raises:
-          Exception: see `accepted`.
-        """
-        while True:
-            await self._box.until(self._box.is_readable)
-            events = self._box.take()
-            if not events:
-                return
-            yield events
-
-    async def __aiter__(self) -> AsyncGenerator[Event, None]:
-        while True:
-            await self._box.until(self._box.is_readable)
-            # One at a time: whoever leaves the loop finds the others later.
-            for event in (events := self._box.take(1)):
-                yield event
-            if not events:
-                return
-
-    def __iter__(self) -> Iterator[Event]:
-        while True:
-            self._box.wait(self._box.is_readable)
-            events = self._box.take(1)
-            yield from events
-            if not events:
-                return
-
-    async def results(self) -> tuple[Result, ...]:
-        """Waits until all samples are done; nobody needs to read their events.
-
-        Returns:
-          Of each sample its result.
-
-        Raises:
-          Exception: see `accepted`.
-        """
-        await self._box.until(self._box.is_done)
-        return self._results()
-
-    def wait_results(self, timeout: float | None = None) -> tuple[Result, ...]:
-        """The same in a thread that may block.
-
-        Args:
-          timeout: seconds to wait; None for any time.
-
-        Raises:
-          TimeoutError: if they are over; the request goes on.
-          Exception: see `accepted`.
-        """
-        self._wait(self._box.is_done, timeout)
-        return self._results()
-
-    def _wait(self, ready: Callable[[], bool], timeout: float | None) -> None:
-        if not self._box.wait(ready, timeout):
-            raise TimeoutError(f"a request was not ready after {timeout} seconds")
-
-    def _ids(self) -> tuple[int, ...]:
-        if not self._box.ids and self._box.error is not None:
-            raise self._box.error
-        return self._box.ids
-
-    def _results(self) -> tuple[Result, ...]:
-        if self._box.error is not None:
-            raise self._box.error
-        return tuple(self._box.results[number] for number in self._box.ids)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,12 +1,9 @@
 """Waiting for what another thread does, in a thread or in an event loop."""
 
 import asyncio
-import collections
 import dataclasses
 import threading
-from collections.abc import Callable, Iterable, Sequence
-
-from turbojax.models.engine.requests import Event, Finished, Result
+from collections.abc import Callable, Iterable
 
 Ready = Callable[[], bool]
 """What somebody waits for; asked with the lock held."""
@@ -74,74 +71,6 @@ class Signal:
                 with self.condition:
                     if waiter in self._waiters:
                         self._waiters.remove(waiter)
-
-
-class Mailbox(Signal):
-    """What an engine says of one request or several samples of it, until somebody reads it.
-
-    It holds no more events than these have tokens and ends.
-
-    Attributes:
-      ids: the engine's numbers of them, once it has accepted them.
-      results: of those that ended, by number.
-      error: why there will be no more events.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.ids: tuple[int, ...] = ()
-        self.results: dict[int, Result] = {}
-        self.error: BaseException | None = None
-        self._events: collections.deque[Event] = collections.deque()
-
-    def accept(self, ids: Sequence[int]) -> list[Waiter]:
-        """The engine has them under these numbers; see `Signal.changed` for what is returned."""
-        with self.condition:
-            self.ids = tuple(ids)
-            return self.changed()
-
-    def put(self, events: Iterable[Event]) -> list[Waiter]:
-        """Something happened to them."""
-        with self.condition:
-            for event in events:
-                self._events.append(event)
-                if isinstance(event, Finished):
-                    self.results[event.request_id] = event.result
-            return self.changed()
-
-    def fail(self, error: BaseException) -> list[Waiter]:
-        """Nothing will happen to them any more."""
-        with self.condition:
-            self.error = error
-            return self.changed()
-
-    def is_answered(self) -> bool:
-        """Whether the engine has accepted or refused them."""
-        return bool(self.ids) or self.error is not None
-
-    def is_done(self) -> bool:
-        """Whether nothing more will come."""
-        return self.error is not None or (bool(self.ids) and len(self.results) == len(self.ids))
-
-    def is_readable(self) -> bool:
-        """Whether there are events, or will be none."""
-        return bool(self._events) or self.is_done()
-
-    def take(self, most: int | None = None) -> list[Event]:
-        """Events that are there and were not taken before, in order; [] at the end.
-
-        Args:
-          most: how many; None for all.
-
-        Raises:
-          BaseException: `error`, once all events were taken.
-        """
-        with self.condition:
-            count = len(self._events) if most is None else min(most, len(self._events))
-            events = [self._events.popleft() for _ in range(count)]
-            if not events and self.error is not None:
-                raise self.error
-            return events
 
 
 def wake(waiters: Iterable[Waiter]) -> None:
