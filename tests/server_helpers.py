@@ -34,7 +34,7 @@ def real_engine(model=None, **options) -> Engine:
         "kv_dtype": "turbo4",
         "max_sequences": 4,
         "max_length": 256,
-        "step_tokens": 64,
+        "step_tokens": 16,
         "reproducible": True,
         "tokenizer": tokenizer_with_chats(),
     }

@@ -16,7 +16,7 @@ PROMPTS = [
     '"""Tools for text."""\n\nimport sys\n',
 ]
 END = 3
-GREEDY = {"model": NAME, "temperature": 0, "max_tokens": 20}
+GREEDY = {"model": NAME, "temperature": 0, "max_tokens": 12}
 
 
 @pytest.fixture(scope="module")
@@ -66,12 +66,12 @@ def text_of(result: Result) -> str:
 
 def test_greedy_texts_are_the_engines(client, alone):
     for prompt in PROMPTS[:2]:
-        [result] = alone(Request(tokens_of(prompt), 20, [END]))
+        [result] = alone(Request(tokens_of(prompt), 12, [END]))
         found = client.completions.create(prompt=prompt, **GREEDY)
         assert found.choices[0].text == text_of(result)
         assert found.choices[0].finish_reason == result.finish_reason == "length"
     messages, tokens = conversation("read a file")
-    [result] = alone(Request(tokens, 20, [END]))
+    [result] = alone(Request(tokens, 12, [END]))
     found = client.chat.completions.create(messages=messages, **GREEDY)
     assert found.choices[0].message.content == text_of(result)
     assert found.usage.prompt_tokens == len(tokens)
@@ -81,12 +81,12 @@ def test_samples_are_the_engines(client, alone):
     sampling = Sampling(0.9, top_k=50, top_p=0.95, min_p=0.01, seed=11)
     options = {"temperature": 0.9, "top_p": 0.95, "seed": 11, "n": 3}
     body = {"top_k": 50, "min_p": 0.01}
-    results = alone(Request(tokens_of(PROMPTS[0]), 20, [END], sampling), 3)
+    results = alone(Request(tokens_of(PROMPTS[0]), 12, [END], sampling), 3)
     found = client.completions.create(prompt=PROMPTS[0], **{**GREEDY, **options}, extra_body=body)
     assert [choice.text for choice in found.choices] == [text_of(result) for result in results]
     assert len({choice.text for choice in found.choices}) == 3
     messages, tokens = conversation("read a file")
-    results = alone(Request(tokens, 20, [END], sampling), 3)
+    results = alone(Request(tokens, 12, [END], sampling), 3)
     found = client.chat.completions.create(
         messages=messages, **{**GREEDY, **options}, extra_body=body
     )
@@ -96,7 +96,7 @@ def test_samples_are_the_engines(client, alone):
 def test_penalties_bias_and_stops_are_the_engines(client, alone):
     request = Request(
         tokens_of(PROMPTS[0]),
-        40,
+        24,
         [END, ord(")")],
         stop_strings=["in"],
         penalties=Penalties(1.2, 0.5, 0.25),
@@ -104,7 +104,7 @@ def test_penalties_bias_and_stops_are_the_engines(client, alone):
     )
     [result] = alone(request)
     options = {
-        "max_tokens": 40,
+        "max_tokens": 24,
         "stop": "in",
         "presence_penalty": 0.5,
         "frequency_penalty": 0.25,
@@ -116,7 +116,7 @@ def test_penalties_bias_and_stops_are_the_engines(client, alone):
     assert choice.text == (whole if result.finish_reason == "length" else whole[:-2])
     assert choice.finish_reason == result.finish_reason
     assert "[" not in choice.text
-    plain = client.completions.create(prompt=PROMPTS[0], **{**GREEDY, "max_tokens": 40})
+    plain = client.completions.create(prompt=PROMPTS[0], **{**GREEDY, "max_tokens": 24})
     assert plain.choices[0].text != choice.text
 
 
@@ -153,7 +153,7 @@ def test_the_best_are_the_most_likely(client, alone):
 
 
 def test_streams_say_what_whole_answers_say(client):
-    options = {**GREEDY, "n": 2, "temperature": 1, "seed": 5, "max_tokens": 30}
+    options = {**GREEDY, "n": 2, "temperature": 1, "seed": 5, "max_tokens": 14}
     whole = client.completions.create(prompt=PROMPTS, **options)
     texts = [""] * 8
     for chunk in client.completions.create(prompt=PROMPTS, stream=True, **options):
@@ -168,7 +168,7 @@ def test_streams_say_what_whole_answers_say(client):
 
 
 def test_many_at_a_time(served, alone):
-    prompts = [f"{PROMPTS[i % 4]}x{i}" for i in range(12)]
+    prompts = [f"{PROMPTS[i % 4]}x{i}" for i in range(9)]
 
     async def ask(client, i: int) -> str:
         options = {**GREEDY, "prompt": prompts[i], "temperature": i % 2, "seed": i}
@@ -179,12 +179,12 @@ def test_many_at_a_time(served, alone):
 
     async def all_of_them() -> list[str]:
         async with served.async_client() as client:
-            return await asyncio.gather(*(ask(client, i) for i in range(12)))
+            return await asyncio.gather(*(ask(client, i) for i in range(9)))
 
     found = asyncio.run(all_of_them())
     for i, text in enumerate(found):
         sampling = Sampling(float(i % 2), seed=i)
-        [result] = alone(Request(tokens_of(prompts[i]), 20, [END], sampling))
+        [result] = alone(Request(tokens_of(prompts[i]), 12, [END], sampling))
         assert text == text_of(result)
 
 
