@@ -19,6 +19,7 @@ from turbojax.models.engine.choosing import (
     penalized,
     wanted_of,
 )
+from turbojax.models.generation.constraints import pack
 from turbojax.models.generation.sampling import NOTHING, greedy_rows, sample
 
 
@@ -80,6 +81,26 @@ def test_the_largest_of_what_bias_penalties_and_masks_leave(seed):
         assert chosen.tokens[i] == np.argmax(values), i
         expected[row.slot, row.length] = chosen.tokens[i]
     np.testing.assert_array_equal(after, expected)
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_every_logit_is_what_the_definition_says(seed):
+    logits, history, rows = cases(seed)
+    rows = rows[:-1]
+    extras = no_extras(len(rows), V, wanted_of(row.request for row in rows))
+    for i, row in enumerate(rows):
+        extras.set(i, row.request, None if row.allowed is None else pack(row.allowed))
+    texts = history[[row.slot for row in rows]]
+    lengths, prompts = (
+        jnp.asarray([getattr(row, name) for row in rows], jnp.int32)
+        for name in ("length", "prompt")
+    )
+    found = biased(jnp.asarray(logits[:-1]), extras.bias_tokens, extras.bias_values)
+    found = jax.jit(penalized)(found, texts, lengths, prompts, extras.penalties)
+    found = np.asarray(masked(found, extras.masks))
+    wanted = np.stack([changed(*x) for x in zip(logits[:-1], texts, rows, strict=True)])
+    # Some four roundings of numbers below 32: 4 * 32 * 2**-24.
+    np.testing.assert_allclose(found, wanted, rtol=0, atol=8e-6)
 
 
 def test_one_token_that_each_step_of_the_order_decides():
@@ -303,6 +324,16 @@ def test_a_full_history_and_rows_that_mean_nothing_are_not_written():
     after, chosen = run(logits, history, [*nothing, full])
     np.testing.assert_array_equal(after, history)
     assert chosen.tokens[-1] == np.argmax(logits[-1])
+
+
+def test_the_history_is_written_in_place():
+    given = (np.ones(1, np.int32), np.ones(1, np.int32), np.zeros(1, np.int32), greedy_rows(1))
+    history = jnp.zeros((1, 4), jnp.int32)
+    place = history.unsafe_buffer_pointer()
+    extras = no_extras(1, V, Wanted())
+    after, _ = choose(jnp.ones((1, V)), history, *given, extras, wanted=Wanted())
+    assert history.is_deleted()
+    assert after.unsafe_buffer_pointer() == place
 
 
 @pytest.mark.parametrize(
