@@ -40,7 +40,7 @@ def run(
     lengths, prompts = (np.zeros(len(history), np.int32) for _ in range(2))
     slots = np.full(len(rows), len(history), np.int32)
     for i, row in enumerate(rows):
-        sampling.set(i, row.request.sampling, row.length - row.prompt)
+        sampling.set(i, row.request.sampling, 99)  # follows from the tokens
         extras.set(i, row.request, None if row.allowed is None else pack(row.allowed))
         slots[i] = row.slot
         if row.slot < len(history):

@@ -226,7 +226,7 @@ def choose(
       lengths: int32 ``[S]``, the tokens that each slot has: in its pages after this step.
       prompts: int32 ``[S]``, how many of them are of the prompt; the others are the result's.
       slots: int32 ``[O]``, each row's slot, no slot twice; S where a row means nothing.
-      rows: how the rows are sampled.
+      rows: how the rows are sampled; their `index` follows from the tokens, and is not looked at.
       extras: what else they want, made by `no_extras` for the same `wanted`.
       wanted: what to look at.
 
@@ -240,9 +240,11 @@ def choose(
     if extras.bias_tokens is not None and extras.bias_values is not None:
         changed = biased(changed, extras.bias_tokens, extras.bias_values)
     held = jnp.asarray(lengths).at[slots].get(mode="fill", fill_value=0)
+    prompt = jnp.asarray(prompts).at[slots].get(mode="fill", fill_value=0)
+    # The host may not know yet how many new tokens there are.
+    rows = dataclasses.replace(rows, index=held - prompt)
     if extras.penalties is not None:
         of_rows = history.at[slots].get(mode="fill", fill_value=0)
-        prompt = jnp.asarray(prompts).at[slots].get(mode="fill", fill_value=0)
         changed = penalized(changed, of_rows, held, prompt, extras.penalties)
     if extras.masks is not None:
         changed = masked(changed, extras.masks)
