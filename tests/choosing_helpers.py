@@ -48,3 +48,27 @@ def run(
     given = jnp.asarray(logits), jnp.asarray(history)
     history, chosen = choose(*given, lengths, prompts, slots, sampling, extras, wanted=wanted)
     return np.asarray(history), jax.tree.map(np.asarray, chosen)
+
+
+def changed(logits: np.ndarray, text: np.ndarray, row: Row) -> np.ndarray:
+    """The definition, token by token, in float64."""
+    out = logits.astype(np.float64)
+    given = row.request.penalties
+    for token, value in row.request.logit_bias.items():
+        out[token] = -np.inf if value == -np.inf else out[token] + value
+    for token in {int(x) for x in text[: row.length]}:
+        factor = given.repetition
+        out[token] = out[token] / factor if out[token] > 0 else out[token] * factor
+    for token in text[row.prompt : row.length]:
+        out[token] -= given.frequency
+    for token in {int(x) for x in text[row.prompt : row.length]}:
+        out[token] -= given.presence
+    if row.allowed is not None:
+        out[~row.allowed] = -np.inf
+    return out
+
+
+def log_softmax(logits: np.ndarray) -> np.ndarray:
+    x = logits.astype(np.float64)
+    x = x - x.max()
+    return x - np.log(np.exp(x).sum())

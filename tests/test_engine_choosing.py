@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from choosing_helpers import LENGTH, SLOTS, Row, V, everything, run
+from choosing_helpers import LENGTH, SLOTS, Row, V, changed, everything, run
 
 from turbojax.models import Penalties, Request, Sampling
 from turbojax.models.engine.choosing import (
@@ -21,24 +21,6 @@ from turbojax.models.engine.choosing import (
 )
 from turbojax.models.generation.constraints import pack
 from turbojax.models.generation.sampling import NOTHING, greedy_rows, sample
-
-
-def changed(logits: np.ndarray, text: np.ndarray, row: Row) -> np.ndarray:
-    """The definition, token by token, in float64."""
-    out = logits.astype(np.float64)
-    given = row.request.penalties
-    for token, value in row.request.logit_bias.items():
-        out[token] = -np.inf if value == -np.inf else out[token] + value
-    for token in {int(x) for x in text[: row.length]}:
-        factor = given.repetition
-        out[token] = out[token] / factor if out[token] > 0 else out[token] * factor
-    for token in text[row.prompt : row.length]:
-        out[token] -= given.frequency
-    for token in {int(x) for x in text[row.prompt : row.length]}:
-        out[token] -= given.presence
-    if row.allowed is not None:
-        out[~row.allowed] = -np.inf
-    return out
 
 
 def cases(seed: int, *, temperature: float = 0.0) -> tuple[np.ndarray, np.ndarray, list[Row]]:

@@ -5,17 +5,11 @@ import math
 import jax
 import numpy as np
 import pytest
-from choosing_helpers import Row, V, run
+from choosing_helpers import Row, V, log_softmax, run
 
 from turbojax.models import Penalties, Request, Sampling
 from turbojax.models.engine.choosing import Chosen, most_likely
 from turbojax.models.engine.requests import MOST_LOGPROBS
-
-
-def log_softmax(logits: np.ndarray) -> np.ndarray:
-    x = logits.astype(np.float64)
-    x = x - x.max()
-    return x - np.log(np.exp(x).sum())
 
 
 @pytest.mark.parametrize("size", [5, 20, 64, 77])
