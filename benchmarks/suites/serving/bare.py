@@ -14,7 +14,7 @@ from benchmarks.suites.serving.cases import Case, Group
 from benchmarks.tables import Row
 from turbojax import models, paged
 from turbojax.kv import causal_attention
-from turbojax.models.generation import session as generation
+from turbojax.models.generation.steps import decode_step
 from turbojax.ops.extras import of_layer
 from turbojax.ops.options import PLAIN
 from turbojax.ops.paged_attention import attend_pages
@@ -150,14 +150,12 @@ def measure_steps(model: Model, group: Group, case: Case) -> Row:
         model,
         group.prompts(),
         max_length=group.prompt + group.new + _WARM_UP_STEPS,
-        cache=case.kv_dtype,  # type: ignore[arg-type]
+        cache=case.kv_dtype,
     )
     caches, lengths, tokens = session.caches, session.lengths, _greedy(session.logits)
     weights, held = session.decoder, caches.nbytes
     del session
-    step = generation.decode_step.lower(
-        weights, caches, tokens, lengths, implementation=None
-    ).compile()
+    step = decode_step.lower(weights, caches, tokens, lengths, implementation=None).compile()
     for i in range(_WARM_UP_STEPS + group.new - 1):
         if i == _WARM_UP_STEPS:
             jax.block_until_ready(tokens)

@@ -153,6 +153,8 @@ def engine_key(group: Group, case: Case) -> tuple[object, ...] | None:
 
 def in_order(rows: list[tuple[Group, Case]]) -> list[tuple[Group, Case]]:
     """The rows, those of the same weights together, and among them those of one engine."""
+    if not rows:
+        return []
     weights, keys = ([*dict.fromkeys(found)] for found in zip(*map(_makings, rows), strict=True))
 
     def place(row: tuple[Group, Case]) -> tuple[int, int]:
@@ -256,15 +258,22 @@ def _speculation(model: str, setting: Setting, requests: int, new: int) -> list[
 def quick_groups() -> list[Group]:
     """A tiny model, whether everything runs: the same rows."""
     few = Setting(slots=4, max_length=64, num_pages=20, page_size=16, step_tokens=64)
-    short = {"prompts_at_a_time": 2}
     found = []
     for group in groups():
         setting, cases = few, group.cases
         if group.label == "pages":
             setting = dataclasses.replace(few, num_pages=None, pool_bytes=2**15)
             cases = tuple(dataclasses.replace(case, setting=None) for case in cases)
-        sizes = {"requests": min(4, group.requests), "prompt": 20, "new": 12}
-        tiny = {"model": "tiny", "setting": setting, "cases": cases, **sizes, **short}
-        clients = None if group.clients is None else 2
-        found.append(dataclasses.replace(group, clients=clients, **tiny))
+        tiny = dataclasses.replace(
+            group,
+            model="tiny",
+            setting=setting,
+            requests=min(4, group.requests),
+            prompt=20,
+            new=12,
+            cases=cases,
+            clients=None if group.clients is None else 2,
+            prompts_at_a_time=2,
+        )
+        found.append(tiny)
     return found

@@ -46,7 +46,7 @@ async def answer(load: Load, prompt: list[int]) -> dict[str, Any]:
     Raises:
       RuntimeError: if the server refuses it.
     """
-    body = json.dumps(
+    asked = json.dumps(
         {
             "model": load.model,
             "prompt": prompt,
@@ -58,18 +58,19 @@ async def answer(load: Load, prompt: list[int]) -> dict[str, Any]:
     ).encode()
     head = (
         f"POST /v1/completions HTTP/1.1\r\nHost: {load.host}:{load.port}\r\n"
-        f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n"
+        f"Content-Type: application/json\r\nContent-Length: {len(asked)}\r\n"
         "Connection: close\r\n\r\n"
     )
     begun = time.perf_counter()
     reader, writer = await asyncio.open_connection(load.host, load.port, limit=2**20)
     try:
-        writer.write(head.encode() + body)
+        writer.write(head.encode() + asked)
         await writer.drain()
         status = await reader.readline()
         if b" 200 " not in status:
-            rest = (await reader.read(2000)).decode(errors="replace")
-            raise RuntimeError(f"the server says {status.decode().strip()}: {rest[-400:]}")
+            await reader.readuntil(b"\r\n\r\n")
+            body = (await reader.read(400)).decode(errors="replace")
+            raise RuntimeError(f"{status.decode().strip()}: {' '.join(body.split())}")
         return {"tokens": 0, **await _read(reader, begun)}
     finally:
         writer.close()
