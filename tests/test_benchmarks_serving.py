@@ -188,10 +188,17 @@ class FakeEngine:
         return Statistics()
 
 
+CASE = Case("engine", 1)
+
+
+def _measure(engine, group, case=CASE, deadline=float("inf")):
+    return engines.measure(engines.Made(engine, 0.0, None), group, case, deadline)
+
+
 class TestMeasuring:
     def test_a_row_of_an_engine(self):
         group, engine = QUICK["many"], FakeEngine(12)
-        row = engines.measure(engines.Made(engine, 3.0, 5), group, float("inf"))
+        row = engines.measure(engines.Made(engine, 3.0, 5), group, CASE, float("inf"))
         assert (row["status"], row["steps"], row["finished"]) == ("ok", 2, 4)
         assert row["host_ms"] == pytest.approx(2.0)
         assert row["token_ms"] == pytest.approx(10.0)
@@ -202,7 +209,7 @@ class TestMeasuring:
 
     def test_an_engine_is_compiled_for_its_first_row(self):
         made = engines.Made(FakeEngine(12), 3.0, None)
-        rows = [engines.measure(made, QUICK["many"], float("inf")) for _ in range(2)]
+        rows = [engines.measure(made, QUICK["many"], CASE, float("inf")) for _ in range(2)]
         assert [row["compile_seconds"] for row in rows] == [3.0, 0.0]
 
     def test_clients_send_their_next_when_one_is_done(self):
@@ -213,12 +220,21 @@ class TestMeasuring:
         assert engine.most == 2
 
     def test_a_result_that_is_too_short_is_no_figure(self):
-        with pytest.raises(ArithmeticError, match="request 4 ended: length"):
-            engines.measure(engines.Made(FakeEngine(3), 0.0, None), QUICK["many"], float("inf"))
+        with pytest.raises(ArithmeticError, match="request 0 ended: length"):
+            _measure(FakeEngine(3), QUICK["many"])
+
+    def test_a_wrong_token_is_no_figure(self):
+        group = dataclasses.replace(QUICK["loops"], requests=1, new=2)
+        case = group.cases[0]
+        assert case.weights == "looping"
+        right = engines.following(512)[group.prompts("measured")[0, -1]]
+        assert right != 1
+        with pytest.raises(ArithmeticError, match=f"token 0 of request 0 is 1, not {right}"):
+            _measure(FakeEngine(2), group, case)
 
     def test_it_stops_in_time(self):
         group = QUICK["many"]
-        row = engines.measure(engines.Made(FakeEngine(12), 0.0, None), group, time.monotonic() - 1)
+        row = _measure(FakeEngine(12), group, deadline=time.monotonic() - 1)
         assert row == {"status": "not run", "reason": tables.OUT_OF_TIME}
         assert engines._status(2, 4)["status"] == serving_tables.STOPPED
 
@@ -290,8 +306,8 @@ def _talk(status, requests=5, clients=2):
         async with server:
             port = server.sockets[0].getsockname()[1]
             sizes = {"requests": requests, "prompt": 6, "new": 12, "vocab_size": 50, "seed": 3}
-            load = client.Load("127.0.0.1", port, "m", clients, **sizes)
-            return await client.run(load)
+            load = client.Load("m", clients, **sizes)
+            return await client.run(load, port)
 
     return asyncio.run(both()), asked
 
@@ -414,6 +430,10 @@ def test_a_quick_run(tmp_path):
             assert row["new_tokens"] == group.requests * group.new
             assert row["prompt_tokens"] == group.requests * group.prompt
             assert row["reused_tokens"] == 0
+        if row["speculates"]:
+            # One loop in which nothing repeats, one in which everything does.
+            repeats = row["label"] != "no-loops"
+            assert (row["acceptance"] > 0.1) == repeats
         for figure in row["over"]:
             assert row[figure] > 0
         assert set(row["asked"]) <= {*row["reached"], "host_ms"}

@@ -257,7 +257,7 @@ def _speculation(model: str, setting: Setting, requests: int, new: int) -> list[
 
 def quick_groups() -> list[Group]:
     """A tiny model, whether everything runs: the same rows."""
-    few = Setting(slots=4, max_length=64, num_pages=20, page_size=16, step_tokens=64)
+    few = Setting(slots=4, max_length=96, num_pages=24, page_size=16, step_tokens=64)
     found = []
     for group in groups():
         setting, cases = few, group.cases
@@ -270,7 +270,8 @@ def quick_groups() -> list[Group]:
             setting=setting,
             requests=min(4, group.requests),
             prompt=20,
-            new=12,
+            # Longer than the loop, where there is one.
+            new=2 * LOOP if "loops" in group.label else 12,
             cases=cases,
             clients=None if group.clients is None else 2,
             prompts_at_a_time=2,

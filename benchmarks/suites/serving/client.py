@@ -1,7 +1,7 @@
 """Clients of an HTTP server: one process, no jax, nothing beyond Python's own library.
 
-`python -m benchmarks.suites.serving.client` reads one JSON object from standard input (`Load`) and
-writes one to standard output: the seconds of all, and each answer's tokens and times.
+`python -m benchmarks.suites.serving.client PORT` reads one JSON object from standard input (`Load`)
+and writes one to standard output: the seconds of all, and each answer's tokens and times.
 """
 
 import asyncio
@@ -12,14 +12,14 @@ import sys
 import time
 from typing import Any
 
+_HOST = "127.0.0.1"
+
 
 @dataclasses.dataclass(frozen=True)
 class Load:
     """What the clients do.
 
     Attributes:
-      host: of the server.
-      port: the same.
       model: the name that it is served by.
       clients: requests at a time; each client sends its next when one is answered.
       requests: of all clients together.
@@ -29,8 +29,6 @@ class Load:
       seed: of the prompts.
     """
 
-    host: str
-    port: int
     model: str
     clients: int
     requests: int
@@ -40,7 +38,7 @@ class Load:
     seed: int
 
 
-async def answer(load: Load, prompt: list[int]) -> dict[str, Any]:
+async def answer(load: Load, port: int, prompt: list[int]) -> dict[str, Any]:
     """Sends one request and reads its stream.
 
     Raises:
@@ -57,12 +55,12 @@ async def answer(load: Load, prompt: list[int]) -> dict[str, Any]:
         }
     ).encode()
     head = (
-        f"POST /v1/completions HTTP/1.1\r\nHost: {load.host}:{load.port}\r\n"
+        f"POST /v1/completions HTTP/1.1\r\nHost: {_HOST}:{port}\r\n"
         f"Content-Type: application/json\r\nContent-Length: {len(asked)}\r\n"
         "Connection: close\r\n\r\n"
     )
     begun = time.perf_counter()
-    reader, writer = await asyncio.open_connection(load.host, load.port, limit=2**20)
+    reader, writer = await asyncio.open_connection(_HOST, port, limit=2**20)
     try:
         writer.write(head.encode() + asked)
         await writer.drain()
@@ -94,7 +92,7 @@ async def _read(reader: asyncio.StreamReader, begun: float) -> dict[str, Any]:
     return found
 
 
-async def run(load: Load) -> dict[str, Any]:
+async def run(load: Load, port: int) -> dict[str, Any]:
     """All requests."""
     rng = random.Random(load.seed)
     prompts = [
@@ -104,7 +102,7 @@ async def run(load: Load) -> dict[str, Any]:
 
     async def client() -> None:
         while prompts:
-            answers.append(await answer(load, prompts.pop()))
+            answers.append(await answer(load, port, prompts.pop()))
 
     begun = time.perf_counter()
     await asyncio.gather(*(client() for _ in range(load.clients)))
@@ -114,7 +112,7 @@ async def run(load: Load) -> dict[str, Any]:
 def main() -> None:
     """Standard input to standard output."""
     load = Load(**json.loads(sys.stdin.read()))
-    print(json.dumps(asyncio.run(run(load))))
+    print(json.dumps(asyncio.run(run(load, int(sys.argv[1])))))
 
 
 if __name__ == "__main__":

@@ -138,8 +138,10 @@ def following(vocab_size: int) -> np.ndarray:
     return np.where(token == last, first, token + 1)
 
 
-def measure(made: Made, group: Group, deadline: float) -> Row:
+def measure(made: Made, group: Group, case: Case, deadline: float) -> Row:
     """All requests of a group through an engine, or as many steps as there is time for.
+
+    Where the weights say what follows each token, every result is compared with that.
 
     Raises:
       ArithmeticError: if a result is not what was asked for.
@@ -151,13 +153,14 @@ def measure(made: Made, group: Group, deadline: float) -> Row:
     engine.run()
     warm = time.perf_counter() - begun
     before = engine.statistics().to_json()
+    requests = group.make()
     begun = time.perf_counter()
-    done = dict(serve(engine, group.make(), group.clients, deadline))
+    done = dict(serve(engine, requests, group.clients, deadline))
     seconds = time.perf_counter() - begun
     after = engine.statistics().to_json()
+    follows = following(group.config.vocab_size) if case.weights == "looping" else None
     for number, result in done.items():
-        if len(result.tokens) != group.new:
-            raise ArithmeticError(f"request {number} ended: {result.finish_reason}")
+        _check(number, requests[number], result, follows)
     counts = {name: after[name] - before[name] for name in COUNTED if name in after}
     if not counts["steps"]:
         return {"status": "not run", "reason": shared.OUT_OF_TIME}
@@ -179,19 +182,34 @@ def measure(made: Made, group: Group, deadline: float) -> Row:
     return row
 
 
+def _check(number: int, request: Request, result: Result, follows: np.ndarray | None) -> None:
+    if len(result.tokens) != request.max_new_tokens:
+        raise ArithmeticError(f"request {number} ended: {result.finish_reason}")
+    if follows is None:
+        return
+    token = request.tokens[-1]
+    for place, found in enumerate(result.tokens):
+        token = int(follows[token])
+        if found != token:
+            raise ArithmeticError(f"token {place} of request {number} is {found}, not {token}")
+
+
 def serve(
     engine: Engine, requests: list[Request], clients: int | None, deadline: float
 ) -> Iterator[tuple[int, Result]]:
-    """Runs requests, so many at a time; no step is begun after the deadline."""
-    waiting = iter(requests)
-    for request in itertools.islice(waiting, clients):
-        engine.add(request)
+    """Runs requests, so many at a time; no step is begun after the deadline.
+
+    Yields:
+      The place of a request among all, and its result.
+    """
+    waiting = enumerate(requests)
+    places = {engine.add(request): i for i, request in itertools.islice(waiting, clients)}
     while not engine.idle and time.monotonic() < deadline:
         for event in engine.step():
             if isinstance(event, Finished):
-                yield event.request_id, event.result
-                if (following := next(waiting, None)) is not None:
-                    engine.add(following)
+                yield places[event.request_id], event.result
+                for i, request in itertools.islice(waiting, 1):
+                    places[engine.add(request)] = i
 
 
 def rates(counts: Row, seconds: float) -> Row:

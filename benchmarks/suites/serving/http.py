@@ -1,11 +1,9 @@
 """An engine behind its HTTP server, in this process, and clients in another one."""
 
-import asyncio
 import contextlib
 import dataclasses
 import importlib
 import json
-import socket
 import subprocess
 import sys
 import threading
@@ -34,23 +32,23 @@ def measure(made: Made, group: Group, deadline: float) -> Row:
       ArithmeticError: if an answer is not as long as asked for.
     """
     vocabulary, clients = group.config.vocab_size, group.clients or group.requests
-    with running(made.engine, vocabulary) as (port, serving):
-        load = Load(
-            host="127.0.0.1",
-            port=port,
-            model=NAME,
-            clients=clients,
-            requests=clients,
-            prompt=group.prompt,
-            new=4,
-            vocab_size=vocabulary,
-            seed=1,
-        )
-        _clients(load, deadline)
-        before = serving.statistics().to_json()
-        load = dataclasses.replace(load, requests=group.requests, new=group.new, seed=2)
-        found = _clients(load, deadline)
-        after = serving.statistics().to_json()
+    load = Load(
+        model=NAME,
+        clients=clients,
+        requests=clients,
+        prompt=group.prompt,
+        new=4,
+        vocab_size=vocabulary,
+        seed=1,
+    )
+    with running(made.engine, vocabulary) as port:
+        _clients(load, port, deadline)
+    # While a server has the engine nobody else may ask it.
+    before = made.engine.statistics().to_json()
+    load = dataclasses.replace(load, requests=group.requests, new=group.new, seed=2)
+    with running(made.engine, vocabulary) as port:
+        found = _clients(load, port, deadline)
+    after = made.engine.statistics().to_json()
     short = [answer["tokens"] for answer in found["answers"] if answer["tokens"] != group.new]
     if short or len(found["answers"]) != group.requests:
         raise ArithmeticError(f"{len(found['answers'])} answers, of wrong lengths {short[:5]}")
@@ -75,40 +73,32 @@ def measure(made: Made, group: Group, deadline: float) -> Row:
 
 
 @contextlib.contextmanager
-def running(engine: Engine, vocab_size: int) -> Iterator[tuple[int, Any]]:
-    """A server of the engine in a thread; gives its port, and its `AsyncEngine`.
+def running(engine: Engine, vocab_size: int) -> Iterator[int]:
+    """A server of the engine in a thread; gives its port. Afterwards the engine is free again.
 
     Raises:
       RuntimeError: if it does not start.
     """
-    uvicorn = importlib.import_module("uvicorn")
-    server_module = importlib.import_module("turbojax.server")
-    asynchronous = importlib.import_module("turbojax.models.engine.asynchronous")
-    serving = asynchronous.AsyncEngine(engine)
-    app = server_module.create_app(serving, NumberTokenizer(vocab_size), NAME)
-    listening = socket.create_server(("127.0.0.1", 0))
-    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False))
-    arguments: dict[str, Any] = {"sockets": [listening]}
+    module = importlib.import_module("turbojax.server")
+    listening = module.listen("127.0.0.1", 0)
+    port = int(listening.getsockname()[1])
+    server = module.Server(engine, NumberTokenizer(vocab_size), NAME, listening)
+    ready = threading.Event()
+    arguments: dict[str, Any] = {"ready": lambda address: ready.set()}
     thread = threading.Thread(target=server.run, kwargs=arguments, name="benchmark server")
     thread.start()
     try:
-        limit = time.monotonic() + _START_SECONDS
-        while not server.started:
-            if not thread.is_alive() or time.monotonic() > limit:
-                raise RuntimeError("the server did not start")
-            time.sleep(0.02)
-        yield int(listening.getsockname()[1]), serving
+        if not ready.wait(_START_SECONDS):
+            raise RuntimeError(f"the server did not start within {_START_SECONDS:.0f} s")
+        yield port
     finally:
-        server.should_exit = True
-        thread.join(_START_SECONDS)
-        listening.close()
-        # Where the application has not closed it.
-        with contextlib.suppress(RuntimeError):
-            asyncio.run(serving.aclose())
+        server.stop()
+        thread.join()
 
 
-def _clients(load: Load, deadline: float) -> dict[str, Any]:
-    command = [sys.executable, "-m", "benchmarks.suites.serving.client"]
+def _clients(load: Load, port: int, deadline: float) -> dict[str, Any]:
+    """What the clients found, in a process of their own."""
+    command = [sys.executable, "-m", "benchmarks.suites.serving.client", str(port)]
     left = deadline - time.monotonic()
     done = subprocess.run(
         command,

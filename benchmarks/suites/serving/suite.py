@@ -82,7 +82,7 @@ def measure(stock: engines.Stock, group: Group, case: Case, deadline: float) -> 
         finally:
             stock.drop()
     else:
-        row = engines.measure(stock.engine(group, case), group, limit)
+        row = engines.measure(stock.engine(group, case), group, case, limit)
     model = stock.model(group, case)
     found = {"weight_bytes": model.nbytes, **engines.memory()}
     return {**row, **found, "all_seconds": time.monotonic() - begun}

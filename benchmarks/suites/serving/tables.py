@@ -165,6 +165,8 @@ def one_line(row: Row) -> str:
         f"all of it {row['all_seconds']:.0f}, expected {row['expected_seconds']:.0f})",
         f"{row['steps']:,} steps",
     ]
+    if row.get("first_step_seconds"):
+        parts.append(f"{row['first_step_seconds']:.1f} s in steps that compiled")
     if row.get("host_ms") is not None:
         parts.append(f"host {row['host_ms']:.2f} ms/step")
     if row.get("token_ms") is not None:
