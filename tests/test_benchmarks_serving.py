@@ -389,6 +389,7 @@ class TestTables:
         assert "3.00x without speculation; 90% of the proposed tokens accepted" in table
         assert "| failed: no \\| server |" in table
         assert "(10 of 32)" in table
+        assert "| 8.0, - |" in table
         assert "128 x 1,024 + 256, 64 at a time" in table
 
     def test_lines_for_a_terminal(self):

@@ -16,8 +16,7 @@ from benchmarks.suites.serving.cases import LOOP, Case, Group, Setting, Weights,
 from benchmarks.suites.serving.tables import STOPPED
 from benchmarks.tables import Row
 from turbojax import models
-from turbojax.models import engine as serving
-from turbojax.models.engine import Engine, Finished, Request, Result
+from turbojax.models.engine import Engine, Finished, NGram, Request, Result
 
 Model = models.Decoder | models.QuantizedDecoder
 COUNTED = (
@@ -92,7 +91,6 @@ class Stock:
 
 def new_engine(model: Any, setting: Setting, kv_dtype: str, *, speculates: bool) -> Engine:
     """An engine of these sizes."""
-    options: dict[str, Any] = {"speculation": serving.NGram()} if speculates else {}
     return Engine(
         model,
         num_pages=setting.pages(model.config, kv_dtype),
@@ -101,7 +99,7 @@ def new_engine(model: Any, setting: Setting, kv_dtype: str, *, speculates: bool)
         max_sequences=setting.slots,
         max_length=setting.max_length,
         step_tokens=setting.step_tokens,
-        **options,
+        speculation=NGram() if speculates else None,
     )
 
 

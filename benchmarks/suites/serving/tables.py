@@ -71,7 +71,7 @@ def serving_table(result: Result) -> str:
     lines = [_line(row) for row in result["rows"]]
     header = ["requests", "weights", "pages", "by", "new tokens per second", "with prompts"]
     header += ["compared, and what was asked", "first token", "ms per token", "tokens per step"]
-    header += ["steps", "host ms per step", "pool", "seconds"]
+    header += ["steps", "host ms per step", "GiB of pages, of all", "seconds"]
     return tables.table(header, lines)
 
 
@@ -92,9 +92,13 @@ def _line(row: Row) -> list[str]:
         tables.number(row.get("tokens_per_step")),
         f"{row['steps']:,}",
         tables.number(row.get("host_ms"), 2),
-        f"{row['pool_bytes'] / 2**30:.1f} GiB",
+        f"{_gibibytes(row['pool_bytes'])}, {_gibibytes(row.get('memory_bytes'))}",
         f"{row['seconds']:.1f}{done}",
     ]
+
+
+def _gibibytes(count: int | None) -> str:
+    return "-" if count is None else f"{count / 2**30:.1f}"
 
 
 def workload(row: Row) -> str:
