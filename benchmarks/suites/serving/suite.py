@@ -1,7 +1,7 @@
 """Serving at the speed of the kernels: the engine, its kernels by hand, speculation, HTTP.
 
-Wall time. Every row says how long it should take (`expected_seconds`), and is stopped if it runs for
-a few times that, so that a slow one leaves time to the others.
+Wall time. Every row says how long it should take (`expected_seconds`), and is stopped if it runs
+for a few times that, so that a slow one leaves time to the others.
 """
 
 import dataclasses
