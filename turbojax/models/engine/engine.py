@@ -4,15 +4,18 @@ import collections
 import dataclasses
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, Literal
+from typing import Literal
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from turbojax.models.decoder import Decoder, for_length, unstack, warn_of_long_factors
-from turbojax.models.engine import compilation, groups, pools, swap
+from turbojax import _checks
+from turbojax.models.decoder import Decoder, warn_of_long_factors
+from turbojax.models.engine import compilation, costs, making, swap
+from turbojax.models.engine.choosing import wanted_of
+from turbojax.models.engine.device import Step
 from turbojax.models.engine.guard import Guard
+from turbojax.models.engine.plan import Plan
 from turbojax.models.engine.requests import (
     Event,
     Finished,
@@ -20,53 +23,44 @@ from turbojax.models.engine.requests import (
     NewToken,
     Request,
     Result,
+    TokenLogprobs,
 )
-from turbojax.models.engine.sampling import choose
-from turbojax.models.engine.scheduler import Plan, Scheduler, Sequence, Status
+from turbojax.models.engine.scheduler import Scheduler
+from turbojax.models.engine.sequence import Sequence, Status
+from turbojax.models.engine.speculation import Speculation
 from turbojax.models.engine.statistics import Counts, EngineStatistics, Times, statistics_of
-from turbojax.models.engine.step import Work, check_implementation, idle_work, run_step
-from turbojax.models.generation.sampling import NOTHING, kind_of
+from turbojax.models.generation.sampling import NOTHING
 from turbojax.models.generation.stopping import TextStream, check_stops
 from turbojax.models.quantized import QuantizedDecoder
 from turbojax.models.text.tokenizer import Tokenizer
 from turbojax.models.transformer import Transformer
 
 
-@dataclasses.dataclass
-class _InFlight:
-    """A step that was given to the device.
-
-    Attributes:
-      rows: which sequence's next token is in which row of `tokens`.
-      tokens: int32 ``[S + 1]``.
-      lost: int32 ``[]``.
-    """
-
-    rows: list[tuple[int, Sequence]]
-    tokens: jax.Array
-    lost: jax.Array
-
-
 class Engine:
     """Runs requests that come at any time through one model and one paged cache.
 
-    Every step runs one token of each sequence that is generating, and a piece of one prompt: always
-    the same compiled program of the model, whatever the mix. A second one, small, chooses tokens:
-    one of three, by what the requests that run ask for. Prompts attend to the pages, that is to
-    keys and values as the cache stores them, like the tokens after them.
+    A step runs one token of each sequence that is generating and, while there are prompts to run,
+    pieces of them, up to `step_tokens`. Steps have a few sizes, each a program; `compile` makes all
+    of them before the first request. Prompts that begin in a step attend among themselves, to keys
+    and values as they are, where pages are compressed and the device has a kernel for it; all other
+    tokens attend to the pages, that is to keys and values as the cache stores them.
 
-    A request's text depends on its own tokens and options, and on the engine's settings (such as
-    `max_sequences`, `prefill_chunk` and `implementation`, which make other programs). It does not
-    depend on what else runs, on the order of arrival, on the size of the pool, on prefixes found
-    there or on having left it for a while.
+    With ``reproducible=True`` a request's text depends on its own tokens and options, and on the
+    engine's settings (such as `max_sequences`, `step_tokens` and `implementation`, which make other
+    programs), and on nothing else: not on what else runs, on the order of arrival, on the size of
+    the pool, on prefixes found there or on having left it for a while. All steps are one program
+    then, as large as it must be, and one prompt runs at a time. Without, all that holds within
+    rounding: programs of other sizes add up in another order, so that a text may take another turn
+    where two tokens are about equally likely.
 
     Layers whose sliding windows differ have pages of their own: those of a window are freed as it
     moves on, so that a request holds what its windows need.
 
-    A request gets pages as it needs them. Where the pool is full, the youngest running request is
-    swapped out to host memory, and continues later with the same bits. Full pages of prompts stay
-    in the pool as long as the space is not needed, and are found by later requests that begin with
-    the same tokens.
+    A request gets pages as it needs them. Where the pool is full, the youngest running request
+    leaves: its pages to host memory, from which they come back with the same bits, or they are
+    dropped and computed again, if that has taken less time so far (with ``reproducible=True`` they
+    never are). Full pages of prompts stay in the pool as long as the space is not needed, and are
+    found by later requests that begin with the same tokens.
 
     A step is given to the device before the tokens of the one before are read, so events come with
     the next call of `step`.
@@ -94,10 +88,16 @@ class Engine:
         default.
       uncompressed_layers: how many of the first and of the last layers have pages in the model's
         dtype all the same; they lose most in many models.
-      max_sequences: requests that run at a time.
+      max_sequences: requests that run at a time; 256 if not given, and 8 with `reproducible`.
       max_length: tokens of prompt and result of a request at most; by default the model's. By it
         LongRoPE chooses its factors, for all requests alike, as they may share pages.
-      prefill_chunk: tokens of a prompt that run in a step.
+      step_tokens: tokens of prompts that a step runs at most, besides those that are generated;
+        2,048 if not given, and 64 with `reproducible`. More of them are faster, and keep those
+        that are generating waiting for longer.
+      reproducible: see above.
+      speculation: `NGram` or `Draft`: how tokens are guessed ahead, to be checked several at a time
+        in steps without prompts. Not with `reproducible`. A step in which somebody wants penalties,
+        a bias, a constraint or log-probabilities guesses nothing.
       prefix_caching: whether pages are kept for requests that begin with the same tokens.
       cache_results: whether pages of results are kept, too, for instance for the next turn of a
         conversation. A text that continues one may then differ in rounding from one that ran alone,
@@ -124,9 +124,11 @@ class Engine:
         page_size: int = 64,
         kv_dtype: str = "auto",
         uncompressed_layers: int = 0,
-        max_sequences: int = 8,
+        max_sequences: int | None = None,
         max_length: int | None = None,
-        prefill_chunk: int = 64,
+        step_tokens: int | None = None,
+        reproducible: bool = False,
+        speculation: Speculation | None = None,
         prefix_caching: bool = True,
         cache_results: bool = False,
         key_scale: float = 1.0,
@@ -135,56 +137,47 @@ class Engine:
         implementation: str | None = None,
         tokenizer: Tokenizer | None = None,
     ) -> None:
-        if not isinstance(model, Transformer | Decoder | QuantizedDecoder):
-            raise TypeError(
-                f"model is a {type(model).__name__}, must be a Transformer, Decoder or "
-                "QuantizedDecoder"
-            )
-        self.max_length = model.config.max_length if max_length is None else max_length
-        sizes = groups.Sizes(page_size, max_sequences, self.max_length, prefill_chunk)
-        if self.max_length > model.config.max_length:
-            raise ValueError(f"{max_length=} must be at most the model's {model.config.max_length}")
-        if tokenizer is not None and tokenizer.vocab_size > model.config.vocab_size:
-            raise ValueError(
-                f"the tokenizer has {tokenizer.vocab_size} tokens, must be at most the model's "
-                f"{model.config.vocab_size}"
-            )
-        if cache_results and not prefix_caching:
-            raise ValueError(f"{cache_results=} has no use with {prefix_caching=}")
-        windows = groups.windows_of(model.config, self.max_length)
-        pages = groups.pages_of_groups(windows, num_pages, sizes, window_pages)
-        self._caches = pools.init_pools(
-            model.config,
-            model.dtype,
-            pools.pages_of_layers(model.config, windows, pages),
-            page_size,
-            kv_dtype=kv_dtype,
-            uncompressed_layers=uncompressed_layers,
-            key_scale=key_scale,
-            value_scale=value_scale,
-            seed=seed,
+        made = making.make(
+            model,
+            making.Settings(
+                page_size=page_size,
+                max_sequences=(8 if reproducible else 256)
+                if max_sequences is None
+                else max_sequences,
+                max_length=model.config.max_length if max_length is None else max_length,
+                step_tokens=(64 if reproducible else 2048) if step_tokens is None else step_tokens,
+                num_pages=num_pages,
+                window_pages=window_pages,
+                kv_dtype=kv_dtype,
+                uncompressed_layers=uncompressed_layers,
+                key_scale=key_scale,
+                value_scale=value_scale,
+                seed=seed,
+                reproducible=reproducible,
+                speculation=speculation,
+                prefix_caching=prefix_caching,
+                cache_results=cache_results,
+                implementation=implementation,
+            ),
+            tokenizer,
         )
-        decoder = unstack(model) if isinstance(model, Transformer) else model
-        self._decoder = for_length(decoder, self.max_length)
-        self._implementation, self._tokenizer = implementation, tokenizer
+        self.max_length = made.settings.max_length
+        self._config, self._tokenizer = made.config, tokenizer
+        self._step_tokens = made.settings.step_tokens
         self._max_pages = -(-self.max_length // page_size)
-        self._slots, self._chunk = max_sequences, prefill_chunk
-        self._windows = windows
-        work = idle_work(max_sequences, prefill_chunk, self._max_pages, len(windows))
-        # One of each way to store pages: the first and last layers may have another.
-        for cache in {cache.kv_dtype: cache for cache in self._caches}.values():
-            check_implementation(implementation, work, cache, self._decoder.config.num_heads)
-        self._groups = groups.new_groups(
-            model.config, windows, pages, page_size, prefix_caching=prefix_caching
-        )
+        self._groups, self._device = made.groups, made.device
+        self._costs = costs.Costs(may_recompute=not reproducible)
         self._scheduler = Scheduler(
-            self._groups, max_sequences, prefill_chunk, cache_results=cache_results
+            self._groups,
+            made.limits,
+            cache_results=cache_results,
+            recomputes=self._recomputes,
         )
-        self._last_tokens = jnp.zeros(max_sequences, jnp.int32)
         self._sequences: dict[int, Sequence] = {}
         self._times: dict[int, Times] = {}
+        self._deadlines: dict[int, float] = {}
         self._swapped: dict[int, list[swap.Content]] = {}
-        self._in_flight: _InFlight | None = None
+        self._in_flight: Step | None = None
         self._events: collections.deque[Event] = collections.deque()
         self._next_id = 0
         self._counts = Counts()
@@ -215,25 +208,45 @@ class Engine:
             `max_length` or than the whole pool, or there are `stop_strings` and no tokenizer.
           RuntimeError: if the engine has ended or is in use by another thread.
         """
+        return self.add_samples(request, 1)[0]
+
+    def add_samples(self, request: Request, count: int) -> tuple[int, ...]:
+        """Queues several requests of one prompt, whose full pages they share.
+
+        Args:
+          request: what to continue, and how; the seed of the sample i is the request's plus i.
+          count: how many; `best_of` chooses among their results.
+
+        Returns:
+          Their numbers.
+
+        Raises:
+          TypeError, ValueError, RuntimeError: see `add`; or if `count` is not positive.
+        """
         self._guard.check()
+        _checks.check_sizes(count=count)
         if not isinstance(request, Request):
             raise TypeError(f"request is a {type(request).__name__}, must be a Request")
-        vocabulary = self._decoder.config.vocab_size
-        for token in (*request.tokens, *request.stop_tokens):
+        vocabulary = self._config.vocab_size
+        for token in (*request.tokens, *request.stop_tokens, *request.logit_bias):
             if not 0 <= token < vocabulary:
                 raise ValueError(f"{token=} of a request must be within 0..{vocabulary - 1}")
         parts = f"a prompt of {len(request.tokens)} tokens and {request.max_new_tokens} new ones"
         if request.total > self.max_length:
             raise ValueError(f"{parts} must be at most max_length={self.max_length}")
         for group in self._groups:
-            pages, there = group.pages_of(request, self._chunk), group.allocator.num_pages
+            pages, there = group.pages_of(request, self._step_tokens), group.allocator.num_pages
             if pages > there:
                 name = "num_pages" if group is self._groups[0] else "window_pages"
                 raise ValueError(f"{parts} need {pages} pages, must be at most {name}={there}")
-        stops, text = self._stops(request)
-        config = self._decoder.config
-        warn_of_long_factors(config, len(request.tokens), self.max_length, stacklevel=2)
-        return self._guard.change("add", lambda: self._queue(request, stops, text))
+        samples = [request]
+        for i in range(1, count):
+            seed = (request.sampling.seed + i) % 2**32
+            sampling = dataclasses.replace(request.sampling, seed=seed)
+            samples.append(dataclasses.replace(request, sampling=sampling))
+        made = [self._sequence(sample) for sample in samples]
+        warn_of_long_factors(self._config, len(request.tokens), self.max_length, stacklevel=2)
+        return self._guard.change("add", lambda: self._queue(made))
 
     def abort(self, request_id: int, *, reason: Literal["aborted", "stop"] = "aborted") -> None:
         """Ends a request now; it keeps the tokens announced so far.
@@ -304,6 +317,21 @@ class Engine:
         done = self._guard.keep_others_out("run", lambda: self._run(progress))
         results, self._events = done; return results  # fmt: skip  # noqa: E702
 
+    def compile(self, progress: Callable[[int, int], None] | None = None) -> None:
+        """Compiles all programs now, side by side, so that no step has to.
+
+        But for those of requests that want more than the most likely tokens: these are small, and
+        compiled when they are first needed.
+
+        Args:
+          progress: called with how many programs are done, and of how many.
+
+        Raises:
+          RuntimeError: if the engine has ended or is in use by another thread.
+        """
+        count = self._guard.change("compile", lambda: self._device.compile(progress))
+        self._counts.programs_compiled += count
+
     def statistics(self) -> EngineStatistics:
         """What was done so far, and what is held now.
 
@@ -312,23 +340,42 @@ class Engine:
         """
         self._guard.check()
         return statistics_of(
-            self._counts, self._scheduler, self._groups, self._caches, list(self._swapped.values())
+            self._counts,
+            self._scheduler,
+            self._groups,
+            self._device.caches,
+            list(self._swapped.values()),
         )
 
-    def _stops(self, request: Request) -> tuple[frozenset[int], TextStream | None]:
-        """The tokens that end a request, and where texts do, what looks for them."""
+    def _sequence(self, request: Request) -> Sequence:
+        """A request before it is queued; its number comes then."""
         tokens, strings = check_stops(request.stop_tokens, request.stop_strings, self._tokenizer)
-        if not strings or self._tokenizer is None:
-            return tokens, None
-        return tokens, TextStream(self._tokenizer.stream(request.tokens), strings)
+        text = None
+        if strings and self._tokenizer is not None:
+            text = TextStream(self._tokenizer.stream(request.tokens), strings)
+        wanted = wanted_of([request])
+        return Sequence(
+            -1,
+            request,
+            tokens,
+            text,
+            None if request.constraint is None else request.constraint.begin(),
+            is_plain=wanted.is_plain,
+            can_guess=dataclasses.replace(wanted, kind="greedy").is_plain,
+        )
 
-    def _queue(self, request: Request, stops: frozenset[int], text: TextStream | None) -> int:
-        sequence = Sequence(self._next_id, request, stops, text)
-        self._next_id += 1
-        self._sequences[sequence.request_id] = sequence
-        self._times[sequence.request_id] = Times(time.perf_counter())
-        self._scheduler.add(sequence)
-        return sequence.request_id
+    def _queue(self, sequences: list[Sequence]) -> tuple[int, ...]:
+        now = time.perf_counter()
+        for sequence in sequences:
+            sequence.request_id = self._next_id
+            sequence.first = None if sequence is sequences[0] else sequences[0]
+            self._next_id += 1
+            self._sequences[sequence.request_id] = sequence
+            self._times[sequence.request_id] = Times(now)
+            if sequence.request.timeout is not None:
+                self._deadlines[sequence.request_id] = now + sequence.request.timeout
+            self._scheduler.add(sequence)
+        return tuple(sequence.request_id for sequence in sequences)
 
     def _abort(self, request_id: int, reason: FinishReason) -> bool:
         """Ends a request; False if there is none."""
@@ -366,120 +413,153 @@ class Engine:
         """One step; its events wait to be handed out."""
         begun, compiled = time.perf_counter(), compilation.count()
         tokens = self._counts.new_tokens
+        waited = self._counts.wait_seconds
+        self._end_late(begun)
         plan = self._scheduler.plan()
         # Nothing waits for the device before it has the next step.
-        leaving = self._swap(plan)
+        leaving = {s.request_id: self._device.read(pages) for s, pages in plan.leaving}
+        self._enter(plan)
         previous, self._in_flight = self._in_flight, self._dispatch(plan)
         for request_id, copies in leaving.items():
+            at = time.perf_counter()
             self._swapped[request_id] = [swap.fetch(of_group) for of_group in copies]
+            seconds = time.perf_counter() - at
+            self._counts.wait_seconds += seconds
+            self._costs.swapped(swap.nbytes(self._swapped[request_id]), seconds)
         if previous is not None:
             self._collect(previous)
-        for sequence in list(self._scheduler.running):
+        for sequence in [x for x in self._scheduler.running if _is_over(x)]:
             # Nothing is left to feed; the last token is on its way.
-            if sequence.sampled == sequence.request.max_new_tokens:
-                self._scheduler.release(sequence, Status.LEFT)
+            self._scheduler.release(sequence, Status.LEFT)
         seconds = time.perf_counter() - begun
         if compilation.count() > compiled:
+            self._counts.programs_compiled += compilation.count() - compiled
             self._counts.first_step_seconds += seconds
             self._counts.first_step_tokens += self._counts.new_tokens - tokens
+            # Compiling is not what a step costs the host.
+            self._counts.wait_seconds = waited
         else:
             self._counts.seconds += seconds
+            self._counts.host_seconds += seconds - (self._counts.wait_seconds - waited)
+            self._costs.stepped(sum(piece.count for piece in plan.pieces), seconds)
 
-    def _swap(self, plan: Plan) -> dict[int, list[list[Any]]]:
-        """Everything that leaves is read before a page of it can be written."""
-        layers = tuple(group.layers for group in self._groups)
-        leaving = {
-            s.request_id: swap.read_groups(self._caches, layers, pages) for s, pages in plan.leaving
-        }
+    def _end_late(self, now: float) -> None:
+        """Ends requests whose time is over."""
+        for request_id in [x for x, deadline in self._deadlines.items() if deadline <= now]:
+            self._finish(self._sequences[request_id], "timeout")
+
+    def _recomputes(self, sequence: Sequence, pages: tuple[tuple[int, ...], ...]) -> bool:
+        """Whether a sequence's tokens are sooner computed again than moved away and back."""
+        sizes = [
+            len(numbers) * sum(self._device.caches[i].page_bytes for i in group.layers)
+            for numbers, group in zip(pages, self._groups, strict=True)
+        ]
+        return self._costs.recomputes(sum(sizes), sequence.held)
+
+    def _enter(self, plan: Plan) -> None:
+        """What comes into a slot, and what comes back to pages."""
         for sequence, pages in plan.returning:
-            content = self._swapped.pop(sequence.request_id)
-            self._caches = swap.write_groups(self._caches, layers, pages, content)
-        return leaving
+            self._device.write(pages, self._swapped.pop(sequence.request_id))
+        begins = {piece.sequence: piece.begin for piece in plan.pieces}
+        for sequence in plan.entering:
+            held = begins.get(sequence, sequence.held)
+            tables = [
+                group.allocator.block_tables([handle], self._max_pages)[0]
+                for group, handle in zip(self._groups, sequence.handles, strict=True)
+            ]
+            self._device.enter(sequence, held, np.stack(tables))
+            times = self._times[sequence.request_id]
+            if times.started is None:
+                times.started = time.perf_counter()
+                self._counts.reused_tokens += sequence.reused
+                self._counts.prefix_hits += sequence.reused > 0
 
-    def _dispatch(self, plan: Plan) -> _InFlight | None:
-        """Gives the device a step; the sequences advance."""
+    def _dispatch(self, plan: Plan) -> Step | None:
+        """Gives the device a step."""
         if plan.empty:
             return None
-        work = idle_work(self._slots, self._chunk, self._max_pages, len(self._groups))
-        rows = []
-        for sequence in plan.decoding:
-            self._fill_row(work, sequence.slot, sequence, 1)
-            if sequence.override:
-                work.tokens[sequence.slot] = sequence.new_tokens[-1]
-                sequence.override = False
-            sequence.held += 1
-            sequence.sampled += 1
-            rows.append((sequence.slot, sequence))
-        if plan.piece is not None:
-            sequence, count = plan.piece
-            self._fill_row(work, self._slots, sequence, count)
-            work.piece[:count] = sequence.request.tokens[sequence.held : sequence.held + count]
-            self._advance_prompt(sequence, count)
-            if not sequence.prefilling:
-                work = dataclasses.replace(work, piece_slot=np.int32(sequence.slot))
-                sequence.sampled += 1
-                rows.append((self._slots, sequence))
-        self._caches, logits, lost = run_step(
-            self._decoder,
-            self._caches,
-            self._last_tokens,
-            work,
-            implementation=self._implementation,
-            windows=self._windows,
-        )
-        kind = kind_of(sequence.request.sampling for _, sequence in rows)
-        tokens, self._last_tokens = choose(
-            logits, self._last_tokens, work.counts, work.piece_slot, work.sampling, kind=kind
-        )
+        step = self._device.run(plan, self._changes(plan))
         self._counts.steps += 1
-        return _InFlight(rows, tokens, lost)
+        self._counts.steps_of_prompts += bool(plan.pieces)
+        self._counts.steps_of_speculation += plan.guesses > 0
+        for piece in plan.pieces:
+            self._counts.prompt_tokens += piece.count
+            if not piece.sequence.prefilling:
+                # Whoever finds these pages reads them in a later step.
+                self._scheduler.keep_prefix(piece.sequence)
+        return step
 
-    def _fill_row(self, work: Work, row: int, sequence: Sequence, count: int) -> None:
-        for tables, group, handle in zip(work.tables, self._groups, sequence.handles, strict=True):
-            tables[row] = group.allocator.block_tables([handle], self._max_pages)[0]
-        work.lengths[row] = sequence.held
-        work.counts[row] = count
-        work.sampling.set(row, sequence.request.sampling, sequence.sampled)
+    def _changes(self, plan: Plan) -> list[tuple[int, int, int, int]]:
+        """What is new in the tables of sequences that grew: group, slot, column, page."""
+        found = []
+        for sequence, before in plan.grown:
+            for number, handle in enumerate(sequence.handles):
+                pages = self._groups[number].allocator.pages(handle)
+                found += [
+                    (number, sequence.slot, column, pages[column])
+                    for column in range(before, len(pages))
+                ]
+        return found
 
-    def _advance_prompt(self, sequence: Sequence, count: int) -> None:
-        times = self._times[sequence.request_id]
-        if times.started is None:
-            times.started = time.perf_counter()
-            self._counts.reused_tokens += sequence.reused
-            self._counts.prefix_hits += sequence.reused > 0
-        sequence.held += count
-        self._counts.prompt_tokens += count
-        if not sequence.prefilling:
-            # Whoever finds these pages reads them in a later step.
-            self._scheduler.keep_prefix(sequence)
-
-    def _collect(self, step: _InFlight) -> None:
+    def _collect(self, step: Step) -> None:
         """Waits for a step's tokens."""
-        tokens, lost = jax.device_get((step.tokens, step.lost))
+        begun = time.perf_counter()
+        found, chosen = jax.device_get((step.found, step.chosen))
+        self._counts.wait_seconds += time.perf_counter() - begun
         # Of one layer of each group, all of which write to the same places.
-        if lost:
-            raise AssertionError(f"the pool lost {lost} tokens: a page was missing")
-        for row, sequence in step.rows:
+        if found[-1]:
+            raise AssertionError(f"the pool lost {found[-1]} tokens: a page was missing")
+        if step.guesses:
+            self._collect_guesses(step, found[:-1].reshape(-1, step.guesses + 2).tolist())
+            return
+        tokens = (found if chosen is None else chosen.tokens).tolist()
+        for row, sequence, _ in step.rows:
             if sequence.status is Status.DONE:
                 continue  # it ended while this step ran
-            token = int(tokens[row])
-            if token == NOTHING:
-                self._finish(sequence, "failed")
+            count = sequence.request.logprobs
+            logprobs = None if count is None else chosen.logprobs_of(row, count)
+            self._add_token(sequence, tokens[row], logprobs)
+
+    def _collect_guesses(self, step: Step, rows: list[list[int]]) -> None:
+        """The tokens of a step with guesses, of which some may be wrong."""
+        for row, sequence, most in step.rows:
+            if sequence.status is Status.DONE:
                 continue
-            self._times[sequence.request_id].first_token = (
-                self._times[sequence.request_id].first_token or time.perf_counter()
-            )
-            self._events.append(NewToken(sequence.request_id, len(sequence.new_tokens), token))
-            sequence.new_tokens.append(token)
-            self._counts.new_tokens += 1
-            if sequence.stopped_by(token):
-                self._finish(sequence, "stop")
-            elif len(sequence.new_tokens) == sequence.request.max_new_tokens:
-                self._finish(sequence, "length")
+            new, *tokens = rows[row]
+            sequence.sampled -= most - new
+            if sequence.unsure:  # not where it left meanwhile, to run its tokens again
+                sequence.held -= most - new
+                sequence.unsure -= most - 1
+            self._counts.proposed_tokens += max(most - 1, 0)
+            self._counts.accepted_tokens += max(new - 1, 0)
+            for token in tokens[:new]:
+                if sequence.status is not Status.DONE:
+                    self._add_token(sequence, token, None)
+
+    def _add_token(self, sequence: Sequence, token: int, logprobs: TokenLogprobs | None) -> None:
+        """A sequence has one more token, or ends because there is none."""
+        if token == NOTHING:
+            self._finish(sequence, "failed")
+            return
+        number, tokens = sequence.request_id, sequence.new_tokens
+        if not tokens:
+            self._times[number].first_token = time.perf_counter()
+        self._events.append(NewToken(number, len(tokens), token, logprobs))
+        tokens.append(token)
+        if logprobs is not None:
+            sequence.logprobs.append(logprobs)
+        if sequence.constraint is not None:
+            sequence.constraint.accept(token)
+        self._counts.new_tokens += 1
+        if sequence.stopped_by(token):
+            self._finish(sequence, "stop")
+        elif len(tokens) == sequence.request.max_new_tokens:
+            self._finish(sequence, "length")
 
     def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
         self._scheduler.release(sequence, Status.DONE)
         self._swapped.pop(sequence.request_id, None)
+        self._deadlines.pop(sequence.request_id, None)
         del self._sequences[sequence.request_id]
         times, now = self._times.pop(sequence.request_id), time.perf_counter()
         first = times.first_token
@@ -493,5 +573,11 @@ class Engine:
             waited_seconds=(times.started or now) - times.added,
             first_token_seconds=None if first is None else first - times.added,
             seconds=now - times.added,
+            logprobs=None if sequence.request.logprobs is None else tuple(sequence.logprobs),
         )
         self._events.append(Finished(sequence.request_id, result))
+
+
+def _is_over(sequence: Sequence) -> bool:
+    """Whether all tokens of a request are known, or surely on their way."""
+    return sequence.sampled - sequence.unsure >= sequence.request.max_new_tokens

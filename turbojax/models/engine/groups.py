@@ -23,11 +23,11 @@ def windows_of(config: TransformerConfig, max_length: int) -> Windows:
       max_length: tokens of the longest sequence: a window that is no shorter hides nothing, and
         counts as None.
     """
-    windows = {_window(config, layer, max_length) for layer in range(config.num_layers)}
+    windows = {window_of(config, layer, max_length) for layer in range(config.num_layers)}
     return tuple(sorted(windows, key=lambda window: -(max_length if window is None else window)))
 
 
-def _window(config: TransformerConfig, layer: int, max_length: int) -> int | None:
+def window_of(config: TransformerConfig, layer: int, max_length: int) -> int | None:
     window = config.attention_options(layer).local_window_size
     return None if window is None or window >= max_length else window
 
@@ -65,7 +65,7 @@ class Sizes:
       page_size: tokens of a page.
       max_sequences: requests that run at a time.
       max_length: tokens of the longest request.
-      prefill_chunk: tokens of a prompt that run in a step.
+      step_tokens: of prompts that run in a step.
 
     Raises:
       TypeError: if one is not an integer.
@@ -75,7 +75,7 @@ class Sizes:
     page_size: int
     max_sequences: int
     max_length: int
-    prefill_chunk: int
+    step_tokens: int
 
     def __post_init__(self) -> None:
         _checks.check_sizes(**dataclasses.asdict(self))
@@ -83,11 +83,11 @@ class Sizes:
     def pages_of_request(self, window: int | None, tokens: int | None = None) -> int:
         """What a request needs while its prompt runs, at most; by default the longest one."""
         tokens = self.max_length if tokens is None else tokens
-        piece = min(self.prefill_chunk, tokens)
+        piece = min(self.step_tokens, tokens)
         return pages_at_most(tokens, piece, self.page_size, window)
 
     def pages_of_all(self, window: int | None) -> int:
-        """What all requests that run need at most; only one of them is in its prompt."""
+        """What all requests that run need at most, where one of them is in a long prompt."""
         each = pages_at_most(self.max_length, 1, self.page_size, window)
         return self.pages_of_request(window) + (self.max_sequences - 1) * each
 
@@ -170,9 +170,9 @@ class Group:
         """See `pages_at_most`."""
         return pages_at_most(tokens, piece, self.allocator.page_size, self.window)
 
-    def pages_of(self, request: Request, prefill_chunk: int) -> int:
+    def pages_of(self, request: Request, step_tokens: int) -> int:
         """What a request needs at most; its last token is never fed, so that needs no place."""
-        return self.at_most(request.total - 1, min(prefill_chunk, len(request.tokens)))
+        return self.at_most(request.total - 1, min(step_tokens, len(request.tokens)))
 
     def pages_for(self, tokens: int) -> int:
         """Pages of so many tokens."""

@@ -1,168 +1,84 @@
 """Which sequences a step runs, and whose pages are where: host code, no arrays.
 
-First come, first served. Where the pool is full, what only the prefix cache holds goes first, then
-the youngest running sequence leaves for host memory, and comes back before any new one is
-admitted. The youngest itself waits instead. So the oldest always goes on, and as every request
+First come, first served, by priority. Where the pool is full, what only the prefix cache holds goes
+first, then the youngest running sequence leaves, to host memory or to run its tokens again, whichever
+costs less. The youngest itself waits instead. So the oldest always goes on, and as every request
 fits into the pool alone, all of them end.
 
 Layers with and without a sliding window have tables and pages of their own (`groups`). Of those
 with a window, a sequence's pages are freed when no later token sees them.
 """
 
-import collections
-import dataclasses
-import enum
+import bisect
+from collections.abc import Callable
 from collections.abc import Sequence as Many
 
 from turbojax.models.engine.groups import Group, known_beginning
-from turbojax.models.engine.requests import Request
-from turbojax.models.generation.stopping import TextStream
-
-Pages = tuple[tuple[int, ...], ...]
-"""Numbers of pages, of each group."""
-
-
-class Status(enum.Enum):
-    """Where a sequence is."""
-
-    WAITING = "waiting"
-    RUNNING = "running"
-    SWAPPED = "swapped"
-    LEFT = "left"  # without slot and pages; its last token may still be on its way
-    DONE = "done"
-
-
-@dataclasses.dataclass(eq=False)
-class Sequence:
-    """A request on its way.
-
-    Attributes:
-      request_id: increases with the order of arrival.
-      request: what was asked for.
-      stop_tokens: tokens that end it.
-      text: what looks for texts that end it; None if none do.
-      status: where it is.
-      slot: of the compiled step, while running.
-      handles: of each group's allocator, while running.
-      held: tokens in its pages, or on their way there.
-      sampled: new tokens chosen, or on their way here.
-      new_tokens: those that are known.
-      reused: tokens of the prompt found in the prefix cache.
-      preemptions: how often it left.
-      override: the next step takes its token from the host, not from the slot.
-    """
-
-    request_id: int
-    request: Request
-    stop_tokens: frozenset[int] = frozenset()
-    text: TextStream | None = None
-    status: Status = Status.WAITING
-    slot: int = -1
-    handles: tuple[int, ...] = ()
-    held: int = 0
-    sampled: int = 0
-    new_tokens: list[int] = dataclasses.field(default_factory=list)
-    reused: int = 0
-    preemptions: int = 0
-    override: bool = False
-
-    @property
-    def prefilling(self) -> bool:
-        """Whether part of the prompt is still to run."""
-        return self.held < len(self.request.tokens)
-
-    def stopped_by(self, token: int) -> bool:
-        """Whether the next new token ends it; to be asked once for each."""
-        if self.text is not None:
-            self.text.add(token)
-        return token in self.stop_tokens or (self.text is not None and self.text.stopped)
-
-    @property
-    def known(self) -> list[int]:
-        """The tokens in its pages, except those that the host does not know yet."""
-        return [*self.request.tokens, *self.new_tokens][: self.held]
-
-
-@dataclasses.dataclass
-class Plan:
-    """What happens before and in a step.
-
-    Attributes:
-      leaving: sequences that leave the pool, and of each group the pages to read before anything
-        is written.
-      returning: sequences that come back, and of each group the pages to write.
-      decoding: sequences that run one token; `held` does not count it yet.
-      piece: the sequence whose prompt runs, and how many tokens of it.
-    """
-
-    leaving: list[tuple[Sequence, Pages]] = dataclasses.field(default_factory=list)
-    returning: list[tuple[Sequence, Pages]] = dataclasses.field(default_factory=list)
-    decoding: list[Sequence] = dataclasses.field(default_factory=list)
-    piece: tuple[Sequence, int] | None = None
-
-    @property
-    def empty(self) -> bool:
-        """Whether there is nothing to run."""
-        return not self.decoding and self.piece is None
+from turbojax.models.engine.plan import Filling, Limits, Piece, Plan
+from turbojax.models.engine.sequence import Pages, Sequence, Status
 
 
 class Scheduler:
     """Queues, slots and pages.
 
     Invariants:
-      - Running sequences are older than swapped ones, and those older than waiting ones.
-      - At most one running sequence is in its prompt.
+      - Of equal priority, running sequences are older than swapped and waiting ones, but for those
+        that wait for the first of their samples.
       - Only full pages are shared, so no page that is being written is shared.
       - All groups hold the same tokens of a sequence, but for those before their windows.
 
     Args:
       groups: of layers; all reuse prefixes, or none.
-      slots: sequences that run at a time.
-      piece_size: tokens of a prompt that run at a time.
+      limits: of a step.
       cache_results: whether results' pages are found as well, not only those of prompts.
+      recomputes: whether one that must leave runs its tokens again instead of being stored; given
+        the sequence and its pages.
     """
 
     def __init__(
         self,
         groups: Many[Group],
-        slots: int,
-        piece_size: int,
+        limits: Limits,
         *,
         cache_results: bool,
+        recomputes: Callable[[Sequence, Pages], bool],
     ) -> None:
         self._groups = tuple(groups)
-        self._piece_size = piece_size
+        self._limits = limits
         self._cache_results = cache_results
-        self._free_slots = list(range(slots))[::-1]
-        self.waiting: collections.deque[Sequence] = collections.deque()
-        self.running: list[Sequence] = []
+        self._recomputes = recomputes
+        self._free_slots = list(range(limits.slots))[::-1]
+        self._page_size = self._groups[0].allocator.page_size
+        self._has_windows = any(group.window is not None for group in self._groups)
+        self.waiting: list[Sequence] = []  # by age
+        self.running: list[Sequence] = []  # by age
         self.swapped: list[Sequence] = []
-        self.preemptions = 0
+        self.swaps = self.recomputations = 0
         # Could not start, and still cannot: since then nobody left and no prefix became known.
         self._refused: Sequence | None = None
+        # Pages of each group that running sequences will need soon; None where that may be another
+        # number than a moment ago.
+        self._reserved: list[int] | None = None
+
+    @property
+    def preemptions(self) -> int:
+        """How often a sequence had to leave the pool."""
+        return self.swaps + self.recomputations
 
     def add(self, sequence: Sequence) -> None:
-        """Queues a new sequence."""
-        self.waiting.append(sequence)
+        """Queues a sequence."""
+        bisect.insort(self.waiting, sequence, key=_age)
 
     def plan(self) -> Plan:
-        """Decides on the next step; pages for its new tokens are allocated."""
+        """Decides on the next step; pages for its tokens are allocated."""
         plan = Plan()
-        for sequence in self.running:
-            self._release_unseen(sequence)
-        self._resume(plan)
-        self._admit()
-        for sequence in sorted(self.running, key=_age):
-            # Making room for an older one may have sent this one away.
-            if sequence.status is not Status.RUNNING:
-                continue
-            count = self._new_tokens(sequence)
-            if not self._make_room(sequence, count, plan):
-                continue
-            if sequence.prefilling:
-                plan.piece = (sequence, count)
-            else:
-                plan.decoding.append(sequence)
+        before = self.preemptions
+        self._make_way(plan)
+        self._decode(plan)
+        # What has just left does not come back in the same step.
+        self._fill_with_prompts(plan, may_enter=self.preemptions == before)
+        if self._limits.guesses:
+            self._settle_guesses(plan)
         return plan
 
     def release(self, sequence: Sequence, status: Status) -> None:
@@ -193,7 +109,7 @@ class Scheduler:
     def held_tokens(self) -> int:
         """Tokens of running sequences in the first group's pages, those in a shared page once."""
         group = self._groups[0]
-        size, full, others = group.allocator.page_size, set[int](), 0
+        size, full, others = self._page_size, set[int](), 0
         for sequence in self.running:
             handle = sequence.handles[0]
             released = group.allocator.released(handle)
@@ -202,10 +118,201 @@ class Scheduler:
             others += sequence.held % size
         return len(full) * size + others
 
+    # Decoding -------------------------------------------------------------------------------------
+
+    def _decode(self, plan: Plan) -> None:
+        """All that decode go on, by one token and as many guesses as there may be."""
+        more = 1 + self._limits.guesses
+        for sequence in list(self.running):
+            # Making room for an older one may have sent this one away.
+            if sequence.status is not Status.RUNNING:
+                continue
+            if sequence.prefilling:
+                if self._has_windows:
+                    self._grow(sequence, self._next_piece(sequence), plan)
+                continue
+            if sequence.constraint is not None and not sequence.is_known:
+                continue
+            wanted = sequence.request.max_new_tokens - sequence.sampled + sequence.unsure
+            if wanted <= 0:
+                continue
+            count = min(more, wanted)
+            if sequence.held + count > sequence.room and not self._grow(sequence, count, plan):
+                continue
+            sequence.held += count
+            sequence.sampled += count
+            sequence.unsure += count - 1
+            plan.decoding.append(sequence)
+            plan.counts.append(count)
+
+    def _settle_guesses(self, plan: Plan) -> None:
+        """A step of guesses has no prompts, and nobody who wants more than tokens."""
+        plan.guesses = self._limits.guesses
+        if not plan.pieces and all(sequence.can_guess for sequence in plan.decoding):
+            return
+        plan.guesses = 0
+        for sequence, count in zip(plan.decoding, plan.counts, strict=True):
+            sequence.held -= count - 1
+            sequence.sampled -= count - 1
+            sequence.unsure -= count - 1
+
+    def _next_piece(self, sequence: Sequence) -> int:
+        """Tokens of a prompt that the next step may run."""
+        return min(len(sequence.prompt) - sequence.held, self._limits.program.prompt_tokens)
+
+    def _grow(self, sequence: Sequence, count: int, plan: Plan) -> bool:
+        """Allocates pages for more tokens of a running sequence; False if there is no room."""
+        if self._has_windows:
+            self._release_unseen(sequence)
+        before, size = sequence.room // self._page_size, self._page_size
+        pages = max(-(-(sequence.held + count) // size) - before, 0)
+        if not self._make_room(sequence, [pages] * len(self._groups), plan):
+            return False
+        self._extend(sequence, pages * size)
+        plan.grown.append((sequence, before))
+        return True
+
+    def _extend(self, sequence: Sequence, tokens: int) -> None:
+        for group, handle in zip(self._groups, sequence.handles, strict=True):
+            copies = group.allocator.extend(handle, tokens)
+            if copies:
+                raise AssertionError(f"only full pages are shared, yet {copies=} are needed")
+        sequence.room += tokens
+
+    # Prompts --------------------------------------------------------------------------------------
+
+    def _make_way(self, plan: Plan) -> None:
+        """Sends away sequences for one of a higher priority that finds no slot or no room."""
+        while self.running:
+            first, last = self._next(is_alone=False), self.running[-1]
+            if first is None or first.request.priority >= last.request.priority:
+                return
+            pages = [self._most(group, first) for group in self._groups]
+            if self._free_slots and self._has_room(pages):
+                return
+            self._preempt(last, plan)
+
+    def _fill_with_prompts(self, plan: Plan, *, may_enter: bool) -> None:
+        """Pieces of prompts, as many as there is room for in the step, oldest first."""
+        prefilling = [sequence for sequence in self.running if sequence.prefilling]
+        # A prompt longer than a step leaves half of it to others, if there are any.
+        is_alone = len(self.waiting) + len(prefilling) <= 1 or not self._limits.is_shared
+        step = Filling(self._limits, is_alone)
+        for sequence in prefilling:
+            self._take_piece(sequence, step, plan)
+        while may_enter and self._free_slots and step.has_room:
+            sequence = self._next(is_alone=not self._limits.is_shared)
+            if sequence is None or not self._enter(sequence, plan):
+                break
+            if sequence.prefilling:
+                self._take_piece(sequence, step, plan)
+        self._reserved = None
+
+    def _take_piece(self, sequence: Sequence, step: Filling, plan: Plan) -> None:
+        held = sequence.held
+        count = min(step.most(len(sequence.prompt) - held, held), sequence.room - held)
+        if count <= 0:
+            return
+        step.add(count, held)
+        plan.pieces.append(Piece(sequence, held, count))
+        sequence.held += count
+        if not sequence.prefilling:
+            sequence.sampled += 1
+
+    def _next(self, *, is_alone: bool) -> Sequence | None:
+        """The sequence that comes into a slot next: the oldest swapped or waiting one."""
+        swapped = min(self.swapped, key=_age, default=None)
+        busy = is_alone and any(sequence.prefilling for sequence in self.running)
+        for sequence in self.waiting:
+            if swapped is not None and swapped.age < sequence.age:
+                return swapped
+            # Their prompt is another one's, which is under way; or a token of theirs is.
+            if not _is_under_way(sequence.first) and sequence.is_known:
+                return None if busy else sequence
+        return swapped
+
+    def _enter(self, sequence: Sequence, plan: Plan) -> bool:
+        """Lets a sequence come into a slot, if there is room."""
+        if sequence.status is Status.SWAPPED:
+            return self._resume(sequence, plan)
+        return self._admit(sequence, plan)
+
+    def _resume(self, sequence: Sequence, plan: Plan) -> bool:
+        """Brings back a swapped sequence."""
+        size, gone = self._page_size, sequence.gone
+        room = max(sequence.stored, sequence.held + 1)
+        wanted = [group.pages_for(room) - n for group, n in zip(self._groups, gone, strict=True)]
+        if not self._has_room(wanted):
+            return False
+        self.swapped.remove(sequence)
+        sequence.handles = tuple(
+            group.allocator.allocate(sequence.stored - n * size, prefix_pages=(-1,) * n)
+            for group, n in zip(self._groups, gone, strict=True)
+        )
+        sequence.room = sequence.stored
+        self._start(sequence, plan)
+        plan.returning.append((sequence, self._pages(sequence)))
+        return True
+
+    def _admit(self, sequence: Sequence, plan: Plan) -> bool:
+        """Starts a waiting sequence."""
+        if sequence is self._refused:
+            return False
+        sequence.prompt = (*sequence.request.tokens, *sequence.new_tokens)
+        self._share(sequence)
+        if not self._has_room(self._pages_of_prompt(sequence)):
+            self._free(sequence)
+            sequence.held = sequence.room = 0
+            self._refused = sequence
+            return False
+        self.waiting.remove(sequence)
+        if not sequence.preemptions:
+            sequence.reused = sequence.held
+        tokens = len(sequence.prompt)
+        if self._has_windows:  # those before the windows are let go meanwhile
+            tokens = sequence.held + self._next_piece(sequence)
+        self._extend(sequence, -(-tokens // self._page_size) * self._page_size - sequence.room)
+        self._start(sequence, plan)
+        return True
+
+    def _share(self, sequence: Sequence) -> None:
+        """Gives a sequence the pages that others have of its beginning."""
+        # The last token has to run: its logits choose the next.
+        prompt = list(sequence.prompt[:-1])
+        first, size = sequence.first, self._page_size
+        held, found = known_beginning(self._groups, prompt)
+        if first is not None and first.status is Status.RUNNING:
+            count = min(len(prompt), len(first.request.tokens)) // size
+            pages = [
+                group.allocator.pages(handle)[:count]
+                for group, handle in zip(self._groups, first.handles, strict=True)
+            ]
+            if count * size > held and not self._has_windows:
+                held, found = count * size, tuple(pages)
+        # Allocated before anything is evicted, so that what was found is not.
+        sequence.held = sequence.room = held
+        sequence.handles = tuple(
+            group.allocator.allocate(prefix_pages=pages)
+            for group, pages in zip(self._groups, found, strict=True)
+        )
+
+    def _start(self, sequence: Sequence, plan: Plan) -> None:
+        sequence.slot = self._free_slots.pop()
+        sequence.status = Status.RUNNING
+        bisect.insort(self.running, sequence, key=_age)
+        plan.entering.append(sequence)
+        if self._reserved is not None:
+            self._reserved = [
+                count + self._to_come(group, i, sequence)
+                for i, (group, count) in enumerate(zip(self._groups, self._reserved, strict=True))
+            ]
+
+    # Pages ----------------------------------------------------------------------------------------
+
     def _keep(self, group: Group, handle: int, sequence: Sequence) -> None:
         if group.prefixes is None:
             return
-        size = group.allocator.page_size
+        size = self._page_size
         prompt = len(sequence.request.tokens)
         known = sequence.known if self._cache_results else sequence.known[:prompt]
         count = len(known) // size
@@ -215,73 +322,16 @@ class Scheduler:
 
     def _release_unseen(self, sequence: Sequence) -> None:
         """Lets go of pages that no later token sees; a prompt's are remembered before."""
+        held = sequence.held - sequence.unsure
         for group, handle in zip(self._groups, sequence.handles, strict=True):
-            count = group.pages_before(sequence.held)
+            count = group.pages_before(held)
             if count <= group.allocator.released(handle):
                 continue
             # Those of a prompt that is complete are known already, see `keep_prefix`.
             if sequence.prefilling or self._cache_results:
                 self._keep(group, handle, sequence)
-            if group.allocator.release_before(handle, count * group.allocator.page_size):
+            if group.allocator.release_before(handle, count * self._page_size):
                 self._refused = None
-
-    def _new_tokens(self, sequence: Sequence) -> int:
-        rest = len(sequence.request.tokens) - sequence.held
-        return min(rest, self._piece_size) if rest > 0 else 1
-
-    def _resume(self, plan: Plan) -> None:
-        """Brings back swapped sequences, oldest first, while there is room."""
-        while self.swapped and self._free_slots:
-            sequence = min(self.swapped, key=_age)
-            held, more = sequence.held, self._new_tokens(sequence)
-            gone = [group.pages_before(held) for group in self._groups]
-            wanted = [
-                group.pages_for(held + more) - count
-                for group, count in zip(self._groups, gone, strict=True)
-            ]
-            if not self._has_room(wanted):
-                return
-            self.swapped.remove(sequence)
-            sequence.handles = tuple(
-                group.allocator.allocate(
-                    held - count * group.allocator.page_size, prefix_pages=(-1,) * count
-                )
-                for group, count in zip(self._groups, gone, strict=True)
-            )
-            self._start(sequence)
-            # The slot does not know its last token.
-            sequence.override = not sequence.prefilling
-            plan.returning.append((sequence, self._pages(sequence)))
-
-    def _admit(self) -> None:
-        """Starts the oldest waiting sequence, if a slot, the prompt's turn and the pages allow."""
-        busy = self.swapped or any(sequence.prefilling for sequence in self.running)
-        if busy or not self.waiting or not self._free_slots:
-            return
-        sequence = self.waiting[0]
-        if sequence is self._refused:
-            return
-        prompt = list(sequence.request.tokens)
-        # The last token has to run: its logits choose the next.
-        sequence.held, found = known_beginning(self._groups, prompt[:-1])
-        # Allocated before anything is evicted, so that what was found is not.
-        sequence.handles = tuple(
-            group.allocator.allocate(prefix_pages=pages)
-            for group, pages in zip(self._groups, found, strict=True)
-        )
-        if not self._has_room(self._pages_of_prompt(sequence)):
-            self._free(sequence)
-            sequence.held = 0
-            self._refused = sequence
-            return
-        self.waiting.popleft()
-        sequence.reused = sequence.held
-        self._start(sequence)
-
-    def _start(self, sequence: Sequence) -> None:
-        sequence.slot = self._free_slots.pop()
-        sequence.status = Status.RUNNING
-        self.running.append(sequence)
 
     def _pages(self, sequence: Sequence) -> Pages:
         """The pages that a running sequence holds."""
@@ -297,41 +347,58 @@ class Scheduler:
     def _leave(self, sequence: Sequence) -> None:
         self._free(sequence)
         self._free_slots.append(sequence.slot)
+        sequence.slot = -1
         self.running.remove(sequence)
         self._refused = None
 
+    def _most(self, group: Group, sequence: Sequence) -> int:
+        """Pages of a group that a sequence has at most until its prompt is complete."""
+        prompt = len(sequence.prompt)
+        piece = min(self._limits.program.prompt_tokens, prompt)
+        return group.at_most(prompt, piece)
+
     def _pages_of_prompt(self, sequence: Sequence) -> list[int]:
         """Of each group, how many more pages a sequence's prompt needs than it has, at most."""
-        prompt, held = len(sequence.request.tokens), sequence.held
-        piece, wanted = min(self._piece_size, prompt - held), list[int]()
+        wanted = list[int]()
         for group in self._groups:
-            gone = group.pages_before(held)
-            most = min(group.pages_for(prompt) - gone, group.at_most(prompt, piece))
-            wanted.append(max(most - (group.pages_for(held) - gone), 0))
+            gone = group.pages_before(sequence.held)
+            most = min(group.pages_for(len(sequence.prompt)) - gone, self._most(group, sequence))
+            wanted.append(max(most - (sequence.room // self._page_size - gone), 0))
         return wanted
 
-    def _grows(self, group: Group, index: int, sequence: Sequence) -> bool:
-        """Whether a running sequence will have more pages of a group than it has now."""
-        held, released = sequence.held, group.allocator.released(sequence.handles[index])
+    def _to_come(self, group: Group, index: int, sequence: Sequence) -> int:
+        """Pages that a running sequence will need soon: those of its prompt, or the next one."""
+        released = group.allocator.released(sequence.handles[index])
+        has = sequence.room // self._page_size - released
+        if sequence.prefilling:
+            rest = group.pages_for(len(sequence.prompt)) - released
+            return max(min(rest, self._most(group, sequence)) - has, 0)
         # The last token is never fed, so it needs no place.
         total = sequence.request.total - 1
-        piece = min(self._piece_size, total) if sequence.prefilling else 1
-        most = min(group.pages_for(total) - released, group.at_most(total, piece))
-        return most > group.pages_for(held) - released
+        most = min(group.pages_for(total) - released, group.at_most(total, self._ahead))
+        return int(most > has)
+
+    @property
+    def _ahead(self) -> int:
+        """Tokens of a decoding sequence that a step may write."""
+        return 1 + self._limits.guesses
 
     def _has_room(self, wanted: list[int]) -> bool:
-        """Whether pages of each group are free, and one for each sequence that will need more.
+        """Whether pages of each group are free, and those that running sequences will need soon.
 
         With less, what comes in would soon be sent away again.
         """
-        wanted = [
-            count + sum(self._grows(group, i, sequence) for sequence in self.running)
-            for i, (group, count) in enumerate(zip(self._groups, wanted, strict=True))
-        ]
+        if self._reserved is None:
+            self._reserved = [
+                sum(self._to_come(group, i, sequence) for sequence in self.running)
+                for i, group in enumerate(self._groups)
+            ]
+        wanted = [count + more for count, more in zip(wanted, self._reserved, strict=True)]
         # Usually nothing is evicted for a sequence that has to wait anyway. But some of the pages
         # counted here may stay: an unused prefix does while somebody holds a page after it.
         for group, count in zip(self._groups, wanted, strict=True):
-            if count > group.allocator.num_free + group.cached_pages():
+            free = group.allocator.num_free
+            if count > free and count > free + group.cached_pages():
                 return False
         return not self._are_missing(wanted)
 
@@ -355,37 +422,51 @@ class Scheduler:
         self._refused = None
         return True
 
-    def _make_room(self, sequence: Sequence, count: int, plan: Plan) -> bool:
-        """Allocates pages for new tokens; sends younger sequences away for them if it must."""
-        held = sequence.held
-        wanted = [group.pages_for(held + count) - group.pages_for(held) for group in self._groups]
+    def _make_room(self, sequence: Sequence, wanted: list[int], plan: Plan) -> bool:
+        """Sends younger sequences away for pages of a running one if it must."""
         while self._are_missing(wanted):
-            youngest = max(self.running, key=_age)
+            youngest = self.running[-1]
             if youngest is not sequence:
                 self._preempt(youngest, plan)
             # A prefix that nobody holds stays while somebody holds a page after it, which happens
             # where sequences came to the same tokens by themselves.
             elif len(self.running) > 1 or not self._forget_prefixes():
                 return False
-        for group, handle in zip(self._groups, sequence.handles, strict=True):
-            copies = group.allocator.extend(handle, count)
-            if copies:
-                raise AssertionError(f"only full pages are shared, yet {copies=} are needed")
         return True
 
     def _preempt(self, sequence: Sequence, plan: Plan) -> None:
+        """Sends a running sequence away, which this step does not run."""
+        self._release_unseen(sequence)
         pages = self._pages(sequence)
-        if any(entry[0] is sequence for entry in plan.returning):
-            # Its pages are not written yet. `_has_room` leaves a page for every decoding sequence
-            # that will need one, and the sequence in its prompt is the youngest.
-            raise AssertionError(f"request {sequence.request_id} returned and leaves in one step")
-        plan.leaving.append((sequence, pages))
+        sequence.stored = sequence.room
+        sequence.gone = tuple(
+            group.allocator.released(handle)
+            for group, handle in zip(self._groups, sequence.handles, strict=True)
+        )
+        recomputes = self._recomputes(sequence, pages)
         self._leave(sequence)
-        sequence.status = Status.SWAPPED
+        self._reserved = None
         sequence.preemptions += 1
-        self.preemptions += 1
+        if recomputes:
+            self.recomputations += 1
+            sequence.held = sequence.room = sequence.unsure = 0
+            sequence.status = Status.WAITING
+            self.add(sequence)
+            return
+        self.swaps += 1
+        plan.leaving.append((sequence, pages))
+        sequence.status = Status.SWAPPED
         self.swapped.append(sequence)
 
 
-def _age(sequence: Sequence) -> int:
-    return sequence.request_id
+def _age(sequence: Sequence) -> tuple[int, int]:
+    return sequence.age
+
+
+def _is_under_way(first: Sequence | None) -> bool:
+    """Whether the sequence whose prompt another one shares has not run all of it yet."""
+    if first is None:
+        return False
+    if first.status is Status.WAITING:
+        return True
+    return first.status is Status.RUNNING and first.prefilling

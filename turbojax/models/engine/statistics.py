@@ -9,6 +9,17 @@ from turbojax.models.engine.groups import Group
 from turbojax.models.engine.scheduler import Scheduler
 
 
+_DERIVED = (
+    "tokens_per_second",
+    "occupancy",
+    "preemptions",
+    "steps_of_decoding",
+    "host_seconds_per_step",
+    "prefix_hit_rate",
+    "acceptance_rate",
+)
+
+
 @dataclasses.dataclass
 class Times:
     """When things happened to a request, in seconds of `time.perf_counter`."""
@@ -31,6 +42,13 @@ class Counts:
     reused_tokens: int = 0
     prefix_hits: int = 0
     finished: int = 0
+    host_seconds: float = 0.0
+    wait_seconds: float = 0.0
+    steps_of_prompts: int = 0
+    steps_of_speculation: int = 0
+    proposed_tokens: int = 0
+    accepted_tokens: int = 0
+    programs_compiled: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,8 +90,17 @@ class EngineStatistics:
       prompt_tokens: tokens of prompts that ran.
       reused_tokens: tokens of prompts found in the prefix cache.
       prefix_hits: requests that found some.
-      preemptions: how often a request had to leave the pool.
+      swaps: how often a request had to leave the pool, and its pages went to host memory.
+      recomputations: how often one had to, and runs its tokens again.
       finished: requests done, for whatever reason.
+      host_seconds: of `seconds` what the host worked, and did not wait for the device; the device
+        works meanwhile, on the step before.
+      wait_seconds: of `seconds` what the host waited for the device.
+      steps_of_prompts: of `steps` those with tokens of prompts.
+      steps_of_speculation: those with guesses.
+      proposed_tokens: tokens that were guessed.
+      accepted_tokens: guesses that were right.
+      programs_compiled: of the engine's programs, by `compile` or by a step that needed one.
       waiting: requests not begun.
       running: requests in the pool.
       swapped: requests in host memory.
@@ -97,8 +124,16 @@ class EngineStatistics:
     prompt_tokens: int
     reused_tokens: int
     prefix_hits: int
-    preemptions: int
+    swaps: int
+    recomputations: int
     finished: int
+    host_seconds: float
+    wait_seconds: float
+    steps_of_prompts: int
+    steps_of_speculation: int
+    proposed_tokens: int
+    accepted_tokens: int
+    programs_compiled: int
     waiting: int
     running: int
     swapped: int
@@ -120,14 +155,38 @@ class EngineStatistics:
         return tokens / self.seconds if self.seconds else 0.0
 
     @property
+    def preemptions(self) -> int:
+        """How often a request had to leave the pool."""
+        return self.swaps + self.recomputations
+
+    @property
+    def steps_of_decoding(self) -> int:
+        """Steps of one token of each sequence, and nothing else."""
+        return self.steps - self.steps_of_prompts - self.steps_of_speculation
+
+    @property
+    def host_seconds_per_step(self) -> float:
+        """What the host works for a step; 0 before there are any."""
+        return self.host_seconds / self.steps if self.steps else 0.0
+
+    @property
+    def prefix_hit_rate(self) -> float:
+        """Tokens of prompts found in the prefix cache over all of them, 0..1."""
+        return self.reused_tokens / max(self.reused_tokens + self.prompt_tokens, 1)
+
+    @property
+    def acceptance_rate(self) -> float:
+        """Guesses that were right over all of them, 0..1."""
+        return self.accepted_tokens / max(self.proposed_tokens, 1)
+
+    @property
     def occupancy(self) -> float:
         """Share of the pages that running requests hold, 0..1."""
         return 1 - (self.free_pages + self.cached_pages) / self.pages
 
     def to_json(self) -> dict[str, Any]:
         """All numbers as plain JSON values."""
-        derived = {"tokens_per_second": self.tokens_per_second, "occupancy": self.occupancy}
-        return {**dataclasses.asdict(self), **derived}
+        return {**dataclasses.asdict(self), **{name: getattr(self, name) for name in _DERIVED}}
 
 
 def statistics_of(
@@ -159,7 +218,8 @@ def statistics_of(
     )
     return EngineStatistics(
         **dataclasses.asdict(counts),
-        preemptions=scheduler.preemptions,
+        swaps=scheduler.swaps,
+        recomputations=scheduler.recomputations,
         waiting=len(scheduler.waiting),
         running=len(scheduler.running),
         swapped=len(scheduler.swapped),

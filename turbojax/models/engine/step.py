@@ -1,8 +1,9 @@
-"""The one compiled model step of an engine: tokens of all decoding sequences, a piece of a prompt.
+"""An engine's step on the device: tokens of many sequences through the model, in one program.
 
-All tokens go through the layers as one batch of rows of fixed size, ``S`` of decoding sequences
-and ``C`` of one prompt, so any mix of work runs the same program, and a row's numbers do not depend
-on what the other rows hold.
+A step is a flat batch of N tokens: first one of each sequence that is decoding, then pieces of
+prompts, one behind the other. All are written to their sequences' pages before any attends, so that
+a piece may be cut up as it suits: each part attends to the pages as if it were the newest tokens of
+a sequence that ends with it.
 """
 
 import dataclasses
@@ -13,167 +14,288 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from turbojax.kv import Attend
+from turbojax.config import TurboConfig
+from turbojax.kv import Attend, holds_latents
 from turbojax.models.decoder import Decoder
-from turbojax.models.engine import compilation
+from turbojax.models.engine import compilation, dense
 from turbojax.models.engine.access import Pool, access_to, check_call
 from turbojax.models.engine.groups import Windows, group_of, layers_of
-from turbojax.models.generation.sampling import Array, SamplingRows, greedy_rows
+from turbojax.models.engine.programs import PromptProgram
+from turbojax.models.engine.state import State, apply, no_changes
+from turbojax.models.generation.sampling import greedy_rows, sample
 from turbojax.models.quantized import QuantizedDecoder
 from turbojax.ops.extras import of_layer
 from turbojax.ops.options import PLAIN
 
+CHANGES = 64
+"""Entries of tables that a step's own program changes; more are changed before it."""
 
-@jax.tree_util.register_dataclass
+
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """What a step does: rows 0..S-1 decode, one slot each, and row S is a piece of a prompt.
-
-    A row without work has no tokens, length 0 and an empty table.
+    """What a step does, in numpy arrays, to be filled in; one array on its way to the device.
 
     Attributes:
-      tables: int32 ``[G, S + 1, P]``, of each group of layers the pages of the rows' sequences.
-      lengths: int32 ``[S + 1]``, tokens in their pages before this step.
-      counts: int32 ``[S + 1]``, new tokens: 0 or 1, and 0..C of the piece.
-      tokens: int32 ``[S]``, the token to decode; -1 for the one that the slot got last.
-      piece: int32 ``[C]``, the prompt's next tokens.
-      piece_slot: int32 ``[]``, the slot that continues with the token after the prompt; S while the
-        prompt is not complete.
-      sampling: of all ``S + 1`` rows.
+      slots: int32 ``[N]``, whose token each is; S where there is none.
+      positions: int32 ``[N]``, where in its sequence; -1 for the end, where it is the token that
+        the slot got last.
+      outputs: int32 ``[O]``, of which tokens logits are wanted, D + M: the first D tokens, and the
+        last ones of the pieces.
+      owners: int32 ``[O]``, the slots that go on with what is chosen there; S where nobody does.
+      parts: int32 ``[Q, 4]``: of each part of a piece its slot, its first token in the batch, its
+        tokens, and where in the sequence it ends; without tokens S, N, 0 and 0.
+      changes: int32 ``[U, 4]``, see `state.apply`.
     """
 
-    tables: Array
-    lengths: Array
-    counts: Array
-    tokens: Array
-    piece: Array
-    piece_slot: Array
-    sampling: SamplingRows
+    slots: np.ndarray
+    positions: np.ndarray
+    outputs: np.ndarray
+    owners: np.ndarray
+    parts: np.ndarray
+    changes: np.ndarray
+
+    def packed(self) -> np.ndarray:
+        """All of it as one array."""
+        return np.concatenate([getattr(self, f.name).ravel() for f in dataclasses.fields(self)])
 
 
-def idle_work(slots: int, piece_size: int, max_pages: int, num_groups: int) -> Work:
-    """A step's work without any, in numpy arrays, to be filled in."""
-    rows = slots + 1
+def idle_work(program: PromptProgram, slots: int) -> Work:
+    """A step's work without any."""
+    size, outputs = program.tokens, program.rows + program.pieces
+    parts = np.zeros((program.parts, 4), np.int32)
+    parts[:, 0], parts[:, 1] = slots, size
+    rows = np.minimum(np.arange(outputs, dtype=np.int32), size - 1)
     return Work(
-        tables=np.full((num_groups, rows, max_pages), -1, np.int32),
-        lengths=np.zeros(rows, np.int32),
-        counts=np.zeros(rows, np.int32),
-        tokens=np.full(slots, -1, np.int32),
-        piece=np.zeros(piece_size, np.int32),
-        piece_slot=np.int32(slots),
-        sampling=greedy_rows(rows),
+        slots=np.full(size, slots, np.int32),
+        positions=np.full(size, -1, np.int32),
+        outputs=rows,
+        owners=np.full(outputs, slots, np.int32),
+        parts=parts,
+        changes=no_changes(CHANGES, slots),
     )
 
 
-def check_implementation(
-    implementation: str | None, work: Work, cache: Pool, num_heads: int
-) -> None:
-    """Raises unless attention to pages can run both of a step's calls; nothing is compiled.
+def unpack(packed: jax.Array, program: PromptProgram) -> Any:
+    """`Work` on the device."""
+    idle = idle_work(program, 0)
+    arrays, at = [], 0
+    for field in dataclasses.fields(Work):
+        like = getattr(idle, field.name)
+        arrays.append(packed[at : at + like.size].reshape(like.shape))
+        at += like.size
+    return Work(*arrays)
 
-    Args:
-      implementation: as in `run_step`.
-      work: of the sizes of a step.
-      cache: one layer's pool.
-      num_heads: of queries.
+
+def check_implementation(
+    implementation: str | None,
+    program: PromptProgram,
+    pool: Pool,
+    max_pages: int,
+    num_heads: int,
+) -> None:
+    """Raises unless attention to pages can run a program's calls; nothing is compiled.
 
     Raises:
       ValueError: if the name is unknown.
       NotImplementedError: if the implementation cannot run this here.
     """
-    slots, size = work.tokens.shape[0], work.piece.shape[0]
-    calls = ((slots, 1, work.tables[0, :slots]), (1, size, work.tables[0, slots:]))
-    for rows, tokens, tables in calls:
-        given: Any = tables  # of which only the shape is looked at
-        check_call(implementation, cache, given, rows, tokens, num_heads)
+    for rows, tokens in ((program.rows, 1), (program.parts, program.part)):
+        if rows:
+            tables = jax.ShapeDtypeStruct((rows, max_pages), jnp.int32)
+            check_call(implementation, pool, tables, rows, tokens, num_heads)
 
 
-@functools.partial(jax.jit, static_argnames=("implementation", "windows"), donate_argnames="caches")
+@functools.partial(
+    jax.jit,
+    static_argnames=("program", "windows", "implementation", "prompts", "is_draft"),
+    donate_argnames="caches",
+)
 def run_step(
     decoder: Decoder | QuantizedDecoder,
     caches: tuple[Pool, ...],
-    last_tokens: jax.Array,
-    work: Work,
+    state: State,
+    packed: jax.Array,
     *,
-    implementation: str | None,
+    program: PromptProgram,
     windows: Windows,
-) -> tuple[tuple[Pool, ...], jax.Array, jax.Array]:
-    """One step of all sequences, up to the logits; `choose` continues with them.
+    implementation: str | None,
+    prompts: TurboConfig | None = None,
+    is_draft: bool = False,
+) -> tuple[tuple[Pool, ...], State, jax.Array | None, jax.Array | None]:
+    """A step up to the greedy choice; `choosing.choose` goes on from the logits where more is asked.
 
     Args:
       decoder: the weights.
       caches: the layers' pools, donated.
-      last_tokens: int32 ``[S]``, the token that each slot got last.
-      work: what to do; its `sampling` and `piece_slot` are for `choose`.
-      implementation: of `paged_attention`.
+      state: of the slots.
+      packed: the `Work`.
+      program: its sizes.
       windows: of the groups of layers.
+      implementation: of attention to pages.
+      prompts: how prompts attend among themselves, in a dense program.
+      is_draft: whether these are the weights and pools of a draft model, which only has to hold
+        the same tokens: the state stays as it is, and there are no logits.
 
     Returns:
-      The new pools; float32 ``[S + 1, V]``, the rows' logits (of rows without work they mean
-      nothing); int32 ``[]``, tokens that a layer's pool could not store so far.
+      The new pools and state; float32 ``[O, V]``, logits (where nobody owns them they mean
+      nothing); int32 ``[O + 1]``, the most likely tokens, see `sample`, and how many tokens a
+      layer's pool could not store so far.
     """
     compilation.note()
-    slots, size = work.tokens.shape[0], work.piece.shape[0]
-    within = jnp.arange(size, dtype=jnp.int32)
-    decoding = jnp.where(work.tokens >= 0, work.tokens, last_tokens)
-    tokens = jnp.concatenate([decoding, work.piece])
-    positions = jnp.concatenate([work.lengths[:slots], work.lengths[slots] + within])
-    hidden, caches = decoder.hidden(
-        tokens[None], positions[None], _attend(work, positions, implementation, windows), caches
-    )
-    last_of_piece = slots + jnp.maximum(work.counts[slots:] - 1, 0)
-    rows = jnp.concatenate([jnp.arange(slots, dtype=jnp.int32), last_of_piece])
+    work = unpack(packed, program)
+    state = apply(state, work.changes)
+    lengths = state.of(state.lengths, work.slots)
+    positions = jnp.where(work.positions >= 0, work.positions, lengths)
+    tokens = state.token_at(work.slots, positions)
+    attend = _attend(work, state, positions, program, windows, implementation, prompts)
+    hidden, caches = decoder.hidden(tokens[None], positions[None], attend, caches)
+    if is_draft:
+        return caches, state, None, None
+    logits = decoder.logits(hidden[0][work.outputs])
+    chosen = sample(logits, greedy_rows(len(work.outputs)), "greedy")
+    state = dataclasses.replace(state, lengths=state.lengths.at[work.slots].add(1, mode="drop"))
+    state = _chosen(state, work.owners, chosen)
     # All layers of a group write to the same places, so that one of them counts for all.
     lost = [caches[layers[0]].lost for layers in layers_of(decoder.config, windows)]
-    return caches, decoder.logits(hidden[0][rows]), jnp.sum(jnp.stack(lost))
+    found = jnp.concatenate([chosen, jnp.sum(jnp.stack(lost))[None]])
+    return caches, state, logits, found
+
+
+def _chosen(state: State, owners: jax.Array, tokens: jax.Array) -> State:
+    """The state with the next tokens of slots."""
+    at = state.of(state.lengths, owners)
+    return dataclasses.replace(
+        state,
+        history=state.history.at[owners, at].set(tokens, mode="drop"),
+        left=state.left.at[owners].add(-1, mode="drop"),
+    )
+
+
+def append_at(
+    pool: Pool,
+    key: jax.Array,
+    value: jax.Array,
+    tables: jax.Array,
+    positions: jax.Array,
+    is_real: jax.Array,
+) -> Pool:
+    """Writes tokens ``[1, N, K, H]``, each as a sequence of its own: one scatter for all of them.
+
+    Args:
+      pool: of a layer.
+      key: theirs.
+      value: theirs.
+      tables: int32 ``[N, 1]``, the page of each.
+      positions: int32 ``[N]``, in their sequences.
+      is_real: bool ``[N]``.
+    """
+    append, _ = access_to(pool)
+    within = positions % pool.page_size
+    count = is_real.astype(jnp.int32)
+    return append(pool, key[0][:, None], value[0][:, None], tables, within, new_lengths=count)  # type: ignore[no-any-return]
+
+
+def pages_at(state: State, slots: jax.Array, positions: jax.Array, page_size: int) -> jax.Array:
+    """int32 ``[G, N, 1]``, the page of each token; -1 where there is none."""
+    column = positions // page_size
+    found = state.tables.at[:, slots, column].get(mode="fill", fill_value=-1)
+    return found[:, :, None]
 
 
 def _attend(
-    work: Work, positions: jax.Array, implementation: str | None, windows: Windows
+    work: Any,
+    state: State,
+    positions: jax.Array,
+    program: PromptProgram,
+    windows: Windows,
+    implementation: str | None,
+    prompts: TurboConfig | None,
 ) -> Attend:
-    """Attention of all rows ``[1, S + C, heads, H]`` to their sequences' pages."""
-    slots, size = work.tokens.shape[0], work.piece.shape[0]
-    piece_tables = jnp.broadcast_to(
-        work.tables[:, slots:], (len(windows), size, work.tables.shape[2])
-    )
-    row_tables = jnp.concatenate([work.tables[:, :slots], piece_tables], axis=1)
-    in_piece = jnp.arange(size, dtype=jnp.int32) < work.counts[slots]
-    row_counts = jnp.concatenate([work.counts[:slots], in_piece.astype(jnp.int32)])
-    lengths = work.lengths + work.counts
+    """Attention of a step's tokens ``[1, N, heads, H]``."""
+    rows = program.rows
+    is_real = work.slots < state.slots
+    # Of the first tokens those that are no prompt's.
+    decodes = is_real[:rows] & (work.positions[:rows] < 0)
+    decoding = jnp.where(decodes, work.slots[:rows], state.slots)
+    row_tables = state.tables_of(decoding)
+    counts = decodes.astype(jnp.int32)
+    row_lengths = jnp.where(decodes, positions[:rows] + 1, 0)
+    parts = _Parts.of(work, state, program) if program.parts else None
+    segments = dense.segments_of(work.slots, positions)
 
     def attend(query, key, value, cache, options=PLAIN, sinks=None):  # type: ignore[no-untyped-def]
         group = group_of(options.local_window_size, windows)
-        tables = work.tables[group]
-        append, attend_pages = access_to(cache)
-        # Every row is written as if it were a sequence of its own: one scatter for all of them.
-        cache = append(
-            cache,
-            key[0][:, None],
-            value[0][:, None],
-            row_tables[group],
-            positions,
-            new_lengths=row_counts,
-        )
+        pages = pages_at(state, work.slots, positions, cache.page_size)
+        cache = append_at(cache, key, value, pages[group], positions, is_real)
         static, extras = options.complete(query.shape[3]), of_layer(query, sinks)
+        given: Any = {"options": static, "extras": extras, "implementation": implementation}
+        _, attend_pages = access_to(cache)
         decoded, _ = attend_pages(
-            query[0, :slots, None],
-            cache,
-            tables[:slots],
-            lengths[:slots],
-            work.counts[:slots],
-            options=static,
-            extras=extras,
-            implementation=implementation,
+            query[0, :rows, None], cache, row_tables[group], row_lengths, counts, **given
         )
-        piece, _ = attend_pages(
-            query[:, slots:],
-            cache,
-            tables[slots:],
-            lengths[slots:],
-            work.counts[slots:],
-            options=static,
-            extras=extras,
-            implementation=implementation,
-        )
-        return jnp.concatenate([decoded[:, 0], piece[0]])[None], cache
+        decoded = decoded[:, 0]
+        if not program.pieces:
+            return decoded[None], cache
+        if prompts is not None and is_compressed(cache):
+            out = dense.attend(
+                query, key, value, segments, prompts, static, extras, implementation
+            )[0]
+        else:
+            assert parts is not None
+            out = parts.attend(query[0], cache, group, attend_pages, given)
+        first = jnp.where(decodes[:, None, None], decoded, out[:rows].astype(decoded.dtype))
+        return jnp.concatenate([first, out[rows:].astype(decoded.dtype)])[None], cache
 
     return attend
+
+
+def is_compressed(pool: Pool) -> bool:
+    """Whether a pool holds something else than keys and values as they are."""
+    return not holds_latents(pool) and pool.kv_dtype != "auto"
+
+
+@dataclasses.dataclass(frozen=True)
+class _Parts:
+    """Pieces of prompts, cut up, as rows of one call.
+
+    Attributes:
+      tables: int32 ``[G, Q, P]``.
+      lengths: int32 ``[Q]``, where each ends in its sequence.
+      counts: int32 ``[Q]``, its tokens.
+      taken: int32 ``[Q, T]``, which tokens of the batch it has.
+      of_token: int32 ``[N]``, in which part a token of the batch is.
+      within: int32 ``[N]``, and where in it.
+    """
+
+    tables: jax.Array
+    lengths: jax.Array
+    counts: jax.Array
+    taken: jax.Array
+    of_token: jax.Array
+    within: jax.Array
+
+    @staticmethod
+    def of(work: Any, state: State, program: PromptProgram) -> "_Parts":
+        slot, first, count, end = work.parts.T
+        tokens = jnp.arange(program.tokens, dtype=jnp.int32)
+        # Parts are in the order of their tokens; those without any come last.
+        of_token = jnp.sum((first[None] <= tokens[:, None]).astype(jnp.int32), axis=1) - 1
+        of_token = jnp.maximum(of_token, 0)
+        steps = jnp.arange(program.part, dtype=jnp.int32)
+        return _Parts(
+            tables=state.tables_of(slot),
+            lengths=end,
+            counts=count,
+            taken=jnp.minimum(first[:, None] + steps[None], program.tokens - 1),
+            of_token=of_token,
+            within=jnp.clip(tokens - first[of_token], 0, program.part - 1),
+        )
+
+    def attend(
+        self, query: jax.Array, cache: Pool, group: int, attend_pages: Any, given: Any
+    ) -> jax.Array:
+        """Attention of the batch's tokens ``[N, heads, H]``; of those in no part it means nothing."""
+        out, _ = attend_pages(
+            query[self.taken], cache, self.tables[group], self.lengths, self.counts, **given
+        )
+        return out[self.of_token, self.within]  # type: ignore[no-any-return]

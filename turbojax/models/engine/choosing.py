@@ -1,0 +1,383 @@
+"""Choosing the next tokens of rows that want more than the largest logit.
+
+The engine's model step writes the argmax of every row's logits into the history itself. Where a row
+wants something else, the program of this module follows, reads the logits, and overwrites what was
+written. The host knows what the rows want (`wanted_of`), so that each case is a program of its own,
+and nothing is read on the host in between.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Iterable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from turbojax.models.engine import compilation
+from turbojax.models.engine.requests import MOST_LOGPROBS, Request, TokenLogprobs
+from turbojax.models.generation.constraints import WORD, words_of
+from turbojax.models.generation.penalties import NO_PENALTIES
+from turbojax.models.generation.sampling import (
+    NOTHING,
+    Array,
+    Kind,
+    SamplingRows,
+    kind_of,
+    sample,
+)
+
+_FEWEST_BIASES, _BUCKET_RATIO = 16, 8
+"""Sizes of a row's bias are 16, 128, 1,024 ..: a few programs for any number of entries."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Wanted:
+    """What the rows of a step want at most; static, and each makes another program.
+
+    Attributes:
+      kind: how tokens are drawn, see `kind_of`.
+      penalties: whether a row has some.
+      bias: entries of a row's logit bias, one of a few sizes; 0 where no row has one.
+      mask: whether a row may not have all tokens.
+      logprobs: whether a row wants log-probabilities.
+    """
+
+    kind: Kind = "greedy"
+    penalties: bool = False
+    bias: int = 0
+    mask: bool = False
+    logprobs: bool = False
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the largest logits are all that is wanted."""
+        return self == Wanted()
+
+
+def wanted_of(requests: Iterable[Request]) -> Wanted:
+    """What these requests want together.
+
+    Args:
+      requests: of the rows whose tokens are chosen.
+    """
+    requests = tuple(requests)
+    return Wanted(
+        kind=kind_of(request.sampling for request in requests),
+        penalties=any(request.penalties != NO_PENALTIES for request in requests),
+        bias=_bucket(max((len(request.logit_bias) for request in requests), default=0)),
+        mask=any(request.constraint is not None for request in requests),
+        logprobs=any(request.logprobs is not None for request in requests),
+    )
+
+
+def _bucket(count: int) -> int:
+    """The smallest size that holds so many entries."""
+    size = _FEWEST_BIASES if count else 0
+    while size < count:
+        size *= _BUCKET_RATIO
+    return size
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Extras:
+    """What else O rows want, by `Wanted`; None for what none of them does.
+
+    A row that wants none of it has penalties 1, 0, 0, no bias and a mask of ones.
+
+    Attributes:
+      penalties: float32 ``[O, 3]``: repetition, presence and frequency, see `Penalties`.
+      bias_tokens: int32 ``[O, B]``, no token twice in a row; V where there is no entry.
+      bias_values: float32 ``[O, B]``, finite or -inf.
+      masks: uint32 ``[O, ceil(V / 32)]``, see `ConstraintState.allowed`.
+    """
+
+    penalties: Array | None
+    bias_tokens: Array | None
+    bias_values: Array | None
+    masks: Array | None
+
+    def set(self, row: int, request: Request, allowed: np.ndarray | None = None) -> None:
+        """Fills in one row, which was as `no_extras` made it; the arrays must be numpy's.
+
+        Args:
+          row: which.
+          request: whose next token it is.
+          allowed: what the state of its constraint allows now; None without a constraint.
+
+        Raises:
+          TypeError: if `allowed` is no array of uint32.
+          ValueError: if it has another shape than a row of `masks`, or there is one and no
+            constraint, or the other way round; or the request wants what these rows do not hold.
+        """
+        self._check_holds(request)
+        if (request.constraint is None) != (allowed is None):
+            raise ValueError(
+                f"allowed is {'None' if allowed is None else 'given'}, must be given exactly "
+                f"where there is a constraint, which is {request.constraint!r}"
+            )
+        given = request.penalties
+        if self.penalties is not None and given != NO_PENALTIES:
+            self.penalties[row] = given.repetition, given.presence, given.frequency
+        if request.logit_bias and self.bias_tokens is not None and self.bias_values is not None:
+            count = len(request.logit_bias)
+            self.bias_tokens[row, :count] = tuple(request.logit_bias)
+            self.bias_values[row, :count] = tuple(request.logit_bias.values())
+        if self.masks is not None and allowed is not None:
+            if (kind := getattr(allowed, "dtype", type(allowed).__name__)) != np.uint32:
+                raise TypeError(f"allowed is of {kind}, must be an array of uint32")
+            if allowed.shape != self.masks.shape[1:]:
+                raise ValueError(f"{allowed.shape=} must be {self.masks.shape[1:]}")
+            self.masks[row] = allowed
+
+    def _check_holds(self, request: Request) -> None:
+        """Raises unless all that a request wants has its place."""
+        room = 0 if self.bias_tokens is None else self.bias_tokens.shape[1]
+        for name, missing in (
+            ("penalties", self.penalties is None and request.penalties != NO_PENALTIES),
+            ("logit_bias", len(request.logit_bias) > room),
+            ("constraint", self.masks is None and request.constraint is not None),
+        ):
+            if missing:
+                raise ValueError(f"{name}={getattr(request, name)!r} must be among what is wanted")
+
+
+def no_extras(count: int, vocab_size: int, wanted: Wanted) -> Extras:
+    """Rows that want nothing, in numpy arrays for what is wanted, to be filled in.
+
+    Args:
+      count: O, the rows.
+      vocab_size: V.
+      wanted: of all rows that will be filled in, and the same for `choose`.
+    """
+    biases = (count, wanted.bias)
+    words = (count, words_of(vocab_size))
+    plain = dataclasses.astuple(NO_PENALTIES)
+    return Extras(
+        penalties=np.tile(np.array(plain, np.float32), (count, 1)) if wanted.penalties else None,
+        bias_tokens=np.full(biases, vocab_size, np.int32) if wanted.bias else None,
+        bias_values=np.zeros(biases, np.float32) if wanted.bias else None,
+        masks=np.full(words, 0xFFFFFFFF, np.uint32) if wanted.mask else None,
+    )
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Chosen:
+    """The next tokens of O rows, and how likely the model held them, where that is wanted.
+
+    Attributes:
+      tokens: int32 ``[O]``; `NOTHING` where there is none.
+      logprobs: float32 ``[O]``, of these tokens; NaN of `NOTHING`. Or None.
+      top_tokens: int32 ``[O, MOST_LOGPROBS]``, the most likely ones, most likely first, of equal
+        ones the smaller first; -1 after the last of a small vocabulary. Or None.
+      top_logprobs: float32 ``[O, MOST_LOGPROBS]``, of `top_tokens`. Or None.
+    """
+
+    tokens: Array
+    logprobs: Array | None = None
+    top_tokens: Array | None = None
+    top_logprobs: Array | None = None
+
+    def logprobs_of(self, row: int, count: int) -> TokenLogprobs:
+        """One row's, as a request gets them; the arrays should be numpy's.
+
+        Args:
+          row: which.
+          count: how many of the most likely tokens, at most `MOST_LOGPROBS`; there are fewer in a
+            vocabulary that is smaller.
+
+        Raises:
+          ValueError: if `Wanted.logprobs` was False.
+        """
+        if self.logprobs is None or self.top_tokens is None or self.top_logprobs is None:
+            raise ValueError("logprobs of these tokens are None, must have been wanted")
+        tokens, values = self.top_tokens[row, :count], self.top_logprobs[row, :count]
+        pairs = zip(tokens.tolist(), values.tolist(), strict=True)
+        return TokenLogprobs(float(self.logprobs[row]), tuple(p for p in pairs if p[0] >= 0))
+
+
+@functools.partial(jax.jit, static_argnames=("wanted",), donate_argnames="history")
+def choose(
+    logits: jax.Array,
+    history: jax.Array,
+    lengths: Array,
+    prompts: Array,
+    slots: Array,
+    rows: SamplingRows,
+    extras: Extras,
+    *,
+    wanted: Wanted,
+) -> tuple[jax.Array, Chosen]:
+    """The next token of every row, written behind the tokens that its slot has.
+
+    Log-probabilities are of `logits`. These are then changed by bias, by penalties and by masks, in
+    this order, and the tokens chosen from what results, see `sample`.
+
+    A row depends on nothing but itself and its slot's tokens: not on `wanted` either, where that is
+    enough.
+
+    Args:
+      logits: float32 ``[O, V]``.
+      history: int32 ``[S, L]``, the tokens of each slot, donated; those from its length on mean
+        nothing.
+      lengths: int32 ``[S]``, the tokens that each slot has: in its pages after this step.
+      prompts: int32 ``[S]``, how many of them are of the prompt; the others are the result's.
+      slots: int32 ``[O]``, each row's slot, no slot twice; S where a row means nothing.
+      rows: how the rows are sampled; their `index` follows from the tokens, and is not looked at.
+      extras: what else they want, made by `no_extras` for the same `wanted`.
+      wanted: what to look at.
+
+    Returns:
+      The new history, where ``history[slot, lengths[slot]]`` is the row's token if there is room,
+      and what was chosen: `NOTHING` where a logit is NaN, or no token is left.
+    """
+    compilation.note()
+    _check_extras(extras, wanted)
+    changed = logits
+    if extras.bias_tokens is not None and extras.bias_values is not None:
+        changed = biased(changed, extras.bias_tokens, extras.bias_values)
+    held = jnp.asarray(lengths).at[slots].get(mode="fill", fill_value=0)
+    prompt = jnp.asarray(prompts).at[slots].get(mode="fill", fill_value=0)
+    # The host may not know yet how many new tokens there are.
+    rows = dataclasses.replace(rows, index=held - prompt)
+    if extras.penalties is not None:
+        of_rows = history.at[slots].get(mode="fill", fill_value=0)
+        changed = penalized(changed, of_rows, held, prompt, extras.penalties)
+    if extras.masks is not None:
+        changed = masked(changed, extras.masks)
+    if changed is not logits:
+        # What follows is compiled as for logits that come from outside, and has the same bits.
+        changed = jax.lax.optimization_barrier(changed)
+    tokens = sample(changed, rows, wanted.kind)
+    history = history.at[slots, held].set(tokens, mode="drop")
+    if not wanted.logprobs:
+        return history, Chosen(tokens)
+    return history, Chosen(tokens, *logprobs(logits, tokens))
+
+
+def _check_extras(extras: Extras, wanted: Wanted) -> None:
+    """Raises unless there is what is wanted, and nothing else."""
+    bias = 0 if extras.bias_tokens is None else extras.bias_tokens.shape[1]
+    there = extras.penalties is not None, bias, extras.masks is not None
+    if there != (wanted.penalties, wanted.bias, wanted.mask):
+        raise ValueError(f"extras with penalties, bias, masks = {there} must fit {wanted}")
+
+
+def biased(logits: jax.Array, tokens: Array, values: Array) -> jax.Array:
+    """Logits with a bias on some tokens.
+
+    Args:
+      logits: float32 ``[O, V]``.
+      tokens: int32 ``[O, B]``, see `Extras`.
+      values: float32 ``[O, B]``; -inf forbids a token, also one whose logit is +inf.
+
+    Returns:
+      float32 ``[O, V]``; NaN stays NaN, and the others keep their bits.
+    """
+    row = jnp.arange(logits.shape[0], dtype=jnp.int32)[:, None]
+    old = logits.at[row, tokens].get(mode="fill", fill_value=0)
+    # inf - inf would be NaN.
+    new = jnp.where((values == -jnp.inf) & ~jnp.isnan(old), -jnp.inf, old + values)
+    return logits.at[row, tokens].set(new, mode="drop")
+
+
+def penalized(
+    logits: jax.Array, history: jax.Array, lengths: Array, prompts: Array, penalties: Array
+) -> jax.Array:
+    """Logits after `Penalties` on tokens that were there before.
+
+    Args:
+      logits: float32 ``[O, V]``.
+      history: int32 ``[O, L]``, the rows' tokens.
+      lengths: int32 ``[O]``, how many of them mean something.
+      prompts: int32 ``[O]``, how many of those are of the prompt.
+      penalties: float32 ``[O, 3]``, see `Extras`.
+
+    Returns:
+      float32 ``[O, V]``; logits of tokens that were not there, and of rows without penalties, keep
+      their bits.
+    """
+    size, places = logits.shape[1], jnp.arange(history.shape[1], dtype=jnp.int32)[None]
+    row = jnp.arange(logits.shape[0], dtype=jnp.int32)[:, None]
+    # `NOTHING` may be there, where the host does not know yet that the text failed.
+    there = (places < lengths[:, None]) & (history >= 0)
+    of_result = there & (places >= prompts[:, None])
+    seen = jnp.zeros(logits.shape, jnp.bool_)
+    seen = seen.at[row, jnp.where(there, history, size)].set(True, mode="drop")
+    counts = jnp.zeros(logits.shape, jnp.int32)
+    counts = counts.at[row, jnp.where(of_result, history, size)].add(1, mode="drop")
+    repetition, presence, frequency = (penalties[:, i, None] for i in range(3))
+    repeated = jnp.where(logits > 0, logits / repetition, logits * repetition)
+    # Rows with a repetition of 1 keep the bits by themselves, but for what a compiler may do.
+    changed = jnp.where(seen & (repetition != 1), repeated, logits)
+    less = presence + frequency * counts.astype(jnp.float32)
+    return jnp.where((counts > 0) & (less != 0), changed - less, changed)
+
+
+def masked(logits: jax.Array, masks: Array) -> jax.Array:
+    """Logits with -inf for tokens that are not allowed.
+
+    Args:
+      logits: float32 ``[O, V]``.
+      masks: uint32 ``[O, ceil(V / 32)]``, see `Extras`.
+
+    Returns:
+      float32 ``[O, V]``; NaN stays NaN: it says that something is wrong with the whole row.
+    """
+    bits = jnp.asarray(masks)[:, :, None] >> jnp.arange(WORD, dtype=jnp.uint32)[None, None]
+    allowed = (bits & jnp.uint32(1)).astype(jnp.bool_)
+    allowed = allowed.reshape(logits.shape[0], -1)[:, : logits.shape[1]]
+    return jnp.where(allowed | jnp.isnan(logits), logits, -jnp.inf)
+
+
+def logprobs(logits: jax.Array, tokens: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Log-probabilities of these tokens, and the most likely ones, see `Chosen`.
+
+    Args:
+      logits: float32 ``[O, V]``.
+      tokens: int32 ``[O]``.
+
+    Returns:
+      float32 ``[O]``, int32 and float32 ``[O, MOST_LOGPROBS]``. Where a logit is NaN, all
+      log-probabilities are; next to one that is +inf, the others are -inf.
+    """
+    largest = jnp.max(logits, axis=-1, keepdims=True)
+    # As in `sample`: differences to infinity are no NaN.
+    shifted = jnp.where(logits == largest, jnp.zeros_like(logits), logits - largest)
+    total = jnp.log(jnp.sum(jnp.exp(shifted), axis=-1, keepdims=True))
+    chosen = jnp.take_along_axis(shifted, jnp.maximum(tokens, 0)[:, None], axis=-1) - total
+    of_tokens = jnp.where(tokens == NOTHING, jnp.nan, chosen[:, 0])
+    values, top = most_likely(shifted, min(MOST_LOGPROBS, logits.shape[1]))
+    missing = ((0, 0), (0, MOST_LOGPROBS - top.shape[1]))
+    top_tokens = jnp.pad(top, missing, constant_values=-1)
+    return of_tokens, top_tokens, jnp.pad(values - total, missing, constant_values=-np.inf)
+
+
+def most_likely(logits: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
+    """The largest logits as `lax.top_k` orders them, without sorting all of a row.
+
+    A row is cut into chunks, and only the `count` chunks with the largest maxima are looked into:
+    every token elsewhere comes after each of theirs, of equal ones that with the smaller number
+    being first. Chunks have a size that makes both searches equally long.
+
+    Args:
+      logits: float32 ``[O, V]``.
+      count: how many, at most V.
+
+    Returns:
+      float32 ``[O, count]``, and their tokens, int32. Of a row with NaN they mean nothing.
+    """
+    size = max(1, math.isqrt(logits.shape[1] // count))
+    chunks = -(-logits.shape[1] // size)
+    padding = ((0, 0), (0, chunks * size - logits.shape[1]))
+    cut = jnp.pad(logits, padding, constant_values=-np.inf).reshape(-1, chunks, size)
+    _, best = jax.lax.top_k(jnp.max(cut, axis=-1), count)
+    best = jnp.sort(best.astype(jnp.int32), axis=-1)  # the smaller tokens first
+    within = jnp.arange(size, dtype=jnp.int32)[None, None]
+    tokens = (best[:, :, None] * size + within).reshape(-1, count * size)
+    looked_at = jnp.take_along_axis(cut, best[:, :, None], axis=1).reshape(-1, count * size)
+    values, place = jax.lax.top_k(looked_at, count)
+    return values, jnp.take_along_axis(tokens, place.astype(jnp.int32), axis=-1)

@@ -1,0 +1,396 @@
+"""What an engine gives the device: pools, slots, and the programs of its steps."""
+
+import concurrent.futures
+import dataclasses
+import os
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from turbojax.config import TurboConfig
+from turbojax.models.engine import choosing, speculation, state, swap
+from turbojax.models.engine.access import Pool
+from turbojax.models.engine.choosing import Chosen, no_extras, wanted_of
+from turbojax.models.engine.groups import Windows
+from turbojax.models.engine.plan import Piece, Plan
+from turbojax.models.engine.programs import PromptProgram, decode_program
+from turbojax.models.engine.sequence import Sequence
+from turbojax.models.engine.speculation import Draft, NGram, Speculation
+from turbojax.models.engine.step import CHANGES, Work, check_implementation, idle_work, run_step
+from turbojax.models.generation.sampling import greedy_rows, kind_of
+
+Weights = Any
+"""A `Decoder` or a `QuantizedDecoder`."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Programs:
+    """The steps that an engine runs, in few sizes.
+
+    Attributes:
+      prompts: ascending; the dense ones of a size first.
+      decoding: rows of those without prompts, ascending; none where one program does all.
+      windows: of the groups of layers.
+      implementation: of attention to pages.
+      dense: how prompts attend among themselves.
+      speculation: how tokens are guessed; None for not at all.
+    """
+
+    prompts: tuple[PromptProgram, ...]
+    decoding: tuple[int, ...]
+    windows: Windows
+    implementation: str | None = None
+    dense: TurboConfig | None = None
+    speculation: Speculation | None = None
+
+    def of(self, plan: Plan) -> PromptProgram:
+        """The smallest program that a plan fits."""
+        if not plan.pieces and self.decoding:
+            return decode_program(self.rows(len(plan.decoding)))
+        sizes = [piece.count for piece in plan.pieces]
+        is_dense = self.dense is not None and all(piece.begin == 0 for piece in plan.pieces)
+        return next(x for x in self.prompts if x.fits(sizes) and x.is_dense <= is_dense)
+
+    def rows(self, count: int) -> int:
+        """Rows of the smallest program without prompts for so many sequences."""
+        return next(size for size in self.decoding if size >= count)
+
+
+@dataclasses.dataclass
+class Step:
+    """A step that was given to the device.
+
+    Attributes:
+      rows: which sequence's next token is in which row, and how many it gets at most.
+      guesses: how many of these are guesses, at most; 0 for one token a row.
+      found: int32, see `run_step`, or `speculation.accept` where tokens are guessed.
+      chosen: what was chosen instead, where more was wanted than the most likely tokens.
+    """
+
+    rows: list[tuple[int, Sequence, int]]
+    guesses: int
+    found: jax.Array
+    chosen: Chosen | None = None
+
+
+class Device:
+    """Pools and slots on the device.
+
+    Args:
+      decoder: the weights.
+      caches: the layers' pools.
+      slots: of the device's state, empty.
+      programs: what it runs.
+      layers: of each group, for pages on their way to host memory.
+      draft: weights and pools of a draft model.
+    """
+
+    def __init__(
+        self,
+        decoder: Weights,
+        caches: tuple[Pool, ...],
+        slots: state.State,
+        programs: Programs,
+        layers: swap.Layers,
+        draft: tuple[Weights, tuple[Pool, ...], swap.Layers] | None = None,
+    ) -> None:
+        self.caches, self.programs = caches, programs
+        self._decoder, self._state = decoder, slots
+        self._layers = layers
+        self._draft: Weights = None
+        self.draft_caches: tuple[Pool, ...] = ()
+        if draft is not None:
+            self._draft, self.draft_caches, draft_layers = draft
+            after = len(caches)
+            self._layers = tuple(
+                (*one, *(after + i for i in other))
+                for one, other in zip(layers, draft_layers, strict=True)
+            )
+
+    @property
+    def _slots(self) -> int:
+        return self._state.slots
+
+    # Pages to and from the host -------------------------------------------------------------------
+
+    def read(self, pages: tuple[tuple[int, ...], ...]) -> list[list[Any]]:
+        """Starts to copy pages of each group; `swap.fetch` waits for them."""
+        return swap.read_groups(self.caches + self.draft_caches, self._layers, pages)
+
+    def write(self, pages: tuple[tuple[int, ...], ...], content: list[swap.Content]) -> None:
+        """Writes what was read to other pages."""
+        every = swap.write_groups(self.caches + self.draft_caches, self._layers, pages, content)
+        count = len(self.caches)
+        self.caches, self.draft_caches = every[:count], every[count:]
+
+    # Steps ----------------------------------------------------------------------------------------
+
+    def enter(self, sequence: Sequence, held: int, tables: np.ndarray) -> None:
+        """A sequence comes into its slot.
+
+        Args:
+          sequence: with its tokens.
+          held: of these that are in its pages.
+          tables: int32 ``[G, P]``.
+        """
+        request = sequence.request
+        tokens = np.zeros(self._state.history.shape[1], np.int32)
+        known = [*request.tokens, *sequence.new_tokens]
+        tokens[: len(known)] = known
+        left = request.max_new_tokens - len(sequence.new_tokens)
+        numbers = np.array([sequence.slot, held, len(request.tokens), left], np.int32)
+        self._state = state.enter(self._state, numbers, tokens, tables)
+
+    def run(self, plan: Plan, changes: list[tuple[int, int, int, int]]) -> Step:
+        """Gives the device a step.
+
+        Args:
+          plan: what runs.
+          changes: of the tables before it, see `state.apply`.
+        """
+        few = self._apply_all_but(changes)
+        if plan.guesses:
+            return self._guess(plan, few)
+        program = self.programs.of(plan)
+        work = idle_work(program, self._slots)
+        work.changes[: len(few)] = few if few else 0
+        rows = self._fill(work, program, plan)
+        return self._choose(rows, work.owners, self._model_step(work, program))
+
+    def _apply_all_but(
+        self, changes: list[tuple[int, int, int, int]]
+    ) -> list[tuple[int, int, int, int]]:
+        """Changes tables until so few changes are left that a step takes them."""
+        while len(changes) > CHANGES:
+            self._state = state.change(self._state, np.array(changes[:CHANGES], np.int32))
+            changes = changes[CHANGES:]
+        return changes
+
+    def _fill(
+        self, work: Work, program: PromptProgram, plan: Plan
+    ) -> list[tuple[int, Sequence, int]]:
+        """Writes a plan into a step's work; which rows are whose."""
+        count, is_fixed = len(plan.decoding), not self.programs.decoding
+        slots = np.array([sequence.slot for sequence in plan.decoding], np.int32)
+        # Where bits must not depend on what else runs, a slot's row is always the same.
+        at = slots if is_fixed else np.arange(count)
+        work.slots[at] = work.owners[at] = slots
+        rows = list(zip(at.tolist(), plan.decoding, [1] * count, strict=True))
+        first, part = program.rows if is_fixed else count, 0
+        for i, piece in enumerate(plan.pieces):
+            end = first + piece.count
+            sequence = piece.sequence
+            work.slots[first:end] = sequence.slot
+            work.positions[first:end] = np.arange(piece.begin, piece.begin + piece.count)
+            if program.parts:
+                part = _cut(work.parts, part, piece, first, program)
+            output = program.rows + i
+            work.outputs[output] = end - 1
+            if piece.begin + piece.count == len(sequence.prompt):
+                work.owners[output] = sequence.slot
+                rows.append((output, sequence, 1))
+            first = end
+        return rows
+
+    def _model_step(self, work: Work, program: PromptProgram) -> tuple[jax.Array, jax.Array]:
+        packed = work.packed()
+        static: dict[str, Any] = {
+            "program": program,
+            "windows": self.programs.windows,
+            "implementation": self.programs.implementation,
+            "prompts": self.programs.dense if program.is_dense else None,
+        }
+        if self._draft is not None:
+            self.draft_caches, *_ = run_step(
+                self._draft, self.draft_caches, self._state, packed, is_draft=True, **static
+            )
+        self.caches, self._state, logits, found = run_step(
+            self._decoder, self.caches, self._state, packed, **static
+        )
+        assert logits is not None
+        assert found is not None
+        return logits, found
+
+    def _choose(
+        self,
+        rows: list[tuple[int, Sequence, int]],
+        owners: np.ndarray,
+        step: tuple[jax.Array, jax.Array],
+    ) -> Step:
+        """Chooses again where more is wanted than the most likely tokens."""
+        logits, found = step
+        others = [(row, sequence) for row, sequence, _ in rows if not sequence.is_plain]
+        if not others:
+            found.copy_to_host_async()
+            return Step(rows, 0, found)
+        wanted = wanted_of(sequence.request for _, sequence in others)
+        sampling = greedy_rows(len(owners))
+        extras = no_extras(len(owners), logits.shape[1], wanted)
+        for row, sequence in others:
+            allowed = None if sequence.constraint is None else sequence.constraint.allowed()
+            sampling.set(row, sequence.request.sampling, 0)
+            extras.set(row, sequence.request, allowed)
+        slots = self._state
+        history, chosen = choosing.choose(
+            logits,
+            slots.history,
+            slots.lengths,
+            slots.prompts,
+            owners,
+            sampling,
+            extras,
+            wanted=wanted,
+        )
+        self._state = dataclasses.replace(slots, history=history)
+        return Step(rows, 0, found, chosen)
+
+    def _guess(self, plan: Plan, changes: list[tuple[int, int, int, int]]) -> Step:
+        """A step of guesses, and of what is chosen after them."""
+        how, count = self.programs.speculation, len(plan.decoding)
+        slots = np.full(self.programs.rows(count), self._slots, np.int32)
+        slots[:count] = [sequence.slot for sequence in plan.decoding]
+        rows, kind = greedy_rows(len(slots)), kind_of(x.request.sampling for x in plan.decoding)
+        if kind != "greedy":
+            for row, sequence in enumerate(plan.decoding):
+                rows.set(row, sequence.request.sampling, 0)
+        table = state.no_changes(CHANGES, self._slots)
+        table[: len(changes)] = changes if changes else 0
+        static: dict[str, Any] = {
+            "windows": self.programs.windows,
+            "implementation": self.programs.implementation,
+        }
+        if isinstance(how, Draft):
+            self.draft_caches, guesses, there = speculation.draft(
+                self._draft,
+                self.draft_caches,
+                self._state,
+                slots,
+                table,
+                rows,
+                count=how.tokens,
+                kind=kind,
+                **static,
+            )
+        else:
+            assert isinstance(how, NGram)
+            guesses, there = speculation.look_up(
+                self._state, slots, count=how.tokens, longest=how.longest, shortest=how.shortest
+            )
+        self.caches, self._state, logits, counts, lost = speculation.verify(
+            self._decoder, self.caches, self._state, slots, table, guesses, there, **static
+        )
+        self._state, found = speculation.accept(
+            self._state, logits, slots, guesses, counts, lost, rows, kind=kind
+        )
+        found.copy_to_host_async()
+        numbered = zip(range(count), plan.decoding, plan.counts, strict=True)
+        return Step(list(numbered), plan.guesses, found)
+
+    # Compiling ahead ------------------------------------------------------------------------------
+
+    def compile(self, progress: Callable[[int, int], None] | None = None) -> int:
+        """Compiles all programs that greedy requests need; others are small, but for guesses.
+
+        Args:
+          progress: called with how many are done, and of how many.
+
+        Returns:
+          How many there are.
+        """
+        tasks = list(self._lowered())
+        workers = min(len(tasks), os.cpu_count() or 1)
+        with concurrent.futures.ThreadPoolExecutor(workers) as pool:
+            # XLA compiles without Python's lock.
+            waiting = [pool.submit(lowered.compile) for lowered in tasks]
+            for done, future in enumerate(concurrent.futures.as_completed(waiting), start=1):
+                future.result()
+                if progress is not None:
+                    progress(done, len(tasks))
+        return len(tasks)
+
+    def _lowered(self) -> Iterable[Any]:
+        """Every program, traced."""
+        slots, programs = self._state, self.programs
+        groups, _, pages = slots.tables.shape
+        tokens = np.zeros(slots.history.shape[1], np.int32)
+        tables = np.zeros((groups, pages), np.int32)
+        yield state.enter.lower(slots, np.zeros(4, np.int32), tokens, tables)
+        yield state.change.lower(slots, np.zeros((CHANGES, 4), np.int32))
+        decoding = [decode_program(rows) for rows in programs.decoding]
+        for program in (*programs.prompts, *decoding):
+            packed = idle_work(program, self._slots).packed()
+            static: dict[str, Any] = {
+                "program": program,
+                "windows": programs.windows,
+                "implementation": programs.implementation,
+                "prompts": programs.dense if program.is_dense else None,
+            }
+            yield run_step.lower(self._decoder, self.caches, slots, packed, **static)
+            if self._draft is not None:
+                yield run_step.lower(
+                    self._draft, self.draft_caches, slots, packed, is_draft=True, **static
+                )
+        if programs.speculation is not None:
+            for rows in programs.decoding:
+                yield from self._lowered_guesses(rows, programs.speculation)
+
+    def _lowered_guesses(self, rows: int, how: Speculation) -> Iterable[Any]:
+        slots, table = np.zeros(rows, np.int32), np.zeros((CHANGES, 4), np.int32)
+        static: dict[str, Any] = {
+            "windows": self.programs.windows,
+            "implementation": self.programs.implementation,
+        }
+        sampling, count = greedy_rows(rows), how.tokens
+        if isinstance(how, Draft):
+            yield speculation.draft.lower(
+                self._draft,
+                self.draft_caches,
+                self._state,
+                slots,
+                table,
+                sampling,
+                count=count,
+                kind="greedy",
+                **static,
+            )
+        else:
+            yield speculation.look_up.lower(
+                self._state, slots, count=count, longest=how.longest, shortest=how.shortest
+            )
+        guesses, there = jnp.zeros((rows, count), jnp.int32), jnp.zeros(rows, jnp.int32)
+        yield speculation.verify.lower(
+            self._decoder, self.caches, self._state, slots, table, guesses, there, **static
+        )
+        vocabulary = self._decoder.config.vocab_size
+        logits = jax.ShapeDtypeStruct((rows, count + 1, vocabulary), jnp.float32)
+        lost = jax.ShapeDtypeStruct((), jnp.int32)
+        counts = jax.ShapeDtypeStruct((rows,), jnp.int32)
+        yield speculation.accept.lower(
+            self._state, logits, slots, guesses, counts, lost, sampling, kind="greedy"
+        )
+
+
+def check_programs(
+    programs: Programs, pools: Iterable[Pool], max_pages: int, num_heads: int
+) -> None:
+    """Raises unless attention to pages can run every program's calls; nothing is compiled.
+
+    Raises:
+      ValueError: if the implementation's name is unknown.
+      NotImplementedError: if it cannot run this here.
+    """
+    for pool in pools:
+        for program in (*programs.prompts, *map(decode_program, programs.decoding)):
+            check_implementation(programs.implementation, program, pool, max_pages, num_heads)
+
+
+def _cut(parts: np.ndarray, part: int, piece: Piece, first: int, program: PromptProgram) -> int:
+    """Cuts a piece, whose tokens begin at `first`, into parts from `part` on; the number after."""
+    for done in range(0, piece.count, program.part):
+        size = min(program.part, piece.count - done)
+        parts[part] = piece.sequence.slot, first + done, size, piece.begin + done + size
+        part += 1
+    return part

@@ -1,0 +1,219 @@
+"""An engine's parts, made from its arguments, which are checked first."""
+
+import dataclasses
+from collections.abc import Sequence
+
+from turbojax._device import needs_gpu
+from turbojax.config import TurboConfig
+from turbojax.models.config import TransformerConfig
+from turbojax.models.decoder import Decoder, for_length, unstack
+from turbojax.models.engine import groups, pools, state
+from turbojax.models.engine.device import Device, Programs, Weights, check_programs
+from turbojax.models.engine.plan import Limits
+from turbojax.models.engine.programs import (
+    PromptProgram,
+    decode_sizes,
+    prompt_programs,
+    reproducible_program,
+)
+from turbojax.models.engine.speculation import Draft, NGram, Speculation
+from turbojax.models.quantized import QuantizedDecoder
+from turbojax.models.text.tokenizer import Tokenizer
+from turbojax.models.transformer import Transformer
+
+Model = Transformer | Decoder | QuantizedDecoder
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """The arguments of `Engine`, which describes them."""
+
+    page_size: int
+    max_sequences: int
+    max_length: int
+    step_tokens: int
+    num_pages: int
+    window_pages: int | None
+    kv_dtype: str
+    uncompressed_layers: int
+    key_scale: float
+    value_scale: float
+    seed: int
+    reproducible: bool
+    speculation: Speculation | None
+    prefix_caching: bool
+    cache_results: bool
+    implementation: str | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Made:
+    """What an engine consists of.
+
+    Attributes:
+      settings: as given.
+      config: of the model.
+      groups: of layers.
+      limits: of a step.
+      device: with pools and programs.
+    """
+
+    settings: Settings
+    config: TransformerConfig
+    groups: tuple[groups.Group, ...]
+    limits: Limits
+    device: Device
+
+
+def make(model: Model, settings: Settings, tokenizer: Tokenizer | None) -> Made:
+    """The parts of an engine.
+
+    Raises:
+      TypeError, ValueError, NotImplementedError: see `Engine`.
+    """
+    if not isinstance(model, Transformer | Decoder | QuantizedDecoder):
+        raise TypeError(
+            f"model is a {type(model).__name__}, must be a Transformer, Decoder or "
+            "QuantizedDecoder"
+        )
+    config, s = model.config, settings
+    sizes = groups.Sizes(s.page_size, s.max_sequences, s.max_length, s.step_tokens)
+    _check(s, config, tokenizer)
+    windows = groups.windows_of(config, s.max_length)
+    pages = groups.pages_of_groups(windows, s.num_pages, sizes, s.window_pages)
+    caches = _pools(config, model, pages, windows, s)
+    decoder = for_length(_unstacked(model), s.max_length)
+    programs = _programs(s, windows, caches, config)
+    max_pages = -(-s.max_length // s.page_size)
+    layers = groups.layers_of(config, windows)
+    draft = None
+    if isinstance(s.speculation, Draft):
+        draft = _draft(s.speculation, config, windows, pages, s)
+        check_programs(programs, draft[1][:1], max_pages, draft[0].config.num_heads)
+    # One of each way to store pages: the first and last layers may have another.
+    kinds = {cache.kv_dtype: cache for cache in caches}
+    check_programs(programs, kinds.values(), max_pages, config.num_heads)
+    slots = state.new_state(len(windows), s.max_sequences, max_pages, s.max_length)
+    made = groups.new_groups(
+        config, windows, pages, s.page_size, prefix_caching=s.prefix_caching
+    )
+    limits = Limits(
+        s.max_sequences,
+        programs.prompts[-1],
+        next((x for x in programs.prompts[::-1] if x.is_dense), None),
+        0 if s.speculation is None else s.speculation.tokens,
+        is_shared=not s.reproducible,
+    )
+    device = Device(decoder, caches, slots, programs, layers, draft)
+    return Made(settings, decoder.config, made, limits, device)
+
+
+def _check(s: Settings, config: TransformerConfig, tokenizer: Tokenizer | None) -> None:
+    """Raises unless the settings fit the model and each other."""
+    if s.max_length > config.max_length:
+        raise ValueError(f"max_length={s.max_length} must be at most the model's {config.max_length}")
+    if tokenizer is not None and tokenizer.vocab_size > config.vocab_size:
+        raise ValueError(
+            f"the tokenizer has {tokenizer.vocab_size} tokens, must be at most the model's "
+            f"{config.vocab_size}"
+        )
+    if s.cache_results and not s.prefix_caching:
+        raise ValueError(
+            f"cache_results={s.cache_results} has no use with prefix_caching={s.prefix_caching}"
+        )
+    if s.speculation is None:
+        return
+    if not isinstance(s.speculation, NGram | Draft):
+        raise TypeError(
+            f"speculation is a {type(s.speculation).__name__}, must be NGram, Draft or None"
+        )
+    if s.reproducible:
+        raise ValueError(
+            f"reproducible={s.reproducible} must be False with speculation: tokens that are checked "
+            "together are rounded in another way than one by one"
+        )
+
+
+def _unstacked(model: Model) -> Decoder | QuantizedDecoder:
+    return unstack(model) if isinstance(model, Transformer) else model
+
+
+def _pools(
+    config: TransformerConfig,
+    model: Model,
+    pages: Sequence[int],
+    windows: groups.Windows,
+    s: Settings,
+) -> pools.Pools:
+    return pools.init_pools(
+        config,
+        model.dtype,
+        pools.pages_of_layers(config, windows, pages),
+        s.page_size,
+        kv_dtype=s.kv_dtype,
+        uncompressed_layers=s.uncompressed_layers,
+        key_scale=s.key_scale,
+        value_scale=s.value_scale,
+        seed=s.seed,
+    )
+
+
+def _programs(
+    s: Settings, windows: groups.Windows, caches: pools.Pools, config: TransformerConfig
+) -> Programs:
+    if s.reproducible:
+        one: tuple[PromptProgram, ...] = (reproducible_program(s.max_sequences, s.step_tokens),)
+        return Programs(one, (), windows, s.implementation)
+    dense = TurboConfig.for_device() if _attends_densely(s, config) else None
+    kinds = {cache.kv_dtype for cache in caches}
+    prompts = prompt_programs(
+        s.max_sequences, s.step_tokens, s.max_length, kinds=kinds, is_dense=dense is not None
+    )
+    sizes = decode_sizes(s.max_sequences)
+    return Programs(prompts, sizes, windows, s.implementation, dense, s.speculation)
+
+
+def _attends_densely(s: Settings, config: TransformerConfig) -> bool:
+    """Whether prompts attend among themselves: a GPU is faster at that than at pages of codes."""
+    is_compressed = s.kv_dtype != "auto" and config.latent is None
+    return is_compressed and s.implementation != "xla" and needs_gpu(8.0) is None
+
+
+def _draft(
+    how: Draft,
+    config: TransformerConfig,
+    windows: groups.Windows,
+    pages: Sequence[int],
+    s: Settings,
+) -> tuple[Weights, pools.Pools, tuple[tuple[int, ...], ...]]:
+    """A draft model's weights and pools, whose pages are those of the model's tables."""
+    other = how.model.config
+    for name, found, wanted in (
+        ("vocab_size", other.vocab_size, config.vocab_size),
+        ("latents", other.latent is not None, False),
+    ):
+        if found != wanted:
+            raise ValueError(f"the draft model has {name}={found}, must be {wanted}")
+    if other.max_length < s.max_length:
+        raise ValueError(
+            f"the draft model has max_length={other.max_length}, must be at least {s.max_length}"
+        )
+    seen = {groups.window_of(other, i, s.max_length) for i in range(other.num_layers)}
+    if None not in windows and not seen <= set(windows):
+        raise ValueError(f"the draft model's windows are {seen}, must be among {set(windows)}")
+    layers = groups.layers_of(other, windows)
+    of_layers = {layer: n for of_group, n in zip(layers, pages, strict=True) for layer in of_group}
+    decoder = for_length(_unstacked(how.model), s.max_length)
+    caches = pools.init_pools(
+        other,
+        how.model.dtype,
+        [of_layers[layer] for layer in range(other.num_layers)],
+        s.page_size,
+        kv_dtype="auto" if config.latent is not None else s.kv_dtype,
+        uncompressed_layers=0,
+        key_scale=s.key_scale,
+        value_scale=s.value_scale,
+        seed=s.seed,
+    )
+    return decoder, caches, layers
+

@@ -1,0 +1,121 @@
+"""What the scheduler decides on: the next step, and what a step may hold."""
+
+import dataclasses
+
+from turbojax.models.engine.programs import PromptProgram
+from turbojax.models.engine.sequence import Pages, Sequence
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """Tokens of a prompt that run in a step.
+
+    Attributes:
+      sequence: whose.
+      begin: the first, in its prompt.
+      count: how many.
+    """
+
+    sequence: Sequence
+    begin: int
+    count: int
+
+
+@dataclasses.dataclass
+class Plan:
+    """What happens before and in a step.
+
+    Attributes:
+      leaving: sequences that leave the pool for host memory, and of each group the pages to read
+        before anything is written.
+      entering: sequences that come into a slot.
+      returning: those of them that come back from host memory, and of each group the pages to
+        write.
+      decoding: sequences that go on; `held` counts what they get.
+      counts: how many tokens each of these gets at most.
+      guesses: how many of them are guesses at most, in a step of nothing else.
+      pieces: of prompts.
+      grown: sequences that got pages while running, and how many each had before.
+    """
+
+    leaving: list[tuple[Sequence, Pages]] = dataclasses.field(default_factory=list)
+    entering: list[Sequence] = dataclasses.field(default_factory=list)
+    returning: list[tuple[Sequence, Pages]] = dataclasses.field(default_factory=list)
+    decoding: list[Sequence] = dataclasses.field(default_factory=list)
+    counts: list[int] = dataclasses.field(default_factory=list)
+    guesses: int = 0
+    pieces: list[Piece] = dataclasses.field(default_factory=list)
+    grown: list[tuple[Sequence, int]] = dataclasses.field(default_factory=list)
+
+    @property
+    def empty(self) -> bool:
+        """Whether there is nothing to run."""
+        return not self.decoding and not self.pieces
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """What a step may hold.
+
+    Attributes:
+      slots: sequences that run at a time.
+      program: the largest, with prompts that attend to pages.
+      dense: the largest whose prompts attend among themselves; None if there is none.
+      guesses: that a sequence may be ahead of its last token.
+      is_shared: whether several prompts may be under way at a time.
+    """
+
+    slots: int
+    program: PromptProgram
+    dense: PromptProgram | None = None
+    guesses: int = 0
+    is_shared: bool = True
+
+
+class Filling:
+    """What is in a step so far, and how much more of prompts there may be.
+
+    Args:
+      limits: of a step.
+      is_alone: whether no other prompt than the first one wants to run.
+    """
+
+    def __init__(self, limits: Limits, is_alone: bool) -> None:
+        self._limits = limits
+        self._is_alone = is_alone
+        self._tokens = self._pieces = self._parts = 0
+        self._dense = limits.dense
+
+    @property
+    def has_room(self) -> bool:
+        """Whether another piece may fit."""
+        return self.most(1, 0) > 0
+
+    def most(self, rest: int, held: int) -> int:
+        """Tokens of a prompt that may come next, 0 if none.
+
+        Args:
+          rest: of the prompt that are left.
+          held: that have run.
+        """
+        program = self._program(held)
+        if self._pieces == program.pieces:
+            return 0
+        count = min(rest, program.prompt_tokens - self._tokens)
+        if rest > program.prompt_tokens and not self._is_alone:
+            count = min(count, max(program.prompt_tokens // 2, 1))
+        if program.parts:
+            count = min(count, (program.parts - self._parts) * program.part)
+        return count
+
+    def add(self, count: int, held: int) -> None:
+        """Adds a piece."""
+        is_dense = self._program(held).is_dense
+        self._tokens += count
+        self._pieces += 1
+        self._parts += -(-count // self._limits.program.part)
+        if not is_dense:
+            self._dense = None
+
+    def _program(self, held: int) -> PromptProgram:
+        return self._limits.program if held or self._dense is None else self._dense

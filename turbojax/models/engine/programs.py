@@ -1,0 +1,100 @@
+"""The sizes of steps: few, so that all of their programs can be compiled before they are needed."""
+
+import dataclasses
+from collections.abc import Collection
+
+# Rows of decoding: powers of two, and half-way between them where a row costs much.
+_FIRST_HALVES = 128
+# Tokens of prompts: all that a step may have, a quarter and a sixteenth.
+_PROMPT_STEPS = (16, 4, 1)
+_SMALLEST_PROMPT_STEP = 64
+# Tokens of a prompt, at least, for each that may be in a step, and how many may be.
+_TOKENS_OF_A_PIECE, _MOST_PIECES = 128, 64
+# How finely a step's prompts are cut up where they attend to pages. Pages of codes are expanded
+# once for each part, which costs most where texts are long.
+_PARTS, _PARTS_OF_LONG_CODES = 16, 4
+_LONG = 16384
+_SMALLEST_PART = 16
+
+
+@dataclasses.dataclass(frozen=True)
+class PromptProgram:
+    """A program for pieces of prompts, and one token of each sequence that is decoding.
+
+    Attributes:
+      tokens: all, N: first those of decoding sequences, then the pieces.
+      rows: the first tokens that may be those of decoding sequences, D.
+      pieces: at most, M.
+      parts: into which pieces are cut where they attend to pages, Q; 0 if they do in no layer.
+      part: tokens of one, at most.
+      is_dense: whether prompts that begin attend among themselves, and not to pages.
+    """
+
+    tokens: int
+    rows: int
+    pieces: int
+    parts: int
+    part: int
+    is_dense: bool
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Of all pieces, at most, so that there is room for all sequences that decode."""
+        return self.tokens - self.rows
+
+    def fits(self, pieces: list[int]) -> bool:
+        """Whether pieces of these sizes are a step of it."""
+        return (
+            sum(pieces) <= self.prompt_tokens
+            and len(pieces) <= self.pieces
+            and (not self.parts or sum(-(-n // self.part) for n in pieces) <= self.parts)
+        )
+
+
+def decode_program(rows: int) -> PromptProgram:
+    """Without prompts."""
+    return PromptProgram(rows, rows, 0, 0, 0, is_dense=False)
+
+
+def decode_sizes(slots: int) -> tuple[int, ...]:
+    """Rows of the programs that decode alone, ascending, the last one for all slots."""
+    sizes, size = list[int](), 1
+    while size < slots:
+        sizes.append(size)
+        if size >= _FIRST_HALVES and size * 3 // 2 < slots:
+            sizes.append(size * 3 // 2)
+        size *= 2
+    return (*sizes, slots)
+
+
+def prompt_programs(
+    slots: int, step_tokens: int, max_length: int, *, kinds: Collection[str], is_dense: bool
+) -> tuple[PromptProgram, ...]:
+    """The programs with prompts, ascending in size, the dense ones of a size first.
+
+    Args:
+      slots: sequences that run at a time.
+      step_tokens: of prompts in the largest.
+      max_length: tokens of the longest sequence.
+      kinds: how pages are stored.
+      is_dense: whether there are dense ones, which only layers of compressed pages use.
+    """
+    smallest = min(_SMALLEST_PROMPT_STEP, step_tokens)
+    sizes = sorted({max(step_tokens // n, smallest) for n in _PROMPT_STEPS})
+    has_codes = any(kind != "auto" for kind in kinds)
+    most = _PARTS_OF_LONG_CODES if has_codes and max_length > _LONG else _PARTS
+    found = []
+    for size in sizes:
+        part = max(-(-size // most), _SMALLEST_PART)
+        parts = -(-size // part)
+        pieces = min(max(size // _TOKENS_OF_A_PIECE, 4), _MOST_PIECES)
+        if is_dense:
+            to_pages = parts if "auto" in kinds else 0
+            found.append(PromptProgram(size + slots, slots, pieces, to_pages, part, True))
+        found.append(PromptProgram(size + slots, slots, pieces, parts, part, False))
+    return tuple(found)
+
+
+def reproducible_program(slots: int, step_tokens: int) -> PromptProgram:
+    """The one program of an engine in which a row's numbers depend on nothing but the row."""
+    return PromptProgram(step_tokens + slots, slots, 1, 1, step_tokens, is_dense=False)

@@ -1,0 +1,104 @@
+"""A request on its way through an engine."""
+
+import dataclasses
+import enum
+
+from turbojax.models.engine.requests import Request, TokenLogprobs
+from turbojax.models.generation.constraints import ConstraintState
+from turbojax.models.generation.stopping import TextStream
+
+Pages = tuple[tuple[int, ...], ...]
+"""Numbers of pages, of each group."""
+
+
+class Status(enum.Enum):
+    """Where a sequence is."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    SWAPPED = "swapped"
+    LEFT = "left"  # without slot and pages; its last token may still be on its way
+    DONE = "done"
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class Sequence:
+    """A request on its way.
+
+    Attributes:
+      request_id: increases with the order of arrival.
+      request: what was asked for.
+      stop_tokens: tokens that end it.
+      text: what looks for texts that end it; None if none do.
+      constraint: which tokens it may go on with; None for all.
+      first: the sequence of the same prompt that this one shares pages with; None for none.
+      is_plain: whether it takes the most likely token, and nothing else is wanted.
+      can_guess: whether its tokens may be guessed: nothing but how they are drawn is asked for.
+      status: where it is.
+      slot: on the device, while running; -1 otherwise.
+      handles: of each group's allocator, while running.
+      prompt: tokens to run before it decodes: those of the request, and of one that left without
+        its pages those it had got.
+      held: tokens in its pages, or on their way there, at most.
+      unsure: how many of these there may not be: guesses on their way that may be wrong.
+      room: tokens that its pages have room for.
+      sampled: new tokens chosen, or on their way here, at most; `unsure` of these, too.
+      new_tokens: those that are known.
+      logprobs: of these, where asked for.
+      reused: tokens of the prompt found in the prefix cache.
+      preemptions: how often it left.
+      stored: tokens that its pages in host memory have room for.
+      gone: of each group, pages before these that it has let go.
+    """
+
+    request_id: int
+    request: Request
+    stop_tokens: frozenset[int] = frozenset()
+    text: TextStream | None = None
+    constraint: ConstraintState | None = None
+    first: "Sequence | None" = None
+    is_plain: bool = True
+    can_guess: bool = True
+    status: Status = Status.WAITING
+    slot: int = -1
+    handles: tuple[int, ...] = ()
+    prompt: tuple[int, ...] = ()
+    held: int = 0
+    unsure: int = 0
+    room: int = 0
+    sampled: int = 0
+    new_tokens: list[int] = dataclasses.field(default_factory=list)
+    logprobs: list[TokenLogprobs] = dataclasses.field(default_factory=list)
+    reused: int = 0
+    preemptions: int = 0
+    stored: int = 0
+    gone: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        self.prompt = tuple(self.request.tokens)
+
+    @property
+    def age(self) -> tuple[int, int]:
+        """Whoever has the smaller one goes first, and leaves last."""
+        return self.request.priority, self.request_id
+
+    @property
+    def prefilling(self) -> bool:
+        """Whether part of the prompt is still to run."""
+        return self.held < len(self.prompt)
+
+    @property
+    def is_known(self) -> bool:
+        """Whether all its tokens are known here: none is on its way."""
+        return self.sampled == len(self.new_tokens)
+
+    def stopped_by(self, token: int) -> bool:
+        """Whether the next new token ends it; to be asked once for each."""
+        if self.text is not None:
+            self.text.add(token)
+        return token in self.stop_tokens or (self.text is not None and self.text.stopped)
+
+    @property
+    def known(self) -> list[int]:
+        """The tokens in its pages, except those that the host does not know yet."""
+        return [*self.request.tokens, *self.new_tokens][: self.held - self.unsure]

@@ -1,0 +1,356 @@
+"""Speculation: several tokens of a sequence in one pass, those that were guessed and one more.
+
+A guess is what followed the same tokens earlier in the text (prompt lookup), or what a smaller model
+says. The model computes logits at all guessed places at once (Leviathan et al., 2023; Chen et al.,
+2023), and at each place the next token is chosen from them just as it is without speculation, with the
+same random numbers: of the seed and the token's number. Guesses are right as far as they are what
+was chosen. So texts have the same distribution as without, and are the same, but for the rounding of
+passes of several tokens; a draft model draws with the same numbers, which makes its guesses the more
+often right (the coupling by Gumbel noise of Daliri et al., 2024).
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from turbojax import _checks
+from turbojax.kv import Attend
+from turbojax.models.decoder import Decoder
+from turbojax.models.engine import compilation
+from turbojax.models.engine.access import Pool, access_to
+from turbojax.models.engine.groups import Windows, group_of, layers_of
+from turbojax.models.engine.state import State, apply
+from turbojax.models.engine.step import append_at, pages_at
+from turbojax.models.generation.sampling import NOTHING, Array, Kind, SamplingRows, sample
+from turbojax.models.quantized import QuantizedDecoder
+from turbojax.models.transformer import Transformer
+from turbojax.ops.extras import of_layer
+from turbojax.ops.options import PLAIN
+
+MOST_GUESSES = 15
+"""Guesses at a time: with one more token they are a call for few queries."""
+
+
+@dataclasses.dataclass(frozen=True)
+class NGram:
+    """Guesses are what followed the text's last tokens where they stood before (prompt lookup).
+
+    Of earlier places those with the longest match count, of these the latest.
+
+    Attributes:
+      tokens: guesses at a time, 1 to 15.
+      longest: tokens that are compared, at most.
+      shortest: tokens that must match.
+
+    Raises:
+      TypeError: if a number is not an integer.
+      ValueError: if one is not positive, there are too many guesses, or `shortest` is more than
+        `longest`.
+    """
+
+    tokens: int = 4
+    longest: int = 4
+    shortest: int = 2
+
+    def __post_init__(self) -> None:
+        _check_tokens(self.tokens)
+        _checks.check_sizes(longest=self.longest, shortest=self.shortest)
+        if self.shortest > self.longest:
+            raise ValueError(f"shortest={self.shortest} must be at most longest={self.longest}")
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Draft:
+    """Guesses are a smaller model's, which reads the same tokens and has pages of its own.
+
+    Attributes:
+      model: with the vocabulary of the model that it guesses for.
+      tokens: guesses at a time, 1 to 15.
+
+    Raises:
+      TypeError: if the model or the number is of another kind.
+      ValueError: if there are too few guesses, or too many.
+    """
+
+    model: Transformer | Decoder | QuantizedDecoder
+    tokens: int = 4
+
+    def __post_init__(self) -> None:
+        _check_tokens(self.tokens)
+        if not isinstance(self.model, Transformer | Decoder | QuantizedDecoder):
+            raise TypeError(
+                f"model is a {type(self.model).__name__}, must be a Transformer, Decoder or "
+                "QuantizedDecoder"
+            )
+
+
+Speculation = NGram | Draft
+
+
+def _check_tokens(tokens: int) -> None:
+    _checks.check_sizes(tokens=tokens)
+    if tokens > MOST_GUESSES:
+        raise ValueError(f"{tokens=} must be at most {MOST_GUESSES} guesses")
+
+
+@functools.partial(jax.jit, static_argnames=("count", "longest", "shortest"))
+def look_up(
+    state: State, slots: jax.Array, *, count: int, longest: int, shortest: int
+) -> tuple[jax.Array, jax.Array]:
+    """What followed each text's last tokens before.
+
+    Args:
+      state: of the slots.
+      slots: int32 ``[R]``.
+      count: guesses wanted, k.
+      longest: see `NGram`.
+      shortest: see there.
+
+    Returns:
+      int32 ``[R, k]`` guesses, and ``[R]`` how many of them there are, the first ones.
+    """
+    compilation.note()
+    texts = state.history.at[slots].get(mode="fill", fill_value=0)
+    last, size = state.of(state.lengths, slots)[:, None], texts.shape[1]
+    at = jnp.arange(size, dtype=jnp.int32)[None]
+    run, is_run = jnp.zeros(texts.shape, jnp.int32), jnp.ones(texts.shape, bool)
+    for i in range(longest):
+        token = jnp.take_along_axis(texts, jnp.maximum(last - i, 0), axis=1)
+        shifted = jnp.pad(texts, ((0, 0), (i, 0)))[:, :size]
+        is_run = is_run & (shifted == token) & (at >= i) & (last >= i)
+        run = run + is_run.astype(jnp.int32)
+    is_match = (run >= shortest) & (at < last)
+    follow = jnp.minimum(last - at, count)
+    # The longest match; of those the ones that enough tokens follow; of those the latest.
+    score = (run * (count + 1) + follow) * size + at
+    best = jnp.argmax(jnp.where(is_match, score, -1), axis=1).astype(jnp.int32)[:, None]
+    there = jnp.take_along_axis(is_match, best, axis=1)
+    found = jnp.where(there, jnp.take_along_axis(follow, best, axis=1), 0)[:, 0]
+    taken = jnp.minimum(best + 1 + jnp.arange(count, dtype=jnp.int32)[None], size - 1)
+    return jnp.take_along_axis(texts, taken, axis=1), found
+
+
+@functools.partial(
+    jax.jit,
+    static_argnames=("count", "kind", "windows", "implementation"),
+    donate_argnames="caches",
+)
+def draft(
+    decoder: Decoder | QuantizedDecoder,
+    caches: tuple[Pool, ...],
+    state: State,
+    slots: jax.Array,
+    changes: jax.Array,
+    rows: SamplingRows,
+    *,
+    count: int,
+    kind: Kind,
+    windows: Windows,
+    implementation: str | None,
+) -> tuple[tuple[Pool, ...], jax.Array, jax.Array]:
+    """What a smaller model goes on with.
+
+    Args:
+      decoder: its weights.
+      caches: its pools, donated; they hold the texts but for their last two tokens, at least.
+      state: of the slots.
+      slots: int32 ``[R]``.
+      changes: of the tables, see `state.apply`.
+      rows: how tokens are chosen; their `index` is not looked at.
+      count: guesses, k.
+      kind: of the rows.
+      windows: of the groups of layers.
+      implementation: of attention to pages.
+
+    Returns:
+      The new pools, int32 ``[R, k]`` guesses, and ``[R]`` how many of them there are.
+    """
+    compilation.note()
+    state = apply(state, changes)
+    lengths, left = state.of(state.lengths, slots), state.of(state.left, slots)
+    found = jnp.clip(left - 1, 0, count)
+    # The token before the last may be one of its own guesses, which it has not read yet.
+    first = lengths[:, None] + jnp.arange(-1, 1, dtype=jnp.int32)[None]
+    tokens = state.token_at(slots[:, None], first)
+    counts, guesses = jnp.where(found > 0, 2, 0), list[jax.Array]()
+    for i in range(count):
+        logits, caches = _pass(
+            decoder, caches, state, slots, tokens, lengths + i + 1, counts, windows, implementation
+        )
+        newest = _sampled(logits[:, -1:], state, slots, rows, kind, first=i)[:, 0]
+        guesses.append(jnp.maximum(newest, 0))
+        tokens, counts = guesses[-1][:, None], (i + 1 < found).astype(jnp.int32)
+    return caches, jnp.stack(guesses, axis=1), found
+
+
+@functools.partial(
+    jax.jit, static_argnames=("windows", "implementation"), donate_argnames=("caches", "state")
+)
+def verify(
+    decoder: Decoder | QuantizedDecoder,
+    caches: tuple[Pool, ...],
+    state: State,
+    slots: jax.Array,
+    changes: jax.Array,
+    guesses: jax.Array,
+    found: jax.Array,
+    *,
+    windows: Windows,
+    implementation: str | None,
+) -> tuple[tuple[Pool, ...], State, jax.Array, jax.Array, jax.Array]:
+    """The model's pass over each text's last token and its guesses.
+
+    Args:
+      decoder: the weights.
+      caches: the layers' pools, donated.
+      state: of the slots, donated.
+      slots: int32 ``[R]``.
+      changes: of the tables.
+      guesses: int32 ``[R, k]``.
+      found: int32 ``[R]``, how many of them there are.
+      windows: of the groups of layers.
+      implementation: of attention to pages.
+
+    Returns:
+      The new pools and state; float32 ``[R, k + 1, V]``, logits of what comes after each; int32
+      ``[R]``, tokens that were fed, 0 where a request has all that it asked for; int32 ``[]``,
+      tokens that a layer's pool could not store so far.
+    """
+    compilation.note()
+    state = apply(state, changes)
+    lengths, left = state.of(state.lengths, slots), state.of(state.left, slots)
+    counts = jnp.minimum(found + 1, left)
+    last = state.token_at(slots, lengths)
+    tokens = jnp.concatenate([last[:, None], jnp.maximum(guesses, 0)], axis=1)
+    logits, caches = _pass(
+        decoder, caches, state, slots, tokens, lengths + counts, counts, windows, implementation
+    )
+    lost = [caches[layers[0]].lost for layers in layers_of(decoder.config, windows)]
+    return caches, state, logits, counts, jnp.sum(jnp.stack(lost))
+
+
+@functools.partial(jax.jit, static_argnames="kind", donate_argnames="state")
+def accept(
+    state: State,
+    logits: jax.Array,
+    slots: jax.Array,
+    guesses: jax.Array,
+    counts: jax.Array,
+    lost: jax.Array,
+    rows: SamplingRows,
+    *,
+    kind: Kind,
+) -> tuple[State, jax.Array]:
+    """Chooses the next tokens, as far as guesses are what is chosen, and one more.
+
+    Args:
+      state: of the slots, donated.
+      logits: float32 ``[R, k + 1, V]``.
+      slots: int32 ``[R]``.
+      guesses: int32 ``[R, k]``.
+      counts: int32 ``[R]``, see `verify`.
+      lost: int32 ``[]``, see there.
+      rows: how tokens are chosen; their `index` is not looked at.
+      kind: of the rows.
+
+    Returns:
+      The new state, and int32 ``[R * (k + 2) + 1]``: of each row how many tokens are new, and these;
+      then `lost`.
+    """
+    compilation.note()
+    tokens = _sampled(logits, state, slots, rows, kind)
+    places = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
+    right = (tokens[:, :-1] == guesses) & (places[:, 1:] < counts[:, None])
+    new = 1 + jnp.sum(jnp.cumprod(right.astype(jnp.int32), axis=1), axis=1)
+    new = jnp.minimum(new, counts)
+    lengths = state.of(state.lengths, slots)
+    is_new = places < new[:, None]
+    at = jnp.where(is_new, lengths[:, None] + 1 + places, state.history.shape[1])
+    state = dataclasses.replace(
+        state,
+        lengths=state.lengths.at[slots].add(new, mode="drop"),
+        history=state.history.at[slots[:, None], at].set(tokens, mode="drop"),
+        left=state.left.at[slots].add(-new, mode="drop"),
+    )
+    shown = jnp.concatenate([new[:, None], jnp.where(is_new, tokens, NOTHING)], axis=1)
+    return state, jnp.concatenate([shown.ravel(), lost[None]])
+
+
+def _sampled(
+    logits: jax.Array,
+    state: State,
+    slots: jax.Array,
+    rows: SamplingRows,
+    kind: Kind,
+    first: int = 0,
+) -> jax.Array:
+    """The tokens after each text's last one, int32 ``[R, T]``, the first of number `first`."""
+    count, size = logits.shape[:2]
+    index = state.of(state.lengths, slots) + 1 - state.of(state.prompts, slots) + first
+    index = index[:, None] + jnp.arange(size, dtype=jnp.int32)[None]
+
+    def repeated(x: Array) -> jax.Array:
+        return jnp.repeat(jnp.asarray(x), size)
+
+    of_tokens = dataclasses.replace(jax.tree.map(repeated, rows), index=index.ravel())
+    flat = logits.reshape(count * size, -1)
+    return sample(flat, of_tokens, kind).reshape(count, size)
+
+
+def _pass(
+    decoder: Decoder | QuantizedDecoder,
+    caches: tuple[Pool, ...],
+    state: State,
+    slots: jax.Array,
+    tokens: jax.Array,
+    ends: jax.Array,
+    counts: jax.Array,
+    windows: Windows,
+    implementation: str | None,
+) -> tuple[jax.Array, tuple[Pool, ...]]:
+    """Some tokens of each sequence through a model.
+
+    Args:
+      decoder: the weights.
+      caches: the pools.
+      state: of the slots.
+      slots: int32 ``[R]``.
+      tokens: int32 ``[R, T]``, the first `counts` of which are real.
+      ends: int32 ``[R]``, tokens of the sequences with these.
+      counts: int32 ``[R]``.
+      windows: of the groups of layers.
+      implementation: of attention to pages.
+
+    Returns:
+      float32 logits ``[R, T, V]`` and the new pools.
+    """
+    count, size = tokens.shape
+    within = jnp.arange(size, dtype=jnp.int32)[None]
+    is_real = (within < counts[:, None]).ravel()
+    positions = jnp.maximum(ends - counts, 0)[:, None] + within
+    owners = jnp.repeat(slots, size)
+    tables = state.tables_of(slots)
+    lengths = jnp.where(counts > 0, ends, 0)
+
+    def attend(query, key, value, cache, options=PLAIN, sinks=None):  # type: ignore[no-untyped-def]
+        group = group_of(options.local_window_size, windows)
+        pages = pages_at(state, owners, positions.ravel(), cache.page_size)
+        cache = append_at(cache, key, value, pages[group], positions.ravel(), is_real)
+        given: Any = {
+            "options": options.complete(query.shape[3]),
+            "extras": of_layer(query, sinks),
+            "implementation": implementation,
+        }
+        _, attend_pages = access_to(cache)
+        split = query.reshape(count, size, *query.shape[2:])
+        out, _ = attend_pages(split, cache, tables[group], lengths, counts, **given)
+        return out.reshape(1, count * size, *out.shape[2:]), cache
+
+    attended: Attend = attend
+    hidden, caches = decoder.hidden(
+        tokens.reshape(1, -1), positions.reshape(1, -1), attended, caches
+    )
+    return decoder.logits(hidden[0]).reshape(count, size, -1), caches
