@@ -29,6 +29,7 @@ from turbojax.models.engine.scheduler import Scheduler
 from turbojax.models.engine.sequence import Sequence, Status
 from turbojax.models.engine.speculation import Speculation
 from turbojax.models.engine.statistics import Counts, EngineStatistics, Times, statistics_of
+from turbojax.models.generation.constraints import is_over
 from turbojax.models.generation.sampling import NOTHING
 from turbojax.models.generation.stopping import TextStream, check_stops
 from turbojax.models.quantized import QuantizedDecoder
@@ -539,7 +540,7 @@ class Engine:
     def _add_token(self, sequence: Sequence, token: int, logprobs: TokenLogprobs | None) -> None:
         """A sequence has one more token, or ends because there is none."""
         if token == NOTHING:
-            self._finish(sequence, "failed")
+            self._finish(sequence, "stop" if is_over(sequence.constraint) else "failed")
             return
         number, tokens = sequence.request_id, sequence.new_tokens
         if not tokens:
