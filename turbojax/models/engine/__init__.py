@@ -6,5 +6,9 @@ from turbojax.models.engine.requests import Finished as Finished
 from turbojax.models.engine.requests import NewToken as NewToken
 from turbojax.models.engine.requests import Request as Request
 from turbojax.models.engine.requests import Result as Result
+from turbojax.models.engine.requests import TokenLogprobs as TokenLogprobs
+from turbojax.models.engine.requests import best_of as best_of
+from turbojax.models.engine.speculation import Draft as Draft
+from turbojax.models.engine.speculation import NGram as NGram
 from turbojax.models.engine.statistics import EngineStatistics as EngineStatistics
 from turbojax.models.generation.sampling import Sampling as Sampling

@@ -6,31 +6,21 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Literal
 
-import jax
 import numpy as np
 
 from turbojax import _checks
 from turbojax.models.decoder import Decoder, warn_of_long_factors
 from turbojax.models.engine import compilation, costs, making, swap
+from turbojax.models.engine.book import Book
 from turbojax.models.engine.choosing import wanted_of
 from turbojax.models.engine.device import Step
 from turbojax.models.engine.guard import Guard
 from turbojax.models.engine.plan import Plan
-from turbojax.models.engine.requests import (
-    Event,
-    Finished,
-    FinishReason,
-    NewToken,
-    Request,
-    Result,
-    TokenLogprobs,
-)
+from turbojax.models.engine.requests import Event, Finished, FinishReason, Request, Result
 from turbojax.models.engine.scheduler import Scheduler
 from turbojax.models.engine.sequence import Sequence, Status
 from turbojax.models.engine.speculation import Speculation
-from turbojax.models.engine.statistics import Counts, EngineStatistics, Times, statistics_of
-from turbojax.models.generation.constraints import is_over
-from turbojax.models.generation.sampling import NOTHING
+from turbojax.models.engine.statistics import Counts, EngineStatistics, statistics_of
 from turbojax.models.generation.stopping import TextStream, check_stops
 from turbojax.models.quantized import QuantizedDecoder
 from turbojax.models.text.tokenizer import Tokenizer
@@ -174,14 +164,9 @@ class Engine:
             cache_results=cache_results,
             recomputes=self._recomputes,
         )
-        self._sequences: dict[int, Sequence] = {}
-        self._times: dict[int, Times] = {}
-        self._deadlines: dict[int, float] = {}
-        self._swapped: dict[int, list[swap.Content]] = {}
-        self._in_flight: Step | None = None
-        self._events: collections.deque[Event] = collections.deque()
-        self._next_id = 0
         self._counts = Counts()
+        self._book = Book(self._scheduler, self._counts)
+        self._in_flight: Step | None = None
         self._guard = Guard()
 
     @property
@@ -192,7 +177,7 @@ class Engine:
           RuntimeError: if the engine has ended or is in use by another thread.
         """
         self._guard.check()
-        return not self._sequences and not self._events and self._in_flight is None
+        return not self._book.sequences and not self._book.events and self._in_flight is None
 
     def add(self, request: Request) -> int:
         """Queues a request.
@@ -247,7 +232,7 @@ class Engine:
             samples.append(dataclasses.replace(request, sampling=sampling))
         made = [self._sequence(sample) for sample in samples]
         warn_of_long_factors(self._config, len(request.tokens), self.max_length, stacklevel=2)
-        return self._guard.change("add", lambda: self._queue(made))
+        return self._guard.change("add", lambda: self._book.queue(made))
 
     def abort(self, request_id: int, *, reason: Literal["aborted", "stop"] = "aborted") -> None:
         """Ends a request now; it keeps the tokens announced so far.
@@ -290,13 +275,13 @@ class Engine:
           RuntimeError: if the engine has ended or is in use by another thread.
         """
         while not self.idle:
-            if not self._events:
+            if not self._book.events:
                 self._guard.change("stream", self._advance)
-            while self._events:
+            while self._book.events:
                 self._guard.check()
-                event = self._events[0]
+                event = self._book.events[0]
                 # Nothing can interrupt between these two, see `Guard`.
-                del self._events[0]; yield event  # fmt: skip  # noqa: E702
+                del self._book.events[0]; yield event  # fmt: skip  # noqa: E702
 
     def run(self, progress: Callable[[int], None] | None = None) -> dict[int, Result]:
         """Steps until all requests are done.
@@ -316,7 +301,7 @@ class Engine:
           RuntimeError: if the engine has ended or is in use by another thread.
         """
         done = self._guard.keep_others_out("run", lambda: self._run(progress))
-        results, self._events = done; return results  # fmt: skip  # noqa: E702
+        results, self._book.events = done; return results  # fmt: skip  # noqa: E702
 
     def compile(self, progress: Callable[[int, int], None] | None = None) -> None:
         """Compiles all programs now, side by side, so that no step has to.
@@ -345,7 +330,7 @@ class Engine:
             self._scheduler,
             self._groups,
             self._device.caches,
-            list(self._swapped.values()),
+            list(self._book.swapped.values()),
         )
 
     def _sequence(self, request: Request) -> Sequence:
@@ -365,49 +350,36 @@ class Engine:
             can_guess=dataclasses.replace(wanted, kind="greedy").is_plain,
         )
 
-    def _queue(self, sequences: list[Sequence]) -> tuple[int, ...]:
-        now = time.perf_counter()
-        for sequence in sequences:
-            sequence.request_id = self._next_id
-            sequence.first = None if sequence is sequences[0] else sequences[0]
-            self._next_id += 1
-            self._sequences[sequence.request_id] = sequence
-            self._times[sequence.request_id] = Times(now)
-            if sequence.request.timeout is not None:
-                self._deadlines[sequence.request_id] = now + sequence.request.timeout
-            self._scheduler.add(sequence)
-        return tuple(sequence.request_id for sequence in sequences)
-
     def _abort(self, request_id: int, reason: FinishReason) -> bool:
         """Ends a request; False if there is none."""
-        sequence = self._sequences.get(request_id)
+        sequence = self._book.sequences.get(request_id)
         if sequence is not None:
-            self._finish(sequence, reason)
+            self._book.finish(sequence, reason)
         return sequence is not None
 
     def _step(self) -> list[Event]:
         self._advance()
-        events = list(self._events)
-        self._events.clear()
+        events = list(self._book.events)
+        self._book.events.clear()
         return events
 
     def _run(
         self, progress: Callable[[int], None] | None
     ) -> tuple[dict[int, Result], collections.deque[Event]]:
         """The results, and the events that are left once these are handed out."""
-        while self._sequences or self._in_flight is not None:
+        while self._book.sequences or self._in_flight is not None:
             tokens, finished = self._counts.new_tokens, self._counts.finished
             self._guard.change("run", self._advance)
             if self._counts.finished > finished:
                 # So that what waits here does not grow with all that is run.
-                self._events = collections.deque(
+                self._book.events = collections.deque(
                     event
-                    for event in self._events
-                    if isinstance(event, Finished) or event.request_id in self._sequences
+                    for event in self._book.events
+                    if isinstance(event, Finished) or event.request_id in self._book.sequences
                 )
             if progress is not None:
                 progress(self._counts.new_tokens - tokens)
-        results = {e.request_id: e.result for e in self._events if isinstance(e, Finished)}
+        results = {e.request_id: e.result for e in self._book.events if isinstance(e, Finished)}
         return results, collections.deque()
 
     def _advance(self) -> None:
@@ -415,7 +387,7 @@ class Engine:
         begun, compiled = time.perf_counter(), compilation.count()
         tokens = self._counts.new_tokens
         waited = self._counts.wait_seconds
-        self._end_late(begun)
+        self._book.end_late(begun)
         plan = self._scheduler.plan()
         # Nothing waits for the device before it has the next step.
         leaving = {s.request_id: self._device.read(pages) for s, pages in plan.leaving}
@@ -423,12 +395,12 @@ class Engine:
         previous, self._in_flight = self._in_flight, self._dispatch(plan)
         for request_id, copies in leaving.items():
             at = time.perf_counter()
-            self._swapped[request_id] = [swap.fetch(of_group) for of_group in copies]
+            self._book.swapped[request_id] = [swap.fetch(of_group) for of_group in copies]
             seconds = time.perf_counter() - at
             self._counts.wait_seconds += seconds
-            self._costs.swapped(swap.nbytes(self._swapped[request_id]), seconds)
+            self._costs.swapped(swap.nbytes(self._book.swapped[request_id]), seconds)
         if previous is not None:
-            self._collect(previous)
+            self._book.collect(previous)
         for sequence in [x for x in self._scheduler.running if _is_over(x)]:
             # Nothing is left to feed; the last token is on its way.
             self._scheduler.release(sequence, Status.LEFT)
@@ -444,11 +416,6 @@ class Engine:
             self._counts.host_seconds += seconds - (self._counts.wait_seconds - waited)
             self._costs.stepped(sum(piece.count for piece in plan.pieces), seconds)
 
-    def _end_late(self, now: float) -> None:
-        """Ends requests whose time is over."""
-        for request_id in [x for x, deadline in self._deadlines.items() if deadline <= now]:
-            self._finish(self._sequences[request_id], "timeout")
-
     def _recomputes(self, sequence: Sequence, pages: tuple[tuple[int, ...], ...]) -> bool:
         """Whether a sequence's tokens are sooner computed again than moved away and back."""
         sizes = [
@@ -460,7 +427,7 @@ class Engine:
     def _enter(self, plan: Plan) -> None:
         """What comes into a slot, and what comes back to pages."""
         for sequence, pages in plan.returning:
-            self._device.write(pages, self._swapped.pop(sequence.request_id))
+            self._device.write(pages, self._book.swapped.pop(sequence.request_id))
         begins = {piece.sequence: piece.begin for piece in plan.pieces}
         for sequence in plan.entering:
             held = begins.get(sequence, sequence.held)
@@ -469,11 +436,7 @@ class Engine:
                 for group, handle in zip(self._groups, sequence.handles, strict=True)
             ]
             self._device.enter(sequence, held, np.stack(tables))
-            times = self._times[sequence.request_id]
-            if times.started is None:
-                times.started = time.perf_counter()
-                self._counts.reused_tokens += sequence.reused
-                self._counts.prefix_hits += sequence.reused > 0
+            self._book.started(sequence)
 
     def _dispatch(self, plan: Plan) -> Step | None:
         """Gives the device a step."""
@@ -501,82 +464,6 @@ class Engine:
                     for column in range(before, len(pages))
                 ]
         return found
-
-    def _collect(self, step: Step) -> None:
-        """Waits for a step's tokens."""
-        begun = time.perf_counter()
-        found, chosen = jax.device_get((step.found, step.chosen))
-        self._counts.wait_seconds += time.perf_counter() - begun
-        # Of one layer of each group, all of which write to the same places.
-        if found[-1]:
-            raise AssertionError(f"the pool lost {found[-1]} tokens: a page was missing")
-        if step.guesses:
-            self._collect_guesses(step, found[:-1].reshape(-1, step.guesses + 2).tolist())
-            return
-        tokens = (found if chosen is None else chosen.tokens).tolist()
-        for row, sequence, _ in step.rows:
-            if sequence.status is Status.DONE:
-                continue  # it ended while this step ran
-            count = sequence.request.logprobs
-            logprobs = None if count is None else chosen.logprobs_of(row, count)
-            self._add_token(sequence, tokens[row], logprobs)
-
-    def _collect_guesses(self, step: Step, rows: list[list[int]]) -> None:
-        """The tokens of a step with guesses, of which some may be wrong."""
-        for row, sequence, most in step.rows:
-            if sequence.status is Status.DONE:
-                continue
-            new, *tokens = rows[row]
-            sequence.sampled -= most - new
-            if sequence.unsure:  # not where it left meanwhile, to run its tokens again
-                sequence.held -= most - new
-                sequence.unsure -= most - 1
-            self._counts.proposed_tokens += max(most - 1, 0)
-            self._counts.accepted_tokens += max(new - 1, 0)
-            for token in tokens[:new]:
-                if sequence.status is not Status.DONE:
-                    self._add_token(sequence, token, None)
-
-    def _add_token(self, sequence: Sequence, token: int, logprobs: TokenLogprobs | None) -> None:
-        """A sequence has one more token, or ends because there is none."""
-        if token == NOTHING:
-            self._finish(sequence, "stop" if is_over(sequence.constraint) else "failed")
-            return
-        number, tokens = sequence.request_id, sequence.new_tokens
-        if not tokens:
-            self._times[number].first_token = time.perf_counter()
-        self._events.append(NewToken(number, len(tokens), token, logprobs))
-        tokens.append(token)
-        if logprobs is not None:
-            sequence.logprobs.append(logprobs)
-        if sequence.constraint is not None:
-            sequence.constraint.accept(token)
-        self._counts.new_tokens += 1
-        if sequence.stopped_by(token):
-            self._finish(sequence, "stop")
-        elif len(tokens) == sequence.request.max_new_tokens:
-            self._finish(sequence, "length")
-
-    def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
-        self._scheduler.release(sequence, Status.DONE)
-        self._swapped.pop(sequence.request_id, None)
-        self._deadlines.pop(sequence.request_id, None)
-        del self._sequences[sequence.request_id]
-        times, now = self._times.pop(sequence.request_id), time.perf_counter()
-        first = times.first_token
-        self._counts.finished += 1
-        result = Result(
-            tokens=tuple(sequence.new_tokens),
-            finish_reason=reason,
-            prompt_tokens=len(sequence.request.tokens),
-            reused_tokens=sequence.reused,
-            preemptions=sequence.preemptions,
-            waited_seconds=(times.started or now) - times.added,
-            first_token_seconds=None if first is None else first - times.added,
-            seconds=now - times.added,
-            logprobs=None if sequence.request.logprobs is None else tuple(sequence.logprobs),
-        )
-        self._events.append(Finished(sequence.request_id, result))
 
 
 def _is_over(sequence: Sequence) -> bool:

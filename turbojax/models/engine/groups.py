@@ -28,6 +28,7 @@ def windows_of(config: TransformerConfig, max_length: int) -> Windows:
 
 
 def window_of(config: TransformerConfig, layer: int, max_length: int) -> int | None:
+    """How far a layer sees; None for all tokens, also where no sequence is longer."""
     window = config.attention_options(layer).local_window_size
     return None if window is None or window >= max_length else window
 

@@ -73,8 +73,7 @@ def make(model: Model, settings: Settings, tokenizer: Tokenizer | None) -> Made:
     """
     if not isinstance(model, Transformer | Decoder | QuantizedDecoder):
         raise TypeError(
-            f"model is a {type(model).__name__}, must be a Transformer, Decoder or "
-            "QuantizedDecoder"
+            f"model is a {type(model).__name__}, must be a Transformer, Decoder or QuantizedDecoder"
         )
     config, s = model.config, settings
     sizes = groups.Sizes(s.page_size, s.max_sequences, s.max_length, s.step_tokens)
@@ -94,9 +93,7 @@ def make(model: Model, settings: Settings, tokenizer: Tokenizer | None) -> Made:
     kinds = {cache.kv_dtype: cache for cache in caches}
     check_programs(programs, kinds.values(), max_pages, config.num_heads)
     slots = state.new_state(len(windows), s.max_sequences, max_pages, s.max_length)
-    made = groups.new_groups(
-        config, windows, pages, s.page_size, prefix_caching=s.prefix_caching
-    )
+    made = groups.new_groups(config, windows, pages, s.page_size, prefix_caching=s.prefix_caching)
     limits = Limits(
         s.max_sequences,
         programs.prompts[-1],
@@ -111,7 +108,9 @@ def make(model: Model, settings: Settings, tokenizer: Tokenizer | None) -> Made:
 def _check(s: Settings, config: TransformerConfig, tokenizer: Tokenizer | None) -> None:
     """Raises unless the settings fit the model and each other."""
     if s.max_length > config.max_length:
-        raise ValueError(f"max_length={s.max_length} must be at most the model's {config.max_length}")
+        raise ValueError(
+            f"max_length={s.max_length} must be at most the model's {config.max_length}"
+        )
     if tokenizer is not None and tokenizer.vocab_size > config.vocab_size:
         raise ValueError(
             f"the tokenizer has {tokenizer.vocab_size} tokens, must be at most the model's "
@@ -129,8 +128,8 @@ def _check(s: Settings, config: TransformerConfig, tokenizer: Tokenizer | None) 
         )
     if s.reproducible:
         raise ValueError(
-            f"reproducible={s.reproducible} must be False with speculation: tokens that are checked "
-            "together are rounded in another way than one by one"
+            f"reproducible={s.reproducible} must be False with speculation: tokens that are "
+            "checked together are rounded in another way than one by one"
         )
 
 
@@ -216,4 +215,3 @@ def _draft(
         seed=s.seed,
     )
     return decoder, caches, layers
-

@@ -1,9 +1,9 @@
 """Which sequences a step runs, and whose pages are where: host code, no arrays.
 
 First come, first served, by priority. Where the pool is full, what only the prefix cache holds goes
-first, then the youngest running sequence leaves, to host memory or to run its tokens again, whichever
-costs less. The youngest itself waits instead. So the oldest always goes on, and as every request
-fits into the pool alone, all of them end.
+first, then the youngest running sequence leaves, to host memory or to run its tokens again,
+whichever costs less. The youngest itself waits instead. So the oldest always goes on, and as every
+request fits into the pool alone, all of them end.
 
 Layers with and without a sliding window have tables and pages of their own (`groups`). Of those
 with a window, a sequence's pages are freed when no later token sees them.
@@ -201,11 +201,11 @@ class Scheduler:
         for sequence in prefilling:
             self._take_piece(sequence, step, plan)
         while may_enter and self._free_slots and step.has_room:
-            sequence = self._next(is_alone=not self._limits.is_shared)
-            if sequence is None or not self._enter(sequence, plan):
+            found = self._next(is_alone=not self._limits.is_shared)
+            if found is None or not self._enter(found, plan):
                 break
-            if sequence.prefilling:
-                self._take_piece(sequence, step, plan)
+            if found.prefilling:
+                self._take_piece(found, step, plan)
         self._reserved = None
 
     def _take_piece(self, sequence: Sequence, step: Filling, plan: Plan) -> None:

@@ -1,12 +1,12 @@
 """Speculation: several tokens of a sequence in one pass, those that were guessed and one more.
 
-A guess is what followed the same tokens earlier in the text (prompt lookup), or what a smaller model
-says. The model computes logits at all guessed places at once (Leviathan et al., 2023; Chen et al.,
-2023), and at each place the next token is chosen from them just as it is without speculation, with the
-same random numbers: of the seed and the token's number. Guesses are right as far as they are what
-was chosen. So texts have the same distribution as without, and are the same, but for the rounding of
-passes of several tokens; a draft model draws with the same numbers, which makes its guesses the more
-often right (the coupling by Gumbel noise of Daliri et al., 2024).
+A guess is what followed the same tokens earlier in the text (prompt lookup), or what a smaller
+model says. The model computes logits at all guessed places at once (Leviathan et al., 2023; Chen et
+al., 2023), and at each place the next token is chosen from them just as it is without speculation,
+with the same random numbers: of the seed and the token's number. Guesses are right as far as they
+are what was chosen. So texts have the same distribution as without, and are the same, but for the
+rounding of passes of several tokens; a draft model draws with the same numbers, which makes its
+guesses the more often right (the coupling by Gumbel noise of Daliri et al., 2024).
 """
 
 import dataclasses
@@ -257,8 +257,8 @@ def accept(
       kind: of the rows.
 
     Returns:
-      The new state, and int32 ``[R * (k + 2) + 1]``: of each row how many tokens are new, and these;
-      then `lost`.
+      The new state, and int32 ``[R * (k + 2) + 1]``: of each row how many tokens are new, and
+      these; then `lost`.
     """
     compilation.note()
     tokens = _sampled(logits, state, slots, rows, kind)

@@ -8,7 +8,6 @@ from turbojax.models.engine import pools, swap
 from turbojax.models.engine.groups import Group
 from turbojax.models.engine.scheduler import Scheduler
 
-
 _DERIVED = (
     "tokens_per_second",
     "occupancy",

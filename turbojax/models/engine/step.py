@@ -83,7 +83,8 @@ def unpack(packed: jax.Array, program: PromptProgram) -> Any:
         like = getattr(idle, field.name)
         arrays.append(packed[at : at + like.size].reshape(like.shape))
         at += like.size
-    return Work(*arrays)
+    made: Any = arrays
+    return Work(*made)
 
 
 def check_implementation(
@@ -122,7 +123,7 @@ def run_step(
     prompts: TurboConfig | None = None,
     is_draft: bool = False,
 ) -> tuple[tuple[Pool, ...], State, jax.Array | None, jax.Array | None]:
-    """A step up to the greedy choice; `choosing.choose` goes on from the logits where more is asked.
+    """A step up to the greedy choice; `choosing.choose` goes on where more is asked for.
 
     Args:
       decoder: the weights.
@@ -192,7 +193,7 @@ def append_at(
     append, _ = access_to(pool)
     within = positions % pool.page_size
     count = is_real.astype(jnp.int32)
-    return append(pool, key[0][:, None], value[0][:, None], tables, within, new_lengths=count)  # type: ignore[no-any-return]
+    return append(pool, key[0][:, None], value[0][:, None], tables, within, new_lengths=count)
 
 
 def pages_at(state: State, slots: jax.Array, positions: jax.Array, page_size: int) -> jax.Array:
@@ -294,8 +295,8 @@ class _Parts:
     def attend(
         self, query: jax.Array, cache: Pool, group: int, attend_pages: Any, given: Any
     ) -> jax.Array:
-        """Attention of the batch's tokens ``[N, heads, H]``; of those in no part it means nothing."""
+        """Attention of tokens ``[N, heads, H]``; of those in no part it means nothing."""
         out, _ = attend_pages(
             query[self.taken], cache, self.tables[group], self.lengths, self.counts, **given
         )
-        return out[self.of_token, self.within]  # type: ignore[no-any-return]
+        return out[self.of_token, self.within]
