@@ -206,7 +206,7 @@ def test_objects_and_their_spaces(tokenizers):
     assert not accepts(made, '{"a": 1}\n')
     assert not accepts(made, '{"a": 1')
     assert not accepts(made, '{"a": NaN}')
-    spaces = grammar.MOST_SPACES
+    spaces = grammar.SPACES
     assert accepts(made, '{"a":' + " " * spaces + "1}")
     assert not accepts(made, '{"a":' + " " * (spaces + 1) + "1}")
     few = grammar.json_object(tokenizer, whitespace=2)

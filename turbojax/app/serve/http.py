@@ -122,9 +122,9 @@ def serve_http(
       ValueError, NotImplementedError: if an option does not fit.
       ImportError: if a package is missing.
     """
-    from turbojax import server
+    from turbojax.server import listen, serve
 
-    with contextlib.closing(server.listen(address.host, address.port)) as listening:
+    with contextlib.closing(listen(address.host, address.port)) as listening:
         found, draft = find()
         pool = plan_server(found, draft, settings)
         model = found.load()
@@ -137,7 +137,7 @@ def serve_http(
 
         # The server itself ends at a signal, after what it has begun.
         with _interrupt.elsewhere():
-            server.serve(
+            serve(
                 engine,
                 model.tokenizer,
                 name=name,

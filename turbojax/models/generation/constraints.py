@@ -22,8 +22,8 @@ class ConstraintState(Protocol):
     def allowed(self) -> np.ndarray:
         """The tokens that may come next: uint32 ``[ceil(V / 32)]``.
 
-        Token ``t`` is bit ``t % 32`` of word ``t // 32``; bits from `V` on mean nothing. Where there
-        are fewer words, tokens beyond them are not allowed.
+        Token ``t`` is bit ``t % 32`` of word ``t // 32``; bits from `V` on mean nothing. Where
+        there are fewer words, tokens beyond them are not allowed.
         """
 
     def accept(self, token: int) -> None:

@@ -27,8 +27,9 @@ from turbojax.models.text.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
-MOST_SPACES = 64
-"""Spaces and line breaks between two parts of a JSON text: models may go on with them for ever."""
+SPACES, MOST_SPACES = 16, 64
+"""Spaces and line breaks between two parts of a JSON text, at most: by default, and if asked for.
+Small models would go on with them for ever."""
 
 _OPTIONS_KEY = "x-guidance"  # where llguidance looks for its options within a schema
 # Else, where only one text can follow, nothing would be allowed but the tokens that encoding makes
@@ -43,7 +44,7 @@ _MOST_SYMBOLS = 50_000
 
 
 def json_schema(
-    tokenizer: Tokenizer, schema: Mapping[str, Any] | bool, *, whitespace: int = MOST_SPACES
+    tokenizer: Tokenizer, schema: Mapping[str, Any] | bool, *, whitespace: int = SPACES
 ) -> "Grammar":
     """Results that are JSON of a schema.
 
@@ -82,7 +83,7 @@ def json_schema(
     return _vocabulary(tokenizer).grammar("JSON schema", f"start: %json {text}{_ALL_TOKENS}")
 
 
-def json_object(tokenizer: Tokenizer, *, whitespace: int = MOST_SPACES) -> "Grammar":
+def json_object(tokenizer: Tokenizer, *, whitespace: int = SPACES) -> "Grammar":
     """Results that are any JSON object; see `json_schema`."""
     return json_schema(tokenizer, {"type": "object"}, whitespace=whitespace)
 
