@@ -7,9 +7,10 @@ from collections.abc import Iterator
 
 import httpx
 import openai
+from engine_helpers import shallow_model
 
 from turbojax import server
-from turbojax.models import ByteTokenizer
+from turbojax.models import ByteTokenizer, Engine
 
 NAME = "tiny"
 TEMPLATE = (
@@ -23,6 +24,21 @@ def tokenizer_with_chats() -> ByteTokenizer:
     tokenizer = ByteTokenizer([3])
     tokenizer.chat_template = TEMPLATE
     return tokenizer
+
+
+def real_engine(model=None, **options) -> Engine:
+    """Of the embedded model's first layers; texts do not depend on what else runs."""
+    settings = {
+        "num_pages": 64,
+        "page_size": 16,
+        "kv_dtype": "turbo4",
+        "max_sequences": 4,
+        "max_length": 256,
+        "step_tokens": 16,
+        "reproducible": True,
+        "tokenizer": tokenizer_with_chats(),
+    }
+    return Engine(shallow_model() if model is None else model, **{**settings, **options})
 
 
 class Running:

@@ -75,6 +75,9 @@ class Server:
       max_waiting: requests that may wait for their first token.
       drain_seconds: see above.
 
+    Attributes:
+      engine: what runs requests, in a thread of its own.
+
     Raises:
       TypeError: if a number is not one.
       ValueError: if one is out of range, or a key is empty.
@@ -96,11 +99,11 @@ class Server:
         if drain_seconds < 0:
             raise ValueError(f"{drain_seconds=} must be 0 or more")
         self._listening = listening
-        self._engine = AsyncEngine(engine, max_waiting=max_waiting)
+        self.engine = AsyncEngine(engine, max_waiting=max_waiting)
         try:
-            app = create_app(self._engine, tokenizer, name, api_keys=api_keys, limits=limits)
+            app = create_app(self.engine, tokenizer, name, api_keys=api_keys, limits=limits)
         except BaseException:
-            self._engine.close(drain=False)
+            self.engine.close(drain=False)
             raise
         config = uvicorn.Config(
             app,
@@ -112,7 +115,7 @@ class Server:
             proxy_headers=False,
             timeout_graceful_shutdown=int(drain_seconds + _LAST_SECONDS) + 1,
         )
-        self._server = _Uvicorn(config, self._engine, drain_seconds)
+        self._server = _Uvicorn(config, self.engine, drain_seconds)
 
     def run(self, ready: Callable[[str], None] | None = None) -> None:
         """Runs until `stop` or, in the main thread, SIGINT or SIGTERM; a second one aborts.
@@ -130,9 +133,9 @@ class Server:
             self._server.run([self._listening])
         finally:
             sys.setswitchinterval(before)
-            self._engine.close(drain=False)
+            self.engine.close(drain=False)
             self._listening.close()
-        if (error := self._engine.error) is not None:
+        if (error := self.engine.error) is not None:
             raise EngineEnded(f"the engine has ended: {error}") from error
 
     def stop(self) -> None:
