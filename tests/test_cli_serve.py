@@ -114,9 +114,7 @@ def test_the_default_pool_holds_as_many_as_run_at_a_time(model):
         return events
 
     with mock.patch.object(Engine, "step", step):
-        report = serving.serve(
-            model, requests, Settings(max_sequences=8), emit=lambda result: None
-        )
+        report = serving.serve(model, requests, Settings(max_sequences=8), emit=lambda result: None)
     assert (report.statistics.pages, max(running)) == (8, 8)
     assert report.statistics.preemptions == 0
 

@@ -91,9 +91,7 @@ def samples(model):
         max_length=104,
         reproducible=True,
     )
-    request = Request(
-        model.tokenizer.encode("abc"), 6, sampling=Sampling(1.0, seed=5), logprobs=0
-    )
+    request = Request(model.tokenizer.encode("abc"), 6, sampling=Sampling(1.0, seed=5), logprobs=0)
     numbers = engine.add_samples(request, 4)
     found = engine.run()
     return [found[number] for number in numbers]
@@ -225,7 +223,7 @@ BAD = [
     ({"priority": 1.5}, "priority=1.5 must be an integer"),
     ({"timeout": 0}, "timeout=0.0 must be positive"),
     ({"timeout": "soon"}, "timeout is a str, must be a Python number"),
-    ({"repetition_penalty": 0}, "repetition=0.0 must be positive"),
+    ({"repetition_penalty": 0}, "repetition=0 must be within 1e-06..1e6"),
     ({"presence_penalty": "x"}, "presence is a str, must be a Python number"),
     ({"logit_bias": [1]}, "must be an object of numbers by token"),
     ({"logit_bias": {"a": 1}}, "'a' in logit_bias must be a token"),

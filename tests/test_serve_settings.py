@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import re
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -188,7 +189,7 @@ def test_int4_weights_four_bit_pages_and_speculation_in_one_command(tmp_path):
     last = result.stdout
     assert re.match(r"3 requests, 120 tokens, .* tokens/s; \d+ steps, the host worked \d", last)
     assert re.search(r"\d+ of \d+ guesses accepted \(\d+%\)", last)
-    assert all(len(x["tokens"]) == 40 for x in map(json.loads, open(out)))
+    assert all(len(x["tokens"]) == 40 for x in map(json.loads, Path(out).read_text().splitlines()))
 
 
 @pytest.mark.slow
@@ -202,5 +203,5 @@ def test_a_draft_that_is_the_model_guesses_right(tiny_folder, tmp_path):
     assert result.exit_code == 0, result.stderr
     numbers = json.loads(result.stdout)["statistics"]
     assert numbers["accepted_tokens"] > 0.9 * numbers["proposed_tokens"] > 20
-    [found] = map(json.loads, open(out))
+    [found] = map(json.loads, Path(out).read_text().splitlines())
     assert found["tokens"] == json.loads(plain.stdout.splitlines()[0])["tokens"]
