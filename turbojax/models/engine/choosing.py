@@ -105,7 +105,8 @@ class Extras:
         Args:
           row: which.
           request: whose next token it is.
-          allowed: what the state of its constraint allows now; None without a constraint.
+          allowed: what the state of its constraint allows now, see `ConstraintState.allowed`; None
+            without a constraint.
 
         Raises:
           TypeError: if `allowed` is no array of uint32.
@@ -128,9 +129,12 @@ class Extras:
         if self.masks is not None and allowed is not None:
             if (kind := getattr(allowed, "dtype", type(allowed).__name__)) != np.uint32:
                 raise TypeError(f"allowed is of {kind}, must be an array of uint32")
-            if allowed.shape != self.masks.shape[1:]:
-                raise ValueError(f"{allowed.shape=} must be {self.masks.shape[1:]}")
-            self.masks[row] = allowed
+            words = self.masks.shape[1]
+            if allowed.ndim != 1 or allowed.size > words:
+                raise ValueError(f"{allowed.shape=} must be ({words},), or less")
+            # A model's table may be padded with tokens that a tokenizer does not have.
+            self.masks[row, : allowed.size] = allowed
+            self.masks[row, allowed.size :] = 0
 
     def _check_holds(self, request: Request) -> None:
         """Raises unless all that a request wants has its place."""

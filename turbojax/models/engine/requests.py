@@ -116,9 +116,10 @@ class Result:
     Attributes:
       tokens: the new tokens; a stop token, or the one that completed a stop text, included.
       finish_reason: ``"length"``: there are `max_new_tokens`; ``"stop"``: a stop token or a stop
-        text, or `Engine.abort` with this reason; ``"aborted"``; ``"failed"``: the logits were NaN,
-        for which a cache is one reason that cannot hold a layer's keys or values (fp8 beyond its
-        range), or bias and constraint left no token; ``"timeout"``: its time was over.
+        text, a constraint at its end, or `Engine.abort` with this reason; ``"aborted"``;
+        ``"failed"``: the logits were NaN, for which a cache is one reason that cannot hold a
+        layer's keys or values (fp8 beyond its range), or bias and constraint left no token;
+        ``"timeout"``: its time was over.
       prompt_tokens: length of the prompt.
       reused_tokens: of the prompt, whose keys and values were in the pool already.
       preemptions: how often the request had to leave the pool for a while.
