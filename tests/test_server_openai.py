@@ -2,6 +2,7 @@
 
 import asyncio
 
+import openai
 import pytest
 from engine_helpers import shallow_model
 from server_helpers import NAME, TEMPLATE, real_engine, running, tokenizer_with_chats, until
@@ -207,6 +208,22 @@ def test_a_timeout_and_the_refusals_of_the_engine(served, client):
         error = http.post("/v1/completions", json=body).json()["error"]
         assert error["code"] == "context_length_exceeded"
         assert "301 tokens, which with 16 new ones must be at most 256" in error["message"]
+
+
+def test_a_pool_smaller_than_the_longest_request(model):
+    with running(real_engine(model, num_pages=8), tokenizer_with_chats()) as served:
+        with served.client() as client:
+            body = {"stop_token_ids": list(range(256))}
+            said = [{"role": "user", "content": "a"}]
+            found = client.chat.completions.create(model=NAME, messages=said, extra_body=body)
+            assert (found.choices[0].message.content, found.choices[0].finish_reason) == (
+                "",
+                "stop",
+            )
+            with pytest.raises(
+                openai.BadRequestError, match="need 9 pages, must be at most num_pages"
+            ):
+                client.completions.create(prompt="a", **{**GREEDY, "max_tokens": 130})
 
 
 def test_nothing_is_held_afterwards(served, client):
