@@ -4,7 +4,8 @@ import dataclasses
 from unittest import mock
 
 import pytest
-from engine_device import PAGE, VOCABULARY, FakeDevice, expected, make, next_token, step
+from engine_device import PAGE, FakeDevice, make, step
+from engine_texts import VOCABULARY, expected, next_token
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -48,7 +49,7 @@ class EngineMachine(RuleBasedStateMachine):
 
     @rule(request=requests)
     def add(self, request):
-        chunk, total = self.engine._chunk, request.total - 1
+        chunk, total = self.engine._step_tokens, request.total - 1
         for i, group in enumerate(self.engine._groups):
             pages = -(-total // PAGE)
             if group.window is not None:
@@ -133,7 +134,7 @@ class EngineMachine(RuleBasedStateMachine):
         slots = [s.slot for s in scheduler.running]
         assert len(set(slots)) == len(slots)
         assert sum(s.prefilling for s in scheduler.running) <= 1
-        assert set(self.engine._swapped) == {s.request_id for s in scheduler.swapped}
+        assert set(self.engine._book.swapped) == {s.request_id for s in scheduler.swapped}
         for sequence in scheduler.running:
             assert sequence.status is Status.RUNNING
             for group, handle in zip(self.engine._groups, sequence.handles, strict=True):
@@ -317,7 +318,7 @@ def test_private_copies_of_a_known_prefix_do_not_block_the_pool():
     prefixes.insert(tokens[:32], allocator.pages(handle))
     allocator.free(handle)
     number = made.add(Request(tokens[:33], 60))
-    sequence = made._sequences[number]
+    sequence = made._book.sequences[number]
     with mock.patch.object(prefixes, "lookup", return_value=((), 0)):
         while sequence.held < 48:
             step(made, device)
@@ -335,7 +336,7 @@ def test_aborting_at_every_moment():
         numbers = [made.add(Request([i] * 30, 30)) for i in range(3)]
         for _ in range(moment):
             step(made, device)
-        seen = {n: made._sequences[n].status for n in numbers if n in made._sequences}
+        seen = {n: made._book.sequences[n].status for n in numbers if n in made._book.sequences}
         for number in seen:
             made.abort(number)
         while not made.idle:
@@ -357,7 +358,7 @@ def _statuses_over_time() -> set[Status]:
     found = set()
     for _ in range(40):
         step(made, device)
-        found |= {made._sequences[n].status for n in numbers if n in made._sequences}
+        found |= {made._book.sequences[n].status for n in numbers if n in made._book.sequences}
     return found
 
 
@@ -368,7 +369,7 @@ def test_nobody_overtakes_who_had_to_leave():
     met = 0
     while not made.idle:
         step(made, device)
-        status = {n: sequence.status for n, sequence in made._sequences.items()}
+        status = {n: sequence.status for n, sequence in made._book.sequences.items()}
         if status.get(1) is Status.SWAPPED:
             met += 1
             assert status[2] is Status.WAITING
