@@ -18,7 +18,17 @@ import numpy as np
 from engine_texts import VOCABULARY, chosen_from, logits_of, next_token, penalized
 
 from turbojax import models
-from turbojax.models.engine import Draft, Engine, choosing, device, making, speculation, state, swap
+from turbojax.models.engine import (
+    Draft,
+    Engine,
+    NGram,
+    choosing,
+    device,
+    making,
+    speculation,
+    state,
+    swap,
+)
 from turbojax.models.engine.choosing import Chosen
 from turbojax.models.engine.state import State
 from turbojax.models.engine.step import unpack
@@ -423,13 +433,31 @@ def make(
     windows: tuple[int | None, ...] = (None,),
     window_pages: int | None = None,
     *,
-    guesses: models.engine.NGram | str | None = None,
+    guesses: int = 0,
+    drafts: bool = False,
     dense: bool = False,
     right: float = 0.7,
     **options,
 ) -> tuple[Engine, FakeDevice]:
-    """An engine and its device; `dense` prompts attend among themselves, as on a GPU."""
-    how = Draft(_model(windows)) if guesses == "draft" else guesses
+    """An engine and its device.
+
+    Args:
+      pages: of the pool.
+      slots: of the engine.
+      step_tokens: see `Engine`.
+      prefixes: whether they are kept.
+      results: whether those of results are, too.
+      windows: of the layers.
+      window_pages: see `Engine`.
+      guesses: tokens that are guessed at a time.
+      drafts: whether by a draft model.
+      dense: whether prompts attend among themselves, as on a GPU.
+      right: see `FakeDevice`.
+      options: of `Engine`.
+    """
+    how = None
+    if guesses:
+        how = Draft(_model(windows), guesses) if drafts else NGram(guesses)
     no_reason = None if dense else "not here"
     with mock.patch.object(making, "needs_gpu", return_value=no_reason):
         made = Engine(

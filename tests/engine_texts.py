@@ -77,3 +77,27 @@ def expected(request: Request) -> tuple[tuple[int, ...], str]:
         if token in request.stop_tokens:
             return tuple(tokens[prompt:]), "stop"
     return tuple(tokens[prompt:]), "length"
+
+
+class NoRepeats:
+    """A constraint: no token twice in a row, and none of those that a number follows from."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def begin(self) -> "_NoRepeats":
+        return _NoRepeats(self.number)
+
+
+class _NoRepeats:
+    def __init__(self, number: int) -> None:
+        self.number, self.last, self.count = number, VOCABULARY, 0
+
+    def allowed(self) -> np.ndarray:
+        mask = (1 << VOCABULARY) - 1
+        mask &= ~(1 << self.last) & ~((self.number >> self.count % 7) & 0b10101)
+        return np.array([mask], np.uint32)
+
+    def accept(self, token: int) -> None:
+        assert self.allowed()[0] >> np.uint32(token) & 1, "a token that is not allowed"
+        self.last, self.count = token, self.count + 1
