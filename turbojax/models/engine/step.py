@@ -244,8 +244,9 @@ def _attend(
         else:
             assert parts is not None
             out = parts.attend(query[0], cache, group, attend_pages, given)
-        first = jnp.where(decodes[:, None, None], decoded, out[:rows].astype(decoded.dtype))
-        return jnp.concatenate([first, out[rows:].astype(decoded.dtype)])[None], cache
+        first = jnp.where(decodes[:, None, None], decoded, out[:rows])
+        # In place: a new array would be all of it once more.
+        return jax.lax.dynamic_update_slice(out, first, (0, 0, 0))[None], cache
 
     return attend
 
