@@ -54,7 +54,7 @@ async def ask(http: httpx.AsyncClient, i: int, leave: bool) -> list[int] | None:
         async with http.stream("POST", "/v1/completions", json=body) as answer:
             if answer.status_code == 429:
                 await answer.aread()
-                await asyncio.sleep(0.02)
+                await asyncio.sleep(0.25)
                 continue
             assert answer.status_code == 200
             return await read(answer, i % NEW if leave else None)
@@ -81,7 +81,8 @@ def byte_of(name: str) -> int:
 
 
 async def one_round(url: str, number: int) -> dict[int, list[int] | None]:
-    limits = httpx.Limits(max_connections=CLIENTS)
+    # Connections that nobody uses for a while are closed, maybe just as somebody wants to.
+    limits = httpx.Limits(max_connections=CLIENTS, max_keepalive_connections=0)
     async with httpx.AsyncClient(base_url=url, timeout=120, limits=limits) as http:
         clients = range(CLIENTS)
         # Others leave in each round; one in eight of these before there is an answer.
