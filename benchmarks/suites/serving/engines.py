@@ -34,6 +34,8 @@ COUNTED = (
     "accepted_tokens",
     "host_seconds",
     "wait_seconds",
+    "idle_seconds",
+    "late_steps",
     "first_step_seconds",
 )
 """Figures of `EngineStatistics` that only grow: a row has by how much."""
@@ -219,6 +221,7 @@ def rates(counts: Row, seconds: float) -> Row:
         "tokens_per_second": (new + prompts) / seconds,
         "tokens_per_step": new / steps,
         "host_ms": None if host is None else 1e3 * host / steps,
+        "idle_ms": 1e3 * counts["idle_seconds"] / steps,
         "acceptance": counts["accepted_tokens"] / proposed if proposed else None,
     }
 

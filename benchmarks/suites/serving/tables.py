@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 STOPPED = "stopped"
 """Status of a row that the clock ended."""
-LESS = ("over_by_hand", "host_ms")
+LESS = ("over_by_hand", "idle_ms")
 """Figures of which less is better: what was asked is the most that they may be."""
 PLOT = ("serving.png", "Requests through the engine: new tokens per second")
 
@@ -31,7 +31,7 @@ _FIGURES = {
     "times_bf16": "{:.2f}x bf16 pages",
     "times_engine": "{:.2f}x without HTTP",
     "times_without": "{:.2f}x without speculation",
-    "host_ms": "{:.2f} ms on the host per step",
+    "idle_ms": "{:.2f} ms between steps",
 }
 
 
@@ -71,7 +71,7 @@ def serving_table(result: Result) -> str:
     lines = [_line(row) for row in result["rows"]]
     header = ["requests", "weights", "pages", "by", "new tokens per second", "with prompts"]
     header += ["compared, and what was asked", "first token", "ms per token", "tokens per step"]
-    header += ["steps", "host ms per step", "GiB of pages, of all", "seconds"]
+    header += ["steps", "ms between them", "host ms per step", "GiB of pages, of all", "seconds"]
     return tables.table(header, lines)
 
 
@@ -79,7 +79,7 @@ def _line(row: Row) -> list[str]:
     by = _RUNS[row["runs"]] + (", n-grams" if row["speculates"] else "")
     name = [workload(row), _WEIGHTS[row["weights"]], DTYPE_NAMES[row["kv_dtype"]], by]
     if row["status"] not in ("ok", STOPPED):
-        return [*name, tables.failure_cell(row), *[""] * 9]
+        return [*name, tables.failure_cell(row), *[""] * 10]
     done = f" ({row['finished']} of {row['requests']})" if row["status"] == STOPPED else ""
     first = row.get("first_token_seconds")
     return [
@@ -91,6 +91,7 @@ def _line(row: Row) -> list[str]:
         tables.number(row.get("token_ms")),
         tables.number(row.get("tokens_per_step")),
         f"{row['steps']:,}",
+        "-" if row.get("idle_ms") is None else f"{row['idle_ms']:.3f}",
         tables.number(row.get("host_ms"), 2),
         f"{_gibibytes(row['pool_bytes'])}, {_gibibytes(row.get('memory_bytes'))}",
         f"{row['seconds']:.1f}{done}",
@@ -172,7 +173,7 @@ def one_line(row: Row) -> str:
     if row.get("first_step_seconds"):
         parts.append(f"{row['first_step_seconds']:.1f} s in steps that compiled")
     if row.get("host_ms") is not None:
-        parts.append(f"host {row['host_ms']:.2f} ms/step")
+        parts.append(f"host {row['host_ms']:.2f} ms/step, idle {row['idle_ms']:.3f}")
     if row.get("token_ms") is not None:
         parts.append(f"{row['token_ms']:.2f} ms/token")
     if row.get("first_token_seconds") is not None:
