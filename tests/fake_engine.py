@@ -31,6 +31,7 @@ class FakeEngine:
     ) -> None:
         self.tokenizer, self.max_sequences, self.max_length = tokenizer, max_sequences, max_length
         self.delay, self.texts = delay, texts
+        self.vocab_size = 256 if tokenizer is None else tokenizer.vocab_size
         self.gate = threading.Event()
         self.gate.set()
         self.seen: list[Request] = []
@@ -53,8 +54,8 @@ class FakeEngine:
         self._check()
         if request.total > self.max_length:
             raise ValueError(f"{request.total} tokens must be at most {self.max_length}")
-        if max(request.tokens) > 255:
-            raise ValueError(f"token={max(request.tokens)} of a request must be within 0..255")
+        if max(request.tokens) >= self.vocab_size:
+            raise ValueError(f"token={max(request.tokens)} must be within 0..{self.vocab_size - 1}")
         tokens, strings = check_stops(request.stop_tokens, request.stop_strings, self.tokenizer)
         stream = TextStream(self.tokenizer.stream(request.tokens), strings) if strings else None
         number = len(self.seen)

@@ -3,11 +3,16 @@
 import asyncio
 import contextlib
 import gc
+import os
+import subprocess
+import sys
 import threading
 import time
 
 import pytest
+from engine_helpers import shallow_model
 from fake_engine import FakeEngine, answer
+from server_helpers import real_engine
 
 from turbojax.models.engine import Finished, NewToken, Request, Sampling
 from turbojax.models.engine.asynchronous import (
@@ -359,3 +364,45 @@ def test_a_loop_that_is_gone_disturbs_nobody():
         assert told(engine.submit(prompt("two")))[1] == ["length"]
         waiting._log_destroy_pending = False
         ticket.wait_results()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("left", ["requests that run", "an exception"])
+def test_a_program_that_does_not_close_it_ends(left):
+    code = (
+        "from fake_engine import FakeEngine\n"
+        "from turbojax.models import AsyncEngine, Request\n"
+        "engine = AsyncEngine(FakeEngine(delay=0.01))\n"
+        "ticket = engine.submit(Request([97], 4000))\n"
+        "ticket.wait_accepted()\n"
+        "print('begun', flush=True)\n"
+    )
+    code += "" if left.startswith("requests") else "raise KeyError('what the user did')\n"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=30
+    )
+    assert done.stdout == "begun\n"
+    if left == "an exception":
+        assert "what the user did" in done.stderr
+    else:
+        assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_real_engine_in_its_thread():
+    model = shallow_model()
+    requests = [Request([0, *b"def main("], 6), Request([0, *b"import "], 6)]
+    alone = real_engine(model)
+    numbers = [alone.add(request) for request in requests]
+    results = alone.run()
+
+    async def both():
+        async with AsyncEngine(real_engine(model)) as engine:
+            found = await asyncio.gather(*(collect(engine, request) for request in requests))
+            samples = await engine.submit(requests[0], samples=2).results()
+        return found, samples
+
+    found, samples = asyncio.run(both())
+    for number, events in zip(numbers, found, strict=True):
+        assert told(events) == (list(results[number].tokens), ["length"])
+    assert [result.tokens for result in samples] == [results[numbers[0]].tokens] * 2

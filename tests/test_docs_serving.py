@@ -48,7 +48,7 @@ def test_examples():
 def test_commands_have_the_options_that_the_page_names():
     known = {x for one in get_command(app).commands["serve"].params for x in one.opts}
     text = PAGE.read_text(encoding="utf-8")
-    assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", text)) - {"--resume"} <= known
+    assert set(re.findall(r"(?<![\w'-])--[a-z][a-z-]+", text)) - {"--resume"} <= known
     for line in re.findall(r"^turbojax serve (.*)$", text, flags=re.MULTILINE):
         words = shlex.split(line, comments=True)
         assert {x for x in words if x.startswith("--")} <= known

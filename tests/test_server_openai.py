@@ -2,6 +2,7 @@
 
 import asyncio
 
+import openai
 import pytest
 from engine_helpers import shallow_model
 from server_helpers import NAME, TEMPLATE, real_engine, running, tokenizer_with_chats, until
@@ -188,13 +189,20 @@ def test_many_at_a_time(served, alone):
         assert text == text_of(result)
 
 
-def test_prompts_seen_before_are_not_run_again(client):
+def figures(served) -> dict[str, float]:
+    with served.http() as http:
+        lines = [x for x in http.get("/metrics").text.splitlines() if not x.startswith("#")]
+    return {name: float(value) for name, value in (x.rsplit(" ", 1) for x in lines)}
+
+
+def test_prompts_seen_before_are_not_run_again(served, client):
     prompt = "".join(f"name_{i} = {i}\n" for i in range(10))
     first = client.completions.create(prompt=prompt, **GREEDY)
     again = client.completions.create(prompt=prompt, **GREEDY)
     assert first.usage.prompt_tokens_details.cached_tokens == 0
     assert again.usage.prompt_tokens_details.cached_tokens >= 64
     assert again.choices[0].text == first.choices[0].text
+    assert 0 < figures(served)["turbojax_prefix_hit_ratio"] < 1
 
 
 def test_a_timeout_and_the_refusals_of_the_engine(served, client):
@@ -209,6 +217,19 @@ def test_a_timeout_and_the_refusals_of_the_engine(served, client):
         assert "301 tokens, which with 16 new ones must be at most 256" in error["message"]
 
 
+def test_a_pool_smaller_than_the_longest_request(model):
+    smaller = real_engine(model, num_pages=8)
+    with running(smaller, tokenizer_with_chats()) as served, served.client() as client:
+        body = {"stop_token_ids": list(range(256))}
+        said = [{"role": "user", "content": "a"}]
+        [choice] = client.chat.completions.create(
+            model=NAME, messages=said, extra_body=body
+        ).choices
+        assert (choice.message.content, choice.finish_reason) == ("", "stop")
+        with pytest.raises(openai.BadRequestError, match="need 9 pages, must be at most num_pages"):
+            client.completions.create(prompt="a", **{**GREEDY, "max_tokens": 130})
+
+
 def test_nothing_is_held_afterwards(served, client):
     messages, _ = conversation("read a file")
     stream = client.chat.completions.create(
@@ -217,18 +238,12 @@ def test_nothing_is_held_afterwards(served, client):
     next(iter(stream))
     stream.close()
 
-    def figures() -> dict[str, float]:
-        with served.http() as http:
-            lines = [x for x in http.get("/metrics").text.splitlines() if not x.startswith("#")]
-        return {name: float(value) for name, value in (x.rsplit(" ", 1) for x in lines)}
-
-    until(lambda: figures()["turbojax_requests_running"] == 0)
-    found = figures()
+    until(lambda: figures(served)["turbojax_requests_running"] == 0)
+    found = figures(served)
     assert found["turbojax_requests_waiting"] == 0
     assert found["turbojax_held_tokens"] == 0
     assert found["turbojax_free_pages"] + found["turbojax_cached_pages"] == 64
     assert found["turbojax_page_occupancy"] == 0
     assert found['turbojax_requests_total{outcome="aborted"}'] == 4
-    assert found["turbojax_prefix_hit_ratio"] > 0
     assert found["turbojax_engine_steps_total"] > 0
     assert found["turbojax_engine_wait_seconds_total"] > 0

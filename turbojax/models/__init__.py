@@ -30,6 +30,7 @@ from turbojax.models.config import TransformerConfig as TransformerConfig
 from turbojax.models.decoder import Decoder as Decoder
 from turbojax.models.decoder import random_decoder as random_decoder
 from turbojax.models.decoder import unstack as unstack
+from turbojax.models.engine import AsyncEngine as AsyncEngine
 from turbojax.models.engine import Engine as Engine
 from turbojax.models.engine import EngineStatistics as EngineStatistics
 from turbojax.models.engine import Event as Event

@@ -111,13 +111,19 @@ class Answer:
         Raises:
           ApiError: if one could not be generated.
         """
-        job, choices, results = self._job, list[dict[str, Any]](), list[tuple[Result, ...]]()
+        results = list[tuple[Result, ...]]()
         try:
             with self._service.engine_errors():
                 for ticket in self._tickets:
                     results.append(await ticket.results())
         finally:
             self.cancel()
+        loop = asyncio.get_running_loop()
+        # Many tokens are a lot of text to decode.
+        return await loop.run_in_executor(self._service.pool, self._written, results)
+
+    def _written(self, results: Sequence[tuple[Result, ...]]) -> dict[str, Any]:
+        job, choices = self._job, list[dict[str, Any]]()
         for prompt, (request, of_prompt) in enumerate(zip(job.requests, results, strict=True)):
             chosen = list(of_prompt)
             for result in chosen:

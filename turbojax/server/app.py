@@ -138,7 +138,8 @@ def _with_key(endpoint: Endpoint, keys: Collection[bytes]) -> Endpoint:
 
     async def checked(request: Request) -> Response:
         kind, _, key = request.headers.get("authorization", "").partition(" ")
-        given = key.strip().encode() if kind.lower() == "bearer" else b""
+        # Starlette reads headers as Latin-1, whatever was sent.
+        given = key.strip().encode("latin-1") if kind.lower() == "bearer" else b""
         # All are compared, each in a time that does not tell how much of it fits.
         fitting = [key for key in keys if hmac.compare_digest(given, key)]
         if keys and not fitting:

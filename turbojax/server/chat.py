@@ -89,6 +89,8 @@ def read_chat(service: Service, body: bytes) -> Job:
     n = fields.integer("n", 1, service.most_choices) or 1
     asked = _max_tokens(fields)
     fields.refuse_others()
+    if logprobs is not None:
+        service.token_texts.prepare()
     count = service.new_tokens(tokens, asked, "messages")
     request = options.request(tokens, count, logprobs)
     form = ChatForm(service.token_texts, logprobs is not None)

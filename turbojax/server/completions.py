@@ -86,6 +86,8 @@ def read_completion(service: Service, body: bytes) -> Job:
     if samples > n and options.stream:
         raise fields.error("best_of", f"{n}, as n is, with stream=true")
     fields.refuse_others()
+    if logprobs is not None:
+        service.token_texts.prepare()
     # Those of several are chosen by what the model thinks of them.
     needed = 0 if logprobs is None and samples > n else logprobs
     count = _NEW_TOKENS if asked is None else asked

@@ -196,8 +196,9 @@ def _constraint(fields: Fields, tokenizer: Tokenizer) -> Constraint | None:
     with blamed_on(name):
         if kind == "json_object":
             return grammar.json_object(tokenizer)
-        make = {"json_schema": grammar.json_schema, "regex": grammar.regex, "lark": grammar.lark}
-        return make[kind](tokenizer, value)
+        if kind == "json_schema":
+            return grammar.json_schema(tokenizer, value)
+        return (grammar.regex if kind == "regex" else grammar.lark)(tokenizer, value)
 
 
 def _guide(fields: Fields, name: str, value: Any) -> Any:

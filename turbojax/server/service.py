@@ -20,6 +20,9 @@ from turbojax.server.fields import Fields
 from turbojax.server.metrics import Metrics
 from turbojax.server.texts import TokenTexts
 
+_THREADS = 8
+"""That read requests: a grammar that takes two seconds must not keep others waiting."""
+
 SHUTTING_DOWN = "the server is shutting down"
 
 
@@ -76,7 +79,7 @@ class Service:
         self.engine, self.tokenizer, self.name, self.limits = engine, tokenizer, name, limits
         self.token_texts = TokenTexts(tokenizer)
         self.metrics = Metrics(engine)
-        self.pool = concurrent.futures.ThreadPoolExecutor(2, "turbojax-server")
+        self.pool = concurrent.futures.ThreadPoolExecutor(_THREADS, "turbojax-server")
         # Those of one request wait together.
         self.most_choices = min(limits.choices, engine.max_waiting)
         # What a request that names no limit may come to, prompt included.

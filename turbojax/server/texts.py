@@ -2,13 +2,15 @@
 
 import collections
 import dataclasses
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
 
 from turbojax.models.engine.requests import Result, TokenLogprobs
 from turbojax.models.generation.stopping import TextStream
-from turbojax.models.text.tokenizer import ByteTokenizer, Tokenizer
+from turbojax.models.text.token_bytes import TokenBytes
+from turbojax.models.text.tokenizer import Tokenizer
 from turbojax.server.options import Options
 
 _UNLIKELY = -9999.0
@@ -112,10 +114,24 @@ class TokenTexts:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
 
+    def prepare(self) -> None:
+        """Does now what takes a second for a large vocabulary."""
+        _ = self._known
+
+    @functools.cached_property
+    def _known(self) -> TokenBytes | None:
+        """The bytes of all tokens; None where they have none of their own."""
+        try:
+            return self._tokenizer.token_bytes  # type: ignore[attr-defined]
+        except (AttributeError, NotImplementedError):
+            return None
+
     def bytes(self, token: int) -> bytes | None:
-        """What a token adds to a text; None of special ones, or where that is not known."""
-        if isinstance(self._tokenizer, ByteTokenizer):
-            return bytes([token])
+        """What a token adds to a text, or a special token's name; None where that is not known."""
+        if self._known is not None and token in self._known.special:
+            return self._known.special[token].encode()
+        if self._known is not None and token < len(self._known.texts):
+            return self._known.texts[token]
         text = self._tokenizer.decode([token])
         return None if "\N{REPLACEMENT CHARACTER}" in text else text.encode()
 
