@@ -59,8 +59,10 @@ class Tokens:
         count = jnp.cumsum((~good).astype(jnp.int32), dtype=jnp.int32)
         is_first = jnp.concatenate([jnp.ones(1, bool), segments[1:] != segments[:-1]])
         before = jax.lax.cummax(jnp.where(is_first, count - (~good).astype(jnp.int32), 0))
-        clean = (jnp.where(x, y, jnp.zeros_like(y)) for x, y in zip(finite, arrays, strict=True))
-        return Tokens(*clean, lost=count > before, segments=segments)
+        query, key, value = (
+            jnp.where(x, y, jnp.zeros_like(y)) for x, y in zip(finite, arrays, strict=True)
+        )
+        return Tokens(query, key, value, count > before, segments)
 
     def spoiled(self, out: jax.Array) -> jax.Array:
         """Results ``[N, heads, H]``, NaN where they are lost."""
