@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from turbojax.models import AllowedTokens, Constraint
-from turbojax.models.generation.constraints import pack
+from turbojax.models.generation.constraints import is_over, pack
 
 
 def tokens_of(mask: np.ndarray) -> list[int]:
@@ -123,3 +123,19 @@ def test_what_a_callback_must_not_return(returned, error, message):
 def test_a_constraint_refuses(callback, size, error, message):
     with pytest.raises(error, match=message):
         AllowedTokens(callback, size)
+
+
+@pytest.mark.parametrize("complete", [True, False, None])
+@pytest.mark.parametrize("words", [[0, 0], [0, 4], []])
+def test_a_text_is_over_where_it_is_complete_and_nothing_may_follow(complete, words):
+    class State:
+        def allowed(self):
+            return np.array(words, np.uint32)
+
+        def accept(self, token):
+            raise AssertionError
+
+    if complete is not None:
+        State.is_complete = complete
+    assert is_over(State()) == (complete is True and not any(words))
+    assert not is_over(None)

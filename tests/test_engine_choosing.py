@@ -394,6 +394,14 @@ def test_extras_refuse(wanted, request_, allowed, error, message):
         no_extras(1, V, wanted).set(0, request_, allowed)
 
 
+def test_tokens_that_a_tokenizer_does_not_have_are_not_allowed():
+    """Those of a padded table; the row may have been another one's before."""
+    extras = no_extras(1, V, Wanted(mask=True))
+    for allowed in ([7, 5, 3], [2**32 - 1, 9], [1], []):
+        extras.set(0, MASK, np.array(allowed, np.uint32))
+        assert extras.masks[0].tolist() == allowed + [0] * (3 - len(allowed))
+
+
 def test_choose_refuses_extras_for_another_program():
     given = (np.zeros(1, np.int32),) * 3
     logits, history = jnp.zeros((1, V)), jnp.zeros((1, 4), jnp.int32)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import typer
 
-from turbojax import _interrupt
+from turbojax import _checks, _interrupt
 from turbojax.app import terminal
 from turbojax.app.serve import settings as making
 from turbojax.app.serve.run import ServingReport, report_of
@@ -124,6 +124,7 @@ def serve_http(
     """
     from turbojax.server import listen, serve
 
+    _checks.check_sizes(max_waiting=max_waiting)
     with contextlib.closing(listen(address.host, address.port)) as listening:
         found, draft = find()
         pool = plan_server(found, draft, settings)
@@ -151,9 +152,11 @@ def serve_http(
 
 def compile_ahead(engine: Engine) -> None:
     """Compiles the engine's programs, with a bar that counts them."""
-    with terminal.progress_bar(transient=True) as bar:
-        shown = bar.console.is_terminal
-        if not shown:
-            typer.echo("compiling", err=True)
-        task = bar.add_task("compiling", total=None, visible=shown)
+    bar = terminal.progress_bar(transient=True)
+    if not bar.console.is_terminal:
+        typer.echo("compiling", err=True)
+        engine.compile()
+        return
+    task = bar.add_task("compiling", total=None)
+    with bar:
         engine.compile(lambda done, total: bar.update(task, completed=done, total=total))
