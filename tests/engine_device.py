@@ -172,7 +172,8 @@ class FakeDevice:
         count = len(after.lengths)
         where = [None] * program.tokens
         for i, (slot, position) in enumerate(zip(work.slots, work.positions, strict=True)):
-            if slot < count:
+            # Right guesses may have ended it, of which the host does not know yet.
+            if slot < count and (position >= 0 or after.left[slot] > 0):
                 place = after.lengths[slot] if position < 0 else position
                 assert position >= 0 or i < program.rows
                 where[i] = slot, place, max(after.history[slot, place], 0)
@@ -190,7 +191,7 @@ class FakeDevice:
         found = np.full(len(work.outputs) + 1, _NOBODYS)
         found[-1] = 0
         for row, (i, owner) in enumerate(zip(work.outputs, work.owners, strict=True)):
-            if owner == count:
+            if owner == count or not after.left[owner]:
                 continue
             assert where[i][0] == owner
             assert where[i][1] + 1 == after.lengths[owner], "not the last token of its slot"

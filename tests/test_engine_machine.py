@@ -195,3 +195,18 @@ def test_a_crowd(mode, count, record_property):
         f"engine, {mode}: {found['finished']:,} requests with their own texts, {found['swaps']} "
         f"swaps, {found['recomputations']} recomputations, {crowd.late} too late",
     )
+
+
+@pytest.mark.parametrize("mode", ["ngram", "draft"])
+def test_guesses_at_the_end_of_the_longest_texts(mode):
+    """They need no page after the last one: wrong ones on their way do not count as tokens."""
+    for late in range(0, 40, 5):
+        options = {"pages": 9, "step_tokens": 40, "prefixes": False, "max_length": 64}
+        watched = Watched(mode, 3, guesses=15, right=0.0, **options)
+        watched.add(Request([1] * 10, 54))
+        for _ in range(late):
+            watched.step()
+        watched.add(Request([2] * 10, 54))
+        watched.add(Request([3] * 20, 44))
+        watched.finish()
+        assert watched.engine.statistics().preemptions > 0
