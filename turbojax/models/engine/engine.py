@@ -128,6 +128,7 @@ class Engine:
         implementation: str | None = None,
         tokenizer: Tokenizer | None = None,
     ) -> None:
+        making.check_model(model)
         made = making.make(
             model,
             making.Settings(
