@@ -20,6 +20,7 @@ OPTIONS = {
     "max_length": LENGTH,
     "max_sequences": SLOTS,
     "step_tokens": 5,
+    "reproducible": True,
     "tokenizer": TOKENIZER,
 }
 SAMPLINGS = (

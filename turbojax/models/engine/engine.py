@@ -129,6 +129,7 @@ class Engine:
         implementation: str | None = None,
         tokenizer: Tokenizer | None = None,
     ) -> None:
+        making.check_model(model)
         usual = making.usual_sizes(reproducible=reproducible)
         made = making.make(
             model,
