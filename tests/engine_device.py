@@ -2,23 +2,38 @@
 
 The device stores tokens in pages and predicts from all the tokens that it reads back through the
 tables it is given. A wrong page, a page overwritten too soon, a token fed twice or a wrong prefix
-changes what a request gets.
+changes what a request gets. What was donated is spoilt, so that nobody uses it again.
 """
 
 import contextlib
 import dataclasses
 import functools
+import random
 from collections.abc import Iterator
 from unittest import mock
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+from engine_texts import VOCABULARY, chosen_from, logits_of, next_token, penalized
 
 from turbojax import models
-from turbojax.models.engine import Engine, Request, engine
+from turbojax.models.engine import (
+    Draft,
+    Engine,
+    NGram,
+    choosing,
+    device,
+    making,
+    speculation,
+    state,
+    swap,
+)
+from turbojax.models.engine.choosing import Chosen
+from turbojax.models.engine.state import State
+from turbojax.models.engine.step import unpack
 from turbojax.models.generation.sampling import NOTHING
 
-VOCABULARY = 5
 PAGE = 16
 CONFIG = models.TransformerConfig(
     vocab_size=VOCABULARY,
@@ -30,45 +45,53 @@ CONFIG = models.TransformerConfig(
     head_dim=16,
     max_length=256,
 )
+# What stands where nobody may look.
+_SPOILT, _UNWRITTEN, _NOBODYS = -77, -99, -7
 
 
-def next_token(tokens: list[int]) -> int:
-    """Depends on every token and its place; after a 4 at the beginning, sometimes there is none."""
-    total = sum((3 * i + 1) * (token + 1) for i, token in enumerate(tokens))
-    if tokens[-1] == NOTHING or (tokens[0] == 4 and total % 31 == 0):
-        return NOTHING
-    return total % 7 % VOCABULARY
+class _Array(np.ndarray):
+    """An array as a step gives it to the host."""
+
+    def copy_to_host_async(self) -> None:
+        pass
+
+    def is_ready(self) -> bool:
+        return True
 
 
-def expected(request: Request) -> tuple[tuple[int, ...], str]:
-    tokens = list(request.tokens)
-    for _ in range(request.max_new_tokens):
-        token = next_token(tokens)
-        if token == NOTHING:
-            return tuple(tokens[len(request.tokens) :]), "failed"
-        tokens.append(token)
-        if tokens[-1] in request.stop_tokens:
-            return tuple(tokens[len(request.tokens) :]), "stop"
-    return tuple(tokens[len(request.tokens) :]), "length"
+def _found(values: object) -> np.ndarray:
+    return np.asarray(values, np.int32).view(_Array)
 
 
 class FakeDevice:
-    """What `run_step`, `choose` and `swap` do, for tokens instead of keys and values.
+    """What the functions below `Device` do, for tokens instead of keys and values.
 
-    Each group of layers has pages of its own. A slot of a page holds the number of a text: the
-    token that was written, after all those that came before it as its group saw them then, which is
-    what a real layer's keys and values depend on.
+    Each group of layers has pages of its own, and so has a draft model. A slot of a page holds the
+    number of a text: the token that was written, after all those that came before it as its group
+    saw them then, which is what a real layer's keys and values depend on.
+
+    Args:
+      made: the engine.
+      right: how often a guess is what the greedy text goes on with, 0..1.
+
+    Attributes:
+      programs: that ran.
+      wanted: that were chosen by.
+      behind: how often the draft model did not find the text that it was to continue.
     """
 
-    def __init__(self, made: Engine) -> None:
+    def __init__(self, made: Engine, right: float = 0.7) -> None:
         self.made = made
-        self.layers = [group.layers for group in made._groups]
         sizes = [group.allocator.num_pages for group in made._groups]
-        self.pages = [np.full((count, PAGE), -99) for count in sizes]
+        self.pages = [np.full((count, PAGE), _UNWRITTEN) for count in sizes]
+        self.draft_pages = [pages.copy() for pages in self.pages]
         self.texts: list[tuple[int, ...]] = []
         self.numbers: dict[tuple[int, ...], int] = {}
-        self.programs: set[tuple] = set()
-        self.kinds: set[str] = set()
+        self.programs: set = set()
+        self.wanted: set = set()
+        self.behind = 0
+        self._right, self._rng = right, random.Random(0)
+        made._device._state = jax.tree.map(np.array, made._device._state)
 
     def number(self, text: tuple[int, ...]) -> int:
         """Of a text."""
@@ -77,86 +100,325 @@ class FakeDevice:
             self.texts.append(text)
         return self.numbers[text]
 
-    def run_step(self, decoder, caches, last_tokens, work, *, implementation, windows):
-        slots = len(work.tokens)
-        self.programs.add(tuple(np.shape(x) for x in (work.tables, work.tokens, work.piece)))
-        chosen = np.full(slots + 1, -7)
-        fed = np.where(work.tokens >= 0, work.tokens, np.asarray(last_tokens))
+    # Slots ----------------------------------------------------------------------------------------
+
+    def enter(self, given, numbers, tokens, tables):
+        after = _donated(given)
+        slot, length, prompt, left = numbers
+        assert 0 <= slot < len(after.lengths)
+        after.tables[:, slot], after.history[slot] = tables, tokens
+        after.lengths[slot], after.prompts[slot], after.left[slot] = length, prompt, left
+        return after
+
+    def change(self, given, changes):
+        return _changed(_donated(given), changes)
+
+    # Tokens in pages ------------------------------------------------------------------------------
+
+    def write(self, pages, tables, where):
+        """Writes tokens (slot, position, token) that follow those before them in their slots."""
         written = []
-        for row in range(slots + 1):
-            new = [fed[row]] if row < slots else list(work.piece)
-            new = new[: work.counts[row]]
-            if not new:
-                assert work.lengths[row] == 0
-                assert np.all(work.tables[:, row] == -1)
-                continue
-            for group, table in enumerate(work.tables[:, row]):
-                text = self.before(group, table, work.lengths[row])
-                for position, token in enumerate(new, start=work.lengths[row]):
-                    page, at = table[position // PAGE], position % PAGE
-                    assert page >= 0
-                    written.append((group, page, at))
-                    text = (*text, int(token))
-                    self.pages[group][page, at] = self.number(text)
-        assert len(set(written)) == len(written)
-        for row in range(slots + 1):
-            if work.counts[row]:
-                length = work.lengths[row] + work.counts[row]
-                held = {
-                    self.read_back(group, window, work.tables[group, row], work, row)
-                    for group, window in enumerate(windows)
-                }
-                assert len(held) == 1, "groups of layers hold other tokens"
-                (text,) = held
-                assert len(text) == length
-                # The token after the last may be none, until the host knows.
-                assert min(text[:-1], default=0) >= 0, "a token that nobody wrote"
-                assert text[-1] >= NOTHING
-                chosen[row] = next_token(list(text))
-        return caches, chosen, np.int32(0)
+        for slot, position, token in where:
+            for group, table in enumerate(tables[:, slot]):
+                page, at = table[position // PAGE], position % PAGE
+                assert page >= 0
+                written.append((group, page, at))
+                before = self.before(pages[group], table, position)
+                pages[group][page, at] = self.number((*before, int(token)))
+        assert len(set(written)) == len(written), "two tokens at one place"
 
-    def before(self, group, table, length):
+    def before(self, pages, table, position):
         """The text up to a position, which is that of the token before it."""
-        if not length:
+        if not position:
             return ()
-        page = table[(length - 1) // PAGE]
+        page = table[(position - 1) // PAGE]
         assert page >= 0
-        return self.texts[self.pages[group][page, (length - 1) % PAGE]]
+        number = pages[page, (position - 1) % PAGE]
+        return self.texts[number] if number >= 0 else (_UNWRITTEN,)
 
-    def read_back(self, group, window, table, work, row):
-        """The row's text, from what its tokens see in the pages of a group."""
-        length = work.lengths[row] + work.counts[row]
-        first = 0 if window is None else max(work.lengths[row] - window + 1, 0)
-        assert np.all(table[: first // PAGE] == -1), "a page that no token sees is held"
-        text = self.before(group, table, length)
-        for position in range(first, length):
-            assert self.before(group, table, position + 1) == text[: position + 1]
+    def read(self, tables, slot, windows, first, end):
+        """The text of a slot, from what its tokens from `first` on see in the pages of all groups."""
+        held = set()
+        for pages, table, window in zip(self.pages, tables[:, slot], windows, strict=True):
+            text = self.before(pages, table, end)
+            assert len(text) == end
+            for position in range(0 if window is None else max(first - window + 1, 0), end):
+                assert self.before(pages, table, position + 1) == text[: position + 1]
+            held.add(text)
+        assert len(held) == 1, "groups of layers hold other tokens"
+        (text,) = held
+        # The token after the last may be none, until the host knows: it is fed as 0.
+        assert min(text, default=0) >= 0, "a token that nobody wrote"
         return text
 
-    def choose(self, chosen, last_tokens, counts, piece_slot, rows, *, kind):
-        self.kinds.add(kind)
-        last = np.where(counts[:-1] > 0, chosen[:-1], np.asarray(last_tokens))
-        if piece_slot < len(last):
-            last[piece_slot] = chosen[-1]
-        return chosen, last
+    def run_step(
+        self,
+        decoder,
+        caches,
+        given,
+        packed,
+        *,
+        program,
+        windows,
+        implementation,
+        prompts=None,
+        is_draft=False,
+    ):
+        del decoder, implementation
+        assert packed.dtype == np.int32
+        work = unpack(packed, program)
+        after = _changed(jax.tree.map(np.array, given), work.changes)
+        count = len(after.lengths)
+        where = [None] * program.tokens
+        for i, (slot, position) in enumerate(zip(work.slots, work.positions, strict=True)):
+            if slot < count:
+                place = after.lengths[slot] if position < 0 else position
+                assert position >= 0 or i < program.rows
+                where[i] = slot, place, max(after.history[slot, place], 0)
+        pages = self.draft_pages if is_draft else self.pages
+        self.write(pages, after.tables, [token for token in where if token is not None])
+        if is_draft:
+            return caches, given, None, None
+        self.programs.add(program)
+        assert program.is_dense == (prompts is not None)
+        seen = self._seen(work, program, after.tables, where, windows)
+        for token in where:
+            if token is not None:
+                after.lengths[token[0]] += 1
+        logits = np.full((len(work.outputs), VOCABULARY), np.nan)
+        found = np.full(len(work.outputs) + 1, _NOBODYS)
+        found[-1] = 0
+        for row, (i, owner) in enumerate(zip(work.outputs, work.owners, strict=True)):
+            if owner == count:
+                continue
+            assert where[i][0] == owner
+            assert where[i][1] + 1 == after.lengths[owner], "not the last token of its slot"
+            logits[row] = logits_of(seen[i])
+            found[row] = chosen_from(logits[row])
+            after.history[owner, after.lengths[owner]] = found[row]
+            after.left[owner] -= 1
+        return caches, after, logits, _found(found)
+
+    def _seen(self, work, program, tables, where, windows):
+        """The text that each token of a step sees, as rows and parts are cut."""
+        seen = {}
+        for i in range(program.rows):
+            if where[i] is not None and work.positions[i] < 0:
+                slot, position, _ = where[i]
+                seen[i] = self.read(tables, slot, windows, position, position + 1)
+        if program.is_dense:
+            seen |= _seen_densely(work, where)
+        parts = [(slot, first, size, end) for slot, first, size, end in work.parts if size]
+        assert [first for _, first, _, _ in parts] == sorted(first for _, first, _, _ in parts)
+        for slot, first, size, end in parts:
+            assert size <= program.part
+            of_part = [(slot, end - size + i) for i in range(size)]
+            assert [token[:2] for token in where[first : first + size]] == of_part
+            text = self.read(tables, slot, windows, end - size, end)
+            for i in range(size):
+                assert program.is_dense or first + i not in seen
+                seen[first + i] = text[: end - size + i + 1]
+        assert set(seen) == {i for i, token in enumerate(where) if token is not None}
+        return seen
+
+    # Choosing -------------------------------------------------------------------------------------
+
+    def choose(self, logits, history, lengths, prompts, slots, rows, extras, *, wanted):
+        self.wanted.add(wanted)
+        after = history.copy()
+        history[:] = _SPOILT
+        tokens = np.full(len(slots), _NOBODYS, np.int32)
+        top = np.full((len(slots), 20), -1, np.int32)
+        values = np.full((len(slots), 21), np.nan)
+        for row, slot in enumerate(slots):
+            if slot == len(lengths):
+                continue
+            text, prompt = after[slot, : lengths[slot]], prompts[slot]
+            changed = logits[row].copy()
+            for token, value in _bias_of(extras, row):
+                changed[token] += value
+            if extras.penalties is not None:
+                changed = penalized(changed, text, prompt, extras.penalties[row])
+            if extras.masks is not None:
+                bits = extras.masks[row, 0] >> np.arange(VOCABULARY, dtype=np.uint32) & 1
+                changed = np.where(bits == 1, changed, -np.inf)
+            tokens[row] = chosen_from(changed, *_sampling_of(rows, row), len(text) - prompt)
+            after[slot, lengths[slot]] = tokens[row]
+            shifted = logits[row] - np.log(np.sum(np.exp(logits[row])))
+            top[row, :VOCABULARY] = order = np.argsort(-shifted, kind="stable")
+            values[row, :VOCABULARY], values[row, 20] = shifted[order], shifted[tokens[row]]
+        if not wanted.logprobs:
+            return after, Chosen(tokens)
+        return after, Chosen(tokens, values[:, 20], top, values[:, :20])
+
+    # Guessing -------------------------------------------------------------------------------------
+
+    def look_up(self, given, slots, *, count, longest, shortest):
+        del longest, shortest
+        guesses = np.full((len(slots), count), _NOBODYS, np.int32)
+        found = np.zeros(len(slots), np.int32)
+        for row, slot in enumerate(slots):
+            if slot < len(given.lengths):
+                text = given.history[slot, : given.lengths[slot] + 1].clip(0).tolist()
+                guesses[row] = self._guesses(text, count)
+                found[row] = self._rng.choice([0, 1, count, count])
+        return guesses, found
+
+    def _guesses(self, text, count):
+        """Some of them right."""
+        text, length = list(text), len(text)
+        for _ in range(count):
+            right = max(next_token(text), 0)
+            is_right = self._rng.random() < self._right
+            text.append(right if is_right else self._rng.randrange(VOCABULARY))
+        return text[length:]
+
+    def draft(
+        self,
+        decoder,
+        caches,
+        given,
+        slots,
+        changes,
+        rows,
+        *,
+        count,
+        kind,
+        windows,
+        implementation,
+    ):
+        del decoder, rows, kind, windows, implementation
+        held = _changed(jax.tree.map(np.array, given), changes)
+        guesses, found = self.look_up(held, slots, count=count, longest=0, shortest=0)
+        for row, slot in enumerate(slots):
+            if slot == len(held.lengths):
+                continue
+            length, left = held.lengths[slot], held.left[slot]
+            found[row] = np.clip(left - 1, 0, count)
+            if not found[row]:
+                continue
+            last = length - 1
+            text = held.history[slot, : length + 1].clip(0).tolist()
+            tables = held.tables
+            before = {
+                self.before(pages, table, last)
+                for pages, table in zip(self.draft_pages, tables[:, slot], strict=True)
+            }
+            self.behind += before != {tuple(text[:last])}
+            fed = [*text[last:], *guesses[row, : found[row] - 1]]
+            self.write(
+                self.draft_pages, tables, [(slot, last + i, token) for i, token in enumerate(fed)]
+            )
+        return caches, guesses, found
+
+    def verify(
+        self, decoder, caches, given, slots, changes, guesses, found, *, windows, implementation
+    ):
+        del decoder, implementation
+        after = _changed(_donated(given), changes)
+        size = guesses.shape[1] + 1
+        counts = np.zeros(len(slots), np.int32)
+        logits = np.full((len(slots), size, VOCABULARY), np.nan)
+        for row, slot in enumerate(slots):
+            if slot == len(after.lengths):
+                continue
+            length = after.lengths[slot]
+            counts[row] = min(found[row] + 1, after.left[slot])
+            fed = [max(after.history[slot, length], 0), *guesses[row]][: counts[row]]
+            where = [(slot, length + i, token) for i, token in enumerate(fed)]
+            self.write(self.pages, after.tables, where)
+            if not counts[row]:
+                continue
+            text = self.read(after.tables, slot, windows, length, length + counts[row])
+            for i in range(counts[row]):
+                logits[row, i] = logits_of(text[: length + i + 1])
+        return caches, after, logits, counts, np.int32(0)
+
+    def accept(self, given, logits, slots, guesses, counts, lost, rows, *, kind):
+        del kind
+        after, size = _donated(given), logits.shape[1]
+        shown = np.full((len(slots), size + 1), NOTHING)
+        shown[:, 0] = 0
+        for row, slot in enumerate(slots):
+            if slot == len(after.lengths):
+                continue
+            for i in range(counts[row]):
+                index = after.lengths[slot] + 1 - after.prompts[slot]
+                token = chosen_from(logits[row, i], *_sampling_of(rows, row), index)
+                after.lengths[slot] += 1
+                after.left[slot] -= 1
+                after.history[slot, after.lengths[slot]] = shown[row, 1 + i] = token
+                shown[row, 0] += 1
+                if i + 1 == size or token != guesses[row, i]:
+                    break
+        return after, _found([*shown.ravel(), lost])
+
+    # Pages to and from the host -------------------------------------------------------------------
 
     def group_of(self, caches):
-        """Whose pools these are."""
+        """Whose pools these are, and how many of them are a draft model's."""
+        every = self.made._device.caches + self.made._device.draft_caches
         [group] = [
             group
-            for group, layers in enumerate(self.layers)
-            if all(self.made._caches[i] is x for i, x in zip(layers, caches, strict=False))
+            for group, layers in enumerate(self.made._device._layers)
+            if len(layers) == len(caches)
+            and all(every[i] is x for i, x in zip(layers, caches, strict=True))
         ]
-        assert len(caches) == len(self.layers[group])
         return group
 
-    def read(self, caches, pages):
-        return self.pages[self.group_of(caches)][list(pages)].copy()
+    def read_pages(self, caches, pages):
+        group = self.group_of(caches)
+        both = self.pages[group], self.draft_pages[group]
+        return [of_model[list(pages)].copy() for of_model in both]
 
-    def write(self, caches, pages, content):
-        assert len(pages) == len(content)
-        self.pages[self.group_of(caches)][list(pages)] = content
+    def write_pages(self, caches, pages, content):
+        group = self.group_of(caches)
+        for of_model, values in zip((self.pages, self.draft_pages), content, strict=True):
+            assert len(values) == len(pages)
+            of_model[group][list(pages)] = values
         return caches
+
+
+def _donated(given: State) -> State:
+    """A copy; the original is spoilt."""
+    copy = jax.tree.map(np.array, given)
+    for array in jax.tree.leaves(given):
+        array[:] = _SPOILT
+    return copy
+
+
+def _changed(given: State, changes) -> State:
+    slots, columns = given.tables.shape[1:]
+    for group, slot, column, page in changes:
+        if slot < slots and column < columns:
+            given.tables[group, slot, column] = page
+    return given
+
+
+def _seen_densely(work, where):
+    """Prompts that begin in a step see themselves, and no pages."""
+    seen, text, last = {}, (), None
+    for i, token in enumerate(where):
+        if token is None or work.positions[i] < 0:
+            continue
+        slot, position, value = token
+        if last != (slot, position - 1):
+            assert position == 0, "the middle of a prompt in a dense step"
+            text = ()
+        seen[i] = text = (*text, int(value))
+        last = slot, position
+    return seen
+
+
+def _bias_of(extras, row):
+    if extras.bias_tokens is None:
+        return []
+    pairs = zip(extras.bias_tokens[row], extras.bias_values[row], strict=True)
+    return [(token, value) for token, value in pairs if token < VOCABULARY]
+
+
+def _sampling_of(rows, row):
+    return rows.temperature[row], rows.top_k[row], int(rows.seed[row])
 
 
 @functools.cache
@@ -168,37 +430,75 @@ def _model(windows: tuple[int | None, ...]) -> models.Decoder:
 def make(
     pages: int,
     slots: int,
-    chunk: int,
+    step_tokens: int,
     prefixes: bool,
     results: bool = False,
     windows: tuple[int | None, ...] = (None,),
     window_pages: int | None = None,
+    *,
+    guesses: int = 0,
+    drafts: bool = False,
+    dense: bool = False,
+    right: float = 0.7,
+    **options,
 ) -> tuple[Engine, FakeDevice]:
-    made = Engine(
-        _model(windows),
-        num_pages=pages,
-        window_pages=window_pages,
-        page_size=PAGE,
-        max_sequences=slots,
-        prefill_chunk=chunk,
-        prefix_caching=prefixes,
-        cache_results=results,
-    )
-    return made, FakeDevice(made)
+    """An engine and its device.
+
+    Args:
+      pages: of the pool.
+      slots: of the engine.
+      step_tokens: see `Engine`.
+      prefixes: whether they are kept.
+      results: whether those of results are, too.
+      windows: of the layers.
+      window_pages: see `Engine`.
+      guesses: tokens that are guessed at a time.
+      drafts: whether by a draft model.
+      dense: whether prompts attend among themselves, as on a GPU.
+      right: see `FakeDevice`.
+      options: of `Engine`.
+    """
+    how = None
+    if guesses:
+        how = Draft(_model(windows), guesses) if drafts else NGram(guesses)
+    no_reason = None if dense else "not here"
+    with mock.patch.object(making, "needs_gpu", return_value=no_reason):
+        made = Engine(
+            _model(windows),
+            num_pages=pages,
+            window_pages=window_pages,
+            page_size=PAGE,
+            kv_dtype="fp8_e4m3" if dense else "auto",
+            max_sequences=slots,
+            step_tokens=step_tokens,
+            prefix_caching=prefixes,
+            cache_results=results,
+            speculation=how,
+            **options,
+        )
+    return made, FakeDevice(made, right)
 
 
 @contextlib.contextmanager
-def on(device: FakeDevice) -> Iterator[None]:
+def on(fake: FakeDevice) -> Iterator[None]:
     """Engines run on this device inside."""
-    with (
-        mock.patch.object(engine, "run_step", device.run_step),
-        mock.patch.object(engine, "choose", device.choose),
-        mock.patch.object(engine.swap, "read", device.read),
-        mock.patch.object(engine.swap, "write", device.write),
-    ):
+    with contextlib.ExitStack() as stack:
+        for module, name, function in (
+            (device, "run_step", fake.run_step),
+            (state, "enter", fake.enter),
+            (state, "change", fake.change),
+            (choosing, "choose", fake.choose),
+            (speculation, "look_up", fake.look_up),
+            (speculation, "draft", fake.draft),
+            (speculation, "verify", fake.verify),
+            (speculation, "accept", fake.accept),
+            (swap, "read", fake.read_pages),
+            (swap, "write", fake.write_pages),
+        ):
+            stack.enter_context(mock.patch.object(module, name, function))
         yield
 
 
-def step(made: Engine, device: FakeDevice) -> list:
-    with on(device):
+def step(made: Engine, fake: FakeDevice) -> list:
+    with on(fake):
         return made.step()

@@ -44,7 +44,7 @@ def make(model, **options) -> Engine:
         "page_size": PAGE,
         "max_sequences": 4,
         "max_length": LENGTH,
-        "prefill_chunk": 24,
+        "step_tokens": 24,
     }
     return Engine(model, **{**settings, **options})
 

@@ -259,7 +259,7 @@ class TestMeasuring:
         monkeypatch.setattr(engines, "Engine", Engine)
         stock = engines.Stock()
         first = stock.engine(*_row("batch/engine"))
-        assert stock.engine(*_row("many/engine")) is first
+        assert stock.engine(*_row("http/engine")) is first
         assert stock.model(*_row("one/by-hand")).config.max_length == 8192
         assert stock.engine(*_row("one/engine")) is first
         stock.engine(*_row("pages/turbo4"))
@@ -350,7 +350,12 @@ def _result():
         row |= {"token_ms": 11.0 if case.name == "engine" else 10.0, "pool_bytes": 2**33}
         row |= {"compile_seconds": 30.0, "all_seconds": 50.0, "finished": group.requests}
         if case.runs == "engine":
-            row |= {"host_ms": 4.0, "idle_ms": 0.25, "first_token_seconds": 1.5, "tokens_per_step": 53.0}
+            row |= {
+                "host_ms": 4.0,
+                "idle_ms": 0.25,
+                "first_token_seconds": 1.5,
+                "tokens_per_step": 53.0,
+            }
         if case.speculates:
             row["acceptance"] = 0.9
         rows.append(row)
@@ -396,7 +401,7 @@ class TestTables:
         lines = [serving_tables.one_line(row) for row in _result()["rows"]]
         [line] = [line for line in lines if line.startswith("serving/llama-3-8b/batch/engine")]
         assert "all of it 50, expected 50" in line
-        assert "host 0.25 ms/step" in line
+        assert "host 4.00 ms/step, idle 0.250" in line
         assert any("failed: no | server" in line for line in lines)
 
     def test_a_plot_of_any_result(self):

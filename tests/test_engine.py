@@ -45,7 +45,7 @@ def test_one_program_runs_every_mix(prompts, monkeypatch):
 
     monkeypatch.setattr(models.Decoder, "hidden", counted)
     # A size no other test has: what is compiled is kept by shape.
-    made = make(model, num_pages=9, max_length=128, prefill_chunk=13, max_sequences=3)
+    made = make(model, num_pages=9, max_length=128, step_tokens=13, max_sequences=3)
     mixed = [
         dataclasses.replace(request, sampling=sampling, stop_tokens=stop)
         for request, sampling, stop in zip(
@@ -136,7 +136,7 @@ def test_seeds_differ_and_repeat(model, prompts):
 def test_swapped_pages_return_to_the_bit(kv_dtype):
     model = models.random_decoder(TINY, dtype=jnp.bfloat16)
     made = make(model, kv_dtype=kv_dtype, num_pages=40, max_length=128)
-    caches = jax.tree.map(lambda x: x if x.ndim == 0 else _random(x.shape, x.dtype), made._caches)
+    caches = jax.tree.map(lambda x: x if x.ndim == 0 else _random(x.shape, x.dtype), made._device.caches)
     before = jax.device_get(caches)
     pages = tuple(range(3, 40, 2))[:19]  # more than one group, the last one not full
     content = swap.fetch(swap.read(caches, pages))
@@ -150,7 +150,7 @@ def test_swapped_pages_return_to_the_bit(kv_dtype):
         wanted = old.copy()
         wanted[list(targets)] = old[list(pages)]
         assert wanted.tobytes() == new.tobytes()
-    assert swap.nbytes([content]) >= 19 * 2 * made._caches[0].page_bytes
+    assert swap.nbytes([content]) >= 19 * 2 * made._device.caches[0].page_bytes
 
 
 def _random(shape, dtype) -> jax.Array:
@@ -231,10 +231,10 @@ def test_abort_of_running_and_swapped_requests(model, prompts):
     made = make(model, num_pages=11, prefix_caching=False)
     numbers = [made.add(request) for request in requests_of(prompts, 0.0)]
     for _ in range(200):
-        if any(s.status is Status.SWAPPED for s in made._sequences.values()):
+        if any(s.status is Status.SWAPPED for s in made._book.sequences.values()):
             break
         made.step()
-    away = next(n for n, s in made._sequences.items() if s.status is Status.SWAPPED)
+    away = next(n for n, s in made._book.sequences.items() if s.status is Status.SWAPPED)
     made.abort(away)
     made.abort(numbers[0], reason="stop")
     results = made.run()
@@ -287,8 +287,8 @@ def test_add_refuses_what_can_never_run(request_, error, message):
         ({"num_pages": 0}, ValueError, "num_pages=0 must be at least 1"),
         ({"page_size": 10}, ValueError, "page_size=10 must be one of"),
         ({"max_sequences": 0}, ValueError, "max_sequences=0 must be at least 1"),
-        ({"prefill_chunk": 0}, ValueError, "prefill_chunk=0 must be at least 1"),
-        ({"prefill_chunk": 2.5}, TypeError, "prefill_chunk=2.5 must be an integer"),
+        ({"step_tokens": 0}, ValueError, "step_tokens=0 must be at least 1"),
+        ({"step_tokens": 2.5}, TypeError, "step_tokens=2.5 must be an integer"),
         ({"max_length": 129}, ValueError, "max_length=129 must be at most the model's 128"),
         ({"kv_dtype": "int3"}, ValueError, "kv_dtype='int3' must be one of"),
         ({"implementation": "fast"}, ValueError, "implementation='fast' must be None or one of"),

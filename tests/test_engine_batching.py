@@ -60,7 +60,7 @@ def test_text_does_not_depend_on_what_else_happens(model, prompts):
     """Of turbo4 pages: `test_engine_fuzz.py`."""
     wanted = requests_of(prompts, 0.8)
     # Another size of everything than below, so another program, too.
-    small = {"num_pages": 10, "prefill_chunk": 11, "max_sequences": 3}
+    small = {"num_pages": 10, "step_tokens": 11, "max_sequences": 3}
     single = make(model, prefix_caching=False, **small)
     alone = [run_one(single, request) for request in wanted]
     # On a CPU one implementation runs everything, so that results' pages have the same bits, too.

@@ -19,7 +19,7 @@ TOKENIZER = models.NumberTokenizer(97)
 OPTIONS = {
     "max_length": LENGTH,
     "max_sequences": SLOTS,
-    "prefill_chunk": 5,
+    "step_tokens": 5,
     "tokenizer": TOKENIZER,
 }
 SAMPLINGS = (
@@ -88,7 +88,7 @@ class Fuzz:
                     number = made.add(request)
                     live[number], tokens[number] = request, []
                 todo -= 1
-            pending = [number for number in live if number in made._sequences]
+            pending = [number for number in live if number in made._book.sequences]
             if pending and rng.random() < 0.02:
                 made.abort(rng.choice(pending))
             self.step(made, live, tokens)
@@ -112,7 +112,7 @@ class Fuzz:
         assert made.statistics().steps < 3000
 
     def check_empty(self, made: Engine, pages: int) -> None:
-        left = (made._sequences, made._times, made._swapped, made._groups[0].allocator.sequences)
+        left = (made._book.sequences, made._book._times, made._book.swapped, made._groups[0].allocator.sequences)
         assert not any(left)
         after = made.statistics()
         assert after.free_pages + after.cached_pages == pages

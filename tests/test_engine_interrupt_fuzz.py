@@ -8,7 +8,8 @@ import itertools
 import random
 
 import pytest
-from engine_device import VOCABULARY, expected, make, on
+from engine_device import make, on
+from engine_texts import VOCABULARY, expected
 from interrupting import Lines, within
 
 from turbojax.models import NewToken, Request

@@ -259,7 +259,7 @@ def model():
 
 
 def session(model, way):
-    options = {"num_pages": 5, "max_sequences": 3, "prefill_chunk": 8, "max_length": 64}
+    options = {"num_pages": 5, "max_sequences": 3, "step_tokens": 8, "max_length": 64}
     return Session(make(model, **options), WANTED, way)
 
 

@@ -4,154 +4,12 @@ import dataclasses
 from unittest import mock
 
 import pytest
-from engine_device import PAGE, VOCABULARY, FakeDevice, expected, make, next_token, step
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from engine_device import PAGE, FakeDevice, make, step
+from engine_texts import VOCABULARY, expected, next_token
 
 from turbojax.models.engine import Engine, Finished, NewToken, Request, compilation, engine
 from turbojax.models.engine.scheduler import Status
 from turbojax.models.generation.sampling import NOTHING
-
-# Few tokens and round lengths, so that prompts begin alike and end where pages end.
-prompts = st.builds(
-    lambda kind, length, tail: [(kind * i - 1) % VOCABULARY for i in range(length)] + tail,
-    st.integers(1, 2),
-    st.sampled_from([0, 15, 16, 31, 32, 33, 48]),
-    st.lists(st.integers(0, VOCABULARY - 1), min_size=1, max_size=17),
-)
-requests = st.builds(
-    Request,
-    prompts,
-    st.integers(1, 40),
-    st.sampled_from([(), (), (0,), (1, 3)]),
-)
-
-
-class EngineMachine(RuleBasedStateMachine):
-    @initialize(
-        pages=st.integers(4, 10),
-        slots=st.integers(1, 5),
-        chunk=st.sampled_from([1, 7, 16, 40]),
-        reuse=st.sampled_from([(False, False), (True, False), (True, True)]),
-        windows=st.sampled_from([(None,), (20,), (None, 20), (33, None, 7, 33), (64, 16), (2,)]),
-        window_pages=st.sampled_from([None, None, 5, 8]),
-    )
-    def start(self, pages, slots, chunk, reuse, windows, window_pages):
-        if len(set(windows)) == 1:
-            window_pages = None
-        self.engine, self.device = make(pages, slots, chunk, *reuse, windows, window_pages)
-        self.pending: dict[int, Request] = {}
-        self.tokens: dict[int, list[int]] = {}
-        self.aborted: set[int] = set()
-        self.prompts: dict[int, tuple[int, ...]] = {}
-
-    @rule(request=requests)
-    def add(self, request):
-        chunk, total = self.engine._chunk, request.total - 1
-        for i, group in enumerate(self.engine._groups):
-            pages = -(-total // PAGE)
-            if group.window is not None:
-                # In the worst place, the window of a piece's first token, and the piece.
-                seen = group.window + min(chunk, len(request.tokens)) - 1
-                pages = min(pages, max(-(-(at + seen) // PAGE) for at in range(PAGE)))
-            if pages > group.allocator.num_pages:
-                name = ("num_pages", "window_pages")[i > 0]
-                with pytest.raises(ValueError, match=f"need {pages} pages, must be at most {name}"):
-                    self.engine.add(request)
-                return
-        number = self.engine.add(request)
-        self.pending[number], self.tokens[number] = request, []
-        self.prompts[number] = request.tokens
-
-    @rule(request=requests, data=st.data())
-    def add_what_follows_another(self, request, data):
-        """A prompt that holds another request's text, as in a conversation."""
-        if self.tokens:
-            number = data.draw(st.sampled_from(sorted(self.tokens)))
-            begin = [*self.prompts[number], *self.tokens[number], *request.tokens]
-            self.add(dataclasses.replace(request, tokens=begin[:150]))
-
-    @rule(count=st.integers(1, 12))
-    def steps(self, count):
-        for _ in range(count):
-            self.follow(step(self.engine, self.device))
-
-    @precondition(lambda self: self.pending.keys() - self.aborted)
-    @rule(data=st.data())
-    def abort(self, data):
-        number = data.draw(st.sampled_from(sorted(self.pending.keys() - self.aborted)))
-        self.engine.abort(number)
-        self.aborted.add(number)
-        with pytest.raises(KeyError, match=f"request {number} is not known, or is done"):
-            self.engine.abort(number)
-
-    @rule()
-    def finish_all(self):
-        # Each step advances at least one request by a token, or waits for the last one's.
-        limit = sum(request.total + 3 for request in self.pending.values()) + 3
-        for _ in range(limit):
-            if self.engine.idle:
-                break
-            self.follow(step(self.engine, self.device))
-        assert self.engine.idle
-        assert not self.pending
-        statistics = self.engine.statistics()
-        for held in statistics.groups:
-            assert held.free_pages + held.cached_pages == held.pages
-        assert (statistics.running, statistics.waiting, statistics.swapped) == (0, 0, 0)
-        assert statistics.swapped_bytes == 0
-
-    def follow(self, events):
-        for event in events:
-            number = event.request_id
-            request = self.pending[number]
-            if isinstance(event, NewToken):
-                assert event.index == len(self.tokens[number])
-                self.tokens[number].append(event.token)
-                continue
-            assert isinstance(event, Finished)
-            tokens, reason = expected(request)
-            assert event.result.tokens == tuple(self.tokens[number])
-            if number in self.aborted:
-                assert event.result.finish_reason == "aborted"
-                assert event.result.tokens == tokens[: len(event.result.tokens)]
-            else:
-                assert (event.result.tokens, event.result.finish_reason) == (tokens, reason)
-            del self.pending[number]
-            self.aborted.discard(number)
-
-    @invariant()
-    def holds_together(self):
-        if not hasattr(self, "engine"):
-            return
-        scheduler = self.engine._scheduler
-        for group in self.engine._groups:
-            group.allocator.validate()
-            assert len(group.allocator.sequences) == len(scheduler.running)
-        assert len(self.device.programs) <= 1
-        slots = [s.slot for s in scheduler.running]
-        assert len(set(slots)) == len(slots)
-        assert sum(s.prefilling for s in scheduler.running) <= 1
-        assert set(self.engine._swapped) == {s.request_id for s in scheduler.swapped}
-        for sequence in scheduler.running:
-            assert sequence.status is Status.RUNNING
-            for group, handle in zip(self.engine._groups, sequence.handles, strict=True):
-                assert group.allocator.length(handle) == sequence.held < sequence.request.total
-            assert sequence.sampled < sequence.request.max_new_tokens
-        # First come, first served.
-        queues = (scheduler.running, scheduler.swapped, scheduler.waiting)
-        order = [number for queue in queues for number in sorted(s.request_id for s in queue)]
-        assert order == sorted(order)
-
-    def teardown(self):
-        if hasattr(self, "engine"):
-            self.finish_all()
-
-
-EngineMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
-TestEngineMachine = EngineMachine.TestCase
-
 
 def run_all(made: Engine, device: FakeDevice, wanted: list[Request]) -> dict:
     numbers = [made.add(request) for request in wanted]
@@ -317,7 +175,7 @@ def test_private_copies_of_a_known_prefix_do_not_block_the_pool():
     prefixes.insert(tokens[:32], allocator.pages(handle))
     allocator.free(handle)
     number = made.add(Request(tokens[:33], 60))
-    sequence = made._sequences[number]
+    sequence = made._book.sequences[number]
     with mock.patch.object(prefixes, "lookup", return_value=((), 0)):
         while sequence.held < 48:
             step(made, device)
@@ -335,7 +193,7 @@ def test_aborting_at_every_moment():
         numbers = [made.add(Request([i] * 30, 30)) for i in range(3)]
         for _ in range(moment):
             step(made, device)
-        seen = {n: made._sequences[n].status for n in numbers if n in made._sequences}
+        seen = {n: made._book.sequences[n].status for n in numbers if n in made._book.sequences}
         for number in seen:
             made.abort(number)
         while not made.idle:
@@ -357,7 +215,7 @@ def _statuses_over_time() -> set[Status]:
     found = set()
     for _ in range(40):
         step(made, device)
-        found |= {made._sequences[n].status for n in numbers if n in made._sequences}
+        found |= {made._book.sequences[n].status for n in numbers if n in made._book.sequences}
     return found
 
 
@@ -368,7 +226,7 @@ def test_nobody_overtakes_who_had_to_leave():
     met = 0
     while not made.idle:
         step(made, device)
-        status = {n: sequence.status for n, sequence in made._sequences.items()}
+        status = {n: sequence.status for n, sequence in made._book.sequences.items()}
         if status.get(1) is Status.SWAPPED:
             met += 1
             assert status[2] is Status.WAITING

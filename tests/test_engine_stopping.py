@@ -1,7 +1,8 @@
 """Texts that end a request of the engine, wherever in its tokens they begin and end."""
 
 import pytest
-from engine_device import CONFIG, VOCABULARY, expected, make, on
+from engine_device import CONFIG, make, on
+from engine_texts import VOCABULARY, expected
 
 from turbojax import models
 from turbojax.models import Finished, NewToken, Request

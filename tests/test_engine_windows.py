@@ -91,15 +91,15 @@ def test_the_pools_hold_what_windows_need():
     made = make(decoder, **options)
     with keep_everything():
         kept = make(decoder, **options)
-    page = made._caches[0].page_bytes
-    assert [cache.num_pages for cache in made._caches] == [7, 40, 7]
+    page = made._device.caches[0].page_bytes
+    assert [cache.num_pages for cache in made._device.caches] == [7, 40, 7]
     found = made.statistics()
     assert [(x.window, x.layers, x.pages) for x in found.groups] == [(None, 1, 40), (WINDOW, 2, 7)]
     assert kept.statistics().pool_bytes - found.pool_bytes == 2 * 33 * page
     assert found.pool_bytes == sum(group.pool_bytes for group in found.groups)
     assert (found.pages, found.token_capacity) == (40, 40 * PAGE)
     given = make(decoder, window_pages=11)
-    assert [cache.num_pages for cache in given._caches] == [11, 40, 11]
+    assert [cache.num_pages for cache in given._device.caches] == [11, 40, 11]
     assert make(decoder, num_pages=6).statistics().groups[1].pages == 6
 
 

@@ -175,7 +175,7 @@ def test_engine_of_a_quantized_model(quantized, name):
     model = quantized(name)
     prompts, mask = texts.greedy("right")
     engine = models.Engine(
-        model, num_pages=32, page_size=16, max_sequences=2, prefill_chunk=16, max_length=64
+        model, num_pages=32, page_size=16, max_sequences=2, step_tokens=16, max_length=64
     )
     numbers = [
         engine.add(models.Request([int(x) for x in text[row.astype(bool)]], 4))

@@ -56,7 +56,7 @@ def test_the_engine_gives_the_texts_of_single_sequences(kv_dtype):
         kv_dtype=kv_dtype,
         max_sequences=2,
         max_length=64,
-        prefill_chunk=16,
+        step_tokens=16,
     )
     for prompt in (*PROMPTS, PROMPTS[0]):
         engine.add(Request(prompt, NEW))

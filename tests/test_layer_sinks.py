@@ -135,7 +135,7 @@ def test_generation_through_a_cache_and_the_engine_say_what_the_model_says():
     for cache in ("exact", "paged"):
         got = models.generate(decoder, [prompt], max_new_tokens=count, cache=cache)
         assert np.asarray(got)[0].tolist()[-count:] == text[-count:]
-    engine = models.Engine(decoder, num_pages=4, page_size=16, max_sequences=2, prefill_chunk=16)
+    engine = models.Engine(decoder, num_pages=4, page_size=16, max_sequences=2, step_tokens=16)
     number = engine.add(models.Request(prompt, max_new_tokens=count))
     assert list(engine.run()[number].tokens) == text[-count:]
 

@@ -309,7 +309,7 @@ def test_the_engine_serves_them(decoder, quantized, kind):
     """Prompts of other lengths, side by side, and in chunks: the texts of `generate`."""
     model = decoder(MIXED) if kind == "float" else quantized(MIXED)
     prompts = [[int(x) for x in moe.tokens(1, count, count)[0]] for count in (12, 3)]
-    engine = models.Engine(model, num_pages=8, page_size=16, max_sequences=2, prefill_chunk=8)
+    engine = models.Engine(model, num_pages=8, page_size=16, max_sequences=2, step_tokens=8)
     numbers = [engine.add(models.Request(prompt, 5)) for prompt in prompts]
     found = engine.run()
     for number, prompt in zip(numbers, prompts, strict=True):

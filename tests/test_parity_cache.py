@@ -109,7 +109,7 @@ def test_greedy_texts_of_an_engine(load, name):
         num_pages=32,
         page_size=16,
         max_sequences=2,
-        prefill_chunk=16,
+        step_tokens=16,
         max_length=64,
     )
     prompts, mask = texts.greedy("right")

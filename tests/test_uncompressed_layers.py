@@ -197,7 +197,7 @@ def test_bytes_are_counted_layer_by_layer_before_there_are_any(decoder):
     pool = serving.plan_for(requests, shapes, Settings(**sizes), None)
     made = make(decoder, num_pages=pool.num_pages, **stored)
     # Beside pages a pool holds a counter.
-    assert pool.nbytes == sum(x.page_bytes * x.num_pages for x in made._caches)
+    assert pool.nbytes == sum(x.page_bytes * x.num_pages for x in made._device.caches)
     fits = Settings(**sizes, pool_bytes=5 * pool.nbytes // pool.num_pages + 1)
     assert serving.plan_for(requests, shapes, fits, None).num_pages == 5
 
@@ -257,15 +257,15 @@ def test_an_engine_of_mixed_pools_swaps_and_reuses(decoder):
 
 def test_scales_and_seeds_are_for_the_compressed_pools(decoder):
     made = make(decoder, kv_dtype="fp8_e4m3", uncompressed_layers=1, key_scale=0.5)
-    assert [cache.kv_dtype for cache in made._caches] == ["auto", "fp8_e4m3", "auto"]
-    assert float(made._caches[1].key_scale) == 0.5
+    assert [cache.kv_dtype for cache in made._device.caches] == ["auto", "fp8_e4m3", "auto"]
+    assert float(made._device.caches[1].key_scale) == 0.5
     made = make(decoder, kv_dtype="turbo4", uncompressed_layers=1, seed=3)
-    assert [cache.seed for cache in made._caches] == [0, 3, 0]
+    assert [cache.seed for cache in made._device.caches] == [0, 3, 0]
 
 
 def test_pools_as_before_without_uncompressed_layers(decoder):
     made = make(decoder, kv_dtype="turbo4")
-    one = made._caches[0]
+    one = made._device.caches[0]
     assert made.statistics().token_bytes == 3 * one.token_bytes
     assert made.statistics().compression_ratio == one.compression_ratio
     assert dataclasses.asdict(made.statistics())["pool_bytes"] == 3 * one.nbytes

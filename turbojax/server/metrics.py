@@ -25,6 +25,8 @@ _COUNTERS = {
     "engine_speculation_steps": ("steps_of_speculation", "Steps that checked proposals."),
     "engine_host_seconds": ("host_seconds", "Time in steps outside waiting for the device."),
     "engine_wait_seconds": ("wait_seconds", "Time in which the device was waited for."),
+    "engine_late_steps": ("late_steps", "Steps for which the device had to wait."),
+    "engine_idle_seconds": ("idle_seconds", "Time that it waited for them at most."),
     "prompt_tokens": ("prompt_tokens", "Tokens of prompts that ran."),
     "reused_prompt_tokens": ("reused_tokens", "Tokens of prompts found in the prefix cache."),
     "generated_tokens": ("new_tokens", "Tokens that requests got."),
