@@ -230,9 +230,8 @@ class Device:
         sampling = greedy_rows(len(owners))
         extras = no_extras(len(owners), logits.shape[1], wanted)
         for row, sequence in others:
-            allowed = None if sequence.constraint is None else _allowed(sequence, extras)
             sampling.set(row, sequence.request.sampling, 0)
-            extras.set(row, sequence.request, allowed)
+            _set_extras(extras, row, sequence)
         slots = self._state
         history, chosen = choosing.choose(
             logits,
@@ -414,15 +413,17 @@ def check_programs(
             check_implementation(programs.implementation, program, pool, max_pages, num_heads)
 
 
-def _allowed(sequence: Sequence, extras: choosing.Extras) -> np.ndarray:
-    """What a constraint allows; nothing where it fails, which ends its request and no other."""
-    assert sequence.constraint is not None
-    assert extras.masks is not None
+def _set_extras(extras: choosing.Extras, row: int, sequence: Sequence) -> None:
+    """Fills in a row; where a constraint fails nothing is allowed, which ends its request alone."""
+    if sequence.constraint is None:
+        extras.set(row, sequence.request)
+        return
     try:
-        return sequence.constraint.allowed()
+        extras.set(row, sequence.request, sequence.constraint.allowed())
     except Exception as error:
         sequence.warn_of(error)
-        return np.zeros(extras.masks.shape[1], np.uint32)
+        assert extras.masks is not None
+        extras.masks[row] = 0
 
 
 def _cut(parts: np.ndarray, part: int, piece: Piece, first: int, program: PromptProgram) -> int:
