@@ -20,6 +20,7 @@ from benchmarks.suites.flax import suite as flax
 from benchmarks.suites.loading import suite as loading
 from benchmarks.suites.paged import suite as paged
 from benchmarks.suites.pooled import suite as pooled
+from benchmarks.suites.serving import suite as serving
 
 SUITES = {
     suite.name: suite
@@ -36,6 +37,7 @@ SUITES = {
         paged.FORMATS,
         latent.SUITE,
         engine.SUITE,
+        serving.SUITE,
         flax.SUITE,
         families.SUITE,
         loading.SUITE,

@@ -14,6 +14,7 @@ from turbojax.app import text_model
 from turbojax.app.main import app
 from turbojax.app.serve import requests as serve_requests
 from turbojax.app.serve import run as serving
+from turbojax.app.serve.settings import Settings
 from turbojax.models import Engine
 from turbojax.models.text.tokenizer import ByteTokenizer
 
@@ -113,7 +114,7 @@ def test_the_default_pool_holds_as_many_as_run_at_a_time(model):
         return events
 
     with mock.patch.object(Engine, "step", step):
-        report = serving.serve(model, requests, emit=lambda result: None, max_sequences=8)
+        report = serving.serve(model, requests, Settings(max_sequences=8), emit=lambda result: None)
     assert (report.statistics.pages, max(running)) == (8, 8)
     assert report.statistics.preemptions == 0
 
@@ -251,7 +252,7 @@ def _serve(model: text_model.TextModel, lines: list[dict]) -> dict:
     content = "\n".join(map(json.dumps, lines)).encode()
     results: list[dict] = []
     requests = serve_requests.read_requests(content, model.tokenizer, 8).requests
-    serving.serve(model, requests, emit=results.append, page_size=16)
+    serving.serve(model, requests, Settings(page_size=16), emit=results.append)
     return {result["id"]: result for result in results}
 
 
@@ -300,7 +301,7 @@ def test_a_bad_line_is_named(tiny_folder, tmp_path, line, message):
         (["FILE", "--page-size", "5"], "page_size=5 must be one of"),
         (["FILE", "--page-size", "0"], "page_size=0 must be at least 1"),
         (["FILE", "--max-sequences", "0"], "max_sequences=0 must be at least 1"),
-        (["FILE", "--prefill-chunk", "0"], "prefill_chunk=0 must be at least 1"),
+        (["FILE", "--step-tokens", "0"], "step_tokens=0 must be at least 1"),
         (["FILE", "--pool-bytes", "10"], "pool_bytes=10 must be at least"),
         (["FILE", "--num-pages", "1"], "line 1: a prompt of 1 tokens and 128 new"),
         (

@@ -10,7 +10,6 @@ import pytest
 
 PAGE = (Path(__file__).parents[1] / "docs" / "paged.md").read_text(encoding="utf-8")
 EXAMPLES = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
-ENGINE, LEFT = (i for i, example in enumerate(EXAMPLES) if "Engine(" in example)
 
 
 def run(names: dict[str, Any], *examples: str) -> list[str]:
@@ -25,7 +24,7 @@ def run(names: dict[str, Any], *examples: str) -> list[str]:
 @pytest.mark.optimized
 @pytest.mark.slow
 def test_by_hand():
-    lines = run({"__name__": "docs"}, *EXAMPLES[:ENGINE], *EXAMPLES[LEFT + 1 :])
+    lines = run({"__name__": "docs"}, *EXAMPLES)
     assert re.fullmatch(r"0\.009\d of the squares is lost", lines[0])
     assert lines[1:4] == [
         "(2, 1, 8, 64) (0, 1) (2,)",
@@ -39,16 +38,3 @@ def test_by_hand():
     assert needed == free + 1
     assert re.fullmatch(r"\d of 64 pages, [\d,]+ bytes, \d+ tokens", lines[6])
     assert lines[7:] == ["(1000, 66) 4.125 bits a value"]
-
-
-@pytest.mark.optimized
-@pytest.mark.slow
-def test_engine():
-    examples = EXAMPLES[0], EXAMPLES[ENGINE], EXAMPLES[LEFT]
-    _, *results, last, left, stopped = run({"__name__": "docs"}, *examples)
-    kinds = [re.match(r"(\d) (\w+) '", line).groups() for line in results]
-    assert sorted(kinds) == [("0", "stop"), ("1", "length"), ("2", "length")]
-    reused = int(re.match(r"(\d+) tokens of prompts found, [1-9]\d* pages kept", last).group(1))
-    assert reused >= 128  # 64 tokens of the beginning, by two requests
-    assert left == "enough for now"
-    assert re.fullmatch(r"stop '.*\):\\n'", stopped)

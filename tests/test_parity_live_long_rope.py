@@ -19,6 +19,7 @@ from turbojax import models
 from turbojax.app import main as cli
 from turbojax.app.serve import requests as serve_requests
 from turbojax.app.serve import run as serving
+from turbojax.app.serve.settings import Settings
 from turbojax.app.text_model import TextModel
 from turbojax.models import Engine, Request
 from turbojax.models.text.tokenizer import NumberTokenizer
@@ -133,7 +134,7 @@ def test_serving_takes_the_factors_of_its_longest_request(decoder):
     model = TextModel(decoder, NumberTokenizer(hf.VOCAB))
     line = json.dumps({"prompt": " ".join(map(str, ids[0])), "max_new_tokens": 10})
     requests = serve_requests.read_requests(line.encode(), model.tokenizer, 5).requests
-    serving.serve(model, requests, emit=results.append, page_size=16)
+    serving.serve(model, requests, Settings(page_size=16), emit=results.append)
     assert results[0]["tokens"] == greedy(ids, 10)[0].tolist()
 
 

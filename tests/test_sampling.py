@@ -156,12 +156,13 @@ def test_a_row_depends_on_itself_alone():
 @pytest.mark.quick(2)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("kind", KINDS)
-def test_nan_gives_no_token(temperature, kind):
-    logits = np.zeros((3, SIZE), np.float32)
+def test_nan_and_nothing_but_minus_infinity_give_no_token(temperature, kind):
+    logits = np.zeros((4, SIZE), np.float32)
     logits[1, 5] = np.nan
     logits[2, 5] = -np.inf
-    drawn = np.asarray(sample(jnp.asarray(logits), rows(3, temperature), kind))
-    assert drawn[1] == NOTHING
+    logits[3] = -np.inf
+    drawn = np.asarray(sample(jnp.asarray(logits), rows(4, temperature), kind))
+    assert drawn[[1, 3]].tolist() == [NOTHING] * 2
     assert np.all(drawn[[0, 2]] >= 0)
 
 

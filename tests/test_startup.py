@@ -266,33 +266,6 @@ class TestMemory:
             assert found == made.nbytes
 
 
-class TestPrefillChunk:
-    @pytest.mark.parametrize(
-        ("options", "message"),
-        [
-            (["--prefill-chunk", "129"], "prefill_chunk=129 must be at most 128 tokens"),
-            (["--prefill-chunk", "1000000000000"], "the longest sequence of the model"),
-            (
-                ["--prefill-chunk", "65", "--num-pages", "2", "--page-size", "32"],
-                "prefill_chunk=65 must be at most 64 tokens, what the pool holds",
-            ),
-        ],
-    )
-    def test_beyond_reason(self, tiny_folder, tmp_path, options, message, monkeypatch):
-        monkeypatch.setattr(models, "load_decoder", None)
-        file = tmp_path / "requests"
-        file.write_text('{"prompt": "a", "max_new_tokens": 2}')
-        _refused(_run("serve", str(file), "--model", tiny_folder, *options), message)
-
-    def test_the_largest(self, tiny_folder, tmp_path):
-        file = tmp_path / "requests"
-        file.write_text('{"prompt": "a", "max_new_tokens": 2}')
-        options = ["--model", tiny_folder, "--prefill-chunk", "128"]
-        result = _run("serve", str(file), *options)
-        assert result.exit_code == 0, result.stderr
-        assert len(json.loads(result.stdout)["tokens"]) == 2
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="about Linux")
 def test_memory_is_not_read_from_a_file_that_is_not_there(monkeypatch):
     monkeypatch.setattr(startup, "Path", lambda _: Path("/no/such/file"))

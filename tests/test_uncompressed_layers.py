@@ -15,7 +15,8 @@ from turbojax import models
 from turbojax.app import startup
 from turbojax.app.main import app
 from turbojax.app.serve import run as serving
-from turbojax.app.serve.requests import TextRequest
+from turbojax.app.serve.lines import TextRequest
+from turbojax.app.serve.settings import Models, Settings
 from turbojax.models import UncompressedEdges, causal_attention
 from turbojax.models.engine import pools
 from turbojax.models.generation.caching import init_caches
@@ -190,20 +191,15 @@ def test_bytes_are_counted_layer_by_layer_before_there_are_any(decoder):
         found = startup.cache_bytes(decoder.config, decoder.dtype, 3, 100, cache)
         assert found == made.nbytes
     requests = [TextRequest(1, 1, models.Request([1] * 20, 12), ())]
-    sizes = {
-        "page_size": 16,
-        "num_pages": None,
-        "pool_bytes": None,
-        "max_sequences": 4,
-        "prefill_chunk": None,
-    }
     stored = {"kv_dtype": "turbo4", "uncompressed_layers": 1}
-    pool = serving.plan(requests, decoder.config, decoder.dtype, **stored, **sizes)
+    sizes = {"page_size": 16, "max_sequences": 4, **stored}
+    shapes = Models(decoder.config, decoder.dtype)
+    pool = serving.plan_for(requests, shapes, Settings(**sizes), None)
     made = make(decoder, num_pages=pool.num_pages, **stored)
     # Beside pages a pool holds a counter.
     assert pool.nbytes == sum(x.page_bytes * x.num_pages for x in made._device.caches)
-    fits = {**sizes, "pool_bytes": 5 * pool.nbytes // pool.num_pages + 1}
-    assert serving.plan(requests, decoder.config, decoder.dtype, **stored, **fits).num_pages == 5
+    fits = Settings(**sizes, pool_bytes=5 * pool.nbytes // pool.num_pages + 1)
+    assert serving.plan_for(requests, shapes, fits, None).num_pages == 5
 
 
 # The engine --------------------------------------------------------------------------------------

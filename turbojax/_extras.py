@@ -12,6 +12,12 @@ EXTRAS = {
     "gpu": ("jax[cuda13]>=0.10.2",),
     "triton": ("jax-triton>=0.3.1",),
     "text": ("tokenizers>=0.20", "jinja2>=3.1.6"),
+    "server": (
+        "starlette>=0.46",
+        "uvicorn>=0.34",
+        "prometheus-client>=0.21",
+        "llguidance>=1.0",
+    ),
     "demo": ("matplotlib>=3.9",),
     "qwix": ("qwix>=0.1.5",),
     "train": ("optax>=0.2.8", "orbax-checkpoint>=0.11"),

@@ -93,6 +93,19 @@ def watch() -> None:
     threading.Thread(target=_wait, args=(read,), name="interrupt", daemon=True).start()
 
 
+@contextlib.contextmanager
+def elsewhere() -> Iterator[None]:
+    """Leaves signals to whoever handles them inside, such as a server that ends what it began."""
+    if not _state.watching:
+        yield
+        return
+    write = signal.set_wakeup_fd(-1)
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+
+
 def run(application: Callable[[], object]) -> NoReturn:
     """Runs the command, whose end is the process's.
 

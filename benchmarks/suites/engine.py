@@ -1,7 +1,7 @@
 """Requests through `turbojax.models.Engine` with a pool of a fixed size, in wall time.
 
 One engine at a time for each kind of pages, all with the same random weights and the same requests.
-Every kind of step that is needed is compiled and run before the clock starts.
+All programs are compiled before the clock starts.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ from benchmarks.suite import Ceilings, Suite, attempt
 from benchmarks.suites.paged.tables import KV_DTYPES as DTYPE_NAMES
 from benchmarks.tables import Result, Row
 from turbojax import models, paged
-from turbojax.models.engine import Engine, Finished, Request, swap
+from turbojax.models.engine import Engine, Finished, Request
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -40,7 +40,7 @@ class Setting:
       slots: sequences at a time.
       page_size: tokens of a page.
       max_length: of prompt and result.
-      prefill_chunk: tokens of a prompt in a step.
+      step_tokens: of a step at most.
     """
 
     model: str
@@ -48,7 +48,7 @@ class Setting:
     slots: int
     page_size: int
     max_length: int
-    prefill_chunk: int
+    step_tokens: int
 
     def num_pages(self, kv_dtype: str) -> int:
         """Pages of each layer's pool."""
@@ -105,7 +105,7 @@ class Group:
 
 def _groups() -> list[Group]:
     """Short results first: a run may be stopped by the clock. All of them run one program."""
-    setting = Setting("llama-3-8b", 2**32, 64, 64, 3584, 256)
+    setting = Setting("llama-3-8b", 2**32, 64, 64, 3584, 2048)
     prompt = (1500, 2500)
     return [
         Group("short", setting, 96, prompt, (128, 256)),
@@ -115,7 +115,7 @@ def _groups() -> list[Group]:
 
 def _quick_groups() -> list[Group]:
     """A tiny model, whose pool is so small that requests of bfloat16 must leave it."""
-    setting = Setting("tiny", 2**15, 4, 16, 128, 16)
+    setting = Setting("tiny", 2**15, 4, 16, 128, 64)
     return [Group("short", setting, 5, (20, 40), (40, 60))]
 
 
@@ -185,10 +185,10 @@ def measure(model: models.Decoder, group: Group, kv_dtype: str, deadline: float)
         kv_dtype=kv_dtype,
         max_sequences=setting.slots,
         max_length=setting.max_length,
-        prefill_chunk=setting.prefill_chunk,
+        step_tokens=setting.step_tokens,
     )
     requests = group.make()
-    _compile(engine, setting, requests)
+    _warm_up(engine)
     compiled = time.perf_counter() - begun
     before = engine.statistics()
     asked = {engine.add(request): request for request in requests}
@@ -239,14 +239,11 @@ def _status(done: int, requests: int) -> Row:
     }
 
 
-def _compile(engine: Engine, setting: Setting, requests: list[Request]) -> None:
-    """Runs a short request for each way to sample, and moves a page to the host and back."""
-    for sampling in {dataclasses.replace(request.sampling, seed=0) for request in requests}:
-        prompt = [0] * (setting.prefill_chunk + 1)
-        engine.add(Request(prompt, max_new_tokens=2, sampling=sampling))
-        engine.run()
-    content = swap.fetch(swap.read(engine._caches, (0,)))
-    engine._caches = jax.block_until_ready(swap.write(engine._caches, (0,), content))
+def _warm_up(engine: Engine) -> None:
+    """Compiles everything and runs a short request."""
+    engine.compile()
+    engine.add(Request([0, 1], max_new_tokens=2))
+    engine.run()
 
 
 def with_ratios(rows: list[Row]) -> list[Row]:

@@ -30,6 +30,7 @@ from turbojax.models.config import TransformerConfig as TransformerConfig
 from turbojax.models.decoder import Decoder as Decoder
 from turbojax.models.decoder import random_decoder as random_decoder
 from turbojax.models.decoder import unstack as unstack
+from turbojax.models.engine import AsyncEngine as AsyncEngine
 from turbojax.models.engine import Engine as Engine
 from turbojax.models.engine import EngineStatistics as EngineStatistics
 from turbojax.models.engine import Event as Event
@@ -37,11 +38,18 @@ from turbojax.models.engine import Finished as Finished
 from turbojax.models.engine import NewToken as NewToken
 from turbojax.models.engine import Request as Request
 from turbojax.models.engine import Result as Result
+from turbojax.models.engine import TokenLogprobs as TokenLogprobs
+from turbojax.models.engine import best_of as best_of
 from turbojax.models.evaluation import token_bits as token_bits
 from turbojax.models.generation.caching import ModelCaches as ModelCaches
 from turbojax.models.generation.caching import UncompressedEdges as UncompressedEdges
 from turbojax.models.generation.caching import init_caches as init_caches
+from turbojax.models.generation.constraints import AllowedTokens as AllowedTokens
+from turbojax.models.generation.constraints import Constraint as Constraint
+from turbojax.models.generation.constraints import ConstraintState as ConstraintState
 from turbojax.models.generation.padding import align as align
+from turbojax.models.generation.penalties import NO_PENALTIES as NO_PENALTIES
+from turbojax.models.generation.penalties import Penalties as Penalties
 from turbojax.models.generation.sampling import GREEDY as GREEDY
 from turbojax.models.generation.sampling import Sampling as Sampling
 from turbojax.models.generation.saving import load_cache as load_cache

@@ -1,39 +1,28 @@
 """The requests of `turbojax serve`: lines of JSON, and which of them can run."""
 
-import codecs
 import dataclasses
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-from turbojax.models import Request, Sampling, TransformerConfig
+from turbojax.app.serve.lines import TextRequest, parse_line
+from turbojax.models import Request, TransformerConfig
 from turbojax.models.engine.groups import pages_at_most, windows_of
-from turbojax.models.generation.stopping import check_stops
+from turbojax.models.generation.penalties import NO_PENALTIES
 from turbojax.models.text.tokenizer import Tokenizer
 
-PREFILL_CHUNK = 64
-_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "seed")
-_KEYS = ("id", "prompt", "max_new_tokens", "stop", *_SAMPLING)
+# What requests have that ask for nothing of this.
+_PLAIN: Mapping[str, Any] = {
+    "penalties": dataclasses.astuple(NO_PENALTIES),
+    "logit_bias": [],
+    "logprobs": None,
+    "timeout": None,
+    "samples": (1, 1),
+    "guide": None,
+}
 # What is wrong with a line may quote it.
 _LONGEST_REASON = 300
-
-
-@dataclasses.dataclass(frozen=True)
-class TextRequest:
-    """A text to continue.
-
-    Attributes:
-      id: what its result is called.
-      line: its line in the file, counted from 1.
-      request: the same in tokens.
-      stop: texts that end the result and are no part of it.
-    """
-
-    id: str | int
-    line: int
-    request: Request
-    stop: tuple[str, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,9 +55,12 @@ def read_requests(content: bytes, tokenizer: Tokenizer, max_new_tokens: int) -> 
     A line is an object with `prompt`, and optionally `id` (a string or an integer; by default the
     line's number), `max_new_tokens`, `stop` (texts, and tokens as integers, in addition to those
     with which the tokenizer ends every text), `temperature`, `top_k`, `top_p`, `min_p` and `seed`
-    (by default the line's number, so that equal prompts differ; see `Sampling`). Empty lines are
-    skipped. A line is bad if it is no such object, its values do not fit, or a line before it has
-    its id.
+    (by default the line's number, so that equal prompts differ; see `Sampling`),
+    `repetition_penalty`, `presence_penalty` and `frequency_penalty` (see `Penalties`),
+    `logit_bias`, `logprobs`, `priority` and `timeout` (see `Request`), `n` and `best_of` (results
+    that are wanted, and samples of which these are the most likely), and one of `json_schema`,
+    `regex` and `grammar` (Lark's; see `models.text.grammar`). Empty lines are skipped. A line is
+    bad if it is no such object, its values do not fit, or a line before it has its id.
 
     Args:
       content: UTF-8 text.
@@ -80,13 +72,13 @@ def read_requests(content: bytes, tokenizer: Tokenizer, max_new_tokens: int) -> 
         if not line.strip():
             continue
         try:
-            found = _parse(line, number, tokenizer, max_new_tokens)
+            found = parse_line(line, number, tokenizer, max_new_tokens)
             if found.id in lines:
                 raise ValueError(
                     f"id {found.id!r} must not be that of line {lines[found.id]} "
                     "(a line without an id has its number)"
                 )
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, NotImplementedError) as error:
             bad.append(_bad_line(number, str(error)))
             continue
         except RecursionError:
@@ -103,7 +95,7 @@ def fitting(
     *,
     num_pages: int | None,
     page_size: int,
-    prefill_chunk: int | None = None,
+    step_tokens: int = 2048,
 ) -> RequestFile:
     """The same lines; what an engine would refuse is bad.
 
@@ -112,12 +104,11 @@ def fitting(
       config: of the model.
       num_pages: of the pool, where that does not follow from the requests.
       page_size: tokens of a page.
-      prefill_chunk: tokens of a prompt that run in a step; `PREFILL_CHUNK` if not given.
+      step_tokens: see `Engine`.
     """
-    chunk = PREFILL_CHUNK if prefill_chunk is None else prefill_chunk
     requests, bad = [], list(file.bad)
     for found in file.requests:
-        reason = _misfit(found.request, config, num_pages, page_size, chunk)
+        reason = _misfit(found.request, config, num_pages, page_size, step_tokens)
         if reason is None:
             requests.append(found)
         else:
@@ -133,7 +124,7 @@ def digest(found: TextRequest, model: str) -> str:
       model: a text that tells models apart.
     """
     request = found.request
-    options = [
+    options: list[Any] = [
         model,
         request.tokens,
         request.max_new_tokens,
@@ -141,6 +132,17 @@ def digest(found: TextRequest, model: str) -> str:
         dataclasses.astuple(request.sampling),
         found.stop,
     ]
+    # Results of earlier versions are those of requests that have nothing of this.
+    more = {
+        "penalties": dataclasses.astuple(request.penalties),
+        "logit_bias": sorted(request.logit_bias.items()),
+        "logprobs": request.logprobs,
+        "timeout": request.timeout,
+        "samples": (found.count, found.samples),
+        "guide": found.guide,
+    }
+    if changed := {name: x for name, x in more.items() if x != _PLAIN[name]}:
+        options.append(changed)
     return hashlib.sha256(json.dumps(options).encode()).hexdigest()[:16]
 
 
@@ -154,17 +156,17 @@ def _misfit(
     config: TransformerConfig,
     num_pages: int | None,
     page_size: int,
-    prefill_chunk: int,
+    step_tokens: int,
 ) -> str | None:
     """Why `Engine.add` would refuse this, in its words; None if it would not."""
-    for token in (*request.tokens, *request.stop_tokens):
+    for token in (*request.tokens, *request.stop_tokens, *request.logit_bias):
         if not 0 <= token < config.vocab_size:
             return f"{token=} of a request must be within 0..{config.vocab_size - 1}"
     parts = f"a prompt of {len(request.tokens)} tokens and {request.max_new_tokens} new ones"
     if request.total > config.max_length:
         return f"{parts} must be at most max_length={config.max_length}"
     window = windows_of(config, config.max_length)[0]
-    piece = min(prefill_chunk, len(request.tokens))
+    piece = min(step_tokens, len(request.tokens))
     pages = pages_at_most(request.total - 1, piece, page_size, window)
     if num_pages is not None and pages > num_pages:
         return f"{parts} need {pages} pages, must be at most {num_pages=}"
@@ -175,46 +177,3 @@ def _bad_line(number: int, reason: str) -> BadLine:
     words = " ".join(reason.split())
     cut = words if len(words) <= _LONGEST_REASON else f"{words[:_LONGEST_REASON]} ..."
     return BadLine(number, cut)
-
-
-def _parse(line: bytes, number: int, tokenizer: Tokenizer, max_new_tokens: int) -> TextRequest:
-    try:
-        values = json.loads(line.removeprefix(codecs.BOM_UTF8), object_pairs_hook=_unique)
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"not JSON: {error}") from error
-    if not isinstance(values, dict):
-        raise ValueError("must be a JSON object")
-    if unknown := sorted(set(values) - set(_KEYS)):
-        raise ValueError(f"{unknown[0]!r} must be one of {', '.join(_KEYS)}")
-    if not isinstance(values.get("prompt"), str):
-        raise ValueError("'prompt' must be a string")
-    name = values.get("id", number)
-    if isinstance(name, bool) or not isinstance(name, str | int):
-        raise ValueError(f"id={name!r} must be a string or an integer")
-    stop = values.get("stop", [])
-    if not isinstance(stop, list) or not all(
-        (isinstance(x, str) and x) or (isinstance(x, int) and not isinstance(x, bool)) for x in stop
-    ):
-        raise ValueError(f"{stop=} must be a list of texts, none empty, and tokens")
-    chosen = {key: values[key] for key in _SAMPLING if key in values}
-    numbers = [x for x in stop if not isinstance(x, str)]
-    tokens, texts = check_stops(
-        [*numbers, *tokenizer.eos_token_ids], [x for x in stop if isinstance(x, str)], tokenizer
-    )
-    request = Request(
-        tokenizer.encode(values["prompt"]),
-        values.get("max_new_tokens", max_new_tokens),
-        sorted(tokens),
-        Sampling(**{"seed": number, **chosen}),
-    )
-    return TextRequest(name, number, request, texts)
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object, none of whose keys is given twice."""
-    values = dict[str, Any]()
-    for key, value in pairs:
-        if key in values:
-            raise ValueError(f"{key!r} must not be given twice")
-        values[key] = value
-    return values

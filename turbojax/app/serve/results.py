@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from turbojax import _locks
-from turbojax.app.serve.requests import TextRequest
+from turbojax.app.serve.lines import TextRequest
 
 _KEYS = {"id", "request", "finish_reason"}
 _LONGEST_LINE = 32 * 2**20  # bytes; a result is its text and some numbers

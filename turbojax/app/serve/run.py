@@ -1,48 +1,27 @@
 """Many texts in, many texts out: what `turbojax serve` does around an engine."""
 
 import dataclasses
+import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
-import numpy as np
-
-from turbojax import _checks
-from turbojax.app.serve.requests import PREFILL_CHUNK, TextRequest, longest
+from turbojax.app.serve.lines import TextRequest
+from turbojax.app.serve.requests import longest
+from turbojax.app.serve.settings import Models, Pool, Settings, make_engine, plan
 from turbojax.app.text_model import FoundModel, TextModel, than_bfloat16
-from turbojax.models import TransformerConfig
-from turbojax.models.engine import (
-    Engine,
-    EngineStatistics,
-    Event,
-    Finished,
-    NewToken,
-    Result,
-    groups,
-)
-from turbojax.models.engine.pools import page_bytes
+from turbojax.models import Decoder, QuantizedDecoder, TransformerConfig
+from turbojax.models.engine import Engine, EngineStatistics, Event, Finished, NewToken, Result
+from turbojax.models.engine.requests import TokenLogprobs, best_of
 from turbojax.models.generation.stopping import TextStream
 from turbojax.models.text.tokenizer import Tokenizer
 from turbojax.rotary import LongRopeScaling
 
-
-@dataclasses.dataclass(frozen=True)
-class Pool:
-    """Sizes of an engine that serves requests.
-
-    Attributes:
-      num_pages: of the pool.
-      max_length: of its longest request.
-      nbytes: of the pages of all layers.
-    """
-
-    num_pages: int
-    max_length: int
-    nbytes: int
+_DIGITS = 6
 
 
 @dataclasses.dataclass(frozen=True)
 class ServingReport:
-    """What became of a file of requests.
+    """What became of requests.
 
     Attributes:
       requests: how many ran.
@@ -73,41 +52,48 @@ class ServingReport:
     def summary(self) -> str:
         """One line: speed, memory, and what the scheduler did."""
         parts = [f"{self.requests} requests"]
-        edges = ""
-        if self.uncompressed_layers:
-            edges = f" ({self.uncompressed_layers} layers at either end uncompressed)"
-        if (held := self.statistics) is not None:
-            parts = [
-                f"{self.requests} requests, {held.new_tokens:,} tokens, "
-                f"{held.tokens_per_second:,.1f} tokens/s",
-                f"{self.kv_dtype} pages{edges} for {held.token_capacity:,} tokens, "
-                f"{held.pool_bytes:,} bytes ({than_bfloat16(held.compression_ratio)})",
-                f"{held.reused_tokens:,} prompt tokens reused, {held.preemptions} preemptions",
-            ]
+        if self.statistics is not None:
+            parts = self._of_engine(self.statistics)
         if self.kept:
             parts.append(f"{self.kept} had results already")
         if self.skipped:
             parts.append(f"{self.skipped} bad lines skipped")
         return "; ".join(parts)
 
+    def _of_engine(self, held: EngineStatistics) -> list[str]:
+        edges = ""
+        if self.uncompressed_layers:
+            edges = f" ({self.uncompressed_layers} layers at either end uncompressed)"
+        per_step = 1000 * held.host_seconds / max(held.steps, 1)
+        parts = [
+            f"{self.requests} requests, {held.new_tokens:,} tokens, "
+            f"{held.tokens_per_second:,.1f} tokens/s",
+            f"{held.steps:,} steps, the host worked {per_step:.2f} ms in each",
+            f"{self.kv_dtype} pages{edges} for {held.token_capacity:,} tokens, "
+            f"{held.pool_bytes:,} bytes ({than_bfloat16(held.compression_ratio)})",
+            f"{held.reused_tokens:,} prompt tokens reused ({held.prefix_hit_rate:.0%}), "
+            f"{held.preemptions} preemptions",
+        ]
+        if held.proposed_tokens:
+            share = held.accepted_tokens / held.proposed_tokens
+            parts.append(
+                f"{held.accepted_tokens:,} of {held.proposed_tokens:,} guesses accepted "
+                f"({share:.0%})"
+            )
+        return parts
+
 
 def serve(
     model: TextModel,
     requests: Sequence[TextRequest],
+    settings: Settings | None = None,
     *,
     emit: Callable[[dict[str, Any]], None],
     progress: Callable[[int, int], None] | None = None,
     accepted: Callable[[], None] | None = None,
     done: Collection[str | int] = (),
-    kv_dtype: str = "auto",
-    uncompressed_layers: int = 0,
-    page_size: int = 64,
-    num_pages: int | None = None,
-    pool_bytes: int | None = None,
-    max_sequences: int = 8,
-    prefill_chunk: int | None = None,
-    cache_results: bool = False,
-    implementation: str | None = None,
+    draft: Decoder | QuantizedDecoder | None = None,
+    free_bytes: int | None = None,
 ) -> ServingReport:
     """Runs requests through an engine.
 
@@ -117,168 +103,90 @@ def serve(
     Args:
       model: what generates.
       requests: what to continue.
+      settings: of the engine; its defaults if not given.
       emit: called with each result as soon as there is one, as plain JSON values.
       progress: called after each step of the engine, the first of which compiles, with the number
         of new tokens, and of requests done, since the last call.
       accepted: called once, when nothing was wrong with any request and before the first one runs.
-      done: ids of requests that do not run. Texts of the others do not depend on this: the engine
-        is made for all.
-      kv_dtype: see `Engine`, for the default as well.
-      uncompressed_layers: see `Engine`.
-      page_size: see `Engine`.
-      num_pages: see `Engine`; by default enough for `max_sequences` of the longest requests, or for
-        what their windows need where every layer has one.
-      pool_bytes: instead, bytes that the pages of all layers take at most.
-      max_sequences: see `Engine`.
-      prefill_chunk: see `Engine`; see `plan`.
-      cache_results: see `Engine`.
-      implementation: see `Engine`.
+      done: ids of requests that do not run. The engine is made for all.
+      draft: the draft model, if `settings` ask for one.
+      free_bytes: see `plan`.
 
     Raises:
-      ValueError: if there is no request to run, a number does not fit, both sizes of the pool are
-        given, or a request is too long; the message names its line.
+      ValueError: if there is no request to run, a number does not fit, or a request is too long;
+        the message names its line.
       NotImplementedError: if the implementation asked for cannot run this.
     """
+    chosen = Settings() if settings is None else settings
     running = [request for request in requests if request.id not in done]
     if not running:
         raise ValueError("there must be at least one request")
     decoder = model.decoder
-    pool = plan(
-        requests,
-        decoder.config,
-        decoder.dtype,
-        kv_dtype=kv_dtype,
-        uncompressed_layers=uncompressed_layers,
-        page_size=page_size,
-        num_pages=num_pages,
-        pool_bytes=pool_bytes,
-        max_sequences=max_sequences,
-        prefill_chunk=prefill_chunk,
-    )
-    engine = Engine(
-        decoder,
-        num_pages=pool.num_pages,
-        page_size=page_size,
-        kv_dtype=kv_dtype,
-        uncompressed_layers=uncompressed_layers,
-        max_sequences=max_sequences,
-        max_length=pool.max_length,
-        prefill_chunk=PREFILL_CHUNK if prefill_chunk is None else prefill_chunk,
-        cache_results=cache_results,
-        implementation=implementation,
-    )
-    texts = {}
+    models = Models(decoder.config, decoder.dtype)
+    if draft is not None:
+        models = dataclasses.replace(models, draft=draft.config, draft_dtype=draft.dtype)
+    pool = plan_for(requests, models, chosen, free_bytes)
+    engine = make_engine(decoder, model.tokenizer, chosen, pool, draft)
+    texts = dict[int, _Samples]()
     for request in running:
         try:
-            texts[engine.add(request.request)] = _Text(request, model.tokenizer)
+            numbers = engine.add_samples(request.request, request.samples)
         except ValueError as error:
             raise ValueError(f"line {request.line}: {error}") from error
+        texts |= dict.fromkeys(numbers, _Samples(request, model.tokenizer))
     if accepted is not None:
         accepted()
     while not engine.idle:
         events = engine.step()
-        _follow(engine, events, texts, emit)
+        ended = _follow(events, texts, emit)
         if progress is not None:
-            ended = sum(isinstance(event, Finished) for event in events)
             progress(sum(isinstance(event, NewToken) for event in events), ended)
+    return report_of(engine, chosen, pool, len(running), kept=len(requests) - len(running))
+
+
+def report_of(
+    engine: Engine, settings: Settings, pool: Pool, requests: int, kept: int = 0
+) -> ServingReport:
+    """What an engine did.
+
+    Args:
+      engine: the engine.
+      settings: of the engine.
+      pool: its sizes.
+      requests: how many ran.
+      kept: requests that had a result before.
+    """
     return ServingReport(
-        len(running),
-        kv_dtype,
-        page_size,
-        max_sequences,
+        requests,
+        settings.kv_dtype,
+        settings.page_size,
+        pool.max_sequences,
         engine.statistics(),
-        kept=len(requests) - len(running),
-        uncompressed_layers=uncompressed_layers,
+        kept=kept,
+        uncompressed_layers=settings.uncompressed_layers,
     )
 
 
-def plan(
-    requests: Sequence[TextRequest],
-    config: TransformerConfig,
-    dtype: np.dtype,
-    *,
-    kv_dtype: str,
-    uncompressed_layers: int = 0,
-    page_size: int,
-    num_pages: int | None,
-    pool_bytes: int | None,
-    max_sequences: int,
-    prefill_chunk: int | None,
+def plan_for(
+    requests: Sequence[TextRequest], models: Models, settings: Settings, free_bytes: int | None
 ) -> Pool:
-    """The sizes of an engine for these requests, without making one.
-
-    Args:
-      requests: all, the longest of which counts.
-      config: of the model.
-      dtype: of the model.
-      kv_dtype: see `serve`.
-      uncompressed_layers: see there.
-      page_size: see there.
-      num_pages: see there.
-      pool_bytes: see there.
-      max_sequences: see there.
-      prefill_chunk: see `Engine`; `PREFILL_CHUNK` by default. One that is larger than the longest
-        sequence of the model, or than a pool whose size is given, could never be full.
+    """The sizes of an engine for these requests, see `plan`.
 
     Raises:
       ValueError: if there is no request, or a number does not fit.
     """
     if not requests:
         raise ValueError("there must be at least one request")
-    _checks.check_sizes(max_sequences=max_sequences, page_size=page_size)
-    max_length = _max_length(requests, config)
-    stored: dict[str, Any] = {"kv_dtype": kv_dtype, "uncompressed_layers": uncompressed_layers}
-    sizes = _sizes(page_size, max_sequences, max_length, prefill_chunk)
-    count = pages_of(
-        config, dtype, sizes=sizes, num_pages=num_pages, pool_bytes=pool_bytes, **stored
+    return plan(
+        models,
+        settings,
+        max_length=max_length_of(requests, models.config),
+        requests=sum(request.samples for request in requests),
+        free_bytes=free_bytes,
     )
-    if prefill_chunk is not None:
-        _checks.check_sizes(prefill_chunk=prefill_chunk)
-        limits = {"the longest sequence of the model": config.max_length}
-        if count is not None:
-            limits["what the pool holds"] = count * page_size
-        for name, limit in limits.items():
-            if prefill_chunk > limit:
-                raise ValueError(f"{prefill_chunk=} must be at most {limit} tokens, {name}")
-    windows = groups.windows_of(config, max_length)
-    if count is None:
-        together = dataclasses.replace(sizes, max_sequences=min(max_sequences, len(requests)))
-        count = together.pages_of_all(windows[0])
-    of_groups = zip(
-        groups.pages_of_groups(windows, count, sizes),
-        _page_bytes(config, dtype, page_size, windows, **stored),
-        strict=True,
-    )
-    return Pool(count, max_length, sum(pages * size for pages, size in of_groups))
 
 
-def _sizes(
-    page_size: int, max_sequences: int, max_length: int, prefill_chunk: int | None
-) -> groups.Sizes:
-    chunk = PREFILL_CHUNK if prefill_chunk is None else prefill_chunk
-    return groups.Sizes(page_size, max_sequences, max_length, chunk)
-
-
-def _page_bytes(
-    config: TransformerConfig,
-    dtype: np.dtype,
-    page_size: int,
-    windows: groups.Windows,
-    **stored: Any,
-) -> list[int]:
-    """Of each group of layers the bytes of a page of all of them."""
-    return [
-        page_bytes(config, dtype, page_size, layers=layers, **stored)
-        for layers in groups.layers_of(config, windows)
-    ]
-
-
-def model_name(
-    found: FoundModel,
-    requests: Sequence[TextRequest],
-    kv_dtype: str,
-    uncompressed_layers: int = 0,
-) -> str:
+def model_name(found: FoundModel, requests: Sequence[TextRequest], settings: Settings) -> str:
     """A text that differs where texts of equal requests may: for `requests.digest`.
 
     Models are told apart by shape and size. With LongRoPE it also counts which factors the engine
@@ -287,16 +195,15 @@ def model_name(
     Args:
       found: the model.
       requests: all that the engine is made for.
-      kv_dtype: see `Engine`.
-      uncompressed_layers: see `Engine`.
+      settings: of the engine.
     """
     config = found.config
-    name = f"{_shape(config)} {found.dtype} {found.weight_bytes} {kv_dtype}"
-    if uncompressed_layers:
-        name += f" {uncompressed_layers} uncompressed"
+    name = f"{_shape(config)} {found.dtype} {found.weight_bytes} {settings.kv_dtype}"
+    if settings.uncompressed_layers:
+        name += f" {settings.uncompressed_layers} uncompressed"
     if not isinstance(config.rope_scaling, LongRopeScaling):
         return name
-    long = _max_length(requests, config) > config.rope_scaling.original_max_length
+    long = max_length_of(requests, config) > config.rope_scaling.original_max_length
     return f"{name} {'long' if long else 'short'} factors"
 
 
@@ -309,116 +216,80 @@ def _shape(config: TransformerConfig) -> str:
     return f"LlamaConfig({', '.join(f'{name}={x!r}' for name, x in config.told().items())})"
 
 
-def pages_of(
-    config: TransformerConfig,
-    dtype: np.dtype,
-    kv_dtype: str,
-    num_pages: int | None,
-    pool_bytes: int | None,
-    *,
-    sizes: groups.Sizes,
-    uncompressed_layers: int = 0,
-) -> int | None:
-    """How many pages the pool is asked to have; None where that follows from the requests.
-
-    Args:
-      config: of the model.
-      dtype: of the model.
-      kv_dtype: see `Engine`.
-      num_pages: what is asked for.
-      pool_bytes: or bytes of all layers' pages: those with a window get what they need at most, see
-        `Engine`, and the others the rest.
-      sizes: of the engine; of its requests, which may not be known yet, at most.
-      uncompressed_layers: see `Engine`.
-
-    Raises:
-      ValueError: if both are given, a size does not fit, or not one page fits into the bytes.
-    """
-    if num_pages is not None and pool_bytes is not None:
-        raise ValueError("give the number of pages or the bytes of the pool, one of them")
-    if num_pages is not None:
-        _checks.check_sizes(num_pages=num_pages)
-    if pool_bytes is None:
-        return num_pages
-    _checks.check_sizes(pool_bytes=pool_bytes)
-    windows = groups.windows_of(config, sizes.max_length)
-    needed = _page_bytes(
-        config,
-        dtype,
-        sizes.page_size,
-        windows,
-        kv_dtype=kv_dtype,
-        uncompressed_layers=uncompressed_layers,
-    )
-    if pool_bytes < sum(needed):
-        raise ValueError(f"{pool_bytes=} must be at least {sum(needed)}, the bytes of one page")
-    return groups.most_first_pages(pool_bytes, needed, windows, sizes)
-
-
-def sizes_before(
-    config: TransformerConfig, page_size: int, max_sequences: int, prefill_chunk: int | None
-) -> groups.Sizes:
-    """The sizes for `pages_of` where the requests are not known, which may be as long as any."""
-    return _sizes(page_size, max_sequences, config.max_length, prefill_chunk)
-
-
-def _max_length(requests: Sequence[TextRequest], config: TransformerConfig) -> int:
+def max_length_of(requests: Sequence[TextRequest], config: TransformerConfig) -> int:
     """The `max_length` of an engine for these requests."""
     return min(longest(requests), config.max_length)
 
 
-class _Text:
-    """The text of a request as its tokens come."""
+class _Samples:
+    """The results of a request, until there are all."""
 
     def __init__(self, request: TextRequest, tokenizer: Tokenizer) -> None:
-        self.request = request
-        decode = tokenizer.stream(list(request.request.tokens))
-        self._text = TextStream(decode, request.stop)
+        self._request, self._tokenizer = request, tokenizer
+        self._results = dict[int, Result]()
 
-    @property
-    def stopped(self) -> bool:
-        """Whether a stop text has come."""
-        return self._text.stopped
+    def add(self, number: int, result: Result) -> dict[str, Any] | None:
+        """Adds one; the request's line of results, if it was the last one."""
+        self._results[number] = result
+        if len(self._results) < self._request.samples:
+            return None
+        found = [result for _, result in sorted(self._results.items())]
+        if self._request.samples > self._request.count:
+            found = best_of(found, self._request.count)
+        first, *others = map(self._to_json, found)
+        line = {"id": self._request.id, **first}
+        return line if self._request.count == 1 else {**line, "others": others}
 
-    def add(self, token: int | None) -> None:
-        """Adds a token's text, None ends it; a stop token has none."""
-        if token not in self.request.request.stop_tokens:
-            self._text.add(token)
-
-    def to_json(self, result: Result) -> dict[str, Any]:
-        """The request's line of results."""
-        return {
-            "id": self.request.id,
-            "text": self._text.text,
+    def _to_json(self, result: Result) -> dict[str, Any]:
+        found = {
+            "text": self._text(result.tokens),
             "tokens": list(result.tokens),
-            "finish_reason": "stop" if self.stopped else result.finish_reason,
-            "seconds": round(result.seconds, 6),
+            "finish_reason": result.finish_reason,
+            "seconds": round(result.seconds, _DIGITS),
             "first_token_seconds": _rounded(result.first_token_seconds),
             "prompt_tokens": result.prompt_tokens,
             "reused_tokens": result.reused_tokens,
             "preemptions": result.preemptions,
         }
+        if self._request.shows_logprobs and result.logprobs is not None:
+            found |= _logprobs(result.logprobs, self._request.request.logprobs or 0)
+        return found
+
+    def _text(self, tokens: Iterable[int]) -> str:
+        """The text, without stop tokens and stop texts."""
+        request = self._request.request
+        text = TextStream(self._tokenizer.stream(list(request.tokens)), self._request.stop)
+        for token in tokens:
+            if token not in request.stop_tokens:
+                text.add(token)
+        text.add(None)
+        return text.text
 
 
 def _follow(
-    engine: Engine,
     events: Iterable[Event],
-    texts: dict[int, _Text],
+    texts: dict[int, _Samples],
     emit: Callable[[dict[str, Any]], None],
-) -> None:
-    """Adds new tokens to the texts, ends requests at stop texts, and hands out results."""
-    done = {event.request_id for event in events if isinstance(event, Finished)}
+) -> int:
+    """Hands out results of requests that are done; how many."""
+    ended = 0
     for event in events:
-        text = texts[event.request_id]
         if isinstance(event, Finished):
-            text.add(None)
-            emit(text.to_json(event.result))
-            del texts[event.request_id]
-            continue
-        text.add(event.token)
-        if text.stopped and event.request_id not in done:
-            engine.abort(event.request_id, reason="stop")
+            line = texts.pop(event.request_id).add(event.request_id, event.result)
+            if line is not None:
+                emit(line)
+                ended += 1
+    return ended
 
 
-def _rounded(seconds: float | None) -> float | None:
-    return None if seconds is None else round(seconds, 6)
+def _logprobs(given: Sequence[TokenLogprobs], top: int) -> dict[str, Any]:
+    """Log-probabilities of each token and, where asked for, of the most likely ones."""
+    found: dict[str, Any] = {"logprobs": [_rounded(x.logprob) for x in given]}
+    if top:
+        found["top_logprobs"] = [[[i, _rounded(value)] for i, value in x.top] for x in given]
+    return found
+
+
+def _rounded(number: float | None) -> float | None:
+    # JSON has no infinity: what is impossible has no number.
+    return round(number, _DIGITS) if number is not None and math.isfinite(number) else None

@@ -1,5 +1,9 @@
 """Continuous batching: requests that come at any time, through one model and one pool of pages."""
 
+from turbojax.models.engine.asynchronous import AsyncEngine as AsyncEngine
+from turbojax.models.engine.asynchronous import EngineClosed as EngineClosed
+from turbojax.models.engine.asynchronous import EngineEnded as EngineEnded
+from turbojax.models.engine.asynchronous import QueueFull as QueueFull
 from turbojax.models.engine.engine import Engine as Engine
 from turbojax.models.engine.requests import Event as Event
 from turbojax.models.engine.requests import Finished as Finished
@@ -11,4 +15,5 @@ from turbojax.models.engine.requests import best_of as best_of
 from turbojax.models.engine.speculation import Draft as Draft
 from turbojax.models.engine.speculation import NGram as NGram
 from turbojax.models.engine.statistics import EngineStatistics as EngineStatistics
+from turbojax.models.engine.tickets import Ticket as Ticket
 from turbojax.models.generation.sampling import Sampling as Sampling

@@ -18,6 +18,7 @@ from turbojax.models.engine.requests import (
 from turbojax.models.engine.scheduler import Scheduler
 from turbojax.models.engine.sequence import Sequence, Status
 from turbojax.models.engine.statistics import Counts, Times
+from turbojax.models.generation.constraints import is_over
 from turbojax.models.generation.sampling import NOTHING
 
 
@@ -108,7 +109,7 @@ class Book:
     def _add_token(self, sequence: Sequence, token: int, logprobs: TokenLogprobs | None) -> bool:
         """A sequence has one more token, or ends because there is none; whether it goes on."""
         if token == NOTHING:
-            self.finish(sequence, "failed")
+            self.finish(sequence, "stop" if is_over(sequence.constraint) else "failed")
             return False
         number, tokens = sequence.request_id, sequence.new_tokens
         if not tokens:

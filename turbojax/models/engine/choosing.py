@@ -105,7 +105,8 @@ class Extras:
         Args:
           row: which.
           request: whose next token it is.
-          allowed: what the state of its constraint allows now; None without a constraint.
+          allowed: what the state of its constraint allows now, see `ConstraintState.allowed`; None
+            without a constraint.
 
         Raises:
           TypeError: if `allowed` is no array of uint32.
@@ -128,9 +129,12 @@ class Extras:
         if self.masks is not None and allowed is not None:
             if (kind := getattr(allowed, "dtype", type(allowed).__name__)) != np.uint32:
                 raise TypeError(f"allowed is of {kind}, must be an array of uint32")
-            if allowed.shape != self.masks.shape[1:]:
-                raise ValueError(f"{allowed.shape=} must be {self.masks.shape[1:]}")
-            self.masks[row] = allowed
+            words = self.masks.shape[1]
+            if allowed.ndim != 1 or allowed.size > words:
+                raise ValueError(f"{allowed.shape=} must be ({words},), or less")
+            # A model's table may be padded with tokens that a tokenizer does not have.
+            self.masks[row, : allowed.size] = allowed
+            self.masks[row, allowed.size :] = 0
 
     def _check_holds(self, request: Request) -> None:
         """Raises unless all that a request wants has its place."""
@@ -345,15 +349,19 @@ def logprobs(logits: jax.Array, tokens: jax.Array) -> tuple[jax.Array, jax.Array
       log-probabilities are; next to one that is +inf, the others are -inf.
     """
     largest = jnp.max(logits, axis=-1, keepdims=True)
-    # As in `sample`: differences to infinity are no NaN.
-    shifted = jnp.where(logits == largest, jnp.zeros_like(logits), logits - largest)
-    total = jnp.log(jnp.sum(jnp.exp(shifted), axis=-1, keepdims=True))
-    chosen = jnp.take_along_axis(shifted, jnp.maximum(tokens, 0)[:, None], axis=-1) - total
-    of_tokens = jnp.where(tokens == NOTHING, jnp.nan, chosen[:, 0])
-    values, top = most_likely(shifted, min(MOST_LOGPROBS, logits.shape[1]))
+
+    def shifted(x: jax.Array) -> jax.Array:
+        # As in `sample`: differences to infinity are no NaN.
+        return jnp.where(x == largest, jnp.zeros_like(x), x - largest)
+
+    total = jnp.log(jnp.sum(jnp.exp(shifted(logits)), axis=-1, keepdims=True))
+    chosen = jnp.take_along_axis(logits, jnp.maximum(tokens, 0)[:, None], axis=-1)
+    of_tokens = jnp.where(tokens == NOTHING, jnp.nan, (shifted(chosen) - total)[:, 0])
+    values, top = most_likely(logits, min(MOST_LOGPROBS, logits.shape[1]))
     missing = ((0, 0), (0, MOST_LOGPROBS - top.shape[1]))
     top_tokens = jnp.pad(top, missing, constant_values=-1)
-    return of_tokens, top_tokens, jnp.pad(values - total, missing, constant_values=-np.inf)
+    of_top = jnp.pad(shifted(values) - total, missing, constant_values=-np.inf)
+    return of_tokens, top_tokens, of_top
 
 
 def most_likely(logits: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:

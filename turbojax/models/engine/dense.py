@@ -6,6 +6,7 @@ share scales, so that what a prompt gets depends, within rounding, on what else 
 NaN and infinity in one are kept from the others here.
 """
 
+import dataclasses
 import functools
 
 import jax
@@ -29,12 +30,48 @@ def segments_of(slots: jax.Array, positions: jax.Array) -> jax.Array:
     return jnp.cumsum(begins, dtype=jnp.int32)
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Tokens:
+    """Queries, keys and values without what is not finite, and where that matters.
+
+    Attributes:
+      query: ``[1, N, heads, H]``.
+      key: ``[1, N, K, H]``.
+      value: ``[1, N, K, H]``.
+      lost: bool ``[N]``: tokens that see something that is not finite in their own segment.
+      segments: int32 ``[N]``, ascending.
+    """
+
+    query: jax.Array
+    key: jax.Array
+    value: jax.Array
+    lost: jax.Array
+    segments: jax.Array
+
+    @staticmethod
+    def of(query: jax.Array, key: jax.Array, value: jax.Array, segments: jax.Array) -> "Tokens":
+        """Zeros in the place of what is not finite."""
+        arrays = query, key, value
+        finite = [jnp.isfinite(x) for x in arrays]
+        good = functools.reduce(jnp.logical_and, (jnp.all(x[0], axis=(1, 2)) for x in finite))
+        # Of a segment all from the first such token on, which see it.
+        count = jnp.cumsum((~good).astype(jnp.int32), dtype=jnp.int32)
+        is_first = jnp.concatenate([jnp.ones(1, bool), segments[1:] != segments[:-1]])
+        before = jax.lax.cummax(jnp.where(is_first, count - (~good).astype(jnp.int32), 0))
+        query, key, value = (
+            jnp.where(x, y, jnp.zeros_like(y)) for x, y in zip(finite, arrays, strict=True)
+        )
+        return Tokens(query, key, value, count > before, segments)
+
+    def spoiled(self, out: jax.Array) -> jax.Array:
+        """Results ``[N, heads, H]``, NaN where they are lost."""
+        return jnp.where(self.lost[:, None, None], jnp.nan, out)
+
+
 @functools.partial(jax.jit, static_argnames=("config", "options", "implementation"))
 def attend(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    segments: jax.Array,
+    tokens: Tokens,
     config: TurboConfig,
     options: Options,
     extras: Extras,
@@ -43,35 +80,23 @@ def attend(
     """Causal attention of each segment's tokens among themselves.
 
     Args:
-      query: ``[1, N, heads, H]``.
-      key: ``[1, N, K, H]``.
-      value: ``[1, N, K, H]``.
-      segments: int32 ``[N]``, ascending.
+      tokens: of all segments.
       config: numerics.
       options: of the layer.
       extras: of the layer: sinks.
       implementation: ``"xla"``, or another name or None for the fastest.
 
     Returns:
-      ``[1, N, heads, H]``: NaN from the first token on of a segment that has a query, key or value
-      which is not finite.
+      ``[N, heads, H]``; of tokens that are lost it means nothing.
     """
-    finite = [jnp.isfinite(x[0]) for x in (query, key, value)]
-    lost = ~functools.reduce(jnp.logical_and, (jnp.all(x, axis=(1, 2)) for x in finite))
-    clean = [
-        jnp.where(x[None], y, jnp.zeros_like(y))
-        for x, y in zip(finite, (query, key, value), strict=True)
-    ]
-    ids = segments[None]
+    ids = tokens.segments[None]
     out, _ = turbo_attention.attend(
-        *clean,
+        tokens.query,
+        tokens.key,
+        tokens.value,
         config=config,
         options=options,
         extras=Extras(query_segment_ids=ids, key_value_segment_ids=ids, sinks=extras.sinks),
         implementation="xla" if implementation == "xla" else None,
     )
-    # Of a segment all that come after the first such token, which see it.
-    count = jnp.cumsum(lost.astype(jnp.int32), dtype=jnp.int32)
-    is_first = jnp.concatenate([jnp.ones(1, bool), segments[1:] != segments[:-1]])
-    before = jax.lax.cummax(jnp.where(is_first, count - lost.astype(jnp.int32), 0))
-    return jnp.where((count > before)[None, :, None, None], jnp.nan, out)
+    return out[0]

@@ -4,7 +4,7 @@ import collections
 import dataclasses
 import time
 from collections.abc import Callable, Iterator
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -79,12 +79,13 @@ class Engine:
         default.
       uncompressed_layers: how many of the first and of the last layers have pages in the model's
         dtype all the same; they lose most in many models.
-      max_sequences: requests that run at a time; 256 if not given, and 8 with `reproducible`.
+      max_sequences: requests that run at a time; if not given 256 on a GPU, 16 on a CPU, and 8 with
+        `reproducible`.
       max_length: tokens of prompt and result of a request at most; by default the model's. By it
         LongRoPE chooses its factors, for all requests alike, as they may share pages.
       step_tokens: tokens of prompts that a step runs at most, besides those that are generated;
-        2,048 if not given, and 64 with `reproducible`. More of them are faster, and keep those
-        that are generating waiting for longer.
+        if not given 8,192 on a GPU, 512 on a CPU, and 64 with `reproducible`. More of them are
+        faster, and keep those that are generating waiting for longer.
       reproducible: see above.
       speculation: `NGram` or `Draft`: how tokens are guessed ahead, to be checked several at a time
         in steps without prompts. Not with `reproducible`. A step in which somebody wants penalties,
@@ -129,15 +130,14 @@ class Engine:
         tokenizer: Tokenizer | None = None,
     ) -> None:
         making.check_model(model)
+        usual = making.usual_sizes(reproducible=reproducible)
         made = making.make(
             model,
             making.Settings(
                 page_size=page_size,
-                max_sequences=(8 if reproducible else 256)
-                if max_sequences is None
-                else max_sequences,
+                max_sequences=usual.max_sequences if max_sequences is None else max_sequences,
                 max_length=model.config.max_length if max_length is None else max_length,
-                step_tokens=(64 if reproducible else 2048) if step_tokens is None else step_tokens,
+                step_tokens=usual.step_tokens if step_tokens is None else step_tokens,
                 num_pages=num_pages,
                 window_pages=window_pages,
                 kv_dtype=kv_dtype,
@@ -168,6 +168,7 @@ class Engine:
         self._counts = Counts()
         self._book = Book(self._scheduler, self._counts)
         self._in_flight: Step | None = None
+        self._busy_since = 0.0
         self._guard = Guard()
 
     @property
@@ -390,6 +391,7 @@ class Engine:
         waited = self._counts.wait_seconds
         self._book.end_late(begun)
         plan = self._scheduler.plan()
+        self._note_idling(plan)
         # Nothing waits for the device before it has the next step.
         leaving = {s.request_id: self._device.read(pages) for s, pages in plan.leaving}
         self._enter(plan)
@@ -402,6 +404,7 @@ class Engine:
             self._costs.swapped(swap.nbytes(self._book.swapped[request_id]), seconds)
         if previous is not None:
             self._book.collect(previous)
+        self._busy_since = time.perf_counter()
         for sequence in [x for x in self._scheduler.running if _is_over(x)]:
             # Nothing is left to feed; the last token is on its way.
             self._scheduler.release(sequence, Status.LEFT)
@@ -416,6 +419,16 @@ class Engine:
             self._counts.seconds += seconds
             self._counts.host_seconds += seconds - (self._counts.wait_seconds - waited)
             self._costs.stepped(sum(piece.count for piece in plan.pieces), seconds)
+
+    def _note_idling(self, plan: Plan) -> None:
+        """Counts steps that come when the device has done the one before, and waits."""
+        if plan.empty or self._in_flight is None:
+            return
+        found: Any = self._in_flight.found
+        if not found.is_ready():
+            return
+        self._counts.late_steps += 1
+        self._counts.idle_seconds += time.perf_counter() - self._busy_since
 
     def _recomputes(self, sequence: Sequence, pages: tuple[tuple[int, ...], ...]) -> bool:
         """Whether a sequence's tokens are sooner computed again than moved away and back."""

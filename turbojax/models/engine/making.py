@@ -2,6 +2,9 @@
 
 import dataclasses
 from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
 
 from turbojax._device import needs_gpu
 from turbojax.config import TurboConfig
@@ -71,6 +74,20 @@ def check_model(model: Model) -> None:
         raise TypeError(
             f"model is a {type(model).__name__}, must be a Transformer, Decoder or QuantizedDecoder"
         )
+
+
+class Sizes(NamedTuple):
+    """What an engine has if nothing else is asked for, see `Engine`."""
+
+    max_sequences: int
+    step_tokens: int
+
+
+def usual_sizes(*, reproducible: bool) -> Sizes:
+    """Sizes that suit the device: many rows fill a GPU, on a CPU each of them costs time."""
+    if reproducible:
+        return Sizes(8, 64)
+    return Sizes(256, 8192) if jax.default_backend() == "gpu" else Sizes(16, 512)
 
 
 def make(model: Model, settings: Settings, tokenizer: Tokenizer | None) -> Made:

@@ -5,8 +5,8 @@ from collections.abc import Collection
 
 # Rows of decoding: powers of two, and half-way between them where a row costs much.
 _FIRST_HALVES = 128
-# Tokens of prompts: all that a step may have, a quarter and a sixteenth.
-_PROMPT_STEPS = (16, 4, 1)
+# Tokens of prompts: all that a step may have, a quarter, a sixteenth and a sixty-fourth.
+_PROMPT_STEPS = (64, 16, 4, 1)
 _SMALLEST_PROMPT_STEP = 64
 # Tokens of a prompt, at least, for each that may be in a step, and how many may be.
 _TOKENS_OF_A_PIECE, _MOST_PIECES = 128, 64

@@ -5,6 +5,8 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
+import numpy as np
+
 from turbojax import _checks
 from turbojax.models.generation.constraints import Constraint
 from turbojax.models.generation.penalties import NO_PENALTIES, Penalties
@@ -15,6 +17,8 @@ FinishReason = Literal["length", "stop", "aborted", "failed", "timeout"]
 
 MOST_LOGPROBS = 20
 """Likely tokens that a request may ask for at each place."""
+
+_LARGEST = float(np.finfo(np.float32).max)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +34,8 @@ class Request:
         that completed one is the last. One that is written like a special token, such as
         ``"<|im_end|>"``, is a stop token, too. The `Engine` needs a `tokenizer` for them.
       penalties: of tokens that were there before, see `Penalties`.
-      logit_bias: what is added to the logits of tokens, before all else; ``-inf`` forbids one.
+      logit_bias: what is added to the logits of tokens, before all else, in float32; ``-inf``
+        forbids one.
       constraint: which tokens are allowed, by those before, see `Constraint`; None for all. A
         request with one waits for each of its tokens to be known before the next is computed.
       logprobs: None for none; otherwise results have each token's log-probability, and those of so
@@ -45,7 +50,7 @@ class Request:
       TypeError: if a token or a number is not an integer, a stop text not text, or an option of
         another kind than stated.
       ValueError: if the prompt is empty, `max_new_tokens` or `timeout` is not positive, a stop text
-        is empty, a bias is NaN or infinity, or `logprobs` out of range.
+        is empty, a bias is NaN, infinity or beyond float32, or `logprobs` out of range.
     """
 
     tokens: Sequence[int]
@@ -80,6 +85,8 @@ class Request:
                 raise ValueError(f"logprobs={self.logprobs} must be within 0..{MOST_LOGPROBS}")
         _checks.check_integer("priority", self.priority)
         if self.timeout is not None:
+            if isinstance(self.timeout, bool):
+                raise TypeError(f"timeout={self.timeout} must be a number")
             _checks.check_number("timeout", self.timeout)
             _checks.check_positive("timeout", float(self.timeout))
 
@@ -109,9 +116,10 @@ class Result:
     Attributes:
       tokens: the new tokens; a stop token, or the one that completed a stop text, included.
       finish_reason: ``"length"``: there are `max_new_tokens`; ``"stop"``: a stop token or a stop
-        text, or `Engine.abort` with this reason; ``"aborted"``; ``"failed"``: the logits were NaN,
-        for which a cache is one reason that cannot hold a layer's keys or values (fp8 beyond its
-        range), or a constraint allowed none; ``"timeout"``: its time was over.
+        text, a constraint at its end, or `Engine.abort` with this reason; ``"aborted"``;
+        ``"failed"``: the logits were NaN, for which a cache is one reason that cannot hold a
+        layer's keys or values (fp8 beyond its range), or bias and constraint left no token;
+        ``"timeout"``: its time was over.
       prompt_tokens: length of the prompt.
       reused_tokens: of the prompt, whose keys and values were in the pool already.
       preemptions: how often the request had to leave the pool for a while.
@@ -135,12 +143,16 @@ class Result:
     def mean_logprob(self) -> float:
         """The mean of the tokens' log-probabilities, by which the best of several is chosen.
 
+        -inf of a result without tokens: any other is better.
+
         Raises:
           ValueError: if they were not asked for.
         """
         if self.logprobs is None:
             raise ValueError("the request's logprobs are None, must be a number")
-        return sum(x.logprob for x in self.logprobs) / max(len(self.logprobs), 1)
+        if not self.logprobs:
+            return -math.inf
+        return sum(x.logprob for x in self.logprobs) / len(self.logprobs)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -181,11 +193,16 @@ def best_of(results: Iterable[Result], count: int = 1) -> list[Result]:
 
     Args:
       results: of requests with `logprobs`.
-      count: how many.
+      count: how many, at least 1.
 
     Raises:
-      ValueError: if one has no log-probabilities.
+      TypeError: if `count` is not an integer.
+      ValueError: if one has no log-probabilities, or there are fewer than `count`.
     """
+    results = tuple(results)
+    _checks.check_sizes(count=count)
+    if count > len(results):
+        raise ValueError(f"{count=} must be at most the number of results, {len(results)}")
     return sorted(results, key=lambda result: -result.mean_logprob)[:count]
 
 
@@ -196,8 +213,13 @@ def _bias(values: Mapping[int, float]) -> dict[int, float]:
     found = dict[int, float]()
     for token, value in values.items():
         _checks.check_integer("a token of logit_bias", token)
+        name = f"logit_bias[{token}]"
+        if isinstance(value, bool) or value is None:
+            raise TypeError(f"{name}={value} must be a number")
         if value != -math.inf:
-            _checks.check_number(f"logit_bias[{token}]", value)
+            _checks.check_number(name, value)
+            if abs(value) > _LARGEST:
+                raise ValueError(f"{name}={value} must be within float32, or -inf")
         found[int(token)] = float(value)
     return found
 

@@ -14,6 +14,7 @@ _DERIVED = (
     "preemptions",
     "steps_of_decoding",
     "host_seconds_per_step",
+    "idle_seconds_per_step",
     "prefix_hit_rate",
     "acceptance_rate",
 )
@@ -48,6 +49,8 @@ class Counts:
     proposed_tokens: int = 0
     accepted_tokens: int = 0
     programs_compiled: int = 0
+    late_steps: int = 0
+    idle_seconds: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,6 +102,9 @@ class EngineStatistics:
       steps_of_speculation: those with guesses.
       proposed_tokens: tokens that were guessed.
       accepted_tokens: guesses that were right.
+      late_steps: of `steps` those that came when the device had done the one before.
+      idle_seconds: what the device waited for these at most: the time since the host knew it to be
+        busy.
       programs_compiled: of the engine's programs, by `compile` or by a step that needed one.
       waiting: requests not begun.
       running: requests in the pool.
@@ -133,6 +139,8 @@ class EngineStatistics:
     proposed_tokens: int
     accepted_tokens: int
     programs_compiled: int
+    late_steps: int
+    idle_seconds: float
     waiting: int
     running: int
     swapped: int
@@ -167,6 +175,11 @@ class EngineStatistics:
     def host_seconds_per_step(self) -> float:
         """What the host works for a step; 0 before there are any."""
         return self.host_seconds / self.steps if self.steps else 0.0
+
+    @property
+    def idle_seconds_per_step(self) -> float:
+        """What the device waits for the host between two steps, at most; 0 before there are any."""
+        return self.idle_seconds / self.steps if self.steps else 0.0
 
     @property
     def prefix_hit_rate(self) -> float:

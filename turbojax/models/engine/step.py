@@ -243,21 +243,25 @@ def _attend(
         static, extras = options.complete(query.shape[3]), of_layer(query, sinks)
         given: Any = {"options": static, "extras": extras, "implementation": implementation}
         _, attend_pages = access_to(cache)
+        alone = None
+        if prompts is not None and is_compressed(cache):
+            alone = dense.Tokens.of(query, key, value, segments)
+            query = alone.query
         decoded, _ = attend_pages(
             query[0, :rows, None], cache, row_tables[group], row_lengths, counts, **given
         )
         decoded = decoded[:, 0]
         if not program.pieces:
             return decoded[None], cache
-        if prompts is not None and is_compressed(cache):
-            out = dense.attend(
-                query, key, value, segments, prompts, static, extras, implementation
-            )[0]
+        if alone is not None and prompts is not None:
+            out = dense.attend(alone, prompts, static, extras, implementation)
         else:
             assert parts is not None
             out = parts.attend(query[0], cache, group, attend_pages, given)
-        first = jnp.where(decodes[:, None, None], decoded, out[:rows].astype(decoded.dtype))
-        return jnp.concatenate([first, out[rows:].astype(decoded.dtype)])[None], cache
+        first = jnp.where(decodes[:, None, None], decoded, out[:rows])
+        # In place: a new array would be all of it once more.
+        out = jax.lax.dynamic_update_slice(out, first, (0, 0, 0))
+        return (out if alone is None else alone.spoiled(out))[None], cache
 
     return attend
 

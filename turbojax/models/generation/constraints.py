@@ -13,12 +13,17 @@ WORD = 32
 
 
 class ConstraintState(Protocol):
-    """A constraint on one text, as its tokens come."""
+    """A constraint on one text, as its tokens come.
+
+    One that may come to an end has an attribute `is_complete`, too: where it is true and nothing is
+    allowed, the request ends with ``"stop"``, and otherwise with ``"failed"``.
+    """
 
     def allowed(self) -> np.ndarray:
         """The tokens that may come next: uint32 ``[ceil(V / 32)]``.
 
-        Token ``t`` is bit ``t % 32`` of word ``t // 32``; bits from `V` on mean nothing.
+        Token ``t`` is bit ``t % 32`` of word ``t // 32``; bits from `V` on mean nothing. Where
+        there are fewer words, tokens beyond them are not allowed.
         """
 
     def accept(self, token: int) -> None:
@@ -90,6 +95,13 @@ class AllowedTokensState:
     def accept(self, token: int) -> None:
         """Adds a token, which was allowed."""
         self._tokens += (int(token),)
+
+
+def is_over(state: ConstraintState | None) -> bool:
+    """Whether a text can have no other token because it is complete, see `ConstraintState`."""
+    if state is None or not getattr(state, "is_complete", False):
+        return False
+    return not state.allowed().any()
 
 
 def words_of(vocab_size: int) -> int:

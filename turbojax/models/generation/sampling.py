@@ -19,7 +19,7 @@ Kind = Literal["greedy", "draw", "restrict"]
 """What the rows of a step need at most."""
 
 NOTHING = -1
-"""Chosen where the logits hold NaN: there is no next token."""
+"""Chosen where the logits hold NaN, or nothing but -inf: there is no next token."""
 
 Array = Any
 """numpy's on the host, which fills it in; jax's inside a compiled step."""
@@ -177,12 +177,13 @@ def sample(logits: jax.Array, rows: SamplingRows, kind: Kind) -> jax.Array:
         seed, too; ``"restrict"``: everything.
 
     Returns:
-      int32 ``[R]``; `NOTHING` where a logit is NaN.
+      int32 ``[R]``; `NOTHING` where a logit is NaN, or all are -inf.
     """
     chosen = jnp.argmax(logits, axis=-1).astype(jnp.int32)
     if kind != "greedy":
         chosen = jnp.where(rows.temperature > 0, _draw(logits, rows, kind), chosen)
-    return jnp.where(jnp.any(jnp.isnan(logits), axis=-1), NOTHING, chosen)
+    none = jnp.any(jnp.isnan(logits), axis=-1) | jnp.all(logits == -jnp.inf, axis=-1)
+    return jnp.where(none, NOTHING, chosen)
 
 
 def _draw(logits: jax.Array, rows: SamplingRows, kind: Kind) -> jax.Array:

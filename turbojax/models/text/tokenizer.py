@@ -12,6 +12,7 @@ from turbojax import _checks, _json
 from turbojax.models.checkpoint import folder as _folder
 from turbojax.models.text import tokenizer_file as _tokenizer_file
 from turbojax.models.text.special_text import Segment, SegmentEncoder, SpecialTexts
+from turbojax.models.text.token_bytes import TokenBytes, token_bytes
 
 TOKENIZER_NAME = "tokenizer.json"
 BYTES = 256
@@ -141,6 +142,11 @@ class ByteTokenizer:
         del text
         return None
 
+    @property
+    def token_bytes(self) -> TokenBytes:
+        """What each token adds to a text."""
+        return TokenBytes([bytes([byte]) for byte in range(BYTES)], {})
+
 
 class NumberTokenizer:
     """Tokens as decimal numbers, as in ``"1 17 4"``: for models without a tokenizer.
@@ -248,6 +254,11 @@ class JsonTokenizer:
         """
         _check_unicode("".join(text for text, _ in segments))
         return self._segments.encode(segments)
+
+    @property
+    def token_bytes(self) -> TokenBytes:
+        """What each token adds to a text; `NotImplementedError` if that cannot be said."""
+        return token_bytes(self._tokenizer, self.vocab_size)
 
     @functools.cached_property
     def _segments(self) -> SegmentEncoder:

@@ -1,0 +1,261 @@
+"""Models and engines of the rows, and what an engine does with a group's requests."""
+
+import dataclasses
+import gc
+import itertools
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks import tables as shared
+from benchmarks.suites.serving.cases import LOOP, Case, Group, Setting, Weights, engine_key
+from benchmarks.suites.serving.tables import STOPPED
+from benchmarks.tables import Row
+from turbojax import models
+from turbojax.models.engine import Engine, Finished, NGram, Request, Result
+
+Model = models.Decoder | models.QuantizedDecoder
+COUNTED = (
+    "steps",
+    "steps_of_prompts",
+    "steps_of_decoding",
+    "steps_of_speculation",
+    "new_tokens",
+    "prompt_tokens",
+    "reused_tokens",
+    "preemptions",
+    "swaps",
+    "recomputations",
+    "proposed_tokens",
+    "accepted_tokens",
+    "host_seconds",
+    "wait_seconds",
+    "idle_seconds",
+    "late_steps",
+    "first_step_seconds",
+)
+"""Figures of `EngineStatistics` that only grow: a row has by how much."""
+
+
+@dataclasses.dataclass
+class Made:
+    """A compiled engine, and the seconds that took; 0 once it has served a row."""
+
+    engine: Engine
+    compile_seconds: float
+    programs: int | None
+
+
+class Stock:
+    """The weights and the engine of a row: those of the last one, if they are the same."""
+
+    def __init__(self) -> None:
+        self._model: Model | None = None
+        self._made: Made | None = None
+        self._model_key: Any = None
+        self._engine_key: Any = None
+
+    def model(self, group: Group, case: Case) -> Model:
+        """The weights of a row, with its model's config."""
+        # Shapes that differ in context and RoPE alone have the same weights.
+        shape = dataclasses.replace(group.config, max_length=1, rope_scaling=None)
+        if self._model is None or (case.weights, shape) != self._model_key:
+            self.drop()
+            self._model = None
+            gc.collect()
+            self._model = _make_weights(case.weights, group.config)
+            self._model_key = case.weights, shape
+        return dataclasses.replace(self._model, config=group.config)
+
+    def engine(self, group: Group, case: Case) -> Made:
+        """The engine of a row."""
+        model, setting = self.model(group, case), group.setting_of(case)
+        key = engine_key(group, case)
+        if self._made is None or key != self._engine_key:
+            self.drop()
+            begun = time.perf_counter()
+            engine = new_engine(model, setting, case.kv_dtype, speculates=case.speculates)
+            engine.compile()
+            programs = engine.statistics().to_json().get("programs_compiled")
+            self._made = Made(engine, time.perf_counter() - begun, programs)
+            self._engine_key = key
+        return self._made
+
+    def drop(self) -> None:
+        """Frees the engine: other arrays need its memory, or it is of no use any more."""
+        self._made = None
+        gc.collect()
+
+
+def new_engine(model: Any, setting: Setting, kv_dtype: str, *, speculates: bool) -> Engine:
+    """An engine of these sizes."""
+    return Engine(
+        model,
+        num_pages=setting.pages(model.config, kv_dtype),
+        page_size=setting.page_size,
+        kv_dtype=kv_dtype,
+        max_sequences=setting.slots,
+        max_length=setting.max_length,
+        step_tokens=setting.step_tokens,
+        speculation=NGram() if speculates else None,
+    )
+
+
+def _make_weights(kind: Weights, config: models.TransformerConfig) -> Model:
+    if kind == "int4":
+        return jax.block_until_ready(models.random_quantized_decoder(config))
+    model = models.random_decoder(config)
+    return jax.block_until_ready(looping(model) if kind == "looping" else model)
+
+
+def looping(model: models.Decoder) -> models.Decoder:
+    """The model, but what follows a token depends on nothing else, see `following`.
+
+    The layers do all their work, and what they add is small beside the embedding.
+    """
+    config = model.config
+    follows = following(config.vocab_size)
+    before = np.empty_like(follows)
+    before[follows] = np.arange(config.vocab_size)
+    gain = jnp.asarray(8 * config.hidden_size**0.5, model.dtype)
+    return dataclasses.replace(
+        model, embedding=model.embedding * gain, lm_head=model.embedding[jnp.asarray(before)]
+    )
+
+
+def following(vocab_size: int) -> np.ndarray:
+    """int ``[V]``, the token after each: the next of its `LOOP`, in the upper half the next of all.
+
+    Where the vocabulary is no multiple of it, the last loop of the lower half is shorter.
+    """
+    token, half = np.arange(vocab_size), vocab_size // 2
+    first = np.where(token < half, token // LOOP * LOOP, half)
+    last = np.where(token < half, np.minimum(first + LOOP, half), vocab_size) - 1
+    return np.where(token == last, first, token + 1)
+
+
+def measure(made: Made, group: Group, case: Case, deadline: float) -> Row:
+    """All requests of a group through an engine, or as many steps as there is time for.
+
+    Where the weights say what follows each token, every result is compared with that.
+
+    Raises:
+      ArithmeticError: if a result is not what was asked for.
+    """
+    engine = made.engine
+    begun = time.perf_counter()
+    for request in group.warm_up():
+        engine.add(request)
+    engine.run()
+    warm = time.perf_counter() - begun
+    before = engine.statistics().to_json()
+    requests = group.make()
+    begun = time.perf_counter()
+    done = dict(serve(engine, requests, group.clients, deadline))
+    seconds = time.perf_counter() - begun
+    after = engine.statistics().to_json()
+    follows = following(group.config.vocab_size) if case.weights == "looping" else None
+    for number, result in done.items():
+        _check(number, requests[number], result, follows)
+    counts = {name: after[name] - before[name] for name in COUNTED if name in after}
+    if not counts["steps"]:
+        return {"status": "not run", "reason": shared.OUT_OF_TIME}
+    row = {
+        **_status(len(done), group.requests),
+        "finished": len(done),
+        "us": 1e6 * seconds,
+        "seconds": seconds,
+        "compile_seconds": made.compile_seconds,
+        "warm_up_seconds": warm,
+        "programs": made.programs,
+        **counts,
+        **rates(counts, seconds),
+        **latencies(list(done.values())),
+        "pool_bytes": after["pool_bytes"],
+        "token_capacity": after["token_capacity"],
+    }
+    made.compile_seconds = 0.0
+    return row
+
+
+def _check(number: int, request: Request, result: Result, follows: np.ndarray | None) -> None:
+    if len(result.tokens) != request.max_new_tokens:
+        raise ArithmeticError(f"request {number} ended: {result.finish_reason}")
+    if follows is None:
+        return
+    token = request.tokens[-1]
+    for place, found in enumerate(result.tokens):
+        token = int(follows[token])
+        if found != token:
+            raise ArithmeticError(f"token {place} of request {number} is {found}, not {token}")
+
+
+def serve(
+    engine: Engine, requests: list[Request], clients: int | None, deadline: float
+) -> Iterator[tuple[int, Result]]:
+    """Runs requests, so many at a time; no step is begun after the deadline.
+
+    Yields:
+      The place of a request among all, and its result.
+    """
+    waiting = enumerate(requests)
+    places = {engine.add(request): i for i, request in itertools.islice(waiting, clients)}
+    while not engine.idle and time.monotonic() < deadline:
+        for event in engine.step():
+            if isinstance(event, Finished):
+                yield places[event.request_id], event.result
+                for i, request in itertools.islice(waiting, 1):
+                    places[engine.add(request)] = i
+
+
+def rates(counts: Row, seconds: float) -> Row:
+    """What follows from the counts of an engine's steps."""
+    steps, new, prompts = counts["steps"], counts["new_tokens"], counts["prompt_tokens"]
+    host, proposed = counts.get("host_seconds"), counts.get("proposed_tokens")
+    return {
+        "generated_per_second": new / seconds,
+        "tokens_per_second": (new + prompts) / seconds,
+        "tokens_per_step": new / steps,
+        "host_ms": None if host is None else 1e3 * host / steps,
+        "idle_ms": 1e3 * counts["idle_seconds"] / steps,
+        "acceptance": counts["accepted_tokens"] / proposed if proposed else None,
+    }
+
+
+def latencies(results: list[Result]) -> Row:
+    """Time to the first token, and per token after it, of requests that are done."""
+    first = [r.first_token_seconds for r in results if r.first_token_seconds is not None]
+    if not first:
+        return {"first_token_seconds": None, "last_first_token_seconds": None, "token_ms": None}
+    after = [
+        1e3 * (r.seconds - r.first_token_seconds) / (len(r.tokens) - 1)
+        for r in results
+        if r.first_token_seconds is not None and len(r.tokens) > 1
+    ]
+    return {
+        "first_token_seconds": float(np.median(first)),
+        "last_first_token_seconds": max(first),
+        "token_ms": float(np.median(after)) if after else None,
+    }
+
+
+def memory() -> Row:
+    """Bytes of the device in use, and at most so far in this process; None without a count."""
+    found = jax.devices()[0].memory_stats() or {}
+    return {
+        "memory_bytes": found.get("bytes_in_use"),
+        "peak_bytes": found.get("peak_bytes_in_use"),
+    }
+
+
+def _status(done: int, requests: int) -> Row:
+    if done == requests:
+        return {"status": "ok"}
+    return {
+        "status": STOPPED,
+        "reason": f"{done} of {requests} requests done: {shared.OUT_OF_TIME}",
+    }

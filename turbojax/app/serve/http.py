@@ -1,0 +1,162 @@
+"""`turbojax serve --http`: a model behind an address, from the first check to the last answer."""
+
+import contextlib
+import dataclasses
+import os
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import typer
+
+from turbojax import _checks, _interrupt
+from turbojax.app import terminal
+from turbojax.app.serve import settings as making
+from turbojax.app.serve.run import ServingReport, report_of
+from turbojax.app.serve.settings import Models, Pool, Settings
+from turbojax.app.text_model import FoundModel
+from turbojax.models import Engine
+
+API_KEY_VARIABLE = "TURBOJAX_API_KEY"
+_LARGEST_PORT = 2**16 - 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Address:
+    """Where clients connect.
+
+    Attributes:
+      host: a name or an address, in IPv4 or IPv6.
+      port: 0 for any that is free.
+    """
+
+    host: str
+    port: int
+
+    @staticmethod
+    def parse(text: str) -> "Address":
+        """Reads ``HOST:PORT``, ``[IPV6]:PORT`` or ``:PORT``, which is this machine alone.
+
+        Raises:
+          ValueError: if it is nothing of these.
+        """
+        found = re.fullmatch(r"(?:\[([0-9a-fA-F:.%\w]+)\]|([^:\[\]/\s]*)):(\d{1,5})", text)
+        if found is None or int(found.group(3)) > _LARGEST_PORT:
+            raise ValueError(
+                f"--http {text!r} must be HOST:PORT, such as 127.0.0.1:8000 or [::1]:8000, with a "
+                f"port of at most {_LARGEST_PORT}"
+            )
+        return Address(found.group(1) or found.group(2) or "127.0.0.1", int(found.group(3)))
+
+
+def api_keys(given: Sequence[str]) -> tuple[str, ...]:
+    """The keys of the command line, or else of the environment; none if there are none.
+
+    Raises:
+      ValueError: if one is empty or has spaces in it.
+    """
+    keys = list(given) or os.environ.get(API_KEY_VARIABLE, "").split()
+    for key in keys:
+        if not key or key != "".join(key.split()):
+            raise ValueError("--api-key must not be empty, nor have spaces in it")
+    return tuple(keys)
+
+
+def served_name(given: str | None, model: str | None, random_weights: str | None) -> str:
+    """What clients call the model.
+
+    Args:
+      given: by the user, if so.
+      model: its folder; None for the embedded model.
+      random_weights: the shape, where there is no model.
+
+    Raises:
+      ValueError: if the name is empty.
+    """
+    if given is not None and not given.strip():
+        raise ValueError(f"--served-name {given!r} must not be empty")
+    if given is not None:
+        return given
+    return random_weights or ("embedded" if model is None else Path(model).resolve().name)
+
+
+def plan_server(found: FoundModel, draft: FoundModel | None, settings: Settings) -> Pool:
+    """The sizes of the engine.
+
+    Raises:
+      ValueError: if a number does not fit, or all of it into the memory.
+    """
+    sizes = settings.sizes(found.config.max_length)
+    needs = making.bytes_besides(found, draft, settings, sizes)
+    pool = making.plan(
+        Models.of(found, draft),
+        settings,
+        max_length=found.config.max_length,
+        free_bytes=making.free_for_pages(needs, modest=True),
+    )
+    making.check_memory(pool, settings, needs)
+    return pool
+
+
+def serve_http(
+    address: Address,
+    find: Callable[[], tuple[FoundModel, FoundModel | None]],
+    settings: Settings,
+    *,
+    name: str,
+    keys: Sequence[str] = (),
+    max_waiting: int = 1024,
+) -> ServingReport:
+    """Serves a model until SIGINT or SIGTERM, and what runs then comes to its end.
+
+    Args:
+      address: where clients connect; it is taken before the model is loaded.
+      find: finds the model, and the draft model if there is one.
+      settings: of the engine.
+      name: of the model.
+      keys: of which clients must show one, if there are any.
+      max_waiting: requests that may wait.
+
+    Raises:
+      OSError: if the address is in use, or not this machine's.
+      ValueError, NotImplementedError: if an option does not fit.
+      ImportError: if a package is missing.
+    """
+    from turbojax.server import listen, serve
+
+    _checks.check_sizes(max_waiting=max_waiting)
+    with contextlib.closing(listen(address.host, address.port)) as listening:
+        found, draft = find()
+        pool = plan_server(found, draft, settings)
+        model = found.load()
+        small = None if draft is None else draft.load().decoder
+        engine = making.make_engine(model.decoder, model.tokenizer, settings, pool, small)
+        compile_ahead(engine)
+
+        def ready(url: str) -> None:
+            typer.echo(f"turbojax serve: {name} on {url}, Ctrl-C ends it", err=True)
+
+        # The server itself ends at a signal, after what it has begun.
+        with _interrupt.elsewhere():
+            serve(
+                engine,
+                model.tokenizer,
+                name=name,
+                listening=listening,
+                api_keys=keys,
+                max_waiting=max_waiting,
+                ready=ready,
+            )
+    return report_of(engine, settings, pool, engine.statistics().finished)
+
+
+def compile_ahead(engine: Engine) -> None:
+    """Compiles the engine's programs, with a bar that counts them."""
+    bar = terminal.progress_bar(transient=True)
+    if not bar.console.is_terminal:
+        typer.echo("compiling", err=True)
+        engine.compile()
+        return
+    task = bar.add_task("compiling", total=None)
+    with bar:
+        engine.compile(lambda done, total: bar.update(task, completed=done, total=total))

@@ -1,0 +1,435 @@
+"""`AsyncEngine`: an engine in a thread of its own, for many threads and event loops at a time."""
+
+import asyncio
+import atexit
+import collections
+import concurrent.futures
+import contextlib
+import dataclasses
+import threading
+from collections.abc import AsyncGenerator, Callable
+from types import TracebackType
+from typing import Literal, Protocol
+
+from turbojax import _checks
+from turbojax.models.engine.requests import Event, Finished, Request, Result
+from turbojax.models.engine.statistics import EngineStatistics
+from turbojax.models.engine.tickets import Mailbox, Reason, Ticket
+from turbojax.models.engine.waiting import Signal, wake
+
+
+class Steps(Protocol):
+    """What an `AsyncEngine` asks of an `Engine`."""
+
+    max_length: int
+    """See `Engine`."""
+
+    @property
+    def idle(self) -> bool:
+        """See `Engine`."""
+        ...
+
+    def add(self, request: Request) -> int:
+        """See `Engine`."""
+        ...
+
+    def add_samples(self, request: Request, count: int) -> tuple[int, ...]:
+        """See `Engine`."""
+        ...
+
+    def abort(self, request_id: int, *, reason: Reason = "aborted") -> None:
+        """See `Engine`."""
+        ...
+
+    def step(self) -> list[Event]:
+        """See `Engine`."""
+        ...
+
+    def statistics(self) -> EngineStatistics:
+        """See `Engine`."""
+        ...
+
+
+class QueueFull(RuntimeError):
+    """As many requests wait as may."""
+
+
+class EngineClosed(RuntimeError):
+    """The engine was closed, and takes no more requests."""
+
+
+class EngineEnded(RuntimeError):
+    """The engine has ended of an exception, which is the cause of this one."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Call:
+    """What the engine's thread is asked for between two steps.
+
+    Attributes:
+      run: does it.
+      fail: says that the engine has ended before.
+    """
+
+    run: Callable[[], None]
+    fail: Callable[[EngineEnded], None] = lambda error: None
+
+
+class AsyncEngine:
+    """Runs an engine in a thread of its own; every method may be called from any thread.
+
+    Between two steps the thread takes what came meanwhile: requests, cancellations, questions. It
+    never waits for who reads events: these are kept until they are read, for each request no more
+    than it has tokens.
+
+    A request waits from `submit` until its first token. More than `max_waiting` are refused.
+
+    An exception in the engine ends it, and whoever waits for a request, or comes later, gets
+    `EngineEnded` with that exception as its cause.
+
+    It may be used as a context manager, also with ``async with``: leaving it closes it, after an
+    exception without draining. A program that ends without closing it aborts what runs.
+
+    Args:
+      engine: the engine; nobody else may use it until this is closed.
+      max_waiting: requests that may wait.
+
+    Attributes:
+      max_waiting: requests that may wait.
+      max_length: tokens of prompt and result of a request at most.
+
+    Raises:
+      TypeError: if `max_waiting` is not an integer.
+      ValueError: if it is not positive.
+    """
+
+    def __init__(self, engine: Steps, *, max_waiting: int = 1024) -> None:
+        _checks.check_sizes(max_waiting=max_waiting)
+        self.max_waiting = max_waiting
+        self.max_length = engine.max_length
+        self._engine = engine
+        # Guards what follows. `_over` is signalled once, at the end.
+        self._condition = threading.Condition()
+        self._calls: collections.deque[_Call] = collections.deque()
+        self._live: dict[Ticket, Mailbox] = {}
+        self._waiting = 0
+        self._closing: Literal["drain", "abort"] | None = None
+        self._ended: EngineStatistics | BaseException | None = None
+        self._over = Signal()
+        # Of the engine's thread alone.
+        self._tickets: dict[int, Ticket] = {}
+        self._untouched: set[int] = set()
+        self._observers: list[Callable[[Result], None]] = []
+        self._thread = threading.Thread(target=self._run, name="turbojax-engine", daemon=True)
+        atexit.register(self._at_exit)
+        self._thread.start()
+
+    def __enter__(self) -> "AsyncEngine":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close(drain=error is None)
+
+    async def __aenter__(self) -> "AsyncEngine":
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self.aclose(drain=error is None)
+
+    @property
+    def closing(self) -> bool:
+        """Whether no more requests are taken: it was closed, or has ended."""
+        return self._closing is not None or self._ended is not None
+
+    @property
+    def error(self) -> BaseException | None:
+        """The exception of which the engine has ended, if it has."""
+        return self._ended if isinstance(self._ended, BaseException) else None
+
+    @property
+    def waiting(self) -> int:
+        """Requests that wait for their first token."""
+        return self._waiting
+
+    def submit(self, request: Request, samples: int = 1) -> Ticket:
+        """Gives a request to the engine, and does not wait.
+
+        What the engine refuses comes from the ticket, see `Ticket.accepted`.
+
+        Args:
+          request: what to continue, and how.
+          samples: how many results, see `Engine.add_samples`.
+
+        Raises:
+          TypeError: if `samples` is not an integer.
+          ValueError: if it is not positive, or larger than `max_waiting`.
+          QueueFull: if too many requests wait.
+          EngineClosed: if it was closed.
+          EngineEnded: if the engine has ended.
+        """
+        _checks.check_sizes(samples=samples)
+        if samples > self.max_waiting:
+            raise ValueError(f"{samples=} must be at most max_waiting={self.max_waiting}")
+        box = Mailbox()
+        ticket = Ticket(request, samples, box, self._cancel)
+        with self._condition:
+            if self.error is not None:
+                raise _ended(self.error)
+            if self.closing:
+                raise EngineClosed("this engine was closed, and takes no more requests")
+            if self._waiting + samples > self.max_waiting:
+                raise QueueFull(
+                    f"{self._waiting} requests wait, {samples} more must be at most "
+                    f"max_waiting={self.max_waiting}"
+                )
+            self._waiting += samples
+            self._live[ticket] = box
+            self._calls.append(_Call(lambda: self._add(ticket, box)))
+            self._condition.notify()
+        return ticket
+
+    async def generate(self, request: Request) -> AsyncGenerator[Event, None]:
+        """A request's events as they come.
+
+        Leaving the loop, or cancelling the task that is in it, aborts the request.
+
+        Args:
+          request: what to continue, and how.
+
+        Yields:
+          Its tokens, and its end.
+
+        Raises:
+          Exception: see `submit` and `Ticket.accepted`.
+        """
+        with self.submit(request) as ticket:
+            async for events in ticket.batches():
+                for event in events:
+                    yield event
+
+    def statistics(self, timeout: float | None = None) -> EngineStatistics:
+        """What the engine did and holds, taken by its thread; blocks until after its step.
+
+        After `close`, what it was at the end.
+
+        Args:
+          timeout: seconds to wait; None for any time.
+
+        Raises:
+          TimeoutError: if they are over.
+          EngineEnded: if the engine has ended.
+        """
+        return self._ask().result(timeout)
+
+    async def astatistics(self) -> EngineStatistics:
+        """The same for event loops."""
+        return await asyncio.wrap_future(self._ask())
+
+    def observe(self, observer: Callable[[Result], None]) -> None:
+        """Has every request's result shown to somebody, also of requests that nobody reads.
+
+        Args:
+          observer: called in the engine's thread, which waits for it; its exceptions end the
+            engine.
+        """
+        self._call(_Call(lambda: self._observers.append(observer)))
+
+    def abort_all(self) -> None:
+        """Ends all requests that are not done, soon."""
+        with self._condition:
+            tickets = list(self._live)
+        for ticket in tickets:
+            ticket.cancel()
+
+    def close(self, *, drain: bool = True, timeout: float | None = None) -> None:
+        """Takes no more requests, and waits until the thread has ended; it may be called again.
+
+        Args:
+          drain: whether requests run to their end; otherwise they are aborted.
+          timeout: seconds after which they are aborted all the same; None for never.
+        """
+        self._stop(drain)
+        self._thread.join(timeout)
+        if self._thread.is_alive():
+            self._stop(False)
+            self._thread.join()
+        atexit.unregister(self._at_exit)
+
+    async def aclose(self, *, drain: bool = True, timeout: float | None = None) -> None:
+        """The same for event loops.
+
+        Args:
+          drain: see `close`.
+          timeout: see `close`.
+        """
+        self._stop(drain)
+        try:
+            await asyncio.wait_for(self._over.until(self._is_over), timeout)
+        except TimeoutError:
+            self._stop(False)
+            await self._over.until(self._is_over)
+        self.close(drain=False)
+
+    def _is_over(self) -> bool:
+        return self._ended is not None
+
+    def _at_exit(self) -> None:
+        self.close(drain=False)
+
+    def _stop(self, drain: bool) -> None:
+        with self._condition:
+            if not drain or self._closing is None:
+                self._closing = "drain" if drain else "abort"
+            self._condition.notify()
+
+    def _call(self, call: _Call) -> None:
+        """Has the engine's thread call something; where it has ended, nothing or `fail`."""
+        with self._condition:
+            if self._ended is None:
+                self._calls.append(call)
+                self._condition.notify()
+                return
+        if self.error is not None:
+            call.fail(_ended(self.error))
+
+    def _cancel(self, ticket: Ticket, reason: Reason) -> None:
+        # Calls run in order: the request has been added by then.
+        self._call(_Call(lambda: self._abort(ticket, reason)))
+
+    def _ask(self) -> "concurrent.futures.Future[EngineStatistics]":
+        future: concurrent.futures.Future[EngineStatistics] = concurrent.futures.Future()
+
+        def run() -> None:
+            if future.set_running_or_notify_cancel():
+                future.set_result(self._engine.statistics())
+
+        self._call(_Call(run, lambda error: _fail(future, error)))
+        if isinstance(self._ended, EngineStatistics) and not future.done():
+            future.set_result(self._ended)
+        return future
+
+    # What follows runs in the engine's thread.
+
+    def _run(self) -> None:
+        try:
+            while self._turn():
+                pass
+        except BaseException as error:
+            self._die(error)
+        with self._over.condition:
+            waiters = self._over.changed()
+        wake(waiters)
+
+    def _turn(self) -> bool:
+        """Does what was asked for, and a step; whether there is more to do."""
+        with self._condition:
+            self._condition.wait_for(self._has_work)
+            calls, self._calls = self._calls, collections.deque()
+            closing = self._closing
+        for call in calls:
+            call.run()
+        if closing == "abort":
+            for number in list(self._tickets):
+                self._abort_one(number, "aborted")
+        if not self._engine.idle:
+            self._deliver(self._engine.step())
+            return True
+        if closing is None or calls:
+            return True
+        statistics = self._engine.statistics()
+        with self._condition:
+            if not self._calls:
+                self._ended = statistics
+            return self._ended is None
+
+    def _has_work(self) -> bool:
+        return bool(self._calls) or self._closing is not None or not self._engine.idle
+
+    def _add(self, ticket: Ticket, box: Mailbox) -> None:
+        try:
+            if ticket.samples == 1:
+                numbers: tuple[int, ...] = (self._engine.add(ticket.request),)
+            else:
+                numbers = self._engine.add_samples(ticket.request, ticket.samples)
+        except Exception as error:
+            # Refused; where the engine has ended of it, its next call says so.
+            self._forget(ticket, ticket.samples)
+            wake(box.fail(error))
+            return
+        self._tickets.update(dict.fromkeys(numbers, ticket))
+        self._untouched.update(numbers)
+        wake(box.accept(numbers))
+
+    def _abort(self, ticket: Ticket, reason: Reason) -> None:
+        for number in self._live[ticket].ids if ticket in self._live else ():
+            self._abort_one(number, reason)
+
+    def _abort_one(self, number: int, reason: Reason) -> None:
+        # It may be done, with events that the next step hands out.
+        with contextlib.suppress(KeyError):
+            self._engine.abort(number, reason=reason)
+
+    def _deliver(self, events: list[Event]) -> None:
+        boxes: dict[Ticket, list[Event]] = {}
+        begun = 0
+        for event in events:
+            ticket = self._tickets.get(event.request_id)
+            if ticket is None:
+                continue  # of a request that was added before this was made
+            boxes.setdefault(ticket, []).append(event)
+            if event.request_id in self._untouched:
+                self._untouched.remove(event.request_id)
+                begun += 1
+            if isinstance(event, Finished):
+                del self._tickets[event.request_id]
+                for observer in self._observers:
+                    observer(event.result)
+        waiters = []
+        for ticket, of_ticket in boxes.items():
+            box = self._live[ticket]
+            waiters += box.put(of_ticket)
+            if box.is_done():
+                self._forget(ticket, 0)
+        with self._condition:
+            self._waiting -= begun
+        wake(waiters)
+
+    def _forget(self, ticket: Ticket, waiting: int) -> None:
+        with self._condition:
+            del self._live[ticket]
+            self._waiting -= waiting
+
+    def _die(self, error: BaseException) -> None:
+        """Tells everybody that the engine has ended."""
+        with self._condition:
+            self._ended = error
+            calls, self._calls = self._calls, collections.deque()
+            boxes, self._live = list(self._live.values()), {}
+            self._waiting = 0
+        self._tickets.clear()
+        self._untouched.clear()
+        for call in calls:
+            call.fail(_ended(error))
+        wake(waiter for box in boxes for waiter in box.fail(_ended(error)))
+
+
+def _ended(cause: BaseException) -> EngineEnded:
+    words = f"{type(cause).__name__}: {cause}".removesuffix(": ")
+    error = EngineEnded(f"the engine has ended: {words}")
+    error.__cause__ = cause
+    return error
+
+
+def _fail(future: "concurrent.futures.Future[EngineStatistics]", error: EngineEnded) -> None:
+    if not future.done():
+        future.set_exception(error)

@@ -1,0 +1,272 @@
+"""From a request's prompts to its answer, at once or as a stream of chunks."""
+
+import asyncio
+import dataclasses
+import time
+import uuid
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import aclosing
+from typing import Any, Protocol
+
+from turbojax.models.engine.requests import Event, Finished, Request, Result, best_of
+from turbojax.models.engine.tickets import Ticket
+from turbojax.server.errors import ApiError
+from turbojax.server.options import Options
+from turbojax.server.service import SHUTTING_DOWN, Service
+from turbojax.server.texts import ChoiceText, Piece
+
+
+class Form(Protocol):
+    """How an endpoint writes its answers."""
+
+    @property
+    def prefix(self) -> str:
+        """Of the answers' ids."""
+        ...
+
+    @property
+    def whole(self) -> str:
+        """What `object` says of whole answers."""
+        ...
+
+    @property
+    def chunk(self) -> str:
+        """And of chunks."""
+        ...
+
+    def choice(self, prompt: int, piece: Piece) -> dict[str, Any]:
+        """A whole choice, but for its index and why it ends."""
+        ...
+
+    def first(self, prompt: int) -> dict[str, Any] | None:
+        """What a stream says of a choice before there is a token."""
+        ...
+
+    def delta(self, prompt: int, piece: Piece) -> dict[str, Any]:
+        """What a choice has more."""
+        ...
+
+    def last(self) -> dict[str, Any]:
+        """What stands beside the reason why a choice ends."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """A request that was read.
+
+    Attributes:
+      requests: of the engine, one for each prompt.
+      options: what they have in common.
+      n: choices for each prompt.
+      samples: texts that are generated for each prompt, of which `n` are chosen.
+      form: how the answer is written.
+    """
+
+    requests: tuple[Request, ...]
+    options: Options
+    n: int
+    samples: int
+    form: Form
+
+
+class Answer:
+    """An answer that is under way.
+
+    Args:
+      service: the model.
+      job: what is asked.
+    """
+
+    def __init__(self, service: Service, job: Job) -> None:
+        self._service, self._job = service, job
+        self._head = {
+            "id": f"{job.form.prefix}-{uuid.uuid4().hex}",
+            "created": int(time.time()),
+            "model": service.name,
+        }
+        self._tickets = service.submit(job.requests, job.samples)
+        self._numbers = list[tuple[int, ...]]()
+
+    async def begin(self) -> None:
+        """Waits until the engine has all requests.
+
+        Raises:
+          ApiError: if it refuses one; the others are cancelled.
+        """
+        try:
+            self._numbers = await self._service.accepted(self._tickets)
+        except BaseException:
+            self.cancel()
+            raise
+
+    def cancel(self) -> None:
+        """Ends what is not done: nobody wants it any more."""
+        for ticket in self._tickets:
+            ticket.cancel()
+
+    async def whole(self) -> dict[str, Any]:
+        """Waits for all texts.
+
+        Raises:
+          ApiError: if one could not be generated.
+        """
+        results = list[tuple[Result, ...]]()
+        try:
+            with self._service.engine_errors():
+                for ticket in self._tickets:
+                    results.append(await ticket.results())
+        finally:
+            self.cancel()
+        loop = asyncio.get_running_loop()
+        # Many tokens are a lot of text to decode.
+        return await loop.run_in_executor(self._service.pool, self._written, results)
+
+    def _written(self, results: Sequence[tuple[Result, ...]]) -> dict[str, Any]:
+        job, choices = self._job, list[dict[str, Any]]()
+        for prompt, (request, of_prompt) in enumerate(zip(job.requests, results, strict=True)):
+            chosen = list(of_prompt)
+            for result in chosen:
+                _check(result)
+            if job.samples > job.n:
+                chosen = best_of(chosen, job.n)
+            for result in chosen:
+                text = ChoiceText(self._service.tokenizer, request.tokens, job.options)
+                choice = job.form.choice(prompt, text.whole(result))
+                index, reason = len(choices), result.finish_reason
+                choices.append({"index": index, **choice, "finish_reason": reason})
+        return {
+            **self._head,
+            "object": job.form.whole,
+            "choices": choices,
+            "usage": _usage(results),
+        }
+
+    async def chunks(self) -> AsyncGenerator[dict[str, Any], None]:
+        """The answer in chunks, as tokens come.
+
+        Raises:
+          ApiError: if a text could not be generated.
+        """
+        job, tokenizer = self._job, self._service.tokenizer
+        results: list[dict[int, Result]] = [{} for _ in job.requests]
+        texts = [
+            {n: ChoiceText(tokenizer, request.tokens, job.options) for n in numbers}
+            for request, numbers in zip(job.requests, self._numbers, strict=True)
+        ]
+        try:
+            for index in range(len(job.requests) * job.n):
+                if (first := job.form.first(index // job.n)) is not None:
+                    yield self._chunk(index, first)
+            async with aclosing(self._events()) as batches:
+                async for prompt, events in batches:
+                    for chunk in self._told(prompt, events, texts[prompt], results[prompt]):
+                        yield chunk
+        finally:
+            self.cancel()
+        if job.options.include_usage:
+            usage = _usage([tuple(found.values()) for found in results])
+            yield {**self._head, "object": job.form.chunk, "choices": [], "usage": usage}
+
+    async def _events(self) -> AsyncGenerator[tuple[int, list[Event]], None]:
+        with self._service.engine_errors():
+            async with aclosing(merged(self._tickets)) as batches:
+                async for batch in batches:
+                    yield batch
+
+    def _told(
+        self,
+        prompt: int,
+        events: Sequence[Event],
+        texts: dict[int, ChoiceText],
+        results: dict[int, Result],
+    ) -> Iterator[dict[str, Any]]:
+        """Chunks for what happened to a prompt's choices: one for each, and one for its end."""
+        form, numbers = self._job.form, self._numbers[prompt]
+        ended = []
+        for event in events:
+            if isinstance(event, Finished):
+                _check(event.result)
+                texts[event.request_id].end()
+                results[event.request_id] = event.result
+                ended.append(event.request_id)
+            else:
+                texts[event.request_id].add(event.token, event.logprobs)
+        for number in dict.fromkeys(event.request_id for event in events):
+            index = prompt * self._job.n + numbers.index(number)
+            piece = texts[number].take()
+            if piece.text or piece.said:
+                yield self._chunk(index, form.delta(prompt, piece))
+            if number in ended:
+                yield self._chunk(index, form.last(), results[number].finish_reason)
+
+    def _chunk(
+        self, index: int, choice: dict[str, Any], reason: str | None = None
+    ) -> dict[str, Any]:
+        told = {"index": index, **choice, "finish_reason": reason}
+        chunk = {**self._head, "object": self._job.form.chunk, "choices": [told]}
+        return {**chunk, "usage": None} if self._job.options.include_usage else chunk
+
+
+async def merged(tickets: Sequence[Ticket]) -> AsyncGenerator[tuple[int, list[Event]], None]:
+    """The events of several tickets as they come, each with whose they are.
+
+    Raises:
+      Exception: the first that a ticket raises.
+    """
+    if len(tickets) == 1:
+        async with aclosing(tickets[0].batches()) as batches:
+            async for events in batches:
+                yield 0, events
+        return
+    queue: asyncio.Queue[tuple[int, list[Event] | Exception]] = asyncio.Queue(len(tickets))
+
+    async def read(place: int, ticket: Ticket) -> None:
+        try:
+            async for events in ticket.batches():
+                await queue.put((place, events))
+            await queue.put((place, []))
+        except Exception as error:
+            await queue.put((place, error))
+
+    tasks = [asyncio.ensure_future(read(i, ticket)) for i, ticket in enumerate(tickets)]
+    running = len(tasks)
+    try:
+        while running:
+            place, found = await queue.get()
+            if isinstance(found, Exception):
+                raise found
+            if found:
+                yield place, found
+            else:
+                running -= 1
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _check(result: Result) -> None:
+    """Raises ApiError where a result is no text that somebody asked for."""
+    if result.finish_reason == "failed":
+        raise ApiError(
+            "the text could not go on: the model's logits were NaN, or the constraint allowed no "
+            "token",
+            status=500,
+            code="generation_failed",
+        )
+    if result.finish_reason == "aborted":
+        raise ApiError(SHUTTING_DOWN, status=503, code="shutting_down")
+
+
+def _usage(results: Sequence[tuple[Result, ...]]) -> dict[str, Any]:
+    """Tokens of all prompts and of all that was generated, chosen or not."""
+    prompts = [of_prompt[0] for of_prompt in results]
+    prompt = sum(result.prompt_tokens for result in prompts)
+    new = sum(len(result.tokens) for of_prompt in results for result in of_prompt)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": new,
+        "total_tokens": prompt + new,
+        "prompt_tokens_details": {"cached_tokens": sum(result.reused_tokens for result in prompts)},
+    }

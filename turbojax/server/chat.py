@@ -1,0 +1,165 @@
+"""``/v1/chat/completions``: the next message of a conversation."""
+
+import dataclasses
+from typing import Any
+
+from turbojax import _json
+from turbojax.models.text.chat import chat_tokens
+from turbojax.server.answering import Job
+from turbojax.server.errors import ApiError, blamed_on
+from turbojax.server.fields import Fields
+from turbojax.server.options import read_options, read_top_logprobs
+from turbojax.server.service import Service
+from turbojax.server.texts import Piece, TokenTexts
+
+_ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+_NO_TOOLS = "functions are not called here: describe in a message what the answer must look like"
+_ONLY_TEXT = "conversations are text"
+# Fields of OpenAI's that say what is the case here anyway, or are refused.
+_FIXED: dict[str, tuple[tuple[Any, ...], str]] = {
+    "tools": (([],), _NO_TOOLS),
+    "functions": (([],), _NO_TOOLS),
+    "tool_choice": (("none", "auto"), _NO_TOOLS),
+    "function_call": (("none", "auto"), _NO_TOOLS),
+    "parallel_tool_calls": ((False, True), _NO_TOOLS),
+    "modalities": ((["text"],), _ONLY_TEXT),
+    "audio": ((), _ONLY_TEXT),
+    "prediction": ((), "answers are not predicted by clients"),
+    "web_search_options": ((), "nothing is looked up"),
+    "moderation": ((), "nothing is moderated"),
+    "reasoning_effort": ((), "what a template knows of it goes into chat_template_kwargs"),
+    "verbosity": ((), "what a template knows of it goes into chat_template_kwargs"),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class ChatForm:
+    """How messages are written, see `Form`.
+
+    Attributes:
+      token_texts: tokens by themselves.
+      logprobs: whether log-probabilities are shown.
+    """
+
+    token_texts: TokenTexts
+    logprobs: bool
+    prefix: str = "chatcmpl"
+    whole: str = "chat.completion"
+    chunk: str = "chat.completion.chunk"
+
+    def choice(self, prompt: int, piece: Piece) -> dict[str, Any]:
+        """See `Form`."""
+        message = {"role": "assistant", "content": piece.text, "refusal": None}
+        return {"message": message, "logprobs": self._said(piece)}
+
+    def first(self, prompt: int) -> dict[str, Any] | None:
+        """See `Form`."""
+        delta = {"role": "assistant", "content": "", "refusal": None}
+        return {"delta": delta, "logprobs": None}
+
+    def delta(self, prompt: int, piece: Piece) -> dict[str, Any]:
+        """See `Form`."""
+        return {"delta": {"content": piece.text}, "logprobs": self._said(piece)}
+
+    def last(self) -> dict[str, Any]:
+        """See `Form`."""
+        return {"delta": {}, "logprobs": None}
+
+    def _said(self, piece: Piece) -> dict[str, Any] | None:
+        return self.token_texts.for_chat(piece.said) if self.logprobs else None
+
+
+def read_chat(service: Service, body: bytes) -> Job:
+    """Reads a request.
+
+    Args:
+      service: the model.
+      body: the request's JSON.
+
+    Raises:
+      ApiError: if a field is wrong.
+    """
+    fields = Fields.of_body(body)
+    service.check_model(fields)
+    for name, (allowed, why) in _FIXED.items():
+        fields.only(name, allowed, why)
+    tokens = _tokens(fields, service)
+    logprobs = _logprobs(fields)
+    options = read_options(fields, service.tokenizer)
+    n = fields.integer("n", 1, service.most_choices) or 1
+    asked = _max_tokens(fields)
+    fields.refuse_others()
+    if logprobs is not None:
+        service.token_texts.prepare()
+    count = service.new_tokens(tokens, asked, "messages")
+    request = options.request(tokens, count, logprobs)
+    form = ChatForm(service.token_texts, logprobs is not None)
+    return Job((request,), options, n, n, form)
+
+
+def _max_tokens(fields: Fields) -> int | None:
+    """The new name of the field and the old one, which must not say different things."""
+    new, old = fields.integer("max_completion_tokens", 1), fields.integer("max_tokens", 1)
+    if new is not None and old is not None and new != old:
+        raise fields.error("max_tokens", f"max_completion_tokens={new}, or left out")
+    return old if new is None else new
+
+
+def _logprobs(fields: Fields) -> int | None:
+    wanted = fields.boolean("logprobs")
+    top = read_top_logprobs(fields, "top_logprobs")
+    if top is not None and not wanted:
+        raise fields.error("top_logprobs", "given with logprobs=true only")
+    return (top or 0) if wanted else None
+
+
+def _tokens(fields: Fields, service: Service) -> list[int]:
+    messages = fields.raw("messages")
+    if not isinstance(messages, list) or not messages:
+        raise fields.error("messages", "a list of messages, at least one")
+    said = [_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
+    begin = fields.boolean("add_generation_prompt", True)
+    variables = fields.raw("chat_template_kwargs")
+    if variables is not None and not isinstance(variables, dict):
+        raise fields.error("chat_template_kwargs", "an object")
+    with blamed_on("messages"):
+        return chat_tokens(
+            service.tokenizer, said, add_generation_prompt=begin, variables=variables
+        )
+
+
+def _message(message: object, name: str) -> dict[str, Any]:
+    """A message as templates know it: its content is one text."""
+    if not isinstance(message, dict):
+        raise ApiError(f"{name}={_json.shown(message)} must be an object", param=name)
+    role = message.get("role")
+    if role not in _ROLES:
+        where = f"{name}.role"
+        raise ApiError(
+            f"{where}={_json.shown(role)} must be one of {', '.join(_ROLES)}", param=where
+        )
+    # The name that OpenAI gave to system messages later, which templates do not know.
+    role = "system" if role == "developer" else role
+    content = message.get("content")
+    if content is None and message.get("tool_calls"):
+        return {**message, "role": role}
+    return {**message, "role": role, "content": _content(content, f"{name}.content")}
+
+
+def _content(content: object, name: str) -> str:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise ApiError(
+            f"{name}={_json.shown(content)} must be a text or a list of parts", param=name
+        )
+    texts = list[str]()
+    for i, part in enumerate(content):
+        text = part.get("text") if isinstance(part, dict) else None
+        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(text, str):
+            where = f"{name}[{i}]"
+            raise ApiError(
+                f"{where}={_json.shown(part)} must be of type text: {_ONLY_TEXT}", param=where
+            )
+        texts.append(text)
+    return "".join(texts)

@@ -1,0 +1,190 @@
+"""What all answers of a server share."""
+
+import concurrent.futures
+import dataclasses
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from turbojax import _checks, _json
+from turbojax.models.engine.asynchronous import (
+    AsyncEngine,
+    EngineClosed,
+    EngineEnded,
+    QueueFull,
+)
+from turbojax.models.engine.requests import Request
+from turbojax.models.engine.tickets import Ticket
+from turbojax.models.text.tokenizer import Tokenizer
+from turbojax.server.errors import ApiError
+from turbojax.server.fields import Fields
+from turbojax.server.metrics import Metrics
+from turbojax.server.texts import TokenTexts
+
+_THREADS = 8
+"""That read requests: a grammar that takes two seconds must not keep others waiting."""
+
+SHUTTING_DOWN = "the server is shutting down"
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """What one request may ask for.
+
+    Attributes:
+      body_bytes: of its body.
+      prompt_tokens: of each of its prompts; None for what the engine takes.
+      choices: texts that are generated for it: prompts times `n`, or `best_of`.
+      retry_seconds: after which a client is told to come again where the queue is full.
+
+    Raises:
+      TypeError: if one is not an integer.
+      ValueError: if one is not positive.
+    """
+
+    body_bytes: int = 16 * 2**20
+    prompt_tokens: int | None = None
+    choices: int = 128
+    retry_seconds: int = 1
+
+    def __post_init__(self) -> None:
+        sizes = dataclasses.asdict(self)
+        if self.prompt_tokens is None:
+            del sizes["prompt_tokens"]
+        _checks.check_sizes(**sizes)
+
+
+class Service:
+    """A model as a server offers it.
+
+    Args:
+      engine: what runs its requests.
+      tokenizer: of the model.
+      name: of the model, as clients ask for it.
+      limits: of a request.
+
+    Attributes:
+      engine: see above.
+      tokenizer: see above.
+      name: see above.
+      limits: see above.
+      token_texts: tokens by themselves.
+      metrics: what was counted.
+      most_choices: texts that are generated for a request.
+      pool: threads that read requests: long texts, templates and grammars take a while.
+    """
+
+    def __init__(
+        self, engine: AsyncEngine, tokenizer: Tokenizer, name: str, limits: Limits
+    ) -> None:
+        self.engine, self.tokenizer, self.name, self.limits = engine, tokenizer, name, limits
+        self.token_texts = TokenTexts(tokenizer)
+        self.metrics = Metrics(engine)
+        self.pool = concurrent.futures.ThreadPoolExecutor(_THREADS, "turbojax-server")
+        # Those of one request wait together.
+        self.most_choices = min(limits.choices, engine.max_waiting)
+        # What a request that names no limit may come to, prompt included.
+        self._longest = min(engine.max_length, engine.statistics().token_capacity)
+
+    def check_model(self, fields: Fields) -> None:
+        """Refuses requests for other models.
+
+        Raises:
+          ApiError: if the field `model` names none or another one.
+        """
+        name = fields.text("model")
+        if name is None:
+            raise fields.error("model", f"{self.name!r}, the model that is served")
+        if name != self.name:
+            raise self.unknown_model(name)
+
+    def unknown_model(self, name: str) -> ApiError:
+        """Says that there is no such model."""
+        return ApiError(
+            f"model={_json.shown(name)} is not served here, {self.name!r} is",
+            status=404,
+            param="model",
+            code="model_not_found",
+        )
+
+    def new_tokens(self, prompt: Sequence[int], asked: int | None, param: str) -> int:
+        """How many tokens a prompt is continued by at most.
+
+        Args:
+          prompt: its tokens.
+          asked: how many the request asks for; None for as many as there is room for.
+          param: the field that the prompt came in.
+
+        Raises:
+          ApiError: if the prompt is empty or too long.
+        """
+        most = self.limits.prompt_tokens
+        if not prompt:
+            raise ApiError(f"{param} has no tokens, must have at least one", param=param)
+        if most is not None and len(prompt) > most:
+            raise ApiError(
+                f"{param} has {len(prompt)} tokens, must have at most {most}",
+                param=param,
+                code="context_length_exceeded",
+            )
+        room = self._longest if asked is None else self.engine.max_length
+        wanted = 1 if asked is None else asked
+        if len(prompt) + wanted > room:
+            raise ApiError(
+                f"{param} has {len(prompt)} tokens, which with {wanted} new ones must be at most "
+                f"{room}",
+                param=param,
+                code="context_length_exceeded",
+            )
+        return room - len(prompt) if asked is None else asked
+
+    def submit(self, requests: Sequence[Request], samples: int) -> list[Ticket]:
+        """Gives requests to the engine: all or none.
+
+        Raises:
+          ApiError: if the queue is full or the server is shutting down.
+        """
+        tickets = list[Ticket]()
+        try:
+            with self.engine_errors():
+                for request in requests:
+                    tickets.append(self.engine.submit(request, samples))
+        except ApiError:
+            for ticket in tickets:
+                ticket.cancel()
+            raise
+        return tickets
+
+    async def accepted(self, tickets: Sequence[Ticket]) -> list[tuple[int, ...]]:
+        """Waits until the engine has them.
+
+        Returns:
+          The numbers of each one's samples.
+
+        Raises:
+          ApiError: what the engine refuses is the client's fault.
+        """
+        found = []
+        for ticket in tickets:
+            try:
+                with self.engine_errors():
+                    found.append(await ticket.accepted())
+            except (ValueError, TypeError, NotImplementedError) as error:
+                raise ApiError(_json.line(str(error))) from error
+        return found
+
+    @contextmanager
+    def engine_errors(self) -> Iterator[None]:
+        """Turns the errors of an `AsyncEngine` into answers."""
+        try:
+            yield
+        except QueueFull as error:
+            raise ApiError(
+                f"too many requests wait: {error}",
+                status=429,
+                code="queue_full",
+                headers={"Retry-After": str(self.limits.retry_seconds)},
+            ) from error
+        except EngineClosed as error:
+            raise ApiError(SHUTTING_DOWN, status=503, code="shutting_down") from error
+        except EngineEnded as error:
+            raise ApiError(str(error), status=500, code="engine_ended") from error
