@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from sampling_helpers import KINDS, SIZE, rows
 
-from turbojax.models import Request
+from turbojax.models import Request, Sampling
 from turbojax.models.engine.choosing import Wanted, choose, no_extras
 
 
@@ -74,3 +74,10 @@ def test_a_request_takes_arrays_and_can_be_compared():
     assert made == Request((1, 2), stop_tokens=(7,))
     assert made.tokens == (1, 2)
     assert made.total == 130
+
+
+def test_requests_are_keys():
+    """Equal ones are the same key, also with a bias, which is a mapping."""
+    made = [Request([1], logit_bias={2: x}, sampling=Sampling(seed=3)) for x in (0.5, 0.5, 1.0)]
+    assert len(set(made)) == 2
+    assert made[0] in {made[1]: None}

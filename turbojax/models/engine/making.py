@@ -68,14 +68,6 @@ class Made:
     device: Device
 
 
-def check_model(model: Model) -> None:
-    """Raises TypeError unless this is a model."""
-    if not isinstance(model, Transformer | Decoder | QuantizedDecoder):
-        raise TypeError(
-            f"model is a {type(model).__name__}, must be a Transformer, Decoder or QuantizedDecoder"
-        )
-
-
 class Sizes(NamedTuple):
     """What an engine has if nothing else is asked for, see `Engine`."""
 
@@ -88,6 +80,14 @@ def usual_sizes(*, reproducible: bool) -> Sizes:
     if reproducible:
         return Sizes(8, 64)
     return Sizes(256, 8192) if jax.default_backend() == "gpu" else Sizes(16, 512)
+
+
+def check_model(model: Model) -> None:
+    """Raises TypeError unless this is a model."""
+    if not isinstance(model, Transformer | Decoder | QuantizedDecoder):
+        raise TypeError(
+            f"model is a {type(model).__name__}, must be a Transformer, Decoder or QuantizedDecoder"
+        )
 
 
 def make(model: Model, settings: Settings, tokenizer: Tokenizer | None) -> Made:
