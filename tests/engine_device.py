@@ -303,7 +303,9 @@ class FakeDevice:
             text = held.history[slot, : length + 1].clip(0).tolist()
             # Behind a window the place before the last may be gone: that costs right guesses alone.
             before = [
-                self.before(pages, table, last) if not last or table[(last - 1) // PAGE] >= 0 else ()
+                self.before(pages, table, last)
+                if not last or table[(last - 1) // PAGE] >= 0
+                else ()
                 for pages, table in zip(self.draft_pages, held.tables[:, slot], strict=True)
             ]
             self.behind += set(before) != {tuple(text[:last])}
