@@ -137,7 +137,9 @@ def test_seeds_differ_and_repeat(model, prompts):
 def test_swapped_pages_return_to_the_bit(kv_dtype):
     model = models.random_decoder(TINY, dtype=jnp.bfloat16)
     made = make(model, kv_dtype=kv_dtype, num_pages=40, max_length=128)
-    caches = jax.tree.map(lambda x: x if x.ndim == 0 else _random(x.shape, x.dtype), made._device.caches)
+    caches = jax.tree.map(
+        lambda x: x if x.ndim == 0 else _random(x.shape, x.dtype), made._device.caches
+    )
     before = jax.device_get(caches)
     pages = tuple(range(3, 40, 2))[:19]  # more than one group, the last one not full
     content = swap.fetch(swap.read(caches, pages))

@@ -381,6 +381,18 @@ def test_schemas_that_are_too_deep(tokenizers):
         schema = schema.pop("items")
 
 
+def test_rules_that_lead_to_rules(tokenizers):
+    """Thousands of them, which need more than a thread's usual stack."""
+    rules = [f"a{i}: a{i + 1}" for i in range(4500)]
+    made = grammar.lark(tokenizers["bytes"], "\n".join(["start: a0", *rules, 'a4500: "x"']))
+    text = made.begin()
+    assert tokens_of(text.allowed()) == {ord("x")}
+    text.accept(ord("x"))
+    assert text.is_complete
+    # Other threads have the stack that they had.
+    assert threading.stack_size() == 0
+
+
 def test_errors_of_expressions_and_grammars(tokenizers):
     tokenizer = tokenizers["bytes"]
     for pattern, message in {

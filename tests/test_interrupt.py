@@ -243,7 +243,7 @@ COMMANDS = {
     "generate, decoding": (["generate", "a", "--max-new-tokens", "64"], "jit(decode_step)"),
     "generate, random weights": (["generate", "--random-weights", "tiny"], "jit(run_prompts)"),
     "serve": (["serve", "{requests}", "--out", "{folder}/out"], "jit(run_step)"),
-    "serve, standard output": (["serve", "{requests}"], "jit(choose)"),
+    "serve, standard output": (["serve", "{requests}"], "jit(enter)"),
     "demo": (["demo"], "jit("),
     "levels": (["levels", "--tokens", "1024"], "jit("),
     "quantize": (["quantize", "--out", "{folder}/int4"], "jit("),

@@ -10,13 +10,14 @@ So a result that ends with ``"stop"`` is what the grammar asks for, and one of `
 beginning of it.
 """
 
+import concurrent.futures
 import functools
 import json
 import re
 import threading
 import weakref
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -26,6 +27,8 @@ from turbojax.models.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
+
+_T = TypeVar("_T")
 
 SPACES, MOST_SPACES = 16, 64
 """Spaces and line breaks between two parts of a JSON text, at most: by default, and if asked for.
@@ -38,9 +41,12 @@ _ALL_TOKENS = '\n%llguidance {"no_forcing": true}\n'
 _PLACE = re.compile(r"^at \d+\(\d+\): ")
 _WITHIN = re.compile(r"\n +\d+ \| .*", re.DOTALL)
 _KEPT = 64  # compiled grammars of a tokenizer that are kept
-# Compiling takes a time that grows with the square of these, two seconds in all.
+# Compiling takes a time that grows with the square of these, some seconds in all.
 _MOST_BYTES = 2**16
 _MOST_SYMBOLS = 50_000
+# Of the thread that compiles: llguidance goes as deep as rules lead to rules, and where a stack
+# ends so does the process. Rules of all these bytes take 40 MB.
+_STACK_BYTES = 2**28
 
 
 def json_schema(
@@ -213,22 +219,22 @@ class _Vocabulary:
         return self._compile(what, text)
 
     def _compiled(self, what: str, text: str) -> Grammar:
-        from llguidance import LLMatcher
-
-        matcher = LLMatcher(
-            self._tokenizer,
-            LLMatcher.grammar_from_lark(text),
-            log_level=0,
-            limits=self._limits,
-        )
-        if not matcher.is_error():
-            matcher.compute_bitmask()  # that nothing can be derived shows here
+        matcher = _with_a_deep_stack(lambda: self._matcher(text))
         if matcher.is_error():
             error = matcher.get_error()
             # Of a text that was put into a grammar here the place says nothing.
             error = error if what == "grammar" else _PLACE.sub("", error)
             raise ValueError(f"the {what} cannot be used: {_message(error)}")
         return Grammar(matcher, self._known)
+
+    def _matcher(self, text: str) -> "LLMatcher":
+        from llguidance import LLMatcher
+
+        grammar = LLMatcher.grammar_from_lark(text)
+        matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=self._limits)
+        if not matcher.is_error():
+            matcher.compute_bitmask()  # that nothing can be derived shows here
+        return matcher
 
 
 class _Tokens:
@@ -251,7 +257,7 @@ class _Tokens:
 
 
 _vocabularies = weakref.WeakKeyDictionary[Tokenizer, _Vocabulary]()
-_lock = threading.Lock()
+_lock, _stack_lock = threading.Lock(), threading.Lock()
 
 
 def _vocabulary(tokenizer: Tokenizer) -> _Vocabulary:
@@ -265,6 +271,26 @@ def _vocabulary(tokenizer: Tokenizer) -> _Vocabulary:
         if tokenizer not in _vocabularies:
             _vocabularies[tokenizer] = _Vocabulary(tokenizer)
         return _vocabularies[tokenizer]
+
+
+def _with_a_deep_stack(call: Callable[[], _T]) -> _T:
+    """What a call returns, in a thread with a stack of `_STACK_BYTES`."""
+    found: concurrent.futures.Future[_T] = concurrent.futures.Future()
+
+    def run() -> None:
+        try:
+            found.set_result(call())
+        except BaseException as error:
+            found.set_exception(error)
+
+    with _stack_lock:
+        # A thread that another one begins just now gets as large a stack, of which it uses little.
+        before = threading.stack_size(_STACK_BYTES)
+        try:
+            threading.Thread(target=run, name="turbojax-grammar", daemon=True).start()
+        finally:
+            threading.stack_size(before)
+    return found.result()
 
 
 def _check_text(name: str, text: str) -> None:
