@@ -340,8 +340,8 @@ class FakeDevice:
     def accept(self, given, logits, slots, guesses, counts, lost, rows, *, kind):
         del kind
         after, size = _donated(given), logits.shape[1]
-        shown = np.full((len(slots), size + 1), NOTHING)
-        shown[:, 0] = 0
+        shown = np.full((len(slots), size + 2), NOTHING)
+        shown[:, 0], shown[:, 1] = counts, 0
         for row, slot in enumerate(slots):
             if slot == len(after.lengths):
                 continue
@@ -350,8 +350,8 @@ class FakeDevice:
                 token = chosen_from(logits[row, i], *_sampling_of(rows, row), index)
                 after.lengths[slot] += 1
                 after.left[slot] -= 1
-                after.history[slot, after.lengths[slot]] = shown[row, 1 + i] = token
-                shown[row, 0] += 1
+                after.history[slot, after.lengths[slot]] = shown[row, 2 + i] = token
+                shown[row, 1] += 1
                 if i + 1 == size or token != guesses[row, i]:
                     break
         return after, _found([*shown.ravel(), lost])

@@ -9,9 +9,10 @@ import pytest
 from engine_device import PAGE, make, on
 from engine_texts import expected
 
-from turbojax.models import Finished, NewToken, Request
+from turbojax.models import Engine, Finished, NewToken, Request
 from turbojax.models.engine import engine
 from turbojax.models.engine.scheduler import Status
+from turbojax.models.engine.state import State
 
 MODES = {
     "reproducible": {"reproducible": True},
@@ -98,7 +99,7 @@ class Watched:
             events = self.engine.step()
         for event in events:
             self.follow(event)
-        self.believes_what_is_there()
+        check_belief(self.engine, self.engine._device._state)
         self.holds_together()
 
     def still_pending(self):
@@ -154,27 +155,6 @@ class Watched:
             assert [len(x.top) for x in result.logprobs] == [request.logprobs] * len(result.tokens)
         del self.pending[number]
 
-    def believes_what_is_there(self):
-        """Tables, lengths and tokens on the device are what the host takes them for."""
-        there = self.engine._device._state
-        for sequence in self.engine._scheduler.running:
-            slot, length = sequence.slot, there.lengths[sequence.slot]
-            assert sequence.held - sequence.unsure <= length <= sequence.held
-            known = [*sequence.request.tokens, *sequence.new_tokens]
-            assert there.history[slot, : len(known)].tolist() == known
-            prompt = len(sequence.request.tokens)
-            assert there.prompts[slot] == prompt
-            if not sequence.prefilling:
-                new = sequence.request.max_new_tokens - there.left[slot]
-                assert sequence.sampled - sequence.unsure <= new <= sequence.sampled
-                assert length == prompt + new - 1
-            for table, group, handle in zip(
-                there.tables[:, slot], self.engine._groups, sequence.handles, strict=True
-            ):
-                pages = np.array(group.allocator.pages(handle))[: len(table)]
-                is_held = pages >= 0
-                assert np.array_equal(table[: len(pages)][is_held], pages[is_held])
-
     def holds_together(self):
         made, scheduler = self.engine, self.engine._scheduler
         for group in made._groups:
@@ -206,3 +186,24 @@ class Watched:
             for other in scheduler.running:
                 if other.request.priority == sequence.request.priority and sequence.first is None:
                     assert other.request_id < sequence.request_id
+
+
+def check_belief(made: Engine, there: State) -> None:
+    """Tables, lengths and tokens on the device are what the host takes them for."""
+    for sequence in made._scheduler.running:
+        slot, length = sequence.slot, there.lengths[sequence.slot]
+        assert sequence.held - sequence.unsure <= length <= sequence.held
+        known = [*sequence.request.tokens, *sequence.new_tokens]
+        assert there.history[slot, : len(known)].tolist() == known
+        prompt = len(sequence.request.tokens)
+        assert there.prompts[slot] == prompt
+        if not sequence.prefilling:
+            new = sequence.request.max_new_tokens - there.left[slot]
+            assert sequence.sampled - sequence.unsure <= new <= sequence.sampled
+            assert length == prompt + new - 1
+        for table, group, handle in zip(
+            there.tables[:, slot], made._groups, sequence.handles, strict=True
+        ):
+            pages = np.array(group.allocator.pages(handle))[: len(table)]
+            is_held = pages >= 0
+            assert np.array_equal(table[: len(pages)][is_held], pages[is_held])

@@ -80,7 +80,7 @@ class Book:
         if found[-1]:
             raise AssertionError(f"the pool lost {found[-1]} tokens: a page was missing")
         if step.guesses:
-            self._collect_guesses(step, found[:-1].reshape(-1, step.guesses + 2).tolist())
+            self._collect_guesses(step, found[:-1].reshape(-1, step.guesses + 3).tolist())
             return
         tokens = (found if chosen is None else chosen.tokens).tolist()
         for row, sequence, _ in step.rows:
@@ -95,12 +95,13 @@ class Book:
         for row, sequence, most in step.rows:
             if sequence.status is Status.DONE:
                 continue
-            new, *tokens = rows[row]
+            fed, new, *tokens = rows[row]
             sequence.sampled -= most - new
             if sequence.unsure:  # not where it left meanwhile, to run its tokens again
                 sequence.held -= most - new
                 sequence.unsure -= most - 1
-            self._counts.proposed_tokens += max(most - 1, 0)
+            # There may have been fewer guesses than there was room for.
+            self._counts.proposed_tokens += max(fed - 1, 0)
             self._counts.accepted_tokens += max(new - 1, 0)
             for token in tokens[:new]:
                 if not self._add_token(sequence, token, None):

@@ -257,8 +257,8 @@ def accept(
       kind: of the rows.
 
     Returns:
-      The new state, and int32 ``[R * (k + 2) + 1]``: of each row how many tokens are new, and
-      these; then `lost`.
+      The new state, and int32 ``[R * (k + 3) + 1]``: of each row how many tokens were fed, how many
+      are new, and these; then `lost`.
     """
     compilation.note()
     tokens = _sampled(logits, state, slots, rows, kind)
@@ -275,7 +275,8 @@ def accept(
         history=state.history.at[slots[:, None], at].set(tokens, mode="drop"),
         left=state.left.at[slots].add(-new, mode="drop"),
     )
-    shown = jnp.concatenate([new[:, None], jnp.where(is_new, tokens, NOTHING)], axis=1)
+    numbers = jnp.stack([counts, new], axis=1)
+    shown = jnp.concatenate([numbers, jnp.where(is_new, tokens, NOTHING)], axis=1)
     return state, jnp.concatenate([shown.ravel(), lost[None]])
 
 
