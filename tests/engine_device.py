@@ -123,7 +123,8 @@ class FakeDevice:
                 page, at = table[position // PAGE], position % PAGE
                 assert page >= 0
                 written.append((group, page, at))
-                before = self.before(pages[group], table, position)
+                is_there = not position or table[(position - 1) // PAGE] >= 0
+                before = self.before(pages[group], table, position) if is_there else (_UNWRITTEN,)
                 pages[group][page, at] = self.number((*before, int(token)))
         assert len(set(written)) == len(written), "two tokens at one place"
 
@@ -171,7 +172,8 @@ class FakeDevice:
         count = len(after.lengths)
         where = [None] * program.tokens
         for i, (slot, position) in enumerate(zip(work.slots, work.positions, strict=True)):
-            if slot < count:
+            # Right guesses may have ended it, of which the host does not know yet.
+            if slot < count and (position >= 0 or after.left[slot] > 0):
                 place = after.lengths[slot] if position < 0 else position
                 assert position >= 0 or i < program.rows
                 where[i] = slot, place, max(after.history[slot, place], 0)
@@ -189,7 +191,7 @@ class FakeDevice:
         found = np.full(len(work.outputs) + 1, _NOBODYS)
         found[-1] = 0
         for row, (i, owner) in enumerate(zip(work.outputs, work.owners, strict=True)):
-            if owner == count:
+            if owner == count or not after.left[owner]:
                 continue
             assert where[i][0] == owner
             assert where[i][1] + 1 == after.lengths[owner], "not the last token of its slot"
@@ -299,16 +301,17 @@ class FakeDevice:
                 continue
             last = length - 1
             text = held.history[slot, : length + 1].clip(0).tolist()
-            tables = held.tables
-            before = {
+            # Behind a window the place before the last may be gone: that costs right guesses alone.
+            before = [
                 self.before(pages, table, last)
-                for pages, table in zip(self.draft_pages, tables[:, slot], strict=True)
-            }
-            self.behind += before != {tuple(text[:last])}
+                if not last or table[(last - 1) // PAGE] >= 0
+                else ()
+                for pages, table in zip(self.draft_pages, held.tables[:, slot], strict=True)
+            ]
+            self.behind += set(before) != {tuple(text[:last])}
             fed = [*text[last:], *guesses[row, : found[row] - 1]]
-            self.write(
-                self.draft_pages, tables, [(slot, last + i, token) for i, token in enumerate(fed)]
-            )
+            where = [(slot, last + i, token) for i, token in enumerate(fed)]
+            self.write(self.draft_pages, held.tables, where)
         return caches, guesses, found
 
     def verify(

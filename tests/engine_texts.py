@@ -57,7 +57,11 @@ def expected(request: Request) -> tuple[tuple[int, ...], str]:
     """The result of a request that nothing disturbs, and why it ends."""
     tokens, prompt, sampling = list(request.tokens), len(request.tokens), request.sampling
     constraint = None if request.constraint is None else request.constraint.begin()
-    penalties = request.penalties.repetition, request.penalties.presence, request.penalties.frequency
+    penalties = (
+        request.penalties.repetition,
+        request.penalties.presence,
+        request.penalties.frequency,
+    )
     for index in range(request.max_new_tokens):
         logits = logits_of(tokens)
         for token, value in request.logit_bias.items():

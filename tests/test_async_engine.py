@@ -291,6 +291,7 @@ def test_closing_drains_or_aborts():
 def test_draining_has_a_limit():
     engine = AsyncEngine(FakeEngine(delay=0.01))
     ticket = engine.submit(prompt("long", 4000))
+    next(iter(ticket))
     engine.close(timeout=0.1)
     [result] = ticket.wait_results()
     assert result.finish_reason == "aborted"

@@ -45,7 +45,8 @@ def test_one_program_runs_every_mix(prompts, monkeypatch):
 
     monkeypatch.setattr(models.Decoder, "hidden", counted)
     # A size no other test has: what is compiled is kept by shape.
-    made = make(model, num_pages=9, max_length=128, step_tokens=13, max_sequences=3)
+    sizes = {"num_pages": 9, "max_length": 128, "step_tokens": 13, "max_sequences": 3}
+    made = make(model, **sizes, reproducible=True)
     mixed = [
         dataclasses.replace(request, sampling=sampling, stop_tokens=stop)
         for request, sampling, stop in zip(
@@ -76,7 +77,7 @@ def test_a_quantized_model(prompts):
     model = models.random_quantized_decoder(config, dtype=jnp.float32)
     wanted = [Request([t % 97 for t in p[:10]], 40) for p in prompts]
     # Programs of other sizes: `test_engine_batching.py`.
-    sizes = {"kv_dtype": "turbo4", "max_length": 64, "num_pages": 6}
+    sizes = {"kv_dtype": "turbo4", "max_length": 64, "num_pages": 6, "reproducible": True}
     single = make(model, **sizes)
     alone = [run_one(single, request) for request in wanted]
     together = make(model, **sizes)
@@ -136,7 +137,9 @@ def test_seeds_differ_and_repeat(model, prompts):
 def test_swapped_pages_return_to_the_bit(kv_dtype):
     model = models.random_decoder(TINY, dtype=jnp.bfloat16)
     made = make(model, kv_dtype=kv_dtype, num_pages=40, max_length=128)
-    caches = jax.tree.map(lambda x: x if x.ndim == 0 else _random(x.shape, x.dtype), made._device.caches)
+    caches = jax.tree.map(
+        lambda x: x if x.ndim == 0 else _random(x.shape, x.dtype), made._device.caches
+    )
     before = jax.device_get(caches)
     pages = tuple(range(3, 40, 2))[:19]  # more than one group, the last one not full
     content = swap.fetch(swap.read(caches, pages))
@@ -175,8 +178,8 @@ def test_nan_fails_its_own_request_alone():
     good = Request([1, 2, 3], 6)
     # Greedy over logits that hold no NaN: the head must not be the broken embedding.
     broken = dataclasses.replace(broken, lm_head=model.embedding)
-    expected = run_one(make(broken, max_length=64), good)
-    made = make(broken, max_length=64)
+    expected = run_one(make(broken, max_length=64, reproducible=True), good)
+    made = make(broken, max_length=64, reproducible=True)
     bad_number, number = made.add(Request([4, 7, 5] * 9, 6)), made.add(good)
     results = made.run()
     assert results[number].tokens == expected
@@ -206,7 +209,7 @@ def test_statistics_and_what_a_pool_holds():
     assert plain.pool_bytes >= 640 * plain.token_bytes
     assert (plain.steps, plain.tokens_per_second, plain.occupancy) == (0, 0.0, 0.0)
 
-    made = make(model, max_length=64)
+    made = make(model, max_length=64, reproducible=True)
     made.add(Request([1] * 40, 9))
     made.add(Request([2] * 3, 9))
     for _ in range(4):

@@ -20,6 +20,7 @@ OPTIONS = {
     "max_length": LENGTH,
     "max_sequences": SLOTS,
     "step_tokens": 5,
+    "reproducible": True,
     "tokenizer": TOKENIZER,
 }
 SAMPLINGS = (
@@ -112,7 +113,12 @@ class Fuzz:
         assert made.statistics().steps < 3000
 
     def check_empty(self, made: Engine, pages: int) -> None:
-        left = (made._book.sequences, made._book._times, made._book.swapped, made._groups[0].allocator.sequences)
+        left = (
+            made._book.sequences,
+            made._book._times,
+            made._book.swapped,
+            made._groups[0].allocator.sequences,
+        )
         assert not any(left)
         after = made.statistics()
         assert after.free_pages + after.cached_pages == pages

@@ -27,14 +27,14 @@ def test_a_quantized_model():
 
 
 def _check(model, wanted, kv_dtype):
-    single = make(model, kv_dtype=kv_dtype, prefix_caching=False)
+    single = make(model, kv_dtype=kv_dtype, prefix_caching=False, reproducible=True)
     alone = [run_one(single, request) for request in wanted]
     for options in (
         {"num_pages": 40},
         {"num_pages": 10},
         {"num_pages": 10, "prefix_caching": False},
     ):
-        made = make(model, kv_dtype=kv_dtype, **options)
+        made = make(model, kv_dtype=kv_dtype, reproducible=True, **options)
         numbers = [made.add(request) for request in wanted]
         results = made.run()
         assert [results[number].tokens for number in numbers] == alone, options
@@ -48,11 +48,11 @@ def test_texts_stay_the_same_where_pages_behind_windows_are_freed(kv_dtype):
     )
     model = models.random_decoder(config, dtype=jnp.bfloat16)
     with mock.patch.object(groups, "windows_of", return_value=(None,)):
-        kept = make(model, kv_dtype=kv_dtype, prefix_caching=False)
+        kept = make(model, kv_dtype=kv_dtype, prefix_caching=False, reproducible=True)
     wanted = requests_of(real_prompts(), 0.0)
     alone = [run_one(kept, request) for request in wanted]
     for num_pages in (40, 10):
-        made = make(model, kv_dtype=kv_dtype, num_pages=num_pages)
+        made = make(model, kv_dtype=kv_dtype, num_pages=num_pages, reproducible=True)
         numbers = [made.add(request) for request in wanted]
         results = made.run()
         assert [results[number].tokens for number in numbers] == alone

@@ -260,7 +260,7 @@ def model():
 
 def session(model, way):
     options = {"num_pages": 5, "max_sequences": 3, "step_tokens": 8, "max_length": 64}
-    return Session(make(model, **options), WANTED, way)
+    return Session(make(model, **options, reproducible=True), WANTED, way)
 
 
 @pytest.fixture(scope="module")

@@ -126,7 +126,7 @@ class Crowd:
         )
         self.aborted = self.late = 0
 
-    def request(self, pages: int) -> Request:
+    def request(self, most: int) -> Request:
         rng = self.rng
         kind = rng.randrange(1, 3)
         prompt = [(kind * i - 1) % VOCABULARY for i in range(rng.choice([0, 15, 16, 31, 32, 33]))]
@@ -140,7 +140,7 @@ class Crowd:
             asked |= {"penalties": Penalties(1.5, 0.3, 0.2), "logit_bias": {1: 0.5}, "logprobs": 2}
         return Request(
             prompt,
-            min(rng.choice([5, 30, 45, 60]), 16 * pages - len(prompt)),
+            min(rng.choice([5, 30, 45, 60]), most - len(prompt)),
             rng.choice([(), (), (), (), (1, 3)]),
             priority=rng.choice([0, 0, 0, 0, -1, 2]),
             timeout=rng.choice([None] * 9 + [60.0]),
@@ -163,9 +163,10 @@ class Crowd:
             results=results,
             windows=windows,
             right=rng.choice([0.0, 0.8, 1.0]),
+            max_length=(most := rng.choice([80, 16 * pages])),
         )
         for _ in range(rng.randrange(3, 12)):
-            watched.add(self.request(pages), rng.choice([1, 1, 1, 3]))
+            watched.add(self.request(most), rng.choice([1, 1, 1, 3]))
             for _ in range(rng.choice([0, 0, 1, 20])):
                 watched.step()
             if rng.random() < 0.1 and watched.still_pending():
@@ -194,3 +195,18 @@ def test_a_crowd(mode, count, record_property):
         f"engine, {mode}: {found['finished']:,} requests with their own texts, {found['swaps']} "
         f"swaps, {found['recomputations']} recomputations, {crowd.late} too late",
     )
+
+
+@pytest.mark.parametrize("mode", ["ngram", "draft"])
+def test_guesses_at_the_end_of_the_longest_texts(mode):
+    """They need no page after the last one: wrong ones on their way do not count as tokens."""
+    for late in range(0, 40, 5):
+        options = {"pages": 9, "step_tokens": 40, "prefixes": False, "max_length": 64}
+        watched = Watched(mode, 3, guesses=15, right=0.0, **options)
+        watched.add(Request([1] * 10, 54))
+        for _ in range(late):
+            watched.step()
+        watched.add(Request([2] * 10, 54))
+        watched.add(Request([3] * 20, 44))
+        watched.finish()
+        assert watched.engine.statistics().preemptions > 0

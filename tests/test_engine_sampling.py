@@ -1,13 +1,24 @@
 """Choosing tokens after the engine's step, and what a request takes."""
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from sampling_helpers import KINDS, SIZE, rows
 
-from turbojax.models import Request
-from turbojax.models.engine.sampling import choose
+from turbojax.models import Request, Sampling
+from turbojax.models.engine.choosing import Wanted, choose, no_extras
+
+
+def chosen(logits, sampling, wanted):
+    """Tokens of rows that are a slot each, without a history."""
+    count = len(logits)
+    history, counts = jnp.zeros((count, 2), jnp.int32), np.zeros(count, np.int32)
+    extras = no_extras(count, logits.shape[1], wanted)
+    slots = np.arange(count, dtype=np.int32)
+    after, found = choose(logits, history, counts, counts, slots, sampling, extras, wanted=wanted)
+    assert np.array_equal(after[:, 0], found.tokens)
+    assert not np.any(after[:, 1])
+    return np.asarray(found.tokens)
 
 
 def test_a_draw_from_all_tokens_is_the_same_whatever_the_others_ask_for():
@@ -20,10 +31,8 @@ def test_a_draw_from_all_tokens_is_the_same_whatever_the_others_ask_for():
         temperature,
         *(np.where(restricted, x, y) for x, y in ((3, 0), (0.9, 1.0), (0.2, 0.0))),
     )
-    last = np.zeros(count - 1, np.int32)
-    counts, slot = np.ones(count, np.int32), np.int32(0)
     draw, mixed = (
-        np.asarray(choose(logits, jnp.asarray(last), counts, slot, rows(count, *x), kind=kind)[0])
+        chosen(logits, rows(count, *x), Wanted(kind))
         for kind, x in (("draw", options[:1]), ("restrict", options))
     )
     assert np.array_equal(draw[~restricted], mixed[~restricted])
@@ -32,26 +41,17 @@ def test_a_draw_from_all_tokens_is_the_same_whatever_the_others_ask_for():
 
 def test_no_kind_has_a_branch_on_the_device():
     """The host would have to read the predicate before it could go on."""
-    logits = jnp.zeros((4, SIZE), jnp.float32)
-    arguments = logits, jnp.zeros(3, jnp.int32), np.ones(4, np.int32), np.int32(0), rows(4)
+    logits, history = jnp.zeros((4, SIZE), jnp.float32), jnp.zeros((4, 3), jnp.int32)
+    counts, slots = np.ones(4, np.int32), np.arange(4, dtype=np.int32)
     for kind in KINDS:
-        program = choose.lower(*arguments, kind=kind).as_text()
+        wanted = Wanted(kind, penalties=True, bias=16, mask=True, logprobs=True)
+        extras = no_extras(4, SIZE, wanted)
+        arguments = logits, history, counts, counts, slots, rows(4), extras
+        program = choose.lower(*arguments, wanted=wanted).as_text()
         assert "argmax" in program or "reduce" in program
         assert "stablehlo.case" not in program
         assert "stablehlo.if" not in program
     assert "sort" in program
-
-
-def test_slots_go_on_with_what_was_chosen():
-    logits = jax.nn.one_hot(jnp.asarray([3, 4, 5, 6]), SIZE)
-    last = np.array([7, 8, 9], np.int32)
-    counts = np.array([1, 0, 0, 5], np.int32)
-    for slot, wanted in ((1, [3, 6, 9]), (3, [3, 8, 9])):
-        chosen, after = choose(
-            logits, jnp.asarray(last), counts, np.int32(slot), rows(4, 0.0), kind="greedy"
-        )
-        assert chosen.tolist() == [3, 4, 5, 6]
-        assert after.tolist() == wanted
 
 
 @pytest.mark.parametrize(
@@ -74,3 +74,10 @@ def test_a_request_takes_arrays_and_can_be_compared():
     assert made == Request((1, 2), stop_tokens=(7,))
     assert made.tokens == (1, 2)
     assert made.total == 130
+
+
+def test_requests_are_keys():
+    """Equal ones are the same key, also with a bias, which is a mapping."""
+    made = [Request([1], logit_bias={2: x}, sampling=Sampling(seed=3)) for x in (0.5, 0.5, 1.0)]
+    assert len(set(made)) == 2
+    assert made[0] in {made[1]: None}

@@ -1,15 +1,15 @@
 """The engine's host side, driven through thousands of operations with a device made of numpy."""
 
-import dataclasses
 from unittest import mock
 
 import pytest
-from engine_device import PAGE, FakeDevice, make, step
+from engine_device import FakeDevice, make, step
 from engine_texts import VOCABULARY, expected, next_token
 
-from turbojax.models.engine import Engine, Finished, NewToken, Request, compilation, engine
+from turbojax.models.engine import Engine, Finished, Request, compilation, engine
 from turbojax.models.engine.scheduler import Status
 from turbojax.models.generation.sampling import NOTHING
+
 
 def run_all(made: Engine, device: FakeDevice, wanted: list[Request]) -> dict:
     numbers = [made.add(request) for request in wanted]

@@ -127,6 +127,7 @@ def test_a_tokenizer_without_bytes():
         assert choice["logprobs"]["tokens"] == ["91 ", "65 "]
 
 
+@pytest.mark.slow
 def test_a_models_answers_follow_them(tokenizer):
     with running(real_engine(), tokenizer) as served, served.client() as client:
         said = [{"role": "user", "content": "a cat"}]

@@ -168,6 +168,7 @@ def test_streams_say_what_whole_answers_say(client):
     assert texts == [choice.message.content for choice in whole.choices]
 
 
+@pytest.mark.slow
 def test_many_at_a_time(served, alone):
     prompts = [f"{PROMPTS[i % 4]}x{i}" for i in range(9)]
 

@@ -14,7 +14,7 @@ from kernel_helpers import lower_for_cuda
 
 import turbojax as tj
 from turbojax import _device, fireq, k8v4, models, paged
-from turbojax.models.engine import step
+from turbojax.models.engine import programs, state, step
 from turbojax.ops import cudnn
 from turbojax.quantizers import quantize_weight
 from turbojax.state import kv4
@@ -208,10 +208,14 @@ def engine_step(kv_dtype="turbo4"):
     cache = abstract(
         tj.init_paged_cache, 64, 16, config.num_kv_heads, config.head_dim, kv_dtype=kv_dtype
     )
-    work = step.idle_work(4, 32, 16, 1)
     caches = (cache,) * config.num_layers
-    run = functools.partial(step.run_step.__wrapped__, implementation=None, windows=(None,))
-    return run, (decoder, caches, shape(4, dtype=jnp.int32), work)
+    sizes = {"kinds": {kv_dtype}, "is_dense": False}
+    [program] = programs.prompt_programs(4, 32, 256, **sizes)
+    slots = jax.eval_shape(lambda: state.new_state(1, 4, 16, 256))
+    run = functools.partial(
+        step.run_step.__wrapped__, program=program, implementation=None, windows=(None,)
+    )
+    return run, (decoder, caches, slots, step.idle_work(program, 4).packed())
 
 
 CASES["engine, a step of the embedded model"] = engine_step

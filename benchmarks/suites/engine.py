@@ -241,7 +241,7 @@ def _status(done: int, requests: int) -> Row:
 
 def _warm_up(engine: Engine) -> None:
     """Compiles everything and runs a short request."""
-    engine.compile()
+    engine.compile(only_greedy=True)
     engine.add(Request([0, 1], max_new_tokens=2))
     engine.run()
 

@@ -79,7 +79,7 @@ class Stock:
             self.drop()
             begun = time.perf_counter()
             engine = new_engine(model, setting, case.kv_dtype, speculates=case.speculates)
-            engine.compile()
+            engine.compile(only_greedy=True)
             programs = engine.statistics().to_json().get("programs_compiled")
             self._made = Made(engine, time.perf_counter() - begun, programs)
             self._engine_key = key

@@ -18,7 +18,7 @@ from turbojax.models.engine.requests import (
 from turbojax.models.engine.scheduler import Scheduler
 from turbojax.models.engine.sequence import Sequence, Status
 from turbojax.models.engine.statistics import Counts, Times
-from turbojax.models.generation.constraints import is_over
+from turbojax.models.generation.constraints import ConstraintState, is_over
 from turbojax.models.generation.sampling import NOTHING
 
 
@@ -118,9 +118,10 @@ class Book:
         tokens.append(token)
         if logprobs is not None:
             sequence.logprobs.append(logprobs)
-        if sequence.constraint is not None:
-            sequence.constraint.accept(token)
         self._counts.new_tokens += 1
+        if sequence.constraint is not None and not _accepts(sequence, sequence.constraint, token):
+            self.finish(sequence, "failed")
+            return False
         if sequence.stopped_by(token):
             self.finish(sequence, "stop")
             return False
@@ -150,3 +151,13 @@ class Book:
             logprobs=None if sequence.request.logprobs is None else tuple(sequence.logprobs),
         )
         self.events.append(Finished(sequence.request_id, result))
+
+
+def _accepts(sequence: Sequence, constraint: ConstraintState, token: int) -> bool:
+    """Whether a constraint takes a token; if it fails instead, its request does, and no other."""
+    try:
+        constraint.accept(token)
+    except Exception as error:
+        sequence.warn_of(error)
+        return False
+    return True

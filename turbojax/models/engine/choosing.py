@@ -55,6 +55,22 @@ class Wanted:
         """Whether the largest logits are all that is wanted."""
         return self == Wanted()
 
+    @property
+    def usual(self) -> "Wanted":
+        """At least this, of which there are fewer, so that their programs can be compiled ahead."""
+        if not (self.penalties or self.mask or self.logprobs or self.bias):
+            return self
+        return dataclasses.replace(self, kind="restrict", penalties=True, logprobs=True)
+
+
+USUAL = (
+    Wanted("draw"),
+    Wanted("restrict"),
+    Wanted("restrict", penalties=True, logprobs=True),
+    Wanted("restrict", penalties=True, mask=True, logprobs=True),
+)
+"""What most requests want at most, that want something."""
+
 
 def wanted_of(requests: Iterable[Request]) -> Wanted:
     """What these requests want together.

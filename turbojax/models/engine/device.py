@@ -4,7 +4,7 @@ import concurrent.futures
 import dataclasses
 import os
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ from turbojax.models.engine.programs import PromptProgram, decode_program
 from turbojax.models.engine.sequence import Sequence
 from turbojax.models.engine.speculation import Draft, NGram, Speculation
 from turbojax.models.engine.step import CHANGES, Work, check_implementation, idle_work, run_step
-from turbojax.models.generation.sampling import greedy_rows, kind_of
+from turbojax.models.generation.sampling import Kind, greedy_rows, kind_of
 
 Weights = Any
 """A `Decoder` or a `QuantizedDecoder`."""
@@ -226,13 +226,12 @@ class Device:
         if not others:
             found.copy_to_host_async()
             return Step(rows, 0, found)
-        wanted = wanted_of(sequence.request for _, sequence in others)
+        wanted = wanted_of(sequence.request for _, sequence in others).usual
         sampling = greedy_rows(len(owners))
         extras = no_extras(len(owners), logits.shape[1], wanted)
         for row, sequence in others:
-            allowed = None if sequence.constraint is None else sequence.constraint.allowed()
             sampling.set(row, sequence.request.sampling, 0)
-            extras.set(row, sequence.request, allowed)
+            _set_extras(extras, row, sequence)
         slots = self._state
         history, chosen = choosing.choose(
             logits,
@@ -291,16 +290,19 @@ class Device:
 
     # Compiling ahead ------------------------------------------------------------------------------
 
-    def compile(self, progress: Callable[[int, int], None] | None = None) -> int:
-        """Compiles all programs that greedy requests need; others are small, but for guesses.
+    def compile(
+        self, progress: Callable[[int, int], None] | None = None, *, only_greedy: bool = False
+    ) -> int:
+        """Compiles all programs.
 
         Args:
           progress: called with how many are done, and of how many.
+          only_greedy: whether no request will want more than the most likely tokens.
 
         Returns:
           How many there are.
         """
-        tasks = list(self._lowered())
+        tasks = list(self._lowered("greedy" if only_greedy else "restrict"))
         workers = min(len(tasks), os.cpu_count() or 1)
         with concurrent.futures.ThreadPoolExecutor(workers) as pool:
             # XLA compiles without Python's lock.
@@ -311,7 +313,7 @@ class Device:
                     progress(done, len(tasks))
         return len(tasks)
 
-    def _lowered(self) -> Iterable[Any]:
+    def _lowered(self, most: Kind) -> Iterable[Any]:
         """Every program, traced."""
         slots, programs = self._state, self.programs
         groups, _, pages = slots.tables.shape
@@ -333,11 +335,34 @@ class Device:
                 yield run_step.lower(
                     self._draft, self.draft_caches, slots, packed, is_draft=True, **static
                 )
+        if most != "greedy":
+            yield from self._lowered_choices((*programs.prompts, *decoding))
+        kinds = get_args(Kind) if most != "greedy" else ("greedy",)
         if programs.speculation is not None:
             for rows in programs.decoding:
-                yield from self._lowered_guesses(rows, programs.speculation)
+                for kind in kinds:
+                    yield from self._lowered_guesses(rows, programs.speculation, kind)
 
-    def _lowered_guesses(self, rows: int, how: Speculation) -> Iterable[Any]:
+    def _lowered_choices(self, programs: Iterable[PromptProgram]) -> Iterable[Any]:
+        """What follows a step where more is wanted than the most likely tokens."""
+        slots, vocabulary = self._state, self._decoder.config.vocab_size
+        for outputs in sorted({program.rows + program.pieces for program in programs}):
+            logits = jax.ShapeDtypeStruct((outputs, vocabulary), jnp.float32)
+            owners = np.zeros(outputs, np.int32)
+            for wanted in choosing.USUAL:
+                yield choosing.choose.lower(
+                    logits,
+                    slots.history,
+                    slots.lengths,
+                    slots.prompts,
+                    owners,
+                    greedy_rows(outputs),
+                    no_extras(outputs, vocabulary, wanted),
+                    wanted=wanted,
+                )
+
+    def _lowered_guesses(self, rows: int, how: Speculation, kind: Kind) -> Iterable[Any]:
+        """What a step of guesses runs; what does not depend on the kind comes with the first."""
         slots, table = np.zeros(rows, np.int32), np.zeros((CHANGES, 4), np.int32)
         static: dict[str, Any] = {
             "windows": self.programs.windows,
@@ -353,23 +378,24 @@ class Device:
                 table,
                 sampling,
                 count=count,
-                kind="greedy",
+                kind=kind,
                 **static,
             )
-        else:
+        elif kind == "greedy":
             yield speculation.look_up.lower(
                 self._state, slots, count=count, longest=how.longest, shortest=how.shortest
             )
         guesses, there = jnp.zeros((rows, count), jnp.int32), jnp.zeros(rows, jnp.int32)
-        yield speculation.verify.lower(
-            self._decoder, self.caches, self._state, slots, table, guesses, there, **static
-        )
+        if kind == "greedy":
+            yield speculation.verify.lower(
+                self._decoder, self.caches, self._state, slots, table, guesses, there, **static
+            )
         vocabulary = self._decoder.config.vocab_size
         logits = jax.ShapeDtypeStruct((rows, count + 1, vocabulary), jnp.float32)
         lost = jax.ShapeDtypeStruct((), jnp.int32)
         counts = jax.ShapeDtypeStruct((rows,), jnp.int32)
         yield speculation.accept.lower(
-            self._state, logits, slots, guesses, counts, lost, sampling, kind="greedy"
+            self._state, logits, slots, guesses, counts, lost, sampling, kind=kind
         )
 
 
@@ -385,6 +411,19 @@ def check_programs(
     for pool in pools:
         for program in (*programs.prompts, *map(decode_program, programs.decoding)):
             check_implementation(programs.implementation, program, pool, max_pages, num_heads)
+
+
+def _set_extras(extras: choosing.Extras, row: int, sequence: Sequence) -> None:
+    """Fills in a row; where a constraint fails nothing is allowed, which ends its request alone."""
+    if sequence.constraint is None:
+        extras.set(row, sequence.request)
+        return
+    try:
+        extras.set(row, sequence.request, sequence.constraint.allowed())
+    except Exception as error:
+        sequence.warn_of(error)
+        assert extras.masks is not None
+        extras.masks[row] = 0
 
 
 def _cut(parts: np.ndarray, part: int, piece: Piece, first: int, program: PromptProgram) -> int:

@@ -129,6 +129,7 @@ class Engine:
         implementation: str | None = None,
         tokenizer: Tokenizer | None = None,
     ) -> None:
+        making.check_model(model)
         usual = making.usual_sizes(reproducible=reproducible)
         made = making.make(
             model,
@@ -304,19 +305,25 @@ class Engine:
         done = self._guard.keep_others_out("run", lambda: self._run(progress))
         results, self._book.events = done; return results  # fmt: skip  # noqa: E702
 
-    def compile(self, progress: Callable[[int, int], None] | None = None) -> None:
+    def compile(
+        self, progress: Callable[[int, int], None] | None = None, *, only_greedy: bool = False
+    ) -> None:
         """Compiles all programs now, side by side, so that no step has to.
 
-        But for those of requests that want more than the most likely tokens: these are small, and
-        compiled when they are first needed.
+        But for those of a `logit_bias`, and of moving pages to the host and back: these are small,
+        and compiled when they are first needed.
 
         Args:
           progress: called with how many programs are done, and of how many.
+          only_greedy: whether those are left out that requests need which want more than the most
+            likely tokens.
 
         Raises:
           RuntimeError: if the engine has ended or is in use by another thread.
         """
-        count = self._guard.change("compile", lambda: self._device.compile(progress))
+        count = self._guard.change(
+            "compile", lambda: self._device.compile(progress, only_greedy=only_greedy)
+        )
         self._counts.programs_compiled += count
 
     def statistics(self) -> EngineStatistics:

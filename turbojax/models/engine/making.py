@@ -82,16 +82,20 @@ def usual_sizes(*, reproducible: bool) -> Sizes:
     return Sizes(256, 8192) if jax.default_backend() == "gpu" else Sizes(16, 512)
 
 
+def check_model(model: Model) -> None:
+    """Raises TypeError unless this is a model."""
+    if not isinstance(model, Transformer | Decoder | QuantizedDecoder):
+        raise TypeError(
+            f"model is a {type(model).__name__}, must be a Transformer, Decoder or QuantizedDecoder"
+        )
+
+
 def make(model: Model, settings: Settings, tokenizer: Tokenizer | None) -> Made:
     """The parts of an engine.
 
     Raises:
       TypeError, ValueError, NotImplementedError: see `Engine`.
     """
-    if not isinstance(model, Transformer | Decoder | QuantizedDecoder):
-        raise TypeError(
-            f"model is a {type(model).__name__}, must be a Transformer, Decoder or QuantizedDecoder"
-        )
     config, s = model.config, settings
     sizes = groups.Sizes(s.page_size, s.max_sequences, s.max_length, s.step_tokens)
     _check(s, config, tokenizer)

@@ -59,7 +59,7 @@ class Request:
     sampling: Sampling = GREEDY
     stop_strings: Iterable[str] = ()
     penalties: Penalties = NO_PENALTIES
-    logit_bias: Mapping[int, float] = dataclasses.field(default_factory=dict)
+    logit_bias: Mapping[int, float] = dataclasses.field(default_factory=dict, hash=False)
     constraint: Constraint | None = None
     logprobs: int | None = None
     priority: int = 0

@@ -137,7 +137,7 @@ class Scheduler:
             if wanted <= 0:
                 continue
             count = min(more, wanted)
-            if sequence.held + count > sequence.room and not self._grow(sequence, count, plan):
+            if _end(sequence, count) > sequence.room and not self._grow(sequence, count, plan):
                 continue
             sequence.held += count
             sequence.sampled += count
@@ -165,7 +165,7 @@ class Scheduler:
         if self._has_windows:
             self._release_unseen(sequence)
         before, size = sequence.room // self._page_size, self._page_size
-        pages = max(-(-(sequence.held + count) // size) - before, 0)
+        pages = max(-(-_end(sequence, count) // size) - before, 0)
         if not self._make_room(sequence, [pages] * len(self._groups), plan):
             return False
         self._extend(sequence, pages * size)
@@ -461,6 +461,14 @@ class Scheduler:
 
 def _age(sequence: Sequence) -> tuple[int, int]:
     return sequence.age
+
+
+def _end(sequence: Sequence, count: int) -> int:
+    """Tokens that a sequence's pages hold after so many more; the last one is never fed.
+
+    What is held counts guesses on their way, of which the last may be after the end.
+    """
+    return min(sequence.held + count, sequence.request.total - 1)
 
 
 def _is_under_way(first: Sequence | None) -> bool:

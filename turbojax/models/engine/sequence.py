@@ -2,6 +2,7 @@
 
 import dataclasses
 import enum
+import warnings
 
 from turbojax.models.engine.requests import Request, TokenLogprobs
 from turbojax.models.generation.constraints import ConstraintState
@@ -97,6 +98,15 @@ class Sequence:
         if self.text is not None:
             self.text.add(token)
         return token in self.stop_tokens or (self.text is not None and self.text.stopped)
+
+    def warn_of(self, error: Exception) -> None:
+        """Says what its constraint raised, which ends it."""
+        warnings.warn(
+            f"request {self.request_id} has failed: its constraint raised "
+            f"{type(error).__name__}: {error}",
+            RuntimeWarning,
+            stacklevel=2,
+        )
 
     @property
     def known(self) -> list[int]:

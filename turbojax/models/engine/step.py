@@ -145,6 +145,7 @@ def run_step(
     compilation.note()
     work = unpack(packed, program)
     state = apply(state, work.changes)
+    work = _without_those_that_are_done(work, state)
     lengths = state.of(state.lengths, work.slots)
     positions = jnp.where(work.positions >= 0, work.positions, lengths)
     tokens = state.token_at(work.slots, positions)
@@ -160,6 +161,17 @@ def run_step(
     lost = [caches[layers[0]].lost for layers in layers_of(decoder.config, windows)]
     found = jnp.concatenate([chosen, jnp.sum(jnp.stack(lost))[None]])
     return caches, state, logits, found
+
+
+def _without_those_that_are_done(work: Any, state: State) -> Any:
+    """The work but for sequences that right guesses ended, of which the host does not know yet."""
+    is_done = (work.positions < 0) & (state.of(state.left, work.slots) <= 0)
+    no_more = state.of(state.left, work.owners) <= 0
+    return dataclasses.replace(
+        work,
+        slots=jnp.where(is_done, state.slots, work.slots),
+        owners=jnp.where(no_more, state.slots, work.owners),
+    )
 
 
 def _chosen(state: State, owners: jax.Array, tokens: jax.Array) -> State:
