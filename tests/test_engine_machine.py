@@ -172,6 +172,8 @@ class Crowd:
             if rng.random() < 0.1 and watched.still_pending():
                 watched.abort(rng.choice(watched.still_pending()), "aborted")
         watched.finish()
+        if windows == (None,) and not results:
+            assert watched.device.behind == 0, "a draft model that lost its text"
         after = watched.engine.statistics()
         for name in self.counted:
             self.counted[name] += getattr(after, name)
