@@ -181,7 +181,7 @@ class Crowd:
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("count", [150, pytest.param(20_000, marks=pytest.mark.fuzz)])
+@pytest.mark.parametrize("count", [100, pytest.param(20_000, marks=pytest.mark.fuzz)])
 def test_a_crowd(mode, count, record_property):
     crowd = Crowd(mode, seed=count)
     while crowd.counted["finished"] < count:
