@@ -314,6 +314,15 @@ class FakeDevice:
             self.write(self.draft_pages, held.tables, where)
         return caches, guesses, found
 
+    def catch_up(self, decoder, caches, given, slots, *, windows, implementation):
+        del decoder, windows, implementation
+        for slot in slots:
+            if slot < len(given.lengths) and given.lengths[slot]:
+                last = given.lengths[slot] - 1
+                where = [(slot, last, max(given.history[slot, last], 0))]
+                self.write(self.draft_pages, given.tables, where)
+        return caches
+
     def verify(
         self, decoder, caches, given, slots, changes, guesses, found, *, windows, implementation
     ):
@@ -493,6 +502,7 @@ def on(fake: FakeDevice) -> Iterator[None]:
             (choosing, "choose", fake.choose),
             (speculation, "look_up", fake.look_up),
             (speculation, "draft", fake.draft),
+            (speculation, "catch_up", fake.catch_up),
             (speculation, "verify", fake.verify),
             (speculation, "accept", fake.accept),
             (swap, "read", fake.read_pages),

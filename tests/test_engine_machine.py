@@ -172,6 +172,8 @@ class Crowd:
             if rng.random() < 0.1 and watched.still_pending():
                 watched.abort(rng.choice(watched.still_pending()), "aborted")
         watched.finish()
+        if windows == (None,) and not results:
+            assert watched.device.behind == 0, "a draft model that lost its text"
         after = watched.engine.statistics()
         for name in self.counted:
             self.counted[name] += getattr(after, name)
@@ -179,7 +181,7 @@ class Crowd:
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("count", [150, pytest.param(20_000, marks=pytest.mark.fuzz)])
+@pytest.mark.parametrize("count", [100, pytest.param(20_000, marks=pytest.mark.fuzz)])
 def test_a_crowd(mode, count, record_property):
     crowd = Crowd(mode, seed=count)
     while crowd.counted["finished"] < count:

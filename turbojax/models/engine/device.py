@@ -204,6 +204,16 @@ class Device:
             "prompts": self.programs.dense if program.is_dense else None,
         }
         if self._draft is not None:
+            decoding = work.owners[: program.rows]
+            if np.any(decoding < self._slots):
+                self.draft_caches = speculation.catch_up(
+                    self._draft,
+                    self.draft_caches,
+                    self._state,
+                    decoding,
+                    windows=self.programs.windows,
+                    implementation=self.programs.implementation,
+                )
             self.draft_caches, *_ = run_step(
                 self._draft, self.draft_caches, self._state, packed, is_draft=True, **static
             )
@@ -370,6 +380,10 @@ class Device:
         }
         sampling, count = greedy_rows(rows), how.tokens
         if isinstance(how, Draft):
+            if kind == "greedy":
+                yield speculation.catch_up.lower(
+                    self._draft, self.draft_caches, self._state, slots, **static
+                )
             yield speculation.draft.lower(
                 self._draft,
                 self.draft_caches,

@@ -186,6 +186,41 @@ def draft(
     return caches, jnp.stack(guesses, axis=1), found
 
 
+@functools.partial(jax.jit, static_argnames=("windows", "implementation"), donate_argnames="caches")
+def catch_up(
+    decoder: Decoder | QuantizedDecoder,
+    caches: tuple[Pool, ...],
+    state: State,
+    slots: jax.Array,
+    *,
+    windows: Windows,
+    implementation: str | None,
+) -> tuple[Pool, ...]:
+    """Has a draft model read the token before each text's last one, ahead of a step without guesses.
+
+    It may be a guess of its own that was right, which it has not read yet; `draft` reads it itself.
+
+    Args:
+      decoder: its weights.
+      caches: its pools, donated.
+      state: of the slots.
+      slots: int32 ``[R]``.
+      windows: of the groups of layers.
+      implementation: of attention to pages.
+
+    Returns:
+      The new pools.
+    """
+    compilation.note()
+    lengths = state.of(state.lengths, slots)
+    tokens = state.token_at(slots, jnp.maximum(lengths - 1, 0))[:, None]
+    counts = jnp.minimum(lengths, 1)
+    _, caches = _pass(
+        decoder, caches, state, slots, tokens, lengths, counts, windows, implementation
+    )
+    return caches
+
+
 @functools.partial(
     jax.jit, static_argnames=("windows", "implementation"), donate_argnames=("caches", "state")
 )
