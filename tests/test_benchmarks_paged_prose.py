@@ -128,26 +128,44 @@ def test_prose_agrees_with_the_formats():
 
 
 def test_prose_agrees_with_the_engine():
-    """The figures of the engine in docs/benchmarks/paged.md, of the newest run and an older one."""
+    """The figures of the engine in docs/benchmarks/paged.md, of the newest run."""
     text = docs_text("benchmarks/paged.md")
     _, result = report.newest(readme.RESULTS, ("engine",))
-    before = json.loads((readme.RESULTS / "engine_2026-11-21.json").read_text(encoding="utf-8"))
-    rows, older = (
-        {row["name"].removeprefix("engine/llama-3-8b/"): row for row in run["rows"]}
-        for run in (result, before)
-    )
-    speed, old = (
-        {name: f"{row['generated_per_second']:,.0f}" for name, row in run.items()}
-        for run in (rows, older)
-    )
+    rows = {row["name"].removeprefix("engine/llama-3-8b/"): row for row in result["rows"]}
+    speed = {name: f"{row['generated_per_second']:,.0f}" for name, row in rows.items()}
     figures = [
         f"{rows['long/turbo4']['token_capacity']:,} tokens where bfloat16 holds "
         f"{rows['long/auto']['token_capacity']:,}",
         f"{rows['long/turbo4']['capacity_over_auto']:.2f} times as many",
         f"at {speed['long/turbo4']} new tokens per second",
-        f"at {speed['long/fp8_e4m3']}, from bfloat16 at {speed['long/auto']}",
-        f"({rows['long/auto']['finished']} of 48 requests",
+        f"pages at {speed['long/fp8_e4m3']}, from bfloat16 at {speed['long/auto']}",
         f"{speed['short/turbo4']}, {speed['short/fp8_e4m3']} and {speed['short/auto']}",
-        f"{old['long/turbo4']} from turbo4 and {old['short/turbo4']} where answers are short",
     ]
     assert [figure for figure in figures if figure not in text] == []
+
+
+def test_prose_agrees_with_serving():
+    """The figures in docs/benchmarks/serving.md, of the newest run and of its steps' parts."""
+    text = docs_text("benchmarks/serving.md")
+    _, result = report.newest(readme.RESULTS, ("serving",))
+    rows = {row["name"].split("/", 2)[2]: row for row in result["rows"]}
+    parts = json.loads((readme.RESULTS / "engine_steps_2026-11-26.json").read_text("utf-8"))
+    ms = {row["name"]: row["ms"] for row in parts["rows"]}
+    batch, decode = rows["batch/engine"], rows["batch/engine"]["steps_of_decoding"]
+    products, attention = ms["decode/256/products"], ms["decode/256/attention"]
+    floor = batch["steps_of_prompts"] * ms["products/8448"] + decode * (products + attention)
+    figures = [
+        f"{batch['generated_per_second']:,.0f} new tokens per second",
+        f"{batch['share_of_bare']:.2f} times the speed of the kernels",
+        f"({batch['steps_of_prompts']} steps of prompts, {decode} of one",
+        f"{ms['products/8448']:.0f} ms for a step of 8,448 tokens",
+        f"{products:.1f} ms of products and {attention:.1f} of attention",
+        f"{floor / 1e3:.1f} of the {batch['seconds']:.1f} seconds",
+        f"INT4 weights take {rows['int4/engine']['seconds']:.1f} seconds",
+        f"{rows['many/engine']['generated_per_second']:,.0f} new tokens",
+        f"give {rows['loops-one/ngram']['times_without']:.2f} times",
+        f"and {rows['loops/ngram']['times_without']:.1f} times of 32",
+        f"cost nothing ({rows['no-loops/ngram']['times_without']:.2f})",
+    ]
+    assert [figure for figure in figures if figure not in text] == []
+    assert max(row.get("idle_ms") or 0 for row in rows.values()) < 0.015

@@ -249,7 +249,7 @@ class TestMeasuring:
             def __init__(self, model, **options):
                 made.append(model.config.max_length)
 
-            def compile(self):
+            def compile(self, *, only_greedy):
                 pass
 
             def statistics(self):
