@@ -102,13 +102,13 @@ def test_texts_are_those_without_guesses(kv_dtype, how):
     [
         ((24, None), {}),
         ((None, None), {"num_pages": 6}),
-        ((None, None), {"uncompressed_layers": 1}),
+        ((None,) * 3, {"uncompressed_layers": 1}),
     ],
     ids=["windows", "swaps", "edges"],
 )
 def test_texts_of_other_pools_are_those_without_guesses(windows, options, how):
     """Of layers with windows, in a pool that is too small, and with pages of two kinds."""
-    config = dataclasses.replace(TINY, num_layers=2, local_windows=windows)
+    config = dataclasses.replace(TINY, num_layers=len(windows), local_windows=windows)
     decoder = models.random_decoder(config, dtype=jnp.float32)
     options = {"kv_dtype": "turbo4", **SIZES, **options}
     guesses = NGram(3, shortest=1) if how == "ngram" else Draft(decoder, 3)
