@@ -372,7 +372,7 @@ def requests(folder: Path, count: int, seed: int) -> Kind:
     def use(path: Path) -> None:
         content = (path / file).read_bytes()
         read = serve_requests.read_requests(content, tokenizer, 8)
-        fit = serve_requests.fitting(read, config, num_pages=None, page_size=16)
+        fit = serve_requests.fitting(read, config, num_pages=None, page_size=16, step_tokens=64)
         assert len(fit.requests) + len(fit.bad) == len(read.requests) + len(read.bad)
         for found in fit.requests:
             serve_requests.digest(found, "model")

@@ -1,4 +1,4 @@
-"""What lines of `turbojax serve` may ask for: samples, likelihoods, what a result must look like."""
+"""What lines of `turbojax serve` may ask for: samples, likelihoods, the form of a result."""
 
 import json
 import re

@@ -108,7 +108,7 @@ def test_a_missing_package(monkeypatch):
 def test_sizes_of_a_server(monkeypatch):
     found = text_model.find_random_model("tiny")
     pool = http.plan_server(found, None, Settings())
-    assert (pool.max_length, pool.max_sequences) == (found.config.max_length, 256)
+    assert (pool.max_length, pool.max_sequences) == (found.config.max_length, 16)
     assert pool.nbytes <= 2**29
     monkeypatch.setattr(startup, "available_memory", lambda: 2 * found.weight_bytes)
     with pytest.raises(ValueError, match="this needs at least"):

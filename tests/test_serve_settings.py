@@ -15,8 +15,7 @@ from turbojax.app import startup, text_model
 from turbojax.app.main import app
 from turbojax.app.serve import settings as making
 from turbojax.app.serve.settings import Models, Settings, plan
-from turbojax.models import Engine
-from turbojax.models.engine.speculation import Draft, NGram
+from turbojax.models.engine import Draft, Engine, NGram
 
 CONFIG = models.TransformerConfig(
     vocab_size=256,
@@ -49,8 +48,8 @@ def planned(settings, **options):
 
 def test_defaults():
     pool = planned(Settings())
-    assert (pool.max_sequences, pool.step_tokens, pool.max_length) == (256, 2048, 100)
-    assert pool.num_pages == 256 * 2  # of 64 tokens
+    assert (pool.max_sequences, pool.step_tokens, pool.max_length) == (16, 512, 100)  # of a CPU
+    assert pool.num_pages == 16 * 2  # of 64 tokens
     assert pool.nbytes == pool.num_pages * 64 * TOKEN_BYTES
     pool = planned(Settings(reproducible=True))
     assert (pool.max_sequences, pool.step_tokens, pool.num_pages) == (8, 64, 16)
@@ -58,7 +57,7 @@ def test_defaults():
 
 def test_no_more_than_the_requests_of_a_file():
     assert planned(Settings(), requests=3).max_sequences == 3
-    assert planned(Settings(), requests=300).max_sequences == 256
+    assert planned(Settings(), requests=300).max_sequences == 16
     # One program, whatever the file: texts stay the same when lines are added.
     assert planned(Settings(reproducible=True), requests=3).max_sequences == 8
     assert planned(Settings(reproducible=True), requests=3).num_pages == 3 * 2
@@ -80,8 +79,8 @@ def test_what_is_asked_for_is_taken():
 def test_what_the_memory_leaves():
     page = 64 * TOKEN_BYTES
     assert planned(Settings(), free_bytes=10 * page + 1).num_pages == 10
-    assert planned(Settings(), free_bytes=10**12).num_pages == 512
-    assert planned(Settings(), free_bytes=None).num_pages == 512
+    assert planned(Settings(), free_bytes=10**12).num_pages == 32
+    assert planned(Settings(), free_bytes=None).num_pages == 32
     # At least one, so that memory is what the error is about.
     assert planned(Settings(), free_bytes=-5).num_pages == 1
 

@@ -31,11 +31,13 @@ from turbojax.models.decoder import Decoder as Decoder
 from turbojax.models.decoder import random_decoder as random_decoder
 from turbojax.models.decoder import unstack as unstack
 from turbojax.models.engine import AsyncEngine as AsyncEngine
+from turbojax.models.engine import Draft as Draft
 from turbojax.models.engine import Engine as Engine
 from turbojax.models.engine import EngineStatistics as EngineStatistics
 from turbojax.models.engine import Event as Event
 from turbojax.models.engine import Finished as Finished
 from turbojax.models.engine import NewToken as NewToken
+from turbojax.models.engine import NGram as NGram
 from turbojax.models.engine import Request as Request
 from turbojax.models.engine import Result as Result
 from turbojax.models.engine import TokenLogprobs as TokenLogprobs

@@ -109,15 +109,16 @@ PoolBytes = Annotated[
 MaxSequences = Annotated[
     int | None,
     typer.Option(
-        help="Requests that run at a time. Default: 256, or as many as FILE has if these are "
-        "fewer; 8 with --reproducible.",
+        help="Requests that run at a time. Default: 256 on a GPU, 16 on a CPU, or as many as FILE "
+        "has if these are fewer; 8 with --reproducible.",
         show_default=False,
     ),
 ]
 StepTokens = Annotated[
     int | None,
     typer.Option(
-        help="Tokens of prompts that run in a step. Default: 2048; 64 with --reproducible.",
+        help="Tokens of prompts that run in a step. Default: 8192 on a GPU, 512 on a CPU; 64 with "
+        "--reproducible.",
         show_default=False,
     ),
 ]

@@ -95,7 +95,7 @@ def fitting(
     *,
     num_pages: int | None,
     page_size: int,
-    step_tokens: int = 2048,
+    step_tokens: int,
 ) -> RequestFile:
     """The same lines; what an engine would refuse is bad.
 

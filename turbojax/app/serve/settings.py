@@ -11,14 +11,13 @@ from turbojax import _checks
 from turbojax.app import startup
 from turbojax.app.text_model import FoundModel
 from turbojax.models import Decoder, QuantizedDecoder, TransformerConfig
-from turbojax.models.engine import Engine, groups
+from turbojax.models.engine import Draft, Engine, NGram, groups
+from turbojax.models.engine.making import usual_sizes
 from turbojax.models.engine.pools import page_bytes
-from turbojax.models.engine.speculation import Draft, NGram, Speculation
+from turbojax.models.engine.speculation import Speculation
 from turbojax.models.text.tokenizer import Tokenizer
 
 SPECULATIONS = ("ngram", "draft")
-_SEQUENCES, _REPRODUCIBLE_SEQUENCES = 256, 8
-_STEP_TOKENS, _REPRODUCIBLE_STEP_TOKENS = 2048, 64
 # Of the memory that a device has left; the rest is for what XLA needs beside, and for fragments.
 _SHARE = 0.9
 _CPU_BYTES = 2**29
@@ -88,16 +87,15 @@ class Settings:
           max_length: tokens of the longest request.
           requests: how many there are, where that is known.
         """
-        if self.reproducible:
-            sequences, step_tokens = _REPRODUCIBLE_SEQUENCES, _REPRODUCIBLE_STEP_TOKENS
-        else:
-            sequences, step_tokens = _SEQUENCES, _STEP_TOKENS
-            sequences = sequences if requests is None else min(sequences, requests)
+        usual = usual_sizes(reproducible=self.reproducible)
+        sequences = usual.max_sequences
+        if requests is not None and not self.reproducible:
+            sequences = min(sequences, requests)
         return groups.Sizes(
             self.page_size,
             sequences if self.max_sequences is None else self.max_sequences,
             max_length,
-            step_tokens if self.step_tokens is None else self.step_tokens,
+            usual.step_tokens if self.step_tokens is None else self.step_tokens,
         )
 
     @property

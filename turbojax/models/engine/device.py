@@ -66,6 +66,7 @@ class Step:
     Attributes:
       rows: which sequence's next token is in which row, and how many it gets at most.
       guesses: how many of these are guesses, at most; 0 for one token a row.
+      prompt_tokens: that run in it.
       found: int32, see `run_step`, or `speculation.accept` where tokens are guessed.
       chosen: what was chosen instead, where more was wanted than the most likely tokens.
     """
@@ -74,6 +75,7 @@ class Step:
     guesses: int
     found: jax.Array
     chosen: Chosen | None = None
+    prompt_tokens: int = 0
 
 
 class Device:
@@ -115,6 +117,14 @@ class Device:
         return self._state.slots
 
     # Pages to and from the host -------------------------------------------------------------------
+
+    def nbytes(self, pages: tuple[tuple[int, ...], ...]) -> int:
+        """Bytes of pages of each group, in all of its layers."""
+        every = self.caches + self.draft_caches
+        return sum(
+            len(numbers) * sum(every[layer].page_bytes for layer in of_group)
+            for numbers, of_group in zip(pages, self._layers, strict=True)
+        )
 
     def read(self, pages: tuple[tuple[int, ...], ...]) -> list[list[Any]]:
         """Starts to copy pages of each group; `swap.fetch` waits for them."""
@@ -158,7 +168,9 @@ class Device:
         work = idle_work(program, self._slots)
         work.changes[: len(few)] = few if few else 0
         rows = self._fill(work, program, plan)
-        return self._choose(rows, work.owners, self._model_step(work, program))
+        step = self._choose(rows, work.owners, self._model_step(work, program))
+        step.prompt_tokens = sum(piece.count for piece in plan.pieces)
+        return step
 
     def _apply_all_but(
         self, changes: list[tuple[int, int, int, int]]

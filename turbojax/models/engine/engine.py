@@ -164,6 +164,7 @@ class Engine:
             made.limits,
             cache_results=cache_results,
             recomputes=self._recomputes,
+            guesses=self._costs.guessing_pays,
         )
         self._counts = Counts()
         self._book = Book(self._scheduler, self._counts)
@@ -424,7 +425,14 @@ class Engine:
         else:
             self._counts.seconds += seconds
             self._counts.host_seconds += seconds - (self._counts.wait_seconds - waited)
-            self._costs.stepped(sum(piece.count for piece in plan.pieces), seconds)
+            if previous is not None:  # what the device did meanwhile
+                self._costs.stepped(
+                    seconds,
+                    prompt_tokens=previous.prompt_tokens,
+                    guesses=previous.guesses > 0,
+                    sequences=len(previous.rows),
+                    new_tokens=self._counts.new_tokens - tokens,
+                )
 
     def _note_idling(self, plan: Plan) -> None:
         """Counts steps that come when the device has done the one before, and waits."""
@@ -438,11 +446,7 @@ class Engine:
 
     def _recomputes(self, sequence: Sequence, pages: tuple[tuple[int, ...], ...]) -> bool:
         """Whether a sequence's tokens are sooner computed again than moved away and back."""
-        sizes = [
-            len(numbers) * sum(self._device.caches[i].page_bytes for i in group.layers)
-            for numbers, group in zip(pages, self._groups, strict=True)
-        ]
-        return self._costs.recomputes(sum(sizes), sequence.held)
+        return self._costs.recomputes(self._device.nbytes(pages), sequence.held)
 
     def _enter(self, plan: Plan) -> None:
         """What comes into a slot, and what comes back to pages."""

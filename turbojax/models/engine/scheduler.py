@@ -31,6 +31,7 @@ class Scheduler:
       groups: of layers; all reuse prefixes, or none.
       limits: of a step.
       cache_results: whether results' pages are found as well, not only those of prompts.
+      guesses: whether the next step had better have guesses.
       recomputes: whether one that must leave runs its tokens again instead of being stored; given
         the sequence and its pages.
     """
@@ -42,11 +43,12 @@ class Scheduler:
         *,
         cache_results: bool,
         recomputes: Callable[[Sequence, Pages], bool],
+        guesses: Callable[[], bool] = lambda: True,
     ) -> None:
         self._groups = tuple(groups)
         self._limits = limits
         self._cache_results = cache_results
-        self._recomputes = recomputes
+        self._recomputes, self._may_guess = recomputes, guesses
         self._free_slots = list(range(limits.slots))[::-1]
         self._page_size = self._groups[0].allocator.page_size
         self._has_windows = any(group.window is not None for group in self._groups)
@@ -77,7 +79,7 @@ class Scheduler:
         self._decode(plan)
         # What has just left does not come back in the same step.
         self._fill_with_prompts(plan, may_enter=self.preemptions == before)
-        if self._limits.guesses:
+        if plan.guesses:
             self._settle_guesses(plan)
         return plan
 
@@ -122,7 +124,9 @@ class Scheduler:
 
     def _decode(self, plan: Plan) -> None:
         """All that decode go on, by one token and as many guesses as there may be."""
-        more = 1 + self._limits.guesses
+        if self._limits.guesses and self._may_guess():
+            plan.guesses = self._limits.guesses
+        more = 1 + plan.guesses
         for sequence in list(self.running):
             # Making room for an older one may have sent this one away.
             if sequence.status is not Status.RUNNING:
@@ -147,7 +151,6 @@ class Scheduler:
 
     def _settle_guesses(self, plan: Plan) -> None:
         """A step of guesses has no prompts, and nobody who wants more than tokens."""
-        plan.guesses = self._limits.guesses
         if not plan.pieces and all(sequence.can_guess for sequence in plan.decoding):
             return
         plan.guesses = 0

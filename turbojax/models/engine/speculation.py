@@ -196,7 +196,7 @@ def catch_up(
     windows: Windows,
     implementation: str | None,
 ) -> tuple[Pool, ...]:
-    """Has a draft model read the token before each text's last one, ahead of a step without guesses.
+    """Has a draft model read the token before each text's last one, before a step without guesses.
 
     It may be a guess of its own that was right, which it has not read yet; `draft` reads it itself.
 
