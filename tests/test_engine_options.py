@@ -143,14 +143,18 @@ def test_a_request_that_is_done_has_no_time_limit():
 # What leaving costs -------------------------------------------------------------------------------
 
 
+def prompts_ran(known, tokens, seconds):
+    known.stepped(seconds, prompt_tokens=tokens, guesses=False, sequences=1, new_tokens=1)
+
+
 def test_what_is_sooner_done_is_done():
     known = costs.Costs(may_recompute=True)
     # Nothing is known of how fast prompts run.
     assert not known.recomputes(10**9, 1)
-    known.stepped(31, 1.0)  # too few tokens say nothing
-    known.stepped(1000, 0.0)
+    prompts_ran(known, 31, 1.0)  # too few tokens say nothing
+    prompts_ran(known, 1000, 0.0)
     assert not known.recomputes(10**9, 1)
-    known.stepped(1000, 1.0)
+    prompts_ran(known, 1000, 1.0)
     for _ in range(80):
         known.swapped(10**6, 0.01)
     # A thousand tokens take a second; 100 MB each way as long as well, moved at 100 MB a second.
@@ -158,7 +162,7 @@ def test_what_is_sooner_done_is_done():
         assert known.recomputes(nbytes, tokens)
         assert not known.recomputes(nbytes, 2 * tokens + 2)
     # What was seen last counts a quarter.
-    known.stepped(2000, 1.0)
+    prompts_ran(known, 2000, 1.0)
     assert known.recomputes(10**8, 2499)
     assert not known.recomputes(10**8, 2501)
     known.swapped(0, 1.0)
@@ -168,8 +172,38 @@ def test_what_is_sooner_done_is_done():
 
 def test_bits_that_count_are_never_computed_again():
     known = costs.Costs(may_recompute=False)
-    known.stepped(10**6, 1e-3)
+    prompts_ran(known, 10**6, 1e-3)
     assert not known.recomputes(10**12, 1)
+
+
+def guessing(known, steps, *, plain, with_guesses, new_tokens):
+    """How many of so many steps have guesses, of these seconds; a sequence gets so many tokens."""
+    count = 0
+    for _ in range(steps):
+        guesses = known.guessing_pays()
+        count += guesses
+        known.stepped(
+            with_guesses if guesses else plain,
+            prompt_tokens=0,
+            guesses=guesses,
+            sequences=10,
+            new_tokens=round(10 * new_tokens) if guesses else 10,
+        )
+    return count
+
+
+def test_guesses_go_on_while_they_pay():
+    """Of three tokens in the time of two; and are tried again now and then where they do not."""
+    known = costs.Costs(may_recompute=True)
+    assert guessing(known, 9, plain=1.0, with_guesses=2.0, new_tokens=3.0) == 8
+    good = guessing(known, 320, plain=1.0, with_guesses=2.0, new_tokens=3.0)
+    assert 300 <= good < 320
+    bad = guessing(known, 320, plain=1.0, with_guesses=2.0, new_tokens=1.1)
+    assert 5 <= bad < 40
+    assert guessing(known, 640, plain=1.0, with_guesses=1.0, new_tokens=1.5) > 320
+    # A step with prompts says nothing of one without guesses.
+    known.stepped(99.0, prompt_tokens=500, guesses=False, sequences=10, new_tokens=10)
+    assert 5 <= guessing(known, 320, plain=1.0, with_guesses=4.0, new_tokens=2.0) < 60
 
 
 def test_an_engine_knows_what_pages_weigh_and_how_fast_prompts_run():

@@ -15,7 +15,7 @@ from engine_watching import check_belief
 from turbojax import models
 from turbojax.models import Request, Sampling
 from turbojax.models.config import LatentConfig
-from turbojax.models.engine import Draft, NGram, making, programs, speculation, state
+from turbojax.models.engine import Draft, NGram, costs, making, programs, speculation, state
 
 FORMATS = (
     "turbo4",
@@ -46,8 +46,11 @@ def model(seed: int = 0) -> models.Decoder:
 
 @pytest.fixture(autouse=True)
 def one_size():
-    """Programs of one size: each takes a second to compile."""
-    with mock.patch.object(making, "decode_sizes", side_effect=lambda slots: (slots,)):
+    """Programs of one size, as each takes a second to compile; guesses whatever they cost."""
+    with (
+        mock.patch.object(making, "decode_sizes", side_effect=lambda slots: (slots,)),
+        mock.patch.object(costs.Costs, "guessing_pays", return_value=True),
+    ):
         yield
 
 
