@@ -32,6 +32,7 @@ class Watched:
       slots: of the engine.
       recomputes: which of those that leave run their tokens again, in turns.
       guesses: at a time, where there are any.
+      guessing: which of the steps that may have guesses do, in turns.
       options: of `engine_device.make`.
 
     Attributes:
@@ -40,7 +41,7 @@ class Watched:
       ended: of pending requests those that were ended, and how.
     """
 
-    def __init__(self, mode, slots, recomputes=(False,), guesses=4, **options):
+    def __init__(self, mode, slots, recomputes=(False,), guesses=4, guessing=(True,), **options):
         options |= MODES[mode]
         if mode in ("ngram", "draft"):
             options["guesses"] = guesses
@@ -49,6 +50,8 @@ class Watched:
         if mode != "reproducible":
             turns = itertools.cycle(recomputes)
             made._costs.recomputes = lambda nbytes, tokens: next(turns)
+            steps = itertools.cycle(guessing)
+            made._scheduler._may_guess = lambda: next(steps)
         self.now, self.steps_left = 1000.0, 0
         self.pending: dict[int, Request] = {}
         self.tokens: dict[int, list[int]] = {}

@@ -50,6 +50,7 @@ requests = st.builds(
 WINDOWS = (None,), (20,), (None, 20), (33, None, 7, 33), (64, 16), (2,)
 REUSE = (False, False), (True, False), (True, True)
 LEAVING = (False,), (True,), (True, False)
+GUESSING = (True,), (True,), (True, True, False), (True, False, False)
 
 
 class EngineMachine(RuleBasedStateMachine):
@@ -64,6 +65,7 @@ class EngineMachine(RuleBasedStateMachine):
         window_pages=st.sampled_from([None, None, 5, 8]),
         recomputes=st.sampled_from(LEAVING),
         guesses=st.sampled_from([1, 4, 15]),
+        guessing=st.sampled_from(GUESSING),
         right=st.sampled_from([0.0, 0.8, 1.0]),
     )
     def start(self, reuse, windows, window_pages, **options):
@@ -157,6 +159,7 @@ class Crowd:
             rng.randrange(2, 6),
             rng.choice(LEAVING),
             rng.choice([1, 4, 15]),
+            rng.choice(GUESSING),
             pages=pages,
             step_tokens=rng.choice([1, 7, 16, 40, 100]),
             prefixes=prefixes,

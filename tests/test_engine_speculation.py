@@ -15,7 +15,7 @@ from engine_watching import check_belief
 from turbojax import models
 from turbojax.models import Request, Sampling
 from turbojax.models.config import LatentConfig
-from turbojax.models.engine import Draft, NGram, making, programs, speculation, state
+from turbojax.models.engine import Draft, NGram, costs, making, programs, speculation, state
 
 FORMATS = (
     "turbo4",
@@ -46,8 +46,11 @@ def model(seed: int = 0) -> models.Decoder:
 
 @pytest.fixture(autouse=True)
 def one_size():
-    """Programs of one size: each takes a second to compile."""
-    with mock.patch.object(making, "decode_sizes", side_effect=lambda slots: (slots,)):
+    """Programs of one size, as each takes a second to compile; guesses whatever they cost."""
+    with (
+        mock.patch.object(making, "decode_sizes", side_effect=lambda slots: (slots,)),
+        mock.patch.object(costs.Costs, "guessing_pays", return_value=True),
+    ):
         yield
 
 
@@ -102,13 +105,13 @@ def test_texts_are_those_without_guesses(kv_dtype, how):
     [
         ((24, None), {}),
         ((None, None), {"num_pages": 6}),
-        ((None, None), {"uncompressed_layers": 1}),
+        ((None,) * 3, {"uncompressed_layers": 1}),
     ],
     ids=["windows", "swaps", "edges"],
 )
 def test_texts_of_other_pools_are_those_without_guesses(windows, options, how):
     """Of layers with windows, in a pool that is too small, and with pages of two kinds."""
-    config = dataclasses.replace(TINY, num_layers=2, local_windows=windows)
+    config = dataclasses.replace(TINY, num_layers=len(windows), local_windows=windows)
     decoder = models.random_decoder(config, dtype=jnp.float32)
     options = {"kv_dtype": "turbo4", **SIZES, **options}
     guesses = NGram(3, shortest=1) if how == "ngram" else Draft(decoder, 3)
