@@ -68,7 +68,9 @@ COMMON = [
     ("seed", 2**63, "must be an integer within"),
     ("presence_penalty", 3, "presence_penalty=3 must be a number within -2..2"),
     ("frequency_penalty", -3, "frequency_penalty=-3 must be a number within -2..2"),
-    ("repetition_penalty", 0, "repetition_penalty=0 must be a number above 0"),
+    ("repetition_penalty", 0, "repetition_penalty=0 must be a number within 1e-06..1e+06"),
+    ("repetition_penalty", 1e-7, "repetition_penalty=1e-07 must be a number within"),
+    ("repetition_penalty", 1e300, "repetition_penalty=1e+300 must be a number within"),
     ("max_tokens", 1.0, "max_tokens=1.0 must be an integer"),
     ("max_tokens", -1, "max_tokens=-1 must be an integer"),
     ("n", 0, "n=0 must be an integer within 1..8"),
@@ -76,6 +78,7 @@ COMMON = [
     ("stop", [""], "stop=[''] must be a text or a list of texts, none of them empty"),
     ("stop", 7, "stop=7 must be a text or a list of texts"),
     ("stop", ["x"] * 17, "must be 16 texts at most"),
+    ("stop", ["x", "y" * 257], "must be of texts of 256 characters at most"),
     ("stop_token_ids", [256], "stop_token_ids=[256] must be a list of tokens within 0..255"),
     ("stop_token_ids", 3, "stop_token_ids=3 must be a list of tokens within 0..255"),
     ("ignore_eos", 1, "ignore_eos=1 must be true or false"),
@@ -294,7 +297,7 @@ def test_large_bodies(http):
 
 def test_keys(tokenizer):
     fake = FakeEngine(tokenizer=tokenizer)
-    with running(fake, tokenizer, api_keys=["secret", "other"]) as found:
+    with running(fake, tokenizer, api_keys=["secret", "other", "cléà"]) as found:
         for key in ("secret", "other"):
             with found.client(api_key=key) as client:
                 assert client.models.list().data
@@ -309,6 +312,9 @@ def test_keys(tokenizer):
             assert http.get("/v1/models").headers["www-authenticate"] == "Bearer"
             headers = {"Authorization": "Basic secret"}
             error_of(http.get("/v1/models/tiny", headers=headers), 401)
+            # The last byte is a space in Latin-1.
+            headers = {"Authorization": "Bearer cléà".encode()}
+            assert http.get("/v1/models", headers=headers).status_code == 200
             headers = {"Authorization": "Bearer schl\xfcssel".encode("latin-1")}
             error_of(http.get("/v1/models", headers=headers), 401)
             # Whoever watches the server needs no key.

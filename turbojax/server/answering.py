@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from turbojax.models.engine.requests import Event, Finished, Request, Result, best_of
 from turbojax.models.engine.tickets import Ticket
+from turbojax.server.connections import to_json
 from turbojax.server.errors import ApiError
 from turbojax.server.options import Options
 from turbojax.server.service import SHUTTING_DOWN, Service
@@ -105,8 +106,11 @@ class Answer:
         for ticket in self._tickets:
             ticket.cancel()
 
-    async def whole(self) -> dict[str, Any]:
+    async def whole(self) -> bytes:
         """Waits for all texts.
+
+        Returns:
+          The answer as JSON.
 
         Raises:
           ApiError: if one could not be generated.
@@ -119,11 +123,11 @@ class Answer:
         finally:
             self.cancel()
         loop = asyncio.get_running_loop()
-        # Many tokens are a lot of text to decode.
+        # Many tokens are a lot of text to decode, and of JSON to write.
         return await loop.run_in_executor(self._service.pool, self._written, results)
 
-    def _written(self, results: Sequence[tuple[Result, ...]]) -> dict[str, Any]:
-        job, choices = self._job, list[dict[str, Any]]()
+    def _written(self, results: Sequence[tuple[Result, ...]]) -> bytes:
+        job, choices = self._job, list[bytes]()
         for prompt, (request, of_prompt) in enumerate(zip(job.requests, results, strict=True)):
             chosen = list(of_prompt)
             for result in chosen:
@@ -134,13 +138,10 @@ class Answer:
                 text = ChoiceText(self._service.tokenizer, request.tokens, job.options)
                 choice = job.form.choice(prompt, text.whole(result))
                 index, reason = len(choices), result.finish_reason
-                choices.append({"index": index, **choice, "finish_reason": reason})
-        return {
-            **self._head,
-            "object": job.form.whole,
-            "choices": choices,
-            "usage": _usage(results),
-        }
+                # Each by itself: while Python writes JSON no other thread runs.
+                choices.append(to_json({"index": index, **choice, "finish_reason": reason}))
+        rest = to_json({**self._head, "object": job.form.whole, "usage": _usage(results)})
+        return b'{"choices":[' + b",".join(choices) + b"]," + rest.removeprefix(b"{")
 
     async def chunks(self) -> AsyncGenerator[dict[str, Any], None]:
         """The answer in chunks, as tokens come.
@@ -165,7 +166,8 @@ class Answer:
         finally:
             self.cancel()
         if job.options.include_usage:
-            usage = _usage([tuple(found.values()) for found in results])
+            pairs = zip(self._numbers, results, strict=True)
+            usage = _usage([tuple(found[n] for n in numbers) for numbers, found in pairs])
             yield {**self._head, "object": job.form.chunk, "choices": [], "usage": usage}
 
     async def _events(self) -> AsyncGenerator[tuple[int, list[Event]], None]:

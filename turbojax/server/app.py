@@ -55,9 +55,12 @@ def create_app(
       limits: of a request; by default those of `Limits`.
 
     Raises:
+      TypeError: if `api_keys` is one text instead of several.
       ValueError: if a key is empty.
       EngineEnded: if the engine has ended.
     """
+    if isinstance(api_keys, str):
+        raise TypeError("api_keys must be several keys, not one text: [KEY]")
     if not all(api_keys):
         raise ValueError("an API key must not be empty")
     service = Service(engine, tokenizer, name, Limits() if limits is None else limits)
@@ -121,7 +124,7 @@ def _answers(service: Service, read: Reader) -> Endpoint:
         await answer.begin()
         if job.options.stream:
             return EventStream(answer.chunks(), answer.cancel)
-        return JSONResponse(await answer.whole())
+        return Response(await answer.whole(), media_type="application/json")
 
     async def endpoint(request: Request) -> Response:
         try:
@@ -139,7 +142,7 @@ def _with_key(endpoint: Endpoint, keys: Collection[bytes]) -> Endpoint:
     async def checked(request: Request) -> Response:
         kind, _, key = request.headers.get("authorization", "").partition(" ")
         # Starlette reads headers as Latin-1, whatever was sent.
-        given = key.strip().encode("latin-1") if kind.lower() == "bearer" else b""
+        given = key.strip(" \t").encode("latin-1") if kind.lower() == "bearer" else b""
         # All are compared, each in a time that does not tell how much of it fits.
         fitting = [key for key in keys if hmac.compare_digest(given, key)]
         if keys and not fitting:

@@ -114,7 +114,11 @@ async def _send_part(send: Send, body: bytes, *, more: bool = True) -> None:
     await send({"type": "http.response.body", "body": body, "more_body": more})
 
 
+def to_json(value: dict[str, Any]) -> bytes:
+    """An object as JSON in UTF-8, in one line."""
+    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
+
+
 def event(value: dict[str, Any]) -> bytes:
     """A server-sent event with a JSON value, which has no line breaks."""
-    text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    return f"data: {text}\n\n".encode()
+    return b"data: " + to_json(value) + b"\n\n"

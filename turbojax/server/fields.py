@@ -102,14 +102,16 @@ class Fields:
             raise self.error(name, f"a number{limits}")
         return found
 
-    def texts(self, name: str, most: int) -> tuple[str, ...]:
-        """One text or a list of them, none empty."""
+    def texts(self, name: str, most: int, longest: int) -> tuple[str, ...]:
+        """One text or at most so many, none empty or of more than `longest` characters."""
         value = self.raw(name)
         values = [] if value is None else [value] if isinstance(value, str) else value
         if not isinstance(values, list) or not all(isinstance(x, str) and x for x in values):
             raise self.error(name, "a text or a list of texts, none of them empty")
         if len(values) > most:
             raise self.error(name, f"{most} texts at most")
+        if max(map(len, values), default=0) > longest:
+            raise self.error(name, f"of texts of {longest} characters at most")
         return tuple(values)
 
     def tokens(self, name: str, vocab_size: int) -> tuple[int, ...]:
