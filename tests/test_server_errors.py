@@ -12,6 +12,7 @@ from server_helpers import NAME, running, tokenizer_with_chats, until
 
 from turbojax import server
 from turbojax.server.errors import ApiError
+from turbojax.server.fields import MOST_BRACKETS, Fields
 
 PROMPT = (
     "prompt=%s must be a text, a list of texts, a list of tokens within 0..255 or a list of such"
@@ -275,6 +276,14 @@ def test_unknown_models_and_paths(served, http):
             client.models.retrieve("a/b")
     assert error_of(http.get("/v1/nothing"), 404)["message"] == "GET /v1/nothing: Not Found"
     assert "Method Not Allowed" in error_of(http.get("/v1/completions"), 405)["message"]
+
+
+def test_bodies_of_many_objects_are_not_read():
+    for body in (b"[" + b"[]," * MOST_BRACKETS + b"0]", b"[" + b"{}," * MOST_BRACKETS + b"0]"):
+        with pytest.raises(ApiError, match=r"has 500001 of \[ and {, must have at most") as caught:
+            Fields.of_body(body)
+        assert caught.value.status == 413
+    assert Fields.of_body(b'{"a": [' + b"[]," * (MOST_BRACKETS - 2) + b"0]}").raw("a")[-1] == 0
 
 
 def test_large_bodies(http):
