@@ -8,13 +8,23 @@ from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
 from typing import Any, Protocol
 
-from turbojax.models.engine.requests import Event, Finished, Request, Result, best_of
+from turbojax.models.engine.requests import (
+    MOST_LOGPROBS,
+    Event,
+    Finished,
+    Request,
+    Result,
+    best_of,
+)
 from turbojax.models.engine.tickets import Ticket
 from turbojax.server.connections import to_json
 from turbojax.server.errors import ApiError
 from turbojax.server.options import Options
 from turbojax.server.service import SHUTTING_DOWN, Service
 from turbojax.server.texts import ChoiceText, Piece
+
+_SHORT = 2**15
+"""Tokens, likely ones by their side included, that are written in well under a second."""
 
 
 class Form(Protocol):
@@ -122,9 +132,10 @@ class Answer:
                     results.append(await ticket.results())
         finally:
             self.cancel()
-        loop = asyncio.get_running_loop()
+        tokens = sum(len(result.tokens) for of_prompt in results for result in of_prompt)
+        said = 1 + MOST_LOGPROBS * (self._job.requests[0].logprobs is not None)
         # Many tokens are a lot of text to decode, and of JSON to write.
-        return await loop.run_in_executor(self._service.pool, self._written, results)
+        return await self._service.beside(tokens * said > _SHORT, self._written, results)
 
     def _written(self, results: Sequence[tuple[Result, ...]]) -> bytes:
         job, choices = self._job, list[bytes]()

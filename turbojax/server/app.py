@@ -1,8 +1,8 @@
 """The ASGI application: paths, keys, and what answers them."""
 
-import asyncio
 import contextlib
 import hmac
+import re
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 
@@ -30,6 +30,9 @@ from turbojax.server.service import SHUTTING_DOWN, Limits, Service
 Endpoint = Callable[[Request], Awaitable[Response]]
 Reader = Callable[[Service, bytes], Job]
 
+_SHORT = 2**18
+# Names of fields, or letters written so that they may be one.
+_GUIDE = re.compile(rb"guided_|response_format|\\u00[2-7]")
 _METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
@@ -92,7 +95,7 @@ def create_app(
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         yield
-        service.pool.shutdown(cancel_futures=True)
+        service.close()
 
     app = Starlette(
         routes=[
@@ -118,8 +121,7 @@ def _answers(service: Service, read: Reader) -> Endpoint:
     """The endpoint that reads requests in this way."""
 
     async def answered(body: bytes) -> Response:
-        loop = asyncio.get_running_loop()
-        job = await loop.run_in_executor(service.pool, read, service, body)
+        job = await service.beside(_takes_long(body), read, service, body)
         answer = Answer(service, job)
         await answer.begin()
         if job.options.stream:
@@ -134,6 +136,11 @@ def _answers(service: Service, read: Reader) -> Endpoint:
             return Response(status_code=GONE)
 
     return endpoint
+
+
+def _takes_long(body: bytes) -> bool:
+    """Whether it may take seconds to read a request: it is long, or may hold a grammar."""
+    return len(body) > _SHORT or _GUIDE.search(body) is not None
 
 
 def _with_key(endpoint: Endpoint, keys: Collection[bytes]) -> Endpoint:
