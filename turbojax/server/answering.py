@@ -26,6 +26,9 @@ from turbojax.server.texts import ChoiceText, Piece
 _SHORT = 2**15
 """Tokens, likely ones by their side included, that are written in well under a second."""
 
+_AT_ONCE = 64
+"""Events of a client that has not read for long: between so many, others have their turn."""
+
 
 class Form(Protocol):
     """How an endpoint writes its answers."""
@@ -184,8 +187,11 @@ class Answer:
     async def _events(self) -> AsyncGenerator[tuple[int, list[Event]], None]:
         with self._service.engine_errors():
             async with aclosing(merged(self._tickets)) as batches:
-                async for batch in batches:
-                    yield batch
+                async for prompt, events in batches:
+                    for begin in range(0, len(events), _AT_ONCE):
+                        if begin:
+                            await asyncio.sleep(0)
+                        yield prompt, events[begin : begin + _AT_ONCE]
 
     def _told(
         self,
