@@ -286,6 +286,17 @@ def test_bodies_of_many_objects_are_not_read():
     assert Fields.of_body(b'{"a": [' + b"[]," * (MOST_BRACKETS - 2) + b"0]}").raw("a")[-1] == 0
 
 
+def test_bodies_that_do_not_come(served, http, monkeypatch):
+    monkeypatch.setattr("turbojax.server.connections._BODY_SECONDS", 0.1)
+    with socket.create_connection(("127.0.0.1", int(served.url.rpartition(":")[2]))) as slow:
+        slow.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 40\r\n\r\n{")
+        slow.settimeout(10)
+        answer = b"".join(iter(lambda: slow.recv(4096), b"")).decode()
+    assert answer.startswith("HTTP/1.1 408")
+    assert "the body took longer than 0.1 seconds to come" in answer
+    assert http.get("/health").status_code == 200
+
+
 def test_large_bodies(http):
     body = {"model": NAME, "prompt": "a" * 100_000}
     error = error_of(http.post("/v1/completions", json=body), 413)
