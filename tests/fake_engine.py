@@ -66,7 +66,8 @@ class FakeEngine:
     def add_samples(self, request: Request, count: int) -> tuple[int, ...]:
         numbers = []
         for i in range(count):
-            sampling = dataclasses.replace(request.sampling, seed=request.sampling.seed + i)
+            seed = (request.sampling.seed + i) % 2**32
+            sampling = dataclasses.replace(request.sampling, seed=seed)
             numbers.append(self.add(dataclasses.replace(request, sampling=sampling)))
         return tuple(numbers)
 

@@ -274,6 +274,27 @@ def test_the_death_of_the_engine_reaches_everybody():
     assert engine.waiting == 0
 
 
+def test_what_was_asked_together_is_answered_where_the_engine_ends_at_the_first():
+    class Broken(FakeEngine):
+        def statistics(self):
+            raise ArithmeticError("nothing adds up")
+
+    fake = Broken()
+    fake.gate.clear()
+    engine = AsyncEngine(fake)
+    engine.submit(prompt("one")).wait_accepted()
+    given_up, *questions = (engine._ask() for _ in range(3))
+    given_up.cancel()
+    late = engine.submit(prompt("late"))
+    fake.gate.set()
+    for question in questions:
+        with pytest.raises(EngineEnded, match="nothing adds up"):
+            question.result(10)
+    with pytest.raises(EngineEnded, match="nothing adds up"):
+        late.wait_results(10)
+    engine.close()
+
+
 def test_closing_drains_or_aborts():
     before = threading.active_count()
     for drain, reasons in ((True, {"length"}), (False, {"aborted"})):

@@ -1,6 +1,7 @@
 """Drawing, ending and streaming, on a tiny random model whose tokens are bytes or letters."""
 
 import dataclasses
+import time
 
 import jax
 import jax.numpy as jnp
@@ -268,3 +269,24 @@ def test_what_is_shown_is_the_text_up_to_the_first_stop():
         assert not any(stop in text for stop in stops)
         if not stopped:
             assert text == whole
+
+
+def test_nothing_that_a_stop_text_may_begin_with_is_shown():
+    random = np.random.default_rng(0)
+    for _ in range(300):
+        pieces = ["".join(random.choice(list("ab"), random.integers(0, 4))) for _ in range(12)]
+        stops = ["".join(random.choice(list("ab"), random.integers(3, 9))) for _ in range(3)]
+        shown, _, _ = _pieces(pieces, stops)
+        for i in range(len(pieces)):
+            seen = "".join(pieces[: i + 1])
+            begins = [n for n in range(len(seen)) if any(s.startswith(seen[n:]) for s in stops)]
+            if not any(stop in seen for stop in stops):
+                assert "".join(shown[: i + 1]) == seen[: min(begins, default=len(seen))]
+
+
+def test_a_long_stop_text_takes_no_time():
+    stream = TextStream(lambda token: "b" * 200_000, ["a" + "c" * 300_000])
+    begun = time.process_time()
+    assert stream.add(0) == "b" * 200_000
+    # Comparing every end of the text with it takes seconds.
+    assert time.process_time() - begun < 0.3

@@ -12,6 +12,7 @@ from server_helpers import NAME, running, tokenizer_with_chats, until
 
 from turbojax import server
 from turbojax.server.errors import ApiError
+from turbojax.server.fields import MOST_BRACKETS, Fields
 
 PROMPT = (
     "prompt=%s must be a text, a list of texts, a list of tokens within 0..255 or a list of such"
@@ -68,7 +69,9 @@ COMMON = [
     ("seed", 2**63, "must be an integer within"),
     ("presence_penalty", 3, "presence_penalty=3 must be a number within -2..2"),
     ("frequency_penalty", -3, "frequency_penalty=-3 must be a number within -2..2"),
-    ("repetition_penalty", 0, "repetition_penalty=0 must be a number above 0"),
+    ("repetition_penalty", 0, "repetition_penalty=0 must be a number within 1e-06..1e+06"),
+    ("repetition_penalty", 1e-7, "repetition_penalty=1e-07 must be a number within"),
+    ("repetition_penalty", 1e300, "repetition_penalty=1e+300 must be a number within"),
     ("max_tokens", 1.0, "max_tokens=1.0 must be an integer"),
     ("max_tokens", -1, "max_tokens=-1 must be an integer"),
     ("n", 0, "n=0 must be an integer within 1..8"),
@@ -76,6 +79,7 @@ COMMON = [
     ("stop", [""], "stop=[''] must be a text or a list of texts, none of them empty"),
     ("stop", 7, "stop=7 must be a text or a list of texts"),
     ("stop", ["x"] * 17, "must be 16 texts at most"),
+    ("stop", ["x", "y" * 257], "must be of texts of 256 characters at most"),
     ("stop_token_ids", [256], "stop_token_ids=[256] must be a list of tokens within 0..255"),
     ("stop_token_ids", 3, "stop_token_ids=3 must be a list of tokens within 0..255"),
     ("ignore_eos", 1, "ignore_eos=1 must be true or false"),
@@ -274,6 +278,25 @@ def test_unknown_models_and_paths(served, http):
     assert "Method Not Allowed" in error_of(http.get("/v1/completions"), 405)["message"]
 
 
+def test_bodies_of_many_objects_are_not_read():
+    for body in (b"[" + b"[]," * MOST_BRACKETS + b"0]", b"[" + b"{}," * MOST_BRACKETS + b"0]"):
+        with pytest.raises(ApiError, match=r"has 500001 of \[ and {, must have at most") as caught:
+            Fields.of_body(body)
+        assert caught.value.status == 413
+    assert Fields.of_body(b'{"a": [' + b"[]," * (MOST_BRACKETS - 2) + b"0]}").raw("a")[-1] == 0
+
+
+def test_bodies_that_do_not_come(served, http, monkeypatch):
+    monkeypatch.setattr("turbojax.server.connections._BODY_SECONDS", 0.1)
+    with socket.create_connection(("127.0.0.1", int(served.url.rpartition(":")[2]))) as slow:
+        slow.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 40\r\n\r\n{")
+        slow.settimeout(10)
+        answer = b"".join(iter(lambda: slow.recv(4096), b"")).decode()
+    assert answer.startswith("HTTP/1.1 408")
+    assert "the body took longer than 0.1 seconds to come" in answer
+    assert http.get("/health").status_code == 200
+
+
 def test_large_bodies(http):
     body = {"model": NAME, "prompt": "a" * 100_000}
     error = error_of(http.post("/v1/completions", json=body), 413)
@@ -294,7 +317,7 @@ def test_large_bodies(http):
 
 def test_keys(tokenizer):
     fake = FakeEngine(tokenizer=tokenizer)
-    with running(fake, tokenizer, api_keys=["secret", "other"]) as found:
+    with running(fake, tokenizer, api_keys=["secret", "other", "cléà"]) as found:
         for key in ("secret", "other"):
             with found.client(api_key=key) as client:
                 assert client.models.list().data
@@ -309,6 +332,9 @@ def test_keys(tokenizer):
             assert http.get("/v1/models").headers["www-authenticate"] == "Bearer"
             headers = {"Authorization": "Basic secret"}
             error_of(http.get("/v1/models/tiny", headers=headers), 401)
+            # The last byte is a space in Latin-1.
+            headers = {"Authorization": "Bearer cléà".encode()}
+            assert http.get("/v1/models", headers=headers).status_code == 200
             headers = {"Authorization": "Bearer schl\xfcssel".encode("latin-1")}
             error_of(http.get("/v1/models", headers=headers), 401)
             # Whoever watches the server needs no key.

@@ -1,7 +1,9 @@
 """What answers must look like: the fields that say so, and answers of a model that follow them."""
 
+import concurrent.futures
 import json
 import re
+import threading
 
 import jsonschema
 import numpy as np
@@ -10,6 +12,7 @@ from fake_engine import FakeEngine
 from server_helpers import NAME, real_engine, running, tokenizer_with_chats
 
 from turbojax.models import NumberTokenizer
+from turbojax.models.text import grammar
 
 SCHEMA = {
     "type": "object",
@@ -55,6 +58,28 @@ def fake(tokenizer):
 def http(fake, tokenizer):
     with running(fake, tokenizer) as served, served.http() as http:
         yield http
+
+
+@pytest.mark.parametrize("name", ["guided_regex", "guided\\u005fregex"])
+def test_nobody_else_waits_for_a_grammar(monkeypatch, http, name):
+    done, begun = threading.Event(), threading.Semaphore(0)
+
+    def regex(tokenizer, pattern):
+        begun.release()
+        assert done.wait(30)
+
+    monkeypatch.setattr(grammar, "regex", regex)
+    body = {"model": NAME, "prompt": "a", "max_tokens": 2}
+    guided = json.dumps(body)[:-1] + f', "{name}": "a"}}'
+    with concurrent.futures.ThreadPoolExecutor(12) as clients:
+        waiting = [clients.submit(http.post, "/v1/completions", content=guided) for _ in range(12)]
+        try:
+            for _ in range(8):
+                assert begun.acquire(timeout=10)
+            assert http.post("/v1/completions", json=body, timeout=10).status_code == 200
+        finally:
+            done.set()
+        assert [answer.result().status_code for answer in waiting] == [200] * 12
 
 
 def bodies(fields: dict) -> dict[str, dict]:

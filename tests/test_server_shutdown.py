@@ -190,6 +190,7 @@ def test_arguments_of_servers(tokenizer):
         ({"drain_seconds": "1"}, TypeError, "drain_seconds is a str"),
         ({"max_waiting": 0}, ValueError, "max_waiting=0 must be at least 1"),
         ({"api_keys": [""]}, ValueError, "an API key must not be empty"),
+        ({"api_keys": "secret"}, TypeError, "api_keys must be several keys, not one text"),
         ({"port": -1}, ValueError, r"port=-1 must be within 0\.\.65535"),
     ):
         with pytest.raises(error, match=words):

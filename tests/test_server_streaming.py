@@ -1,5 +1,6 @@
 """Answers of the server in chunks, and clients that hang up."""
 
+import asyncio
 import json
 import socket
 
@@ -7,6 +8,11 @@ import httpx
 import pytest
 from fake_engine import FakeEngine
 from server_helpers import NAME, running, tokenizer_with_chats, until
+
+from turbojax.models.engine.asynchronous import AsyncEngine
+from turbojax.server.answering import Answer
+from turbojax.server.completions import read_completion
+from turbojax.server.service import Limits, Service
 
 
 @pytest.fixture(scope="module")
@@ -54,6 +60,33 @@ def pieces(chunks) -> dict[int, list[str]]:
             of_choice += [text] if text else []
             of_choice += [choice.finish_reason] if choice.finish_reason else []
     return found
+
+
+def test_much_that_was_not_read_holds_up_no_others(tokenizer):
+    body = {"model": NAME, "prompt": "a", "max_tokens": 2000, "stream": True}
+
+    async def turns(engine) -> int:
+        service = Service(engine, tokenizer, NAME, Limits())
+        answer = Answer(service, read_completion(service, json.dumps(body).encode()))
+        await answer.begin()
+        until(lambda: not engine._live)
+        count = 0
+
+        async def others():
+            nonlocal count
+            while True:
+                await asyncio.sleep(0)
+                count += 1
+
+        task = asyncio.ensure_future(others())
+        chunks = [chunk async for chunk in answer.chunks()]
+        task.cancel()
+        service.close()
+        assert len("".join(chunk["choices"][0]["text"] for chunk in chunks)) == 2000
+        return count
+
+    with AsyncEngine(FakeEngine(tokenizer=tokenizer)) as engine:
+        assert asyncio.run(turns(engine)) > 20
 
 
 def test_a_completion_in_chunks(client):

@@ -8,12 +8,26 @@ from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
 from typing import Any, Protocol
 
-from turbojax.models.engine.requests import Event, Finished, Request, Result, best_of
+from turbojax.models.engine.requests import (
+    MOST_LOGPROBS,
+    Event,
+    Finished,
+    Request,
+    Result,
+    best_of,
+)
 from turbojax.models.engine.tickets import Ticket
+from turbojax.server.connections import to_json
 from turbojax.server.errors import ApiError
 from turbojax.server.options import Options
 from turbojax.server.service import SHUTTING_DOWN, Service
 from turbojax.server.texts import ChoiceText, Piece
+
+_SHORT = 2**15
+"""Tokens, likely ones by their side included, that are written in well under a second."""
+
+_AT_ONCE = 64
+"""Events of a client that has not read for long: between so many, others have their turn."""
 
 
 class Form(Protocol):
@@ -105,8 +119,11 @@ class Answer:
         for ticket in self._tickets:
             ticket.cancel()
 
-    async def whole(self) -> dict[str, Any]:
+    async def whole(self) -> bytes:
         """Waits for all texts.
+
+        Returns:
+          The answer as JSON.
 
         Raises:
           ApiError: if one could not be generated.
@@ -118,12 +135,13 @@ class Answer:
                     results.append(await ticket.results())
         finally:
             self.cancel()
-        loop = asyncio.get_running_loop()
-        # Many tokens are a lot of text to decode.
-        return await loop.run_in_executor(self._service.pool, self._written, results)
+        tokens = sum(len(result.tokens) for of_prompt in results for result in of_prompt)
+        said = 1 + MOST_LOGPROBS * (self._job.requests[0].logprobs is not None)
+        # Many tokens are a lot of text to decode, and of JSON to write.
+        return await self._service.beside(tokens * said > _SHORT, self._written, results)
 
-    def _written(self, results: Sequence[tuple[Result, ...]]) -> dict[str, Any]:
-        job, choices = self._job, list[dict[str, Any]]()
+    def _written(self, results: Sequence[tuple[Result, ...]]) -> bytes:
+        job, choices = self._job, list[bytes]()
         for prompt, (request, of_prompt) in enumerate(zip(job.requests, results, strict=True)):
             chosen = list(of_prompt)
             for result in chosen:
@@ -134,13 +152,10 @@ class Answer:
                 text = ChoiceText(self._service.tokenizer, request.tokens, job.options)
                 choice = job.form.choice(prompt, text.whole(result))
                 index, reason = len(choices), result.finish_reason
-                choices.append({"index": index, **choice, "finish_reason": reason})
-        return {
-            **self._head,
-            "object": job.form.whole,
-            "choices": choices,
-            "usage": _usage(results),
-        }
+                # Each by itself: while Python writes JSON no other thread runs.
+                choices.append(to_json({"index": index, **choice, "finish_reason": reason}))
+        rest = to_json({**self._head, "object": job.form.whole, "usage": _usage(results)})
+        return b'{"choices":[' + b",".join(choices) + b"]," + rest.removeprefix(b"{")
 
     async def chunks(self) -> AsyncGenerator[dict[str, Any], None]:
         """The answer in chunks, as tokens come.
@@ -165,14 +180,18 @@ class Answer:
         finally:
             self.cancel()
         if job.options.include_usage:
-            usage = _usage([tuple(found.values()) for found in results])
+            pairs = zip(self._numbers, results, strict=True)
+            usage = _usage([tuple(found[n] for n in numbers) for numbers, found in pairs])
             yield {**self._head, "object": job.form.chunk, "choices": [], "usage": usage}
 
     async def _events(self) -> AsyncGenerator[tuple[int, list[Event]], None]:
         with self._service.engine_errors():
             async with aclosing(merged(self._tickets)) as batches:
-                async for batch in batches:
-                    yield batch
+                async for prompt, events in batches:
+                    for begin in range(0, len(events), _AT_ONCE):
+                        if begin:
+                            await asyncio.sleep(0)
+                        yield prompt, events[begin : begin + _AT_ONCE]
 
     def _told(
         self,

@@ -1,8 +1,8 @@
 """The ASGI application: paths, keys, and what answers them."""
 
-import asyncio
 import contextlib
 import hmac
+import re
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 
@@ -30,6 +30,9 @@ from turbojax.server.service import SHUTTING_DOWN, Limits, Service
 Endpoint = Callable[[Request], Awaitable[Response]]
 Reader = Callable[[Service, bytes], Job]
 
+_SHORT = 2**18
+# Names of fields, or letters written so that they may be one.
+_GUIDE = re.compile(rb"guided_|response_format|\\u00[2-7]")
 _METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
@@ -55,9 +58,12 @@ def create_app(
       limits: of a request; by default those of `Limits`.
 
     Raises:
+      TypeError: if `api_keys` is one text instead of several.
       ValueError: if a key is empty.
       EngineEnded: if the engine has ended.
     """
+    if isinstance(api_keys, str):
+        raise TypeError("api_keys must be several keys, not one text: [KEY]")
     if not all(api_keys):
         raise ValueError("an API key must not be empty")
     service = Service(engine, tokenizer, name, Limits() if limits is None else limits)
@@ -89,7 +95,7 @@ def create_app(
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         yield
-        service.pool.shutdown(cancel_futures=True)
+        service.close()
 
     app = Starlette(
         routes=[
@@ -115,13 +121,12 @@ def _answers(service: Service, read: Reader) -> Endpoint:
     """The endpoint that reads requests in this way."""
 
     async def answered(body: bytes) -> Response:
-        loop = asyncio.get_running_loop()
-        job = await loop.run_in_executor(service.pool, read, service, body)
+        job = await service.beside(_takes_long(body), read, service, body)
         answer = Answer(service, job)
         await answer.begin()
         if job.options.stream:
             return EventStream(answer.chunks(), answer.cancel)
-        return JSONResponse(await answer.whole())
+        return Response(await answer.whole(), media_type="application/json")
 
     async def endpoint(request: Request) -> Response:
         try:
@@ -133,13 +138,18 @@ def _answers(service: Service, read: Reader) -> Endpoint:
     return endpoint
 
 
+def _takes_long(body: bytes) -> bool:
+    """Whether it may take seconds to read a request: it is long, or may hold a grammar."""
+    return len(body) > _SHORT or _GUIDE.search(body) is not None
+
+
 def _with_key(endpoint: Endpoint, keys: Collection[bytes]) -> Endpoint:
     """An endpoint for those who show one of these keys; for all if there are none."""
 
     async def checked(request: Request) -> Response:
         kind, _, key = request.headers.get("authorization", "").partition(" ")
         # Starlette reads headers as Latin-1, whatever was sent.
-        given = key.strip().encode("latin-1") if kind.lower() == "bearer" else b""
+        given = key.strip(" \t").encode("latin-1") if kind.lower() == "bearer" else b""
         # All are compared, each in a time that does not tell how much of it fits.
         fitting = [key for key in keys if hmac.compare_digest(given, key)]
         if keys and not fitting:

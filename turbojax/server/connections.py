@@ -17,6 +17,9 @@ _T = TypeVar("_T")
 GONE = 499
 """The status of a response that nobody reads."""
 
+_BODY_SECONDS = 60.0
+"""In which a body must be here: what there is of it takes memory."""
+
 _HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 _DONE = b"data: [DONE]\n\n"
 
@@ -29,17 +32,22 @@ async def read_body(request: Request, most: int) -> bytes:
       most: bytes that it may have.
 
     Raises:
-      ApiError: if it has more; they are not read.
+      ApiError: if it has more, which are not read; or if it takes longer than a minute to come.
       ClientDisconnect: if the client hangs up.
     """
     error = ApiError(f"the body must have at most {most} bytes", status=413, code="body_too_large")
     if int(request.headers.get("content-length", "0")) > most:
         raise error
     body = bytearray()
-    async for part in request.stream():
-        body += part
-        if len(body) > most:
-            raise error
+    try:
+        async with asyncio.timeout(_BODY_SECONDS):
+            async for part in request.stream():
+                body += part
+                if len(body) > most:
+                    raise error
+    except TimeoutError:
+        words = f"the body took longer than {_BODY_SECONDS:g} seconds to come"
+        raise ApiError(words, status=408, code="body_too_slow") from None
     return bytes(body)
 
 
@@ -114,7 +122,11 @@ async def _send_part(send: Send, body: bytes, *, more: bool = True) -> None:
     await send({"type": "http.response.body", "body": body, "more_body": more})
 
 
+def to_json(value: dict[str, Any]) -> bytes:
+    """An object as JSON in UTF-8, in one line."""
+    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
+
+
 def event(value: dict[str, Any]) -> bytes:
     """A server-sent event with a JSON value, which has no line breaks."""
-    text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    return f"data: {text}\n\n".encode()
+    return b"data: " + to_json(value) + b"\n\n"

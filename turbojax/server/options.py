@@ -18,6 +18,9 @@ from turbojax.server.fields import Fields
 MOST_STOPS = 16
 """Stop texts of a request."""
 
+LONGEST_STOP = 256
+"""Characters of each: the engine looks for them after every token, while others wait."""
+
 _GUIDES = {"guided_json": "json_schema", "guided_regex": "regex", "guided_grammar": "lark"}
 _ONLY_ONE = "only one of response_format, guided_json, guided_regex and guided_grammar"
 # Fields of OpenAI's that say what is the case here anyway, or are refused.
@@ -132,7 +135,7 @@ def _sampling(fields: Fields) -> Sampling:
 
 def _penalties(fields: Fields) -> Penalties:
     return Penalties(
-        repetition=fields.number("repetition_penalty", 1.0, positive=True),
+        repetition=fields.number("repetition_penalty", 1.0, 1e-6, 1e6),
         presence=fields.number("presence_penalty", 0.0, -2.0, 2.0),
         frequency=fields.number("frequency_penalty", 0.0, -2.0, 2.0),
     )
@@ -157,7 +160,7 @@ def _logit_bias(fields: Fields, vocab_size: int) -> dict[int, float]:
 
 def _stops(fields: Fields, tokenizer: Tokenizer) -> tuple[frozenset[int], tuple[str, ...]]:
     """Tokens and texts that end a result."""
-    texts = fields.texts("stop", MOST_STOPS)
+    texts = fields.texts("stop", MOST_STOPS, LONGEST_STOP)
     tokens = fields.tokens("stop_token_ids", tokenizer.vocab_size)
     ends = () if fields.boolean("ignore_eos") else tokenizer.eos_token_ids
     return check_stops((*tokens, *ends), texts, tokenizer)

@@ -1,9 +1,11 @@
 """What all answers of a server share."""
 
+import asyncio
 import concurrent.futures
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any, TypeVar
 
 from turbojax import _checks, _json
 from turbojax.models.engine.asynchronous import (
@@ -20,8 +22,11 @@ from turbojax.server.fields import Fields
 from turbojax.server.metrics import Metrics
 from turbojax.server.texts import TokenTexts
 
+_T = TypeVar("_T")
+
 _THREADS = 8
-"""That read requests: a grammar that takes two seconds must not keep others waiting."""
+"""That read requests and write answers, of each kind: what takes seconds, such as a grammar, waits
+for others that do, and nothing else waits for it."""
 
 SHUTTING_DOWN = "the server is shutting down"
 
@@ -70,7 +75,6 @@ class Service:
       token_texts: tokens by themselves.
       metrics: what was counted.
       most_choices: texts that are generated for a request.
-      pool: threads that read requests: long texts, templates and grammars take a while.
     """
 
     def __init__(
@@ -79,11 +83,28 @@ class Service:
         self.engine, self.tokenizer, self.name, self.limits = engine, tokenizer, name, limits
         self.token_texts = TokenTexts(tokenizer)
         self.metrics = Metrics(engine)
-        self.pool = concurrent.futures.ThreadPoolExecutor(_THREADS, "turbojax-server")
+        self._quick = concurrent.futures.ThreadPoolExecutor(_THREADS, "turbojax-server")
+        self._slow = concurrent.futures.ThreadPoolExecutor(_THREADS, "turbojax-server-slow")
         # Those of one request wait together.
         self.most_choices = min(limits.choices, engine.max_waiting)
         # What a request that names no limit may come to, prompt included.
         self._longest = min(engine.max_length, engine.statistics().token_capacity)
+
+    async def beside(self, takes_long: bool, work: Callable[..., _T], *values: Any) -> _T:
+        """Does what takes a while in a thread, beside the event loop.
+
+        Args:
+          takes_long: whether it may be seconds.
+          work: what to call.
+          values: with what.
+        """
+        pool = self._slow if takes_long else self._quick
+        return await asyncio.get_running_loop().run_in_executor(pool, work, *values)
+
+    def close(self) -> None:
+        """Ends the threads; nothing is done beside the event loop any more."""
+        for pool in (self._quick, self._slow):
+            pool.shutdown(cancel_futures=True)
 
     def check_model(self, fields: Fields) -> None:
         """Refuses requests for other models.

@@ -310,8 +310,13 @@ class AsyncEngine:
         future: concurrent.futures.Future[EngineStatistics] = concurrent.futures.Future()
 
         def run() -> None:
-            if future.set_running_or_notify_cancel():
+            if not future.set_running_or_notify_cancel():
+                return
+            try:
                 future.set_result(self._engine.statistics())
+            except BaseException as error:
+                future.set_exception(_ended(error))
+                raise
 
         self._call(_Call(run, lambda error: _fail(future, error)))
         if isinstance(self._ended, EngineStatistics) and not future.done():
@@ -334,17 +339,17 @@ class AsyncEngine:
         """Does what was asked for, and a step; whether there is more to do."""
         with self._condition:
             self._condition.wait_for(self._has_work)
-            calls, self._calls = self._calls, collections.deque()
-            closing = self._closing
-        for call in calls:
-            call.run()
+            count, closing = len(self._calls), self._closing
+        for _ in range(count):
+            # One by one: where one raises, the others are told so.
+            self._calls.popleft().run()
         if closing == "abort":
             for number in list(self._tickets):
                 self._abort_one(number, "aborted")
         if not self._engine.idle:
             self._deliver(self._engine.step())
             return True
-        if closing is None or calls:
+        if closing is None or count:
             return True
         statistics = self._engine.statistics()
         with self._condition:
@@ -431,5 +436,6 @@ def _ended(cause: BaseException) -> EngineEnded:
 
 
 def _fail(future: "concurrent.futures.Future[EngineStatistics]", error: EngineEnded) -> None:
-    if not future.done():
+    # Not if somebody has given up waiting, who may do so at any moment before this.
+    if future.set_running_or_notify_cancel():
         future.set_exception(error)

@@ -53,11 +53,16 @@ class TextStream:
 
     def _held_back(self) -> int:
         """Characters at the end of the text that a stop text begins with."""
-        longest = max(map(len, self._stops), default=1) - 1
-        for size in range(min(longest, len(self.text)), 0, -1):
-            if any(stop.startswith(self.text[-size:]) for stop in self._stops):
-                return size
-        return 0
+        held = 0
+        for stop in self._stops:
+            end = self.text[max(len(self.text) - len(stop) + 1, 0) :]
+            # Only where its first character is, since this is asked after every token.
+            at = end.find(stop[0])
+            while 0 <= at < len(end) - held:
+                if stop.startswith(end[at:]):
+                    held = len(end) - at
+                at = end.find(stop[0], at + 1)
+        return held
 
 
 class Endings:
