@@ -110,6 +110,8 @@ class Server:
             log_level="warning",
             access_log=False,
             ws="none",
+            # It limits what a client may send as headers.
+            http="h11",
             lifespan="on",
             server_header=False,
             proxy_headers=False,

@@ -82,7 +82,8 @@ class Engine:
       max_sequences: requests that run at a time; if not given 256 on a GPU, 16 on a CPU, and 8 with
         `reproducible`.
       max_length: tokens of prompt and result of a request at most; by default the model's. By it
-        LongRoPE chooses its factors, for all requests alike, as they may share pages.
+        LongRoPE chooses its factors, for all requests alike, as they may share pages. One that is
+        longer than needed costs time in each step: tables are as wide as it asks for.
       step_tokens: tokens of prompts that a step runs at most, besides those that are generated;
         if not given 8,192 on a GPU, 512 on a CPU, and 64 with `reproducible`. More of them are
         faster, and keep those that are generating waiting for longer.

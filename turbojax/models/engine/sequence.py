@@ -1,5 +1,6 @@
 """A request on its way through an engine."""
 
+import contextlib
 import dataclasses
 import enum
 import warnings
@@ -101,12 +102,14 @@ class Sequence:
 
     def warn_of(self, error: Exception) -> None:
         """Says what its constraint raised, which ends it."""
-        warnings.warn(
-            f"request {self.request_id} has failed: its constraint raised "
-            f"{type(error).__name__}: {error}",
-            RuntimeWarning,
-            stacklevel=2,
-        )
+        # Where warnings are errors this one must not end the engine, and with it all others.
+        with contextlib.suppress(RuntimeWarning):
+            warnings.warn(
+                f"request {self.request_id} has failed: its constraint raised "
+                f"{type(error).__name__}: {error}",
+                RuntimeWarning,
+                stacklevel=2,
+            )
 
     @property
     def known(self) -> list[int]:
