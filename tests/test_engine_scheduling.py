@@ -242,3 +242,65 @@ def test_no_token_of_a_failed_request_is_taken_for_another():
     assert results[0].finish_reason == "failed"
     for token in range(VOCABULARY):
         run_all(made, device, [Request([*prompt, token, 1], 3)])
+
+
+def test_one_request_of_few_window_pages_goes_on_without_guesses():
+    """A pool for single tokens, in which a window and 15 guesses never fit."""
+    made, device = make(2, 1, 40, prefixes=False, windows=(16,), guesses=15)
+    run_all(made, device, [Request([1], 60)])
+
+
+@pytest.mark.parametrize("pages", [3, 4])
+def test_who_would_not_fit_as_a_prompt_is_not_computed_again(pages):
+    """A window's pages hold single tokens, but not the window and all tokens in one piece."""
+    made, device = make(pages, 1, 64, prefixes=False, windows=(16,))
+    made._costs.recomputes = lambda nbytes, tokens: True
+    last = made.add(Request([2] * 16, 70, priority=1))
+    for _ in range(50):
+        step(made, device)
+    first = Request([1] * 4, 5)
+    run_all(made, device, [first])
+    assert last not in made._book.sequences
+    assert (made.statistics().swaps, made.statistics().recomputations) == (1, 0)
+
+
+def test_pages_that_were_just_taken_are_not_reserved_once_more():
+    """One of a higher priority that has room begins, also where others grow in that step."""
+    for before in range(16, 21):
+        made, device = make(8, 4, 100, prefixes=False)
+        for kind in (1, 2):
+            made.add(Request([kind] * 14, 30, priority=5))
+        for _ in range(before):
+            step(made, device)
+        made.add(Request([3] * 79, 2))
+        step(made, device)
+        step(made, device)
+        assert not made._scheduler.waiting, before
+
+
+def test_who_ends_while_it_leaves_is_not_fetched_and_leaving_costs_what_copies_take():
+    made, device = make(8, 1, 16, prefixes=False)
+    clock, book, seconds = mock.Mock(now=0.0), made._book, []
+    collect = book.collect
+
+    def slow(of_step):
+        clock.now += 100.0
+        collect(of_step)
+
+    made._costs.swapped = lambda nbytes, took: seconds.append(took)
+    with (
+        mock.patch.object(book, "collect", slow),
+        mock.patch.object(engine.time, "perf_counter", side_effect=lambda: clock.now),
+    ):
+        number = made.add(Request([1] * 10, 20, (next_token([1] * 10),), priority=1))
+        step(made, device)
+        made.add(Request([2] * 10, 3))
+        step(made, device)
+        assert (made._scheduler.swaps, made._scheduler.swapped, book.swapped) == (1, [], {})
+        assert number not in book.sequences
+        made.add(Request([1] * 10, 20, priority=1))
+        while not made.idle:
+            if made.statistics().steps == 6:
+                made.add(Request([2] * 10, 3))
+            step(made, device)
+    assert seconds == [0.0]

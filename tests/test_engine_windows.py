@@ -13,6 +13,7 @@ from engine_helpers import NEW, PAGE, TINY, make, real_prompts, run_one
 from turbojax import models
 from turbojax.app.serve import run as serving
 from turbojax.app.serve.requests import RequestFile, TextRequest, fitting
+from turbojax.app.serve.settings import Models, Settings
 from turbojax.models import Engine, Request
 from turbojax.models.engine import groups
 
@@ -223,9 +224,9 @@ def plan(windows, lengths, **given):
         TextRequest(str(i), i, Request([1] * (length // 2), length - length // 2), ())
         for i, length in enumerate(lengths)
     ]
-    sizes = {"page_size": 16, "num_pages": None, "pool_bytes": None, "prefill_chunk": None}
-    asked = {"kv_dtype": "auto", "max_sequences": 4, **sizes, **given}
-    return config, serving.plan(requests, config, np.dtype(np.float32), **asked)
+    settings = Settings(page_size=16, kv_dtype="auto", max_sequences=4, step_tokens=64, **given)
+    shapes = Models(config, np.dtype(np.float32))
+    return config, serving.plan_for(requests, shapes, settings, None)
 
 
 def test_serving_sizes_pools_by_windows():
@@ -252,7 +253,7 @@ def test_lines_that_fit_are_those_that_the_engine_takes(windows):
     for prompt, new in ((20, 20), (60, 30), (60, 60), (100, 2), (3, 90)):
         request = Request([1] * prompt, new)
         file = RequestFile((TextRequest("a", 1, request, ()),), ())
-        found = fitting(file, config, num_pages=6, page_size=16)
+        found = fitting(file, config, num_pages=6, page_size=16, step_tokens=made._step_tokens)
         if found.requests:
             made.add(request)
         else:

@@ -152,6 +152,28 @@ def test_a_request_without_a_possible_token_fails_alone(model):
     assert len(results[plain].tokens) == 5
 
 
+class Broken(AllowedTokens):
+    """Says that its texts are complete, and nothing else."""
+
+    is_complete = True
+
+    def begin(self):
+        return self
+
+    def allowed(self):
+        raise ArithmeticError("out of order")
+
+
+def test_a_constraint_that_raises_fails_its_request_alone(model):
+    made = engine(model)
+    number = made.add(Request([1, 2], 5, constraint=Broken(after, VOCABULARY)))
+    plain = made.add(Request([1, 2], 5))
+    with pytest.warns(RuntimeWarning, match="constraint raised ArithmeticError: out of order"):
+        results = made.run()
+    assert (results[number].finish_reason, results[number].tokens) == ("failed", ())
+    assert len(results[plain].tokens) == 5
+
+
 @pytest.mark.parametrize("token", [-1, VOCABULARY])
 def test_a_bias_is_of_tokens_of_the_vocabulary(model, token):
     with pytest.raises(ValueError, match=f"token={token} of a request must be within 0..96"):

@@ -2,6 +2,7 @@
 
 import collections
 import time
+from typing import Any
 
 import jax
 
@@ -90,6 +91,22 @@ class Book:
             logprobs = None if count is None else chosen.logprobs_of(row, count)
             self._add_token(sequence, tokens[row], logprobs)
 
+    def fetch(self, sequence: Sequence, copies: list[list[Any]]) -> tuple[int, float]:
+        """Waits for a sequence's pages on their way to host memory.
+
+        Args:
+          sequence: that has left.
+          copies: of each group, as `swap.read` gave them.
+
+        Returns:
+          How many bytes came, and how many seconds that took.
+        """
+        begun = time.perf_counter()
+        content = self.swapped[sequence.request_id] = [swap.fetch(group) for group in copies]
+        seconds = time.perf_counter() - begun
+        self._counts.wait_seconds += seconds
+        return swap.nbytes(content), seconds
+
     def _collect_guesses(self, step: Step, rows: list[list[int]]) -> None:
         """The tokens of a step with guesses, of which some may be wrong."""
         for row, sequence, most in step.rows:
@@ -110,7 +127,7 @@ class Book:
     def _add_token(self, sequence: Sequence, token: int, logprobs: TokenLogprobs | None) -> bool:
         """A sequence has one more token, or ends because there is none; whether it goes on."""
         if token == NOTHING:
-            self.finish(sequence, "stop" if is_over(sequence.constraint) else "failed")
+            self.finish(sequence, "stop" if _is_complete(sequence) else "failed")
             return False
         number, tokens = sequence.request_id, sequence.new_tokens
         if not tokens:
@@ -162,3 +179,11 @@ def _accepts(sequence: Sequence, constraint: ConstraintState, token: int) -> boo
         sequence.warn_of(error)
         return False
     return True
+
+
+def _is_complete(sequence: Sequence) -> bool:
+    """Whether a constraint allows no more because the text is complete."""
+    try:
+        return is_over(sequence.constraint)
+    except Exception:
+        return False  # what it raised was told when the step was made, see `Device`

@@ -10,7 +10,7 @@ import numpy as np
 
 from turbojax import _checks
 from turbojax.models.decoder import Decoder, warn_of_long_factors
-from turbojax.models.engine import compilation, costs, making, swap
+from turbojax.models.engine import compilation, costs, making
 from turbojax.models.engine.book import Book
 from turbojax.models.engine.choosing import wanted_of
 from turbojax.models.engine.device import Step
@@ -401,17 +401,14 @@ class Engine:
         plan = self._scheduler.plan()
         self._note_idling(plan)
         # Nothing waits for the device before it has the next step.
-        leaving = {s.request_id: self._device.read(pages) for s, pages in plan.leaving}
+        leaving = [(x, self._device.read(pages)) for x, pages in plan.leaving]
         self._enter(plan)
         previous, self._in_flight = self._in_flight, self._dispatch(plan)
-        for request_id, copies in leaving.items():
-            at = time.perf_counter()
-            self._book.swapped[request_id] = [swap.fetch(of_group) for of_group in copies]
-            seconds = time.perf_counter() - at
-            self._counts.wait_seconds += seconds
-            self._costs.swapped(swap.nbytes(self._book.swapped[request_id]), seconds)
         if previous is not None:
             self._book.collect(previous)
+        for sequence, copies in leaving:
+            if sequence.status is Status.SWAPPED:  # and has not ended just now
+                self._costs.swapped(*self._book.fetch(sequence, copies))
         self._busy_since = time.perf_counter()
         for sequence in [x for x in self._scheduler.running if _is_over(x)]:
             # Nothing is left to feed; the last token is on its way.

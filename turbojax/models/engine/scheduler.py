@@ -142,7 +142,12 @@ class Scheduler:
                 continue
             count = min(more, wanted)
             if _end(sequence, count) > sequence.room and not self._grow(sequence, count, plan):
-                continue
+                if len(self.running) > 1:
+                    continue
+                # Alone, and its windows' pages are too few for guesses.
+                plan.guesses, count = 0, 1
+                if _end(sequence, 1) > sequence.room and not self._grow(sequence, 1, plan):
+                    continue
             sequence.held += count
             sequence.sampled += count
             sequence.unsure += count - 1
@@ -172,6 +177,7 @@ class Scheduler:
         if not self._make_room(sequence, [pages] * len(self._groups), plan):
             return False
         self._extend(sequence, pages * size)
+        self._reserved = None
         plan.grown.append((sequence, before))
         return True
 
@@ -244,7 +250,11 @@ class Scheduler:
         """Brings back a swapped sequence."""
         size, gone = self._page_size, sequence.gone
         room = max(sequence.stored, sequence.held + 1)
-        wanted = [group.pages_for(room) - n for group, n in zip(self._groups, gone, strict=True)]
+        # Some of a window may be seen no more: guesses on their way then have come.
+        wanted = [
+            min(group.pages_for(room) - n, group.allocator.num_pages)
+            for group, n in zip(self._groups, gone, strict=True)
+        ]
         if not self._has_room(wanted):
             return False
         self.swapped.remove(sequence)
@@ -378,13 +388,9 @@ class Scheduler:
             return max(min(rest, self._most(group, sequence)) - has, 0)
         # The last token is never fed, so it needs no place.
         total = sequence.request.total - 1
-        most = min(group.pages_for(total) - released, group.at_most(total, self._ahead))
+        ahead = 1 + self._limits.guesses
+        most = min(group.pages_for(total) - released, group.at_most(total, ahead))
         return int(most > has)
-
-    @property
-    def _ahead(self) -> int:
-        """Tokens of a decoding sequence that a step may write."""
-        return 1 + self._limits.guesses
 
     def _has_room(self, wanted: list[int]) -> bool:
         """Whether pages of each group are free, and those that running sequences will need soon.
@@ -437,6 +443,15 @@ class Scheduler:
                 return False
         return True
 
+    def _fits_as_prompt(self, sequence: Sequence) -> bool:
+        """Whether the pool has room for a sequence whose new tokens are part of its prompt.
+
+        They run in larger pieces then, for which a window needs more pages.
+        """
+        tokens = min(len(sequence.request.tokens) + sequence.sampled, sequence.request.total - 1)
+        piece = min(self._limits.program.prompt_tokens, tokens)
+        return all(x.at_most(tokens, piece) <= x.allocator.num_pages for x in self._groups)
+
     def _preempt(self, sequence: Sequence, plan: Plan) -> None:
         """Sends a running sequence away, which this step does not run."""
         self._release_unseen(sequence)
@@ -446,7 +461,7 @@ class Scheduler:
             group.allocator.released(handle)
             for group, handle in zip(self._groups, sequence.handles, strict=True)
         )
-        recomputes = self._recomputes(sequence, pages)
+        recomputes = self._fits_as_prompt(sequence) and self._recomputes(sequence, pages)
         self._leave(sequence)
         self._reserved = None
         sequence.preemptions += 1
