@@ -15,6 +15,17 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 import numpy as np
+from engine_arrays import (
+    NOBODYS,
+    SPOILT,
+    UNWRITTEN,
+    bias_of,
+    donated,
+    for_host,
+    sampling_of,
+    seen_densely,
+    with_changes,
+)
 from engine_texts import VOCABULARY, chosen_from, logits_of, next_token, penalized
 
 from turbojax import models
@@ -30,7 +41,6 @@ from turbojax.models.engine import (
     swap,
 )
 from turbojax.models.engine.choosing import Chosen
-from turbojax.models.engine.state import State
 from turbojax.models.engine.step import unpack
 from turbojax.models.generation.sampling import NOTHING
 
@@ -45,22 +55,6 @@ CONFIG = models.TransformerConfig(
     head_dim=16,
     max_length=256,
 )
-# What stands where nobody may look.
-_SPOILT, _UNWRITTEN, _NOBODYS = -77, -99, -7
-
-
-class _Array(np.ndarray):
-    """An array as a step gives it to the host."""
-
-    def copy_to_host_async(self) -> None:
-        pass
-
-    def is_ready(self) -> bool:
-        return True
-
-
-def _found(values: object) -> np.ndarray:
-    return np.asarray(values, np.int32).view(_Array)
 
 
 class FakeDevice:
@@ -83,7 +77,7 @@ class FakeDevice:
     def __init__(self, made: Engine, right: float = 0.7) -> None:
         self.made = made
         sizes = [group.allocator.num_pages for group in made._groups]
-        self.pages = [np.full((count, PAGE), _UNWRITTEN) for count in sizes]
+        self.pages = [np.full((count, PAGE), UNWRITTEN) for count in sizes]
         self.draft_pages = [pages.copy() for pages in self.pages]
         self.texts: list[tuple[int, ...]] = []
         self.numbers: dict[tuple[int, ...], int] = {}
@@ -103,7 +97,7 @@ class FakeDevice:
     # Slots ----------------------------------------------------------------------------------------
 
     def enter(self, given, numbers, tokens, tables):
-        after = _donated(given)
+        after = donated(given)
         slot, length, prompt, left = numbers
         assert 0 <= slot < len(after.lengths)
         after.tables[:, slot], after.history[slot] = tables, tokens
@@ -111,7 +105,7 @@ class FakeDevice:
         return after
 
     def change(self, given, changes):
-        return _changed(_donated(given), changes)
+        return with_changes(donated(given), changes)
 
     # Tokens in pages ------------------------------------------------------------------------------
 
@@ -124,7 +118,7 @@ class FakeDevice:
                 assert page >= 0
                 written.append((group, page, at))
                 is_there = not position or table[(position - 1) // PAGE] >= 0
-                before = self.before(pages[group], table, position) if is_there else (_UNWRITTEN,)
+                before = self.before(pages[group], table, position) if is_there else (UNWRITTEN,)
                 pages[group][page, at] = self.number((*before, int(token)))
         assert len(set(written)) == len(written), "two tokens at one place"
 
@@ -135,10 +129,10 @@ class FakeDevice:
         page = table[(position - 1) // PAGE]
         assert page >= 0
         number = pages[page, (position - 1) % PAGE]
-        return self.texts[number] if number >= 0 else (_UNWRITTEN,)
+        return self.texts[number] if number >= 0 else (UNWRITTEN,)
 
     def read(self, tables, slot, windows, first, end):
-        """The text of a slot, from what its tokens from `first` on see in the pages of all groups."""
+        """The text of a slot, from what its tokens from `first` on see in all groups' pages."""
         held = set()
         for pages, table, window in zip(self.pages, tables[:, slot], windows, strict=True):
             text = self.before(pages, table, end)
@@ -168,7 +162,7 @@ class FakeDevice:
         del decoder, implementation
         assert packed.dtype == np.int32
         work = unpack(packed, program)
-        after = _changed(jax.tree.map(np.array, given), work.changes)
+        after = with_changes(jax.tree.map(np.array, given), work.changes)
         count = len(after.lengths)
         where = [None] * program.tokens
         for i, (slot, position) in enumerate(zip(work.slots, work.positions, strict=True)):
@@ -188,7 +182,7 @@ class FakeDevice:
             if token is not None:
                 after.lengths[token[0]] += 1
         logits = np.full((len(work.outputs), VOCABULARY), np.nan)
-        found = np.full(len(work.outputs) + 1, _NOBODYS)
+        found = np.full(len(work.outputs) + 1, NOBODYS)
         found[-1] = 0
         for row, (i, owner) in enumerate(zip(work.outputs, work.owners, strict=True)):
             if owner == count or not after.left[owner]:
@@ -199,7 +193,7 @@ class FakeDevice:
             found[row] = chosen_from(logits[row])
             after.history[owner, after.lengths[owner]] = found[row]
             after.left[owner] -= 1
-        return caches, after, logits, _found(found)
+        return caches, after, logits, for_host(found)
 
     def _seen(self, work, program, tables, where, windows):
         """The text that each token of a step sees, as rows and parts are cut."""
@@ -209,7 +203,7 @@ class FakeDevice:
                 slot, position, _ = where[i]
                 seen[i] = self.read(tables, slot, windows, position, position + 1)
         if program.is_dense:
-            seen |= _seen_densely(work, where)
+            seen |= seen_densely(work, where)
         parts = [(slot, first, size, end) for slot, first, size, end in work.parts if size]
         assert [first for _, first, _, _ in parts] == sorted(first for _, first, _, _ in parts)
         for slot, first, size, end in parts:
@@ -228,8 +222,8 @@ class FakeDevice:
     def choose(self, logits, history, lengths, prompts, slots, rows, extras, *, wanted):
         self.wanted.add(wanted)
         after = history.copy()
-        history[:] = _SPOILT
-        tokens = np.full(len(slots), _NOBODYS, np.int32)
+        history[:] = SPOILT
+        tokens = np.full(len(slots), NOBODYS, np.int32)
         top = np.full((len(slots), 20), -1, np.int32)
         values = np.full((len(slots), 21), np.nan)
         for row, slot in enumerate(slots):
@@ -237,14 +231,14 @@ class FakeDevice:
                 continue
             text, prompt = after[slot, : lengths[slot]], prompts[slot]
             changed = logits[row].copy()
-            for token, value in _bias_of(extras, row):
+            for token, value in bias_of(extras, row):
                 changed[token] += value
             if extras.penalties is not None:
                 changed = penalized(changed, text, prompt, extras.penalties[row])
             if extras.masks is not None:
                 bits = extras.masks[row, 0] >> np.arange(VOCABULARY, dtype=np.uint32) & 1
                 changed = np.where(bits == 1, changed, -np.inf)
-            tokens[row] = chosen_from(changed, *_sampling_of(rows, row), len(text) - prompt)
+            tokens[row] = chosen_from(changed, *sampling_of(rows, row), len(text) - prompt)
             after[slot, lengths[slot]] = tokens[row]
             shifted = logits[row] - np.log(np.sum(np.exp(logits[row])))
             top[row, :VOCABULARY] = order = np.argsort(-shifted, kind="stable")
@@ -257,7 +251,7 @@ class FakeDevice:
 
     def look_up(self, given, slots, *, count, longest, shortest):
         del longest, shortest
-        guesses = np.full((len(slots), count), _NOBODYS, np.int32)
+        guesses = np.full((len(slots), count), NOBODYS, np.int32)
         found = np.zeros(len(slots), np.int32)
         for row, slot in enumerate(slots):
             if slot < len(given.lengths):
@@ -290,7 +284,7 @@ class FakeDevice:
         implementation,
     ):
         del decoder, rows, kind, windows, implementation
-        held = _changed(jax.tree.map(np.array, given), changes)
+        held = with_changes(jax.tree.map(np.array, given), changes)
         guesses, found = self.look_up(held, slots, count=count, longest=0, shortest=0)
         for row, slot in enumerate(slots):
             if slot == len(held.lengths):
@@ -327,7 +321,7 @@ class FakeDevice:
         self, decoder, caches, given, slots, changes, guesses, found, *, windows, implementation
     ):
         del decoder, implementation
-        after = _changed(_donated(given), changes)
+        after = with_changes(donated(given), changes)
         size = guesses.shape[1] + 1
         counts = np.zeros(len(slots), np.int32)
         logits = np.full((len(slots), size, VOCABULARY), np.nan)
@@ -348,7 +342,7 @@ class FakeDevice:
 
     def accept(self, given, logits, slots, guesses, counts, lost, rows, *, kind):
         del kind
-        after, size = _donated(given), logits.shape[1]
+        after, size = donated(given), logits.shape[1]
         shown = np.full((len(slots), size + 2), NOTHING)
         shown[:, 0], shown[:, 1] = counts, 0
         for row, slot in enumerate(slots):
@@ -356,14 +350,14 @@ class FakeDevice:
                 continue
             for i in range(counts[row]):
                 index = after.lengths[slot] + 1 - after.prompts[slot]
-                token = chosen_from(logits[row, i], *_sampling_of(rows, row), index)
+                token = chosen_from(logits[row, i], *sampling_of(rows, row), index)
                 after.lengths[slot] += 1
                 after.left[slot] -= 1
                 after.history[slot, after.lengths[slot]] = shown[row, 2 + i] = token
                 shown[row, 1] += 1
                 if i + 1 == size or token != guesses[row, i]:
                     break
-        return after, _found([*shown.ravel(), lost])
+        return after, for_host([*shown.ravel(), lost])
 
     # Pages to and from the host -------------------------------------------------------------------
 
@@ -389,48 +383,6 @@ class FakeDevice:
             assert len(values) == len(pages)
             of_model[group][list(pages)] = values
         return caches
-
-
-def _donated(given: State) -> State:
-    """A copy; the original is spoilt."""
-    copy = jax.tree.map(np.array, given)
-    for array in jax.tree.leaves(given):
-        array[:] = _SPOILT
-    return copy
-
-
-def _changed(given: State, changes) -> State:
-    slots, columns = given.tables.shape[1:]
-    for group, slot, column, page in changes:
-        if slot < slots and column < columns:
-            given.tables[group, slot, column] = page
-    return given
-
-
-def _seen_densely(work, where):
-    """Prompts that begin in a step see themselves, and no pages."""
-    seen, text, last = {}, (), None
-    for i, token in enumerate(where):
-        if token is None or work.positions[i] < 0:
-            continue
-        slot, position, value = token
-        if last != (slot, position - 1):
-            assert position == 0, "the middle of a prompt in a dense step"
-            text = ()
-        seen[i] = text = (*text, int(value))
-        last = slot, position
-    return seen
-
-
-def _bias_of(extras, row):
-    if extras.bias_tokens is None:
-        return []
-    pairs = zip(extras.bias_tokens[row], extras.bias_values[row], strict=True)
-    return [(token, value) for token, value in pairs if token < VOCABULARY]
-
-
-def _sampling_of(rows, row):
-    return rows.temperature[row], rows.top_k[row], int(rows.seed[row])
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""An engine on the device made of numpy, watched: every request gets its own text, nothing is lost."""
+"""An engine on the device made of numpy, watched: all get their own texts, nothing is lost."""
 
 import dataclasses
 import itertools

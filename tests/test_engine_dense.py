@@ -87,8 +87,8 @@ class Run:
 def oracle(made, prompts, results, kv_dtype, alone) -> list[np.ndarray]:
     """Log-probabilities of the results' tokens, from one pass over all tokens.
 
-    Tokens of prompts that are `alone` attend to keys and values as they are, all others to those that
-    pages hold.
+    Tokens of prompts that are `alone` attend to keys and values as they are, all others to those
+    that pages hold.
     """
     size = max(len(p) + len(r) for p, r in zip(prompts, results, strict=True))
     tokens = np.zeros((len(prompts), size), np.int32)

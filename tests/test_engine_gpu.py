@@ -8,6 +8,7 @@ import pytest
 from engine_helpers import make, real_prompts, requests_of, run_one
 
 from turbojax import models
+from turbojax.models import Finished, Request
 from turbojax.models.engine import groups
 
 pytestmark = pytest.mark.gpu
@@ -58,3 +59,27 @@ def test_texts_stay_the_same_where_pages_behind_windows_are_freed(kv_dtype):
         assert [results[number].tokens for number in numbers] == alone
     assert made.statistics().preemptions > 0
     assert [group.window for group in made.statistics().groups] == [None, 24]
+
+
+@pytest.mark.parametrize("kv_dtype", ["auto", "fp8_e4m3", "turbo4", "k8v4"])
+@pytest.mark.parametrize("windows", [(24, None), (24, 24), (64, 64)])
+def test_nan_in_pages_that_a_window_has_left_reaches_nobody(kv_dtype, windows):
+    """Tables on the device keep the numbers of pages that others have by then."""
+    config = dataclasses.replace(
+        models.SHAPES["tiny"], head_dim=128, num_layers=2, local_windows=windows
+    )
+    plain = models.random_decoder(config, dtype=jnp.bfloat16)
+    embedding = plain.embedding.at[7].set(jnp.nan)
+    model = dataclasses.replace(plain, embedding=embedding, lm_head=plain.embedding)
+    made = make(model, kv_dtype=kv_dtype, num_pages=12, max_sequences=2, prefix_caching=False)
+    good = made.add(Request([1, 2, 3] * 15, 60))
+    reasons = {}
+    while good not in reasons:
+        if made.statistics().running < 2 and made.statistics().waiting == 0:
+            made.add(Request([4, 7, 5] * 9, 6))
+        for event in made.step():
+            if isinstance(event, Finished):
+                reasons[event.request_id] = event.result.finish_reason
+    assert reasons.pop(good) == "length"
+    assert set(reasons.values()) == {"failed"}
+    assert len(reasons) > 5

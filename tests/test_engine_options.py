@@ -1,4 +1,4 @@
-"""Priorities, samples, time limits, and what leaving the pool costs, on the device made of numpy."""
+"""Priorities, samples, time limits, and what ways to go on cost, on the device made of numpy."""
 
 import dataclasses
 from unittest import mock
@@ -123,7 +123,7 @@ def test_requests_end_when_their_time_is_over(mode):
     while not watched.engine.idle:
         before = set(watched.pending)
         watched.step()
-        ended |= {number: watched.now - 1000.0 for number in before - set(watched.pending)}
+        ended |= dict.fromkeys(before - set(watched.pending), watched.now - 1000.0)
         where = {n: s.status.value for n, s in watched.engine._book.sequences.items()}
         if watched.now == 1007.0:
             assert where[3] == "waiting"

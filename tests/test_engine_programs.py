@@ -1,6 +1,7 @@
 """Sizes of an engine's steps, and that all their programs can be compiled ahead."""
 
 import dataclasses
+import itertools
 import logging
 
 import jax
@@ -59,7 +60,7 @@ def test_programs_with_prompts(step_tokens, kinds, is_dense, max_length):
     ]
     assert bool(dense) == is_dense
     # Where a dense program and another one of a size both fit, the dense one comes first.
-    for before, after in zip(found, found[1:], strict=False):
+    for before, after in itertools.pairwise(found):
         assert before.tokens < after.tokens or before.is_dense > after.is_dense
 
 

@@ -1,4 +1,4 @@
-"""Speculation on real models: the same texts as without, whatever is guessed and however pages hold."""
+"""Speculation on real models: texts are those without, whatever is guessed and pages hold."""
 
 import dataclasses
 import functools
@@ -141,7 +141,7 @@ def test_texts_of_latents_are_those_without_guesses(kv_dtype, how):
     assert made.statistics().steps_of_speculation > 0
 
 
-# What is drawn --------------------------------------------------------------------------------------
+# What is drawn -----------------------------------------------------------------------------------
 
 
 SMALL = dataclasses.replace(TINY, vocab_size=4, num_layers=1)
@@ -149,7 +149,7 @@ FIRST, DRAWS = [1, 2, 1, 2, 1, 2], 2000
 
 
 def distribution(decoder, temperature: float, length: int) -> np.ndarray:
-    """Probabilities of every continuation, float64 ``[4] * length``, from passes without a cache."""
+    """Of every continuation its probability, float64 ``[4] * length``, without a cache."""
 
     def attend(query, key, value, cache, options=None):
         return models.causal_attention(query, key, value, cache)
@@ -163,7 +163,7 @@ def distribution(decoder, temperature: float, length: int) -> np.ndarray:
     each /= each.sum(axis=-1, keepdims=True)
     found = np.zeros((4,) * length)
     for begin, rows in zip(begins, each, strict=True):
-        found[begin] = rows[-1] * np.prod([row[token] for row, token in zip(rows, begin)])
+        found[begin] = rows[-1] * np.prod(rows[np.arange(length - 1), list(begin)])
     assert np.isclose(found.sum(), 1)
     return found
 
