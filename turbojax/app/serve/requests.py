@@ -136,7 +136,8 @@ def digest(found: TextRequest, model: str) -> str:
     more = {
         "penalties": dataclasses.astuple(request.penalties),
         "logit_bias": sorted(request.logit_bias.items()),
-        "logprobs": request.logprobs,
+        # Those that are only compared are no part of the result.
+        "logprobs": request.logprobs if found.shows_logprobs else None,
         "timeout": request.timeout,
         "samples": (found.count, found.samples),
         "guide": found.guide,
