@@ -18,6 +18,7 @@ from turbojax.app.serve.run import ServingReport
 from turbojax.app.serve.screen import Screen
 from turbojax.app.serve.settings import Models, Settings, pages_asked_for
 from turbojax.app.text_model import FoundModel
+from turbojax.models.engine.groups import Sizes
 
 # Bad lines that are named; of more, how many there are.
 _NAMED = 20
@@ -107,7 +108,7 @@ def _run(
                 free_bytes=free_bytes,
             )
     else:
-        sizes = chosen.sizes(found.config.max_length, total)
+        sizes = _sizes(found, lines, chosen)
         report = run.ServingReport(
             0,
             chosen.kv_dtype,
@@ -208,10 +209,14 @@ def _check_memory(
     Returns:
       Bytes that pages may take; None for any number.
     """
-    length = run.max_length_of(lines.requests, found.config)
-    sizes = chosen.sizes(length, sum(request.samples for request in lines.requests))
-    needs = settings.bytes_besides(found, draft, chosen, sizes)
+    needs = settings.bytes_besides(found, draft, chosen, _sizes(found, lines, chosen))
     free = settings.free_for_pages(needs)
     pool = run.plan_for(lines.requests, Models.of(found, draft), chosen, free)
     settings.check_memory(pool, chosen, needs)
     return free
+
+
+def _sizes(found: FoundModel, lines: RequestFile, chosen: Settings) -> Sizes:
+    """What pages follow from: each sample is a request of its own."""
+    samples = sum(request.samples for request in lines.requests)
+    return chosen.sizes(run.max_length_of(lines.requests, found.config), samples)
