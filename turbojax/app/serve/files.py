@@ -206,6 +206,8 @@ def _check_memory(
 ) -> int | None:
     """Raises ValueError if models, pool and logits are more than there is memory for.
 
+    Or if the pages for which there is room are less than one of the requests needs.
+
     Returns:
       Bytes that pages may take; None for any number.
     """
@@ -213,6 +215,18 @@ def _check_memory(
     free = settings.free_for_pages(needs)
     pool = run.plan_for(lines.requests, Models.of(found, draft), chosen, free)
     settings.check_memory(pool, chosen, needs)
+    fits = fitting(
+        RequestFile(lines.requests),
+        found.config,
+        num_pages=pool.num_pages,
+        page_size=chosen.page_size,
+        step_tokens=pool.step_tokens,
+    )
+    if fits.bad:
+        raise ValueError(
+            f"{fits.bad[0]}: for more the memory has no room: a smaller --max-sequences or "
+            "--step-tokens, or another --kv-dtype"
+        )
     return free
 
 

@@ -64,10 +64,11 @@ class ServingReport:
         edges = ""
         if self.uncompressed_layers:
             edges = f" ({self.uncompressed_layers} layers at either end uncompressed)"
+        per_step = 1000 * held.host_seconds_per_step
         parts = [
             f"{self.requests} requests, {held.new_tokens:,} tokens, "
             f"{held.tokens_per_second:,.1f} tokens/s",
-            f"{held.steps:,} steps, the host worked {1000 * held.host_seconds_per_step:.2f} ms in each",
+            f"{held.steps:,} steps, the host worked {per_step:.2f} ms in each",
             f"{self.kv_dtype} pages{edges} for {held.token_capacity:,} tokens, "
             f"{held.pool_bytes:,} bytes ({than_bfloat16(held.compression_ratio)})",
             f"{held.reused_tokens:,} prompt tokens reused ({held.prefix_hit_rate:.0%}), "
