@@ -307,6 +307,7 @@ def test_a_report_as_json_says_what_was_there(tiny_folder, tmp_path, whole):
     assert (report["requests"], report["kept"], report["statistics"]) == (0, 5, None)
 
 
+@pytest.mark.slow
 def test_a_report_counts_samples_whether_they_run_or_ran(tiny_folder, tmp_path):
     file = _write(tmp_path, [{"prompt": "abc", "temperature": 1, "max_new_tokens": 2, "n": 3}])
     command = ["serve", file, "--model", tiny_folder, "--out", str(tmp_path / "out"), "--json"]
