@@ -21,6 +21,7 @@ from turbojax.models.engine.scheduler import Scheduler
 from turbojax.models.engine.sequence import Sequence, Status
 from turbojax.models.engine.speculation import Speculation
 from turbojax.models.engine.statistics import Counts, EngineStatistics, statistics_of
+from turbojax.models.generation.constraints import AllowedTokens
 from turbojax.models.generation.stopping import TextStream, check_stops
 from turbojax.models.quantized import QuantizedDecoder
 from turbojax.models.text.tokenizer import Tokenizer
@@ -88,8 +89,9 @@ class Engine:
         faster, and keep those that are generating waiting for longer.
       reproducible: see above.
       speculation: `NGram` or `Draft`: how tokens are guessed ahead, to be checked several at a time
-        in steps without prompts. Not with `reproducible`. A step in which somebody wants penalties,
-        a bias, a constraint or log-probabilities guesses nothing.
+        in steps without prompts, where that has taken less time for a token so far. Not with
+        `reproducible`. A step in which somebody wants penalties, a bias, a constraint or
+        log-probabilities guesses nothing.
       prefix_caching: whether pages are kept for requests that begin with the same tokens.
       cache_results: whether pages of results are kept, too, for instance for the next turn of a
         conversation. A text that continues one may then differ in rounding from one that ran alone,
@@ -193,8 +195,9 @@ class Engine:
 
         Raises:
           TypeError: if it is not a `Request`.
-          ValueError: if a token is not in the vocabulary, prompt and result are longer than
-            `max_length` or than the whole pool, or there are `stop_strings` and no tokenizer.
+          ValueError: if a token is not in the vocabulary, `AllowedTokens` are of a larger one,
+            prompt and result are longer than `max_length` or than the whole pool, or there are
+            `stop_strings` and no tokenizer.
           RuntimeError: if the engine has ended or is in use by another thread.
         """
         return self.add_samples(request, 1)[0]
@@ -203,7 +206,8 @@ class Engine:
         """Queues several requests of one prompt, whose full pages they share.
 
         Args:
-          request: what to continue, and how; the seed of the sample i is the request's plus i.
+          request: what to continue, and how; the seed of the sample i is the request's plus i,
+            modulo 2**32.
           count: how many; `best_of` chooses among their results.
 
         Returns:
@@ -220,6 +224,12 @@ class Engine:
         for token in (*request.tokens, *request.stop_tokens, *request.logit_bias):
             if not 0 <= token < vocabulary:
                 raise ValueError(f"{token=} of a request must be within 0..{vocabulary - 1}")
+        constraint = request.constraint
+        if isinstance(constraint, AllowedTokens) and constraint.vocab_size > vocabulary:
+            raise ValueError(
+                f"vocab_size={constraint.vocab_size} of the constraint must be at most the model's "
+                f"{vocabulary}"
+            )
         parts = f"a prompt of {len(request.tokens)} tokens and {request.max_new_tokens} new ones"
         if request.total > self.max_length:
             raise ValueError(f"{parts} must be at most max_length={self.max_length}")
