@@ -10,7 +10,7 @@ import numpy as np
 
 from turbojax import _checks
 from turbojax.models.decoder import Decoder, warn_of_long_factors
-from turbojax.models.engine import compilation, costs, making, swap
+from turbojax.models.engine import compilation, costs, making, requests, swap
 from turbojax.models.engine.book import Book
 from turbojax.models.engine.choosing import wanted_of
 from turbojax.models.engine.device import Step
@@ -21,7 +21,6 @@ from turbojax.models.engine.scheduler import Scheduler
 from turbojax.models.engine.sequence import Sequence, Status
 from turbojax.models.engine.speculation import Speculation
 from turbojax.models.engine.statistics import Counts, EngineStatistics, statistics_of
-from turbojax.models.generation.constraints import AllowedTokens
 from turbojax.models.generation.stopping import TextStream, check_stops
 from turbojax.models.quantized import QuantizedDecoder
 from turbojax.models.text.tokenizer import Tokenizer
@@ -206,8 +205,7 @@ class Engine:
         """Queues several requests of one prompt, whose full pages they share.
 
         Args:
-          request: what to continue, and how; the seed of the sample i is the request's plus i,
-            modulo 2**32.
+          request: what to continue, and how; the seed of the sample i is its plus i, modulo 2**32.
           count: how many; `best_of` chooses among their results.
 
         Returns:
@@ -220,16 +218,7 @@ class Engine:
         _checks.check_sizes(count=count)
         if not isinstance(request, Request):
             raise TypeError(f"request is a {type(request).__name__}, must be a Request")
-        vocabulary = self._config.vocab_size
-        for token in (*request.tokens, *request.stop_tokens, *request.logit_bias):
-            if not 0 <= token < vocabulary:
-                raise ValueError(f"{token=} of a request must be within 0..{vocabulary - 1}")
-        constraint = request.constraint
-        if isinstance(constraint, AllowedTokens) and constraint.vocab_size > vocabulary:
-            raise ValueError(
-                f"vocab_size={constraint.vocab_size} of the constraint must be at most the model's "
-                f"{vocabulary}"
-            )
+        requests.check_vocabulary(request, self._config.vocab_size)
         parts = f"a prompt of {len(request.tokens)} tokens and {request.max_new_tokens} new ones"
         if request.total > self.max_length:
             raise ValueError(f"{parts} must be at most max_length={self.max_length}")
