@@ -2,7 +2,6 @@
 
 import asyncio
 import dataclasses
-import importlib.util
 import json
 import time
 
@@ -182,6 +181,8 @@ class FakeEngine:
         names |= {"host_seconds": 0.002 * self.steps, "steps": self.steps}
 
         class Statistics:
+            programs_compiled = 3
+
             def to_json(self):
                 return dict(names)
 
@@ -192,7 +193,7 @@ CASE = Case("engine", 1)
 
 
 def _measure(engine, group, case=CASE, deadline=float("inf")):
-    return engines.measure(engines.Made(engine, 0.0, None), group, case, deadline)
+    return engines.measure(engines.Made(engine, 0.0, 3), group, case, deadline)
 
 
 class TestMeasuring:
@@ -250,7 +251,7 @@ class TestMeasuring:
                 made.append(model.config.max_length)
 
             def compile(self, *, only_greedy):
-                pass
+                assert only_greedy  # as all requests are
 
             def statistics(self):
                 return FakeEngine(1).statistics()
@@ -430,10 +431,7 @@ def test_a_quick_run(tmp_path):
     command.main(["run", "--suite", "serving", "--quick", "--out", str(out)])
     rows = json.loads(out.read_text())["rows"]
     assert len(rows) == len(suite.SUITE.rows(quick=True))
-    has_server = importlib.util.find_spec("turbojax.server") is not None
     for row in rows:
-        if row["runs"] == "http" and not has_server:
-            continue
         assert row["status"] == "ok", row
         group = QUICK[row["label"]]
         if row["runs"] in ("engine", "http"):
@@ -443,7 +441,7 @@ def test_a_quick_run(tmp_path):
         if row["speculates"]:
             # One loop in which nothing repeats, one in which everything does.
             repeats = row["label"] != "no-loops"
-            assert (row["acceptance"] > 0.1) == repeats
+            assert ((row["acceptance"] or 0) > 0.1) == repeats  # None: nothing was guessed
         for figure in row["over"]:
             assert row[figure] > 0
         assert set(row["asked"]) <= {*row["reached"], "idle_ms"}

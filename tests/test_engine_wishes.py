@@ -178,3 +178,10 @@ def test_a_constraint_that_raises_fails_its_request_alone(model):
 def test_a_bias_is_of_tokens_of_the_vocabulary(model, token):
     with pytest.raises(ValueError, match=f"token={token} of a request must be within 0..96"):
         engine(model).add(Request([1], 1, logit_bias={token: 1.0}))
+
+
+def test_a_constraint_is_of_no_larger_vocabulary(model):
+    """Where its masks came to a step, they would end the engine with all that runs."""
+    constraint = AllowedTokens(lambda _: None, 1000)
+    with pytest.raises(ValueError, match="vocab_size=1000 of the constraint must be at most .* 97"):
+        engine(model).add(Request([1], 1, constraint=constraint))

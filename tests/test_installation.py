@@ -1,11 +1,13 @@
 """What an installation has, and what is said where something is missing."""
 
 import ast
+import importlib.metadata
 import os
 import re
 import subprocess
 import sys
 import tomllib
+from pathlib import Path
 
 import pytest
 from interrupt_helpers import ROOT
@@ -63,6 +65,25 @@ def test_import_needs_no_package_of_the_command_and_lists_everything():
     )
     done = _python("-c", code)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_every_package_that_is_imported_is_one_that_is_asked_for():
+    """Not one that another package happens to bring: that changes with its versions."""
+    asked_for = [PROJECT["dependencies"], *PROJECT["optional-dependencies"].values()]
+    names = [re.match(r"[\w.-]+", one).group() for group in asked_for for one in group]
+    declared = {name.lower().replace("_", "-") for name in names}
+    declared.add("pillow")  # matplotlib's, of whose pictures it tells when they were made
+    found = importlib.metadata.packages_distributions()
+    imported = re.compile(r"^ *(?:from|import) (\w+)", re.MULTILINE)
+    for path in [x for folder in ("turbojax", "benchmarks", "tests") for x in _files(folder)]:
+        names = set(imported.findall(path.read_text(encoding="utf-8")))
+        for name in names - sys.stdlib_module_names:
+            bringing = {x.lower().replace("_", "-") for x in found.get(name, ())}
+            assert not bringing or bringing & declared, (path, name)
+
+
+def _files(folder: str) -> list[Path]:
+    return [x for x in (ROOT / folder).rglob("*.py") if "integrations" not in x.parts]
 
 
 def test_only_the_command_imports_its_packages():

@@ -308,6 +308,17 @@ def test_a_report_as_json_says_what_was_there(tiny_folder, tmp_path, whole):
 
 
 @pytest.mark.slow
+def test_a_report_counts_samples_whether_they_run_or_ran(tiny_folder, tmp_path):
+    file = _write(tmp_path, [{"prompt": "abc", "temperature": 1, "max_new_tokens": 2, "n": 3}])
+    command = ["serve", file, "--model", tiny_folder, "--out", str(tmp_path / "out"), "--json"]
+    first, second = (
+        json.loads(CliRunner().invoke(app, [*command, *more]).stdout) for more in ([], ["--resume"])
+    )
+    assert [first["kept"], second["kept"]] == [0, 1]
+    assert first["max_sequences"] == second["max_sequences"] == 3
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("after", [1, 3])
 def test_a_killed_process_goes_on(tiny_folder, tmp_path, after):
     """SIGKILL as soon as there are some results: then the same texts as without."""

@@ -117,6 +117,23 @@ def test_free_memory(monkeypatch):
     assert making.free_for_pages(needs) is None
 
 
+def test_a_request_that_the_memory_has_no_room_for_is_found_before_weights_are_read(
+    tmp_path, monkeypatch
+):
+    found = text_model.find_random_model("tiny")
+    unread = dataclasses.replace(found, load=None)
+    monkeypatch.setattr(text_model, "find_random_model", lambda *a, **k: unread)
+    sizes = Settings().sizes(400, 2)
+    needs = sum(making.bytes_besides(found, None, Settings(), sizes).values())
+    [page] = Models.of(found).page_bytes(Settings(), 400)
+    monkeypatch.setattr(startup, "available_memory", lambda: (needs + 3 * page) / 0.9 + 1)
+    lines = [{"prompt": "1", "max_new_tokens": count} for count in (100, 399)]
+    result = run(write(tmp_path, *lines), "--random-weights", "tiny")
+    assert result.exit_code == 2
+    assert "line 2: a prompt of 1 tokens and 399 new ones need 7 pages" in result.stderr
+    assert "num_pages=3: for more the memory has no room: a smaller --max-seq" in result.stderr
+
+
 def test_what_an_engine_needs_besides():
     found = text_model.find_random_model("tiny")
     sizes = Settings(max_sequences=4).sizes(128)

@@ -47,7 +47,7 @@ class Made:
 
     engine: Engine
     compile_seconds: float
-    programs: int | None
+    programs: int
 
 
 class Stock:
@@ -80,7 +80,7 @@ class Stock:
             begun = time.perf_counter()
             engine = new_engine(model, setting, case.kv_dtype, speculates=case.speculates)
             engine.compile(only_greedy=True)
-            programs = engine.statistics().to_json().get("programs_compiled")
+            programs = engine.statistics().programs_compiled
             self._made = Made(engine, time.perf_counter() - begun, programs)
             self._engine_key = key
         return self._made
@@ -161,7 +161,7 @@ def measure(made: Made, group: Group, case: Case, deadline: float) -> Row:
     follows = following(group.config.vocab_size) if case.weights == "looping" else None
     for number, result in done.items():
         _check(number, requests[number], result, follows)
-    counts = {name: after[name] - before[name] for name in COUNTED if name in after}
+    counts = {name: after[name] - before[name] for name in COUNTED}
     if not counts["steps"]:
         return {"status": "not run", "reason": shared.OUT_OF_TIME}
     row = {
@@ -215,12 +215,12 @@ def serve(
 def rates(counts: Row, seconds: float) -> Row:
     """What follows from the counts of an engine's steps."""
     steps, new, prompts = counts["steps"], counts["new_tokens"], counts["prompt_tokens"]
-    host, proposed = counts.get("host_seconds"), counts.get("proposed_tokens")
+    proposed = counts["proposed_tokens"]
     return {
         "generated_per_second": new / seconds,
         "tokens_per_second": (new + prompts) / seconds,
         "tokens_per_step": new / steps,
-        "host_ms": None if host is None else 1e3 * host / steps,
+        "host_ms": 1e3 * counts["host_seconds"] / steps,
         "idle_ms": 1e3 * counts["idle_seconds"] / steps,
         "acceptance": counts["accepted_tokens"] / proposed if proposed else None,
     }

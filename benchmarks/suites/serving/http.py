@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import importlib
 import json
 import subprocess
 import sys
@@ -52,7 +51,7 @@ def measure(made: Made, group: Group, deadline: float) -> Row:
     short = [answer["tokens"] for answer in found["answers"] if answer["tokens"] != group.new]
     if short or len(found["answers"]) != group.requests:
         raise ArithmeticError(f"{len(found['answers'])} answers, of wrong lengths {short[:5]}")
-    counts = {name: after[name] - before[name] for name in COUNTED if name in after}
+    counts = {name: after[name] - before[name] for name in COUNTED}
     first = [answer["first"] for answer in found["answers"]]
     times = [1e3 * (x["seconds"] - x["first"]) / (group.new - 1) for x in found["answers"]]
     return {
@@ -79,12 +78,13 @@ def running(engine: Engine, vocab_size: int) -> Iterator[int]:
     Raises:
       RuntimeError: if it does not start.
     """
-    module = importlib.import_module("turbojax.server")
-    listening = module.listen("127.0.0.1", 0)
+    from turbojax.server import Server, listen
+
+    listening = listen("127.0.0.1", 0)
     port = int(listening.getsockname()[1])
-    server = module.Server(engine, NumberTokenizer(vocab_size), NAME, listening)
+    server = Server(engine, NumberTokenizer(vocab_size), NAME, listening)
     ready = threading.Event()
-    arguments: dict[str, Any] = {"ready": lambda address: ready.set()}
+    arguments = {"ready": lambda address: ready.set()}
     thread = threading.Thread(target=server.run, kwargs=arguments, name="benchmark server")
     thread.start()
     try:

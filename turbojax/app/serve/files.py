@@ -18,6 +18,7 @@ from turbojax.app.serve.run import ServingReport
 from turbojax.app.serve.screen import Screen
 from turbojax.app.serve.settings import Models, Settings, pages_asked_for
 from turbojax.app.text_model import FoundModel
+from turbojax.models.engine.groups import Sizes
 
 # Bad lines that are named; of more, how many there are.
 _NAMED = 20
@@ -107,7 +108,7 @@ def _run(
                 free_bytes=free_bytes,
             )
     else:
-        sizes = chosen.sizes(found.config.max_length, total)
+        sizes = _sizes(found, lines, chosen)
         report = run.ServingReport(
             0,
             chosen.kv_dtype,
@@ -205,13 +206,31 @@ def _check_memory(
 ) -> int | None:
     """Raises ValueError if models, pool and logits are more than there is memory for.
 
+    Or if the pages for which there is room are less than one of the requests needs.
+
     Returns:
       Bytes that pages may take; None for any number.
     """
-    length = run.max_length_of(lines.requests, found.config)
-    sizes = chosen.sizes(length, sum(request.samples for request in lines.requests))
-    needs = settings.bytes_besides(found, draft, chosen, sizes)
+    needs = settings.bytes_besides(found, draft, chosen, _sizes(found, lines, chosen))
     free = settings.free_for_pages(needs)
     pool = run.plan_for(lines.requests, Models.of(found, draft), chosen, free)
     settings.check_memory(pool, chosen, needs)
+    fits = fitting(
+        RequestFile(lines.requests),
+        found.config,
+        num_pages=pool.num_pages,
+        page_size=chosen.page_size,
+        step_tokens=pool.step_tokens,
+    )
+    if fits.bad:
+        raise ValueError(
+            f"{fits.bad[0]}: for more the memory has no room: a smaller --max-sequences or "
+            "--step-tokens, or another --kv-dtype"
+        )
     return free
+
+
+def _sizes(found: FoundModel, lines: RequestFile, chosen: Settings) -> Sizes:
+    """What pages follow from: each sample is a request of its own."""
+    samples = sum(request.samples for request in lines.requests)
+    return chosen.sizes(run.max_length_of(lines.requests, found.config), samples)

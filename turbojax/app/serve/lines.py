@@ -147,7 +147,10 @@ def _bias(given: Any) -> dict[int, float]:
     if not isinstance(given, dict):
         raise TypeError(f"logit_bias={given!r} must be an object of numbers by token")
     for token in given:
-        if not (token.isascii() and token.isdecimal() and len(token) < 11):
+        # Nor is "01" one: beside "1" it would be the same token twice.
+        if not (token.isascii() and token.isdecimal() and len(token) < 11) or (
+            token != str(int(token))
+        ):
             raise ValueError(f"{token!r} in logit_bias must be a token")
     return {int(token): value for token, value in given.items()}
 
@@ -165,6 +168,7 @@ def _guide(
 
     [name], value = given, values[given[0]]
     if name == "json_schema":
-        return (name, json.dumps(value, sort_keys=True)), grammar.json_schema(tokenizer, value)
+        # Unsorted: properties come in the schema's order.
+        return (name, json.dumps(value)), grammar.json_schema(tokenizer, value)
     make = grammar.regex if name == "regex" else grammar.lark
     return (name, value), make(tokenizer, value)

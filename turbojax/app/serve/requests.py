@@ -9,6 +9,7 @@ from typing import Any
 from turbojax.app.serve.lines import TextRequest, parse_line
 from turbojax.models import Request, TransformerConfig
 from turbojax.models.engine.groups import pages_at_most, windows_of
+from turbojax.models.engine.requests import check_vocabulary
 from turbojax.models.generation.penalties import NO_PENALTIES
 from turbojax.models.text.tokenizer import Tokenizer
 
@@ -136,7 +137,8 @@ def digest(found: TextRequest, model: str) -> str:
     more = {
         "penalties": dataclasses.astuple(request.penalties),
         "logit_bias": sorted(request.logit_bias.items()),
-        "logprobs": request.logprobs,
+        # Those that are only compared are no part of the result.
+        "logprobs": request.logprobs if found.shows_logprobs else None,
         "timeout": request.timeout,
         "samples": (found.count, found.samples),
         "guide": found.guide,
@@ -159,9 +161,10 @@ def _misfit(
     step_tokens: int,
 ) -> str | None:
     """Why `Engine.add` would refuse this, in its words; None if it would not."""
-    for token in (*request.tokens, *request.stop_tokens, *request.logit_bias):
-        if not 0 <= token < config.vocab_size:
-            return f"{token=} of a request must be within 0..{config.vocab_size - 1}"
+    try:
+        check_vocabulary(request, config.vocab_size)
+    except ValueError as error:
+        return str(error)
     parts = f"a prompt of {len(request.tokens)} tokens and {request.max_new_tokens} new ones"
     if request.total > config.max_length:
         return f"{parts} must be at most max_length={config.max_length}"

@@ -115,8 +115,8 @@ def unfinished(
             raise ValueError(
                 f"line {found.line}: --out holds a result with its id {found.id!r} of another "
                 "request or model: --resume needs the requests, the model, --max-new-tokens, "
-                "--max-length, --dtype and --kv-dtype of the results in --out, and of a model with "
-                "LongRoPE a longest request that takes the same factors"
+                "--max-length, --dtype, --kv-dtype and --uncompressed-layers of the results in "
+                "--out, and of a model with LongRoPE a longest request that takes the same factors"
             )
     return tuple(left)
 

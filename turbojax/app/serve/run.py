@@ -64,7 +64,7 @@ class ServingReport:
         edges = ""
         if self.uncompressed_layers:
             edges = f" ({self.uncompressed_layers} layers at either end uncompressed)"
-        per_step = 1000 * held.host_seconds / max(held.steps, 1)
+        per_step = 1000 * held.host_seconds_per_step
         parts = [
             f"{self.requests} requests, {held.new_tokens:,} tokens, "
             f"{held.tokens_per_second:,.1f} tokens/s",
@@ -75,10 +75,9 @@ class ServingReport:
             f"{held.preemptions} preemptions",
         ]
         if held.proposed_tokens:
-            share = held.accepted_tokens / held.proposed_tokens
             parts.append(
                 f"{held.accepted_tokens:,} of {held.proposed_tokens:,} guesses accepted "
-                f"({share:.0%})"
+                f"({held.acceptance_rate:.0%})"
             )
         return parts
 

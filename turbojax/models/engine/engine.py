@@ -10,7 +10,7 @@ import numpy as np
 
 from turbojax import _checks
 from turbojax.models.decoder import Decoder, warn_of_long_factors
-from turbojax.models.engine import compilation, costs, making
+from turbojax.models.engine import compilation, costs, making, requests
 from turbojax.models.engine.book import Book
 from turbojax.models.engine.choosing import wanted_of
 from turbojax.models.engine.device import Step
@@ -89,8 +89,9 @@ class Engine:
         faster, and keep those that are generating waiting for longer.
       reproducible: see above.
       speculation: `NGram` or `Draft`: how tokens are guessed ahead, to be checked several at a time
-        in steps without prompts. Not with `reproducible`. A step in which somebody wants penalties,
-        a bias, a constraint or log-probabilities guesses nothing.
+        in steps without prompts, where that has taken less time for a token so far. Not with
+        `reproducible`. A step in which somebody wants penalties, a bias, a constraint or
+        log-probabilities guesses nothing.
       prefix_caching: whether pages are kept for requests that begin with the same tokens.
       cache_results: whether pages of results are kept, too, for instance for the next turn of a
         conversation. A text that continues one may then differ in rounding from one that ran alone,
@@ -194,8 +195,9 @@ class Engine:
 
         Raises:
           TypeError: if it is not a `Request`.
-          ValueError: if a token is not in the vocabulary, prompt and result are longer than
-            `max_length` or than the whole pool, or there are `stop_strings` and no tokenizer.
+          ValueError: if a token is not in the vocabulary, `AllowedTokens` are of a larger one,
+            prompt and result are longer than `max_length` or than the whole pool, or there are
+            `stop_strings` and no tokenizer.
           RuntimeError: if the engine has ended or is in use by another thread.
         """
         return self.add_samples(request, 1)[0]
@@ -204,7 +206,7 @@ class Engine:
         """Queues several requests of one prompt, whose full pages they share.
 
         Args:
-          request: what to continue, and how; the seed of the sample i is the request's plus i.
+          request: what to continue, and how; the seed of the sample i is its plus i, modulo 2**32.
           count: how many; `best_of` chooses among their results.
 
         Returns:
@@ -217,10 +219,7 @@ class Engine:
         _checks.check_sizes(count=count)
         if not isinstance(request, Request):
             raise TypeError(f"request is a {type(request).__name__}, must be a Request")
-        vocabulary = self._config.vocab_size
-        for token in (*request.tokens, *request.stop_tokens, *request.logit_bias):
-            if not 0 <= token < vocabulary:
-                raise ValueError(f"{token=} of a request must be within 0..{vocabulary - 1}")
+        requests.check_vocabulary(request, self._config.vocab_size)
         parts = f"a prompt of {len(request.tokens)} tokens and {request.max_new_tokens} new ones"
         if request.total > self.max_length:
             raise ValueError(f"{parts} must be at most max_length={self.max_length}")

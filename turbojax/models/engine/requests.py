@@ -8,7 +8,7 @@ from typing import Literal
 import numpy as np
 
 from turbojax import _checks
-from turbojax.models.generation.constraints import Constraint
+from turbojax.models.generation.constraints import AllowedTokens, Constraint
 from turbojax.models.generation.penalties import NO_PENALTIES, Penalties
 from turbojax.models.generation.sampling import GREEDY, Sampling
 from turbojax.models.generation.stopping import check_stop_strings
@@ -204,6 +204,25 @@ def best_of(results: Iterable[Result], count: int = 1) -> list[Result]:
     if count > len(results):
         raise ValueError(f"{count=} must be at most the number of results, {len(results)}")
     return sorted(results, key=lambda result: -result.mean_logprob)[:count]
+
+
+def check_vocabulary(request: Request, size: int) -> None:
+    """Raises ValueError unless all tokens that a request names are a model's.
+
+    Args:
+      request: what is asked for.
+      size: V, of the model.
+    """
+    for token in (*request.tokens, *request.stop_tokens, *request.logit_bias):
+        if not 0 <= token < size:
+            raise ValueError(f"{token=} of a request must be within 0..{size - 1}")
+    constraint = request.constraint
+    # Its masks would only be found too large in a step.
+    if isinstance(constraint, AllowedTokens) and constraint.vocab_size > size:
+        raise ValueError(
+            f"vocab_size={constraint.vocab_size} of the constraint must be at most the model's "
+            f"{size}"
+        )
 
 
 def _bias(values: Mapping[int, float]) -> dict[int, float]:
