@@ -14,8 +14,10 @@ from turbojax.models.engine import compilation
 
 pytestmark = pytest.mark.gpu
 
-# By how much the logits of the cache's numbers may be off those of the model without one.
-OFF = {"auto": 0.2, "fp8_e4m3": 0.6, "turbo4": 1.5, "k8v4": 1.5, "turbo_k4v3": 2.5}
+# By how much log-probabilities may be off those of the model without a cache, at most.
+OFF = {"auto": 0.2, "fp8_e4m3": 0.6, "turbo4": 1.5, "k8v4": 1.5, "turbo_k4v3": 4.0}
+# In the mean a wrong token costs far more.
+MEAN_OFF = 0.1
 NEW, LENGTH = 24, 768
 
 
@@ -92,7 +94,10 @@ def test_greedy_tokens_are_about_the_most_likely(model, prompts, kv_dtype, specu
     wanted = [Request(prompt, NEW) for prompt in (*prompts, *prompts)]
     results = run_all(made, wanted)
     chosen, best = steps_of(model, [*prompts, *prompts], [result.tokens for result in results])
-    assert (best - chosen).max() < OFF[kv_dtype]
+    off = best - chosen
+    print(kv_dtype, speculation, "off", off.max(), off.mean())
+    assert off.max() < OFF[kv_dtype]
+    assert off.mean() < MEAN_OFF
     held = made.statistics()
     assert held.reused_tokens > 0
     if speculation is not None:
