@@ -1,9 +1,9 @@
 """Prompts that begin in a step attend among themselves, to keys and values as they are.
 
 Those of several requests stand side by side as segments of one sequence. With 8-bit operands that
-is faster than attending to pages, and prompts lose nothing to the pages' format. Requests of a step
-share scales, so that what a prompt gets depends, within rounding, on what else is in the step; but
-NaN and infinity in one are kept from the others here.
+is faster than attending to pages where prompts are long, and they lose nothing to the pages'
+format. Requests of a step share scales, so that what a prompt gets depends, within rounding, on
+what else is in the step; but NaN and infinity in one are kept from the others here.
 """
 
 import dataclasses
