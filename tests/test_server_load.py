@@ -118,7 +118,8 @@ def test_nothing_is_left_of_clients_and_everybody_gets_their_own(count):
             assert not inside._tickets
             assert not inside._untouched
             gc.collect()
-            assert not [x for x in gc.get_objects() if isinstance(x, Ticket)]
+            # Of their own type: others' objects may warn when they are asked for theirs.
+            assert not [x for x in gc.get_objects() if issubclass(type(x), Ticket)]
             memory.append(tracemalloc.get_traced_memory()[0])
         tracemalloc.stop()
         with served.http() as http:
