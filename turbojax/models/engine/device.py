@@ -46,6 +46,16 @@ class Programs:
     dense: TurboConfig | None = None
     speculation: Speculation | None = None
 
+    @property
+    def static(self) -> dict[str, Any]:
+        """What is static in every program of a model."""
+        return {"windows": self.windows, "implementation": self.implementation}
+
+    def static_of(self, program: PromptProgram) -> dict[str, Any]:
+        """What is static in a call of `run_step`."""
+        prompts = self.dense if program.is_dense else None
+        return {"program": program, "prompts": prompts, **self.static}
+
     def of(self, plan: Plan) -> PromptProgram:
         """The smallest program that a plan fits."""
         if not plan.pieces and self.decoding:
@@ -209,12 +219,7 @@ class Device:
 
     def _model_step(self, work: Work, program: PromptProgram) -> tuple[jax.Array, jax.Array]:
         packed = work.packed()
-        static: dict[str, Any] = {
-            "program": program,
-            "windows": self.programs.windows,
-            "implementation": self.programs.implementation,
-            "prompts": self.programs.dense if program.is_dense else None,
-        }
+        static = self.programs.static_of(program)
         if self._draft is not None:
             decoding = work.owners[: program.rows]
             if np.any(decoding < self._slots):
@@ -223,8 +228,7 @@ class Device:
                     self.draft_caches,
                     self._state,
                     decoding,
-                    windows=self.programs.windows,
-                    implementation=self.programs.implementation,
+                    **self.programs.static,
                 )
             self.draft_caches, *_ = run_step(
                 self._draft, self.draft_caches, self._state, packed, is_draft=True, **static
@@ -279,10 +283,7 @@ class Device:
                 rows.set(row, sequence.request.sampling, 0)
         table = state.no_changes(CHANGES, self._slots)
         table[: len(changes)] = changes if changes else 0
-        static: dict[str, Any] = {
-            "windows": self.programs.windows,
-            "implementation": self.programs.implementation,
-        }
+        static = self.programs.static
         if isinstance(how, Draft):
             self.draft_caches, guesses, there = speculation.draft(
                 self._draft,
@@ -346,12 +347,7 @@ class Device:
         decoding = [decode_program(rows) for rows in programs.decoding]
         for program in (*programs.prompts, *decoding):
             packed = idle_work(program, self._slots).packed()
-            static: dict[str, Any] = {
-                "program": program,
-                "windows": programs.windows,
-                "implementation": programs.implementation,
-                "prompts": programs.dense if program.is_dense else None,
-            }
+            static = programs.static_of(program)
             yield run_step.lower(self._decoder, self.caches, slots, packed, **static)
             if self._draft is not None:
                 yield run_step.lower(
@@ -386,10 +382,7 @@ class Device:
     def _lowered_guesses(self, rows: int, how: Speculation, kind: Kind) -> Iterable[Any]:
         """What a step of guesses runs; what does not depend on the kind comes with the first."""
         slots, table = np.zeros(rows, np.int32), np.zeros((CHANGES, 4), np.int32)
-        static: dict[str, Any] = {
-            "windows": self.programs.windows,
-            "implementation": self.programs.implementation,
-        }
+        static = self.programs.static
         sampling, count = greedy_rows(rows), how.tokens
         if isinstance(how, Draft):
             if kind == "greedy":
