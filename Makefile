@@ -20,7 +20,10 @@ BIN := $(VENV)/bin
 ON_CPU = $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 # Tests compile with few optimizations, but for those where bits count or that run long.
 AS_USERS = TURBOJAX_OPTIMIZE=1 $(ON_CPU)
+# Tests of several devices, which one CPU pretends to have.
+ON_DEVICES = TURBOJAX_DEVICES=8 $(ON_CPU)
 OPTIMIZED = $(shell grep -l mark.optimized tests/*.py)
+MESH = $(wildcard tests/test_mesh_*.py)
 # A choice of tests (PYTEST="-k ...") may leave none to one of the runs, which pytest ends with 5.
 OR_NONE = $(if $(PYTEST),|| [ $$? = 5 ])
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
@@ -38,13 +41,15 @@ demo: $(VENV)/.installed-demo ## generate text from three caches, side by side
 
 test: export JAX_PLATFORMS := cpu
 test: $(VENV)/.installed-test ## run the tests on a CPU, but for the slow ones and fuzzing
-	$(ON_CPU) -m "not slow and not fuzz and not optimized and not gpu" $(PYTEST) $(OR_NONE)
+	$(ON_CPU) -m "not slow and not fuzz and not optimized and not mesh and not gpu" $(PYTEST) $(OR_NONE)
+	$(ON_DEVICES) -m "mesh and not slow" $(MESH) $(PYTEST) $(OR_NONE)
 	$(AS_USERS) -m "optimized and not slow and not gpu" $(OPTIMIZED) $(PYTEST) $(OR_NONE)
 
 # Apart from `test` so that CI runs each test once.
 test-slow: export JAX_PLATFORMS := cpu
 test-slow: $(VENV)/.installed-test-all ## run the slow tests alone
-	$(ON_CPU) -m "slow and not optimized and not gpu" $(PYTEST) $(OR_NONE)
+	$(ON_CPU) -m "slow and not optimized and not mesh and not gpu" $(PYTEST) $(OR_NONE)
+	$(ON_DEVICES) -m "mesh and slow" $(MESH) $(PYTEST) $(OR_NONE)
 	$(AS_USERS) -m "optimized and slow and not gpu" $(OPTIMIZED) $(PYTEST) $(OR_NONE)
 
 # Not part of CI, which runs a few cases of each: some ten minutes more.

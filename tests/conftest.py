@@ -31,6 +31,11 @@ if os.environ.get("TURBOJAX_OPTIMIZE") != "1":
     _quick = _QUICK_GPU if _ON_GPU else _QUICK_CPU
     if _quick not in os.environ.get("XLA_FLAGS", ""):  # a worker inherits them
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_quick}".strip()
+_DEVICES = os.environ.get("TURBOJAX_DEVICES")
+if _DEVICES:
+    _flag = f"--xla_force_host_platform_device_count={int(_DEVICES)}"
+    if _flag not in os.environ.get("XLA_FLAGS", ""):
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_flag}".strip()
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 # Commands in processes of their own would keep compiled programs in the user's folder.
 _PROGRAMS = Path(__file__).resolve().parents[1] / ".cache" / "programs"
@@ -100,6 +105,12 @@ def _gpus() -> list[jax.Device]:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Leaves few cases of `quick` tests to `make test`; skips GPU tests where there is no GPU."""
     _leave_few_cases(items)
+    meshed = [item for item in items if item.get_closest_marker("mesh")]
+    if meshed and jax.device_count() < 8:
+        if _DEVICES:
+            raise pytest.UsageError(f"TURBOJAX_DEVICES={_DEVICES}: jax sees {jax.devices()}")
+        for item in meshed:
+            item.add_marker(pytest.mark.skip(reason="needs 8 devices: TURBOJAX_DEVICES=8"))
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if marked and not _gpus():
         reason = f"needs a GPU; jax {jax.__version__} sees {jax.devices()}"
