@@ -6,12 +6,14 @@ gets all of its arrays in one type (`together`): the cast's derivative sums an a
 the devices that share the array. Outside of `shard_map` nothing here does anything.
 """
 
-from typing import Any
+from typing import Any, TypeVar
 
 from pallas_kernels.varying import axes_of, cast
 
+Tree = TypeVar("Tree")
 
-def varying_like(x: Any, *like: Any) -> Any:
+
+def varying_like(x: Tree, *like: Any) -> Tree:
     """A pytree whose arrays count as varying wherever one of `like` does, too.
 
     No operation at run time. What starts a loop has the type of what the loop adds to it then.
@@ -20,7 +22,8 @@ def varying_like(x: Any, *like: Any) -> Any:
       x: pytree of arrays.
       *like: pytrees of arrays.
     """
-    return cast(x, axes_of(like))
+    typed: Tree = cast(x, axes_of(like))
+    return typed
 
 
 def together(*arrays: Any) -> tuple[Any, ...]:
@@ -29,5 +32,4 @@ def together(*arrays: Any) -> tuple[Any, ...]:
     No operation at run time; but a gradient of an array that was the same on several devices is
     summed over them, as it must be.
     """
-    cast_arrays: tuple[Any, ...] = varying_like(arrays, arrays)
-    return cast_arrays
+    return varying_like(arrays, arrays)
