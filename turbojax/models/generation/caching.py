@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Literal, TypeVar, get_args
+from typing import ClassVar, Literal, TypeVar, get_args
 
 import jax
 import numpy as np
@@ -139,6 +139,9 @@ class ModelCaches:
     """
 
     layers: tuple[LayerCache, ...]
+
+    AXES: ClassVar[dict[str, str]] = {}
+    """None of its own: every layer has its cache's."""
 
     @property
     def max_length(self) -> int:
