@@ -14,14 +14,11 @@ from turbojax.ops.options import Options, check_output_dtype, plain_scale
 from turbojax.ops.pooled_attention import api as pooled_api
 from turbojax.ops.pooled_attention.static import PooledOptions
 from turbojax.parallel import ring as rings
-from turbojax.parallel.local import Pooled, Turbo
+from turbojax.parallel.local import Exact, Pooled, Turbo
 from turbojax.parallel.plan import best_order, plan
 from turbojax.parallel.zigzag import Order, check_order, chunks, from_zigzag, to_zigzag
 from turbojax.sharding.axes import Names
 from turbojax.sharding.varying import together
-
-EXACT = TurboConfig(mode="float", softmax="exact")
-"""Exact attention, by `turbo_attention`."""
 
 
 def ring_attention(
@@ -43,7 +40,7 @@ def ring_attention(
     alibi_slopes: jax.Array | None = None,
     sinks: jax.Array | None = None,
     output_dtype: jax.typing.DTypeLike | None = None,
-    implementation: ImplementationName | None = None,
+    implementation: ImplementationName | Literal["cudnn"] | None = None,
     return_residual: bool = False,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """`turbojax.turbo_attention`, or exact attention, of sequences that are split over devices.
@@ -82,7 +79,7 @@ def ring_attention(
       alibi_slopes: see `turbojax.turbo_attention`.
       sinks: the same.
       output_dtype: the same.
-      implementation: the same, of what each device runs.
+      implementation: the same, of what each device runs; of exact attention also ``"cudnn"``.
       return_residual: also return the log-sum-exp.
 
     Returns:
@@ -94,8 +91,7 @@ def ring_attention(
         keys are not those of the queries' tokens.
       NotImplementedError: as `turbojax.turbo_attention`.
     """
-    config = EXACT if attention == "exact" else attention
-    if not isinstance(config, TurboConfig):
+    if attention != "exact" and not isinstance(attention, TurboConfig):
         raise TypeError(f"{attention=} must be a TurboConfig or 'exact'")
     _checks.check_query_key_value(query, key, value, one_head_dim=False)
     options = Options.complete(
@@ -115,7 +111,11 @@ def ring_attention(
         sinks=sinks,
     )
     lengths = query_seq_lengths, key_value_seq_lengths
-    op = Turbo(config, options, implementation)
+    op: rings.Op = (
+        Turbo(attention, options, implementation)
+        if isinstance(attention, TurboConfig)
+        else Exact(options, implementation)
+    )
     return _attend(op, query, key, value, lengths, extras, None, axis_name, order, return_residual)
 
 
@@ -201,7 +201,7 @@ def ring_pooled_attention(
 
 
 def _attend(
-    op: Turbo | Pooled,
+    op: rings.Op,
     query: jax.Array,
     key: jax.Array,
     value: jax.Array,
@@ -244,7 +244,7 @@ def _attend(
     return (out, residual) if return_residual else out
 
 
-def _chunk_size(op: Turbo | Pooled, tokens: int, order: Order, devices: int) -> int:
+def _chunk_size(op: rings.Op, tokens: int, order: Order, devices: int) -> int:
     """Tokens of a chunk.
 
     Raises:

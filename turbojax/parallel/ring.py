@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from turbojax._gradient import refuse_gradients
 from turbojax.ops import rows
 from turbojax.ops.extras import NOTHING, Extras
+from turbojax.ops.options import Options
 from turbojax.ops.sinks import sink_gradient, with_sinks
 from turbojax.parallel.plan import Call, Kind, Step
 from turbojax.parallel.zigzag import Order, chunks
@@ -51,9 +52,17 @@ class Pair(NamedTuple):
 class Op(Protocol):
     """What a ring asks of an op; static under `jit`."""
 
-    block_q: int
-    block_kv: int
-    """Tokens of blocks, which chunks are whole multiples of; for `levels`."""
+    @property
+    def block_q(self) -> int:
+        """Queries of a block; chunks are whole blocks."""
+
+    @property
+    def block_kv(self) -> int:
+        """Keys of a block."""
+
+    @property
+    def options(self) -> Options:
+        """Of the call."""
 
     def pack(self, key: jax.Array, value: jax.Array, lengths: jax.Array | None) -> Packed:
         """Keys and values ``[B, C, K, H]`` as they travel in the forward pass."""
