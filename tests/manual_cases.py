@@ -231,14 +231,14 @@ def _window_of_pages() -> Built:
     """A prompt longer than what a layer keeps is taken in parts; the cache is made there, empty."""
 
     def call(query: Any, key: Any, value: Any, size: Any) -> Any:
-        sizes = query.shape[0], 90, key.shape[2], H
-        layer = kv_pages.init_layer(*sizes, kind="turbo4", page_size=16, local_window_size=9)
+        sizes = query.shape[0], 300, key.shape[2], H
+        layer = kv_pages.init_layer(*sizes, kind="fp8_e4m3", page_size=16, local_window_size=9)
         options = AttentionOptions(local_window_size=9)
         return kv_pages.append_and_attend(query, key, value, layer, lengths=size, options=options)[
             0
         ]
 
-    return call, (*prompt(), lengths())
+    return call, (*prompt(160), lengths(0, 160))
 
 
 @case
