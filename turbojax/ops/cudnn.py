@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from turbojax import _device
 from turbojax.ops.options import Options
+from turbojax.sharding import together
 
 # And without a gradient, of whole sequences, from compute capability 9.0 on.
 _MOST_CHANNELS, _MOST_CHANNELS_FORWARD = 128, 256
@@ -63,6 +64,7 @@ def dot_product_attention(
       ``[B, T, N, H]`` in the query's dtype.
     """
     dtype = query.dtype
+    query, key, value = together(query, key, value)
     if dtype == jnp.float16 and jax.default_backend() == "cpu":
         # Compiled, jax's own function asks for products that CPUs do not have.
         query, key, value = (x.astype(jnp.float32) for x in (query, key, value))
