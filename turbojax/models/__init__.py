@@ -75,6 +75,8 @@ from turbojax.models.quantized import QuantizedDecoder as QuantizedDecoder
 from turbojax.models.quantized import random_quantized_decoder as random_quantized_decoder
 from turbojax.models.quantized_layer import LINEARS as LINEARS
 from turbojax.models.shapes import SHAPES as SHAPES
+from turbojax.models.tensor_parallel.placing import shard as shard
+from turbojax.models.tensor_parallel.specs import partition_specs as partition_specs
 from turbojax.models.text.chat import chat_tokens as chat_tokens
 from turbojax.models.text.chat import render_chat as render_chat
 from turbojax.models.text.chat import render_template as render_template

@@ -22,8 +22,11 @@ from turbojax.flax.norms import rms_norm
 from turbojax.kv import Attend, AttentionOptions
 from turbojax.kv.base import Cache
 from turbojax.models.config import TransformerConfig
+from turbojax.models.tensor_parallel.layout import hidden_axes, local_config
+from turbojax.models.tensor_parallel.vocabulary import gather_logits, mask_padding
 from turbojax.models.transformer import Block, Transformer, embed, project
 from turbojax.rotary import LongRopeScaling, Rope
+from turbojax.sharding import Axes
 
 LayerParams = Any
 """Nested dicts of one layer's arrays, named as in `Block`."""
@@ -41,8 +44,12 @@ class Decoder:
       layers: one tree of arrays per layer.
       norm: ``[D]``, scale of the last norm.
       lm_head: ``[V, D]``, or None where the embedding serves.
-      config: the shape.
+      config: the shape, of the whole model.
       dtype: compute dtype.
+      axes: of a mesh over which arrays are split as
+        `turbojax.models.tensor_parallel.specs.partition_specs` says, or None. Then `hidden` and
+        `logits` are those of one device, within `shard_map`, see
+        `turbojax.models.tensor_parallel.programs`.
     """
 
     embedding: jax.Array
@@ -51,6 +58,7 @@ class Decoder:
     lm_head: jax.Array | None
     config: TransformerConfig = dataclasses.field(metadata={"static": True})
     dtype: np.dtype = dataclasses.field(metadata={"static": True})
+    axes: Axes | None = dataclasses.field(default=None, metadata={"static": True})
 
     @property
     def nbytes(self) -> int:
@@ -72,14 +80,23 @@ class Decoder:
         Returns:
           ``[B, T, D]`` in `dtype`, and the new caches.
         """
-        config = self.config
-        apply = functools.partial(apply_block, config=config, dtype=self.dtype)
-        hidden = embed(self.embedding, tokens, config, self.dtype)
+        config, axes = self.config, self.axes
+        apply = functools.partial(
+            apply_block, config=local_config(config, axes), dtype=self.dtype, axes=axes
+        )
+        hidden = embed(self.embedding, tokens, config, self.dtype, hidden_axes(axes))
         hidden, caches = apply_layers(apply, self.layers, hidden, positions, attend, caches, config)
         return final_norm(hidden, self.norm, config, config.norm_offset), caches
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """Projects ``[..., D]`` to float32 logits ``[..., V]``."""
+        return gather_logits(self._project(hidden), self.config, self.axes)
+
+    def local_logits(self, hidden: jax.Array) -> jax.Array:
+        """Logits of the device's part of the vocabulary, with -inf where that has no token."""
+        return mask_padding(self._project(hidden), self.config, self.axes)
+
+    def _project(self, hidden: jax.Array) -> jax.Array:
         weight = self.embedding if self.lm_head is None else self.lm_head
         return project(hidden, weight, self.dtype, self.config)
 
@@ -95,11 +112,15 @@ def apply_block(
     *,
     config: TransformerConfig,
     dtype: np.dtype,
+    axes: Axes | None = None,
 ) -> tuple[jax.Array, Cache]:
-    """A layer of a `Decoder`, computed in `dtype`; see `Block`."""
+    """A layer of a `Decoder`, computed in `dtype`; see `Block`.
+
+    Within `shard_map` over `axes` the arrays and the config are those of a device.
+    """
     has_experts = "router" in params["mlp"]
     graph = _block_graph(config, has_experts, dtype, jax.tree.leaves(params)[0].dtype)
-    return nnx.merge(graph, params)(hidden, angles, attend, cache, options, rope)
+    return nnx.merge(graph, params)(hidden, angles, attend, cache, options, rope, axes)
 
 
 def final_norm(

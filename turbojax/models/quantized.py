@@ -35,6 +35,7 @@ from turbojax.quantizers.int4 import (
     quantize_weight,
 )
 from turbojax.quantizers.int4_layout import OUT_MULTIPLE, code_tiles, scale_tiles
+from turbojax.sharding import Axes
 
 
 @jax.tree_util.register_dataclass
@@ -49,8 +50,10 @@ class QuantizedDecoder:
       layers: one per layer.
       norm: float32 ``[D]``, factor of the last norm, with the config's offset.
       lm_head: ``[V, D]``, floating point or quantized, or None where the embedding serves.
-      config: the shape.
+      config: the shape, of the whole model.
       dtype: of activations between the linear layers.
+      axes: see `Decoder`. Then the sizes of its weights are those that one device has, and their
+        arrays those of all devices, one after the other.
     """
 
     embedding: jax.Array | Int4Weight
@@ -59,6 +62,7 @@ class QuantizedDecoder:
     lm_head: jax.Array | Int4Weight | None
     config: TransformerConfig = dataclasses.field(metadata={"static": True})
     dtype: np.dtype = dataclasses.field(metadata={"static": True})
+    axes: Axes | None = dataclasses.field(default=None, metadata={"static": True})
 
     @property
     def nbytes(self) -> int:
