@@ -111,6 +111,9 @@ def bars(result: Result) -> dict[str, dict[str, plots.Bar]]:
 
 def plot(result: Result) -> "Figure":
     """Times the speed of one device."""
-    return plots.of_bars(
-        bars(result), f"Several GPUs of one host: {result['device']}", "times one GPU"
-    )
+    figure = plots.wide_figure(12)
+    axes = plots.draw_bars(figure, bars(result), 0.3)
+    axes.margins(y=0.2)
+    axes.set_title(f"The same work on several GPUs: {result['device']}")
+    axes.set_ylabel("times one GPU")
+    return figure
