@@ -1,6 +1,7 @@
 """The language of tables: of an op, which axis of which array is what."""
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -13,8 +14,8 @@ Entry = str | tuple["Entry", ...]
 
 Letters are those of `turbojax.sharding.axes`, and of further axes: `F` outputs and `I` inputs of a
 product, `P` pages of a pool, `H` and `C` channels, `E` experts. A leading ``...`` is any number of
-axes whose elements have nothing to do with each other. A ``+`` before all of it: the array is a sum
-over what it has no axis of, so that devices add up their parts.
+axes whose elements have nothing to do with each other. After a ``+`` are the letters over which the
+array is a sum, so that devices add up their parts.
 """
 
 MEANINGS = {
@@ -53,6 +54,10 @@ class Table:
     outputs: Entry
     whole: tuple[tuple[str, str], ...] = ()
 
+    def needs_whole(self, letters: str, reason: str) -> "Table":
+        """The same of an op that cannot split these letters, other than most."""
+        return dataclasses.replace(self, whole=(*self.whole, (letters, reason)))
+
     def refusal(self, letter: str) -> str | None:
         """Why an axis of this letter cannot be split; None if it can."""
         for letters, reason in self.whole:
@@ -63,18 +68,15 @@ class Table:
         return "which each device needs whole"
 
 
-def table(
-    op: str, outputs: Entry, *, whole: dict[str, str] | None = None, **inputs: Entry
-) -> Table:
+def table(op: str, outputs: Entry, **inputs: Entry) -> Table:
     """The table of an op.
 
     Args:
       op: its name.
       outputs: the entry of what it returns.
-      whole: letters that it cannot split, and why.
       **inputs: an entry for each argument, in order.
     """
-    return Table(op, tuple(inputs.items()), outputs, tuple((whole or {}).items()))
+    return Table(op, tuple(inputs.items()), outputs)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,12 +86,12 @@ class Leaf:
     Attributes:
       name: for messages.
       letters: one for each axis.
-      is_sum: whether devices add up their parts.
+      summed: letters over which devices add up their parts.
     """
 
     name: str
     letters: str
-    is_sum: bool = False
+    summed: str = ""
 
 
 def leaves_of(name: str, entry: Entry, value: Any) -> list[Leaf]:
@@ -109,12 +111,15 @@ def leaves_of(name: str, entry: Entry, value: Any) -> list[Leaf]:
     if isinstance(entry, tuple):
         pairs = enumerate(zip(entry, value, strict=True))
         return [x for i, (e, v) in pairs for x in leaves_of(f"{name}[{i}]", e, v)]
-    is_sum, letters = entry.startswith("+"), entry.removeprefix("+")
-    if letters == OWN:
+    letters, _, summed = entry.partition("+")
+    summed = summed.replace("...", _LEADING)
+    if letters == OWN or hasattr(value, "AXES"):
         found = _by_class(name, value)
+    elif isinstance(value, Mapping):  # some arrays have fewer of the axes
+        found = [_leaf(name, letters[: x.ndim], x) for x in jax.tree.leaves(value)]
     else:
         found = [_leaf(name, letters, x) for x in jax.tree.leaves(value)]
-    return [dataclasses.replace(x, is_sum=is_sum) for x in found]
+    return [dataclasses.replace(x, summed=summed) for x in found]
 
 
 def _by_class(name: str, value: Any) -> list[Leaf]:

@@ -3,9 +3,10 @@
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
-from jax.sharding import PartitionSpec
 from jax.experimental.custom_partitioning import ArrayMapping, CompoundFactor, SdyShardingRule
+from jax.sharding import PartitionSpec
 
 from turbojax.sharding.letters import Leaf, Table, meaning
 
@@ -46,10 +47,10 @@ class Plan:
 
     def added(self, leaf: Leaf, shape: Sequence[int]) -> Names:
         """The axes of the mesh over which an array's parts are to be added up."""
-        if not leaf.is_sum:
-            return ()
         own = {name for names in self.split(leaf, shape) for name in names}
-        return tuple(name for names in self.names.values() for name in names if name not in own)
+        groups = dict.fromkeys(_group(letter) for letter in leaf.summed)
+        over = [name for group in groups for name in self.names.get(group, ())]
+        return tuple(name for name in over if name not in own)
 
 
 def _group(letter: str) -> str:
@@ -211,5 +212,5 @@ def sharding_rule(
     operands = tuple(mapping(*x) for x in inputs)
     results = tuple(mapping(*x) for x in outputs)
     plain = {axis for array in (*operands, *results) for axis in array if isinstance(axis, str)}
-    sizes = {name: size for name, size in factor_sizes.items() if name not in plain}
+    sizes: dict[str, Any] = {name: size for name, size in factor_sizes.items() if name not in plain}
     return SdyShardingRule(operands, results, **sizes)

@@ -12,6 +12,7 @@ What cannot be split raises; nothing is gathered in silence.
 """
 
 import contextlib
+import contextvars
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -22,9 +23,12 @@ from jax.experimental.custom_partitioning import SdyShardingRule, custom_partiti
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from turbojax import _device
-from turbojax.sharding.plans import Names, Plan, Split, plan, sharding_rule
+from turbojax._gradient import refuse_gradients
 from turbojax.sharding.letters import Leaf, Table, leaves_of
+from turbojax.sharding.plans import Names, Plan, Split, plan, sharding_rule
 
+# Whether the arrays at hand are one device's already, or whole ones in their place.
+_LOCAL: contextvars.ContextVar[bool] = contextvars.ContextVar("turbojax_local", default=False)
 # Letters of axes that `vmap` adds, the innermost first.
 _MAPPED = "0123456789"
 
@@ -40,7 +44,11 @@ class _Call:
     capability: float | None
 
     def __call__(self, *arrays: Any) -> Any:
-        return self.run(*arrays, **dict(self.static))
+        token = _LOCAL.set(True)
+        try:
+            return self.run(*arrays, **dict(self.static))
+        finally:
+            _LOCAL.reset(token)
 
     def leaves(self, arrays: Sequence[Any]) -> list[Leaf]:
         """The table's, of these arguments."""
@@ -63,14 +71,15 @@ def spread(table: Table, run: Callable[..., Any], **static: Any) -> Callable[...
     """
 
     def call(*arrays: Any) -> Any:
-        leaves = jax.tree.leaves(arrays)
-        kinds = _axis_types(leaves)
+        kinds = set() if _LOCAL.get() else _axis_types(jax.tree.leaves(arrays))
         if AxisType.Explicit in kinds:
             return _explicit(_call(table, run, static), arrays)
         is_manual = AxisType.Manual in kinds and AxisType.Auto not in kinds
-        if is_manual or jax.device_count() == 1:
+        if is_manual or _LOCAL.get() or jax.device_count() == 1:
             return run(*arrays, **static)
-        return _automatic(*arrays, call=_call(table, run, static))
+        automatic = functools.partial(_automatic, call=_call(table, run, static))
+        why = "where axes of a mesh are automatic it has none"
+        return refuse_gradients(automatic, table.op, because=why)(*arrays)
 
     return call
 
@@ -82,7 +91,7 @@ def spread_explicit(table: Table, run: Callable[..., Any], **static: Any) -> Cal
     """
 
     def call(*arrays: Any) -> Any:
-        if AxisType.Explicit in _axis_types(jax.tree.leaves(arrays)):
+        if not _LOCAL.get() and AxisType.Explicit in _axis_types(jax.tree.leaves(arrays)):
             return _explicit(_call(table, run, static), arrays)
         return run(*arrays, **static)
 
@@ -98,7 +107,12 @@ def like(values: Any, wanted: Any) -> Any:
             return value
         return jax.sharding.reshard(value, sharding.spec)
 
-    return jax.tree.map(one, values, wanted)
+    return jax.tree.map(
+        lambda value, want: None if value is None else one(value, want),
+        values,
+        wanted,
+        is_leaf=lambda x: x is None,
+    )
 
 
 def _call(table: Table, run: Callable[..., Any], static: Mapping[str, Any]) -> _Call:

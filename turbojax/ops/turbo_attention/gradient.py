@@ -53,7 +53,6 @@ def straight_through(
       dtype of the input they belong to. A second derivative raises NotImplementedError, forward
       mode (`jvp`) raises jax's TypeError about `custom_vjp`.
     """
-
     static: dict[str, Any] = {"config": config, "options": options}
     static["implementation"] = implementation
     differentiate_once = refuse_gradients(
