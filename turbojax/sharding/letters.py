@@ -7,7 +7,8 @@ from typing import Any
 import jax
 
 OWN = "*"
-"""Stands for the letters that a class has in its attribute `AXES`, a name of a field each."""
+"""Stands for the letters that a class has in its attribute `AXES`, a name of a field each; letters
+before it are those of further axes of all of its arrays, the first."""
 
 Entry = str | tuple["Entry", ...]
 """What the arrays of one argument or result are: a letter for each axis, or as many entries.
@@ -113,8 +114,8 @@ def leaves_of(name: str, entry: Entry, value: Any) -> list[Leaf]:
         return [x for i, (e, v) in pairs for x in leaves_of(f"{name}[{i}]", e, v)]
     letters, _, summed = entry.partition("+")
     summed = summed.replace("...", _LEADING)
-    if letters == OWN or hasattr(value, "AXES"):
-        found = _by_class(name, value)
+    if letters.endswith(OWN) or hasattr(value, "AXES"):
+        found = _by_class(name, letters.partition(OWN)[0] if OWN in letters else "", value)
     elif isinstance(value, Mapping):  # some arrays have fewer of the axes
         found = [_leaf(name, letters[: x.ndim], x) for x in jax.tree.leaves(value)]
     else:
@@ -122,7 +123,7 @@ def leaves_of(name: str, entry: Entry, value: Any) -> list[Leaf]:
     return [dataclasses.replace(x, summed=summed) for x in found]
 
 
-def _by_class(name: str, value: Any) -> list[Leaf]:
+def _by_class(name: str, first: str, value: Any) -> list[Leaf]:
     if not hasattr(value, "AXES"):
         raise TypeError(f"{name} is a {type(value).__name__}, which has no AXES")
     found: list[Leaf] = []
@@ -133,9 +134,9 @@ def _by_class(name: str, value: Any) -> list[Leaf]:
         path, letters = f"{name}.{field.name}", value.AXES.get(field.name)
         if letters is None:
             children = child if isinstance(child, tuple | list) else (child,)
-            found += [x for one in children for x in _by_class(path, one)]
+            found += [x for one in children for x in _by_class(path, first, one)]
         else:
-            found += [_leaf(path, letters, x) for x in jax.tree.leaves(child)]
+            found += [_leaf(path, first + letters, x) for x in jax.tree.leaves(child)]
     return found
 
 

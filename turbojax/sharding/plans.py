@@ -45,12 +45,20 @@ class Plan:
         """Into how many parts a letter's axes are split."""
         return math.prod(self.sizes[name] for name in self.names.get(_group(letter), ()))
 
+    def over(self, letter: str) -> Names:
+        """The axes of the mesh over which a letter is split."""
+        return self.names.get(_group(letter), ())
+
     def added(self, leaf: Leaf, shape: Sequence[int]) -> Names:
         """The axes of the mesh over which an array's parts are to be added up."""
         own = {name for names in self.split(leaf, shape) for name in names}
         groups = dict.fromkeys(_group(letter) for letter in leaf.summed)
         over = [name for group in groups for name in self.names.get(group, ())]
         return tuple(name for name in over if name not in own)
+
+
+WHOLE = Plan({}, {})
+"""Nothing is split."""
 
 
 def _group(letter: str) -> str:

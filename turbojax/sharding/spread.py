@@ -25,7 +25,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from turbojax import _device
 from turbojax._gradient import refuse_gradients
 from turbojax.sharding.letters import Leaf, Table, leaves_of
-from turbojax.sharding.plans import Names, Plan, Split, plan, sharding_rule
+from turbojax.sharding.plans import WHOLE, Names, Plan, Split, plan, sharding_rule
 
 # Whether the arrays at hand are one device's already, or whole ones in their place.
 _LOCAL: contextvars.ContextVar[bool] = contextvars.ContextVar("turbojax_local", default=False)
@@ -42,11 +42,17 @@ class _Call:
     static: tuple[tuple[str, Any], ...]
     interpret: bool
     capability: float | None
+    adding: Callable[..., Any] | None = None
 
-    def __call__(self, *arrays: Any) -> Any:
+    def __call__(self, arrays: Sequence[Any], found: Plan = WHOLE) -> Any:
+        """Runs the op on arrays that are split so."""
+        here = localized(tuple(arrays), found.parts)
+        over, static = found.over("I"), dict(self.static)
         token = _LOCAL.set(True)
         try:
-            return self.run(*arrays, **dict(self.static))
+            if over and self.adding is not None:
+                return self.adding(lambda x: jax.lax.psum(x, over), *here, **static)
+            return self.run(*here, **static)
         finally:
             _LOCAL.reset(token)
 
@@ -56,13 +62,21 @@ class _Call:
         return [leaf for (name, entry), x in named for leaf in leaves_of(name, entry, x)]
 
 
-def spread(table: Table, run: Callable[..., Any], **static: Any) -> Callable[..., Any]:
+def spread(
+    table: Table,
+    run: Callable[..., Any],
+    *,
+    adding: Callable[..., Any] | None = None,
+    **static: Any,
+) -> Callable[..., Any]:
     """`run` with its options bound, on arrays that a mesh may split.
 
     Args:
       table: what the axes of the arrays are.
       run: a function of a module, of these arrays and options. It is called with whole arrays, or
         with those that one device has.
+      adding: runs instead where inputs of a product are split: its first argument adds up an array
+        over the devices.
       **static: hashable keyword arguments.
 
     Returns:
@@ -73,11 +87,11 @@ def spread(table: Table, run: Callable[..., Any], **static: Any) -> Callable[...
     def call(*arrays: Any) -> Any:
         kinds = set() if _LOCAL.get() else _axis_types(jax.tree.leaves(arrays))
         if AxisType.Explicit in kinds:
-            return _explicit(_call(table, run, static), arrays)
+            return _explicit(_call(table, run, static, adding), arrays)
         is_manual = AxisType.Manual in kinds and AxisType.Auto not in kinds
         if is_manual or _LOCAL.get() or jax.device_count() == 1:
             return run(*arrays, **static)
-        automatic = functools.partial(_automatic, call=_call(table, run, static))
+        automatic = functools.partial(_automatic, call=_call(table, run, static, adding))
         why = "where axes of a mesh are automatic it has none"
         return refuse_gradients(automatic, table.op, because=why)(*arrays)
 
@@ -115,13 +129,19 @@ def like(values: Any, wanted: Any) -> Any:
     )
 
 
-def _call(table: Table, run: Callable[..., Any], static: Mapping[str, Any]) -> _Call:
+def _call(
+    table: Table,
+    run: Callable[..., Any],
+    static: Mapping[str, Any],
+    adding: Callable[..., Any] | None = None,
+) -> _Call:
     return _Call(
         table,
         run,
         tuple(sorted(static.items())),
         _device.interpreting(),
         _device.gpu_compute_capability(),
+        adding,
     )
 
 
@@ -193,8 +213,7 @@ def _explicit(call: _Call, arrays: Sequence[Any]) -> Any:
     ]
 
     def local(*parts: Any) -> tuple[Any, ...]:
-        here = localized(jax.tree.unflatten(tree, parts), found.parts)
-        results = jax.tree.leaves(call(*here))
+        results = jax.tree.leaves(call(jax.tree.unflatten(tree, parts), found))
         return _added(found, out_leaves, [x.shape for x in outputs], results)
 
     run = jax.shard_map(
@@ -226,7 +245,7 @@ def _result(call: _Call, arrays: Sequence[Any]) -> Any:
     """What the call gives for whole arrays, in shapes and dtypes."""
     plain = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tuple(arrays))
     with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
-        return jax.eval_shape(call, *plain)
+        return jax.eval_shape(call, plain)
 
 
 def _output_leaves(call: _Call, result: Any) -> list[Leaf]:
@@ -252,8 +271,8 @@ def _automatic(*arrays: Any, call: _Call) -> Any:
     values, tree = jax.tree.flatten(arrays)
     trees: list[Any] = []
 
-    def run(parts: Callable[[str], int], *values: Any) -> tuple[Any, ...]:
-        result = call(*localized(jax.tree.unflatten(tree, values), parts))
+    def run(found: Plan, *values: Any) -> tuple[Any, ...]:
+        result = call(jax.tree.unflatten(tree, values), found)
         if not trees:  # the first time it is the whole call
             trees.append((jax.tree.structure(result), _output_leaves(call, result)))
         return tuple(jax.tree.leaves(result))
@@ -271,7 +290,7 @@ class _Flat:
       call: what it is of.
       leaves: its arrays.
       results: those that it gives; known once `run` was.
-      run: from the parts of letters and the arrays to results.
+      run: from how they are split, and one device's part of the arrays, to results.
       mapped: how many axes `vmap` has added.
     """
 
@@ -295,10 +314,9 @@ class _Flat:
                 dataclasses.replace(leaf, letters=letter + leaf.letters) for leaf in self.results()
             )
 
-        def run(parts: Callable[[str], int], *values: Any) -> tuple[Any, ...]:
-            out: tuple[Any, ...] = jax.vmap(functools.partial(self.run, parts), in_axes=axes)(
-                *values
-            )
+        def run(found: Plan, *values: Any) -> tuple[Any, ...]:
+            one = functools.partial(self.run, found)
+            out: tuple[Any, ...] = jax.vmap(one, in_axes=axes)(*values)
             return out
 
         return _Flat(self.call, leaves, results, run, self.mapped + 1)
@@ -308,7 +326,7 @@ def _partitioned(flat: _Flat) -> Callable[..., tuple[Any, ...]]:
     """The call as the compiler can split it, and `vmap` map it."""
 
     def whole(*values: Any) -> tuple[Any, ...]:
-        return flat.run(lambda letter: 1, *values)
+        return flat.run(WHOLE, *values)
 
     shapes: list[tuple[list[Any], list[Any]]] = []
 
@@ -359,7 +377,7 @@ def _partition(flat: _Flat, mesh: Mesh, arguments: Any, results: Any) -> Any:
         if flat.call.interpret and not _device.interpreting():
             context = _device.interpret_kernels()
         with context:
-            return _added(found, flat.results(), outs, flat.run(found.parts, *values))
+            return _added(found, flat.results(), outs, flat.run(found, *values))
 
     def shardings(leaves: Sequence[Leaf], shapes: Sequence[Any]) -> tuple[NamedSharding, ...]:
         pairs = zip(leaves, shapes, strict=True)

@@ -107,16 +107,16 @@ PAGED_LATENT_APPEND = table(
 ).needs_whole("B", _ONE_POOL)
 
 _PRODUCT = {"x": "...I", "weight": OWN, "bias": "F"}
-MATMUL = table("int4_matmul", "...F+I", **_PRODUCT, residual="...F")
+MATMUL = table("int4_matmul", "...F", **_PRODUCT, residual="...F")
 MATMUL_GRADIENT = table(
     "the gradient of int4_matmul", ("...I+F", "F+..."), x="...I", weight=OWN, bias="F", d_out="...F"
 )
 _GROUPED = "which belong to experts wherever these are"
 GROUPED_MATMUL = table(
     "grouped_matmul",
-    "MF+I",
+    "MF",
     x="MI",
-    weight=OWN,
+    weight="E" + OWN,
     group_sizes="E",
     bias="EF",
 ).needs_whole("M", _GROUPED)
@@ -124,7 +124,7 @@ GROUPED_MATMUL_GRADIENT = table(
     "the gradient of grouped_matmul",
     ("MI+F", "EF"),
     x="MI",
-    weight=OWN,
+    weight="E" + OWN,
     group_sizes="E",
     bias="EF",
     d_out="MF",
