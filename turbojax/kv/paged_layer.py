@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from turbojax import _checks
+from turbojax.sharding.specs import Split
 from turbojax.state.pages.pool import KV_DTYPES, PagedCache, init_paged_cache
 from turbojax.state.pages.pool import append as append_to_pages
 
@@ -32,7 +33,7 @@ many as prompts take at a time, see `turbojax.kv.pages.query_chunk`, with 64 que
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class PagedLayer:
+class PagedLayer(Split):
     """A layer's KV cache in pages, for `B` sequences that come and go together.
 
     Every sequence has pages for `max_length` tokens from the start, so nothing is allocated on the

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from turbojax import _checks
+from turbojax.sharding.specs import Split
 from turbojax.state import checks, ring
 
 _UNIT = 16
@@ -16,7 +17,7 @@ _UNIT = 16
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class ExactCache:
+class ExactCache(Split):
     """Keys and values as they are, in one floating-point dtype.
 
     Attributes:

@@ -17,6 +17,7 @@ import numpy as np
 from turbojax import _checks
 from turbojax._gradient import refuse_gradients
 from turbojax._registry import Implementation, ImplementationName, Registry
+from turbojax.sharding.specs import Split
 from turbojax.state import checks, kv4_mosaic, ring
 from turbojax.state.kv4_codes import numbers as numbers
 from turbojax.state.kv4_codes import quantize as quantize
@@ -28,7 +29,7 @@ ALLOCATION = 128
 
 
 @dataclasses.dataclass(frozen=True)
-class TokenScaledCache:
+class TokenScaledCache(Split):
     """What `Kv4Cache` and `K8v4Cache` share: fields, sizes, checks; they differ in the keys' codes.
 
     Attributes:

@@ -21,6 +21,7 @@ from turbojax.models.config import TransformerConfig
 from turbojax.models.decoder import Decoder
 from turbojax.models.quantized import QuantizedDecoder
 from turbojax.models.transformer import Transformer
+from turbojax.sharding.specs import Split
 
 _Edges = Literal["exact", "bfloat16", "paged", "latent"]
 """Kinds of caches that are not compressed."""
@@ -131,7 +132,7 @@ def kinds_of_layers(cache: ModelCacheKind, num_layers: int) -> tuple[CacheKind, 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class ModelCaches:
+class ModelCaches(Split):
     """The KV caches of all layers of a model.
 
     Attributes:

@@ -10,6 +10,7 @@ import numpy as np
 
 from turbojax import _checks
 from turbojax._gradient import refuse_gradients
+from turbojax.sharding.specs import Split
 from turbojax.state import checks
 from turbojax.state.latent import formats
 from turbojax.state.latent.pages import LatentPages
@@ -20,7 +21,7 @@ PAGE_SIZE = 64
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class LatentCache(formats.Holder):
+class LatentCache(formats.Holder, Split):
     """Latents and rotary keys of `B` sequences (MLA, DeepSeek-V2, 2024).
 
     What is stored of a token, and what `kv_dtype` means, is said at `LatentPages`. `S` is

@@ -10,6 +10,7 @@ import numpy as np
 
 from turbojax import _checks
 from turbojax._gradient import refuse_gradients
+from turbojax.sharding.specs import Split
 from turbojax.state import checks
 from turbojax.state.latent import formats
 from turbojax.state.pages import checks as page_checks
@@ -19,7 +20,7 @@ from turbojax.state.pages.writing import find_places
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class LatentPages(formats.Holder):
+class LatentPages(formats.Holder, Split):
     """A pool of `P` pages for the latents of any number of sequences (MLA, DeepSeek-V2, 2024).
 
     A token has a latent of `C` channels, key and value of all heads at once, and a rotary key of

@@ -16,6 +16,7 @@ import numpy as np
 from turbojax import _checks, polar
 from turbojax._gradient import refuse_gradients
 from turbojax._registry import Implementation, ImplementationName, Registry
+from turbojax.sharding.specs import Split
 from turbojax.state import checks
 from turbojax.state.pages import checks as page_checks
 from turbojax.state.pages import mosaic_gpu as paged_mosaic
@@ -42,7 +43,7 @@ APPEND = Registry(
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class PagedCache:
+class PagedCache(Split):
     """A pool of `P` pages for the keys and values of any number of sequences.
 
     Shapes: `K` KV heads, head dim `H`, `page_size` tokens a page. What `kv_dtype` means:

@@ -16,12 +16,13 @@ import numpy as np
 from turbojax import _checks
 from turbojax.config import TurboConfig
 from turbojax.quantizers import INT8_RANGE, packed_size, round_scale
+from turbojax.sharding.specs import Split
 from turbojax.state import ring
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class CacheSide:
+class CacheSide(Split):
     """The keys, or the values, of a `ProgressiveCache`.
 
     Shapes: `B` sequences, `K` KV heads, `n` blocks of `block` tokens, head dim `H`. A sequence's
@@ -66,10 +67,13 @@ class CacheSide:
     They hold for every array of `codes`.
     """
 
+    COPIES: ClassVar[dict[str, int]] = {"head_slots": 1, "buffer": 2, "buffer_scale": 1}
+    """Where blocks are split over devices, all have the newest tokens, and what they tell."""
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class ProgressiveCache:
+class ProgressiveCache(Split):
     """Keys and values of `B` sequences, compressed progressively.
 
     The caches of several layers may be stacked along a new first axis of every array, and mapped
