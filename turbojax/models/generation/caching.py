@@ -20,7 +20,10 @@ from turbojax.kv import (
 from turbojax.models.config import TransformerConfig
 from turbojax.models.decoder import Decoder
 from turbojax.models.quantized import QuantizedDecoder
+from turbojax.models.tensor_parallel.caches import check_batch, init_split
+from turbojax.models.tensor_parallel.layout import local_config
 from turbojax.models.transformer import Transformer
+from turbojax.sharding import Axes
 from turbojax.sharding.specs import Split
 
 _Edges = Literal["exact", "bfloat16", "paged", "latent"]
@@ -173,7 +176,7 @@ def init_caches(
     A layer with a window keeps what that needs and not all tokens, see `turbojax.state.ring`.
 
     Args:
-      model: the model.
+      model: the model. Of a split decoder each device has caches of its own sequences and KV heads.
       batch_size: sequences.
       max_length: tokens each sequence may grow to.
       cache: the kind of cache, see `turbojax.kv.init_layer_cache`, or `UncompressedEdges`.
@@ -182,7 +185,9 @@ def init_caches(
       ValueError: if `cache` is no kind of cache, a size does not fit, or no layer would be
         compressed, or it is one of latents and the model has none.
     """
-    config = model.config
+    axes = None if isinstance(model, Transformer) else model.axes
+    batch_size = check_batch(batch_size, axes)
+    config = local_config(model.config, axes)
     kinds = kinds_of_layers(cache, config.num_layers)
     # Says what is wrong before `jit` says that it cannot hash it.
     middle = kinds[len(kinds) // 2]
@@ -191,7 +196,7 @@ def init_caches(
     windows = windows_of_layers(config, kinds)
     return ModelCaches(
         tuple(
-            _empty_layer(size, kind, model.dtype, window)
+            _empty_layer(size, kind, model.dtype, window, axes)
             for size, kind, window in zip(sizes, kinds, windows, strict=True)
         )
     )
@@ -236,4 +241,9 @@ def _init(sizes: _Sizes, kind: CacheKind, dtype: np.dtype, window: int | None) -
 
 
 # One program for each size, instead of one for each array.
-_empty_layer = functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))(_init)
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4))
+def _empty_layer(
+    sizes: _Sizes, kind: CacheKind, dtype: np.dtype, window: int | None, axes: Axes | None
+) -> LayerCache:
+    make = functools.partial(_init, sizes, kind, dtype, window)
+    return make() if axes is None else init_split(make, axes)
