@@ -266,7 +266,7 @@ def _attention_to(cache: Any, options: Options, implementation: Any) -> _Attenti
         return functools.partial(_to_exact, cache, static)
     op: Any = kv4_attention if isinstance(cache, TokenScaledCache) else turbo_attention
 
-    def attend(query: jax.Array, real: jax.Array | None, **offsets: jax.Array) -> Part:
+    def attend(query: jax.Array, real: jax.Array | None, **offsets: Any) -> Part:
         part: Part = op.decode(query, cache, query_seq_lengths=real, **static, **offsets)
         return part
 
@@ -294,7 +294,7 @@ def _to_pages(
 ) -> _Attention:
     static, op = _static(options, implementation), paged_op.paged_attention
 
-    def attend(query: jax.Array, real: jax.Array | None, **offsets: jax.Array) -> Part:
+    def attend(query: jax.Array, real: jax.Array | None, **offsets: Any) -> Part:
         given = (query, cache, block_tables, lengths)
         part: Any = op(*given, query_seq_lengths=real, **static, **offsets)
         found: Part = part
@@ -308,7 +308,7 @@ def _to_exact(
     static: dict[str, Any],
     query: jax.Array,
     real: jax.Array | None,
-    **offsets: jax.Array,
+    **offsets: Any,
 ) -> Part:
     del real  # all queries are there; `merged` knows better
     part: Any = exact_attention.decode(query, cache, **static, **offsets)
@@ -321,7 +321,7 @@ def _to_latents(
     static: dict[str, Any],
     query: jax.Array,
     real: jax.Array | None,
-    **offsets: jax.Array,
+    **offsets: Any,
 ) -> Part:
     channels = cache.latent_dim + cache.rope_dim
     if query.shape[3] != channels:

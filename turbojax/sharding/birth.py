@@ -3,51 +3,93 @@
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 
 from turbojax.sharding.axes import Axes
-from turbojax.sharding.specs import Split, partition_specs
+from turbojax.sharding.specs import Split, axes_of, partition_specs
 
 C = TypeVar("C")
-Sizes = tuple[int, int, int]
-"""Sequences (or pages), tokens and KV heads."""
 
 
-def born(make: Callable[..., C], axes: Axes, sizes: Sizes, unit: int, **static: Any) -> C:
+class Sizes(NamedTuple):
+    """Of a cache on all devices together.
+
+    Attributes:
+      batch_size: sequences, or pages of a pool.
+      max_length: tokens each may grow to, or those of a page.
+      num_kv_heads: key/value heads.
+      unit: tokens of a slot; 0 of a pool, whose pages are split and not their tokens.
+      slots: that each sequence has.
+    """
+
+    batch_size: int
+    max_length: int
+    num_kv_heads: int
+    unit: int = 0
+    slots: int = 0
+
+    def own(self, axes: Axes) -> tuple[int, int, int]:
+        """The first three of each device's own part; axes of size 1 are not split.
+
+        Raises:
+          ValueError: if slots are not as many on every device.
+        """
+        batch, length, heads = self[:3]
+        # `partition_specs` has refused what does not divide.
+        if heads > 1:
+            heads //= axes.size("heads")
+        if not self.unit:
+            return batch // axes.count(axes_of("P", axes)), length, heads
+        if batch > 1:
+            batch //= axes.size("batch")
+        devices = axes.size("sequence")
+        if devices > 1:
+            if self.slots % devices or not self.slots:
+                raise ValueError(
+                    f"max_length={length} makes {self.slots} slots of {self.unit} tokens, must "
+                    f"make a multiple of {devices}, to be split over {axes.sequence}"
+                )
+            length = self.slots // devices * self.unit
+        return batch, length, heads
+
+
+def born(make: Callable[..., C], axes: Axes, sizes: Sizes, **static: Any) -> C:
     """An empty cache, split over a mesh.
 
     Args:
       make: ``make(batch_size, max_length, num_kv_heads, **static)`` gives one of one device.
       axes: of the mesh.
       sizes: of all devices together.
-      unit: tokens of a slot, of which every device has as many.
       **static: hashable.
 
     Raises:
-      ValueError: if a size cannot be split.
+      ValueError: if a size cannot be split, or tokens of a cache that keeps a window alone.
     """
-    found: C = program(make, axes, sizes, unit, **static)()
+    found: C = program(make, axes, sizes, **static)()
     return found
 
 
-def program(
-    make: Callable[..., Any], axes: Axes, sizes: Sizes, unit: int, **static: Any
-) -> Callable[[], Any]:
-    """What `born` runs: compiled once for the same arguments."""
+def program(make: Callable[..., Any], axes: Axes, sizes: Sizes, **static: Any) -> Any:
+    """What `born` runs, jitted: once for the same arguments."""
     axes = dataclasses.replace(axes, mesh=axes.require_mesh())
-    return _program(make, axes, sizes, unit, tuple(sorted(static.items())))
+    return _program(make, axes, sizes, tuple(sorted(static.items())))
 
 
 @functools.lru_cache(maxsize=256)
 def _program(
-    make: Callable[..., Any], axes: Axes, sizes: Sizes, unit: int, static: tuple[Any, ...]
-) -> Callable[[], Any]:
+    make: Callable[..., Any], axes: Axes, sizes: Sizes, static: tuple[tuple[str, Any], ...]
+) -> Any:
     given = dict(static)
-    whole = jax.eval_shape(lambda: make(*sizes, **given))
+    whole = jax.eval_shape(lambda: make(*sizes[:3], **given))
+    if axes.size("sequence") > 1 and getattr(whole, "is_ring", False):
+        raise ValueError(
+            f"{axes.sequence=} must be () for a cache that keeps a window of {whole.window} tokens "
+            f"alone and not max_length={whole.max_length}"
+        )
     specs = partition_specs(widened(whole, axes.size("sequence")), axes)
-    own = _own_sizes(sizes, unit, axes)
+    own = sizes.own(axes)
     fields = [f.name for f in dataclasses.fields(whole) if f.metadata.get("static")]
     of_whole = {name: getattr(whole, name) for name in fields}
 
@@ -69,22 +111,3 @@ def widened(cache: Any, devices: int) -> Any:
             shape[axis] *= devices
             changes[field.name] = jax.ShapeDtypeStruct(shape, x.dtype)
     return dataclasses.replace(cache, **changes)
-
-
-def _own_sizes(sizes: Sizes, unit: int, axes: Axes) -> Sizes:
-    """What a device's own part has; axes of size 1 are not split."""
-    batch, length, heads = sizes
-    devices, slots = axes.size("sequence"), length // unit
-    if slots % devices or (devices > 1 and not slots):
-        raise ValueError(
-            f"max_length={length} must hold a multiple of {devices} times {unit} tokens, so that "
-            f"every device of {axes.sequence} has as many slots"
-        )
-    if devices > 1:
-        length = slots // devices * unit
-    # `partition_specs` has refused what does not divide.
-    batch, heads = (
-        size // axes.size(dimension) if size > 1 else size
-        for size, dimension in ((batch, "batch"), (heads, "heads"))
-    )
-    return batch, length, heads

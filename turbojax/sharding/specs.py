@@ -74,22 +74,38 @@ def _of_field(cache: Split, name: str, x: Any, axes: Axes) -> Any:
         return tuple(_of_field(cache, name, part, axes) for part in x)
     if isinstance(x, Split):
         return partition_specs(x, axes)
-    letters, shape = cache.AXES[name], tuple(x.shape)
-    stacked = len(shape) - len(letters)  # of layers
-    names = [()] * stacked + [
+    try:
+        return spec_of(cache.AXES[name], tuple(x.shape), axes, cache.COPIES.get(name))
+    except ValueError as error:
+        raise ValueError(f"{type(cache).__name__}.{name}: {error}") from None
+
+
+def spec_of(
+    letters: str, shape: tuple[int, ...], axes: Axes, copies: int | None = None
+) -> PartitionSpec:
+    """How an array is split.
+
+    Args:
+      letters: of its axes, of layers that are stacked before them without.
+      shape: of the array of all devices together.
+      axes: the axes of the mesh.
+      copies: see `Split.COPIES`.
+
+    Raises:
+      ValueError: if an axis cannot be split evenly.
+    """
+    stacked = len(shape) - len(letters)
+    names: list[tuple[str, ...]] = [()] * stacked + [
         axes_of(letter, axes) if size != 1 else ()
         for letter, size in zip(letters, shape[stacked:], strict=True)
     ]
-    if name in cache.COPIES:
-        axis = stacked + cache.COPIES[name]
-        names[axis] = (*names[axis], *axes.of_dimension("sequence"))
+    if copies is not None:
+        names[stacked + copies] = (*names[stacked + copies], *axes.of_dimension("sequence"))
     for i, (size, split) in enumerate(zip(shape, names, strict=True)):
-        parts = axes.count(split)
-        if size % parts:
-            letter = letters[i - stacked]
+        if size % axes.count(split):
             raise ValueError(
-                f"{type(cache).__name__}.{name}.shape={shape} must be a multiple of {parts} in "
-                f"axis {i} ({DIMENSIONS.get(letter, 'pages')}), to be split over {split}"
+                f"axis {i} of shape {shape} must be a multiple of {axes.count(split)}, to be split "
+                f"over {split}"
             )
     return PartitionSpec(*(n[0] if len(n) == 1 else n or None for n in names))
 
