@@ -107,8 +107,13 @@ class Axes:
 
     def size(self, dimension: str) -> int:
         """Into how many parts ``"batch"``, ``"heads"`` or ``"sequence"`` is split."""
-        mesh = self.require_mesh()
-        return math.prod(mesh.shape[name] for name in self.of_dimension(dimension))
+        return self.count(self.of_dimension(dimension))
+
+    def count(self, names: Iterable[str]) -> int:
+        """Into how many parts these axes split an array."""
+        names = tuple(names)
+        mesh = self.require_mesh() if names else None
+        return math.prod(mesh.shape[name] for name in names) if mesh is not None else 1
 
     def spec(self, letters: str, shape: Iterable[int] | None = None) -> PartitionSpec:
         """How an array is split, each of whose axes has a letter of `DIMENSIONS`, or another.

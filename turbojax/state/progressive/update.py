@@ -30,6 +30,22 @@ STORE_PROMPT = Registry(
         Implementation("xla", reference.store_prompt),
     ),
 )
+APPEND_PART = Registry(
+    "append",
+    (
+        Implementation("mosaic_gpu", mosaic_gpu.append, mosaic_gpu.append_part_unsupported),
+        Implementation("xla", reference.append),
+    ),
+)
+STORE_PART = Registry(
+    "store_prompt",
+    (
+        Implementation(
+            "mosaic_gpu", mosaic_gpu.store_part_of_prompt, mosaic_gpu.store_prompt_unsupported
+        ),
+        Implementation("xla", reference.store_prompt),
+    ),
+)
 SHARES_CODES: Mapping[str, Callable[..., Any]] = {
     "mosaic_gpu": mosaic_gpu.store_prompt_with_operands,
     "triton": triton.store_prompt_with_operands,
@@ -141,6 +157,56 @@ def _store_prompt(
     chosen = STORE_PROMPT.select(implementation, cache=cache, key=key)
     filled: ProgressiveCache = chosen.run(cache, key, value, lengths)
     return filled
+
+
+def append_part(
+    cache: ProgressiveCache,
+    key: jax.Array,
+    value: jax.Array,
+    lengths: jax.Array,
+    first: jax.Array,
+    *,
+    implementation: str | None = None,
+) -> ProgressiveCache:
+    """`append` to a part of a cache: one device's, where blocks are split over several.
+
+    Args:
+      cache: lengths and buffers of whole sequences, and some of their blocks.
+      key: ``[B, T, K, H]`` in `cache.dtype`.
+      value: the same shape and dtype.
+      lengths: int32 ``[B]``, the real ones of the `T` tokens.
+      first: int32 ``[]``, the token that the part's first block begins with.
+      implementation: what `decode` is asked for beside it; ``"mosaic_gpu"`` appends one token.
+
+    Returns:
+      The part of the extended cache.
+
+    Raises:
+      TypeError, ValueError, NotImplementedError: see `append`.
+    """
+    check_cache_arguments(cache, key, value)
+    name = APPEND_PART.beside(implementation)
+    if name == "mosaic_gpu" and key.shape[1] > 1:  # it attends to several tokens, appends one
+        name = None
+    chosen = APPEND_PART.select(name, cache=cache, key=key)
+    number = first // cache.config.block_kv
+    return refuse_gradients(chosen.run, "append")(cache, key, value, lengths, number)
+
+
+def store_prompt_part(
+    cache: ProgressiveCache,
+    key: jax.Array,
+    value: jax.Array,
+    lengths: jax.Array,
+    first: jax.Array,
+    *,
+    implementation: str | None = None,
+) -> ProgressiveCache:
+    """`store_prompt` of a part of a cache, see `append_part`."""
+    check_prompt(cache, key, value, lengths)
+    chosen = STORE_PART.select(STORE_PART.beside(implementation), cache=cache, key=key)
+    number = first // cache.config.block_kv
+    return refuse_gradients(chosen.run, "prefill")(cache, key, value, lengths, number)
 
 
 def check_prompt(
