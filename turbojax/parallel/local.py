@@ -1,7 +1,7 @@
 """What a ring runs on each device, of chunks that meet: turbo, exact and pooled attention."""
 
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -125,8 +125,8 @@ class Exact:
 
     options: Options
     implementation: str | None = None
-    block_q: int = EXACT.block_q
-    block_kv: int = EXACT.block_kv
+    block_q: ClassVar[int] = 1
+    block_kv: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
         """Checks the name."""
