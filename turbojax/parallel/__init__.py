@@ -7,3 +7,4 @@ from turbojax.parallel.zigzag import permutation as permutation
 from turbojax.parallel.zigzag import positions as positions
 from turbojax.parallel.zigzag import to_zigzag as to_zigzag
 from turbojax.sharding.axes import Axes as Axes
+from turbojax.sharding.meshes import mesh_of as mesh_of
