@@ -17,9 +17,7 @@ EPS = float(jnp.finfo(jnp.float32).eps)
 
 def config_of(mode, **options):
     """Numerics with blocks of 8 tokens."""
-    return tj.TurboConfig(
-        mode=mode, block_q=BLOCK, block_kv=BLOCK, buffer_size=BLOCK, **options
-    )
+    return tj.TurboConfig(mode=mode, block_q=BLOCK, block_kv=BLOCK, buffer_size=BLOCK, **options)
 
 
 @functools.cache

@@ -100,8 +100,8 @@ def test_what_does_not_fit_is_named():
         ContextAttention(axes, "fast")
     with pytest.raises(NotImplementedError, match="compares all keys"):
         ContextAttention(axes, models.PooledAttention(SimilarityCap(TopK()), BLOCK, BLOCK))
+    pooled = models.PooledAttention(TopK(), BLOCK, BLOCK)
     with pytest.raises(ValueError, match="pooled attention has one"):
-        pooled = models.PooledAttention(TopK(), BLOCK, BLOCK)
         ContextAttention(axes, pooled, implementation="xla")
 
 

@@ -69,7 +69,7 @@ def heads_attention(
         if x is not None:
             split = _everywhere if name in _OF_TOKENS else _own_heads
             arguments[name] = split(x, axis_name)
-    operands = (query, key, value)
+    operands: tuple[jax.Array, ...] = (query, key, value)
     if levels is not None:
         operands = (*operands, _own_levels(levels, axis_name))
     out = op(*operands, **arguments)

@@ -130,13 +130,13 @@ class ContextAttention:
             arguments |= {"attention": found, "implementation": self.implementation}
             return ring_attention(query, key, value, **arguments, **options.arguments())  # type: ignore[return-value]
         require_plain(options, "pooled attention", but_scale=True)
+        arguments["implementation"] = found.implementation
         levels = self._levels(found, query, key, segment_ids, options)
         return ring_pooled_attention(  # type: ignore[return-value]
             *(query, key, value, levels),
             block_q=found.block_q,
             block_kv=found.block_kv,
             scale=options.scale,
-            implementation=found.implementation,
             **arguments,
         )
 
