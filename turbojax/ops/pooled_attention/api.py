@@ -201,7 +201,10 @@ def _attend(
 
 
 def check_levels(
-    levels: jax.Array, query: jax.Array, key: jax.Array, options: PooledOptions
+    levels: jax.Array,
+    query: jax.Array,
+    key: jax.Array | jax.ShapeDtypeStruct,
+    options: PooledOptions,
 ) -> jax.Array:
     """Levels as int8; a value that is not a level stays invalid.
 
