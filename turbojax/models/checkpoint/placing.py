@@ -53,11 +53,10 @@ class Target:
             return self
         *lead, one, two = self.shape
         spec = (*self.sharding.spec, *[None] * (len(self.shape) - len(self.sharding.spec)))
-        sharding = NamedSharding(
-            self.sharding.mesh, PartitionSpec(*spec[:-2], spec[-1], spec[-2])
-        )
+        sharding = NamedSharding(self.sharding.mesh, PartitionSpec(*spec[:-2], spec[-1], spec[-2]))
         sources = tuple(
-            (index, name, dataclasses.replace(x, transpose=False)) for index, name, x in self.sources
+            (index, name, dataclasses.replace(x, transpose=False))
+            for index, name, x in self.sources
         )
         return Target((*lead, two, one), self.dtype, sharding, sources)
 
@@ -167,7 +166,7 @@ def from_parts(
     devices: dict[Box, list[jax.Device]] = {}
     for device, box in local_boxes(sharding, shape).items():
         devices.setdefault(box, []).append(device)
-    held = {}
+    held: dict[jax.Device, jax.Array] = {}
     for box, holders in devices.items():
         held |= _put(part(box), holders)
     return jax.block_until_ready(assemble(shape, sharding, held))
@@ -299,7 +298,7 @@ def _read_group(
             whole = own[copy.target]
             if whole is None:
                 whole = own[copy.target] = np.zeros(shape, target.dtype)
-            whole[(*copy.index, *(slice(0, size) for size in copy.size))] = found
+            whole[copy.index][tuple(slice(0, size) for size in copy.size)] = found
         for i, (array, box) in enumerate(zip(own, part.boxes, strict=True)):
             if array is None:
                 array = np.zeros([last - first for first, last in box], group[i].dtype)
