@@ -1,4 +1,4 @@
-"""Checkpoints that are read onto a mesh: every byte once, and only what a process's devices hold."""
+"""Checkpoints read onto a mesh: every byte once, and only what a process's devices hold."""
 
 import json
 
