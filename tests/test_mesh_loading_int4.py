@@ -5,9 +5,11 @@ import dataclasses
 import jax.numpy as jnp
 import pytest
 from test_mesh_loading import assert_same, stored_bytes
+from test_packed_folders import write
 
 from turbojax import models
 from turbojax.models.checkpoint import int4_on_mesh
+from turbojax.models.checkpoint.packed import reading
 from turbojax.models.config import ExpertsConfig
 from turbojax.models.tensor_parallel import placing
 from turbojax.models.tensor_parallel.placing import shard
@@ -40,7 +42,8 @@ CONFIGS = {
 
 def own_process(monkeypatch, number):
     """Reads what the devices of this number need, onto the host."""
-    monkeypatch.setattr(int4_on_mesh, "own_numbers", lambda axes: [number])
+    for module in (int4_on_mesh, reading):
+        monkeypatch.setattr(module, "own_numbers", lambda axes: [number])
     monkeypatch.setattr(placing, "assemble", lambda part, specs, axes: part(number))
 
 
@@ -71,3 +74,34 @@ def test_a_quantized_decoder_is_read_as_it_would_be_split(name, text, folders, m
         models.load_decoder(path, mesh=axes)
     # Norms, output scales and biases are whole, and so are blocks that are shared.
     assert part.total < stored_bytes(path) * (1 / count + 0.05)
+
+
+@pytest.mark.parametrize(
+    ("stored", "text"),
+    [
+        ("gptq", "model=2"),
+        ("awq", "model=2"),
+        ("compressed", "model=4"),
+        pytest.param("gptq-sym", "model=4", marks=pytest.mark.slow),
+        pytest.param("awq-gemv", "model=4", marks=pytest.mark.slow),
+        pytest.param("compressed-sym", "model=2", marks=pytest.mark.slow),
+    ],
+)
+def test_packed_weights_are_read_as_they_would_be_split(stored, text, tmp_path, monkeypatch):
+    path, _ = write(tmp_path, "llama", stored, num_hidden_layers=1)
+    axes = mesh_of(text)
+    with models.count_bytes_read() as read:
+        found = models.load_decoder(path, mesh=axes)
+    assert_same(found, shard(models.load_decoder(path), axes))
+    # Of AWQ's "gemv", padding is left out.
+    assert read.total == stored_bytes(path) or stored == "awq-gemv"
+    own_process(monkeypatch, 1)
+    with models.count_bytes_read() as part:
+        models.load_decoder(path, mesh=axes)
+    assert part.total < 0.8 * read.total
+
+
+def test_act_order_of_attention_cannot_be_split(tmp_path):
+    path, _ = write(tmp_path, "llama", "gptq-act-order", num_hidden_layers=1)
+    with pytest.raises(NotImplementedError, match="sorted by group"):
+        models.load_decoder(path, mesh=mesh_of("model=2"))

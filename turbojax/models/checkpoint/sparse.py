@@ -24,10 +24,18 @@ class Sparse:
         self._axis = 0
         self._wanted: np.ndarray | None = None
         self._is_whole = False
+        self._kept: np.ndarray | None = None
 
     def want_all(self) -> None:
         """Wants the whole."""
         self._is_whole = True
+
+    def look(self) -> np.ndarray:
+        """Reads the whole now, for what else is wanted follows from it; it is not read again."""
+        self.want_all()
+        if self._kept is None:
+            self._kept = self.read()
+        return self._kept
 
     def want(self, axis: int, places: np.ndarray) -> None:
         """Wants these places along an axis, the same one in all calls."""
@@ -46,7 +54,7 @@ class Sparse:
     def read(self) -> np.ndarray:
         """The tensor, with zeros where nothing is wanted."""
         if self._is_whole:
-            return self.stored.read()
+            return self.stored.read() if self._kept is None else self._kept
         array = np.zeros(self.stored.shape, self.stored.numpy_dtype)
         if self._wanted is None:
             return array
