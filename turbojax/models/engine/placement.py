@@ -46,7 +46,8 @@ def replicate(model: Model, axes: Axes | None = None) -> list[Decoder | Quantize
     Raises:
       TypeError: if the mesh is an abstract one.
       ValueError: if there is no mesh, or `axes` are not the model's, or the model cannot be split.
-      NotImplementedError: see `turbojax.models.tensor_parallel.layout.check_axes`.
+      NotImplementedError: if a device belongs to another process; see also
+        `turbojax.models.tensor_parallel.layout.check_axes`.
     """
     decoder = unstack(model) if isinstance(model, Transformer) else model
     if decoder.axes is not None:
@@ -63,7 +64,9 @@ def _put_on(decoder: Decoder | QuantizedDecoder, part: Axes) -> Decoder | Quanti
     devices = _devices(part)
     if len(devices) == 1:
         return jax.device_put(decoder, devices[0])
-    return shard(decoder, part)
+    whole: Any = decoder  # of either kind, as the result is
+    placed: Decoder | QuantizedDecoder = shard(whole, part)
+    return placed
 
 
 def _taken_apart(decoder: Decoder | QuantizedDecoder, part: Axes) -> Decoder | QuantizedDecoder:
@@ -109,9 +112,11 @@ def place_of(decoder: Decoder | QuantizedDecoder) -> Place:
 
     Raises:
       ValueError: if they are on several devices and not split by axes, or sequences are split too.
+      NotImplementedError: if they are split over devices of several processes.
     """
     axes = decoder.axes
     if axes is not None:
+        _devices(axes)
         if axes.size("batch") > 1:
             raise ValueError(
                 f"an engine runs on one part of the axes {axes.of_dimension('batch')}, of which "
@@ -156,7 +161,14 @@ def put(tree: _T, place: Place) -> _T:
 def _devices(axes: Axes) -> list[jax.Device]:
     mesh = axes.require_mesh()
     assert isinstance(mesh, Mesh)
-    return list(mesh.devices.flat)
+    devices = list(mesh.devices.flat)
+    for device in devices:
+        if device.process_index != jax.process_index():
+            raise NotImplementedError(
+                f"{device} of process {device.process_index} is not supported: an engine runs on "
+                f"devices of its own process, {jax.process_index()}"
+            )
+    return devices
 
 
 def _named(place: Place) -> str:
