@@ -8,7 +8,6 @@ added in the epilogue of the projection. It computes whatever a `Decoder` of the
 
 import dataclasses
 import functools
-import functools
 import math
 from typing import Any
 
