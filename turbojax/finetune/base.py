@@ -43,7 +43,7 @@ class BaseTrainer(abc.ABC, Generic[Trained]):
           split: over which devices; None for one.
 
         Raises:
-          ValueError: if the stream is too short or too long, or the devices do not divide the batch.
+          ValueError: if the stream is too short or too long, or devices do not divide the batch.
         """
         self.settings = settings
         self._split = split

@@ -23,7 +23,7 @@ from turbojax.sharding.axes import Axes
 Tree = TypeVar("Tree")
 
 _LAYERS = "['blocks']"
-"""In the path of arrays with a leading axis of layers, which a scan takes apart: it is not split."""
+"""In the path of arrays with a leading axis of layers: a scan takes it apart, no mesh splits it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -211,9 +211,7 @@ class Slices:
 
     def summed(self, grads: Tree) -> Tree:
         """Gradients over all devices: those of slices are summed as they arrive."""
-        return self._map(
-            grads, lambda path, axis, x: x, lambda x: jax.lax.psum(x, self.names)
-        )
+        return self._map(grads, lambda path, axis, x: x, lambda x: jax.lax.psum(x, self.names))
 
     def _map(
         self,

@@ -131,11 +131,11 @@ class Trainer(BaseTrainer[nnx.State]):
 
         On a mesh all processes must ask for it, and each gets the whole of it on one device.
         """
-        return self._merged(jax.tree.map(jnp.asarray, self._whole()))
+        return self._merged(jax.tree.map(jnp.asarray, self.exported_params()))
 
     def exported(self) -> Transformer:
         """The same with its weights in the host's memory where they are split, to be saved."""
-        return self._merged(self._whole())
+        return self._merged(self.exported_params())
 
     def bits(self, tokens: np.ndarray, attend: Attend) -> np.ndarray:
         """Information content of every target of `[n, T + 1]` tokens: `[n, T]` float32 bits.
@@ -168,7 +168,8 @@ class Trainer(BaseTrainer[nnx.State]):
             out_shardings=split.whole,
         )
 
-    def _whole(self) -> nnx.State:
+    def exported_params(self) -> nnx.State:
+        """`params`, whole in the host's memory where they are split; all processes must ask."""
         return self.params if self._split is None else self._split.on_host(self.params)
 
     def _merged(self, params: nnx.State) -> Transformer:
