@@ -162,11 +162,14 @@ class Trainer(BaseTrainer[nnx.State]):
         if split is None:
             return jax.jit(score)
         rows = split.axes.spec("BT")
-        specs = {"in_specs": (split.specs(self.params), rows), "out_specs": rows}
-        return jax.jit(
-            jax.shard_map(score, mesh=split.mesh, check_vma=False, **specs),
-            out_shardings=split.whole,
+        spread = jax.shard_map(
+            score,
+            mesh=split.mesh,
+            in_specs=(split.specs(self.params), rows),
+            out_specs=rows,
+            check_vma=False,
         )
+        return jax.jit(spread, out_shardings=split.whole)
 
     def exported_params(self) -> nnx.State:
         """`params`, whole in the host's memory where they are split; all processes must ask."""
