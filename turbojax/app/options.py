@@ -6,6 +6,7 @@ import typer
 
 if TYPE_CHECKING:
     from turbojax.app.text_model import FoundModel
+    from turbojax.sharding.axes import Axes
 
 Model = Annotated[
     str | None,
@@ -71,7 +72,27 @@ UncompressedLayers = Annotated[
         help="How many of the first and of the last layers have caches that are not compressed."
     ),
 ]
+Mesh = Annotated[
+    str | None,
+    typer.Option(
+        metavar="AXES",
+        help="Devices to run on: data=2,model=4 splits sequences over 2, and each one's heads and "
+        "weights over 4; sequence=2 splits tokens. Default: one device.",
+        show_default=False,
+    ),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
+
+
+def axes_of(mesh: str | None) -> "Axes | None":
+    """The axes of the devices that `Mesh` names; None without it.
+
+    Raises:
+      ValueError: if it cannot be read, or there are fewer devices.
+    """
+    from turbojax.sharding.meshes import mesh_of
+
+    return None if mesh is None else mesh_of(mesh)
 
 
 def find(

@@ -7,6 +7,7 @@ schedule, so up to `residual_length` values fewer are exact.
 """
 
 import dataclasses
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -58,6 +59,20 @@ class KiviCache:
     bits: int = dataclasses.field(metadata={"static": True})
     group_size: int = dataclasses.field(metadata={"static": True})
     max_length: int = dataclasses.field(metadata={"static": True})
+
+    AXES: ClassVar[dict[str, str]] = {
+        "key_codes": "BLKC",
+        "key_minimum": "BLKH",
+        "key_scale": "BLKH",
+        "value_codes": "BLKC",
+        "value_minimum": "BLKC",
+        "value_scale": "BLKC",
+        "key_residual": "BRKH",
+        "value_residual": "BRKH",
+        "lengths": "B",
+        "overflowed": "B",
+    }
+    """The letter of every axis of every array, see `turbojax.sharding.axes`."""
 
     @property
     def dtype(self) -> np.dtype:

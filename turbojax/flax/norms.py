@@ -7,7 +7,13 @@ from jax.typing import DTypeLike
 
 
 def rms_norm(
-    x: jax.Array, scale: jax.Array, eps: float, offset: float = 0.0, *, centered: bool = False
+    x: jax.Array,
+    scale: jax.Array,
+    eps: float,
+    offset: float = 0.0,
+    *,
+    centered: bool = False,
+    over: tuple[str, ...] = (),
 ) -> jax.Array:
     """``x / sqrt(mean(x^2) + eps) * (offset + scale)`` over the last axis, computed in float32.
 
@@ -17,6 +23,8 @@ def rms_norm(
       eps: added to the mean square.
       offset: added to the scale; Gemma's checkpoints hold the scale less one.
       centered: whether `x` is taken less its mean, which makes it LayerNorm without a bias.
+      over: axes of a mesh over which the channels are split in equal parts, within `shard_map`; not
+        with `centered`.
 
     Returns:
       ``[..., size]`` in `x`'s dtype.
@@ -24,7 +32,10 @@ def rms_norm(
     wide = x.astype(jnp.float32)
     if centered:
         wide = wide - jnp.mean(wide, axis=-1, keepdims=True)
-    inverse = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
+    square = jnp.mean(wide * wide, axis=-1, keepdims=True)
+    if over:
+        square = jax.lax.pmean(square, over)
+    inverse = jax.lax.rsqrt(square + eps)
     factor = scale.astype(jnp.float32).reshape((1,) * (x.ndim - scale.ndim) + scale.shape)
     if offset:
         factor = factor + jnp.float32(offset)
@@ -55,6 +66,7 @@ class RMSNorm(nnx.Module):
         self.offset = offset
         self.centered = centered
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """Normalizes ``[..., size]``, in `x`'s dtype."""
-        return rms_norm(x, self.scale[...], self.eps, self.offset, centered=self.centered)
+    def __call__(self, x: jax.Array, over: tuple[str, ...] = ()) -> jax.Array:
+        """Normalizes ``[..., size]``, in `x`'s dtype; see `rms_norm`."""
+        scale = self.scale[...]
+        return rms_norm(x, scale, self.eps, self.offset, centered=self.centered, over=over)

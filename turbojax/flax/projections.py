@@ -108,6 +108,7 @@ class AttentionProjections(nnx.Module):
         rope: Rope | None = None,
         *,
         rotates: bool = True,
+        over: tuple[tuple[str, ...], tuple[str, ...]] = ((), ()),
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Queries, keys and values.
 
@@ -116,6 +117,8 @@ class AttentionProjections(nnx.Module):
           angles: float32 ``[B, T, 1, R/2]``, see `Rope.angles`; None without a rotary embedding.
           rope: the one that the angles are of, if it is not the module's own.
           rotates: False for queries and keys that no position turns, whatever the module has.
+          over: within `shard_map`, axes of a mesh over which query heads are split, and those of
+            KV heads.
 
         Returns:
           Query ``[B, T, N, H]`` and key ``[B, T, K, H]``, rotated, and value ``[B, T, K, H]``.
@@ -128,7 +131,8 @@ class AttentionProjections(nnx.Module):
         if not self.joint_qk_norm:
             query, key = query.reshape(shape), key.reshape(shape)
         if self.q_norm is not None and self.k_norm is not None:
-            query, key = self.q_norm(query), self.k_norm(key)
+            joint = over if self.joint_qk_norm else ((), ())
+            query, key = self.q_norm(query, joint[0]), self.k_norm(key, joint[1])
         query, key, value = (y.reshape(shape) for y in (query, key, self.v_proj(x)))
         own = self.rope if rope is None and rotates else rope
         return *rotate(own, query, key, angles), value
@@ -137,9 +141,9 @@ class AttentionProjections(nnx.Module):
         """The sinks, if there are any: the last argument of an `Attend`."""
         return () if self.sinks is None else (self.sinks[...],)
 
-    def output(self, attended: jax.Array) -> jax.Array:
-        """Maps attended values ``[B, T, N, H]`` to ``[B, T, D]``."""
-        return self.o_proj(attended.reshape(*attended.shape[:2], -1))
+    def output(self, attended: jax.Array, over: tuple[str, ...] = ()) -> jax.Array:
+        """Maps attended values ``[B, T, N, H]`` to ``[B, T, D]``; see `summed`."""
+        return summed(self.o_proj, attended.reshape(*attended.shape[:2], -1), over)
 
 
 def check_head_dim(rope: Rope | None, head_dim: int | None) -> int:
@@ -230,6 +234,33 @@ def linear(
         rngs=rngs,
         **metadata,
     )
+
+
+def summed(layer: nnx.Linear, x: jax.Array, over: tuple[str, ...]) -> jax.Array:
+    """A linear layer of which each device has some of the inputs.
+
+    What the devices compute is added in the layer's dtype, then the bias, once.
+
+    Args:
+      layer: made by `linear`, with the device's rows of the kernel and a whole bias.
+      x: ``[..., in]``, the device's inputs.
+      over: within `shard_map`, the axes of a mesh over which the inputs are split; none where the
+        layer is whole.
+
+    Returns:
+      ``[..., out]``, the same on all of those devices.
+    """
+    if not over:
+        return layer(x)
+    y = jax.lax.psum(without_bias(layer, x), over)
+    return y if layer.bias is None else y + layer.bias[...].astype(y.dtype)
+
+
+def without_bias(layer: nnx.Linear, x: jax.Array) -> jax.Array:
+    """What a layer made by `linear` computes of ``[..., in]`` before its bias."""
+    kernel = layer.kernel[...].astype(layer.dtype)
+    contract = (((x.ndim - 1,), (0,)), ((), ()))
+    return jax.lax.dot_general(x.astype(layer.dtype), kernel, contract, precision=layer.precision)
 
 
 def kernel_init(gain: float) -> jax.nn.initializers.Initializer:

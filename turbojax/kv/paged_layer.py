@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -60,6 +61,15 @@ class PagedLayer:
     overflowed: jax.Array
     max_length: int = dataclasses.field(metadata={"static": True})
     window: int | None = dataclasses.field(default=None, metadata={"static": True})
+
+    AXES: ClassVar[dict[str, str]] = {
+        "block_tables": "BL",
+        "lengths": "B",
+        "overflowed": "B",
+    }
+    """The letter of every axis of every array, see `turbojax.sharding.axes`. The pool has
+    its own.
+    """
 
     @property
     def ring_pages(self) -> int:

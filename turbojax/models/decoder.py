@@ -13,17 +13,18 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.typing import DTypeLike
 
 from turbojax.flax.norms import rms_norm
 from turbojax.kv import Attend, AttentionOptions
 from turbojax.kv.base import Cache
 from turbojax.models.config import TransformerConfig
+from turbojax.models.tensor_parallel.layout import hidden_axes, local_config
+from turbojax.models.tensor_parallel.vocabulary import gather_logits, mask_padding
 from turbojax.models.transformer import Block, Transformer, embed, project
 from turbojax.rotary import LongRopeScaling, Rope
+from turbojax.sharding import Axes
 
 LayerParams = Any
 """Nested dicts of one layer's arrays, named as in `Block`."""
@@ -34,15 +35,19 @@ LayerParams = Any
 class Decoder:
     """The weights of a `Transformer`, layer by layer: what `start` and `generate` run.
 
-    Made by `unstack` or `random_decoder`. A pytree that is cheap to pass to `jit`.
+    Made by `unstack`, `load_decoder` or `random_decoder`. A pytree that is cheap to pass to `jit`.
 
     Attributes:
       embedding: ``[V, D]``.
       layers: one tree of arrays per layer.
       norm: ``[D]``, scale of the last norm.
       lm_head: ``[V, D]``, or None where the embedding serves.
-      config: the shape.
+      config: the shape, of the whole model.
       dtype: compute dtype.
+      axes: of a mesh over which arrays are split as
+        `turbojax.models.tensor_parallel.specs.partition_specs` says, or None. Then `hidden` and
+        `logits` are those of one device, within `shard_map`, see
+        `turbojax.models.tensor_parallel.programs`.
     """
 
     embedding: jax.Array
@@ -51,6 +56,7 @@ class Decoder:
     lm_head: jax.Array | None
     config: TransformerConfig = dataclasses.field(metadata={"static": True})
     dtype: np.dtype = dataclasses.field(metadata={"static": True})
+    axes: Axes | None = dataclasses.field(default=None, metadata={"static": True})
 
     @property
     def nbytes(self) -> int:
@@ -72,14 +78,23 @@ class Decoder:
         Returns:
           ``[B, T, D]`` in `dtype`, and the new caches.
         """
-        config = self.config
-        apply = functools.partial(apply_block, config=config, dtype=self.dtype)
-        hidden = embed(self.embedding, tokens, config, self.dtype)
+        config, axes = self.config, self.axes
+        apply = functools.partial(
+            apply_block, config=local_config(config, axes), dtype=self.dtype, axes=axes
+        )
+        hidden = embed(self.embedding, tokens, config, self.dtype, hidden_axes(axes))
         hidden, caches = apply_layers(apply, self.layers, hidden, positions, attend, caches, config)
         return final_norm(hidden, self.norm, config, config.norm_offset), caches
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """Projects ``[..., D]`` to float32 logits ``[..., V]``."""
+        return gather_logits(self._project(hidden), self.config, self.axes)
+
+    def local_logits(self, hidden: jax.Array) -> jax.Array:
+        """Logits of the device's part of the vocabulary, with -inf where that has no token."""
+        return mask_padding(self._project(hidden), self.config, self.axes)
+
+    def _project(self, hidden: jax.Array) -> jax.Array:
         weight = self.embedding if self.lm_head is None else self.lm_head
         return project(hidden, weight, self.dtype, self.config)
 
@@ -95,11 +110,15 @@ def apply_block(
     *,
     config: TransformerConfig,
     dtype: np.dtype,
+    axes: Axes | None = None,
 ) -> tuple[jax.Array, Cache]:
-    """A layer of a `Decoder`, computed in `dtype`; see `Block`."""
+    """A layer of a `Decoder`, computed in `dtype`; see `Block`.
+
+    Within `shard_map` over `axes` the arrays and the config are those of a device.
+    """
     has_experts = "router" in params["mlp"]
     graph = _block_graph(config, has_experts, dtype, jax.tree.leaves(params)[0].dtype)
-    return nnx.merge(graph, params)(hidden, angles, attend, cache, options, rope)
+    return nnx.merge(graph, params)(hidden, angles, attend, cache, options, rope, axes)
 
 
 def final_norm(
@@ -231,52 +250,9 @@ def unstack(model: Transformer, *, consume: bool = False) -> Decoder:
     )
 
 
-def random_decoder(
-    config: TransformerConfig, *, dtype: DTypeLike = jnp.bfloat16, seed: int = 0
-) -> Decoder:
-    """A decoder with random weights, for measuring speed.
-
-    Made on the default device one layer after the other, so that nothing but the weights
-    themselves has to fit.
-
-    Args:
-      config: the shape.
-      dtype: of weights and computation.
-      seed: of the weights.
-    """
-    dtype = jnp.dtype(dtype)
-    keys = jax.random.split(jax.random.key(seed), config.num_layers + 2)
-    table = (config.vocab_size, config.hidden_size)
-    return Decoder(
-        embedding=_random_table(keys[0], table, dtype),
-        layers=tuple(
-            _random_layer(key, config, config.has_experts(i), dtype)
-            for i, key in enumerate(keys[2:])
-        ),
-        norm=jnp.full(config.hidden_size, 1 - config.norm_offset, dtype),
-        lm_head=None if config.tie_embeddings else _random_table(keys[1], table, dtype),
-        config=config,
-        dtype=dtype,
-    )
-
-
 @jax.jit
 def _rows(array: jax.Array) -> tuple[jax.Array, ...]:
     return tuple(array[i] for i in range(array.shape[0]))
-
-
-@functools.partial(jax.jit, static_argnums=(1, 2))
-def _random_table(key: jax.Array, shape: tuple[int, int], dtype: np.dtype) -> jax.Array:
-    return jax.random.normal(key, shape, dtype) * jnp.asarray(shape[1] ** -0.5, dtype)
-
-
-@functools.partial(jax.jit, static_argnums=(1, 2, 3))
-def _random_layer(
-    key: jax.Array, config: TransformerConfig, has_experts: bool, dtype: np.dtype
-) -> LayerParams:
-    dtypes: dict[str, Any] = {"dtype": dtype, "param_dtype": dtype}
-    block = Block(config, has_experts=has_experts, rngs=nnx.Rngs(key), **dtypes)
-    return nnx.to_pure_dict(nnx.state(block))
 
 
 @functools.cache

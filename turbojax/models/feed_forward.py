@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
-from turbojax.flax.projections import linear
+from turbojax.flax.projections import linear, summed, without_bias
 from turbojax.models.config import ExpertsConfig, TransformerConfig
 from turbojax.ops.grouped_matmul.tiles import cut, most_tiles
 from turbojax.routing import combine, dispatch, route
@@ -49,9 +49,16 @@ class FeedForward(nnx.Module):
         self.up_proj = make(size, inner)
         self.down_proj = make(inner, size, gain=output_gain(config))
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """Maps ``[B, T, D]`` to ``[B, T, D]``."""
-        return self.down_proj(activate(self.gate_proj(x), self.config) * self.up_proj(x))
+    def __call__(self, x: jax.Array, over: tuple[str, ...] = ()) -> jax.Array:
+        """Maps ``[B, T, D]`` to ``[B, T, D]``; `over` are axes that split the inner size."""
+        return summed(self.down_proj, self._inner(x), over)
+
+    def part(self, x: jax.Array) -> jax.Array:
+        """A device's part of the result, which those of the others and the bias are added to."""
+        return without_bias(self.down_proj, self._inner(x))
+
+    def _inner(self, x: jax.Array) -> jax.Array:
+        return activate(self.gate_proj(x), self.config) * self.up_proj(x)
 
 
 def gated(gate: jax.Array, up: jax.Array, config: TransformerConfig) -> jax.Array:
@@ -110,6 +117,16 @@ def apply_experts(
     return combine(y, sorted_by.places, routing.weights).reshape(x.shape)
 
 
+def once(x: jax.Array, over: tuple[str, ...]) -> jax.Array:
+    """What is to be part of a sum over devices once: on all but the first of them zeros.
+
+    Args:
+      x: the same on all devices.
+      over: within `shard_map`, axes of the mesh; none where there is no sum.
+    """
+    return jnp.where(jax.lax.axis_index(over) == 0, x, jnp.zeros_like(x)) if over else x
+
+
 # Products of a GPU's matrix unit in the time of a weight from memory; such times of a copied one.
 _PRODUCTS, _COPIES = 240, 3
 
@@ -161,22 +178,30 @@ class StackedLinear(nnx.Module):
         self.kernel = nnx.Param(init(rngs.params(), (experts, in_size, out_size), param_dtype))
         self.bias = nnx.Param(jnp.zeros((experts, out_size), param_dtype)) if use_bias else None
 
-    def __call__(self, x: jax.Array, group_sizes: jax.Array) -> jax.Array:
-        """Maps ``[M, in]``, sorted by expert, to ``[M, out]``."""
+    def __call__(
+        self, x: jax.Array, group_sizes: jax.Array, over: tuple[str, ...] = ()
+    ) -> jax.Array:
+        """Maps ``[M, in]``, sorted by expert, to ``[M, out]``.
+
+        Within `shard_map` the inputs may be split over axes of a mesh, `over`: then the result is
+        a part of a sum, and the bias is part of the first device's.
+        """
         kernel = self.kernel.get_value().astype(self.dtype)
         y = jax.lax.ragged_dot(x.astype(self.dtype), kernel, group_sizes)
-        if self.bias is None:
+        bias = self._bias(y.dtype, over)
+        if bias is None:
             return y
-        bias = self.bias.get_value().astype(y.dtype)
         return y + jnp.repeat(bias, group_sizes, axis=0, total_repeat_length=x.shape[0])
 
-    def of_tiles(self, x: jax.Array, experts: jax.Array) -> jax.Array:
+    def of_tiles(self, x: jax.Array, experts: jax.Array, over: tuple[str, ...] = ()) -> jax.Array:
         """Maps tiles ``[U, t, in]``, each of one of the `experts` ``[U]``, to ``[U, t, out]``."""
         kernel = self.kernel.get_value()[experts].astype(self.dtype)
         y = jnp.einsum("uti,uio->uto", x.astype(self.dtype), kernel)
-        if self.bias is None:
-            return y
-        return y + self.bias.get_value()[experts].astype(y.dtype)[:, None]
+        bias = self._bias(y.dtype, over)
+        return y if bias is None else y + bias[experts][:, None]
+
+    def _bias(self, dtype: DTypeLike, over: tuple[str, ...]) -> jax.Array | None:
+        return None if self.bias is None else once(self.bias.get_value().astype(dtype), over)
 
 
 class Router(nnx.Module):
@@ -223,14 +248,16 @@ class Experts(nnx.Module):
             None if shared is None else FeedForward(config, width=shared, rngs=rngs, **dtypes)
         )
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """Maps ``[B, T, D]`` to ``[B, T, D]``."""
+    def __call__(self, x: jax.Array, over: tuple[str, ...] = ()) -> jax.Array:
+        """Maps ``[B, T, D]`` to ``[B, T, D]``; `over` are axes that split inner sizes."""
         experts = self.config.experts
         assert experts is not None
 
         def compute(x: jax.Array, sizes: jax.Array) -> jax.Array:
             tile = tile_of(x.shape[0], experts.count)
-            return self.of_sorted(x, sizes) if tile is None else self.in_tiles(x, sizes, tile)
+            if tile is None:
+                return self.of_sorted(x, sizes, over)
+            return self.in_tiles(x, sizes, tile, over)
 
         bias, correction = (
             None if part is None else part.get_value()
@@ -238,14 +265,18 @@ class Experts(nnx.Module):
         )
         kernel = self.router.kernel.get_value()
         y = apply_experts(x, kernel, experts, compute, bias=bias, correction=correction)
-        return y if self.shared is None else y + self.shared(x)
+        if self.shared is not None:
+            y = y + (self.shared.part(x) if over else self.shared(x))
+        return jax.lax.psum(y, over) if over else y
 
-    def of_sorted(self, x: jax.Array, sizes: jax.Array) -> jax.Array:
+    def of_sorted(self, x: jax.Array, sizes: jax.Array, over: tuple[str, ...] = ()) -> jax.Array:
         """What experts compute of ``[M, D]``, of which each has the next ``sizes[e]`` rows."""
         gate, up = self.gate_proj(x, sizes), self.up_proj(x, sizes)
-        return self.down_proj(gated(gate, up, self.config), sizes)
+        return self.down_proj(gated(gate, up, self.config), sizes, over)
 
-    def in_tiles(self, x: jax.Array, sizes: jax.Array, tile: int) -> jax.Array:
+    def in_tiles(
+        self, x: jax.Array, sizes: jax.Array, tile: int, over: tuple[str, ...] = ()
+    ) -> jax.Array:
         """The same in tiles of so many rows of one expert, see `tile_of`."""
         count = x.shape[0]
         tiles = cut(sizes, count, tile)
@@ -255,6 +286,6 @@ class Experts(nnx.Module):
         # Zeros, so that nothing of other experts' tokens reaches a weight's gradient.
         mine = jnp.where(is_there[..., None], x[jnp.minimum(row, count - 1)], 0)
         gate, up = (layer.of_tiles(mine, tiles.expert) for layer in (self.gate_proj, self.up_proj))
-        y = self.down_proj.of_tiles(gated(gate, up, self.config), tiles.expert)
+        y = self.down_proj.of_tiles(gated(gate, up, self.config), tiles.expert, over)
         out = jnp.zeros((count, y.shape[-1]), y.dtype)
         return out.at[jnp.where(is_there, row, count)].set(y, mode="drop")

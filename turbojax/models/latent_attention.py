@@ -18,7 +18,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from turbojax.flax.norms import RMSNorm
-from turbojax.flax.projections import linear
+from turbojax.flax.projections import linear, summed
 from turbojax.kv import Attend, AttentionOptions, attend_latents, holds_latents
 from turbojax.kv.base import Cache
 from turbojax.models.config import TransformerConfig
@@ -86,6 +86,7 @@ class LatentAttention(nnx.Module):
         cache: Cache,
         options: AttentionOptions,
         rope: Rope,
+        over: tuple[str, ...] = (),
     ) -> tuple[jax.Array, Cache]:
         """What attention adds to the residual stream, and the new cache.
 
@@ -98,17 +99,18 @@ class LatentAttention(nnx.Module):
           cache: the layer's.
           options: the layer's.
           rope: see `heads`.
+          over: within `shard_map`, axes of a mesh over which heads are split.
 
         Returns:
           ``[B, T, D]`` and the cache.
         """
         if not holds_latents(cache):
             out, cache = attend(*self.heads(x, angles, rope), cache, options)
-            return self.output(out), cache
+            return self.output(out, over), cache
         query = self.absorbed_queries(x, angles, rope)
         latent, rotary = self.latents(x, angles, rope)
         out, cache = attend_latents(attend, query, latent, rotary[:, :, 0], cache, options)
-        return self.absorbed_output(out), cache
+        return self.absorbed_output(out, over), cache
 
     def heads(
         self, x: jax.Array, angles: jax.Array, rope: Rope
@@ -148,16 +150,16 @@ class LatentAttention(nnx.Module):
         up, _ = self._up()
         return jnp.einsum("btnh,cnh->btnc", query, up), turned
 
-    def absorbed_output(self, attended: jax.Array) -> jax.Array:
-        """Maps attended latents ``[B, T, N, C]`` to ``[B, T, D]``."""
+    def absorbed_output(self, attended: jax.Array, over: tuple[str, ...] = ()) -> jax.Array:
+        """Maps attended latents ``[B, T, N, C]`` to ``[B, T, D]``; see `summed`."""
         _, up = self._up()
         values = jnp.einsum("btnc,cnh->btnh", attended, up)
-        return self.o_proj(values.reshape(*values.shape[:2], -1))
+        return summed(self.o_proj, values.reshape(*values.shape[:2], -1), over)
 
-    def output(self, attended: jax.Array) -> jax.Array:
+    def output(self, attended: jax.Array, over: tuple[str, ...] = ()) -> jax.Array:
         """Maps attended values ``[B, T, N, nope + R]``, padded as in `heads`, to ``[B, T, D]``."""
         values = attended[..., : self.latent.value_dim]
-        return self.o_proj(values.reshape(*values.shape[:2], -1))
+        return summed(self.o_proj, values.reshape(*values.shape[:2], -1), over)
 
     def _queries(self, x: jax.Array, angles: jax.Array, rope: Rope) -> tuple[jax.Array, jax.Array]:
         """Both parts of queries, the second one turned."""

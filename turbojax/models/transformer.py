@@ -22,18 +22,61 @@ from turbojax.kv.base import Cache
 from turbojax.models.config import TransformerConfig
 from turbojax.models.feed_forward import Experts, FeedForward, output_gain
 from turbojax.models.latent_attention import LatentAttention
+from turbojax.models.tensor_parallel.layout import hidden_axes
 from turbojax.rotary import Rope
+from turbojax.sharding import Axes
 
 
 def embed(
-    table: jax.Array, tokens: jax.Array, config: TransformerConfig, dtype: DTypeLike
+    table: jax.Array,
+    tokens: jax.Array,
+    config: TransformerConfig,
+    dtype: DTypeLike,
+    over: tuple[str, ...] = (),
 ) -> jax.Array:
     """Embeddings ``[..., D]`` of tokens, scaled where the model asks for it.
 
     NaN for a token that is not in the vocabulary, instead of another token's embedding.
+
+    Args:
+      table: ``[V, D]``, or the device's rows.
+      tokens: integers ``[...]``.
+      config: of the model.
+      dtype: of the result.
+      over: within `shard_map`, axes of a mesh over which the table's rows are split.
     """
+    if over:
+
+        def look(tokens: jax.Array) -> jax.Array:
+            return table.at[tokens].get(mode="fill", fill_value=0, wrap_negative_indices=False)
+
+        return embed_split(look, table.shape[0], tokens, config, dtype, over)
     found = table.at[tokens].get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False)
     return scale_embeddings(found.astype(dtype), config)
+
+
+def embed_split(
+    look: Callable[[jax.Array], jax.Array],
+    rows: int,
+    tokens: jax.Array,
+    config: TransformerConfig,
+    dtype: DTypeLike,
+    over: tuple[str, ...],
+) -> jax.Array:
+    """`embed` where each device has some rows of the table: zeros for all others are added.
+
+    Args:
+      look: the device's rows by their numbers, zeros where there is no such number.
+      rows: of a device.
+      tokens: see `embed`.
+      config: see `embed`.
+      dtype: see `embed`.
+      over: see `embed`.
+    """
+    found = jax.lax.psum(look(tokens - jax.lax.axis_index(over) * rows).astype(dtype), over)
+    known = (tokens >= 0) & (tokens < config.vocab_size)
+    found = jnp.where(known[..., None], found, jnp.asarray(jnp.nan, found.dtype))
+    return scale_embeddings(found, config)
 
 
 def scale_embeddings(hidden: jax.Array, config: TransformerConfig) -> jax.Array:
@@ -128,6 +171,7 @@ class Block(nnx.Module):
         cache: Cache,
         options: AttentionOptions,
         rope: Rope | None,
+        axes: Axes | None = None,
     ) -> tuple[jax.Array, Cache]:
         """Maps the residual stream ``[B, T, D]`` to the next layer's and updates the cache.
 
@@ -138,20 +182,24 @@ class Block(nnx.Module):
           cache: the layer's.
           options: the layer's.
           rope: the layer's, or None; all have the same module.
+          axes: within `shard_map`, those of the mesh over which heads and inner sizes are split:
+            what devices compute is added up before it is normed, or part of the stream.
         """
+        over = hidden_axes(axes)
         normed, attention = _normed(self.attention_norm, hidden), self.attention
         if isinstance(attention, LatentAttention):
             assert rope is not None
             assert angles is not None
-            out, cache = attention(normed, angles, attend, cache, options, rope)
+            out, cache = attention(normed, angles, attend, cache, options, rope, over)
         else:
-            heads = attention.heads(normed, angles, rope, rotates=rope is not None)
+            of_heads = (over, () if axes is None else axes.of_dimension("heads"))
+            heads = attention.heads(normed, angles, rope, rotates=rope is not None, over=of_heads)
             out, cache = attend(*heads, cache, options, *attention.given_sinks())
-            out = attention.output(out)
+            out = attention.output(out, over)
         hidden = hidden + scale_added(_normed(self.attention_post_norm, out), self.config)
         if not self.config.parallel:
             normed = _normed(self.mlp_norm, hidden)
-        out = _normed(self.mlp_post_norm, self.mlp(normed))
+        out = _normed(self.mlp_post_norm, self.mlp(normed, over))
         return hidden + scale_added(out, self.config), cache
 
 

@@ -1,6 +1,7 @@
 """`ExactCache`: keys and values as they are, with the operations of `ProgressiveCache`."""
 
 import dataclasses
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +35,14 @@ class ExactCache:
     overflowed: jax.Array
     window: int | None = dataclasses.field(default=None, metadata={"static": True})
     limit: int | None = dataclasses.field(default=None, metadata={"static": True})
+
+    AXES: ClassVar[dict[str, str]] = {
+        "key": "BLKH",
+        "value": "BLKH",
+        "lengths": "B",
+        "overflowed": "B",
+    }
+    """The letter of every axis of every array, see `turbojax.sharding.axes`."""
 
     @property
     def max_length(self) -> int:

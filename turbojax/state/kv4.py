@@ -47,6 +47,16 @@ class TokenScaledCache:
     dtype: np.dtype = dataclasses.field(metadata={"static": True})
     window: int | None = dataclasses.field(default=None, metadata={"static": True})
 
+    AXES: ClassVar[dict[str, str]] = {
+        "key_codes": "BKLH",
+        "key_scale": "BKL",
+        "value_codes": "BKLH",
+        "value_scale": "BKL",
+        "lengths": "B",
+        "overflowed": "B",
+    }
+    """The letter of every axis of every array, see `turbojax.sharding.axes`."""
+
     @property
     def batch_size(self) -> int:
         """Number of sequences, `B`."""

@@ -25,12 +25,9 @@ from turbojax.models.checkpoint.packed.formats import METHODS
 from turbojax.models.checkpoint.weights import Progress, check_dtype, check_rotation
 from turbojax.models.config import TransformerConfig, config_json, model_config, stored_dtype
 from turbojax.models.lora import LoraLinear
-from turbojax.models.quantized import (
-    QuantizedDecoder,
-    random_quantized_decoder,
-    random_weight,
-)
+from turbojax.models.quantized import QuantizedDecoder
 from turbojax.models.quantized_layer import QuantizedLayer, QuantizedLinear
+from turbojax.models.random_weights import random_quantized_decoder, random_weight
 from turbojax.ops.int4_matmul.static import TOKEN_KINDS
 from turbojax.quantizers.int4 import Int4Weight
 from turbojax.quantizers.int4_storage import tiles_of_version_1

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Literal, TypeVar, get_args
+from typing import ClassVar, Literal, TypeVar, get_args
 
 import jax
 import numpy as np
@@ -20,7 +20,10 @@ from turbojax.kv import (
 from turbojax.models.config import TransformerConfig
 from turbojax.models.decoder import Decoder
 from turbojax.models.quantized import QuantizedDecoder
+from turbojax.models.tensor_parallel.caches import check_batch, init_split
+from turbojax.models.tensor_parallel.layout import local_config
 from turbojax.models.transformer import Transformer
+from turbojax.sharding import Axes
 
 _Edges = Literal["exact", "bfloat16", "paged", "latent"]
 """Kinds of caches that are not compressed."""
@@ -140,6 +143,9 @@ class ModelCaches:
 
     layers: tuple[LayerCache, ...]
 
+    AXES: ClassVar[dict[str, str]] = {}
+    """None of its own: every layer has its cache's."""
+
     @property
     def max_length(self) -> int:
         """Tokens each sequence may grow to."""
@@ -169,7 +175,7 @@ def init_caches(
     A layer with a window keeps what that needs and not all tokens, see `turbojax.state.ring`.
 
     Args:
-      model: the model.
+      model: the model. Of a split decoder each device has caches of its own sequences and KV heads.
       batch_size: sequences.
       max_length: tokens each sequence may grow to.
       cache: the kind of cache, see `turbojax.kv.init_layer_cache`, or `UncompressedEdges`.
@@ -178,7 +184,9 @@ def init_caches(
       ValueError: if `cache` is no kind of cache, a size does not fit, or no layer would be
         compressed, or it is one of latents and the model has none.
     """
-    config = model.config
+    axes = None if isinstance(model, Transformer) else model.axes
+    batch_size = check_batch(batch_size, axes)
+    config = local_config(model.config, axes)
     kinds = kinds_of_layers(cache, config.num_layers)
     # Says what is wrong before `jit` says that it cannot hash it.
     middle = kinds[len(kinds) // 2]
@@ -187,7 +195,7 @@ def init_caches(
     windows = windows_of_layers(config, kinds)
     return ModelCaches(
         tuple(
-            _empty_layer(size, kind, model.dtype, window)
+            _empty_layer(size, kind, model.dtype, window, axes)
             for size, kind, window in zip(sizes, kinds, windows, strict=True)
         )
     )
@@ -232,4 +240,9 @@ def _init(sizes: _Sizes, kind: CacheKind, dtype: np.dtype, window: int | None) -
 
 
 # One program for each size, instead of one for each array.
-_empty_layer = functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))(_init)
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4))
+def _empty_layer(
+    sizes: _Sizes, kind: CacheKind, dtype: np.dtype, window: int | None, axes: Axes | None
+) -> LayerCache:
+    make = functools.partial(_init, sizes, kind, dtype, window)
+    return make() if axes is None else init_split(make, axes)

@@ -1,7 +1,6 @@
 """Running a model through a KV cache: prefill, one step, teacher-forced scoring, generation."""
 
 import dataclasses
-import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -22,14 +21,12 @@ from turbojax.models.generation.padding import (
     host_int32,
     pad_prompts,
 )
+from turbojax.models.generation.parts import choose, joined, parts
 from turbojax.models.generation.sampling import (
     GREEDY,
     NOTHING,
-    Kind,
     Sampling,
-    SamplingRows,
     kind_of,
-    sample,
     sampling_rows,
 )
 from turbojax.models.generation.steps import decode_step, run_prompts
@@ -118,6 +115,8 @@ def start(
     Args:
       model: the model, quantized or not. A `Transformer` is unstacked first, which holds its layers
         twice as long as the session lives: for large models give ``unstack(model, consume=True)``.
+        With a decoder that is split over a mesh the prompts' number is a multiple of the devices
+        over which sequences are split.
       tokens: int ``[B, T]``, prompts padded on the right.
       max_length: tokens each sequence will hold at most.
       cache: what `init_caches` takes: ``"exact"``, ``"turbo4"``, a `TurboConfig`,
@@ -207,17 +206,16 @@ def _run(
     pooled: PooledAttention | None,
 ) -> Session:
     """Runs checked prompts through a model for `max_length` tokens and caches for `room`."""
-    count = prefill_batch_size or len(tokens)
     decoder = for_length(unstack(model) if isinstance(model, Transformer) else model, max_length)
     caches = init_caches(decoder, len(tokens), room, cache)
     logits = []
-    for first in range(0, len(tokens), count):
+    for first, rows in parts(len(tokens), prefill_batch_size, decoder.axes):
         # Cut on the host: on the device every length would be a program of its own.
         part, caches = run_prompts(
             decoder,
             caches,
-            tokens[first : first + count],
-            lengths[first : first + count],
+            tokens[rows],
+            lengths[rows],
             np.int32(first),
             implementation=implementation,
             pooled=pooled,
@@ -226,8 +224,8 @@ def _run(
     return Session(
         decoder,
         caches,
-        logits[0] if len(logits) == 1 else jnp.concatenate(logits),
-        jax.device_put(lengths),
+        logits[0] if len(logits) == 1 else joined(logits, decoder.axes),
+        jax.device_put(lengths, None if decoder.axes is None else decoder.axes.sharding("B")),
         int(lengths.max()),
         implementation,
     )
@@ -328,7 +326,8 @@ def _stream(
 ) -> Iterator[np.ndarray]:
     kind = kind_of(options)
     for i in range(max_new_tokens):
-        chosen, fed = _choose(session.logits, sampling_rows(options, drawn + i), kind=kind)
+        rows = sampling_rows(options, drawn + i)
+        chosen, fed = choose(session.logits, rows, kind=kind, axes=session.decoder.axes)
         is_last = i + 1 == max_new_tokens
         # The device has the next step before the host waits for these tokens, and runs while the
         # host prepares. Where they end the last sequence, that step is for nothing. The first
@@ -462,13 +461,6 @@ def generate(
 def _rows(tokens: np.ndarray, lengths: jax.Array) -> list[list[int]]:
     """The prompts, without padding."""
     return [row[:length].tolist() for row, length in zip(tokens, np.asarray(lengths), strict=True)]
-
-
-@functools.partial(jax.jit, static_argnames="kind")
-def _choose(logits: jax.Array, rows: SamplingRows, *, kind: Kind) -> tuple[jax.Array, jax.Array]:
-    """The next tokens, int32 ``[B]``, and the same to feed: token 0 where there is none."""
-    chosen = sample(logits, rows, kind)
-    return chosen, jnp.maximum(chosen, 0)
 
 
 def _why_nothing(session: Session, rows: list[int]) -> str:

@@ -1,14 +1,19 @@
 """The two programs of a session: prompts through a model, and one token of every sequence."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from turbojax.kv import PooledAttention, attend_new_tokens, attend_prompt
 from turbojax.models.decoder import Decoder
 from turbojax.models.generation.caching import ModelCaches
 from turbojax.models.quantized import QuantizedDecoder
+from turbojax.models.tensor_parallel.programs import on_mesh
+from turbojax.models.tensor_parallel.specs import cache_specs
+from turbojax.sharding import Axes
 
 
 @functools.partial(jax.jit, static_argnames="implementation", donate_argnames="caches")
@@ -27,6 +32,8 @@ def decode_step(
     such as the lengths, every array would be elsewhere after each step, by a copy, and a CUDA graph
     with the step's kernels would be recorded anew each time, see `docs/kernels.md`.
 
+    A split decoder runs under one `shard_map`: each device has its sequences and heads.
+
     Args:
       decoder: the weights.
       caches: the caches.
@@ -37,9 +44,19 @@ def decode_step(
     Returns:
       The new caches, logits float32 ``[B, V]`` and the new lengths.
     """
-    attend = attend_new_tokens(implementation)
-    hidden, layers = decoder.hidden(tokens[:, None], lengths[:, None], attend, caches.layers)
-    return ModelCaches(layers), decoder.logits(hidden[:, 0]), lengths + 1
+
+    def run(
+        decoder: Decoder | QuantizedDecoder,
+        caches: ModelCaches,
+        tokens: jax.Array,
+        lengths: jax.Array,
+    ) -> tuple[ModelCaches, jax.Array, jax.Array]:
+        attend = attend_new_tokens(implementation)
+        hidden, layers = decoder.hidden(tokens[:, None], lengths[:, None], attend, caches.layers)
+        return ModelCaches(layers), decoder.logits(hidden[:, 0]), lengths + 1
+
+    rows, held = _specs(decoder.axes, caches)
+    return on_mesh(run, decoder, (held, rows, rows), (held, rows, rows))(caches, tokens, lengths)
 
 
 @functools.partial(jax.jit, static_argnames=("implementation", "pooled"), donate_argnames="caches")
@@ -60,16 +77,36 @@ def run_prompts(
       caches: the caches.
       tokens: int32 ``[b, T]``, padded on the right.
       lengths: int32 ``[b]``, of the prompts, at least 1.
-      first: int32, the first prompt's sequence in the caches.
+      first: int32, the first prompt's sequence in the caches; of a decoder that is split over
+        sequences in those of each device.
       implementation: see `start`.
       pooled: how the prompts attend to themselves, see `start`.
 
     Returns:
       Logits float32 ``[b, V]`` after each prompt, and the new caches.
     """
-    attend = attend_prompt(lengths, first, implementation, pooled)
-    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None], tokens.shape)
-    hidden, layers = decoder.hidden(tokens, positions, attend, caches.layers)
-    # Logits of all positions would be the largest array of all.
-    last = jnp.take_along_axis(hidden, (lengths - 1)[:, None, None], axis=1)
-    return decoder.logits(last[:, 0]), ModelCaches(layers)
+
+    def run(
+        decoder: Decoder | QuantizedDecoder,
+        caches: ModelCaches,
+        tokens: jax.Array,
+        lengths: jax.Array,
+        first: jax.Array,
+    ) -> tuple[jax.Array, ModelCaches]:
+        attend = attend_prompt(lengths, first, implementation, pooled)
+        positions = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None], tokens.shape)
+        hidden, layers = decoder.hidden(tokens, positions, attend, caches.layers)
+        # Logits of all positions would be the largest array of all.
+        last = jnp.take_along_axis(hidden, (lengths - 1)[:, None, None], axis=1)
+        return decoder.logits(last[:, 0]), ModelCaches(layers)
+
+    rows, held = _specs(decoder.axes, caches)
+    specs = (held, rows, rows, PartitionSpec())
+    return on_mesh(run, decoder, specs, (rows, held))(caches, tokens, lengths, first)
+
+
+def _specs(axes: Axes | None, caches: ModelCaches) -> tuple[PartitionSpec, Any]:
+    """How arrays with a row for each sequence are split, and the caches."""
+    if axes is None:
+        return PartitionSpec(), None
+    return axes.spec("B"), cache_specs(caches, axes)

@@ -171,7 +171,7 @@ def _check_rest(
 ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
     """Levels and lengths, checked, of operands that are."""
     return (
-        _check_levels(levels, query, key, options),
+        check_levels(levels, query, key, options),
         _length("query_seq_lengths", query_lengths, query),
         _length("key_value_seq_lengths", key_lengths, key),
     )
@@ -210,7 +210,7 @@ def _attend(
     return out, residual
 
 
-def _check_levels(
+def check_levels(
     levels: jax.Array, query: jax.Array, key: jax.Array, options: PooledOptions
 ) -> jax.Array:
     """Levels as int8; a value that is not a level stays invalid.

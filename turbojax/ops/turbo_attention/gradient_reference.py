@@ -20,7 +20,7 @@ _BLOCK = 256
 _Arrays = tuple[jax.Array, ...]
 
 
-@functools.partial(jax.jit, static_argnames=("config", "options", "is_ragged"))
+@functools.partial(jax.jit, static_argnames=("config", "options", "is_ragged", "dtype"))
 def gradient(
     query: jax.Array,
     key: jax.Array,
@@ -36,6 +36,7 @@ def gradient(
     options: Options,
     is_ragged: bool = True,
     extras: Extras = NOTHING,
+    dtype: str | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array, Extras]:
     """Gradients straight through the rounding: it counts as the identity.
 
@@ -64,10 +65,11 @@ def gradient(
       options: of the call.
       is_ragged: whether lengths may be less than the arrays'; not used.
       extras: of the call.
+      dtype: of the gradients of query, key and value; their own if not given.
 
     Returns:
-      Gradients of query, key and value in their shapes and dtypes, summed in float32; and of the
-      extras, but for sinks, see `turbojax.ops.sinks`.
+      Gradients of query, key and value in their shapes, summed in float32; and of the extras, but
+      for sinks, see `turbojax.ops.sinks`.
     """
     del is_ragged
     batch, length, heads, channels = query.shape
@@ -141,7 +143,7 @@ def gradient(
         bounds = (start // block_kv, -(-stop // block_kv))
         nothing = (jnp.zeros(q.shape, jnp.float32), *sums, _no_extras(extras, block_q, padded_size))
         d_q, *sums, d_extras = jax.lax.fori_loop(*bounds, add, nothing)
-        return tuple(sums), (d_q.astype(query.dtype), d_extras)
+        return tuple(sums), (d_q.astype(dtype or query.dtype), d_extras)
 
     q = query_blocks(query)
     numbers = jnp.arange(q.shape[0], dtype=jnp.int32)
@@ -155,8 +157,8 @@ def gradient(
     d_k, d_v = (jnp.moveaxis(x, 0, 2).reshape(batch, kv_heads, -1, x.shape[-1]) for x in (d_k, d_v))
     return (
         jnp.swapaxes(d_q, 1, 2)[:, :length],
-        jnp.swapaxes(d_k, 1, 2)[:, :size].astype(key.dtype),
-        jnp.swapaxes(d_v, 1, 2)[:, :size].astype(value.dtype),
+        jnp.swapaxes(d_k, 1, 2)[:, :size].astype(dtype or key.dtype),
+        jnp.swapaxes(d_v, 1, 2)[:, :size].astype(dtype or value.dtype),
         _whole_extras(d_extras, extras),
     )
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -52,6 +52,15 @@ class LatentCache(formats.Holder):
     latent_dim: int = dataclasses.field(metadata={"static": True})
     dtype: np.dtype = dataclasses.field(metadata={"static": True})
     seed: int = dataclasses.field(metadata={"static": True})
+
+    AXES: ClassVar[dict[str, str]] = {
+        "latent": "BLC",
+        "scale": "BL",
+        "rope": "BLR",
+        "lengths": "B",
+        "overflowed": "B",
+    }
+    """The letter of every axis of every array, see `turbojax.sharding.axes`."""
 
     @property
     def batch_size(self) -> int:

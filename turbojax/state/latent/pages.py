@@ -59,6 +59,14 @@ class LatentPages(formats.Holder):
     dtype: np.dtype = dataclasses.field(metadata={"static": True})
     seed: int = dataclasses.field(metadata={"static": True})
 
+    AXES: ClassVar[dict[str, str]] = {
+        "latent": "PRC",
+        "scale": "PR",
+        "rope": "PRC",
+        "lost": "",
+    }
+    """The letter of every axis of every array, see `turbojax.sharding.axes`."""
+
     PAGE_ARRAYS: ClassVar[tuple[str, ...]] = ("latent", "scale", "rope")
     """The fields with an axis of pages, the first; None where the format has no such thing."""
 

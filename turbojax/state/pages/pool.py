@@ -92,6 +92,17 @@ class PagedCache:
     dtype: np.dtype = dataclasses.field(metadata={"static": True})
     seed: int = dataclasses.field(metadata={"static": True})
 
+    AXES: ClassVar[dict[str, str]] = {
+        "key": "PKRC",
+        "value": "PKRC",
+        "key_norm": "PKR",
+        "value_norm": "PKR",
+        "key_scale": "",
+        "value_scale": "",
+        "lost": "",
+    }
+    """The letter of every axis of every array, see `turbojax.sharding.axes`."""
+
     PAGE_ARRAYS: ClassVar[tuple[str, ...]] = ("key", "value", "key_norm", "value_norm")
     """The fields with an axis of pages, the first; None where the format has no such thing."""
 

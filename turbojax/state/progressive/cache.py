@@ -7,7 +7,7 @@ is full and becomes a block.
 
 import dataclasses
 import math
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -52,6 +52,20 @@ class CacheSide:
     bits: tuple[int, ...] = dataclasses.field(metadata={"static": True})
     tokens_last: bool = dataclasses.field(metadata={"static": True})
 
+    AXES: ClassVar[dict[str, str]] = {
+        "codes": "BKLRC",
+        "channel_scale": "BKLH",
+        "channel_zero": "BKLH",
+        "block_scale": "BKL",
+        "head_slots": "BK",
+        "buffer": "BKRH",
+        "buffer_scale": "BK",
+    }
+    """The letter of every axis of every array, see `turbojax.sharding.axes`.
+
+    They hold for every array of `codes`.
+    """
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -93,6 +107,15 @@ class ProgressiveCache:
     max_length: int = dataclasses.field(metadata={"static": True})
     dtype: np.dtype = dataclasses.field(metadata={"static": True})
     window: int | None = dataclasses.field(default=None, metadata={"static": True})
+
+    AXES: ClassVar[dict[str, str]] = {
+        "lengths": "B",
+        "buffer_lengths": "B",
+        "overflowed": "B",
+    }
+    """The letter of every axis of every array, see `turbojax.sharding.axes`. Sides
+    have their own.
+    """
 
     @property
     def batch_size(self) -> int:

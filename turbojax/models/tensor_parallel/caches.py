@@ -1,0 +1,44 @@
+"""Caches of split decoders: every device makes its own."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from turbojax.models.tensor_parallel.specs import cache_specs
+from turbojax.sharding import Axes
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def init_split(make: Callable[[], Any], axes: Axes) -> Any:
+    """What each device's own caches are together: no device holds more than its part.
+
+    Args:
+      make: the caches of a device, of its sequences and KV heads; hashable and equal to others that
+        make the same.
+      axes: over which sequences and heads are split, with a mesh.
+    """
+    return jax.shard_map(
+        make,
+        mesh=axes.require_mesh(),
+        in_specs=(),
+        out_specs=cache_specs(jax.eval_shape(make), axes),
+        check_vma=False,
+    )()
+
+
+def check_batch(batch_size: int, axes: Axes | None) -> int:
+    """Sequences of a device.
+
+    Raises:
+      ValueError: if they are not as many on all devices.
+    """
+    count = 1 if axes is None else axes.size("batch")
+    if batch_size % count:
+        assert axes is not None
+        raise ValueError(
+            f"{batch_size} sequences must be a multiple of {count}, the devices of the axes "
+            f"{axes.of_dimension('batch')}"
+        )
+    return batch_size // count

@@ -1,0 +1,210 @@
+"""What of a model each device of a mesh has: sizes, without an array.
+
+Heads and hidden sizes are split over the axes of heads and, where there are more devices than KV
+heads, those of the sequence too (Megatron-LM, Shoeybi et al., 2019): projections of queries and
+feed-forward layers over all of them, those of keys and values over the axes of heads alone. Of
+every expert each device has a share of the inner size, and not some experts whole: then all devices
+have the same work whatever the router chooses, and no token travels.
+"""
+
+import dataclasses
+import math
+
+import numpy as np
+from jax.sharding import AxisType, Mesh
+
+from turbojax.models.config import TransformerConfig
+from turbojax.sharding import Axes
+
+SMALL_GROUP = 32
+"""Inputs of the smallest group that INT4 weights may have."""
+
+
+def hidden_axes(axes: Axes | None) -> tuple[str, ...]:
+    """The axes of a mesh over which hidden sizes are split, those of heads first."""
+    return () if axes is None else (*axes.of_dimension("heads"), *axes.of_dimension("sequence"))
+
+
+def parts(axes: Axes | None) -> int:
+    """Into how many parts hidden sizes are split; 1 without axes."""
+    return 1 if axes is None else axes.size("heads") * axes.size("sequence")
+
+
+def check_axes(config: TransformerConfig, axes: Axes) -> None:
+    """Checks that a model's heads can be split.
+
+    Raises:
+      ValueError: naming the heads and the number of devices, if they cannot be divided.
+      NotImplementedError: if KV heads are split over a sequence axis too and a device would have
+        several.
+    """
+    count, over_heads = parts(axes), axes.size("heads")
+    if config.num_heads % count:
+        raise ValueError(
+            f"num_heads={config.num_heads} must be a multiple of {count}, the devices of the axes "
+            f"{hidden_axes(axes)}"
+        )
+    if config.latent is not None:
+        return
+    kv_heads = config.num_kv_heads
+    if kv_heads % over_heads:
+        raise ValueError(
+            f"num_kv_heads={kv_heads} must be a multiple of {over_heads}, the devices of the axes "
+            f"{axes.of_dimension('heads')}: more devices go to the axis of the sequence, see "
+            "axes_of_model"
+        )
+    if axes.size("sequence") > 1 and kv_heads != over_heads:
+        raise NotImplementedError(
+            f"{axes.of_dimension('sequence')} of size {axes.size('sequence')} beside "
+            f"{axes.of_dimension('heads')} of size {over_heads} is not supported of "
+            f"num_kv_heads={kv_heads}: a device must have one KV head"
+        )
+
+
+def axes_of_model(config: TransformerConfig, axes: Axes) -> Axes:
+    """The axes that a model runs with, on the devices of a mesh.
+
+    Where the axis of heads has more devices than there are KV heads, the rest of them goes to the
+    axis of the sequence: ``model=8`` becomes ``model=2, sequence=4`` with 2 KV heads.
+
+    Args:
+      config: of the model.
+      axes: with a mesh of devices; at most one axis of heads and one of the sequence are changed.
+
+    Returns:
+      The same axes, or some of a new mesh of the same devices, all of them automatic.
+
+    Raises:
+      ValueError, NotImplementedError: see `check_axes`.
+    """
+    mesh = axes.require_mesh()
+    if not isinstance(mesh, Mesh):
+        raise ValueError(f"{mesh} must be a mesh of devices")
+    axes = dataclasses.replace(axes, mesh=automatic(mesh))
+    over_heads, kv_heads = axes.size("heads"), config.num_kv_heads
+    if config.latent is None and over_heads > kv_heads and over_heads % kv_heads == 0:
+        axes = _with_sequence(axes, kv_heads)
+    check_axes(config, axes)
+    return axes
+
+
+def automatic(mesh: Mesh) -> Mesh:
+    """The mesh with axes of which XLA decides what is split, outside `shard_map`."""
+    return Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
+
+
+def _with_sequence(axes: Axes, kv_heads: int) -> Axes:
+    """So many devices for heads, the others for the sequence."""
+    mesh = axes.require_mesh()
+    assert isinstance(mesh, Mesh)
+    heads, sequence = axes.of_dimension("heads"), axes.of_dimension("sequence")
+    if len(heads) != 1 or len(sequence) > 1:
+        raise ValueError(
+            f"{axes.size('heads')} devices of {heads}, more than num_kv_heads={kv_heads}, must be "
+            "those of one axis, and there must be one axis of the sequence at most"
+        )
+    names = list(mesh.axis_names)
+    at, rest = names.index(heads[0]), axes.size("heads") // kv_heads
+    shape = list(mesh.devices.shape)
+    name = sequence[0] if sequence else "sequence"
+    if not sequence and name in names:
+        raise ValueError(f"the mesh's axis {name!r} must be the axes' sequence, which is ()")
+    # The axis of heads becomes two, the outer one of heads; what the axis of the sequence had
+    # before goes beside its new part.
+    devices = mesh.devices.reshape(*shape[:at], kv_heads, rest, *shape[at + 1 :])
+    names.insert(at + 1, "")
+    if sequence:
+        old = names.index(name)
+        devices = np.moveaxis(devices, old, at + 1 - (old < at))
+        names.remove(name)
+        at = names.index(heads[0])
+        merged = (*devices.shape[: at + 1], -1, *devices.shape[at + 3 :])
+        devices = devices.reshape(merged)
+    names[names.index("")] = name
+    types = (AxisType.Auto,) * len(names)
+    return dataclasses.replace(
+        axes, sequence=name, mesh=Mesh(devices, tuple(names), axis_types=types)
+    )
+
+
+def share(size: int, count: int, group_size: int | None = None) -> int:
+    """How much of a hidden size each of `count` devices has, the last ones perhaps less: zeros.
+
+    Args:
+      size: the whole.
+      count: devices.
+      group_size: of INT4 weights of which it is the inputs, or None. A share is whole groups, and
+        blocks of 128, where it is long; a short one is a multiple of 32, the smallest group there
+        is, see `group_of`.
+    """
+    each = -(-size // count)
+    if group_size is None or count == 1:
+        return each
+    whole = math.lcm(128, group_size)
+    unit = whole if each >= 4 * whole or each % whole == 0 else SMALL_GROUP
+    return -(-each // unit) * unit
+
+
+def stored_config(
+    config: TransformerConfig, axes: Axes | None, group_size: int | None = None
+) -> TransformerConfig:
+    """The model whose arrays have the sizes of all devices' shares together.
+
+    Args:
+      config: of the model.
+      axes: over which it is split, or None.
+      group_size: of INT4 weights, or None where they are floating point.
+
+    Returns:
+      The config itself, or one with a larger vocabulary and inner sizes.
+    """
+    return _resized(config, axes, group_size, parts(axes))
+
+
+def local_config(
+    config: TransformerConfig, axes: Axes | None, group_size: int | None = None
+) -> TransformerConfig:
+    """What the layers of one device run with; the vocabulary is whole.
+
+    Args:
+      config: of the model.
+      axes: over which it is split, or None.
+      group_size: see `stored_config`.
+    """
+    count = parts(axes)
+    if axes is None or count == 1:
+        return config
+    over_heads = count if config.latent is not None else axes.size("heads")
+    return dataclasses.replace(
+        _resized(config, axes, group_size, 1),
+        vocab_size=config.vocab_size,
+        num_heads=config.num_heads // count,
+        num_kv_heads=config.num_kv_heads // over_heads,
+    )
+
+
+def _resized(
+    config: TransformerConfig, axes: Axes | None, group_size: int | None, times: int
+) -> TransformerConfig:
+    """With so many shares of each size that is split."""
+    count = parts(axes)
+    if count == 1:
+        return config
+
+    def of(size: int) -> int:
+        return times * share(size, count, group_size)
+
+    experts = config.experts
+    if experts is not None:
+        shared = experts.shared_size
+        experts = dataclasses.replace(
+            experts,
+            intermediate_size=of(experts.intermediate_size),
+            shared_size=None if shared is None else of(shared),
+        )
+    return dataclasses.replace(
+        config,
+        vocab_size=times * share(config.vocab_size, count),
+        intermediate_size=of(config.intermediate_size),
+        experts=experts,
+    )

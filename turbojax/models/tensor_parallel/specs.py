@@ -1,0 +1,172 @@
+"""How every array of a decoder, and of its caches, is split over a mesh."""
+
+import dataclasses
+from typing import Any, TypeVar
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
+from jax.tree_util import DictKey, GetAttrKey, SequenceKey
+
+from turbojax.models.config import TransformerConfig
+from turbojax.models.tensor_parallel.layout import hidden_axes
+from turbojax.sharding import Axes
+from turbojax.sharding.axes import DIMENSIONS, Names
+
+AnyDecoder = TypeVar("AnyDecoder", bound=Any)
+
+_OUTPUTS = ("q_proj", "q_b_proj", "kv_b_proj", "gate_proj", "up_proj")
+_INPUTS = ("o_proj", "down_proj")
+_KV = ("k_proj", "v_proj", "k_norm")
+
+
+def partition_specs(decoder: AnyDecoder, axes: Axes | None = None) -> AnyDecoder:
+    """The decoder with a `PartitionSpec` in place of each array.
+
+    Args:
+      decoder: a `Decoder` or a `QuantizedDecoder`, whose arrays may be abstract.
+      axes: over which it is split; its own if not given.
+
+    Returns:
+      A pytree of the decoder's structure.
+    """
+    axes = decoder.axes if axes is None else axes
+
+    def of(path: tuple[Any, ...], leaf: Any) -> PartitionSpec:
+        if axes is None:
+            return PartitionSpec()
+        names = tuple(_name(key) for key in path if not isinstance(key, SequenceKey))
+        # A layer of a `Decoder` is a dictionary, and one of a `QuantizedDecoder` an object.
+        names = names[1:] if names[0] == "layers" else names
+        is_float = any(isinstance(key, DictKey) for key in path)
+        if is_float or (len(names) == 1 and names[0] in ("embedding", "lm_head", "norm")):
+            return spec_of(names, leaf.ndim, decoder.config, axes)
+        return int4_spec_of(names, leaf.ndim, decoder.config, axes)
+
+    specs: AnyDecoder = jax.tree_util.tree_map_with_path(of, decoder)
+    return specs
+
+
+def shardings(decoder: AnyDecoder, axes: Axes | None = None) -> AnyDecoder:
+    """`partition_specs` on the mesh."""
+    axes = decoder.axes if axes is None else axes
+    mesh = axes.require_mesh()
+    specs: AnyDecoder = jax.tree.map(
+        lambda spec: NamedSharding(mesh, spec), partition_specs(decoder, axes)
+    )
+    return specs
+
+
+def spec_of(
+    path: tuple[str, ...], ndim: int, config: TransformerConfig, axes: Axes
+) -> PartitionSpec:
+    """How an array of a `Decoder` is split.
+
+    Args:
+      path: names on the way to it: ``("embedding",)``, or within a layer, as in `Block`,
+        ``("attention", "q_proj", "kernel")``.
+      ndim: its axes.
+      config: of the model.
+      axes: over which the model is split.
+    """
+    if path[0] in ("embedding", "lm_head"):
+        return _split(0, ndim, hidden_axes(axes))
+    if path[0] not in ("attention", "mlp"):
+        return PartitionSpec()
+    names = axes.of_dimension("heads") if path[1] in _KV else hidden_axes(axes)
+    layer = path[-2]
+    if path[-1] == "sinks" or (config.joint_qk_norm and layer in ("q_norm", "k_norm")):
+        return _split(0, ndim, names)
+    if layer in _OUTPUTS or layer in ("k_proj", "v_proj"):
+        return _split(ndim - 1, ndim, names)
+    if layer in _INPUTS and path[-1] == "kernel":
+        return _split(ndim - 2, ndim, names)
+    return PartitionSpec()
+
+
+def int4_spec_of(
+    path: tuple[str, ...], ndim: int, config: TransformerConfig, axes: Axes
+) -> PartitionSpec:
+    """How an array of a `QuantizedDecoder` is split: by devices, see `placing.local_layer`.
+
+    Args:
+      path: names on the way to it, such as ``("qkv", "weight", "codes")``, or ``("mlp", "down",
+        "codes")`` of experts.
+      ndim: its axes.
+      config: of the model.
+      axes: over which the model is split.
+    """
+    names, last = hidden_axes(axes), path[-1]
+    if last in ("q_norm", "sinks"):
+        return _split(0, ndim, names)
+    if last in ("k_norm", "key_channel_scale"):
+        return _split(0, ndim, axes.of_dimension("heads"))
+    # Of experts, whose arrays have names of their own, arrays have one axis more.
+    lead = 1 if config.experts is not None and _is_of_expert(path, ndim) else 0
+    if path[0] in ("embedding", "lm_head"):
+        return _split(0, ndim, names)
+    if path[0] == "qkv" or path[:2] in (("mlp", "gate_up"), ("mlp", "gate_up_bias")):
+        if last in ("inputs", "a"):
+            return PartitionSpec()
+        return _split(lead, ndim, names)
+    is_down = path[0] == "o" or path[:2] == ("mlp", "down")
+    if is_down and last in ("codes", "scales", "zeros", "a"):
+        return _split(lead + 1, ndim, names)
+    return PartitionSpec()
+
+
+def _is_of_expert(path: tuple[str, ...], ndim: int) -> bool:
+    """Whether an array is one of experts: `QuantizedExperts` holds weights, not linear layers."""
+    if path[:2] == ("mlp", "gate_up_bias"):
+        return True
+    return len(path) == 3 and path[0] == "mlp" and path[1] in ("gate_up", "down") and ndim > 1
+
+
+def cache_specs(caches: Any, axes: Axes) -> Any:
+    """The caches with a `PartitionSpec` in place of each array.
+
+    Pages are split as sequences are: every device has those of its own sequences, and tables count
+    them from the device's first.
+
+    Args:
+      caches: of a model, or of one layer; arrays may be abstract.
+      axes: over which sequences, KV heads and the slots of tokens are split.
+    """
+
+    def of(letters: str, leaf: Any) -> PartitionSpec:
+        return PartitionSpec(*(_of_letter(x, axes) for x in letters[: leaf.ndim]))
+
+    def walk(x: Any, letters: str | None) -> Any:
+        if isinstance(x, tuple | list):
+            return type(x)(walk(part, letters) for part in x)
+        if not dataclasses.is_dataclass(x) or isinstance(x, type):
+            return None if x is None else of(letters or "", x)
+        table: dict[str, str] = getattr(type(x), "AXES", {})
+        changed = {
+            field.name: walk(getattr(x, field.name), table.get(field.name))
+            for field in dataclasses.fields(x)
+            if not field.metadata.get("static")
+        }
+        return dataclasses.replace(x, **changed)
+
+    return walk(caches, None)
+
+
+def _of_letter(letter: str, axes: Axes) -> Names:
+    dimension = "batch" if letter == "P" else DIMENSIONS.get(letter)
+    if dimension is None:
+        return None
+    names = axes.of_dimension(dimension)
+    return names[0] if len(names) == 1 else names or None
+
+
+def _split(axis: int, ndim: int, names: tuple[str, ...]) -> PartitionSpec:
+    """One axis over these axes of a mesh."""
+    if not names:
+        return PartitionSpec()
+    found: list[Names] = [None] * ndim
+    found[axis] = names[0] if len(names) == 1 else names
+    return PartitionSpec(*found)
+
+
+def _name(key: Any) -> str:
+    return key.name if isinstance(key, GetAttrKey) else str(key.key)
