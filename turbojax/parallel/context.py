@@ -274,6 +274,4 @@ def _moved(arrays: rings.Arrays, axis_name: Names) -> rings.Arrays:
     levels = arrays.levels
     if levels is not None:
         levels = to_zigzag(levels, axis_name, axis=2)
-    return dataclasses.replace(
-        arrays, extras=dataclasses.replace(extras, **moved), levels=levels
-    )
+    return dataclasses.replace(arrays, extras=dataclasses.replace(extras, **moved), levels=levels)

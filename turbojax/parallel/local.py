@@ -179,9 +179,7 @@ class Exact:
         if self.implementation not in (None, "mosaic_gpu") or any(x is not None for x in asks):
             return None
         blocks = {"block_q": _TILE, "block_kv": _TILE}
-        return Pooled(
-            PooledOptions(options.is_causal, scale=options.scale, **blocks), "mosaic_gpu"
-        )
+        return Pooled(PooledOptions(options.is_causal, scale=options.scale, **blocks), "mosaic_gpu")
 
     def gradient(
         self, query: jax.Array, key: jax.Array, value: jax.Array, results: _Results, pair: Pair

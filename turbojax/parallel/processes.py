@@ -65,10 +65,12 @@ class Processes:
       count: how many there are.
       index: the number of this one; the first is 0.
       members: all of them.
+      error_code: what this process exits with where an error leaves the ``with`` statement.
     """
 
     def __init__(self, members: tuple[Member, ...], index: int, links: "list[_Link]") -> None:
         self.members, self.index, self.count = members, index, len(members)
+        self.error_code = 1
         self._watch = _Watch(members[index], links)
         self._is_over = False
 
@@ -103,7 +105,7 @@ class Processes:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        code = _exit_code(error)
+        code = _exit_code(error, self.error_code)
         if code:
             if isinstance(error, Exception):
                 time.sleep(_GRACE)  # where another one explains it, this process ends meanwhile
@@ -345,11 +347,11 @@ def _flush() -> None:
             stream.flush()
 
 
-def _exit_code(error: BaseException | None) -> int:
+def _exit_code(error: BaseException | None, otherwise: int) -> int:
     """What a process exits with that ends by this error; 0 for an end in good order."""
     if error is None:
         return 0
-    code = getattr(error, "code", None) if isinstance(error, SystemExit) else 1
-    # The command's own way to end (`typer.Exit`).
-    code = getattr(error, "exit_code", code)
-    return code if isinstance(code, int) else int(code is not None)
+    if not isinstance(error, SystemExit):
+        # The command has a way of its own to end (`typer.Exit`).
+        return getattr(error, "exit_code", otherwise)
+    return error.code if isinstance(error.code, int) else int(error.code is not None)

@@ -424,4 +424,3 @@ def _of_sinks(
     delta = jnp.sum(d_out.astype(jnp.float32) * out.astype(jnp.float32), axis=-1) - d_residual
     total = jnp.where(residual == -jnp.inf, sinks[None, None], residual)
     return sink_gradient(total, sinks, delta, _real(here, out))
-

@@ -53,11 +53,10 @@ class Target:
             return self
         *lead, one, two = self.shape
         spec = (*self.sharding.spec, *[None] * (len(self.shape) - len(self.sharding.spec)))
-        sharding = NamedSharding(
-            self.sharding.mesh, PartitionSpec(*spec[:-2], spec[-1], spec[-2])
-        )
+        sharding = NamedSharding(self.sharding.mesh, PartitionSpec(*spec[:-2], spec[-1], spec[-2]))
         sources = tuple(
-            (index, name, dataclasses.replace(x, transpose=False)) for index, name, x in self.sources
+            (index, name, dataclasses.replace(x, transpose=False))
+            for index, name, x in self.sources
         )
         return Target((*lead, two, one), self.dtype, sharding, sources)
 
