@@ -10,7 +10,7 @@ from turbojax._device import needs_gpu
 from turbojax.config import TurboConfig
 from turbojax.models.config import TransformerConfig
 from turbojax.models.decoder import Decoder, for_length, unstack
-from turbojax.models.engine import groups, pools, state
+from turbojax.models.engine import groups, placement, pools, state
 from turbojax.models.engine.device import Device, Programs, Weights, check_programs
 from turbojax.models.engine.plan import Limits
 from turbojax.models.engine.programs import (
@@ -101,19 +101,23 @@ def make(model: Model, settings: Settings, tokenizer: Tokenizer | None) -> Made:
     _check(s, config, tokenizer)
     windows = groups.windows_of(config, s.max_length)
     pages = groups.pages_of_groups(windows, s.num_pages, sizes, s.window_pages)
-    caches = _pools(config, model, pages, windows, s)
     decoder = for_length(_unstacked(model), s.max_length)
+    where = placement.device_of(decoder)
+    with placement.made_on(where):
+        caches = placement.put(_pools(config, model, pages, windows, s), where)
     programs = _programs(s, windows, caches, config)
     max_pages = -(-s.max_length // s.page_size)
     layers = groups.layers_of(config, windows)
     draft = None
     if isinstance(s.speculation, Draft):
-        draft = _draft(s.speculation, config, windows, pages, s)
+        draft = _draft(s.speculation, config, windows, pages, s, where)
         check_programs(programs, draft[1][:1], max_pages, draft[0].config.num_heads)
     # One of each way to store pages: the first and last layers may have another.
     kinds = {cache.kv_dtype: cache for cache in caches}
     check_programs(programs, kinds.values(), max_pages, config.num_heads)
-    slots = state.new_state(len(windows), s.max_sequences, max_pages, s.max_length)
+    with placement.made_on(where):
+        slots = state.new_state(len(windows), s.max_sequences, max_pages, s.max_length)
+        slots = placement.put(slots, where)
     made = groups.new_groups(config, windows, pages, s.page_size, prefix_caching=s.prefix_caching)
     limits = Limits(
         s.max_sequences,
@@ -205,6 +209,7 @@ def _draft(
     windows: groups.Windows,
     pages: Sequence[int],
     s: Settings,
+    where: jax.Device | None,
 ) -> tuple[Weights, pools.Pools, tuple[tuple[int, ...], ...]]:
     """A draft model's weights and pools, whose pages are those of the model's tables."""
     other = how.model.config
@@ -224,15 +229,17 @@ def _draft(
     layers = groups.layers_of(other, windows)
     of_layers = {layer: n for of_group, n in zip(layers, pages, strict=True) for layer in of_group}
     decoder = for_length(_unstacked(how.model), s.max_length)
-    caches = pools.init_pools(
-        other,
-        how.model.dtype,
-        [of_layers[layer] for layer in range(other.num_layers)],
-        s.page_size,
-        kv_dtype="auto" if config.latent is not None else s.kv_dtype,
-        uncompressed_layers=0,
-        key_scale=s.key_scale,
-        value_scale=s.value_scale,
-        seed=s.seed,
-    )
-    return decoder, caches, layers
+    placement.check_beside(decoder, where)
+    with placement.made_on(where):
+        caches = pools.init_pools(
+            other,
+            how.model.dtype,
+            [of_layers[layer] for layer in range(other.num_layers)],
+            s.page_size,
+            kv_dtype="auto" if config.latent is not None else s.kv_dtype,
+            uncompressed_layers=0,
+            key_scale=s.key_scale,
+            value_scale=s.value_scale,
+            seed=s.seed,
+        )
+    return decoder, placement.put(caches, where), layers
