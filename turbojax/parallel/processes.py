@@ -21,7 +21,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any, NoReturn
 
@@ -207,8 +207,22 @@ def _exchanged(mine: dict[str, Any]) -> list[dict[str, Any]]:
     row = np.frombuffer(data.ljust(_MOST_BYTES), np.uint8)
     if jax.process_count() == 1:
         return [mine]
-    rows = np.asarray(multihost_utils.process_allgather(row))
+    with _stdout_to_stderr():  # Gloo, which is for CPUs, says that it is connected
+        rows = np.asarray(multihost_utils.process_allgather(row))
     return [json.loads(x.tobytes()) for x in rows]
+
+
+@contextlib.contextmanager
+def _stdout_to_stderr() -> Iterator[None]:
+    """What is written to standard output meanwhile, be it by C++, goes to standard error."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
 
 
 def _listen() -> socket.socket:
