@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -120,7 +121,7 @@ def test_tokens_of_one_process_and_one_that_is_gone(tiny_folder, victim, end, re
     named = f"process {victim} ({socket.gethostname()}, pid {gone.pid})"
     assert line.startswith(f"turbojax: {named} is gone: {reason}")
     assert line.endswith(f"process {1 - victim} ends, too")
-    left, wrote = gone.communicate()
+    _, wrote = gone.communicate()
     assert gone.returncode in (-signal.SIGKILL, 1, 3)
     assert ("KeyError: 'mine'" in wrote) == (gone.returncode == 1)
 
@@ -131,8 +132,8 @@ def test_training_and_an_end_in_good_order(tmp_path):
     models.save(tiny_model(), tmp_path / "start")
     (tmp_path / "words.txt").write_bytes(text(0, 9000))
     options = ["--data", str(tmp_path / "words.txt"), "--model", str(tmp_path / "start")]
-    options += "--context 128 --batch 2 --steps 2 --log-every 1 --evaluate-every 0".split()
-    options = ["train", *options, "--evaluate-windows", "2"]
+    sizes = "--context 128 --batch 2 --steps 2 --log-every 1 --evaluate-every 0"
+    options = ["train", *options, *sizes.split(), "--evaluate-windows", "2"]
     many = ["--mesh", "data=2", "--processes", "2", "--out", str(tmp_path / "two")]
     runs = started(
         lambda address, index: [
@@ -176,11 +177,19 @@ def wait_for(condition: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
+def all_closed() -> None:
+    """Waits for the threads, which close their connections."""
+    wait_for(lambda: not [x for x in threading.enumerate() if x.name == "turbojax processes"])
+
+
 def test_the_first_one_passes_on_who_is_gone(monkeypatch):
     watches, ended = linked(monkeypatch, 3, heartbeat=5)
     watches[2].leave("failed")
     wait_for(lambda: len(ended) == 2)
     text = "turbojax: process 2 (host2, pid 102) is gone: it failed, see what it wrote; process"
+    for watch in watches:
+        watch.leave("done")
+    all_closed()
     assert sorted(ended) == [(f"{text} {i} ends, too\n", processes.EXIT_CODE) for i in (0, 1)]
 
 
@@ -191,10 +200,12 @@ def test_silence_and_good_order(monkeypatch):
     watches[1]._left.set()  # no longer, but its connection stays
     wait_for(lambda: len(ended) == 1)
     assert "process 1 (host1, pid 101) is gone: nothing was heard of it for 0.4 s" in ended[0][0]
+    watches[0].leave("done")
+    all_closed()
     watches, ended = linked(monkeypatch, 2, heartbeat=0.4)
     watches[1].leave("done")
     watches[0].leave("done")
-    time.sleep(0.6)
+    all_closed()
     assert ended == []
 
 

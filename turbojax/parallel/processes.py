@@ -274,6 +274,16 @@ class _Link:
         with contextlib.suppress(OSError):
             self._connection.sendall(f"{line}\n".encode())
 
+    def finish(self) -> None:
+        """Says that nothing more will be sent."""
+        with contextlib.suppress(OSError):
+            self._connection.shutdown(socket.SHUT_WR)
+
+    def close(self) -> None:
+        """Closes the connection, once nothing listens any more."""
+        self._lines.close()
+        self._connection.close()
+
     def listen(self, heard: Callable[[str], None]) -> str | None:
         """Reads lines to the end.
 
@@ -316,6 +326,7 @@ class _Watch:
         self._left.set()
         for link in self._links:
             link.send(word)
+            link.finish()
 
     def _beat(self) -> None:
         every = min(link.heartbeat for link in self._links) / 4
@@ -332,6 +343,7 @@ class _Watch:
         why = link.listen(heard)
         if why is not None:
             self._end(f"{link.member} is gone: {why}", link)
+        link.close()
 
     def _end(self, news: str, source: _Link) -> None:
         """Ends this process, unless it has left already; the first news is told."""
