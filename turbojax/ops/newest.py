@@ -16,6 +16,7 @@ from turbojax._registry import Registry
 from turbojax.ops import sinks
 from turbojax.ops.extras import Extras
 from turbojax.ops.options import Options
+from turbojax.sharding import together
 from turbojax.state import ring
 
 C = TypeVar("C", bound=Any)
@@ -65,7 +66,7 @@ def decode(
             implementation, query=query, cache=cache, options=options, extras=extras
         )
         call = refuse_gradients(chosen.run, registry.op, options=options)
-        out, residual = call(query, cache, real, extras)
+        out, residual = call(*together(query, cache, real, extras))
         return out, residual
 
     return sinks.after(run, query, real, extras, options)

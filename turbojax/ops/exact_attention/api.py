@@ -15,6 +15,7 @@ from turbojax.ops import sinks as sinks_of_call
 from turbojax.ops.exact_attention import mosaic_gpu, reference
 from turbojax.ops.extras import NOTHING, Extras
 from turbojax.ops.options import Options, require_causal
+from turbojax.sharding import together
 from turbojax.state import checks, ring
 from turbojax.state.exact import ExactCache
 
@@ -209,7 +210,7 @@ def _decode(
             implementation="cudnn",
         )
     if chosen == "mosaic_gpu":
-        return _by_kernel(options, query, cache)
+        return _by_kernel(options, *together(query, cache))
     return _by_xla(query, cache, options=options)
 
 
@@ -234,7 +235,7 @@ def _decode_part(
             implementation, query, cache, options, extras=extras, gives_part=True
         )
         if chosen == "mosaic_gpu":
-            return _part_by_kernel(options, query, cache)
+            return _part_by_kernel(options, *together(query, cache))
         return _part_by_xla(query, cache, extras, options=options)
 
     return sinks_of_call.after(run, query, None, extras, options)

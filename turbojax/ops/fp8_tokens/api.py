@@ -9,6 +9,7 @@ from turbojax._gradient import refuse_gradients
 from turbojax._registry import Implementation, ImplementationName, Registry
 from turbojax.ops.fp8_tokens import mosaic_gpu, reference, triton
 from turbojax.quantizers import Fp8Tokens
+from turbojax.sharding import together
 
 QUANTIZE = Registry(
     "fp8_tokens",
@@ -120,6 +121,6 @@ def _quantize(
         raise ValueError(f"{x.shape=} must be [..., K], no axis empty")
     flat = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
     run = QUANTIZE.select(implementation, x=flat, scale=scale).run
-    tokens = refuse_gradients(run, op, eps=eps)(flat, scale)
+    tokens = refuse_gradients(run, op, eps=eps)(*together(flat, scale))
     codes, scales = tokens.codes.reshape(x.shape), tokens.scale.reshape(x.shape[:-1])
     return Fp8Tokens(codes, scales, tokens.dtype)

@@ -17,6 +17,7 @@ from turbojax.ops.int4_matmul.api import check_activation, check_precision, chec
 from turbojax.ops.int4_matmul.static import Activation, Precision
 from turbojax.quantizers import Fp8Tokens, Int4Weight
 from turbojax.quantizers.int4 import pad_rows
+from turbojax.sharding import together
 
 GROUPED_MATMUL = Registry(
     "grouped_matmul",
@@ -99,7 +100,7 @@ def grouped_matmul(
             quantize_activation, implementation="xla" if implementation == "xla" else None
         )
         call = _differentiable(quantize, run, activation)
-    return call(x, weight, group_sizes, bias)
+    return call(*together(x, weight, group_sizes, bias))
 
 
 def check_stack(weight: Int4Weight) -> Int4Weight:

@@ -28,6 +28,7 @@ from turbojax.ops.int4_matmul.static import (
 )
 from turbojax.quantizers import Fp8Tokens, Int4Weight
 from turbojax.quantizers.int4 import in_blocks, pad_rows
+from turbojax.sharding import together
 
 MATMUL = Registry(
     "int4_matmul",
@@ -131,7 +132,7 @@ def matmul(
         if is_rounded and chosen.name == "mosaic_gpu":  # which rounds few tokens in its product
             quantize, run = _as_it_is, functools.partial(run, rounds=True)
         call = _differentiable(quantize, run, rule, activation)
-    return call(flat, weight, bias, residual).reshape(*lead, weight.result_size)
+    return call(*together(flat, weight, bias, residual)).reshape(*lead, weight.result_size)
 
 
 def check_activation(activation: Activation | None, weight: Int4Weight) -> None:

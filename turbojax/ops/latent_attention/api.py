@@ -15,6 +15,7 @@ from turbojax.ops.extras import NOTHING, Extras, of_cache
 from turbojax.ops.latent_attention import mosaic_gpu, reference
 from turbojax.ops.options import Options, require_causal
 from turbojax.ops.sinks import with_sinks
+from turbojax.sharding import together
 from turbojax.state import checks
 from turbojax.state.latent.cache import LatentCache, as_pages
 from turbojax.state.latent.pages import LatentPages
@@ -211,7 +212,7 @@ def attend_latents(
     run = functools.partial(_attend, attend=chosen.run, interpret=interpreting())
     call = refuse_gradients(run, "latent_attention", options=options)
     arrays = (query_latent, query_rope, cache, block_tables, lengths, query_lengths, extras)
-    out, residual = call(*arrays)
+    out, residual = call(*together(*arrays))
     return out, residual
 
 

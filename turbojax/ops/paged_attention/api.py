@@ -17,6 +17,7 @@ from turbojax.ops import sinks as sinks_of_call
 from turbojax.ops.extras import NOTHING, Extras
 from turbojax.ops.options import Options, require_causal
 from turbojax.ops.paged_attention import hopper, reference, triton
+from turbojax.sharding import together
 from turbojax.state import checks
 from turbojax.state.pages import checks as page_checks
 from turbojax.state.pages.pool import PagedCache
@@ -246,7 +247,8 @@ def _run(
         chosen = select(implementation, query, cache, block_tables, options=options, extras=extras)
         attend = functools.partial(_attend, attend=chosen.run, interpret=interpreting())
         call = refuse_gradients(attend, "paged_attention", options=options)
-        out, residual = call(query, cache, block_tables, lengths, query_lengths, extras)
+        arrays = (query, cache, block_tables, lengths, query_lengths, extras)
+        out, residual = call(*together(*arrays))
         return out, residual
 
     if _kernel_has_sinks(implementation, query, cache, block_tables, extras, options):

@@ -18,6 +18,7 @@ from turbojax.ops.options import check_output_dtype, plain_scale
 from turbojax.ops.pooled_attention import mosaic_gpu, reference, segments, triton
 from turbojax.ops.pooled_attention.static import LEVELS, PooledOptions
 from turbojax.ops.sinks import sink_gradient, with_sinks
+from turbojax.sharding import together
 
 FORWARD = Registry(
     "pooled_attention",
@@ -206,12 +207,16 @@ def _attend(
         GRADIENT.select(implementation, **arguments).run,
         options,
     )
-    out, residual, *_ = call(query, key, value, levels, query_length, key_length, extras)
+    arrays = (query, key, value, levels, query_length, key_length, extras)
+    out, residual, *_ = call(*together(*arrays))
     return out, residual
 
 
 def check_levels(
-    levels: jax.Array, query: jax.Array, key: jax.Array, options: PooledOptions
+    levels: jax.Array,
+    query: jax.Array,
+    key: jax.Array | jax.ShapeDtypeStruct,
+    options: PooledOptions,
 ) -> jax.Array:
     """Levels as int8; a value that is not a level stays invalid.
 

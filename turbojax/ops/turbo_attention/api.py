@@ -25,6 +25,7 @@ from turbojax.ops.turbo_attention import (
     unrounded,
 )
 from turbojax.ops.turbo_attention.gradient import straight_through
+from turbojax.sharding import together
 from turbojax.state.progressive.cache import ProgressiveCache
 from turbojax.state.progressive.update import (
     SHARES_CODES,
@@ -228,7 +229,7 @@ def attend(
         is_ragged=is_ragged,
     )
     queries, keys = jnp.clip(queries, 0, query.shape[1]), jnp.clip(keys, 0, size)
-    return call(query, key, value, queries, keys, extras)
+    return call(*together(query, key, value, queries, keys, extras))
 
 
 def prefill(
@@ -376,6 +377,7 @@ def _prefill(
             extra = {"stage1": codes and tuple(codes)}
         else:
             filled, extra = store.run(cache, key, value, lengths), {}
+        query, key, value, inside, extras = together(query, key, value, inside, extras)
         if is_exact:
             return (unrounded.exact(query, key, value, options), None), filled
         out = attend.run(query, key, value, inside, inside, extras=extras, **static, **extra)
