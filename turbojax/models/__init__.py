@@ -39,10 +39,12 @@ from turbojax.models.engine import Event as Event
 from turbojax.models.engine import Finished as Finished
 from turbojax.models.engine import NewToken as NewToken
 from turbojax.models.engine import NGram as NGram
+from turbojax.models.engine import Replicas as Replicas
 from turbojax.models.engine import Request as Request
 from turbojax.models.engine import Result as Result
 from turbojax.models.engine import TokenLogprobs as TokenLogprobs
 from turbojax.models.engine import best_of as best_of
+from turbojax.models.engine import replicate as replicate
 from turbojax.models.evaluation import token_bits as token_bits
 from turbojax.models.generation.caching import ModelCaches as ModelCaches
 from turbojax.models.generation.caching import UncompressedEdges as UncompressedEdges

@@ -225,7 +225,7 @@ def _attend(
         None if x is None else _checks.check_lengths(name, x, query.shape[0], whole).clip(0, whole)
         for name, x in zip(names, lengths, strict=True)
     ]
-    arrays = rings.Arrays(*of_all, extras=extras, levels=levels)
+    arrays = rings.Arrays(of_all[0], of_all[1], extras, levels)
     moves = run_in != order
     if moves:
         query, key, value = (to_zigzag(x, axis_name) for x in (query, key, value))
@@ -274,6 +274,4 @@ def _moved(arrays: rings.Arrays, axis_name: Names) -> rings.Arrays:
     levels = arrays.levels
     if levels is not None:
         levels = to_zigzag(levels, axis_name, axis=2)
-    return dataclasses.replace(
-        arrays, extras=dataclasses.replace(extras, **moved), levels=levels
-    )
+    return dataclasses.replace(arrays, extras=dataclasses.replace(extras, **moved), levels=levels)
