@@ -21,3 +21,5 @@ from turbojax.sharding.axes import Axes as Axes
 from turbojax.sharding.meshes import mesh_of as mesh_of
 from turbojax.sharding.specs import partition_specs as partition_specs
 from turbojax.sharding.specs import shardings as shardings
+from turbojax.sharding.varying import as_carried as as_carried
+from turbojax.sharding.varying import varying_like as varying_like
