@@ -9,6 +9,10 @@ from turbojax.parallel.decode import attend_cache as attend_cache
 from turbojax.parallel.decode import attend_new_tokens as attend_new_tokens
 from turbojax.parallel.decode import decode as decode
 from turbojax.parallel.decode import paged_attention as paged_attention
+from turbojax.parallel.heads import heads_attention as heads_attention
+from turbojax.parallel.layers import ContextAttention as ContextAttention
+from turbojax.parallel.processes import Processes as Processes
+from turbojax.parallel.processes import start as start
 from turbojax.parallel.zigzag import from_zigzag as from_zigzag
 from turbojax.parallel.zigzag import permutation as permutation
 from turbojax.parallel.zigzag import positions as positions

@@ -8,9 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from turbojax import _checks
+from turbojax.sharding import tables
 from turbojax.sharding.axes import Axes
 from turbojax.sharding.birth import Sizes, born
 from turbojax.sharding.specs import Split
+from turbojax.sharding.spread import spread_explicit
 from turbojax.state import checks, ring
 
 _UNIT = 16
@@ -171,6 +173,14 @@ def append(
             f"appending would give lengths {np.asarray(total).tolist()}, "
             f"which must be at most max_length={cache.max_length}"
         )
+    extended: ExactCache = spread_explicit(tables.EXACT_APPEND, _append)(cache, key, value, lengths)
+    return extended
+
+
+def _append(cache: ExactCache, key: jax.Array, value: jax.Array, lengths: jax.Array) -> ExactCache:
+    """`append` of checked arguments."""
+    tokens = key.shape[1]
+    total = cache.lengths + jnp.clip(lengths, 0, tokens)
     accepted = jnp.clip(lengths, 0, jnp.minimum(cache.max_length - cache.lengths, tokens))
     # Rows past the end are those that the scatter drops; no row is named twice.
     index = ring.rows_of_new(cache.lengths, accepted, tokens, cache.room)

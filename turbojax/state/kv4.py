@@ -17,9 +17,11 @@ import numpy as np
 from turbojax import _checks
 from turbojax._gradient import refuse_gradients
 from turbojax._registry import Implementation, ImplementationName, Registry
+from turbojax.sharding import tables
 from turbojax.sharding.axes import Axes
 from turbojax.sharding.birth import Sizes, born
 from turbojax.sharding.specs import Split
+from turbojax.sharding.spread import spread
 from turbojax.state import checks, kv4_mosaic, ring
 from turbojax.state.kv4_codes import numbers as numbers
 from turbojax.state.kv4_codes import quantize as quantize
@@ -266,8 +268,8 @@ def append(
     batch, tokens = key.shape[:2]
     lengths = _checks.check_lengths("lengths", lengths, batch, tokens)
     checks.check_room(cache, lengths)
-    chosen = APPEND.select(implementation, cache=cache, key=key)
-    return refuse_gradients(chosen.run, "append")(cache, key, value, lengths)
+    run = spread(tables.FIREQ_APPEND, _append_here, implementation=implementation)
+    return refuse_gradients(run, "append")(cache, key, value, lengths)
 
 
 def store_prompt(cache: CacheT, key: jax.Array, value: jax.Array, lengths: jax.Array) -> CacheT:
@@ -291,7 +293,8 @@ def store_prompt(cache: CacheT, key: jax.Array, value: jax.Array, lengths: jax.A
       NotImplementedError: when it is differentiated.
     """
     check_prompt(cache, key, value, lengths)
-    return refuse_gradients(_store_prompt, "prefill")(cache, key, value, lengths)
+    run = spread(tables.FIREQ_APPEND, _store_prompt)
+    return refuse_gradients(run, "prefill")(cache, key, value, lengths)
 
 
 def dequantize(
@@ -432,6 +435,20 @@ APPEND = Registry(
         Implementation("xla", _append),
     ),
 )
+
+
+def _append_here(
+    cache: CacheT,
+    key: jax.Array,
+    value: jax.Array,
+    lengths: jax.Array,
+    *,
+    implementation: ImplementationName | None,
+) -> CacheT:
+    """`append` by what takes these arrays."""
+    chosen = APPEND.select(implementation, cache=cache, key=key)
+    extended: CacheT = chosen.run(cache, key, value, lengths)
+    return extended
 
 
 @jax.jit

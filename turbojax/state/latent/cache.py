@@ -10,9 +10,11 @@ import numpy as np
 
 from turbojax import _checks
 from turbojax._gradient import refuse_gradients
+from turbojax.sharding import tables
 from turbojax.sharding.axes import Axes
 from turbojax.sharding.birth import Sizes, born
 from turbojax.sharding.specs import Split
+from turbojax.sharding.spread import spread
 from turbojax.state import checks
 from turbojax.state.latent import formats
 from turbojax.state.latent.pages import LatentPages
@@ -197,7 +199,8 @@ def append_latents(
         )
     lengths = _checks.check_lengths("lengths", lengths, batch, tokens)
     checks.check_room(cache, lengths)
-    cache, scale = refuse_gradients(_append, "append")(cache, latent, rope, lengths)
+    run = spread(tables.LATENT_APPEND, _append)
+    cache, scale = refuse_gradients(run, "append")(cache, latent, rope, lengths)
     formats.check_range(latent, scale, lengths)
     return cache
 

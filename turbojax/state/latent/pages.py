@@ -10,9 +10,11 @@ import numpy as np
 
 from turbojax import _checks
 from turbojax._gradient import refuse_gradients
+from turbojax.sharding import tables
 from turbojax.sharding.axes import Axes
 from turbojax.sharding.birth import Sizes, born
 from turbojax.sharding.specs import Split
+from turbojax.sharding.spread import spread
 from turbojax.state import checks
 from turbojax.state.latent import formats
 from turbojax.state.pages import checks as page_checks
@@ -201,7 +203,8 @@ def append_latents(
     lengths = page_checks.check_lengths("lengths", lengths, batch)
     new_lengths = _checks.check_lengths("new_lengths", new_lengths, batch, tokens)
     page_checks.check_places(cache, block_tables, lengths, new_lengths)
-    cache, scale = refuse_gradients(_append, "append_latents")(
+    run = spread(tables.PAGED_LATENT_APPEND, _append)
+    cache, scale = refuse_gradients(run, "append_latents")(
         cache, latent, rope, block_tables, lengths, new_lengths
     )
     formats.check_range(latent, scale, new_lengths)

@@ -16,9 +16,11 @@ import numpy as np
 from turbojax import _checks, polar
 from turbojax._gradient import refuse_gradients
 from turbojax._registry import Implementation, ImplementationName, Registry
+from turbojax.sharding import tables
 from turbojax.sharding.axes import Axes
 from turbojax.sharding.birth import Sizes, born
 from turbojax.sharding.specs import Split
+from turbojax.sharding.spread import spread
 from turbojax.state import checks
 from turbojax.state.pages import checks as page_checks
 from turbojax.state.pages import mosaic_gpu as paged_mosaic
@@ -295,12 +297,28 @@ def append(
     batch, tokens = key.shape[:2]
     new_lengths = _checks.check_lengths("new_lengths", new_lengths, batch, tokens)
     page_checks.check_places(cache, block_tables, lengths, new_lengths)
-    chosen = APPEND.select(implementation, cache=cache, key=key, block_tables=block_tables)
-    cache, content = refuse_gradients(chosen.run, "append")(
+    run = spread(tables.PAGED_APPEND, _append, implementation=implementation)
+    cache, content = refuse_gradients(run, "append")(
         cache, key, value, block_tables, lengths, new_lengths
     )
     page_checks.check_range(cache, key, value, content, new_lengths)
     return cache
+
+
+def _append(
+    cache: PagedCache,
+    key: jax.Array,
+    value: jax.Array,
+    block_tables: jax.Array,
+    lengths: jax.Array,
+    new_lengths: jax.Array,
+    *,
+    implementation: ImplementationName | None,
+) -> tuple[PagedCache, Any]:
+    """`append` by what takes these arrays; also what became of the tokens."""
+    chosen = APPEND.select(implementation, cache=cache, key=key, block_tables=block_tables)
+    extended, content = chosen.run(cache, key, value, block_tables, lengths, new_lengths)
+    return extended, content
 
 
 def gather(

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from turbojax.config import Mode, TurboConfig
 from turbojax.quantizers import absolute_maximum
+from turbojax.sharding import varying_like
 from turbojax.state.progressive import reference
 from turbojax.state.progressive.cache import CacheSide, ProgressiveCache
 
@@ -215,12 +216,18 @@ def _ranked(
         return side
     flushed = reference.flushed_buffers(cache, accepted)
 
+    inputs = (cache, side, x, accepted)
+
     def rank() -> jax.Array:
         stream, run_scale, _ = reference.buffer_stream(cache, side, x, accepted)
-        return reference.rank_first_buffer(cache, side, stream, run_scale, flushed)
+        slots = reference.rank_first_buffer(cache, side, stream, run_scale, flushed)
+        return varying_like(slots, inputs)
+
+    def keep() -> jax.Array:
+        return varying_like(side.head_slots, inputs)
 
     first = jnp.any(reference.is_first_flush(cache, flushed))
-    slots = jax.lax.cond(first, rank, lambda: side.head_slots)
+    slots = jax.lax.cond(first, rank, keep)
     return dataclasses.replace(side, head_slots=slots)
 
 

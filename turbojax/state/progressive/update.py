@@ -8,6 +8,8 @@ import jax
 from turbojax import _checks
 from turbojax._gradient import refuse_gradients
 from turbojax._registry import Implementation, ImplementationName, Registry
+from turbojax.sharding import tables
+from turbojax.sharding.spread import spread
 from turbojax.state import checks
 from turbojax.state.progressive import mosaic_gpu, reference, triton
 from turbojax.state.progressive.cache import ProgressiveCache
@@ -92,8 +94,22 @@ def append(
     batch, tokens = key.shape[:2]
     lengths = _checks.check_lengths("lengths", lengths, batch, tokens)
     checks.check_room(cache, lengths)
+    run = spread(tables.APPEND, _append, implementation=implementation)
+    return refuse_gradients(run, "append")(cache, key, value, lengths)
+
+
+def _append(
+    cache: ProgressiveCache,
+    key: jax.Array,
+    value: jax.Array,
+    lengths: jax.Array,
+    *,
+    implementation: ImplementationName | None,
+) -> ProgressiveCache:
+    """`append` by what takes these arrays."""
     chosen = APPEND.select(implementation, cache=cache, key=key)
-    return refuse_gradients(chosen.run, "append")(cache, key, value, lengths)
+    extended: ProgressiveCache = chosen.run(cache, key, value, lengths)
+    return extended
 
 
 def store_prompt(
@@ -125,8 +141,22 @@ def store_prompt(
         differentiated.
     """
     check_prompt(cache, key, value, lengths)
+    run = spread(tables.STORE_PROMPT, _store_prompt, implementation=implementation)
+    return refuse_gradients(run, "prefill")(cache, key, value, lengths)
+
+
+def _store_prompt(
+    cache: ProgressiveCache,
+    key: jax.Array,
+    value: jax.Array,
+    lengths: jax.Array,
+    *,
+    implementation: ImplementationName | None,
+) -> ProgressiveCache:
+    """`store_prompt` by what takes these arrays."""
     chosen = STORE_PROMPT.select(implementation, cache=cache, key=key)
-    return refuse_gradients(chosen.run, "prefill")(cache, key, value, lengths)
+    filled: ProgressiveCache = chosen.run(cache, key, value, lengths)
+    return filled
 
 
 def append_part(
