@@ -47,7 +47,10 @@ class _Call:
 
     def __call__(self, arrays: Sequence[Any], found: Plan = WHOLE) -> Any:
         """Runs the op on arrays that are split so."""
-        here = localized(tuple(arrays), found.parts)
+        try:
+            here = localized(tuple(arrays), found.parts)
+        except ValueError as error:
+            raise ValueError(f"{self.table.op} cannot be split so: {error}") from None
         over, static = found.over("I"), dict(self.static)
         token = _LOCAL.set(True)
         try:

@@ -7,6 +7,7 @@ is full and becomes a block.
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import jax
@@ -19,6 +20,7 @@ from turbojax.quantizers import INT8_RANGE, packed_size, round_scale
 from turbojax.sharding.axes import Axes
 from turbojax.sharding.birth import Sizes, born
 from turbojax.sharding.specs import Split, spec_of
+from turbojax.sharding.varying import varying_like
 from turbojax.state import ring
 
 
@@ -63,6 +65,10 @@ class CacheSide(Split):
         """int32 ``[B, K]``: of each head the place in `codes`, counted through all its arrays."""
         heads, first = self.buffer.shape[-3], self.codes[0].shape[-4]
         size = self.heads_per_group or heads
+        if len(self.codes) == 1:
+            # Of one width heads are where they are, and a device's slots may count all devices'.
+            slots = jnp.broadcast_to(jnp.arange(heads, dtype=jnp.int32), self.head_slots.shape)
+            return varying_like(slots, self.head_slots)
         if size == heads:
             return self.head_slots
         wide = first * size // heads  # of a group, those in the first array
@@ -149,6 +155,25 @@ class ProgressiveCache(Split):
                 f"{self.num_kv_heads // devices} KV heads of each of {devices} devices: heads of "
                 "fewer bits are ranked within groups, and a device has whole ones"
             )
+
+    def local(self, parts: Callable[[str], int]) -> "ProgressiveCache":
+        """The cache of one device, which has its part of the arrays.
+
+        Args:
+          parts: into how many parts heads, ``"K"``, are split.
+
+        Raises:
+          ValueError: if heads are ranked among those of several devices.
+        """
+        is_mixed = len(self.key.codes) + len(self.value.codes) > 2
+        size = self.config.heads_per_group
+        if is_mixed and parts("K") > 1 and self.num_kv_heads % (size or self.num_kv_heads + 1):
+            raise ValueError(
+                f"heads_per_group={size} must divide the {self.num_kv_heads} KV heads of each of "
+                f"{parts('K')} devices: heads of fewer bits are ranked within groups, and a device "
+                "has whole ones"
+            )
+        return self
 
     @property
     def batch_size(self) -> int:
