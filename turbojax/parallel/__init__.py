@@ -13,6 +13,7 @@ from turbojax.parallel.heads import heads_attention as heads_attention
 from turbojax.parallel.layers import ContextAttention as ContextAttention
 from turbojax.parallel.processes import Processes as Processes
 from turbojax.parallel.processes import start as start
+from turbojax.parallel.splitting import split as split
 from turbojax.parallel.zigzag import from_zigzag as from_zigzag
 from turbojax.parallel.zigzag import permutation as permutation
 from turbojax.parallel.zigzag import positions as positions

@@ -292,13 +292,13 @@ def _to_pages(
     options: Options,
     implementation: Any,
 ) -> _Attention:
-    static, op = _static(options, implementation), paged_op.paged_attention
+    static: Any = _static(options, implementation)
+    op: Any = paged_op.paged_attention
 
     def attend(query: jax.Array, real: jax.Array | None, **offsets: Any) -> Part:
         given = (query, cache, block_tables, lengths)
-        part: Any = op(*given, query_seq_lengths=real, **static, **offsets)
-        found: Part = part
-        return found
+        part: Part = op(*given, query_seq_lengths=real, **static, **offsets)
+        return part
 
     return attend
 
