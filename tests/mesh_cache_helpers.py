@@ -88,7 +88,7 @@ class Case:
         def call(cache: Any, *arrays: Any) -> Any:
             specs = (self.specs, *[P()] * len(arrays))
             mapped = jax.shard_map(
-                f, mesh=self.axes.mesh, in_specs=specs, out_specs=out, check_vma=False
+                f, mesh=self.axes.mesh, in_specs=specs, out_specs=out, check_vma=True
             )
             return mapped(cache, *arrays)
 

@@ -131,7 +131,7 @@ def test_pages_of_every_device():
             mesh=mesh,
             in_specs=(specs, P(None, AXIS), P(), P(), P()),
             out_specs=(P(), specs),
-            check_vma=False,
+            check_vma=True,
         )
     )(pool, own, key, value, query[:, -1:])
     whole = paged.append(whole, key, value, tables, jnp.zeros(2, jnp.int32), new_lengths=lengths)
