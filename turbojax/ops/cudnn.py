@@ -136,6 +136,18 @@ def attend_part(
 
 
 @functools.cache
+def no_part() -> str | None:
+    """Why `attend_part` cannot be had, where cuDNN attends; None if it can. Looked up once."""
+    x = jax.ShapeDtypeStruct((1, 8, 1, 64), jnp.bfloat16)
+    options = Options(is_causal=False, scale=1.0)
+    try:
+        jax.eval_shape(functools.partial(attend_part, options=options), x, x, x)
+    except NotImplementedError as error:
+        return str(error)
+    return None
+
+
+@functools.cache
 def missing() -> str | None:
     """Why jax finds no cuDNN that it can use; None if it finds one. Looked up once per process."""
     x = jax.ShapeDtypeStruct((1, 8, 1, 64), jnp.bfloat16)
