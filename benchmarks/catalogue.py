@@ -19,6 +19,7 @@ from benchmarks.suites.fireq import suite as fireq
 from benchmarks.suites.flax import suite as flax
 from benchmarks.suites.loading import suite as loading
 from benchmarks.suites.paged import suite as paged
+from benchmarks.suites.parallel import suite as parallel
 from benchmarks.suites.pooled import suite as pooled
 from benchmarks.suites.serving import suite as serving
 
@@ -38,6 +39,7 @@ SUITES = {
         latent.SUITE,
         engine.SUITE,
         serving.SUITE,
+        parallel.SUITE,
         flax.SUITE,
         families.SUITE,
         loading.SUITE,

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from pallas_kernels import varying
 from pallas_kernels.layouts import LOG2_E, Ref, next_power_of_2
 
 _GROUP = 32
@@ -66,7 +67,7 @@ def merge(
       ``[B, T, N, H]`` in that dtype and the float32 log-sum-exp ``[B, T, N]``.
     """
     batch, tokens, heads, _ = result.shape
-    return pl.pallas_call(
+    return varying.pallas_call(
         _merge_kernel,
         grid=(batch * kv_heads, heads // kv_heads * tokens),
         in_specs=[_WHOLE] * 3,
@@ -151,7 +152,7 @@ def merge_parts(
     """
     batch, head_dim = o.shape[0] // kv_heads, o.shape[3]
     left = None if window is None else window[0]
-    return pl.pallas_call(
+    return varying.pallas_call(
         functools.partial(_merge_parts_kernel, size=part, left=left),
         grid=(heads // kv_heads * tokens, batch * kv_heads),
         in_specs=[_WHOLE] * 5,

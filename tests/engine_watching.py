@@ -69,7 +69,7 @@ class Watched:
             pages = -(-total // PAGE)
             if group.window is not None:
                 # In the worst place, the window of a piece's first token, and the piece.
-                seen = group.window + min(made._step_tokens, len(request.tokens)) - 1
+                seen = group.window + min(made.admission.step_tokens, len(request.tokens)) - 1
                 pages = min(pages, max(-(-(at + seen) // PAGE) for at in range(PAGE)))
             if pages > group.allocator.num_pages:
                 name = ("num_pages", "window_pages")[i > 0]

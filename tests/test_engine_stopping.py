@@ -1,5 +1,7 @@
 """Texts that end a request of the engine, wherever in its tokens they begin and end."""
 
+import dataclasses
+
 import pytest
 from engine_device import CONFIG, make, on
 from engine_texts import VOCABULARY, expected
@@ -27,7 +29,7 @@ def until(stops):
 
 def engine(tokenizer=None, slots=2):
     made, device = make(8, slots, 16, prefixes=True)
-    made._tokenizer = tokenizer
+    made.admission = dataclasses.replace(made.admission, tokenizer=tokenizer)
     return made, device
 
 

@@ -253,7 +253,9 @@ def test_lines_that_fit_are_those_that_the_engine_takes(windows):
     for prompt, new in ((20, 20), (60, 30), (60, 60), (100, 2), (3, 90)):
         request = Request([1] * prompt, new)
         file = RequestFile((TextRequest("a", 1, request, ()),), ())
-        found = fitting(file, config, num_pages=6, page_size=16, step_tokens=made._step_tokens)
+        found = fitting(
+            file, config, num_pages=6, page_size=16, step_tokens=made.admission.step_tokens
+        )
         if found.requests:
             made.add(request)
         else:

@@ -44,6 +44,7 @@ from turbojax.state.progressive import init_cache as init_cache
 if TYPE_CHECKING:
     from turbojax import flax as flax
     from turbojax import models as models
+    from turbojax import parallel as parallel
 
 _moved.install()
 
@@ -78,6 +79,7 @@ __all__ = [
     "models",
     "paged",
     "paged_attention",
+    "parallel",
     "polar",
     "pooled_attention",
     "prefill",
@@ -89,8 +91,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    """Imports what needs Flax when it is first used; old names of modules, with a warning."""
-    if name in ("flax", "models"):
+    """Imports what is large when it is first used; old names of modules, with a warning."""
+    if name in ("flax", "models", "parallel"):
         import importlib
 
         return importlib.import_module(f"turbojax.{name}")

@@ -17,6 +17,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels import varying
 from pallas_kernels.mosaic import lane
 from pallas_kernels.mosaic.lane import Int, Pointer
 
@@ -100,14 +101,15 @@ def launch(
       cluster: name and size of an axis whose programs can reach each other's memory.
     """
     cluster = cluster or {}
-    return plgpu.kernel(
+    call = functools.partial(
+        plgpu.kernel,
         _kernel(body, (*grid, *cluster), shared),
-        out_type=list(out),
         compiler_params=_PARAMETERS,
         cluster=tuple(cluster.values()),
         cluster_names=tuple(cluster),
         **_mesh(name, grid, warpgroups),
-    )(*inputs)
+    )
+    return varying.typed(lambda out: call(out_type=out), list(out))(*inputs)
 
 
 # Bytes of an input that is not read where a loop's step finds it.
@@ -168,4 +170,5 @@ def update(
 
         return pl.run_state(write)(list(operands[count:]))
 
-    return run(*inputs, *arrays)
+    axes = varying.axes_of((inputs, arrays))
+    return varying.cast(run(*varying.cast([*inputs, *arrays], axes)), axes)

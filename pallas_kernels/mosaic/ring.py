@@ -6,6 +6,7 @@ consume. Each slot has two barriers: `ready` says that its copies have arrived, 
 consumers are done with it.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels import varying
 from pallas_kernels.layouts import Ref
 from pallas_kernels.mosaic.lane.fragments import ROWS as ROWS
 
@@ -239,9 +241,9 @@ def launch(
       approx_math: whether Pallas may use approximate instructions.
       **parameters: more of the compiler's.
     """
-    return plgpu.kernel(
+    call = functools.partial(
+        plgpu.kernel,
         kernel,
-        out_type=out_type,
         grid=(min(programs, total),),
         grid_names=("program",),
         num_threads=consumers + 1,
@@ -254,3 +256,4 @@ def launch(
             **parameters,
         ),
     )
+    return varying.typed(lambda out: call(out_type=out), out_type)

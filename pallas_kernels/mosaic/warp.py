@@ -9,6 +9,7 @@ What is multiplied with what, and how a block's tokens are laid out, is each ker
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels import varying
 from pallas_kernels.layouts import LOG2_E
 from pallas_kernels.mosaic import lane
 from pallas_kernels.mosaic.lane import Float, Int, Pointer
@@ -150,13 +152,14 @@ def launch(
       head_dim: `H`.
       cluster: `cluster` and `cluster_names`, if programs share memory.
     """
-    return plgpu.kernel(
+    memory = [
+        plgpu.SMEM((s.warps * s.warp_bytes(head_dim),), jnp.uint8),
+        plgpu.SMEM((s.warps * s.stages * _BARRIER_BYTES // 4,), jnp.int32),
+    ]
+    call = functools.partial(
+        plgpu.kernel,
         kernel,
-        out_type=list(out),
-        scratch_types=[
-            plgpu.SMEM((s.warps * s.warp_bytes(head_dim),), jnp.uint8),
-            plgpu.SMEM((s.warps * s.stages * _BARRIER_BYTES // 4,), jnp.int32),
-        ],
+        scratch_types=memory,
         grid=tuple(grid.values()),
         grid_names=tuple(grid),
         num_threads=s.warpgroups,
@@ -164,6 +167,7 @@ def launch(
         kernel_name=name,
         **cluster,
     )
+    return varying.typed(lambda out: call(out_type=out), list(out))
 
 
 # Queries -----------------------------------------------------------------------------------------

@@ -24,6 +24,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from pallas_kernels import varying
 from pallas_kernels.triton._common import WHOLE, next_power_of_2, parameters, rint
 from pallas_kernels.triton._quantize import (
     BlockLayout,
@@ -80,7 +81,7 @@ def append(
     batch, heads, _ = x.shape
     state = (*codes, channel_scale, channel_zero, block_scale, buffer, buffer_scale)
     inputs = (accepted, row, start, slots, x, *state)
-    written: Any = pl.pallas_call(
+    written: Any = varying.pallas_call(
         functools.partial(_kernel, layout=layout, interpret=interpret),
         grid=(heads, batch),
         in_specs=[WHOLE] * len(inputs),

@@ -37,6 +37,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from pallas_kernels import varying
 from pallas_kernels.triton import _common
 from pallas_kernels.triton._common import Exponential, Ref
 from pallas_kernels.triton._packed import Span, whole
@@ -469,7 +470,7 @@ def attention(
       ``[B, T, N, H]`` and the float32 log-sum-exp ``[B, T, N]``.
     """
     batch, heads, _, head_dim = q.shape
-    return pl.pallas_call(
+    return varying.pallas_call(
         functools.partial(_kernel, s=settings),
         grid=(pl.cdiv(tokens, settings.tile), heads, batch),
         in_specs=[*[_common.WHOLE] * 8, jax.tree.map(lambda _: _common.WHOLE, extras)],

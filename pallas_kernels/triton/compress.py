@@ -35,6 +35,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from pallas_kernels import varying
 from pallas_kernels.layouts import Compressed
 from pallas_kernels.triton._common import WHOLE, next_power_of_2, parameters, rint
 from pallas_kernels.triton._quantize import (
@@ -122,7 +123,7 @@ def compress(
         vector=vector or default_vector(layout),
         interpret=interpret,
     )
-    written: Any = pl.pallas_call(
+    written: Any = varying.pallas_call(
         kernel,
         grid=(heads, blocks, batch),
         in_specs=[WHOLE] * len(inputs),

@@ -36,6 +36,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from pallas_kernels import varying
 from pallas_kernels.layouts import Side as Side
 from pallas_kernels.merge import merge
 from pallas_kernels.triton import _common
@@ -322,7 +323,7 @@ def decode(
     rows, parts = heads // kv_heads * tokens, settings.splits + 1
     pairs = batch * kv_heads
     arguments = (query, key, value, lengths, buffer_lengths, query_lengths)
-    o, m, l = pl.pallas_call(
+    o, m, l = varying.pallas_call(
         functools.partial(_kernel, s=settings),
         grid=(pairs, parts),
         in_specs=jax.tree.map(lambda _: _common.WHOLE, arguments),

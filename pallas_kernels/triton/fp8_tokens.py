@@ -26,6 +26,7 @@ import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from pallas_kernels import varying
 from pallas_kernels.triton import _e4m3
 from pallas_kernels.triton._common import E4M3_MAX, WHOLE, Ref, next_power_of_2, parameters
 
@@ -67,7 +68,7 @@ def quantize(
     values = chunk * pl.cdiv(channels, chunk)
     inputs = (x,) if norm_scale is None else (x, norm_scale)
     stores_e4m3 = has_e4m3 and not interpret
-    codes, scale = pl.pallas_call(
+    codes, scale = varying.pallas_call(
         functools.partial(_kernel, chunk=chunk, eps=eps, interpret=interpret),
         grid=(tokens,),
         in_specs=[WHOLE] * len(inputs),

@@ -32,6 +32,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from pallas_kernels import varying
 from pallas_kernels.layouts import GradientRows
 from pallas_kernels.triton._common import LOG2_E, WHOLE, Ref, next_power_of_2, parameters
 from pallas_kernels.triton._quantize import (
@@ -105,7 +106,7 @@ def prepare_rows(
     )
     programs = pl.cdiv(max(blocks * block, tokens), block)
     values = block * next_power_of_2(channels)
-    results: GradientRows = pl.pallas_call(
+    results: GradientRows = varying.pallas_call(
         functools.partial(_kernel, block=block, interpret=interpret),
         grid=(2 * heads, programs, batch),
         in_specs=[jax.tree.map(lambda _: WHOLE, inputs)],

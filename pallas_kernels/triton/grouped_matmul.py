@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from pallas_kernels import varying
 from pallas_kernels.triton import int4_matmul
 from pallas_kernels.triton._common import WHOLE, Ref, parameters
 from pallas_kernels.triton.int4_matmul import Settings as Settings
@@ -62,7 +63,7 @@ def matmul(
     vectors = [v.reshape(-1) for v in vectors]
     inputs = [start, tiles, bounds, x, *flat, token_scale, *vectors]
     kernel = functools.partial(_kernel, across=across, rows=blocks * _TILE_ROWS, s=s)
-    return pl.pallas_call(
+    return varying.pallas_call(
         kernel,
         grid=(tiles.shape[0] * across,),
         in_specs=[WHOLE] * len(inputs),

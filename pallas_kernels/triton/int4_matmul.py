@@ -33,6 +33,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from pallas_kernels import varying
 from pallas_kernels.triton import _common, _e4m3
 from pallas_kernels.triton._common import WHOLE, Ref, parameters
 
@@ -129,7 +130,7 @@ def matmul(
     else:
         kernel = functools.partial(_summing_kernel, tiles=tiles, has_zeros=has_zeros, s=s)
         out = jax.ShapeDtypeStruct((s.splits, sides, size, outputs), jnp.float32)
-    result = pl.pallas_call(
+    result = varying.pallas_call(
         kernel,
         grid=(tiles[0] * tiles[1], s.splits),
         in_specs=[WHOLE] * len(inputs),

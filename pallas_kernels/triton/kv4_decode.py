@@ -66,6 +66,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from pallas_kernels import varying
 from pallas_kernels.merge import merge
 from pallas_kernels.triton import _common
 from pallas_kernels.triton._common import Ref
@@ -171,7 +172,7 @@ def decode(
     kv_heads = key.scale.shape[1]
     rows, pairs = heads // kv_heads * tokens, batch * kv_heads
     arguments = (query, key, value, lengths, query_lengths)
-    o, m, l = pl.pallas_call(
+    o, m, l = varying.pallas_call(
         functools.partial(_kernel, s=settings),
         grid=(pairs, settings.splits),
         in_specs=jax.tree.map(lambda _: _common.WHOLE, arguments),

@@ -40,6 +40,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from pallas_kernels import varying
 from pallas_kernels.layouts import Codec
 from pallas_kernels.triton._common import WHOLE, Ref, parameters
 
@@ -119,7 +120,7 @@ def append(
     stored = (*(side.codes for side in pages), *(side.norms for side in pages))
     inputs = (block_tables, lengths, new_lengths, signs, *vectors, *stored)
     count = len(inputs) - len(stored)
-    written: Any = pl.pallas_call(
+    written: Any = varying.pallas_call(
         functools.partial(_kernel, s=settings),
         grid=(pl.cdiv(vectors[0].shape[0], settings.rows), sides),
         in_specs=[WHOLE] * len(inputs),

@@ -94,6 +94,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from pallas_kernels import varying
 from pallas_kernels.merge import finish, finite, merge_parts
 from pallas_kernels.triton import _common, _paged_codes
 from pallas_kernels.triton._common import Ref
@@ -158,7 +159,7 @@ def attend(
     shapes = [(batch, tokens, heads, head_dim), (batch, tokens, heads)]
     if parts > 1:
         shapes = [(pairs, parts, rows, head_dim), (pairs, parts, rows), (pairs, parts, rows)]
-    results = pl.pallas_call(
+    results = varying.pallas_call(
         functools.partial(_kernel if parts > 1 else _single_kernel, s=settings),
         grid=(pl.cdiv(rows, _tile_rows(rows, settings)), parts, pairs),
         in_specs=jax.tree.map(lambda _: _common.WHOLE, arguments),

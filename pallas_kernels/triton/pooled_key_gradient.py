@@ -24,6 +24,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from pallas_kernels import varying
 from pallas_kernels.triton import _common
 from pallas_kernels.triton._common import Ref
 from pallas_kernels.triton._packed import Span, whole
@@ -260,7 +261,7 @@ def key_gradient(
     batch, tokens, kv_heads, head_dim = k.tokens.shape
     groups = pl.cdiv(tokens, settings.level)
     arguments = (queries, k, v, lists, query_lengths, key_lengths, marks)
-    return pl.pallas_call(
+    return varying.pallas_call(
         functools.partial(_kernel, s=settings),
         grid=(pl.cdiv(groups, settings.rows), kv_heads, batch),
         in_specs=jax.tree.map(lambda _: _common.WHOLE, arguments),

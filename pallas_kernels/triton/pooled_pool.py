@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from pallas_kernels import varying
 from pallas_kernels.triton import _common
 from pallas_kernels.triton._common import Ref
 from pallas_kernels.triton._packed import whole
@@ -117,7 +118,7 @@ def _launch_pool(
     interpret: bool,
 ) -> list[jax.Array]:
     batch, _, kv_heads, head_dim = x.shape
-    return pl.pallas_call(
+    return varying.pallas_call(
         functools.partial(_pool_kernel, rows=rows, offsets=offsets),
         grid=(pl.cdiv(tokens, rows * _WHOLE_GROUP), kv_heads, batch),
         in_specs=[_common.WHOLE] * 2,

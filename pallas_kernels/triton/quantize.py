@@ -33,6 +33,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from pallas_kernels import varying
 from pallas_kernels.triton._common import WHOLE, Ref, next_power_of_2, parameters
 from pallas_kernels.triton._quantize import (
     as_codes,
@@ -95,7 +96,7 @@ def quantize(
         maxima = maximum_from_bits(jnp.max(magnitude_bits(maxima), axis=2, keepdims=True))
     inputs = (lengths, x) if maxima is None else (lengths, x, maxima)
     values = block * next_power_of_2(channels)
-    codes, scale = pl.pallas_call(
+    codes, scale = varying.pallas_call(
         functools.partial(
             _quantize_kernel,
             block=block,
@@ -133,7 +134,7 @@ def absolute_maxima(x: jax.Array, lengths: jax.Array, *, interpret: bool = False
     tiles = pl.cdiv(size, _TILE_OF_MAXIMA * _MOST_MAXIMA)
     programs = pl.cdiv(size, _TILE_OF_MAXIMA * tiles)
     values = _TILE_OF_MAXIMA * next_power_of_2(channels)
-    return pl.pallas_call(
+    return varying.pallas_call(
         functools.partial(_maxima_kernel, tiles=tiles),
         grid=(heads, programs, batch),
         in_specs=[WHOLE] * 2,

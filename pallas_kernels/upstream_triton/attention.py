@@ -42,6 +42,8 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels import varying
+
 MAX_HEAD_DIM = 256
 """Largest head dim: beyond it the output of one tile does not fit the registers."""
 BLOCK_KV = (32, 64, 128)
@@ -219,7 +221,7 @@ def _launch(
         **constants,
         **{"out_type" if renamed else "out_shape": results},
     )
-    return out, residual
+    return varying.cast((out, residual), varying.axes_of(operands))
 
 
 def _fold_vmap(run: Callable[..., tuple[jax.Array, ...]]) -> Callable[..., Any]:

@@ -6,6 +6,7 @@ import typer
 
 if TYPE_CHECKING:
     from turbojax.app.text_model import FoundModel
+    from turbojax.sharding.axes import Axes
 
 Model = Annotated[
     str | None,
@@ -71,7 +72,27 @@ UncompressedLayers = Annotated[
         help="How many of the first and of the last layers have caches that are not compressed."
     ),
 ]
+Mesh = Annotated[
+    str | None,
+    typer.Option(
+        metavar="AXES",
+        help="Devices to run on: data=2,model=4 splits sequences over 2, and each one's heads and "
+        "weights over 4; sequence=2 splits tokens. Default: one device.",
+        show_default=False,
+    ),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
+
+
+def axes_of(mesh: str | None) -> "Axes | None":
+    """The axes of the devices that `Mesh` names; None without it.
+
+    Raises:
+      ValueError: if it cannot be read, or there are fewer devices.
+    """
+    from turbojax.sharding.meshes import mesh_of
+
+    return None if mesh is None else mesh_of(mesh)
 
 
 def find(
@@ -81,6 +102,7 @@ def find(
     dtype: str | None,
     max_length: int | None,
     adapters: str | None = None,
+    mesh: str | None = None,
 ) -> "FoundModel":
     """The model that the options name, not loaded yet.
 
@@ -90,15 +112,15 @@ def find(
     """
     from turbojax.app import text_model
 
-    kind = text_model.parse_dtype(dtype)
+    kind, axes = text_model.parse_dtype(dtype), axes_of(mesh)
     if random_weights is None:
         if weights is not None:
             raise ValueError("--weights is for --random-weights")
-        return text_model.find_text_model(model or "embedded", kind, max_length, adapters)
+        return text_model.find_text_model(model or "embedded", kind, max_length, adapters, axes)
     if model is not None:
         raise ValueError("--random-weights takes no --model")
     if adapters is not None:
         raise ValueError("--random-weights takes no --adapters")
     if max_length is not None:
         raise ValueError("--random-weights takes no --max-length")
-    return text_model.find_random_model(random_weights, kind, weights or "float")
+    return text_model.find_random_model(random_weights, kind, weights or "float", axes)

@@ -25,10 +25,11 @@ from turbojax.models.checkpoint.huggingface import read_config as read_config
 from turbojax.models.checkpoint.huggingface import save as save
 from turbojax.models.checkpoint.huggingface import weight_files as weight_files
 from turbojax.models.checkpoint.quantized import save_quantized as save_quantized
+from turbojax.models.checkpoint.safetensors import BytesRead as BytesRead
+from turbojax.models.checkpoint.safetensors import count_bytes_read as count_bytes_read
 from turbojax.models.checkpoint.stored import StoredDecoder as StoredDecoder
 from turbojax.models.config import TransformerConfig as TransformerConfig
 from turbojax.models.decoder import Decoder as Decoder
-from turbojax.models.decoder import random_decoder as random_decoder
 from turbojax.models.decoder import unstack as unstack
 from turbojax.models.engine import AsyncEngine as AsyncEngine
 from turbojax.models.engine import Draft as Draft
@@ -38,10 +39,12 @@ from turbojax.models.engine import Event as Event
 from turbojax.models.engine import Finished as Finished
 from turbojax.models.engine import NewToken as NewToken
 from turbojax.models.engine import NGram as NGram
+from turbojax.models.engine import Replicas as Replicas
 from turbojax.models.engine import Request as Request
 from turbojax.models.engine import Result as Result
 from turbojax.models.engine import TokenLogprobs as TokenLogprobs
 from turbojax.models.engine import best_of as best_of
+from turbojax.models.engine import replicate as replicate
 from turbojax.models.evaluation import token_bits as token_bits
 from turbojax.models.generation.caching import ModelCaches as ModelCaches
 from turbojax.models.generation.caching import UncompressedEdges as UncompressedEdges
@@ -70,8 +73,9 @@ from turbojax.models.lora import with_adapters as with_adapters
 from turbojax.models.lora import without_adapters as without_adapters
 from turbojax.models.quantize import quantize_model as quantize_model
 from turbojax.models.quantized import QuantizedDecoder as QuantizedDecoder
-from turbojax.models.quantized import random_quantized_decoder as random_quantized_decoder
 from turbojax.models.quantized_layer import LINEARS as LINEARS
+from turbojax.models.random_weights import random_decoder as random_decoder
+from turbojax.models.random_weights import random_quantized_decoder as random_quantized_decoder
 from turbojax.models.shapes import SHAPES as SHAPES
 from turbojax.models.tensor_parallel.placing import shard as shard
 from turbojax.models.tensor_parallel.specs import partition_specs as partition_specs

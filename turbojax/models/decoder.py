@@ -13,10 +13,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.typing import DTypeLike
 
 from turbojax.flax.norms import rms_norm
 from turbojax.kv import Attend, AttentionOptions
@@ -37,7 +35,7 @@ LayerParams = Any
 class Decoder:
     """The weights of a `Transformer`, layer by layer: what `start` and `generate` run.
 
-    Made by `unstack` or `random_decoder`. A pytree that is cheap to pass to `jit`.
+    Made by `unstack`, `load_decoder` or `random_decoder`. A pytree that is cheap to pass to `jit`.
 
     Attributes:
       embedding: ``[V, D]``.
@@ -252,52 +250,9 @@ def unstack(model: Transformer, *, consume: bool = False) -> Decoder:
     )
 
 
-def random_decoder(
-    config: TransformerConfig, *, dtype: DTypeLike = jnp.bfloat16, seed: int = 0
-) -> Decoder:
-    """A decoder with random weights, for measuring speed.
-
-    Made on the default device one layer after the other, so that nothing but the weights
-    themselves has to fit.
-
-    Args:
-      config: the shape.
-      dtype: of weights and computation.
-      seed: of the weights.
-    """
-    dtype = jnp.dtype(dtype)
-    keys = jax.random.split(jax.random.key(seed), config.num_layers + 2)
-    table = (config.vocab_size, config.hidden_size)
-    return Decoder(
-        embedding=_random_table(keys[0], table, dtype),
-        layers=tuple(
-            _random_layer(key, config, config.has_experts(i), dtype)
-            for i, key in enumerate(keys[2:])
-        ),
-        norm=jnp.full(config.hidden_size, 1 - config.norm_offset, dtype),
-        lm_head=None if config.tie_embeddings else _random_table(keys[1], table, dtype),
-        config=config,
-        dtype=dtype,
-    )
-
-
 @jax.jit
 def _rows(array: jax.Array) -> tuple[jax.Array, ...]:
     return tuple(array[i] for i in range(array.shape[0]))
-
-
-@functools.partial(jax.jit, static_argnums=(1, 2))
-def _random_table(key: jax.Array, shape: tuple[int, int], dtype: np.dtype) -> jax.Array:
-    return jax.random.normal(key, shape, dtype) * jnp.asarray(shape[1] ** -0.5, dtype)
-
-
-@functools.partial(jax.jit, static_argnums=(1, 2, 3))
-def _random_layer(
-    key: jax.Array, config: TransformerConfig, has_experts: bool, dtype: np.dtype
-) -> LayerParams:
-    dtypes: dict[str, Any] = {"dtype": dtype, "param_dtype": dtype}
-    block = Block(config, has_experts=has_experts, rngs=nnx.Rngs(key), **dtypes)
-    return nnx.to_pure_dict(nnx.state(block))
 
 
 @functools.cache

@@ -14,14 +14,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import DTypeLike
 
 from turbojax.kv import Attend
 from turbojax.kv.base import Cache
-from turbojax.models.config import ExpertsConfig, TransformerConfig
+from turbojax.models.config import TransformerConfig
 from turbojax.models.decoder import apply_layers, final_norm
-from turbojax.models.quantized_experts import QuantizedExperts
-from turbojax.models.quantized_layer import QuantizedLayer, QuantizedLinear, join_layer
+from turbojax.models.quantized_layer import QuantizedLayer, QuantizedLinear
 from turbojax.models.tensor_parallel.layout import hidden_axes, local_config
 from turbojax.models.tensor_parallel.vocabulary import gather_logits, mask_padding
 from turbojax.models.transformer import (
@@ -36,11 +34,7 @@ from turbojax.ops.int4_matmul.api import check_token_kind
 from turbojax.ops.int4_matmul.static import TokenKind
 from turbojax.quantizers.int4 import (
     Int4Weight,
-    ScaleDtype,
-    concatenate,
     dequantize,
-    gate_and_up,
-    quantize_weight,
 )
 from turbojax.quantizers.int4_layout import OUT_MULTIPLE, code_tiles, scale_tiles
 from turbojax.sharding import Axes
@@ -182,102 +176,6 @@ def take_rows(table: jax.Array | Int4Weight, index: jax.Array) -> jax.Array:
     return dequantize(rows).reshape(*index.shape, table.in_size)
 
 
-def random_quantized_decoder(
-    config: TransformerConfig,
-    *,
-    scale_dtype: ScaleDtype = "e4m3",
-    quantize_head: bool = False,
-    dtype: DTypeLike = jnp.bfloat16,
-    seed: int = 0,
-) -> QuantizedDecoder:
-    """A quantized decoder with random weights, for measuring speed.
-
-    Made on the default device one matrix after the other, so that little but the codes themselves
-    has to fit.
-
-    Args:
-      config: the shape.
-      scale_dtype: of the groups of weights.
-      quantize_head: whether the projection to logits has INT4 weights too.
-      dtype: of activations, embedding and head.
-      seed: of the weights.
-
-    Raises:
-      NotImplementedError: see `check_quantizable`.
-    """
-    check_quantizable(config)
-    dtype = jnp.dtype(dtype)
-    keys = iter(jax.random.split(jax.random.key(seed), 7 * config.num_layers + 2))
-    size, inner = config.hidden_size, config.intermediate_size
-    kv_size = config.num_kv_heads * config.head_dim
-    query_size = config.num_heads * config.head_dim
-    # Both outputs of a layer add to the residual stream, see `transformer._output_gain`.
-    gain = (2 * config.num_layers) ** -0.5
-
-    def weight(out_size: int, in_size: int, gain: float = 1.0) -> Int4Weight:
-        return random_weight(next(keys), (out_size, in_size), gain, scale_dtype)
-
-    def linear(out_size: int, in_size: int, has_bias: bool, gain: float = 1.0) -> QuantizedLinear:
-        bias = jnp.zeros(out_size, jnp.float32) if has_bias else None
-        return QuantizedLinear(weight(out_size, in_size, gain), bias)
-
-    def experts(shape: ExpertsConfig) -> QuantizedExperts:
-        width = shape.intermediate_size
-
-        def gate_up(key: jax.Array) -> Int4Weight:
-            both = [
-                random_weight(k, (width, size), 1.0, scale_dtype) for k in jax.random.split(key)
-            ]
-            return gate_and_up(*both) if shape.swiglu_limit is None else concatenate(both)
-
-        def down(key: jax.Array) -> Int4Weight:
-            return random_weight(key, (size, width), gain, scale_dtype)
-
-        router = jax.random.normal(next(keys), (size, shape.count), jnp.float32) * size**-0.5
-        stacks = [
-            jax.lax.map(make, jax.random.split(next(keys), shape.count)) for make in (gate_up, down)
-        ]
-        sizes = (shape.count,), (shape.count, 2 * width), (shape.count, size)
-        biases = [jnp.zeros(x, jnp.float32) if shape.has_biases else None for x in sizes]
-        return QuantizedExperts(router, *stacks, *biases)
-
-    def layer(number: int) -> QuantizedLayer:
-        linears = {
-            "q": linear(query_size, size, config.qkv_bias),
-            "k": linear(kv_size, size, config.qkv_bias),
-            "v": linear(kv_size, size, config.qkv_bias),
-            "o": linear(size, query_size, config.output_bias, gain),
-        }
-        norms = {name: jnp.ones(shape, jnp.float32) for name, shape in norm_shapes(config).items()}
-        sinks = jnp.zeros(config.num_heads, jnp.float32) if config.attention_sinks else None
-        if config.experts is not None and config.has_experts(number):
-            return join_layer(linears, norms, experts=experts(config.experts), sinks=sinks)
-        linears |= {
-            "gate": linear(inner, size, config.mlp_bias),
-            "up": linear(inner, size, config.mlp_bias),
-            "down": linear(size, inner, config.mlp_bias, gain),
-        }
-        return join_layer(linears, norms, sinks=sinks)
-
-    def table() -> jax.Array:
-        shape = (config.vocab_size, size)
-        return jax.random.normal(next(keys), shape, dtype) * jnp.asarray(size**-0.5, dtype)
-
-    head: jax.Array | Int4Weight | None = None
-    if quantize_head:
-        head = weight(config.vocab_size, size)
-    elif not config.tie_embeddings:
-        head = table()
-    return QuantizedDecoder(
-        embedding=table(),
-        layers=tuple(map(layer, range(config.num_layers))),
-        norm=jnp.ones(size, jnp.float32),
-        lm_head=head,
-        config=config,
-        dtype=dtype,
-    )
-
-
 def check_quantizable(config: TransformerConfig) -> None:
     """Raises NotImplementedError if a quantized decoder cannot have layers of this shape."""
     if config.latent is not None:
@@ -311,16 +209,6 @@ def norm_shapes(config: TransformerConfig) -> dict[str, tuple[int, ...]]:
     if config.post_norms:
         shapes |= dict.fromkeys(("attention_post_norm", "mlp_post_norm"), (config.hidden_size,))
     return shapes
-
-
-@functools.partial(jax.jit, static_argnums=(1, 2, 3))
-def random_weight(
-    key: jax.Array, shape: tuple[int, int], gain: float, scale_dtype: ScaleDtype
-) -> Int4Weight:
-    """Normal random weights ``[out, in]`` of standard deviation ``gain / sqrt(in)``."""
-    scale = jnp.full(shape[0], gain * shape[1] ** -0.5, jnp.float32)
-    values = jax.random.normal(key, shape, jnp.float32)
-    return quantize_weight(values, scale_dtype=scale_dtype, output_scale=scale)
 
 
 def _nbytes(tree: Any) -> int:

@@ -74,6 +74,65 @@ def dot_product_attention(
     return out.astype(dtype)
 
 
+@functools.partial(jax.jit, static_argnames=("options",))
+def attend_part(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    key_length: jax.Array | None = None,
+    *,
+    options: Options,
+) -> tuple[jax.Array, jax.Array]:
+    """What cuDNN's attention finds, to be merged: the output in 16 bits, all else in float32.
+
+    jax's function gives the log-sum-exp rounded to the output's dtype, too coarse to merge by. Its
+    derivative keeps it in float32, and is where it is taken from.
+
+    Args:
+      query: ``[B, T, N, H]``.
+      key: ``[B, S, K, H]``.
+      value: ``[B, S, K, H]``.
+      key_length: optional int32 ``[B]``; keys at or past it are ignored, and must be finite.
+      options: of the call, without a soft cap.
+
+    Returns:
+      float32 ``[B, T, N, H]``, rounded, and the log-sum-exp ``[B, T, N]``; 0 and ``-inf`` for
+      sequences without keys.
+
+    Raises:
+      NotImplementedError: if this jax keeps no log-sum-exp.
+    """
+    # What cuDNN makes of a sequence without keys is its own affair.
+    lengths = None if key_length is None else jnp.maximum(key_length, 1)
+
+    def call(*arrays: jax.Array) -> jax.Array:
+        return dot_product_attention(
+            *arrays,
+            scale=options.scale,
+            is_causal=options.is_causal,
+            local_window_size=options.window,
+            key_value_seq_lengths=lengths,
+            implementation="cudnn",
+        )
+
+    out, pull = jax.vjp(call, query, key, value)
+    shape = (query.shape[0], query.shape[2], query.shape[1])
+    kept = [x for x in jax.tree.leaves(pull) if x.dtype == jnp.float32 and x.shape == shape]
+    if len(kept) != 1:
+        raise NotImplementedError(
+            f"cuDNN's attention gives no part: jax {jax.__version__} keeps {len(kept)} arrays like "
+            "its log-sum-exp, must keep one"
+        )
+    out, residual = out.astype(jnp.float32), jnp.swapaxes(kept[0], 1, 2)
+    if key_length is None:
+        return out, residual
+    is_empty = (key_length == 0)[:, None, None]
+    return (
+        jnp.where(is_empty[..., None], 0.0, out),
+        jnp.where(is_empty, -jnp.inf, residual),
+    )
+
+
 @functools.cache
 def missing() -> str | None:
     """Why jax finds no cuDNN that it can use; None if it finds one. Looked up once per process."""

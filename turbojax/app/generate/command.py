@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from turbojax.app import options, programs, terminal
+from turbojax.app import options, processes, programs, terminal
 
 if TYPE_CHECKING:
     from turbojax.app.text_model import FoundModel
@@ -136,11 +136,16 @@ def generate(
     prefill_window: PrefillWindow = None,
     prefill_block_size: PrefillBlockSize = None,
     implementation: Implementation = None,
+    mesh: options.Mesh = None,
     dtype: options.Dtype = None,
     random_weights: options.RandomWeights = None,
     weights: options.Weights = None,
     prompt_tokens: PromptTokens = None,
     as_json: options.AsJson = False,
+    coordinator: processes.Coordinator = None,
+    count: processes.Count = None,
+    index: processes.Index = None,
+    heartbeat: processes.Heartbeat = 60.0,
     compilation_cache: programs.CompilationCache = True,
 ) -> None:
     """Continue a text through a KV cache; say how fast, and how large the cache is.
@@ -154,8 +159,11 @@ def generate(
     from turbojax.models.generation.sampling import Sampling
 
     programs.use(compilation_cache, "turbojax generate")
-    with terminal.one_line_errors(
-        "turbojax generate", smaller="--batch-size or --prefill-batch-size"
+    with (
+        terminal.one_line_errors(
+            "turbojax generate", smaller="--batch-size or --prefill-batch-size"
+        ),
+        processes.together(coordinator, count, index, heartbeat) as is_first,
     ):
         if as_json and stream:
             raise ValueError("--json prints the text as part of an object: it takes no --stream")
@@ -172,7 +180,7 @@ def generate(
             prompt_tokens=prompt_tokens,
         )
         content = str(prompt) if file is None else read_text(file.read_bytes())
-        found = options.find(model, random_weights, weights, dtype, max_length, adapters)
+        found = options.find(model, random_weights, weights, dtype, max_length, adapters, mesh)
         one = None
         if random_weights is None:
             one = tokens_of(found, content, chat=chat, system=system)
@@ -195,8 +203,10 @@ def generate(
             prefill_batch_size=prefill_batch_size,
             implementation=implementation,
             pooled_prefill=pooled,
-            show=_show if as_it_comes and not as_json else None,
+            show=_show if as_it_comes and not as_json and is_first else None,
         )
+    if not is_first:
+        return
     if as_json:
         typer.echo(json.dumps({**environment(), **report.to_json()}, indent=2))
         return
@@ -259,12 +269,16 @@ def _check_fit(
             f"{config.max_length} tokens together"
         )
     kind = with_uncompressed(models.cache_by_name(cache, config.num_kv_heads), uncompressed_layers)
+    rows, of_tokens = _check_batch(found, batch_size, at_a_time)
+    # Of one device.
+    batch_size, at_a_time = batch_size // rows, -(-at_a_time // rows)
     startup.check_memory(
         {
             "weights": found.weight_bytes,
             f"{cache} caches for {batch_size:,} sequences of {total:,} tokens": startup.cache_bytes(
                 config, found.dtype, batch_size, total, kind
-            ),
+            )
+            // of_tokens,
             "logits": 4 * batch_size * config.vocab_size,
             "prompts": 4 * batch_size * length,
             f"{at_a_time:,} prompts of {length:,} tokens that run": startup.prompt_bytes(
@@ -273,3 +287,21 @@ def _check_fit(
         },
         "smaller --batch-size, --prefill-batch-size or --max-new-tokens, or another --cache",
     )
+
+
+def _check_batch(found: "FoundModel", batch_size: int, at_a_time: int) -> tuple[int, int]:
+    """Into how many parts a mesh splits sequences, and the cache of each.
+
+    Raises:
+      ValueError: if it cannot split so many sequences evenly.
+    """
+    if found.axes is None:
+        return 1, 1
+    rows = found.axes.size("batch")
+    if batch_size % rows or at_a_time % rows:
+        raise ValueError(
+            f"--batch-size {batch_size} and {at_a_time} prompts at a time must be multiples of "
+            f"data={rows} of --mesh"
+        )
+    heads = 1 if found.config.latent is not None else found.axes.size("heads")
+    return rows, heads * found.axes.size("sequence")

@@ -12,9 +12,11 @@ import numpy as np
 
 from turbojax import _json, _writing
 from turbojax.models.checkpoint import safetensors as _safetensors
+from turbojax.models.checkpoint.safetensors import Box as Box
 from turbojax.models.checkpoint.safetensors import Stored as Stored
 from turbojax.models.checkpoint.safetensors import Tensor as Tensor
 from turbojax.models.checkpoint.safetensors import changed as _changed
+from turbojax.models.checkpoint.safetensors import whole_box as whole_box
 
 T = TypeVar("T")
 

@@ -40,14 +40,17 @@ class PackedTensor(_folder.Stored):
     blocks: _folder.Stored
     scales: _folder.Stored
 
-    def read(self, first: int = 0, count: int | None = None) -> np.ndarray:
-        """See `Stored`."""
-        count = self.shape[0] - first if count is None else min(count, self.shape[0] - first)
-        found = np.empty((count, *self.shape[1:]), _BFLOAT16)
+    def read_box(self, box: _folder.Box) -> np.ndarray:
+        """See `Stored`. Numbers lie in groups of 32 inputs, which are read whole."""
+        (first, last), (first_input, last_input), outputs = box
+        groups = (first_input // _GROUP, -(-last_input // _GROUP))
+        cut = slice(first_input - groups[0] * _GROUP, last_input - groups[0] * _GROUP)
+        found = np.empty([end - begin for begin, end in box], _BFLOAT16)
         # One expert after the other: in float32 all would be eight times what is stored.
-        for i in range(count):
-            parts = (x.read(first + i, 1)[0] for x in (self.blocks, self.scales))
-            found[i] = dequantize(*parts).T
+        for i, expert in enumerate(range(first, last)):
+            one = ((expert, expert + 1), outputs, groups)
+            blocks = self.blocks.read_box((*one, (0, _GROUP // 2)))[0]
+            found[i] = dequantize(blocks, self.scales.read_box(one)[0])[:, cut].T
         return found
 
 

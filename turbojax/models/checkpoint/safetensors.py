@@ -2,12 +2,17 @@
 
 It is the length of a header (8 bytes, little endian), the header (a JSON object that gives dtype,
 shape and place of each tensor), and the tensors' bytes. Tensors are read and written one at a time,
-so that a large file never lies in memory as a whole.
+so that a large file never lies in memory as a whole. Of a model that is split over processes, each
+reads the part of a tensor that it needs.
 """
 
+import contextlib
+import contextvars
 import dataclasses
 import json
+import math
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -31,6 +36,41 @@ _DTYPES: dict[str, np.dtype] = {
 }
 _DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _HEADER_LENGTH_BYTES = 8
+
+Box = tuple[tuple[int, int], ...]
+"""Part of an array: of each axis the first index and the one after the last."""
+
+
+@dataclasses.dataclass
+class BytesRead:
+    """What was read from checkpoints' files, headers aside; see `count_bytes_read`.
+
+    Attributes:
+      by_tensor: bytes by the place of a tensor, its file's name and its first byte.
+    """
+
+    by_tensor: Counter[tuple[str, int]] = dataclasses.field(default_factory=Counter)
+
+    @property
+    def total(self) -> int:
+        """Bytes of all tensors."""
+        return self.by_tensor.total()
+
+
+_COUNTS: contextvars.ContextVar[tuple[BytesRead, ...]] = contextvars.ContextVar(
+    "turbojax_bytes_read", default=()
+)
+
+
+@contextlib.contextmanager
+def count_bytes_read() -> Iterator[BytesRead]:
+    """Counts the bytes of tensors that this process reads within, in this thread."""
+    counted = BytesRead()
+    token = _COUNTS.set((*_COUNTS.get(), counted))
+    try:
+        yield counted
+    finally:
+        _COUNTS.reset(token)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,22 +117,77 @@ class Stored:
           NotImplementedError: see `numpy_dtype`.
           ValueError: if the file is not the one whose header was read.
         """
-        shape, dtype = self.shape, self.numpy_dtype
-        if count is not None:
-            shape = (min(count, shape[0] - first), *shape[1:])
-        row = dtype.itemsize * int(np.prod(self.shape[1:], dtype=np.int64))
-        offset = self.begin + first * row
-        size = dtype.itemsize * int(np.prod(shape, dtype=np.int64))
+        box = whole_box(self.shape)
+        if first or count is not None:
+            last = self.shape[0] if count is None else min(first + count, self.shape[0])
+            box = ((first, last), *box[1:])
+        return self.read_box(box)
+
+    def read_box(self, box: Box) -> np.ndarray:
+        """Reads a part of the tensor, and none of the bytes between.
+
+        Args:
+          box: of each axis the first index and the one after the last.
+
+        Raises:
+          NotImplementedError: see `numpy_dtype`.
+          ValueError: if the file is not the one whose header was read.
+        """
+        dtype = self.numpy_dtype
+        offsets, run = _runs(self.shape, box)
+        size = dtype.itemsize * run
+        content = np.empty(size * offsets.size, np.uint8)
         try:
-            with self.file.open("rb") as opened:
-                content = np.fromfile(opened, np.uint8, count=size, offset=offset)
+            with self.file.open("rb", buffering=0) as opened:
+                read = 0
+                for i, offset in enumerate(offsets.tolist() if size else ()):
+                    opened.seek(self.begin + dtype.itemsize * offset)
+                    read += _read_into(opened, content.data[i * size : (i + 1) * size])
                 # Checked last, so that no change goes unnoticed.
                 same = _writing.version(os.fstat(opened.fileno())) == self.version
         except FileNotFoundError as error:
             raise changed(self.file) from error
-        if not same or content.size != size:
+        if not same or content.size != read:
             raise changed(self.file)
-        return content.view(dtype).reshape(shape)
+        for counted in _COUNTS.get():
+            counted.by_tensor[self.file.name, self.begin] += read
+        return content.view(dtype).reshape([last - first for first, last in box])
+
+
+def whole_box(shape: Sequence[int]) -> Box:
+    """All of an array."""
+    return tuple((0, size) for size in shape)
+
+
+def _runs(shape: Sequence[int], box: Box) -> tuple[np.ndarray, int]:
+    """Where the runs of a box begin that lie in one piece, and how many numbers each has."""
+    strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
+    # Axes from here on are whole, so that a run goes over the one before.
+    inner = len(shape)
+    while inner and box[inner - 1] == (0, shape[inner - 1]):
+        inner -= 1
+    if not inner:
+        return np.zeros(1, np.int64), math.prod(shape)
+    first, last = box[inner - 1]
+    offsets = np.array([first * strides[inner - 1]], np.int64)
+    for (first_row, last_row), stride in zip(
+        reversed(box[: inner - 1]), reversed(strides[: inner - 1]), strict=True
+    ):
+        rows = np.arange(first_row, last_row, dtype=np.int64) * stride
+        offsets = np.add.outer(rows, offsets).reshape(-1)
+    return offsets, (last - first) * strides[inner - 1]
+
+
+def _read_into(opened: Any, target: memoryview) -> int:
+    """Fills the target as far as the file goes; returns the bytes read."""
+    read = 0
+    # One call reads 2 GB at most on Linux.
+    while read < len(target):
+        count = opened.readinto(target[read:])
+        if not count:
+            break
+        read += count
+    return read
 
 
 @dataclasses.dataclass(frozen=True)

@@ -45,9 +45,14 @@ class Book:
         self._deadlines: dict[int, float] = {}
         self._next_id = 0
 
-    def queue(self, sequences: list[Sequence]) -> tuple[int, ...]:
-        """Numbers requests of one prompt, and hands them to the scheduler."""
-        now = time.perf_counter()
+    def queue(self, sequences: list[Sequence], added: float | None = None) -> tuple[int, ...]:
+        """Numbers requests of one prompt, and hands them to the scheduler.
+
+        Args:
+          sequences: theirs.
+          added: when they came; None for now.
+        """
+        now = time.perf_counter() if added is None else added
         for sequence in sequences:
             sequence.request_id = self._next_id
             sequence.first = None if sequence is sequences[0] else sequences[0]

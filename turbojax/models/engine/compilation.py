@@ -1,14 +1,57 @@
-"""How many of the engine's programs were compiled, so that a step's time is known to hold that."""
+"""How many of the engine's programs were compiled, so that a step's time is known to hold that.
 
-_traced = 0
+Counted by thread: engines that run side by side each ask for what their own step compiled.
+"""
+
+import threading
+from typing import NamedTuple
+
+import jax
+
+# A program that was traced for one device is compiled for another without being traced again.
+_COMPILED = "/jax/core/compile/backend_compile_duration"
+
+
+class _Counts(threading.local):
+    """Of this thread."""
+
+    traced = compiled = 0
+
+
+class Seen(NamedTuple):
+    """Programs traced and compiled by a thread so far."""
+
+    traced: int
+    compiled: int
+
+
+_counts = _Counts()
 
 
 def note() -> None:
     """To be called in the body of a jitted function: it runs once for each program made of it."""
-    global _traced
-    _traced += 1
+    _counts.traced += 1
 
 
 def count() -> int:
-    """Calls of `note` in this process."""
-    return _traced
+    """Calls of `note` in this thread."""
+    return _counts.traced
+
+
+def seen() -> Seen:
+    """What this thread traced and compiled so far."""
+    return Seen(_counts.traced, _counts.compiled)
+
+
+def since(before: Seen) -> int:
+    """Programs that this thread has compiled since then."""
+    return max(_counts.traced - before.traced, _counts.compiled - before.compiled)
+
+
+def _listen(event: str, duration_secs: float, **kwargs: str | int) -> None:
+    del duration_secs, kwargs
+    if event == _COMPILED:
+        _counts.compiled += 1
+
+
+jax.monitoring.register_event_duration_secs_listener(_listen)

@@ -1,18 +1,16 @@
 """`Engine`: many requests through one model and one pool of pages, with continuous batching."""
 
 import collections
-import dataclasses
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 import numpy as np
 
-from turbojax import _checks
 from turbojax.models.decoder import Decoder, warn_of_long_factors
-from turbojax.models.engine import compilation, costs, making, requests
+from turbojax.models.engine import compilation, costs, making
+from turbojax.models.engine.admission import Admission
 from turbojax.models.engine.book import Book
-from turbojax.models.engine.choosing import wanted_of
 from turbojax.models.engine.device import Step
 from turbojax.models.engine.guard import Guard
 from turbojax.models.engine.plan import Plan
@@ -21,7 +19,6 @@ from turbojax.models.engine.scheduler import Scheduler
 from turbojax.models.engine.sequence import Sequence, Status
 from turbojax.models.engine.speculation import Speculation
 from turbojax.models.engine.statistics import Counts, EngineStatistics, statistics_of
-from turbojax.models.generation.stopping import TextStream, check_stops
 from turbojax.models.quantized import QuantizedDecoder
 from turbojax.models.text.tokenizer import Tokenizer
 from turbojax.models.transformer import Transformer
@@ -61,6 +58,9 @@ class Engine:
     ``RuntimeError("this engine has ended: ...")`` with the first cause. Arguments that are refused
     end nothing. Between steps the engine may be left at any time, by an exception of `progress`, by
     closing what `stream` gave, by Ctrl-C there: what was not handed out comes with the next call.
+
+    It runs on the device that holds the model's weights, where these were put on one
+    (`jax.device_put`, `replicate`), and otherwise on jax's default device.
 
     An engine is for one thread at a time. A call while another thread is inside one, or in `run`,
     raises RuntimeError and changes nothing.
@@ -102,6 +102,10 @@ class Engine:
       implementation: of attention to pages; None to choose.
       tokenizer: what turns tokens into the text in which requests' `stop_strings` are looked for;
         needed for those and nothing else.
+
+    Attributes:
+      max_length: tokens of prompt and result of a request at most.
+      admission: what requests are checked against.
 
     Raises:
       TypeError: if the model or a number is of the wrong kind.
@@ -156,10 +160,12 @@ class Engine:
             tokenizer,
         )
         self.max_length = made.settings.max_length
-        self._config, self._tokenizer = made.config, tokenizer
-        self._step_tokens = made.settings.step_tokens
+        self._config = made.config
         self._max_pages = -(-self.max_length // page_size)
         self._groups, self._device = made.groups, made.device
+        self.admission = Admission(
+            made.config, self.max_length, made.settings.step_tokens, made.groups, tokenizer
+        )
         self._costs = costs.Costs(may_recompute=not reproducible)
         self._scheduler = Scheduler(
             self._groups,
@@ -216,26 +222,21 @@ class Engine:
           TypeError, ValueError, RuntimeError: see `add`; or if `count` is not positive.
         """
         self._guard.check()
-        _checks.check_sizes(count=count)
-        if not isinstance(request, Request):
-            raise TypeError(f"request is a {type(request).__name__}, must be a Request")
-        requests.check_vocabulary(request, self._config.vocab_size)
-        parts = f"a prompt of {len(request.tokens)} tokens and {request.max_new_tokens} new ones"
-        if request.total > self.max_length:
-            raise ValueError(f"{parts} must be at most max_length={self.max_length}")
-        for group in self._groups:
-            pages, there = group.pages_of(request, self._step_tokens), group.allocator.num_pages
-            if pages > there:
-                name = "num_pages" if group is self._groups[0] else "window_pages"
-                raise ValueError(f"{parts} need {pages} pages, must be at most {name}={there}")
-        samples = [request]
-        for i in range(1, count):
-            seed = (request.sampling.seed + i) % 2**32
-            sampling = dataclasses.replace(request.sampling, seed=seed)
-            samples.append(dataclasses.replace(request, sampling=sampling))
-        made = [self._sequence(sample) for sample in samples]
+        made = self.admission.sequences(request, count)
         warn_of_long_factors(self._config, len(request.tokens), self.max_length, stacklevel=2)
-        return self._guard.change("add", lambda: self._book.queue(made))
+        return self.queue(made)
+
+    def queue(self, sequences: list[Sequence], added: float | None = None) -> tuple[int, ...]:
+        """Queues what `admission` has made of a request: the second half of `add_samples`.
+
+        Args:
+          sequences: of one prompt.
+          added: when the request came, in seconds of `time.perf_counter`; None for now.
+
+        Raises:
+          RuntimeError: if the engine has ended or is in use by another thread.
+        """
+        return self._guard.change("add", lambda: self._book.queue(sequences, added))
 
     def abort(self, request_id: int, *, reason: Literal["aborted", "stop"] = "aborted") -> None:
         """Ends a request now; it keeps the tokens announced so far.
@@ -342,23 +343,6 @@ class Engine:
             list(self._book.swapped.values()),
         )
 
-    def _sequence(self, request: Request) -> Sequence:
-        """A request before it is queued; its number comes then."""
-        tokens, strings = check_stops(request.stop_tokens, request.stop_strings, self._tokenizer)
-        text = None
-        if strings and self._tokenizer is not None:
-            text = TextStream(self._tokenizer.stream(request.tokens), strings)
-        wanted = wanted_of([request])
-        return Sequence(
-            -1,
-            request,
-            tokens,
-            text,
-            None if request.constraint is None else request.constraint.begin(),
-            is_plain=wanted.is_plain,
-            can_guess=dataclasses.replace(wanted, kind="greedy").is_plain,
-        )
-
     def _abort(self, request_id: int, reason: FinishReason) -> bool:
         """Ends a request; False if there is none."""
         sequence = self._book.sequences.get(request_id)
@@ -393,7 +377,7 @@ class Engine:
 
     def _advance(self) -> None:
         """One step; its events wait to be handed out."""
-        begun, compiled = time.perf_counter(), compilation.count()
+        begun, compiled = time.perf_counter(), compilation.seen()
         tokens = self._counts.new_tokens
         waited = self._counts.wait_seconds
         self._book.end_late(begun)
@@ -413,8 +397,8 @@ class Engine:
             # Nothing is left to feed; the last token is on its way.
             self._scheduler.release(sequence, Status.LEFT)
         seconds = time.perf_counter() - begun
-        if compilation.count() > compiled:
-            self._counts.programs_compiled += compilation.count() - compiled
+        if (programs := compilation.since(compiled)) > 0:
+            self._counts.programs_compiled += programs
             self._counts.first_step_seconds += seconds
             self._counts.first_step_tokens += self._counts.new_tokens - tokens
             # Compiling is not what a step costs the host.

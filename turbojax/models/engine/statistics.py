@@ -18,6 +18,9 @@ _DERIVED = (
     "prefix_hit_rate",
     "acceptance_rate",
 )
+# What is not added up where several engines are taken together.
+_OF_A_TOKEN = ("token_bytes", "compression_ratio")
+_LONGEST = ("seconds", "first_step_seconds")
 
 
 @dataclasses.dataclass
@@ -246,3 +249,34 @@ def statistics_of(
         compression_ratio=pools.compression_ratio(caches),
         groups=held,
     )
+
+
+def together(parts: Sequence[EngineStatistics]) -> EngineStatistics:
+    """What several engines of one model did and hold that work at the same time.
+
+    Args:
+      parts: of each.
+
+    Returns:
+      Sums; of `seconds` and `first_step_seconds` the largest; of what is one token's, the same.
+    """
+    first = parts[0]
+    merged: dict[str, Any] = {
+        field.name: sum(getattr(part, field.name) for part in parts)
+        for field in dataclasses.fields(EngineStatistics)
+        if field.name not in (*_OF_A_TOKEN, *_LONGEST, "groups")
+    }
+    merged |= {name: getattr(first, name) for name in _OF_A_TOKEN}
+    merged |= {name: max(getattr(part, name) for part in parts) for name in _LONGEST}
+    groups = (
+        GroupStatistics(
+            window=same[0].window,
+            layers=same[0].layers,
+            pages=sum(x.pages for x in same),
+            free_pages=sum(x.free_pages for x in same),
+            cached_pages=sum(x.cached_pages for x in same),
+            pool_bytes=sum(x.pool_bytes for x in same),
+        )
+        for same in zip(*(part.groups for part in parts), strict=True)
+    )
+    return EngineStatistics(**merged, groups=tuple(groups))

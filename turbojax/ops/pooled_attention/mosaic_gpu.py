@@ -171,7 +171,7 @@ def attention(
     return out[:, : sizes[0], :, : query.shape[-1]], residual
 
 
-@functools.partial(jax.jit, static_argnames=("options", "launch"))
+@functools.partial(jax.jit, static_argnames=("options", "dtype", "launch"))
 def gradient(
     query: jax.Array,
     key: jax.Array,
@@ -186,11 +186,13 @@ def gradient(
     *,
     options: PooledOptions,
     extras: Extras = NOTHING,
+    dtype: str | None = None,
     launch: Launch | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """`reference.gradient` as kernels: queries, then keys and values level by level.
 
-    Weights and the scores' gradients are rounded to the operands' 16 bits before they multiply.
+    Weights and the scores' gradients are rounded to the operands' 16 bits before they multiply, and
+    the queries' gradients to these, whatever the `dtype`.
     """
     from pallas_kernels.mosaic.hopper.pooled import key_gradient as pooled_key_gradient
     from pallas_kernels.mosaic.hopper.pooled import query_gradient as pooled_query_gradient
@@ -218,7 +220,8 @@ def gradient(
         *queries, x.keys, x.values, *listed, x.key_length, settings=settings, marks=marks
     )
     d_key, d_value = (
-        operands.merge_gradients(parts, key_length, sizes[1], key.dtype)[..., :head_dim]
+        operands.merge_gradients(parts, key_length, sizes[1], dtype or key.dtype)[..., :head_dim]
         for parts in by_level
     )
-    return _signed(d_query[:, : sizes[0], :, :head_dim], options), d_key, d_value
+    d_query = _signed(d_query[:, : sizes[0], :, :head_dim], options)
+    return d_query.astype(dtype or query.dtype), d_key, d_value

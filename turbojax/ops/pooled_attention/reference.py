@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from turbojax.ops.extras import NOTHING, Extras
 from turbojax.ops.pooled_attention.pooling import group_counts, pool, spread, sum_dtype
 from turbojax.ops.pooled_attention.static import LEVELS, PooledOptions
+from turbojax.sharding import varying_like
 
 # Most queries that are processed together, which bounds the scores that exist at a time.
 _LARGEST_TILE = 128
@@ -114,7 +115,7 @@ def attention(
     )
 
 
-@functools.partial(jax.jit, static_argnames="options")
+@functools.partial(jax.jit, static_argnames=("options", "dtype"))
 def gradient(
     query: jax.Array,
     key: jax.Array,
@@ -129,6 +130,7 @@ def gradient(
     *,
     options: PooledOptions,
     extras: Extras = NOTHING,
+    dtype: str | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The vector-Jacobian product of `attention` (Algorithms 2 and 3). Memory grows with ``T + S``.
 
@@ -150,38 +152,41 @@ def gradient(
       d_residual: ``[B, T, N]``, cotangent of the log-sum-exp.
       options: blocks, scale and causality.
       extras: as `attention` had them.
+      dtype: of the gradients; those of query, key and value if not given.
 
     Returns:
-      Gradients of query, key and value in their shapes and dtypes, summed in float32 (float64).
+      Gradients of query, key and value in their shapes, summed in float32 (float64).
     """
     query_length, key_length = _lengths(query, key, query_length, key_length)
-    dtype = sum_dtype(query.dtype)
+    wide = sum_dtype(query.dtype)
     size, kv_heads = key.shape[1:3]
     pyramid = _pyramid(key_length, size, options)
     k, v = _pooled(key, key_length), _pooled(value, key_length)
-    rows = (residual[..., None].astype(dtype), d_residual[..., None].astype(dtype))
+    rows = (residual[..., None].astype(wide), d_residual[..., None].astype(wide))
 
     def one_tile(sums: _Arrays, tile: _Tile) -> tuple[_Arrays, jax.Array]:
         d_k, d_v = sums
         q, o, d_o, lse, d_lse = tile.arrays
         mask = _visible(tile, _real(tile, query_length), pyramid, options, extras)
         # A row's cotangents may be anything where it sees nothing, and there is nothing to shift.
-        p = jnp.where(mask, jnp.exp(_scores(q, k, mask, pyramid, options) - lse), _zero(dtype))
-        d = jnp.sum(d_o.astype(dtype) * o.astype(dtype), axis=-1, keepdims=True)
+        p = jnp.where(mask, jnp.exp(_scores(q, k, mask, pyramid, options) - lse), _zero(wide))
+        d = jnp.sum(d_o.astype(wide) * o.astype(wide), axis=-1, keepdims=True)
         d_p = _dot("bkgth,bkrh->bkgtr", d_o, v)
-        d_s = jnp.where(mask, p * (d_p - d + d_lse) * options.scale, _zero(dtype))
+        d_s = jnp.where(mask, p * (d_p - d + d_lse) * options.scale, _zero(wide))
         d_q = _weighted_sum("bkgtr,bkrh->bkgth", d_s, mask, k, of_rows=True)
         d_k = d_k + _weighted_sum("bkgtr,bkgth->bkrh", d_s, mask, q, of_rows=False)
         d_v = d_v + _weighted_sum("bkgtr,bkgth->bkrh", p, mask, d_o, of_rows=False)
-        return (d_k, d_v), d_q.astype(query.dtype)
+        return (d_k, d_v), d_q.astype(dtype or query.dtype)
 
-    nothing: _Arrays = (jnp.zeros(k.shape, dtype),) * 2
+    nothing: _Arrays = (jnp.zeros(k.shape, wide),) * 2
     tiles = _tiles(levels, kv_heads, options, query, out, d_out, *rows)
+    given = (query, key, value, levels, query_length, key_length, rows, d_out, extras)
+    nothing = varying_like(nothing, given)
     (d_k, d_v), d_q = jax.lax.scan(one_tile, nothing, tiles)
     return (
         _untile(d_q, query.shape[1], options).reshape(query.shape),
-        _unpooled(d_k, key_length, size).astype(key.dtype),
-        _unpooled(d_v, key_length, size).astype(value.dtype),
+        _unpooled(d_k, key_length, size).astype(dtype or key.dtype),
+        _unpooled(d_v, key_length, size).astype(dtype or value.dtype),
     )
 
 

@@ -167,15 +167,19 @@ def gradient(
     *,
     options: PooledOptions,
     extras: Extras = NOTHING,
+    dtype: str | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """`reference.gradient` as kernels: queries, then keys and values level by level."""
+    """`reference.gradient` as kernels: queries, then keys and values level by level.
+
+    The queries' gradients are rounded to their own dtype, whatever the `dtype`.
+    """
     arrays = (query, key, value, levels, query_length, key_length)
     cotangents = (out, residual, d_out, d_residual)
-    static: dict[str, Any] = {"options": options, "interpret": interpreting()}
+    static: dict[str, Any] = {"options": options, "dtype": dtype, "interpret": interpreting()}
     return _gradient(*arrays, *cotangents, extras=extras, **static)
 
 
-@functools.partial(jax.jit, static_argnames=("options", "interpret"))
+@functools.partial(jax.jit, static_argnames=("options", "dtype", "interpret"))
 def _gradient(
     query: jax.Array,
     key: jax.Array,
@@ -191,6 +195,7 @@ def _gradient(
     options: PooledOptions,
     interpret: bool,
     extras: Extras = NOTHING,
+    dtype: str | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     from pallas_kernels.triton import _pooled_common, pooled_key_gradient, pooled_query_gradient
 
@@ -219,10 +224,10 @@ def _gradient(
             pooled_key_gradient.key_gradient(queries, k, v, entries, *lengths, settings, marks)
         )
     d_key, d_value = (
-        operands.merge_gradients(d, key_length, tokens[1], key.dtype)
+        operands.merge_gradients(d, key_length, tokens[1], dtype or key.dtype)
         for d in zip(*by_level, strict=True)
     )
-    return d_query, d_key, d_value
+    return d_query.astype(dtype or query.dtype), d_key, d_value
 
 
 def _lengths(

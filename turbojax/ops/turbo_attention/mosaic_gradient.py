@@ -73,7 +73,7 @@ def unsupported(
     return needs_hopper()
 
 
-@functools.partial(jax.jit, static_argnames=("config", "options", "is_ragged", "launch"))
+@functools.partial(jax.jit, static_argnames=("config", "options", "is_ragged", "dtype", "launch"))
 def gradient(
     query: jax.Array,
     key: jax.Array,
@@ -89,6 +89,7 @@ def gradient(
     options: Options,
     is_ragged: bool = True,
     extras: Extras = NOTHING,
+    dtype: str | None = None,
     launch: Launch | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array, Extras]:
     """`gradient_reference.gradient` as two kernels: of the queries, and of keys and values.
@@ -112,6 +113,7 @@ def gradient(
       options: of the call.
       is_ragged: whether lengths may be less than the arrays'.
       extras: of the call.
+      dtype: see there.
       launch: `default_launch` if not given.
     """
     from pallas_kernels.mosaic.hopper.gradient import keys, queries, tiles
@@ -151,13 +153,14 @@ def gradient(
         q.shape[-1], config, is_plain=x.query_ids is None and x.slopes is None
     )
     settings = functools.partial(_settings, config, options)
-    dtype = query.dtype if unit is None else jnp.float32
-    d_q = queries.query_gradient(x, dtype, settings(launch.queries))
+    wanted = dtype or query.dtype
+    computed = wanted if unit is None else jnp.float32
+    d_q = queries.query_gradient(x, computed, settings(launch.queries))
     d_q = d_q[:, :tokens, :, :head_dim]
-    d_k, d_v = keys.key_gradient(x, dtype, settings(launch.keys, in_turns=launch.in_turns))
+    d_k, d_v = keys.key_gradient(x, computed, settings(launch.keys, in_turns=launch.in_turns))
     d_k, d_v = d_k[:, :size, :, :head_dim], d_v[:, :size, :, :of_values]
     if unit is not None:
-        d_q, d_k, d_v = ((y / unit).astype(query.dtype) for y in (d_q, d_k, d_v))
+        d_q, d_k, d_v = ((y / unit).astype(wanted) for y in (d_q, d_k, d_v))
     if extras.alibi_slopes is None:
         return d_q, d_k, d_v, NOTHING
     # In plain JAX: slopes are constants, as a rule, and what nobody reads is not computed under

@@ -10,7 +10,8 @@ from turbojax.ops import numerics
 from turbojax.ops.extras import NOTHING, Extras
 from turbojax.ops.options import Options
 from turbojax.ops.sinks import with_sinks
-from turbojax.ops.turbo_attention.operands import blocks
+from turbojax.ops.turbo_attention.operands import Stage1, blocks
+from turbojax.sharding import varying_like
 
 _State = tuple[jax.Array, jax.Array, jax.Array]
 
@@ -26,6 +27,7 @@ def attention(
     config: TurboConfig,
     options: Options,
     extras: Extras = NOTHING,
+    stage1: Stage1 | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Prefill attention with the numerics of `config`.
 
@@ -41,6 +43,7 @@ def attention(
       config: numerics and block sizes.
       options: of the call.
       extras: of the call.
+      stage1: the codes of keys and values, if they are there already, in their tokens' order.
 
     Returns:
       out ``[B, T, N, Hv]`` in the options' dtype and the float32 log-sum-exp ``[B, T, N]``.
@@ -53,10 +56,7 @@ def attention(
     grouped = padded.reshape(batch, length, kv_heads, heads // kv_heads, channels)
     q_blocks = _query_blocks(grouped, config.block_q)
     q, q_scale = numerics.quantize_scores_operand(q_blocks, config.mode, axis=(-2, -1))
-    k, k_scale = numerics.quantize_scores_operand(
-        blocks(key, key_length, config.block_kv), config.mode, axis=(-2, -1)
-    )
-    v, v_scale = numerics.quantize_values(blocks(value, key_length, config.block_kv), config.mode)
+    k, k_scale, v, v_scale = _key_blocks(key, value, key_length, config, stage1)
 
     def one_query_block(
         operands: tuple[jax.Array, jax.Array, jax.Array],
@@ -86,6 +86,7 @@ def attention(
             jnp.zeros(rows, jnp.float32),
         )
         bounds = (start // config.block_kv, -(-stop // config.block_kv))
+        empty = varying_like(empty, (query, key, value, query_length, key_length, extras, stage1))
         return numerics.finish(*jax.lax.fori_loop(*bounds, step, empty))
 
     numbers = jnp.arange(q.shape[0], dtype=jnp.int32)
@@ -178,6 +179,26 @@ def _online_step(
     product = jnp.where(jnp.any(mask, axis=-1, keepdims=True), product, 0)
     alpha = jnp.exp(m - shift)
     return o * alpha[..., None] + product, new_max, l * alpha + jnp.sum(p, axis=-1)
+
+
+def _key_blocks(
+    key: jax.Array,
+    value: jax.Array,
+    length: jax.Array,
+    config: TurboConfig,
+    stage1: Stage1 | None,
+) -> Stage1:
+    """Codes ``[B, K, n, block, H]`` and scales ``[B, K, n]`` of keys, and of values."""
+    if stage1 is not None:
+        k, k_scale, v, v_scale = stage1
+        v = jnp.swapaxes(v, 2, 3)
+        shape = (*k.shape[:2], -1, config.block_kv)
+        return k.reshape(*shape, k.shape[3]), k_scale, v.reshape(*shape, v.shape[3]), v_scale
+    k_blocks, v_blocks = (blocks(x, length, config.block_kv) for x in (key, value))
+    return (
+        *numerics.quantize_scores_operand(k_blocks, config.mode, axis=(-2, -1)),
+        *numerics.quantize_values(v_blocks, config.mode),
+    )
 
 
 def _query_blocks(query: jax.Array, block: int) -> jax.Array:

@@ -1,0 +1,167 @@
+"""Attention and caches on one device and on several: the same arrays, whole or split."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+import turbojax as tj
+from benchmarks.measuring import steps
+from benchmarks.shapes import Shape
+from benchmarks.suites.parallel.timing import exchanges, timed
+from benchmarks.suites.pooled.inputs import random_levels
+from benchmarks.tables import Row
+from turbojax.kv.kinds import kind_for
+from turbojax.parallel import Axes
+
+HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
+"""Of a layer of Llama 3 8B."""
+DENSITY = 0.25
+"""Of the levels of pooled attention: work over that of dense attention."""
+
+_CACHES: dict[str, Any] = {"4bit": tj.TurboConfig(), "turbo4": "turbo4", "exact": "exact"}
+_SPLITS = {"batch": "data", "heads": "model", "sequence": "sequence"}
+
+
+def axes_of(split: str, devices: int) -> Axes:
+    """All devices along one axis."""
+    mesh = jax.make_mesh((devices,), (_SPLITS[split],), axis_types=(AxisType.Auto,))
+    return Axes.of(mesh)
+
+
+def compared(got: jax.Array, want: jax.Array) -> Row:
+    """The largest difference from what one device computes, over its largest output."""
+    got, want = (jax.device_get(x).astype("float32") for x in (got, want))
+    return {"difference": float(abs(got - want).max() / abs(want).max())}
+
+
+def _query(batch: int, tokens: int, heads: int = HEADS, seed: int = 0) -> jax.Array:
+    shape = (batch, tokens, heads, HEAD_DIM)
+    return jax.random.normal(jax.random.key(seed), shape).astype(jnp.bfloat16)
+
+
+def _cache(name: str, batch: int, tokens: int) -> Any:
+    """A full cache, on one device."""
+    kind = kind_for(_CACHES[name])
+    sizes = {"tokens": tokens, "kv_heads": KV_HEADS, "head_dim": HEAD_DIM}
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def fill(cache: Any, first: jax.Array) -> Any:
+        return steps.fill(
+            cache, jnp.int32(0), first, count=1, dtype=jnp.dtype(jnp.bfloat16), **sizes
+        )
+
+    cache = kind.init(
+        batch, tokens, KV_HEADS, HEAD_DIM, kind=_CACHES[name], dtype=jnp.dtype(jnp.bfloat16)
+    )
+    for sequence in range(batch):
+        cache = fill(cache, jnp.int32(sequence))
+    return cache
+
+
+def _rounds(step: Callable[..., jax.Array], loops: int) -> Callable[..., jax.Array]:
+    """`step` so many times, each with the output of the one before as its query."""
+
+    def run(query: jax.Array, *rest: Any) -> jax.Array:
+        return jax.lax.fori_loop(0, loops, lambda _, q: step(q, *rest).astype(q.dtype), query)
+
+    return run
+
+
+def decode(name: str, split: str, batch: int, tokens: int, loops: int, devices: int) -> Row:
+    """One new token of every sequence, arrays split over sequences or heads, plain `jit`."""
+    kind = kind_for(_CACHES[name])
+    query, cache = _query(batch, 1), _cache(name, batch, tokens)
+    step = kind.decode
+    want = jax.jit(step)(query, cache)
+    if devices > 1:
+        axes = axes_of(split, devices)
+        query = jax.device_put(query, axes.sharding("BTNH"))
+        cache = jax.device_put(cache, tj.parallel.shardings(cache, axes))
+    compiled = jax.jit(_rounds(step, loops)).lower(query, cache).compile()
+    found = timed(compiled, query, cache, loops=loops)
+    return {
+        **found,
+        **compared(jax.jit(step)(query, cache), want),
+        "exchanges": exchanges(compiled),
+    }
+
+
+def _split_tokens(
+    run: Callable[..., Any], devices: int, specs: tuple[PartitionSpec, ...]
+) -> Callable[..., Any]:
+    """`run` on each device's tokens."""
+    mesh = axes_of("sequence", devices).mesh
+    return jax.shard_map(
+        run, mesh=mesh, in_specs=specs, out_specs=PartitionSpec(None, "sequence"), check_vma=False
+    )
+
+
+def _put(devices: int, *arrays: tuple[jax.Array, PartitionSpec]) -> tuple[jax.Array, ...]:
+    mesh = axes_of("sequence", devices).mesh
+    return tuple(jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in arrays)
+
+
+_TOKENS = PartitionSpec(None, "sequence")
+
+
+def prefill(tokens: int, devices: int) -> Row:
+    """Causal attention within one long prompt, with default arguments."""
+    query, *rest = (
+        _query(1, tokens, heads, i) for i, heads in enumerate((HEADS, KV_HEADS, KV_HEADS))
+    )
+    arrays = (query, *rest)
+    whole = functools.partial(tj.turbo_attention, is_causal=True)
+    want = jax.jit(whole)(*arrays)
+    run: Callable[..., Any] = whole
+    if devices > 1:
+        ring = functools.partial(tj.parallel.ring_attention, axis_name="sequence")
+        run = _split_tokens(ring, devices, (_TOKENS,) * 3)
+        arrays = _put(devices, *((x, _TOKENS) for x in arrays))
+    compiled = jax.jit(run).lower(*arrays).compile()
+    found = timed(compiled, *arrays)
+    operations = 4 * tokens * tokens * HEADS * HEAD_DIM / 2
+    return {
+        **found,
+        "tflops_per_second": operations / found["us"] / 1e6,
+        **compared(compiled(*arrays), want),
+        "exchanges": exchanges(compiled),
+    }
+
+
+def pooled_training(tokens: int, devices: int) -> Row:
+    """Pooled attention of one long sequence, forward and backward."""
+    shape = Shape("llama3-8b", 1, tokens, is_causal=True)
+    levels = random_levels(shape, DENSITY)
+    heads = (HEADS, KV_HEADS, KV_HEADS, HEADS)
+    arrays = tuple(_query(1, tokens, n, i) for i, n in enumerate(heads))
+
+    def whole(query: jax.Array, key: jax.Array, value: jax.Array, levels: jax.Array) -> Any:
+        return tj.pooled_attention(query, key, value, levels, is_causal=True)
+
+    def ring(query: jax.Array, key: jax.Array, value: jax.Array, levels: jax.Array) -> Any:
+        return tj.parallel.ring_pooled_attention(query, key, value, levels, axis_name="sequence")
+
+    attend: Any = whole
+    rows = PartitionSpec(None, None, "sequence")
+    if devices > 1:
+        attend = _split_tokens(ring, devices, (_TOKENS,) * 3 + (rows,))
+
+    def train(
+        query: jax.Array, key: jax.Array, value: jax.Array, d_out: jax.Array, levels: jax.Array
+    ) -> Any:
+        out, pull = jax.vjp(lambda *x: attend(*x, levels), query, key, value)
+        return out, *pull(d_out)
+
+    if devices > 1:
+        arrays = _put(devices, *((x, _TOKENS) for x in arrays))
+        (levels,) = _put(devices, (levels, rows))
+    compiled = jax.jit(train).lower(*arrays, levels).compile()
+    return {
+        **timed(compiled, *arrays, levels),
+        "density": DENSITY,
+        "exchanges": exchanges(compiled),
+    }

@@ -1,0 +1,324 @@
+"""Weights from a checkpoint's files to the devices of a mesh: each process reads what its own hold.
+
+An array of the model is made of one tensor, some of its rows or columns, or a stack of tensors.
+Arrays that share tensors are made together, so that no byte is read twice. What of them a device
+holds is read, cast, and sent there before the next device's part: besides the model, the host holds
+one tensor, or of a stack one device's part of it.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from typing import TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from turbojax.models.checkpoint import folder as _folder
+from turbojax.models.checkpoint.folder import Box, whole_box
+from turbojax.models.families.tensors import Placement
+
+_Key = TypeVar("_Key", bound=Hashable)
+Progress = Callable[[int, int], None]
+"""Called with the bytes that are read and the bytes there are, after each tensor."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """An array of the model.
+
+    Attributes:
+      shape: of all devices together; where it is larger than what its tensors hold, zeros are
+        added at the end.
+      dtype: of its numbers.
+      sharding: over the devices.
+      sources: what it is made of: where in leading axes, from which tensor, and what of it.
+    """
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    sharding: NamedSharding
+    sources: tuple[tuple[tuple[int, ...], str, Placement], ...]
+
+    @property
+    def is_transposed(self) -> bool:
+        """Whether tensors hold its last two axes the other way round."""
+        return self.sources[0][2].transpose
+
+    @property
+    def stored(self) -> "Target":
+        """The same in the order of the tensors' axes."""
+        if not self.is_transposed:
+            return self
+        *lead, one, two = self.shape
+        spec = (*self.sharding.spec, *[None] * (len(self.shape) - len(self.sharding.spec)))
+        sharding = NamedSharding(self.sharding.mesh, PartitionSpec(*spec[:-2], spec[-1], spec[-2]))
+        sources = tuple(
+            (index, name, dataclasses.replace(x, transpose=False))
+            for index, name, x in self.sources
+        )
+        return Target((*lead, two, one), self.dtype, sharding, sources)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Copy:
+    """What goes from a tensor to a device's part of an array.
+
+    Attributes:
+      target: the array's number.
+      index: in its leading axes, of the device's part.
+      name: of the tensor.
+      box: of the tensor.
+      columns: of the box, see `Placement`.
+      size: of the array's other axes; the rest is zeros.
+    """
+
+    target: int
+    index: tuple[int, ...]
+    name: str
+    box: Box
+    columns: tuple[int, int] | None
+    size: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Part:
+    """What some devices hold of arrays that share tensors: the same, so it is read once."""
+
+    devices: tuple[jax.Device, ...]
+    boxes: tuple[Box, ...]
+    copies: tuple[_Copy, ...]
+
+
+def read(
+    targets: Mapping[_Key, Target],
+    tensors: Mapping[str, _folder.Stored],
+    progress: Progress | None = None,
+) -> dict[_Key, jax.Array]:
+    """Reads arrays.
+
+    Args:
+      targets: the arrays by whatever they are called.
+      tensors: of the checkpoint.
+      progress: called after each tensor; of bytes that this process reads.
+
+    Raises:
+      ValueError: if a file has changed, or a dtype cannot hold a number.
+      NotImplementedError: if a tensor has a dtype that is not supported.
+    """
+    groups = [[targets[key].stored for key in keys] for keys in _groups(targets)]
+    plans = [_parts(group, tensors) for group in groups]
+    total = sum(_cost(x, tensors) for plan in plans for x in _reads(plan))
+    done, found = 0, dict[_Key, jax.Array]()
+
+    def count(tensor: tuple[str, Box]) -> None:
+        nonlocal done
+        done += _cost(tensor, tensors)
+        if progress is not None:
+            progress(done, total)
+
+    for keys, group, plan in zip(_groups(targets), groups, plans, strict=True):
+        arrays = _read_group(group, plan, tensors, count)
+        for key, array in zip(keys, arrays, strict=True):
+            target = targets[key]
+            if target.is_transposed:
+                array = _transposed(target.sharding)(array)
+            found[key] = jax.block_until_ready(array)
+    return found
+
+
+def local_devices(sharding: NamedSharding) -> frozenset[jax.Device]:
+    """The devices that this process has data for."""
+    return frozenset(sharding.addressable_devices)
+
+
+def local_boxes(sharding: NamedSharding, shape: tuple[int, ...]) -> dict[jax.Device, Box]:
+    """What each of this process's devices holds of an array."""
+    own = local_devices(sharding)
+    return {
+        device: tuple(
+            (x.start or 0, size if x.stop is None else x.stop)
+            for x, size in zip(index, shape, strict=True)
+        )
+        for device, index in sharding.devices_indices_map(shape).items()
+        if device in own
+    }
+
+
+def assemble(
+    shape: tuple[int, ...], sharding: NamedSharding, parts: Mapping[jax.Device, jax.Array]
+) -> jax.Array:
+    """The array of what each of this process's devices holds."""
+    return jax.make_array_from_single_device_arrays(shape, sharding, list(parts.values()))
+
+
+def from_parts(
+    shape: tuple[int, ...], sharding: NamedSharding, part: Callable[[Box], np.ndarray]
+) -> jax.Array:
+    """An array whose parts are made one after the other, each once.
+
+    Args:
+      shape: of all devices together.
+      sharding: over the devices.
+      part: returns what a device holds.
+    """
+    devices: dict[Box, list[jax.Device]] = {}
+    for device, box in local_boxes(sharding, shape).items():
+        devices.setdefault(box, []).append(device)
+    held: dict[jax.Device, jax.Array] = {}
+    for box, holders in devices.items():
+        held |= _put(part(box), holders)
+    return jax.block_until_ready(assemble(shape, sharding, held))
+
+
+def _put(part: np.ndarray, devices: Sequence[jax.Device]) -> dict[jax.Device, jax.Array]:
+    return {device: jax.device_put(part, device) for device in devices}
+
+
+def _groups(targets: Mapping[_Key, Target]) -> list[list[_Key]]:
+    """Arrays that share tensors, in the order in which they are given."""
+    groups: dict[_Key, list[_Key]] = {}
+    first_of: dict[str, _Key] = {}
+    for key, target in targets.items():
+        names = [name for _, name, _ in target.sources]
+        first = next((first_of[name] for name in names if name in first_of), key)
+        groups.setdefault(first, []).append(key)
+        first_of |= dict.fromkeys(names, first)
+    return list(groups.values())
+
+
+def _parts(group: Sequence[Target], tensors: Mapping[str, _folder.Stored]) -> list[_Part]:
+    """What devices hold of arrays that share tensors."""
+    boxes = [local_boxes(x.sharding, x.shape) for x in group]
+    devices: dict[tuple[Box, ...], list[jax.Device]] = {}
+    for device in boxes[0]:
+        devices.setdefault(tuple(x[device] for x in boxes), []).append(device)
+    parts = []
+    for held, holders in devices.items():
+        copies = [
+            copy
+            for number, (target, box) in enumerate(zip(group, held, strict=True))
+            for copy in _copies(number, target, box, tensors)
+        ]
+        # Those of one tensor one after the other, and tensors as they lie in their file.
+        copies.sort(key=lambda x: (str(tensors[x.name].file), tensors[x.name].begin))
+        parts.append(_Part(tuple(holders), held, tuple(copies)))
+    return parts
+
+
+def _copies(
+    number: int, target: Target, box: Box, tensors: Mapping[str, _folder.Stored]
+) -> Iterator[_Copy]:
+    """What of an array's tensors goes into a part of it."""
+    for index, name, placement in target.sources:
+        lead, rest = box[: len(index)], box[len(index) :]
+        if not all(first <= i < last for i, (first, last) in zip(index, lead, strict=True)):
+            continue
+        shape = list(tensors[name].shape)
+        offset, step = 0, 1
+        if placement.rows is not None:
+            offset = placement.rows[0]
+            shape[0] = placement.rows[1] - offset
+        if placement.columns is not None:
+            step = placement.columns[1]
+            shape[-1] //= step
+        held = [(min(a, n), min(b, n)) for (a, b), n in zip(rest, shape, strict=True)]
+        if any(a == b for a, b in held):
+            continue
+        wanted = list(held)
+        if placement.rows is not None:
+            wanted[0] = (held[0][0] + offset, held[0][1] + offset)
+        if placement.columns is not None:
+            wanted[-1] = (held[-1][0] * step, held[-1][1] * step)
+        yield _Copy(
+            number,
+            tuple(i - first for i, (first, _) in zip(index, lead, strict=True)),
+            name,
+            tuple(wanted),
+            placement.columns,
+            tuple(b - a for a, b in held),
+        )
+
+
+def _reads(plan: Sequence[_Part]) -> list[tuple[str, Box]]:
+    """What is read of which tensor.
+
+    Where all is of one tensor, that is read once, unless its devices need less than what lies
+    between: a row's parts are read together and cut up here.
+    """
+    wanted = [dict.fromkeys((x.name, x.box) for x in part.copies) for part in plan]
+    every = list(dict.fromkeys(x for part in wanted for x in part))
+    if len({name for name, _ in every}) == 1:
+        boxes = [box for _, box in every]
+        around = tuple(
+            (min(a for a, _ in axis), max(b for _, b in axis)) for axis in zip(*boxes, strict=True)
+        )
+        if _volume(around) <= sum(map(_volume, boxes)):
+            return [(every[0][0], around)]
+    return [x for part in wanted for x in part]
+
+
+def _read_group(
+    group: Sequence[Target],
+    plan: Sequence[_Part],
+    tensors: Mapping[str, _folder.Stored],
+    count: Callable[[tuple[str, Box]], None],
+) -> list[jax.Array]:
+    """Arrays that share tensors."""
+    reads = _reads(plan)
+    together = reads[0] if len(reads) == 1 else None
+    last, content = None, np.empty(0)
+
+    def take(copy: _Copy, dtype: np.dtype) -> np.ndarray:
+        nonlocal last, content
+        wanted = together or (copy.name, copy.box)
+        if wanted != last:
+            content = np.empty(0)  # Before the next one is there.
+            name, last = copy.name, wanted
+            content = _folder.cast(tensors[name].read_box(wanted[1]), dtype, name)
+            count(wanted)
+        part = content[
+            tuple(slice(a - c, b - c) for (a, b), (c, _) in zip(copy.box, wanted[1], strict=True))
+        ]
+        if copy.columns is not None:
+            part = part[..., copy.columns[0] :: copy.columns[1]]
+        return part
+
+    held: list[dict[jax.Device, jax.Array]] = [{} for _ in group]
+    for part in plan:
+        own: list[np.ndarray | None] = [None for _ in group]
+        for copy in part.copies:
+            target, box = group[copy.target], part.boxes[copy.target]
+            shape = tuple(last - first for first, last in box)
+            found = take(copy, target.dtype)
+            if found.shape == shape:
+                own[copy.target] = np.ascontiguousarray(found)
+                continue
+            whole = own[copy.target]
+            if whole is None:
+                whole = own[copy.target] = np.zeros(shape, target.dtype)
+            whole[copy.index][tuple(slice(0, size) for size in copy.size)] = found
+        for i, (array, box) in enumerate(zip(own, part.boxes, strict=True)):
+            if array is None:
+                array = np.zeros([last - first for first, last in box], group[i].dtype)
+            held[i] |= _put(array, part.devices)
+    return [assemble(x.shape, x.sharding, y) for x, y in zip(group, held, strict=True)]
+
+
+def _volume(box: Box) -> int:
+    return math.prod(last - first for first, last in box)
+
+
+def _cost(tensor: tuple[str, Box], tensors: Mapping[str, _folder.Stored]) -> int:
+    """Bytes of a part of a tensor, about."""
+    stored = tensors[tensor[0]]
+    return stored.nbytes * _volume(tensor[1]) // max(1, _volume(whole_box(stored.shape)))
+
+
+@functools.lru_cache(maxsize=256)
+def _transposed(sharding: NamedSharding) -> Callable[[jax.Array], jax.Array]:
+    """Exchanges the last two axes; each device has what it needs."""
+    return jax.jit(lambda x: jnp.swapaxes(x, -1, -2), out_shardings=sharding)

@@ -1,0 +1,277 @@
+"""Attention to sequences whose tokens are split over devices: arguments, checks, the order."""
+
+import dataclasses
+from typing import Any, Literal
+
+import jax
+
+from turbojax import _checks
+from turbojax._registry import ImplementationName
+from turbojax.config import TurboConfig
+from turbojax.ops import extras as given
+from turbojax.ops.extras import Extras
+from turbojax.ops.options import Options, check_output_dtype, plain_scale
+from turbojax.ops.pooled_attention import api as pooled_api
+from turbojax.ops.pooled_attention.static import PooledOptions
+from turbojax.parallel import ring as rings
+from turbojax.parallel.local import Exact, Pooled, Turbo
+from turbojax.parallel.plan import best_order, plan
+from turbojax.parallel.zigzag import Order, check_order, chunks, from_zigzag, to_zigzag
+from turbojax.sharding.axes import Names
+from turbojax.sharding.varying import together
+
+
+def ring_attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    *,
+    axis_name: Names,
+    attention: TurboConfig | Literal["exact"] = TurboConfig(),
+    order: Order = "natural",
+    scale: float | None = None,
+    is_causal: bool = True,
+    query_seq_lengths: jax.Array | None = None,
+    key_value_seq_lengths: jax.Array | None = None,
+    local_window_size: int | tuple[int, int] | None = None,
+    logits_soft_cap: float | None = None,
+    query_segment_ids: jax.Array | None = None,
+    key_value_segment_ids: jax.Array | None = None,
+    alibi_slopes: jax.Array | None = None,
+    sinks: jax.Array | None = None,
+    output_dtype: jax.typing.DTypeLike | None = None,
+    implementation: ImplementationName | Literal["cudnn"] | None = None,
+    return_residual: bool = False,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """`turbojax.turbo_attention`, or exact attention, of sequences that are split over devices.
+
+    Called inside `jax.shard_map`. Queries stay; keys and values travel round the ring, in the
+    forward pass as codes with their scales, and meanwhile each device attends (Liu et al., 2023,
+    Ring Attention; Brandon et al., 2023, Striped Attention, for why tokens are dealt out). Nothing
+    else is sent, and every device does the same work: causal attention is in zig-zag order, see
+    `zigzag`. Sequences in natural order are brought into it and back, half of each array a time,
+    where that pays; a model that keeps its tokens in zig-zag order spares this.
+
+    Scales of codes are those of blocks, as on one device, but for e4m3 values: they have one per
+    sequence, KV head and chunk. Parts are merged in float32 in the order of the ring: no bits
+    equal one device's, but every run's are the same.
+
+    Differentiable in reverse mode once, as `turbo_attention` is. The keys' and values' gradients
+    are summed in float32 while they travel.
+
+    Args:
+      query: ``[B, T, N, H]``, this device's tokens; bfloat16, float16 or float32.
+      key: ``[B, T, K, H]``, of the same tokens.
+      value: ``[B, T, K, Hv]``.
+      axis_name: of the mesh, one or several, over which tokens are split.
+      attention: numerics, or ``"exact"``.
+      order: of the tokens; all of a sequence's, and segments, are in this order, and so is the
+        output.
+      scale: see `turbojax.turbo_attention`.
+      is_causal: the same, by positions in the whole sequence.
+      query_seq_lengths: the same, of whole sequences; equal on all devices.
+      key_value_seq_lengths: the same.
+      local_window_size: see `turbojax.turbo_attention`. Keys that no device's queries can reach are
+        not waited for: steps without any are left out.
+      logits_soft_cap: the same.
+      query_segment_ids: ``[B, T]``, of this device's queries.
+      key_value_segment_ids: the same of its keys.
+      alibi_slopes: see `turbojax.turbo_attention`.
+      sinks: the same.
+      output_dtype: the same.
+      implementation: the same, of what each device runs; of exact attention also ``"cudnn"``.
+      return_residual: also return the log-sum-exp.
+
+    Returns:
+      What `turbojax.turbo_attention` gives, for this device's queries.
+
+    Raises:
+      TypeError: as `turbojax.turbo_attention`.
+      ValueError: the same; if the number of tokens is not a multiple of what the order needs, or
+        keys are not those of the queries' tokens.
+      NotImplementedError: as `turbojax.turbo_attention`.
+    """
+    if attention != "exact" and not isinstance(attention, TurboConfig):
+        raise TypeError(f"{attention=} must be a TurboConfig or 'exact'")
+    _checks.check_query_key_value(query, key, value, one_head_dim=False)
+    options = Options.complete(
+        query.shape[3],
+        scale=scale,
+        is_causal=is_causal,
+        local_window_size=local_window_size,
+        logits_soft_cap=logits_soft_cap,
+        output_dtype=output_dtype,
+    )
+    extras = given.complete(
+        query,
+        key,
+        query_segment_ids=query_segment_ids,
+        key_value_segment_ids=key_value_segment_ids,
+        alibi_slopes=alibi_slopes,
+        sinks=sinks,
+    )
+    lengths = query_seq_lengths, key_value_seq_lengths
+    op: rings.Op = (
+        Turbo(attention, options, implementation)
+        if isinstance(attention, TurboConfig)
+        else Exact(options, implementation)
+    )
+    return _attend(op, query, key, value, lengths, extras, None, axis_name, order, return_residual)
+
+
+def ring_pooled_attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    levels: jax.Array,
+    *,
+    axis_name: Names,
+    order: Order = "natural",
+    block_q: int = 128,
+    block_kv: int = 128,
+    scale: float | None = None,
+    is_causal: bool = True,
+    query_seq_lengths: jax.Array | None = None,
+    key_value_seq_lengths: jax.Array | None = None,
+    query_segment_ids: jax.Array | None = None,
+    key_value_segment_ids: jax.Array | None = None,
+    sinks: jax.Array | None = None,
+    output_dtype: jax.typing.DTypeLike | None = None,
+    implementation: ImplementationName | None = None,
+    return_residual: bool = False,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """`turbojax.pooled_attention` of sequences that are split over devices.
+
+    As `ring_attention`; keys and values travel as they are, and their means are made where they are
+    attended to. How even the work is depends on the levels.
+
+    Args:
+      query: ``[B, T, N, H]``, this device's tokens.
+      key: ``[B, T, K, H]``, of the same tokens.
+      value: ``[B, T, K, H]``.
+      levels: integers ``[B or 1, N or 1, T / block_q, S / block_kv]``: the rows of this device's
+        blocks of queries, in their order; the columns of all `S` keys, in natural order.
+      axis_name: see `ring_attention`.
+      order: the same.
+      block_q: see `turbojax.pooled_attention`.
+      block_kv: the same.
+      scale: the same.
+      is_causal: the same, by positions in the whole sequence.
+      query_seq_lengths: the same, of whole sequences; equal on all devices.
+      key_value_seq_lengths: the same.
+      query_segment_ids: ``[B, T]``, of this device's queries.
+      key_value_segment_ids: the same of its keys.
+      sinks: see `turbojax.pooled_attention`.
+      output_dtype: the same.
+      implementation: the same, of what each device runs.
+      return_residual: also return the log-sum-exp.
+
+    Returns:
+      What `turbojax.pooled_attention` gives, for this device's queries.
+
+    Raises:
+      TypeError: as `turbojax.pooled_attention`.
+      ValueError: the same; if the number of tokens is not a multiple of what the order and the
+        blocks need, or keys are not those of the queries' tokens.
+      NotImplementedError: as `turbojax.pooled_attention`.
+    """
+    _checks.check_query_key_value(query, key, value)
+    options = PooledOptions(
+        is_causal,
+        scale=plain_scale(query.shape[3]) if scale is None else scale,
+        block_q=block_q,
+        block_kv=block_kv,
+        out_dtype=check_output_dtype(output_dtype),
+    )
+    extras = given.complete(
+        query,
+        key,
+        query_segment_ids=query_segment_ids,
+        key_value_segment_ids=key_value_segment_ids,
+        sinks=sinks,
+    )
+    whole = jax.ShapeDtypeStruct(
+        (key.shape[0], key.shape[1] * jax.lax.axis_size(axis_name), *key.shape[2:]), key.dtype
+    )
+    levels = pooled_api.check_levels(levels, query, whole, options)
+    op, lengths = Pooled(options, implementation), (query_seq_lengths, key_value_seq_lengths)
+    return _attend(
+        op, query, key, value, lengths, extras, levels, axis_name, order, return_residual
+    )
+
+
+def _attend(
+    op: rings.Op,
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    lengths: tuple[jax.Array | None, jax.Array | None],
+    extras: Extras,
+    levels: jax.Array | None,
+    axis_name: Names,
+    order: Order,
+    return_residual: bool,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """Checks what is common, brings tokens into the order in which they are attended, and back."""
+    devices = jax.lax.axis_size(axis_name)
+    whole = query.shape[1] * devices
+    check_order(order)
+    if key.shape[1] != query.shape[1]:
+        raise ValueError(f"{key.shape=} must have the queries' {query.shape[1]} tokens")
+    run_in = order if order == "zigzag" or devices == 1 else best_order(op.options, whole)
+    size = _chunk_size(op, query.shape[1], run_in, devices)
+    names = ("query_seq_lengths", "key_value_seq_lengths")
+    of_all = [
+        None if x is None else _checks.check_lengths(name, x, query.shape[0], whole).clip(0, whole)
+        for name, x in zip(names, lengths, strict=True)
+    ]
+    arrays = rings.Arrays(of_all[0], of_all[1], extras, levels)
+    moves = run_in != order
+    if moves:
+        query, key, value = (to_zigzag(x, axis_name) for x in (query, key, value))
+        arrays = _moved(arrays, axis_name)
+    ring = rings.Ring(
+        op,
+        axis_name,
+        run_in,
+        plan(run_in, devices, size, op.options),
+        op.options.dtype_of_output(query).name,
+    )
+    out, residual = rings.attend(ring, *together(query, key, value, arrays))
+    if moves:
+        out = from_zigzag(out, axis_name)
+        residual = from_zigzag(residual, axis_name) if return_residual else residual
+    return (out, residual) if return_residual else out
+
+
+def _chunk_size(op: rings.Op, tokens: int, order: Order, devices: int) -> int:
+    """Tokens of a chunk.
+
+    Raises:
+      ValueError: if chunks would not be whole blocks of one size.
+    """
+    parts = len(chunks(order, devices)[0])
+    for name in ("block_q", "block_kv"):
+        block = getattr(op, name)
+        if tokens % (parts * block):
+            kind = "two chunks, an early and a late one," if parts == 2 else "one chunk"
+            raise ValueError(
+                f"{tokens} tokens on each of {devices} devices must be a multiple of "
+                f"{parts * block}: {kind} of whole blocks, {name}={block}"
+            )
+    return tokens // parts
+
+
+def _moved(arrays: rings.Arrays, axis_name: Names) -> rings.Arrays:
+    """What there is of each token, in zig-zag order."""
+    extras = arrays.extras
+    names = ("query_segment_ids", "key_value_segment_ids")
+    moved: dict[str, Any] = {
+        name: to_zigzag(getattr(extras, name), axis_name)
+        for name in names
+        if getattr(extras, name) is not None
+    }
+    levels = arrays.levels
+    if levels is not None:
+        levels = to_zigzag(levels, axis_name, axis=2)
+    return dataclasses.replace(arrays, extras=dataclasses.replace(extras, **moved), levels=levels)

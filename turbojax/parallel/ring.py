@@ -1,0 +1,442 @@
+"""Attention over a ring of devices, each of which holds a part of every sequence.
+
+Queries stay; keys and values go round, as what attention multiplies: codes with their scales, which
+are made once, or 16-bit numbers. In every step a device sends on what it has got and, meanwhile,
+attends to it; `plan` says which chunks meet. Parts are in float32 with their log-sum-exps and are
+merged in the order of the steps, which begin with a device's own keys and go on with those of the
+devices before it: the same inputs give the same bits.
+
+In the backward pass keys and values go round once more, as they are, and their gradients with them,
+summed in float32 in the order of the steps; after the last one they go home. What travels at a step
+is not needed before its end, so that it overlaps with the step's attention.
+"""
+
+import dataclasses
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+
+from turbojax._gradient import refuse_gradients
+from turbojax.ops import rows
+from turbojax.ops.extras import NOTHING, Extras
+from turbojax.ops.options import Options
+from turbojax.ops.sinks import sink_gradient, with_sinks
+from turbojax.parallel.plan import Call, Kind, Step
+from turbojax.parallel.zigzag import Order, chunks
+from turbojax.sharding.axes import Names
+
+_Part = tuple[jax.Array, jax.Array]
+
+Packed = Any
+"""A pytree of arrays ``[B, ...]``: keys and values as attention multiplies them."""
+
+
+class Pair(NamedTuple):
+    """Chunks that meet in one call, of `C` tokens each.
+
+    Attributes:
+      kind: which keys are seen, if positions say nothing else.
+      query_lengths: int32 ``[B]``, real queries of the chunk; None if all are.
+      key_lengths: int32 ``[B]``, real keys of the chunk; None if all are.
+      extras: segments of the chunks and slopes. Where `kind` is ``"masked"``, or where there are
+        slopes, also the offsets of both.
+      levels: ``[B or 1, N or 1, rows, columns]`` of pooled attention.
+    """
+
+    kind: Kind
+    query_lengths: jax.Array | None
+    key_lengths: jax.Array | None
+    extras: Extras
+    levels: jax.Array | None = None
+
+
+class Op(Protocol):
+    """What a ring asks of an op; static under `jit`."""
+
+    @property
+    def block_q(self) -> int:
+        """Queries of a block; chunks are whole blocks."""
+
+    @property
+    def block_kv(self) -> int:
+        """Keys of a block."""
+
+    @property
+    def options(self) -> Options:
+        """Of the call."""
+
+    def pack(self, key: jax.Array, value: jax.Array, lengths: jax.Array | None) -> Packed:
+        """Keys and values ``[B, C, K, H]`` as they travel in the forward pass."""
+
+    def attend(
+        self, query: jax.Array, key: jax.Array, value: jax.Array, packed: Packed, pair: Pair
+    ) -> tuple[jax.Array, jax.Array]:
+        """float32 ``[B, C, N, H]`` and the log-sum-exp ``[B, C, N]``, without sinks.
+
+        `key` and `value` are of the right shapes and dtypes; what they hold is in `packed`.
+        """
+
+    def gradient(
+        self,
+        query: jax.Array,
+        key: jax.Array,
+        value: jax.Array,
+        results: tuple[jax.Array, ...],
+        pair: Pair,
+    ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
+        """Float32 gradients of query, key and value, and of slopes if there are any.
+
+        `results` are the output, the log-sum-exp (``-inf`` for queries that see no key at all) and
+        the cotangents of both, of attention to all keys.
+        """
+
+
+@dataclasses.dataclass(frozen=True)
+class Ring:
+    """Attention of one op over a ring; static under `jit`.
+
+    Attributes:
+      op: what attends.
+      axis_name: of the mesh, over which tokens are split.
+      order: of the tokens.
+      steps: see `plan`.
+      dtype: of the output.
+    """
+
+    op: Op
+    axis_name: Names
+    order: Order
+    steps: tuple[Step, ...]
+    dtype: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Arrays:
+    """What a call has beside queries, keys and values; on every device its own part.
+
+    Attributes:
+      query_lengths: int32 ``[B]`` of whole sequences, or None.
+      key_lengths: the same.
+      extras: segments ``[B, T]`` of this device's tokens, slopes and sinks.
+      levels: ``[B or 1, N or 1, rows, columns]``: rows of this device's queries, in their order,
+        columns of all keys in natural order.
+    """
+
+    query_lengths: jax.Array | None = None
+    key_lengths: jax.Array | None = None
+    extras: Extras = NOTHING
+    levels: jax.Array | None = None
+
+
+jax.tree_util.register_dataclass(
+    Arrays, data_fields=["query_lengths", "key_lengths", "extras", "levels"], meta_fields=[]
+)
+
+
+def attend(
+    ring: Ring, query: jax.Array, key: jax.Array, value: jax.Array, arrays: Arrays
+) -> tuple[jax.Array, jax.Array]:
+    """Attention of this device's queries to the keys of all; differentiable in reverse mode.
+
+    Args:
+      ring: how.
+      query: ``[B, T, N, H]``.
+      key: ``[B, T, K, H]``.
+      value: ``[B, T, K, Hv]``.
+      arrays: the others.
+
+    Returns:
+      ``[B, T, N, Hv]`` in the ring's dtype, and the float32 log-sum-exp ``[B, T, N]``.
+    """
+    differentiate_once = refuse_gradients(
+        lambda *saved: _backward(ring, *saved),
+        "the gradient of attention over a ring",
+        because="only first derivatives are supported",
+    )
+
+    @jax.custom_vjp
+    def call(*operands: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
+        return _forward(ring, *operands)
+
+    def forward(*operands: Any) -> Any:
+        out, residual, kept = call(*operands)
+        return (out, residual, kept), (*operands, out, kept)
+
+    def backward(saved: Any, cotangents: Any) -> Any:
+        return differentiate_once(*saved, *cotangents[:2])
+
+    call.defvjp(forward, backward)
+    out, residual, _ = call(query, key, value, arrays)
+    return out, residual
+
+
+class _Chunks:
+    """Which chunks this device has, and how they are cut out of arrays."""
+
+    def __init__(self, ring: Ring, arrays: Arrays, tokens: int) -> None:
+        self.ring, self.arrays = ring, arrays
+        devices = jax.lax.axis_size(ring.axis_name)
+        held = chunks(ring.order, devices)
+        self.devices, self.parts = devices, len(held[0])
+        self.size = tokens // self.parts
+        self.device = jax.lax.axis_index(ring.axis_name)
+        self.held = jnp.asarray(held, jnp.int32)
+
+    def numbers(self, shift: int) -> jax.Array:
+        """int32 ``[parts]``: the chunks that are here after so many steps."""
+        return self.held[(self.device - shift) % self.devices]
+
+    def cut(self, x: jax.Array) -> jax.Array:
+        """``[B, T, ...]`` as ``[parts, B, C, ...]``."""
+        x = x.reshape(x.shape[0], self.parts, self.size, *x.shape[2:])
+        return jnp.swapaxes(x, 0, 1)
+
+    def joined(self, x: jax.Array) -> jax.Array:
+        """The inverse of `cut`."""
+        x = jnp.swapaxes(x, 0, 1)
+        return x.reshape(x.shape[0], -1, *x.shape[3:])
+
+    def sent(self, x: Any, by: int) -> Any:
+        """What device ``d - by`` has, on device `d`."""
+        moves = [(d, (d + by) % self.devices) for d in range(self.devices)]
+        return jax.tree.map(lambda y: jax.lax.ppermute(y, self.ring.axis_name, moves), x)
+
+    def number(self, table: tuple[int, ...]) -> int | jax.Array:
+        """This device's entry."""
+        if len(set(table)) == 1:
+            return table[0]
+        return jnp.asarray(table, jnp.int32)[self.device]
+
+    def lengths(self, lengths: jax.Array | None, number: jax.Array) -> jax.Array | None:
+        """int32 ``[B]``: tokens of a chunk that are there."""
+        if lengths is None:
+            return None
+        return jnp.clip(lengths - number * self.size, 0, self.size)
+
+
+def take(x: jax.Array, index: int | jax.Array) -> jax.Array:
+    """``x[index]``."""
+    if isinstance(index, int):
+        return x[index]
+    return jax.lax.dynamic_index_in_dim(x, index, keepdims=False)
+
+
+def put(x: jax.Array, index: int | jax.Array, change: jax.Array) -> jax.Array:
+    """`x` with `change` at an index of its first axis."""
+    return jax.lax.dynamic_update_index_in_dim(x, change, index, 0)
+
+
+def folded(x: Any) -> Any:
+    """Arrays ``[parts, B, ...]`` as ``[parts * B, ...]``."""
+    return jax.tree.map(lambda y: y.reshape(-1, *y.shape[2:]), x)
+
+
+def _unfolded(x: Any, parts: int) -> Any:
+    return jax.tree.map(lambda y: y.reshape(parts, -1, *y.shape[1:]), x)
+
+
+def _own_pair(here: _Chunks, batch: int) -> Pair:
+    """Each chunk meets itself: all in one call, as if they were of different sequences."""
+    arrays, numbers = here.arrays, here.numbers(0)
+
+    def lengths(of_all: jax.Array | None) -> jax.Array | None:
+        if of_all is None:
+            return None
+        return jnp.clip(of_all[None] - numbers[:, None] * here.size, 0, here.size).reshape(-1)
+
+    extras = arrays.extras
+    queries, keys = extras.query_segment_ids, extras.key_value_segment_ids
+    levels = None
+    if arrays.levels is not None:
+        table = [_levels(here, i, numbers[i]) for i in range(here.parts)]
+        table = [jnp.broadcast_to(x, (batch, *x.shape[1:])) for x in table]
+        levels = jnp.concatenate(table) if here.parts > 1 else table[0]
+    return Pair(
+        "diagonal",
+        lengths(arrays.query_lengths),
+        lengths(arrays.key_lengths),
+        Extras(
+            query_segment_ids=None if queries is None else folded(here.cut(queries)),
+            key_value_segment_ids=None if keys is None else folded(here.cut(keys)),
+            alibi_slopes=extras.alibi_slopes,
+        ),
+        levels,
+    )
+
+
+def _pair(here: _Chunks, step: Step, call: Call, segments: Any, batch: int) -> Pair:
+    """The chunks of a call of a step, of whose keys these are the segments ``[parts, B, C]``."""
+    arrays, extras = here.arrays, here.arrays.extras
+    q, k = here.number(call.queries), here.number(call.keys)
+    of_queries, of_keys = take(here.numbers(0), q), take(here.numbers(step.shift), k)
+    key_lengths = here.lengths(arrays.key_lengths, of_keys)
+    if not all(call.is_real):
+        there = jnp.asarray(call.is_real)[here.device]
+        whole = jnp.full(batch, here.size, jnp.int32)
+        key_lengths = jnp.where(there, whole if key_lengths is None else key_lengths, 0)
+    offsets = {}
+    if call.kind == "masked" or extras.alibi_slopes is not None:
+        for name, number in (("query_offset", of_queries), ("key_offset", of_keys)):
+            offsets[name] = jnp.broadcast_to(number * here.size, (batch,))
+    if extras.query_segment_ids is not None:
+        offsets["query_segment_ids"] = take(here.cut(extras.query_segment_ids), q)
+        offsets["key_value_segment_ids"] = take(segments, k)
+    return Pair(
+        call.kind,
+        here.lengths(arrays.query_lengths, of_queries),
+        key_lengths,
+        Extras(alibi_slopes=extras.alibi_slopes, **offsets),
+        None if arrays.levels is None else _levels(here, q, of_keys),
+    )
+
+
+def _levels(here: _Chunks, query_chunk: int | jax.Array, key_chunk: jax.Array) -> jax.Array:
+    """The levels of one chunk of this device's queries and one of all keys."""
+    op, levels = here.ring.op, here.arrays.levels
+    assert levels is not None
+    count, columns = here.size // op.block_q, here.size // op.block_kv
+    of_rows = jax.lax.dynamic_slice_in_dim(levels, query_chunk * count, count, axis=2)
+    return jax.lax.dynamic_slice_in_dim(of_rows, key_chunk * columns, columns, axis=3)
+
+
+def _merged(state: _Part, part: _Part) -> _Part:
+    """Outputs and log-sum-exps of attention to two parts of the keys, in this order.
+
+    ``lse' = log(exp(lse) + exp(lse_p))`` and ``o' = o exp(lse - lse') + o_p exp(lse_p - lse')``.
+    """
+    largest = jnp.maximum(state[1], part[1])
+    largest = jnp.where(jnp.isneginf(largest), 0, largest)
+    weights = jnp.exp(state[1] - largest), jnp.exp(part[1] - largest)
+    total = weights[0] + weights[1]
+    nothing = total == 0
+    safe = jnp.where(nothing, 1, total)
+    # A part that saw nothing has no weight, and is 0.
+    out = state[0] * (weights[0] / safe)[..., None] + part[0] * (weights[1] / safe)[..., None]
+    return out, jnp.where(nothing, -jnp.inf, largest + jnp.log(safe))
+
+
+def _with_part(states: list[_Part], part: _Part, index: int | jax.Array) -> list[_Part]:
+    """The states of all chunks of queries, with another part of the keys of one of them."""
+    if isinstance(index, int):
+        return [_merged(x, part) if i == index else x for i, x in enumerate(states)]
+    # A part of which a chunk sees nothing, for all but one: all is one pass over the chunk.
+    return [
+        _merged(x, (jnp.where(index == i, part[0], 0.0), jnp.where(index == i, part[1], -jnp.inf)))
+        for i, x in enumerate(states)
+    ]
+
+
+def _forward(
+    ring: Ring, query: jax.Array, key: jax.Array, value: jax.Array, arrays: Arrays
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """`attend`, and the log-sum-exp as the backward pass needs it: ``-inf`` without a key."""
+    here, op, batch = _Chunks(ring, arrays, query.shape[1]), ring.op, query.shape[0]
+    q, k, v = (here.cut(x) for x in (query, key, value))
+    pair = _own_pair(here, batch)
+    packed = op.pack(folded(k), folded(v), pair.key_lengths)
+    own = _unfolded(op.attend(folded(q), folded(k), folded(v), packed, pair), here.parts)
+    states = list(zip(*own, strict=True))
+    segments = arrays.extras.key_value_segment_ids
+    visiting: Any = (
+        _unfolded(packed, here.parts),
+        None if segments is None else here.cut(segments),
+    )
+    following = [*ring.steps[1:], None]
+    for step, after in zip(ring.steps, following, strict=True):
+        coming = None if after is None else here.sent(visiting, after.shift - step.shift)
+        for call in step.calls:
+            pair = _pair(here, step, call, visiting[1], batch)
+            i, j = here.number(call.queries), here.number(call.keys)
+            chunk = jax.tree.map(lambda x, j=j: take(x, j), visiting[0])
+            part = op.attend(take(q, i), k[0], v[0], chunk, pair)
+            states = _with_part(states, part, i)
+        if after is not None:
+            # Merged now: fused with what is merged later, all parts would be kept until then.
+            states = jax.lax.optimization_barrier(states)
+        visiting = coming
+    out, residual = (here.joined(jnp.stack(x)) for x in zip(*states, strict=True))
+    return _with_sinks(here, out, residual)
+
+
+def _with_sinks(
+    here: _Chunks, out: jax.Array, residual: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    sinks = here.arrays.extras.sinks
+    dtype = here.ring.dtype
+    if sinks is None:
+        return out.astype(dtype), residual, residual
+    with_them, total = with_sinks(out, residual, sinks, _real(here, out))
+    return with_them.astype(dtype), total, jnp.where(residual == -jnp.inf, -jnp.inf, total)
+
+
+def _real(here: _Chunks, x: jax.Array) -> jax.Array:
+    """Which of the queries ``[B, T, ...]`` are no padding: bool ``[B, T]``."""
+    if here.arrays.query_lengths is None:
+        return jnp.ones(x.shape[:2], bool)
+    places = here.numbers(0)[:, None] * here.size + jnp.arange(here.size, dtype=jnp.int32)[None]
+    return places.reshape(1, -1) < here.arrays.query_lengths[:, None]
+
+
+def _backward(
+    ring: Ring,
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    arrays: Arrays,
+    out: jax.Array,
+    residual: jax.Array,
+    d_out: jax.Array,
+    d_residual: jax.Array,
+) -> tuple[jax.Array, jax.Array, jax.Array, Arrays]:
+    """Gradients of the operands of `_forward`; see this module."""
+    here, op, batch = _Chunks(ring, arrays, query.shape[1]), ring.op, query.shape[0]
+    of_rows = (query, out, residual, d_out, d_residual)
+    q, *results = (here.cut(x) for x in of_rows)
+    k, v = here.cut(key), here.cut(value)
+    own = op.gradient(
+        folded(q), folded(k), folded(v), tuple(folded(results)), _own_pair(here, batch)
+    )
+    d_q, *d_visiting = _unfolded(own[:3], here.parts)
+    d_slopes = own[3]
+    segments = arrays.extras.key_value_segment_ids
+    visiting: Any = (k, v, None if segments is None else here.cut(segments))
+    following = [*ring.steps[1:], None]
+    for step, after in zip(ring.steps, following, strict=True):
+        coming = None if after is None else here.sent(visiting, after.shift - step.shift)
+        for call in step.calls:
+            pair = _pair(here, step, call, visiting[2], batch)
+            i, j = here.number(call.queries), here.number(call.keys)
+            of_call = tuple(take(x, i) for x in results)
+            d = op.gradient(take(q, i), take(visiting[0], j), take(visiting[1], j), of_call, pair)
+            d_q = put(d_q, i, take(d_q, i) + d[0])
+            d_visiting = [
+                put(x, j, take(x, j) + y) for x, y in zip(d_visiting, d[1:3], strict=True)
+            ]
+            if d_slopes is not None and d[3] is not None:
+                d_slopes = d_slopes + d[3]
+        by = -step.shift if after is None else after.shift - step.shift
+        d_visiting = here.sent(d_visiting, by) if by else d_visiting
+        visiting = coming
+    d_sinks = None
+    if arrays.extras.sinks is not None:
+        d_sinks = _of_sinks(here, out, residual, d_out, d_residual)
+    d_k, d_v = d_visiting
+    return (
+        here.joined(d_q).astype(query.dtype),
+        here.joined(d_k).astype(key.dtype),
+        here.joined(d_v).astype(value.dtype),
+        Arrays(extras=Extras(alibi_slopes=d_slopes, sinks=d_sinks)),
+    )
+
+
+def _of_sinks(
+    here: _Chunks, out: jax.Array, residual: jax.Array, d_out: jax.Array, d_residual: jax.Array
+) -> jax.Array:
+    """This device's share of the sinks' gradient."""
+    sinks = here.arrays.extras.sinks
+    assert sinks is not None
+    d_out = rows.without_blind(d_out, residual)
+    delta = jnp.sum(d_out.astype(jnp.float32) * out.astype(jnp.float32), axis=-1) - d_residual
+    total = jnp.where(residual == -jnp.inf, sinks[None, None], residual)
+    return sink_gradient(total, sinks, delta, _real(here, out))
