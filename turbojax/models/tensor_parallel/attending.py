@@ -52,8 +52,9 @@ def prompts_of(
 ) -> Attend:
     """`attend_prompt` on a device of a mesh.
 
-    With slots split over devices, prompts attend as whole sequences without a cache do: with pages
-    and other caches that round to the keys and values themselves.
+    With slots split over devices, prompts attend as whole sequences without a cache do
+    (`turbojax.kv.base.Kind.whole_attention`): those of pages to keys and values that are not
+    rounded.
 
     Args:
       axes: over which the decoder is split, or None.
@@ -70,7 +71,8 @@ def prompts_of(
         kind = kind_of(cache)
         asked = attention
         if asked is None:
-            asked = cache.config if isinstance(cache, ProgressiveCache) else "exact"
+            of_cache = cache.config if isinstance(cache, ProgressiveCache) else kind.takes[0]
+            asked = kind.whole_attention(of_cache)
         name = within_implementation(implementation, asked, kind.implementations)
         out = attend_within(query, key, value, lengths, asked, options, name, sinks=sinks)
         part = kind.take(cache, first, query.shape[0])
