@@ -7,16 +7,17 @@ its KV head to its own slots, and the parts are merged (`turbojax.parallel.atten
 which it keeps those of its own heads. That is two small collectives for each layer more.
 """
 
+from typing import Any
+
 import jax
 
 from turbojax import parallel
 from turbojax.kv import attend_new_tokens, attend_prompt
 from turbojax.kv.base import Attend
 from turbojax.kv.kinds import kind_of
-from turbojax.kv.whole import WholeAttention, attend_within, within_implementation
+from turbojax.kv.whole import WholeAttention
 from turbojax.ops.options import PLAIN
 from turbojax.sharding import Axes
-from turbojax.state.progressive.cache import ProgressiveCache
 
 
 def new_tokens_of(axes: Axes | None, implementation: str | None) -> Attend:
@@ -52,9 +53,8 @@ def prompts_of(
 ) -> Attend:
     """`attend_prompt` on a device of a mesh.
 
-    With slots split over devices, prompts attend as whole sequences without a cache do
-    (`turbojax.kv.base.Kind.whole_attention`): those of pages to keys and values that are not
-    rounded.
+    With slots split over devices, prompts attend as they do on one device, by way of a cache of
+    their own that is dropped, and every device stores what belongs to its slots.
 
     Args:
       axes: over which the decoder is split, or None.
@@ -69,17 +69,22 @@ def prompts_of(
 
     def attend(query, key, value, cache, options=PLAIN, sinks=None):  # type: ignore[no-untyped-def]
         kind = kind_of(cache)
-        asked = attention
-        if asked is None:
-            of_cache = cache.config if isinstance(cache, ProgressiveCache) else kind.takes[0]
-            asked = kind.whole_attention(of_cache)
-        name = within_implementation(implementation, asked, kind.implementations)
-        out = attend_within(query, key, value, lengths, asked, options, name, sinks=sinks)
+        own = _of_prompts(cache, *query.shape[:2])
+        once = attend_prompt(lengths, 0, implementation, attention)
+        out, _ = once(query, key, value, own, options, sinks)
         part = kind.take(cache, first, query.shape[0])
         part = parallel.store_prompt(part, key, value, lengths, over)
         return out, kind.put(cache, part, first)
 
     return attend
+
+
+def _of_prompts(cache: Any, batch_size: int, tokens: int) -> Any:
+    """An empty cache as a device's part of one, for whole prompts of this size."""
+    kind = kind_of(cache)
+    sizes = {"batch_size": batch_size, "max_length": tokens}
+    description = {**kind.describe(cache), **sizes}
+    return kind.from_rows(kind.make(description), description)
 
 
 def _sequence(axes: Axes | None) -> tuple[str, ...]:

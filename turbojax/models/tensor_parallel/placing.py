@@ -55,7 +55,7 @@ def shard(decoder: _DecoderT, axes: Axes) -> _DecoderT:
         return jnp.pad(array, widths) if any(more for _, more in widths) else array
 
     whole = jax.tree.map(padded, decoder, partition_specs(decoder, axes))
-    placed: Decoder = jax.device_put(whole, shardings(decoder, axes))
+    placed: _DecoderT = jax.device_put(whole, shardings(decoder, axes))
     return dataclasses.replace(placed, axes=axes)
 
 
@@ -99,7 +99,7 @@ def assemble(part: Callable[[int], Any], specs: Callable[[Any], Any], axes: Axes
     shape = [mesh.devices.shape[axis] for axis in over]
     owners: dict[int, list[jax.Device]] = {}
     for place in np.ndindex(*mesh.devices.shape):
-        device = mesh.devices[place]
+        device: Any = mesh.devices[place]
         if device.process_index == jax.process_index():
             number = int(np.ravel_multi_index([place[axis] for axis in over], shape)) if over else 0
             owners.setdefault(number, []).append(device)
