@@ -112,15 +112,21 @@ def test_int4_decoders(name):
     """Tokens of 16 bits or more, which devices round alike."""
     config = dataclasses.replace(QUANTIZED[name], num_layers=1)
     one = models.random_quantized_decoder(config, dtype="float32", quantize_head=name == "head")
+    one = frozen = one.with_activations("bf16")
     if name == "adapters":
-        one = models.with_adapters(one, blurred(models.init_adapters(one)), gradient="exact")
-    one = one.with_activations("bf16")
+        adapters = blurred(models.init_adapters(one))
+        one = models.with_adapters(frozen, adapters, gradient="exact")
     want = run(one, TOKENS)
     shapes = MESHES[1:2] if name == "dense" else MESHES[::2]
     for shape in shapes:
         split = models.shard(one, axes_of(*shape))
         limit = 2.0**-4 if name == "head" else bound(config)  # the head's tokens are e4m3
         assert relative(run(split, TOKENS), want) < limit
+    if name == "adapters":  # of a decoder that is split already
+        later = models.with_adapters(models.shard(frozen, split.axes), adapters, gradient="exact")
+        assert jax.tree.structure(later) == jax.tree.structure(split)
+        for x, y in zip(jax.tree.leaves(later), jax.tree.leaves(split), strict=True):
+            assert np.array_equal(x, y)
 
 
 @pytest.mark.slow
