@@ -200,7 +200,7 @@ def with_adapters(
       TypeError: if an argument is another kind.
       ValueError: if adapters have other sizes, or the gradient is unknown.
       NotImplementedError: if there are adapters of experts, or a layer has something other than
-        gated feed-forward layers and experts.
+        gated feed-forward layers and experts; or the decoder is split over a mesh already.
     """
     _check_decoder(decoder)
     if not isinstance(adapters, Adapters):
@@ -208,23 +208,40 @@ def with_adapters(
     if gradient not in GRADIENTS:
         raise ValueError(f"{gradient=} must be one of {GRADIENTS}")
     check_adapters(adapters, decoder.config)
-    sizes = linear_sizes(decoder.config)
-    layers = []
-    for i, (layer, own) in enumerate(zip(decoder.layers, adapters.layers, strict=True)):
-        _refuse_experts(decoder.config, i, tuple(own))
-        join: Callable[..., Any] = functools.partial(_join, own, sizes, adapters.scale, gradient)
-        mlp = layer.mlp
-        if isinstance(mlp, QuantizedMlp):
-            gate_up, down = join(mlp.gate_up, "gate", "up"), join(mlp.down, "down")
-            mlp = dataclasses.replace(mlp, gate_up=gate_up, down=down)
-        elif not isinstance(mlp, QuantizedExperts):
-            raise NotImplementedError(
-                f"layers[{i}].mlp is a {type(mlp).__name__}: must be a QuantizedMlp or "
-                "QuantizedExperts"
-            )
-        qkv, o = join(layer.qkv, "q", "k", "v"), join(layer.o, "o")
-        layers.append(dataclasses.replace(layer, qkv=qkv, o=o, mlp=mlp))
-    return dataclasses.replace(decoder, layers=tuple(layers))
+    if decoder.axes is not None:
+        raise NotImplementedError(
+            f"decoder.axes={decoder.axes}: a decoder that is split cannot be given adapters: "
+            "load_decoder takes adapters beside mesh, shard a decoder that has some"
+        )
+    layers = tuple(
+        layer_with_adapters(layer, i, adapters, decoder.config, gradient)
+        for i, layer in enumerate(decoder.layers)
+    )
+    return dataclasses.replace(decoder, layers=layers)
+
+
+def layer_with_adapters(
+    layer: QuantizedLayer,
+    number: int,
+    adapters: Adapters,
+    config: TransformerConfig,
+    gradient: Gradient = "e4m3",
+) -> QuantizedLayer:
+    """One layer with its adapters, see `with_adapters`."""
+    own, sizes = adapters.layers[number], linear_sizes(config)
+    _refuse_experts(config, number, tuple(own))
+    join: Callable[..., Any] = functools.partial(_join, own, sizes, adapters.scale, gradient)
+    mlp = layer.mlp
+    if isinstance(mlp, QuantizedMlp):
+        gate_up, down = join(mlp.gate_up, "gate", "up"), join(mlp.down, "down")
+        mlp = dataclasses.replace(mlp, gate_up=gate_up, down=down)
+    elif not isinstance(mlp, QuantizedExperts):
+        raise NotImplementedError(
+            f"layers[{number}].mlp is a {type(mlp).__name__}: must be a QuantizedMlp or "
+            "QuantizedExperts"
+        )
+    qkv, o = join(layer.qkv, "q", "k", "v"), join(layer.o, "o")
+    return dataclasses.replace(layer, qkv=qkv, o=o, mlp=mlp)
 
 
 def without_adapters(decoder: QuantizedDecoder) -> QuantizedDecoder:
