@@ -20,13 +20,14 @@ def axes_of(arrays: Any) -> frozenset[str]:
     Outside of `shard_map`, and with ``check_vma=False``, there are none.
     """
     axes: frozenset[str] = frozenset()
-    return axes.union(*(_axes(jax.typeof(x)) for x in jax.tree.leaves(arrays)))
+    return axes.union(*(axes_of_type(jax.typeof(x)) for x in jax.tree.leaves(arrays)))
 
 
-def _axes(kind: Any) -> frozenset[str]:
+def axes_of_type(kind: Any) -> frozenset[str]:
+    """Those of an array's type, or of a `ShapeDtypeStruct` that says."""
     # Versions of jax name this differently.
     manual = getattr(kind, "manual_axis_type", None)
-    return frozenset(getattr(kind, "vma", ()) if manual is None else manual.varying)
+    return frozenset((getattr(kind, "vma", None) or ()) if manual is None else manual.varying)
 
 
 def cast(arrays: Any, axes: frozenset[str]) -> Any:

@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
-from turbojax.app import options, programs, terminal, training_progress
+from turbojax.app import options, processes, programs, terminal, training_progress
 
 
 def train(
@@ -77,6 +77,18 @@ def train(
     remat: Annotated[
         bool, typer.Option("--remat", help="Recompute layers in the backward pass: less memory.")
     ] = False,
+    mesh: options.Mesh = None,
+    fsdp: Annotated[
+        bool,
+        typer.Option(
+            "--fsdp/--no-fsdp",
+            help="Of --mesh: split weights and the optimizer's state over its devices, too.",
+        ),
+    ] = True,
+    coordinator: processes.Coordinator = None,
+    count: processes.Count = None,
+    index: processes.Index = None,
+    heartbeat: processes.Heartbeat = 60.0,
     implementation: Annotated[
         str | None,
         typer.Option(
@@ -99,22 +111,20 @@ def train(
     Run the same command again to go on after an interruption. At the end OUT/model is a Hugging
     Face folder that `turbojax generate --model` reads, and OUT/log.json the log.
     """
-    import jax
-
-    from turbojax import models
-    from turbojax.app import startup
-
     programs.use(compilation_cache, "turbojax train")
-    with terminal.one_line_errors(
-        "turbojax train", smaller="--batch or --context, or --remat", extra="train"
+    with (
+        terminal.one_line_errors(
+            "turbojax train", smaller="--batch or --context, or --remat", extra="train"
+        ),
+        processes.together(coordinator, count, index, heartbeat) as is_first,
     ):
         from turbojax import _writing, finetune
+        from turbojax.app import startup
 
-        _writing.require_free(out)
-        startup.check_output_folder("--out", out)
-        startup.check_plot(plot)
-        if precision is None:
-            precision = "float32" if jax.default_backend() == "cpu" else "bfloat16"
+        if is_first:
+            _writing.require_free(out)
+            startup.check_output_folder("--out", out)
+            startup.check_plot(plot)
         settings = finetune.Settings(
             steps=steps,
             context=context,
@@ -122,58 +132,92 @@ def train(
             learning_rate=learning_rate,
             warmup_steps=warmup_steps,
             seed=seed,
-            precision=precision,
+            precision=precision or _usual_precision(),
         )
         rhythm = finetune.Rhythm(log_every, save_every, evaluate_every, evaluate_windows)
         pooled = _pooled(attention, policy, window, block_size, implementation)
         if packed and pooled is None:
             raise ValueError("--packed is for --attention pooled, not dense")
-        if data:
-            corpus = finetune.corpus_of(data, held_out or ())
-        elif held_out:
-            raise ValueError("--held-out is for --data")
-        else:
-            corpus = finetune.standard_library_corpus()
-        start = models.load_transformer(model)
-        _check_memory(start.config, settings)
-        typer.echo(f"{corpus.stream.size:,} bytes of text; {start.config.num_parameters:,} weights")
-        with training_progress.progress_bar("byte") as bar:
-            log = finetune.fine_tune(
-                out,
-                start,
-                settings,
-                corpus,
-                pooled=pooled,
-                packed=packed,
-                remat=remat,
-                rhythm=rhythm,
-                source=model,
-                report=training_progress.Display(bar, steps, out, "byte"),
-            )
-        if plot is not None:
+        if mesh is None and not fsdp:
+            raise ValueError("--no-fsdp is for --mesh")
+        how = {"pooled": pooled, "packed": packed, "remat": remat, "fsdp": fsdp}
+        log = _train(
+            out, model, settings, _corpus(data, held_out), rhythm, mesh, is_first=is_first, how=how
+        )
+        if plot is not None and is_first:
             finetune.save_plot([log], plot)
+    if not is_first:
+        return
     for name, bits in log["held_out_bits_per_byte"].items():
         kind = "this attention" if name == "run" else "dense attention"
         typer.echo(f"held out, with {kind}: {bits:.4f} bits per byte")
     typer.echo(f"wrote {out / finetune.MODEL_NAME}")
 
 
-def _check_memory(config: Any, settings: Any) -> None:
-    """Raises ValueError if a step needs more memory than there is, with the least that it can."""
+def _usual_precision() -> str:
+    import jax
+
+    return "float32" if jax.default_backend() == "cpu" else "bfloat16"
+
+
+def _corpus(data: list[Path] | None, held_out: list[Path] | None) -> Any:
+    """The text that the options name."""
+    from turbojax import finetune
+
+    if data:
+        return finetune.corpus_of(data, held_out or ())
+    if held_out:
+        raise ValueError("--held-out is for --data")
+    return finetune.standard_library_corpus()
+
+
+def _train(
+    out: Path,
+    model: str,
+    settings: Any,
+    corpus: Any,
+    rhythm: Any,
+    mesh: str | None,
+    *,
+    is_first: bool,
+    how: dict[str, Any],
+) -> dict[str, Any]:
+    """The run, and what it shows as it trains."""
+    from turbojax import finetune, models
+
+    axes = options.axes_of(mesh)
+    start = models.load_transformer(model)
+    _check_memory(start.config, settings, axes, how["fsdp"])
+    how = {**how, "axes": axes, "rhythm": rhythm, "source": model}
+    if not is_first:
+        return finetune.fine_tune(out, start, settings, corpus, **how)
+    typer.echo(f"{corpus.stream.size:,} bytes of text; {start.config.num_parameters:,} weights")
+    with training_progress.progress_bar("byte") as bar:
+        report = training_progress.Display(bar, settings.steps, out, "byte")
+        return finetune.fine_tune(out, start, settings, corpus, report=report, **how)
+
+
+def _check_memory(config: Any, settings: Any, axes: Any, fsdp: bool) -> None:
+    """Raises ValueError if a step needs more memory than a device has, with the least it can."""
     import jax.numpy as jnp
 
     from turbojax.app import startup
 
     batch, context = settings.batch_size, settings.context
+    devices, parts = 1, 1
+    if axes is not None:
+        devices = axes.size("batch") * axes.size("sequence")
+        parts = devices if fsdp else 1
     # What every layer begins with, which even --remat keeps, and the logits in float32.
     width = config.num_layers * config.hidden_size * jnp.dtype(settings.precision).itemsize
     startup.check_memory(
         {
             # Weights, their gradient and two moments, all float32.
-            "weights and optimizer": 16 * config.num_parameters,
+            "weights and optimizer": 16 * config.num_parameters // parts,
             f"{batch:,} sequences of {context:,} bytes": batch
             * context
-            * (width + 4 * config.vocab_size),
+            * (width + 4 * config.vocab_size)
+            // devices,
         },
         "smaller --batch or --context",
     )

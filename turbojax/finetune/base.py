@@ -15,6 +15,7 @@ from turbojax.finetune import order
 from turbojax.finetune.checkpoint import restore_tree, save_tree
 from turbojax.finetune.optimizer import default_promotion
 from turbojax.finetune.settings import Settings
+from turbojax.finetune.split import Split
 
 Trained = TypeVar("Trained")
 """A pytree of float32 arrays."""
@@ -30,30 +31,46 @@ class BaseTrainer(abc.ABC, Generic[Trained]):
       compile_seconds: what compiling the step took, 0 before that.
     """
 
-    def __init__(self, trained: Trained, settings: Settings, stream: np.ndarray) -> None:
+    def __init__(
+        self, trained: Trained, settings: Settings, stream: np.ndarray, split: Split | None = None
+    ) -> None:
         """Takes up what is to be trained.
 
         Args:
           trained: arrays, which are copied.
           settings: see `Settings`.
           stream: ``[n]`` integers, kept in the accelerator's memory.
+          split: over which devices; None for one.
 
         Raises:
-          ValueError: if the stream is too short or too long.
+          ValueError: if the stream is too short or too long, or devices do not divide the batch.
         """
         self.settings = settings
+        self._split = split
+        if split is not None:
+            split.check_batch(settings.batch_size)
         self._num_tokens = stream.size
         self._starts(0)
         # A copy even where they are float32 already: the step donates them.
-        self._trained: Trained = jax.tree.map(
-            lambda x: jnp.array(x, jnp.float32, copy=True), trained
+        self._trained: Trained = (
+            jax.tree.map(lambda x: jnp.array(x, jnp.float32, copy=True), trained)
+            if split is None
+            else split.placed(trained)
         )
-        with default_promotion():
-            self.opt_state = settings.optimizer().init(self._trained)
+        self.opt_state = self._init_optimizer()
         self.step = 0
         self.compile_seconds = 0.0
-        self._stream = jnp.asarray(stream)
+        self._stream = jnp.asarray(stream) if split is None else split.everywhere(stream)
         self._compiled: Any = None
+
+    def _init_optimizer(self) -> Any:
+        """The optimizer's state, born where it stays."""
+        init = self.settings.optimizer().init
+        with default_promotion():
+            if self._split is None:
+                return init(self._trained)
+            shardings = self._split.shardings(jax.eval_shape(init, self._trained))
+            return jax.jit(init, out_shardings=shardings)(self._trained)
 
     def run_step(self) -> dict[str, jax.Array]:
         """Does one optimizer step; returns before the device is done.
@@ -62,8 +79,8 @@ class BaseTrainer(abc.ABC, Generic[Trained]):
           Scalars on the device, see the class.
         """
         self.compile()
-        starts = jnp.asarray(self._starts(self.step))
-        self._trained, self.opt_state, metrics = self._compiled(*self._arguments(starts))
+        given = self._arguments(self.step)
+        self._trained, self.opt_state, metrics = self._compiled(*given)
         self.step += 1
         return metrics
 
@@ -72,8 +89,13 @@ class BaseTrainer(abc.ABC, Generic[Trained]):
         if self._compiled is not None:
             return
         begun = time.perf_counter()
-        given = self._arguments(jnp.asarray(self._starts(0)))
-        self._compiled = jax.jit(self._make_step(), donate_argnums=(0, 1)).lower(*given).compile()
+        given, where = self._arguments(0), None
+        if self._split is not None:
+            # State stays where the next step looks for it; metrics are the same on every device.
+            state = (self._trained, self.opt_state)
+            where = (*self._split.shardings(state), self._split.whole)
+        step = jax.jit(self._make_step(), donate_argnums=(0, 1), out_shardings=where)
+        self._compiled = step.lower(*given).compile()
         self.compile_seconds = time.perf_counter() - begun
 
     def save(self, manager: ocp.CheckpointManager) -> None:
@@ -100,7 +122,9 @@ class BaseTrainer(abc.ABC, Generic[Trained]):
         """Further arguments of a step, which it leaves as they are."""
         return ()
 
-    def _arguments(self, starts: jax.Array) -> tuple[Any, ...]:
+    def _arguments(self, step: int) -> tuple[Any, ...]:
+        starts: Any = self._starts(step)
+        starts = jnp.asarray(starts) if self._split is None else self._split.over_batch(starts)
         return self._trained, self.opt_state, *self._frozen(), self._stream, starts
 
     def _starts(self, step: int) -> np.ndarray:

@@ -1,5 +1,6 @@
 """A run from start or checkpoint to the exported model, and its log."""
 
+import contextlib
 import dataclasses
 import hashlib
 import importlib.metadata
@@ -19,10 +20,11 @@ from turbojax.finetune._log import read_content
 from turbojax.finetune.base import BaseTrainer
 from turbojax.finetune.checkpoint import checkpoint_manager, last_step
 from turbojax.finetune.data import Corpus
-from turbojax.finetune.evaluate import bits_per_byte
+from turbojax.finetune.evaluate import mean_bits
 from turbojax.finetune.settings import Settings
 from turbojax.finetune.trainer import Trainer, dense_attention
 from turbojax.models import BEGINNING_OF_FILE, Attend, PooledAttention, Transformer, save
+from turbojax.sharding.axes import Axes
 
 LOG_NAME = "log.json"
 CHECKPOINTS_NAME = "checkpoints"
@@ -72,6 +74,8 @@ def fine_tune(
     pooled: PooledAttention | None = None,
     packed: bool = False,
     remat: bool = False,
+    axes: Axes | None = None,
+    fsdp: bool = True,
     rhythm: Rhythm = Rhythm(),
     source: str = "",
     report: Report = lambda row: None,
@@ -80,7 +84,11 @@ def fine_tune(
 
     The state of a run is weights, optimizer and step, and the data of a step are a function of
     the step: after an interruption of any kind the weights are those of an uninterrupted run, bit
-    for bit where the device's kernels give the same bits twice.
+    for bit where the device's kernels give the same bits twice. A run may go on on another mesh,
+    where sums have another order.
+
+    With several processes (`turbojax.parallel.processes`) each calls this with the same arguments
+    and a folder that all of them see; the first one writes log and model, and reports.
 
     Args:
       folder: gets `log.json`, checkpoints and, at the end, the model in Hugging Face's layout.
@@ -91,6 +99,8 @@ def fine_tune(
       pooled: how to attend; exactly, if not given.
       packed: see `Trainer`; the held-out text is read without it.
       remat: see `Trainer`.
+      axes: see `Trainer`.
+      fsdp: see `Trainer`.
       rhythm: see `Rhythm`.
       source: where the model came from, for the log.
       report: see `Report`.
@@ -105,9 +115,15 @@ def fine_tune(
       FloatingPointError: if the loss is not finite.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    with _writing.exclusive(folder):
-        how: dict[str, Any] = {"pooled": pooled, "packed": packed, "remat": remat}
+    how: dict[str, Any] = {"pooled": pooled, "packed": packed, "remat": remat}
+    how |= {"axes": axes, "fsdp": fsdp}
+    with _writing.exclusive(folder) if _is_first() else contextlib.nullcontext():
         return _fine_tune(folder, model, settings, corpus, rhythm, source, report, **how)
+
+
+def _is_first() -> bool:
+    """Whether this process is the one that writes and reports."""
+    return jax.process_index() == 0
 
 
 def _fine_tune(
@@ -120,18 +136,21 @@ def _fine_tune(
     report: Report,
     *,
     pooled: PooledAttention | None,
-    packed: bool,
-    remat: bool,
+    **how: Any,
 ) -> dict[str, Any]:
     """What `fine_tune` does, alone in the folder."""
+    if not _is_first():
+        report = _report_nothing
     if len(corpus.held_out) < settings.context:
         raise ValueError(
             f"{len(corpus.held_out)} bytes of held-out text must be at least "
             f"context={settings.context}"
         )
     held_out = corpus.held_out[: rhythm.evaluate_windows * settings.context]
-    trainer = Trainer(model, settings, corpus.stream, pooled=pooled, packed=packed, remat=remat)
-    log = Log(folder / LOG_NAME, _describe(trainer, corpus, held_out, pooled, source))
+    trainer = Trainer(model, settings, corpus.stream, pooled=pooled, **how)
+    start = sha256(np.asarray(x).tobytes() for x in jax.tree.leaves(trainer.exported_params()))
+    header = _describe(trainer, corpus, held_out, pooled, source, start)
+    log = Log(folder / LOG_NAME, header, is_kept=_is_first())
     with checkpoint_manager(folder / CHECKPOINTS_NAME) as manager:
         trainer.restore(manager)
         log.rewind(trainer.step)
@@ -168,16 +187,17 @@ class Log:
     Args:
       path: the file; continued if it exists.
       header: facts about the run. Those under ``"identity"`` must equal the file's.
+      is_kept: False for a log that is neither read nor written: another process keeps it.
 
     Raises:
       ValueError: if the file is another run's.
     """
 
-    def __init__(self, path: Path, header: dict[str, Any]) -> None:
-        self._path = path
+    def __init__(self, path: Path, header: dict[str, Any], *, is_kept: bool = True) -> None:
+        self._path, self._is_kept = path, is_kept
         # As it will be read back: tuples are lists there.
         header = json.loads(json.dumps(header))
-        old = read_content(path) if path.exists() else {}
+        old = read_content(path) if is_kept and path.exists() else {}
         if old and (other := _differences(old["identity"], header["identity"])):
             raise ValueError(
                 f"{str(path.parent)!r} holds another run, with {'; '.join(other)}: "
@@ -198,7 +218,7 @@ class Log:
         Raises:
           ValueError: if there is less than that.
         """
-        if len(self.content["losses"]) < step:
+        if self._is_kept and len(self.content["losses"]) < step:
             raise ValueError(
                 f"{self._path} holds {len(self.content['losses'])} steps, must hold the {step} "
                 "of the checkpoint beside it"
@@ -209,7 +229,8 @@ class Log:
 
     def write(self) -> None:
         """Writes the file, so that there is always a whole one."""
-        _writing.write_text(self._path, json.dumps(self.content) + "\n")
+        if self._is_kept:
+            _writing.write_text(self._path, json.dumps(self.content) + "\n")
 
 
 def _differences(held: Any, wanted: Any, name: str = "") -> list[str]:
@@ -227,8 +248,8 @@ def held_out_bits(trainer: Trainer, held_out: bytes, attend: Attend) -> float:
     """Bits per byte of a text at the run's context, under a way to attend."""
     settings = trainer.settings
     files = {"held out": held_out}
-    scores = bits_per_byte(
-        trainer.model(), files, settings.context, attend=attend, batch_size=settings.batch_size
+    scores = mean_bits(
+        lambda tokens: trainer.bits(tokens, attend), files, settings.context, settings.batch_size
     )
     return scores["all"]
 
@@ -292,11 +313,18 @@ def _evaluate(trainer: Trainer, held_out: bytes, log: Log, report: Report) -> No
 def _export(folder: Path, trainer: Trainer) -> None:
     precision = trainer.settings.precision
     tokens = {"bos_token_id": BEGINNING_OF_FILE, "eos_token_id": BEGINNING_OF_FILE}
-    save(trainer.model(), folder, dtype=precision, extra_config=tokens)
+    model = trainer.exported()  # which takes all processes
+    if _is_first():
+        save(model, folder, dtype=precision, extra_config=tokens)
 
 
 def _describe(
-    trainer: Trainer, corpus: Corpus, held_out: bytes, pooled: PooledAttention | None, source: str
+    trainer: Trainer,
+    corpus: Corpus,
+    held_out: bytes,
+    pooled: PooledAttention | None,
+    source: str,
+    start: str,
 ) -> dict[str, Any]:
     """Facts about run, machine and versions; those that decide the figures under "identity"."""
     config = trainer.config
@@ -310,9 +338,7 @@ def _describe(
             "settings": dataclasses.asdict(trainer.settings),
             "attention": attention,
             "model": {**config.described(), "parameters": config.num_parameters},
-            "start_sha256": sha256(
-                np.asarray(x).tobytes() for x in jax.tree.leaves(trainer.params)
-            ),
+            "start_sha256": start,
             "stream_sha256": sha256([corpus.stream.tobytes()]),
             "held_out_sha256": sha256([held_out]),
         },
@@ -330,6 +356,10 @@ def _describe(
             },
         },
     }
+
+
+def _report_nothing(row: dict[str, Any]) -> None:
+    """The report of a process that shows nothing."""
 
 
 def sha256(parts: Iterable[bytes]) -> str:

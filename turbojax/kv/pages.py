@@ -24,20 +24,22 @@ from turbojax.kv.base import (
     rows_in_use,
     sizes_of,
 )
-from turbojax.kv.paged_layer import PAGED_KINDS as PAGED_KINDS
-from turbojax.kv.paged_layer import PagedKind as PagedKind
-from turbojax.kv.paged_layer import PagedLayer as PagedLayer
-from turbojax.kv.paged_layer import append as append
 from turbojax.kv.paged_layer import (
+    PAGE_SIZE,
     check_room,
     empty_layer,
     ring_pages,
     ring_tables,
 )
+from turbojax.kv.paged_layer import PAGED_KINDS as PAGED_KINDS
+from turbojax.kv.paged_layer import PagedKind as PagedKind
+from turbojax.kv.paged_layer import PagedLayer as PagedLayer
+from turbojax.kv.paged_layer import append as append
 from turbojax.kv.paged_layer import init_layer as init_layer
 from turbojax.ops.extras import of_layer
 from turbojax.ops.options import PLAIN, AttentionOptions
 from turbojax.ops.paged_attention import attend_pages
+from turbojax.sharding import as_carried
 from turbojax.state import ring
 from turbojax.state.pages.pool import PagedCache, init_paged_cache, page_arrays
 
@@ -164,7 +166,9 @@ def append_and_attend(
         return layer, attend_to(q, layer, query_lengths=new)
 
     firsts = size * jnp.arange(count, dtype=jnp.int32)
-    layer, out = jax.lax.scan(chunk, layer, (firsts, *map(parts, (query, key, value))))
+    items = (firsts, *map(parts, (query, key, value)))
+    layer = as_carried(chunk, layer, jax.tree.map(lambda x: x[0], items))
+    layer, out = jax.lax.scan(chunk, layer, items)
     out = jnp.moveaxis(out, 0, 1).reshape(batch, -1, heads, channels)
     return out[:, :tokens], layer
 
@@ -239,6 +243,11 @@ class Pages(Kind[PagedLayer]):
             dtype=dtype,
             local_window_size=local_window_size,
         )
+
+    def slots(self, kind: Any, max_length: int) -> tuple[int, int]:
+        """See `Kind.slots`: pages."""
+        del kind
+        return PAGE_SIZE, -(-max_length // PAGE_SIZE)
 
     def append(
         self,

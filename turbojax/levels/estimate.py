@@ -144,7 +144,7 @@ def importance(
     batch, _, heads, channels = query.shape
     kv_heads = key.shape[2]
     sampled, position = _sample_queries(query, query_length, grid, samples)
-    pooled = _mean_keys(key, key_length, grid, means)
+    pooled = mean_keys(key, key_length, grid, means)
     scores = jnp.einsum(
         "bkph,bkmh->bkpm",
         sampled.reshape(batch, kv_heads, -1, channels),
@@ -183,7 +183,7 @@ def _sample_queries(
     return jnp.swapaxes(sampled, 1, 2), position
 
 
-def _mean_keys(key: jax.Array, key_length: jax.Array | None, grid: Grid, means: int) -> jax.Array:
+def mean_keys(key: jax.Array, key_length: jax.Array | None, grid: Grid, means: int) -> jax.Array:
     """Means of a key block's equal parts, ``[B, K, means, T_c, H]`` in the keys' dtype.
 
     The blocks are side by side for each part: what is done to the scores over a block's means is

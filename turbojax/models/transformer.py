@@ -223,6 +223,9 @@ class Transformer(nnx.Module):
       dtype: compute dtype; the parameters are cast to it where they are used.
       remat: whether training recomputes each layer in the backward pass to save memory.
       unroll: layers per iteration of the scan. More compile time, less copying in training.
+      gather: what makes a layer's parameters whole when the layer runs, where a device holds slices
+        of them; None where they are whole. What it gathers (`jax.lax.all_gather`) is not kept for
+        the backward pass, but gathered again.
     """
 
     def __init__(
@@ -253,6 +256,7 @@ class Transformer(nnx.Module):
         self.dtype = jnp.dtype(param_dtype if dtype is None else dtype)
         self.remat = remat
         self.unroll = unroll
+        self.gather: Callable[[Any], Any] | None = None
         init = nnx.initializers.normal(config.hidden_size**-0.5)
         table = (config.vocab_size, config.hidden_size)
         self.embedding = nnx.Param(init(rngs.params(), table, param_dtype))
@@ -356,12 +360,16 @@ class Transformer(nnx.Module):
             options: AttentionOptions,
             rope: Rope | None,
         ) -> tuple[jax.Array, Cache]:
+            if self.gather is not None:
+                params = self.gather(params)
             block = nnx.merge(graph, params)
             turned = None if rope is None else angles[rope]
             return block(hidden, turned, attend, cache, options, rope)
 
         if self.remat:
             apply_block = jax.checkpoint(apply_block, static_argnums=(3, 4))
+        elif self.gather is not None:
+            apply_block = jax.checkpoint(apply_block, static_argnums=(3, 4), policy=_not_gathered)
 
         def apply_period(hidden: jax.Array, layers: tuple[Any, Cache]) -> tuple[jax.Array, Cache]:
             new_caches = []
@@ -401,6 +409,16 @@ class Transformer(nnx.Module):
                     f"a cache leaf of shape {jnp.shape(leaf)} must have a leading axis of "
                     f"num_layers={self.config.num_layers}"
                 )
+
+
+def _not_gathered(primitive: Any, *args: Any, **params: Any) -> bool:
+    """A policy of `jax.checkpoint`: all is kept for the backward pass, but for what is gathered.
+
+    That may be done inside of a function with a gradient of its own.
+    """
+    inner = (getattr(value, "jaxpr", None) for value in params.values())
+    names = [eqn.primitive.name for jaxpr in inner if jaxpr is not None for eqn in jaxpr.eqns]
+    return not any("all_gather" in name for name in (primitive.name, *names))
 
 
 def check_alike(config: TransformerConfig) -> None:

@@ -16,6 +16,9 @@ from turbojax._registry import Registry
 from turbojax.ops import sinks
 from turbojax.ops.extras import Extras
 from turbojax.ops.options import Options
+from turbojax.sharding import together
+from turbojax.sharding.letters import Table
+from turbojax.sharding.spread import spread
 from turbojax.state import ring
 
 C = TypeVar("C", bound=Any)
@@ -23,6 +26,7 @@ C = TypeVar("C", bound=Any)
 
 def decode(
     registry: Registry,
+    table: Table,
     query: jax.Array,
     cache: Any,
     query_lengths: jax.Array,
@@ -36,6 +40,7 @@ def decode(
 
     Args:
       registry: of the op, by whose name its gradient is refused.
+      table: of the op.
       query: ``[B, T, N, H]``.
       cache: one that the registry's implementations take.
       query_lengths: int32 ``[B]``, the real queries; what is out of range acts as the nearest
@@ -55,6 +60,30 @@ def decode(
     """
     ring.check_visible(cache, options.window, query.shape[1])
     check_whole(cache, extras)
+    run = spread(
+        table,
+        _decode,
+        registry=registry,
+        options=options,
+        implementation=implementation,
+        shortens=shortens,
+    )
+    results: tuple[jax.Array, jax.Array] = run(query, cache, query_lengths, extras)
+    return results
+
+
+def _decode(
+    query: jax.Array,
+    cache: Any,
+    query_lengths: jax.Array,
+    extras: Extras,
+    *,
+    registry: Registry,
+    options: Options,
+    implementation: str | None,
+    shortens: bool,
+) -> tuple[jax.Array, jax.Array]:
+    """`decode` by what takes these arrays."""
     real = jnp.clip(query_lengths, 0, query.shape[1])
     if shortens:
         lengths, extras = as_newest(query, cache.lengths, real, extras, options)
@@ -65,7 +94,7 @@ def decode(
             implementation, query=query, cache=cache, options=options, extras=extras
         )
         call = refuse_gradients(chosen.run, registry.op, options=options)
-        out, residual = call(query, cache, real, extras)
+        out, residual = call(*together(query, cache, real, extras))
         return out, residual
 
     return sinks.after(run, query, real, extras, options)

@@ -225,7 +225,7 @@ def _attend(
         None if x is None else _checks.check_lengths(name, x, query.shape[0], whole).clip(0, whole)
         for name, x in zip(names, lengths, strict=True)
     ]
-    arrays = rings.Arrays(*of_all, extras=extras, levels=levels)
+    arrays = rings.Arrays(of_all[0], of_all[1], extras, levels)
     moves = run_in != order
     if moves:
         query, key, value = (to_zigzag(x, axis_name) for x in (query, key, value))

@@ -1,7 +1,7 @@
 """What a ring runs on each device, of chunks that meet: turbo, exact and pooled attention."""
 
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +25,7 @@ _FLOAT32 = "float32"
 # Tokens of a block of pooled attention where every block is at level 1.
 _TILE = 128
 
-_Results = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
+_Results = tuple[jax.Array, ...]
 _Gradients = tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]
 
 
@@ -125,8 +125,8 @@ class Exact:
 
     options: Options
     implementation: str | None = None
-    block_q: int = EXACT.block_q
-    block_kv: int = EXACT.block_kv
+    block_q: ClassVar[int] = 1
+    block_kv: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
         """Checks the name."""
@@ -178,8 +178,10 @@ class Exact:
         asks = options.window, options.logits_soft_cap, pair.extras.alibi_slopes
         if self.implementation not in (None, "mosaic_gpu") or any(x is not None for x in asks):
             return None
-        blocks = {"block_q": _TILE, "block_kv": _TILE}
-        return Pooled(PooledOptions(options.is_causal, scale=options.scale, **blocks), "mosaic_gpu")
+        wanted = PooledOptions(
+            options.is_causal, scale=options.scale, block_q=_TILE, block_kv=_TILE
+        )
+        return Pooled(wanted, "mosaic_gpu")
 
     def gradient(
         self, query: jax.Array, key: jax.Array, value: jax.Array, results: _Results, pair: Pair

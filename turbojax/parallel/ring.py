@@ -26,6 +26,8 @@ from turbojax.parallel.plan import Call, Kind, Step
 from turbojax.parallel.zigzag import Order, chunks
 from turbojax.sharding.axes import Names
 
+_Part = tuple[jax.Array, jax.Array]
+
 Packed = Any
 """A pytree of arrays ``[B, ...]``: keys and values as attention multiplies them."""
 
@@ -80,7 +82,7 @@ class Op(Protocol):
         query: jax.Array,
         key: jax.Array,
         value: jax.Array,
-        results: tuple[jax.Array, jax.Array, jax.Array, jax.Array],
+        results: tuple[jax.Array, ...],
         pair: Pair,
     ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
         """Float32 gradients of query, key and value, and of slopes if there are any.
@@ -298,25 +300,31 @@ def _levels(here: _Chunks, query_chunk: int | jax.Array, key_chunk: jax.Array) -
     return jax.lax.dynamic_slice_in_dim(of_rows, key_chunk * columns, columns, axis=3)
 
 
-def _merged(
-    state: tuple[jax.Array, jax.Array], part: tuple[jax.Array, jax.Array], index: int | jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """Outputs and log-sum-exps ``[parts, B, C, ...]`` with another part of the keys of one chunk.
+def _merged(state: _Part, part: _Part) -> _Part:
+    """Outputs and log-sum-exps of attention to two parts of the keys, in this order.
 
     ``lse' = log(exp(lse) + exp(lse_p))`` and ``o' = o exp(lse - lse') + o_p exp(lse_p - lse')``.
     """
-    out, residual = (take(x, index) for x in state)
-    largest = jnp.maximum(residual, part[1])
+    largest = jnp.maximum(state[1], part[1])
     largest = jnp.where(jnp.isneginf(largest), 0, largest)
-    weights = jnp.exp(residual - largest), jnp.exp(part[1] - largest)
+    weights = jnp.exp(state[1] - largest), jnp.exp(part[1] - largest)
     total = weights[0] + weights[1]
     nothing = total == 0
     safe = jnp.where(nothing, 1, total)
-    shares = (weights[0] / safe)[..., None], (weights[1] / safe)[..., None]
     # A part that saw nothing has no weight, and is 0.
-    out = out * shares[0] + part[0] * shares[1]
-    residual = jnp.where(nothing, -jnp.inf, largest + jnp.log(safe))
-    return put(state[0], index, out), put(state[1], index, residual)
+    out = state[0] * (weights[0] / safe)[..., None] + part[0] * (weights[1] / safe)[..., None]
+    return out, jnp.where(nothing, -jnp.inf, largest + jnp.log(safe))
+
+
+def _with_part(states: list[_Part], part: _Part, index: int | jax.Array) -> list[_Part]:
+    """The states of all chunks of queries, with another part of the keys of one of them."""
+    if isinstance(index, int):
+        return [_merged(x, part) if i == index else x for i, x in enumerate(states)]
+    # A part of which a chunk sees nothing, for all but one: all is one pass over the chunk.
+    return [
+        _merged(x, (jnp.where(index == i, part[0], 0.0), jnp.where(index == i, part[1], -jnp.inf)))
+        for i, x in enumerate(states)
+    ]
 
 
 def _forward(
@@ -327,10 +335,13 @@ def _forward(
     q, k, v = (here.cut(x) for x in (query, key, value))
     pair = _own_pair(here, batch)
     packed = op.pack(folded(k), folded(v), pair.key_lengths)
-    state = op.attend(folded(q), folded(k), folded(v), packed, pair)
-    state = _unfolded(state, here.parts)
+    own = _unfolded(op.attend(folded(q), folded(k), folded(v), packed, pair), here.parts)
+    states = list(zip(*own, strict=True))
     segments = arrays.extras.key_value_segment_ids
-    visiting = _unfolded(packed, here.parts), None if segments is None else here.cut(segments)
+    visiting: Any = (
+        _unfolded(packed, here.parts),
+        None if segments is None else here.cut(segments),
+    )
     following = [*ring.steps[1:], None]
     for step, after in zip(ring.steps, following, strict=True):
         coming = None if after is None else here.sent(visiting, after.shift - step.shift)
@@ -339,9 +350,12 @@ def _forward(
             i, j = here.number(call.queries), here.number(call.keys)
             chunk = jax.tree.map(lambda x, j=j: take(x, j), visiting[0])
             part = op.attend(take(q, i), k[0], v[0], chunk, pair)
-            state = _merged(state, part, i)
+            states = _with_part(states, part, i)
+        if after is not None:
+            # Merged now: fused with what is merged later, all parts would be kept until then.
+            states = jax.lax.optimization_barrier(states)
         visiting = coming
-    out, residual = (here.joined(x) for x in state)
+    out, residual = (here.joined(jnp.stack(x)) for x in zip(*states, strict=True))
     return _with_sinks(here, out, residual)
 
 
@@ -386,7 +400,7 @@ def _backward(
     d_q, *d_visiting = _unfolded(own[:3], here.parts)
     d_slopes = own[3]
     segments = arrays.extras.key_value_segment_ids
-    visiting = k, v, None if segments is None else here.cut(segments)
+    visiting: Any = (k, v, None if segments is None else here.cut(segments))
     following = [*ring.steps[1:], None]
     for step, after in zip(ring.steps, following, strict=True):
         coming = None if after is None else here.sent(visiting, after.shift - step.shift)
@@ -399,19 +413,21 @@ def _backward(
             d_visiting = [
                 put(x, j, take(x, j) + y) for x, y in zip(d_visiting, d[1:3], strict=True)
             ]
-            d_slopes = None if d_slopes is None else d_slopes + d[3]
+            if d_slopes is not None and d[3] is not None:
+                d_slopes = d_slopes + d[3]
         by = -step.shift if after is None else after.shift - step.shift
         d_visiting = here.sent(d_visiting, by) if by else d_visiting
         visiting = coming
     d_sinks = None
     if arrays.extras.sinks is not None:
         d_sinks = _of_sinks(here, out, residual, d_out, d_residual)
-    gradients = (
-        here.joined(d).astype(x.dtype)
-        for d, x in zip((d_q, *d_visiting), (query, key, value), strict=True)
+    d_k, d_v = d_visiting
+    return (
+        here.joined(d_q).astype(query.dtype),
+        here.joined(d_k).astype(key.dtype),
+        here.joined(d_v).astype(value.dtype),
+        Arrays(extras=Extras(alibi_slopes=d_slopes, sinks=d_sinks)),
     )
-    d_extras = Extras(alibi_slopes=d_slopes, sinks=d_sinks)
-    return (*gradients, Arrays(extras=d_extras))
 
 
 def _of_sinks(

@@ -6,12 +6,17 @@ gets all of its arrays in one type (`together`): the cast's derivative sums an a
 the devices that share the array. Outside of `shard_map` nothing here does anything.
 """
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
-from pallas_kernels.varying import axes_of, cast
+import jax
+
+from pallas_kernels.varying import axes_of, axes_of_type, cast
+
+Tree = TypeVar("Tree")
 
 
-def varying_like(x: Any, *like: Any) -> Any:
+def varying_like(x: Tree, *like: Any) -> Tree:
     """A pytree whose arrays count as varying wherever one of `like` does, too.
 
     No operation at run time. What starts a loop has the type of what the loop adds to it then.
@@ -20,7 +25,8 @@ def varying_like(x: Any, *like: Any) -> Any:
       x: pytree of arrays.
       *like: pytrees of arrays.
     """
-    return cast(x, axes_of(like))
+    typed: Tree = cast(x, axes_of(like))
+    return typed
 
 
 def together(*arrays: Any) -> tuple[Any, ...]:
@@ -29,5 +35,32 @@ def together(*arrays: Any) -> tuple[Any, ...]:
     No operation at run time; but a gradient of an array that was the same on several devices is
     summed over them, as it must be.
     """
-    cast_arrays: tuple[Any, ...] = varying_like(arrays, arrays)
-    return cast_arrays
+    return varying_like(arrays, arrays)
+
+
+def as_carried(step: Callable[..., tuple[Tree, Any]], carry: Tree, *inputs: Any) -> Tree:
+    """The carry of a `jax.lax.scan` in the type in which `step` returns it.
+
+    For carries with arrays of several kinds, such as caches: each varies where it must alone. Traces
+    `step`, if inside `shard_map`, once or a few times.
+
+    Args:
+      step: ``step(carry, *inputs)`` returns the next carry, and something else.
+      carry: pytree of arrays.
+      *inputs: of one step.
+    """
+    if not _manual_axes():
+        return carry
+    while True:
+        types, _ = jax.eval_shape(step, carry, *inputs)
+        typed: Tree = jax.tree.map(lambda x, kind: cast(x, axes_of_type(kind)), carry, types)
+        leaves = zip(jax.tree.leaves(typed), jax.tree.leaves(carry), strict=True)
+        if all(axes_of(x) == axes_of(y) for x, y in leaves):
+            return typed
+        carry = typed
+
+
+def _manual_axes() -> tuple[str, ...]:
+    """The mesh axes that a `shard_map` around here has split."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return () if mesh.empty else tuple(mesh.manual_axes)

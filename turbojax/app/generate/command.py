@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from turbojax.app import options, programs, terminal
+from turbojax.app import options, processes, programs, terminal
 
 if TYPE_CHECKING:
     from turbojax.app.text_model import FoundModel
@@ -142,6 +142,10 @@ def generate(
     weights: options.Weights = None,
     prompt_tokens: PromptTokens = None,
     as_json: options.AsJson = False,
+    coordinator: processes.Coordinator = None,
+    count: processes.Count = None,
+    index: processes.Index = None,
+    heartbeat: processes.Heartbeat = 60.0,
     compilation_cache: programs.CompilationCache = True,
 ) -> None:
     """Continue a text through a KV cache; say how fast, and how large the cache is.
@@ -155,8 +159,11 @@ def generate(
     from turbojax.models.generation.sampling import Sampling
 
     programs.use(compilation_cache, "turbojax generate")
-    with terminal.one_line_errors(
-        "turbojax generate", smaller="--batch-size or --prefill-batch-size"
+    with (
+        terminal.one_line_errors(
+            "turbojax generate", smaller="--batch-size or --prefill-batch-size"
+        ),
+        processes.together(coordinator, count, index, heartbeat) as is_first,
     ):
         if as_json and stream:
             raise ValueError("--json prints the text as part of an object: it takes no --stream")
@@ -196,8 +203,10 @@ def generate(
             prefill_batch_size=prefill_batch_size,
             implementation=implementation,
             pooled_prefill=pooled,
-            show=_show if as_it_comes and not as_json else None,
+            show=_show if as_it_comes and not as_json and is_first else None,
         )
+    if not is_first:
+        return
     if as_json:
         typer.echo(json.dumps({**environment(), **report.to_json()}, indent=2))
         return

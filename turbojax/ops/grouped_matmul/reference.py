@@ -15,6 +15,7 @@ from turbojax.ops.int4_matmul import reference
 from turbojax.ops.int4_matmul.gradient import exact
 from turbojax.ops.int4_matmul.static import Activation
 from turbojax.quantizers import Fp8Tokens, Int4Weight
+from turbojax.sharding import varying_like
 
 _FEWEST, _MOST = 8, 128
 
@@ -81,6 +82,7 @@ def matmul(
         return out.at[jnp.where(is_there, row, count)].set(y, mode="drop")
 
     start = _start(tiles, (count, weight.result_size), tokens.dtype)
+    start = varying_like(start, tokens, weight, group_sizes, bias)
     return jax.lax.fori_loop(0, tiles.total, step, start)
 
 
@@ -125,4 +127,5 @@ def gradient(
 
     d_bias = None if bias is None else _start(tiles, bias.shape, jnp.float32)
     start = _start(tiles, x.shape, x.dtype), d_bias
+    start = varying_like(start, x, weight, group_sizes, bias, d_out)
     return jax.lax.fori_loop(0, tiles.total, step, start)

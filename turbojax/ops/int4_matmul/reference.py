@@ -14,6 +14,7 @@ from turbojax.ops.int4_matmul.static import Activation
 from turbojax.quantizers import Fp8Tokens, Int4Weight
 from turbojax.quantizers.int4 import GATED_ROWS, integers, scaled_values
 from turbojax.quantizers.int4_layout import scale_rows
+from turbojax.sharding import varying_like
 
 
 @functools.partial(jax.jit, static_argnames=("activation", "is_precise"))
@@ -123,6 +124,7 @@ def _sums(codes: jax.Array, weight: Int4Weight, *, dtype: jax.typing.DTypeLike) 
     # Group by group: all sums at once would be K / group_size times the output.
     scales = scale_rows(weight.scales).T
     start = jnp.zeros((codes.shape[0], values.shape[0]), jnp.float32)
+    start = varying_like(start, codes, weight)
     return jax.lax.scan(add, start, (by_group(codes), by_group(values), scales))[0]
 
 

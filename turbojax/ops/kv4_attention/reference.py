@@ -9,6 +9,7 @@ from turbojax.ops import numerics
 from turbojax.ops.extras import NOTHING, Extras
 from turbojax.ops.options import Options
 from turbojax.quantizers import quantize_fp8
+from turbojax.sharding import varying_like
 from turbojax.state.kv4 import ALLOCATION, TokenScaledCache, numbers
 
 _State = tuple[jax.Array, jax.Array, jax.Array]
@@ -78,6 +79,7 @@ def decode(
     last = jnp.max(extras.end(cache.lengths, query_length)) - 1
     start, stop = options.key_range(jnp.min(begin), last, cache.lengths)
     bounds = jnp.maximum(start, 0) // count, -(-stop // count)
+    state = varying_like(state, query, cache, query_length, extras)
     out, residual = numerics.finish(*jax.lax.fori_loop(*bounds, chunk, state))
     out = jnp.moveaxis(out, 3, 1).reshape(batch, length, heads, channels)
     residual = jnp.moveaxis(residual, 3, 1).reshape(batch, length, heads)

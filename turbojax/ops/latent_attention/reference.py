@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from turbojax.ops import numerics
 from turbojax.ops.extras import NOTHING, Extras
 from turbojax.ops.options import Options
+from turbojax.sharding import varying_like
 from turbojax.state.latent.formats import Tokens
 from turbojax.state.latent.pages import LatentPages
 
@@ -71,6 +72,7 @@ def attend(
         jnp.full(rows, -jnp.inf, jnp.float32),
         jnp.zeros(rows, jnp.float32),
     )
+    empty = varying_like(empty, queries, cache, tables, lengths, query_lengths, extras)
     return numerics.finish(*jax.lax.fori_loop(*bounds, tile, empty))
 
 

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from turbojax.ops import numerics
 from turbojax.ops.extras import NOTHING, Extras
 from turbojax.ops.options import Options
+from turbojax.sharding import varying_like
 from turbojax.state.pages.pool import PagedCache
 
 # Tokens taken at a time, whole pages of any size.
@@ -117,6 +118,7 @@ def attend(
         jnp.full(rows, -jnp.inf, jnp.float32),
         jnp.zeros(rows, jnp.float32),
     )
+    empty = varying_like(empty, query, cache, block_tables, lengths, query_lengths, extras)
     count = jax.lax.optimization_barrier(jnp.int32(batch))
     out, residual = numerics.finish(*jax.lax.fori_loop(0, count, sequence, empty))
     out = (out * value_factor).reshape(query.shape)

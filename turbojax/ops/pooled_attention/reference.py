@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from turbojax.ops.extras import NOTHING, Extras
 from turbojax.ops.pooled_attention.pooling import group_counts, pool, spread, sum_dtype
 from turbojax.ops.pooled_attention.static import LEVELS, PooledOptions
+from turbojax.sharding import varying_like
 
 # Most queries that are processed together, which bounds the scores that exist at a time.
 _LARGEST_TILE = 128
@@ -179,6 +180,8 @@ def gradient(
 
     nothing: _Arrays = (jnp.zeros(k.shape, wide),) * 2
     tiles = _tiles(levels, kv_heads, options, query, out, d_out, *rows)
+    given = (query, key, value, levels, query_length, key_length, rows, d_out, extras)
+    nothing = varying_like(nothing, given)
     (d_k, d_v), d_q = jax.lax.scan(one_tile, nothing, tiles)
     return (
         _untile(d_q, query.shape[1], options).reshape(query.shape),

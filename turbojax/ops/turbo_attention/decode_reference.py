@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from turbojax.ops import numerics
 from turbojax.ops.extras import NOTHING, Extras
 from turbojax.ops.options import Options
+from turbojax.sharding import varying_like
 from turbojax.state.progressive.blocks import read_blocks
 from turbojax.state.progressive.cache import CacheSide, ProgressiveCache
 
@@ -96,6 +97,7 @@ def decode(
         jnp.min(begin), jnp.max(extras.end(cache.lengths, query_length)) - 1, compressed
     )
     chunk_tokens = count * block
+    state = varying_like(state, query, cache, query_length, extras)
     state = jax.lax.fori_loop(
         jnp.maximum(first, 0) // chunk_tokens, -(-stop // chunk_tokens), chunk, state
     )

@@ -13,6 +13,7 @@ from turbojax.ops.options import Options
 from turbojax.ops.sinks import sees_only_sink
 from turbojax.ops.turbo_attention.operands import blocks
 from turbojax.ops.turbo_attention.reference import in_groups, visible_pairs
+from turbojax.sharding import varying_like
 
 # Tokens of a tile's side. A tile of float32 scores then is 256 KiB per sequence and head.
 _BLOCK = 256
@@ -105,6 +106,7 @@ def gradient(
     rounded_v = key_blocks(_rounded_values(value, key_length, config))
     k = key_blocks(key)
     shift = extras.shift()
+    inputs = (query, key, value, query_length, key_length, residual, d_out, d_residual, extras)
 
     def one_query_block(sums: _Arrays, operands: _Arrays) -> tuple[_Arrays, tuple[Any, ...]]:
         number, rounded_q, q, rounded_d, d_o, lse, delta = operands
@@ -142,6 +144,7 @@ def gradient(
 
         bounds = (start // block_kv, -(-stop // block_kv))
         nothing = (jnp.zeros(q.shape, jnp.float32), *sums, _no_extras(extras, block_q, padded_size))
+        nothing = varying_like(nothing, inputs)
         d_q, *sums, d_extras = jax.lax.fori_loop(*bounds, add, nothing)
         return tuple(sums), (d_q.astype(dtype or query.dtype), d_extras)
 
@@ -152,6 +155,7 @@ def gradient(
     d_o = (query_blocks(x) for x in (rounded_d, d_out))
     operands: _Arrays = (numbers, rounded_q, q, *d_o, *rows)
     nothing: _Arrays = tuple(jnp.zeros(x.shape, jnp.float32) for x in (k, rounded_v))
+    nothing = varying_like(nothing, inputs)
     (d_k, d_v), (d_q, d_extras) = jax.lax.scan(one_query_block, nothing, operands)
     d_q = jnp.moveaxis(d_q, 0, 3).reshape(batch, heads, -1, channels)
     d_k, d_v = (jnp.moveaxis(x, 0, 2).reshape(batch, kv_heads, -1, x.shape[-1]) for x in (d_k, d_v))

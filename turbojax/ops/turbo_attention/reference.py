@@ -11,6 +11,7 @@ from turbojax.ops.extras import NOTHING, Extras
 from turbojax.ops.options import Options
 from turbojax.ops.sinks import with_sinks
 from turbojax.ops.turbo_attention.operands import Stage1, blocks
+from turbojax.sharding import varying_like
 
 _State = tuple[jax.Array, jax.Array, jax.Array]
 
@@ -85,6 +86,7 @@ def attention(
             jnp.zeros(rows, jnp.float32),
         )
         bounds = (start // config.block_kv, -(-stop // config.block_kv))
+        empty = varying_like(empty, (query, key, value, query_length, key_length, extras, stage1))
         return numerics.finish(*jax.lax.fori_loop(*bounds, step, empty))
 
     numbers = jnp.arange(q.shape[0], dtype=jnp.int32)

@@ -10,6 +10,7 @@ from turbojax import _device
 from turbojax.config import TurboConfig
 from turbojax.ops import cudnn
 from turbojax.ops.options import Options
+from turbojax.sharding import together
 
 # Keys that a query must see on average, and queries a key, for rounding to pay, by head dim. A
 # causal call of 1,024 tokens has 512 of both. Whole calls on an H200 over cuDNN, causal, 4,096 to
@@ -132,4 +133,4 @@ def attend(
         return pull(d_out)
 
     call.defvjp(forward, backward)
-    return call(query, key, value)
+    return call(*together(query, key, value))
