@@ -83,7 +83,7 @@ def test_a_quantized_decoder_is_read_as_it_would_be_split(name, text, folders, m
     [
         ("gptq", "model=2"),
         ("awq", "model=2"),
-        ("compressed", "model=4"),
+        pytest.param("compressed", "model=4", marks=pytest.mark.slow),
         pytest.param("gptq-sym", "model=4", marks=pytest.mark.slow),
         pytest.param("awq-gemv", "model=4", marks=pytest.mark.slow),
         pytest.param("compressed-sym", "model=2", marks=pytest.mark.slow),
