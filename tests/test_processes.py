@@ -32,7 +32,8 @@ import numpy as np
 
 address, index, folder, victim, end = sys.argv[1], *sys.argv[2:]
 with parallel.start(address, 2, int(index), heartbeat=HEARTBEAT):
-    decoder = models.load_decoder(folder, dtype="float32", mesh=parallel.mesh_of("model=2"))
+    decoder = models.load_decoder(folder, dtype="float32")
+    decoder = models.shard(decoder, parallel.mesh_of("model=2"))
     prompts = np.arange(16, dtype=np.int32).reshape(2, 8)
     while True:
         out = np.asarray(models.generate(decoder, prompts, max_new_tokens=NEW))
