@@ -219,7 +219,9 @@ class FakeDevice:
 
     # Choosing -------------------------------------------------------------------------------------
 
-    def choose(self, logits, history, lengths, prompts, slots, rows, extras, *, wanted):
+    def choose(
+        self, logits, history, lengths, prompts, slots, rows, extras, *, wanted, vocabulary=None
+    ):
         self.wanted.add(wanted)
         after = history.copy()
         history[:] = SPOILT
@@ -340,8 +342,8 @@ class FakeDevice:
                 logits[row, i] = logits_of(text[: length + i + 1])
         return caches, after, logits, counts, np.int32(0)
 
-    def accept(self, given, logits, slots, guesses, counts, lost, rows, *, kind):
-        del kind
+    def accept(self, given, logits, slots, guesses, counts, lost, rows, *, kind, vocabulary):
+        del kind, vocabulary
         after, size = donated(given), logits.shape[1]
         shown = np.full((len(slots), size + 2), NOTHING)
         shown[:, 0], shown[:, 1] = counts, 0
@@ -372,12 +374,12 @@ class FakeDevice:
         ]
         return group
 
-    def read_pages(self, caches, pages):
+    def read_pages(self, caches, pages, axes=None):
         group = self.group_of(caches)
         both = self.pages[group], self.draft_pages[group]
         return [of_model[list(pages)].copy() for of_model in both]
 
-    def write_pages(self, caches, pages, content):
+    def write_pages(self, caches, pages, content, axes=None):
         group = self.group_of(caches)
         for of_model, values in zip((self.pages, self.draft_pages), content, strict=True):
             assert len(values) == len(pages)

@@ -102,6 +102,7 @@ def find(
     dtype: str | None,
     max_length: int | None,
     adapters: str | None = None,
+    mesh: str | None = None,
 ) -> "FoundModel":
     """The model that the options name, not loaded yet.
 
@@ -111,15 +112,15 @@ def find(
     """
     from turbojax.app import text_model
 
-    kind = text_model.parse_dtype(dtype)
+    kind, axes = text_model.parse_dtype(dtype), axes_of(mesh)
     if random_weights is None:
         if weights is not None:
             raise ValueError("--weights is for --random-weights")
-        return text_model.find_text_model(model or "embedded", kind, max_length, adapters)
+        return text_model.find_text_model(model or "embedded", kind, max_length, adapters, axes)
     if model is not None:
         raise ValueError("--random-weights takes no --model")
     if adapters is not None:
         raise ValueError("--random-weights takes no --adapters")
     if max_length is not None:
         raise ValueError("--random-weights takes no --max-length")
-    return text_model.find_random_model(random_weights, kind, weights or "float")
+    return text_model.find_random_model(random_weights, kind, weights or "float", axes)

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,8 +14,10 @@ from turbojax import models
 from turbojax.models.checkpoint.huggingface import checkpoint_folder
 from turbojax.models.config import DTYPES, model_config, stored_dtype
 from turbojax.models.lora import check_adapters
+from turbojax.models.tensor_parallel.layout import axes_of_model, parts
 from turbojax.models.text.chat import chat_tokens
 from turbojax.models.text.tokenizer import NumberTokenizer, Tokenizer, load_tokenizer
+from turbojax.sharding.axes import Axes
 
 WEIGHTS = ("float", "int4")
 
@@ -35,9 +38,10 @@ class FoundModel:
       config: its shape.
       dtype: of weights and computation.
       tokenizer: what reads its text.
-      weight_bytes: of its weights in this dtype, about.
+      weight_bytes: of its weights in this dtype, about; of a mesh those that one device holds.
       load: loads it.
       open: opens its checkpoint, see `models.open_decoder`; None if there is none.
+      axes: of the mesh that it will be split over, or None.
     """
 
     config: models.TransformerConfig
@@ -46,6 +50,7 @@ class FoundModel:
     weight_bytes: int
     load: Callable[[], TextModel]
     open: Callable[[], models.StoredDecoder] | None = None
+    axes: Axes | None = None
 
 
 def find_text_model(
@@ -53,6 +58,7 @@ def find_text_model(
     dtype: np.dtype | None = None,
     max_length: int | None = None,
     adapters: str | None = None,
+    axes: Axes | None = None,
 ) -> FoundModel:
     """Reads all of a checkpoint but its weights.
 
@@ -61,6 +67,7 @@ def find_text_model(
       dtype: see there.
       max_length: see there.
       adapters: a folder of low-rank adapters for a model with INT4 weights, or None.
+      axes: of a mesh that the model is to be split over, or None.
 
     Raises:
       ImportError, OSError, ValueError, NotImplementedError: see there; weights are not looked at.
@@ -70,6 +77,7 @@ def find_text_model(
     tokenizer = load_tokenizer(path)
     hf = models.read_config(path)
     config = model_config(checkpoint_folder(path), hf, max_length)
+    axes = None if axes is None else axes_of_model(config, axes)
     stored = stored_dtype(hf) or jnp.dtype(jnp.bfloat16)
     used = stored if dtype is None else dtype
     size = sum(file.stat().st_size for file in models.weight_files(path))
@@ -83,13 +91,14 @@ def find_text_model(
         check_adapters(loaded, config)
 
     def load() -> TextModel:
-        decoder = models.load_decoder(path, dtype=dtype, max_length=max_length)
+        decoder = models.load_decoder(path, dtype=dtype, max_length=max_length, mesh=axes)
         if loaded is not None and isinstance(decoder, models.QuantizedDecoder):
             decoder = models.with_adapters(decoder, loaded)
         return TextModel(decoder, tokenizer)
 
-    open_it = functools.partial(models.open_decoder, path, dtype=dtype, max_length=max_length)
-    return FoundModel(config, used, tokenizer, size, load, open_it)
+    options: dict[str, Any] = {"dtype": dtype, "max_length": max_length, "mesh": axes}
+    open_it = functools.partial(models.open_decoder, path, **options)
+    return FoundModel(config, used, tokenizer, size // parts(axes), load, open_it, axes)
 
 
 def load_text_model(
@@ -112,7 +121,10 @@ def load_text_model(
 
 
 def find_random_model(
-    shape: str, dtype: np.dtype | None = None, weights: str = "float"
+    shape: str,
+    dtype: np.dtype | None = None,
+    weights: str = "float",
+    axes: Axes | None = None,
 ) -> FoundModel:
     """A model with random weights, whose tokens are numbers.
 
@@ -120,22 +132,27 @@ def find_random_model(
       shape: a name in `models.SHAPES`.
       dtype: of weights and computation, by default bfloat16.
       weights: ``"float"``, or ``"int4"`` for INT4 weights in the blocks' linear layers.
+      axes: of a mesh that the model is to be split over, or None.
 
     Raises:
       ValueError: if there is no such shape, or no such kind of weights.
+      NotImplementedError, ValueError: if so many devices cannot split it.
     """
     if weights not in WEIGHTS:
         raise ValueError(f"weights {weights!r} must be one of {', '.join(WEIGHTS)}")
     if shape not in models.SHAPES:
         raise ValueError(f"random weights {shape!r} must be one of {', '.join(models.SHAPES)}")
     config, used = models.SHAPES[shape], jnp.dtype(dtype or jnp.bfloat16)
+    axes = None if axes is None else axes_of_model(config, axes)
     make = models.random_decoder if weights == "float" else models.random_quantized_decoder
     tokenizer = NumberTokenizer(config.vocab_size)
     shapes = jax.tree.leaves(jax.eval_shape(lambda: make(config, dtype=used)))
     size = sum(math.prod(x.shape) * x.dtype.itemsize for x in shapes)
-    return FoundModel(
-        config, used, tokenizer, size, lambda: TextModel(make(config, dtype=used), tokenizer)
-    )
+
+    def load() -> TextModel:
+        return TextModel(make(config, dtype=used, axes=axes), tokenizer)
+
+    return FoundModel(config, used, tokenizer, size // parts(axes), load, axes=axes)
 
 
 def parse_dtype(name: str | None) -> np.dtype | None:

@@ -16,6 +16,7 @@ import numpy as np
 from turbojax import _checks
 from turbojax.ops import exact_attention
 from turbojax.quantizers import pack, packed_size, unpack
+from turbojax.sharding.specs import Split
 from turbojax.state.exact import ExactCache
 
 SUPPORTED_BITS = (2, 4)
@@ -23,7 +24,7 @@ SUPPORTED_BITS = (2, 4)
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class KiviCache:
+class KiviCache(Split):
     """Keys and values of `B` sequences in asymmetric codes, and the newest tokens as they are.
 
     Shapes: `T` = ``max_length`` rounded up to groups, `K` KV heads, head dim `H`, groups of

@@ -269,6 +269,19 @@ class Kind(Stored[C]):
             `max_length`.
         """
 
+    def slots(self, kind: Any, max_length: int) -> tuple[int, int]:
+        """How a sequence's tokens can be split over devices, which have whole slots of them.
+
+        Args:
+          kind: the value of `CacheKind` that asks for the cache.
+          max_length: tokens each sequence can hold.
+
+        Returns:
+          Tokens of a slot, and slots.
+        """
+        del kind
+        return 1, max_length
+
     def store_prompt(
         self,
         cache: C,

@@ -16,6 +16,8 @@ from turbojax.kv.kv4 import KV4
 from turbojax.kv.latent import LATENT, LATENT_NAMES, LatentKind
 from turbojax.kv.pages import PAGES, POOL, PagedKind
 from turbojax.kv.progressive import PROGRESSIVE
+from turbojax.sharding.axes import Axes
+from turbojax.sharding.birth import Sizes, born
 
 KINDS: tuple[Kind[Any], ...] = (EXACT, PROGRESSIVE, KV4, K8V4, PAGES)
 """All kinds of keys and values, in the order of their names on command lines."""
@@ -97,6 +99,7 @@ def init_layer_cache(
     dtype: jax.typing.DTypeLike = jnp.bfloat16,
     local_window_size: int | None = None,
     rope_dim: int | None = None,
+    axes: Axes | None = None,
 ) -> LayerCache:
     """An empty cache of one layer.
 
@@ -116,11 +119,13 @@ def init_layer_cache(
       rope_dim: for latents (``"latent"``, ``"latent_fp8_e4m3"``, ``"latent_turbo4"``), and for
         nothing else, how many of the `head_dim` channels are the rotary key's, the last ones;
         `num_kv_heads` is 1.
+      axes: of a mesh, over which sequences, heads and tokens are split, see
+        `turbojax.parallel.partition_specs`: each device makes its part, and none the whole.
 
     Raises:
       TypeError: if the window is not an integer.
-      ValueError: if `kind` is none of these, a size does not fit, or `rope_dim` is given where
-        there are no latents, or missing where there are.
+      ValueError: if `kind` is none of these, a size does not fit or cannot be split, or
+        `rope_dim` is given where there are no latents, or missing where there are.
       NotImplementedError: if there is a window, and caches of this kind keep all tokens.
     """
     known, sizes = kind_for(kind), (batch_size, max_length, num_kv_heads, head_dim)
@@ -134,6 +139,11 @@ def init_layer_cache(
                 f"{local_window_size=} must be None: a cache of kind {kind!r} keeps all tokens"
             )
         given["local_window_size"] = local_window_size
+    if axes is not None:
+        split = Sizes(*sizes[:3], *known.slots(kind, max_length))
+        static = {"head_dim": head_dim, "kind": kind, "dtype": jnp.dtype(dtype), **given}
+        made: LayerCache = born(known.init, axes, split, **static)
+        return made
     init: Any = known.init  # only some take a window, or the rotary key's channels
     cache: LayerCache = init(*sizes, kind=kind, dtype=jnp.dtype(dtype), **given)
     return cache

@@ -63,6 +63,11 @@ class TokenScaled(Kind[kv4.CacheT]):
     }
     has_rings = True
 
+    def slots(self, kind: Any, max_length: int) -> tuple[int, int]:
+        """See `Kind.slots`."""
+        del kind
+        return kv4.ALLOCATION, -(-max_length // kv4.ALLOCATION)
+
     def append(
         self,
         cache: kv4.CacheT,

@@ -128,6 +128,11 @@ class Latent(Kind[LatentCache]):
             dtype=dtype,
         )
 
+    def slots(self, kind: Any, max_length: int) -> tuple[int, int]:
+        """See `Kind.slots`."""
+        del kind
+        return state.PAGE_SIZE, -(-max_length // state.PAGE_SIZE)
+
     def append(
         self,
         cache: LatentCache,

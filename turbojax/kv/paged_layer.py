@@ -9,6 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from turbojax import _checks
+from turbojax.sharding.axes import Axes
+from turbojax.sharding.birth import Sizes, born
+from turbojax.sharding.specs import Split
 from turbojax.state.pages.pool import KV_DTYPES, PagedCache, init_paged_cache
 from turbojax.state.pages.pool import append as append_to_pages
 
@@ -32,7 +35,7 @@ many as prompts take at a time, see `turbojax.kv.pages.query_chunk`, with 64 que
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class PagedLayer:
+class PagedLayer(Split):
     """A layer's KV cache in pages, for `B` sequences that come and go together.
 
     Every sequence has pages for `max_length` tokens from the start, so nothing is allocated on the
@@ -131,6 +134,7 @@ def init_layer(
     dtype: jax.typing.DTypeLike = jnp.bfloat16,
     page_size: int = PAGE_SIZE,
     local_window_size: int | None = None,
+    axes: Axes | None = None,
 ) -> PagedLayer:
     """An empty cache of one layer.
 
@@ -144,16 +148,25 @@ def init_layer(
       page_size: tokens of a page.
       local_window_size: of the layer, see `AttentionOptions`: there are pages for what such a
         window needs, see `NEW_TOKENS`, and queries must not see more.
+      axes: of a mesh, over which sequences, heads and tokens are split, see `partition_specs`: each
+        device makes its part, and none the whole. Every device has as many pages of a sequence,
+        which its tables count from its own first page.
 
     Raises:
       TypeError: if a size is not an integer or the dtype is not supported.
-      ValueError: if a size is not positive or not supported, or there is no such kind.
+      ValueError: if a size is not positive or not supported or cannot be split, or there is no such
+        kind.
     """
     if local_window_size is not None:
         _checks.check_sizes(local_window_size=local_window_size)
     _checks.check_sizes(batch_size=batch_size, max_length=max_length, page_size=page_size)
     if kind not in PAGED_KINDS:
         raise ValueError(f"{kind=} must be one of {', '.join(PAGED_KINDS)}")
+    if axes is not None:
+        sizes = Sizes(batch_size, max_length, num_kv_heads, page_size, -(-max_length // page_size))
+        given = {"kind": kind, "dtype": jnp.dtype(dtype), "head_dim": head_dim}
+        window = {"local_window_size": local_window_size}
+        return born(init_layer, axes, sizes, page_size=page_size, **given, **window)
     pages = init_paged_cache(
         batch_size * ring_pages(max_length, local_window_size, page_size),
         page_size,

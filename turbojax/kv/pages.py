@@ -24,16 +24,17 @@ from turbojax.kv.base import (
     rows_in_use,
     sizes_of,
 )
-from turbojax.kv.paged_layer import PAGED_KINDS as PAGED_KINDS
-from turbojax.kv.paged_layer import PagedKind as PagedKind
-from turbojax.kv.paged_layer import PagedLayer as PagedLayer
-from turbojax.kv.paged_layer import append as append
 from turbojax.kv.paged_layer import (
+    PAGE_SIZE,
     check_room,
     empty_layer,
     ring_pages,
     ring_tables,
 )
+from turbojax.kv.paged_layer import PAGED_KINDS as PAGED_KINDS
+from turbojax.kv.paged_layer import PagedKind as PagedKind
+from turbojax.kv.paged_layer import PagedLayer as PagedLayer
+from turbojax.kv.paged_layer import append as append
 from turbojax.kv.paged_layer import init_layer as init_layer
 from turbojax.ops.extras import of_layer
 from turbojax.ops.options import PLAIN, AttentionOptions
@@ -242,6 +243,11 @@ class Pages(Kind[PagedLayer]):
             dtype=dtype,
             local_window_size=local_window_size,
         )
+
+    def slots(self, kind: Any, max_length: int) -> tuple[int, int]:
+        """See `Kind.slots`: pages."""
+        del kind
+        return PAGE_SIZE, -(-max_length // PAGE_SIZE)
 
     def append(
         self,

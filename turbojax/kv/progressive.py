@@ -68,6 +68,10 @@ class Progressive(Kind[ProgressiveCache]):
             local_window_size=sides_of(local_window_size),
         )
 
+    def slots(self, kind: TurboConfig, max_length: int) -> tuple[int, int]:
+        """See `Kind.slots`: blocks, and what fills none stays in the buffer."""
+        return kind.block_kv, max_length // kind.block_kv
+
     def append(
         self,
         cache: ProgressiveCache,

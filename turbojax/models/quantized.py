@@ -7,6 +7,7 @@ added in the epilogue of the projection. It computes whatever a `Decoder` of the
 """
 
 import dataclasses
+import functools
 import math
 from typing import Any
 
@@ -19,7 +20,15 @@ from turbojax.kv.base import Cache
 from turbojax.models.config import TransformerConfig
 from turbojax.models.decoder import apply_layers, final_norm
 from turbojax.models.quantized_layer import QuantizedLayer, QuantizedLinear
-from turbojax.models.transformer import embed, finish_logits, project, scale_embeddings
+from turbojax.models.tensor_parallel.layout import hidden_axes, local_config
+from turbojax.models.tensor_parallel.vocabulary import gather_logits, mask_padding
+from turbojax.models.transformer import (
+    embed,
+    embed_split,
+    finish_logits,
+    project,
+    scale_embeddings,
+)
 from turbojax.ops.int4_matmul import matmul
 from turbojax.ops.int4_matmul.api import check_token_kind
 from turbojax.ops.int4_matmul.static import TokenKind
@@ -105,10 +114,11 @@ class QuantizedDecoder:
         self, tokens: jax.Array, positions: jax.Array, attend: Attend, caches: tuple[Cache, ...]
     ) -> tuple[jax.Array, tuple[Cache, ...]]:
         """The normed residual stream after the last layer; see `Decoder.hidden`."""
-        config = self.config
+        config, axes = self.config, self.axes
+        of_device = local_config(config, axes)
 
         def apply(layer: QuantizedLayer, *operands: Any) -> tuple[jax.Array, Cache]:
-            return layer(*operands, config=config)
+            return layer(*operands, config=of_device, axes=axes)
 
         hidden, caches = apply_layers(
             apply, self.layers, self._embed(tokens), positions, attend, caches, config
@@ -117,16 +127,29 @@ class QuantizedDecoder:
 
     def _embed(self, tokens: jax.Array) -> jax.Array:
         """See `embed`, which this is of a quantized table, too."""
-        table = self.embedding
+        table, over = self.embedding, hidden_axes(self.axes)
         if not isinstance(table, Int4Weight):
-            return embed(table, tokens, self.config, self.dtype)
-        known = (tokens >= 0) & (tokens < table.out_size)
-        rows = take_rows(table, jnp.where(known, tokens, 0))
-        hidden = jnp.where(known[..., None], rows, jnp.nan).astype(self.dtype)
-        return scale_embeddings(hidden, self.config)
+            return embed(table, tokens, self.config, self.dtype, over)
+
+        def look(tokens: jax.Array, nothing: float) -> jax.Array:
+            known = (tokens >= 0) & (tokens < table.out_size)
+            rows = take_rows(table, jnp.where(known, tokens, 0))
+            return jnp.where(known[..., None], rows, nothing).astype(self.dtype)
+
+        if over:
+            mine = functools.partial(look, nothing=0.0)
+            return embed_split(mine, table.out_size, tokens, self.config, self.dtype, over)
+        return scale_embeddings(look(tokens, jnp.nan), self.config)
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """Projects ``[..., D]`` to float32 logits ``[..., V]``."""
+        return gather_logits(self._project(hidden), self.config, self.axes)
+
+    def local_logits(self, hidden: jax.Array) -> jax.Array:
+        """Logits of the device's part of the vocabulary; see `Decoder.local_logits`."""
+        return mask_padding(self._project(hidden), self.config, self.axes)
+
+    def _project(self, hidden: jax.Array) -> jax.Array:
         table = self.embedding if self.lm_head is None else self.lm_head
         if isinstance(table, Int4Weight):
             # The result has the dtype of what was quantized: logits are not rounded to 16 bits.

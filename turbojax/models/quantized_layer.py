@@ -13,6 +13,7 @@ from turbojax.kv import Attend, AttentionOptions
 from turbojax.kv.base import Cache
 from turbojax.models.config import TransformerConfig
 from turbojax.models.quantized_experts import QuantizedExperts
+from turbojax.models.tensor_parallel.layout import hidden_axes
 from turbojax.models.transformer import scale_added
 from turbojax.ops.fp8_tokens import rms_norm_quantize
 from turbojax.ops.int4_matmul import matmul
@@ -20,6 +21,7 @@ from turbojax.ops.int4_matmul.static import Activation, Gradient, TokenKind
 from turbojax.quantizers import Fp8Tokens
 from turbojax.quantizers.int4 import Int4Weight, concatenate, gate_and_up
 from turbojax.rotary import Rope
+from turbojax.sharding import Axes
 from turbojax.smoothing import scale_rotated
 
 LINEARS = ("q", "k", "v", "o", "gate", "up", "down")
@@ -171,6 +173,7 @@ class QuantizedLayer:
         rope: Rope | None,
         *,
         config: TransformerConfig,
+        axes: Axes | None = None,
     ) -> tuple[jax.Array, Cache]:
         """Maps the residual stream ``[B, T, D]`` to the next layer's and updates the cache.
 
@@ -181,13 +184,17 @@ class QuantizedLayer:
           cache: the layer's.
           options: the layer's.
           rope: the layer's, or None.
-          config: of the model.
+          config: of the model, or what a device has of it.
+          axes: within `shard_map`, those of the mesh over which the layer is split: what devices
+            compute is added up.
         """
+        over = hidden_axes(axes)
         joined = _of_input(self.qkv, hidden, self.attention_norm, config)
         query, key, value = _heads(joined, config)
         if self.q_norm is not None and self.k_norm is not None:
-            query = _norm_heads(query, self.q_norm, config)
-            key = _norm_heads(key, self.k_norm, config)
+            query = _norm_heads(query, self.q_norm, config, over)
+            of_kv = () if axes is None else axes.of_dimension("heads")
+            key = _norm_heads(key, self.k_norm, config, of_kv)
         if rope is not None and angles is not None:
             query, key = rope.rotate(query, angles), rope.rotate(key, angles)
         if self.key_channel_scale is not None:
@@ -197,11 +204,11 @@ class QuantizedLayer:
         output = functools.partial(self.o, out.reshape(*hidden.shape[:2], -1))
         # Before attention is added, where both read the same.
         first = functools.partial(self.mlp, hidden, self.attention_norm, config)
-        hidden = _add(hidden, output, self.attention_post_norm, config)
+        hidden = _add(hidden, output, self.attention_post_norm, config, over)
         mlp = (
             first if config.parallel else functools.partial(self.mlp, hidden, self.mlp_norm, config)
         )
-        return _add(hidden, mlp, self.mlp_post_norm, config), cache
+        return _add(hidden, mlp, self.mlp_post_norm, config, over), cache
 
 
 def join_layer(
@@ -267,11 +274,17 @@ def _add(
     compute: Callable[..., jax.Array],
     post_norm: jax.Array | None,
     config: TransformerConfig,
+    over: tuple[str, ...],
 ) -> jax.Array:
-    """The residual stream plus what is computed, in its epilogue unless that is changed first."""
-    if post_norm is None and config.residual_scale is None:
+    """The residual stream plus what is computed, in its epilogue unless that is changed first.
+
+    Where each device computes a part of it, these are added first.
+    """
+    if post_norm is None and config.residual_scale is None and not over:
         return compute(residual=hidden)
     out = compute()
+    if over:
+        out = jax.lax.psum(out, over)
     if post_norm is not None:
         out = rms_norm(out, post_norm, config.norm_eps, centered=config.layer_norm)
     return hidden + scale_added(out, config)
@@ -293,11 +306,17 @@ def _of_input(
     return linear.after_norm(hidden, norm, config.norm_eps, activation)
 
 
-def _norm_heads(x: jax.Array, factor: jax.Array, config: TransformerConfig) -> jax.Array:
-    """Heads ``[B, T, heads, H]``, each normed by itself or all of a token together."""
+def _norm_heads(
+    x: jax.Array, factor: jax.Array, config: TransformerConfig, over: tuple[str, ...]
+) -> jax.Array:
+    """Heads ``[B, T, heads, H]``, each normed by itself or all of a token together.
+
+    Those of a token may be split over the axes `over` of a mesh.
+    """
     if not config.joint_qk_norm:
         return rms_norm(x, factor, config.norm_eps)
-    joint = rms_norm(x.reshape(*x.shape[:2], -1), factor.reshape(-1), config.norm_eps)
+    flat = x.reshape(*x.shape[:2], -1)
+    joint = rms_norm(flat, factor.reshape(-1), config.norm_eps, over=over)
     return joint.reshape(x.shape)
 
 

@@ -366,11 +366,11 @@ def _each_device(
     # Sizes do not depend on the device, so that any specs serve to find them.
     local = jax.eval_shape(split(P(mesh.axis_names)), key)
     nothing: Any = jax.ShapeDtypeStruct((config.vocab_size, config.hidden_size), jnp.float32)
-    fields: dict[str, Any] = {"layers": (), "lm_head": None}
+    norm = jax.ShapeDtypeStruct((config.hidden_size,), jnp.float32)
+    fields: dict[str, Any] = {"layers": (), "lm_head": None, "norm": norm}
     fields[place[0]] = (local,) if place[1:] else local
     abstract = QuantizedDecoder(
         embedding=nothing,
-        norm=jax.ShapeDtypeStruct((config.hidden_size,), jnp.float32),
         config=config,
         dtype=jnp.dtype(jnp.float32),
         axes=axes,

@@ -8,7 +8,7 @@ They say which keys a query sees, or change its scores. Users hand them over as 
 import dataclasses
 import functools
 from collections.abc import Collection
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -56,6 +56,17 @@ class Extras:
     bias: jax.Array | None = None
     alibi_slopes: jax.Array | None = None
     sinks: jax.Array | None = None
+
+    AXES: ClassVar[dict[str, str]] = {
+        "query_offset": "B",
+        "key_offset": "B",
+        "query_segment_ids": "BT",
+        "key_value_segment_ids": "BS",
+        "bias": "BNTS",
+        "alibi_slopes": "N",
+        "sinks": "N",
+    }
+    """The letter of every axis of every array, see `turbojax.sharding.axes`."""
 
     @property
     def given(self) -> tuple[str, ...]:

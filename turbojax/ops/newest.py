@@ -17,6 +17,8 @@ from turbojax.ops import sinks
 from turbojax.ops.extras import Extras
 from turbojax.ops.options import Options
 from turbojax.sharding import together
+from turbojax.sharding.letters import Table
+from turbojax.sharding.spread import spread
 from turbojax.state import ring
 
 C = TypeVar("C", bound=Any)
@@ -24,6 +26,7 @@ C = TypeVar("C", bound=Any)
 
 def decode(
     registry: Registry,
+    table: Table,
     query: jax.Array,
     cache: Any,
     query_lengths: jax.Array,
@@ -37,6 +40,7 @@ def decode(
 
     Args:
       registry: of the op, by whose name its gradient is refused.
+      table: of the op.
       query: ``[B, T, N, H]``.
       cache: one that the registry's implementations take.
       query_lengths: int32 ``[B]``, the real queries; what is out of range acts as the nearest
@@ -56,6 +60,30 @@ def decode(
     """
     ring.check_visible(cache, options.window, query.shape[1])
     check_whole(cache, extras)
+    run = spread(
+        table,
+        _decode,
+        registry=registry,
+        options=options,
+        implementation=implementation,
+        shortens=shortens,
+    )
+    results: tuple[jax.Array, jax.Array] = run(query, cache, query_lengths, extras)
+    return results
+
+
+def _decode(
+    query: jax.Array,
+    cache: Any,
+    query_lengths: jax.Array,
+    extras: Extras,
+    *,
+    registry: Registry,
+    options: Options,
+    implementation: str | None,
+    shortens: bool,
+) -> tuple[jax.Array, jax.Array]:
+    """`decode` by what takes these arrays."""
     real = jnp.clip(query_lengths, 0, query.shape[1])
     if shortens:
         lengths, extras = as_newest(query, cache.lengths, real, extras, options)

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -62,6 +63,9 @@ class Fp8Tokens:
     codes: jax.Array
     scale: jax.Array
     dtype: np.dtype = dataclasses.field(metadata={"static": True})
+
+    AXES: ClassVar[dict[str, str]] = {"codes": "...I", "scale": "..."}
+    """The letter of every axis of every array, see `turbojax.sharding.letters`."""
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -12,8 +12,9 @@ reciprocal.
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Sequence
-from typing import Literal
+from typing import ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -92,6 +93,36 @@ class Int4Weight:
     group_size: int = dataclasses.field(default=BLOCK, metadata={"static": True})
     gated: bool = dataclasses.field(default=False, metadata={"static": True})
     zeros: jax.Array | None = None
+
+    AXES: ClassVar[dict[str, str]] = {
+        "codes": "FIRC",
+        "scales": "FIR",
+        "output_scale": "F",
+        "zeros": "FIR",
+    }
+    """The letter of every axis of every array of one weight, see `turbojax.sharding.letters`."""
+
+    def local(self, parts: Callable[[str], int]) -> "Int4Weight":
+        """The weight of one device, which has its part of the arrays and this weight's sizes.
+
+        Args:
+          parts: into how many parts outputs, ``"F"``, and inputs, ``"I"``, are split.
+
+        Raises:
+          ValueError: if a part has no whole tiles, or padding.
+        """
+        sizes = {"out_size": (parts("F"), -4, OUT_MULTIPLE), "in_size": (parts("I"), -3, BLOCK)}
+        for name, (count, axis, tile) in sizes.items():
+            size, stored = getattr(self, name), self.codes.shape[axis] * tile
+            if count > 1 and size != stored * count:
+                multiple = tile if axis == -4 else math.lcm(tile, self.group_size)
+                raise ValueError(
+                    f"weight.{name}={size} must be a multiple of {multiple * count} to be split "
+                    f"over {count} devices"
+                )
+        return dataclasses.replace(
+            self, out_size=self.out_size // parts("F"), in_size=self.in_size // parts("I")
+        )
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -370,7 +401,7 @@ def pad_rows(x: jax.Array, weight: Int4Weight) -> jax.Array:
     if weight.gated:
         half = weight.result_size
         x = _alternate([_pad_rows(part, round_up(half, GATED_ROWS)) for part in jnp.split(x, 2)])
-    return _pad_rows(x, rows)
+    return x if x.shape[0] == rows else _pad_rows(x, rows)  # devices may have parts of it
 
 
 def concatenate(weights: Sequence[Int4Weight]) -> Int4Weight:

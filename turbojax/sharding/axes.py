@@ -12,14 +12,15 @@ Names = str | tuple[str, ...] | None
 
 DIMENSIONS = {
     **dict.fromkeys("B", "batch"),
-    **dict.fromkeys("NK", "heads"),
+    **dict.fromkeys("NKF", "heads"),
     **dict.fromkeys("TSL", "sequence"),
 }
 """What the letters of the tables stand for, of those that a mesh can split.
 
 `B` sequences; `N` query heads and `K` KV heads, of which consecutive groups belong together; `T`
-queries, `S` keys and `L` slots (tokens, blocks or pages) of a cache. Every other letter is an axis
-that each device holds whole; so is every axis of size 1 that stands for all.
+queries, `S` keys and `L` slots (tokens, blocks or pages) of a cache; `F` the outputs of a product,
+which are split as heads are. Every other letter is an axis that each device holds whole; so is
+every axis of size 1 that stands for all.
 """
 
 _AXIS_NAMES = {"data": "batch", "model": "heads", "sequence": "sequence"}
@@ -106,8 +107,13 @@ class Axes:
 
     def size(self, dimension: str) -> int:
         """Into how many parts ``"batch"``, ``"heads"`` or ``"sequence"`` is split."""
-        mesh = self.require_mesh()
-        return math.prod(mesh.shape[name] for name in self.of_dimension(dimension))
+        return self.count(self.of_dimension(dimension))
+
+    def count(self, names: Iterable[str]) -> int:
+        """Into how many parts these axes split an array."""
+        names = tuple(names)
+        mesh = self.require_mesh() if names else None
+        return math.prod(mesh.shape[name] for name in names) if mesh is not None else 1
 
     def spec(self, letters: str, shape: Iterable[int] | None = None) -> PartitionSpec:
         """How an array is split, each of whose axes has a letter of `DIMENSIONS`, or another.

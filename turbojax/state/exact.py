@@ -8,6 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from turbojax import _checks
+from turbojax.sharding import tables
+from turbojax.sharding.axes import Axes
+from turbojax.sharding.birth import Sizes, born
+from turbojax.sharding.specs import Split
+from turbojax.sharding.spread import spread_explicit
 from turbojax.state import checks, ring
 
 _UNIT = 16
@@ -16,7 +21,7 @@ _UNIT = 16
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class ExactCache:
+class ExactCache(Split):
     """Keys and values as they are, in one floating-point dtype.
 
     Attributes:
@@ -94,6 +99,7 @@ def init_cache(
     *,
     dtype: jax.typing.DTypeLike = jnp.bfloat16,
     local_window_size: int | tuple[int, int] | None = None,
+    axes: Axes | None = None,
 ) -> ExactCache:
     """An empty cache of these sizes.
 
@@ -105,11 +111,18 @@ def init_cache(
       dtype: of what is held.
       local_window_size: the largest window that `decode` will be called with, if any: what it does
         not reach is not kept, see `turbojax.state.ring`.
+      axes: of a mesh, over which sequences, heads and tokens are split, see `partition_specs`: each
+        device makes its part, and none the whole. Tokens are split evenly: every device has as
+        many.
 
     Raises:
-      ValueError: if a size is not positive, or the window is none.
+      ValueError: if a size is not positive or cannot be split, or the window is none.
       TypeError: if `dtype` is none of bfloat16, float16, float32.
     """
+    if axes is not None:
+        static = {"dtype": jnp.dtype(dtype), "local_window_size": local_window_size}
+        sizes = Sizes(batch_size, max_length, num_kv_heads, 1, max_length)
+        return born(init_cache, axes, sizes, head_dim=head_dim, **static)
     shape = (batch_size, max_length, num_kv_heads, head_dim)
     if min(shape) < 1:
         raise ValueError(f"cache shape {shape} must be positive in every axis")
@@ -160,6 +173,14 @@ def append(
             f"appending would give lengths {np.asarray(total).tolist()}, "
             f"which must be at most max_length={cache.max_length}"
         )
+    extended: ExactCache = spread_explicit(tables.EXACT_APPEND, _append)(cache, key, value, lengths)
+    return extended
+
+
+def _append(cache: ExactCache, key: jax.Array, value: jax.Array, lengths: jax.Array) -> ExactCache:
+    """`append` of checked arguments."""
+    tokens = key.shape[1]
+    total = cache.lengths + jnp.clip(lengths, 0, tokens)
     accepted = jnp.clip(lengths, 0, jnp.minimum(cache.max_length - cache.lengths, tokens))
     # Rows past the end are those that the scatter drops; no row is named twice.
     index = ring.rows_of_new(cache.lengths, accepted, tokens, cache.room)

@@ -17,6 +17,11 @@ import numpy as np
 from turbojax import _checks
 from turbojax._gradient import refuse_gradients
 from turbojax._registry import Implementation, ImplementationName, Registry
+from turbojax.sharding import tables
+from turbojax.sharding.axes import Axes
+from turbojax.sharding.birth import Sizes, born
+from turbojax.sharding.specs import Split
+from turbojax.sharding.spread import spread
 from turbojax.state import checks, kv4_mosaic, ring
 from turbojax.state.kv4_codes import numbers as numbers
 from turbojax.state.kv4_codes import quantize as quantize
@@ -28,7 +33,7 @@ ALLOCATION = 128
 
 
 @dataclasses.dataclass(frozen=True)
-class TokenScaledCache:
+class TokenScaledCache(Split):
     """What `Kv4Cache` and `K8v4Cache` share: fields, sizes, checks; they differ in the keys' codes.
 
     Attributes:
@@ -187,6 +192,7 @@ def init_cache(
     *,
     dtype: jax.typing.DTypeLike = jnp.bfloat16,
     local_window_size: int | tuple[int, int] | None = None,
+    axes: Axes | None = None,
 ) -> Kv4Cache:
     """An empty cache.
 
@@ -198,14 +204,17 @@ def init_cache(
       dtype: of the keys and values to come: bfloat16, float16 or float32.
       local_window_size: the largest window that `decode` will be called with, if any: tokens that
         it does not reach are not kept, see `turbojax.state.ring`.
+      axes: of a mesh, over which sequences, heads and tokens are split, see `partition_specs`: each
+        device makes its part, and none the whole. Tokens are split evenly: every device has as
+        many times 128.
 
     Raises:
       TypeError: if `dtype` is none of these or a size not an integer.
-      ValueError: if a size is not positive, `head_dim` not a multiple of 8, or the window none.
+      ValueError: if a size is not positive or cannot be split, `head_dim` not a multiple of 8, or
+        the window none.
     """
-    return _init_cache(
-        Kv4Cache, (batch_size, max_length, num_kv_heads, head_dim), dtype, local_window_size
-    )
+    sizes = (batch_size, max_length, num_kv_heads, head_dim)
+    return _init_cache(Kv4Cache, sizes, dtype, local_window_size, axes)
 
 
 def init_k8v4_cache(
@@ -216,11 +225,11 @@ def init_k8v4_cache(
     *,
     dtype: jax.typing.DTypeLike = jnp.bfloat16,
     local_window_size: int | tuple[int, int] | None = None,
+    axes: Axes | None = None,
 ) -> K8v4Cache:
     """An empty cache for keys in e4m3 and values in 4 bits; arguments are those of `init_cache`."""
-    return _init_cache(
-        K8v4Cache, (batch_size, max_length, num_kv_heads, head_dim), dtype, local_window_size
-    )
+    sizes = (batch_size, max_length, num_kv_heads, head_dim)
+    return _init_cache(K8v4Cache, sizes, dtype, local_window_size, axes)
 
 
 def append(
@@ -259,8 +268,8 @@ def append(
     batch, tokens = key.shape[:2]
     lengths = _checks.check_lengths("lengths", lengths, batch, tokens)
     checks.check_room(cache, lengths)
-    chosen = APPEND.select(implementation, cache=cache, key=key)
-    return refuse_gradients(chosen.run, "append")(cache, key, value, lengths)
+    run = spread(tables.FIREQ_APPEND, _append_here, implementation=implementation)
+    return refuse_gradients(run, "append")(cache, key, value, lengths)
 
 
 def store_prompt(cache: CacheT, key: jax.Array, value: jax.Array, lengths: jax.Array) -> CacheT:
@@ -284,7 +293,8 @@ def store_prompt(cache: CacheT, key: jax.Array, value: jax.Array, lengths: jax.A
       NotImplementedError: when it is differentiated.
     """
     check_prompt(cache, key, value, lengths)
-    return refuse_gradients(_store_prompt, "prefill")(cache, key, value, lengths)
+    run = spread(tables.FIREQ_APPEND, _store_prompt)
+    return refuse_gradients(run, "prefill")(cache, key, value, lengths)
 
 
 def dequantize(
@@ -341,6 +351,7 @@ def _init_cache(
     sizes: tuple[int, int, int, int],
     dtype: jax.typing.DTypeLike,
     local_window_size: int | tuple[int, int] | None,
+    axes: Axes | None,
 ) -> CacheT:
     """`init_cache` of either kind, for sizes of `B`, tokens, `K` and `H`."""
     batch_size, max_length, num_kv_heads, head_dim = sizes
@@ -352,7 +363,25 @@ def _init_cache(
     dtype = jnp.dtype(dtype)
     if dtype not in _checks.FLOAT_DTYPES:
         raise TypeError(f"{dtype=!s} must be bfloat16, float16 or float32")
-    return _empty(kind, *sizes, dtype, ring.window_of(local_window_size))
+    window = ring.window_of(local_window_size)
+    if axes is None:
+        return _empty(kind, *sizes, dtype, window)
+    static = {"kind": kind, "head_dim": head_dim, "dtype": dtype, "window": window}
+    split = Sizes(*sizes[:3], ALLOCATION, -(-sizes[1] // ALLOCATION))
+    return born(_empty_of_kind, axes, split, **static)
+
+
+def _empty_of_kind(
+    batch_size: int,
+    max_length: int,
+    num_kv_heads: int,
+    *,
+    kind: type[CacheT],
+    head_dim: int,
+    dtype: np.dtype,
+    window: int | None,
+) -> CacheT:
+    return _empty(kind, batch_size, max_length, num_kv_heads, head_dim, dtype, window)
 
 
 def _empty(
@@ -406,6 +435,20 @@ APPEND = Registry(
         Implementation("xla", _append),
     ),
 )
+
+
+def _append_here(
+    cache: CacheT,
+    key: jax.Array,
+    value: jax.Array,
+    lengths: jax.Array,
+    *,
+    implementation: ImplementationName | None,
+) -> CacheT:
+    """`append` by what takes these arrays."""
+    chosen = APPEND.select(implementation, cache=cache, key=key)
+    extended: CacheT = chosen.run(cache, key, value, lengths)
+    return extended
 
 
 @jax.jit

@@ -74,7 +74,8 @@ def append(
       accepted: int32 ``[B]``: 0 for a sequence that gets no token, otherwise 1.
       row: int32 ``[B]``, tokens in the buffer.
       start: int32 ``[B]``, the place of the next block, below `n`; after the last place the first
-        one follows.
+        one follows. Where it is negative, a full buffer is emptied and its blocks are stored
+        nowhere: they are another device's.
       sides: int8 buffers ``[B, K, buffer_size, H]``, zero from `row` on, and their float32 scales
         ``[B, K]``, 0 where they are open; blocks as `stage2.Arrays` says.
       layouts: of a block of each side.
@@ -180,18 +181,19 @@ def _or_one(scale: Float) -> Float:
 def _flush(p: _Program, a: Arrays, at: Target) -> None:
     """Compresses the full buffer and empties it."""
     tokens, channels = a.layout.tokens, a.layout.channels
-    scale = _or_one(p.scale.float())
+    scale, is_here = _or_one(p.scale.float()), at.number >= 0
 
     def compress(i: Int, state: list[Int]) -> list[Int]:
         place = p.buffer.at(i * (tokens * channels))
         lane.block_barrier()  # of a block before, shared memory has been read
         codes = _load(p.share, place)
-        stage2.tell_extremes(p.share, codes, p.memory)
-        lane.block_barrier()
-        here = Target(at.batch, at.head, at.heads, at.slot, (at.number + i) % a.blocks)
-        with lane.when(p.share.thread.equals(0)):
-            a.block_scale.times(here.of_head(a), 4).store(scale)
-        stage2.write(p.share, codes, p.memory, a, here)
+        with lane.when(is_here):
+            stage2.tell_extremes(p.share, codes, p.memory)
+            lane.block_barrier()
+            here = Target(at.batch, at.head, at.heads, at.slot, (at.number + i) % a.blocks)
+            with lane.when(p.share.thread.equals(0)):
+                a.block_scale.times(here.of_head(a), 4).store(scale)
+            stage2.write(p.share, codes, p.memory, a, here)
         _clear(p.share, place)
         return state
 

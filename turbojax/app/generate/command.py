@@ -136,6 +136,7 @@ def generate(
     prefill_window: PrefillWindow = None,
     prefill_block_size: PrefillBlockSize = None,
     implementation: Implementation = None,
+    mesh: options.Mesh = None,
     dtype: options.Dtype = None,
     random_weights: options.RandomWeights = None,
     weights: options.Weights = None,
@@ -179,7 +180,7 @@ def generate(
             prompt_tokens=prompt_tokens,
         )
         content = str(prompt) if file is None else read_text(file.read_bytes())
-        found = options.find(model, random_weights, weights, dtype, max_length, adapters)
+        found = options.find(model, random_weights, weights, dtype, max_length, adapters, mesh)
         one = None
         if random_weights is None:
             one = tokens_of(found, content, chat=chat, system=system)
@@ -268,12 +269,16 @@ def _check_fit(
             f"{config.max_length} tokens together"
         )
     kind = with_uncompressed(models.cache_by_name(cache, config.num_kv_heads), uncompressed_layers)
+    rows, of_tokens = _check_batch(found, batch_size, at_a_time)
+    # Of one device.
+    batch_size, at_a_time = batch_size // rows, -(-at_a_time // rows)
     startup.check_memory(
         {
             "weights": found.weight_bytes,
             f"{cache} caches for {batch_size:,} sequences of {total:,} tokens": startup.cache_bytes(
                 config, found.dtype, batch_size, total, kind
-            ),
+            )
+            // of_tokens,
             "logits": 4 * batch_size * config.vocab_size,
             "prompts": 4 * batch_size * length,
             f"{at_a_time:,} prompts of {length:,} tokens that run": startup.prompt_bytes(
@@ -282,3 +287,21 @@ def _check_fit(
         },
         "smaller --batch-size, --prefill-batch-size or --max-new-tokens, or another --cache",
     )
+
+
+def _check_batch(found: "FoundModel", batch_size: int, at_a_time: int) -> tuple[int, int]:
+    """Into how many parts a mesh splits sequences, and the cache of each.
+
+    Raises:
+      ValueError: if it cannot split so many sequences evenly.
+    """
+    if found.axes is None:
+        return 1, 1
+    rows = found.axes.size("batch")
+    if batch_size % rows or at_a_time % rows:
+        raise ValueError(
+            f"--batch-size {batch_size} and {at_a_time} prompts at a time must be multiples of "
+            f"data={rows} of --mesh"
+        )
+    heads = 1 if found.config.latent is not None else found.axes.size("heads")
+    return rows, heads * found.axes.size("sequence")

@@ -104,7 +104,10 @@ NumPages = Annotated[
 ]
 PoolBytes = Annotated[
     int | None,
-    typer.Option(help="Instead, bytes of the pool, all layers.", show_default=False),
+    typer.Option(
+        help="Instead, bytes of the pool, all layers; with --mesh of each device's part.",
+        show_default=False,
+    ),
 ]
 MaxSequences = Annotated[
     int | None,
@@ -179,6 +182,7 @@ def serve(
     api_key: ApiKey = None,
     max_waiting: MaxWaiting = None,
     model: options.Model = None,
+    mesh: options.Mesh = None,
     adapters: options.Adapters = None,
     max_new_tokens: MaxNewTokens = None,
     max_length: options.MaxLength = None,
@@ -205,6 +209,9 @@ def serve(
 
     Results of a file are JSON lines, in the order in which they end. A bad line of the requests is
     found before anything runs. After an interruption, the same command with --resume goes on.
+
+    With --mesh data=2,model=4 there are two engines, each of which has the model split over four
+    devices, and requests go to the one that has least to do.
 
     With --http HOST:PORT a server runs instead, until Ctrl-C or SIGTERM: it then ends what it has
     begun.
@@ -239,8 +246,8 @@ def serve(
         )
 
         def find() -> tuple["FoundModel", "FoundModel | None"]:
-            found = options.find(model, random_weights, weights, dtype, max_length, adapters)
-            return found, _find_draft(speculate, draft_model, dtype)
+            found = options.find(model, random_weights, weights, dtype, max_length, adapters, mesh)
+            return found, _find_draft(speculate, draft_model, dtype, mesh)
 
         if file is not None:
             from turbojax.app.serve import files
@@ -282,8 +289,10 @@ def _check_mode(
             raise ValueError(f"{name} is for {'--http' if http is None else 'a FILE'}")
 
 
-def _find_draft(speculate: str | None, folder: str | None, dtype: str | None) -> Any:
+def _find_draft(
+    speculate: str | None, folder: str | None, dtype: str | None, mesh: str | None
+) -> Any:
     """The draft model; None if there is to be none."""
     if (speculate == "draft") != (folder is not None):
         raise ValueError("--speculate draft and --draft-model DIR need each other")
-    return None if folder is None else options.find(folder, None, None, dtype, None)
+    return None if folder is None else options.find(folder, None, None, dtype, None, mesh=mesh)

@@ -15,7 +15,7 @@ from turbojax.app.serve import settings as making
 from turbojax.app.serve.run import ServingReport, report_of
 from turbojax.app.serve.settings import Models, Pool, Settings
 from turbojax.app.text_model import FoundModel
-from turbojax.models import Engine
+from turbojax.models import Engine, Replicas
 
 API_KEY_VARIABLE = "TURBOJAX_API_KEY"
 _LARGEST_PORT = 2**16 - 1
@@ -150,7 +150,7 @@ def serve_http(
     return report_of(engine, settings, pool, engine.statistics().finished)
 
 
-def compile_ahead(engine: Engine) -> None:
+def compile_ahead(engine: Engine | Replicas) -> None:
     """Compiles the engine's programs, with a bar that counts them."""
     bar = terminal.progress_bar(transient=True)
     if not bar.console.is_terminal:

@@ -10,9 +10,18 @@ from turbojax.app.serve.requests import longest
 from turbojax.app.serve.settings import Models, Pool, Settings, make_engine, plan
 from turbojax.app.text_model import FoundModel, TextModel, than_bfloat16
 from turbojax.models import Decoder, QuantizedDecoder, TransformerConfig
-from turbojax.models.engine import Engine, EngineStatistics, Event, Finished, NewToken, Result
+from turbojax.models.engine import (
+    Engine,
+    EngineStatistics,
+    Event,
+    Finished,
+    NewToken,
+    Replicas,
+    Result,
+)
 from turbojax.models.engine.requests import TokenLogprobs, best_of
 from turbojax.models.generation.stopping import TextStream
+from turbojax.models.tensor_parallel.layout import parts
 from turbojax.models.text.tokenizer import Tokenizer
 from turbojax.rotary import LongRopeScaling
 
@@ -121,10 +130,7 @@ def serve(
     if not running:
         raise ValueError("there must be at least one request")
     decoder = model.decoder
-    models = Models(decoder.config, decoder.dtype)
-    if draft is not None:
-        models = dataclasses.replace(models, draft=draft.config, draft_dtype=draft.dtype)
-    pool = plan_for(requests, models, chosen, free_bytes)
+    pool = plan_for(requests, Models.of_loaded(decoder, draft), chosen, free_bytes)
     engine = make_engine(decoder, model.tokenizer, chosen, pool, draft)
     texts = dict[int, _Samples]()
     for request in running:
@@ -144,7 +150,7 @@ def serve(
 
 
 def report_of(
-    engine: Engine, settings: Settings, pool: Pool, requests: int, kept: int = 0
+    engine: Engine | Replicas, settings: Settings, pool: Pool, requests: int, kept: int = 0
 ) -> ServingReport:
     """What an engine did.
 
@@ -200,6 +206,8 @@ def model_name(found: FoundModel, requests: Sequence[TextRequest], settings: Set
     name = f"{_shape(config)} {found.dtype} {found.weight_bytes} {settings.kv_dtype}"
     if settings.uncompressed_layers:
         name += f" {settings.uncompressed_layers} uncompressed"
+    if (devices := parts(found.axes)) > 1:  # which round in another way than one
+        name += f" split over {devices}"
     if not isinstance(config.rope_scaling, LongRopeScaling):
         return name
     long = max_length_of(requests, config) > config.rope_scaling.original_max_length

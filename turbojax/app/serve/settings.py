@@ -11,10 +11,11 @@ from turbojax import _checks
 from turbojax.app import startup
 from turbojax.app.text_model import FoundModel
 from turbojax.models import Decoder, QuantizedDecoder, TransformerConfig
-from turbojax.models.engine import Draft, Engine, NGram, groups
+from turbojax.models.engine import Draft, Engine, NGram, Replicas, groups, replicate
 from turbojax.models.engine.making import usual_sizes
 from turbojax.models.engine.pools import page_bytes
 from turbojax.models.engine.speculation import Speculation
+from turbojax.models.tensor_parallel.layout import local_config
 from turbojax.models.text.tokenizer import Tokenizer
 
 SPECULATIONS = ("ngram", "draft")
@@ -124,7 +125,7 @@ class Pool:
       max_length: of its longest request.
       max_sequences: requests that run at a time.
       step_tokens: see `Engine`.
-      nbytes: of the pages of all layers, a draft model's included.
+      nbytes: of the pages of all layers on a device, a draft model's included.
     """
 
     num_pages: int
@@ -136,7 +137,7 @@ class Pool:
 
 @dataclasses.dataclass(frozen=True)
 class Models:
-    """The shapes of the models of an engine.
+    """The shapes of the models of an engine, or of what one of its devices has of them.
 
     Attributes:
       config: of the model.
@@ -153,9 +154,20 @@ class Models:
     @staticmethod
     def of(found: FoundModel, draft: FoundModel | None = None) -> "Models":
         """Of models that are found, and not loaded."""
+        config = local_config(found.config, found.axes)
         if draft is None:
-            return Models(found.config, found.dtype)
-        return Models(found.config, found.dtype, draft.config, draft.dtype)
+            return Models(config, found.dtype)
+        return Models(config, found.dtype, local_config(draft.config, draft.axes), draft.dtype)
+
+    @staticmethod
+    def of_loaded(
+        decoder: Decoder | QuantizedDecoder, draft: Decoder | QuantizedDecoder | None = None
+    ) -> "Models":
+        """Of models that are loaded."""
+        config = local_config(decoder.config, decoder.axes)
+        if draft is None:
+            return Models(config, decoder.dtype)
+        return Models(config, decoder.dtype, local_config(draft.config, draft.axes), draft.dtype)
 
     def page_bytes(self, settings: Settings, max_length: int) -> list[int]:
         """Of each group of layers the bytes of a page of all of them."""
@@ -256,7 +268,7 @@ def bytes_besides(
         "weights": found.weight_bytes,
         f"logits of {logits:,} rows": 4 * logits * found.config.vocab_size,
         "tokens in a step": startup.prompt_bytes(
-            found.config, found.dtype, 1, rows + sizes.step_tokens
+            local_config(found.config, found.axes), found.dtype, 1, rows + sizes.step_tokens
         ),
         "tables of pages, and tokens": 4 * rows * (pages + sizes.max_length),
     }
@@ -291,8 +303,8 @@ def make_engine(
     settings: Settings,
     pool: Pool,
     draft: Decoder | QuantizedDecoder | None = None,
-) -> Engine:
-    """The engine.
+) -> Engine | Replicas:
+    """The engine; several of them as one where the model is on a mesh with an axis of data.
 
     Args:
       model: what generates.
@@ -304,6 +316,24 @@ def make_engine(
     Raises:
       ValueError, NotImplementedError: see `Engine`.
     """
+    parts = [model] if model.axes is None else replicate(model)
+    drafts: list[Decoder | QuantizedDecoder | None] = [None] * len(parts)
+    if draft is not None:
+        drafts = [draft] if draft.axes is None else [*replicate(draft)]
+    engines = [
+        _engine(part, tokenizer, settings, pool, small)
+        for part, small in zip(parts, drafts, strict=True)
+    ]
+    return engines[0] if len(engines) == 1 else Replicas(engines)
+
+
+def _engine(
+    model: Decoder | QuantizedDecoder,
+    tokenizer: Tokenizer,
+    settings: Settings,
+    pool: Pool,
+    draft: Decoder | QuantizedDecoder | None,
+) -> Engine:
     return Engine(
         model,
         num_pages=pool.num_pages,

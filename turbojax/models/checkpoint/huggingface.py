@@ -16,11 +16,12 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from turbojax import _checks
 from turbojax.models.checkpoint import folder as _folder
-from turbojax.models.checkpoint import packed
+from turbojax.models.checkpoint import on_mesh, packed
 from turbojax.models.checkpoint import quantized as quantized_checkpoint
 from turbojax.models.checkpoint import weights as loading
 from turbojax.models.checkpoint.folder import MAX_SHARD_BYTES
@@ -32,6 +33,7 @@ from turbojax.models.families.tensors import TensorSpec, checkpoint_tensors
 from turbojax.models.quantized import QuantizedDecoder
 from turbojax.models.text.tokenizer import BEGINNING_OF_FILE as BEGINNING_OF_FILE
 from turbojax.models.transformer import Transformer
+from turbojax.sharding.axes import Axes
 
 _Floats = TypeVar("_Floats", Transformer, Decoder)
 
@@ -53,6 +55,7 @@ def load(
     dtype: DTypeLike | None = None,
     max_length: int | None = None,
     progress: loading.Progress | None = None,
+    mesh: Mesh | Axes | None = None,
 ) -> Transformer | QuantizedDecoder:
     """Loads a checkpoint of one of the supported families, or a quantized one.
 
@@ -74,7 +77,14 @@ def load(
       max_length: longest sequence the model is meant for, by default what `config.json` says. With
         LongRoPE's `original_max_position_embeddings` or less the short factors apply throughout;
         otherwise those for the sequences at hand, see `start`, `Engine` and `Transformer`.
-      progress: called after each tensor with the bytes read and the bytes there are.
+      progress: called after each tensor with the bytes read and the bytes there are; of a mesh,
+        those that this process reads.
+      mesh: devices to split the weights over, from all processes of a run: a mesh whose axes are
+        named ``"data"``, ``"model"`` and ``"sequence"``, or `Axes` that say what other names mean.
+        Each process reads the parts that its own devices hold, see `count_bytes_read`, and the host
+        has one of them at a time. A `QuantizedDecoder` is split as `partition_specs` says; of a
+        `Transformer`, which runs by automatic sharding, matrices are split over the axes of heads
+        as a decoder's are, and over the others along another axis, as `Trainer` has them.
 
     Returns:
       The model.
@@ -87,8 +97,9 @@ def load(
       ValueError: if a file cannot be parsed or is cut short; tensors are missing, unexpected,
         mis-shaped, or too large for `dtype`; tied embeddings differ; or an argument is out of
         range.
+      TypeError: if `mesh` is neither.
     """
-    return _load(path_or_name, loading.read_transformer, dtype, max_length, progress)
+    return _load(path_or_name, loading.read_transformer, dtype, max_length, progress, mesh)
 
 
 def load_transformer(
@@ -97,6 +108,7 @@ def load_transformer(
     dtype: DTypeLike | None = None,
     max_length: int | None = None,
     progress: loading.Progress | None = None,
+    mesh: Mesh | Axes | None = None,
 ) -> Transformer:
     """Loads a checkpoint whose weights are floating point, as `load` does.
 
@@ -107,7 +119,9 @@ def load_transformer(
 
     def read(folder: Path) -> Transformer:
         hf, config = _float_config(folder, path_or_name, max_length)
-        return loading.read_transformer(folder, hf, config, dtype=dtype, progress=progress)
+        return loading.read_transformer(
+            folder, hf, config, dtype=dtype, progress=progress, mesh=mesh
+        )
 
     return _folder.steady(checkpoint_folder(path_or_name), read)
 
@@ -117,6 +131,7 @@ def open_decoder(
     *,
     dtype: DTypeLike | None = None,
     max_length: int | None = None,
+    mesh: Mesh | Axes | None = None,
 ) -> StoredDecoder:
     """A checkpoint whose weights are floating point, and stay where they are: read layer by layer.
 
@@ -127,15 +142,17 @@ def open_decoder(
       path_or_name: see `load`.
       dtype: see `load`.
       max_length: see `load`.
+      mesh: see `load_decoder`; each layer is split when it is read.
 
     Raises:
-      OSError, NotImplementedError, ValueError: as `load_transformer`.
+      OSError, NotImplementedError, TypeError, ValueError: as `load_decoder`.
     """
 
     def read(folder: Path) -> StoredDecoder:
         hf, config = _float_config(folder, path_or_name, max_length)
-        tensors, target = loading.prepare(folder, hf, config, dtype)
-        return StoredDecoder(tensors, config, target)
+        axes = on_mesh.decoder_axes(config, mesh)
+        tensors, target = loading.prepare(folder, hf, config, dtype, axes)
+        return StoredDecoder(tensors, config, target, axes)
 
     return _folder.steady(checkpoint_folder(path_or_name), read)
 
@@ -162,15 +179,20 @@ def load_decoder(
     dtype: DTypeLike | None = None,
     max_length: int | None = None,
     progress: loading.Progress | None = None,
+    mesh: Mesh | Axes | None = None,
 ) -> Decoder | QuantizedDecoder:
     """Loads what generation runs: the weights layer by layer, without stacking them first.
 
-    Equal to `unstack` of what `load` returns, and to `load` where the checkpoint is quantized.
+    Equal to `unstack` of what `load` returns, and to `load` where the checkpoint is quantized. On a
+    mesh, the heads and inner sizes of layers are split over ``"model"`` (`Axes.heads`), and
+    sequences will be over ``"data"``; with more devices than KV heads, some share the tokens of a
+    sequence, see `axes_of_model`. The decoder runs like any other.
 
     Raises:
-      OSError, NotImplementedError, ValueError: as `load`.
+      OSError, NotImplementedError, TypeError, ValueError: as `load`; also if the model's heads
+        cannot be split over so many devices.
     """
-    return _load(path_or_name, loading.read_decoder, dtype, max_length, progress)
+    return _load(path_or_name, loading.read_decoder, dtype, max_length, progress, mesh)
 
 
 def _load(
@@ -179,6 +201,7 @@ def _load(
     dtype: DTypeLike | None,
     max_length: int | None,
     progress: loading.Progress | None,
+    mesh: Mesh | Axes | None,
 ) -> _Floats | QuantizedDecoder:
     """A checkpoint, quantized or not; `read_floats` is for those that are not."""
 
@@ -187,9 +210,11 @@ def _load(
         if quantized_checkpoint.is_quantized(hf):
             method = hf["quantization_config"]["quant_method"]
             read_quantized = packed.read if method in packed.METHODS else quantized_checkpoint.read
-            return read_quantized(folder, hf, dtype=dtype, max_length=max_length, progress=progress)
+            return read_quantized(
+                folder, hf, dtype=dtype, max_length=max_length, progress=progress, mesh=mesh
+            )
         config = model_config(folder, hf, max_length)
-        return read_floats(folder, hf, config, dtype=dtype, progress=progress)
+        return read_floats(folder, hf, config, dtype=dtype, progress=progress, mesh=mesh)
 
     return _folder.steady(checkpoint_folder(path_or_name), read)
 

@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +21,7 @@ from turbojax.models.checkpoint import folder as _folder
 from turbojax.models.checkpoint.folder import Box, whole_box
 from turbojax.models.families.tensors import Placement
 
+_Key = TypeVar("_Key", bound=Hashable)
 Progress = Callable[[int, int], None]
 """Called with the bytes that are read and the bytes there are, after each tensor."""
 
@@ -92,10 +94,10 @@ class _Part:
 
 
 def read(
-    targets: Mapping[Hashable, Target],
+    targets: Mapping[_Key, Target],
     tensors: Mapping[str, _folder.Stored],
     progress: Progress | None = None,
-) -> dict[Hashable, jax.Array]:
+) -> dict[_Key, jax.Array]:
     """Reads arrays.
 
     Args:
@@ -110,7 +112,7 @@ def read(
     groups = [[targets[key].stored for key in keys] for keys in _groups(targets)]
     plans = [_parts(group, tensors) for group in groups]
     total = sum(_cost(x, tensors) for plan in plans for x in _reads(plan))
-    done, found = 0, dict[Hashable, jax.Array]()
+    done, found = 0, dict[_Key, jax.Array]()
 
     def count(tensor: tuple[str, Box]) -> None:
         nonlocal done
@@ -166,7 +168,7 @@ def from_parts(
     devices: dict[Box, list[jax.Device]] = {}
     for device, box in local_boxes(sharding, shape).items():
         devices.setdefault(box, []).append(device)
-    held = {}
+    held: dict[jax.Device, jax.Array] = {}
     for box, holders in devices.items():
         held |= _put(part(box), holders)
     return jax.block_until_ready(assemble(shape, sharding, held))
@@ -176,10 +178,10 @@ def _put(part: np.ndarray, devices: Sequence[jax.Device]) -> dict[jax.Device, ja
     return {device: jax.device_put(part, device) for device in devices}
 
 
-def _groups(targets: Mapping[Hashable, Target]) -> list[list[Hashable]]:
+def _groups(targets: Mapping[_Key, Target]) -> list[list[_Key]]:
     """Arrays that share tensors, in the order in which they are given."""
-    groups: dict[Hashable, list[Hashable]] = {}
-    first_of: dict[str, Hashable] = {}
+    groups: dict[_Key, list[_Key]] = {}
+    first_of: dict[str, _Key] = {}
     for key, target in targets.items():
         names = [name for _, name, _ in target.sources]
         first = next((first_of[name] for name in names if name in first_of), key)
@@ -298,7 +300,7 @@ def _read_group(
             whole = own[copy.target]
             if whole is None:
                 whole = own[copy.target] = np.zeros(shape, target.dtype)
-            whole[(*copy.index, *(slice(0, size) for size in copy.size))] = found
+            whole[copy.index][tuple(slice(0, size) for size in copy.size)] = found
         for i, (array, box) in enumerate(zip(own, part.boxes, strict=True)):
             if array is None:
                 array = np.zeros([last - first for first, last in box], group[i].dtype)

@@ -15,12 +15,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from turbojax import _checks
 from turbojax._json import shown
 from turbojax.models.checkpoint import folder as _folder
-from turbojax.models.checkpoint import mxfp4
+from turbojax.models.checkpoint import int4_on_mesh, mxfp4, on_mesh
 from turbojax.models.checkpoint.packed.formats import METHODS
 from turbojax.models.checkpoint.weights import Progress, check_dtype, check_rotation
 from turbojax.models.config import TransformerConfig, config_json, model_config, stored_dtype
@@ -31,6 +32,7 @@ from turbojax.models.random_weights import random_quantized_decoder, random_weig
 from turbojax.ops.int4_matmul.static import TOKEN_KINDS
 from turbojax.quantizers.int4 import Int4Weight
 from turbojax.quantizers.int4_storage import tiles_of_version_1
+from turbojax.sharding.axes import Axes
 
 QUANT_METHOD = "turbojax-fireq"
 VERSION = 2
@@ -133,6 +135,7 @@ def read(
     dtype: DTypeLike | None,
     max_length: int | None = None,
     progress: Progress | None = None,
+    mesh: Mesh | Axes | None = None,
 ) -> QuantizedDecoder:
     """Reads the checkpoint of a folder.
 
@@ -142,6 +145,8 @@ def read(
       dtype: of activations, embedding and head; by default what the checkpoint says.
       max_length: of the model, by default what the checkpoint says.
       progress: called after each tensor with the bytes read and the bytes there are.
+      mesh: that weights are split over, see `turbojax.models.load`. Of a file of version 1 every
+        process reads all.
 
     Raises:
       FileNotFoundError: if there are no weights.
@@ -159,6 +164,7 @@ def read(
     named_dtype = stored_dtype(hf) or jnp.bfloat16
     compute = check_dtype(named_dtype if dtype is None else dtype)
     config = model_config(folder, hf, max_length)
+    axes = on_mesh.decoder_axes(config, mesh)
     tensors = _folder.stored_tensors(folder)
     _folder.require_config(folder, hf)
     _folder.require_layers(tensors, config.num_layers, "layers.", folder)
@@ -172,9 +178,19 @@ def read(
     shapes = {name: _stored_shape(name, leaf.shape, version) for name, leaf in named}
     _folder.require_tensors(tensors, shapes, folder)
     check_rotation(config, folder)
+    dtypes = {name: leaf.dtype for name, leaf in named}
+
+    def restore(name: str, array: np.ndarray) -> np.ndarray:
+        return _restore(name, array, tensors[name].file, dtypes[name], version)
+
+    if axes is not None:
+        return int4_on_mesh.read(
+            template, named, tensors, restore, axes, progress, whole=version == 1
+        )
     total, done, leaves = sum(stored.nbytes for stored in tensors.values()), 0, []
-    for name, leaf in named:
-        leaves.append(jax.block_until_ready(_restore(name, tensors[name], leaf.dtype, version)))
+    for name, _ in named:
+        array = jnp.asarray(restore(name, tensors[name].read()))
+        leaves.append(jax.block_until_ready(array))
         done += tensors[name].nbytes
         if progress is not None:
             progress(done, total)
@@ -192,19 +208,17 @@ def _stored_shape(name: str, shape: tuple[int, ...], version: int) -> tuple[int,
     return shape
 
 
-def _restore(name: str, stored: _folder.Stored, dtype: np.dtype, version: int) -> jax.Array:
-    array = stored.read()
+def _restore(name: str, array: np.ndarray, file: Path, dtype: np.dtype, version: int) -> np.ndarray:
+    """What a leaf is in memory of what the file holds."""
     if dtype == _E4M3 and array.dtype == np.uint8:
         array = array.view(_E4M3)
     if name in ("embedding", "lm_head"):
         array = _folder.cast(array, dtype, name)
     if array.dtype != dtype:
-        raise ValueError(f"{stored.file}: {name} has dtype {array.dtype}, must be {dtype}")
+        raise ValueError(f"{file}: {name} has dtype {array.dtype}, must be {dtype}")
     if name.endswith(".inputs") and not np.array_equal(np.sort(array), np.arange(array.size)):
-        raise ValueError(f"{stored.file}: {name} must hold every input once")
-    if version == 1:
-        array = tiles_of_version_1(name.rpartition(".")[2], array, name)
-    return jnp.asarray(array)
+        raise ValueError(f"{file}: {name} must hold every input once")
+    return tiles_of_version_1(name.rpartition(".")[2], array, name) if version == 1 else array
 
 
 def _tensor(name: str, leaf: jax.Array, stored: np.dtype) -> _folder.Tensor:

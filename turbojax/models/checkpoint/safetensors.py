@@ -142,7 +142,7 @@ class Stored:
                 read = 0
                 for i, offset in enumerate(offsets.tolist() if size else ()):
                     opened.seek(self.begin + dtype.itemsize * offset)
-                    read += _read_into(opened, memoryview(content)[i * size : (i + 1) * size])
+                    read += _read_into(opened, content.data[i * size : (i + 1) * size])
                 # Checked last, so that no change goes unnoticed.
                 same = _writing.version(os.fstat(opened.fileno())) == self.version
         except FileNotFoundError as error:

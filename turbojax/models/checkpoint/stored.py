@@ -8,9 +8,11 @@ import jax
 import numpy as np
 
 from turbojax.models.checkpoint import folder as _folder
+from turbojax.models.checkpoint import on_mesh
 from turbojax.models.checkpoint import weights as _weights
 from turbojax.models.config import TransformerConfig
 from turbojax.models.decoder import LayerParams
+from turbojax.sharding.axes import Axes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,11 +25,13 @@ class StoredDecoder:
       tensors: of the checkpoint, by name: all that the config asks for.
       config: the shape.
       dtype: of weights and computation.
+      axes: of the mesh that arrays are split over when they are read, or None for one device.
     """
 
     tensors: Mapping[str, _folder.Stored] = dataclasses.field(repr=False)
     config: TransformerConfig
     dtype: np.dtype
+    axes: Axes | None = None
 
     @property
     def embedding(self) -> jax.Array:
@@ -50,8 +54,17 @@ class StoredDecoder:
         return None if self.config.tie_embeddings else self._one("lm_head")
 
     def _one(self, *path: str) -> jax.Array:
-        [array] = _weights.read_parts(self.tensors, self.config, self.dtype, None, path).values()
+        [array] = self._parts(None, path).values()
         return array
+
+    def _parts(
+        self, layer: int | None, path: tuple[str, ...] | None = None
+    ) -> dict[tuple[str, ...], jax.Array]:
+        """Arrays of a layer, or outside of layers, by their paths there."""
+        if self.axes is not None:
+            return on_mesh.read_parts(self.tensors, self.config, self.dtype, self.axes, layer, path)
+        found = _weights.read_parts(self.tensors, self.config, self.dtype, layer, path)
+        return found if layer is None else {path[1:]: x for path, x in found.items()}
 
 
 class _Layers(Sequence[LayerParams]):
@@ -70,8 +83,7 @@ class _Layers(Sequence[LayerParams]):
     def __getitem__(self, index: int | slice) -> Any:
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
-        d, number, tree = self._decoder, range(len(self))[index], dict[str, Any]()
-        parts = _weights.read_parts(d.tensors, d.config, d.dtype, number)
-        for path, array in parts.items():
-            _weights.insert(tree, path[1:], array)
+        tree = dict[str, Any]()
+        for path, array in self._decoder._parts(range(len(self))[index]).items():
+            on_mesh.insert(tree, path, array)
         return tree

@@ -6,7 +6,7 @@ on the device.
 """
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +14,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from turbojax.models.checkpoint import folder as _folder
-from turbojax.models.checkpoint import mxfp4
+from turbojax.models.checkpoint import mxfp4, on_mesh
+from turbojax.models.checkpoint.on_mesh import insert as insert
+from turbojax.models.checkpoint.on_mesh import variable as variable
+from turbojax.models.checkpoint.placing import Progress as Progress
 from turbojax.models.config import DTYPES, TransformerConfig, stored_dtype
 from turbojax.models.decoder import Decoder
 from turbojax.models.families.tensors import (
@@ -32,9 +36,7 @@ from turbojax.models.families.tensors import (
     text_tensors,
 )
 from turbojax.models.transformer import Transformer, check_alike
-
-Progress = Callable[[int, int], None]
-"""Called with the bytes that are read and the bytes there are, after each tensor."""
+from turbojax.sharding.axes import Axes
 
 FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
 """Names of dtypes in safetensors files that weights may have."""
@@ -51,6 +53,7 @@ def read_transformer(
     *,
     dtype: DTypeLike | None = None,
     progress: Progress | None = None,
+    mesh: Mesh | Axes | None = None,
 ) -> Transformer:
     """Reads a folder's weights into a `Transformer`.
 
@@ -60,12 +63,16 @@ def read_transformer(
       config: what it says.
       dtype: see `turbojax.models.load`.
       progress: called after each tensor.
+      mesh: that weights are split over, see `turbojax.models.load`.
 
     Raises:
       FileNotFoundError, NotImplementedError, ValueError: see `turbojax.models.load`.
     """
     check_alike(config)
+    axes = None if mesh is None else on_mesh.axes_of(mesh)
     tensors, target = prepare(folder, hf, config, dtype)
+    if axes is not None:
+        return on_mesh.read_transformer(tensors, config, target, axes, progress)
     model = nnx.eval_shape(lambda: Transformer(config, param_dtype=target, rngs=nnx.Rngs(0)))
     state = nnx.state(model)
     stacked = {
@@ -99,9 +106,13 @@ def read_decoder(
     *,
     dtype: DTypeLike | None = None,
     progress: Progress | None = None,
+    mesh: Mesh | Axes | None = None,
 ) -> Decoder:
     """Reads a folder's weights into a `Decoder`; see `read_transformer`."""
-    tensors, target = prepare(folder, hf, config, dtype)
+    axes = on_mesh.decoder_axes(config, mesh)
+    tensors, target = prepare(folder, hf, config, dtype, axes)
+    if axes is not None:
+        return on_mesh.read_decoder(tensors, config, target, axes, progress)
     layers: list[dict[str, Any]] = [{} for _ in range(config.num_layers)]
     others: dict[_Path, jax.Array] = {}
 
@@ -155,13 +166,6 @@ def read_parts(
     return found
 
 
-def insert(tree: dict[str, Any], path: _Path, array: jax.Array) -> None:
-    """Puts an array at its path in nested dicts."""
-    for key in path[:-1]:
-        tree = tree.setdefault(key, {})
-    tree[path[-1]] = array
-
-
 def _put(
     tree: dict[str, Any], placement: Placement, tensor: np.ndarray, config: TransformerConfig
 ) -> None:
@@ -194,13 +198,6 @@ def index_of(*numbers: int | None) -> tuple[np.int32, ...]:
 def _on_device(placement: Placement, tensor: np.ndarray) -> jax.Array:
     array = _transpose(tensor) if placement.transpose else jnp.asarray(tensor)
     return jax.block_until_ready(array)
-
-
-def variable(state: Any, path: _Path) -> Any:
-    """What lies at this path of a model's state."""
-    for key in path:
-        state = state[key]
-    return state
 
 
 def _shape(state: Any, path: _Path) -> tuple[int, ...]:
@@ -244,9 +241,16 @@ def check_rotation(config: TransformerConfig, folder: Path) -> None:
 
 
 def prepare(
-    folder: Path, hf: Mapping[str, Any], config: TransformerConfig, dtype: DTypeLike | None
+    folder: Path,
+    hf: Mapping[str, Any],
+    config: TransformerConfig,
+    dtype: DTypeLike | None,
+    axes: Axes | None = None,
 ) -> tuple[dict[str, _folder.Stored], np.dtype]:
     """The tensors to be read, all there and of the right shape, and what they are cast to.
+
+    Where a checkpoint repeats a table, both are compared: of a decoder that is split over `axes`
+    what this process holds of them.
 
     Raises:
       FileNotFoundError, NotImplementedError, ValueError: see `turbojax.models.load`.
@@ -270,7 +274,8 @@ def prepare(
                 f"be {', '.join(sorted(FLOATS))}"
             )
     if repeated is not None:
-        require_equal(tensors[EMBEDDING], repeated)
+        rows = None if axes is None else on_mesh.table_rows(config, axes)
+        require_equal(tensors[EMBEDDING], repeated, rows)
     if target is None:
         target = stored_dtype(hf) or tensors[EMBEDDING].numpy_dtype
     return tensors, check_dtype(target)
@@ -295,14 +300,26 @@ def _read(
             progress(done, total)
 
 
-def require_equal(embedding: _folder.Stored, head: _folder.Stored) -> None:
-    """Raises ValueError unless two tables of a checkpoint with tied embeddings are the same."""
+def require_equal(
+    embedding: _folder.Stored,
+    head: _folder.Stored,
+    parts: Sequence[tuple[int, int]] | None = None,
+) -> None:
+    """Raises ValueError unless two tables of a checkpoint with tied embeddings are the same.
+
+    Args:
+      embedding: one.
+      head: the other.
+      parts: the rows that are compared, first ones and those after the last; None for all.
+    """
     same = (embedding.dtype, embedding.shape) == (head.dtype, head.shape)
     if same:
         rows = max(1, _COMPARED_BYTES * head.shape[0] // head.nbytes)
         same = all(
-            embedding.read(first, rows).tobytes() == head.read(first, rows).tobytes()
-            for first in range(0, head.shape[0], rows)
+            embedding.read(first, min(rows, last - first)).tobytes()
+            == head.read(first, min(rows, last - first)).tobytes()
+            for start, last in parts or [(0, head.shape[0])]
+            for first in range(start, last, rows)
         )
     if not same:
         raise ValueError(

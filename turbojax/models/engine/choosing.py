@@ -17,6 +17,7 @@ import numpy as np
 
 from turbojax.models.engine import compilation
 from turbojax.models.engine.requests import MOST_LOGPROBS, Request, TokenLogprobs
+from turbojax.models.engine.split import SAME, Vocabulary, run_on
 from turbojax.models.generation.constraints import WORD, words_of
 from turbojax.models.generation.penalties import NO_PENALTIES
 from turbojax.models.generation.sampling import (
@@ -219,7 +220,7 @@ class Chosen:
         return TokenLogprobs(float(self.logprobs[row]), tuple(p for p in pairs if p[0] >= 0))
 
 
-@functools.partial(jax.jit, static_argnames=("wanted",), donate_argnames="history")
+@functools.partial(jax.jit, static_argnames=("wanted", "vocabulary"), donate_argnames="history")
 def choose(
     logits: jax.Array,
     history: jax.Array,
@@ -230,6 +231,7 @@ def choose(
     extras: Extras,
     *,
     wanted: Wanted,
+    vocabulary: Vocabulary | None = None,
 ) -> tuple[jax.Array, Chosen]:
     """The next token of every row, written behind the tokens that its slot has.
 
@@ -249,6 +251,7 @@ def choose(
       rows: how the rows are sampled; their `index` follows from the tokens, and is not looked at.
       extras: what else they want, made by `no_extras` for the same `wanted`.
       wanted: what to look at.
+      vocabulary: how the logits are split over devices; None for not at all.
 
     Returns:
       The new history, where ``history[slot, lengths[slot]]`` is the row's token if there is room,
@@ -256,7 +259,30 @@ def choose(
     """
     compilation.note()
     _check_extras(extras, wanted)
-    changed = logits
+    given = Vocabulary(logits.shape[1]) if vocabulary is None else vocabulary
+    run = functools.partial(_choose, wanted=wanted, vocabulary=given)
+    specs = (given.spec(2), *[SAME] * 6)
+    chosen: tuple[jax.Array, Chosen]
+    chosen = run_on(run, given.axes, specs, (SAME, SAME))(
+        logits, history, lengths, prompts, slots, rows, extras
+    )
+    return chosen
+
+
+def _choose(
+    logits: jax.Array,
+    history: jax.Array,
+    lengths: Array,
+    prompts: Array,
+    slots: Array,
+    rows: SamplingRows,
+    extras: Extras,
+    *,
+    wanted: Wanted,
+    vocabulary: Vocabulary,
+) -> tuple[jax.Array, Chosen]:
+    """`choose` on a device, with its part of the vocabulary."""
+    changed = logits = vocabulary.gathered(logits)
     if extras.bias_tokens is not None and extras.bias_values is not None:
         changed = biased(changed, extras.bias_tokens, extras.bias_values)
     held = jnp.asarray(lengths).at[slots].get(mode="fill", fill_value=0)

@@ -19,6 +19,7 @@ from turbojax.models.engine.plan import Piece, Plan
 from turbojax.models.engine.programs import PromptProgram, decode_program
 from turbojax.models.engine.sequence import Sequence
 from turbojax.models.engine.speculation import Draft, NGram, Speculation
+from turbojax.models.engine.split import vocabulary_of
 from turbojax.models.engine.step import CHANGES, Work, check_implementation, idle_work, run_step
 from turbojax.models.generation.sampling import Kind, greedy_rows, kind_of
 
@@ -111,6 +112,7 @@ class Device:
     ) -> None:
         self.caches, self.programs = caches, programs
         self._decoder, self._state = decoder, slots
+        self._vocabulary = vocabulary_of(decoder)
         self._layers = layers
         self._draft: Weights = None
         self.draft_caches: tuple[Pool, ...] = ()
@@ -138,11 +140,13 @@ class Device:
 
     def read(self, pages: tuple[tuple[int, ...], ...]) -> list[list[Any]]:
         """Starts to copy pages of each group; `swap.fetch` waits for them."""
-        return swap.read_groups(self.caches + self.draft_caches, self._layers, pages)
+        every = self.caches + self.draft_caches
+        return swap.read_groups(every, self._layers, pages, self._decoder.axes)
 
     def write(self, pages: tuple[tuple[int, ...], ...], content: list[swap.Content]) -> None:
         """Writes what was read to other pages."""
-        every = swap.write_groups(self.caches + self.draft_caches, self._layers, pages, content)
+        every = self.caches + self.draft_caches
+        every = swap.write_groups(every, self._layers, pages, content, self._decoder.axes)
         count = len(self.caches)
         self.caches, self.draft_caches = every[:count], every[count:]
 
@@ -254,7 +258,7 @@ class Device:
             return Step(rows, 0, found)
         wanted = wanted_of(sequence.request for _, sequence in others).usual
         sampling = greedy_rows(len(owners))
-        extras = no_extras(len(owners), logits.shape[1], wanted)
+        extras = no_extras(len(owners), self._vocabulary.size, wanted)
         for row, sequence in others:
             sampling.set(row, sequence.request.sampling, 0)
             _set_extras(extras, row, sequence)
@@ -268,6 +272,7 @@ class Device:
             sampling,
             extras,
             wanted=wanted,
+            vocabulary=self._vocabulary,
         )
         self._state = dataclasses.replace(slots, history=history)
         return Step(rows, 0, found, chosen)
@@ -305,7 +310,15 @@ class Device:
             self._decoder, self.caches, self._state, slots, table, guesses, there, **static
         )
         self._state, found = speculation.accept(
-            self._state, logits, slots, guesses, counts, lost, rows, kind=kind
+            self._state,
+            logits,
+            slots,
+            guesses,
+            counts,
+            lost,
+            rows,
+            kind=kind,
+            vocabulary=self._vocabulary,
         )
         found.copy_to_host_async()
         numbered = zip(range(count), plan.decoding, plan.counts, strict=True)
@@ -363,9 +376,9 @@ class Device:
 
     def _lowered_choices(self, programs: Iterable[PromptProgram]) -> Iterable[Any]:
         """What follows a step where more is wanted than the most likely tokens."""
-        slots, vocabulary = self._state, self._decoder.config.vocab_size
+        slots, vocabulary = self._state, self._vocabulary
         for outputs in sorted({program.rows + program.pieces for program in programs}):
-            logits = jax.ShapeDtypeStruct((outputs, vocabulary), jnp.float32)
+            logits = vocabulary.logits(outputs)
             owners = np.zeros(outputs, np.int32)
             for wanted in choosing.USUAL:
                 yield choosing.choose.lower(
@@ -375,8 +388,9 @@ class Device:
                     slots.prompts,
                     owners,
                     greedy_rows(outputs),
-                    no_extras(outputs, vocabulary, wanted),
+                    no_extras(outputs, vocabulary.size, wanted),
                     wanted=wanted,
+                    vocabulary=vocabulary,
                 )
 
     def _lowered_guesses(self, rows: int, how: Speculation, kind: Kind) -> Iterable[Any]:
@@ -404,18 +418,26 @@ class Device:
             yield speculation.look_up.lower(
                 self._state, slots, count=count, longest=how.longest, shortest=how.shortest
             )
-        guesses, there = jnp.zeros((rows, count), jnp.int32), jnp.zeros(rows, jnp.int32)
+        guesses, there = self._like((rows, count)), self._like((rows,))
         if kind == "greedy":
             yield speculation.verify.lower(
                 self._decoder, self.caches, self._state, slots, table, guesses, there, **static
             )
-        vocabulary = self._decoder.config.vocab_size
-        logits = jax.ShapeDtypeStruct((rows, count + 1, vocabulary), jnp.float32)
-        lost = jax.ShapeDtypeStruct((), jnp.int32)
-        counts = jax.ShapeDtypeStruct((rows,), jnp.int32)
         yield speculation.accept.lower(
-            self._state, logits, slots, guesses, counts, lost, sampling, kind=kind
+            self._state,
+            self._vocabulary.logits(rows, count + 1),
+            slots,
+            guesses,
+            self._like((rows,)),
+            self._like(()),
+            sampling,
+            kind=kind,
+            vocabulary=self._vocabulary,
         )
+
+    def _like(self, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
+        """Numbers that a program gives to another one, int32, where the slots are."""
+        return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=self._state.lengths.sharding)
 
 
 def check_programs(

@@ -1,8 +1,9 @@
 """An engine's parts, made from its arguments, which are checked first."""
 
 import dataclasses
+import functools
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 
@@ -12,6 +13,7 @@ from turbojax.models.config import TransformerConfig
 from turbojax.models.decoder import Decoder, for_length, unstack
 from turbojax.models.engine import groups, placement, pools, state
 from turbojax.models.engine.device import Device, Programs, Weights, check_programs
+from turbojax.models.engine.placement import Place
 from turbojax.models.engine.plan import Limits
 from turbojax.models.engine.programs import (
     PromptProgram,
@@ -21,6 +23,8 @@ from turbojax.models.engine.programs import (
 )
 from turbojax.models.engine.speculation import Draft, NGram, Speculation
 from turbojax.models.quantized import QuantizedDecoder
+from turbojax.models.tensor_parallel.caches import init_split
+from turbojax.models.tensor_parallel.layout import local_config
 from turbojax.models.text.tokenizer import Tokenizer
 from turbojax.models.transformer import Transformer
 
@@ -102,19 +106,20 @@ def make(model: Model, settings: Settings, tokenizer: Tokenizer | None) -> Made:
     windows = groups.windows_of(config, s.max_length)
     pages = groups.pages_of_groups(windows, s.num_pages, sizes, s.window_pages)
     decoder = for_length(_unstacked(model), s.max_length)
-    where = placement.device_of(decoder)
-    with placement.made_on(where):
-        caches = placement.put(_pools(config, model, pages, windows, s), where)
+    where = placement.place_of(decoder)
+    caches, local = _pools(decoder, pages, windows, s, where)
     programs = _programs(s, windows, caches, config)
     max_pages = -(-s.max_length // s.page_size)
     layers = groups.layers_of(config, windows)
     draft = None
     if isinstance(s.speculation, Draft):
-        draft = _draft(s.speculation, config, windows, pages, s, where)
-        check_programs(programs, draft[1][:1], max_pages, draft[0].config.num_heads)
+        draft, of_draft = _draft(s.speculation, config, windows, pages, s, where)
+        heads = local_config(draft[0].config, draft[0].axes).num_heads
+        check_programs(programs, of_draft[:1], max_pages, heads)
     # One of each way to store pages: the first and last layers may have another.
-    kinds = {cache.kv_dtype: cache for cache in caches}
-    check_programs(programs, kinds.values(), max_pages, config.num_heads)
+    kinds = {cache.kv_dtype: cache for cache in local}
+    heads = local_config(config, decoder.axes).num_heads
+    check_programs(programs, kinds.values(), max_pages, heads)
     with placement.made_on(where):
         slots = state.new_state(len(windows), s.max_sequences, max_pages, s.max_length)
         slots = placement.put(slots, where)
@@ -163,23 +168,32 @@ def _unstacked(model: Model) -> Decoder | QuantizedDecoder:
 
 
 def _pools(
-    config: TransformerConfig,
-    model: Model,
-    pages: Sequence[int],
-    windows: groups.Windows,
-    s: Settings,
-) -> pools.Pools:
-    return pools.init_pools(
-        config,
-        model.dtype,
-        pools.pages_of_layers(config, windows, pages),
-        s.page_size,
+    decoder: Weights, pages: Sequence[int], windows: groups.Windows, s: Settings, place: Place
+) -> tuple[pools.Pools, pools.Pools]:
+    """The layers' pools, and what one device has of them."""
+    return _made(
+        decoder,
+        place,
+        num_pages=pools.pages_of_layers(decoder.config, windows, pages),
+        page_size=s.page_size,
         kv_dtype=s.kv_dtype,
         uncompressed_layers=s.uncompressed_layers,
         key_scale=s.key_scale,
         value_scale=s.value_scale,
         seed=s.seed,
     )
+
+
+def _made(decoder: Weights, place: Place, **given: Any) -> tuple[pools.Pools, pools.Pools]:
+    """Pools where a model is, see `pools.init_pools`, and what one device has of them."""
+    axes = decoder.axes
+    config = local_config(decoder.config, axes)
+    make = functools.partial(pools.init_pools, config, decoder.dtype, **given)
+    if axes is not None:
+        return init_split(make, axes), jax.eval_shape(make)
+    with placement.made_on(place):
+        caches = placement.put(make(), place)
+    return caches, caches
 
 
 def _programs(
@@ -209,9 +223,12 @@ def _draft(
     windows: groups.Windows,
     pages: Sequence[int],
     s: Settings,
-    where: jax.Device | None,
-) -> tuple[Weights, pools.Pools, tuple[tuple[int, ...], ...]]:
-    """A draft model's weights and pools, whose pages are those of the model's tables."""
+    where: Place,
+) -> tuple[tuple[Weights, pools.Pools, tuple[tuple[int, ...], ...]], pools.Pools]:
+    """A draft model's weights and pools, whose pages are those of the model's tables.
+
+    And what one device has of these pools.
+    """
     other = how.model.config
     for name, found, wanted in (
         ("vocab_size", other.vocab_size, config.vocab_size),
@@ -230,16 +247,15 @@ def _draft(
     of_layers = {layer: n for of_group, n in zip(layers, pages, strict=True) for layer in of_group}
     decoder = for_length(_unstacked(how.model), s.max_length)
     placement.check_beside(decoder, where)
-    with placement.made_on(where):
-        caches = pools.init_pools(
-            other,
-            how.model.dtype,
-            [of_layers[layer] for layer in range(other.num_layers)],
-            s.page_size,
-            kv_dtype="auto" if config.latent is not None else s.kv_dtype,
-            uncompressed_layers=0,
-            key_scale=s.key_scale,
-            value_scale=s.value_scale,
-            seed=s.seed,
-        )
-    return decoder, placement.put(caches, where), layers
+    caches, local = _made(
+        decoder,
+        where,
+        num_pages=[of_layers[layer] for layer in range(other.num_layers)],
+        page_size=s.page_size,
+        kv_dtype="auto" if config.latent is not None else s.kv_dtype,
+        uncompressed_layers=0,
+        key_scale=s.key_scale,
+        value_scale=s.value_scale,
+        seed=s.seed,
+    )
+    return (decoder, caches, layers), local

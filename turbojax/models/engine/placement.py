@@ -2,19 +2,22 @@
 
 Arrays that were put on a device (`jax.device_put`) are committed to it, and jax runs what reads
 them there. Pools and slots are put beside them. Weights that nobody put anywhere stay with jax's
-default device, and so does all else.
+default device, and so does all else. Those of a decoder that is split over a mesh are on all of its
+devices, and then so are heads of pools, while slots are the same on each.
 """
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from turbojax.models.decoder import Decoder, unstack
 from turbojax.models.quantized import QuantizedDecoder
+from turbojax.models.tensor_parallel.placing import shard
 from turbojax.models.transformer import Transformer
 from turbojax.sharding import Axes
 
@@ -22,33 +25,68 @@ _T = TypeVar("_T")
 Model = Transformer | Decoder | QuantizedDecoder
 
 
-def replicate(
-    model: Transformer | Decoder | QuantizedDecoder, axes: Axes
-) -> list[Decoder | QuantizedDecoder]:
+Place: TypeAlias = jax.Device | NamedSharding | None
+"""Where slots are: on a device, on all of a mesh, or wherever jax puts them."""
+
+
+def replicate(model: Model, axes: Axes | None = None) -> list[Decoder | QuantizedDecoder]:
     """The model once for each part of a mesh that `axes.batch` makes, for an engine each.
 
     Args:
-      model: the model; a `Transformer` is unstacked.
-      axes: of a mesh of devices; without axes of a batch there is one part, the whole mesh.
+      model: the model; a `Transformer` is unstacked. One that is split over the mesh already, as
+        loaded with it, is taken apart: nothing is copied.
+      axes: of a mesh of devices; without axes of a batch there is one part, the whole mesh. Those
+        of heads and of the sequence split the model over each part (tensor parallelism). To be left
+        out for a model that is split already.
 
     Returns:
-      The same weights, committed to the devices of each part. What is there already is not copied.
+      The same weights on the devices of each part: a decoder that is split over them, or one
+      without axes where a part is one device.
 
     Raises:
-      ValueError: if there is no mesh.
-      TypeError: if its devices are not known: it is an abstract one.
-      NotImplementedError: if a part has several devices.
+      TypeError: if the mesh is an abstract one.
+      ValueError: if there is no mesh, or `axes` are not the model's, or the model cannot be split.
+      NotImplementedError: if a device belongs to another process; see also
+        `turbojax.models.tensor_parallel.layout.check_axes`.
     """
     decoder = unstack(model) if isinstance(model, Transformer) else model
-    parts = parts_of(axes)
-    for part in parts:
-        if part.size > 1:
-            raise NotImplementedError(f"a replica on {part.size} devices, must be 1")
-    return [jax.device_put(decoder, part.devices.item()) for part in parts]
+    if decoder.axes is not None:
+        if axes is not None and axes != decoder.axes:
+            raise ValueError(f"{axes=} must be left out, or the model's own: {decoder.axes}")
+        return [_taken_apart(decoder, part) for part in parts_of(decoder.axes)]
+    if axes is None:
+        raise ValueError(f"{axes=} must be given for a model that is not split")
+    return [_put_on(decoder, part) for part in parts_of(axes)]
 
 
-def parts_of(axes: Axes) -> list[Mesh]:
-    """The parts of a mesh that `axes.batch` makes, each with all other axes.
+def _put_on(decoder: Decoder | QuantizedDecoder, part: Axes) -> Decoder | QuantizedDecoder:
+    """A whole decoder on the devices of a part."""
+    devices = _devices(part)
+    if len(devices) == 1:
+        return jax.device_put(decoder, devices[0])
+    whole: Any = decoder  # of either kind, as the result is
+    placed: Decoder | QuantizedDecoder = shard(whole, part)
+    return placed
+
+
+def _taken_apart(decoder: Decoder | QuantizedDecoder, part: Axes) -> Decoder | QuantizedDecoder:
+    """What a part of the mesh has of a decoder that is split over all of it."""
+    devices, mesh = _devices(part), part.require_mesh()
+
+    def own(x: jax.Array) -> jax.Array:
+        there = [shard.data for shard in x.addressable_shards if shard.device in devices]
+        if len(devices) == 1:
+            return there[0]
+        sharding: Any = x.sharding
+        held = NamedSharding(mesh, sharding.spec)
+        return jax.make_array_from_single_device_arrays(x.shape, held, there)
+
+    arrays = jax.tree.map(own, decoder)
+    return dataclasses.replace(arrays, axes=part if len(devices) > 1 else None)
+
+
+def parts_of(axes: Axes) -> list[Axes]:
+    """The parts of a mesh that `axes.batch` makes, each with the other axes.
 
     Raises:
       ValueError: if there is no mesh.
@@ -58,58 +96,83 @@ def parts_of(axes: Axes) -> list[Mesh]:
     if not isinstance(mesh, Mesh):
         raise TypeError(f"mesh={mesh} must be one of devices, not an abstract one")
     names = mesh.axis_names
-    of_batch = [names.index(name) for name in axes.batch or ()]
+    of_batch = [names.index(name) for name in axes.of_dimension("batch")]
     others = [i for i in range(len(names)) if i not in of_batch]
     shape = [mesh.devices.shape[i] for i in others]
     devices = mesh.devices.transpose(*of_batch, *others).reshape(-1, *shape)
-    kinds = tuple(mesh.axis_types[i] for i in others)
-    return [Mesh(np.asarray(x), tuple(names[i] for i in others), axis_types=kinds) for x in devices]
+    left, kinds = tuple(names[i] for i in others), tuple(mesh.axis_types[i] for i in others)
+    return [
+        dataclasses.replace(axes, batch=None, mesh=Mesh(np.asarray(x), left, axis_types=kinds))
+        for x in devices
+    ]
 
 
-def device_of(weights: Any) -> jax.Device | None:
-    """The device to which a model's weights are committed; None if to none.
-
-    Args:
-      weights: a pytree of arrays.
+def place_of(decoder: Decoder | QuantizedDecoder) -> Place:
+    """Where a model's weights are: the device to which they are committed, or the mesh.
 
     Raises:
-      ValueError: if they are on several.
+      ValueError: if they are on several devices and not split by axes, or sequences are split too.
+      NotImplementedError: if they are split over devices of several processes.
     """
-    arrays = [x for x in jax.tree.leaves(weights) if isinstance(x, jax.Array)]
-    found = {device for x in arrays if x.committed for device in x.devices()}
+    axes = decoder.axes
+    if axes is not None:
+        _devices(axes)
+        if axes.size("batch") > 1:
+            raise ValueError(
+                f"an engine runs on one part of the axes {axes.of_dimension('batch')}, of which "
+                f"there are {axes.size('batch')}: replicate gives the model of each, for Replicas"
+            )
+        return NamedSharding(axes.require_mesh(), PartitionSpec())
+    found = {d for x in jax.tree.leaves(decoder) if x.committed for d in x.devices()}
     if len(found) > 1:
-        raise ValueError(f"the model's weights are on {_named(found)}, must be on one device")
+        named = ", ".join(sorted(map(str, found)))
+        raise ValueError(f"the model's weights are on {named}, must be on one device")
     return next(iter(found), None)
 
 
-def check_beside(draft: Any, device: jax.Device | None) -> None:
+def check_beside(draft: Decoder | QuantizedDecoder, place: Place) -> None:
     """Raises ValueError unless a draft model's weights are where the model's are.
 
     Args:
-      draft: its weights.
-      device: of the model, see `device_of`.
+      draft: the draft model.
+      place: of the model, see `place_of`.
     """
-    found = device_of(draft)
-    if found != device:
-        where = ["jax's default device" if x is None else str(x) for x in (found, device)]
-        raise ValueError(f"the draft model is on {where[0]}, must be on {where[1]} like the model")
+    named = [_named(x) for x in (place_of(draft), place)]
+    if named[0] != named[1]:
+        raise ValueError(f"the draft model is on {named[0]}, must be on {named[1]} like the model")
 
 
 @contextlib.contextmanager
-def made_on(device: jax.Device | None) -> Iterator[None]:
-    """Inside, new arrays are made on a device, and nowhere else before."""
-    if device is None:
+def made_on(place: Place) -> Iterator[None]:
+    """Inside, new arrays are made on a device, and nowhere else before; with a mesh as ever."""
+    if not isinstance(place, jax.Device):
         yield
         return
-    with jax.default_device(device):
+    with jax.default_device(place):
         yield
 
 
-def put(tree: _T, device: jax.Device | None) -> _T:
-    """A pytree of arrays, committed to the device; as it is for None."""
-    placed: _T = tree if device is None else jax.device_put(tree, device)
+def put(tree: _T, place: Place) -> _T:
+    """A pytree of arrays, committed to the place, the same on all devices; as it is for None."""
+    placed: _T = tree if place is None else jax.device_put(tree, place)
     return placed
 
 
-def _named(devices: set[jax.Device]) -> str:
-    return ", ".join(sorted(map(str, devices)))
+def _devices(axes: Axes) -> list[jax.Device]:
+    mesh = axes.require_mesh()
+    assert isinstance(mesh, Mesh)
+    devices = list(mesh.devices.flat)
+    for device in devices:
+        if device.process_index != jax.process_index():
+            raise NotImplementedError(
+                f"{device} of process {device.process_index} is not supported: an engine runs on "
+                f"devices of its own process, {jax.process_index()}"
+            )
+    return devices
+
+
+def _named(place: Place) -> str:
+    if isinstance(place, NamedSharding):
+        mesh = place.mesh
+        return ", ".join(map(str, mesh.devices.flat)) if isinstance(mesh, Mesh) else str(mesh)
+    return "jax's default device" if place is None else str(place)

@@ -4,6 +4,7 @@ import collections
 import concurrent.futures
 import contextlib
 import dataclasses
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Literal
@@ -15,6 +16,9 @@ from turbojax.models.engine.guard import Guard
 from turbojax.models.engine.requests import Event, Finished, NewToken, Request, Result
 from turbojax.models.engine.sequence import Sequence
 from turbojax.models.engine.statistics import EngineStatistics, together
+
+# Python lets a thread run for 5 ms while others wait, which is much beside an engine's step.
+_SWITCH_SECONDS = 0.0005
 
 
 class _Replica:
@@ -229,7 +233,8 @@ class Replicas:
                 replica.step = self._threads.submit(replica.engine.step)
         steps = [x.step for x in self._replicas if x.step is not None]
         if steps and not self._events:
-            concurrent.futures.wait(steps, return_when=concurrent.futures.FIRST_COMPLETED)
+            with _threads_that_alternate():
+                concurrent.futures.wait(steps, return_when=concurrent.futures.FIRST_COMPLETED)
         self._gather()
 
     def _gather(self) -> None:
@@ -298,6 +303,17 @@ class Replicas:
         """Waits until no engine is in a step."""
         concurrent.futures.wait([x.step for x in self._replicas if x.step is not None])
         self._gather()
+
+
+@contextlib.contextmanager
+def _threads_that_alternate() -> Iterator[None]:
+    """Inside, no thread waits long for another one's Python code, as a device would with it."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(min(before, _SWITCH_SECONDS))
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(before)
 
 
 def _check(engines: tuple[Engine, ...]) -> None:

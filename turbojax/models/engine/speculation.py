@@ -19,13 +19,14 @@ import jax.numpy as jnp
 from turbojax import _checks
 from turbojax.kv import Attend
 from turbojax.models.decoder import Decoder
-from turbojax.models.engine import compilation
+from turbojax.models.engine import compilation, split
 from turbojax.models.engine.access import Pool, access_to
 from turbojax.models.engine.groups import Windows, group_of, layers_of
 from turbojax.models.engine.state import State, apply
 from turbojax.models.engine.step import append_at, pages_at
-from turbojax.models.generation.sampling import NOTHING, Array, Kind, SamplingRows, sample
+from turbojax.models.generation.sampling import NOTHING, Array, Kind, SamplingRows
 from turbojax.models.quantized import QuantizedDecoder
+from turbojax.models.tensor_parallel.programs import on_mesh
 from turbojax.models.transformer import Transformer
 from turbojax.ops.extras import of_layer
 from turbojax.ops.options import PLAIN
@@ -169,6 +170,32 @@ def draft(
       The new pools, int32 ``[R, k]`` guesses, and ``[R]`` how many of them there are.
     """
     compilation.note()
+    run = functools.partial(
+        _draft, count=count, kind=kind, windows=windows, implementation=implementation
+    )
+    held, same = split.held(caches, decoder.axes), split.SAME
+    drafted: tuple[tuple[Pool, ...], jax.Array, jax.Array]
+    drafted = on_mesh(run, decoder, (held, *[same] * 4), (held, same, same))(
+        caches, state, slots, changes, rows
+    )
+    return drafted
+
+
+def _draft(
+    decoder: Decoder | QuantizedDecoder,
+    caches: tuple[Pool, ...],
+    state: State,
+    slots: jax.Array,
+    changes: jax.Array,
+    rows: SamplingRows,
+    *,
+    count: int,
+    kind: Kind,
+    windows: Windows,
+    implementation: str | None,
+) -> tuple[tuple[Pool, ...], jax.Array, jax.Array]:
+    """`draft` on a device, with its heads and its part of the vocabulary."""
+    vocabulary = split.vocabulary_of(decoder)
     state = apply(state, changes)
     lengths, left = state.of(state.lengths, slots), state.of(state.left, slots)
     found = jnp.clip(left - 1, 0, count)
@@ -180,7 +207,7 @@ def draft(
         logits, caches = _pass(
             decoder, caches, state, slots, tokens, lengths + i + 1, counts, windows, implementation
         )
-        newest = _sampled(logits[:, -1:], state, slots, rows, kind, first=i)[:, 0]
+        newest = _sampled(logits[:, -1:], state, slots, rows, kind, vocabulary, first=i)[:, 0]
         guesses.append(jnp.maximum(newest, 0))
         tokens, counts = guesses[-1][:, None], (i + 1 < found).astype(jnp.int32)
     return caches, jnp.stack(guesses, axis=1), found
@@ -212,13 +239,24 @@ def catch_up(
       The new pools.
     """
     compilation.note()
-    lengths = state.of(state.lengths, slots)
-    tokens = state.token_at(slots, jnp.maximum(lengths - 1, 0))[:, None]
-    counts = jnp.minimum(lengths, 1)
-    _, caches = _pass(
-        decoder, caches, state, slots, tokens, lengths, counts, windows, implementation
-    )
-    return caches
+
+    def run(
+        decoder: Decoder | QuantizedDecoder,
+        caches: tuple[Pool, ...],
+        state: State,
+        slots: jax.Array,
+    ) -> tuple[Pool, ...]:
+        lengths = state.of(state.lengths, slots)
+        tokens = state.token_at(slots, jnp.maximum(lengths - 1, 0))[:, None]
+        counts = jnp.minimum(lengths, 1)
+        _, caches = _pass(
+            decoder, caches, state, slots, tokens, lengths, counts, windows, implementation
+        )
+        return caches
+
+    held, same = split.held(caches, decoder.axes), split.SAME
+    read: tuple[Pool, ...] = on_mesh(run, decoder, (held, same, same), held)(caches, state, slots)
+    return read
 
 
 @functools.partial(
@@ -255,6 +293,29 @@ def verify(
       tokens that a layer's pool could not store so far.
     """
     compilation.note()
+    run = functools.partial(_verify, windows=windows, implementation=implementation)
+    held, same = split.held(caches, decoder.axes), split.SAME
+    logits = split.vocabulary_of(decoder).spec(3)
+    verified: tuple[tuple[Pool, ...], State, jax.Array, jax.Array, jax.Array]
+    verified = on_mesh(run, decoder, (held, *[same] * 5), (held, same, logits, same, same))(
+        caches, state, slots, changes, guesses, found
+    )
+    return verified
+
+
+def _verify(
+    decoder: Decoder | QuantizedDecoder,
+    caches: tuple[Pool, ...],
+    state: State,
+    slots: jax.Array,
+    changes: jax.Array,
+    guesses: jax.Array,
+    found: jax.Array,
+    *,
+    windows: Windows,
+    implementation: str | None,
+) -> tuple[tuple[Pool, ...], State, jax.Array, jax.Array, jax.Array]:
+    """`verify` on a device, with its heads and its part of the vocabulary."""
     state = apply(state, changes)
     lengths, left = state.of(state.lengths, slots), state.of(state.left, slots)
     counts = jnp.minimum(found + 1, left)
@@ -267,7 +328,7 @@ def verify(
     return caches, state, logits, counts, jnp.sum(jnp.stack(lost))
 
 
-@functools.partial(jax.jit, static_argnames="kind", donate_argnames="state")
+@functools.partial(jax.jit, static_argnames=("kind", "vocabulary"), donate_argnames="state")
 def accept(
     state: State,
     logits: jax.Array,
@@ -278,6 +339,7 @@ def accept(
     rows: SamplingRows,
     *,
     kind: Kind,
+    vocabulary: split.Vocabulary | None = None,
 ) -> tuple[State, jax.Array]:
     """Chooses the next tokens, as far as guesses are what is chosen, and one more.
 
@@ -290,13 +352,38 @@ def accept(
       lost: int32 ``[]``, see there.
       rows: how tokens are chosen; their `index` is not looked at.
       kind: of the rows.
+      vocabulary: how the logits are split over devices; None for not at all.
 
     Returns:
       The new state, and int32 ``[R * (k + 3) + 1]``: of each row how many tokens were fed, how many
       are new, and these; then `lost`.
     """
     compilation.note()
-    tokens = _sampled(logits, state, slots, rows, kind)
+    given = split.Vocabulary(logits.shape[2]) if vocabulary is None else vocabulary
+    run = functools.partial(_accept, kind=kind, vocabulary=given)
+    same = split.SAME
+    specs = (same, given.spec(3), *[same] * 5)
+    accepted: tuple[State, jax.Array]
+    accepted = split.run_on(run, given.axes, specs, (same, same))(
+        state, logits, slots, guesses, counts, lost, rows
+    )
+    return accepted
+
+
+def _accept(
+    state: State,
+    logits: jax.Array,
+    slots: jax.Array,
+    guesses: jax.Array,
+    counts: jax.Array,
+    lost: jax.Array,
+    rows: SamplingRows,
+    *,
+    kind: Kind,
+    vocabulary: split.Vocabulary,
+) -> tuple[State, jax.Array]:
+    """`accept` on a device, with its part of the vocabulary."""
+    tokens = _sampled(logits, state, slots, rows, kind, vocabulary)
     places = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
     right = (tokens[:, :-1] == guesses) & (places[:, 1:] < counts[:, None])
     new = 1 + jnp.sum(jnp.cumprod(right.astype(jnp.int32), axis=1), axis=1)
@@ -321,6 +408,7 @@ def _sampled(
     slots: jax.Array,
     rows: SamplingRows,
     kind: Kind,
+    vocabulary: split.Vocabulary,
     first: int = 0,
 ) -> jax.Array:
     """The tokens after each text's last one, int32 ``[R, T]``, the first of number `first`."""
@@ -333,7 +421,7 @@ def _sampled(
 
     of_tokens = dataclasses.replace(jax.tree.map(repeated, rows), index=index.ravel())
     flat = logits.reshape(count * size, -1)
-    return sample(flat, of_tokens, kind).reshape(count, size)
+    return vocabulary.sample(flat, of_tokens, kind).reshape(count, size)
 
 
 def _pass(
@@ -361,7 +449,7 @@ def _pass(
       implementation: of attention to pages.
 
     Returns:
-      float32 logits ``[R, T, V]`` and the new pools.
+      float32 logits ``[R, T, V]``, of the device's part of the vocabulary, and the new pools.
     """
     count, size = tokens.shape
     within = jnp.arange(size, dtype=jnp.int32)[None]
@@ -389,4 +477,4 @@ def _pass(
     hidden, caches = decoder.hidden(
         tokens.reshape(1, -1), positions.reshape(1, -1), attended, caches
     )
-    return decoder.logits(hidden[0]).reshape(count, size, -1), caches
+    return decoder.local_logits(hidden[0]).reshape(count, size, -1), caches

@@ -17,13 +17,14 @@ import numpy as np
 from turbojax.config import TurboConfig
 from turbojax.kv import Attend, holds_latents
 from turbojax.models.decoder import Decoder
-from turbojax.models.engine import compilation, dense
+from turbojax.models.engine import compilation, dense, split
 from turbojax.models.engine.access import Pool, access_to, check_call
 from turbojax.models.engine.groups import Windows, group_of, layers_of
 from turbojax.models.engine.programs import PromptProgram
 from turbojax.models.engine.state import State, apply, no_changes
-from turbojax.models.generation.sampling import greedy_rows, sample
+from turbojax.models.generation.sampling import greedy_rows
 from turbojax.models.quantized import QuantizedDecoder
+from turbojax.models.tensor_parallel.programs import on_mesh
 from turbojax.ops.extras import of_layer
 from turbojax.ops.options import PLAIN
 
@@ -139,10 +140,39 @@ def run_step(
 
     Returns:
       The new pools and state; float32 ``[O, V]``, logits (where nobody owns them they mean
-      nothing); int32 ``[O + 1]``, the most likely tokens, see `sample`, and how many tokens a
-      layer's pool could not store so far.
+      nothing), split and padded as `split.Vocabulary` says; int32 ``[O + 1]``, the most likely
+      tokens, see `sample`, and how many tokens a layer's pool could not store so far.
     """
     compilation.note()
+    run = functools.partial(
+        _run,
+        program=program,
+        windows=windows,
+        implementation=implementation,
+        prompts=prompts,
+        is_draft=is_draft,
+    )
+    held, logits = split.held(caches, decoder.axes), split.vocabulary_of(decoder).spec(2)
+    specs = (held, split.SAME, split.SAME)
+    results = (held, split.SAME, logits, split.SAME)
+    found: tuple[tuple[Pool, ...], State, jax.Array | None, jax.Array | None]
+    found = on_mesh(run, decoder, specs, results)(caches, state, packed)
+    return found
+
+
+def _run(
+    decoder: Decoder | QuantizedDecoder,
+    caches: tuple[Pool, ...],
+    state: State,
+    packed: jax.Array,
+    *,
+    program: PromptProgram,
+    windows: Windows,
+    implementation: str | None,
+    prompts: TurboConfig | None,
+    is_draft: bool,
+) -> tuple[tuple[Pool, ...], State, jax.Array | None, jax.Array | None]:
+    """`run_step` on a device, with its heads and its part of the vocabulary."""
     work = unpack(packed, program)
     state = apply(state, work.changes)
     work = _without_those_that_are_done(work, state)
@@ -153,8 +183,9 @@ def run_step(
     hidden, caches = decoder.hidden(tokens[None], positions[None], attend, caches)
     if is_draft:
         return caches, state, None, None
-    logits = decoder.logits(hidden[0][work.outputs])
-    chosen = sample(logits, greedy_rows(len(work.outputs)), "greedy")
+    logits = decoder.local_logits(hidden[0][work.outputs])
+    rows = greedy_rows(len(work.outputs))
+    chosen = split.vocabulary_of(decoder).sample(logits, rows, "greedy")
     state = dataclasses.replace(state, lengths=state.lengths.at[work.slots].add(1, mode="drop"))
     state = _chosen(state, work.owners, chosen)
     # All layers of a group write to the same places, so that one of them counts for all.

@@ -7,8 +7,9 @@ import jax
 import numpy as np
 
 from turbojax import paged
-from turbojax.models.engine import compilation
+from turbojax.models.engine import compilation, split
 from turbojax.models.engine.access import Pool
+from turbojax.sharding import Axes
 
 Content = list[tuple[dict[str, np.ndarray], ...]]
 """Pages in host memory: groups of pages, of each group the layers, of each layer the arrays."""
@@ -17,17 +18,18 @@ Content = list[tuple[dict[str, np.ndarray], ...]]
 _GROUP = 16
 
 
-def read(caches: tuple[Pool, ...], pages: tuple[int, ...]) -> list[Any]:
+def read(caches: tuple[Pool, ...], pages: tuple[int, ...], axes: Axes | None = None) -> list[Any]:
     """Starts to copy pages on the device, without waiting; the pages may be overwritten after that.
 
     Args:
       caches: one per layer.
       pages: page numbers.
+      axes: over which the caches are split, if they are.
 
     Returns:
       What `fetch` takes.
     """
-    return [_read(caches, group) for group in _groups(pages)]
+    return [_read(caches, group, axes) for group in _groups(pages)]
 
 
 def fetch(copies: list[Any]) -> Content:
@@ -39,16 +41,22 @@ def fetch(copies: list[Any]) -> Content:
     return [jax.device_get(group) for group in copies]
 
 
-def write(caches: tuple[Pool, ...], pages: tuple[int, ...], content: Content) -> tuple[Pool, ...]:
+def write(
+    caches: tuple[Pool, ...],
+    pages: tuple[int, ...],
+    content: Content,
+    axes: Axes | None = None,
+) -> tuple[Pool, ...]:
     """Writes what was read to other pages.
 
     Args:
       caches: one per layer, donated.
       pages: as many page numbers as were read.
       content: what to write.
+      axes: over which the caches are split, if they are.
     """
     for group, arrays in zip(_groups(pages), content, strict=True):
-        caches = _write(caches, group, arrays)
+        caches = _write(caches, group, arrays, axes)
     return caches
 
 
@@ -57,11 +65,14 @@ Layers = tuple[tuple[int, ...], ...]
 
 
 def read_groups(
-    caches: tuple[Pool, ...], layers: Layers, pages: tuple[tuple[int, ...], ...]
+    caches: tuple[Pool, ...],
+    layers: Layers,
+    pages: tuple[tuple[int, ...], ...],
+    axes: Axes | None = None,
 ) -> list[list[Any]]:
     """`read` of each group's pages in the pools of its layers."""
     return [
-        read(tuple(caches[layer] for layer in of_group), numbers)
+        read(tuple(caches[layer] for layer in of_group), numbers, axes)
         for of_group, numbers in zip(layers, pages, strict=True)
     ]
 
@@ -71,11 +82,12 @@ def write_groups(
     layers: Layers,
     pages: tuple[tuple[int, ...], ...],
     content: list[Content],
+    axes: Axes | None = None,
 ) -> tuple[Pool, ...]:
     """`write` of each group's pages to the pools of its layers; gives those of all layers."""
     every = list(caches)
     for of_group, numbers, copies in zip(layers, pages, content, strict=True):
-        written = write(tuple(every[layer] for layer in of_group), numbers, copies)
+        written = write(tuple(every[layer] for layer in of_group), numbers, copies, axes)
         for layer, cache in zip(of_group, written, strict=True):
             every[layer] = cache
     return tuple(every)
@@ -91,16 +103,30 @@ def _groups(pages: tuple[int, ...]) -> list[np.ndarray]:
     return list(padded.reshape(-1, _GROUP))
 
 
-@jax.jit
-def _read(caches: tuple[Pool, ...], pages: jax.Array) -> Any:
+@functools.partial(jax.jit, static_argnames="axes")
+def _read(caches: tuple[Pool, ...], pages: jax.Array, axes: Axes | None) -> Any:
     compilation.note()
-    return tuple(paged.read_pages(cache, pages) for cache in caches)
+
+    def run(caches: tuple[Pool, ...], pages: jax.Array) -> Any:
+        return tuple(paged.read_pages(cache, pages) for cache in caches)
+
+    specs = (split.held(caches, axes), split.SAME)
+    return split.run_on(run, axes, specs, split.pages_of(caches, axes))(caches, pages)
 
 
-@functools.partial(jax.jit, donate_argnames="caches")
-def _write(caches: tuple[Pool, ...], pages: jax.Array, content: Any) -> tuple[Pool, ...]:
+@functools.partial(jax.jit, static_argnames="axes", donate_argnames="caches")
+def _write(
+    caches: tuple[Pool, ...], pages: jax.Array, content: Any, axes: Axes | None
+) -> tuple[Pool, ...]:
     compilation.note()
-    return tuple(
-        paged.write_pages(cache, pages, arrays)
-        for cache, arrays in zip(caches, content, strict=True)
-    )
+
+    def run(caches: tuple[Pool, ...], pages: jax.Array, content: Any) -> tuple[Pool, ...]:
+        return tuple(
+            paged.write_pages(cache, pages, arrays)
+            for cache, arrays in zip(caches, content, strict=True)
+        )
+
+    held = split.held(caches, axes)
+    specs = (held, split.SAME, split.pages_of(caches, axes))
+    written: tuple[Pool, ...] = split.run_on(run, axes, specs, held)(caches, pages, content)
+    return written

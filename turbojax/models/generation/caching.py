@@ -24,6 +24,7 @@ from turbojax.models.tensor_parallel.caches import check_batch, init_split
 from turbojax.models.tensor_parallel.layout import local_config
 from turbojax.models.transformer import Transformer
 from turbojax.sharding import Axes
+from turbojax.sharding.specs import Split
 
 _Edges = Literal["exact", "bfloat16", "paged", "latent"]
 """Kinds of caches that are not compressed."""
@@ -134,7 +135,7 @@ def kinds_of_layers(cache: ModelCacheKind, num_layers: int) -> tuple[CacheKind, 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class ModelCaches:
+class ModelCaches(Split):
     """The KV caches of all layers of a model.
 
     Attributes:

@@ -31,18 +31,31 @@ def partition_specs(decoder: AnyDecoder, axes: Axes | None = None) -> AnyDecoder
     """
     axes = decoder.axes if axes is None else axes
 
-    def of(path: tuple[Any, ...], leaf: Any) -> PartitionSpec:
-        if axes is None:
-            return PartitionSpec()
-        names = tuple(_name(key) for key in path if not isinstance(key, SequenceKey))
-        # A layer of a `Decoder` is a dictionary, and one of a `QuantizedDecoder` an object.
-        names = names[1:] if names[0] == "layers" else names
-        is_float = any(isinstance(key, DictKey) for key in path)
-        if is_float or (len(names) == 1 and names[0] in ("embedding", "lm_head", "norm")):
-            return spec_of(names, leaf.ndim, decoder.config, axes)
-        return int4_spec_of(names, leaf.ndim, decoder.config, axes)
+    if axes is None:
+        whole: AnyDecoder = jax.tree.map(lambda _: PartitionSpec(), decoder)
+        return whole
+    return specs_of_part(decoder, decoder.config, axes)
 
-    specs: AnyDecoder = jax.tree_util.tree_map_with_path(of, decoder)
+
+def specs_of_part(part: AnyDecoder, config: TransformerConfig, axes: Axes) -> AnyDecoder:
+    """`partition_specs` of a decoder, or of one of its layers.
+
+    Args:
+      part: a pytree of arrays, which may be abstract.
+      config: of the model.
+      axes: over which it is split.
+    """
+
+    def of(path: tuple[Any, ...], leaf: Any) -> PartitionSpec:
+        names = tuple(_name(key) for key in path if not isinstance(key, SequenceKey))
+        names = names[1:] if names[0] == "layers" else names
+        # A layer of a `Decoder` is a dictionary, and one of a `QuantizedDecoder` an object.
+        is_float = any(isinstance(key, DictKey) for key in path[1:])
+        if is_float or names[0] in ("embedding", "lm_head", "norm"):
+            return spec_of(names, leaf.ndim, config, axes)
+        return int4_spec_of(names, leaf.ndim, config, axes)
+
+    specs: AnyDecoder = jax.tree_util.tree_map_with_path(of, part)
     return specs
 
 
@@ -100,25 +113,25 @@ def int4_spec_of(
         return _split(0, ndim, names)
     if last in ("k_norm", "key_channel_scale"):
         return _split(0, ndim, axes.of_dimension("heads"))
-    # Of experts, whose arrays have names of their own, arrays have one axis more.
-    lead = 1 if config.experts is not None and _is_of_expert(path, ndim) else 0
-    if path[0] in ("embedding", "lm_head"):
-        return _split(0, ndim, names)
+    lead = 1 if _is_of_experts(path) else 0
     if path[0] == "qkv" or path[:2] in (("mlp", "gate_up"), ("mlp", "gate_up_bias")):
         if last in ("inputs", "a"):
             return PartitionSpec()
         return _split(lead, ndim, names)
-    is_down = path[0] == "o" or path[:2] == ("mlp", "down")
-    if is_down and last in ("codes", "scales", "zeros", "a"):
-        return _split(lead + 1, ndim, names)
+    if path[0] == "o" or path[:2] in (("mlp", "down"), ("mlp", "down_bias")):
+        if last in ("codes", "scales", "zeros", "a"):
+            return _split(lead + 1, ndim, names)
+        if last in ("bias", "down_bias"):
+            return _split(lead, ndim, names)
     return PartitionSpec()
 
 
-def _is_of_expert(path: tuple[str, ...], ndim: int) -> bool:
-    """Whether an array is one of experts: `QuantizedExperts` holds weights, not linear layers."""
-    if path[:2] == ("mlp", "gate_up_bias"):
+def _is_of_experts(path: tuple[str, ...]) -> bool:
+    """Whether an array has an axis of experts: these have weights, and no linear layers."""
+    if path[:2] in (("mlp", "gate_up_bias"), ("mlp", "down_bias")):
         return True
-    return len(path) == 3 and path[0] == "mlp" and path[1] in ("gate_up", "down") and ndim > 1
+    weights = ("codes", "scales", "zeros", "output_scale")
+    return len(path) == 3 and path[0] == "mlp" and path[2] in weights
 
 
 def cache_specs(caches: Any, axes: Axes) -> Any:

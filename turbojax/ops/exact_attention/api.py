@@ -15,7 +15,9 @@ from turbojax.ops import sinks as sinks_of_call
 from turbojax.ops.exact_attention import mosaic_gpu, reference
 from turbojax.ops.extras import NOTHING, Extras
 from turbojax.ops.options import Options, require_causal
-from turbojax.sharding import together
+from turbojax.sharding import tables, together
+from turbojax.sharding.letters import Table
+from turbojax.sharding.spread import spread, spread_explicit
 from turbojax.state import checks, ring
 from turbojax.state.exact import ExactCache
 
@@ -95,6 +97,22 @@ def _attend(
     implementation: str | None,
 ) -> jax.Array:
     """`attention` of checked arguments."""
+    static: dict[str, Any] = {"options": options, "implementation": implementation}
+    run = spread_explicit(tables.EXACT, _attend_here, **static)
+    out: jax.Array = run(query, key, value, extras)
+    return out
+
+
+def _attend_here(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    extras: Extras,
+    *,
+    options: Options,
+    implementation: str | None,
+) -> jax.Array:
+    """`attention` by what takes these arrays."""
     chosen = _choose(implementation, query, key, options, extras)
     if options.logits_soft_cap is not None or options.out_dtype is not None or extras.given:
         name = "xla" if implementation == "xla" else None
@@ -159,9 +177,8 @@ def decode(
     )
     extras = given.of_cache(query, sinks=sinks, query_offset=query_offset, key_offset=key_offset)
     static: dict[str, Any] = {"options": options, "implementation": implementation}
-    if not return_residual and not extras.given and options.out_dtype is None:
-        return _decode(query, cache, **static)
-    out, residual = _decode_part(query, cache, extras=extras, **static)
+    gives_part = return_residual or bool(extras.given) or options.out_dtype is not None
+    out, residual = _decode_any(query, cache, extras, gives_part=gives_part, **static)
     return (out, residual) if return_residual else out
 
 
@@ -177,9 +194,8 @@ def attend_cache(
     require_causal(options)
     _check_newest(query, cache)
     static: dict[str, Any] = {"options": options, "implementation": implementation}
-    if not extras.given and options.out_dtype is None:
-        return _decode(query, cache, **static)
-    return _decode_part(query, cache, extras=extras, **static)[0]
+    gives_part = bool(extras.given) or options.out_dtype is not None
+    return _decode_any(query, cache, extras, gives_part=gives_part, **static)[0]
 
 
 def _check_newest(query: jax.Array, cache: ExactCache) -> None:
@@ -192,6 +208,24 @@ def _check_newest(query: jax.Array, cache: ExactCache) -> None:
             f"{query.shape=} must be [{batch}, T, N, {channels}], as the cache was made for"
         )
     _checks.check_head_groups(query.shape[2], cache.num_kv_heads)
+
+
+def _decode_any(
+    query: jax.Array, cache: ExactCache, extras: Extras, **static: Any
+) -> tuple[jax.Array, Any]:
+    """`decode` of checked arguments; a log-sum-exp only where a part is wanted."""
+    out, residual = spread_explicit(tables.EXACT_DECODE, _decode_here, **static)(
+        query, cache, extras
+    )
+    return out, residual
+
+
+def _decode_here(
+    query: jax.Array, cache: ExactCache, extras: Extras, *, gives_part: bool, **static: Any
+) -> tuple[jax.Array, Any]:
+    if gives_part:
+        return _decode_part(query, cache, extras=extras, **static)
+    return _decode(query, cache, **static), None
 
 
 def _decode(
@@ -284,12 +318,14 @@ def _mask(
     return options.mask(position, jnp.arange(cache.room)[None], cache.lengths)
 
 
-def _with_gradient(kernel: Callable[..., Any], xla: Callable[..., Any]) -> Callable[..., Any]:
+def _with_gradient(
+    table: Table, kernel: Callable[..., Any], xla: Callable[..., Any]
+) -> Callable[..., Any]:
     """The kernel, with XLA's gradient; forward mode is `implementation="xla"`'s alone."""
 
     @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
     def call(options: Options, query: jax.Array, cache: ExactCache) -> Any:
-        return kernel(query, cache, options=options)
+        return spread(table, kernel, options=options)(query, cache)
 
     def forward(options: Options, *saved: Any) -> tuple[Any, tuple[Any, ...]]:
         return call(options, *saved), saved
@@ -306,8 +342,8 @@ def _kernel_output(query: jax.Array, cache: ExactCache, *, options: Options) -> 
     return mosaic_gpu.attend(query, cache, options=options)[0]
 
 
-_by_kernel = _with_gradient(_kernel_output, _by_xla)
-_part_by_kernel = _with_gradient(mosaic_gpu.attend, _part_by_xla)
+_by_kernel = _with_gradient(tables.EXACT_KERNEL, _kernel_output, _by_xla)
+_part_by_kernel = _with_gradient(tables.EXACT_KERNEL_PART, mosaic_gpu.attend, _part_by_xla)
 
 
 def _choose_decode(

@@ -9,7 +9,8 @@ from turbojax._gradient import refuse_gradients
 from turbojax._registry import Implementation, ImplementationName, Registry
 from turbojax.ops.fp8_tokens import mosaic_gpu, reference, triton
 from turbojax.quantizers import Fp8Tokens
-from turbojax.sharding import together
+from turbojax.sharding import tables, together
+from turbojax.sharding.spread import spread
 
 QUANTIZE = Registry(
     "fp8_tokens",
@@ -119,8 +120,21 @@ def _quantize(
     _checks.check_float_dtype("x", x)
     if x.ndim == 0 or 0 in x.shape:
         raise ValueError(f"{x.shape=} must be [..., K], no axis empty")
+    run = spread(tables.QUANTIZE, _quantize_here, eps=eps, implementation=implementation)
+    tokens: Fp8Tokens = refuse_gradients(run, op)(x, scale)
+    return tokens
+
+
+def _quantize_here(
+    x: jax.Array,
+    scale: jax.Array | None,
+    *,
+    eps: float | None,
+    implementation: ImplementationName | None,
+) -> Fp8Tokens:
+    """Quantization by what takes these arrays."""
     flat = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
     run = QUANTIZE.select(implementation, x=flat, scale=scale).run
-    tokens = refuse_gradients(run, op, eps=eps)(*together(flat, scale))
+    tokens = run(*together(flat, scale), eps=eps)
     codes, scales = tokens.codes.reshape(x.shape), tokens.scale.reshape(x.shape[:-1])
     return Fp8Tokens(codes, scales, tokens.dtype)

@@ -1,6 +1,6 @@
 """`grouped_matmul`: arguments, checks, the choice of implementation, and the gradient's rule."""
 
-import functools
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +17,8 @@ from turbojax.ops.int4_matmul.api import check_activation, check_precision, chec
 from turbojax.ops.int4_matmul.static import Activation, Precision
 from turbojax.quantizers import Fp8Tokens, Int4Weight
 from turbojax.quantizers.int4 import pad_rows
-from turbojax.sharding import together
+from turbojax.sharding import tables, together
+from turbojax.sharding.spread import like, spread
 
 GROUPED_MATMUL = Registry(
     "grouped_matmul",
@@ -83,6 +84,31 @@ def grouped_matmul(
     group_sizes = _check_sizes(group_sizes, experts, x.shape[0])
     if bias is not None:
         bias = jax.vmap(lambda b: pad_rows(b, one))(bias.astype(jnp.float32))
+    static: dict[str, Any] = {
+        "activation": activation,
+        "is_precise": is_precise,
+        "implementation": implementation,
+    }
+    if isinstance(x, Fp8Tokens):
+        run = spread(tables.GROUPED_MATMUL, _product, adding=_product_of_parts, **static)
+        call = refuse_gradients(run, "grouped_matmul of quantized tokens")
+    else:
+        call = _differentiable(**static)
+    out: jax.Array = call(*together(x, weight, group_sizes, bias))
+    return out
+
+
+def _product(
+    x: jax.Array | Fp8Tokens,
+    weight: Int4Weight,
+    group_sizes: jax.Array,
+    bias: jax.Array | None,
+    *,
+    activation: Activation | None,
+    is_precise: bool,
+    implementation: ImplementationName | None,
+) -> jax.Array:
+    """`grouped_matmul` by what takes these arrays."""
     chosen = GROUPED_MATMUL.select(
         implementation,
         tokens=tokens_of(x),
@@ -91,16 +117,39 @@ def grouped_matmul(
         bias=bias,
         activation=activation,
     )
-    run = functools.partial(chosen.run, activation=activation, is_precise=is_precise)
-    if isinstance(x, Fp8Tokens):
-        call = refuse_gradients(run, "grouped_matmul of quantized tokens")
-    else:
-        # The name is that of the product; every quantizer gives the same bits.
-        quantize = functools.partial(
-            quantize_activation, implementation="xla" if implementation == "xla" else None
+    tokens = x if isinstance(x, Fp8Tokens) else _quantized(x, implementation)
+    static: dict[str, Any] = {"activation": activation, "is_precise": is_precise}
+    out: jax.Array = chosen.run(tokens, weight, group_sizes, bias, **static)
+    return out
+
+
+def _quantized(x: jax.Array, implementation: ImplementationName | None) -> Fp8Tokens:
+    # The name is that of the product; every quantizer gives the same bits.
+    name: ImplementationName | None = "xla" if implementation == "xla" else None
+    return quantize_activation(x, implementation=name)
+
+
+def _product_of_parts(
+    add: Callable[[jax.Array], jax.Array],
+    x: jax.Array | Fp8Tokens,
+    weight: Int4Weight,
+    group_sizes: jax.Array,
+    bias: jax.Array | None,
+    *,
+    activation: Activation | None,
+    **static: Any,
+) -> jax.Array:
+    """`_product` of some of the inputs, whose sums devices `add` up in float32."""
+    if activation is not None or bias is not None:
+        what = "a bias" if activation is None else f"{activation=}"
+        raise NotImplementedError(
+            f"grouped_matmul cannot be split over its inputs with {what}: split the weight over "
+            "its outputs"
         )
-        call = _differentiable(quantize, run, activation)
-    return call(*together(x, weight, group_sizes, bias))
+    tokens = x if isinstance(x, Fp8Tokens) else _quantized(x, static["implementation"])
+    tokens = dataclasses.replace(tokens, dtype=np.dtype(np.float32))
+    out = _product(tokens, weight, group_sizes, None, activation=None, **static)
+    return add(out).astype(x.dtype)
 
 
 def check_stack(weight: Int4Weight) -> Int4Weight:
@@ -159,31 +208,33 @@ def _check_sizes(group_sizes: jax.Array, experts: int, rows: int) -> jax.Array:
     return group_sizes
 
 
-def _differentiable(
-    quantize: Callable[[jax.Array], Fp8Tokens],
-    run: Callable[..., jax.Array],
-    activation: Activation | None,
-) -> Callable[..., jax.Array]:
-    """Quantization and `run`, differentiable in reverse mode straight through the rounding."""
+def _gradients(*saved: Any, activation: Activation | None) -> tuple[jax.Array, Any]:
+    return reference.gradient(*saved, activation=activation)
+
+
+def _differentiable(**static: Any) -> Callable[..., jax.Array]:
+    """Quantization and product, differentiable in reverse mode straight through the rounding."""
+    multiply = spread(tables.GROUPED_MATMUL, _product, adding=_product_of_parts, **static)
     differentiate_once = refuse_gradients(
-        reference.gradient,
+        spread(tables.GROUPED_MATMUL_GRADIENT, _gradients, activation=static["activation"]),
         "the gradient of grouped_matmul",
         because="only first derivatives are supported",
-        activation=activation,
     )
 
     @jax.custom_vjp
     def call(
         x: jax.Array, weight: Int4Weight, group_sizes: jax.Array, bias: jax.Array | None
     ) -> jax.Array:
-        return run(quantize(x), weight, group_sizes, bias)
+        out: jax.Array = multiply(x, weight, group_sizes, bias)
+        return out
 
     def forward(*arrays: Any) -> Any:
-        # `call`, not `run`: a second derivative must not find a way through the implementation.
+        # `call`, not `multiply`: a second derivative must not find a way through it.
         return call(*arrays), arrays
 
     def backward(saved: Any, d_out: jax.Array) -> Any:
         d_x, d_bias = differentiate_once(*saved, d_out)
+        d_x, d_bias = like((d_x, d_bias), (saved[0], saved[3]))
         # None: the weight is frozen, and sizes of groups are integers.
         return d_x, None, None, d_bias
 

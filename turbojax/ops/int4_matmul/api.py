@@ -1,6 +1,7 @@
 """`matmul`: arguments, checks, the choice of implementation, and the gradient's rule."""
 
 import contextlib
+import dataclasses
 import functools
 import math
 from collections.abc import Callable
@@ -28,7 +29,8 @@ from turbojax.ops.int4_matmul.static import (
 )
 from turbojax.quantizers import Fp8Tokens, Int4Weight
 from turbojax.quantizers.int4 import in_blocks, pad_rows
-from turbojax.sharding import together
+from turbojax.sharding import tables, together
+from turbojax.sharding.spread import like, spread
 
 MATMUL = Registry(
     "int4_matmul",
@@ -103,12 +105,58 @@ def matmul(
     check_gradient(gradient, weight)
     bias = check_bias(bias, weight)
     x = check_x(x, weight)
-    *lead, _ = x.shape
-    flat, bias, residual = _operands(x, weight, bias, residual)
-    is_rounded = activations == "e4m3"
-    if isinstance(flat, Fp8Tokens) and not is_rounded:
+    bias, residual = _check_rest(x, weight, bias, residual)
+    if isinstance(x, Fp8Tokens) and activations != "e4m3":
         raise TypeError(f"x is Fp8Tokens, must be an array for {activations=}")
-    chosen = MATMUL.select(
+    static: dict[str, Any] = {
+        "activation": activation,
+        "activations": activations,
+        "is_precise": is_precise,
+        "implementation": implementation,
+    }
+    if isinstance(x, Fp8Tokens):
+        run = spread(tables.MATMUL, _product, adding=_product_of_parts, **static)
+        call = refuse_gradients(run, "matmul of quantized tokens")
+    else:
+        call = _differentiable(gradient=gradient, **static)
+    out: jax.Array = call(*together(x, weight, bias, residual))
+    return out
+
+
+def _product(
+    x: jax.Array | Fp8Tokens,
+    weight: Int4Weight,
+    bias: jax.Array | None,
+    residual: jax.Array | None,
+    *,
+    activation: Activation | None,
+    activations: TokenKind,
+    is_precise: bool,
+    implementation: ImplementationName | None,
+) -> jax.Array:
+    """`matmul` by what takes these arrays."""
+    flat, residual = _as_matrices(x, residual)
+    is_rounded = activations == "e4m3"
+    chosen = _select(implementation, flat, weight, bias, residual, activation, is_rounded)
+    quantize = _quantization(chosen, implementation, is_rounded)
+    tokens = flat if isinstance(flat, Fp8Tokens) else quantize(flat)
+    options: dict[str, Any] = {"activation": activation, "is_precise": is_precise}
+    if is_rounded and not isinstance(tokens, Fp8Tokens):
+        options["rounds"] = True
+    out = _run(chosen.run, chosen.name != "xla", tokens, weight, bias, residual, **options)
+    return out.reshape(*x.shape[:-1], weight.result_size)
+
+
+def _select(
+    implementation: ImplementationName | None,
+    flat: jax.Array | Fp8Tokens,
+    weight: Int4Weight,
+    bias: jax.Array | None,
+    residual: jax.Array | None,
+    activation: Activation | None,
+    is_rounded: bool,
+) -> Implementation:
+    return MATMUL.select(
         implementation,
         tokens=tokens_of(flat) if is_rounded else flat,
         weight=jax.eval_shape(in_blocks, weight),
@@ -116,23 +164,50 @@ def matmul(
         residual=residual,
         activation=activation,
     )
-    run = functools.partial(
-        _run, chosen.run, chosen.name != "xla", activation=activation, is_precise=is_precise
-    )
-    if isinstance(flat, Fp8Tokens):
-        call = refuse_gradients(run, "matmul of quantized tokens")
-    else:
-        quantize: Callable[[jax.Array], Fp8Tokens | jax.Array] = _as_it_is
-        if is_rounded:
-            quantizer = _quantizer(implementation)
-            quantize = functools.partial(quantize_activation, implementation=quantizer)
-        rule: Callable[..., tuple[jax.Array, jax.Array]] = gradients.exact
-        if gradient == "e4m3":
-            rule = _rounded_rule(chosen, implementation, quantize, is_precise=is_precise)
-        if is_rounded and chosen.name == "mosaic_gpu":  # which rounds few tokens in its product
-            quantize, run = _as_it_is, functools.partial(run, rounds=True)
-        call = _differentiable(quantize, run, rule, activation)
-    return call(*together(flat, weight, bias, residual)).reshape(*lead, weight.result_size)
+
+
+def _quantization(
+    chosen: Implementation, implementation: ImplementationName | None, is_rounded: bool
+) -> Callable[[jax.Array], Fp8Tokens | jax.Array]:
+    """What is done to tokens before the product; one kernel rounds few tokens in its product."""
+    if not is_rounded or chosen.name == "mosaic_gpu":
+        return _as_it_is
+    return functools.partial(quantize_activation, implementation=_quantizer(implementation))
+
+
+def _product_of_parts(
+    add: Callable[[jax.Array], jax.Array],
+    x: jax.Array | Fp8Tokens,
+    weight: Int4Weight,
+    bias: jax.Array | None,
+    residual: jax.Array | None,
+    *,
+    activation: Activation | None,
+    activations: TokenKind,
+    **static: Any,
+) -> jax.Array:
+    """`_product` of some of the inputs, whose sums devices `add` up in float32.
+
+    Each device rounds its part of a token with a scale of its own.
+    """
+    if activation is not None:
+        raise NotImplementedError(
+            f"int4_matmul cannot be split over its inputs with {activation=}, which takes whole "
+            "sums: split the weight over its outputs"
+        )
+    dtype, tokens = x.dtype, x
+    if not isinstance(tokens, Fp8Tokens) and activations == "e4m3":
+        quantizer = _quantizer(static["implementation"])
+        tokens = quantize_activation(tokens, implementation=quantizer)
+    if isinstance(tokens, Fp8Tokens):
+        tokens = dataclasses.replace(tokens, dtype=np.dtype(np.float32))
+    out = _product(tokens, weight, None, None, activation=None, activations=activations, **static)
+    out = add(out.astype(jnp.float32))
+    if bias is not None:
+        out = out + jnp.expand_dims(bias[: weight.result_size], tuple(range(out.ndim - 1)))
+    if residual is not None:
+        out = out + residual.astype(jnp.float32)
+    return out.astype(dtype)
 
 
 def check_activation(activation: Activation | None, weight: Int4Weight) -> None:
@@ -228,35 +303,41 @@ def check_x(x: jax.Array | Fp8Tokens, weight: Int4Weight) -> jax.Array | Fp8Toke
     return x
 
 
-def _operands(
+def _check_rest(
     x: jax.Array | Fp8Tokens,
     weight: Int4Weight,
     bias: jax.Array | None,
     residual: jax.Array | None,
-) -> tuple[jax.Array | Fp8Tokens, jax.Array | None, jax.Array | None]:
-    """Activations and residual as matrices, the bias as the weight's rows.
+) -> tuple[jax.Array | None, jax.Array | None]:
+    """The bias as the weight's rows, and the residual.
 
     Raises:
       TypeError: if the residual's dtype differs.
       ValueError: if its shape does not fit.
     """
-    *lead, inputs = x.shape
-    rows = math.prod(lead)
     bias = None if bias is None else pad_rows(bias.astype(jnp.float32), weight)
     if residual is not None:
         residual = jnp.asarray(residual)
         if residual.dtype != x.dtype:
             raise TypeError(f"{residual.dtype=} must equal that of x, {x.dtype}")
-        if residual.shape != (*lead, weight.result_size):
-            raise ValueError(f"{residual.shape=} must be {(*lead, weight.result_size)}")
-        residual = residual.reshape(rows, weight.result_size)
+        wanted = (*x.shape[:-1], weight.result_size)
+        if residual.shape != wanted:
+            raise ValueError(f"{residual.shape=} must be {wanted}")
+    return bias, residual
+
+
+def _as_matrices(
+    x: jax.Array | Fp8Tokens, residual: jax.Array | None
+) -> tuple[jax.Array | Fp8Tokens, jax.Array | None]:
+    """Tokens, and what is added to results, one a row."""
+    *lead, inputs = x.shape
+    rows = math.prod(lead)
+    if residual is not None:
+        residual = residual.reshape(rows, residual.shape[-1])
     if isinstance(x, Fp8Tokens):
-        return (
-            Fp8Tokens(x.codes.reshape(rows, inputs), x.scale.reshape(rows), x.dtype),
-            bias,
-            residual,
-        )
-    return x.reshape(rows, inputs), bias, residual
+        codes, scale = x.codes.reshape(rows, inputs), x.scale.reshape(rows)
+        return Fp8Tokens(codes, scale, x.dtype), residual
+    return x.reshape(rows, inputs), residual
 
 
 def tokens_of(x: jax.Array | Fp8Tokens) -> Fp8Tokens:
@@ -323,38 +404,64 @@ def _sums(
     return _run(chosen.run, chosen.name != "xla", tokens, weight, bias, None, **static)
 
 
-def _differentiable(
-    quantize: Callable[[jax.Array], Fp8Tokens | jax.Array],
-    run: Callable[..., jax.Array],
-    rule: Callable[..., tuple[jax.Array, jax.Array]],
+def _gradients(
+    x: jax.Array,
+    weight: Int4Weight,
+    bias: jax.Array | None,
+    d_out: jax.Array,
+    *,
+    gradient: Gradient,
     activation: Activation | None,
-) -> Callable[..., jax.Array]:
-    """Quantization and `run`, differentiable in reverse mode straight through the rounding.
+    activations: TokenKind,
+    is_precise: bool,
+    implementation: ImplementationName | None,
+) -> tuple[jax.Array, jax.Array]:
+    """Those of the activations and of the bias's rows."""
+    flat, d_flat = _as_matrices(x, d_out)
+    rule: Callable[..., tuple[jax.Array, jax.Array]] = gradients.exact
+    if gradient == "e4m3":
+        is_rounded = activations == "e4m3"
+        chosen = _select(implementation, flat, weight, bias, None, activation, is_rounded)
+        quantize: Callable[[jax.Array], Fp8Tokens | jax.Array] = _as_it_is
+        if is_rounded:
+            quantizer = _quantizer(implementation)
+            quantize = functools.partial(quantize_activation, implementation=quantizer)
+        rule = _rounded_rule(chosen, implementation, quantize, is_precise=is_precise)
+    d_x, d_bias = rule(flat, weight, bias, d_flat, activation=activation)
+    return d_x.reshape(x.shape), d_bias
+
+
+def _differentiable(*, gradient: Gradient, **static: Any) -> Callable[..., jax.Array]:
+    """Quantization and product, differentiable in reverse mode straight through the rounding.
 
     Kept for the backward pass: the activations, the weight and the bias.
     """
+    multiply = spread(tables.MATMUL, _product, adding=_product_of_parts, **static)
     differentiate_once = refuse_gradients(
-        rule,
+        spread(tables.MATMUL_GRADIENT, _gradients, gradient=gradient, **static),
         "the gradient of matmul",
         because="only first derivatives are supported",
-        activation=activation,
     )
 
     @jax.custom_vjp
     def call(
         x: jax.Array, weight: Int4Weight, bias: jax.Array | None, residual: jax.Array | None
     ) -> jax.Array:
-        return run(quantize(x), weight, bias, residual)
+        out: jax.Array = multiply(x, weight, bias, residual)
+        return out
 
     def forward(*arrays: Any) -> Any:
-        # `call`, not `run`: a second derivative must not find a way through the implementation.
+        # `call`, not `multiply`: a second derivative must not find a way through it.
         return call(*arrays), arrays
 
     def backward(saved: Any, d_out: jax.Array) -> Any:
         x, weight, bias, residual = saved
         d_x, d_bias = differentiate_once(x, weight, bias, d_out)
-        # None: the weight is frozen.
-        return d_x, None, None if bias is None else d_bias, None if residual is None else d_out
+        d_bias = None if bias is None else d_bias
+        d_x, d_bias, d_residual = like(
+            (d_x, d_bias, None if residual is None else d_out), (x, bias, residual)
+        )
+        return d_x, None, d_bias, d_residual  # None: the weight is frozen
 
     call.defvjp(forward, backward)
     return call

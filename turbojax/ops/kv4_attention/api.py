@@ -16,6 +16,8 @@ from turbojax.ops.extras import NOTHING, Extras
 from turbojax.ops.kv4_attention import mosaic_gpu, reference, triton
 from turbojax.ops.options import Options, require_causal
 from turbojax.ops.turbo_attention import attend
+from turbojax.sharding import tables
+from turbojax.sharding.spread import spread
 from turbojax.state import checks, kv4
 from turbojax.state.kv4 import CacheT, TokenScaledCache
 
@@ -27,7 +29,7 @@ DECODE = Registry(
         Implementation("xla", reference.decode),
     ),
 )
-_decode = functools.partial(newest.decode, DECODE, shortens=True)
+_decode = functools.partial(newest.decode, DECODE, tables.FIREQ_DECODE, shortens=True)
 PREFILL = TurboConfig(mode="fp8", softmax="exact", block_q=128, block_kv=128, buffer_size=128)
 """Numerics of attention within a prompt: e4m3 products and the exact exponential."""
 
@@ -140,30 +142,36 @@ def _prefill(
     implementation: str | None,
 ) -> tuple[tuple[jax.Array, jax.Array], CacheT]:
     """`prefill` of checked arguments."""
-
-    def run(
-        query: jax.Array,
-        key: jax.Array,
-        value: jax.Array,
-        cache: CacheT,
-        lengths: jax.Array,
-        extras: Extras,
-    ) -> tuple[tuple[jax.Array, jax.Array], CacheT]:
-        inside = jnp.clip(lengths, 0, key.shape[1])
-        out = attend(
-            query,
-            key,
-            value,
-            inside,
-            inside,
-            config=PREFILL,
-            options=options,
-            extras=extras,
-            implementation=implementation,
-        )
-        return out, kv4.store_prompt(cache, key, value, lengths)
-
+    static: dict[str, Any] = {"options": options, "implementation": implementation}
+    run = spread(tables.FIREQ_PREFILL, _attend_and_store, **static)
     return refuse_gradients(run, "fireq.prefill")(query, key, value, cache, lengths, extras)
+
+
+def _attend_and_store(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    cache: CacheT,
+    lengths: jax.Array,
+    extras: Extras,
+    *,
+    options: Options,
+    implementation: str | None,
+) -> tuple[tuple[jax.Array, jax.Array], CacheT]:
+    """`prefill` by what takes these arrays."""
+    inside = jnp.clip(lengths, 0, key.shape[1])
+    out = attend(
+        query,
+        key,
+        value,
+        inside,
+        inside,
+        config=PREFILL,
+        options=options,
+        extras=extras,
+        implementation=implementation,
+    )
+    return out, kv4.store_prompt(cache, key, value, lengths)
 
 
 def decode(

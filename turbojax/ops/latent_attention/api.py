@@ -15,7 +15,8 @@ from turbojax.ops.extras import NOTHING, Extras, of_cache
 from turbojax.ops.latent_attention import mosaic_gpu, reference
 from turbojax.ops.options import Options, require_causal
 from turbojax.ops.sinks import with_sinks
-from turbojax.sharding import together
+from turbojax.sharding import tables, together
+from turbojax.sharding.spread import spread
 from turbojax.state import checks
 from turbojax.state.latent.cache import LatentCache, as_pages
 from turbojax.state.latent.pages import LatentPages
@@ -96,23 +97,29 @@ def latent_attention(
         raise ValueError(
             f"{query_latent.shape=} must have {cache.batch_size} sequences, as the cache has"
         )
-    pages, tables = as_pages(cache)
-    return paged_latent_attention(
-        query_latent,
-        query_rope,
-        pages,
-        tables,
-        cache.lengths,
-        scale=scale,
-        query_seq_lengths=query_seq_lengths,
-        local_window_size=local_window_size,
-        query_offset=query_offset,
-        key_offset=key_offset,
-        sinks=sinks,
-        output_dtype=output_dtype,
-        implementation=implementation,
-        return_residual=return_residual,
-    )
+    options = _options(scale, local_window_size, output_dtype)
+    given = {"sinks": sinks, "query_offset": query_offset, "key_offset": key_offset}
+    run = spread(tables.LATENT, _attend_cache, options=options, implementation=implementation)
+    extras = _extras(query_latent, given)
+    out, residual = run(query_latent, query_rope, cache, query_seq_lengths, extras)
+    return (out, residual) if return_residual else out
+
+
+def _attend_cache(
+    query_latent: jax.Array,
+    query_rope: jax.Array,
+    cache: LatentCache,
+    query_lengths: jax.Array | None,
+    extras: Extras,
+    *,
+    options: Options,
+    implementation: str | None,
+) -> tuple[jax.Array, jax.Array]:
+    """`latent_attention` to the cache as pages, which a device makes of its own part."""
+    pages, block_tables = as_pages(cache)
+    arrays = (query_latent, query_rope, pages, block_tables, cache.lengths, query_lengths)
+    static: dict[str, Any] = {"options": options, "implementation": implementation}
+    return attend_latents(*arrays, extras=extras, **static)
 
 
 def paged_latent_attention(
@@ -206,6 +213,25 @@ def attend_latents(
     if _checks.is_concrete(block_tables, lengths):
         first = _first_seen(lengths, query_lengths, tokens, options, extras)
         page_checks.check_readable(cache, block_tables, lengths, first)
+    run = spread(tables.PAGED_LATENT, _attend_pages, options=options, implementation=implementation)
+    arrays = (query_latent, query_rope, cache, block_tables, lengths, query_lengths, extras)
+    out, residual = run(*arrays)
+    return out, residual
+
+
+def _attend_pages(
+    query_latent: jax.Array,
+    query_rope: jax.Array,
+    cache: LatentPages,
+    block_tables: jax.Array,
+    lengths: jax.Array,
+    query_lengths: jax.Array,
+    extras: Extras,
+    *,
+    options: Options,
+    implementation: str | None,
+) -> tuple[jax.Array, jax.Array]:
+    """`attend_latents` by what takes these arrays."""
     queries = query_latent, query_rope
     static: dict[str, Any] = {"options": options, "extras": extras}
     chosen = select(implementation, *queries, cache, block_tables, **static)

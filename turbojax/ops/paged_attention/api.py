@@ -17,7 +17,8 @@ from turbojax.ops import sinks as sinks_of_call
 from turbojax.ops.extras import NOTHING, Extras
 from turbojax.ops.options import Options, require_causal
 from turbojax.ops.paged_attention import hopper, reference, triton
-from turbojax.sharding import together
+from turbojax.sharding import tables, together
+from turbojax.sharding.spread import spread
 from turbojax.state import checks
 from turbojax.state.pages import checks as page_checks
 from turbojax.state.pages.pool import PagedCache
@@ -235,6 +236,24 @@ def _run(
     implementation: str | None,
 ) -> tuple[jax.Array, jax.Array]:
     """`paged_attention` of checked arguments."""
+    run = spread(tables.PAGED, _run_here, options=options, implementation=implementation)
+    arrays = (query, cache, block_tables, lengths, query_lengths, extras)
+    results: tuple[jax.Array, jax.Array] = run(*arrays)
+    return results
+
+
+def _run_here(
+    query: jax.Array,
+    cache: PagedCache,
+    block_tables: jax.Array,
+    lengths: jax.Array,
+    query_lengths: jax.Array | None,
+    extras: Extras,
+    *,
+    options: Options,
+    implementation: str | None,
+) -> tuple[jax.Array, jax.Array]:
+    """`paged_attention` by what takes these arrays."""
     if extras.query_offset is not None:
         if query_lengths is None:
             query_lengths = jnp.full(len(query), query.shape[1], jnp.int32)

@@ -18,7 +18,8 @@ from turbojax.ops.options import check_output_dtype, plain_scale
 from turbojax.ops.pooled_attention import mosaic_gpu, reference, segments, triton
 from turbojax.ops.pooled_attention.static import LEVELS, PooledOptions
 from turbojax.ops.sinks import sink_gradient, with_sinks
-from turbojax.sharding import together
+from turbojax.sharding import tables, together
+from turbojax.sharding.spread import like, spread, spread_explicit
 
 FORWARD = Registry(
     "pooled_attention",
@@ -191,24 +192,11 @@ def _attend(
     implementation: str | None,
 ) -> tuple[jax.Array, jax.Array]:
     """`pooled_attention` of checked arguments."""
-    sizes = (options.block_q, options.block_kv)
-    levels = segments.attended(levels, query_length, key_length, extras, *sizes)
-    arguments = {
-        "query": query,
-        "key": key,
-        "value": value,
-        "levels": levels,
-        "options": options,
-        "extras": dataclasses.replace(extras, sinks=None),
-    }
-    # The gradient is chosen here too: what cannot run is refused now, not in a backward pass.
-    call = _differentiable(
-        FORWARD.select(implementation, **arguments).run,
-        GRADIENT.select(implementation, **arguments).run,
-        options,
-    )
-    arrays = (query, key, value, levels, query_length, key_length, extras)
-    out, residual, *_ = call(*together(*arrays))
+    sizes = {"block_q": options.block_q, "block_kv": options.block_kv}
+    attended = spread_explicit(tables.POOLED_LEVELS, segments.attended, **sizes)
+    levels = attended(levels, query_length, key_length, extras)
+    call = _differentiable(options, implementation)
+    out, residual, *_ = call(*together(query, key, value, levels, query_length, key_length, extras))
     return out, residual
 
 
@@ -254,60 +242,91 @@ def _length(name: str, lengths: jax.Array | None, x: jax.Array) -> jax.Array | N
     return jnp.clip(_checks.check_lengths(name, lengths, batch, size), 0, size)
 
 
+def _select(
+    registry: Registry, implementation: str | None, *arrays: Any, options: PooledOptions
+) -> Callable[..., Any]:
+    """What runs a call with these operands, levels and, last, extras."""
+    query, key, value, levels, *_, extras = arrays
+    without = dataclasses.replace(extras, sinks=None)
+    arguments = {"query": query, "key": key, "value": value, "levels": levels}
+    return registry.select(implementation, **arguments, options=options, extras=without).run
+
+
+def _forward(
+    *arrays: Any, options: PooledOptions, implementation: str | None
+) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    """The output, the residual and, where there are sinks, the residual without them."""
+    run = _select(FORWARD, implementation, *arrays, options=options)
+    # The gradient is chosen here too: what cannot run is refused now, not in a backward pass.
+    _select(GRADIENT, implementation, *arrays, options=options)
+    *operands, extras = arrays
+    if extras.sinks is None:
+        return *run(*operands, options=options, extras=extras), None
+    # In float32, so that the output is rounded once.
+    wide = dataclasses.replace(options, out_dtype="float32")
+    without = dataclasses.replace(extras, sinks=None)
+    out, residual = run(*operands, options=wide, extras=without)
+    out, total = with_sinks(out, residual, extras.sinks, _real(out, operands[4]))
+    return out.astype(options.dtype_of_output(operands[0])), total, residual
+
+
+def _gradient(
+    *saved: Any, options: PooledOptions, implementation: str | None
+) -> tuple[jax.Array, jax.Array, jax.Array, Extras]:
+    """What the backward pass does with what was kept, and the cotangents."""
+    *arrays, extras, out, residual, d_out, d_residual = saved
+    run = _select(GRADIENT, implementation, *arrays, extras, options=options)
+    results = (out, residual, d_out, d_residual)
+    without = dataclasses.replace(extras, sinks=None)
+    gradients = run(*arrays, *results, options=options, extras=without)
+    if extras.sinks is None:
+        return *gradients, NOTHING
+    return *gradients, Extras(sinks=_of_sinks(extras.sinks, arrays[4], *results))
+
+
 def _differentiable(
-    run: Callable[..., tuple[jax.Array, jax.Array]],
-    run_gradient: Callable[..., tuple[jax.Array, jax.Array, jax.Array]],
-    options: PooledOptions,
+    options: PooledOptions, implementation: str | None
 ) -> Callable[..., tuple[jax.Array, ...]]:
-    """`run` with its options bound, differentiable in reverse mode by `run_gradient`.
+    """The op with its options bound, differentiable in reverse mode.
 
     Kept for the backward pass: query, key, value, levels, lengths, extras, the output and the
     residual. Sinks are nothing to implementations: the weights and all gradients follow from the
     log-sum-exp with them. It is kept as ``-inf`` where a query sees nothing but a sink.
     """
-
-    def gradient(*saved: Any) -> tuple[jax.Array, jax.Array, jax.Array, Extras]:
-        *arrays, extras, out, residual, d_out, d_residual = saved
-        results = (out, residual, d_out, d_residual)
-        without = dataclasses.replace(extras, sinks=None)
-        gradients = run_gradient(*arrays, *results, options=options, extras=without)
-        if extras.sinks is None:
-            return *gradients, NOTHING
-        return *gradients, Extras(sinks=_of_sinks(extras.sinks, arrays[4], *results))
-
+    static: dict[str, Any] = {"options": options, "implementation": implementation}
+    attend = spread(tables.POOLED, _forward, **static)
     differentiate_once = refuse_gradients(
-        gradient,
+        spread(tables.POOLED_GRADIENT, _gradient, **static),
         "the gradient of pooled_attention",
         because="only first derivatives are supported",
     )
 
     @jax.custom_vjp
     def call(*arrays: Any) -> tuple[jax.Array, ...]:
-        *operands, extras = arrays
-        if extras.sinks is None:
-            return run(*operands, options=options, extras=extras)
-        # In float32, so that the output is rounded once.
-        wide = dataclasses.replace(options, out_dtype="float32")
-        without = dataclasses.replace(extras, sinks=None)
-        out, residual = run(*operands, options=wide, extras=without)
-        out, total = with_sinks(out, residual, extras.sinks, _real(out, operands[4]))
-        return out.astype(options.dtype_of_output(operands[0])), total, residual
+        results: tuple[jax.Array, ...] = attend(*arrays)
+        return results
 
     def forward(*arrays: Any) -> Any:
-        # `call`, not `run`: a second derivative must not find a way through the implementation.
+        # `call`, not `attend`: a second derivative must not find a way through the implementation.
         results = call(*arrays)
-        out, residual, *without = results
-        if without:
-            residual = jnp.where(without[0] == -jnp.inf, -jnp.inf, residual)
+        out, residual, without = results
+        if without is not None:
+            residual = jnp.where(without == -jnp.inf, -jnp.inf, residual)
         return results, (*arrays, out, residual)
 
     def backward(saved: Any, cotangents: Any) -> Any:
         *gradients, d_extras = differentiate_once(*saved, *cotangents[:2])
+        *gradients, d_extras = like((*gradients, d_extras), (*saved[:3], _differentiated(saved[6])))
         # Levels and lengths are integers.
         return *gradients, None, None, None, d_extras
 
     call.defvjp(forward, backward)
     return call
+
+
+def _differentiated(extras: Extras) -> Extras:
+    """Those that have a gradient here."""
+    return Extras(sinks=extras.sinks)
 
 
 def _real(x: jax.Array, query_length: jax.Array | None) -> jax.Array:

@@ -25,7 +25,8 @@ from turbojax.ops.turbo_attention import (
     unrounded,
 )
 from turbojax.ops.turbo_attention.gradient import straight_through
-from turbojax.sharding import together
+from turbojax.sharding import tables, together
+from turbojax.sharding.spread import spread
 from turbojax.state.progressive.cache import ProgressiveCache
 from turbojax.state.progressive.update import (
     SHARES_CODES,
@@ -212,24 +213,29 @@ def attend(
     batch, size = key.shape[:2]
     keys = _checks.check_lengths("key_value_seq_lengths", key_lengths, batch, size)
     queries = _checks.check_lengths("query_seq_lengths", query_lengths, batch, query.shape[1])
-    chosen = ATTENTION.select(
-        implementation,
-        query=query,
-        key=key,
-        value=value,
-        config=config,
-        options=options,
-        extras=extras,
-    )
-    call = straight_through(
-        chosen.run,
-        config=config,
-        options=options,
-        implementation=implementation,
-        is_ragged=is_ragged,
-    )
+    static: dict[str, Any] = {"config": config, "options": options}
+    static["implementation"] = implementation
+    call = straight_through(_rounded, **static, is_ragged=is_ragged)
     queries, keys = jnp.clip(queries, 0, query.shape[1]), jnp.clip(keys, 0, size)
     return call(*together(query, key, value, queries, keys, extras))
+
+
+def _rounded(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    query_lengths: jax.Array,
+    key_lengths: jax.Array,
+    extras: Extras,
+    *,
+    implementation: str | None,
+    **static: Any,
+) -> tuple[jax.Array, jax.Array]:
+    """`attend` by what takes these arrays."""
+    static["extras"] = extras
+    chosen = ATTENTION.select(implementation, query=query, key=key, value=value, **static)
+    out, residual = chosen.run(query, key, value, query_lengths, key_lengths, **static)
+    return out, residual
 
 
 def prefill(
@@ -352,6 +358,29 @@ def _prefill(
     may_be_exact: bool = False,
 ) -> tuple[tuple[jax.Array, Any], ProgressiveCache]:
     """`prefill` of checked arguments; no log-sum-exp if attention may be exact, and is."""
+    run = spread(
+        tables.PREFILL,
+        _attend_and_store,
+        options=options,
+        implementation=implementation,
+        may_be_exact=may_be_exact,
+    )
+    return refuse_gradients(run, "prefill")(query, key, value, cache, lengths, extras)
+
+
+def _attend_and_store(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    cache: ProgressiveCache,
+    lengths: jax.Array,
+    extras: Extras,
+    *,
+    options: Options,
+    implementation: ImplementationName | None,
+    may_be_exact: bool,
+) -> tuple[tuple[jax.Array, Any], ProgressiveCache]:
+    """`prefill` by what takes these arrays."""
     static: dict[str, Any] = {"config": cache.config, "options": options}
     is_exact = may_be_exact and unrounded.is_faster(query, key, **static)
     attend = ATTENTION.select(
@@ -359,28 +388,16 @@ def _prefill(
     )
     store = STORE_PROMPT.select(STORE_PROMPT.beside(implementation), cache=cache, key=key)
     attends_to_codes = attend.name != "xla" and cache.config.mode != "float" and not is_exact
-    shares_codes = store.name in SHARES_CODES and attends_to_codes
-
-    def run(
-        query: jax.Array,
-        key: jax.Array,
-        value: jax.Array,
-        cache: ProgressiveCache,
-        lengths: jax.Array,
-        extras: Extras,
-    ) -> tuple[tuple[jax.Array, Any], ProgressiveCache]:
-        inside = jnp.clip(lengths, 0, key.shape[1])
-        if shares_codes:  # one pass over keys and values serves both
-            permuted = attend.name == "mosaic_gpu"
-            store_both = SHARES_CODES[store.name]
-            filled, codes = store_both(cache, key, value, lengths, permuted=permuted)
-            extra = {"stage1": codes and tuple(codes)}
-        else:
-            filled, extra = store.run(cache, key, value, lengths), {}
-        query, key, value, inside, extras = together(query, key, value, inside, extras)
-        if is_exact:
-            return (unrounded.exact(query, key, value, options), None), filled
-        out = attend.run(query, key, value, inside, inside, extras=extras, **static, **extra)
-        return out, filled
-
-    return refuse_gradients(run, "prefill")(query, key, value, cache, lengths, extras)
+    inside = jnp.clip(lengths, 0, key.shape[1])
+    if store.name in SHARES_CODES and attends_to_codes:  # one pass over keys and values serves both
+        permuted = attend.name == "mosaic_gpu"
+        store_both = SHARES_CODES[store.name]
+        filled, codes = store_both(cache, key, value, lengths, permuted=permuted)
+        extra = {"stage1": codes and tuple(codes)}
+    else:
+        filled, extra = store.run(cache, key, value, lengths), {}
+    query, key, value, inside, extras = together(query, key, value, inside, extras)
+    if is_exact:
+        return (unrounded.exact(query, key, value, options), None), filled
+    out = attend.run(query, key, value, inside, inside, extras=extras, **static, **extra)
+    return out, filled

@@ -12,6 +12,7 @@ from turbojax.ops import newest
 from turbojax.ops.extras import NOTHING, Extras
 from turbojax.ops.options import Options, require_causal
 from turbojax.ops.turbo_attention import decode_reference, mosaic_decode, triton
+from turbojax.sharding import tables
 from turbojax.state import checks
 from turbojax.state.progressive.cache import ProgressiveCache
 
@@ -23,7 +24,7 @@ DECODE = Registry(
         Implementation("xla", decode_reference.decode),
     ),
 )
-_decode = functools.partial(newest.decode, DECODE)
+_decode = functools.partial(newest.decode, DECODE, tables.DECODE)
 
 
 def decode(

@@ -14,6 +14,8 @@ from turbojax.ops.extras import Extras
 from turbojax.ops.options import Options
 from turbojax.ops.sinks import sees_only_sink, sink_gradient
 from turbojax.ops.turbo_attention import gradient_reference, mosaic_gradient
+from turbojax.sharding import tables
+from turbojax.sharding.spread import like, spread
 
 GRADIENT = Registry(
     "the gradient of turbo_attention",
@@ -38,8 +40,9 @@ def straight_through(
     what the backward pass is.
 
     Args:
-      run: an implementation of `turbo_attention`: a function of query ``[B, T, N, H]``, key and
-        value ``[B, S, K, H]``, int32 query and key lengths ``[B]``, and of options and extras.
+      run: `turbo_attention` of checked arguments: a function, of a module, of query
+        ``[B, T, N, H]``, key and value ``[B, S, K, H]``, int32 query and key lengths ``[B]``,
+        extras, and of the options below but for the last.
       config: numerics.
       options: of the call.
       implementation: what was asked for. Where the gradient has none of this name, it is chosen.
@@ -50,32 +53,20 @@ def straight_through(
       dtype of the input they belong to. A second derivative raises NotImplementedError, forward
       mode (`jvp`) raises jax's TypeError about `custom_vjp`.
     """
-
-    def gradient(
-        query: jax.Array, key: jax.Array, value: jax.Array, *rest: Any
-    ) -> tuple[jax.Array, jax.Array, jax.Array, Extras]:
-        lengths, (extras, *results) = rest[:2], rest[2:]
-        static: dict[str, Any] = {"config": config, "options": options, "extras": extras}
-        name = GRADIENT.beside(implementation)
-        chosen = GRADIENT.select(name, query=query, key=key, value=value, **static)
-        *gradients, d_extras = chosen.run(
-            query, key, value, *lengths, *results, **static, is_ragged=is_ragged
-        )
-        if extras.sinks is not None:
-            sinks = _of_sinks(extras.sinks, lengths[0], *results)
-            d_extras = dataclasses.replace(d_extras, sinks=sinks)
-        return *gradients, d_extras
-
+    static: dict[str, Any] = {"config": config, "options": options}
+    static["implementation"] = implementation
     differentiate_once = refuse_gradients(
-        gradient,
+        spread(tables.TURBO_GRADIENT, _gradient, **static, is_ragged=is_ragged),
         "the gradient of turbo_attention",
         because="only first derivatives are supported",
     )
 
+    attend = spread(tables.TURBO, run, **static)
+
     @jax.custom_vjp
     def call(*arrays: Any) -> tuple[jax.Array, jax.Array]:
-        *operands, extras = arrays
-        return run(*operands, config=config, options=options, extras=extras)
+        results: tuple[jax.Array, jax.Array] = attend(*arrays)
+        return results
 
     def forward(*arrays: Any) -> Any:
         # `call`, not `run`: a second derivative must not find its own way through the rounding.
@@ -84,10 +75,39 @@ def straight_through(
 
     def backward(arrays: Any, cotangents: Any) -> Any:
         *gradients, d_extras = differentiate_once(*arrays, *cotangents)
+        *gradients, d_extras = like((*gradients, d_extras), (*arrays[:3], arrays[5]))
         return *gradients, None, None, d_extras  # lengths are integers
 
     call.defvjp(forward, backward)
     return call
+
+
+def _gradient(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    query_length: jax.Array,
+    key_length: jax.Array,
+    extras: Extras,
+    *results: jax.Array,
+    config: TurboConfig,
+    options: Options,
+    implementation: str | None,
+    is_ragged: bool,
+) -> tuple[jax.Array, jax.Array, jax.Array, Extras]:
+    """What the backward pass does with what was kept, and the cotangents."""
+    static: dict[str, Any] = {"config": config, "options": options, "extras": extras}
+    name = GRADIENT.beside(implementation)
+    chosen = GRADIENT.select(name, query=query, key=key, value=value, **static)
+    lengths = query_length, key_length
+    *gradients, d_extras = chosen.run(
+        query, key, value, *lengths, *results, **static, is_ragged=is_ragged
+    )
+    if extras.sinks is not None:
+        sinks = _of_sinks(extras.sinks, query_length, *results)
+        d_extras = dataclasses.replace(d_extras, sinks=sinks)
+    d_query, d_key, d_value = gradients
+    return d_query, d_key, d_value, d_extras
 
 
 def _of_sinks(

@@ -10,6 +10,11 @@ import numpy as np
 
 from turbojax import _checks
 from turbojax._gradient import refuse_gradients
+from turbojax.sharding import tables
+from turbojax.sharding.axes import Axes
+from turbojax.sharding.birth import Sizes, born
+from turbojax.sharding.specs import Split
+from turbojax.sharding.spread import spread
 from turbojax.state import checks
 from turbojax.state.latent import formats
 from turbojax.state.latent.pages import LatentPages
@@ -20,7 +25,7 @@ PAGE_SIZE = 64
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class LatentCache(formats.Holder):
+class LatentCache(formats.Holder, Split):
     """Latents and rotary keys of `B` sequences (MLA, DeepSeek-V2, 2024).
 
     What is stored of a token, and what `kv_dtype` means, is said at `LatentPages`. `S` is
@@ -123,6 +128,7 @@ def init_latent_cache(
     kv_dtype: str = "bfloat16",
     dtype: jax.typing.DTypeLike = jnp.bfloat16,
     seed: int = 0,
+    axes: Axes | None = None,
 ) -> LatentCache:
     """An empty cache.
 
@@ -134,6 +140,9 @@ def init_latent_cache(
       kv_dtype: one of `LATENT_DTYPES`, see `LatentPages`.
       dtype: of the queries, latents and rotary keys to come: bfloat16, float16 or float32.
       seed: for codes, of the rotation.
+      axes: of a mesh, over which sequences, heads and tokens are split, see `partition_specs`: each
+        device makes its part, and none the whole. Tokens are split evenly: every device has as
+        many times 64.
 
     Raises:
       TypeError: if `dtype` is none of these, or a size or the seed not an integer.
@@ -141,6 +150,11 @@ def init_latent_cache(
         given that it has no use for.
     """
     _checks.check_sizes(batch_size=batch_size, max_length=max_length)
+    if axes is not None:
+        given = {"kv_dtype": kv_dtype, "dtype": jnp.dtype(dtype), "seed": seed}
+        sizes = Sizes(batch_size, max_length, 1, PAGE_SIZE, -(-max_length // PAGE_SIZE))
+        widths = {"latent_dim": latent_dim, "rope_dim": rope_dim}
+        return born(_without_heads, axes, sizes, **widths, **given)
     rows = (batch_size, -(-max_length // PAGE_SIZE) * PAGE_SIZE)
     return LatentCache(
         lengths=jnp.zeros(batch_size, jnp.int32),
@@ -148,6 +162,10 @@ def init_latent_cache(
         max_length=int(max_length),
         **formats.empty(rows, latent_dim, rope_dim, kv_dtype, dtype, seed),
     )
+
+
+def _without_heads(batch_size: int, max_length: int, _: int, **static: Any) -> LatentCache:
+    return init_latent_cache(batch_size, max_length, **static)
 
 
 def append_latents(
@@ -181,7 +199,8 @@ def append_latents(
         )
     lengths = _checks.check_lengths("lengths", lengths, batch, tokens)
     checks.check_room(cache, lengths)
-    cache, scale = refuse_gradients(_append, "append")(cache, latent, rope, lengths)
+    run = spread(tables.LATENT_APPEND, _append)
+    cache, scale = refuse_gradients(run, "append")(cache, latent, rope, lengths)
     formats.check_range(latent, scale, lengths)
     return cache
 

@@ -10,6 +10,11 @@ import numpy as np
 
 from turbojax import _checks
 from turbojax._gradient import refuse_gradients
+from turbojax.sharding import tables
+from turbojax.sharding.axes import Axes
+from turbojax.sharding.birth import Sizes, born
+from turbojax.sharding.specs import Split
+from turbojax.sharding.spread import spread
 from turbojax.state import checks
 from turbojax.state.latent import formats
 from turbojax.state.pages import checks as page_checks
@@ -19,7 +24,7 @@ from turbojax.state.pages.writing import find_places
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class LatentPages(formats.Holder):
+class LatentPages(formats.Holder, Split):
     """A pool of `P` pages for the latents of any number of sequences (MLA, DeepSeek-V2, 2024).
 
     A token has a latent of `C` channels, key and value of all heads at once, and a rotary key of
@@ -121,6 +126,7 @@ def init_latent_pages(
     kv_dtype: str = "bfloat16",
     dtype: jax.typing.DTypeLike = jnp.bfloat16,
     seed: int = 0,
+    axes: Axes | None = None,
 ) -> LatentPages:
     """A pool of pages that nobody holds yet.
 
@@ -132,17 +138,27 @@ def init_latent_pages(
       kv_dtype: one of `LATENT_DTYPES`, see `LatentPages`.
       dtype: of the queries, latents and rotary keys to come: bfloat16, float16 or float32.
       seed: for codes, of the rotation.
+      axes: of a mesh, over which pages are split, see `partition_specs`: each device makes its
+        part, and none the whole.
 
     Raises:
       TypeError: if `dtype` is none of these, or a size or the seed not an integer.
-      ValueError: if a size is not positive or not among those above, `kv_dtype` is unknown, or a
-        seed is given that it has no use for.
+      ValueError: if a size is not positive or not among those above or cannot be split, `kv_dtype`
+        is unknown, or a seed is given that it has no use for.
     """
     _checks.check_sizes(num_pages=num_pages, page_size=page_size)
     if page_size not in PAGE_SIZES:
         raise ValueError(f"{page_size=} must be one of {', '.join(map(str, PAGE_SIZES))}")
+    if axes is not None:
+        given = {"kv_dtype": kv_dtype, "dtype": jnp.dtype(dtype), "seed": seed}
+        widths = {"latent_dim": latent_dim, "rope_dim": rope_dim}
+        return born(_without_heads, axes, Sizes(num_pages, page_size, 1), **widths, **given)
     fields = formats.empty((num_pages, page_size), latent_dim, rope_dim, kv_dtype, dtype, seed)
     return LatentPages(lost=jnp.zeros((), jnp.int32), **fields)
+
+
+def _without_heads(num_pages: int, page_size: int, _: int, **static: Any) -> LatentPages:
+    return init_latent_pages(num_pages, page_size, **static)
 
 
 def append_latents(
@@ -187,7 +203,8 @@ def append_latents(
     lengths = page_checks.check_lengths("lengths", lengths, batch)
     new_lengths = _checks.check_lengths("new_lengths", new_lengths, batch, tokens)
     page_checks.check_places(cache, block_tables, lengths, new_lengths)
-    cache, scale = refuse_gradients(_append, "append_latents")(
+    run = spread(tables.PAGED_LATENT_APPEND, _append)
+    cache, scale = refuse_gradients(run, "append_latents")(
         cache, latent, rope, block_tables, lengths, new_lengths
     )
     formats.check_range(latent, scale, new_lengths)

@@ -7,7 +7,7 @@ on its page nor on the call that brings it.
 
 import dataclasses
 import math
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,11 @@ import numpy as np
 from turbojax import _checks, polar
 from turbojax._gradient import refuse_gradients
 from turbojax._registry import Implementation, ImplementationName, Registry
+from turbojax.sharding import tables
+from turbojax.sharding.axes import Axes
+from turbojax.sharding.birth import Sizes, born
+from turbojax.sharding.specs import Split
+from turbojax.sharding.spread import spread
 from turbojax.state import checks
 from turbojax.state.pages import checks as page_checks
 from turbojax.state.pages import mosaic_gpu as paged_mosaic
@@ -42,7 +47,7 @@ APPEND = Registry(
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class PagedCache:
+class PagedCache(Split):
     """A pool of `P` pages for the keys and values of any number of sequences.
 
     Shapes: `K` KV heads, head dim `H`, `page_size` tokens a page. What `kv_dtype` means:
@@ -191,6 +196,7 @@ def init_paged_cache(
     key_scale: float = 1.0,
     value_scale: float = 1.0,
     seed: int = 0,
+    axes: Axes | None = None,
 ) -> PagedCache:
     """A pool of pages that nobody holds yet.
 
@@ -207,12 +213,15 @@ def init_paged_cache(
         format's largest value (448 for e4m3, 57344 for e5m2), or more.
       value_scale: the same for values.
       seed: for codes, of the rotation.
+      axes: of a mesh, over which pages and heads are split, see `partition_specs`: each device
+        makes its part, and none the whole.
 
     Raises:
       TypeError: if `dtype` is none of these, a size or the seed not an integer, or a scale not a
         number.
-      ValueError: if a size is not positive or not among those above, `kv_dtype` is unknown, a scale
-        is not positive, or a scale or seed is given that `kv_dtype` has no use for.
+      ValueError: if a size cannot be split, is not positive or not among those above, `kv_dtype` is
+        unknown, a scale is not positive, or a scale or seed is given that `kv_dtype` has no use
+        for.
     """
     _checks.check_sizes(
         num_pages=num_pages, page_size=page_size, num_kv_heads=num_kv_heads, head_dim=head_dim
@@ -232,17 +241,12 @@ def init_paged_cache(
         raise ValueError(f"{seed=} has no use with {kv_dtype=}: only codes are of rotated vectors")
     if formats.is_rotated:
         polar.rotation(head_dim, seed)  # raises unless there is one
-    return _empty(
-        num_pages,
-        page_size,
-        num_kv_heads,
-        head_dim,
-        kv_dtype,
-        dtype,
-        float(key_scale),
-        float(value_scale),
-        int(seed),
-    )
+    scales = {"key_scale": float(key_scale), "value_scale": float(value_scale)}
+    static = {"kv_dtype": kv_dtype, "dtype": dtype, "seed": int(seed), **scales}
+    if axes is not None:
+        sizes = Sizes(num_pages, page_size, num_kv_heads)
+        return born(_empty, axes, sizes, head_dim=head_dim, **static)
+    return _empty(num_pages, page_size, num_kv_heads, head_dim, **static)
 
 
 def append(
@@ -293,12 +297,28 @@ def append(
     batch, tokens = key.shape[:2]
     new_lengths = _checks.check_lengths("new_lengths", new_lengths, batch, tokens)
     page_checks.check_places(cache, block_tables, lengths, new_lengths)
-    chosen = APPEND.select(implementation, cache=cache, key=key, block_tables=block_tables)
-    cache, content = refuse_gradients(chosen.run, "append")(
+    run = spread(tables.PAGED_APPEND, _append, implementation=implementation)
+    cache, content = refuse_gradients(run, "append")(
         cache, key, value, block_tables, lengths, new_lengths
     )
     page_checks.check_range(cache, key, value, content, new_lengths)
     return cache
+
+
+def _append(
+    cache: PagedCache,
+    key: jax.Array,
+    value: jax.Array,
+    block_tables: jax.Array,
+    lengths: jax.Array,
+    new_lengths: jax.Array,
+    *,
+    implementation: ImplementationName | None,
+) -> tuple[PagedCache, Any]:
+    """`append` by what takes these arrays; also what became of the tokens."""
+    chosen = APPEND.select(implementation, cache=cache, key=key, block_tables=block_tables)
+    extended, content = chosen.run(cache, key, value, block_tables, lengths, new_lengths)
+    return extended, content
 
 
 def gather(

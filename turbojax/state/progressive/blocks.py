@@ -43,7 +43,12 @@ def read_blocks(
 
 
 def write_blocks(
-    side: CacheSide, codes: jax.Array, scale: jax.Array, start: jax.Array, count: jax.Array
+    side: CacheSide,
+    codes: jax.Array,
+    scale: jax.Array,
+    start: jax.Array,
+    count: jax.Array,
+    first: jax.Array | None = None,
 ) -> CacheSide:
     """Compresses blocks of stage-1 codes and stores them.
 
@@ -54,12 +59,18 @@ def write_blocks(
       start: int32 ``[B]``, the block number of the first.
       count: int32 ``[B]``, how many of the `G` blocks are stored; the rest is left out. In a ring
         with room for fewer the last ones are.
+      first: int32 ``[]``, of a part of a cache the number of the block in its first place: blocks
+        before it and past its last place are left out. It is no ring.
 
     Returns:
       The side with these blocks written.
     """
     # Blocks that are not to be stored get an index that the scatter drops.
-    index = ring.rows_of_new(start, count, codes.shape[2], side.block_scale.shape[2])
+    rows = side.block_scale.shape[2]
+    if first is None:
+        index = ring.rows_of_new(start, count, codes.shape[2], rows)
+    else:
+        index = _rows_of_part(start - first, count, codes.shape[2], rows)
 
     def put(array: jax.Array, blocks: jax.Array) -> jax.Array:
         write = jax.vmap(lambda a, i, x: a.at[:, i].set(x, mode="drop"))
@@ -80,6 +91,13 @@ def write_blocks(
         channel_zero=put(side.channel_zero, _from_slots(zeros, side.head_slots)),
         block_scale=put(side.block_scale, scale),
     )
+
+
+def _rows_of_part(start: jax.Array, count: jax.Array, blocks: int, rows: int) -> jax.Array:
+    """As `ring.rows_of_new`, of those that are neither before row 0 nor past the last row."""
+    offset = jnp.arange(blocks)[None]
+    row = start[:, None] + offset
+    return jnp.where((offset < count[:, None]) & (row >= 0) & (row < rows), row, rows + offset)
 
 
 def _from_slots(groups: list[jax.Array], slots: jax.Array) -> jax.Array:

@@ -16,12 +16,15 @@ import numpy as np
 from turbojax import _checks
 from turbojax.config import TurboConfig
 from turbojax.quantizers import INT8_RANGE, packed_size, round_scale
+from turbojax.sharding.axes import Axes
+from turbojax.sharding.birth import Sizes, born
+from turbojax.sharding.specs import Split, spec_of
 from turbojax.state import ring
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class CacheSide:
+class CacheSide(Split):
     """The keys, or the values, of a `ProgressiveCache`.
 
     Shapes: `B` sequences, `K` KV heads, `n` blocks of `block` tokens, head dim `H`. A sequence's
@@ -66,10 +69,13 @@ class CacheSide:
     They hold for every array of `codes`.
     """
 
+    COPIES: ClassVar[dict[str, int]] = {"head_slots": 1, "buffer": 2, "buffer_scale": 1}
+    """Where blocks are split over devices, all have the newest tokens, and what they tell."""
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class ProgressiveCache:
+class ProgressiveCache(Split):
     """Keys and values of `B` sequences, compressed progressively.
 
     The caches of several layers may be stacked along a new first axis of every array, and mapped
@@ -220,6 +226,7 @@ def init_cache(
     key_scale: jax.Array | None = None,
     value_scale: jax.Array | None = None,
     local_window_size: int | tuple[int, int] | None = None,
+    axes: Axes | None = None,
 ) -> ProgressiveCache:
     """An empty cache.
 
@@ -236,12 +243,16 @@ def init_cache(
       value_scale: the same for the values.
       local_window_size: the largest window that `decode` will be called with, if any: blocks that
         it does not reach are not kept, see `turbojax.state.ring`.
+      axes: of a mesh, over which sequences, heads and blocks are split, see `partition_specs`: each
+        device makes its part, and none the whole. Every device has as many whole blocks, and all
+        those of an axis of the sequence have the buffers. Heads of fewer bits are ranked within
+        groups then, see `TurboConfig.heads_per_group`.
 
     Raises:
       TypeError: if `dtype` is none of these.
-      ValueError: if a size is not positive, `head_dim` is not a multiple of 8, there are more
-        low-bit heads than heads, a scale has another shape or is not positive, or the window is
-        none.
+      ValueError: if a size is not positive or cannot be split, `head_dim` is not a multiple of 8,
+        there are more low-bit heads than heads, a scale has another shape or is not positive, or
+        the window is none.
     """
     _checks.check_sizes(
         batch_size=batch_size, max_length=max_length, num_kv_heads=num_kv_heads, head_dim=head_dim
@@ -257,11 +268,19 @@ def init_cache(
     if dtype not in _checks.FLOAT_DTYPES:
         raise TypeError(f"{dtype=!s} must be bfloat16, float16 or float32")
     window = ring.window_of(local_window_size)
-    cache = _empty(batch_size, max_length, num_kv_heads, head_dim, config, dtype, window)
+    static = {"head_dim": head_dim, "config": config, "dtype": dtype, "window": window}
+    if axes is None:
+        cache = _empty(batch_size, max_length, num_kv_heads, **static)
+    else:
+        block = config.block_kv
+        sizes = Sizes(batch_size, max_length, num_kv_heads, block, max_length // block)
+        cache = born(_empty, axes, sizes, **static)
     return dataclasses.replace(
         cache,
-        key=_with_scale(cache.key, "key_scale", key_scale),
-        value=_with_scale(cache.value, "value_scale", value_scale),
+        key=_with_scale(cache.key, "key_scale", key_scale, (batch_size, num_kv_heads), axes),
+        value=_with_scale(
+            cache.value, "value_scale", value_scale, (batch_size, num_kv_heads), axes
+        ),
     )
 
 
@@ -314,21 +333,32 @@ def _empty(
     )
 
 
-def _with_scale(side: CacheSide, name: str, scale: jax.Array | None) -> CacheSide:
+def _with_scale(
+    side: CacheSide, name: str, scale: jax.Array | None, shape: tuple[int, int], axes: Axes | None
+) -> CacheSide:
     if scale is None:
         return side
     scale = jnp.asarray(scale, jnp.float32)
     try:
-        full = jnp.broadcast_to(scale, side.buffer_scale.shape)
+        full = jnp.broadcast_to(scale, shape)
     except ValueError:
-        raise ValueError(
-            f"{name}.shape={scale.shape} must broadcast to {side.buffer_scale.shape}"
-        ) from None
+        raise ValueError(f"{name}.shape={scale.shape} must broadcast to {shape}") from None
     full = round_scale(full)
     tiny = np.finfo(np.float32).tiny
     if _checks.is_concrete(full) and not np.all((np.asarray(full) >= tiny) & np.isfinite(full)):
         raise ValueError(f"{name}={np.asarray(scale).tolist()} must be positive and finite")
-    return dataclasses.replace(side, buffer_scale=full)
+    scales = full if axes is None else _on_devices(full, axes)
+    return dataclasses.replace(side, buffer_scale=scales)
+
+
+def _on_devices(x: jax.Array, axes: Axes) -> jax.Array:
+    """Scales ``[B, K]`` as every device has them: its heads', see `Split.COPIES`."""
+    heads = x.shape[1] // (axes.size("heads") if x.shape[1] > 1 else 1)
+    x = jnp.repeat(x.reshape(len(x), -1, 1, heads), axes.size("sequence"), axis=2)
+    x = x.reshape(len(x), -1)
+    letters = CacheSide.AXES["buffer_scale"]
+    spec = spec_of(letters, x.shape, axes, CacheSide.COPIES["buffer_scale"])
+    return jax.device_put(x, jax.sharding.NamedSharding(axes.require_mesh(), spec))
 
 
 def _named_leaves(tree: Any) -> dict[str, jax.Array]:

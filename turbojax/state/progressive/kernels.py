@@ -120,15 +120,55 @@ def stored_prompt(
     return filled, Operands(*keys, *(values or quantize(value, inside, written[1].maximum)))
 
 
-def _with_blocks(prompt: Prompt, written: Any, kept: jax.Array, config: TurboConfig) -> CacheSide:
-    """A side with its blocks, and the rest of the prompt in its buffer."""
-    side = dataclasses.replace(
-        prompt.side,
+def stored_part_of_prompt(
+    cache: ProgressiveCache,
+    key: jax.Array,
+    value: jax.Array,
+    lengths: jax.Array,
+    first: jax.Array,
+    *,
+    compress: Compress,
+) -> ProgressiveCache:
+    """`reference.store_prompt` with `first`: compresses the blocks that have a place here alone."""
+    config = cache.config
+    kept = reference.kept_tokens(cache, key.shape[1], lengths)
+    size = min(-(-key.shape[1] // config.block_kv) * config.block_kv, cache.room)
+    begin = first * config.block_kv
+    held = jnp.clip(kept // config.block_kv * config.block_kv - begin, 0, size)
+    prompts = [
+        Prompt(reference.rank_prompt(side, x, kept, config), _tokens(x, begin, size), None, False)
+        for side, x in ((cache.key, key), (cache.value, value))
+    ]
+    written = compress(prompts, held, held // config.block_kv)
+
+    def side(i: int, x: jax.Array) -> CacheSide:
+        rest = reference.prompt_rest(x, kept, config.block_kv)
+        maximum = reference.prompt_maximum(x, kept)
+        side = _with_codes(prompts[i].side, written[i])
+        return reference.buffer_rest(side, rest, maximum, kept, config)
+
+    return reference.with_prompt(cache, side(0, key), side(1, value), lengths, kept)
+
+
+def _tokens(x: jax.Array, begin: jax.Array, size: int) -> jax.Array:
+    """`size` tokens of ``x [B, S, K, H]`` from `begin` on, zeros past the last."""
+    padded = jnp.pad(x, ((0, 0), (0, size), (0, 0), (0, 0)))
+    return jax.lax.dynamic_slice_in_dim(padded, jnp.minimum(begin, x.shape[1]), size, axis=1)
+
+
+def _with_codes(side: CacheSide, written: Any) -> CacheSide:
+    return dataclasses.replace(
+        side,
         codes=written.codes,
         channel_scale=written.channel_scale,
         channel_zero=written.channel_zero,
         block_scale=written.block_scale,
     )
+
+
+def _with_blocks(prompt: Prompt, written: Any, kept: jax.Array, config: TurboConfig) -> CacheSide:
+    """A side with its blocks, and the rest of the prompt in its buffer."""
+    side = _with_codes(prompt.side, written)
     # The largest value kept is in a stored block or in the rest.
     count = kept // config.block_kv
     stored = jnp.arange(written.maximum.shape[-1])[None] < count[:, None]
@@ -141,7 +181,8 @@ def _with_blocks(prompt: Prompt, written: Any, kept: jax.Array, config: TurboCon
 
 Append = Callable[..., Sequence[CacheSide]]
 """``append(sides, tokens, accepted, row, start)`` gives the sides with a token ``[B, K, H]`` each;
-int32 ``[B]``: whether there is one, tokens in the buffer, and the place of the next block."""
+int32 ``[B]``: whether there is one, tokens in the buffer, and the place of the next block, negative
+if it has none."""
 
 
 def appended(
@@ -150,13 +191,18 @@ def appended(
     value: jax.Array,
     lengths: jax.Array,
     append: Append,
+    first: jax.Array | None = None,
 ) -> ProgressiveCache:
     """`reference.append` of one token per sequence."""
     accepted = reference.accepted_tokens(cache, 1, lengths)
     sides = [
         _ranked(cache, side, x, accepted) for side, x in ((cache.key, key), (cache.value, value))
     ]
-    start = cache.num_blocks % cache.blocks_of_room
+    if first is None:
+        start = cache.num_blocks % cache.blocks_of_room
+    else:
+        start = cache.num_blocks - first
+        start = jnp.where(start < cache.blocks_of_room, start, -1)
     tokens = [x[:, 0] for x in (key, value)]
     key_side, value_side = append(sides, tokens, accepted, cache.buffer_lengths, start)
     return reference.with_appended(cache, key_side, value_side, lengths, accepted)

@@ -29,6 +29,14 @@ def append_unsupported(*, cache: ProgressiveCache, key: jax.Array) -> str | None
     return kernels.append_unsupported(cache, key) or needs_mosaic()
 
 
+def append_part_unsupported(*, cache: ProgressiveCache, key: jax.Array) -> str | None:
+    """Why `append` to a part of a cache cannot run this here; None if it can."""
+    config = cache.config
+    if config.buffer_size != config.block_kv:  # blocks of one buffer might have different places
+        return f"buffer_size={config.buffer_size} must be block_kv={config.block_kv}"
+    return append_unsupported(cache=cache, key=key)
+
+
 def store_prompt(
     cache: ProgressiveCache, key: jax.Array, value: jax.Array, lengths: jax.Array
 ) -> ProgressiveCache:
@@ -84,12 +92,29 @@ def _compress(
 
 
 @jax.jit
+def store_part_of_prompt(
+    cache: ProgressiveCache,
+    key: jax.Array,
+    value: jax.Array,
+    lengths: jax.Array,
+    first: jax.Array,
+) -> ProgressiveCache:
+    """`reference.store_prompt` of a part of a cache with one kernel."""
+    compress = functools.partial(_compress, config=cache.config, permuted=False)
+    return kernels.stored_part_of_prompt(cache, key, value, lengths, first, compress=compress)
+
+
+@jax.jit
 def append(
-    cache: ProgressiveCache, key: jax.Array, value: jax.Array, lengths: jax.Array
+    cache: ProgressiveCache,
+    key: jax.Array,
+    value: jax.Array,
+    lengths: jax.Array,
+    first: jax.Array | None = None,
 ) -> ProgressiveCache:
     """`reference.append` of one token per sequence with one kernel."""
     run = functools.partial(_append_sides, config=cache.config)
-    return kernels.appended(cache, key, value, lengths, run)
+    return kernels.appended(cache, key, value, lengths, run, first)
 
 
 def _append_sides(

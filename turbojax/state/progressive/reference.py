@@ -23,12 +23,16 @@ from turbojax.state.progressive.cache import CacheSide, ProgressiveCache
 
 @jax.jit
 def append(
-    cache: ProgressiveCache, key: jax.Array, value: jax.Array, lengths: jax.Array
+    cache: ProgressiveCache,
+    key: jax.Array,
+    value: jax.Array,
+    lengths: jax.Array,
+    first: jax.Array | None = None,
 ) -> ProgressiveCache:
-    """Adds tokens: `turbojax.append` of checked arguments."""
+    """Adds tokens: `turbojax.append` of checked arguments; with `first` see `write_blocks`."""
     accepted = accepted_tokens(cache, key.shape[1], lengths)
     flushed = flushed_buffers(cache, accepted)
-    update = functools.partial(_append_side, cache, accepted=accepted, flushed=flushed)
+    update = functools.partial(_append_side, cache, accepted=accepted, flushed=flushed, first=first)
     return with_appended(
         cache, update(cache.key, key), update(cache.value, value), lengths, accepted
     )
@@ -70,6 +74,7 @@ def _append_side(
     *,
     accepted: jax.Array,
     flushed: jax.Array,
+    first: jax.Array | None,
 ) -> CacheSide:
     size, block = cache.config.buffer_size, cache.config.block_kv
     stream, run_scale, buffer_scale = buffer_stream(cache, side, x, accepted)
@@ -85,6 +90,7 @@ def _append_side(
         jnp.repeat(run_scale, size // block, axis=-1),
         start,
         flushed * (size // block),
+        first,
     )
     rest = jax.vmap(lambda s, f: jax.lax.dynamic_slice_in_dim(s, f * size, size, axis=1))
     return dataclasses.replace(side, buffer=rest(stream, flushed), buffer_scale=buffer_scale)
@@ -189,12 +195,19 @@ def rank_first_buffer(
 
 @jax.jit
 def store_prompt(
-    cache: ProgressiveCache, key: jax.Array, value: jax.Array, lengths: jax.Array
+    cache: ProgressiveCache,
+    key: jax.Array,
+    value: jax.Array,
+    lengths: jax.Array,
+    first: jax.Array | None = None,
 ) -> ProgressiveCache:
-    """Stores a prompt: `turbojax.state.progressive.update.store_prompt` of checked arguments."""
+    """Stores a prompt: `turbojax.state.progressive.update.store_prompt` of checked arguments.
+
+    With `first`, of a part of a cache, the blocks that have a place there, see `write_blocks`.
+    """
     kept = kept_tokens(cache, key.shape[1], lengths)
-    key_side = _store_prompt_side(cache, cache.key, key, kept)
-    value_side = _store_prompt_side(cache, cache.value, value, kept)
+    key_side = _store_prompt_side(cache, cache.key, key, kept, first)
+    value_side = _store_prompt_side(cache, cache.value, value, kept, first)
     return with_prompt(cache, key_side, value_side, lengths, kept)
 
 
@@ -223,17 +236,21 @@ def with_prompt(
 
 
 def _store_prompt_side(
-    cache: ProgressiveCache, side: CacheSide, x: jax.Array, kept: jax.Array
+    cache: ProgressiveCache,
+    side: CacheSide,
+    x: jax.Array,
+    kept: jax.Array,
+    first: jax.Array | None,
 ) -> CacheSide:
     block = cache.config.block_kv
     side = rank_prompt(side, x, kept, cache.config)
+    maximum = prompt_maximum(x, kept)
     x = _without_padding(x, kept)
-    maximum = absolute_maximum(x, (1, 3))[:, 0, :, 0]
     padded = jnp.pad(x, ((0, 0), (0, -x.shape[1] % block), (0, 0), (0, 0)))
     padded = jnp.swapaxes(padded, 1, 2)  # [B, K, S, H]
     blocks = padded.reshape(*padded.shape[:2], -1, block, padded.shape[3])
     codes, block_scale = quantize_int8(blocks, axis=(3, 4))
-    side = write_blocks(side, codes, block_scale, jnp.zeros_like(kept), kept // block)
+    side = write_blocks(side, codes, block_scale, jnp.zeros_like(kept), kept // block, first)
     return buffer_rest(side, prompt_rest(x, kept, block), maximum, kept, cache.config)
 
 
@@ -245,6 +262,11 @@ def rank_prompt(side: CacheSide, x: jax.Array, kept: jax.Array, config: TurboCon
     slots = rank_heads(head_priority(_without_padding(x, kept), config.head_priority, valid))
     ranked = (kept >= config.block_kv)[:, None]
     return dataclasses.replace(side, head_slots=jnp.where(ranked, slots, side.head_slots))
+
+
+def prompt_maximum(x: jax.Array, kept: jax.Array) -> jax.Array:
+    """The largest absolute value of the tokens kept of ``x [B, S, K, H]``: float32 ``[B, K]``."""
+    return absolute_maximum(_without_padding(x, kept), (1, 3))[:, 0, :, 0]
 
 
 def prompt_rest(x: jax.Array, kept: jax.Array, block: int) -> jax.Array:

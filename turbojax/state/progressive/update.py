@@ -8,6 +8,8 @@ import jax
 from turbojax import _checks
 from turbojax._gradient import refuse_gradients
 from turbojax._registry import Implementation, ImplementationName, Registry
+from turbojax.sharding import tables
+from turbojax.sharding.spread import spread
 from turbojax.state import checks
 from turbojax.state.progressive import mosaic_gpu, reference, triton
 from turbojax.state.progressive.cache import ProgressiveCache
@@ -25,6 +27,22 @@ STORE_PROMPT = Registry(
     (
         Implementation("mosaic_gpu", mosaic_gpu.store_prompt, mosaic_gpu.store_prompt_unsupported),
         Implementation("triton", triton.store_prompt, triton.store_prompt_unsupported),
+        Implementation("xla", reference.store_prompt),
+    ),
+)
+APPEND_PART = Registry(
+    "append",
+    (
+        Implementation("mosaic_gpu", mosaic_gpu.append, mosaic_gpu.append_part_unsupported),
+        Implementation("xla", reference.append),
+    ),
+)
+STORE_PART = Registry(
+    "store_prompt",
+    (
+        Implementation(
+            "mosaic_gpu", mosaic_gpu.store_part_of_prompt, mosaic_gpu.store_prompt_unsupported
+        ),
         Implementation("xla", reference.store_prompt),
     ),
 )
@@ -76,8 +94,22 @@ def append(
     batch, tokens = key.shape[:2]
     lengths = _checks.check_lengths("lengths", lengths, batch, tokens)
     checks.check_room(cache, lengths)
+    run = spread(tables.APPEND, _append, implementation=implementation)
+    return refuse_gradients(run, "append")(cache, key, value, lengths)
+
+
+def _append(
+    cache: ProgressiveCache,
+    key: jax.Array,
+    value: jax.Array,
+    lengths: jax.Array,
+    *,
+    implementation: ImplementationName | None,
+) -> ProgressiveCache:
+    """`append` by what takes these arrays."""
     chosen = APPEND.select(implementation, cache=cache, key=key)
-    return refuse_gradients(chosen.run, "append")(cache, key, value, lengths)
+    extended: ProgressiveCache = chosen.run(cache, key, value, lengths)
+    return extended
 
 
 def store_prompt(
@@ -109,8 +141,72 @@ def store_prompt(
         differentiated.
     """
     check_prompt(cache, key, value, lengths)
+    run = spread(tables.STORE_PROMPT, _store_prompt, implementation=implementation)
+    return refuse_gradients(run, "prefill")(cache, key, value, lengths)
+
+
+def _store_prompt(
+    cache: ProgressiveCache,
+    key: jax.Array,
+    value: jax.Array,
+    lengths: jax.Array,
+    *,
+    implementation: ImplementationName | None,
+) -> ProgressiveCache:
+    """`store_prompt` by what takes these arrays."""
     chosen = STORE_PROMPT.select(implementation, cache=cache, key=key)
-    return refuse_gradients(chosen.run, "prefill")(cache, key, value, lengths)
+    filled: ProgressiveCache = chosen.run(cache, key, value, lengths)
+    return filled
+
+
+def append_part(
+    cache: ProgressiveCache,
+    key: jax.Array,
+    value: jax.Array,
+    lengths: jax.Array,
+    first: jax.Array,
+    *,
+    implementation: str | None = None,
+) -> ProgressiveCache:
+    """`append` to a part of a cache: one device's, where blocks are split over several.
+
+    Args:
+      cache: lengths and buffers of whole sequences, and some of their blocks.
+      key: ``[B, T, K, H]`` in `cache.dtype`.
+      value: the same shape and dtype.
+      lengths: int32 ``[B]``, the real ones of the `T` tokens.
+      first: int32 ``[]``, the token that the part's first block begins with.
+      implementation: what `decode` is asked for beside it; ``"mosaic_gpu"`` appends one token.
+
+    Returns:
+      The part of the extended cache.
+
+    Raises:
+      TypeError, ValueError, NotImplementedError: see `append`.
+    """
+    check_cache_arguments(cache, key, value)
+    name = APPEND_PART.beside(implementation)
+    if name == "mosaic_gpu" and key.shape[1] > 1:  # it attends to several tokens, appends one
+        name = None
+    chosen = APPEND_PART.select(name, cache=cache, key=key)
+    number = first // cache.config.block_kv
+    return refuse_gradients(chosen.run, "append")(cache, key, value, lengths, number)
+
+
+def store_prompt_part(
+    cache: ProgressiveCache,
+    key: jax.Array,
+    value: jax.Array,
+    lengths: jax.Array,
+    first: jax.Array,
+    *,
+    implementation: str | None = None,
+) -> ProgressiveCache:
+    """`store_prompt` of a part of a cache, see `append_part`."""
+    check_prompt(cache, key, value, lengths)
+    chosen = STORE_PART.select(STORE_PART.beside(implementation), cache=cache, key=key)
+    number = first // cache.config.block_kv
+    return refuse_gradients(chosen.run, "prefill")(cache, key, value, lengths, number)
 
 
 def check_prompt(

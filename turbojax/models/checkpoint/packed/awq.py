@@ -32,6 +32,7 @@ from turbojax.models.checkpoint.packed.codes import (
     PER_WORD,
     Codes,
     Part,
+    Places,
     along_inputs,
     nibbles,
     require_words,
@@ -65,6 +66,19 @@ class Awq:
     by_outputs: bool
     name: str = "AWQ"
     codes: str = "qweight"
+
+    @property
+    def places(self) -> Mapping[str, Places]:
+        """See `PackedFormat`."""
+        if self.by_outputs:
+            return {
+                "qweight": (("outputs", 1), ("inputs", PER_WORD)),
+                "scales": (("outputs", 1), ("groups", 1)),
+            }
+        return {
+            "qweight": (("inputs", 1), ("outputs", PER_WORD)),
+            "scales": (("groups", 1), ("outputs", 1)),
+        }
 
     def parts(self, outputs: int, inputs: int) -> Mapping[str, Part]:
         """See `PackedFormat`."""

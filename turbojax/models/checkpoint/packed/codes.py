@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Protocol, TypeVar
+from typing import Literal, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,9 @@ PER_WORD = 8
 """Codes of four bits in an int32."""
 MIDDLE = 8
 """What a stored code is more than the signed one: codes are -8 to 7, stored as 0 to 15."""
+
+Places = tuple[tuple[Literal["outputs", "inputs", "groups"], int], ...]
+"""What each axis of a tensor counts, and how many of them are one step along it."""
 
 _SHIFTS = np.arange(0, 32, 4, dtype=np.int32)
 _Array = TypeVar("_Array", jax.Array, np.ndarray)
@@ -69,6 +72,14 @@ class PackedFormat(Protocol):
     @property
     def codes(self) -> str:
         """The part that holds a layer's codes, which every layer has."""
+
+    @property
+    def group_size(self) -> int | None:
+        """Inputs of a group, or None for all."""
+
+    @property
+    def places(self) -> Mapping[str, Places]:
+        """What the axes of codes and scales count, by the parts that hold them."""
 
     def parts(self, outputs: int, inputs: int) -> Mapping[str, Part]:
         """The tensors of a linear layer, by what follows the layer's name and a dot.

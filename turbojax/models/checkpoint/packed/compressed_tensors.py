@@ -30,6 +30,7 @@ from turbojax.models.checkpoint.packed.codes import (
     PER_WORD,
     Codes,
     Part,
+    Places,
     along_inputs,
     grouped,
     nibbles,
@@ -60,6 +61,14 @@ class CompressedTensors:
     symmetric: bool
     name: str = "compressed-tensors"
     codes: str = "weight_packed"
+
+    @property
+    def places(self) -> Mapping[str, Places]:
+        """See `PackedFormat`."""
+        return {
+            "weight_packed": (("outputs", 1), ("inputs", PER_WORD)),
+            "weight_scale": (("outputs", 1), ("groups", 1)),
+        }
 
     def parts(self, outputs: int, inputs: int) -> Mapping[str, Part]:
         """See `PackedFormat`."""

@@ -33,6 +33,7 @@ from turbojax.models.checkpoint.packed.codes import (
     PER_WORD,
     Codes,
     Part,
+    Places,
     by_groups,
     grouped,
     nibbles,
@@ -73,6 +74,14 @@ class Gptq:
     act_order: bool = False
     name: str = "GPTQ"
     codes: str = "qweight"
+
+    @property
+    def places(self) -> Mapping[str, Places]:
+        """See `PackedFormat`."""
+        return {
+            "qweight": (("inputs", PER_WORD), ("outputs", 1)),
+            "scales": (("groups", 1), ("outputs", 1)),
+        }
 
     def parts(self, outputs: int, inputs: int) -> Mapping[str, Part]:
         """See `PackedFormat`."""

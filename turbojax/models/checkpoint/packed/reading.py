@@ -5,6 +5,8 @@ before the next layer's: besides the model, the host holds the tensors of one li
 device one layer's codes in 8 bits.
 """
 
+import contextlib
+import functools
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,12 +14,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from turbojax._json import shown_name
 from turbojax.models.checkpoint import folder as _folder
-from turbojax.models.checkpoint.packed import formats
+from turbojax.models.checkpoint import on_mesh
+from turbojax.models.checkpoint.int4_on_mesh import table_rows
+from turbojax.models.checkpoint.packed import formats, parts
 from turbojax.models.checkpoint.packed.codes import Codes, PackedFormat, Part, weights
+from turbojax.models.checkpoint.sparse import Sparse, on_host, own_numbers, wanted_bytes
 from turbojax.models.checkpoint.weights import (
     FLOATS,
     Progress,
@@ -37,6 +43,10 @@ from turbojax.models.families.tensors import (
 )
 from turbojax.models.quantized import QuantizedDecoder, check_quantizable, norm_shapes
 from turbojax.models.quantized_layer import QuantizedLayer, QuantizedLinear, join_layer
+from turbojax.models.tensor_parallel import placing
+from turbojax.models.tensor_parallel.quantized_parts import local_layer, local_table
+from turbojax.models.tensor_parallel.specs import specs_of_part
+from turbojax.sharding.axes import Axes
 
 _NORM = "model.norm.weight"
 _Read = Callable[[str], np.ndarray]
@@ -49,6 +59,7 @@ def read(
     dtype: DTypeLike | None,
     max_length: int | None = None,
     progress: Progress | None = None,
+    mesh: Mesh | Axes | None = None,
 ) -> QuantizedDecoder:
     """Reads a folder whose linear layers are packed in one of the formats.
 
@@ -58,6 +69,7 @@ def read(
       dtype: of activations, embedding and head; by default what the checkpoint says.
       max_length: of the model, by default what the checkpoint says.
       progress: called after each tensor with the bytes read and the bytes there are.
+      mesh: that weights are split over, see `turbojax.models.load`.
 
     Raises:
       FileNotFoundError: if there are no weights.
@@ -75,33 +87,93 @@ def read(
             "model with experts: must be left out, and weights floating point; quantize_model "
             "rounds them"
         )
-    tensors = _tensors(folder, hf, config, packing)
+    axes = on_mesh.decoder_axes(config, mesh)
+    tensors = _tensors(folder, hf, config, packing, axes)
     given = stored_dtype(hf) or tensors[EMBEDDING].numpy_dtype
     compute = check_dtype(given if dtype is None else dtype)
-    total, done = sum(stored.nbytes for stored in tensors.values()), 0
+    wanted = _wanted_of(tensors, config, packing, axes)
+    total, done = wanted_bytes(wanted), 0
 
     def take(name: str) -> np.ndarray:
         nonlocal done
-        array = tensors[name].read()
-        done += array.nbytes
+        array = wanted[name].read()
+        done += wanted[name].nbytes
         if progress is not None:
             progress(done, total)
         return array
 
     def table(name: str) -> jax.Array:
-        return jnp.asarray(_folder.cast(take(name), compute, name))
+        array = jnp.asarray(_folder.cast(take(name), compute, name))
+        return array if axes is None else _local_table(array, config, axes)
+
+    def layer(number: int) -> QuantizedLayer:
+        found = layers.read(number)
+        return found if axes is None else _local_layer(found, config, axes)
 
     layers = _Layers(config, packing, tensors, take)
-    embedding = table(EMBEDDING)
-    read_layers = tuple(jax.block_until_ready(layers.read(i)) for i in range(config.num_layers))
+    with contextlib.nullcontext() if axes is None else on_host():
+        embedding = table(EMBEDDING)
+        read_layers = tuple(jax.block_until_ready(layer(i)) for i in range(config.num_layers))
+        norm = jnp.asarray(take(_NORM).astype(np.float32) + np.float32(config.norm_offset))
+        if axes is not None:
+            norm = jax.device_put(norm, NamedSharding(axes.require_mesh(), PartitionSpec()))
+        lm_head = None if config.tie_embeddings else table(HEAD)
     return QuantizedDecoder(
         embedding=embedding,
         layers=read_layers,
-        norm=jnp.asarray(take(_NORM).astype(np.float32) + np.float32(config.norm_offset)),
-        lm_head=None if config.tie_embeddings else table(HEAD),
+        norm=norm,
+        lm_head=lm_head,
         config=config,
         dtype=compute,
+        axes=axes,
     )
+
+
+def _wanted_of(
+    tensors: Mapping[str, _folder.Stored],
+    config: TransformerConfig,
+    packing: PackedFormat,
+    axes: Axes | None,
+) -> dict[str, Sparse]:
+    """What is read of the tensors: all, or what this process's devices need."""
+    wanted = {name: Sparse(stored) for name, stored in tensors.items()}
+    if axes is None:
+        for tensor in wanted.values():
+            tensor.want_all()
+        return wanted
+    numbers = own_numbers(axes)
+    packed: dict[int | None, list[tuple[str, TensorSpec]]] = {}
+    for spec in checkpoint_tensors(config):
+        if _is_packed(spec):
+            packed.setdefault(spec.placements[0].layer, []).append((_stem(spec), spec))
+        elif spec.name in (EMBEDDING, HEAD):
+            for number in numbers:
+                wanted[spec.name].want(0, table_rows(config, axes, number))
+        else:
+            wanted[spec.name].want_all()
+    for linears in packed.values():
+        parts.want(wanted, linears, config, packing, axes, numbers)
+    return wanted
+
+
+def _local_layer(layer: QuantizedLayer, config: TransformerConfig, axes: Axes) -> QuantizedLayer:
+    """A layer split over a mesh, of one on the host."""
+    found: QuantizedLayer = placing.assemble(
+        functools.partial(local_layer, layer, config, axes),
+        lambda tree: specs_of_part(tree, config, axes),
+        axes,
+    )
+    return found
+
+
+def _local_table(table: jax.Array, config: TransformerConfig, axes: Axes) -> jax.Array:
+    """A table split over a mesh, of one on the host."""
+    found: dict[str, jax.Array] = placing.assemble(
+        lambda number: {"embedding": local_table(table, config, axes, number)},
+        lambda tree: specs_of_part(tree, config, axes),
+        axes,
+    )
+    return found["embedding"]
 
 
 class _Layers:
@@ -179,7 +251,11 @@ class _Layers:
 
 
 def _tensors(
-    folder: Path, hf: Mapping[str, Any], config: TransformerConfig, packing: PackedFormat
+    folder: Path,
+    hf: Mapping[str, Any],
+    config: TransformerConfig,
+    packing: PackedFormat,
+    axes: Axes | None,
 ) -> dict[str, _folder.Stored]:
     """The tensors to be read, all there, of the right shapes and dtypes."""
     found = text_tensors(hf, _folder.stored_tensors(folder))
@@ -205,7 +281,8 @@ def _tensors(
             )
     check_rotation(config, folder)
     if repeated is not None:
-        require_equal(tensors[EMBEDDING], repeated)
+        rows = None if axes is None else on_mesh.table_rows(config, axes)
+        require_equal(tensors[EMBEDDING], repeated, rows)
     return tensors
 
 

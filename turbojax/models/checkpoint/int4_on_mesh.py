@@ -1,0 +1,214 @@
+"""Quantized decoders that are split over a mesh, read part by part from folders of this package.
+
+Of a layer the process reads what its devices need into arrays of the layer's whole sizes on the
+host, the rest of which is zeros that nothing reads; devices' weights are cut out of these.
+"""
+
+import functools
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from turbojax.models.checkpoint.folder import Stored
+from turbojax.models.checkpoint.placing import Progress
+from turbojax.models.checkpoint.sparse import Sparse, on_host, own_numbers, wanted_bytes
+from turbojax.models.config import TransformerConfig
+from turbojax.models.quantized import QuantizedDecoder
+from turbojax.models.quantized_layer import QuantizedLayer, QuantizedMlp
+from turbojax.models.tensor_parallel import placing
+from turbojax.models.tensor_parallel.layout import parts, share
+from turbojax.models.tensor_parallel.quantized_parts import local_layer, local_table
+from turbojax.models.tensor_parallel.specs import specs_of_part
+from turbojax.quantizers.int4 import Int4Weight
+from turbojax.quantizers.int4_layout import BLOCK, GATED_ROWS, OUT_MULTIPLE, stored_inputs
+from turbojax.sharding.axes import Axes
+
+TILED = ("codes", "scales", "zeros")
+"""What lies in tiles of an INT4 weight."""
+
+Named = Sequence[tuple[str, Any]]
+"""Arrays, or their shapes, with their names in files."""
+
+
+def read(
+    template: QuantizedDecoder,
+    named: Named,
+    tensors: Mapping[str, Stored],
+    restore: Callable[[str, np.ndarray], np.ndarray],
+    axes: Axes,
+    progress: Progress | None,
+    *,
+    whole: bool = False,
+) -> QuantizedDecoder:
+    """Reads a decoder, split as `partition_specs` says.
+
+    Args:
+      template: the whole decoder, of shapes.
+      named: its leaves and their names.
+      tensors: of the checkpoint, by these names.
+      restore: what a leaf is in memory, of its name and what the file holds.
+      axes: over which it is split, see `axes_of_model`.
+      progress: called after each tensor; of bytes that this process reads.
+      whole: whether tensors lie otherwise in the file than in memory, so that all is read.
+
+    Raises:
+      ValueError, NotImplementedError: see `local_layer`; or if a file has changed.
+    """
+    config, numbers = template.config, own_numbers(axes)
+    sparse = {name: Sparse(tensors[name]) for name, _ in named}
+    pieces = list(_pieces(template, [name for name, _ in named]))
+    for piece, names in pieces:
+        for name in names:
+            if whole:
+                sparse[name].want_all()
+                continue
+            for number in numbers:
+                _want(sparse[name], name, piece, config, axes, number)
+    total, done = wanted_bytes(sparse), 0
+
+    def load(piece: Any, names: Sequence[str]) -> Any:
+        nonlocal done
+        leaves = []
+        for name in names:
+            leaves.append(jnp.asarray(restore(name, sparse[name].read())))
+            done += sparse[name].nbytes
+            if progress is not None:
+                progress(done, total)
+        return jax.tree.unflatten(jax.tree.structure(piece), leaves)
+
+    def placed(piece: Any, names: Sequence[str], local: Callable[[Any, int], Any]) -> Any:
+        with on_host():
+            held = load(piece, names)
+            found = placing.assemble(
+                functools.partial(local, held),
+                lambda tree: specs_of_part(tree, config, axes),
+                axes,
+            )
+        return jax.block_until_ready(found)
+
+    def layer(held: QuantizedLayer, number: int) -> QuantizedLayer:
+        return local_layer(held, config, axes, number)
+
+    def table(name: str) -> Callable[[Any, int], Any]:
+        return lambda held, number: {name: local_table(held, config, axes, number)}
+
+    embedding, *layers, norm, head = pieces
+    return QuantizedDecoder(
+        embedding=placed(*embedding, table("embedding"))["embedding"],
+        layers=tuple(placed(*x, layer) for x in layers),
+        norm=placed(*norm, lambda held, number: {"norm": held})["norm"],
+        lm_head=placed(*head, table("lm_head"))["lm_head"],
+        config=config,
+        dtype=template.dtype,
+        axes=axes,
+    )
+
+
+def _pieces(
+    template: QuantizedDecoder, names: Sequence[str]
+) -> Iterator[tuple[Any, tuple[str, ...]]]:
+    """Embedding, layers, norm and head, and what their leaves are called."""
+    left = iter(names)
+    for piece in (template.embedding, *template.layers, template.norm, template.lm_head):
+        yield piece, tuple(itertools.islice(left, len(jax.tree.leaves(piece))))
+
+
+def _want(
+    tensor: Sparse, name: str, piece: Any, config: TransformerConfig, axes: Axes, number: int
+) -> None:
+    """Wants what one device needs of a leaf; of small ones all.
+
+    Args:
+      tensor: the leaf's.
+      name: the leaf's.
+      piece: the layer or table that it belongs to.
+      config: of the model.
+      axes: over which that is split.
+      number: of the device, along `hidden_axes`.
+    """
+    *_, linear, part = ("", *name.split("."))
+    is_tiled = part in TILED
+    if isinstance(piece, QuantizedLayer) and is_tiled:
+        _want_of_layer(tensor, linear, part, piece, config, axes, number)
+    elif isinstance(piece, Int4Weight) and is_tiled:
+        tensor.want(0, tiles(piece, table_rows(config, axes, number)))
+    elif name in ("embedding", "lm_head"):
+        tensor.want(0, table_rows(config, axes, number))
+    else:
+        tensor.want_all()
+
+
+def _want_of_layer(
+    tensor: Sparse,
+    linear: str,
+    part: str,
+    layer: QuantizedLayer,
+    config: TransformerConfig,
+    axes: Axes,
+    number: int,
+) -> None:
+    """Wants tiles of outputs, or blocks or groups of inputs, see `local_layer`."""
+    weight = weight_of(layer, linear)
+    lead = len(weight.stack)
+    if linear == "qkv":
+        return tensor.want(lead, tiles(weight, qkv_rows(config, axes, number)))
+    if linear == "o":
+        each = config.num_heads * config.head_dim // parts(axes)
+        return tensor.want(lead + 1, columns(weight, part, number * each, each))
+    down = weight_of(layer, "down")
+    each = share(down.in_size, parts(axes), down.group_size)
+    if linear == "down":
+        return tensor.want(lead + 1, columns(weight, part, number * each, each))
+    if isinstance(layer.mlp, QuantizedMlp) and layer.mlp.down.inputs is not None:
+        return tensor.want_all()  # Which outputs, the file says.
+    rows = inner_rows(down.in_size, axes, number, each)
+    return tensor.want(lead, tiles(weight, np.concatenate([rows, rows + down.in_size])))
+
+
+def weight_of(layer: QuantizedLayer, linear: str) -> Int4Weight:
+    """The weight of one of the linear layers, ``"qkv"``, ``"o"``, ``"gate_up"``, ``"down"``."""
+    holder = layer if linear in ("qkv", "o") else layer.mlp
+    found: Any = getattr(holder, linear)
+    return found if isinstance(found, Int4Weight) else found.weight
+
+
+def qkv_rows(config: TransformerConfig, axes: Axes, number: int) -> np.ndarray:
+    """The rows of joined projections that a device has."""
+    width = config.head_dim
+    queries = config.num_heads * width // parts(axes)
+    of_kv = config.num_kv_heads // axes.size("heads") * width
+    key = config.num_heads * width + number // axes.size("sequence") * of_kv + np.arange(of_kv)
+    value = key + config.num_kv_heads * width
+    return np.concatenate([number * queries + np.arange(queries), key, value])
+
+
+def inner_rows(size: int, axes: Axes, number: int, each: int) -> np.ndarray:
+    """The inner channels of a feed-forward layer that a device has."""
+    return np.arange(min(number * each, size), min((number + 1) * each, size))
+
+
+def table_rows(config: TransformerConfig, axes: Axes, number: int) -> np.ndarray:
+    """The rows of a table that a device has."""
+    each, size = share(config.vocab_size, parts(axes)), config.vocab_size
+    return np.arange(min(number * each, size), min((number + 1) * each, size))
+
+
+def tiles(weight: Int4Weight, rows: np.ndarray) -> np.ndarray:
+    """The tiles that hold some outputs; of a gated weight those of the gate come first."""
+    if weight.gated:
+        half = weight.result_size
+        of_up, rows = rows // half, rows % half
+        rows = (2 * (rows // GATED_ROWS) + of_up) * GATED_ROWS + rows % GATED_ROWS
+    return np.unique(rows // OUT_MULTIPLE)
+
+
+def columns(weight: Int4Weight, part: str, start: int, size: int) -> np.ndarray:
+    """The blocks, or groups, that hold some inputs, and those that stand in for padding."""
+    unit = BLOCK if part == "codes" else weight.group_size
+    count = weight.codes.shape[-3] if part == "codes" else weight.scales.shape[-2]
+    last = start + stored_inputs(size, weight.group_size)
+    return np.unique(np.minimum(np.arange(start // unit, -(-last // unit)), count - 1))

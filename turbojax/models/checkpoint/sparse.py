@@ -1,0 +1,100 @@
+"""Tensors of which a process reads some rows or columns: the others are zeros on the host."""
+
+import contextlib
+from collections.abc import Iterator, Mapping
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from turbojax.models.checkpoint.folder import Stored, whole_box
+from turbojax.models.tensor_parallel.layout import hidden_axes
+from turbojax.sharding.axes import Axes
+
+
+class Sparse:
+    """A tensor of a file, and what of it is wanted along one of its axes.
+
+    Args:
+      stored: the tensor.
+    """
+
+    def __init__(self, stored: Stored) -> None:
+        self.stored = stored
+        self._axis = 0
+        self._wanted: np.ndarray | None = None
+        self._is_whole = False
+        self._kept: np.ndarray | None = None
+
+    def want_all(self) -> None:
+        """Wants the whole."""
+        self._is_whole = True
+
+    def look(self) -> np.ndarray:
+        """Reads the whole now, for what else is wanted follows from it; it is not read again."""
+        self.want_all()
+        if self._kept is None:
+            self._kept = self.read()
+        return self._kept
+
+    def want(self, axis: int, places: np.ndarray) -> None:
+        """Wants these places along an axis, the same one in all calls."""
+        if self._wanted is None:
+            self._axis, self._wanted = axis, np.zeros(self.stored.shape[axis], bool)
+        assert axis == self._axis
+        self._wanted[places] = True
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are wanted."""
+        if self._is_whole or self._wanted is None:
+            return self.stored.nbytes if self._is_whole else 0
+        return self.stored.nbytes * int(self._wanted.sum()) // max(1, self._wanted.size)
+
+    def read(self) -> np.ndarray:
+        """The tensor, with zeros where nothing is wanted."""
+        if self._is_whole:
+            return self.stored.read() if self._kept is None else self._kept
+        array = np.zeros(self.stored.shape, self.stored.numpy_dtype)
+        if self._wanted is None:
+            return array
+        box = whole_box(self.stored.shape)
+        before, after = box[: self._axis], box[self._axis + 1 :]
+        edges = np.flatnonzero(np.diff(self._wanted, prepend=False, append=False))
+        for first, last in edges.reshape(-1, 2).tolist():
+            run = (*(slice(None),) * self._axis, slice(first, last))
+            array[run] = self.stored.read_box((*before, (first, last), *after))
+        return array
+
+
+def own_numbers(axes: Axes) -> list[int]:
+    """Which parts of a model this process's devices have, counted along `hidden_axes`."""
+    mesh = axes.require_mesh()
+    assert isinstance(mesh, Mesh)
+    names = list(mesh.axis_names)
+    over = [names.index(name) for name in hidden_axes(axes)]
+    shape = [mesh.devices.shape[axis] for axis in over]
+    return sorted(
+        {
+            int(np.ravel_multi_index([place[axis] for axis in over], shape)) if over else 0
+            for place in np.ndindex(*mesh.devices.shape)
+            if mesh.devices[place].process_index == jax.process_index()
+        }
+    )
+
+
+@contextlib.contextmanager
+def on_host() -> Iterator[None]:
+    """Arrays are made in the host's memory within, if jax can."""
+    try:
+        [device, *_] = jax.local_devices(backend="cpu")
+    except RuntimeError:
+        yield
+        return
+    with jax.default_device(device):
+        yield
+
+
+def wanted_bytes(tensors: Mapping[str, Sparse]) -> int:
+    """Bytes that will be read."""
+    return sum(x.nbytes for x in tensors.values())

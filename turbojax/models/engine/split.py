@@ -1,0 +1,130 @@
+"""An engine on several devices: each has some heads of every page, and some of the vocabulary.
+
+A step is one program under `shard_map`. Tables, lengths and tokens are the same on all devices, and
+so is what is chosen: the likeliest token from each device's likeliest by one small gather; logits
+are gathered only by programs that need all of them.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+
+from turbojax.models.engine.access import Pool
+from turbojax.models.generation.sampling import NOTHING, Kind, SamplingRows, sample
+from turbojax.models.tensor_parallel.layout import hidden_axes, share
+from turbojax.models.tensor_parallel.specs import cache_specs
+from turbojax.sharding import Axes
+
+SAME = PartitionSpec()
+"""Of arrays that all devices have whole."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Vocabulary:
+    """Of whose tokens each device has the logits of some.
+
+    Attributes:
+      size: V, tokens of the model.
+      axes: over which they are split; None for not at all.
+    """
+
+    size: int
+    axes: Axes | None = None
+
+    @property
+    def padded(self) -> int:
+        """Columns of an array of logits on all devices together."""
+        count = 1
+        if self.axes is not None:
+            count = self.axes.size("heads") * self.axes.size("sequence")
+        return count * share(self.size, count)
+
+    def spec(self, ndim: int) -> PartitionSpec:
+        """How logits with so many axes are split, of which the last is the vocabulary."""
+        over = hidden_axes(self.axes)
+        return PartitionSpec(*[None] * (ndim - 1), over) if over else SAME
+
+    def logits(self, *shape: int) -> jax.ShapeDtypeStruct:
+        """Logits ``[..., V]`` as a step gives them, to trace what follows."""
+        whole = (*shape, self.padded)
+        if self.axes is None:
+            return jax.ShapeDtypeStruct(whole, jnp.float32)
+        sharding = NamedSharding(self.axes.require_mesh(), self.spec(len(whole)))
+        return jax.ShapeDtypeStruct(whole, jnp.float32, sharding=sharding)
+
+    def gathered(self, logits: jax.Array) -> jax.Array:
+        """All logits ``[..., V]`` from a device's own, within `run_on`."""
+        over = hidden_axes(self.axes)
+        if not over:
+            return logits
+        whole = jax.lax.all_gather(logits, over, axis=logits.ndim - 1, tiled=True)
+        return whole[..., : self.size]
+
+    def sample(self, logits: jax.Array, rows: SamplingRows, kind: Kind) -> jax.Array:
+        """`sample` from a device's own logits ``[R, V / n]``, -inf where it has no token."""
+        over = hidden_axes(self.axes)
+        if kind != "greedy" or not over:
+            return sample(self.gathered(logits), rows, kind)
+        mine = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+        best = jnp.take_along_axis(logits, mine[:, None], axis=-1)[:, 0]
+        mine = mine + jax.lax.axis_index(over) * logits.shape[-1]
+        # One gather: numbers of tokens travel as bits of float32.
+        both = jnp.stack([best, jax.lax.bitcast_convert_type(mine, jnp.float32)])
+        both = jax.lax.all_gather(both, over)
+        # NaN counts as the largest, and of equal ones the first does, as in one whole row.
+        first = jnp.argmax(both[:, 0], axis=0)[None]
+        best = jnp.take_along_axis(both[:, 0], first, axis=0)[0]
+        tokens = jax.lax.bitcast_convert_type(both[:, 1], jnp.int32)
+        chosen = jnp.take_along_axis(tokens, first, axis=0)[0]
+        return jnp.where(jnp.isnan(best) | (best == -jnp.inf), NOTHING, chosen)
+
+
+def vocabulary_of(decoder: Any) -> Vocabulary:
+    """Of a `Decoder` or a `QuantizedDecoder`."""
+    return Vocabulary(decoder.config.vocab_size, decoder.axes)
+
+
+def held(caches: tuple[Pool, ...], axes: Axes | None) -> Any:
+    """How pools are split: their KV heads; None without axes.
+
+    Where there are more devices than KV heads, several have the same pages: the queries are split
+    over all of them.
+    """
+    return None if axes is None else cache_specs(caches, axes)
+
+
+def pages_of(caches: tuple[Pool, ...], axes: Axes | None) -> Any:
+    """How what `paged.read_pages` takes from each pool is split."""
+    if axes is None:
+        return None
+    return tuple(
+        {
+            name: getattr(specs, name)
+            for name in type(pool).PAGE_ARRAYS
+            if getattr(pool, name) is not None
+        }
+        for pool, specs in zip(caches, cache_specs(caches, axes), strict=True)
+    )
+
+
+def run_on(
+    run: Callable[..., Any], axes: Axes | None, in_specs: Any, out_specs: Any
+) -> Callable[..., Any]:
+    """A function on every device of the axes' mesh, for use within `jit`; itself without axes.
+
+    Args:
+      run: takes and returns a device's part of each array.
+      axes: with a mesh; None for one device.
+      in_specs: how what it takes is split.
+      out_specs: how what it returns is.
+    """
+    if axes is None:
+        return run
+    # Not checked, as in `turbojax.models.tensor_parallel.programs`.
+    return jax.shard_map(
+        run, mesh=axes.require_mesh(), in_specs=in_specs, out_specs=out_specs, check_vma=False
+    )

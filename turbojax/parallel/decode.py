@@ -1,0 +1,335 @@
+"""Decoding where the tokens of a cache are split over an axis of a mesh: each device its own slots.
+
+For calls inside of `jax.shard_map`. Every device attends to what is in its slots (`turbojax.
+parallel.runs`) with the kernel of the cache's kind, and the parts are merged by their log-sum-exp
+(`turbojax.parallel.merging`): one collective for each call, whose size does not depend on the
+context.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from turbojax import _checks
+from turbojax.kv.base import Attend
+from turbojax.kv.kinds import kind_of
+from turbojax.kv.paged_layer import PagedLayer
+from turbojax.ops import exact_attention, kv4_attention, turbo_attention
+from turbojax.ops import latent_attention as latent_op
+from turbojax.ops import paged_attention as paged_op
+from turbojax.ops.extras import of_layer
+from turbojax.ops.options import PLAIN, Options
+from turbojax.parallel.appending import append
+from turbojax.parallel.merging import merged
+from turbojax.parallel.runs import AxisName, Run, of_run, run_of_cache
+from turbojax.state.exact import ExactCache
+from turbojax.state.kv4 import TokenScaledCache
+from turbojax.state.latent.cache import LatentCache
+from turbojax.state.pages.pool import PagedCache
+
+Part = tuple[jax.Array, jax.Array]
+"""Float32 ``[B, T, N, H]`` and the log-sum-exp ``[B, T, N]`` of a device's own tokens."""
+
+
+def decode(
+    query: jax.Array,
+    cache: Any,
+    axis: AxisName,
+    *,
+    scale: float | None = None,
+    query_seq_lengths: jax.Array | None = None,
+    local_window_size: int | tuple[int, int] | None = None,
+    logits_soft_cap: float | None = None,
+    sinks: jax.Array | None = None,
+    output_dtype: jax.typing.DTypeLike | None = None,
+    implementation: str | None = None,
+    return_residual: bool = False,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """Attends the newest tokens' queries to a cache whose tokens are split over `axis`.
+
+    Queries are those of the last `T` tokens of each sequence, which `append` has stored on the
+    devices whose they are; all devices of the axis have all of them. Query `t` is at position
+    ``length - T + t`` and sees the tokens up to there, on whichever device.
+
+    Args:
+      query: ``[B, T, N, H]``, the same on all devices of the axis; for a `LatentCache` ``[B, T, N,
+        C + R]``, the part of the latent first.
+      cache: the device's part of one of a layer's caches, of any kind; see
+        `turbojax.parallel.partition_specs`.
+      axis: of the mesh, or several.
+      scale: factor of the scores; ``1 / sqrt(H)`` if not given. There is no default for latents.
+      query_seq_lengths: optional int ``[B]``, the real queries, the first ones; padding gives 0 and
+        ``-inf``.
+      local_window_size: optional `w` or ``(left, right)``, relative to the query's position.
+      logits_soft_cap: optional `c`: scores become ``c * tanh(score / c)``.
+      sinks: optional floating-point ``[N]``, see `turbojax.turbo_attention`.
+      output_dtype: float32, or None for the query's.
+      implementation: of the op that attends on each device; None to choose.
+      return_residual: also return the log-sum-exp of the scores.
+
+    Returns:
+      ``[B, T, N, H]`` (of latents ``[B, T, N, C]``) in the query's dtype or `output_dtype`, with
+      `return_residual` also float32 ``[B, T, N]``; to the bit the same on all devices of the axis.
+      An empty sequence gives 0 and ``-inf``, or the sink.
+
+    Raises:
+      TypeError: if `cache` is no cache of a layer, a dtype does not fit, or a scale is missing.
+      ValueError: if a shape, window or cap does not fit, or the cache keeps a window alone.
+      NotImplementedError: if the implementation asked for cannot run this, or when it is
+        differentiated.
+    """
+    kind_of(cache)
+    _checks.check_query(query)
+    if scale is None and isinstance(cache, LatentCache):
+        raise TypeError("scale is None, must be a number: that of the latents' expanded form")
+    options = Options.complete(
+        query.shape[3],
+        scale=scale,
+        is_causal=True,
+        local_window_size=local_window_size,
+        logits_soft_cap=logits_soft_cap,
+        output_dtype=output_dtype,
+    )
+    out, residual = attend_cache(
+        query,
+        cache,
+        axis,
+        query_seq_lengths,
+        options=options,
+        sinks=sinks,
+        implementation=implementation,
+    )
+    return (out, residual) if return_residual else out
+
+
+def attend_cache(
+    query: jax.Array,
+    cache: Any,
+    axis: AxisName,
+    query_lengths: jax.Array | None = None,
+    *,
+    options: Options,
+    sinks: jax.Array | None = None,
+    implementation: str | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """`decode` for callers that have `Options`, causal ones; gives the log-sum-exp too."""
+    run = run_of_cache(cache, axis)
+    local = of_run(cache, run)
+    attend = _attention_to(local, options, implementation)
+    return _merge(query, cache.lengths, query_lengths, run, axis, attend, options, sinks)
+
+
+def paged_attention(
+    query: jax.Array,
+    cache: PagedCache,
+    block_tables: jax.Array,
+    lengths: jax.Array,
+    axis: AxisName,
+    *,
+    query_seq_lengths: jax.Array | None = None,
+    scale: float | None = None,
+    local_window_size: int | tuple[int, int] | None = None,
+    logits_soft_cap: float | None = None,
+    sinks: jax.Array | None = None,
+    output_dtype: jax.typing.DTypeLike | None = None,
+    implementation: str | None = None,
+    return_residual: bool = False,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """Attends to pages, of which each device has its own pool: `turbojax.paged_attention`.
+
+    Every device has a part of each sequence's table, of `max_pages` entries: those of tokens ``d *
+    max_pages * page_size`` on, for device `d`. They are numbers of pages of the device's own pool.
+
+    Args:
+      query: ``[B, T, N, H]``, the same on all devices of the axis.
+      cache: the device's pool.
+      block_tables: integer ``[B, max_pages]``, the device's part.
+      lengths: integer ``[B]``, tokens held on all devices together.
+      axis: of the mesh, or several.
+      query_seq_lengths: see `decode`, as all that follow.
+      scale: factor of the scores.
+      local_window_size: optional window.
+      logits_soft_cap: optional cap.
+      sinks: optional logits ``[N]``.
+      output_dtype: float32, or None.
+      implementation: of `turbojax.paged_attention`.
+      return_residual: also return the log-sum-exp of the scores.
+
+    Returns:
+      As `decode`; NaN for a sequence a needed page of which is not in its device's pool.
+
+    Raises:
+      TypeError, ValueError, NotImplementedError: see `turbojax.paged_attention`.
+    """
+    options = Options.complete(
+        query.shape[3],
+        scale=scale,
+        is_causal=True,
+        local_window_size=local_window_size,
+        logits_soft_cap=logits_soft_cap,
+        output_dtype=output_dtype,
+    )
+    run = Run.of(block_tables.shape[1] * cache.page_size, axis)
+    lengths = _checks.as_int32("lengths", lengths)
+    attend = _to_pages(cache, block_tables, run.held(lengths), options, implementation)
+    out, residual = _merge(query, lengths, query_seq_lengths, run, axis, attend, options, sinks)
+    return (out, residual) if return_residual else out
+
+
+def attend_new_tokens(axis: AxisName, implementation: str | None = None) -> Attend:
+    """How a layer attends new tokens to a cache whose tokens are split: stores, then attends.
+
+    Args:
+      axis: of the mesh, or several.
+      implementation: of `decode`, and of `append` if it can write caches; None to choose.
+    """
+
+    def attend(query, key, value, cache, options=PLAIN, sinks=None):  # type: ignore[no-untyped-def]
+        cache = append(cache, key, value, axis, implementation=implementation)
+        out, _ = attend_cache(
+            query,
+            cache,
+            axis,
+            options=options.complete(query.shape[3]),
+            sinks=of_layer(query, sinks).sinks,
+            implementation=implementation,
+        )
+        return out, cache
+
+    return attend
+
+
+# A device's part ---------------------------------------------------------------------------------
+
+_Attention = Callable[..., Part]
+"""``attend(query, query_lengths, **offsets)``: attention to a device's own tokens."""
+
+
+def _merge(
+    query: jax.Array,
+    lengths: jax.Array,
+    query_lengths: jax.Array | None,
+    run: Run,
+    axis: AxisName,
+    attend: _Attention,
+    options: Options,
+    sinks: jax.Array | None,
+) -> tuple[jax.Array, jax.Array]:
+    """Attends on every device, then merges.
+
+    Args:
+      query: ``[B, T, N, H]``.
+      lengths: int32 ``[B]``, of whole sequences.
+      query_lengths: optional int ``[B]``.
+      run: the device's slots.
+      axis: of the mesh.
+      attend: to what is in them.
+      options: of the call.
+      sinks: optional ``[N]``.
+    """
+    batch, tokens = query.shape[:2]
+    real = None
+    if query_lengths is not None:
+        query_lengths = _checks.check_lengths(
+            "query_seq_lengths", query_lengths, batch, tokens
+        ).clip(0, tokens)
+        real = jnp.arange(tokens)[None] < query_lengths[:, None]
+    offsets = {}
+    if tokens > 1 or options.window is not None:
+        count = tokens if query_lengths is None else query_lengths
+        offsets = {
+            "query_offset": lengths - count,
+            "key_offset": jnp.broadcast_to(run.first, (batch,)),
+        }
+    # Otherwise the query is behind all that is here: it may as well be that of the last token.
+    out, residual = attend(query, query_lengths, **offsets)
+    dtype = options.dtype_of_output(query)
+    given = of_layer(query, sinks).sinks
+    out, residual = merged(out, residual, axis, sinks=given, real=real)
+    return out.astype(dtype), residual
+
+
+def _attention_to(cache: Any, options: Options, implementation: Any) -> _Attention:
+    """Attention to a cache of the device's own tokens, as `of_run` gives it."""
+    if isinstance(cache, PagedLayer):
+        return _to_pages(cache.pages, cache.block_tables, cache.lengths, options, implementation)
+    static = _static(options, implementation)
+    if isinstance(cache, LatentCache):
+        if options.logits_soft_cap is not None:
+            raise NotImplementedError(f"{options.logits_soft_cap=} must be None with latents")
+        del static["logits_soft_cap"]
+        return functools.partial(_to_latents, cache, static)
+    if isinstance(cache, ExactCache):
+        return functools.partial(_to_exact, cache, static)
+    op: Any = kv4_attention if isinstance(cache, TokenScaledCache) else turbo_attention
+
+    def attend(query: jax.Array, real: jax.Array | None, **offsets: Any) -> Part:
+        part: Part = op.decode(query, cache, query_seq_lengths=real, **static, **offsets)
+        return part
+
+    return attend
+
+
+def _static(options: Options, implementation: Any) -> dict[str, Any]:
+    """The options as arguments of an op that gives a part."""
+    return {
+        "scale": options.scale,
+        "local_window_size": options.window,
+        "logits_soft_cap": options.logits_soft_cap,
+        "output_dtype": jnp.float32,
+        "return_residual": True,
+        "implementation": implementation,
+    }
+
+
+def _to_pages(
+    cache: PagedCache,
+    block_tables: jax.Array,
+    lengths: jax.Array,
+    options: Options,
+    implementation: Any,
+) -> _Attention:
+    static, op = _static(options, implementation), paged_op.paged_attention
+
+    def attend(query: jax.Array, real: jax.Array | None, **offsets: Any) -> Part:
+        given = (query, cache, block_tables, lengths)
+        part: Any = op(*given, query_seq_lengths=real, **static, **offsets)
+        found: Part = part
+        return found
+
+    return attend
+
+
+def _to_exact(
+    cache: ExactCache,
+    static: dict[str, Any],
+    query: jax.Array,
+    real: jax.Array | None,
+    **offsets: Any,
+) -> Part:
+    del real  # all queries are there; `merged` knows better
+    part: Any = exact_attention.decode(query, cache, **static, **offsets)
+    found: Part = part
+    return found
+
+
+def _to_latents(
+    cache: LatentCache,
+    static: dict[str, Any],
+    query: jax.Array,
+    real: jax.Array | None,
+    **offsets: Any,
+) -> Part:
+    channels = cache.latent_dim + cache.rope_dim
+    if query.shape[3] != channels:
+        raise ValueError(
+            f"{query.shape=} must be [B, T, N, {channels}]: the parts of latent and rotary key"
+        )
+    latent, rope = query[..., : cache.latent_dim], query[..., cache.latent_dim :]
+    given: dict[str, Any] = {**static, **offsets}
+    part: Any = latent_op.latent_attention(latent, rope, cache, query_seq_lengths=real, **given)
+    found: Part = part
+    return found

@@ -1,0 +1,156 @@
+"""The language of tables: of an op, which axis of which array is what."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+
+OWN = "*"
+"""Stands for the letters that a class has in its attribute `AXES`, a name of a field each; letters
+before it are those of further axes of all of its arrays, the first."""
+
+Entry = str | tuple["Entry", ...]
+"""What the arrays of one argument or result are: a letter for each axis, or as many entries.
+
+Letters are those of `turbojax.sharding.axes`, and of further axes: `F` outputs and `I` inputs of a
+product, `P` pages of a pool, `H` and `C` channels, `E` experts. A leading ``...`` is any number of
+axes whose elements have nothing to do with each other. After a ``+`` are the letters over which the
+array is a sum, so that devices add up their parts.
+"""
+
+MEANINGS = {
+    "B": "sequences",
+    "N": "query heads",
+    "K": "key/value heads",
+    "T": "queries",
+    "S": "keys",
+    "L": "slots of a cache",
+    "P": "pages of a pool",
+    "H": "channels of a head",
+    "C": "channels",
+    "F": "outputs",
+    "I": "inputs",
+    "E": "experts",
+    "R": "tokens of a block or page",
+    "M": "tokens sorted by expert",
+}
+
+_LEADING = "abcdefgh"
+
+
+@dataclasses.dataclass(frozen=True)
+class Table:
+    """The letters of an op's arrays.
+
+    Attributes:
+      op: its name, for messages.
+      inputs: names of its arguments that are arrays or hold arrays, in order, with their entries.
+      outputs: the entry of what it returns.
+      whole: letters that this op, other than most, cannot split, with the reason.
+    """
+
+    op: str
+    inputs: tuple[tuple[str, Entry], ...]
+    outputs: Entry
+    whole: tuple[tuple[str, str], ...] = ()
+
+    def needs_whole(self, letters: str, reason: str) -> "Table":
+        """The same of an op that cannot split these letters, other than most."""
+        return dataclasses.replace(self, whole=(*self.whole, (letters, reason)))
+
+    def refusal(self, letter: str) -> str | None:
+        """Why an axis of this letter cannot be split; None if it can."""
+        for letters, reason in self.whole:
+            if letter in letters:
+                return reason
+        if letter in "BNKFI" or letter in _LEADING or letter.isdigit():
+            return None
+        return "which each device needs whole"
+
+
+def table(op: str, outputs: Entry, **inputs: Entry) -> Table:
+    """The table of an op.
+
+    Args:
+      op: its name.
+      outputs: the entry of what it returns.
+      **inputs: an entry for each argument, in order.
+    """
+    return Table(op, tuple(inputs.items()), outputs)
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaf:
+    """One array of a call.
+
+    Attributes:
+      name: for messages.
+      letters: one for each axis.
+      summed: letters over which devices add up their parts.
+    """
+
+    name: str
+    letters: str
+    summed: str = ""
+
+
+def leaves_of(name: str, entry: Entry, value: Any) -> list[Leaf]:
+    """The arrays of a value, in the order of `jax.tree.leaves`.
+
+    Args:
+      name: of the argument.
+      entry: its entry.
+      value: an array or a pytree of arrays, or of `ShapeDtypeStruct`s.
+
+    Raises:
+      TypeError: if a class has no `AXES`.
+      ValueError: if an array has another number of axes.
+    """
+    if value is None:
+        return []
+    if isinstance(entry, tuple):
+        pairs = enumerate(zip(entry, value, strict=True))
+        return [x for i, (e, v) in pairs for x in leaves_of(f"{name}[{i}]", e, v)]
+    letters, _, summed = entry.partition("+")
+    summed = summed.replace("...", _LEADING)
+    if letters.endswith(OWN) or hasattr(value, "AXES"):
+        found = _by_class(name, letters.partition(OWN)[0] if OWN in letters else "", value)
+    elif isinstance(value, Mapping):  # some arrays have fewer of the axes
+        found = [_leaf(name, letters[: x.ndim], x) for x in jax.tree.leaves(value)]
+    else:
+        found = [_leaf(name, letters, x) for x in jax.tree.leaves(value)]
+    return [dataclasses.replace(x, summed=summed) for x in found]
+
+
+def _by_class(name: str, first: str, value: Any) -> list[Leaf]:
+    if not hasattr(value, "AXES"):
+        raise TypeError(f"{name} is a {type(value).__name__}, which has no AXES")
+    found: list[Leaf] = []
+    for field in dataclasses.fields(value):
+        child = getattr(value, field.name)
+        if field.metadata.get("static") or child is None:
+            continue
+        path, letters = f"{name}.{field.name}", value.AXES.get(field.name)
+        if letters is None:
+            children = child if isinstance(child, tuple | list) else (child,)
+            found += [x for one in children for x in _by_class(path, first, one)]
+        else:
+            found += [_leaf(path, first + letters, x) for x in jax.tree.leaves(child)]
+    return found
+
+
+def _leaf(name: str, letters: str, x: Any) -> Leaf:
+    if letters.startswith("..."):
+        rest = letters[3:]
+        lead = x.ndim - len(rest)
+        if 0 <= lead <= len(_LEADING):
+            letters = _LEADING[:lead] + rest
+    if len(letters) != x.ndim:
+        raise ValueError(f"{name}.shape={x.shape} must have the {len(letters)} axes {letters}")
+    return Leaf(name, letters)
+
+
+def meaning(letter: str) -> str:
+    """What an axis of this letter is, in words."""
+    return MEANINGS.get(letter, "a leading axis")
