@@ -33,7 +33,8 @@ def test_examples():
         text=True,
     )
     assert done.returncode == 0, done.stderr
-    assert "2 2 PartitionSpec('data', None, 'model', None)" in done.stdout
+    # How jax writes a PartitionSpec depends on its version.
+    assert re.match(r"2 2 P\w*\('data', None, 'model', None\)\n", done.stdout)
     bits = float(re.search(r"(\d\.\d) bits per byte", done.stdout).group(1))
     assert 7 < bits < 11
 

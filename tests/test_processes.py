@@ -104,12 +104,10 @@ def test_tokens_are_those_of_one_process_until_another_is_killed(tiny_folder):
 @pytest.mark.parametrize(
     ("victim", "end", "reason"),
     [
-        (0, "os.kill(os.getpid(), 9)", "its connection closed: it has ended or was killed"),
         (1, "os.kill(os.getpid(), 19)", f"nothing was heard of it for {HEARTBEAT} s"),
         (0, "raise KeyError('mine')", "it failed, see what it wrote"),
-        (1, "sys.exit(3)", "it failed, see what it wrote"),
     ],
-    ids=["killed", "stopped", "raised", "exited"],
+    ids=["stopped", "raised"],
 )
 def test_one_that_is_gone_ends_the_others(victim, end, reason):
     runs = working(_SUM, "", victim, end)
@@ -134,7 +132,7 @@ def ends(runs: list[subprocess.Popen], victim: int, reason: str) -> list[str]:
     named = f"process {victim} ({socket.gethostname()}, pid {gone.pid})"
     assert line == f"turbojax: {named} is gone: {reason}; process {1 - victim} ends, too"
     rest, wrote = gone.communicate()
-    assert gone.returncode in (-signal.SIGKILL, 1, 3)
+    assert gone.returncode in (-signal.SIGKILL, 1)
     assert ("KeyError: 'mine'" in wrote) == (gone.returncode == 1)
     return [out, first + rest]
 
@@ -204,6 +202,11 @@ def test_the_first_one_passes_on_who_is_gone(monkeypatch):
         watch.leave("done")
     all_closed()
     assert sorted(ended) == [(f"{text} {i} ends, too\n", processes.EXIT_CODE) for i in (0, 1)]
+
+
+def test_codes_of_errors():
+    codes = {None: 0, SystemExit(): 0, SystemExit(3): 3, SystemExit("why"): 1, KeyError("x"): 2}
+    assert [processes._exit_code(error, 2) for error in codes] == list(codes.values())
 
 
 def test_silence_and_good_order(monkeypatch):
