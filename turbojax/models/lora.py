@@ -29,6 +29,7 @@ from turbojax.models.tensor_parallel.shares import channels, picked, qkv_outputs
 from turbojax.ops.int4_matmul.reference import activate
 from turbojax.ops.int4_matmul.static import GRADIENTS, Activation, Gradient
 from turbojax.quantizers.int4 import pad_rows
+from turbojax.sharding import Axes
 
 RANK, ALPHA = 8, 16.0
 
