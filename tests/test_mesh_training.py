@@ -80,11 +80,32 @@ def test_losses_are_those_of_one_device_at_a_share_of_the_operations(one, data, 
     assert memory.alias_size_in_bytes <= share
 
 
+def of_bits(run: finetune.Trainer) -> np.ndarray:
+    """What the weights make of two windows, in the order of their tokens."""
+    size = SETTINGS.context + 1
+    tokens = np.asarray(corpus().stream[: 2 * size]).reshape(2, size).astype(np.int32)
+    return run.bits(tokens, run.attend)
+
+
+def test_tokens_over_a_ring(one):
+    """Sequences over two devices, and the tokens of each over two: attention is a ring."""
+    run = trainer(Axes.of(jax.make_mesh((2, 2), ("data", "sequence"))))
+    close(losses(run, 4), one[1])
+    assert "permute" in collectives(run._compiled.as_text())
+    # Of a token of 2 to 15 bits, through weights that steps in another order have made.
+    np.testing.assert_allclose(of_bits(run), of_bits(one[0]), atol=1e-4)
+
+
 @pytest.mark.slow
 def test_pooled_and_packed():
-    """With levels that are chosen in the step, within documents."""
+    """With levels that are chosen in the step, within documents, also where these are split."""
     options = {"pooled": POOLED, "packed": True}
-    close(losses(trainer(axes(2), **options), 3), losses(trainer(None, **options), 3))
+    expected = trainer(None, **options)
+    first = losses(expected, 3)
+    for mesh in (axes(2), Axes.of(jax.make_mesh((1, 2), ("data", "sequence")))):
+        run = trainer(mesh, **options)
+        close(losses(run, 3), first)
+        np.testing.assert_allclose(of_bits(run), of_bits(expected), atol=1e-4)
 
 
 def test_layers_are_gathered_again_in_the_backward_pass():
@@ -145,6 +166,13 @@ def test_refusals():
         trainer(Axes.of(mesh))
     with pytest.raises(ValueError, match="must split batch or sequence"):
         trainer(Axes(mesh=mesh))
+    with pytest.raises(ValueError, match="context=100 must be a multiple of 8"):
+        finetune.Trainer(
+            models.Transformer(TINY, rngs=nnx.Rngs(1)),
+            dataclasses.replace(SETTINGS, context=100),
+            corpus().stream,
+            axes=Axes(sequence="model", mesh=mesh),
+        )
     with pytest.raises(ValueError, match="batch_size=6 must be a multiple of 4"):
         finetune.Trainer(
             models.Transformer(TINY, rngs=nnx.Rngs(1)),

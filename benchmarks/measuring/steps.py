@@ -92,7 +92,26 @@ def fill(
     head_dim: int,
     dtype: jnp.dtype,
 ) -> LayerCache:
-    """Random tokens in `count` sequences of an empty cache, the same ones in every kind of cache.
+    """`random_tokens` in `count` sequences of an empty cache."""
+    sizes = {"tokens": tokens, "kv_heads": kv_heads, "head_dim": head_dim}
+    k, v = random_tokens(seed, first, count=count, dtype=dtype, **sizes)
+    kind = kind_of(cache)
+    part = kind.take(cache, first, count)
+    lengths = jnp.full(count, tokens, jnp.int32)
+    return kind.put(cache, kind.store_prompt(part, k, v, lengths), first)
+
+
+def random_tokens(
+    seed: jax.Array,
+    first: jax.Array,
+    *,
+    count: int,
+    tokens: int,
+    kv_heads: int,
+    head_dim: int,
+    dtype: jnp.dtype,
+) -> tuple[jax.Array, jax.Array]:
+    """Keys and values ``[count, tokens, K, H]``, the same ones for every kind of cache.
 
     Values have a mean of their own in every channel: so attention to many of them does not vanish,
     and a wrong output is seen in what a model makes of it.
@@ -103,10 +122,7 @@ def fill(
     means = make(offsets, (kv_heads, head_dim))[None, None]
     k = make(jax.random.fold_in(key, first), shape).astype(dtype)
     v = (make(jax.random.fold_in(value, first), shape) + means).astype(dtype)
-    kind = kind_of(cache)
-    part = kind.take(cache, first, count)
-    lengths = jnp.full(count, tokens, jnp.int32)
-    return kind.put(cache, kind.store_prompt(part, k, v, lengths), first)
+    return k, v
 
 
 def difference(got: jax.Array, want: jax.Array) -> float:

@@ -186,7 +186,7 @@ def _train(
     from turbojax import finetune, models
 
     axes = options.axes_of(mesh)
-    start = models.load_transformer(model)
+    start = models.load_transformer(model, mesh=axes)
     _check_memory(start.config, settings, axes, how["fsdp"])
     how = {**how, "axes": axes, "rhythm": rhythm, "source": model}
     if not is_first:

@@ -83,6 +83,15 @@ class Split:
                 f"axes={self.axes.batch} split it"
             )
 
+    def check_context(self, context: int) -> None:
+        """Raises ValueError unless each device gets two chunks of tokens of the same size."""
+        parts = self.axes.size("sequence")
+        if parts > 1 and context % (2 * parts):
+            raise ValueError(
+                f"{context=} must be a multiple of {2 * parts}: two chunks for each of the {parts} "
+                f"devices of axes={self.axes.sequence}"
+            )
+
     def axis(self, path: str, shape: tuple[int, ...]) -> int | None:
         """Along which axis an array is split.
 

@@ -21,6 +21,9 @@ from turbojax.models import BEGINNING_OF_FILE, Attend, PooledAttention, Transfor
 from turbojax.ops import exact_attention
 from turbojax.ops.extras import of_layer
 from turbojax.ops.options import PLAIN, AttentionOptions
+from turbojax.parallel.layers import ContextAttention
+from turbojax.parallel.zigzag import from_zigzag
+from turbojax.parallel.zigzag import positions as zigzag_positions
 from turbojax.sharding.axes import Axes
 
 Loss = Callable[[nnx.State, jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
@@ -51,7 +54,8 @@ class Trainer(BaseTrainer[nnx.State]):
     """Model, optimizer and their jitted step.
 
     `run_step` returns `bits_per_byte` and `grad_norm` of the batch, and `density`, the mean over
-    layers of what their levels leave of dense attention's work.
+    layers of what their levels leave of dense attention's work; not of pooled attention to tokens
+    that are split over devices.
 
     Attributes:
       settings: see `Settings`.
@@ -84,14 +88,16 @@ class Trainer(BaseTrainer[nnx.State]):
           pooled: how to attend; exactly, if not given.
           packed: whether a sequence's documents, each after a byte 0, do not see each other.
           remat: recompute layers in the backward pass to save memory.
-          axes: the devices to train on: sequences are split over `axes.batch`. The losses are those
-            of one device but for the order of sums.
+          axes: the devices to train on: sequences are split over `axes.batch`, and the tokens of
+            each over `axes.sequence`, in zig-zag order, with attention over a ring
+            (`turbojax.parallel.ContextAttention`). The losses are those of one device but for the
+            order of sums.
           fsdp: whether weights and the optimizer's state are split over these devices, too, see
             `Split`; otherwise each device holds all of them.
 
         Raises:
           ValueError: if the model does not read bytes, or the stream is too short; if it is packed,
-            but not `pooled`; if `axes` split something else, or do not divide the batch.
+            but not `pooled`; if `axes` split something else, or do not divide batch or context.
         """
         if packed and pooled is None:
             raise ValueError(
@@ -104,6 +110,8 @@ class Trainer(BaseTrainer[nnx.State]):
         params = nnx.state(model, nnx.Param)
         split = None if axes is None else Split(axes, settings.precision, fsdp)
         super().__init__(params, settings, stream, split)
+        if split is not None:
+            split.check_context(settings.context)
         self.attend: Attend = dense_attention if pooled is None else pooled
         self.packed = packed
         unroll = self.config.num_layers
@@ -144,29 +152,32 @@ class Trainer(BaseTrainer[nnx.State]):
         sequences are split over.
         """
         if attend not in self._scores:
-            graph = self._step_graph
-
-            def score(params: nnx.State, tokens: jax.Array) -> jax.Array:
-                if self._slices is not None:
-                    params = self._slices.outside()(params)
-                logits = nnx.merge(graph, params)(tokens[:, :-1], attend=attend)
-                return target_bits(logits, tokens)
-
-            self._scores[attend] = self._jitted_score(score)
+            self._scores[attend] = self._make_score(attend)
         if self._split is not None:
             return np.asarray(self._scores[attend](self.params, self._split.over_batch(tokens)))
         return np.asarray(self._scores[attend](self.params, jnp.asarray(tokens)))
 
-    def _jitted_score(self, score: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-        split = self._split
-        if split is None:
+    def _make_score(self, attend: Attend) -> Callable[..., jax.Array]:
+        graph, split, slices = self._step_graph, self._split, self._slices
+        if split is None or slices is None:
+
+            def score(params: nnx.State, tokens: jax.Array) -> jax.Array:
+                return target_bits(nnx.merge(graph, params)(tokens[:, :-1], attend=attend), tokens)
+
             return jax.jit(score)
-        rows = split.axes.spec("BT")
+        attending = _MeasuredAttention(attend)
+        loss = dataclasses.replace(self._make_loss(), attend=attending, packed=False)
+
+        def local(params: nnx.State, tokens: jax.Array) -> jax.Array:
+            losses, _ = loss.of_tokens(slices.outside()(params), tokens)
+            names, bits = split.axes.of_dimension("sequence"), losses * (1.0 / math.log(2.0))
+            return from_zigzag(bits, names) if names else bits
+
         spread = jax.shard_map(
-            score,
+            local,
             mesh=split.mesh,
-            in_specs=(split.specs(self.params), rows),
-            out_specs=rows,
+            in_specs=(split.specs(self.params), split.axes.spec("B.")),
+            out_specs=split.axes.spec("BT"),
             check_vma=False,
         )
         return jax.jit(spread, out_shardings=split.whole)
@@ -179,18 +190,27 @@ class Trainer(BaseTrainer[nnx.State]):
         model: Transformer = nnx.merge(self._graph, params)
         return model
 
-    def _make_step(self) -> Callable[..., tuple[nnx.State, Any, dict[str, jax.Array]]]:
-        loss = _Loss(
+    def _make_loss(self) -> "_Loss":
+        return _Loss(
             graph=self._step_graph,
             attend=_MeasuredAttention(self.attend),
             context=self.settings.context,
             num_layers=self.config.num_layers,
             packed=self.packed,
+            axes=None if self._split is None else self._split.axes,
         )
+
+    def _make_step(self) -> Callable[..., tuple[nnx.State, Any, dict[str, jax.Array]]]:
+        loss = self._make_loss()
         gradient: Gradient = jax.value_and_grad(loss, has_aux=True)
         if self._split is not None and self._slices is not None:
             gradient = over_devices(loss, self._split, self._slices, self.params)
-        return functools.partial(_train_step, gradient=gradient, settings=self.settings)
+        return functools.partial(
+            _train_step,
+            gradient=gradient,
+            settings=self.settings,
+            has_density=loss.tokens_are_whole or self.attend is dense_attention,
+        )
 
 
 def segments(tokens: jax.Array) -> jax.Array:
@@ -199,15 +219,34 @@ def segments(tokens: jax.Array) -> jax.Array:
 
 
 class _MeasuredAttention:
-    """An `Attend` whose cache is a number: the density of the layer's levels goes out there."""
+    """An `Attend` whose cache is a number: the density of the layer's levels goes out there.
 
-    def __init__(self, attend: Attend, segment_ids: jax.Array | None = None) -> None:
+    Args:
+      attend: what attends.
+      segment_ids: of packed documents, int32 ``[B, T]``.
+      axes: where they split tokens, these attend over a ring; no density is known then.
+    """
+
+    def __init__(
+        self,
+        attend: Attend,
+        segment_ids: jax.Array | None = None,
+        axes: Axes | None = None,
+    ) -> None:
         self._attend = attend
         self._segment_ids = segment_ids
+        self._ring: ContextAttention | None = None
+        if axes is not None and axes.sequence:
+            if not (attend is dense_attention or isinstance(attend, PooledAttention)):
+                raise ValueError(f"{attend=} must be dense or pooled where tokens are split")
+            pooled: Any = attend if isinstance(attend, PooledAttention) else "exact"
+            self._ring = ContextAttention(axes, pooled, order="zigzag")
 
-    def within(self, segment_ids: jax.Array) -> "_MeasuredAttention":
-        """The same within segments, int32 ``[B, T]``."""
-        return _MeasuredAttention(self._attend, segment_ids)
+    def within(
+        self, segment_ids: jax.Array | None, axes: Axes | None = None
+    ) -> "_MeasuredAttention":
+        """The same within segments, and of tokens that `axes` split."""
+        return _MeasuredAttention(self._attend, segment_ids, axes)
 
     def __call__(
         self,
@@ -218,6 +257,9 @@ class _MeasuredAttention:
         options: AttentionOptions = PLAIN,
         sinks: jax.Array | None = None,
     ) -> tuple[jax.Array, jax.Array]:
+        if self._ring is not None:
+            arrays = (query, key, value, None, options, sinks, self._segment_ids)
+            return self._ring(*arrays)[0], jnp.ones_like(cache)
         if not isinstance(self._attend, PooledAttention):
             return self._attend(query, key, value, None, options, sinks)[0], jnp.ones_like(cache)
         more: Any = {"options": options, "segment_ids": self._segment_ids}
@@ -228,25 +270,48 @@ class _MeasuredAttention:
 
 @dataclasses.dataclass(frozen=True)
 class _Loss:
-    """The mean loss of the windows that begin at `starts`, in nats, and the density of levels."""
+    """The mean loss of the windows that begin at `starts`, in nats, and the density of levels.
+
+    Inside of a `shard_map` over a sequence axis it is that of the device's own tokens.
+    """
 
     graph: Any
     attend: _MeasuredAttention
     context: int
     num_layers: int
     packed: bool
+    axes: Axes | None = None
+
+    @property
+    def tokens_are_whole(self) -> bool:
+        """Whether a device has all tokens of its sequences."""
+        return self.axes is None or not self.axes.sequence
 
     def __call__(
         self, params: nnx.State, stream: jax.Array, starts: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        tokens, attend = windows(stream, starts, self.context), self.attend
-        if self.packed:
-            attend = attend.within(segments(tokens[:, :-1]))
-        model = nnx.merge(self.graph, params)
+        losses, density = self.of_tokens(params, windows(stream, starts, self.context))
+        return jnp.mean(losses), density
+
+    def of_tokens(self, params: nnx.State, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Losses at ``[B, context + 1]`` tokens, ``[B, T]`` of this device's own, in its order."""
+        inputs, targets, positions = tokens[:, :-1], tokens[:, 1:], None
+        ids = segments(inputs) if self.packed else None
+        if self.axes is not None and self.axes.sequence:
+            own = self._own_positions(self.axes)
+            inputs, targets = inputs[:, own], targets[:, own]
+            ids = None if ids is None else ids[:, own]
+            positions = jnp.broadcast_to(own[None], inputs.shape)
+        attend = self.attend.within(ids, self.axes)
         densities = jnp.ones(self.num_layers, jnp.float32)
-        logits, densities = model(tokens[:, :-1], attend=attend, caches=densities)
-        losses = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
-        return jnp.mean(losses), jnp.mean(densities)
+        model = nnx.merge(self.graph, params)
+        logits, densities = model(inputs, positions=positions, attend=attend, caches=densities)
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
+        return losses, jnp.mean(densities)
+
+    def _own_positions(self, axes: Axes) -> jax.Array:
+        names = axes.of_dimension("sequence")
+        return zigzag_positions(self.context // axes.size("sequence"), names)
 
 
 def over_devices(loss: Loss, split: Split, slices: Slices, params: nnx.State) -> Gradient:
@@ -275,8 +340,7 @@ def over_devices(loss: Loss, split: Split, slices: Slices, params: nnx.State) ->
         mesh=split.mesh,
         in_specs=(specs, whole, split.axes.spec("B")),
         out_specs=((whole, whole), specs),
-        axis_names=set(split.mesh.axis_names),
-        check_vma=False,
+        check_vma=False,  # gradients are summed by `slices`, so that no types are needed
     )
 
 
@@ -288,10 +352,13 @@ def _train_step(
     *,
     gradient: Gradient,
     settings: Settings,
+    has_density: bool,
 ) -> tuple[nnx.State, Any, dict[str, jax.Array]]:
     """One optimizer step on the windows that begin at `starts`."""
     (value, density), grads = gradient(params, stream, starts)
     params, opt_state = updated(params, opt_state, grads, settings)
     norm = optax.tree.norm(grads)
-    metrics = {"bits_per_byte": value / math.log(2.0), "grad_norm": norm, "density": density}
+    metrics = {"bits_per_byte": value / math.log(2.0), "grad_norm": norm}
+    if has_density:
+        metrics["density"] = density
     return params, opt_state, metrics

@@ -151,7 +151,7 @@ def start(
         process_id=index,
         initialization_timeout=math.ceil(patience),
         heartbeat_timeout_seconds=math.ceil(heartbeat) + _LATER,
-        **({} if coordinator is None else {"cluster_detection_method": "deactivate"}),
+        cluster_detection_method=None if coordinator is None else "deactivate",
     )
     server = None
     mine: dict[str, Any] = {"host": socket.gethostname(), "pid": os.getpid()}

@@ -54,7 +54,7 @@ def groups() -> list[Group]:
     """What was asked first."""
     return [
         *_decode(batch=32, tokens=2**15, loops=100),
-
+        *_sequence(loops=200),
         _prefill(131072),
         _pooled(65536),
         *_step("llama-3-8b", batch=16, tokens=8192),

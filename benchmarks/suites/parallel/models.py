@@ -13,7 +13,7 @@ from jax.sharding import AxisType
 from benchmarks.suites.parallel.timing import exchanges
 from benchmarks.tables import Row
 from turbojax import models
-from turbojax.models.engine import Engine, Request
+from turbojax.models.engine import Engine, Replicas, Request, replicate
 from turbojax.models.generation.steps import decode_step
 from turbojax.parallel import Axes
 
@@ -92,7 +92,8 @@ def engine(model: str, how: str, devices: int) -> Row:
     if how == "tensor" or devices == 1:
         made = Engine(_weights(model, "bf16", _axes(devices)), **settings)
     else:
-        made = models.Replicas(_weights(model, "bf16", _axes(devices, "data")), **settings)
+        parts = replicate(_weights(model, "bf16", None), _axes(devices, "data"))
+        made = Replicas(Engine(part, **settings) for part in parts)
     made.compile(only_greedy=True)
     rng = np.random.default_rng(0)
     prompts = rng.integers(config.vocab_size, size=(sizes["requests"], sizes["prompt"]))

@@ -1,5 +1,6 @@
 """Attention and caches on one device and on several: the same arrays, whole or split."""
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -23,6 +24,7 @@ DENSITY = 0.25
 """Of the levels of pooled attention: work over that of dense attention."""
 
 _CACHES: dict[str, Any] = {"4bit": tj.TurboConfig(), "turbo4": "turbo4", "exact": "exact"}
+_DTYPE = jnp.dtype(jnp.bfloat16)
 _SPLITS = {"batch": "data", "heads": "model", "sequence": "sequence"}
 
 
@@ -50,13 +52,9 @@ def _cache(name: str, batch: int, tokens: int) -> Any:
 
     @functools.partial(jax.jit, donate_argnums=0)
     def fill(cache: Any, first: jax.Array) -> Any:
-        return steps.fill(
-            cache, jnp.int32(0), first, count=1, dtype=jnp.dtype(jnp.bfloat16), **sizes
-        )
+        return steps.fill(cache, jnp.int32(0), first, count=1, dtype=_DTYPE, **sizes)
 
-    cache = kind.init(
-        batch, tokens, KV_HEADS, HEAD_DIM, kind=_CACHES[name], dtype=jnp.dtype(jnp.bfloat16)
-    )
+    cache = kind.init(batch, tokens, KV_HEADS, HEAD_DIM, kind=_CACHES[name], dtype=_DTYPE)
     for sequence in range(batch):
         cache = fill(cache, jnp.int32(sequence))
     return cache
@@ -90,6 +88,46 @@ def decode(name: str, split: str, batch: int, tokens: int, loops: int, devices: 
     }
 
 
+def decode_sequence(name: str, tokens: int, loops: int, devices: int) -> Row:
+    """One new token of one long sequence, whose tokens are split over the devices."""
+    kind, asked = kind_for(_CACHES[name]), _CACHES[name]
+    query, whole = _query(1, 1), _cache(name, 1, tokens)
+    want = jax.jit(kind.decode)(query, whole)
+    if devices == 1:
+        compiled = jax.jit(_rounds(kind.decode, loops)).lower(query, whole).compile()
+        return {**timed(compiled, query, whole, loops=loops), "exchanges": {}, "difference": 0.0}
+    del whole
+    axes = axes_of("sequence", devices)
+
+    def make() -> Any:
+        each = kind.init(1, tokens // devices, KV_HEADS, HEAD_DIM, kind=asked, dtype=_DTYPE)
+        sizes = {"tokens": tokens, "kv_heads": KV_HEADS, "head_dim": HEAD_DIM}
+        key, value = steps.random_tokens(jnp.int32(0), jnp.int32(0), count=1, dtype=_DTYPE, **sizes)
+        lengths = jnp.full(1, tokens, jnp.int32)
+        cache = dataclasses.replace(each, max_length=tokens)
+        return tj.parallel.store_prompt(cache, key, value, lengths, "sequence")
+
+    def split(run: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+        return jax.shard_map(
+            run, mesh=axes.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
+        )
+
+    def step(query: jax.Array, cache: Any) -> Any:
+        return tj.parallel.decode(query, cache, "sequence")
+
+    each = jax.eval_shape(
+        lambda: kind.init(1, tokens, KV_HEADS, HEAD_DIM, kind=asked, dtype=_DTYPE)
+    )
+    specs = tj.parallel.partition_specs(each, axes)
+    cache = jax.jit(split(make, (), specs))()
+    once = jax.jit(split(step, (PartitionSpec(), specs), PartitionSpec()))
+    rounds = split(_rounds(step, loops), (PartitionSpec(), specs), PartitionSpec())
+    query = jax.device_put(query, NamedSharding(axes.mesh, PartitionSpec()))
+    compiled = jax.jit(rounds).lower(query, cache).compile()
+    found = timed(compiled, query, cache, loops=loops)
+    return {**found, **compared(once(query, cache), want), "exchanges": exchanges(compiled)}
+
+
 def _split_tokens(
     run: Callable[..., Any], devices: int, specs: tuple[PartitionSpec, ...]
 ) -> Callable[..., Any]:
@@ -118,7 +156,7 @@ def prefill(tokens: int, devices: int) -> Row:
     want = jax.jit(whole)(*arrays)
     run: Callable[..., Any] = whole
     if devices > 1:
-        ring = functools.partial(tj.parallel.ring_attention, axis_name="sequence")
+        ring = functools.partial(tj.parallel.ring_attention, axis_name="sequence", is_causal=True)
         run = _split_tokens(ring, devices, (_TOKENS,) * 3)
         arrays = _put(devices, *((x, _TOKENS) for x in arrays))
     compiled = jax.jit(run).lower(*arrays).compile()
@@ -143,7 +181,9 @@ def pooled_training(tokens: int, devices: int) -> Row:
         return tj.pooled_attention(query, key, value, levels, is_causal=True)
 
     def ring(query: jax.Array, key: jax.Array, value: jax.Array, levels: jax.Array) -> Any:
-        return tj.parallel.ring_pooled_attention(query, key, value, levels, axis_name="sequence")
+        return tj.parallel.ring_pooled_attention(
+            query, key, value, levels, axis_name="sequence", is_causal=True
+        )
 
     attend: Any = whole
     rows = PartitionSpec(None, None, "sequence")

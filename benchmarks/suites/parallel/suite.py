@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import jax
 
+from benchmarks import parallel_costs
 from benchmarks.suite import Ceilings, Suite, attempt
 from benchmarks.suites.parallel import cases, tables
 from benchmarks.suites.parallel.cases import OPERATION, Group
@@ -67,6 +68,6 @@ SUITE = Suite(
     one_line=tables.one_line,
     formats=(),
     environment={"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.93"},
-    tables={OPERATION: tables.page_section},
-    plots={tables.PLOT[0]: tables.plot},
+    tables={OPERATION: tables.page_section, "parallel_costs": parallel_costs.table},
+    plots={tables.PLOT[0]: tables.plot, parallel_costs.PLOT[0]: parallel_costs.plot},
 )
