@@ -11,12 +11,16 @@ from turbojax.ops.extras import Extras
 _GPU = "NVIDIA H100 80GB HBM3"
 
 
+def gpu_type():
+    """An H100 as jax's meshes describe it, on any machine."""
+    return jax.sharding.AbstractDevice(device_kind=_GPU, num_cores=132, platform="cuda")
+
+
 def abstract_gpu():
     """A context in which jax lowers for an H100, on any machine."""
     if any(device.platform == "gpu" for device in jax.devices()):
         return contextlib.nullcontext()
-    device = jax.sharding.AbstractDevice(device_kind=_GPU, num_cores=132, platform="cuda")
-    axes = {"axis_types": (jax.sharding.AxisType.Auto,), "abstract_device": device}
+    axes = {"axis_types": (jax.sharding.AxisType.Auto,), "abstract_device": gpu_type()}
     mesh = jax.sharding.AbstractMesh((1,), ("device",), **axes)
     return jax.sharding.use_abstract_mesh(mesh)
 

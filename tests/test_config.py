@@ -114,5 +114,5 @@ def test_caches_in_old_files_are_read_with_the_config_they_had():
 def test_files_hold_every_field():
     """So that a later default changes nothing about them."""
     description = PROGRESSIVE.describe(tj.init_cache(1, 128, 2, 64))
-    assert set(description["config"]) == set(OLD) | {"gradient"}
+    assert set(description["config"]) == set(OLD) | {"gradient", "heads_per_group"}
     assert PROGRESSIVE.make(json.loads(json.dumps(description))).config == tj.TurboConfig()

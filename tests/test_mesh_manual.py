@@ -11,7 +11,8 @@ from manual_cases import CASES, index_of, spec_of
 pytestmark = pytest.mark.mesh
 
 OTHER_MESHES = [(1, 1), (1, 2), (2, 2), (2, 4)]
-ON_OTHERS = ("turbo gradient", "pooled", "progressive", "kv4", "pages of codes", "int4")
+ON_OTHERS = ("turbo gradient", "scan over layers", "pages of codes")
+LONG = ("progressive of two bits", "mapped", "k8v4", "codecs")
 
 
 def check(name, shape):
@@ -49,7 +50,9 @@ def check_equal(result, parts, name):
     assert (np.abs(result - wide.sum(0)) <= bound).all(), name
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(x, marks=pytest.mark.slow) if x in LONG else x for x in CASES]
+)
 def test_eight_devices(name):
     check(name, (4, 2))
 

@@ -25,6 +25,7 @@ from ring_helpers import (
 )
 
 import turbojax as tj
+from turbojax.ops import cudnn
 from turbojax.ops.options import Visibility
 from turbojax.parallel import (
     from_zigzag,
@@ -240,7 +241,7 @@ def test_codes_travel_and_leave_before_they_are_attended_to(monkeypatch):
     bf16 = [
         jax.ShapeDtypeStruct((1, 512, n, 64), jnp.bfloat16) for n in (HEADS, KV_HEADS, KV_HEADS)
     ]
-    call = functools.partial(ring_attention, axis_name="sequence", order="zigzag")
+    call = functools.partial(ring_attention, axis_name="sequence", order="zigzag", is_causal=True)
     gpu = jax.sharding.AbstractDevice(
         device_kind="NVIDIA H100 80GB HBM3", num_cores=132, platform="cuda"
     )
@@ -269,9 +270,9 @@ def test_what_does_not_fit_is_named():
         return jax.eval_shape(over(devices, call, (OF_TOKENS,) * 3), *arrays)
 
     with pytest.raises(ValueError, match="8 tokens on each of 8 devices must be a multiple of 16"):
-        run(8, attention=config_of("int8"))
+        run(8, attention=config_of("int8"), is_causal=True)
     with pytest.raises(ValueError, match="one chunk of whole blocks, block_q=8"):
-        run(4, 48, attention=config_of("int8"), is_causal=False)
+        run(4, 48, attention=config_of("int8"))
     with pytest.raises(TypeError, match="attention='approximate' must be"):
         run(2, attention="approximate")
     with pytest.raises(ValueError, match="order='random'"):
@@ -299,7 +300,7 @@ def test_modes_and_windows(mode):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("devices", [2, 4, 8])
+@pytest.mark.parametrize("devices", [1, 2, 4, 8])
 def test_numbers_of_devices(devices):
     q, k, v, sinks, ids, _ = operands()
     order = "natural" if devices < 8 else "zigzag"
@@ -307,6 +308,51 @@ def test_numbers_of_devices(devices):
     one, many = _turbo(devices, config, order, is_causal=devices != 2)
     wanted, got, _ = both(one, many, q, k, v, sinks, ids, None)
     assert_close(got, wanted, devices)
+
+
+def _attention_that_keeps_its_residual(query, key, value, **options):
+    """What cuDNN does, as far as a caller sees it."""
+    assert options.pop("implementation") == "cudnn"
+
+    def attend(*arrays):
+        return tj.turbo_attention(
+            *arrays, config=config_of("float"), return_residual=True, **options
+        )
+
+    @jax.custom_vjp
+    def call(*arrays):
+        return attend(*arrays)[0]
+
+    def forward(*arrays):
+        out, residual = attend(*arrays)
+        return out, (*arrays, jnp.swapaxes(residual, 1, 2), out)
+
+    call.defvjp(forward, lambda kept, d_out: kept[:3])
+    return call(query, key, value)
+
+
+@pytest.mark.slow
+def test_exact_parts_of_cudnn(monkeypatch):
+    q, k, v, *_ = operands()
+    lengths = jnp.array([TOKENS - 13, 21], jnp.int32)
+    monkeypatch.setattr(cudnn, "dot_product_attention", _attention_that_keeps_its_residual)
+    monkeypatch.setattr(cudnn, "unsupported", lambda *_, **__: None)
+    cudnn.no_part.cache_clear()
+    cudnn.attend_part.clear_cache()
+    given = {"is_causal": True, "query_seq_lengths": lengths, "key_value_seq_lengths": lengths}
+    given["return_residual"] = True
+    wanted = tj.turbo_attention(q, k, v, config=config_of("float"), **given)
+    call = functools.partial(
+        ring_attention, axis_name="sequence", attention="exact", implementation="cudnn", **given
+    )
+    got = jax.jit(over(4, call, (OF_TOKENS,) * 3, (OF_TOKENS,) * 2))(q, k, v)
+    cudnn.no_part.cache_clear()
+    cudnn.attend_part.clear_cache()
+    seen = wanted[1] > -jnp.inf
+    np.testing.assert_array_equal(got[1] > -jnp.inf, seen)
+    assert_close(
+        [got[0], jnp.where(seen, got[1], 0)], [wanted[0], jnp.where(seen, wanted[1], 0)], 4
+    )
 
 
 @pytest.mark.slow

@@ -110,13 +110,13 @@ def test_a_ring_of_rings_of_heads():
     q, k, v, *_ = operands()
     mesh = mesh_of(4, ("outer", "inner"), (2, 2))
     config = config_of("int8")
-    ring = functools.partial(ring_attention, axis_name="outer", attention=config)
+    ring = functools.partial(ring_attention, axis_name="outer", attention=config, is_causal=True)
     call = functools.partial(heads_attention, ring, axis_name="inner")
     specs = P(None, ("outer", "inner"))
     got = jax.jit(over(4, call, (specs,) * 3, specs, mesh))(q, k, v)
     wanted = tj.turbo_attention(q, k, v, config=config, is_causal=True)
     assert_close([got], [wanted], 2)
-    both = functools.partial(ring_attention, axis_name=("outer", "inner"), attention=config)
+    both = functools.partial(ring, axis_name=("outer", "inner"))
     assert_close([jax.jit(over(4, both, (specs,) * 3, specs, mesh))(q, k, v)], [wanted], 4)
 
 

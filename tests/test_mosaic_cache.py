@@ -19,7 +19,7 @@ from pallas_kernels.mosaic.hopper import append, compress, quantize
 from turbojax import _device
 from turbojax.kv.progressive import PROGRESSIVE
 from turbojax.ops.turbo_attention import operands
-from turbojax.state.progressive import mosaic_gpu
+from turbojax.state.progressive import mosaic_gpu, reference
 from turbojax.state.progressive.update import store_prompt
 
 BATCH, HEADS = 3, 2
@@ -137,6 +137,30 @@ def test_tokens(name):
         expected = append_xla(expected, *given[:2], lengths=given[2])
         cache = mosaic_gpu.append(cache, *given)
     assert_same_bits(cache, expected)
+
+
+@pytest.mark.usefixtures("emulated")
+def test_parts_of_caches():
+    """Blocks 1 to 3 of a device; buffers become block 4, 1 and 0: another device's, its own."""
+    case = CASES["4/3 and 2"]
+    first = jnp.int32(1)
+    part = dataclasses.replace(new(case, 48), max_length=160)
+    key, value = tokens(case, 79, seed=1)
+    lengths = int32(79, 31, 15)
+    cache = mosaic_gpu.store_part_of_prompt(part, key, value, lengths, first)
+    expected = jax.jit(reference.store_prompt)(part, key, value, lengths, first)
+    assert_same_bits(cache, expected)
+    append = jax.jit(reference.append)
+    for seed in range(2):
+        given = *tokens(case, 1, seed=seed), int32(1, 1, 1)
+        expected = append(expected, *given, first)
+        cache = mosaic_gpu.append(cache, *given, first)
+        assert_same_bits(cache, expected)
+    assert expected.num_blocks.tolist() == [5, 2, 1]
+    whole = append_xla(store_xla(new(case, 160), key, value, lengths), *tokens(case, 1, seed=0))
+    np.testing.assert_array_equal(expected.key.block_scale[0], whole.key.block_scale[0, :, 1:4])
+    np.testing.assert_array_equal(expected.key.codes[0][1, :, 0], whole.key.codes[0][1, :, 1])
+    assert not expected.key.block_scale[2].any()
 
 
 @pytest.mark.usefixtures("emulated")

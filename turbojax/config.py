@@ -32,6 +32,9 @@ class TurboConfig:
       num_low_bit_key_heads: how many KV heads, those of lowest priority, store their keys with
         `low_bits` (Eq. 12). The count is static; which heads these are is decided from the data.
       num_low_bit_value_heads: the same for the values, ranked separately.
+      heads_per_group: rank heads within groups of so many neighbours, each of which then has these
+        numbers of low-bit heads; None for all heads in one group. Devices that share out heads have
+        whole groups, so that a head's bits do not depend on how many devices there are.
       low_bits: bits of those heads.
       block_q: query tokens that share one stage-1 scale (B_r), a positive multiple of 8.
       block_kv: key/value tokens of one block (B_c), a positive multiple of 8.
@@ -63,6 +66,7 @@ class TurboConfig:
     mode: Mode = "fp8"
     head_priority: PriorityMethod = "gap_std"
     gradient: Gradient = "float"
+    heads_per_group: int | None = None
 
     @classmethod
     def paper(cls, **overrides: Any) -> Self:
@@ -106,6 +110,7 @@ class TurboConfig:
         for name in ("num_low_bit_key_heads", "num_low_bit_value_heads"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name}={getattr(self, name)} must not be negative")
+        self._check_groups()
         for name in ("block_q", "block_kv"):
             if getattr(self, name) < 1 or getattr(self, name) % _BLOCK_MULTIPLE:
                 raise ValueError(
@@ -123,3 +128,50 @@ class TurboConfig:
             raise ValueError(f"{self.gradient=} must be 'float' where mode='float'")
         if self.head_priority not in get_args(PriorityMethod):
             raise ValueError(f"{self.head_priority=} must be one of {get_args(PriorityMethod)}")
+
+    def _check_groups(self) -> None:
+        size = self.heads_per_group
+        if size is None:
+            return
+        check_integer("heads_per_group", size)
+        for name in ("num_low_bit_key_heads", "num_low_bit_value_heads"):
+            if getattr(self, name) > size or size < 1:
+                raise ValueError(
+                    f"heads_per_group={size} must be at least 1 and {name}={getattr(self, name)}"
+                )
+
+    def groups_of(self, num_kv_heads: int) -> int:
+        """Groups of heads that are ranked by themselves, of so many KV heads.
+
+        Raises:
+          ValueError: if they are not a whole number.
+        """
+        size = self.heads_per_group or num_kv_heads
+        if num_kv_heads % size:
+            raise ValueError(f"{num_kv_heads=} must be a multiple of heads_per_group={size}")
+        return num_kv_heads // size
+
+    def grouped(self, num_kv_heads: int, groups: int) -> Self:
+        """The same share of low-bit heads in each of so many groups, for as many devices.
+
+        Args:
+          num_kv_heads: of the model.
+          groups: of its heads.
+
+        Raises:
+          ValueError: if heads, or those of few bits, cannot be shared out evenly.
+        """
+        now = self.groups_of(num_kv_heads)
+        low = [now * self.num_low_bit_key_heads, now * self.num_low_bit_value_heads]
+        for name, count in zip(("key", "value"), low, strict=True):
+            if num_kv_heads % groups or count % groups:
+                raise ValueError(
+                    f"{num_kv_heads=} and {count} low-bit {name} heads must be multiples of "
+                    f"{groups=}"
+                )
+        return dataclasses.replace(
+            self,
+            heads_per_group=num_kv_heads // groups,
+            num_low_bit_key_heads=low[0] // groups,
+            num_low_bit_value_heads=low[1] // groups,
+        )

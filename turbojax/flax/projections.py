@@ -253,7 +253,9 @@ def summed(layer: nnx.Linear, x: jax.Array, over: tuple[str, ...]) -> jax.Array:
     if not over:
         return layer(x)
     y = jax.lax.psum(without_bias(layer, x), over)
-    return y if layer.bias is None else y + layer.bias[...].astype(y.dtype)
+    if layer.bias is None:
+        return y
+    return y + layer.bias[...].astype(y.dtype).reshape((1,) * (y.ndim - 1) + (-1,))
 
 
 def without_bias(layer: nnx.Linear, x: jax.Array) -> jax.Array:

@@ -6,6 +6,7 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 
 from turbojax import _checks
 from turbojax.kv import cache_by_name, init_layer_cache
@@ -17,6 +18,8 @@ from turbojax.models.generation.padding import check_tokens
 from turbojax.models.generation.session import Progress
 from turbojax.models.layer_by_layer import LayerByLayer
 from turbojax.models.quantized import QuantizedDecoder
+from turbojax.models.tensor_parallel.caches import check_batch
+from turbojax.models.tensor_parallel.programs import on_mesh
 from turbojax.models.transformer import project
 
 _ATTEND = {name: kind.in_one_pass for kind in KINDS for name in kind.names if kind.in_one_pass}
@@ -83,6 +86,7 @@ def token_bits(
     tokens = np.asarray(check_tokens(tokens, model.config.vocab_size))
     if isinstance(model, StoredDecoder):
         return _layer_by_layer(model, tokens, cache, batch_size, progress)
+    check_batch(batch_size, model.axes)
     model, bits = for_length(model, tokens.shape[1] - 1), []
     for first in range(0, len(tokens), batch_size):
         part = tokens[first : first + batch_size]
@@ -99,8 +103,18 @@ def _bits(model: Decoder | QuantizedDecoder, tokens: jax.Array, *, cache: str) -
     inputs, targets = tokens[:, :-1], tokens[:, 1:]
     positions = jnp.broadcast_to(jnp.arange(inputs.shape[1])[None], inputs.shape)
     nothing = (None,) * model.config.num_layers
-    hidden, _ = model.hidden(inputs, positions, _ATTEND[cache], nothing)
-    return _information(model.logits(hidden), targets)
+
+    def run(
+        model: Decoder | QuantizedDecoder,
+        inputs: jax.Array,
+        positions: jax.Array,
+        targets: jax.Array,
+    ) -> jax.Array:
+        hidden, _ = model.hidden(inputs, positions, _ATTEND[cache], nothing)
+        return _information(model.logits(hidden), targets)
+
+    rows = PartitionSpec() if model.axes is None else model.axes.spec("B")
+    return on_mesh(run, model, (rows, rows, rows), rows)(inputs, positions, targets)
 
 
 def _layer_by_layer(

@@ -9,11 +9,13 @@ which then runs like any other.
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec
 
 from turbojax import _checks
 from turbojax.flax.norms import rms_norm
@@ -21,6 +23,9 @@ from turbojax.models.config import TransformerConfig
 from turbojax.models.quantized import QuantizedDecoder
 from turbojax.models.quantized_experts import QuantizedExperts
 from turbojax.models.quantized_layer import LINEARS, QuantizedLayer, QuantizedLinear, QuantizedMlp
+from turbojax.models.tensor_parallel.assembling import assemble
+from turbojax.models.tensor_parallel.layout import hidden_axes
+from turbojax.models.tensor_parallel.shares import channels, picked, qkv_outputs
 from turbojax.ops.int4_matmul.reference import activate
 from turbojax.ops.int4_matmul.static import GRADIENTS, Activation, Gradient
 from turbojax.quantizers.int4 import pad_rows
@@ -212,7 +217,11 @@ def with_adapters(
     layers = []
     for i, (layer, own) in enumerate(zip(decoder.layers, adapters.layers, strict=True)):
         _refuse_experts(decoder.config, i, tuple(own))
-        join: Callable[..., Any] = functools.partial(_join, own, sizes, adapters.scale, gradient)
+
+        def join(linear: Any, *names: str, own: Any = own) -> Any:
+            joined = _join(own, sizes, adapters.scale, gradient, linear, *names)
+            return _split(joined, names, decoder)
+
         mlp = layer.mlp
         if isinstance(mlp, QuantizedMlp):
             gate_up, down = join(mlp.gate_up, "gate", "up"), join(mlp.down, "down")
@@ -319,6 +328,34 @@ def _join(
         first += b.shape[1]
     a = jnp.concatenate([adapter.a for adapter in there])
     return LoraLinear(base, a, jnp.concatenate(blocks), gradient)
+
+
+def _split(linear: LoraLinear, names: tuple[str, ...], decoder: QuantizedDecoder) -> LoraLinear:
+    """The layer with the adapters' arrays on the decoder's mesh, as its weights are."""
+    axes, config = decoder.axes, decoder.config
+    if axes is None or linear.a is None or linear.b is None:
+        return linear
+    a: jax.Array = linear.a
+    b: jax.Array = linear.b
+    weight, heads = linear.base.weight, config.num_heads * config.head_dim
+    is_outputs = len(names) > 1
+
+    def part(index: int) -> tuple[jax.Array, jax.Array]:
+        if names == ("q", "k", "v"):
+            return a, picked(b, qkv_outputs(config, axes, index))
+        if is_outputs:
+            size = config.intermediate_size
+            inner = channels(size, weight.result_size, index)
+            both = np.concatenate([inner, np.where(inner < 0, inner, inner + size)])
+            return a, picked(b, both)
+        size = heads if names == ("o",) else config.intermediate_size
+        return picked(a.T, channels(size, weight.in_size, index)).T, b
+
+    over = hidden_axes(axes)
+    whole, split = PartitionSpec(), PartitionSpec(over)
+    specs = (whole, split) if is_outputs else (PartitionSpec(None, over), whole)
+    split_a, split_b = assemble(part, lambda _: specs, axes)
+    return dataclasses.replace(linear, a=split_a, b=split_b)
 
 
 def _base_of(linear: QuantizedLinear | LoraLinear) -> QuantizedLinear:

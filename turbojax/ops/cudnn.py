@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from turbojax import _device
 from turbojax.ops.options import Options
+from turbojax.sharding import together
 
 # And without a gradient, of whole sequences, from compute capability 9.0 on.
 _MOST_CHANNELS, _MOST_CHANNELS_FORWARD = 128, 256
@@ -63,6 +64,7 @@ def dot_product_attention(
       ``[B, T, N, H]`` in the query's dtype.
     """
     dtype = query.dtype
+    query, key, value = together(query, key, value)
     if dtype == jnp.float16 and jax.default_backend() == "cpu":
         # Compiled, jax's own function asks for products that CPUs do not have.
         query, key, value = (x.astype(jnp.float32) for x in (query, key, value))
@@ -131,6 +133,18 @@ def attend_part(
         jnp.where(is_empty[..., None], 0.0, out),
         jnp.where(is_empty, -jnp.inf, residual),
     )
+
+
+@functools.cache
+def no_part() -> str | None:
+    """Why `attend_part` cannot be had, where cuDNN attends; None if it can. Looked up once."""
+    x = jax.ShapeDtypeStruct((1, 8, 1, 64), jnp.bfloat16)
+    options = Options(is_causal=False, scale=1.0)
+    try:
+        jax.eval_shape(functools.partial(attend_part, options=options), x, x, x)
+    except NotImplementedError as error:
+        return str(error)
+    return None
 
 
 @functools.cache

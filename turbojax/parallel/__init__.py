@@ -13,6 +13,7 @@ from turbojax.parallel.heads import heads_attention as heads_attention
 from turbojax.parallel.layers import ContextAttention as ContextAttention
 from turbojax.parallel.processes import Processes as Processes
 from turbojax.parallel.processes import start as start
+from turbojax.parallel.splitting import split as split
 from turbojax.parallel.zigzag import from_zigzag as from_zigzag
 from turbojax.parallel.zigzag import permutation as permutation
 from turbojax.parallel.zigzag import positions as positions
@@ -21,3 +22,5 @@ from turbojax.sharding.axes import Axes as Axes
 from turbojax.sharding.meshes import mesh_of as mesh_of
 from turbojax.sharding.specs import partition_specs as partition_specs
 from turbojax.sharding.specs import shardings as shardings
+from turbojax.sharding.varying import as_carried as as_carried
+from turbojax.sharding.varying import varying_like as varying_like

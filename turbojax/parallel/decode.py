@@ -6,7 +6,7 @@ parallel.runs`) with the kernel of the cache's kind, and the parts are merged by
 context.
 """
 
-import functools
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -204,8 +204,30 @@ def attend_new_tokens(axis: AxisName, implementation: str | None = None) -> Atte
 
 # A device's part ---------------------------------------------------------------------------------
 
-_Attention = Callable[..., Part]
-"""``attend(query, query_lengths, **offsets)``: attention to a device's own tokens."""
+
+@dataclasses.dataclass(frozen=True)
+class _Attention:
+    """Attention to a device's own tokens.
+
+    Attributes:
+      run: ``run(query, query_lengths, is_needed, **offsets)``, where sequences that are not needed
+        (bool ``[B]``) count as empty.
+      kv_heads: `K`.
+    """
+
+    run: Callable[..., Part]
+    kv_heads: int
+
+    def __call__(
+        self,
+        query: jax.Array,
+        query_lengths: jax.Array | None,
+        *,
+        is_needed: jax.Array | None = None,
+        **offsets: jax.Array,
+    ) -> Part:
+        """See `run`."""
+        return self.run(query, query_lengths, is_needed, **offsets)
 
 
 def _merge(
@@ -237,19 +259,68 @@ def _merge(
             "query_seq_lengths", query_lengths, batch, tokens
         ).clip(0, tokens)
         real = jnp.arange(tokens)[None] < query_lengths[:, None]
-    offsets = {}
-    if tokens > 1 or options.window is not None:
-        count = tokens if query_lengths is None else query_lengths
-        offsets = {
-            "query_offset": lengths - count,
-            "key_offset": jnp.broadcast_to(run.first, (batch,)),
-        }
-    # Otherwise the query is behind all that is here: it may as well be that of the last token.
-    out, residual = attend(query, query_lengths, **offsets)
+    count = jnp.full(batch, tokens, jnp.int32) if query_lengths is None else query_lengths
+    if tokens == 1 and options.window is None:
+        # The query is behind all that is here: it may as well be that of the last token.
+        out, residual = attend(query, query_lengths)
+    elif options.window is None:
+        out, residual = _within_and_behind(query, lengths - count, count, run, axis, attend)
+    else:
+        out, residual = attend(
+            query,
+            query_lengths,
+            query_offset=lengths - count,
+            key_offset=jnp.broadcast_to(run.first, (batch,)),
+        )
     dtype = options.dtype_of_output(query)
     given = of_layer(query, sinks).sinks
     out, residual = merged(out, residual, axis, sinks=given, real=real)
     return out.astype(dtype), residual
+
+
+def _within_and_behind(
+    query: jax.Array,
+    begin: jax.Array,
+    count: jax.Array,
+    run: Run,
+    axis: AxisName,
+    attend: _Attention,
+) -> Part:
+    """Several queries without a window, by what attends to a cache's newest tokens alone.
+
+    Of each sequence those that are not behind the device's tokens are queries of its newest ones.
+    The others see all of them, whatever their positions: they may as well be more heads of a single
+    token. Mostly a device has one sort of a sequence's queries, and reads what is held once.
+
+    Args:
+      query: ``[B, T, N, H]``.
+      begin: int32 ``[B]``, the first query's position.
+      count: int32 ``[B]``, real queries.
+      run: the device's slots.
+      axis: of the mesh.
+      attend: to what is in them.
+    """
+    batch, tokens, heads, channels = query.shape
+    held = run.held(begin + count)
+    within = jnp.clip(held - (begin - run.first), 0, count)
+    newest = attend(query, within, is_needed=within > 0)
+    if jax.lax.axis_size(axis) == 1:
+        return newest
+    kv_heads = attend.kv_heads
+    rows = (batch, tokens, kv_heads, heads // kv_heads)
+
+    def to_heads(x: jax.Array) -> jax.Array:
+        return jnp.swapaxes(x.reshape(*rows, channels), 1, 2).reshape(batch, 1, -1, channels)
+
+    def to_tokens(x: jax.Array) -> jax.Array:
+        x = x.reshape(batch, kv_heads, tokens, heads // kv_heads, *x.shape[3:])
+        return jnp.swapaxes(x, 1, 2).reshape(batch, tokens, heads, *x.shape[4:])
+
+    behind = attend(to_heads(query), None, is_needed=within < count)
+    is_within = (jnp.arange(tokens)[None] < within[:, None])[:, :, None]
+    out, residual = (to_tokens(x) for x in behind)
+    out = jnp.where(is_within[..., None], newest[0], out)
+    return out, jnp.where(is_within, newest[1], residual)
 
 
 def _attention_to(cache: Any, options: Options, implementation: Any) -> _Attention:
@@ -257,20 +328,31 @@ def _attention_to(cache: Any, options: Options, implementation: Any) -> _Attenti
     if isinstance(cache, PagedLayer):
         return _to_pages(cache.pages, cache.block_tables, cache.lengths, options, implementation)
     static = _static(options, implementation)
+    attend: Any = _to_codes
     if isinstance(cache, LatentCache):
         if options.logits_soft_cap is not None:
             raise NotImplementedError(f"{options.logits_soft_cap=} must be None with latents")
         del static["logits_soft_cap"]
-        return functools.partial(_to_latents, cache, static)
-    if isinstance(cache, ExactCache):
-        return functools.partial(_to_exact, cache, static)
-    op: Any = kv4_attention if isinstance(cache, TokenScaledCache) else turbo_attention
+        attend = _to_latents
+    elif isinstance(cache, ExactCache):
+        attend = _to_exact
 
-    def attend(query: jax.Array, real: jax.Array | None, **offsets: Any) -> Part:
-        part: Part = op.decode(query, cache, query_seq_lengths=real, **static, **offsets)
+    def run(
+        query: jax.Array, real: jax.Array | None, is_needed: jax.Array | None, **offsets: Any
+    ) -> Part:
+        needed = cache if is_needed is None else _needed(cache, is_needed)
+        part: Part = attend(query, needed, real, **static, **offsets)
         return part
 
-    return attend
+    return _Attention(run, cache.num_kv_heads)
+
+
+def _needed(cache: Any, is_needed: jax.Array) -> Any:
+    """A cache, of which other sequences are empty."""
+    counts = [x for x in ("lengths", "buffer_lengths") if hasattr(cache, x)]
+    return dataclasses.replace(
+        cache, **{name: jnp.where(is_needed, getattr(cache, name), 0) for name in counts}
+    )
 
 
 def _static(options: Options, implementation: Any) -> dict[str, Any]:
@@ -292,44 +374,49 @@ def _to_pages(
     options: Options,
     implementation: Any,
 ) -> _Attention:
-    static, op = _static(options, implementation), paged_op.paged_attention
+    static: Any = _static(options, implementation)
+    op: Any = paged_op.paged_attention
 
-    def attend(query: jax.Array, real: jax.Array | None, **offsets: Any) -> Part:
-        given = (query, cache, block_tables, lengths)
-        part: Any = op(*given, query_seq_lengths=real, **static, **offsets)
-        found: Part = part
-        return found
+    def run(
+        query: jax.Array, real: jax.Array | None, is_needed: jax.Array | None, **offsets: Any
+    ) -> Part:
+        held = lengths if is_needed is None else jnp.where(is_needed, lengths, 0)
+        given = (query, cache, block_tables, held)
+        part: Part = op(*given, query_seq_lengths=real, **static, **offsets)
+        return part
 
-    return attend
-
-
-def _to_exact(
-    cache: ExactCache,
-    static: dict[str, Any],
-    query: jax.Array,
-    real: jax.Array | None,
-    **offsets: Any,
-) -> Part:
-    del real  # all queries are there; `merged` knows better
-    part: Any = exact_attention.decode(query, cache, **static, **offsets)
-    found: Part = part
-    return found
+    return _Attention(run, cache.num_kv_heads)
 
 
-def _to_latents(
-    cache: LatentCache,
-    static: dict[str, Any],
-    query: jax.Array,
-    real: jax.Array | None,
-    **offsets: Any,
-) -> Part:
+def _to_codes(query: jax.Array, cache: Any, real: jax.Array | None, **given: Any) -> Part:
+    op: Any = kv4_attention if isinstance(cache, TokenScaledCache) else turbo_attention
+    part: Part = op.decode(query, cache, query_seq_lengths=real, **given)
+    return part
+
+
+def _to_exact(query: jax.Array, cache: ExactCache, real: jax.Array | None, **given: Any) -> Part:
+    """There are no padded queries there: the real ones have to be the last."""
+    op: Any = exact_attention.decode
+    tokens = query.shape[1]
+    if real is None or tokens == 1 or "query_offset" in given:
+        part: Part = op(query, cache, **given)
+        return part
+    shift = (tokens - real)[:, None]
+    index = jnp.arange(tokens)[None]
+    moved = jnp.maximum(index - shift, 0)[:, :, None, None]
+    out, residual = op(jnp.take_along_axis(query, moved, axis=1), cache, **given)
+    back = jnp.minimum(index + shift, tokens - 1)[:, :, None]
+    out = jnp.take_along_axis(out, back[..., None], axis=1)
+    return out, jnp.take_along_axis(residual, back, axis=1)
+
+
+def _to_latents(query: jax.Array, cache: LatentCache, real: jax.Array | None, **given: Any) -> Part:
     channels = cache.latent_dim + cache.rope_dim
     if query.shape[3] != channels:
         raise ValueError(
             f"{query.shape=} must be [B, T, N, {channels}]: the parts of latent and rotary key"
         )
     latent, rope = query[..., : cache.latent_dim], query[..., cache.latent_dim :]
-    given: dict[str, Any] = {**static, **offsets}
-    part: Any = latent_op.latent_attention(latent, rope, cache, query_seq_lengths=real, **given)
-    found: Part = part
-    return found
+    op: Any = latent_op.latent_attention
+    part: Part = op(latent, rope, cache, query_seq_lengths=real, **given)
+    return part

@@ -121,6 +121,7 @@ class ContextAttention:
         arguments: dict[str, Any] = {
             "axis_name": self.axes.of_dimension("sequence"),
             "order": self.order,
+            "is_causal": True,
             "sinks": sinks,
             "query_segment_ids": segment_ids,
             "key_value_segment_ids": segment_ids,

@@ -210,7 +210,8 @@ def _cudnn_refusal(
     if options.window is not None and pair.key_lengths is not None:
         return "a window has no lengths beside it"
     cap = options.logits_soft_cap
-    return cudnn.unsupported(query, key, forward_only=True, logits_soft_cap=cap)
+    refusal = cudnn.unsupported(query, key, forward_only=True, logits_soft_cap=cap)
+    return cudnn.no_part() if refusal is None else refusal
 
 
 def _without_padding(

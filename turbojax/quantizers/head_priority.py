@@ -77,11 +77,12 @@ def _entropy(x: jax.Array, mask: jax.Array) -> jax.Array:
     return jnp.where(jnp.isnan(scale), jnp.nan, entropy)
 
 
-def rank_heads(priority: jax.Array) -> jax.Array:
+def rank_heads(priority: jax.Array, group: int | None = None) -> jax.Array:
     """Slots of the heads in order of falling priority (Eq. 12).
 
     Args:
       priority: float32 ``[B, K]``.
+      group: neighbours that are ranked among themselves; None for all heads.
 
     Returns:
       int32 ``[B, K]``: ``slots[b, h]`` is the place of head `h`, 0 for the highest priority. Ties
@@ -89,5 +90,6 @@ def rank_heads(priority: jax.Array) -> jax.Array:
       further.
     """
     finite = jnp.where(jnp.isnan(priority), jnp.inf, priority)
+    finite = finite.reshape(len(finite), -1, group or finite.shape[1])
     order = jnp.argsort(-finite, axis=-1, stable=True)
-    return jnp.argsort(order, axis=-1).astype(jnp.int32)
+    return jnp.argsort(order, axis=-1).astype(jnp.int32).reshape(priority.shape)

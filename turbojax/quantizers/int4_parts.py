@@ -150,6 +150,6 @@ def split_group_size(group_size: int, share: int, in_size: int) -> int:
         if share % size == 0 and group_size % size == 0:
             return size
     raise NotImplementedError(
-        f"{share} inputs a device of an INT4 weight with {group_size=} are not supported: must be a "
-        "multiple of 32"
+        f"{share} inputs a device of an INT4 weight with {group_size=} are not supported: must be "
+        "a multiple of 32"
     )

@@ -20,6 +20,7 @@ from typing import Any
 
 import jax
 from jax.experimental.custom_partitioning import SdyShardingRule, custom_partitioning
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from turbojax import _device
@@ -46,7 +47,10 @@ class _Call:
 
     def __call__(self, arrays: Sequence[Any], found: Plan = WHOLE) -> Any:
         """Runs the op on arrays that are split so."""
-        here = localized(tuple(arrays), found.parts)
+        try:
+            here = localized(tuple(arrays), found.parts)
+        except ValueError as error:
+            raise ValueError(f"{self.table.op} cannot be split so: {error}") from None
         over, static = found.over("I"), dict(self.static)
         token = _LOCAL.set(True)
         try:
@@ -325,27 +329,33 @@ class _Flat:
 def _partitioned(flat: _Flat) -> Callable[..., tuple[Any, ...]]:
     """The call as the compiler can split it, and `vmap` map it."""
 
-    def whole(*values: Any) -> tuple[Any, ...]:
-        return flat.run(WHOLE, *values)
+    def run(*values: Any) -> tuple[Any, ...]:
+        # Arrays that the op has of its own become operands: there may be no others.
+        whole = jax.make_jaxpr(functools.partial(flat.run, WHOLE))(*values)
+        own = tuple(Leaf("a constant", "R" * x.ndim) for x in whole.consts)
+        operands = (*flat.leaves, *own)
 
-    shapes: list[tuple[list[Any], list[Any]]] = []
+        def call(*values_and_own: Any) -> tuple[Any, ...]:
+            constants = list(values_and_own[len(values) :])
+            traced = ClosedJaxpr(whole.jaxpr, constants)
+            return tuple(jaxpr_as_fun(traced)(*values_and_own[: len(values)]))
 
-    def traced(*values: Any) -> tuple[Any, ...]:
-        results = whole(*values)
-        shapes.append(([x.shape for x in values], [x.shape for x in results]))
+        def rule(*_: Any) -> SdyShardingRule:
+            ins, outs = ([x.shape for x in avals] for avals in (whole.in_avals, whole.out_avals))
+            ins += [x.shape for x in whole.consts]
+            pairs = (
+                list(zip(operands, ins, strict=True)),
+                list(zip(flat.results(), outs, strict=True)),
+            )
+            return sharding_rule(*pairs, flat.call.table)
+
+        divided = custom_partitioning(call)
+        partition = functools.partial(_partition, flat, operands)
+        divided.def_partition(partition=partition, sharding_rule=rule)
+        results: tuple[Any, ...] = divided(*values, *whole.consts)
         return results
 
-    def rule(*_: Any) -> SdyShardingRule:
-        ins, outs = shapes[-1]
-        return sharding_rule(
-            list(zip(flat.leaves, ins, strict=True)),
-            list(zip(flat.results(), outs, strict=True)),
-            flat.call.table,
-        )
-
-    divided = custom_partitioning(traced)
-    divided.def_partition(partition=functools.partial(_partition, flat), sharding_rule=rule)
-    mapped = jax.custom_batching.custom_vmap(lambda *values: divided(*values))
+    mapped = jax.custom_batching.custom_vmap(run)
 
     @mapped.def_vmap
     def _(size: int, is_mapped: list[bool], *values: Any) -> tuple[Any, Any]:
@@ -357,12 +367,14 @@ def _partitioned(flat: _Flat) -> Callable[..., tuple[Any, ...]]:
     return out
 
 
-def _partition(flat: _Flat, mesh: Mesh, arguments: Any, results: Any) -> Any:
+def _partition(
+    flat: _Flat, operands: Sequence[Leaf], mesh: Mesh, arguments: Any, results: Any
+) -> Any:
     """What one device does, once the compiler knows how the arrays are split."""
     ins, outs = [x.shape for x in arguments], [x.shape for x in results]
     found = plan(
         flat.call.table,
-        flat.leaves,
+        operands,
         ins,
         [_known_split(flat, x) for x in arguments],
         dict(mesh.shape),
@@ -377,13 +389,13 @@ def _partition(flat: _Flat, mesh: Mesh, arguments: Any, results: Any) -> Any:
         if flat.call.interpret and not _device.interpreting():
             context = _device.interpret_kernels()
         with context:
-            return _added(found, flat.results(), outs, flat.run(found, *values))
+            return _added(found, flat.results(), outs, flat.run(found, *values[: len(flat.leaves)]))
 
     def shardings(leaves: Sequence[Leaf], shapes: Sequence[Any]) -> tuple[NamedSharding, ...]:
         pairs = zip(leaves, shapes, strict=True)
         return tuple(NamedSharding(mesh, found.spec(leaf, shape)) for leaf, shape in pairs)
 
-    return mesh, local, shardings(flat.results(), outs), shardings(flat.leaves, ins)
+    return mesh, local, shardings(flat.results(), outs), shardings(operands, ins)
 
 
 def _known_split(flat: _Flat, x: Any) -> Split:

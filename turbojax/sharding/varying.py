@@ -41,8 +41,8 @@ def together(*arrays: Any) -> tuple[Any, ...]:
 def as_carried(step: Callable[..., tuple[Tree, Any]], carry: Tree, *inputs: Any) -> Tree:
     """The carry of a `jax.lax.scan` in the type in which `step` returns it.
 
-    For carries with arrays of several kinds, such as caches: each varies where it must alone. Traces
-    `step`, if inside `shard_map`, once or a few times.
+    For carries with arrays of several kinds, such as caches: each varies where it must alone.
+    Traces `step`, if inside `shard_map`, once or a few times.
 
     Args:
       step: ``step(carry, *inputs)`` returns the next carry, and something else.

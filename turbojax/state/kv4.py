@@ -106,7 +106,7 @@ class TokenScaledCache(Split):
           ValueError: naming the field and what it breaks.
         """
         sizes = (self.batch_size, self.max_length, self.num_kv_heads, self.head_dim)
-        wanted = jax.eval_shape(lambda: _empty(type(self), *sizes, self.dtype, self.window))
+        wanted = jax.eval_shape(lambda: _empty(*sizes, type(self), self.dtype, self.window))
         for field in _array_fields():
             leaf, want = getattr(self, field), getattr(wanted, field)
             if (leaf.shape, leaf.dtype) != (want.shape, want.dtype):
@@ -365,31 +365,17 @@ def _init_cache(
         raise TypeError(f"{dtype=!s} must be bfloat16, float16 or float32")
     window = ring.window_of(local_window_size)
     if axes is None:
-        return _empty(kind, *sizes, dtype, window)
-    static = {"kind": kind, "head_dim": head_dim, "dtype": dtype, "window": window}
+        return _empty(*sizes, kind, dtype, window)
     split = Sizes(*sizes[:3], ALLOCATION, -(-sizes[1] // ALLOCATION))
-    return born(_empty_of_kind, axes, split, **static)
-
-
-def _empty_of_kind(
-    batch_size: int,
-    max_length: int,
-    num_kv_heads: int,
-    *,
-    kind: type[CacheT],
-    head_dim: int,
-    dtype: np.dtype,
-    window: int | None,
-) -> CacheT:
-    return _empty(kind, batch_size, max_length, num_kv_heads, head_dim, dtype, window)
+    return born(_empty, axes, split, head_dim=head_dim, kind=kind, dtype=dtype, window=window)
 
 
 def _empty(
-    kind: type[CacheT],
     batch_size: int,
     max_length: int,
     num_kv_heads: int,
     head_dim: int,
+    kind: type[CacheT],
     dtype: np.dtype,
     window: int | None,
 ) -> CacheT:

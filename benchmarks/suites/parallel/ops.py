@@ -156,7 +156,7 @@ def prefill(tokens: int, devices: int) -> Row:
     want = jax.jit(whole)(*arrays)
     run: Callable[..., Any] = whole
     if devices > 1:
-        ring = functools.partial(tj.parallel.ring_attention, axis_name="sequence")
+        ring = functools.partial(tj.parallel.ring_attention, axis_name="sequence", is_causal=True)
         run = _split_tokens(ring, devices, (_TOKENS,) * 3)
         arrays = _put(devices, *((x, _TOKENS) for x in arrays))
     compiled = jax.jit(run).lower(*arrays).compile()
@@ -181,7 +181,9 @@ def pooled_training(tokens: int, devices: int) -> Row:
         return tj.pooled_attention(query, key, value, levels, is_causal=True)
 
     def ring(query: jax.Array, key: jax.Array, value: jax.Array, levels: jax.Array) -> Any:
-        return tj.parallel.ring_pooled_attention(query, key, value, levels, axis_name="sequence")
+        return tj.parallel.ring_pooled_attention(
+            query, key, value, levels, axis_name="sequence", is_causal=True
+        )
 
     attend: Any = whole
     rows = PartitionSpec(None, None, "sequence")

@@ -20,8 +20,7 @@ from turbojax.kv import (
 from turbojax.models.config import TransformerConfig
 from turbojax.models.decoder import Decoder
 from turbojax.models.quantized import QuantizedDecoder
-from turbojax.models.tensor_parallel.caches import check_batch, init_split
-from turbojax.models.tensor_parallel.layout import local_config
+from turbojax.models.tensor_parallel.caches import check_batch, whole_slots
 from turbojax.models.transformer import Transformer
 from turbojax.sharding import Axes
 from turbojax.sharding.specs import Split
@@ -176,8 +175,10 @@ def init_caches(
     A layer with a window keeps what that needs and not all tokens, see `turbojax.state.ring`.
 
     Args:
-      model: the model. Of a split decoder each device has caches of its own sequences and KV heads.
-      batch_size: sequences.
+      model: the model. Of a split decoder each device makes caches of its own sequences, KV heads
+        and, where the axis of the sequence has devices, slots: then layers with a window keep all
+        tokens, and `max_length` is rounded up so that devices have as many slots.
+      batch_size: sequences, of a split decoder as many on all devices.
       max_length: tokens each sequence may grow to.
       cache: the kind of cache, see `turbojax.kv.init_layer_cache`, or `UncompressedEdges`.
 
@@ -186,14 +187,17 @@ def init_caches(
         compressed, or it is one of latents and the model has none.
     """
     axes = None if isinstance(model, Transformer) else model.axes
-    batch_size = check_batch(batch_size, axes)
-    config = local_config(model.config, axes)
+    check_batch(batch_size, axes)
+    config = model.config
     kinds = kinds_of_layers(cache, config.num_layers)
+    max_length = whole_slots(max_length, kinds, axes)
     # Says what is wrong before `jit` says that it cannot hash it.
     middle = kinds[len(kinds) // 2]
     sizes = [(batch_size, max_length, *widths_of(config, kind)) for kind in kinds]
     jax.eval_shape(lambda: _init(sizes[len(kinds) // 2], middle, model.dtype, None))
     windows = windows_of_layers(config, kinds)
+    if axes is not None and axes.size("sequence") > 1:
+        windows = (None,) * len(kinds)
     return ModelCaches(
         tuple(
             _empty_layer(size, kind, model.dtype, window, axes)
@@ -233,17 +237,32 @@ _Sizes = tuple[int, int, int, int, int | None]
 """Sequences, tokens, heads, channels, and of latents those that turn."""
 
 
-def _init(sizes: _Sizes, kind: CacheKind, dtype: np.dtype, window: int | None) -> LayerCache:
+def _init(
+    sizes: _Sizes,
+    kind: CacheKind,
+    dtype: np.dtype,
+    window: int | None,
+    axes: Axes | None = None,
+) -> LayerCache:
     *sizes_of_all, rope_dim = sizes
     return init_layer_cache(
-        *sizes_of_all, kind=kind, dtype=dtype, local_window_size=window, rope_dim=rope_dim
+        *sizes_of_all,
+        kind=kind,
+        dtype=dtype,
+        local_window_size=window,
+        rope_dim=rope_dim,
+        axes=axes,
     )
 
 
 # One program for each size, instead of one for each array.
-@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4))
+_one_device = functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))(_init)
+
+
 def _empty_layer(
     sizes: _Sizes, kind: CacheKind, dtype: np.dtype, window: int | None, axes: Axes | None
 ) -> LayerCache:
-    make = functools.partial(_init, sizes, kind, dtype, window)
-    return make() if axes is None else init_split(make, axes)
+    if axes is None:
+        empty: LayerCache = _one_device(sizes, kind, dtype, window)
+        return empty
+    return _init(sizes, kind, dtype, window, axes)

@@ -7,13 +7,14 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from turbojax.kv import PooledAttention, attend_new_tokens, attend_prompt
+from turbojax.kv import PooledAttention
 from turbojax.models.decoder import Decoder
 from turbojax.models.generation.caching import ModelCaches
 from turbojax.models.quantized import QuantizedDecoder
+from turbojax.models.tensor_parallel.attending import new_tokens_of, prompts_of
 from turbojax.models.tensor_parallel.programs import on_mesh
-from turbojax.models.tensor_parallel.specs import cache_specs
 from turbojax.sharding import Axes
+from turbojax.sharding.specs import partition_specs
 
 
 @functools.partial(jax.jit, static_argnames="implementation", donate_argnames="caches")
@@ -51,7 +52,7 @@ def decode_step(
         tokens: jax.Array,
         lengths: jax.Array,
     ) -> tuple[ModelCaches, jax.Array, jax.Array]:
-        attend = attend_new_tokens(implementation)
+        attend = new_tokens_of(decoder.axes, implementation)
         hidden, layers = decoder.hidden(tokens[:, None], lengths[:, None], attend, caches.layers)
         return ModelCaches(layers), decoder.logits(hidden[:, 0]), lengths + 1
 
@@ -93,7 +94,7 @@ def run_prompts(
         lengths: jax.Array,
         first: jax.Array,
     ) -> tuple[jax.Array, ModelCaches]:
-        attend = attend_prompt(lengths, first, implementation, pooled)
+        attend = prompts_of(decoder.axes, lengths, first, implementation, pooled)
         positions = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None], tokens.shape)
         hidden, layers = decoder.hidden(tokens, positions, attend, caches.layers)
         # Logits of all positions would be the largest array of all.
@@ -109,4 +110,4 @@ def _specs(axes: Axes | None, caches: ModelCaches) -> tuple[PartitionSpec, Any]:
     """How arrays with a row for each sequence are split, and the caches."""
     if axes is None:
         return PartitionSpec(), None
-    return axes.spec("B"), cache_specs(caches, axes)
+    return axes.spec("B"), partition_specs(caches, axes)

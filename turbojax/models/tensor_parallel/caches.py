@@ -1,11 +1,13 @@
 """Caches of split decoders: every device makes its own."""
 
 import functools
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 
+from turbojax.kv import CacheKind, kind_for
 from turbojax.models.tensor_parallel.specs import cache_specs
 from turbojax.sharding import Axes
 
@@ -28,12 +30,27 @@ def init_split(make: Callable[[], Any], axes: Axes) -> Any:
     )()
 
 
-def check_batch(batch_size: int, axes: Axes | None) -> int:
-    """Sequences of a device.
+def whole_slots(max_length: int, kinds: Sequence[CacheKind], axes: Axes | None) -> int:
+    """A length of caches that gives all devices of the sequence's axis as many slots.
 
-    Raises:
-      ValueError: if they are not as many on all devices.
+    Args:
+      max_length: tokens each sequence may grow to.
+      kinds: of the layers' caches.
+      axes: over which they are split, or None.
+
+    Returns:
+      The next length that does.
     """
+    count = 1 if axes is None else axes.size("sequence")
+    if count == 1:
+        return max_length
+    units = {kind_for(kind).slots(kind, max_length)[0] for kind in kinds}
+    multiple = count * math.lcm(*units)
+    return -(-max_length // multiple) * multiple
+
+
+def check_batch(batch_size: int, axes: Axes | None) -> None:
+    """Raises ValueError unless there are as many sequences on all devices."""
     count = 1 if axes is None else axes.size("batch")
     if batch_size % count:
         assert axes is not None
@@ -41,4 +58,3 @@ def check_batch(batch_size: int, axes: Axes | None) -> int:
             f"{batch_size} sequences must be a multiple of {count}, the devices of the axes "
             f"{axes.of_dimension('batch')}"
         )
-    return batch_size // count

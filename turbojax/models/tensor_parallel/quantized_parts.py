@@ -12,6 +12,7 @@ from turbojax.models.lora import LoraLinear
 from turbojax.models.quantized_experts import QuantizedExperts
 from turbojax.models.quantized_layer import QuantizedLayer, QuantizedLinear, QuantizedMlp
 from turbojax.models.tensor_parallel.layout import check_axes, parts, share
+from turbojax.models.tensor_parallel.shares import channels, picked, qkv_outputs
 from turbojax.quantizers.int4 import Int4Weight
 from turbojax.quantizers.int4_parts import NOTHING, split_group_size, take_inputs, take_outputs
 from turbojax.sharding import Axes
@@ -34,24 +35,20 @@ def local_layer(
       ValueError, NotImplementedError: if heads or groups of inputs cannot be split.
     """
     check_axes(config, axes)
-    count, width = parts(axes), config.head_dim
-    of_kv = axes.size("heads")
-    queries = config.num_heads * width // count
-    q = np.arange(queries) + index * queries
-    kv_heads = config.num_kv_heads // of_kv
+    count = parts(axes)
+    queries = config.num_heads * config.head_dim // count
+    kv_heads = config.num_kv_heads // axes.size("heads")
     first_kv = index // axes.size("sequence") * kv_heads
-    key = config.num_heads * width + first_kv * width + np.arange(kv_heads * width)
     heads = slice(index * (config.num_heads // count), (index + 1) * (config.num_heads // count))
     kv = slice(first_kv, first_kv + kv_heads)
-    value = key + config.num_kv_heads * width
 
     def rows(x: jax.Array | None, which: slice) -> jax.Array | None:
         return None if x is None else x[which]
 
     return dataclasses.replace(
         layer,
-        qkv=_outputs(layer.qkv, np.concatenate([q, key, value])),
-        o=_inputs(layer.o, q, index * queries, index),
+        qkv=_outputs(layer.qkv, qkv_outputs(config, axes, index)),
+        o=_inputs(layer.o, index * queries + np.arange(queries), index * queries, index),
         mlp=_mlp(layer.mlp, count, index),
         q_norm=rows(layer.q_norm, heads),
         k_norm=rows(layer.k_norm, kv),
@@ -68,7 +65,7 @@ def local_table(table: Any, config: TransformerConfig, axes: Axes, index: int) -
     wanted = index * each + np.arange(each)
     if isinstance(table, Int4Weight):
         return take_outputs(table, np.where(wanted < table.out_size, wanted, NOTHING))
-    return _picked(table, np.where(wanted < len(table), wanted, NOTHING))
+    return picked(table, np.where(wanted < len(table), wanted, NOTHING))
 
 
 def _mlp(mlp: Any, count: int, index: int) -> Any:
@@ -78,8 +75,7 @@ def _mlp(mlp: Any, count: int, index: int) -> Any:
     each = share(down.in_size, count, down.group_size)
     start = index * each
     order = None if is_experts else _base(mlp.down).inputs
-    inner = start + np.arange(each)
-    inner = np.where(inner < down.in_size, inner, NOTHING)
+    inner = channels(down.in_size, each, index)
     if order is not None:
         # The columns of the device's groups, whichever channels these are.
         inner = np.where(inner < 0, NOTHING, np.asarray(order)[inner])
@@ -94,7 +90,7 @@ def _mlp(mlp: Any, count: int, index: int) -> Any:
     return dataclasses.replace(
         mlp,
         gate_up=take_outputs(weight, inner if weight.gated else both),
-        gate_up_bias=None if bias is None else jax.vmap(lambda x: _picked(x, both))(bias),
+        gate_up_bias=None if bias is None else jax.vmap(lambda x: picked(x, both))(bias),
         down=take_inputs(down, start, each, group),
         down_bias=None if below is None else _of_first(below, index),
     )
@@ -113,12 +109,12 @@ def _outputs(linear: Any, outputs: np.ndarray) -> Any:
         return dataclasses.replace(
             plain,
             weight=take_outputs(plain.weight, outputs),
-            bias=None if bias is None else _picked(bias, both),
+            bias=None if bias is None else picked(bias, both),
         )
 
     if not isinstance(linear, LoraLinear):
         return of(linear)
-    b = None if linear.b is None else _picked(linear.b, both)
+    b = None if linear.b is None else picked(linear.b, both)
     return dataclasses.replace(linear, base=of(linear.base), b=b)
 
 
@@ -146,7 +142,7 @@ def _inputs(
     )
     if not isinstance(linear, LoraLinear):
         return plain
-    a = None if linear.a is None else _picked(linear.a.T, channels).T
+    a = None if linear.a is None else picked(linear.a.T, channels).T
     return dataclasses.replace(linear, base=plain, a=a)
 
 
@@ -158,10 +154,3 @@ def _base(linear: Any) -> QuantizedLinear:
 def _of_first(x: jax.Array, index: int) -> jax.Array:
     """What is added once, by the first device."""
     return x if index == 0 else jnp.zeros_like(x)
-
-
-def _picked(x: jax.Array, rows: np.ndarray) -> jax.Array:
-    """Rows of an array, zeros for `NOTHING`."""
-    found = x[np.maximum(rows, 0)]
-    there = jnp.asarray(rows >= 0).reshape(-1, *(1,) * (x.ndim - 1))
-    return jnp.where(there, found, jnp.zeros_like(found))

@@ -251,4 +251,5 @@ def _exponential(config: TurboConfig) -> "SparseExponential | None":
 def _side(side: CacheSide) -> "Side":
     from pallas_kernels.mosaic.hopper.decode import kernel
 
-    return kernel.Side(*(getattr(side, name) for name in kernel.Side._fields))
+    fields = {name: getattr(side, name) for name in kernel.Side._fields}
+    return kernel.Side(**{**fields, "head_slots": side.places})

@@ -325,4 +325,5 @@ def _exact_exponential(
 
 
 def _side(make, side: CacheSide):  # type: ignore[no-untyped-def]
-    return make(*(getattr(side, name) for name in make._fields))
+    fields = {name: getattr(side, name) for name in make._fields}
+    return make(**{**fields, "head_slots": side.places})

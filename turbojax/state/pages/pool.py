@@ -242,7 +242,7 @@ def init_paged_cache(
     if formats.is_rotated:
         polar.rotation(head_dim, seed)  # raises unless there is one
     scales = {"key_scale": float(key_scale), "value_scale": float(value_scale)}
-    static = {"kv_dtype": kv_dtype, "dtype": dtype, "seed": int(seed), **scales}
+    static: Any = {"kv_dtype": kv_dtype, "dtype": dtype, "seed": int(seed), **scales}
     if axes is not None:
         sizes = Sizes(num_pages, page_size, num_kv_heads)
         return born(_empty, axes, sizes, head_dim=head_dim, **static)

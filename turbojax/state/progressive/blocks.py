@@ -37,7 +37,7 @@ def read_blocks(
     for codes, bits in zip(side.codes, side.bits, strict=True):
         group = unpack(window(codes), bits, axis=-1)
         groups.append(jnp.swapaxes(group, -1, -2) if side.tokens_last else group)
-    codes = _from_slots(groups, side.head_slots)
+    codes = _from_slots(groups, side.places)
     channels = window(side.channel_scale), window(side.channel_zero)
     return dequantize_channels(codes, *channels), scale
 
@@ -87,8 +87,8 @@ def write_blocks(
     return dataclasses.replace(
         side,
         codes=tuple(stored),
-        channel_scale=put(side.channel_scale, _from_slots(scales, side.head_slots)),
-        channel_zero=put(side.channel_zero, _from_slots(zeros, side.head_slots)),
+        channel_scale=put(side.channel_scale, _from_slots(scales, side.places)),
+        channel_zero=put(side.channel_zero, _from_slots(zeros, side.places)),
         block_scale=put(side.block_scale, scale),
     )
 
@@ -112,7 +112,7 @@ def _to_slots(x: jax.Array, side: CacheSide) -> list[jax.Array]:
     """Splits heads (axis 1) into the groups that share a width, in slot order."""
     if len(side.codes) == 1:
         return [x]
-    order = jnp.argsort(side.head_slots, axis=-1)
+    order = jnp.argsort(side.places, axis=-1)
     slotted = jnp.take_along_axis(x, _expand(order, x.ndim), axis=1)
     first = side.codes[0].shape[1]
     return [slotted[:, :first], slotted[:, first:]]

@@ -7,6 +7,7 @@ is full and becomes a block.
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import jax
@@ -19,6 +20,7 @@ from turbojax.quantizers import INT8_RANGE, packed_size, round_scale
 from turbojax.sharding.axes import Axes
 from turbojax.sharding.birth import Sizes, born
 from turbojax.sharding.specs import Split, spec_of
+from turbojax.sharding.varying import varying_like
 from turbojax.state import ring
 
 
@@ -37,12 +39,14 @@ class CacheSide(Split):
       channel_scale: int8 ``[B, K, n, H]``, stage-2 scales, at least 1 in a used block.
       channel_zero: int8 ``[B, K, n, H]``, stage-2 zeros.
       block_scale: float32 ``[B, K, n]``, stage-1 scales; NaN where a token was not finite.
-      head_slots: int32 ``[B, K]``, the slot of each head: a permutation of ``0..K-1``.
+      head_slots: int32 ``[B, K]``, the slot of each head in its group: within each group a
+        permutation of ``0..n-1``, of `n` heads. `places` counts them among all heads.
       buffer: int8 ``[B, K, buffer_size, H]``, stage-1 codes, 0 past the buffer's length.
       buffer_scale: float32 ``[B, K]``, the universal scales; 0 as long as all tokens of the head
         are zero, NaN once a token was not finite.
       bits: the widths of `codes`.
       tokens_last: whether codes are packed along tokens (values) or channels (keys).
+      heads_per_group: see `TurboConfig`; None for all heads in one group.
     """
 
     codes: tuple[jax.Array, ...]
@@ -54,6 +58,23 @@ class CacheSide(Split):
     buffer_scale: jax.Array
     bits: tuple[int, ...] = dataclasses.field(metadata={"static": True})
     tokens_last: bool = dataclasses.field(metadata={"static": True})
+    heads_per_group: int | None = dataclasses.field(default=None, metadata={"static": True})
+
+    @property
+    def places(self) -> jax.Array:
+        """int32 ``[B, K]``: of each head the place in `codes`, counted through all its arrays."""
+        heads, first = self.buffer.shape[-3], self.codes[0].shape[-4]
+        size = self.heads_per_group or heads
+        if len(self.codes) == 1:
+            # Of one width heads are where they are, and a device's slots may count all devices'.
+            slots = jnp.broadcast_to(jnp.arange(heads, dtype=jnp.int32), self.head_slots.shape)
+            return varying_like(slots, self.head_slots)
+        if size == heads:
+            return self.head_slots
+        wide = first * size // heads  # of a group, those in the first array
+        group = jnp.arange(heads, dtype=jnp.int32)[None] // size
+        low = first - wide + group * (size - wide)
+        return self.head_slots + jnp.where(self.head_slots < wide, group * wide, low)
 
     AXES: ClassVar[dict[str, str]] = {
         "codes": "BKLRC",
@@ -122,6 +143,37 @@ class ProgressiveCache(Split):
     """The letter of every axis of every array, see `turbojax.sharding.axes`. Sides
     have their own.
     """
+
+    def check_split(self, axes: Axes) -> None:
+        """Raises ValueError where heads are ranked among those of several devices."""
+        devices, size = axes.size("heads"), self.config.heads_per_group or self.num_kv_heads
+        if len(self.key.codes) == len(self.value.codes) == 1 or devices == 1:
+            return
+        if self.num_kv_heads // devices % size:
+            raise ValueError(
+                f"heads_per_group={self.config.heads_per_group} must divide the "
+                f"{self.num_kv_heads // devices} KV heads of each of {devices} devices: heads of "
+                "fewer bits are ranked within groups, and a device has whole ones"
+            )
+
+    def local(self, parts: Callable[[str], int]) -> "ProgressiveCache":
+        """The cache of one device, which has its part of the arrays.
+
+        Args:
+          parts: into how many parts heads, ``"K"``, are split.
+
+        Raises:
+          ValueError: if heads are ranked among those of several devices.
+        """
+        is_mixed = len(self.key.codes) + len(self.value.codes) > 2
+        size = self.config.heads_per_group
+        if is_mixed and parts("K") > 1 and self.num_kv_heads % (size or self.num_kv_heads + 1):
+            raise ValueError(
+                f"heads_per_group={size} must divide the {self.num_kv_heads} KV heads of each of "
+                f"{parts('K')} devices: heads of fewer bits are ranked within groups, and a device "
+                "has whole ones"
+            )
+        return self
 
     @property
     def batch_size(self) -> int:
@@ -261,26 +313,26 @@ def init_cache(
         raise TypeError(f"config={config!r} must be a TurboConfig")
     if head_dim % 8:
         raise ValueError(f"{head_dim=} must be a multiple of 8")
+    groups = config.groups_of(num_kv_heads)
     for name in ("num_low_bit_key_heads", "num_low_bit_value_heads"):
-        if getattr(config, name) > num_kv_heads:
+        if groups * getattr(config, name) > num_kv_heads:
             raise ValueError(f"{name}={getattr(config, name)} must be at most {num_kv_heads=}")
     dtype = jnp.dtype(dtype)
     if dtype not in _checks.FLOAT_DTYPES:
         raise TypeError(f"{dtype=!s} must be bfloat16, float16 or float32")
     window = ring.window_of(local_window_size)
-    static = {"head_dim": head_dim, "config": config, "dtype": dtype, "window": window}
+    static: dict[str, Any] = {"config": config, "dtype": dtype, "window": window}
     if axes is None:
-        cache = _empty(batch_size, max_length, num_kv_heads, **static)
+        cache = _empty(batch_size, max_length, num_kv_heads, head_dim, **static)
     else:
         block = config.block_kv
         sizes = Sizes(batch_size, max_length, num_kv_heads, block, max_length // block)
-        cache = born(_empty, axes, sizes, **static)
+        cache = born(_empty, axes, sizes, head_dim=head_dim, **static)
+    given: Any = {"shape": (batch_size, num_kv_heads), "axes": axes}
     return dataclasses.replace(
         cache,
-        key=_with_scale(cache.key, "key_scale", key_scale, (batch_size, num_kv_heads), axes),
-        value=_with_scale(
-            cache.value, "value_scale", value_scale, (batch_size, num_kv_heads), axes
-        ),
+        key=_with_scale(cache.key, "key_scale", key_scale, **given),
+        value=_with_scale(cache.value, "value_scale", value_scale, **given),
     )
 
 
@@ -299,6 +351,7 @@ def _empty(
     blocks = max(1, min(needed, max_length // block))
 
     def side(bits: int, num_low: int, tokens_last: bool) -> CacheSide:
+        num_low *= config.groups_of(num_kv_heads)
         groups = [(num_kv_heads - num_low, bits), (num_low, config.low_bits)]
         groups = [(count, width) for count, width in groups if count]
 
@@ -307,7 +360,8 @@ def _empty(
             shape = (batch_size, count, blocks, rows, packed_size(packed, width))
             return jnp.zeros(shape, jnp.uint8)
 
-        slots = jnp.broadcast_to(jnp.arange(num_kv_heads, dtype=jnp.int32)[None], heads)
+        slots = jnp.arange(num_kv_heads, dtype=jnp.int32)[None]
+        slots = jnp.broadcast_to(slots % (config.heads_per_group or num_kv_heads), heads)
         return CacheSide(
             codes=tuple(codes(count, width) for count, width in groups),
             channel_scale=jnp.zeros((*heads, blocks, head_dim), jnp.int8),
@@ -318,6 +372,7 @@ def _empty(
             buffer_scale=jnp.zeros(heads, jnp.float32),
             bits=tuple(width for _, width in groups),
             tokens_last=tokens_last,
+            heads_per_group=config.heads_per_group,
         )
 
     return ProgressiveCache(
@@ -393,7 +448,8 @@ def _validate_side(name: str, side: CacheSide, lengths: np.ndarray, blocks: np.n
     if np.any(np.abs(np.asarray(side.buffer, np.int32)) > INT8_RANGE):
         raise ValueError(f"{name}.buffer must be within +-{INT8_RANGE}")
     slots = np.asarray(side.head_slots)
-    if np.any(np.sort(slots, axis=-1) != np.arange(slots.shape[-1])):
+    groups = slots.reshape(len(slots), -1, side.heads_per_group or slots.shape[-1])
+    if np.any(np.sort(groups, axis=-1) != np.arange(groups.shape[-1])):
         raise ValueError(f"{name}.head_slots={slots.tolist()} must be permutations")
     scale = np.asarray(side.buffer_scale)
     holds = np.any(np.asarray(side.buffer) != 0, axis=(-1, -2))

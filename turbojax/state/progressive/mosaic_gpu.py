@@ -79,7 +79,7 @@ def _compress(
     from pallas_kernels.mosaic.hopper.compress import Prompt, compress
 
     given = [
-        Prompt(x, s.head_slots, s.codes, s.channel_scale, s.channel_zero, s.block_scale)
+        Prompt(x, s.places, s.codes, s.channel_scale, s.channel_zero, s.block_scale)
         for s, x, *_ in prompts
     ]
     return compress(
@@ -129,11 +129,14 @@ def _append_sides(
     from pallas_kernels.layouts import Side
     from pallas_kernels.mosaic.hopper.append import append
 
-    given = [Side(*(getattr(s, name) for name in Side._fields)) for s in sides]
+    given = [
+        Side(**{**{x: getattr(s, x) for x in Side._fields}, "head_slots": s.places}) for s in sides
+    ]
     layouts = [_layout(s, config) for s in sides]
     written = append(tokens, accepted, row, start, given, layouts=layouts)
     return [
-        dataclasses.replace(side, **new._asdict()) for side, new in zip(sides, written, strict=True)
+        dataclasses.replace(side, **{**new._asdict(), "head_slots": side.head_slots})
+        for side, new in zip(sides, written, strict=True)
     ]
 
 

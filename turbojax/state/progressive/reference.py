@@ -186,7 +186,8 @@ def rank_first_buffer(
     """
     codes = stream[:, :, : cache.config.buffer_size].astype(jnp.float32)
     tokens = jnp.swapaxes(codes * run_scale[..., :1, None], 1, 2)
-    slots = rank_heads(head_priority(tokens, cache.config.head_priority))
+    config = cache.config
+    slots = rank_heads(head_priority(tokens, config.head_priority), config.heads_per_group)
     return jnp.where(is_first_flush(cache, flushed)[:, None], slots, side.head_slots)
 
 
@@ -259,7 +260,8 @@ def rank_prompt(side: CacheSide, x: jax.Array, kept: jax.Array, config: TurboCon
     if len(side.codes) == 1:
         return side
     valid = jnp.arange(x.shape[1])[None] < kept[:, None]
-    slots = rank_heads(head_priority(_without_padding(x, kept), config.head_priority, valid))
+    priority = head_priority(_without_padding(x, kept), config.head_priority, valid)
+    slots = rank_heads(priority, config.heads_per_group)
     ranked = (kept >= config.block_kv)[:, None]
     return dataclasses.replace(side, head_slots=jnp.where(ranked, slots, side.head_slots))
 

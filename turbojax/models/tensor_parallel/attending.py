@@ -1,0 +1,94 @@
+"""How the layers of a split decoder attend: each device with its own heads and slots.
+
+Where there are more devices than KV heads, those that share one split its query heads and the slots
+of its cache (`layout.axes_of_model`). Prompts attend with each device's own query heads to whole
+keys and values. For new tokens queries are gathered, every device attends with all query heads of
+its KV head to its own slots, and the parts are merged (`turbojax.parallel.attend_new_tokens`), of
+which it keeps those of its own heads. That is two small collectives for each layer more.
+"""
+
+from typing import Any
+
+import jax
+
+from turbojax import parallel
+from turbojax.kv import attend_new_tokens, attend_prompt
+from turbojax.kv.base import Attend
+from turbojax.kv.kinds import kind_of
+from turbojax.kv.whole import WholeAttention
+from turbojax.ops.options import PLAIN
+from turbojax.sharding import Axes
+
+
+def new_tokens_of(axes: Axes | None, implementation: str | None) -> Attend:
+    """`attend_new_tokens` on a device of a mesh.
+
+    Args:
+      axes: over which the decoder is split, or None.
+      implementation: see `attend_new_tokens`.
+    """
+    over = _sequence(axes)
+    if not over:
+        return attend_new_tokens(implementation)
+    own = parallel.attend_new_tokens(over, implementation)
+
+    def attend(query, key, value, cache, options=PLAIN, sinks=None):  # type: ignore[no-untyped-def]
+        heads = query.shape[2]
+        queries = jax.lax.all_gather(query, over, axis=2, tiled=True)
+        if sinks is not None:
+            sinks = jax.lax.all_gather(sinks, over, tiled=True)
+        out, cache = own(queries, key, value, cache, options, sinks)
+        first = jax.lax.axis_index(over) * heads
+        return jax.lax.dynamic_slice_in_dim(out, first, heads, axis=2), cache
+
+    return attend
+
+
+def prompts_of(
+    axes: Axes | None,
+    lengths: jax.Array,
+    first: jax.Array | int,
+    implementation: str | None,
+    attention: WholeAttention | None,
+) -> Attend:
+    """`attend_prompt` on a device of a mesh.
+
+    With slots split over devices, prompts attend as they do on one device, by way of a cache of
+    their own that is dropped, and every device stores what belongs to its slots.
+
+    Args:
+      axes: over which the decoder is split, or None.
+      lengths: see `attend_prompt`.
+      first: see `attend_prompt`.
+      implementation: see `attend_prompt`.
+      attention: see `attend_prompt`.
+    """
+    over = _sequence(axes)
+    if not over:
+        return attend_prompt(lengths, first, implementation, attention)
+
+    def attend(query, key, value, cache, options=PLAIN, sinks=None):  # type: ignore[no-untyped-def]
+        kind = kind_of(cache)
+        own = _of_prompts(cache, *query.shape[:2])
+        once = attend_prompt(lengths, 0, implementation, attention)
+        out, _ = once(query, key, value, own, options, sinks)
+        part = kind.take(cache, first, query.shape[0])
+        part = parallel.store_prompt(part, key, value, lengths, over)
+        return out, kind.put(cache, part, first)
+
+    return attend
+
+
+def _of_prompts(cache: Any, batch_size: int, tokens: int) -> Any:
+    """An empty cache as a device's part of one, for whole prompts of this size."""
+    kind = kind_of(cache)
+    sizes = {"batch_size": batch_size, "max_length": tokens}
+    description = {**kind.describe(cache), **sizes}
+    return kind.from_rows(kind.make(description), description)
+
+
+def _sequence(axes: Axes | None) -> tuple[str, ...]:
+    """The axes over which slots are split, if there are several devices."""
+    if axes is None or axes.size("sequence") == 1:
+        return ()
+    return axes.of_dimension("sequence")
