@@ -91,7 +91,7 @@ def test_generation_is_greedy(shallow):
 
 def test_a_step_is_given_to_the_device_before_its_token_is_read(shallow, monkeypatch):
     steps, read = [], []
-    step, choose = generation.decode_step, generation._choose
+    step, choose = generation.decode_step, generation.choose
 
     class Chosen:
         """Tokens that tell how many steps were begun when the host asks for them."""
@@ -113,7 +113,7 @@ def test_a_step_is_given_to_the_device_before_its_token_is_read(shallow, monkeyp
 
     expected = models.generate(shallow, _tokens(1, 10), max_new_tokens=3)
     monkeypatch.setattr(generation, "decode_step", counted)
-    monkeypatch.setattr(generation, "_choose", chosen)
+    monkeypatch.setattr(generation, "choose", chosen)
     result = models.generate(shallow, _tokens(1, 10), max_new_tokens=3)
     np.testing.assert_array_equal(result, expected)
     # The first token waits for no step, and the last is fed to nobody.
