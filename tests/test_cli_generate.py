@@ -339,7 +339,7 @@ def test_a_special_token_as_stop_text(chat_model, monkeypatch):
         seen.append(drawn[len(seen)])
         return seen[-1], jnp.asarray(seen[-1])
 
-    monkeypatch.setattr(text.generation, "_choose", choose)
+    monkeypatch.setattr(text.generation, "choose", choose)
     options = ["--model", chat_model, "--max-new-tokens", "4", "--stop", "<|im_end|>"]
     report = _json("abc", *options)
     assert (report["new_tokens"], report["finish_reason"]) == (2, "stop")

@@ -25,6 +25,7 @@ from turbojax.quantizers.int4_parts import (
     take_inputs,
     take_outputs,
 )
+from turbojax.smoothing import Smoothing
 
 pytestmark = pytest.mark.mesh
 
@@ -140,7 +141,7 @@ def test_int4_experts(name):
             models.SHAPES["tiny"], family="gpt_oss", num_layers=1, experts=few, attention_sinks=True
         )
     plain = models.random_decoder(config, dtype="float32")
-    quantized = models.quantize_model(plain, smooth=False)
+    quantized = models.quantize_model(plain, smoothing=Smoothing(False, False, False, False))
     want = run(plain, TOKENS)
     error = relative(run(quantized, TOKENS), want)
     split = models.shard(quantized, axes_of(1, 2))

@@ -73,7 +73,7 @@ class Process:
         return next(iter(parts.values()))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ["phi3", "gpt-oss", "deepseek-v3"])
 def test_a_process_reads_what_its_devices_hold(name, tmp_path, monkeypatch):
     path = hf_helpers.write(name, tmp_path)
     axes = mesh_of("data=2,model=2")

@@ -2,6 +2,8 @@
 
 import dataclasses
 
+import hf_helpers
+import jax
 import jax.numpy as jnp
 import pytest
 from test_mesh_loading import assert_same, stored_bytes
@@ -81,7 +83,7 @@ def test_a_quantized_decoder_is_read_as_it_would_be_split(name, text, folders, m
     [
         ("gptq", "model=2"),
         ("awq", "model=2"),
-        ("compressed", "model=4"),
+        pytest.param("compressed", "model=4", marks=pytest.mark.slow),
         pytest.param("gptq-sym", "model=4", marks=pytest.mark.slow),
         pytest.param("awq-gemv", "model=4", marks=pytest.mark.slow),
         pytest.param("compressed-sym", "model=2", marks=pytest.mark.slow),
@@ -105,3 +107,25 @@ def test_act_order_of_attention_cannot_be_split(tmp_path):
     path, _ = write(tmp_path, "llama", "gptq-act-order", num_hidden_layers=1)
     with pytest.raises(NotImplementedError, match="sorted by group"):
         models.load_decoder(path, mesh=mesh_of("model=2"))
+
+
+@pytest.mark.parametrize("name", ["dense", pytest.param("awq", marks=pytest.mark.slow)])
+def test_adapters_are_split_beside_the_weights(name, folders, tmp_path):
+    path = folders["dense"]
+    if name == "awq":
+        path, _ = write(tmp_path, "llama", name, num_hidden_layers=1)
+    axes = mesh_of("model=2")
+    whole = models.load_decoder(path)
+    adapters = models.init_adapters(whole, targets=("q", "v", "o", "gate", "down"), rank=4)
+    adapters = jax.tree.map(lambda x: x + 0.5, adapters)
+    found = models.load_decoder(path, mesh=axes, adapters=adapters)
+    assert_same(found, shard(models.with_adapters(whole, adapters), axes))
+    with pytest.raises(NotImplementedError, match="cannot be given adapters"):
+        models.with_adapters(shard(whole, axes), adapters)
+
+
+def test_adapters_are_for_quantized_checkpoints(tmp_path):
+    path = hf_helpers.write("qwen2", tmp_path)
+    adapters = models.Adapters(({},) * 3, 1.0)
+    with pytest.raises(ValueError, match="adapters are for models with INT4 weights"):
+        models.load_decoder(path, adapters=adapters)

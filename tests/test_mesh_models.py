@@ -108,11 +108,11 @@ def collectives(jaxpr):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cache", ["kv4", "turbo4"])
-def test_compressed_caches_give_the_same_tokens(cache):
+@pytest.mark.parametrize(("cache", "shape"), [("kv4", (1, 4)), ("paged", (2, 2))])
+def test_other_caches_give_the_same_tokens(cache, shape):
     given = {"max_new_tokens": 4, "lengths": LENGTHS, "cache": cache}
     want = models.generate(decoder(), TOKENS, **given)
-    got = models.generate(models.shard(decoder(), axes_of(2, 2)), TOKENS, **given)
+    got = models.generate(models.shard(decoder(), axes_of(*shape)), TOKENS, **given)
     assert np.array_equal(got, want)
 
 

@@ -90,13 +90,12 @@ def find_text_model(
         loaded = models.load_adapters(adapters, config.num_layers)
         check_adapters(loaded, config)
 
+    options: dict[str, Any] = {"dtype": dtype, "max_length": max_length, "mesh": axes}
+
     def load() -> TextModel:
-        decoder = models.load_decoder(path, dtype=dtype, max_length=max_length, mesh=axes)
-        if loaded is not None and isinstance(decoder, models.QuantizedDecoder):
-            decoder = models.with_adapters(decoder, loaded)
+        decoder = models.load_decoder(path, adapters=loaded, **options)
         return TextModel(decoder, tokenizer)
 
-    options: dict[str, Any] = {"dtype": dtype, "max_length": max_length, "mesh": axes}
     open_it = functools.partial(models.open_decoder, path, **options)
     return FoundModel(config, used, tokenizer, size // parts(axes), load, open_it, axes)
 

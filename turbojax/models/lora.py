@@ -29,6 +29,7 @@ from turbojax.models.tensor_parallel.shares import channels, picked, qkv_outputs
 from turbojax.ops.int4_matmul.reference import activate
 from turbojax.ops.int4_matmul.static import GRADIENTS, Activation, Gradient
 from turbojax.quantizers.int4 import pad_rows
+from turbojax.sharding import Axes
 
 RANK, ALPHA = 8, 16.0
 
@@ -213,27 +214,40 @@ def with_adapters(
     if gradient not in GRADIENTS:
         raise ValueError(f"{gradient=} must be one of {GRADIENTS}")
     check_adapters(adapters, decoder.config)
-    sizes = linear_sizes(decoder.config)
-    layers = []
-    for i, (layer, own) in enumerate(zip(decoder.layers, adapters.layers, strict=True)):
-        _refuse_experts(decoder.config, i, tuple(own))
+    layers = tuple(
+        layer_with_adapters(layer, i, adapters, decoder.config, gradient, decoder.axes)
+        for i, layer in enumerate(decoder.layers)
+    )
+    return dataclasses.replace(decoder, layers=layers)
 
-        def join(linear: Any, *names: str, own: Any = own) -> Any:
-            joined = _join(own, sizes, adapters.scale, gradient, linear, *names)
-            return _split(joined, names, decoder)
 
-        mlp = layer.mlp
-        if isinstance(mlp, QuantizedMlp):
-            gate_up, down = join(mlp.gate_up, "gate", "up"), join(mlp.down, "down")
-            mlp = dataclasses.replace(mlp, gate_up=gate_up, down=down)
-        elif not isinstance(mlp, QuantizedExperts):
-            raise NotImplementedError(
-                f"layers[{i}].mlp is a {type(mlp).__name__}: must be a QuantizedMlp or "
-                "QuantizedExperts"
-            )
-        qkv, o = join(layer.qkv, "q", "k", "v"), join(layer.o, "o")
-        layers.append(dataclasses.replace(layer, qkv=qkv, o=o, mlp=mlp))
-    return dataclasses.replace(decoder, layers=tuple(layers))
+def layer_with_adapters(
+    layer: QuantizedLayer,
+    number: int,
+    adapters: Adapters,
+    config: TransformerConfig,
+    gradient: Gradient = "e4m3",
+    axes: Axes | None = None,
+) -> QuantizedLayer:
+    """One layer with its adapters, see `with_adapters`; `axes` are those it is split over."""
+    own, sizes = adapters.layers[number], linear_sizes(config)
+    _refuse_experts(config, number, tuple(own))
+
+    def join(linear: Any, *names: str) -> Any:
+        joined = _join(own, sizes, adapters.scale, gradient, linear, *names)
+        return _split(joined, names, config, axes)
+
+    mlp = layer.mlp
+    if isinstance(mlp, QuantizedMlp):
+        gate_up, down = join(mlp.gate_up, "gate", "up"), join(mlp.down, "down")
+        mlp = dataclasses.replace(mlp, gate_up=gate_up, down=down)
+    elif not isinstance(mlp, QuantizedExperts):
+        raise NotImplementedError(
+            f"layers[{number}].mlp is a {type(mlp).__name__}: must be a QuantizedMlp or "
+            "QuantizedExperts"
+        )
+    qkv, o = join(layer.qkv, "q", "k", "v"), join(layer.o, "o")
+    return dataclasses.replace(layer, qkv=qkv, o=o, mlp=mlp)
 
 
 def without_adapters(decoder: QuantizedDecoder) -> QuantizedDecoder:
@@ -330,9 +344,10 @@ def _join(
     return LoraLinear(base, a, jnp.concatenate(blocks), gradient)
 
 
-def _split(linear: LoraLinear, names: tuple[str, ...], decoder: QuantizedDecoder) -> LoraLinear:
-    """The layer with the adapters' arrays on the decoder's mesh, as its weights are."""
-    axes, config = decoder.axes, decoder.config
+def _split(
+    linear: LoraLinear, names: tuple[str, ...], config: TransformerConfig, axes: Axes | None
+) -> LoraLinear:
+    """The layer with the adapters' arrays on the mesh, as its weights are."""
     if axes is None or linear.a is None or linear.b is None:
         return linear
     a: jax.Array = linear.a

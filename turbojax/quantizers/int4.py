@@ -12,7 +12,6 @@ reciprocal.
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Sequence
 from typing import ClassVar, Literal
 
@@ -32,6 +31,7 @@ from turbojax.quantizers.int4_layout import (
     round_up,
     scale_rows,
     scale_tiles,
+    size_of_part,
     stored_inputs,
     stored_rows,
 )
@@ -94,35 +94,14 @@ class Int4Weight:
     gated: bool = dataclasses.field(default=False, metadata={"static": True})
     zeros: jax.Array | None = None
 
-    AXES: ClassVar[dict[str, str]] = {
-        "codes": "FIRC",
-        "scales": "FIR",
-        "output_scale": "F",
-        "zeros": "FIR",
-    }
-    """The letter of every axis of every array of one weight, see `turbojax.sharding.letters`."""
+    AXES: ClassVar = {"codes": "FIRC", "scales": "FIR", "output_scale": "F", "zeros": "FIR"}
 
     def local(self, parts: Callable[[str], int]) -> "Int4Weight":
-        """The weight of one device, which has its part of the arrays and this weight's sizes.
-
-        Args:
-          parts: into how many parts outputs, ``"F"``, and inputs, ``"I"``, are split.
-
-        Raises:
-          ValueError: if a part has no whole tiles, or padding.
-        """
-        sizes = {"out_size": (parts("F"), -4, OUT_MULTIPLE), "in_size": (parts("I"), -3, BLOCK)}
-        for name, (count, axis, tile) in sizes.items():
-            size, stored = getattr(self, name), self.codes.shape[axis] * tile
-            if count > 1 and size != stored * count:
-                multiple = tile if axis == -4 else math.lcm(tile, self.group_size)
-                raise ValueError(
-                    f"weight.{name}={size} must be a multiple of {multiple * count} to be split "
-                    f"over {count} devices"
-                )
-        return dataclasses.replace(
-            self, out_size=self.out_size // parts("F"), in_size=self.in_size // parts("I")
-        )
+        """The weight of one device, which has its part of the arrays, see `size_of_part`."""
+        tiles, blocks = self.codes.shape[-4:-2]
+        out_size = size_of_part("out_size", self.out_size, parts("F"), tiles * OUT_MULTIPLE)
+        in_size = size_of_part("in_size", self.in_size, parts("I"), blocks * BLOCK)
+        return dataclasses.replace(self, out_size=out_size, in_size=in_size)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -393,10 +372,7 @@ def unpad_rows(x: jax.Array, weight: Int4Weight) -> jax.Array:
 
 
 def pad_rows(x: jax.Array, weight: Int4Weight) -> jax.Array:
-    """Outputs ``[out_size, ...]``, those of a gate first, to stored rows ``[N, ...]``, padded by 0.
-
-    The inverse of `unpad_rows`; it brings a bias into the order of the weight's rows.
-    """
+    """The inverse of `unpad_rows`, padded by 0: a bias in the order of the weight's rows."""
     rows = stored_rows(weight.out_size, weight.gated)
     if weight.gated:
         half = weight.result_size

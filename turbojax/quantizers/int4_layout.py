@@ -38,6 +38,26 @@ def stored_inputs(in_size: int, group_size: int = BLOCK) -> int:
     return round_up(in_size, math.lcm(BLOCK, group_size))
 
 
+def size_of_part(name: str, size: int, count: int, stored: int) -> int:
+    """Outputs, or inputs, that each of several devices has of a weight.
+
+    Args:
+      name: which of the two, for messages.
+      size: of all devices together.
+      count: devices.
+      stored: what one device stores of them.
+
+    Raises:
+      ValueError: if a device would not have as many as it stores: whole tiles without padding.
+    """
+    if count > 1 and size != stored * count:
+        raise ValueError(
+            f"weight.{name}={size} must be {stored * count} to be split over {count} devices: "
+            "whole tiles on each, without padding"
+        )
+    return size // count
+
+
 def round_up(size: int, multiple: int) -> int:
     """The next multiple."""
     return -(-size // multiple) * multiple

@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -423,17 +423,10 @@ APPEND = Registry(
 )
 
 
-def _append_here(
-    cache: CacheT,
-    key: jax.Array,
-    value: jax.Array,
-    lengths: jax.Array,
-    *,
-    implementation: ImplementationName | None,
-) -> CacheT:
+def _append_here(cache: CacheT, key: jax.Array, *rest: jax.Array, implementation: Any) -> CacheT:
     """`append` by what takes these arrays."""
     chosen = APPEND.select(implementation, cache=cache, key=key)
-    extended: CacheT = chosen.run(cache, key, value, lengths)
+    extended: CacheT = chosen.run(cache, key, *rest)
     return extended
 
 

@@ -30,6 +30,7 @@ from turbojax.models.checkpoint.stored import StoredDecoder
 from turbojax.models.config import TransformerConfig, config_json, model_config
 from turbojax.models.decoder import Decoder
 from turbojax.models.families.tensors import TensorSpec, checkpoint_tensors
+from turbojax.models.lora import Adapters, check_adapters
 from turbojax.models.quantized import QuantizedDecoder
 from turbojax.models.text.tokenizer import BEGINNING_OF_FILE as BEGINNING_OF_FILE
 from turbojax.models.transformer import Transformer
@@ -180,6 +181,7 @@ def load_decoder(
     max_length: int | None = None,
     progress: loading.Progress | None = None,
     mesh: Mesh | Axes | None = None,
+    adapters: Adapters | None = None,
 ) -> Decoder | QuantizedDecoder:
     """Loads what generation runs: the weights layer by layer, without stacking them first.
 
@@ -188,11 +190,21 @@ def load_decoder(
     sequences will be over ``"data"``; with more devices than KV heads, some share the tokens of a
     sequence, see `axes_of_model`. The decoder runs like any other.
 
+    Args:
+      path_or_name: see `load`.
+      dtype: see `load`.
+      max_length: see `load`.
+      progress: see `load`.
+      mesh: see `load`.
+      adapters: of a quantized checkpoint, to be put beside its weights as `with_adapters` does; on
+        a mesh each device has its part of them.
+
     Raises:
-      OSError, NotImplementedError, TypeError, ValueError: as `load`; also if the model's heads
-        cannot be split over so many devices.
+      OSError, NotImplementedError, TypeError, ValueError: as `load` and `with_adapters`; also if
+        the model's heads cannot be split over so many devices, or adapters are for a checkpoint
+        whose weights are floating point.
     """
-    return _load(path_or_name, loading.read_decoder, dtype, max_length, progress, mesh)
+    return _load(path_or_name, loading.read_decoder, dtype, max_length, progress, mesh, adapters)
 
 
 def _load(
@@ -202,19 +214,25 @@ def _load(
     max_length: int | None,
     progress: loading.Progress | None,
     mesh: Mesh | Axes | None,
+    adapters: Adapters | None = None,
 ) -> _Floats | QuantizedDecoder:
     """A checkpoint, quantized or not; `read_floats` is for those that are not."""
 
     def read(folder: Path) -> _Floats | QuantizedDecoder:
         hf = _folder.read_config(folder)
+        options: dict[str, Any] = {"dtype": dtype, "progress": progress, "mesh": mesh}
         if quantized_checkpoint.is_quantized(hf):
+            if adapters is not None:
+                check_adapters(adapters, model_config(folder, hf, max_length))
             method = hf["quantization_config"]["quant_method"]
             read_quantized = packed.read if method in packed.METHODS else quantized_checkpoint.read
-            return read_quantized(
-                folder, hf, dtype=dtype, max_length=max_length, progress=progress, mesh=mesh
+            return read_quantized(folder, hf, max_length=max_length, adapters=adapters, **options)
+        if adapters is not None:
+            raise ValueError(
+                f"adapters are for models with INT4 weights, {str(path_or_name)!r} has none"
             )
         config = model_config(folder, hf, max_length)
-        return read_floats(folder, hf, config, dtype=dtype, progress=progress, mesh=mesh)
+        return read_floats(folder, hf, config, **options)
 
     return _folder.steady(checkpoint_folder(path_or_name), read)
 

@@ -17,6 +17,7 @@ from turbojax.models.checkpoint.folder import Stored
 from turbojax.models.checkpoint.placing import Progress
 from turbojax.models.checkpoint.sparse import Sparse, on_host, own_numbers, wanted_bytes
 from turbojax.models.config import TransformerConfig
+from turbojax.models.lora import Adapters, layer_with_adapters
 from turbojax.models.quantized import QuantizedDecoder
 from turbojax.models.quantized_layer import QuantizedLayer, QuantizedMlp
 from turbojax.models.tensor_parallel import placing
@@ -43,6 +44,7 @@ def read(
     progress: Progress | None,
     *,
     whole: bool = False,
+    adapters: Adapters | None = None,
 ) -> QuantizedDecoder:
     """Reads a decoder, split as `partition_specs` says.
 
@@ -54,6 +56,7 @@ def read(
       axes: over which it is split, see `axes_of_model`.
       progress: called after each tensor; of bytes that this process reads.
       whole: whether tensors lie otherwise in the file than in memory, so that all is read.
+      adapters: to be put beside the weights, or None.
 
     Raises:
       ValueError, NotImplementedError: see `local_layer`; or if a file has changed.
@@ -80,9 +83,16 @@ def read(
                 progress(done, total)
         return jax.tree.unflatten(jax.tree.structure(piece), leaves)
 
-    def placed(piece: Any, names: Sequence[str], local: Callable[[Any, int], Any]) -> Any:
+    def placed(
+        piece: Any,
+        names: Sequence[str],
+        local: Callable[[Any, int], Any],
+        number: int | None = None,
+    ) -> Any:
         with on_host():
             held = load(piece, names)
+            if number is not None and adapters is not None:
+                held = layer_with_adapters(held, number, adapters, config)
             found = placing.assemble(
                 functools.partial(local, held),
                 lambda tree: specs_of_part(tree, config, axes),
@@ -99,7 +109,7 @@ def read(
     embedding, *layers, norm, head = pieces
     return QuantizedDecoder(
         embedding=placed(*embedding, table("embedding"))["embedding"],
-        layers=tuple(placed(*x, layer) for x in layers),
+        layers=tuple(placed(*x, layer, i) for i, x in enumerate(layers)),
         norm=placed(*norm, lambda held, number: {"norm": held})["norm"],
         lm_head=placed(*head, table("lm_head"))["lm_head"],
         config=config,

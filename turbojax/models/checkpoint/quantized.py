@@ -25,7 +25,7 @@ from turbojax.models.checkpoint import int4_on_mesh, mxfp4, on_mesh
 from turbojax.models.checkpoint.packed.formats import METHODS
 from turbojax.models.checkpoint.weights import Progress, check_dtype, check_rotation
 from turbojax.models.config import TransformerConfig, config_json, model_config, stored_dtype
-from turbojax.models.lora import LoraLinear
+from turbojax.models.lora import Adapters, LoraLinear, with_adapters
 from turbojax.models.quantized import QuantizedDecoder
 from turbojax.models.quantized_layer import QuantizedLayer, QuantizedLinear
 from turbojax.models.random_weights import random_quantized_decoder, random_weight
@@ -136,6 +136,7 @@ def read(
     max_length: int | None = None,
     progress: Progress | None = None,
     mesh: Mesh | Axes | None = None,
+    adapters: Adapters | None = None,
 ) -> QuantizedDecoder:
     """Reads the checkpoint of a folder.
 
@@ -147,6 +148,7 @@ def read(
       progress: called after each tensor with the bytes read and the bytes there are.
       mesh: that weights are split over, see `turbojax.models.load`. Of a file of version 1 every
         process reads all.
+      adapters: to be put beside the weights, or None.
 
     Raises:
       FileNotFoundError: if there are no weights.
@@ -185,7 +187,7 @@ def read(
 
     if axes is not None:
         return int4_on_mesh.read(
-            template, named, tensors, restore, axes, progress, whole=version == 1
+            template, named, tensors, restore, axes, progress, whole=version == 1, adapters=adapters
         )
     total, done, leaves = sum(stored.nbytes for stored in tensors.values()), 0, []
     for name, _ in named:
@@ -194,7 +196,8 @@ def read(
         done += tensors[name].nbytes
         if progress is not None:
             progress(done, total)
-    return jax.tree.unflatten(jax.tree.structure(template), leaves)
+    decoder: QuantizedDecoder = jax.tree.unflatten(jax.tree.structure(template), leaves)
+    return decoder if adapters is None else with_adapters(decoder, adapters)
 
 
 def _stored_shape(name: str, shape: tuple[int, ...], version: int) -> tuple[int, ...]:

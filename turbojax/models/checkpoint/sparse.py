@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import jax
 import numpy as np
@@ -74,13 +75,13 @@ def own_numbers(axes: Axes) -> list[int]:
     names = list(mesh.axis_names)
     over = [names.index(name) for name in hidden_axes(axes)]
     shape = [mesh.devices.shape[axis] for axis in over]
-    return sorted(
-        {
-            int(np.ravel_multi_index([place[axis] for axis in over], shape)) if over else 0
-            for place in np.ndindex(*mesh.devices.shape)
-            if mesh.devices[place].process_index == jax.process_index()
-        }
-    )
+    found = set()
+    for place in np.ndindex(*mesh.devices.shape):
+        device: Any = mesh.devices[place]
+        if device.process_index == jax.process_index():
+            index = [place[axis] for axis in over]
+            found.add(int(np.ravel_multi_index(index, shape)) if over else 0)
+    return sorted(found)
 
 
 @contextlib.contextmanager

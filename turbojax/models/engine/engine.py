@@ -60,7 +60,9 @@ class Engine:
     closing what `stream` gave, by Ctrl-C there: what was not handed out comes with the next call.
 
     It runs on the device that holds the model's weights, where these were put on one
-    (`jax.device_put`, `replicate`), and otherwise on jax's default device.
+    (`jax.device_put`, `replicate`), and otherwise on jax's default device. A model that is split
+    over a mesh (`load_decoder` with one, `shard`) runs on all of its devices: each has the pages of
+    its KV heads, and a step is one program, see `docs/parallel.md`.
 
     An engine is for one thread at a time. A call while another thread is inside one, or in `run`,
     raises RuntimeError and changes nothing.

@@ -123,7 +123,8 @@ def place_of(decoder: Decoder | QuantizedDecoder) -> Place:
                 f"there are {axes.size('batch')}: replicate gives the model of each, for Replicas"
             )
         return NamedSharding(axes.require_mesh(), PartitionSpec())
-    found = {d for x in jax.tree.leaves(decoder) if x.committed for d in x.devices()}
+    arrays = [x for x in jax.tree.leaves(decoder) if isinstance(x, jax.Array)]
+    found = {device for x in arrays if x.committed for device in x.devices()}
     if len(found) > 1:
         named = ", ".join(sorted(map(str, found)))
         raise ValueError(f"the model's weights are on {named}, must be on one device")

@@ -41,6 +41,7 @@ from turbojax.models.families.tensors import (
     is_ignored,
     text_tensors,
 )
+from turbojax.models.lora import Adapters, layer_with_adapters
 from turbojax.models.quantized import QuantizedDecoder, check_quantizable, norm_shapes
 from turbojax.models.quantized_layer import QuantizedLayer, QuantizedLinear, join_layer
 from turbojax.models.tensor_parallel import placing
@@ -60,6 +61,7 @@ def read(
     max_length: int | None = None,
     progress: Progress | None = None,
     mesh: Mesh | Axes | None = None,
+    adapters: Adapters | None = None,
 ) -> QuantizedDecoder:
     """Reads a folder whose linear layers are packed in one of the formats.
 
@@ -70,6 +72,7 @@ def read(
       max_length: of the model, by default what the checkpoint says.
       progress: called after each tensor with the bytes read and the bytes there are.
       mesh: that weights are split over, see `turbojax.models.load`.
+      adapters: to be put beside the weights, or None.
 
     Raises:
       FileNotFoundError: if there are no weights.
@@ -108,6 +111,8 @@ def read(
 
     def layer(number: int) -> QuantizedLayer:
         found = layers.read(number)
+        if adapters is not None:
+            found = layer_with_adapters(found, number, adapters, config)
         return found if axes is None else _local_layer(found, config, axes)
 
     layers = _Layers(config, packing, tensors, take)
