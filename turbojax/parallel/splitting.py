@@ -10,8 +10,16 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from turbojax import fireq, paged
-from turbojax.ops import exact_attention, latent_attention, pooled_attention
+from turbojax import paged
+from turbojax.ops import (
+    exact_attention,
+    fp8_tokens,
+    grouped_matmul,
+    int4_matmul,
+    kv4_attention,
+    latent_attention,
+    pooled_attention,
+)
 from turbojax.ops import turbo_attention as turbo
 from turbojax.parallel.appending import append, append_to_pages
 from turbojax.parallel.context import ring_attention, ring_pooled_attention
@@ -20,7 +28,7 @@ from turbojax.sharding.axes import DIMENSIONS, Axes
 from turbojax.sharding.letters import OWN, Entry, leaves_of, meaning
 from turbojax.sharding.specs import Split, partition_specs
 from turbojax.sharding.spread import localized
-from turbojax.state import exact
+from turbojax.state import exact, kv4
 from turbojax.state.latent import cache as latents
 from turbojax.state.latent import pages as latent_pages
 from turbojax.state.progressive import update
@@ -93,9 +101,9 @@ _OPS: Mapping[Callable[..., Any], _Split] = {
     turbo.prefill: _Split((_PART, OWN)),
     turbo.decode: _Split(_NEWEST_PART, _NEWEST, decode),
     update.append: _Split(OWN, _NEW, append),
-    fireq.prefill: _Split((_PART, OWN)),
-    fireq.decode: _Split(_NEWEST_PART, _NEWEST, decode),
-    fireq.append: _Split(OWN, _NEW, append),
+    kv4_attention.prefill: _Split((_PART, OWN)),
+    kv4_attention.decode: _Split(_NEWEST_PART, _NEWEST, decode),
+    kv4.append: _Split(OWN, _NEW, append),
     exact_attention.decode: _Split(_NEWEST_PART, _NEWEST, decode),
     exact.append: _Split(OWN, _NEW, append),
     paged.paged_attention: _Split(_NEWEST_PART, _NEWEST, paged_attention),
@@ -104,11 +112,11 @@ _OPS: Mapping[Callable[..., Any], _Split] = {
     latent_attention.paged_latent_attention: _Split(_LATENT_PART, _NEWEST),
     latents.append_latents: _Split(OWN, _NEW),
     latent_pages.append_latents: _Split(OWN, _NEW),
-    fireq.matmul: _Split("...F", _PRODUCT),
+    int4_matmul.matmul: _Split("...F", _PRODUCT),
     # The first axis of both arrays.
-    fireq.quantize_activation: _Split("B", {"x": "...I"}),
-    fireq.rms_norm_quantize: _Split("B", {"x": "...I", "scale": "I"}),
-    fireq.grouped_matmul: _Split(
+    fp8_tokens.quantize_activation: _Split("B", {"x": "...I"}),
+    fp8_tokens.rms_norm_quantize: _Split("B", {"x": "...I", "scale": "I"}),
+    grouped_matmul.grouped_matmul: _Split(
         "MF", {"x": "MI", "weight": "E" + OWN, "bias": "EF", "group_sizes": "E"}
     ),
 }
