@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from turbojax import paged
 from turbojax.ops import (
     exact_attention,
     fp8_tokens,
@@ -20,6 +19,7 @@ from turbojax.ops import (
     latent_attention,
     pooled_attention,
 )
+from turbojax.ops import paged_attention as paged
 from turbojax.ops import turbo_attention as turbo
 from turbojax.parallel.appending import append, append_to_pages
 from turbojax.parallel.context import ring_attention, ring_pooled_attention
@@ -31,6 +31,7 @@ from turbojax.sharding.spread import localized
 from turbojax.state import exact, kv4
 from turbojax.state.latent import cache as latents
 from turbojax.state.latent import pages as latent_pages
+from turbojax.state.pages import pool
 from turbojax.state.progressive import update
 
 _ARRAYS: Mapping[str, Entry] = {
@@ -107,7 +108,7 @@ _OPS: Mapping[Callable[..., Any], _Split] = {
     exact_attention.decode: _Split(_NEWEST_PART, _NEWEST, decode),
     exact.append: _Split(OWN, _NEW, append),
     paged.paged_attention: _Split(_NEWEST_PART, _NEWEST, paged_attention),
-    paged.append: _Split(OWN, _NEW, append_to_pages),
+    pool.append: _Split(OWN, _NEW, append_to_pages),
     latent_attention.latent_attention: _Split(_LATENT_PART, _NEWEST),
     latent_attention.paged_latent_attention: _Split(_LATENT_PART, _NEWEST),
     latents.append_latents: _Split(OWN, _NEW),
