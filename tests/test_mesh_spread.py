@@ -151,6 +151,29 @@ def test_split_wraps_public_ops(name):
             np.testing.assert_allclose(x, y, rtol=0, atol=2e-6)
 
 
+def test_split_gives_each_device_the_bias_of_its_gates():
+    """In a gated weight's bias the gates come first, on every device its own."""
+    axes = Axes(heads="model", mesh=mesh_of(1, 2, AUTO))
+    parts = [jax.random.normal(jax.random.key(i), (2, 128, 128)) for i in range(2)]
+    gate, up = (fireq.quantize_experts(part) for part in parts)
+    experts = jax.vmap(fireq.gate_and_up)(gate, up)
+    x, biases = jnp.ones((3, 128)), jax.random.normal(jax.random.key(2), (2, 256))
+
+    def grouped(op):
+        return lambda x, w, b: op(x, w, jnp.array([1, 2]), bias=b, activation="swiglu")
+
+    def one(op):
+        return lambda x, w, b: op(x, w, bias=b, activation="swiglu")
+
+    first = jax.tree.map(lambda a: a[0], (experts, biases))
+    for op, call, given in (
+        (fireq.matmul, one, (x, *first)),
+        (fireq.grouped_matmul, grouped, (x, experts, biases)),
+    ):
+        found = jax.jit(call(tj.parallel.split(op, axes)))(*given)
+        np.testing.assert_array_equal(found, jax.jit(call(op))(*given))
+
+
 def test_split_refuses_by_name():
     mesh = mesh_of(2, 4, AUTO)
     with pytest.raises(ValueError, match="must be one of"):
