@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
-from spread_helpers import AUTO, BATCH, BOTH, EXPLICIT, calls, mesh_of, piece, split, within
+from spread_helpers import AUTO, BATCH, BOTH, EXPLICIT, HEADS, calls, mesh_of, piece, split, within
 
 import turbojax as tj
 from turbojax import fireq
@@ -103,6 +103,20 @@ def test_what_cannot_be_split_raises_by_name(kind):
 
 def test_explicit_axes_must_agree():
     assert "does not agree" in refused(EXPLICIT, [("data",), ("model",), ("model",)])
+
+
+@pytest.mark.parametrize("axes", [BATCH, HEADS])
+def test_automatic_axes_beside_explicit_ones_split_nothing(axes):
+    """Where only some axes of a mesh are explicit, nothing is gathered over the others."""
+    call, devices = calls()["decode"], mesh_of(2, 4, AUTO).devices
+    mesh = jax.sharding.Mesh(devices, ("data", "model"), axis_types=(EXPLICIT, AUTO))
+    with jax.set_mesh(mesh):
+        program = jax.jit(call.run).lower(*split(call, mesh, axes))
+        if axes is HEADS:
+            with pytest.raises(RuntimeError, match="not be split over automatic axes"):
+                program.compile()
+        else:
+            assert not re.findall(COLLECTIVES, program.compile().as_text())
 
 
 def test_a_mapped_axis_may_be_split_too():
