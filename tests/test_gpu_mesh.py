@@ -152,4 +152,5 @@ def test_a_split_model_says_what_a_whole_one_does(cache):
             session = session.step(np.full(2, token))
             logits.append(session.logits)
         found.append(np.stack([np.asarray(x) for x in logits]))
-    assert off(found[1], found[0]) < (1e-4 if cache == "exact" else 0.03)
+    # Products of float32 are TF32's on a GPU, with 10 bits.
+    assert off(found[1], found[0]) < (2**-10 if cache == "exact" else 0.03)

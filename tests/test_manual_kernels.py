@@ -18,21 +18,21 @@ from turbojax.sharding import as_carried, together, varying_like
 NAMES = [name for name, case in CASES.items() if case.needs is None]
 
 
-def lower(call, arguments):
+def lower(call, arguments, axis="data"):
     """Lowers a call on each of eight GPUs, with arrays that differ from GPU to GPU."""
 
     def body(*local):
-        out = call(*(jax.lax.pcast(x, "data", to="varying") for x in local))
-        assert all(axes_of(x) == {"data"} for x in jax.tree.leaves(out))
+        out = call(*(jax.lax.pcast(x, axis, to="varying") for x in local))
+        assert all(axes_of(x) == {axis} for x in jax.tree.leaves(out))
         return jax.tree.map(lambda x: x[None], out)
 
     kinds = {"axis_types": (AxisType.Auto,), "abstract_device": gpu_type()}
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arguments)
     with (
         mock.patch.object(_device, "gpu_compute_capability", return_value=9.0),
-        jax.sharding.use_abstract_mesh(AbstractMesh((8,), ("data",), **kinds)),
+        jax.sharding.use_abstract_mesh(AbstractMesh((8,), (axis,), **kinds)),
     ):
-        split = jax.jit(jax.shard_map(body, in_specs=P(), out_specs=P("data")))
+        split = jax.jit(jax.shard_map(body, in_specs=P(), out_specs=P(axis)))
         return split.trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
 
 
@@ -43,6 +43,24 @@ def test_lowers(name):
     assert "mosaic_gpu" in text or "triton" in text
     assert "all_gather" not in text
     assert "all_reduce" not in text
+
+
+@pytest.mark.quick(2)
+@pytest.mark.parametrize(
+    ("name", "axis"),
+    [
+        ("paged, prompt, turbo4, parts, Hopper", "sequence"),
+        ("experts, Hopper", "program"),
+        ("cache, decode, Hopper", "pair"),
+        ("paged, turbo4, Hopper", "tile"),
+    ],
+)
+def test_axes_of_a_mesh_may_be_called_as_those_of_kernels(name, axis):
+    """The number of a program must not become that of a device."""
+    case = CASES[name].build()
+    names = axis, "elsewhere"
+    one, other = (lower(*case, axis=x).replace(f'"{x}"', "") for x in names)
+    assert one == other
 
 
 def inside(call, *arrays):

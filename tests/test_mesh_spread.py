@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
+<<<<<<< HEAD
 from spread_helpers import (
     AUTO,
     BATCH,
@@ -20,6 +21,9 @@ from spread_helpers import (
     split,
     within,
 )
+=======
+from spread_helpers import AUTO, BATCH, BOTH, EXPLICIT, HEADS, calls, mesh_of, piece, split, within
+>>>>>>> ra
 
 import turbojax as tj
 from turbojax import fireq
@@ -85,6 +89,20 @@ def test_explicit_axes_must_agree():
     assert "does not agree" in refused(EXPLICIT, [("data",), ("model",), ("model",)])
 
 
+@pytest.mark.parametrize("axes", [BATCH, HEADS])
+def test_automatic_axes_beside_explicit_ones_split_nothing(axes):
+    """Where only some axes of a mesh are explicit, nothing is gathered over the others."""
+    call, devices = calls()["decode"], mesh_of(2, 4, AUTO).devices
+    mesh = jax.sharding.Mesh(devices, ("data", "model"), axis_types=(EXPLICIT, AUTO))
+    with jax.set_mesh(mesh):
+        program = jax.jit(call.run).lower(*split(call, mesh, axes))
+        if axes is HEADS:
+            with pytest.raises(RuntimeError, match="not be split over automatic axes"):
+                program.compile()
+        else:
+            assert not re.findall(COLLECTIVES, program.compile().as_text())
+
+
 def test_a_mapped_axis_may_be_split_too():
     """`vmap` of an op over arrays that are split along the mapped axis, the heads, or both."""
     call, mesh = calls()["decode"], mesh_of(2, 4, AUTO)
@@ -129,6 +147,29 @@ def test_split_wraps_public_ops(name):
             np.testing.assert_array_equal(x, y)
         else:
             np.testing.assert_allclose(x, y, rtol=0, atol=2e-6)
+
+
+def test_split_gives_each_device_the_bias_of_its_gates():
+    """In a gated weight's bias the gates come first, on every device its own."""
+    axes = Axes(heads="model", mesh=mesh_of(1, 2, AUTO))
+    parts = [jax.random.normal(jax.random.key(i), (2, 128, 128)) for i in range(2)]
+    gate, up = (fireq.quantize_experts(part) for part in parts)
+    experts = jax.vmap(fireq.gate_and_up)(gate, up)
+    x, biases = jnp.ones((3, 128)), jax.random.normal(jax.random.key(2), (2, 256))
+
+    def grouped(op):
+        return lambda x, w, b: op(x, w, jnp.array([1, 2]), bias=b, activation="swiglu")
+
+    def one(op):
+        return lambda x, w, b: op(x, w, bias=b, activation="swiglu")
+
+    first = jax.tree.map(lambda a: a[0], (experts, biases))
+    for op, call, given in (
+        (fireq.matmul, one, (x, *first)),
+        (fireq.grouped_matmul, grouped, (x, experts, biases)),
+    ):
+        found = jax.jit(call(tj.parallel.split(op, axes)))(*given)
+        np.testing.assert_array_equal(found, jax.jit(call(op))(*given))
 
 
 def test_split_refuses_by_name():

@@ -19,6 +19,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import varying
 from pallas_kernels.mosaic import lane
+from pallas_kernels.mosaic.axes import all_own, own
 from pallas_kernels.mosaic.lane import Int, Pointer
 
 WARPS = 4
@@ -38,7 +39,7 @@ def _kernel(body: Body, names: Sequence[str], shared: int) -> Callable[..., None
     """A kernel for Pallas of one for lanes."""
 
     def run(*refs: Any) -> None:
-        ids = [lax.axis_index(name) for name in names]
+        ids = [lax.axis_index(own(name)) for name in names]
         types = ([plgpu.RefType()] * len(refs), [plgpu.Layout.WG_SPLAT(())] * len(ids))
 
         @plgpu.inline_mgpu(arg_types=types)
@@ -70,7 +71,7 @@ def _mesh(name: str, grid: dict[str, int], warpgroups: int) -> dict[str, Any]:
         raise NotImplementedError(f"{name}: all axes but one of {grid=} {most}")
     return {
         "grid": tuple(ordered.values()),
-        "grid_names": tuple(ordered),
+        "grid_names": all_own(ordered),
         "num_threads": warpgroups,
         "thread_name": _THREADS,
         "kernel_name": name,
@@ -106,7 +107,7 @@ def launch(
         _kernel(body, (*grid, *cluster), shared),
         compiler_params=_PARAMETERS,
         cluster=tuple(cluster.values()),
-        cluster_names=tuple(cluster),
+        cluster_names=all_own(cluster),
         **_mesh(name, grid, warpgroups),
     )
     return varying.typed(lambda out: call(out_type=out), list(out))(*inputs)

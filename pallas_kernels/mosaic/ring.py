@@ -19,12 +19,16 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import varying
 from pallas_kernels.layouts import Ref
+from pallas_kernels.mosaic.axes import own
 from pallas_kernels.mosaic.lane.fragments import ROWS as ROWS
 
 WARPGROUPS = 2
 """That consume, each with its own rows."""
 ROW, COLUMN = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
 SCALAR = plgpu.Layout.WG_SPLAT(())
+
+PROGRAM = own("program")
+"""The axis of the grid."""
 
 Step = Callable[[jax.Array, jax.Array], jax.Array]
 """``step(number, slot)`` of a tile whose first slot is `slot`; returns the slot after its last."""
@@ -42,7 +46,7 @@ class Share:
     """
 
     def __init__(self, total: int | jax.Array, *, together: int = 1, turns: bool = False) -> None:
-        self.program, self.programs = lax.axis_index("program"), lax.axis_size("program")
+        self.program, self.programs = lax.axis_index(PROGRAM), lax.axis_size(PROGRAM)
         self.together, self.turns = together, turns
         last = (total // together if isinstance(total, int) else lax.div(total, together)) - 1
         # Of programs past the last tile, which there are where `total` is found late: none.
@@ -245,7 +249,7 @@ def launch(
         plgpu.kernel,
         kernel,
         grid=(min(programs, total),),
-        grid_names=("program",),
+        grid_names=(PROGRAM,),
         num_threads=consumers + 1,
         thread_name="warpgroup",
         kernel_name=name,

@@ -21,6 +21,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import varying
 from pallas_kernels.layouts import LOG2_E
 from pallas_kernels.mosaic import lane
+from pallas_kernels.mosaic.axes import all_own, own
 from pallas_kernels.mosaic.lane import Float, Int, Pointer
 
 _BARRIER_BYTES = 8
@@ -121,7 +122,7 @@ def inline(names: Sequence[str], refs: tuple[Any, ...], body: Callable[..., None
         know shapes, the program's numbers, and its shared memory.
     """
     inputs, memory = refs[:-2], refs[-2:]
-    ids = tuple(lax.axis_index(name) for name in names)
+    ids = tuple(lax.axis_index(own(name)) for name in names)
     types = jax.tree.map(lambda _: plgpu.RefType(), (inputs, *memory))
 
     @plgpu.inline_mgpu(arg_types=(*types, (plgpu.Layout.WG_SPLAT(()),) * len(ids)))
@@ -156,12 +157,14 @@ def launch(
         plgpu.SMEM((s.warps * s.warp_bytes(head_dim),), jnp.uint8),
         plgpu.SMEM((s.warps * s.stages * _BARRIER_BYTES // 4,), jnp.int32),
     ]
+    if "cluster_names" in cluster:
+        cluster["cluster_names"] = all_own(cluster["cluster_names"])
     call = functools.partial(
         plgpu.kernel,
         kernel,
         scratch_types=memory,
         grid=tuple(grid.values()),
-        grid_names=tuple(grid),
+        grid_names=all_own(grid),
         num_threads=s.warpgroups,
         thread_name="warpgroup",
         kernel_name=name,

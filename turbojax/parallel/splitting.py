@@ -169,6 +169,7 @@ def split(op: Callable[..., Any], axes: Axes) -> Callable[..., Any]:
             run, static = _over_tokens(op, how, axes, given, static)
         mesh = axes.require_mesh()
         specs = {name: _spec(op, name, how, x, axes) for name, x in arrays.items()}
+        arrays = _with_bias_by_device(arrays, _parts("F", axes))
 
         def local(arrays: dict[str, Any]) -> Any:
             own = localized(arrays, lambda letter: _parts(letter, axes))
@@ -182,6 +183,21 @@ def split(op: Callable[..., Any], axes: Axes) -> Callable[..., Any]:
         return mapped(arrays)
 
     return call
+
+
+def _with_bias_by_device(arrays: dict[str, Any], devices: int) -> dict[str, Any]:
+    """Arguments in which each device's part of a bias belongs to its part of a gated weight.
+
+    All of a gate's outputs come first in such a bias, and in that of a device its own do.
+    """
+    weight, bias = arrays.get("weight"), arrays.get("bias")
+    if bias is None or not getattr(weight, "gated", False):
+        return arrays
+    *lead, size = bias.shape
+    if size % (2 * devices):  # the op refuses it by name
+        return arrays
+    parts = bias.reshape(*lead, 2, devices, size // (2 * devices))
+    return {**arrays, "bias": jnp.swapaxes(parts, -3, -2).reshape(bias.shape)}
 
 
 def _parts(letter: str, axes: Axes) -> int:

@@ -36,7 +36,17 @@ _MAPPED = "0123456789"
 
 @dataclasses.dataclass(frozen=True)
 class _Call:
-    """An op with its options; equal ones share their compiled programs."""
+    """An op with its options; equal ones share their compiled programs.
+
+    Attributes:
+      table: of the op.
+      run: see `spread`.
+      static: its options.
+      interpret: whether kernels are interpreted.
+      capability: of the GPU.
+      adding: see `spread`.
+      is_plain: whether it is JAX that the compiler splits by itself.
+    """
 
     table: Table
     run: Callable[..., Any]
@@ -44,14 +54,24 @@ class _Call:
     interpret: bool
     capability: float | None
     adding: Callable[..., Any] | None = None
+    is_plain: bool = False
 
-    def __call__(self, arrays: Sequence[Any], found: Plan = WHOLE) -> Any:
-        """Runs the op on arrays that are split so."""
+    def __call__(
+        self, arrays: Sequence[Any], found: Plan = WHOLE, *, has_automatic: bool = False
+    ) -> Any:
+        """Runs the op on arrays that are split so, and maybe further by what is automatic."""
         try:
             here = localized(tuple(arrays), found.parts)
         except ValueError as error:
             raise ValueError(f"{self.table.op} cannot be split so: {error}") from None
         over, static = found.over("I"), dict(self.static)
+        if has_automatic and not self.is_plain:
+            if over:
+                raise NotImplementedError(
+                    f"{self.table.op} cannot be split over its inputs by a mesh that also has "
+                    "automatic axes"
+                )
+            return _automatic(*here, call=self)
         token = _LOCAL.set(True)
         try:
             if over and self.adding is not None:
@@ -110,7 +130,8 @@ def spread_explicit(table: Table, run: Callable[..., Any], **static: Any) -> Cal
 
     def call(*arrays: Any) -> Any:
         if not _LOCAL.get() and AxisType.Explicit in _axis_types(jax.tree.leaves(arrays)):
-            return _explicit(_call(table, run, static), arrays)
+            plain = dataclasses.replace(_call(table, run, static), is_plain=True)
+            return _explicit(plain, arrays)
         return run(*arrays, **static)
 
     return call
@@ -217,7 +238,8 @@ def _explicit(call: _Call, arrays: Sequence[Any]) -> Any:
     ]
 
     def local(*parts: Any) -> tuple[Any, ...]:
-        results = jax.tree.leaves(call(jax.tree.unflatten(tree, parts), found))
+        given = jax.tree.unflatten(tree, parts)
+        results = jax.tree.leaves(call(given, found, has_automatic=AxisType.Auto in kinds.values()))
         return _added(found, out_leaves, [x.shape for x in outputs], results)
 
     run = jax.shard_map(
@@ -404,6 +426,7 @@ def _known_split(flat: _Flat, x: Any) -> Split:
     if x.sharding is None or x.sharding.is_fully_replicated:
         return ((),) * len(x.shape)
     raise NotImplementedError(
-        f"{flat.call.table.op} cannot be split by a {type(x.sharding).__name__}: place arrays with "
-        "jax.sharding.NamedSharding"
+        f"{flat.call.table.op} cannot be split by a {type(x.sharding).__name__}: arrays must be "
+        "placed with jax.sharding.NamedSharding, and not be split over automatic axes of a mesh "
+        "whose other axes are manual (jax.shard_map with axis_names) or explicit"
     )

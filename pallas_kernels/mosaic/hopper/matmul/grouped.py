@@ -50,7 +50,7 @@ from pallas_kernels.mosaic.hopper.matmul.plan import Plan, make_plan
 from pallas_kernels.mosaic.lane import Int, Pointer
 from pallas_kernels.mosaic.products import int4, wgmma
 from pallas_kernels.mosaic.products.int4 import GROUP, TABLE_BYTES, TABLES
-from pallas_kernels.mosaic.ring import ROW, ROWS, SCALAR
+from pallas_kernels.mosaic.ring import PROGRAM, ROW, ROWS, SCALAR
 
 TABLES_BYTES = TABLES * TABLE_BYTES
 """Shared memory that the tables take."""
@@ -261,8 +261,8 @@ def _fill(me: jax.Array, p: Plan, a: Arrays, s: Settings) -> None:
     columns = a.out.shape[1]
     size = 2 * columns // _CHUNK
     end = a.out.shape[0] * size
-    threads = lax.axis_size("program") * s.consumers * _THREADS
-    first = p.bound(1) * size + (lax.axis_index("program") * s.consumers + me) * _THREADS
+    threads = lax.axis_size(PROGRAM) * s.consumers * _THREADS
+    first = p.bound(1) * size + (lax.axis_index(PROGRAM) * s.consumers + me) * _THREADS
 
     def run(first: Any, word: Any, target: Any) -> None:
         number = lane.scalar(first) + (lane.special("tid.x") & (_THREADS - 1))
