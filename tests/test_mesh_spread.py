@@ -8,22 +8,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
-<<<<<<< HEAD
 from spread_helpers import (
     AUTO,
     BATCH,
     BOTH,
     COLLECTIVES,
     EXPLICIT,
+    HEADS,
     calls,
     check,
     mesh_of,
     split,
     within,
 )
-=======
-from spread_helpers import AUTO, BATCH, BOTH, EXPLICIT, HEADS, calls, mesh_of, piece, split, within
->>>>>>> ra
 
 import turbojax as tj
 from turbojax import fireq
