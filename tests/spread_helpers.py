@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import re
 from typing import Any, NamedTuple
 
 import jax
@@ -16,6 +17,7 @@ from turbojax.sharding.axes import Axes
 from turbojax.sharding.letters import leaves_of
 from turbojax.state import exact
 
+COLLECTIVES = r"all-gather|all-reduce|collective-permute|all-to-all"
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
 B, N, K, H, TOKENS = 4, 8, 4, 32, 70
 CONFIG = tj.TurboConfig(block_q=32, block_kv=32, buffer_size=32)
@@ -78,24 +80,60 @@ def piece(value, letters, parts, index):
     return jax.tree.unflatten(tree, cut)
 
 
+def check(call, mesh, axes=None):
+    """No collective, and every device's results are the bits of the same call of its slices."""
+    axes = axes or call.axes
+    with within(mesh):
+        arrays = split(call, mesh, axes)
+        program = jax.jit(call.run).lower(*arrays).compile()
+        found = jax.tree.leaves(program(*arrays))
+    assert not re.findall(COLLECTIVES, program.as_text())
+    count = {
+        letter: mesh.shape[axis]
+        for field, axis, letters in ((axes.batch, "data", "B"), (axes.heads, "model", "NKF"))
+        for letter in letters
+        if field
+    }
+    data, model = (mesh.shape[axis] for axis in mesh.axis_names)
+    own = jax.jit(call.run)
+    # One device of the middle and the last.
+    for i, j in {(data // 2, 0), (data - 1, model - 1)}:
+        index = {"B": i, **dict.fromkeys("NKF", j)}
+        pairs = zip(call.arrays, call.letters, strict=True)
+        mine = [piece(x, letters, count, index) for x, letters in pairs]
+        local = (
+            x.local(lambda letter: count.get(letter, 1)) if isinstance(x, fireq.Int4Weight) else x
+            for x in mine
+        )
+        want = jax.tree.leaves(own(*local))
+        device = mesh.devices[i, j]
+        for x, y in zip(found, want, strict=True):
+            (part,) = (s.data for s in x.addressable_shards if s.device == device)
+            np.testing.assert_array_equal(np.asarray(part), np.asarray(y))
+
+
 @functools.cache
-def calls():
+def calls(dtype="float32", channels=H):
     """Calls by name; made once."""
 
     def normal(seed, *shape):
-        return jax.random.normal(jax.random.key(seed), shape)
+        return jax.random.normal(jax.random.key(seed), shape).astype(dtype)
 
-    query, key = normal(0, B, TOKENS, N, H), normal(1, B, TOKENS, K, H)
-    value, newest, new = normal(2, B, TOKENS, K, H), normal(3, B, 1, N, H), normal(4, B, 1, K, H)
-    empty = tj.init_cache(B, 256, K, H, config=CONFIG, dtype=jnp.float32)
+    query, key = normal(0, B, TOKENS, N, channels), normal(1, B, TOKENS, K, channels)
+    value, newest, new = (
+        normal(2, B, TOKENS, K, channels),
+        normal(3, B, 1, N, channels),
+        normal(4, B, 1, K, channels),
+    )
+    empty = tj.init_cache(B, 256, K, channels, config=CONFIG, dtype=dtype)
     full = jax.jit(tj.append)(empty, key, value)
-    codes = jax.jit(fireq.append)(fireq.init_cache(B, 128, K, H, dtype=jnp.float32), key, value)
-    pool = tj.init_paged_cache(32, 16, K, H, dtype=jnp.float32)
+    codes = jax.jit(fireq.append)(fireq.init_cache(B, 128, K, channels, dtype=dtype), key, value)
+    pool = tj.init_paged_cache(32, 16, K, channels, dtype=dtype)
     tables, lengths = jnp.arange(32).reshape(B, 8), jnp.array([70, 3, 9, 64])
     pool = jax.jit(paged.append)(pool, key, value, tables, jnp.zeros(B, jnp.int32))
-    tokens = exact.append(exact.init_cache(B, 128, K, H, dtype=jnp.float32), key, value)
+    tokens = exact.append(exact.init_cache(B, 128, K, channels, dtype=dtype), key, value)
     latents = tj.append_latents(
-        tj.init_latent_cache(B, 128, 64, 16, dtype=jnp.float32),
+        tj.init_latent_cache(B, 128, 64, 16, dtype=dtype),
         normal(5, B, 50, 64),
         normal(6, B, 50, 16),
     )
@@ -111,7 +149,7 @@ def calls():
     pooled = functools.partial(tj.pooled_attention, block_q=64, block_kv=64, is_causal=True, **part)
 
     def squares(op):
-        return lambda *given: jnp.sum(op(*given)[0] ** 2)
+        return lambda *given: jnp.sum(op(*given)[0].astype(jnp.float32) ** 2)
 
     def gradient(op, count):
         return jax.grad(squares(op), argnums=tuple(range(count)))

@@ -8,7 +8,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
-from spread_helpers import AUTO, BATCH, BOTH, EXPLICIT, calls, mesh_of, piece, split, within
+from spread_helpers import (
+    AUTO,
+    BATCH,
+    BOTH,
+    COLLECTIVES,
+    EXPLICIT,
+    calls,
+    check,
+    mesh_of,
+    split,
+    within,
+)
 
 import turbojax as tj
 from turbojax import fireq
@@ -16,7 +27,6 @@ from turbojax.sharding.axes import Axes
 
 pytestmark = pytest.mark.mesh
 
-COLLECTIVES = r"all-gather|all-reduce|collective-permute|all-to-all"
 NAMES = (
     "turbo", "turbo gradient", "prefill", "append", "decode", "kv4 append", "kv4 decode", "pages",
     "pages append", "exact", "exact append", "latents", "latents append", "pooled",
@@ -25,54 +35,24 @@ NAMES = (
 FAST = ("turbo gradient", "append", "decode", "pages", "int4")
 
 
-def check(name, mesh, axes):
-    """No collective, and every device's results are the bits of the same call of its slices."""
-    call = calls()[name]
-    with within(mesh):
-        arrays = split(call, mesh, axes)
-        program = jax.jit(call.run).lower(*arrays).compile()
-        found = jax.tree.leaves(program(*arrays))
-    assert not re.findall(COLLECTIVES, program.as_text())
-    count = {
-        letter: mesh.shape[axis]
-        for field, axis, letters in ((axes.batch, "data", "B"), (axes.heads, "model", "NKF"))
-        for letter in letters
-        if field
-    }
-    data, model = (mesh.shape[axis] for axis in mesh.axis_names)
-    own = jax.jit(call.run)
-    # One device of the middle and the last.
-    for i, j in {(data // 2, 0), (data - 1, model - 1)}:
-        index = {"B": i, **dict.fromkeys("NKF", j)}
-        pairs = zip(call.arrays, call.letters, strict=True)
-        mine = [piece(x, letters, count, index) for x, letters in pairs]
-        if name == "int4":
-            mine[1] = mine[1].local(lambda letter: count.get(letter, 1))
-        want = jax.tree.leaves(own(*mine))
-        device = mesh.devices[i, j]
-        for x, y in zip(found, want, strict=True):
-            (part,) = (s.data for s in x.addressable_shards if s.device == device)
-            np.testing.assert_array_equal(np.asarray(part), np.asarray(y))
-
-
 @pytest.mark.parametrize("kind", [AUTO, EXPLICIT])
 @pytest.mark.parametrize("name", FAST)
 def test_it_has_the_bits_of_one_device(name, kind):
-    check(name, mesh_of(2, 4, kind), calls()[name].axes)
+    check(calls()[name], mesh_of(2, 4, kind))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [AUTO, EXPLICIT])
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in FAST])
 def test_others_have_the_bits_of_one_device(name, kind):
-    check(name, mesh_of(2, 4, kind), calls()[name].axes)
+    check(calls()[name], mesh_of(2, 4, kind))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", [(1, 1), (2, 1), (1, 2), (4, 2), (4, 1), (1, 4)])
 def test_on_other_meshes(shape):
     for kind, name in itertools.product((AUTO, EXPLICIT), ("append", "decode")):
-        check(name, mesh_of(*shape, kind), BOTH)
+        check(calls()[name], mesh_of(*shape, kind), BOTH)
 
 
 def refused(kind, splits, *, shape=(4, 64, 8, 32), kv_heads=4):

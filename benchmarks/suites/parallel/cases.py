@@ -53,13 +53,13 @@ class Group:
 def groups() -> list[Group]:
     """What was asked first."""
     return [
-        *_decode(batch=32, tokens=2**15, loops=100),
-        *_sequence(loops=200),
         _prefill(131072),
         _pooled(65536),
+        *_sequence(loops=200),
+        *_decode(batch=32, tokens=2**15, loops=100),
+        *_collectives(),
         *_step("llama-3-8b", batch=16, tokens=8192),
         *_replicas("llama-3-8b"),
-        *_collectives(),
     ]
 
 
@@ -91,7 +91,7 @@ def _decode(batch: int, tokens: int, loops: int) -> list[Group]:
     ]
 
 
-def _sequence(loops: int, lengths: tuple[int, ...] = (2**17, 2**19, 2**20)) -> list[Group]:
+def _sequence(loops: int, lengths: tuple[int, ...] = (2**19, 2**20, 2**17)) -> list[Group]:
     asked = {2**19: 1.55, 2**20: 1.75}
     return [
         Group(

@@ -19,8 +19,9 @@ from turbojax.parallel import Axes
 
 _STEPS = 40
 _PAGE_SIZE = 64
-_ENGINE = {"requests": 256, "prompt": 512, "new": 256}
-_TINY = {"requests": 16, "prompt": 32, "new": 8}
+_ENGINE = {"requests": 512, "prompt": 512, "new": 256, "sequences": 256}
+_TINY = {"requests": 16, "prompt": 32, "new": 8, "sequences": 8}
+"""Of requests, and of those that an engine has at a time."""
 
 
 def _axes(devices: int, name: str = "model") -> Axes | None:
@@ -80,7 +81,7 @@ def engine(model: str, how: str, devices: int) -> Row:
     config = models.SHAPES[model]
     length = sizes["prompt"] + sizes["new"]
     pages = -(-length // _PAGE_SIZE)
-    slots = sizes["requests"] if how == "tensor" else sizes["requests"] // devices
+    slots = sizes["sequences"]
     settings: dict[str, Any] = {
         "page_size": _PAGE_SIZE,
         "kv_dtype": "turbo4",

@@ -1,6 +1,5 @@
 """Attention and caches on one device and on several: the same arrays, whole or split."""
 
-import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +14,7 @@ from benchmarks.shapes import Shape
 from benchmarks.suites.parallel.timing import exchanges, timed
 from benchmarks.suites.pooled.inputs import random_levels
 from benchmarks.tables import Row
-from turbojax.kv.kinds import kind_for
+from turbojax.kv.kinds import init_layer_cache, kind_for
 from turbojax.parallel import Axes
 
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
@@ -99,13 +98,14 @@ def decode_sequence(name: str, tokens: int, loops: int, devices: int) -> Row:
     del whole
     axes = axes_of("sequence", devices)
 
-    def make() -> Any:
-        each = kind.init(1, tokens // devices, KV_HEADS, HEAD_DIM, kind=asked, dtype=_DTYPE)
+    empty = init_layer_cache(1, tokens, KV_HEADS, HEAD_DIM, kind=asked, axes=axes)
+
+    def fill(cache: Any) -> Any:
         sizes = {"tokens": tokens, "kv_heads": KV_HEADS, "head_dim": HEAD_DIM}
         key, value = steps.random_tokens(jnp.int32(0), jnp.int32(0), count=1, dtype=_DTYPE, **sizes)
-        lengths = jnp.full(1, tokens, jnp.int32)
-        cache = dataclasses.replace(each, max_length=tokens)
-        return tj.parallel.store_prompt(cache, key, value, lengths, "sequence")
+        return tj.parallel.store_prompt(
+            cache, key, value, jnp.full(1, tokens, jnp.int32), "sequence"
+        )
 
     def split(run: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
         return jax.shard_map(
@@ -115,11 +115,8 @@ def decode_sequence(name: str, tokens: int, loops: int, devices: int) -> Row:
     def step(query: jax.Array, cache: Any) -> Any:
         return tj.parallel.decode(query, cache, "sequence")
 
-    each = jax.eval_shape(
-        lambda: kind.init(1, tokens, KV_HEADS, HEAD_DIM, kind=asked, dtype=_DTYPE)
-    )
-    specs = tj.parallel.partition_specs(each, axes)
-    cache = jax.jit(split(make, (), specs))()
+    specs = tj.parallel.partition_specs(empty, axes)
+    cache = jax.jit(split(fill, (specs,), specs), donate_argnums=0)(empty)
     once = jax.jit(split(step, (PartitionSpec(), specs), PartitionSpec()))
     rounds = split(_rounds(step, loops), (PartitionSpec(), specs), PartitionSpec())
     query = jax.device_put(query, NamedSharding(axes.mesh, PartitionSpec()))
