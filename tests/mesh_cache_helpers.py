@@ -61,13 +61,14 @@ class Case:
     part: Any
 
     @classmethod
-    def empty(cls, name: str, devices: int) -> "Case":
-        """Of no tokens."""
-        given: dict[str, Any] = {"kind": KINDS[name], "dtype": jnp.float32}
-        sizes = (BATCH, MAX_LENGTH, HEADS, CHANNELS)
+    def empty(cls, name: str, devices: int, max_length: int = MAX_LENGTH, **config: Any) -> "Case":
+        """Of no tokens; `config` changes the kind's."""
+        kind = dataclasses.replace(KINDS[name], **config) if config else KINDS[name]
+        given: dict[str, Any] = {"kind": kind, "dtype": jnp.float32}
+        sizes = (BATCH, max_length, HEADS, CHANNELS)
         if name == "latent":
             given["rope_dim"] = ROPE
-            sizes = (BATCH, MAX_LENGTH, 1, CHANNELS + ROPE)
+            sizes = (BATCH, max_length, 1, CHANNELS + ROPE)
         axes = parallel.Axes(sequence=AXIS, mesh=mesh_of(devices))
         whole = init_layer_cache(*sizes, **given)
         return cls(name, devices, whole, init_layer_cache(*sizes, **given, axes=axes))

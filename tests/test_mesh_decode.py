@@ -70,6 +70,22 @@ def test_several_tokens_of_codes(tokens, window):
     check(case, case.decode(case.query(np.random.default_rng(8), tokens), window, None))
 
 
+@pytest.mark.parametrize(
+    ("devices", "max_length", "buffer_size", "stored", "is_prompt"),
+    [
+        (2, 100, 16, [98, 20], True),
+        pytest.param(4, 128, 48, [47, 20], False, marks=pytest.mark.slow),
+    ],
+    ids=["of the last device", "of the first"],
+)
+def test_a_buffer_beyond_the_slots(devices, max_length, buffer_size, stored, is_prompt):
+    """Its device has more tokens than slots, and queries are among those."""
+    rng = np.random.default_rng(4)
+    case = Case.empty("2/4bit", devices, max_length, buffer_size=buffer_size)
+    case.store(rng, max(stored), stored, is_prompt)
+    check(case, case.decode(case.query(rng, 4), None, None))
+
+
 def test_a_device_more_or_less_changes_only_rounding():
     query, outs = None, []
     for devices in (1, 2, 4):

@@ -310,6 +310,52 @@ def test_numbers_of_devices(devices):
     assert_close(got, wanted, devices)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("order", "options"),
+    [
+        ("zigzag", {"is_causal": True, "local_window_size": (20, 0)}),
+        ("natural", {"is_causal": False, "local_window_size": (9, 13), "logits_soft_cap": 5.0}),
+    ],
+)
+def test_all_at_once_over_axes_of_two_names(order, options):
+    """Windows, segments, ragged lengths, sinks and slopes; values of other head dimensions."""
+    q, k, v, sinks, ids, d = operands()
+    v, d = (jnp.concatenate([x, x[..., :3]], axis=3) for x in (v, d))
+    slopes, names = jnp.linspace(0.05, 0.4, HEADS), ("outer", "inner")
+    lengths = jnp.array([TOKENS - 5, 21], jnp.int32), jnp.array([TOKENS - 14, 21], jnp.int32)
+    perm = permutation(TOKENS, 4) if order == "zigzag" else jnp.arange(TOKENS)
+    tokens = P(None, names)
+
+    def arguments(sinks, slopes, ids, lengths):
+        given = {"query_segment_ids": ids, "key_value_segment_ids": ids, "sinks": sinks}
+        given |= {"query_seq_lengths": lengths[0], "key_value_seq_lengths": lengths[1]}
+        return {"alibi_slopes": slopes, **given, **options}
+
+    def one(q, k, v, sinks, slopes):
+        given = arguments(sinks, slopes, ids, lengths)
+        return tj.turbo_attention(q, k, v, config=config_of("float"), **given)
+
+    def local(q, k, v, *more):
+        return ring_attention(
+            q, k, v, axis_name=names, attention="exact", order=order, **arguments(*more)
+        )
+
+    def many(q, k, v, sinks, slopes):
+        specs = (*(tokens,) * 3, P(), P(), tokens, P())
+        call = over(4, local, specs, tokens, mesh_of(4, names, (2, 2)))
+        moved = (x[:, perm] for x in (q, k, v))
+        return call(*moved, sinks, slopes, ids[:, perm], lengths)[:, jnp.argsort(perm)]
+
+    def results(f):
+        out, pull = jax.vjp(f, q, k, v, sinks, slopes)
+        return out, *pull(d)
+
+    assert_close(
+        jax.jit(results, static_argnums=0)(many), jax.jit(results, static_argnums=0)(one), 4
+    )
+
+
 def _attention_that_keeps_its_residual(query, key, value, **options):
     """What cuDNN does, as far as a caller sees it."""
     assert options.pop("implementation") == "cudnn"

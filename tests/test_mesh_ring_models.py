@@ -103,6 +103,9 @@ def test_what_does_not_fit_is_named():
     pooled = models.PooledAttention(TopK(), BLOCK, BLOCK)
     with pytest.raises(ValueError, match="pooled attention has one"):
         ContextAttention(axes, pooled, implementation="xla")
+    large = ContextAttention(axes, models.PooledAttention(TopK(), TOKENS, TOKENS))
+    with pytest.raises(ValueError, match=f"{TOKENS // 2} tokens on each of 2 devices must be"):
+        jax.eval_shape(large, q, k, v)
 
 
 @pytest.mark.slow

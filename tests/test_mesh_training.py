@@ -7,7 +7,7 @@ import re
 import jax
 import numpy as np
 import pytest
-from finetune_helpers import SETTINGS, TINY, corpus
+from finetune_helpers import SETTINGS, TINY, command, corpus, text
 from flax import nnx
 
 from turbojax import finetune, models
@@ -158,6 +158,15 @@ def test_a_run_over_a_mesh(tmp_path):
     saved = models.load(tmp_path / "eight" / "model")
     assert saved.config.max_length == SETTINGS.context
     logging.disable(logging.NOTSET)
+
+
+def test_the_command_refuses_before_it_loads(tmp_path):
+    data, out = tmp_path / "words.txt", tmp_path / "out"
+    data.write_bytes(text(0, 9000))
+    options = ["--data", str(data), "--out", str(out), "--model", "nowhere"]
+    result = command("train", *options, "--mesh", "data=3")
+    assert result.exit_code == 2
+    assert "batch_size=8 must be a multiple of 3" in result.stderr
 
 
 def test_refusals():

@@ -114,6 +114,32 @@ def test_one_that_is_gone_ends_the_others(victim, end, reason):
     assert all(x.startswith("1\n") for x in ends(runs, victim, reason))
 
 
+def test_the_first_one_is_not_there():
+    address = f"127.0.0.1:{free_port()}"
+    with pytest.raises(OSError, match=f"nothing listens at coordinator='{address}', the first"):
+        parallel.start(address, 2, 1, patience=1)
+    assert jax.process_count() == 1
+
+
+def test_strangers_are_sent_away():
+    """Also one that says nothing, after a moment."""
+    server, members = (
+        processes._listen(),
+        (processes.Member(0, "a", 1), processes.Member(1, "b", 2)),
+    )
+    port = server.getsockname()[1]
+    said = ["é 1\n", "secret 0\n", "secret 2\n", "secret x\n", "guess 1\n", "", "secret 1\nhere\n"]
+    given = [socket.create_connection(("127.0.0.1", port)) for _ in said]
+    for connection, words in zip(given, said, strict=True):
+        connection.sendall(words.encode())
+    [link] = processes._accept(server, members, "secret", 0.4, 5)
+    assert link.member is members[1]
+    assert link._lines.readline() == b"here\n"  # nothing that came with the greeting is lost
+    link.close()
+    for connection in given:
+        connection.close()
+
+
 def ends(runs: list[subprocess.Popen], victim: int, reason: str) -> list[str]:
     """What processes wrote, of which one ended first: the other one has named it, in time."""
     gone, other = runs[victim], runs[1 - victim]

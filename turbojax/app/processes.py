@@ -51,7 +51,7 @@ def together(
 
     Raises:
       ValueError: if an option is missing or wrong.
-      OSError: if a process does not come in time.
+      OSError: see `turbojax.parallel.start`.
     """
     from turbojax import parallel
 

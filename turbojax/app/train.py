@@ -77,7 +77,15 @@ def train(
     remat: Annotated[
         bool, typer.Option("--remat", help="Recompute layers in the backward pass: less memory.")
     ] = False,
-    mesh: options.Mesh = None,
+    mesh: Annotated[
+        str | None,
+        typer.Option(
+            metavar="AXES",
+            help="Devices to train on: data=4,sequence=2 splits the sequences of a step over 4, "
+            "the tokens of each over 2, and weights over all. Default: one device.",
+            show_default=False,
+        ),
+    ] = None,
     fsdp: Annotated[
         bool,
         typer.Option(
@@ -184,8 +192,11 @@ def _train(
 ) -> dict[str, Any]:
     """The run, and what it shows as it trains."""
     from turbojax import finetune, models
+    from turbojax.finetune import split
 
     axes = options.axes_of(mesh)
+    if axes is not None:
+        split.Split(axes, settings.precision, how["fsdp"]).check(settings)
     start = models.load_transformer(model, mesh=axes)
     _check_memory(start.config, settings, axes, how["fsdp"])
     how = {**how, "axes": axes, "rhythm": rhythm, "source": model}

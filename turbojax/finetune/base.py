@@ -43,12 +43,12 @@ class BaseTrainer(abc.ABC, Generic[Trained]):
           split: over which devices; None for one.
 
         Raises:
-          ValueError: if the stream is too short or too long, or devices do not divide the batch.
+          ValueError: if the stream is too short or too long, or devices do not divide a step.
         """
         self.settings = settings
         self._split = split
         if split is not None:
-            split.check_batch(settings.batch_size)
+            split.check(settings)
         self._num_tokens = stream.size
         self._starts(0)
         # A copy even where they are float32 already: the step donates them.

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from turbojax.finetune.settings import Settings
 from turbojax.sharding.axes import Axes
 
 Tree = TypeVar("Tree")
@@ -74,22 +75,23 @@ class Split:
         """Into how many slices."""
         return math.prod(self.mesh.shape[name] for name in self.names)
 
-    def check_batch(self, batch_size: int) -> None:
-        """Raises ValueError unless each device gets as many sequences as every other."""
-        parts = self.axes.size("batch")
-        if batch_size % parts:
-            raise ValueError(
-                f"batch_size={batch_size} must be a multiple of {parts}, into which "
-                f"axes={self.axes.batch} split it"
-            )
+    def check(self, settings: Settings) -> None:
+        """Raises ValueError unless each device gets as much of a step as every other.
 
-    def check_context(self, context: int) -> None:
-        """Raises ValueError unless each device gets two chunks of tokens of the same size."""
-        parts = self.axes.size("sequence")
+        That is as many sequences, and of each two chunks of tokens of the same size.
+        """
+        batch, context, axes = settings.batch_size, settings.context, self.axes
+        parts = axes.size("batch")
+        if batch % parts:
+            raise ValueError(
+                f"batch_size={batch} must be a multiple of {parts}, into which "
+                f"axes={axes.batch} split it"
+            )
+        parts = axes.size("sequence")
         if parts > 1 and context % (2 * parts):
             raise ValueError(
                 f"{context=} must be a multiple of {2 * parts}: two chunks for each of the {parts} "
-                f"devices of axes={self.axes.sequence}"
+                f"devices of axes={axes.sequence}"
             )
 
     def axis(self, path: str, shape: tuple[int, ...]) -> int | None:

@@ -110,8 +110,6 @@ class Trainer(BaseTrainer[nnx.State]):
         params = nnx.state(model, nnx.Param)
         split = None if axes is None else Split(axes, settings.precision, fsdp)
         super().__init__(params, settings, stream, split)
-        if split is not None:
-            split.check_context(settings.context)
         self.attend: Attend = dense_attention if pooled is None else pooled
         self.packed = packed
         unroll = self.config.num_layers

@@ -16,7 +16,14 @@ from turbojax.ops.pooled_attention.static import PooledOptions
 from turbojax.parallel import ring as rings
 from turbojax.parallel.local import Exact, Pooled, Turbo
 from turbojax.parallel.plan import best_order, plan
-from turbojax.parallel.zigzag import Order, check_order, chunks, from_zigzag, to_zigzag
+from turbojax.parallel.zigzag import (
+    Order,
+    check_blocks,
+    check_order,
+    chunks,
+    from_zigzag,
+    to_zigzag,
+)
 from turbojax.sharding.axes import Names
 from turbojax.sharding.varying import together
 
@@ -219,7 +226,9 @@ def _attend(
     if key.shape[1] != query.shape[1]:
         raise ValueError(f"{key.shape=} must have the queries' {query.shape[1]} tokens")
     run_in = order if order == "zigzag" or devices == 1 else best_order(op.options, whole)
-    size = _chunk_size(op, query.shape[1], run_in, devices)
+    parts = len(chunks(run_in, devices)[0])
+    check_blocks(op, query.shape[1], parts, devices)
+    size = query.shape[1] // parts
     names = ("query_seq_lengths", "key_value_seq_lengths")
     of_all = [
         None if x is None else _checks.check_lengths(name, x, query.shape[0], whole).clip(0, whole)
@@ -242,24 +251,6 @@ def _attend(
         out = from_zigzag(out, axis_name)
         residual = from_zigzag(residual, axis_name) if return_residual else residual
     return (out, residual) if return_residual else out
-
-
-def _chunk_size(op: rings.Op, tokens: int, order: Order, devices: int) -> int:
-    """Tokens of a chunk.
-
-    Raises:
-      ValueError: if chunks would not be whole blocks of one size.
-    """
-    parts = len(chunks(order, devices)[0])
-    for name in ("block_q", "block_kv"):
-        block = getattr(op, name)
-        if tokens % (parts * block):
-            kind = "two chunks, an early and a late one," if parts == 2 else "one chunk"
-            raise ValueError(
-                f"{tokens} tokens on each of {devices} devices must be a multiple of "
-                f"{parts * block}: {kind} of whole blocks, {name}={block}"
-            )
-    return tokens // parts
 
 
 def _moved(arrays: rings.Arrays, axis_name: Names) -> rings.Arrays:

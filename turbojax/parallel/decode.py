@@ -213,10 +213,12 @@ class _Attention:
       run: ``run(query, query_lengths, is_needed, **offsets)``, where sequences that are not needed
         (bool ``[B]``) count as empty.
       kv_heads: `K`.
+      lengths: int32 ``[B]``, tokens that are here. A buffer's may be more than there are slots.
     """
 
     run: Callable[..., Part]
     kv_heads: int
+    lengths: jax.Array
 
     def __call__(
         self,
@@ -301,8 +303,7 @@ def _within_and_behind(
       attend: to what is in them.
     """
     batch, tokens, heads, channels = query.shape
-    held = run.held(begin + count)
-    within = jnp.clip(held - (begin - run.first), 0, count)
+    within = jnp.clip(attend.lengths - (begin - run.first), 0, count)
     newest = attend(query, within, is_needed=within > 0)
     if jax.lax.axis_size(axis) == 1:
         return newest
@@ -344,7 +345,7 @@ def _attention_to(cache: Any, options: Options, implementation: Any) -> _Attenti
         part: Part = attend(query, needed, real, **static, **offsets)
         return part
 
-    return _Attention(run, cache.num_kv_heads)
+    return _Attention(run, cache.num_kv_heads, cache.lengths)
 
 
 def _needed(cache: Any, is_needed: jax.Array) -> Any:
@@ -385,7 +386,7 @@ def _to_pages(
         part: Part = op(*given, query_seq_lengths=real, **static, **offsets)
         return part
 
-    return _Attention(run, cache.num_kv_heads)
+    return _Attention(run, cache.num_kv_heads, lengths)
 
 
 def _to_codes(query: jax.Array, cache: Any, real: jax.Array | None, **given: Any) -> Part:

@@ -12,7 +12,7 @@ from turbojax.levels import Pattern, SimilarityCap, estimate, select_levels
 from turbojax.ops.extras import of_layer
 from turbojax.ops.options import PLAIN, AttentionOptions, require_plain
 from turbojax.parallel.context import ring_attention, ring_pooled_attention
-from turbojax.parallel.zigzag import Order, check_order, chunks
+from turbojax.parallel.zigzag import Order, check_blocks, check_order, chunks
 from turbojax.sharding.axes import Axes
 
 
@@ -154,6 +154,7 @@ class ContextAttention:
         devices = jax.lax.axis_size(names)
         held = jnp.asarray(chunks(self.order, devices), jnp.int32)
         own, size = held[jax.lax.axis_index(names)], query.shape[1] // held.shape[1]
+        check_blocks(found, query.shape[1], held.shape[1], devices)
         whole = self._keys(found, query, key, names)
         ids = None if segment_ids is None else self._natural(segment_ids, names)
         parts = []

@@ -36,6 +36,8 @@ _GRACE = 2.0
 consequence: a collective fails at the same moment."""
 _LATER = 10
 """Seconds by which JAX's own verdict comes after the one here, which names the process."""
+_PROBE = 10.0
+"""Seconds for one try to reach the first process."""
 _MOST_BYTES = 512
 """Of what a process says of itself."""
 
@@ -134,7 +136,8 @@ def start(
       count: how many processes there are.
       index: the number of this one, from 0.
       heartbeat: seconds.
-      patience: seconds that processes wait for each other at the start.
+      patience: seconds that processes wait for each other at the start. Should one not come, JAX
+        then aborts those that have found the first one.
 
     Returns:
       What ends the run: use it in a ``with`` statement, or call `Processes.stop`.
@@ -142,9 +145,12 @@ def start(
     Raises:
       ValueError: if an argument is missing or out of range, or JAX cannot find out.
       RuntimeError: if JAX has devices already, or was started before.
-      OSError: if a process does not come in time.
+      OSError: if the first process is not there in time, or one that has come is gone before all
+        are connected.
     """
     _check(coordinator, count, index, heartbeat, patience)
+    if coordinator is not None and index:
+        _reach(coordinator, patience)
     jax.distributed.initialize(
         coordinator_address=coordinator,
         num_processes=count,
@@ -193,8 +199,25 @@ def _check(
         if not 0 <= index < count:
             raise ValueError(f"{index=} must be at least 0 and below {count=}")
     for name, seconds in {"heartbeat": heartbeat, "patience": patience}.items():
-        if not 1 <= seconds < 2**31:
-            raise ValueError(f"{name}={seconds} must be at least 1 second")
+        if not 1 <= seconds <= 10**9:  # JAX counts them in 32 bits
+            raise ValueError(f"{name}={seconds} must be at least 1 second, and at most 10^9")
+
+
+def _reach(coordinator: str, patience: float) -> None:
+    """Waits until something listens there: JAX's own wait ends in an abort, not in an error."""
+    host, _, port = coordinator.rpartition(":")
+    until = time.monotonic() + patience
+    while True:
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), timeout=_PROBE).close()
+            return
+        except OSError as error:
+            if time.monotonic() >= until:
+                raise TimeoutError(
+                    f"nothing listens at {coordinator=}, the first process, "
+                    f"in {patience:g} s: {error}"
+                ) from error
+        time.sleep(min(0.2, patience / 10))
 
 
 def _exchanged(mine: dict[str, Any]) -> list[dict[str, Any]]:
@@ -249,9 +272,11 @@ def _accept(
             except TimeoutError:
                 missing = [str(x) for x in members[1:] if x.index not in links]
                 raise TimeoutError(f"no connection from {', '.join(missing)}") from None
-            connection.settimeout(heartbeat)
+            # The others, who wait, hear nothing of this process meanwhile.
+            connection.settimeout(heartbeat / 4)
             with contextlib.suppress(OSError, ValueError):
-                given, _, number = connection.makefile("rb").readline(128).decode().partition(" ")
+                line = connection.makefile("rb", buffering=0).readline(128)
+                given, _, number = line.decode("ascii").partition(" ")
                 known = 0 < int(number) < len(members) and int(number) not in links
                 if secrets.compare_digest(given, secret) and known:
                     links[int(number)] = _Link(members[int(number)], connection, heartbeat)

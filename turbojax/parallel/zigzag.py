@@ -6,7 +6,7 @@ all devices then have the same to do; in the natural order, where device `d` hol
 ``2 d`` and ``2 d + 1``, the last one has nearly twice the mean.
 """
 
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -93,6 +93,25 @@ def check_chunks(tokens: int, parts: int) -> None:
     """Raises ValueError unless so many tokens are `parts` chunks of equal size."""
     if tokens % parts:
         raise ValueError(f"{tokens} tokens must be a multiple of {parts}, chunks of equal size")
+
+
+def check_blocks(of: Any, tokens: int, parts: int, devices: int) -> None:
+    """Raises ValueError unless the tokens of a device are `parts` chunks of whole blocks.
+
+    Args:
+      of: has `block_q` and `block_kv`.
+      tokens: of a device.
+      parts: chunks that it holds.
+      devices: how many there are.
+    """
+    for name in ("block_q", "block_kv"):
+        block = getattr(of, name)
+        if tokens % (parts * block):
+            kind = "two chunks, an early and a late one," if parts == 2 else "one chunk"
+            raise ValueError(
+                f"{tokens} tokens on each of {devices} devices must be a multiple of "
+                f"{parts * block}: {kind} of whole blocks, {name}={block}"
+            )
 
 
 def to_zigzag(x: jax.Array, axis_name: Names, axis: int = 1) -> jax.Array:
