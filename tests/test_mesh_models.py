@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from turbojax import TurboConfig, models
 from turbojax.kv import PagedLayer, causal_attention, init_layer_cache, kind_of
+from turbojax.models.generation.saving import save_cache
 from turbojax.models.generation.steps import decode_step, run_prompts
 from turbojax.models.tensor_parallel import layout, storing, vocabulary
 from turbojax.models.tensor_parallel.programs import on_mesh
@@ -126,7 +127,7 @@ STORED = {
 
 
 @pytest.mark.parametrize("name", STORED)
-def test_caches_are_split_as_they_are_made_over_a_mesh(name):
+def test_caches_are_split_as_they_are_made_over_a_mesh(tmp_path, name):
     cache, shape = STORED[name]
     axes = layout.axes_of_model(TINY, axes_of(*shape))
     sizes = (4, 128, 2, 16)
@@ -144,6 +145,8 @@ def test_caches_are_split_as_they_are_made_over_a_mesh(name):
         last = split.pages.key.addressable_shards[-1]
         own = last.data[np.asarray(split.block_tables)[-1, -1]]
         assert np.array_equal(own, one.pages.key[-1, 1:])
+    with pytest.raises(ValueError, match="own pages|head_slots|permutations"):
+        save_cache(tmp_path / "cache", made)
     # Pages may lie elsewhere.
     rows = [kind_of(one).to_rows(x) for x in (storing.joined(split, axes), one)]
     for x, y in zip(*map(jax.tree.leaves, rows), strict=True):

@@ -55,7 +55,8 @@ def save_cache(
     Raises:
       FileNotFoundError: if there is no such folder.
       TypeError: if `cache` or `metadata` is something else.
-      ValueError: under `jit`.
+      ValueError: under `jit`, or for pages or blocks that are split over devices, which
+        `save_session` stores.
     """
     description, arrays = _pack(cache)
     files.write(path, description, arrays, metadata)
