@@ -103,7 +103,7 @@ def test_a_step_sums_twice_a_layer_and_gathers_two_numbers_a_row(model):
     assert found.count("all-gather") == 1
     assert len(found) == 2 * TINY.num_layers + 2
     rows = program.rows + program.pieces
-    assert re.search(rf"f32\[2,2,{rows}\]\S* all-gather", text)
+    assert re.search(rf"s32\[2,2,{rows}\]\S* all-gather", text)
 
 
 def test_the_likeliest_token_is_that_of_the_whole_row():

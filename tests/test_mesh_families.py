@@ -90,6 +90,29 @@ def test_families(family):
     assert relative(run(split, TOKENS), want) < bound(config)
 
 
+def test_keys_and_values_of_latents_are_not_split_over_slots():
+    config = tiny("deepseek_v3")
+    mesh = jax.make_mesh((1, 2, 2), ("data", "model", "sequence"))
+    model = jax.eval_shape(lambda: models.random_decoder(config))
+    model = dataclasses.replace(model, axes=Axes.of(mesh))
+    with pytest.raises(NotImplementedError, match=r"cache='exact' .*\('sequence',\): must be one"):
+        models.init_caches(model, 2, 128, "exact")
+    assert models.init_caches(model, 2, 128, "latent").max_length == 128
+
+
+@pytest.mark.slow
+def test_latents_split_over_slots():
+    config = tiny("deepseek_v3")
+    one = models.random_decoder(config, dtype="float32")
+    mesh = jax.make_mesh((1, 2, 2), ("data", "model", "sequence"))
+    split, prompts = models.shard(one, Axes.of(mesh)), np.tile(TOKENS, (1, 6))
+    given = {"max_length": 128, "lengths": np.array([72, 5]), "cache": "latent"}
+    sessions = [models.start(model, prompts, **given) for model in (one, split)]
+    assert relative(sessions[1].logits, sessions[0].logits) < bound(config)
+    want, got = (np.stack(list(models.stream(session, 3))) for session in sessions)
+    assert np.array_equal(got, want)
+
+
 @pytest.mark.slow
 def test_heads_that_are_normed_together():
     config = tiny("olmo2")

@@ -10,12 +10,14 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from turbojax import models
-from turbojax.kv import causal_attention
+from turbojax import TurboConfig, models
+from turbojax.kv import PagedLayer, causal_attention, init_layer_cache, kind_of
+from turbojax.models.generation.saving import save_cache
 from turbojax.models.generation.steps import decode_step, run_prompts
-from turbojax.models.tensor_parallel import layout, vocabulary
+from turbojax.models.tensor_parallel import layout, storing, vocabulary
 from turbojax.models.tensor_parallel.programs import on_mesh
 from turbojax.parallel import Axes
+from turbojax.smoothing import Smoothing
 
 pytestmark = pytest.mark.mesh
 
@@ -116,6 +118,68 @@ def test_other_caches_give_the_same_tokens(cache, shape):
     assert np.array_equal(got, want)
 
 
+STORED = {
+    "pages": ("turbo4", (2, 2)),
+    "pages-slots": ("turbo4", (1, 4)),
+    "4bit-heads": (TurboConfig(block_kv=16, buffer_size=16), (2, 2)),
+    "4bit-slots": (TurboConfig(block_kv=16, buffer_size=16), (1, 4)),
+}
+
+
+@pytest.mark.parametrize("name", STORED)
+def test_caches_are_split_as_they_are_made_over_a_mesh(tmp_path, name):
+    cache, shape = STORED[name]
+    axes = layout.axes_of_model(TINY, axes_of(*shape))
+    sizes = (4, 128, 2, 16)
+    # All numbers are others, but for those that count tokens, heads and pages.
+    one = jax.tree.map(
+        lambda x: x if x.dtype in (jnp.int32, bool) else jnp.arange(x.size).reshape(x.shape),
+        init_layer_cache(*sizes, kind=cache),
+    )
+    split, made = storing.split(one, axes), init_layer_cache(*sizes, kind=cache, axes=axes)
+    for x, y in zip(jax.tree.leaves(split), jax.tree.leaves(made), strict=True):
+        assert x.shape == y.shape
+        assert x.sharding.is_equivalent_to(y.sharding, x.ndim)
+    if isinstance(one, PagedLayer):
+        assert np.array_equal(split.block_tables, made.block_tables)
+        last = split.pages.key.addressable_shards[-1]
+        own = last.data[np.asarray(split.block_tables)[-1, -1]]
+        assert np.array_equal(own, one.pages.key[-1, 1:])
+    with pytest.raises(ValueError, match="own pages|head_slots|permutations"):
+        save_cache(tmp_path / "cache", made)
+    # Pages may lie elsewhere.
+    rows = [kind_of(one).to_rows(x) for x in (storing.joined(split, axes), one)]
+    for x, y in zip(*map(jax.tree.leaves, rows), strict=True):
+        assert np.array_equal(x, y)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", STORED)
+def test_sessions_are_stored_as_one_device_has_them(tmp_path, name):
+    """Files of one device go on over a mesh, and those of a mesh on one device and over it."""
+    cache, shape = STORED[name]
+    one = decoder()
+    split = models.shard(one, axes_of(*shape))
+    given = {"max_length": 64, "lengths": np.array([36, 5, 17, 30], np.int32), "cache": cache}
+    tokens = []
+    for model, path in ((one, tmp_path / "one"), (split, tmp_path / "split")):
+        session = models.start(model, np.tile(TOKENS, 3), **given)
+        models.save_session(path, session)
+        tokens.append(np.stack(list(models.stream(session, 4))))
+    for path, model in (("split", one), ("one", split), ("split", split)):
+        session, _ = models.load_session(tmp_path / path, model)
+        tokens.append(np.stack(list(models.stream(session, 4))))
+    for got in tokens[1:]:
+        assert np.array_equal(got, tokens[0])
+
+
+def test_sessions_that_cannot_be_split_are_refused(tmp_path):
+    three = np.tile(TOKENS[:3], 3)
+    models.save_session(tmp_path / "three", models.start(decoder(), three, max_length=64))
+    with pytest.raises(ValueError, match="3 sequences must be a multiple of 2"):
+        models.load_session(tmp_path / "three", models.shard(decoder(), axes_of(2, 1)))
+
+
 @pytest.mark.slow
 def test_the_embedded_model_says_the_same():
     embedded = models.load_decoder(models.embedded_path())
@@ -139,7 +203,7 @@ def test_tokens_and_vocabularies_that_do_not_divide():
 
     def logits(model, tokens, positions):
         hidden, _ = model.hidden(tokens, positions, causal_attention, (None,))
-        return model.logits(hidden), vocabulary.greedy(model.local_logits(hidden), model.axes)
+        return model.logits(hidden), vocabulary.likeliest(model.local_logits(hidden), model.axes)[1]
 
     want, likeliest = jax.jit(logits)(one, tokens, positions)
     specs = ((P(), P()), (P(), P()))
@@ -183,3 +247,13 @@ def test_what_cannot_be_split_is_named():
         models.shard(split, split.axes)
     with pytest.raises(ValueError, match="3 sequences must be a multiple of 2"):
         models.start(split, TOKENS[:3], max_length=16)
+    plain = Smoothing(False, False, False, False)
+    with pytest.raises(ValueError, match="axes=.* must be None: quantize the whole model"):
+        models.quantize_model(split, smoothing=plain)
+
+
+def test_split_int4_weights_are_not_saved(tmp_path):
+    config = dataclasses.replace(TINY, num_layers=1)
+    split = models.shard(models.random_quantized_decoder(config), axes_of(1, 2))
+    with pytest.raises(ValueError, match="axes=.* must be None: a device's weights"):
+        models.save_quantized(split, tmp_path / "model")

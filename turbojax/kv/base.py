@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from turbojax import _checks
 from turbojax._registry import IMPLEMENTATION_NAMES
 from turbojax.config import TurboConfig
 from turbojax.ops.options import PLAIN, AttentionOptions
@@ -400,6 +401,11 @@ class Kind(Stored[C]):
         window = {x: description[x] for x in ("local_window_size",) if x in description}
         cache: C = init(*sizes_of(description), kind=kind, dtype=dtype_of(description), **window)
         return cache
+
+
+def is_split(x: Any) -> bool:
+    """Whether devices have different parts of an array; False where that is not known."""
+    return isinstance(x, jax.Array) and _checks.is_concrete(x) and not x.is_fully_replicated
 
 
 def sizes_of(description: Description) -> list[int]:

@@ -71,6 +71,15 @@ def check_room(path: Path, descriptions: Sequence[Description], max_length: int 
         )
 
 
+def described(path: Path, description: Description) -> Any:
+    """The cache of a description as files hold it, without arrays: its kind and sizes.
+
+    Raises:
+      ValueError: naming the file, if it describes none.
+    """
+    return _template(path, description, None)[1]
+
+
 def unpack(
     file: StoredFile, prefix: str, description: Description, max_length: int | None = None
 ) -> Any:

@@ -21,6 +21,7 @@ from turbojax.kv.base import (
     Kind,
     Stored,
     dtype_of,
+    is_split,
     rows_in_use,
     sizes_of,
 )
@@ -326,7 +327,15 @@ class Pages(Kind[PagedLayer]):
         """A layer whose page arrays are ``[B, K, S, ...]``, in the order of tokens, without tables.
 
         Only to be stored: where its pages lay does not matter.
+
+        Raises:
+          ValueError: if layers are stacked, or tables count each device's own pages.
         """
+        if is_split(cache.block_tables):
+            raise ValueError(
+                f"tables split over {cache.block_tables.sharding} count each device's own pages: "
+                "such a cache is stored by save_session alone"
+            )
         if cache.lengths.ndim > 1:
             raise ValueError("stacked layers of pages cannot be stored together, only one by one")
         pages, batch, entries = cache.pages, cache.batch_size, cache.ring_pages

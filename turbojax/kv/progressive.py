@@ -8,7 +8,15 @@ import jax
 import numpy as np
 
 from turbojax.config import TurboConfig
-from turbojax.kv.base import Counts, Description, Grows, Kind, sides_of, validate_layers
+from turbojax.kv.base import (
+    Counts,
+    Description,
+    Grows,
+    Kind,
+    is_split,
+    sides_of,
+    validate_layers,
+)
 from turbojax.ops import turbo_attention
 from turbojax.ops.extras import of_layer
 from turbojax.ops.options import PLAIN, AttentionOptions
@@ -170,6 +178,16 @@ class Progressive(Kind[ProgressiveCache]):
         size, buffered = cache.config.buffer_size, counts[_BUFFERED]
         if np.any(buffered >= size):
             raise ValueError(f"buffer_lengths={buffered.tolist()} must be below {size}")
+
+    def to_rows(self, cache: ProgressiveCache) -> ProgressiveCache:
+        """See `Stored.to_rows`.
+
+        Raises:
+          ValueError: if devices have slots or copies of their own, which `save_session` joins.
+        """
+        if is_split(cache.key.head_slots):
+            self.validate(cache)
+        return cache
 
     def validate(self, cache: ProgressiveCache) -> None:
         """See `Stored.validate`."""

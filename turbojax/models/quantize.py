@@ -92,15 +92,17 @@ def quantize_model(
       NotImplementedError: see `check_quantizable`.
       TypeError: if the model is another kind, such as a quantized one, or tokens or the batch size
         are not integers.
-      ValueError: if tokens are needed and missing or do not fit, a head has fewer pairs than CRS is
-        to scale, `batch_size` is not positive, or a weight is not finite; the message
-        names the layer.
+      ValueError: if the model is split over a mesh, tokens are needed and missing or do not fit, a
+        head has fewer pairs than CRS is to scale, `batch_size` is not positive, or a weight is not
+        finite; the message names the layer.
     """
     if not isinstance(model, Transformer | Decoder | StoredDecoder):
         raise TypeError(
             f"model is a {type(model).__name__}, must be a Transformer, a Decoder or a "
             "StoredDecoder, not quantized before"
         )
+    if not isinstance(model, Transformer) and model.axes is not None:
+        raise ValueError(f"axes={model.axes} must be None: quantize the whole model, then split it")
     _checks.check_sizes(batch_size=batch_size)
     check_quantizable(model.config)
     pairs = model.config.head_dim // 2

@@ -143,7 +143,7 @@ class QuantizedDecoder:
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """Projects ``[..., D]`` to float32 logits ``[..., V]``."""
-        return gather_logits(self._project(hidden), self.config, self.axes)
+        return gather_logits(self._project(hidden), self.config.vocab_size, self.axes)
 
     def local_logits(self, hidden: jax.Array) -> jax.Array:
         """Logits of the device's part of the vocabulary; see `Decoder.local_logits`."""

@@ -83,9 +83,9 @@ def save_quantized(
       NotImplementedError: if `load` would refuse a key of `extra_config`.
       TypeError: if the model is not quantized, or JSON cannot say what `extra_config` holds.
       ValueError: if its layers and tables do not have one kind and the sizes of its config, or it
-        has adapters, or the dtype is
-        another than float32, bfloat16 and float16 or too small for a weight, or `max_shard_bytes`
-        is not positive, or `extra_config` contradicts the model.
+        has adapters or is split over a mesh, or the dtype is another than float32, bfloat16 and
+        float16 or too small for a weight, or `max_shard_bytes` is not positive, or `extra_config`
+        contradicts the model.
     """
     if not isinstance(model, QuantizedDecoder):
         raise TypeError(
@@ -252,6 +252,10 @@ def _named_leaves(tree: QuantizedDecoder) -> list[tuple[str, Any]]:
 
 def _check_model(model: QuantizedDecoder) -> None:
     """Raises ValueError unless a model is what `read` makes of its description."""
+    if model.axes is not None:
+        raise ValueError(
+            f"axes={model.axes} must be None: a device's weights are not those of files"
+        )
     for i, layer in enumerate(model.layers):
         parts = jax.tree.leaves(layer, is_leaf=lambda x: isinstance(x, LoraLinear))
         if any(isinstance(x, LoraLinear) for x in parts):

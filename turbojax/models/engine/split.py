@@ -17,6 +17,7 @@ from turbojax.models.engine.access import Pool
 from turbojax.models.generation.sampling import NOTHING, Kind, SamplingRows, sample
 from turbojax.models.tensor_parallel.layout import hidden_axes, share
 from turbojax.models.tensor_parallel.specs import cache_specs
+from turbojax.models.tensor_parallel.vocabulary import gather_logits, likeliest
 from turbojax.sharding import Axes
 
 SAME = PartitionSpec()
@@ -58,29 +59,14 @@ class Vocabulary:
 
     def gathered(self, logits: jax.Array) -> jax.Array:
         """All logits ``[..., V]`` from a device's own, within `run_on`."""
-        over = hidden_axes(self.axes)
-        if not over:
-            return logits
-        whole = jax.lax.all_gather(logits, over, axis=logits.ndim - 1, tiled=True)
-        return whole[..., : self.size]
+        return gather_logits(logits, self.size, self.axes)
 
     def sample(self, logits: jax.Array, rows: SamplingRows, kind: Kind) -> jax.Array:
         """`sample` from a device's own logits ``[R, V / n]``, -inf where it has no token."""
-        over = hidden_axes(self.axes)
-        if kind != "greedy" or not over:
+        if kind != "greedy" or not hidden_axes(self.axes):
             return sample(self.gathered(logits), rows, kind)
-        mine = jnp.argmax(logits, axis=-1).astype(jnp.int32)
-        best = jnp.take_along_axis(logits, mine[:, None], axis=-1)[:, 0]
-        mine = mine + jax.lax.axis_index(over) * logits.shape[-1]
-        # One gather: numbers of tokens travel as bits of float32.
-        both = jnp.stack([best, jax.lax.bitcast_convert_type(mine, jnp.float32)])
-        both = jax.lax.all_gather(both, over)
-        # NaN counts as the largest, and of equal ones the first does, as in one whole row.
-        first = jnp.argmax(both[:, 0], axis=0)[None]
-        best = jnp.take_along_axis(both[:, 0], first, axis=0)[0]
-        tokens = jax.lax.bitcast_convert_type(both[:, 1], jnp.int32)
-        chosen = jnp.take_along_axis(tokens, first, axis=0)[0]
-        return jnp.where(jnp.isnan(best) | (best == -jnp.inf), NOTHING, chosen)
+        best, token = likeliest(logits, self.axes)
+        return jnp.where(jnp.isnan(best) | (best == -jnp.inf), NOTHING, token)
 
 
 def vocabulary_of(decoder: Any) -> Vocabulary:

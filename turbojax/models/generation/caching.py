@@ -185,11 +185,15 @@ def init_caches(
     Raises:
       ValueError: if `cache` is no kind of cache, a size does not fit, or no layer would be
         compressed, or it is one of latents and the model has none.
+      NotImplementedError: if slots are to be split over devices, and the model has latents but the
+        cache none: each device has heads of its own there.
     """
     axes = None if isinstance(model, Transformer) else model.axes
     check_batch(batch_size, axes)
     config = model.config
     kinds = kinds_of_layers(cache, config.num_layers)
+    if config.latent is not None and axes is not None and axes.size("sequence") > 1:
+        _require_latents(kinds, axes)
     max_length = whole_slots(max_length, kinds, axes)
     # Says what is wrong before `jit` says that it cannot hash it.
     middle = kinds[len(kinds) // 2]
@@ -204,6 +208,16 @@ def init_caches(
             for size, kind, window in zip(sizes, kinds, windows, strict=True)
         )
     )
+
+
+def _require_latents(kinds: Sequence[CacheKind], axes: Axes) -> None:
+    """Raises NotImplementedError if a cache is not one of latents."""
+    for kind in kinds:
+        if not kind_for(kind).has_latents:
+            raise NotImplementedError(
+                f"cache={kind!r} of a model with latent attention cannot be split over "
+                f"{axes.of_dimension('sequence')}: must be one of latents"
+            )
 
 
 def widths_of(config: TransformerConfig, kind: CacheKind) -> tuple[int, int, int | None]:

@@ -18,8 +18,11 @@ from turbojax.models.decoder import Decoder, for_length, unstack
 from turbojax.models.generation.caching import ModelCaches
 from turbojax.models.generation.session import Session
 from turbojax.models.quantized import QuantizedDecoder
+from turbojax.models.tensor_parallel.caches import check_batch
+from turbojax.models.tensor_parallel.storing import joined, length_to_split, split
 from turbojax.models.transformer import Transformer
 from turbojax.rotary import LongRopeScaling
+from turbojax.sharding import Axes
 from turbojax.state import stored_file as files
 from turbojax.state.pages.pool import PagedCache
 
@@ -52,7 +55,8 @@ def save_cache(
     Raises:
       FileNotFoundError: if there is no such folder.
       TypeError: if `cache` or `metadata` is something else.
-      ValueError: under `jit`.
+      ValueError: under `jit`, or for pages or blocks that are split over devices, which
+        `save_session` stores.
     """
     description, arrays = _pack(cache)
     files.write(path, description, arrays, metadata)
@@ -109,7 +113,8 @@ def save_session(
 ) -> None:
     """Stores a session: its caches, lengths and the logits of the next token, not the model.
 
-    Generation continues from the file exactly as it would from the session.
+    Generation continues from the file exactly as it would from the session. That of a decoder that
+    is split over a mesh is stored as one device would have it.
 
     Args:
       path: of the file, which is replaced if it exists. Its folder must exist.
@@ -119,10 +124,11 @@ def save_session(
     Raises:
       FileNotFoundError: if there is no such folder.
       TypeError: if `session` or `metadata` is something else.
+      NotImplementedError: if the decoder is split over devices of several processes.
     """
     if not isinstance(session, Session):
         raise TypeError(f"session is a {type(session).__name__}, must be a Session")
-    caches, arrays = _pack(session.caches)
+    caches, arrays = _pack(session.caches, session.decoder.axes)
     description = {"kind": _SESSION, "model": _fingerprint(session.decoder), "caches": caches}
     arrays = {
         **arrays,
@@ -143,7 +149,9 @@ def load_session(
 
     Args:
       path: of the file.
-      model: the same weights in the same dtype; see `start`. Its `max_length` may be another one.
+      model: the same weights in the same dtype; see `start`. Its `max_length` may be another one,
+        and it may be split over a mesh where the other was not, or otherwise: unless weights are
+        INT4, or have sizes that devices do not divide, which must be split as they were.
       max_length: tokens each sequence will hold at most; what it was if not given. LongRoPE must
         have the same factors for it.
       implementation: what runs attention and cache, see `start`.
@@ -171,10 +179,13 @@ def load_session(
         held, described = file.description["model"], file.description["caches"]
         if max_length is None:
             _check_length(file.path, described, model.config.max_length)
+        if decoder.axes is not None:
+            max_length = _length_to_split(file.path, described, max_length, decoder.axes)
         caches = _unpack(file, described, max_length)
         decoder = for_length(decoder, caches.max_length)
         _check_model(file.path, held, _fingerprint(decoder))
         batch = caches.layers[0].lengths.shape[0]
+        check_batch(batch, decoder.axes)
         file.require("logits", (batch, model.config.vocab_size), np.dtype(np.float32))
         file.require("lengths", (batch,), np.dtype(np.int32))
         logits, lengths = file.read("logits"), file.read("lengths")
@@ -185,11 +196,13 @@ def load_session(
                 raise ValueError(
                     f"{file.path}: lengths={lengths.tolist()} must be {held}, as cached"
                 )
+        if decoder.axes is not None:
+            caches = ModelCaches(tuple(split(layer, decoder.axes) for layer in caches.layers))
         session = Session(
             decoder,
             caches,
-            jnp.asarray(logits),
-            jnp.asarray(lengths),
+            _of_sequences(logits, decoder.axes),
+            _of_sequences(lengths, decoder.axes),
             int(lengths.max()),
             implementation,
         )
@@ -209,13 +222,28 @@ def _prefix(layer: int) -> str:
     return f"layers.{layer}."
 
 
-def _pack(cache: StorableCache) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+def _pack(
+    cache: StorableCache, axes: Axes | None = None
+) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """What to store of a cache; of a model's caches with the axes over which they are split."""
     if not isinstance(cache, ModelCaches):
         return _describe(cache), layers.pack(cache)
     arrays = {}
     for i, layer in enumerate(cache.layers):
-        arrays.update({_prefix(i) + name: x for name, x in layers.pack(layer).items()})
+        whole = layer if axes is None else joined(layer, axes)
+        arrays.update({_prefix(i) + name: x for name, x in layers.pack(whole).items()})
     return _describe(cache), arrays
+
+
+def _length_to_split(path: Path, description: Any, max_length: int | None, axes: Axes) -> int:
+    """The length of caches that can be split, at least `max_length` or what is described."""
+    found = [layers.described(path, layer) for layer in _layers(path, description)]
+    return length_to_split(found, max_length or found[0].max_length, axes)
+
+
+def _of_sequences(x: np.ndarray, axes: Axes | None) -> jax.Array:
+    """An array ``[B, ...]`` where a session has it."""
+    return jnp.asarray(x) if axes is None else jax.device_put(x, axes.sharding("B"))
 
 
 def _unpack(file: files.StoredFile, description: Any, max_length: int | None) -> Any:

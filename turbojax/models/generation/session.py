@@ -447,7 +447,7 @@ def generate(
         stop_tokens=ends,
         stop_strings=texts,
         tokenizer=tokenizer,
-        prompts=_rows(tokens, session.lengths) if texts else None,
+        prompts=_rows(tokens, lengths) if texts else None,
         pad_token=pad_token,
     )
     result = np.full((tokens.shape[0], max_new_tokens), pad_token, np.int32)
@@ -458,8 +458,10 @@ def generate(
     return jax.device_put(result)
 
 
-def _rows(tokens: np.ndarray, lengths: jax.Array) -> list[list[int]]:
-    """The prompts, without padding."""
+def _rows(tokens: np.ndarray, lengths: Any) -> list[list[int]]:
+    """The prompts, without padding; a session's lengths may be on other processes' devices."""
+    if lengths is None:
+        return [row.tolist() for row in tokens]
     return [row[:length].tolist() for row, length in zip(tokens, np.asarray(lengths), strict=True)]
 
 

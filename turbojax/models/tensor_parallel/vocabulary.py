@@ -8,19 +8,19 @@ from turbojax.models.tensor_parallel.layout import hidden_axes
 from turbojax.sharding import Axes
 
 
-def gather_logits(logits: jax.Array, config: TransformerConfig, axes: Axes | None) -> jax.Array:
+def gather_logits(logits: jax.Array, vocab_size: int, axes: Axes | None) -> jax.Array:
     """Logits ``[..., V]`` of the whole vocabulary from those of each device.
 
     Args:
       logits: ``[..., V / n]`` of the device's tokens, V rounded up.
-      config: of the model.
+      vocab_size: V, of the model.
       axes: over which it is split, within `shard_map`, or None.
     """
     over = hidden_axes(axes)
     if not over:
         return logits
     whole = jax.lax.all_gather(logits, over, axis=logits.ndim - 1, tiled=True)
-    return whole[..., : config.vocab_size]
+    return whole[..., :vocab_size]
 
 
 def mask_padding(logits: jax.Array, config: TransformerConfig, axes: Axes | None) -> jax.Array:
@@ -37,8 +37,8 @@ def first_token(logits: jax.Array, over: tuple[str, ...]) -> jax.Array:
     return jax.lax.axis_index(over) * logits.shape[-1]
 
 
-def greedy(logits: jax.Array, axes: Axes | None) -> jax.Array:
-    """The likeliest token, the first of equals; where one is NaN the first of these.
+def likeliest(logits: jax.Array, axes: Axes | None) -> tuple[jax.Array, jax.Array]:
+    """The largest logit and its token, the first of equals; where one is NaN the first of these.
 
     As `jnp.argmax` of all logits, by one collective of two numbers a row.
 
@@ -47,17 +47,18 @@ def greedy(logits: jax.Array, axes: Axes | None) -> jax.Array:
       axes: over which the model is split, within `shard_map`, or None.
 
     Returns:
-      int32 ``[...]``, the same on all devices.
+      float32 ``[...]`` and int32 ``[...]``, the same on all devices.
     """
     over = hidden_axes(axes)
     mine = jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    if not over:
-        return mine
     best = jnp.take_along_axis(logits, mine[..., None], axis=-1)[..., 0]
+    if not over:
+        return best, mine
     mine = mine + first_token(logits, over)
-    # In one array: tokens as bits of float32.
-    both = jnp.stack([best, jax.lax.bitcast_convert_type(mine, jnp.float32)])
+    # In one array, of integers: as floats tokens would be denormal numbers.
+    both = jnp.stack([jax.lax.bitcast_convert_type(best, jnp.int32), mine])
     both = jax.lax.all_gather(both, over)
-    device = jnp.argmax(both[:, 0], axis=0)
-    tokens = jax.lax.bitcast_convert_type(both[:, 1], jnp.int32)
-    return jnp.take_along_axis(tokens, device[None], axis=0)[0]
+    every = jax.lax.bitcast_convert_type(both[:, 0], jnp.float32)
+    device = jnp.argmax(every, axis=0)[None]
+    best, token = (jnp.take_along_axis(x, device, axis=0)[0] for x in (every, both[:, 1]))
+    return best, token
