@@ -86,8 +86,9 @@ def _decode(batch: int, tokens: int, loops: int) -> list[Group]:
             asked=1.9 if name == "4bit" else None,
             facts={**facts, "cache": name},
         )
-        for name in ("4bit", "turbo4", "exact")
-        for split in ("batch", "heads")
+        # Under plain `jit` a pool of pages is one: its sequences cannot be split.
+        for name, splits in (("4bit", ("batch", "heads")), ("turbo4", ("heads",)))
+        for split in splits
     ]
 
 

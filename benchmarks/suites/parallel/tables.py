@@ -51,7 +51,8 @@ def parallel_table(result: Result) -> str:
 
 
 def _line(row: Row, one: Row | None) -> list[str]:
-    name = [row["label"], row["way"], str(row["devices"])]
+    way = f"{row['way']} ({row['note']})" if "note" in row else row["way"]
+    name = [row["label"], way, str(row["devices"])]
     if row["status"] != "ok":
         return [*name, tables.failure_cell(row), "", "", "", ""]
     asked = "-" if row["asked"] is None else f"{row['asked']}x"
