@@ -14,7 +14,7 @@ from turbojax import TurboConfig, models
 from turbojax.kv import PagedLayer, causal_attention, init_layer_cache, kind_of
 from turbojax.models.generation.saving import save_cache
 from turbojax.models.generation.steps import decode_step, run_prompts
-from turbojax.models.tensor_parallel import layout, storing, vocabulary
+from turbojax.models.tensor_parallel import layout, programs, storing, vocabulary
 from turbojax.models.tensor_parallel.programs import on_mesh
 from turbojax.parallel import Axes
 from turbojax.smoothing import Smoothing
@@ -67,6 +67,19 @@ def test_logits_are_those_of_one_device(shape):
     for got, want in zip(session(split), of_one_device(), strict=True):
         assert got.shape == want.shape
         assert relative(got, want) < BOUND
+
+
+def test_options_of_the_compiler_are_those_of_split_steps_alone(monkeypatch):
+    """Where a step is a program by itself; what XLA does not know is left out."""
+    assert programs._accepted({"no_such_option": True}) is None
+    options = programs._accepted(programs._FOR_STEPS)
+    assert options == programs._FOR_STEPS
+    monkeypatch.setattr(programs, "_options_of_steps", lambda: options)
+    run = programs.StepProgram(lambda decoder, x: decoder.norm[0] + x)
+    split, one = models.shard(decoder(), axes_of(1, 2)), jnp.float32(1)
+    assert run._of(decoder()) is run._plain
+    assert run._of(split) is run._split is not run._plain
+    assert run(split, one) == run(decoder(), one) == jax.jit(run)(split, one)
 
 
 @pytest.mark.slow

@@ -24,7 +24,7 @@ from turbojax.models.engine.programs import PromptProgram
 from turbojax.models.engine.state import State, apply, no_changes
 from turbojax.models.generation.sampling import greedy_rows
 from turbojax.models.quantized import QuantizedDecoder
-from turbojax.models.tensor_parallel.programs import on_mesh
+from turbojax.models.tensor_parallel.programs import on_mesh, step_program
 from turbojax.ops.extras import of_layer
 from turbojax.ops.options import PLAIN
 
@@ -107,8 +107,7 @@ def check_implementation(
             check_call(implementation, pool, tables, rows, tokens, num_heads)
 
 
-@functools.partial(
-    jax.jit,
+@step_program(
     static_argnames=("program", "windows", "implementation", "prompts", "is_draft"),
     donate_argnames="caches",
 )

@@ -1,6 +1,5 @@
 """The two programs of a session: prompts through a model, and one token of every sequence."""
 
-import functools
 from typing import Any
 
 import jax
@@ -12,12 +11,12 @@ from turbojax.models.decoder import Decoder
 from turbojax.models.generation.caching import ModelCaches
 from turbojax.models.quantized import QuantizedDecoder
 from turbojax.models.tensor_parallel.attending import new_tokens_of, prompts_of
-from turbojax.models.tensor_parallel.programs import on_mesh
+from turbojax.models.tensor_parallel.programs import on_mesh, step_program
 from turbojax.sharding import Axes
 from turbojax.sharding.specs import partition_specs
 
 
-@functools.partial(jax.jit, static_argnames="implementation", donate_argnames="caches")
+@step_program(static_argnames="implementation", donate_argnames="caches")
 def decode_step(
     decoder: Decoder | QuantizedDecoder,
     caches: ModelCaches,
@@ -60,7 +59,7 @@ def decode_step(
     return on_mesh(run, decoder, (held, rows, rows), (held, rows, rows))(caches, tokens, lengths)
 
 
-@functools.partial(jax.jit, static_argnames=("implementation", "pooled"), donate_argnames="caches")
+@step_program(static_argnames=("implementation", "pooled"), donate_argnames="caches")
 def run_prompts(
     decoder: Decoder | QuantizedDecoder,
     caches: ModelCaches,
