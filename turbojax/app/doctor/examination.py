@@ -135,7 +135,8 @@ def registries() -> list[Registry]:
         if name.startswith("turbojax."):
             for value in vars(module).values():
                 if isinstance(value, Registry):
-                    found[value.op] = value
+                    # Of an op that has one for parts of caches, too, that of whole ones is first.
+                    found.setdefault(value.op, value)
     return list(found.values())
 
 

@@ -436,8 +436,10 @@ class Device:
         )
 
     def _like(self, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
-        """Numbers that a program gives to another one, int32, where the slots are."""
-        return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=self._state.lengths.sharding)
+        """Numbers that a program gives to another one, int32, where the slots are, if put there."""
+        slots = self._state.lengths
+        sharding = slots.sharding if slots.committed else None
+        return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=sharding)
 
 
 def check_programs(
