@@ -155,25 +155,6 @@ def assemble(
     return jax.make_array_from_single_device_arrays(shape, sharding, list(parts.values()))
 
 
-def from_parts(
-    shape: tuple[int, ...], sharding: NamedSharding, part: Callable[[Box], np.ndarray]
-) -> jax.Array:
-    """An array whose parts are made one after the other, each once.
-
-    Args:
-      shape: of all devices together.
-      sharding: over the devices.
-      part: returns what a device holds.
-    """
-    devices: dict[Box, list[jax.Device]] = {}
-    for device, box in local_boxes(sharding, shape).items():
-        devices.setdefault(box, []).append(device)
-    held: dict[jax.Device, jax.Array] = {}
-    for box, holders in devices.items():
-        held |= _put(part(box), holders)
-    return jax.block_until_ready(assemble(shape, sharding, held))
-
-
 def _put(part: np.ndarray, devices: Sequence[jax.Device]) -> dict[jax.Device, jax.Array]:
     return {device: jax.device_put(part, device) for device in devices}
 
