@@ -130,7 +130,7 @@ def examine() -> Report:
 
 def registries() -> list[Registry]:
     """The registries of all ops, found in the modules that `import turbojax` loads."""
-    found = {}
+    found: dict[str, Registry] = {}
     for name, module in sorted(sys.modules.items()):
         if name.startswith("turbojax."):
             for value in vars(module).values():
