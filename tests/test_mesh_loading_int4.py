@@ -120,8 +120,7 @@ def test_adapters_are_split_beside_the_weights(name, folders, tmp_path):
     adapters = jax.tree.map(lambda x: x + 0.5, adapters)
     found = models.load_decoder(path, mesh=axes, adapters=adapters)
     assert_same(found, shard(models.with_adapters(whole, adapters), axes))
-    with pytest.raises(NotImplementedError, match="cannot be given adapters"):
-        models.with_adapters(shard(whole, axes), adapters)
+    assert_same(found, models.with_adapters(shard(whole, axes), adapters))
 
 
 def test_adapters_are_for_quantized_checkpoints(tmp_path):
