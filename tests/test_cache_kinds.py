@@ -34,15 +34,16 @@ CASES |= {x: x for kind in KINDS for x in kind.takes if isinstance(x, str)}
 # Blocks that a few tokens fill; those of the names are wider than a test is long.
 CASES["small blocks"] = TurboConfig(buffer_size=8, block_q=8, block_kv=8, key_bits=4, value_bits=2)
 # In the slow tier: what differs from another kind only in the format of its numbers.
-SLOW = ("bfloat16", "4bit", "2/4bit", "3bit", "2bit", "fp8_e4m3", "fp8_e5m2", "paged_k8v4")
-# Every number of bits on either side; the other mixes of them belong to `make test-fuzz`.
-SLOW += ("turbo_k4v2", "turbo_k3v4", "turbo_k2v3")
+SLOW = ("bfloat16", "4bit", "2/4bit", "3bit", "fp8_e4m3", "paged_k8v4")
+# Of the mixes of bits one; the others belong to `make test-fuzz`.
+SLOW += ("turbo_k2v3",)
 
 
 def _tier(name):
     if name in SLOW:
         return [pytest.mark.slow]
-    return [pytest.mark.fuzz] if name.startswith("turbo_k") else []
+    rest = ("turbo_k", "2bit", "fp8_e5m2")
+    return [pytest.mark.fuzz] if name.startswith(rest) else []
 
 
 every_kind = pytest.mark.parametrize(
