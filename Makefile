@@ -52,9 +52,9 @@ test-slow: $(VENV)/.installed-test-all ## run the slow tests alone
 	$(ON_DEVICES) -m "mesh and slow" $(MESH) $(PYTEST) $(OR_NONE)
 	$(AS_USERS) -m "optimized and slow and not gpu" $(OPTIMIZED) $(PYTEST) $(OR_NONE)
 
-# Not part of CI, which runs a few cases of each: some ten minutes more.
+# Not part of CI, which runs a few cases of each: ten minutes and more.
 test-fuzz: export JAX_PLATFORMS := cpu
-test-fuzz: $(VENV)/.installed-test-all ## run interrupts, kills and hostile files by the thousand
+test-fuzz: $(VENV)/.installed-test-all ## run interrupts, kills and hostile files by the thousand, and all cases of large grids
 	$(ON_CPU) -m "fuzz and not gpu" $(PYTEST) $(OR_NONE)
 
 # Other people's packages, in an environment of their own.

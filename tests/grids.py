@@ -62,8 +62,10 @@ def tiers(
       first: of them in `make test`, the first ones.
       slow: of the others in `make test-slow`, spread evenly; all if None.
     """
-    if spread > 0 < first or not (spread or first or slow):
-        raise ValueError(f"{spread=} or {first=} must be positive, and one of them alone")
+    if min(spread, first, slow or 0) < 0 or (spread and first) or not (spread or first or slow):
+        raise ValueError(
+            f"{spread=} or {first=}, and one of them alone, or {slow=} must be positive"
+        )
     quick = set(range(min(first, total))) | _spread(total, spread)
     others = [i for i in range(total) if i not in quick]
     if slow is None:

@@ -44,6 +44,6 @@ def test_tiers():
     assert tiers(9, first=2, slow=3) == ({0, 1}, {2, 5, 8})
     assert tiers(9, slow=2) == (set(), {0, 8})
     assert tiers(3, 5, slow=7) == ({0, 1, 2}, set())
-    for wrong in ({}, {"spread": 2, "first": 1}):
+    for wrong in ({}, {"spread": 2, "first": 1}, {"spread": -1}, {"first": 1, "slow": -1}):
         with pytest.raises(ValueError, match="one of them alone"):
             tiers(9, **wrong)
