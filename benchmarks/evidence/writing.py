@@ -1,0 +1,195 @@
+"""What the tables share: cells, comparisons, and sentences under them. Pure functions of a result."""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from benchmarks import tables
+from benchmarks.evidence.rows import Spec
+from benchmarks.evidence.subject import Subject
+from benchmarks.suite import Table
+from benchmarks.tables import Result, Row
+from turbojax.evaluation.intervals import Interval, bootstrap
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+Entries = Mapping[str, str]
+"""Keys of rows by their labels, in the order of the table."""
+
+
+@dataclasses.dataclass(frozen=True)
+class EvidenceTable:
+    """A table of the evidence, and the rows that it needs.
+
+    Attributes:
+      letter: what ``--tables`` calls it.
+      name: of its markers in the docs.
+      specs: its rows, what matters most first.
+      render: the Markdown, of any result that has some of its rows.
+      plot: name of its plot's file.
+      draw: draws it, of the same.
+    """
+
+    letter: str
+    name: str
+    specs: Callable[[Subject], list[Spec]]
+    render: Table
+    plot: str
+    draw: Callable[[Result], "Figure"]
+
+
+def found(result: Result, key: str) -> Row | None:
+    """A row that was measured, or None."""
+    row: Row | None = result["rows"].get(key)
+    return row if row is not None and row["status"] == "ok" else None
+
+
+def measured(result: Result, entries: Entries) -> dict[str, Row]:
+    """The rows that were measured, by label."""
+    rows = {label: found(result, key) for label, key in entries.items()}
+    return {label: row for label, row in rows.items() if row is not None}
+
+
+def signed(value: float | None) -> str:
+    """``+0.0035``, or a dash."""
+    return "-" if value is None else f"{value:+.4f}"
+
+
+def spread(row: Row, name: str = "cost") -> str:
+    """``+0.0035 [+0.0030, +0.0041]``, or NaN where the row has windows without a figure."""
+    if row[name] is None:
+        return f"NaN in {row['nan_windows']} windows"
+    low, high = row[f"{name}_interval"]
+    return f"{row[name]:+.4f} [{low:+.4f}, {high:+.4f}]"
+
+
+def smaller(row: Row) -> float:
+    """Bytes of a bfloat16 cache over those of the row's."""
+    ratio: float = row["exact_cache_bytes"] / row["cache_bytes"]
+    return ratio
+
+
+def bits_per_number(row: Row) -> float:
+    """Bits that a number of the keys and values takes, scales, norms and exact tokens included."""
+    return 16 / smaller(row)
+
+
+def error_cell(row: Row | None, name: str = "relative_l1") -> str:
+    """The mean of the layers' errors, and the largest."""
+    if row is None or any(x is None for x in row[name]):
+        return "-"
+    return f"{np.mean(row[name]):.3f} ({max(row[name]):.3f})"
+
+
+def cached_line(label: str, row: Row, *more: str) -> list[str]:
+    """Cells of a row that went through a cache; see `CACHED_HEADER`."""
+    return [
+        label,
+        f"{bits_per_number(row):.2f}",
+        tables.times(smaller(row)),
+        "-" if row["bits"] is None else f"{row['bits']:.4f}",
+        spread(row),
+        "-" if row["divergence"] is None else f"{row['divergence']:.5f}",
+        f"{row['same_greedy_choice']:.1%}",
+        *more,
+    ]
+
+
+def cached_header(result: Result) -> list[str]:
+    """The header of `cached_line`."""
+    unit = f"bits per {result['texts']['unit']}"
+    last = ["KL, bits", "same greedy choice"]
+    return ["bits a number", "smaller than bfloat16", unit, "cost [95 %]", *last]
+
+
+def whole_line(label: str, row: Row, *more: str) -> list[str]:
+    """Cells of a row without a cache."""
+    return [
+        label,
+        *more,
+        "-" if row["bits"] is None else f"{row['bits']:.4f}",
+        spread(row),
+        "-" if row["divergence"] is None else f"{row['divergence']:.5f}",
+        f"{row['same_greedy_choice']:.1%}",
+        error_cell(row),
+    ]
+
+
+def whole_header(result: Result) -> list[str]:
+    """The header of `whole_line`, what is between left out."""
+    unit = f"bits per {result['texts']['unit']}"
+    return [unit, "cost [95 %]", "KL, bits", "same greedy choice", "output error (worst layer)"]
+
+
+def difference(result: Result, key: str, other: str) -> Interval | None:
+    """What one row's bits are above another's, window by window; None if there are none."""
+    rows = [found(result, x) for x in (key, other)]
+    costs = [row["cost_by_window"] for row in rows if row is not None]
+    if len(costs) < 2 or any(x is None for cost in costs for x in cost):
+        return None
+    one, two = (np.asarray(cost, np.float64) for cost in costs)
+    owners = result["texts"]["long_owners" if key.startswith("long/") else "owners"]
+    return bootstrap(one - two, owners)
+
+
+def word(apart: Interval) -> str:
+    """What an interval of a difference of bits says."""
+    if apart.high < 0:
+        return "better"
+    return "**worse**" if apart.low > 0 else "not told apart"
+
+
+def comparison(result: Result, pairs: Sequence[tuple[str, str, str, str]]) -> str:
+    """A table of ours against baselines, which says where ours are worse.
+
+    Args:
+      result: the result.
+      pairs: label and key of ours, label and key of the baseline.
+    """
+    lines = []
+    for label, key, base, other in pairs:
+        apart = difference(result, key, other)
+        ours, theirs = found(result, key), found(result, other)
+        if apart is None or ours is None or theirs is None:
+            continue
+        share = ours["cache_bytes"] / theirs["cache_bytes"] - 1
+        cell = f"{apart.mean:+.4f} [{apart.low:+.4f}, {apart.high:+.4f}]"
+        lines.append([label, base, f"{share:+.1%}", cell, word(apart)])
+    if not lines:
+        return "No pair of them was measured."
+    return tables.table(["ours", "against", "bytes", "bits [95 %]", "ours is"], lines)
+
+
+def not_measured(result: Result, keys: Sequence[str]) -> str:
+    """One sentence on rows that are missing, with the reasons there are, or nothing."""
+    reasons: dict[str, list[str]] = {}
+    for key in keys:
+        row = result["rows"].get(key, {"status": "not run", "reason": "not asked for"})
+        if row["status"] != "ok":
+            reasons.setdefault(f"{row['status']}: {row['reason'][:160]}", []).append(f"`{key}`")
+    return "".join(
+        f" Not measured: {', '.join(names)} ({reason})." for reason, names in reasons.items()
+    ).replace("|", "\\|")
+
+
+def note(name: str, result: Result, keys: Sequence[str]) -> str:
+    """On how much text, on which model, and from which file."""
+    rows = [row for key in keys if (row := found(result, key)) is not None]
+    counts = sorted({row["decoded_tokens"] for row in rows if "decoded_tokens" in row})
+    unit, model = result["texts"]["unit"], result["model"]
+    text = " and ".join(f"{count:,}" for count in counts)
+    scored = f"{text} {unit}s of held-out text, " if counts else ""
+    about = (
+        f"{scored}model {model['name']} with {model['parameters'] / 1e6:.1f}M parameters and "
+        f"{model['kv_heads']} KV heads of {model['head_dim']} channels in {model['dtype']};"
+    )
+    about = about[0].upper() + about[1:]
+    return f"{about} {tables.source(name, result)}{not_measured(result, keys)}"
+
+
+def section(plot: str, description: str, *parts: str) -> str:
+    """A plot, then tables and notes."""
+    return tables.picture(plot, description) + "\n\n".join(part for part in parts if part)
