@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 
 def bars_of(row: Row) -> list[list[float]]:
     """Distances from a row's cost to the ends of its interval, as `errorbar` takes them."""
+    if row["cost_interval"] is None:
+        return [[0.0], [0.0]]
     low, high = row["cost_interval"]
     return [[row["cost"] - low], [high - row["cost"]]]
 

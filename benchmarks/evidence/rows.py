@@ -11,10 +11,8 @@ from benchmarks.evidence import channels, whole
 from benchmarks.evidence.attends import Whole
 from benchmarks.evidence.subject import Subject
 from benchmarks.tables import Row
-from turbojax.evaluation.intervals import bootstrap
-from turbojax.evaluation.layers import layer_errors
-from turbojax.evaluation.methods import method
-from turbojax.evaluation.scoring import score
+from turbojax.evaluation import ExactRun, Scores, method, score
+from turbojax.evaluation.run import text_row
 
 ERRORS = ("cosine", "relative_l1", "rmse")
 
@@ -36,32 +34,41 @@ class Spec:
 
 def cached(name: str, *, quick: bool = False) -> Spec:
     """Bits through a cache: a method of `turbojax.evaluation`, by its name."""
-    return Spec(f"cache/{name}", lambda subject: _cached(subject, name, subject.decoder), quick)
+
+    def measure(subject: Subject) -> Row:
+        return _cached(subject, name, subject.decoder, subject.exact_run)
+
+    return Spec(f"cache/{name}", measure, quick)
 
 
 def cached_int4(name: str, *, quick: bool = False) -> Spec:
     """The same with INT4 weights; what it costs is beyond these weights with an exact cache."""
-    return Spec(f"int4/{name}", lambda subject: _cached(subject, name, subject.quantized), quick)
+
+    def measure(subject: Subject) -> Row:
+        return _cached(subject, name, subject.quantized, subject.quantized_run)
+
+    return Spec(f"int4/{name}", measure, quick)
 
 
-def _cached(subject: Subject, name: str, model: Any) -> Row:
-    sizes = subject.sizes
-    chosen = method(name, model.config)
+def _cached(subject: Subject, name: str, model: Any, exact: ExactRun) -> Row:
+    sizes, chosen = subject.sizes, method(name, model.config)
     found = score(
-        model, subject.tokens, chosen, prompt=sizes.prompt, batch_size=min(sizes.batch, len(subject.tokens))
+        model,
+        subject.tokens,
+        chosen,
+        prompt=sizes.prompt,
+        batch_size=sizes.batch,
+        exact=exact,
     )
-    same = found.choices == found.exact_choices
-    return {
-        **facts(found.bits, found.exact_bits, same, found.divergence, subject.owners),
-        "cache_bytes": int(found.cache_bytes),
-        "exact_cache_bytes": int(found.exact_cache_bytes),
-    }
+    return facts(found, subject.owners, subject.unit)
 
 
 def layers(name: str, *, quick: bool = False) -> Spec:
     """Errors of each layer's attention output through a cache."""
 
     def measure(subject: Subject) -> Row:
+        from turbojax.evaluation.layers import layer_errors
+
         chosen = method(name, subject.decoder.config)
         prompt = subject.sizes.prompt
         found = layer_errors(subject.decoder, subject.layer_tokens, chosen, prompt=prompt)
@@ -89,10 +96,11 @@ def within(name: str, attend: Whole, *, long: bool = False, quick: bool = False)
             subject.decoder, tokens, attend, first=first, batch=batch, exact=exact
         )
         owners = subject.long_owners if long else subject.owners
-        row = facts(found.bits, found.exact_bits, found.same_choice, found.divergence, owners)
-        reported = [1.0 if math.isnan(x) else float(x) for x in found.reports]
+        row = facts(found.scores, owners, subject.unit)
+        del row["cache_bytes"], row["exact_cache_bytes"]
         if not np.isnan(found.reports).all():
-            row |= {"density": float(np.mean(reported)), "density_by_layer": rounded(reported)}
+            reported = np.nan_to_num(found.reports, nan=1.0)  # layers that attend exactly
+            row |= {"density": float(reported.mean()), "density_by_layer": rounded(reported)}
         errors = whole.output_errors(subject.tensors, attend=attend, first=subject.first)
         return row | {e: rounded(np.asarray(x)) for e, x in zip(ERRORS, errors, strict=True)}
 
@@ -109,47 +117,20 @@ def channel_errors() -> Spec:
     return Spec("channels", measure, quick=True)
 
 
-def facts(
-    bits: np.ndarray,
-    exact_bits: np.ndarray,
-    same: np.ndarray,
-    divergence: np.ndarray,
-    owners: Sequence[str],
-) -> Row:
-    """What a row says of scores ``[n, D]``: means over windows, with intervals over files.
-
-    Figures that are not finite are None, and `nan_windows` counts the windows that have one.
-    """
-    finite = np.isfinite(bits).all(axis=1)
-    by_window = np.asarray(bits, np.float64).mean(axis=1)
-    cost = by_window - np.asarray(exact_bits, np.float64).mean(axis=1)
-    apart = np.asarray(divergence, np.float64).mean(axis=1)
-    row: Row = {
-        "decoded_tokens": int(bits.size),
-        "nan_windows": int((~finite).sum()),
-        "exact_bits": number(np.mean(exact_bits, dtype=np.float64)),
-        "bits": number(by_window.mean()),
-        "same_greedy_choice": float(np.mean(same)),
-        "cost_by_window": [number(x, 7) for x in cost],
-    }
-    for name, values in (("cost", cost), ("divergence", apart)):
-        if not np.isfinite(values).all():
-            row |= {name: None, f"{name}_interval": None}
-            continue
-        found = bootstrap(values, owners)
-        row |= {
-            name: number(found.mean),
-            f"{name}_interval": [number(found.low), number(found.high)],
-        }
+def facts(found: Scores, owners: Sequence[str], unit: str) -> Row:
+    """What a row says of scores, see `text_row`: what tables show, and the cost of each window."""
+    row: Row = text_row(found, np.asarray(owners), unit)
+    for name in ("by_file", "by_window", "cost_by_file", "cost_by_half"):
+        del row[name]
+    row["cost_by_window"] = [number(x, 7) for x in row["cost_by_window"]]
+    row["nan_windows"] = int((~np.isfinite(found.bits).all(axis=1)).sum())
     return row
 
 
-def number(x: Any, digits: int | None = None) -> float | None:
+def number(x: Any, digits: int) -> float | None:
     """A float for JSON; None if it is not finite."""
     value = float(x)
-    if not math.isfinite(value):
-        return None
-    return value if digits is None else round(value, digits)
+    return round(value, digits) if math.isfinite(value) else None
 
 
 def rounded(values: Any) -> list[float | None]:

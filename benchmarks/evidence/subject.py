@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import hashlib
 import sysconfig
 import threading
 from collections.abc import Callable, Mapping
@@ -17,6 +16,7 @@ from benchmarks.evidence import whole
 from turbojax import models
 from turbojax.app import text_model
 from turbojax.app.quantize import run as quantizing
+from turbojax.evaluation import ExactRun, identity, windows
 from turbojax.models.text.tokenizer import ByteTokenizer, Tokenizer
 
 T = TypeVar("T")
@@ -97,11 +97,9 @@ class Subject:
         if layers is not None and layers < decoder.config.num_layers:
             config = dataclasses.replace(decoder.config, num_layers=layers)
             decoder = dataclasses.replace(decoder, layers=decoder.layers[:layers], config=config)
-        streams = {
-            file: np.asarray(tokenizer.encode(text_model.read_text(content)), np.int32)
-            for file, content in list(texts.items())[: sizes.files]
-        }
-        longest = min(decoder.config.max_length, max(map(len, streams.values())) - 1)
+        read = self._reader(tokenizer)
+        chosen = {file: read(content) for file, content in list(texts.items())[: sizes.files]}
+        longest = min(decoder.config.max_length, max(map(len, chosen.values())) - 1)
         context = min(sizes.context, longest)
         self.sizes = dataclasses.replace(
             sizes,
@@ -112,12 +110,20 @@ class Subject:
         )
         self.name, self.decoder = name, decoder
         self.unit = "byte" if isinstance(tokenizer, ByteTokenizer) else "token"
-        self.tokens, self.owners = cut(streams, context, sizes.windows_per_file)
-        long = (self.sizes.long_context, sizes.long_windows_per_file)
-        self.long_tokens, self.long_owners = cut(streams, *long)
-        self._tokenizer = tokenizer
+        self.tokens, self.owners = _joined(windows(chosen, context, sizes.windows_per_file))
+        self.long_tokens, self.long_owners = _joined(
+            windows(chosen, self.sizes.long_context, sizes.long_windows_per_file)
+        )
+        self._read = read
         self._lock = threading.RLock()
         self._made: dict[str, Any] = {}
+
+    @staticmethod
+    def _reader(tokenizer: Tokenizer) -> Callable[[bytes], np.ndarray]:
+        def read(content: bytes) -> np.ndarray:
+            return np.asarray(tokenizer.encode(text_model.read_text(content)), np.int32)
+
+        return read
 
     def _once(self, name: str, make: Callable[[], T]) -> T:
         """What was made under this name, by whichever thread asked first."""
@@ -136,6 +142,19 @@ class Subject:
     def long_first(self) -> int:
         """The same of the long windows."""
         return self.sizes.long_context // 2
+
+    @property
+    def exact_run(self) -> ExactRun:
+        """The exact cache's logits of the windows."""
+        return self._once("exact run", lambda: self._run(self.decoder))
+
+    @property
+    def quantized_run(self) -> ExactRun:
+        """The same with INT4 weights."""
+        return self._once("quantized run", lambda: self._run(self.quantized))
+
+    def _run(self, model: Any) -> ExactRun:
+        return ExactRun(model, self.tokens, prompt=self.sizes.prompt, batch_size=self.sizes.batch)
 
     @property
     def exact(self) -> jax.Array:
@@ -176,70 +195,27 @@ class Subject:
         def make() -> np.ndarray:
             # More than enough bytes, whatever tokens stand for.
             contents = quantizing.calibration_text(8 * count * length)
-            stream = [
-                token
-                for content in contents
-                for token in self._tokenizer.encode(text_model.read_text(content))
-            ]
+            stream = np.concatenate([self._read(content) for content in contents])
             return quantizing.windows(stream, length, count)
 
         return self._once("calibration", make)
 
     def identity(self) -> dict[str, Any]:
-        """What must be the same where a result is continued: digests and sizes."""
+        """What must be the same where a result is continued, but for the machine."""
+        model = {**identity.of_model(self.decoder), "name": self.name}
+        texts = {"owners": list(self.owners), "long_owners": list(self.long_owners)}
+        every = {"windows": self.tokens, "long_windows": self.long_tokens}
         return {
-            "model": {
-                "name": self.name,
-                "digest": digest(self.decoder),
-                "parameters": self.decoder.config.num_parameters,
-                "layers": self.decoder.config.num_layers,
-                "kv_heads": self.decoder.config.num_kv_heads,
-                "head_dim": self.decoder.config.head_dim,
-                "max_length": self.decoder.config.max_length,
-                "dtype": self.decoder.dtype.name,
-            },
+            "model": {**model, "parameters": self.decoder.config.num_parameters},
             "settings": dataclasses.asdict(self.sizes),
-            "texts": {
-                "unit": self.unit,
-                "digest": hashlib.sha256(self.tokens.tobytes()).hexdigest()[:16],
-                "owners": list(self.owners),
-                "long_owners": list(self.long_owners),
-            },
+            "texts": {**texts, **identity.of_texts(every), "unit": self.unit},
         }
 
 
-def cut(
-    streams: Mapping[str, np.ndarray], context: int, per_file: int
-) -> tuple[np.ndarray, tuple[str, ...]]:
-    """Windows that do not overlap but for one token, the first ones of each file.
-
-    Args:
-      streams: tokens of each file.
-      context: tokens that a window feeds.
-      per_file: at most.
-
-    Returns:
-      int32 ``[n, context + 1]`` and the file of each.
-
-    Raises:
-      ValueError: if no file has a window.
-    """
-    found, owners = [], []
-    for file, stream in streams.items():
-        starts = np.arange(min(per_file, (len(stream) - 1) // context)) * context
-        found.append(stream[starts[:, None] + np.arange(context + 1)[None]])
-        owners += [file] * len(starts)
-    if not owners:
-        raise ValueError(f"no file has the {context + 1} tokens of a window")
-    return np.concatenate(found), tuple(owners)
-
-
-def digest(tree: Any) -> str:
-    """A short fingerprint of all arrays of a model."""
-    total = hashlib.sha256()
-    for leaf in jax.tree.leaves(tree):
-        total.update(np.ascontiguousarray(np.asarray(leaf)).tobytes())
-    return total.hexdigest()[:16]
+def _joined(cut: Mapping[str, np.ndarray]) -> tuple[np.ndarray, tuple[str, ...]]:
+    """All windows, and the file of each."""
+    owners = [file for file, rows in cut.items() for _ in rows]
+    return np.concatenate(list(cut.values())), tuple(owners)
 
 
 def held_out() -> dict[str, bytes]:

@@ -10,6 +10,8 @@ import numpy as np
 
 from benchmarks.evidence.attends import Exact, Whole
 from turbojax.config import TurboConfig
+from turbojax.evaluation import Scores
+from turbojax.evaluation.decoding import greedy_choice
 from turbojax.kv.whole import attend_within
 from turbojax.models import Decoder
 
@@ -23,18 +25,12 @@ class WholeScores(NamedTuple):
     """What `score_whole` finds.
 
     Attributes:
-      bits: float32 ``[n, D]``, of each target that counts.
-      exact_bits: the same, under exact attention.
-      same_choice: bool ``[n, D]``, whether both have the same most likely token.
-      divergence: float32 ``[n, D]``, KL(exact || this one) in bits.
+      scores: of each target that counts; its bytes are 0, since there is no cache.
       reports: float32 ``[layers]``, what layers reported, the mean over windows; NaN for those that
         report nothing.
     """
 
-    bits: np.ndarray
-    exact_bits: np.ndarray
-    same_choice: np.ndarray
-    divergence: np.ndarray
+    scores: Scores
     reports: np.ndarray
 
 
@@ -96,7 +92,7 @@ def score_whole(
     hidden, reports = hidden_of(decoder, inputs, attend=attend, first=first)
     found = [np.asarray(x).reshape(len(tokens), -1) for x in _compare(decoder, hidden, exact, targets)]
     reported = [math.nan if r is None else float(np.mean(np.asarray(r))) for r in reports]
-    return WholeScores(*found, np.asarray(reported, np.float32))
+    return WholeScores(Scores(*found, 0, 0), np.asarray(reported, np.float32))
 
 
 def exact_hidden(decoder: Decoder, tokens: np.ndarray, *, first: int, batch: int) -> jax.Array:
@@ -109,19 +105,19 @@ def exact_hidden(decoder: Decoder, tokens: np.ndarray, *, first: int, batch: int
 def _compare(
     decoder: Decoder, hidden: jax.Array, exact: jax.Array, targets: jax.Array
 ) -> tuple[jax.Array, ...]:
-    """Bits, exact bits, whether the choices are the same, and the divergence: ``[m, b, D]``."""
+    """Bits and choices of both, as `Scores` orders them, and the divergence: ``[m * b, D]``."""
 
     def one_window(item: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, ...]:
         hidden, exact, targets = item
         got, want = (jax.nn.log_softmax(decoder.logits(x), axis=-1) for x in (hidden, exact))
-        choices = (jnp.argmax(x, axis=-1) for x in (got, want))
+        choices = (greedy_choice(x) for x in (got, want))
         bits = (
             jnp.take_along_axis(x, targets[:, None], axis=-1)[:, 0] * (-1 / math.log(2))
             for x in (got, want)
         )
-        divergence = jnp.sum(jnp.exp(want) * (want - got), axis=-1) * (1 / math.log(2))
-        one, other = choices
-        return (*bits, one == other, divergence)
+        p = jnp.exp(want)
+        divergence = jnp.sum(jnp.where(p == 0, 0, p * (want - got)), axis=-1)
+        return (*bits, *choices, divergence * (1 / math.log(2)))
 
     count = hidden.shape[0] * hidden.shape[1]
     flat = (hidden.reshape(count, *hidden.shape[2:]), exact.reshape(count, *exact.shape[2:]))

@@ -11,10 +11,13 @@ from benchmarks.evidence.rows import Spec
 from benchmarks.evidence.subject import Subject
 from benchmarks.suite import Table
 from benchmarks.tables import Result, Row
-from turbojax.evaluation.intervals import Interval, bootstrap
+from turbojax.evaluation import Interval, bootstrap
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+_FILES_TO_DRAW = 5
+"""With as many files they are drawn, with fewer windows, as `turbojax.evaluation` does."""
 
 Entries = Mapping[str, str]
 """Keys of rows by their labels, in the order of the table."""
@@ -43,8 +46,8 @@ class EvidenceTable:
 
 def found(result: Result, key: str) -> Row | None:
     """A row that was measured, or None."""
-    row: Row | None = result["rows"].get(key)
-    return row if row is not None and row["status"] == "ok" else None
+    row: Row | None = result.get("rows", {}).get(key)
+    return row
 
 
 def measured(result: Result, entries: Entries) -> dict[str, Row]:
@@ -62,6 +65,8 @@ def spread(row: Row, name: str = "cost") -> str:
     """``+0.0035 [+0.0030, +0.0041]``, or NaN where the row has windows without a figure."""
     if row[name] is None:
         return f"NaN in {row['nan_windows']} windows"
+    if row[f"{name}_interval"] is None:
+        return f"{row[name]:+.4f}"
     low, high = row[f"{name}_interval"]
     return f"{row[name]:+.4f} [{low:+.4f}, {high:+.4f}]"
 
@@ -84,44 +89,29 @@ def error_cell(row: Row | None, name: str = "relative_l1") -> str:
     return f"{np.mean(row[name]):.3f} ({max(row[name]):.3f})"
 
 
-def cached_line(label: str, row: Row, *more: str) -> list[str]:
-    """Cells of a row that went through a cache; see `CACHED_HEADER`."""
+def text_cells(result: Result, row: Row) -> list[str]:
+    """Bits, cost, divergence and agreement; see `text_header`."""
+    bits = row[f"bits_per_{result['texts']['unit']}"]
     return [
-        label,
-        f"{bits_per_number(row):.2f}",
-        tables.times(smaller(row)),
-        "-" if row["bits"] is None else f"{row['bits']:.4f}",
+        "-" if bits is None else f"{bits:.4f}",
         spread(row),
         "-" if row["divergence"] is None else f"{row['divergence']:.5f}",
         f"{row['same_greedy_choice']:.1%}",
-        *more,
     ]
 
 
-def cached_header(result: Result) -> list[str]:
-    """The header of `cached_line`."""
+def text_header(result: Result) -> list[str]:
+    """The header of `text_cells`."""
     unit = f"bits per {result['texts']['unit']}"
-    last = ["KL, bits", "same greedy choice"]
-    return ["bits a number", "smaller than bfloat16", unit, "cost [95 %]", *last]
+    return [unit, "cost [95 %]", "KL, bits", "same greedy choice"]
 
 
-def whole_line(label: str, row: Row, *more: str) -> list[str]:
-    """Cells of a row without a cache."""
-    return [
-        label,
-        *more,
-        "-" if row["bits"] is None else f"{row['bits']:.4f}",
-        spread(row),
-        "-" if row["divergence"] is None else f"{row['divergence']:.5f}",
-        f"{row['same_greedy_choice']:.1%}",
-        error_cell(row),
-    ]
+def byte_cells(row: Row) -> list[str]:
+    """What a cache takes; see `BYTES_HEADER`."""
+    return [f"{bits_per_number(row):.2f}", tables.times(smaller(row))]
 
 
-def whole_header(result: Result) -> list[str]:
-    """The header of `whole_line`, what is between left out."""
-    unit = f"bits per {result['texts']['unit']}"
-    return [unit, "cost [95 %]", "KL, bits", "same greedy choice", "output error (worst layer)"]
+BYTES_HEADER = ["bits a number", "smaller than bfloat16"]
 
 
 def difference(result: Result, key: str, other: str) -> Interval | None:
@@ -132,7 +122,8 @@ def difference(result: Result, key: str, other: str) -> Interval | None:
         return None
     one, two = (np.asarray(cost, np.float64) for cost in costs)
     owners = result["texts"]["long_owners" if key.startswith("long/") else "owners"]
-    return bootstrap(one - two, owners)
+    by_file = len(set(owners)) >= _FILES_TO_DRAW
+    return bootstrap(one - two, owners if by_file else None)
 
 
 def word(apart: Interval) -> str:
@@ -156,7 +147,8 @@ def comparison(result: Result, pairs: Sequence[tuple[str, str, str, str]]) -> st
         if apart is None or ours is None or theirs is None:
             continue
         share = ours["cache_bytes"] / theirs["cache_bytes"] - 1
-        cell = f"{apart.mean:+.4f} [{apart.low:+.4f}, {apart.high:+.4f}]"
+        ends = "" if apart.ends is None else f" [{apart.low:+.4f}, {apart.high:+.4f}]"
+        cell = f"{apart.mean:+.4f}{ends}"
         lines.append([label, base, f"{share:+.1%}", cell, word(apart)])
     if not lines:
         return "No pair of them was measured."
@@ -167,9 +159,9 @@ def not_measured(result: Result, keys: Sequence[str]) -> str:
     """One sentence on rows that are missing, with the reasons there are, or nothing."""
     reasons: dict[str, list[str]] = {}
     for key in keys:
-        row = result["rows"].get(key, {"status": "not run", "reason": "not asked for"})
-        if row["status"] != "ok":
-            reasons.setdefault(f"{row['status']}: {row['reason'][:160]}", []).append(f"`{key}`")
+        if found(result, key) is None:
+            reason = result.get("failures", {}).get(key, "not run")[:160]
+            reasons.setdefault(reason, []).append(f"`{key}`")
     return "".join(
         f" Not measured: {', '.join(names)} ({reason})." for reason, names in reasons.items()
     ).replace("|", "\\|")
@@ -178,7 +170,7 @@ def not_measured(result: Result, keys: Sequence[str]) -> str:
 def note(name: str, result: Result, keys: Sequence[str]) -> str:
     """On how much text, on which model, and from which file."""
     rows = [row for key in keys if (row := found(result, key)) is not None]
-    counts = sorted({row["decoded_tokens"] for row in rows if "decoded_tokens" in row})
+    counts = sorted({row["decoded"] for row in rows if "decoded" in row})
     unit, model = result["texts"]["unit"], result["model"]
     text = " and ".join(f"{count:,}" for count in counts)
     scored = f"{text} {unit}s of held-out text, " if counts else ""
