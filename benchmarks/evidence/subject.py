@@ -185,7 +185,9 @@ class Subject:
     @property
     def quantized(self) -> models.QuantizedDecoder:
         """The model with INT4 weights, smoothed with text that is not held out."""
-        return self._once("quantized", lambda: models.quantize_model(self.decoder, self.calibration))
+        return self._once(
+            "quantized", lambda: models.quantize_model(self.decoder, self.calibration)
+        )
 
     @property
     def calibration(self) -> np.ndarray:

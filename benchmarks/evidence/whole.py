@@ -90,7 +90,9 @@ def score_whole(
     if exact is None:
         exact = exact_hidden(decoder, tokens, first=first, batch=batch)
     hidden, reports = hidden_of(decoder, inputs, attend=attend, first=first)
-    found = [np.asarray(x).reshape(len(tokens), -1) for x in _compare(decoder, hidden, exact, targets)]
+    found = [
+        np.asarray(x).reshape(len(tokens), -1) for x in _compare(decoder, hidden, exact, targets)
+    ]
     reported = [math.nan if r is None else float(np.mean(np.asarray(r))) for r in reports]
     return WholeScores(Scores(*found, 0, 0), np.asarray(reported, np.float32))
 

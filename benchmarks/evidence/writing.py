@@ -114,6 +114,16 @@ def byte_cells(row: Row) -> list[str]:
 BYTES_HEADER = ["bits a number", "smaller than bfloat16"]
 
 
+def whole_line(result: Result, label: str, row: Row, *more: str) -> list[str]:
+    """Cells of a row without a cache; see `whole_header`."""
+    return [label, *more, *text_cells(result, row), error_cell(row)]
+
+
+def whole_header(result: Result) -> list[str]:
+    """The header of `whole_line` after what is said of the row itself."""
+    return [*text_header(result), "output error (worst layer)"]
+
+
 def difference(result: Result, key: str, other: str) -> Interval | None:
     """What one row's bits are above another's, window by window; None if there are none."""
     rows = [found(result, x) for x in (key, other)]
