@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 PAPER = "mode=int8,softmax=sas"
 """TurboAttention's own numerics, where the default's are exact softmax and e4m3 products."""
 
-QUICK = ("4bit", "kivi4")
+QUICK = ("4bit", f"4bit:{PAPER}", "kivi4")
 
 OURS = {
     "4 bits": "4bit",
@@ -121,7 +121,7 @@ _BLOCKS = {f"({q}, {kv})": f"cache/{_block_method(q, kv)}" for q, kv in _SIZES}
 
 
 def _blocks_specs(subject: Subject) -> list[Spec]:
-    return [cached(_block_method(*pair), quick=pair == (32, 32)) for pair in _SIZES]
+    return [cached(_block_method(*pair), quick=pair == (64, 64)) for pair in _SIZES]
 
 
 def blocks_section(name: str, result: Result) -> str:
@@ -165,7 +165,7 @@ def _heads_specs(subject: Subject) -> list[Spec]:
     # Half of them is where the choice matters most.
     half = [x for x in names if f"low_heads={heads // 2}," in x]
     ordered = dict.fromkeys([*half, *names])
-    return [cached(name, quick=name == half[0]) for name in ordered]
+    return [cached(name, quick=name in QUICK) for name in ordered]
 
 
 def _heads_keys(result: Result) -> dict[str, dict[int, str]]:
@@ -243,9 +243,8 @@ def _polar_specs(subject: Subject) -> list[Spec]:
     simulated = [
         within(_rounding_name(x), Rounded(x), quick=x.bits == 2) for x in _ROTATED.values()
     ]
-    edges = list(_EDGES.values())
-    names = [*_PAGES.values(), *_ALONE.values(), *edges]
-    return [*simulated, *(cached(name, quick=name == edges[0]) for name in names)]
+    names = [*_PAGES.values(), *_ALONE.values(), *_EDGES.values()]
+    return [*simulated, *(cached(name, quick=name in QUICK) for name in names)]
 
 
 def _polar_entries() -> tuple[dict[str, str], dict[str, str]]:

@@ -68,7 +68,7 @@ def alone(window: int) -> LocalWindow:
     return LocalWindow(window, (window, window, window))
 
 
-_QUICK = ("topk/0.25", "window_alone/4th", "topk_window/0.125", "dense_first/1")
+_QUICK = ("topk/0.25", "topk_window/0.125", "dense_first/1")
 
 
 def _specs(subject: Subject) -> list[Spec]:

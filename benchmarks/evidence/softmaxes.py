@@ -10,7 +10,7 @@ import numpy as np
 from benchmarks import tables
 from benchmarks.evidence import drawing, writing
 from benchmarks.evidence.attends import OfDegree, Turbo
-from benchmarks.evidence.caches import PAPER
+from benchmarks.evidence.caches import PAPER, QUICK
 from benchmarks.evidence.rows import Spec, cached, within
 from benchmarks.evidence.subject import Subject
 from benchmarks.evidence.writing import EvidenceTable, measured
@@ -47,7 +47,7 @@ _PARTS = {
 def _parts_specs(subject: Subject) -> list[Spec]:
     names = [key.removeprefix("cache/") for key in _PARTS.values() if key.startswith("cache/")]
     alone = within(_SAS_ALONE, attention_with(SAS()), quick=True)
-    return [alone, *(cached(name, quick=name == "4bit") for name in names)]
+    return [alone, *(cached(name, quick=name in QUICK) for name in names)]
 
 
 def parts_section(name: str, result: Result) -> str:

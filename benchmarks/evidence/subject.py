@@ -67,7 +67,7 @@ QUICK = Sizes(
     calibration=2,
     calibration_length=64,
     block=32,
-    layers=3,
+    layers=2,
 )
 
 
