@@ -1,0 +1,36 @@
+"""What is compared, and what the verdict's tables call it."""
+
+DECODE, PROMPT, TEXT = "verdict-decode", "verdict-prompt", "verdict-text"
+"""The operations, as they begin the rows' names."""
+
+BF16, FULL, FP8 = "exact", "cudnn-full", "fp8_e4m3"
+"""Dense bfloat16; the same without lengths, so that all tokens are read; pages in e4m3."""
+
+METHODS = {
+    BF16: "bf16, dense",
+    FULL: "bf16, dense, cuDNN on all tokens",
+    "paged": "bf16 pages",
+    FP8: "fp8 pages, e4m3",
+    "turbo4": "turbo4 pages",
+    "paged_k8v4": "k8v4 pages",
+    "k8v4": "k8v4",
+    "kv4": "kv4",
+    "4bit": "4bit",
+    "kivi4": "KIVI, 4 bits, plain JAX",
+}
+"""Rows of a shape by their names, what others are compared with first. All but `FULL` are caches
+that models take."""
+
+CACHES = tuple(name for name in METHODS if name != FULL)
+COMPRESSED = ("turbo4", "paged_k8v4", "k8v4", "kv4", "4bit")
+"""Ours with fewer bits than fp8."""
+
+# What rows are compared with, by the names of their families.
+_FAMILIES = {BF16: "bf16", FULL: "bf16", "paged": "bf16-pages", FP8: "fp8-pages"}
+BASELINES = {name: ("bf16", "bf16-pages", "fp8-pages") for name in (DECODE, PROMPT)}
+"""Families that rows of an operation are compared with."""
+
+
+def family(method: str) -> str:
+    """The family of a method."""
+    return _FAMILIES.get(method, method)
