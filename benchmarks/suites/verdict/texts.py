@@ -1,0 +1,95 @@
+"""Rows of a model that reads held-out text through a cache: bits per byte, and layers' errors."""
+
+import dataclasses
+import functools
+import os
+import sysconfig
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.suites.verdict.methods import CACHES, TEXT
+from benchmarks.tables import Row
+from turbojax import evaluation, models
+
+MODEL = "VERDICT_MODEL"
+"""The variable of the environment that names a folder with a byte-level model, instead of the
+embedded one."""
+
+MEASURES = ("text", "layers")
+
+
+@dataclasses.dataclass(frozen=True)
+class Texts:
+    """Caches through which a model reads the same windows of the same files.
+
+    Attributes:
+      context: tokens predicted of each window, of which the first half is a prompt.
+      windows: of each file.
+      files: at most so many.
+      methods: names of caches, see `turbojax.evaluation.method`.
+    """
+
+    context: int = 4095
+    windows: int = 4
+    files: int = 12
+    methods: tuple[str, ...] = CACHES
+
+    @property
+    def cases(self) -> Iterable[str]:
+        """The caches."""
+        return self.methods
+
+    def name(self, case: str) -> str:
+        """``verdict-text/t4095/turbo4``."""
+        return f"{TEXT}/t{self.context}/{case}"
+
+    def describe(self, case: str) -> Row:
+        """What is known of a row before it runs."""
+        return {
+            "name": self.name(case),
+            "operation": TEXT,
+            "method": case,
+            "context": self.context,
+            "windows_per_file": self.windows,
+        }
+
+    def measure(self, case: str) -> Row:
+        """What a cache costs the model."""
+        begun = time.perf_counter()
+        model, label = _model(os.environ.get(MODEL, ""), self.context)
+        settings = evaluation.Settings(
+            methods=(case,),
+            context=self.context,
+            windows_per_file=self.windows,
+            batch_size=self.files * self.windows,
+            measures=MEASURES,
+        )
+        found = evaluation.evaluate(model, _held_out(self.files, self.context), settings)
+        measured = found["methods"][case]
+        return {
+            "status": "ok",
+            "model": label,
+            **{name: measured[name] for name in MEASURES},
+            "seconds": time.perf_counter() - begun,
+        }
+
+
+@functools.cache
+def _model(folder: str, context: int) -> tuple[models.Transformer, str]:
+    """In float32, so that a cost is the cache's and not that of rounding; and what it is called."""
+    model = models.load(folder or "embedded", dtype="float32", max_length=context + 1)
+    return model, Path(folder).name or "embedded"
+
+
+@functools.cache
+def _held_out(files: int, length: int) -> dict[str, bytes]:
+    """Modules of the standard library that the embedded model was not trained on."""
+    library = Path(sysconfig.get_path("stdlib"))
+    paths = ((name, library / name) for name in models.held_out_modules())
+    long = [(name, path) for name, path in paths if path.is_file()]
+    found = {name: path.read_bytes() for name, path in long if path.stat().st_size > length}
+    return dict(list(found.items())[:files])
