@@ -82,9 +82,7 @@ def filling(shape: Shape, name: str) -> Any:
     """What writes some sequences' tokens into a cache, compiled; see `filled`."""
     count = _at_once(shape)
 
-    def store(
-        cache: LayerCache, key: jax.Array, value: jax.Array, first: jax.Array
-    ) -> LayerCache:
+    def store(cache: LayerCache, key: jax.Array, value: jax.Array, first: jax.Array) -> LayerCache:
         kind = kind_of(cache)
         k, v = (jax.lax.dynamic_slice_in_dim(x, first, count) for x in (key, value))
         lengths = jnp.full(count, held(shape), jnp.int32)

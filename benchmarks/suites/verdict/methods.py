@@ -27,7 +27,7 @@ COMPRESSED = ("turbo4", "paged_k8v4", "k8v4", "kv4", "4bit")
 
 # What rows are compared with, by the names of their families.
 _FAMILIES = {BF16: "bf16", FULL: "bf16", "paged": "bf16-pages", FP8: "fp8-pages"}
-BASELINES = {name: ("bf16", "bf16-pages", "fp8-pages") for name in (DECODE, PROMPT)}
+BASELINES = dict.fromkeys((DECODE, PROMPT), ("bf16", "bf16-pages", "fp8-pages"))
 """Families that rows of an operation are compared with."""
 
 

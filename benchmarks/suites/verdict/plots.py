@@ -40,7 +40,11 @@ def _speeds(axes: Any, result: Result, colors: Mapping[str, str]) -> None:
 
 
 def _costs(axes: Any, result: Result, colors: Mapping[str, str]) -> None:
-    bits = {method: row["bits_per_number"] for rows in places(result).values() for method, row in rows.items()}
+    bits = {
+        method: row["bits_per_number"]
+        for rows in places(result).values()
+        for method, row in rows.items()
+    }
     for method, row in texts(result).items():
         if method in bits:
             text = row["text"]

@@ -9,6 +9,7 @@ import concurrent.futures
 import contextlib
 import functools
 from collections.abc import Callable
+from typing import Any
 
 from benchmarks import timing
 from benchmarks.measuring import calls
@@ -47,7 +48,7 @@ def _quick_groups() -> list[Group | Texts]:
 
 
 def run(
-    rows: list[tuple[Group | Texts, object]],
+    rows: list[tuple[Any, Any]],
     ceilings: Ceilings,
     on_row: Callable[[Row], None],
     *,
@@ -55,12 +56,12 @@ def run(
     deadline: float = float("inf"),
 ) -> None:
     """See `benchmarks.suite.Run`: group by group, whose caches are freed before the next."""
-    for group in dict.fromkeys(group for group, _ in rows):
+    for group in {id(group): group for group, _ in rows}.values():
         here = [(one, case) for one, case in rows if one is group]
         if isinstance(group, Texts):
             for _, case in here:
-                measure = functools.partial(_alone, group, str(case))
-                attempt(group.describe(str(case)), measure, on_row, deadline)
+                measure = functools.partial(_alone, group, case)
+                attempt(group.describe(case), measure, on_row, deadline)
             continue
         if group.operation == DECODE:
             _compile_filling(group, [case.method for _, case in here])

@@ -94,7 +94,9 @@ def summary(name: str, result: Result) -> str:
         "normal numbers with keys that have outlier channels. "
     )
     parts = [tables.picture(*PLOT) + summary_table(result), verdict(result)]
-    return "\n\n".join([*filter(None, parts), f"{notes}{_text_note(result)}{_source(name, result)}"])
+    return "\n\n".join(
+        [*filter(None, parts), f"{notes}{_text_note(result)}{_source(name, result)}"]
+    )
 
 
 def _text_note(result: Result) -> str:
@@ -239,5 +241,3 @@ def one_line(row: Row) -> str:
         return f"{row['name']}: {bits}, {row['seconds']:.0f} s"
     parts = [f"{row['us']:.1f} us ({row['clock']})", *tables.ratio_parts(row)]
     return f"{row['name']}: {', '.join(parts)}, L1 {row['relative_l1']:.4f}"
-
-

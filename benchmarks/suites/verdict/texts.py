@@ -7,9 +7,6 @@ import sysconfig
 import time
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
-
-import numpy as np
 
 from benchmarks.suites.verdict.methods import CACHES, TEXT
 from benchmarks.tables import Row
