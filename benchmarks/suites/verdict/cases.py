@@ -1,6 +1,7 @@
 """Rows of one layer's attention: the same tokens in every cache, attended to as a model does.
 
-Nothing is asked for by name: each cache is written and read by what it chooses on this device.
+But for Triton's rows nothing is asked for by name: each cache is written and read by what it
+chooses on this device.
 """
 
 import dataclasses
@@ -18,7 +19,7 @@ from benchmarks.measuring.compiling import require_gpu
 from benchmarks.measuring.samples import errors, exact_rows, sample_all
 from benchmarks.measuring.work import Needs, attention_operations
 from benchmarks.shapes import Shape
-from benchmarks.suites.verdict.methods import DECODE, FULL, METHODS, PROMPT, family
+from benchmarks.suites.verdict.methods import CACHES, DECODE, FULL, METHODS, PROMPT, TRITON, family
 from benchmarks.tables import Row
 from turbojax.kv import LayerCache, cache_by_name, init_layer_cache, kind_for, kind_of
 from turbojax.kv.paged_layer import PagedLayer
@@ -45,14 +46,18 @@ def decoding(shape: Shape, methods: Iterable[str] = tuple(METHODS)) -> Group:
 
 def prompts(shape: Shape, methods: Iterable[str] = tuple(METHODS)) -> Group:
     """Causal attention within prompts, which an empty cache holds then."""
-    cases = [
-        _case(name, functools.partial(_prompt, shape, name)) for name in methods if name != FULL
-    ]
+    caches = [name for name in methods if name in CACHES]
+    cases = [_case(name, functools.partial(_prompt, shape, name)) for name in caches]
     return Group(PROMPT, shape.label, shape.facts, tuple(cases))
 
 
 def _case(name: str, build: Callable[[Arrays], Call]) -> Case:
     return Case(name, None, family(name), build)
+
+
+def cache_of(method: str) -> str:
+    """The name of the cache that a method reads."""
+    return method.removesuffix(TRITON)
 
 
 def held(shape: Shape) -> int:
@@ -118,11 +123,17 @@ def filled(shape: Shape, name: str, arrays: Arrays) -> LayerCache:
 
 def _decode(shape: Shape, arrays: Arrays, *, name: str) -> Call:
     query, _, _ = arrays.get(sample_all, shape, 1)
-    cache = filled(shape, name, arrays)
+    cache = arrays.get(filled, shape, cache_of(name), arrays)
+    implementation = "triton" if name.endswith(TRITON) else None
     want = arrays.get(_decoded, shape, held(shape), arrays)
     facts = {"cache_bytes": cache.nbytes, "bits_per_number": bits_per_number(shape, cache.nbytes)}
+
+    def attend(q: jax.Array, cache: LayerCache) -> jax.Array:
+        out: jax.Array = kind_of(cache).decode(q, cache, implementation=implementation)
+        return out
+
     return Call(
-        lambda q, cache: kind_of(cache).decode(q, cache),
+        attend,
         (query, cache),
         _decode_needs(shape, cache.nbytes),
         errors=lambda out: {**compared(out[:_COMPARED], want), **facts},

@@ -17,13 +17,18 @@ METHODS = {
     "kv4": "kv4",
     "4bit": "4bit",
     "kivi4": "KIVI, 4 bits, plain JAX",
+    "fp8_e4m3-triton": "fp8 pages, our kernel in Triton",
+    "turbo4-triton": "turbo4 pages, our kernel in Triton",
 }
 """Rows of a shape by their names, what others are compared with first. All but `FULL` are caches
-that models take."""
+that models take, some of them read by a kernel that is asked for."""
 
-CACHES = tuple(name for name in METHODS if name != FULL)
+CACHES = tuple(name for name in METHODS if name != FULL and "-" not in name)
 COMPRESSED = ("turbo4", "paged_k8v4", "k8v4", "kv4", "4bit")
 """Ours with fewer bits than fp8."""
+
+TRITON = "-triton"
+"""The end of a name whose cache is read by Triton's kernel, whatever else there is."""
 
 # What rows are compared with, by the names of their families.
 _FAMILIES = {BF16: "bf16", FULL: "bf16", "paged": "bf16-pages", FP8: "fp8-pages"}

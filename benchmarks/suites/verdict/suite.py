@@ -17,7 +17,7 @@ from benchmarks.measuring.calls import Group
 from benchmarks.shapes import Shape
 from benchmarks.suite import Ceilings, Suite, attempt, over_baselines
 from benchmarks.suites.verdict import cases, plots, tables
-from benchmarks.suites.verdict.methods import BASELINES, DECODE, FULL, TEXT
+from benchmarks.suites.verdict.methods import BASELINES, BF16, DECODE, FP8, FULL, TEXT, TRITON
 from benchmarks.suites.verdict.texts import Texts
 from benchmarks.tables import Row
 
@@ -25,7 +25,6 @@ _MODEL = "llama3-8b"
 _LONG = ((16, 32768), (1, 131072), (64, 4096))
 _SHORT = ((1, 1024), (16, 1024), (1, 8192))
 _PROMPTS = ((1, 8192), (1, 32768))
-_QUICK = ("exact", "fp8_e4m3", "turbo4", "4bit")
 
 
 def _groups() -> list[Group | Texts]:
@@ -41,9 +40,9 @@ def _groups() -> list[Group | Texts]:
 def _quick_groups() -> list[Group | Texts]:
     """Tiny shapes: whether everything runs, and nothing about speed."""
     return [
-        cases.decoding(Shape("tiny", 2, 192), (*_QUICK, FULL)),
-        cases.prompts(Shape("tiny", 1, 192, is_causal=True), _QUICK[2:]),
-        Texts(context=95, windows=1, files=2, methods=_QUICK[::2]),
+        cases.decoding(Shape("tiny", 2, 192), (BF16, FULL, FP8, "turbo4", f"turbo4{TRITON}")),
+        cases.prompts(Shape("tiny", 1, 192, is_causal=True), ("4bit",)),
+        Texts(context=95, windows=1, files=2, methods=("turbo4",)),
     ]
 
 
@@ -77,12 +76,14 @@ def _compile_filling(group: Group, methods: list[str]) -> None:
     """What fills the caches, side by side. What fails here fails again in its row, and says so."""
     shape = Shape(group.facts["model"], group.facts["batch"], group.facts["tokens"])
 
+    names = {cases.cache_of(method) for method in methods if method != FULL}
+
     def compile_it(name: str) -> None:
         with contextlib.suppress(Exception):
             cases.filling(shape, name)
 
     with concurrent.futures.ThreadPoolExecutor() as pool:
-        list(pool.map(compile_it, (name for name in methods if name != FULL)))
+        list(pool.map(compile_it, sorted(names)))
 
 
 def with_ratios(rows: list[Row]) -> list[Row]:
