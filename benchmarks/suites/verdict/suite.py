@@ -42,7 +42,7 @@ def _quick_groups() -> list[Group | Texts]:
     return [
         cases.decoding(Shape("tiny", 2, 192), (BF16, FULL, FP8, "turbo4", f"turbo4{TRITON}")),
         cases.prompts(Shape("tiny", 1, 192, is_causal=True), ("4bit",)),
-        Texts(context=95, windows=1, files=2, methods=("turbo4",)),
+        Texts(context=95, windows=1, files=2, model="tiny", methods=("turbo4",)),
     ]
 
 

@@ -35,8 +35,9 @@ def places(result: Result, operation: str = DECODE) -> dict[str, dict[str, Row]]
 
 
 def texts(result: Result) -> dict[str, Row]:
-    """The rows of held-out text by method."""
-    return {row["method"]: row for row in tables.finished(result, TEXT)}
+    """The rows of held-out text by method, of the model that was measured last."""
+    rows = tables.finished(result, TEXT)
+    return {row["method"]: row for row in rows if row["model"] == rows[-1]["model"]}
 
 
 def summary_table(result: Result) -> str:

@@ -27,12 +27,15 @@ class Texts:
       context: tokens predicted of each window, of which the first half is a prompt.
       windows: of each file.
       files: at most so many.
+      model: random weights of this shape of `turbojax.models.SHAPES`, to see that it runs; if
+        empty, the model that `MODEL` names.
       methods: names of caches, see `turbojax.evaluation.method`.
     """
 
     context: int = 4095
     windows: int = 4
     files: int = 12
+    model: str = ""
     methods: tuple[str, ...] = CACHES
 
     @property
@@ -41,8 +44,13 @@ class Texts:
         return self.methods
 
     def name(self, case: str) -> str:
-        """``verdict-text/t4095/turbo4``."""
-        return f"{TEXT}/t{self.context}/{case}"
+        """``verdict-text/embedded-t4095/turbo4``."""
+        return f"{TEXT}/{self.label}-t{self.context}/{case}"
+
+    @property
+    def label(self) -> str:
+        """What the model is called."""
+        return self.model or Path(_folder()).name
 
     def describe(self, case: str) -> Row:
         """What is known of a row before it runs."""
@@ -50,6 +58,7 @@ class Texts:
             "name": self.name(case),
             "operation": TEXT,
             "method": case,
+            "model": self.label,
             "context": self.context,
             "windows_per_file": self.windows,
         }
@@ -57,7 +66,7 @@ class Texts:
     def measure(self, case: str) -> Row:
         """What a cache costs the model."""
         begun = time.perf_counter()
-        model, label = _model(os.environ.get(MODEL, ""), self.context)
+        model = _random(self.model) if self.model else _loaded(_folder(), self.context)
         settings = evaluation.Settings(
             methods=(case,),
             context=self.context,
@@ -69,17 +78,25 @@ class Texts:
         measured = found["methods"][case]
         return {
             "status": "ok",
-            "model": label,
             **{name: measured[name] for name in MEASURES},
             "seconds": time.perf_counter() - begun,
         }
 
 
+def _folder() -> str:
+    """Of the model, or the name of the embedded one."""
+    return os.environ.get(MODEL, "") or "embedded"
+
+
 @functools.cache
-def _model(folder: str, context: int) -> tuple[models.Transformer, str]:
-    """In float32, so that a cost is the cache's and not that of rounding; and what it is called."""
-    model = models.load(folder or "embedded", dtype="float32", max_length=context + 1)
-    return model, Path(folder).name or "embedded"
+def _loaded(folder: str, context: int) -> models.Transformer | models.Decoder:
+    """In float32, so that a cost is the cache's and not that of rounding."""
+    return models.load(folder, dtype="float32", max_length=context + 1)
+
+
+@functools.cache
+def _random(shape: str) -> models.Decoder:
+    return models.random_decoder(models.SHAPES[shape], dtype="float32")
 
 
 @functools.cache
