@@ -155,8 +155,17 @@ def _worse_texts(read: Mapping[str, Row]) -> list[list[str]]:
             no_larger = theirs["cache_bytes"] <= ours["cache_bytes"]
             if no_larger and theirs["cost"] < ours["cost"]:
                 more = f"{ours['cost'] - theirs['cost']:+.4f} bits per byte"
-                lines.append([METHODS[method], "held-out text", METHODS[other], more])
+                lines.append(
+                    [METHODS[method], "held-out text", METHODS[other], more + _files(ours, theirs)]
+                )
     return lines
+
+
+def _files(ours: Row, theirs: Row) -> str:
+    """In how many of the files one costs more."""
+    by_file = theirs["cost_by_file"]
+    more = sum(cost > by_file[name] for name, cost in ours["cost_by_file"].items())
+    return f", {more} of {len(by_file)} files"
 
 
 def worse_section(name: str, result: Result) -> str:

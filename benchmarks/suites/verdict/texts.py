@@ -89,7 +89,7 @@ def _folder() -> str:
 
 
 @functools.cache
-def _loaded(folder: str, context: int) -> models.Transformer | models.Decoder:
+def _loaded(folder: str, context: int) -> models.Transformer | models.QuantizedDecoder:
     """In float32, so that a cost is the cache's and not that of rounding."""
     return models.load(folder, dtype="float32", max_length=context + 1)
 
