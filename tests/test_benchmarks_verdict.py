@@ -4,9 +4,10 @@ import json
 
 import jax
 import pytest
+from docs_helpers import docs_text
 
 from benchmarks import __main__ as command
-from benchmarks import throughput
+from benchmarks import readme, report, throughput
 from benchmarks.shapes import Shape
 from benchmarks.suites import latency
 from benchmarks.suites.verdict import cases, plots, suite, tables
@@ -228,6 +229,37 @@ def test_throughput_stands_beside_the_paper():
     assert "| batch | exact | 4bit | kivi4 |" in text
     assert "| 2 | - | 18 | - |" in text
     assert "2.37x in the paper, 1.80x with `4bit` here" in text
+
+
+def test_prose_agrees_with_the_results():
+    """The figures of docs/benchmarks/turboquant.md, which are of pages' own suite."""
+    name, result = report.newest(readme.RESULTS, ("paged",))
+    rows = {row["name"]: row for row in result["rows"]}
+
+    def us(kernel, *places):
+        at = [f"paged-decode/llama3-8b/{place}/{{}}/{kernel}" for place in places]
+        found = [rows[x.format(y)]["us"] for x in at for y in ("turbo4", "fp8_e4m3")]
+        return [tables.tables.number(x) for x in found]
+
+    places = ("b16-s32768", "b64-s4096", "b1-s32768")
+    short = rows["paged-decode/llama3-8b/b1-s1024/turbo4/mosaic_gpu"]["speedup_over"]
+    text = docs_text("benchmarks/turboquant.md")
+    said = (
+        "takes {} us for turbo4 and {} for fp8 at 16 x 32k, {} and {} at 64 x 4k, and {} and {}",
+        "it is {} and {}, {} and {}, {} and {} (",
+    )
+    for words, kernel in zip(said, ("triton", "mosaic_gpu"), strict=True):
+        assert words.format(*us(kernel, *places)) in text
+    assert f"at {short['cudnn']:.2f} times the speed of cuDNN from bfloat16, and at" in text
+    assert f"and at {short['fp8-pages']:.2f} of fp8 pages" in text
+    assert f"(`benchmarks/results/{name}`)" in text
+    chunks: dict[tuple[str, int], dict[str, float]] = {}
+    for row in rows.values():
+        if row["operation"] == "paged-chunk" and row["implementation"] == "mosaic_gpu":
+            chunks.setdefault((row["label"], row["queries"]), {})[row["method"]] = row["us"]
+    assert "fp8 is faster for every chunk of 64 queries or more" in text
+    for (_, queries), us_of in chunks.items():
+        assert (us_of["fp8_e4m3"] < us_of["turbo4"]) == (queries >= 64)
 
 
 # A run --------------------------------------------------------------------------------------------
