@@ -258,8 +258,9 @@ def test_prose_agrees_with_the_results():
         if row["operation"] == "paged-chunk" and row["implementation"] == "mosaic_gpu":
             chunks.setdefault((row["label"], row["queries"]), {})[row["method"]] = row["us"]
     assert "fp8 is faster for every chunk of 64 queries or more" in text
-    for (_, queries), us_of in chunks.items():
-        assert (us_of["fp8_e4m3"] < us_of["turbo4"]) == (queries >= 64)
+    many = [us_of for (_, queries), us_of in chunks.items() if queries >= 64]
+    assert len(many) > 5
+    assert all(us_of["fp8_e4m3"] < us_of["turbo4"] for us_of in many)
 
 
 # A run --------------------------------------------------------------------------------------------
