@@ -17,6 +17,7 @@ import pytest
 
 from turbojax import kv
 from turbojax.app.options import CACHES
+from turbojax.baselines import Kivi
 from turbojax.config import TurboConfig
 from turbojax.kv import AttentionOptions, attend_new_tokens, attend_prompt, files, kind_for, kind_of
 from turbojax.kv.kinds import ALL_KINDS, KINDS, STORED, CacheKind, put_sequences, take_sequences
@@ -32,9 +33,13 @@ PLAIN, WINDOW = AttentionOptions(), AttentionOptions(local_window_size=4)
 CASES = {name: kv.cache_by_name(name, KV_HEADS) for name in kv.CACHE_NAMES}
 CASES |= {x: x for kind in KINDS for x in kind.takes if isinstance(x, str)}
 # Blocks that a few tokens fill; those of the names are wider than a test is long.
+CASES["small kivi"] = Kivi(bits=4, group_size=4, residual_length=4)
+CASES["small gear"] = Kivi(bits=3, group_size=4, residual_length=4, rank=2)
 CASES["small blocks"] = TurboConfig(buffer_size=8, block_q=8, block_kv=8, key_bits=4, value_bits=2)
 # In the slow tier: what differs from another kind only in the format of its numbers.
 SLOW = ("bfloat16", "4bit", "2/4bit", "3bit", "2bit", "fp8_e4m3", "fp8_e5m2", "paged_k8v4")
+# Those for comparison share code; of KIVI and GEAR the small ones have codes.
+SLOW += ("kivi4", "gear4", "int8", "e4m3")
 # Every number of bits on either side; the other mixes of them belong to `make test-fuzz`.
 SLOW += ("turbo_k4v2", "turbo_k3v4", "turbo_k2v3")
 
@@ -42,7 +47,7 @@ SLOW += ("turbo_k4v2", "turbo_k3v4", "turbo_k2v3")
 def _tier(name):
     if name in SLOW:
         return [pytest.mark.slow]
-    return [pytest.mark.fuzz] if name.startswith("turbo_k") else []
+    return [pytest.mark.fuzz] if name.startswith(("turbo_k", "kivi", "gear")) else []
 
 
 every_kind = pytest.mark.parametrize(

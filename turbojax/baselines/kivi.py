@@ -209,7 +209,7 @@ def _with_factors(
     rows = _rows(done, due, error.shape[1], 1, old_left.shape[1])
     pair, past = jnp.arange(pairs)[None], old_right.shape[1]
     slots = _slot(done[:, None] // size + pair, cache.prompt_blocks[:, None])
-    is_due = pair < jnp.where(of_prompt, due > 0, (due - done) // size)[:, None]
+    is_due = pair < ((due - done) // size)[:, None]
     return {
         f"{side}_left": _put(old_left, rows, left.swapaxes(2, 3).reshape(*error.shape[:3], -1)),
         f"{side}_right": _put(old_right, jnp.where(is_due, slots, past + pair), right),
