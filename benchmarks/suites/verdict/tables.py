@@ -142,18 +142,20 @@ def worse(result: Result) -> list[list[str]]:
                     if ratio < 1 and name in _BASELINE_NAMES:
                         lost = [METHODS[method], f"{words}, {place}", _BASELINE_NAMES[name]]
                         lines.append([*lost, f"{ratio:.2f}x the speed"])
-    return lines + _worse_texts(texts(result))
+    return lines + _worse_texts(result)
 
 
-def _worse_texts(read: Mapping[str, Row]) -> list[list[str]]:
-    """Caches that cost a model more than one of no more bytes."""
+def _worse_texts(result: Result) -> list[list[str]]:
+    """Caches that cost a model more than one of no more bits."""
+    first = next(iter(places(result).values()), {})
+    bits = {method: row["bits_per_number"] for method, row in first.items()}
+    read = {method: row for method, row in texts(result).items() if method in bits}
     lines = []
     for method in (name for name in COMPRESSED if name in read):
         ours = read[method]["text"]
         for other in (name for name in CACHES if name in read and name != method):
             theirs = read[other]["text"]
-            no_larger = theirs["cache_bytes"] <= ours["cache_bytes"]
-            if no_larger and theirs["cost"] < ours["cost"]:
+            if bits[other] <= bits[method] and theirs["cost"] < ours["cost"]:
                 more = f"{ours['cost'] - theirs['cost']:+.4f} bits per byte"
                 lines.append(
                     [METHODS[method], "held-out text", METHODS[other], more + _files(ours, theirs)]
@@ -208,22 +210,20 @@ def _rates(row: Row) -> Iterable[str]:
 
 
 def layers_table(result: Result) -> str:
-    """The error of attention on a model's own keys and values: the mean and the worst layer."""
+    """The error of attention on a model's own keys and values, in prompts and after them."""
     lines = []
     for method, row in texts(result).items():
-        found = row["layers"]
-        cosine, relative = found["cosine"], found["relative_l1"]
-        lines.append(
-            [
-                METHODS[method],
-                f"{sum(cosine) / len(cosine):.5f}",
-                f"{min(cosine):.5f}",
-                f"{100 * sum(relative) / len(relative):.2f} %",
-                f"{100 * max(relative):.2f} %",
-            ]
-        )
+        prompt, after = (row["layers"][part] for part in ("prefill", "decode"))
+        relative, cosine = after["relative_l1"], after["cosine"]
+        line = [METHODS[method], f"{sum(cosine) / len(cosine):.5f}", f"{min(cosine):.5f}"]
+        line += [_percent(sum(relative) / len(relative)), _percent(max(relative))]
+        lines.append([*line, _percent(sum(prompt["relative_l1"]) / len(relative))])
     header = ["keys and values in", "cosine, mean", "worst layer", "relative L1, mean"]
-    return tables.table([*header, "worst layer"], lines)
+    return tables.table([*header, "worst layer", "in prompts, mean"], lines)
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.2f} %"
 
 
 def _section(table: Callable[[Result], str]) -> Callable[[str, Result], str]:
