@@ -10,7 +10,7 @@ from benchmarks import (
 )
 from benchmarks.device import first_calls
 from benchmarks.suite import Shown
-from benchmarks.suites import engine, latent
+from benchmarks.suites import engine, latency, latent
 from benchmarks.suites.attention import suite as attention
 from benchmarks.suites.experts import suite as experts
 from benchmarks.suites.families import suite as families
@@ -22,6 +22,7 @@ from benchmarks.suites.paged import suite as paged
 from benchmarks.suites.parallel import suite as parallel
 from benchmarks.suites.pooled import suite as pooled
 from benchmarks.suites.serving import suite as serving
+from benchmarks.suites.verdict import suite as verdict
 
 SUITES = {
     suite.name: suite
@@ -43,6 +44,8 @@ SUITES = {
         flax.SUITE,
         families.SUITE,
         loading.SUITE,
+        verdict.SUITE,
+        latency.SUITE,
     )
 }
 
