@@ -9,6 +9,7 @@ from benchmarks import (
     throughput,
 )
 from benchmarks.device import first_calls
+from benchmarks.evidence import catalogue as evidence
 from benchmarks.suite import Shown
 from benchmarks.suites import engine, latency, latent
 from benchmarks.suites.attention import suite as attention
@@ -56,6 +57,7 @@ SHOWN = (
     cache_quality.FORMATS,
     throughput.SHOWN,
     pooled_training.SHOWN,
+    evidence.SHOWN,
     gradient_error.SHOWN,
     gradient_training.SHOWN,
     gradient_training.TUNED,

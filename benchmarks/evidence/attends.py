@@ -17,7 +17,7 @@ from turbojax import polar
 from turbojax.config import TurboConfig
 from turbojax.kv import PooledAttention
 from turbojax.kv.whole import attend_within, causal_attention
-from turbojax.levels import Pattern
+from turbojax.levels import LocalWindow, Strided
 from turbojax.ops.options import PLAIN, AttentionOptions
 from turbojax.sas import SAS
 
@@ -26,7 +26,7 @@ Rounding = Any
 
 
 class Whole(Protocol):
-    """An `Attend` that can be static under `jit`, and what it wants for the caches of the layers."""
+    """An `Attend` that can be static under `jit`, and what it takes for the layers' caches."""
 
     def __call__(
         self,
@@ -105,7 +105,7 @@ class Pooled:
     """
 
     pooled: PooledAttention
-    near: Pattern | None = None
+    near: LocalWindow | Strided | None = None
     dense_layers: int = 0
 
     def marks(self, num_layers: int) -> tuple[jax.Array | None, ...]:

@@ -1,4 +1,4 @@
-"""Measures rows into a file that can be gone on with; several at once, since most of it compiles."""
+"""Measures rows into a file that can be gone on with; several at once: most of it compiles."""
 
 import concurrent.futures
 import threading
@@ -49,7 +49,7 @@ def measure(
     records = Records(out, {**machine, **subject.identity()}, dates)
     lock, failures = threading.Lock(), dict[str, str]()
     wanted = {spec.key: spec for spec in reversed(specs)}
-    order = [key for key in dict.fromkeys(spec.key for spec in specs)]
+    order = list(dict.fromkeys(spec.key for spec in specs))
 
     def one(key: str) -> None:
         begun = time.monotonic()

@@ -38,8 +38,8 @@ def policies(context: int, block: int) -> dict[str, Pooled]:
       block: tokens of a block of queries, and of keys.
     """
 
-    def pooled(policy: Policy, **options: int) -> PooledAttention:
-        return PooledAttention(policy, block, block, **options)
+    def pooled(policy: Policy) -> PooledAttention:
+        return PooledAttention(policy, block, block)
 
     found: dict[str, Pooled] = {}
     for density in (0.0625, 0.125, 0.25, 0.5):

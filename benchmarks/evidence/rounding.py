@@ -45,8 +45,8 @@ def channel_section(name: str, result: Result) -> str:
             )
     header = ["codes of", "channel-wise error", "token-wise error", "token-wise is larger by"]
     about = (
-        "Relative L2 error, the mean over layers, of codes with a minimum and a scale for 64 tokens "
-        "of a channel, or for as many channels of a token: the same bytes."
+        "Relative L2 error, the mean over layers, of codes with a minimum and a scale for 64 "
+        "tokens of a channel, or for as many channels of a token: the same bytes."
     )
     return writing.section(
         "evidence_channels.png",

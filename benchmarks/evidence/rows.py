@@ -12,6 +12,7 @@ from benchmarks.evidence.attends import Whole
 from benchmarks.evidence.subject import Subject
 from benchmarks.tables import Row
 from turbojax.evaluation import ExactRun, Scores, method, score
+from turbojax.evaluation.layers import layer_errors
 from turbojax.evaluation.run import text_row
 
 ERRORS = ("cosine", "relative_l1", "rmse")
@@ -64,15 +65,16 @@ def _cached(subject: Subject, name: str, model: Any, exact: ExactRun) -> Row:
 
 
 def layers(name: str, *, quick: bool = False) -> Spec:
-    """Errors of each layer's attention output through a cache."""
+    """Errors of each layer's attention output through a cache: of the tokens that are decoded."""
 
     def measure(subject: Subject) -> Row:
-        from turbojax.evaluation.layers import layer_errors
-
-        chosen = method(name, subject.decoder.config)
-        prompt = subject.sizes.prompt
-        found = layer_errors(subject.decoder, subject.layer_tokens, chosen, prompt=prompt)
-        return {error: rounded(getattr(found, error)) for error in ERRORS}
+        chosen, tokens = method(name, subject.decoder.config), subject.layer_tokens
+        prompt, batch = subject.sizes.prompt, subject.sizes.layer_windows
+        found = layer_errors(subject.decoder, tokens, chosen, prompt=prompt, batch_size=batch)
+        return {
+            **{error: rounded(getattr(found.decode, error)) for error in ERRORS},
+            "prefill": {error: rounded(getattr(found.prefill, error)) for error in ERRORS},
+        }
 
     return Spec(f"layers/{name}", measure, quick)
 

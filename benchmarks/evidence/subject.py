@@ -1,4 +1,4 @@
-"""What the tables are measured on: a model, windows of held-out text, and what rows share of them."""
+"""What the tables are measured on: a model, windows of held-out text, and what rows share."""
 
 import dataclasses
 import functools
@@ -198,7 +198,7 @@ class Subject:
             # More than enough bytes, whatever tokens stand for.
             contents = quantizing.calibration_text(8 * count * length)
             stream = np.concatenate([self._read(content) for content in contents])
-            return quantizing.windows(stream, length, count)
+            return quantizing.windows(stream.tolist(), length, count)
 
         return self._once("calibration", make)
 

@@ -90,11 +90,13 @@ def score_whole(
     if exact is None:
         exact = exact_hidden(decoder, tokens, first=first, batch=batch)
     hidden, reports = hidden_of(decoder, inputs, attend=attend, first=first)
-    found = [
-        np.asarray(x).reshape(len(tokens), -1) for x in _compare(decoder, hidden, exact, targets)
-    ]
+    compared = _compare(decoder, hidden, exact, targets)
+    bits, exact_bits, choices, exact_choices, divergence = (
+        np.asarray(x).reshape(len(tokens), -1) for x in compared
+    )
+    scores = Scores(bits, exact_bits, choices, exact_choices, divergence, 0, 0)
     reported = [math.nan if r is None else float(np.mean(np.asarray(r))) for r in reports]
-    return WholeScores(Scores(*found, 0, 0), np.asarray(reported, np.float32))
+    return WholeScores(scores, np.asarray(reported, np.float32))
 
 
 def exact_hidden(decoder: Decoder, tokens: np.ndarray, *, first: int, batch: int) -> jax.Array:
@@ -157,8 +159,8 @@ def output_errors(
     """
 
     def one_layer(layer: HeadTensors) -> tuple[jax.Array, jax.Array, jax.Array]:
-        wide = [x.astype(jnp.float32) for x in layer]
-        want = attend_within(*wide, None, _WIDE, implementation="xla")[:, first:]
+        query, key, value = (x.astype(jnp.float32) for x in layer)
+        want = attend_within(query, key, value, None, _WIDE, implementation="xla")[:, first:]
         mark = attend.marks(1 + getattr(attend, "dense_layers", 0))[-1]
         got = attend(*layer, mark)[0].astype(jnp.float32)[:, first:]
         product, squares = jnp.sum(got * want), jnp.sum(got * got) * jnp.sum(want * want)

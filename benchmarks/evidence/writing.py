@@ -1,4 +1,4 @@
-"""What the tables share: cells, comparisons, and sentences under them. Pure functions of a result."""
+"""What the tables share: cells, comparisons, sentences. Pure functions of a result."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -136,21 +136,29 @@ def difference(result: Result, key: str, other: str) -> Interval | None:
     return bootstrap(one - two, owners if by_file else None)
 
 
-def word(apart: Interval) -> str:
-    """What an interval of a difference of bits says."""
-    if apart.high < 0:
-        return "better"
-    return "**worse**" if apart.low > 0 else "not told apart"
+def word(apart: Interval, share: float) -> str:
+    """What an interval of a difference of bits says.
+
+    Args:
+      apart: ours less the baseline's; without an interval its mean is taken for it.
+      share: bytes of ours over the baseline's, less 1.
+    """
+    low, high = apart.ends or (apart.mean, apart.mean)
+    if high < 0:
+        return "better" if share <= 0 else "better, with more bytes"
+    if low > 0:
+        return "**worse**" if share >= 0 else "**worse**, with fewer bytes"
+    return "not told apart"
 
 
 def comparison(result: Result, pairs: Sequence[tuple[str, str, str, str]]) -> str:
-    """A table of ours against baselines, which says where ours are worse.
+    """A table of ours against baselines, and what of ours is worse.
 
     Args:
       result: the result.
       pairs: label and key of ours, label and key of the baseline.
     """
-    lines = []
+    lines, worse = [], []
     for label, key, base, other in pairs:
         apart = difference(result, key, other)
         ours, theirs = found(result, key), found(result, other)
@@ -158,11 +166,16 @@ def comparison(result: Result, pairs: Sequence[tuple[str, str, str, str]]) -> st
             continue
         share = ours["cache_bytes"] / theirs["cache_bytes"] - 1
         ends = "" if apart.ends is None else f" [{apart.low:+.4f}, {apart.high:+.4f}]"
-        cell = f"{apart.mean:+.4f}{ends}"
-        lines.append([label, base, f"{share:+.1%}", cell, word(apart)])
+        said = word(apart, share)
+        lines.append([label, base, f"{share:+.1%}", f"{apart.mean:+.4f}{ends}", said])
+        if "worse" in said:
+            worse.append(f"{label} than {base} ({apart.mean:+.4f} bits, {share:+.1%} bytes)")
     if not lines:
         return "No pair of them was measured."
-    return tables.table(["ours", "against", "bytes", "bits [95 %]", "ours is"], lines)
+    named = "; ".join(worse)
+    last = f"Worse are: {named}." if worse else "None of ours is told to be worse than these."
+    header = ["ours", "against", "bytes", "bits [95 %]", "ours is"]
+    return f"{tables.table(header, lines)}\n\n{last}"
 
 
 def not_measured(result: Result, keys: Sequence[str]) -> str:
