@@ -217,7 +217,7 @@ class PolarRounding:
         if turn is not None:
             wide = jnp.matmul(wide, turn.T, precision=precise)
         table = polar.centroids(self.bits, x.shape[-1])
-        edges = jnp.asarray(0.5 * (table[1:] + table[:-1]))
+        edges = jnp.asarray(0.5 * (table[1:] + table[:-1])).reshape((1,) * x.ndim + (-1,))
         norm = jnp.sqrt(jnp.sum(wide * wide, axis=-1, keepdims=True))
         unit = wide / jnp.where(norm == 0, 1, norm)
         chosen = jnp.asarray(table)[jnp.sum(unit[..., None] >= edges, axis=-1)]

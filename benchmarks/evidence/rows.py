@@ -80,12 +80,12 @@ def layers(name: str, *, quick: bool = False) -> Spec:
 
 
 def within(name: str, attend: Whole, *, long: bool = False, quick: bool = False) -> Spec:
-    """Bits and errors of attention within whole windows.
+    """Bits of attention within whole windows, and its errors.
 
     Args:
       name: of the row.
       attend: what attends.
-      long: in the long windows.
+      long: in the long windows, and without errors.
       quick: see `Spec`.
     """
 
@@ -103,6 +103,8 @@ def within(name: str, attend: Whole, *, long: bool = False, quick: bool = False)
         if not np.isnan(found.reports).all():
             reported = np.nan_to_num(found.reports, nan=1.0)  # layers that attend exactly
             row |= {"density": float(reported.mean()), "density_by_layer": rounded(reported)}
+        if long:
+            return row
         errors = whole.output_errors(subject.tensors, attend=attend, first=subject.first)
         return row | {e: rounded(np.asarray(x)) for e, x in zip(ERRORS, errors, strict=True)}
 
