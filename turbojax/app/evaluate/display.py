@@ -1,0 +1,119 @@
+"""How an evaluation is shown: bars while it runs, tables at its end."""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from turbojax.app import terminal
+
+Result = Mapping[str, Any]
+"""What `turbojax.evaluation.evaluate` returns, or its JSON."""
+
+
+class Bars:
+    """A bar for each method and measure, on standard error, so that standard output stays clean."""
+
+    def __init__(self) -> None:
+        self._progress = terminal.progress_bar()
+        self._tasks: dict[str, Any] = {}
+
+    def __enter__(self) -> "Bars":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        # Where nothing was begun it would print an empty line.
+        if self._tasks:
+            self._progress.stop()
+
+    def advance(self, what: str, done: int, total: int) -> None:
+        """Shows that `done` more of `total` are done."""
+        self._progress.start()  # what runs already goes on
+        if what not in self._tasks:
+            self._tasks[what] = self._progress.add_task(what, total=total)
+        self._progress.advance(self._tasks[what], done)
+
+
+def render(result: Result) -> RenderableType:
+    """The tables of all measures there are, and what they were made with."""
+    parts: list[RenderableType] = []
+    for measure, table in (
+        ("text", _text_table),
+        ("layers", _layers_table),
+        ("recall", _recall_table),
+        ("tasks", _tasks_table),
+    ):
+        if any(measure in row for row in result["methods"].values()):
+            parts.append(table(result))
+    where = f"jax {result['jax']} on {result['device']}"
+    note = "± and brackets: 95 % intervals, by the bootstrap."
+    return Group(*parts, Text(f"{note} {where}", style="dim"))
+
+
+def rows_of(result: Result, measure: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """The methods that have a measure, with what it is."""
+    for name, row in result["methods"].items():
+        if measure in row:
+            yield name, row[measure]
+
+
+def unit_of(result: Result) -> str:
+    """What bits are counted per: ``"byte"`` or ``"token"``."""
+    rows = (row for _, row in rows_of(result, "text"))
+    return "byte" if any("bits_per_byte" in row for row in rows) else "token"
+
+
+def half_width(interval: Sequence[float] | None) -> float | None:
+    """Half of an interval's width; None where there is none."""
+    return None if interval is None else (interval[1] - interval[0]) / 2
+
+
+def _number(value: float | None, form: str) -> str:
+    return "nan" if value is None or math.isnan(value) else format(value, form)
+
+
+def _with_error(value: float | None, interval: Sequence[float] | None, form: str) -> str:
+    half = half_width(interval)
+    error = "" if half is None else f" ± {half:{form.removeprefix('+')}}"
+    return _number(value, form) + error
+
+
+def _table(title: str, *columns: str) -> Table:
+    # Names fold where the terminal is narrow: options make them long.
+    table = Table(title=title, pad_edge=False)
+    table.add_column("method", overflow="fold")
+    for column in columns:
+        table.add_column(column, justify="right")
+    return table
+
+
+def _text_table(result: Result) -> Table:
+    unit, settings = unit_of(result), result["settings"]
+    files = len(next(row for _, row in rows_of(result, "text"))["by_file"])
+    title = (
+        f"{files} texts in windows of {settings['context']} tokens, {settings['prompt']} of them "
+        "prefilled, the others decoded"
+    )
+    table = _table(
+        title,
+        f"bits/{unit}",
+        "cost",
+        "KL, bits",
+        "same\nchoice",
+        "bytes of\na cache",
+        "smaller",
+    )
+    for name, row in rows_of(result, "text"):
+        table.add_row(
+            name,
+            _with_error(row[f"bits_per_{unit}"], row["interval"], ".4f"),
+            _with_error(row["cost"], row["cost_interval"], "+.4f"),
+            _number(row["divergence"], ".5f"),
+            _number(row["same_greedy_choice"], ".1%"),
+            f"{row['cache_bytes']:,}",
+            f"{row['exact_cache_bytes'] / row['cache_bytes']:.2f}x",
+        )
+    return table
