@@ -1,0 +1,175 @@
+"""Teacher-forced decoding in chunks: many steps of a model through its caches in one program."""
+
+import dataclasses
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from turbojax.evaluation.methods import Method
+from turbojax.models import Decoder, ModelCaches, QuantizedDecoder, Session, Transformer
+from turbojax.models import start as start_session
+from turbojax.models.decoder import unstack
+from turbojax.models.generation.steps import decode_step
+
+AnyDecoder = Decoder | QuantizedDecoder
+AnyModel = Transformer | AnyDecoder
+
+STEPS = 64
+"""Tokens of a chunk at most: what progress is reported by."""
+
+_MOST_LOGITS = 2**26
+"""Numbers that a chunk's logits may be."""
+
+
+def decoder_of(model: AnyModel) -> AnyDecoder:
+    """What runs: a `Transformer`'s layers apart.
+
+    Raises:
+      TypeError: if it is no model that can decode.
+    """
+    if isinstance(model, Transformer):
+        return unstack(model)
+    if not isinstance(model, AnyDecoder):
+        raise TypeError(
+            f"model is a {type(model).__name__}, must be a Transformer, a Decoder or a "
+            "QuantizedDecoder"
+        )
+    return model
+
+
+def start(decoder: AnyDecoder, tokens: np.ndarray, max_length: int, method: Method) -> Session:
+    """Prompts int ``[B, T]`` through the model, with a method's caches of so many tokens."""
+    return start_session(
+        decoder,
+        tokens,
+        max_length=max_length,
+        cache=method.cache,
+        pooled_prefill=method.pooled,
+    )
+
+
+def forced_logits(session: Session, tokens: np.ndarray) -> Iterator[tuple[int, jax.Array]]:
+    """The logits that precede each given token, decoded through the session's caches.
+
+    Args:
+      session: after the prompt; its caches are donated.
+      tokens: int32 ``[B, D]``, the true continuation. The last one is not fed.
+
+    Yields:
+      How many positions, up to `STEPS`, and their logits, float32 ``[more, B, V]``; what comes
+      after them means nothing.
+    """
+    steps, total = chunk_of(session.logits.shape), tokens.shape[1]
+    caches, logits, lengths = session.caches, session.logits, session.lengths
+    for first in range(0, total, steps):
+        part = tokens[:, first : first + steps]
+        count = part.shape[1]
+        # One shape, so that one program does for the last chunk, too, which feeds fewer.
+        full = np.pad(part, ((0, 0), (0, steps - count))).T
+        feeds = count - (first + count == total)
+        caches, logits, lengths, found = _chunk(
+            session.decoder, caches, logits, lengths, full, np.int32(feeds)
+        )
+        yield count, found
+
+
+def chunk_of(shape: tuple[int, ...]) -> int:
+    """Steps of a chunk, of logits ``[B, V]``."""
+    return int(max(1, min(STEPS, _MOST_LOGITS // (shape[0] * shape[1]))))
+
+
+@functools.partial(jax.jit, donate_argnames="caches")
+def _chunk(
+    decoder: AnyDecoder,
+    caches: ModelCaches,
+    logits: jax.Array,
+    lengths: jax.Array,
+    tokens: jax.Array,
+    feeds: jax.Array,
+) -> tuple[ModelCaches, jax.Array, jax.Array, jax.Array]:
+    """Feeds the first `feeds` of int32 ``[steps, B]`` tokens.
+
+    Returns:
+      The caches, the last logits ``[B, V]``, the lengths, and float32 ``[steps + 1, B, V]``: the
+      logits before each token, and after the last one.
+    """
+
+    def step(i: jax.Array, carry: Any) -> Any:
+        caches, logits, lengths, out = carry
+        out = jax.lax.dynamic_update_index_in_dim(out, logits, i, 0)
+        caches, logits, lengths = decode_step(
+            decoder, caches, tokens[i], lengths, implementation=None
+        )
+        return caches, logits, lengths, out
+
+    out = jnp.zeros((len(tokens) + 1, *logits.shape), jnp.float32)
+    state = (caches, logits, lengths, out)
+    caches, logits, lengths, out = jax.lax.fori_loop(0, feeds, step, state)
+    return caches, logits, lengths, jax.lax.dynamic_update_index_in_dim(out, logits, feeds, 0)
+
+
+@functools.partial(jax.jit, static_argnames="steps", donate_argnames="caches")
+def _greedy(
+    decoder: AnyDecoder,
+    caches: ModelCaches,
+    logits: jax.Array,
+    lengths: jax.Array,
+    *,
+    steps: int,
+) -> tuple[ModelCaches, jax.Array, jax.Array, jax.Array]:
+    """The most likely tokens, each fed: int32 ``[steps, B]``, after caches, logits and lengths."""
+
+    def step(i: jax.Array, carry: Any) -> Any:
+        caches, logits, lengths, out = carry
+        chosen = greedy_choice(logits)
+        out = jax.lax.dynamic_update_index_in_dim(out, chosen, i, 0)
+        # Where there is none, what is fed does not count: the sequence stays NaN.
+        fed = jnp.maximum(chosen, 0)
+        caches, logits, lengths = decode_step(decoder, caches, fed, lengths, implementation=None)
+        return caches, logits, lengths, out
+
+    out = jnp.zeros((steps, lengths.shape[0]), jnp.int32)
+    state = (caches, logits, lengths, out)
+    done: tuple[ModelCaches, jax.Array, jax.Array, jax.Array]
+    done = jax.lax.fori_loop(0, steps, step, state)
+    return done
+
+
+def greedy_tokens(session: Session, count: int) -> np.ndarray:
+    """The most likely continuation, int32 ``[B, count]``, through the session's caches.
+
+    A token is -1 where the logits held NaN. The caches are donated and must have room for `count`
+    tokens.
+    """
+    _, _, _, chosen = _greedy(
+        session.decoder, session.caches, session.logits, session.lengths, steps=count
+    )
+    return np.asarray(chosen).T
+
+
+def greedy_choice(logits: jax.Array) -> jax.Array:
+    """The most likely token, int32 of float32 ``[..., V]``; -1 where a logit is NaN."""
+    nothing = jnp.any(jnp.isnan(logits), axis=-1)
+    return jnp.where(nothing, -1, jnp.argmax(logits, axis=-1).astype(jnp.int32))
+
+
+@dataclasses.dataclass(frozen=True)
+class Batches:
+    """Rows of one size at a time, so that one program does for all.
+
+    Attributes:
+      size: rows of a batch.
+    """
+
+    size: int
+
+    def of(self, rows: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
+        """How many rows of a batch are meant, and the batch, filled up with its own first row."""
+        for first in range(0, len(rows), self.size):
+            part = rows[first : first + self.size]
+            more = np.repeat(part[:1], self.size - len(part), axis=0)
+            yield len(part), np.concatenate([part, more])
