@@ -9,7 +9,8 @@ import functools
 import hashlib
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -17,8 +18,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from turbojax import _checks
-from turbojax.evaluation.intervals import bootstrap
+from turbojax.evaluation import identity
+from turbojax.evaluation.decoding import greedy_choice
 from turbojax.evaluation.methods import Method
+from turbojax.evaluation.records import Records
+from turbojax.evaluation.task_scores import task_scores
 from turbojax.evaluation.tasks import Task
 from turbojax.models.config import TransformerConfig
 from turbojax.models.decoder import Decoder
@@ -169,36 +173,56 @@ def answer(
     return run(session, filled, prepared.tokenizer)[: len(batch)]
 
 
-def task_scores(
-    prepared: PreparedTasks,
-    answers: Sequence[Mapping[str, Any]],
-    exact: Mapping[str, Any] | None = None,
-    *,
-    seed: int = 0,
-) -> dict[str, Any]:
-    """What a method's answers are worth.
+class TaskMeasure:
+    """Tasks as a measure of `evaluate`.
 
     Args:
       prepared: the tasks.
-      answers: of all batches, see `answer`.
-      exact: what this function returned for the method to compare with, if there is one.
+      batch_size: sequences that run at once.
       seed: of the intervals.
-
-    Returns:
-      Plain JSON values: ``"words"`` and ``"choices"``, where there are such tasks, and ``"items"``,
-      what each task's answer was. Both hold ``"items"``, their number; ``"right"``, the share that
-      is right, with its ``"interval"``; ``"by_group"``; and with `exact` ``"difference"`` to its
-      share, its interval, and ``"same_answer"``. Choices are right by the likelihood of the whole
-      text; ``"right_per_byte"`` counts by that of a byte of it.
+      partial: a file that keeps answers batch by batch, so that a method which was interrupted goes
+        on; None for none. Whoever has all results may remove it.
     """
-    found = _items(prepared.tasks, answers)
-    before = {} if exact is None else {item["id"]: item for item in exact["items"]}
-    scores: dict[str, Any] = {}
-    for kind in ("words", "choices"):
-        items = [item for item in found if item["kind"] == kind]
-        if items:
-            scores[kind] = _summary(items, [before[x["id"]] for x in items if before], seed)
-    return {**scores, "items": found}
+
+    def __init__(
+        self,
+        prepared: PreparedTasks,
+        batch_size: int = 8,
+        seed: int = 0,
+        partial: Path | None = None,
+    ) -> None:
+        self._prepared, self._batch_size, self._seed = prepared, batch_size, seed
+        self._partial = partial
+        self._records: Records | None = None
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """See `turbojax.evaluation.Further`."""
+        prepared = self._prepared
+        return {
+            "tasks": len(prepared.tasks),
+            "checksum": prepared.digest[:16],
+            "batch_size": self._batch_size,
+        }
+
+    def __call__(
+        self,
+        decoder: Decoder | QuantizedDecoder,
+        method: Method,
+        progress: Callable[[int, int], None],
+    ) -> dict[str, Any]:
+        """A method's row, see `task_scores`."""
+        if self._records is None:
+            machine, dates = identity.of_machine()
+            told = {**machine, "model": identity.of_model(decoder), "tasks": self.identity}
+            self._records = Records(self._partial, told, dates)
+        prepared, answers, done = self._prepared, list[dict[str, Any]](), 0
+        for number, batch in enumerate(prepared.batches(self._batch_size)):
+            make = functools.partial(answer, decoder, prepared, batch, method, self._batch_size)
+            answers += self._records.row(("methods", method.name, str(number)), make)
+            done += len(batch)
+            progress(done, len(prepared.rows))
+        return task_scores(prepared.tasks, answers, seed=self._seed)
 
 
 def _length(row: Row) -> tuple[int, int]:
@@ -262,10 +286,7 @@ def _check_row(row: Row, config: TransformerConfig) -> None:
         )
 
 
-@jax.jit
-def _greedy(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Each sequence's most likely token, int32 ``[B]``, and whether it has a NaN."""
-    return jnp.argmax(logits, axis=-1).astype(jnp.int32), jnp.any(jnp.isnan(logits), axis=-1)
+_greedy = jax.jit(greedy_choice)
 
 
 @jax.jit
@@ -307,12 +328,11 @@ def _continue(session: Session, rows: Sequence[Row], tokenizer: Tokenizer) -> li
     ended: list[str | None] = [None] * len(rows)
     counts = [0] * len(rows)
     for step in range(task.max_new_tokens):
-        chosen, lost = _greedy(session.logits)
-        known, is_lost = np.asarray(chosen), np.asarray(lost)
+        known = np.asarray(_greedy(session.logits))
         for i, text in enumerate(texts):
             if ended[i] is not None:
                 continue
-            if is_lost[i]:
+            if known[i] < 0:
                 ended[i] = "nan"
                 continue
             counts[i] += 1
@@ -323,7 +343,8 @@ def _continue(session: Session, rows: Sequence[Row], tokenizer: Tokenizer) -> li
                 ended[i] = "stop" if text.stopped else None
         if None not in ended or step + 1 == task.max_new_tokens:
             break
-        session = session.step(chosen)
+        # Where there is none, what is fed does not count: the sequence has ended.
+        session = session.step(np.maximum(known, 0))
     for text in texts:
         text.add(None)
     found = zip(rows, texts, counts, ended, strict=True)
@@ -340,73 +361,3 @@ def _said(task: Task, text: str, count: int, ended: str) -> dict[str, Any]:
         "tokens": count,
         "ended": ended,
     }
-
-
-def _items(tasks: Sequence[Task], answers: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """What each task's answer was, in the order of the tasks."""
-    by_name = dict[str | int, list[Mapping[str, Any]]]()
-    for row in answers:
-        by_name.setdefault(row["id"], []).append(row)
-    items = list[dict[str, Any]]()
-    for task in tasks:
-        rows = by_name[task.name]
-        item: dict[str, Any] = {"id": task.name, "group": task.group}
-        if task.choices:
-            item |= {"kind": "choices", **_chosen(task, sorted(rows, key=lambda x: x["choice"]))}
-        else:
-            item |= {"kind": "words", **rows[0]}
-        items.append(item)
-    return items
-
-
-def _chosen(task: Task, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The most likely choice; none, and so a wrong one, where a choice's bits are NaN."""
-    bits = [row["bits"] for row in rows]
-    if any(x is None for x in bits):
-        return {"bits": bits, "answer": None, "right": False, "right_per_byte": False}
-    per_byte = [x / row["bytes"] for x, row in zip(bits, rows, strict=True)]
-    best, best_per_byte = (values.index(min(values)) for values in (bits, per_byte))
-    return {
-        "bits": bits,
-        "answer": best,
-        "right": best == task.right,
-        "right_per_byte": best_per_byte == task.right,
-    }
-
-
-def _summary(
-    items: Sequence[Mapping[str, Any]], exact: Sequence[Mapping[str, Any]], seed: int
-) -> dict[str, Any]:
-    scores: dict[str, Any] = {"items": len(items)}
-    for name in ("right", "right_per_byte"):
-        if name in items[0]:
-            suffix = name.removeprefix("right")
-            share, interval = _share([item[name] for item in items], seed)
-            scores |= {name: share, f"interval{suffix}": interval}
-    if "ended" in items[0]:
-        scores["ended"] = {
-            end: sum(item["ended"] == end for item in items) for end in ("stop", "length", "nan")
-        }
-        scores["without_answer"] = sum(item["answer"] is None for item in items)
-    else:
-        scores["nan"] = sum(item["answer"] is None for item in items)
-    groups = sorted({item["group"] for item in items if item["group"] is not None})
-    if groups:
-        scores["by_group"] = {
-            group: float(np.mean([x["right"] for x in items if x["group"] == group]))
-            for group in groups
-        }
-    if exact:
-        pairs = list(zip(items, exact, strict=True))
-        mean, interval = _share([float(a["right"]) - float(b["right"]) for a, b in pairs], seed)
-        scores |= {
-            "difference": mean,
-            "difference_interval": interval,
-            "same_answer": float(np.mean([a["answer"] == b["answer"] for a, b in pairs])),
-        }
-    return scores
-
-
-def _share(values: Sequence[float], seed: int) -> tuple[float, list[float]]:
-    found = bootstrap(np.asarray(values, np.float64), None, seed=seed)
-    return float(found.mean), [float(found.low), float(found.high)]

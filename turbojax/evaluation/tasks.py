@@ -115,9 +115,7 @@ def check_names(tasks: Iterable[Task]) -> None:
         seen[task.name] = task.line
 
 
-def parse_task(
-    line: str | bytes, number: int, max_new_tokens: int = DEFAULT_NEW_TOKENS
-) -> Task:
+def parse_task(line: str | bytes, number: int, max_new_tokens: int = DEFAULT_NEW_TOKENS) -> Task:
     """Reads a line.
 
     Args:

@@ -144,3 +144,136 @@ def run(settings: EvalSettings, progress: Progress | None = None) -> dict[str, A
         progress=_report(progress),
         further=_further(settings, prepared),
     )
+
+
+def _kept(out: Path) -> str:
+    """What an interrupted run leaves behind."""
+    if not out.exists():
+        return "nothing was written yet; the same command begins anew"
+    return f"what was measured is in {out}; the same command goes on from there"
+
+
+def _report(progress: Progress | None) -> evaluation.Report | None:
+    if progress is None:
+        return None
+    return lambda method, measure, done, total: progress(f"{method}, {measure}", done, total)
+
+
+def _methods(given: Sequence[str] | None, found: text_model.FoundModel) -> tuple[Method, ...]:
+    """The methods, checked before the model is loaded; of the default ones those it can have."""
+    config = found.config
+    if given is not None:
+        made = tuple(evaluation.method(name, config) for name in given)
+        for one in made:
+            startup.cache_bytes(config, found.dtype, 1, config.max_length, one.cache)
+        return made
+    names = DEFAULT_METHODS if config.latent is None else DEFAULT_LATENT_METHODS
+    able = list[Method]()
+    for name in names:
+        try:
+            one = evaluation.method(name, config)
+            startup.cache_bytes(config, found.dtype, 1, config.max_length, one.cache)
+        except (ValueError, NotImplementedError):
+            continue
+        able.append(one)
+    return tuple(able)
+
+
+def _texts(files: Sequence[Path], tokenizer: Tokenizer) -> dict[str, Text]:
+    """The texts by name: bytes for byte-level models, tokens for others.
+
+    Raises:
+      ValueError: if there is none, or it cannot be read.
+    """
+    if not files:
+        if isinstance(tokenizer, NumberTokenizer):
+            raise ValueError("tokens are numbers here, there is no tokenizer.json: give --text")
+        library = Path(sysconfig.get_path("stdlib"))
+        files = [library / name for name in models.held_out_modules()]
+        files = [path for path in files if path.is_file()]
+        if not files:
+            raise ValueError(f"none of the held-out modules is in {library}: give --text")
+    short = [path.name for path in files]
+    texts: dict[str, Text] = {}
+    for path in files:
+        name = path.name if short.count(path.name) == 1 else str(path)
+        if name in texts:
+            raise ValueError(f"--text {path} must be given once")
+        content = path.read_bytes()
+        if isinstance(tokenizer, ByteTokenizer):
+            texts[name] = content
+            continue
+        try:
+            texts[name] = tokenizer.encode(text_model.read_text(content))
+        except ValueError as error:
+            raise ValueError(f"--text {path}: {error}") from error
+    return texts
+
+
+def _context(settings: EvalSettings, max_length: int, texts: Mapping[str, Text]) -> int:
+    """Tokens of a window.
+
+    Raises:
+      ValueError: if the model takes fewer.
+    """
+    if settings.context is None:
+        # The first token of a text is fed, not predicted; of bytes it is one more.
+        longest = max(len(text) - (not isinstance(text, bytes)) for text in texts.values())
+        return max(1, min(_MOST_CONTEXT, max_length, longest))
+    if settings.context > max_length:
+        raise ValueError(
+            f"--context {settings.context} must be at most the model's max_length={max_length}"
+        )
+    return settings.context
+
+
+def _settings(
+    settings: EvalSettings, methods: Sequence[Method], context: int
+) -> evaluation.Settings:
+    given = {
+        name: value
+        for name, value in (
+            ("recall_lengths", settings.recall_lengths),
+            ("recall_depths", settings.recall_depths),
+        )
+        if value is not None
+    }
+    return evaluation.Settings(
+        methods=tuple(one.name for one in methods),
+        context=context,
+        prompt=settings.prompt,
+        windows_per_file=settings.windows,
+        batch_size=settings.batch_size,
+        seed=settings.seed,
+        measures=settings.chosen_measures,
+        **given,
+    )
+
+
+def _further(
+    settings: EvalSettings, prepared: PreparedTasks | None
+) -> dict[str, evaluation.Further]:
+    if prepared is None:
+        return {}
+    assert settings.tasks is not None
+    partial = None if settings.out is None else settings.out.with_name(f"{settings.out.name}.tasks")
+    return {"tasks": evaluation.TaskMeasure(prepared, settings.batch_size, settings.seed, partial)}
+
+
+def _check_memory(
+    settings: EvalSettings, found: text_model.FoundModel, methods: Sequence[Method], context: int
+) -> None:
+    """Raises ValueError if windows, or weights, need more memory than there is."""
+    config, batch = found.config, settings.batch_size
+    largest = max(
+        startup.cache_bytes(config, found.dtype, batch, context, one.cache) for one in methods
+    )
+    startup.check_memory(
+        {
+            "weights": found.weight_bytes,
+            "a method's caches": largest,
+            "exact caches": startup.cache_bytes(config, found.dtype, batch, context, "exact"),
+            "prompts that run": startup.prompt_bytes(config, found.dtype, batch, context),
+        },
+        "smaller --batch-size or --context",
+    )
