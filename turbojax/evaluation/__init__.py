@@ -10,6 +10,7 @@ from turbojax.evaluation.methods import method as method
 from turbojax.evaluation.records import Records as Records
 from turbojax.evaluation.run import MEASURES as MEASURES
 from turbojax.evaluation.run import Further as Further
+from turbojax.evaluation.run import Report as Report
 from turbojax.evaluation.run import Settings as Settings
 from turbojax.evaluation.run import evaluate as evaluate
 from turbojax.evaluation.scoring import ExactRun as ExactRun

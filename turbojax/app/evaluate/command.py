@@ -34,7 +34,7 @@ Methods = Annotated[
 Context = Annotated[
     int | None,
     typer.Option(
-        help="Tokens of a window. Default: 2048, or as many as the model takes.",
+        help="Tokens predicted per window. Default: 2047, or fewer where model or texts are short.",
         show_default=False,
     ),
 ]
@@ -81,6 +81,9 @@ Tasks = Annotated[
         show_default=False,
     ),
 ]
+MaxNewTokens = Annotated[
+    int, typer.Option(help="Of --tasks: tokens of an answer at most, where its line does not say.")
+]
 Out = Annotated[
     Path | None,
     typer.Option(
@@ -108,7 +111,7 @@ def evaluate(
     recall_lengths: Lengths = None,
     recall_depths: Depths = None,
     tasks: Tasks = None,
-    max_new_tokens: options.MaxNewTokens = 256,
+    max_new_tokens: MaxNewTokens = 256,
     adapters: options.Adapters = None,
     dtype: options.Dtype = None,
     max_length: options.MaxLength = None,
@@ -123,7 +126,7 @@ def evaluate(
     rest decoded token by token, fed the true tokens. Costs and agreement are relative to the exact
     cache of the same model, which runs beside each method.
     """
-    from turbojax.app.evaluate import display, run
+    from turbojax.app.evaluate import display, plots, run
 
     programs.use(compilation_cache, "turbojax eval")
     with terminal.one_line_errors("turbojax eval", smaller="--batch-size or --context"):
@@ -150,7 +153,7 @@ def evaluate(
         with display.Bars() as bars:
             result = run.run(settings, bars.advance)
         if plot is not None:
-            drawn = display.save_plots(result, plot)
+            drawn = plots.save_plots(result, plot)
     if as_json:
         typer.echo(json.dumps(result, indent=2, allow_nan=False))
         return

@@ -9,6 +9,8 @@ from rich.table import Table
 from rich.text import Text
 
 from turbojax.app import terminal
+from turbojax.evaluation import compare_answers
+from turbojax.evaluation.task_scores import KINDS
 
 Result = Mapping[str, Any]
 """What `turbojax.evaluation.evaluate` returns, or its JSON."""
@@ -30,11 +32,11 @@ class Bars:
             self._progress.stop()
 
     def advance(self, what: str, done: int, total: int) -> None:
-        """Shows that `done` more of `total` are done."""
+        """Shows that `done` of `total` are done."""
         self._progress.start()  # what runs already goes on
         if what not in self._tasks:
             self._tasks[what] = self._progress.add_task(what, total=total)
-        self._progress.advance(self._tasks[what], done)
+        self._progress.update(self._tasks[what], completed=done)
 
 
 def render(result: Result) -> RenderableType:
@@ -117,3 +119,70 @@ def _text_table(result: Result) -> Table:
             f"{row['exact_cache_bytes'] / row['cache_bytes']:.2f}x",
         )
     return table
+
+
+def _layers_table(result: Result) -> Table:
+    table = _table(
+        "Errors of each layer's attention output, on the exact model's queries, keys and values",
+        "cosine",
+        "relative\nL1",
+        "worst\nlayer",
+        "its relative\nL1",
+        "prompt's",
+        "decoding's",
+    )
+    for name, row in rows_of(result, "layers"):
+        errors = [math.nan if x is None else x for x in row["relative_l1"]]
+        worst = max(range(len(errors)), key=lambda i, errors=errors: errors[i])
+        table.add_row(
+            name,
+            _number(mean(row["cosine"]), ".5f"),
+            _number(mean(errors), ".4f"),
+            str(worst),
+            _number(errors[worst], ".4f"),
+            _number(mean(row["prefill"]["relative_l1"]), ".4f"),
+            _number(mean(row["decode"]["relative_l1"]), ".4f"),
+        )
+    return table
+
+
+def mean(values: Sequence[float | None]) -> float:
+    """The mean; NaN where a value is None or NaN."""
+    return sum(math.nan if x is None else x for x in values) / len(values)
+
+
+def _tasks_table(result: Result) -> Table:
+    rows = dict(rows_of(result, "tasks"))
+    exact = rows.get("exact")
+    kinds = [kind for kind in KINDS if any(kind in row for row in rows.values())]
+    table = _table("Tasks: shares that are right")
+    for kind in kinds:
+        count = next(row[kind]["items"] for row in rows.values())
+        table.add_column(f"{count:,} in words" if kind == "words" else f"{count:,} choices")
+        if kind == "choices":
+            table.add_column("the same,\nper byte")
+        if exact is not None:
+            table.add_column("to exact")
+            table.add_column("same\nanswer")
+    for name, row in rows.items():
+        against = {} if exact is None else compare_answers(row, exact)
+        cells = []
+        for kind in kinds:
+            found = row[kind]
+            cells.append(_with_bounds(found["right"], found["interval"]))
+            if kind == "choices":
+                cells.append(_with_bounds(found["right_per_byte"], found["interval_per_byte"]))
+            if exact is not None:
+                cells.append(f"{against[kind]['difference']:+.1%}")
+                cells.append(f"{against[kind]['same_answer']:.1%}")
+        table.add_row(name, *cells)
+    return table
+
+
+def _with_bounds(share: float, interval: Sequence[float] | None) -> str:
+    bounds = "" if interval is None else f" [{interval[0]:.1%}, {interval[1]:.1%}]"
+    return f"{share:.1%}{bounds}"
+
+
+def _recall_table(result: Result) -> Table:
+    return _table("Recall")
