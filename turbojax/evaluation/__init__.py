@@ -5,8 +5,16 @@ from turbojax.evaluation.answering import TaskMeasure as TaskMeasure
 from turbojax.evaluation.answering import prepare_tasks as prepare_tasks
 from turbojax.evaluation.intervals import Interval as Interval
 from turbojax.evaluation.intervals import bootstrap as bootstrap
+from turbojax.evaluation.layers import Errors as Errors
+from turbojax.evaluation.layers import LayerErrors as LayerErrors
+from turbojax.evaluation.layers import layer_errors as layer_errors
 from turbojax.evaluation.methods import Method as Method
 from turbojax.evaluation.methods import method as method
+from turbojax.evaluation.recall import Answers as Answers
+from turbojax.evaluation.recall import recall as recall
+from turbojax.evaluation.recall_items import Item as Item
+from turbojax.evaluation.recall_items import Source as Source
+from turbojax.evaluation.recall_items import make_item as make_item
 from turbojax.evaluation.records import Records as Records
 from turbojax.evaluation.run import MEASURES as MEASURES
 from turbojax.evaluation.run import Further as Further

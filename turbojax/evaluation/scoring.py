@@ -77,7 +77,7 @@ class ExactRun:
         self, model: AnyModel, tokens: np.ndarray, *, prompt: int, batch_size: int = 8
     ) -> None:
         self.decoder = decoder_of(model)
-        self.tokens = _checked(self.decoder, tokens, prompt, batch_size)
+        self.tokens = checked_windows(self.decoder, tokens, prompt, batch_size)
         self.prompt = prompt
         self.batches = Batches(min(batch_size, len(self.tokens)))
         size = self.tokens[:, prompt:].size * self.decoder.config.vocab_size * 4
@@ -192,8 +192,15 @@ def _compare(
     return bits, exact_bits, greedy_choice(logits), greedy_choice(exact), divergence
 
 
-def _checked(decoder: AnyDecoder, tokens: np.ndarray, prompt: int, batch_size: int) -> np.ndarray:
-    """The windows, int32 ``[n, T + 1]``."""
+def checked_windows(
+    decoder: AnyDecoder, tokens: np.ndarray, prompt: int, batch_size: int
+) -> np.ndarray:
+    """The windows, int32 ``[n, T + 1]``.
+
+    Raises:
+      TypeError: if tokens or sizes are not integers.
+      ValueError: if a shape or a size does not fit, or a token is not in the vocabulary.
+    """
     _checks.check_sizes(prompt=prompt, batch_size=batch_size)
     found = np.asarray(check_tokens(tokens, decoder.config.vocab_size))
     if found.ndim != 2 or not len(found) or found.shape[1] < 2:

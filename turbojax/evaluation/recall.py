@@ -1,0 +1,232 @@
+"""Recall through a cache: exact copies and values by key from source code, by length and depth."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from turbojax.evaluation.decoding import (
+    AnyDecoder,
+    AnyModel,
+    Batches,
+    decoder_of,
+    forced_logits,
+    greedy_choice,
+    start,
+)
+from turbojax.evaluation.methods import Method
+from turbojax.evaluation.recall_items import (
+    ANSWER,
+    CUE,
+    KINDS,
+    Item,
+    Kind,
+    NoItem,
+    Source,
+    make_item,
+)
+from turbojax.evaluation.texts import Text
+from turbojax.models import ByteTokenizer, Tokenizer
+from turbojax.models.generation.session import Progress
+
+_HALF = 32
+"""Tokens of a copy's first half, which is reported by itself."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Answers:
+    """What a model made of items, numpy ``[n]`` and ``[n, A]``.
+
+    Attributes:
+      right: bool ``[n, A]``: the most likely token is the true one, where the true ones before it
+        were fed. Up to the first that is wrong that is what greedy decoding writes.
+      bits: float32 ``[n, A]``, information content of the true tokens.
+    """
+
+    right: np.ndarray
+    bits: np.ndarray
+
+    def whole(self, count: int | None = None) -> np.ndarray:
+        """Bool ``[n]``: greedy decoding writes the first `count` tokens of the answer, or all."""
+        found: np.ndarray = self.right[:, :count].all(axis=1)
+        return found
+
+    @property
+    def copied(self) -> np.ndarray:
+        """float64 ``[n]``: the share of the answer that greedy decoding writes before an error."""
+        found: np.ndarray = np.cumprod(self.right, axis=1).mean(axis=1)
+        return found
+
+
+def recall(
+    model: AnyModel,
+    items: Sequence[Item],
+    method: Method,
+    *,
+    batch_size: int = 8,
+    progress: Progress | None = None,
+) -> Answers:
+    """Asks items through a method's cache: prompts prefilled, questions and answers decoded.
+
+    Args:
+      model: of floating point or with INT4 weights.
+      items: with prompts, questions and answers of one length each.
+      method: see `turbojax.evaluation.method`.
+      batch_size: items that run at once.
+      progress: called after each batch with its items.
+
+    Raises:
+      TypeError: if the model is another.
+      ValueError: if there are no items, or they differ in size or are too long for the model, or
+        the cache cannot hold the model's heads.
+      NotImplementedError: if a layer's attention cannot run through the cache.
+    """
+    decoder = decoder_of(model)
+    sizes = {(len(x.prompt), len(x.asked), len(x.answer)) for x in items}
+    if len(sizes) != 1:
+        raise ValueError(f"items of {sorted(sizes)} tokens must be some, and of one size")
+    ((prompt, asked, answer),) = sizes
+    # Room for the longest questions, so that those of all kinds share programs.
+    room = prompt + max(CUE + ANSWER, asked + answer)
+    rows = np.stack([np.concatenate([x.prompt, x.asked, x.answer]) for x in items])
+    right, bits = [], []
+    for count, batch in Batches(min(batch_size, len(rows))).of(rows):
+        session = start(decoder, batch[:, :prompt], room, method)
+        forced, found, done = batch[:, prompt:], [], 0
+        for taken, logits in forced_logits(session, forced):
+            now = forced[:, done : done + taken]
+            full = np.pad(now, ((0, 0), (0, len(logits) - taken))).T
+            found.append([np.asarray(x)[:taken] for x in _look(logits, full)])
+            done += taken
+        choices, costs = (np.concatenate(x).T[:count, asked:] for x in zip(*found, strict=True))
+        right.append(choices == forced[:count, asked:])
+        bits.append(costs)
+        if progress is not None:
+            progress(count)
+    return Answers(np.concatenate(right), np.concatenate(bits))
+
+
+@jax.jit
+def _look(logits: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Choices and bits of float32 ``[n, B, V]`` and int32 ``[n, B]``."""
+    log_p = jax.nn.log_softmax(logits, axis=-1)
+    chosen = jnp.take_along_axis(log_p, targets[..., None], axis=-1)[..., 0]
+    return greedy_choice(logits), -chosen / math.log(2)
+
+
+class RecallMeasure:
+    """Items of all lengths and depths, to be asked of one method after the other.
+
+    Args:
+      texts: by name, bytes or tokens.
+      tokenizer: of the tokens; None for bytes.
+      lengths: tokens of the whole, see `make_item`.
+      depths: see `make_item`.
+      count: items of each kind, length and depth.
+      seed: of the items.
+      max_length: of the model.
+      batch_size: items that run at once.
+
+    Attributes:
+      left_out: which lengths, or kinds of items, are not asked, and why.
+    """
+
+    def __init__(
+        self,
+        texts: Mapping[str, Text],
+        tokenizer: Tokenizer | None,
+        *,
+        lengths: Sequence[int],
+        depths: Sequence[float],
+        count: int,
+        seed: int,
+        max_length: int,
+        batch_size: int,
+    ) -> None:
+        self._batch_size, self._depths, self._count = batch_size, tuple(depths), count
+        self._cells: dict[tuple[Kind, int], list[Item]] = {}
+        self.left_out: list[dict[str, Any]] = []
+        if tokenizer is None and not all(isinstance(x, bytes) for x in texts.values()):
+            self.left_out.append({"why": "the tokens have no tokenizer"})
+            return
+        source = _source(texts, tokenizer)
+        for length in lengths:
+            if length > max_length:
+                self.left_out.append({"length": length, "why": f"{max_length=}"})
+                continue
+            for i, kind in enumerate(KINDS):
+                try:
+                    self._cells[kind, length] = [
+                        make_item(
+                            source,
+                            kind,
+                            length=length,
+                            depth=depth,
+                            seed=(seed, i, length, round(1000 * depth), k),
+                        )
+                        for depth in self._depths
+                        for k in range(count)
+                    ]
+                except NoItem as error:
+                    self.left_out.append({"length": length, "kind": kind, "why": str(error)})
+
+    def __call__(
+        self, decoder: AnyDecoder, method: Method, progress: Callable[[int, int], None]
+    ) -> dict[str, Any]:
+        """A method's rows: of each kind, by length and depth, and over all."""
+        total, done = sum(map(len, self._cells.values())), 0
+
+        def advance(count: int) -> None:
+            nonlocal done
+            done += count
+            progress(done, total)
+
+        row: dict[str, Any] = {}
+        for kind in KINDS:
+            cells, found = [], []
+            for (other, length), items in self._cells.items():
+                if other != kind:
+                    continue
+                answers = recall(
+                    decoder, items, method, batch_size=self._batch_size, progress=advance
+                )
+                found.append(answers)
+                for i, depth in enumerate(self._depths):
+                    part = slice(i * self._count, (i + 1) * self._count)
+                    cell = Answers(answers.right[part], answers.bits[part])
+                    cells.append({"length": length, "depth": depth, **_summary(kind, cell)})
+            if found:
+                rights, bits = ([getattr(x, y) for x in found] for y in ("right", "bits"))
+                everything = Answers(np.concatenate(rights), np.concatenate(bits))
+                row[kind] = {**_summary(kind, everything), "cells": cells}
+        return {**row, "left_out": self.left_out}
+
+
+def _summary(kind: Kind, answers: Answers) -> dict[str, Any]:
+    """Means over items."""
+    halves = {f"whole_{_HALF}": float(answers.whole(_HALF).mean())} if kind == "copy" else {}
+    return {
+        "items": len(answers.right),
+        "whole": float(answers.whole().mean()),
+        **halves,
+        "copied": float(answers.copied.mean()),
+        "bits": float(answers.bits.mean(dtype=np.float64)),
+    }
+
+
+def _source(texts: Mapping[str, Text], tokenizer: Tokenizer | None) -> Source:
+    """The texts without a token that begins them."""
+    first = None if tokenizer is None else tokenizer.bos_token_id
+    plain = {}
+    for name, text in texts.items():
+        if isinstance(text, bytes):
+            plain[name] = np.frombuffer(text, np.uint8).astype(np.int32)
+        else:
+            tokens = np.asarray(text, np.int32)
+            plain[name] = tokens[1:] if len(tokens) and tokens[0] == first else tokens
+    newline = ord("\n") if tokenizer is None else None
+    return Source(plain, ByteTokenizer() if tokenizer is None else tokenizer, newline)
