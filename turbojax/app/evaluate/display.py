@@ -15,6 +15,9 @@ from turbojax.evaluation.task_scores import KINDS
 Result = Mapping[str, Any]
 """What `turbojax.evaluation.evaluate` returns, or its JSON."""
 
+RECALL_KINDS = {"copy": "copying 64 tokens", "key_value": "values by key"}
+"""What recall asks for, by the names in the results."""
+
 
 class Bars:
     """A bar for each method and measure, on standard error, so that standard output stays clean."""
@@ -45,20 +48,28 @@ def render(result: Result) -> RenderableType:
     for measure, table in (
         ("text", _text_table),
         ("layers", _layers_table),
-        ("recall", _recall_table),
+        ("recall", _recall_tables),
         ("tasks", _tasks_table),
     ):
-        if any(measure in row for row in result["methods"].values()):
+        if any(True for _ in rows_of(result, measure)):
             parts.append(table(result))
+    refused = [
+        f"{name}, {measure}: {row['refused']}"
+        for name, measures in result["methods"].items()
+        for measure, row in measures.items()
+        if "refused" in row
+    ]
+    if refused:
+        parts.append(Text("\n".join(refused)))
     where = f"jax {result['jax']} on {result['device']}"
     note = "± and brackets: 95 % intervals, by the bootstrap."
     return Group(*parts, Text(f"{note} {where}", style="dim"))
 
 
 def rows_of(result: Result, measure: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """The methods that have a measure, with what it is."""
+    """The methods that have a measure, with what it is; not those that cannot be measured."""
     for name, row in result["methods"].items():
-        if measure in row:
+        if measure in row and "refused" not in row[measure]:
             yield name, row[measure]
 
 
@@ -184,5 +195,39 @@ def _with_bounds(share: float, interval: Sequence[float] | None) -> str:
     return f"{share:.1%}{bounds}"
 
 
-def _recall_table(result: Result) -> Table:
-    return _table("Recall")
+def _recall_tables(result: Result) -> RenderableType:
+    """A table for each kind of item, and what was not asked."""
+    rows = dict(rows_of(result, "recall"))
+    parts: list[RenderableType] = []
+    for kind, what in RECALL_KINDS.items():
+        asked = {name: row[kind] for name, row in rows.items() if kind in row}
+        if not asked:
+            continue
+        cells = next(iter(asked.values()))["cells"]
+        lengths = sorted({cell["length"] for cell in cells})
+        table = _table(
+            f"{what}: share of answers that are right to the end, by tokens of the context",
+            *(f"{length:,}" for length in lengths),
+            "all",
+            "bits per\ntoken",
+        )
+        for name, found in asked.items():
+            shares = [
+                mean([cell["whole"] for cell in found["cells"] if cell["length"] == length])
+                for length in lengths
+            ]
+            bits = _number(found["bits"], ".3f")
+            table.add_row(name, *(f"{x:.1%}" for x in (*shares, found["whole"])), bits)
+        parts.append(table)
+    left = next(iter(rows.values()))["left_out"]
+    reasons = [": ".join([*_cell_name(x), x["why"]]) for x in left]
+    if reasons:
+        parts.append(Text(f"not asked: {'; '.join(reasons)}"))
+    return Group(*parts)
+
+
+def _cell_name(left: Mapping[str, Any]) -> list[str]:
+    """What of recall was left out, in words; nothing if it is all."""
+    words = [RECALL_KINDS[left["kind"]]] if "kind" in left else []
+    words += [f"{left['length']:,} tokens"] if "length" in left else []
+    return [" of ".join(words)] if words else []

@@ -1,11 +1,12 @@
 """Pictures of an evaluation: loss against bytes, errors by layer, recall by length and depth."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from turbojax import _extras, _writing
-from turbojax.app.evaluate.display import Result, rows_of, unit_of
+from turbojax.app.evaluate.display import RECALL_KINDS, Result, rows_of, unit_of
 
 _DPI = 120
 _PANELS = 4
@@ -114,4 +115,42 @@ def _draw_layers(figure: Any, result: Result) -> None:
 
 
 def _draw_recall(figure: Any, result: Result) -> None:
-    """Placeholder."""
+    """Shares of answers that are right to the end: a panel for each kind of item and method."""
+    panels = [
+        (name, kind, row[kind]["cells"])
+        for kind in RECALL_KINDS
+        for name, row in rows_of(result, "recall")
+        if kind in row
+    ]
+    columns = min(_PANELS, max(len(panels), 1))
+    rows = max(-(-len(panels) // columns), 1)
+    figure.set_size_inches(2.9 * columns + 0.9, 2.7 * rows + 0.3)
+    grid = figure.subplots(rows, columns, squeeze=False).flatten()
+    image = None
+    for axes, (name, kind, cells) in zip(grid, panels, strict=False):
+        image = _draw_cells(axes, cells)
+        axes.set_title(f"{RECALL_KINDS[kind]}\n{name}", fontsize=9)
+    for axes in grid[len(panels) :]:
+        axes.set_axis_off()
+    if image is not None:
+        figure.colorbar(image, ax=list(grid), label="share of answers that are right to the end")
+
+
+def _draw_cells(axes: Any, cells: Sequence[Mapping[str, Any]]) -> Any:
+    """One heat map: depths below each other, lengths beside each other."""
+    lengths = sorted({cell["length"] for cell in cells})
+    depths = sorted({cell["depth"] for cell in cells})
+    shares = {(cell["length"], cell["depth"]): cell["whole"] for cell in cells}
+    values = [[shares.get((length, depth), math.nan) for length in lengths] for depth in depths]
+    image = axes.imshow(values, vmin=0, vmax=1, cmap="viridis", aspect="auto")
+    axes.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths], rotation=45)
+    axes.set_yticks(range(len(depths)), [f"{depth:g}" for depth in depths])
+    axes.set_xlabel("tokens of the context", fontsize=8)
+    axes.set_ylabel("depth of the answer", fontsize=8)
+    axes.tick_params(labelsize=7)
+    for y, row in enumerate(values):
+        for x, share in enumerate(row):
+            if not math.isnan(share):
+                colour = "white" if share < 0.6 else "black"
+                axes.text(x, y, f"{share:.0%}", ha="center", va="center", fontsize=7, color=colour)
+    return image

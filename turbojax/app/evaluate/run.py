@@ -10,7 +10,7 @@ from turbojax import _checks, _extras, _interrupt, evaluation, models
 from turbojax.app import options, startup, text_model
 from turbojax.evaluation import Method, PreparedTasks, Text, prepare_tasks, read_tasks
 from turbojax.kv import LATENT_CACHE_NAMES
-from turbojax.models.text.tokenizer import ByteTokenizer, NumberTokenizer, Tokenizer
+from turbojax.models.text.tokenizer import ByteTokenizer, JsonTokenizer, NumberTokenizer, Tokenizer
 
 Progress = Callable[[str, int, int], None]
 """Called with what is measured, how much of it is done, and how much there is."""
@@ -143,6 +143,7 @@ def run(settings: EvalSettings, progress: Progress | None = None) -> dict[str, A
         out=settings.out,
         progress=_report(progress),
         further=_further(settings, prepared),
+        tokenizer=found.tokenizer if isinstance(found.tokenizer, JsonTokenizer) else None,
     )
 
 
