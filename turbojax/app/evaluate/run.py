@@ -136,7 +136,7 @@ def run(settings: EvalSettings, progress: Progress | None = None) -> dict[str, A
     decoder = found.load().decoder
     if settings.out is not None:
         _interrupt.say(lambda: _kept(settings.out))
-    return evaluation.evaluate(
+    result = evaluation.evaluate(
         decoder,
         texts,
         _settings(settings, methods, context),
@@ -145,11 +145,19 @@ def run(settings: EvalSettings, progress: Progress | None = None) -> dict[str, A
         further=_further(settings, prepared),
         tokenizer=found.tokenizer if isinstance(found.tokenizer, JsonTokenizer) else None,
     )
+    if settings.out is not None:
+        _partial(settings.out).unlink(missing_ok=True)  # the results hold all answers
+    return result
+
+
+def _partial(out: Path) -> Path:
+    """Where answers to tasks are, until a method has answered all."""
+    return out.with_name(f"{out.name}.tasks")
 
 
 def _kept(out: Path) -> str:
     """What an interrupted run leaves behind."""
-    if not out.exists():
+    if not (out.exists() or _partial(out).exists()):
         return "nothing was written yet; the same command begins anew"
     return f"what was measured is in {out}; the same command goes on from there"
 
@@ -257,7 +265,7 @@ def _further(
     if prepared is None:
         return {}
     assert settings.tasks is not None
-    partial = None if settings.out is None else settings.out.with_name(f"{settings.out.name}.tasks")
+    partial = None if settings.out is None else _partial(settings.out)
     return {"tasks": evaluation.TaskMeasure(prepared, settings.batch_size, settings.seed, partial)}
 
 
