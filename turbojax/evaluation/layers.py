@@ -26,6 +26,7 @@ from turbojax.models.generation.caching import kinds_of_layers, windows_of_layer
 from turbojax.models.generation.session import Progress
 from turbojax.ops.exact_attention.reference import masked_part
 from turbojax.ops.extras import of_layer
+from turbojax.ops.options import PLAIN
 from turbojax.ops.sinks import with_sinks
 
 _BLOCK = 128
@@ -132,7 +133,7 @@ def _errors(sums: np.ndarray) -> Errors:
 def _operands(decoder: AnyDecoder, tokens: jax.Array) -> tuple[Any, ...]:
     """Every layer's query, key, value and sinks, with exact attention."""
 
-    def attend(query, key, value, cache, options, sinks=None):  # type: ignore[no-untyped-def]
+    def attend(query, key, value, cache, options=PLAIN, sinks=None):  # type: ignore[no-untyped-def]
         del cache
         out, _ = causal_attention(query, key, value, None, options, sinks)
         return out, (query, key, value, sinks)
@@ -198,12 +199,13 @@ def _through(
         local_window_size=window,
     )
     lengths = jnp.full(batch, prompt, jnp.int32)
-    first = (x[:, :prompt] for x in (query, key, value))
-    out, cache = attend_prompt(lengths, attention=pooled)(*first, cache, options, sinks)
+    q, k, v = (x[:, :prompt] for x in (query, key, value))
+    out, cache = attend_prompt(lengths, attention=pooled)(q, k, v, cache, options, sinks)
     attend = attend_new_tokens()
 
     def step(cache: Any, new: tuple[jax.Array, ...]) -> tuple[Any, jax.Array]:
-        out, cache = attend(*(x[:, None] for x in new), cache, options, sinks)
+        q, k, v = (x[:, None] for x in new)
+        out, cache = attend(q, k, v, cache, options, sinks)
         return cache, out[:, 0]
 
     rest = tuple(jnp.moveaxis(x[:, prompt:], 1, 0) for x in (query, key, value))

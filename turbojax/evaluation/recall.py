@@ -52,14 +52,12 @@ class Answers:
 
     def whole(self, count: int | None = None) -> np.ndarray:
         """Bool ``[n]``: greedy decoding writes the first `count` tokens of the answer, or all."""
-        found: np.ndarray = self.right[:, :count].all(axis=1)
-        return found
+        return np.all(self.right[:, :count], axis=1)
 
     @property
     def copied(self) -> np.ndarray:
         """float64 ``[n]``: the share of the answer that greedy decoding writes before an error."""
-        found: np.ndarray = np.cumprod(self.right, axis=1).mean(axis=1)
-        return found
+        return np.mean(np.cumprod(self.right, axis=1), axis=1)
 
 
 def recall(

@@ -12,15 +12,18 @@ from turbojax import _checks
 from turbojax.evaluation import identity
 from turbojax.evaluation.decoding import AnyDecoder, AnyModel, decoder_of
 from turbojax.evaluation.intervals import bootstrap
+from turbojax.evaluation.layers import Errors, LayerErrors, layer_errors
 from turbojax.evaluation.methods import Method, method
+from turbojax.evaluation.recall import RecallMeasure
 from turbojax.evaluation.records import Json, Records
-from turbojax.evaluation.scoring import ExactRun, Scores, score
+from turbojax.evaluation.scoring import ExactRun, Scores, cache_bytes, score
 from turbojax.evaluation.texts import Text, windows
+from turbojax.models import Tokenizer
 
 Report = Callable[[str, str, int, int], None]
 """Called with a method's name, a measure, and how much of how much is done."""
 
-MEASURES = ("text",)
+MEASURES = ("text", "layers", "recall")
 """What `evaluate` can measure by itself."""
 
 _FILES_TO_DRAW = 5
@@ -40,6 +43,11 @@ class Settings:
       seed: of what is drawn: resamples, and the items of recall.
       measures: some of `MEASURES`, and names of what `evaluate` is given as `further`.
       samples: resamples of an interval.
+      layer_windows: windows, spread over all, whose layers are looked into.
+      recall_lengths: tokens of recall's items, see `turbojax.evaluation.make_item`; a model with
+        fewer positions is asked up to its own length.
+      recall_depths: where what is asked for stands, from 0, the beginning, to 1.
+      recall_items: items of each kind, length and depth.
 
     Raises:
       TypeError: if a number is not an integer.
@@ -54,6 +62,10 @@ class Settings:
     seed: int = 0
     measures: tuple[str, ...] = MEASURES
     samples: int = 2000
+    layer_windows: int = 4
+    recall_lengths: tuple[int, ...] = (1024, 2048, 4096, 8192, 16384)
+    recall_depths: tuple[float, ...] = (0.0, 0.25, 0.5, 0.75, 1.0)
+    recall_items: int = 4
 
     def __post_init__(self) -> None:
         """Checks the values."""
@@ -63,13 +75,20 @@ class Settings:
             batch_size=self.batch_size,
             samples=self.samples,
             prompt=self.prompt_length,
+            layer_windows=self.layer_windows,
+            recall_items=self.recall_items,
+            **{f"recall_lengths[{i}]": x for i, x in enumerate(self.recall_lengths)},
         )
         _checks.check_integer("seed", self.seed)
         if self.seed < 0:
             raise ValueError(f"seed={self.seed} must be at least 0")
         if self.prompt_length > self.context:
             raise ValueError(f"prompt={self.prompt} must be at most context={self.context}")
-        for name in ("methods", "measures"):
+        for depth in self.recall_depths:
+            _checks.check_number("recall_depths", depth)
+            if not 0 <= depth <= 1:
+                raise ValueError(f"recall_depths={self.recall_depths} must be between 0 and 1")
+        for name in ("methods", "measures", "recall_lengths", "recall_depths"):
             given = getattr(self, name)
             if not given or len(set(given)) != len(given):
                 raise ValueError(f"{name}={given} must name at least one, and each once")
@@ -109,6 +128,7 @@ def evaluate(
     out: Path | None = None,
     progress: Report | None = None,
     further: Mapping[str, Further] | None = None,
+    tokenizer: Tokenizer | None = None,
 ) -> dict[str, Any]:
     """Measures all methods.
 
@@ -120,20 +140,24 @@ def evaluate(
         goes on, and one with further methods or measures adds theirs.
       progress: told how far each measure is.
       further: measures by name, for those of `settings.measures` that are not in `MEASURES`.
+      tokenizer: of texts that are tokens, for recall, which writes lines of its own.
 
     Returns:
-      What the file holds, see `docs/evaluation.md`. With the same seed and device all but
+      What the file holds, see `docs/evaluation.md`. What a method cannot do with this model (a
+      `NotImplementedError`) is a row ``{"refused": WHY}``. With the same seed and device all but
       ``"date"`` and ``"seconds"`` are equal bit for bit, in one run or several.
 
     Raises:
-      TypeError, ValueError: if model, texts or settings do not fit, a method is unknown, or `out`
-        holds results that were made with something else.
-      NotImplementedError: if a layer's attention cannot run through a cache.
+      TypeError, ValueError: if model, texts or settings do not fit, a method is unknown or its
+        cache cannot hold the model's heads, or `out` holds results that were made with something
+        else.
       OSError: if `out` cannot be written.
     """
     further = further or {}
     decoder = decoder_of(model)
     methods = [method(name, decoder.config) for name in settings.methods]
+    for one in methods:
+        cache_bytes(decoder, settings.context, one.cache)  # refuses now what would later
     for name in settings.measures:
         if (name in MEASURES) == (name in further):
             known = ", ".join([*MEASURES, *further])
@@ -142,6 +166,8 @@ def evaluate(
     is_bytes = all(isinstance(texts[name], bytes) for name in cut)
     work = _Work(decoder, cut, settings, "byte" if is_bytes else "token")
     measures = {**work.measures, **further}
+    if "recall" in settings.measures:
+        measures["recall"] = _recall(decoder, texts, settings, tokenizer)
     machine, dates = identity.of_machine()
     records = Records(
         out,
@@ -160,9 +186,38 @@ def evaluate(
     for one in methods:
         for name in settings.measures:
             tell = functools.partial(progress or _tell_nobody, one.name, name)
-            make = functools.partial(measures[name], decoder, one, tell)
+            make = functools.partial(_row_of, measures[name], decoder, one, tell)
             records.row(("methods", one.name, name), make)
     return records.document
+
+
+def _row_of(
+    measure: Further, decoder: AnyDecoder, method: Method, tell: Callable[[int, int], None]
+) -> Json:
+    """A row, or in words why there is none."""
+    try:
+        return measure(decoder, method, tell)
+    except NotImplementedError as error:
+        return {"refused": str(error)}
+
+
+def _recall(
+    decoder: AnyDecoder,
+    texts: Mapping[str, Text],
+    settings: Settings,
+    tokenizer: Tokenizer | None,
+) -> RecallMeasure:
+    """Recall's items, the same for all methods."""
+    return RecallMeasure(
+        texts,
+        tokenizer,
+        lengths=settings.recall_lengths,
+        depths=settings.recall_depths,
+        count=settings.recall_items,
+        seed=settings.seed,
+        max_length=decoder.config.max_length,
+        batch_size=settings.batch_size,
+    )
 
 
 def _tell_nobody(method: str, measure: str, done: int, total: int) -> None:
@@ -195,7 +250,7 @@ class _Work:
     @property
     def measures(self) -> dict[str, Any]:
         """Those of `MEASURES`, each called as a `Further`."""
-        return {"text": self.text}
+        return {"text": self.text, "layers": self.layers}
 
     def text(
         self, decoder: AnyDecoder, method: Method, progress: Callable[[int, int], None]
@@ -219,6 +274,41 @@ class _Work:
             exact=self.exact,
         )
         return text_row(found, self.owners, self.unit, seed=settings.seed, samples=settings.samples)
+
+    def layers(
+        self, decoder: AnyDecoder, method: Method, progress: Callable[[int, int], None]
+    ) -> Json:
+        """How far every layer is off, see `layer_errors`."""
+        count = min(self.settings.layer_windows, len(self.tokens))
+        chosen = np.unique(np.linspace(0, len(self.tokens) - 1, count).astype(int))
+        size, done = min(2, count), 0
+        total = -(-len(chosen) // size) * decoder.config.num_layers
+
+        def advance(steps: int) -> None:
+            nonlocal done
+            done += steps
+            progress(done, total)
+
+        found = layer_errors(
+            decoder,
+            self.tokens[chosen, :-1],
+            method,
+            prompt=self.settings.prompt_length,
+            batch_size=size,
+            progress=advance,
+        )
+        return layers_row(found, len(chosen))
+
+
+def layers_row(found: LayerErrors, windows: int) -> dict[str, Json]:
+    """A method's errors by layer as an evaluation's file has them."""
+
+    def plain(errors: Errors) -> dict[str, Json]:
+        names = ("cosine", "relative_l1", "rmse")
+        return {name: getattr(errors, name).tolist() for name in names}
+
+    parts = {"prefill": plain(found.prefill), "decode": plain(found.decode)}
+    return {"windows": windows, **plain(found), **parts}
 
 
 def text_row(
