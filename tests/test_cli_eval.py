@@ -79,6 +79,25 @@ def test_tables_plots_and_a_file_that_goes_on(tiny_folder, texts, tasks, tmp_pat
     assert "settings.seed is 0 there and 1 here" in other.stderr
 
 
+@pytest.mark.parametrize("rows", [0, 1])
+def test_an_interrupted_run_says_where_it_goes_on(rows, tiny_folder, texts, tmp_path, monkeypatch):
+    out = tmp_path / "out.json"
+
+    def layers(*arguments, **options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("turbojax.evaluation.run.layer_errors", layers)
+    measures = ("text,layers", "layers,text")[1 - rows]
+    result = run(*sizes(tiny_folder, texts, "exact"), "--measures", measures, "--out", out)
+    assert result.exit_code == 130
+    assert result.stderr.splitlines()[-1] == "turbojax eval: interrupted: " + (
+        f"what was measured is in {out}; the same command goes on from there"
+        if rows
+        else "nothing was written yet; the same command begins anew"
+    )
+    assert out.exists() == bool(rows)
+
+
 @pytest.mark.slow
 def test_recall_says_what_it_left_out(tiny_folder, texts, tmp_path):
     result = run(
