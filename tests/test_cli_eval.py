@@ -2,6 +2,7 @@
 
 import json
 
+import jax
 import pytest
 from typer.testing import CliRunner
 
@@ -34,7 +35,11 @@ def tasks(tmp_path_factory) -> str:
 
 def run(*arguments: str):
     options = ["--no-compilation-cache", *map(str, arguments)]
-    return CliRunner().invoke(app, ["eval", *options], env={"COLUMNS": "200"})
+    try:
+        return CliRunner().invoke(app, ["eval", *options], env={"COLUMNS": "200"})
+    finally:
+        # It is for a whole process: other tests keep their programs.
+        jax.config.update("jax_enable_compilation_cache", True)
 
 
 def sizes(model, texts, *methods):

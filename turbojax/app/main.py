@@ -33,8 +33,6 @@ from turbojax.app.train import train
 
 # In the order in which `turbojax --help` lists them.
 _SUBCOMMANDS = (demo, levels, doctor, generate, serve, evaluate, train, compare, quantize, lora)
-# A command is called as its function is, but for this one: Python has another `eval`.
-_NAMES = {evaluate: "eval"}
 
 
 class _Commands(TyperGroup):
@@ -76,7 +74,8 @@ def _root(
 
 
 for _subcommand in _SUBCOMMANDS:
-    app.command(_NAMES.get(_subcommand))(_subcommand)
+    # A command is called as its function is, but for this one: Python has another `eval`.
+    app.command("eval" if _subcommand is evaluate else None)(_subcommand)
 
 
 def main() -> NoReturn:

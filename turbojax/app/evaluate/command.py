@@ -1,13 +1,15 @@
 """The command `turbojax eval`: its options, and what it prints."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 import typer
 
 from turbojax.app import options, programs, terminal
+
+_N = TypeVar("_N", int, float)
 
 Model = Annotated[
     str, typer.Option(help="'embedded', or a folder with a checkpoint, quantized or not.")
@@ -188,7 +190,7 @@ def _words(text: str) -> list[str]:
     return [word.strip() for word in text.split(",")]
 
 
-def _numbers(option: str, text: str | None, kind: type) -> tuple[float, ...] | None:
+def _numbers(option: str, text: str | None, kind: Callable[[str], _N]) -> tuple[_N, ...] | None:
     if text is None:
         return None
     try:

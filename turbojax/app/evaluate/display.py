@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -144,7 +145,7 @@ def _layers_table(result: Result) -> Table:
     )
     for name, row in rows_of(result, "layers"):
         errors = [math.nan if x is None else x for x in row["relative_l1"]]
-        worst = max(range(len(errors)), key=lambda i, errors=errors: errors[i])
+        worst = int(np.argmax(errors))  # a NaN, if there is one
         table.add_row(
             name,
             _number(mean(row["cosine"]), ".5f"),

@@ -134,8 +134,8 @@ def run(settings: EvalSettings, progress: Progress | None = None) -> dict[str, A
     context = _context(settings, found.config.max_length, texts)
     _check_memory(settings, found, methods, context)
     decoder = found.load().decoder
-    if settings.out is not None:
-        _interrupt.say(lambda: _kept(settings.out))
+    if (out := settings.out) is not None:
+        _interrupt.say(lambda: _kept(out))
     result = evaluation.evaluate(
         decoder,
         texts,
@@ -239,7 +239,7 @@ def _context(settings: EvalSettings, max_length: int, texts: Mapping[str, Text])
 def _settings(
     settings: EvalSettings, methods: Sequence[Method], context: int
 ) -> evaluation.Settings:
-    given = {
+    given: dict[str, Any] = {
         name: value
         for name, value in (
             ("recall_lengths", settings.recall_lengths),
