@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,7 +28,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--model", default="embedded", help="embedded, or a checkpoint's folder")
     parser.add_argument("--dtype", help="float32 or bfloat16; by default that of the device")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no row later")
-    parser.add_argument("--workers", type=int, help="rows at once: by default 4 on a GPU, else 1")
+    parser.add_argument("--workers", type=int, help="rows at once: by default 8 on a GPU, else 1")
     parser.add_argument("--quick", action="store_true", help="a small sample of a cut model")
     parser.add_argument("--list", action="store_true", help="only print the rows' keys")
     given = parser.parse_args(arguments)
@@ -35,7 +36,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     if unknown := [x for x in given.tables if x not in LETTERS]:
         parser.error(f"--tables {','.join(unknown)} must be of {','.join(LETTERS)}")
     if given.workers is None:
-        given.workers = 1 if jax.default_backend() == "cpu" else 4
+        given.workers = 1 if jax.default_backend() == "cpu" else 8
     if given.workers < 1:
         parser.error(f"--workers {given.workers} must be at least 1")
     return given
@@ -80,14 +81,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
         line = f"{done}/{total} {one_line(key, row, reason, seconds)}"
         console.print(line, highlight=False, markup=False)
 
-    result = measure(
-        subject,
-        specs,
-        out=given.out,
-        on_row=on_row,
-        deadline=deadline,
-        workers=given.workers,
-    )
+    try:
+        result = measure(
+            subject,
+            specs,
+            out=given.out,
+            on_row=on_row,
+            deadline=deadline,
+            workers=given.workers,
+        )
+    except KeyboardInterrupt:
+        kept = "" if given.out is None else f"; {given.out} has what was done, and is gone on with"
+        sys.exit(f"interrupted{kept}")
     text = json.dumps(result, indent=2) + "\n"
     if given.out is None:
         print(text)

@@ -245,4 +245,7 @@ def load(model: str, dtype: str | None, sizes: Sizes) -> Subject:
     if not isinstance(loaded.decoder, models.Decoder):
         raise ValueError(f"model={model!r} must have float weights: the tables also quantize them")
     name = model if model == "embedded" else Path(model).resolve().name
+    if dtype == "float32" and jax.default_backend() != "cpu":
+        # Scores of whole prompts are in memory: cuDNN does not take float32.
+        sizes = dataclasses.replace(sizes, batch=min(sizes.batch, 8), whole_batch=1)
     return Subject(name, loaded.decoder, loaded.tokenizer, held_out(), sizes)
