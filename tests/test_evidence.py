@@ -18,7 +18,7 @@ from benchmarks.evidence.rows import Spec
 from benchmarks.evidence.subject import QUICK, Sizes
 from benchmarks.tables import OUT_OF_TIME
 from turbojax import SAS, models, polar
-from turbojax.evaluation import method
+from turbojax.evaluation import Interval, method
 from turbojax.levels import LocalWindow
 
 
@@ -276,8 +276,8 @@ def test_tables_name_what_is_worse_and_what_is_missing():
 
 
 def test_what_an_interval_says():
-    def interval(low: float, high: float) -> writing.Interval:
-        return writing.Interval((low + high) / 2, low, high)
+    def interval(low: float, high: float) -> Interval:
+        return Interval((low + high) / 2, low, high)
 
     assert writing.word(interval(-2, -1), 0) == "better"
     assert writing.word(interval(-2, -1), 0.1) == "better, with more bytes"
