@@ -1,4 +1,4 @@
-"""`turbojax eval --mesh`: split over heads it measures what one device does; other meshes it refuses."""
+"""`turbojax eval --mesh`: split over heads it measures what one device does."""
 
 import json
 
