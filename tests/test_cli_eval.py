@@ -230,9 +230,9 @@ def test_a_checkpoint_with_a_tokenizer_and_a_chat_template(texts, tmp_path):
     settings = {"bos_token": "<s>", "eos_token": "<|im_end|>", "chat_template": template}
     save(byte_level(), tmp_path, {"tokenizer_config.json": settings})
     tasks = tmp_path / "tasks.jsonl"
-    chat = {"prompt": "The dog", "chat": True, "system": "Be brief.", "max_new_tokens": 4}
-    lines = [{**chat, "answer": "x", "id": "words"}, {**chat, "choices": ["a", "b"], "answer": 0}]
-    del lines[1]["max_new_tokens"]
+    chat = {"prompt": "The dog", "chat": True, "system": "Be brief."}
+    words = {**chat, "answer": "x", "max_new_tokens": 4}
+    lines = [words, {**chat, "choices": ["a", "b"], "answer": 0}]
     tasks.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     given = (*sizes(str(tmp_path), texts, "exact"), "--tasks", tasks, "--measures", "text,tasks")
     result = run(*given, "--json")
