@@ -21,6 +21,7 @@ from turbojax.evaluation.run import Further as Further
 from turbojax.evaluation.run import Report as Report
 from turbojax.evaluation.run import Settings as Settings
 from turbojax.evaluation.run import evaluate as evaluate
+from turbojax.evaluation.run import text_row as text_row
 from turbojax.evaluation.scoring import ExactRun as ExactRun
 from turbojax.evaluation.scoring import Scores as Scores
 from turbojax.evaluation.scoring import score as score
