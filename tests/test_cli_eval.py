@@ -3,13 +3,17 @@
 import json
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
+from flax import nnx
+from tokenizer_helpers import byte_level, save
 from typer.testing import CliRunner
 
-from turbojax import evaluation
-from turbojax.app.evaluate import plots
+from turbojax import evaluation, models
 from turbojax.app.evaluate.command import split_methods
 from turbojax.app.main import app
+from turbojax.models.text.tokenizer import load_tokenizer
 
 TASKS = [
     {"prompt": "abc", "answer": "x", "stop": "never", "max_new_tokens": 6},
@@ -184,6 +188,62 @@ def test_a_line_of_tasks_is_named_before_anything_runs(tiny_folder, texts, tmp_p
     assert "line 1: a prompt of 2 tokens and 200 after it must be at most" in result.stderr
 
 
-def test_what_no_method_beats():
-    points = [(4.0, 0.0), (1.0, 0.5), (2.0, 0.2), (2.5, 0.3), (2.0, 0.2), (1.5, float("nan"))]
-    assert plots.pareto(points) == [1, 2, 0]
+@pytest.mark.slow
+def test_int4_weights_of_a_folder(texts, tmp_path):
+    """Exact is then the same weights with an exact cache."""
+    config = models.TransformerConfig(
+        vocab_size=256,
+        hidden_size=32,
+        intermediate_size=48,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=16,
+        max_length=64,
+        tie_embeddings=True,
+    )
+    decoder = models.random_quantized_decoder(config, dtype=jnp.float32)
+    models.save_quantized(decoder, tmp_path, extra_config={"bos_token_id": 0, "eos_token_id": 0})
+    options = ("--measures", "text", "--json", "--dtype", "float32")
+    result = run(*sizes(str(tmp_path), texts, "exact", "kv4"), *options)
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert found["model"]["kind"] == "QuantizedDecoder"
+    assert found["methods"]["exact"]["text"]["cost"] == 0
+    assert found["methods"]["kv4"]["text"]["divergence"] > 0
+
+
+@pytest.mark.slow
+def test_a_checkpoint_with_a_tokenizer_and_a_chat_template(texts, tmp_path):
+    config = models.TransformerConfig(
+        vocab_size=320,
+        hidden_size=32,
+        intermediate_size=48,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=16,
+        max_length=64,
+    )
+    models.save(models.Transformer(config, rngs=nnx.Rngs(0)), tmp_path)
+    template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    settings = {"bos_token": "<s>", "eos_token": "<|im_end|>", "chat_template": template}
+    save(byte_level(), tmp_path, {"tokenizer_config.json": settings})
+    tasks = tmp_path / "tasks.jsonl"
+    chat = {"prompt": "The dog", "chat": True, "system": "Be brief."}
+    words = {**chat, "answer": "x", "max_new_tokens": 4}
+    lines = [words, {**chat, "choices": ["a", "b"], "answer": 0}]
+    tasks.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    given = (*sizes(str(tmp_path), texts, "exact"), "--tasks", tasks, "--measures", "text,tasks")
+    result = run(*given, "--json")
+    assert result.exit_code == 0, result.output
+    row = json.loads(result.stdout)["methods"]["exact"]
+    assert row["text"]["perplexity"] == pytest.approx(2 ** row["text"]["bits_per_token"])
+    [words, choice] = row["tasks"]["items"]
+    tokenizer = load_tokenizer(tmp_path)
+    said = "system: Be brief.\nuser: The dog\n"
+    prompt = tokenizer.encode(said, add_special_tokens=False)
+    model = models.load(tmp_path, dtype=jnp.float32)
+    new = models.generate(model, np.array([prompt], np.int32), max_new_tokens=4)[0].tolist()
+    assert words["text"] == tokenizer.decode(new)
+    assert len(choice["bits"]) == 2

@@ -36,7 +36,7 @@ Methods = Annotated[
 Context = Annotated[
     int | None,
     typer.Option(
-        help="Tokens predicted per window. Default: 2047, or fewer where model or texts are short.",
+        help="Tokens predicted per window. Default: 1023, or fewer where model or texts are short.",
         show_default=False,
     ),
 ]
@@ -83,6 +83,14 @@ Tasks = Annotated[
         show_default=False,
     ),
 ]
+Mesh = Annotated[
+    str | None,
+    typer.Option(
+        metavar="AXES",
+        help="Devices to run on: model=2 splits heads and weights over 2. Default: one device.",
+        show_default=False,
+    ),
+]
 MaxNewTokens = Annotated[
     int, typer.Option(help="Of --tasks: tokens of an answer at most, where its line does not say.")
 ]
@@ -115,6 +123,7 @@ def evaluate(
     tasks: Tasks = None,
     max_new_tokens: MaxNewTokens = 256,
     adapters: options.Adapters = None,
+    mesh: Mesh = None,
     dtype: options.Dtype = None,
     max_length: options.MaxLength = None,
     out: Out = None,
@@ -147,6 +156,7 @@ def evaluate(
             tasks=tasks,
             max_new_tokens=max_new_tokens,
             adapters=adapters,
+            mesh=mesh,
             dtype=dtype,
             max_length=max_length,
             out=out,

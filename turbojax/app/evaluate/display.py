@@ -111,19 +111,23 @@ def _text_table(result: Result) -> Table:
         f"{files} texts in windows of {settings['context']} tokens, {settings['prompt']} of them "
         "prefilled, the others decoded"
     )
+    # Of bytes nobody speaks of perplexity.
+    of_tokens = ["perplexity"] if unit == "token" else []
     table = _table(
         title,
         f"bits/{unit}",
+        *of_tokens,
         "cost",
         "KL, bits",
         "same\nchoice",
         "bytes of\na cache",
-        "smaller",
+        "smaller than\nbfloat16",
     )
     for name, row in rows_of(result, "text"):
         table.add_row(
             name,
             _with_error(row[f"bits_per_{unit}"], row["interval"], ".4f"),
+            *(_number(row[name], ".3f") for name in of_tokens),
             _with_error(row["cost"], row["cost_interval"], "+.4f"),
             _number(row["divergence"], ".5f"),
             _number(row["same_greedy_choice"], ".1%"),

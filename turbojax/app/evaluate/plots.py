@@ -90,7 +90,8 @@ def _draw_cost(figure: Any, result: Result) -> None:
     if len(front) > 1:
         axes.step(*zip(*front, strict=True), where="post", color="#888888", lw=1, zorder=0)
     axes.axhline(0, color="#bbbbbb", lw=0.8, zorder=0)
-    axes.set_xscale("log", base=2)
+    axes.margins(x=0.12)
+    axes.set_xlim(left=0)
     axes.set_xlabel(f"KiB of one sequence's caches of {settings['context']} tokens, all layers")
     axes.set_ylabel(f"bits per {unit} more than exact, 95 % intervals")
     axes.set_title("Loss against memory: what is below and left of the line would be better")
@@ -133,7 +134,7 @@ def _draw_recall(figure: Any, result: Result) -> None:
     for axes in grid[len(panels) :]:
         axes.set_axis_off()
     if image is not None:
-        figure.colorbar(image, ax=list(grid), label="share of answers that are right to the end")
+        figure.colorbar(image, ax=list(grid), label="share that is right")
 
 
 def _draw_cells(axes: Any, cells: Sequence[Mapping[str, Any]]) -> Any:

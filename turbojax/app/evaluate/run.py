@@ -19,7 +19,7 @@ DEFAULT_METHODS = ("exact", "4bit", "3bit", "2/4bit", "2bit", "kivi4", "kv4", "k
 DEFAULT_LATENT_METHODS = LATENT_CACHE_NAMES
 """Of models with latent attention."""
 
-_MOST_CONTEXT = 2047
+_MOST_CONTEXT = 1023
 _MEASURES = (*evaluation.MEASURES, "tasks")
 
 
@@ -32,7 +32,7 @@ class EvalSettings:
       texts: files to read; the embedded model's held-out modules if empty.
       methods: names, see `turbojax.evaluation.method`; None for the default ones that the model can
         have.
-      context: tokens predicted per window; None for 2047, or fewer where model or texts are short.
+      context: tokens predicted per window; None for 1023, or fewer where model or texts are short.
       prompt: of these how many are prefilled; None for half.
       windows: of each text, at most.
       batch_size: windows, or tasks, that run at once.
@@ -44,6 +44,7 @@ class EvalSettings:
       tasks: a file of tasks, or None.
       max_new_tokens: of tasks that do not say.
       adapters: a folder of low-rank adapters, or None.
+      mesh: devices over which heads and weights are split, or None.
       dtype: of weights and computation, by name; None for the default.
       max_length: longest sequence; None for the checkpoint's.
       out: file for the results, or None.
@@ -67,6 +68,7 @@ class EvalSettings:
     tasks: Path | None = None
     max_new_tokens: int = 256
     adapters: str | None = None
+    mesh: str | None = None
     dtype: str | None = None
     max_length: int | None = None
     out: Path | None = None
@@ -125,9 +127,7 @@ def run(settings: EvalSettings, progress: Progress | None = None) -> dict[str, A
     tasks = None
     if settings.tasks is not None:
         tasks = read_tasks(settings.tasks, settings.max_new_tokens)
-    found = options.find(
-        settings.model, None, None, settings.dtype, settings.max_length, settings.adapters
-    )
+    found = _find(settings)
     methods = _methods(settings.methods, found)
     prepared = None if tasks is None else prepare_tasks(tasks, found.tokenizer, found.config)
     texts = _texts(settings.texts, found.tokenizer)
@@ -153,6 +153,26 @@ def run(settings: EvalSettings, progress: Progress | None = None) -> dict[str, A
 def _partial(out: Path) -> Path:
     """Where answers to tasks are, until a method has answered all."""
     return out.with_name(f"{out.name}.tasks")
+
+
+def _find(settings: EvalSettings) -> text_model.FoundModel:
+    """The model, not loaded yet.
+
+    Raises:
+      ValueError: if it is to be split in another way than over its heads.
+    """
+    found = options.find(
+        settings.model,
+        None,
+        None,
+        settings.dtype,
+        settings.max_length,
+        settings.adapters,
+        settings.mesh,
+    )
+    if found.axes is not None and found.axes.size("batch") * found.axes.size("sequence") > 1:
+        raise ValueError(f"--mesh {settings.mesh} must split heads alone, as model=2 does")
+    return found
 
 
 def _kept(out: Path) -> str:
@@ -274,14 +294,17 @@ def _check_memory(
 ) -> None:
     """Raises ValueError if windows, or weights, need more memory than there is."""
     config, batch = found.config, settings.batch_size
+    # Of one device: latents have no heads to split.
+    heads = 1 if found.axes is None or config.latent else found.axes.size("heads")
     largest = max(
         startup.cache_bytes(config, found.dtype, batch, context, one.cache) for one in methods
     )
     startup.check_memory(
         {
             "weights": found.weight_bytes,
-            "a method's caches": largest,
-            "exact caches": startup.cache_bytes(config, found.dtype, batch, context, "exact"),
+            "a method's caches": largest // heads,
+            "exact caches": startup.cache_bytes(config, found.dtype, batch, context, "exact")
+            // heads,
             "prompts that run": startup.prompt_bytes(config, found.dtype, batch, context),
         },
         "smaller --batch-size or --context",
