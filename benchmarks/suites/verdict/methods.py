@@ -4,7 +4,7 @@ DECODE, PROMPT, TEXT = "verdict-decode", "verdict-prompt", "verdict-text"
 """The operations, as they begin the rows' names."""
 
 BF16, FULL, FP8, KIVI = "exact", "cudnn-full", "fp8_e4m3", "kivi4"
-"""Dense bfloat16; the same without lengths, so that all tokens are read; pages in e4m3; and KIVI."""
+"""Dense bfloat16; the same without lengths, so that all tokens are read; pages in e4m3; KIVI."""
 
 METHODS = {
     BF16: "bf16, dense",
