@@ -170,12 +170,26 @@ def test_what_is_no_cache_is_refused():
 # Files that were written once must be read: these names never change.
 _SCALES = ["block_scale", "buffer_scale", "channel_scale", "channel_zero"]
 _SIDE = [*_SCALES, "buffer", "codes.0", "head_slots"]
-_SIDES = " ".join(f"{side}.{x}" for side in ("key", "value") for x in _SIDE)
+
+
+def _each(*names, by):
+    """Names of both sides' arrays."""
+    return " ".join(f"{side}{by}{x}" for side in ("key", "value") for x in names)
+
+
+_SIDES = _each(*_SIDE, by=".")
+_BASELINE, _FACTORS = (
+    _each("codes", "minimum", "scale", "residual", by="_"),
+    _each("left", "right", by="_"),
+)
 FORMATS = {
     "exact": ("exact", "key overflowed value"),
     "kv4": ("kv4", "key_codes key_scale overflowed value_codes value_scale"),
     "k8v4": ("k8v4", "key_codes key_scale overflowed value_codes value_scale"),
     "4bit": ("progressive", f"buffer_lengths overflowed {_SIDES}"),
+    "kivi4": ("kivi", f"overflowed prompt_blocks {_BASELINE}"),
+    "gear4": ("kivi", f"overflowed prompt_blocks {_BASELINE} {_FACTORS}"),
+    "int4": ("int4", f"overflowed {_each('codes', 'shared.0', 'shared.1', by='_')}"),
     "paged": ("paged_layer", "block_tables overflowed pages.key pages.lost pages.value"),
 }
 
