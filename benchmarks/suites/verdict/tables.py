@@ -51,7 +51,7 @@ def summary_table(result: Result) -> str:
         if not rows and method not in read:
             continue
         first = next(iter(rows.values()), None)
-        line = [title, "-" if first is None else f"{first['bits_per_number']:.2f}"]
+        line = [title, "-" if first is None else f"{first["bits_per_number"]:.4g}"]
         line += [_speed_cell(rows.get(place)) for place in every]
         line.append("-" if first is None else f"{100 * first['relative_l1']:.1f} %")
         lines.append(line + _text_cells(read.get(method)))
@@ -159,7 +159,7 @@ def _worse_texts(result: Result) -> list[list[str]]:
             compared = other == KIVI or bits[other] <= bits[method]
             if compared and theirs["cost"] < ours["cost"]:
                 more = f"{ours['cost'] - theirs['cost']:+.4f} bits per byte"
-                names = [f"{METHODS[x]}, {bits[x]:.2f} bits" for x in (method, other)]
+                names = [f"{METHODS[x]}, {bits[x]:.4g} bits" for x in (method, other)]
                 lines.append([names[0], "held-out text", names[1], more + _files(ours, theirs)])
     return lines
 
