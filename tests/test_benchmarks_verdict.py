@@ -175,11 +175,14 @@ def test_a_line_for_a_terminal(result):
 
 @pytest.mark.slow
 def test_plots_show_speed_and_cost(result):
-    left, right = plots.speed_and_cost(result).axes
-    points = {tuple(line.get_xydata()[0]) for line in left.lines if len(line.get_xydata()) == 1}
-    assert (4.125, 3.0) in points
-    assert (4.1, 0.5) in points
-    assert len(right.containers) == 3
+    speed, error, cost = plots.side_by_side(result).axes
+    points, errors = (
+        {tuple(line.get_xydata()[0]) for line in axes.lines if len(line.get_xydata()) == 1}
+        for axes in (speed, error)
+    )
+    assert {(4.125, 3.0), (4.1, 0.5)} <= points
+    assert errors == {(16.0, 1.0), (8.0, 1.0), (4.125, 1.0), (4.1, 1.0)}
+    assert len(cost.containers) == 3
     latencies = latency.speed_plot(_latencies())
     assert {bar.get_height() for bar in latencies.axes[0].patches} >= {2.0, 0.5, 1.25}
 

@@ -18,8 +18,7 @@ from benchmarks.tables import Result, Row
 
 PLOT = (
     "verdict.png",
-    "Speed of one layer's decoding against the bits of a number, and the cost in bits per byte "
-    "against them",
+    "Speed and error of one layer's decoding, and what caches cost on text, against their bits",
 )
 # What the baselines are called in a sentence, by the names of their families.
 _BASELINE_NAMES = {"bf16": "dense bf16", "bf16-pages": "bf16 pages", "fp8-pages": "fp8 pages"}
@@ -51,7 +50,7 @@ def summary_table(result: Result) -> str:
         if not rows and method not in read:
             continue
         first = next(iter(rows.values()), None)
-        line = [title, "-" if first is None else f"{first["bits_per_number"]:.4g}"]
+        line = [title, "-" if first is None else f"{first['bits_per_number']:.4g}"]
         line += [_speed_cell(rows.get(place)) for place in every]
         line.append("-" if first is None else f"{100 * first['relative_l1']:.1f} %")
         lines.append(line + _text_cells(read.get(method)))
