@@ -206,9 +206,7 @@ def test_constant_groups_and_bad_values():
         np.testing.assert_array_equal(x[:, :RESIDUAL], np.float32(np.float16(0.3)))
     for bad in (jnp.nan, jnp.inf, -jnp.inf):
         for config in (CONFIG, GEAR):
-            cache = append(
-                _empty(config), key.at[0, 3, 1, 5].set(bad), key.at[1, 7, 0, 9].set(bad)
-            )
+            cache = append(_empty(config), key.at[0, 3, 1, 5].set(bad), key.at[1, 7, 0, 9].set(bad))
             keys, values = (np.asarray(x[:, : 2 * RESIDUAL]) for x in dequantize(cache))
             spoilt = np.zeros(keys.shape, bool)
             spoilt[0, :GROUP, 1, 5] = True  # its channel, in its group of tokens

@@ -8,10 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from turbojax import _checks
+from turbojax.baselines.base import BaselineCache
 from turbojax.baselines.codes import stored_dtype
 from turbojax.quantizers import packed_size
-from turbojax.sharding.axes import Axes
-from turbojax.sharding.specs import Split
 
 SUPPORTED_BITS = (2, 3, 4)
 
@@ -62,7 +61,7 @@ class Kivi:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class KiviCache(Split):
+class KiviCache(BaselineCache):
     """Keys and values of `B` sequences in asymmetric codes, and the newest tokens as they are.
 
     Shapes: `K` KV heads, head dim `H`, residual of `R` tokens. `S` keys and `V` values have codes:
@@ -152,30 +151,6 @@ class KiviCache(Split):
         """Of the keys and values it takes."""
         return self.key_residual.dtype
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all arrays held."""
-        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self))
-
-    @property
-    def compression_ratio(self) -> float:
-        """Bytes of bfloat16 keys and values of `max_length` tokens over `nbytes`."""
-        values = self.lengths.size * self.max_length * self.num_kv_heads * self.head_dim
-        return 4 * values / self.nbytes
-
-    def check_split(self, axes: Axes) -> None:
-        """See `Split.check_split`: tokens are not split."""
-        check_whole_tokens(self, axes)
-
-
-def check_whole_tokens(cache: Any, axes: Axes) -> None:
-    """Raises ValueError where the tokens of a baseline's cache are to be split over devices."""
-    if axes.size("sequence") > 1:
-        raise ValueError(
-            f"{axes.sequence=} must be () for a {type(cache).__name__}, whose tokens stay on one "
-            "device: it is for comparison"
-        )
-
 
 def init_cache(
     batch_size: int,
@@ -183,7 +158,7 @@ def init_cache(
     num_kv_heads: int,
     head_dim: int,
     *,
-    config: Kivi = Kivi(),  # noqa: B008
+    config: Kivi = Kivi(),
     dtype: jax.typing.DTypeLike = jnp.bfloat16,
 ) -> KiviCache:
     """An empty cache of these sizes.

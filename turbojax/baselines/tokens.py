@@ -13,14 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from turbojax import _checks
+from turbojax.baselines.base import BaselineCache
 from turbojax.baselines.codes import dequantize as numbers
 from turbojax.baselines.codes import quantize, rounded, stored_dtype
-from turbojax.baselines.kivi_cache import check_whole_tokens
 from turbojax.quantizers import E4M3_MAX, absolute_maximum, pack, unpack
 from turbojax.quantizers.fp8 import round_to_e4m3
 from turbojax.sharding import tables
-from turbojax.sharding.axes import Axes
-from turbojax.sharding.specs import Split
 from turbojax.sharding.spread import spread_explicit
 from turbojax.state import checks, ring
 
@@ -28,7 +26,7 @@ _INT8_RANGE = 127
 
 
 @dataclasses.dataclass(frozen=True)
-class TokenCache(Split):
+class TokenCache(BaselineCache):
     """Keys and values of `B` sequences, each token and head rounded by itself.
 
     `K` KV heads, head dim `H`. Invariants: ``0 <= lengths <= max_length``. What is stored past a
@@ -89,21 +87,6 @@ class TokenCache(Split):
     def num_kv_heads(self) -> int:
         """Number of key/value heads, `K`."""
         return self.key_codes.shape[-2]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all arrays held."""
-        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self))
-
-    @property
-    def compression_ratio(self) -> float:
-        """Bytes of bfloat16 keys and values of `max_length` tokens over `nbytes`."""
-        values = self.lengths.size * self.max_length * self.num_kv_heads * self.head_dim
-        return 4 * values / self.nbytes
-
-    def check_split(self, axes: Axes) -> None:
-        """See `Split.check_split`: tokens are not split."""
-        check_whole_tokens(self, axes)
 
 
 @jax.tree_util.register_dataclass

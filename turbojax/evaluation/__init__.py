@@ -17,6 +17,7 @@ from turbojax.evaluation.run import MEASURES as MEASURES
 from turbojax.evaluation.run import Further as Further
 from turbojax.evaluation.run import Settings as Settings
 from turbojax.evaluation.run import evaluate as evaluate
+from turbojax.evaluation.run import text_row as text_row
 from turbojax.evaluation.scoring import ExactRun as ExactRun
 from turbojax.evaluation.scoring import Scores as Scores
 from turbojax.evaluation.scoring import score as score

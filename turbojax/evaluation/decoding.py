@@ -112,45 +112,6 @@ def _chunk(
     return caches, logits, lengths, jax.lax.dynamic_update_index_in_dim(out, logits, feeds, 0)
 
 
-@functools.partial(jax.jit, static_argnames="steps", donate_argnames="caches")
-def _greedy(
-    decoder: AnyDecoder,
-    caches: ModelCaches,
-    logits: jax.Array,
-    lengths: jax.Array,
-    *,
-    steps: int,
-) -> tuple[ModelCaches, jax.Array, jax.Array, jax.Array]:
-    """The most likely tokens, each fed: int32 ``[steps, B]``, after caches, logits and lengths."""
-
-    def step(i: jax.Array, carry: Any) -> Any:
-        caches, logits, lengths, out = carry
-        chosen = greedy_choice(logits)
-        out = jax.lax.dynamic_update_index_in_dim(out, chosen, i, 0)
-        # Where there is none, what is fed does not count: the sequence stays NaN.
-        fed = jnp.maximum(chosen, 0)
-        caches, logits, lengths = decode_step(decoder, caches, fed, lengths, implementation=None)
-        return caches, logits, lengths, out
-
-    out = jnp.zeros((steps, lengths.shape[0]), jnp.int32)
-    state = (caches, logits, lengths, out)
-    done: tuple[ModelCaches, jax.Array, jax.Array, jax.Array]
-    done = jax.lax.fori_loop(0, steps, step, state)
-    return done
-
-
-def greedy_tokens(session: Session, count: int) -> np.ndarray:
-    """The most likely continuation, int32 ``[B, count]``, through the session's caches.
-
-    A token is -1 where the logits held NaN. The caches are donated and must have room for `count`
-    tokens.
-    """
-    _, _, _, chosen = _greedy(
-        session.decoder, session.caches, session.logits, session.lengths, steps=count
-    )
-    return np.asarray(chosen).T
-
-
 def greedy_choice(logits: jax.Array) -> jax.Array:
     """The most likely token, int32 of float32 ``[..., V]``; -1 where a logit is NaN."""
     nothing = jnp.any(jnp.isnan(logits), axis=-1)

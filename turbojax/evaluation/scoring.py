@@ -172,8 +172,10 @@ def cache_bytes(decoder: AnyDecoder, max_length: int, cache: ModelCacheKind) -> 
     Raises:
       ValueError: if `cache` is no kind of cache, or cannot hold the model's heads.
     """
-    caches = jax.eval_shape(lambda: init_caches(decoder, 1, max_length, cache))
-    return int(caches.nbytes)
+    # A split decoder has as many sequences on all devices.
+    count = 1 if decoder.axes is None else decoder.axes.size("batch")
+    caches = jax.eval_shape(lambda: init_caches(decoder, count, max_length, cache))
+    return int(caches.nbytes) // count
 
 
 @jax.jit
