@@ -134,10 +134,10 @@ def result():
 def test_the_summary_compares_with_fp8_and_says_what_follows(result):
     text = tables.summary("verdict_2000-01-01.json", result)
     cost = "0.8100 | +0.0100 (+0.0090 to +0.0110) | 98.0% | 0.00400"
-    assert f"| turbo4 pages | 4.12 | 10 (2.00x) | 10 (0.80x) | 1.0 % | {cost} |" in text
-    assert "| fp8 pages, e4m3 | 8.00 | 20 | 8 | 1.0 % | - | - | - | - |" in text
+    assert f"| turbo4 pages | 4.125 | 10 (2.00x) | 10 (0.80x) | 1.0 % | {cost} |" in text
+    assert "| fp8 pages, e4m3 | 8 | 20 | 8 | 1.0 % | - | - | - | - |" in text
     # cuDNN's faster call has no cache that a model takes.
-    assert f"| {METHODS[FULL]} | 16.00 | 30 (0.67x) | - |" in text
+    assert f"| {METHODS[FULL]} | 16 | 30 (0.67x) | - |" in text
     said = "turbo4 pages against fp8 pages: 2.00 at 2 x 1k, 0.80 at 1 x 1k times as fast"
     assert said in text
     assert "not faster everywhere" in text
@@ -148,7 +148,8 @@ def test_where_we_are_worse_is_listed_in_full(result):
     assert ["turbo4 pages", "decoding, 1 x 1k", "dense bf16", "0.50x the speed"] in lines
     assert ["turbo4 pages", "decoding, 1 x 1k", "fp8 pages", "0.80x the speed"] in lines
     by = "+0.0080 bits per byte, 2 of 2 files"
-    assert ["turbo4 pages", "held-out text", METHODS["kivi4"], by] in lines
+    kivi = "KIVI, 4 bits, plain JAX, 4.1 bits"
+    assert ["turbo4 pages, 4.125 bits", "held-out text", kivi, by] in lines
     # Not worse: against a larger cache, in a prompt, at the longer shape.
     assert len(lines) == 3
     assert tables.worse({**result, "rows": result["rows"][:4]}) == []
@@ -174,11 +175,14 @@ def test_a_line_for_a_terminal(result):
 
 @pytest.mark.slow
 def test_plots_show_speed_and_cost(result):
-    left, right = plots.speed_and_cost(result).axes
-    points = {tuple(line.get_xydata()[0]) for line in left.lines if len(line.get_xydata()) == 1}
-    assert (4.125, 3.0) in points
-    assert (4.1, 0.5) in points
-    assert len(right.containers) == 3
+    speed, error, cost = plots.side_by_side(result).axes
+    points, errors = (
+        {tuple(line.get_xydata()[0]) for line in axes.lines if len(line.get_xydata()) == 1}
+        for axes in (speed, error)
+    )
+    assert {(4.125, 3.0), (4.1, 0.5)} <= points
+    assert errors == {(16.0, 1.0), (8.0, 1.0), (4.125, 1.0), (4.1, 1.0)}
+    assert len(cost.containers) == 3
     latencies = latency.speed_plot(_latencies())
     assert {bar.get_height() for bar in latencies.axes[0].patches} >= {2.0, 0.5, 1.25}
 

@@ -31,8 +31,9 @@ _COMPARED = 2
 # Tokens that are written at a time: what is in between must fit beside the caches.
 _TOKENS_AT_ONCE = 2**17
 _BFLOAT16 = 2
-# Relative L1: 4 bits make 0.15 of normal numbers, a wrong output about 1.
-_WRONG = 0.4
+# Relative L1: 4 bits make 0.15 to 0.2, with a scale per token and keys with outliers 0.45; a wrong
+# output about 1.
+_WRONG = 0.7
 
 
 def decoding(shape: Shape, methods: Iterable[str] = tuple(METHODS)) -> Group:

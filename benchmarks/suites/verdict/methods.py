@@ -3,8 +3,8 @@
 DECODE, PROMPT, TEXT = "verdict-decode", "verdict-prompt", "verdict-text"
 """The operations, as they begin the rows' names."""
 
-BF16, FULL, FP8 = "exact", "cudnn-full", "fp8_e4m3"
-"""Dense bfloat16; the same without lengths, so that all tokens are read; pages in e4m3."""
+BF16, FULL, FP8, KIVI = "exact", "cudnn-full", "fp8_e4m3", "kivi4"
+"""Dense bfloat16; the same without lengths, so that all tokens are read; pages in e4m3; KIVI."""
 
 METHODS = {
     BF16: "bf16, dense",
@@ -16,7 +16,7 @@ METHODS = {
     "k8v4": "k8v4",
     "kv4": "kv4",
     "4bit": "4bit",
-    "kivi4": "KIVI, 4 bits, plain JAX",
+    KIVI: "KIVI, 4 bits, plain JAX",
     "fp8_e4m3-triton": "fp8 pages, our kernel in Triton",
     "turbo4-triton": "turbo4 pages, our kernel in Triton",
 }

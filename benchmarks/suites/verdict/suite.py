@@ -23,7 +23,7 @@ from benchmarks.tables import Row
 
 _MODEL = "llama3-8b"
 _LONG = ((16, 32768), (1, 131072), (64, 4096))
-_SHORT = ((1, 1024), (16, 1024), (1, 8192))
+_SHORT = ((1, 1024), (1, 8192))
 _PROMPTS = ((1, 8192), (1, 32768))
 
 

@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import os
-import sysconfig
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -11,6 +10,7 @@ from pathlib import Path
 from benchmarks.suites.verdict.methods import BF16, CACHES, TEXT
 from benchmarks.tables import Row
 from turbojax import evaluation, models
+from turbojax.finetune.documents import read_held_out
 
 MODEL = "VERDICT_MODEL"
 """The variable of the environment that names a folder with a byte-level model, instead of the
@@ -113,9 +113,7 @@ def _random(shape: str) -> models.Decoder:
 
 @functools.cache
 def _held_out(files: int, length: int) -> dict[str, bytes]:
-    """Modules of the standard library that the embedded model was not trained on."""
-    library = Path(sysconfig.get_path("stdlib"))
-    paths = ((name, library / name) for name in models.held_out_modules())
-    long = [(name, path) for name, path in paths if path.is_file()]
-    found = {name: path.read_bytes() for name, path in long if path.stat().st_size > length}
-    return dict(list(found.items())[:files])
+    """Modules that the embedded model was not trained on, those that are long enough."""
+    found = read_held_out(models.held_out_modules())
+    long = [(name, text) for name, text in found.items() if len(text) >= length]
+    return dict(long[:files])
