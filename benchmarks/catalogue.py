@@ -53,6 +53,7 @@ SHOWN = (
     cache_quality.FORMATS,
     throughput.SHOWN,
     pooled_training.SHOWN,
+    pooled_training.POLICIES,
     gradient_error.SHOWN,
     gradient_training.SHOWN,
     gradient_training.TUNED,
