@@ -57,6 +57,7 @@ SHOWN = (
     cache_quality.FORMATS,
     throughput.SHOWN,
     pooled_training.SHOWN,
+    pooled_training.POLICIES,
     evidence.SHOWN,
     gradient_error.SHOWN,
     gradient_training.SHOWN,

@@ -19,7 +19,6 @@ from benchmarks.evidence.subject import QUICK, Sizes
 from benchmarks.tables import OUT_OF_TIME
 from turbojax import SAS, models, polar
 from turbojax.evaluation import Interval, method
-from turbojax.levels import LocalWindow
 
 
 def test_degrees_are_least_squares_fits():
@@ -81,13 +80,6 @@ def test_polar_rounding_is_the_codec():
     assert np.mean(np.abs(np.asarray(got - want)) > 0.01) < 0.005
 
 
-def test_the_finer_level():
-    one, other = np.meshgrid([0, 1, 2, 8], [0, 1, 2, 8])
-    found = attends.finer(jnp.asarray(one, jnp.int8), jnp.asarray(other, jnp.int8))
-    want = [[0, 1, 2, 8], [1, 1, 1, 1], [2, 1, 2, 2], [8, 1, 2, 8]]
-    assert np.asarray(found).tolist() == want
-
-
 def test_marks_say_which_layers_are_dense():
     every = pooling.policies(4096, 128)
     assert every["topk/0.25"].marks(3)[0] is not None
@@ -95,7 +87,7 @@ def test_marks_say_which_layers_are_dense():
     with pytest.raises(ValueError, match="dense_layers=2 must be below the model's 2 layers"):
         every["dense_first/2"].marks(2)
     assert attends.Exact().marks(2) == (None, None)
-    assert every["topk_window/0.125"].near == LocalWindow(128, (128, 128, 128))
+    assert every["topk_window/0.125"].pooled.policy.near == 128
 
 
 def _grouped_error(x: np.ndarray, bits: int, axis: int, group: int) -> float:

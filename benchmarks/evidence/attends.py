@@ -17,7 +17,6 @@ from turbojax import polar
 from turbojax.config import TurboConfig
 from turbojax.kv import PooledAttention
 from turbojax.kv.whole import attend_within, causal_attention
-from turbojax.levels import LocalWindow, Strided
 from turbojax.ops.options import PLAIN, AttentionOptions
 from turbojax.sas import SAS
 
@@ -100,12 +99,10 @@ class Pooled:
 
     Attributes:
       pooled: the policy and its blocks.
-      near: a pattern beside it; a block has the finer of both levels. None for the policy alone.
       dense_layers: so many first layers attend exactly.
     """
 
     pooled: PooledAttention
-    near: LocalWindow | Strided | None = None
     dense_layers: int = 0
 
     def marks(self, num_layers: int) -> tuple[jax.Array | None, ...]:
@@ -119,27 +116,13 @@ class Pooled:
         pooled = (jnp.zeros((), jnp.float32),) * (num_layers - self.dense_layers)
         return (None,) * self.dense_layers + pooled
 
-    def levels(self, query: jax.Array, key: jax.Array, options: AttentionOptions) -> jax.Array:
-        """int8 ``[B or 1, N or 1, T_r, T_c]``."""
-        chosen = self.pooled.levels(query, key, None, options)
-        if self.near is None:
-            return chosen
-        beside = dataclasses.replace(self.pooled, policy=self.near)
-        return finer(chosen, beside.levels(query, key, None, options))
-
     def __call__(self, query, key, value, cache=None, options=PLAIN, sinks=None):  # type: ignore[no-untyped-def]
         """See `Whole`: the cache is the layer's mark, and becomes its density."""
         if cache is None:
             return causal_attention(query, key, value, cache, options, sinks)
-        levels = self.levels(query, key, options)
+        levels = self.pooled.levels(query, key, None, options)
         out = self.pooled.attend(query, key, value, levels, None, options, sinks)
         return out, self.pooled.density(levels)
-
-
-def finer(one: jax.Array, other: jax.Array) -> jax.Array:
-    """The finer of two levels of each block; 0, which skips it, is the coarsest."""
-    coarse = jnp.maximum(one, other)
-    return jnp.where((one == 0) | (other == 0), coarse, jnp.minimum(one, other))
 
 
 @dataclasses.dataclass(frozen=True)

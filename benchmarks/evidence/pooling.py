@@ -1,5 +1,6 @@
 """Table i: what pooled attention costs at which density, policy by policy."""
 
+import dataclasses
 from typing import TYPE_CHECKING
 
 from benchmarks import tables
@@ -54,9 +55,9 @@ def policies(context: int, block: int) -> dict[str, Pooled]:
         found[f"window_alone/{share}th"] = Pooled(pooled(alone(context // share)))
     found["strided/8"] = Pooled(pooled(Strided(context // 16, 8)))
     found["similar/0.125"] = Pooled(pooled(SimilarityCap(top_k_of_density(0.125))))
-    for density in (0.0625, 0.125):
-        near = alone(context // 32)
-        found[f"topk_window/{density:g}"] = Pooled(pooled(top_k_of_density(density)), near)
+    for density in (0.125, 0.25):
+        both = dataclasses.replace(top_k_of_density(density), near=context // 32)
+        found[f"topk_window/{density:g}"] = Pooled(pooled(both))
     for layers in (1, 2):
         chosen = pooled(top_k_of_density(0.125))
         found[f"dense_first/{layers}"] = Pooled(chosen, dense_layers=layers)
