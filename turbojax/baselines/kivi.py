@@ -114,16 +114,23 @@ def _append_here(
     accepted = jnp.clip(lengths, 0, most)
     after = before + accepted
     done, due = cache.config.compressed(before), cache.config.compressed(after)
-    # Most single tokens fill nothing up: what is not to be done is not computed.
-    compressed = jax.lax.cond(
-        jnp.any(due[0] > done[0]) | jnp.any(due[1] > done[1]),
-        functools.partial(_compress, of_prompt=of_prompt),
-        lambda cache, *_: cache,
-        *(cache, key, value, after),
-    )
+    compressed: dict[str, Any] = {}
+    for i, (side, new) in enumerate(zip(_SIDES, (key, value), strict=True)):
+        run = functools.partial(_compress, side=side, of_prompt=of_prompt)
+        # Most single tokens fill nothing up: what is not due is not computed.
+        compressed |= jax.lax.cond(
+            jnp.any(due[i] > done[i]),
+            run,
+            lambda cache, *_, side=side: _codes_of(cache, side),
+            *(cache, new, done[i], due[i]),
+        )
+    if cache.config.rank and of_prompt:
+        blocks = due[0] // cache.residual_length
+        compressed["prompt_blocks"] = jnp.where(before == 0, blocks, cache.prompt_blocks)
     rows = ring.rows_of_new(before, accepted, tokens, cache.residual_length)
     return dataclasses.replace(
-        compressed,
+        cache,
+        **compressed,
         key_residual=_put(cache.key_residual, rows, key),
         value_residual=_put(cache.value_residual, rows, value),
         lengths=after,
@@ -131,38 +138,46 @@ def _append_here(
     )
 
 
+def _codes_of(cache: KiviCache, side: str) -> dict[str, jax.Array]:
+    """The arrays of a side that `_compress` changes, by name."""
+    names = ("codes", "minimum", "scale", *(("left", "right") if cache.config.rank else ()))
+    return {f"{side}_{name}": getattr(cache, f"{side}_{name}") for name in names}
+
+
 def _compress(
-    cache: KiviCache, key: jax.Array, value: jax.Array, after: jax.Array, *, of_prompt: bool
-) -> KiviCache:
-    """The cache with codes of all tokens that have to have them at lengths `after`."""
-    config, tokens = cache.config, key.shape[1]
-    done, due = config.compressed(cache.lengths), config.compressed(after)
-    whole = (config.residual_length - 1 + tokens) // config.residual_length * config.residual_length
-    counts = (whole, whole if config.rank else tokens)
-    changes: dict[str, Any] = {}
-    for i, (side, new) in enumerate(zip(_SIDES, (key, value), strict=True)):
-        position = done[i][:, None] + jnp.arange(counts[i])[None]
-        taken = _tokens_at(position, getattr(cache, f"{side}_residual"), new, cache.lengths)
-        is_due = position < due[i][:, None]
-        x = jnp.where(is_due[:, :, None, None], taken, jnp.zeros((), new.dtype))
-        codes, minimum, scale = _quantize(x, side, config)
-        shared = config.group_size if side == "key" else 1
-        packed = pack(codes, config.bits)
-        for name, part, per in (
-            ("codes", packed, 1),
-            ("minimum", minimum, shared),
-            ("scale", scale, shared),
-        ):
-            name = f"{side}_{name}"
-            rows = _rows(done[i], due[i], part.shape[1], per, getattr(cache, name).shape[1])
-            changes[name] = _put(getattr(cache, name), rows, part)
-        if config.rank:
-            error = x.astype(jnp.float32) - _numbers(codes, minimum, scale, side, config)
-            changes |= _with_factors(cache, side, error, done[i], due[i], of_prompt)
-    if config.rank and of_prompt:
-        blocks = due[0] // config.residual_length
-        changes["prompt_blocks"] = jnp.where(cache.lengths == 0, blocks, cache.prompt_blocks)
-    return dataclasses.replace(cache, **changes)
+    cache: KiviCache,
+    new: jax.Array,
+    done: jax.Array,
+    due: jax.Array,
+    *,
+    side: str,
+    of_prompt: bool,
+) -> dict[str, jax.Array]:
+    """A side's arrays with codes of tokens `done` to `due`, which wait or are new."""
+    config, tokens = cache.config, new.shape[1]
+    count = tokens
+    if side == "key" or config.rank:
+        size = config.residual_length
+        count = (size - 1 + tokens) // size * size
+    position = done[:, None] + jnp.arange(count)[None]
+    taken = _tokens_at(position, getattr(cache, f"{side}_residual"), new, cache.lengths)
+    is_due = position < due[:, None]
+    x = jnp.where(is_due[:, :, None, None], taken, jnp.zeros((), new.dtype))
+    codes, minimum, scale = _quantize(x, side, config)
+    shared = config.group_size if side == "key" else 1
+    parts = {
+        "codes": (pack(codes, config.bits), 1),
+        "minimum": (minimum, shared),
+        "scale": (scale, shared),
+    }
+    changes = {}
+    for name, (part, per) in parts.items():
+        old = getattr(cache, f"{side}_{name}")
+        changes[f"{side}_{name}"] = _put(old, _rows(done, due, part.shape[1], per, old), part)
+    if config.rank:
+        error = x.astype(jnp.float32) - _numbers(codes, minimum, scale, side, config)
+        changes |= _with_factors(cache, side, error, done, due, of_prompt)
+    return changes
 
 
 def _tokens_at(
@@ -176,9 +191,9 @@ def _tokens_at(
     return jax.vmap(lambda x, i: jnp.take(x, i, axis=0, mode="clip"))(joined, index)
 
 
-def _rows(done: jax.Array, due: jax.Array, count: int, per: int, past: int) -> jax.Array:
+def _rows(done: jax.Array, due: jax.Array, count: int, per: int, array: jax.Array) -> jax.Array:
     """int32 ``[B, count]``: where rows of `per` tokens go, those that are due; others past all."""
-    row = jnp.arange(count)[None]
+    row, past = jnp.arange(count)[None], array.shape[1]
     is_due = row < ((due - done) // per)[:, None]
     return jnp.where(is_due, done[:, None] // per + row, past + row)
 
@@ -206,7 +221,7 @@ def _with_factors(
     parts = error.reshape(len(error), pairs, -1, *error.shape[2:]).swapaxes(2, 3)
     left, right = low_rank.factors(parts, cache.config.rank, stored_dtype(cache.dtype))
     old_left, old_right = (getattr(cache, f"{side}_{x}") for x in ("left", "right"))
-    rows = _rows(done, due, error.shape[1], 1, old_left.shape[1])
+    rows = _rows(done, due, error.shape[1], 1, old_left)
     pair, past = jnp.arange(pairs)[None], old_right.shape[1]
     slots = _slot(done[:, None] // size + pair, cache.prompt_blocks[:, None])
     is_due = pair < ((due - done) // size)[:, None]
