@@ -54,7 +54,7 @@ def measure(
     context: int, per_file: int, caches: tuple[str, ...], dtype: Any, progress: Progress
 ) -> dict[str, Any]:
     """Bits per byte of every cache, in all, by position and by file."""
-    model = models.unstack(models.load(dtype=dtype))
+    model = models.unstack(models.load_transformer(dtype=dtype))
     cut = held_out_windows(context, per_file)
     tokens = np.concatenate(list(cut.values()))
     owners = np.repeat(list(cut), [len(w) for w in cut.values()])

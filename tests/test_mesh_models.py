@@ -71,8 +71,8 @@ def test_logits_are_those_of_one_device(shape):
 
 def test_options_of_the_compiler_are_those_of_split_steps_alone(monkeypatch):
     """Where a step is a program by itself; what XLA does not know is left out."""
-    assert programs._accepted({"no_such_option": True}) is None
-    options = programs._accepted(programs._FOR_STEPS)
+    assert programs.accepted_options({"no_such_option": True}) is None
+    options = programs.accepted_options(programs._FOR_STEPS)
     assert options == programs._FOR_STEPS
     monkeypatch.setattr(programs, "_options_of_steps", lambda: options)
     run = programs.StepProgram(lambda decoder, x: decoder.norm[0] + x)

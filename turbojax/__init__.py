@@ -42,7 +42,6 @@ from turbojax.state.progressive import dequantize as dequantize
 from turbojax.state.progressive import init_cache as init_cache
 
 if TYPE_CHECKING:
-    from turbojax import evaluation as evaluation
     from turbojax import flax as flax
     from turbojax import models as models
     from turbojax import parallel as parallel
@@ -65,7 +64,6 @@ __all__ = [
     "decode",
     "dequantize",
     "dequantize_latents",
-    "evaluation",
     "expanded_latent_attention",
     "fireq",
     "flax",
@@ -94,7 +92,7 @@ __all__ = [
 
 def __getattr__(name: str) -> object:
     """Imports what is large when it is first used; old names of modules, with a warning."""
-    if name in ("evaluation", "flax", "models", "parallel"):
+    if name in ("flax", "models", "parallel"):
         import importlib
 
         return importlib.import_module(f"turbojax.{name}")

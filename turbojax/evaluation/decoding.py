@@ -1,7 +1,6 @@
 """Teacher-forced decoding in chunks: many steps of a model through its caches in one program."""
 
 import dataclasses
-import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,10 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from turbojax.evaluation.methods import Method
+from turbojax.evaluation.programs import repeatable
+from turbojax.kv import PooledAttention
 from turbojax.models import Decoder, ModelCaches, QuantizedDecoder, Session, Transformer
-from turbojax.models import start as start_session
-from turbojax.models.decoder import unstack
-from turbojax.models.generation.steps import decode_step
+from turbojax.models.decoder import for_length, unstack, warn_of_long_factors
+from turbojax.models.generation.caching import init_caches
+from turbojax.models.generation.padding import check_prompts
+from turbojax.models.generation.steps import decode_step, run_prompts
 
 AnyDecoder = Decoder | QuantizedDecoder
 AnyModel = Transformer | AnyDecoder
@@ -42,14 +44,33 @@ def decoder_of(model: AnyModel) -> AnyDecoder:
 
 
 def start(decoder: AnyDecoder, tokens: np.ndarray, max_length: int, method: Method) -> Session:
-    """Prompts int ``[B, T]`` through the model, with a method's caches of so many tokens."""
-    return start_session(
-        decoder,
-        tokens,
-        max_length=max_length,
-        cache=method.cache,
-        pooled_prefill=method.pooled,
+    """Prompts int ``[B, T]`` through the model, into a method's caches of so many tokens.
+
+    As `turbojax.models.start` does, by a program that is compiled alike every time.
+    """
+    tokens, lengths = check_prompts(decoder.config, tokens, None, max_length, None)
+    warn_of_long_factors(decoder.config, tokens.shape[1], max_length, stacklevel=2)
+    decoder = for_length(decoder, max_length)
+    caches = init_caches(decoder, len(tokens), max_length, method.cache)
+    logits, caches = _prompts(decoder, caches, tokens, lengths, pooled=method.pooled)
+    placed = jax.device_put(lengths, None if decoder.axes is None else decoder.axes.sharding("B"))
+    return Session(decoder, caches, logits, placed, tokens.shape[1])
+
+
+@repeatable(static_argnames="pooled", donate_argnames="caches")
+def _prompts(
+    decoder: AnyDecoder,
+    caches: ModelCaches,
+    tokens: jax.Array,
+    lengths: jax.Array,
+    *,
+    pooled: PooledAttention | None,
+) -> tuple[jax.Array, ModelCaches]:
+    """Whole prompts: logits float32 ``[B, V]`` after them, and the caches."""
+    done: tuple[jax.Array, ModelCaches] = run_prompts(
+        decoder, caches, tokens, lengths, jnp.int32(0), implementation=None, pooled=pooled
     )
+    return done
 
 
 def forced_logits(session: Session, tokens: np.ndarray) -> Iterator[tuple[int, jax.Array]]:
@@ -82,7 +103,7 @@ def chunk_of(shape: tuple[int, ...]) -> int:
     return int(max(1, min(STEPS, _MOST_LOGITS // (shape[0] * shape[1]))))
 
 
-@functools.partial(jax.jit, donate_argnames="caches")
+@repeatable(donate_argnames="caches")
 def _chunk(
     decoder: AnyDecoder,
     caches: ModelCaches,

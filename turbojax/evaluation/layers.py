@@ -1,7 +1,6 @@
 """How far each layer's attention output is off through a cache, layer by layer."""
 
 import dataclasses
-import functools
 from typing import Any
 
 import jax
@@ -10,6 +9,7 @@ import numpy as np
 
 from turbojax.evaluation.decoding import AnyDecoder, AnyModel, Batches, decoder_of
 from turbojax.evaluation.methods import Method
+from turbojax.evaluation.programs import repeatable
 from turbojax.evaluation.scoring import checked_windows
 from turbojax.kv import (
     AttentionOptions,
@@ -129,7 +129,7 @@ def _errors(sums: np.ndarray) -> Errors:
         return Errors(cosine / count, difference / size, np.sqrt(square / count))
 
 
-@jax.jit
+@repeatable()
 def _operands(decoder: AnyDecoder, tokens: jax.Array) -> tuple[Any, ...]:
     """Every layer's query, key, value and sinks, with exact attention."""
 
@@ -143,7 +143,7 @@ def _operands(decoder: AnyDecoder, tokens: jax.Array) -> tuple[Any, ...]:
     return kept
 
 
-@functools.partial(jax.jit, static_argnames=("kind", "window", "options", "prompt", "pooled"))
+@repeatable(static_argnames=("kind", "window", "options", "prompt", "pooled"))
 def _measured(
     query: jax.Array,
     key: jax.Array,
