@@ -175,9 +175,10 @@ def _find(settings: EvalSettings) -> text_model.FoundModel:
 
 def _kept(out: Path) -> str:
     """What an interrupted run leaves behind."""
-    if not (out.exists() or _partial(out).exists()):
+    files = [str(path) for path in (out, _partial(out)) if path.exists()]
+    if not files:
         return "nothing was written yet; the same command begins anew"
-    return f"what was measured is in {out}; the same command goes on from there"
+    return f"what was measured is in {' and '.join(files)}; the same command goes on from there"
 
 
 def _report(progress: Progress | None, out: Path | None) -> evaluation.Report:
