@@ -102,7 +102,7 @@ def test_an_interrupted_run_says_where_it_goes_on(rows, tiny_folder, texts, tmp_
     assert result.stderr.splitlines()[-1] == "turbojax eval: interrupted: " + (
         f"what was measured is in {out}; the same command goes on from there"
         if rows
-        else "nothing was written yet; the same command begins anew"
+        else "nothing was written"
     )
     assert out.exists() == bool(rows)
 

@@ -38,7 +38,6 @@ def test_the_file_of_questions(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_python():
-    exact, four, kv4 = run(PYTHON).splitlines()
+    exact, kv4 = run(PYTHON).splitlines()
     assert exact == "exact +0.000 100%"
-    assert re.fullmatch(r"4bit  [+-]0\.\d{3} \d+%", four)
     assert re.fullmatch(r"kv4   [+-]0\.\d{3} \d+%", kv4)

@@ -19,14 +19,14 @@ import numpy as np
 
 from turbojax import _checks
 from turbojax.evaluation import identity
-from turbojax.evaluation.decoding import greedy_choice
+from turbojax.evaluation.decoding import greedy_choice, start, step
 from turbojax.evaluation.methods import Method
 from turbojax.evaluation.records import Records
 from turbojax.evaluation.task_scores import task_scores
 from turbojax.evaluation.tasks import Task
 from turbojax.models.config import TransformerConfig
 from turbojax.models.decoder import Decoder
-from turbojax.models.generation.session import Session, start_in_bucket
+from turbojax.models.generation.session import Session
 from turbojax.models.generation.stopping import TextStream, check_stops
 from turbojax.models.quantized import QuantizedDecoder
 from turbojax.models.text.chat import chat_tokens
@@ -161,13 +161,13 @@ def answer(
     prompts = np.zeros((len(filled), longest), np.int32)
     for i, row in enumerate(filled):
         prompts[i, : len(row.prompt)] = row.prompt
-    session = start_in_bucket(
+    session = start(
         model,
         prompts,
-        max_new_tokens=max(row.new_tokens for row in batch),
-        cache=method.cache,
+        longest + max(row.new_tokens for row in batch),
+        method,
         lengths=np.array([len(row.prompt) for row in filled], np.int32),
-        pooled_prefill=method.pooled,
+        in_buckets=True,
     )
     run = _continue if batch[0].choice is None else _choose
     return run(session, filled, prepared.tokenizer)[: len(batch)]
@@ -304,11 +304,11 @@ def _choose(session: Session, rows: Sequence[Row], tokenizer: Tokenizer) -> list
     for i, row in enumerate(rows):
         tokens[i, : len(row.tokens)] = row.tokens
     totals = np.zeros(len(rows))
-    for step in range(tokens.shape[1]):
-        bits = np.asarray(_bits(session.logits, jnp.asarray(tokens[:, step])), np.float64)
-        totals += np.where(step < sizes, bits, 0.0)
-        if step + 1 < tokens.shape[1]:
-            session = session.step(tokens[:, step])
+    for place in range(tokens.shape[1]):
+        bits = np.asarray(_bits(session.logits, jnp.asarray(tokens[:, place])), np.float64)
+        totals += np.where(place < sizes, bits, 0.0)
+        if place + 1 < tokens.shape[1]:
+            session = step(session, tokens[:, place])
     return [
         {
             "id": row.task.name,
@@ -327,7 +327,7 @@ def _continue(session: Session, rows: Sequence[Row], tokenizer: Tokenizer) -> li
     texts = [TextStream(tokenizer.stream(row.prompt), stops) for row in rows]
     ended: list[str | None] = [None] * len(rows)
     counts = [0] * len(rows)
-    for step in range(task.max_new_tokens):
+    for place in range(task.max_new_tokens):
         known = np.asarray(_greedy(session.logits))
         for i, text in enumerate(texts):
             if ended[i] is not None:
@@ -341,10 +341,10 @@ def _continue(session: Session, rows: Sequence[Row], tokenizer: Tokenizer) -> li
             else:
                 text.add(int(known[i]))
                 ended[i] = "stop" if text.stopped else None
-        if None not in ended or step + 1 == task.max_new_tokens:
+        if None not in ended or place + 1 == task.max_new_tokens:
             break
         # Where there is none, what is fed does not count: the sequence has ended.
-        session = session.step(np.maximum(known, 0))
+        session = step(session, np.maximum(known, 0))
     for text in texts:
         text.add(None)
     found = zip(rows, texts, counts, ended, strict=True)

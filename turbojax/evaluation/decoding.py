@@ -13,8 +13,9 @@ from turbojax.evaluation.programs import repeatable
 from turbojax.kv import PooledAttention
 from turbojax.models import Decoder, ModelCaches, QuantizedDecoder, Session, Transformer
 from turbojax.models.decoder import for_length, unstack, warn_of_long_factors
+from turbojax.models.generation.buckets import cache_bucket, prompt_bucket
 from turbojax.models.generation.caching import init_caches
-from turbojax.models.generation.padding import check_prompts
+from turbojax.models.generation.padding import check_prompts, pad_prompts
 from turbojax.models.generation.steps import decode_step, run_prompts
 
 AnyDecoder = Decoder | QuantizedDecoder
@@ -43,18 +44,61 @@ def decoder_of(model: AnyModel) -> AnyDecoder:
     return model
 
 
-def start(decoder: AnyDecoder, tokens: np.ndarray, max_length: int, method: Method) -> Session:
-    """Prompts int ``[B, T]`` through the model, into a method's caches of so many tokens.
+def start(
+    decoder: AnyDecoder,
+    tokens: np.ndarray,
+    max_length: int,
+    method: Method,
+    *,
+    lengths: np.ndarray | None = None,
+    in_buckets: bool = False,
+) -> Session:
+    """Prompts through the model, into a method's caches.
 
     As `turbojax.models.start` does, by a program that is compiled alike every time.
+
+    Args:
+      decoder: the model.
+      tokens: int ``[B, T]``, prompts padded on the right.
+      max_length: tokens that each sequence will hold at most.
+      method: the caches, and what prompts attend with.
+      lengths: int ``[B]``, of the prompts; `T` if not given.
+      in_buckets: whether prompts and caches get sizes that calls of other ones share, as
+        `turbojax.models.generate` has it.
     """
-    tokens, lengths = check_prompts(decoder.config, tokens, None, max_length, None)
-    warn_of_long_factors(decoder.config, tokens.shape[1], max_length, stacklevel=2)
-    decoder = for_length(decoder, max_length)
-    caches = init_caches(decoder, len(tokens), max_length, method.cache)
+    tokens, lengths = check_prompts(decoder.config, tokens, lengths, max_length, None)
+    warn_of_long_factors(decoder.config, int(lengths.min()), max_length, stacklevel=2)
+    decoder, room, longest = for_length(decoder, max_length), max_length, int(lengths.max())
+    if in_buckets:
+        limit = decoder.config.max_length
+        room = cache_bucket(longest, max_length - longest, limit)
+        if method.pooled is None:  # whose levels depend on the prompts' size
+            tokens = pad_prompts(tokens, prompt_bucket(longest, limit))
+    caches = init_caches(decoder, len(tokens), room, method.cache)
     logits, caches = _prompts(decoder, caches, tokens, lengths, pooled=method.pooled)
     placed = jax.device_put(lengths, None if decoder.axes is None else decoder.axes.sharding("B"))
-    return Session(decoder, caches, logits, placed, tokens.shape[1])
+    return Session(decoder, caches, logits, placed, longest)
+
+
+def step(session: Session, tokens: np.ndarray) -> Session:
+    """Feeds one token int32 ``[B]`` per sequence, as `Session.step` does, which has room for it.
+
+    The session's caches are donated.
+    """
+    caches, logits, lengths = _step(session.decoder, session.caches, tokens, session.lengths)
+    return dataclasses.replace(
+        session, caches=caches, logits=logits, lengths=lengths, longest=session.longest + 1
+    )
+
+
+@repeatable(donate_argnames="caches")
+def _step(
+    decoder: AnyDecoder, caches: ModelCaches, tokens: jax.Array, lengths: jax.Array
+) -> tuple[ModelCaches, jax.Array, jax.Array]:
+    done: tuple[ModelCaches, jax.Array, jax.Array] = decode_step(
+        decoder, caches, tokens, lengths, implementation=None
+    )
+    return done
 
 
 @repeatable(static_argnames="pooled", donate_argnames="caches")

@@ -134,14 +134,12 @@ def run(settings: EvalSettings, progress: Progress | None = None) -> dict[str, A
     context = _context(settings, found.config.max_length, texts)
     _check_memory(settings, found, methods, context)
     decoder = found.load().decoder
-    if (out := settings.out) is not None:
-        _interrupt.say(lambda: _kept(out))
     result = evaluation.evaluate(
         decoder,
         texts,
         _settings(settings, methods, context),
         out=settings.out,
-        progress=_report(progress),
+        progress=_report(progress, settings.out),
         further=_further(settings, prepared),
         tokenizer=found.tokenizer if isinstance(found.tokenizer, JsonTokenizer) else None,
     )
@@ -177,15 +175,21 @@ def _find(settings: EvalSettings) -> text_model.FoundModel:
 
 def _kept(out: Path) -> str:
     """What an interrupted run leaves behind."""
-    if not (out.exists() or _partial(out).exists()):
+    files = [str(path) for path in (out, _partial(out)) if path.exists()]
+    if not files:
         return "nothing was written yet; the same command begins anew"
-    return f"what was measured is in {out}; the same command goes on from there"
+    return f"what was measured is in {' and '.join(files)}; the same command goes on from there"
 
 
-def _report(progress: Progress | None) -> evaluation.Report | None:
-    if progress is None:
-        return None
-    return lambda method, measure, done, total: progress(f"{method}, {measure}", done, total)
+def _report(progress: Progress | None, out: Path | None) -> evaluation.Report:
+    def tell(method: str, measure: str, done: int, total: int) -> None:
+        # Not before: only a run that has begun is known to be the one in the file.
+        if out is not None:
+            _interrupt.say(lambda: _kept(out))
+        if progress is not None:
+            progress(f"{method}, {measure}", done, total)
+
+    return tell
 
 
 def _methods(given: Sequence[str] | None, found: text_model.FoundModel) -> tuple[Method, ...]:
