@@ -57,6 +57,9 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         "--init", type=Path, help="exported folder whose weights to start from; default: random"
     )
     parser.add_argument("--stop-after-minutes", type=float, default=float("inf"))
+    parser.add_argument(
+        "--no-export", action="store_true", help="of a run that is stopped: write checkpoints alone"
+    )
     parser.add_argument("--log-every", type=int, default=50, help="steps")
     parser.add_argument("--evaluate-every", type=int, default=500, help="steps")
     parser.add_argument("--save-every", type=int, default=5000, help="steps")
@@ -124,9 +127,16 @@ def _command(args: argparse.Namespace, settings: Settings) -> str:
     defaults = parse_arguments(["--out", "", "--steps", "0"])
     options = []
     for name, value in {**vars(args), "minutes": None, "steps": settings.steps}.items():
-        incidental = name in ("export", "stop_after_minutes", "log_every", "save_every")
+        incidental = name in (
+            "export",
+            "no_export",
+            "stop_after_minutes",
+            "log_every",
+            "save_every",
+        )
         if not incidental and value != getattr(defaults, name):
-            options += ["--" + name.replace("_", "-"), str(value)]
+            options.append("--" + name.replace("_", "-"))
+            options += [] if value is True else [str(value)]
     return "python -m training.train_embedded_model " + shlex.join(options)
 
 
@@ -270,6 +280,9 @@ def main(arguments: list[str] | None = None) -> None:
     parameters = trainer.config.num_parameters
     print(f"{stream.size:,} bytes of text, {parameters:,} parameters", flush=True)
     train(args, trainer, log, files)
+    if args.no_export and trainer.step < trainer.settings.steps:
+        print(f"stopped at step {trainer.step}; the same command goes on from there")
+        return
     folder = args.export or args.out / "model"
     export(folder, trainer, log, files)
     report.write(folder, [log.content], json.loads((args.out / "corpus.json").read_text()))
