@@ -1,6 +1,5 @@
 """What an attention costs within whole windows, without a cache: one pass, all layers at once."""
 
-import functools
 import math
 from typing import Any, NamedTuple
 
@@ -12,6 +11,7 @@ from benchmarks.evidence.attends import Exact, Whole
 from turbojax.config import TurboConfig
 from turbojax.evaluation import Scores
 from turbojax.evaluation.decoding import greedy_choice
+from turbojax.evaluation.programs import repeatable
 from turbojax.kv.whole import attend_within
 from turbojax.models import Decoder
 
@@ -34,7 +34,7 @@ class WholeScores(NamedTuple):
     reports: np.ndarray
 
 
-@functools.partial(jax.jit, static_argnames=("attend", "first"))
+@repeatable(static_argnames=("attend", "first"))
 def hidden_of(
     decoder: Decoder, batches: jax.Array, *, attend: Whole, first: int
 ) -> tuple[jax.Array, tuple[Any, ...]]:
@@ -105,7 +105,7 @@ def exact_hidden(decoder: Decoder, tokens: np.ndarray, *, first: int, batch: int
     return hidden_of(decoder, inputs, attend=Exact(), first=first)[0]
 
 
-@jax.jit
+@repeatable()
 def _compare(
     decoder: Decoder, hidden: jax.Array, exact: jax.Array, targets: jax.Array
 ) -> tuple[jax.Array, ...]:
@@ -128,7 +128,7 @@ def _compare(
     return jax.lax.map(one_window, (*flat, targets.reshape(count, -1)))
 
 
-@jax.jit
+@repeatable()
 def layer_tensors(decoder: Decoder, tokens: jax.Array) -> HeadTensors:
     """What each layer attends with, of windows ``[n, T]`` under exact attention."""
 
@@ -143,7 +143,7 @@ def layer_tensors(decoder: Decoder, tokens: jax.Array) -> HeadTensors:
     return query, key, value
 
 
-@functools.partial(jax.jit, static_argnames=("attend", "first"))
+@repeatable(static_argnames=("attend", "first"))
 def output_errors(
     tensors: HeadTensors, *, attend: Whole, first: int
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
