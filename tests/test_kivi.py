@@ -266,6 +266,7 @@ def test_groups_of_channels_divide_the_head():
         ({"rank": -1}, ValueError, "self.rank=-1 must not be negative"),
         ({"rank": True}, TypeError, "rank=True must be an integer"),
         ({"group_size": 0}, ValueError, "group_size=0 must be at least 1"),
+        ({"group_size": 2**30}, ValueError, "self.group_size=1073741824 must be at most 1024"),
         ({"residual_length": 65}, ValueError, "self.residual_length=65 must be a multiple of"),
     ],
 )

@@ -13,6 +13,7 @@ from turbojax.baselines.codes import stored_dtype
 from turbojax.quantizers import packed_size
 
 SUPPORTED_BITS = (2, 3, 4)
+_LARGEST_GROUP = 1024
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,8 +22,8 @@ class Kivi:
 
     Attributes:
       bits: of a code, 2, 3 or 4.
-      group_size: tokens (of keys) that share a minimum and a scale; of values so many channels, or
-        the largest divisor of the head dim below.
+      group_size: tokens (of keys) that share a minimum and a scale, at most 1024; of values so many
+        channels, or the largest divisor of the head dim below.
       residual_length: tokens that are kept as they are, a multiple of `group_size`.
       rank: of the approximation of the codes' error; 0 for none.
     """
@@ -44,6 +45,8 @@ class Kivi:
             _checks.check_integer(name, getattr(self, name))
         if self.bits not in SUPPORTED_BITS:
             raise ValueError(f"{self.bits=} must be one of {SUPPORTED_BITS}")
+        if self.group_size > _LARGEST_GROUP:
+            raise ValueError(f"{self.group_size=} must be at most {_LARGEST_GROUP}")
         if self.rank < 0:
             raise ValueError(f"{self.rank=} must not be negative")
         if self.residual_length % self.group_size:
