@@ -83,8 +83,9 @@ def read(path: Path) -> Corpus:
             header = json.loads(file.readline())
             documents = []
             for package, size, name in header["documents"]:
-                documents.append(Document(*header["packages"][package], name, file.read(size)))
-    except (lzma.LZMAError, EOFError, json.JSONDecodeError, KeyError, TypeError) as error:
+                title, licence = header["packages"][package]
+                documents.append(Document(title, licence, name, file.read(size)))
+    except (lzma.LZMAError, EOFError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path} must be a file of training.archive: {error}") from error
     content = Corpus(tuple(documents), header["repeats"], header["manifest"])
     found = hashlib.sha256(content.stream().tobytes()).hexdigest()

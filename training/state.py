@@ -203,9 +203,10 @@ def _over(mesh: Mesh, gradient: Callable[..., Any]) -> Callable[..., Any]:
         return jax.lax.pmean(gradient(params, stream, starts), _DATA)
 
     whole, windows = PartitionSpec(), PartitionSpec(_DATA)
-    # Values that are equal on all devices are known to be only by types of it, which are off.
-    specs = {"in_specs": (whole, whole, windows), "out_specs": whole, "check_vma": False}
-    return jax.shard_map(local, mesh=mesh, **specs)
+    # That sums over devices are equal on all of them is not checked: weights have no such types.
+    return jax.shard_map(
+        local, mesh=mesh, in_specs=(whole, whole, windows), out_specs=whole, check_vma=False
+    )
 
 
 class Trainer:

@@ -31,7 +31,7 @@ from turbojax._environment import environment
 from turbojax.finetune.checkpoint import checkpoint_manager
 from turbojax.finetune.documents import read_held_out
 from turbojax.finetune.evaluate import bits_per_byte
-from turbojax.models import BEGINNING_OF_FILE, Transformer, held_out_modules, load, save
+from turbojax.models import BEGINNING_OF_FILE, Transformer, held_out_modules, load_transformer, save
 from turbojax.models.checkpoint.huggingface import WEIGHTS_NAME
 
 EVAL_CONTEXTS = (1024, 2048, 4096, 8192, 16384)
@@ -220,10 +220,10 @@ def export(folder: Path, trainer: Trainer, log: Log, files: dict[str, bytes]) ->
     """Writes the model in bfloat16, evaluates what was written, and reports."""
     tokens = {"bos_token_id": BEGINNING_OF_FILE, "eos_token_id": BEGINNING_OF_FILE}
     save(trainer.model(), folder, dtype="bfloat16", extra_config=tokens)
-    shipped = load(folder)
+    shipped = load_transformer(folder)
     log.content["held_out_bits_per_byte"] = _held_out(shipped, files, trainer)
     if log.content["shape"] != EMBEDDED:
-        embedded = load("embedded")
+        embedded = load_transformer("embedded")
         log.content["embedded_bits_per_byte"] = _held_out(embedded, files, trainer)
     log.content["tokens_seen"] = trainer.step * trainer.settings.tokens_per_step
     log.write()
@@ -253,7 +253,7 @@ def _make_trainer(args: argparse.Namespace, stream: np.ndarray) -> Trainer:
         stream=stream,
         remat=args.remat,
         unroll=args.unroll or config.num_layers,
-        init=load(args.init) if args.init else None,
+        init=load_transformer(args.init) if args.init else None,
         devices=args.devices,
     )
     if args.minutes is not None:

@@ -268,6 +268,8 @@ def pooled_by_name(
         policy: Policy = Threshold(bounds or (0.62, 0.77, 0.89, 0.97), near=near or 0)
         samples = 8 if samples is None else samples
     else:
-        policy = TopK(*(bounds or ()), near=near or 0)
+        names = ("level1", "level2", "level4", "level8")
+        fractions: dict[str, Any] = dict(zip(names, bounds or (), strict=False))
+        policy = TopK(**fractions, near=near or 0)
         samples = 4 if samples is None else samples
     return PooledAttention(policy, block_size, block_size, implementation, samples, samples)
