@@ -173,7 +173,12 @@ def test_texts_that_give_no_items():
 
 def test_answers():
     right = np.array([[1, 1, 1, 1], [1, 0, 1, 1], [0, 1, 1, 1]], bool)
-    found = evaluation.Answers(right, np.ones((3, 4), np.float32))
+    there = np.ones((3, 4), bool)
+    found = evaluation.Answers(right, np.ones((3, 4), np.float32), there)
+    short = evaluation.Answers(right, found.bits, np.arange(4)[None] < [[4], [1], [2]])
+    assert short.whole().tolist() == [True, True, False]
+    assert short.copied.tolist() == [1, 1, 0]
+    assert short.part(slice(1, 2)).whole().tolist() == [True]
     assert found.whole().tolist() == [True, False, False]
     assert found.whole(1).tolist() == [True, True, False]
     assert found.copied.tolist() == [1, 0.25, 0]
@@ -188,6 +193,18 @@ def test_recall_is_scored_as_text_is(model):
     bits = models.token_bits(model, windows)[:, -ANSWER:]
     np.testing.assert_allclose(found.bits, bits, rtol=1e-4, atol=1e-4)
     assert found.right.shape == (3, ANSWER)
+    assert found.there.all()
+    # Another question and a shorter answer in the same batch, as tokenizers make them.
+    cut = [
+        dataclasses.replace(items[0], asked=items[0].asked, answer=items[0].answer[:5]),
+        items[1],
+    ]
+    cut[1] = dataclasses.replace(items[1], asked=np.append(items[1].asked, items[1].answer[:3]))
+    cut[1] = dataclasses.replace(cut[1], answer=items[1].answer[3:])
+    ragged = evaluation.recall(model, cut, exact, batch_size=2)
+    assert ragged.there.sum(axis=1).tolist() == [5, ANSWER - 3]
+    np.testing.assert_array_equal(ragged.bits[0, :5], found.bits[0, :5])
+    np.testing.assert_array_equal(ragged.bits[1], found.bits[1, 3:])
     with pytest.raises(ValueError, match="of one size"):
         evaluation.recall(model, [*items, make("copy", length=401)], exact)
     with pytest.raises(ValueError, match="of one size"):

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -39,25 +39,32 @@ _HALF = 32
 
 @dataclasses.dataclass(frozen=True)
 class Answers:
-    """What a model made of items, numpy ``[n]`` and ``[n, A]``.
+    """What a model made of items, numpy ``[n, A]``, `A` the longest answer's tokens.
 
     Attributes:
-      right: bool ``[n, A]``: the most likely token is the true one, where the true ones before it
-        were fed. Up to the first that is wrong that is what greedy decoding writes.
-      bits: float32 ``[n, A]``, information content of the true tokens.
+      right: bool, the most likely token is the true one, where the true ones before it were fed. Up
+        to the first that is wrong that is what greedy decoding writes.
+      bits: float32, information content of the true tokens.
+      there: bool, where an answer has a token; what the others hold means nothing.
     """
 
     right: np.ndarray
     bits: np.ndarray
+    there: np.ndarray
 
     def whole(self, count: int | None = None) -> np.ndarray:
-        """Bool ``[n]``: greedy decoding writes the first `count` tokens of the answer, or all."""
-        return np.all(self.right[:, :count], axis=1)
+        """Whether greedy decoding writes the first `count` tokens of the answer, or all: ``[n]``."""
+        return np.all((self.right | ~self.there)[:, :count], axis=1)
 
     @property
     def copied(self) -> np.ndarray:
-        """float64 ``[n]``: the share of the answer that greedy decoding writes before an error."""
-        return np.mean(np.cumprod(self.right, axis=1), axis=1)
+        """The share of the answer that greedy decoding writes before an error, float64 ``[n]``."""
+        before = np.cumprod(self.right | ~self.there, axis=1) * self.there
+        return before.sum(axis=1) / self.there.sum(axis=1)
+
+    def part(self, rows: slice) -> "Answers":
+        """Those of some items."""
+        return Answers(self.right[rows], self.bits[rows], self.there[rows])
 
 
 def recall(
@@ -72,25 +79,30 @@ def recall(
 
     Args:
       model: of floating point or with INT4 weights.
-      items: with prompts, questions and answers of one length each.
+      items: with prompts of one length.
       method: see `turbojax.evaluation.method`.
       batch_size: items that run at once.
       progress: called after each batch with its items.
 
     Raises:
       TypeError: if the model is another.
-      ValueError: if there are no items, or they differ in size or are too long for the model, or
-        the cache cannot hold the model's heads.
+      ValueError: if there are no items, or prompts differ in size or are too long for the model,
+        or the cache cannot hold the model's heads.
       NotImplementedError: if a layer's attention cannot run through the cache.
     """
     decoder = decoder_of(model)
-    sizes = {(len(x.prompt), len(x.asked), len(x.answer)) for x in items}
+    sizes = {len(x.prompt) for x in items}
     if len(sizes) != 1:
-        raise ValueError(f"items of {sorted(sizes)} tokens must be some, and of one size")
-    ((prompt, asked, answer),) = sizes
+        raise ValueError(f"prompts of {sorted(sizes)} tokens must be some, and of one size")
+    (prompt,) = sizes
+    asked, answer = (np.array([len(x) for x in y]) for y in zip(*_ends(items), strict=True))
+    longest = int((asked + answer).max())
     # Room for the longest questions, so that those of all kinds share programs.
-    room = prompt + max(CUE + ANSWER, asked + answer)
-    rows = np.stack([np.concatenate([x.prompt, x.asked, x.answer]) for x in items])
+    room = prompt + max(CUE + ANSWER, longest)
+    rows = np.zeros((len(items), prompt + longest), np.int32)
+    for row, item in zip(rows, items, strict=True):
+        whole = np.concatenate([item.prompt, item.asked, item.answer])
+        row[: len(whole)] = whole
     right, bits = [], []
     for count, batch in Batches(min(batch_size, len(rows))).of(rows):
         session = start(decoder, batch[:, :prompt], room, method)
@@ -100,12 +112,22 @@ def recall(
             full = np.pad(now, ((0, 0), (0, len(logits) - taken))).T
             found.append([np.asarray(x)[:taken] for x in _look(logits, full)])
             done += taken
-        choices, costs = (np.concatenate(x).T[:count, asked:] for x in zip(*found, strict=True))
-        right.append(choices == forced[:count, asked:])
+        choices, costs = (np.concatenate(x).T[:count] for x in zip(*found, strict=True))
+        right.append(choices == forced[:count])
         bits.append(costs)
         if progress is not None:
             progress(count)
-    return Answers(np.concatenate(right), np.concatenate(bits))
+    # Where each answer's tokens are, after its own question.
+    place = np.arange(answer.max())[None]
+    there = place < answer[:, None]
+    index = np.where(there, asked[:, None] + place, 0)
+    rights, costs = (np.take_along_axis(np.concatenate(x), index, axis=1) for x in (right, bits))
+    return Answers(rights, costs, there)
+
+
+def _ends(items: Sequence[Item]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    for item in items:
+        yield item.asked, item.answer
 
 
 @jax.jit
@@ -194,25 +216,26 @@ class RecallMeasure:
                 )
                 found.append(answers)
                 for i, depth in enumerate(self._depths):
-                    part = slice(i * self._count, (i + 1) * self._count)
-                    cell = Answers(answers.right[part], answers.bits[part])
+                    cell = answers.part(slice(i * self._count, (i + 1) * self._count))
                     cells.append({"length": length, "depth": depth, **_summary(kind, cell)})
             if found:
-                rights, bits = ([getattr(x, y) for x in found] for y in ("right", "bits"))
-                everything = Answers(np.concatenate(rights), np.concatenate(bits))
-                row[kind] = {**_summary(kind, everything), "cells": cells}
+                row[kind] = {**_summary(kind, *found), "cells": cells}
         return {**row, "left_out": self.left_out}
 
 
-def _summary(kind: Kind, answers: Answers) -> dict[str, Any]:
-    """Means over items."""
-    halves = {f"whole_{_HALF}": float(answers.whole(_HALF).mean())} if kind == "copy" else {}
+def _summary(kind: Kind, *found: Answers) -> dict[str, Any]:
+    """Means over items; bits over all tokens of all answers."""
+
+    def mean(values: list[np.ndarray]) -> float:
+        return float(np.concatenate(values).mean(dtype=np.float64))
+
+    halves = {f"whole_{_HALF}": mean([x.whole(_HALF) for x in found])} if kind == "copy" else {}
     return {
-        "items": len(answers.right),
-        "whole": float(answers.whole().mean()),
+        "items": sum(len(x.right) for x in found),
+        "whole": mean([x.whole() for x in found]),
         **halves,
-        "copied": float(answers.copied.mean()),
-        "bits": float(answers.bits.mean(dtype=np.float64)),
+        "copied": mean([x.copied for x in found]),
+        "bits": mean([x.bits[x.there] for x in found]),
     }
 
 
