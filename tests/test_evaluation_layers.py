@@ -195,12 +195,11 @@ def test_recall_is_scored_as_text_is(model):
     assert found.right.shape == (3, ANSWER)
     assert found.there.all()
     # Another question and a shorter answer in the same batch, as tokenizers make them.
+    question = np.append(items[1].asked, items[1].answer[:3])
     cut = [
-        dataclasses.replace(items[0], asked=items[0].asked, answer=items[0].answer[:5]),
-        items[1],
+        dataclasses.replace(items[0], answer=items[0].answer[:5]),
+        dataclasses.replace(items[1], asked=question, answer=items[1].answer[3:]),
     ]
-    cut[1] = dataclasses.replace(items[1], asked=np.append(items[1].asked, items[1].answer[:3]))
-    cut[1] = dataclasses.replace(cut[1], answer=items[1].answer[3:])
     ragged = evaluation.recall(model, cut, exact, batch_size=2)
     assert ragged.there.sum(axis=1).tolist() == [5, ANSWER - 3]
     np.testing.assert_array_equal(ragged.bits[0, :5], found.bits[0, :5])

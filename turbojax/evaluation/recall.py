@@ -53,7 +53,7 @@ class Answers:
     there: np.ndarray
 
     def whole(self, count: int | None = None) -> np.ndarray:
-        """Whether greedy decoding writes the first `count` tokens of the answer, or all: ``[n]``."""
+        """Whether greedy decoding writes the answer's first `count` tokens, or all: ``[n]``."""
         return np.all((self.right | ~self.there)[:, :count], axis=1)
 
     @property
