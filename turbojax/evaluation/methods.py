@@ -117,9 +117,11 @@ def top_k_of_density(density: float) -> TopK:
     # Twice the default: no block is skipped.
     full, most = (0.1, 0.3, 0.5, 1.0), 0.3125
     if density <= most:
-        return TopK(*(x * density / most for x in full))
-    share = (density - most) / (1 - most)
-    return TopK(*(min(1.0, x + (1 - x) * share) for x in full))
+        level1, level2, level4, level8 = (x * density / most for x in full)
+    else:
+        share = (density - most) / (1 - most)
+        level1, level2, level4, level8 = (min(1.0, x + (1 - x) * share) for x in full)
+    return TopK(level1, level2, level4, level8)
 
 
 def _options_of(cache: Any) -> tuple[str, ...]:
