@@ -90,10 +90,19 @@ def policies(logs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
       logs: of the dense run, then of the others: same settings, start and data.
 
     Raises:
-      ValueError: if there are not two, or they cannot be compared, see `turbojax.finetune.compare`.
+      ValueError: if there are not two, the first is not dense or another is, one has not ended or
+        ran on another device, or they cannot be compared, see `turbojax.finetune.compare`.
     """
     if len(logs) < 2:
         raise ValueError(f"{len(logs)} runs must be at least 2: a dense one, and others")
+    kinds = [log["identity"]["attention"]["kind"] for log in logs]
+    if kinds != ["dense", *["pooled"] * (len(logs) - 1)]:
+        raise ValueError(f"the runs must be a dense one, then pooled ones: {', '.join(kinds)}")
+    if len(devices := {log["environment"]["device"] for log in logs}) > 1:
+        raise ValueError(f"the runs must be of one device: {', '.join(sorted(devices))}")
+    for log in logs:
+        if "held_out_bits_per_byte" not in log:
+            raise ValueError(f"a run must have ended, not stopped after {len(log['losses'])} steps")
     return {
         "benchmark": "fine-tuning by policies of pooled attention",
         **logs[0]["environment"],

@@ -206,6 +206,14 @@ def test_policies_beside_one_dense_run(tmp_path):
     assert "1.8 times the speed or more: those at density 0.250. a device, jax 0" in table
     with pytest.raises(ValueError, match="1 runs must be at least 2"):
         pooled_training.policies([dense])
+    with pytest.raises(ValueError, match="a dense one, then pooled ones: pooled, dense"):
+        pooled_training.policies([near, dense])
+    elsewhere = {**slow, "environment": {**slow["environment"], "device": "another"}}
+    with pytest.raises(ValueError, match="must be of one device: a device, another"):
+        pooled_training.policies([dense, elsewhere])
+    del slow["held_out_bits_per_byte"]
+    with pytest.raises(ValueError, match="must have ended, not stopped after 4 steps"):
+        pooled_training.policies([dense, slow])
     near["identity"]["stream_sha256"] = "1"
     with pytest.raises(ValueError, match="stream_sha256 of the runs must be the same"):
         pooled_training.policies([dense, near])

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from turbojax.baselines import Kivi, kivi
-from turbojax.baselines.codes import stored_dtype
+from turbojax.baselines.codes import rounded, stored_dtype
 from turbojax.ops import exact_attention
 from turbojax.quantizers import unpack
 from turbojax.state import exact
@@ -214,6 +214,26 @@ def test_constant_groups_and_bad_values():
             spoilt = np.zeros(keys.shape, bool)
             spoilt[1, 7, 0, :GROUP] = True  # its token, in its group of channels
             np.testing.assert_array_equal(np.isfinite(values), ~spoilt)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
+def test_what_is_shared_is_rounded_as_numpy_rounds(dtype):
+    """Of float16 also below 6.1e-5, where scales of values below a thousandth are."""
+    rng = np.random.default_rng(0)
+    least = 1e-9 if dtype == jnp.float16 else 1e-30
+    x = np.exp(rng.uniform(np.log(least), np.log(60000), 2000)) * rng.choice([-1, 1], 2000)
+    x = np.concatenate([x, [0, 2.0**-24, 2.0**-25, 3 * 2.0**-25, 2.0**-14]]).astype(np.float32)
+    got = jax.jit(lambda x: rounded(x, np.dtype(dtype)))(x)
+    np.testing.assert_array_equal(got, x.astype(dtype).astype(np.float32))
+    np.testing.assert_array_equal(got.astype(dtype).astype(jnp.float32), got)
+
+
+def test_small_values_have_codes():
+    """Of float32 numbers below a thousandth the scales are no normal float16 numbers."""
+    key, value = (x * 1e-4 for x in _tokens(90, 8))
+    got = dequantize(append(_empty(), key, value))
+    for x, out in zip((key, value), got, strict=True):
+        assert jnp.linalg.norm(out[:, :90] - x) < 0.1 * jnp.linalg.norm(x)
 
 
 def test_overflow_is_an_error_and_under_jit_a_status():

@@ -199,6 +199,7 @@ def test_training_of_models_splits_the_windows_of_a_step():
         steps=3,
         tokens_per_step=256,
         short_context=64,
+        long_context=64,
         long_fraction=0.0,
         warmup_steps=2,
         precision="float32",

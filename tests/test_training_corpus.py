@@ -3,6 +3,7 @@
 import dataclasses
 import email
 import hashlib
+import lzma
 import zipfile
 from pathlib import Path
 
@@ -168,6 +169,9 @@ class TestArchive:
         data[len(data) // 2] ^= 1
         path.write_bytes(data)
         with pytest.raises(ValueError, match="must be a file of training.archive"):
+            archive.read(path)
+        path.write_bytes(lzma.compress(b'{"documents": []}\n'))
+        with pytest.raises(ValueError, match=r"must be a file of training.archive.*repeats"):
             archive.read(path)
         path.write_bytes(b"text")
         with pytest.raises(ValueError, match="must be a file of training.archive"):

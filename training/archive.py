@@ -85,14 +85,13 @@ def read(path: Path) -> Corpus:
             for package, size, name in header["documents"]:
                 title, licence = header["packages"][package]
                 documents.append(Document(title, licence, name, file.read(size)))
+            content = Corpus(tuple(documents), header["repeats"], header["manifest"])
+            wanted = content.manifest["sha256"]
     except (lzma.LZMAError, EOFError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path} must be a file of training.archive: {error}") from error
-    content = Corpus(tuple(documents), header["repeats"], header["manifest"])
     found = hashlib.sha256(content.stream().tobytes()).hexdigest()
-    if found != content.manifest["sha256"]:
-        raise ValueError(
-            f"{path} holds a stream with SHA-256 {found}, must be {content.manifest['sha256']}"
-        )
+    if found != wanted:
+        raise ValueError(f"{path} holds a stream with SHA-256 {found}, must be {wanted}")
     return content
 
 

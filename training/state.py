@@ -44,7 +44,7 @@ class Settings:
       warmup_steps: linear rise from 0.
       decay_fraction: share of the steps, the last ones, in which the rate falls to 0.
       decay_shape: "sqrt" falls as 1 - sqrt(x), for a decay from a high rate; "linear" as 1 - x.
-      weight_decay: of matrices and embeddings, not of norms.
+      weight_decay: of matrices and embeddings, not of norms; with Muon, of its matrices alone.
       clip_norm: bound on the global norm of the gradient.
       seed: of initial weights and data order.
       precision: compute dtype; master weights and optimizer state are float32.

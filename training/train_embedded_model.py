@@ -34,6 +34,7 @@ from turbojax.finetune.evaluate import bits_per_byte
 from turbojax.models import BEGINNING_OF_FILE, Transformer, held_out_modules, load_transformer, save
 from turbojax.models.checkpoint.huggingface import WEIGHTS_NAME
 
+_LIBRARY_REPEATS = 3
 EVAL_CONTEXTS = (1024, 2048, 4096, 8192, 16384)
 
 
@@ -63,7 +64,11 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--log-every", type=int, default=50, help="steps")
     parser.add_argument("--evaluate-every", type=int, default=500, help="steps")
     parser.add_argument("--save-every", type=int, default=5000, help="steps")
-    parser.add_argument("--library-repeats", type=int, default=3, help="of the standard library")
+    parser.add_argument(
+        "--library-repeats",
+        type=int,
+        help=f"of the standard library, default {_LIBRARY_REPEATS}; a --corpus has its own",
+    )
     parser.add_argument("--remat", action="store_true", help="recompute layers to save memory")
     parser.add_argument("--unroll", type=int, help="layers per scan iteration; default: all")
     for field in dataclasses.fields(Settings):
@@ -73,6 +78,10 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(arguments)
     if (args.steps is None) == (args.minutes is None):
         parser.error("one of --steps and --minutes must be given")
+    if args.corpus is None and args.library_repeats is None:
+        args.library_repeats = _LIBRARY_REPEATS
+    elif args.corpus is not None and args.library_repeats is not None:
+        parser.error("--library-repeats must not go with --corpus, which has its own")
     return args
 
 
@@ -134,7 +143,7 @@ def _command(args: argparse.Namespace, settings: Settings) -> str:
             "log_every",
             "save_every",
         )
-        if not incidental and value != getattr(defaults, name):
+        if not incidental and value not in (None, getattr(defaults, name)):
             options.append("--" + name.replace("_", "-"))
             options += [] if value is True else [str(value)]
     return "python -m training.train_embedded_model " + shlex.join(options)

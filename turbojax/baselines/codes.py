@@ -15,12 +15,17 @@ def stored_dtype(dtype: jax.typing.DTypeLike) -> np.dtype:
 
 
 def rounded(x: jax.Array, dtype: np.dtype) -> jax.Array:
-    """float32 as it is after a round trip through `dtype`; numbers too small to be normal are 0.
+    """float32 as it is after a round trip through `dtype`.
 
-    Not a conversion and back, which XLA may drop.
+    Not a conversion and back, which XLA may drop. Of float16 also the numbers that are too small to
+    be normal, with fewer bits: scales of small values are among them. Of bfloat16 those are 0.
     """
     info = jnp.finfo(dtype)
-    return jax.lax.reduce_precision(x, info.nexp, info.nmant)
+    normal = jax.lax.reduce_precision(x, info.nexp, info.nmant)
+    if dtype != jnp.float16:
+        return normal
+    step = 2.0 ** (info.minexp - info.nmant)
+    return jnp.where(jnp.abs(x) < 2.0**info.minexp, jnp.rint(x * (1 / step)) * step, normal)
 
 
 def quantize(

@@ -239,7 +239,7 @@ def pooled_by_name(
       bounds: of ``"threshold"`` and ``"topk"``, in place of those above: four cumulative shares of
         the attention, or of the visible blocks, up to which blocks have level 1, 2, 4 and 8.
       near: of the same, tokens: nearer blocks are at level 1 whatever their importance, 0 if not
-        given. A window, and beside it the most important blocks.
+        given. A window, and beside it the most important blocks that the bounds leave room for.
       samples: of the same, the queries, and the means of keys, of a block that importance is
         estimated from; 8 of ``"threshold"`` and 4 of ``"topk"`` if not given.
 

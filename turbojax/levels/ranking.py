@@ -57,7 +57,8 @@ class TopK:
       level4: the same for level 4.
       level8: the same for level 8.
       near: blocks up to so many tokens away are at level 1 whatever their importance, see
-        `LocalWindow`: a window beside which the most important blocks are read.
+        `LocalWindow`. They come first and count: where they are all that `level8` allows, no other
+        block is read.
 
     Raises:
       TypeError: if one is not a number.
