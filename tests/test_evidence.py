@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks.evidence import __main__ as command
 from benchmarks.evidence import attends, caches, channels, pooling, softmaxes, whole, writing
-from benchmarks.evidence.catalogue import SHOWN, TABLES
+from benchmarks.evidence.catalogue import SHOWN, TABLES, specs_of
 from benchmarks.evidence.measuring import measure
 from benchmarks.evidence.rows import Spec
 from benchmarks.evidence.subject import QUICK, Sizes
@@ -182,9 +182,9 @@ def test_every_table_has_rows_quick_ones_too():
     subject = Model(4)
     assert [table.letter for table in TABLES] == list("abcdefghij")
     for table in TABLES:
-        assert command.specs_of(subject, [table.letter], quick=True), table.letter
-    every = command.specs_of(subject, command.LETTERS, quick=False)
-    quick = {spec.key for spec in command.specs_of(subject, command.LETTERS, quick=True)}
+        assert specs_of(subject, [table.letter], quick=True), table.letter
+    every = specs_of(subject, command.LETTERS, quick=False)
+    quick = {spec.key for spec in specs_of(subject, command.LETTERS, quick=True)}
     assert quick < {spec.key for spec in every}
     # Rows are shared.
     assert len({spec.key for spec in every}) < len(every)
@@ -209,8 +209,10 @@ def test_rows_are_kept_and_failures_are_tried_again(tmp_path):
     out, told = tmp_path / "evidence.json", []
     specs = [spec("a"), spec("b", NotImplementedError("not here")), spec("a"), spec("c")]
     options = {"out": out, "on_row": lambda key, row, reason, seconds: told.append((key, reason))}
-    first = measure(Model(), specs, workers=2, **options)
-    assert sorted(calls) == ["a", "b", "c"]
+    first = measure(Model(), specs, **options)
+    assert calls == ["a", "b", "c"]
+    with pytest.raises(ValueError, match="workers=2 must be 1"):
+        measure(Model(), specs, workers=2, **options)
     assert first["failures"] == {"b": "not here"}
     assert ("b", "not here") in told
     assert set(json.loads(out.read_text())["rows"]) == {"a", "c"}
