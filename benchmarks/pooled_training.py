@@ -90,10 +90,14 @@ def policies(logs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
       logs: of the dense run, then of the others: same settings, start and data.
 
     Raises:
-      ValueError: if there are not two, or they cannot be compared, see `turbojax.finetune.compare`.
+      ValueError: if there are not two, they ran on unlike devices, whose speeds do not compare, or
+        they cannot be compared, see `turbojax.finetune.compare`.
     """
     if len(logs) < 2:
         raise ValueError(f"{len(logs)} runs must be at least 2: a dense one, and others")
+    devices = list(dict.fromkeys(log["environment"].get("device") for log in logs))
+    if len(devices) > 1:
+        raise ValueError(f"devices of the runs must be the same: {devices}")
     return {
         "benchmark": "fine-tuning by policies of pooled attention",
         **logs[0]["environment"],

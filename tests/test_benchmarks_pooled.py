@@ -206,6 +206,9 @@ def test_policies_beside_one_dense_run(tmp_path):
     assert "1.8 times the speed or more: those at density 0.250. a device, jax 0" in table
     with pytest.raises(ValueError, match="1 runs must be at least 2"):
         pooled_training.policies([dense])
+    elsewhere = {**near, "environment": {**near["environment"], "device": "another"}}
+    with pytest.raises(ValueError, match="devices of the runs must be the same"):
+        pooled_training.policies([dense, elsewhere])
     near["identity"]["stream_sha256"] = "1"
     with pytest.raises(ValueError, match="stream_sha256 of the runs must be the same"):
         pooled_training.policies([dense, near])
