@@ -152,6 +152,12 @@ def test_where_we_are_worse_is_listed_in_full(result):
     assert ["turbo4 pages, 4.125 bits", "held-out text", kivi, by] in lines
     # Not worse: against a larger cache, in a prompt, at the longer shape.
     assert len(lines) == 3
+    quick = [
+        {**row, "us": 9.0} if row["name"] == f"{DECODE}/2/1024/kivi4" else row
+        for row in result["rows"]
+    ]
+    lost = ["turbo4 pages", "decoding, 2 x 1k", METHODS["kivi4"], "0.90x the speed"]
+    assert lost in tables.worse({**result, "rows": quick})
     assert tables.worse({**result, "rows": result["rows"][:4]}) == []
     assert "No row" in tables.worse_section("x", {**result, "rows": result["rows"][:4]})
 
@@ -171,6 +177,29 @@ def test_a_line_for_a_terminal(result):
     assert lines[3].endswith("10.0 us (cupti), 3.00x bf16, 2.00x fp8-pages, L1 0.0100")
     assert "+0.0100 (+0.0090 to +0.0110), 2 s" in lines[-1]
     assert "failed" in lines[8]
+
+
+def test_logits_that_are_nan_are_told(result):
+    row = _text("turbo4", 0.0)
+    nothing = dict.fromkeys(("bits_per_byte", "cost", "cost_interval", "divergence"))
+    row = {**row, "text": {**row["text"], **nothing, "cost_by_file": {"a": None, "b": None}}}
+    row["layers"]["decode"]["cosine"] = [None, 0.9]
+    nan = {**result, "rows": [*result["rows"][:-1], row]}
+    assert "NaN bits per byte" in tables.one_line(row)
+    assert "| NaN | NaN | 98.0% | NaN |" in tables.summary("verdict.json", nan)
+    assert ["turbo4 pages", "held-out text", METHODS["kivi4"], "NaN"] in tables.worse(nan)
+    assert "| turbo4 pages | NaN | NaN |" in tables.layers_table(nan)
+    assert len(plots.side_by_side(nan).axes[2].containers) == 2
+    assert tables.interval(0.01, None) == "+0.0100"
+
+
+def test_of_two_kernels_for_fp8_the_faster_one_is_the_baseline():
+    rows = [
+        _row(DECODE, "fp8_e4m3", 20.0),
+        _row(DECODE, "fp8_e4m3-triton", 16.0),
+        _row(DECODE, "turbo4", 8.0),
+    ]
+    assert suite.SUITE.with_ratios(rows)[2]["speedup_over"] == {"fp8-pages": 2.0}
 
 
 @pytest.mark.slow

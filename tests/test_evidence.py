@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from benchmarks.evidence import __main__ as command
-from benchmarks.evidence import attends, caches, channels, pooling, softmaxes, writing
-from benchmarks.evidence.catalogue import SHOWN, TABLES
+from benchmarks.evidence import attends, caches, channels, pooling, softmaxes, whole, writing
+from benchmarks.evidence.catalogue import SHOWN, TABLES, specs_of
 from benchmarks.evidence.measuring import measure
 from benchmarks.evidence.rows import Spec
 from benchmarks.evidence.subject import QUICK, Sizes
@@ -78,6 +78,30 @@ def test_polar_rounding_is_the_codec():
     got = attends.PolarRounding(4, True)(x)
     # But for a coordinate near a threshold, which rounding may put on either side.
     assert np.mean(np.abs(np.asarray(got - want)) > 0.01) < 0.005
+
+
+def test_output_errors_against_float64():
+    """As `layer_errors` has them: the cosine is the mean over queries and heads."""
+    rng = np.random.default_rng(2)
+    q, k, v = (rng.normal(size=(1, 1, 8, heads, 16)).astype(np.float32) for heads in (4, 2, 2))
+    rounding = attends.PolarRounding(2, rotates=False)
+    attend = attends.Rounded(rounding)
+    tensors = tuple(jnp.asarray(x) for x in (q, k, v))
+    cosine, relative, rmse = whole.output_errors(tensors, attend=attend, first=3)
+
+    def attended(key: np.ndarray, value: np.ndarray) -> np.ndarray:
+        key, value = (np.repeat(x[0, 0].astype(np.float64), 2, axis=1) for x in (key, value))
+        scores = np.einsum("tnh,snh->nts", q[0, 0].astype(np.float64), key) / 4
+        weights = np.exp(np.where(np.tri(8, dtype=bool), scores, -np.inf))
+        weights /= weights.sum(axis=-1, keepdims=True)
+        return np.einsum("nts,snh->tnh", weights, value)[3:]
+
+    want, got = attended(k, v), attended(*(np.asarray(rounding(x)) for x in tensors[1:]))
+    lengths = np.linalg.norm(want, axis=-1) * np.linalg.norm(got, axis=-1)
+    assert float(cosine[0]) == pytest.approx(((want * got).sum(axis=-1) / lengths).mean(), rel=1e-4)
+    off = np.abs(got - want)
+    assert float(relative[0]) == pytest.approx(off.sum() / np.abs(want).sum(), rel=1e-4)
+    assert float(rmse[0]) == pytest.approx(np.sqrt((off**2).mean()), rel=1e-4)
 
 
 def test_marks_say_which_layers_are_dense():
@@ -158,9 +182,9 @@ def test_every_table_has_rows_quick_ones_too():
     subject = Model(4)
     assert [table.letter for table in TABLES] == list("abcdefghij")
     for table in TABLES:
-        assert command.specs_of(subject, [table.letter], quick=True), table.letter
-    every = command.specs_of(subject, command.LETTERS, quick=False)
-    quick = {spec.key for spec in command.specs_of(subject, command.LETTERS, quick=True)}
+        assert specs_of(subject, [table.letter], quick=True), table.letter
+    every = specs_of(subject, command.LETTERS, quick=False)
+    quick = {spec.key for spec in specs_of(subject, command.LETTERS, quick=True)}
     assert quick < {spec.key for spec in every}
     # Rows are shared.
     assert len({spec.key for spec in every}) < len(every)
@@ -185,8 +209,10 @@ def test_rows_are_kept_and_failures_are_tried_again(tmp_path):
     out, told = tmp_path / "evidence.json", []
     specs = [spec("a"), spec("b", NotImplementedError("not here")), spec("a"), spec("c")]
     options = {"out": out, "on_row": lambda key, row, reason, seconds: told.append((key, reason))}
-    first = measure(Model(), specs, workers=2, **options)
-    assert sorted(calls) == ["a", "b", "c"]
+    first = measure(Model(), specs, **options)
+    assert calls == ["a", "b", "c"]
+    with pytest.raises(ValueError, match="workers=2 must be 1"):
+        measure(Model(), specs, workers=2, **options)
     assert first["failures"] == {"b": "not here"}
     assert ("b", "not here") in told
     assert set(json.loads(out.read_text())["rows"]) == {"a", "c"}
@@ -238,6 +264,9 @@ RESULT = {
         "long/topk/0.25": {**_cached(0.1, 1), "density": 0.25},
         "long/window/8th": {**_cached(0.2, 1), "density": 0.3},
         "int4/kv4": {**_cached(0.02, 260), "exact_bits_per_byte": 0.85, "bits_per_byte": 0.87},
+        "int4/kivi4": {**_cached(0.01, 260), "exact_bits_per_byte": 0.85, "bits_per_byte": 0.86},
+        "whole/polar-2-rotated": {**_cached(0.01, 1), "relative_l1": [0.1, 0.2]},
+        "whole/polar-2-plain": {**_cached(0.03, 1), "relative_l1": [0.1, 0.3]},
     },
     "failures": {"cache/kv4": "no kernel | none"},
 }
@@ -246,6 +275,7 @@ RESULT = {
 def test_tables_name_what_is_worse_and_what_is_missing():
     shown = {name: table("evidence.json", RESULT) for name, table in SHOWN.tables.items()}
     text = shown["evidence methods"]
+    assert "| exact | 16.00 | 1.00x | 0.8000 | - | - | - | - |" in text
     assert "| **4 bits** | 4.32 | 3.70x | 0.8040 | +0.0040 [+0.0030, +0.0050] |" in text
     assert "| e4m3 | 8.00 | 2.00x | 0.8000 | NaN in 2 windows |" in text
     assert (
@@ -262,9 +292,24 @@ def test_tables_name_what_is_worse_and_what_is_missing():
     assert "| `topk/0.25` |\n" in pooled.split("`window/8th`")[1]
     assert "| exact | 1.00x | 0.8500 | - | +0.0500 | - |" in shown["evidence int4"]
     assert "| +0.0700 |" in shown["evidence int4"]
+    assert "Worse are: KV4 than KIVI 4 (+0.0100 bits, +0.0% bytes)." in shown["evidence int4"]
+    turned = "Rotated less not rotated: 2 bits -0.0200 [-0.0200, -0.0200]."
+    assert turned in shown["evidence polar"]
+    assert "| exact | 16.00 |" in shown["evidence blocks"]
+    assert "| exact | 0.8000 |" in shown["evidence parts"]
     for name, table in shown.items():
         assert table.startswith("!["), name
         assert "benchmarks/results/evidence.json" in table, name
+
+
+def test_a_row_of_nan_is_no_better_than_a_number():
+    nan = {**_cached(0, 270), "cost": None, "cost_interval": None, "cost_by_window": [None] * 6}
+    rows = {**RESULT["rows"], "cache/4bit": nan}
+    text = writing.comparison(
+        {**RESULT, "rows": rows}, [("4 bits", "cache/4bit", "KIVI 4", "cache/kivi4")]
+    )
+    assert "| 4 bits | KIVI 4 | -6.9% | NaN | **worse** |" in text
+    assert "Worse are: 4 bits than KIVI 4 (NaN, -6.9% bytes)." in text
 
 
 def test_what_an_interval_says():

@@ -1,5 +1,6 @@
 """A run of the evidence on a model of two layers: what its rows hold, and that tables show it."""
 
+import functools
 import json
 
 import jax.numpy as jnp
@@ -8,7 +9,7 @@ import pytest
 
 from benchmarks.evidence import attends, measuring, rows, whole
 from benchmarks.evidence import subject as subjects
-from benchmarks.evidence.catalogue import SHOWN, TABLES
+from benchmarks.evidence.catalogue import SHOWN, TABLES, prepared
 from benchmarks.evidence.softmaxes import attention_with
 from turbojax import SAS, models
 
@@ -94,6 +95,21 @@ def test_rows_of_every_sort(subject, tmp_path):
         assert "evidence_2000-01-01.json" in table(out.name, again), name
     shown = SHOWN.tables["evidence parts"](out.name, again)
     assert f"| {sas['bits_per_byte']:.4f} |" in shown
+
+
+def test_rows_of_a_process_are_those_of_this_one(subject, tmp_path):
+    prepare = functools.partial(prepared, "embedded", "float32", ("e",), quick=True)
+    _, specs = prepare()
+    told = []
+    options = {"out": tmp_path / "evidence.json", "on_row": lambda *row: told.append(row)}
+    found = measuring.measure(subject, specs, workers=2, prepare=prepare, **options)
+    assert found["failures"] == {}
+    assert {row[0] for row in told} == set(found["rows"]) == {spec.key for spec in specs}
+    alone = measuring.measure(subject, specs, out=None, on_row=lambda *row: None)["rows"]
+    for rows_of in (found["rows"], alone):
+        for row in rows_of.values():
+            del row["seconds"]
+    assert found["rows"] == alone
 
 
 def test_a_file_of_another_model_is_refused(subject, tmp_path):

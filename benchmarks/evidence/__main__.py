@@ -1,7 +1,9 @@
 """Measures the tables of the evidence: one command for all, which can be run again to go on."""
 
 import argparse
+import functools
 import json
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -10,10 +12,8 @@ from pathlib import Path
 import jax
 from rich.console import Console
 
-from benchmarks.evidence import subject as subjects
-from benchmarks.evidence.catalogue import TABLES
+from benchmarks.evidence.catalogue import TABLES, prepared
 from benchmarks.evidence.measuring import measure
-from benchmarks.evidence.rows import Spec
 from benchmarks.tables import Row
 from turbojax import _writing
 
@@ -28,7 +28,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--model", default="embedded", help="embedded, or a checkpoint's folder")
     parser.add_argument("--dtype", help="float32 or bfloat16; by default that of the device")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no row later")
-    parser.add_argument("--workers", type=int, help="rows at once: by default 8 on a GPU, else 1")
+    parser.add_argument(
+        "--workers", type=int, help="processes that measure at once: by default 6 on a GPU, else 1"
+    )
     parser.add_argument("--quick", action="store_true", help="a small sample of a cut model")
     parser.add_argument("--list", action="store_true", help="only print the rows' keys")
     given = parser.parse_args(arguments)
@@ -36,16 +38,10 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     if unknown := [x for x in given.tables if x not in LETTERS]:
         parser.error(f"--tables {','.join(unknown)} must be of {','.join(LETTERS)}")
     if given.workers is None:
-        given.workers = 1 if jax.default_backend() == "cpu" else 8
+        given.workers = 1 if jax.default_backend() == "cpu" else 6
     if given.workers < 1:
         parser.error(f"--workers {given.workers} must be at least 1")
     return given
-
-
-def specs_of(subject: subjects.Subject, letters: Sequence[str], *, quick: bool) -> list[Spec]:
-    """The rows of some tables."""
-    every = [spec for table in TABLES if table.letter in letters for spec in table.specs(subject)]
-    return [spec for spec in every if spec.quick or not quick]
 
 
 def one_line(key: str, row: Row | None, reason: str, seconds: float) -> str:
@@ -64,11 +60,12 @@ def one_line(key: str, row: Row | None, reason: str, seconds: float) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measures, and writes the file."""
+    # Processes share the device's memory; read when jax first asks for the device.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     given = parse(arguments)
     deadline = time.monotonic() + given.seconds
-    sizes = subjects.QUICK if given.quick else subjects.Sizes()
-    subject = subjects.load(given.model, given.dtype, sizes)
-    specs = specs_of(subject, given.tables, quick=given.quick)
+    prepare = functools.partial(prepared, given.model, given.dtype, given.tables, quick=given.quick)
+    subject, specs = prepare()
     if given.list:
         print("\n".join(dict.fromkeys(spec.key for spec in specs)))
         return
@@ -89,6 +86,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             on_row=on_row,
             deadline=deadline,
             workers=given.workers,
+            prepare=prepare,
         )
     except KeyboardInterrupt:
         kept = "" if given.out is None else f"; {given.out} has what was done, and is gone on with"

@@ -46,20 +46,26 @@ BASELINES = {
     "INT4, token-wise": "int4",
     "KIVI 3": "kivi3",
     "GEAR-L 3": "gear3",
+    "KIVI 3, residual 64": "kivi3:residual_length=64",
+    "GEAR-L 3, residual 64": "gear3:residual_length=64",
     "KIVI 2": "kivi2",
     "GEAR-L 2": "gear2",
 }
 """Methods for comparison; the paper compares with a residual of 64 tokens."""
 
-_FOUR = tuple(
-    label for label, name in BASELINES.items() if name.startswith(("kivi4", "gear4", "int4"))
+_VERSUS = (
+    (("k8v4",), ("INT8, token-wise", "e4m3")),
+    (
+        ("4 bits", "4 bits, int8 and SAS", "turbo4", "KV4"),
+        ("KIVI 4", "GEAR-L 4", "KIVI 4, residual 64", "GEAR-L 4, residual 64", "INT4, token-wise"),
+    ),
+    (
+        ("3 bits", "2/4 bits", "2/4 bits, int8 and SAS", "turbo 3 bits"),
+        ("KIVI 3", "GEAR-L 3", "KIVI 3, residual 64", "GEAR-L 3, residual 64"),
+    ),
+    (("2 bits", "turbo 2 bits"), ("KIVI 2", "GEAR-L 2")),
 )
-
-PAIRS = (
-    *((ours, base) for ours in list(OURS)[:3] for base in _FOUR),
-    *((ours, base) for ours in list(OURS)[5:9] for base in ("KIVI 3", "GEAR-L 3")),
-    *((ours, base) for ours in list(OURS)[9:] for base in ("KIVI 2", "GEAR-L 2")),
-)
+PAIRS = tuple((one, base) for ours, bases in _VERSUS for one in ours for base in bases)
 """Which of ours are held against which baselines: those of about as many bits."""
 
 
@@ -79,7 +85,7 @@ def _methods_specs(subject: Subject) -> list[Spec]:
 def methods_section(name: str, result: Result) -> str:
     """Table 2 in form: every method, the largest cache first, and ours against the baselines."""
     entries = _keys(OURS) | _keys(BASELINES)
-    lines = []
+    lines = [[*x, "-"] for x in writing.exact_lines(result, "exact", "16.00", "1.00x")]
     for label, row in sorted(
         measured(result, entries).items(), key=lambda item: -writing.bits_per_number(item[1])
     ):
@@ -128,7 +134,8 @@ def _blocks_specs(subject: Subject) -> list[Spec]:
 
 def blocks_section(name: str, result: Result) -> str:
     """Table 3 in form."""
-    lines = [
+    lines = writing.exact_lines(result, "exact", "16.00", "1.00x")
+    lines += [
         [label, *writing.byte_cells(row), *writing.text_cells(result, row)]
         for label, row in measured(result, _BLOCKS).items()
     ]
@@ -181,20 +188,21 @@ def heads_section(name: str, result: Result) -> str:
     """Figure 7b in form: costs by number of 2-bit heads and by what chooses them."""
     keys = _heads_keys(result)
     counts = list(next(iter(keys.values())))
-    lines, worse = [], []
+    lines, worse, compared = [], [], 0
     for priority, by_count in keys.items():
         rows = [found(result, key) for key in by_count.values()]
         cells = ["-" if row is None else writing.spread(row) for row in rows]
         lines.append([f"`{priority}`", *cells])
         for n in counts[1:-1]:
             apart = writing.difference(result, keys["gap_std"][n], by_count[n])
+            compared += priority != "gap_std" and apart is not None
             if apart is not None and apart.low > 0:
                 worse.append(f"`{priority}` with {n} ({apart.mean:+.4f})")
     header = ["2-bit heads of a layer's keys, and of its values", *map(str, counts)]
     against = (
         f"`gap_std`, the default, is worse than {', '.join(worse)}."
         if worse
-        else "Nowhere is `gap_std`, the default, told to be worse than another."
+        else f"`gap_std`, the default, is not told to be worse in any of {compared} comparisons."
     )
     every = list(dict.fromkeys(key for by_count in keys.values() for key in by_count.values()))
     return writing.section(
@@ -254,6 +262,17 @@ def _polar_entries() -> tuple[dict[str, str], dict[str, str]]:
     return simulated, _keys(_PAGES) | _keys(_ALONE) | _keys(_EDGES)
 
 
+def _what_rotating_does(result: Result, simulated: Entries) -> str:
+    """One sentence: costs with the rotation less those without, window by window; or nothing."""
+    said = []
+    for bits in (4, 3, 2):
+        keys = [simulated[f"{bits} bits, {words}"] for words in _TURNS]
+        apart = writing.difference(result, *keys)
+        if apart is not None:
+            said.append(f"{bits} bits {writing.interval(apart)}")
+    return f"Rotated less not rotated: {'; '.join(said)}." if said else ""
+
+
 def polar_section(name: str, result: Result) -> str:
     """The codec of turbo4 by bits, with its rotation and without; uncompressed edges."""
     simulated, through = _polar_entries()
@@ -276,6 +295,7 @@ def polar_section(name: str, result: Result) -> str:
         "evidence_polar.png",
         "What codes with and without a rotation cost, and caches with uncompressed edges",
         first,
+        _what_rotating_does(result, simulated),
         tables.table(header, lines),
         f"{about} {writing.note(name, result, every)}",
     )
@@ -289,7 +309,13 @@ def polar_plot(result: Result) -> "Figure":
 
 # (j) INT4 weights ---------------------------------------------------------------------------------
 
-_INT4 = {"4 bits": "4bit", "KV4": "kv4", "turbo4": "turbo4", "KIVI 4": "kivi4"}
+_INT4 = {
+    "4 bits": "4bit",
+    "4 bits, int8 and SAS": f"4bit:{PAPER}",
+    "KV4": "kv4",
+    "turbo4": "turbo4",
+    "KIVI 4": "kivi4",
+}
 
 
 def _int4_specs(subject: Subject) -> list[Spec]:
@@ -302,18 +328,17 @@ def int4_section(name: str, result: Result) -> str:
     unit = result["texts"]["unit"]
     entries: Entries = {"bfloat16": "int4/bfloat16"} | _keys(_INT4, "int4")
     rows = measured(result, entries)
-    floats = next((x for key, x in result["rows"].items() if key.startswith("cache/")), None)
+    plain = writing.exact_bits(result)
     lines = []
     for row in list(rows.values())[:1]:
         exact = row[f"exact_bits_per_{unit}"]
-        plain = None if floats is None else floats[f"exact_bits_per_{unit}"]
         cost = None if plain is None else exact - plain
         lines.append(["exact", "1.00x", f"{exact:.4f}", "-", writing.signed(cost), "-"])
         if plain is not None:
             lines.insert(0, ["float weights, exact", "1.00x", f"{plain:.4f}", "-", "-", "-"])
     for label, row in rows.items():
         bits = row[f"bits_per_{unit}"]
-        beyond = None if floats is None or bits is None else bits - floats[f"exact_bits_per_{unit}"]
+        beyond = None if plain is None or bits is None else bits - plain
         lines.append(
             [
                 label,
@@ -327,10 +352,13 @@ def int4_section(name: str, result: Result) -> str:
     header = ["cache", "smaller than bfloat16", f"bits per {unit}", "cost of the cache [95 %]"]
     header += ["cost of weights and cache", "same greedy choice"]
     about = "INT4 weights and e4m3 activations, smoothed; each cache beside an exact one with them."
+    *ours, kivi = _INT4
+    pairs = [(one, entries[one], kivi, entries[kivi]) for one in ours]
     return writing.section(
         "evidence_int4.png",
         "What caches cost a model with INT4 weights",
         tables.table(header, lines),
+        writing.comparison(result, pairs),
         f"{about} {writing.note(name, result, list(entries.values()))}",
     )
 

@@ -86,18 +86,18 @@ def _rows(result: Result) -> dict[str, Row]:
     return {name: row for name in names if (row := found(result, f"long/{name}")) is not None}
 
 
-def beaten(rows: dict[str, Row]) -> dict[str, str]:
-    """Rows that another one of no more density beats, and the best of those."""
+def beaten(result: Result, rows: dict[str, Row]) -> dict[str, str]:
+    """Rows that another one of no more density is told to beat, and the best of those."""
+
+    def beats(other: str, name: str) -> bool:
+        if rows[other]["density"] > rows[name]["density"]:
+            return False
+        apart = writing.difference(result, f"long/{other}", f"long/{name}")
+        return apart is not None and "better" in writing.word(apart, 0)
+
     lost = {}
-    for name, row in rows.items():
-        better = {
-            other: x["cost"]
-            for other, x in rows.items()
-            if row["cost"] is not None
-            and x["cost"] is not None
-            and x["density"] <= row["density"]
-            and x["cost"] < row["cost"]
-        }
+    for name in rows:
+        better = {other: rows[other]["cost"] for other in rows if beats(other, name)}
         if better:
             lost[name] = min(better, key=lambda other: better[other])
     return lost
@@ -106,7 +106,7 @@ def beaten(rows: dict[str, Row]) -> dict[str, str]:
 def section(name: str, result: Result) -> str:
     """Density against loss."""
     rows = dict(sorted(_rows(result).items(), key=lambda item: float(item[1]["density"])))
-    lost = beaten(rows)
+    lost = beaten(result, rows)
     lines = [
         [
             f"`{label}`",
@@ -121,7 +121,8 @@ def section(name: str, result: Result) -> str:
     about = (
         f"Windows of {context:,} {result['texts']['unit']}s, the second half of each counts; the "
         f"model was trained with dense attention. Blocks of {block} tokens. Density is the share "
-        "of dense causal attention's work, the mean over layers, dense ones included."
+        "of dense causal attention's work, the mean over layers, dense ones included. A policy is "
+        "beaten where the interval of the difference, window by window, is on the other's side."
     )
     every = [f"long/{x}" for x in policies(context, block)]
     return writing.section(

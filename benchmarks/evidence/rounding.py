@@ -127,9 +127,16 @@ def fireq_section(name: str, result: Result) -> str:
     paper = [f"{fireq_ablation.PAPER[x]:.2f}" for x in columns]
     lines.append(["the paper: perplexity of Llama-3.1-8B on Wikitext-2", "-", *paper])
     unit = result["texts"]["unit"]
+    worse = [
+        f"{column}, {_TITLES[model]} ({bits - row['columns']['none']:+.4f})"
+        for model, row in rows.items()
+        for column, bits in ({} if row is None else row["columns"]).items()
+        if row is not None and bits > row["columns"]["none"]
+    ]
     about = (
         f"Bits per {unit} above exact attention with float weights: INT4 weights, e4m3 activations "
-        "and the KV4 cache, whole windows in one pass."
+        "and the KV4 cache, whole windows in one pass. "
+        f"Worse than without smoothing: {'; '.join(worse) or 'none'}."
     )
     every = [f"fireq/{x}" for x in _MODELS]
     return writing.section(

@@ -52,7 +52,8 @@ def _parts_specs(subject: Subject) -> list[Spec]:
 
 def parts_section(name: str, result: Result) -> str:
     """Table 4 in form."""
-    lines = [
+    lines = writing.exact_lines(result, "exact")
+    lines += [
         [label, *writing.text_cells(result, row)] for label, row in measured(result, _PARTS).items()
     ]
     about = "SAS alone is within whole windows, since there is nothing to cache but exact tokens."

@@ -155,7 +155,8 @@ def output_errors(
       first: position of the first query that counts.
 
     Returns:
-      cosine, relative L1 and RMSE against float32 exact attention: float32 ``[L]`` each.
+      cosine, relative L1 and RMSE against float32 exact attention, as
+      `turbojax.evaluation.layer_errors` has them: float32 ``[L]`` each.
     """
 
     def one_layer(layer: HeadTensors) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -163,10 +164,10 @@ def output_errors(
         want = attend_within(query, key, value, None, _WIDE, implementation="xla")[:, first:]
         mark = attend.marks(1 + getattr(attend, "dense_layers", 0))[-1]
         got = attend(*layer, mark)[0].astype(jnp.float32)[:, first:]
-        product, squares = jnp.sum(got * want), jnp.sum(got * got) * jnp.sum(want * want)
+        squares = jnp.sum(got * got, axis=-1) * jnp.sum(want * want, axis=-1)
         off = got - want
         return (
-            product / jnp.sqrt(squares),
+            jnp.mean(jnp.sum(got * want, axis=-1) / jnp.sqrt(squares)),
             jnp.sum(jnp.abs(off)) / jnp.sum(jnp.abs(want)),
             jnp.sqrt(jnp.mean(off * off)),
         )

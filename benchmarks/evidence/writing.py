@@ -114,6 +114,24 @@ def byte_cells(row: Row) -> list[str]:
 BYTES_HEADER = ["bits a number", "smaller than bfloat16"]
 
 
+def exact_bits(result: Result) -> float | None:
+    """Bits per byte or token through the exact cache with float weights; None if nothing has it."""
+    row = next((x for key, x in result["rows"].items() if key.startswith("cache/")), None)
+    found: float | None = None if row is None else row[f"exact_bits_per_{result['texts']['unit']}"]
+    return found
+
+
+def exact_lines(result: Result, *label: str) -> list[list[str]]:
+    """The line that the costs of rows through caches are above, or none; see `text_header`.
+
+    Args:
+      result: the result.
+      *label: the cells before bits.
+    """
+    bits = exact_bits(result)
+    return [] if bits is None else [[*label, f"{bits:.4f}", "-", "-", "-"]]
+
+
 def whole_line(result: Result, label: str, row: Row, *more: str) -> list[str]:
     """Cells of a row without a cache; see `whole_header`."""
     return [label, *more, *text_cells(result, row), error_cell(row)]
@@ -134,6 +152,12 @@ def difference(result: Result, key: str, other: str) -> Interval | None:
     owners = result["texts"]["long_owners" if key.startswith("long/") else "owners"]
     by_file = len(set(owners)) >= _FILES_TO_DRAW
     return bootstrap(one - two, owners if by_file else None)
+
+
+def interval(apart: Interval) -> str:
+    """``+0.0010 [+0.0002, +0.0018]``."""
+    ends = "" if apart.ends is None else f" [{apart.low:+.4f}, {apart.high:+.4f}]"
+    return f"{apart.mean:+.4f}{ends}"
 
 
 def word(apart: Interval, share: float) -> str:
@@ -162,20 +186,30 @@ def comparison(result: Result, pairs: Sequence[tuple[str, str, str, str]]) -> st
     for label, key, base, other in pairs:
         apart = difference(result, key, other)
         ours, theirs = found(result, key), found(result, other)
-        if apart is None or ours is None or theirs is None:
+        if ours is None or theirs is None:
             continue
         share = ours["cache_bytes"] / theirs["cache_bytes"] - 1
-        ends = "" if apart.ends is None else f" [{apart.low:+.4f}, {apart.high:+.4f}]"
-        said = word(apart, share)
-        lines.append([label, base, f"{share:+.1%}", f"{apart.mean:+.4f}{ends}", said])
+        if apart is None:
+            said, bits = _of_nan(ours, theirs), "NaN"
+        else:
+            said, bits = word(apart, share), interval(apart)
+        lines.append([label, base, f"{share:+.1%}", bits, said])
         if "worse" in said:
-            worse.append(f"{label} than {base} ({apart.mean:+.4f} bits, {share:+.1%} bytes)")
+            by = "NaN" if apart is None else f"{apart.mean:+.4f} bits"
+            worse.append(f"{label} than {base} ({by}, {share:+.1%} bytes)")
     if not lines:
         return "No pair of them was measured."
     named = "; ".join(worse)
     last = f"Worse are: {named}." if worse else "None of ours is told to be worse than these."
     header = ["ours", "against", "bytes", "bits [95 %]", "ours is"]
     return f"{tables.table(header, lines)}\n\n{last}"
+
+
+def _of_nan(ours: Row, theirs: Row) -> str:
+    """What can be said of two rows at least one of which has windows without a figure."""
+    if ours["cost"] is None:
+        return "**worse**" if theirs["cost"] is not None else "not told apart"
+    return "better"
 
 
 def not_measured(result: Result, keys: Sequence[str]) -> str:

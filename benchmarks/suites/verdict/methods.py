@@ -30,8 +30,14 @@ COMPRESSED = ("turbo4", "paged_k8v4", "k8v4", "kv4", "4bit")
 TRITON = "-triton"
 """The end of a name whose cache is read by Triton's kernel, whatever else there is."""
 
-# What rows are compared with, by the names of their families.
-_FAMILIES = {BF16: "bf16", FULL: "bf16", "paged": "bf16-pages", FP8: "fp8-pages"}
+# What rows are compared with, by the names of their families: the faster of two rows of one.
+_FAMILIES = {
+    BF16: "bf16",
+    FULL: "bf16",
+    "paged": "bf16-pages",
+    FP8: "fp8-pages",
+    f"{FP8}{TRITON}": "fp8-pages",
+}
 BASELINES = dict.fromkeys((DECODE, PROMPT), ("bf16", "bf16-pages", "fp8-pages"))
 """Families that rows of an operation are compared with."""
 

@@ -58,9 +58,9 @@ def _costs(axes: Any, result: Result) -> None:
         for method, row in rows.items()
     }
     for method, row in texts(result).items():
-        if method in bits:
-            text = row["text"]
-            low, high = text["cost_interval"]
+        text = row["text"]
+        if method in bits and text["cost"] is not None:
+            low, high = text["cost_interval"] or (text["cost"],) * 2
             ends = [[text["cost"] - low], [high - text["cost"]]]
             style = {"color": _color(method), "marker": "o", "capsize": 3}
             axes.errorbar(bits[method], text["cost"], yerr=ends, **style)

@@ -73,6 +73,8 @@ def _text_cells(row: Row | None) -> list[str]:
     if row is None:
         return ["-"] * 4
     text = row["text"]
+    if text["cost"] is None:
+        return ["NaN", "NaN", f"{text['same_greedy_choice']:.1%}", "NaN"]
     return [
         f"{text['bits_per_byte']:.4f}",
         interval(text["cost"], text["cost_interval"]),
@@ -81,8 +83,12 @@ def _text_cells(row: Row | None) -> list[str]:
     ]
 
 
-def interval(mean: float, ends: Any) -> str:
-    """``+0.0035 (+0.0021 to +0.0052)``."""
+def interval(mean: float | None, ends: Any) -> str:
+    """``+0.0035 (+0.0021 to +0.0052)``; NaN of logits that were."""
+    if mean is None:
+        return "NaN"
+    if ends is None:
+        return f"{mean:+.4f}"
     low, high = ends
     return f"{mean:+.4f} ({low:+.4f} to {high:+.4f})"
 
@@ -138,11 +144,22 @@ def worse(result: Result) -> list[list[str]]:
     for operation, words in ((DECODE, "decoding"), (PROMPT, "a prompt")):
         for place, rows in places(result, operation).items():
             for method in COMPRESSED:
-                for name, ratio in rows.get(method, {}).get("speedup_over", {}).items():
-                    if ratio < 1 and name in _BASELINE_NAMES:
-                        lost = [METHODS[method], f"{words}, {place}", _BASELINE_NAMES[name]]
+                for name, ratio in _speeds_over(rows, method).items():
+                    if ratio < 1:
+                        lost = [METHODS[method], f"{words}, {place}", name]
                         lines.append([*lost, f"{ratio:.2f}x the speed"])
     return lines + _worse_texts(result)
+
+
+def _speeds_over(rows: Mapping[str, Row], method: str) -> dict[str, float]:
+    """A row's speed over that of its baselines and of KIVI, by what sentences call them."""
+    if method not in rows:
+        return {}
+    over = rows[method]["speedup_over"].items()
+    found = {_BASELINE_NAMES[name]: ratio for name, ratio in over if name in _BASELINE_NAMES}
+    if KIVI in rows:
+        found[METHODS[KIVI]] = rows[KIVI]["us"] / rows[method]["us"]
+    return found
 
 
 def _worse_texts(result: Result) -> list[list[str]]:
@@ -156,7 +173,11 @@ def _worse_texts(result: Result) -> list[list[str]]:
         for other in (name for name in CACHES if name in read and name != method):
             theirs = read[other]["text"]
             compared = other == KIVI or bits[other] <= bits[method]
-            if compared and theirs["cost"] < ours["cost"]:
+            if not compared or theirs["cost"] is None:
+                continue
+            if ours["cost"] is None:
+                lines.append([METHODS[method], "held-out text", METHODS[other], "NaN"])
+            elif theirs["cost"] < ours["cost"]:
                 more = f"{ours['cost'] - theirs['cost']:+.4f} bits per byte"
                 names = [f"{METHODS[x]}, {bits[x]:.4g} bits" for x in (method, other)]
                 lines.append([names[0], "held-out text", names[1], more + _files(ours, theirs)])
@@ -214,10 +235,13 @@ def layers_table(result: Result) -> str:
     lines = []
     for method, row in texts(result).items():
         prompt, after = (row["layers"][part] for part in ("prefill", "decode"))
-        relative, cosine = after["relative_l1"], after["cosine"]
+        relative, cosine, within = after["relative_l1"], after["cosine"], prompt["relative_l1"]
+        if None in (*relative, *cosine, *within):
+            lines.append([METHODS[method], *["NaN"] * 5])
+            continue
         line = [METHODS[method], f"{sum(cosine) / len(cosine):.5f}", f"{min(cosine):.5f}"]
         line += [_percent(sum(relative) / len(relative)), _percent(max(relative))]
-        lines.append([*line, _percent(sum(prompt["relative_l1"]) / len(relative))])
+        lines.append([*line, _percent(sum(within) / len(within))])
     header = ["keys and values in", "cosine, mean", "worst layer", "relative L1, mean"]
     return tables.table([*header, "worst layer", "in prompts, mean"], lines)
 
@@ -245,9 +269,7 @@ def one_line(row: Row) -> str:
     if row["status"] != "ok":
         return tables.not_measured(row)
     if row["operation"] == TEXT:
-        text = row["text"]
-        cost = interval(text["cost"], text["cost_interval"])
-        bits = f"{text['bits_per_byte']:.4f} bits per byte, {cost}"
-        return f"{row['name']}: {bits}, {row['seconds']:.0f} s"
+        bits, cost, *_ = _text_cells(row)
+        return f"{row['name']}: {bits} bits per byte, {cost}, {row['seconds']:.0f} s"
     parts = [f"{row['us']:.1f} us ({row['clock']})", *tables.ratio_parts(row)]
     return f"{row['name']}: {', '.join(parts)}, L1 {row['relative_l1']:.4f}"
