@@ -130,6 +130,9 @@ def test_other_windows_are_refused(model):
     exact = evaluation.ExactRun(model, tokens(), prompt=PROMPT)
     with pytest.raises(ValueError, match="exact is of other windows"):
         scored(model, "kv4", tokens()[:2], exact=exact)
+    other = evaluation.ExactRun(decoder(), tokens(), prompt=PROMPT)
+    with pytest.raises(ValueError, match="exact is of another model"):
+        scored(model, "kv4", exact=other)
     with pytest.raises(TypeError, match="model is a str"):
         evaluation.score("model", tokens(), evaluation.method("exact", CONFIG), prompt=PROMPT)
 

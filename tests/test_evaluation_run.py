@@ -8,6 +8,7 @@ import pytest
 from evaluation_helpers import BATCH, CONTEXT, PROMPT, decoder, texts
 
 from turbojax import evaluation
+from turbojax.evaluation.recall import RecallMeasure
 from turbojax.evaluation.records import Records
 
 METHODS = ("exact", "kv4")
@@ -139,6 +140,52 @@ def test_another_evaluation_is_an_error(model, tmp_path, change, message):
     with pytest.raises(ValueError, match=message):
         evaluation.evaluate(model, found, settings(**only, **change), out=file, further=further)
     assert file.read_bytes() == before
+
+
+def test_further_measures_are_added(model, tmp_path):
+    """A file goes on with other measures, but not with another of the same name."""
+    file, words, more = tmp_path / "eval.json", Words(), Words()
+
+    def run(*names, **further):
+        chosen = settings(methods=("exact",), measures=names)
+        return evaluation.evaluate(model, texts(), chosen, out=file, further=further)
+
+    run("words", words=words)
+    result = run("words", "more", words=words, more=more)
+    assert set(result["methods"]["exact"]) == set(result["measures"]) == {"words", "more"}
+    assert words.asked == more.asked == ["exact"]
+    assert set(run("more", more=more)["measures"]) == {"words", "more"}
+    before, more.identity = file.read_bytes(), {"words": 3}
+    with pytest.raises(ValueError, match="measures.more.words is 2 there and 3 here"):
+        run("more", more=more)
+    assert file.read_bytes() == before
+
+
+def test_recall_depends_on_whole_texts():
+    """Items come from beyond the windows: another end of a text is another evaluation."""
+
+    def told(end):
+        text = b"".join(b"value_%d = %d\n" % (i, i * i) for i in range(300))
+        return RecallMeasure(
+            {"a.py": text, "b.py": text[:2000] + end * 1000},
+            None,
+            lengths=(1024,),
+            depths=(0.5,),
+            count=2,
+            seed=0,
+            max_length=4096,
+            batch_size=2,
+        ).identity
+
+    assert told(b"x") == told(b"x")
+    assert told(b"x")["items"] == 4
+    assert told(b"x")["checksum"] != told(b"y")["checksum"]
+
+
+def test_layers_need_tokens_to_decode():
+    with pytest.raises(ValueError, match="must be below context=40 for the measure 'layers'"):
+        settings(measures=("text", "layers"), prompt=CONTEXT)
+    assert settings(measures=("text",), prompt=CONTEXT).prompt_length == CONTEXT
 
 
 def test_records(tmp_path):

@@ -1,6 +1,7 @@
 """Recall through a cache: exact copies and values by key from source code, by length and depth."""
 
 import dataclasses
+import hashlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -193,6 +194,19 @@ class RecallMeasure:
                     ]
                 except NoItem as error:
                     self.left_out.append({"length": length, "kind": kind, "why": str(error)})
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """How many items there are, and a checksum: they are of whole texts, beyond windows."""
+        digest = hashlib.sha256()
+        for key, items in self._cells.items():
+            for item in items:
+                sizes = (*key, len(item.prompt), len(item.asked), len(item.answer))
+                digest.update(repr(sizes).encode())
+                for part in (item.prompt, item.asked, item.answer):
+                    digest.update(part.astype("<i4").tobytes())
+        count = sum(map(len, self._cells.values()))
+        return {"items": count, "checksum": digest.hexdigest()[:16]}
 
     def __call__(
         self, decoder: AnyDecoder, method: Method, progress: Callable[[int, int], None]

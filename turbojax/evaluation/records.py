@@ -13,6 +13,7 @@ Json = Any
 """What JSON can hold."""
 
 _SECONDS = "seconds"
+_MEASURES = "measures"
 
 
 class Records:
@@ -26,6 +27,8 @@ class Records:
       path: the file; None to keep nothing. What it holds of earlier is gone on with.
       identity: what the results depend on. A file with another is an error.
       notes: further keys, which are not compared, such as the date.
+      measures: what further results depend on, by name, kept under ``"measures"``. Those that the
+        file has as well must be the same; others are added to it.
 
     Attributes:
       found: how many rows the file had.
@@ -40,10 +43,12 @@ class Records:
         path: Path | None,
         identity: Mapping[str, Json],
         notes: Mapping[str, Json] | None = None,
+        measures: Mapping[str, Json] | None = None,
     ) -> None:
         self._path = path
         self._identity: dict[str, Json] = json.loads(_text(dict(identity)))
         self._notes: dict[str, Json] = json.loads(_text(dict(notes or {})))
+        self._measures: dict[str, Json] = json.loads(_text(dict(measures or {})))
         self._rows: dict[str, Json] = {}
         self._seconds: dict[str, float] = {}
         if path is not None and path.exists() and path.stat().st_size:
@@ -54,6 +59,8 @@ class Records:
     def document(self) -> dict[str, Json]:
         """All of it: plain JSON values, of which NaN are None."""
         whole = {**self._notes, **self._identity, **self._rows, _SECONDS: self._seconds}
+        if self._measures:
+            whole[_MEASURES] = self._measures
         copy: dict[str, Json] = json.loads(_text(whole))
         return copy
 
@@ -100,12 +107,16 @@ class Records:
             raise ValueError(f"{path} holds something else than results of an evaluation")
         self._check(path, found)
         self._seconds = found[_SECONDS]
-        own = {*self._identity, *self._notes, _SECONDS}
+        self._measures = {**(found.get(_MEASURES) or {}), **self._measures}
+        own = {*self._identity, *self._notes, _SECONDS, _MEASURES}
         self._rows = {key: value for key, value in found.items() if key not in own}
 
     def _check(self, path: Path, found: Mapping[str, Json]) -> None:
         """Raises ValueError if a file's identity is another."""
         differ = _differences(self._identity, {key: found.get(key) for key in self._identity})
+        theirs = found.get(_MEASURES) or {}
+        for name in (x for x in self._measures if x in theirs):
+            differ += _differences(self._measures[name], theirs[name], f"{_MEASURES}.{name}")
         if differ:
             raise ValueError(
                 f"{path} holds results of another evaluation: {'; '.join(differ[:4])}. Give "

@@ -84,6 +84,12 @@ class Settings:
             raise ValueError(f"seed={self.seed} must be at least 0")
         if self.prompt_length > self.context:
             raise ValueError(f"prompt={self.prompt} must be at most context={self.context}")
+        if "layers" in self.measures and self.prompt_length == self.context:
+            # Its windows are the inputs alone, and some must be left to decode.
+            raise ValueError(
+                f"prompt={self.prompt_length} must be below context={self.context} for the measure "
+                "'layers'"
+            )
         for depth in self.recall_depths:
             _checks.check_number("recall_depths", depth)
             if not 0 <= depth <= 1:
@@ -177,11 +183,12 @@ def evaluate(
             "settings": {
                 **identity.of_settings(settings, ("methods", "measures")),
                 "prompt": settings.prompt_length,
-                **{name: further[name].identity for name in settings.measures if name in further},
             },
             "texts": identity.of_texts(cut),
         },
         dates,
+        # By measure, so that a file can be gone on with by further ones.
+        {name: measures[name].identity for name in settings.measures if name not in work.measures},
     )
     for one in methods:
         for name in settings.measures:

@@ -76,7 +76,7 @@ class ExactRun:
     def __init__(
         self, model: AnyModel, tokens: np.ndarray, *, prompt: int, batch_size: int = 8
     ) -> None:
-        self.decoder = decoder_of(model)
+        self.model, self.decoder = model, decoder_of(model)
         self.tokens = checked_windows(self.decoder, tokens, prompt, batch_size)
         self.prompt = prompt
         self.batches = Batches(min(batch_size, len(self.tokens)))
@@ -131,11 +131,13 @@ def score(
     Raises:
       TypeError: if the model is another, or tokens or sizes are not integers.
       ValueError: if a shape or a size does not fit, a token is not in the vocabulary, the cache
-        cannot hold the model's heads, or `exact` is of other windows.
+        cannot hold the model's heads, or `exact` is of another model or other windows.
       NotImplementedError: if a layer's attention cannot run through the cache.
     """
     if exact is None:
         exact = ExactRun(model, tokens, prompt=prompt, batch_size=batch_size)
+    elif model is not exact.model and model is not exact.decoder:
+        raise ValueError("exact is of another model")
     elif exact.prompt != prompt or not np.array_equal(exact.tokens, tokens):
         raise ValueError(f"exact is of other windows, or of another prompt than {prompt=}")
     run, decoder = exact, exact.decoder
