@@ -157,7 +157,7 @@ def test_a_row_does_not_depend_on_what_else_the_program_could_do():
         rows = [Row(Request([1], sampling=s), i, 9, 4) for i, s in enumerate(sampling)]
         plain = run(logits, history, rows, Wanted(kind))[1].tokens
         only = run(logits, history, rows, Wanted(kind, logprobs=True))[1]
-        for wanted in (ALL, dataclasses.replace(ALL, mask=False), dataclasses.replace(ALL, bias=0)):
+        for wanted in (ALL, ALL._replace(mask=False), ALL._replace(bias=0)):
             chosen = run(logits, history, rows, wanted)[1]
             np.testing.assert_array_equal(chosen.tokens, plain)
             for one, other in zip(jax.tree.leaves(chosen), jax.tree.leaves(only), strict=True):
@@ -245,7 +245,7 @@ def test_where_nothing_is_left_there_is_no_token(temperature):
     ]
     logits = logits[:6]
     logits[4] = -np.inf
-    wanted = dataclasses.replace(wanted_of(wishes), logprobs=True)
+    wanted = wanted_of(wishes)._replace(logprobs=True)
     after, chosen = run(logits, history, rows, wanted)
     assert (chosen.tokens == NOTHING).tolist() == [True, True, True, False, True, False]
     assert np.array_equal(np.isnan(chosen.logprobs), chosen.tokens == NOTHING)

@@ -96,5 +96,5 @@ class Admission:
             text,
             None if request.constraint is None else request.constraint.begin(),
             is_plain=wanted.is_plain,
-            can_guess=dataclasses.replace(wanted, kind="greedy").is_plain,
+            can_guess=wanted._replace(kind="greedy").is_plain,
         )

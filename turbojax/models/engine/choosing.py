@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Iterable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -33,9 +34,10 @@ _FEWEST_BIASES, _BUCKET_RATIO = 16, 8
 """Sizes of a row's bias are 16, 128, 1,024 ..: a few programs for any number of entries."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Wanted:
+class Wanted(NamedTuple):
     """What the rows of a step want at most; static, and each makes another program.
+
+    A tuple, as `programs.PromptProgram` is.
 
     Attributes:
       kind: how tokens are drawn, see `kind_of`.
@@ -61,7 +63,7 @@ class Wanted:
         """At least this, of which there are fewer, so that their programs can be compiled ahead."""
         if not (self.penalties or self.mask or self.logprobs or self.bias):
             return self
-        return dataclasses.replace(self, kind="restrict", penalties=True, logprobs=True)
+        return self._replace(kind="restrict", penalties=True, logprobs=True)
 
 
 USUAL = (

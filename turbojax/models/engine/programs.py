@@ -1,7 +1,7 @@
 """The sizes of steps: few, so that all of their programs can be compiled before they are needed."""
 
-import dataclasses
 from collections.abc import Collection
+from typing import NamedTuple
 
 # Rows of decoding: powers of two, and half-way between them where a row costs much.
 _FIRST_HALVES = 128
@@ -17,9 +17,10 @@ _LONG = 16384
 _SMALLEST_PART = 16
 
 
-@dataclasses.dataclass(frozen=True)
-class PromptProgram:
+class PromptProgram(NamedTuple):
     """A program for pieces of prompts, and one token of each sequence that is decoding.
+
+    Static in jitted steps, and so a tuple: jax hides an interrupt inside an `__eq__` of Python.
 
     Attributes:
       tokens: all, N: first those of decoding sequences, then the pieces.

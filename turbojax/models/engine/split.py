@@ -5,9 +5,8 @@ so is what is chosen: the likeliest token from each device's likeliest by one sm
 are gathered only by programs that need all of them.
 """
 
-import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,9 +23,10 @@ SAME = PartitionSpec()
 """Of arrays that all devices have whole."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Vocabulary:
+class Vocabulary(NamedTuple):
     """Of whose tokens each device has the logits of some.
+
+    A tuple, as `programs.PromptProgram` is.
 
     Attributes:
       size: V, tokens of the model.
