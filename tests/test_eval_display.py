@@ -34,6 +34,7 @@ def result(**methods):
     return {
         "jax": "0",
         "device": "cpu",
+        "texts": {"a": {"windows": 1}, "b": {"windows": 0}},
         "settings": {"context": 8, "prompt": 4},
         "methods": methods,
     }
@@ -70,6 +71,7 @@ def test_tables(everything):
         "│good │ 75.0% │ 50.0% │ 62.5% │ 1.500│",
         "not asked: 256 tokens: max_length=128; values by key of 64 tokens: no room; no tokenizer",
         "lost, layers: it cannot",
+        "Left out, shorter than 8 tokens: b",
     ):
         assert words in text
 

@@ -1,6 +1,8 @@
 """Whole evaluations: files that are gone on with, and what their rows say."""
 
+import dataclasses
 import json
+import math
 
 import jax.numpy as jnp
 import numpy as np
@@ -80,7 +82,7 @@ def test_a_run_that_was_ended_goes_on(model, tmp_path):
 
 def test_rows_of_text(model):
     only = settings(measures=("text",))
-    document = evaluation.evaluate(model, texts(), only)
+    document = evaluation.evaluate(model, {**texts(), "short.py": b"x = 1"}, only)
     exact, row = (document["methods"][name]["text"] for name in METHODS)
     assert exact["cost"] == exact["divergence"] == 0
     assert exact["same_greedy_choice"] == 1
@@ -96,6 +98,7 @@ def test_rows_of_text(model):
     assert np.mean(row["cost_by_half"]) == pytest.approx(row["cost"], abs=1e-2)
     assert document["settings"]["prompt"] == PROMPT
     assert document["model"]["layers"] == 3
+    assert [text["windows"] for text in document["texts"].values()] == [1, 1, 1, 0]
     # As tokens they are the same texts.
     numbers = {name: [0, *text] for name, text in texts().items()}
     again = evaluation.evaluate(model, numbers, only)["methods"]["kv4"]["text"]
@@ -113,6 +116,8 @@ def test_intervals_are_of_files_where_there_are_many():
     assert row["interval"] == evaluation.bootstrap(means, owners, seed=5, samples=100).ends
     assert row["cost"] == pytest.approx(1)
     assert (row["cache_bytes"], row["exact_cache_bytes"]) == (3, 9)
+    huge = dataclasses.replace(found, bits=windows + 1024)
+    assert evaluation.text_row(huge, owners, "token", samples=2)["perplexity"] == math.inf
 
 
 @pytest.mark.parametrize(

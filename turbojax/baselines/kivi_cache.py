@@ -85,7 +85,8 @@ class KiviCache(BaselineCache):
       value_residual: the same.
       key_left: ``[B, S, K, r]``, or None without a rank.
       key_right: ``[B, S / R, K, r, H]``: of the prompt's tokens the first, of each `R` tokens after
-        it one more.
+        it one more. There is room for a text without a prompt, so that behind a long prompt most of
+        it stays empty and counts among the bytes.
       value_left: as `key_left`; `V` is `S` there.
       value_right: as `key_right`.
       prompt_blocks: int32 ``[B]``, how many times `R` tokens of a prompt have one pair of factors;

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -28,6 +29,12 @@ MEASURES = ("text", "layers", "recall")
 
 _FILES_TO_DRAW = 5
 """With as many texts, intervals are those of drawing texts; with fewer, of drawing windows."""
+
+_MOST_BITS = 1024
+"""Perplexity, 2 to this power, is more than a float can be."""
+
+_NO_WINDOWS = np.zeros((0, 0), np.int32)
+"""Of a text that is too short."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,7 +147,8 @@ def evaluate(
 
     Args:
       model: the model.
-      texts: by name, bytes of a byte-level model or tokens; too short ones are left out.
+      texts: by name, bytes of a byte-level model or tokens; too short ones are left out, and have
+        0 windows in what is returned.
       settings: what is measured.
       out: a file that is written after every row. If it is there, its rows are kept: the same call
         goes on, and one with further methods or measures adds theirs.
@@ -184,7 +192,7 @@ def evaluate(
                 **identity.of_settings(settings, ("methods", "measures")),
                 "prompt": settings.prompt_length,
             },
-            "texts": identity.of_texts(cut),
+            "texts": identity.of_texts({name: cut.get(name, _NO_WINDOWS) for name in texts}),
         },
         dates,
         # By measure, so that a file can be gone on with by further ones.
@@ -350,7 +358,7 @@ def text_row(
     mean, extra, diverged = interval(bits), interval(cost), interval(divergence)
     return {
         f"bits_per_{unit}": mean.mean,
-        "perplexity": float(2**mean.mean),
+        "perplexity": 2**mean.mean if mean.mean < _MOST_BITS else math.inf,
         "interval": mean.ends,
         "interval_of": "files" if by_files else "windows",
         "cost": extra.mean,

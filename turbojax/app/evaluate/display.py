@@ -62,6 +62,9 @@ def render(result: Result) -> RenderableType:
     ]
     if refused:
         parts.append(Text("\n".join(refused)))
+    if short := [name for name, text in result["texts"].items() if not text["windows"]]:
+        context = result["settings"]["context"]
+        parts.append(Text(f"Left out, shorter than {context:,} tokens: {', '.join(short)}"))
     where = f"jax {result['jax']} on {result['device']}"
     note = "± and brackets: 95 % intervals, by the bootstrap."
     return Group(*parts, Text(f"{note} {where}", style="dim"))
