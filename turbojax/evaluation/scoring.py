@@ -126,8 +126,8 @@ def score(
       prompt: tokens of each window that are prefilled, 1 to T.
       batch_size: windows that run at once. Results of other sizes may differ by rounding.
       progress: called after each chunk with how many targets are done since.
-      exact: an `ExactRun` of the same model, windows and prompt, to share between methods; its batch
-        size goes before `batch_size`.
+      exact: an `ExactRun` of the same model, windows and prompt, to share between methods; its
+        batch size goes before `batch_size`.
 
     Raises:
       TypeError: if the model is another, or tokens or sizes are not integers.

@@ -7,6 +7,8 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
+import jax
+
 from benchmarks.suites.verdict.methods import BF16, CACHES, TEXT
 from benchmarks.tables import Row
 from turbojax import evaluation, models
@@ -84,7 +86,9 @@ class Texts:
             measures=MEASURES,
             layer_windows=2,
         )
-        found = evaluation.evaluate(model, _held_out(self.files, self.context), settings)
+        texts = _held_out(self.files, self.context)
+        with jax.default_matmul_precision("highest"):  # not what GPUs do by default, TF32
+            found = evaluation.evaluate(model, texts, settings)
         measured = found["methods"][name]
         if refusals := [row["refused"] for row in measured.values() if "refused" in row]:
             raise NotImplementedError(refusals[0])
