@@ -79,6 +79,8 @@ def test_errors_are_those_of_each_layer_alone(model):
             assert errors.relative_l1[layer] == pytest.approx(l1, rel=1e-3)
             rmse = np.sqrt(np.mean((a - b) ** 2))
             assert errors.rmse[layer] == pytest.approx(rmse, rel=1e-3)
+        by_token = np.abs(ours - exact).sum(axis=(0, 2, 3)) / np.abs(exact).sum(axis=(0, 2, 3))
+        np.testing.assert_allclose(found.by_token[layer], by_token, rtol=1e-3, atol=1e-6)
 
 
 def _parts():

@@ -261,6 +261,7 @@ RESULT = {
         "cache/e4m3": {**_cached(0, 500), "cost": None, "cost_interval": None, "nan_windows": 2},
         "cache/4bit:low_heads=2,head_priority=entropy": _cached(0.002, 210),
         "cache/2/4bit": _cached(0.003, 210),
+        "layers/4bit": {"relative_l1": [0.1, 0.2], "by_newest": [0.13, None, 0.05, 0.04]},
         "long/topk/0.25": {**_cached(0.1, 1), "density": 0.25},
         "long/window/8th": {**_cached(0.2, 1), "density": 0.3},
         "int4/kv4": {**_cached(0.02, 260), "exact_bits_per_byte": 0.85, "bits_per_byte": 0.87},
@@ -284,6 +285,8 @@ def test_tables_name_what_is_worse_and_what_is_missing():
     )
     assert "| 4 bits | GEAR-L 4 | -20.6% | -0.0050 [-0.0050, -0.0050] | better |" in text
     assert "Worse are: 4 bits than KIVI 4 (+0.0010 bits, -6.9% bytes)." in text
+    assert "| 4 bits | 0.1300 | - | 0.0500 | 0.0400 |" in text
+    assert "| better | 1.00x |" in text  # divergences are alike
     assert "`cache/kv4` (no kernel \\| none)" in text
     assert "(not run)" in text
     assert "worse than `entropy` with 2 (+0.0010)" in shown["evidence heads"]

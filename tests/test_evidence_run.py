@@ -76,6 +76,9 @@ def test_rows_of_every_sort(subject, tmp_path):
     layers = found["layers/int8"]
     assert len(layers["cosine"]) == len(layers["prefill"]["cosine"]) == 2
     assert min(layers["cosine"]) > 0.999
+    just, few, more, most = layers["by_newest"]  # 31 tokens are decoded after 128
+    assert just is most is None
+    assert 0 < few < 0.1 > more > 0
     sas = found["whole/sas"]
     assert "cache_bytes" not in sas
     # 4e-4 of the exponential, and a tail below exp(-6).

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, get_args
 from benchmarks import tables
 from benchmarks.evidence import drawing, writing
 from benchmarks.evidence.attends import PolarRounding, Rounded
-from benchmarks.evidence.rows import Spec, cached, cached_int4, layers, within
+from benchmarks.evidence.rows import NEWEST, Spec, cached, cached_int4, layers, within
 from benchmarks.evidence.subject import Subject
 from benchmarks.evidence.writing import Entries, EvidenceTable, found, measured
 from benchmarks.plots import wide_figure
@@ -23,6 +23,7 @@ QUICK = ("4bit", f"4bit:{PAPER}", "kivi4")
 
 OURS = {
     "4 bits": "4bit",
+    "4 bits, buffer of 128": "4bit:buffer_size=128",
     "4 bits, int8 and SAS": f"4bit:{PAPER}",
     "turbo4": "turbo4",
     "k8v4": "k8v4",
@@ -53,10 +54,12 @@ BASELINES = {
 }
 """Methods for comparison; the paper compares with a residual of 64 tokens."""
 
+_NEWEST = ("4 bits", "4 bits, buffer of 128", "KIVI 4", "KIVI 4, residual 64", "INT8, token-wise")
+
 _VERSUS = (
     (("k8v4",), ("INT8, token-wise", "e4m3")),
     (
-        ("4 bits", "4 bits, int8 and SAS", "turbo4", "KV4"),
+        ("4 bits", "4 bits, buffer of 128", "4 bits, int8 and SAS", "turbo4", "KV4"),
         ("KIVI 4", "GEAR-L 4", "KIVI 4, residual 64", "GEAR-L 4, residual 64", "INT4, token-wise"),
     ),
     (
@@ -103,8 +106,23 @@ def methods_section(name: str, result: Result) -> str:
         every,
         "Ours in bold. Against the baselines, window by window:",
         versus,
+        _newest(result, entries),
         writing.note(name, result, list(entries.values())),
     )
+
+
+def _newest(result: Result, entries: Mapping[str, str]) -> str:
+    """Errors by how many tokens came since a decode buffer of 64 was compressed."""
+    rows = {label: found(result, entries[label].replace("cache/", "layers/")) for label in _NEWEST}
+    lines = [
+        [label, *("-" if x is None else f"{x:.4f}" for x in row["by_newest"])]
+        for label, row in rows.items()
+        if row is not None
+    ]
+    if not lines:
+        return ""
+    about = "Output error of decoded tokens, by how many of them came after a multiple of 64:"
+    return f"{about}\n\n{tables.table(['method', *NEWEST], lines)}"
 
 
 def methods_plot(result: Result) -> "Figure":
@@ -311,6 +329,7 @@ def polar_plot(result: Result) -> "Figure":
 
 _INT4 = {
     "4 bits": "4bit",
+    "4 bits, buffer of 128": "4bit:buffer_size=128",
     "4 bits, int8 and SAS": f"4bit:{PAPER}",
     "KV4": "kv4",
     "turbo4": "turbo4",

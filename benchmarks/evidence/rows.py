@@ -74,9 +74,22 @@ def layers(name: str, *, quick: bool = False) -> Spec:
         return {
             **{error: rounded(getattr(found.decode, error)) for error in ERRORS},
             "prefill": {error: rounded(getattr(found.prefill, error)) for error in ERRORS},
+            "by_newest": rounded(_by_newest(found.by_token, prompt)),
         }
 
     return Spec(f"layers/{name}", measure, quick)
+
+
+NEWEST = {"none": (0, 1), "1 to 7": (1, 8), "8 to 31": (8, 32), "32 to 63": (32, 64)}
+"""Tokens past a multiple of 64, which is when the decode buffer of our default is compressed."""
+
+
+def _by_newest(by_token: np.ndarray, prompt: int) -> np.ndarray:
+    """Errors ``[layers, T]`` of what is decoded, by `NEWEST`: their means; NaN where none is."""
+    past = np.arange(1, by_token.shape[1] + 1)[prompt:] % 64
+    decoded = by_token[:, prompt:].mean(axis=0)
+    chosen = [decoded[(past >= low) & (past < high)] for low, high in NEWEST.values()]
+    return np.array([part.mean() if part.size else math.nan for part in chosen])
 
 
 def within(name: str, attend: Whole, *, long: bool = False, quick: bool = False) -> Spec:

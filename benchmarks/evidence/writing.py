@@ -193,7 +193,7 @@ def comparison(result: Result, pairs: Sequence[tuple[str, str, str, str]]) -> st
             said, bits = _of_nan(ours, theirs), "NaN"
         else:
             said, bits = word(apart, share), interval(apart)
-        lines.append([label, base, f"{share:+.1%}", bits, said])
+        lines.append([label, base, f"{share:+.1%}", bits, said, _times_kl(ours, theirs)])
         if "worse" in said:
             by = "NaN" if apart is None else f"{apart.mean:+.4f} bits"
             worse.append(f"{label} than {base} ({by}, {share:+.1%} bytes)")
@@ -201,8 +201,14 @@ def comparison(result: Result, pairs: Sequence[tuple[str, str, str, str]]) -> st
         return "No pair of them was measured."
     named = "; ".join(worse)
     last = f"Worse are: {named}." if worse else "None of ours is told to be worse than these."
-    header = ["ours", "against", "bytes", "bits [95 %]", "ours is"]
+    header = ["ours", "against", "bytes", "bits [95 %]", "ours is", "KL of theirs"]
     return f"{tables.table(header, lines)}\n\n{last}"
+
+
+def _times_kl(ours: Row, theirs: Row) -> str:
+    """Our divergence over theirs."""
+    one, two = ours["divergence"], theirs["divergence"]
+    return tables.times(one / two) if one is not None and two else "-"
 
 
 def _of_nan(ours: Row, theirs: Row) -> str:

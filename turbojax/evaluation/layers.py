@@ -55,10 +55,12 @@ class LayerErrors(Errors):
     Attributes:
       prefill: of the prompts' queries.
       decode: of those that attend to the cache, one by one.
+      by_token: float64 ``[layers, T]``, the relative L1 of the queries of each place.
     """
 
     prefill: Errors
     decode: Errors
+    by_token: np.ndarray
 
 
 def layer_errors(
@@ -102,7 +104,7 @@ def layer_errors(
             f"method {method.name!r} must be one of keys and values: latents are not looked into"
         )
     decoder, windows = for_length(decoder, tokens.shape[1]), windows_of_layers(config, kinds)
-    sums = np.zeros((config.num_layers, 2, 5))
+    sums = np.zeros((config.num_layers, tokens.shape[1], 5))
     for count, rows in Batches(min(batch_size, len(tokens))).of(tokens):
         for layer, operands in enumerate(_operands(decoder, rows)):
             found = _measured(
@@ -113,18 +115,19 @@ def layer_errors(
                 prompt=prompt,
                 pooled=method.pooled,
             )
-            per_token = np.asarray(found, np.float64)[:count]
-            sums[layer, 0] += per_token[:, :prompt].sum(axis=(0, 1))
-            sums[layer, 1] += per_token[:, prompt:].sum(axis=(0, 1))
+            sums[layer] += np.asarray(found, np.float64)[:count].sum(axis=0)
             if progress is not None:
                 progress(1)
-    parts = [_errors(x) for x in (sums[:, 0], sums[:, 1])]
-    return LayerErrors(**vars(_errors(sums.sum(axis=1))), prefill=parts[0], decode=parts[1])
+    whole, prefill, decode = (
+        _errors(x.sum(axis=1)) for x in (sums, sums[:, :prompt], sums[:, prompt:])
+    )
+    by_token = _errors(sums).relative_l1
+    return LayerErrors(**vars(whole), prefill=prefill, decode=decode, by_token=by_token)
 
 
 def _errors(sums: np.ndarray) -> Errors:
-    """Of ``[layers, 5]`` sums over tokens, see `_measured`."""
-    cosine, difference, size, square, count = sums.T
+    """Of sums over tokens ``[..., 5]``, see `_measured`."""
+    cosine, difference, size, square, count = np.moveaxis(sums, -1, 0)
     with np.errstate(invalid="ignore", divide="ignore"):
         return Errors(cosine / count, difference / size, np.sqrt(square / count))
 
