@@ -44,7 +44,7 @@ os.environ["JAX_COMPILATION_CACHE_DIR"] = str(_PROGRAMS)
 import hypothesis
 import jax
 import pytest
-from grids import quick_cases
+from grids import tiers
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -119,17 +119,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def _leave_few_cases(items: list[pytest.Item]) -> None:
-    """Marks as slow all but `count` cases of a test with `quick(count)` or `quick(first=count)`."""
+    """Marks as slow, or as fuzz, all but a few cases of a test with `quick`; see `grids.tiers`."""
     cases: dict[str, list[pytest.Item]] = {}
     for item in items:
         if item.get_closest_marker("quick"):
             cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for group in cases.values():
         mark = group[0].get_closest_marker("quick")
-        kept = quick_cases(len(group), *mark.args, **mark.kwargs)
+        quick, slow = tiers(len(group), *mark.args, **mark.kwargs)
         for i, item in enumerate(group):
-            if i not in kept:
-                item.add_marker(pytest.mark.slow)
+            if i not in quick:
+                item.add_marker(pytest.mark.slow if i in slow else pytest.mark.fuzz)
 
 
 class _GpuTestsRan:

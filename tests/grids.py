@@ -51,8 +51,25 @@ def _pair(i: int, a: int, j: int, b: int | None) -> tuple[int, int, int, int] | 
     return (i, a, j, b) if i < j else (j, b, i, a)
 
 
-def quick_cases(total: int, spread: int = 0, *, first: int = 0) -> set[int]:
-    """Which of a test's `total` cases `make test` runs: some, spread evenly, or the first ones."""
-    if (spread > 0) == (first > 0):
+def tiers(
+    total: int, spread: int = 0, *, first: int = 0, slow: int | None = None
+) -> tuple[set[int], set[int]]:
+    """Which of a test's `total` cases `make test` runs, and which `make test-slow`.
+
+    Args:
+      total: cases.
+      spread: of them in `make test`, spread evenly.
+      first: of them in `make test`, the first ones.
+      slow: of the others in `make test-slow`, spread evenly; all if None.
+    """
+    if spread > 0 < first or not (spread or first or slow):
         raise ValueError(f"{spread=} or {first=} must be positive, and one of them alone")
-    return set(range(first)) | {i * (total - 1) // max(spread - 1, 1) for i in range(spread)}
+    quick = set(range(min(first, total))) | _spread(total, spread)
+    others = [i for i in range(total) if i not in quick]
+    if slow is None:
+        return quick, set(others)
+    return quick, {others[i] for i in _spread(len(others), slow)}
+
+
+def _spread(total: int, count: int) -> set[int]:
+    return {i * (total - 1) // max(count - 1, 1) for i in range(count if total else 0)}

@@ -37,17 +37,18 @@ CASES["small kivi"] = Kivi(bits=4, group_size=4, residual_length=4)
 CASES["small gear"] = Kivi(bits=3, group_size=4, residual_length=4, rank=2)
 CASES["small blocks"] = TurboConfig(buffer_size=8, block_q=8, block_kv=8, key_bits=4, value_bits=2)
 # In the slow tier: what differs from another kind only in the format of its numbers.
-SLOW = ("bfloat16", "4bit", "2/4bit", "3bit", "2bit", "fp8_e4m3", "fp8_e5m2", "paged_k8v4")
+SLOW = ("bfloat16", "4bit", "2/4bit", "3bit", "fp8_e4m3", "paged_k8v4")
 # Those for comparison share code; of KIVI and GEAR the small ones have codes.
 SLOW += ("kivi4", "gear4", "int8", "e4m3")
-# Every number of bits on either side; the other mixes of them belong to `make test-fuzz`.
-SLOW += ("turbo_k4v2", "turbo_k3v4", "turbo_k2v3")
+# Of the mixes of bits one; the others belong to `make test-fuzz`.
+SLOW += ("turbo_k2v3",)
 
 
 def _tier(name):
     if name in SLOW:
         return [pytest.mark.slow]
-    return [pytest.mark.fuzz] if name.startswith(("turbo_k", "kivi", "gear")) else []
+    rest = ("turbo_k", "kivi", "gear", "2bit", "fp8_e5m2")
+    return [pytest.mark.fuzz] if name.startswith(rest) else []
 
 
 every_kind = pytest.mark.parametrize(

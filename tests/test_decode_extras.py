@@ -162,8 +162,9 @@ def test_outputs_are_rounded_once(kind):
     np.testing.assert_array_equal(lse, same_lse)
 
 
+@pytest.mark.quick(8, slow=12)
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-@pytest.mark.parametrize("tokens", [pytest.param(1, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize("tokens", [1, 3])
 @pytest.mark.parametrize("kind", SOME)
 def test_parts_of_a_text_in_two_caches_merge_to_the_whole(kind, tokens, options):
     split = 64

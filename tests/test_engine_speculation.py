@@ -80,10 +80,9 @@ def without(kv_dtype: str) -> list[tuple[int, ...]]:
     return texts(make(model(), kv_dtype=kv_dtype, **SIZES))
 
 
+@pytest.mark.quick(first=3, slow=8)
 @pytest.mark.parametrize("how", GUESSING)
-@pytest.mark.parametrize(
-    "kv_dtype", [FORMATS[0], *(pytest.param(x, marks=pytest.mark.slow) for x in FORMATS[1:])]
-)
+@pytest.mark.parametrize("kv_dtype", FORMATS)
 def test_texts_are_those_without_guesses(kv_dtype, how):
     made = make(model(), kv_dtype=kv_dtype, speculation=GUESSING[how](), **SIZES)
     assert texts(made) == without(kv_dtype)
@@ -98,7 +97,7 @@ def test_texts_are_those_without_guesses(kv_dtype, how):
         assert after.acceptance_rate < 0.8
 
 
-@pytest.mark.slow
+@pytest.mark.quick(slow=4)
 @pytest.mark.parametrize("how", ["ngram", "itself"])
 @pytest.mark.parametrize(
     ("windows", "options"),

@@ -141,7 +141,7 @@ def test_batches_of_other_lengths_compile_nothing(model, compiled, options):
     assert compiled() == begun
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(3, slow=21)
 @pytest.mark.parametrize("length", [5, 45, 70])
 @pytest.mark.parametrize("cache", CACHES)
 def test_texts_are_those_of_exact_sizes(model, cache, length):
@@ -160,7 +160,7 @@ def test_texts_are_those_of_exact_sizes(model, cache, length):
     np.testing.assert_array_equal(padded, ragged)
 
 
-@pytest.mark.slow
+@pytest.mark.quick(slow=14)
 @pytest.mark.parametrize("gemma", ["gemma2", "gemma3-odd"], indirect=True)
 @pytest.mark.parametrize("cache", CACHES)
 def test_windows_and_caps_do_not_see_the_padding(gemma, cache):

@@ -3,7 +3,7 @@
 import itertools
 
 import pytest
-from grids import pairwise, quick_cases
+from grids import pairwise, tiers
 
 AXES = {"a": "xyz", "b": [1, 2, 3, 4], "c": [None, True], "d": [0.5, 1.5, 2.5]}
 
@@ -36,10 +36,14 @@ def test_an_axis_without_values_is_refused():
         pairwise(a=[1, 2], b=[])
 
 
-def test_quick_cases():
-    assert quick_cases(9, 1) == {0}
-    assert quick_cases(9, 3) == {0, 4, 8}
-    assert quick_cases(9, first=2) == {0, 1}
+def test_tiers():
+    every = set(range(9))
+    assert tiers(9, 1) == ({0}, every - {0})
+    assert tiers(9, 3) == ({0, 4, 8}, every - {0, 4, 8})
+    assert tiers(9, first=2) == ({0, 1}, every - {0, 1})
+    assert tiers(9, first=2, slow=3) == ({0, 1}, {2, 5, 8})
+    assert tiers(9, slow=2) == (set(), {0, 8})
+    assert tiers(3, 5, slow=7) == ({0, 1, 2}, set())
     for wrong in ({}, {"spread": 2, "first": 1}):
         with pytest.raises(ValueError, match="one of them alone"):
-            quick_cases(9, **wrong)
+            tiers(9, **wrong)

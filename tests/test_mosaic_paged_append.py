@@ -47,7 +47,7 @@ def same(monkeypatch):
     return functools.partial(assert_stores_the_same, run=run)
 
 
-@pytest.mark.quick(first=4)
+@pytest.mark.quick(first=4, slow=16)
 @pytest.mark.parametrize(
     ("kv_dtype", "head_dim", "dtype"),
     [

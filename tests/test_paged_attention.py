@@ -107,7 +107,7 @@ def test_options(implementation, name, kv_dtype):
     matches(implementation, *arguments, **options)
 
 
-@pytest.mark.slow
+@pytest.mark.quick(slow=10)
 @pytest.mark.parametrize(
     ("implementation", "kv_dtype", "name"),
     [("triton", MIXED[i % 4], name) for i, name in enumerate(SHAPES)]
