@@ -10,6 +10,7 @@ is in bfloat16 where it is ``exact``. Uncompressed pages, ``paged``, are in the 
 """
 
 import argparse
+import functools
 import json
 import math
 import sysconfig
@@ -17,7 +18,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from rich.progress import Progress
@@ -25,72 +25,24 @@ from rich.progress import Progress
 from benchmarks import tables
 from benchmarks.suite import Shown
 from benchmarks.tables import Result
-from turbojax import _writing, models
+from turbojax import _writing, evaluation, models
 from turbojax._environment import environment
-from turbojax.finetune.evaluate import windows
-from turbojax.models.generation import session as generation
 
 DEFAULT_CACHES = (
     *("exact", "4bit", "3bit", "2/4bit", "2bit", "kv4", "k8v4"),
     *("turbo4", "fp8_e4m3", "fp8_e5m2"),
 )
 QUICK = {"context": 159, "per_file": 1}
+BATCH = 16
+"""Windows that run at once."""
 
 
 def held_out_windows(context: int, per_file: int) -> dict[str, np.ndarray]:
     """Up to `per_file` windows ``[n, context + 1]`` of each held-out module here."""
     library = Path(sysconfig.get_path("stdlib"))
-    cut = {}
-    for name in models.held_out_modules():
-        path = library / name
-        if path.is_file() and path.stat().st_size >= context:
-            cut[name] = windows(path.read_bytes(), context)[:per_file]
-    return cut
-
-
-def decode_bits(
-    model: models.Transformer,
-    tokens: np.ndarray,
-    prompt: int,
-    cache: models.CacheKind,
-    progress: generation.Progress | None = None,
-) -> tuple[np.ndarray, np.ndarray, int]:
-    """Decodes windows through a cache.
-
-    Args:
-      model: a byte-level model.
-      tokens: int32 ``[B, T + 1]``.
-      prompt: how many tokens of each window are prefilled.
-      cache: the cache.
-      progress: called after each decoded position.
-
-    Returns:
-      bits of each target after the prompt ``[B, T + 1 - prompt]``, the greedy choices there, and
-      the cache's bytes.
-    """
-    capacity = tokens.shape[1] - 1
-    session = generation.start(
-        model, jnp.asarray(tokens[:, :prompt]), max_length=capacity, cache=cache
-    )
-    nbytes = session.caches.nbytes
-    bits, choices = [], []
-    for t in range(prompt, tokens.shape[1]):
-        target = jnp.asarray(tokens[:, t])
-        step_bits, choice = _look(session.logits, target)
-        bits.append(step_bits)
-        choices.append(choice)
-        if t < capacity:
-            session = session.step(target)
-        if progress is not None:
-            progress(1)
-    return np.stack(bits, axis=1), np.stack(choices, axis=1), nbytes
-
-
-@jax.jit
-def _look(logits: jax.Array, target: jax.Array) -> tuple[jax.Array, jax.Array]:
-    log_p = jax.nn.log_softmax(logits, axis=-1)
-    bits = -jnp.take_along_axis(log_p, target[:, None], axis=-1)[:, 0] / math.log(2)
-    return bits, jnp.argmax(logits, axis=-1)
+    files = {name: library / name for name in models.held_out_modules()}
+    texts = {name: path.read_bytes() for name, path in files.items() if path.is_file()}
+    return evaluation.windows(texts, context, per_file)
 
 
 def mean_and_error(values: np.ndarray) -> tuple[float, float]:
@@ -102,7 +54,7 @@ def measure(
     context: int, per_file: int, caches: tuple[str, ...], dtype: Any, progress: Progress
 ) -> dict[str, Any]:
     """Bits per byte of every cache, in all, by position and by file."""
-    model = models.load(dtype=dtype)
+    model = models.unstack(models.load_transformer(dtype=dtype))
     cut = held_out_windows(context, per_file)
     tokens = np.concatenate(list(cut.values()))
     owners = np.repeat(list(cut), [len(w) for w in cut.values()])
@@ -111,17 +63,15 @@ def measure(
     rows: dict[str, Any] = {}
     reference: np.ndarray | None = None
     first: np.ndarray | None = None
+    sizes = {"prompt": prompt, "batch_size": BATCH}
+    exact = evaluation.ExactRun(model, tokens, **sizes)
     for name in caches:
-        task = progress.add_task(name, total=tokens.shape[1] - prompt)
-        kind = models.cache_by_name(name, model.config.num_kv_heads)
-        bits, choices, nbytes = decode_bits(
-            model,
-            tokens,
-            prompt,
-            # Of bfloat16 also where the model computes in float32: what caches are compared to.
-            "bfloat16" if kind == "exact" else kind,
-            lambda n, task=task: progress.advance(task, n),
-        )
+        task = progress.add_task(name, total=tokens[:, prompt:].size)
+        # Of bfloat16 also where the model computes in float32: what caches are compared to.
+        method = evaluation.method("bfloat16" if name == "exact" else name, model.config)
+        advance = functools.partial(progress.advance, task)
+        found = evaluation.score(model, tokens, method, **sizes, exact=exact, progress=advance)
+        bits, choices = found.bits, found.choices
         reference = choices if reference is None else reference
         by_window = bits.mean(axis=1, dtype=np.float64)
         first = by_window if first is None else first
@@ -137,7 +87,9 @@ def measure(
             },
             "bits_per_byte_by_file": {file: float(bits[owners == file].mean()) for file in cut},
             "same_greedy_choice": float(np.mean(choices == reference)),
-            "cache_bytes_per_sequence": nbytes // len(tokens),
+            # To the exact cache in the model's dtype, in bits.
+            "divergence": float(found.divergence.mean(dtype=np.float64)),
+            "cache_bytes_per_sequence": found.cache_bytes,
         }
     return {
         "modules": len(cut),

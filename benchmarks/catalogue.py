@@ -9,8 +9,9 @@ from benchmarks import (
     throughput,
 )
 from benchmarks.device import first_calls
+from benchmarks.evidence import catalogue as evidence
 from benchmarks.suite import Shown
-from benchmarks.suites import engine, latent
+from benchmarks.suites import engine, latency, latent
 from benchmarks.suites.attention import suite as attention
 from benchmarks.suites.experts import suite as experts
 from benchmarks.suites.families import suite as families
@@ -22,6 +23,7 @@ from benchmarks.suites.paged import suite as paged
 from benchmarks.suites.parallel import suite as parallel
 from benchmarks.suites.pooled import suite as pooled
 from benchmarks.suites.serving import suite as serving
+from benchmarks.suites.verdict import suite as verdict
 
 SUITES = {
     suite.name: suite
@@ -43,6 +45,8 @@ SUITES = {
         flax.SUITE,
         families.SUITE,
         loading.SUITE,
+        verdict.SUITE,
+        latency.SUITE,
     )
 }
 
@@ -53,6 +57,8 @@ SHOWN = (
     cache_quality.FORMATS,
     throughput.SHOWN,
     pooled_training.SHOWN,
+    pooled_training.POLICIES,
+    evidence.SHOWN,
     gradient_error.SHOWN,
     gradient_training.SHOWN,
     gradient_training.TUNED,

@@ -1,10 +1,21 @@
-"""Table and plot of fine-tuning with pooled attention: what `turbojax compare --write` wrote."""
+r"""Tables and a plot of fine-tuning with pooled attention, from logs of `turbojax train`.
 
-from collections.abc import Mapping
+`turbojax compare --write` makes the result of two runs. That of several ways to choose levels,
+each against the same dense run:
+
+    python -m benchmarks.pooled_training --out pooled_training_policies_DATE.json \
+        runs/dense runs/topk runs/near
+"""
+
+import argparse
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks import tables
 from benchmarks.suite import Shown
+from turbojax import _writing, finetune
 from turbojax.finetune import display
 
 if TYPE_CHECKING:
@@ -66,3 +77,100 @@ def training_plot(result: Mapping[str, Any]) -> "Figure":
 
 
 SHOWN = Shown(("pooled_training",), {"pooled training": training_section}, {PLOT[0]: training_plot})
+
+
+# What a way to choose levels is held to: so near to the dense loss, and so much faster.
+_MOST_LOSS, _LEAST_SPEED = 1.02, 1.8
+
+
+def policies(logs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Several pooled runs against one dense run: a JSON object.
+
+    Args:
+      logs: of the dense run, then of the others: same settings, start and data.
+
+    Raises:
+      ValueError: if there are not two, the first is not dense or another is, one has not ended or
+        ran on another device, or they cannot be compared, see `turbojax.finetune.compare`.
+    """
+    if len(logs) < 2:
+        raise ValueError(f"{len(logs)} runs must be at least 2: a dense one, and others")
+    kinds = [log["identity"]["attention"]["kind"] for log in logs]
+    if kinds != ["dense", *["pooled"] * (len(logs) - 1)]:
+        raise ValueError(f"the runs must be a dense one, then pooled ones: {', '.join(kinds)}")
+    if len(devices := {log["environment"]["device"] for log in logs}) > 1:
+        raise ValueError(f"the runs must be of one device: {', '.join(sorted(devices))}")
+    for log in logs:
+        if "held_out_bits_per_byte" not in log:
+            raise ValueError(f"a run must have ended, not stopped after {len(log['losses'])} steps")
+    return {
+        "benchmark": "fine-tuning by policies of pooled attention",
+        **logs[0]["environment"],
+        "comparisons": [finetune.compare(logs[0], log)["comparison"] for log in logs[1:]],
+        "runs": [dict(log) for log in logs],
+    }
+
+
+def policies_section(name: str, result: Mapping[str, Any]) -> str:
+    """A row per way to choose levels; says which are as near and as fast as is asked for."""
+    dense, *others = result["runs"]
+    held_out = dense["held_out_bits_per_byte"]["run"]
+    lines, met = [], []
+    for log, compared in zip(others, result["comparisons"], strict=True):
+        scores = log["held_out_bits_per_byte"]
+        lines.append(
+            [
+                _policy(log["identity"]["attention"]),
+                f"{compared['density']:.3f}",
+                f"{compared['speedup']:.2f}x",
+                f"{compared['final_ratio']:.4f}",
+                f"{compared['mean_ratio']:.4f}",
+                f"{scores['run'] / held_out:.4f}",
+                f"{scores['dense'] / held_out:.4f}",
+            ]
+        )
+        good = compared["final_ratio"] <= _MOST_LOSS and compared["speedup"] >= _LEAST_SPEED
+        met.append(f"{compared['density']:.3f}" if good else "")
+    header = ["levels", "density", "speed over dense", "loss at the end", "on average"]
+    header += ["held out", "held out, dense attention"]
+    settings = dense["identity"]["settings"]
+    found = [density for density in met if density]
+    note = (
+        f"Over the dense run's figures, {result['comparisons'][0]['steps']} steps of "
+        f"{settings['batch_size']} sequences of {settings['context']:,} bytes. "
+        f"Within 2 % of the dense loss at {_LEAST_SPEED} times the speed or more: "
+        f"{'those at density ' + ', '.join(found) if found else 'none'}."
+    )
+    source = tables.source(name, dense["environment"])
+    return f"{tables.table(header, lines)}\n\n{note} {source}"
+
+
+def _policy(attention: Mapping[str, Any]) -> str:
+    """How levels are chosen, as code."""
+    more = [
+        f"{attention[key]} {text}"
+        for key, text in {
+            "query_samples": "samples a block",
+            "dense_layers": "dense layers",
+        }.items()
+        if attention.get(key)
+    ]
+    return ", ".join([f"`{attention['policy']}`", *more])
+
+
+POLICIES = Shown(("pooled_training_policies",), {"pooled training policies": policies_section})
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Writes the result of several runs."""
+    parser = argparse.ArgumentParser(description=policies.__doc__)
+    parser.add_argument("--out", type=Path, required=True, help="the result's file")
+    parser.add_argument("runs", type=Path, nargs="+", help="folders or logs, the dense one first")
+    args = parser.parse_args(arguments)
+    result = policies([finetune.read_log(path) for path in args.runs])
+    _writing.write_text(args.out, json.dumps(result) + "\n")
+    print(policies_section(args.out.stem, result))
+
+
+if __name__ == "__main__":
+    main()

@@ -17,6 +17,7 @@ import pytest
 
 from turbojax import kv
 from turbojax.app.options import CACHES
+from turbojax.baselines import Kivi
 from turbojax.config import TurboConfig
 from turbojax.kv import AttentionOptions, attend_new_tokens, attend_prompt, files, kind_for, kind_of
 from turbojax.kv.kinds import ALL_KINDS, KINDS, STORED, CacheKind, put_sequences, take_sequences
@@ -32,9 +33,13 @@ PLAIN, WINDOW = AttentionOptions(), AttentionOptions(local_window_size=4)
 CASES = {name: kv.cache_by_name(name, KV_HEADS) for name in kv.CACHE_NAMES}
 CASES |= {x: x for kind in KINDS for x in kind.takes if isinstance(x, str)}
 # Blocks that a few tokens fill; those of the names are wider than a test is long.
+CASES["small kivi"] = Kivi(bits=4, group_size=4, residual_length=4)
+CASES["small gear"] = Kivi(bits=3, group_size=4, residual_length=4, rank=2)
 CASES["small blocks"] = TurboConfig(buffer_size=8, block_q=8, block_kv=8, key_bits=4, value_bits=2)
 # In the slow tier: what differs from another kind only in the format of its numbers.
 SLOW = ("bfloat16", "4bit", "2/4bit", "3bit", "fp8_e4m3", "paged_k8v4")
+# Those for comparison share code; of KIVI and GEAR the small ones have codes.
+SLOW += ("kivi4", "gear4", "int8", "e4m3")
 # Of the mixes of bits one; the others belong to `make test-fuzz`.
 SLOW += ("turbo_k2v3",)
 
@@ -42,7 +47,7 @@ SLOW += ("turbo_k2v3",)
 def _tier(name):
     if name in SLOW:
         return [pytest.mark.slow]
-    rest = ("turbo_k", "2bit", "fp8_e5m2")
+    rest = ("turbo_k", "kivi", "gear", "2bit", "fp8_e5m2")
     return [pytest.mark.fuzz] if name.startswith(rest) else []
 
 
@@ -166,12 +171,26 @@ def test_what_is_no_cache_is_refused():
 # Files that were written once must be read: these names never change.
 _SCALES = ["block_scale", "buffer_scale", "channel_scale", "channel_zero"]
 _SIDE = [*_SCALES, "buffer", "codes.0", "head_slots"]
-_SIDES = " ".join(f"{side}.{x}" for side in ("key", "value") for x in _SIDE)
+
+
+def _each(*names, by):
+    """Names of both sides' arrays."""
+    return " ".join(f"{side}{by}{x}" for side in ("key", "value") for x in names)
+
+
+_SIDES = _each(*_SIDE, by=".")
+_BASELINE, _FACTORS = (
+    _each("codes", "minimum", "scale", "residual", by="_"),
+    _each("left", "right", by="_"),
+)
 FORMATS = {
     "exact": ("exact", "key overflowed value"),
     "kv4": ("kv4", "key_codes key_scale overflowed value_codes value_scale"),
     "k8v4": ("k8v4", "key_codes key_scale overflowed value_codes value_scale"),
     "4bit": ("progressive", f"buffer_lengths overflowed {_SIDES}"),
+    "kivi4": ("kivi", f"overflowed prompt_blocks {_BASELINE}"),
+    "gear4": ("kivi", f"overflowed prompt_blocks {_BASELINE} {_FACTORS}"),
+    "int4": ("int4", f"overflowed {_each('codes', 'shared.0', 'shared.1', by='_')}"),
     "paged": ("paged_layer", "block_tables overflowed pages.key pages.lost pages.value"),
 }
 

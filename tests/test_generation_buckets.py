@@ -15,6 +15,7 @@ import turbojax as tj
 from turbojax import models
 from turbojax.app.generate import run as text
 from turbojax.app.text_model import TextModel
+from turbojax.kv.kivi import KIVI
 from turbojax.models import GREEDY, Sampling
 from turbojax.models.generation import session as generation
 from turbojax.models.generation import steps
@@ -23,8 +24,10 @@ from turbojax.models.text.tokenizer import NumberTokenizer
 
 SMALL_BLOCKS = tj.TurboConfig(block_kv=16, buffer_size=16, block_q=16)
 WARM = Sampling(temperature=0.9, top_p=0.95, seed=3)
+# For comparison, without programs of their own; `test_baseline_kinds.py` generates with some.
+COMPARED = (*KIVI.names, "int8", "int4", "e4m3")
 CACHES = {
-    **{name: models.cache_by_name(name, 2) for name in models.CACHE_NAMES},
+    **{name: models.cache_by_name(name, 2) for name in models.CACHE_NAMES if name not in COMPARED},
     "16-token blocks": SMALL_BLOCKS,
 }
 LIMIT = 250

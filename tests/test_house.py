@@ -18,6 +18,7 @@ UPWARDS = [
     "kv",
     "flax",
     "models",
+    "evaluation",
     "finetune",
     "app",
     "benchmarks",

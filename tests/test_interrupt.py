@@ -246,6 +246,7 @@ COMMANDS = {
     "serve, standard output": (["serve", "{requests}"], "jit(enter)"),
     "demo": (["demo"], "jit("),
     "levels": (["levels", "--tokens", "1024"], "jit("),
+    "eval": (["eval", "--context", "255", "--out", "{folder}/eval.json"], "jit("),
     "quantize": (["quantize", "--out", "{folder}/int4"], "jit("),
     "train": (["train", "--out", "{folder}/run", "--context", "256", "--batch", "1"], "jit("),
 }

@@ -7,6 +7,7 @@ import pytest
 
 import turbojax as tj
 from turbojax import kv as layer_cache
+from turbojax.baselines import Kivi
 from turbojax.kv import AttentionOptions, attend_new_tokens, attend_prompt
 from turbojax.ops import exact_attention
 
@@ -21,12 +22,17 @@ KINDS = {
     "kv4": "kv4",
     "k8v4": "k8v4",
     "4bit": tj.TurboConfig(mode="int8", buffer_size=16, block_q=16, block_kv=16),
+    "int8": "int8",
+    "int4": "int4",
+    "e4m3": "e4m3",
+    "gear": Kivi(group_size=4, residual_length=4, rank=1),
 }
 # What outputs may be off by: about twice what they are. Values are up to 3.5, and keys' errors, in
 # scores of up to 6, weigh about as much as values' own. So it is twice a value's largest rounding:
 # half of 2**-6 (bfloat16 from 2 to 4), of 2**-2 (e4m3 there), of 3.5 / 7 (kv4, and k8v4's values),
 # of 0.5 (turbo4's outermost centroids); for 4bit, whose 8-bit buffer holds so few tokens, four
-# steps of 3.5 / 127. Exact ones: float32 sums of up to 45 products.
+# steps of 3.5 / 127; for int8 two halves of such a step; for int4 and gear two of 7 / 15.
+# Exact ones: float32 sums of up to 45 products.
 ERRORS = {
     "exact": 2e-5,
     "bfloat16": 2**-6,
@@ -36,6 +42,10 @@ ERRORS = {
     "kv4": 0.5,
     "k8v4": 0.5,
     "4bit": 0.1,
+    "int8": 3.5 / 127,
+    "int4": 7 / 15,
+    "e4m3": 0.25,
+    "gear": 7 / 15,
 }
 OPTIONS = {
     "plain": AttentionOptions(),

@@ -192,6 +192,32 @@ def test_threshold_counts_the_mass_of_forced_blocks():
     assert got[0, 0, 4].tolist() == [1, 2, 4, 0, 1]
 
 
+def test_near_blocks_are_read_token_by_token_and_count():
+    """By hand: blocks of 8, and those up to 9 tokens away; the nearest of j is 8 (i - j) - 7."""
+    importance = np.array([0.3, 0.15, 0.12, 0.05, 0.38], np.float32)[None, None, None]
+    grid = Grid(40, 40, 8, 8, True)
+    rows = np.broadcast_to(importance, (1, 1, 5, 5))
+    got = _assign(TopK(0.2, 0.8, 0.8, 0.8, near=9), rows, grid, [40], [40])[0, 0]
+    # Blocks 2 to 4 and 0 come first, which are the 4 of the 5 that have a level.
+    assert got[4].tolist() == [1, 0, 1, 1, 1]
+    assert got[1].tolist() == [1, 1, 0, 0, 0]
+    got = _assign(Threshold((0.5, 0.7, 0.9, 0.94), least=0, near=9), rows, grid, [40], [40])
+    # 0.85 are there before the first choice: level 4 until 0.9.
+    assert got[0, 0, 4].tolist() == [1, 4, 1, 1, 1]
+    # Not causal: to both sides.
+    got = _assign(TopK(0, 0, 0, 0, near=1), rows, Grid(40, 40, 8, 8, False), [40], [40])[0, 0]
+    assert got[2].tolist() == [0, 1, 1, 1, 0]
+
+
+@pytest.mark.parametrize("make", [TopK, Threshold])
+def test_near_is_a_number_of_tokens(make):
+    assert make(near=0) == make()
+    with pytest.raises(ValueError, match="near=-1 must be at least 0"):
+        make(near=-1)
+    with pytest.raises(TypeError, match="near"):
+        make(near=1.5)
+
+
 @pytest.mark.parametrize("lengths", [None, [100, 33, 0]])
 def test_similarity_is_the_mean_cosine_of_pairs(lengths):
     key = np.array(_normal(8, (3, 100, 2, 16)) + 0.7)

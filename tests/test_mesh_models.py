@@ -11,6 +11,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from turbojax import TurboConfig, models
+from turbojax.baselines import Kivi
 from turbojax.kv import PagedLayer, causal_attention, init_layer_cache, kind_of
 from turbojax.models.generation.saving import save_cache
 from turbojax.models.generation.steps import decode_step, run_prompts
@@ -22,6 +23,7 @@ from turbojax.smoothing import Smoothing
 pytestmark = pytest.mark.mesh
 
 TINY = models.SHAPES["tiny"]
+GEAR = Kivi(group_size=4, residual_length=4, rank=1)
 LAYERS, VOCAB = TINY.num_layers, TINY.vocab_size
 TOKENS = np.random.default_rng(0).integers(0, VOCAB, (4, 12))
 LENGTHS = np.array([12, 5, 7, 9], np.int32)
@@ -71,8 +73,8 @@ def test_logits_are_those_of_one_device(shape):
 
 def test_options_of_the_compiler_are_those_of_split_steps_alone(monkeypatch):
     """Where a step is a program by itself; what XLA does not know is left out."""
-    assert programs._accepted({"no_such_option": True}) is None
-    options = programs._accepted(programs._FOR_STEPS)
+    assert programs.accepted_options({"no_such_option": True}) is None
+    options = programs.accepted_options(programs._FOR_STEPS)
     assert options == programs._FOR_STEPS
     monkeypatch.setattr(programs, "_options_of_steps", lambda: options)
     run = programs.StepProgram(lambda decoder, x: decoder.norm[0] + x)
@@ -123,7 +125,7 @@ def collectives(jaxpr):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("cache", "shape"), [("kv4", (1, 4)), ("paged", (2, 2))])
+@pytest.mark.parametrize(("cache", "shape"), [("kv4", (1, 4)), ("paged", (2, 2)), (GEAR, (2, 2))])
 def test_other_caches_give_the_same_tokens(cache, shape):
     given = {"max_new_tokens": 4, "lengths": LENGTHS, "cache": cache}
     want = models.generate(decoder(), TOKENS, **given)

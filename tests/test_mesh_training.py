@@ -10,6 +10,7 @@ import pytest
 from finetune_helpers import SETTINGS, TINY, command, corpus, text
 from flax import nnx
 
+from training import state
 from turbojax import finetune, models
 from turbojax.finetune import checkpoint
 from turbojax.models import pooled_by_name
@@ -189,3 +190,22 @@ def test_refusals():
             corpus().stream,
             axes=axes(4),
         )
+
+
+@pytest.mark.slow
+def test_training_of_models_splits_the_windows_of_a_step():
+    """`training.state`: equal but for the order of sums, see `close`."""
+    settings = state.Settings(
+        steps=3,
+        tokens_per_step=256,
+        short_context=64,
+        long_context=64,
+        long_fraction=0.0,
+        warmup_steps=2,
+        precision="float32",
+        optimizer="muon",
+    )
+    runs = [state.Trainer(TINY, settings, corpus().stream, devices=n) for n in (1, 2)]
+    close(*(losses(run, 3) for run in runs))
+    weights = jax.tree.leaves(nnx.state(runs[1].model()))
+    assert {device for x in weights for device in x.devices()} == {jax.devices()[0]}

@@ -13,11 +13,12 @@ from types import SimpleNamespace
 
 import jax.numpy as jnp
 import pytest
+from typer.main import get_command
 from typer.testing import CliRunner
 
 from turbojax import models
 from turbojax.app import startup
-from turbojax.app.main import _SUBCOMMANDS, app
+from turbojax.app.main import app
 
 PLOTTING = {
     "demo": ["demo", "--model", "MODEL"],
@@ -286,7 +287,7 @@ assert not found, found
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-@pytest.mark.parametrize("name", [command.__name__ for command in _SUBCOMMANDS])
+@pytest.mark.parametrize("name", get_command(app).commands)
 def test_help_names_no_single_family_as_what_can_be_loaded(name):
     text = " ".join(_run(name, "--help", columns="300").stdout.split())
     assert "Usage:" in text

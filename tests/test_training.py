@@ -1,7 +1,7 @@
-"""The corpus's filters, the order of the data, and a training run that is cut off and resumed."""
+"""The order of the data, the optimizers, and a training run that is cut off and resumed."""
 
 import dataclasses
-import email
+import functools
 import hashlib
 import json
 import logging
@@ -13,17 +13,13 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from training import corpus, report, train_embedded_model
+from training import pace, report, state, train_embedded_model
+from training.optimizer import clipped_muon
+from training.shapes import EMBEDDED, SHAPES
 from training.state import Settings, Trainer, window_starts
 from turbojax.finetune.checkpoint import checkpoint_manager
-from turbojax.finetune.documents import (
-    Document,
-    HeldOut,
-    reason_to_drop,
-    select,
-    standard_library,
-)
 from turbojax.finetune.evaluate import bits_per_byte, windows
+from turbojax.finetune.optimizer import default_promotion
 from turbojax.models import Transformer, TransformerConfig, embedded_path, load
 
 TINY = TransformerConfig(
@@ -48,113 +44,40 @@ SETTINGS = Settings(
 )
 
 
-def metadata(**fields):
-    lines = [f"{name.replace('_', '-')}: {value}" for name, value in fields.items()]
-    return email.message_from_string("\n".join(lines))
+class TestShapes:
+    def test_names_are_sizes(self):
+        sizes = {name: round(shape.num_parameters / 1e6) for name, shape in SHAPES.items()}
+        assert sizes == {EMBEDDED: 8, "32m": 32, "59m": 59}
+
+    def test_slowest_channels_turn_no_further_than_the_embedded_models(self):
+        small = SHAPES[EMBEDDED]
+        for shape in SHAPES.values():
+            turned = shape.max_length * shape.rope_theta ** (2 / shape.head_dim - 1)
+            assert turned <= small.max_length * small.rope_theta ** (2 / small.head_dim - 1)
 
 
-class TestLicences:
-    @pytest.mark.parametrize(
-        "fields",
-        [
-            {"License_Expression": "MIT"},
-            {"License_Expression": "BSD-3-Clause AND (Apache-2.0 OR MIT)"},
-            {"License": "BSD 3-Clause"},
-            {"License": "Apache License, Version 2.0"},
-            {"License": "Apache 2.0 License"},
-            {"Classifier": "License :: OSI Approved :: Python Software Foundation License"},
-            # An expression decides even where an old field says nothing useful.
-            {"License_Expression": "ISC", "License": "see file"},
-        ],
-    )
-    def test_permissive(self, fields):
-        assert corpus.permissive_licence(metadata(**fields))
-
-    @pytest.mark.parametrize(
-        "fields",
-        [
-            {},
-            {"License": "see LICENSE"},
-            {"License": "GPL-3.0"},
-            {"License_Expression": "LGPL-2.1-or-later"},
-            {"License_Expression": "MIT AND MPL-2.0"},
-            {"License_Expression": "LicenseRef-NVIDIA-Proprietary"},
-            {"License": "NVIDIA Proprietary Software"},
-            {"Classifier": "License :: OSI Approved :: GNU General Public License (GPL)"},
-            {"Classifier": "License :: Other/Proprietary License"},
-            {"Classifier": "License :: OSI Approved"},
-            {"License_Expression": "AGPL-3.0-only", "License": "MIT"},
-        ],
-    )
-    def test_not_permissive(self, fields):
-        assert corpus.permissive_licence(metadata(**fields)) is None
-
-
-def code(seed: int, lines: int = 40) -> bytes:
-    """Lines long enough to count as text that was copied."""
-    rows = (
-        f"    result_{seed}_{i} = function_of_module(seed_{seed}, line_{i})" for i in range(lines)
-    )
-    return "\n".join(rows).encode()
-
-
-def document(name: str, data: bytes) -> Document:
-    return Document("package 1.0", "MIT", name, data)
-
-
-class TestSelection:
-    def test_drops_what_resembles_a_held_out_module(self):
-        held_out = HeldOut({"textwrap.py": code(1)})
-        near_copy = code(2, 100) + b"\n" + b"\n".join(code(1).splitlines()[:9])
-        quotation = code(2, 100) + b"\n" + b"\n".join(code(1).splitlines()[:8])
-        documents = [
-            document("other/textwrap.py", code(3)),
-            document("vendored_copy.py", near_copy),
-            document("quotation.py", quotation),
-        ]
-        kept, dropped, resembling = select(documents, held_out)
-        assert [d.name for d in kept] == ["quotation.py"]
-        assert dropped == {"held out": 2}
-        assert len(resembling) == 2
-
-    @pytest.mark.parametrize(
-        ("name", "data", "reason"),
-        [
-            ("a.py", b"x = 1\n", "size"),
-            ("a.py", code(1, 20_000), "size"),
-            ("pip/_vendor/distro.py", code(1), "vendored"),
-            ("a.py", b"# GNU Lesser General Public License\n" + code(1), "licence notice"),
-            ("a.py", b"# caf\xe9\n" + code(1), "not UTF-8"),
-            ("a.py", b"\0" + code(1), "not text"),
-            ("a.py", b"table = [" + b"123, " * 100 + b"]", "generated"),
-            ("a.py", b'text = "' + b"a" * 2000 + b'"', "generated"),
-            ("a.py", code(1), None),
-        ],
-    )
-    def test_reasons(self, name, data, reason):
-        assert reason_to_drop(document(name, data)) == reason
-
-    def test_copies_are_kept_once_and_order_depends_on_contents_alone(self):
-        documents = [document(f"{i}.py", code(i)) for i in range(5)]
-        again = [document("copy.py", code(0)), *reversed(documents)]
-        first = select(documents, HeldOut({}))[0]
-        second, dropped, _ = select(again, HeldOut({}))
-        assert dropped == {"copy": 1}
-        stream = corpus.pack(first)
-        np.testing.assert_array_equal(stream, corpus.pack(second))
-        assert stream[0] == stream[-1] == 0
-        assert sorted(stream.tobytes().strip(b"\0").split(b"\0")) == sorted(d.data for d in first)
-
-    def test_repeats(self):
-        twice = corpus.pack([document("a.py", code(1))], repeats={"package 1.0": 2})
-        assert twice.tobytes() == (b"\0" + code(1)) * 2 + b"\0"
-
-    def test_standard_library_and_packages_are_found(self):
-        names = {d.name for d, _ in zip(standard_library(), range(50), strict=False)}
-        assert all(name.endswith(".py") and "site-packages" not in name for name in names)
-        package = next(iter(corpus.installed_packages()))
-        assert package.licence
-        assert package.name.endswith(".py")
+def test_muon_moves_matrices_by_orthogonal_updates():
+    """Against numpy's singular vectors: all singular values between those of five iterations."""
+    rng = np.random.default_rng(0)
+    kernel = rng.normal(size=(2, 6, 12)).astype(np.float32)
+    scale = rng.normal(size=(2, 6)).astype(np.float32)
+    params = {"a": {"kernel": jnp.zeros((2, 6, 12))}, "scale": jnp.zeros((2, 6))}
+    optimizer = clipped_muon(lambda step: 0.5, weight_decay=0.0, clip_norm=1e9)
+    with default_promotion():
+        updates, _ = optimizer.update(
+            {"a": {"kernel": jnp.asarray(kernel)}, "scale": jnp.asarray(scale)},
+            optimizer.init(params),
+            params,
+        )
+    for one, gradient in zip(np.asarray(updates["a"]["kernel"]), kernel, strict=True):
+        u, _, vt = np.linalg.svd(gradient.astype(np.float64), full_matrices=False)
+        along = np.diag(u.T @ one @ vt.T) / (-0.5 * 0.2 * np.sqrt(12))
+        assert (along > 0.6).all()
+        assert (along < 1.3).all()
+        np.testing.assert_allclose(u.T @ one @ vt.T, np.diag(np.diag(u.T @ one @ vt.T)), atol=1e-4)
+    # The first step of Adam is the sign of the gradient, by Nesterov's look ahead 1.47 times.
+    ahead = 1 + 0.9 * 0.1 / (1 - 0.9**2)
+    np.testing.assert_allclose(updates["scale"], -0.5 * ahead * np.sign(scale), rtol=1e-4)
 
 
 class TestOrder:
@@ -176,6 +99,18 @@ class TestOrder:
         assert [SETTINGS.context(step) for step in range(4)] == [16, 16, 32, 32]
         assert window_starts(SETTINGS, 1, 1000).shape == (4,)
         assert window_starts(SETTINGS, 2, 1000).shape == (2,)
+
+    def test_three_contexts(self):
+        settings = dataclasses.replace(
+            SETTINGS, steps=10, longest_context=64, longest_fraction=0.2, long_fraction=0.3
+        )
+        assert [settings.context(step) for step in range(10)] == [16] * 5 + [32] * 3 + [64] * 2
+        # Each phase begins its data anew.
+        assert window_starts(settings, 8, 1000).shape == (1,)
+        alone = dataclasses.replace(SETTINGS, short_context=64)
+        np.testing.assert_array_equal(
+            window_starts(settings, 9, 1000), window_starts(alone, 1, 1000)
+        )
 
     def test_schedule_rises_and_falls_to_zero(self):
         schedule = Settings(steps=100, warmup_steps=10, decay_fraction=0.5).schedule()
@@ -201,6 +136,9 @@ class TestOrder:
             {"long_fraction": 1.5},
             {"decay_fraction": -0.1},
             {"decay_shape": "cosine"},
+            {"optimizer": "sgd"},
+            {"long_fraction": 0.7, "longest_fraction": 0.5},
+            {"longest_fraction": 0.1, "longest_context": 100},
         ],
     )
     def test_bad_settings(self, change):
@@ -217,6 +155,14 @@ def test_windows_cover_the_file_and_start_with_the_separator():
     assert cut.tolist() == [[0, 1, 2, 3, 4], [4, 5, 6, 7, 8]]
     with pytest.raises(ValueError, match="must have at least context=11"):
         windows(bytes(10), 11)
+
+
+def code(seed: int, lines: int = 40) -> bytes:
+    """A text like any other module's."""
+    rows = (
+        f"    result_{seed}_{i} = function_of_module(seed_{seed}, line_{i})" for i in range(lines)
+    )
+    return "\n".join(rows).encode()
 
 
 @pytest.fixture
@@ -265,6 +211,43 @@ def test_starting_from_a_model_of_another_shape(stream):
         Trainer(TINY, SETTINGS, stream, init=Transformer(other, rngs=nnx.Rngs(0)))
 
 
+@pytest.mark.parametrize(
+    ("change", "devices", "error"),
+    [
+        ({"long_context": 64, "tokens_per_step": 64, "longest_context": 128}, 1, None),
+        ({"long_context": 128, "tokens_per_step": 128}, 1, "128 must be at most max_length=64"),
+        ({}, 10_000, "devices=10000 must be from 1 to"),
+    ],
+)
+def test_steps_that_do_not_fit(stream, change, devices, error):
+    settings = dataclasses.replace(SETTINGS, **change)
+    if error is None:
+        state._check_fits(TINY, settings, devices)
+        return
+    with pytest.raises(ValueError, match=error):
+        Trainer(TINY, settings, stream, devices=devices)
+
+
+@pytest.mark.slow
+def test_minutes_are_measured_once(tmp_path, stream, capsys):
+    settings = dataclasses.replace(
+        SETTINGS, steps=1, long_fraction=0.25, longest_fraction=0.25, longest_context=64
+    )
+    make = functools.partial(Trainer, TINY, stream=stream)
+    found = pace.for_minutes(0.01, settings, make, tmp_path)
+    kept = json.loads((tmp_path / pace.PACE_NAME).read_text())
+    each = kept["seconds_per_step"]
+    mean = 0.5 * each["16"] + 0.25 * each["32"] + 0.25 * each["64"]
+    assert found == dataclasses.replace(settings, steps=max(1, int(0.6 / mean)))
+    assert "context 64: " in capsys.readouterr().out
+
+    assert pace.for_minutes(0.01, settings, None, tmp_path) == found  # nothing is measured
+    with pytest.raises(ValueError, match="must be 2 with"):
+        pace.for_minutes(2, settings, None, tmp_path)
+    with pytest.raises(ValueError, match="minutes=0 must be positive"):
+        pace.for_minutes(0, settings, None, tmp_path)
+
+
 def train(folder, *options: str) -> tuple[dict, Transformer]:
     """Runs the command on the corpus in `folder`: the log, and the exported model."""
     sizes = "--tokens-per-step 64 --short-context 16 --long-context 32 --precision float32"
@@ -279,7 +262,7 @@ def train(folder, *options: str) -> tuple[dict, Transformer]:
 @pytest.mark.usefixtures("no_orbax_log")
 def test_command_trains_exports_and_starts_from_an_export(tmp_path, monkeypatch, stream):
     held_out = {"a.py": code(100)}
-    monkeypatch.setattr(train_embedded_model, "MODEL", TINY)
+    monkeypatch.setitem(train_embedded_model.SHAPES, EMBEDDED, TINY)
     monkeypatch.setattr(train_embedded_model, "EVAL_CONTEXTS", (32,))
     monkeypatch.setattr(train_embedded_model, "read_held_out", lambda names: held_out)
     package = {"package": "p 1", "licence": "MIT", "files": 1, "bytes": 2}

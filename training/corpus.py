@@ -4,13 +4,18 @@ Candidates are the `*.py` files of the standard library and of every installed d
 metadata declares a permissive licence. Dropped are copies, generated tables, files of vendored or
 differently licensed code, and whatever resembles a held-out module. What is left becomes one
 stream of bytes, every document preceded by byte 0.
+
+A machine without these packages gets the corpus as one compressed file, see `training.archive`.
 """
 
+import dataclasses
+import email
 import hashlib
 import importlib.metadata
 import json
 import re
-from collections.abc import Iterable, Iterator
+import zipfile
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -125,21 +130,72 @@ def pack(documents: Iterable[Document], *, repeats: dict[str, int] | None = None
     return join(data for _, data in chosen)
 
 
-def build(folder: Path, held_out_names: Iterable[str], *, library_repeats: int = 1) -> None:
-    """Writes `corpus.npy` (the stream, uint8) and `corpus.json` (what is in it) to `folder`.
+def packages_of_wheels(folder: Path) -> Iterator[Document]:
+    """The `*.py` files of the wheels in a folder whose licence is permissive.
+
+    Nothing is installed: wheels are archives. In order of their names.
 
     Args:
-      folder: created if it does not exist.
+      folder: of `*.whl` files, as `pip download --no-deps --only-binary=:all:` leaves them.
+    """
+    for path in sorted(folder.glob("*.whl")):
+        with zipfile.ZipFile(path) as wheel:
+            names = sorted(wheel.namelist())
+            [about] = [name for name in names if re.fullmatch(r"[^/]+\.dist-info/METADATA", name)]
+            metadata = email.message_from_bytes(wheel.read(about))
+            licence = permissive_licence(metadata)
+            package = f"{metadata['Name'].lower()} {metadata['Version']}"
+            for name in names if licence is not None else ():
+                if name.endswith(".py"):
+                    yield Document(package, licence or "", name, wheel.read(name))
+
+
+@dataclasses.dataclass(frozen=True)
+class Corpus:
+    """What is trained on.
+
+    Attributes:
+      documents: in order of their packages and names.
+      repeats: package -> how often its documents occur, 1 for packages not named.
+      manifest: what `corpus.json` says.
+    """
+
+    documents: tuple[Document, ...]
+    repeats: dict[str, int]
+    manifest: dict[str, Any]
+
+    def stream(self) -> np.ndarray:
+        """`pack` of the documents."""
+        return pack(self.documents, repeats=self.repeats)
+
+
+def collect(
+    held_out_names: Iterable[str],
+    *,
+    library_repeats: int = 1,
+    wheels: Path | None = None,
+    leave_out: Collection[str] = (),
+) -> Corpus:
+    """Finds, filters and describes what there is to train on.
+
+    Args:
       held_out_names: file names of the standard library modules to hold out.
       library_repeats: how often the standard library occurs in the stream.
+      wheels: a folder with more packages, see `packages_of_wheels`. Of one that is installed too,
+        whatever its version, the installed one is taken.
+      leave_out: names of packages, in lower case, that are not wanted.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     modules = read_held_out(held_out_names)
     library = list(standard_library())
-    kept, dropped, resembling = select([*library, *installed_packages()], HeldOut(modules))
+    installed = list(installed_packages())
+    there = {document.package.split()[0] for document in installed}
+    more = () if wheels is None else packages_of_wheels(wheels)
+    added = [document for document in more if document.package.split()[0] not in there]
+    candidates = [d for d in (*installed, *added) if d.package.split()[0] not in leave_out]
+    kept, dropped, resembling = select([*library, *candidates], HeldOut(modules))
+    kept.sort(key=lambda document: (document.package, document.name))
     repeats = {library[0].package: library_repeats}
     stream = pack(kept, repeats=repeats)
-    np.save(folder / "corpus.npy", stream)
     manifest = {
         "total_bytes": int(stream.size),
         "sha256": hashlib.sha256(stream.tobytes()).hexdigest(),
@@ -149,7 +205,19 @@ def build(folder: Path, held_out_names: Iterable[str], *, library_repeats: int =
         "resembling_held_out": resembling,
         "packages": _summarize(kept),
     }
-    _writing.write_text(folder / "corpus.json", json.dumps(manifest, indent=1) + "\n")
+    return Corpus(tuple(kept), repeats, manifest)
+
+
+def write(folder: Path, corpus: Corpus) -> None:
+    """Writes `corpus.npy` (the stream, uint8) and `corpus.json` (what is in it) to `folder`.
+
+    Args:
+      folder: created if it does not exist.
+      corpus: what to write.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    np.save(folder / "corpus.npy", corpus.stream())
+    _writing.write_text(folder / "corpus.json", json.dumps(corpus.manifest, indent=1) + "\n")
 
 
 def _summarize(documents: Iterable[Document]) -> list[dict[str, Any]]:

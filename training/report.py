@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from training.shapes import EMBEDDED
 from turbojax import _writing
 
 CURVE_NAME = "loss_curve.png"
@@ -56,11 +57,11 @@ def plot(logs: Sequence[Log], path: Path) -> None:
     figure = Figure(figsize=(7.5, 4.2), dpi=90, layout="constrained")
     axes = figure.subplots()
     before, lowest, labelled = 0.0, float("inf"), set()
-    colours = {0: ("#9ecae1", "#3182bd"), 1: ("#fdae6b", "#d94801")}
+    colours = [("#9ecae1", "#3182bd"), ("#fdae6b", "#d94801"), ("#a1d99b", "#238b45")]
     for log in logs:
         per_step = log["settings"]["tokens_per_step"] / 1e9
         for context in sorted({row["context"] for row in log["records"]}):
-            light, dark = colours[int(context > log["settings"]["short_context"])]
+            light, dark = colours[_phase_of(log["settings"], context)]
             label = "" if context not in labelled else "_"
             labelled.add(context)
             x, y = _curve(log["records"], context, "bits_per_byte", before, per_step)
@@ -79,6 +80,12 @@ def plot(logs: Sequence[Log], path: Path) -> None:
     axes.legend(frameon=False)
     with _writing.replacing(path) as draft:
         figure.savefig(draft)
+
+
+def _phase_of(settings: Mapping[str, Any], context: int) -> int:
+    """Which of a run's phases has this context: 0, 1 or 2. Logs of before know two."""
+    names = ("short_context", "long_context")
+    return sum(context > settings[name] for name in names if name in settings)
 
 
 def _curve(
@@ -113,13 +120,18 @@ def _front_matter() -> list[str]:
 
 
 def _description(log: Mapping[str, Any]) -> list[str]:
-    model = log["model"]
+    model, shape = log["model"], log.get("shape", EMBEDDED)
+    title = "turbojax embedded model"
+    purpose = "seen and tested on real text without a download"
+    if shape != EMBEDDED:
+        title = f"turbojax model {shape}, to measure with"
+        purpose = "measured on real text with errors that stand out of the noise"
     return [
-        "# turbojax embedded model",
+        f"# {title}",
         "",
         "A small byte-level language model of Python source code, in the ordinary Hugging Face "
-        "Llama layout. It exists so that cache compression can be seen and tested on real text "
-        "without a download; it is no coding assistant.",
+        f"Llama layout. It exists so that cache compression can be {purpose}; "
+        "it is no coding assistant.",
         "",
         f"- {model['parameters']:,} parameters, bfloat16",
         f"- {model['num_layers']} layers, width {model['hidden_size']}, feed-forward width "
@@ -153,7 +165,16 @@ def _results(log: Mapping[str, Any]) -> list[str]:
     for name in [*names, "all"]:
         cells = (f"{scores[c][name]:.3f}" if name in scores[c] else "-" for c in contexts)
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
-    return [*lines, "", *_comparison(log)]
+    return [*lines, "", *_beside_embedded(log), *_comparison(log)]
+
+
+def _beside_embedded(log: Log) -> list[str]:
+    """What the shipped model makes of the same files, where that was measured."""
+    scores = log.get("embedded_bits_per_byte")
+    if scores is None:
+        return []
+    text = ", ".join(f"{scores[c]['all']:.3f} at {c}" for c in sorted(scores, key=int))
+    return [f"The embedded model, on the same files and machine: {text}.", ""]
 
 
 def _comparison(log: Log) -> list[str]:
@@ -195,15 +216,15 @@ def _data(manifest: Mapping[str, Any]) -> list[str]:
 def _training(logs: Sequence[Log], manifest: Mapping[str, Any]) -> list[str]:
     tokens = sum(log["tokens_seen"] for log in logs)
     minutes = sum(log["seconds"] for log in logs) / 60
-    devices = sorted({log["device"] for log in logs})
     last = logs[-1]
     phases = "" if len(logs) == 1 else f" in {len(logs)} phases"
     return [
         "## Training",
         "",
         f"{tokens:,} bytes seen ({tokens / manifest['total_bytes']:.1f} passes over the data) in "
-        f"{minutes:.1f} minutes{phases} on one {' and one '.join(devices)}"
-        f", {last['date']}. AdamW, {last['settings']['tokens_per_step']:,} bytes per step, "
+        f"{minutes:.1f} minutes{phases} on {_machines(logs)}"
+        f", {last['date']}. {_optimizer(last)}, {last['settings']['tokens_per_step']:,} bytes "
+        "per step, "
         "bfloat16 compute, float32 master weights.",
         "",
         *(line for number, log in enumerate(logs, 1) for line in _phase(number, log)),
@@ -215,6 +236,20 @@ def _training(logs: Sequence[Log], manifest: Mapping[str, Any]) -> list[str]:
         "`python -m training.report` from the logs of the phases.",
         "",
     ]
+
+
+def _machines(logs: Sequence[Log]) -> str:
+    devices = sorted({log["device"] for log in logs})
+    counts = {log.get("devices", 1) for log in logs}
+    if counts == {1}:
+        return f"one {' and one '.join(devices)}"
+    return f"{' and '.join(str(count) for count in sorted(counts))} x {' and '.join(devices)}"
+
+
+def _optimizer(log: Log) -> str:
+    if log["settings"].get("optimizer", "adamw") == "adamw":
+        return "AdamW"
+    return "Muon for the layers' matrices, Adam for the rest"
 
 
 def _phase(number: int, log: Log) -> list[str]:

@@ -4,8 +4,11 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
 from benchmarks.shapes import Shape
 from turbojax import TurboConfig
+from turbojax.baselines import Kivi
 
 _BFLOAT16 = 2
 
@@ -118,12 +121,16 @@ def turbo_bytes(shape: Shape, length: int, config: TurboConfig) -> int:
     return shape.batch * total
 
 
-def kivi_bytes(shape: Shape, length: int, bits: int, group: int, residual: int) -> int:
-    """Bytes of a `KiviCache` that hold `length` tokens."""
-    recent = length % residual
-    values = 2 * shape.batch * (length - recent) * shape.heads.kv * shape.heads.dim
-    packed = values * bits // 8 + values // group * 2 * _BFLOAT16
-    return packed + bfloat16_bytes(shape, recent)
+def kivi_bytes(shape: Shape, length: int, config: Kivi) -> int:
+    """Bytes of a `KiviCache` without factors that hold `length` tokens."""
+    total, channels = 0, shape.heads.dim
+    groups = (config.group_size, config.channels_per_group(channels))
+    for compressed, group in zip(config.compressed(np.int64(length)), groups, strict=True):
+        vectors = shape.batch * int(compressed) * shape.heads.kv
+        total += vectors * channels * config.bits // 8
+        total += vectors * channels // group * 2 * _BFLOAT16
+        total += bfloat16_bytes(shape, length - int(compressed)) // 2
+    return total
 
 
 def decode_work(shape: Shape, cache_bytes: int, queries: int = 1) -> Work:

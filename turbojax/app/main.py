@@ -23,6 +23,7 @@ from turbojax import _interrupt
 from turbojax.app.compare import compare
 from turbojax.app.demo.command import demo
 from turbojax.app.doctor.command import doctor
+from turbojax.app.evaluate.command import evaluate
 from turbojax.app.generate.command import generate
 from turbojax.app.levels.command import levels
 from turbojax.app.lora import lora
@@ -31,7 +32,7 @@ from turbojax.app.serve.command import serve
 from turbojax.app.train import train
 
 # In the order in which `turbojax --help` lists them.
-_SUBCOMMANDS = (demo, levels, doctor, generate, serve, train, compare, quantize, lora)
+_SUBCOMMANDS = (demo, levels, doctor, generate, serve, evaluate, train, compare, quantize, lora)
 
 
 class _Commands(TyperGroup):
@@ -73,7 +74,8 @@ def _root(
 
 
 for _subcommand in _SUBCOMMANDS:
-    app.command()(_subcommand)
+    # A command is called as its function is, but for this one: Python has another `eval`.
+    app.command("eval" if _subcommand is evaluate else None)(_subcommand)
 
 
 def main() -> NoReturn:

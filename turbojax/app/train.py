@@ -54,6 +54,36 @@ def train(
             show_default=False,
         ),
     ] = None,
+    bounds: Annotated[
+        str | None,
+        typer.Option(
+            metavar="A,B,C,D",
+            help="Of --policy threshold: up to which shares of the attention blocks have level 1, "
+            "2, 4 and 8; of topk: up to which shares of the blocks. Default: "
+            "0.62,0.77,0.89,0.97; 0.05,0.15,0.25,0.5.",
+            show_default=False,
+        ),
+    ] = None,
+    near: Annotated[
+        int | None,
+        typer.Option(
+            help="Of --policy threshold and topk: distance in tokens up to which blocks are read "
+            "token by token, whatever their importance. Default: 0.",
+            show_default=False,
+        ),
+    ] = None,
+    samples: Annotated[
+        int | None,
+        typer.Option(
+            help="Of --policy threshold and topk: queries, and means of keys, of a block that its "
+            "importance is estimated from. Default: 8 of threshold, 4 of topk.",
+            show_default=False,
+        ),
+    ] = None,
+    dense_layers: Annotated[
+        int,
+        typer.Option(help="Of pooled attention: how many of the first layers are dense."),
+    ] = 0,
     packed: Annotated[
         bool,
         typer.Option(
@@ -143,12 +173,14 @@ def train(
             precision=precision or _usual_precision(),
         )
         rhythm = finetune.Rhythm(log_every, save_every, evaluate_every, evaluate_windows)
-        pooled = _pooled(attention, policy, window, block_size, implementation)
+        choice = {"window": window, "bounds": _bounds(bounds), "near": near, "samples": samples}
+        pooled = _pooled(attention, policy, block_size, implementation, choice)
         if packed and pooled is None:
             raise ValueError("--packed is for --attention pooled, not dense")
         if mesh is None and not fsdp:
             raise ValueError("--no-fsdp is for --mesh")
         how = {"pooled": pooled, "packed": packed, "remat": remat, "fsdp": fsdp}
+        how["dense_layers"] = dense_layers
         log = _train(
             out, model, settings, _corpus(data, held_out), rhythm, mesh, is_first=is_first, how=how
         )
@@ -234,12 +266,22 @@ def _check_memory(config: Any, settings: Any, axes: Any, fsdp: bool) -> None:
     )
 
 
+def _bounds(text: str | None) -> tuple[float, ...] | None:
+    """Four numbers of `--bounds`."""
+    if text is None:
+        return None
+    try:
+        return tuple(float(part) for part in text.split(","))
+    except ValueError:
+        raise ValueError(f"--bounds={text!r} must be four numbers with commas between") from None
+
+
 def _pooled(
     attention: str,
     policy: str | None,
-    window: int | None,
     block_size: int | None,
     implementation: str | None,
+    choice: dict[str, Any],
 ) -> Any:
     """The `PooledAttention` of the options, or None for dense attention."""
     from turbojax import models
@@ -249,12 +291,13 @@ def _pooled(
     if attention == "pooled":
         return models.pooled_by_name(
             policy or "threshold",
-            window=window,
             block_size=128 if block_size is None else block_size,
             implementation=implementation,
+            **choice,
         )
-    if (policy, window, block_size, implementation) != (None, None, None, None):
+    if any(value is not None for value in (policy, block_size, implementation, *choice.values())):
         raise ValueError(
-            "policy, window, block size and implementation are for --attention pooled, not dense"
+            "policy, window, bounds, near, samples, block size and implementation are for "
+            "--attention pooled, not dense"
         )
     return None

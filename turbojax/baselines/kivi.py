@@ -1,172 +1,48 @@
-"""A KIVI-style cache: keys quantized per channel, values per token, dequantized before attention.
+"""KIVI's cache, and GEAR's on top of it: codes of keys per channel, of values per token.
 
-After Liu et al., *KIVI: A Tuning-Free Asymmetric 2bit Quantization for KV Cache* (2024): what is
-possible without a fused kernel. The newest tokens are kept as they are until a residual of them is
-full. KIVI slides the values' residual by one token at a time; here keys and values share one
-schedule, so up to `residual_length` values fewer are exact.
+After Liu et al., *KIVI: A Tuning-Free Asymmetric 2bit Quantization for KV Cache* (2024), and Kang
+et al., *GEAR: An Efficient KV Cache Compression Recipe for Near-Lossless Generative Inference of
+LLM* (2024). Both dequantize before they attend: what is possible without a fused kernel.
+
+KIVI (its algorithm 1): the newest tokens stay as they are. Keys wait until `residual_length` of
+them are there, and are then quantized together, since a channel's tokens share a scale. Of values
+the newest `residual_length` wait, and one is quantized for each that arrives.
+
+GEAR-L (a config with a `rank`): keys and values share one schedule, and all that waits is quantized
+at once. Of the error that the codes make, an approximation of low rank is kept for each head, in 16
+bits: one pair of factors for all of a prompt's quantized tokens (`store_prompt`), and one for each
+`residual_length` tokens after it. The approximation is the best one, where the paper iterates from
+a random start.
 """
 
 import dataclasses
-from typing import ClassVar
+import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from turbojax import _checks
+from turbojax.baselines import low_rank
+from turbojax.baselines.codes import dequantize as numbers
+from turbojax.baselines.codes import quantize, stored_dtype
+from turbojax.baselines.kivi_cache import Kivi as Kivi
+from turbojax.baselines.kivi_cache import KiviCache as KiviCache
+from turbojax.baselines.kivi_cache import init_cache as init_cache
 from turbojax.ops import exact_attention
-from turbojax.quantizers import pack, packed_size, unpack
-from turbojax.sharding.specs import Split
+from turbojax.quantizers import pack, unpack
+from turbojax.sharding import tables
+from turbojax.sharding.spread import spread_explicit
+from turbojax.state import checks, ring
 from turbojax.state.exact import ExactCache
 
-SUPPORTED_BITS = (2, 4)
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class KiviCache(Split):
-    """Keys and values of `B` sequences in asymmetric codes, and the newest tokens as they are.
-
-    Shapes: `T` = ``max_length`` rounded up to groups, `K` KV heads, head dim `H`, groups of
-    `g` = ``group_size``. ``x = minimum + code * scale`` within a group.
-
-    Attributes:
-      key_codes: uint8 ``[B, T, K, H * bits / 8]``, packed along channels.
-      key_minimum: ``[B, T / g, K, H]``, of each channel over a group of tokens.
-      key_scale: the same.
-      value_codes: as `key_codes`.
-      value_minimum: ``[B, T, K, H / g]``, of each token over a group of channels.
-      value_scale: the same.
-      key_residual: ``[B, residual_length, K, H]``, tokens that are not quantized yet.
-      value_residual: the same.
-      lengths: int32 ``[B]``, tokens held; the last ``lengths % residual_length`` of them are in
-        the residual.
-      overflowed: bool ``[B]``, True where a call under `jit` had to leave tokens out.
-      bits: 2 or 4.
-      group_size: `g`.
-      max_length: tokens each sequence can hold.
-    """
-
-    key_codes: jax.Array
-    key_minimum: jax.Array
-    key_scale: jax.Array
-    value_codes: jax.Array
-    value_minimum: jax.Array
-    value_scale: jax.Array
-    key_residual: jax.Array
-    value_residual: jax.Array
-    lengths: jax.Array
-    overflowed: jax.Array
-    bits: int = dataclasses.field(metadata={"static": True})
-    group_size: int = dataclasses.field(metadata={"static": True})
-    max_length: int = dataclasses.field(metadata={"static": True})
-
-    AXES: ClassVar[dict[str, str]] = {
-        "key_codes": "BLKC",
-        "key_minimum": "BLKH",
-        "key_scale": "BLKH",
-        "value_codes": "BLKC",
-        "value_minimum": "BLKC",
-        "value_scale": "BLKC",
-        "key_residual": "BRKH",
-        "value_residual": "BRKH",
-        "lengths": "B",
-        "overflowed": "B",
-    }
-    """The letter of every axis of every array, see `turbojax.sharding.axes`."""
-
-    @property
-    def dtype(self) -> np.dtype:
-        """Of the keys and values it takes, and of minima and scales."""
-        return self.key_residual.dtype
-
-    @property
-    def residual_length(self) -> int:
-        """Tokens of the residual."""
-        return self.key_residual.shape[1]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all arrays held."""
-        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self))
-
-    @property
-    def compression_ratio(self) -> float:
-        """Bytes of bfloat16 keys and values of `max_length` tokens over `nbytes`."""
-        batch, _, heads, channels = self.key_residual.shape
-        return 4 * batch * self.max_length * heads * channels / self.nbytes
-
-
-def init_cache(
-    batch_size: int,
-    max_length: int,
-    num_kv_heads: int,
-    head_dim: int,
-    *,
-    bits: int = 4,
-    group_size: int = 64,
-    residual_length: int = 128,
-    dtype: jax.typing.DTypeLike = jnp.bfloat16,
-) -> KiviCache:
-    """An empty cache of these sizes.
-
-    Args:
-      batch_size: sequences, `B`.
-      max_length: tokens each can hold.
-      num_kv_heads: key/value heads, `K`.
-      head_dim: channels, `H`, a multiple of `group_size`.
-      bits: of a code, 2 or 4.
-      group_size: tokens (keys) or channels (values) that share a minimum and a scale.
-      residual_length: tokens that are gathered before they are quantized, a multiple of
-        `group_size`.
-      dtype: of keys, values, minima and scales.
-
-    Raises:
-      TypeError: if `dtype` is none of bfloat16, float16, float32, or a size is not an integer.
-      ValueError: if a size is not positive or not such a multiple, or `bits` another number.
-    """
-    _checks.check_sizes(
-        batch_size=batch_size,
-        max_length=max_length,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        group_size=group_size,
-        residual_length=residual_length,
-    )
-    if bits not in SUPPORTED_BITS:
-        raise ValueError(f"{bits=} must be one of {SUPPORTED_BITS}")
-    if head_dim % group_size:
-        raise ValueError(f"{head_dim=} must be a multiple of {group_size=}")
-    if residual_length % group_size:
-        raise ValueError(f"{residual_length=} must be a multiple of {group_size=}")
-    if jnp.dtype(dtype) not in _checks.FLOAT_DTYPES:
-        raise TypeError(f"dtype={jnp.dtype(dtype)} must be bfloat16, float16 or float32")
-    tokens = -(-max_length // group_size) * group_size
-
-    def zeros(length: int, channels: int, dtype: jax.typing.DTypeLike = dtype) -> jax.Array:
-        return jnp.zeros((batch_size, length, num_kv_heads, channels), dtype)
-
-    return KiviCache(
-        key_codes=zeros(tokens, packed_size(head_dim, bits), jnp.uint8),
-        key_minimum=zeros(tokens // group_size, head_dim),
-        key_scale=zeros(tokens // group_size, head_dim),
-        value_codes=zeros(tokens, packed_size(head_dim, bits), jnp.uint8),
-        value_minimum=zeros(tokens, head_dim // group_size),
-        value_scale=zeros(tokens, head_dim // group_size),
-        key_residual=zeros(residual_length, head_dim),
-        value_residual=zeros(residual_length, head_dim),
-        lengths=jnp.zeros(batch_size, jnp.int32),
-        overflowed=jnp.zeros(batch_size, jnp.bool_),
-        bits=bits,
-        group_size=group_size,
-        max_length=max_length,
-    )
+_SIDES = ("key", "value")
 
 
 def append(
     cache: KiviCache, key: jax.Array, value: jax.Array, *, lengths: jax.Array | None = None
 ) -> KiviCache:
-    """Adds a prompt or new tokens; the result does not depend on how they are split into calls.
+    """Adds new tokens; the result does not depend on how they are split into calls.
 
     Args:
       cache: the cache to extend.
@@ -179,77 +55,185 @@ def append(
       `overflowed`.
 
     Raises:
-      TypeError: if a dtype is not `cache.dtype`.
+      TypeError: if `cache` is another kind or a dtype is not `cache.dtype`.
       ValueError: if a shape does not fit, or, outside `jit`, a sequence would exceed
         `max_length`.
     """
-    _checks.check_key_value(key, value)
-    if key.dtype != cache.dtype:
-        raise TypeError(f"key.dtype={key.dtype} must equal cache.dtype={cache.dtype}")
-    batch, tokens, *rest = key.shape
-    held = cache.key_residual.shape
-    if (batch, *rest) != (held[0], *held[2:]):
-        raise ValueError(f"{key.shape=} must be [{held[0]}, T, {held[2]}, {held[3]}]")
-    lengths = _checks.check_lengths("lengths", lengths, batch, tokens)
-    total = cache.lengths + lengths
-    if _checks.is_concrete(total) and np.any(np.asarray(total) > cache.max_length):
-        raise ValueError(
-            f"appending would give lengths {np.asarray(total).tolist()}, "
-            f"which must be at most max_length={cache.max_length}"
+    lengths = _checked(cache, key, value, lengths)
+    checks.check_room(cache, lengths)
+    return _append(cache, key, value, lengths, of_prompt=False)
+
+
+def store_prompt(
+    cache: KiviCache, key: jax.Array, value: jax.Array, *, lengths: jax.Array | None = None
+) -> KiviCache:
+    """Stores prompts in empty sequences: as `append`, but for a rank's one pair of factors.
+
+    Args:
+      cache: the cache; under `jit`, sequences that are not empty stay as they are and turn
+        `overflowed`.
+      key: ``[B, T, K, H]`` in `cache.dtype`.
+      value: the same.
+      lengths: optional int ``[B]``, tokens of each prompt, the first ones.
+
+    Returns:
+      The cache with the prompts, their beginnings where they exceed `max_length`.
+
+    Raises:
+      TypeError: see `append`.
+      ValueError: see `append`, and, outside `jit`, if a sequence is not empty.
+    """
+    lengths = _checked(cache, key, value, lengths)
+    checks.check_prompt_lengths(cache, lengths)
+    return _append(cache, key, value, lengths, of_prompt=True)
+
+
+def _checked(
+    cache: KiviCache, key: jax.Array, value: jax.Array, lengths: jax.Array | None
+) -> jax.Array:
+    """Raises unless these are tokens for the cache; gives their numbers."""
+    checks.check_kind(cache, KiviCache)
+    checks.check_tokens(cache, key, value)
+    return _checks.check_lengths("lengths", lengths, *key.shape[:2])
+
+
+def _append(cache: KiviCache, *arrays: jax.Array, of_prompt: bool) -> KiviCache:
+    run = spread_explicit(tables.APPEND, _append_here, of_prompt=of_prompt)
+    extended: KiviCache = run(cache, *arrays)
+    return extended
+
+
+@functools.partial(jax.jit, static_argnames="of_prompt")
+def _append_here(
+    cache: KiviCache, key: jax.Array, value: jax.Array, lengths: jax.Array, *, of_prompt: bool
+) -> KiviCache:
+    tokens, before = key.shape[1], cache.lengths
+    most = jnp.minimum(cache.max_length - before, tokens)
+    if of_prompt:
+        most = jnp.where(before == 0, most, 0)
+    accepted = jnp.clip(lengths, 0, most)
+    after = before + accepted
+    done, due = cache.config.compressed(before), cache.config.compressed(after)
+    compressed: dict[str, Any] = {}
+    for i, (side, new) in enumerate(zip(_SIDES, (key, value), strict=True)):
+        run = functools.partial(_compress, side=side, of_prompt=of_prompt)
+        # Most single tokens fill nothing up: what is not due is not computed.
+        compressed |= jax.lax.cond(
+            jnp.any(due[i] > done[i]),
+            run,
+            lambda cache, *_, side=side: _codes_of(cache, side),
+            *(cache, new, done[i], due[i]),
         )
-    return _append(cache, key, value, lengths)
-
-
-@jax.jit
-def _append(cache: KiviCache, key: jax.Array, value: jax.Array, lengths: jax.Array) -> KiviCache:
-    size, group = cache.residual_length, cache.group_size
-    accepted = jnp.clip(lengths, 0, jnp.minimum(cache.max_length - cache.lengths, key.shape[1]))
-    in_residual = cache.lengths % size
-    flushed = (in_residual + accepted) // size * size
-    start = cache.lengths - in_residual
-
-    # One stream: the residual, then the new tokens, cut into whole residuals.
-    room = ((size - 1 + key.shape[1]) // size + 1) * size
-    position = jnp.arange(room)[None]
-    is_held = position < (in_residual + accepted)[:, None]
-    source = jnp.where(
-        position < in_residual[:, None], position, position - in_residual[:, None] + size
-    )
-
-    def stream(residual: jax.Array, new: jax.Array) -> jax.Array:
-        joined = jnp.concatenate([residual, new], axis=1)
-        taken = _take(joined, jnp.minimum(source, joined.shape[1] - 1))
-        return jnp.where(is_held[:, :, None, None], taken, jnp.zeros((), new.dtype))
-
-    def put(array: jax.Array, new: jax.Array, tokens_per_row: int) -> jax.Array:
-        row = jnp.arange(new.shape[1])[None]
-        index = start[:, None] // tokens_per_row + row
-        # What is not flushed gets an index that the scatter drops.
-        index = jnp.where(row < flushed[:, None] // tokens_per_row, index, array.shape[1])
-        return jax.vmap(lambda a, i, x: a.at[i].set(x, mode="drop"))(array, index, new)
-
-    keys, values = stream(cache.key_residual, key), stream(cache.value_residual, value)
-    batch, _, heads, channels = keys.shape
-    k_codes, k_minimum, k_scale = _quantize(
-        keys.reshape(batch, -1, group, heads, channels), cache.bits, axis=2
-    )
-    v_codes, v_minimum, v_scale = _quantize(
-        values.reshape(batch, -1, heads, channels // group, group), cache.bits, axis=4
-    )
-    tail = flushed[:, None] + jnp.arange(size)[None]
+    if cache.config.rank and of_prompt:
+        blocks = due[0] // cache.residual_length
+        compressed["prompt_blocks"] = jnp.where(before == 0, blocks, cache.prompt_blocks)
+    rows = ring.rows_of_new(before, accepted, tokens, cache.residual_length)
     return dataclasses.replace(
         cache,
-        key_codes=put(cache.key_codes, pack(k_codes.reshape(keys.shape), cache.bits), 1),
-        key_minimum=put(cache.key_minimum, k_minimum, group),
-        key_scale=put(cache.key_scale, k_scale, group),
-        value_codes=put(cache.value_codes, pack(v_codes.reshape(values.shape), cache.bits), 1),
-        value_minimum=put(cache.value_minimum, v_minimum, 1),
-        value_scale=put(cache.value_scale, v_scale, 1),
-        key_residual=_take(keys, tail),
-        value_residual=_take(values, tail),
-        lengths=cache.lengths + accepted,
+        **compressed,
+        key_residual=_put(cache.key_residual, rows, key),
+        value_residual=_put(cache.value_residual, rows, value),
+        lengths=after,
         overflowed=cache.overflowed | (lengths > accepted),
     )
+
+
+def _codes_of(cache: KiviCache, side: str) -> dict[str, jax.Array]:
+    """The arrays of a side that `_compress` changes, by name."""
+    names = ("codes", "minimum", "scale", *(("left", "right") if cache.config.rank else ()))
+    return {f"{side}_{name}": getattr(cache, f"{side}_{name}") for name in names}
+
+
+def _compress(
+    cache: KiviCache,
+    new: jax.Array,
+    done: jax.Array,
+    due: jax.Array,
+    *,
+    side: str,
+    of_prompt: bool,
+) -> dict[str, jax.Array]:
+    """A side's arrays with codes of tokens `done` to `due`, which wait or are new."""
+    config, tokens = cache.config, new.shape[1]
+    count = tokens
+    if side == "key" or config.rank:
+        size = config.residual_length
+        count = (size - 1 + tokens) // size * size
+    position = done[:, None] + jnp.arange(count)[None]
+    taken = _tokens_at(position, getattr(cache, f"{side}_residual"), new, cache.lengths)
+    is_due = position < due[:, None]
+    x = jnp.where(is_due[:, :, None, None], taken, jnp.zeros((), new.dtype))
+    codes, minimum, scale = _quantize(x, side, config)
+    shared = config.group_size if side == "key" else 1
+    parts = {
+        "codes": (pack(codes, config.bits), 1),
+        "minimum": (minimum, shared),
+        "scale": (scale, shared),
+    }
+    changes = {}
+    for name, (part, per) in parts.items():
+        old = getattr(cache, f"{side}_{name}")
+        changes[f"{side}_{name}"] = _put(old, _rows(done, due, part.shape[1], per, old), part)
+    if config.rank:
+        error = x.astype(jnp.float32) - _numbers(codes, minimum, scale, side, config)
+        changes |= _with_factors(cache, side, error, done, due, of_prompt)
+    return changes
+
+
+def _tokens_at(
+    position: jax.Array, residual: jax.Array, new: jax.Array, before: jax.Array
+) -> jax.Array:
+    """Tokens ``[B, n, K, H]`` at positions ``[B, n]``: of the residual, or of those to come."""
+    size = residual.shape[1]
+    joined = jnp.concatenate([residual, new], axis=1)
+    offset = position - before[:, None]
+    index = jnp.where(offset < 0, position % size, size + offset)
+    return jax.vmap(lambda x, i: jnp.take(x, i, axis=0, mode="clip"))(joined, index)
+
+
+def _rows(done: jax.Array, due: jax.Array, count: int, per: int, array: jax.Array) -> jax.Array:
+    """int32 ``[B, count]``: where rows of `per` tokens go, those that are due; others past all."""
+    row, past = jnp.arange(count)[None], array.shape[1]
+    is_due = row < ((due - done) // per)[:, None]
+    return jnp.where(is_due, done[:, None] // per + row, past + row)
+
+
+def _put(array: jax.Array, rows: jax.Array, new: jax.Array) -> jax.Array:
+    """The array ``[B, S, ...]`` with new rows ``[B, n, ...]``; none of them goes past its last."""
+    put = jax.vmap(lambda a, i, x: a.at[i].set(x, mode="drop", unique_indices=True))
+    return put(array, rows, new)
+
+
+def _with_factors(
+    cache: KiviCache,
+    side: str,
+    error: jax.Array,
+    done: jax.Array,
+    due: jax.Array,
+    of_prompt: bool,
+) -> dict[str, jax.Array]:
+    """The side's factors with those of an error ``[B, n, K, H]`` of the codes."""
+    size = cache.residual_length
+    is_due = jnp.arange(error.shape[1])[None] < (due - done)[:, None]
+    # What is not finite shows in the scale of its group; others must not suffer from it.
+    error = jnp.where(is_due[:, :, None, None] & jnp.isfinite(error), error, 0)
+    pairs = 1 if of_prompt else error.shape[1] // size
+    parts = error.reshape(len(error), pairs, -1, *error.shape[2:]).swapaxes(2, 3)
+    left, right = low_rank.factors(parts, cache.config.rank, stored_dtype(cache.dtype))
+    old_left, old_right = (getattr(cache, f"{side}_{x}") for x in ("left", "right"))
+    rows = _rows(done, due, error.shape[1], 1, old_left)
+    pair, past = jnp.arange(pairs)[None], old_right.shape[1]
+    slots = _slot(done[:, None] // size + pair, cache.prompt_blocks[:, None])
+    is_due = pair < ((due - done) // size)[:, None]
+    return {
+        f"{side}_left": _put(old_left, rows, left.swapaxes(2, 3).reshape(*error.shape[:3], -1)),
+        f"{side}_right": _put(old_right, jnp.where(is_due, slots, past + pair), right),
+    }
+
+
+def _slot(block: jax.Array, prompt_blocks: jax.Array) -> jax.Array:
+    """Which pair of factors a block of tokens has: the first for all of the prompt's."""
+    return jnp.maximum(block + 1 - jnp.maximum(prompt_blocks, 1), 0)
 
 
 def dequantize(cache: KiviCache) -> tuple[jax.Array, jax.Array]:
@@ -260,25 +244,42 @@ def dequantize(cache: KiviCache) -> tuple[jax.Array, jax.Array]:
 
     Returns:
       key, value: ``[B, max_length, K, H]`` in `cache.dtype`, zero past each length.
+
+    Raises:
+      TypeError: if `cache` is another kind.
     """
-    batch, tokens, heads, _ = cache.key_codes.shape
-    group, channels = cache.group_size, cache.key_residual.shape[3]
-    in_residual = cache.lengths % cache.residual_length
-    position = jnp.arange(cache.max_length)[None]
-    offset = position - (cache.lengths - in_residual)[:, None]
+    checks.check_kind(cache, KiviCache)
+    key, value = spread_explicit(tables.DEQUANTIZE, _dequantize)(cache)
+    return key, value
 
-    def join(quantized: jax.Array, residual: jax.Array) -> jax.Array:
-        out = quantized.reshape(batch, tokens, heads, channels)[:, : cache.max_length]
-        recent = _take(residual, jnp.clip(offset, 0, residual.shape[1] - 1))
-        out = jnp.where((offset >= 0)[:, :, None, None], recent, out.astype(residual.dtype))
-        is_held = (position < cache.lengths[:, None])[:, :, None, None]
-        return jnp.where(is_held, out, jnp.zeros((), out.dtype))
 
-    k_codes = unpack(cache.key_codes, cache.bits).reshape(batch, -1, group, heads, channels)
-    v_codes = unpack(cache.value_codes, cache.bits).reshape(batch, tokens, heads, -1, group)
-    keys = _dequantize(k_codes, cache.key_minimum, cache.key_scale, axis=2)
-    values = _dequantize(v_codes, cache.value_minimum, cache.value_scale, axis=4)
-    return join(keys, cache.key_residual), join(values, cache.value_residual)
+def _dequantize(cache: KiviCache) -> tuple[jax.Array, jax.Array]:
+    compressed = cache.config.compressed(cache.lengths)
+    key, value = (_side(cache, *pair) for pair in zip(_SIDES, compressed, strict=True))
+    return key, value
+
+
+def _side(cache: KiviCache, side: str, compressed: jax.Array) -> jax.Array:
+    """The keys, or the values, of which so many ``[B]`` are codes."""
+    codes, minimum, scale, left, right, residual = (
+        getattr(cache, f"{side}_{name}")
+        for name in ("codes", "minimum", "scale", "left", "right", "residual")
+    )
+    out = _numbers(unpack(codes, cache.config.bits), minimum, scale, side, cache.config)
+    if left is not None:
+        block = jnp.arange(right.shape[1])[None]
+        slots = _slot(block, cache.prompt_blocks[:, None])
+        of_block = jax.vmap(lambda x, i: jnp.take(x, i, axis=0, mode="clip"))(right, slots)
+        parts = left.reshape(len(left), block.shape[1], -1, *left.shape[2:])
+        added = low_rank.product(parts.swapaxes(2, 3), of_block).swapaxes(2, 3)
+        out = out + added.reshape(out.shape)
+    length, size = cache.max_length, residual.shape[1]
+    out = jnp.pad(out[:, :length], ((0, 0), (0, max(length - out.shape[1], 0)), (0, 0), (0, 0)))
+    position = jnp.arange(length)
+    newest = jnp.take(residual, position % size, axis=1)
+    is_code, is_held = (position[None] < x[:, None] for x in (compressed, cache.lengths))
+    out = jnp.where(is_code[:, :, None, None], out.astype(residual.dtype), newest)
+    return jnp.where(is_held[:, :, None, None], out, jnp.zeros((), out.dtype))
 
 
 def decode(
@@ -302,7 +303,7 @@ def decode(
       ``[B, T, N, H]`` in the query's dtype; with `return_residual` also float32 ``[B, T, N]``.
 
     Raises:
-      TypeError: if the query's dtype is not supported.
+      TypeError: if `cache` is another kind or the query's dtype is not supported.
       ValueError: if a shape or the name does not fit.
       NotImplementedError: if the implementation asked for cannot run this here.
     """
@@ -317,36 +318,24 @@ def decode(
     )
 
 
-def _quantize(x: jax.Array, bits: int, axis: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Asymmetric codes along one axis, with minimum and scale as they will be stored.
-
-    Args:
-      x: floating point.
-      bits: of a code.
-      axis: the axis that shares a minimum and a scale.
-
-    Returns:
-      uint8 codes, and minimum and scale in `x`'s dtype, without `axis`.
-    """
-    top = 2**bits - 1
-    wide = x.astype(jnp.float32)
-    minimum = jnp.min(wide, axis=axis)
-    scale = (jnp.max(wide, axis=axis) - minimum) * (1 / top)
-    # Written out, because not every device's minimum propagates NaN.
-    scale = jnp.where(jnp.all(jnp.isfinite(wide), axis=axis), scale, jnp.nan)
-    minimum, scale = minimum.astype(x.dtype), scale.astype(x.dtype)
-    step = jnp.where(scale == 0, 1, scale.astype(jnp.float32))
-    offset = wide - jnp.expand_dims(minimum.astype(jnp.float32), axis)
-    codes = jnp.clip(jnp.rint(offset / jnp.expand_dims(step, axis)), 0, top)
-    return jnp.where(jnp.isnan(codes), 0, codes).astype(jnp.uint8), minimum, scale
+def _quantize(x: jax.Array, side: str, config: Kivi) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Codes of tokens ``[B, n, K, H]``, and what their groups share."""
+    grouped, axis = _grouped(x, side, config)
+    codes, minimum, scale = quantize(grouped, config.bits, axis, stored_dtype(x.dtype))
+    return codes.reshape(x.shape), minimum, scale
 
 
-def _dequantize(codes: jax.Array, minimum: jax.Array, scale: jax.Array, axis: int) -> jax.Array:
-    """float32 ``minimum + codes * scale``, `axis` as in `_quantize`."""
-    wide = [jnp.expand_dims(x.astype(jnp.float32), axis) for x in (minimum, scale)]
-    return wide[0] + codes.astype(jnp.float32) * wide[1]
+def _numbers(
+    codes: jax.Array, minimum: jax.Array, scale: jax.Array, side: str, config: Kivi
+) -> jax.Array:
+    """float32 ``[B, n, K, H]`` of such codes, without factors."""
+    grouped, axis = _grouped(codes, side, config)
+    return numbers(grouped, minimum, scale, axis).reshape(codes.shape)
 
 
-def _take(x: jax.Array, index: jax.Array) -> jax.Array:
-    """Tokens of ``x [B, S, K, H]`` at each sequence's ``index [B, n]``."""
-    return jax.vmap(lambda a, i: jnp.take(a, i, axis=0, mode="clip"))(x, index)
+def _grouped(x: jax.Array, side: str, config: Kivi) -> tuple[jax.Array, int]:
+    """Tokens ``[B, n, K, H]`` with an axis of those that share a scale, and which it is."""
+    batch, tokens, heads, channels = x.shape
+    if side == "key":
+        return x.reshape(batch, -1, config.group_size, heads, channels), 2
+    return x.reshape(batch, tokens, heads, -1, config.channels_per_group(channels)), 4

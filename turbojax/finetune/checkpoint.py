@@ -4,10 +4,10 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import orbax.checkpoint as ocp
 
 from turbojax import _json
+from turbojax._sums import checksums
 
 # What Orbax stores of the arrays has no checksum.
 _SUMS = "sums"
@@ -31,7 +31,7 @@ def last_step(folder: Path) -> int | None:
 def save_tree(manager: ocp.CheckpointManager, step: int, tree: Any) -> None:
     """Writes the tree as the checkpoint of a step, in the background."""
     leaves = _leaves(tree)
-    manager.save(step, args=ocp.args.StandardSave({**leaves, _SUMS: _sums(leaves)}), force=True)
+    manager.save(step, args=ocp.args.StandardSave({**leaves, _SUMS: checksums(leaves)}), force=True)
 
 
 def restore_tree(manager: ocp.CheckpointManager, like: Any) -> tuple[int, Any] | None:
@@ -51,14 +51,14 @@ def restore_tree(manager: ocp.CheckpointManager, like: Any) -> tuple[int, Any] |
     if step is None:
         return None
     leaves = _leaves(like)
-    wanted = {**leaves, _SUMS: _sums(leaves)}
+    wanted = {**leaves, _SUMS: checksums(leaves)}
     shapes = jax.tree.map(ocp.utils.to_shape_dtype_struct, wanted)
     try:
         found = manager.restore(step, args=ocp.args.StandardRestore(shapes))
         sums = found.pop(_SUMS)
     except Exception as error:  # whatever Orbax and what it stands on make of damaged files
         raise ValueError(_unreadable(manager, step, str(error))) from error
-    if (sums != _sums(found)).any():
+    if (sums != checksums(found)).any():
         raise ValueError(_unreadable(manager, step, "its numbers are not those that were written"))
     return step, jax.tree.unflatten(jax.tree.structure(like), [found[name] for name in leaves])
 
@@ -67,26 +67,6 @@ def _leaves(tree: Any) -> dict[str, jax.Array]:
     """Path -> array, in the order of the tree: readable without its classes."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
     return {f"{i:03d}{jax.tree_util.keystr(path)}": x for i, (path, x) in enumerate(leaves)}
-
-
-@jax.jit
-def _sums(leaves: dict[str, jax.Array]) -> jax.Array:
-    """`[arrays]` uint32: of each array, which no change of a single number leaves as it was.
-
-    On the devices, where the arrays are, or their slices: words times odd numbers, by their place
-    in the whole array, added modulo 2^32.
-    """
-
-    def total(x: jax.Array) -> jax.Array:
-        size = min(x.dtype.itemsize, 4)
-        words = jax.lax.bitcast_convert_type(x, f"uint{8 * size}").astype(jnp.uint32)
-        place, step = jnp.zeros(words.shape, jnp.uint32), 1
-        for axis in reversed(range(words.ndim)):  # no reshape, which would gather slices
-            place += jax.lax.broadcasted_iota(jnp.uint32, words.shape, axis) * jnp.uint32(step)
-            step = step * words.shape[axis] % 2**32
-        return jnp.sum(words * (2 * place + 1))
-
-    return jnp.stack([total(leaves[name]) for name in sorted(leaves)])
 
 
 def _unreadable(manager: ocp.CheckpointManager, step: int, reason: str) -> str:

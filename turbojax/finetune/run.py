@@ -23,6 +23,7 @@ from turbojax.finetune.data import Corpus
 from turbojax.finetune.evaluate import mean_bits
 from turbojax.finetune.settings import Settings
 from turbojax.finetune.trainer import Trainer, dense_attention
+from turbojax.kv.layered import FirstLayers
 from turbojax.models import BEGINNING_OF_FILE, Attend, PooledAttention, Transformer, save
 from turbojax.sharding.axes import Axes
 
@@ -72,6 +73,7 @@ def fine_tune(
     corpus: Corpus,
     *,
     pooled: PooledAttention | None = None,
+    dense_layers: int = 0,
     packed: bool = False,
     remat: bool = False,
     axes: Axes | None = None,
@@ -97,6 +99,7 @@ def fine_tune(
       settings: see `Settings`.
       corpus: training and held-out text.
       pooled: how to attend; exactly, if not given.
+      dense_layers: see `Trainer`.
       packed: see `Trainer`; the held-out text is read without it.
       remat: see `Trainer`.
       axes: see `Trainer`.
@@ -116,6 +119,7 @@ def fine_tune(
     """
     folder.mkdir(parents=True, exist_ok=True)
     how: dict[str, Any] = {"pooled": pooled, "packed": packed, "remat": remat}
+    how |= {"dense_layers": dense_layers}
     how |= {"axes": axes, "fsdp": fsdp}
     with _writing.exclusive(folder) if _is_first() else contextlib.nullcontext():
         return _fine_tune(folder, model, settings, corpus, rhythm, source, report, **how)
@@ -331,6 +335,8 @@ def _describe(
     attention: dict[str, Any] = {"kind": "dense"}
     if pooled is not None:
         attention = {"kind": "pooled", **pooled.describe()}
+    if isinstance(trainer.attend, FirstLayers):
+        attention["dense_layers"] = trainer.attend.count
     if trainer.packed:
         attention["packed"] = True
     return {

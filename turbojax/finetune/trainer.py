@@ -13,10 +13,12 @@ import optax  # type: ignore[import-untyped]
 from flax import nnx
 from jax.sharding import PartitionSpec
 
+from turbojax import _checks
 from turbojax.finetune.base import BaseTrainer, updated, windows
 from turbojax.finetune.evaluate import target_bits
 from turbojax.finetune.settings import Settings, for_context
 from turbojax.finetune.split import Slices, Split
+from turbojax.kv.layered import FirstLayers
 from turbojax.models import BEGINNING_OF_FILE, Attend, PooledAttention, Transformer
 from turbojax.ops import exact_attention
 from turbojax.ops.extras import of_layer
@@ -74,6 +76,7 @@ class Trainer(BaseTrainer[nnx.State]):
         stream: np.ndarray,
         *,
         pooled: PooledAttention | None = None,
+        dense_layers: int = 0,
         packed: bool = False,
         remat: bool = False,
         axes: Axes | None = None,
@@ -86,6 +89,7 @@ class Trainer(BaseTrainer[nnx.State]):
           settings: see `Settings`.
           stream: ``[bytes]`` uint8, kept in the accelerator's memory.
           pooled: how to attend; exactly, if not given.
+          dense_layers: how many of the first layers attend exactly all the same.
           packed: whether a sequence's documents, each after a byte 0, do not see each other.
           remat: recompute layers in the backward pass to save memory.
           axes: the devices to train on: sequences are split over `axes.batch`, and the tokens of
@@ -97,13 +101,15 @@ class Trainer(BaseTrainer[nnx.State]):
 
         Raises:
           ValueError: if the model does not read bytes, or the stream is too short; if it is packed,
-            but not `pooled`; if `axes` split something else, or do not divide batch or context.
+            but not `pooled`, or has `dense_layers`; if there are some without `pooled`, or no layer
+            is left; if `axes` split something else, or do not divide batch or context.
         """
         if packed and pooled is None:
             raise ValueError(
                 "packed=True needs pooled attention; LocalWindow(window=context) has every block "
                 "at level 1, which is exact"
             )
+        _check_dense_layers(dense_layers, model.config.num_layers, pooled, packed)
         if model.config.vocab_size != 256:
             raise ValueError(f"vocab_size={model.config.vocab_size} must be 256: tokens are bytes")
         self.config = for_context(model.config, settings.context)
@@ -111,6 +117,8 @@ class Trainer(BaseTrainer[nnx.State]):
         split = None if axes is None else Split(axes, settings.precision, fsdp)
         super().__init__(params, settings, stream, split)
         self.attend: Attend = dense_attention if pooled is None else pooled
+        if dense_layers:
+            self.attend = FirstLayers(dense_attention, self.attend, dense_layers)
         self.packed = packed
         unroll = self.config.num_layers
         make = functools.partial(Transformer, self.config, dtype=settings.precision)
@@ -163,7 +171,7 @@ class Trainer(BaseTrainer[nnx.State]):
                 return target_bits(nnx.merge(graph, params)(tokens[:, :-1], attend=attend), tokens)
 
             return jax.jit(score)
-        attending = _MeasuredAttention(attend)
+        attending = _Measured(attend)
         loss = dataclasses.replace(self._make_loss(), attend=attending, packed=False)
 
         def local(params: nnx.State, tokens: jax.Array) -> jax.Array:
@@ -191,7 +199,7 @@ class Trainer(BaseTrainer[nnx.State]):
     def _make_loss(self) -> "_Loss":
         return _Loss(
             graph=self._step_graph,
-            attend=_MeasuredAttention(self.attend),
+            attend=_Measured(self.attend),
             context=self.settings.context,
             num_layers=self.config.num_layers,
             packed=self.packed,
@@ -208,6 +216,21 @@ class Trainer(BaseTrainer[nnx.State]):
             gradient=gradient,
             settings=self.settings,
             has_density=loss.tokens_are_whole or self.attend is dense_attention,
+        )
+
+
+def _check_dense_layers(
+    count: int, num_layers: int, pooled: PooledAttention | None, packed: bool
+) -> None:
+    """Raises ValueError unless so many layers can be dense beside others that are pooled."""
+    _checks.check_integer("dense_layers", count)
+    if count and pooled is None:
+        raise ValueError(f"dense_layers={count} must be 0 without pooled attention")
+    if not 0 <= count < num_layers:
+        raise ValueError(f"dense_layers={count} must be at least 0 and below {num_layers=}")
+    if count and packed:
+        raise ValueError(
+            f"dense_layers={count} must be 0 with packed=True: dense layers see other documents"
         )
 
 
@@ -240,12 +263,6 @@ class _MeasuredAttention:
             pooled: Any = attend if isinstance(attend, PooledAttention) else "exact"
             self._ring = ContextAttention(axes, pooled, order="zigzag")
 
-    def within(
-        self, segment_ids: jax.Array | None, axes: Axes | None = None
-    ) -> "_MeasuredAttention":
-        """The same within segments, and of tokens that `axes` split."""
-        return _MeasuredAttention(self._attend, segment_ids, axes)
-
     def __call__(
         self,
         query: jax.Array,
@@ -267,6 +284,23 @@ class _MeasuredAttention:
 
 
 @dataclasses.dataclass(frozen=True)
+class _Measured:
+    """Makes a `_MeasuredAttention` of an `Attend`, or two of `FirstLayers`."""
+
+    attend: Attend
+
+    def within(self, segment_ids: jax.Array | None, axes: Axes | None = None) -> Attend:
+        """The attention within segments, and of tokens that `axes` split."""
+        attend = self.attend
+        if not isinstance(attend, FirstLayers):
+            return _MeasuredAttention(attend, segment_ids, axes)
+        first, others = (
+            _Measured(a).within(segment_ids, axes) for a in (attend.first, attend.others)
+        )
+        return FirstLayers(first, others, attend.count)
+
+
+@dataclasses.dataclass(frozen=True)
 class _Loss:
     """The mean loss of the windows that begin at `starts`, in nats, and the density of levels.
 
@@ -274,7 +308,7 @@ class _Loss:
     """
 
     graph: Any
-    attend: _MeasuredAttention
+    attend: _Measured
     context: int
     num_layers: int
     packed: bool

@@ -15,6 +15,7 @@ from turbojax.kv.kinds import kind_of as kind_of
 from turbojax.kv.kinds import window_to_keep as window_to_keep
 from turbojax.kv.latent import attend_latents as attend_latents
 from turbojax.kv.latent import holds_latents as holds_latents
+from turbojax.kv.layered import FirstLayers as FirstLayers
 from turbojax.kv.pages import PagedLayer as PagedLayer
 from turbojax.kv.pooled import POLICY_NAMES as POLICY_NAMES
 from turbojax.kv.pooled import PooledAttention as PooledAttention

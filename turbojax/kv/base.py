@@ -188,6 +188,8 @@ class Kind(Stored[C]):
         what such a window needs, see `turbojax.state.ring`.
       has_latents: whether it is for latent attention and `init` takes a `rope_dim`, see
         `turbojax.kv.latent`.
+      splits_tokens: whether devices can have different tokens of a sequence, see
+        `turbojax.parallel`.
       in_one_pass: what decoding token by token through the cache attends to, for all tokens of
         whole sequences at once; None where a token's stored form depends on its neighbours.
     """
@@ -197,6 +199,7 @@ class Kind(Stored[C]):
     implementations: tuple[str, ...] = IMPLEMENTATION_NAMES
     has_rings: bool = False
     has_latents: bool = False
+    splits_tokens: bool = True
     in_one_pass: Attend | None = None
 
     def stands_for(self, kind: Any) -> bool:

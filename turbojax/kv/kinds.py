@@ -8,24 +8,44 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
+from turbojax.baselines.kivi import Kivi
 from turbojax.config import TurboConfig
 from turbojax.kv.base import Kind, LayerCache, Stored
 from turbojax.kv.exact import EXACT
 from turbojax.kv.k8v4 import K8V4
+from turbojax.kv.kivi import KIVI
 from turbojax.kv.kv4 import KV4
 from turbojax.kv.latent import LATENT, LATENT_NAMES, LatentKind
 from turbojax.kv.pages import PAGES, POOL, PagedKind
 from turbojax.kv.progressive import PROGRESSIVE
+from turbojax.kv.tokens import E4M3, INT4, INT8
 from turbojax.sharding.axes import Axes
 from turbojax.sharding.birth import Sizes, born
 
-KINDS: tuple[Kind[Any], ...] = (EXACT, PROGRESSIVE, KV4, K8V4, PAGES)
-"""All kinds of keys and values, in the order of their names on command lines."""
+KINDS: tuple[Kind[Any], ...] = (
+    EXACT,
+    PROGRESSIVE,
+    KV4,
+    K8V4,
+    PAGES,
+    KIVI,
+    INT8,
+    INT4,
+    E4M3,
+)
+"""All kinds of keys and values, in the order of their names on command lines; from `KIVI` on they
+are for comparison."""
 
 ALL_KINDS: tuple[Kind[Any], ...] = (*KINDS, LATENT)
 """These, and that of latents, which layers with latent attention alone can use."""
 
-CacheKind = Literal["exact", "kv4", "k8v4", "bfloat16"] | PagedKind | TurboConfig | LatentKind
+CacheKind = (
+    Literal["exact", "kv4", "k8v4", "bfloat16", "int8", "int4", "e4m3"]
+    | PagedKind
+    | TurboConfig
+    | LatentKind
+    | Kivi
+)
 """What stands for a kind in Python code, for type checkers: all that `ALL_KINDS` take."""
 
 CACHE_NAMES = tuple(name for kind in KINDS for name in kind.names)
@@ -76,7 +96,9 @@ def cache_by_name(name: str, num_kv_heads: int) -> CacheKind:
         scale per token and head (FireQ), ``"k8v4"``: the same with keys in e4m3, or pages of tokens
         as they are (``"paged"``), in an 8-bit float (``"fp8_e4m3"``, ``"fp8_e5m2"``), as codes
         (``"turbo4"``, ``"turbo_k4v2"`` ..) or with keys and values unlike each other
-        (``"paged_k8v4"``); of models with latent attention, one of `LATENT_CACHE_NAMES`.
+        (``"paged_k8v4"``); of models with latent attention, one of `LATENT_CACHE_NAMES`. For
+        comparison: KIVI (``"kivi4"``, ``"kivi3"``, ``"kivi2"``), GEAR (``"gear4"`` ..), and tokens
+        rounded each by itself (``"int8"``, ``"int4"``, ``"e4m3"``).
       num_kv_heads: of the model.
 
     Raises:
@@ -112,7 +134,8 @@ def init_layer_cache(
         that, ``"kv4"``, ``"k8v4"``, pages of tokens in `dtype` (``"paged"``), in 8-bit floats
         (``"fp8_e4m3"``, ``"fp8_e5m2"``: at scale 1, so that keys and values must be within 448 or
         57344), as codes (``"turbo4"``, ``"turbo_k4v2"`` ..) or mixed (``"paged_k8v4"``), or the
-        config of a progressively compressed cache.
+        config of a progressively compressed cache. For comparison, without kernels: ``"int8"``,
+        ``"int4"`` and ``"e4m3"``, or a `turbojax.baselines.kivi.Kivi`.
       dtype: of queries, keys and values.
       local_window_size: window of the layer's `AttentionOptions`, if it has one: what it does not
         reach is not kept, see `turbojax.state.ring`. Queries must not see more.

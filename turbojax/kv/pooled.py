@@ -221,6 +221,9 @@ def pooled_by_name(
     window: int | None = None,
     block_size: int = 128,
     implementation: str | None = None,
+    bounds: tuple[float, ...] | None = None,
+    near: int | None = None,
+    samples: int | None = None,
 ) -> PooledAttention:
     """The attention that names and numbers on a command line stand for.
 
@@ -233,6 +236,12 @@ def pooled_by_name(
         ``"window"`` alone.
       block_size: tokens of a block of queries, and of keys.
       implementation: of `pooled_attention`; None to choose.
+      bounds: of ``"threshold"`` and ``"topk"``, in place of those above: four cumulative shares of
+        the attention, or of the visible blocks, up to which blocks have level 1, 2, 4 and 8.
+      near: of the same, tokens: nearer blocks are at level 1 whatever their importance, 0 if not
+        given. A window, and beside it the most important blocks that the bounds leave room for.
+      samples: of the same, the queries, and the means of keys, of a block that importance is
+        estimated from; 8 of ``"threshold"`` and 4 of ``"topk"`` if not given.
 
     Raises:
       TypeError: if a number is not an integer.
@@ -242,12 +251,25 @@ def pooled_by_name(
         raise ValueError(f"policy {name!r} must be one of {', '.join(POLICY_NAMES)}")
     if window is not None and name != "window":
         raise ValueError(f"{window=} is for policy 'window', not {name!r}")
+    if name == "window":
+        for option, value in {"bounds": bounds, "near": near, "samples": samples}.items():
+            if value is not None:
+                raise ValueError(f"{option}={value} is for other policies, not 'window'")
+        return PooledAttention(
+            LocalWindow() if window is None else LocalWindow(window),
+            block_size,
+            block_size,
+            implementation,
+        )
+    if bounds is not None and len(bounds) != 4:
+        raise ValueError(f"{bounds=} must be four, of the levels 1, 2, 4 and 8")
     if name == "threshold":
         # The published bounds (0.4, 0.5, 0.6, 0.8) leave out too much of a small model's attention.
-        policy: Policy = Threshold((0.62, 0.77, 0.89, 0.97))
-        return PooledAttention(policy, block_size, block_size, implementation, 8, 8)
-    if name == "topk":
-        policy = TopK()
+        policy: Policy = Threshold(bounds or (0.62, 0.77, 0.89, 0.97), near=near or 0)
+        samples = 8 if samples is None else samples
     else:
-        policy = LocalWindow() if window is None else LocalWindow(window)
-    return PooledAttention(policy, block_size, block_size, implementation)
+        names = ("level1", "level2", "level4", "level8")
+        fractions: dict[str, Any] = dict(zip(names, bounds or (), strict=False))
+        policy = TopK(**fractions, near=near or 0)
+        samples = 4 if samples is None else samples
+    return PooledAttention(policy, block_size, block_size, implementation, samples, samples)

@@ -30,6 +30,12 @@ def _check_ascending(name: str, values: tuple[float, ...], least: float) -> None
         raise ValueError(f"{name}={values} must be between {least:g} and 1")
 
 
+def _check_near(near: int) -> None:
+    _checks.check_integer("near", near)
+    if not 0 <= near < 2**30:
+        raise ValueError(f"{near=} must be at least 0 and below 2**30")
+
+
 def _shares(fraction: float, columns: int) -> np.ndarray:
     """int32 ``ceil(fraction * n)`` for n = 0..columns, as if fractions such as 0.05 were exact."""
     exact = fraction * np.arange(columns + 1)
@@ -50,18 +56,23 @@ class TopK:
       level2: the same for level 2.
       level4: the same for level 4.
       level8: the same for level 8.
+      near: blocks up to so many tokens away are at level 1 whatever their importance, see
+        `LocalWindow`. They come first and count: where they are all that `level8` allows, no other
+        block is read.
 
     Raises:
       TypeError: if one is not a number.
-      ValueError: unless ``0 <= level1 <= level2 <= level4 <= level8 <= 1``.
+      ValueError: unless ``0 <= level1 <= level2 <= level4 <= level8 <= 1`` and ``near >= 0``.
     """
 
     level1: float = 0.05
     level2: float = 0.15
     level4: float = 0.25
     level8: float = 0.5
+    near: int = 0
 
     def __post_init__(self) -> None:
+        _check_near(self.near)
         _check_ascending("level1, level2, level4, level8", self._fractions, 0)
 
     @property
@@ -97,17 +108,20 @@ class Threshold:
     Attributes:
       mass: cumulative bounds for the levels 1, 2, 4 and 8.
       least: at least this fraction of the visible blocks, rounded up, has level 1.
+      near: blocks up to so many tokens away are at level 1 whatever their importance, see `TopK`.
 
     Raises:
       TypeError: if one is not a number.
-      ValueError: unless `mass` are four numbers that do not decrease, above 0 and at most 1, and
-        `least` is between 0 and 1.
+      ValueError: unless `mass` are four numbers that do not decrease, above 0 and at most 1,
+        `least` is between 0 and 1, and `near` at least 0.
     """
 
     mass: tuple[float, ...] = (0.4, 0.5, 0.6, 0.8)
     least: float = 0.06
+    near: int = 0
 
     def __post_init__(self) -> None:
+        _check_near(self.near)
         object.__setattr__(self, "mass", tuple(self.mass))
         if len(self.mass) != len(LEVELS):
             raise ValueError(f"mass={self.mass} must be {len(LEVELS)} bounds, one per level")
@@ -163,6 +177,9 @@ def assign(
     """
     number = (1 << max(0, grid.columns - 1).bit_length()) - 1
     count, visible, forced = _sight(grid, query_length, key_length, extras)
+    if policy.near:
+        # Blocks that no query of the row sees have a negative rank, whatever is forced.
+        forced = forced | (grid.distance(extras) <= policy.near)[:, None]
     column = jnp.arange(grid.columns, dtype=jnp.int32)[None, None, None]
     value = jnp.where(jnp.isfinite(importance), jnp.minimum(importance, 1.0), _NOT_FINITE)
     bits = jax.lax.bitcast_convert_type(value, jnp.int32)

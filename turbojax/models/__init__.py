@@ -6,6 +6,7 @@ from turbojax.kv import POLICY_NAMES as POLICY_NAMES
 from turbojax.kv import Attend as Attend
 from turbojax.kv import AttentionOptions as AttentionOptions
 from turbojax.kv import CacheKind as CacheKind
+from turbojax.kv import FirstLayers as FirstLayers
 from turbojax.kv import PooledAttention as PooledAttention
 from turbojax.kv import cache_by_name as cache_by_name
 from turbojax.kv import causal_attention as causal_attention

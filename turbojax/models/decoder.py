@@ -19,6 +19,7 @@ from flax import nnx
 from turbojax.flax.norms import rms_norm
 from turbojax.kv import Attend, AttentionOptions
 from turbojax.kv.base import Cache
+from turbojax.kv.layered import attend_of
 from turbojax.models.config import TransformerConfig
 from turbojax.models.tensor_parallel.layout import hidden_axes, local_config
 from turbojax.models.tensor_parallel.vocabulary import gather_logits, mask_padding
@@ -149,26 +150,29 @@ def apply_layers(
       caches: one per layer.
       config: of the model, for each layer's options and rotary embedding.
     """
+    attends = [attend_of(attend, i) for i in range(len(layers))]
 
-    # Layers with the same options and RoPE share one trace and one lowered function; the compiler
-    # inlines it.
-    @functools.partial(jax.jit, static_argnames=("options", "rope"))
+    # Layers that attend alike, with the same options and RoPE, share one trace and one lowered
+    # function; the compiler inlines it.
+    @functools.partial(jax.jit, static_argnames=("number", "options", "rope"))
     def apply_one(
         layer: Any,
         hidden: jax.Array,
         angles: jax.Array | None,
         cache: Cache,
+        number: int,
         options: AttentionOptions,
         rope: Rope | None,
     ) -> tuple[jax.Array, Cache]:
-        return apply(layer, hidden, angles, attend, cache, options, rope)
+        return apply(layer, hidden, angles, attends[number], cache, options, rope)
 
     angles = {rope: rope.angles(positions) for rope in config.ropes}
     new_caches = []
     for i, (layer, cache) in enumerate(zip(layers, caches, strict=True)):
         options, rope = config.attention_options(i), config.rope_of(i)
         turned = None if rope is None else angles[rope]
-        hidden, new_cache = apply_one(layer, hidden, turned, cache, options, rope)
+        number = next(j for j, other in enumerate(attends) if other is attends[i])
+        hidden, new_cache = apply_one(layer, hidden, turned, cache, number, options, rope)
         new_caches.append(new_cache)
     return hidden, tuple(new_caches)
 

@@ -19,6 +19,7 @@ from turbojax.flax.norms import RMSNorm
 from turbojax.flax.projections import AttentionProjections
 from turbojax.kv import Attend, AttentionOptions, causal_attention, padded_attention
 from turbojax.kv.base import Cache
+from turbojax.kv.layered import attend_of
 from turbojax.models.config import TransformerConfig
 from turbojax.models.feed_forward import Experts, FeedForward, output_gain
 from turbojax.models.latent_attention import LatentAttention
@@ -343,11 +344,14 @@ class Transformer(nnx.Module):
     ) -> tuple[jax.Array, Cache]:
         """Scans the stacked layers over the residual stream `[B, T, D]`.
 
-        An iteration applies as many layers as there are until their kinds repeat: their options
-        and rotary embeddings.
+        An iteration applies as many layers as there are until their kinds repeat: what they attend
+        by, their options and rotary embeddings.
         """
         config, count = self.config, self.config.num_layers
-        kinds = [(config.attention_options(i), config.rope_of(i)) for i in range(count)]
+        kinds = [
+            (attend_of(attend, i), config.attention_options(i), config.rope_of(i))
+            for i in range(count)
+        ]
         period = next(
             p for p in range(1, count + 1) if count % p == 0 and kinds == kinds[:p] * (count // p)
         )
@@ -357,25 +361,24 @@ class Transformer(nnx.Module):
             hidden: jax.Array,
             params: Any,
             cache: Cache,
-            options: AttentionOptions,
-            rope: Rope | None,
+            kind: int,
         ) -> tuple[jax.Array, Cache]:
             if self.gather is not None:
                 params = self.gather(params)
-            block = nnx.merge(graph, params)
+            block, (attend, options, rope) = nnx.merge(graph, params), kinds[kind]
             turned = None if rope is None else angles[rope]
             return block(hidden, turned, attend, cache, options, rope)
 
         if self.remat:
-            apply_block = jax.checkpoint(apply_block, static_argnums=(3, 4))
+            apply_block = jax.checkpoint(apply_block, static_argnums=3)
         elif self.gather is not None:
-            apply_block = jax.checkpoint(apply_block, static_argnums=(3, 4), policy=_not_gathered)
+            apply_block = jax.checkpoint(apply_block, static_argnums=3, policy=_not_gathered)
 
         def apply_period(hidden: jax.Array, layers: tuple[Any, Cache]) -> tuple[jax.Array, Cache]:
             new_caches = []
             for i in range(period):
                 params, cache = jax.tree.map(lambda x, i=i: x[i], layers)
-                hidden, new_cache = apply_block(hidden, params, cache, *kinds[i])
+                hidden, new_cache = apply_block(hidden, params, cache, i)
                 new_caches.append(new_cache)
             return hidden, jax.tree.map(lambda *x: jnp.stack(x), *new_caches)
 

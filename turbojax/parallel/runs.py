@@ -69,10 +69,15 @@ def run_of_cache(cache: Any, axis: AxisName) -> Run:
 
     Raises:
       TypeError: if it is no cache of a layer.
+      NotImplementedError: if tokens of its kind cannot be split.
       ValueError: if the devices of the axis have fewer slots together than a sequence may grow to:
         a cache that keeps a window alone cannot be split.
     """
-    kind_of(cache)
+    if not kind_of(cache).splits_tokens:
+        raise NotImplementedError(
+            f"the tokens of a {type(cache).__name__} cannot be split over {axis=}: it is for "
+            "comparison"
+        )
     size, devices = _slots(cache), int(jax.lax.axis_size(axis))
     limit = needed = length_limit(cache, axis)
     if isinstance(cache, ProgressiveCache):  # what fills no block stays in the buffer

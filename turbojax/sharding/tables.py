@@ -28,6 +28,7 @@ TURBO_GRADIENT = table(
 PREFILL = table("prefill", (_PART, OWN), **_QKV, cache=OWN, lengths="B", extras=OWN)
 DECODE = table("decode", _PART, **_NEWEST)
 APPEND = table("append", OWN, cache=OWN, key="BSKH", value="BSKH", lengths="B")
+DEQUANTIZE = table("dequantize", ("BSKH", "BSKH"), cache=OWN)
 STORE_PROMPT = table("prefill", OWN, cache=OWN, key="BSKH", value="BSKH", lengths="B")
 
 FIREQ_PREFILL = table("fireq.prefill", (_PART, OWN), **_QKV, cache=OWN, lengths="B", extras=OWN)

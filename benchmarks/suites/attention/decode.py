@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import math
 
 import jax
 import jax.numpy as jnp
@@ -126,13 +125,11 @@ def _pallas(inputs: Inputs) -> Call:
 
 def _kivi(inputs: Inputs, bits: int) -> Call:
     """Dequantize, then attend; the attention is cuDNN's where there is one."""
-    shape = inputs.shape
-    group = math.gcd(64, shape.heads.dim)
-    empty = kivi.init_cache(
-        shape.batch, shape.tokens, shape.heads.kv, shape.heads.dim, bits=bits, group_size=group
-    )
+    shape, config = inputs.shape, kivi.Kivi(bits)
+    sizes = (shape.batch, shape.tokens, shape.heads.kv, shape.heads.dim)
+    empty = kivi.init_cache(*sizes, config=config)
     cache = jax.jit(kivi.append)(empty, inputs.key, inputs.value, lengths=inputs.lengths)
-    held = work.kivi_bytes(shape, inputs.length, bits, group, cache.residual_length)
+    held = work.kivi_bytes(shape, inputs.length, config)
     return Call(
         kivi.decode,
         (inputs.query, cache),

@@ -51,11 +51,11 @@ _FOR_STEPS = {
 @functools.cache
 def _options_of_steps() -> dict[str, Any] | None:
     """What XLA is told of split steps; None where there is no GPU, or it knows no such option."""
-    return _accepted(_FOR_STEPS) if jax.default_backend() == "gpu" else None
+    return accepted_options(_FOR_STEPS) if jax.default_backend() == "gpu" else None
 
 
-def _accepted(options: dict[str, Any]) -> dict[str, Any] | None:
-    """The options, if this version of XLA takes them."""
+def accepted_options(options: dict[str, Any]) -> dict[str, Any] | None:
+    """Options of the compiler, if this version of XLA takes them; else None."""
     try:
         jax.jit(lambda: jnp.zeros(()), compiler_options=options).lower().compile()
     except jax.errors.JaxRuntimeError:  # no such option, or no such value

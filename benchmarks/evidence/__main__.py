@@ -1,0 +1,102 @@
+"""Measures the tables of the evidence: one command for all, which can be run again to go on."""
+
+import argparse
+import functools
+import json
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import jax
+from rich.console import Console
+
+from benchmarks.evidence.catalogue import TABLES, prepared
+from benchmarks.evidence.measuring import measure
+from benchmarks.tables import Row
+from turbojax import _writing
+
+LETTERS = tuple(table.letter for table in TABLES)
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line; exits with a message if it makes no sense."""
+    parser = argparse.ArgumentParser(prog="benchmarks.evidence", description=__doc__)
+    parser.add_argument("--out", type=Path, help="JSON file; rows that it has are kept")
+    parser.add_argument("--tables", default=",".join(LETTERS), help="letters, with commas between")
+    parser.add_argument("--model", default="embedded", help="embedded, or a checkpoint's folder")
+    parser.add_argument("--dtype", help="float32 or bfloat16; by default that of the device")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no row later")
+    parser.add_argument(
+        "--workers", type=int, help="processes that measure at once: by default 6 on a GPU, else 1"
+    )
+    parser.add_argument("--quick", action="store_true", help="a small sample of a cut model")
+    parser.add_argument("--list", action="store_true", help="only print the rows' keys")
+    given = parser.parse_args(arguments)
+    given.tables = tuple(dict.fromkeys(given.tables.split(",")))
+    if unknown := [x for x in given.tables if x not in LETTERS]:
+        parser.error(f"--tables {','.join(unknown)} must be of {','.join(LETTERS)}")
+    if given.workers is None:
+        given.workers = 1 if jax.default_backend() == "cpu" else 6
+    if given.workers < 1:
+        parser.error(f"--workers {given.workers} must be at least 1")
+    return given
+
+
+def one_line(key: str, row: Row | None, reason: str, seconds: float) -> str:
+    """A row for a terminal."""
+    if row is None:
+        return f"{key}: {reason}"
+    parts = [f"{seconds:.1f} s"]
+    if row.get("cost") is not None:
+        parts.insert(0, f"{row['cost']:+.5f}")
+    if "cache_bytes" in row:
+        parts.insert(1, f"{row['exact_cache_bytes'] / row['cache_bytes']:.2f}x smaller")
+    if "density" in row:
+        parts.insert(1, f"density {row['density']:.3f}")
+    return f"{key}: {', '.join(parts)}"
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measures, and writes the file."""
+    # Processes share the device's memory; read when jax first asks for the device.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    given = parse(arguments)
+    deadline = time.monotonic() + given.seconds
+    prepare = functools.partial(prepared, given.model, given.dtype, given.tables, quick=given.quick)
+    subject, specs = prepare()
+    if given.list:
+        print("\n".join(dict.fromkeys(spec.key for spec in specs)))
+        return
+    console = Console(stderr=True)
+    done, total = 0, len({spec.key for spec in specs})
+
+    def on_row(key: str, row: Row | None, reason: str, seconds: float) -> None:
+        nonlocal done
+        done += 1
+        line = f"{done}/{total} {one_line(key, row, reason, seconds)}"
+        console.print(line, highlight=False, markup=False)
+
+    try:
+        result = measure(
+            subject,
+            specs,
+            out=given.out,
+            on_row=on_row,
+            deadline=deadline,
+            workers=given.workers,
+            prepare=prepare,
+        )
+    except KeyboardInterrupt:
+        kept = "" if given.out is None else f"; {given.out} has what was done, and is gone on with"
+        sys.exit(f"interrupted{kept}")
+    text = json.dumps(result, indent=2) + "\n"
+    if given.out is None:
+        print(text)
+    else:
+        _writing.write_text(given.out, text)
+
+
+if __name__ == "__main__":
+    main()

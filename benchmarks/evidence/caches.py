@@ -1,0 +1,411 @@
+"""Tables of what caches cost: methods by bits, block sizes, heads, rotated codes, INT4 weights."""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, get_args
+
+from benchmarks import tables
+from benchmarks.evidence import drawing, writing
+from benchmarks.evidence.attends import PolarRounding, Rounded
+from benchmarks.evidence.rows import NEWEST, Spec, cached, cached_int4, layers, within
+from benchmarks.evidence.subject import Subject
+from benchmarks.evidence.writing import Entries, EvidenceTable, found, measured
+from benchmarks.plots import wide_figure
+from benchmarks.tables import Result
+from turbojax.config import PriorityMethod
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+PAPER = "mode=int8,softmax=sas"
+"""TurboAttention's own numerics, where the default's are exact softmax and e4m3 products."""
+
+QUICK = ("4bit", f"4bit:{PAPER}", "kivi4")
+
+OURS = {
+    "4 bits": "4bit",
+    "4 bits, buffer of 128": "4bit:buffer_size=128",
+    "4 bits, int8 and SAS": f"4bit:{PAPER}",
+    "turbo4": "turbo4",
+    "k8v4": "k8v4",
+    "KV4": "kv4",
+    "3 bits": "3bit",
+    "2/4 bits": "2/4bit",
+    "2/4 bits, int8 and SAS": f"2/4bit:{PAPER}",
+    "turbo 3 bits": "turbo_k3v3",
+    "2 bits": "2bit",
+    "turbo 2 bits": "turbo_k2v2",
+}
+"""Methods of this library, by what the table calls them."""
+
+BASELINES = {
+    "INT8, token-wise": "int8",
+    "e4m3": "e4m3",
+    "KIVI 4": "kivi4",
+    "GEAR-L 4": "gear4",
+    "KIVI 4, residual 64": "kivi4:residual_length=64",
+    "GEAR-L 4, residual 64": "gear4:residual_length=64",
+    "INT4, token-wise": "int4",
+    "KIVI 3": "kivi3",
+    "GEAR-L 3": "gear3",
+    "KIVI 3, residual 64": "kivi3:residual_length=64",
+    "GEAR-L 3, residual 64": "gear3:residual_length=64",
+    "KIVI 2": "kivi2",
+    "GEAR-L 2": "gear2",
+}
+"""Methods for comparison; the paper compares with a residual of 64 tokens."""
+
+_NEWEST = ("4 bits", "4 bits, buffer of 128", "KIVI 4", "KIVI 4, residual 64", "INT8, token-wise")
+
+_VERSUS = (
+    (("k8v4",), ("INT8, token-wise", "e4m3")),
+    (
+        ("4 bits", "4 bits, buffer of 128", "4 bits, int8 and SAS", "turbo4", "KV4"),
+        ("KIVI 4", "GEAR-L 4", "KIVI 4, residual 64", "GEAR-L 4, residual 64", "INT4, token-wise"),
+    ),
+    (
+        ("3 bits", "2/4 bits", "2/4 bits, int8 and SAS", "turbo 3 bits"),
+        ("KIVI 3", "GEAR-L 3", "KIVI 3, residual 64", "GEAR-L 3, residual 64"),
+    ),
+    (("2 bits", "turbo 2 bits"), ("KIVI 2", "GEAR-L 2")),
+)
+PAIRS = tuple((one, base) for ours, bases in _VERSUS for one in ours for base in bases)
+"""Which of ours are held against which baselines: those of about as many bits."""
+
+
+def _keys(methods: Mapping[str, str], kind: str = "cache") -> dict[str, str]:
+    return {label: f"{kind}/{name}" for label, name in methods.items()}
+
+
+# (a) Methods by bits ------------------------------------------------------------------------------
+
+
+def _methods_specs(subject: Subject) -> list[Spec]:
+    names = [*OURS.values(), *BASELINES.values()]
+    texts = [cached(name, quick=name in QUICK) for name in names]
+    return [*texts, *(layers(name, quick=name == "4bit") for name in names)]
+
+
+def methods_section(name: str, result: Result) -> str:
+    """Table 2 in form: every method, the largest cache first, and ours against the baselines."""
+    entries = _keys(OURS) | _keys(BASELINES)
+    lines = [[*x, "-"] for x in writing.exact_lines(result, "exact", "16.00", "1.00x")]
+    for label, row in sorted(
+        measured(result, entries).items(), key=lambda item: -writing.bits_per_number(item[1])
+    ):
+        errors = found(result, entries[label].replace("cache/", "layers/"))
+        shown = f"**{label}**" if label in OURS else label
+        cells = [*writing.byte_cells(row), *writing.text_cells(result, row)]
+        lines.append([shown, *cells, writing.error_cell(errors)])
+    header = ["method", *writing.BYTES_HEADER, *writing.text_header(result)]
+    every = tables.table([*header, "output error (worst layer)"], lines)
+    pairs = [(one, entries[one], other, entries[other]) for one, other in PAIRS]
+    versus = writing.comparison(result, pairs)
+    return writing.section(
+        "evidence_methods.png",
+        "What each cache costs against its bytes",
+        every,
+        "Ours in bold. Against the baselines, window by window:",
+        versus,
+        _newest(result, entries),
+        writing.note(name, result, list(entries.values())),
+    )
+
+
+def _newest(result: Result, entries: Mapping[str, str]) -> str:
+    """Errors by how many tokens came since a decode buffer of 64 was compressed."""
+    rows = {label: found(result, entries[label].replace("cache/", "layers/")) for label in _NEWEST}
+    lines = [
+        [label, *("-" if x is None else f"{x:.4f}" for x in row["by_newest"])]
+        for label, row in rows.items()
+        if row is not None
+    ]
+    if not lines:
+        return ""
+    about = "Output error of decoded tokens, by how many of them came after a multiple of 64:"
+    return f"{about}\n\n{tables.table(['method', *NEWEST], lines)}"
+
+
+def methods_plot(result: Result) -> "Figure":
+    """Cost against bytes."""
+    families = {"this library": _keys(OURS), "for comparison": _keys(BASELINES)}
+    return drawing.against_bytes(result, families, "Caches: cost against bytes")
+
+
+# (c) Block sizes ----------------------------------------------------------------------------------
+
+_SIZES = ((32, 32), (32, 64), (64, 32), (64, 64), (64, 128), (96, 96), (128, 64), (128, 128))
+
+
+def _block_method(q: int, kv: int) -> str:
+    if (q, kv) == (64, 64):
+        return f"4bit:{PAPER}"  # the default's sizes
+    sizes = f"block={q}" if q == kv else f"block_q={q},block_kv={kv},buffer_size={kv}"
+    return f"4bit:{PAPER},{sizes}"
+
+
+_BLOCKS = {f"({q}, {kv})": f"cache/{_block_method(q, kv)}" for q, kv in _SIZES}
+
+
+def _blocks_specs(subject: Subject) -> list[Spec]:
+    return [cached(_block_method(*pair), quick=pair == (64, 64)) for pair in _SIZES]
+
+
+def blocks_section(name: str, result: Result) -> str:
+    """Table 3 in form."""
+    lines = writing.exact_lines(result, "exact", "16.00", "1.00x")
+    lines += [
+        [label, *writing.byte_cells(row), *writing.text_cells(result, row)]
+        for label, row in measured(result, _BLOCKS).items()
+    ]
+    header = ["(B_r, B_c)", *writing.BYTES_HEADER, *writing.text_header(result)]
+    about = "4 bits with int8 products and SAS; the decode buffer is a block of keys."
+    return writing.section(
+        "evidence_blocks.png",
+        "What each block size costs",
+        tables.table(header, lines),
+        f"{about} {writing.note(name, result, list(_BLOCKS.values()))}",
+    )
+
+
+def blocks_plot(result: Result) -> "Figure":
+    """Costs by block size."""
+    return drawing.costs(result, _BLOCKS, "Block sizes (B_r, B_c)")
+
+
+# (d) Heads of 2 bits ------------------------------------------------------------------------------
+
+PRIORITIES = get_args(PriorityMethod)
+
+
+def head_method(count: int, heads: int, priority: str) -> str:
+    """The method with so many of a layer's heads at 2 bits, chosen by this priority."""
+    if count in (0, heads):
+        return "2bit" if count else "4bit"
+    if priority == "gap_std" and 2 * count == heads:
+        return "2/4bit"
+    return f"4bit:low_heads={count},head_priority={priority}"
+
+
+def _heads_specs(subject: Subject) -> list[Spec]:
+    heads = subject.decoder.config.num_kv_heads
+    names = [head_method(n, heads, p) for p in PRIORITIES for n in range(heads + 1)]
+    # Half of them is where the choice matters most.
+    half = [x for x in names if f"low_heads={heads // 2}," in x]
+    ordered = dict.fromkeys([*half, *names])
+    return [cached(name, quick=name in QUICK) for name in ordered]
+
+
+def _heads_keys(result: Result) -> dict[str, dict[int, str]]:
+    heads = result["model"]["kv_heads"]
+    return {
+        p: {n: f"cache/{head_method(n, heads, p)}" for n in range(heads + 1)} for p in PRIORITIES
+    }
+
+
+def heads_section(name: str, result: Result) -> str:
+    """Figure 7b in form: costs by number of 2-bit heads and by what chooses them."""
+    keys = _heads_keys(result)
+    counts = list(next(iter(keys.values())))
+    lines, worse, compared = [], [], 0
+    for priority, by_count in keys.items():
+        rows = [found(result, key) for key in by_count.values()]
+        cells = ["-" if row is None else writing.spread(row) for row in rows]
+        lines.append([f"`{priority}`", *cells])
+        for n in counts[1:-1]:
+            apart = writing.difference(result, keys["gap_std"][n], by_count[n])
+            compared += priority != "gap_std" and apart is not None
+            if apart is not None and apart.low > 0:
+                worse.append(f"`{priority}` with {n} ({apart.mean:+.4f})")
+    header = ["2-bit heads of a layer's keys, and of its values", *map(str, counts)]
+    against = (
+        f"`gap_std`, the default, is worse than {', '.join(worse)}."
+        if worse
+        else f"`gap_std`, the default, is not told to be worse in any of {compared} comparisons."
+    )
+    every = list(dict.fromkeys(key for by_count in keys.values() for key in by_count.values()))
+    return writing.section(
+        "evidence_heads.png",
+        "Cost against the number of 2-bit heads, by what chooses them",
+        tables.table(header, lines),
+        f"{against} {writing.note(name, result, every)}",
+    )
+
+
+def heads_plot(result: Result) -> "Figure":
+    """Cost against the number of 2-bit heads."""
+    figure = wide_figure(8)
+    axes = figure.subplots()
+    points = {
+        priority: [
+            (n, row) for n, key in by_count.items() if (row := found(result, key)) is not None
+        ]
+        for priority, by_count in _heads_keys(result).items()
+    }
+    drawing.curves(axes, points)
+    axes.set(title="Which heads have 2 bits", ylabel=drawing.cost_label(result))
+    axes.set_xlabel("heads of 2 bits, of keys and of values each; the others have 4")
+    return figure
+
+
+# (h) Rotated codes, and edges ---------------------------------------------------------------------
+
+_TURNS = {"rotated": True, "not rotated": False}
+_ROTATED = {
+    f"{bits} bits, {words}": PolarRounding(bits, turn)
+    for bits in (4, 3, 2)
+    for words, turn in _TURNS.items()
+}
+_PAGES = {"turbo4": "turbo4", "turbo 3 bits": "turbo_k3v3", "turbo 2 bits": "turbo_k2v2"}
+_EDGES = {
+    f"{name}, edges uncompressed": f"{name}:uncompressed_layers=1"
+    for name in ("4bit", "2bit", "turbo4", "turbo_k2v2", "k8v4")
+}
+_ALONE = {"k8v4": "k8v4", "4bit": "4bit", "2bit": "2bit"}
+
+
+def _rounding_name(rounding: PolarRounding) -> str:
+    return f"polar-{rounding.bits}-{'rotated' if rounding.rotates else 'plain'}"
+
+
+def _polar_specs(subject: Subject) -> list[Spec]:
+    simulated = [
+        within(_rounding_name(x), Rounded(x), quick=x.bits == 2) for x in _ROTATED.values()
+    ]
+    names = [*_PAGES.values(), *_ALONE.values(), *_EDGES.values()]
+    return [*simulated, *(cached(name, quick=name in QUICK) for name in names)]
+
+
+def _polar_entries() -> tuple[dict[str, str], dict[str, str]]:
+    simulated = {label: f"whole/{_rounding_name(x)}" for label, x in _ROTATED.items()}
+    return simulated, _keys(_PAGES) | _keys(_ALONE) | _keys(_EDGES)
+
+
+def _what_rotating_does(result: Result, simulated: Entries) -> str:
+    """One sentence: costs with the rotation less those without, window by window; or nothing."""
+    said = []
+    for bits in (4, 3, 2):
+        keys = [simulated[f"{bits} bits, {words}"] for words in _TURNS]
+        apart = writing.difference(result, *keys)
+        if apart is not None:
+            said.append(f"{bits} bits {writing.interval(apart)}")
+    return f"Rotated less not rotated: {'; '.join(said)}." if said else ""
+
+
+def polar_section(name: str, result: Result) -> str:
+    """The codec of turbo4 by bits, with its rotation and without; uncompressed edges."""
+    simulated, through = _polar_entries()
+    lines = [
+        writing.whole_line(result, label, row) for label, row in measured(result, simulated).items()
+    ]
+    first = tables.table(["codes", *writing.whole_header(result)], lines)
+    lines = [
+        [label, *writing.byte_cells(row), *writing.text_cells(result, row)]
+        for label, row in measured(result, through).items()
+    ]
+    header = ["cache", *writing.BYTES_HEADER, *writing.text_header(result)]
+    about = (
+        "The first table simulates the codec in float32, every token encoded by itself and "
+        "attended to exactly: without the rotation there is no cache. The second one is through "
+        "caches; edges are the first and the last layer."
+    )
+    every = [*simulated.values(), *through.values()]
+    return writing.section(
+        "evidence_polar.png",
+        "What codes with and without a rotation cost, and caches with uncompressed edges",
+        first,
+        _what_rotating_does(result, simulated),
+        tables.table(header, lines),
+        f"{about} {writing.note(name, result, every)}",
+    )
+
+
+def polar_plot(result: Result) -> "Figure":
+    """Costs of both tables."""
+    simulated, through = _polar_entries()
+    return drawing.costs(result, simulated | through, "Rotated codes; uncompressed edges")
+
+
+# (j) INT4 weights ---------------------------------------------------------------------------------
+
+_INT4 = {
+    "4 bits": "4bit",
+    "4 bits, buffer of 128": "4bit:buffer_size=128",
+    "4 bits, int8 and SAS": f"4bit:{PAPER}",
+    "KV4": "kv4",
+    "turbo4": "turbo4",
+    "KIVI 4": "kivi4",
+}
+
+
+def _int4_specs(subject: Subject) -> list[Spec]:
+    names = ["bfloat16", *_INT4.values()]
+    return [cached_int4(name, quick=name == "kv4") for name in names]
+
+
+def int4_section(name: str, result: Result) -> str:
+    """Table 5 in form: INT4 weights alone, and with caches."""
+    unit = result["texts"]["unit"]
+    entries: Entries = {"bfloat16": "int4/bfloat16"} | _keys(_INT4, "int4")
+    rows = measured(result, entries)
+    plain = writing.exact_bits(result)
+    lines = []
+    for row in list(rows.values())[:1]:
+        exact = row[f"exact_bits_per_{unit}"]
+        cost = None if plain is None else exact - plain
+        lines.append(["exact", "1.00x", f"{exact:.4f}", "-", writing.signed(cost), "-"])
+        if plain is not None:
+            lines.insert(0, ["float weights, exact", "1.00x", f"{plain:.4f}", "-", "-", "-"])
+    for label, row in rows.items():
+        bits = row[f"bits_per_{unit}"]
+        beyond = None if plain is None or bits is None else bits - plain
+        lines.append(
+            [
+                label,
+                tables.times(writing.smaller(row)),
+                "-" if bits is None else f"{bits:.4f}",
+                writing.spread(row),
+                writing.signed(beyond),
+                f"{row['same_greedy_choice']:.1%}",
+            ]
+        )
+    header = ["cache", "smaller than bfloat16", f"bits per {unit}", "cost of the cache [95 %]"]
+    header += ["cost of weights and cache", "same greedy choice"]
+    about = "INT4 weights and e4m3 activations, smoothed; each cache beside an exact one with them."
+    *ours, kivi = _INT4
+    pairs = [(one, entries[one], kivi, entries[kivi]) for one in ours]
+    return writing.section(
+        "evidence_int4.png",
+        "What caches cost a model with INT4 weights",
+        tables.table(header, lines),
+        writing.comparison(result, pairs),
+        f"{about} {writing.note(name, result, list(entries.values()))}",
+    )
+
+
+def int4_plot(result: Result) -> "Figure":
+    """Costs of caches with float and with INT4 weights."""
+    both = {f"float, {label}": key for label, key in _keys(_INT4).items()}
+    both |= {f"INT4, {label}": key for label, key in _keys(_INT4, "int4").items()}
+    return drawing.costs(result, both, "Caches with float and with INT4 weights")
+
+
+METHODS = EvidenceTable(
+    "a",
+    "evidence methods",
+    _methods_specs,
+    methods_section,
+    "evidence_methods.png",
+    methods_plot,
+)
+BLOCKS = EvidenceTable(
+    "c", "evidence blocks", _blocks_specs, blocks_section, "evidence_blocks.png", blocks_plot
+)
+HEADS = EvidenceTable(
+    "d", "evidence heads", _heads_specs, heads_section, "evidence_heads.png", heads_plot
+)
+POLAR = EvidenceTable(
+    "h", "evidence polar", _polar_specs, polar_section, "evidence_polar.png", polar_plot
+)
+INT4 = EvidenceTable(
+    "j", "evidence int4", _int4_specs, int4_section, "evidence_int4.png", int4_plot
+)

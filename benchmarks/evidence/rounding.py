@@ -1,0 +1,176 @@
+"""Tables of what is rounded how: channels against tokens (figure 10), FireQ's columns (table g)."""
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from benchmarks import fireq_ablation, tables
+from benchmarks.evidence import writing
+from benchmarks.evidence.channels import BITS
+from benchmarks.evidence.rows import Spec, channel_errors
+from benchmarks.evidence.subject import Subject
+from benchmarks.evidence.writing import EvidenceTable, found
+from benchmarks.plots import Bar, draw_bars, wide_figure
+from benchmarks.tables import Result, Row
+from turbojax import smoothing
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+# (e) Channels against tokens ----------------------------------------------------------------------
+
+_CHANNELS = "channels"
+
+
+def _channel_specs(subject: Subject) -> list[Spec]:
+    return [channel_errors()]
+
+
+def channel_section(name: str, result: Result) -> str:
+    """Figure 10 in form."""
+    row = found(result, _CHANNELS)
+    lines = []
+    for side, errors in () if row is None else row["relative_l2"].items():
+        for bits in BITS:
+            channel, token = (np.asarray(errors[f"{x}-{bits}"]) for x in ("channel", "token"))
+            worse = [str(i) for i in np.flatnonzero(channel > token)]
+            lines.append(
+                [
+                    f"{side}s, {bits} bits",
+                    f"{channel.mean():.4f}",
+                    f"{token.mean():.4f}",
+                    f"{token.mean() / channel.mean():.2f}x",
+                    ", ".join(worse) or "none",
+                ]
+            )
+    header = ["codes of", "channel-wise error", "token-wise error", "token-wise is larger by"]
+    about = (
+        "Relative L2 error, the mean over layers, of codes with a minimum and a scale for 64 "
+        "tokens of a channel, or for as many channels of a token: the same bytes."
+    )
+    return writing.section(
+        "evidence_channels.png",
+        "Errors of channel-wise and of token-wise codes by layer",
+        tables.table([*header, "layers where channel-wise is worse"], lines),
+        f"{about} {writing.note(name, result, [_CHANNELS])}",
+    )
+
+
+def channel_plot(result: Result) -> "Figure":
+    """Errors by layer: keys on the left, values on the right."""
+    figure = wide_figure(11)
+    row = found(result, _CHANNELS)
+    for axes, side in zip(figure.subplots(1, 2, sharey=True), ("key", "value"), strict=True):
+        for kind, style in (("channel", "o-"), ("token", "s--")):
+            for i, bits in enumerate(BITS if row is not None else ()):
+                assert row is not None
+                errors = row["relative_l2"][side][f"{kind}-{bits}"]
+                axes.plot(errors, style, color=f"C{i}", label=f"{kind}-wise, {bits} bits")
+        axes.set(title=f"{side}s", xlabel="layer", ylabel="relative L2 error", yscale="log")
+        axes.grid(alpha=0.3)
+        if axes.get_legend_handles_labels()[0]:
+            axes.legend(fontsize=7)
+    return figure
+
+
+# (g) FireQ's columns ------------------------------------------------------------------------------
+
+_MODELS = ("as_is", "planted")
+_WINDOWS, _LENGTH = 24, 1025
+# What the committed ablation was measured with.
+_SMOOTHING = smoothing.Smoothing(alpha=8.0, beta=8.0, cas_inputs="all")
+
+
+def _fireq_spec(name: str) -> Spec:
+    def measure(subject: Subject) -> Row:
+        held_out = subject.tokens[:: max(1, len(subject.tokens) // _WINDOWS), :_LENGTH]
+        text = fireq_ablation.Text(subject.calibration, held_out)
+        outliers = fireq_ablation.OUTLIERS[name]
+        model = subject.decoder
+        if outliers is not None:
+            model = fireq_ablation.plant(model, outliers)
+        # A cut model is to show that everything runs.
+        every = tuple(fireq_ablation.COLUMNS)
+        columns = every if subject.sizes.layers is None else (every[0], every[-1])
+        options: Any = _SMOOTHING
+        return {
+            "exact": fireq_ablation.bits(model, text, "exact", _ignore),
+            "columns": fireq_ablation.measure(model, text, options, _ignore, columns),
+            "decoded": int(held_out[:, 1:].size),
+        }
+
+    return Spec(f"fireq/{name}", measure, quick=name == "as_is")
+
+
+def _ignore(count: int) -> None:
+    del count
+
+
+def _fireq_specs(subject: Subject) -> list[Spec]:
+    return [_fireq_spec(name) for name in _MODELS]
+
+
+_TITLES = {"as_is": "the model as it is", "planted": "with moderate outliers planted"}
+
+
+def fireq_section(name: str, result: Result) -> str:
+    """FireQ's eight columns, above the exact model."""
+    rows = {x: found(result, f"fireq/{x}") for x in _MODELS}
+    columns = list(fireq_ablation.COLUMNS)
+    lines = []
+    for model, row in rows.items():
+        if row is None:
+            continue
+        costs = [row["columns"].get(x) for x in columns]
+        cells = ["-" if x is None else f"{x - row['exact']:+.4f}" for x in costs]
+        lines.append([_TITLES[model], f"{row['exact']:.4f}", *cells])
+    paper = [f"{fireq_ablation.PAPER[x]:.2f}" for x in columns]
+    lines.append(["the paper: perplexity of Llama-3.1-8B on Wikitext-2", "-", *paper])
+    unit = result["texts"]["unit"]
+    worse = [
+        f"{column}, {_TITLES[model]} ({bits - row['columns']['none']:+.4f})"
+        for model, row in rows.items()
+        for column, bits in ({} if row is None else row["columns"]).items()
+        if row is not None and bits > row["columns"]["none"]
+    ]
+    about = (
+        f"Bits per {unit} above exact attention with float weights: INT4 weights, e4m3 activations "
+        "and the KV4 cache, whole windows in one pass. "
+        f"Worse than without smoothing: {'; '.join(worse) or 'none'}."
+    )
+    every = [f"fireq/{x}" for x in _MODELS]
+    return writing.section(
+        "evidence_fireq.png",
+        "What each column of FireQ's smoothing costs",
+        tables.table(["", f"exact, bits per {unit}", *columns], lines),
+        f"{about} {writing.note(name, result, every)}",
+    )
+
+
+def fireq_plot(result: Result) -> "Figure":
+    """A bar for each column and model."""
+    groups: dict[str, dict[str, Bar]] = {column: {} for column in fireq_ablation.COLUMNS}
+    for model in _MODELS:
+        row = found(result, f"fireq/{model}")
+        for column, bits in {} if row is None else row["columns"].items():
+            assert row is not None
+            cost = bits - row["exact"]
+            groups[column][_TITLES[model]] = Bar(cost, f"{cost:.3f}")
+    figure = wide_figure(10)
+    axes = draw_bars(figure, groups, 0.35)
+    axes.margins(y=0.2)
+    axes.set(title="FireQ's smoothing", ylabel=f"bits per {result['texts']['unit']} above exact")
+    return figure
+
+
+CHANNELS = EvidenceTable(
+    "e",
+    "evidence channels",
+    _channel_specs,
+    channel_section,
+    "evidence_channels.png",
+    channel_plot,
+)
+FIREQ = EvidenceTable(
+    "g", "evidence fireq", _fireq_specs, fireq_section, "evidence_fireq.png", fireq_plot
+)

@@ -1,0 +1,250 @@
+"""What the tables share: cells, comparisons, sentences. Pure functions of a result."""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from benchmarks import tables
+from benchmarks.evidence.rows import Spec
+from benchmarks.evidence.subject import Subject
+from benchmarks.suite import Table
+from benchmarks.tables import Result, Row
+from turbojax.evaluation import Interval, bootstrap
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+_FILES_TO_DRAW = 5
+"""With as many files they are drawn, with fewer windows, as `turbojax.evaluation` does."""
+
+Entries = Mapping[str, str]
+"""Keys of rows by their labels, in the order of the table."""
+
+
+@dataclasses.dataclass(frozen=True)
+class EvidenceTable:
+    """A table of the evidence, and the rows that it needs.
+
+    Attributes:
+      letter: what ``--tables`` calls it.
+      name: of its markers in the docs.
+      specs: its rows, what matters most first.
+      render: the Markdown, of any result that has some of its rows.
+      plot: name of its plot's file.
+      draw: draws it, of the same.
+    """
+
+    letter: str
+    name: str
+    specs: Callable[[Subject], list[Spec]]
+    render: Table
+    plot: str
+    draw: Callable[[Result], "Figure"]
+
+
+def found(result: Result, key: str) -> Row | None:
+    """A row that was measured, or None."""
+    row: Row | None = result.get("rows", {}).get(key)
+    return row
+
+
+def measured(result: Result, entries: Entries) -> dict[str, Row]:
+    """The rows that were measured, by label."""
+    rows = {label: found(result, key) for label, key in entries.items()}
+    return {label: row for label, row in rows.items() if row is not None}
+
+
+def signed(value: float | None) -> str:
+    """``+0.0035``, or a dash."""
+    return "-" if value is None else f"{value:+.4f}"
+
+
+def spread(row: Row, name: str = "cost") -> str:
+    """``+0.0035 [+0.0030, +0.0041]``, or NaN where the row has windows without a figure."""
+    if row[name] is None:
+        return f"NaN in {row['nan_windows']} windows"
+    if row[f"{name}_interval"] is None:
+        return f"{row[name]:+.4f}"
+    low, high = row[f"{name}_interval"]
+    return f"{row[name]:+.4f} [{low:+.4f}, {high:+.4f}]"
+
+
+def smaller(row: Row) -> float:
+    """Bytes of a bfloat16 cache over those of the row's."""
+    ratio: float = row["exact_cache_bytes"] / row["cache_bytes"]
+    return ratio
+
+
+def bits_per_number(row: Row) -> float:
+    """Bits that a number of the keys and values takes, scales, norms and exact tokens included."""
+    return 16 / smaller(row)
+
+
+def error_cell(row: Row | None, name: str = "relative_l1") -> str:
+    """The mean of the layers' errors, and the largest."""
+    if row is None or any(x is None for x in row[name]):
+        return "-"
+    return f"{np.mean(row[name]):.3f} ({max(row[name]):.3f})"
+
+
+def text_cells(result: Result, row: Row) -> list[str]:
+    """Bits, cost, divergence and agreement; see `text_header`."""
+    bits = row[f"bits_per_{result['texts']['unit']}"]
+    return [
+        "-" if bits is None else f"{bits:.4f}",
+        spread(row),
+        "-" if row["divergence"] is None else f"{row['divergence']:.5f}",
+        f"{row['same_greedy_choice']:.1%}",
+    ]
+
+
+def text_header(result: Result) -> list[str]:
+    """The header of `text_cells`."""
+    unit = f"bits per {result['texts']['unit']}"
+    return [unit, "cost [95 %]", "KL, bits", "same greedy choice"]
+
+
+def byte_cells(row: Row) -> list[str]:
+    """What a cache takes; see `BYTES_HEADER`."""
+    return [f"{bits_per_number(row):.2f}", tables.times(smaller(row))]
+
+
+BYTES_HEADER = ["bits a number", "smaller than bfloat16"]
+
+
+def exact_bits(result: Result) -> float | None:
+    """Bits per byte or token through the exact cache with float weights; None if nothing has it."""
+    row = next((x for key, x in result["rows"].items() if key.startswith("cache/")), None)
+    found: float | None = None if row is None else row[f"exact_bits_per_{result['texts']['unit']}"]
+    return found
+
+
+def exact_lines(result: Result, *label: str) -> list[list[str]]:
+    """The line that the costs of rows through caches are above, or none; see `text_header`.
+
+    Args:
+      result: the result.
+      *label: the cells before bits.
+    """
+    bits = exact_bits(result)
+    return [] if bits is None else [[*label, f"{bits:.4f}", "-", "-", "-"]]
+
+
+def whole_line(result: Result, label: str, row: Row, *more: str) -> list[str]:
+    """Cells of a row without a cache; see `whole_header`."""
+    return [label, *more, *text_cells(result, row), error_cell(row)]
+
+
+def whole_header(result: Result) -> list[str]:
+    """The header of `whole_line` after what is said of the row itself."""
+    return [*text_header(result), "output error (worst layer)"]
+
+
+def difference(result: Result, key: str, other: str) -> Interval | None:
+    """What one row's bits are above another's, window by window; None if there are none."""
+    rows = [found(result, x) for x in (key, other)]
+    costs = [row["cost_by_window"] for row in rows if row is not None]
+    if len(costs) < 2 or any(x is None for cost in costs for x in cost):
+        return None
+    one, two = (np.asarray(cost, np.float64) for cost in costs)
+    owners = result["texts"]["long_owners" if key.startswith("long/") else "owners"]
+    by_file = len(set(owners)) >= _FILES_TO_DRAW
+    return bootstrap(one - two, owners if by_file else None)
+
+
+def interval(apart: Interval) -> str:
+    """``+0.0010 [+0.0002, +0.0018]``."""
+    ends = "" if apart.ends is None else f" [{apart.low:+.4f}, {apart.high:+.4f}]"
+    return f"{apart.mean:+.4f}{ends}"
+
+
+def word(apart: Interval, share: float) -> str:
+    """What an interval of a difference of bits says.
+
+    Args:
+      apart: ours less the baseline's; without an interval its mean is taken for it.
+      share: bytes of ours over the baseline's, less 1.
+    """
+    low, high = apart.ends or (apart.mean, apart.mean)
+    if high < 0:
+        return "better" if share <= 0 else "better, with more bytes"
+    if low > 0:
+        return "**worse**" if share >= 0 else "**worse**, with fewer bytes"
+    return "not told apart"
+
+
+def comparison(result: Result, pairs: Sequence[tuple[str, str, str, str]]) -> str:
+    """A table of ours against baselines, and what of ours is worse.
+
+    Args:
+      result: the result.
+      pairs: label and key of ours, label and key of the baseline.
+    """
+    lines, worse = [], []
+    for label, key, base, other in pairs:
+        apart = difference(result, key, other)
+        ours, theirs = found(result, key), found(result, other)
+        if ours is None or theirs is None:
+            continue
+        share = ours["cache_bytes"] / theirs["cache_bytes"] - 1
+        if apart is None:
+            said, bits = _of_nan(ours, theirs), "NaN"
+        else:
+            said, bits = word(apart, share), interval(apart)
+        lines.append([label, base, f"{share:+.1%}", bits, said, _times_kl(ours, theirs)])
+        if "worse" in said:
+            by = "NaN" if apart is None else f"{apart.mean:+.4f} bits"
+            worse.append(f"{label} than {base} ({by}, {share:+.1%} bytes)")
+    if not lines:
+        return "No pair of them was measured."
+    named = "; ".join(worse)
+    last = f"Worse are: {named}." if worse else "None of ours is told to be worse than these."
+    header = ["ours", "against", "bytes", "bits [95 %]", "ours is", "KL of theirs"]
+    return f"{tables.table(header, lines)}\n\n{last}"
+
+
+def _times_kl(ours: Row, theirs: Row) -> str:
+    """Our divergence over theirs."""
+    one, two = ours["divergence"], theirs["divergence"]
+    return tables.times(one / two) if one is not None and two else "-"
+
+
+def _of_nan(ours: Row, theirs: Row) -> str:
+    """What can be said of two rows at least one of which has windows without a figure."""
+    if ours["cost"] is None:
+        return "**worse**" if theirs["cost"] is not None else "not told apart"
+    return "better"
+
+
+def not_measured(result: Result, keys: Sequence[str]) -> str:
+    """One sentence on rows that are missing, with the reasons there are, or nothing."""
+    reasons: dict[str, list[str]] = {}
+    for key in keys:
+        if found(result, key) is None:
+            reason = result.get("failures", {}).get(key, "not run")[:160]
+            reasons.setdefault(reason, []).append(f"`{key}`")
+    return "".join(
+        f" Not measured: {', '.join(names)} ({reason})." for reason, names in reasons.items()
+    ).replace("|", "\\|")
+
+
+def note(name: str, result: Result, keys: Sequence[str]) -> str:
+    """On how much text, on which model, and from which file."""
+    rows = [row for key in keys if (row := found(result, key)) is not None]
+    counts = sorted({row["decoded"] for row in rows if "decoded" in row})
+    unit, model = result["texts"]["unit"], result["model"]
+    text = " and ".join(f"{count:,}" for count in counts)
+    scored = f"{text} {unit}s of held-out text, " if counts else ""
+    about = (
+        f"{scored}model {model['name']} with {model['parameters'] / 1e6:.1f}M parameters and "
+        f"{model['kv_heads']} KV heads of {model['head_dim']} channels in {model['dtype']};"
+    )
+    about = about[0].upper() + about[1:]
+    return f"{about} {tables.source(name, result)}{not_measured(result, keys)}"
+
+
+def section(plot: str, description: str, *parts: str) -> str:
+    """A plot, then tables and notes."""
+    return tables.picture(plot, description) + "\n\n".join(part for part in parts if part)

@@ -1,0 +1,336 @@
+"""The evidence: its simulations against float64 numpy, its rows' names, its file, its tables."""
+
+import dataclasses
+import json
+import math
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from benchmarks.evidence import __main__ as command
+from benchmarks.evidence import attends, caches, channels, pooling, softmaxes, whole, writing
+from benchmarks.evidence.catalogue import SHOWN, TABLES, specs_of
+from benchmarks.evidence.measuring import measure
+from benchmarks.evidence.rows import Spec
+from benchmarks.evidence.subject import QUICK, Sizes
+from benchmarks.tables import OUT_OF_TIME
+from turbojax import SAS, models, polar
+from turbojax.evaluation import Interval, method
+
+
+def test_degrees_are_least_squares_fits():
+    grid = (np.arange(100_000) + 0.5) / 100_000
+    for degree in (1, 3):
+        want = np.polynomial.polynomial.polyfit(grid, np.exp(-grid), degree)
+        np.testing.assert_allclose(attends.exponential_fit(degree), want, atol=1e-6)
+    # The paper's cubic has four digits.
+    np.testing.assert_allclose(attends.exponential_fit(3), SAS().coefficients, atol=2e-4)
+    for wrong in ({"degree": 0}, {"degree": 6}, {"base": "2"}):
+        with pytest.raises(ValueError, match=str(next(iter(wrong)))):
+            attends.OfDegree(**wrong)
+
+
+def test_sas_of_a_degree_against_float64():
+    x = np.linspace(-9, 0, 997).astype(np.float32)
+    softmax = attends.OfDegree(-5.0, degree=2)
+    y = -x.astype(np.float64)
+    f = y - np.floor(y)
+    want = np.polynomial.polynomial.polyval(f, attends.exponential_fit(2)) * np.exp(-np.floor(y))
+    want = np.where(x < -5, 0, want)
+    np.testing.assert_allclose(np.asarray(softmax(jnp.asarray(x))), want, atol=2e-7)
+    special = np.asarray(softmax(jnp.asarray([-jnp.inf, jnp.nan, 1e-6], jnp.float32)))
+    assert special[0] == 0
+    assert np.isnan(special[1])
+    assert special[2] == pytest.approx(attends.exponential_fit(2)[0])
+    errors = softmaxes.function_errors(softmax)
+    assert errors["cut"] == pytest.approx(math.exp(-5), rel=1e-3)
+    assert errors["function_error"] == pytest.approx(
+        np.abs(want - np.exp(-y))[x >= -5].max(), rel=0.02
+    )
+
+
+@pytest.mark.parametrize("rotates", [True, False])
+def test_polar_rounding_against_float64(rotates):
+    x = np.random.default_rng(0).standard_t(3, (5, 64)).astype(np.float32)
+    x[4] = 0
+    got = np.asarray(attends.PolarRounding(3, rotates)(jnp.asarray(x)))
+    turn = np.asarray(polar.rotation(64).matrix(), np.float64)
+    wide = x[:4].astype(np.float64) @ (turn.T if rotates else np.eye(64))
+    table = polar.centroids(3, 64).astype(np.float64)
+    norm = np.linalg.norm(wide, axis=-1, keepdims=True)
+    chosen = table[np.abs((wide / norm)[..., None] - table).argmin(-1)]
+    want = chosen * norm / np.linalg.norm(chosen, axis=-1, keepdims=True)
+    want = want @ (turn if rotates else np.eye(64))
+    # The norm is stored in 11 bits.
+    np.testing.assert_allclose(got[:4], want, atol=np.abs(want).max() * 2**-10)
+    assert not got[4].any()
+    assert np.isnan(np.asarray(attends.PolarRounding(3, rotates)(jnp.full((1, 64), jnp.nan)))).all()
+
+
+@pytest.mark.slow
+def test_polar_rounding_is_the_codec():
+    x = jax.random.normal(jax.random.key(0), (64, 64))
+    turn = polar.rotation(64)
+    want = polar.decode(*polar.encode(x, turn, 4), turn, 4)
+    got = attends.PolarRounding(4, True)(x)
+    # But for a coordinate near a threshold, which rounding may put on either side.
+    assert np.mean(np.abs(np.asarray(got - want)) > 0.01) < 0.005
+
+
+def test_output_errors_against_float64():
+    """As `layer_errors` has them: the cosine is the mean over queries and heads."""
+    rng = np.random.default_rng(2)
+    q, k, v = (rng.normal(size=(1, 1, 8, heads, 16)).astype(np.float32) for heads in (4, 2, 2))
+    rounding = attends.PolarRounding(2, rotates=False)
+    attend = attends.Rounded(rounding)
+    tensors = tuple(jnp.asarray(x) for x in (q, k, v))
+    cosine, relative, rmse = whole.output_errors(tensors, attend=attend, first=3)
+
+    def attended(key: np.ndarray, value: np.ndarray) -> np.ndarray:
+        key, value = (np.repeat(x[0, 0].astype(np.float64), 2, axis=1) for x in (key, value))
+        scores = np.einsum("tnh,snh->nts", q[0, 0].astype(np.float64), key) / 4
+        weights = np.exp(np.where(np.tri(8, dtype=bool), scores, -np.inf))
+        weights /= weights.sum(axis=-1, keepdims=True)
+        return np.einsum("nts,snh->tnh", weights, value)[3:]
+
+    want, got = attended(k, v), attended(*(np.asarray(rounding(x)) for x in tensors[1:]))
+    lengths = np.linalg.norm(want, axis=-1) * np.linalg.norm(got, axis=-1)
+    assert float(cosine[0]) == pytest.approx(((want * got).sum(axis=-1) / lengths).mean(), rel=1e-4)
+    off = np.abs(got - want)
+    assert float(relative[0]) == pytest.approx(off.sum() / np.abs(want).sum(), rel=1e-4)
+    assert float(rmse[0]) == pytest.approx(np.sqrt((off**2).mean()), rel=1e-4)
+
+
+def test_marks_say_which_layers_are_dense():
+    every = pooling.policies(4096, 128)
+    assert every["topk/0.25"].marks(3)[0] is not None
+    assert [x is None for x in every["dense_first/2"].marks(3)] == [True, True, False]
+    with pytest.raises(ValueError, match="dense_layers=2 must be below the model's 2 layers"):
+        every["dense_first/2"].marks(2)
+    assert attends.Exact().marks(2) == (None, None)
+    assert every["topk_window/0.125"].pooled.policy.near == 128
+
+
+def _grouped_error(x: np.ndarray, bits: int, axis: int, group: int) -> float:
+    """float64, one layer ``[n, T, K, H]``, with loops over groups."""
+    rows = np.moveaxis(x.astype(np.float64), axis, -1).reshape(-1, group)
+    off = 0.0
+    for row in rows:
+        step = (row.max() - row.min()) / (2**bits - 1)
+        off += np.sum((np.rint((row - row.min()) / step) * step + row.min() - row) ** 2)
+    return math.sqrt(off / np.sum(x.astype(np.float64) ** 2))
+
+
+def test_channel_errors_against_float64():
+    x = np.random.default_rng(1).normal(size=(2, 1, 80, 2, 32)).astype(np.float32)
+    x[0, ..., 5] += 20  # a channel that is off in every token: each token's group must reach it
+    found = channels.errors_by_layer(jnp.asarray(x), jnp.asarray(x[::-1]))
+    for kind, axis in (("channel", 1), ("token", 3)):
+        for bits in (2, 4):
+            # Groups of 32, the channels of a head; 80 tokens have two whole ones.
+            want = [_grouped_error(layer[:, :64], bits, axis, 32) for layer in x]
+            np.testing.assert_allclose(found["key"][f"{kind}-{bits}"], want, rtol=1e-4)
+            assert found["value"][f"{kind}-{bits}"] == pytest.approx(want[::-1], rel=1e-4)
+    assert found["key"]["token-2"][0] > 5 * found["key"]["channel-2"][0]
+    with pytest.raises(ValueError, match="must have at least 32 tokens"):
+        channels.errors_by_layer(jnp.asarray(x[:, :, :16]), jnp.asarray(x[:, :, :16]))
+
+
+CONFIG = models.TransformerConfig(
+    vocab_size=256,
+    hidden_size=256,
+    intermediate_size=768,
+    num_layers=8,
+    num_heads=8,
+    num_kv_heads=4,
+    head_dim=64,
+    max_length=4096,
+)
+
+
+class Model:
+    """As much of a subject as names of rows and files need."""
+
+    sizes = Sizes()
+
+    def __init__(self, heads: int = 4) -> None:
+        config = dataclasses.replace(CONFIG, num_kv_heads=heads)
+        self.decoder = types.SimpleNamespace(config=config)
+
+    def identity(self) -> dict:
+        return {"model": {"name": "none"}, "settings": {}, "texts": {"unit": "byte"}}
+
+
+@pytest.mark.parametrize("heads", [4, 8])
+def test_every_method_has_a_name_that_is_known(heads):
+    subject = Model(heads)
+    specs = [spec for table in TABLES for spec in table.specs(subject)]
+    names = {
+        spec.key.partition("/")[2] for spec in specs if spec.key[:4] in ("cach", "int4", "laye")
+    }
+    for name in names:
+        method(name, subject.decoder.config)
+    assert len(names) > 40
+    counted = [x for x in names if "low_heads" in x]
+    assert len(counted) == 4 * (heads - 1) - 1  # gap_std of half of the heads is 2/4bit
+
+
+def test_every_table_has_rows_quick_ones_too():
+    subject = Model(4)
+    assert [table.letter for table in TABLES] == list("abcdefghij")
+    for table in TABLES:
+        assert specs_of(subject, [table.letter], quick=True), table.letter
+    every = specs_of(subject, command.LETTERS, quick=False)
+    quick = {spec.key for spec in specs_of(subject, command.LETTERS, quick=True)}
+    assert quick < {spec.key for spec in every}
+    # Rows are shared.
+    assert len({spec.key for spec in every}) < len(every)
+    with pytest.raises(SystemExit):
+        command.parse(["--tables", "a,z"])
+    with pytest.raises(SystemExit):
+        command.parse(["--workers", "0"])
+
+
+def test_rows_are_kept_and_failures_are_tried_again(tmp_path):
+    calls = []
+
+    def spec(key: str, error: Exception | None = None) -> Spec:
+        def run(subject: object) -> dict:
+            calls.append(key)
+            if error is not None:
+                raise error
+            return {"cost": 0.5}
+
+        return Spec(key, run)
+
+    out, told = tmp_path / "evidence.json", []
+    specs = [spec("a"), spec("b", NotImplementedError("not here")), spec("a"), spec("c")]
+    options = {"out": out, "on_row": lambda key, row, reason, seconds: told.append((key, reason))}
+    first = measure(Model(), specs, **options)
+    assert calls == ["a", "b", "c"]
+    with pytest.raises(ValueError, match="workers=2 must be 1"):
+        measure(Model(), specs, workers=2, **options)
+    assert first["failures"] == {"b": "not here"}
+    assert ("b", "not here") in told
+    assert set(json.loads(out.read_text())["rows"]) == {"a", "c"}
+    again = measure(Model(), [spec("a"), spec("b"), spec("d")], **options)
+    assert calls[3:] == ["b", "d"]
+    assert again["rows"]["a"] == first["rows"]["a"]
+    assert again["failures"] == {}
+    late = measure(Model(), [spec("e")], deadline=0.0, **options)
+    assert late["failures"] == {"e": OUT_OF_TIME}
+    assert "e" not in calls
+
+
+def _cached(cost: float, size: int, windows: int = 6) -> dict:
+    return {
+        "bits_per_byte": 0.8 + cost,
+        "exact_bits_per_byte": 0.8,
+        "cost": cost,
+        "cost_interval": [cost - 0.001, cost + 0.001],
+        "divergence": 0.01,
+        "same_greedy_choice": 0.98,
+        "cost_by_window": [cost + 0.0001 * i for i in range(windows)],
+        "nan_windows": 0,
+        "decoded": 3072,
+        "cache_bytes": size,
+        "exact_cache_bytes": 1000,
+    }
+
+
+RESULT = {
+    "device": "a GPU",
+    "jax": "0",
+    "date": "2026-01-02",
+    "model": {
+        "name": "embedded",
+        "parameters": 7_900_000,
+        "kv_heads": 4,
+        "head_dim": 64,
+        "dtype": "bfloat16",
+    },
+    "settings": dataclasses.asdict(Sizes()),
+    "texts": {"unit": "byte", "owners": list("abcdef"), "long_owners": list("abcdef")},
+    "rows": {
+        "cache/4bit": _cached(0.004, 270),
+        "cache/kivi4": _cached(0.003, 290),
+        "cache/gear4": _cached(0.009, 340),
+        "cache/e4m3": {**_cached(0, 500), "cost": None, "cost_interval": None, "nan_windows": 2},
+        "cache/4bit:low_heads=2,head_priority=entropy": _cached(0.002, 210),
+        "cache/2/4bit": _cached(0.003, 210),
+        "layers/4bit": {"relative_l1": [0.1, 0.2], "by_newest": [0.13, None, 0.05, 0.04]},
+        "long/topk/0.25": {**_cached(0.1, 1), "density": 0.25},
+        "long/window/8th": {**_cached(0.2, 1), "density": 0.3},
+        "int4/kv4": {**_cached(0.02, 260), "exact_bits_per_byte": 0.85, "bits_per_byte": 0.87},
+        "int4/kivi4": {**_cached(0.01, 260), "exact_bits_per_byte": 0.85, "bits_per_byte": 0.86},
+        "whole/polar-2-rotated": {**_cached(0.01, 1), "relative_l1": [0.1, 0.2]},
+        "whole/polar-2-plain": {**_cached(0.03, 1), "relative_l1": [0.1, 0.3]},
+    },
+    "failures": {"cache/kv4": "no kernel | none"},
+}
+
+
+def test_tables_name_what_is_worse_and_what_is_missing():
+    shown = {name: table("evidence.json", RESULT) for name, table in SHOWN.tables.items()}
+    text = shown["evidence methods"]
+    assert "| exact | 16.00 | 1.00x | 0.8000 | - | - | - | - |" in text
+    assert "| **4 bits** | 4.32 | 3.70x | 0.8040 | +0.0040 [+0.0030, +0.0050] |" in text
+    assert "| e4m3 | 8.00 | 2.00x | 0.8000 | NaN in 2 windows |" in text
+    assert (
+        "| 4 bits | KIVI 4 | -6.9% | +0.0010 [+0.0010, +0.0010] | **worse**, with fewer bytes |"
+        in text
+    )
+    assert "| 4 bits | GEAR-L 4 | -20.6% | -0.0050 [-0.0050, -0.0050] | better |" in text
+    assert "Worse are: 4 bits than KIVI 4 (+0.0010 bits, -6.9% bytes)." in text
+    assert "| 4 bits | 0.1300 | - | 0.0500 | 0.0400 |" in text
+    assert "| better | 1.00x |" in text  # divergences are alike
+    assert "`cache/kv4` (no kernel \\| none)" in text
+    assert "(not run)" in text
+    assert "worse than `entropy` with 2 (+0.0010)" in shown["evidence heads"]
+    pooled = shown["evidence pooled"]
+    assert "| `window/8th` | 0.300 |" in pooled
+    assert "| `topk/0.25` |\n" in pooled.split("`window/8th`")[1]
+    assert "| exact | 1.00x | 0.8500 | - | +0.0500 | - |" in shown["evidence int4"]
+    assert "| +0.0700 |" in shown["evidence int4"]
+    assert "Worse are: KV4 than KIVI 4 (+0.0100 bits, +0.0% bytes)." in shown["evidence int4"]
+    turned = "Rotated less not rotated: 2 bits -0.0200 [-0.0200, -0.0200]."
+    assert turned in shown["evidence polar"]
+    assert "| exact | 16.00 |" in shown["evidence blocks"]
+    assert "| exact | 0.8000 |" in shown["evidence parts"]
+    for name, table in shown.items():
+        assert table.startswith("!["), name
+        assert "benchmarks/results/evidence.json" in table, name
+
+
+def test_a_row_of_nan_is_no_better_than_a_number():
+    nan = {**_cached(0, 270), "cost": None, "cost_interval": None, "cost_by_window": [None] * 6}
+    rows = {**RESULT["rows"], "cache/4bit": nan}
+    text = writing.comparison(
+        {**RESULT, "rows": rows}, [("4 bits", "cache/4bit", "KIVI 4", "cache/kivi4")]
+    )
+    assert "| 4 bits | KIVI 4 | -6.9% | NaN | **worse** |" in text
+    assert "Worse are: 4 bits than KIVI 4 (NaN, -6.9% bytes)." in text
+
+
+def test_what_an_interval_says():
+    def interval(low: float, high: float) -> Interval:
+        return Interval((low + high) / 2, low, high)
+
+    assert writing.word(interval(-2, -1), 0) == "better"
+    assert writing.word(interval(-2, -1), 0.1) == "better, with more bytes"
+    assert writing.word(interval(1, 2), 0) == "**worse**"
+    assert writing.word(interval(-1, 2), 0) == "not told apart"
+    assert writing.difference(RESULT, "cache/4bit", "cache/3bit") is None
+    assert writing.difference(RESULT, "cache/4bit", "cache/e4m3") is not None
+    assert caches.head_method(2, 4, "gap_std") == "2/4bit"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", list(SHOWN.plots))
+def test_plots_are_drawn_of_what_there_is(name, tmp_path):
+    for i, result in enumerate((RESULT, {**RESULT, "rows": {}})):
+        SHOWN.plots[name](result).savefig(tmp_path / f"{i}.png", dpi=20)
+    assert QUICK.layers == 2

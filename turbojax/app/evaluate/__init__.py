@@ -1,0 +1,1 @@
+"""`turbojax eval`: what caches cost on real text, on long contexts and on tasks."""

@@ -1,0 +1,201 @@
+"""Teacher-forced decoding in chunks: many steps of a model through its caches in one program."""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from turbojax.evaluation.methods import Method
+from turbojax.evaluation.programs import repeatable
+from turbojax.kv import PooledAttention
+from turbojax.models import Decoder, ModelCaches, QuantizedDecoder, Session, Transformer
+from turbojax.models.decoder import for_length, unstack, warn_of_long_factors
+from turbojax.models.generation.buckets import cache_bucket, prompt_bucket
+from turbojax.models.generation.caching import init_caches
+from turbojax.models.generation.padding import check_prompts, pad_prompts
+from turbojax.models.generation.steps import decode_step, run_prompts
+
+AnyDecoder = Decoder | QuantizedDecoder
+AnyModel = Transformer | AnyDecoder
+
+STEPS = 64
+"""Tokens of a chunk at most: what progress is reported by."""
+
+_MOST_LOGITS = 2**26
+"""Numbers that a chunk's logits may be."""
+
+
+def decoder_of(model: AnyModel) -> AnyDecoder:
+    """What runs: a `Transformer`'s layers apart.
+
+    Raises:
+      TypeError: if it is no model that can decode.
+    """
+    if isinstance(model, Transformer):
+        return unstack(model)
+    if not isinstance(model, AnyDecoder):
+        raise TypeError(
+            f"model is a {type(model).__name__}, must be a Transformer, a Decoder or a "
+            "QuantizedDecoder"
+        )
+    return model
+
+
+def start(
+    decoder: AnyDecoder,
+    tokens: np.ndarray,
+    max_length: int,
+    method: Method,
+    *,
+    lengths: np.ndarray | None = None,
+    in_buckets: bool = False,
+) -> Session:
+    """Prompts through the model, into a method's caches.
+
+    As `turbojax.models.start` does, by a program that is compiled alike every time.
+
+    Args:
+      decoder: the model.
+      tokens: int ``[B, T]``, prompts padded on the right.
+      max_length: tokens that each sequence will hold at most.
+      method: the caches, and what prompts attend with.
+      lengths: int ``[B]``, of the prompts; `T` if not given.
+      in_buckets: whether prompts and caches get sizes that calls of other ones share, as
+        `turbojax.models.generate` has it.
+    """
+    tokens, lengths = check_prompts(decoder.config, tokens, lengths, max_length, None)
+    warn_of_long_factors(decoder.config, int(lengths.min()), max_length, stacklevel=2)
+    decoder, room, longest = for_length(decoder, max_length), max_length, int(lengths.max())
+    if in_buckets:
+        limit = decoder.config.max_length
+        room = cache_bucket(longest, max_length - longest, limit)
+        if method.pooled is None:  # whose levels depend on the prompts' size
+            tokens = pad_prompts(tokens, prompt_bucket(longest, limit))
+    caches = init_caches(decoder, len(tokens), room, method.cache)
+    logits, caches = _prompts(decoder, caches, tokens, lengths, pooled=method.pooled)
+    placed = jax.device_put(lengths, None if decoder.axes is None else decoder.axes.sharding("B"))
+    return Session(decoder, caches, logits, placed, longest)
+
+
+def step(session: Session, tokens: np.ndarray) -> Session:
+    """Feeds one token int32 ``[B]`` per sequence, as `Session.step` does, which has room for it.
+
+    The session's caches are donated.
+    """
+    caches, logits, lengths = _step(session.decoder, session.caches, tokens, session.lengths)
+    return dataclasses.replace(
+        session, caches=caches, logits=logits, lengths=lengths, longest=session.longest + 1
+    )
+
+
+@repeatable(donate_argnames="caches")
+def _step(
+    decoder: AnyDecoder, caches: ModelCaches, tokens: jax.Array, lengths: jax.Array
+) -> tuple[ModelCaches, jax.Array, jax.Array]:
+    done: tuple[ModelCaches, jax.Array, jax.Array] = decode_step(
+        decoder, caches, tokens, lengths, implementation=None
+    )
+    return done
+
+
+@repeatable(static_argnames="pooled", donate_argnames="caches")
+def _prompts(
+    decoder: AnyDecoder,
+    caches: ModelCaches,
+    tokens: jax.Array,
+    lengths: jax.Array,
+    *,
+    pooled: PooledAttention | None,
+) -> tuple[jax.Array, ModelCaches]:
+    """Whole prompts: logits float32 ``[B, V]`` after them, and the caches."""
+    done: tuple[jax.Array, ModelCaches] = run_prompts(
+        decoder, caches, tokens, lengths, jnp.int32(0), implementation=None, pooled=pooled
+    )
+    return done
+
+
+def forced_logits(session: Session, tokens: np.ndarray) -> Iterator[tuple[int, jax.Array]]:
+    """The logits that precede each given token, decoded through the session's caches.
+
+    Args:
+      session: after the prompt; its caches are donated.
+      tokens: int32 ``[B, D]``, the true continuation. The last one is not fed.
+
+    Yields:
+      How many positions, up to `STEPS`, and their logits, float32 ``[more, B, V]``; what comes
+      after them means nothing.
+    """
+    steps, total = chunk_of(session.logits.shape), tokens.shape[1]
+    caches, logits, lengths = session.caches, session.logits, session.lengths
+    for first in range(0, total, steps):
+        part = tokens[:, first : first + steps]
+        count = part.shape[1]
+        # One shape, so that one program does for the last chunk, too, which feeds fewer.
+        full = np.pad(part, ((0, 0), (0, steps - count))).T
+        feeds = count - (first + count == total)
+        caches, logits, lengths, found = _chunk(
+            session.decoder, caches, logits, lengths, full, np.int32(feeds)
+        )
+        yield count, found
+
+
+def chunk_of(shape: tuple[int, ...]) -> int:
+    """Steps of a chunk, of logits ``[B, V]``."""
+    return int(max(1, min(STEPS, _MOST_LOGITS // (shape[0] * shape[1]))))
+
+
+@repeatable(donate_argnames="caches")
+def _chunk(
+    decoder: AnyDecoder,
+    caches: ModelCaches,
+    logits: jax.Array,
+    lengths: jax.Array,
+    tokens: jax.Array,
+    feeds: jax.Array,
+) -> tuple[ModelCaches, jax.Array, jax.Array, jax.Array]:
+    """Feeds the first `feeds` of int32 ``[steps, B]`` tokens.
+
+    Returns:
+      The caches, the last logits ``[B, V]``, the lengths, and float32 ``[steps + 1, B, V]``: the
+      logits before each token, and after the last one.
+    """
+
+    def step(i: jax.Array, carry: Any) -> Any:
+        caches, logits, lengths, out = carry
+        out = jax.lax.dynamic_update_index_in_dim(out, logits, i, 0)
+        caches, logits, lengths = decode_step(
+            decoder, caches, tokens[i], lengths, implementation=None
+        )
+        return caches, logits, lengths, out
+
+    out = jnp.zeros((len(tokens) + 1, *logits.shape), jnp.float32)
+    state = (caches, logits, lengths, out)
+    caches, logits, lengths, out = jax.lax.fori_loop(0, feeds, step, state)
+    return caches, logits, lengths, jax.lax.dynamic_update_index_in_dim(out, logits, feeds, 0)
+
+
+def greedy_choice(logits: jax.Array) -> jax.Array:
+    """The most likely token, int32 of float32 ``[..., V]``; -1 where a logit is NaN."""
+    nothing = jnp.any(jnp.isnan(logits), axis=-1)
+    return jnp.where(nothing, -1, jnp.argmax(logits, axis=-1).astype(jnp.int32))
+
+
+@dataclasses.dataclass(frozen=True)
+class Batches:
+    """Rows of one size at a time, so that one program does for all.
+
+    Attributes:
+      size: rows of a batch.
+    """
+
+    size: int
+
+    def of(self, rows: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
+        """How many rows of a batch are meant, and the batch, filled up with its own first row."""
+        for first in range(0, len(rows), self.size):
+            part = rows[first : first + self.size]
+            more = np.repeat(part[:1], self.size - len(part), axis=0)
+            yield len(part), np.concatenate([part, more])
