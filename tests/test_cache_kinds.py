@@ -23,6 +23,7 @@ from turbojax.kv import AttentionOptions, attend_new_tokens, attend_prompt, file
 from turbojax.kv.kinds import ALL_KINDS, KINDS, STORED, CacheKind, put_sequences, take_sequences
 from turbojax.kv.pages import PAGED_KINDS
 from turbojax.models import load_cache, save_cache
+from turbojax.ops.exact_attention import REPEATABLE
 from turbojax.state.progressive.update import APPEND, STORE_PROMPT
 
 BATCH, ROOM, HEADS, KV_HEADS, CHANNELS = 3, 20, 4, 2, 16
@@ -346,6 +347,16 @@ def test_unknown_implementations_are_refused(name):
         for attend in (attend_prompt(lengths, implementation=unknown), attend_new_tokens(unknown)):
             with pytest.raises(ValueError, match=words):
                 jax.eval_shape(attend, *operands, cache)
+
+
+@every_kind
+def test_repeatable_is_for_every_kind(name):
+    """Of those that do not attend exactly it is what they choose themselves."""
+    operands, cache = at([0] * BATCH), empty(name)
+    asked, chosen = (
+        jax.eval_shape(attend_new_tokens(i), *operands, cache) for i in (REPEATABLE, None)
+    )
+    assert asked == chosen
 
 
 @pytest.mark.parametrize("registry", [APPEND, STORE_PROMPT], ids=lambda x: x.op)

@@ -68,6 +68,19 @@ def test_it_lowers(shape, options):
 def test_who_decodes(hopper, shape, options, chosen):
     given = Options(True, options.pop("window", None), scale=0.1, **options)
     assert api._choose_decode(None, *shapes(**shape), given) == chosen
+    repeatable = api._choose_decode("repeatable", *shapes(**shape), given)
+    assert repeatable == ("mosaic_gpu" if chosen == "cudnn" else chosen)
+
+
+def test_what_repeats_is_plain_jax_where_there_is_no_kernel():
+    rng = np.random.default_rng(1)
+    key, value = (jnp.asarray(rng.normal(size=(2, 9, 2, 64)), jnp.float32) for _ in "kv")
+    cache = exact.append(exact.init_cache(2, 12, 2, 64, dtype=jnp.float32), key, value)
+    query = jnp.asarray(rng.normal(size=(2, 1, 4, 64)), jnp.float32)
+    found, plain = (
+        exact_attention.decode(query, cache, implementation=i) for i in ("repeatable", "xla")
+    )
+    np.testing.assert_array_equal(found, plain)
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from turbojax.models.generation.buckets import cache_bucket, prompt_bucket
 from turbojax.models.generation.caching import init_caches
 from turbojax.models.generation.padding import check_prompts, pad_prompts
 from turbojax.models.generation.steps import decode_step, run_prompts
+from turbojax.ops.exact_attention import REPEATABLE
 
 AnyDecoder = Decoder | QuantizedDecoder
 AnyModel = Transformer | AnyDecoder
@@ -96,7 +97,7 @@ def _step(
     decoder: AnyDecoder, caches: ModelCaches, tokens: jax.Array, lengths: jax.Array
 ) -> tuple[ModelCaches, jax.Array, jax.Array]:
     done: tuple[ModelCaches, jax.Array, jax.Array] = decode_step(
-        decoder, caches, tokens, lengths, implementation=None
+        decoder, caches, tokens, lengths, implementation=REPEATABLE
     )
     return done
 
@@ -167,7 +168,7 @@ def _chunk(
         caches, logits, lengths, out = carry
         out = jax.lax.dynamic_update_index_in_dim(out, logits, i, 0)
         caches, logits, lengths = decode_step(
-            decoder, caches, tokens[i], lengths, implementation=None
+            decoder, caches, tokens[i], lengths, implementation=REPEATABLE
         )
         return caches, logits, lengths, out
 

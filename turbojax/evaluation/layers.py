@@ -24,6 +24,7 @@ from turbojax.kv import (
 from turbojax.models.decoder import for_length
 from turbojax.models.generation.caching import kinds_of_layers, windows_of_layers
 from turbojax.models.generation.session import Progress
+from turbojax.ops.exact_attention import REPEATABLE
 from turbojax.ops.exact_attention.reference import masked_part
 from turbojax.ops.extras import of_layer
 from turbojax.ops.options import PLAIN
@@ -204,7 +205,7 @@ def _through(
     lengths = jnp.full(batch, prompt, jnp.int32)
     q, k, v = (x[:, :prompt] for x in (query, key, value))
     out, cache = attend_prompt(lengths, attention=pooled)(q, k, v, cache, options, sinks)
-    attend = attend_new_tokens()
+    attend = attend_new_tokens(REPEATABLE)
 
     def step(cache: Any, new: tuple[jax.Array, ...]) -> tuple[Any, jax.Array]:
         q, k, v = (x[:, None] for x in new)

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from turbojax.kv.base import Attend
 from turbojax.kv.kinds import kind_of
 from turbojax.kv.whole import WholeAttention, attend_within, within_implementation
+from turbojax.ops.exact_attention import REPEATABLE
 from turbojax.ops.options import PLAIN
 
 
@@ -65,19 +66,21 @@ def attend_new_tokens(implementation: str | None = None) -> Attend:
 
     Args:
       implementation: of `decode`, and of `append` if it can write caches, or of the exact
-        cache's; None to choose.
+        cache's; None to choose. ``"repeatable"`` is meant for caches that attend exactly, and is
+        None for the others, whose implementations all give the same bits every time.
     """
 
     def attend(query, key, value, cache, options=PLAIN, sinks=None):  # type: ignore[no-untyped-def]
         kind, tokens = kind_of(cache), query.shape[1]
         most = kind.most_new_tokens(cache, options) or tokens
+        name = implementation
+        if name == REPEATABLE and name not in kind.implementations:
+            name = None
         outs = []
         for first in range(0, tokens, most):
             q, k, v = (x[:, first : first + most] for x in (query, key, value))
-            cache = kind.append(cache, k, v, implementation=implementation)
-            outs.append(
-                kind.decode(q, cache, options=options, sinks=sinks, implementation=implementation)
-            )
+            cache = kind.append(cache, k, v, implementation=name)
+            outs.append(kind.decode(q, cache, options=options, sinks=sinks, implementation=name))
         return outs[0] if len(outs) == 1 else jnp.concatenate(outs, axis=1), cache
 
     return attend

@@ -21,7 +21,9 @@ from turbojax.sharding.spread import spread, spread_explicit
 from turbojax.state import checks, ring
 from turbojax.state.exact import ExactCache
 
-IMPLEMENTATIONS = ("xla", "cudnn", "mosaic_gpu")
+REPEATABLE = "repeatable"
+"""The name of what gives the same bits every time, which cuDNN's decode does not."""
+IMPLEMENTATIONS = ("xla", "cudnn", "mosaic_gpu", REPEATABLE)
 _FLOAT = TurboConfig(mode="float", softmax="exact")
 
 
@@ -48,7 +50,7 @@ def attention(
         and with the exact softmax.
       sinks: the same, and so do they attend.
       implementation: ``"xla"``, ``"cudnn"``, or None for cuDNN where it can; ``"mosaic_gpu"``,
-        which only decodes, is None here.
+        and ``"repeatable"``, which only decode, are None here.
 
     Returns:
       ``[B, T, N, H]`` in the query's dtype.
@@ -153,7 +155,8 @@ def decode(
         window nor cap nor sinks, at most 128 channels), ``"mosaic_gpu"`` (Ampere to
         Blackwell, bfloat16 or float16, 64, 128 or 256 channels, at most 64 queries of a KV head;
         of a window it reads no more than that),
-        ``"xla"``, or None for the first of them that can. The kernel's gradient is XLA's.
+        ``"xla"``, or None for the first of them that can; ``"repeatable"`` for the first but
+        cuDNN, whose last bits may differ from run to run. The kernel's gradient is XLA's.
       return_residual: also return the log-sum-exp of the scores.
 
     Returns:
@@ -381,7 +384,9 @@ def _choose_decode(
         "mosaic_gpu": lambda: extras.refusal() or mosaic_gpu.unsupported(query, cache),
         "xla": lambda: None,
     }
-    if implementation is None:
+    if implementation == REPEATABLE:
+        del refusals["cudnn"]
+    if implementation in (None, REPEATABLE):
         return next(name for name, refusal in refusals.items() if refusal() is None)
     refusal = refusals[implementation]()
     if refusal is not None:
