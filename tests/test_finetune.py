@@ -19,7 +19,9 @@ from finetune_helpers import SETTINGS, TINY, command, corpus, text, tiny_model
 from flax import nnx
 
 from turbojax import finetune, models
+from turbojax.app import train
 from turbojax.finetune import checkpoint, comparison, documents
+from turbojax.levels import Threshold, TopK
 from turbojax.models import pooled_by_name
 
 POOLED = pooled_by_name("threshold", block_size=32)
@@ -392,6 +394,18 @@ class TestComparison:
 
 class TestCommands:
     @pytest.mark.slow
+    def test_defaults_of_pooled_training(self):
+        nothing = dict.fromkeys(("window", "bounds", "near", "samples"))
+
+        def chosen(policy=None, **choice):
+            return train._pooled("pooled", policy, None, None, {**nothing, **choice}).policy
+
+        assert chosen() == chosen("threshold") == Threshold((0.7, 0.85, 0.93, 0.98), near=256)
+        assert chosen(near=0) == Threshold((0.7, 0.85, 0.93, 0.98))
+        bounds = (0.62, 0.77, 0.89, 0.97)
+        assert chosen(bounds=bounds) == Threshold(bounds)
+        assert chosen("topk") == TopK()
+
     def test_train_twice_and_compare(self, tmp_path):
         models.save(tiny_model(), tmp_path / "start")
         (tmp_path / "words.txt").write_bytes(text(0, 6000))
