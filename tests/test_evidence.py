@@ -9,7 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from docs_helpers import docs_text
 
+from benchmarks import readme, report
 from benchmarks.evidence import __main__ as command
 from benchmarks.evidence import attends, caches, channels, pooling, softmaxes, whole, writing
 from benchmarks.evidence.catalogue import SHOWN, TABLES, specs_of
@@ -284,7 +286,7 @@ def test_tables_name_what_is_worse_and_what_is_missing():
         in text
     )
     assert "| 4 bits | GEAR-L 4 | -20.6% | -0.0050 [-0.0050, -0.0050] | better |" in text
-    assert "Worse are: 4 bits than KIVI 4 (+0.0010 bits, -6.9% bytes)." in text
+    assert "Ours is worse in 1 of 2 pairs, in all of them with fewer bytes." in text
     assert "| 4 bits | 0.1300 | - | 0.0500 | 0.0400 |" in text
     assert "| better | 1.00x |" in text  # divergences are alike
     assert "`cache/kv4` (no kernel \\| none)" in text
@@ -295,7 +297,7 @@ def test_tables_name_what_is_worse_and_what_is_missing():
     assert "| `topk/0.25` |\n" in pooled.split("`window/8th`")[1]
     assert "| exact | 1.00x | 0.8500 | - | +0.0500 | - |" in shown["evidence int4"]
     assert "| +0.0700 |" in shown["evidence int4"]
-    assert "Worse are: KV4 than KIVI 4 (+0.0100 bits, +0.0% bytes)." in shown["evidence int4"]
+    assert "with no fewer bytes: KV4 than KIVI 4." in shown["evidence int4"]
     turned = "Rotated less not rotated: 2 bits -0.0200 [-0.0200, -0.0200]."
     assert turned in shown["evidence polar"]
     assert "| exact | 16.00 |" in shown["evidence blocks"]
@@ -312,7 +314,7 @@ def test_a_row_of_nan_is_no_better_than_a_number():
         {**RESULT, "rows": rows}, [("4 bits", "cache/4bit", "KIVI 4", "cache/kivi4")]
     )
     assert "| 4 bits | KIVI 4 | -6.9% | NaN | **worse** |" in text
-    assert "Worse are: 4 bits than KIVI 4 (NaN, -6.9% bytes)." in text
+    assert "Ours is worse in 1 of 1 pairs" in text
 
 
 def test_what_an_interval_says():
@@ -326,6 +328,47 @@ def test_what_an_interval_says():
     assert writing.difference(RESULT, "cache/4bit", "cache/3bit") is None
     assert writing.difference(RESULT, "cache/4bit", "cache/e4m3") is not None
     assert caches.head_method(2, 4, "gap_std") == "2/4bit"
+
+
+def test_prose_agrees_with_the_results():
+    """The figures that docs/benchmarks/evidence.md names outside of its tables."""
+    _, result = report.newest(readme.RESULTS, ("evidence",))
+    rows = result["rows"]
+
+    def cost(name):
+        return rows[f"cache/{name}"]["cost"]
+
+    def apart(one, other):
+        return writing.difference(result, f"cache/{one}", f"cache/{other}")
+
+    def share(one, other):
+        sizes = [rows[f"cache/{x}"]["cache_bytes"] for x in (one, other)]
+        return 100 * (sizes[0] / sizes[1] - 1)
+
+    def divergence(name):
+        return rows[f"cache/{name}"]["divergence"]
+
+    int8 = "4bit:mode=int8"
+    for other in ("kivi4", "gear4"):
+        assert apart(int8, other).low < 0 < apart(int8, other).high
+    longer = divergence(f"{int8},buffer_size=256") / divergence(int8)
+    assert 0.70 < longer < 0.78
+    text = docs_text("benchmarks/evidence.md")
+    fewer = [-share(int8, other) for other in ("kivi4", "gear4")]
+    more = [share("kivi3", "3bit"), share("kivi2", "2bit")]
+    k8v4 = [-share("k8v4", other) for other in ("int8", "e4m3")]
+    figures = [
+        f"with {fewer[0]:.0f} and {fewer[1]:.0f} % fewer bytes",
+        f"by {apart('4bit', 'kivi4').mean:.4f} and {apart('4bit', 'gear4').mean:.4f} bits",
+        f"cost {cost('4bit') - cost(int8):.4f}.",
+        f"SAS costs {cost(f'{int8},softmax=sas') - cost(int8):.4f} more",
+        f"stays {divergence(int8) / divergence('kivi4'):.1f} times KIVI's",
+        f"with {share(f'{int8},buffer_size=256', int8):.0f} % more bytes",
+        f"by {apart('3bit', 'kivi3').mean:.4f} and {apart('2bit', 'kivi2').mean:.4f}, "
+        f"with {more[0]:.0f} and {more[1]:.0f} % more bytes",
+        f"with {k8v4[0]:.0f} and {k8v4[1]:.0f} % fewer bytes",
+    ]
+    assert [figure for figure in figures if figure not in text] == []
 
 
 @pytest.mark.slow

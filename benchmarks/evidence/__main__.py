@@ -17,6 +17,8 @@ from benchmarks.evidence.measuring import measure
 from benchmarks.tables import Row
 from turbojax import _writing
 
+_NO_TUNING = "--xla_gpu_autotune_level"
+
 LETTERS = tuple(table.letter for table in TABLES)
 
 
@@ -60,8 +62,12 @@ def one_line(key: str, row: Row | None, reason: str, seconds: float) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measures, and writes the file."""
-    # Processes share the device's memory; read when jax first asks for the device.
+    # Both are read when jax first asks for the device. Processes share its memory; and each would
+    # choose other ways to multiply matrices, which quantized weights and their rows would show.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    flags = os.environ.get("XLA_FLAGS", "")
+    if _NO_TUNING not in flags:
+        os.environ["XLA_FLAGS"] = f"{flags} {_NO_TUNING}=0".strip()
     given = parse(arguments)
     deadline = time.monotonic() + given.seconds
     prepare = functools.partial(prepared, given.model, given.dtype, given.tables, quick=given.quick)

@@ -64,8 +64,18 @@ def against_bytes(result: Result, families: Mapping[str, Entries], title: str) -
                 label=family if first else None,
             )
             spot = (1 / smaller(row), row["cost"])
-            axes.annotate(label, spot, (5, 4), textcoords="offset points", fontsize=7)
+            # Two families may have nearly the same bytes: their names are on different sides.
+            ours = i % 2 == 0
+            axes.annotate(
+                label,
+                spot,
+                (-6, 3) if ours else (6, -9),
+                textcoords="offset points",
+                fontsize=7,
+                ha="right" if ours else "left",
+            )
             first = False
+    axes.margins(x=0.15)
     axes.set_yscale("symlog", linthresh=0.002)
     axes.axhline(0, color="black", linewidth=1, zorder=0.5)
     axes.set(title=title, xlabel="bytes, relative to a bfloat16 cache", ylabel=cost_label(result))

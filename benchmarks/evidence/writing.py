@@ -182,7 +182,7 @@ def comparison(result: Result, pairs: Sequence[tuple[str, str, str, str]]) -> st
       result: the result.
       pairs: label and key of ours, label and key of the baseline.
     """
-    lines, worse = [], []
+    lines, worse, heavy = [], 0, []
     for label, key, base, other in pairs:
         apart = difference(result, key, other)
         ours, theirs = found(result, key), found(result, other)
@@ -194,15 +194,23 @@ def comparison(result: Result, pairs: Sequence[tuple[str, str, str, str]]) -> st
         else:
             said, bits = word(apart, share), interval(apart)
         lines.append([label, base, f"{share:+.1%}", bits, said, _times_kl(ours, theirs)])
-        if "worse" in said:
-            by = "NaN" if apart is None else f"{apart.mean:+.4f} bits"
-            worse.append(f"{label} than {base} ({by}, {share:+.1%} bytes)")
+        worse += "worse" in said
+        if "worse" in said and share >= 0:
+            heavy.append(f"{label} than {base}")
     if not lines:
         return "No pair of them was measured."
-    named = "; ".join(worse)
-    last = f"Worse are: {named}." if worse else "None of ours is told to be worse than these."
     header = ["ours", "against", "bytes", "bits [95 %]", "ours is", "KL of theirs"]
-    return f"{tables.table(header, lines)}\n\n{last}"
+    return f"{tables.table(header, lines)}\n\n{_verdict(len(lines), worse, heavy)}"
+
+
+def _verdict(pairs: int, worse: int, heavy: Sequence[str]) -> str:
+    """One sentence: how many of ours are worse, and which in spite of their bytes."""
+    if not worse:
+        return f"None of ours is told to be worse in these {pairs} pairs."
+    begin = f"Ours is worse in {worse} of {pairs} pairs"
+    if not heavy:
+        return f"{begin}, in all of them with fewer bytes."
+    return f"{begin}, with no fewer bytes: {'; '.join(heavy)}."
 
 
 def _times_kl(ours: Row, theirs: Row) -> str:
