@@ -309,13 +309,15 @@ def test_prose_agrees_with_the_results():
         f"a dense kernel, at {whole:.2f}x",
         f"at {compared['density'] * 100:.0f} % of the work, is {compared['speedup']:.2f} times",
         f"its loss is {compared['final_ratio']:.3f} times the dense one",
+        f"it is {pooled['held_out_bits_per_byte']['run']:.4f} bits per byte with its own",
         f"are at {pooled['held_out_bits_per_byte']['dense']:.4f} bits per held-out byte",
         f"those of the dense run at {dense['held_out_bits_per_byte']['run']:.4f}.",
     ]
     earlier = readme.RESULTS / "pooled_training_2026-11-21.json"
     before = json.loads(earlier.read_text())["comparison"]
     figures += [
-        f"were {before['speedup']:.2f} times as fast at density {before['density']:.3f}",
+        f"was {before['speedup']:.2f} times as fast as its dense one at density "
+        f"{before['density']:.3f}",
         f"{before['final_ratio']:.3f} times the dense one (`benchmarks/results/{earlier.name}`)",
     ]
     times = {(x["levels"], x["launch"]): x["forward_ms"] for x in launches["rows"]}

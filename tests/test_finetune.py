@@ -393,7 +393,6 @@ class TestComparison:
 
 
 class TestCommands:
-    @pytest.mark.slow
     def test_defaults_of_pooled_training(self):
         nothing = dict.fromkeys(("window", "bounds", "near", "samples"))
 
@@ -406,6 +405,7 @@ class TestCommands:
         assert chosen(bounds=bounds) == Threshold(bounds)
         assert chosen("topk") == TopK()
 
+    @pytest.mark.slow
     def test_train_twice_and_compare(self, tmp_path):
         models.save(tiny_model(), tmp_path / "start")
         (tmp_path / "words.txt").write_bytes(text(0, 6000))

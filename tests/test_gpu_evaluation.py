@@ -26,11 +26,11 @@ TEXTS = {
 }
 
 
-def document(methods=REPEATED, dtype=jnp.bfloat16):
+def document():
     """All measures but for what dates them."""
     config = dataclasses.replace(CONFIG, head_dim=64)
     settings = evaluation.Settings(
-        methods=methods,
+        methods=REPEATED,
         context=CONTEXT,
         prompt=PROMPT,
         windows_per_file=1,
@@ -39,7 +39,7 @@ def document(methods=REPEATED, dtype=jnp.bfloat16):
         layer_windows=2,
         samples=50,
     )
-    found = evaluation.evaluate(models.random_decoder(config, dtype=dtype), TEXTS, settings)
+    found = evaluation.evaluate(models.random_decoder(config, dtype=jnp.bfloat16), TEXTS, settings)
     return {key: value for key, value in found.items() if key not in ("date", "seconds")}
 
 

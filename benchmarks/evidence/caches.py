@@ -63,12 +63,19 @@ _NEWEST = ("4 bits", "4 bits, buffer of 128", "KIVI 4", "KIVI 4, residual 64", "
 _VERSUS = (
     (("k8v4",), ("INT8, token-wise", "e4m3")),
     (
-        ("4 bits", "4 bits, int8 and SAS", "4 bits, int8", "turbo4", "KV4"),
+        (
+            "4 bits",
+            "4 bits, buffer of 128",
+            "4 bits, int8 and SAS",
+            "4 bits, int8",
+            "turbo4",
+            "KV4",
+        ),
         ("KIVI 4", "GEAR-L 4", "KIVI 4, residual 64", "GEAR-L 4, residual 64", "INT4, token-wise"),
     ),
     (
         ("3 bits", "2/4 bits", "2/4 bits, int8 and SAS", "turbo 3 bits"),
-        ("KIVI 3", "GEAR-L 3"),
+        ("KIVI 3", "GEAR-L 3", "KIVI 3, residual 64", "GEAR-L 3, residual 64"),
     ),
     (("2 bits", "turbo 2 bits"), ("KIVI 2", "GEAR-L 2")),
 )
@@ -138,7 +145,8 @@ def methods_plot(result: Result) -> "Figure":
         family: {x: key for x, key in keys.items() if not any(word in x for word in _NOT_DRAWN)}
         for family, keys in every.items()
     }
-    return drawing.against_bytes(result, families, "Caches: cost against bytes")
+    above = ("turbo4", "turbo 3 bits", "2/4 bits")
+    return drawing.against_bytes(result, families, "Caches: cost against bytes", above)
 
 
 # (c) Block sizes ----------------------------------------------------------------------------------

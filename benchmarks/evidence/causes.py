@@ -1,4 +1,4 @@
-"""Where the cost of 4 bits comes from: the same codes, with one thing after the other left out."""
+"""Where the cost of 4 bits comes from: the same codes, with other products, buffers and blocks."""
 
 from benchmarks import tables
 from benchmarks.evidence import writing
@@ -8,17 +8,17 @@ from benchmarks.tables import Result
 _INT8, _EXACT = "4bit:mode=int8", "4bit:mode=float"
 
 STEPS = {
-    "the default: e4m3 prompts, int8 buffer of 64": "4bit",
+    "the default: e4m3 products in prompts, buffer of 64": "4bit",
     "buffer of 128": "4bit:buffer_size=128",
-    "int8 prompts": _INT8,
-    "int8 prompts, buffer of 128": f"{_INT8},buffer_size=128",
-    "int8 prompts, buffer of 256": f"{_INT8},buffer_size=256",
-    "int8 prompts, blocks of 32, buffer of 128": f"{_INT8},block_kv=32,buffer_size=128",
-    "exact prompts": _EXACT,
-    "exact prompts, buffer of 128": f"{_EXACT},buffer_size=128",
-    "exact prompts, buffer of 256": f"{_EXACT},buffer_size=256",
+    "int8 products": _INT8,
+    "int8 products, buffer of 128": f"{_INT8},buffer_size=128",
+    "int8 products, buffer of 256": f"{_INT8},buffer_size=256",
+    "int8 products, blocks of 32, buffer of 128": f"{_INT8},block_kv=32,buffer_size=128",
+    "exact products": _EXACT,
+    "exact products, buffer of 128": f"{_EXACT},buffer_size=128",
+    "exact products, buffer of 256": f"{_EXACT},buffer_size=256",
 }
-"""Methods; the cache holds the same codes of the same keys and values in every mode."""
+"""Methods. Of the same keys and values a cache has the same codes in every mode."""
 
 _AGAINST = {"KIVI 4": "cache/kivi4", "GEAR-L 4": "cache/gear4"}
 
@@ -46,6 +46,6 @@ def section(result: Result) -> str:
     if not lines:
         return ""
     header = ["4 bits with", "smaller than bfloat16", "cost [95 %]"]
-    header += [f"less that of {name}" for name in _AGAINST]
+    header += [f"minus that of {name}" for name in _AGAINST]
     about = "Where the cost of 4 bits comes from, window by window:"
     return f"{about}\n\n{tables.table([*header, 'KL, bits'], lines)}"

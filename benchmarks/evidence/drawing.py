@@ -1,6 +1,6 @@
 """Plots of the tables: what they share."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.evidence.writing import Entries, measured, smaller
@@ -39,13 +39,16 @@ def cost_label(result: Result) -> str:
     return f"bits per {result['texts']['unit']} above exact attention"
 
 
-def against_bytes(result: Result, families: Mapping[str, Entries], title: str) -> "Figure":
+def against_bytes(
+    result: Result, families: Mapping[str, Entries], title: str, above: Container[str] = ()
+) -> "Figure":
     """Cost against bytes: down and left is better, a color for each family.
 
     Args:
       result: the result.
       families: rows by label, by the family that they belong to.
       title: of the plot.
+      above: labels that have room above their points alone.
     """
     figure = wide_figure(9)
     axes = figure.subplots()
@@ -65,15 +68,10 @@ def against_bytes(result: Result, families: Mapping[str, Entries], title: str) -
             )
             spot = (1 / smaller(row), row["cost"])
             # Two families may have nearly the same bytes: their names are on different sides.
-            ours = i % 2 == 0
-            axes.annotate(
-                label,
-                spot,
-                (-6, 3) if ours else (6, -9),
-                textcoords="offset points",
-                fontsize=7,
-                ha="right" if ours else "left",
-            )
+            shift, side = ((-6, 3), "right") if i % 2 == 0 else ((6, -9), "left")
+            if label in above:
+                shift, side = (0, 9), "center"
+            axes.annotate(label, spot, shift, textcoords="offset points", fontsize=7, ha=side)
             first = False
     axes.margins(x=0.15)
     axes.set_yscale("symlog", linthresh=0.002)

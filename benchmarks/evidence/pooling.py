@@ -47,7 +47,7 @@ def policies(context: int, block: int) -> dict[str, Pooled]:
         found[f"topk/{density:g}"] = Pooled(pooled(top_k_of_density(density)))
     found["topk/fine-0.25"] = Pooled(pooled(TopK(0.25, 0.25, 0.25, 0.25)))
     ours = pooled_by_name("threshold", block_size=block)
-    found["threshold/training"] = Pooled(ours)
+    found["threshold/prompts"] = Pooled(ours)
     found["threshold/published"] = Pooled(pooled(Threshold()))
     for share in (32, 8):
         found[f"window/{share}th"] = Pooled(pooled(LocalWindow(context // share)))
@@ -58,9 +58,9 @@ def policies(context: int, block: int) -> dict[str, Pooled]:
     for density in (0.125, 0.25):
         both = dataclasses.replace(top_k_of_density(density), near=context // 32)
         found[f"topk_window/{density:g}"] = Pooled(pooled(both))
-    # As `turbojax train` has it at this density: the rest is read as means, not skipped.
-    training = TopK(0.14, 0.14, 0.14, 1.0, near=context // 64)
-    found["topk_window/training"] = Pooled(PooledAttention(training, block, block, None, 8, 8))
+    # What is left is read as means, not skipped.
+    means = TopK(0.14, 0.14, 0.14, 1.0, near=context // 64)
+    found["topk_window/means"] = Pooled(PooledAttention(means, block, block, None, 8, 8))
     for layers in (1, 2):
         chosen = pooled(top_k_of_density(0.125))
         found[f"dense_first/{layers}"] = Pooled(chosen, dense_layers=layers)

@@ -210,7 +210,7 @@ def _verdict(pairs: int, worse: int, heavy: Sequence[str]) -> str:
     begin = f"Ours is worse in {worse} of {pairs} pairs"
     if not heavy:
         return f"{begin}, in all of them with fewer bytes."
-    return f"{begin}, with no fewer bytes: {'; '.join(heavy)}."
+    return f"{begin}, in {len(heavy)} of them with no fewer bytes: {'; '.join(heavy)}."
 
 
 def _times_kl(ours: Row, theirs: Row) -> str:

@@ -267,8 +267,7 @@ def _check_memory(config: Any, settings: Any, axes: Any, fsdp: bool) -> None:
     )
 
 
-# At 16k these cost less than 1 % of the loss at a quarter of the work, see
-# `docs/benchmarks/pooled.md`; those of `pooled_by_name`, for prompts, 3.6 % at a fifth.
+# At 16k these cost less than 1 % of the loss at a quarter of the work: `docs/benchmarks/pooled.md`.
 _BOUNDS, _NEAR = (0.7, 0.85, 0.93, 0.98), 256
 
 

@@ -88,9 +88,10 @@ class TurboAttention(AttentionProjections):
           sharding: mesh axes over which the residual stream and the heads are split, such as
             ``(None, "model")``, see `AttentionProjections`.
           implementation: of the cache's ops, those that attend and those that write; None to
-            choose. ``"xla"`` or ``"cudnn"`` with an exact cache, else a name that
-            `turbojax.turbo_attention` takes. It goes to `turbo_attention` within whole sequences
-            and prompts as well, unless the cache is exact, and to exact attention only if it is;
+            choose. With an exact cache ``"xla"``, ``"cudnn"``, ``"mosaic_gpu"`` or
+            ``"repeatable"``, else a name that `turbojax.turbo_attention` takes. It goes to
+            `turbo_attention` within whole sequences and prompts as well, unless the cache is exact,
+            and to exact attention only if it is;
             otherwise these choose for themselves. A `PooledAttention` names its own.
           dtype: of the computation and the output, `param_dtype` if not given.
           param_dtype: of the parameters.

@@ -1,9 +1,11 @@
 """How a layer attends to a prompt, or to what its cache holds: the same for every kind of cache."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
-from turbojax.kv.base import Attend
+from turbojax.kv.base import Attend, Kind
 from turbojax.kv.kinds import kind_of
 from turbojax.kv.whole import WholeAttention, attend_within, within_implementation
 from turbojax.ops.exact_attention import REPEATABLE
@@ -33,6 +35,7 @@ def attend_prompt(
 
     def attend(query, key, value, cache, options=PLAIN, sinks=None):  # type: ignore[no-untyped-def]
         kind = kind_of(cache)
+        name = _name_for(kind, implementation)
         part = kind.take(cache, first, query.shape[0])
         if attention is None:
             out, part = kind.prefill(
@@ -43,7 +46,7 @@ def attend_prompt(
                 lengths,
                 options=options,
                 sinks=sinks,
-                implementation=implementation,
+                implementation=name,
             )
         elif kind.has_latents:
             raise NotImplementedError(
@@ -51,9 +54,9 @@ def attend_prompt(
                 "and values of heads: use a cache that has"
             )
         else:
-            name = within_implementation(implementation, attention, kind.implementations)
-            out = attend_within(query, key, value, lengths, attention, options, name, sinks=sinks)
-            part = kind.store_prompt(part, key, value, lengths, implementation=implementation)
+            own = within_implementation(name, attention, kind.implementations)
+            out = attend_within(query, key, value, lengths, attention, options, own, sinks=sinks)
+            part = kind.store_prompt(part, key, value, lengths, implementation=name)
         return out, kind.put(cache, part, first)
 
     return attend
@@ -66,17 +69,14 @@ def attend_new_tokens(implementation: str | None = None) -> Attend:
 
     Args:
       implementation: of `decode`, and of `append` if it can write caches, or of the exact
-        cache's; None to choose. ``"repeatable"`` is meant for caches that attend exactly, and is
-        None for the others, whose implementations all give the same bits every time.
+        cache's; None to choose. ``"repeatable"`` is for caches that attend exactly, and None for
+        the others, whose kernels join results in a fixed order.
     """
 
     def attend(query, key, value, cache, options=PLAIN, sinks=None):  # type: ignore[no-untyped-def]
         kind, tokens = kind_of(cache), query.shape[1]
         most = kind.most_new_tokens(cache, options) or tokens
-        name = implementation
-        if name == REPEATABLE and name not in kind.implementations:
-            name = None
-        outs = []
+        name, outs = _name_for(kind, implementation), []
         for first in range(0, tokens, most):
             q, k, v = (x[:, first : first + most] for x in (query, key, value))
             cache = kind.append(cache, k, v, implementation=name)
@@ -84,3 +84,10 @@ def attend_new_tokens(implementation: str | None = None) -> Attend:
         return outs[0] if len(outs) == 1 else jnp.concatenate(outs, axis=1), cache
 
     return attend
+
+
+def _name_for(kind: Kind[Any], implementation: str | None) -> str | None:
+    """The implementation asked for, but that of exact caches alone for no other kind."""
+    if implementation == REPEATABLE and REPEATABLE not in kind.implementations:
+        return None
+    return implementation

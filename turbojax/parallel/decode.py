@@ -20,6 +20,7 @@ from turbojax.kv.paged_layer import PagedLayer
 from turbojax.ops import exact_attention, kv4_attention, turbo_attention
 from turbojax.ops import latent_attention as latent_op
 from turbojax.ops import paged_attention as paged_op
+from turbojax.ops.exact_attention import REPEATABLE
 from turbojax.ops.extras import of_layer
 from turbojax.ops.options import PLAIN, Options
 from turbojax.parallel.appending import append
@@ -184,8 +185,11 @@ def attend_new_tokens(axis: AxisName, implementation: str | None = None) -> Atte
 
     Args:
       axis: of the mesh, or several.
-      implementation: of `decode`, and of `append` if it can write caches; None to choose.
+      implementation: of `decode`, and of `append` if it can write caches; None to choose, and
+        ``"repeatable"`` the same: parts with a log-sum-exp are never cuDNN's.
     """
+    if implementation == REPEATABLE:
+        implementation = None
 
     def attend(query, key, value, cache, options=PLAIN, sinks=None):  # type: ignore[no-untyped-def]
         cache = append(cache, key, value, axis, implementation=implementation)

@@ -106,7 +106,8 @@ Implementation = Annotated[
     str | None,
     typer.Option(
         help="What runs attention: mosaic_gpu (not for kv4, k8v4), triton or xla; for the exact "
-        "cache xla or cudnn. Pooled prefill chooses for itself. Default: the fastest that can.",
+        "cache xla, cudnn, mosaic_gpu or repeatable. Pooled prefill chooses for itself. "
+        "Default: the fastest that can.",
         show_default=False,
     ),
 ]

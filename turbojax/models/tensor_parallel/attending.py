@@ -16,7 +16,6 @@ from turbojax.kv import attend_new_tokens, attend_prompt
 from turbojax.kv.base import Attend
 from turbojax.kv.kinds import kind_of
 from turbojax.kv.whole import WholeAttention
-from turbojax.ops.exact_attention import REPEATABLE
 from turbojax.ops.options import PLAIN
 from turbojax.sharding import Axes
 
@@ -31,8 +30,7 @@ def new_tokens_of(axes: Axes | None, implementation: str | None) -> Attend:
     over = _sequence(axes)
     if not over:
         return attend_new_tokens(implementation)
-    # Parts of a sequence are never cuDNN's, and repeat anyway.
-    own = parallel.attend_new_tokens(over, None if implementation == REPEATABLE else implementation)
+    own = parallel.attend_new_tokens(over, implementation)
 
     def attend(query, key, value, cache, options=PLAIN, sinks=None):  # type: ignore[no-untyped-def]
         heads = query.shape[2]
