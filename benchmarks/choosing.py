@@ -394,7 +394,8 @@ def _prompts(figures: Figures) -> list[list[str]]:
             "`mosaic_gpu` on H100 and H200, else `triton`",
             f"{pooled(f'pooled/{_MIXTURE}')} cuDNN forward, "
             f"{pooled(f'pooled-gradient/{_MIXTURE}')} with the backward pass, at 16 % of the "
-            f"work; training {tables.times(training['speedup'])}",
+            f"work; training {tables.times(training['speedup'])} at "
+            f"{100 * training['density']:.0f} %",
             f"{training['final_ratio']:.3f} times the loss of dense training",
         ],
         [

@@ -151,7 +151,7 @@ def _policy(attention: Mapping[str, Any]) -> str:
         f"{attention[key]} {text}"
         for key, text in {
             "query_samples": "samples a block",
-            "dense_layers": "dense layers",
+            "dense_layers": "of the first layers dense",
         }.items()
         if attention.get(key)
     ]

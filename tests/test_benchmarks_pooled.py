@@ -202,7 +202,7 @@ def test_policies_beside_one_dense_run(tmp_path):
     table = found["pooled training policies"]()
     row = "| 0.250 | 2.00x | 1.0000 | 1.0000 | 1.0000 | 0.9167 |"
     assert f"| `TopK(near=256)`, 8 samples a block {row}" in table
-    assert "| `LocalWindow()`, 1 dense layers | 0.250 | 1.14x |" in table
+    assert "| `LocalWindow()`, 1 of the first layers dense | 0.250 | 1.14x |" in table
     assert "1.8 times the speed or more: those at density 0.250. a device, jax 0" in table
     with pytest.raises(ValueError, match="1 runs must be at least 2"):
         pooled_training.policies([dense])

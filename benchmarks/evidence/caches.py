@@ -92,7 +92,7 @@ def _keys(methods: Mapping[str, str], kind: str = "cache") -> dict[str, str]:
 
 def _methods_specs(subject: Subject) -> list[Spec]:
     names = [*OURS.values(), *BASELINES.values()]
-    of_causes = [name for name in causes.STEPS.values() if name not in names]
+    of_causes = [name for name in causes.VARIANTS.values() if name not in names]
     texts = [cached(name, quick=name in QUICK) for name in (*names, *of_causes)]
     return [*texts, *(layers(name, quick=name == "4bit") for name in names)]
 
@@ -120,7 +120,7 @@ def methods_section(name: str, result: Result) -> str:
         versus,
         causes.section(result),
         _newest(result, entries),
-        writing.note(name, result, list(entries.values())),
+        writing.note(name, result, list(dict.fromkeys([*entries.values(), *causes.KEYS]))),
     )
 
 

@@ -7,7 +7,7 @@ from benchmarks.tables import Result
 
 _INT8, _EXACT = "4bit:mode=int8", "4bit:mode=float"
 
-STEPS = {
+VARIANTS = {
     "the default: e4m3 products in prompts, buffer of 64": "4bit",
     "buffer of 128": "4bit:buffer_size=128",
     "int8 products": _INT8,
@@ -20,14 +20,15 @@ STEPS = {
 }
 """Methods. Of the same keys and values a cache has the same codes in every mode."""
 
+KEYS = tuple(f"cache/{name}" for name in VARIANTS.values())
+
 _AGAINST = {"KIVI 4": "cache/kivi4", "GEAR-L 4": "cache/gear4"}
 
 
 def section(result: Result) -> str:
-    """A table of `STEPS`, each beside the two baselines of 4 bits; nothing if none was measured."""
+    """A table of `VARIANTS`, each beside two baselines of 4 bits; nothing if none was measured."""
     lines = []
-    for label, name in STEPS.items():
-        key = f"cache/{name}"
+    for label, key in zip(VARIANTS, KEYS, strict=True):
         row = found(result, key)
         if row is None:
             continue

@@ -91,8 +91,8 @@ class TurboAttention(AttentionProjections):
             choose. With an exact cache ``"xla"``, ``"cudnn"``, ``"mosaic_gpu"`` or
             ``"repeatable"``, else a name that `turbojax.turbo_attention` takes. It goes to
             `turbo_attention` within whole sequences and prompts as well, unless the cache is exact,
-            and to exact attention only if it is;
-            otherwise these choose for themselves. A `PooledAttention` names its own.
+            and to exact attention only if it is; otherwise these choose for themselves. A
+            `PooledAttention` names its own.
           dtype: of the computation and the output, `param_dtype` if not given.
           param_dtype: of the parameters.
           rngs: source of the initial parameters (stream `params`).

@@ -27,7 +27,8 @@ def attend_prompt(
     Args:
       lengths: int32 ``[b]``, of the prompts.
       first: the prompts' first sequence in the cache, which may hold more than `b`.
-      implementation: of `prefill`, or of the exact cache's attention; None to choose. With
+      implementation: of `prefill`, or of the exact cache's attention; None to choose, as is
+        ``"repeatable"``, which names a way to decode. With
         `attention` it writes the cache, where it can, and attends as `attend_within` says.
       attention: attend with this instead, to the prompts' own keys and values; not with a cache of
         latents, whose layers make none.

@@ -126,7 +126,7 @@ def start(
         besides the caches.
       implementation: what runs attention and cache: a name that `prefill`, `append` and `decode`
         take, for pages one of `turbojax.paged_attention`, or for the exact cache ``"xla"``,
-        ``"cudnn"``, ``"mosaic_gpu"`` or ``"repeatable"``; None to choose.
+        ``"cudnn"``, ``"mosaic_gpu"`` or ``"repeatable"``, which is None for others; None to choose.
       pooled_prefill: how the prompts attend to themselves, instead of exactly (or, for a
         compressed cache, with its codes). It has an `implementation` of its own. Their keys and
         values are cached one by one, and decoding attends to all of them.
