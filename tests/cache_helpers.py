@@ -149,7 +149,7 @@ def assert_side(side, oracle):
     for b in range(oracle.spec.batch):
         if oracle.scale[b] is not None:
             np.testing.assert_array_equal(side.buffer_scale[b], oracle.scale[b])
-        if oracle.slots[b] is not None and 0 < oracle.num_low < HEADS:
+        if oracle.slots[b] is not None and 0 < oracle.num_low < oracle.spec.heads:
             np.testing.assert_array_equal(side.head_slots[b], oracle.slots[b])
         for t, codes in enumerate(oracle.buffer[b]):
             np.testing.assert_array_equal(side.buffer[b, :, t], codes)

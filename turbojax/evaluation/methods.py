@@ -67,6 +67,8 @@ def method(name: str, config: TransformerConfig) -> Method:
     Of a cache that a configuration stands for, all of its fields: of ``4bit``, ``3bit``, ``2bit``
     and ``2/4bit`` those of `turbojax.TurboConfig`, and
 
+    - ``heads_per_group=N`` (see `turbojax.TurboConfig`), with which ``2/4bit`` is half of each
+      group's heads at 2 bits,
     - ``block=N`` for `block_q`, `block_kv` and `buffer_size`, which by themselves go before it,
     - ``low_heads=N`` for `num_low_bit_key_heads` and `num_low_bit_value_heads`,
     - ``softmax=exact``, ``sas`` or ``sas2`` (in powers of two), with the fields of `turbojax.SAS`,
@@ -88,7 +90,7 @@ def method(name: str, config: TransformerConfig) -> Method:
     own = {key: value for key, value in given.items() if key not in _COMMON}
     try:
         if isinstance(cache, TurboConfig):
-            cache = _turbo(cache, own)
+            cache = _turbo(_grouped(base, cache, config.num_kv_heads, own), own)
         elif own:
             cache = dataclasses.replace(cache, **_values(type(cache), own))
         layers = _number("uncompressed_layers", given.get("uncompressed_layers", "0"), int)
@@ -147,6 +149,19 @@ def _parsed(name: str, text: str, known: tuple[str, ...]) -> dict[str, str]:
             raise ValueError(f"method {name!r}: option {key!r} must be given once")
         given[key] = value
     return given
+
+
+def _grouped(
+    base: str, config: TurboConfig, num_kv_heads: int, given: Mapping[str, str]
+) -> TurboConfig:
+    """What the name says of each group of heads, where there are groups: half of them at 2 bits."""
+    size = _value("heads_per_group", given.get("heads_per_group", "none"), int | None)
+    if base != "2/4bit" or size is None:
+        return config
+    groups = TurboConfig(heads_per_group=size).groups_of(num_kv_heads)
+    grouped = cache_by_name(base, num_kv_heads, groups)
+    assert isinstance(grouped, TurboConfig)
+    return grouped
 
 
 def _turbo(config: TurboConfig, given: Mapping[str, str]) -> TurboConfig:

@@ -208,13 +208,18 @@ class Kind(Stored[C]):
         classes = tuple(x for x in self.takes if isinstance(x, type))
         return kind in names if isinstance(kind, str) else isinstance(kind, classes)
 
-    def by_name(self, name: str, num_kv_heads: int) -> Any:
+    def by_name(self, name: str, num_kv_heads: int, devices: int = 1) -> Any:
         """The value of `CacheKind` that one of `names` stands for: itself, if not overridden.
+
+        Args:
+          name: one of them.
+          num_kv_heads: of the model.
+          devices: over how many its heads are to be split.
 
         Raises:
           ValueError: if a model with so many KV heads cannot have it.
         """
-        del num_kv_heads
+        del num_kv_heads, devices
         return name
 
     @abc.abstractmethod

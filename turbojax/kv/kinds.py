@@ -8,6 +8,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
+from turbojax import _checks
 from turbojax.baselines.kivi import Kivi
 from turbojax.config import TurboConfig
 from turbojax.kv.base import Kind, LayerCache, Stored
@@ -87,12 +88,13 @@ def kind_for(kind: CacheKind) -> Kind[Any]:
     raise ValueError(f"cache={kind!r} must be {', '.join(map(repr, names))}{classes}")
 
 
-def cache_by_name(name: str, num_kv_heads: int) -> CacheKind:
+def cache_by_name(name: str, num_kv_heads: int, devices: int = 1) -> CacheKind:
     """The cache that a name on a command line stands for.
 
     Args:
       name: ``"exact"``, the bits of all heads (``"4bit"``, ``"3bit"``, ``"2bit"``),
-        ``"2/4bit"``: half of the KV heads at 2 bits, the others at 4, ``"kv4"``: 4 bits with a
+        ``"2/4bit"``: half of the KV heads at 2 bits, the others at 4 (of an odd number one more of
+        the values than of the keys, so that it is half of both together), ``"kv4"``: 4 bits with a
         scale per token and head (FireQ), ``"k8v4"``: the same with keys in e4m3, or pages of tokens
         as they are (``"paged"``), in an 8-bit float (``"fp8_e4m3"``, ``"fp8_e5m2"``), as codes
         (``"turbo4"``, ``"turbo_k4v2"`` ..) or with keys and values unlike each other
@@ -100,13 +102,18 @@ def cache_by_name(name: str, num_kv_heads: int) -> CacheKind:
         comparison: KIVI (``"kivi4"``, ``"kivi3"``, ``"kivi2"``), GEAR (``"gear4"`` ..), and tokens
         rounded each by itself (``"int8"``, ``"int4"``, ``"e4m3"``).
       num_kv_heads: of the model.
+      devices: over how many its heads are to be split: ``"2/4bit"`` is half of each one's heads,
+        ranked among themselves (`TurboConfig.heads_per_group`). Other names mean the same on any.
 
     Raises:
-      ValueError: if the name is another one, or half of the heads is not a whole number.
+      TypeError: if a number is not an integer.
+      ValueError: if the name is another one, a number is not positive, or heads that are ranked
+        are not as many on all devices.
     """
+    _checks.check_sizes(num_kv_heads=num_kv_heads, devices=devices)
     for kind in ALL_KINDS:
         if name in kind.names:
-            asked: CacheKind = kind.by_name(name, num_kv_heads)
+            asked: CacheKind = kind.by_name(name, num_kv_heads, devices)
             return asked
     raise ValueError(f"cache {name!r} must be one of {', '.join(CACHE_NAMES)}")
 

@@ -40,9 +40,9 @@ class KiviKind(Dequantized[kivi.KiviCache]):
         "value_right": Grows(-4, _PAIRS),
     }
 
-    def by_name(self, name: str, num_kv_heads: int) -> kivi.Kivi:
+    def by_name(self, name: str, num_kv_heads: int, devices: int = 1) -> kivi.Kivi:
         """See `Kind.by_name`: the digit is the bits, and ``"gear4"`` has an error of rank 4."""
-        del num_kv_heads
+        del num_kv_heads, devices
         return kivi.Kivi(bits=int(name[-1]), rank=_GEAR_RANK if name.startswith("gear") else 0)
 
     def init(

@@ -44,15 +44,26 @@ class Progressive(Kind[ProgressiveCache]):
         "buffer": Grows(-2, _BUFFERED),
     }
 
-    def by_name(self, name: str, num_kv_heads: int) -> TurboConfig:
-        """See `Kind.by_name`: ``"2/4bit"`` is half of the KV heads at 2 bits, the others at 4."""
+    def by_name(self, name: str, num_kv_heads: int, devices: int = 1) -> TurboConfig:
+        """See `Kind.by_name`: ``"2/4bit"`` is half of the KV heads at 2 bits, the others at 4.
+
+        Of an odd number the half is rounded down for keys and up for values, whose errors cost
+        less: of keys and values together it is half in any case, 3 bits on average. Of one head
+        the keys have 4 bits and the values 2. Over several devices it is half of each one's heads.
+        """
         if name != "2/4bit":
             bits = int(name[0])
             return TurboConfig(key_bits=bits, value_bits=bits)
-        if num_kv_heads % 2:
-            raise ValueError(f"cache {name!r} needs an even number of KV heads, not {num_kv_heads}")
-        half = num_kv_heads // 2
-        return TurboConfig(num_low_bit_key_heads=half, num_low_bit_value_heads=half)
+        if num_kv_heads % devices:
+            raise ValueError(
+                f"cache {name!r}: {num_kv_heads} KV heads must be a multiple of {devices} devices"
+            )
+        size = num_kv_heads // devices
+        return TurboConfig(
+            num_low_bit_key_heads=size // 2,
+            num_low_bit_value_heads=size - size // 2,
+            heads_per_group=size if devices > 1 else None,
+        )
 
     def init(
         self,

@@ -8,6 +8,7 @@ from benchmarks.measuring.samples import Error
 from benchmarks.measuring.work import Work
 from benchmarks.shapes import Shape
 from turbojax import TurboConfig
+from turbojax.kv.progressive import PROGRESSIVE
 
 Choice = Literal["short", "thorough", "hopper", "hopper-short", "default"]
 """Which rows of a shape: some or all, those of the suite of Hopper's kernels, or the default."""
@@ -54,10 +55,4 @@ class Case:
 
 def turbo_configs(kv_heads: int) -> dict[str, TurboConfig]:
     """The caches of the suite by name."""
-    half = kv_heads // 2
-    return {
-        "4bit": TurboConfig(),
-        "2/4bit": TurboConfig(num_low_bit_key_heads=half, num_low_bit_value_heads=half),
-        "3bit": TurboConfig(key_bits=3, value_bits=3),
-        "2bit": TurboConfig(key_bits=2, value_bits=2),
-    }
+    return {name: PROGRESSIVE.by_name(name, kv_heads) for name in PROGRESSIVE.names}

@@ -169,8 +169,6 @@ def cases(shape: Shape, choice: Choice) -> list[Case]:
         Case("cudnn-full", None, functools.partial(exact, implementation="cudnn", masked=False)),
     ]
     names = list(configs) if choice in ("thorough", "hopper") else ["4bit", "2/4bit"]
-    if shape.heads.kv % 2:
-        names.remove("2/4bit")
 
     def ours(method: str, config: tj.TurboConfig, implementation: str = "triton") -> Case:
         build = functools.partial(turbo, config=config, implementation=implementation)

@@ -35,7 +35,10 @@ System = Annotated[
 ]
 Cache = Annotated[
     str,
-    typer.Option(help=f"The KV cache: {options.CACHES}"),
+    typer.Option(
+        help=f"The KV cache: {options.CACHES} 2/4bit is 2 bits for half of the KV heads; with --mesh "
+        "for half of each device's, so that texts may depend on the mesh."
+    ),
 ]
 Temperature = Annotated[
     float, typer.Option(help="0 for the most likely token; otherwise logits are divided by it.")
@@ -259,9 +262,8 @@ def _check_fit(
     uncompressed_layers: int,
 ) -> None:
     """Raises ValueError if prompts and texts are too long, or need more memory than there is."""
-    from turbojax import models
     from turbojax.app import startup
-    from turbojax.models.generation.caching import with_uncompressed
+    from turbojax.app.generate.run import cache_kind
 
     config, total = found.config, length + max_new_tokens
     if total > config.max_length:
@@ -269,7 +271,7 @@ def _check_fit(
             f"a prompt of {length} tokens and {max_new_tokens=} must be at most the model's "
             f"{config.max_length} tokens together"
         )
-    kind = with_uncompressed(models.cache_by_name(cache, config.num_kv_heads), uncompressed_layers)
+    kind = cache_kind(cache, config, found.axes, uncompressed_layers)
     rows, of_tokens = _check_batch(found, batch_size, at_a_time)
     # Of one device.
     batch_size, at_a_time = batch_size // rows, -(-at_a_time // rows)

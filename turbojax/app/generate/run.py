@@ -13,9 +13,10 @@ from turbojax import _checks, models
 from turbojax.app.text_model import TextModel, than_bfloat16
 from turbojax.kv import LATENT_CACHE_NAMES
 from turbojax.models.generation import session as generation
-from turbojax.models.generation.caching import with_uncompressed
+from turbojax.models.generation.caching import ModelCacheKind, with_uncompressed
 from turbojax.models.generation.sampling import GREEDY
 from turbojax.models.generation.stopping import TextStream, check_stop_strings, check_stops
+from turbojax.sharding.axes import Axes
 
 # Stands for the next token of a sequence that has ended.
 _ENDED = -1
@@ -126,6 +127,25 @@ def unescape(text: str) -> str:
     return re.sub(r"\\([ntr\\])", lambda match: _ESCAPES[match[1]], text)
 
 
+def cache_kind(
+    name: str, config: models.TransformerConfig, axes: Axes | None, uncompressed_layers: int
+) -> ModelCacheKind:
+    """The caches of a name, over a mesh with as many heads of each width on every device.
+
+    Args:
+      name: see `models.cache_by_name`.
+      config: of the model.
+      axes: over which it is split, or None.
+      uncompressed_layers: see `models.UncompressedEdges`; 0 for none.
+
+    Raises:
+      ValueError: see `models.cache_by_name` and `models.UncompressedEdges`.
+    """
+    devices = 1 if axes is None else axes.size("heads")
+    kind = models.cache_by_name(name, config.num_kv_heads, devices)
+    return with_uncompressed(kind, uncompressed_layers)
+
+
 def copies(tokens: list[int], batch_size: int) -> np.ndarray:
     """One prompt for every sequence, int32 ``[batch_size, len(tokens)]``."""
     _checks.check_sizes(batch_size=batch_size)
@@ -159,7 +179,7 @@ def run(
       model: what generates.
       tokens: int32 ``[B, T]``.
       max_new_tokens: to add to each, at most.
-      cache: its name, see `models.cache_by_name`.
+      cache: its name, see `cache_kind`.
       uncompressed_layers: see `models.UncompressedEdges`; 0 for none.
       sampling: how tokens are chosen, see `models.generate`.
       stop_strings: texts that end a text and are no part of it.
@@ -180,9 +200,7 @@ def run(
         decoder,
         tokens,
         max_new_tokens=max_new_tokens,
-        cache=with_uncompressed(
-            models.cache_by_name(cache, decoder.config.num_kv_heads), uncompressed_layers
-        ),
+        cache=cache_kind(cache, decoder.config, decoder.axes, uncompressed_layers),
         prefill_batch_size=prefill_batch_size,
         implementation=implementation,
         pooled_prefill=pooled_prefill,
