@@ -12,7 +12,8 @@ from decode_helpers import assert_matches_oracle, queries, under
 from kernel_helpers import lower_for_cuda
 
 import turbojax as tj
-from turbojax import _device, kv
+from turbojax import _device, kv, models
+from turbojax.models.generation import session as generation
 from turbojax.ops.options import Options
 from turbojax.ops.turbo_attention import mosaic_decode, triton
 from turbojax.state.progressive.update import store_prompt
@@ -98,6 +99,7 @@ def filled(heads, implementation="xla"):
     return append(cache, *tokens(heads, max(ADDED), 2), ADDED, implementation)
 
 
+@pytest.mark.quick(first=2)
 @heads_of_one_case
 def test_what_is_stored_is_the_oracles(heads):
     """Bit for bit: which heads have how many bits, their codes, scales and buffers."""
@@ -109,7 +111,7 @@ def test_what_is_stored_is_the_oracles(heads):
         assert not np.array_equal(filled(heads).key.head_slots[0], np.arange(heads))
 
 
-@pytest.mark.quick(first=1)
+@pytest.mark.slow
 @heads_of_one_case
 def test_triton_stores_the_same_bits(heads):
     assert_same_bits(filled(heads, "triton"), filled(heads))
@@ -140,7 +142,7 @@ def test_every_priority_ranks_them(heads, method):
     assert_holds(prefill(on_host(new), *given, PROMPT), oracle)
 
 
-@pytest.mark.quick(first=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("heads", [3, 1])
 def test_groups_of_devices_hold_what_each_device_would(heads):
     """Two devices' heads in one cache: in each group the same codes as in a cache of its own."""
@@ -196,3 +198,24 @@ def test_storing_lowers(monkeypatch, implementation, heads):
     new = prompt.update(shape=(2, 1, heads, 128))
     extend = functools.partial(tj.append, implementation=implementation)
     assert name in lower_for_cuda(extend, cache, new, new)
+
+
+# Models ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("heads", [1, 3])
+def test_models_generate_through_it(heads):
+    """Prompts in blocks, and steps; near the exact cache, within what the codes lose."""
+    config = models.TransformerConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_layers=1, num_heads=2 * heads,
+        num_kv_heads=heads, head_dim=16, max_length=128,
+    )  # fmt: skip
+    model = models.random_decoder(config, dtype=jnp.float32)
+    prompt = np.random.default_rng(0).integers(0, 64, (2, 100))
+    logits = []
+    for cache in ("exact", config_of(heads)):
+        session = models.start(model, prompt[:, :90], max_length=110, cache=cache)
+        logits.append(np.asarray(generation.score(session, jnp.asarray(prompt[:, 90:]))))
+    error = np.linalg.norm(logits[1] - logits[0]) / np.linalg.norm(logits[0])
+    assert 0 < error < 0.35  # as in `test_generation.py`

@@ -38,11 +38,31 @@ from turbojax.levels import LocalWindow, TopK
         ),
         ("4bit:heads_per_group=2", TurboConfig(heads_per_group=2)),
         ("4bit:heads_per_group=none", TurboConfig()),
+        ("2/4bit:heads_per_group=1", TurboConfig(heads_per_group=1, num_low_bit_value_heads=1)),
+        (
+            "2/4bit:heads_per_group=2,low_bits=3",
+            TurboConfig(
+                heads_per_group=2, num_low_bit_key_heads=1, num_low_bit_value_heads=1, low_bits=3
+            ),
+        ),
         ("k8v4:uncompressed_layers=1", models.UncompressedEdges("k8v4", 1)),
     ],
 )
 def test_caches(name, cache):
     assert method(name, CONFIG) == methods.Method(name, cache)
+
+
+def test_half_of_any_number_of_heads():
+    """Of each group, where there are groups."""
+
+    def low(name, heads):
+        config = dataclasses.replace(CONFIG, num_heads=heads, num_kv_heads=heads)
+        cache = method(name, config).cache
+        return cache.num_low_bit_key_heads, cache.num_low_bit_value_heads, cache.heads_per_group
+
+    assert [low("2/4bit", n) for n in (1, 3, 7)] == [(0, 1, None), (1, 2, None), (3, 4, None)]
+    assert low("2/4bit:heads_per_group=3", 6) == (1, 2, 3)
+    assert low("2/4bit:heads_per_group=3,low_heads=1", 6) == (1, 1, 3)
 
 
 def test_pooled_prompts():
@@ -75,6 +95,8 @@ def test_density(density):
         ("4bit:block=32,block=32", "option 'block' must be given once"),
         ("4bit:key_bits=5", r"4bit:key_bits=5': key_bits=5 must be one of \(2, 3, 4\)"),
         ("4bit:key_bits=four", "key_bits=four must be an integer"),
+        ("2/4bit:heads_per_group=3", "num_kv_heads=2 must be a multiple of heads_per_group=3"),
+        ("2/4bit:heads_per_group=x", "heads_per_group=x must be an integer"),
         ("4bit:softmax=sos", "softmax=sos must be one of exact, sas, sas2"),
         ("4bit:threshold=-6", "threshold must go with softmax=sas"),
         ("4bit:softmax=sas,threshold=low", "threshold=low must be a number"),

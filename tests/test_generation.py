@@ -361,5 +361,5 @@ def test_cache_names():
     assert (half.num_low_bit_key_heads, half.num_low_bit_value_heads) == (2, 2)
     with pytest.raises(ValueError, match="'5bit' must be one of exact, 4bit"):
         models.cache_by_name("5bit", 4)
-    with pytest.raises(ValueError, match="even number of KV heads, not 3"):
-        models.cache_by_name("2/4bit", 3)
+    of_three = models.cache_by_name("2/4bit", 3)
+    assert (of_three.num_low_bit_key_heads, of_three.num_low_bit_value_heads) == (1, 2)

@@ -17,6 +17,7 @@ from pallas_kernels.mosaic import block as blocks
 from pallas_kernels.mosaic import eight_bits, stage2
 from pallas_kernels.mosaic.hopper import append, compress, quantize
 from turbojax import _device
+from turbojax.kv import cache_by_name
 from turbojax.kv.progressive import PROGRESSIVE
 from turbojax.ops.turbo_attention import operands
 from turbojax.state.progressive import mosaic_gpu, reference
@@ -62,17 +63,17 @@ def emulated(monkeypatch):
     jax.clear_caches()
 
 
-def new(case, max_length=150, **scales):
+def new(case, max_length=150, heads=HEADS, **scales):
     config, channels, dtype = case
-    return tj.init_cache(BATCH, max_length, HEADS, channels, config=config, dtype=dtype, **scales)
+    return tj.init_cache(BATCH, max_length, heads, channels, config=config, dtype=dtype, **scales)
 
 
-def tokens(case, count, seed=0):
+def tokens(case, count, seed=0, heads=HEADS):
     _, channels, dtype = case
     rng = np.random.default_rng(seed)
-    loud = np.where(rng.random((BATCH, 1, HEADS, channels)) < 0.15, 4.0, 1.0)
-    loud = loud * np.array([0.4, 3.0])[:, None]
-    shape = (BATCH, count, HEADS, channels)
+    loud = np.where(rng.random((BATCH, 1, heads, channels)) < 0.15, 4.0, 1.0)
+    loud = loud * np.geomspace(0.4, 3.0, heads)[:, None]
+    shape = (BATCH, count, heads, channels)
     return tuple(jnp.asarray(rng.normal(size=shape) * loud, dtype) for _ in range(2))
 
 
@@ -137,6 +138,24 @@ def test_tokens(name):
         expected = append_xla(expected, *given[:2], lengths=given[2])
         cache = mosaic_gpu.append(cache, *given)
     assert_same_bits(cache, expected)
+
+
+@pytest.mark.usefixtures("emulated")
+@pytest.mark.slow
+@pytest.mark.parametrize("heads", [1, 3, 5, 7])
+def test_odd_numbers_of_heads(heads):
+    """``"2/4bit"``, whose keys and values have unlike numbers of each width; one is of one token."""
+    config = dataclasses.replace(cache_by_name("2/4bit", heads), block_kv=16, buffer_size=16)
+    case, lengths = (config, 8, jnp.float32), int32(31, 15, 0)
+    cache = new(case, 64, heads)
+    given = tokens(case, 31, seed=1, heads=heads)
+    expected = store_xla(cache, *given, lengths)
+    cache = mosaic_gpu.store_prompt(cache, *given, lengths)
+    assert_same_bits(cache, expected)
+    given = tokens(case, 1, seed=2, heads=heads)
+    cache = mosaic_gpu.append(cache, *given, int32(1, 1, 1))
+    assert_same_bits(cache, append_xla(expected, *given))
+    assert expected.num_blocks.tolist() == [1, 0, 0] and cache.num_blocks.tolist() == [2, 1, 0]
 
 
 @pytest.mark.usefixtures("emulated")

@@ -32,6 +32,7 @@ from pallas_kernels.mosaic.hopper.decode_rows import (
     query,
     team,
 )
+from turbojax.kv import cache_by_name
 
 
 @pytest.fixture
@@ -387,8 +388,21 @@ def test_programs_share_blocks_and_the_buffer(programs, length, appended, team, 
     """Blocks seen whole, blocks that need masks, the buffer, and parts of a head."""
     config = tj.TurboConfig(num_low_bit_key_heads=1, num_low_bit_value_heads=1)
     cache = filled(2, 64, config, (length,), appended=appended, dtype=jnp.float32)
-    q = normal(9, (1, 8, 6, 64), jnp.float32)
-    splits, rows, pairs = 2, 24, 2
+    check_programs(programs, cache, team, stages, window)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("heads", [1, 3, 5, 7])
+def test_programs_of_odd_numbers_of_heads(programs, heads):
+    """``"2/4bit"``: each head's keys and values in the codes that hold them."""
+    cache = filled(heads, 64, cache_by_name("2/4bit", heads), (3 * 64,), 1, jnp.float32)
+    check_programs(programs, cache, 1, 1, None)
+
+
+def check_programs(programs, cache, team, stages, window):
+    """All programs of 24 queries a KV head, in two parts, against plain JAX."""
+    pairs, splits, rows = cache.num_kv_heads, 2, 24
+    q = normal(9, (1, 8, 3 * pairs, 64), jnp.float32)
     s = kernel.RowSettings(
         exponential=None, key_bits=cache.key.bits, value_bits=cache.value.bits, block=64,
         scale=0.1, window=window, soft_cap=None, rows=16, splits=splits, cluster=1,
