@@ -1,4 +1,4 @@
-"""``"2/4bit"`` of any number of KV heads: what the name says, and caches and kernels that hold it."""
+"""``"2/4bit"`` of any number of KV heads: what the name says, and what holds it."""
 
 import dataclasses
 import functools
@@ -13,7 +13,6 @@ from kernel_helpers import lower_for_cuda
 
 import turbojax as tj
 from turbojax import _device, kv, models
-from turbojax.models.generation import session as generation
 from turbojax.ops.options import Options
 from turbojax.ops.turbo_attention import mosaic_decode, triton
 from turbojax.state.progressive.update import store_prompt
@@ -191,13 +190,12 @@ def test_decoding_lowers(implementation, heads):
 @pytest.mark.parametrize("implementation", ["mosaic_gpu", "triton"])
 def test_storing_lowers(monkeypatch, implementation, heads):
     monkeypatch.setattr(_device, "gpu_compute_capability", lambda: 9.0)
-    name = {"triton": "triton", "mosaic_gpu": "mosaic_gpu"}[implementation]
     cache, prompt, lengths = abstract(heads, 300, 1)
     store = functools.partial(store_prompt, implementation=implementation)
-    assert name in lower_for_cuda(store, cache, prompt, prompt, lengths)
+    assert implementation in lower_for_cuda(store, cache, prompt, prompt, lengths)
     new = prompt.update(shape=(2, 1, heads, 128))
     extend = functools.partial(tj.append, implementation=implementation)
-    assert name in lower_for_cuda(extend, cache, new, new)
+    assert implementation in lower_for_cuda(extend, cache, new, new)
 
 
 # Models ------------------------------------------------------------------------------------------
@@ -216,6 +214,6 @@ def test_models_generate_through_it(heads):
     logits = []
     for cache in ("exact", config_of(heads)):
         session = models.start(model, prompt[:, :90], max_length=110, cache=cache)
-        logits.append(np.asarray(generation.score(session, jnp.asarray(prompt[:, 90:]))))
+        logits.append(np.asarray(models.score(session, jnp.asarray(prompt[:, 90:]))))
     error = np.linalg.norm(logits[1] - logits[0]) / np.linalg.norm(logits[0])
     assert 0 < error < 0.35  # as in `test_generation.py`

@@ -144,7 +144,7 @@ def test_tokens(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("heads", [1, 3, 5, 7])
 def test_odd_numbers_of_heads(heads):
-    """``"2/4bit"``, whose keys and values have unlike numbers of each width; one is of one token."""
+    """``"2/4bit"``, whose keys and values have unlike numbers of each width; one token alone."""
     config = dataclasses.replace(cache_by_name("2/4bit", heads), block_kv=16, buffer_size=16)
     case, lengths = (config, 8, jnp.float32), int32(31, 15, 0)
     cache = new(case, 64, heads)
@@ -155,7 +155,8 @@ def test_odd_numbers_of_heads(heads):
     given = tokens(case, 1, seed=2, heads=heads)
     cache = mosaic_gpu.append(cache, *given, int32(1, 1, 1))
     assert_same_bits(cache, append_xla(expected, *given))
-    assert expected.num_blocks.tolist() == [1, 0, 0] and cache.num_blocks.tolist() == [2, 1, 0]
+    assert expected.num_blocks.tolist() == [1, 0, 0]
+    assert cache.num_blocks.tolist() == [2, 1, 0]
 
 
 @pytest.mark.usefixtures("emulated")

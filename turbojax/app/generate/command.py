@@ -36,8 +36,8 @@ System = Annotated[
 Cache = Annotated[
     str,
     typer.Option(
-        help=f"The KV cache: {options.CACHES} 2/4bit is 2 bits for half of the KV heads; with --mesh "
-        "for half of each device's, so that texts may depend on the mesh."
+        help=f"The KV cache: {options.CACHES} 2/4bit is 2 bits for half of the KV heads; with "
+        "--mesh for half of each device's, so that texts may depend on the mesh."
     ),
 ]
 Temperature = Annotated[
