@@ -223,8 +223,8 @@ def _heads(header: Header, key: str, place: Place, name: str) -> int:
         found = found[0].item()
     if type(found) is not int or found < 1 or place.shape[0] % (2 * found):
         raise ValueError(
-            f"{header.file}: {name} has {place.shape[0]} rows, must have an even number for each of "
-            f"llama.{key}={found} heads"
+            f"{header.file}: {name} has {place.shape[0]} rows, must have an even number for each "
+            f"of llama.{key}={found} heads"
         )
     return found
 
