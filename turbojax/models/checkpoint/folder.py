@@ -68,8 +68,8 @@ def require_folder(folder: Path) -> None:
       NotADirectoryError: if something else is.
     """
     wanted = (
-        f"must be 'embedded', 'smollm2', a .gguf file, or a folder with {CONFIG_NAME} and "
-        f"{WEIGHTS_NAME}"
+        f"must be 'embedded' or a folder with {CONFIG_NAME} and {WEIGHTS_NAME}, a .gguf file, or "
+        "'smollm2'"
     )
     if not folder.exists():
         kind = "file" if is_gguf(folder) else "folder"
@@ -240,7 +240,7 @@ def write(
     config: Mapping[str, Any],
     tensors: Sequence[Tensor],
     max_shard_bytes: int = MAX_SHARD_BYTES,
-    companions: Mapping[str, Path] | None = None,
+    companions: Mapping[str, Path | bytes] | None = None,
 ) -> None:
     """Writes a checkpoint into a folder, which is created if it does not exist.
 
@@ -252,7 +252,7 @@ def write(
       config: content of `config.json`.
       tensors: what to write.
       max_shard_bytes: of the tensors in one file; a larger tensor gets a file of its own.
-      companions: further files by name, to be copied from elsewhere; those of an older
+      companions: further files by name, to be copied from elsewhere, or their contents; those of an older
         checkpoint go, see `find_companions`. If None, they stay.
 
     Raises:
@@ -279,7 +279,10 @@ def write(
             (draft / name).write_bytes(text)
         for name, source in (companions or {}).items():
             (draft / name).parent.mkdir(exist_ok=True)
-            shutil.copyfile(source, draft / name)
+            if isinstance(source, bytes):
+                (draft / name).write_bytes(source)
+            else:
+                shutil.copyfile(source, draft / name)
 
 
 def find(folder: Path, name: str) -> Path:
