@@ -45,7 +45,7 @@ class ChatSettings:
       uncompressed_layers: see `cache_kind`.
 
     Raises:
-      ValueError: if the number is not positive, a cache is unknown or named twice, or there is none.
+      ValueError: if the number is not positive, or caches are unknown, named twice or none.
     """
 
     model: str

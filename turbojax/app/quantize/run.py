@@ -373,6 +373,7 @@ def _write(settings: QuantizeSettings, model: models.QuantizedDecoder) -> tuple[
     """Writes the folder; bytes of the weights before and after."""
     source, out = models.checkpoint_folder(settings.model), settings.out
     hf = models.read_config(settings.model)
+    read = gguf_tokenizer.companions if is_gguf(source) else find_companions
     models.save_quantized(
         model,
         out,

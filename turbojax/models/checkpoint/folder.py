@@ -252,8 +252,8 @@ def write(
       config: content of `config.json`.
       tensors: what to write.
       max_shard_bytes: of the tensors in one file; a larger tensor gets a file of its own.
-      companions: further files by name, to be copied from elsewhere, or their contents; those of an older
-        checkpoint go, see `find_companions`. If None, they stay.
+      companions: further files by name, to be copied from elsewhere, or their contents; those of
+        an older checkpoint go, see `find_companions`. If None, they stay.
 
     Raises:
       BlockingIOError: if another program is writing there.

@@ -237,5 +237,15 @@ def _stored(
         header.file, "U8", (rows, place.nbytes // rows), place.begin, place.nbytes, header.version
     )
     dtype = place.type if place.type in _FLOATS else "F32"
-    options: tuple[Any, ...] = (place.begin, place.nbytes, header.version, place, raw)
-    return GgufTensor(header.file, dtype, place.shape, *options, heads, offset)
+    return GgufTensor(
+        file=header.file,
+        dtype=dtype,
+        shape=place.shape,
+        begin=place.begin,
+        nbytes=place.nbytes,
+        version=header.version,
+        place=place,
+        raw=raw,
+        heads=heads,
+        offset=offset,
+    )
