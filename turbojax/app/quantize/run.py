@@ -379,9 +379,7 @@ def _write(settings: QuantizeSettings, model: models.QuantizedDecoder) -> tuple[
         out,
         dtype=stored_dtype(hf),
         extra_config={key: hf[key] for key in _KEPT_KEYS if key in hf},
-        companions=gguf_tokenizer.companions(source)
-        if is_gguf(source)
-        else find_companions(source),
+        companions=dict(read(source)),
     )
     sizes = [
         sum(file.stat().st_size for file in models.weight_files(folder)) for folder in (source, out)
