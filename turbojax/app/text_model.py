@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from turbojax import models
-from turbojax.models.checkpoint.huggingface import checkpoint_folder
+from turbojax.models.checkpoint.huggingface import checkpoint_folder, float_bytes
 from turbojax.models.config import DTYPES, model_config, stored_dtype
 from turbojax.models.lora import check_adapters
 from turbojax.models.tensor_parallel.layout import axes_of_model, parts
@@ -80,11 +80,12 @@ def find_text_model(
     axes = None if axes is None else axes_of_model(config, axes)
     stored = stored_dtype(hf) or jnp.dtype(jnp.bfloat16)
     used = stored if dtype is None else dtype
-    size = sum(file.stat().st_size for file in models.weight_files(path))
     if adapters is not None and "quantization_config" not in hf:
         raise ValueError(f"adapters are for models with INT4 weights, {path!r} has none")
-    if "quantization_config" not in hf:
-        size = size * used.itemsize // stored.itemsize
+    if "quantization_config" in hf:
+        size = sum(file.stat().st_size for file in models.weight_files(path))
+    else:
+        size = float_bytes(path, used)
     loaded = None
     if adapters is not None:
         loaded = models.load_adapters(adapters, config.num_layers)
@@ -106,8 +107,8 @@ def load_text_model(
     """Loads a checkpoint with what reads its text.
 
     Args:
-      path: ``"embedded"`` or a checkpoint's folder, quantized or not. What reads its text, see
-        `load_tokenizer`.
+      path: ``"embedded"``, ``"smollm2"``, a GGUF file, or a checkpoint's folder, quantized or not.
+        What reads its text, see `load_tokenizer`.
       dtype: of weights and computation. By default float32 on a CPU, where it is the fast one, and
         otherwise that of the checkpoint.
       max_length: longest sequence, by default the checkpoint's; see `models.load`.

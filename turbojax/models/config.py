@@ -413,7 +413,9 @@ def model_config(
     except (NotImplementedError, ValueError) as error:
         kind = NotImplementedError if isinstance(error, NotImplementedError) else ValueError
         text = str(error).removeprefix("config.json").removeprefix(":").strip()
-        raise kind(f"{folder / 'config.json'}: {text}") from error
+        # Of a GGUF file, metadata stand for it.
+        file = folder if folder.is_file() else folder / "config.json"
+        raise kind(f"{file}: {text}") from error
     return config if max_length is None else dataclasses.replace(config, max_length=max_length)
 
 

@@ -17,8 +17,12 @@ File = Annotated[
     ),
 ]
 Cache = Annotated[
-    str,
-    typer.Option(help=f"Caches, comma separated: {options.CACHES}"),
+    str | None,
+    typer.Option(
+        help=f"Caches, comma separated: {options.CACHES} Default: exact,4bit,2/4bit; of a model "
+        "that answers exact,4bit,turbo4.",
+        show_default=False,
+    ),
 ]
 
 
@@ -27,9 +31,24 @@ def demo(
     prompt_bytes: Annotated[int, typer.Option(help="Bytes to prefill.")] = 3072,
     new_bytes: Annotated[int, typer.Option(help="Bytes to decode one by one and score.")] = 256,
     generate_bytes: Annotated[int, typer.Option(help="Bytes to generate freely.")] = 96,
-    cache: Cache = "exact,4bit,2/4bit",
+    question: Annotated[
+        str | None,
+        typer.Option(
+            help="Of a model that answers, such as smollm2: what it is asked. Default: what stands "
+            "in a report that it reads.",
+            show_default=False,
+        ),
+    ] = None,
+    new_tokens: Annotated[int, typer.Option(help="Of its answer: tokens, at most.")] = 64,
+    cache: Cache = None,
     uncompressed_layers: options.UncompressedLayers = 0,
-    model: options.ByteModel = "embedded",
+    model: Annotated[
+        str,
+        typer.Option(
+            help="'embedded'; a folder with a checkpoint whose tokens are bytes; or smollm2, a "
+            ".gguf file or a folder with a chat template: such a model answers a question."
+        ),
+    ] = "embedded",
     plot: Annotated[Path | None, typer.Option(help="Also draw a picture to this file.")] = None,
     as_json: options.AsJson = False,
     compilation_cache: programs.CompilationCache = True,
@@ -39,22 +58,32 @@ def demo(
     The model prefills the beginning of the file, then decodes on through each cache, fed the true
     bytes: bits per byte, how often the greedy prediction equals that of the first cache, memory
     and speed. Then it continues the text by itself.
+
+    A model with a chat template answers a question instead: its answers, and how well each cache
+    predicts the first one's.
     """
     import jax.numpy as jnp
 
     from turbojax import models
     from turbojax.app import startup
-    from turbojax.app.demo import display, measure
+    from turbojax.app.demo import chat, display, measure
 
     programs.use(compilation_cache, "turbojax demo")
     with terminal.one_line_errors("turbojax demo", smaller="--prompt-bytes"):
         startup.check_plot(plot)
+        if chat.answers(model):
+            if file is not None or plot is not None:
+                raise ValueError("--file and --plot are for models whose tokens are bytes")
+            _chat(model, question, new_tokens, cache, uncompressed_layers, as_json)
+            return
+        if question is not None:
+            raise ValueError(f"--question is for a model with a chat template: {model!r} has none")
         settings = measure.DemoSettings(
             file=file or measure.default_file(prompt_bytes + new_bytes),
             prompt_bytes=prompt_bytes,
             new_bytes=new_bytes,
             generated_bytes=generate_bytes,
-            caches=tuple(name.strip() for name in cache.split(",")),
+            caches=_names(cache or "exact,4bit,2/4bit"),
             uncompressed_layers=uncompressed_layers,
         )
         startup.check_input_files(settings.file)
@@ -76,3 +105,32 @@ def demo(
         terminal.show(display.render(report))
         if plot is not None:
             typer.echo(f"plot written to {plot}")
+
+
+def _names(cache: str) -> tuple[str, ...]:
+    return tuple(name.strip() for name in cache.split(","))
+
+
+def _chat(
+    model: str,
+    question: str | None,
+    new_tokens: int,
+    cache: str | None,
+    uncompressed_layers: int,
+    as_json: bool,
+) -> None:
+    from turbojax.app.demo import chat
+
+    names = _names(cache or "exact,4bit,turbo4")
+    settings = chat.ChatSettings(model, question, new_tokens, names, uncompressed_layers)
+    with terminal.progress_bar(transient=True) as bar:
+        task = bar.add_task("loading", total=2 * len(names) * new_tokens)
+
+        def advance(name: str, count: int) -> None:
+            bar.update(task, advance=count, description=f"{name} cache")
+
+        report = chat.run(settings, advance)
+    if as_json:
+        typer.echo(json.dumps(report.to_json(), indent=2, allow_nan=False))
+    else:
+        terminal.show(chat.render(report))

@@ -14,7 +14,13 @@ import numpy as np
 
 from turbojax._environment import environment
 from turbojax.kv import CACHE_NAMES, cache_by_name
-from turbojax.models import BEGINNING_OF_FILE, Transformer, held_out_modules
+from turbojax.models import (
+    BEGINNING_OF_FILE,
+    Decoder,
+    QuantizedDecoder,
+    Transformer,
+    held_out_modules,
+)
 from turbojax.models.generation import session as generation
 from turbojax.models.generation.caching import ModelCacheKind, kinds_of_layers, with_uncompressed
 
@@ -140,7 +146,9 @@ def default_file(required_bytes: int = 1) -> Path:
     )
 
 
-def cache_kind(name: str, model: Transformer, uncompressed_layers: int = 0) -> ModelCacheKind:
+def cache_kind(
+    name: str, model: Transformer | Decoder | QuantizedDecoder, uncompressed_layers: int = 0
+) -> ModelCacheKind:
     """The cache of a name that `cache_by_name` takes, in the sizes that models are served with.
 
     The demo computes in float32, which suits CPUs, but an exact cache of bfloat16 is what others
@@ -235,7 +243,7 @@ def _measure(
     nbytes, ratio = session.caches.nbytes, session.caches.compression_ratio
     clock = _Clock(progress)
     logits = generation.score(session, jnp.asarray(target[None]), clock)[0]
-    bits = np.asarray(_bits(logits, jnp.asarray(target)))
+    bits = np.asarray(bits_of(logits, jnp.asarray(target)))
     choices = np.asarray(jnp.argmax(logits, axis=-1))
     generated = bytearray()
     for token in generation.stream(begin(), settings.generated_bytes):
@@ -256,7 +264,7 @@ def _measure(
 
 
 @jax.jit
-def _bits(logits: jax.Array, target: jax.Array) -> jax.Array:
+def bits_of(logits: jax.Array, target: jax.Array) -> jax.Array:
     """Bits of each target token, float32 ``[T]``, under logits ``[T, V]``."""
     log_p = jax.nn.log_softmax(logits, axis=-1)
     return -jnp.take_along_axis(log_p, target[:, None], axis=-1)[:, 0] / math.log(2)

@@ -1,4 +1,8 @@
-"""The files of a checkpoint's folder: `config.json`, tensors in safetensors files, companions."""
+"""The files of a checkpoint's folder: `config.json`, tensors in safetensors files, companions.
+
+A GGUF file is read as such a folder, by the functions that take the path of one; it has no
+companions, and nothing is written like it.
+"""
 
 import json
 import os
@@ -12,6 +16,8 @@ import numpy as np
 
 from turbojax import _json, _writing
 from turbojax.models.checkpoint import safetensors as _safetensors
+from turbojax.models.checkpoint.gguf import tensors as _gguf
+from turbojax.models.checkpoint.gguf.header import is_gguf as is_gguf
 from turbojax.models.checkpoint.safetensors import Box as Box
 from turbojax.models.checkpoint.safetensors import Stored as Stored
 from turbojax.models.checkpoint.safetensors import Tensor as Tensor
@@ -61,9 +67,13 @@ def require_folder(folder: Path) -> None:
       FileNotFoundError: if nothing is there.
       NotADirectoryError: if something else is.
     """
-    wanted = f"must be 'embedded' or a folder with {CONFIG_NAME} and {WEIGHTS_NAME}"
+    wanted = (
+        f"must be 'embedded' or a folder with {CONFIG_NAME} and {WEIGHTS_NAME}, a .gguf file, or "
+        "'smollm2'"
+    )
     if not folder.exists():
-        raise FileNotFoundError(f"{str(folder)!r} {wanted}: there is no such folder")
+        kind = "file" if is_gguf(folder) else "folder"
+        raise FileNotFoundError(f"{str(folder)!r} {wanted}: there is no such {kind}")
     if not folder.is_dir():
         raise NotADirectoryError(f"{str(folder)!r} {wanted}, not a file")
 
@@ -74,7 +84,10 @@ def read_config(folder: Path) -> dict[str, Any]:
     Raises:
       OSError: if there is no such folder, or no such file in it.
       ValueError: if the file cannot be parsed, or holds no object.
+      NotImplementedError, ValueError: also of a GGUF file's metadata, which stand for it.
     """
+    if is_gguf(folder):
+        return _gguf.read_config(folder)
     require_folder(folder)
     if not (folder / CONFIG_NAME).is_file():
         raise FileNotFoundError(f"{str(folder)!r} is no checkpoint: it must hold {CONFIG_NAME}")
@@ -85,8 +98,11 @@ def require_config(folder: Path, config: Mapping[str, Any]) -> None:
     """Raises ValueError unless a folder's `config.json` still says this.
 
     To be called after `stored_tensors`: `write` takes the old `config.json` away before it touches
-    the weights, so that those belong to what was read before.
+    the weights, so that those belong to what was read before. A GGUF file's tensors know its
+    version themselves.
     """
+    if is_gguf(folder):
+        return
     try:
         found = read_config(folder)
     except FileNotFoundError as error:
@@ -114,6 +130,8 @@ def weight_files(folder: Path) -> tuple[Path, ...]:
       FileNotFoundError: if there are none, or one that the index names is missing.
       ValueError: if the index cannot be read.
     """
+    if is_gguf(folder):
+        return (folder,)
     if (folder / WEIGHTS_NAME).is_file():
         return (folder / WEIGHTS_NAME,)
     if (folder / INDEX_NAME).is_file():
@@ -137,7 +155,10 @@ def stored_tensors(folder: Path) -> dict[str, Stored]:
       FileNotFoundError: see `weight_files`.
       ValueError: if a file cannot be parsed or is cut short, two files hold tensors of one name,
         or the index places a tensor in a file that lacks it.
+      ImportError, NotImplementedError, ValueError: of a GGUF file, see `gguf.tensors.stored`.
     """
+    if is_gguf(folder):
+        return _gguf.stored(folder)
     tensors: dict[str, Stored] = {}
     for file in weight_files(folder):
         for name, stored in _safetensors.read_header(file):
@@ -219,7 +240,7 @@ def write(
     config: Mapping[str, Any],
     tensors: Sequence[Tensor],
     max_shard_bytes: int = MAX_SHARD_BYTES,
-    companions: Mapping[str, Path] | None = None,
+    companions: Mapping[str, Path | bytes] | None = None,
 ) -> None:
     """Writes a checkpoint into a folder, which is created if it does not exist.
 
@@ -231,8 +252,8 @@ def write(
       config: content of `config.json`.
       tensors: what to write.
       max_shard_bytes: of the tensors in one file; a larger tensor gets a file of its own.
-      companions: further files by name, to be copied from elsewhere; those of an older
-        checkpoint go, see `find_companions`. If None, they stay.
+      companions: further files by name, to be copied from elsewhere, or their contents; those of
+        an older checkpoint go, see `find_companions`. If None, they stay.
 
     Raises:
       BlockingIOError: if another program is writing there.
@@ -258,7 +279,10 @@ def write(
             (draft / name).write_bytes(text)
         for name, source in (companions or {}).items():
             (draft / name).parent.mkdir(exist_ok=True)
-            shutil.copyfile(source, draft / name)
+            if isinstance(source, bytes):
+                (draft / name).write_bytes(source)
+            else:
+                shutil.copyfile(source, draft / name)
 
 
 def find(folder: Path, name: str) -> Path:
@@ -284,6 +308,8 @@ def find_all(folder: Path, pattern: str) -> dict[str, Path]:
 
 def find_companions(folder: Path) -> dict[str, Path]:
     """The files that go with a checkpoint's weights, by name: its tokenizer, chat templates, ..."""
+    if is_gguf(folder):
+        return {}
 
     def read(_: Path) -> dict[str, Path]:
         found = [item for pattern in _COMPANIONS for item in find_all(folder, pattern).items()]
@@ -302,6 +328,8 @@ def steady(folder: Path, read: Callable[[Path], T]) -> T:
     Raises:
       Whatever `read` raises; ValueError if the checkpoint is replaced again and again.
     """
+    if is_gguf(folder) and folder.exists():
+        return read(folder)
     require_folder(folder)
     settle(folder)
     for attempt in range(_TRIES):

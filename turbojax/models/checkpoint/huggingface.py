@@ -8,12 +8,14 @@ token i is the byte of value i, and byte 0 stands before the first byte of every
 import functools
 import importlib.resources
 import json
+import math
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
@@ -26,8 +28,9 @@ from turbojax.models.checkpoint import quantized as quantized_checkpoint
 from turbojax.models.checkpoint import weights as loading
 from turbojax.models.checkpoint.folder import MAX_SHARD_BYTES
 from turbojax.models.checkpoint.folder import WEIGHTS_NAME as WEIGHTS_NAME
+from turbojax.models.checkpoint.gguf import smollm2
 from turbojax.models.checkpoint.stored import StoredDecoder
-from turbojax.models.config import TransformerConfig, config_json, model_config
+from turbojax.models.config import TransformerConfig, config_json, model_config, stored_dtype
 from turbojax.models.decoder import Decoder
 from turbojax.models.families.tensors import TensorSpec, checkpoint_tensors
 from turbojax.models.lora import Adapters, check_adapters
@@ -238,7 +241,13 @@ def _load(
 
 
 def checkpoint_folder(path_or_name: str | os.PathLike[str]) -> Path:
-    """The folder that a name or path stands for; see `load`."""
+    """The folder that a name or path stands for, or the GGUF file; see `load`.
+
+    Raises:
+      FileNotFoundError: if the package of a model that has a name is not installed.
+    """
+    if path_or_name == smollm2.NAME:
+        return smollm2.file()
     return embedded_path() if path_or_name == "embedded" else Path(path_or_name)
 
 
@@ -260,6 +269,22 @@ def weight_files(path_or_name: str | os.PathLike[str]) -> tuple[Path, ...]:
       ValueError: if the index of several files cannot be read.
     """
     return _folder.steady(checkpoint_folder(path_or_name), _folder.weight_files)
+
+
+def float_bytes(path_or_name: str | os.PathLike[str], dtype: np.dtype) -> int:
+    """Bytes, about, of a checkpoint's weights in a dtype, of one with floating-point weights.
+
+    Raises:
+      ImportError, OSError, NotImplementedError, ValueError: see `weight_files`; of a GGUF file,
+        whose weights are made floating point, see `turbojax.models.load`.
+    """
+    folder = checkpoint_folder(path_or_name)
+    if _folder.is_gguf(folder):
+        tensors = _folder.stored_tensors(folder).values()
+        return sum(math.prod(x.shape) for x in tensors) * dtype.itemsize
+    stored = stored_dtype(read_config(path_or_name)) or np.dtype(jnp.bfloat16)
+    size = sum(file.stat().st_size for file in weight_files(path_or_name))
+    return size * dtype.itemsize // stored.itemsize
 
 
 def save(

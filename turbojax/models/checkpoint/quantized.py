@@ -61,7 +61,7 @@ def save_quantized(
     dtype: DTypeLike | None = None,
     max_shard_bytes: int = _folder.MAX_SHARD_BYTES,
     extra_config: Mapping[str, Any] | None = None,
-    companions: Mapping[str, Path] | None = None,
+    companions: Mapping[str, Path | bytes] | None = None,
 ) -> None:
     """Writes a quantized decoder into a folder; `load` reads it back bit for bit.
 

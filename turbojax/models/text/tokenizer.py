@@ -10,23 +10,22 @@ from typing import Any, Protocol
 
 from turbojax import _checks, _json
 from turbojax.models.checkpoint import folder as _folder
+from turbojax.models.checkpoint.gguf import smollm2
+from turbojax.models.text import gguf_tokenizer as _gguf_tokenizer
 from turbojax.models.text import tokenizer_file as _tokenizer_file
+from turbojax.models.text import tokenizer_settings as _settings
 from turbojax.models.text.special_text import Segment, SegmentEncoder, SpecialTexts
 from turbojax.models.text.token_bytes import TokenBytes, token_bytes
+from turbojax.models.text.tokenizer_settings import CHAT_TEMPLATE_NAME as CHAT_TEMPLATE_NAME
+from turbojax.models.text.tokenizer_settings import CHAT_TEMPLATES_FOLDER as CHAT_TEMPLATES_FOLDER
+from turbojax.models.text.tokenizer_settings import ChatTemplate as ChatTemplate
 
 TOKENIZER_NAME = "tokenizer.json"
 BYTES = 256
-_LARGEST_TOKEN = 2**31 - 1
 BEGINNING_OF_FILE = 0
 """Stands before the first byte of every text of a byte-level model."""
 
 _SENTENCEPIECE_NAME = "tokenizer.model"
-_CONFIG_NAME, _ADDED = "tokenizer_config.json", "added_tokens_decoder"
-_SPECIAL = (
-    *("bos_token", "eos_token", "unk_token", "sep_token"),
-    *("pad_token", "cls_token", "mask_token"),
-)
-_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 # Tokens before the new ones that they are decoded after: one alone may lose its leading space.
 _CONTEXT = 4
 # Tokens that are bytes of characters, at most, before those.
@@ -35,13 +34,6 @@ _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 
 Decode = Callable[[int | None], str]
 """From each token after a prompt to the text it completes, possibly ""; None ends the text."""
-
-ChatTemplate = str | Mapping[str, str]
-"""A Jinja template, or several by name: ``"default"``, ``"tool_use"``, ..."""
-
-CHAT_TEMPLATE_NAME = "chat_template.jinja"
-CHAT_TEMPLATES_FOLDER = "additional_chat_templates"
-"""Where templates with other names than ``"default"`` lie, ``NAME.jinja``."""
 
 
 class Tokenizer(Protocol):
@@ -190,7 +182,7 @@ class NumberTokenizer:
 
 
 class JsonTokenizer:
-    """A Hugging Face `tokenizer.json`, with what stands beside it.
+    """A Hugging Face `tokenizer.json`, with what stands beside it; or that of a GGUF file.
 
     Read, where they are there, as transformers reads them: `tokenizer_config.json` (special tokens,
     chat templates, and added tokens, also such as `tokenizer.json` lacks);
@@ -200,35 +192,31 @@ class JsonTokenizer:
     are all that these files name.
 
     Args:
-      path: the file, or its folder.
+      path: the file, or its folder; or a GGUF file, whose metadata have all of it.
 
     Raises:
       ImportError: if the package `tokenizers` is not installed.
       FileNotFoundError: if there is no such file.
+      NotImplementedError: if the tokenizer of a GGUF file is of a kind that is not supported.
       ValueError: if a file cannot be read or holds something else.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         given = Path(path)
-        folder = given if given.is_dir() else given.parent
-        file = _folder.find(folder, TOKENIZER_NAME) if given.is_dir() else given
-        self._file = file
-        self._tokenizer, padding = _tokenizer_file.read(file)
-        config = _folder.find(folder, _CONFIG_NAME)
-        settings = _read_object(config)
-        if _ADDED not in settings:
-            more = _read_object(_folder.find(folder, "special_tokens_map.json"))
-            settings = {**settings, **more}
-        # A file that fills texts up says with what.
-        settings = {**({} if padding is None else {"pad_token": padding["pad_token"]}), **settings}
-        self.special_tokens: Mapping[str, str] = _special_tokens(settings)
-        _add_tokens(self._tokenizer, settings, self.special_tokens.values(), config)
+        if _folder.is_gguf(given):
+            self._file, parts = given, _gguf_tokenizer.read(given)
+        else:
+            folder = given if given.is_dir() else given.parent
+            self._file = _folder.find(folder, TOKENIZER_NAME) if given.is_dir() else given
+            parts = _settings.read_folder(self._file, folder)
+        self._tokenizer = parts.tokenizer
         known = self._tokenizer.get_vocab(with_added_tokens=True)
         # Numbers may be left out, so that this can be more than there are tokens.
         self.vocab_size = max(known.values(), default=-1) + 1
-        self.bos_token_id: int | None = self._number("bos_token")
-        self.eos_token_ids: tuple[int, ...] = _ends(folder, self._number("eos_token"))
-        self.chat_template: ChatTemplate | None = _templates(folder, settings)
+        self.special_tokens: Mapping[str, str] = parts.special_tokens
+        self.bos_token_id: int | None = parts.bos_token_id
+        self.eos_token_ids: tuple[int, ...] = parts.eos_token_ids
+        self.chat_template: ChatTemplate | None = parts.chat_template
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """See `Tokenizer`."""
@@ -310,10 +298,6 @@ class JsonTokenizer:
             start -= 1
         return [int(token) for token in prompt[start:]]
 
-    def _number(self, name: str) -> int | None:
-        text = self.special_tokens.get(name)
-        return None if text is None else self._tokenizer.token_to_id(text)
-
 
 def load_tokenizer(
     path_or_name: str | os.PathLike[str] = "embedded", vocab_size: int | None = None
@@ -321,7 +305,8 @@ def load_tokenizer(
     """The tokenizer of a checkpoint.
 
     Args:
-      path_or_name: ``"embedded"`` for the shipped model, or a checkpoint's folder.
+      path_or_name: ``"embedded"`` for the shipped model, ``"smollm2"``, a GGUF file, or a
+        checkpoint's folder.
       vocab_size: of the model, by default what the folder's `config.json` says.
 
     Returns:
@@ -342,23 +327,20 @@ def load_tokenizer(
             raise ValueError(f"{vocab_size=} of the embedded model must be {BYTES}")
         # A text ends where the next one begins.
         return ByteTokenizer([BEGINNING_OF_FILE])
-    folder = Path(path_or_name)
+    folder = smollm2.file() if path_or_name == smollm2.NAME else Path(path_or_name)
     return _folder.steady(folder, lambda place: _load_tokenizer(folder, place, vocab_size))
 
 
 def _load_tokenizer(folder: Path, place: Path, vocab_size: int | None) -> Tokenizer:
     """See `load_tokenizer`; the checkpoint's own files lie at `place`."""
+    if _folder.is_gguf(folder):
+        tokenizer = JsonTokenizer(folder)
+        return _fitting(tokenizer, vocab_size or _folder.read_config(folder)["vocab_size"], folder)
     if os.path.lexists(file := _folder.find(folder, TOKENIZER_NAME)):
         tokenizer = JsonTokenizer(folder)
         if vocab_size is None:
-            vocab_size = _vocab_size(place, _read_object(place / _folder.CONFIG_NAME))
-        # A model's table may be padded, but a token beyond its end has no embedding.
-        if vocab_size is not None and tokenizer.vocab_size > vocab_size:
-            raise ValueError(
-                f"{file} and {_CONFIG_NAME} know tokens up to "
-                f"{tokenizer.vocab_size - 1}, which must be below the model's {vocab_size=}"
-            )
-        return tokenizer
+            vocab_size = _vocab_size(place, _settings.read_object(place / _folder.CONFIG_NAME))
+        return _fitting(tokenizer, vocab_size, f"{file} and {_settings.CONFIG_NAME}")
     if (folder / _SENTENCEPIECE_NAME).is_file():
         raise ValueError(
             f"{str(folder)!r} holds {_SENTENCEPIECE_NAME} and no {TOKENIZER_NAME}: "
@@ -371,17 +353,27 @@ def _load_tokenizer(folder: Path, place: Path, vocab_size: int | None) -> Tokeni
         raise ValueError(
             f"{str(folder)!r} must hold {TOKENIZER_NAME}, or a vocab_size in its config.json"
         )
-    ends = _ends(folder, None)
+    ends = _settings.ends(folder, None)
     return ByteTokenizer(ends) if vocab_size == BYTES else NumberTokenizer(vocab_size, ends)
+
+
+def _fitting(tokenizer: JsonTokenizer, vocab_size: int | None, source: object) -> JsonTokenizer:
+    """The tokenizer, if the model has an embedding for every token; its table may be padded."""
+    if vocab_size is not None and tokenizer.vocab_size > vocab_size:
+        raise ValueError(
+            f"{source} know tokens up to {tokenizer.vocab_size - 1}, which must be below the "
+            f"model's {vocab_size=}"
+        )
+    return tokenizer
 
 
 def _vocab_size(folder: Path, config: Mapping[str, Any]) -> int | None:
     size = config.get("vocab_size")
-    if size is None or (type(size) is int and 0 < size <= _LARGEST_TOKEN):
+    if size is None or (type(size) is int and 0 < size <= _settings.LARGEST_TOKEN):
         return size
     raise ValueError(
         f"{folder / _folder.CONFIG_NAME}: vocab_size={_json.shown(size)} must be an integer "
-        f"of 1 to {_LARGEST_TOKEN}"
+        f"of 1 to {_settings.LARGEST_TOKEN}"
     )
 
 
@@ -391,99 +383,3 @@ def _check_unicode(text: str) -> None:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
         raise ValueError(f"the text is not Unicode: {error}") from error
-
-
-def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
-    """Texts of special tokens by role: the usual roles, and a model's own."""
-    extra = settings.get("extra_special_tokens")
-    own = [key for key in settings if key.endswith("_token") and key not in _SPECIAL]
-    given = [(key, settings.get(key)) for key in (*_SPECIAL, *own)]
-    given += extra.items() if isinstance(extra, Mapping) else []
-    return {key: text for key, value in given if (text := _content(value)) is not None}
-
-
-def _add_tokens(
-    tokenizer: Any, settings: Mapping[str, Any], special: Iterable[str], path: Path
-) -> None:
-    """Adds the tokens of `added_tokens_decoder`, which `tokenizer.json` may lack.
-
-    As in transformers, one that is new gets the next free number, in the order of their numbers
-    here; of one that is there, what is said here counts.
-    """
-    import tokenizers
-
-    found, named, tokens = settings.get(_ADDED) or {}, set(special), []
-    if not isinstance(found, Mapping):
-        raise ValueError(f"{path}: {_ADDED} must be an object")
-    for number, token in found.items():
-        flags = {key: token[key] for key in _FLAGS if key in token} if _content(token) else {}
-        if not (
-            number.isdecimal()
-            and len(number) < 11
-            and isinstance(token, Mapping)
-            and _content(token)
-            and all(isinstance(flag, bool) for flag in flags.values())
-        ):
-            raise ValueError(
-                f"{path}: {_ADDED}, {_json.shown(number)}: {_json.shown(token)} must be an object "
-                "with a content and flags, under a number"
-            )
-        text = token["content"]
-        flags["special"] = flags.get("special", False) or text in named
-        tokens.append((int(number), tokenizers.AddedToken(text, **flags)))
-    with _tokenizer_file.named(f"{path}: {_ADDED} cannot be added"):
-        tokenizer.add_tokens([token for _, token in sorted(tokens, key=lambda pair: pair[0])])
-
-
-def _read_object(path: Path) -> Mapping[str, Any]:
-    """A file's JSON object; an empty one if nothing is there."""
-    return _folder.read_json(path) if os.path.lexists(path) else {}
-
-
-def _content(token: Any) -> str | None:
-    """The text of a special token, which is written as a string or as an object."""
-    text = token.get("content") if isinstance(token, Mapping) else token
-    return text if isinstance(text, str) else None
-
-
-def _ends(folder: Path, eos: int | None) -> tuple[int, ...]:
-    """Tokens that end a text: of the generation's settings, and the tokenizer's own."""
-    path = _folder.find(folder, "generation_config.json")
-    path = path if os.path.lexists(path) else _folder.find(folder, _folder.CONFIG_NAME)
-    found = _read_object(path).get("eos_token_id")
-    numbers = [] if found is None else found if isinstance(found, list) else [found]
-    for number in numbers:
-        if type(number) is not int or not 0 <= number <= _LARGEST_TOKEN:
-            raise ValueError(
-                f"{path}: eos_token_id={_json.shown(found)} must be one token or a list of them"
-            )
-    return tuple(sorted({*numbers, *([] if eos is None else [eos])}))
-
-
-def _templates(folder: Path, settings: Mapping[str, Any]) -> ChatTemplate | None:
-    """The chat template, or several by their names."""
-    files = {"default": _folder.find(folder, CHAT_TEMPLATE_NAME)}
-    others = _folder.find_all(folder, f"{CHAT_TEMPLATES_FOLDER}/*.jinja")
-    files |= {path.stem: path for path in others.values()}
-    texts = {name: _read_text(path) for name, path in files.items() if os.path.lexists(path)}
-    if texts:
-        return texts["default"] if list(texts) == ["default"] else texts
-    found = settings.get("chat_template")
-    if found is None or isinstance(found, str):
-        return found
-    for entry in found if isinstance(found, list) else [None]:
-        if not isinstance(entry, Mapping) or not all(
-            isinstance(entry.get(key), str) for key in ("name", "template")
-        ):
-            raise ValueError(
-                f"{_folder.find(folder, _CONFIG_NAME)}: chat_template must be a text, or a list of "
-                "objects with a name and a template"
-            )
-    return {entry["name"]: entry["template"] for entry in found}
-
-
-def _read_text(path: Path) -> str:
-    try:
-        return _json.read_bytes(path).decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is no UTF-8: {error}") from error

@@ -4,7 +4,7 @@ import contextlib
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from turbojax import _extras, _json
 
@@ -13,6 +13,24 @@ _MOST_BYTES = 128 * 2**20
 
 # A prefix that is not empty; or letters in escapes, which might spell its key.
 _MAY_HAVE_PREFIX = re.compile(rb'continuing_subword_prefix"\s*:\s*"[^"]|\\u00[2-7]')
+
+
+class Parts(NamedTuple):
+    """What a tokenizer consists of.
+
+    Attributes:
+      tokenizer: of the package `tokenizers`.
+      special_tokens: texts of special tokens by role.
+      bos_token_id: the token that begins a text, if there is one.
+      eos_token_ids: tokens that end a text.
+      chat_template: a template, or several by name, or None.
+    """
+
+    tokenizer: Any
+    special_tokens: Mapping[str, str]
+    bos_token_id: int | None
+    eos_token_ids: tuple[int, ...]
+    chat_template: str | Mapping[str, str] | None
 
 
 def read(file: Path) -> tuple[Any, Mapping[str, Any] | None]:

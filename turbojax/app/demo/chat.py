@@ -1,0 +1,253 @@
+"""The demo of a model that answers: one question through several KV caches, side by side."""
+
+import dataclasses
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from rich.console import Group, RenderableType
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from turbojax import models
+from turbojax._environment import environment
+from turbojax.app import text_model
+from turbojax.app.demo.measure import Progress, bits_of, cache_kind
+from turbojax.kv import CACHE_NAMES
+from turbojax.models.generation import session as generation
+
+_REPORT = """\
+The weather station on Gull Island was built in 1958 by two brothers, Anton and Erik Lund, who had \
+been sent there to repair the lighthouse. Its first instruments were a barometer, two thermometers \
+and a rain gauge made of copper. For eleven years the brothers sent their readings to the mainland \
+by radio every morning at half past six. In the winter of 1969 a storm took the mast, the boat and \
+the roof of the kitchen, and the readings stopped for 43 days. When the supply ship Marianne came \
+at last, its captain found both brothers well: they had lived on dried fish, potatoes and coffee, \
+and had written every reading down by hand. The station has been automatic since 1994. Its data \
+are free for everybody, and the copper rain gauge is still in use.
+"""
+_QUESTION = "What was the name of the supply ship, and what had the brothers lived on?"
+
+
+@dataclasses.dataclass(frozen=True)
+class ChatSettings:
+    """What to run.
+
+    Attributes:
+      model: its name, file or folder.
+      question: what it is asked; None for one about a report that it reads.
+      new_tokens: of an answer, at most.
+      caches: names of the caches; the first is what others are compared to.
+      uncompressed_layers: see `cache_kind`.
+
+    Raises:
+      ValueError: if the number is not positive, or caches are unknown, named twice or none.
+    """
+
+    model: str
+    question: str | None
+    new_tokens: int = 64
+    caches: tuple[str, ...] = ("exact", "4bit", "turbo4")
+    uncompressed_layers: int = 0
+
+    def __post_init__(self) -> None:
+        if self.new_tokens < 1:
+            raise ValueError(f"new_tokens={self.new_tokens} must be at least 1")
+        for name in self.caches:
+            if name not in CACHE_NAMES:
+                raise ValueError(f"cache {name!r} must be one of {', '.join(CACHE_NAMES)}")
+        if not self.caches or len(set(self.caches)) != len(self.caches):
+            raise ValueError(f"caches={self.caches} must name each cache once")
+
+    @property
+    def prompt(self) -> str:
+        """What the user says."""
+        return f"{_REPORT}\n{_QUESTION}" if self.question is None else self.question
+
+
+@dataclasses.dataclass(frozen=True)
+class ChatResult:
+    """One cache's row.
+
+    Attributes:
+      name: its name.
+      answer: what the model answers, greedily.
+      tokens: how many tokens that are.
+      same_tokens: how many of them are the first cache's, until one differs.
+      bits_per_token: mean of ``-log2 p(token)`` of the first cache's answer.
+      nbytes: bytes of the cache, all layers.
+      compression_ratio: bytes of a bfloat16 cache of the same capacity over `nbytes`.
+      tokens_per_second: without the first step, which is compiled; None if there were too few.
+    """
+
+    name: str
+    answer: str
+    tokens: int
+    same_tokens: int
+    bits_per_token: float
+    nbytes: int
+    compression_ratio: float
+    tokens_per_second: float | None
+
+
+@dataclasses.dataclass(frozen=True)
+class ChatReport:
+    """Everything that is shown.
+
+    Attributes:
+      settings: what was run.
+      prompt_tokens: of the question, by the chat template.
+      results: one per cache, in the order asked for.
+      seconds: wall time of the whole run.
+    """
+
+    settings: ChatSettings
+    prompt_tokens: int
+    results: tuple[ChatResult, ...]
+    seconds: float
+
+    def to_json(self) -> dict[str, Any]:
+        """The report as plain JSON values."""
+        return {**environment(), **dataclasses.asdict(self)}
+
+
+def answers(model: str) -> bool:
+    """Whether a model has a chat template; no other may have tokens that are no bytes.
+
+    Raises:
+      OSError, ImportError, NotImplementedError, ValueError: see `models.load_tokenizer`.
+    """
+    return models.load_tokenizer(model).chat_template is not None
+
+
+def run(settings: ChatSettings, progress: Progress | None = None) -> ChatReport:
+    """Asks the model once for every cache.
+
+    Args:
+      settings: what to run.
+      progress: called as tokens are done.
+
+    Raises:
+      OSError, ImportError, NotImplementedError, ValueError: see `text_model.load_text_model`; also
+        if question and answer are longer than the model's context.
+    """
+    begun = time.perf_counter()
+    found = text_model.find_text_model(settings.model, jnp.dtype(jnp.float32))
+    prompt = text_model.prompt_tokens(found, settings.prompt, chat=True)
+    needed = len(prompt) + settings.new_tokens
+    if needed > found.config.max_length:
+        raise ValueError(
+            f"question and answer need {needed} tokens, must be at most the model's "
+            f"{found.config.max_length}"
+        )
+    model, results, first = found.load(), list[ChatResult](), list[int]()
+    for name in settings.caches:
+        result, tokens = _ask(model, settings, name, prompt, first, progress)
+        first = first or tokens
+        results.append(result)
+    return ChatReport(settings, len(prompt), tuple(results), time.perf_counter() - begun)
+
+
+def _ask(
+    model: text_model.TextModel,
+    settings: ChatSettings,
+    name: str,
+    prompt: Sequence[int],
+    first: Sequence[int],
+    progress: Progress | None,
+) -> tuple[ChatResult, list[int]]:
+    """One cache's row, and the tokens of its answer."""
+    tokenizer, ends = model.tokenizer, model.tokenizer.eos_token_ids
+    kind = cache_kind(name, model.decoder, settings.uncompressed_layers)
+
+    def begin() -> generation.Session:
+        return generation.start_in_bucket(
+            model.decoder, [prompt], max_new_tokens=settings.new_tokens, cache=kind
+        )
+
+    session = begin()
+    nbytes, ratio = session.caches.nbytes, session.caches.compression_ratio
+    tokens, times = list[int](), list[float]()
+    for new in generation.stream(session, settings.new_tokens, stop_tokens=ends):
+        tokens.append(int(new[0]))
+        times.append(time.perf_counter())
+        if progress is not None:
+            progress(name, 1)
+    same = 0
+    reference = first or tokens
+    for one, other in zip(tokens, reference, strict=False):
+        if one != other:
+            break
+        same += 1
+    target = np.array([reference], np.int32)
+    logits = generation.score(begin(), target, None if progress is None else _after(progress, name))
+    result = ChatResult(
+        name=name,
+        answer=tokenizer.decode(tokens).strip(),
+        tokens=len(tokens),
+        same_tokens=same,
+        bits_per_token=float(np.mean(bits_of(logits[0], jnp.asarray(target[0])))),
+        nbytes=nbytes,
+        compression_ratio=ratio,
+        tokens_per_second=(len(times) - 2) / (times[-1] - times[1]) if len(times) > 2 else None,
+    )
+    return result, tokens
+
+
+def _after(progress: Progress, name: str) -> generation.Progress:
+    return lambda count: progress(name, count)
+
+
+def render(report: ChatReport) -> RenderableType:
+    """The report for a terminal."""
+    settings, first = report.settings, report.results[0]
+    table = Table(
+        title=f"{settings.model}: {report.prompt_tokens} tokens prefilled, answers through each "
+        "cache",
+        pad_edge=False,
+    )
+    table.add_column("cache")
+    for column in (
+        "same\ntokens",
+        "bits/token of\nfirst answer",
+        "cache\nbytes",
+        "ratio",
+        "tokens/s",
+    ):
+        table.add_column(column, justify="right")
+    for x in report.results:
+        table.add_row(
+            x.name,
+            f"{x.same_tokens} of {x.tokens}",
+            f"{x.bits_per_token:.4f}",
+            f"{x.nbytes:,}",
+            f"{x.compression_ratio:.2f}x",
+            "-" if x.tokens_per_second is None else f"{x.tokens_per_second:.1f}",
+        )
+    question = Panel(Text(settings.prompt.strip(), style="dim"), title="asked", title_align="left")
+    panels = [_panel(x, first) for x in report.results]
+    where = f"jax {jax.__version__} on {jax.devices()[0].device_kind}"
+    footer = Text(f"{report.seconds:.0f} s in all, {where}", style="dim")
+    if jax.default_backend() == "cpu":
+        footer.append("; tokens/s do not compare: CPUs widen the exact cache's bfloat16 every step")
+    return Group(question, table, *panels, footer)
+
+
+def _panel(result: ChatResult, first: ChatResult) -> Panel:
+    """An answer; what differs from the first one's stands out."""
+    same = 0
+    for one, other in zip(result.answer, first.answer, strict=False):
+        if one != other:
+            break
+        same += 1
+    text = Text(result.answer[:same])
+    text.append(result.answer[same:], style="bold yellow")
+    title = f"{result.name} answers"
+    if result is not first:
+        is_same = result.answer == first.answer
+        title += f": the same as {first.name}" if is_same else f": as {first.name}, and then"
+    return Panel(text, title=title, title_align="left")

