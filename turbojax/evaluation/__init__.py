@@ -12,9 +12,9 @@ from turbojax.evaluation.methods import Method as Method
 from turbojax.evaluation.methods import method as method
 from turbojax.evaluation.recall import Answers as Answers
 from turbojax.evaluation.recall import recall as recall
-from turbojax.evaluation.recall_items import Item as Item
-from turbojax.evaluation.recall_items import Source as Source
 from turbojax.evaluation.recall_items import make_item as make_item
+from turbojax.evaluation.recall_source import Item as Item
+from turbojax.evaluation.recall_source import Source as Source
 from turbojax.evaluation.records import Records as Records
 from turbojax.evaluation.run import MEASURES as MEASURES
 from turbojax.evaluation.run import Further as Further

@@ -59,6 +59,15 @@ Measures = Annotated[
         show_default=False,
     ),
 ]
+Kinds = Annotated[
+    str | None,
+    typer.Option(
+        help="Of recall: some of copy, key_value, needle (a sentence in a long text) and chat (one "
+        "told in an early turn), comma separated. Default: all, or of a model that reads bytes "
+        "copy,key_value.",
+        show_default=False,
+    ),
+]
 Lengths = Annotated[
     str | None,
     typer.Option(
@@ -118,6 +127,7 @@ def evaluate(
     batch_size: BatchSize = 8,
     seed: Seed = 0,
     measures: Measures = None,
+    recall_kinds: Kinds = None,
     recall_lengths: Lengths = None,
     recall_depths: Depths = None,
     tasks: Tasks = None,
@@ -151,6 +161,7 @@ def evaluate(
             batch_size=batch_size,
             seed=seed,
             measures=None if measures is None else tuple(_words(measures)),
+            recall_kinds=None if recall_kinds is None else tuple(_words(recall_kinds)),
             recall_lengths=_numbers("--recall-lengths", recall_lengths, int),
             recall_depths=_numbers("--recall-depths", recall_depths, float),
             tasks=tasks,

@@ -16,7 +16,12 @@ from turbojax.evaluation.task_scores import KINDS
 Result = Mapping[str, Any]
 """What `turbojax.evaluation.evaluate` returns, or its JSON."""
 
-RECALL_KINDS = {"copy": "copying 64 tokens", "key_value": "values by key"}
+RECALL_KINDS = {
+    "copy": "copying 64 tokens",
+    "key_value": "values by key",
+    "needle": "a sentence in a text",
+    "chat": "told in an earlier turn",
+}
 """What recall asks for, by the names in the results."""
 
 
@@ -217,6 +222,7 @@ def _recall_tables(result: Result) -> RenderableType:
             f"{what}: share of answers that are right to the end, by tokens of the context",
             *(f"{length:,}" for length in lengths),
             "all",
+            "likelihood\nof an answer",
             "bits per\ntoken",
         )
         for name, found in asked.items():
@@ -224,8 +230,8 @@ def _recall_tables(result: Result) -> RenderableType:
                 mean([cell["whole"] for cell in found["cells"] if cell["length"] == length])
                 for length in lengths
             ]
-            bits = _number(found["bits"], ".3f")
-            table.add_row(name, *(f"{x:.1%}" for x in (*shares, found["whole"])), bits)
+            figures = _number(found["likelihood"], ".1%"), _number(found["bits"], ".3f")
+            table.add_row(name, *(f"{x:.1%}" for x in (*shares, found["whole"])), *figures)
         parts.append(table)
     left = next(iter(rows.values()))["left_out"]
     reasons = [": ".join([*_cell_name(x), x["why"]]) for x in left]

@@ -39,6 +39,7 @@ class EvalSettings:
       seed: of what is drawn.
       measures: some of ``"text"``, ``"layers"``, ``"recall"`` and ``"tasks"``; None for text and
         layers, and tasks where there are some.
+      recall_kinds: what is asked for; None for the default.
       recall_lengths: tokens; None for the default.
       recall_depths: 0 to 1; None for the default.
       tasks: a file of tasks, or None.
@@ -63,6 +64,7 @@ class EvalSettings:
     batch_size: int = 8
     seed: int = 0
     measures: tuple[str, ...] | None = None
+    recall_kinds: tuple[str, ...] | None = None
     recall_lengths: tuple[int, ...] | None = None
     recall_depths: tuple[float, ...] | None = None
     tasks: Path | None = None
@@ -90,6 +92,7 @@ class EvalSettings:
             raise ValueError("the measure 'tasks' and --tasks FILE must go together")
         if "recall" not in self.chosen_measures:
             for option, given in (
+                ("--recall-kinds", self.recall_kinds),
                 ("--recall-lengths", self.recall_lengths),
                 ("--recall-depths", self.recall_depths),
             ):
@@ -266,6 +269,7 @@ def _settings(
     given: dict[str, Any] = {
         name: value
         for name, value in (
+            ("recall_kinds", settings.recall_kinds),
             ("recall_lengths", settings.recall_lengths),
             ("recall_depths", settings.recall_depths),
         )
