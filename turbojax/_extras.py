@@ -18,6 +18,7 @@ EXTRAS = {
         "prometheus-client>=0.21",
         "llguidance>=1.0",
     ),
+    "tasks": ("lm-eval>=0.4.13,<0.5",),
     "demo": ("matplotlib>=3.9",),
     "qwix": ("qwix>=0.1.5",),
     "train": ("optax>=0.2.8", "orbax-checkpoint>=0.11"),

@@ -85,12 +85,29 @@ Depths = Annotated[
     ),
 ]
 Tasks = Annotated[
-    Path | None,
+    list[str] | None,
     typer.Option(
-        help='Tasks, a line of JSON each: {"prompt", "answer"}, or {"prompt", "choices", "answer"} '
-        "with the number of the right one.",
+        help="Tasks of lm-eval: names that it knows, or YAML files, comma separated. May be "
+        "repeated.",
         show_default=False,
     ),
+]
+Limit = Annotated[
+    float | None,
+    typer.Option(
+        help="Of --tasks: documents of each at most; below 1 a share of them. Default: all.",
+        show_default=False,
+    ),
+]
+Fewshot = Annotated[
+    int | None,
+    typer.Option(
+        help="Of --tasks: examples in each prompt. Default: what the task says.",
+        show_default=False,
+    ),
+]
+Chat = Annotated[
+    bool, typer.Option("--chat", help="Of --tasks: write prompts by the model's chat template.")
 ]
 Mesh = Annotated[
     str | None,
@@ -101,7 +118,7 @@ Mesh = Annotated[
     ),
 ]
 MaxNewTokens = Annotated[
-    int, typer.Option(help="Of --tasks: tokens of an answer at most, where its line does not say.")
+    int, typer.Option(help="Of --tasks: tokens of an answer at most, where a task does not say.")
 ]
 Out = Annotated[
     Path | None,
@@ -131,6 +148,9 @@ def evaluate(
     recall_lengths: Lengths = None,
     recall_depths: Depths = None,
     tasks: Tasks = None,
+    limit: Limit = None,
+    num_fewshot: Fewshot = None,
+    chat: Chat = False,
     max_new_tokens: MaxNewTokens = 256,
     adapters: options.Adapters = None,
     mesh: Mesh = None,
@@ -164,7 +184,10 @@ def evaluate(
             recall_kinds=None if recall_kinds is None else tuple(_words(recall_kinds)),
             recall_lengths=_numbers("--recall-lengths", recall_lengths, int),
             recall_depths=_numbers("--recall-depths", recall_depths, float),
-            tasks=tasks,
+            tasks=tuple(word for text in tasks or () for word in _words(text)),
+            limit=limit,
+            num_fewshot=num_fewshot,
+            chat=chat,
             max_new_tokens=max_new_tokens,
             adapters=adapters,
             mesh=mesh,
