@@ -10,6 +10,7 @@ import functools
 import hashlib
 import importlib.util
 import json
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -176,13 +177,24 @@ def need_lm_eval() -> None:
 
 @contextlib.contextmanager
 def _named_errors() -> Iterator[None]:
-    """lm-eval's errors for what was asked wrongly, as `ValueError`."""
+    """lm-eval's errors for what was asked wrongly, as `ValueError`, and no lines of defaults."""
+    hush = logging.Filter()
+    hush.filter = _is_news  # type: ignore[method-assign]
+    logger = logging.getLogger("lm_eval.api.task")
+    logger.addFilter(hush)
     try:
         yield
     except KeyError as error:
         if "is not a registered task" not in str(error):
             raise
         raise ValueError(f"lm-eval: {error.args[0]}") from error
+    finally:
+        logger.removeFilter(hush)
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    """Whether a line of its log says more than that a metric is what it always is."""
+    return "using default" not in record.getMessage()
 
 
 def _manager(tasks: Sequence[str]) -> Any:

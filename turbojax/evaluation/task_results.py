@@ -58,8 +58,8 @@ def compare_tasks(
 
     Returns:
       By task ``{"same_answers": SHARE, "metrics": {NAME: {"difference", "interval"}}}``: the share
-      of equal continuations, or of equal choices; and the differences of the metrics' means over
-      documents with their 95 % intervals. Metrics that are no means of documents are not there.
+      of equal continuations, or of equal choices, None where whole texts were scored; and the
+      metrics' differences, with 95 % intervals where they are means over documents.
     """
     found = dict[str, dict[str, Any]]()
     for task, items in row["items"].items():
@@ -71,11 +71,14 @@ def compare_tasks(
                 for one, other in pairs
                 if _is_number(one["metrics"].get(name)) and _is_number(other["metrics"].get(name))
             ]
+            whole = [x["tasks"][task]["metrics"][name]["value"] for x in (row, exact)]
             if both:
                 mean = bootstrap([float(a) - float(b) for a, b in both], seed=seed)
                 metrics[name] = {"difference": mean.mean, "interval": mean.ends}
-        same = [_choice(a["answers"]) == _choice(b["answers"]) for a, b in pairs]
-        found[task] = {"same_answers": float(np.mean(same)), "metrics": metrics}
+            elif all(map(_is_number, whole)):
+                metrics[name] = {"difference": float(whole[0] - whole[1]), "interval": None}
+        same = [a == b for a, b in ([_choice(x["answers"]) for x in y] for y in pairs) if a]
+        found[task] = {"same_answers": float(np.mean(same)) if same else None, "metrics": metrics}
     return found
 
 
@@ -113,14 +116,18 @@ def _name(metric: str, filtered: str) -> str:
     return metric if filtered == "none" else f"{metric} ({filtered})"
 
 
-def _choice(answers: Sequence[Any]) -> Any:
-    """What was answered: texts; of choices the most likely one; of one whether it is greedy."""
+def _choice(answers: Sequence[Any]) -> tuple[Any, ...]:
+    """What was answered: texts; the most likely choice; of one text whether it is greedy.
+
+    Nothing where a whole text was scored.
+    """
+    if all(isinstance(x, str) for x in answers):
+        return tuple(answers)
     if not all(isinstance(x, list) and len(x) == 2 for x in answers):
-        return [x if isinstance(x, str) else None for x in answers]
+        return ()
     if len(answers) == 1:
-        return answers[0][1]
-    values = [-np.inf if x[0] is None else x[0] for x in answers]
-    return int(np.argmax(values))
+        return (answers[0][1],)
+    return (int(np.argmax([-np.inf if x[0] is None else x[0] for x in answers])),)
 
 
 def _is_number(value: Any) -> bool:

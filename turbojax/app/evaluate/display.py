@@ -205,7 +205,8 @@ def _tasks_tables(result: Result) -> RenderableType:
                         other = against[name][task]["metrics"].get(metric)
                         cells.append("" if other is None else _difference(other))
                 if differences:
-                    cells.append(f"{against[name][task]['same_answers']:.1%}")
+                    same = against[name][task]["same_answers"]
+                    cells.append("" if same is None else f"{same:.1%}")
                 table.add_row(name, *cells)
             parts.append(table)
     for name, row in rows.items():
