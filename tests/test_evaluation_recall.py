@@ -150,9 +150,7 @@ def test_a_chat_goes_through_the_session_that_its_first_turn_began(monkeypatch):
     count = len(items[0].answer)
     bits = -np.take_along_axis(log_p, later[..., None], -1)[..., 0] / np.log(2)
     np.testing.assert_allclose(found.bits, bits[:, -count:], rtol=1e-4, atol=1e-4)
-    np.testing.assert_array_equal(
-        found.right, (logits.argmax(-1) == later)[:, -count:]
-    )
+    np.testing.assert_array_equal(found.right, (logits.argmax(-1) == later)[:, -count:])
     np.testing.assert_allclose(
         found.likelihood, np.exp2(-bits[:, -count:].sum(1, dtype=np.float64)), rtol=1e-3
     )

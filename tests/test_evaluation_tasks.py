@@ -124,7 +124,7 @@ def test_long_texts_lose_their_beginning():
     row, was_cut = continuation_of(range(10), ["x"], 3, 8)
     assert (row.prompt, row.last, was_cut) == ((5, 6, 7, 8), (9,), True)
     assert continuation_of([7], [], 3, 8)[0].last == ()
-    with pytest.raises(ValueError, match="8 new tokens must be fewer than the model's max_length=8"):
+    with pytest.raises(ValueError, match="8 new tokens must be fewer than the model"):
         continuation_of([7], [], 8, 8)
 
 
@@ -146,9 +146,7 @@ def test_what_cannot_be_asked(model):
     with pytest.raises(ValueError, match="must have at least one token"):
         answering(model).go_on([([], [], 3)])
     with pytest.raises(ValueError, match=r"there is no tokenizer\.json"):
-        evaluation.Answering(
-            model, NumberTokenizer(9), evaluation.method("exact", model.config)
-        )
+        evaluation.Answering(model, NumberTokenizer(9), evaluation.method("exact", model.config))
 
 
 def test_what_ends_a_continuation():
@@ -223,7 +221,9 @@ def files(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tasks")
     (folder / "lines.jsonl").write_text("".join(f"{json.dumps(x)}\n" for x in LINES))
     choose = 'doc_to_choice: "{{choices}}"\nmetric_list: [{metric: acc}, {metric: acc_norm}]'
-    say = "generation_kwargs: {until: [never], max_gen_toks: 5}\nmetric_list: [{metric: exact_match}]"
+    say = (
+        "generation_kwargs: {until: [never], max_gen_toks: 5}\nmetric_list: [{metric: exact_match}]"
+    )
     roll = "metric_list: [{metric: bits_per_byte}, {metric: word_perplexity}]"
     for name, kind, text, target, more in (
         ("choose", "multiple_choice", "{{prompt}}", "{{answer}}", choose),
@@ -313,7 +313,9 @@ class TestTasks:
 
     def test_chats(self, model):
         tokenizer = ByteTokenizer()
-        tokenizer.chat_template = "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}"
+        tokenizer.chat_template = (
+            "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}"
+        )
         method = evaluation.method("exact", model.config)
         made = evaluation.language_model(evaluation.Answering(model, tokenizer, method))
         said = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Well, "}]

@@ -6,7 +6,6 @@ read from the cache, also where an answer is one token.
 """
 
 import dataclasses
-import itertools
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import TypeVar
 
@@ -148,7 +147,7 @@ def batches(rows: Iterable[_Row], batch_size: int, max_length: int) -> Iterator[
     for row in rows:
         groups.setdefault(row.kind, []).append(row)
     for group in groups.values():
-        batch = list[_Row]()
+        batch: list[_Row] = []
         for row in sorted(group, key=lambda x: (len(x.prompt), x.size)):
             both = [*batch, row]
             size = max(len(x.prompt) for x in both) + max(x.size for x in both)
@@ -248,7 +247,7 @@ def continue_batch(
 
 
 def _filled(batch: Sequence[_Row], batch_size: int) -> list[_Row]:
-    return [*batch, *itertools.repeat(batch[0], batch_size - len(batch))]
+    return list(batch) + [batch[0]] * (batch_size - len(batch))
 
 
 def _start(decoder: AnyDecoder, rows: Sequence[_Row], method: Method) -> Session:
