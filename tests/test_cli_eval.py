@@ -15,10 +15,17 @@ from turbojax.app.evaluate.command import split_methods
 from turbojax.app.main import app
 from turbojax.models.text.tokenizer import load_tokenizer
 
-TASKS = [
-    {"prompt": "abc", "answer": "x", "stop": "never", "max_new_tokens": 6},
-    {"prompt": "one ", "choices": ["two", "three"], "answer": 1},
-]
+TASK = """
+task: words
+dataset_path: json
+dataset_kwargs: {data_files: {test: lines.jsonl}}
+test_split: test
+output_type: generate_until
+doc_to_text: "{{prompt}}"
+doc_to_target: "{{answer}}"
+generation_kwargs: {until: [never], max_gen_toks: 6}
+metric_list: [{metric: exact_match}]
+"""
 
 
 @pytest.fixture(scope="module")
@@ -32,9 +39,10 @@ def texts(tmp_path_factory) -> tuple[str, str]:
 
 @pytest.fixture(scope="module")
 def tasks(tmp_path_factory) -> str:
-    file = tmp_path_factory.mktemp("tasks") / "tasks.jsonl"
-    file.write_text("".join(f"{json.dumps(task)}\n" for task in TASKS))
-    return str(file)
+    folder = tmp_path_factory.mktemp("tasks")
+    (folder / "lines.jsonl").write_text('{"prompt": "abc", "answer": "x"}\n' * 3)
+    (folder / "words.yaml").write_text(TASK)
+    return str(folder / "words.yaml")
 
 
 def run(*arguments: str):
@@ -53,10 +61,10 @@ def sizes(model, texts, *methods):
     )
 
 
-def test_tables_plots_and_a_file_that_goes_on(tiny_folder, texts, tasks, tmp_path, monkeypatch):
+def test_tables_plots_and_a_file_that_goes_on(tiny_folder, texts, tmp_path, monkeypatch):
     out, folder = tmp_path / "out.json", tmp_path / "plots"
-    given = (*sizes(tiny_folder, texts, "exact", "kv4"), "--tasks", tasks, "--out", out)
-    begun = run(*sizes(tiny_folder, texts, "exact"), "--tasks", tasks, "--out", out)
+    given = (*sizes(tiny_folder, texts, "exact", "kv4"), "--out", out)
+    begun = run(*sizes(tiny_folder, texts, "exact"), "--out", out)
     assert begun.exit_code == 0, begun.output
     asked = []
     real = evaluation.evaluate
@@ -72,20 +80,39 @@ def test_tables_plots_and_a_file_that_goes_on(tiny_folder, texts, tasks, tmp_pat
     result = run(*given, "--plot", folder)
     assert result.exit_code == 0, result.output
     # What the first run measured is not measured again.
-    assert set(asked) == {("kv4", name) for name in ("text", "layers", "tasks")}
-    for words in ("bits/byte", "relative", "1 in words", "1 choices", "100.0%", "to exact"):
+    assert set(asked) == {("kv4", name) for name in ("text", "layers")}
+    for words in ("bits/byte", "relative", "100.0%"):
         assert words in result.stdout
     assert "plots written" in result.stdout
     assert sorted(path.name for path in folder.iterdir()) == ["cost.png", "layers.png"]
-    assert not out.with_name("out.json.tasks").exists()
     found = json.loads(out.read_text())
     assert [*found["methods"]] == ["exact", "kv4"]
     assert found["methods"]["exact"]["text"]["cost"] == 0
-    whole = run(*sizes(tiny_folder, texts, "exact", "kv4"), "--tasks", tasks, "--json")
+    whole = run(*sizes(tiny_folder, texts, "exact", "kv4"), "--json")
     assert json.loads(whole.stdout)["methods"] == found["methods"]
     other = run(*given, "--seed", "1")
     assert other.exit_code == 2
     assert "settings.seed is 0 there and 1 here" in other.stderr
+
+
+# Packages of lm-eval warn of each other.
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_tasks_beside_the_exact_cache(tiny_folder, texts, tasks, tmp_path):
+    out = tmp_path / "out.json"
+    given = (*sizes(tiny_folder, texts, "exact", "kv4"), "--tasks", tasks, "--measures", "tasks")
+    result = run(*given, "--limit", "2", "--num-fewshot", "0", "--out", out)
+    assert result.exit_code == 0, result.output
+    for words in ("words, 2 items", "exact_match", "to exact", "same", "100.0%"):
+        assert words in result.stdout
+    assert not out.with_name("out.json.tasks").exists()
+    found = json.loads(out.read_text())
+    assert found["measures"]["tasks"]["limit"] == 2
+    [one, other] = found["methods"]["kv4"]["tasks"]["items"]["words"]
+    assert one["answers"] == other["answers"]
+    missing = run(*sizes(tiny_folder, texts, "exact"), "--tasks", "no_such_task")
+    assert missing.exit_code == 2
+    assert "'no_such_task' is not a registered task" in missing.stderr
 
 
 @pytest.mark.parametrize("rows", [0, 1])
@@ -148,7 +175,11 @@ def test_commas_between_methods_and_between_options(given, methods):
         (["--methods", "4bit:colour=red"], "option 'colour' must be one of"),
         (["--methods", "kv4,kv4"], "must name at least one, and each once"),
         (["--measures", "speed"], "measure 'speed' must be one of text, layers, recall, tasks"),
-        (["--measures", "tasks"], "the measure 'tasks' and --tasks FILE must go together"),
+        (["--measures", "tasks"], "the measure 'tasks' and --tasks must go together"),
+        (["--limit", "3"], "--limit must go with --tasks"),
+        (["--chat"], "--chat must go with --tasks"),
+        (["--recall-kinds", "copy"], "--recall-kinds must go with the measure 'recall'"),
+        (["--measures", "recall", "--recall-kinds", "hay"], "recall_kinds: 'hay' must be one of"),
         (["--recall-lengths", "64"], "--recall-lengths must go with the measure 'recall'"),
         (
             ["--measures", "recall", "--recall-lengths", "a"],
@@ -159,7 +190,6 @@ def test_commas_between_methods_and_between_options(given, methods):
         (["--context", "129"], "--context 129 must be at most the model's max_length=128"),
         (["--context", "31", "--prompt", "32"], "prompt=32 must be at most context=31"),
         (["--text", "/no/such/file"], "No such file or directory: '/no/such/file'"),
-        (["--tasks", "/no/such/file"], "No such file or directory: '/no/such/file'"),
         (
             ["--out", "/no/such/folder/file"],
             "--out /no/such/folder/file must be a file in a folder",
@@ -176,16 +206,6 @@ def test_errors_are_one_clear_line(arguments, message, tiny_folder, texts):
     assert message in result.stderr
     assert result.stderr.startswith("turbojax eval: ")
     assert result.stderr.count("\n") == 1
-
-
-def test_a_line_of_tasks_is_named_before_anything_runs(tiny_folder, texts, tmp_path):
-    file = tmp_path / "tasks.jsonl"
-    file.write_text('{"prompt": "a", "answer": "b", "stop": "x"}\n{"prompt": "a", "answr": "b"}\n')
-    result = run("--model", "/no/such/folder", "--tasks", file)
-    assert f"{file}, line 2: unknown key 'answr'" in result.stderr
-    file.write_text('{"prompt": "a", "answer": "b", "stop": "x", "max_new_tokens": 200}\n')
-    result = run("--model", tiny_folder, "--text", texts[0], "--tasks", file)
-    assert "line 1: a prompt of 2 tokens and 200 after it must be at most" in result.stderr
 
 
 @pytest.mark.slow
@@ -214,7 +234,8 @@ def test_int4_weights_of_a_folder(texts, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_checkpoint_with_a_tokenizer_and_a_chat_template(texts, tmp_path):
+@pytest.mark.filterwarnings("ignore")
+def test_a_checkpoint_with_a_tokenizer_and_a_chat_template(texts, tasks, tmp_path):
     config = models.TransformerConfig(
         vocab_size=320,
         hidden_size=32,
@@ -229,21 +250,15 @@ def test_a_checkpoint_with_a_tokenizer_and_a_chat_template(texts, tmp_path):
     template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
     settings = {"bos_token": "<s>", "eos_token": "<|im_end|>", "chat_template": template}
     save(byte_level(), tmp_path, {"tokenizer_config.json": settings})
-    tasks = tmp_path / "tasks.jsonl"
-    chat = {"prompt": "The dog", "chat": True, "system": "Be brief."}
-    words = {**chat, "answer": "x", "max_new_tokens": 4}
-    lines = [words, {**chat, "choices": ["a", "b"], "answer": 0}]
-    tasks.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     given = (*sizes(str(tmp_path), texts, "exact"), "--tasks", tasks, "--measures", "text,tasks")
+    given = (*given, "--chat", "--limit", "1")
     result = run(*given, "--json")
     assert result.exit_code == 0, result.output
     row = json.loads(result.stdout)["methods"]["exact"]
     assert row["text"]["perplexity"] == pytest.approx(2 ** row["text"]["bits_per_token"])
-    [words, choice] = row["tasks"]["items"]
+    [item] = row["tasks"]["items"]["words"]
     tokenizer = load_tokenizer(tmp_path)
-    said = "system: Be brief.\nuser: The dog\n"
-    prompt = tokenizer.encode(said, add_special_tokens=False)
+    prompt = tokenizer.encode("user: abc\n")
     model = models.load(tmp_path, dtype=jnp.float32)
-    new = models.generate(model, np.array([prompt], np.int32), max_new_tokens=4)[0].tolist()
-    assert words["text"] == tokenizer.decode(new)
-    assert len(choice["bits"]) == 2
+    new = models.generate(model, np.array([prompt], np.int32), max_new_tokens=6)[0].tolist()
+    assert item["answers"] == [tokenizer.decode(new)]

@@ -8,7 +8,7 @@ from rich.console import Console
 from turbojax.app.evaluate import display, plots
 
 CELLS = [
-    {"length": length, "depth": depth, "whole": whole}
+    {"length": length, "depth": depth, "whole": whole, "bits": 2 * (1 - whole)}
     for length, depth, whole in (
         *((64, 0.0, 1.0), (64, 0.5, 0.5)),
         *((128, 0.0, 0.25), (128, 0.5, 0.75)),
@@ -48,7 +48,7 @@ def shown(found) -> str:
 
 @pytest.fixture(scope="module")
 def everything():
-    recall = {"copy": {"whole": 0.625, "bits": 1.5, "cells": CELLS}}
+    recall = {"copy": {"whole": 0.625, "likelihood": 0.25, "bits": 1.5, "cells": CELLS}}
     left = [
         {"length": 256, "why": "max_length=128"},
         {"length": 64, "kind": "key_value", "why": "no room"},
@@ -68,7 +68,7 @@ def test_tables(everything):
         "2.0000 ± 0.5000 │ 4.000 │ +0.5000 ± 0.2500 │ 0.12500 │ 50.0% │ 1,024 │ 4.00x",
         "│lost │ nan │ nan │ nan │",
         "│good │ 0.75000 │ 0.1250 │ 1 │ 0.2500 │ 0.1250 │ 0.1250",
-        "│good │ 75.0% │ 50.0% │ 62.5% │ 1.500│",
+        "│good │ 75.0% │ 50.0% │ 62.5% │ 25.0% │ 1.500│",
         "not asked: 256 tokens: max_length=128; values by key of 64 tokens: no room; no tokenizer",
         "lost, layers: it cannot",
         "Left out, shorter than 8 tokens: b",
@@ -78,7 +78,7 @@ def test_tables(everything):
 
 def test_pictures(everything, tmp_path):
     names = plots.save_plots(everything, tmp_path / "new" / "folder")
-    assert names == ["cost.png", "layers.png", "recall.png"]
+    assert names == ["cost.png", "layers.png", "recall.png", "recall_bits.png"]
     for name in names:
         assert (tmp_path / "new" / "folder" / name).read_bytes().startswith(b"\x89PNG")
     nothing = result(lost={"layers": {"refused": "it cannot"}})

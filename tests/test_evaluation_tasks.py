@@ -1,276 +1,337 @@
-"""Tasks of a file: what is refused and how, and that answers are those of the model."""
+"""Texts scored and continued through a cache, and tasks of lm-eval on top of that."""
 
 import dataclasses
 import json
+import math
+import sys
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tokenizer_helpers import byte_level
+from evaluation_helpers import decoder
 
 from turbojax import evaluation, models
-from turbojax.evaluation.answering import answer
-from turbojax.evaluation.tasks import parse_task
-from turbojax.models.text.tokenizer import ByteTokenizer, JsonTokenizer
+from turbojax.evaluation.harness import _generation, need_lm_eval
+from turbojax.evaluation.requests import batches, continuation_of, scores_of
+from turbojax.evaluation.task_results import compare_tasks
+from turbojax.models.text.tokenizer import ByteTokenizer, NumberTokenizer
 
-WORDS = [
-    {"prompt": "abc", "answer": "x", "stop": "never", "max_new_tokens": 6},
-    {"prompt": "a longer one", "answer": "y", "stop": "never", "max_new_tokens": 6},
-    {"prompt": "q", "answer": "z", "stop": "never", "max_new_tokens": 6},
+PAIRS = [
+    ("one ", "two"),
+    ("one ", "a longer choice"),
+    ("The capital", " x"),
+    ("The capital", " y"),
+    ("The capital", "z"),
+    ("q", "q"),
+    ("a context of another length ", "x"),
 ]
-CHOICES = [
-    {"prompt": "one ", "choices": ["two", "a longer choice", "x"], "answer": 1, "group": "g"},
-    {"prompt": "o", "choices": ["pq", "rs"], "answer": 0},
-]
 
 
-def read(lines, tmp_path):
-    file = tmp_path / "tasks.jsonl"
-    file.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
-    return evaluation.read_tasks(file)
-
-
-def prepared(lines, config, tokenizer=None):
-    tasks = [parse_task(json.dumps(line), i + 1) for i, line in enumerate(lines)]
-    return evaluation.prepare_tasks(tasks, tokenizer or ByteTokenizer(), config)
+def encoded(pairs):
+    tokenizer = ByteTokenizer()
+    return [
+        (tokenizer.encode(one), tokenizer.encode(two, add_special_tokens=False))
+        for one, two in pairs
+    ]
 
 
 @pytest.fixture(scope="module")
-def model(tiny_folder):
-    return models.load_decoder(tiny_folder, dtype=jnp.float32)
+def model():
+    return decoder(num_layers=2, max_length=64)
 
 
-def run(model, tasks, name="exact", batch_size=2, **options):
-    measure = evaluation.TaskMeasure(tasks, batch_size, **options)
-    return measure(model, evaluation.method(name, model.config), lambda done, total: None)
+def answering(model, name="exact", **options):
+    method = evaluation.method(name, model.config)
+    return evaluation.Answering(model, ByteTokenizer(), method, **{"batch_size": 3, **options})
 
 
-def test_a_line_in_words():
-    line = {
-        "prompt": "p",
-        "answer": "so 7, #### 1,042.",
-        "pattern": r"#### (-?[\d,.]*\d)",
-        "ignore": "[,$]",
-        "stop": ["\n"],
-        "max_new_tokens": 9,
-        "id": "a",
-    }
-    task = parse_task(json.dumps(line), 3)
-    assert (task.line, task.name, task.stop, task.max_new_tokens) == (3, "a", ("\n",), 9)
-    assert task.is_right("#### 1042")
-    assert task.is_right("first #### 1,042 and then #### 5")
-    assert not task.is_right("first #### 5 and then #### 1,042")
-    assert not task.is_right("1042")
-    assert task.answer_in("none") is None
+def one_pass(model, pairs):
+    """Log-likelihoods by one pass over whole texts, without a cache."""
+    wanted = []
+    for context, continuation in pairs:
+        whole = np.array([[*context, *continuation]], np.int32)
+        bits = models.token_bits(model, whole)[0].astype(np.float64)
+        wanted.append(-math.log(2) * bits[len(context) - 1 :].sum())
+    return wanted
 
 
-def test_answers_are_compared_without_the_space_around_them():
-    task = parse_task('{"prompt": "p", "answer": ["Paris", "the city"]}', 1)
-    assert task.is_right(" Paris\n")
-    assert task.is_right("the city")
-    assert not task.is_right("paris")
-    whole = parse_task('{"prompt": "p", "answer": "yes", "pattern": "(?i:yes|no)"}', 1)
-    assert whole.is_right("well, yes and no")
-    assert not whole.is_right("Yes")
+def test_likelihoods_are_those_of_one_pass_without_a_cache(model):
+    """In batches of ragged texts, of which some differ in the last token alone."""
+    pairs, told = encoded(PAIRS), []
+    found = answering(model, progress=lambda *x: told.append(x)).score(pairs)
+    np.testing.assert_allclose([x for x, _ in found], one_pass(model, pairs), rtol=2e-5)
+    rows, places, cut = scores_of(pairs, 64)
+    assert (len(rows), cut) == (6, 0)  # two choices of one context share a row
+    assert [len(row.lasts) for row in rows] == [1, 1, 2, 1, 1, 1]
+    assert places[2:4] == [(2, 0), (2, 1)]
+    assert told[-1] == (6, 6)
 
 
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("{", "is no JSON"),
-        ("[1]", "must be an object"),
-        ({"answer": "a"}, "lacks 'prompt'"),
-        ({"prompt": "a"}, "lacks 'answer'"),
-        ({"prompt": 1, "answer": "a"}, "'prompt' is 1, must be a text"),
-        ({"prompt": "p", "answer": "a", "chioces": []}, "unknown key 'chioces', must be one of"),
-        ({"prompt": "p", "answer": ""}, "'answer' is '', must be a text or a list of texts"),
-        ({"prompt": "p", "answer": 2}, "'answer' is 2, must be a text"),
-        ({"prompt": "p", "answer": "a", "pattern": "("}, "'pattern' '(' is no regular expression"),
-        ({"prompt": "p", "answer": "a", "pattern": "b"}, "'answer' 'a' must hold what 'pattern'"),
-        ({"prompt": "p", "answer": "a", "ignore": 1}, "'ignore' is 1, must be a text"),
-        ({"prompt": "p", "answer": "a", "stop": ["", "x"]}, "'stop' is ['', 'x'], must hold no"),
-        ({"prompt": "p", "answer": "a", "stop": 3}, "'stop' is 3, must be a text or a list"),
-        ({"prompt": "p", "answer": "a", "max_new_tokens": 0}, "'max_new_tokens' is 0, must be"),
-        ({"prompt": "p", "answer": "a", "max_new_tokens": True}, "is True, must be an integer"),
-        ({"prompt": "p", "answer": "a", "chat": 1}, "'chat' is 1, must be true or false"),
-        ({"prompt": "p", "answer": "a", "system": "s"}, "'system' is for a line with 'chat'"),
-        ({"prompt": "p", "answer": "a", "id": 1.5}, "'id' is 1.5, must be a text or an integer"),
-        ({"prompt": "p", "answer": 2, "choices": ["a", "b"]}, "'answer' is 2, must be the number"),
-        ({"prompt": "p", "answer": True, "choices": ["a", "b"]}, "'answer' is True, must be"),
-        ({"prompt": "p", "answer": 0, "choices": ["a"]}, "'choices' is ['a'], must be two or more"),
-        ({"prompt": "p", "answer": 0, "choices": "ab"}, "'choices' is 'ab', must be two or more"),
-        ({"prompt": "p", "answer": 0, "choices": ["a", ""]}, "'choices' is ['a', ''], must be"),
-        ({"prompt": "p", "answer": 0, "choices": ["a", "b"], "stop": "x"}, "'stop' is for answers"),
-    ],
-)
-def test_what_is_no_task_is_named_by_line_and_key(line, message, tmp_path):
-    file = tmp_path / "tasks.jsonl"
-    text = line if isinstance(line, str) else json.dumps(line)
-    file.write_text(f'{{"prompt": "a", "answer": "b"}}\n\n{text}\n')
-    with pytest.raises(ValueError, match="line 3: ") as caught:
-        evaluation.read_tasks(file)
-    assert f"{file}, line 3: " in str(caught.value)
-    assert message in str(caught.value)
+def test_a_greedy_continuation_is_found_to_be_one(model):
+    context = ByteTokenizer().encode("abc")
+    new = models.generate(model, np.array([context] * 2), max_new_tokens=4)[0].tolist()
+    other = [*new[:3], (new[3] + 1) % 256]
+    found = answering(model).score([(context, new), (context, other), (context, new[:1])])
+    assert [greedy for _, greedy in found] == [True, False, True]
 
 
-def test_files_without_a_task_and_with_one_id_twice(tmp_path):
-    with pytest.raises(ValueError, match="must hold at least one task"):
-        read([], tmp_path)
-    with pytest.raises(ValueError, match="line 2: 'id' 'a' is that of line 1"):
-        read([{"prompt": "p", "answer": "a", "id": "a"}] * 2, tmp_path)
+def test_answers_go_through_the_cache():
+    """What a session says that prefills all but a context's last token, and steps on from there."""
+    model = decoder(num_layers=1)
+    pairs = encoded([("value = call(17)\n" * 4, "value")])
+    method = evaluation.method("kv4", model.config)
+    [(log_p, _)] = answering(model, "kv4", batch_size=1).score(pairs)
+    context, continuation = (np.array([x], np.int32) for x in pairs[0])
+    session = models.start(model, context[:, :-1], max_length=128, cache=method.cache)
+    session = session.step(context[:, -1])
+    logits = np.asarray(models.score(session, continuation), np.float64)[0]
+    found = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    wanted = found[np.arange(len(continuation[0])), continuation[0]].sum()
+    assert log_p == pytest.approx(wanted, rel=1e-4)
+    assert log_p != pytest.approx(one_pass(model, pairs)[0], rel=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ({"prompt": "p", "answer": "a"}, "line 1: nothing ends this answer"),
-        ({"prompt": "p" * 126, "answer": "a", "stop": "x", "max_new_tokens": 2}, "max_length=128"),
-        ({"prompt": "p" * 126, "answer": 0, "choices": ["a", "bc"]}, "and 2 after it must be at"),
-        ({"prompt": "p", "answer": "a", "chat": True}, "line 1: the tokenizer has no chat temp"),
-    ],
-)
-def test_what_a_model_cannot_take_is_named_by_its_line(line, message, model):
-    with pytest.raises(ValueError, match="line 1: ") as caught:
-        prepared([line], model.config)
-    assert message in str(caught.value)
-
-
-def test_a_choice_is_read_with_its_prompt(tmp_path, model):
-    byte_level().save(str(tmp_path / "tokenizer.json"))
-    tokenizer = JsonTokenizer(tmp_path / "tokenizer.json")
-    config = dataclasses.replace(model.config, vocab_size=tokenizer.vocab_size)
-    for prompt, choice in (("The quick", " brown fox"), ("The qui", "ck dog"), ("d", "ef main")):
-        tasks = prepared(
-            [{"prompt": prompt, "choices": [choice, " zz"], "answer": 0}], config, tokenizer
-        )
-        row = tasks.rows[0]
-        whole = tokenizer.encode(prompt + choice)
-        assert [*row.prompt, *row.tokens] == whole
-        alone = tokenizer.encode(prompt)
-        assert list(row.prompt) == alone[: len(row.prompt)]
-        assert len(row.prompt) == len(alone) or row.tokens[0] != alone[len(row.prompt)]
-
-
-def test_batches_fit_the_model_together(model):
-    lines = [
-        {"prompt": "p" * 120, "choices": ["a", "b"], "answer": 0},
-        {"prompt": "p", "choices": ["a", "b" * 100], "answer": 0},
-        *WORDS,
-        {"prompt": "p", "answer": "a", "stop": "other", "max_new_tokens": 6},
-    ]
-    tasks = prepared(lines, model.config)
-    batches = tasks.batches(4)
-    assert sorted(row for batch in batches for row in map(id, batch)) == sorted(map(id, tasks.rows))
-    for batch in batches:
-        assert len(batch) <= 4
-        assert max(len(x.prompt) for x in batch) + max(x.new_tokens for x in batch) <= 128
-        assert len({(x.choice is None, x.task.stop) for x in batch}) == 1
-    assert tasks.batches(4) == prepared(lines, model.config).batches(4)
-
-
-def test_choices_have_the_bits_of_one_pass(model):
-    """Decoded through the cache token by token: as the whole text in one pass, to rounding."""
-    tasks = prepared(CHOICES, model.config)
-    found = run(model, tasks)["items"]
-    bits = [x for item in found for x in item["bits"]]
-    tokens = np.zeros((len(tasks.rows), 25), np.int32)
-    for i, row in enumerate(tasks.rows):
-        tokens[i, : len(row.prompt) + len(row.tokens)] = [*row.prompt, *row.tokens]
-    whole = models.token_bits(model, tokens, batch_size=len(tokens)).astype(np.float64)
-    for row, got, of_all in zip(tasks.rows, bits, whole, strict=True):
-        first = len(row.prompt) - 1
-        wanted = of_all[first : first + len(row.tokens)].sum()
-        assert got == pytest.approx(wanted, rel=1e-5)
-    for item, line in zip(found, CHOICES, strict=True):
-        per_byte = [x / len(text) for x, text in zip(item["bits"], line["choices"], strict=True)]
-        assert item["answer"] == int(np.argmin(item["bits"]))
-        assert item["right"] == (item["answer"] == line["answer"])
-        assert item["right_per_byte"] == (int(np.argmin(per_byte)) == line["answer"])
-
-
-def test_continuations_are_those_of_generate(model):
-    tasks = prepared(WORDS, model.config)
-    found = run(model, tasks)
-    tokenizer = ByteTokenizer()
-    for item, line in zip(found["items"], WORDS, strict=True):
-        prompt = np.array([tokenizer.encode(line["prompt"])] * 2, np.int32)
-        [new, _] = models.generate(model, prompt, max_new_tokens=6).tolist()
-        assert item["text"] == tokenizer.decode(new)
-        assert (item["tokens"], item["ended"]) == (6, "length")
-    # The right answers are those that it gives.
-    texts = [item["text"].strip() for item in found["items"]]
-    right = [{**line, "answer": text} for line, text in zip(WORDS, texts, strict=True)]
-    assert run(model, prepared(right, model.config))["words"]["right"] == 1
-    assert found["words"] == {
-        "items": 3,
-        "right": 0.0,
-        "interval": [0.0, 0.0],
-        "ended": {"stop": 0, "length": 3, "nan": 0},
-        "without_answer": 0,
-    }
-
-
-def test_a_stop_ends_a_continuation_and_is_no_part_of_it(model):
-    whole = run(model, prepared(WORDS[:1], model.config))["items"][0]["text"]
-    stop = whole[3]
-    [item] = run(model, prepared([{**WORDS[0], "stop": stop}], model.config))["items"]
-    assert item["text"] == whole[: whole.index(stop)]
-    assert item["ended"] == "stop"
-
-
-def test_a_token_that_ends_texts_ends_a_continuation(model):
-    prompt = np.array([ByteTokenizer().encode("abc")] * 2, np.int32)
-    new = models.generate(model, prompt, max_new_tokens=6)[0].tolist()
-    [item] = run(model, prepared(WORDS[:1], model.config, ByteTokenizer([new[2]])))["items"]
-    before = new[: new.index(new[2])]
-    assert item["text"] == ByteTokenizer().decode(before)
-    assert (item["tokens"], item["ended"]) == (len(before) + 1, "stop")
+def test_continuations_are_those_of_generate_up_to_a_stop(model):
+    tokenizer, texts = ByteTokenizer(), ("abc", "a longer one", "q")
+    contexts = [tokenizer.encode(text) for text in texts]
+    whole = answering(model).go_on([(context, ["never"], 6) for context in contexts])
+    for context, text in zip(contexts, whole, strict=True):
+        new = models.generate(model, np.array([context] * 2), max_new_tokens=6)[0].tolist()
+        assert text == tokenizer.decode(new)
+    stop = whole[0][3]
+    assert answering(model).go_on([(contexts[0], [stop], 6)]) == [whole[0].partition(stop)[0]]
+    first = tokenizer.encode(whole[0], add_special_tokens=False)[0]
+    ends = evaluation.Answering(
+        model, ByteTokenizer([first]), evaluation.method("exact", model.config), batch_size=3
+    )
+    assert ends.go_on([(contexts[0], [], 6)]) == [""]
 
 
 def test_nan_is_no_answer(model):
-    """Neither a choice nor a word is right where the model has lost itself."""
-    lost = dataclasses.replace(model, norm=model.norm * jnp.nan)
-    words = [{**line, "answer": "\0"} for line in WORDS]
-    found = run(lost, prepared([*words, *CHOICES], model.config))
-    assert found["words"]["right"] == found["choices"]["right"] == 0
-    assert found["words"]["ended"] == {"stop": 0, "length": 0, "nan": 3}
-    assert found["choices"]["nan"] == 2
-    assert found["items"][-1]["bits"] == [None, None]
-    assert found["items"][-1]["answer"] is None
-    json.dumps(found, allow_nan=False)
+    lost = answering(dataclasses.replace(model, norm=model.norm * jnp.nan))
+    assert lost.score(encoded(PAIRS[:2])) == [(-math.inf, False)] * 2
+    assert lost.go_on([([1, 2, 3], [], 2)]) == [""]
+    assert lost.nan == 3
 
 
-def test_an_interrupted_method_goes_on_batch_by_batch(model, tmp_path, monkeypatch):
-    tasks = prepared([*WORDS, *CHOICES], model.config)
-    whole = run(model, tasks)
-    file, ran = tmp_path / "partial", []
-
-    def counted(decoder, prepared, batch, method, batch_size):
-        if len(ran) == 2:
-            raise KeyboardInterrupt
-        ran.append(batch)
-        return answer(decoder, prepared, batch, method, batch_size)
-
-    monkeypatch.setattr("turbojax.evaluation.answering.answer", counted)
-    with pytest.raises(KeyboardInterrupt):
-        run(model, tasks, partial=file)
-    ran[:] = [None] * 3
-    assert run(model, tasks, partial=file) == whole
-    assert len(ran) == 3 + len(tasks.batches(2)) - 2
-    other = prepared(WORDS, model.config)
-    with pytest.raises(ValueError, match=r"another evaluation: tasks.tasks is 5 there and 3 here"):
-        run(model, other, partial=file)
+def test_long_texts_lose_their_beginning():
+    rows, places, cut = scores_of([([*range(10)], [10, 11]), ([1], [*range(2, 30)])], 8)
+    assert (places, cut) == ([(0, 0), (1, 0)], 2)
+    assert rows[0].prompt + rows[0].tokens == tuple(range(3, 12))
+    assert (rows[0].tokens, rows[0].skipped) == ((9, 10, 11), 1)
+    assert rows[1].prompt + rows[1].tokens == tuple(range(21, 30))
+    assert (len(rows[1].prompt), rows[1].skipped) == (1, 0)
+    row, was_cut = continuation_of(range(10), ["x"], 3, 8)
+    assert (row.prompt, row.last, was_cut) == ((5, 6, 7, 8), (9,), True)
+    assert continuation_of([7], [], 3, 8)[0].last == ()
+    with pytest.raises(ValueError, match="8 new tokens must be fewer than the model"):
+        continuation_of([7], [], 8, 8)
 
 
-def test_answers_are_compared_task_by_task():
-    def scores(*rows):
-        return {"items": [{"kind": kind, "right": r, "answer": a} for kind, r, a in rows]}
+def test_batches_fit_the_model_together():
+    pairs = [([1] * size, [2] * more) for size, more in ((50, 2), (3, 40), (4, 1), (50, 1), (9, 9))]
+    rows = scores_of(pairs, 64)[0]
+    found = list(batches(rows, 2, 64))
+    assert sorted(map(id, rows)) == sorted(id(row) for batch in found for row in batch)
+    for batch in found:
+        assert len(batch) <= 2
+        assert max(len(x.prompt) for x in batch) + max(x.size for x in batch) <= 64
+    asked = [continuation_of([1, 2], [stop], 4, 64)[0] for stop in "aab"]
+    assert [len(batch) for batch in batches(asked, 8, 64)] == [2, 1]
 
-    one = scores(("words", True, "a"), ("words", False, "b"), ("choices", True, 1))
-    other = scores(("words", False, "c"), ("words", False, "b"), ("choices", True, 1))
-    found = evaluation.compare_answers(one, other)
-    assert found["words"]["difference"] == 0.5
-    assert found["words"]["same_answer"] == 0.5
-    low, high = found["words"]["interval"]
-    assert (low, high) == (0.0, 1.0)
-    assert found["choices"] == {"difference": 0.0, "interval": None, "same_answer": 1.0}
+
+def test_what_cannot_be_asked(model):
+    with pytest.raises(ValueError, match="must have a token each"):
+        answering(model).score([([], [1])])
+    with pytest.raises(ValueError, match="must have at least one token"):
+        answering(model).go_on([([], [], 3)])
+    with pytest.raises(ValueError, match=r"there is no tokenizer\.json"):
+        evaluation.Answering(model, NumberTokenizer(9), evaluation.method("exact", model.config))
+
+
+def test_what_ends_a_continuation():
+    assert _generation({"until": ["a", "", "a"], "max_gen_toks": 3}, 9) == (("a",), 3)
+    assert _generation({"until": "b", "do_sample": False, "temperature": 1.0}, 9) == (("b",), 9)
+    assert _generation({"max_new_tokens": 5}, 9) == ((), 5)
+    for given, message in (
+        ({"do_sample": True}, "continuations are greedy here"),
+        ({"temperature": 0.7}, "continuations are greedy here"),
+        ({"num_beams": 4}, "num_beams=4 of a task is not supported"),
+    ):
+        with pytest.raises(NotImplementedError, match=message):
+            _generation(given, 9)
+
+
+def test_methods_are_compared_document_by_document():
+    def row(*values):
+        items = [{"answers": [a], "metrics": {"m": m, "pair": [1, 2]}} for a, m in values]
+        tasks = {"t": {"metrics": {"m": {"value": 0}, "pair": {"value": len(values[0][0])}}}}
+        return {"tasks": tasks, "items": {"t": items}}
+
+    found = compare_tasks(row(("abc", True), ("b", False)), row(("c", False), ("b", False)))["t"]
+    assert found["same_answers"] == 0.5
+    assert found["metrics"] == {
+        "m": {"difference": 0.5, "interval": [0.0, 1.0]},
+        "pair": {"difference": 2.0, "interval": None},  # of the whole
+    }
+    choices = [[[-3.0, False]], [[-1.0, True]]]
+    one, other = ({"answers": [x[0] for x in y], "metrics": {}} for y in (choices, choices[::-1]))
+    tasks = {"t": {"metrics": {}}}
+    left, right = ({"tasks": tasks, "items": {"t": [x]}} for x in (one, other))
+    assert compare_tasks(left, right)["t"]["same_answers"] == 0
+    assert compare_tasks(left, left)["t"]["same_answers"] == 1
+    whole = {"tasks": tasks, "items": {"t": [{"answers": [-3.0], "metrics": {}}]}}
+    assert compare_tasks(whole, whole)["t"]["same_answers"] is None
+
+
+def test_a_missing_package_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    message = r"need the package lm-eval, the extra 'tasks': pip install 'lm-eval>=0\.4\.13,<0\.5'"
+    with pytest.raises(ImportError, match=message):
+        need_lm_eval()
+    with pytest.raises(ImportError, match=message):
+        evaluation.TaskMeasure(("arc_easy",), ByteTokenizer())
+
+
+TASK = """
+task: {name}
+dataset_path: json
+dataset_kwargs:
+  data_files:
+    test: lines.jsonl
+test_split: test
+output_type: {kind}
+doc_to_text: "{text}"
+doc_to_target: "{target}"
+target_delimiter: ""
+{more}
+metadata:
+  version: 1.0
+"""
+LINES = [
+    {"prompt": "abc", "choices": [" x", " longer one"], "answer": 1},
+    {"prompt": "def main", "choices": [" y", " z"], "answer": 0},
+    {"prompt": "import", "choices": [" os", " a"], "answer": 1},
+]
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tasks")
+    (folder / "lines.jsonl").write_text("".join(f"{json.dumps(x)}\n" for x in LINES))
+    choose = 'doc_to_choice: "{{choices}}"\nmetric_list: [{metric: acc}, {metric: acc_norm}]'
+    say = (
+        "generation_kwargs: {until: [never], max_gen_toks: 5}\nmetric_list: [{metric: exact_match}]"
+    )
+    roll = "metric_list: [{metric: bits_per_byte}, {metric: word_perplexity}]"
+    for name, kind, text, target, more in (
+        ("choose", "multiple_choice", "{{prompt}}", "{{answer}}", choose),
+        ("say", "generate_until", "{{prompt}}", "{{choices[answer]}}", say),
+        ("roll", "loglikelihood_rolling", "", "{{prompt}}{{choices[0]}}", roll),
+    ):
+        text = TASK.format(name=name, kind=kind, text=text, target=target, more=more)
+        (folder / f"{name}.yaml").write_text(text)
+    return folder
+
+
+# Packages of its own warn of each other.
+of_lm_eval = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
+
+
+class TestTasks:
+    pytestmark = of_lm_eval
+
+    def measure(self, files, *names, **options):
+        paths = [str(files / f"{name}.yaml") for name in names]
+        return evaluation.TaskMeasure(paths, ByteTokenizer([0]), batch_size=2, **options)
+
+    def test_values_are_those_of_the_exact_model(self, files, model, monkeypatch, tmp_path):
+        """Of a file and its data, read by lm-eval and answered through exact caches."""
+        monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
+        measure = self.measure(files, "choose", "say", "roll", partial=tmp_path / "partial")
+        told = []
+        exact = evaluation.method("exact", model.config)
+        row = measure(model, exact, lambda *x: told.append(x))
+        assert told[-1][0] == told[-1][1]
+        assert (row["truncated"], row["nan"]) == (0, 0)
+        right = []
+        for line, item in zip(LINES, row["items"]["choose"], strict=True):
+            wanted = one_pass(model, encoded([(line["prompt"], x) for x in line["choices"]]))
+            np.testing.assert_allclose([x for x, _ in item["answers"]], wanted, rtol=2e-5)
+            right.append(int(np.argmax(wanted)) == line["answer"])
+            assert item["metrics"]["acc"] == right[-1]
+        assert row["tasks"]["choose"]["metrics"]["acc"]["value"] == pytest.approx(np.mean(right))
+        assert row["tasks"]["choose"]["items"] == 3
+        for line, item in zip(LINES, row["items"]["say"], strict=True):
+            context = np.array([ByteTokenizer().encode(line["prompt"])] * 2)
+            new = models.generate(model, context, max_new_tokens=5, stop_tokens=[0])[0].tolist()
+            new = new[: new.index(0)] if 0 in new else new
+            assert item["answers"] == [ByteTokenizer().decode(new)]
+        # The byte that begins a text stands before it once more: lm-eval's prefix.
+        texts = [line["prompt"] + line["choices"][0] for line in LINES]
+        totals = one_pass(model, [([0], [0, *text.encode()]) for text in texts])
+        bits = -sum(totals) / math.log(2) / sum(len(text.encode()) for text in texts)
+        value = row["tasks"]["roll"]["metrics"]["bits_per_byte"]["value"]
+        assert value == pytest.approx(bits, rel=2e-5)
+        # All answers are kept: nothing runs again.
+        again = self.measure(files, "choose", "say", "roll", partial=tmp_path / "partial")
+        monkeypatch.setattr("turbojax.evaluation.answering.score_batch", None)
+        assert again(model, exact, lambda done, total: None) == row
+
+    def test_a_compressed_cache_answers_otherwise(self, files, model):
+        measure = self.measure(files, "choose")
+        exact, other = (
+            measure(model, evaluation.method(name, model.config), lambda done, total: None)
+            for name in ("exact", "kv4")
+        )
+        assert measure.identity["tasks"] == [str(files / "choose.yaml")]
+        assert exact["items"] != other["items"]
+        found = compare_tasks(other, exact)["choose"]["metrics"]
+        assert {*found} == {"acc", "acc_norm"}
+        short = self.measure(files, "choose", limit=2)
+        assert short.identity["checksum"] != measure.identity["checksum"]
+
+    def test_the_registry_knows_it(self, files, model, monkeypatch):
+        import lm_eval
+        from lm_eval.api.registry import get_model
+
+        evaluation.register()
+        monkeypatch.setattr("turbojax.evaluation.harness.load_decoder", lambda *x, **y: model)
+        made = get_model("turbojax").create_from_arg_string("cache=kv4,batch_size=2")
+        assert made.answering.method.name == "kv4"
+        assert made.tokenizer_name.startswith("turbojax-")
+        monkeypatch.chdir(files)
+        found = lm_eval.simple_evaluate(
+            model="turbojax", model_args="cache=exact,batch_size=2", tasks=["choose.yaml"]
+        )
+        wanted = self.measure(files, "choose")(
+            model, evaluation.method("exact", model.config), lambda done, total: None
+        )
+        value = wanted["tasks"]["choose"]["metrics"]["acc"]["value"]
+        assert found["results"]["choose"]["acc,none"] == pytest.approx(value)
+
+    def test_chats(self, model):
+        tokenizer = ByteTokenizer()
+        tokenizer.chat_template = (
+            "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}"
+        )
+        method = evaluation.method("exact", model.config)
+        made = evaluation.language_model(evaluation.Answering(model, tokenizer, method))
+        said = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Well, "}]
+        assert made.apply_chat_template(said[:1]) == "[user] Hi\n"
+        continued = made.apply_chat_template(said, add_generation_prompt=False)
+        assert continued == "[user] Hi\n[assistant] Well,"
+        assert made.chat_template(True) == tokenizer.chat_template
+
+    def test_what_is_refused(self, files):
+        with pytest.raises(ValueError, match="lm-eval: .*no_such_task.* is not a registered task"):
+            evaluation.TaskMeasure(("no_such_task",), ByteTokenizer())
+        with pytest.raises(FileNotFoundError, match=r"No such file or directory: 'no\.yaml'"):
+            evaluation.TaskMeasure(("no.yaml",), ByteTokenizer())
+        with pytest.raises(ValueError, match="each once"):
+            self.measure(files, "choose", "choose")
+        with pytest.raises(ValueError, match="limit=0 must be above 0"):
+            self.measure(files, "choose", limit=0)
+        with pytest.raises(ValueError, match="no chat template"):
+            self.measure(files, "choose", chat=True)

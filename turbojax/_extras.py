@@ -19,6 +19,7 @@ EXTRAS = {
         "llguidance>=1.0",
     ),
     "gguf": ("gguf>=0.17", "tokenizers>=0.20", "jinja2>=3.1.6"),
+    "tasks": ("lm-eval>=0.4.13,<0.5",),
     "demo": ("matplotlib>=3.9",),
     "qwix": ("qwix>=0.1.5",),
     "train": ("optax>=0.2.8", "orbax-checkpoint>=0.11"),

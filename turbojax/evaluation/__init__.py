@@ -1,8 +1,9 @@
 """What caches cost on real text: scored through the cache, layer by layer, and by recall."""
 
-from turbojax.evaluation.answering import PreparedTasks as PreparedTasks
-from turbojax.evaluation.answering import TaskMeasure as TaskMeasure
-from turbojax.evaluation.answering import prepare_tasks as prepare_tasks
+from turbojax.evaluation.answering import Answering as Answering
+from turbojax.evaluation.harness import TaskMeasure as TaskMeasure
+from turbojax.evaluation.harness import language_model as language_model
+from turbojax.evaluation.harness import register as register
 from turbojax.evaluation.intervals import Interval as Interval
 from turbojax.evaluation.intervals import bootstrap as bootstrap
 from turbojax.evaluation.layers import Errors as Errors
@@ -12,9 +13,9 @@ from turbojax.evaluation.methods import Method as Method
 from turbojax.evaluation.methods import method as method
 from turbojax.evaluation.recall import Answers as Answers
 from turbojax.evaluation.recall import recall as recall
-from turbojax.evaluation.recall_items import Item as Item
-from turbojax.evaluation.recall_items import Source as Source
 from turbojax.evaluation.recall_items import make_item as make_item
+from turbojax.evaluation.recall_source import Item as Item
+from turbojax.evaluation.recall_source import Source as Source
 from turbojax.evaluation.records import Records as Records
 from turbojax.evaluation.run import MEASURES as MEASURES
 from turbojax.evaluation.run import Further as Further
@@ -25,9 +26,6 @@ from turbojax.evaluation.run import text_row as text_row
 from turbojax.evaluation.scoring import ExactRun as ExactRun
 from turbojax.evaluation.scoring import Scores as Scores
 from turbojax.evaluation.scoring import score as score
-from turbojax.evaluation.task_scores import compare_answers as compare_answers
-from turbojax.evaluation.task_scores import task_scores as task_scores
-from turbojax.evaluation.tasks import Task as Task
-from turbojax.evaluation.tasks import read_tasks as read_tasks
+from turbojax.evaluation.task_results import compare_tasks as compare_tasks
 from turbojax.evaluation.texts import Text as Text
 from turbojax.evaluation.texts import windows as windows

@@ -1,4 +1,4 @@
-"""Recall through a cache: exact copies and values by key from source code, by length and depth."""
+"""Recall through a cache: copies, values by key and facts in words, by length and depth."""
 
 import dataclasses
 import hashlib
@@ -20,16 +20,8 @@ from turbojax.evaluation.decoding import (
     start,
 )
 from turbojax.evaluation.methods import Method
-from turbojax.evaluation.recall_items import (
-    ANSWER,
-    CUE,
-    KINDS,
-    Item,
-    Kind,
-    NoItem,
-    Source,
-    make_item,
-)
+from turbojax.evaluation.recall_items import IN_CODE, KINDS, Kind, make_item
+from turbojax.evaluation.recall_source import ROOM, Item, NoItem, Source
 from turbojax.evaluation.texts import Text
 from turbojax.models import ByteTokenizer, Tokenizer
 from turbojax.models.generation.session import Progress
@@ -62,6 +54,11 @@ class Answers:
         """The share of the answer that greedy decoding writes before an error, float64 ``[n]``."""
         before = np.cumprod(self.right | ~self.there, axis=1) * self.there
         return before.sum(axis=1) / self.there.sum(axis=1)
+
+    @property
+    def likelihood(self) -> np.ndarray:
+        """The probability of the whole answer, float64 ``[n]``."""
+        return np.exp2(-np.where(self.there, self.bits, 0).sum(axis=1, dtype=np.float64))
 
     def part(self, rows: slice) -> "Answers":
         """Those of some items."""
@@ -99,7 +96,7 @@ def recall(
     asked, answer = (np.array([len(x) for x in y]) for y in zip(*_ends(items), strict=True))
     longest = int((asked + answer).max())
     # Room for the longest questions, so that those of all kinds share programs.
-    room = prompt + max(CUE + ANSWER, longest)
+    room = prompt + max(ROOM, longest)
     rows = np.zeros((len(items), prompt + longest), np.int32)
     for row, item in zip(rows, items, strict=True):
         whole = np.concatenate([item.prompt, item.asked, item.answer])
@@ -145,6 +142,7 @@ class RecallMeasure:
     Args:
       texts: by name, bytes or tokens.
       tokenizer: of the tokens; None for bytes.
+      kinds: see `make_item`; None for all, or of bytes those in source code.
       lengths: tokens of the whole, see `make_item`.
       depths: see `make_item`.
       count: items of each kind, length and depth.
@@ -161,6 +159,7 @@ class RecallMeasure:
         texts: Mapping[str, Text],
         tokenizer: Tokenizer | None,
         *,
+        kinds: Sequence[Kind] | None = None,
         lengths: Sequence[int],
         depths: Sequence[float],
         count: int,
@@ -175,11 +174,14 @@ class RecallMeasure:
             self.left_out.append({"why": "the tokens have no tokenizer"})
             return
         source = _source(texts, tokenizer)
+        chosen = kinds or (IN_CODE if tokenizer is None else KINDS)
         for length in lengths:
             if length > max_length:
                 self.left_out.append({"length": length, "why": f"{max_length=}"})
                 continue
             for i, kind in enumerate(KINDS):
+                if kind not in chosen:
+                    continue
                 try:
                     self._cells[kind, length] = [
                         make_item(
@@ -249,6 +251,7 @@ def _summary(kind: Kind, *found: Answers) -> dict[str, Any]:
         "whole": mean([x.whole() for x in found]),
         **halves,
         "copied": mean([x.copied for x in found]),
+        "likelihood": mean([x.likelihood for x in found]),
         "bits": mean([x.bits[x.there] for x in found]),
     }
 

@@ -1,70 +1,26 @@
-"""What recall is asked for: passages to copy and values to look up, planted in source code."""
+"""What recall is asked for: passages, values and facts, planted in texts or told in turns."""
 
-import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Literal
 
 import numpy as np
 
-from turbojax.models import Tokenizer
+from turbojax.evaluation.recall_source import ANSWER, CUE, Item, NoItem, Source
+from turbojax.evaluation.recall_words import chat, needle
 
-CUE, ANSWER = 32, 64
-"""Tokens of a passage that are shown again, and those that follow, which are to be copied."""
+Kind = Literal["copy", "key_value", "needle", "chat"]
+KINDS: tuple[Kind, ...] = ("copy", "key_value", "needle", "chat")
+
+IN_CODE: tuple[Kind, ...] = ("copy", "key_value")
+"""Those that a model of source code's bytes can do something with."""
 
 PAIRS = 8
 """Lines that are planted, of which one is asked for."""
-
-Kind = Literal["copy", "key_value"]
-KINDS: tuple[Kind, ...] = ("copy", "key_value")
 
 _PASSAGE = 256
 """Tokens of a planted passage, which begins with the cue."""
 _ATTEMPTS = 200
 _VALUES = range(1000, 10000)
-
-
-@dataclasses.dataclass(frozen=True)
-class Item:
-    """One question.
-
-    Attributes:
-      prompt: int32 ``[P]``, to be prefilled.
-      asked: int32 ``[Q]``, the question, to be decoded token by token after it.
-      answer: int32 ``[A]``, what is to come then.
-    """
-
-    prompt: np.ndarray
-    asked: np.ndarray
-    answer: np.ndarray
-
-
-class NoItem(ValueError):
-    """The texts are too short, or too much alike, for an item."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Source:
-    """Where items are taken from: a function of these and of the seed is what they are.
-
-    Attributes:
-      texts: int32 ``[m]`` by name, without a token that begins a text.
-      tokenizer: writes lines, and names the token that begins a text.
-      newline: the token after which a passage may begin; None for anywhere.
-    """
-
-    texts: Mapping[str, np.ndarray]
-    tokenizer: Tokenizer
-    newline: int | None = None
-
-    def encode(self, text: str) -> np.ndarray:
-        """Tokens of a text within another."""
-        return np.asarray(self.tokenizer.encode(text, add_special_tokens=False), np.int32)
-
-    @property
-    def begin(self) -> np.ndarray:
-        """What begins a text: one token or none."""
-        first = self.tokenizer.bos_token_id
-        return np.asarray([] if first is None else [first], np.int32)
 
 
 def make_item(
@@ -77,9 +33,15 @@ def make_item(
       kind: ``"copy"``: at `depth` a passage of one text stands among others; at the end its first
         `CUE` tokens come again, and the next `ANSWER` are asked for. ``"key_value"``: `PAIRS` lines
         ``SETTING_0412 = 8375`` stand among texts, that at `depth` is asked for by
-        ``assert SETTING_0412 ==``.
-      length: tokens of the whole, question and answer of ``"copy"`` included: every item's prompt
-        is ``length - CUE - ANSWER``.
+        ``assert SETTING_0412 ==``. ``"needle"``: a sentence, ``The password of the harbour is amber
+        falcon.``, stands in a text, and a question after it asks for it. ``"chat"``: the sentence
+        is told in one of `turbojax.evaluation.recall_words.TURNS` messages, each with a text and a
+        reply; the first of them is the prompt, and all others go through the cache token by token,
+        as in a session that goes on. The latter two are written by the tokenizer's chat template,
+        if it has one; the reply begins ``The password of the harbour is``.
+      length: tokens of the whole, question and answer of ``"copy"`` included: the others have less
+        than that after their context, which is ``length - CUE - ANSWER``. It is the prompt, but of
+        ``"chat"``.
       depth: 0 for what comes first, and has to be remembered longest, to 1 for what comes last.
       seed: of the item.
 
@@ -88,8 +50,7 @@ def make_item(
     """
     rng = np.random.default_rng(list(seed))
     size = length - CUE - ANSWER
-    make = _copy if kind == "copy" else _key_value
-    return make(source, size, depth, rng)
+    return _MAKE[kind](source, size, depth, rng)
 
 
 def _copy(source: Source, size: int, depth: float, rng: np.random.Generator) -> Item:
@@ -104,7 +65,7 @@ def _copy(source: Source, size: int, depth: float, rng: np.random.Generator) -> 
         name = long[int(rng.integers(len(long)))]
         start = _passage_start(source.texts[name], source.newline, rng)
         passage = source.texts[name][start : start + _PASSAGE]
-        filler = _filler(source, name, start, room, rng)
+        filler = source.filler(name, start, _PASSAGE, room, rng)
         place = round(depth * room)
         parts = (filler[:place], line, passage, line, filler[place:], line)
         prompt = np.concatenate([source.begin, *parts])
@@ -127,20 +88,15 @@ def _key_value(source: Source, size: int, depth: float, rng: np.random.Generator
     room = size - len(source.begin) - sum(map(len, lines)) - len(end)
     if room < 1:
         raise NoItem(f"a prompt of {size} tokens must have room for {PAIRS} lines")
-    filler = _filler(source, None, 0, room, rng)
+    filler = source.filler(None, 0, 0, room, rng)
     parts, last = [source.begin], 0
     for i in np.argsort(depths, kind="stable"):
         place = round(float(depths[i]) * room)
         parts += [filler[last:place], lines[i]]
         last = place
     prompt = np.concatenate([*parts, filler[last:], end])
-    # What a tokenizer makes of both at once is what a text has.
-    asked = source.encode(f"assert SETTING_{keys[0]:04d} == ")
-    whole = source.encode(f"assert SETTING_{keys[0]:04d} == {values[0]}")
-    shared = 0
-    while shared < min(len(asked), len(whole)) and asked[shared] == whole[shared]:
-        shared += 1
-    return Item(prompt, whole[:shared], whole[shared:])
+    asked, answer = source.split(f"assert SETTING_{keys[0]:04d} == ", str(values[0]))
+    return Item(prompt, asked, answer)
 
 
 def _passage_start(text: np.ndarray, newline: int | None, rng: np.random.Generator) -> int:
@@ -152,29 +108,10 @@ def _passage_start(text: np.ndarray, newline: int | None, rng: np.random.Generat
     return start + int(ends[0]) + 1 if len(ends) else start
 
 
-def _filler(
-    source: Source, name: str | None, start: int, room: int, rng: np.random.Generator
-) -> np.ndarray:
-    """So many tokens of other texts than `name`, or, where it is the only one, of its other parts.
-
-    Texts come in any order, each from anywhere to its end and then from its beginning.
-    """
-    others = [text for other, text in source.texts.items() if other != name]
-    if not others:
-        assert name is not None
-        text = source.texts[name]
-        others = [text[:start], text[start + _PASSAGE :]]
-    parts = []
-    for i in rng.permutation(len(others)):
-        if len(others[i]):
-            parts.append(np.roll(others[i], -int(rng.integers(len(others[i])))))
-    filler = np.concatenate(parts) if parts else np.zeros(0, np.int32)
-    if len(filler) < room:
-        raise NoItem(f"the texts hold {len(filler)} tokens beside a passage, of {room} needed")
-    return filler[:room]
-
-
 def _occurrences(text: np.ndarray, part: np.ndarray) -> int:
     """How often a part comes in a text."""
     views = np.lib.stride_tricks.sliding_window_view(text, len(part))
     return int(np.sum(np.all(views == part, axis=1)))
+
+
+_MAKE = {"copy": _copy, "key_value": _key_value, "needle": needle, "chat": chat}

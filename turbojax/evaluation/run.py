@@ -16,6 +16,7 @@ from turbojax.evaluation.intervals import bootstrap
 from turbojax.evaluation.layers import Errors, LayerErrors, layer_errors
 from turbojax.evaluation.methods import Method, method
 from turbojax.evaluation.recall import RecallMeasure
+from turbojax.evaluation.recall_items import KINDS, Kind
 from turbojax.evaluation.records import Json, Records
 from turbojax.evaluation.scoring import ExactRun, Scores, cache_bytes, score
 from turbojax.evaluation.texts import Text, windows
@@ -51,6 +52,8 @@ class Settings:
       measures: some of `MEASURES`, and names of what `evaluate` is given as `further`.
       samples: resamples of an interval.
       layer_windows: windows, spread over all, whose layers are looked into.
+      recall_kinds: what is asked for, see `turbojax.evaluation.make_item`; None for all, or of a
+        model that reads bytes what stands in source code.
       recall_lengths: tokens of recall's items, see `turbojax.evaluation.make_item`; a model with
         fewer positions is asked up to its own length.
       recall_depths: where what is asked for stands, from 0, the beginning, to 1.
@@ -70,6 +73,7 @@ class Settings:
     measures: tuple[str, ...] = MEASURES
     samples: int = 2000
     layer_windows: int = 4
+    recall_kinds: tuple[Kind, ...] | None = None
     recall_lengths: tuple[int, ...] = (1024, 2048, 4096, 8192, 16384)
     recall_depths: tuple[float, ...] = (0.0, 0.25, 0.5, 0.75, 1.0)
     recall_items: int = 4
@@ -101,8 +105,13 @@ class Settings:
             _checks.check_number("recall_depths", depth)
             if not 0 <= depth <= 1:
                 raise ValueError(f"recall_depths={self.recall_depths} must be between 0 and 1")
-        for name in ("methods", "measures", "recall_lengths", "recall_depths"):
+        for kind in self.recall_kinds or ():
+            if kind not in KINDS:
+                raise ValueError(f"recall_kinds: {kind!r} must be one of {', '.join(KINDS)}")
+        for name in ("methods", "measures", "recall_kinds", "recall_lengths", "recall_depths"):
             given = getattr(self, name)
+            if given is None:
+                continue
             if not given or len(set(given)) != len(given):
                 raise ValueError(f"{name}={given} must name at least one, and each once")
 
@@ -226,6 +235,7 @@ def _recall(
     return RecallMeasure(
         texts,
         tokenizer,
+        kinds=settings.recall_kinds,
         lengths=settings.recall_lengths,
         depths=settings.recall_depths,
         count=settings.recall_items,

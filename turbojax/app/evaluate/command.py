@@ -59,6 +59,15 @@ Measures = Annotated[
         show_default=False,
     ),
 ]
+Kinds = Annotated[
+    str | None,
+    typer.Option(
+        help="Of recall: some of copy, key_value, needle (a sentence in a long text) and chat (one "
+        "told in an early turn), comma separated. Default: all, or of a model that reads bytes "
+        "copy,key_value.",
+        show_default=False,
+    ),
+]
 Lengths = Annotated[
     str | None,
     typer.Option(
@@ -76,12 +85,29 @@ Depths = Annotated[
     ),
 ]
 Tasks = Annotated[
-    Path | None,
+    list[str] | None,
     typer.Option(
-        help='Tasks, a line of JSON each: {"prompt", "answer"}, or {"prompt", "choices", "answer"} '
-        "with the number of the right one.",
+        help="Tasks of lm-eval: names that it knows, or YAML files, comma separated. May be "
+        "repeated.",
         show_default=False,
     ),
+]
+Limit = Annotated[
+    float | None,
+    typer.Option(
+        help="Of --tasks: documents of each at most; below 1 a share of them. Default: all.",
+        show_default=False,
+    ),
+]
+Fewshot = Annotated[
+    int | None,
+    typer.Option(
+        help="Of --tasks: examples in each prompt. Default: what the task says.",
+        show_default=False,
+    ),
+]
+Chat = Annotated[
+    bool, typer.Option("--chat", help="Of --tasks: write prompts by the model's chat template.")
 ]
 Mesh = Annotated[
     str | None,
@@ -92,7 +118,7 @@ Mesh = Annotated[
     ),
 ]
 MaxNewTokens = Annotated[
-    int, typer.Option(help="Of --tasks: tokens of an answer at most, where its line does not say.")
+    int, typer.Option(help="Of --tasks: tokens of an answer at most, where a task does not say.")
 ]
 Out = Annotated[
     Path | None,
@@ -118,9 +144,13 @@ def evaluate(
     batch_size: BatchSize = 8,
     seed: Seed = 0,
     measures: Measures = None,
+    recall_kinds: Kinds = None,
     recall_lengths: Lengths = None,
     recall_depths: Depths = None,
     tasks: Tasks = None,
+    limit: Limit = None,
+    num_fewshot: Fewshot = None,
+    chat: Chat = False,
     max_new_tokens: MaxNewTokens = 256,
     adapters: options.Adapters = None,
     mesh: Mesh = None,
@@ -151,9 +181,13 @@ def evaluate(
             batch_size=batch_size,
             seed=seed,
             measures=None if measures is None else tuple(_words(measures)),
+            recall_kinds=None if recall_kinds is None else tuple(_words(recall_kinds)),
             recall_lengths=_numbers("--recall-lengths", recall_lengths, int),
             recall_depths=_numbers("--recall-depths", recall_depths, float),
-            tasks=tasks,
+            tasks=tuple(word for text in tasks or () for word in _words(text)),
+            limit=limit,
+            num_fewshot=num_fewshot,
+            chat=chat,
             max_new_tokens=max_new_tokens,
             adapters=adapters,
             mesh=mesh,

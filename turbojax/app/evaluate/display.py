@@ -10,13 +10,17 @@ from rich.table import Table
 from rich.text import Text
 
 from turbojax.app import terminal
-from turbojax.evaluation import compare_answers
-from turbojax.evaluation.task_scores import KINDS
+from turbojax.evaluation import compare_tasks
 
 Result = Mapping[str, Any]
 """What `turbojax.evaluation.evaluate` returns, or its JSON."""
 
-RECALL_KINDS = {"copy": "copying 64 tokens", "key_value": "values by key"}
+RECALL_KINDS = {
+    "copy": "copying 64 tokens",
+    "key_value": "values by key",
+    "needle": "a sentence in a text",
+    "chat": "told in an earlier turn",
+}
 """What recall asks for, by the names in the results."""
 
 
@@ -40,7 +44,7 @@ class Bars:
         self._progress.start()  # what runs already goes on
         if what not in self._tasks:
             self._tasks[what] = self._progress.add_task(what, total=total)
-        self._progress.update(self._tasks[what], completed=done)
+        self._progress.update(self._tasks[what], completed=done, total=total)
 
 
 def render(result: Result) -> RenderableType:
@@ -50,7 +54,7 @@ def render(result: Result) -> RenderableType:
         ("text", _text_table),
         ("layers", _layers_table),
         ("recall", _recall_tables),
-        ("tasks", _tasks_table),
+        ("tasks", _tasks_tables),
     ):
         if any(True for _ in rows_of(result, measure)):
             parts.append(table(result))
@@ -170,37 +174,60 @@ def mean(values: Sequence[float | None]) -> float:
     return sum(math.nan if x is None else x for x in values) / len(values)
 
 
-def _tasks_table(result: Result) -> Table:
+def _tasks_tables(result: Result) -> RenderableType:
+    """A table for each group and task; tasks of groups are in the JSON alone."""
     rows = dict(rows_of(result, "tasks"))
-    exact = rows.get("exact")
-    kinds = [kind for kind in KINDS if any(kind in row for row in rows.values())]
-    table = _table("Tasks: shares that are right")
-    for kind in kinds:
-        count = next(row[kind]["items"] for row in rows.values())
-        table.add_column(f"{count:,} in words" if kind == "words" else f"{count:,} choices")
-        if kind == "choices":
-            table.add_column("the same,\nper byte")
-        if exact is not None:
-            table.add_column("to exact")
-            table.add_column("same\nanswer")
+    first = next(iter(rows.values()))
+    within = {name for below in first["subtasks"].values() for name in below}
+    against = {}
+    if "exact" in rows:
+        against = {name: compare_tasks(row, rows["exact"]) for name, row in rows.items()}
+    parts: list[RenderableType] = []
+    for part in ("groups", "tasks"):
+        for task, found in first[part].items():
+            if task in within:
+                continue
+            items = f", {found['items']:,} items" if part == "tasks" else ""
+            table = _table(f"{task}{items}: means ± standard errors")
+            differences = bool(against) and part == "tasks"
+            for metric in found["metrics"]:
+                table.add_column(metric, justify="right")
+                if differences:
+                    table.add_column("to exact", justify="right")
+            if differences:
+                table.add_column("same\nanswers", justify="right")
+            for name, row in rows.items():
+                cells = []
+                for metric in found["metrics"]:
+                    value = row[part][task]["metrics"][metric]
+                    cells.append(_value(value["value"], value["stderr"]))
+                    if differences:
+                        other = against[name][task]["metrics"].get(metric)
+                        cells.append("" if other is None else _difference(other))
+                if differences:
+                    same = against[name][task]["same_answers"]
+                    cells.append("" if same is None else f"{same:.1%}")
+                table.add_row(name, *cells)
+            parts.append(table)
     for name, row in rows.items():
-        against = {} if exact is None else compare_answers(row, exact)
-        cells = []
-        for kind in kinds:
-            found = row[kind]
-            cells.append(_with_bounds(found["right"], found["interval"]))
-            if kind == "choices":
-                cells.append(_with_bounds(found["right_per_byte"], found["interval_per_byte"]))
-            if exact is not None:
-                cells.append(f"{against[kind]['difference']:+.1%}")
-                cells.append(f"{against[kind]['same_answer']:.1%}")
-        table.add_row(name, *cells)
-    return table
+        if row["truncated"]:
+            parts.append(Text(f"{name}: {row['truncated']:,} prompts were cut, see --max-length"))
+        if row["nan"]:
+            parts.append(Text(f"{name}: {row['nan']:,} answers are none, logits held NaN"))
+    return Group(*parts)
 
 
-def _with_bounds(share: float, interval: Sequence[float] | None) -> str:
-    bounds = "" if interval is None else f" [{interval[0]:.1%}, {interval[1]:.1%}]"
-    return f"{share:.1%}{bounds}"
+def _value(value: Any, error: float | None) -> str:
+    """A metric, which may be text where there is no number."""
+    if not isinstance(value, int | float):
+        return str(value)
+    return _number(value, ".4f") + ("" if error is None else f" ± {error:.4f}")
+
+
+def _difference(found: Mapping[str, Any]) -> str:
+    bounds = found["interval"]
+    ends = "" if bounds is None else f" [{bounds[0]:+.4f}, {bounds[1]:+.4f}]"
+    return f"{found['difference']:+.4f}{ends}"
 
 
 def _recall_tables(result: Result) -> RenderableType:
@@ -217,6 +244,7 @@ def _recall_tables(result: Result) -> RenderableType:
             f"{what}: share of answers that are right to the end, by tokens of the context",
             *(f"{length:,}" for length in lengths),
             "all",
+            "likelihood\nof an answer",
             "bits per\ntoken",
         )
         for name, found in asked.items():
@@ -224,8 +252,8 @@ def _recall_tables(result: Result) -> RenderableType:
                 mean([cell["whole"] for cell in found["cells"] if cell["length"] == length])
                 for length in lengths
             ]
-            bits = _number(found["bits"], ".3f")
-            table.add_row(name, *(f"{x:.1%}" for x in (*shares, found["whole"])), bits)
+            figures = _number(found["likelihood"], ".1%"), _number(found["bits"], ".3f")
+            table.add_row(name, *(f"{x:.1%}" for x in (*shares, found["whole"])), *figures)
         parts.append(table)
     left = next(iter(rows.values()))["left_out"]
     reasons = [": ".join([*_cell_name(x), x["why"]]) for x in left]

@@ -1,5 +1,6 @@
 """Pictures of an evaluation: loss against bytes, errors by layer, recall by length and depth."""
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -21,8 +22,8 @@ def save_plots(result: Result, folder: Path) -> list[str]:
       folder: where the pictures go; it is made if need be.
 
     Returns:
-      The files' names: ``"cost.png"``, ``"layers.png"`` and ``"recall.png"``, those of them for
-      which there is a measure.
+      The files' names: ``"cost.png"``, ``"layers.png"``, ``"recall.png"`` and
+      ``"recall_bits.png"``, those of them for which there is a measure.
 
     Raises:
       OSError: if a file cannot be written.
@@ -34,17 +35,18 @@ def save_plots(result: Result, folder: Path) -> list[str]:
 
     folder.mkdir(parents=True, exist_ok=True)
     drawn = []
-    drawings: Mapping[str, Callable[[Figure, Result], None]] = {
-        "text": _draw_cost,
-        "layers": _draw_layers,
-        "recall": _draw_recall,
+    drawings: Mapping[str, tuple[str, Callable[[Figure, Result], None]]] = {
+        "cost": ("text", _draw_cost),
+        "layers": ("layers", _draw_layers),
+        "recall": ("recall", _draw_recall),
+        "recall_bits": ("recall", functools.partial(_draw_recall, is_bits=True)),
     }
-    for measure, draw in drawings.items():
+    for what, (measure, draw) in drawings.items():
         if not any(True for _ in rows_of(result, measure)):
             continue
         figure = Figure(layout="constrained")
         draw(figure, result)
-        name = f"{'cost' if measure == 'text' else measure}.png"
+        name = f"{what}.png"
         with _writing.replacing(folder / name) as draft:
             figure.savefig(draft, dpi=_DPI, format="png")
         drawn.append(name)
@@ -115,8 +117,8 @@ def _draw_layers(figure: Any, result: Result) -> None:
         axes.legend(fontsize=8)
 
 
-def _draw_recall(figure: Any, result: Result) -> None:
-    """Shares of answers that are right to the end: a panel for each kind of item and method."""
+def _draw_recall(figure: Any, result: Result, *, is_bits: bool = False) -> None:
+    """A panel for each kind of item and method: shares of right answers, or bits of the answers."""
     panels = [
         (name, kind, row[kind]["cells"])
         for kind in RECALL_KINDS
@@ -127,31 +129,41 @@ def _draw_recall(figure: Any, result: Result) -> None:
     rows = max(-(-len(panels) // columns), 1)
     figure.set_size_inches(2.9 * columns + 0.9, 2.7 * rows + 0.3)
     grid = figure.subplots(rows, columns, squeeze=False).flatten()
+    found = [cell["bits"] for _, _, cells in panels for cell in cells if cell["bits"] is not None]
+    most = max(found, default=1.0) if is_bits else 1.0
     image = None
     for axes, (name, kind, cells) in zip(grid, panels, strict=False):
-        image = _draw_cells(axes, cells)
+        image = _draw_cells(axes, cells, "bits" if is_bits else "whole", most)
         axes.set_title(f"{RECALL_KINDS[kind]}\n{name}", fontsize=9)
     for axes in grid[len(panels) :]:
         axes.set_axis_off()
     if image is not None:
-        figure.colorbar(image, ax=list(grid), label="share that is right")
+        label = "bits per token of the answer" if is_bits else "share that is right"
+        figure.colorbar(image, ax=list(grid), label=label)
 
 
-def _draw_cells(axes: Any, cells: Sequence[Mapping[str, Any]]) -> Any:
-    """One heat map: depths below each other, lengths beside each other."""
+def _draw_cells(axes: Any, cells: Sequence[Mapping[str, Any]], figure: str, most: float) -> Any:
+    """One heat map: depths below each other, lengths beside each other; light is good."""
     lengths = sorted({cell["length"] for cell in cells})
     depths = sorted({cell["depth"] for cell in cells})
-    shares = {(cell["length"], cell["depth"]): cell["whole"] for cell in cells}
-    values = [[shares.get((length, depth), math.nan) for length in lengths] for depth in depths]
-    image = axes.imshow(values, vmin=0, vmax=1, cmap="viridis", aspect="auto")
+    known = {
+        (cell["length"], cell["depth"]): math.nan if cell[figure] is None else cell[figure]
+        for cell in cells
+    }
+    values = [[known.get((length, depth), math.nan) for length in lengths] for depth in depths]
+    is_share = figure == "whole"
+    colours = "viridis" if is_share else "viridis_r"
+    image = axes.imshow(values, vmin=0, vmax=most or 1.0, cmap=colours, aspect="auto")
     axes.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths], rotation=45)
     axes.set_yticks(range(len(depths)), [f"{depth:g}" for depth in depths])
     axes.set_xlabel("tokens of the context", fontsize=8)
     axes.set_ylabel("depth of the answer", fontsize=8)
     axes.tick_params(labelsize=7)
     for y, row in enumerate(values):
-        for x, share in enumerate(row):
-            if not math.isnan(share):
-                colour = "white" if share < 0.6 else "black"
-                axes.text(x, y, f"{share:.0%}", ha="center", va="center", fontsize=7, color=colour)
+        for x, value in enumerate(row):
+            if not math.isnan(value):
+                is_light = value >= 0.6 * most if is_share else value <= 0.4 * most
+                text = f"{value:.0%}" if is_share else f"{value:.2f}"
+                colour = "black" if is_light else "white"
+                axes.text(x, y, text, ha="center", va="center", fontsize=7, color=colour)
     return image

@@ -8,7 +8,7 @@ from typing import Any
 
 from turbojax import _checks, _extras, _interrupt, evaluation, models
 from turbojax.app import options, startup, text_model
-from turbojax.evaluation import Method, PreparedTasks, Text, prepare_tasks, read_tasks
+from turbojax.evaluation import Method, Text
 from turbojax.kv import LATENT_CACHE_NAMES
 from turbojax.models.text.tokenizer import ByteTokenizer, JsonTokenizer, NumberTokenizer, Tokenizer
 
@@ -39,9 +39,13 @@ class EvalSettings:
       seed: of what is drawn.
       measures: some of ``"text"``, ``"layers"``, ``"recall"`` and ``"tasks"``; None for text and
         layers, and tasks where there are some.
+      recall_kinds: what is asked for; None for the default.
       recall_lengths: tokens; None for the default.
       recall_depths: 0 to 1; None for the default.
-      tasks: a file of tasks, or None.
+      tasks: names and files, see `turbojax.evaluation.TaskMeasure`.
+      limit: documents of each task, or a share of them; None for all.
+      num_fewshot: examples in the prompts of tasks; None for what they say.
+      chat: whether prompts of tasks are written by the chat template.
       max_new_tokens: of tasks that do not say.
       adapters: a folder of low-rank adapters, or None.
       mesh: devices over which heads and weights are split, or None.
@@ -63,9 +67,13 @@ class EvalSettings:
     batch_size: int = 8
     seed: int = 0
     measures: tuple[str, ...] | None = None
+    recall_kinds: tuple[str, ...] | None = None
     recall_lengths: tuple[int, ...] | None = None
     recall_depths: tuple[float, ...] | None = None
-    tasks: Path | None = None
+    tasks: tuple[str, ...] = ()
+    limit: float | None = None
+    num_fewshot: int | None = None
+    chat: bool = False
     max_new_tokens: int = 256
     adapters: str | None = None
     mesh: str | None = None
@@ -86,10 +94,19 @@ class EvalSettings:
         for name in self.chosen_measures:
             if name not in _MEASURES:
                 raise ValueError(f"measure {name!r} must be one of {', '.join(_MEASURES)}")
-        if ("tasks" in self.chosen_measures) != (self.tasks is not None):
-            raise ValueError("the measure 'tasks' and --tasks FILE must go together")
+        if ("tasks" in self.chosen_measures) != bool(self.tasks):
+            raise ValueError("the measure 'tasks' and --tasks must go together")
+        if not self.tasks:
+            for option, is_given in (
+                ("--limit", self.limit is not None),
+                ("--num-fewshot", self.num_fewshot is not None),
+                ("--chat", self.chat),
+            ):
+                if is_given:
+                    raise ValueError(f"{option} must go with --tasks")
         if "recall" not in self.chosen_measures:
             for option, given in (
+                ("--recall-kinds", self.recall_kinds),
                 ("--recall-lengths", self.recall_lengths),
                 ("--recall-depths", self.recall_depths),
             ):
@@ -101,7 +118,7 @@ class EvalSettings:
         """What is measured."""
         if self.measures is not None:
             return self.measures
-        return ("text", "layers") if self.tasks is None else ("text", "layers", "tasks")
+        return ("text", "layers", "tasks") if self.tasks else ("text", "layers")
 
 
 def run(settings: EvalSettings, progress: Progress | None = None) -> dict[str, Any]:
@@ -116,7 +133,7 @@ def run(settings: EvalSettings, progress: Progress | None = None) -> dict[str, A
 
     Raises:
       OSError: if a file cannot be read or written.
-      ValueError, NotImplementedError, ImportError: see `evaluate`, `read_tasks` and
+      ValueError, NotImplementedError, ImportError: see `evaluate`, `TaskMeasure` and
         `text_model.find_text_model`; if the run needs more memory than there is.
     """
     startup.check_output_file("--out", settings.out)
@@ -124,12 +141,9 @@ def run(settings: EvalSettings, progress: Progress | None = None) -> dict[str, A
         _extras.need_matplotlib("--plot")
         startup.check_output_folder("--plot", settings.plot)
     startup.check_input_files(*settings.texts)
-    tasks = None
-    if settings.tasks is not None:
-        tasks = read_tasks(settings.tasks, settings.max_new_tokens)
     found = _find(settings)
     methods = _methods(settings.methods, found)
-    prepared = None if tasks is None else prepare_tasks(tasks, found.tokenizer, found.config)
+    further = _further(settings, found.tokenizer)
     texts = _texts(settings.texts, found.tokenizer)
     context = _context(settings, found.config.max_length, texts)
     _check_memory(settings, found, methods, context)
@@ -140,7 +154,7 @@ def run(settings: EvalSettings, progress: Progress | None = None) -> dict[str, A
         _settings(settings, methods, context),
         out=settings.out,
         progress=_report(progress, settings.out),
-        further=_further(settings, prepared),
+        further=further,
         tokenizer=found.tokenizer if isinstance(found.tokenizer, JsonTokenizer) else None,
     )
     if settings.out is not None:
@@ -266,6 +280,7 @@ def _settings(
     given: dict[str, Any] = {
         name: value
         for name, value in (
+            ("recall_kinds", settings.recall_kinds),
             ("recall_lengths", settings.recall_lengths),
             ("recall_depths", settings.recall_depths),
         )
@@ -283,14 +298,23 @@ def _settings(
     )
 
 
-def _further(
-    settings: EvalSettings, prepared: PreparedTasks | None
-) -> dict[str, evaluation.Further]:
-    if prepared is None:
+def _further(settings: EvalSettings, tokenizer: Tokenizer) -> dict[str, evaluation.Further]:
+    """The tasks, found before the model is loaded."""
+    if not settings.tasks:
         return {}
-    assert settings.tasks is not None
-    partial = None if settings.out is None else _partial(settings.out)
-    return {"tasks": evaluation.TaskMeasure(prepared, settings.batch_size, settings.seed, partial)}
+    if isinstance(tokenizer, NumberTokenizer):
+        raise ValueError("tokens are numbers here, there is no tokenizer.json: --tasks are texts")
+    measure = evaluation.TaskMeasure(
+        settings.tasks,
+        tokenizer,
+        batch_size=settings.batch_size,
+        limit=settings.limit,
+        num_fewshot=settings.num_fewshot,
+        chat=settings.chat,
+        max_new_tokens=settings.max_new_tokens,
+        partial=None if settings.out is None else _partial(settings.out),
+    )
+    return {"tasks": measure}
 
 
 def _check_memory(
