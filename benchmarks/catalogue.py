@@ -8,6 +8,7 @@ from benchmarks import (
     pooled_training,
     throughput,
 )
+from benchmarks.attribution import rows as attribution
 from benchmarks.device import first_calls
 from benchmarks.evidence import catalogue as evidence
 from benchmarks.suite import Shown
@@ -59,6 +60,7 @@ SHOWN = (
     pooled_training.SHOWN,
     pooled_training.POLICIES,
     evidence.SHOWN,
+    attribution.SHOWN,
     gradient_error.SHOWN,
     gradient_training.SHOWN,
     gradient_training.TUNED,

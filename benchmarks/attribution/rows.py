@@ -1,0 +1,117 @@
+"""The rows: which parts are rounded, which repairs are tried; and their table."""
+
+import functools
+
+from benchmarks import tables
+from benchmarks.attribution.attending import Variant
+from benchmarks.suite import Shown
+from benchmarks.tables import Result
+
+_NOTHING = {"key": "exact", "value": "exact", "products": False}
+_KEYS = {"value": "exact", "products": False}
+_FREE = {"products": False}
+
+
+def _sides(key: str, value: str) -> dict[str, str | bool]:
+    return {"key": key, "value": value, "products": False}
+
+
+_PARTS = (
+    Variant("nothing", **_NOTHING),
+    Variant("all of `4bit` in decoding"),
+    Variant("keys' codes", exact_buffer=True, **_KEYS),
+    Variant("values' codes", key="exact", exact_buffer=True, **_FREE),
+    Variant("stage 1 of the keys", key="stage 1", **_KEYS),
+    Variant("stage 1 of the values", **_sides("exact", "stage 1")),
+    Variant("queries' and probabilities' rounding", **(_NOTHING | {"products": True})),
+    Variant("a prompt in e4m3", prompt="fp8", **_NOTHING),
+    Variant("a prompt in int8 and e4m3", prompt="int8_fp8", **_NOTHING),
+)
+_LAYERS = tuple(
+    Variant(f"keys' codes of layers {i} to {i + 5}", layers=tuple(range(i, i + 6)), **_KEYS)
+    for i in range(0, 30, 6)
+)
+_REPAIRS = (
+    Variant("first token exact", sinks=1),
+    Variant("first 4 tokens exact", sinks=4),
+    Variant("newest block in int8", newest=64),
+    Variant("first token exact, newest block in int8", sinks=1, newest=64),
+    Variant("keys without their mean", key_shift="mean"),
+    Variant("keys without the first one", key_shift="first"),
+    Variant("keys' channels of one size", key_scale="channel"),
+    Variant("keys' pairs of one size", key_scale="pair"),
+    Variant("keys' pairs of one size, first token exact", key_scale="pair", sinks=1),
+    Variant("keys' pairs balanced, first token exact", key_scale="balanced", sinks=1),
+    Variant("second scale in sixteenths, first token exact", fine=16, sinks=1),
+    Variant(
+        "second scale in sixteenths, pairs of one size, first token exact, newest block in int8",
+        fine=16,
+        key_scale="pair",
+        sinks=1,
+        newest=64,
+    ),
+    Variant(
+        "float scales of channels, int8 buffer, first token exact",
+        key="channels, int8 buffer",
+        value="channels, int8 buffer",
+        sinks=1,
+    ),
+    Variant("as KIVI: float scales, newest block exact", newest=64, **_sides("channels", "tokens")),
+    Variant("as KIVI, first 4 tokens exact", newest=64, sinks=4, **_sides("channels", "tokens")),
+    Variant("2-bit keys, first token exact", key_bits=2, sinks=1),
+    Variant("2-bit values, first token exact", value_bits=2, sinks=1),
+)
+_OTHERS = (
+    Variant("turbo4", **_sides("turbo4", "turbo4")),
+    Variant("turbo4, keys alone", **_sides("turbo4", "exact")),
+    Variant("turbo4, values alone", **_sides("exact", "turbo4")),
+    Variant("turbo4, first 4 tokens exact", sinks=4, **_sides("turbo4", "turbo4")),
+    Variant("turbo4, keys without their mean", key_shift="mean", **_sides("turbo4", "turbo4")),
+    Variant("turbo4, keys' pairs balanced", key_scale="balanced", **_sides("turbo4", "turbo4")),
+    Variant(
+        "turbo4, mean, balanced, first 4 tokens exact",
+        key_shift="mean",
+        key_scale="balanced",
+        sinks=4,
+        **_sides("turbo4", "turbo4"),
+    ),
+    Variant("int8 keys by token, turbo4 values", **_sides("int8 tokens", "turbo4")),
+    Variant("e4m3", **_sides("e4m3", "e4m3")),
+    Variant("e4m3, keys alone", **_sides("e4m3", "exact")),
+    Variant("e4m3, keys without their mean", key_shift="mean", **_sides("e4m3", "e4m3")),
+    Variant("e4m3, first 4 tokens exact", sinks=4, **_sides("e4m3", "e4m3")),
+    Variant("int8 by token", **_sides("int8 tokens", "int8 tokens")),
+    Variant("int8 keys, 4-bit values by token", **_sides("int8 tokens", "tokens")),
+    Variant("e4m3 keys, 4-bit values by token", **_sides("e4m3 tokens", "tokens")),
+)
+GROUPS = {"parts": _PARTS, "layers": _LAYERS, "repairs": _REPAIRS, "formats": _OTHERS}
+"""Rows by the table they are in."""
+
+
+def attribution_table(group: str, name: str, result: Result) -> str:
+    """The rows of a group: what they cost, with intervals, on each text."""
+    lines = []
+    for variant in GROUPS[group]:
+        row = result["rows"].get(variant.name)
+        if row is None:
+            continue
+        ends = row["interval"]
+        interval = f" [{ends[0]:+.4f}, {ends[1]:+.4f}]" if ends else ""
+        lines.append(
+            [
+                variant.name,
+                f"{row['cost']:+.4f}{interval}",
+                *(f"{x:+.4f}" for x in row["cost_by_text"].values()),
+                f"{row['divergence']:.4f}",
+                f"{row['same_choice']:.1%}",
+            ]
+        )
+    texts = list(next(iter(result["rows"].values()))["cost_by_text"])
+    header = ["rounded", "bits per token [95 %]", *texts, "KL", "same choice"]
+    return f"{tables.table(header, lines)}\n\n{tables.source(name, result)}"
+
+
+SHOWN = Shown(
+    ("attribution",),
+    {f"attribution {group}": functools.partial(attribution_table, group) for group in GROUPS},
+)
