@@ -51,7 +51,7 @@ test: $(VENV)/.installed-test ## run the tests on a CPU, but for the slow ones a
 
 # Apart from `test` so that CI runs each test once.
 test-slow: export JAX_PLATFORMS := cpu
-test-slow: $(VENV)/.installed-test-all ## run the slow tests alone
+test-slow: $(VENV)/.installed-test-all $(VENV)/.installed-model-smollm2 ## run the slow tests alone
 	$(ON_CPU) -m "slow and not optimized and not mesh and not gpu" $(PYTEST) $(OR_NONE)
 	$(ON_DEVICES) -m "mesh and slow" $(MESH) $(PYTEST) $(OR_NONE)
 	$(AS_USERS) -m "optimized and slow and not gpu" $(OPTIMIZED) $(PYTEST) $(OR_NONE)

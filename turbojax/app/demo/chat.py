@@ -20,17 +20,9 @@ from turbojax.app.demo.measure import Progress, bits_of, cache_kind
 from turbojax.kv import CACHE_NAMES
 from turbojax.models.generation import session as generation
 
-_REPORT = """\
-The weather station on Gull Island was built in 1958 by two brothers, Anton and Erik Lund, who had \
-been sent there to repair the lighthouse. Its first instruments were a barometer, two thermometers \
-and a rain gauge made of copper. For eleven years the brothers sent their readings to the mainland \
-by radio every morning at half past six. In the winter of 1969 a storm took the mast, the boat and \
-the roof of the kitchen, and the readings stopped for 43 days. When the supply ship Marianne came \
-at last, its captain found both brothers well: they had lived on dried fish, potatoes and coffee, \
-and had written every reading down by hand. The station has been automatic since 1994. Its data \
-are free for everybody, and the copper rain gauge is still in use.
-"""
-_QUESTION = "What was the name of the supply ship, and what had the brothers lived on?"
+_QUESTION = "What is the capital of France, and what is it known for?"
+# Columns of panels, where nothing says how wide a terminal is.
+_WIDTH = 96
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +31,7 @@ class ChatSettings:
 
     Attributes:
       model: its name, file or folder.
-      question: what it is asked; None for one about a report that it reads.
+      question: what it is asked; None for one about Paris.
       new_tokens: of an answer, at most.
       caches: names of the caches; the first is what others are compared to.
       uncompressed_layers: see `cache_kind`.
@@ -66,7 +58,7 @@ class ChatSettings:
     @property
     def prompt(self) -> str:
         """What the user says."""
-        return f"{_REPORT}\n{_QUESTION}" if self.question is None else self.question
+        return _QUESTION if self.question is None else self.question
 
 
 @dataclasses.dataclass(frozen=True)
@@ -228,7 +220,9 @@ def render(report: ChatReport) -> RenderableType:
             f"{x.compression_ratio:.2f}x",
             "-" if x.tokens_per_second is None else f"{x.tokens_per_second:.1f}",
         )
-    question = Panel(Text(settings.prompt.strip(), style="dim"), title="asked", title_align="left")
+    question = Panel(
+        Text(settings.prompt.strip(), style="dim"), title="asked", title_align="left", width=_WIDTH
+    )
     panels = [_panel(x, first) for x in report.results]
     where = f"jax {jax.__version__} on {jax.devices()[0].device_kind}"
     footer = Text(f"{report.seconds:.0f} s in all, {where}", style="dim")
@@ -250,4 +244,4 @@ def _panel(result: ChatResult, first: ChatResult) -> Panel:
     if result is not first:
         is_same = result.answer == first.answer
         title += f": the same as {first.name}" if is_same else f": as {first.name}, and then"
-    return Panel(text, title=title, title_align="left")
+    return Panel(text, title=title, title_align="left", width=_WIDTH)

@@ -34,8 +34,7 @@ def demo(
     question: Annotated[
         str | None,
         typer.Option(
-            help="Of a model that answers, such as smollm2: what it is asked. Default: what stands "
-            "in a report that it reads.",
+            help="What a model that answers, such as smollm2, is asked. Default: about Paris.",
             show_default=False,
         ),
     ] = None,
