@@ -149,7 +149,7 @@ def batches(rows: Iterable[_Row], batch_size: int, max_length: int) -> Iterator[
     for group in groups.values():
         batch: list[_Row] = []
         for row in sorted(group, key=_length):
-            both: list[_Row] = [*batch, row]
+            both = batch + [row]  # noqa: RUF005 - of a type variable mypy knows no other sum
             size = max(len(x.prompt) for x in both) + max(x.size for x in both)
             if batch and (len(batch) == batch_size or size > max_length):
                 yield tuple(batch)
