@@ -148,8 +148,8 @@ def batches(rows: Iterable[_Row], batch_size: int, max_length: int) -> Iterator[
         groups.setdefault(row.kind, []).append(row)
     for group in groups.values():
         batch: list[_Row] = []
-        for row in sorted(group, key=lambda x: (len(x.prompt), x.size)):
-            both = [*batch, row]
+        for row in sorted(group, key=_length):
+            both = batch + [row]  # noqa: RUF005 - of a type variable mypy knows no other sum
             size = max(len(x.prompt) for x in both) + max(x.size for x in both)
             if batch and (len(batch) == batch_size or size > max_length):
                 yield tuple(batch)
@@ -244,6 +244,10 @@ def continue_batch(
         text.add(None)
     found = [(text.text, end or "length") for text, end in zip(texts, ended, strict=True)]
     return found[: len(batch)]
+
+
+def _length(row: Score | Continue) -> tuple[int, int]:
+    return len(row.prompt), row.size
 
 
 def _filled(batch: Sequence[_Row], batch_size: int) -> list[_Row]:
