@@ -14,9 +14,11 @@ from gguf_helpers import (
     sentencepiece_metadata,
     write_model,
 )
+from server_helpers import NAME, running
 
 from turbojax import models
 from turbojax.models.checkpoint.gguf import smollm2
+from turbojax.models.engine import NGram
 from turbojax.models.text.tokenizer import load_tokenizer
 
 pytestmark = pytest.mark.slow
@@ -98,3 +100,25 @@ def test_smollm2_reads_and_computes_as_in_transformers(torch, transformers):
         expected = model(torch.tensor(tokens)).logits.numpy()
     found = np.asarray(models.load("smollm2", dtype="float32")(tokens))
     assert differs(found, expected) < 2e-5
+
+
+def test_openais_client_chats_with_a_gguf_file(tmp_path):
+    """The template, ends and tokens of the file, through the server; guesses change nothing."""
+    metadata = filled(byte_level_metadata())
+    shape = config_of(tmp_path, "llama", metadata=metadata)
+    path = write_model(tmp_path / "m.gguf", "llama", shape, metadata=metadata)
+    decoder, tokenizer = models.load_decoder(path, dtype="float32"), load_tokenizer(path)
+    said = [{"role": "user", "content": "hello 12345"}]
+    sizes = {"num_pages": 16, "page_size": 16, "max_sequences": 1, "max_length": 64}
+    options = {"kv_dtype": "auto", "tokenizer": tokenizer}
+    engine = models.Engine(decoder, **sizes, **options)
+    number = engine.add(models.Request(models.chat_tokens(tokenizer, said), 12))
+    expected = engine.run()[number]
+    guessing = models.Engine(decoder, **sizes, **options, speculation=NGram(tokens=3))
+    with running(guessing, tokenizer) as served, served.client() as client:
+        chat = client.chat.completions.create(
+            model=NAME, messages=said, max_tokens=12, temperature=0
+        )
+    [choice] = chat.choices
+    assert chat.usage.prompt_tokens == len(models.chat_tokens(tokenizer, said))
+    assert choice.message.content == tokenizer.decode(expected.tokens)
