@@ -1,0 +1,66 @@
+"""What whole caches cost the model, as they are used: prefilled, then decoded step by step."""
+
+from typing import Any
+
+import numpy as np
+
+from turbojax import evaluation, models
+
+CACHES = (
+    *("4bit", "kivi4", "turbo4", "fp8_e4m3", "k8v4", "int8", "4bit:mode=int8_fp8"),
+    *("2/4bit", "3bit", "4bit:mode=int8"),
+)
+"""What is measured, in this order."""
+
+DECODED = 448
+"""Tokens of a window that are decoded: of 24 windows the exact logits fit what is kept of them."""
+
+
+class Caches:
+    """A model's exact runs over windows by the text's name, shared by all caches.
+
+    Args:
+      decoder: the model, in the dtype that it is used in.
+      windows: int32 ``[n, T + 1]`` by the text's name.
+      decoded: tokens of each that are decoded.
+      batch: windows that run at once.
+    """
+
+    def __init__(
+        self,
+        decoder: models.Decoder,
+        windows: dict[str, np.ndarray],
+        decoded: int = DECODED,
+        batch: int = 24,
+    ) -> None:
+        self.decoder = decoder
+        self.runs = {
+            name: evaluation.ExactRun(
+                decoder, tokens, prompt=tokens.shape[1] - 1 - decoded, batch_size=batch
+            )
+            for name, tokens in windows.items()
+        }
+
+    def row(self, name: str) -> dict[str, Any]:
+        """What the cache of this name costs in bits per token, and its size.
+
+        Raises:
+          ValueError, NotImplementedError: see `evaluation.method` and `evaluation.score`.
+        """
+        method = evaluation.method(name, self.decoder.config)
+        scores = {
+            text: evaluation.score(self.decoder, run.tokens, method, prompt=run.prompt, exact=run)
+            for text, run in self.runs.items()
+        }
+        costs = {text: (s.bits - s.exact_bits).mean(axis=1) for text, s in scores.items()}
+        every, found = np.concatenate(list(costs.values())), list(scores.values())
+        return {
+            "cost": float(every.mean()),
+            "interval": evaluation.bootstrap(every).ends,
+            "cost_by_text": {text: float(x.mean()) for text, x in costs.items()},
+            "exact_bits": float(np.mean([s.exact_bits.mean() for s in found])),
+            "divergence": float(np.mean([s.divergence.mean() for s in found])),
+            "same_choice": float(np.mean([(s.choices == s.exact_choices).mean() for s in found])),
+            "compression": found[0].exact_cache_bytes / found[0].cache_bytes,
+            "decoded": found[0].bits.shape[1],
+        }
