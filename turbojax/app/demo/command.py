@@ -70,13 +70,6 @@ def demo(
     programs.use(compilation_cache, "turbojax demo")
     with terminal.one_line_errors("turbojax demo", smaller="--prompt-bytes"):
         startup.check_plot(plot)
-        if chat.answers(model):
-            if file is not None or plot is not None:
-                raise ValueError("--file and --plot are for models whose tokens are bytes")
-            _chat(model, question, new_tokens, cache, uncompressed_layers, as_json)
-            return
-        if question is not None:
-            raise ValueError(f"--question is for a model with a chat template: {model!r} has none")
         settings = measure.DemoSettings(
             file=file or measure.default_file(prompt_bytes + new_bytes),
             prompt_bytes=prompt_bytes,
@@ -86,6 +79,13 @@ def demo(
             uncompressed_layers=uncompressed_layers,
         )
         startup.check_input_files(settings.file)
+        if chat.answers(model):
+            if file is not None or plot is not None:
+                raise ValueError("--file and --plot are for models whose tokens are bytes")
+            _chat(model, question, new_tokens, cache, uncompressed_layers, as_json)
+            return
+        if question is not None:
+            raise ValueError(f"--question is for a model with a chat template: {model!r} has none")
         # float32 is the fast dtype of CPUs; the caches are what is being compared.
         transformer = models.load_transformer(model, dtype=jnp.float32)
         steps = len(settings.caches) * (settings.new_bytes + settings.generated_bytes)
