@@ -25,6 +25,8 @@ CONFIGS = {
         buffer_size=16,
         head_priority="variation",
     ),
+    "flush all": tj.TurboConfig(block_q=16, block_kv=16, buffer_size=32, flush="all"),
+    "3 first": tj.TurboConfig(block_q=16, block_kv=8, buffer_size=24, first_tokens=3),
     "all low": tj.TurboConfig(
         num_low_bit_key_heads=4, num_low_bit_value_heads=4, block_q=16, block_kv=16, buffer_size=16
     ),
@@ -122,6 +124,8 @@ def oracle_for(cache, key_scale=None, value_scale=None):
         cache.head_dim,
         block=c.block_kv,
         buffer_size=c.buffer_size,
+        flush=c.flush,
+        first_tokens=c.num_first_tokens,
         key_bits=c.key_bits,
         value_bits=c.value_bits,
         num_low_key=c.num_low_bit_key_heads,

@@ -123,12 +123,16 @@ def decode(query, cache, implementation="xla", **options):
 
 
 def splits(cache):
-    """(start, stop) of the blocks of each sequence and of its buffer, from its lengths alone."""
-    block = cache.config.block_kv
+    """Tokens of the blocks of each sequence and of its buffer, from its lengths alone."""
+    block, first = cache.config.block_kv, cache.config.num_first_tokens
     result = []
     for length, buffered in zip(cache.lengths.tolist(), cache.buffer_lengths.tolist(), strict=True):
-        blocks = [(start, start + block) for start in range(0, length - buffered, block)]
-        result.append(blocks + ([(length - buffered, length)] if buffered else []))
+        order = np.arange(length)
+        held = np.concatenate([order[:first], order[length - buffered + first :]])
+        in_blocks = order[first : length - buffered + first]
+        result.append(
+            [x[i : i + block] for x in (in_blocks, held[:buffered]) for i in range(0, len(x), block)]
+        )
     return result
 
 

@@ -9,6 +9,7 @@ from turbojax.sas import SAS
 
 Mode = Literal["int8", "int8_fp8", "fp8", "float"]
 Gradient = Literal["float", "8bit"]
+Flush = Literal["oldest", "all"]
 PriorityMethod = Literal["gap_std", "entropy", "min_max", "variation"]
 
 SUPPORTED_BITS = (2, 3, 4)
@@ -38,7 +39,16 @@ class TurboConfig:
       low_bits: bits of those heads.
       block_q: query tokens that share one stage-1 scale (B_r), a positive multiple of 8.
       block_kv: key/value tokens of one block (B_c), a positive multiple of 8.
-      buffer_size: tokens of the int8 decode buffer (n_b), a multiple of `block_kv`.
+      buffer_size: tokens of the int8 decode buffer (n_b), a multiple of `block_kv`; two blocks if
+        not given.
+      flush: what a full buffer compresses: its ``"oldest"`` block, so that the newest tokens stay
+        in 8 bits, or ``"all"`` of it, which leaves it empty (the paper's). Of a buffer of one block
+        it is the same.
+      first_tokens: how many of a sequence's first tokens stay in the buffer for good, in 8 bits:
+        models attend to the first one so much that its key, unlike all others, would widen the
+        scales of its block (attention sinks). At most a block less than `buffer_size`, and 0 with
+        ``flush="all"``. If not given it is 1 where that is allowed. A cache with a window holds
+        none.
       softmax: a `SAS`, or ``"exact"``.
       mode: the operands of the two matrix products within whole sequences and prompts:
         ``"int8"`` (Q, K, P, V int8), ``"int8_fp8"`` (Q, K int8; P, V e4m3), ``"fp8"`` (all e4m3),
@@ -61,16 +71,18 @@ class TurboConfig:
     low_bits: int = 2
     block_q: int = 64
     block_kv: int = 64
-    buffer_size: int = 64
+    buffer_size: int = None  # type: ignore[assignment]  # two blocks, see `__post_init__`
     softmax: SAS | Literal["exact"] = "exact"
     mode: Mode = "fp8"
     head_priority: PriorityMethod = "gap_std"
     gradient: Gradient = "float"
     heads_per_group: int | None = None
+    flush: Flush = "oldest"
+    first_tokens: int | None = None
 
     @classmethod
     def paper(cls, **overrides: Any) -> Self:
-        """The configuration of the paper: int8 products, SAS, blocks of 64 tokens.
+        """The configuration of the paper: int8 products, SAS, blocks and a buffer of 64 tokens.
 
         Args:
           **overrides: fields with other values.
@@ -101,6 +113,8 @@ class TurboConfig:
         return cls(**(fast | overrides))
 
     def __post_init__(self) -> None:
+        if self.buffer_size is None:
+            object.__setattr__(self, "buffer_size", 2 * self.block_kv)
         for field in dataclasses.fields(self):
             if field.type is int:
                 check_integer(field.name, getattr(self, field.name))
@@ -118,6 +132,7 @@ class TurboConfig:
                 )
         if self.buffer_size < 1 or self.buffer_size % self.block_kv:
             raise ValueError(f"{self.buffer_size=} must be a positive multiple of {self.block_kv=}")
+        self._check_first_tokens()
         if not (isinstance(self.softmax, SAS) or self.softmax == "exact"):
             raise ValueError(f"{self.softmax=} must be a SAS or 'exact'")
         if self.mode not in get_args(Mode):
@@ -128,6 +143,33 @@ class TurboConfig:
             raise ValueError(f"{self.gradient=} must be 'float' where mode='float'")
         if self.head_priority not in get_args(PriorityMethod):
             raise ValueError(f"{self.head_priority=} must be one of {get_args(PriorityMethod)}")
+
+    def _check_first_tokens(self) -> None:
+        if self.flush not in get_args(Flush):
+            raise ValueError(f"{self.flush=} must be one of {get_args(Flush)}")
+        if self.first_tokens is None:
+            return
+        check_integer("first_tokens", self.first_tokens)
+        if not 0 <= self.first_tokens <= self._room_for_first_tokens:
+            raise ValueError(
+                f"{self.first_tokens=} must be from 0 to {self._room_for_first_tokens}, with "
+                f"{self.buffer_size=}, {self.block_kv=} and {self.flush=}"
+            )
+
+    @property
+    def _room_for_first_tokens(self) -> int:
+        return self.buffer_size - self.block_kv if self.flush == "oldest" else 0
+
+    @property
+    def num_first_tokens(self) -> int:
+        """Tokens that stay in the buffer for good: `first_tokens`, or what stands for None."""
+        given = self.first_tokens
+        return min(1, self._room_for_first_tokens) if given is None else given
+
+    @property
+    def flush_size(self) -> int:
+        """Tokens that a full buffer compresses."""
+        return self.block_kv if self.flush == "oldest" else self.buffer_size
 
     def _check_groups(self) -> None:
         size = self.heads_per_group

@@ -24,6 +24,7 @@ class Settings:
       key_bits: widths of the keys' code arrays.
       value_bits: widths of the values'.
       block: tokens of a cache block.
+      first_tokens: the first tokens that are in the buffer's first slots, before those of blocks.
       scale: factor of the scores.
       window: optional (left, right).
       soft_cap: optional cap of the scores.
@@ -41,6 +42,7 @@ class Settings:
     key_bits: tuple[int, ...]
     value_bits: tuple[int, ...]
     block: int
+    first_tokens: int
     scale: float
     window: tuple[int, int] | None
     soft_cap: float | None

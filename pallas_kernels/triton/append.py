@@ -1,11 +1,13 @@
-"""Append: one new token per sequence into the int8 buffer, which becomes blocks when it is full.
+"""Append: one new token per sequence into the int8 buffer, which makes blocks when it is full.
 
 A program takes one head of one sequence, fixes its universal scale if that is still open, rounds
-the token and stores its codes. The step that fills the buffer also compresses it and empties it.
+the token and stores its codes. The step that fills the buffer also compresses its oldest block, or
+all of it, and moves the rest down.
 
 A decode step reads 2 H bytes and writes H bytes per head: with 8 heads and 16 sequences some 50 KB,
 which is negligible. What it costs is the launch, and it replaces some 30 kernels of plain JAX. A
-step in which all buffers are full reads and writes some 2 MB more, once in `buffer_size` steps.
+step in which all buffers are full reads and writes some 2 MB more, once in as many steps as it
+flushes tokens.
 
   floor       one launch, 2 to 3 us
   target      at most twice that a side
@@ -52,6 +54,8 @@ def append(
     buffer_scale: jax.Array,
     *,
     layout: BlockLayout,
+    flush: int,
+    first_tokens: int = 0,
     num_warps: int | None = None,
     interpret: bool = False,
 ) -> tuple[tuple[jax.Array, ...], jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]:
@@ -71,6 +75,8 @@ def append(
       buffer: int8 ``[B, K, buffer_size, H]``, zero from `row` on.
       buffer_scale: float32 ``[B, K]``, 0 where it is open.
       layout: of a block.
+      flush: tokens that a full buffer compresses, whole blocks.
+      first_tokens: that stay in front of these; both are at most `buffer_size` together.
       num_warps: warps of a program; chosen from the block's size if not given.
       interpret: run without a GPU.
 
@@ -82,7 +88,9 @@ def append(
     state = (*codes, channel_scale, channel_zero, block_scale, buffer, buffer_scale)
     inputs = (accepted, row, start, slots, x, *state)
     written: Any = varying.pallas_call(
-        functools.partial(_kernel, layout=layout, interpret=interpret),
+        functools.partial(
+            _kernel, layout=layout, flush=flush, first_tokens=first_tokens, interpret=interpret
+        ),
         grid=(heads, batch),
         in_specs=[WHOLE] * len(inputs),
         out_specs=[WHOLE] * len(state),
@@ -104,6 +112,8 @@ def _kernel(
     x: jax.Ref,
     *refs: jax.Ref,
     layout: BlockLayout,
+    flush: int,
+    first_tokens: int,
     interpret: bool,
 ) -> None:
     # The aliased arrays are read and written through their outputs.
@@ -135,27 +145,30 @@ def _kernel(
         q1 = jnp.where(broken, 0.0, clamped_stage1_codes(token, divisor, interpret))
         place = (sequence, head, row[sequence], channels)
         plgpu.store(buffer.at[place], rint(q1).astype(jnp.int8), mask=mask)
-        pl.when(row[sequence] == size - 1)(functools.partial(flush, one))
+        pl.when(row[sequence] == size - 1)(functools.partial(flush_full, one))
 
-    def flush(scale: jax.Array) -> None:
-        """Compresses the full buffer and empties it."""
+    def flush_full(scale: jax.Array) -> None:
+        """Compresses what a full buffer has to give up and moves the rest down."""
         _barrier(interpret)  # other threads read what was just stored
         slot, first_block = slots[sequence, head], start[sequence]
 
         def compress(i: jax.Array, _: None) -> None:
-            runs = _load_block(buffer, layout, sequence, head, i * layout.tokens, nothing)
+            first = i * layout.tokens + first_tokens
+            runs = _load_block(buffer, layout, sequence, head, first, nothing)
+            runs = [run.astype(jnp.float32) for run in runs]
             block = (first_block + i) % block_scale.shape[2]
             block_scale[sequence, head, block] = scale
             arrays, at = (codes, channel_scale, channel_zero), (sequence, head, slot, block)
             write_block(layout, runs, *arrays, *at, nothing=nothing, interpret=interpret)
 
-        def empty(i: jax.Array, _: None) -> None:
-            _store_zeros(buffer, layout, sequence, head, i * layout.tokens, nothing)
+        def move(i: jax.Array, _: None) -> None:
+            to = i * layout.tokens + first_tokens
+            runs = _load_block(buffer, layout, sequence, head, to + flush, nothing)
+            _barrier(interpret)  # nothing may be written before all threads have read it
+            _store_block(buffer, layout, sequence, head, to, nothing, runs)
 
-        blocks = size // layout.tokens
-        jax.lax.fori_loop(0, blocks, compress, None)
-        _barrier(interpret)  # nothing may be zeroed before all threads have read it
-        jax.lax.fori_loop(0, blocks, empty, None)
+        jax.lax.fori_loop(0, flush // layout.tokens, compress, None)
+        jax.lax.fori_loop(0, pl.cdiv(size - first_tokens, layout.tokens), move, None)
 
     pl.when(accepted[sequence] > 0)(program)
 
@@ -168,29 +181,38 @@ def _load_block(
     first: jax.Array,
     nothing: jax.Array,
 ) -> list[jax.Array]:
-    """Runs of the block of buffered codes that begins at row `first`, as float32."""
-    mask = layout.mask()
-    other = None if mask is None else 0
+    """Runs of the block of buffered codes that begins at row `first`, 0 past the buffer."""
     runs = []
     for run in range(layout.num_runs):
-        place = (sequence, head, *layout.slices(run, first, nothing))
-        values = plgpu.load(buffer.at[place], mask=mask, other=other)
-        runs.append(values.astype(jnp.float32))
+        slices, mask = _slices(buffer, layout, run, first, nothing)
+        runs.append(plgpu.load(buffer.at[(sequence, head, *slices)], mask=mask, other=0))
     return runs
 
 
-def _store_zeros(
+def _store_block(
     buffer: jax.Ref,
     layout: BlockLayout,
     sequence: jax.Array,
     head: jax.Array,
     first: jax.Array,
     nothing: jax.Array,
+    runs: list[jax.Array],
 ) -> None:
-    zeros, mask = jnp.zeros(layout.tile, jnp.int8), layout.mask()
-    for run in range(layout.num_runs):
-        place = (sequence, head, *layout.slices(run, first, nothing))
-        plgpu.store(buffer.at[place], zeros, mask=mask)
+    """Stores runs to rows from `first` on, as far as there are any."""
+    for run, values in enumerate(runs):
+        slices, mask = _slices(buffer, layout, run, first, nothing)
+        plgpu.store(buffer.at[(sequence, head, *slices)], values, mask=mask)
+
+
+def _slices(
+    buffer: jax.Ref, layout: BlockLayout, run: int, first: jax.Array, nothing: jax.Array
+) -> tuple[tuple[pl.Slice, pl.Slice], jax.Array]:
+    """Where a run of the block from row `first` on is, and what of it is in the buffer."""
+    rows, columns = layout.slices(run, first, nothing)
+    token = rows.start + jnp.arange(rows.size, dtype=jnp.int32)
+    mask = jnp.broadcast_to((token < buffer.shape[2])[:, None], layout.tile)
+    channels = layout.mask()
+    return (rows, columns), mask if channels is None else mask & channels
 
 
 def _barrier(interpret: bool) -> None:

@@ -141,7 +141,8 @@ def _walk(
         factor = query.scale * plgpu.load(key.block_scale.at[here])
         masks = None
         if not always_visible:
-            masks = [mask_of(query, j * s.block + t.positions(), t.mask(), s) for t in tokens]
+            first = j * s.block + s.first_tokens
+            masks = [mask_of(query, first + t.positions(), t.mask(), s) for t in tokens]
         elif tokens[0].size != tokens[0].padded:
             masks = [jnp.broadcast_to(t.inside()[:, None], products[0].shape) for t in tokens]
         weights, maximum, total = softmax(products, factor, masks, s)
@@ -187,12 +188,14 @@ def _attend_buffer(
     at: tuple[jax.Array, jax.Array],
     first: jax.Array,
     count: jax.Array,
+    number: jax.Array,
     s: Settings,
 ) -> State:
-    """Attends to the int8 buffer, one split."""
+    """Attends to block `number` of the int8 buffer, one split."""
     (key, value), head_dim = sides, sides[0].buffer.shape[-1]
-    tokens, column = whole(key.buffer.shape[2]), whole(head_dim)
-    index = (*at, tokens.positions()[:, None], column.positions()[None, :])
+    tokens, column = whole(s.block), whole(head_dim)
+    offset = number * s.block + jnp.arange(tokens.padded, dtype=jnp.int32)
+    index = (*at, offset[:, None], column.positions()[None, :])
     [part] = query.parts
     if s.mode == "int8":
         part = part.astype(jnp.int8)
@@ -200,8 +203,8 @@ def _attend_buffer(
         _as_operand(plgpu.load(key.buffer.at[index]), part.dtype), part, s.interpret
     )
     factor = query.scale * plgpu.load(key.buffer_scale.at[at])
-    offset = jnp.arange(tokens.padded, dtype=jnp.int32)
-    mask = mask_of(query, first + offset, offset < count, s)
+    position = jnp.where(offset < s.first_tokens, offset, first + offset)
+    mask = mask_of(query, position, offset < count, s)
     [p], maximum, total = softmax([product.astype(jnp.float32)], factor, [mask], s)
     operand, _, unit = round_weights(p, s)
     # Tokens are rows here, and only 16-bit operands may be transposed; int8 codes are exact.
@@ -226,7 +229,7 @@ def _kernel(
     *,
     s: Settings,
 ) -> None:
-    """One split of one KV head: `Settings.splits` runs of blocks, then the buffer."""
+    """One split of one KV head: `Settings.splits` runs of blocks, then blocks of the buffer."""
     kv_heads, head_dim = key.buffer.shape[1], key.buffer.shape[-1]
     _, tokens, heads, _ = q_ref.shape
     group = heads // kv_heads
@@ -238,7 +241,7 @@ def _kernel(
     blocks = compressed // s.block
     first = jnp.int32(0)
     if s.window is not None:
-        first = jnp.clip((begin - s.window[0]) // s.block, 0, blocks)
+        first = jnp.clip((begin - s.window[0] - s.first_tokens) // s.block, 0, blocks)
     share = (blocks - first + s.splits - 1) // s.splits
     start = first + split * share
     bounds = (start, jnp.minimum(start + share, blocks))
@@ -275,7 +278,8 @@ def _kernel(
 
     def attend_buffer() -> State:
         query = load((whole(head_dim),))
-        return _attend_buffer(query, (key, value), (b, h), compressed, buffered, s)
+        number = split - s.splits
+        return _attend_buffer(query, (key, value), (b, h), compressed, buffered, number, s)
 
     o, m, l = jax.lax.cond(split < s.splits, attend_blocks, attend_buffer)
     r = jnp.arange(rows, dtype=jnp.int32)
@@ -320,7 +324,7 @@ def decode(
     """
     batch, tokens, heads, head_dim = query.shape
     kv_heads = key.buffer.shape[1]
-    rows, parts = heads // kv_heads * tokens, settings.splits + 1
+    rows, parts = heads // kv_heads * tokens, settings.splits + key.buffer.shape[2] // settings.block
     pairs = batch * kv_heads
     arguments = (query, key, value, lengths, buffer_lengths, query_lengths)
     o, m, l = varying.pallas_call(

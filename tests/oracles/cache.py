@@ -63,17 +63,21 @@ class CacheSide:
         self.blocks[b].append(heads)
 
     def prefill(self, b, x):
-        """Compresses the whole blocks of a prompt [N, K, H] and buffers the rest."""
+        """Compresses what of a prompt [N, K, H] a buffer does not keep, and buffers the rest."""
+        spec = self.spec
         if not len(x):
             return
-        self.fix_scale(b, np.abs(x).max((0, 2)), 2.0 if len(x) < self.spec.block else 1.0)
-        whole = len(x) // self.spec.block
-        if whole:
+        self.fix_scale(b, np.abs(x).max((0, 2)), 2.0 if len(x) < spec.block else 1.0)
+        blocks, rest = 0, len(x)
+        while rest >= (spec.block if spec.flush == "all" else spec.buffer_size):
+            blocks, rest = blocks + 1, rest - spec.block
+        if blocks:
             self.rank(b, x)
-        for j in range(whole):
-            part = x[j * self.spec.block : (j + 1) * self.spec.block]
+        first, rest = x[: spec.first_tokens], x[spec.first_tokens :]
+        for j in range(blocks):
+            part = rest[j * spec.block : (j + 1) * spec.block]
             self.compress(b, *quantize_int8(part, (0, 2)))
-        for token in x[whole * self.spec.block :]:
+        for token in [*first, *rest[blocks * spec.block :]]:
             self.push(b, token)
 
     def append(self, b, token):
@@ -82,32 +86,34 @@ class CacheSide:
         self.push(b, token)
 
     def push(self, b, token):
-        """Buffers one token; a full buffer is compressed at once."""
+        """Buffers one token; of a full buffer the oldest block is compressed at once, or all."""
         bad = ~np.isfinite(token).all(-1)
         self.scale[b] = np.where(bad, np.float32(np.nan), self.scale[b]).astype(np.float32)
         divisor = np.where(self.scale[b] == 0, np.float32(1), self.scale[b])
         self.buffer[b].append(quantize_with_scale(token, divisor[:, None]))
         if len(self.buffer[b]) == self.spec.buffer_size:
-            codes = np.stack(self.buffer[b])
+            codes, first = np.stack(self.buffer[b]), self.spec.first_tokens
             self.rank(b, f32(codes) * self.scale[b][None, :, None])
-            for start, stop in cut(len(codes), self.spec.block):
-                self.compress(b, codes[start:stop], divisor)
-            self.buffer[b] = []
+            count = len(codes) if self.spec.flush == "all" else self.spec.block
+            for start, stop in cut(count, self.spec.block):
+                self.compress(b, codes[first + start : first + stop], divisor)
+            self.buffer[b] = self.buffer[b][:first] + self.buffer[b][first + count :]
 
     def dequantize(self):
         """Values [B, max_length, K, H] in float32, zeros past each length."""
         spec = self.spec
         out = np.zeros((spec.batch, spec.max_length, spec.heads, spec.head_dim), np.float32)
         for b in range(spec.batch):
-            position = 0
+            position = min(spec.first_tokens, len(self.buffer[b]))
             for heads in self.blocks[b]:
                 stop = position + spec.block
                 for h, block in enumerate(heads):
                     out[b, position:stop, h] = f32(block["codes"]) * block["scale"]
                 position = stop
-            for codes in self.buffer[b]:
-                out[b, position] = f32(codes) * self.scale[b][:, None]
-                position += 1
+            for slot, codes in enumerate(self.buffer[b]):
+                at = slot if slot < spec.first_tokens else position
+                out[b, at] = f32(codes) * self.scale[b][:, None]
+                position += slot >= spec.first_tokens
         return out
 
 
@@ -123,6 +129,8 @@ class Cache:
         *,
         block=64,
         buffer_size=64,
+        flush="oldest",
+        first_tokens=0,
         key_bits=4,
         value_bits=4,
         num_low_key=0,
@@ -134,7 +142,7 @@ class Cache:
     ):
         self.batch, self.max_length, self.heads, self.head_dim = batch, max_length, heads, head_dim
         self.block, self.buffer_size, self.low_bits = block, buffer_size, low_bits
-        self.priority = priority
+        self.priority, self.flush, self.first_tokens = priority, flush, first_tokens
         self.key = CacheSide(self, key_bits, num_low_key, key_scale)
         self.value = CacheSide(self, value_bits, num_low_value, value_scale)
         self.lengths = np.zeros(batch, np.int64)
@@ -170,11 +178,3 @@ class Cache:
     def dequantize(self):
         return self.key.dequantize(), self.value.dequantize()
 
-    def splits(self):
-        """The (start, stop) of each compressed block and of the buffer, per sequence."""
-        result = []
-        for b in range(self.batch):
-            stop = len(self.key.blocks[b]) * self.block
-            rest = [(stop, int(self.lengths[b]))] if self.key.buffer[b] else []
-            result.append(cut(stop, self.block) + rest)
-        return result

@@ -275,8 +275,8 @@ def decode(
 ):
     """Decode attention (Algorithm 2) over dequantized keys and values [B, S, K, H].
 
-    `splits[b]` lists the (start, stop) of the blocks of sequence b: each is weighted against its
-    own maximum, and they are merged exactly. The queries are the last ones of each sequence.
+    `splits[b]` lists the tokens of the blocks of sequence b: each is weighted against its own
+    maximum, and they are merged exactly. The queries are the last ones of each sequence.
     Queries and weights are int8 in every mode but "float".
     """
     numbers = "float" if mode == "float" else "int8"
@@ -320,9 +320,9 @@ def _decode_one(query, key, value, splits, length, mode, exp, scale, window, sof
     rows = (1, heads, tokens)
     total = _Accumulator(rows, head_dim)
     with np.errstate(invalid="ignore"):
-        for start, stop in splits:
-            see = np.broadcast_to(mask[:, None, :, start:stop], (*rows, stop - start))
-            k_t = np.swapaxes(k[:, :, start:stop], -1, -2)
+        for part in splits:
+            see = np.broadcast_to(mask[:, None][..., part], (*rows, len(part)))
+            k_t = np.swapaxes(k[:, :, part], -1, -2)
             scores, error = _scores(q @ k_t, np.abs(q) @ np.abs(k_t), factor, soft_cap, False)
             scores, error = np.where(see, scores, -np.inf), np.where(see, error, 0.0)
             m_j = scores.max(-1, initial=-np.inf)
@@ -339,7 +339,7 @@ def _decode_one(query, key, value, splits, length, mode, exp, scale, window, sof
                 tile.sums * share,
                 (tile.sums_slack + tile.sums * slip) * share,
             )
-            total.add(merged, v[:, :, start:stop], see)
+            total.add(merged, v[:, :, part], see)
     return _tokens_first(total.finish())
 
 

@@ -173,7 +173,8 @@ class Progressive(Kind[ProgressiveCache]):
 
     def make(self, description: Description) -> ProgressiveCache:
         """See `Stored.make`."""
-        config = dict(description["config"])
+        # Without these in files that are older than they are.
+        config = {"flush": "all", "first_tokens": 0, **description["config"]}
         if isinstance(config["softmax"], Mapping):
             config["softmax"] = SAS(**config["softmax"])
         return self.make_kind(description, TurboConfig(**config))

@@ -30,6 +30,7 @@ from turbojax.state.exact import ExactCache
 from turbojax.state.kv4 import TokenScaledCache
 from turbojax.state.latent.cache import LatentCache
 from turbojax.state.pages.pool import PagedCache
+from turbojax.state.progressive.cache import ProgressiveCache
 
 Part = tuple[jax.Array, jax.Array]
 """Float32 ``[B, T, N, H]`` and the log-sum-exp ``[B, T, N]`` of a device's own tokens."""
@@ -118,6 +119,10 @@ def attend_cache(
 ) -> tuple[jax.Array, jax.Array]:
     """`decode` for callers that have `Options`, causal ones; gives the log-sum-exp too."""
     run = run_of_cache(cache, axis)
+    if isinstance(cache, ProgressiveCache):
+        refusal = cache.why_not_in_order(query.shape[1], options.window)
+        if refusal is not None:
+            raise NotImplementedError(f"a cache split over {axis=}: {refusal}")
     local = of_run(cache, run)
     attend = _attention_to(local, options, implementation)
     return _merge(query, cache.lengths, query_lengths, run, axis, attend, options, sinks)

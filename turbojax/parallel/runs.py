@@ -116,6 +116,8 @@ def of_run(cache: Any, run: Run) -> Any:
         is_next = (compressed >= run.first) & ((compressed < run.first + run.size) | run.is_last)
         buffered = jnp.where(is_next, cache.buffer_lengths, 0)
         held, changes = run.held(compressed) + buffered, {"buffer_lengths": buffered}
+        # Places stand for positions here, see `ProgressiveCache.why_not_in_order`.
+        changes["config"] = dataclasses.replace(cache.config, first_tokens=0)
     if any(field.name == "window" for field in dataclasses.fields(cache)):
         changes["window"] = None
     return dataclasses.replace(cache, lengths=held, max_length=run.size, **changes)

@@ -1,12 +1,13 @@
-"""Append on Hopper: one new token per sequence into int8 buffers, which become blocks when full.
+"""Append on Hopper: one new token per sequence into int8 buffers, which make blocks when full.
 
 A program takes one head of one sequence, of keys or of values. Its first warp fixes the universal
 scale if that is still open, rounds the token and stores its codes. The step that fills the buffer
-also compresses it and empties it, with all warps.
+also compresses its oldest block, or all of it, and moves the rest down, with all warps.
 
 A decode step reads 2 H bytes and writes H bytes per head: with 8 heads and 16 sequences 50 KB a
 side, which is negligible. What it costs is the launch, of which there is one for both sides. A step
-in which all buffers are full reads and writes some 4 MB more, once in `buffer_size` steps.
+in which all buffers are full reads and writes some 4 MB more, once in as many steps as it flushes
+tokens.
 
   floor       one launch, 2 to 3 us
   target      at most twice that
@@ -17,7 +18,7 @@ are full, H200, jax 0.11.2:          16 sequences   64
   v1  one launch                     1.7           2.9
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -41,6 +42,8 @@ class _Program(NamedTuple):
       heads: `K`.
       row: tokens in the buffer.
       size: tokens that fill it.
+      flush: of them those that a full buffer compresses.
+      first_tokens: that stay in front of these.
       buffer: the head's.
       scale: where its universal scale is.
       share: of the lane, in a block of the buffer.
@@ -52,6 +55,8 @@ class _Program(NamedTuple):
     heads: int
     row: Int
     size: int
+    flush: int
+    first_tokens: int
     buffer: Pointer
     scale: Pointer
     share: Share
@@ -66,6 +71,8 @@ def append(
     sides: Sequence[Side],
     *,
     layouts: Sequence[Layout],
+    flush: int,
+    first_tokens: int = 0,
 ) -> list[Side]:
     """Appends one token per sequence to keys and values of a cache.
 
@@ -74,11 +81,13 @@ def append(
       accepted: int32 ``[B]``: 0 for a sequence that gets no token, otherwise 1.
       row: int32 ``[B]``, tokens in the buffer.
       start: int32 ``[B]``, the place of the next block, below `n`; after the last place the first
-        one follows. Where it is negative, a full buffer is emptied and its blocks are stored
-        nowhere: they are another device's.
+        one follows. Where it is negative, what leaves the buffer is stored nowhere: it is another
+        device's.
       sides: int8 buffers ``[B, K, buffer_size, H]``, zero from `row` on, and their float32 scales
         ``[B, K]``, 0 where they are open; blocks as `stage2.Arrays` says.
       layouts: of a block of each side.
+      flush: tokens that a full buffer compresses, whole blocks.
+      first_tokens: that stay in front of these; both are at most `buffer_size` together.
 
     Returns:
       The sides with the token, in their own memory where they were donated.
@@ -106,7 +115,7 @@ def append(
             mine, rest = rest[: len(state)], rest[len(state) :]
             buffered, rows = side.buffer.shape[2], row.at(own).word()
             program = _Program(
-                *(batch_index, head, heads, rows, buffered),
+                *(batch_index, head, heads, rows, buffered, flush, first_tokens),
                 mine[-2].times(index, buffered * channels),
                 mine[-1].at(index << 2),
                 *(Share(block, lane.thread()), arrays[-1]),
@@ -179,14 +188,13 @@ def _or_one(scale: Float) -> Float:
 
 
 def _flush(p: _Program, a: Arrays, at: Target) -> None:
-    """Compresses the full buffer and empties it."""
-    tokens, channels = a.layout.tokens, a.layout.channels
+    """Compresses what a full buffer has to give up and moves the rest down."""
+    tokens, zero = a.layout.tokens, lane.integer(0)
     scale, is_here = _or_one(p.scale.float()), at.number >= 0
 
     def compress(i: Int, state: list[Int]) -> list[Int]:
-        place = p.buffer.at(i * (tokens * channels))
         lane.block_barrier()  # of a block before, shared memory has been read
-        codes = _load(p.share, place)
+        codes = _load(p, i * tokens + p.first_tokens)
         with lane.when(is_here):
             stage2.tell_extremes(p.share, codes, p.memory)
             lane.block_barrier()
@@ -194,35 +202,53 @@ def _flush(p: _Program, a: Arrays, at: Target) -> None:
             with lane.when(p.share.thread.equals(0)):
                 a.block_scale.times(here.of_head(a), 4).store(scale)
             stage2.write(p.share, codes, p.memory, a, here)
-        _clear(p.share, place)
         return state
 
-    count, zero = p.size // tokens, lane.integer(0)
+    def move(i: Int, state: list[Int]) -> list[Int]:
+        to = i * tokens + p.first_tokens
+        codes = _load(p, to + p.flush)
+        lane.block_barrier()  # all of them have been read
+        _store(p, to, codes)
+        return state
+
+    _times(p.flush // tokens, zero, compress)
+    lane.block_barrier()
+    _times(-(-(p.size - p.first_tokens) // tokens), zero, move)
+
+
+def _times(count: int, zero: Int, step: Callable[[Int, list[Int]], list[Int]]) -> None:
     if count == 1:
-        compress(zero, [])
+        step(zero, [])
     else:
-        lane.loop(zero, lane.integer(count), 1, [zero], compress)
+        lane.loop(zero, lane.integer(count), 1, [zero], step)
 
 
-def _load(share: Share, buffer: Pointer) -> Words:
-    """The lane's part of a block of codes."""
-    b = share.block
+def _load(p: _Program, first: Int) -> Words:
+    """The lane's part of a block of codes from row `first` on; past the buffer they are 0."""
+    share, b = p.share, p.share.block
     column = share.column.minimum(b.channels // CHANNELS - 1) * CHANNELS
     out = []
     for number in range(b.groups):
         # Of a group that there is not, the last one's.
         group = share.group(number).minimum(b.tokens // TOKENS - 1)
-        place = buffer.at(group * (TOKENS * b.channels), column)
-        out.append([place.at(i * b.channels).words(2) for i in range(TOKENS)])
+        rows = [group * TOKENS + first + i for i in range(TOKENS)]
+        out.append([_row(p, row, column) for row in rows])
     return out
 
 
-def _clear(share: Share, buffer: Pointer) -> None:
-    """Zeros where `_load` has loaded."""
-    b, zeros = share.block, [lane.integer(0)] * 2
-    place = buffer.at(share.column * CHANNELS)
+def _row(p: _Program, row: Int, column: Int) -> list[Int]:
+    is_inside = row < p.size
+    place = p.buffer.times(row.minimum(p.size - 1), p.share.block.channels).at(column)
+    return [is_inside.where(word, 0) for word in place.words(2)]
+
+
+def _store(p: _Program, first: Int, codes: Words) -> None:
+    """Stores what `_load` has loaded to rows from `first` on, as far as there are any."""
+    share, b = p.share, p.share.block
     for number in range(b.groups):
-        here = place.at(share.group(number) * (TOKENS * b.channels))
         with share.inside(number):
             for i in range(TOKENS):
-                here.at(i * b.channels).store_words(zeros)
+                row = share.group(number) * TOKENS + first + i
+                with lane.when(row < p.size):
+                    place = p.buffer.times(row, b.channels).at(share.column * CHANNELS)
+                    place.store_words(codes[number][i])

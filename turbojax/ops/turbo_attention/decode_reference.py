@@ -1,6 +1,6 @@
 """Attention over a `ProgressiveCache` in plain JAX: the definition of `decode` (Algorithm 2).
 
-Every cache block, and the buffer, is one split: its softmax is taken relative to the split's own
+Every block of the cache, and of the buffer, is one split: its softmax is taken relative to the split's own
 row maximum, and the splits are merged by their log-sum-exp with the exact exponential. The
 result does not depend on how blocks are grouped or in which order they are merged.
 
@@ -57,13 +57,12 @@ def decode(
     begin = extras.begin(cache.lengths, query_length)
     position = begin[:, None] + jnp.arange(length)[None]
     is_query = (jnp.arange(length)[None] < query_length[:, None])[:, :, None]
-    compressed = cache.lengths - cache.buffer_lengths
+    compressed, first_tokens = cache.lengths - cache.buffer_lengths, cache.config.num_first_tokens
 
     def attend(
-        state: _State, key: _Splits, value: _Splits, start: jax.Array, visible: jax.Array
+        state: _State, key: _Splits, value: _Splits, keys: jax.Array, visible: jax.Array
     ) -> _State:
         splits, tokens = key[0].shape[2:4]
-        keys = start[:, None] + jnp.arange(splits * tokens)[None]
         mask = options.mask(position, keys, cache.lengths) & visible[:, None] & is_query
         mask = mask.reshape(batch, 1, 1, length, splits, tokens)
         scores = numerics.exact_dot("bkgqh,bkcth->bkgqct", q, key[0])
@@ -84,8 +83,8 @@ def decode(
             read_blocks(side, first, count, is_ring=cache.is_ring)
             for side in (cache.key, cache.value)
         )
-        start = jnp.broadcast_to(first * block, (batch,))
-        return attend(state, key, value, start, visible)
+        keys = first_tokens + first * block + jnp.arange(count * block)
+        return attend(state, key, value, jnp.broadcast_to(keys, visible.shape), visible)
 
     rows = q.shape[:-1]
     state = (
@@ -101,16 +100,19 @@ def decode(
     state = jax.lax.fori_loop(
         jnp.maximum(first, 0) // chunk_tokens, -(-stop // chunk_tokens), chunk, state
     )
-    buffered = jnp.arange(cache.config.buffer_size)[None] < cache.buffer_lengths[:, None]
-    key, value = (_buffer(side) for side in (cache.key, cache.value))
-    out, residual = numerics.finish(*attend(state, key, value, compressed, buffered))
+    slot = jnp.arange(cache.config.buffer_size)[None]
+    keys = jnp.where(slot < first_tokens, slot, compressed[:, None] + slot)
+    buffered = slot < cache.buffer_lengths[:, None]
+    key, value = (_buffer(side, block) for side in (cache.key, cache.value))
+    out, residual = numerics.finish(*attend(state, key, value, keys, buffered))
     out = jnp.moveaxis(out, 3, 1).reshape(batch, length, heads, channels)
     residual = jnp.moveaxis(residual, 3, 1).reshape(batch, length, heads)
     return out.astype(options.dtype_of_output(query)), residual
 
 
-def _buffer(side: CacheSide) -> _Splits:
-    return side.buffer[:, :, None], side.buffer_scale[..., None]
+def _buffer(side: CacheSide, block: int) -> _Splits:
+    codes = side.buffer.reshape(*side.buffer.shape[:2], -1, block, side.buffer.shape[3])
+    return codes, jnp.broadcast_to(side.buffer_scale[..., None], codes.shape[:3])
 
 
 def _merge_splits(

@@ -43,10 +43,9 @@ def decode_unsupported(
     extras: Extras = NOTHING,
 ) -> str | None:
     """Why `decode` cannot run this here; None if it can."""
-    del options
     config = cache.config
     rows = _query_rows(query, cache)
-    refusal = extras.refusal()
+    refusal = extras.refusal() or cache.why_not_in_order(query.shape[1], options.window)
     if refusal is not None:
         return refusal
     if config.mode == "float":
@@ -63,8 +62,6 @@ def decode_unsupported(
     blocks = _BLOCKS if bits == 4 else _BLOCKS[1:]
     if config.block_kv not in blocks:
         return f"block_kv={config.block_kv} must be one of {blocks} with codes of {bits} bits"
-    if config.buffer_size != config.block_kv:
-        return f"buffer_size={config.buffer_size} must be block_kv={config.block_kv}"
     if rows > _MOST_QUERY_ROWS:
         return f"{rows} queries of a KV head must be at most {_MOST_QUERY_ROWS}"
     return needs_mosaic() or too_much_memory(_memory(query, cache))

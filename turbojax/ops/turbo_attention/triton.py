@@ -230,8 +230,6 @@ def decode_unsupported(
             f"{query.shape[1]} query tokens times {group} heads per KV head must be at most "
             f"{_MOST_QUERY_ROWS}"
         )
-    if cache.config.buffer_size > 256:
-        return f"buffer_size={cache.config.buffer_size} must be at most 256"
     sides = (cache.key, cache.value)
     sizes = [math.prod(x.shape) for side in sides for x in (*side.codes, side.buffer)]
     return _unsupported(cache.config, cache.head_dim, sizes, _AMPERE)
@@ -278,6 +276,7 @@ def _decode(
         key_bits=cache.key.bits,
         value_bits=cache.value.bits,
         block=config.block_kv,
+        first_tokens=config.num_first_tokens,
         scale=options.scale,
         window=options.window,
         soft_cap=options.logits_soft_cap,

@@ -1,8 +1,9 @@
 """`ProgressiveCache`: the KV cache of FlashQ as a pytree (TurboAttention, sections 3.1-3.3).
 
 A sequence's tokens are kept in blocks of packed stage-2 codes, the newest ones in an int8
-buffer whose scale never changes, so that a stored token is not quantized again until its buffer
-is full and becomes a block.
+buffer whose scale never changes, so that a stored token is not quantized again until the buffer
+is full and its oldest block is compressed. The first token stays in the buffer for good: what a
+model attends to most, as to a sink, is kept in 8 bits.
 """
 
 import dataclasses
@@ -105,6 +106,10 @@ class ProgressiveCache(Split):
     Made by `init_cache`; `prefill`, `append` and `decode` take it and never change it in place
     (donate it to `jit` to reuse its memory).
 
+    Where `f` first tokens stay in the buffer (`TurboConfig.num_first_tokens`), they are in its
+    first `f` slots, block `i` holds the tokens from ``f + i * block_kv`` on, and the buffer's slot
+    ``j >= f`` holds token ``lengths - buffer_lengths + j``.
+
     Invariants (`validate` checks them):
       - ``0 <= buffer_lengths <= lengths <= max_length`` and ``buffer_lengths < buffer_size``;
       - ``lengths - buffer_lengths`` is a multiple of ``config.block_kv``;
@@ -118,7 +123,7 @@ class ProgressiveCache(Split):
       buffer_lengths: int32 ``[B]``, those of them in the buffer.
       overflowed: bool ``[B]``, True where a call under `jit` had to leave tokens out: past
         `max_length`, or a prefill into a sequence that was not empty.
-      config: the `TurboConfig` it was made for.
+      config: the `TurboConfig` it was made for; with a window it has no first tokens.
       max_length: tokens each sequence may grow to.
       dtype: dtype of the keys and values it takes.
       window: tokens that a query may see, its own included, see `turbojax.state.ring`; None for
@@ -209,6 +214,27 @@ class ProgressiveCache(Split):
     def room(self) -> int:
         """Tokens in blocks that a sequence keeps at any time; those in the buffer come on top."""
         return self.blocks_of_room * self.config.block_kv
+
+    def why_not_in_order(self, tokens: int, window: tuple[int, int] | None) -> str | None:
+        """Why what queries see does not follow from the places of tokens; None if it does.
+
+        The first slots of the buffer then count as tokens after those of the blocks. They are seen
+        by all queries that are in the buffer themselves, as they should be where no window ends.
+
+        Args:
+          tokens: newest ones, whose queries attend.
+          window: of the call.
+        """
+        config = self.config
+        first = config.num_first_tokens
+        if not first:
+            return None
+        most = max(1, config.buffer_size - config.block_kv - first)
+        if tokens > most:
+            return f"{tokens} query tokens must be at most {most} with {first} first tokens kept"
+        if window is not None:
+            return f"{window=} must be None, or be that of the cache: it keeps {first} first tokens"
+        return None
 
     @property
     def is_ring(self) -> bool:
@@ -321,6 +347,8 @@ def init_cache(
     if dtype not in _checks.FLOAT_DTYPES:
         raise TypeError(f"{dtype=!s} must be bfloat16, float16 or float32")
     window = ring.window_of(local_window_size)
+    if window is not None:  # which does not reach the first tokens
+        config = dataclasses.replace(config, first_tokens=0)
     static: dict[str, Any] = {"config": config, "dtype": dtype, "window": window}
     if axes is None:
         cache = _empty(batch_size, max_length, num_kv_heads, head_dim, **static)

@@ -97,21 +97,26 @@ def stored_prompt(
     """Stores a prompt and hands out its codes for attention, if they are wanted.
 
     The codes come from the same pass over keys and values; only values in e4m3, whose one scale
-    needs the maximum of all, are read again.
+    needs the maximum of all, are read again. There are none where first tokens stay in the buffer:
+    blocks of the cache then begin elsewhere than those of attention.
     """
-    config = cache.config
+    config, begin = cache.config, cache.config.num_first_tokens
+    if with_operands and begin:
+        raise ValueError(f"{with_operands=} must be False with {begin} first tokens in the buffer")
     kept = reference.kept_tokens(cache, key.shape[1], lengths)
     inside = jnp.clip(lengths, 0, key.shape[1])
     operands = _OPERANDS[config.mode] if with_operands else (None, None)
     # The buffer's scale follows from the maxima of blocks that a ring does not hold, too.
     every_block = with_operands or cache.is_ring
     prompts = [
-        Prompt(reference.rank_prompt(side, x, kept, config), x, operand, every_block)
+        Prompt(reference.rank_prompt(side, x, kept, config), x[:, begin:], operand, every_block)
         for side, x, operand in zip((cache.key, cache.value), (key, value), operands, strict=True)
     ]
-    written = compress(prompts, inside, kept // config.block_kv)
+    count = reference.stored_blocks(config, kept)
+    written = compress(prompts, jnp.maximum(inside - begin, 0), count)
     key_side, value_side = (
-        _with_blocks(*given, kept, config) for given in zip(prompts, written, strict=True)
+        _with_blocks(p.side, x, w, kept, config)
+        for p, x, w in zip(prompts, (key, value), written, strict=True)
     )
     filled = reference.with_prompt(cache, key_side, value_side, lengths, kept)
     keys, values = (w.operand for w in written)
@@ -134,15 +139,17 @@ def stored_part_of_prompt(
     kept = reference.kept_tokens(cache, key.shape[1], lengths)
     size = min(-(-key.shape[1] // config.block_kv) * config.block_kv, cache.room)
     begin = first * config.block_kv
-    held = jnp.clip(kept // config.block_kv * config.block_kv - begin, 0, size)
+    count = reference.stored_blocks(config, kept)
+    held = jnp.clip(count * config.block_kv - begin, 0, size)
+    start = begin + config.num_first_tokens
     prompts = [
-        Prompt(reference.rank_prompt(side, x, kept, config), _tokens(x, begin, size), None, False)
+        Prompt(reference.rank_prompt(side, x, kept, config), _tokens(x, start, size), None, False)
         for side, x in ((cache.key, key), (cache.value, value))
     ]
     written = compress(prompts, held, held // config.block_kv)
 
     def side(i: int, x: jax.Array) -> CacheSide:
-        rest = reference.prompt_rest(x, kept, config.block_kv)
+        rest = reference.prompt_rest(x, kept, config)
         maximum = reference.prompt_maximum(x, kept)
         side = _with_codes(prompts[i].side, written[i])
         return reference.buffer_rest(side, rest, maximum, kept, config)
@@ -166,14 +173,16 @@ def _with_codes(side: CacheSide, written: Any) -> CacheSide:
     )
 
 
-def _with_blocks(prompt: Prompt, written: Any, kept: jax.Array, config: TurboConfig) -> CacheSide:
+def _with_blocks(
+    side: CacheSide, x: jax.Array, written: Any, kept: jax.Array, config: TurboConfig
+) -> CacheSide:
     """A side with its blocks, and the rest of the prompt in its buffer."""
-    side = _with_codes(prompt.side, written)
+    side = _with_codes(side, written)
     # The largest value kept is in a stored block or in the rest.
-    count = kept // config.block_kv
+    count = reference.stored_blocks(config, kept)
     stored = jnp.arange(written.maximum.shape[-1])[None] < count[:, None]
     in_blocks = absolute_maximum(jnp.where(stored[:, None], written.maximum, 0), -1)
-    rest = reference.prompt_rest(prompt.x, kept, config.block_kv)
+    rest = reference.prompt_rest(x, kept, config)
     in_rest = absolute_maximum(rest, (2, 3))[..., 0]
     maximum = absolute_maximum(jnp.concatenate([in_blocks, in_rest], axis=-1), -1)[..., 0]
     return reference.buffer_rest(side, rest, maximum, kept, config)
@@ -214,8 +223,7 @@ def _ranked(
     """The side with its heads' slots; work is done only in the step that fills a first buffer."""
     if len(side.codes) == 1:
         return side
-    flushed = reference.flushed_buffers(cache, accepted)
-
+    flushed = reference.flushes_of_append(cache, accepted)
     inputs = (cache, side, x, accepted)
 
     def rank() -> jax.Array:

@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from pallas_kernels.mosaic.stage2 import Layout
 
 
+_OLDEST = "flush='oldest'"
+
+
 def store_prompt_unsupported(*, cache: ProgressiveCache, key: jax.Array) -> str | None:
     """Why `store_prompt` cannot run this here; None if it can."""
     del key  # any will do
@@ -32,8 +35,8 @@ def append_unsupported(*, cache: ProgressiveCache, key: jax.Array) -> str | None
 def append_part_unsupported(*, cache: ProgressiveCache, key: jax.Array) -> str | None:
     """Why `append` to a part of a cache cannot run this here; None if it can."""
     config = cache.config
-    if config.buffer_size != config.block_kv:  # blocks of one buffer might have different places
-        return f"buffer_size={config.buffer_size} must be block_kv={config.block_kv}"
+    if config.flush_size != config.block_kv:  # blocks of one buffer might have different places
+        return f"buffer_size={config.buffer_size} must be block_kv={config.block_kv}, or {_OLDEST}"
     return append_unsupported(cache=cache, key=key)
 
 
@@ -133,7 +136,12 @@ def _append_sides(
         Side(**{**{x: getattr(s, x) for x in Side._fields}, "head_slots": s.places}) for s in sides
     ]
     layouts = [_layout(s, config) for s in sides]
-    written = append(tokens, accepted, row, start, given, layouts=layouts)
+    written = append(
+        *(tokens, accepted, row, start, given),
+        layouts=layouts,
+        flush=config.flush_size,
+        first_tokens=config.num_first_tokens,
+    )
     return [
         dataclasses.replace(side, **{**new._asdict(), "head_slots": side.head_slots})
         for side, new in zip(sides, written, strict=True)

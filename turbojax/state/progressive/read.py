@@ -47,16 +47,18 @@ def _dequantize_side(cache: ProgressiveCache, side: CacheSide) -> jax.Array:
     room = max(0, cache.max_length - blocks.shape[2])
     blocks = jnp.pad(blocks, ((0, 0), (0, 0), (0, room), (0, 0)))[:, :, : cache.max_length]
 
-    compressed = cache.lengths - cache.buffer_lengths
+    compressed, first_tokens = cache.lengths - cache.buffer_lengths, cache.config.num_first_tokens
     position = jnp.arange(cache.max_length)[None]
     in_blocks = position < compressed[:, None]
     in_blocks = in_blocks & (position >= compressed[:, None] - cache.room)
     in_blocks = in_blocks[:, None, :, None]
     out = jnp.where(in_blocks, blocks, 0)
+    out = jnp.roll(out, first_tokens, axis=2)  # these are in the buffer, with as many others
 
     buffer = side.buffer.astype(jnp.float32) * side.buffer_scale[..., None, None]
     slot = jnp.arange(buffer.shape[2])[None]
     used = slot < cache.buffer_lengths[:, None]
-    index = jnp.where(used, compressed[:, None] + slot, cache.max_length)
+    index = jnp.where(slot < first_tokens, slot, compressed[:, None] + slot)
+    index = jnp.where(used, index, cache.max_length)
     out = jax.vmap(lambda o, i, b: o.at[:, i].set(b, mode="drop"))(out, index, buffer)
     return jnp.swapaxes(out, 1, 2)

@@ -31,7 +31,7 @@ def append(
 ) -> ProgressiveCache:
     """Adds tokens: `turbojax.append` of checked arguments; with `first` see `write_blocks`."""
     accepted = accepted_tokens(cache, key.shape[1], lengths)
-    flushed = flushed_buffers(cache, accepted)
+    flushed = flushes_of_append(cache, accepted)
     update = functools.partial(_append_side, cache, accepted=accepted, flushed=flushed, first=first)
     return with_appended(
         cache, update(cache.key, key), update(cache.value, value), lengths, accepted
@@ -44,9 +44,22 @@ def accepted_tokens(cache: ProgressiveCache, tokens: int, lengths: jax.Array) ->
     return jnp.clip(lengths, 0, jnp.minimum(room, tokens))
 
 
-def flushed_buffers(cache: ProgressiveCache, accepted: jax.Array) -> jax.Array:
+def flushes(config: TurboConfig, tokens: jax.Array) -> jax.Array:
+    """How many times a buffer is full, and flushed, that has so many tokens to take in."""
+    beyond = tokens - config.buffer_size
+    return jnp.where(beyond < 0, 0, beyond // config.flush_size + 1)
+
+
+def flushes_of_append(cache: ProgressiveCache, accepted: jax.Array) -> jax.Array:
     """int32 ``[B]``: how many times the accepted tokens fill the buffer."""
-    return (cache.buffer_lengths + accepted) // cache.config.buffer_size
+    return flushes(cache.config, cache.buffer_lengths + accepted)
+
+
+def stored_blocks(config: TurboConfig, kept: jax.Array) -> jax.Array:
+    """How many blocks a prompt of so many tokens becomes: what a buffer does not keep."""
+    if config.flush == "all":  # none of it has to go through the buffer
+        return kept // config.block_kv
+    return flushes(config, kept)
 
 
 def with_appended(
@@ -57,12 +70,13 @@ def with_appended(
     accepted: jax.Array,
 ) -> ProgressiveCache:
     """The cache with new sides, and its bookkeeping brought up to date."""
+    flushed = flushes_of_append(cache, accepted) * cache.config.flush_size
     return dataclasses.replace(
         cache,
         key=key,
         value=value,
         lengths=cache.lengths + accepted,
-        buffer_lengths=(cache.buffer_lengths + accepted) % cache.config.buffer_size,
+        buffer_lengths=cache.buffer_lengths + accepted - flushed,
         overflowed=cache.overflowed | (lengths > accepted),
     )
 
@@ -76,10 +90,12 @@ def _append_side(
     flushed: jax.Array,
     first: jax.Array | None,
 ) -> CacheSide:
-    size, block = cache.config.buffer_size, cache.config.block_kv
+    config, block = cache.config, cache.config.block_kv
+    size, flush, first_tokens = config.buffer_size, config.flush_size, config.num_first_tokens
     stream, run_scale, buffer_scale = buffer_stream(cache, side, x, accepted)
     batch, heads, _, channels = stream.shape
-    full = stream[:, :, :-size]
+    stay, move = stream[:, :, :first_tokens], stream[:, :, first_tokens:]
+    full = move[:, :, : run_scale.shape[-1] * flush]
     start = (cache.lengths - cache.buffer_lengths) // block
     if len(side.codes) > 1:
         slots = rank_first_buffer(cache, side, stream, run_scale, flushed)
@@ -87,19 +103,24 @@ def _append_side(
     side = write_blocks(
         side,
         full.reshape(batch, heads, -1, block, channels),
-        jnp.repeat(run_scale, size // block, axis=-1),
+        jnp.repeat(run_scale, flush // block, axis=-1),
         start,
-        flushed * (size // block),
+        flushed * (flush // block),
         first,
     )
-    rest = jax.vmap(lambda s, f: jax.lax.dynamic_slice_in_dim(s, f * size, size, axis=1))
-    return dataclasses.replace(side, buffer=rest(stream, flushed), buffer_scale=buffer_scale)
+    rest = jax.vmap(
+        lambda s, f: jax.lax.dynamic_slice_in_dim(s, f * flush, size - first_tokens, axis=1)
+    )
+    buffer = jnp.concatenate([stay, rest(move, flushed)], axis=2)
+    return dataclasses.replace(side, buffer=buffer, buffer_scale=buffer_scale)
 
 
 def buffer_stream(
     cache: ProgressiveCache, side: CacheSide, x: jax.Array, accepted: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """One stream of codes: what the buffer holds, then the new tokens, in runs of one buffer.
+    """One stream of codes: what the buffer holds, then the new tokens.
+
+    Every time that it has filled the buffer a run of `TurboConfig.flush_size` tokens leaves it.
 
     Args:
       cache: the cache before the tokens.
@@ -108,10 +129,11 @@ def buffer_stream(
       accepted: int32 ``[B]``, how many of them count.
 
     Returns:
-      int8 codes ``[B, K, runs * buffer_size, H]``, 0 past the last token; the scales of all runs
-      but the last, float32 ``[B, K, runs - 1]``; and the buffer's scale afterwards ``[B, K]``.
+      int8 codes ``[B, K, buffer_size + runs * flush_size, H]``, 0 past the last token; the scales
+      of as many runs as there may be, float32 ``[B, K, runs]``; and the buffer's scale afterwards
+      ``[B, K]``.
     """
-    size = cache.config.buffer_size
+    size, flush = cache.config.buffer_size, cache.config.flush_size
     x = jnp.swapaxes(x, 1, 2).astype(jnp.float32)  # [B, K, T, H]
     tokens = x.shape[2]
     valid = jnp.arange(tokens)[None] < accepted[:, None]
@@ -123,16 +145,16 @@ def buffer_stream(
     codes = quantize_with_scale(x, _or_one(scale)[..., None, None])
     codes = jnp.where(broken[..., None], 0, codes)
 
-    runs = (size - 1 + tokens) // size + 1
-    position = jnp.arange(runs * size)[None]
+    runs = -(-tokens // flush)
+    position = jnp.arange(size + runs * flush)[None]
     source = position - cache.buffer_lengths[:, None]
     used = position < (cache.buffer_lengths + accepted)[:, None]
     new = _take(codes, jnp.clip(source, 0, tokens - 1))
-    old = jnp.pad(side.buffer, ((0, 0), (0, 0), (0, (runs - 1) * size), (0, 0)))
+    old = jnp.pad(side.buffer, ((0, 0), (0, 0), (0, runs * flush), (0, 0)))
     stream = jnp.where((source < 0)[:, None, :, None], old, new)
     stream = jnp.where(used[:, None, :, None], stream, 0)
-    # A run's blocks have the scale that was in effect when its last token arrived.
-    last = jnp.arange(1, runs)[None] * size - 1 - cache.buffer_lengths[:, None]
+    # A run's blocks have the scale that was in effect when the token arrived that filled the buffer.
+    last = size + jnp.arange(runs)[None] * flush - 1 - cache.buffer_lengths[:, None]
     last = jnp.clip(last, 0, tokens - 1)[:, None]
     run_scale = jnp.where(jnp.take_along_axis(is_open, last, axis=-1), 1, scale[..., None])
     run_scale = jnp.where(jnp.take_along_axis(broken, last, axis=-1), jnp.nan, run_scale)
@@ -182,7 +204,7 @@ def rank_first_buffer(
       side: keys or values.
       stream: see `buffer_stream`.
       run_scale: see `buffer_stream`.
-      flushed: int32 ``[B]``, see `flushed_buffers`.
+      flushed: int32 ``[B]``, see `flushes_of_append`.
     """
     codes = stream[:, :, : cache.config.buffer_size].astype(jnp.float32)
     tokens = jnp.swapaxes(codes * run_scale[..., :1, None], 1, 2)
@@ -225,7 +247,7 @@ def with_prompt(
     kept: jax.Array,
 ) -> ProgressiveCache:
     """The cache with new sides, and its bookkeeping brought up to date."""
-    rest = kept % cache.config.block_kv
+    rest = kept - stored_blocks(cache.config, kept) * cache.config.block_kv
     return dataclasses.replace(
         cache,
         key=key,
@@ -243,26 +265,28 @@ def _store_prompt_side(
     kept: jax.Array,
     first: jax.Array | None,
 ) -> CacheSide:
-    block = cache.config.block_kv
-    side = rank_prompt(side, x, kept, cache.config)
+    config, block = cache.config, cache.config.block_kv
+    side = rank_prompt(side, x, kept, config)
     maximum = prompt_maximum(x, kept)
     x = _without_padding(x, kept)
-    padded = jnp.pad(x, ((0, 0), (0, -x.shape[1] % block), (0, 0), (0, 0)))
+    to_blocks = x[:, config.num_first_tokens :]
+    padded = jnp.pad(to_blocks, ((0, 0), (0, -to_blocks.shape[1] % block), (0, 0), (0, 0)))
     padded = jnp.swapaxes(padded, 1, 2)  # [B, K, S, H]
     blocks = padded.reshape(*padded.shape[:2], -1, block, padded.shape[3])
     codes, block_scale = quantize_int8(blocks, axis=(3, 4))
-    side = write_blocks(side, codes, block_scale, jnp.zeros_like(kept), kept // block, first)
-    return buffer_rest(side, prompt_rest(x, kept, block), maximum, kept, cache.config)
+    count = stored_blocks(config, kept)
+    side = write_blocks(side, codes, block_scale, jnp.zeros_like(kept), count, first)
+    return buffer_rest(side, prompt_rest(x, kept, config), maximum, kept, config)
 
 
 def rank_prompt(side: CacheSide, x: jax.Array, kept: jax.Array, config: TurboConfig) -> CacheSide:
-    """Ranks the heads of sequences whose prompt ``x [B, S, K, H]`` fills a block."""
+    """Ranks the heads of sequences whose prompt ``x [B, S, K, H]`` becomes blocks."""
     if len(side.codes) == 1:
         return side
     valid = jnp.arange(x.shape[1])[None] < kept[:, None]
     priority = head_priority(_without_padding(x, kept), config.head_priority, valid)
     slots = rank_heads(priority, config.heads_per_group)
-    ranked = (kept >= config.block_kv)[:, None]
+    ranked = (stored_blocks(config, kept) > 0)[:, None]
     return dataclasses.replace(side, head_slots=jnp.where(ranked, slots, side.head_slots))
 
 
@@ -271,15 +295,17 @@ def prompt_maximum(x: jax.Array, kept: jax.Array) -> jax.Array:
     return absolute_maximum(_without_padding(x, kept), (1, 3))[:, 0, :, 0]
 
 
-def prompt_rest(x: jax.Array, kept: jax.Array, block: int) -> jax.Array:
-    """The tokens that fill no block: float32 ``[B, K, block, H]``, 0 past them.
+def prompt_rest(x: jax.Array, kept: jax.Array, config: TurboConfig) -> jax.Array:
+    """The tokens that go to the buffer: float32 ``[B, K, buffer_size, H]``, 0 past them.
 
     Args:
       x: ``[B, S, K, H]``.
       kept: int32 ``[B]``.
-      block: tokens of a block.
+      config: of the cache.
     """
-    position = (kept // block * block)[:, None] + jnp.arange(block)[None]
+    slot = jnp.arange(config.buffer_size)[None]
+    compressed = (stored_blocks(config, kept) * config.block_kv)[:, None]
+    position = jnp.where(slot < config.num_first_tokens, slot, compressed + slot)
     index = jnp.minimum(position, x.shape[1] - 1)
     rest = jax.vmap(lambda a, i: jnp.take(a, i, axis=0))(x, index).astype(jnp.float32)
     rest = jnp.where((position < kept[:, None])[..., None, None], rest, 0)
@@ -293,7 +319,7 @@ def buffer_rest(
     kept: jax.Array,
     config: TurboConfig,
 ) -> CacheSide:
-    """Fixes the universal scales and puts the tokens that fill no block into the buffer.
+    """Fixes the universal scales and puts the tokens that become no block into the buffer.
 
     Args:
       side: keys or values.
@@ -303,16 +329,14 @@ def buffer_rest(
       kept: int32 ``[B]``, how many.
       config: of the cache.
     """
-    block = config.block_kv
     # Fewer tokens than a block say little about the range to come.
-    headroom = jnp.where(kept < block, 2.0, 1.0)[:, None]
+    headroom = jnp.where(kept < config.block_kv, 2.0, 1.0)[:, None]
     is_open = (side.buffer_scale == 0) & (maximum != 0)
     scale = jnp.where(is_open, scale_from_maximum(headroom * maximum), side.buffer_scale)
     # Needed where the scale was given and not taken from `maximum`.
     broken = jnp.any(~jnp.isfinite(rest), axis=(2, 3))
     scale = jnp.where(broken, jnp.nan, scale)
     buffer = quantize_with_scale(rest, _or_one(scale)[..., None, None])
-    buffer = jnp.pad(buffer, ((0, 0), (0, 0), (0, config.buffer_size - block), (0, 0)))
     new = (kept > 0)[:, None, None, None]
     return dataclasses.replace(side, buffer=jnp.where(new, buffer, side.buffer), buffer_scale=scale)
 

@@ -191,6 +191,8 @@ def _append_sides(
             side.buffer,
             side.buffer_scale,
             layout=BlockLayout(**kernels.layout_of(side, config)),
+            flush=config.flush_size,
+            first_tokens=config.num_first_tokens,
             interpret=interpret,
         )
         out.append(

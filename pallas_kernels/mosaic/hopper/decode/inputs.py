@@ -182,7 +182,7 @@ class Arrays(warp.Arrays):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Program(warp.Program):
-    """What a program works on: units are blocks, and one past the last block the buffer.
+    """What a program works on: units are blocks, and past the last one those of the buffer.
 
     Attributes:
       split: number of its share.
@@ -213,7 +213,8 @@ class Program(warp.Program):
         first = lane.integer(0)
         if s.window is not None:
             first = ((begin - s.window[0]).maximum(0) // s.block).minimum(blocks)
-        share = (blocks - first + s.splits) // s.splits
+        buffer = a.buffer_size // s.block
+        share = (blocks - first + (buffer - 1 + s.splits)) // s.splits
         start = first + split * share
         return cls(
             batch=batch,
@@ -228,8 +229,14 @@ class Program(warp.Program):
             compressed=compressed,
             buffered=buffered,
             start=start,
-            stop=(start + share).minimum(blocks + 1),
+            stop=(start + share).minimum(blocks + buffer),
         )
+
+    def of_buffer(self, first: Int, step: int, s: Settings) -> tuple[Int, Int]:
+        """The first of the buffer's units among every `step`-th from `first` on, and their end."""
+        begin = first + ((self.blocks - first).maximum(0) + (step - 1)) // step * step
+        held = (self.buffered + (s.block - 1)) // s.block
+        return begin, self.stop.minimum(self.blocks + held)
 
 
 def copies_of(

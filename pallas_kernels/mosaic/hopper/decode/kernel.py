@@ -154,17 +154,12 @@ def _walk(a: Arrays, at: Program, smem: tuple[Pointer, Pointer], s: Settings) ->
     *flat, _, _ = warp.over_blocks(
         first, stop, warps, slots, carry, lambda u: block_scales(u + warps), attend, refill
     )
-    owner = (at.blocks - at.start) % warps
-    has_buffer = (
-        (at.buffered > 0) & (at.blocks < at.stop) & (at.blocks >= at.start) & owner.equals(number)
-    )
-    flat = lane.loop(
-        lane.integer(0),
-        has_buffer.where(lane.integer(1), 0),
-        1,
-        flat,
-        lambda _, x: products.attend_buffer(a, State.of(x, shape), at, query).flat(),
-    )
+    begin, end = at.of_buffer(first, warps, s)
+
+    def attend_buffer(unit: Int, x: list[Any]) -> list[Any]:
+        return products.attend_buffer(a, State.of(x, shape), at, unit - at.blocks, query).flat()
+
+    flat = lane.loop(begin, end, warps, flat, attend_buffer)
     _keep(shape, State.of(flat, shape), slots.area, here, n)
 
 
@@ -273,14 +268,16 @@ class Products:
 
         return self._add(state, of_values)
 
-    def attend_buffer(self, a: Arrays, state: State, at: Program, query: Query) -> State:
-        """Adds the int8 buffer."""
-        here, n = self.here, self.n
+    def attend_buffer(
+        self, a: Arrays, state: State, at: Program, number: Int, query: Query
+    ) -> State:
+        """Adds block `number` of the int8 buffer."""
+        here, n, begin = self.here, self.n, number * self.shape.block
         key, value = (x.buffer.times(at.pair, a.buffer_size * a.head_dim) for x in (a.key, a.value))
         scales = [x.buffer_scale.at(at.pair << 2).float() for x in (a.key, a.value)]
 
         def row_of(token: Int) -> Int:
-            return token.minimum(a.buffer_size - 1) * a.head_dim
+            return (token + begin).minimum(a.buffer_size - 1) * a.head_dim
 
         def of_keys(shape: Shape) -> list[list[Int]]:
             def words(i: int) -> list[Int]:
@@ -290,7 +287,8 @@ class Products:
             return scores(shape, words, plain_queries(query, here), None)
 
         products = self._scores(of_keys)
-        weights = softmax(products, query, scales[0], at.compressed, self.tokens, here, n, True)
+        first = at.compressed + begin
+        weights = softmax(products, query, scales[0], first, self.tokens, here, n, True)
 
         def of_values(shape: Shape) -> State:
             groups: dict[int, list[list[Int]]] = {}

@@ -227,17 +227,12 @@ def _walk(a: Arrays, at: Program, smem: tuple[Pointer, Pointer], s: RowSettings)
             refill,
         )
     *flat, _, _ = carry
-    owner = (at.blocks - at.start) % teams
-    has_buffer = (
-        (at.buffered > 0) & (at.blocks < at.stop) & (at.blocks >= at.start) & owner.equals(number)
-    )
-    flat = lane.loop(
-        lane.integer(0),
-        has_buffer.where(lane.integer(1), 0),
-        1,
-        flat,
-        lambda _, x: products.attend_buffer(a, State.of(x, tiles), at).flat(),
-    )
+    begin, end = at.of_buffer(at.start + number, teams, s)
+
+    def attend_buffer(unit: Int, x: list[Any]) -> list[Any]:
+        return products.attend_buffer(a, State.of(x, tiles), at, unit - at.blocks).flat()
+
+    flat = lane.loop(begin, end, teams, flat, attend_buffer)
     _keep(shape, State.of(flat, tiles), slots.area, queries, here, team, n)
 
 

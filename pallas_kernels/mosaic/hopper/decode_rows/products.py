@@ -176,14 +176,14 @@ class Products:
             self.n,
         )
 
-    def attend_buffer(self, a: Arrays, state: State, at: Program) -> State:
-        """Adds the int8 buffer."""
-        here = self.here
+    def attend_buffer(self, a: Arrays, state: State, at: Program, number: Int) -> State:
+        """Adds block `number` of the int8 buffer."""
+        here, begin = self.here, number * self.shape.block
         key, value = (x.buffer.times(at.pair, a.buffer_size * a.head_dim) for x in (a.key, a.value))
         scales = [x.buffer_scale.at(at.pair << 2).float() for x in (a.key, a.value)]
 
         def row_of(token: Int) -> Int:
-            return token.minimum(a.buffer_size - 1) * a.head_dim
+            return (token + begin).minimum(a.buffer_size - 1) * a.head_dim
 
         def of_keys(shape: Shape) -> list[list[Float]]:
             def load(tile: int) -> list[Int]:
@@ -201,7 +201,7 @@ class Products:
             )
 
         found = self._scores(of_keys)
-        weights = self._softmax(found, scales[0], at.compressed, True)
+        weights = self._softmax(found, scales[0], at.compressed + begin, True)
         own = self.team.member * (a.head_dim // (8 * self.team.size))
 
         def of_values(shape: Shape) -> Callable[[int], list[list[Int]]]:
