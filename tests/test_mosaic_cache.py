@@ -117,6 +117,9 @@ def test_a_prompt(name, size, lengths):
         old, key, value, int32(*lengths), permuted=True
     )
     assert_same_bits(got, expected)
+    if case[0].num_first_tokens:
+        assert codes is None
+        return
     want = operands.quantize_keys_and_values(key, value, int32(*lengths), case[0], permuted=True)
     for a, b in zip(codes, want, strict=True):
         np.testing.assert_array_equal(np.asarray(a, np.float32), np.asarray(b, np.float32))
@@ -203,7 +206,7 @@ def test_rings():
         expected = append_xla(expected, *given)
         cache = mosaic_gpu.append(cache, *given, int32(1, 1, 1))
         assert_same_bits(cache, expected)
-    assert expected.num_blocks.tolist() == [8, 7, 2]
+    assert expected.num_blocks.tolist() == [7, 6, 2]
 
 
 @pytest.mark.usefixtures("emulated")
@@ -230,7 +233,7 @@ def test_it_lowers(monkeypatch, mode, bits, dim, block):
     """One launch for both sides, and one for values in e4m3; in place."""
     monkeypatch.setattr(_device, "gpu_compute_capability", lambda: 9.0)
     options = {"key_bits": bits[0], "value_bits": bits[1], "num_low_bit_key_heads": 1}
-    config = tj.TurboConfig(mode=mode, block_kv=block, buffer_size=2 * block, **options)
+    config = tj.TurboConfig(mode=mode, block_kv=block, first_tokens=0, **options)
     cache = jax.eval_shape(lambda: tj.init_cache(2, 512, 2, dim, config=config))
     x = jax.ShapeDtypeStruct((2, 300, 2, dim), jnp.bfloat16)
     lengths = jax.ShapeDtypeStruct((2,), jnp.int32)

@@ -153,7 +153,7 @@ def test_every_8_bit_mode_is_taken(hopper, mode):
             1,
             "block_kv=32 must be one of (64, 128) with codes of 2 bits",
         ),
-        (tj.TurboConfig(buffer_size=128), 128, 1, "buffer_size=128 must be block_kv=64"),
+        (tj.TurboConfig(), 128, 64, "64 query tokens must be at most 63 with 1 first tokens kept"),
         (tj.TurboConfig(), 128, 33, "132 queries of a KV head must be at most 128"),
     ],
 )

@@ -102,7 +102,8 @@ def assert_appends_the_same(cache, key, value, lengths=None):
 @pytest.mark.slow
 def test_a_prompt_and_then_tokens():
     """Ragged, through full buffers; blocks that are not stored keep what stood there."""
-    config = dataclasses.replace(MIXED[0], mode="int8")  # whose operands are the cache's codes
+    # Its operands are the cache's codes.
+    config = dataclasses.replace(MIXED[0], mode="int8", first_tokens=0)
     case, dtype = (config, *MIXED[1:]), MIXED[2]
     key, value = tokens(case, 70, seed=1)
     lengths = int32(70, 62, 5, 0)
@@ -370,7 +371,7 @@ def test_kernels_lower_for_a_gpu(kernel, widths, channels):
         value_bits=bits,
         num_low_bit_key_heads=low,
         num_low_bit_value_heads=low,
-        buffer_size=128,
+        first_tokens=0 if "operands" in kernel else 1,
     )
     cache = jax.eval_shape(lambda: tj.init_cache(2, 1024, 4, channels, config=config))
     count, function = KERNELS[kernel]

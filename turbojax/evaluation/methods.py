@@ -69,7 +69,8 @@ def method(name: str, config: TransformerConfig) -> Method:
 
     - ``heads_per_group=N`` (see `turbojax.TurboConfig`), with which ``2/4bit`` is half of each
       group's heads at 2 bits,
-    - ``block=N`` for `block_q`, `block_kv` and `buffer_size`, which by themselves go before it,
+    - ``block=N`` for `block_q` and `block_kv`, which by themselves go before it, and a
+      `buffer_size` of two blocks,
     - ``low_heads=N`` for `num_low_bit_key_heads` and `num_low_bit_value_heads`,
     - ``softmax=exact``, ``sas`` or ``sas2`` (in powers of two), with the fields of `turbojax.SAS`,
       such as ``threshold=-6``, for the latter two.
@@ -170,7 +171,7 @@ def _turbo(config: TurboConfig, given: Mapping[str, str]) -> TurboConfig:
     fields = dict(given)
     if "block" in fields:
         size = _number("block", fields.pop("block"), int)
-        values |= dict.fromkeys(("block_q", "block_kv", "buffer_size"), size)
+        values |= {"block_q": size, "block_kv": size, "buffer_size": 2 * size}
     if "low_heads" in fields:
         both = ("num_low_bit_key_heads", "num_low_bit_value_heads")
         if clash := [x for x in both if x in fields]:

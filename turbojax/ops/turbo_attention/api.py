@@ -388,7 +388,6 @@ def _attend_and_store(
     )
     store = STORE_PROMPT.select(STORE_PROMPT.beside(implementation), cache=cache, key=key)
     attends_to_codes = attend.name != "xla" and cache.config.mode != "float" and not is_exact
-    attends_to_codes = attends_to_codes and not cache.config.num_first_tokens
     inside = jnp.clip(lengths, 0, key.shape[1])
     if store.name in SHARES_CODES and attends_to_codes:  # one pass over keys and values serves both
         permuted = attend.name == "mosaic_gpu"

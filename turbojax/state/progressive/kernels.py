@@ -98,11 +98,10 @@ def stored_prompt(
 
     The codes come from the same pass over keys and values; only values in e4m3, whose one scale
     needs the maximum of all, are read again. There are none where first tokens stay in the buffer:
-    blocks of the cache then begin elsewhere than those of attention.
+    blocks of the cache then begin elsewhere than those of attention, which makes its own codes.
     """
     config, begin = cache.config, cache.config.num_first_tokens
-    if with_operands and begin:
-        raise ValueError(f"{with_operands=} must be False with {begin} first tokens in the buffer")
+    with_operands = with_operands and not begin
     kept = reference.kept_tokens(cache, key.shape[1], lengths)
     inside = jnp.clip(lengths, 0, key.shape[1])
     operands = _OPERANDS[config.mode] if with_operands else (None, None)

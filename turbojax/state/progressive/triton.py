@@ -62,7 +62,8 @@ def store_prompt_with_operands(
       value: the same.
       lengths: int32 ``[B]``. Operands hold this many tokens, also where the cache has no room for
         them.
-      with_operands: whether the second result is wanted; not in mode ``"float"``.
+      with_operands: whether the second result is wanted; not in mode ``"float"``. There is none if
+        first tokens stay in the buffer.
       permuted: whether the keys' codes are in the order of `mosaic_gpu`, see
         `turbojax.ops.turbo_attention.operands.Operands`.
 
