@@ -84,6 +84,9 @@ class TurboConfig:
     def paper(cls, **overrides: Any) -> Self:
         """The configuration of the paper: int8 products, SAS, blocks and a buffer of 64 tokens.
 
+        A full buffer is compressed as a whole, and no token stays in it. On a real model that costs
+        three times the bits per token of the default (``docs/benchmarks/real_model.md``).
+
         Args:
           **overrides: fields with other values.
 
@@ -92,7 +95,7 @@ class TurboConfig:
           ValueError: as the constructor.
         """
         blocks = {"block_q": 64, "block_kv": 64, "buffer_size": 64}
-        return cls(**{"mode": "int8", "softmax": SAS(), **blocks, **overrides})
+        return cls(**{"mode": "int8", "softmax": SAS(), "flush": "all", **blocks, **overrides})
 
     @classmethod
     def for_device(cls, **overrides: Any) -> Self:
