@@ -118,7 +118,7 @@ def attend(lane, x, cache):
     ],
 )
 def test_a_warp_attends_as_the_definition_says(lanes, bits, dim, size):
-    """Two blocks and two of the buffer; weights have the definition's 8 bits, so only sums differ."""
+    """Two blocks, two of the buffer; weights have the definition's 8 bits, so only sums differ."""
     config = tj.TurboConfig(key_bits=bits[0], value_bits=bits[1], block_kv=size)
     cache = empty(config, 1, 4 * size, 1, dim)
     for write, count in ((store, 3 * size + 7), (append, 2)):
