@@ -56,6 +56,8 @@ def test_buffers():
     assert (config.num_first_tokens, config.flush_size) == (0, 192)
     assert tj.TurboConfig(first_tokens=64).num_first_tokens == 64
     assert tj.TurboConfig(first_tokens=0).num_first_tokens == 0
+    # A first token that no query sees any more need not be kept.
+    assert tj.init_cache(1, 96, 1, 8, local_window_size=9).config == tj.TurboConfig(first_tokens=0)
 
 
 def test_everything_takes_the_same_default():
