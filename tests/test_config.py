@@ -41,7 +41,7 @@ def gpu(monkeypatch):
 
 def test_the_default():
     config = tj.TurboConfig()
-    assert (config.mode, config.softmax) == ("fp8", "exact")
+    assert (config.mode, config.softmax) == ("int8_fp8", "exact")
     assert (config.block_q, config.block_kv, config.buffer_size) == (64, 64, 128)
     assert (config.key_bits, config.value_bits) == (4, 4)
     assert (config.flush, config.num_first_tokens, config.flush_size) == ("oldest", 1, 64)
