@@ -57,6 +57,8 @@ GRID = [
     ("triton", "head dim 256", "auto"),
     ("triton", "head dim 80", "fp8_e5m2"),
     ("triton", "head dim 16", "fp8_e4m3"),
+    ("xla", "several, two parts", "int8"),
+    ("xla", "head dim 16", "int8_v4"),
     ("xla", "heads of their own", "turbo_k2v4"),
     ("xla", "head dim 80", "turbo_k3v2"),
     ("triton", "one query", "turbo_k2v3"),
@@ -72,7 +74,7 @@ kernel_and_reference = pytest.mark.parametrize(("implementation", "kv_dtype"), K
 # Where what is stored counts: turbo4 through the kernel and e5m2, too.
 most_kinds = pytest.mark.parametrize(
     ("implementation", "kv_dtype"),
-    [*KINDS[:3], ("triton", "turbo4"), ("xla", "turbo_k3v2"), ("triton", "k8v4")],
+    [*KINDS[:3], ("triton", "turbo4"), ("xla", "turbo_k3v2"), ("triton", "k8v4"), ("xla", "int8")],
 )
 
 
@@ -98,6 +100,7 @@ def test_equals_the_oracle(implementation, name, kv_dtype):
         ("triton", "window", "turbo4"),
         ("triton", "window", "k8v4"),
         ("xla", "soft cap", "k8v4"),
+        ("xla", "window", "int8"),
         ("triton", "soft cap", "turbo_k3v2"),
         ("xla", "padding", "turbo_k2v2"),
     ],

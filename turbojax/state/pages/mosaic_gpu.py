@@ -9,7 +9,7 @@ import jax
 from turbojax._device import needs_e4m3, needs_mosaic
 from turbojax.state.pages import kernels, writing
 from turbojax.state.pages.checks import Pool
-from turbojax.state.pages.formats import Codes, Float8, Format
+from turbojax.state.pages.formats import Codes, Float8, Format, Int8
 
 if TYPE_CHECKING:
     from pallas_kernels.mosaic.hopper.paged.append import Settings, Stored
@@ -27,6 +27,8 @@ def append_unsupported(*, cache: Pool, key: jax.Array, block_tables: jax.Array) 
     for name, vectors in (("pool", cache.key.shape[:3]), ("call", key.shape[:3])):
         if math.prod(vectors) >= 2**31:
             return f"{math.prod(vectors)} vectors of the {name} must be fewer than {2**31}"
+    if any(isinstance(side, Int8) for side in cache.formats):
+        return f"kv_dtype={cache.kv_dtype!r} has int8"
     has_float8 = any(isinstance(side, Float8) for side in cache.formats)
     return needs_mosaic() or (needs_e4m3() if has_float8 else None)
 
