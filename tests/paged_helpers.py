@@ -15,7 +15,7 @@ from turbojax.state.pages import pool as paged
 UNIT = 2.0**-24
 # Sides stored unlike each other: between them, codes of all numbers of bits on either.
 MIXED = ("k8v4", "turbo_k4v2", "turbo_k3v4", "turbo_k2v3")
-KV_DTYPES = ("auto", "fp8_e4m3", "fp8_e5m2", "turbo4", *MIXED)
+KV_DTYPES = ("auto", "fp8_e4m3", "fp8_e5m2", "int8", "turbo4", "int8_v4", *MIXED)
 STATIC = ("scale", "local_window_size", "logits_soft_cap", "implementation", "return_residual")
 attend = jax.jit(paged_attention, static_argnames=STATIC)
 append = jax.jit(paged.append)

@@ -11,7 +11,7 @@ from turbojax import polar
 from turbojax._device import interpreting, needs_gpu, unindexable
 from turbojax.ops.extras import NOTHING, Extras
 from turbojax.ops.options import Options
-from turbojax.state.pages.formats import Codes, Format, Int8
+from turbojax.state.pages.formats import Codes, Format
 from turbojax.state.pages.pool import PagedCache
 
 if TYPE_CHECKING:
@@ -43,10 +43,7 @@ def unsupported(
     sides = cache.key, cache.value
     sizes = [math.prod(x.shape) for x in sides if x.dtype.itemsize == 1]
     has_e4m3 = any(x.dtype == jnp.float8_e4m3fn for x in sides)
-    refusal = unindexable(*sizes) or needs_gpu(_ADA if has_e4m3 else _AMPERE)
-    if refusal is None and any(isinstance(side, Int8) for side in cache.formats):
-        return f"kv_dtype={cache.kv_dtype!r} has int8"
-    return refusal
+    return unindexable(*sizes) or needs_gpu(_ADA if has_e4m3 else _AMPERE)
 
 
 def attend(
@@ -62,8 +59,8 @@ def attend(
     """`reference.attend` as one kernel and a merge.
 
     Where keys have 8 bits or fewer, queries are rounded to float16 relative to their largest value;
-    weights are rounded to the values' dtype, for fp8 to float16, and times codes' norms to
-    bfloat16.
+    weights are rounded to the values' dtype, for fp8 to float16, and times the norms of codes, or
+    the scales of int8, to bfloat16.
     """
     del extras  # see `unsupported`
     return _attend(
