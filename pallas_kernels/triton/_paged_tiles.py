@@ -45,12 +45,12 @@ class Settings:
 
 
 class Side(NamedTuple):
-    """Keys or values ``[P, K, page_size, W]``; norms float16 ``[P, K, page_size]`` of codes, or
-    the scales of int8.
+    """Keys or values ``[P, K, page_size, W]``; norms float16 ``[P, K, page_size]`` of codes.
 
-    Codes of 4 bits are two to a byte, of 2 bits four, the first in the lowest bits. Of 3 bits the
-    first two thirds of the bytes hold the lower two bits in that way, and the last third the third
-    ones: those of bytes ``2 m`` and ``2 m + 1`` in byte `m`, see `_paged_codes.look_up`.
+    Of int8 norms are the scales. Codes of 4 bits are two to a byte, of 2 bits four, the first in
+    the lowest bits. Of 3 bits the first two thirds of the bytes hold the lower two bits in that
+    way, and the last third the third ones: those of bytes ``2 m`` and ``2 m + 1`` in byte `m`, see
+    `_paged_codes.look_up`.
     """
 
     data: Ref

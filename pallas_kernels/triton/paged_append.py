@@ -1,7 +1,7 @@
 """Append to pages of integers: new vectors rotated, encoded and stored, in one launch.
 
-Keys, values or both, in codes of 4, 3 or 2 bits, or in int8, which is not rotated. Roofline, both in 4 bits, for 4 sequences of 4,096
-tokens, 8 KV heads, head dim 128, bfloat16:
+Keys, values or both, in codes of 4, 3 or 2 bits, or in int8, which is not rotated.
+Roofline, both in 4 bits, for 4 sequences of 4,096 tokens, 8 KV heads, head dim 128, bfloat16:
   - bytes that must move: 2 sides * 131072 vectors * (256 read + 64 of codes + 2 of norm) = 84 MB,
     at the 3.0 TB/s that a copy reaches on an H100 28 us, 30 us with the launch.
   - operations: 34 M channels at 40 instructions (7 additions of the rotation, 7 comparisons and as
