@@ -202,8 +202,10 @@ def kernel_units(cache):
         # Three tf32 products leave out that of both low parts.
         return (2.0**-20, 2.0**-20) if is_float32 else (float(jnp.finfo(cache.dtype).eps) / 2, 0.0)
     key_bits, value_bits = code_bits(cache.kv_dtype)
-    query_unit = 2.0**-12 if is_float32 or key_bits else 2.0**-20
-    has_norms = value_bits or int8_sides(cache.kv_dtype)[1]
+    int8_key, int8_value = int8_sides(cache.kv_dtype)
+    # Of int8 keys on Hopper as for codes: 15 bits relative to the largest element.
+    query_unit = 2.0**-12 if is_float32 or key_bits or int8_key else 2.0**-20
+    has_norms = value_bits or int8_value
     return 2.0**-9 if has_norms else 2.0**-12, query_unit
 
 

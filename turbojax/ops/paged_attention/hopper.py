@@ -5,7 +5,6 @@ import jax
 from turbojax.ops.extras import NOTHING, Extras
 from turbojax.ops.options import Options
 from turbojax.ops.paged_attention import mosaic_gpu, mosaic_prompt
-from turbojax.state.pages.formats import Int8
 from turbojax.state.pages.pool import PagedCache
 
 # Query rows of a KV head up to which a call is made for decoding.
@@ -30,8 +29,6 @@ def unsupported(
     extras: Extras = NOTHING,
 ) -> str | None:
     """Why `attend` cannot run this here; None if it can."""
-    if any(isinstance(side, Int8) for side in cache.formats):
-        return f"kv_dtype={cache.kv_dtype!r} has int8"
     refusal = extras.refusal(("sinks",) if has_sinks(query, cache) else ())
     if refusal is not None:
         return refusal

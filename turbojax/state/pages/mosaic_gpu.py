@@ -27,8 +27,6 @@ def append_unsupported(*, cache: Pool, key: jax.Array, block_tables: jax.Array) 
     for name, vectors in (("pool", cache.key.shape[:3]), ("call", key.shape[:3])):
         if math.prod(vectors) >= 2**31:
             return f"{math.prod(vectors)} vectors of the {name} must be fewer than {2**31}"
-    if any(isinstance(side, Int8) for side in cache.formats):
-        return f"kv_dtype={cache.kv_dtype!r} has int8"
     has_float8 = any(isinstance(side, Float8) for side in cache.formats)
     return needs_mosaic() or (needs_e4m3() if has_float8 else None)
 
@@ -105,6 +103,8 @@ def _stored(side: Format, channels: int) -> "Stored":
 
     if isinstance(side, Codes):
         return kernels.codec(side.bits, channels)
+    if isinstance(side, Int8):
+        return kernel.Int8()
     if isinstance(side, Float8):
         return kernel.Float8(is_e5m2=side.name == "float8_e5m2")
     return None
