@@ -292,7 +292,8 @@ def expand(
     Args:
       key: ``[P, K, page_size, W]``, uint8 codes, int8 or 8-bit floats.
       value: the same of values.
-      norms: float16 ``[P, K, page_size]`` of a side that holds codes, or int8's scales; None otherwise.
+      norms: float16 ``[P, K, page_size]`` of a side that holds codes, of int8 the scales; None
+        otherwise.
       signs: float32 ``[H]``, 1 or -1, of the codes' rotation, if there are any.
       tables: int32 ``[B, max_pages]``, all within the pool.
       lengths: int32 ``[B]``, tokens held; none for a sequence that is not to be read.
