@@ -14,6 +14,7 @@ from benchmarks.tables import Result, Row
 
 NEEDED = (
     "attention",
+    "attribution",
     "cache_quality",
     "decode_launches",
     "engine",
@@ -316,6 +317,20 @@ def _caches(figures: Figures) -> list[list[str]]:
             f"{_format_cost(figures, 'paged_k8v4')} bits per byte",
         ],
         [
+            "the same, where e4m3 keys lose too much, as in SmolLM2",
+            '`kv_dtype="int8"`',
+            "`mosaic_gpu` on H100 and H200, else `triton`",
+            _speed_and_size(figures, "int8", 2 * 130),
+            _simulated(figures, "int8 by token"),
+        ],
+        [
+            "the same, with three quarters of that memory",
+            '`kv_dtype="int8_v4"`',
+            "`mosaic_gpu` on H100 and H200, else `triton`",
+            _speed_and_size(figures, "int8_v4", 130 + 66),
+            _simulated(figures, "int8 keys by token, turbo4 values"),
+        ],
+        [
             "**exact numbers**; a model with windows, soft caps or heads wider than 128",
             '`cache="paged"`; on H100 and H200 `cache="exact"`, too',
             "`mosaic_gpu` on H100 and H200, else `triton`",
@@ -342,6 +357,19 @@ def _smaller(figures: Figures, prefix: str, place: str, names: tuple[str, str]) 
 
 def _format_cost(figures: Figures, cache: str) -> str:
     return f"{figures.result('format_quality')['caches'][cache]['cost']:+.4f}"
+
+
+def _speed_and_size(figures: Figures, kv_dtype: str, token_bytes: int) -> str:
+    """Of pages, at 128 channels; whose speed may not have been measured yet."""
+    speed = figures.speed("paged_formats", f"{_PAGES}{kv_dtype}/mosaic_gpu")
+    gain = "not measured" if speed == "-" else f"{speed} cuDNN"
+    return f"{gain}, {tables.times(4 * 128 / token_bytes)} the tokens"
+
+
+def _simulated(figures: Figures, name: str) -> str:
+    """What a row of the attribution costs."""
+    cost = figures.result("attribution")["rows"][name]["cost"]
+    return f"{cost:+.4f} bits per token of SmolLM2, in a simulation"
 
 
 def _prompts(figures: Figures) -> list[list[str]]:

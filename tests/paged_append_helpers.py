@@ -10,7 +10,7 @@ from cache_helpers import assert_same_bits
 from turbojax.state.pages import pool as paged
 
 # Each number of bits on either side, and keys without codes.
-MIXES = ("k8v4", "turbo_k4v2", "turbo_k2v3", "turbo_k3v4")
+MIXES = ("k8v4", "int8", "turbo_k4v2", "turbo_k2v3", "int8_v4", "turbo_k3v4")
 TABLES = np.array([[7, 2, 9, -1], [0, 11, 3, 8], [4, 1, 5, 6]], np.int32)
 PAGES = 12
 
@@ -65,6 +65,11 @@ def strange(head_dim, dtype, heads=3):
     kinds += [-normal * 2.0**-30 * size for size in (0.999, 1, 1.001)]
     kinds += [np.eye(head_dim)[2] * 2.0**-30, np.eye(head_dim)[2] * 2.0**20]
     kinds += [np.full(head_dim, sign * 2.0**power) for sign in (1, -1) for power in (-3, 0, 5)]
+    # Of int8: where scales end and begin, ties of two integers.
+    kinds += [normal * 127 * size for size in (65_504, 65_540, 2.0**-32, 1e-7)]
+    kinds += [np.eye(head_dim)[1] * size for size in (8.3e6, 8.4e6, 2.0**-25, 2.0**-25 * 1.01)]
+    halves = np.where(np.arange(head_dim), np.arange(head_dim) % 250 - 124.5, 127.0)
+    kinds += [halves * size for size in (1, 3 * 2.0**-20, -1111)]
     with np.errstate(over="ignore"):
         x = np.clip(kinds, -1e39, 1e39).astype(np.float32).astype(jnp.dtype(dtype))
     x = np.concatenate([x, np.zeros((-len(x) % (3 * heads), head_dim), x.dtype)])

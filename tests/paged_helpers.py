@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import oracles.paged as stored_oracle
-from oracles.paged import code_bits, fp8_names, has_codes
+from oracles.paged import code_bits, fp8_names, has_codes, int8_sides
 
 from turbojax.ops.paged_attention import paged_attention
 from turbojax.state.pages import pool as paged
@@ -15,7 +15,7 @@ from turbojax.state.pages import pool as paged
 UNIT = 2.0**-24
 # Sides stored unlike each other: between them, codes of all numbers of bits on either.
 MIXED = ("k8v4", "turbo_k4v2", "turbo_k3v4", "turbo_k2v3")
-KV_DTYPES = ("auto", "fp8_e4m3", "fp8_e5m2", "turbo4", *MIXED)
+KV_DTYPES = ("auto", "fp8_e4m3", "fp8_e5m2", "int8", "turbo4", "int8_v4", *MIXED)
 STATIC = ("scale", "local_window_size", "logits_soft_cap", "implementation", "return_residual")
 attend = jax.jit(paged_attention, static_argnames=STATIC)
 append = jax.jit(paged.append)
@@ -37,13 +37,14 @@ def place(lengths, page_size, num_pages, seed=0, width=None):
 
 
 def poisoned(cache, seed=5):
-    """Every page full of NaN, and of random codes where codes cannot be NaN."""
+    """Every page full of NaN, and of random numbers where what is stored cannot be NaN."""
     nan = functools.partial(jax.tree.map, lambda x: jnp.full_like(x, jnp.nan))
 
     def side(x):
-        if x.dtype != jnp.uint8:
+        if jnp.issubdtype(x.dtype, jnp.floating):
             return nan(x)
-        return jnp.asarray(np.random.default_rng(seed).integers(0, 256, x.shape).astype(np.uint8))
+        numbers = np.random.default_rng(seed).integers(0, 256, x.shape).astype(np.uint8)
+        return jnp.asarray(numbers.view(x.dtype))
 
     return dataclasses.replace(
         cache,
@@ -94,6 +95,8 @@ def stored(cache, tables, b, length):
 
     def dense(data, norm, scale, bits):
         x = tokens(data)
+        if bits is None and norm is not None:
+            return x * tokens(norm)[..., None].astype(np.float64)
         if bits is None:
             return x.astype(np.float64) * (1.0 if scale is None else float(scale))
         codes = stored_oracle.unpacked(x, bits, cache.head_dim)
@@ -190,17 +193,20 @@ def assert_matches_oracle(
 def kernel_units(cache):
     """What a kernel's rounding of weights and of queries costs; see `oracle`.
 
-    Weights go to the values' dtype, to float16 for fp8, and times norms to bfloat16 for codes, all
-    to nearest. Queries go to float16 relative to their largest element: exact for those of 16 bits
-    that matter, unless they were rotated, for keys that are codes.
+    Weights go to the values' dtype, to float16 for fp8, and times norms or scales to bfloat16 for
+    codes and int8, all to nearest. Queries go to float16 relative to their largest element: exact
+    for those of 16 bits that matter, unless they were rotated, for keys that are codes.
     """
     is_float32 = cache.dtype == jnp.float32
     if cache.kv_dtype == "auto":
         # Three tf32 products leave out that of both low parts.
         return (2.0**-20, 2.0**-20) if is_float32 else (float(jnp.finfo(cache.dtype).eps) / 2, 0.0)
     key_bits, value_bits = code_bits(cache.kv_dtype)
-    query_unit = 2.0**-12 if is_float32 or key_bits else 2.0**-20
-    return 2.0**-9 if value_bits else 2.0**-12, query_unit
+    int8_key, int8_value = int8_sides(cache.kv_dtype)
+    # Of int8 keys on Hopper as for codes: 15 bits relative to the largest element.
+    query_unit = 2.0**-12 if is_float32 or key_bits or int8_key else 2.0**-20
+    has_norms = value_bits or int8_value
+    return 2.0**-9 if has_norms else 2.0**-12, query_unit
 
 
 # Lengths (about tiles, parts and pages, and none), KV heads, head dim, query heads and tokens.
@@ -240,10 +246,10 @@ def options_of(name, kv_dtype, dtype=jnp.float32, head_dim=None):
 def spoil(cache, tables, b, head, position, side="key"):
     """The pool with a NaN in one token of sequence `b`."""
     page, slot = int(tables[b, position // cache.page_size]), position % cache.page_size
-    is_codes = getattr(cache, side).dtype == jnp.uint8
-    name = f"{side}_norm" if is_codes else side
+    has_norm = getattr(cache, f"{side}_norm") is not None
+    name = f"{side}_norm" if has_norm else side
     array = getattr(cache, name)
-    at = (page, head, slot) if is_codes else (page, head, slot, 3)
+    at = (page, head, slot) if has_norm else (page, head, slot, 3)
     return dataclasses.replace(cache, **{name: array.at[at].set(jnp.nan)})
 
 
@@ -334,7 +340,7 @@ def without_dead_pages(cache, tables, lengths, counts, left, broken=-1):
     arrays = {
         name: x.at[lost].set(jnp.nan)
         for name in ("key", "value", "key_norm", "value_norm")
-        if (x := getattr(cache, name)) is not None and x.dtype != jnp.uint8
+        if (x := getattr(cache, name)) is not None and jnp.issubdtype(x.dtype, jnp.floating)
     }
     return dataclasses.replace(cache, **arrays), jnp.asarray(tables), first
 

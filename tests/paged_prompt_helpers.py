@@ -7,11 +7,11 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 from oracles import quantize_fp8
-from oracles.paged import code_bits
+from oracles.paged import code_bits, int8_sides
 from paged_helpers import assert_matches_oracle, attend, equal, filled, normal, oracle, stored
 
 HEAD_DIMS = (128, 64, 256)
-KINDS = ("auto", "turbo4", "fp8_e4m3", "fp8_e5m2", "k8v4", "turbo_k2v3")
+KINDS = ("auto", "turbo4", "fp8_e4m3", "fp8_e5m2", "int8", "k8v4", "int8_v4", "turbo_k2v3")
 # The query rows of a KV head up to which a call is one of few queries.
 _FEW_ROWS = 64
 # Channels up to which e4m3 keys and values are multiplied as they are.
@@ -49,11 +49,12 @@ mosaic = with_many(functools.partial(attend, implementation="mosaic_gpu"))
 def units(cache):
     """What rounding of weights and values, and of queries and keys, costs; see `oracle`.
 
-    All in 16 bits, codes after they were rotated back.
+    All in 16 bits, codes after they were rotated back, int8 times its scales.
     """
     unit = float(jnp.finfo(cache.dtype).eps) / 2
-    key_bits, value_bits = code_bits(cache.kv_dtype)
-    return 2 * unit if value_bits else unit, unit if key_bits else 0.0
+    rounded = zip(code_bits(cache.kv_dtype), int8_sides(cache.kv_dtype), strict=True)
+    is_key, is_value = (bool(bits) or is_int8 for bits, is_int8 in rounded)
+    return 2 * unit if is_value else unit, unit if is_key else 0.0
 
 
 def assert_right(query, cache, tables, lengths, call, **options):

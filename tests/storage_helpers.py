@@ -31,8 +31,9 @@ KINDS = {
     "mixed": MIXED,
     **{
         kind: kind
-        for kind in ("paged", "fp8_e4m3", "fp8_e5m2", "turbo4", "paged_k8v4", "turbo_k3v2")
+        for kind in ("paged", "fp8_e4m3", "fp8_e5m2", "paged_int8", "turbo4", "turbo_k3v2")
     },
+    "paged_k8v4": "paged_k8v4",
 }
 SOME = {name: KINDS[name] for name in ("exact", "kv4", "mixed", "turbo4")}
 HEADS, HEAD_DIM = 4, 16

@@ -54,6 +54,9 @@ def test_rows_are_named_once_and_come_with_what_they_are_compared_with():
     assert len(set(names)) == len(names)
     assert "paged-decode/llama3-8b/b1-s1024/turbo_k3v2/mosaic_gpu" in names
     assert "paged-append/llama3-8b/b64-s4096/k8v4" in names
+    for kind in ("int8", "int8_v4"):
+        assert f"paged-decode/llama3-8b/b16-s32768/{kind}/mosaic_gpu" in names
+        assert f"paged-append/llama3-8b/b64-s4096/{kind}" in names
     assert not any("/jax" in name for name in names)
     names = [group.name(kv_dtype) for group, kv_dtype in engine.SUITE.rows()]
     assert names[:3] == [f"engine/llama-3-8b/short/{x}" for x in ("auto", "fp8_e4m3", "turbo4")]
@@ -77,7 +80,7 @@ def test_bytes_and_operations():
     assert new.nbytes == 16 * 3 * 8 * (512 + 132)
 
 
-@pytest.mark.parametrize("kv_dtype", ["auto", "fp8_e4m3", "fp8_e5m2", "turbo4", "k8v4"])
+@pytest.mark.parametrize("kv_dtype", ["auto", "fp8_e4m3", "int8", "turbo4", "k8v4"])
 def test_pools_are_full_of_random_content(kv_dtype):
     cache = paged_inputs.pool(TINY, 16, kv_dtype)
     cache.validate()
@@ -124,10 +127,12 @@ def test_a_quick_run_of_formats(tmp_path):
     rows = _run(tmp_path, "paged_formats")["rows"]
     assert {row["status"] for row in rows if row["family"] != "cudnn"} == {"ok"}
     errors = {row["name"]: row["relative_l2"] for row in rows if row["status"] == "ok"}
-    for kv_dtype in ("auto", "fp8_e4m3", "k8v4", "turbo_k4v2", "turbo_k3v2"):
+    kinds = ("auto", "fp8_e4m3", "int8", "k8v4", "int8_v4", "turbo_k4v2", "turbo_k3v2")
+    for kv_dtype in kinds:
         # Nothing but the rounding of the result to bfloat16: 2**-9 at most.
         assert 0 < errors[f"paged-decode/tiny/b2-s192/{kv_dtype}/xla"] < 2**-9
-    stored = [errors[f"paged-append/tiny/b2-s192/{kind}"] for kind in ("auto", "fp8_e4m3", "k8v4")]
+    kinds = ("auto", "int8", "fp8_e4m3", "k8v4")
+    stored = [errors[f"paged-append/tiny/b2-s192/{kind}"] for kind in kinds]
     assert stored == sorted(set(stored))
 
 
@@ -415,6 +420,7 @@ def test_bars_of_a_result_that_is_not_complete():
         "bf16": 700 / 750,
         "fp8, e4m3": 1.75,
         "fp8, e5m2": 1.4,
+        "int8": 1.4,
         "turbo4": 3.5,
         "bf16, jax's kernel": 0.5,
     }

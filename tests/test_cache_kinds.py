@@ -38,7 +38,7 @@ CASES["small kivi"] = Kivi(bits=4, group_size=4, residual_length=4)
 CASES["small gear"] = Kivi(bits=3, group_size=4, residual_length=4, rank=2)
 CASES["small blocks"] = TurboConfig(buffer_size=8, block_q=8, block_kv=8, key_bits=4, value_bits=2)
 # In the slow tier: what differs from another kind only in the format of its numbers.
-SLOW = ("bfloat16", "4bit", "2/4bit", "3bit", "fp8_e4m3", "paged_k8v4")
+SLOW = ("bfloat16", "4bit", "2/4bit", "3bit", "fp8_e4m3", "paged_k8v4", "paged_int8_v4")
 # Those for comparison share code; of KIVI and GEAR the small ones have codes.
 SLOW += ("kivi4", "gear4", "int8", "e4m3")
 # Of the mixes of bits one; the others belong to `make test-fuzz`.

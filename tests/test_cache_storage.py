@@ -39,7 +39,18 @@ from turbojax.state import stored_file as files
 
 @pytest.mark.quick(1)
 @pytest.mark.parametrize(
-    "name", ["exact", "kv4", "k8v4", "mixed", "fp8_e5m2", "turbo4", "paged_k8v4", "turbo_k3v2"]
+    "name",
+    [
+        "exact",
+        "kv4",
+        "k8v4",
+        "mixed",
+        "fp8_e5m2",
+        "turbo4",
+        "paged_k8v4",
+        "paged_int8",
+        "turbo_k3v2",
+    ],
 )
 def test_a_cache_comes_back_and_goes_on_bit_for_bit(tmp_path, name):
     path, cache = tmp_path / "cache.safetensors", filled(KINDS[name])
@@ -152,12 +163,12 @@ def test_part_of_a_layer_is_stored_without_the_rest_of_its_pool(tmp_path):
 
 @pytest.mark.quick(1)
 @pytest.mark.parametrize(
-    "kv_dtype", ["auto", "fp8_e5m2", "fp8_e4m3", "turbo4", "k8v4", "turbo_k4v2"]
+    "kv_dtype", ["auto", "fp8_e5m2", "fp8_e4m3", "int8", "turbo4", "k8v4", "turbo_k4v2"]
 )
 def test_a_pool_comes_back_whole(tmp_path, kv_dtype):
     scales = {"key_scale": 0.5, "value_scale": 2.0} if kv_dtype.startswith("fp8") else {}
     scales |= {"key_scale": 0.5} if kv_dtype == "k8v4" else {}
-    seed = {} if kv_dtype == "auto" or kv_dtype.startswith("fp8") else {"seed": 7}
+    seed = {} if kv_dtype.startswith(("auto", "fp8", "int8")) else {"seed": 7}
     pool = tj.init_paged_cache(6, 16, HEADS, HEAD_DIM, kv_dtype=kv_dtype, **scales, **seed)
     tables = jnp.array([[4, 1], [0, 3]])
     pool = tj.paged.append(pool, *tokens(20, 7, batch=2), tables, jnp.zeros(2, jnp.int32))

@@ -47,7 +47,7 @@ def _finished(events) -> dict:
 
 
 @pytest.mark.quick(slow=2)
-@pytest.mark.parametrize("kv_dtype", ["fp8_e4m3", "turbo4", "k8v4", "turbo_k4v3"])
+@pytest.mark.parametrize("kv_dtype", ["fp8_e4m3", "int8", "turbo4", "k8v4", "turbo_k4v3"])
 def test_greedy_text_is_that_of_the_model_without_a_cache(model, prompts, kv_dtype):
     """Of numbers as they are: `test_engine.py`."""
     tokens = run(make(model, kv_dtype=kv_dtype), requests_of(prompts, 0.0))

@@ -23,6 +23,7 @@ from pallas_kernels.mosaic.hopper.paged import append as hopper
 from pallas_kernels.triton import paged_append as kernel
 from turbojax import polar
 from turbojax._device import needs_hopper
+from turbojax.state.pages import formats
 from turbojax.state.pages import pool as paged
 
 pytestmark = pytest.mark.gpu
@@ -141,6 +142,23 @@ def test_the_codec_gives_a_cpus_bits(head_dim, dtype):
     got = jax.jit(polar.encode)(x, rotation)
     with jax.default_device(cpu):
         want = jax.jit(polar.encode)(*jax.device_get((x, rotation)))
+    bits = functools.partial(jax.tree.map, as_bits)
+    assert_same_bits(bits(got), bits(jax.device_put(want, jax.devices()[0])))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_int8_has_a_cpus_bits(dtype):
+    """Though a GPU's quotients are approximate."""
+    try:
+        [cpu, *_] = jax.local_devices(backend="cpu")
+    except RuntimeError as error:
+        pytest.skip(str(error))
+    x = jnp.concatenate(
+        [tokens(500, 80, dtype)[0].reshape(-1, 80), strange(80, dtype)[0].reshape(-1, 80)]
+    )
+    got = jax.jit(formats.to_int8)(x)
+    with jax.default_device(cpu):
+        want = jax.jit(formats.to_int8)(jax.device_get(x))
     bits = functools.partial(jax.tree.map, as_bits)
     assert_same_bits(bits(got), bits(jax.device_put(want, jax.devices()[0])))
 

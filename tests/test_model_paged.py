@@ -14,7 +14,7 @@ from turbojax.kv import pages as paged
 from turbojax.models.generation import session as generation
 from turbojax.state.pages.pool import KV_DTYPES
 
-KINDS = ("paged", "fp8_e4m3", "fp8_e5m2", "turbo4", "paged_k8v4", "turbo_k3v2")
+KINDS = ("paged", "fp8_e4m3", "fp8_e5m2", "paged_int8", "turbo4", "paged_k8v4", "turbo_k3v2")
 
 
 @pytest.fixture(scope="module")
@@ -164,7 +164,7 @@ def test_bad_calls_say_what_is_wrong(model):
 def test_names_and_sizes(model):
     assert set(KINDS) <= set(paged.PAGED_KINDS) <= set(models.CACHE_NAMES)
     # As kv_dtypes are called, but for what has no meaning of its own or belongs to another cache.
-    assert set(KV_DTYPES) - set(paged.PAGED_KINDS) == {"auto", "k8v4"}
+    assert set(KV_DTYPES) - set(paged.PAGED_KINDS) == {"auto", "k8v4", "int8", "int8_v4"}
     for kind in paged.PAGED_KINDS:
         assert models.cache_by_name(kind, 3) == kind
     config = dataclasses.replace(models.SHAPES["llama-3-8b"], num_layers=2)
@@ -176,6 +176,8 @@ def test_names_and_sizes(model):
         "fp8_e5m2": 2 * 128,
         "turbo4": 2 * 66,
         "paged_k8v4": 128 + 66,
+        "paged_int8": 2 * 130,
+        "paged_int8_v4": 130 + 66,
         "turbo_k4v2": 66 + 34,
     }.items():
         # Shapes are enough, as for the demo's plot.
@@ -202,6 +204,7 @@ def one_pass(model) -> jax.Array:
         ("fp8_e5m2", jnp.float32),
         ("turbo4", jnp.bfloat16),
         ("paged_k8v4", jnp.float32),
+        ("paged_int8", jnp.float32),
         ("turbo_k4v3", jnp.float32),
     ],
 )
@@ -216,12 +219,14 @@ def test_every_paged_cache_stays_close_to_one_forward_pass(model, one_pass, name
     logits = models.score(session, tokens[:, 100:])
     error = float(jnp.linalg.norm(logits - expected) / jnp.linalg.norm(expected))
     # What keys and values have of error, each half of 2**-2 for e5m2 and of 2**-3 for e4m3, or
-    # 0.0095 of the square for codes of 4 bits and 0.0345 for 3; independent: their squares add.
+    # 0.0095 of the square for codes of 4 bits and 0.0345 for 3, for int8 half of a 127th of the
+    # largest channel, at most four times the root of the mean square; independent: squares add.
     errors = {
         "paged": (1e-5, 1e-5),
         "fp8_e5m2": (2**-3, 2**-3),
         "turbo4": (0.0975, 0.0975),
         "paged_k8v4": (2**-4, 0.0975),
+        "paged_int8": (4 / 254, 4 / 254),
         "turbo_k4v3": (0.0975, 0.186),
     }
     bound = float(np.hypot(*errors[name]))

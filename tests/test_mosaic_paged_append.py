@@ -19,8 +19,9 @@ from paged_append_helpers import (
     tokens,
 )
 
+from pallas_kernels.mosaic import eight_bits
 from pallas_kernels.mosaic.hopper.paged import append as kernel
-from pallas_kernels.mosaic.hopper.paged import rotation
+from pallas_kernels.mosaic.hopper.paged import int8, rotation
 from turbojax import _device
 from turbojax.state.pages import mosaic_gpu
 from turbojax.state.pages import pool as paged
@@ -32,7 +33,7 @@ FORMATS = ("turbo4", "auto", "fp8_e4m3", "fp8_e5m2", *MIXES)
 @pytest.fixture
 def same(monkeypatch):
     """Runs both; the kernel traced anew, so that no trace is kept for others."""
-    lanes.patch(monkeypatch, kernel, rotation)
+    lanes.patch(monkeypatch, kernel, rotation, int8, eight_bits)
 
     @jax.jit
     def append(cache, key, value, tables, lengths, new_lengths):
@@ -73,7 +74,7 @@ def test_ragged_tokens(same, kv_dtype, head_dim, dtype):
 @pytest.mark.parametrize(
     ("kv_dtype", "head_dim", "dtype"),
     [("turbo_k3v2", 128, jnp.bfloat16), *pairwise(
-        kv_dtype=("turbo4", "fp8_e4m3", "k8v4"), head_dim=(16, 64, 256), dtype=DTYPES
+        kv_dtype=("turbo4", "fp8_e4m3", "k8v4", "int8"), head_dim=(16, 64, 256), dtype=DTYPES
     )],
 )  # fmt: skip
 def test_strange_vectors(same, kv_dtype, head_dim, dtype):

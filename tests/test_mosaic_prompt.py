@@ -22,13 +22,14 @@ from oracles import warp
 from paged_helpers import filled
 from test_mosaic_paged import specification
 
+from pallas_kernels.mosaic import eight_bits
 from pallas_kernels.mosaic.hopper.paged_prompt import expand, join, lost, products, tiles, turn
 from turbojax import _device
 from turbojax.ops.options import Options
 from turbojax.ops.paged_attention import hopper, mosaic_prompt
 from turbojax.state.pages.pool import gather
 
-KINDS = ("auto", "turbo4", "fp8_e4m3", "fp8_e5m2", "k8v4", "turbo_k3v2")
+KINDS = ("auto", "turbo4", "fp8_e4m3", "fp8_e5m2", "k8v4", "int8", "turbo_k3v2")
 
 
 # What is refused, and that the rest lowers --------------------------------------------------------
@@ -181,7 +182,7 @@ def lanes(monkeypatch):
     monkeypatch.setattr(warp, "special", special, raising=False)
     monkeypatch.setattr(warp, "join_bits", join_bits, raising=False)
     monkeypatch.setattr(warp, "half", Half)
-    for module in (expand, join, lost, products, turn):
+    for module in (eight_bits, expand, join, lost, products, turn):
         monkeypatch.setattr(module, "lane", warp)
     monkeypatch.setattr(lost.mgpu.utils, "warpgroup_barrier", barrier.wait)
 

@@ -65,7 +65,7 @@ def test_default_launches_fit_the_shared_memory(monkeypatch, capability):
 
 
 @pytest.mark.parametrize("capability", [8.0, 8.9, 9.0, 10.0])
-@pytest.mark.parametrize("kv_dtype", ["turbo4", "fp8_e4m3", "k8v4", "turbo_k3v4", "auto"])
+@pytest.mark.parametrize("kv_dtype", ["turbo4", "fp8_e4m3", "int8", "k8v4", "turbo_k3v4", "auto"])
 def test_pages_fit_the_shared_memory(monkeypatch, capability, kv_dtype):
     monkeypatch.setattr(_device, "gpu_compute_capability", lambda: capability)
     for head_dim, tokens, batch in itertools.product((64, 128, 256), (1, 8), (1, 32)):

@@ -57,11 +57,15 @@ GRID = [
     ("triton", "head dim 256", "auto"),
     ("triton", "head dim 80", "fp8_e5m2"),
     ("triton", "head dim 16", "fp8_e4m3"),
+    ("xla", "several, two parts", "int8"),
+    ("xla", "head dim 16", "int8_v4"),
     ("xla", "heads of their own", "turbo_k2v4"),
     ("xla", "head dim 80", "turbo_k3v2"),
     ("triton", "one query", "turbo_k2v3"),
     ("triton", "head dim 16", "turbo_k4v2"),
     ("triton", "head dim 256", "k8v4"),
+    ("triton", "head dim 96", "int8"),
+    ("triton", "head dim 80", "int8_v4"),
     ("triton", "many rows", "turbo_k3v4"),
     ("triton", "several, two parts", "turbo4"),
 ]
@@ -72,7 +76,13 @@ kernel_and_reference = pytest.mark.parametrize(("implementation", "kv_dtype"), K
 # Where what is stored counts: turbo4 through the kernel and e5m2, too.
 most_kinds = pytest.mark.parametrize(
     ("implementation", "kv_dtype"),
-    [*KINDS[:3], ("triton", "turbo4"), ("xla", "turbo_k3v2"), ("triton", "k8v4")],
+    [
+        *KINDS[:3],
+        ("triton", "turbo4"),
+        ("xla", "turbo_k3v2"),
+        ("triton", "k8v4"),
+        ("triton", "int8"),
+    ],
 )
 
 
@@ -97,7 +107,9 @@ def test_equals_the_oracle(implementation, name, kv_dtype):
         ("xla", "padding", "fp8_e5m2"),
         ("triton", "window", "turbo4"),
         ("triton", "window", "k8v4"),
+        ("triton", "window past a part", "int8"),
         ("xla", "soft cap", "k8v4"),
+        ("xla", "window", "int8"),
         ("triton", "soft cap", "turbo_k3v2"),
         ("xla", "padding", "turbo_k2v2"),
     ],
@@ -123,7 +135,8 @@ def test_mixed_formats_equal_the_oracle(implementation, kv_dtype, name):
 
 @pytest.mark.quick(1)
 @pytest.mark.parametrize(
-    ("implementation", "kv_dtype"), [*KINDS, ("triton", "k8v4"), ("triton", "turbo_k3v3")]
+    ("implementation", "kv_dtype"),
+    [*KINDS, ("triton", "k8v4"), ("triton", "int8_v4"), ("triton", "turbo_k3v3")],
 )
 def test_half_precision(implementation, kv_dtype):
     halves = {"auto": {"xla": jnp.float16, "triton": jnp.bfloat16}[implementation]}

@@ -10,9 +10,10 @@ import pytest
 from cache_helpers import assert_same_bits
 
 from turbojax import polar
+from turbojax.state.pages import formats
 from turbojax.state.pages import pool as paged
 
-KINDS = ("auto", "fp8_e4m3", "fp8_e5m2", "turbo4", "k8v4", "turbo_k3v2")
+KINDS = ("auto", "fp8_e4m3", "fp8_e5m2", "int8", "turbo4", "k8v4", "int8_v4", "turbo_k3v2")
 BATCH, HEADS, HEAD_DIM, PAGES, SIZE = 3, 2, 32, 12, 16
 TABLES = np.array([[7, 2, 9], [0, 11, -1], [4, 1, 5]], np.int32)
 
@@ -73,6 +74,8 @@ def assert_close(got, want, has_codes):
         (jnp.float16, "fp8_e4m3"),
         (jnp.bfloat16, "turbo4"),
         (jnp.bfloat16, "k8v4"),
+        (jnp.float32, "int8"),
+        (jnp.float16, "int8_v4"),
         (jnp.float32, "turbo_k4v2"),
         (jnp.float16, "turbo_k3v4"),
         (jnp.float32, "turbo_k2v3"),
@@ -158,8 +161,40 @@ def test_fp8_is_rounded_to_the_bit(kind):
             np.testing.assert_array_equal(got.view(np.uint8)[~nan], want.view(np.uint8)[~nan])
 
 
+def vectors_for_int8(dtype):
+    """Ties between integers and their neighbours, scales of all sizes, what has none."""
+    rng = np.random.default_rng(9)
+    x = rng.normal(size=(3000, HEAD_DIM)) * 10.0 ** rng.uniform(-9, 6.5, size=(3000, 1))
+    scales = rng.integers(1024, 2048, (2000, 1))
+    halves = (rng.integers(-127, 127, (2000, HEAD_DIM)) + 0.5) * scales
+    halves[:, :1] = 127 * scales - 63.5  # half a step less would be the next scale
+    halves *= 2.0 ** rng.integers(-24, -4, (2000, 1))
+    x = np.concatenate([x, halves, np.nextafter(halves, 0), np.zeros((2, HEAD_DIM))])
+    x[-1] = -0.0
+    for value in (2.0**-25, 2.0**-25 * 1.01, 1e-40, 127 * 65504, 127 * 65520, np.inf, np.nan):
+        alone, beside = np.zeros(HEAD_DIM), rng.normal(size=HEAD_DIM)
+        alone[3] = beside[5] = value
+        x = np.concatenate([x, [alone, -beside]])
+    with np.errstate(over="ignore"):
+        return x.astype(np.float32).astype(jnp.dtype(dtype))
+
+
 @pytest.mark.quick(1)
-@pytest.mark.parametrize("kind", ["auto", "fp8_e4m3", "turbo4", "k8v4", "turbo_k3v2"])
+@pytest.mark.optimized
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+def test_int8_is_rounded_to_the_bit(dtype):
+    x = vectors_for_int8(dtype)
+    numbers, scales = oracle.int8(x)
+    assert np.isnan(scales).sum() >= 4
+    assert (np.abs(numbers.astype(int)).max(-1) >= 127).mean() > 0.6
+    for call in (formats.to_int8, jax.jit(formats.to_int8)):
+        got_numbers, got_scales = call(jnp.asarray(x))
+        np.testing.assert_array_equal(got_numbers, numbers)
+        np.testing.assert_array_equal(got_scales, scales)
+
+
+@pytest.mark.quick(1)
+@pytest.mark.parametrize("kind", ["auto", "fp8_e4m3", "turbo4", "k8v4", "int8", "turbo_k3v2"])
 def test_what_is_not_finite_spoils_its_own_token_and_head_alone(kind):
     key, value = random_tokens(20, 4)
     clean = append(new(kind), key, value, TABLES[:, :2].clip(0), integers(0, 0, 0))
@@ -181,6 +216,11 @@ RANGE = {
     "fp8_e5m2": (1.0, -60000.0, r"value\[1, 2\] holds values beyond 57344"),
     "turbo4": (1.0, 70000.0, r"value\[1, 2\] has a norm beyond 65504"),
     "k8v4": (1.0, 70000.0, r"value\[1, 2\] has a norm beyond 65504, the largest that k8v4 stores"),
+    "int8": (
+        1.0,
+        -8.4e6,
+        r"value\[1, 2\] holds values beyond 8319008, the largest that int8 stores",
+    ),
     "turbo_k4v2": (1.0, 200000.0, r"value\[1, 2\] has a norm beyond 65504.*turbo_k4v2"),
 }
 
@@ -217,7 +257,7 @@ def test_keys_beyond_8_bits_beside_values_of_4():
 
 
 @pytest.mark.quick(1)
-@pytest.mark.parametrize("kind", ["auto", "turbo4", "k8v4"])
+@pytest.mark.parametrize("kind", ["auto", "turbo4", "k8v4", "int8_v4"])
 def test_how_tokens_are_split_into_calls_does_not_matter(kind):
     """Nor who else is in the batch."""
     key, value = random_tokens(33, 6)
@@ -239,7 +279,8 @@ def test_how_tokens_are_split_into_calls_does_not_matter(kind):
 @pytest.mark.quick(1)
 @pytest.mark.optimized
 @pytest.mark.parametrize(
-    ("size", "kind"), [(128, "turbo4"), (32, "fp8_e4m3"), (64, "turbo_k3v2"), (16, "k8v4")]
+    ("size", "kind"),
+    [(128, "turbo4"), (32, "fp8_e4m3"), (64, "turbo_k3v2"), (16, "k8v4"), (64, "int8")],
 )
 def test_pages_and_their_size_do_not_change_bits(kind, size):
     key, value = random_tokens(130, 7, batch=1)
@@ -415,8 +456,10 @@ SIZES = {
     "auto": 512,
     "fp8_e4m3": 256,
     "fp8_e5m2": 256,
+    "int8": 260,
     "turbo4": 132,
     "k8v4": 194,
+    "int8_v4": 196,
     "turbo_k4v3": 116,
     "turbo_k4v2": 100,
     "turbo_k3v4": 116,

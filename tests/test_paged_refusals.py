@@ -19,6 +19,8 @@ BROKEN = {
     "negative": ("fp8_e5m2", {"value_scale": jnp.float32(-1)}, "value_scale=-1.0 must be positive"),
     "side": ("k8v4", {"value_scale": jnp.ones(())}, "value_scale is float32.*must be None"),
     "key's norm": ("k8v4", {"value_norm": None}, "value_norm is None, must be float16"),
+    "int8's scale": ("int8", {"key_norm": None}, "key_norm is None, must be float16"),
+    "integers": ("int8_v4", {"key": jnp.zeros((12, 2, 16, 32))}, "key is float32.*must be int8"),
     "packed": ("turbo_k3v2", {"key": jnp.zeros((12, 2, 16, 16), jnp.uint8)}, r"16, 12\]"),
     "lost": ("auto", {"lost": jnp.int32(-1)}, "cache.lost=-1 must not be negative"),
 }
@@ -53,11 +55,17 @@ WRONG = {
     "pages": (ValueError, lambda: paged.init_paged_cache(0, 16, 1, 32), "num_pages=0.*at least 1"),
     "fraction": (TypeError, lambda: paged.init_paged_cache(4.0, 16, 1, 32), "num_pages=4.0"),
     "head dim": (ValueError, lambda: paged.init_paged_cache(4, 16, 1, 36), "head_dim=36"),
-    "kind": (ValueError, lambda: init(kv_dtype="int8"), "kv_dtype='int8' must be one of auto"),
+    "kind": (ValueError, lambda: init(kv_dtype="int7"), "kv_dtype='int7' must be one of auto"),
     "dtype": (TypeError, lambda: init(dtype=jnp.int8), "int8 must be bfloat16"),
     "scale": (ValueError, lambda: init(kv_dtype="fp8_e4m3", key_scale=0.0), "key_scale=0.0.*posit"),
     "no scale": (TypeError, lambda: init(kv_dtype="fp8_e4m3", key_scale=None), "key_scale is None"),
     "scale of turbo4": (ValueError, lambda: init(value_scale=2.0), "value_scale=2.0 has no use"),
+    "scale of int8": (
+        ValueError,
+        lambda: init(kv_dtype="int8", key_scale=2.0),
+        "key_scale=2.0 has no use with kv_dtype='int8': only fp8 has one scale",
+    ),
+    "seed of int8": (ValueError, lambda: init(kv_dtype="int8", seed=1), "seed=1 has no use"),
     "seed of auto": (ValueError, lambda: init(kv_dtype="auto", seed=1), "seed=1 has no use"),
     "scale of values": (
         ValueError,

@@ -74,7 +74,7 @@ def poison(kind):
     """Content for all pages that no token has."""
     content = read_pages(new(kind, PAGES), np.full(PAGES, -1))
     return {
-        name: np.full(x.shape, 255 if x.dtype == np.uint8 else np.nan, x.dtype)
+        name: np.full(x.shape, np.nan if np.issubdtype(x.dtype, np.floating) else 255, x.dtype)
         for name, x in content.items()
     }
 

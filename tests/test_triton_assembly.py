@@ -105,6 +105,15 @@ def test_fp8_becomes_float16(name):
         np.testing.assert_array_equal(bits(got)[~is_nan], bits(want)[~is_nan])
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_int8_becomes_16_bits(kind):
+    x = BYTES.view(np.int8)
+    for interpret in (False, True):
+        got = _paged_codes.int8_to_16_bits(jnp.asarray(x), kind, interpret)
+        assert got.dtype == (jnp.bfloat16 if kind == _paged_codes.VALUES else jnp.float16)
+        np.testing.assert_array_equal(bits(got), bits(x.astype(got.dtype)))
+
+
 @pytest.mark.parametrize("high", [False, True], ids=["low", "high"])
 def test_nibbles_become_numbers(high):
     """bfloat16 of `kv4_decode`, float16 of `int4_matmul`; two's complement."""

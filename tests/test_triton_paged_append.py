@@ -127,6 +127,7 @@ def test_all_launches_fit_all_shapes():
             assert s.pieces & (s.pieces - 1) == 0
             assert s.rows & (s.rows - 1) == 0
             assert width >= 16
+            assert paged_triton.settings(vectors, 1, head_dim, (8, 2), True).codecs[0] is None
             for codec in s.codecs:
                 assert all(0 < square < 2 ** (30 - codec.bits) for square in codec.squares)
             # What one thread holds.
@@ -225,7 +226,7 @@ def test_without_a_gpu_triton_says_so():
 @pytest.mark.parametrize(
     ("kv_dtype", "head_dim", "words"),
     [
-        ("auto", 64, "kv_dtype='auto' must store keys or values as codes"),
+        ("auto", 64, "kv_dtype='auto' must store keys or values as codes or int8"),
         ("fp8_e4m3", 64, "kv_dtype='fp8_e4m3' must store keys or values as codes"),
         ("k8v4", 80, "head_dim=80 must be a power of two from 16 to 256"),
         ("turbo4", 80, "head_dim=80 must be a power of two from 16 to 256"),

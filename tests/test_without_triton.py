@@ -163,7 +163,7 @@ def paged_attention(cache, query, key, value, tables, lengths):
     return tj.paged_attention(query, cache, tables, lengths)
 
 
-PAGES = ("auto", "fp8_e4m3", "fp8_e5m2", "turbo4", "k8v4", "turbo_k3v2")
+PAGES = ("auto", "fp8_e4m3", "fp8_e5m2", "int8", "turbo4", "k8v4", "int8_v4", "turbo_k3v2")
 for kind in PAGES:
     CASES[f"pages, append, {kind}"] = functools.partial(pages, paged_append, kind, 5)
     CASES[f"pages, attention, {kind}"] = functools.partial(pages, paged_attention, kind, 1)

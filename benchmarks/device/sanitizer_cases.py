@@ -204,8 +204,8 @@ def _paged(implementation: str, kv_dtype: Any, width: int) -> Any:
         lengths = jnp.array([key.shape[1]], jnp.int32)
         return paged_attention(query, cache, tables, lengths, implementation=implementation)
 
-    has_codes = paged.FORMATS[kv_dtype].is_rotated
-    append: Any = implementation if has_codes or implementation == "mosaic_gpu" else "xla"
+    has_integers = any(side.has_norm for side in paged.FORMATS[kv_dtype])
+    append: Any = implementation if has_integers or implementation == "mosaic_gpu" else "xla"
     scales = {"key_scale": 0.05, "value_scale": 0.05} if kv_dtype.startswith("fp8") else {}
     cache = paged.init_paged_cache(
         width, 16, 1, 64, kv_dtype=kv_dtype, dtype=jnp.bfloat16, **scales
@@ -317,6 +317,7 @@ CASES = {
     "paged, 3 and 2 bits": _case(
         "paged_append paged_attention", _paged, "triton", "turbo_k3v2", 20
     ),
+    "paged, int8": _case("paged_append paged_attention", _paged, "triton", "int8", 20),
     "paged, fp8": _case("paged_attention", _paged, "triton", "fp8_e4m3", 20),
     "paged, bf16": _case("paged_attention", _paged, "triton", "auto", 20),
     "pooled": _case(
@@ -393,6 +394,12 @@ CASES = {
     "paged, k8v4, Hopper": _case(
         "paged_hopper paged_merge_hopper", _paged, "mosaic_gpu", "k8v4", 20
     ),
+    "paged, int8, Hopper": _case(
+        "paged_hopper paged_merge_hopper", _paged, "mosaic_gpu", "int8", 20
+    ),
+    "paged, int8 keys, Hopper": _case(
+        "paged_hopper paged_merge_hopper", _paged, "mosaic_gpu", "int8_v4", 20
+    ),
     "paged, 3 and 2 bits, Hopper": _case(
         "paged_hopper paged_merge_hopper", _paged, "mosaic_gpu", "turbo_k3v2", 20
     ),
@@ -414,6 +421,7 @@ CASES = {
             ("turbo_k3v4", 128, 37),
             ("k8v4", 64, 1),
             ("auto", 16, 5),
+            ("int8", 128, 37),
             ("fp8_e5m2", 256, 3),
         )
     },

@@ -186,6 +186,47 @@ def fp8_to_float16(x: jax.Array, interpret: bool) -> jax.Array:
     return out
 
 
+def int8_to_16_bits(x: jax.Array, kind: str, interpret: bool) -> jax.Array:
+    """int8 of keys as float16, of values as bfloat16, exact."""
+    dtype = jnp.bfloat16 if kind == VALUES else jnp.float16
+    if interpret:
+        return x.astype(jnp.float32).astype(dtype)
+    [out] = plgpu.elementwise_inline_asm(
+        _INT8_VALUES if kind == VALUES else _INT8_KEYS,
+        args=[x],
+        constraints=",".join([*_RESULTS, "r"]),
+        pack=4,
+        result_shape_dtypes=[jax.ShapeDtypeStruct(x.shape, dtype)],
+    )
+    return out
+
+
+# Conversions take four times as long as logic. Under 0x64 a byte is the float16 1024 plus it; the
+# sign's complement makes it the integer plus 128.
+_INT8_KEYS = """{
+.reg .b32 x, over;
+xor.b32 x, $2, 0x80808080;
+mov.b32 over, 0x64806480;
+prmt.b32 $0, x, 0x64646464, 0x4140;
+prmt.b32 $1, x, 0x64646464, 0x4342;
+sub.rn.f16x2 $0, $0, over;
+sub.rn.f16x2 $1, $1, over;
+}"""
+# Under 0x43 seven bits are the bfloat16 128 plus them, and the sign alone is 128 or 256, which is
+# what that is too large by.
+_INT8_VALUES = """{
+.reg .b32 x, s, minus, a, b;
+and.b32 x, $2, 0x7f7f7f7f;
+and.b32 s, $2, 0x80808080;
+mov.b32 minus, 0xbf80bf80;
+prmt.b32 $0, x, 0x43434343, 0x4140;
+prmt.b32 $1, x, 0x43434343, 0x4342;
+prmt.b32 a, s, 0x43434343, 0x4140;
+prmt.b32 b, s, 0x43434343, 0x4342;
+fma.rn.bf16x2 $0, a, minus, $0;
+fma.rn.bf16x2 $1, b, minus, $1;
+}"""
+
 # The upper byte of a float16 is an e5m2.
 _E5M2 = """{
 prmt.b32 $0, $2, 0, 0x1404;

@@ -47,9 +47,10 @@ class Settings:
 class Side(NamedTuple):
     """Keys or values ``[P, K, page_size, W]``; norms float16 ``[P, K, page_size]`` of codes.
 
-    Codes of 4 bits are two to a byte, of 2 bits four, the first in the lowest bits. Of 3 bits the
-    first two thirds of the bytes hold the lower two bits in that way, and the last third the third
-    ones: those of bytes ``2 m`` and ``2 m + 1`` in byte `m`, see `_paged_codes.look_up`.
+    Of int8 norms are the scales. Codes of 4 bits are two to a byte, of 2 bits four, the first in
+    the lowest bits. Of 3 bits the first two thirds of the bytes hold the lower two bits in that
+    way, and the last third the third ones: those of bytes ``2 m`` and ``2 m + 1`` in byte `m`, see
+    `_paged_codes.look_up`.
     """
 
     data: Ref
@@ -113,22 +114,25 @@ def load(
     kind: str,
     s: Settings,
 ) -> tuple[jax.Array, ...]:
-    """A tile as operands ``[t, c]``, one for each piece; 0 where not `some`, except codes."""
+    """A tile as operands ``[t, c]``, one for each piece; 0 where not `some`, except integers."""
     mask = None if x.column.shape[0] == x.width else (x.column < x.width)[None, :]
-    if some is not None and x.codec is None:
+    is_integer = x.codec is not None or x.side.data.dtype == jnp.int8
+    if some is not None and not is_integer:
         mask = some[:, None] if mask is None else some[:, None] & mask
     if page.ndim:
         page = page[:, None]
 
     def read(column: jax.Array) -> jax.Array:
         at = x.side.data.at[page, place.head, slot[:, None], column[None, :]]
-        other = 0 if x.codec is not None else 0.0
+        other = 0 if is_integer else 0.0
         return plgpu.load(at) if mask is None else plgpu.load(at, mask=mask, other=other)
 
     tile = read(x.column)
     if x.codec is not None:
         high = _third_bits(x, page, slot, place) if x.codec.bits == 3 else None
         return _paged_codes.look_up(tile, high, x.codec, kind, s.interpret)
+    if tile.dtype == jnp.int8:
+        return (_paged_codes.int8_to_16_bits(tile, kind, s.interpret),)
     if tile.dtype.itemsize == 1:
         return (_paged_codes.fp8_to_float16(tile, s.interpret),)
     return (tile,)

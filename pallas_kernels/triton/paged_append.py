@@ -1,7 +1,7 @@
-"""Append to pages of codes: new vectors rotated, encoded and stored, in one launch.
+"""Append to pages of integers: new vectors rotated, encoded and stored, in one launch.
 
-Keys, values or both, in codes of 4, 3 or 2 bits. Roofline, both in 4 bits, for 4 sequences of 4,096
-tokens, 8 KV heads, head dim 128, bfloat16:
+Keys, values or both, in codes of 4, 3 or 2 bits, or in int8, which is not rotated.
+Roofline, both in 4 bits, for 4 sequences of 4,096 tokens, 8 KV heads, head dim 128, bfloat16:
   - bytes that must move: 2 sides * 131072 vectors * (256 read + 64 of codes + 2 of norm) = 84 MB,
     at the 3.0 TB/s that a copy reaches on an H100 28 us, 30 us with the launch.
   - operations: 34 M channels at 40 instructions (7 additions of the rotation, 7 comparisons and as
@@ -10,7 +10,8 @@ tokens, 8 KV heads, head dim 128, bfloat16:
   One token of 64 sequences moves 0.3 MB: a launch, and a chain of loads to find the place.
 Target: 150 us for the first, 10 us for the second.
 
-The numbers are those of `turbojax.polar.encode`, bit for bit: the same additions in the same order,
+The numbers are those of `turbojax.polar.encode`, and of `turbojax.state.pages.formats.to_int8`, bit
+for bit: the same additions in the same order,
 squares whose sums do not depend on contraction, and a norm that comparisons decide.
 
 A program takes some vectors of one side, in pieces of their channels: stages of the rotation
@@ -29,6 +30,8 @@ others in `paged_formats_2026-11-23.json`):
   XLA alone                                 16.7                        321
   v2  sides with codes, each by its codec    7.1                         92
       both sides in 4 bits, as v1            5.2                        116
+Int8 was not measured. Of its bytes 101 MB, 34 us at 3.0 TB/s, and 34 M channels at some 20
+instructions, 23 us of all lanes.
 """
 
 import dataclasses
@@ -37,11 +40,13 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels import varying
 from pallas_kernels.layouts import Codec
+from pallas_kernels.triton import _common
 from pallas_kernels.triton._common import WHOLE, Ref, parameters
 
 NAME = "turbojax_paged_append"
@@ -51,6 +56,8 @@ _LARGEST_NORM = 65504.0
 _TINY, _HUGE = 2.0**-60, 2.0**40
 _SMALLEST_EXPONENT = (127 - 14) << 23  # of float16's normal numbers, as bits of float32
 _EXPONENT = 0x7F800000
+# Of int8: what counts as nothing; the float32 next to one over the largest integer.
+_TINY_INTEGERS, _RECIPROCAL_RANGE = 2.0**-25, float(np.float32(1 / 127))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +65,7 @@ class Settings:
     """What is static in a call.
 
     Attributes:
-      codecs: of each side's codes.
+      codecs: of each side's codes; None for int8.
       tokens: of a sequence in this call, `T`.
       rows: vectors of a program, a power of two.
       pieces: into which a vector is cut, a power of two.
@@ -66,7 +73,7 @@ class Settings:
       interpret: run without a GPU.
     """
 
-    codecs: tuple[Codec, ...]
+    codecs: tuple[Codec | None, ...]
     tokens: int
     rows: int
     pieces: int
@@ -77,7 +84,7 @@ class Settings:
 class Pages(NamedTuple):
     """One side's codes, uint8 ``[P, K, page_size, H * bits / 8]``, and norms, float16 without `H`.
 
-    Codes are packed as by `turbojax.polar.pack`.
+    Codes are packed as by `turbojax.polar.pack`. Or int8 ``[P, K, page_size, H]``, and scales.
     """
 
     codes: Ref
@@ -95,7 +102,7 @@ class _Place(NamedTuple):
 
 def append(
     vectors: tuple[jax.Array, ...],
-    signs: jax.Array,
+    signs: jax.Array | None,
     block_tables: jax.Array,
     lengths: jax.Array,
     new_lengths: jax.Array,
@@ -106,7 +113,7 @@ def append(
 
     Args:
       vectors: of each side, bfloat16, float16 or float32 ``[B * T * K, H]``, `H` a power of two.
-      signs: float32 ``[H]``, the rotation's.
+      signs: float32 ``[H]``, the rotation's; None where no side has codes.
       block_tables: int32 ``[B, entries]``.
       lengths: int32 ``[B]``, tokens held before.
       new_lengths: int32 ``[B]``, how many of the `T` tokens are stored, the first ones.
@@ -118,7 +125,8 @@ def append(
     """
     sides = len(vectors)
     stored = (*(side.codes for side in pages), *(side.norms for side in pages))
-    inputs = (block_tables, lengths, new_lengths, signs, *vectors, *stored)
+    of_rotation = () if signs is None else (signs,)
+    inputs = (block_tables, lengths, new_lengths, *of_rotation, *vectors, *stored)
     count = len(inputs) - len(stored)
     written: Any = varying.pallas_call(
         functools.partial(_kernel, s=settings),
@@ -134,22 +142,26 @@ def append(
     return tuple(map(Pages, written[:sides], written[sides:]))
 
 
-def _kernel(
-    tables: Ref, lengths: Ref, new_lengths: Ref, signs: Ref, *refs: Ref, s: Settings
-) -> None:
-    # Vectors, and the aliased arrays twice: they are written through their outputs.
+def _kernel(tables: Ref, lengths: Ref, new_lengths: Ref, *refs: Ref, s: Settings) -> None:
+    # The signs, vectors, and the aliased arrays twice: they are written through their outputs.
     sides = len(s.codecs)
+    signs = refs[0] if len(refs) > 5 * sides else None
+    refs = refs[-5 * sides :]
     tile, program_side = pl.program_id(0), pl.program_id(1)
 
-    def write(x: Ref, pages: Pages, codec: Codec) -> None:
+    def write(x: Ref, pages: Pages, codec: Codec | None) -> None:
         number = tile * s.rows + jnp.arange(s.rows, dtype=jnp.int32)
         # Rows past the end read the last vector again and are not stored.
         row = jnp.minimum(number, x.shape[0] - 1)
         channels = _channels(x.shape[1], s)
         loaded = [plgpu.load(x.at[row[:, None], c[None, :]]) for c in channels]
         place = _find(row, number < x.shape[0], tables, lengths, new_lengths, pages.codes, s)
-        flips = [plgpu.load(signs.at[c])[None, :] for c in channels]
-        packed, norm = _encode(loaded, flips, codec, s.interpret)
+        if codec is None:
+            packed, norm = _to_int8(loaded)
+        else:
+            assert signs is not None
+            flips = [plgpu.load(signs.at[c])[None, :] for c in channels]
+            packed, norm = _encode(loaded, flips, codec, s.interpret)
         _store_codes(packed, pages.codes, place)
         plgpu.store(pages.norms.at[place.page, place.head, place.slot], norm, mask=place.kept)
 
@@ -202,7 +214,7 @@ def _store_codes(packed: list[list[jax.Array]], codes: Ref, place: _Place) -> No
             byte = start + jnp.arange(width, dtype=jnp.int32)
             mask = jnp.broadcast_to(place.kept[:, None], (rows, width))
             at = codes.at[(*vector, byte[None, :])]
-            plgpu.store(at, piece.astype(jnp.uint8), mask=mask)
+            plgpu.store(at, piece.astype(codes.dtype), mask=mask)
             start += width
 
 
@@ -242,6 +254,46 @@ def _encode(
     is_valid = is_bounded & (corrected <= _LARGEST_NORM)
     norms = jnp.where(is_valid, corrected.astype(jnp.float16), jnp.float16(jnp.nan))
     return [list(kind) for kind in zip(*packed, strict=True)], norms
+
+
+def _to_int8(loaded: list[jax.Array]) -> tuple[list[list[jax.Array]], jax.Array]:
+    """Integers and scales of vectors: one kind of pieces, int32 ``[R, c]``; float16 ``[R]``."""
+    x = [piece.astype(jnp.float32) for piece in loaded]
+    # As integers magnitudes are in the order of the numbers, and NaN is beyond all of them.
+    largest = [jnp.max(_bits(piece) & 0x7FFFFFFF, axis=1) for piece in x]
+    top = jax.lax.bitcast_convert_type(functools.reduce(jnp.maximum, largest), jnp.float32)
+    is_tiny = top <= _TINY_INTEGERS
+    scale = _up_to_float16(jnp.where(is_tiny, 1.0, top * _RECIPROCAL_RANGE))
+    is_valid = scale <= _LARGEST_NORM
+    is_stored = is_valid & ~is_tiny
+    divisor = jnp.where(is_stored, scale, 1.0)[:, None]
+    integers = [
+        _quotients(jnp.where(is_stored[:, None], piece, 0.0), divisor, 1.0 / divisor) for piece in x
+    ]
+    scale = jnp.where(is_tiny, 0.0, scale)
+    return [integers], jnp.where(is_valid, scale.astype(jnp.float16), jnp.float16(jnp.nan))
+
+
+def _up_to_float16(x: jax.Array) -> jax.Array:
+    """The smallest float16 that is not below `x`, positive, still float32; more if too large."""
+    exponent = jnp.maximum(_bits(x) & _EXPONENT, _SMALLEST_EXPONENT) - (10 << 23)
+    quantum = jax.lax.bitcast_convert_type(exponent, jnp.float32)
+    scaled = x * jax.lax.bitcast_convert_type((254 << 23) - exponent, jnp.float32)
+    # What is no number has no integer; it is no float16 either way.
+    scaled = jnp.where(scaled < 4096.0, scaled, 4096.0)
+    whole = scaled.astype(jnp.int32).astype(jnp.float32)
+    whole = jnp.where(whole < scaled, whole + 1.0, whole)
+    return jnp.where(jnp.abs(x) < jnp.inf, whole * quantum, jnp.inf)
+
+
+def _quotients(x: jax.Array, scale: jax.Array, inverse: jax.Array) -> jax.Array:
+    """int32 ``x / scale``, to nearest, ties to even; a remainder decides, see `to_int8`."""
+    guess = _common.rint(x * inverse)
+    number = guess.astype(jnp.float32)
+    rest = x - number * scale
+    distance, half = jnp.abs(rest), scale * 0.5
+    is_past = (distance > half) | ((distance == half) & (guess & 1 == 1))
+    return guess + jnp.where(is_past, jnp.where(rest < 0, -1, 1), 0)
 
 
 def _square(x: jax.Array) -> jax.Array:

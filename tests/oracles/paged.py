@@ -32,7 +32,7 @@ def code_bits(kv_dtype):
     """Of keys' and of values' codes; None for what is not stored as codes."""
     if kv_dtype.startswith("turbo_k"):
         return int(kv_dtype[7]), int(kv_dtype[9])
-    return {"turbo4": (4, 4), "k8v4": (None, 4)}.get(kv_dtype, (None, None))
+    return {"turbo4": (4, 4), "k8v4": (None, 4), "int8_v4": (None, 4)}.get(kv_dtype, (None, None))
 
 
 def fp8_names(kv_dtype):
@@ -40,6 +40,11 @@ def fp8_names(kv_dtype):
     if kv_dtype == "k8v4":
         return "fp8_e4m3", None
     return (kv_dtype, kv_dtype) if kv_dtype in FP8 else (None, None)
+
+
+def int8_sides(kv_dtype):
+    """Whether keys and values are stored as integers of 8 bits."""
+    return kv_dtype in ("int8", "int8_v4"), kv_dtype == "int8"
 
 
 def has_codes(kv_dtype):
@@ -114,12 +119,29 @@ def fp8(x, kv_dtype, scale):
         return np.where(np.abs(x) <= largest, x, np.nan).astype(kind)
 
 
+def int8(x):
+    """Integers of 8 bits and a float16 scale for each of ``[..., H]``: NaN beyond the range."""
+    x = np.asarray(x).astype(np.float64)
+    largest = np.abs(x).max(-1)
+    with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
+        wanted = largest.astype(np.float32) * np.float32(1 / 127)
+        scale = wanted.astype(np.float16)
+        scale = np.where(scale < wanted, np.nextafter(scale, np.float16(np.inf)), scale)
+        scale = np.where(largest <= 2.0**-25, np.float16(0), scale)
+        scale = np.where(np.isfinite(scale), scale, np.float16(np.nan))
+        numbers = np.rint(x / scale.astype(np.float64)[..., None])
+    return np.where((scale > 0)[..., None], numbers, 0).astype(np.int8), scale
+
+
 def through(x, kv_dtype, side=0, *, scale=1.0, signs=None):
     """Vectors ``[..., H]`` as the cache gives them back: keys (`side` is 0) or values (1)."""
     bits, name = code_bits(kv_dtype)[side], fp8_names(kv_dtype)[side]
     if bits is not None:
         codes, _, norms = encoded(x, signs, bits)
         return decoded(codes, norms, signs, bits)
+    if int8_sides(kv_dtype)[side]:
+        numbers, scales = int8(x)
+        return numbers * scales[..., None].astype(np.float64)
     if name is not None:
         return fp8(x, name, scale).astype(np.float64) * scale
     return np.asarray(x).astype(np.float64)

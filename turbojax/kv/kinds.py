@@ -97,11 +97,12 @@ def cache_by_name(name: str, num_kv_heads: int, devices: int = 1) -> CacheKind:
         heads at 2 bits, the others at 4 (of an odd number one more of the values than of the keys,
         so that it is half of both together), ``"kv4"``: 4 bits with a
         scale per token and head (FireQ), ``"k8v4"``: the same with keys in e4m3, or pages of tokens
-        as they are (``"paged"``), in an 8-bit float (``"fp8_e4m3"``, ``"fp8_e5m2"``), as codes
-        (``"turbo4"``, ``"turbo_k4v2"`` ..) or with keys and values unlike each other
-        (``"paged_k8v4"``); of models with latent attention, one of `LATENT_CACHE_NAMES`. For
-        comparison: KIVI (``"kivi4"``, ``"kivi3"``, ``"kivi2"``), GEAR (``"gear4"`` ..), and tokens
-        rounded each by itself (``"int8"``, ``"int4"``, ``"e4m3"``).
+        as they are (``"paged"``), in an 8-bit float (``"fp8_e4m3"``, ``"fp8_e5m2"``), as integers
+        (``"paged_int8"``), as codes (``"turbo4"``, ``"turbo_k4v2"`` ..) or with keys and values
+        unlike each other (``"paged_k8v4"``, ``"paged_int8_v4"``); of models with latent attention,
+        one of `LATENT_CACHE_NAMES`. For comparison: KIVI (``"kivi4"``, ``"kivi3"``,
+        ``"kivi2"``), GEAR (``"gear4"`` ..), and tokens rounded each by itself (``"int8"``,
+        ``"int4"``, ``"e4m3"``).
       num_kv_heads: of the model.
       devices: over how many its heads are to be split: ``"2/4bit"`` is half of each one's heads,
         ranked among themselves (`TurboConfig.heads_per_group`). Other names mean the same on any.
@@ -141,9 +142,10 @@ def init_layer_cache(
       kind: ``"exact"`` for keys and values as they are, ``"bfloat16"`` for the same rounded to
         that, ``"kv4"``, ``"k8v4"``, pages of tokens in `dtype` (``"paged"``), in 8-bit floats
         (``"fp8_e4m3"``, ``"fp8_e5m2"``: at scale 1, so that keys and values must be within 448 or
-        57344), as codes (``"turbo4"``, ``"turbo_k4v2"`` ..) or mixed (``"paged_k8v4"``), or the
-        config of a progressively compressed cache. For comparison, without kernels: ``"int8"``,
-        ``"int4"`` and ``"e4m3"``, or a `turbojax.baselines.kivi.Kivi`.
+        57344), as integers of 8 bits (``"paged_int8"``), as codes (``"turbo4"``, ``"turbo_k4v2"``
+        ..) or mixed (``"paged_k8v4"``, ``"paged_int8_v4"``), or the config of a progressively
+        compressed cache. For comparison, without kernels: ``"int8"``, ``"int4"`` and ``"e4m3"``, or
+        a `turbojax.baselines.kivi.Kivi`.
       dtype: of queries, keys and values.
       local_window_size: window of the layer's `AttentionOptions`, if it has one: what it does not
         reach is not kept, see `turbojax.state.ring`. Queries must not see more.

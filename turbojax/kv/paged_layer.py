@@ -18,12 +18,16 @@ from turbojax.state.pages.pool import append as append_to_pages
 PagedKind = str
 """One of `PAGED_KINDS`."""
 
-_NAMES = {"auto": "paged", "k8v4": "paged_k8v4"}
+_NAMES = {
+    "auto": "paged",
+    **{name: f"paged_{name}" for name in ("int8", "int8_v4", "k8v4")},
+}
 _KV_DTYPES = {_NAMES.get(kv_dtype, kv_dtype): kv_dtype for kv_dtype in KV_DTYPES}
 
 PAGED_KINDS = tuple(_KV_DTYPES)
-"""Names of caches that are kept in pages: the `KV_DTYPES`, but for two. ``"paged"`` stores keys and
-values as they are, and ``"k8v4"``, which is a cache without pages, is ``"paged_k8v4"``."""
+"""Names of caches that are kept in pages: the `KV_DTYPES`, but for four. ``"paged"`` stores keys
+and values as they are; ``"k8v4"`` and ``"int8"``, which are caches without pages, and ``"int8_v4"``
+are ``"paged_k8v4"``, ``"paged_int8"`` and ``"paged_int8_v4"``."""
 
 PAGE_SIZE = 64
 """Tokens of a page."""

@@ -25,8 +25,11 @@ _FAMILIES = {"auto": "bf16-pages", "fp8_e4m3": "fp8-pages"}
 # Tokens of its blocks: fewer than the default of jax's kernel, which is for smaller pages.
 _JAX_BLOCK = 128
 # Relative L2 of stored keys and values: three bits after the first, and 4 bits in all; or the one
-# and the other.
-_STORED = {"auto": 0.0, "fp8_e4m3": 0.04, "turbo4": 0.12, "k8v4": 0.12}
+# and the other; 8 bits in all, of the largest.
+_STORED = {
+    **{"auto": 0.0, "fp8_e4m3": 0.04, "turbo4": 0.12, "k8v4": 0.12},
+    **{"int8": 0.01, "int8_v4": 0.12},
+}
 # The most query rows of a KV head that meet fp8 pages in more than 8 bits; the error of others.
 _FEW_ROWS, _E4M3_PRODUCTS = 64, 0.08
 # An append writes to this many places in turn.

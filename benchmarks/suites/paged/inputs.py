@@ -26,6 +26,8 @@ _SHORT_OF_FULL = 27
 # Random numbers repeat after this many: they are made once for all pools. A wrong page still shows.
 _PERIOD, _PERIOD_WITHOUT_GPU = 2**26, 2**16
 _BFLOAT16 = 2
+# Normal numbers are up to four.
+_INT8_UNIT = 2.0**-5
 # Relative L2: rounding gives 0.01 at most, a wrong output about 1.
 _WRONG = 0.03
 
@@ -107,6 +109,8 @@ def _made(seed: int, kind: str) -> jax.Array:
 def _shaped(numbers: jax.Array, shape: tuple[int, ...], dtype: np.dtype) -> jax.Array:
     size = int(np.prod(shape))
     every = jnp.tile(numbers, -(-size // numbers.size))[:size].reshape(shape)
+    if dtype == jnp.int8:
+        every = jnp.clip(jnp.rint(every.astype(jnp.float32) / _INT8_UNIT), -127, 127)
     if dtype == jnp.float16:
         # Norms of vectors of 128 channels.
         return (128**0.5 * (1 + every.astype(jnp.float32) / 16)).astype(jnp.float16)
@@ -114,7 +118,10 @@ def _shaped(numbers: jax.Array, shape: tuple[int, ...], dtype: np.dtype) -> jax.
 
 
 def random(seed: int, shape: tuple[int, ...], dtype: Any = jnp.bfloat16) -> jax.Array:
-    """Any bits in uint8, norms around the root of 128 in float16, otherwise normal numbers."""
+    """Any bits in uint8, norms around the root of 128 in float16, otherwise normal numbers.
+
+    Those in int8 are over `_INT8_UNIT`.
+    """
     kind = "bits" if dtype == jnp.uint8 else "normal"
     return _shaped(_made(seed, kind), shape, np.dtype(dtype))
 
@@ -152,6 +159,9 @@ def pool(shape: Shape, page_size: int, kv_dtype: str) -> PagedCache:
         for i, name in enumerate(("key", "value", "key_norm", "value_norm"))
         if (leaf := getattr(cache, name)) is not None
     }
+    for side in ("key", "value"):
+        if getattr(cache, side).dtype == jnp.int8:  # scales, and no norms
+            arrays[f"{side}_norm"] *= jnp.float16(_INT8_UNIT / 128**0.5)
     scales = {
         name: jnp.ones((), jnp.float32)
         for name in ("key_scale", "value_scale")

@@ -24,13 +24,21 @@ _DECODE = (
     ("turbo4", MOSAIC),
     ("fp8_e4m3", TRITON),
     ("turbo4", TRITON),
+    ("int8", MOSAIC),
     ("fp8_e5m2", MOSAIC),
 )
-_UNLIKE = ("k8v4", "turbo_k4v2", "turbo_k3v2")
-_FORMATS = (*_DECODE[:-1], *((kind, kernel) for kernel in (MOSAIC, TRITON) for kind in _UNLIKE))
+_UNLIKE = ("k8v4", "int8_v4", "turbo_k4v2", "turbo_k3v2")
+_FORMATS = (
+    *_DECODE[:-1],
+    *((kind, kernel) for kernel in (MOSAIC, TRITON) for kind in _UNLIKE),
+    ("int8", TRITON),
+)
 _APPEND = ("auto", "fp8_e4m3", "turbo4")
 _PLACES = ((64, 4096), (1, 32768), (1, 8192), (1, 4096), (1, 1024))
-_PROMPT = (("auto", MOSAIC), ("fp8_e4m3", MOSAIC), ("turbo4", MOSAIC), ("auto", TRITON))
+_PROMPT = (
+    *(("auto", MOSAIC), ("fp8_e4m3", MOSAIC), ("turbo4", MOSAIC), ("int8", MOSAIC)),
+    ("auto", TRITON),
+)
 # Chunks of prompts, and tokens held then.
 _PROMPTS = (
     *((8192, 8192), (1024, 8192), (256, 8192)),
@@ -59,7 +67,7 @@ def _groups() -> list[Group]:
 
 
 def _format_groups() -> list[Group]:
-    model, kinds = "llama3-8b", (*_APPEND, "k8v4")
+    model, kinds = "llama3-8b", (*_APPEND, "k8v4", "int8", "int8_v4")
     shapes = [Shape(model, *place) for place in ((16, 32768), *_PLACES)]
     groups = [paged_cases.decode(Problem(shape), _FORMATS, with_jax=False) for shape in shapes]
     groups.append(paged_cases.append(Shape(model, 64, 4096), 1, kinds))
@@ -84,11 +92,11 @@ def _quick_groups() -> list[Group]:
 
 
 def _quick_format_groups() -> list[Group]:
-    shape, kinds = Shape("tiny", 2, 192), ("auto", "fp8_e4m3", "k8v4", "turbo_k4v2", "turbo_k3v2")
+    shape, kinds = Shape("tiny", 2, 192), ("auto", "int8", "fp8_e4m3", *_UNLIKE)
     chosen = [(kv_dtype, "xla") for kv_dtype in kinds]
     return [
         paged_cases.decode(Problem(shape), chosen, with_jax=False),
-        paged_cases.append(shape, 1, kinds[:3]),
+        paged_cases.append(shape, 1, kinds[:4]),
     ]
 
 

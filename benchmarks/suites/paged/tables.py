@@ -33,8 +33,10 @@ KV_DTYPES = {
     "auto": "bf16",
     "fp8_e4m3": "fp8, e4m3",
     "fp8_e5m2": "fp8, e5m2",
+    "int8": "int8",
     "turbo4": "turbo4",
     "k8v4": "k8v4",
+    "int8_v4": "int8_v4",
     "turbo_k4v2": "turbo, 4 and 2 bits",
     "turbo_k3v2": "turbo, 3 and 2 bits",
 }

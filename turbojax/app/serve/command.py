@@ -89,8 +89,9 @@ MaxNewTokens = Annotated[
 KvDtype = Annotated[
     str,
     typer.Option(
-        help="Pages in auto (uncompressed), fp8_e4m3, fp8_e5m2, turbo4, k8v4 (keys as fp8_e4m3, "
-        "values as turbo4), or as turbo4 with 4, 3 or 2 bits for keys and values: turbo_k4v2 .."
+        help="Pages in auto (uncompressed), fp8_e4m3, fp8_e5m2, int8, turbo4, k8v4 and int8_v4 "
+        "(keys as fp8_e4m3 or int8, values as turbo4), or as turbo4 with 4, 3 or 2 bits for keys "
+        "and values: turbo_k4v2 .."
     ),
 ]
 PageSize = Annotated[int, typer.Option(help="Tokens of a page: 16, 32, 64 or 128.")]

@@ -74,7 +74,7 @@ class Engine:
       window_pages: pages of the pools of all other layers, see `num_pages`; by default what
         `max_sequences` requests need at most, but no more than `num_pages`.
       page_size: tokens of a page: 16, 32, 64 or 128.
-      kv_dtype: how pages are stored: ``"auto"`` (the model's dtype), ``"fp8_e4m3"``,
+      kv_dtype: how pages are stored: ``"auto"`` (the model's dtype), ``"fp8_e4m3"``, ``"int8"``,
         ``"turbo4"``, ``"k8v4"`` .., see `PagedCache`; of a model with latent attention ``"auto"``,
         ``"fp8_e4m3"`` or ``"turbo4"``, see `LatentPages`. By default nothing is compressed, so that
         texts are exactly the model's; `init_paged_cache`, whose purpose is compression, has another

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from turbojax import polar
 from turbojax._device import has_bulk_copies, needs_e4m3, needs_mosaic, shared_memory
 from turbojax.ops.options import Options
-from turbojax.state.pages.formats import Codes, Float8, Format
+from turbojax.state.pages.formats import Codes, Float8, Format, Int8
 from turbojax.state.pages.pool import PagedCache
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ class Call(NamedTuple):
       head_dim: channels.
       window: optional (left, right).
       is_plain: whether keys and values have 16 bits.
-      is_fp8: whether they are floats of 8 bits.
+      is_fp8: whether they have 8 bits, floats or, as many bytes but for scales, int8.
     """
 
     rows: int
@@ -121,7 +121,7 @@ def call_of(query: jax.Array, cache: PagedCache, block_tables: jax.Array, option
         head_dim=head_dim,
         window=options.window,
         is_plain=cache.kv_dtype == "auto",
-        is_fp8=cache.kv_dtype.startswith("fp8"),
+        is_fp8=cache.kv_dtype.startswith("fp8") or cache.kv_dtype == "int8",
     )
 
 
@@ -293,6 +293,8 @@ def _stored(side: Format, head_dim: int) -> tuple["Stored", float]:
     """How a side is stored, and what its numbers are multiplied by beside norms and scales."""
     from pallas_kernels.mosaic.hopper.paged import kernel
 
+    if isinstance(side, Int8):
+        return kernel.Stored(8, is_int8=True), 1.0
     if not isinstance(side, Codes):
         return kernel.Stored(8), 1.0
     table, middle, step = polar.integer_centroids(side.bits)

@@ -11,7 +11,7 @@ from turbojax._device import multiprocessors, needs_hopper
 from turbojax.ops import rows
 from turbojax.ops.options import Options
 from turbojax.state.pages import checks as page_checks
-from turbojax.state.pages.formats import Codes, Float8, Format
+from turbojax.state.pages.formats import Codes, Float8, Format, Int8
 from turbojax.state.pages.pool import PagedCache
 
 if TYPE_CHECKING:
@@ -215,6 +215,8 @@ def _codec(stored: Format, head_dim: int) -> "expand.Codec":
         table, middle, step = polar.integer_centroids(stored.bits)
         # Of a centroid's unit, and of the rotation, one over the root of the channels each.
         return expand.Codec(tuple(table), middle, step / head_dim)
+    if isinstance(stored, Int8):
+        return expand.Codec(is_int8=True)
     assert isinstance(stored, Float8)
     return expand.Codec(is_e5m2=stored.name == "float8_e5m2")
 

@@ -59,8 +59,8 @@ def attend(
     """`reference.attend` as one kernel and a merge.
 
     Where keys have 8 bits or fewer, queries are rounded to float16 relative to their largest value;
-    weights are rounded to the values' dtype, for fp8 to float16, and times codes' norms to
-    bfloat16.
+    weights are rounded to the values' dtype, for fp8 to float16, and times the norms of codes, or
+    the scales of int8, to bfloat16.
     """
     del extras  # see `unsupported`
     return _attend(

@@ -16,14 +16,27 @@ import numpy as np
 
 from turbojax import polar
 
+INT8_RANGE = 127
+"""The largest integer of `Int8`, on either side of 0."""
+
+LARGEST_SCALE = 65504.0
+"""Of a vector of `Int8`: the largest float16."""
+
+TINY = 2.0**-25
+"""`Int8` stores vectors with no larger magnitude as zeros: it is half of the smallest float16."""
+
+_EXPONENT, _MAGNITUDE = 0x7F800000, 0x7FFFFFFF
+_SMALLEST_EXPONENT = (127 - 14) << 23  # of float16's normal numbers, as bits of float32
+
 
 class Encoded(NamedTuple):
     """What vectors become.
 
     Attributes:
       data: ``[..., W]``, in the format's dtype.
-      norm: float16 ``[...]`` where the format has norms: NaN where a vector was not finite or is
-        beyond its range; None otherwise, and `data` is NaN there.
+      norm: float16 ``[...]`` where the format has norms, or a scale of each vector in their place:
+        NaN where a vector was not finite or is beyond its range; None otherwise, and `data` is NaN
+        there.
     """
 
     data: jax.Array
@@ -37,7 +50,7 @@ class Format(abc.ABC):
     perhaps a norm of its own: ``x = n * factor * norm``, in rotated channels if `is_rotated`.
 
     Attributes:
-      has_norm: whether each token and head has a float16 norm.
+      has_norm: whether each token and head has a float16 norm, or a scale that takes its place.
       has_scale: whether the pool has a scale that its maker chooses.
       is_rotated: whether what is stored stands for a vector rotated by `turbojax.polar.rotate`.
       is_bounded: whether finite vectors may be beyond what can be stored.
@@ -179,14 +192,48 @@ class Float8(Format):
 
 
 @dataclasses.dataclass(frozen=True)
+class Int8(Format):
+    """Integers of 8 bits, and a scale of each vector, stored as its norm; see `to_int8`."""
+
+    has_norm: ClassVar[bool] = True
+
+    def width(self, head_dim: int) -> int:
+        """`H`."""
+        return head_dim
+
+    def dtype(self, given: np.dtype) -> np.dtype:
+        """int8."""
+        return jnp.dtype(jnp.int8)
+
+    def encode(
+        self, x: jax.Array, scale: jax.Array | None, rotation: polar.Rotation | None
+    ) -> Encoded:
+        """See `to_int8`."""
+        return Encoded(*to_int8(x))
+
+    def read(self, data: jax.Array) -> jax.Array:
+        """In float32."""
+        return data.astype(jnp.float32)
+
+    def factor(self, head_dim: int, scale: jax.Array | None) -> jax.Array:
+        """1: scales are tokens' own."""
+        return jnp.float32(1)
+
+    def refusal(self, kv_dtype: str, side: str, scale: float) -> str:
+        """Names the largest value."""
+        largest = INT8_RANGE * LARGEST_SCALE
+        return f"holds values beyond {largest:.0f}, the largest that {kv_dtype} stores"
+
+
+@dataclasses.dataclass(frozen=True)
 class Codes(Format):
     """Codes of rotated coordinates and a norm: `turbojax.polar` (PolarQuant, Han et al., 2025).
 
-    Also the values beside 8-bit keys, in ``"k8v4"``: uniform integers of 4 bits with a scale per
-    token take as many bytes and lose more of the vectors' squares: 1.16 to 2.5 % of the embedded
-    model's values, by layer, to 0.83 to 0.90 % here; 1.38 % to 0.93 % of normal vectors of 128
-    channels, 8.2 % to 0.86 % where a few channels are loud. A rotation of the output is all that
-    codes cost on top, as queries are rotated only for keys.
+    Also the values beside 8-bit keys, in ``"k8v4"`` and ``"int8_v4"``: uniform integers of 4 bits
+    with a scale per token take as many bytes and lose more of the vectors' squares: 1.16 to 2.5 %
+    of the embedded model's values, by layer, to 0.83 to 0.90 % here; 1.38 % to 0.93 % of normal
+    vectors of 128 channels, 8.2 % to 0.86 % where a few channels are loud. A rotation of the output
+    is all that codes cost on top, as queries are rotated only for keys.
 
     Numbers are the centroids of `turbojax.polar.integer_centroids`, packed as by `polar.pack`.
 
@@ -250,6 +297,8 @@ FORMATS = {
     "auto": _both(Plain()),
     "fp8_e4m3": _both(Float8("float8_e4m3fn")),
     "fp8_e5m2": _both(Float8("float8_e5m2")),
+    "int8": _both(Int8()),
+    "int8_v4": Formats(Int8(), Codes(4)),
     "turbo4": _both(Codes(4)),
     "k8v4": Formats(Float8("float8_e4m3fn"), Codes(4)),
     **{
@@ -277,3 +326,57 @@ def to_fp8(x: jax.Array, scale: jax.Array, dtype: np.dtype) -> jax.Array:
     rounded = jnp.rint(x * inverse) * quantum
     fits = jnp.abs(x) <= float(information.max)
     return jnp.where(fits, rounded, jnp.nan).astype(dtype)
+
+
+def to_int8(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Each vector's integers and scale: ``x`` is ``integers * scale`` but for rounding.
+
+    The scale is the largest magnitude times 1 / 127 (a product of float32), rounded up to float16,
+    so that no integer is beyond 127; integers are ``x / scale`` rounded to nearest, ties to even.
+    What is approximate on some machine, a reciprocal, is corrected: the bits are the same on all.
+
+    Args:
+      x: ``[..., H]``, bfloat16, float16 or float32.
+
+    Returns:
+      integers: int8 ``[..., H]``, within 127; 0 where the scale is 0 or NaN.
+      scales: float16 ``[...]``. 0 for a vector of zeros, and where no magnitude is beyond `TINY`;
+        NaN where `x` is not finite or a magnitude is beyond 127 times 65504.
+    """
+    x = x.astype(jnp.float32)
+    # As integers magnitudes are in the order of the numbers, and NaN is beyond all of them.
+    bits = jax.lax.bitcast_convert_type(x, jnp.int32) & _MAGNITUDE
+    largest = jax.lax.bitcast_convert_type(jnp.max(bits, axis=-1), jnp.float32)
+    is_tiny = largest <= TINY
+    scale = _up_to_float16(jnp.where(is_tiny, 1, largest * np.float32(1 / INT8_RANGE)))
+    is_valid = scale <= LARGEST_SCALE
+    is_stored = is_valid & ~is_tiny
+    integers = _quotients(x, jnp.where(is_stored, scale, 1)[..., None])
+    integers = jnp.where(is_stored[..., None], integers, 0).astype(jnp.int8)
+    scale = jnp.where(is_tiny, 0, scale)
+    # Selected in float16: a conversion of NaN has other bits elsewhere.
+    return integers, jnp.where(is_valid, scale.astype(jnp.float16), jnp.float16(jnp.nan))
+
+
+def _up_to_float16(x: jax.Array) -> jax.Array:
+    """The smallest float16 that is not below `x`, positive, still in float32; more if too large."""
+    exponent = jax.lax.bitcast_convert_type(x, jnp.int32) & _EXPONENT
+    # Above a float16 of this exponent the next one follows after a quantum.
+    exponent = jnp.maximum(exponent, _SMALLEST_EXPONENT) - (10 << 23)
+    quantum = jax.lax.bitcast_convert_type(exponent, jnp.float32)
+    inverse = jax.lax.bitcast_convert_type((254 << 23) - exponent, jnp.float32)
+    return jnp.ceil(x * inverse) * quantum
+
+
+def _quotients(x: jax.Array, scale: jax.Array) -> jax.Array:
+    """``x / scale`` rounded to nearest, ties to even, of quotients within 127.
+
+    A guess is off by one at most. It times the scale is exact, as that has 11 bits, and so is the
+    remainder: past half of the scale, or at it from an odd guess, the neighbour is right.
+    """
+    guess = jnp.rint(x * (1 / scale))
+    rest = x - guess * scale
+    distance, half = jnp.abs(rest), scale * 0.5
+    is_odd = (guess.astype(jnp.int32) & 1) == 1
+    is_past = (distance > half) | ((distance == half) & is_odd)
+    return guess + jnp.where(is_past, jnp.sign(rest), 0)

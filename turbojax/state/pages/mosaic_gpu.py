@@ -9,7 +9,7 @@ import jax
 from turbojax._device import needs_e4m3, needs_mosaic
 from turbojax.state.pages import kernels, writing
 from turbojax.state.pages.checks import Pool
-from turbojax.state.pages.formats import Codes, Float8, Format
+from turbojax.state.pages.formats import Codes, Float8, Format, Int8
 
 if TYPE_CHECKING:
     from pallas_kernels.mosaic.hopper.paged.append import Settings, Stored
@@ -103,6 +103,8 @@ def _stored(side: Format, channels: int) -> "Stored":
 
     if isinstance(side, Codes):
         return kernels.codec(side.bits, channels)
+    if isinstance(side, Int8):
+        return kernel.Int8()
     if isinstance(side, Float8):
         return kernel.Float8(is_e5m2=side.name == "float8_e5m2")
     return None

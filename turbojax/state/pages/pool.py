@@ -55,6 +55,8 @@ class PagedCache(Split):
     - ``"auto"``: unchanged, in `dtype`.
     - ``"fp8_e4m3"``, ``"fp8_e5m2"``: ``x = stored * scale`` with one scale for all keys and one for
       all values, chosen at the start.
+    - ``"int8"``: ``x = stored * scale`` with a float16 scale for each token and head, the largest
+      magnitude over 127; see `turbojax.state.pages.formats.to_int8`.
     - ``"turbo4"``: a random rotation, 4-bit codes of its coordinates and a norm per token and head
       (PolarQuant, Han et al., 2025; see `turbojax.polar`), 3.9 times smaller than bfloat16 at 128
       channels.
@@ -62,6 +64,7 @@ class PagedCache(Split):
       says, each 4, 3 or 2. Codes are packed without gaps, see `turbojax.polar.pack`.
     - ``"k8v4"``: keys as in ``"fp8_e4m3"``, values as in ``"turbo4"``: of the two it is keys whose
       errors cost more, since scores go through an exponential.
+    - ``"int8_v4"``: keys as in ``"int8"``, values as in ``"turbo4"``.
 
     Made by `init_paged_cache`; the functions of `turbojax.paged` take it and never change it in
     place (donate it to `jit` to reuse its memory). The content of pages that no sequence holds, and
@@ -69,11 +72,11 @@ class PagedCache(Split):
 
     Attributes:
       key: the stored keys: uint8 ``[P, K, page_size, H * bits / 8]`` for codes, in the order of
-        `turbojax.polar.pack`; otherwise ``[P, K, page_size, H]`` in `dtype`, float8_e4m3fn or
-        float8_e5m2.
+        `turbojax.polar.pack`; otherwise ``[P, K, page_size, H]`` in `dtype`, float8_e4m3fn,
+        float8_e5m2 or int8.
       value: as `key`.
-      key_norm: float16 ``[P, K, page_size]`` for codes, NaN where a vector was not finite; None
-        otherwise.
+      key_norm: float16 ``[P, K, page_size]`` for codes, for int8 each vector's scale; NaN where a
+        vector was not finite. None otherwise.
       value_norm: as `key_norm`.
       key_scale: float32 ``[]`` for fp8; None otherwise.
       value_scale: as `key_scale`.
@@ -206,8 +209,8 @@ def init_paged_cache(
       num_kv_heads: key/value heads, `K`.
       head_dim: channels, `H`; for codes one that `turbojax.polar.rotation` knows, and for those of
         3 bits a multiple of 8.
-      kv_dtype: one of `KV_DTYPES`: ``"auto"``, ``"fp8_e4m3"``, ``"fp8_e5m2"``, ``"turbo4"``,
-        ``"k8v4"``, ``"turbo_k4v2"`` ...; see `PagedCache`.
+      kv_dtype: one of `KV_DTYPES`: ``"auto"``, ``"fp8_e4m3"``, ``"fp8_e5m2"``, ``"int8"``,
+        ``"turbo4"``, ``"k8v4"``, ``"int8_v4"``, ``"turbo_k4v2"`` ...; see `PagedCache`.
       dtype: of the queries, keys and values to come: bfloat16, float16 or float32.
       key_scale: for fp8 keys, what a stored key is multiplied with: the largest key over the
         format's largest value (448 for e4m3, 57344 for e5m2), or more.
@@ -276,8 +279,9 @@ def append(
       new_lengths: optional integer ``[B]``: how many of the `T` tokens belong to each sequence, the
         first ones; all of them if not given.
       implementation: ``"mosaic_gpu"`` (one kernel for every format; Ampere to Blackwell,
-        ``"fp8_e4m3"`` from Ada on), ``"triton"`` (one for all that is stored as codes), both with a
-        head dim that is a power of two, ``"xla"``, or None to choose. All store the same bits.
+        ``"fp8_e4m3"`` from Ada on), ``"triton"`` (one for all that is stored as codes or in
+        int8), both with a head dim that is a power of two, ``"xla"``, or None to choose. All store
+        the same bits.
 
     Returns:
       The pool with the tokens. Under `jit`, a token without a page in the pool, past its block
@@ -387,7 +391,7 @@ def _check_scale(side: str, scale: float, kv_dtype: str) -> None:
     _checks.check_number(name, scale)
     _checks.check_positive(name, scale)
     if not getattr(FORMATS[kv_dtype], side).has_scale and scale != 1:
-        raise ValueError(f"{name}={scale} has no use with {kv_dtype=}: only fp8 has scales")
+        raise ValueError(f"{name}={scale} has no use with {kv_dtype=}: only fp8 has one scale")
 
 
 def _empty(

@@ -110,7 +110,7 @@ def _read(cache: PoolT, pages: jax.Array) -> dict[str, jax.Array]:
     pages = jnp.where(pages < 0, cache.num_pages, pages)
 
     def read(x: jax.Array) -> jax.Array:
-        fill = 0 if x.dtype == jnp.uint8 else jnp.nan
+        fill = jnp.nan if jnp.issubdtype(x.dtype, jnp.floating) else 0
         return x.at[pages].get(mode="fill", fill_value=fill)
 
     return {name: read(x) for name, x in page_arrays(cache).items()}

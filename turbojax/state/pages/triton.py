@@ -1,4 +1,4 @@
-"""The Triton kernel that writes codes into pages: what it takes, how it is launched."""
+"""The Triton kernel that writes codes and int8 into pages: what it takes, how it is launched."""
 
 import dataclasses
 import functools
@@ -10,7 +10,7 @@ import jax
 from turbojax._device import interpreting, needs_gpu, unindexable
 from turbojax.state.pages import kernels, writing
 from turbojax.state.pages.checks import Pool
-from turbojax.state.pages.formats import Codes
+from turbojax.state.pages.formats import Codes, Int8
 
 if TYPE_CHECKING:
     from pallas_kernels.triton.paged_append import Settings
@@ -20,10 +20,10 @@ _AMPERE = 8.0
 
 def append_unsupported(*, cache: Pool, key: jax.Array, block_tables: jax.Array) -> str | None:
     """Why `append` cannot run this here; None if it can."""
-    coded = _coded(cache)
-    if not coded:
-        return f"kv_dtype={cache.kv_dtype!r} must store keys or values as codes"
-    arrays = [key, block_tables, *(getattr(cache, side) for side in coded)]
+    sides = _bits(cache)
+    if not sides:
+        return f"kv_dtype={cache.kv_dtype!r} must store keys or values as codes or int8"
+    arrays = [key, block_tables, *(getattr(cache, side) for side in sides)]
     sizes = [math.prod(x.shape) * x.dtype.itemsize for x in arrays]
     return kernels.unsupported(cache, key) or unindexable(*sizes) or needs_gpu(_AMPERE)
 
@@ -36,7 +36,7 @@ def append(
     lengths: jax.Array,
     new_lengths: jax.Array,
 ) -> tuple[Pool, dict[str, jax.Array]]:
-    """`writing.append`: codes by one kernel, the other side if there is one by XLA.
+    """`writing.append`: codes and int8 by one kernel, the other side if there is one by XLA.
 
     Of what the tokens became it returns what tells whether they fit: norms, and what has none.
     """
@@ -57,38 +57,37 @@ def _append(
 ) -> tuple[Pool, dict[str, jax.Array]]:
     from pallas_kernels.triton.paged_append import Pages, append
 
-    vectors, coded = {"key": key, "value": value}, _coded(cache)
-    content = writing.encode(
-        cache, **{side: vectors[side] for side in vectors if side not in coded}
-    )
+    vectors, bits = {"key": key, "value": value}, _bits(cache)
+    content = writing.encode(cache, **{side: vectors[side] for side in vectors if side not in bits})
     place = writing.find_places(cache, key.shape[1], block_tables, lengths, new_lengths)
     cache = writing.store(cache, content, place)
     written = append(
-        tuple(vectors[side].reshape(-1, cache.head_dim) for side in coded),
-        cache.rotation.signs,
+        tuple(vectors[side].reshape(-1, cache.head_dim) for side in bits),
+        cache.rotation.signs if cache.formats.is_rotated else None,
         block_tables,
         lengths,
         new_lengths,
-        tuple(Pages(getattr(cache, side), getattr(cache, f"{side}_norm")) for side in coded),
+        tuple(Pages(getattr(cache, side), getattr(cache, f"{side}_norm")) for side in bits),
         settings(
             math.prod(key.shape[:-1]),
             key.shape[1],
             cache.head_dim,
-            tuple(coded.values()),
+            tuple(bits.values()),
             interpret,
         ),
     )
-    for side, pages in zip(coded, written, strict=True):
+    for side, pages in zip(bits, written, strict=True):
         cache = dataclasses.replace(cache, **{side: pages.codes, f"{side}_norm": pages.norms})
         # Only for the check outside `jit`.
         content[f"{side}_norm"] = writing.read(pages.norms, place)
     return cache, content
 
 
-def _coded(cache: Pool) -> dict[str, int]:
-    """The sides that are stored as codes, and bits of a code."""
+def _bits(cache: Pool) -> dict[str, int]:
+    """The sides that the kernel writes, and their bits: 4, 3 or 2 of codes, 8 of int8."""
     sides = cache.formats._asdict().items()
-    return {name: side.bits for name, side in sides if isinstance(side, Codes)}
+    found = {name: side.bits for name, side in sides if isinstance(side, Codes)}
+    return found | {name: 8 for name, side in sides if isinstance(side, Int8)}
 
 
 def settings(
@@ -96,7 +95,7 @@ def settings(
 ) -> "Settings":
     """Settings for this number of vectors per side, with `tokens` tokens per sequence.
 
-    `bits` are those of each side's codes.
+    `bits` are those of each side's codes; 8 of int8.
     """
     from pallas_kernels.triton.paged_append import Settings
 
@@ -108,7 +107,7 @@ def settings(
     elif vectors > _SOME:
         rows, warps = 8, 4
     return Settings(
-        codecs=tuple(kernels.codec(of_side, channels) for of_side in bits),
+        codecs=tuple(None if n == 8 else kernels.codec(n, channels) for n in bits),
         tokens=tokens,
         rows=rows,
         pieces=pieces,

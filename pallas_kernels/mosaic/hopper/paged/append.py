@@ -43,6 +43,7 @@ import jax
 
 from pallas_kernels.layouts import Codec
 from pallas_kernels.mosaic import lane, lanes
+from pallas_kernels.mosaic.hopper.paged import int8
 from pallas_kernels.mosaic.hopper.paged.rotation import hadamard
 from pallas_kernels.mosaic.lane import Bool, Float, Int, Pointer
 
@@ -75,7 +76,12 @@ class Float8:
         return 57344.0 if self.is_e5m2 else 448.0
 
 
-Stored = Codec | Float8 | None
+@dataclasses.dataclass(frozen=True)
+class Int8:
+    """Integers of 8 bits and a scale, see `int8`."""
+
+
+Stored = Codec | Float8 | Int8 | None
 """How a side is stored; None: as it is."""
 
 
@@ -130,7 +136,7 @@ class Side:
     Attributes:
       vectors: ``[vectors, H]``.
       data: ``[P, K, page_size, W]``.
-      norms: float16 ``[P, K, page_size]`` of codes.
+      norms: float16 ``[P, K, page_size]`` of codes, of int8 the scales.
       scale: float32 ``[]``, of 8-bit floats.
     """
 
@@ -318,6 +324,8 @@ def _writer(a: Arrays, side: int, place: Int, s: Settings) -> "functools.partial
         # The instruction that XLA takes: the same bits.
         inverse = lane.divide(lane.number(1.0), of_side.scale.float())
         return functools.partial(_store_float8, of_side, inverse, stored, place, s)
+    if isinstance(stored, Int8):
+        return functools.partial(_store_int8, of_side, place, s)
     assert a.signs is not None
     words = a.signs.at(place * (4 * CHANNELS)).words(CHANNELS)
     signs = [w.as_float() for w in words]
@@ -346,6 +354,16 @@ def _store_float8(
     with lane.when(at.kept):
         data = to.data.times(at.index, s.head_dim).at(place * CHANNELS)
         data.store_words([pack(x[:4]), pack(x[4:])])
+
+
+def _store_int8(to: Side, place: Int, s: Settings, words: list[Int], at: Place) -> None:
+    """Integers, and the scale."""
+    assert to.norms is not None
+    integers, scale = int8.encode(words, _numbers(words, s.dtype), s.lanes, s.dtype)
+    with lane.when(at.kept):
+        to.data.times(at.index, s.head_dim).at(place * CHANNELS).store_words(integers)
+    with lane.when(at.kept & place.equals(0)):
+        to.norms.times(at.index, 2).store_low(scale, 16)
 
 
 def _store_codes(

@@ -1,4 +1,4 @@
-"""Pages whose sides are stored each in its own way: codes of 4, 3 or 2 bits, or e4m3 keys.
+"""Pages whose sides are stored each in its own way: codes of 4, 3 or 2 bits, int8, or e4m3 keys.
 
 Roofline, for 16 sequences, 8 KV heads with 4 queries each, 32,768 tokens, head dim 128, so 4.19 M
 tokens of a KV head; the frame is `kernel`'s:
@@ -40,6 +40,7 @@ keys (64 tokens), none spilled. Left: blocks of 64 for e4m3 keys, not timed wher
 Outputs are off from plain JAX by 3e-6 of their length (e4m3 keys) to 4e-5.
 
 Products of codes are of int8, see `integers` and `unpack`; those with e4m3 keys are those of `fp8`.
+Of int8 see `int8`.
 """
 
 import dataclasses
@@ -48,7 +49,8 @@ from typing import Any
 from pallas_kernels.mosaic import lane
 from pallas_kernels.mosaic.hopper.paged import integers
 from pallas_kernels.mosaic.hopper.paged.fp8 import Fp8
-from pallas_kernels.mosaic.hopper.paged.inputs import Place, Program, Query, Settings
+from pallas_kernels.mosaic.hopper.paged.inputs import Place, Program, Query, Settings, Stored
+from pallas_kernels.mosaic.hopper.paged.int8 import Int8
 from pallas_kernels.mosaic.hopper.paged.unpack import Codes
 from pallas_kernels.mosaic.lane import Float, Int, Pointer
 
@@ -66,20 +68,20 @@ class Mixed:
 
     head_dim: int
     s: Settings
-    key: Codes | Fp8
-    value: Codes
+    key: Codes | Int8 | Fp8
+    value: Codes | Int8
 
     @classmethod
     def of(cls, head_dim: int, s: Settings) -> "Mixed":
         """With its tables in registers."""
         assert s.stored is not None
         key, value = s.stored
-        keys: Codes | Fp8
+        keys: Codes | Int8 | Fp8
         if key.is_float:
             keys = Fp8(head_dim, dataclasses.replace(s, kind="fp8_e4m3", stored=None))
         else:
-            keys = Codes.of(key, head_dim, s.channels or head_dim)
-        return cls(head_dim, s, keys, Codes.of(value, head_dim, s.channels or head_dim))
+            keys = _integers(key, head_dim, s)
+        return cls(head_dim, s, keys, _integers(value, head_dim, s))
 
     def query_operands(
         self, x: list[Float], here: Place
@@ -95,7 +97,7 @@ class Mixed:
         return self.s.stored[side].middle
 
     def unseen(self, slot: Pointer, begin: Int, at: Program, here: Place) -> list[Int]:
-        """Nothing: values are finite, and norms of what is not seen are not multiplied with."""
+        """Nothing: values are integers, and norms of what is not seen are not multiplied with."""
         del slot, begin, at, here
         return []
 
@@ -156,6 +158,12 @@ class Mixed:
         return out
 
 
+def _integers(side: Stored, head_dim: int, s: Settings) -> Codes | Int8:
+    return Int8(head_dim) if side.is_int8 else Codes.of(side, head_dim, s.channels or head_dim)
+
+
 def channel(number: int, here: Place, head_dim: int, bits: int) -> Int:
     """The channel of a lane's output `number`, of values of so many bits."""
+    if bits == 8:
+        return Int8(head_dim).channel(number, here)
     return Codes(bits, head_dim, head_dim, []).channel(number, here)

@@ -17,19 +17,22 @@ class Stored(NamedTuple):
     """How one side of pages is stored whose sides are stored each in its own way.
 
     Attributes:
-      bits: of a code: 2, 3 or 4, with a norm for each token; 8 of e4m3, which keys may be.
+      bits: of a code: 2, 3 or 4, with a norm for each token; 8 of int8, with a scale for each, and
+        of e4m3, which keys may be.
       centroids: of codes, ``2**bits`` numbers in 0..127 that stand for themselves minus `middle`.
       middle: a multiple of a half.
+      is_int8: whether 8 bits are int8.
     """
 
     bits: int
     centroids: tuple[int, ...] = ()
     middle: float = 0.0
+    is_int8: bool = False
 
     @property
     def is_float(self) -> bool:
         """Whether it is e4m3."""
-        return not self.centroids
+        return not (self.centroids or self.is_int8)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,7 +113,7 @@ class Settings:
     @property
     def rotates_queries(self) -> bool:
         """Whether keys are codes of rotated vectors."""
-        return self.kind == _TURBO4 or (self.stored is not None and not self.stored[0].is_float)
+        return self.kind == _TURBO4 or bool(self.stored and self.stored[0].centroids)
 
     @property
     def key_runs(self) -> int:
@@ -172,7 +175,7 @@ class Pages(NamedTuple):
     """A pool of pages.
 
     Attributes:
-      key: uint8 codes ``[P, K, page_size, H / 2]``, or floats of 8 or 16 bits
+      key: uint8 codes ``[P, K, page_size, H / 2]``, or int8, or floats of 8 or 16 bits
         ``[P, K, page_size, H]``; of `Settings.stored` codes ``[P, K, page_size, H * bits / 8]``.
       value: the same.
       key_norm: float16 ``[P, K, page_size]``, of the kinds with scales bfloat16, or None.

@@ -1,4 +1,4 @@
-"""Attention of new queries to pages of codes of 2 to 4 bits or floats of 8 or 16, for Hopper.
+"""Attention of new queries to pages of integers of 2 to 8 bits or floats of 8 or 16, for Hopper.
 
 Roofline, for 16 sequences, 8 KV heads with 4 queries each, 32,768 tokens, head dim 128:
   - bytes that must move: 16 * 8 * 32768 tokens * 132 = 554 MB for turbo4, 256 bytes a token and

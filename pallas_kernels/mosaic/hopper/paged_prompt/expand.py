@@ -1,4 +1,4 @@
-"""Pages of codes and 8-bit floats as 16-bit numbers, for many queries, on Hopper.
+"""Pages of codes, int8 and 8-bit floats as 16-bit numbers, for many queries, on Hopper.
 
 Each token's vectors become what they stand for, rotated back where they are codes, in tiles of 128
 tokens one after the other: what `kernel.attention` reads as pages of 128 tokens, with a table that
@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from pallas_kernels.mosaic import lane, lanes
+from pallas_kernels.mosaic import eight_bits, lane, lanes
 from pallas_kernels.mosaic.lane import Float, Int, Pointer
 
 TILE = 128
@@ -40,17 +40,24 @@ class Codec:
     """How a side of the pages is stored.
 
     Attributes:
-      centroids: of codes of 4, 3 or 2 bits, 16, 8 or 4 integers up to 127; empty for 8-bit floats.
+      centroids: of codes of 4, 3 or 2 bits, 16, 8 or 4 integers up to 127; empty for 8 bits.
       middle: what they are too large by.
       unit: what a centroid, then, is multiplied by beside its token's norm; the rotation's own
         factor, one over the root of the channels, is in it.
       is_e5m2: which of the two 8-bit floats.
+      is_int8: whether 8 bits are int8, with a scale for each token.
     """
 
     centroids: tuple[int, ...] = ()
     middle: float = 0.0
     unit: float = 1.0
     is_e5m2: bool = False
+    is_int8: bool = False
+
+    @property
+    def has_norm(self) -> bool:
+        """Whether each token has a norm, or a scale."""
+        return bool(self.centroids) or self.is_int8
 
     @property
     def bits(self) -> int:
@@ -90,6 +97,13 @@ class Place:
 
     def numbers(self, row: Pointer, codec: Codec) -> list[Float]:
         """Of a stored row the thread's 32 numbers, quarter by quarter."""
+        if codec.is_int8:
+            return [
+                x
+                for i in range(_QUARTERS)
+                for word in row.at(i * self.head_dim // _QUARTERS, self.part * _TOGETHER).words(2)
+                for x in eight_bits.int8_numbers(word)
+            ]
         if not codec.centroids:
             convert = lane.half.from_e5m2 if codec.is_e5m2 else lane.half.from_e4m3
             found: list[Float] = []
@@ -195,7 +209,11 @@ def _expand(
 ) -> None:
     """Decodes a thread's part of a token, the pool's `index`-th, to row `row` of the result."""
     x = place.numbers(side.data.times(index, side.row_bytes), side.codec)
-    if side.norm is not None:
+    if side.codec.is_int8:
+        assert side.norm is not None
+        scale = lane.half_to_float(side.norm.times(index, 2).half())
+        x = [v * scale for v in x]
+    elif side.norm is not None:
         norm = lane.half_to_float(side.norm.times(index, 2).half()) * side.codec.unit
         x = [v * (sign * norm) for v, sign in zip(place.rotated_back(x), signs, strict=True)]
     target = side.out.times(row, 2 * place.head_dim)
@@ -251,7 +269,7 @@ def _sides(arrays: list[Pointer], place: Place, s: Settings) -> tuple[list[Float
     out, sides = arrays[-2:], []
     for codec, target in zip(s.codecs, out, strict=True):
         data = arrays.pop(0)
-        norm = arrays.pop(0) if codec.centroids else None
+        norm = arrays.pop(0) if codec.has_norm else None
         width = place.head_dim * codec.bits // 8
         sides.append(_Side(data, norm, target, codec, width))
     return signs, sides
@@ -272,9 +290,10 @@ def expand(
     """Decodes the pages of sequences.
 
     Args:
-      key: ``[P, K, page_size, W]``, uint8 codes or 8-bit floats.
+      key: ``[P, K, page_size, W]``, uint8 codes, int8 or 8-bit floats.
       value: the same of values.
-      norms: float16 ``[P, K, page_size]`` of a side that holds codes, None otherwise.
+      norms: float16 ``[P, K, page_size]`` of a side that holds codes, of int8 the scales; None
+        otherwise.
       signs: float32 ``[H]``, 1 or -1, of the codes' rotation, if there are any.
       tables: int32 ``[B, max_pages]``, all within the pool.
       lengths: int32 ``[B]``, tokens held; none for a sequence that is not to be read.
