@@ -93,8 +93,8 @@ def load(
         as a decoder's are, and over the others along another axis, as `Trainer` has them.
       int4: of a GGUF file whose linear layers are all of type Q4_0: take these as INT4 weights, as
         they are, in groups of 32 with float16 scales. `turbojax.fireq.dequantize` of one gives
-        what `gguf.quants.dequantize` does, bit for bit. Embedding, head, norms and biases are those
-        of the model without `int4`, whose weights are floating point.
+        what `gguf.quants.dequantize` does, bit for bit. Embedding, head, norms and biases may be of
+        any type and are floating point, as without it.
 
     Returns:
       The model: a `QuantizedDecoder` of a quantized checkpoint and with `int4`.
