@@ -69,7 +69,7 @@ def linear_layers_as_blocks(tensors: Mapping[str, Stored], file: Path) -> dict[s
     Raises:
       NotImplementedError: if such a matrix is of another type.
     """
-    found = {}
+    found: dict[str, Stored] = {}
     for name, tensor in tensors.items():
         assert isinstance(tensor, GgufTensor)
         if not name.startswith(LAYERS) or len(tensor.shape) != 2:
@@ -79,7 +79,7 @@ def linear_layers_as_blocks(tensors: Mapping[str, Stored], file: Path) -> dict[s
             raise NotImplementedError(
                 f"{file}: {tensor.name} has type {tensor.place.type}, which is not supported as "
                 f"INT4 weights: all linear layers must have type {TYPE}, as llama-quantize --pure "
-                f"of llama.cpp makes them"
+                "of llama.cpp makes them"
             )
         found[f"{name.removesuffix('.weight')}.blocks"] = tensor.blocks()
     return found
