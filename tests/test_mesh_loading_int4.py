@@ -6,6 +6,7 @@ import hf_helpers
 import jax
 import jax.numpy as jnp
 import pytest
+from test_gguf_int4 import write_q4_0
 from test_mesh_loading import assert_same, stored_bytes
 from test_packed_folders import write
 
@@ -100,6 +101,25 @@ def test_packed_weights_are_read_as_they_would_be_split(stored, text, tmp_path, 
     own_process(monkeypatch, 1)
     with models.count_bytes_read() as part:
         models.load_decoder(path, mesh=axes)
+    assert part.total < 0.8 * read.total
+
+
+@pytest.mark.parametrize(
+    ("architecture", "text"),
+    [("llama", "model=2"), pytest.param("phi3", "model=4", marks=pytest.mark.slow)],
+)
+def test_codes_of_a_gguf_file_are_read_as_they_would_be_split(
+    architecture, text, tmp_path, monkeypatch
+):
+    path, _ = write_q4_0(tmp_path / "m.gguf", architecture)
+    axes = mesh_of(text)
+    with models.count_bytes_read() as read:
+        found = models.load_decoder(path, mesh=axes, int4=True)
+    whole = models.load_decoder(path, int4=True)
+    assert_same(found, shard(whole, axes))
+    own_process(monkeypatch, 1)
+    with models.count_bytes_read() as part:
+        models.load_decoder(path, mesh=axes, int4=True)
     assert part.total < 0.8 * read.total
 
 

@@ -30,7 +30,8 @@ RandomWeights = Annotated[
 Weights = Annotated[
     str | None,
     typer.Option(
-        help="Of --random-weights: float, or int4 for INT4 linear layers. Default: float.",
+        help="Of --random-weights: float, or int4 for INT4 linear layers. Of a .gguf --model whose "
+        "linear layers are all of type Q4_0: int4 takes their codes as they are. Default: float.",
         show_default=False,
     ),
 ]
@@ -110,16 +111,21 @@ def find(
     """The model that the options name, not loaded yet.
 
     Raises:
-      ValueError: if two contradict each other.
+      ValueError: if two contradict each other, or there are no weights of this kind.
       OSError, ValueError, NotImplementedError, ImportError: see `text_model.find_text_model`.
     """
     from turbojax.app import text_model
+    from turbojax.models.checkpoint.folder import is_gguf
+    from turbojax.models.checkpoint.huggingface import checkpoint_folder
 
     kind, axes = text_model.parse_dtype(dtype), axes_of(mesh)
     if random_weights is None:
-        if weights is not None:
-            raise ValueError("--weights is for --random-weights")
-        return text_model.find_text_model(model or "embedded", kind, max_length, adapters, axes)
+        path = model or "embedded"
+        if weights is not None and not is_gguf(checkpoint_folder(path)):
+            raise ValueError("--weights is for --random-weights and for a GGUF file as --model")
+        return text_model.find_text_model(
+            path, kind, max_length, adapters, axes, weights or "float"
+        )
     if model is not None:
         raise ValueError("--random-weights takes no --model")
     if adapters is not None:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from turbojax import models
-from turbojax.models.checkpoint.huggingface import checkpoint_folder, float_bytes
+from turbojax.models.checkpoint.huggingface import checkpoint_folder, float_bytes, require_gguf
 from turbojax.models.config import DTYPES, model_config, stored_dtype
 from turbojax.models.lora import check_adapters
 from turbojax.models.tensor_parallel.layout import axes_of_model, parts
@@ -59,6 +59,7 @@ def find_text_model(
     max_length: int | None = None,
     adapters: str | None = None,
     axes: Axes | None = None,
+    weights: str = "float",
 ) -> FoundModel:
     """Reads all of a checkpoint but its weights.
 
@@ -68,10 +69,16 @@ def find_text_model(
       max_length: see there.
       adapters: a folder of low-rank adapters for a model with INT4 weights, or None.
       axes: of a mesh that the model is to be split over, or None.
+      weights: of a GGUF file ``"float"``, or ``"int4"`` to take its codes, see `models.load`; of
+        another checkpoint ``"float"``, which stands for what it has.
 
     Raises:
       ImportError, OSError, ValueError, NotImplementedError: see there; weights are not looked at.
+      ValueError: also if there is no such kind of weights.
     """
+    int4 = _is_int4(weights)
+    if int4:
+        require_gguf(path)
     if dtype is None and jax.default_backend() == "cpu":
         dtype = jnp.dtype(jnp.float32)
     tokenizer = load_tokenizer(path)
@@ -80,12 +87,12 @@ def find_text_model(
     axes = None if axes is None else axes_of_model(config, axes)
     stored = stored_dtype(hf) or jnp.dtype(jnp.bfloat16)
     used = stored if dtype is None else dtype
-    if adapters is not None and "quantization_config" not in hf:
+    if adapters is not None and not int4 and "quantization_config" not in hf:
         raise ValueError(f"adapters are for models with INT4 weights, {path!r} has none")
     if "quantization_config" in hf:
         size = sum(file.stat().st_size for file in models.weight_files(path))
     else:
-        size = float_bytes(path, used)
+        size = float_bytes(path, used, int4=int4)
     loaded = None
     if adapters is not None:
         loaded = models.load_adapters(adapters, config.num_layers)
@@ -94,7 +101,7 @@ def find_text_model(
     options: dict[str, Any] = {"dtype": dtype, "max_length": max_length, "mesh": axes}
 
     def load() -> TextModel:
-        decoder = models.load_decoder(path, adapters=loaded, **options)
+        decoder = models.load_decoder(path, adapters=loaded, int4=int4, **options)
         return TextModel(decoder, tokenizer)
 
     open_it = functools.partial(models.open_decoder, path, **options)
@@ -138,13 +145,12 @@ def find_random_model(
       ValueError: if there is no such shape, or no such kind of weights.
       NotImplementedError, ValueError: if so many devices cannot split it.
     """
-    if weights not in WEIGHTS:
-        raise ValueError(f"weights {weights!r} must be one of {', '.join(WEIGHTS)}")
+    int4 = _is_int4(weights)
     if shape not in models.SHAPES:
         raise ValueError(f"random weights {shape!r} must be one of {', '.join(models.SHAPES)}")
     config, used = models.SHAPES[shape], jnp.dtype(dtype or jnp.bfloat16)
     axes = None if axes is None else axes_of_model(config, axes)
-    make = models.random_decoder if weights == "float" else models.random_quantized_decoder
+    make = models.random_quantized_decoder if int4 else models.random_decoder
     tokenizer = NumberTokenizer(config.vocab_size)
     shapes = jax.tree.leaves(jax.eval_shape(lambda: make(config, dtype=used)))
     size = sum(math.prod(x.shape) * x.dtype.itemsize for x in shapes)
@@ -153,6 +159,13 @@ def find_random_model(
         return TextModel(make(config, dtype=used, axes=axes), tokenizer)
 
     return FoundModel(config, used, tokenizer, size // parts(axes), load, axes=axes)
+
+
+def _is_int4(weights: str) -> bool:
+    """Whether weights are ``"int4"``; raises ValueError unless they are one of `WEIGHTS`."""
+    if weights not in WEIGHTS:
+        raise ValueError(f"weights {weights!r} must be one of {', '.join(WEIGHTS)}")
+    return weights == "int4"
 
 
 def parse_dtype(name: str | None) -> np.dtype | None:

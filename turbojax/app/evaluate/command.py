@@ -117,6 +117,14 @@ Mesh = Annotated[
         show_default=False,
     ),
 ]
+Weights = Annotated[
+    str | None,
+    typer.Option(
+        help="Of a .gguf --model whose linear layers are all of type Q4_0: int4 takes their codes "
+        "as they are. Default: float.",
+        show_default=False,
+    ),
+]
 MaxNewTokens = Annotated[
     int, typer.Option(help="Of --tasks: tokens of an answer at most, where a task does not say.")
 ]
@@ -154,6 +162,7 @@ def evaluate(
     max_new_tokens: MaxNewTokens = 256,
     adapters: options.Adapters = None,
     mesh: Mesh = None,
+    weights: Weights = None,
     dtype: options.Dtype = None,
     max_length: options.MaxLength = None,
     out: Out = None,
@@ -191,6 +200,7 @@ def evaluate(
             max_new_tokens=max_new_tokens,
             adapters=adapters,
             mesh=mesh,
+            weights=weights,
             dtype=dtype,
             max_length=max_length,
             out=out,

@@ -49,6 +49,7 @@ class EvalSettings:
       max_new_tokens: of tasks that do not say.
       adapters: a folder of low-rank adapters, or None.
       mesh: devices over which heads and weights are split, or None.
+      weights: of a GGUF file ``"float"`` or ``"int4"``; None for the default.
       dtype: of weights and computation, by name; None for the default.
       max_length: longest sequence; None for the checkpoint's.
       out: file for the results, or None.
@@ -77,6 +78,7 @@ class EvalSettings:
     max_new_tokens: int = 256
     adapters: str | None = None
     mesh: str | None = None
+    weights: str | None = None
     dtype: str | None = None
     max_length: int | None = None
     out: Path | None = None
@@ -176,7 +178,7 @@ def _find(settings: EvalSettings) -> text_model.FoundModel:
     found = options.find(
         settings.model,
         None,
-        None,
+        settings.weights,
         settings.dtype,
         settings.max_length,
         settings.adapters,

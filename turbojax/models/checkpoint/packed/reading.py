@@ -1,4 +1,4 @@
-"""A folder of packed weights, read into a `QuantizedDecoder`, layer by layer.
+"""A folder or GGUF file of packed weights, read into a `QuantizedDecoder`, layer by layer.
 
 One layer's tensors are read, unpacked on the device and packed again as `Int4Weight` holds them,
 before the next layer's: besides the model, the host holds the tensors of one linear layer, and the
@@ -21,7 +21,7 @@ from turbojax._json import shown_name
 from turbojax.models.checkpoint import folder as _folder
 from turbojax.models.checkpoint import on_mesh
 from turbojax.models.checkpoint.int4_on_mesh import table_rows
-from turbojax.models.checkpoint.packed import formats, parts
+from turbojax.models.checkpoint.packed import formats, parts, q4_0
 from turbojax.models.checkpoint.packed.codes import Codes, PackedFormat, Part, weights
 from turbojax.models.checkpoint.sparse import Sparse, on_host, own_numbers, wanted_bytes
 from turbojax.models.checkpoint.weights import (
@@ -62,8 +62,9 @@ def read(
     progress: Progress | None = None,
     mesh: Mesh | Axes | None = None,
     adapters: Adapters | None = None,
+    packing: PackedFormat | None = None,
 ) -> QuantizedDecoder:
-    """Reads a folder whose linear layers are packed in one of the formats.
+    """Reads a folder, or a GGUF file, whose linear layers are packed in one of the formats.
 
     Args:
       folder: where it lies.
@@ -73,6 +74,8 @@ def read(
       progress: called after each tensor with the bytes read and the bytes there are.
       mesh: that weights are split over, see `turbojax.models.load`.
       adapters: to be put beside the weights, or None.
+      packing: how linear layers are stored, of a GGUF file, whose `hf` does not say it; None for
+        what `hf` says.
 
     Raises:
       FileNotFoundError: if there are no weights.
@@ -81,7 +84,8 @@ def read(
       ValueError: if a file cannot be parsed, tensors are missing, unexpected or mis-shaped, or an
         argument is out of range.
     """
-    packing = formats.parse(hf["quantization_config"])
+    if packing is None:
+        packing = formats.parse(hf["quantization_config"])
     config = model_config(folder, hf, max_length)
     check_quantizable(config)
     if config.experts is not None:
@@ -263,7 +267,10 @@ def _tensors(
     axes: Axes | None,
 ) -> dict[str, _folder.Stored]:
     """The tensors to be read, all there, of the right shapes and dtypes."""
-    found = text_tensors(hf, _folder.stored_tensors(folder))
+    stored = _folder.stored_tensors(folder)
+    if _folder.is_gguf(folder):
+        stored = q4_0.linear_layers_as_blocks(stored, folder)
+    found = text_tensors(hf, stored)
     _folder.require_config(folder, hf)
     tensors = {name: x for name, x in found.items() if not is_ignored(name, config)}
     repeated = tensors.pop(HEAD, None) if config.tie_embeddings else None
@@ -278,10 +285,10 @@ def _tensors(
         if name in tensors or name not in optional
     }
     _folder.require_tensors(tensors, expected, folder)
-    for name, stored in tensors.items():
-        if stored.dtype not in wanted[name].shapes:
+    for name, tensor in tensors.items():
+        if tensor.dtype not in wanted[name].shapes:
             raise NotImplementedError(
-                f"{stored.file}: {name} has dtype {shown_name(stored.dtype)}, which is not "
+                f"{tensor.file}: {name} has dtype {shown_name(tensor.dtype)}, which is not "
                 f"supported: must be {', '.join(sorted(wanted[name].shapes))}"
             )
     check_rotation(config, folder)
