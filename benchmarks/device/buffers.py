@@ -6,6 +6,7 @@ bfloat16 in the same run, and 27 appends, the last of which fills all buffers.
 
 import argparse
 import functools
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -62,8 +63,10 @@ def run(out: Path, shapes: tuple[Shape, ...], implementation: str) -> None:
     """Measures, and writes after each row."""
     result: Row = {**machine.describe(), "steps_of_append": _STEPS, "rows": []}
     for shape in shapes:
-        inputs = decode.Inputs(shape)
+        with timing.alone():
+            inputs = decode.Inputs(shape)
         for name, what, (function, arguments) in _rows(inputs, implementation):
+            jax.block_until_ready(arguments)
             compiled = jax.jit(function).lower(*arguments).compile()
             taken = timing_facts(timing.measure(compiled, arguments))
             row = {"shape": shape.label, "cache": name, "call": what, **taken}
@@ -77,8 +80,10 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="JSON to write")
     parser.add_argument("--implementation", default="mosaic_gpu", help="of our caches")
+    parser.add_argument("--filter", default="", help="regular expression on the shapes' names")
     parsed = parser.parse_args(arguments)
-    run(parsed.out, SHAPES, parsed.implementation)
+    shapes = tuple(shape for shape in SHAPES if re.search(parsed.filter, shape.label))
+    run(parsed.out, shapes, parsed.implementation)
 
 
 if __name__ == "__main__":
