@@ -8,7 +8,7 @@ from turbojax import evaluation, models
 
 CACHES = (
     *("4bit", "kivi4", "turbo4", "fp8_e4m3", "k8v4", "int8", "4bit:mode=int8_fp8"),
-    *("2/4bit", "3bit", "4bit:mode=int8"),
+    *("2/4bit", "3bit", "4bit:mode=int8", "paged_int8", "paged_int8_v4"),
 )
 """What is measured, in this order."""
 
