@@ -50,7 +50,7 @@ _HeadTensors = tuple[jax.Array, jax.Array, jax.Array]
 def config_of(mode: str, softmax: str, block: int) -> TurboConfig:
     """The configuration of a row, which is called ``mode-softmax-block``."""
     made: Any = {"mode": mode, "softmax": SOFTMAXES[softmax]}
-    return TurboConfig(**made, block_q=block, block_kv=block, buffer_size=block)
+    return TurboConfig(**made, block_q=block, block_kv=block)
 
 
 def rows() -> dict[str, WholeAttention]:

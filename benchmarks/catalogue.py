@@ -60,7 +60,7 @@ SHOWN = (
     pooled_training.SHOWN,
     pooled_training.POLICIES,
     evidence.SHOWN,
-    attribution.SHOWN,
+    *attribution.SHOWN,
     gradient_error.SHOWN,
     gradient_training.SHOWN,
     gradient_training.TUNED,

@@ -176,7 +176,7 @@ def headline_table(results: Path) -> str:
         for pages in ("turbo4", "auto")
     ]
     training = figures.result("pooled_training")["comparison"]
-    fp8 = "turbo-fp8-exact-64/mosaic_gpu"
+    default = "turbo-int8_fp8-exact-64/mosaic_gpu"
     over = functools.partial(figures.over_cudnn, "hopper")
     ends = figures.result("generate")["summary"]["4bit"]
     lines = [
@@ -186,8 +186,8 @@ def headline_table(results: Path) -> str:
             "{doc}`attention`",
         ],
         [
-            "attention within a prompt in `fp8`, 2 x 8k, causal",
-            f"{over(f'{_CAUSAL}{fp8}')} cuDNN in bfloat16",
+            "attention within a prompt, 2 x 8k, causal",
+            f"{over(f'{_CAUSAL}{default}')} cuDNN in bfloat16",
             "{doc}`attention`",
         ],
         [
@@ -378,8 +378,8 @@ def _prompts(figures: Figures) -> list[list[str]]:
     error = [
         f"relative L1 {figures.row(suite, f'{_CAUSAL}turbo-{name}')['relative_l1']:.3f}"
         for suite, name in (
-            ("hopper", "fp8-exact-64/mosaic_gpu"),
-            ("attention", "fp8-exact-128/jax_triton"),
+            ("hopper", "int8_fp8-exact-64/mosaic_gpu"),
+            ("attention", "int8_fp8-exact-128/jax_triton"),
             ("attention", "int8-exact-128/triton"),
         )
     ]
@@ -396,15 +396,15 @@ def _prompts(figures: Figures) -> list[list[str]]:
             "**prompts**, attention without a cache, or that go into a 4-bit cache; H100 or H200",
             "`tj.turbo_attention(...)`, `cache=tj.TurboConfig()`",
             "`mosaic_gpu`; head dims up to 256",
-            f"{hopper(f'{_PROMPT}turbo-fp8-exact-64/mosaic_gpu')} cuDNN, causal "
-            f"{hopper(f'{_CAUSAL}turbo-fp8-exact-64/mosaic_gpu')}",
+            f"{hopper(f'{_PROMPT}turbo-int8_fp8-exact-64/mosaic_gpu')} cuDNN, causal "
+            f"{hopper(f'{_CAUSAL}turbo-int8_fp8-exact-64/mosaic_gpu')}",
             error[0],
         ],
         [
             "prompts on another NVIDIA GPU, Ada or newer",
             "`pip install '.[triton]'`, and the same",
             "`jax_triton`",
-            f"{triton(f'{_PROMPT}turbo-fp8-exact-128/jax_triton')} cuDNN (on an H100)",
+            f"{triton(f'{_PROMPT}turbo-int8_fp8-exact-128/jax_triton')} cuDNN (on an H100)",
             error[1],
         ],
         [

@@ -22,6 +22,7 @@ from turbojax.config import TurboConfig
 from turbojax.kv import LayerCache, kind_of
 from turbojax.models.generation import session as generation
 from turbojax.models.generation.caching import init_caches
+from turbojax.state.progressive import reference
 
 WARM_UP_STEPS = 2
 
@@ -125,13 +126,15 @@ def measure_steps(
 
 
 def _flushes(kind: models.CacheKind, length: int, steps: int) -> int | None:
-    """How often the measured steps filled the buffer; None of a cache without one."""
+    """How often the measured steps compressed a part of the buffer; None of a cache without one."""
     if not isinstance(kind, TurboConfig):
         return None
-    first, size = length + WARM_UP_STEPS, kind.buffer_size
-    # A prefill leaves the buffer at the remainder of a block.
-    offset = length // kind.block_kv * kind.block_kv
-    return (first + steps - offset) // size - (first - offset) // size
+    kept = length - int(reference.stored_blocks(kind, length)) * kind.block_kv
+    before, after = (
+        int(reference.flushes(kind, kept + taken))
+        for taken in (WARM_UP_STEPS, WARM_UP_STEPS + steps)
+    )
+    return after - before
 
 
 def measure_prefill(

@@ -131,7 +131,11 @@ def splits(cache):
         held = np.concatenate([order[:first], order[length - buffered + first :]])
         in_blocks = order[first : length - buffered + first]
         result.append(
-            [x[i : i + block] for x in (in_blocks, held[:buffered]) for i in range(0, len(x), block)]
+            [
+                x[i : i + block]
+                for x in (in_blocks, held[:buffered])
+                for i in range(0, len(x), block)
+            ]
         )
     return result
 

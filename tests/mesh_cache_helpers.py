@@ -28,6 +28,7 @@ CONFIG = TurboConfig(
 KINDS: dict[str, Any] = {
     "exact": "exact",
     "2/4bit": CONFIG,
+    "4bit": TurboConfig(block_kv=16, block_q=16, mode="int8"),
     "kv4": "kv4",
     "k8v4": "k8v4",
     "pages": "turbo4",

@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.attribution import rounding
 from benchmarks.attribution.attending import Variant
-from benchmarks.attribution.rows import GROUPS, attribution_table
+from benchmarks.attribution.rows import GROUPS, attribution_table, caches_table
 from turbojax.quantizers import (
     dequantize_channels,
     quantize_channels,
@@ -79,3 +79,8 @@ def test_table_has_the_rows_that_were_measured() -> None:
     table = attribution_table("parts", "a.json", result)
     assert "| nothing | +0.0100 | +0.0200 | 0.5000 | 90.0% |" in table
     assert names[1] not in table
+    rows = {"a": {**row, "compression": 3.456}, "b": {**row, "cost": 0.002, "compression": 2.0}}
+    table = caches_table("a.json", {**result, "caches": rows})
+    assert table.index("| `b` | +0.0020 | +0.0200 | 0.5000 | 90.0% | 2.00x |") < table.index(
+        "| `a` |"
+    )

@@ -70,6 +70,20 @@ CONFIGS = {
         r"buffer_size=96.*multiple of .*block_kv=64",
     ),
     "no buffer": (lambda: tj.TurboConfig(buffer_size=0), r"buffer_size=0.*multiple of"),
+    "flush": (lambda: tj.TurboConfig(flush="newest"), r"flush='newest'.*oldest.*all"),
+    "first tokens": (
+        lambda: tj.TurboConfig(first_tokens=65),
+        r"first_tokens=65.*from 0 to 64.*buffer_size=128.*block_kv=64",
+    ),
+    "first tokens, negative": (lambda: tj.TurboConfig(first_tokens=-1), r"=-1.*from 0 to 64"),
+    "first tokens, all flushed": (
+        lambda: tj.TurboConfig(first_tokens=1, flush="all"),
+        r"first_tokens=1.*from 0 to 0.*flush='all'",
+    ),
+    "first tokens of one block": (
+        lambda: tj.TurboConfig(first_tokens=1, buffer_size=64),
+        r"first_tokens=1.*from 0 to 0.*buffer_size=64",
+    ),
     "softmax": (lambda: tj.TurboConfig(softmax="fast"), r"softmax='fast'.*SAS or 'exact'"),
     "mode": (lambda: tj.TurboConfig(mode="int4"), r"mode='int4'.*int8_fp8"),
     "priority": (lambda: tj.TurboConfig(head_priority="size"), r"head_priority='size'.*gap_std"),
@@ -291,6 +305,10 @@ KINDS = {
         r"float32.*int8",
     ),
     "bits as text": (lambda: tj.TurboConfig(key_bits="4"), r"key_bits='4'.*integer"),
+    "fractional first tokens": (
+        lambda: tj.TurboConfig(first_tokens=0.5),
+        r"first_tokens=0.5.*integer",
+    ),
     "fractional block": (lambda: tj.TurboConfig(block_kv=64.0), r"block_kv=64.0.*integer"),
     "fractional max_length": (lambda: init(2, 100.5, 2, 16), r"max_length=100.5.*integer"),
     "no config": (lambda: init(config=None), r"config=None.*TurboConfig"),

@@ -181,7 +181,7 @@ def test_a_prompt_too_long_inside_jit():
 
 
 @pytest.mark.parametrize(
-    ("low", "least", "with_buffer"), [(0, 3.7, 3.59), (4, 4.8, 4.64)], ids=["4-bit", "half 2-bit"]
+    ("low", "least", "with_buffer"), [(0, 3.7, 3.55), (4, 4.8, 4.57)], ids=["4-bit", "half 2-bit"]
 )
 def test_compression_ratio(low, least, with_buffer):
     """4096 tokens, head dim 128: at least 3.7 at 4 bits and 4.8 at half 2 bits, buffer apart."""

@@ -41,7 +41,7 @@ def gpu(monkeypatch):
 
 def test_the_default():
     config = tj.TurboConfig()
-    assert (config.mode, config.softmax) == ("fp8", "exact")
+    assert (config.mode, config.softmax) == ("int8_fp8", "exact")
     assert (config.block_q, config.block_kv, config.buffer_size) == (64, 64, 128)
     assert (config.key_bits, config.value_bits) == (4, 4)
     assert (config.flush, config.num_first_tokens, config.flush_size) == ("oldest", 1, 64)
@@ -56,6 +56,8 @@ def test_buffers():
     assert (config.num_first_tokens, config.flush_size) == (0, 192)
     assert tj.TurboConfig(first_tokens=64).num_first_tokens == 64
     assert tj.TurboConfig(first_tokens=0).num_first_tokens == 0
+    # A first token that no query sees any more need not be kept.
+    assert tj.init_cache(1, 96, 1, 8, local_window_size=9).config == tj.TurboConfig(first_tokens=0)
 
 
 def test_everything_takes_the_same_default():
@@ -75,20 +77,10 @@ def test_everything_takes_the_same_default():
 def test_the_paper():
     config = tj.TurboConfig.paper()
     assert (config.mode, config.softmax) == ("int8", tj.SAS(threshold=-6.0, base="e"))
-    assert (config.block_q, config.block_kv, config.buffer_size) == (64, 64, 128)
+    assert (config.block_q, config.block_kv, config.buffer_size) == (64, 64, 64)
     assert (config.key_bits, config.value_bits) == (4, 4)
-    assert (config.flush, config.num_first_tokens, config.flush_size) == ("oldest", 1, 64)
-
-
-def test_buffers():
-    """Of two blocks if nothing is said; one that keeps nothing when it is full is the paper's."""
-    assert tj.TurboConfig(block_kv=32).buffer_size == 64
-    for config in (tj.TurboConfig.paper(), tj.TurboConfig(buffer_size=64)):
-        assert (config.buffer_size, config.num_first_tokens, config.flush_size) == (64, 0, 64)
-    config = tj.TurboConfig(buffer_size=192, flush="all")
-    assert (config.num_first_tokens, config.flush_size) == (0, 192)
-    assert tj.TurboConfig(first_tokens=64).num_first_tokens == 64
-    assert tj.TurboConfig(first_tokens=0).num_first_tokens == 0
+    larger = tj.TurboConfig.paper(buffer_size=256)
+    assert (larger.flush, larger.num_first_tokens, larger.flush_size) == ("all", 0, 256)
 
 
 def test_the_paper_with_other_fields():
@@ -138,5 +130,10 @@ def test_caches_in_old_files_are_read_with_the_config_they_had():
 def test_files_hold_every_field():
     """So that a later default changes nothing about them."""
     description = PROGRESSIVE.describe(tj.init_cache(1, 128, 2, 64))
-    assert set(description["config"]) == set(OLD) | {"gradient", "heads_per_group"}
+    assert set(description["config"]) == set(OLD) | {
+        "gradient",
+        "heads_per_group",
+        "flush",
+        "first_tokens",
+    }
     assert PROGRESSIVE.make(json.loads(json.dumps(description))).config == tj.TurboConfig()

@@ -259,10 +259,10 @@ def test_int8_errs_by_its_quantizers_alone():
     want = np.moveaxis(p @ v / p.sum(-1, keepdims=True), 1, 2)
     bound = np.zeros((*p.shape[:-1], 64))
     for b, parts in enumerate(splits(cache)):
-        for tokens in parts:
-            part = p[b][..., tokens]
+        for split in parts:
+            part = p[b][..., split]
             step = np.broadcast_to(part.max(-1, keepdims=True) / 238, part.shape)
-            bound[b] += step @ np.abs(v[b][:, tokens])
+            bound[b] += step @ np.abs(v[b][:, split])
     bound = np.moveaxis(bound / p.sum(-1, keepdims=True), 1, 2)
     error = np.abs(decode(query, cache)[0].astype(np.float64) - want)
     assert (error <= bound + 1e-5).all()

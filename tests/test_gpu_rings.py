@@ -23,20 +23,14 @@ BATCH, KV_HEADS, HEADS, CHANNELS, MAX_LENGTH = 3, 8, 32, 128, 8192
 SIDES = (999, 0)
 # Prompts several times as long as the ring, a little longer, and short.
 LENGTHS = jnp.array([5000, 1700, 100], jnp.int32)
+# Rings keep no first tokens, and are compared with caches that keep all in blocks.
 CONFIGS = {
-    "4 bits": tj.TurboConfig(),
-    "mixed": tj.TurboConfig(num_low_bit_key_heads=4, num_low_bit_value_heads=3),
-    "two blocks a buffer": tj.TurboConfig(buffer_size=128, key_bits=2),
+    "4 bits": tj.TurboConfig(first_tokens=0),
+    "mixed": tj.TurboConfig(num_low_bit_key_heads=4, num_low_bit_value_heads=3, buffer_size=64),
+    "all of two blocks": tj.TurboConfig(flush="all", key_bits=2),
 }
 on_hopper = pytest.mark.skipif(needs_hopper() is not None, reason=str(needs_hopper()))
 KERNELS = ["triton", pytest.param("mosaic_gpu", marks=on_hopper)]
-# Hopper's decode takes a buffer of one block only.
-LARGER_BUFFERS = [name for name, x in CONFIGS.items() if x.buffer_size != x.block_kv]
-DECODED = [(name, "triton") for name in CONFIGS] + [
-    pytest.param(name, "mosaic_gpu", marks=on_hopper)
-    for name in CONFIGS
-    if name not in LARGER_BUFFERS
-]
 
 
 def tokens(count, seed):
@@ -74,7 +68,8 @@ def test_kernels_store_the_bits_of_plain_jax(name, kernel):
 
 
 @pytest.mark.parametrize("queries", [1, 8])
-@pytest.mark.parametrize(("name", "kernel"), DECODED)
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("name", CONFIGS)
 def test_kernels_attend_as_to_a_cache_that_holds_all_tokens(name, kernel, queries):
     query = normal(9, (BATCH, queries, HEADS, CHANNELS))
 
@@ -93,15 +88,6 @@ def test_kernels_attend_as_to_a_cache_that_holds_all_tokens(name, kernel, querie
     got = run(SIDES, kernel)
     assert_near(got[0], want[0], jnp.bfloat16, 1e-4)
     assert_near(got[1], want[1], jnp.float32, 1e-5)
-
-
-@pytest.mark.parametrize("queries", [1, 8])
-@pytest.mark.parametrize("name", LARGER_BUFFERS)
-def test_mosaic_gpu_says_why_it_does_not_decode(name, queries):
-    query, config = normal(9, (BATCH, queries, HEADS, CHANNELS)), CONFIGS[name]
-    reason = f"buffer_size={config.buffer_size} must be block_kv={config.block_kv}"
-    with pytest.raises(NotImplementedError, match=reason):
-        tj.decode(query, new(config), local_window_size=SIDES, implementation="mosaic_gpu")
 
 
 @on_hopper

@@ -58,7 +58,7 @@ def test_one_token(name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("tokens", "window"), [(4, None), (64, None), (1, 40), (64, 150)])
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", [x for x in KINDS if x != "4bit"])
 def test_several_tokens_and_windows(name, tokens, window):
     case = filled(name)
     check(case, case.decode(case.query(np.random.default_rng(8), tokens), window, None))
@@ -84,6 +84,17 @@ def test_a_buffer_beyond_the_slots(devices, max_length, buffer_size, stored, is_
     case = Case.empty("2/4bit", devices, max_length, buffer_size=buffer_size)
     case.store(rng, max(stored), stored, is_prompt)
     check(case, case.decode(case.query(rng, 4), None, None))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "window", "words"),
+    [(1, 40, r"window=\(39, 0\) must be None"), (16, None, "16 query tokens must be at most 15")],
+)
+def test_first_tokens_are_seen_by_all(tokens, window, words):
+    """They count as tokens of the buffer: what that would change is refused."""
+    case = Case.empty("4bit", 2)
+    with pytest.raises(NotImplementedError, match=f"{words}.*first_tokens=0"):
+        case.decode(case.query(np.random.default_rng(8), tokens), window, None)
 
 
 def test_a_device_more_or_less_changes_only_rounding():

@@ -153,13 +153,29 @@ def test_every_8_bit_mode_is_taken(hopper, mode):
             1,
             "block_kv=32 must be one of (64, 128) with codes of 2 bits",
         ),
-        (tj.TurboConfig(), 128, 64, "64 query tokens must be at most 63 with 1 first tokens kept"),
+        (
+            tj.TurboConfig(),
+            128,
+            64,
+            "64 query tokens must be at most 63 with config.num_first_tokens=1; "
+            "TurboConfig(first_tokens=0) has no such bound",
+        ),
         (tj.TurboConfig(), 128, 33, "132 queries of a KV head must be at most 128"),
     ],
 )
 def test_refusals_name_value_and_requirement(hopper, config, head_dim, tokens, words):
     cache = abstract_cache(config, head_dim=head_dim)
     assert refusal(abstract_query(cache, tokens=tokens), cache) == words
+
+
+def test_windows_are_taken_of_caches_without_first_tokens(hopper):
+    options = Options(True, scale=1.0, window=(9, 0))
+    for config, is_taken in ((tj.TurboConfig(), False), (tj.TurboConfig(first_tokens=0), True)):
+        cache = abstract_cache(config)
+        found = mosaic_decode.decode_unsupported(
+            query=abstract_query(cache), cache=cache, options=options
+        )
+        assert found is None if is_taken else "window=(9, 0) must be None" in found
 
 
 @pytest.mark.parametrize("capability", [7.5, 8.6, 10.3, 12.0])

@@ -93,8 +93,8 @@ def attend(lane, x, cache):
         state = products.attend_block(
             state, warp.Pointer(memory), tuple(scales), warp.integer(i * s.block), loaded
         )
-    if buffered:
-        state = products.attend_buffer(a, state, at, loaded)
+    for i in range(-(-buffered // s.block)):
+        state = products.attend_buffer(a, state, at, warp.integer(i), loaded)
     out, g, t = np.full((8, dim), np.nan), warp.LANES // 4, warp.LANES % 4
     for k in range(dim // 8):
         channel = g * (dim // 8) + ((lane.rotation.value ^ (k % 4)) + k // 4 * 4)
@@ -118,10 +118,10 @@ def attend(lane, x, cache):
     ],
 )
 def test_a_warp_attends_as_the_definition_says(lanes, bits, dim, size):
-    """Two blocks and a buffer; weights have the definition's 8 bits, so only sums differ."""
-    config = tj.TurboConfig(key_bits=bits[0], value_bits=bits[1], block_kv=size, buffer_size=size)
+    """Two blocks, two of the buffer; weights have the definition's 8 bits, so only sums differ."""
+    config = tj.TurboConfig(key_bits=bits[0], value_bits=bits[1], block_kv=size)
     cache = empty(config, 1, 4 * size, 1, dim)
-    for write, count in ((store, 2 * size + 7), (append, 2)):
+    for write, count in ((store, 3 * size + 7), (append, 2)):
         cache = write(cache, *(tokens(count + i, 1, count, 1, dim) for i in (0, 1)))
     x = np.random.default_rng(3).normal(size=(1, 1, 4, dim)).astype(np.float32)
     want, _ = decode(x, cache)

@@ -21,7 +21,7 @@ def test_a_tiny_model_end_to_end(tmp_path):
     out = tmp_path / "new" / "result.json"
     command = [sys.executable, "-m", "benchmarks.throughput", *SMALL, "--out", str(out)]
     command += ["--caches", "exact,4bit", "--batches", "2,3", "--measure-steps", "4"]
-    command += ["--fill", "synthetic"]
+    command += ["--fill", "synthetic", "--prompt", "200"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout == ""
@@ -41,7 +41,7 @@ def test_a_tiny_model_end_to_end(tmp_path):
         assert row["tokens_per_second"] == pytest.approx(1e3 * row["batch"] / row["step_ms"])
         assert row["prefill_ms_per_sequence"] > 0
         assert 0 < row["tokens_per_second_with_prefill"] < row["tokens_per_second"]
-        assert (row["measured_steps"], row["first_length"]) == (4, 73)
+        assert (row["measured_steps"], row["first_length"]) == (4, 203)
     assert rows[2]["cache_bytes"] < rows[0]["cache_bytes"]
     assert result["summary"]["exact"]["ratio_to_exact"] == 1
     assert result["summary"]["4bit"]["largest_batch"] == 3
@@ -130,11 +130,16 @@ def test_nothing_is_estimated_without_memory_statistics():
 
 def test_compressed_buffers_are_counted():
     config = TurboConfig()
-    # 70 tokens prefilled: 64 in a block, 6 in the buffer; it is full at 128.
-    assert _flushes(config, 70, 10) == 0
-    assert _flushes(config, 70, 56) == 1
-    assert _flushes(config, 70, 55) == 0
-    assert _flushes(config, 124, 3) == 1
+    # 200 tokens prefilled: two blocks, 72 in the buffer, of which 128 are too many.
+    assert _flushes(config, 200, 10) == 0
+    assert _flushes(config, 200, 54) == 1
+    assert _flushes(config, 200, 53) == 0
+    assert _flushes(config, 200, 54 + 63) == 1
+    assert _flushes(config, 200, 54 + 64) == 2
+    # A block goes as soon as the buffer is full, here with the steps that are not measured.
+    assert _flushes(config, 126, 3) == 0
+    paper = TurboConfig.paper()
+    assert [_flushes(paper, 70, steps) for steps in (55, 56)] == [0, 1]
 
 
 @pytest.mark.parametrize(

@@ -23,9 +23,9 @@ class TurboConfig:
 
     Frozen and hashable: static under `jit`, stored in the cache it describes.
 
-    The defaults are the fastest numerics on Hopper that cost at most 0.003 bits per byte on text,
-    the same on every device; `docs/numerics.md` has the table that they were chosen by. `paper`
-    gives the paper's, `for_device` what is fast on a GPU without e4m3 units.
+    The defaults are the numerics with the least loss on text of those that are fast on Hopper, the
+    same on every device; `docs/numerics.md` has the table that they were chosen by. `paper` gives
+    the paper's, `for_device` what is fast on a GPU without e4m3 units.
 
     Attributes:
       key_bits: stage-2 bits of the keys' codes, 2, 3 or 4.
@@ -73,7 +73,7 @@ class TurboConfig:
     block_kv: int = 64
     buffer_size: int = None  # type: ignore[assignment]  # two blocks, see `__post_init__`
     softmax: SAS | Literal["exact"] = "exact"
-    mode: Mode = "fp8"
+    mode: Mode = "int8_fp8"
     head_priority: PriorityMethod = "gap_std"
     gradient: Gradient = "float"
     heads_per_group: int | None = None
@@ -84,6 +84,9 @@ class TurboConfig:
     def paper(cls, **overrides: Any) -> Self:
         """The configuration of the paper: int8 products, SAS, blocks and a buffer of 64 tokens.
 
+        A full buffer is compressed as a whole, and no token stays in it. On a real model that costs
+        three times the bits per token of the default (``docs/benchmarks/real_model.md``).
+
         Args:
           **overrides: fields with other values.
 
@@ -92,7 +95,7 @@ class TurboConfig:
           ValueError: as the constructor.
         """
         blocks = {"block_q": 64, "block_kv": 64, "buffer_size": 64}
-        return cls(**{"mode": "int8", "softmax": SAS(), **blocks, **overrides})
+        return cls(**{"mode": "int8", "softmax": SAS(), "flush": "all", **blocks, **overrides})
 
     @classmethod
     def for_device(cls, **overrides: Any) -> Self:

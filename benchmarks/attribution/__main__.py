@@ -3,8 +3,8 @@
 `python -m benchmarks.attribution --model smollm2 --out benchmarks/results/attribution_DATE.json`
 
 Windows of text pass the model once for each row; a file that is there is gone on with. On one H200
-48 windows of 4,096 tokens take 6 s a row. With ``--caches 4bit,kivi4`` the rows are these caches,
-as they are used, in place of simulations.
+48 windows of 4,096 tokens take 6 s a row. With ``--caches 4bit,kivi4``, or ``all``, the rows are
+these caches, as they are used, in place of simulations.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from rich.progress import Progress
 
 from benchmarks import machine, stored
 from benchmarks.attribution.attending import Variant
-from benchmarks.attribution.caches import DECODED, Caches
+from benchmarks.attribution.caches import CACHES, DECODED, Caches
 from benchmarks.attribution.rows import GROUPS
 from turbojax import models
 from turbojax.evaluation.intervals import bootstrap
@@ -151,7 +151,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
         decoder = models.load_decoder(given.model, dtype=dtype)
         caches = Caches(decoder, windows, min(DECODED, given.tokens // 2))
-        for name in given.caches.split(","):
+        for name in CACHES if given.caches == "all" else given.caches.split(","):
             if name not in result["caches"]:
                 result["caches"][name] = caches.row(name)
                 stored.write(given.out, result)

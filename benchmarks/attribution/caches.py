@@ -7,10 +7,10 @@ import numpy as np
 from turbojax import evaluation, models
 
 CACHES = (
-    *("4bit", "kivi4", "turbo4", "fp8_e4m3", "k8v4", "int8", "4bit:mode=int8_fp8"),
-    *("2/4bit", "3bit", "4bit:mode=int8", "paged_int8", "paged_int8_v4"),
+    *("4bit", "kivi4", "4bit:buffer_size=64", "4bit:mode=fp8", "k8v4", "turbo4", "fp8_e4m3"),
+    *("int8", "k4v2", "2/4bit", "3bit", "paged_int8", "paged_int8_v4"),
 )
-"""What is measured, in this order."""
+"""What ``--caches all`` measures, in this order."""
 
 DECODED = 448
 """Tokens of a window that are decoded: of 24 windows the exact logits fit what is kept of them."""

@@ -90,28 +90,45 @@ GROUPS = {"parts": _PARTS, "layers": _LAYERS, "repairs": _REPAIRS, "formats": _O
 
 def attribution_table(group: str, name: str, result: Result) -> str:
     """The rows of a group: what they cost, with intervals, on each text."""
-    lines = []
-    for variant in GROUPS[group]:
-        row = result["rows"].get(variant.name)
-        if row is None:
-            continue
-        ends = row["interval"]
-        interval = f" [{ends[0]:+.4f}, {ends[1]:+.4f}]" if ends else ""
-        lines.append(
-            [
-                variant.name,
-                f"{row['cost']:+.4f}{interval}",
-                *(f"{x:+.4f}" for x in row["cost_by_text"].values()),
-                f"{row['divergence']:.4f}",
-                f"{row['same_choice']:.1%}",
-            ]
-        )
-    texts = list(next(iter(result["rows"].values()))["cost_by_text"])
-    header = ["rounded", "bits per token [95 %]", *texts, "KL", "same choice"]
+    rows = result["rows"]
+    lines = [_cells(v.name, rows[v.name]) for v in GROUPS[group] if v.name in rows]
+    header = ["rounded", *_header(rows)]
     return f"{tables.table(header, lines)}\n\n{tables.source(name, result)}"
 
 
-SHOWN = Shown(
-    ("attribution",),
-    {f"attribution {group}": functools.partial(attribution_table, group) for group in GROUPS},
+def caches_table(name: str, result: Result) -> str:
+    """The same of whole caches, that of the least loss first, and how much smaller they are."""
+    rows = result["caches"]
+    lines = [
+        [*_cells(f"`{cache}`", rows[cache]), f"{rows[cache]['compression']:.2f}x"]
+        for cache in sorted(rows, key=lambda x: rows[x]["cost"])
+    ]
+    header = ["cache", *_header(rows), "smaller"]
+    return f"{tables.table(header, lines)}\n\n{tables.source(name, result)}"
+
+
+def _header(rows: Result) -> list[str]:
+    texts = next(iter(rows.values()))["cost_by_text"]
+    return ["bits per token [95 %]", *texts, "KL", "same choice"]
+
+
+def _cells(label: str, row: Result) -> list[str]:
+    ends = row["interval"]
+    interval = f" [{ends[0]:+.4f}, {ends[1]:+.4f}]" if ends else ""
+    return [
+        label,
+        f"{row['cost']:+.4f}{interval}",
+        *(f"{x:+.4f}" for x in row["cost_by_text"].values()),
+        f"{row['divergence']:.4f}",
+        f"{row['same_choice']:.1%}",
+    ]
+
+
+SHOWN = (
+    Shown(
+        ("attribution",),
+        {f"attribution {group}": functools.partial(attribution_table, group) for group in GROUPS},
+    ),
+    Shown(("real_caches",), {"real caches": caches_table}),
+    Shown(("byte_caches",), {"byte caches": caches_table}),
 )

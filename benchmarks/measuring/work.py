@@ -9,6 +9,7 @@ import numpy as np
 from benchmarks.shapes import Shape
 from turbojax import TurboConfig
 from turbojax.baselines import Kivi
+from turbojax.state.progressive.reference import stored_blocks
 
 _BFLOAT16 = 2
 
@@ -108,8 +109,8 @@ def bfloat16_bytes(shape: Shape, length: int) -> int:
 def turbo_bytes(shape: Shape, length: int, config: TurboConfig) -> int:
     """Bytes of a `ProgressiveCache` that hold `length` tokens: used blocks and used buffer."""
     heads, block = shape.heads, config.block_kv
-    blocks, buffered = divmod(length, block)
-    total = 0
+    blocks = int(stored_blocks(config, np.int64(length)))
+    buffered, total = length - blocks * block, 0
     for bits, low in (
         (config.key_bits, config.num_low_bit_key_heads),
         (config.value_bits, config.num_low_bit_value_heads),

@@ -324,7 +324,10 @@ def decode(
     """
     batch, tokens, heads, head_dim = query.shape
     kv_heads = key.buffer.shape[1]
-    rows, parts = heads // kv_heads * tokens, settings.splits + key.buffer.shape[2] // settings.block
+    rows, parts = (
+        heads // kv_heads * tokens,
+        settings.splits + key.buffer.shape[2] // settings.block,
+    )
     pairs = batch * kv_heads
     arguments = (query, key, value, lengths, buffer_lengths, query_lengths)
     o, m, l = varying.pallas_call(

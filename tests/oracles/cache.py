@@ -177,4 +177,3 @@ class Cache:
 
     def dequantize(self):
         return self.key.dequantize(), self.value.dequantize()
-

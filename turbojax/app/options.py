@@ -60,11 +60,11 @@ Adapters = Annotated[
 ]
 MaxNewTokens = Annotated[int, typer.Option(help="Tokens to add to each sequence, at most.")]
 CACHES = (
-    "exact; 4bit, 3bit, 2bit, 2/4bit (TurboAttention); kv4 (FireQ), k8v4 (the same with keys in "
-    "e4m3); and in pages: paged (exact), fp8_e4m3, fp8_e5m2, paged_int8, turbo4 (PolarQuant), "
-    "turbo_k4v2 and the like (its keys and values in 4, 3 or 2 bits), paged_k8v4 and paged_int8_v4 "
-    "(e4m3 or int8 keys, turbo4's values); "
-    "for comparison: kivi4, kivi3, kivi2 (KIVI), gear4, gear3, gear2 (GEAR), int8, int4, e4m3; "
+    "exact; 4bit, 3bit, 2bit, k4v2 (keys in 4 bits, values in 2), 2/4bit (TurboAttention); kv4 "
+    "(FireQ), k8v4 (the same with keys in e4m3); and in pages: paged (exact), fp8_e4m3, fp8_e5m2, "
+    "paged_int8, turbo4 (PolarQuant), turbo_k4v2 and the like (its keys and values in 4, 3 or 2 "
+    "bits), paged_k8v4 and paged_int8_v4 (e4m3 or int8 keys, turbo4's values); for comparison: "
+    "kivi4, kivi3, kivi2 (KIVI), gear4, gear3, gear2 (GEAR), int8, int4, e4m3; "
     "of models with latent attention: latent, latent_fp8_e4m3, latent_turbo4."
 )
 """What `--cache` takes, and whose method it is; `kv.CACHE_NAMES` and `LATENT_CACHE_NAMES` list all

@@ -69,8 +69,7 @@ def method(name: str, config: TransformerConfig) -> Method:
 
     - ``heads_per_group=N`` (see `turbojax.TurboConfig`), with which ``2/4bit`` is half of each
       group's heads at 2 bits,
-    - ``block=N`` for `block_q` and `block_kv`, which by themselves go before it, and a
-      `buffer_size` of two blocks,
+    - ``block=N`` for `block_q` and `block_kv`, which by themselves go before it,
     - ``low_heads=N`` for `num_low_bit_key_heads` and `num_low_bit_value_heads`,
     - ``softmax=exact``, ``sas`` or ``sas2`` (in powers of two), with the fields of `turbojax.SAS`,
       such as ``threshold=-6``, for the latter two.
@@ -171,7 +170,7 @@ def _turbo(config: TurboConfig, given: Mapping[str, str]) -> TurboConfig:
     fields = dict(given)
     if "block" in fields:
         size = _number("block", fields.pop("block"), int)
-        values |= {"block_q": size, "block_kv": size, "buffer_size": 2 * size}
+        values |= {"block_q": size, "block_kv": size}
     if "low_heads" in fields:
         both = ("num_low_bit_key_heads", "num_low_bit_value_heads")
         if clash := [x for x in both if x in fields]:
@@ -188,7 +187,10 @@ def _turbo(config: TurboConfig, given: Mapping[str, str]) -> TurboConfig:
             raise ValueError(f"softmax={softmax} must be one of exact, {', '.join(_SOFTMAX)}")
         values["softmax"] = SAS(**{"base": _SOFTMAX[softmax], **_values(SAS, sas)})
     # A size of its own goes before that of all blocks.
-    return dataclasses.replace(config, **{**values, **_values(TurboConfig, fields)})
+    values |= _values(TurboConfig, fields)
+    if "block_kv" in values:
+        values.setdefault("buffer_size", None)  # as many blocks as by default
+    return dataclasses.replace(config, **values)
 
 
 def _pooled(given: Mapping[str, str]) -> PooledAttention | None:

@@ -92,9 +92,10 @@ def cache_by_name(name: str, num_kv_heads: int, devices: int = 1) -> CacheKind:
     """The cache that a name on a command line stands for.
 
     Args:
-      name: ``"exact"``, the bits of all heads (``"4bit"``, ``"3bit"``, ``"2bit"``),
-        ``"2/4bit"``: half of the KV heads at 2 bits, the others at 4 (of an odd number one more of
-        the values than of the keys, so that it is half of both together), ``"kv4"``: 4 bits with a
+      name: ``"exact"``, the bits of all heads (``"4bit"``, ``"3bit"``, ``"2bit"``), ``"k4v2"``: 4
+        bits for keys and 2 for values, whose errors cost far less, ``"2/4bit"``: half of the KV
+        heads at 2 bits, the others at 4 (of an odd number one more of the values than of the keys,
+        so that it is half of both together), ``"kv4"``: 4 bits with a
         scale per token and head (FireQ), ``"k8v4"``: the same with keys in e4m3, or pages of tokens
         as they are (``"paged"``), in an 8-bit float (``"fp8_e4m3"``, ``"fp8_e5m2"``), as integers
         (``"paged_int8"``), as codes (``"turbo4"``, ``"turbo_k4v2"`` ..) or with keys and values

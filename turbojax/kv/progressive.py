@@ -1,4 +1,4 @@
-"""Progressively compressed caches: ``"4bit"``, ``"2/4bit"``, ``"3bit"``, ``"2bit"``, any config."""
+"""Progressively compressed caches: ``"4bit"``, ``"k4v2"``, ``"2/4bit"`` .., any config."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -31,7 +31,7 @@ class Progressive(Kind[ProgressiveCache]):
     """`ProgressiveCache`; a `TurboConfig` asks for it, and names stand for configs."""
 
     cls = ProgressiveCache
-    names = ("4bit", "2/4bit", "3bit", "2bit")
+    names = ("4bit", "k4v2", "2/4bit", "3bit", "2bit")
     takes = (TurboConfig,)
     stored_as = "progressive"
     counting = ("lengths", _BUFFERED)
@@ -51,6 +51,8 @@ class Progressive(Kind[ProgressiveCache]):
         less: of keys and values together it is half in any case, 3 bits on average. Of one head
         the keys have 4 bits and the values 2. Over several devices it is half of each one's heads.
         """
+        if name == "k4v2":
+            return TurboConfig(value_bits=2)
         if name != "2/4bit":
             bits = int(name[0])
             return TurboConfig(key_bits=bits, value_bits=bits)
@@ -174,7 +176,7 @@ class Progressive(Kind[ProgressiveCache]):
     def make(self, description: Description) -> ProgressiveCache:
         """See `Stored.make`."""
         # Without these in files that are older than they are.
-        config = {"flush": "all", "first_tokens": 0, **description["config"]}
+        config = {"flush": "all", **description["config"]}
         if isinstance(config["softmax"], Mapping):
             config["softmax"] = SAS(**config["softmax"])
         return self.make_kind(description, TurboConfig(**config))

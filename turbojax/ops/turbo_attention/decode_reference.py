@@ -1,8 +1,8 @@
 """Attention over a `ProgressiveCache` in plain JAX: the definition of `decode` (Algorithm 2).
 
-Every block of the cache, and of the buffer, is one split: its softmax is taken relative to the split's own
-row maximum, and the splits are merged by their log-sum-exp with the exact exponential. The
-result does not depend on how blocks are grouped or in which order they are merged.
+Every block of the cache, and of the buffer, is one split: its softmax is taken relative to the
+split's own row maximum, and the splits are merged by their log-sum-exp with the exact exponential.
+The result does not depend on how blocks are grouped or in which order they are merged.
 
 The codes are integers: products are of int8 in every 8-bit mode.
 """

@@ -231,9 +231,15 @@ class ProgressiveCache(Split):
             return None
         most = max(1, config.buffer_size - config.block_kv - first)
         if tokens > most:
-            return f"{tokens} query tokens must be at most {most} with {first} first tokens kept"
+            return (
+                f"{tokens} query tokens must be at most {most} with {config.num_first_tokens=}; "
+                "TurboConfig(first_tokens=0) has no such bound"
+            )
         if window is not None:
-            return f"{window=} must be None, or be that of the cache: it keeps {first} first tokens"
+            return (
+                f"{window=} must be None, or be that of the cache, with {config.num_first_tokens=};"
+                " TurboConfig(first_tokens=0) takes any"
+            )
         return None
 
     @property

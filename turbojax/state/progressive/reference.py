@@ -153,7 +153,7 @@ def buffer_stream(
     old = jnp.pad(side.buffer, ((0, 0), (0, 0), (0, runs * flush), (0, 0)))
     stream = jnp.where((source < 0)[:, None, :, None], old, new)
     stream = jnp.where(used[:, None, :, None], stream, 0)
-    # A run's blocks have the scale that was in effect when the token arrived that filled the buffer.
+    # A run's blocks have the scale in effect when the token arrived that filled the buffer.
     last = size + jnp.arange(runs)[None] * flush - 1 - cache.buffer_lengths[:, None]
     last = jnp.clip(last, 0, tokens - 1)[:, None]
     run_scale = jnp.where(jnp.take_along_axis(is_open, last, axis=-1), 1, scale[..., None])

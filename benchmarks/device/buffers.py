@@ -1,0 +1,85 @@
+"""What the buffer and the widths of a 4-bit cache cost: decode steps and appends beside each other.
+
+`python -m benchmarks.device.buffers --out FILE` times one decode step of each cache, after cuDNN in
+bfloat16 in the same run, and 27 appends, the last of which fills all buffers.
+"""
+
+import argparse
+import functools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+
+import turbojax as tj
+from benchmarks import machine, stored, timing
+from benchmarks.shapes import Shape
+from benchmarks.suite import timing_facts
+from benchmarks.suites.attention import decode
+
+Row = dict[str, Any]
+
+SHAPES = (
+    Shape("llama3-8b", 16, 32768),
+    Shape("llama3-8b", 64, 4096),
+    Shape("llama3-8b", 1, 8192),
+    Shape("llama3-8b", 1, 131072),
+    Shape("smollm-135m", 16, 4096),
+)
+CONFIGS = {
+    "default": tj.TurboConfig(),
+    "buffer of one block": tj.TurboConfig(buffer_size=64),
+    "no first token": tj.TurboConfig(first_tokens=0),
+    "k4v2": tj.TurboConfig(value_bits=2),
+}
+# As many as there is room for.
+_STEPS = 27
+
+
+@functools.partial(jax.jit, static_argnames="steps")
+def appended(
+    cache: tj.ProgressiveCache, key: jax.Array, value: jax.Array, *, steps: int
+) -> tj.ProgressiveCache:
+    """The cache after so many steps of one token."""
+    return jax.lax.fori_loop(0, steps, lambda _, x: tj.append(x, key, value), cache)
+
+
+def _rows(inputs: decode.Inputs, implementation: str) -> Iterator[tuple[str, str, Any]]:
+    """Name, what is done, and the call with its arguments."""
+    call = decode.exact(inputs, "cudnn" if timing.on_gpu() else "xla")
+    yield "bfloat16", "decode", (call.function, call.arguments)
+    for name, config in CONFIGS.items():
+        call = decode.turbo(inputs, config, implementation)
+        yield name, "decode", (call.function, call.arguments)
+    token = [x[:, :1] for x in (inputs.key, inputs.value)]
+    for name in ("default", "buffer of one block"):
+        cache = inputs.turbo(CONFIGS[name])
+        yield name, "append", (functools.partial(appended, steps=_STEPS), (cache, *token))
+
+
+def run(out: Path, shapes: tuple[Shape, ...], implementation: str) -> None:
+    """Measures, and writes after each row."""
+    result: Row = {**machine.describe(), "steps_of_append": _STEPS, "rows": []}
+    for shape in shapes:
+        inputs = decode.Inputs(shape)
+        for name, what, (function, arguments) in _rows(inputs, implementation):
+            compiled = jax.jit(function).lower(*arguments).compile()
+            taken = timing_facts(timing.measure(compiled, arguments))
+            row = {"shape": shape.label, "cache": name, "call": what, **taken}
+            result["rows"].append(row)
+            stored.write(out, result)
+            print(shape.label, name, what, f"{row['us']:.1f} us", sep="\t", flush=True)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Parses the command line and measures."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, required=True, help="JSON to write")
+    parser.add_argument("--implementation", default="mosaic_gpu", help="of our caches")
+    parsed = parser.parse_args(arguments)
+    run(parsed.out, SHAPES, parsed.implementation)
+
+
+if __name__ == "__main__":
+    main()
