@@ -22,6 +22,7 @@ FORMATS = (
     "auto",
     "fp8_e4m3",
     "fp8_e5m2",
+    "int8",
     "k8v4",
     "turbo_k4v3",
     "turbo_k3v2",

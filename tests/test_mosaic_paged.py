@@ -131,6 +131,7 @@ def test_programs_take_few_tokens_where_they_would_be_few(shape, is_split):
     [
         ("fp8_e4m3", 64, 4096, True),
         ("fp8_e5m2", 32, 4096, True),
+        ("int8", 64, 4096, True),
         ("fp8_e4m3", 16, 32768, False),
         ("fp8_e4m3", 1, 4096, False),
         ("turbo4", 64, 4096, False),
