@@ -14,15 +14,13 @@ from benchmarks.tables import Result, Row
 
 NEEDED = (
     "attention",
-    "attribution",
-    "cache_quality",
+    "buffers",
     "decode_launches",
     "engine",
     "families",
     "fireq",
     "fireq_ablation",
     "fireq_model",
-    "format_quality",
     "generate",
     "gradient_training",
     "gradient_tuning",
@@ -31,8 +29,10 @@ NEEDED = (
     "one_pass",
     "paged",
     "paged_formats",
+    "paged_int8",
     "pooled",
     "pooled_training",
+    "real_caches",
 )
 
 
@@ -78,16 +78,23 @@ class Figures:
         """The speed over another row."""
         return tables.times(self.row(prefix, name)["speedup_over"][base])
 
-    def smaller(self, cache: str) -> str:
-        """How much smaller a cache is than the exact one, on text."""
-        caches = self.result("cache_quality")["caches"]
-        sizes = [caches[name]["cache_bytes_per_sequence"] for name in ("exact", cache)]
-        return tables.times(sizes[0] / sizes[1])
+    def real(self, cache: str) -> Row:
+        """What a cache costs a real language model."""
+        row: Row = self.result("real_caches")["caches"][cache]
+        return row
 
-    def cost(self, cache: str) -> str:
-        """What a cache costs on text, in bits per byte."""
-        caches = self.result("cache_quality")["caches"]
-        return f"{caches[cache]['bits_per_byte'] - caches['exact']['bits_per_byte']:+.4f}"
+    def loss(self, cache: str) -> str:
+        """The same in bits per token."""
+        return f"{self.real(cache)['cost']:+.4f} bits per token"
+
+    def buffers(self, cache: str) -> str:
+        """The speed over cuDNN of decoding from one of the caches of `device.buffers`."""
+        found = {
+            row["cache"]: row["us"]
+            for row in self.result("buffers")["rows"]
+            if (row["shape"], row["call"]) == ("llama3-8b/b16-s32768", "decode")
+        }
+        return tables.times(found["bfloat16"] / found[cache])
 
     def launched(self, batch: int, tokens: int) -> str:
         """The best speed over cuDNN of the 4-bit cache, of the launch settings that were tried."""
@@ -124,6 +131,14 @@ _TRAINING_CAUSAL = "training/llama3-8b/b2-s8192-causal/"
 _PAGES = "paged-decode/llama3-8b/b16-s32768/"
 _SCALED = "kv4-decode/llama3-8b/b16-s32768/"
 _MIXTURE = "mha-16/b1-s16384/mixture-0.156/mosaic_gpu"
+# How many times the tokens of bfloat16 pages the same memory holds, of 128 channels: from the bytes
+# of a key and of a value.
+_TOKENS = {
+    name: 2 * 256 / (key + value)
+    for name, (key, value) in {
+        "int8": (130, 130), "int8_v4": (130, 66), "turbo4": (66, 66), "fp8_e4m3": (128, 128),
+    }.items()
+}  # fmt: skip
 _PRODUCT = "matmul/k4096-n14336/"
 
 
@@ -138,8 +153,7 @@ def figures_table(results: Path, link: str) -> str:
     decode = figures.row("hopper", f"{_LONG}turbo-4bit/mosaic_gpu")
     whole = figures.result("generate")
     model, ends = whole["settings"]["model"], whole["summary"]
-    quality = figures.result("cache_quality")
-    share = quality["caches"]["4bit"]["same_greedy_choice"]
+    real = figures.real("4bit")
     lines = [
         [
             f"**{tables.times(decode['speedup_over_cudnn'])}** as fast",
@@ -147,9 +161,9 @@ def figures_table(results: Path, link: str) -> str:
             f"bfloat16, at {decode['percent_of_ceiling']:.0f} % of the memory bandwidth",
         ],
         [
-            f"**{figures.smaller('4bit')}** smaller, {figures.cost('4bit')} bits per byte",
-            f"a 4-bit cache on held-out text; it makes the same greedy choice for "
-            f"{100 * share:.1f} % of the bytes (small byte-level model)",
+            f"**{tables.times(real['compression'])}** smaller, {figures.loss('4bit')}",
+            "a 4-bit cache of a real language model (SmolLM2-135M), at 4,096 tokens of prose or "
+            f"code; the same greedy choice for {100 * real['same_choice']:.1f} % of the tokens",
         ],
         [
             f"**{tables.times(ends['4bit']['ratio_to_exact'])}** the tokens per second",
@@ -159,7 +173,7 @@ def figures_table(results: Path, link: str) -> str:
             f"{ends['exact']['tokens_per_second']:,.0f} with {ends['exact']['batch']} in bfloat16",
         ],
     ]
-    names = {"hopper": 0, "cache_quality": 1, "generate": 2}
+    names = {"hopper": 0, "real_caches": 1, "generate": 2}
     for prefix, at in names.items():
         found = newest(results, (prefix,))
         assert found is not None  # `figures` has read it
@@ -222,9 +236,9 @@ def headline_table(results: Path) -> str:
             "{doc}`models`",
         ],
         [
-            "4-bit cache on held-out text",
-            f"{figures.cost('4bit')} bits per byte, {figures.smaller('4bit')} smaller",
-            "{doc}`quality`",
+            "4-bit cache of SmolLM2-135M, at 4,096 tokens",
+            f"{figures.loss('4bit')}, {tables.times(figures.real('4bit')['compression'])} smaller",
+            "{doc}`real_model`",
         ],
     ]
     table = tables.table(["what", "speed, size or cost", "page"], lines)
@@ -244,91 +258,61 @@ def _caches(figures: Figures) -> list[list[str]]:
     triton = functools.partial(figures.over_cudnn, "attention")
     paged = functools.partial(figures.over_cudnn, "paged")
     family = functools.partial(figures.over, "families")
-    capacity = [
-        figures.row("engine", f"engine/llama-3-8b/short/{pages}")["token_capacity"]
-        for pages in ("turbo4", "fp8_e4m3", "auto")
-    ]
     step = "model-decode/{}/paged"
 
-    def pages_cost(kind: str) -> str:
-        if kind in figures.result("cache_quality")["caches"]:
-            return f"{figures.cost(kind)} bits per byte"
-        row = figures.row("families", f"model-decode/llama-3.1-8b/b16-s8192/{kind}")
-        return f"logits {row['relative_l2']:.3f} off (relative L2, random keys and values)"
+    def pages(kv_dtype: str, cache: str, suite: str = "paged") -> list[str]:
+        """What the cells of pages say: of tokens of 128 channels, in keys and in values."""
+        speed = figures.over_cudnn(suite, f"{_PAGES}{kv_dtype}/mosaic_gpu")
+        return [f"{speed} cuDNN, {_TOKENS[kv_dtype]:.2f}x the tokens", figures.loss(cache)]
 
     return [
         [
             "**Decoding** one batch, where reading the cache takes the time; H100 or H200",
             "`cache=tj.TurboConfig()`",
             "`mosaic_gpu`; head dims in multiples of 32 up to 256",
-            f"{hopper(f'{_LONG}turbo-4bit/mosaic_gpu')} cuDNN, {figures.smaller('4bit')} smaller",
-            f"{figures.cost('4bit')} bits per byte",
+            f"{hopper(f'{_LONG}turbo-4bit/mosaic_gpu')} cuDNN, "
+            f"{tables.times(figures.real('4bit')['compression'])} smaller",
+            figures.loss("4bit"),
         ],
         [
             "the same on another NVIDIA GPU, or with another head dim",
             "`cache=tj.TurboConfig()`",
             "`triton`, Ampere and newer",
-            f"{triton(f'{_LONG}turbo-4bit/triton')} cuDNN (on an H100), "
-            f"{figures.smaller('4bit')} smaller",
-            f"{figures.cost('4bit')} bits per byte",
+            f"{triton(f'{_LONG}turbo-4bit/triton')} cuDNN (on an H100)",
+            "the same",
         ],
         [
-            "memory is tighter still; H100 or H200",
-            "`cache=tj.TurboConfig(num_low_bit_key_heads=4, num_low_bit_value_heads=4)`, half of "
-            "your KV heads",
-            "`mosaic_gpu`",
-            f"{hopper(f'{_LONG}turbo-2/4bit/mosaic_gpu')} cuDNN, "
-            f"{figures.smaller('2/4bit')} smaller",
-            f"{figures.cost('2/4bit')} bits per byte",
-        ],
-        [
-            "the same size with a smaller loss",
-            "`cache=tj.TurboConfig(key_bits=3, value_bits=3)`",
+            "memory is tighter still",
+            "`cache=tj.TurboConfig(value_bits=2)`",
             "`mosaic_gpu` on H100 and H200, else `triton`",
-            f"{hopper(f'{_LONG}turbo-3bit/mosaic_gpu')} cuDNN "
-            f"({triton(f'{_LONG}turbo-3bit/triton')} by `triton`, on an H100), "
-            f"{figures.smaller('3bit')} smaller",
-            f"{figures.cost('3bit')} bits per byte",
+            f"{figures.buffers('k4v2')} cuDNN, "
+            f"{tables.times(figures.real('k4v2')['compression'])} smaller",
+            figures.loss("k4v2"),
         ],
         [
             "**many requests** of different lengths, that come and go or share beginnings",
-            '`tj.models.Engine(model, num_pages=4096, kv_dtype="turbo4")`, or '
-            "`turbojax serve --kv-dtype turbo4`",
+            '`tj.models.Engine(model, num_pages=4096, kv_dtype="int8")`, or '
+            "`turbojax serve --kv-dtype int8`",
             "`mosaic_gpu` on H100 and H200, else `triton`",
-            f"{paged(f'{_PAGES}turbo4/mosaic_gpu')} cuDNN, "
-            f"{tables.times(capacity[0] / capacity[2])} the tokens in the same memory",
-            pages_cost("turbo4"),
-        ],
-        [
-            "the same, closer to the model's own numbers",
-            '`kv_dtype="fp8_e4m3"`',
-            "`mosaic_gpu`, else `triton` (Ada and newer)",
-            f"{paged(f'{_PAGES}fp8_e4m3/mosaic_gpu')} cuDNN, "
-            f"{tables.times(capacity[1] / capacity[2])} the tokens",
-            pages_cost("fp8_e4m3"),
-        ],
-        [
-            "the same, with three quarters of that memory",
-            '`kv_dtype="k8v4"`',
-            "`mosaic_gpu` on H100 and H200, else `triton`, Ada and newer",
-            f"{figures.over_cudnn('paged_formats', f'{_PAGES}k8v4/mosaic_gpu')} cuDNN, "
-            f"{_smaller(figures, 'paged_formats', _PAGES, ('auto/triton', 'k8v4/triton'))} the "
-            "tokens",
-            f"{_format_cost(figures, 'paged_k8v4')} bits per byte",
-        ],
-        [
-            "the same, where e4m3 keys lose too much, as in SmolLM2",
-            '`kv_dtype="int8"`',
-            "`mosaic_gpu` on H100 and H200, else `triton`",
-            _speed_and_size(figures, "int8", 2 * 130),
-            _simulated(figures, "int8 by token"),
+            *pages("int8", "paged_int8", "paged_int8"),
         ],
         [
             "the same, with three quarters of that memory",
             '`kv_dtype="int8_v4"`',
             "`mosaic_gpu` on H100 and H200, else `triton`",
-            _speed_and_size(figures, "int8_v4", 130 + 66),
-            _simulated(figures, "int8 keys by token, turbo4 values"),
+            *pages("int8_v4", "paged_int8_v4", "paged_int8"),
+        ],
+        [
+            "the same, as small and as fast as it gets; **measure your model first**",
+            '`kv_dtype="turbo4"`',
+            "`mosaic_gpu` on H100 and H200, else `triton`",
+            *pages("turbo4", "turbo4"),
+        ],
+        [
+            "the same, with 8-bit products of prompts that go to pages; **measure first**",
+            '`kv_dtype="fp8_e4m3"`',
+            "`mosaic_gpu`, else `triton` (Ada and newer)",
+            *pages("fp8_e4m3", "fp8_e4m3"),
         ],
         [
             "**exact numbers**; a model with windows, soft caps or heads wider than 128",
@@ -353,23 +337,6 @@ def _smaller(figures: Figures, prefix: str, place: str, names: tuple[str, str]) 
     """How many times the bytes that the second of two rows reads the first one does."""
     large, small = (figures.row(prefix, f"{place}{name}")["bytes"] for name in names)
     return tables.times(large / small)
-
-
-def _format_cost(figures: Figures, cache: str) -> str:
-    return f"{figures.result('format_quality')['caches'][cache]['cost']:+.4f}"
-
-
-def _speed_and_size(figures: Figures, kv_dtype: str, token_bytes: int) -> str:
-    """Of pages, at 128 channels; whose speed may not have been measured yet."""
-    speed = figures.speed("paged_formats", f"{_PAGES}{kv_dtype}/mosaic_gpu")
-    gain = "not measured" if speed == "-" else f"{speed} cuDNN"
-    return f"{gain}, {tables.times(4 * 128 / token_bytes)} the tokens"
-
-
-def _simulated(figures: Figures, name: str) -> str:
-    """What a row of the attribution costs."""
-    cost = figures.result("attribution")["rows"][name]["cost"]
-    return f"{cost:+.4f} bits per token of SmolLM2, in a simulation"
 
 
 def _prompts(figures: Figures) -> list[list[str]]:
@@ -446,7 +413,6 @@ def _weights(figures: Figures) -> list[list[str]]:
         if (row["tokens"], row["method"]) == (4096, "int4-kv4")
     ]
     ablation = figures.result("fireq_ablation")
-    once = figures.result("one_pass")["caches"]
     lost = ablation["bits_per_byte"]["as_is"]["all"] - ablation["exact_bits_per_byte"]
     sixteen, many = (f"{_PRODUCT}{count}/int4/mosaic_gpu" for count in ("m16", "m1024"))
     return [
@@ -464,7 +430,7 @@ def _weights(figures: Figures) -> list[list[str]]:
             '`cache="kv4"`: a scale for every token and head, no buffer',
             "`mosaic_gpu` on H100 and H200, else `triton`, Ada and newer",
             f"{figures.over_cudnn('kv4', f'{_SCALED}kv4/mosaic_gpu')} cuDNN",
-            "in the line above",
+            f"{figures.loss('kv4')}: no cache for a model like SmolLM2",
         ],
         [
             "the same, where `kv4` loses too much",
@@ -472,7 +438,6 @@ def _weights(figures: Figures) -> list[list[str]]:
             "`mosaic_gpu` on H100 and H200, else `triton`, Ada and newer",
             f"{figures.over_cudnn('kv4', f'{_SCALED}k8v4/mosaic_gpu')} cuDNN, "
             f"{_smaller(figures, 'kv4', _SCALED, ('cudnn', 'k8v4/triton'))} smaller",
-            f"{once['k8v4']['cost']:+.4f} bits per byte, where `kv4` costs "
-            f"{once['kv4']['cost']:+.4f}",
+            figures.loss("k8v4"),
         ],
     ]

@@ -155,6 +155,10 @@ def oracle(query, cache, tables, lengths, *, weight_unit=0.0, query_unit=0.0, **
                 mean = np.linalg.norm(out[b, t, h])
             # Weights below the normal range of float16 are off by that of its smallest number.
             lost = p * (error + weight_unit) + (2.0**-25 if weight_unit else 0)
+            if weight_unit and int8_sides(cache.kv_dtype)[1]:
+                # On Hopper weights times scales are integers of 15 bits, relative to the largest.
+                scales = np.maximum(np.abs(v).max(axis=-1), 1e-30)
+                lost = lost + 2.0**-15 * (p * scales).max() / scales
             spread = lost @ mass + (p @ error + 16 * UNIT * p.sum()) * mean
             slack[b, t, h] = spread / p.sum()
             lse[b, t, h] = top + np.log(p.sum())
