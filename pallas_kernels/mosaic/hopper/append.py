@@ -16,6 +16,9 @@ Versions, us of the kernels a step, 8 heads of 128, mean of 64 steps, in one of 
 are full, H200, jax 0.11.2:          16 sequences   64
   for Triton: two launches           1.8 + 1.6     2.8 + 1.8
   v1  one launch                     1.7           2.9
+  v2  a buffer of two blocks: 27 steps, the last of which fills it, and what lies between them take
+      123 us as with one block (16 sequences), 161 and 165 (64):
+      `benchmarks/results/buffers_2026-11-29.json`.
 """
 
 from collections.abc import Callable, Sequence

@@ -43,6 +43,12 @@ Versions, H100, jax 0.11.2, device time (cuDNN on bfloat16 keys and values in th
   12 KB that run at the same time on one multiprocessor, more than its instruction cache. v3 has
   21 KB in all. Two warpgroups in a program, which share a head, in v2: 136.
   Rows: `benchmarks/results/decode_versions_2026-11-24.json`.
+  v4, blocks of the buffer are units   16 x 32k  64 x 4k  1 x 128k  1 x 8k, H200, another run
+    cuDNN                              464      239      124      14.8
+    a buffer of one block              140.7    77.6     42.3     11.2
+    of two, with a first token         140.4    77.2     42.6     11.3
+    the same, values in 2 bits         115.3    64.8     36.0     11.1
+  Rows: `benchmarks/results/buffers_2026-11-29.json`.
   3 bits: a lane unpacks two planes, 1,086 instructions for a block and warp where 4 bits take 744.
   16 x 32k with a window of 4,096, in another run on an H200: 31 us, with the remainder by which a
   ring finds a block or without it; 27 us from a ring of 65 blocks, which is split for these alone.

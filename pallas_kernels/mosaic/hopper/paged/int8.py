@@ -10,10 +10,10 @@ tokens of a KV head; the frame is `kernel`'s:
 
 Versions, H200, jax 0.11.2, us at 16 x 32k, 64 x 4k and 1 x 8k:
                   cuDNN in bfloat16  464, 238, 14.8;  e4m3 249, 130, 12.5;  `k8v4` 199, 114, 12.6
-  v1, as above    int8               253.5, 133.4, 13.9: 1.83, 1.79, 1.06 times cuDNN, a copy's speed
-                  int8_v4            196.3, 102.4, 12.6: 2.36, 2.33, 1.18 times; 98 % of a copy's speed
-  Rows: `benchmarks/results/paged_int8_2026-11-29.json`. 1 x 8k is a tenth behind e4m3's: int8 takes the
-  same launches, which were tuned for that.
+  v1, as above    int8               253.5, 133.4, 13.9: 1.83, 1.79, 1.06 times cuDNN, as a copy
+                  int8_v4            196.3, 102.4, 12.6: 2.36, 2.33, 1.18 times; 98 % of a copy
+  Rows: `benchmarks/results/paged_int8_2026-11-29.json`. 1 x 8k is a tenth behind e4m3's: int8 takes
+  the same launches, which were tuned for that.
 
 Products are of int8: queries and weights are integers of 15 bits in two columns (`integers`), of
 which the middle of a table is 0 here. Scales are where codes have norms.
