@@ -45,6 +45,7 @@ def page_tables(results: Path) -> dict[str, Callable[[], str]]:
     if all(dated(results, name) for name in choosing.NEEDED):
         found["headline"] = functools.partial(choosing.headline_table, results)
         found["choosing"] = functools.partial(choosing.choosing_table, results)
+        found["toy"] = functools.partial(choosing.toy_table, results)
     if all(dated(results, name) for name in ("attention_quality", "hopper")):
         found["numerics"] = functools.partial(attention_quality.numerics_table, results)
     return found

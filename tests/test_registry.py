@@ -131,7 +131,7 @@ def test_ampere_decodes_in_every_mode(monkeypatch, mode):
     ("options", "words"),
     [
         ({"mode": "float"}, "mode='float'"),
-        ({"block_kv": 32}, "block_kv=32"),
+        ({"block_kv": 32, "value_bits": 2}, "block_kv=32"),
     ],
 )
 def test_on_hopper_the_next_takes_what_mosaic_refuses(monkeypatch, options, words):

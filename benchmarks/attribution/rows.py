@@ -130,5 +130,4 @@ SHOWN = (
         {f"attribution {group}": functools.partial(attribution_table, group) for group in GROUPS},
     ),
     Shown(("real_caches",), {"real caches": caches_table}),
-    Shown(("byte_caches",), {"byte caches": caches_table}),
 )
