@@ -15,7 +15,10 @@ from turbojax.models.text.tokenizer import ByteTokenizer, JsonTokenizer, NumberT
 Progress = Callable[[str, int, int], None]
 """Called with what is measured, how much of it is done, and how much there is."""
 
-DEFAULT_METHODS = ("exact", "4bit", "3bit", "2/4bit", "2bit", "kivi4", "kv4", "k8v4", "turbo4")
+DEFAULT_METHODS = (
+    *("exact", "4bit", "k4v2", "3bit", "2/4bit", "kivi4", "kv4", "k8v4"),
+    *("paged_int8", "paged_int8_v4", "turbo4"),
+)
 DEFAULT_LATENT_METHODS = LATENT_CACHE_NAMES
 """Of models with latent attention."""
 
