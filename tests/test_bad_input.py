@@ -305,6 +305,7 @@ KINDS = {
         r"float32.*int8",
     ),
     "bits as text": (lambda: tj.TurboConfig(key_bits="4"), r"key_bits='4'.*integer"),
+    "no block": (lambda: tj.TurboConfig(block_kv=None), r"block_kv=None.*integer"),
     "fractional first tokens": (
         lambda: tj.TurboConfig(first_tokens=0.5),
         r"first_tokens=0.5.*integer",

@@ -245,6 +245,15 @@ CORRUPTIONS = {
         "buffer_lengths",
         lambda c: dataclasses.replace(c, buffer_lengths=c.buffer_lengths + 32),
     ),
+    "less than a flush leaves": (
+        "at least 16 where there are blocks",
+        lambda c: dataclasses.replace(
+            c,
+            config=dataclasses.replace(c.config, buffer_size=2 * c.config.block_kv),
+            lengths=c.lengths // 16 * 16,
+            buffer_lengths=jnp.zeros_like(c.buffer_lengths),
+        ),
+    ),
     "dtype of lengths": (
         "lengths",
         lambda c: dataclasses.replace(c, lengths=c.lengths.astype(jnp.int16)),

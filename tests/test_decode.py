@@ -193,6 +193,14 @@ def test_long_caches(implementation, window):
     assert_matches_oracle(query, cache, implementation, local_window_size=window)
 
 
+@pytest.mark.parametrize("left", [73, 74, 75])
+def test_windows_that_end_between_what_is_read_at_a_time(left):
+    """Places in blocks begin after the first token: position 1,024 is in the first 1,024 places."""
+    cache = under(filled((("block_kv", 8),), (0,), (1100,), 1, 64, max_length=1104))
+    query = queries(1, 2, 1, 2)
+    assert_matches_oracle(query, cache, "xla", local_window_size=(left, 0))
+
+
 # Edges -------------------------------------------------------------------------------------------
 
 

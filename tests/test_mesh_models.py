@@ -195,6 +195,21 @@ def test_sessions_that_cannot_be_split_are_refused(tmp_path):
         models.load_session(tmp_path / "three", models.shard(decoder(), axes_of(2, 1)))
 
 
+def test_windows_over_slots():
+    """Devices share a KV head's tokens; a layer with a window keeps none of the first ones apart."""
+    config = dataclasses.replace(TINY, local_windows=(10, None))
+    one = models.random_decoder(config, dtype="float32")
+    given = {"max_length": 32, "lengths": LENGTHS, "cache": TurboConfig(block_q=8, block_kv=8)}
+    logits = []
+    for model in (one, models.shard(one, axes_of(1, 4))):
+        session = models.start(model, TOKENS, **given)
+        assert [c.config.num_first_tokens for c in session.caches.layers] == [0, 1]
+        for token in range(8):
+            session = session.step(np.full(4, token))
+        logits.append(session.logits)
+    assert relative(*logits) < 1e-3
+
+
 @pytest.mark.slow
 def test_the_embedded_model_says_the_same():
     embedded = models.load_decoder(models.embedded_path())

@@ -20,7 +20,7 @@ from turbojax import _device
 from turbojax.kv import cache_by_name
 from turbojax.kv.progressive import PROGRESSIVE
 from turbojax.ops.turbo_attention import operands
-from turbojax.state.progressive import mosaic_gpu, reference
+from turbojax.state.progressive import mosaic_gpu, reference, triton
 from turbojax.state.progressive.update import store_prompt
 
 BATCH, HEADS = 3, 2
@@ -127,6 +127,18 @@ def test_a_prompt(name, size, lengths):
 
 @pytest.mark.usefixtures("emulated")
 @pytest.mark.quick(3)
+@pytest.mark.parametrize("kernels", [mosaic_gpu, triton])
+@pytest.mark.parametrize("size", [1, 3])
+def test_prompts_of_first_tokens_alone(size, kernels):
+    """No block can come of them: there is nothing to launch."""
+    case = (tj.TurboConfig(block_kv=16, first_tokens=3), 8, jnp.float32)
+    given, lengths = tokens(case, size, seed=1), int32(size, 1, 0)
+    stored = kernels.store_prompt(new(case), *given, lengths)
+    assert_same_bits(stored, store_xla(new(case), *given, lengths))
+    assert stored.buffer_lengths.tolist() == [size, 1, 0]
+
+
+@pytest.mark.usefixtures("emulated")
 @pytest.mark.parametrize("name", CASES)
 def test_tokens(name):
     """Two buffers fill; one sequence gets no token in a step, one begins, with zeros at first."""

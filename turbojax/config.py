@@ -40,7 +40,8 @@ class TurboConfig:
       block_q: query tokens that share one stage-1 scale (B_r), a positive multiple of 8.
       block_kv: key/value tokens of one block (B_c), a positive multiple of 8.
       buffer_size: tokens of the int8 decode buffer (n_b), a multiple of `block_kv`; two blocks if
-        not given.
+        not given. `dataclasses.replace` keeps what it was: ``buffer_size=None`` with it is two
+        blocks of another size.
       flush: what a full buffer compresses: its ``"oldest"`` block, so that the newest tokens stay
         in 8 bits, or ``"all"`` of it, which leaves it empty (the paper's). Of a buffer of one block
         it is the same.
@@ -84,8 +85,8 @@ class TurboConfig:
     def paper(cls, **overrides: Any) -> Self:
         """The configuration of the paper: int8 products, SAS, blocks and a buffer of 64 tokens.
 
-        A full buffer is compressed as a whole, and no token stays in it. On a real model that costs
-        three times the bits per token of the default (``docs/benchmarks/real_model.md``).
+        A full buffer is compressed as a whole, and no token stays in it. On a real model that alone
+        costs twice the bits per token of the default (``docs/benchmarks/real_model.md``).
 
         Args:
           **overrides: fields with other values.
@@ -117,6 +118,7 @@ class TurboConfig:
 
     def __post_init__(self) -> None:
         if self.buffer_size is None:
+            check_integer("block_kv", self.block_kv)
             object.__setattr__(self, "buffer_size", 2 * self.block_kv)
         for field in dataclasses.fields(self):
             if field.type is int:

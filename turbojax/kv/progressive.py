@@ -117,7 +117,7 @@ class Progressive(Kind[ProgressiveCache]):
         *,
         implementation: Any = None,
     ) -> ProgressiveCache:
-        """See `Kind.store_prompt`: whole blocks are compressed at once, without the buffer."""
+        """See `Kind.store_prompt`: what the buffer does not keep is compressed at once."""
         name = STORE_PROMPT.beside(implementation)
         return store_prompt(cache, key, value, lengths, implementation=name)
 
@@ -192,6 +192,11 @@ class Progressive(Kind[ProgressiveCache]):
         size, buffered = cache.config.buffer_size, counts[_BUFFERED]
         if np.any(buffered >= size):
             raise ValueError(f"buffer_lengths={buffered.tolist()} must be below {size}")
+        least = size - cache.config.flush_size
+        if np.any((counts["lengths"] > buffered) & (buffered < least)):
+            raise ValueError(
+                f"buffer_lengths={buffered.tolist()} must be at least {least} where there are blocks"
+            )
 
     def to_rows(self, cache: ProgressiveCache) -> ProgressiveCache:
         """See `Stored.to_rows`.

@@ -80,8 +80,9 @@ def decode(
     Raises:
       TypeError: if `cache` is no cache of a layer, a dtype does not fit, or a scale is missing.
       ValueError: if a shape, window or cap does not fit, or the cache keeps a window alone.
-      NotImplementedError: if the implementation asked for cannot run this, or when it is
-        differentiated.
+      NotImplementedError: if the implementation asked for cannot run this, when it is
+        differentiated, or if a `ProgressiveCache` keeps first tokens (`TurboConfig.first_tokens`)
+        and there is a window, or more queries than its buffer has room for beside a block and them.
     """
     kind_of(cache)
     _checks.check_query(query)
@@ -118,14 +119,19 @@ def attend_cache(
     implementation: str | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """`decode` for callers that have `Options`, causal ones; gives the log-sum-exp too."""
+    _require_order(cache, axis, query.shape[1], options)
     run = run_of_cache(cache, axis)
-    if isinstance(cache, ProgressiveCache):
-        refusal = cache.why_not_in_order(query.shape[1], options.window)
-        if refusal is not None:
-            raise NotImplementedError(f"a cache split over {axis=}: {refusal}")
     local = of_run(cache, run)
     attend = _attention_to(local, options, implementation)
     return _merge(query, cache.lengths, query_lengths, run, axis, attend, options, sinks)
+
+
+def _require_order(cache: Any, axis: AxisName, tokens: int, options: Options) -> None:
+    """Raises NotImplementedError if places of tokens do not say what so many queries see."""
+    if not isinstance(cache, ProgressiveCache):
+        return
+    if refusal := cache.why_not_in_order(tokens, options.window):
+        raise NotImplementedError(f"a cache split over {axis=}: {refusal}")
 
 
 def paged_attention(
@@ -197,12 +203,14 @@ def attend_new_tokens(axis: AxisName, implementation: str | None = None) -> Atte
         implementation = None
 
     def attend(query, key, value, cache, options=PLAIN, sinks=None):  # type: ignore[no-untyped-def]
+        options = options.complete(query.shape[3])
+        _require_order(cache, axis, query.shape[1], options)
         cache = append(cache, key, value, axis, implementation=implementation)
         out, _ = attend_cache(
             query,
             cache,
             axis,
-            options=options.complete(query.shape[3]),
+            options=options,
             sinks=of_layer(query, sinks).sinks,
             implementation=implementation,
         )

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 
 from turbojax import _checks
+from turbojax.config import TurboConfig
 from turbojax.kv import (
     CacheKind,
     LayerCache,
@@ -201,6 +202,13 @@ def init_caches(
     jax.eval_shape(lambda: _init(sizes[len(kinds) // 2], middle, model.dtype, None))
     windows = windows_of_layers(config, kinds)
     if axes is not None and axes.size("sequence") > 1:
+        # Devices' parts hold all tokens, and where a window ends none apart from the others.
+        kinds = tuple(
+            dataclasses.replace(kind, first_tokens=0)
+            if isinstance(kind, TurboConfig) and window is not None
+            else kind
+            for kind, window in zip(kinds, windows, strict=True)
+        )
         windows = (None,) * len(kinds)
     return ModelCaches(
         tuple(

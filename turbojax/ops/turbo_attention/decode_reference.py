@@ -97,9 +97,9 @@ def decode(
     )
     chunk_tokens = count * block
     state = varying_like(state, query, cache, query_length, extras)
-    state = jax.lax.fori_loop(
-        jnp.maximum(first, 0) // chunk_tokens, -(-stop // chunk_tokens), chunk, state
-    )
+    # Of places in blocks, which first tokens are not in.
+    first = jnp.maximum(first - first_tokens, 0) // chunk_tokens
+    state = jax.lax.fori_loop(first, -(-stop // chunk_tokens), chunk, state)
     slot = jnp.arange(cache.config.buffer_size)[None]
     keys = jnp.where(slot < first_tokens, slot, compressed[:, None] + slot)
     buffered = slot < cache.buffer_lengths[:, None]

@@ -112,7 +112,8 @@ class ProgressiveCache(Split):
 
     Invariants (`validate` checks them):
       - ``0 <= buffer_lengths <= lengths <= max_length`` and ``buffer_lengths < buffer_size``;
-      - ``lengths - buffer_lengths`` is a multiple of ``config.block_kv``;
+      - ``lengths - buffer_lengths`` is a multiple of ``config.block_kv``; where it is not 0,
+        ``buffer_lengths`` is at least what a flush leaves, ``buffer_size - flush_size``;
       - buffer codes are within +-119, ``head_slots`` rows are permutations, scales of blocks
         and of buffers that are not all zero are positive or NaN.
 
@@ -473,6 +474,11 @@ def _validate_values(cache: ProgressiveCache) -> None:
         raise ValueError(
             f"lengths - buffer_lengths={(lengths - buffered).tolist()} must be multiples of "
             f"{config.block_kv=}"
+        )
+    least = config.buffer_size - config.flush_size
+    if np.any((lengths > buffered) & (buffered < least)):
+        raise ValueError(
+            f"buffer_lengths={buffered.tolist()} must be at least {least} where there are blocks"
         )
     for name, side in (("key", cache.key), ("value", cache.value)):
         _validate_side(name, side, lengths, np.asarray(cache.num_blocks))

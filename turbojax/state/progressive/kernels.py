@@ -101,6 +101,8 @@ def stored_prompt(
     blocks of the cache then begin elsewhere than those of attention, which makes its own codes.
     """
     config, begin = cache.config, cache.config.num_first_tokens
+    if key.shape[1] <= begin:  # there is no block to write
+        return reference.store_prompt(cache, key, value, lengths), None
     with_operands = with_operands and not begin
     kept = reference.kept_tokens(cache, key.shape[1], lengths)
     inside = jnp.clip(lengths, 0, key.shape[1])

@@ -63,8 +63,8 @@ def append(
 ) -> ProgressiveCache:
     """Adds new tokens, one or many per sequence.
 
-    Tokens go to the int8 buffer with the universal scale, clamped to +-119 codes; a full buffer
-    is compressed to blocks and emptied. Without a prefill or a given scale, a head's universal
+    Tokens go to the int8 buffer with the universal scale, clamped to +-119 codes; of a full buffer
+    the oldest block is compressed, or all of it (`TurboConfig.flush`). Without a prefill or a given scale, a head's universal
     scale is twice the maximum of its first token that is not all zero, over 119. The result
     does not depend, bit for bit, on how a run of tokens is split into calls.
 
@@ -131,7 +131,8 @@ def store_prompt(
         choose. All store the same bits.
 
     Returns:
-      The cache with ``length // block_kv`` blocks compressed and the rest in the buffer.
+      The cache with as much of the prompt in the buffer as its tokens would leave there one by one
+      (with ``flush="all"`` what fills no block), and the rest in blocks.
 
     Raises:
       TypeError: if a dtype differs from `cache.dtype`.
