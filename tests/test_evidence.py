@@ -16,7 +16,7 @@ from benchmarks.evidence import __main__ as command
 from benchmarks.evidence import attends, caches, channels, pooling, softmaxes, whole, writing
 from benchmarks.evidence.catalogue import SHOWN, TABLES, specs_of
 from benchmarks.evidence.measuring import measure
-from benchmarks.evidence.rows import Spec
+from benchmarks.evidence.rows import Spec, spelled_out
 from benchmarks.evidence.subject import QUICK, Sizes
 from benchmarks.tables import OUT_OF_TIME
 from turbojax import SAS, models, polar
@@ -378,3 +378,19 @@ def test_plots_are_drawn_of_what_there_is(name, tmp_path):
     for i, result in enumerate((RESULT, {**RESULT, "rows": {}})):
         SHOWN.plots[name](result).savefig(tmp_path / f"{i}.png", dpi=20)
     assert QUICK.layers == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("4bit", {"mode": "fp8", "buffer_size": 64, "flush": "all"}),
+        ("4bit:mode=int8,buffer_size=256", {"mode": "int8", "buffer_size": 256, "flush": "all"}),
+        ("3bit:block=32", {"mode": "fp8", "buffer_size": 32, "flush": "all", "block_kv": 32}),
+    ],
+)
+def test_names_of_rows_mean_what_was_measured(name, options):
+    """Not what the default has become."""
+    cache = method(spelled_out(name), models.SHAPES["tiny"]).cache
+    assert {key: getattr(cache, key) for key in options} == options
+    assert cache.num_first_tokens == 0
+    assert spelled_out("kivi4:residual_length=64") == "kivi4:residual_length=64"

@@ -196,7 +196,7 @@ def test_sessions_that_cannot_be_split_are_refused(tmp_path):
 
 
 def test_windows_over_slots():
-    """Devices share a KV head's tokens; a layer with a window keeps none of the first ones apart."""
+    """Devices share a KV head's tokens; a layer with a window keeps no first ones apart."""
     config = dataclasses.replace(TINY, local_windows=(10, None))
     one = models.random_decoder(config, dtype="float32")
     given = {"max_length": 32, "lengths": LENGTHS, "cache": TurboConfig(block_q=8, block_kv=8)}

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 PAPER = "mode=int8,softmax=sas"
-"""TurboAttention's own numerics, where the default's are exact softmax and e4m3 products."""
+"""TurboAttention's own numerics, where those of the other rows are the exact softmax and e4m3
+products, see `rows.spelled_out`."""
 
 QUICK = ("4bit", f"4bit:{PAPER}", "kivi4")
 

@@ -33,6 +33,24 @@ class Spec:
     quick: bool = False
 
 
+_OURS = ("4bit", "3bit", "2bit", "2/4bit")
+
+
+def spelled_out(name: str) -> str:
+    """The method that a row's name means, whatever the defaults of `TurboConfig` are.
+
+    Without an option that says otherwise: products of prompts are in e4m3, and a buffer of 64
+    tokens, or of a block of the size that is given, is compressed as a whole. These were the
+    defaults when the tables were measured first.
+    """
+    base, _, text = name.partition(":")
+    if base not in _OURS:
+        return name
+    given = dict(option.split("=", 1) for option in text.split(",") if option)
+    meant = {"mode": "fp8", "flush": "all", "buffer_size": given.get("block", "64")} | given
+    return f"{base}:{','.join(f'{key}={value}' for key, value in meant.items())}"
+
+
 def cached(name: str, *, quick: bool = False) -> Spec:
     """Bits through a cache: a method of `turbojax.evaluation`, by its name."""
 
@@ -52,7 +70,7 @@ def cached_int4(name: str, *, quick: bool = False) -> Spec:
 
 
 def _cached(subject: Subject, name: str, model: Any, exact: ExactRun) -> Row:
-    sizes, chosen = subject.sizes, method(name, model.config)
+    sizes, chosen = subject.sizes, method(spelled_out(name), model.config)
     found = score(
         model,
         subject.tokens,
@@ -68,7 +86,8 @@ def layers(name: str, *, quick: bool = False) -> Spec:
     """Errors of each layer's attention output through a cache: of the tokens that are decoded."""
 
     def measure(subject: Subject) -> Row:
-        chosen, tokens = method(name, subject.decoder.config), subject.layer_tokens
+        chosen = method(spelled_out(name), subject.decoder.config)
+        tokens = subject.layer_tokens
         prompt, batch = subject.sizes.prompt, subject.sizes.layer_windows
         found = layer_errors(subject.decoder, tokens, chosen, prompt=prompt, batch_size=batch)
         return {

@@ -194,9 +194,8 @@ class Progressive(Kind[ProgressiveCache]):
             raise ValueError(f"buffer_lengths={buffered.tolist()} must be below {size}")
         least = size - cache.config.flush_size
         if np.any((counts["lengths"] > buffered) & (buffered < least)):
-            raise ValueError(
-                f"buffer_lengths={buffered.tolist()} must be at least {least} where there are blocks"
-            )
+            found = buffered.tolist()
+            raise ValueError(f"buffer_lengths={found} must be at least {least} beside blocks")
 
     def to_rows(self, cache: ProgressiveCache) -> ProgressiveCache:
         """See `Stored.to_rows`.

@@ -64,9 +64,9 @@ def append(
     """Adds new tokens, one or many per sequence.
 
     Tokens go to the int8 buffer with the universal scale, clamped to +-119 codes; of a full buffer
-    the oldest block is compressed, or all of it (`TurboConfig.flush`). Without a prefill or a given scale, a head's universal
-    scale is twice the maximum of its first token that is not all zero, over 119. The result
-    does not depend, bit for bit, on how a run of tokens is split into calls.
+    the oldest block is compressed, or all of it (`TurboConfig.flush`). Without a prefill or a given
+    scale, a head's universal scale is twice the maximum of its first token that is not all zero,
+    over 119. The result does not depend, bit for bit, on how a run of tokens is split into calls.
 
     Args:
       cache: the cache to extend.
