@@ -201,6 +201,13 @@ def test_windows_that_end_between_what_is_read_at_a_time(left):
     assert_matches_oracle(query, cache, "xla", local_window_size=(left, 0))
 
 
+def test_blocks_narrower_than_a_kernels_tile():
+    """A tile of the buffer has padding then, where the next block's tokens lie."""
+    cache = under(filled((("block_kv", 16),), (0,), (61,), 1, 64, max_length=64))
+    assert cache.buffer_lengths.tolist() == [29]
+    assert_matches_oracle(queries(1, 2, 1, 2), cache, "triton")
+
+
 # Edges -------------------------------------------------------------------------------------------
 
 

@@ -25,7 +25,9 @@ def _run(*arguments: str):
 @pytest.mark.slow
 def test_json_report(tiny_folder, tmp_path):
     plot = tmp_path / "demo.png"
-    result = _run("--model", tiny_folder, *SMALL, "--json", "--plot", str(plot))
+    # More than the 8-bit buffer of a compressed cache takes by itself.
+    longer = ["--prompt-bytes", "200"]
+    result = _run("--model", tiny_folder, *SMALL, *longer, "--json", "--plot", str(plot))
     assert result.exit_code == 0, result.stderr
     report = json.loads(result.stdout)
     exact, *compressed = report["results"]
@@ -70,7 +72,7 @@ def test_exact_bits_per_byte_is_that_of_the_model(tiny_folder, tmp_path):
     [
         (["--file", "/no/such/file"], "No such file or directory: '/no/such/file'"),
         (["--file", "/"], "Is a directory"),
-        (["--cache", "5bit"], "cache '5bit' must be one of exact, 4bit, 2/4bit, 3bit, 2bit"),
+        (["--cache", "5bit"], "cache '5bit' must be one of exact, 4bit, k4v2, 2/4bit, 3bit"),
         (["--cache", "4bit,4bit"], "must name each cache once"),
         (["--new-bytes", "0"], "new_bytes=0 must be at least 1"),
         (["--prompt-bytes", "1000"], "must be at most the model's 128"),

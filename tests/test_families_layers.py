@@ -166,7 +166,7 @@ def test_caches_of_four_bits_are_near(decoder, name):
         return relative(got, want)
 
     for kind in (TurboConfig(), "turbo4"):
-        assert 1e-3 < error(name, kind) < error("llama3.1", kind)
+        assert 1e-3 < error(name, kind) < 1.1 * error("llama3.1", kind)
 
 
 @pytest.mark.parametrize("name", MOST)

@@ -194,7 +194,7 @@ def _attend_buffer(
     """Attends to block `number` of the int8 buffer, one split."""
     (key, value), head_dim = sides, sides[0].buffer.shape[-1]
     tokens, column = whole(s.block), whole(head_dim)
-    offset = number * s.block + jnp.arange(tokens.padded, dtype=jnp.int32)
+    offset = number * s.block + tokens.positions()
     index = (*at, offset[:, None], column.positions()[None, :])
     [part] = query.parts
     if s.mode == "int8":
@@ -204,7 +204,7 @@ def _attend_buffer(
     )
     factor = query.scale * plgpu.load(key.buffer_scale.at[at])
     position = jnp.where(offset < s.first_tokens, offset, first + offset)
-    mask = mask_of(query, position, offset < count, s)
+    mask = mask_of(query, position, (offset < count) & tokens.inside(), s)
     [p], maximum, total = softmax([product.astype(jnp.float32)], factor, [mask], s)
     operand, _, unit = round_weights(p, s)
     # Tokens are rows here, and only 16-bit operands may be transposed; int8 codes are exact.
