@@ -26,7 +26,7 @@ def _run(*arguments: str):
 def test_json_report(tiny_folder, tmp_path):
     plot = tmp_path / "demo.png"
     # More than the 8-bit buffer of a compressed cache takes by itself.
-    longer = ["--prompt-bytes", "200"]
+    longer = ["--prompt-bytes", "110"]
     result = _run("--model", tiny_folder, *SMALL, *longer, "--json", "--plot", str(plot))
     assert result.exit_code == 0, result.stderr
     report = json.loads(result.stdout)
