@@ -53,7 +53,7 @@ def test_the_model_knows_python(exact_bits):
 @pytest.mark.optimized
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "limit", "ratio"), [("4bit", 0.01, 3.5), ("2/4bit", 0.06, 4.5), ("turbo4", 0.02, 3.7)]
+    ("name", "limit", "ratio"), [("4bit", 0.01, 3.2), ("2/4bit", 0.06, 4.0), ("turbo4", 0.02, 3.7)]
 )
 def test_a_compressed_cache_costs_little(model, exact_run, exact_bits, name, limit, ratio):
     exact_bits, method = exact_bits[:2], evaluation.method(name, model.config)
