@@ -192,10 +192,6 @@ class Progressive(Kind[ProgressiveCache]):
         size, buffered = cache.config.buffer_size, counts[_BUFFERED]
         if np.any(buffered >= size):
             raise ValueError(f"buffer_lengths={buffered.tolist()} must be below {size}")
-        least = size - cache.config.flush_size
-        if np.any((counts["lengths"] > buffered) & (buffered < least)):
-            found = buffered.tolist()
-            raise ValueError(f"buffer_lengths={found} must be at least {least} beside blocks")
 
     def to_rows(self, cache: ProgressiveCache) -> ProgressiveCache:
         """See `Stored.to_rows`.

@@ -232,16 +232,14 @@ class ProgressiveCache(Split):
             return None
         most = max(1, config.buffer_size - config.block_kv - first)
         if tokens > most:
-            return (
-                f"{tokens} query tokens must be at most {most} with {config.num_first_tokens=}; "
-                "TurboConfig(first_tokens=0) has no such bound"
-            )
-        if window is not None:
-            return (
-                f"{window=} must be None, or be that of the cache, with {config.num_first_tokens=};"
-                " TurboConfig(first_tokens=0) takes any"
-            )
-        return None
+            why = f"{tokens} query tokens must be at most {most}"
+        elif window is not None:
+            why = f"{window=} must be None, or be that of the cache,"
+        else:
+            return None
+        return (
+            f"{why} with {config.num_first_tokens=}; TurboConfig(first_tokens=0) has no such bound"
+        )
 
     @property
     def is_ring(self) -> bool:
@@ -465,20 +463,17 @@ def _validate_values(cache: ProgressiveCache) -> None:
     config = cache.config
     if np.any((lengths < 0) | (lengths > cache.max_length)):
         raise ValueError(f"lengths={lengths.tolist()} must be within 0..{cache.max_length}")
-    if np.any((buffered < 0) | (buffered > lengths) | (buffered >= config.buffer_size)):
+    left = config.buffer_size - config.flush_size
+    least = np.where(lengths > buffered, left, 0)
+    if np.any((buffered < least) | (buffered > lengths) | (buffered >= config.buffer_size)):
         raise ValueError(
-            f"buffer_lengths={buffered.tolist()} must be within 0..{config.buffer_size - 1} "
-            f"and at most lengths={lengths.tolist()}"
+            f"buffer_lengths={buffered.tolist()} must be within 0..{config.buffer_size - 1}, at "
+            f"most lengths={lengths.tolist()}, and at least {left} where there are blocks"
         )
     if np.any((lengths - buffered) % config.block_kv):
         raise ValueError(
             f"lengths - buffer_lengths={(lengths - buffered).tolist()} must be multiples of "
             f"{config.block_kv=}"
-        )
-    least = config.buffer_size - config.flush_size
-    if np.any((lengths > buffered) & (buffered < least)):
-        raise ValueError(
-            f"buffer_lengths={buffered.tolist()} must be at least {least} where there are blocks"
         )
     for name, side in (("key", cache.key), ("value", cache.value)):
         _validate_side(name, side, lengths, np.asarray(cache.num_blocks))
