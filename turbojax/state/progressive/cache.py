@@ -237,9 +237,7 @@ class ProgressiveCache(Split):
             why = f"{window=} must be None, or be that of the cache,"
         else:
             return None
-        return (
-            f"{why} with {config.num_first_tokens=}; TurboConfig(first_tokens=0) has no such bound"
-        )
+        return f"{why} with {config.num_first_tokens=}; TurboConfig(first_tokens=0) takes any"
 
     @property
     def is_ring(self) -> bool:
