@@ -7,8 +7,8 @@ import numpy as np
 from turbojax import evaluation, models
 
 CACHES = (
-    *("4bit", "kivi4", "4bit:buffer_size=64", "4bit:mode=fp8", "k8v4", "turbo4", "fp8_e4m3"),
-    *("int8", "k4v2", "2/4bit", "3bit", "paged_int8", "paged_int8_v4"),
+    *("4bit", "kivi4", "4bit:buffer_size=64", "4bit:mode=fp8", "int8", "paged_int8"),
+    *("paged_int8_v4", "k8v4", "fp8_e4m3", "turbo4", "k4v2", "2/4bit", "3bit", "kv4", "paged_k8v4"),
 )
 """What ``--caches all`` measures, in this order."""
 

@@ -389,7 +389,8 @@ def _attend_and_store(
     store = STORE_PROMPT.select(STORE_PROMPT.beside(implementation), cache=cache, key=key)
     attends_to_codes = attend.name != "xla" and cache.config.mode != "float" and not is_exact
     inside = jnp.clip(lengths, 0, key.shape[1])
-    if store.name in SHARES_CODES and attends_to_codes:  # one pass over keys and values serves both
+    # One pass over keys and values serves both, unless first tokens move the cache's blocks.
+    if store.name in SHARES_CODES and attends_to_codes:
         permuted = attend.name == "mosaic_gpu"
         store_both = SHARES_CODES[store.name]
         filled, codes = store_both(cache, key, value, lengths, permuted=permuted)
