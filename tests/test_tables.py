@@ -28,7 +28,7 @@ def demo_table() -> tuple[RenderableType, list[str]]:
     )
     report = DemoReport(DemoSettings(LONG, caches=CACHE_NAMES), results, 123.4)
     numbers = ["10.1234", "+0.0000", "100.0%", "12,345,678,901", "16.25x", "12345.6"]
-    return display.render(report), [*CACHE_NAMES, *numbers, "bits/byte", "bytes/s", "vs first"]
+    return display.render(report), [*CACHE_NAMES, *numbers, "bits/", "bytes/s", "first"]
 
 
 def levels_table() -> tuple[RenderableType, list[str]]:

@@ -30,8 +30,8 @@ def render(report: DemoReport) -> RenderableType:
     table = Table(title=title, pad_edge=False)
     table.add_column("cache")
     for column in (
-        "bits/byte",
-        "vs first",
+        "bits/\nbyte",
+        "vs\nfirst",
         "same\nchoice",
         "cache\nbytes",
         "ratio",
