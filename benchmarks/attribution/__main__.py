@@ -4,7 +4,8 @@
 
 Windows of text pass the model once for each row; a file that is there is gone on with. On one H200
 48 windows of 4,096 tokens take 6 s a row. With ``--caches 4bit,kivi4``, or ``all``, the rows are
-these caches, as they are used, in place of simulations.
+these caches, as they are used, in place of simulations; with ``--recall`` what is found again
+through them, in up to 8,192 tokens.
 """
 
 import argparse
@@ -23,7 +24,7 @@ from rich.progress import Progress
 
 from benchmarks import machine, stored
 from benchmarks.attribution.attending import Variant
-from benchmarks.attribution.caches import CACHES, DECODED, Caches
+from benchmarks.attribution.caches import CACHES, DECODED, RECALLED, Caches, Recall
 from benchmarks.attribution.rows import GROUPS
 from turbojax import models
 from turbojax.evaluation.intervals import bootstrap
@@ -121,6 +122,17 @@ class Subject:
         }
 
 
+def _measure(
+    rows: Caches | Recall, names: str, every: Sequence[str], result: Any, place: str, out: Path
+) -> None:
+    """The rows of some caches, or of ``all``, that the result does not have yet."""
+    for name in every if names == "all" else names.split(","):
+        if name not in result[place]:
+            result[place][name] = rows.row(name)
+            stored.write(out, result)
+            print(name, result[place][name], flush=True)
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Parses the command line, measures, writes JSON after every row."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -131,6 +143,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--batch", type=int, default=2, help="windows that run at once")
     parser.add_argument("--rows", type=int, help="the first rows of each group alone")
     parser.add_argument("--caches", default="", help="comma separated: these, and no simulations")
+    parser.add_argument("--recall", default="", help="comma separated: what these find again")
     given = parser.parse_args(arguments)
     if given.tokens < 128 or given.tokens % 128:
         parser.error(f"--tokens {given.tokens} must be a positive multiple of 128")
@@ -147,15 +160,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.error(f"{given.out} is of other settings: {old['settings']}, not {settings}")
     result = {**here, "settings": settings, "rows": {} if old is None else old["rows"]}
     result["caches"] = {} if old is None else old.get("caches", {})
-    if given.caches:
+    result["recall"] = {} if old is None else old.get("recall", {})
+    if given.caches or given.recall:
         dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
         decoder = models.load_decoder(given.model, dtype=dtype)
-        caches = Caches(decoder, windows, min(DECODED, given.tokens // 2))
-        for name in CACHES if given.caches == "all" else given.caches.split(","):
-            if name not in result["caches"]:
-                result["caches"][name] = caches.row(name)
-                stored.write(given.out, result)
-                print(name, result["caches"][name], flush=True)
+        if given.caches:
+            rows: Any = Caches(decoder, windows, min(DECODED, given.tokens // 2))
+            _measure(rows, given.caches, CACHES, result, "caches", given.out)
+        if given.recall:
+            rows = Recall(decoder, load_tokenizer(given.model), windows)
+            _measure(rows, given.recall, RECALLED, result, "recall", given.out)
         return
     with jax.default_matmul_precision("highest"):
         decoder = models.load(given.model, dtype="float32")

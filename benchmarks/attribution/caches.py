@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 
 from turbojax import evaluation, models
+from turbojax.evaluation.recall import RecallMeasure
 
 CACHES = (
     *("4bit", "kivi4", "4bit:buffer_size=64", "4bit:mode=fp8", "int8", "paged_int8"),
@@ -14,6 +15,50 @@ CACHES = (
 
 DECODED = 448
 """Tokens of a window that are decoded: of 24 windows the exact logits fit what is kept of them."""
+
+RECALLED = (
+    *("exact", "paged_int8", "paged_int8_v4", "kivi4", "4bit", "4bit:buffer_size=64", "k4v2"),
+    *("2/4bit", "fp8_e4m3", "turbo4", "kv4"),
+)
+"""What ``--recall all`` asks."""
+
+LENGTHS = (1024, 2048, 4096, 8192)
+"""Tokens of what is asked for in `Recall`."""
+
+
+class Recall:
+    """Copies, values by key, sentences in long texts and in chats, asked of caches.
+
+    Args:
+      decoder: the model, in the dtype that it is used in.
+      tokenizer: its own.
+      windows: int32 ``[n, T + 1]`` by the text's name; joined they are the texts that items are in.
+      count: items of each kind, length and depth.
+    """
+
+    def __init__(
+        self,
+        decoder: models.Decoder,
+        tokenizer: models.Tokenizer,
+        windows: dict[str, np.ndarray],
+        count: int = 8,
+    ) -> None:
+        self.decoder = decoder
+        self.measure = RecallMeasure(
+            {name: x.reshape(-1).tolist() for name, x in windows.items()},
+            tokenizer,
+            lengths=LENGTHS,
+            depths=(0.0, 0.25, 0.5, 0.75, 1.0),
+            count=count,
+            seed=0,
+            max_length=decoder.config.max_length,
+            batch_size=5 * count,
+        )
+
+    def row(self, name: str) -> dict[str, Any]:
+        """What `RecallMeasure` says of the cache of this name."""
+        method = evaluation.method(name, self.decoder.config)
+        return self.measure(self.decoder, method, lambda done, total: None)
 
 
 class Caches:

@@ -105,6 +105,21 @@ def _everywhere(function: Callable[[jax.Array], jax.Array]) -> Callable[..., Pai
     return store
 
 
+def _in_groups(function: Callable[[jax.Array], jax.Array], size: int) -> Callable[..., Pair]:
+    """`_everywhere` of so many channels at a time."""
+    return _everywhere(
+        lambda x: function(x.reshape(*x.shape[:-1], -1, size)).reshape(x.shape),
+    )
+
+
+def _symmetric(x: jax.Array) -> jax.Array:
+    """4-bit codes as `kv4` has them, with one scale over the last axis."""
+    scale = largest(x, -1, 7)
+    return jnp.rint(x / scale) * scale
+
+
+_four_bits = functools.partial(_affine, axis=-1, bits=4)
+
 FORMATS: dict[str, Callable[..., Pair]] = {
     "exact": _everywhere(lambda x: x),
     "progressive": _progressive,
@@ -118,6 +133,10 @@ FORMATS: dict[str, Callable[..., Pair]] = {
         _buffered(x, prompt)[0],
     ),
     "tokens": lambda x, bits, prompt, fine: (joined(_affine(in_blocks(x), -1, bits)), x),
+    "kv4": _everywhere(_symmetric),
+    "minimum": _everywhere(_four_bits),
+    "minimum of 32": _in_groups(_four_bits, 32),
+    "minimum of 16": _in_groups(_four_bits, 16),
     "int8 tokens": _everywhere(functools.partial(int8, axes=-1)),
     "e4m3 tokens": _everywhere(functools.partial(e4m3, axes=-1)),
     "e4m3": _everywhere(e4m3),

@@ -1,10 +1,11 @@
 """The rows: which parts are rounded, which repairs are tried; and their table."""
 
 import functools
+from collections.abc import Iterable
 
 from benchmarks import tables
 from benchmarks.attribution.attending import Variant
-from benchmarks.suite import Shown
+from benchmarks.suite import Shown, Table
 from benchmarks.tables import Result
 
 _NOTHING = {"key": "exact", "value": "exact", "products": False}
@@ -84,7 +85,28 @@ _OTHERS = (
     Variant("int8 keys, 4-bit values by token", **_sides("int8 tokens", "tokens")),
     Variant("e4m3 keys, 4-bit values by token", **_sides("e4m3 tokens", "tokens")),
 )
-GROUPS = {"parts": _PARTS, "layers": _LAYERS, "repairs": _REPAIRS, "formats": _OTHERS}
+_SIZES = {"all channels": "", "32 channels": " of 32", "16 channels": " of 16"}
+_VALUES = (
+    Variant("4-bit values as `kv4`", **_sides("int8 tokens", "kv4")),
+    *(
+        Variant(f"a minimum and a scale for {name}", **_sides("int8 tokens", f"minimum{size}"))
+        for name, size in _SIZES.items()
+    ),
+)
+_BOTH = {"sinks": 1, "newest": 64}
+_FURTHER = (
+    Variant("first 4 tokens in place of one", sinks=4, newest=64),
+    Variant("second scale in sixteenths", fine=16, **_BOTH),
+    Variant("products not rounded", products=False, **_BOTH),
+    Variant("buffer exact", exact_buffer=True, **_BOTH),
+    Variant(
+        "float scales of keys' channels, 4 tokens", "channels, int8 buffer", sinks=4, newest=64
+    ),
+)
+GROUPS = {
+    **{"parts": _PARTS, "layers": _LAYERS, "repairs": _REPAIRS, "further": _FURTHER},
+    **{"formats": _OTHERS, "values": _VALUES},
+}
 """Rows by the table they are in."""
 
 
@@ -107,6 +129,31 @@ def caches_table(name: str, result: Result) -> str:
     return f"{tables.table(header, lines)}\n\n{tables.source(name, result)}"
 
 
+def recall_table(name: str, result: Result) -> str:
+    """How many answers caches write whole, by what is asked and how long the context is."""
+    rows = result["recall"]
+    kinds = [kind for kind in _ASKED if kind in next(iter(rows.values()))]
+    lines = [
+        [f"`{cache}`", *(cell for kind in kinds for cell in _recalled(row[kind]))]
+        for cache, row in rows.items()
+    ]
+    found = {cell["length"] for row in rows.values() for cell in row[kinds[0]]["cells"]}
+    lengths = sorted(found)
+    header = [f"{_ASKED[kind]}, {n // 1024}k" for kind in kinds for n in lengths]
+    return f"{tables.table(['cache', *header], lines)}\n\n{tables.source(name, result)}"
+
+
+_ASKED = {"needle": "sentence in a text", "chat": "in a chat", "copy": "copy", "key_value": "value"}
+
+
+def _recalled(row: Result) -> list[str]:
+    """Shares of whole answers over all depths, by length."""
+    by_length: dict[int, list[float]] = {}
+    for cell in row["cells"]:
+        by_length.setdefault(cell["length"], []).append(cell["whole"])
+    return [f"{sum(x) / len(x):.0%}" for _, x in sorted(by_length.items())]
+
+
 def _header(rows: Result) -> list[str]:
     texts = next(iter(rows.values()))["cost_by_text"]
     return ["bits per token [95 %]", *texts, "KL", "same choice"]
@@ -124,10 +171,16 @@ def _cells(label: str, row: Result) -> list[str]:
     ]
 
 
+_LATER = ("further", "values")
+
+
+def _tables(groups: Iterable[str]) -> dict[str, Table]:
+    return {f"attribution {x}": functools.partial(attribution_table, x) for x in groups}
+
+
 SHOWN = (
-    Shown(
-        ("attribution",),
-        {f"attribution {group}": functools.partial(attribution_table, group) for group in GROUPS},
-    ),
+    Shown(("attribution",), _tables(x for x in GROUPS if x not in _LATER)),
+    Shown(("attribution_more",), _tables(_LATER)),
     Shown(("real_caches",), {"real caches": caches_table}),
+    Shown(("real_recall",), {"real recall": recall_table}),
 )

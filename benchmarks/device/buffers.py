@@ -1,7 +1,8 @@
-"""What the buffer and the widths of a 4-bit cache cost: decode steps and appends beside each other.
+"""What the buffer and the widths of a 4-bit cache cost: steps, appends, prompts beside each other.
 
 `python -m benchmarks.device.buffers --out FILE` times one decode step of each cache, after cuDNN in
-bfloat16 in the same run, and 27 appends, the last of which fills all buffers.
+bfloat16 in the same run, and 27 appends, the last of which fills all buffers; then causal prompts
+that go into an empty cache, after cuDNN and the same attention without a cache.
 """
 
 import argparse
@@ -15,6 +16,7 @@ import jax
 
 import turbojax as tj
 from benchmarks import machine, stored, timing
+from benchmarks.measuring.samples import sample_all
 from benchmarks.shapes import Shape
 from benchmarks.suite import timing_facts
 from benchmarks.suites.attention import decode
@@ -27,6 +29,11 @@ SHAPES = (
     Shape("llama3-8b", 1, 8192),
     Shape("llama3-8b", 1, 131072),
     Shape("smollm-135m", 16, 4096),
+)
+PROMPTS = (
+    Shape("llama3-8b", 2, 8192, is_causal=True),
+    Shape("llama3-8b", 8, 1024, is_causal=True),
+    Shape("llama3.2-1b", 2, 8192, is_causal=True),
 )
 CONFIGS = {
     "default": tj.TurboConfig(),
@@ -59,13 +66,31 @@ def _rows(inputs: decode.Inputs, implementation: str) -> Iterator[tuple[str, str
         yield name, "append", (functools.partial(appended, steps=_STEPS), (cache, *token))
 
 
+def _prompt_rows(shape: Shape) -> Iterator[tuple[str, str, Any]]:
+    """The same of a prompt: attention by cuDNN, by itself, and with the cache that it fills."""
+    prompt = sample_all(shape, queries=shape.tokens)
+    name = "cudnn" if timing.on_gpu() else "xla"
+    attend = functools.partial(jax.nn.dot_product_attention, is_causal=True, implementation=name)
+    yield "bfloat16", "attention", (attend, prompt)
+    default = functools.partial(tj.turbo_attention, is_causal=True)
+    yield "default", "attention", (default, prompt)
+    for name in ("default", "no first token", "buffer of one block"):
+        sizes = (shape.batch, shape.tokens + 64, shape.heads.kv, shape.heads.dim)
+        cache = tj.init_cache(*sizes, config=CONFIGS[name], dtype=prompt[0].dtype)
+        yield name, "prefill", (tj.prefill, (*prompt, cache))
+
+
 def run(out: Path, shapes: tuple[Shape, ...], implementation: str) -> None:
     """Measures, and writes after each row."""
     result: Row = {**machine.describe(), "steps_of_append": _STEPS, "rows": []}
     for shape in shapes:
         with timing.alone():
-            inputs = decode.Inputs(shape)
-        for name, what, (function, arguments) in _rows(inputs, implementation):
+            rows = (
+                _prompt_rows(shape)
+                if shape.is_causal
+                else _rows(decode.Inputs(shape), implementation)
+            )
+        for name, what, (function, arguments) in rows:
             jax.block_until_ready(arguments)
             compiled = jax.jit(function).lower(*arguments).compile()
             taken = timing_facts(timing.measure(compiled, arguments))
@@ -82,7 +107,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--implementation", default="mosaic_gpu", help="of our caches")
     parser.add_argument("--filter", default="", help="regular expression on the shapes' names")
     parsed = parser.parse_args(arguments)
-    shapes = tuple(shape for shape in SHAPES if re.search(parsed.filter, shape.label))
+    every = (*SHAPES, *PROMPTS)
+    shapes = tuple(shape for shape in every if re.search(parsed.filter, shape.label))
     run(parsed.out, shapes, parsed.implementation)
 
 
