@@ -31,8 +31,10 @@ from turbojax.evaluation.intervals import bootstrap
 from turbojax.models.text.tokenizer import load_tokenizer
 
 
-def read_windows(model: str, tokens: int, count: int) -> dict[str, np.ndarray]:
+def read_windows(model: str, tokens: int, count: int, skip: int = 0) -> dict[str, np.ndarray]:
     """int32 ``[n, tokens + 1]``, up to `count` each: prose, Python's reference; and held-out code.
+
+    The first `skip` are left out: what is chosen by the others is not tuned on these.
 
     Raises:
       OSError, ValueError, ImportError: if there is no such model.
@@ -48,8 +50,8 @@ def read_windows(model: str, tokens: int, count: int) -> dict[str, np.ndarray]:
     tokenizer, found = load_tokenizer(model), {}
     for name, text in texts.items():
         stream = np.asarray(tokenizer.encode(text), np.int32)
-        whole = min(count, len(stream) // (tokens + 1))
-        found[name] = stream[: whole * (tokens + 1)].reshape(whole, tokens + 1)
+        whole = len(stream) // (tokens + 1)
+        found[name] = stream[: whole * (tokens + 1)].reshape(whole, tokens + 1)[skip:][:count]
     return found
 
 
@@ -140,6 +142,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--tokens", type=int, default=4096, help="of a window; a multiple of 128")
     parser.add_argument("--windows", type=int, default=24, help="of each text, at most")
+    parser.add_argument("--skip", type=int, default=0, help="the first windows of each text")
     parser.add_argument("--batch", type=int, default=2, help="windows that run at once")
     parser.add_argument("--rows", type=int, help="the first rows of each group alone")
     parser.add_argument("--caches", default="", help="comma separated: these, and no simulations")
@@ -149,12 +152,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.error(f"--tokens {given.tokens} must be a positive multiple of 128")
     here = machine.describe()
     old = stored.previous(given.out, here)
-    windows = read_windows(given.model, given.tokens, given.windows)
+    windows = read_windows(given.model, given.tokens, given.windows, given.skip)
     settings = {
         "model": Path(given.model).name,
         "tokens": given.tokens,
         "prompt": given.tokens // 2,
         "windows": {name: len(x) for name, x in windows.items()},
+        **({"skipped": given.skip} if given.skip else {}),
     }
     if old is not None and old["settings"] != settings:
         parser.error(f"{given.out} is of other settings: {old['settings']}, not {settings}")

@@ -41,7 +41,7 @@ class Recall:
         decoder: models.Decoder,
         tokenizer: models.Tokenizer,
         windows: dict[str, np.ndarray],
-        count: int = 8,
+        count: int = 4,
     ) -> None:
         self.decoder = decoder
         self.measure = RecallMeasure(
