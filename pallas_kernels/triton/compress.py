@@ -72,6 +72,7 @@ def compress(
     every_block: bool = False,
     operand: jax.typing.DTypeLike | None = None,
     permuted: bool = False,
+    begin: int = 0,
     num_warps: int | None = None,
     vector: int | None = None,
     interpret: bool = False,
@@ -95,6 +96,7 @@ def compress(
       operand: also return codes of all of the prompt's blocks: int8, those of stage 1, or
         float8_e4m3fn, with a scale of their own.
       permuted: whether the operand's tokens are in the order of `permuted_positions`.
+      begin: the token that the first block begins with; those before it are not read.
       num_warps: warps of a program; chosen from the block's size if not given.
       vector: channels that a thread takes at once, a power of two; chosen if not given.
       interpret: run without a GPU.
@@ -105,7 +107,7 @@ def compress(
     if permuted and layout.tokens_last:
         raise ValueError("permuted=True with tokens last: only keys are stored in this order")
     batch, size, heads, channels = x.shape
-    blocks = pl.cdiv(size, layout.tokens)
+    blocks = pl.cdiv(size - begin, layout.tokens)
     padded = blocks * layout.tokens
     state = (*codes, channel_scale, channel_zero, block_scale)
     outputs = [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in state]
@@ -120,6 +122,7 @@ def compress(
         layout=layout,
         every_block=every_block or operand is not None,
         permuted=permuted,
+        begin=begin,
         vector=vector or default_vector(layout),
         interpret=interpret,
     )
@@ -163,6 +166,7 @@ def _kernel(
     layout: BlockLayout,
     every_block: bool,
     permuted: bool,
+    begin: int,
     vector: int,
     interpret: bool,
 ) -> None:
@@ -178,7 +182,7 @@ def _kernel(
     def program() -> None:
         length = lengths[sequence]
         loaded = [
-            _load_run(x, layout, run, sequence, head, first, length, nothing)
+            _load_run(x, layout, run, sequence, head, first + begin, length, nothing)
             for run in range(layout.num_runs)
         ]
         bits = magnitude_bits(loaded[0])

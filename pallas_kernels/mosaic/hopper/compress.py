@@ -70,6 +70,7 @@ class _Side:
       operand: the codes for attention, or only the blocks' place in the prompt.
       has_operand: which of them.
       every_block: whether maxima of blocks that are not stored are wanted.
+      begin: the token that the first block begins with.
     """
 
     layout: Layout
@@ -77,6 +78,7 @@ class _Side:
     operand: Codes
     has_operand: bool
     every_block: bool
+    begin: int
 
     @classmethod
     def of(
@@ -86,6 +88,7 @@ class _Side:
         operand: jax.typing.DTypeLike | None,
         every_block: bool,
         permuted: bool,
+        begin: int,
     ) -> "_Side":
         """Of a prompt; other arguments as of `compress`."""
         if layout.tokens_last and operand is not None and jnp.dtype(operand) != jnp.int8:
@@ -94,15 +97,14 @@ class _Side:
         warpgroups = blocks.default_warpgroups(layout.tokens, channels)
         held = Block(layout.tokens, channels, channels, p.x.dtype.name, warpgroups)
         operands = Codes(
-            *(p.x.shape, held, pl.cdiv(size, layout.tokens)),
+            *(p.x.shape, held, pl.cdiv(size - begin, layout.tokens)),
             is_int8=operand is None or jnp.dtype(operand) == jnp.int8,
             tokens_last=layout.tokens_last,
             permuted=permuted and not layout.tokens_last,
         )
         has_operand = operand is not None
-        return cls(
-            layout, p.block_scale.shape[2], operands, has_operand, every_block or has_operand
-        )
+        stored, every_block = p.block_scale.shape[2], every_block or has_operand
+        return cls(layout, stored, operands, has_operand, every_block, begin)
 
     @property
     def outputs(self) -> list[jax.ShapeDtypeStruct]:
@@ -149,7 +151,7 @@ class _Side:
         share, memory, heads = p.share, p.memory, self.operand.shape[2]
         staging = stage2.staging(share.block, memory)
         first = p.number * self.layout.tokens
-        values = self.operand.load(p, first)
+        values = self.operand.load(p, first + self.begin)
         share.tell(memory, share.largest(values))
         lane.block_barrier()
         maximum = share.told(memory).as_float()
@@ -195,6 +197,7 @@ def compress(
     operands: Sequence[jax.typing.DTypeLike | None],
     every_block: Sequence[bool],
     permuted: bool = False,
+    begin: int = 0,
 ) -> list[Compressed]:
     """Compresses the blocks of prompts into the arrays of a cache: of keys and values at once.
 
@@ -209,12 +212,13 @@ def compress(
       every_block: of each side, whether to find the maxima of all blocks, stored or not.
         Otherwise `count` must be at most `n`.
       permuted: whether the keys' codes for attention are in the order of Hopper's products.
+      begin: the token that the first block begins with; those before it are not read.
 
     Returns:
       The arrays with the blocks written, in their own memory where they were donated.
     """
     sides = [
-        _Side.of(*given, permuted)
+        _Side.of(*given, permuted, begin)
         for given in zip(prompts, layouts, operands, every_block, strict=True)
     ]
     inputs = [lengths, count, *(array for p in prompts for array in (p.x, p.slots))]

@@ -52,17 +52,19 @@ class Prompt(NamedTuple):
       x: ``[B, S, K, H]``.
       operand: dtype of the codes for attention, or None for none of them.
       every_block: whether maxima of all blocks are wanted, stored or not.
+      begin: the token that the first block begins with.
     """
 
     side: CacheSide
     x: jax.Array
     operand: jax.typing.DTypeLike | None
     every_block: bool
+    begin: int = 0
 
 
 Compress = Callable[[Sequence[Prompt], jax.Array, jax.Array], Sequence[Any]]
 """``compress(prompts, lengths, count)`` gives a `pallas_kernels.layouts.Compressed` a side; of each
-prompt int32 ``[B]`` tokens, 0 past them, and whole blocks to store."""
+prompt int32 ``[B]`` tokens of `Prompt.x`, 0 past them, and whole blocks to store."""
 Quantize = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
 """``quantize(value, lengths, maxima)`` gives values in e4m3 with tokens last, and their scales."""
 
@@ -110,11 +112,11 @@ def stored_prompt(
     # The buffer's scale follows from the maxima of blocks that a ring does not hold, too.
     every_block = with_operands or cache.is_ring
     prompts = [
-        Prompt(reference.rank_prompt(side, x, kept, config), x[:, begin:], operand, every_block)
+        Prompt(reference.rank_prompt(side, x, kept, config), x, operand, every_block, begin)
         for side, x, operand in zip((cache.key, cache.value), (key, value), operands, strict=True)
     ]
     count = reference.stored_blocks(config, kept)
-    written = compress(prompts, jnp.maximum(inside - begin, 0), count)
+    written = compress(prompts, inside, count)
     key_side, value_side = (
         _with_blocks(p.side, x, w, kept, config)
         for p, x, w in zip(prompts, (key, value), written, strict=True)

@@ -91,6 +91,7 @@ def _compress(
         operands=[p.operand for p in prompts],
         every_block=[p.every_block for p in prompts],
         permuted=permuted,
+        begin=prompts[0].begin,
     )
 
 

@@ -123,7 +123,7 @@ def _compress(
     from pallas_kernels.triton.compress import BlockLayout, compress
 
     written = []
-    for side, x, operand, every_block in prompts:
+    for side, x, operand, every_block, begin in prompts:
         written.append(
             compress(
                 x,
@@ -138,6 +138,7 @@ def _compress(
                 every_block=every_block,
                 operand=operand,
                 permuted=permuted and not side.tokens_last,
+                begin=begin,
                 interpret=interpret,
             )
         )
