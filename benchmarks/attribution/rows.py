@@ -182,5 +182,6 @@ SHOWN = (
     Shown(("attribution",), _tables(x for x in GROUPS if x not in _LATER)),
     Shown(("attribution_more",), _tables(_LATER)),
     Shown(("real_caches",), {"real caches": caches_table}),
+    Shown(("real_caches_other",), {"real caches other": caches_table}),
     Shown(("real_recall",), {"real recall": recall_table}),
 )
