@@ -19,9 +19,6 @@ if TYPE_CHECKING:
 
 QUICK = ("4bit", f"4bit:{PAPER}", "kivi4")
 
-_NOT_DRAWN = ("residual", "buffer", "2/4 bits, int8")
-"""Words of labels that would lie upon others."""
-
 
 def _keys(methods: Methods, kind: str = "cache") -> dict[str, str]:
     return {label: f"{kind}/{name}" for label, name in methods.items()}
@@ -89,7 +86,9 @@ def methods_plot(result: Result) -> "Figure":
     chosen = of_result(result)
     every = {"this library": _keys(chosen.ours), "for comparison": _keys(chosen.baselines)}
     families = {
-        family: {x: key for x, key in keys.items() if not any(word in x for word in _NOT_DRAWN)}
+        family: {
+            x: key for x, key in keys.items() if not any(word in x for word in chosen.not_drawn)
+        }
         for family, keys in every.items()
     }
     above = ("turbo4", "turbo 3 bits", "2/4 bits")
@@ -199,6 +198,7 @@ def heads_plot(result: Result) -> "Figure":
         for priority, by_count in _heads_keys(result).items()
     }
     drawing.curves(axes, points)
+    axes.set_xticks(range(result["model"]["kv_heads"] + 1))
     axes.set(title="Which heads have 2 bits", ylabel=drawing.cost_label(result))
     axes.set_xlabel("heads of 2 bits, of keys and of values each; the others have 4")
     return figure

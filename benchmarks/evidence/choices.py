@@ -30,6 +30,7 @@ class Choices:
       ours: methods of this library.
       baselines: methods for comparison; the paper compares with a residual of 64 tokens.
       pairs: which of ours are held against which baselines: those of about as many bits.
+      not_drawn: words of labels that would lie upon others in the plot.
       newest: whose errors are shown by the tokens since a buffer of 64 was compressed.
       causes: where the cost of 4 bits comes from: the same codes, with other products and buffers.
       parts: FlashQ and SAS apart; None stands for SAS alone, which has no cache.
@@ -41,6 +42,7 @@ class Choices:
     ours: Methods
     baselines: Methods
     pairs: tuple[tuple[str, str], ...]
+    not_drawn: Sequence[str]
     newest: Sequence[str]
     causes: Methods
     parts: Mapping[str, str | None]
@@ -133,6 +135,7 @@ _FIRST = Choices(
             (("2 bits", "turbo 2 bits"), ("KIVI 2", "GEAR-L 2")),
         )
     ),
+    not_drawn=("residual", "buffer", "2/4 bits, int8"),
     newest=("4 bits", "4 bits, buffer of 128", "KIVI 4", "KIVI 4, residual 64", "INT8, token-wise"),
     causes={
         "the default: e4m3 products in prompts, buffer of 64": "4bit",
@@ -219,6 +222,7 @@ _TODAY = Choices(
             (("2 bits", "turbo 2 bits"), ("KIVI 2",)),
         )
     ),
+    not_drawn=("residual", "buffer", "4 bits, int8"),
     newest=("4 bits", "4 bits, buffer of 64", "KIVI 4", "KIVI 4, residual 64", "INT8, token-wise"),
     causes={
         "the default: a first token, buffer of 128 that gives up its oldest": "4bit",
