@@ -176,6 +176,9 @@ def _block(q: int, kv: int) -> str:
     return f"4bit:block={q}" if q == kv else f"4bit:block_q={q},block_kv={kv}"
 
 
+_PUBLISHED = f"4bit:{PAPER},buffer_size=64,flush=all"
+"""`TurboConfig.paper()`."""
+
 _TODAY = Choices(
     ours={
         "4 bits": "4bit",
@@ -240,7 +243,7 @@ _TODAY = Choices(
         "FlashQ alone: 4 bits, int8 products": _INT8,
         "SAS alone: nothing rounded": None,
         "both": f"4bit:{PAPER}",
-        "both, buffer of 64, no first token: TurboAttention": f"4bit:{PAPER},buffer_size=64",
+        "both, buffer of 64, no first token: TurboAttention": _PUBLISHED,
         "the default: 4 bits, int8 and e4m3 products": "4bit",
         "the default with SAS": "4bit:softmax=sas",
     },
