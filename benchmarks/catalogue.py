@@ -60,6 +60,7 @@ SHOWN = (
     pooled_training.SHOWN,
     pooled_training.POLICIES,
     evidence.SHOWN,
+    evidence.SMOLLM2,
     *attribution.SHOWN,
     gradient_error.SHOWN,
     gradient_training.SHOWN,

@@ -14,12 +14,13 @@ from docs_helpers import docs_text
 from benchmarks import readme, report
 from benchmarks.evidence import __main__ as command
 from benchmarks.evidence import attends, caches, channels, pooling, softmaxes, whole, writing
-from benchmarks.evidence.catalogue import SHOWN, TABLES, specs_of
+from benchmarks.evidence.catalogue import BY_WEIGHT, SHOWN, SMOLLM2, TABLES, specs_of
+from benchmarks.evidence.choices import Choices
 from benchmarks.evidence.measuring import measure
-from benchmarks.evidence.rows import Spec, spelled_out
-from benchmarks.evidence.subject import QUICK, Sizes
+from benchmarks.evidence.rows import Spec, meant, spelled_out
+from benchmarks.evidence.subject import QUICK, TOKENS, Sizes, name_of
 from benchmarks.tables import OUT_OF_TIME
-from turbojax import SAS, models, polar
+from turbojax import SAS, TurboConfig, models, polar
 from turbojax.evaluation import Interval, method
 
 
@@ -158,17 +159,18 @@ class Model:
 
     sizes = Sizes()
 
-    def __init__(self, heads: int = 4) -> None:
-        config = dataclasses.replace(CONFIG, num_kv_heads=heads)
+    def __init__(self, heads: int = 4, *, pinned: bool = True) -> None:
+        self.pinned = pinned
+        config = dataclasses.replace(CONFIG, num_kv_heads=heads, num_heads=2 * heads)
         self.decoder = types.SimpleNamespace(config=config)
 
     def identity(self) -> dict:
         return {"model": {"name": "none"}, "settings": {}, "texts": {"unit": "byte"}}
 
 
-@pytest.mark.parametrize("heads", [4, 8])
-def test_every_method_has_a_name_that_is_known(heads):
-    subject = Model(heads)
+@pytest.mark.parametrize(("heads", "pinned"), [(4, True), (8, True), (3, False)])
+def test_every_method_has_a_name_that_is_known(heads, pinned):
+    subject = Model(heads, pinned=pinned)
     specs = [spec for table in TABLES for spec in table.specs(subject)]
     names = {
         spec.key.partition("/")[2] for spec in specs if spec.key[:4] in ("cach", "int4", "laye")
@@ -177,7 +179,8 @@ def test_every_method_has_a_name_that_is_known(heads):
         method(name, subject.decoder.config)
     assert len(names) > 40
     counted = [x for x in names if "low_heads" in x]
-    assert len(counted) == 4 * (heads - 1) - 1  # gap_std of half of the heads is 2/4bit
+    # gap_std of half of the heads is 2/4bit; an odd number has no half.
+    assert len(counted) == 4 * (heads - 1) - (heads % 2 == 0)
 
 
 def test_every_table_has_rows_quick_ones_too():
@@ -190,6 +193,11 @@ def test_every_table_has_rows_quick_ones_too():
     assert quick < {spec.key for spec in every}
     # Rows are shared.
     assert len({spec.key for spec in every}) < len(every)
+    ordered = [spec.key for spec in specs_of(subject, ["e", "b"], quick=False)]
+    assert ordered[:2] == ["channels", "whole/sas"]
+    assert set(BY_WEIGHT) == set(command.LETTERS)
+    assert command.parse([]).tables == command.LETTERS
+    assert command.parse(["--model", "smollm2"]).tables == BY_WEIGHT
     with pytest.raises(SystemExit):
         command.parse(["--tables", "a,z"])
     with pytest.raises(SystemExit):
@@ -394,3 +402,49 @@ def test_names_of_rows_mean_what_was_measured(name, options):
     assert {key: getattr(cache, key) for key in options} == options
     assert cache.num_first_tokens == 0
     assert spelled_out("kivi4:residual_length=64") == "kivi4:residual_length=64"
+
+
+def test_names_of_another_model_mean_todays_defaults():
+    today, first = Model(3, pinned=False), Model(3)
+    config = today.decoder.config
+    assert meant(today, "4bit", config).cache == TurboConfig()
+    assert meant(first, "4bit", config).cache.buffer_size == 64
+    chosen = Choices.of(pinned=False)
+    caches_of = {name: meant(today, name, config).cache for name in chosen.causes.values()}
+    # No row is another's twin, and each says in its label what it is.
+    assert len(set(caches_of.values())) == len(caches_of)
+    by_label = {label: caches_of[name] for label, name in chosen.causes.items()}
+    default = by_label.pop("the default: a first token, buffer of 128 that gives up its oldest")
+    assert (default.num_first_tokens, default.buffer_size, default.flush) == (1, 128, "oldest")
+    assert by_label["buffer of 64, no first token"].num_first_tokens == 0
+    assert by_label["buffer of 128 that is emptied, no first token"].buffer_size == 128
+    for size, name in chosen.blocks.items():
+        cache = meant(today, name, config).cache
+        assert f"({cache.block_q}, {cache.block_kv})" == size
+        assert cache.buffer_size == 2 * cache.block_kv
+    published = meant(today, list(chosen.parts.values())[3], config).cache
+    assert published == TurboConfig.paper()
+    pairs = {label for pair in chosen.pairs for label in pair}
+    assert pairs == {*chosen.ours, *chosen.baselines}
+
+
+def test_results_of_two_models_are_on_two_pages():
+    assert not set(SHOWN.tables) & set(SMOLLM2.tables)
+    assert not set(SHOWN.plots) & set(SMOLLM2.plots)
+    result = {**RESULT, "settings": {**RESULT["settings"], "default": "TurboConfig()"}}
+    text = SMOLLM2.tables["evidence smollm2 parts"]("evidence_smollm2_2026-01-02.json", result)
+    assert text.startswith("![What FlashQ, SAS and both cost](evidence_smollm2_parts.png)")
+    assert "the default: 4 bits, int8 and e4m3 products" in text
+    assert "e4m3 products (our default)" not in text
+    text = SHOWN.tables["evidence parts"]("evidence_2026-01-02.json", RESULT)
+    assert text.startswith("![What FlashQ, SAS and both cost](evidence_parts.png)")
+    assert "4 bits, e4m3 products (our default)" in text
+
+
+def test_sizes_and_names_of_models_with_tokens():
+    assert name_of("embedded") == "embedded"
+    assert name_of("/tmp/m/SmolLM2-135M-Instruct.Q4_1.gguf") == "SmolLM2-135M-Instruct.Q4_1"
+    assert name_of("/tmp/m/folder/") == "folder"
+    # As many logits as `ExactRun` keeps, of the twelve held-out modules at most.
+    windows = TOKENS.windows_per_file * len(models.held_out_modules())
+    assert windows * (TOKENS.context + 1 - TOKENS.prompt - 1) * 49152 * 4 <= 2**31

@@ -12,8 +12,9 @@ from pathlib import Path
 import jax
 from rich.console import Console
 
-from benchmarks.evidence.catalogue import TABLES, prepared
+from benchmarks.evidence.catalogue import BY_WEIGHT, TABLES, prepared
 from benchmarks.evidence.measuring import measure
+from benchmarks.evidence.subject import EMBEDDED
 from benchmarks.tables import Row
 from turbojax import _writing
 
@@ -26,8 +27,14 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line; exits with a message if it makes no sense."""
     parser = argparse.ArgumentParser(prog="benchmarks.evidence", description=__doc__)
     parser.add_argument("--out", type=Path, help="JSON file; rows that it has are kept")
-    parser.add_argument("--tables", default=",".join(LETTERS), help="letters, with commas between")
-    parser.add_argument("--model", default="embedded", help="embedded, or a checkpoint's folder")
+    parser.add_argument(
+        "--tables",
+        help=f"letters, with commas between, in the order to measure in; {','.join(LETTERS)} by "
+        f"default, of other models than the embedded one {','.join(BY_WEIGHT)}",
+    )
+    parser.add_argument(
+        "--model", default=EMBEDDED, help="embedded, smollm2, a GGUF file, or a folder"
+    )
     parser.add_argument("--dtype", help="float32 or bfloat16; by default that of the device")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no row later")
     parser.add_argument(
@@ -36,7 +43,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="a small sample of a cut model")
     parser.add_argument("--list", action="store_true", help="only print the rows' keys")
     given = parser.parse_args(arguments)
-    given.tables = tuple(dict.fromkeys(given.tables.split(",")))
+    every = LETTERS if given.model == EMBEDDED else BY_WEIGHT
+    given.tables = tuple(dict.fromkeys(given.tables.split(","))) if given.tables else every
     if unknown := [x for x in given.tables if x not in LETTERS]:
         parser.error(f"--tables {','.join(unknown)} must be of {','.join(LETTERS)}")
     if given.workers is None:

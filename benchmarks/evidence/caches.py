@@ -1,11 +1,12 @@
 """Tables of what caches cost: methods by bits, block sizes, heads, rotated codes, INT4 weights."""
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, get_args
 
 from benchmarks import tables
 from benchmarks.evidence import causes, drawing, writing
 from benchmarks.evidence.attends import PolarRounding, Rounded
+from benchmarks.evidence.choices import PAPER, Choices, Methods, of_result
 from benchmarks.evidence.rows import NEWEST, Spec, cached, cached_int4, layers, within
 from benchmarks.evidence.subject import Subject
 from benchmarks.evidence.writing import Entries, EvidenceTable, found, measured
@@ -16,75 +17,10 @@ from turbojax.config import PriorityMethod
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-PAPER = "mode=int8,softmax=sas"
-"""TurboAttention's own numerics, where those of the other rows are the exact softmax and e4m3
-products, see `rows.spelled_out`."""
-
 QUICK = ("4bit", f"4bit:{PAPER}", "kivi4")
 
-OURS = {
-    "4 bits": "4bit",
-    "4 bits, buffer of 128": "4bit:buffer_size=128",
-    "4 bits, int8 and SAS": f"4bit:{PAPER}",
-    "4 bits, int8": "4bit:mode=int8",
-    "turbo4": "turbo4",
-    "k8v4": "k8v4",
-    "KV4": "kv4",
-    "3 bits": "3bit",
-    "2/4 bits": "2/4bit",
-    "2/4 bits, int8 and SAS": f"2/4bit:{PAPER}",
-    "turbo 3 bits": "turbo_k3v3",
-    "2 bits": "2bit",
-    "turbo 2 bits": "turbo_k2v2",
-}
-"""Methods of this library, by what the table calls them."""
 
-BASELINES = {
-    "INT8, token-wise": "int8",
-    "e4m3": "e4m3",
-    "KIVI 4": "kivi4",
-    "GEAR-L 4": "gear4",
-    "KIVI 4, residual 64": "kivi4:residual_length=64",
-    "GEAR-L 4, residual 64": "gear4:residual_length=64",
-    "INT4, token-wise": "int4",
-    "KIVI 3": "kivi3",
-    "GEAR-L 3": "gear3",
-    "KIVI 3, residual 64": "kivi3:residual_length=64",
-    "GEAR-L 3, residual 64": "gear3:residual_length=64",
-    "KIVI 2": "kivi2",
-    "GEAR-L 2": "gear2",
-}
-"""Methods for comparison; the paper compares with a residual of 64 tokens."""
-
-_NOT_DRAWN = ("residual", "buffer", "2/4 bits, int8")
-"""Words of labels that would lie upon others."""
-
-_NEWEST = ("4 bits", "4 bits, buffer of 128", "KIVI 4", "KIVI 4, residual 64", "INT8, token-wise")
-
-_VERSUS = (
-    (("k8v4",), ("INT8, token-wise", "e4m3")),
-    (
-        (
-            "4 bits",
-            "4 bits, buffer of 128",
-            "4 bits, int8 and SAS",
-            "4 bits, int8",
-            "turbo4",
-            "KV4",
-        ),
-        ("KIVI 4", "GEAR-L 4", "KIVI 4, residual 64", "GEAR-L 4, residual 64", "INT4, token-wise"),
-    ),
-    (
-        ("3 bits", "2/4 bits", "2/4 bits, int8 and SAS", "turbo 3 bits"),
-        ("KIVI 3", "GEAR-L 3", "KIVI 3, residual 64", "GEAR-L 3, residual 64"),
-    ),
-    (("2 bits", "turbo 2 bits"), ("KIVI 2", "GEAR-L 2")),
-)
-PAIRS = tuple((one, base) for ours, bases in _VERSUS for one in ours for base in bases)
-"""Which of ours are held against which baselines: those of about as many bits."""
-
-
-def _keys(methods: Mapping[str, str], kind: str = "cache") -> dict[str, str]:
+def _keys(methods: Methods, kind: str = "cache") -> dict[str, str]:
     return {label: f"{kind}/{name}" for label, name in methods.items()}
 
 
@@ -92,42 +28,48 @@ def _keys(methods: Mapping[str, str], kind: str = "cache") -> dict[str, str]:
 
 
 def _methods_specs(subject: Subject) -> list[Spec]:
-    names = [*OURS.values(), *BASELINES.values()]
-    of_causes = [name for name in causes.VARIANTS.values() if name not in names]
+    chosen = Choices.of(pinned=subject.pinned)
+    names = [*chosen.ours.values(), *chosen.baselines.values()]
+    of_causes = [name for name in chosen.causes.values() if name not in names]
     texts = [cached(name, quick=name in QUICK) for name in (*names, *of_causes)]
-    return [*texts, *(layers(name, quick=name == "4bit") for name in names)]
+    every = [*texts, *(layers(name, quick=name == "4bit") for name in names)]
+    # Low-rank factors take several times as long as all else.
+    return sorted(every, key=lambda spec: "gear" in spec.key)
 
 
 def methods_section(name: str, result: Result) -> str:
     """Table 2 in form: every method, the largest cache first, and ours against the baselines."""
-    entries = _keys(OURS) | _keys(BASELINES)
+    chosen = of_result(result)
+    entries = _keys(chosen.ours) | _keys(chosen.baselines)
+    of_causes = [f"cache/{x}" for x in chosen.causes.values()]
     lines = [[*x, "-"] for x in writing.exact_lines(result, "exact", "16.00", "1.00x")]
     for label, row in sorted(
         measured(result, entries).items(), key=lambda item: -writing.bits_per_number(item[1])
     ):
         errors = found(result, entries[label].replace("cache/", "layers/"))
-        shown = f"**{label}**" if label in OURS else label
+        shown = f"**{label}**" if label in chosen.ours else label
         cells = [*writing.byte_cells(row), *writing.text_cells(result, row)]
         lines.append([shown, *cells, writing.error_cell(errors)])
     header = ["method", *writing.BYTES_HEADER, *writing.text_header(result)]
     every = tables.table([*header, "output error (worst layer)"], lines)
-    pairs = [(one, entries[one], other, entries[other]) for one, other in PAIRS]
+    pairs = [(one, entries[one], other, entries[other]) for one, other in chosen.pairs]
     versus = writing.comparison(result, pairs)
     return writing.section(
-        "evidence_methods.png",
+        name,
+        "methods",
         "What each cache costs against its bytes",
         every,
         "Ours in bold. Against the baselines, window by window:",
         versus,
-        causes.section(result),
-        _newest(result, entries),
-        writing.note(name, result, list(dict.fromkeys([*entries.values(), *causes.KEYS]))),
+        causes.section(result, chosen.causes),
+        _newest(result, entries, chosen.newest),
+        writing.note(name, result, list(dict.fromkeys([*entries.values(), *of_causes]))),
     )
 
 
-def _newest(result: Result, entries: Mapping[str, str]) -> str:
+def _newest(result: Result, entries: Entries, labels: Sequence[str]) -> str:
     """Errors by how many tokens came since a decode buffer of 64 was compressed."""
-    rows = {label: found(result, entries[label].replace("cache/", "layers/")) for label in _NEWEST}
+    rows = {label: found(result, entries[label].replace("cache/", "layers/")) for label in labels}
     lines = [
         [label, *("-" if x is None else f"{x:.4f}" for x in row["by_newest"])]
         for label, row in rows.items()
@@ -141,9 +83,12 @@ def _newest(result: Result, entries: Mapping[str, str]) -> str:
 
 def methods_plot(result: Result) -> "Figure":
     """Cost against bytes."""
-    every = {"this library": _keys(OURS), "for comparison": _keys(BASELINES)}
+    chosen = of_result(result)
+    every = {"this library": _keys(chosen.ours), "for comparison": _keys(chosen.baselines)}
     families = {
-        family: {x: key for x, key in keys.items() if not any(word in x for word in _NOT_DRAWN)}
+        family: {
+            x: key for x, key in keys.items() if not any(word in x for word in chosen.not_drawn)
+        }
         for family, keys in every.items()
     }
     above = ("turbo4", "turbo 3 bits", "2/4 bits")
@@ -152,43 +97,34 @@ def methods_plot(result: Result) -> "Figure":
 
 # (c) Block sizes ----------------------------------------------------------------------------------
 
-_SIZES = ((32, 32), (32, 64), (64, 32), (64, 64), (64, 128), (96, 96), (128, 64), (128, 128))
-
-
-def _block_method(q: int, kv: int) -> str:
-    if (q, kv) == (64, 64):
-        return f"4bit:{PAPER}"  # the default's sizes
-    sizes = f"block={q}" if q == kv else f"block_q={q},block_kv={kv},buffer_size={kv}"
-    return f"4bit:{PAPER},{sizes}"
-
-
-_BLOCKS = {f"({q}, {kv})": f"cache/{_block_method(q, kv)}" for q, kv in _SIZES}
-
 
 def _blocks_specs(subject: Subject) -> list[Spec]:
-    return [cached(_block_method(*pair), quick=pair == (64, 64)) for pair in _SIZES]
+    by_size = Choices.of(pinned=subject.pinned).blocks
+    return [cached(name, quick=size == "(64, 64)") for size, name in by_size.items()]
 
 
 def blocks_section(name: str, result: Result) -> str:
     """Table 3 in form."""
+    chosen = of_result(result)
+    blocks = _keys(chosen.blocks)
     lines = writing.exact_lines(result, "exact", "16.00", "1.00x")
     lines += [
         [label, *writing.byte_cells(row), *writing.text_cells(result, row)]
-        for label, row in measured(result, _BLOCKS).items()
+        for label, row in measured(result, blocks).items()
     ]
     header = ["(B_r, B_c)", *writing.BYTES_HEADER, *writing.text_header(result)]
-    about = "4 bits with int8 products and SAS; the decode buffer is a block of keys."
     return writing.section(
-        "evidence_blocks.png",
+        name,
+        "blocks",
         "What each block size costs",
         tables.table(header, lines),
-        f"{about} {writing.note(name, result, list(_BLOCKS.values()))}",
+        f"{chosen.about_blocks} {writing.note(name, result, list(blocks.values()))}",
     )
 
 
 def blocks_plot(result: Result) -> "Figure":
     """Costs by block size."""
-    return drawing.costs(result, _BLOCKS, "Block sizes (B_r, B_c)")
+    return drawing.costs(result, _keys(of_result(result).blocks), "Block sizes (B_r, B_c)")
 
 
 # (d) Heads of 2 bits ------------------------------------------------------------------------------
@@ -243,7 +179,8 @@ def heads_section(name: str, result: Result) -> str:
     )
     every = list(dict.fromkeys(key for by_count in keys.values() for key in by_count.values()))
     return writing.section(
-        "evidence_heads.png",
+        name,
+        "heads",
         "Cost against the number of 2-bit heads, by what chooses them",
         tables.table(header, lines),
         f"{against} {writing.note(name, result, every)}",
@@ -261,6 +198,7 @@ def heads_plot(result: Result) -> "Figure":
         for priority, by_count in _heads_keys(result).items()
     }
     drawing.curves(axes, points)
+    axes.set_xticks(range(result["model"]["kv_heads"] + 1))
     axes.set(title="Which heads have 2 bits", ylabel=drawing.cost_label(result))
     axes.set_xlabel("heads of 2 bits, of keys and of values each; the others have 4")
     return figure
@@ -329,7 +267,8 @@ def polar_section(name: str, result: Result) -> str:
     )
     every = [*simulated.values(), *through.values()]
     return writing.section(
-        "evidence_polar.png",
+        name,
+        "polar",
         "What codes with and without a rotation cost, and caches with uncompressed edges",
         first,
         _what_rotating_does(result, simulated),
@@ -346,25 +285,17 @@ def polar_plot(result: Result) -> "Figure":
 
 # (j) INT4 weights ---------------------------------------------------------------------------------
 
-_INT4 = {
-    "4 bits": "4bit",
-    "4 bits, buffer of 128": "4bit:buffer_size=128",
-    "4 bits, int8 and SAS": f"4bit:{PAPER}",
-    "KV4": "kv4",
-    "turbo4": "turbo4",
-    "KIVI 4": "kivi4",
-}
-
 
 def _int4_specs(subject: Subject) -> list[Spec]:
-    names = ["bfloat16", *_INT4.values()]
+    names = ["bfloat16", *Choices.of(pinned=subject.pinned).int4.values()]
     return [cached_int4(name, quick=name == "kv4") for name in names]
 
 
 def int4_section(name: str, result: Result) -> str:
     """Table 5 in form: INT4 weights alone, and with caches."""
     unit = result["texts"]["unit"]
-    entries: Entries = {"bfloat16": "int4/bfloat16"} | _keys(_INT4, "int4")
+    chosen = of_result(result).int4
+    entries: Entries = {"bfloat16": "int4/bfloat16"} | _keys(chosen, "int4")
     rows = measured(result, entries)
     plain = writing.exact_bits(result)
     lines = []
@@ -390,10 +321,11 @@ def int4_section(name: str, result: Result) -> str:
     header = ["cache", "smaller than bfloat16", f"bits per {unit}", "cost of the cache [95 %]"]
     header += ["cost of weights and cache", "same greedy choice"]
     about = "INT4 weights and e4m3 activations, smoothed; each cache beside an exact one with them."
-    *ours, kivi = _INT4
+    *ours, kivi = chosen
     pairs = [(one, entries[one], kivi, entries[kivi]) for one in ours]
     return writing.section(
-        "evidence_int4.png",
+        name,
+        "int4",
         "What caches cost a model with INT4 weights",
         tables.table(header, lines),
         writing.comparison(result, pairs),
@@ -403,28 +335,20 @@ def int4_section(name: str, result: Result) -> str:
 
 def int4_plot(result: Result) -> "Figure":
     """Costs of caches with float and with INT4 weights."""
-    both = {f"float, {label}": key for label, key in _keys(_INT4).items()}
-    both |= {f"INT4, {label}": key for label, key in _keys(_INT4, "int4").items()}
+    chosen = of_result(result).int4
+    both = {f"float, {label}": key for label, key in _keys(chosen).items()}
+    both |= {f"INT4, {label}": key for label, key in _keys(chosen, "int4").items()}
     return drawing.costs(result, both, "Caches with float and with INT4 weights")
 
 
 METHODS = EvidenceTable(
     "a",
-    "evidence methods",
+    "methods",
     _methods_specs,
     methods_section,
-    "evidence_methods.png",
     methods_plot,
 )
-BLOCKS = EvidenceTable(
-    "c", "evidence blocks", _blocks_specs, blocks_section, "evidence_blocks.png", blocks_plot
-)
-HEADS = EvidenceTable(
-    "d", "evidence heads", _heads_specs, heads_section, "evidence_heads.png", heads_plot
-)
-POLAR = EvidenceTable(
-    "h", "evidence polar", _polar_specs, polar_section, "evidence_polar.png", polar_plot
-)
-INT4 = EvidenceTable(
-    "j", "evidence int4", _int4_specs, int4_section, "evidence_int4.png", int4_plot
-)
+BLOCKS = EvidenceTable("c", "blocks", _blocks_specs, blocks_section, blocks_plot)
+HEADS = EvidenceTable("d", "heads", _heads_specs, heads_section, heads_plot)
+POLAR = EvidenceTable("h", "polar", _polar_specs, polar_section, polar_plot)
+INT4 = EvidenceTable("j", "int4", _int4_specs, int4_section, int4_plot)

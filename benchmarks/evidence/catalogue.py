@@ -21,10 +21,14 @@ TABLES = (
 )
 """By letter; ``k``, speed, is of other results."""
 
+BY_WEIGHT = tuple("bcdefjgahi")
+"""Letters in the order of a real model's rows, should there not be time for all of them."""
+
 
 def specs_of(subject: subjects.Subject, letters: Sequence[str], *, quick: bool) -> list[Spec]:
-    """The rows of some tables."""
-    every = [spec for table in TABLES if table.letter in letters for spec in table.specs(subject)]
+    """The rows of some tables, table by table in the order of `letters`."""
+    by_letter = {table.letter: table for table in TABLES}
+    every = [spec for letter in letters for spec in by_letter[letter].specs(subject)]
     return [spec for spec in every if spec.quick or not quick]
 
 
@@ -32,13 +36,18 @@ def prepared(
     model: str, dtype: str | None, letters: Sequence[str], *, quick: bool
 ) -> tuple[subjects.Subject, list[Spec]]:
     """A subject, see `subject.load`, and its rows."""
-    sizes = subjects.QUICK if quick else subjects.Sizes()
-    subject = subjects.load(model, dtype, sizes)
+    subject = subjects.load(model, dtype, subjects.QUICK if quick else None)
     return subject, specs_of(subject, letters, quick=quick)
 
 
-SHOWN = Shown(
-    ("evidence",),
-    {table.name: table.render for table in TABLES},
-    {table.plot: table.draw for table in TABLES},
-)
+def _shown(results: str) -> Shown:
+    words = results.replace("_", " ")
+    return Shown(
+        (results,),
+        {f"{words} {table.word}": table.render for table in TABLES},
+        {f"{results}_{table.word}.png": table.draw for table in TABLES},
+    )
+
+
+SHOWN = _shown("evidence")
+SMOLLM2 = _shown("evidence_smollm2")

@@ -3,12 +3,20 @@
 from collections.abc import Container, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from benchmarks.evidence.writing import Entries, measured, smaller
 from benchmarks.plots import wide_figure
 from benchmarks.tables import Result, Row
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+
+_LINEAR = 0.002
+"""Bits up to which a logarithmic axis is linear."""
+_FAR = 20
+"""Times the median that a cost may be where an axis is linear."""
 
 
 def bars_of(row: Row) -> list[list[float]]:
@@ -30,6 +38,9 @@ def costs(result: Result, entries: Entries, title: str) -> "Figure":
     axes.invert_yaxis()
     axes.axvline(0, color="black", linewidth=1, zorder=0.5)
     axes.set(title=title, xlabel=cost_label(result))
+    sizes = [abs(row["cost"]) for row in rows.values()]
+    if sizes and max(sizes) > _FAR * float(np.median(sizes)):
+        axes.set_xscale("symlog", linthresh=_LINEAR)
     axes.grid(axis="x", alpha=0.3)
     return figure
 
@@ -74,7 +85,7 @@ def against_bytes(
             axes.annotate(label, spot, shift, textcoords="offset points", fontsize=7, ha=side)
             first = False
     axes.margins(x=0.15)
-    axes.set_yscale("symlog", linthresh=0.002)
+    axes.set_yscale("symlog", linthresh=_LINEAR)
     axes.axhline(0, color="black", linewidth=1, zorder=0.5)
     axes.set(title=title, xlabel="bytes, relative to a bfloat16 cache", ylabel=cost_label(result))
     axes.grid(alpha=0.3)

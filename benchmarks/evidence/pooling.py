@@ -126,7 +126,8 @@ def section(name: str, result: Result) -> str:
     )
     every = [f"long/{x}" for x in policies(context, block)]
     return writing.section(
-        "evidence_pooled.png",
+        name,
+        "pooled",
         "Density of pooled attention against what it costs",
         tables.table(header, lines),
         f"{about} {writing.note(name, result, every)}",
@@ -146,4 +147,4 @@ def plot(result: Result) -> "Figure":
     return figure
 
 
-POOLING = EvidenceTable("i", "evidence pooled", _specs, section, "evidence_pooled.png", plot)
+POOLING = EvidenceTable("i", "pooled", _specs, section, plot)

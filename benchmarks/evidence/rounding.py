@@ -49,7 +49,8 @@ def channel_section(name: str, result: Result) -> str:
         "tokens of a channel, or for as many channels of a token: the same bytes."
     )
     return writing.section(
-        "evidence_channels.png",
+        name,
+        "channels",
         "Errors of channel-wise and of token-wise codes by layer",
         tables.table([*header, "layers where channel-wise is worse"], lines),
         f"{about} {writing.note(name, result, [_CHANNELS])}",
@@ -140,7 +141,8 @@ def fireq_section(name: str, result: Result) -> str:
     )
     every = [f"fireq/{x}" for x in _MODELS]
     return writing.section(
-        "evidence_fireq.png",
+        name,
+        "fireq",
         "What each column of FireQ's smoothing costs",
         tables.table(["", f"exact, bits per {unit}", *columns], lines),
         f"{about} {writing.note(name, result, every)}",
@@ -165,12 +167,9 @@ def fireq_plot(result: Result) -> "Figure":
 
 CHANNELS = EvidenceTable(
     "e",
-    "evidence channels",
+    "channels",
     _channel_specs,
     channel_section,
-    "evidence_channels.png",
     channel_plot,
 )
-FIREQ = EvidenceTable(
-    "g", "evidence fireq", _fireq_specs, fireq_section, "evidence_fireq.png", fireq_plot
-)
+FIREQ = EvidenceTable("g", "fireq", _fireq_specs, fireq_section, fireq_plot)

@@ -11,7 +11,8 @@ from benchmarks.evidence import channels, whole
 from benchmarks.evidence.attends import Whole
 from benchmarks.evidence.subject import Subject
 from benchmarks.tables import Row
-from turbojax.evaluation import ExactRun, Scores, method, score
+from turbojax import models
+from turbojax.evaluation import ExactRun, Method, Scores, method, score
 from turbojax.evaluation.layers import layer_errors
 from turbojax.evaluation.run import text_row
 
@@ -37,7 +38,7 @@ _OURS = ("4bit", "3bit", "2bit", "2/4bit")
 
 
 def spelled_out(name: str) -> str:
-    """The method that a row's name means, whatever the defaults of `TurboConfig` are.
+    """The method that the name of a pinned row means, whatever the defaults of `TurboConfig` are.
 
     Without an option that says otherwise: products of prompts are in e4m3, and a buffer of 64
     tokens, or of a block of the size that is given, is compressed as a whole. These were the
@@ -49,6 +50,11 @@ def spelled_out(name: str) -> str:
     given = dict(option.split("=", 1) for option in text.split(",") if option)
     meant = {"mode": "fp8", "flush": "all", "buffer_size": given.get("block", "64")} | given
     return f"{base}:{','.join(f'{key}={value}' for key, value in meant.items())}"
+
+
+def meant(subject: Subject, name: str, config: models.TransformerConfig) -> Method:
+    """The method that a row of a subject is of: as first measured, or as it is called today."""
+    return method(spelled_out(name) if subject.pinned else name, config)
 
 
 def cached(name: str, *, quick: bool = False) -> Spec:
@@ -70,7 +76,7 @@ def cached_int4(name: str, *, quick: bool = False) -> Spec:
 
 
 def _cached(subject: Subject, name: str, model: Any, exact: ExactRun) -> Row:
-    sizes, chosen = subject.sizes, method(spelled_out(name), model.config)
+    sizes, chosen = subject.sizes, meant(subject, name, model.config)
     found = score(
         model,
         subject.tokens,
@@ -86,7 +92,7 @@ def layers(name: str, *, quick: bool = False) -> Spec:
     """Errors of each layer's attention output through a cache: of the tokens that are decoded."""
 
     def measure(subject: Subject) -> Row:
-        chosen = method(spelled_out(name), subject.decoder.config)
+        chosen = meant(subject, name, subject.decoder.config)
         tokens = subject.layer_tokens
         prompt, batch = subject.sizes.prompt, subject.sizes.layer_windows
         found = layer_errors(subject.decoder, tokens, chosen, prompt=prompt, batch_size=batch)

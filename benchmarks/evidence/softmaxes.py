@@ -10,7 +10,8 @@ import numpy as np
 from benchmarks import tables
 from benchmarks.evidence import drawing, writing
 from benchmarks.evidence.attends import OfDegree, Turbo
-from benchmarks.evidence.caches import PAPER, QUICK
+from benchmarks.evidence.caches import QUICK
+from benchmarks.evidence.choices import Choices, of_result
 from benchmarks.evidence.rows import Spec, cached, within
 from benchmarks.evidence.subject import Subject
 from benchmarks.evidence.writing import EvidenceTable, measured
@@ -35,39 +36,40 @@ def attention_with(softmax: SAS) -> Turbo:
 
 _SAS_ALONE = "sas"
 
-_PARTS = {
-    "FlashQ alone: 4 bits, int8 products": "cache/4bit:mode=int8",
-    "SAS alone: nothing rounded": f"whole/{_SAS_ALONE}",
-    "both: TurboAttention": f"cache/4bit:{PAPER}",
-    "4 bits, e4m3 products (our default)": "cache/4bit",
-    "the default with SAS": "cache/4bit:softmax=sas",
-}
-
 
 def _parts_specs(subject: Subject) -> list[Spec]:
-    names = [key.removeprefix("cache/") for key in _PARTS.values() if key.startswith("cache/")]
+    parts = Choices.of(pinned=subject.pinned).parts
+    names = [name for name in parts.values() if name is not None]
     alone = within(_SAS_ALONE, attention_with(SAS()), quick=True)
     return [alone, *(cached(name, quick=name in QUICK) for name in names)]
 
 
+def _parts_entries(result: Result) -> dict[str, str]:
+    parts = of_result(result).parts.items()
+    return {k: f"whole/{_SAS_ALONE}" if name is None else f"cache/{name}" for k, name in parts}
+
+
 def parts_section(name: str, result: Result) -> str:
     """Table 4 in form."""
+    entries = _parts_entries(result)
     lines = writing.exact_lines(result, "exact")
     lines += [
-        [label, *writing.text_cells(result, row)] for label, row in measured(result, _PARTS).items()
+        [label, *writing.text_cells(result, row)]
+        for label, row in measured(result, entries).items()
     ]
     about = "SAS alone is within whole windows, since there is nothing to cache but exact tokens."
     return writing.section(
-        "evidence_parts.png",
+        name,
+        "parts",
         "What FlashQ, SAS and both cost",
         tables.table(["method", *writing.text_header(result)], lines),
-        f"{about} {writing.note(name, result, list(_PARTS.values()))}",
+        f"{about} {writing.note(name, result, list(entries.values()))}",
     )
 
 
 def parts_plot(result: Result) -> "Figure":
     """Costs of the parts."""
-    return drawing.costs(result, _PARTS, "FlashQ and SAS")
+    return drawing.costs(result, _parts_entries(result), "FlashQ and SAS")
 
 
 # (f) Threshold and degree of SAS ------------------------------------------------------------------
@@ -133,7 +135,8 @@ def sas_section(name: str, result: Result) -> str:
         "[0, 1), of degree 3 the paper's."
     )
     return writing.section(
-        "evidence_sas.png",
+        name,
+        "sas",
         "What threshold and degree of SAS cost",
         tables.table([*header, *writing.whole_header(result)], lines),
         f"{about} {writing.note(name, result, list(entries.values()))}",
@@ -154,9 +157,5 @@ def sas_plot(result: Result) -> "Figure":
     return figure
 
 
-PARTS = EvidenceTable(
-    "b", "evidence parts", _parts_specs, parts_section, "evidence_parts.png", parts_plot
-)
-SAS_TABLE = EvidenceTable(
-    "f", "evidence sas", _sas_specs, sas_section, "evidence_sas.png", sas_plot
-)
+PARTS = EvidenceTable("b", "parts", _parts_specs, parts_section, parts_plot)
+SAS_TABLE = EvidenceTable("f", "sas", _sas_specs, sas_section, sas_plot)

@@ -13,13 +13,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.evidence import whole
-from turbojax import models
+from turbojax import TurboConfig, models
 from turbojax.app import text_model
 from turbojax.app.quantize import run as quantizing
 from turbojax.evaluation import ExactRun, identity, windows
 from turbojax.models.text.tokenizer import ByteTokenizer, Tokenizer
 
 T = TypeVar("T")
+
+EMBEDDED = "embedded"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,6 +59,10 @@ class Sizes:
     layers: int | None = None
 
 
+TOKENS = Sizes(prompt=3647, windows_per_file=2, batch=24, long_context=8192)
+"""For models whose tokens are not bytes: the exact logits of these windows, of 448 decoded tokens
+each and a vocabulary of 49,152, are within what `ExactRun` keeps."""
+
 QUICK = Sizes(
     context=159,
     prompt=128,
@@ -75,7 +81,9 @@ class Subject:
     """A model and its windows; what several rows need is made once, by whichever comes first.
 
     Attributes:
-      name: ``"embedded"``, or the name of the checkpoint's folder.
+      name: ``"embedded"``, or the name of the checkpoint's folder, or of its GGUF file.
+      pinned: whether names of methods mean what they meant when the embedded model was measured
+        first, see `rows.spelled_out`; of other models they mean today's defaults.
       decoder: the model.
       unit: what bits are counted per: ``"byte"`` or ``"token"``.
       sizes: what was asked for, cut to what the model and the files allow.
@@ -108,7 +116,7 @@ class Subject:
             prompt=sizes.prompt * context // sizes.context,
             long_context=min(sizes.long_context, longest),
         )
-        self.name, self.decoder = name, decoder
+        self.name, self.decoder, self.pinned = name, decoder, name == EMBEDDED
         self.unit = "byte" if isinstance(tokenizer, ByteTokenizer) else "token"
         self.tokens, self.owners = _joined(windows(chosen, context, sizes.windows_per_file))
         self.long_tokens, self.long_owners = _joined(
@@ -202,6 +210,10 @@ class Subject:
 
         return self._once("calibration", make)
 
+    def _default(self) -> dict[str, str]:
+        """What names of methods leave out, of a result whose rows mean today's defaults."""
+        return {} if self.pinned else {"default": repr(TurboConfig())}
+
     def identity(self) -> dict[str, Any]:
         """What must be the same where a result is continued, but for the machine."""
         model = {**identity.of_model(self.decoder), "name": self.name}
@@ -209,7 +221,7 @@ class Subject:
         every = {"windows": self.tokens, "long_windows": self.long_tokens}
         return {
             "model": {**model, "parameters": self.decoder.config.num_parameters},
-            "settings": dataclasses.asdict(self.sizes),
+            "settings": dataclasses.asdict(self.sizes) | self._default(),
             "texts": {**texts, **identity.of_texts(every), "unit": self.unit},
         }
 
@@ -227,13 +239,19 @@ def held_out() -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in paths if path.is_file()}
 
 
-def load(model: str, dtype: str | None, sizes: Sizes) -> Subject:
-    """A model by name or folder, with the held-out modules.
+def name_of(model: str) -> str:
+    """What results call a model: the name of its folder or file, without a GGUF file's ending."""
+    path = models.checkpoint_folder(model).resolve()
+    return EMBEDDED if model == EMBEDDED else path.name.removesuffix(".gguf")
+
+
+def load(model: str, dtype: str | None, sizes: Sizes | None = None) -> Subject:
+    """A model by name or path, with the held-out modules.
 
     Args:
-      model: ``"embedded"`` or a checkpoint's folder.
+      model: see `text_model.load_text_model`.
       dtype: of weights and computation; None for float32 on a CPU, elsewhere bfloat16.
-      sizes: how much is measured.
+      sizes: how much is measured; None for `TOKENS`, of byte-level models `Sizes`.
 
     Raises:
       OSError, ValueError, NotImplementedError: see `text_model.load_text_model`; ValueError also if
@@ -244,8 +262,9 @@ def load(model: str, dtype: str | None, sizes: Sizes) -> Subject:
     loaded = text_model.load_text_model(model, text_model.parse_dtype(dtype))
     if not isinstance(loaded.decoder, models.Decoder):
         raise ValueError(f"model={model!r} must have float weights: the tables also quantize them")
-    name = model if model == "embedded" else Path(model).resolve().name
+    if sizes is None:
+        sizes = Sizes() if isinstance(loaded.tokenizer, ByteTokenizer) else TOKENS
     if dtype == "float32" and jax.default_backend() != "cpu":
         # Scores of whole prompts are in memory: cuDNN does not take float32.
         sizes = dataclasses.replace(sizes, batch=min(sizes.batch, 8), whole_batch=1)
-    return Subject(name, loaded.decoder, loaded.tokenizer, held_out(), sizes)
+    return Subject(name_of(model), loaded.decoder, loaded.tokenizer, held_out(), sizes)

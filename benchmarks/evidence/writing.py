@@ -1,6 +1,7 @@
 """What the tables share: cells, comparisons, sentences. Pure functions of a result."""
 
 import dataclasses
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -29,18 +30,16 @@ class EvidenceTable:
 
     Attributes:
       letter: what ``--tables`` calls it.
-      name: of its markers in the docs.
+      word: of its markers in the docs, and of its plot's file, after what results are called.
       specs: its rows, what matters most first.
       render: the Markdown, of any result that has some of its rows.
-      plot: name of its plot's file.
-      draw: draws it, of the same.
+      draw: draws its plot, of the same.
     """
 
     letter: str
-    name: str
+    word: str
     specs: Callable[[Subject], list[Spec]]
     render: Table
-    plot: str
     draw: Callable[[Result], "Figure"]
 
 
@@ -253,6 +252,15 @@ def note(name: str, result: Result, keys: Sequence[str]) -> str:
     return f"{about} {tables.source(name, result)}{not_measured(result, keys)}"
 
 
-def section(plot: str, description: str, *parts: str) -> str:
-    """A plot, then tables and notes."""
-    return tables.picture(plot, description) + "\n\n".join(part for part in parts if part)
+def section(name: str, word: str, description: str, *parts: str) -> str:
+    """A plot, then tables and notes.
+
+    Args:
+      name: of the result's file, without whose date and ending the plot's file begins.
+      word: of the table.
+      description: of the plot.
+      *parts: what follows; empty ones are left out.
+    """
+    called = re.sub(r"(_\d{4}-\d\d-\d\d)?\.json$", "", name)
+    picture = tables.picture(f"{called}_{word}.png", description)
+    return picture + "\n\n".join(part for part in parts if part)
