@@ -22,7 +22,7 @@ RECALLED = (
 )
 """What ``--recall all`` asks."""
 
-LENGTHS = (1024, 2048, 4096, 8192)
+LENGTHS = (2048, 8192)
 """Tokens of what is asked for in `Recall`."""
 
 
@@ -52,7 +52,7 @@ class Recall:
             count=count,
             seed=0,
             max_length=decoder.config.max_length,
-            batch_size=5 * count,
+            batch_size=10,
         )
 
     def row(self, name: str) -> dict[str, Any]:
