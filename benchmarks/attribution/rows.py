@@ -3,6 +3,8 @@
 import functools
 from collections.abc import Iterable
 
+import numpy as np
+
 from benchmarks import tables
 from benchmarks.attribution.attending import Variant
 from benchmarks.suite import Shown, Table
@@ -130,28 +132,31 @@ def caches_table(name: str, result: Result) -> str:
 
 
 def recall_table(name: str, result: Result) -> str:
-    """How many answers caches write whole, by what is asked and how long the context is."""
+    """Bits per token of right answers at the longest context, and how many are written whole."""
     rows = result["recall"]
     kinds = [kind for kind in _ASKED if kind in next(iter(rows.values()))]
+    longest = max(cell["length"] for cell in next(iter(rows.values()))[kinds[0]]["cells"])
     lines = [
-        [f"`{cache}`", *(cell for kind in kinds for cell in _recalled(row[kind]))]
+        [f"`{cache}`", *(_recalled(row[kind], longest) for kind in kinds)]
         for cache, row in rows.items()
     ]
-    found = {cell["length"] for row in rows.values() for cell in row[kinds[0]]["cells"]}
-    lengths = sorted(found)
-    header = [f"{_ASKED[kind]}, {n // 1024}k" for kind in kinds for n in lengths]
-    return f"{tables.table(['cache', *header], lines)}\n\n{tables.source(name, result)}"
+    header = [f"{longest:,} tokens", *(_ASKED[kind] for kind in kinds)]
+    return f"{tables.table(header, lines)}\n\n{tables.source(name, result)}"
 
 
-_ASKED = {"needle": "sentence in a text", "chat": "in a chat", "copy": "copy", "key_value": "value"}
+_ASKED = {
+    "copy": "copy",
+    "key_value": "value of a key",
+    "needle": "sentence in a text",
+    "chat": "sentence in a chat",
+}
 
 
-def _recalled(row: Result) -> list[str]:
-    """Shares of whole answers over all depths, by length."""
-    by_length: dict[int, list[float]] = {}
-    for cell in row["cells"]:
-        by_length.setdefault(cell["length"], []).append(cell["whole"])
-    return [f"{sum(x) / len(x):.0%}" for _, x in sorted(by_length.items())]
+def _recalled(row: Result, length: int) -> str:
+    """Of one kind, over all depths."""
+    cells = [cell for cell in row["cells"] if cell["length"] == length]
+    bits, whole = (np.mean([cell[x] for cell in cells]) for x in ("bits", "whole"))
+    return f"{bits:.2f} ({whole:.0%})"
 
 
 def _header(rows: Result) -> list[str]:
