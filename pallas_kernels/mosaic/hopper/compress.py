@@ -15,6 +15,8 @@ Versions, us of the kernels, keys and values, 8 heads of 128, H200, jax 0.11.2:
                                          4 x 32k   2 x 8k with codes for attention, int8   e4m3
   for Triton: two launches                   326                                    54.1   59.4
   v1  one launch                             238                                    38.3   37.9
+Blocks that begin after the first token, which stays in the buffer, are read where they are: a copy
+of keys and values without it took 42 us more at 2 x 8k, 23 at 8 x 1k.
 v1 moves 2.8 TB/s, 66 % of a copy; with codes of 8 bits 3.1. Registers: 96, with keys in e4m3 128.
 """
 
