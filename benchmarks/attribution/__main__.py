@@ -4,7 +4,8 @@
 
 Windows of text pass the model once for each row; a file that is there is gone on with. On one H200
 48 windows of 4,096 tokens take 6 s a row. With ``--caches 4bit,kivi4``, or ``all``, the rows are
-these caches, as they are used, in place of simulations.
+these caches, as they are used, in place of simulations; a name may be a file's that
+`turbojax calibrate` wrote.
 """
 
 import argparse

@@ -45,14 +45,13 @@ def choose(
         raise ValueError(f"size={size} must be at least {least.sum()}, of the smallest caches")
     steps, unit = _steps(sizes - least)
     best, picks = _table(costs, steps)
-    if loss is not None:
-        if best[-1] > loss:
-            raise ValueError(
-                f"{loss=} must be at least {best[-1]:.6f}, of the caches that lose least"
-            )
-        return _walk(picks, steps, int(np.argmax(best <= loss)))
-    assert size is not None
-    return _walk(picks, steps, min(len(best) - 1, int(size - least.sum()) // unit))
+    if loss is None:
+        assert size is not None
+        loss = float(best[min(len(best) - 1, int(size - least.sum()) // unit)])
+    if best[-1] > loss:
+        least_loss = f"{best[-1]:.6f}, of the caches that lose least"
+        raise ValueError(f"{loss=} must be at least {least_loss}")
+    return _walk(picks, steps, int(np.argmax(best <= loss)))
 
 
 def _steps(extra: np.ndarray) -> tuple[np.ndarray, int]:
