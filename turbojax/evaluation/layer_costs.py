@@ -50,7 +50,8 @@ def layer_costs(
     Prompts attend exactly: what a cache costs is that of decoding through it.
 
     Args:
-      model: of floating point or with INT4 weights.
+      model: of floating point or with INT4 weights; in float32, since one cache may cost less than
+        what 16 bits round in the layers after it.
       tokens: int ``[n, T + 1]``; the last one of a window is not fed.
       kinds: the caches, C of them.
       prompt: tokens of each window that are in the caches before, 1 to T - 1.
@@ -196,7 +197,7 @@ def _apply(
     compressed: _Compressed | None,
 ) -> jax.Array:
     """The decoded tokens' stream ``[B, D, hidden]`` after a layer, whose exact cache is given."""
-    attend, held = attend_new_tokens(), cache
+    attend, held = attend_new_tokens(REPEATABLE), cache
     if compressed is not None:
         kind, lengths = kind_for(compressed.kind), cache.lengths
         batch, room, heads, channels = cache.key.shape

@@ -59,6 +59,14 @@ TextFiles = Annotated[
     ),
 ]
 
+Dtype = Annotated[
+    str,
+    typer.Option(
+        help="float32, bfloat16 or float16. What one layer's cache costs may be less than what 16 "
+        "bits round in the other layers: take them for a model that is too large otherwise."
+    ),
+]
+
 
 def calibrate(
     out: Out,
@@ -73,7 +81,7 @@ def calibrate(
     length: Length = None,
     text: TextFiles = None,
     weights: options.Weights = None,
-    dtype: options.Dtype = None,
+    dtype: Dtype = "float32",
     max_length: options.MaxLength = None,
     as_json: options.AsJson = False,
     compilation_cache: programs.CompilationCache = True,

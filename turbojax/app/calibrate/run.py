@@ -46,7 +46,8 @@ class CalibrateSettings:
       length: tokens that caches are sized for; None for `context`.
       texts: files to read; modules of the standard library that are not held out if empty.
       weights: of a GGUF file ``"float"`` or ``"int4"``; None for the default.
-      dtype: of weights and computation, by name; None for the default.
+      dtype: of weights and computation, by name. What one layer's cache costs may be less than what
+        bfloat16 rounds in the others.
       max_length: longest sequence; None for the checkpoint's.
 
     Raises:
@@ -67,7 +68,7 @@ class CalibrateSettings:
     length: int | None = None
     texts: tuple[Path, ...] = ()
     weights: str | None = None
-    dtype: str | None = None
+    dtype: str = "float32"
     max_length: int | None = None
 
     def __post_init__(self) -> None:
