@@ -4,8 +4,8 @@
 
 Windows of text pass the model once for each row; a file that is there is gone on with. On one H200
 48 windows of 4,096 tokens take 6 s a row. With ``--caches 4bit,kivi4``, or ``all``, the rows are
-these caches, as they are used, in place of simulations; with ``--recall`` what is found again
-through them, in up to 8,192 tokens.
+these caches, as they are used, in place of simulations; a name may be a file's that
+`turbojax calibrate` wrote. With ``--recall`` the rows are what is found again through them.
 """
 
 import argparse

@@ -90,7 +90,7 @@ class Caches:
         """What the cache of this name costs in bits per token, and its size.
 
         Raises:
-          ValueError, NotImplementedError: see `evaluation.method` and `evaluation.score`.
+          OSError, ValueError, NotImplementedError: see `evaluation.method` and `evaluation.score`.
         """
         method = evaluation.method(name, self.decoder.config)
         scores = {
@@ -99,7 +99,12 @@ class Caches:
         }
         costs = {text: (s.bits - s.exact_bits).mean(axis=1) for text, s in scores.items()}
         every, found = np.concatenate(list(costs.values())), list(scores.values())
+        # A file may say something else later.
+        of_file = {}
+        if isinstance(method.cache, tuple):
+            of_file = {"layers": [str(kind) for kind in method.cache]}
         return {
+            **of_file,
             "cost": float(every.mean()),
             "interval": evaluation.bootstrap(every).ends,
             "cost_by_text": {text: float(x.mean()) for text, x in costs.items()},

@@ -20,6 +20,7 @@ except ImportError as error:
 
 import turbojax
 from turbojax import _interrupt
+from turbojax.app.calibrate.command import calibrate
 from turbojax.app.compare import compare
 from turbojax.app.demo.command import demo
 from turbojax.app.doctor.command import doctor
@@ -32,7 +33,9 @@ from turbojax.app.serve.command import serve
 from turbojax.app.train import train
 
 # In the order in which `turbojax --help` lists them.
-_SUBCOMMANDS = (demo, levels, doctor, generate, serve, evaluate, train, compare, quantize, lora)
+_SUBCOMMANDS = (
+    *(demo, levels, doctor, generate, serve, evaluate, calibrate, train, compare, quantize, lora),
+)
 
 
 class _Commands(TyperGroup):

@@ -1,15 +1,20 @@
 """What caches cost on real text: scored through the cache, layer by layer, and by recall."""
 
 from turbojax.evaluation.answering import Answering as Answering
+from turbojax.evaluation.choosing import choose as choose
 from turbojax.evaluation.harness import TaskMeasure as TaskMeasure
 from turbojax.evaluation.harness import language_model as language_model
 from turbojax.evaluation.harness import register as register
 from turbojax.evaluation.intervals import Interval as Interval
 from turbojax.evaluation.intervals import bootstrap as bootstrap
+from turbojax.evaluation.layer_costs import layer_bytes as layer_bytes
+from turbojax.evaluation.layer_costs import layer_costs as layer_costs
+from turbojax.evaluation.layer_files import write_layers as write_layers
 from turbojax.evaluation.layers import Errors as Errors
 from turbojax.evaluation.layers import LayerErrors as LayerErrors
 from turbojax.evaluation.layers import layer_errors as layer_errors
 from turbojax.evaluation.methods import Method as Method
+from turbojax.evaluation.methods import kinds_from_file as kinds_from_file
 from turbojax.evaluation.methods import method as method
 from turbojax.evaluation.recall import Answers as Answers
 from turbojax.evaluation.recall import recall as recall

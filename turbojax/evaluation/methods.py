@@ -1,20 +1,24 @@
 """What an evaluation compares: a cache of a whole model and what its prompts attend with, by name.
 
 A name is ``CACHE[:OPTION=VALUE[,OPTION=VALUE...]]``, for instance ``4bit:softmax=sas,block=32`` or
-``kv4:uncompressed_layers=1``. `method` documents the options.
+``kv4:uncompressed_layers=1``, or a file's that has a cache for every layer, such as ``cache.json``.
+`method` documents the options.
 """
 
 import dataclasses
 import types
 import typing
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, Literal
 
 from turbojax.config import TurboConfig
+from turbojax.evaluation import layer_files
 from turbojax.kv import (
     CACHE_NAMES,
     LATENT_CACHE_NAMES,
     POLICY_NAMES,
+    CacheKind,
     PooledAttention,
     cache_by_name,
     pooled_by_name,
@@ -23,6 +27,7 @@ from turbojax.levels import TopK
 from turbojax.models.config import TransformerConfig
 from turbojax.models.generation.caching import (
     ModelCacheKind,
+    UncompressedEdges,
     kinds_of_layers,
     widths_of,
     with_uncompressed,
@@ -75,17 +80,24 @@ def method(name: str, config: TransformerConfig) -> Method:
       such as ``threshold=-6``, for the latter two.
 
     Args:
-      name: ``CACHE[:OPTION=VALUE[,OPTION=VALUE...]]``, `CACHE` one of `NAMES`.
+      name: ``CACHE[:OPTION=VALUE[,OPTION=VALUE...]]``, `CACHE` one of `NAMES`, or a file that
+        `kinds_from_file` reads, of which there are the options of every cache.
       config: of the model.
 
     Raises:
+      OSError: if there is no such file.
       ValueError: if there is no such cache or option, a value does not parse or is out of range, an
         option is given twice or has no effect, or the model cannot have such a cache.
     """
     base, _, text = name.partition(":")
-    if base not in NAMES:
-        raise ValueError(f"method {name!r} must begin with one of {', '.join(NAMES)}")
-    cache: Any = base if base == "bfloat16" else cache_by_name(base, config.num_kv_heads)
+    cache: Any
+    if layer_files.is_name(base):
+        cache = kinds_from_file(Path(base), config)
+    elif base not in NAMES:
+        names = ", ".join(NAMES)
+        raise ValueError(f"method {name!r} must begin with one of {names}, or be a .json file")
+    else:
+        cache = base if base == "bfloat16" else cache_by_name(base, config.num_kv_heads)
     given = _parsed(name, text, _options_of(cache))
     own = {key: value for key, value in given.items() if key not in _COMMON}
     try:
@@ -100,6 +112,47 @@ def method(name: str, config: TransformerConfig) -> Method:
     except (TypeError, ValueError) as error:
         raise ValueError(f"method {name!r}: {error}") from error
     return made
+
+
+def kinds_from_file(path: Path, config: TransformerConfig) -> tuple[CacheKind, ...]:
+    """The cache of every layer that a file names: what ``cache=`` of a whole model takes.
+
+    Args:
+      path: JSON, ``{"version": 1, "layers": ["4bit", "paged_int8", ...]}``, with a name of `method`
+        for every layer; see `turbojax.evaluation.write_layers`.
+      config: of the model.
+
+    Raises:
+      OSError: if there is no such file.
+      ValueError: naming it, if it holds something else, has not one name for every layer, or one is
+        no cache that a layer of the model can have.
+    """
+    names = layer_files.read_layers(path)
+    if len(names) != config.num_layers:
+        raise ValueError(
+            f"{path} names {len(names)} caches, must have one for each of the model's "
+            f"{config.num_layers} layers"
+        )
+    try:
+        kinds = {name: of_one_layer(name, config) for name in dict.fromkeys(names)}
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+    return tuple(kinds[name] for name in names)
+
+
+def of_one_layer(name: str, config: TransformerConfig) -> CacheKind:
+    """The cache that a method's name stands for, where every layer may have its own.
+
+    Raises:
+      ValueError: see `method`; also if the name says more than the cache of one layer.
+    """
+    if layer_files.is_name(name.partition(":")[0]):
+        raise ValueError(f"cache {name!r} must be one of a layer, not a file")
+    made = method(name, config)
+    if made.pooled is not None or isinstance(made.cache, UncompressedEdges | tuple):
+        options = ", ".join(_COMMON)
+        raise ValueError(f"cache {name!r} of one layer must have none of the options {options}")
+    return made.cache
 
 
 def top_k_of_density(density: float) -> TopK:
@@ -128,7 +181,7 @@ def top_k_of_density(density: float) -> TopK:
 
 def _options_of(cache: Any) -> tuple[str, ...]:
     """Names of the options that a cache has."""
-    if isinstance(cache, str):
+    if isinstance(cache, str | tuple):
         return _COMMON
     fields = tuple(field.name for field in dataclasses.fields(cache))
     more = ("block", "low_heads", *_SAS_FIELDS) if isinstance(cache, TurboConfig) else ()

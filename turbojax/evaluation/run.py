@@ -20,6 +20,7 @@ from turbojax.evaluation.recall_items import KINDS, Kind
 from turbojax.evaluation.records import Json, Records
 from turbojax.evaluation.scoring import ExactRun, Scores, cache_bytes, score
 from turbojax.evaluation.texts import Text, windows
+from turbojax.kv import CacheKind
 from turbojax.models import Tokenizer
 
 Report = Callable[[str, str, int, int], None]
@@ -204,8 +205,11 @@ def evaluate(
             "texts": identity.of_texts({name: cut.get(name, _NO_WINDOWS) for name in texts}),
         },
         dates,
-        # By measure, so that a file can be gone on with by further ones.
-        {name: measures[name].identity for name in settings.measures if name not in work.measures},
+        # By name, so that a file can be gone on with by further ones.
+        {
+            **{x: measures[x].identity for x in settings.measures if x not in work.measures},
+            **{one.name: _layers_of(one.cache) for one in methods if isinstance(one.cache, tuple)},
+        },
     )
     for one in methods:
         for name in settings.measures:
@@ -213,6 +217,11 @@ def evaluate(
             make = functools.partial(_row_of, measures[name], decoder, one, tell)
             records.row(("methods", one.name, name), make)
     return records.document
+
+
+def _layers_of(kinds: tuple[CacheKind, ...]) -> Json:
+    """What a method's file said, which may say something else later."""
+    return {"layers": [str(kind) for kind in kinds]}
 
 
 def _row_of(

@@ -79,13 +79,24 @@ class Decoder:
         Returns:
           ``[B, T, D]`` in `dtype`, and the new caches.
         """
-        config, axes = self.config, self.axes
-        apply = functools.partial(
-            apply_block, config=local_config(config, axes), dtype=self.dtype, axes=axes
+        hidden, caches = apply_layers(
+            self.apply, self.layers, self.embed(tokens), positions, attend, caches, self.config
         )
-        hidden = embed(self.embedding, tokens, config, self.dtype, hidden_axes(axes))
-        hidden, caches = apply_layers(apply, self.layers, hidden, positions, attend, caches, config)
-        return final_norm(hidden, self.norm, config, config.norm_offset), caches
+        return self.finish(hidden), caches
+
+    def embed(self, tokens: jax.Array) -> jax.Array:
+        """The residual stream before the first layer: ``[B, T, D]`` of int ``[B, T]``."""
+        over = hidden_axes(self.axes)
+        return embed(self.embedding, tokens, self.config, self.dtype, over)
+
+    def apply(self, layer: LayerParams, *operands: Any) -> tuple[jax.Array, Cache]:
+        """One of `layers`, see `apply_block`."""
+        config = local_config(self.config, self.axes)
+        return apply_block(layer, *operands, config=config, dtype=self.dtype, axes=self.axes)
+
+    def finish(self, hidden: jax.Array) -> jax.Array:
+        """The residual stream after the last layer, normed."""
+        return final_norm(hidden, self.norm, self.config, self.config.norm_offset)
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """Projects ``[..., D]`` to float32 logits ``[..., V]``."""

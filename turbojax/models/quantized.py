@@ -114,19 +114,23 @@ class QuantizedDecoder:
         self, tokens: jax.Array, positions: jax.Array, attend: Attend, caches: tuple[Cache, ...]
     ) -> tuple[jax.Array, tuple[Cache, ...]]:
         """The normed residual stream after the last layer; see `Decoder.hidden`."""
-        config, axes = self.config, self.axes
-        of_device = local_config(config, axes)
-
-        def apply(layer: QuantizedLayer, *operands: Any) -> tuple[jax.Array, Cache]:
-            return layer(*operands, config=of_device, axes=axes)
-
         hidden, caches = apply_layers(
-            apply, self.layers, self._embed(tokens), positions, attend, caches, config
+            self.apply, self.layers, self.embed(tokens), positions, attend, caches, self.config
         )
-        return final_norm(hidden, self.norm, config), caches
+        return self.finish(hidden), caches
 
-    def _embed(self, tokens: jax.Array) -> jax.Array:
-        """See `embed`, which this is of a quantized table, too."""
+    def apply(self, layer: QuantizedLayer, *operands: Any) -> tuple[jax.Array, Cache]:
+        """One of `layers`; see `Decoder.apply`."""
+        config = local_config(self.config, self.axes)
+        done: tuple[jax.Array, Cache] = layer(*operands, config=config, axes=self.axes)
+        return done
+
+    def finish(self, hidden: jax.Array) -> jax.Array:
+        """The residual stream after the last layer, normed."""
+        return final_norm(hidden, self.norm, self.config)
+
+    def embed(self, tokens: jax.Array) -> jax.Array:
+        """See `Decoder.embed`; of a quantized table, too."""
         table, over = self.embedding, hidden_axes(self.axes)
         if not isinstance(table, Int4Weight):
             return embed(table, tokens, self.config, self.dtype, over)

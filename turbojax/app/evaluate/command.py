@@ -28,8 +28,8 @@ Methods = Annotated[
         "--methods",
         "--method",
         help="Caches to measure, comma separated, with options after a colon, comma separated, "
-        "too: exact,4bit,4bit:softmax=sas,block=32,kv4. May be repeated. Default: one of each kind "
-        "that the model can have.",
+        "too: exact,4bit,4bit:softmax=sas,block=32,kv4; or .json files with a cache for every "
+        "layer. May be repeated. Default: one of each kind that the model can have.",
         show_default=False,
     ),
 ]

@@ -37,7 +37,8 @@ Cache = Annotated[
     str,
     typer.Option(
         help=f"The KV cache: {options.CACHES} 2/4bit is 2 bits for half of the KV heads; with "
-        "--mesh for half of each device's, so that texts may depend on the mesh."
+        "--mesh for half of each device's, so that texts may depend on the mesh. Or a .json file "
+        "with a cache for every layer, as turbojax calibrate writes it."
     ),
 ]
 Temperature = Annotated[

@@ -4,6 +4,7 @@ import dataclasses
 import re
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -11,6 +12,7 @@ import numpy as np
 
 from turbojax import _checks, models
 from turbojax.app.text_model import TextModel, than_bfloat16
+from turbojax.evaluation import kinds_from_file, layer_files
 from turbojax.kv import LATENT_CACHE_NAMES
 from turbojax.models.generation import session as generation
 from turbojax.models.generation.caching import ModelCacheKind, with_uncompressed
@@ -112,13 +114,16 @@ def check_options(
       **sizes: numbers that must be at least 1, where they are given.
 
     Raises:
+      OSError: if `cache` is a file that is not there.
       ValueError: if one does not fit.
     """
     given = {name: size for name, size in sizes.items() if size is not None}
     _checks.check_sizes(max_new_tokens=max_new_tokens, **given)
     names = (*models.CACHE_NAMES, *LATENT_CACHE_NAMES)
-    if cache not in names:
-        raise ValueError(f"cache {cache!r} must be one of {', '.join(names)}")
+    if layer_files.is_name(cache):
+        layer_files.read_layers(Path(cache))
+    elif cache not in names:
+        raise ValueError(f"cache {cache!r} must be one of {', '.join(names)}, or a .json file")
     check_stop_strings(stop_strings)
 
 
@@ -133,14 +138,20 @@ def cache_kind(
     """The caches of a name, over a mesh with as many heads of each width on every device.
 
     Args:
-      name: see `models.cache_by_name`.
+      name: see `models.cache_by_name`, or a file's, see `evaluation.kinds_from_file`.
       config: of the model.
       axes: over which it is split, or None.
-      uncompressed_layers: see `models.UncompressedEdges`; 0 for none.
+      uncompressed_layers: see `models.UncompressedEdges`; 0 for none, as with a file.
 
     Raises:
-      ValueError: see `models.cache_by_name` and `models.UncompressedEdges`.
+      OSError: if there is no such file.
+      ValueError: see `models.cache_by_name`, `models.UncompressedEdges` and
+        `evaluation.kinds_from_file`.
     """
+    if layer_files.is_name(name):
+        if uncompressed_layers:
+            raise ValueError(f"{uncompressed_layers=} must be 0: {name} says what each layer has")
+        return kinds_from_file(Path(name), config)
     devices = 1 if axes is None else axes.size("heads")
     kind = models.cache_by_name(name, config.num_kv_heads, devices)
     return with_uncompressed(kind, uncompressed_layers)

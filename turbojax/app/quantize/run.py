@@ -283,7 +283,7 @@ def _stream(kind: str, tokenizer: Tokenizer, named: Sequence[tuple[str, bytes]])
     return stream
 
 
-def _cut(
+def cut(
     kind: str,
     tokenizer: Tokenizer,
     files: Sequence[Path],
@@ -326,7 +326,7 @@ def _calibration_windows(
         # A token is eight bytes at most, on average.
         return calibration_text(8 * wanted)
 
-    return _cut("calibration", tokenizer, files, default, length, wanted // length)[0]
+    return cut("calibration", tokenizer, files, default, length, wanted // length)[0]
 
 
 def _evaluation_windows(
@@ -337,12 +337,14 @@ def _evaluation_windows(
     if wanted == 0 or (are_numbers and not files):
         return None
     length = min(window, wanted)
-    cut, bytes_per_token = _cut(
+    tokens, bytes_per_token = cut(
         "evaluation", tokenizer, files, evaluation_text, length + 1, max(wanted // length, 1)
     )
     if are_numbers:
-        return _HeldOut(cut, 1.0, "token")
-    return _HeldOut(cut, 1.0 if isinstance(tokenizer, ByteTokenizer) else bytes_per_token, "byte")
+        return _HeldOut(tokens, 1.0, "token")
+    return _HeldOut(
+        tokens, 1.0 if isinstance(tokenizer, ByteTokenizer) else bytes_per_token, "byte"
+    )
 
 
 def _costs(

@@ -49,7 +49,8 @@ class UncompressedEdges:
         pages are, such as ``"triton"``.
 
     Raises:
-      TypeError: if `layers` is not an integer, or `kind` is another `UncompressedEdges`.
+      TypeError: if `layers` is not an integer, or `kind` stands for all layers of a model: another
+        `UncompressedEdges`, or a tuple.
       ValueError: if `layers` is less than 1, `kind` is unknown or not compressed, or there are no
         such `edges`.
     """
@@ -59,7 +60,7 @@ class UncompressedEdges:
     edges: _Edges | None = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.kind, UncompressedEdges):
+        if isinstance(self.kind, UncompressedEdges | tuple):
             raise TypeError(f"kind={self.kind} must be a cache of one layer")
         if self.kind in get_args(_Edges):
             raise ValueError(f"kind={self.kind!r} must be one that is compressed")
@@ -102,8 +103,10 @@ def with_edges(between: _KindT, edge: _KindT, count: int, num_layers: int) -> tu
     return (edge,) * count + (between,) * (num_layers - 2 * count) + (edge,) * count
 
 
-ModelCacheKind = CacheKind | UncompressedEdges
-"""What the caches of a whole model can be."""
+ModelCacheKind = CacheKind | UncompressedEdges | tuple[CacheKind, ...]
+"""What the caches of a whole model can be: of one kind, or a tuple with a kind for every layer.
+
+An ``implementation=`` that is asked for must be one of all layers, see `UncompressedEdges`."""
 
 
 def with_uncompressed(
@@ -126,11 +129,24 @@ def kinds_of_layers(cache: ModelCacheKind, num_layers: int) -> tuple[CacheKind, 
     """The kind of every layer's cache.
 
     Raises:
-      ValueError: if no layer would be compressed, see `UncompressedEdges`.
+      ValueError: if no layer would be compressed, see `UncompressedEdges`; of a tuple if it has not
+        one for every layer, or one is no kind.
     """
     if isinstance(cache, UncompressedEdges):
         return cache.of_layers(num_layers)
-    return (cache,) * num_layers
+    if not isinstance(cache, tuple):
+        return (cache,) * num_layers
+    if len(cache) != num_layers:
+        raise ValueError(
+            f"cache has {len(cache)} kinds, must have one for each of the model's {num_layers} "
+            "layers"
+        )
+    for layer, kind in enumerate(cache):
+        try:
+            kind_for(kind)
+        except ValueError as error:
+            raise ValueError(f"layer {layer}: {error}") from error
+    return cache
 
 
 @jax.tree_util.register_dataclass
@@ -139,7 +155,8 @@ class ModelCaches(Split):
     """The KV caches of all layers of a model.
 
     Attributes:
-      layers: one cache per layer, all of one size; of one kind, but for `UncompressedEdges`.
+      layers: one cache per layer, all of one size; of one kind, or of several, see
+        `ModelCacheKind`.
     """
 
     layers: tuple[LayerCache, ...]
@@ -181,11 +198,12 @@ def init_caches(
         tokens, and `max_length` is rounded up so that devices have as many slots.
       batch_size: sequences, of a split decoder as many on all devices.
       max_length: tokens each sequence may grow to.
-      cache: the kind of cache, see `turbojax.kv.init_layer_cache`, or `UncompressedEdges`.
+      cache: the kind of cache, see `turbojax.kv.init_layer_cache`, `UncompressedEdges`, or a tuple
+        with a kind for every layer.
 
     Raises:
-      ValueError: if `cache` is no kind of cache, a size does not fit, or no layer would be
-        compressed, or it is one of latents and the model has none.
+      ValueError: if `cache` is no kind of cache, or has not one for every layer, a size does not
+        fit, or no layer would be compressed, or it is one of latents and the model has none.
       NotImplementedError: if slots are to be split over devices, and the model has latents but the
         cache none: each device has heads of its own there.
     """

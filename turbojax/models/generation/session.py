@@ -120,7 +120,7 @@ def start(
       tokens: int ``[B, T]``, prompts padded on the right.
       max_length: tokens each sequence will hold at most.
       cache: what `init_caches` takes: ``"exact"``, ``"turbo4"``, a `TurboConfig`,
-        `UncompressedEdges`, ...
+        `UncompressedEdges`, a tuple with one for every layer, ...
       lengths: optional int ``[B]``, the prompts' lengths, at least 1; `T` if not given.
       prefill_batch_size: how many prompts run at a time; all if not given. Fewer need less memory
         besides the caches.
@@ -385,7 +385,7 @@ def generate(
       max_new_tokens: tokens to add at most, at least 1; prompt and new tokens together must be at
         most the model's `max_length`.
       cache: what `init_caches` takes: ``"exact"``, ``"turbo4"``, a `TurboConfig`,
-        `UncompressedEdges`, ...
+        `UncompressedEdges`, a tuple with one for every layer, ...
       lengths: optional int ``[B]``, the prompts' lengths.
       attention_mask: instead of `lengths`, bool or 0 and 1 ``[B, T]``, true at real tokens; see
         `align`.
@@ -467,7 +467,7 @@ def _rows(tokens: np.ndarray, lengths: Any) -> list[list[int]]:
 
 def _why_nothing(session: Session, rows: list[int]) -> str:
     message = f"the logits of sequences {rows} hold NaN: there is no next token"
-    # Of `UncompressedEdges` the first layers are not what can have lost something.
-    layer = session.caches.layers[len(session.caches.layers) // 2]
-    reason = kinds.kind_of(layer).why_nan(layer)
+    # Of several kinds some cannot have lost anything.
+    reasons = (kinds.kind_of(layer).why_nan(layer) for layer in session.caches.layers)
+    reason = next((reason for reason in reasons if reason is not None), None)
     return message if reason is None else f"{message}; {reason}"

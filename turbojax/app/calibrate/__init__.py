@@ -1,0 +1,1 @@
+"""`turbojax calibrate`: the command, what it does and what it shows."""

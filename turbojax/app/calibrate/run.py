@@ -1,0 +1,383 @@
+"""What `turbojax calibrate` does: a model, caches and text in, a cache for every layer out."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from turbojax import _checks, evaluation
+from turbojax._environment import environment
+from turbojax.app import options, startup, text_model
+from turbojax.app.quantize.run import calibration_text, cut
+from turbojax.evaluation import Method
+from turbojax.evaluation.methods import of_one_layer
+from turbojax.kv import CacheKind
+from turbojax.models.text.tokenizer import NumberTokenizer
+
+Progress = Callable[[str, int, int], None]
+"""Called with what is measured, how much of it is done, and how much there is."""
+
+DEFAULT_CANDIDATES = ("k4v2", "4bit", "paged_int8_v4", "paged_int8")
+CHOSEN = "chosen"
+"""The name of the layers' own caches among those that are measured."""
+
+_DECODED = 128
+_LOSS = 0.01
+
+
+@dataclasses.dataclass(frozen=True)
+class CalibrateSettings:
+    """What to choose, and by what.
+
+    Attributes:
+      out: the file to write.
+      model: ``"embedded"``, a checkpoint's folder or file.
+      candidates: names of caches, see `turbojax.evaluation.method`.
+      loss: what the divergence may be, in bits per token; None for 0.01, if there is no `ratio`.
+      ratio: how many times smaller than bfloat16 the caches must be; None for what `loss` gives.
+      context: tokens of a window.
+      decoded: how many of them are decoded, the last ones.
+      windows: of the text, spread over it.
+      batch_size: windows that run at once.
+      length: tokens that caches are sized for; None for `context`.
+      texts: files to read; modules of the standard library that are not held out if empty.
+      weights: of a GGUF file ``"float"`` or ``"int4"``; None for the default.
+      dtype: of weights and computation, by name. What one layer's cache costs may be less than what
+        bfloat16 rounds in the others.
+      max_length: longest sequence; None for the checkpoint's.
+
+    Raises:
+      TypeError: if a number is of the wrong kind.
+      ValueError: if one is out of range, a candidate is named twice or there is none, or both a
+        loss and a ratio are given.
+    """
+
+    out: Path
+    model: str = "embedded"
+    candidates: tuple[str, ...] = DEFAULT_CANDIDATES
+    loss: float | None = None
+    ratio: float | None = None
+    context: int = 1024
+    decoded: int = _DECODED
+    windows: int = 8
+    batch_size: int = 4
+    length: int | None = None
+    texts: tuple[Path, ...] = ()
+    weights: str | None = None
+    dtype: str = "float32"
+    max_length: int | None = None
+
+    def __post_init__(self) -> None:
+        """Checks what can be checked without a model."""
+        _checks.check_sizes(
+            context=self.context,
+            decoded=self.decoded,
+            windows=self.windows,
+            batch_size=self.batch_size,
+            length=self.sized_for,
+        )
+        if self.decoded >= self.context:
+            raise ValueError(f"decoded={self.decoded} must be below context={self.context}")
+        if self.loss is not None and self.ratio is not None:
+            raise ValueError("give a loss or a ratio, one of them")
+        for name in ("loss", "ratio"):
+            value = getattr(self, name)
+            if value is not None and not (math.isfinite(value) and value > 0):
+                raise ValueError(f"{name}={value} must be above 0")
+        if not self.candidates or len(set(self.candidates)) != len(self.candidates):
+            raise ValueError(f"candidates={self.candidates} must name each cache once")
+
+    @property
+    def sized_for(self) -> int:
+        """Tokens that caches are sized for."""
+        return self.context if self.length is None else self.length
+
+    @property
+    def prompt(self) -> int:
+        """Tokens of a window that are prefilled."""
+        return self.context - self.decoded
+
+    @property
+    def limit(self) -> str:
+        """What the choice keeps within, in words."""
+        if self.ratio is not None:
+            return f"at least {self.ratio:g}x smaller than bfloat16"
+        return f"at most {self.most_loss:g} bits per token"
+
+    @property
+    def most_loss(self) -> float:
+        """The loss that is chosen by, where there is no ratio."""
+        return _LOSS if self.loss is None else self.loss
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """A cache of all layers, or the layers' own.
+
+    Attributes:
+      predicted: bits per token, the sum of what its layers cost alone.
+      divergence: bits per token, measured.
+      cost: bits per token that true tokens cost more than through the exact cache, measured.
+      nbytes: of a sequence.
+      ratio: bytes of a bfloat16 cache over these.
+    """
+
+    predicted: float
+    divergence: float
+    cost: float
+    nbytes: int
+    ratio: float
+
+
+@dataclasses.dataclass(frozen=True)
+class CalibrateReport:
+    """What one run chose and measured.
+
+    Attributes:
+      settings: what was run.
+      layers: the name of the cache of each layer.
+      costs: by candidate, of each layer: divergence in bits per token with this layer's cache
+        alone, as measured.
+      scales: by candidate, what these were multiplied by, see `run`.
+      predicted: of each layer with its cache, after that.
+      nbytes: of each layer with its cache.
+      rows: by candidate, and `CHOSEN`.
+      exact_bytes: of a sequence's bfloat16 cache.
+      tokens: that were decoded for each figure.
+    """
+
+    settings: CalibrateSettings
+    layers: tuple[str, ...]
+    costs: dict[str, tuple[float, ...]]
+    scales: dict[str, float]
+    predicted: tuple[float, ...]
+    nbytes: tuple[int, ...]
+    rows: dict[str, Row]
+    exact_bytes: int
+    tokens: int
+
+    def to_json(self) -> dict[str, Any]:
+        """The report as plain JSON values; numbers that are not finite are None."""
+        found = _plain(dataclasses.asdict(self))
+        texts = [str(path) for path in self.settings.texts]
+        found["settings"] |= {"out": str(self.settings.out), "texts": texts}
+        return {**environment(), **found}
+
+
+def run(settings: CalibrateSettings, progress: Progress | None = None) -> CalibrateReport:
+    """Chooses a cache for every layer, measures the choice, and writes it.
+
+    What layers cost alone adds up roughly: errors of several layers meet, and prompts are left out.
+    So a candidate's costs are scaled, alike in all layers, to sum up to what is measured of the
+    candidate in all layers at once. The choice is made by these, and then measured, too.
+
+    Args:
+      settings: what to do.
+      progress: told how far it is.
+
+    Raises:
+      OSError: if a file cannot be read or written.
+      ValueError, NotImplementedError, ImportError: see `text_model.find_text_model`,
+        `evaluation.layer_costs` and `evaluation.choose`; if the text is too short, or the run needs
+        more memory than there is.
+    """
+    startup.check_output_file("--out", settings.out)
+    startup.check_input_files(*settings.texts)
+    found = options.find(
+        settings.model, None, settings.weights, settings.dtype, settings.max_length
+    )
+    config = found.config
+    if settings.context > config.max_length:
+        raise ValueError(
+            f"--context {settings.context} must be at most the model's {config.max_length}"
+        )
+    kinds = {name: of_one_layer(name, config) for name in settings.candidates}
+    sizes = np.stack([_sizes(config, kind, settings) for kind in kinds.values()])
+    exact = int(_sizes(config, "bfloat16", settings).sum())
+    _check_ratio(settings, sizes, exact)
+    tokens = _windows(settings, found)
+    _check_memory(settings, found)
+    decoder, tell = found.load().decoder, progress or _tell_nobody
+    costs = _layer_costs(settings, decoder, tokens, kinds, tell)
+    measure = _Measure(settings, decoder, tokens, tell)
+    measured = {name: measure(name, kind) for name, kind in kinds.items()}
+    scales = [
+        one.divergence / total if total > 0 else 1.0
+        for one, total in zip(measured.values(), costs.sum(axis=1), strict=True)
+    ]
+    scaled = costs * np.array(scales)[:, None]
+    chosen = _choose(settings, scaled, sizes, exact)
+    names = [settings.candidates[i] for i in chosen]
+    everywhere = np.arange(config.num_layers)
+    own = measure(CHOSEN, tuple(kinds[name] for name in names))
+    report = CalibrateReport(
+        settings=settings,
+        layers=tuple(names),
+        costs={name: tuple(map(float, row)) for name, row in zip(kinds, costs, strict=True)},
+        scales={name: float(x) for name, x in zip(kinds, scales, strict=True)},
+        predicted=tuple(map(float, scaled[chosen, everywhere])),
+        nbytes=tuple(map(int, sizes[chosen, everywhere])),
+        rows={
+            **{
+                name: _row(costs[i].sum(), measured[name], sizes[i].sum(), exact)
+                for i, name in enumerate(kinds)
+            },
+            CHOSEN: _row(
+                scaled[chosen, everywhere].sum(), own, sizes[chosen, everywhere].sum(), exact
+            ),
+        },
+        exact_bytes=exact,
+        tokens=len(tokens) * settings.decoded,
+    )
+    evaluation.write_layers(settings.out, report.layers, report.to_json())
+    return report
+
+
+@dataclasses.dataclass(frozen=True)
+class _Measured:
+    divergence: float
+    cost: float
+
+
+class _Measure:
+    """What caches of a whole model cost, step by step; the exact run is shared."""
+
+    def __init__(
+        self, settings: CalibrateSettings, decoder: Any, tokens: np.ndarray, tell: Progress
+    ) -> None:
+        self._settings, self._tell, self._decoder = settings, tell, decoder
+        self._run = evaluation.ExactRun(
+            decoder, tokens, prompt=settings.prompt, batch_size=settings.batch_size
+        )
+
+    def __call__(self, name: str, cache: Any) -> _Measured:
+        run, done = self._run, 0
+        total = run.tokens[:, run.prompt :].size
+
+        def advance(count: int) -> None:
+            nonlocal done
+            done += count
+            self._tell(f"{name}, all layers", done, total)
+
+        method = Method(name, cache)
+        scores = evaluation.score(
+            self._decoder, run.tokens, method, prompt=run.prompt, exact=run, progress=advance
+        )
+        # The first of the targets follows the prompt, which no cache was read for.
+        bits, exact, divergence = (
+            x[:, 1:].mean(dtype=np.float64)
+            for x in (scores.bits, scores.exact_bits, scores.divergence)
+        )
+        return _Measured(float(divergence), float(bits - exact))
+
+
+def _layer_costs(
+    settings: CalibrateSettings,
+    decoder: Any,
+    tokens: np.ndarray,
+    kinds: Mapping[str, CacheKind],
+    tell: Progress,
+) -> np.ndarray:
+    """See `evaluation.layer_costs`."""
+    batches = -(-len(tokens) // min(settings.batch_size, len(tokens)))
+    done, total = 0, batches * len(kinds) * decoder.config.num_layers
+
+    def advance(count: int) -> None:
+        nonlocal done
+        done += count
+        tell("layers, one by one", done, total)
+
+    tell("layers, one by one", 0, total)
+    return evaluation.layer_costs(
+        decoder,
+        tokens,
+        tuple(kinds.values()),
+        prompt=settings.prompt,
+        batch_size=settings.batch_size,
+        progress=advance,
+    )
+
+
+def _choose(
+    settings: CalibrateSettings, costs: np.ndarray, sizes: np.ndarray, exact: int
+) -> np.ndarray:
+    """See `evaluation.choose`."""
+    if settings.ratio is not None:
+        return evaluation.choose(costs, sizes, size=int(exact / settings.ratio))
+    try:
+        return evaluation.choose(costs, sizes, loss=settings.most_loss)
+    except ValueError as error:
+        raise ValueError(f"{error}: give a larger --loss, or candidates that lose less") from error
+
+
+def _check_ratio(settings: CalibrateSettings, sizes: np.ndarray, exact: int) -> None:
+    """Raises ValueError, before anything is measured, if no choice is so small."""
+    most = exact / int(sizes.min(axis=0).sum())
+    if settings.ratio is not None and settings.ratio > most:
+        raise ValueError(
+            f"--ratio {settings.ratio:g} must be at most {most:.2f}, that of the smallest "
+            f"candidates at {settings.sized_for:,} tokens: give smaller ones, or another --length"
+        )
+
+
+def _sizes(config: Any, kind: CacheKind, settings: CalibrateSettings) -> np.ndarray:
+    # As where caches matter: a CPU computes in float32, and some scales have the model's dtype.
+    return evaluation.layer_bytes(config, kind, settings.sized_for, jnp.bfloat16)
+
+
+def _row(predicted: float, measured: _Measured, nbytes: int, exact: int) -> Row:
+    ratio = exact / int(nbytes)
+    return Row(float(predicted), measured.divergence, measured.cost, int(nbytes), ratio)
+
+
+def _windows(settings: CalibrateSettings, found: text_model.FoundModel) -> np.ndarray:
+    """int32 ``[n, context + 1]``, spread over the text.
+
+    Raises:
+      ValueError: if there is not one.
+    """
+    if isinstance(found.tokenizer, NumberTokenizer) and not settings.texts:
+        raise ValueError("tokens are numbers here, there is no tokenizer.json: give --text")
+    length = settings.context + 1
+
+    def default() -> Sequence[bytes]:
+        # A token is eight bytes at most, on average.
+        return calibration_text(8 * length * settings.windows)
+
+    found_windows, _ = cut(
+        "calibration", found.tokenizer, settings.texts, default, length, settings.windows
+    )
+    return found_windows
+
+
+def _check_memory(settings: CalibrateSettings, found: text_model.FoundModel) -> None:
+    """Raises ValueError if windows, or weights, need more memory than there is."""
+    config, batch = found.config, min(settings.batch_size, settings.windows)
+    streams = (config.num_layers + 1) * settings.decoded * config.hidden_size
+    startup.check_memory(
+        {
+            "weights": found.weight_bytes,
+            "exact caches": 2
+            * startup.cache_bytes(config, found.dtype, batch, settings.context, "exact"),
+            "what layers read": batch * streams * found.dtype.itemsize,
+            "logits": 3 * 4 * batch * settings.decoded * config.vocab_size,
+            "prompts that run": startup.prompt_bytes(config, found.dtype, batch, settings.context),
+        },
+        "smaller --batch-size, --decoded or --context",
+    )
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(x) for key, x in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(x) for x in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _tell_nobody(what: str, done: int, total: int) -> None:
+    del what, done, total
