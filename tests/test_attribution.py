@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.attribution import rounding
 from benchmarks.attribution.attending import Variant
-from benchmarks.attribution.rows import GROUPS, attribution_table, caches_table
+from benchmarks.attribution.rows import GROUPS, attribution_table, caches_table, recall_table
 from turbojax.quantizers import (
     dequantize_channels,
     quantize_channels,
@@ -84,3 +84,15 @@ def test_table_has_the_rows_that_were_measured() -> None:
     assert table.index("| `b` | +0.0020 | +0.0200 | 0.5000 | 90.0% | 2.00x |") < table.index(
         "| `a` |"
     )
+
+
+def test_recall_is_that_of_the_longest_context() -> None:
+    cells = [
+        {"length": length, "depth": depth, "bits": bits, "whole": bits / 4}
+        for length, depth, bits in ((1024, 0.0, 0.5), (8192, 0.0, 1.0), (8192, 1.0, 2.0))
+    ]
+    row = {kind: {"cells": cells} for kind in ("copy", "needle")}
+    result = {"device": "x", "jax": "y", "date": "z", "recall": {"exact": row}}
+    table = recall_table("a.json", result)
+    assert "| 8,192 tokens | copy | sentence in a text |" in table
+    assert "| `exact` | 1.50 (38%) | 1.50 (38%) |" in table
