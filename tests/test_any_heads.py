@@ -171,7 +171,7 @@ def abstract(heads, tokens, of_each):
     return cache, shape, jax.ShapeDtypeStruct((2,), jnp.int32)
 
 
-@pytest.mark.quick(first=1)
+@pytest.mark.quick(first=1, slow=6)
 @heads_of_one_case
 @pytest.mark.parametrize("implementation", ["mosaic_gpu", "triton"])
 def test_decoding_lowers(implementation, heads):
@@ -185,7 +185,7 @@ def test_decoding_lowers(implementation, heads):
     assert name in lower_for_cuda(run, query, cache, lengths)
 
 
-@pytest.mark.quick(first=1)
+@pytest.mark.quick(first=1, slow=6)
 @heads_of_one_case
 @pytest.mark.parametrize("implementation", ["mosaic_gpu", "triton"])
 def test_storing_lowers(monkeypatch, implementation, heads):

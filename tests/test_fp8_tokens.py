@@ -216,7 +216,7 @@ LOWERED = pairwise(
 )
 
 
-@pytest.mark.quick(first=2)
+@pytest.mark.quick(first=2, slow=6)
 @pytest.mark.parametrize(("shape", "dtype", "has_e4m3", "has_norm"), LOWERED)
 def test_it_lowers(shape, dtype, has_e4m3, has_norm):
     x = jax.ShapeDtypeStruct(shape, dtype)

@@ -36,7 +36,7 @@ def lower(call, arguments, axis="data"):
         return split.trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
 
 
-@pytest.mark.quick(5)
+@pytest.mark.quick(5, slow=6)
 @pytest.mark.parametrize("name", NAMES)
 def test_lowers(name):
     text = lower(*CASES[name].build())

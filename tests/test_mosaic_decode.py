@@ -48,7 +48,7 @@ LOWERED = pairwise(
 )[::2]
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(2, slow=6)
 @pytest.mark.parametrize(("queries", "bits", "head_dim", "softmax", "dtype"), LOWERED)
 def test_it_lowers(queries, bits, head_dim, softmax, dtype):
     """Every width, softmax, head dim, dtype and number of queries."""

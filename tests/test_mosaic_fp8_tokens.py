@@ -109,7 +109,7 @@ def test_zeros_and_limits(quantize):
 # The choice, and that it lowers -------------------------------------------------------------------
 
 
-@pytest.mark.quick(first=2)
+@pytest.mark.quick(first=2, slow=6)
 @pytest.mark.parametrize(
     ("channels", "dtype", "tokens", "norm_dtype"),
     [

@@ -220,7 +220,7 @@ LOWERED = [
 FIRST = [LOWERED[i] for i in (1, 9, 11, 22, 26)]
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(2, slow=6)
 @pytest.mark.parametrize(
     "case", [*FIRST, *(pytest.param(c, marks=pytest.mark.slow) for c in LOWERED if c not in FIRST)]
 )

@@ -98,7 +98,7 @@ LOWERED = pairwise(
 )
 
 
-@pytest.mark.quick(first=3)
+@pytest.mark.quick(first=3, slow=6)
 @pytest.mark.parametrize(
     ("queries", "page_size", "kind", "head_dim", "dtype", "options"),
     LOWERED,

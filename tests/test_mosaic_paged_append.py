@@ -123,7 +123,7 @@ def specification(kv_dtype, head_dim=128, dtype=jnp.bfloat16, tokens=1, heads=8,
     return cache, x, x, tables, jax.ShapeDtypeStruct((4,), jnp.int32)
 
 
-@pytest.mark.quick(first=2)
+@pytest.mark.quick(first=2, slow=6)
 @pytest.mark.parametrize(
     ("kv_dtype", "head_dim", "dtype", "tokens", "page_size"),
     [

@@ -251,7 +251,7 @@ def lowered(monkeypatch, name):
     return lower_for_cuda(call, *operands)
 
 
-@pytest.mark.quick(16)
+@pytest.mark.quick(16, slow=6)
 @pytest.mark.parametrize("name", CASES)
 def test_what_hopper_runs_needs_no_triton(monkeypatch, name):
     needed = TRITON in lowered(monkeypatch, name)
