@@ -46,8 +46,8 @@ demo: $(VENV)/.installed-demo $(if $(MODEL),$(VENV)/.installed-gguf) $(if $(filt
 test: export JAX_PLATFORMS := cpu
 test: $(VENV)/.installed-test ## run the tests on a CPU, but for the slow ones and fuzzing
 	$(ON_CPU) -m "not slow and not fuzz and not optimized and not mesh and not gpu" $(PYTEST) $(OR_NONE)
-	$(ON_DEVICES) -m "mesh and not slow" $(MESH) $(PYTEST) $(OR_NONE)
-	$(AS_USERS) -m "optimized and not slow and not gpu" $(OPTIMIZED) $(PYTEST) $(OR_NONE)
+	$(ON_DEVICES) -m "mesh and not slow and not fuzz" $(MESH) $(PYTEST) $(OR_NONE)
+	$(AS_USERS) -m "optimized and not slow and not fuzz and not gpu" $(OPTIMIZED) $(PYTEST) $(OR_NONE)
 
 # Apart from `test` so that CI runs each test once.
 test-slow: export JAX_PLATFORMS := cpu
@@ -56,10 +56,11 @@ test-slow: $(VENV)/.installed-test-all $(VENV)/.installed-model-smollm2 ## run t
 	$(ON_DEVICES) -m "mesh and slow" $(MESH) $(PYTEST) $(OR_NONE)
 	$(AS_USERS) -m "optimized and slow and not gpu" $(OPTIMIZED) $(PYTEST) $(OR_NONE)
 
-# Not part of CI, which runs a few cases of each: ten minutes and more.
+# Not part of CI, which runs a few cases of each: half an hour and more.
 test-fuzz: export JAX_PLATFORMS := cpu
-test-fuzz: $(VENV)/.installed-test-all ## run interrupts, kills and hostile files by the thousand, and all cases of large grids
-	$(ON_CPU) -m "fuzz and not gpu" $(PYTEST) $(OR_NONE)
+test-fuzz: $(VENV)/.installed-test-all ## run interrupts, kills and hostile files by the thousand, quick runs of benchmarks, and all cases of large grids
+	$(ON_CPU) -m "fuzz and not optimized and not gpu" $(PYTEST) $(OR_NONE)
+	$(AS_USERS) -m "optimized and fuzz and not gpu" $(OPTIMIZED) $(PYTEST) $(OR_NONE)
 
 # Other people's packages, in an environment of their own.
 INTEGRATIONS := .venv-integrations

@@ -80,7 +80,7 @@ def test_the_default_keeps_its_error_bound_in_every_layer_of_a_model():
     assert float(jax.device_get(l2).max()) < BOUND
 
 
-@pytest.mark.slow
+@pytest.mark.fuzz
 @pytest.mark.optimized
 def test_a_quick_run(tmp_path):
     file = tmp_path / "results" / "quality.json"

@@ -281,7 +281,7 @@ def loading_result(tmp_path_factory):
     return _run(tmp_path_factory.mktemp("run"), "loading")
 
 
-@pytest.mark.slow
+@pytest.mark.fuzz
 def test_a_quick_run_of_flax(flax_result):
     rows = {row["name"].rpartition("/")[2]: row for row in flax_result["rows"]}
     assert set(flax_result["ceilings"]) == {"copy", "bf16"}
@@ -305,7 +305,7 @@ def test_a_quick_run_of_flax(flax_result):
         assert rows[name]["operations"] == products
 
 
-@pytest.mark.slow
+@pytest.mark.fuzz
 def test_a_quick_run_of_families(families_result):
     rows = {row["method"]: row for row in families_result["rows"]}
     assert list(rows) == list(families.CACHES)
@@ -322,7 +322,7 @@ def test_a_quick_run_of_families(families_result):
     assert rows["fp8_e4m3"]["smaller_than_exact"] == pytest.approx(2, rel=0.01)
 
 
-@pytest.mark.slow
+@pytest.mark.fuzz
 def test_a_quick_run_of_loading(loading_result):
     assert loading_result["ceilings"] == {}
     rows = {(row["files"], row["method"]): row for row in loading_result["rows"]}
@@ -402,7 +402,7 @@ def test_host_memory():
     assert 0.9 < memory.peak / (1 << 26) < 2
 
 
-@pytest.mark.slow
+@pytest.mark.fuzz
 def test_a_quick_run_can_be_reported(flax_result, families_result, loading_result):
     for operation in (flax_tables.DECODE, flax_tables.TRAINING):
         assert "nnx.MultiHeadAttention" in flax_tables.page_section("x", flax_result, operation)

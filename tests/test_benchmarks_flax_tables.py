@@ -185,7 +185,7 @@ def test_first_calls_of_a_made_up_result():
     assert "within 1.2 s. X, jax 1, 2000-01-01 (`benchmarks/results/a.json`)." in text
 
 
-@pytest.mark.slow
+@pytest.mark.fuzz
 def test_first_calls_are_measured(monkeypatch):
     monkeypatch.setattr(first_calls, "LENGTHS", (20, 30))
     found = first_calls.generate(Path.cwd(), "tiny", 1, "exact")

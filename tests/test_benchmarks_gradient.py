@@ -32,7 +32,7 @@ def test_other_weights_are_not_joined():
         gradient_training.merged([part("exact", [0]), part("exact", [1], weights="others")])
 
 
-@pytest.mark.slow
+@pytest.mark.fuzz
 def test_errors_of_a_model_are_measured(tmp_path):
     path = tmp_path / "error.json"
     gradient_error.main(["--quick", "--out", str(path)])
@@ -44,7 +44,7 @@ def test_errors_of_a_model_are_measured(tmp_path):
     assert table.count("`mode=") == len(gradient_error.NAMES)
 
 
-@pytest.mark.slow
+@pytest.mark.fuzz
 def test_both_weights_are_trained(tmp_path):
     paths = [tmp_path / "random.json", tmp_path / "embedded.json"]
     for path, flags in zip(paths, ([], ["--embedded"]), strict=True):

@@ -175,7 +175,7 @@ def test_a_quick_run_measures_and_compares(tmp_path):
         )
 
 
-@pytest.mark.slow
+@pytest.mark.fuzz
 def test_a_quick_run_of_the_engine(tmp_path):
     result = _run(tmp_path, "engine")
     rows = result["rows"]

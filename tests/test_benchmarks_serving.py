@@ -425,7 +425,7 @@ class TestTables:
         assert "](serving.png)" in (docs / page).read_text(encoding="utf-8")
 
 
-@pytest.mark.slow
+@pytest.mark.fuzz
 def test_a_quick_run(tmp_path):
     out = tmp_path / "serving.json"
     command.main(["run", "--suite", "serving", "--quick", "--out", str(out)])

@@ -11,7 +11,7 @@ from benchmarks.suite import faster
 FACTS = {"device": "a", "python": "3", "jax": "1", "turbojax": "2", "quick": True}
 
 
-@pytest.mark.slow
+@pytest.mark.fuzz
 def test_processes_make_a_whole(tmp_path):
     """Once, and again with more rows; one of three processes has nothing to do."""
     path = tmp_path / "whole.json"

@@ -40,7 +40,7 @@ def test_mean_and_error():
 
 
 @pytest.mark.optimized
-@pytest.mark.slow
+@pytest.mark.fuzz
 def test_a_quick_run_measures_every_cache(tmp_path):
     """Of every kind one, and the coarsest: each compiles the whole model twice."""
     file = tmp_path / "results" / "quality.json"

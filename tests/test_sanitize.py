@@ -60,7 +60,7 @@ def test_a_case_lowers_and_has_its_kernels(capsys):
     assert capsys.readouterr().out.splitlines() == [f"lowers: {name}" for name in names]
 
 
-@pytest.mark.slow
+@pytest.mark.fuzz
 def test_all_cases_lower():
     sanitize.dry("")
 
