@@ -132,7 +132,7 @@ def test_nothing_is_left_of_clients_and_everybody_gets_their_own(count):
     assert set(threading.enumerate()) == before
     assert served.errors == []
     # The first rounds fill caches of Python's; a ticket that stays would have some kilobytes.
-    # What grows from round to round does so in each of the last; what others allocate once does not.
+    # What grows from round to round does so in each; what others allocate once does not.
     growth = min(after - before for before, after in itertools.pairwise(memory[1:]))
     assert growth < CLIENTS * 256, memory
     count(f"{finished} requests of {CLIENTS * ROUNDS} clients; memory after each round: {memory}")
