@@ -150,6 +150,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = parser.parse_args(arguments)
     if given.tokens < 128 or given.tokens % 128:
         parser.error(f"--tokens {given.tokens} must be a positive multiple of 128")
+    if given.skip < 0:
+        parser.error(f"--skip {given.skip} must be at least 0")
     here = machine.describe()
     old = stored.previous(given.out, here)
     windows = read_windows(given.model, given.tokens, given.windows, given.skip)
