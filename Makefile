@@ -29,6 +29,10 @@ MESH = $(wildcard tests/test_mesh_*.py)
 OR_NONE = $(if $(PYTEST),|| [ $$? = 5 ])
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PYTHONUNBUFFERED := 1
+# A process that imports jax, flax and transformers compiles them for 8 seconds, and tests start
+# hundreds: what is compiled is kept, also where the environment says not to.
+export PYTHONDONTWRITEBYTECODE :=
+export PYTHONPYCACHEPREFIX := $(CURDIR)/.cache/bytecode
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:

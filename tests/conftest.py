@@ -44,7 +44,8 @@ os.environ["JAX_COMPILATION_CACHE_DIR"] = str(_PROGRAMS)
 import hypothesis
 import jax
 import pytest
-from grids import tiers
+
+from tests.grids import tiers
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")

@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from integrations.helpers import FLOAT, ROUNDING, as_they_please, random_like, relative_error
 
 import turbojax as tj
+from tests.integrations.helpers import FLOAT, ROUNDING, as_they_please, random_like, relative_error
 from turbojax.flax import TurboAttentionFn
 from turbojax.integrations.gemma import with_turbojax
 

@@ -8,12 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from integrations.helpers import FLOAT, ROUNDING, as_they_please, random_like, relative_error
 from levanter.inference.engine import InferenceEngine, InferenceEngineConfig, Request
 from levanter.inference.jit_scheduler import SeqDecodingParams
 from levanter.layers.attention import AttentionBackend, AttentionMask
 from levanter.models.llama import LlamaConfig, LlamaLMHeadModel
 
+from tests.integrations.helpers import FLOAT, ROUNDING, as_they_please, random_like, relative_error
 from turbojax.integrations.levanter import with_turbojax
 
 pytestmark = pytest.mark.integrations

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import tokamax
 from absl import flags
-from integrations.helpers import FLOAT, ROUNDING, as_they_please, relative_error
 
 import turbojax as tj
+from tests.integrations.helpers import FLOAT, ROUNDING, as_they_please, relative_error
 
 pytestmark = pytest.mark.integrations
 

@@ -7,7 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from integrations.helpers import (
+
+import turbojax as tj
+from tests.integrations.helpers import (
     FLOAT,
     ROUNDING,
     Letters,
@@ -15,8 +17,6 @@ from integrations.helpers import (
     random_like,
     relative_error,
 )
-
-import turbojax as tj
 from turbojax.flax import TurboAttentionFn
 from turbojax.integrations import tunix as adapter
 

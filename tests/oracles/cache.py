@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from oracles.online import cut
-from oracles.quantizers import (
+from tests.oracles.online import cut
+from tests.oracles.quantizers import (
     dequantize_channels,
     f32,
     head_priority,

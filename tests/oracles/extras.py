@@ -8,7 +8,7 @@ import math
 
 import numpy as np
 
-from oracles.quantizers import f32
+from tests.oracles.quantizers import f32
 
 
 @dataclasses.dataclass

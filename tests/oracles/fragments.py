@@ -3,7 +3,7 @@
 import ml_dtypes
 import numpy as np
 
-from oracles import warp
+from tests.oracles import warp
 
 
 class fragments:

@@ -8,7 +8,7 @@ import math
 
 import numpy as np
 
-from oracles.quantizers import f32, quantize_fp8, quantize_int8
+from tests.oracles.quantizers import f32, quantize_fp8, quantize_int8
 
 
 @dataclasses.dataclass

@@ -1,16 +1,16 @@
 """Kernels of `pallas_kernels.mosaic.lanes` in numpy: each warp of each program.
 
-Stands in for that frame. Where warps share memory, they are threads, which meet at barriers.
+Stands in for that frame. Where warps share memory, they take turns, and meet at barriers.
 """
 
-import concurrent.futures
+import functools
 import itertools
-import threading
 
 import jax
 import numpy as np
 
-from oracles import warp
+from tests.oracles import warp
+from tests.oracles.turns import Turns
 
 WARPS = 4
 
@@ -55,21 +55,22 @@ def _run(body, inputs, written, grid, warpgroups, shared):
                 _warp(body, pointers, ids, number, None)
             continue
         memory = warp.Pointer(np.full(shared, 255, np.uint8))
-        barrier = threading.Barrier(len(warps), timeout=60)
-        with concurrent.futures.ThreadPoolExecutor(len(warps)) as pool:
-            given = body, [*pointers, memory], ids
-            for done in [pool.submit(_warp, *given, number, barrier) for number in warps]:
-                done.result()
+        _together(body, [*pointers, memory], ids, warps)
     return arrays[len(inputs) :]
+
+
+def _together(body, pointers, ids, warps):
+    def barrier():
+        turns.barrier("all", len(warps))
+
+    given = body, pointers, ids
+    turns = Turns([functools.partial(_warp, *given, number, barrier) for number in warps])
+    turns.run()
 
 
 def _warp(body, pointers, ids, number, barrier):
     warp.STATE.number, warp.STATE.barrier = number, barrier
     try:
         body(pointers, [warp.integer(i) for i in ids])
-    except BaseException:
-        if barrier is not None:
-            barrier.abort()
-        raise
     finally:
         warp.STATE.number, warp.STATE.barrier = 0, None

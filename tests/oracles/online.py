@@ -12,8 +12,8 @@ import math
 
 import numpy as np
 
-from oracles.quantizers import FP8_MAX, LEVELS, e4m3, f32, quantize_fp8, quantize_int8
-from oracles.softmax import exponential
+from tests.oracles.quantizers import FP8_MAX, LEVELS, e4m3, f32, quantize_fp8, quantize_int8
+from tests.oracles.softmax import exponential
 
 EPS = 2.0**-23
 

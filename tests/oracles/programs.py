@@ -8,8 +8,8 @@ import functools
 import ml_dtypes
 import numpy as np
 
-from oracles import warp
-from oracles.turns import Turns
+from tests.oracles import warp
+from tests.oracles.turns import Turns
 
 GROUP = 128
 

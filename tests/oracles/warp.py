@@ -11,7 +11,7 @@ import threading
 import ml_dtypes
 import numpy as np
 
-from oracles.warp_parts import (  # noqa: F401
+from tests.oracles.warp_parts import (  # noqa: F401
     Arithmetic,
     arrive_after_copies,
     commit_copies,
@@ -20,6 +20,7 @@ from oracles.warp_parts import (  # noqa: F401
 )
 
 LANES = np.arange(32)
+NIBBLES = np.arange(0, 16, 4, dtype=np.uint32)
 ROUNDER = 12582912.0
 
 
@@ -38,8 +39,13 @@ def _bits(x):
     return x.value if isinstance(x, Int) else np.full(32, x % 2**32, np.uint32)
 
 
+def _word(x):
+    """Bits beside those of another operand: one constant for all lanes need not be 32."""
+    return x.value if isinstance(x, Int) else np.uint32(x % 2**32)
+
+
 def _numbers(x):
-    return x.value if isinstance(x, Float) else np.full(32, x, np.float32)
+    return x.value if isinstance(x, Float) else np.float32(x)
 
 
 def _signed(x):
@@ -66,18 +72,22 @@ class Bool:
 
 
 def _integer_op(op):
-    return lambda a, b: Int(op(_bits(a).astype(np.int64), _bits(b).astype(np.int64)))
+    """Of unsigned words, which wrap around, and which shifts of 32 and more leave empty."""
+    return lambda a, b: Int(op(a.value, _word(b)))
 
 
 def _integer_test(op):
-    return lambda a, b: Bool(op(_signed(a), _signed(b)))
+    return lambda a, b: Bool(op(_signed(a), _word(b).view(np.int32)))
 
 
 class Int:
     """32 bits of every lane."""
 
     def __init__(self, value):
-        self.value = (np.asarray(value).astype(np.int64) % 2**32).astype(np.uint32)
+        value = np.asarray(value)
+        if value.dtype != np.uint32:
+            value = (value.astype(np.int64) % 2**32).astype(np.uint32)
+        self.value = value
 
     __add__, __sub__, __mul__ = (_integer_op(op) for op in (np.add, np.subtract, np.multiply))
     __and__, __or__, __xor__ = (
@@ -154,7 +164,7 @@ maximum, minimum = _float_op(np.fmax), _float_op(np.fmin)
 
 def fma(a, b, c):
     with np.errstate(all="ignore"):
-        exact = _numbers(a).astype(np.float64) * _numbers(b) + _numbers(c)
+        exact = np.multiply(_numbers(a), _numbers(b), dtype=np.float64) + _numbers(c)
         return Float(exact.astype(np.float32))
 
 
@@ -235,14 +245,11 @@ def half_to_float(x):
 
 
 def permute_bytes(a, b, selector):
-    source = np.stack([(_bits(x) >> (8 * i)) & 255 for x in (a, b) for i in range(4)])
-    out = np.zeros(32, np.int64)
-    for i in range(4):
-        nibble = (_bits(selector) >> (4 * i)) & 15
-        byte = source[nibble & 7, LANES].astype(np.int64)
-        byte = np.where(nibble & 8, np.where(byte & 128, 255, 0), byte)
-        out |= byte << (8 * i)
-    return Int(out)
+    source = np.stack([_bits(a), _bits(b)], 1).view(np.uint8)
+    nibble = (_bits(selector)[:, None] >> NIBBLES) & 15
+    byte = source[LANES[:, None], nibble & 7]
+    byte = np.where(nibble & 8, (byte >> 7) * np.uint8(255), byte)
+    return Int(byte.view(np.uint32)[:, 0])
 
 
 def _bytes(word):
@@ -309,7 +316,7 @@ def warp_barrier():
 
 
 def block_barrier():
-    STATE.barrier.wait()
+    STATE.barrier()
 
 
 publish_stores = warp_barrier
@@ -371,12 +378,11 @@ def _product(a, b, c, unpack, depth):
     g, t = LANES // 4, LANES % 4
     left, right = np.zeros((16, 8 * depth)), np.zeros((8 * depth, 8))
     out = np.zeros((16, 8))
+    row, column = g[:, None], (depth * t)[:, None] + np.arange(depth)
     for i, word in enumerate(a):
-        for k, part in enumerate(unpack(word).T):
-            left[g + 8 * (i % 2), 4 * depth * (i // 2) + depth * t + k] = part
+        left[row + 8 * (i % 2), 4 * depth * (i // 2) + column] = unpack(word)
     for i, word in enumerate(b):
-        for k, part in enumerate(unpack(word).T):
-            right[4 * depth * i + depth * t + k, g] = part
+        right[4 * depth * i + column, row] = unpack(word)
     for i, start in enumerate(c):
         out[g + 8 * (i // 2), 2 * t + i % 2] = start
     with np.errstate(all="ignore"):
@@ -408,9 +414,9 @@ class Pointer:
 
     def words(self, count):
         self._must_be_aligned(4 * min(count, 4), "load")
-        data = self.memory[self.offset[:, None] + np.arange(4 * count)]
-        words = np.ascontiguousarray(data).view(np.uint32)
-        return [Int(words[:, i]) for i in range(count)]
+        # Lanes that do not run may be anywhere, also between two words.
+        words = self.memory[: self.memory.size // 4 * 4].view(np.uint32)
+        return [Int(x) for x in words[self.offset // 4 + np.arange(count)[:, None]]]
 
     def words_once(self, count, condition):
         """As the kernel's, where there is a condition; elsewhere NaN."""
@@ -432,11 +438,14 @@ class Pointer:
 
     def store_words(self, words):
         self._must_be_aligned(4 * len(words), "store")
+        active = STATE.active[-1]
+        to = self.offset[active] // 4
+        memory = self.memory[: self.memory.size // 4 * 4].view(np.uint32)
         for i, word in enumerate(words):
-            self.at(integer(4 * i)).store(word)
+            memory[to + i] = word.value.view(np.uint32)[active]
 
     def store(self, x):
-        self.store_low(x, 32)
+        self.store_words([x])
 
     def store_low(self, x, bits):
         size = bits // 8

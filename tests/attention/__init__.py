@@ -1,0 +1,1 @@
+"""Attention by XLA: prefill, decode, pooled, latent and paged, softmax, gradients."""

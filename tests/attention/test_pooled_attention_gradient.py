@@ -1,0 +1,328 @@
+"""Gradients of `pooled_attention`: against those of the sum over all pooled keys, in float64.
+
+That oracle is itself held to finite differences of the forward oracle, with which it shares no
+arithmetic. Float32 results may be as far from it as twice what the same gradient in plain float32
+is, plus a few units in the last place.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import turbojax as tj
+from tests.attention.pooled_helpers import (
+    CASES,
+    Case,
+    api_options,
+    assert_as_good_as_plain,
+    operands,
+    options,
+    oracle,
+    oracle_gradient,
+    plain_gradient,
+    random_levels,
+    worst,
+)
+from turbojax.ops.pooled_attention import reference
+from turbojax.ops.pooled_attention.static import PooledOptions
+
+NAMES = [
+    *(f"level {r}, causal, ragged" for r in (1, 2, 4, 8)),
+    "level 0",
+    "mixture",
+    "causal, other blocks",
+    "one token",
+    "grouped queries",
+    "one level array",
+    "both lengths, causal",
+    "odd blocks",
+    "queries' block beyond a tile",
+]
+
+
+@functools.partial(jax.jit, static_argnums=5)
+def _gradients(arrays, levels, d_out, d_residual, lengths, static):
+    def call(q, k, v):
+        return tj.pooled_attention(q, k, v, levels, return_residual=True, **dict(static), **lengths)
+
+    return jax.vjp(call, *arrays)[1]((d_out, d_residual))
+
+
+def gradients(case, q, k, v, levels, d_out, d_residual):
+    static, lengths = api_options(case)
+    return _gradients((q, k, v), levels, d_out, d_residual, lengths, static)
+
+
+# A mixture, lengths with causality, and blocks of other sizes; the rest is more of it.
+FAST = ("mixture", "both lengths, causal", "causal, other blocks", "grouped queries")
+
+
+@pytest.mark.quick(first=4)
+@pytest.mark.parametrize("name", sorted(NAMES, key=lambda name: name not in FAST))
+def test_equals_the_oracle(name):
+    """Cotangents of the output and of the residual, at every level, mixed, ragged and causal."""
+    case = CASES[name]
+    arrays = operands(case)
+    got = gradients(case, *arrays)
+    for x, of in zip(got, arrays[:3], strict=True):
+        assert (x.shape, x.dtype) == (of.shape, of.dtype)
+    want = oracle_gradient(*arrays, **options(case))
+    assert_as_good_as_plain(got, want, plain_gradient(*arrays, **options(case)))
+    assert (name == "level 0") == (not any(x.any() for x in want))
+
+
+@pytest.mark.quick(1)
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [("both lengths, causal", jnp.bfloat16), ("mixture", jnp.float16)],
+)
+def test_half_precision(name, dtype):
+    """Sums in float32, rounded once.
+
+    The row's `D` takes the output as it was rounded, at most by half a unit in the last place: it
+    moves a row's gradients by at most that part of ``|dO| . |O|``, of which the rows' average is
+    a fraction of the largest gradient.
+    """
+    case = CASES[name]
+    arrays = operands(case, dtype)
+    got = gradients(case, *arrays)
+    assert all(x.dtype == dtype for x in got)
+    want = oracle_gradient(*arrays, **options(case))
+    plain = plain_gradient(*arrays, **options(case))
+    assert_as_good_as_plain(got, want, plain, floor=float(jnp.finfo(dtype).eps))
+
+
+@pytest.mark.quick(1)
+@pytest.mark.parametrize("name", ["both lengths, causal", "odd blocks"])
+def test_float64(name):
+    """The reference is exact where it is given the precision: nothing is off by a little."""
+    case = CASES[name]
+    arrays = [np.asarray(x) for x in operands(case)]
+    arrays = [x if x.dtype == np.int8 else x.astype(np.float64) for x in arrays]
+    lengths = [x if x is None else np.int32(x) for x in (case.query_lengths, case.key_lengths)]
+    kwargs = options(case)
+    static = PooledOptions(**{n: kwargs[n] for n in ("block_q", "block_kv", "scale", "is_causal")})
+    with jax.enable_x64(True):
+        q, k, v, levels, d_out, d_residual = map(jnp.asarray, arrays)
+        shared = (q, k, v, levels, *jax.tree.map(jnp.asarray, lengths))
+        results = reference.attention(*shared, options=static)
+        got = reference.gradient(*shared, *results, d_out, d_residual, options=static)
+        got = [np.asarray(x) for x in got]
+    for x, y in zip(got, oracle_gradient(*arrays, **kwargs), strict=True):
+        assert x.dtype == np.float64
+        assert worst(x, y) < 1e-12
+
+
+def test_float32_where_64_bits_are_enabled():
+    case = CASES["both lengths, causal"]
+    arrays = operands(case)
+    want = gradients(case, *arrays)
+    with jax.enable_x64(True):
+        got = gradients(case, *arrays)
+    for x, y in zip(got, want, strict=True):
+        assert x.dtype == jnp.float32
+        np.testing.assert_allclose(x, y, atol=1e-5)
+
+
+def test_the_oracle_is_the_derivative():
+    """Central differences of the float64 oracle along a random direction."""
+    case = Case(21, 27, heads=2, block_q=8, block_kv=16, is_causal=True, key_lengths=(27, 13))
+    arrays = [np.asarray(x) for x in operands(case, head_dim=4, seed=3)]
+    levels, (d_out, d_residual) = arrays[3], (x.astype(np.float64) for x in arrays[4:])
+    point = [x.astype(np.float64) for x in arrays[:3]]
+    kwargs = options(case, head_dim=4)
+    want = oracle_gradient(*point, levels, d_out, d_residual, **kwargs)
+    rng = np.random.default_rng(4)
+    step = 2.0**-6
+    for moving in range(3):  # each operand for itself
+        direction = [rng.choice([-1.0, 1.0], x.shape) * (i == moving) for i, x in enumerate(point)]
+
+        def loss(t, direction=direction):
+            moved = [x + t * d for x, d in zip(point, direction, strict=True)]
+            out, residual = oracle(*moved, levels, **kwargs)
+            seen = np.isfinite(residual)
+            return (d_out * out).sum() + (d_residual * np.where(seen, residual, 0)).sum()
+
+        # Two step sizes (Richardson): the error is of order step**4.
+        coarse = (loss(2 * step) - loss(-2 * step)) / (4 * step)
+        fine = (loss(step) - loss(-step)) / (2 * step)
+        slope = (want[moving] * direction[moving]).sum()
+        assert abs(slope) > 0.5
+        np.testing.assert_allclose((4 * fine - coarse) / 3, slope, rtol=1e-5)
+
+
+def test_the_residual_alone():
+    """Its gradient needs no values: theirs is zero. And the sum of both parts is the whole."""
+    case = CASES["mixture, causal"]
+    q, k, v, levels, d_out, d_residual = operands(case)
+    of_residual = gradients(case, q, k, v, levels, jnp.zeros_like(d_out), d_residual)
+    assert (np.asarray(of_residual[2]) == 0).all()
+    want = oracle_gradient(q, k, v, levels, np.zeros(q.shape), d_residual, **options(case))
+    for x, y in zip(of_residual[:2], want[:2], strict=True):
+        assert np.abs(y).max() > 0.1
+        assert worst(x, y) < 1e-5
+
+
+def test_padding_and_blind_rows_have_no_gradient_and_no_say():
+    """What stands in the padding, its cotangents, and those of rows that see nothing: anything."""
+    case = CASES["both lengths, causal"]
+    arrays = operands(case)
+    want = gradients(case, *arrays)
+    blind = np.isneginf(oracle(*arrays[:4], **options(case))[1])
+    q, k, v, levels, d_out, d_residual = (np.asarray(x).copy() for x in arrays)
+    padding = np.arange(case.tokens) >= np.array(case.query_lengths)[:, None]
+    past = np.arange(case.size) >= np.array(case.key_lengths)[:, None]
+    assert (blind & ~padding[..., None]).sum() > 100
+    q[padding] = np.nan
+    k[past], v[past] = np.nan, np.inf
+    d_out[blind], d_residual[blind] = np.nan, np.nan
+    got = gradients(case, *map(jnp.asarray, (q, k, v, levels, d_out, d_residual)))
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+    assert (np.asarray(got[0])[blind] == 0).all()
+    for x in got[1:]:
+        assert (np.asarray(x)[past] == 0).all()
+
+
+@pytest.mark.parametrize("of", range(5))
+def test_a_bad_value_reaches_only_what_it_has_to_do_with(of):
+    """NaN in one token of query, key, value or a cotangent: the other pairs stay finite."""
+    case = CASES["mostly skipped"]
+    arrays = [np.asarray(x).copy() for x in operands(case)]
+    levels = arrays[3]
+    # Head 0, the second block of queries, whose levels for the fourth block of keys are 1 and 0.
+    levels[:, :, 1], levels[:, :, :, 3] = 0, 0
+    levels[0, 0, 1, 3] = 1
+    tokens = slice(32, 64), slice(96, 128)
+    position = 100 if of in (1, 2) else 40
+    arrays[of if of < 3 else of + 1][0, position, 0] = np.nan
+    d_q, d_k, d_v = (np.asarray(x) for x in gradients(case, *map(jnp.asarray, arrays)))
+    bad = [np.isnan(x).any(-1) for x in (d_q, d_k, d_v)]
+    assert bad[0][0, tokens[0], 0].any()
+    for x, inside in zip(bad, (tokens[0], tokens[1], tokens[1]), strict=True):
+        x[0, inside, 0] = False
+        assert not x.any()
+
+
+def test_two_runs_have_equal_bits():
+    case = CASES["both lengths, causal"]
+    arrays = operands(case)
+    first, second = (gradients(case, *arrays) for _ in range(2))
+    jax.tree.map(np.testing.assert_array_equal, first, second)
+
+
+SMALL = Case(40, 40, heads=2, batch=6, block_q=16, block_kv=16)
+OPTIONS = {"block_q": 16, "block_kv": 16, "is_causal": True}
+
+
+def loss(q, k, v, levels, lengths=None):
+    out, residual = tj.pooled_attention(
+        q, k, v, levels, key_value_seq_lengths=lengths, return_residual=True, **OPTIONS
+    )
+    return jnp.sum(jnp.sin(out)) + jnp.sum(jnp.where(jnp.isfinite(residual), residual, 0))
+
+
+def assert_all_close(got, want):
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=2e-5), got, want)
+
+
+@pytest.mark.slow
+def test_grad_outside_and_inside_jit():
+    q, k, v, levels, *_ = operands(SMALL)
+    lengths = jnp.asarray([40, 11, 0, 3, 40, 26], jnp.int32)
+    by_all = jax.grad(loss, (0, 1, 2))
+    want = by_all(q, k, v, levels, lengths)
+    assert_all_close(jax.jit(by_all)(q, k, v, levels, lengths), want)
+    np.testing.assert_array_equal(jax.grad(loss, 1)(q, k, v, levels, lengths), want[1])
+    inside = jax.grad(jax.jit(loss), (0, 1, 2))(q, k, v, levels, lengths)
+    assert_all_close(inside, want)
+
+
+def test_levels_and_lengths_have_no_gradient():
+    """Integers: jax's float0, not zeros of some dtype."""
+    q, k, v, levels, *_ = operands(SMALL)
+    lengths = jnp.full(6, 40, jnp.int32)
+    by_both = jax.grad(loss, (3, 4), allow_int=True)
+    for of_levels in (levels, levels.astype(jnp.int32)):
+        for gradient in by_both(q, k, v, of_levels, lengths):
+            assert gradient.dtype == jax.dtypes.float0
+
+
+@pytest.mark.slow
+def test_vmap():
+    """Over everything at once, and over queries and levels with shared keys."""
+    q, k, v, levels, *_ = operands(SMALL)
+    by_all = jax.grad(loss, (0, 1, 2))
+    arrays = (q, k, v, levels, jnp.asarray([40, 11, 0, 3, 40, 26], jnp.int32))
+    parts = [x.reshape(3, 2, *x.shape[1:]) for x in arrays]
+    want = jax.jit(by_all)(*arrays)
+    got = jax.jit(jax.vmap(by_all))(*parts)
+    assert_all_close(jax.tree.map(lambda x, y: x.reshape(y.shape), got, want), want)
+    shared = jax.jit(jax.vmap(by_all, in_axes=(0, None, None, 0)))(parts[0], k[:2], v[:2], parts[3])
+    again = by_all(q[4:], k[:2], v[:2], levels[4:])
+    assert_all_close([x[2] for x in shared], list(again))
+
+
+@pytest.mark.slow
+def test_scan_and_remat():
+    """Through a scanned stack of layers with levels of their own, kept and recomputed."""
+    q, k, v, levels, *_ = operands(Case(40, 40, heads=2, batch=1, block_q=16, block_kv=16))
+    ks, vs = jnp.stack([k, k * 0.5, k + 0.1]), jnp.stack([v, v + 1, -v])
+    shape = (3, *levels.shape)
+    of_layers = jnp.asarray(random_levels(np.random.default_rng(5), shape, [0.2] * 5))
+
+    def layer(x, of_layer):
+        return x + tj.pooled_attention(x, *of_layer, **OPTIONS), None
+
+    def unrolled(q, ks, vs):
+        for of_layer in zip(ks, vs, of_layers, strict=True):
+            q, _ = layer(q, of_layer)
+        return jnp.sum(jnp.sin(q))
+
+    def scanned(layer, q, ks, vs):
+        return jnp.sum(jnp.sin(jax.lax.scan(layer, q, (ks, vs, of_layers))[0]))
+
+    want = jax.jit(jax.grad(unrolled, (0, 1, 2)))(q, ks, vs)
+    for body in (layer, jax.checkpoint(layer)):
+        got = jax.jit(jax.grad(functools.partial(scanned, body), (0, 1, 2)))(q, ks, vs)
+        assert_all_close(got, want)
+
+
+def test_second_derivatives_are_refused():
+    q, k, v, levels, *_ = operands(SMALL)
+    for derive_again in (jax.grad, jax.jacrev):
+        with pytest.raises(NotImplementedError, match="gradient of pooled_attention.*only first"):
+            derive_again(lambda x: jax.grad(loss)(x, k, v, levels).sum())(q)
+
+
+def test_forward_mode_is_refused():
+    q, k, v, levels, *_ = operands(SMALL)
+    for function in (loss, jax.grad(loss)):
+        with pytest.raises(TypeError, match="custom_vjp"):
+            jax.jvp(lambda x, of=function: of(x, k, v, levels), (q,), (q,))
+
+
+def test_what_is_kept_for_the_backward_pass():
+    """Inputs, levels, output and residual, nothing pooled and no scores."""
+    q, k, v, levels, *_ = operands(SMALL)
+    _, pull = jax.vjp(lambda q, k, v: tj.pooled_attention(q, k, v, levels, **OPTIONS), q, k, v)
+    kept = sum(x.nbytes for x in jax.tree.leaves(pull))
+    residual = 4 * SMALL.batch * SMALL.tokens * SMALL.heads
+    assert kept == 2 * q.nbytes + k.nbytes + v.nbytes + levels.nbytes + residual
+
+
+def temporary_bytes(tokens):
+    def of(x, levels):
+        return jnp.sum(tj.pooled_attention(x, x, x, levels, is_causal=True))
+
+    x = jax.ShapeDtypeStruct((1, tokens, 1, 64), jnp.float32)
+    levels = jax.ShapeDtypeStruct((1, 1, tokens // 128, tokens // 128), jnp.int8)
+    return jax.jit(jax.grad(of)).lower(x, levels).compile().memory_analysis().temp_size_in_bytes
+
+
+def test_memory_grows_with_tokens_not_with_their_square():
+    small, large = temporary_bytes(4096), temporary_bytes(8192)
+    assert large <= 2.3 * small
+    assert large < 8192 * 8192 * 4 / 4

@@ -1,0 +1,438 @@
+"""The suites of paged attention and of the engine: what they count, that they run, their tables."""
+
+import copy
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from benchmarks import __main__ as command
+from benchmarks import report, tables, timing
+from benchmarks.measuring import calls
+from benchmarks.measuring.calls import Arrays
+from benchmarks.shapes import Shape
+from benchmarks.suites import engine
+from benchmarks.suites.paged import cases as paged_cases
+from benchmarks.suites.paged import inputs as paged_inputs
+from benchmarks.suites.paged import suite as paged
+from benchmarks.suites.paged import tables as paged_tables
+from benchmarks.suites.paged.inputs import Problem
+from tests.tools.docs_helpers import copied_docs
+from turbojax.models.engine import Request
+
+TINY = Shape("tiny", 2, 192)
+
+
+def test_rows_are_named_once_and_come_with_what_they_are_compared_with():
+    rows = paged.SUITE.rows()
+    names = [group.name(case) for group, case in rows]
+    assert len(set(names)) == len(names)
+    assert names[0] == "paged-decode/llama3-8b/b16-s32768/cudnn"
+    for name in (
+        "paged-decode/llama3-8b/b64-s4096/turbo4/mosaic_gpu",
+        "paged-decode/llama3-8b/b1-s8192/auto/mosaic_gpu",
+        "paged-decode/llama3-8b/b1-s1024/fp8_e4m3/triton",
+        "paged-decode/llama3-8b/b16-s32768-ragged/auto/triton",
+        "paged-page-size/llama3-8b/b16-s32768/turbo4/page-16/mosaic_gpu",
+        "paged-chunk/llama3-8b/b4-s8192-t16/turbo4/mosaic_gpu",
+        "paged-chunk/llama3-8b/b4-s8192-t256/fp8_e4m3/mosaic_gpu",
+        "paged-chunk/llama3-8b/b1-s32768-t1024/turbo4/mosaic_gpu",
+        "paged-append/llama3-8b/b4-s32768-t4096/dense",
+    ):
+        assert name in names
+    for group, _ in rows:
+        families = {case.family for case in group.cases}
+        assert families >= set(paged_tables.BASELINES[group.operation])
+    # Groups of one operation are compiled together: those with the figures to reach come first.
+    operations = [group.operation for group, _ in rows]
+    assert operations == sorted(operations, key=list(dict.fromkeys(operations)).index)
+    rows = paged.FORMATS.rows()
+    names = [group.name(case) for group, case in rows]
+    assert len(set(names)) == len(names)
+    assert "paged-decode/llama3-8b/b1-s1024/turbo_k3v2/mosaic_gpu" in names
+    assert "paged-append/llama3-8b/b64-s4096/k8v4" in names
+    for kind in ("int8", "int8_v4"):
+        assert f"paged-decode/llama3-8b/b16-s32768/{kind}/mosaic_gpu" in names
+        assert f"paged-append/llama3-8b/b64-s4096/{kind}" in names
+    assert not any("/jax" in name for name in names)
+    names = [group.name(kv_dtype) for group, kv_dtype in engine.SUITE.rows()]
+    assert names[:3] == [f"engine/llama-3-8b/short/{x}" for x in ("auto", "fp8_e4m3", "turbo4")]
+
+
+def test_bytes_and_operations():
+    llama = Problem(Shape("llama3-8b", 16, 32768))
+    held = 16 * (32768 - 27)
+    for kv_dtype, per_head in (("turbo4", 132), ("fp8_e4m3", 256), ("auto", 512)):
+        cache = jax.eval_shape(lambda d=kv_dtype: paged_inputs.empty(llama.shape, 64, d))
+        assert cache.num_pages == 16 * 512
+        needs = llama.needs(cache.token_bytes)
+        assert needs.nbytes == held * 8 * per_head + 2 * 16 * 32 * 128 * 2
+        assert needs.operations == 2 * 2 * held * 32 * 128
+    ragged = dataclasses.replace(llama, ragged=True)
+    assert ragged.lengths[0] == 2048 - 27
+    assert ragged.lengths[-1] == 32768 - 27
+    assert ragged.needs(1).nbytes < llama.needs(1).nbytes
+    # Read in bfloat16, written as they are stored: keys and values of 8 heads.
+    new = paged_cases._append_needs(llama.shape, 3, 8 * 132)
+    assert new.nbytes == 16 * 3 * 8 * (512 + 132)
+
+
+@pytest.mark.parametrize("kv_dtype", ["auto", "fp8_e4m3", "int8", "turbo4", "k8v4"])
+def test_pools_are_full_of_random_content(kv_dtype):
+    cache = paged_inputs.pool(TINY, 16, kv_dtype)
+    cache.validate()
+    tables, lengths = paged_inputs.tables_and_lengths(Problem(TINY, page_size=16, ragged=True))
+    assert lengths.tolist() == [96 - 27, 192 - 27]
+    assert np.sum(np.asarray(tables) >= 0, axis=1).tolist() == [5, 11]
+    used = np.asarray(tables)[np.asarray(tables) >= 0]
+    assert len(set(used.tolist())) == 16
+    assert used.tolist() != sorted(used.tolist())
+    arrays = [cache.key, cache.value, cache.key_norm, cache.value_norm]
+    for x in (np.asarray(x.astype(jnp.float32)) for x in arrays if x is not None):
+        pages = x.reshape(len(x), -1)
+        assert np.all(np.isfinite(x))
+        assert len({page.tobytes() for page in pages}) == len(pages)
+        # No page is a constant: of each, all parts count.
+        assert pages.std(axis=1).min() > 0.2 * x.std()
+    assert not np.array_equal(cache.key.astype(jnp.float32), cache.value.astype(jnp.float32))
+
+
+def test_exact_is_softmax_of_what_is_seen():
+    rng = np.random.default_rng(0)
+    query = rng.normal(size=(2, 3, 4, 16))
+    key, value = rng.normal(size=(2, 2, 20, 2, 16))
+    visible = np.array([[18, 19, 20], [5, 6, 7]])
+    got = paged_inputs.exact(*(jnp.asarray(x, jnp.float32) for x in (query, key, value)), visible)
+    for b, r, n in np.ndindex(2, 3, 4):
+        count, head = visible[b, r], n // 2
+        scores = key[b, :count, head] @ query[b, r, n] / 4
+        p = np.exp(scores - scores.max())
+        want = p @ value[b, :count, head] / p.sum()
+        np.testing.assert_allclose(got[b, r, n], want, rtol=1e-4, atol=1e-6)
+
+
+def _run(folder, suite):
+    """A quick run on this device, without the rows of Hopper's kernels."""
+    out = folder / f"{suite}.json"
+    options = ["--quick", "--repetitions", "2", "--out", str(out)]
+    command.main(["run", "--suite", suite, "--filter", "^(?!.*mosaic)", *options])
+    return json.loads(out.read_text())
+
+
+@pytest.mark.slow
+def test_a_quick_run_of_formats(tmp_path):
+    rows = _run(tmp_path, "paged_formats")["rows"]
+    assert {row["status"] for row in rows if row["family"] != "cudnn"} == {"ok"}
+    errors = {row["name"]: row["relative_l2"] for row in rows if row["status"] == "ok"}
+    kinds = ("auto", "fp8_e4m3", "int8", "k8v4", "int8_v4", "turbo_k4v2", "turbo_k3v2")
+    for kv_dtype in kinds:
+        # Nothing but the rounding of the result to bfloat16: 2**-9 at most.
+        assert 0 < errors[f"paged-decode/tiny/b2-s192/{kv_dtype}/xla"] < 2**-9
+    kinds = ("auto", "int8", "fp8_e4m3", "k8v4")
+    stored = [errors[f"paged-append/tiny/b2-s192/{kind}"] for kind in kinds]
+    assert stored == sorted(set(stored))
+
+
+@pytest.mark.slow
+def test_a_quick_run_measures_and_compares(tmp_path):
+    """And can be reported."""
+    result = _run(tmp_path, "paged")
+    rows = {row["name"]: row for row in result["rows"]}
+    assert set(result["ceilings"]) == {"copy", "bf16"}
+    place = "paged-decode/tiny/b2-s192"
+    base = rows[f"{place}/auto/xla"]["us"], rows[f"{place}/fp8_e4m3/xla"]["us"]
+    for kv_dtype in ("auto", "fp8_e4m3", "fp8_e5m2", "turbo4"):
+        row = rows[f"{place}/{kv_dtype}/xla"]
+        assert row["status"] == "ok", row
+        # Nothing but the rounding of the result to bfloat16: 2**-9 at most.
+        assert 0 < row["relative_l2"] < 2**-9
+        assert row["percent_of_ceiling"] == 100 * row["floor_us"] / row["us"]
+        if not timing.on_gpu():
+            ratios = dict(
+                zip(("bf16-pages", "fp8-pages"), (x / row["us"] for x in base), strict=True)
+            )
+            assert row["speedup_over"] == ratios
+    assert rows["paged-decode/tiny/b2-s192-ragged/turbo4/xla"]["relative_l2"] < 2**-9
+    assert rows["paged-chunk/tiny/b2-s192-t4/turbo4/xla"]["relative_l2"] < 2**-9
+    pages = [rows[f"paged-page-size/tiny/b2-s192/turbo4/page-{n}/xla"] for n in (64, 16)]
+    for row in pages:
+        assert row["speedup_over"] == {"page-64": pages[0]["us"] / row["us"]}
+    for label in ("b2-s192", "b2-s192-t96"):
+        stored = [rows[f"paged-append/tiny/{label}/{x}"] for x in ("dense", "auto")]
+        assert [row["relative_l2"] for row in stored] == [0, 0]
+        turbo4 = rows[f"paged-append/tiny/{label}/turbo4"]
+        assert 0.05 < turbo4["relative_l2"] < 0.12
+        assert turbo4["speedup_over"] == {"dense": stored[0]["us"] / turbo4["us"]}
+    if not timing.on_gpu():
+        assert "triton: needs" in rows[f"{place}/turbo4/triton"]["reason"]
+        assert rows[f"{place}/cudnn"]["status"] == rows[f"{place}/jax"]["status"] == "not run"
+    for operation in (paged_tables.DECODE, paged_tables.PAGES, paged_tables.APPEND):
+        assert "| XLA |" in paged_tables.operation_table(result, operation) or (
+            "| xla |" in paged_tables.operation_table(result, operation)
+        )
+
+
+@pytest.mark.fuzz
+def test_a_quick_run_of_the_engine(tmp_path):
+    result = _run(tmp_path, "engine")
+    rows = result["rows"]
+    assert [row["kv_dtype"] for row in rows] == list(engine.KV_DTYPES)
+    [group] = engine._quick_groups()
+    requests = group.make()
+    for row in rows:
+        assert row["status"] == "ok", row
+        assert row["new_tokens"] == sum(request.max_new_tokens for request in requests)
+        # A request that leaves the pool comes back with its tokens.
+        assert row["prompt_tokens"] == sum(len(request.tokens) for request in requests)
+        assert row["generated_per_second"] == pytest.approx(row["new_tokens"] / row["seconds"])
+        assert 0 < row["most_tokens"] <= row["token_capacity"]
+        assert row["most_sequences"] <= group.setting.slots
+        pages = row["token_capacity"] // group.setting.page_size
+        # As many pages as fit into the bytes; the counters of lost tokens are beside them.
+        page_bytes = group.setting.page_size * row["token_bytes"]
+        assert pages == group.setting.pool_bytes // page_bytes
+        assert row["speedup_over"].keys() == {"auto"}
+    exact, _, turbo4 = rows
+    assert exact["preemptions"] > 0
+    assert turbo4["preemptions"] == 0
+    assert turbo4["most_tokens"] > exact["token_capacity"]
+    ratio = turbo4["token_capacity"] / exact["token_capacity"]
+    assert turbo4["capacity_over_auto"] == ratio
+    # 16 channels of bfloat16, against 8 bytes of codes and 2 of norm.
+    assert ratio == pytest.approx(32 / 10, rel=0.03)
+    assert "| turbo4 |" in engine.engine_table(result)
+
+
+def test_the_pool_of_the_engine_holds_what_it_must():
+    [setting] = {group.setting for group in engine._groups()}
+    pages = {x: setting.num_pages(x) for x in engine.KV_DTYPES}
+    assert pages["auto"] * 64 == 32768
+    assert pages["fp8_e4m3"] == 2 * pages["auto"]
+    assert pages["turbo4"] >= 3.7 * pages["auto"]
+    for group in engine._groups():
+        assert group.prompt[1] + group.new[1] <= setting.max_length
+        requests = group.make()
+        assert requests == group.make()
+        sizes = [len(request.tokens) for request in requests]
+        assert len(requests) == group.requests
+        assert group.prompt[0] <= min(sizes) < max(sizes) <= group.prompt[1]
+
+
+@pytest.mark.slow
+def test_an_engine_stops_in_time(monkeypatch):
+    """What was reached is a row; the time left is shared by the rows of a group."""
+    limits = []
+
+    def measure(model, group, kv_dtype, deadline):
+        limits.append(deadline)
+        return {"status": "ok"}
+
+    monkeypatch.setattr(engine, "measure", measure)
+    monkeypatch.setattr(engine, "_weights", lambda made, name: None)
+    monkeypatch.setattr(engine.time, "monotonic", lambda: 10.0)
+    rows = engine.SUITE.rows(quick=True)
+    found = []
+    engine.run(rows, {}, found.append, deadline=40.0)
+    assert limits == [20.0, 25.0, 40.0]
+    engine.run(rows, {}, found.append, deadline=9.0)
+    assert {row.get("reason") for row in found[3:]} == {tables.OUT_OF_TIME}
+    stopped = engine._status(2, 5)
+    assert stopped["status"] == engine.STOPPED
+    assert stopped["reason"].startswith("2 of 5 requests done")
+
+
+def test_a_result_that_is_too_short_is_no_figure(monkeypatch):
+    class Broken:
+        """An engine whose requests end early."""
+
+        idle = False
+
+        def __init__(self, *_, **__):
+            self.number = -1
+
+        def add(self, request):
+            assert isinstance(request, Request)
+            self.number += 1
+            return self.number
+
+        def step(self):
+            self.idle = True
+            ended = engine.models.engine.Result((1,), "failed", 4, 0, 0, 0.0, 0.0, 0.0)
+            return [engine.Finished(0, ended)]
+
+        def statistics(self):
+            names = [f.name for f in dataclasses.fields(engine.models.engine.EngineStatistics)]
+            return engine.models.engine.EngineStatistics(**dict.fromkeys(names, 0))
+
+    monkeypatch.setattr(engine, "Engine", Broken)
+    monkeypatch.setattr(engine, "_warm_up", lambda engine: None)
+    [group] = engine._quick_groups()
+    with pytest.raises(ArithmeticError, match="request 0 ended: failed"):
+        engine.measure(None, group, "auto", float("inf"))
+
+
+@pytest.mark.quick(1)
+@pytest.mark.parametrize("spoil", ["nan", "page"])
+def test_a_wrong_output_is_a_failed_row(monkeypatch, spoil):
+    """A sequence that reads one page of another's, and NaN in what is not compared."""
+    attend = paged_cases.paged.attention
+    problem = Problem(Shape("tiny", 3, 192), page_size=16)
+
+    def wrong(query, cache, block_tables, lengths, **options):
+        if spoil == "page":
+            block_tables = block_tables.at[0, 1].set(block_tables[1, 1])
+        out = attend(query, cache, block_tables, lengths, **options)
+        return out.at[1, 0, 2, 3].set(jnp.nan) if spoil == "nan" else out
+
+    group = paged_cases.decode(problem, (("turbo4", "xla"),), others=False)
+    monkeypatch.setattr(paged_cases.paged, "attention", wrong, raising=False)
+    found = []
+    calls.run([(group, case) for case in group.cases], {}, found.append, repetitions=2)
+    assert [row["status"] for row in found] == ["failed"]
+    assert ("not finite" if spoil == "nan" else "wrong") in found[0]["reason"]
+
+
+def test_a_wrong_append_is_a_failed_row(monkeypatch):
+    append = paged_cases.paged.append
+
+    def wrong(cache, key, value, block_tables, lengths):
+        return append(cache, key, value, block_tables, lengths + 1)
+
+    monkeypatch.setattr(paged_cases.paged, "append", wrong)
+    group = paged_cases.append(TINY, 3, ("auto",))
+    found = []
+    calls.run([(group, case) for case in group.cases], {}, found.append, repetitions=2)
+    assert [row["status"] for row in found] == ["ok", "failed"]
+
+
+def test_appends_go_on_from_place_to_place():
+    group = paged_cases.append(TINY, 8, ("auto",))
+    call = group.cases[1].build(Arrays())
+    appending = paged_inputs.Appending(call.lower().compile(), call.make(), call.starts)
+    for _ in call.starts:
+        assert jax.block_until_ready(appending(*call.arguments)) is appending
+    starts = [int(start[0]) for start in call.starts]
+    assert len(set(starts)) == len(starts) > 10
+    assert max(starts) + 8 <= 192
+    held = np.zeros(192, bool)
+    for start in starts:
+        held[start : start + 8] = True
+    pages = np.asarray(appending.cache.key.astype(jnp.float32))[np.asarray(call.arguments[2])]
+    written = np.any(pages.transpose(0, 1, 3, 2, 4).reshape(2, 192, -1) != 0, axis=-1)
+    np.testing.assert_array_equal(written, np.stack([held, held]))
+
+
+# Tables -------------------------------------------------------------------------------------------
+
+US = {"cudnn": 700.0, "jax": 1400.0, "bf16-pages": 750.0, "fp8-pages": 400.0, "turbo4": 200.0}
+
+
+def _made_up(suite):
+    """A result of a whole run with made-up figures."""
+    result = {"device": "a device", "jax": "0", "date": "2000-01-01", "suite": suite.SUITE.name}
+    result |= {"ceilings": {"copy": 3000.0, "bf16": 700.0}, "ceilings_not_measured": {}}
+    return result
+
+
+def _paged_result():
+    rows = []
+    for group, case in paged.SUITE.rows():
+        row = {**calls.describe(group, case), "status": "ok", "clock": "cupti"}
+        us = US.get(case.family, 500.0)
+        row |= {"us": us * (2 if case.implementation == "triton" else 1), "bytes": 5e8}
+        row |= {"gigabytes_per_second": 2000.0, "percent_of_ceiling": 66.6, "bound": "copy"}
+        row |= {"relative_l2": 0.0021, "cosine": 1.0}
+        if case.method == "jax":
+            row |= {"status": "failed", "reason": "too | large"}
+        rows.append(row)
+    rows[-1] |= {"status": "not run", "reason": tables.OUT_OF_TIME}
+    return {**_made_up(paged), "rows": paged.SUITE.with_ratios(rows)}
+
+
+def _engine_result():
+    rows = []
+    for group, kv_dtype in engine.SUITE.rows():
+        rate = {"auto": 1000.0, "fp8_e4m3": 1500.0, "turbo4": 2000.0}[kv_dtype]
+        capacity = group.setting.num_pages(kv_dtype) * 64
+        row = {**engine.describe(group, kv_dtype), "status": "ok", "seconds": 20.0}
+        row |= {"generated_per_second": rate, "tokens_per_second": 9 * rate, "finished": 10}
+        row |= {"token_capacity": capacity, "most_tokens": 30000, "most_sequences": 15}
+        row |= {"preemptions": 7, "steps": 1234, "compile_seconds": 30.0}
+        rows.append(row)
+    rows[-1] |= {"status": "failed", "reason": "no | memory"}
+    rows[-2] |= engine._status(10, 48)
+    return {**_made_up(engine), "rows": engine.with_ratios(rows)}
+
+
+def test_tables_of_a_made_up_result():
+    result = _paged_result()
+    table = paged_tables.operation_table(result, paged_tables.DECODE)
+    assert "| 16 x 32k | dense bf16 | cuDNN | 700 | 1.00x | 1.07x | 0.57x | 500.0 |" in table
+    assert "| 16 x 32k | turbo4 | mosaic_gpu | 200 | 3.50x | 3.75x | 2.00x |" in table
+    assert "| 16 x 2k to 32k | bf16 | triton | 1,500 | 0.47x | 0.50x | 0.27x |" in table
+    assert "| bf16, jax's kernel | Pallas | failed: too \\| large |" in table
+    table = paged_tables.operation_table(result, paged_tables.PAGES)
+    assert "| 16 x 32k | turbo4, 16 tokens | mosaic_gpu | 500 | 1.00x |" in table
+    table = paged_tables.operation_table(result, paged_tables.APPEND)
+    assert "| 1 of 64 x 4k | turbo4 | default | 200 | 2.50x |" in table
+    assert "| 4,096 of 4 x 32k | dense bf16, a slice | XLA | 500 | 1.00x |" in table
+    table = paged_tables.operation_table(result, paged_tables.CHUNK)
+    assert "| 4 x 8k, 64 queries | bf16 | triton | 1,500 |" in table
+    assert table.endswith(f"rows were not run: {tables.OUT_OF_TIME}.")
+    engine_table = engine.engine_table(_engine_result())
+    first = "| 96 x 1,500 to 2,500, 128 to 256 new | turbo4 | 2,000 | 2.00x | 18,000 | 20.0 |"
+    assert first in engine_table
+    assert "| 127,040 | 3.88x | 30,000 | 15 | 7 | 1,234 |" in engine_table
+    assert "| 1,500 | - | 13,500 | 20.0 (10 of 48) | 65,536 | 2.00x |" in engine_table
+    assert "| failed: no \\| memory |" in engine_table
+    for text in (table.rpartition("\n\n")[0], engine_table):
+        assert len({line.replace("\\|", "").count("|") for line in text.splitlines()}) == 1
+    lines = [paged_tables.one_line(row) for row in result["rows"]]
+    lines += [engine.one_line(row) for row in _engine_result()["rows"]]
+    assert any("3.50x cudnn" in line for line in lines)
+    assert any("pool holds 127,040" in line for line in lines)
+
+
+def test_report_round_trip(tmp_path):
+    docs, page = copied_docs(tmp_path), "benchmarks/paged.md"
+    # Without results nothing is asked of the pages.
+    assert report.stale(tmp_path, docs) == []
+    for name, made in (("paged", _paged_result()), ("engine", _engine_result())):
+        (tmp_path / f"{name}_2000-01-01.json").write_text(json.dumps(made))
+    assert set(report.stale(tmp_path, docs)) == {page, "paged_speed.png", "engine.png"}
+    report.write(tmp_path, docs)
+    assert report.stale(tmp_path, docs) == []
+    text = (docs / page).read_text(encoding="utf-8")
+    for picture in ("paged_speed.png", "engine.png"):
+        assert f"]({picture})" in text
+    assert "Reading and writing 1 GiB: 3,000 GB/s. A product" in text
+    assert "| 64 x 4k | 700 | 750 (0.93x) | 400 (1.75x) | 200 (3.50x) |" in text
+
+
+def test_bars_of_a_result_that_is_not_complete():
+    """A run without cuDNN, or cut by the clock, can be drawn."""
+    result = _paged_result()
+    bars = paged_tables.speed_bars(result)
+    assert bars["16 x 32k"] == {
+        "bf16": 700 / 750,
+        "fp8, e4m3": 1.75,
+        "fp8, e5m2": 1.4,
+        "int8": 1.4,
+        "turbo4": 3.5,
+        "bf16, jax's kernel": 0.5,
+    }
+    without = copy.deepcopy(result)
+    without["rows"] = [row for row in without["rows"] if row["family"] != "cudnn"]
+    for row in without["rows"]:
+        row.get("speedup_over", {}).pop("cudnn", None)
+    assert paged_tables.speed_bars(without) == {}
+    paged_tables.speed_plot(without)
+    made = _engine_result()
+    bars = engine.engine_bars(made)
+    assert bars["new tokens per second,\n128 to 256 a request"]["turbo4"] == (2.0, "2,000")
+    assert bars["tokens the pool holds"]["turbo4"][1] == "127,040"
+    made["rows"] = []
+    engine.plot(made)

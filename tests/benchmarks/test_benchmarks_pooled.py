@@ -1,0 +1,339 @@
+"""The suite of pooled attention: its maps of levels, that it runs, and its tables and plots."""
+
+import concurrent.futures
+import copy
+import functools
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import turbojax as tj
+from benchmarks import __main__ as command
+from benchmarks import pooled_training, readme, report, suite, tables, timing
+from benchmarks.measuring.compiling import compile_side_by_side
+from benchmarks.shapes import Shape
+from benchmarks.suites.pooled import inputs as pooled_inputs
+from benchmarks.suites.pooled import suite as pooled
+from benchmarks.suites.pooled import tables as pooled_tables
+from tests.tools.docs_helpers import copied_docs, docs_text
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("density", [0.15625, 0.05])
+def test_mixtures_have_the_density_asked_for(density, is_causal):
+    shape = Shape("llama3-8b", 1, 16384, is_causal)
+    levels = np.asarray(pooled_inputs.random_levels(shape, density))
+    assert levels.shape == (1, 32, 128, 128)
+    visible = np.tril(np.ones((128, 128), bool)) if is_causal else np.ones((128, 128), bool)
+    assert not levels[..., ~visible].any()
+    weight = np.select([levels == r for r in (1, 2, 4, 8)], [1, 0.5, 0.25, 0.125], 0.0)
+    # What cannot be expressed is carried to the next row: half a block of each level remains.
+    bound = 0.5 * (1 + 1 / 2 + 1 / 4 + 1 / 8) / visible.sum()
+    assert abs(weight.sum() / (32 * visible.sum()) - density) <= bound
+    for r, share in zip((1, 2, 4, 8), pooled_inputs.MIXTURE, strict=True):
+        wanted = share * density / 0.15625 * visible.sum()
+        assert abs((levels == r).sum() / 32 - wanted) <= 0.5
+    if is_causal:
+        assert np.all(np.diagonal(levels, axis1=2, axis2=3) == 1)
+    assert not np.array_equal(levels[0, 0], levels[0, 1])
+
+
+def test_a_sink_is_the_first_block_of_every_row():
+    shape = Shape("mha-16", 1, 4096, is_causal=True)
+    levels = np.asarray(pooled_inputs.random_levels(shape, 0.15625, sink=True))
+    assert np.all(levels[:, :, :, 0] == 1)
+    assert not np.all(np.asarray(pooled_inputs.random_levels(shape, 0.15625))[:, :, :, 0] == 1)
+
+
+@pytest.mark.slow
+def test_neighbours_are_alike_and_queries_look_for_their_topic():
+    query, key, value, d_out = pooled_inputs.sample(Shape("tiny", 1, 4096))
+    assert query.shape == d_out.shape == (1, 4096, 4, 64)
+    assert key.shape == value.shape == (1, 4096, 2, 64)
+    assert {x.dtype for x in (query, key, value, d_out)} == {jnp.dtype(jnp.bfloat16)}
+    alike = np.asarray(tj.levels.key_similarity(key))[0]
+    # Squares of strengths between 0.6 and 0.98; the widest possible range of a block's mean.
+    assert 0.3 < alike.min() < 0.6 < 0.8 < alike.max() < 1
+    q, k = (np.asarray(x, np.float64)[0] for x in (query, key))
+    own = np.mean(np.sum(q[:, 2] * k[:, 1], -1))
+    far = np.mean(np.sum(q[:2048, 2] * k[2048:, 1], -1))
+    assert own > 5 * abs(far)
+
+
+def test_rows_need_few_compiled_functions():
+    rows = pooled.SUITE.rows()
+    names = [group.name(case) for group, case in rows]
+    assert len(set(names)) == len(names)
+    assert names[0] == "pooled/mha-16/b1-s16384/cudnn"
+    assert "pooled-gradient/mha-16/b1-s32768-causal/top-k/mosaic_gpu" in names
+    assert not any("triton" in name and "s32768" in name for name in names)
+    per_shape = {}
+    for group, case in rows:
+        per_shape.setdefault(group.shape, set()).update(case.needs)
+    # cuDNN and ours with both passes, three policies and the reference.
+    assert {len(jobs) for jobs in per_shape.values()} == {8, 10}
+
+
+def test_compiling_side_by_side_keeps_the_order_and_the_errors():
+    def broken():
+        raise NotImplementedError("not here\nbut there")
+
+    double = jax.jit(lambda x: 2 * x)
+    first, second, third = compile_side_by_side(
+        [lambda: double.lower(jnp.int32(0)), broken, lambda: double.lower(jnp.float32(0))]
+    )
+    assert int(first.result()(jnp.int32(4))) == 8
+    assert float(third.result()(jnp.float32(4))) == 8
+    failure = suite.failure(second.exception())
+    assert failure == {"status": "not run", "reason": "not here"}
+    assert suite.failure(ValueError("x"))["reason"] == "ValueError: x"
+
+
+@pytest.fixture(scope="module")
+def result(tmp_path_factory):
+    """A quick run on this device of the causal shape."""
+    path = tmp_path_factory.mktemp("run") / "pooled_2000-01-01.json"
+    arguments = ["run", "--suite", "pooled", "--quick", "--repetitions", "2", "--out", str(path)]
+    command.main([*arguments, "--filter", "causal/(cudnn|top-k|.*0.05/(xla|mosaic)|all-1/xla)"])
+    return json.loads(path.read_text())
+
+
+@pytest.mark.slow
+def test_a_quick_run_measures_and_compares(result):
+    rows = {row["name"]: row for row in result["rows"]}
+    assert set(result["ceilings"]) == {"copy", "bf16"}
+    ours = rows["pooled-gradient/tiny/b1-s384-causal/mixture-0.05/xla"]
+    # Three rows see 1, 2 and 3 blocks: the three diagonal ones are half of them.
+    assert (ours["status"], ours["density"]) == ("ok", 0.5)
+    assert ours["work"] == 3.5 * 0.5 * (4 * 4 * 384 * 384 * 64 / 2)
+    assert set(ours["gradient_errors"]) == {"query", "key", "value"}
+    # bfloat16 against float32 by the same definition.
+    for errors in (ours, *ours["gradient_errors"].values()):
+        assert 0 < errors["relative_l1"] < 0.02
+        assert errors["cosine"] > 0.999
+    dense = rows["pooled/tiny/b1-s384-causal/all-1/xla"]
+    assert dense["density"] == 1
+    assert "out_against_dense" not in dense
+    assert ours["out_against_dense"]["relative_l1"] > dense["relative_l1"]
+    chosen = rows["pooled-select/tiny/b1-s384-causal/top-k"]
+    assert chosen["us"] > 0
+    assert chosen["density"] == rows["pooled/tiny/b1-s384-causal/top-k/xla"]["density"]
+    if not timing.on_gpu():
+        assert rows["pooled/tiny/b1-s384-causal/cudnn"]["status"] == "not run"
+        refused = rows["pooled/tiny/b1-s384-causal/mixture-0.05/mosaic_gpu"]
+        assert "mosaic_gpu: needs" in refused["reason"]
+
+
+@pytest.mark.slow
+def test_a_wrong_output_is_a_failed_row(monkeypatch):
+    """NaN in a head that is not compared is found too."""
+    rows = pooled.SUITE.rows("pooled/.*384/all-1/xla|select.*384/top-k", quick=True)
+    compile_jobs = pooled.compile_jobs
+
+    def broken(rows):
+        jobs = compile_jobs(rows)
+        (forward,) = (place for place in jobs if place[1].operation == pooled.FORWARD)
+        run, jobs[forward] = jobs[forward].result(), concurrent.futures.Future()
+        spoil = functools.partial(jax.tree.map, lambda x: x.at[0, -1, -1].set(jnp.nan))
+        jobs[forward].set_result(lambda *arguments: spoil(run(*arguments)))
+        return jobs
+
+    monkeypatch.setattr(pooled, "compile_jobs", broken)
+    found = []
+    pooled.run(rows, {"bf16": None}, found.append, repetitions=2)
+    assert [row["status"] for row in found] == ["ok", "failed"]
+    assert "not finite" in found[1]["reason"]
+    late = []
+    pooled.run(rows, {}, late.append, deadline=-1.0)
+    assert {row["reason"] for row in late} == {tables.OUT_OF_TIME}
+
+
+def _with_gpu_rows(result):
+    """The result with figures that only a GPU gives: ours four times as fast as cuDNN."""
+    result = copy.deepcopy(result)
+    result["rows"] = [
+        row for row in result["rows"] if row["status"] == "ok" or row["implementation"]
+    ]
+    for operation, us in ((pooled.FORWARD, 4000.0), (pooled.GRADIENT, 16000.0)):
+        ours = [row for row in result["rows"] if row["operation"] == operation]
+        for row in ours:
+            row |= {"us": us / 4} if row["status"] == "ok" else {}
+        like = next(row for row in ours if row["method"] == "all-1")
+        name = like["name"].replace("all-1/xla", "cudnn")
+        dense = {**like, "name": name, "method": "cudnn", "implementation": None, "us": us}
+        result["rows"].append(dense)
+    result["rows"] = pooled.SUITE.with_ratios(result["rows"])
+    return result
+
+
+def _log(kind, seconds):
+    steps = [{"step": 2, "seconds": seconds / 2}, {"step": 4, "seconds": seconds}]
+    density = 1.0 if kind == "dense" else 0.25
+    records = [{**row, "density": density, "bits_per_byte": 1.25} for row in steps]
+    return {
+        "identity": {
+            "attention": {"kind": kind},
+            "settings": {"context": 512, "batch_size": 2},
+            "model": {},
+            "stream_sha256": "0",
+        },
+        "environment": {"device": "a device", "jax": "0", "date": "2000-01-01"},
+        "losses": [2.0, 1.5, 1.25, 1.25],
+        "records": records,
+        "evaluations": [{"step": 4, "held_out_bits_per_byte": 1.5}],
+        "held_out_bits_per_byte": {"run": 1.5} | ({} if kind == "dense" else {"dense": 1.375}),
+    }
+
+
+def test_policies_beside_one_dense_run(tmp_path):
+    dense, near, slow = _log("dense", 8.0), _log("pooled", 4.0), _log("pooled", 7.0)
+    near["identity"]["attention"] |= {"policy": "TopK(near=256)", "query_samples": 8}
+    slow["identity"]["attention"] |= {"policy": "LocalWindow()", "dense_layers": 1}
+    for name, log in {"dense": dense, "near": near, "slow": slow}.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps(log))
+    out = tmp_path / "pooled_training_policies_2000-01-01.json"
+    paths = [str(tmp_path / f"{name}.json") for name in ("dense", "near", "slow")]
+    pooled_training.main(["--out", str(out), *paths])
+    found = report.page_tables(tmp_path)
+    assert list(found) == ["pooled training policies"]
+    table = found["pooled training policies"]()
+    row = "| 0.250 | 2.00x | 1.0000 | 1.0000 | 1.0000 | 0.9167 |"
+    assert f"| `TopK(near=256)`, 8 samples a block {row}" in table
+    assert "| `LocalWindow()`, 1 of the first layers dense | 0.250 | 1.14x |" in table
+    assert "1.8 times the speed or more: those at density 0.250. a device, jax 0" in table
+    with pytest.raises(ValueError, match="1 runs must be at least 2"):
+        pooled_training.policies([dense])
+    with pytest.raises(ValueError, match="a dense one, then pooled ones: pooled, dense"):
+        pooled_training.policies([near, dense])
+    elsewhere = {**slow, "environment": {**slow["environment"], "device": "another"}}
+    with pytest.raises(ValueError, match="must be of one device: a device, another"):
+        pooled_training.policies([dense, elsewhere])
+    del slow["held_out_bits_per_byte"]
+    with pytest.raises(ValueError, match="must have ended, not stopped after 4 steps"):
+        pooled_training.policies([dense, slow])
+    near["identity"]["stream_sha256"] = "1"
+    with pytest.raises(ValueError, match="stream_sha256 of the runs must be the same"):
+        pooled_training.policies([dense, near])
+
+
+@pytest.mark.slow
+def test_report_round_trip(result, tmp_path, monkeypatch):
+    from turbojax import finetune
+
+    assert report.newest(tmp_path, ("pooled",)) is None
+    docs, page = copied_docs(tmp_path), "benchmarks/pooled.md"
+    assert report.stale(tmp_path, docs) == []
+    monkeypatch.setattr(pooled_tables, "SUMMARY_MODEL", "tiny")
+    training = finetune.compare(_log("dense", 8.0), _log("pooled", 5.0), width=2)
+    (tmp_path / "pooled_training_2000-01-02.json").write_text(json.dumps(training))
+    # It is no result of the suite.
+    assert report.newest(tmp_path, ("pooled",)) is None
+    result = _with_gpu_rows(result)
+    (tmp_path / "pooled_2000-01-01.json").write_text(json.dumps(result))
+    pictures = {"pooled_speed.png", "pooled_training.png"}
+    assert set(report.stale(tmp_path, docs)) == {page, *pictures}
+    report.write(tmp_path, docs)
+    assert report.stale(tmp_path, docs) == []
+    assert {path.name for path in (docs / "benchmarks").glob("*.png")} == pictures
+
+    text = (docs / page).read_text(encoding="utf-8")
+    start = "| tiny, 1 x 384 causal | mixture-0.05 | xla | 0.5000 |"
+    # Four times as fast at half of the work: twice what can be hoped for.
+    assert f"{start} 1 | 4.00x | 2.00x | 200 % |" in text
+    assert f"{start} 4 | 4.00x | 2.00x | 200 % |" in text
+    row = next(r for r in result["rows"] if r["operation"] == pooled.SELECT)
+    share = f"{100 * row['us'] / 1000:.1f} % | {100 * row['us'] / 4000:.1f} %"
+    assert f"| 1 | {share} | {4000 / (1000 + row['us']):.2f}x |" in text
+    assert "| dense | 1 | 8.0 | 512 | 1.00x | 1.2500 | 1.5000 | 1.5000 |" in text
+    assert "| pooled | 0.250 | 5.0 | 819 | 1.60x | 1.2500 | 1.5000 | 1.3750 |" in text
+    for picture in pictures:
+        assert f"]({picture})" in text
+    assert "| tiny, 1 x 384 causal | 0.500 | 1 (4.00x) | 4 (4.00x) |" in text
+    (tmp_path / "pooled_2000-01-03.json").write_text(json.dumps({**result, "jax": "1"}))
+    assert set(report.stale(tmp_path, docs)) == {page, "pooled_speed.png"}
+
+
+def test_tables_say_what_did_not_run():
+    base = pooled.describe(*pooled.SUITE.rows("", quick=True)[-1])
+    refused = {**base, "status": "not run", "reason": "a | b"}
+    late = {**base, "status": "not run", "reason": tables.OUT_OF_TIME}
+    table = pooled_tables.attention_table({"rows": [refused, late]}, base["operation"])
+    assert "| triton | not run: a \\| b |" in table
+    assert table.endswith(f"1 of 2 rows were not run: {tables.OUT_OF_TIME}.")
+    assert pooled_tables.one_line(refused) == f"{base['name']}: not run: a | b"
+    assert "| shape | policy |" in pooled_tables.selection_table({"rows": [refused]})
+
+
+def test_prose_agrees_with_the_results():
+    """The figures that docs/benchmarks/pooled.md names outside of its tables."""
+    _, training = report.newest(readme.RESULTS, ("pooled_training",))
+    _, windows = report.newest(readme.RESULTS, ("pooled_training_windows",))
+    _, versions = report.newest(readme.RESULTS, ("pooled_versions",))
+    _, launches = report.newest(readme.RESULTS, ("pooled_triton_launches",))
+    _, suite = report.newest(readme.RESULTS, ("pooled",))
+    text = docs_text("benchmarks/pooled.md")
+    compared, (dense, pooled) = training["comparison"], training["runs"]
+    [whole] = [
+        row["speedup_over_cudnn"]
+        for row in suite["rows"]
+        if row["name"] == "pooled/mha-16/b1-s16384/all-1/mosaic_gpu"
+    ]
+    edges, together, shared = versions["versions"][1:]
+
+    def row(version, density, tokens=16384, is_causal=False):
+        place = (density, tokens, is_causal, "mosaic_gpu")
+        [found] = [
+            x
+            for x in version["rows"]
+            if (x.get("density"), x["tokens"], x["is_causal"], x["method"]) == place
+        ]
+        return found
+
+    def keys(version, *place):
+        times = row(version, *place)["kernels_us"]
+        return sum(us for name, us in times.items() if "key_gradient" in name) / 1000
+
+    def both(found):
+        return [f"{found[f'{name}_speedup']:.2f}" for name in ("forward", "forward_backward")]
+
+    long = [row(edges, density, 32768) for density in (0.157, 0.053)]
+    causal = row(edges, 0.173, 32768, True)
+    figures = [
+        f"was {long[0]['forward_speedup']:.2f} times as fast at density 0.157",
+        f"({long[0]['forward_backward_speedup']:.2f} times with the backward pass)",
+        f"{long[1]['forward_speedup']:.2f} times at 0.053",
+        f"({long[1]['forward_backward_speedup']:.2f} times)",
+        f"a dense kernel, at {whole:.2f}x",
+        f"at {compared['density'] * 100:.0f} % of the work, is {compared['speedup']:.2f} times",
+        f"its loss is {compared['final_ratio']:.3f} times the dense one",
+        f"it is {pooled['held_out_bits_per_byte']['run']:.4f} bits per byte with its own",
+        f"are at {pooled['held_out_bits_per_byte']['dense']:.4f} bits per held-out byte",
+        f"those of the dense run at {dense['held_out_bits_per_byte']['run']:.4f}.",
+    ]
+    earlier = readme.RESULTS / "pooled_training_2026-11-21.json"
+    before = json.loads(earlier.read_text())["comparison"]
+    figures += [
+        f"was {before['speedup']:.2f} times as fast as its dense one at density "
+        f"{before['density']:.3f}",
+        f"{before['final_ratio']:.3f} times the dense one (`benchmarks/results/{earlier.name}`)",
+    ]
+    times = {(x["levels"], x["launch"]): x["forward_ms"] for x in launches["rows"]}
+    figures += [
+        "made {}x forward and {}x with the backward pass".format(*both(long[0])),
+        "0.053 made {}x and {}x".format(*both(long[1])),
+        "0.173 made {}x and {}x".format(*both(causal)),
+        f"take {keys(together, 0.16):.2f} ms and not {keys(edges, 0.16):.2f} at density 0.16",
+        f"{keys(shared, 0.086, 16384, True):.2f} ms and not "
+        f"{keys(together, 0.086, 16384, True):.2f} at density 0.086",
+        f"{times['ones', '64/64/4/3']:.2f} ms with all blocks at level 1",
+        f"against {times['ones', '128/64/8/3']:.2f} ms with 128 and 8",
+        f"{windows['comparisons'][0]['final_ratio']:.3f} times the dense loss",
+        f"(density {windows['comparisons'][0]['density']:.3f})",
+        f"{windows['comparisons'][1]['final_ratio']:.3f} with level 1 up to 896",
+        f"(density {windows['comparisons'][1]['density']:.3f})",
+        f"at {windows['comparisons'][1]['speedup']:.2f} times the speed of dense",
+    ]
+    assert [figure for figure in figures if figure not in text] == []

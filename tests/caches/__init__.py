@@ -1,0 +1,1 @@
+"""Quantizers, packing and every cache alone, with its pages."""

@@ -1,0 +1,287 @@
+"""Layers of pages with a window hold what it needs, and attend as if they held all tokens."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from tests.contracts.storage_helpers import assert_same_leaves
+from tests.models.family_helpers import least
+from turbojax import models, paged
+from turbojax.app import startup
+from turbojax.flax import TurboAttention
+from turbojax.kv import AttentionOptions, init_layer_cache, kind_of, paged_layer
+from turbojax.kv import pages as layers
+from turbojax.models.generation import caching
+from turbojax.models.generation.saving import load_cache, load_session, save_cache, save_session
+from turbojax.models.shapes import SHAPES
+
+BATCH, HEADS, KV_HEADS, CHANNELS, PAGE = 3, 4, 2, 16, 16
+WINDOW, MAX_LENGTH = 20, 400
+OPTIONS = AttentionOptions(local_window_size=WINDOW)
+# Longer than the ring of 176 tokens, shorter, none.
+LENGTHS = np.array([300, 150, 0], np.int32)
+
+
+def tokens(count, seed, heads=KV_HEADS, channels=CHANNELS, dtype=jnp.float32):
+    x = np.random.default_rng(seed).normal(size=(BATCH, count, heads, channels))
+    return jnp.asarray(x, dtype)
+
+
+def new(kind, window=WINDOW, channels=CHANNELS, dtype=jnp.float32):
+    sizes = (BATCH, MAX_LENGTH, KV_HEADS, channels)
+    given = {"page_size": PAGE, "local_window_size": window}
+    return layers.init_layer(*sizes, kind=kind, dtype=dtype, **given)
+
+
+@functools.partial(jax.jit, static_argnames="options")
+def prompt(layer, query, key, value, lengths, options=OPTIONS):
+    return layers.append_and_attend(query, key, value, layer, lengths, options=options)
+
+
+@jax.jit
+def steps(layer, query, key, value):
+    """Token by token."""
+
+    def step(layer, qkv):
+        q, k, v = (x[:, None] for x in qkv)
+        layer = layers.append(layer, k, v)
+        return layer, layers.attend(q, layer, options=OPTIONS)[:, 0]
+
+    layer, out = jax.lax.scan(step, layer, [jnp.moveaxis(x, 1, 0) for x in (query, key, value)])
+    return jnp.moveaxis(out, 0, 1), layer
+
+
+def inputs(count, seed, *form):
+    return (
+        tokens(count, seed, HEADS, *form),
+        tokens(count, seed + 1, KV_HEADS, *form),
+        tokens(count, seed + 2, KV_HEADS, *form),
+    )
+
+
+def prompted(kind, window=WINDOW, *form):
+    return prompt(new(kind, window, *form), *inputs(300, 0, *form), LENGTHS)
+
+
+# What is held ------------------------------------------------------------------------------------
+
+
+def test_mistrals_layers_hold_their_window_and_not_the_text():
+    """Of 32k tokens: 4,096, a piece of a prompt, and a page that begins anew."""
+    make = functools.partial(init_layer_cache, 2, 32768, 8, 128, kind="turbo4")
+    whole = jax.eval_shape(make)
+    held = jax.eval_shape(functools.partial(make, local_window_size=4096))
+    assert (held.is_ring, held.max_length, held.room) == (True, 32768, 66 * 64 + 1)
+    assert (held.pages.num_pages, whole.pages.num_pages) == (2 * 67, 2 * 512)
+    page = 2 * 8 * 64 * (64 + 2)
+    assert whole.nbytes - held.nbytes == 2 * (512 - 67) * page
+    assert not whole.is_ring
+    shorter = jax.eval_shape(
+        lambda: init_layer_cache(2, 4096, 8, 128, kind="turbo4", local_window_size=4096)
+    )
+    assert (shorter.is_ring, shorter.pages.num_pages) == (False, 2 * 64)
+
+
+@pytest.mark.parametrize(
+    ("name", "share"),
+    [
+        ("mistral-7b", 67 / 512),
+        ("gemma-2-9b", (1 + 67 / 512) / 2),
+        ("gemma-3-4b", (5 + 29 * 19 / 512) / 34),
+    ],
+)
+def test_published_models_hold_a_fraction_of_32k_tokens(name, share):
+    config = dataclasses.replace(SHAPES[name], max_length=32768)
+    kinds = ("turbo4",) * config.num_layers
+    sizes = (1, 32768, config.num_kv_heads, config.head_dim)
+
+    def nbytes(window):
+        layer = functools.partial(init_layer_cache, *sizes, kind="turbo4")
+        return jax.eval_shape(functools.partial(layer, local_window_size=window)).nbytes
+
+    held = sum(nbytes(window) for window in caching.windows_of_layers(config, kinds))
+    assert held / (nbytes(None) * len(kinds)) == pytest.approx(share, rel=0.001)
+
+
+# What is computed --------------------------------------------------------------------------------
+
+
+@pytest.mark.optimized
+@pytest.mark.parametrize("kind", ["turbo4", pytest.param("paged", marks=pytest.mark.slow)])
+def test_it_attends_as_a_layer_that_holds_all_tokens(kind):
+    check_attention(kind)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["turbo4", "fp8_e4m3", "paged"])
+def test_it_attends_on_a_gpu_as_a_layer_that_holds_all_tokens(kind):
+    check_attention(kind, 128, jnp.bfloat16)
+
+
+def check_attention(kind, *form):
+    """Prompts in parts and single tokens after them, far past the ring's end: the same bits."""
+    found, held = prompted(kind, WINDOW, *form)
+    want, whole = prompted(kind, None, *form)
+    assert (held.is_ring, held.ring_pages, held.pages.num_pages) == (True, 11, 33)
+    for b, length in enumerate(LENGTHS):
+        same(found[b, :length], want[b, :length])
+    assert held.lengths.tolist() == LENGTHS.tolist()
+    got, after = steps(held, *inputs(70, 3, *form))
+    want, _ = steps(whole, *inputs(70, 3, *form))
+    same(got, want)
+    assert after.lengths.tolist() == (LENGTHS + 70).tolist()
+    assert int(after.pages.lost) == 0
+    # Several at once, as a speculative step has.
+    real = np.array([9, 4, 9], np.int32)
+    out, _ = prompt(held, *inputs(9, 6, *form), real)
+    want, _ = prompt(whole, *inputs(9, 6, *form), real)
+    same(out, want)
+
+
+def same(a, b):
+    np.testing.assert_array_equal(np.asarray(a, np.float32), np.asarray(b, np.float32))
+
+
+def test_more_tokens_than_there_is_room_for_leave_the_newest():
+    """As where something else attends to prompts: the cache is that of tokens one by one."""
+    key, value = tokens(300, 1), tokens(300, 2)
+    lengths = np.array([300, 180, 7], np.int32)
+    at_once = jax.jit(layers.append)(new("paged"), key, value, lengths=lengths)
+    eager = layers.append(new("paged"), key, value, lengths=lengths)
+    assert_same_leaves(at_once, eager)
+    for b, length in enumerate(lengths):
+        first = max(length - 176, 0)
+        position = np.arange(first, length)
+        page = np.asarray(at_once.block_tables)[b, position // PAGE]
+        got = np.asarray(at_once.pages.key)[page, :, position % PAGE]
+        np.testing.assert_array_equal(got, key[b, first:length])
+    assert int(at_once.pages.lost) == 0
+
+
+def test_what_no_window_reaches_any_more_is_forgotten():
+    key = tokens(300, 1).at[0, 5].set(jnp.nan)
+    _, held = prompt(new("paged"), tokens(300, 0, HEADS), key, tokens(300, 2), LENGTHS)
+    out, _ = steps(held, *inputs(3, 3))
+    assert np.isfinite(out).all()
+
+
+def test_queries_that_would_see_what_is_gone_are_refused():
+    _, held = prompted("paged")
+    query = tokens(1, 3, HEADS)
+    with pytest.raises(ValueError, match="a query sees all tokens, must see at most 20"):
+        layers.attend(query, held)
+    with pytest.raises(ValueError, match="a query sees 21 tokens, must see at most 20"):
+        layers.attend(query, held, options=AttentionOptions(local_window_size=21))
+    with pytest.raises(ValueError, match="150 query tokens must be at most 142"):
+        layers.attend(tokens(150, 3, HEADS), held, options=OPTIONS)
+    with pytest.raises(ValueError, match="local_window_size=0 must be at least 1"):
+        new("paged", 0)
+    with pytest.raises(ValueError, match=r"lengths \[501, 351, 201\].*at most max_length=400"):
+        layers.append_and_attend(
+            tokens(201, 0, HEADS), tokens(201, 1), tokens(201, 2), held,
+            jnp.full(BATCH, 201), options=OPTIONS,
+        )  # fmt: skip
+
+
+def test_windows_of_any_size_keep_what_new_tokens_see():
+    """The first of `NEW_TOKENS` sees its window, wherever the newest page begins."""
+    for window in (1, 2, 15, 16, 17, 100):
+        for page_size in (16, 64):
+            pages = paged_layer.ring_pages(10**6, window, page_size)
+            for length in range(1000, 1000 + page_size):
+                oldest = (length - 1) // page_size - pages + 1
+                assert length - paged_layer.NEW_TOKENS - window + 1 >= oldest * page_size
+
+
+# Models ------------------------------------------------------------------------------------------
+
+FAMILIES = {
+    "mistral": least("mistral", sliding_window=WINDOW, head_dim=16),
+    "gemma2": least("gemma2", sliding_window=WINDOW, head_dim=16),
+}
+
+
+@functools.cache
+def model(family):
+    config = dataclasses.replace(
+        models.TransformerConfig.from_hf(FAMILIES[family]), max_length=1024
+    )
+    return models.random_decoder(config, dtype=jnp.float32, seed=3)
+
+
+def started(family, kind):
+    ids = np.random.default_rng(3).integers(0, 100, (2, 270))
+    return models.start(
+        model(family), ids, max_length=MAX_LENGTH, cache=kind, lengths=np.array([270, 40])
+    )
+
+
+@pytest.mark.quick(first=1)
+@pytest.mark.parametrize(("family", "kind"), [("gemma2", "turbo4"), ("mistral", "paged")])
+def test_texts_are_those_of_caches_that_hold_all(family, kind, monkeypatch, tmp_path):
+    """Of whole models, also from a file; and the caches hold what windows need, to the byte."""
+    session = started(family, kind)
+    windowed = [i % 2 == 0 or family == "mistral" for i in range(len(session.caches.layers))]
+    assert [layer.is_ring for layer in session.caches.layers] == windowed
+    page = session.caches.layers[0].pages.page_bytes
+    small = 2 * (4 * page + 4 * 7 + 5) + 4  # pages, table, length and overflow; tokens lost
+    large = 2 * (7 * page + 4 * 7 + 5) + 4
+    assert session.caches.nbytes == sum(small if x else large for x in windowed)
+    config = model(family).config
+    assert session.caches.nbytes == startup.cache_bytes(
+        config, np.dtype(np.float32), 2, MAX_LENGTH, kind
+    )
+    save_session(tmp_path / "session", session)
+    loaded, _ = load_session(tmp_path / "session", model(family))
+    assert jax.tree.structure(loaded.caches) == jax.tree.structure(session.caches)
+    longer, _ = load_session(tmp_path / "session", model(family), max_length=500)
+    texts = [np.stack(list(models.stream(x, 60))) for x in (session, loaded, longer)]
+    monkeypatch.setattr(caching, "windows_of_layers", lambda _, kinds: (None,) * len(kinds))
+    whole = started(family, kind)
+    assert not any(layer.is_ring for layer in whole.caches.layers)
+    want = np.stack(list(models.stream(whole, 60)))
+    for text in texts:
+        np.testing.assert_array_equal(text, want)
+
+
+@pytest.mark.parametrize("kind", ["turbo4", "fp8_e4m3"])
+def test_a_layer_comes_back_from_a_file(tmp_path, kind):
+    """Also where its pages do not lie in order, and as a ring that was none before."""
+    sizes = {"num_kv_heads": 2, "head_dim": 16, "dtype": jnp.float32, "local_window_size": WINDOW}
+    layer = functools.partial(init_layer_cache, 2, kind=kind, **sizes)
+    key = tokens(230, 1)[:2]
+    short, long = layer(max_length=240), layer(max_length=1000)
+    assert (short.is_ring, long.is_ring) == (False, True)
+    short, long = (kind_of(x).append(x, key, 2 * key) for x in (short, long))
+    for cache, other in ((short, long), (long, short)):
+        save_cache(tmp_path / "cache", cache)
+        found, _ = load_cache(tmp_path / "cache", max_length=other.max_length)
+        assert_same_leaves(found, other)
+    long = kind_of(long).append(long, key, 3 * key)
+    save_cache(tmp_path / "cache", long)
+    found, _ = load_cache(tmp_path / "cache")
+    assert_same_leaves(found, long)
+    order = np.random.default_rng(0).permutation(long.pages.num_pages)
+    pages = paged.write_pages(long.pages, order, paged.read_pages(long.pages, np.arange(8)))
+    moved = dataclasses.replace(long, pages=pages, block_tables=order[long.block_tables])
+    save_cache(tmp_path / "cache", moved)
+    found, _ = load_cache(tmp_path / "cache")
+    assert_same_leaves(found, long)
+
+
+def test_flax_module_holds_its_window_and_takes_any_number_of_tokens():
+    attention = TurboAttention(
+        32, num_heads=4, num_kv_heads=2, cache="paged", options=OPTIONS, rngs=nnx.Rngs(0)
+    )
+    attention.init_cache(batch_size=1, max_length=1000)
+    assert (attention.cache.is_ring, attention.cache.ring_pages) == (True, 4)
+    x = jax.random.normal(jax.random.key(0), (1, 700, 32))
+    out = [attention.prefill(x[:, :300]), attention.decode(x[:, 300:301])]
+    out.append(attention.decode(x[:, 301:]))
+    np.testing.assert_allclose(jnp.concatenate(out, axis=1), attention(x), atol=1e-5)
+    assert attention.cache.lengths.tolist() == [700]

@@ -1,0 +1,1 @@
+"""One suite for each verb over all kinds of caches and all implementations."""

@@ -1,0 +1,226 @@
+"""``"2/4bit"`` of any number of KV heads: what the name says, and what holds it."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import turbojax as tj
+from tests.attention.decode_helpers import assert_matches_oracle, queries, under
+from tests.caches.cache_helpers import (
+    append,
+    assert_holds,
+    assert_same_bits,
+    on_host,
+    oracle_for,
+    prefill,
+)
+from tests.kernels.kernel_helpers import lower_for_cuda
+from turbojax import _device, kv, models
+from turbojax.ops.options import Options
+from turbojax.ops.turbo_attention import mosaic_decode, triton
+from turbojax.state.progressive.update import store_prompt
+
+HEAD_DIM, BLOCK, MAX_LENGTH = 16, 16, 96
+# Blocks and a buffer; a block and a buffer that a token more than fills; one token alone.
+PROMPT, ADDED = (40, 30, 0), (20, 3, 1)
+
+heads_of_one_case = pytest.mark.parametrize("heads", [3, 1, 5, 7])
+
+
+# The name ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("heads", range(1, 12))
+def test_it_is_half_of_keys_and_values_together(heads):
+    """3 bits on average, whatever their number; keys have the larger half of the 4-bit heads."""
+    config = kv.cache_by_name("2/4bit", heads)
+    cache = jax.eval_shape(lambda: tj.init_cache(1, 64, heads, 128, config=config))
+    low = []
+    for side in (cache.key, cache.value):
+        assert sum(x.shape[1] for x in side.codes) == heads
+        low.append(sum(x.shape[1] for x, b in zip(side.codes, side.bits, strict=True) if b == 2))
+    assert low == [heads // 2, -(-heads // 2)]
+    codes = sum(x.size for side in (cache.key, cache.value) for x in side.codes)
+    assert 8 * codes == 3 * 2 * heads * 64 * 128
+    assert config == tj.TurboConfig(num_low_bit_key_heads=low[0], num_low_bit_value_heads=low[1])
+
+
+@pytest.mark.parametrize(
+    ("heads", "devices", "low"),
+    [(6, 2, (1, 2)), (2, 2, (0, 1)), (8, 2, (2, 2)), (12, 4, (1, 2)), (5, 1, (2, 3))],
+)
+def test_over_devices_it_is_half_of_each_ones_heads(heads, devices, low):
+    config = kv.cache_by_name("2/4bit", heads, devices)
+    assert (config.num_low_bit_key_heads, config.num_low_bit_value_heads) == low
+    assert config.heads_per_group == (heads // devices if devices > 1 else None)
+    assert kv.cache_by_name("4bit", heads, devices) == tj.TurboConfig()
+    assert kv.cache_by_name("kivi4", heads, devices) == kv.cache_by_name("kivi4", heads)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "words"),
+    [
+        (("2/4bit", 6, 4), ValueError, "6 KV heads must be a multiple of 4 devices"),
+        (("2/4bit", 0), ValueError, "num_kv_heads=0 must be at least 1"),
+        (("4bit", 4, 0), ValueError, "devices=0 must be at least 1"),
+        (("2/4bit", 1.5), TypeError, "num_kv_heads=1.5 must be an integer"),
+    ],
+)
+def test_bad_numbers_of_heads(arguments, error, words):
+    with pytest.raises(error, match=words):
+        kv.cache_by_name(*arguments)
+
+
+# Caches ------------------------------------------------------------------------------------------
+
+
+def config_of(heads, devices=1):
+    config = kv.cache_by_name("2/4bit", heads, devices)
+    return dataclasses.replace(config, block_q=BLOCK, block_kv=BLOCK, buffer_size=BLOCK)
+
+
+@functools.cache
+def empty(heads):
+    new = functools.partial(tj.init_cache, len(PROMPT), MAX_LENGTH, heads, HEAD_DIM)
+    return on_host(jax.jit(functools.partial(new, config=config_of(heads), dtype=jnp.float32))())
+
+
+def tokens(heads, count, seed):
+    """Heads whose ranges differ, so that their order is no matter of rounding."""
+    rng = np.random.default_rng(seed)
+    loud = np.where(rng.random((len(PROMPT), 1, heads, HEAD_DIM)) < 0.15, 4.0, 1.0)
+    size = rng.permutation(1.5 ** np.arange(heads))[:, None]
+    shape = (len(PROMPT), count, heads, HEAD_DIM)
+    return tuple((rng.normal(size=shape) * loud * size).astype(np.float32) for _ in range(2))
+
+
+@functools.cache
+def filled(heads, implementation="xla"):
+    """Of a prompt and of tokens that are appended."""
+    cache = prefill(empty(heads), *tokens(heads, max(PROMPT), 1), PROMPT, implementation)
+    return append(cache, *tokens(heads, max(ADDED), 2), ADDED, implementation)
+
+
+@pytest.mark.quick(first=2)
+@heads_of_one_case
+def test_what_is_stored_is_the_oracles(heads):
+    """Bit for bit: which heads have how many bits, their codes, scales and buffers."""
+    oracle = oracle_for(empty(heads))
+    oracle.prefill(*tokens(heads, max(PROMPT), 1), PROMPT)
+    oracle.append(*tokens(heads, max(ADDED), 2), ADDED)
+    assert_holds(filled(heads), oracle)
+    if heads > 1:  # and heads of both widths are not where they began
+        assert not np.array_equal(filled(heads).key.head_slots[0], np.arange(heads))
+
+
+@pytest.mark.slow
+@heads_of_one_case
+def test_triton_stores_the_same_bits(heads):
+    assert_same_bits(filled(heads, "triton"), filled(heads))
+
+
+DECODED = [("xla", 3), ("triton", 3), ("xla", 1), ("xla", 5), ("xla", 7)]
+DECODED += [("triton", heads) for heads in (1, 5, 7)]
+
+
+@pytest.mark.quick(first=3)
+@pytest.mark.parametrize(("implementation", "heads"), DECODED)
+def test_attention_to_it_is_the_oracles(implementation, heads):
+    """In float64 over what is stored, two queries a KV head; one sequence is of one token."""
+    query = queries(1, 3, len(PROMPT), 2 * heads, HEAD_DIM)
+    cache = under(filled(heads), "int8", "exact")
+    assert_matches_oracle(query, cache, implementation)
+
+
+@pytest.mark.slow
+@heads_of_one_case
+@pytest.mark.parametrize("method", ["entropy", "min_max", "variation"])
+def test_every_priority_ranks_them(heads, method):
+    config = dataclasses.replace(config_of(heads), head_priority=method)
+    new = tj.init_cache(len(PROMPT), MAX_LENGTH, heads, HEAD_DIM, config=config, dtype=jnp.float32)
+    oracle = oracle_for(new)
+    given = tokens(heads, max(PROMPT), 1)
+    oracle.prefill(*given, PROMPT)
+    assert_holds(prefill(on_host(new), *given, PROMPT), oracle)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("heads", [3, 1])
+def test_groups_of_devices_hold_what_each_device_would(heads):
+    """Two devices' heads in one cache: in each group the same codes as in a cache of its own."""
+    given = tokens(2 * heads, max(PROMPT), 4)
+    own = config_of(2 * heads, 2)
+    assert own.groups_of(2 * heads) == 2
+    store = jax.jit(functools.partial(store_prompt, implementation="xla"))
+    new = functools.partial(tj.init_cache, len(PROMPT), MAX_LENGTH, dtype=jnp.float32, config=own)
+    lengths = np.int32(PROMPT)
+    whole = store(new(2 * heads, HEAD_DIM), *given, lengths)
+    whole.validate()
+    both = tj.dequantize(whole)
+    for first in (0, heads):
+        part = slice(first, first + heads)
+        half = store(new(heads, HEAD_DIM), *(x[:, :, part] for x in given), lengths)
+        for mine, of_all in zip(tj.dequantize(half), both, strict=True):
+            np.testing.assert_array_equal(mine, of_all[:, :, part])
+
+
+# Lowering ----------------------------------------------------------------------------------------
+
+
+def abstract(heads, tokens, of_each):
+    config = dataclasses.replace(kv.cache_by_name("2/4bit", heads), mode="int8")
+    cache = jax.eval_shape(lambda: tj.init_cache(2, 1024, heads, 128, config=config))
+    shape = jax.ShapeDtypeStruct((2, tokens, of_each * heads, 128), jnp.bfloat16)
+    return cache, shape, jax.ShapeDtypeStruct((2,), jnp.int32)
+
+
+@pytest.mark.quick(first=1, slow=6)
+@heads_of_one_case
+@pytest.mark.parametrize("implementation", ["mosaic_gpu", "triton"])
+def test_decoding_lowers(implementation, heads):
+    cache, query, lengths = abstract(heads, 1, 4)
+    options = Options(True, scale=0.1)
+    if implementation == "triton":
+        run = functools.partial(triton._decode, options=options, interpret=False)
+    else:
+        run = functools.partial(mosaic_decode.decode, options=options)
+    name = {"triton": "turbojax_decode", "mosaic_gpu": "mosaic_gpu"}[implementation]
+    assert name in lower_for_cuda(run, query, cache, lengths)
+
+
+@pytest.mark.quick(first=1, slow=6)
+@heads_of_one_case
+@pytest.mark.parametrize("implementation", ["mosaic_gpu", "triton"])
+def test_storing_lowers(monkeypatch, implementation, heads):
+    monkeypatch.setattr(_device, "gpu_compute_capability", lambda: 9.0)
+    cache, prompt, lengths = abstract(heads, 300, 1)
+    store = functools.partial(store_prompt, implementation=implementation)
+    assert implementation in lower_for_cuda(store, cache, prompt, prompt, lengths)
+    new = prompt.update(shape=(2, 1, heads, 128))
+    extend = functools.partial(tj.append, implementation=implementation)
+    assert implementation in lower_for_cuda(extend, cache, new, new)
+
+
+# Models ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("heads", [1, 3])
+def test_models_generate_through_it(heads):
+    """Prompts in blocks, and steps; near the exact cache, within what the codes lose."""
+    config = models.TransformerConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_layers=1, num_heads=2 * heads,
+        num_kv_heads=heads, head_dim=16, max_length=128,
+    )  # fmt: skip
+    model = models.random_decoder(config, dtype=jnp.float32)
+    prompt = np.random.default_rng(0).integers(0, 64, (2, 100))
+    logits = []
+    for cache in ("exact", config_of(heads)):
+        session = models.start(model, prompt[:, :90], max_length=110, cache=cache)
+        logits.append(np.asarray(models.score(session, jnp.asarray(prompt[:, 90:]))))
+    error = np.linalg.norm(logits[1] - logits[0]) / np.linalg.norm(logits[0])
+    assert 0 < error < 0.35  # as in `test_generation.py`

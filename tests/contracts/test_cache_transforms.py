@@ -1,0 +1,73 @@
+"""`ProgressiveCache` through jit, vmap, scan, donation, pytree and checkpoint round trips."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import turbojax as tj
+from tests.caches.cache_helpers import MIXED, append, assert_same_bits, new, prefill, tokens, used
+
+
+def test_jax_tree_round_trip():
+    cache = used()
+    leaves, structure = jax.tree.flatten(cache)
+    again = jax.tree.unflatten(structure, leaves)
+    assert (again.config, again.max_length, again.dtype) == (
+        cache.config,
+        cache.max_length,
+        cache.dtype,
+    )
+    assert_same_bits(cache, again)
+    assert hash(structure) == hash(jax.tree.structure(used()))
+
+
+def test_donated():
+    """The old arrays are given up and reused, without a complaint, and the result is the same."""
+    want = append(used(), *tokens(7, seed=72))
+    cache = jax.tree.map(jnp.asarray, used())
+    donating = jax.jit(tj.append, donate_argnums=0)
+    got = donating(cache, *tokens(7, seed=72))
+    assert_same_bits(got, want)
+    assert all(x.is_deleted() for x in cache.key.codes)
+
+
+@pytest.mark.slow
+def test_vmap():
+    """Several caches at once, each with its own tokens."""
+    caches = [used(), prefill(new(MIXED), *tokens(33, seed=73)), new(MIXED)]
+    news = [tokens(20, seed=80 + i) for i in range(3)]
+    stack = functools.partial(jax.tree.map, lambda *x: jnp.stack(x))
+    got = jax.jit(jax.vmap(tj.append))(stack(*caches), *stack(*news))
+    for i in range(3):
+        assert_same_bits(jax.tree.map(lambda x, i=i: x[i], got), append(caches[i], *news[i]))
+
+
+def test_scan():
+    """One token per step, the cache carried along."""
+    key, value = tokens(40, seed=74)
+
+    def step(cache, kv):
+        return tj.append(cache, *(x[:, None] for x in kv)), cache.lengths
+
+    xs = tuple(jnp.moveaxis(x, 1, 0) for x in (key, value))
+    got, lengths = jax.jit(lambda c: jax.lax.scan(step, c, xs))(used())
+    assert_same_bits(got, append(used(), key, value))
+    np.testing.assert_array_equal(lengths[:, 0], np.arange(60, 100))
+
+
+def test_orbax_round_trip(tmp_path):
+    """Saved and restored into an empty cache's shapes, bit for bit."""
+    ocp = pytest.importorskip("orbax.checkpoint")
+    cache, empty = (jax.tree.map(jnp.asarray, x) for x in (used(), new(MIXED)))
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "cache", cache)
+        checkpointer.wait_until_finished()
+        restored = checkpointer.restore(
+            tmp_path / "cache", jax.tree.map(ocp.utils.to_shape_dtype_struct, empty)
+        )
+    assert_same_bits(cache, restored)
+    restored.validate()
+    assert_same_bits(append(cache, *tokens(5)), append(restored, *tokens(5)))

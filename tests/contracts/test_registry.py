@@ -1,0 +1,173 @@
+"""The choice of an implementation, and refusals in words."""
+
+import functools
+import importlib.util
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import turbojax as tj
+from tests.kernels.kernel_helpers import lower_for_cuda
+from turbojax import _device
+from turbojax._device import interpret_kernels
+from turbojax._registry import Implementation, Registry
+from turbojax.ops.options import Options
+from turbojax.ops.turbo_attention.api import ATTENTION
+from turbojax.ops.turbo_attention.decoding import DECODE
+
+
+def _registry() -> Registry:
+    fast = Implementation(
+        "triton", lambda: "triton", lambda *, size: None if size % 2 == 0 else f"{size=} is odd"
+    )
+    never = Implementation("mosaic_gpu", lambda: "mosaic", lambda **_: "needs Hopper")
+    return Registry("op", (never, fast))
+
+
+def test_none_takes_the_first_that_can():
+    assert _registry().select(None, size=2).name == "triton"
+
+
+def test_kernels_of_mosaic_that_were_never_run_here_go_after_others(monkeypatch):
+    def all_of(*names):
+        return Registry("op", tuple(Implementation(n, lambda: None) for n in names))
+
+    registry = all_of("mosaic_gpu", "triton", "xla")
+    for capability, chosen in ((9.0, "mosaic_gpu"), (8.0, "triton"), (10.0, "triton")):
+        monkeypatch.setattr(_device, "gpu_compute_capability", lambda c=capability: c)
+        assert registry.select(None).name == chosen
+    # Rather than none.
+    assert all_of("mosaic_gpu", "xla").select(None).name == "mosaic_gpu"
+    assert registry.select("mosaic_gpu").name == "mosaic_gpu"
+
+
+def test_a_named_implementation_never_falls_back():
+    with pytest.raises(NotImplementedError, match="op cannot run here: mosaic_gpu: needs Hopper$"):
+        _registry().select("mosaic_gpu", size=2)
+
+
+def test_when_nothing_can_every_refusal_is_named():
+    with pytest.raises(
+        NotImplementedError, match="mosaic_gpu: needs Hopper; triton: size=3 is odd"
+    ):
+        _registry().select(None, size=3)
+
+
+def test_unknown_and_absent_names_differ():
+    with pytest.raises(ValueError, match="implementation='cuda' must be None or one of"):
+        _registry().select("cuda", size=2)
+    with pytest.raises(NotImplementedError, match="op has no implementation='xla'; it has"):
+        _registry().select("xla", size=2)
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="says what a CPU lacks")
+def test_kernels_say_what_a_cpu_lacks():
+    x = jnp.ones((1, 8, 2, 64))
+    for name in ("mosaic_gpu", "triton", "jax_triton"):
+        with pytest.raises(NotImplementedError, match=f"turbo_attention cannot run here: {name}: "):
+            tj.turbo_attention(x, x, x, implementation=name)
+    cache = tj.append(tj.init_cache(1, 8, 2, 64, dtype=jnp.float32), x, x)
+    words = "triton: needs an NVIDIA GPU of compute capability 8.0 or newer; jax's default backend"
+    with pytest.raises(NotImplementedError, match=words):
+        tj.decode(x, cache, implementation="triton")
+
+
+def test_an_implementation_that_an_op_has_not():
+    x = jnp.ones((1, 8, 2, 64))
+    cache = tj.append(tj.init_cache(1, 8, 2, 64, dtype=jnp.float32), x, x)
+    with pytest.raises(NotImplementedError, match="decode has no implementation='jax_triton'"):
+        tj.decode(x, cache, implementation="jax_triton")
+
+
+def _calls(dtype=jnp.bfloat16, **options):
+    """What the two registries are asked: 8 query heads on 2 KV heads of 128 channels."""
+    config = tj.TurboConfig(**options)
+    query, key = (jax.ShapeDtypeStruct((2, 300, n, 128), dtype) for n in (8, 2))
+    cache = jax.eval_shape(lambda: tj.init_cache(2, 512, 2, 128, config=config, dtype=dtype))
+    static = {"options": Options(True, scale=0.1)}
+    return (
+        (ATTENTION, {"query": query, "key": key, "value": key, "config": config, **static}),
+        (DECODE, {"query": query.update(shape=(2, 1, 8, 128)), "cache": cache, **static}),
+    )
+
+
+def _pretend(monkeypatch, capability):
+    """There is such a GPU, and no jax-triton."""
+    monkeypatch.setattr(_device, "gpu_compute_capability", lambda: capability)
+    monkeypatch.setattr(_device, "has_pallas_triton", lambda: True)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+
+
+@pytest.mark.parametrize(
+    ("capability", "expected"),
+    [(9.0, "mosaic_gpu"), (10.0, "triton"), (9.1, "triton"), (8.9, "triton"), (7.5, "xla")],
+)
+def test_hopper_and_nothing_else_chooses_mosaic(monkeypatch, capability, expected):
+    _pretend(monkeypatch, capability)
+    for registry, arguments in _calls():
+        assert registry.select(None, **arguments).name == expected
+        if registry is DECODE and capability in (
+            8.9,
+            10.0,
+        ):  # by name, since it was never run there
+            assert registry.select("mosaic_gpu", **arguments).name == "mosaic_gpu"
+        elif expected != "mosaic_gpu":
+            words = f"mosaic_gpu: needs an NVIDIA GPU of compute capability .*has {capability}$"
+            with pytest.raises(NotImplementedError, match=words):
+                registry.select("mosaic_gpu", **arguments)
+
+
+@pytest.mark.parametrize("mode", ["int8_fp8", "fp8"])
+def test_ampere_decodes_in_every_mode(monkeypatch, mode):
+    """It multiplies no e4m3: prompts are plain JAX's there, caches are read in int8."""
+    _pretend(monkeypatch, 8.0)
+    (attend, prompt), (decode, newest) = _calls(mode=mode)
+    assert attend.select(None, **prompt).name == "xla"
+    assert decode.select(None, **newest).name == "triton"
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"mode": "float"}, "mode='float'"),
+        ({"block_kv": 32, "value_bits": 2}, "block_kv=32"),
+    ],
+)
+def test_on_hopper_the_next_takes_what_mosaic_refuses(monkeypatch, options, words):
+    _pretend(monkeypatch, 9.0)
+    for registry, arguments in _calls(**options):
+        assert registry.select(None, **arguments).name == "triton"
+        with pytest.raises(NotImplementedError, match=f"cannot run here: mosaic_gpu: .*{words}"):
+            registry.select("mosaic_gpu", **arguments)
+
+
+def test_mosaic_is_not_interpreted():
+    for registry, arguments in _calls():
+        with interpret_kernels():
+            assert registry.select(None, **arguments).name == "triton"
+            with pytest.raises(NotImplementedError, match="mosaic_gpu: its kernel cannot be"):
+                registry.select("mosaic_gpu", **arguments)
+
+
+@pytest.mark.quick(1)
+@pytest.mark.parametrize("mode", ["int8", "int8_fp8", "fp8"])
+def test_what_none_chooses_lowers_for_hopper(monkeypatch, mode):
+    """Attention with its quantization, a prompt that shares it with the cache, and decode."""
+    _pretend(monkeypatch, 9.0)
+    config = tj.TurboConfig(mode=mode)
+    query, key = (jax.ShapeDtypeStruct((2, 300, n, 128), jnp.bfloat16) for n in (8, 2))
+    cache = jax.eval_shape(lambda: tj.init_cache(2, 512, 2, 128, config=config))
+    attend = functools.partial(tj.turbo_attention, config=config, is_causal=True)
+    text = lower_for_cuda(attend, query, key, key)
+    assert "turbojax_attention_hopper" in text
+    assert "turbojax_quantize_hopper" in text
+    text = lower_for_cuda(tj.prefill, query, key, key, cache)
+    assert "turbojax_attention_hopper" in text
+    # What updates arrays in place has its name in the program only.
+    assert "turbojax_compress_hopper" in str(jax.make_jaxpr(tj.prefill)(query, key, key, cache))
+    new = key.update(shape=(2, 1, 2, 128))
+    lower_for_cuda(tj.append, cache, new, new)
+    assert "turbojax_append_hopper" in str(jax.make_jaxpr(tj.append)(cache, new, new))
+    text = lower_for_cuda(tj.decode, query.update(shape=(2, 1, 8, 128)), cache)
+    assert "turbojax_decode_hopper" in text

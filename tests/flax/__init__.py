@@ -1,0 +1,1 @@
+"""Flax modules: attention, linear layers, experts, masks and their transforms."""

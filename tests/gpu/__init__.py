@@ -1,0 +1,1 @@
+"""The same comparisons, compiled on a GPU: `make test-gpu`."""

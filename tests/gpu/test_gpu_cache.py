@@ -1,0 +1,144 @@
+"""The kernels that write a cache, compiled: the bits of plain JAX at real sizes."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import turbojax as tj
+from tests.caches.cache_helpers import assert_same_bits
+from turbojax import _device
+from turbojax.ops.numerics import quantize_scores_operand, quantize_values
+from turbojax.state.progressive import mosaic_gpu, triton
+from turbojax.state.progressive.update import store_prompt
+
+pytestmark = pytest.mark.gpu
+MODULES = {"triton": triton, "mosaic_gpu": mosaic_gpu}
+IMPLEMENTATIONS = [
+    "triton",
+    pytest.param(
+        "mosaic_gpu",
+        marks=pytest.mark.skipif(
+            _device.needs_hopper() is not None, reason=str(_device.needs_hopper())
+        ),
+    ),
+]
+
+FOUR_BITS = tj.TurboConfig()
+THREE_BITS = tj.TurboConfig(key_bits=3, value_bits=3)
+TWO_BITS = tj.TurboConfig(key_bits=2, value_bits=2, block_kv=128, buffer_size=128)
+MIXED = tj.TurboConfig(num_low_bit_key_heads=4, num_low_bit_value_heads=2, buffer_size=128)
+SMALL_BLOCKS = tj.TurboConfig(block_kv=16, buffer_size=64, key_bits=3)
+
+# Configuration, heads, head dim, dtype, prompt, lengths.
+CASES = {
+    "Llama-3-8B": (FOUR_BITS, 8, 128, jnp.bfloat16, 4096, (4096, 4000, 1, 0)),
+    "float16": (FOUR_BITS, 8, 64, jnp.float16, 1000, (1000, 63)),
+    "head dim 256": (FOUR_BITS, 4, 256, jnp.bfloat16, 777, (777, 64)),
+    "head dim 96": (THREE_BITS, 32, 96, jnp.bfloat16, 1500, (1500, 1472)),
+    "head dim 8": (THREE_BITS, 3, 8, jnp.float32, 300, (300, 191)),
+    "2 bits": (TWO_BITS, 8, 128, jnp.float32, 1024, (1024, 1023)),
+    "mixed": (MIXED, 8, 128, jnp.bfloat16, 2048, (2048, 2047, 63)),
+    "blocks of 16": (SMALL_BLOCKS, 2, 80, jnp.bfloat16, 999, (999, 17)),
+    "128k tokens": (FOUR_BITS, 2, 128, jnp.bfloat16, 2**17, (2**17,)),
+}
+
+
+def tokens(case, count, seed):
+    _, heads, channels, dtype, _, lengths = case
+    keys = jax.random.split(jax.random.key(seed), 3)
+    shape = (len(lengths), count, heads, channels)
+    loud = jnp.where(jax.random.bernoulli(keys[2], 0.15, (1, 1, heads, channels)), 4.0, 1.0)
+    return [(jax.random.normal(k, shape) * loud).astype(dtype) for k in keys[:2]]
+
+
+def new(case, max_length):
+    config, heads, channels, dtype, _, lengths = case
+    return tj.init_cache(len(lengths), max_length, heads, channels, config=config, dtype=dtype)
+
+
+@functools.cache
+def jitted(function, implementation, donate=False):
+    run = functools.partial(function, implementation=implementation)
+    return jax.jit(run, donate_argnums=0 if donate else ())
+
+
+def append_all(cache, key, value, implementation):
+    """Token by token, into the same memory."""
+    run = jitted(tj.append, implementation, donate=True)
+    cache = jax.tree.map(jnp.copy, cache)
+    for t in range(key.shape[1]):
+        cache = run(cache, key[:, t : t + 1], value[:, t : t + 1])
+    return cache
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("name", CASES)
+def test_a_prompt_and_then_tokens(name, implementation):
+    case = CASES[name]
+    config, *_, size, lengths = case
+    cache, lengths = new(case, size + 200), jnp.array(lengths, jnp.int32)
+    key, value = tokens(case, size, 0)
+    expected = jitted(store_prompt, "xla")(cache, key, value, lengths)
+    for _ in range(2):  # and the same again
+        got = jitted(store_prompt, implementation)(cache, key, value, lengths)
+        assert_same_bits(got, expected)
+    more = tokens(case, config.buffer_size + 2, 1)
+    assert_same_bits(append_all(got, *more, implementation), append_all(expected, *more, "xla"))
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("name", CASES)
+def test_stage_1_operands(name, implementation):
+    config, *rest = CASES[name]
+    # First tokens are in no block of the cache, so that its codes are not attention's.
+    config = dataclasses.replace(config, first_tokens=0)
+    case = config, *rest
+    *_, dtype, size, lengths = case
+    cache, lengths = new(case, size), jnp.array(lengths, jnp.int32)
+    arguments = tokens(case, size, 2)
+    store = MODULES[implementation].store_prompt_with_operands
+    got, operands = jax.jit(store)(cache, *arguments, lengths)
+    assert_same_bits(got, jitted(store_prompt, "xla")(cache, *arguments, lengths))
+    valid = (jnp.arange(size)[None] < lengths[:, None])[..., None, None]
+    of_keys = functools.partial(quantize_scores_operand, mode=config.mode, axis=(3, 4))
+    of_values = functools.partial(quantize_values, mode=config.mode)
+    pairs = zip(operands[::2], operands[1::2], strict=True)
+    for x, (codes, scale), quantize in zip(arguments, pairs, (of_keys, of_values), strict=True):
+        x = jnp.where(valid, x, jnp.zeros((), dtype))
+        x = jnp.pad(x, ((0, 0), (0, -size % config.block_kv), (0, 0), (0, 0))).swapaxes(1, 2)
+        blocks = x.reshape(*x.shape[:2], -1, config.block_kv, x.shape[3])
+        want, want_scale = jax.jit(quantize)(blocks)
+        want = want.reshape(x.shape)
+        np.testing.assert_array_equal(codes, want if x.shape == codes.shape else want.mT)
+        np.testing.assert_array_equal(scale, want_scale)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("bad", [jnp.nan, jnp.inf], ids=str)
+def test_values_that_are_not_finite(bad, implementation):
+    case = CASES["Llama-3-8B"]
+    lengths = jnp.array([300, 290, 1, 0], jnp.int32)
+    key, value = tokens(case, 300, 3)
+    key = key.at[0, 3, 0, 5].set(bad).at[0, 299, 1, 0].set(bad).at[1, 290:].set(bad)
+    value = value.at[0, 77, 2, 127].set(bad)
+    arguments = new(case, 500), key, value, lengths
+    expected = jitted(store_prompt, "xla")(*arguments)
+    got = jitted(store_prompt, implementation)(*arguments)
+    assert_same_bits(got, expected)
+    key, value = tokens(case, 70, 4)
+    key = key.at[1, 2, 3, 1].set(bad).at[3, 0, 0].set(bad)
+    assert_same_bits(
+        append_all(got, key, value, implementation), append_all(expected, key, value, "xla")
+    )
+
+
+def test_the_gpu_chooses_the_kernels():
+    case = CASES["Llama-3-8B"]
+    key, value = tokens(case, 1, 5)
+    text = str(jax.make_jaxpr(tj.append)(new(case, 100), key, value))
+    is_hopper = _device.needs_hopper() is None
+    assert ("turbojax_append_hopper" if is_hopper else "turbojax_append") in text

@@ -1,0 +1,159 @@
+"""Segments, offsets, slopes, sinks, float32 parts and narrower values on a Hopper GPU.
+
+Prefill and its gradient through Mosaic GPU against the definition in XLA, all options in pairs.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import turbojax as tj
+from tests.attention.attention_helpers import EXACT, FLOAT, SAS_E, tensors
+from tests.gpu.gpu_helpers import EIGHT_BIT_MODES as MODES
+from tests.gpu.gpu_helpers import error
+from tests.grids import pairwise
+from turbojax import _device
+from turbojax.ops.extras import Extras
+from turbojax.ops.options import Options
+from turbojax.ops.turbo_attention import (
+    gradient_reference,
+    mosaic_gpu,
+    mosaic_gradient,
+    reference,
+)
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(_device.needs_hopper() is not None, reason=str(_device.needs_hopper())),
+]
+
+BATCH, TOKENS, SIZE, HEADS, KV_HEADS = 3, 330, 410, 4, 2
+OPTIONS = {
+    "all": {},
+    "causal": {"is_causal": True},
+    "causal window": {"is_causal": True, "window": (150, 0)},
+    "window, cap": {"window": (90, 60), "logits_soft_cap": 5.0},
+}
+CASES = pairwise(
+    segments=("packed", "shuffled", "none"),
+    offsets=("none", "both"),
+    slopes=(False, True),
+    sinks=(False, True),
+    seen=list(OPTIONS),
+    ragged=(True, False),
+    head_dim=((128, 128), (64, 64), (192, 128), (80, 48)),
+    out_dtype=(None, "float32"),
+    mode=MODES,
+    softmax=(EXACT, SAS_E),
+    rounding=("float", "8bit"),
+    dtype=(jnp.bfloat16, jnp.float16, jnp.float32),
+)
+
+
+def ids(rng, kind, tokens):
+    """Segments of tens of tokens, in order or not: int32 ``[B, tokens]``."""
+    x = rng.integers(0, 5, (BATCH, tokens // 30 + 1)).repeat(30, axis=1)[:, :tokens]
+    return jnp.asarray(np.sort(x, axis=1) if kind == "packed" else x, jnp.int32)
+
+
+def call_of(segments, offsets, slopes, sinks, seen, ragged, head_dim, out_dtype, dtype):
+    """Queries, keys, values and lengths; options and extras."""
+    rng = np.random.default_rng(7)
+    q, k, v = tensors(7, BATCH, TOKENS, SIZE, HEADS, KV_HEADS, head_dim[0], dtype)
+    given = {}
+    if segments != "none":
+        given["query_segment_ids"] = ids(rng, segments, TOKENS)
+        given["key_value_segment_ids"] = ids(rng, segments, SIZE)
+    if offsets == "both":
+        given["query_offset"] = jnp.asarray([100, 0, 7], jnp.int32)
+        given["key_offset"] = jnp.asarray([3, 50, 0], jnp.int32)
+    if slopes:
+        given["alibi_slopes"] = jnp.asarray(2.0 ** -np.arange(4, 4 + HEADS), jnp.float32)
+    if sinks:
+        given["sinks"] = jnp.asarray([0.5, 6.0, -jnp.inf, 2.0], jnp.float32)
+    lengths = ((TOKENS, 130, 0), (SIZE, 77, 200)) if ragged else ((TOKENS,) * 3, (SIZE,) * 3)
+    of_both = [jnp.asarray(n, jnp.int32) for n in lengths]
+    changes = {"is_causal": False, "scale": 0.1, "out_dtype": out_dtype} | OPTIONS[seen]
+    return (q, k, v[..., : head_dim[1]], *of_both), Options(**changes), Extras(**given)
+
+
+def rms(x):
+    x = np.asarray(x, np.float64)
+    x = x[np.isfinite(x)]
+    return np.sqrt(np.mean(np.square(x))) if x.size else 0.0
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case[:9])))
+def test_attention_equals_the_definition(case):
+    *what, mode, softmax, _, dtype = case
+    arrays, options, extras = call_of(*what, dtype)
+    config = tj.TurboConfig(mode=mode, softmax=softmax)
+    static = {"options": options, "extras": extras}
+    got = mosaic_gpu.attention(*arrays, config=config, **static)
+    want = reference.attention(*arrays, config=config, **static)
+    exact = reference.attention(*arrays, config=FLOAT, **static)
+    assert got[0].dtype == options.dtype_of_output(arrays[0])
+    assert got[0].shape == want[0].shape
+    for ours, theirs, truth, bound in zip(got, want, exact, (1e-2, 1e-3), strict=True):
+        scale, eps = rms(truth), float(jnp.finfo(ours.dtype).eps)
+        allowed = max(bound * scale, 2**0.5 * error(theirs, truth)) + eps * scale
+        assert error(ours, theirs) <= allowed
+        assert error(ours, truth) <= 1.25 * error(theirs, truth) + (1e-3 + eps) * scale
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case[:9])))
+def test_gradients_equal_the_definition(case):
+    *what, mode, _, rounding, dtype = case
+    arrays, options, extras = call_of(*what, dtype)
+    if arrays[0].shape[3] > 128 and extras.query_segment_ids is not None:
+        rounding = "8bit"  # what is refused otherwise
+    config = tj.TurboConfig(mode=mode, softmax=EXACT, gradient=rounding)
+    static = {"config": config, "options": options, "extras": extras}
+    out, residual = reference.attention(*arrays, **static)
+    rng = np.random.default_rng(8)
+    d_out = jnp.asarray(rng.normal(size=out.shape), out.dtype)
+    d_residual = jnp.asarray(rng.normal(size=residual.shape), jnp.float32)
+    results = (out, residual, d_out, d_residual)
+    got = mosaic_gradient.gradient(*arrays, *results, **static)
+    again = mosaic_gradient.gradient(*arrays, *results, **static)
+    jax.tree.map(np.testing.assert_array_equal, got, again)
+    want = gradient_reference.gradient(*arrays, *results, **static)
+    # Cotangents of float32 outputs multiply in bfloat16.
+    in_half = jnp.dtype(dtype) == jnp.float16 and options.out_dtype is None
+    unit = 2.0**-10 if in_half else 2.0**-8
+    for x, y in zip(got[:3], want[:3], strict=True):
+        assert (x.shape, x.dtype) == (y.shape, y.dtype)
+        x, y = (np.asarray(a, np.float64) for a in (x, y))
+        assert np.linalg.norm(x - y) <= 1.5 * unit * np.linalg.norm(y) + 1e-6
+    ours, theirs = (x[3].alibi_slopes for x in (got, want))
+    assert (ours is None) == (theirs is None)
+    if ours is not None:
+        of_rows = np.abs(np.asarray(theirs)).max()
+        np.testing.assert_allclose(ours, theirs, rtol=0, atol=2.0**-8 * of_rows)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_packed_sequences_are_those_by_themselves(mode, head_dim):
+    """Segments of whole blocks share no scale: but for e4m3 values' one, the same gradients."""
+    q, k, v = tensors(9, 1, 512, 512, 4, 2, head_dim, jnp.bfloat16)
+    # One scale of values for all and for each alone.
+    v = v.at[:, ::128].set(9.0)
+    packed = jnp.repeat(jnp.arange(4, dtype=jnp.int32), 128)[None]
+    call = functools.partial(
+        tj.turbo_attention,
+        config=tj.TurboConfig(mode=mode, softmax=EXACT),
+        is_causal=True,
+        implementation="mosaic_gpu",
+    )
+    d_out = jnp.asarray(np.random.default_rng(9).normal(size=q.shape), q.dtype)
+    segments = {"query_segment_ids": packed, "key_value_segment_ids": packed}
+    out, pull = jax.vjp(functools.partial(call, **segments), q, k, v)
+    apart = [x.reshape(4, 128, *x.shape[2:]) for x in (q, k, v, d_out)]
+    want, pull_apart = jax.vjp(call, *apart[:3])
+    for x, y in zip((out, *pull(d_out)), (want, *pull_apart(apart[3])), strict=True):
+        x, y = (np.asarray(a, np.float64).ravel() for a in (x, y))
+        assert np.linalg.norm(x - y) <= 2.0**-8 * np.linalg.norm(y)

@@ -1,0 +1,1 @@
+"""turbojax inside other people's packages: `make test-integrations`."""

@@ -1,0 +1,115 @@
+"""Decode over latents by Pallas' own interpreter: see `interpreted_pooled`.
+
+    python tests/interpreted_latent.py plain
+
+What the interpreter cannot run, code for single lanes, is replaced by what it computes.
+"""
+
+import os
+import sys
+
+os.environ["NPROC"] = "16"  # Threads of XLA's pool; before jax starts.
+
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.mosaic.hopper.latent import ahead, expand, kernel, store
+from pallas_kernels.mosaic.hopper.paged_prompt import join, lost
+from pallas_kernels.mosaic.ring import ROWS
+from tests.kernels import interpreted_pooled as interpreted
+from tests.kernels import interpreted_prompt
+from tests.models import latent_helpers as helpers
+
+
+def stored(x, out, base, first, rows, channel=None):
+    """`store.channels` or `store.numbers` of arrays."""
+    b = base // rows
+    is_part = len(out.shape) == (4 if channel is None else 5)
+    lead = (b // out.shape[1], b % out.shape[1], 0) if is_part else (b,)
+    for i in range(ROWS):
+
+        @pl.when(first + i < rows)
+        def _(i=i):
+            if channel is None:
+                out[(*lead, first + i)] = x[i]
+            else:
+                out[(*lead, first + i, pl.ds(channel, x.shape[1]))] = x[i].astype(out.dtype)
+
+
+def joined(found, found_lse, lengths, query_lengths, shape, dtype, s, *, tile):
+    """`join.join` of arrays."""
+    parts, rows = found_lse.shape[0], found_lse.shape[-1]
+    _, tokens, heads, _ = shape
+    t = jnp.arange(rows) // s.group
+    position = (lengths - query_lengths)[:, None] + t
+    first = position - (2**30 if s.window is None else s.window)
+    start = jnp.arange(parts)[:, None, None] * s.part
+    seen = (t < query_lengths[:, None]) & (position >= 0)
+    seen = seen & (position >= start) & (first < start + s.part)
+    lse = jnp.where(seen, found_lse[:, :, 0], -jnp.inf)
+    top = jnp.max(lse, 0)
+    weight = jnp.exp(lse - jnp.where(top == -jnp.inf, 0.0, top))
+    total = jnp.sum(weight, 0)
+    out = jnp.sum(jnp.where(seen[..., None], found[:, :, 0], 0.0) * weight[..., None], 0)
+    out = out / jnp.where(total == 0, 1.0, total)[..., None]
+    lse = (top + jnp.log(total))[:, : tokens * heads].reshape(shape[:3])
+    return out[:, : tokens * heads].reshape(shape).astype(dtype), lse
+
+
+def expanded(codes, words, share, work, j, slot, y):
+    """`kernel._expand` of arrays: eight of every 16 tokens."""
+    x, codec = codes.x, codes.codec
+    for warp in range(4):
+        token = j * 64 + warp * 16 + share * 8
+        held = jnp.minimum(token, (work.length - 1) // 8 * 8)
+        page, within = x.tables[work.b, held // x.rope.shape[1]], held % x.rope.shape[1]
+        numbers = x.latent[page, pl.ds(within, 8)]
+        if codec.centroids:
+            both = jnp.stack([numbers & 15, numbers >> 4], -1).reshape(8, -1)
+            numbers = sum(jnp.where(both == i, c, 0) for i, c in enumerate(codec.centroids))
+            numbers = (numbers - codec.middle) * codec.unit
+        numbers = numbers.astype(jnp.float32) * x.scale[page, pl.ds(within, 8)][:, None]
+        for half in range(2):
+            part = numbers[:, half * 256 : (half + 1) * 256].astype(y.latent.dtype)
+            y.latent[slot, half, pl.ds(warp * 16 + share * 8, 8)] = part
+    plgpu.commit_smem()
+    plgpu.barrier_arrive(y.ready.at[slot])
+    return words
+
+
+def install():
+    interpreted.install()
+    kernel.accumulator = interpreted.Accumulator
+    lost.clean = interpreted_prompt.clean
+    store.channels, store.numbers = stored, stored
+    ahead.ask_for = lambda *_: None
+    kernel._expand, expand.Codes.load = expanded, lambda *_: []
+    join.join = joined
+    kernel.attend = interpreted.interpreted(kernel.attend)
+
+
+# Format, lengths, heads and tokens, page size, tokens of a part, window, real queries.
+CASES = {
+    "plain": ("bfloat16", (150, 0, 1), 16, 1, 64, None, None, None),
+    "tokens, parts": ("bfloat16", (300, 40), 20, 4, 16, 128, None, (4, 3)),
+    "rows, window": ("bfloat16", (200, 70), 24, 3, 128, 128, 100, None),
+    "e4m3": ("fp8_e4m3", (330, 0, 70), 24, 3, 32, 256, None, None),
+    "turbo4": ("turbo4", (200, 1), 16, 1, 128, None, None, None),
+}
+
+
+def check(name):
+    kind, lengths, heads, tokens, page_size, part, window, real = CASES[name]
+    given = {"heads": heads, "tokens": tokens, "page_size": page_size, "query_lengths": real}
+    if real is not None:
+        given["query_lengths"] = np.asarray(real, np.int32)
+    case = helpers.make(kind, lengths, **given)
+    found = helpers.run(case, kind, part=part, window=window, programs=2)
+    helpers.assert_close(found, helpers.oracle(case, window=window))
+
+
+if __name__ == "__main__":
+    install()
+    check(sys.argv[1])

@@ -1,0 +1,243 @@
+"""`implementation="mosaic_gpu"` of `turbo_attention` without a GPU: refusals, order, lowering.
+
+No interpreter runs its matrix instructions: what it computes is checked on a GPU, in
+`test_gpu_mosaic_attention.py`.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import turbojax as tj
+from tests.attention.attention_helpers import EXACT, SAS_2, SAS_E
+from tests.grids import pairwise
+from tests.kernels.kernel_helpers import OFFSETS, SEGMENTS, extras_of, lower_for_cuda
+from turbojax import _device
+from turbojax.ops.extras import NOTHING
+from turbojax.ops.options import Options
+from turbojax.ops.turbo_attention import mosaic_gpu
+from turbojax.ops.turbo_attention.operands import permute_tokens, quantize_queries
+
+MODES = ("int8", "int8_fp8", "fp8")
+SEES_ALL = Options(False, scale=0.1)
+
+
+def refusal(config=tj.TurboConfig(), shape=(1, 8, 2, 64), extras=NOTHING, of_values=None):
+    x = jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+    value = jax.ShapeDtypeStruct((*shape[:3], of_values or shape[3]), jnp.bfloat16)
+    given = {"config": config, "options": SEES_ALL, "extras": extras}
+    return mosaic_gpu.attention_unsupported(query=x, key=x, value=value, **given)
+
+
+@pytest.fixture
+def hopper(monkeypatch):
+    monkeypatch.setattr(_device, "gpu_compute_capability", lambda: 9.0)
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("head_dim", [8, 64, 80, 128, 200, 256])
+def test_hopper_runs_it(mode, head_dim):
+    assert refusal(tj.TurboConfig(mode=mode), (1, 8, 2, head_dim)) is None
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize(
+    ("config", "shape", "words"),
+    [
+        ({"mode": "float"}, (1, 8, 2, 64), "config.mode='float' must be an 8-bit mode"),
+        ({"block_kv": 32}, (1, 8, 2, 64), r"config.block_kv=32 must be one of \(64, 128\)"),
+        (
+            {"block_kv": 256, "buffer_size": 256},
+            (1, 8, 2, 64),
+            r"config.block_kv=256 must be one of \(64, 128\)",
+        ),
+        ({"block_q": 32}, (1, 8, 2, 64), "config.block_q=32 must be a multiple of 64"),
+        ({}, (1, 8, 2, 264), "head_dim=264 must be at most 256"),
+    ],
+)
+def test_refusals_in_words(config, shape, words):
+    with pytest.raises(AssertionError, match=words):
+        assert refusal(tj.TurboConfig(**config), shape) is None
+
+
+@pytest.mark.usefixtures("hopper")
+def test_which_extras_it_has():
+    every = ("query_offset", "key_offset", *SEGMENTS, "alibi_slopes", "sinks")
+    assert refusal(extras=extras_of(every, 1, 8, 8, 2)) is None
+    assert refusal(extras=extras_of((*every, "bias"), 1, 8, 8, 2)) == "it has no bias"
+    assert refusal(of_values=48) is None
+    words = "head_dim=80 of values must be at most that of keys, 64"
+    assert refusal(of_values=80) == words
+
+
+def test_it_needs_hopper(monkeypatch):
+    for capability in (None, 8.9, 10.0):
+        monkeypatch.setattr(_device, "gpu_compute_capability", lambda c=capability: c)
+        assert "needs an NVIDIA GPU of compute capability 9.0" in refusal()
+    with _device.interpret_kernels():
+        assert refusal() == "its kernel cannot be interpreted"
+
+
+def test_order_of_keys():
+    """Place ``8 h + 2 t + r`` of a group of 16 holds token ``4 t + 2 h + r``."""
+    x = jnp.arange(48).reshape(1, 1, 48, 1)
+    got = np.asarray(permute_tokens(x)).ravel()
+    t, h, r = np.meshgrid(np.arange(4), np.arange(2), np.arange(2), indexing="ij")
+    for group in range(3):
+        place, token = (16 * group + x for x in (8 * h + 2 * t + r, 4 * t + 2 * h + r))
+        np.testing.assert_array_equal(got[place], token)
+
+
+FEATURES = {
+    "plain": SEES_ALL,
+    "causal": Options(True, scale=0.1),
+    "window": Options(False, (100, 30), scale=0.1),
+    "causal window": Options(True, (64, 64), scale=0.1),
+    "soft cap": Options(True, scale=0.1, logits_soft_cap=5.0),
+    "negative scale": Options(False, scale=-0.2),
+}
+
+
+def lower(
+    config,
+    head_dim=64,
+    dtype=jnp.bfloat16,
+    tokens=100,
+    options=SEES_ALL,
+    launch=None,
+    extras=(),
+    of_values=None,
+):
+    run = functools.partial(mosaic_gpu.attention, config=config, options=options, launch=launch)
+    query, key, value = (
+        jax.ShapeDtypeStruct((2, n, h, d), dtype)
+        for n, h, d in ((tokens, 4, head_dim), (150, 2, head_dim), (150, 2, of_values or head_dim))
+    )
+    lengths = jax.ShapeDtypeStruct((2,), jnp.int32)
+    given = extras_of(extras, 2, tokens, 150, 4)
+    arrays = (query, key, value, lengths, lengths, given)
+    return lower_for_cuda(lambda *x: run(*x[:-1], extras=x[-1]), *arrays)
+
+
+LOWERED = pairwise(
+    feature=list(FEATURES),
+    softmax=[SAS_E, EXACT, SAS_2, tj.SAS(-3.0), tj.SAS(-87.0, "2")],
+    head_dim=[128, 64, 8, 80, 256],
+    tokens=[100, 1, 7, 128, 300],
+    mode=list(MODES),
+    dtype=[jnp.bfloat16, jnp.float16, jnp.float32],
+    block_kv=[64, 128],
+)
+
+
+@pytest.mark.quick(1, slow=6)
+@pytest.mark.parametrize(
+    ("feature", "softmax", "head_dim", "tokens", "mode", "dtype", "block_kv"),
+    LOWERED[::3],
+)
+def test_it_lowers(feature, softmax, head_dim, tokens, mode, dtype, block_kv):
+    """Each option, softmax, mode, dtype, head dim, block and number of queries, many in pairs."""
+    config = tj.TurboConfig(
+        mode=mode, softmax=softmax, block_q=128, block_kv=block_kv, buffer_size=block_kv
+    )
+    assert "mosaic_gpu" in lower(config, head_dim, dtype, tokens, FEATURES[feature])
+
+
+EXTRAS = pairwise(
+    extras=[
+        SEGMENTS,
+        (*SEGMENTS, *OFFSETS),
+        (*SEGMENTS, "sinks"),
+        (*SEGMENTS, "alibi_slopes"),
+        (*OFFSETS, "alibi_slopes"),
+        ("query_offset", "sinks"),
+        ("alibi_slopes", "sinks"),
+    ],
+    feature=list(FEATURES),
+    head_dim=[(128, 128), (64, 64), (192, 128), (80, 40)],
+    mode=list(MODES),
+    softmax=[SAS_E, EXACT, tj.SAS(-3.0)],
+    dtype=[jnp.bfloat16, jnp.float32],
+    out_dtype=[None, "float32"],
+    block_kv=[64, 128],
+)
+
+
+@pytest.mark.quick(1, slow=6)
+@pytest.mark.parametrize(
+    ("extras", "feature", "head_dim", "mode", "softmax", "dtype", "out_dtype", "block_kv"),
+    EXTRAS[::3],
+)
+def test_extras_lower(extras, feature, head_dim, mode, softmax, dtype, out_dtype, block_kv):
+    """Each of them, with all else, in pairs."""
+    config = tj.TurboConfig(
+        mode=mode, softmax=softmax, block_q=128, block_kv=block_kv, buffer_size=block_kv
+    )
+    options = dataclasses.replace(FEATURES[feature], out_dtype=out_dtype)
+    head_dim, of_values = head_dim
+    given = {"options": options, "extras": extras, "of_values": of_values}
+    assert "mosaic_gpu" in lower(config, head_dim, dtype, 300, **given)
+
+
+LAUNCHES = [
+    (4, True, 64, 2, False),
+    (2, False, 64, 2, True),
+    (3, False, 128, 3, True),
+    (2, True, 128, 2, True),
+    (3, True, 64, 3, False),
+]
+
+
+@pytest.mark.quick(2)
+@pytest.mark.parametrize(("launch", "mode"), list(zip(LAUNCHES, MODES[1:] * 3, strict=False)))
+def test_launches_lower(launch, mode):
+    softmax = (EXACT, SAS_E)[launch[1]]
+    config = tj.TurboConfig(mode=mode, softmax=softmax)
+    options = {"options": Options(True, (70, 0), scale=0.1), "launch": mosaic_gpu.Launch(*launch)}
+    assert "mosaic_gpu" in lower(config, **options)
+
+
+@pytest.mark.quick(2)
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("block_q", [64, 128])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
+def test_queries_are_quantized_once(head_dim, block_q, dtype):
+    """By the kernel if it can, else in a launch of its own before it."""
+    config = tj.TurboConfig(mode="fp8", softmax=EXACT, block_q=block_q)
+    query = jax.ShapeDtypeStruct((2, 300, 4, head_dim), dtype)
+    launch = mosaic_gpu.default_launch(query, config)
+    # Tiles of 192 queries are no multiple of blocks of 128.
+    assert launch.consumers == (3 if head_dim == 64 else 2)
+    assert launch.quantizes == (dtype != jnp.float32 and (head_dim, block_q) != (64, 128))
+    assert launch.tile == 128
+    with pytest.MonkeyPatch.context() as patch:
+        seen = []
+
+        def counted(query, *rest):
+            seen.append(query.shape)
+            return quantize_queries(query, *rest)
+
+        patch.setattr(mosaic_gpu, "quantize_queries", counted)
+        assert "mosaic_gpu" in lower(config, head_dim, dtype, 300)
+    assert len(seen) == (not launch.quantizes)
+
+
+def test_which_queries_the_kernel_quantizes():
+    def quantizes(head_dim=128, dtype=jnp.bfloat16, block_q=64, consumers=2):
+        query = jax.ShapeDtypeStruct((2, 300, 4, head_dim), dtype)
+        config = tj.TurboConfig(block_q=block_q)
+        return mosaic_gpu.quantizes_queries(query, config, consumers)
+
+    assert quantizes()
+    assert quantizes(64, jnp.float16, 128)
+    assert quantizes(64, consumers=3)
+    assert not quantizes(64, block_q=128, consumers=3)
+    assert not quantizes(dtype=jnp.float32)
+    assert not quantizes(96)
+    assert not quantizes(256)
+    assert not quantizes(block_q=256)

@@ -1,0 +1,258 @@
+"""INT4 products of few tokens on Hopper without a GPU: launches, lowering, and whole programs.
+
+A program's warps run on arrays of 32 lanes, with copies, barriers and the cluster's memory in numpy
+(`oracles.programs`). What the compiled kernel computes is checked in `test_gpu_int4.py`.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.mosaic import eight_bits
+from pallas_kernels.mosaic.hopper.matmul import epilogue, few, few_inputs, rounding
+from pallas_kernels.mosaic.products import int4
+from tests.kernels.kernel_helpers import lower_for_cuda
+from tests.kernels.test_mosaic_int4 import specification
+from tests.matmul.int4_helpers import (
+    assert_equals_oracle,
+    random_epilogue,
+    random_tokens,
+    random_weight,
+    stored_bias,
+    wide,
+)
+from tests.oracles import programs, warp
+from turbojax import _device
+from turbojax.ops.int4_matmul import few_mosaic, mosaic_operands
+from turbojax.ops.int4_matmul.static import GATED
+from turbojax.quantizers import Fp8Tokens, quantize_tokens
+from turbojax.quantizers.int4 import BLOCK
+
+ROWS = (1, 7, 8, 9, 16, 17, 33, 64)
+SHAPES = (
+    (1, 1),
+    (11008, 4096),
+    (28672, 8192),
+    (70, 520),
+    (4096, 4096),
+    (6144, 4096),
+    (14336, 4096),
+    (4096, 14336),
+    (8192, 28672),
+)
+
+
+@pytest.fixture
+def hopper(monkeypatch):
+    monkeypatch.setattr(_device, "gpu_compute_capability", lambda: 9.0)
+
+
+# Launches -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scales", ["e4m3", "bf16"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_launches(shape, scales):
+    """Memory suffices, and who adds what up does not depend on the number of tokens."""
+    found = set()
+    for rows in ROWS:
+        _, weight = specification(rows, *shape, scales=scales)
+        launch = few_mosaic.default_launch(rows, weight)
+        groups = weight.padded_shape[1] // BLOCK
+        found.add(launch.splits * launch.parts)
+        assert rows <= launch.tokens <= max(8, 2 * rows)
+        assert launch.splits * launch.parts <= groups
+        assert launch.warpgroups % launch.splits == 0
+        assert launch.stages == 4
+        resident = -(-groups // launch.parts)
+        assert launch.resident == resident or launch.resident % launch.splits == 0
+        assert 1 <= launch.resident <= resident
+        assert not launch.rounds
+        s = settings_of(launch, None, False, False, "bfloat16")
+        assert few.Memory.of(s, groups, {"e4m3": 1, "bf16": 2}[scales]).size <= 225 * 1024
+    assert len(found) == 1
+
+
+def test_no_launch():
+    """Of more tokens, or of inputs whose scales do not fit."""
+    _, weight = specification(65, 128, 128)
+    assert few_mosaic.default_launch(65, weight) is None
+    _, weight = specification(1, 500_000, 500_000, scales="bf16")
+    assert few_mosaic.default_launch(1, weight) is None
+
+
+def test_tokens_that_the_kernel_rounds():
+    """As many as its lanes can hold, and all of a program's at once."""
+    for rows, want in ((1, True), (16, True), (64, False)):
+        _, weight = specification(rows, 14336, 4096)
+        launch = few_mosaic.default_launch(rows, weight, rounds=True)
+        assert launch.rounds == want
+        assert not launch.rounds or launch.resident == -(-32 // launch.parts)
+
+
+def settings_of(launch, activation, has_bias, has_residual, dtype, **options):
+    return few.Settings(
+        epilogue=few.Epilogue(activation, has_bias, has_residual, dtype, 0),
+        tokens=launch.tokens,
+        warpgroups=launch.warpgroups,
+        parts=launch.parts,
+        stages=launch.stages,
+        resident=launch.resident,
+        splits=launch.splits,
+        **options,
+    )
+
+
+# Whole programs -----------------------------------------------------------------------------------
+
+
+def memory(x):
+    return None if x is None else warp.Pointer(np.array(x).reshape(-1).view(np.uint8).copy())
+
+
+@pytest.fixture
+def product(monkeypatch):
+    """The product of a launch, every program of it emulated."""
+    for module in (few, few_inputs, rounding, eight_bits, epilogue, int4):
+        monkeypatch.setattr(module, "lane", warp)
+    for module in (few, rounding):
+        monkeypatch.setattr(module, "ClusterPointer", programs.ClusterPointer)
+
+    def run(tokens, weight, bias, residual, activation, *, launch):
+        is_rounded = isinstance(tokens, Fp8Tokens)
+        x, scale = (tokens.codes, tokens.scale) if is_rounded else (tokens, None)
+        count, inputs = x.shape
+        rule = None
+        if not is_rounded:
+            sizes = (launch.tokens, launch.resident, launch.parts, launch.warpgroups)
+            rule = rounding.Rounding(str(x.dtype), count, inputs, *sizes)
+        dtype = str(tokens.dtype)
+        has = bias is not None, residual is not None
+        s = settings_of(launch, activation, *has, dtype, rounding=rule)
+        is_e4m3 = weight.scale_dtype == "e4m3"
+        out = memory(np.full((count, weight.result_size), np.nan, np.dtype(tokens.dtype)))
+        tiles, groups = weight.codes.shape[:2]
+        a = few_inputs.Arrays(
+            codes=memory(weight.codes),
+            scales=memory(weight.scales),
+            tables=memory(mosaic_operands.tables()) if is_e4m3 else None,
+            x=memory(x),
+            token_scales=memory(scale),
+            output_scales=memory(weight.output_scale),
+            bias=memory(stored_bias(bias, weight)),
+            residual=memory(residual),
+            out=out,
+            tiles=tiles,
+            groups=groups,
+            tokens=count,
+            inputs=inputs,
+            width=weight.result_size,
+            scale_dtype="uint8" if is_e4m3 else str(weight.scales.dtype),
+        )
+        shared = few.Memory.of(s, groups, a.scale_bytes).size
+        for rows in range(-(-tiles // s.tiles)):
+            programs.run(
+                monkeypatch,
+                lambda part, own, rows=rows: few._program(
+                    a, [warp.integer(rows), warp.integer(part)], own, s
+                ),
+                programs=s.parts,
+                warps=4 * s.warpgroups,
+                shared=shared,
+            )
+        got = out.memory.view(np.dtype(tokens.dtype)).reshape(count, -1)
+        return jnp.asarray(got)
+
+    return run
+
+
+Launch = functools.partial(few_mosaic.Launch, rounds=False, splits=1)
+# Tokens, outputs, inputs; scales; activation; launch: columns, warpgroups, parts, slots, groups.
+CASES = {
+    "two parts": ((5, 100, 528), "e4m3", None, Launch(8, 2, 2, 2, 3)),
+    "uneven parts, gated": ((16, 75, 912), "e4m3", "swiglu", Launch(16, 1, 3, 2, 3)),
+    "rounds of tokens": ((33, 70, 640), "bf16", "gelu", Launch(64, 1, 1, 2, 2)),
+    "shares of a program": ((5, 100, 1040), "e4m3", None, Launch(8, 4, 2, 2, 5, splits=2)),
+    "one program": ((9, 75, 1040), "f16", "geglu", Launch(16, 4, 1, 2, 9, splits=4)),
+    "rounds of shares": ((17, 70, 1152), "bf16", None, Launch(32, 2, 2, 2, 4, splits=2)),
+    "more rows than there are": ((3, 130, 272), "bf16", "silu", Launch(8, 2, 1, 4, 3)),
+}
+
+
+@pytest.mark.quick(2)
+@pytest.mark.parametrize("name", CASES)
+def test_programs(product, name):
+    (count, out_size, in_size), scales, activation, launch = CASES[name]
+    rng = np.random.default_rng(0)
+    weight = random_weight(rng, out_size, in_size, scales, gated=activation in GATED)
+    tokens = random_tokens(rng, count, in_size)
+    bias, residual = random_epilogue(rng, count, weight, jnp.bfloat16)
+    got = product(tokens, weight, bias, residual, activation, launch=launch)
+    assert_equals_oracle(got, tokens, weight, bias, residual, activation, BLOCK)
+
+
+def test_another_number_of_tokens(product):
+    """The same bits, with other columns and slots."""
+    rng = np.random.default_rng(1)
+    weight = random_weight(rng, 64, 1024, "e4m3")
+    tokens = random_tokens(rng, 9, 1024, jnp.float16)
+    call = functools.partial(product, weight=weight, bias=None, residual=None, activation=None)
+    one = call(tokens, launch=Launch(16, 1, 2, 2, 4))
+    some = Fp8Tokens(tokens.codes[:3], tokens.scale[:3], tokens.dtype)
+    few_of_them = call(some, launch=Launch(8, 1, 2, 3, 4))
+    np.testing.assert_array_equal(wide(few_of_them), wide(one)[:3])
+
+
+def test_shares_of_programs_and_of_a_cluster(product):
+    """The same bits, whether warpgroups of a program share rows or programs of a cluster."""
+    rng = np.random.default_rng(3)
+    weight = random_weight(rng, 64, 1104, "e4m3")
+    tokens = random_tokens(rng, 5, 1104)
+    call = functools.partial(product, weight=weight, bias=None, residual=None, activation=None)
+    want = call(tokens, launch=Launch(8, 1, 4, 2, 3))
+    for launch in (Launch(8, 4, 1, 2, 9, splits=4), Launch(8, 2, 2, 3, 5, splits=2)):
+        np.testing.assert_array_equal(wide(call(tokens, launch=launch)), wide(want))
+
+
+def test_rounded_in_the_program(product):
+    """The bits of a product whose tokens were rounded before."""
+    rng = np.random.default_rng(2)
+    weight = random_weight(rng, 64, 528, "e4m3")
+    x = jnp.asarray(rng.normal(size=(5, 528)), jnp.bfloat16).at[2, 7].set(jnp.nan)
+    call = functools.partial(product, weight=weight, bias=None, residual=None, activation=None)
+    for launch in (Launch(8, 1, 2, 2, 3), Launch(8, 2, 1, 2, 5, splits=2)):
+        want = call(quantize_tokens(x), launch=launch)
+        np.testing.assert_array_equal(wide(call(x, launch=launch)), wide(want))
+    assert np.isnan(wide(want)[2]).all()
+    assert np.isfinite(wide(want)[3]).all()
+
+
+# Lowering -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.quick(2)
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("is_rounded", [False, True])
+@pytest.mark.parametrize(
+    ("shape", "scales", "activation"),
+    [((5, 75, 300), "e4m3", "swiglu"), ((64, 4096, 14336), "bf16", None)],
+)
+def test_lowers(shape, scales, activation, is_rounded):
+    """Tokens in e4m3 and others, which the kernel rounds itself where it can."""
+    tokens, weight = specification(*shape, scales=scales, gated=activation == "swiglu")
+    rows = shape[0]
+    launch = few_mosaic.default_launch(rows, weight, rounds=not is_rounded)
+    residual = jax.ShapeDtypeStruct((rows, weight.result_size), jnp.bfloat16)
+    tables = jax.ShapeDtypeStruct((128, 16), jnp.uint8) if scales == "e4m3" else None
+    given = tokens if is_rounded else jax.ShapeDtypeStruct(tokens.codes.shape, jnp.bfloat16)
+
+    def call(tokens, weight, residual, tables):
+        options = {"activation": activation, "launch": launch, "tables": tables}
+        return few_mosaic.matmul(tokens, weight, None, residual, **options)
+
+    text = lower_for_cuda(call, given, weight, residual, tables)
+    assert "turbojax_int4_few_hopper" in text
+    assert ("turbojax_fp8_tokens" in text) == (not is_rounded and not launch.rounds)

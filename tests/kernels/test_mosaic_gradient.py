@@ -1,0 +1,231 @@
+"""The gradient of `turbo_attention` by Mosaic GPU, without a GPU: refusals, lowering.
+
+What it computes is checked on a GPU, in `test_gpu_mosaic_gradient.py`.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import turbojax as tj
+from pallas_kernels.mosaic.hopper.gradient import tiles
+from tests.attention.attention_helpers import EXACT, MODES
+from tests.grids import pairwise
+from tests.kernels.kernel_helpers import OFFSETS, SEGMENTS, extras_of, lower_for_cuda
+from turbojax import _device
+from turbojax.ops.extras import NOTHING, Extras
+from turbojax.ops.options import Options
+from turbojax.ops.turbo_attention import gradient, mosaic_gradient
+
+SEES_ALL = Options(False, scale=0.1)
+FEATURES = {
+    "plain": SEES_ALL,
+    "causal": Options(True, scale=0.1),
+    "window": Options(False, (100, 30), scale=0.1),
+    "causal window": Options(True, (64, 64), scale=0.1),
+    "soft cap": Options(True, scale=0.1, logits_soft_cap=5.0),
+    "negative scale": Options(False, scale=-0.2),
+}
+
+
+@pytest.fixture
+def hopper(monkeypatch):
+    monkeypatch.setattr(_device, "gpu_compute_capability", lambda: 9.0)
+
+
+def refusal(config, head_dim=64, dtype=jnp.bfloat16, extras=()):
+    x = jax.ShapeDtypeStruct((1, 8, 2, head_dim), dtype)
+    given = {"options": SEES_ALL, "extras": extras_of(extras, 1, 8, 8, 2)}
+    return mosaic_gradient.unsupported(query=x, key=x, value=x, config=config, **given)
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize(
+    ("mode", "head_dim"),
+    [(m, n) for m in MODES for n in (8, 64, 80, 128, 200, 256) if m != "float" or n <= 128],
+)
+def test_hopper_runs_it(mode, head_dim):
+    assert refusal(tj.TurboConfig(mode=mode, softmax=EXACT), head_dim) is None
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize(
+    ("config", "head_dim", "dtype", "words"),
+    [
+        ({"block_q": 32}, 64, jnp.bfloat16, "config.block_q=32 must be a multiple of 64"),
+        (
+            {"block_kv": 32, "buffer_size": 64},
+            64,
+            jnp.bfloat16,
+            "config.block_kv=32 must be a multiple of 64",
+        ),
+        ({}, 264, jnp.bfloat16, "head_dim=264 must be at most 256"),
+        (
+            {"mode": "float"},
+            256,
+            jnp.bfloat16,
+            "head_dim=256 must be at most 128 where config.mode='float'",
+        ),
+        ({"mode": "float"}, 64, jnp.float32, "config.mode='float' in float32 must be an 8-bit"),
+    ],
+)
+def test_refusals_in_words(config, head_dim, dtype, words):
+    assert words in refusal(tj.TurboConfig(**config), head_dim, dtype)
+
+
+@pytest.mark.usefixtures("hopper")
+def test_which_extras_it_has():
+    every = (*OFFSETS, *SEGMENTS, "alibi_slopes", "sinks")
+    assert refusal(tj.TurboConfig(), extras=every) is None
+    assert refusal(tj.TurboConfig(), extras=("bias",)) == "it has no bias"
+    words = "head_dim=256 must be at most 128 with segments, or gradient='8bit'"
+    assert refusal(tj.TurboConfig(), 256, extras=SEGMENTS) == words
+    assert refusal(tj.TurboConfig(gradient="8bit"), 256, extras=SEGMENTS) is None
+
+
+def test_it_needs_hopper(monkeypatch):
+    for capability in (None, 8.9, 10.0):
+        monkeypatch.setattr(_device, "gpu_compute_capability", lambda c=capability: c)
+        assert "needs an NVIDIA GPU of compute capability 9.0" in refusal(tj.TurboConfig())
+    with _device.interpret_kernels():
+        assert refusal(tj.TurboConfig()) == "its kernel cannot be interpreted"
+
+
+@pytest.mark.usefixtures("hopper")
+def test_which_gradient_runs():
+    """The forward pass' name where the gradient has it; else the fastest that can."""
+    x = jax.ShapeDtypeStruct((1, 8, 2, 64), jnp.bfloat16)
+    arguments = {"query": x, "key": x, "value": x, "options": SEES_ALL}
+    for asked, runs in {
+        None: "mosaic_gpu",
+        "mosaic_gpu": "mosaic_gpu",
+        "triton": "mosaic_gpu",
+        "jax_triton": "mosaic_gpu",
+        "xla": "xla",
+    }.items():
+        name = gradient.GRADIENT.beside(asked)
+        chosen = gradient.GRADIENT.select(name, config=tj.TurboConfig(), **arguments)
+        assert chosen.name == runs
+    config = tj.TurboConfig(block_q=32)
+    assert gradient.GRADIENT.select(None, config=config, **arguments).name == "xla"
+
+
+LOWERED = pairwise(
+    feature=list(FEATURES),
+    rounding=["float", "8bit"],
+    head_dim=[128, 64, 8, 80, 256],
+    tokens=[100, 1, 7, 128, 300],
+    mode=list(MODES),
+    dtype=[jnp.bfloat16, jnp.float16, jnp.float32],
+    is_ragged=[True, False],
+    block_kv=[64, 128],
+)
+
+
+@pytest.mark.quick(2, slow=6)
+@pytest.mark.parametrize(
+    ("feature", "rounding", "head_dim", "tokens", "mode", "dtype", "is_ragged", "block_kv"),
+    LOWERED[::2],
+)
+def test_it_lowers(feature, rounding, head_dim, tokens, mode, dtype, is_ragged, block_kv):
+    """Each option, mode, dtype, head dim, block and number of queries, many in pairs."""
+    if mode == "float" and (head_dim > 128 or dtype == jnp.float32):
+        mode = "int8"
+    if mode == "float":
+        rounding = "float"
+    config = tj.TurboConfig(
+        mode=mode,
+        softmax=EXACT,
+        gradient=rounding,
+        block_q=128,
+        block_kv=block_kv,
+        buffer_size=block_kv,
+    )
+    run = functools.partial(
+        mosaic_gradient.gradient, config=config, options=FEATURES[feature], is_ragged=is_ragged
+    )
+    query, key = (
+        jax.ShapeDtypeStruct((2, n, h, head_dim), dtype) for n, h in ((tokens, 4), (150, 2))
+    )
+    lengths = jax.ShapeDtypeStruct((2,), jnp.int32)
+    rows = jax.ShapeDtypeStruct(query.shape[:3], jnp.float32)
+    arrays = (query, key, key, lengths, lengths, query, rows, query, rows)
+    assert "mosaic_gpu" in lower_for_cuda(run, *arrays)
+
+
+EXTRAS = pairwise(
+    extras=[
+        SEGMENTS,
+        (*SEGMENTS, *OFFSETS),
+        (*SEGMENTS, "sinks"),
+        OFFSETS,
+        ("sinks",),
+        (*SEGMENTS, "alibi_slopes"),
+        ("alibi_slopes", "query_offset"),
+    ],
+    feature=list(FEATURES),
+    rounding=["float", "8bit"],
+    head_dim=[(128, 128), (64, 64), (192, 128), (80, 40)],
+    mode=list(MODES),
+    dtypes=[(jnp.bfloat16, jnp.bfloat16), (jnp.float16, jnp.float32), (jnp.float32, jnp.float32)],
+    is_ragged=[True, False],
+)
+
+
+@pytest.mark.quick(2, slow=6)
+@pytest.mark.parametrize(
+    ("extras", "feature", "rounding", "head_dim", "mode", "dtypes", "is_ragged"), EXTRAS[::2]
+)
+def test_extras_lower(extras, feature, rounding, head_dim, mode, dtypes, is_ragged):
+    """Each of them, with all else, in pairs."""
+    dtype, out_dtype = dtypes
+    if head_dim[0] > 128 and SEGMENTS[0] in extras:
+        rounding = "8bit"  # what is refused otherwise
+    if mode == "float" and (head_dim[0] > 128 or dtype == jnp.float32 or rounding == "8bit"):
+        mode = "int8"
+    config = tj.TurboConfig(mode=mode, softmax=EXACT, gradient=rounding)
+    run = functools.partial(
+        mosaic_gradient.gradient, config=config, options=FEATURES[feature], is_ragged=is_ragged
+    )
+
+    def of(tokens, heads, channels, dtype=dtype):
+        return jax.ShapeDtypeStruct((2, tokens, heads, channels), dtype)
+
+    channels, of_values = head_dim
+    lengths = jax.ShapeDtypeStruct((2,), jnp.int32)
+    rows = jax.ShapeDtypeStruct((2, 300, 4), jnp.float32)
+    arrays = (of(300, 4, channels), of(150, 2, channels), of(150, 2, of_values), lengths, lengths)
+    out = of(300, 4, of_values, out_dtype)
+    given = extras_of(extras, 2, 300, 150, 4)
+    text = lower_for_cuda(
+        lambda *x: run(*x[:-1], extras=x[-1]), *arrays, out, rows, out, rows, given
+    )
+    assert "mosaic_gpu" in text
+
+
+@pytest.mark.parametrize("has_order", [True, False])
+def test_every_tile_of_every_row_has_a_number(has_order):
+    batch, rows, count = 2, 3, 5
+    order = jnp.asarray([7, 3, 9, 0, 1, 2, 8, 4, 6, 5], jnp.int32) if has_order else None
+    total = batch * rows * tiles.numbers(128 * count, order)
+    got = [tiles.place_of(jnp.int32(n), count, order, rows) for n in range(total)]
+    seen = sorted((int(row), int(tile)) for row, tile in got if tile < count)
+    assert seen == [(row, tile) for row in range(batch * rows) for tile in range(count)]
+    if has_order:
+        assert [(int(r), int(t)) for r, t in got[:4]] == [(3, 2), (4, 2), (5, 2), (0, 3)]
+
+
+def test_nan_of_a_query_that_sees_no_key_does_not_reach_the_kernels():
+    """By itself, or with a sink, which is its log-sum-exp then."""
+    sinks = jnp.array([0.5, -jnp.inf])
+    residual = jnp.array([[[1.0, 2.0], [0.5, -jnp.inf]]])
+    out = jnp.array([[[1.0, 1.0], [0.0, 0.0]]])[..., None].astype(jnp.bfloat16)
+    d_out = jnp.array([[[3.0, 4.0], [jnp.nan, jnp.nan]]])[..., None].astype(jnp.bfloat16)
+    clean = mosaic_gradient._of_seeing(d_out, out, residual, Extras(sinks=sinks))
+    assert clean[0, :, :, 0].tolist() == [[3, 4], [0, 0]]
+    assert clean.dtype == d_out.dtype
+    clean = mosaic_gradient._of_seeing(d_out, out, residual, NOTHING)
+    assert bool(jnp.isnan(clean[0, 1, 0, 0]))
+    assert float(clean[0, 1, 1, 0]) == 0

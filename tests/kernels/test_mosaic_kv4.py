@@ -1,0 +1,294 @@
+"""KV4 and K8V4 for Hopper, on a CPU: refusals, lowering, and what a warp computes.
+
+A warp's arithmetic runs on arrays of 32 lanes (`oracles.warp`); copies, barriers and the real
+matrix unit are checked on a GPU, in `test_gpu_kv4.py` and `test_gpu_k8v4.py`.
+"""
+
+import dataclasses
+import functools
+import types
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from pallas_kernels.mosaic import warp as frame
+from pallas_kernels.mosaic.hopper.paged import inputs, kernel, operands, scaled
+from tests.attention import test_kv4_decode
+from tests.attention.test_kv4_decode import normal
+from tests.caches import test_k8v4
+from tests.kernels.kernel_helpers import lower_for_cuda
+from tests.oracles import warp
+from turbojax import _device
+from turbojax.ops.kv4_attention import mosaic_gpu
+from turbojax.ops.options import Options
+from turbojax.quantizers import quantize_fp8
+from turbojax.state import kv4
+
+KINDS = {"kv4": kv4.init_cache, "k8v4": kv4.init_k8v4_cache}
+SHARED_BYTES = 227 * 1024
+LOG2_E = np.log2(np.e)
+
+
+# What is refused, and that the rest lowers --------------------------------------------------------
+
+
+def specification(kind, *, batch=2, tokens=1, heads=8, head_dim=128, room=4000):
+    cache = jax.eval_shape(lambda: KINDS[kind](batch, room, 2, head_dim))
+    return jax.ShapeDtypeStruct((batch, tokens, heads, head_dim), jnp.bfloat16), cache
+
+
+def refusal(kind, **shape):
+    query, cache = specification(kind, **shape)
+    return mosaic_gpu.decode_unsupported(query=query, cache=cache, options=Options(True, scale=1.0))
+
+
+@pytest.mark.quick(first=2)
+@pytest.mark.parametrize(
+    ("kind", "shape", "window"),
+    [
+        ("kv4", {"batch": 16, "room": 2**15}, None),
+        ("k8v4", {"tokens": 3, "head_dim": 64}, (300, 0)),
+        ("kv4", {"heads": 12, "head_dim": 256}, (300, 0)),
+        ("k8v4", {"head_dim": 256}, None),
+        ("kv4", {"tokens": 5, "head_dim": 64}, None),
+    ],
+)
+def test_it_lowers(kind, shape, window):
+    query, cache = specification(kind, **shape)
+    lengths = jax.ShapeDtypeStruct((query.shape[0],), jnp.int32)
+    call = functools.partial(mosaic_gpu.decode, options=Options(True, window, scale=0.1))
+    assert "turbojax_paged_hopper" in lower_for_cuda(jax.jit(call), query, cache, lengths)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_refusals_name_value_and_requirement(kind, monkeypatch):
+    assert "needs an NVIDIA GPU of compute capability 8.0, 8.9, 9.0 or 10.0" in refusal(kind)
+    monkeypatch.setattr(_device, "gpu_compute_capability", lambda: 8.0)
+    assert refusal(kind) == "needs compute capability 8.9 for 8-bit floats"
+    monkeypatch.setattr(_device, "gpu_compute_capability", lambda: 9.0)
+    assert refusal(kind) is None
+    assert refusal(kind, head_dim=96) == "head_dim=96 must be one of (64, 128, 256)"
+    assert refusal(kind, tokens=17) == "68 queries of a KV head must be at most 64"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("shape", [{}, {"tokens": 16}, {"batch": 16, "room": 2**15}])
+def test_what_is_in_flight_fits_shared_memory(kind, head_dim, shape):
+    query, cache = specification(kind, head_dim=head_dim, **shape)
+    launch = mosaic_gpu.default_launch(query, cache)
+    s = mosaic_gpu.settings_of(query, cache, Options(True, scale=1.0), launch)
+    assert s.warps * s.warp_bytes(head_dim) <= SHARED_BYTES
+    assert s.part % s.step == 0
+    assert launch.is_split == (shape == {})
+
+
+# What a warp computes -----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def lanes(monkeypatch):
+    """The kernel's modules on arrays of lanes; gives the lane."""
+    for module in (frame, inputs, kernel, operands, scaled):
+        monkeypatch.setattr(module, "lane", warp)
+    number = warp.Int(warp.LANES)
+    g = number >> 2
+    return inputs.Place(g, number & 3, number, inputs.parity(g))
+
+
+def bytes_of(x):
+    return np.ascontiguousarray(np.asarray(x)).reshape(-1).view(np.uint8)
+
+
+def arrays(query, cache, b, head, real):
+    """The arrays and the place of a program with one KV head, and its heads of queries."""
+    group = query.shape[2] // cache.num_kv_heads
+    query = np.asarray(query)[b : b + 1, :, head * group : (head + 1) * group]
+    tokens, length = query.shape[1], int(cache.lengths[b])
+    a = types.SimpleNamespace(
+        query=warp.Pointer(bytes_of(query)), tokens=tokens, heads=group, group=group,
+        rows=group * tokens, head_dim=cache.head_dim, dtype=query.dtype.name,
+        pages=types.SimpleNamespace(key_scale=None, signs=None),
+    )  # fmt: skip
+    zero = warp.integer(0)
+    at = types.SimpleNamespace(
+        tile=zero, head=zero, batch=zero, begin=warp.integer(length - real),
+        query_length=warp.integer(real), length=warp.integer(length),
+    )  # fmt: skip
+    return a, at, query
+
+
+def blocks_of(cache, b, head, s):
+    """What a warp copies, block after block."""
+    fields = (cache.key_codes, cache.value_codes, cache.key_scale, cache.value_scale)
+    for first in range(0, int(cache.lengths[b]), s.block):
+        row = first % cache.room
+        parts = [bytes_of(x[b, head, row : row + s.block]) for x in fields]
+        yield first, np.concatenate(parts)
+
+
+def attend(lane, query, cache, *, block=64, real=None, **options):
+    """`fireq.decode` by one warp for each KV head, and the merge's last step: out, log-sum-exp."""
+    options = Options.complete(
+        cache.head_dim,
+        is_causal=True,
+        **{"scale": None, "local_window_size": None, "logits_soft_cap": None, **options},
+    )
+    launch = mosaic_gpu.Launch(False, block=block)
+    s = mosaic_gpu.settings_of(query, cache, options, launch)
+    products = kernel.products_of(cache.head_dim, s)
+    batch, tokens, heads, dim = query.shape
+    group, g, t = heads // cache.num_kv_heads, warp.LANES // 4, warp.LANES % 4
+    out, lse = np.zeros(query.shape), np.zeros(query.shape[:3])
+    channels = [scaled.channel(i, lane, dim).value.astype(np.int64) for i in range(dim // 8)]
+    for b, head in np.ndindex(batch, cache.num_kv_heads):
+        a, at, _ = arrays(query, cache, b, head, tokens if real is None else real[b])
+        loaded = kernel._load_query(a, at, lane, products, None, s)
+        state = inputs.State.empty(s.tiles, dim // 8)
+        for first, memory in blocks_of(cache, b, head, s):
+            place = warp.Pointer(memory), warp.integer(first)
+            state = state.joined(kernel._attend(place, at, loaded, lane, products, s))
+        o, m, l = np.full((s.rows, dim), np.inf), np.zeros(s.rows), np.zeros(s.rows)
+        for tile in range(s.tiles):
+            for c, x in zip(channels, state.outputs[tile], strict=True):
+                o[4 * tile + t, c] = x.value
+            m[4 * tile + t[g == 0]] = state.maxima[tile].value[g == 0]
+            l[4 * tile + t[g == 0]] = state.totals[tile].value[g == 0]
+        with np.errstate(all="ignore"):
+            o = np.where(l[:, None] == 0, 0, o / l[:, None]) * s.value_unit
+            found = np.where(l == 0, -np.inf, m / LOG2_E + np.log(l))
+        for row in range(group * tokens):
+            at_row = b, row % tokens, head * group + row // tokens
+            out[at_row], lse[at_row] = o[row], found[row]
+    return out.astype(np.float32), lse.astype(np.float32)
+
+
+def matches(lane, kind, query, cache, block=64, **options):
+    """Within the bound that the definition's own suite derives."""
+
+    def call(query, cache, *, return_residual, query_seq_lengths=None, **options):
+        assert return_residual
+        out, lse = attend(lane, query, cache, block=block, real=query_seq_lengths, **options)
+        return jnp.asarray(out, query.dtype), jnp.asarray(lse)
+
+    if kind == "kv4":
+        test_kv4_decode.assert_matches_oracle(query, cache, 2.0**-21, call=call, **options)
+    else:
+        test_k8v4.assert_matches("mosaic_gpu", query, cache, call=call, **options)
+
+
+def filled(kind, *arguments, **options):
+    module = test_kv4_decode if kind == "kv4" else test_k8v4
+    return module.filled(*arguments, **options)
+
+
+@pytest.mark.quick(first=4)
+@pytest.mark.parametrize(
+    ("kind", "head_dim", "block", "dtype"),
+    [
+        ("kv4", 128, 64, jnp.float32),
+        ("k8v4", 128, 32, jnp.float32),
+        ("kv4", 64, 64, jnp.bfloat16),
+        ("k8v4", 64, 64, jnp.float16),
+        ("kv4", 256, 32, jnp.float16),
+        ("k8v4", 256, 32, jnp.bfloat16),
+    ],
+)
+def test_a_warp_attends_as_the_definition_says(lanes, kind, head_dim, block, dtype):
+    cache = filled(kind, 1, head_dim, (150, 0, 64), dtype)
+    matches(lanes, kind, normal(3, (3, 1, 4, head_dim), dtype), cache, block)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"local_window_size": (20, 0), "query_seq_lengths": (2,), "scale": -0.2},
+        {"local_window_size": (9, 2), "logits_soft_cap": 3.0},
+    ],
+    ids=["window, padding", "window of both sides, soft cap"],
+)
+def test_options(lanes, kind, options):
+    """Two heads of three tokens fill six rows of eight."""
+    matches(lanes, kind, normal(4, (1, 3, 2, 64)), filled(kind, 1, 64, (71,)), **options)
+
+
+def test_a_ring_is_read_as_a_cache_that_holds_all(lanes):
+    """Of 300 tokens 128 are there; where they are does not change a bit."""
+    x, made = [normal(i, (1, 300, 1, 64)) for i in (8, 9)], []
+    for window in (None, (40, 0)):
+        empty = kv4.init_cache(1, 300, 1, 64, dtype=jnp.float32, local_window_size=window)
+        cache = test_kv4_decode.append(empty, *x)
+        made.append(attend(lanes, normal(10, (1, 2, 2, 64)), cache, local_window_size=(40, 0)))
+    for a, b in zip(*made, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_not_finite_and_what_is_not_seen(lanes, kind):
+    query, clean = normal(5, (1, 2, 2, 64)), filled(kind, 1, 64, (41,), room=40)
+    beyond = (jnp.arange(clean.key_scale.shape[2]) >= 41)[None, None]
+    dirty = dataclasses.replace(
+        clean,
+        key_scale=jnp.where(beyond, jnp.nan, clean.key_scale),
+        value_scale=jnp.where(beyond, jnp.nan, clean.value_scale),
+        value_codes=jnp.where(beyond[..., None], 0x77, clean.value_codes),
+        key_codes=jnp.where(
+            beyond[..., None], jnp.full_like(clean.key_codes, 0x77), clean.key_codes
+        ),
+    )
+    for a, b in zip(attend(lanes, query, dirty), attend(lanes, query, clean), strict=True):
+        np.testing.assert_array_equal(a, b)
+    # Token 40 is the second query's own: the first one does not see it.
+    for name in ("key_scale", "value_scale"):
+        spoiled = getattr(clean, name).at[0, 0, 40].set(jnp.nan)
+        out, lse = attend(lanes, query, dataclasses.replace(clean, **{name: spoiled}))
+        np.testing.assert_array_equal(np.isnan(out).all((2, 3)), [[False, True]])
+        np.testing.assert_array_equal(np.isnan(out).any((2, 3)), [[False, True]])
+        np.testing.assert_array_equal(np.isnan(lse[0, 1]), name == "key_scale")
+    out, _ = attend(lanes, query.at[0, 0, 1, 5].set(jnp.inf), clean)
+    np.testing.assert_array_equal(np.isnan(out).any(-1), [[[False, True], [False, False]]])
+
+
+@pytest.mark.parametrize("size", [1e-39, 1e-30, 1e30, 3e38])
+def test_queries_and_values_of_any_size_are_finite(lanes, size):
+    query = np.random.default_rng(6).uniform(-1, 1, (1, 1, 4, 64)) * size
+    cache = filled("kv4", 1, 64, (64,))
+    loud = min(1e37, max(1e-37, size))
+    scale = (np.asarray(cache.value_scale, np.float32) * loud).astype(ml_dtypes.bfloat16)
+    cache = dataclasses.replace(cache, value_scale=jnp.asarray(scale))
+    out, lse = attend(lanes, query.astype(np.float32), cache, scale=1 / max(size, 1e-30))
+    assert np.isfinite(out).all()
+    assert np.isfinite(lse).all()
+    assert np.abs(out).max() > 1e-3 * loud
+
+
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
+def test_queries_have_the_codes_of_the_definition(lanes, dtype):
+    """To the bit, in the order of keys' bytes, and their sum."""
+    query = (np.random.default_rng(7).normal(size=(1, 1, 4, 128)) * 3).astype(dtype)
+    cache = filled("kv4", 1, 128, (64,))
+    s = mosaic_gpu.settings_of(query, cache, Options(True, scale=1.0), mosaic_gpu.Launch(False))
+    a, at, _ = arrays(query, cache, 0, 0, 1)
+    loaded = kernel._load_query(a, at, lanes, kernel.products_of(128, s), None, s)
+    want, want_scale = (np.asarray(x) for x in quantize_fp8(jnp.asarray(query), axis=-1))
+    [words], t = loaded.operands, warp.LANES % 4
+    pairs = np.stack([w.value[:, None].view(np.float16) for w in words], 1).astype(np.float64)
+    for g in range(8):
+        found = np.zeros(128)
+        for step, byte in enumerate((0, 1)):
+            for upper in (0, 1):
+                own = pairs[4 * g : 4 * g + 4, 2 * step + upper :: 4]  # [t, word, pair]
+                at_channel = 16 * np.arange(4)[:, None, None] + 4 * np.arange(4)[:, None]
+                at_channel = at_channel + byte + np.array([0, 2]) + 64 * upper
+                found[at_channel] = own * (16.0 if upper else 1.0)
+        codes = want[0, 0, g // 2].astype(np.float64) if g % 2 == 0 else np.zeros(128)
+        np.testing.assert_array_equal(found, codes)
+    np.testing.assert_array_equal(
+        loaded.factor[0].value, (want_scale[0, 0] * np.float32(LOG2_E))[t]
+    )
+    sums = want[0, 0].astype(np.float64).sum(-1)[t]
+    np.testing.assert_allclose(loaded.start[0][0].value, sums * -8 * 2.0**-24, rtol=1e-6)

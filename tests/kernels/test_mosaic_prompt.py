@@ -1,0 +1,391 @@
+"""Many queries to pages on Hopper, on a CPU: refusals, lowering, expansion of pages, spans.
+
+Code for single lanes runs on arrays of 32 lanes (`oracles.warp`); the attention itself runs in
+Pallas' interpreter where that is (`test_mosaic_interpreted.py`), and on a GPU
+(`test_gpu_paged_prompts.py`).
+"""
+
+import dataclasses
+import functools
+import types
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from pallas_kernels.mosaic import eight_bits
+from pallas_kernels.mosaic.hopper.paged_prompt import expand, join, lost, products, tiles, turn
+from tests.attention.paged_helpers import filled
+from tests.grids import pairwise
+from tests.kernels.kernel_helpers import lower_for_cuda
+from tests.kernels.test_mosaic_paged import specification
+from tests.oracles import warp
+from tests.oracles.turns import Turns
+from turbojax import _device
+from turbojax.ops.options import Options
+from turbojax.ops.paged_attention import hopper, mosaic_prompt
+from turbojax.state.pages.pool import gather
+
+KINDS = ("auto", "turbo4", "fp8_e4m3", "fp8_e5m2", "k8v4", "int8", "turbo_k3v2")
+
+
+# What is refused, and that the rest lowers --------------------------------------------------------
+
+
+def lower(kind, *, window=None, logits_soft_cap=None, scale=0.1, **shape):
+    attend = functools.partial(
+        hopper.attend, options=Options(True, window, scale=scale, logits_soft_cap=logits_soft_cap)
+    )
+    return lower_for_cuda(jax.jit(attend), *specification(kind, **shape))
+
+
+LOWERED = pairwise(
+    queries=[(8, 300), (2, 80), (6, 33), (32, 16)],
+    page_size=[64, 16, 32, 128],
+    kind=KINDS,
+    head_dim=[128, 64, 256],
+    dtype=[jnp.bfloat16, jnp.float16],
+    options=[{}, {"window": (300, 0), "logits_soft_cap": 30.0}, {"scale": -1.0}],
+)
+
+
+@pytest.mark.quick(first=3, slow=6)
+@pytest.mark.parametrize(("queries", "page_size", "kind", "head_dim", "dtype", "options"), LOWERED)
+def test_it_lowers(queries, page_size, kind, head_dim, dtype, options):
+    heads, tokens = queries
+    options = {**options, "page_size": page_size, "head_dim": head_dim, "dtype": dtype}
+    text = lower(kind, heads=heads, tokens=tokens, **options)
+    assert "turbojax_paged_prompt_hopper" in text
+    assert ("turbojax_paged_join_hopper" in text) == (heads * tokens // 2 <= 1024)
+    is_e4m3 = kind == "fp8_e4m3" and head_dim <= 128
+    assert ("turbojax_paged_expand_hopper" in text) == (kind != "auto" and not is_e4m3)
+    assert ("turbojax_paged_turn_hopper" in text) == is_e4m3
+
+
+@pytest.mark.parametrize(
+    ("kind", "shape", "words"),
+    [
+        ("auto", {"head_dim": 96}, "head_dim=96 must be one of (64, 128, 256)"),
+        ("turbo4", {"dtype": jnp.float32}, "dtype=float32 must be bfloat16 or float16"),
+    ],
+)
+def test_refusals_name_value_and_requirement(monkeypatch, kind, shape, words):
+    monkeypatch.setattr(_device, "gpu_compute_capability", lambda: 9.0)
+    query, cache, tables, *_ = specification(kind, tokens=17, **shape)
+    given = {"query": query, "block_tables": tables, "options": Options(True, scale=1.0)}
+    assert hopper.unsupported(cache=cache, **given).startswith(words)
+
+
+# Which keys a tile of queries sees ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("window", [None, 0, 5, 130, 400])
+def test_spans_hold_all_that_is_seen_and_whole_tiles_alone_inside(window):
+    tile = 128
+    for first, last in [
+        (0, 31),
+        (100, 131),
+        (127, 254),
+        (128, 159),
+        (-40, 10),
+        (500, 640),
+        (3, -1),
+    ]:
+        found = [int(x) for x in tiles.span(jnp.int32(first), jnp.int32(last), tile, window)]
+        begin, inner, outer, end = found
+        assert 0 <= begin <= inner <= outer <= end
+        for j in range(8):
+            keys = np.arange(j * tile, (j + 1) * tile)[None]
+            query = np.arange(first, last + 1)[:, None]
+            seen = keys <= query
+            if window is not None:
+                seen &= keys >= query - window
+            assert begin <= j < end or not seen.any()
+            assert not inner <= j < outer or seen.all()
+
+
+# Values that are not finite -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_a_tile_is_made_finite(lanes, dtype, head_dim):
+    """By four warps in turn, of which each sees what the others found."""
+    tile, count = tiles.tile_tokens(head_dim), 53
+    kind = np.dtype(getattr(ml_dtypes, dtype, dtype))
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(tile, head_dim)).astype(kind)
+    x[7, 3], x[40, head_dim - 1], x[60] = np.nan, -np.inf, np.nan
+    stored = x.view(np.uint16).reshape(tile // 8, 8, head_dim // 64, 8, 8).swapaxes(1, 2)
+    stored = np.take_along_axis(stored, swizzle()[None, None, :, :, None], 3)
+    memory = np.ascontiguousarray(stored).view(np.uint8).ravel()
+    found = np.zeros(32, np.uint8)
+    arguments = Memory(memory), Memory(found), warp.integer(count), tile, head_dim, dtype
+    lanes(lambda: lost._clean(*arguments))
+    got = memory.view(np.uint16).reshape(tile // 8, head_dim // 64, 8, 8, 8)
+    got = np.take_along_axis(got, swizzle()[None, None, :, :, None], 3).swapaxes(1, 2)
+    got = got.reshape(tile, head_dim).view(kind)
+    assert found.view(np.uint32)[:4].tolist() == [1 << 7, 1 << 8, 0, 0]
+    assert not got[count:].any()
+    untouched = np.ones((tile, head_dim), bool)
+    untouched[7, 0:8] = untouched[40, -8:] = untouched[count:] = False
+    np.testing.assert_array_equal(got[untouched], x[untouched])
+    assert not got[~untouched].any()
+
+
+def swizzle():
+    """Which piece of 16 bytes of a row is where: ``[8, 8]``."""
+    return np.arange(8)[:, None] ^ np.arange(8)[None]
+
+
+# Expansion of pages -------------------------------------------------------------------------------
+
+
+class Memory(warp.Pointer):
+    def at(self, *offsets):
+        return Memory(self.memory, super().at(*offsets).offset)
+
+    def times(self, index, size):
+        return Memory(self.memory, super().times(index, size).offset)
+
+    def half(self):
+        index = self.offset[:, None] + np.arange(2)
+        words = np.ascontiguousarray(self.memory[index]).view(np.uint16)
+        return warp.Int(words[:, 0])
+
+
+class Half(warp.half):
+    @staticmethod
+    def pack(low, high, dtype="float16"):
+        pair = np.stack([low.value, high.value], 1)
+        with np.errstate(all="ignore"):
+            pair = pair.astype(getattr(ml_dtypes, dtype, dtype))
+        return warp.Int(pair.view(np.uint32)[:, 0])
+
+
+@pytest.fixture
+def lanes(monkeypatch):
+    """Runs code for lanes as the four warps of a warpgroup, which take turns."""
+
+    def special(name):
+        assert name == "tid.x"
+        return warp.thread()
+
+    def join_bits(target, bits):
+        words, active = target.memory.view(np.uint32), warp.STATE.active[-1]
+        np.bitwise_or.at(words, target.offset[active] // 4, bits.value[active])
+
+    monkeypatch.setattr(warp, "special", special, raising=False)
+    monkeypatch.setattr(warp, "join_bits", join_bits, raising=False)
+    monkeypatch.setattr(warp, "half", Half)
+    for module in (eight_bits, expand, join, lost, products, turn):
+        monkeypatch.setattr(module, "lane", warp)
+
+    def run(f):
+        def one(number):
+            warp.STATE.number, warp.STATE.barrier = number, barrier
+            f()
+
+        def barrier():
+            turns.barrier("all", 4)
+
+        monkeypatch.setattr(lost.mgpu.utils, "warpgroup_barrier", barrier)
+        turns = Turns([functools.partial(one, number) for number in range(4)])
+        turns.run()
+
+    return run
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize(("kind", "head_dim"), pairwise(kind=KINDS[1:], head_dim=[128, 64, 256]))
+def test_expanded_pages_are_what_they_stand_for(lanes, kind, head_dim, dtype):
+    """Rounded once from float32, but for the order of a few roundings before."""
+    length, page_size, kv_heads = 150, 32, 2
+    cache, tables = filled(kind, (5, length), kv_heads, head_dim, page_size, dtype=dtype)
+    codecs = tuple(mosaic_prompt._codec(side, head_dim) for side in cache.formats)
+    s = expand.Settings(codecs, jnp.dtype(dtype).name)
+    count = -(-tables.shape[1] * page_size // expand.TILE)
+    shape = (kv_heads, page_size, head_dim, tables.shape[1], count)
+    kind_of = np.dtype(jnp.dtype(dtype))
+    out = [np.zeros((2 * count, kv_heads, expand.TILE, head_dim), kind_of) for _ in range(2)]
+    given = [np.asarray(tables), np.asarray([5, length], np.int32), np.zeros(2, np.int32)]
+    if cache.formats.is_rotated:
+        given.append(np.asarray(cache.rotation.signs))
+    sides = (cache.key, cache.key_norm, cache.value, cache.value_norm)
+    given += [np.asarray(x) for x in sides if x is not None]
+    arrays = [Memory(np.ascontiguousarray(x).reshape(-1).view(np.uint8)) for x in [*given, *out]]
+    for tile in range(count):
+        ids = [warp.integer(x) for x in (tile, 1, 1)]
+        lanes(lambda ids=ids: expand._body(arrays, ids, shape=shape, s=s))
+    unit = dataclasses.replace(
+        cache,
+        **{
+            name: jnp.ones_like(scale)
+            for name in ("key_scale", "value_scale")
+            if (scale := getattr(cache, name)) is not None
+        },
+    )
+    want = gather(unit, tables[1:], jnp.asarray([length]), dtype=jnp.float32)
+    for got, side in zip(out, want, strict=True):
+        rows = got[count:, 1].reshape(-1, head_dim)[:length].astype(np.float64)
+        exact = np.asarray(side, np.float64)[0, :length, 1]
+        bound = float(jnp.finfo(dtype).eps) / 2 * np.abs(exact) + 2.0**-20 * np.abs(exact).max()
+        assert (np.abs(rows - exact) <= bound).all()
+        assert not got[:count].any()
+
+
+# e4m3 ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("page_size", [16, 128])
+def test_values_are_turned_and_what_is_lost_is_told(lanes, head_dim, page_size):
+    length, kv_heads, max_pages = 150, 2, 200 // page_size + 1
+    rng = np.random.default_rng(0)
+    shape = (max_pages + 3, kv_heads, page_size, head_dim)
+    value = rng.normal(size=shape).astype(ml_dtypes.float8_e4m3fn)
+    tables = rng.permutation(max_pages + 3)[None, :max_pages].astype(np.int32)
+    tokens = value[tables[0], 1].reshape(-1, head_dim)
+    lost_tokens = (3, 37, 149)
+    for token in (*lost_tokens, 155):
+        page, slot = tables[0, token // page_size], token % page_size
+        value[page, 1, slot, token % head_dim] = np.nan
+    count = -(-max_pages * page_size // turn.TILE)
+    out = np.zeros((count, kv_heads, head_dim, turn.TILE), value.dtype)
+    told = np.full((count, kv_heads, 4), -1, np.int32)
+    # Lanes that have nothing to do load, too, where they are emulated.
+    shared = np.zeros(4 * (head_dim * turn._STRIDE + 128), np.uint8)
+    given = [tables, np.asarray([length], np.int32), np.zeros(1, np.int32), value, out, told]
+    arrays = [Memory(np.ascontiguousarray(x).reshape(-1).view(np.uint8)) for x in given]
+    sizes = (kv_heads, page_size, head_dim, max_pages, count)
+    for tile in range(count):
+        ids = [warp.integer(x) for x in (tile, 1, 0)]
+        lanes(lambda ids=ids: turn._body([*arrays, Memory(shared)], ids, shape=sizes))
+    place = np.arange(16)
+    token_at = 2 * (place // 4) + place % 4 + np.where(place % 4 < 2, 0, 6)
+    got = out[:2, 1].astype(np.float32).reshape(2, head_dim, 8, 16)
+    natural = np.zeros_like(got)
+    natural[..., token_at] = got
+    natural = natural.transpose(0, 2, 3, 1).reshape(-1, head_dim)
+    want = np.zeros((256, head_dim), np.float32)
+    want[:length] = tokens[:length]
+    for token in lost_tokens:
+        want[token, token % head_dim] = 0
+    np.testing.assert_array_equal(natural, want)
+    bits = np.unpackbits(told[:, 1].reshape(-1).view(np.uint8), bitorder="little")
+    assert np.flatnonzero(bits).tolist() == list(lost_tokens)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_queries_are_quantized_row_by_row(lanes, head_dim, dtype):
+    kind = np.dtype(getattr(ml_dtypes, dtype, dtype))
+    rng = np.random.default_rng(0)
+    x = (rng.normal(size=(64, head_dim)) * np.geomspace(1e-3, 1e3, 64)[:, None]).astype(kind)
+    x[9], x[10, 4], x[11, 5] = 0, np.nan, np.inf
+    stored = x.view(np.uint16).reshape(8, 8, head_dim // 64, 8, 8).swapaxes(1, 2)
+    stored = np.take_along_axis(stored, swizzle()[None, None, :, :, None], 3)
+    memory = Memory(np.ascontiguousarray(stored).view(np.uint8).ravel())
+    codes, scales = np.zeros((64, head_dim), np.float32), np.zeros(64, np.float32)
+
+    def row_and_place():
+        thread = warp.special("tid.x")
+        return ((thread >> 5) & 3) * 16 + ((thread >> 2) & 7), thread & 3
+
+    def f():
+        row, t = row_and_place()
+        for half, words in enumerate(products._row_words(memory, head_dim)):
+            found, scale = products.quantized_row(words, dtype)
+            rows = row.value + 8 * half
+            scales[rows] = scale.value
+            for i, word in enumerate(found):
+                for b in range(4):
+                    code = word.value[:, None].view(ml_dtypes.float8_e4m3fn)[:, b]
+                    codes[rows, 16 * i + 4 * t.value + b] = code.astype(np.float32)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(products, "fragments", types.SimpleNamespace(row_and_place=row_and_place))
+        lanes(f)
+    bad = np.zeros(64, bool)
+    bad[10:12] = True
+    assert np.isnan(scales[bad]).all()
+    assert np.isfinite(scales[~bad]).all()
+    exact = x.astype(np.float64)[~bad]
+    got = codes[~bad].astype(np.float64) * scales[~bad, None]
+    largest = np.abs(exact).max(1, keepdims=True)
+    assert (np.abs(got - exact) <= 2.0**-4 * np.abs(exact) + 2.0**-9 * largest / 448).all()
+    assert np.abs(codes[~bad]).max() == 448
+
+
+# Parts --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("lengths", "counts", "window", "want"),
+    [
+        ((700, 300), (40, 7), None, [0, 3]),
+        ((512,), (512,), None, [0, 2]),
+        ((513, 0, -1), (1, 5, 1), None, [0, 3]),
+        ((0, -1), (1, 1), None, [0, 1]),
+        # The first query is at 660 and sees 560 and later ones: the third part.
+        ((700,), (40,), 100, [2, 1]),
+        # What holds nothing says nothing about where the others begin.
+        ((700, 0, -1), (40, 40, 40), 100, [2, 1]),
+        ((700, 300), (40, 7), 100, [0, 3]),
+        ((0, -1), (1, 1), 100, [0, 1]),
+    ],
+)
+def test_programs_take_the_parts_that_some_sequence_sees(lengths, counts, window, want):
+    s = tiles.Settings(window=window, soft_cap=None, stages=2, part=256)
+    found = tiles.parts_seen(jnp.asarray(lengths), jnp.asarray(counts), s)
+    assert found.tolist() == want
+
+
+@pytest.mark.parametrize("window", [None, 100])
+@pytest.mark.parametrize(("group", "head_dim"), [(4, 64), (1, 128), (7, 64)])
+def test_parts_are_joined_and_those_not_seen_are_not_read(lanes, group, head_dim, window):
+    batch, tokens, kv_heads, part = 3, 40, 2, 256
+    heads = kv_heads * group
+    lengths, counts = np.asarray([700, 300, -1], np.int32), np.asarray([40, 7, 9], np.int32)
+    s = tiles.Settings(window=window, soft_cap=None, stages=2, part=part, group=group)
+    places = -(-tokens * group // 128)
+    rows = (batch, kv_heads, places * 128)
+    rng = np.random.default_rng(0)
+    found = np.full((5, *rows, head_dim), np.nan, np.float32)
+    found_lse = np.full((5, *rows), np.nan, np.float32)
+    want = np.zeros((batch, tokens, heads, head_dim))
+    want_lse = np.full((batch, tokens, heads), -np.inf)
+    want[2], want_lse[2] = np.nan, np.nan
+    for b, place in np.ndindex(2, places):
+        row = np.arange(place * 128, min((place + 1) * 128, counts[b] * group))
+        position = lengths[b] - counts[b] + row // group
+        for p in range(5):
+            keys = np.arange(p * part, (p + 1) * part)
+            seen = keys[None] <= position[:, None]
+            if window is not None:
+                seen &= keys[None] >= position[:, None] - window
+            if not seen.any():
+                continue
+            here = slice(place * 128, (place + 1) * 128)
+            found[p, b, :, here], found_lse[p, b, :, here] = 0, -np.inf
+            row_seen = row[seen.any(1)]
+            found[p, b, :, row_seen] = rng.normal(size=(len(row_seen), kv_heads, head_dim))
+            found_lse[p, b, :, row_seen] = rng.normal(size=(len(row_seen), kv_heads)) * 3
+        for r, h in np.ndindex(len(row), kv_heads):
+            some, lse = found[:, b, h, row[r]], found_lse[:, b, h, row[r]]
+            there = np.isfinite(lse)
+            weights = np.exp(lse[there].astype(np.float64) - lse[there].max())
+            at = b, row[r] // group, h * group + row[r] % group
+            want[at] = weights @ some[there] / weights.sum()
+            want_lse[at] = lse[there].max() + np.log(weights.sum())
+    out = np.zeros(want.shape, np.float16)
+    out_lse = np.zeros(want.shape[:3], np.float32)
+    arrays = [lengths, counts, found, found_lse, out, out_lse]
+    memory = [Memory(x.reshape(-1).view(np.uint8)) for x in arrays]
+    body = functools.partial(join._body, memory, rows=rows, shape=want.shape, dtype="float16", s=s)
+    for program in range(found[0].size // 8 // 128):
+        lanes(lambda program=program: body([warp.integer(program)]))
+    np.testing.assert_allclose(out, want, atol=2e-3)
+    np.testing.assert_allclose(out_lse, want_lse, atol=1e-5)

@@ -1,0 +1,1 @@
+"""INT4 weights, grouped products, smoothing: matrices without attention."""

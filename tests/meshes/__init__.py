@@ -1,0 +1,1 @@
+"""Several devices, which one CPU pretends to have."""

@@ -1,0 +1,211 @@
+"""Training over a mesh: losses, operations and memory of a device, checkpoints on other meshes."""
+
+import dataclasses
+import logging
+import re
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+from tests.training.finetune_helpers import SETTINGS, TINY, command, corpus, text
+from training import state
+from turbojax import finetune, models
+from turbojax.finetune import checkpoint
+from turbojax.models import pooled_by_name
+from turbojax.parallel import Axes
+
+pytestmark = [
+    pytest.mark.mesh,
+    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning"),
+]
+
+SETTINGS = dataclasses.replace(SETTINGS, batch_size=8, context=128)
+POOLED = pooled_by_name("threshold", block_size=32)
+
+
+def axes(data: int) -> Axes:
+    return Axes(batch="data", mesh=jax.make_mesh((data,), ("data",)))
+
+
+def trainer(axes: Axes | None, **options) -> finetune.Trainer:
+    model = models.Transformer(TINY, rngs=nnx.Rngs(1))
+    return finetune.Trainer(model, SETTINGS, corpus().stream, axes=axes, **options)
+
+
+def losses(run: finetune.Trainer, steps: int) -> np.ndarray:
+    return np.array([float(run.run_step()["bits_per_byte"]) for _ in range(steps)])
+
+
+def collectives(text: str) -> set[str]:
+    return set(re.findall(r"(all-gather|all-reduce|reduce-scatter|all-to-all|permute)\(", text))
+
+
+@pytest.fixture(scope="module")
+def one() -> tuple[finetune.Trainer, np.ndarray]:
+    """A run on one device, and its losses."""
+    run = trainer(None)
+    return run, losses(run, 4)
+
+
+def close(found: np.ndarray, expected: np.ndarray) -> None:
+    """Equal but for the order of sums.
+
+    In any order a float32 sum of n positive numbers is off by n units of rounding at most, here of
+    the losses of a step's tokens. What gradients are off by is as small a share of a step, and
+    steps move the loss by less than it is.
+    """
+    n = SETTINGS.tokens_per_step
+    np.testing.assert_allclose(found, expected, rtol=n * 2.0**-24)
+
+
+def flops(run: finetune.Trainer) -> float:
+    run.compile()
+    return run._compiled.cost_analysis()["flops"]
+
+
+@pytest.mark.parametrize(("data", "fsdp"), [(8, True), (2, True), (8, False)])
+def test_losses_are_those_of_one_device_at_a_share_of_the_operations(one, data, fsdp):
+    run = trainer(axes(data), fsdp=fsdp)
+    close(losses(run, 4), one[1])
+    # What all do anyway is the optimizer, of whole weights without `fsdp`.
+    assert flops(run) * data / flops(one[0]) == pytest.approx(1, abs=0.05)
+    text = run._compiled.as_text()
+    found = collectives(text)
+    assert found == ({"all-gather", "all-reduce", "reduce-scatter"} if fsdp else {"all-reduce"})
+    memory = run._compiled.memory_analysis()
+    whole = one[0]._compiled.memory_analysis()
+    vectors = 4 * 3 * 4 * TINY.hidden_size  # whole on every device, with moments: three norms
+    share = whole.alias_size_in_bytes / data + vectors if fsdp else whole.alias_size_in_bytes
+    assert memory.alias_size_in_bytes <= share
+
+
+def of_bits(run: finetune.Trainer) -> np.ndarray:
+    """What the weights make of two windows, in the order of their tokens."""
+    size = SETTINGS.context + 1
+    tokens = np.asarray(corpus().stream[: 2 * size]).reshape(2, size).astype(np.int32)
+    return run.bits(tokens, run.attend)
+
+
+def test_tokens_over_a_ring(one):
+    """Sequences over two devices, and the tokens of each over two: attention is a ring."""
+    run = trainer(Axes.of(jax.make_mesh((2, 2), ("data", "sequence"))))
+    close(losses(run, 4), one[1])
+    assert "permute" in collectives(run._compiled.as_text())
+    # Of a token of 2 to 15 bits, through weights that steps in another order have made.
+    np.testing.assert_allclose(of_bits(run), of_bits(one[0]), atol=1e-4)
+
+
+@pytest.mark.slow
+def test_pooled_and_packed():
+    """With levels that are chosen in the step, within documents, also where these are split."""
+    options = {"pooled": POOLED, "packed": True}
+    expected = trainer(None, **options)
+    first = losses(expected, 3)
+    for mesh in (axes(2), Axes.of(jax.make_mesh((1, 2), ("data", "sequence")))):
+        run = trainer(mesh, **options)
+        close(losses(run, 3), first)
+        np.testing.assert_allclose(of_bits(run), of_bits(expected), atol=1e-4)
+
+
+def test_layers_are_gathered_again_in_the_backward_pass():
+    """No layer's weights are whole for longer than it runs, with `remat` and without."""
+    config = dataclasses.replace(TINY, num_layers=2)
+    for remat in (False, True):
+        model = models.Transformer(config, rngs=nnx.Rngs(1))
+        run = finetune.Trainer(model, SETTINGS, corpus().stream, axes=axes(8), remat=remat)
+        text = jax.jit(run._make_step()).lower(*run._arguments(0)).as_text()
+        # Forward and backward have a function of a layer each, with its seven matrices.
+        assert text.count("stablehlo.all_gather") == 1 + 2 * 7
+        assert text.count("stablehlo.reduce_scatter") == 1 + 7
+
+
+def test_a_checkpoint_goes_on_on_another_mesh(one, tmp_path):
+    logging.disable(logging.WARNING)
+    with checkpoint.checkpoint_manager(tmp_path) as manager:
+        first = trainer(axes(8))
+        losses(first, 2)
+        first.save(manager)
+        manager.wait_until_finished()
+        for other in (axes(2), None):
+            second = trainer(other)
+            assert second.restore(manager)
+            assert second.step == 2
+            for a, b in zip(
+                jax.tree.leaves(first.exported_params()),
+                jax.tree.leaves(second.exported_params()),
+                strict=True,
+            ):
+                np.testing.assert_array_equal(a, b)
+            close(losses(second, 2), one[1][2:])
+    logging.disable(logging.NOTSET)
+
+
+@pytest.mark.slow
+def test_a_run_over_a_mesh(tmp_path):
+    """From start to the exported model: what it scores on held-out text, whole again."""
+    logging.disable(logging.WARNING)
+    settings = dataclasses.replace(SETTINGS, steps=2)
+    model = models.Transformer(TINY, rngs=nnx.Rngs(1))
+    text = dataclasses.replace(corpus(), held_out=corpus().held_out * 3)
+    rhythm = finetune.Rhythm(evaluate_every=0)
+    logs = [
+        finetune.fine_tune(tmp_path / name, model, settings, text, axes=mesh, rhythm=rhythm)
+        for name, mesh in (("one", None), ("eight", axes(8)))
+    ]
+    assert logs[0]["identity"] == logs[1]["identity"]
+    close(*(np.array(log["held_out_bits_per_byte"]["run"]) for log in logs))
+    saved = models.load(tmp_path / "eight" / "model")
+    assert saved.config.max_length == SETTINGS.context
+    logging.disable(logging.NOTSET)
+
+
+def test_the_command_refuses_before_it_loads(tmp_path):
+    data, out = tmp_path / "words.txt", tmp_path / "out"
+    data.write_bytes(text(0, 9000))
+    options = ["--data", str(data), "--out", str(out), "--model", "nowhere"]
+    result = command("train", *options, "--mesh", "data=3")
+    assert result.exit_code == 2
+    assert "batch_size=8 must be a multiple of 3" in result.stderr
+
+
+def test_refusals():
+    mesh = jax.make_mesh((2, 4), ("data", "model"))
+    with pytest.raises(ValueError, match=r"heads=\('model',\) must not split heads"):
+        trainer(Axes.of(mesh))
+    with pytest.raises(ValueError, match="must split batch or sequence"):
+        trainer(Axes(mesh=mesh))
+    with pytest.raises(ValueError, match="context=100 must be a multiple of 8"):
+        finetune.Trainer(
+            models.Transformer(TINY, rngs=nnx.Rngs(1)),
+            dataclasses.replace(SETTINGS, context=100),
+            corpus().stream,
+            axes=Axes(sequence="model", mesh=mesh),
+        )
+    with pytest.raises(ValueError, match="batch_size=6 must be a multiple of 4"):
+        finetune.Trainer(
+            models.Transformer(TINY, rngs=nnx.Rngs(1)),
+            dataclasses.replace(SETTINGS, batch_size=6),
+            corpus().stream,
+            axes=axes(4),
+        )
+
+
+@pytest.mark.slow
+def test_training_of_models_splits_the_windows_of_a_step():
+    """`training.state`: equal but for the order of sums, see `close`."""
+    settings = state.Settings(
+        steps=3,
+        tokens_per_step=256,
+        short_context=64,
+        long_context=64,
+        long_fraction=0.0,
+        warmup_steps=2,
+        precision="float32",
+        optimizer="muon",
+    )
+    runs = [state.Trainer(TINY, settings, corpus().stream, devices=n) for n in (1, 2)]
+    close(*(losses(run, 3) for run in runs))
+    weights = jax.tree.leaves(nnx.state(runs[1].model()))
+    assert {device for x in weights for device in x.devices()} == {jax.devices()[0]}

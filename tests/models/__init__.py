@@ -1,0 +1,1 @@
+"""Families, checkpoints, tokenizers, chats, generation, and transformers beside ours."""

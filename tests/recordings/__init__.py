@@ -1,0 +1,1 @@
+"""What other programs said once, and what makes them say it again."""

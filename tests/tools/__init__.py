@@ -1,0 +1,1 @@
+"""The command, evaluation, documents, notebooks, files, and the project itself."""

@@ -1,0 +1,1 @@
+"""Training, finetuning and LoRA, their interrupts and their resumption."""
