@@ -45,6 +45,7 @@ def room(module: str) -> str:
     return LEAVES
 
 
+@functools.cache
 def rooms() -> Arrows:
     """Who imports from whom; inside a room does not count, nor does `turbojax` itself."""
     arrows: dict[str, set[str]] = {}

@@ -7,6 +7,7 @@ import gc
 import itertools
 import os
 import shutil
+import zlib
 from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
@@ -73,6 +74,8 @@ hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "local")
 
 
 _COUNTED = "counted"
+# What makes a test no part of `make test`.
+_TIERS = ("slow", "fuzz")
 
 # Every program that XLA compiles for a CPU holds a few memory maps, of which Linux allows a process
 # 65,530: beyond, the compiler crashes. Half of that leaves room for several large tests. To count
@@ -123,11 +126,12 @@ def _leave_few_cases(items: list[pytest.Item]) -> None:
     """Marks as slow, or as fuzz, all but a few cases of a test with `quick`; see `grids.tiers`."""
     cases: dict[str, list[pytest.Item]] = {}
     for item in items:
-        if item.get_closest_marker("quick"):
+        if item.get_closest_marker("quick") and not any(map(item.get_closest_marker, _TIERS)):
             cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    for group in cases.values():
+    for name, group in cases.items():
         mark = group[0].get_closest_marker("quick")
-        quick, slow = tiers(len(group), *mark.args, **mark.kwargs)
+        turn = zlib.crc32(name.rpartition("/")[2].encode())
+        quick, slow = tiers(len(group), *mark.args, **mark.kwargs, turn=turn)
         for i, item in enumerate(group):
             if i not in quick:
                 item.add_marker(pytest.mark.slow if i in slow else pytest.mark.fuzz)

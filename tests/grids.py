@@ -52,7 +52,7 @@ def _pair(i: int, a: int, j: int, b: int | None) -> tuple[int, int, int, int] | 
 
 
 def tiers(
-    total: int, spread: int = 0, *, first: int = 0, slow: int | None = None
+    total: int, spread: int = 0, *, first: int = 0, slow: int | None = None, turn: int = 0
 ) -> tuple[set[int], set[int]]:
     """Which of a test's `total` cases `make test` runs, and which `make test-slow`.
 
@@ -61,17 +61,19 @@ def tiers(
       spread: of them in `make test`, spread evenly.
       first: of them in `make test`, the first ones.
       slow: of the others in `make test-slow`, spread evenly; all if None.
+      turn: the case at which spreading begins, so that unlike tests with the same grid run unlike
+        cases.
     """
     if min(spread, first, slow or 0) < 0 or (spread and first) or not (spread or first or slow):
         raise ValueError(
             f"{spread=} or {first=}, and one of them alone, or {slow=} must be positive"
         )
-    quick = set(range(min(first, total))) | _spread(total, spread)
+    quick = set(range(min(first, total))) | _spread(total, spread, turn)
     others = [i for i in range(total) if i not in quick]
     if slow is None:
         return quick, set(others)
-    return quick, {others[i] for i in _spread(len(others), slow)}
+    return quick, {others[i] for i in _spread(len(others), slow, turn)}
 
 
-def _spread(total: int, count: int) -> set[int]:
-    return {i * (total - 1) // max(count - 1, 1) for i in range(count if total else 0)}
+def _spread(total: int, count: int, turn: int) -> set[int]:
+    return {(turn + i * total // min(count, total)) % total for i in range(min(count, total))}

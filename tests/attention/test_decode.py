@@ -67,7 +67,7 @@ REST = [
 ]
 
 
-@pytest.mark.quick(first=len(FAST))
+@pytest.mark.quick(1, slow=1)
 @pytest.mark.parametrize(("mode", "softmax", "implementation"), [*FAST, *REST])
 def test_equals_the_oracle(implementation, mode, softmax):
     """Blocks, buffer, or both; mixed 2- and 4-bit heads; the last four tokens' queries."""
@@ -99,7 +99,7 @@ OPTIONS = {
 }
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1, slow=1)
 @pytest.mark.parametrize(
     ("name", "implementation"),
     [
@@ -173,7 +173,7 @@ def test_the_grid_meets_every_mode_and_softmax():
     assert (of_modes, softmaxes) == (set(MODES), set(SOFTMAXES))
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("case", "implementation", "mode", "softmax"), GRID)
 def test_shapes_equal_the_oracle(case, implementation, mode, softmax):
     """Other heads, head dims, blocks, buffers and bits, after a prompt and appends."""
@@ -193,6 +193,7 @@ def test_long_caches(implementation, window):
     assert_matches_oracle(query, cache, implementation, local_window_size=window)
 
 
+@pytest.mark.quick(1, slow=1)
 @pytest.mark.parametrize("left", [73, 74, 75])
 def test_windows_that_end_between_what_is_read_at_a_time(left):
     """Places in blocks begin after the first token: position 1,024 is in the first 1,024 places."""
@@ -231,7 +232,7 @@ def test_an_empty_cache(implementation, mode):
     np.testing.assert_array_equal(lse, np.full(lse.shape, -np.inf))
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1, slow=1)
 @modes([("triton", "int8"), ("xla", "int8")])
 def test_one_token_returns_its_value(implementation, mode):
     """Whatever the query: its weight is the only one. Queries before it see nothing."""

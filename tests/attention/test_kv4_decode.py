@@ -159,7 +159,7 @@ def matches(implementation, query, cache, **options):
     )
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(1, slow=2)
 @pytest.mark.parametrize(
     ("name", "implementation"),
     [

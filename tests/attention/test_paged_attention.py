@@ -86,7 +86,7 @@ most_kinds = pytest.mark.parametrize(
 )
 
 
-@pytest.mark.quick(4)
+@pytest.mark.quick(1, slow=1)
 @pytest.mark.parametrize(("implementation", "name", "kv_dtype"), GRID)
 def test_equals_the_oracle(implementation, name, kv_dtype):
     lengths, kv_heads, dim, heads, count = SHAPES[name]
@@ -161,7 +161,7 @@ def test_page_sizes_do_not_matter(implementation, kv_dtype):
         equal(got, want)
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @most_kinds
 def test_neighbours_and_places_do_not_matter(implementation, kv_dtype):
     check_neighbours_and_places(run(implementation), kv_dtype)
@@ -213,7 +213,7 @@ def test_what_is_out_of_range_is_nan_under_jit(implementation, kv_dtype):
     bad(changed(((2, 2), 2**30), (3, -5)), lengths)
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(slow=1)
 @most_kinds
 def test_pages_before_the_windows_may_be_anything(implementation, kv_dtype):
     check_windowed_tables(run(implementation), kv_dtype)
@@ -256,6 +256,7 @@ def test_queries_past_their_number_under_jit_act_as_the_nearest():
     )
 
 
+@pytest.mark.slow
 def test_transforms():
     """Eager and jitted the same bits; vmap and scan the same numbers."""
     caches = [filled("turbo4", (20, 4), seed=seed) for seed in (0, 1)]

@@ -93,7 +93,7 @@ GRID = [
 ]
 
 
-@pytest.mark.quick(first=len(FAST) + 1)
+@pytest.mark.quick(1, slow=1)
 @pytest.mark.parametrize(("implementation", "name"), GRID)
 def test_equals_the_oracle(implementation, name):
     """Every level alone and mixed; tails, causality, groups, lengths, blocks of other sizes."""
@@ -256,6 +256,7 @@ def test_two_runs_have_equal_bits(implementation):
     jax.tree.map(np.testing.assert_array_equal, first, second)
 
 
+@pytest.mark.slow
 @kernel_is_slow
 def test_transforms(implementation):
     """vmap over everything at once, and over the levels alone; scan; eager equals jit.

@@ -115,12 +115,13 @@ def check(case, implementation, dtype=jnp.float32, output_dtype=None):
     assert_as_good_as_plain(gradients[3:], want[3:], of_plain[3:], floor=32 * EPS + own)
 
 
-@pytest.mark.quick(3, slow=7)
+@pytest.mark.quick(1, slow=1)
 @pytest.mark.parametrize(("implementation", "name"), GRID)
 def test_equals_the_oracle(implementation, name):
     check(CASES[name], implementation)
 
 
+@pytest.mark.slow
 def test_half_precision_and_float32_parts():
     """A float32 part is not rounded: its error is that of rounded pooled keys and values alone."""
     case = CASES["sinks, segments, offsets, lengths"]
@@ -135,6 +136,7 @@ def test_half_precision_and_float32_parts_of_triton():
     check(case, "triton", jnp.bfloat16, jnp.float32)
 
 
+@pytest.mark.slow
 def test_packed_documents_are_as_alone():
     """Also where they end within a block, where their levels are all 1."""
     case = Case(96, 96, heads=4, kv_heads=2, batch=1, is_causal=True)
@@ -156,6 +158,7 @@ def test_packed_documents_are_as_alone():
         begin += size
 
 
+@pytest.mark.slow
 def test_merged_parts_are_the_whole():
     """Halves of the keys, each with the offset of its first key; sinks belong to one of them."""
     case = Case(96, 128, heads=4, kv_heads=2, is_causal=True, with_sinks=True)
@@ -197,6 +200,7 @@ def test_nothing_reaches_what_does_not_see_it(implementation):
     assert np.isfinite(d_sinks).all()
 
 
+@pytest.mark.slow
 def test_what_is_nan_gives_nan():
     case = CASES["sinks, segments, offsets, lengths"]
     arrays = operands(case)
@@ -222,6 +226,7 @@ def test_a_sink_of_minus_infinity_is_none():
     assert not np.asarray(got[1][-1]).any()
 
 
+@pytest.mark.slow
 def test_vmap_and_second_derivatives():
     case = CASES["segments"]
     arrays = operands(case)

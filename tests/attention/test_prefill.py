@@ -43,7 +43,7 @@ def prefill(implementation, config=BASE, lengths=(TOKENS,) * BATCH, **options):
         return _prefill(*OPERANDS, cache, key_value_seq_lengths=lengths_of(lengths), **options)
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mode", "implementation", "is_causal"),
     [("int8", "xla", True), ("int8", "triton", True), ("int8_fp8", "xla", False)],
@@ -70,6 +70,7 @@ def test_prefill_attends_as_turbo_attention_does(implementation, mode, is_causal
         assert_same_bits(cache, prefill("xla", config, lengths, is_causal=is_causal)[1])
 
 
+@pytest.mark.slow
 def test_prefill_is_causal_by_default():
     default, causal = prefill("xla"), prefill("xla", is_causal=True)
     jax.tree.map(np.testing.assert_array_equal, default[0], causal[0])

@@ -76,7 +76,7 @@ FIRST += [("float", EXACT, "xla"), ("int8", SAS_E, "triton"), ("fp8", SAS_2, "tr
 FURTHER = [("int8_fp8", SAS_E, "triton"), ("float", SAS_2, "triton"), ("fp8", EXACT, "xla")]
 
 
-@pytest.mark.quick(first=len(FIRST))
+@pytest.mark.quick(2, slow=3)
 @pytest.mark.parametrize(("mode", "softmax", "implementation"), [*FIRST, *FURTHER])
 def test_equals_the_oracle(implementation, mode, softmax):
     """Ragged and causal."""
@@ -114,7 +114,7 @@ MORE += [("one token", "triton")]
 GRID = [(*names, *PAIRS[5 * i % len(PAIRS)]) for i, names in enumerate([*FAST, *MORE])]
 
 
-@pytest.mark.quick(first=len(FAST))
+@pytest.mark.quick(1, slow=2)
 @pytest.mark.parametrize(("case", "implementation", "mode", "softmax"), GRID)
 def test_shapes_and_options_equal_the_oracle(case, implementation, mode, softmax):
     options = dict(CASES[case])

@@ -134,6 +134,7 @@ def test_a_batch_of_one():
     np.testing.assert_array_equal(alone[0], together[1])
 
 
+@pytest.mark.quick(4, slow=1)
 @every_mode
 def test_heads_do_not_mix(implementation, mode):
     """Query heads use their group's keys; other heads' data leave them alone."""

@@ -24,6 +24,7 @@ def _numbers(seed: int, heads: int = 2, tokens: int = 128) -> jax.Array:
     return jax.random.normal(jax.random.key(seed), (1, tokens, heads, 64), jnp.float32)
 
 
+@pytest.mark.quick(1, slow=1)
 @pytest.mark.parametrize("bits", [2, 4])
 def test_prompt_codes_are_the_quantizers(bits: int) -> None:
     x = _numbers(0)

@@ -147,6 +147,7 @@ def test_a_step_is_that_of_generation():
     assert TINY.held + families._STEPS + families._OTHER_STEPS <= TINY.tokens
 
 
+@pytest.mark.slow
 def test_layers_go_on_from_full_caches():
     """Of flax's; the quick run below compares ours with it."""
     layer, method = TINY_LAYER, "nnx"
@@ -242,6 +243,7 @@ def test_wrong_logits_are_a_failed_row(monkeypatch):
     assert "the logits are wrong" in found[1]["reason"]
 
 
+@pytest.mark.quick(1, slow=1)
 @pytest.mark.parametrize("suite", SUITES.values(), ids=list(SUITES))
 def test_no_row_is_begun_late(suite, monkeypatch):
     monkeypatch.setattr(steps, "compile_groups", None)
@@ -368,6 +370,7 @@ def test_other_weights_are_noticed(tmp_path):
         loading_worker._check("load_decoder", tmp_path, model)
 
 
+@pytest.mark.slow
 def test_a_process_that_fails_is_a_failed_row(monkeypatch, tmp_path):
     def truncated(group, folder):
         (folder / "model.safetensors").write_bytes(b"short")

@@ -30,6 +30,7 @@ class TestEverySuite:
         assert found == list(dict.fromkeys([every[0], last]))
         assert suite.rows("no such row") == []
 
+    @pytest.mark.quick(1, slow=1)
     def test_no_row_is_begun_late(self, suite):
         found = []
         suite.run(suite.rows(quick=True), {}, found.append, deadline=-1.0)

@@ -301,6 +301,7 @@ def test_the_batch_never_changes_a_bit():
         assert_same_bits(alone, jax.tree.map(of, together))
 
 
+@pytest.mark.quick(1, slow=1)
 def test_nothing_appended_changes_nothing(implementation):
     cache = prefill(new(MIXED), *tokens(40, seed=35))
     again = append(cache, *tokens(20, seed=36), (0, 0, 0), implementation)

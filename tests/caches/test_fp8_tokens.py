@@ -78,7 +78,7 @@ def test_the_kernel_has_the_bits_of_the_definition(shape, dtype):
     np.testing.assert_array_equal(wide(want.scale), scale)
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1, slow=1)
 @pytest.mark.parametrize(("shape", "dtype"), GRID)
 def test_norm(implementation, shape, dtype):
     """Against the norm in float64: within a step of e4m3 and of the dtype that it is rounded to."""
@@ -98,7 +98,7 @@ def test_norm(implementation, shape, dtype):
     assert (np.abs(found - exact) <= 1.001 * step).all()
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(1, slow=1)
 @pytest.mark.parametrize(("shape", "dtype"), GRID)
 def test_the_norm_is_the_models(shape, dtype):
     """Also under `jit`, where XLA could drop the rounding to `x`'s dtype; squares may be summed in
@@ -140,6 +140,7 @@ def test_zeros_and_limits(implementation):
     np.testing.assert_array_equal(wide(got.codes)[2:], [[1, 0, 0], [448, -1, 5.5]])
 
 
+@pytest.mark.quick(1, slow=1)
 def test_transforms(implementation):
     x, scale = activations((3, 2, 300), jnp.bfloat16), norm_scale(300, jnp.bfloat16)
 

@@ -249,7 +249,7 @@ def assert_matches(implementation, query, cache, call=None, **options):
     assert np.median(slack) <= (1e-3 + kernel * 2.0**-8 + kernel * 2.0**-9) * largest
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(1, slow=1)
 @pytest.mark.parametrize(
     ("name", "implementation"),
     [

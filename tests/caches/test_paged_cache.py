@@ -66,7 +66,7 @@ def assert_close(got, want, has_codes):
 # What is stored ----------------------------------------------------------------------------------
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "kind"),
     [
@@ -109,6 +109,7 @@ def test_tokens_come_back_as_the_codec_makes_them(kind, dtype):
     assert [x.dtype for x in shown] == [jnp.dtype(dtype)] * 2
 
 
+@pytest.mark.quick(1, slow=1)
 @pytest.mark.parametrize("kind", ["turbo4", "turbo_k3v2", "turbo_k2v3"])
 def test_layout_of_codes(kind):
     """Token 20 of sequence 0 is slot 4 of its second page; bytes and norms are the codec's."""

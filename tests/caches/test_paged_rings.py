@@ -221,7 +221,7 @@ def started(family, kind):
     )
 
 
-@pytest.mark.quick(first=1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "kind"), [("gemma2", "turbo4"), ("mistral", "paged")])
 def test_texts_are_those_of_caches_that_hold_all(family, kind, monkeypatch, tmp_path):
     """Of whole models, also from a file; and the caches hold what windows need, to the byte."""
@@ -249,6 +249,7 @@ def test_texts_are_those_of_caches_that_hold_all(family, kind, monkeypatch, tmp_
         np.testing.assert_array_equal(text, want)
 
 
+@pytest.mark.quick(1, slow=1)
 @pytest.mark.parametrize("kind", ["turbo4", "fp8_e4m3"])
 def test_a_layer_comes_back_from_a_file(tmp_path, kind):
     """Also where its pages do not lie in order, and as a ring that was none before."""
@@ -274,6 +275,7 @@ def test_a_layer_comes_back_from_a_file(tmp_path, kind):
     assert_same_leaves(found, long)
 
 
+@pytest.mark.slow
 def test_flax_module_holds_its_window_and_takes_any_number_of_tokens():
     attention = TurboAttention(
         32, num_heads=4, num_kv_heads=2, cache="paged", options=OPTIONS, rngs=nnx.Rngs(0)

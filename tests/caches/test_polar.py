@@ -295,6 +295,7 @@ def test_bytes_by_hand():
     assert_same_bits(polar.to_interchange(*polar.from_interchange(odd)), odd)
 
 
+@pytest.mark.quick(5, slow=4)
 @pytest.mark.parametrize("bits", [4, 3, 2])
 @pytest.mark.parametrize("dim", [8, 80, 128])
 def test_packed_codes_have_no_gaps(dim, bits):

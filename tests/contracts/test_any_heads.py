@@ -105,7 +105,7 @@ def filled(heads, implementation="xla"):
     return append(cache, *tokens(heads, max(ADDED), 2), ADDED, implementation)
 
 
-@pytest.mark.quick(first=2)
+@pytest.mark.quick(1, slow=1)
 @heads_of_one_case
 def test_what_is_stored_is_the_oracles(heads):
     """Bit for bit: which heads have how many bits, their codes, scales and buffers."""
@@ -127,7 +127,7 @@ DECODED = [("xla", 3), ("triton", 3), ("xla", 1), ("xla", 5), ("xla", 7)]
 DECODED += [("triton", heads) for heads in (1, 5, 7)]
 
 
-@pytest.mark.quick(first=3)
+@pytest.mark.quick(1, slow=1)
 @pytest.mark.parametrize(("implementation", "heads"), DECODED)
 def test_attention_to_it_is_the_oracles(implementation, heads):
     """In float64 over what is stored, two queries a KV head; one sequence is of one token."""

@@ -196,6 +196,7 @@ FORMATS = {
 }
 
 
+@pytest.mark.quick(3, slow=4)
 @pytest.mark.parametrize("name", FORMATS)
 def test_formats_on_disk_stay(name):
     kind, arrays = FORMATS[name]
@@ -228,6 +229,7 @@ def test_a_cache_says_what_it_is(name):
         assert kind.by_name(name, KV_HEADS) == CASES[name]
 
 
+@pytest.mark.quick(1, slow=1)
 @every_kind
 def test_tokens_are_found_again(name):
     """A ragged prompt, then new tokens: causal, by heads and by sequences."""
@@ -241,6 +243,7 @@ def test_tokens_are_found_again(name):
     assert cache.overflowed.tolist() == [False] * BATCH
 
 
+@pytest.mark.quick(1, slow=1)
 @every_kind
 def test_the_window_reaches_the_op(name):
     out, cache = prompts(WINDOW)(empty(name), LENGTHS, 0, *at([0] * BATCH, TOKENS))
@@ -268,6 +271,7 @@ def test_padding_reaches_nothing(name):
     assert_same(cache, same)
 
 
+@pytest.mark.quick(1, slow=1)
 @every_kind
 def test_prompts_in_parts_are_the_same_cache(name):
     """`take` and `put`: one sequence after the other; and one goes on by itself."""
@@ -290,6 +294,7 @@ def test_prompts_in_parts_are_the_same_cache(name):
         assert_same(take_sequences(back, i, 1), take_sequences(same, i, 1))
 
 
+@pytest.mark.quick(2, slow=2)
 @every_kind
 def test_something_else_attends_to_the_prompt(name):
     """The cache is filled as if it had attended itself."""
@@ -301,6 +306,7 @@ def test_something_else_attends_to_the_prompt(name):
     assert_same(cache, filled(name)[1])
 
 
+@pytest.mark.quick(1, slow=1)
 @every_kind
 def test_what_has_no_room_is_left_out(name):
     _, cache = filled(name)
@@ -318,6 +324,7 @@ def test_what_has_no_room_is_left_out(name):
         np.testing.assert_array_equal(after[array], fits[array], array)
 
 
+@pytest.mark.quick(1, slow=1)
 @every_kind
 def test_files_hold_what_sequences_hold(name, tmp_path):
     """What comes back is the same cache, with other room if asked, and goes on as it would have."""
@@ -349,6 +356,7 @@ def test_unknown_implementations_are_refused(name):
                 jax.eval_shape(attend, *operands, cache)
 
 
+@pytest.mark.quick(1, slow=2)
 @every_kind
 def test_repeatable_is_for_every_kind(name):
     """Of those that do not attend exactly it is what they choose themselves."""

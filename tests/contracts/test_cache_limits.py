@@ -35,7 +35,7 @@ def config(request):
 # Non-finite tokens -------------------------------------------------------------------------------
 
 
-@pytest.mark.quick(6)
+@pytest.mark.quick(1, slow=2)
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf], ids=str)
 @pytest.mark.parametrize("position", [3, 18, 38], ids=["first block", "second", "buffer"])
 def test_non_finite_prompt_tokens_are_not_hidden(implementation, bad, position):
@@ -84,6 +84,7 @@ def test_a_non_finite_first_token_is_not_hidden(implementation):
     assert np.isfinite(got[1:]).all()
 
 
+@pytest.mark.quick(1, slow=1)
 @pytest.mark.parametrize("bad", [np.nan, np.inf], ids=str)
 def test_non_finite_tokens_in_any_split(bad):
     """The same bits one by one, in pieces and at once, and the oracle's: NaN from its block on."""
@@ -148,6 +149,7 @@ def test_too_many_tokens_inside_jit():
     np.testing.assert_array_equal(cache.overflowed, [True, True, True])
 
 
+@pytest.mark.slow
 def test_overflow_is_per_sequence():
     cache = prefill(new(MIXED, max_length=40), *tokens(30, seed=57), (30, 10, 0))
     cache = append(cache, *tokens(16, seed=58))

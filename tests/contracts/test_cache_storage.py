@@ -152,6 +152,7 @@ def test_where_pages_lie_is_not_stored(tmp_path):
     assert_same_contents(loaded, layer)
 
 
+@pytest.mark.slow
 def test_part_of_a_layer_is_stored_without_the_rest_of_its_pool(tmp_path):
     layer = filled("turbo4")
     save_cache(tmp_path / "cache", take_sequences(layer, 2, 1))
@@ -229,6 +230,7 @@ def stored(tmp_path_factory):
     return path
 
 
+@pytest.mark.slow
 def test_a_file_that_is_cut_off_is_refused(stored, tmp_path):
     content = stored.read_bytes()
     path = tmp_path / "cut"

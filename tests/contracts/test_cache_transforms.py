@@ -24,6 +24,7 @@ def test_jax_tree_round_trip():
     assert hash(structure) == hash(jax.tree.structure(used()))
 
 
+@pytest.mark.slow
 def test_donated():
     """The old arrays are given up and reused, without a complaint, and the result is the same."""
     want = append(used(), *tokens(7, seed=72))

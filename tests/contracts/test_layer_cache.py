@@ -178,6 +178,7 @@ def test_without_a_cache(options):
     np.testing.assert_allclose(out, full, atol=2e-5)
 
 
+@pytest.mark.quick(8, slow=2)
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("first", [0, 3])
 def test_padding_on_either_side(options, first):

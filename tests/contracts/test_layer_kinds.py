@@ -25,6 +25,7 @@ def same(one, other) -> bool:
     return all(np.array_equal(x, y) for x, y in leaves)
 
 
+@pytest.mark.slow
 def test_layers_hold_what_they_hold_of_one_kind_up_to_the_first_other_layer():
     """Ragged prompts, and a session that goes on, whose buffer is compressed on the way."""
     decoder = helpers.decoder(num_layers=2)
@@ -181,6 +182,7 @@ def test_what_nothing_reaches_is_refused_with_what_would():
         evaluation.choose(costs * np.array([[1], [np.nan]]) * np.array([1, np.inf]), sizes, size=9)
 
 
+@pytest.mark.slow
 def test_costs_of_the_last_layer_are_those_of_scoring_through_the_cache(tiny_folder):
     """There nothing that prompts have attended with comes after it."""
     # Sizes are those of the command's test, which shares most programs.

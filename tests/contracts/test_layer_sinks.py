@@ -54,6 +54,7 @@ def oracle(query, key, value, options=OPTIONS["plain"], sinks=SINKS):
     return out
 
 
+@pytest.mark.quick(1, slow=1)
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 def test_every_kind_attends_with_sinks(kind, options):
@@ -70,6 +71,7 @@ def test_every_kind_attends_with_sinks(kind, options):
     np.testing.assert_allclose(out[0], want[0, PROMPT:], atol=limit, rtol=0)
 
 
+@pytest.mark.slow
 def test_attention_within_whole_sequences_takes_sinks():
     query, key, value = operands()
     want = oracle(query, key, value)
@@ -103,6 +105,7 @@ def model():
     return made
 
 
+@pytest.mark.slow
 def test_a_models_sinks_are_parameters_that_learn():
     made = model()
     leaves = jax.tree.leaves(nnx.to_pure_dict(nnx.state(made)))
@@ -124,6 +127,7 @@ def test_a_models_sinks_are_parameters_that_learn():
     np.testing.assert_allclose(gradient[1, 2], slope, rtol=0.05, atol=2e-6)
 
 
+@pytest.mark.slow
 def test_generation_through_a_cache_and_the_engine_say_what_the_model_says():
     made = model()
     prompt, count = [3, 1, 4, 1, 5], 6
@@ -140,6 +144,7 @@ def test_generation_through_a_cache_and_the_engine_say_what_the_model_says():
     assert list(engine.run()[number].tokens) == text[-count:]
 
 
+@pytest.mark.quick(slow=1)
 @pytest.mark.parametrize("cache", ["exact", CONFIG], ids=["exact", "4bit"])
 def test_flax_modules_have_sinks(cache):
     sizes = {"num_heads": HEADS, "num_kv_heads": KV_HEADS, "head_dim": HEAD_DIM}

@@ -227,6 +227,7 @@ def greedy_without_a_cache(model, prompts, results, kv_dtype):
     ]
 
 
+@pytest.mark.slow
 def test_an_engine_of_mixed_pools_swaps_and_reuses(decoder):
     """Real prompts, so few pages that requests leave the pool, and a prefix that two share.
 

@@ -251,7 +251,7 @@ def lowered(monkeypatch, name):
     return lower_for_cuda(call, *operands)
 
 
-@pytest.mark.quick(16, slow=6)
+@pytest.mark.quick(1, slow=2)
 @pytest.mark.parametrize("name", CASES)
 def test_what_hopper_runs_needs_no_triton(monkeypatch, name):
     needed = TRITON in lowered(monkeypatch, name)
@@ -261,7 +261,7 @@ def test_what_hopper_runs_needs_no_triton(monkeypatch, name):
         assert not needed, f"{name!r} is lowered to Triton"
 
 
-@pytest.mark.quick(4)
+@pytest.mark.quick(1, slow=1)
 @pytest.mark.parametrize("name", STILL)
 def test_without_the_backend_it_is_plain_jax(monkeypatch, name):
     """Nothing is refused on a jax that no longer has it."""

@@ -47,7 +47,7 @@ def close(out, expected):
 # The mathematics ----------------------------------------------------------------------------------
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_whole_sequences(variant):
     options, expected = VARIANTS[variant]
@@ -62,7 +62,7 @@ def test_whole_sequences(variant):
         assert np.abs(plain - oracle(params(layer), tokens(21))).max() > 0.05
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", ["plain", "biases and norms", "window"])
 def test_prompt_then_new_tokens(variant):
     """Through an exact cache: what the oracle says of the whole, one by one and many at once."""

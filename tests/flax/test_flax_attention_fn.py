@@ -78,6 +78,7 @@ MASKS = {
 }
 
 
+@pytest.mark.quick(3, slow=4)
 @pytest.mark.parametrize(("name", "jitted"), [(name, i % 2 > 0) for i, name in enumerate(MASKS)])
 def test_masks(name, jitted):
     fn, mask = MASKS[name]
@@ -431,7 +432,7 @@ POLICIES = {
 }
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("causal", "policy"), [(False, "estimated"), (True, "pattern")])
 def test_pooled(causal, policy):
     """Bit for bit `pooled_attention` at the levels of the policy; its gradient too."""

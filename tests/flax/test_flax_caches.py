@@ -24,7 +24,7 @@ from turbojax.kv import PooledAttention, attend_new_tokens, attend_prompt, init_
 from turbojax.rotary import Rope
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["exact", "4bit", "kv4", "k8v4", "turbo4"])
 def test_caches_are_those_of_the_package(kind):
     """Bit for bit the same as by hand: heads, a prompt, new tokens across a block's end."""
@@ -76,7 +76,7 @@ def test_prompts_attend_as_whole_sequences_do():
     np.testing.assert_array_equal(layer(x), layer.prefill(x))
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(1, slow=1)
 @pytest.mark.parametrize("kind", ["exact", "4bit", "kv4", "paged"])
 def test_caches_come_close_to_exact_attention(kind):
     """Of outputs of order 0.5; bounds are some steps of each format."""
@@ -174,6 +174,7 @@ def test_compressed_caches_have_no_gradient(kind):
             nnx.grad(loss)(layer)
 
 
+@pytest.mark.slow
 def test_implementations_are_those_of_the_caches_ops():
     """Exact attention does not know ``"triton"``, nor `turbo_attention` ``"cudnn"``."""
     x = tokens(4)

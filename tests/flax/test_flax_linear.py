@@ -193,6 +193,7 @@ def test_bad_input():
         _ = tj.linears
 
 
+@pytest.mark.slow
 def test_flax_is_imported_when_it_is_used():
     import subprocess
     import sys

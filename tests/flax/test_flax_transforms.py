@@ -103,6 +103,7 @@ def test_split_and_merge():
     equal(nnx.state(layer, nnx.Cache), first[1])
 
 
+@pytest.mark.slow
 def test_donation():
     layer, other = filled(), filled()
     held = jax.tree.leaves(layer.cache)

@@ -50,7 +50,10 @@ def test_bits_repeat():
     # Another process compiles anew, and measures nothing that it could choose a kernel by.
     root = Path(__file__).parents[2]
     paths = [str(root), *filter(None, [os.environ.get("PYTHONPATH")])]
-    code = "import json; from tests.gpu import test_gpu_evaluation as t; print(json.dumps(t.document()))"
+    code = (
+        "import json; from tests.gpu import test_gpu_evaluation as t; "
+        "print(json.dumps(t.document()))"
+    )
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(paths),

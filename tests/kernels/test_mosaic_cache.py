@@ -93,6 +93,7 @@ def int32(*values):
     return jnp.array(values, jnp.int32)
 
 
+@pytest.mark.quick(slow=1)
 @pytest.mark.usefixtures("emulated")
 @pytest.mark.parametrize(
     ("name", "size", "lengths"),
@@ -138,6 +139,7 @@ def test_prompts_of_first_tokens_alone(size, kernels):
     assert stored.buffer_lengths.tolist() == [size, 1, 0]
 
 
+@pytest.mark.quick(slow=1)
 @pytest.mark.usefixtures("emulated")
 @pytest.mark.parametrize("name", CASES)
 def test_tokens(name):
@@ -174,6 +176,7 @@ def test_odd_numbers_of_heads(heads):
     assert cache.num_blocks.tolist() == [2, 1, 0]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("emulated")
 def test_parts_of_caches():
     """Blocks 1 to 3 of a device; buffers become block 4, 1 and 0: another device's, its own."""

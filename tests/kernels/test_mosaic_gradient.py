@@ -124,7 +124,7 @@ LOWERED = pairwise(
 )
 
 
-@pytest.mark.quick(2, slow=6)
+@pytest.mark.quick(1, slow=1)
 @pytest.mark.parametrize(
     ("feature", "rounding", "head_dim", "tokens", "mode", "dtype", "is_ragged", "block_kv"),
     LOWERED[::2],
@@ -174,7 +174,7 @@ EXTRAS = pairwise(
 )
 
 
-@pytest.mark.quick(2, slow=6)
+@pytest.mark.quick(1, slow=1)
 @pytest.mark.parametrize(
     ("extras", "feature", "rounding", "head_dim", "mode", "dtypes", "is_ragged"), EXTRAS[::2]
 )

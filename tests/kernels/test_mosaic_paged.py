@@ -448,6 +448,7 @@ def test_queries_of_every_dtype_are_loaded(lanes, kind, dtype):
     compare(lanes, settings(kind), blocks, query, 64, 1)
 
 
+@pytest.mark.quick(13, slow=9)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("options", [{"window": (20, 0)}, {"window": (9, 2), "soft_cap": 3.0}])
 def test_several_queries_see_what_they_may(lanes, kind, options):
@@ -459,6 +460,7 @@ def test_several_queries_see_what_they_may(lanes, kind, options):
     compare(lanes, s, blocks, query, 71, 2)
 
 
+@pytest.mark.quick(4, slow=5)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_block_that_no_query_sees_changes_no_bit(lanes, kind):
     rng = np.random.default_rng(2)
@@ -478,6 +480,7 @@ def test_a_block_that_no_query_sees_changes_no_bit(lanes, kind):
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.quick(14, slow=18)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("where", ["query", "key", "value"])
 def test_nan_reaches_what_attends_to_it_and_nothing_else(lanes, kind, where):

@@ -48,7 +48,7 @@ def same(monkeypatch):
     return functools.partial(assert_stores_the_same, run=run)
 
 
-@pytest.mark.quick(first=4, slow=16)
+@pytest.mark.quick(1, slow=2)
 @pytest.mark.parametrize(
     ("kv_dtype", "head_dim", "dtype"),
     [

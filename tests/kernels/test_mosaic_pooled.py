@@ -80,6 +80,7 @@ def test_is_the_first_choice_on_hopper():
         assert registry.select(None, **wide).name == "triton"
 
 
+@pytest.mark.quick(2, slow=2)
 @pytest.mark.parametrize(
     ("tokens", "block_q", "padded"),
     [(100, 256, 256), (300, 256, 512), (300, 128, 384), (5, 128, 128)],
@@ -102,7 +103,7 @@ def test_rows_of_the_gradient_fill_whole_blocks(tokens, block_q, padded, monkeyp
     assert asked == [padded]
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("head_dim", "block_q", "block_kv", "scale", "is_causal", "with_lengths"),
     [
@@ -125,7 +126,7 @@ def test_lowers_for_cuda(head_dim, block_q, block_kv, scale, is_causal, with_len
         assert f"turbojax_pooled_{name}_gradient_hopper" in backward
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("block_kv", "out_dtype"), [(64, "float32"), (128, None)])
 def test_extras_lower_for_cuda(block_kv, out_dtype):
     query, key, value, levels = shapes(block_kv=block_kv)

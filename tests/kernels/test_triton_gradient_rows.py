@@ -66,7 +66,7 @@ def test_codes_are_those_of_the_other_kernel():
             np.testing.assert_array_equal(np.asarray(a, np.float32), np.asarray(b, np.float32))
 
 
-@pytest.mark.quick(first=2)
+@pytest.mark.quick(1, slow=1)
 @pytest.mark.parametrize(
     ("dtypes", "bad"), [((INT8, INT8), np.nan), ((E4M3, E4M3), np.inf), ((INT8, None), np.nan)]
 )
@@ -112,7 +112,7 @@ def test_residuals_of_nan_stay():
 # In the gradient on Hopper -----------------------------------------------------------------------
 
 
-@pytest.mark.quick(first=2)
+@pytest.mark.quick(1, slow=1)
 @pytest.mark.parametrize(
     ("mode", "rounding", "head_dim", "dtype"),
     [

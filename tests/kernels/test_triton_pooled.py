@@ -107,6 +107,7 @@ def test_each_level_causal_with_a_partial_group(level):
     check(dataclasses.replace(RAGGED, probabilities=CASES[f"level {level}"].probabilities))
 
 
+@pytest.mark.quick(slow=1)
 @pytest.mark.parametrize(
     ("name", "dtype", "head_dim", "with_gradient"),
     [
@@ -171,7 +172,7 @@ def test_launches_agree(tile, tile_kv):
         assert worst(got, want) <= 32 * EPS * np.abs(finite).max()
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32], ids=["bf16", "f32"])
 def test_pooling_and_its_adjoint(dtype):
     """Sums of at most eight numbers in another order, rounded once to the dtype."""

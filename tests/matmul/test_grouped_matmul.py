@@ -30,7 +30,7 @@ CASES = {
 }
 
 
-@pytest.mark.quick(first=3)
+@pytest.mark.quick(1, slow=1)
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("implementation", ["xla", "triton"])
 def test_each_expert_is_as_the_oracle(implementation, name):
@@ -101,7 +101,7 @@ def plain(x, weight, sizes, bias, activation):
     return out
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("gated", [True, False])
 def test_the_gradient_is_straight_through(gated):
     rng = np.random.default_rng(2)
@@ -140,6 +140,7 @@ def test_no_gradient_of_quantized_tokens():
         jax.grad(total)(tokens.scale)
 
 
+@pytest.mark.slow
 def test_tiles():
     """Of random groups: every row once, in order, and no more tiles than `most_tiles` says."""
     rng = np.random.default_rng(0)

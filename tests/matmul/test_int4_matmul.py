@@ -131,7 +131,7 @@ SIZE_GRID = [
 ]
 
 
-@pytest.mark.quick(first=5)
+@pytest.mark.quick(2, slow=3)
 @pytest.mark.parametrize(
     ("size", "implementation", "scale_dtype", "epilogue", "dtype"),
     SIZE_GRID,
@@ -141,7 +141,7 @@ def test_sizes(size, implementation, scale_dtype, epilogue, dtype):
     assert_as_the_oracle(make(*size, scale_dtype, dtype, epilogue), implementation)
 
 
-@pytest.mark.quick(6)
+@pytest.mark.quick(3, slow=3)
 @pytest.mark.parametrize(
     ("number", "implementation", "scale_dtype"),
     pairwise(number=range(len(EPILOGUES)), implementation=ON_CPU, scale_dtype=SCALE_DTYPES),

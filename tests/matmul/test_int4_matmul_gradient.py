@@ -109,7 +109,7 @@ def test_the_oracle_is_a_derivative(activation):
             assert abs((ends[0] - ends[1]) / (2 * step) - got[which][at]) < 1e-7
 
 
-@pytest.mark.quick(first=len(ACTIVATIONS))
+@pytest.mark.quick(2, slow=2)
 @pytest.mark.parametrize(
     ("scale_dtype", "activation"),
     pairwise(scale_dtype=SCALE_DTYPES, activation=ACTIVATIONS),

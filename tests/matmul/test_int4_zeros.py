@@ -23,6 +23,7 @@ from turbojax.quantizers import int4
 from turbojax.quantizers.int4_layout import code_rows, scale_rows
 
 
+@pytest.mark.quick(1, slow=1)
 @pytest.mark.parametrize("scale_dtype", ["bf16", "f16"])
 def test_zeros(scale_dtype):
     """A value is the distance from the zero, in scales; joins and rows keep them."""
@@ -71,6 +72,7 @@ def test_stacks():
         tj.fireq.matmul(w[0, 0], stacked)
 
 
+@pytest.mark.quick(1, slow=1)
 @pytest.mark.parametrize(("scale_dtype", "activation"), [("bf16", "swiglu"), ("f16", "gelu")])
 def test_product(scale_dtype, activation):
     """Whatever is chosen for it, here and on a GPU; and its gradient."""

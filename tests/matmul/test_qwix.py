@@ -54,6 +54,7 @@ CASES = {
 }
 
 
+@pytest.mark.quick(1, slow=1)
 @pytest.mark.parametrize("case", CASES)
 def test_there_and_back(case, monkeypatch):
     shape, scale, dtype, zero, axis = CASES[case]
@@ -90,6 +91,7 @@ def test_our_own_weights(monkeypatch):
     np.testing.assert_array_equal(array.values(), np.asarray(fireq.dequantize(weight)).T)
 
 
+@pytest.mark.slow
 def test_refusals(monkeypatch):
     good = random((256, 40), (2, 40), jnp.bfloat16)
     for error, message, changes in (

@@ -148,6 +148,7 @@ def test_smoothing_takes_back_what_outliers_cost_int4_weights(samples, index):
     assert uneven > 2 * natural
 
 
+@pytest.mark.slow
 def test_statistics_of_half_a_text_nearly_bound_the_other_half(samples):
     """Theorem 3.1 is about calibration; other keys exceed its bound by little."""
     for sample in samples:

@@ -283,6 +283,7 @@ class TestReplaced:
             with pytest.raises(ValueError, match=rf"{last} changed while it was read"):
                 loader(many, progress=progress)
 
+    @pytest.mark.slow
     def test_by_another_model(self, one):
         other = models.Transformer(CONFIG, rngs=nnx.Rngs(1))
         with pytest.raises(ValueError, match="one changed while it was read"):

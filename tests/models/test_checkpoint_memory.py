@@ -72,6 +72,7 @@ def folder(tmp_path_factory) -> Path:
     return path
 
 
+@pytest.mark.quick(slow=1)
 @pytest.mark.parametrize(
     ("loader", "dtype"), [("load", "stored"), ("load", "bfloat16"), ("load_decoder", "stored")]
 )

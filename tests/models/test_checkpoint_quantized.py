@@ -42,7 +42,7 @@ def same(one, other) -> bool:
     )
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("limit", [1 << 30, 4000])
 def test_one_file_or_many(quantized, tmp_path, limit):
     models.save_quantized(quantized, tmp_path, max_shard_bytes=limit)
@@ -163,6 +163,7 @@ def test_numbers_too_large_are_refused(quantized, tmp_path):
     assert {x.name: x.read_bytes() for x in tmp_path.iterdir()} == before
 
 
+@pytest.mark.slow
 def test_tables_that_would_not_be_read(quantized, tmp_path):
     """INT4 tables have the layers' kind of scales, in groups of 128, and no zeros."""
     codes = jnp.ones((64, 48), jnp.int8)
@@ -219,6 +220,7 @@ def test_further_keys_that_cannot_be_written(quantized, tmp_path, extra, error):
     assert {x.name: x.read_bytes() for x in tmp_path.iterdir()} == before
 
 
+@pytest.mark.slow
 def test_a_checkpoint_that_is_replaced_is_refused(quantized, tmp_path):
     models.save_quantized(quantized, tmp_path)
     with pytest.raises(ValueError, match="changed while it was read"):

@@ -33,7 +33,7 @@ def load(folder):
     return functools.cache(lambda name: models.load_decoder(folder(name)))
 
 
-@pytest.mark.quick(first=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES[::-1])
 def test_absorbed_form_is_the_expanded_one(load, name):
     """Through caches of latents, token by token: what transformers computes, as recorded."""
@@ -101,6 +101,7 @@ def oracle(params, x, positions, config):
     return np.concatenate(out, 1) @ a["o_proj"]["kernel"]
 
 
+@pytest.mark.slow
 def test_a_layer_against_an_oracle(load):
     model = load("deepseek-v2")
     config, params = model.config, model.layers[0]
@@ -127,6 +128,7 @@ def test_a_layer_against_an_oracle(load):
     np.testing.assert_allclose(np.asarray(out)[0], want, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_gradients_reach_all_weights(folder):
     """Training computes in expanded form; the correction is chosen by, and has none."""
     model = models.load(folder("deepseek-v3"))
@@ -205,6 +207,7 @@ def test_a_model_without_experts_says_so(name):
     assert TransformerConfig.from_hf(dense.to_hf()) == dense
 
 
+@pytest.mark.slow
 def test_the_correction_stays_float32(folder):
     """Half of its bits would move choices that training balanced."""
     decoder = models.load_decoder(folder("deepseek-v3"), dtype=jnp.bfloat16)

@@ -95,6 +95,7 @@ def test_sizes_are_few_and_not_much_larger():
     assert bucket(np.int32(70)) == 128
 
 
+@pytest.mark.quick(slow=1)
 @pytest.mark.parametrize("cache", ["exact", "4bit", "paged"])
 def test_twenty_lengths_compile_one_pair_of_programs_for_each_size(model, cache, compiled):
     def run(length, new):
@@ -122,6 +123,7 @@ def test_twenty_lengths_compile_one_pair_of_programs_for_each_size(model, cache,
     assert compiled() == begun
 
 
+@pytest.mark.quick(2, slow=1)
 @pytest.mark.parametrize("options", ["lengths", "attention_mask", "prefill_batch_size"])
 def test_batches_of_other_lengths_compile_nothing(model, compiled, options):
     def run(first, second, width):
@@ -141,7 +143,7 @@ def test_batches_of_other_lengths_compile_nothing(model, compiled, options):
     assert compiled() == begun
 
 
-@pytest.mark.quick(3, slow=21)
+@pytest.mark.quick(slow=1)
 @pytest.mark.parametrize("length", [5, 45, 70])
 @pytest.mark.parametrize("cache", CACHES)
 def test_texts_are_those_of_exact_sizes(model, cache, length):
@@ -209,6 +211,7 @@ def test_errors_name_the_sizes_that_were_given(model):
         text.run(TextModel(model, NumberTokenizer(64)), tokens, **run)
 
 
+@pytest.mark.slow
 def test_longrope_has_the_factors_of_the_tokens_asked_for(tmp_path):
     """The tiny Phi-3 was made for 32 tokens, and caches for 20 and 10 of them hold 64."""
     decoder = models.load_decoder(hf.write("phi3-longrope", tmp_path))

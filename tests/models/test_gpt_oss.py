@@ -85,6 +85,7 @@ def test_every_code_and_every_exponent():
     assert np.isnan(mxfp4.dequantize(blocks[:, :1], np.full((1, 1, 16), 255, np.uint8))).all()
 
 
+@pytest.mark.quick(1, slow=1)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_experts_in_mxfp4_are_read_exactly(packed, dtype):
     path, meant = packed
@@ -165,6 +166,7 @@ def layer_of(params, x, config):
     return np.stack(out)
 
 
+@pytest.mark.quick(slow=1)
 @pytest.mark.parametrize("count", [1, 9, 40])
 def test_experts_against_an_oracle(folder, count):
     """One by one and in tiles; some gates are clamped."""
@@ -185,6 +187,7 @@ def test_experts_against_an_oracle(folder, count):
     )
 
 
+@pytest.mark.quick(slow=1)
 @pytest.mark.parametrize("kind", ["floats", "mxfp4"])
 def test_int4_experts_are_close(folder, packed, kind):
     """MXFP4 rounded again to INT4 with e4m3 tokens loses what floats lose, and no more."""
@@ -235,6 +238,7 @@ def test_quantized_saved_and_loaded(folder, tmp_path):
     assert jax.tree.structure(shapes) == jax.tree.structure(quantized)
 
 
+@pytest.mark.slow
 def test_adapters_of_attention(folder):
     quantized = models.quantize_model(models.load_decoder(folder), smoothing=NOTHING)
     text = moe.tokens(1, 10)

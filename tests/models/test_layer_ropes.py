@@ -67,6 +67,7 @@ def turned(x, positions, frequencies, amplitude):
     return np.concatenate([first * cos - second * sin, second * cos + first * sin], -1)
 
 
+@pytest.mark.quick(1, slow=2)
 @pytest.mark.parametrize("form", ["transformer", "remat", "decoder", "decoder of short texts"])
 def test_each_layer_turns_by_its_own(model, form):
     """Bases, factors and amplitude are those of the layer, whatever runs the layers."""
@@ -91,6 +92,7 @@ def test_each_layer_turns_by_its_own(model, form):
             assert np.abs(unturned).max() > 1
 
 
+@pytest.mark.slow
 def test_stacked_layers_and_layers_one_by_one_agree(model):
     """With gradients of both, and of layers that are computed anew."""
     nothing = (None,) * CONFIG.num_layers

@@ -73,6 +73,7 @@ def test_the_text_model_is_read(kind, tmp_path):
     jax.tree.map(np.testing.assert_array_equal, models.load_decoder(tmp_path / "again"), plain)
 
 
+@pytest.mark.slow
 def test_it_is_quantized_layer_by_layer(tmp_path):
     model = models.open_decoder(write(tmp_path / "whole"))
     decoder = models.quantize_model(

@@ -59,6 +59,7 @@ def experts_of(decoder, number):
     return module
 
 
+@pytest.mark.quick(2, slow=3)
 @pytest.mark.parametrize("count", [1, 2, 50])
 @pytest.mark.parametrize("name", ["mixtral", "qwen3-moe", MIXED])
 def test_a_layer_is_as_the_oracle(decoder, name, count):
@@ -72,6 +73,7 @@ def test_a_layer_is_as_the_oracle(decoder, name, count):
     np.testing.assert_allclose(got[0], want, atol=2e-5 * np.abs(want).max())
 
 
+@pytest.mark.quick(slow=1)
 @pytest.mark.parametrize("sizes", [(0, 7, 0, 21, 1, 0), (29, 0, 0, 0, 0, 0), (5, 5, 5, 5, 5, 4)])
 def test_tiles_compute_what_ragged_products_do(decoder, sizes):
     """And their gradients; NaN stays in its row."""
@@ -140,6 +142,7 @@ def test_no_tokens(decoder):
     assert experts_of(decoder("mixtral"), 0)(jnp.zeros((1, 0, 64))).shape == (1, 0, 64)
 
 
+@pytest.mark.quick(1, slow=1)
 @pytest.mark.parametrize("name", NAMES)
 def test_the_three_ways_to_read_a_folder_agree(folder, decoder, name, tmp_path):
     """Layer by layer, and stacked where all layers are alike; saved and read again."""
@@ -169,6 +172,7 @@ def test_parameters_are_counted(decoder):
     assert CONFIGS[MIXED].num_parameters == sum(x.size for x in jax.tree.leaves(decoder(MIXED)))
 
 
+@pytest.mark.slow
 def test_gradients_reach_router_and_experts(folder):
     graph, state = nnx.split(models.load(folder("qwen3-moe")))
     text = jnp.asarray(moe.tokens(1, 8))
@@ -229,6 +233,7 @@ class PlainExperts:
         return out if residual is None else out + residual
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FEW)
 def test_quantized_experts_compute_what_their_weights_say(quantized, name):
     decoder, text = quantized(name), moe.tokens(2, 30, 3)
@@ -252,6 +257,7 @@ def test_quantized_experts_compute_what_their_weights_say(quantized, name):
     assert relative(got, want) < 0.5 * relative(unrounded, want)
 
 
+@pytest.mark.quick(slow=1)
 @pytest.mark.parametrize("count", [1, 40])
 def test_rounded_experts_are_near(decoder, count):
     """One layer by itself: INT4 weights and e4m3 tokens cost some percent, smoothed or not."""
@@ -294,6 +300,7 @@ def test_scales_of_16_bits(decoder, tmp_path):
     jax.tree.map(np.testing.assert_array_equal, models.load(tmp_path), decoder)
 
 
+@pytest.mark.quick(slow=1)
 @pytest.mark.parametrize("name", FEW)
 @pytest.mark.parametrize("kind", ["float", "quantized"])
 def test_texts_continue_through_caches_as_in_one_pass(decoder, quantized, name, kind):
@@ -304,6 +311,7 @@ def test_texts_continue_through_caches_as_in_one_pass(decoder, quantized, name, 
     np.testing.assert_array_equal(texts, logits(model, whole).argmax(-1)[:, 11:-1])
 
 
+@pytest.mark.quick(slow=1)
 @pytest.mark.parametrize("kind", ["float", "quantized"])
 def test_the_engine_serves_them(decoder, quantized, kind):
     """Prompts of other lengths, side by side, and in chunks: the texts of `generate`."""
@@ -317,6 +325,7 @@ def test_the_engine_serves_them(decoder, quantized, kind):
         assert found[number].tokens == tuple(int(x) for x in want)
 
 
+@pytest.mark.slow
 def test_random_decoders():
     for name in ("mixtral", MIXED):
         config, text = CONFIGS[name], moe.tokens(1, 6)
@@ -324,6 +333,7 @@ def test_random_decoders():
             assert np.isfinite(logits(made(config, dtype=jnp.float32), text)).all()
 
 
+@pytest.mark.slow
 def test_adapters_of_attention_beside_experts(quantized):
     decoder, text = quantized(MIXED), moe.tokens(1, 10)
     adapters = models.init_adapters(decoder, rank=2)

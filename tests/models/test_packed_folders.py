@@ -71,7 +71,7 @@ PAIRS = [
 ]
 
 
-@pytest.mark.quick(4)
+@pytest.mark.quick(slow=1)
 @pytest.mark.parametrize(("family", "stored"), PAIRS)
 def test_a_folder_computes_what_its_plain_weights_do(tmp_path, family, stored):
     folder, plain = write(tmp_path, family, stored, tie_word_embeddings=family == "qwen3")
@@ -228,6 +228,7 @@ def test_refused_awq():
         formats.parse(packed.awq_config(128)).parts(64, 192)
 
 
+@pytest.mark.quick(2, slow=1)
 @pytest.mark.parametrize("stored", ["gptq-act-order", "compressed", "gptq-sym"])
 def test_saved_as_our_own(tmp_path, stored):
     folder, _ = write(tmp_path, "qwen2", stored)
@@ -261,6 +262,7 @@ def test_tokens_in_8_bits(folders):
         loaded.with_activations("f16")
 
 
+@pytest.mark.quick(slow=1)
 @pytest.mark.parametrize("command", ["generate", "serve"])
 def test_commands_take_such_folders(tmp_path, command):
     folder, _ = write(tmp_path, "llama", "awq", vocab_size=256)

@@ -94,7 +94,7 @@ def test_the_exact_cache_is_needed_for_this(load):
     assert 10 * TOLERANCE < error("bfloat16", load("mistral"), "mistral") < 0.3
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [

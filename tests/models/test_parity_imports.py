@@ -13,12 +13,13 @@ MAKERS = {"torch_helpers", "make_recordings", "make_packed_recordings"}
 
 
 def imports(tree: ast.AST) -> Iterator[str]:
-    """The first names of all modules that a file imports, inside functions or not."""
+    """All names in the paths of what a file imports, inside functions or not."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            yield from (alias.name.partition(".")[0] for alias in node.names)
+            yield from (name for alias in node.names for name in alias.name.split("."))
         elif isinstance(node, ast.ImportFrom) and not node.level:
-            yield (node.module or "").partition(".")[0]
+            yield from (node.module or "").split(".")
+            yield from (alias.name for alias in node.names)
 
 
 def parsed(folder: str) -> dict[Path, ast.Module]:

@@ -142,6 +142,7 @@ def dequantized(decoder: models.QuantizedDecoder, *, rounds: bool) -> models.Qua
     return dataclasses.replace(decoder, layers=tuple(map(layer, decoder.layers)))
 
 
+@pytest.mark.quick(slow=1)
 @pytest.mark.parametrize("name", NAMES)
 def test_smoothing_and_the_layers_are_exact(decoder, name):
     """All of CAS, PTS, RPN and CRS, and none: the float decoder's logits, but for float32."""
@@ -161,6 +162,7 @@ def test_smoothing_and_the_layers_are_exact(decoder, name):
         assert (np.ptp(np.asarray(second.k_norm), axis=0) > 0).any()
 
 
+@pytest.mark.quick(slow=1)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_quantized_decoder_computes_what_its_weights_say(quantized, name):
     """A float model of the dequantized weights whose linear layers round their tokens."""
@@ -188,6 +190,7 @@ def noisy(decoder: models.Decoder) -> models.Decoder:
     return dataclasses.replace(decoder, layers=layers)
 
 
+@pytest.mark.quick(1, slow=1)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_quantized_decoder_is_near_the_float_one(decoder, quantized, name):
     """As near as one with as much noise in its weights: these models are made for large effects."""
@@ -212,6 +215,7 @@ def test_a_checkpoint_is_read_back_bit_for_bit(quantized, name, tmp_path):
         assert (a.dtype, np.asarray(a).tobytes()) == (b.dtype, np.asarray(b).tobytes())
 
 
+@pytest.mark.quick(slow=1)
 @pytest.mark.parametrize("name", [*FIRST[1:], pytest.param(FIRST[0], marks=pytest.mark.slow)])
 def test_texts_continue_through_caches_as_in_one_pass(quantized, name):
     """Each layer's window, rotary embedding and caps reach its cache, at every step."""

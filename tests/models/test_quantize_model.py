@@ -138,6 +138,7 @@ def test_tables_and_bfloat16_scales_compute_what_they_say(model, calibration):
     _assert_computes_what_its_weights_say(models.quantize_model(decoder, calibration, **options))
 
 
+@pytest.mark.slow
 def test_a_quantized_decoder_computes_what_its_weights_say(quantized):
     _assert_computes_what_its_weights_say(quantized)
 
@@ -154,6 +155,7 @@ def _assert_computes_what_its_weights_say(decoder):
     assert np.linalg.norm(error) < 0.5 * np.linalg.norm(without)
 
 
+@pytest.mark.slow
 def test_smoothing_leaves_the_model_the_same_in_exact_arithmetic(model, calibration):
     """Smoothed, but not rounded: what `quantize_model` rounds is the model that it was given."""
     decoder = models.unstack(model)

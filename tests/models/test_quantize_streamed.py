@@ -69,6 +69,7 @@ def test_an_opened_decoder_holds_what_a_loaded_one_does(name, tmp_path):
     assert half.layers[0]["mlp_norm"]["scale"].dtype == jnp.bfloat16
 
 
+@pytest.mark.slow
 def test_a_streamed_model_is_the_same_and_takes_little_memory(folder, tokens, monkeypatch):
     """Besides the quantized model: one layer in its dtype and some of its matrices in float32."""
     options = {"smoothing": smoothing.Smoothing(num_pairs=4), "batch_size": 2}
@@ -103,7 +104,7 @@ def test_a_streamed_model_is_the_same_and_takes_little_memory(folder, tokens, mo
     assert layer < peak[0] < got.nbytes + 2 * layer < floats
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gemma2", "phi3-longrope"])
 def test_bits_of_an_opened_decoder_are_those_of_a_loaded_one(name, tmp_path):
     """With kv4, more windows than a batch, and texts to which LongRoPE gives its short factors."""

@@ -63,6 +63,7 @@ def whole(monkeypatch):
 # What is held ------------------------------------------------------------------------------------
 
 
+@pytest.mark.quick(4, slow=5)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_layers_with_windows_hold_what_these_need(family, kind):
@@ -114,7 +115,7 @@ def test_published_models_hold_a_fraction_of_32k_tokens(name, kind, share):
 # What is computed --------------------------------------------------------------------------------
 
 
-@pytest.mark.quick(first=3)
+@pytest.mark.quick(slow=1)
 @pytest.mark.parametrize(
     ("family", "kind"),
     [("gemma2", "exact"), ("mistral", "4bit"), ("gemma3", "kv4"), ("mistral", "exact")],
@@ -153,7 +154,7 @@ def test_generate_and_stream_go_through_rings():
 # Files -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.quick(first=2)
+@pytest.mark.quick(slow=1)
 @pytest.mark.parametrize("kind", ["exact", "4bit", "kv4"])
 def test_a_session_goes_on_from_a_file(tmp_path, kind):
     session = started("gemma2", kind)
@@ -167,6 +168,7 @@ def test_a_session_goes_on_from_a_file(tmp_path, kind):
     np.testing.assert_array_equal(texts[2], texts[0])
 
 
+@pytest.mark.quick(1, slow=1)
 @pytest.mark.parametrize("kind", ["exact", "4bit"])
 def test_a_short_text_may_get_room_for_a_long_one_and_back(tmp_path, kind):
     """What is no ring yet becomes one, and the other way round."""
@@ -222,7 +224,7 @@ def test_hostile_windows_in_files_are_refused(tmp_path, window):
 # Flax's module -----------------------------------------------------------------------------------
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["exact", "4bit"])
 def test_the_module_holds_its_window_and_takes_any_number_of_tokens(kind):
     attention = TurboAttention(

@@ -21,7 +21,7 @@ from turbojax.models.generation.sampling import (
 LOGITS = np.random.default_rng(3).normal(scale=1.5, size=SIZE).astype(np.float32)
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1, slow=1)
 @pytest.mark.parametrize(
     ("temperature", "top_k", "top_p", "min_p"),
     [
@@ -153,7 +153,7 @@ def test_a_row_depends_on_itself_alone():
         assert np.asarray(run(logits[row : row + 1], rows(1, *options)))[0] == together[row]
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1, slow=1)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("kind", KINDS)
 def test_nan_and_nothing_but_minus_infinity_give_no_token(temperature, kind):

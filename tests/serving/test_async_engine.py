@@ -411,6 +411,7 @@ def test_a_program_that_does_not_close_it_ends(left):
         assert (done.returncode, done.stderr) == (0, "")
 
 
+@pytest.mark.slow
 def test_a_real_engine_in_its_thread():
     model = shallow_model()
     requests = [Request([0, *b"def main("], 6), Request([0, *b"import "], 6)]

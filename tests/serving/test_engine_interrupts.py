@@ -183,6 +183,7 @@ def test_the_end_is_known_where_no_handler_could_note_it(monkeypatch):
     check_ended(made)
 
 
+@pytest.mark.quick(1, slow=1)
 @pytest.mark.parametrize("way", WAYS)
 def test_at_every_line_of_the_guard(way):
     def session():
@@ -282,6 +283,7 @@ def test_what_steps_compare_runs_no_python(kind):
     assert kind.__hash__ is tuple.__hash__
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [FEW, pytest.param(MANY, marks=pytest.mark.fuzz)])
 def test_an_exception_before_any_line(model, undisturbed, count, record_property):
     ends = 0

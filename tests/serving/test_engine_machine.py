@@ -112,6 +112,7 @@ def machine(mode: str) -> type:
     """The tests of one way to make steps."""
     made = type(f"Machine_{mode}", (EngineMachine,), {"mode": mode}).TestCase
     made.settings = settings(max_examples=12, stateful_step_count=30, deadline=None)
+    made.pytestmark = [pytest.mark.slow]
     return made
 
 
@@ -183,6 +184,7 @@ class Crowd:
         self.aborted, self.late = self.aborted + watched.aborted, self.late + watched.late
 
 
+@pytest.mark.quick(slow=1)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("count", [100, pytest.param(20_000, marks=pytest.mark.fuzz)])
 def test_a_crowd(mode, count, record_property):
@@ -202,6 +204,7 @@ def test_a_crowd(mode, count, record_property):
     )
 
 
+@pytest.mark.quick(1, slow=1)
 @pytest.mark.parametrize("mode", ["ngram", "draft"])
 def test_guesses_at_the_end_of_the_longest_texts(mode):
     """They need no page after the last one: wrong ones on their way do not count as tokens."""

@@ -81,7 +81,7 @@ def without(kv_dtype: str) -> list[tuple[int, ...]]:
     return texts(make(model(), kv_dtype=kv_dtype, **SIZES))
 
 
-@pytest.mark.quick(first=3, slow=8)
+@pytest.mark.quick(slow=1)
 @pytest.mark.parametrize("how", GUESSING)
 @pytest.mark.parametrize("kv_dtype", FORMATS)
 def test_texts_are_those_without_guesses(kv_dtype, how):
@@ -168,6 +168,7 @@ def distribution(decoder, temperature: float, length: int) -> np.ndarray:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["ngram", pytest.param("draft", marks=pytest.mark.slow)])
 def test_what_is_drawn_has_the_models_distribution(how, monkeypatch):
     """Of four tokens, of which two are guessed; the draft model is another one."""
@@ -213,6 +214,7 @@ def look_up(text: list[int], count: int, longest: int, shortest: int) -> list[in
     return found
 
 
+@pytest.mark.quick(1, slow=2)
 @pytest.mark.parametrize("how", [NGram(4), NGram(1, longest=1, shortest=1), NGram(15, 9, 3)])
 def test_guesses_are_what_followed_the_same_tokens(how):
     rng = np.random.default_rng(how.tokens)

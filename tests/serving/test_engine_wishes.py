@@ -77,6 +77,7 @@ def logits_of(model, texts: list[list[int]]) -> np.ndarray:
     return np.asarray(model.logits(hidden))
 
 
+@pytest.mark.slow
 def test_greedy_texts_are_those_of_the_definition(model):
     made, wanted = engine(model), requests()
     numbers = [made.add(request) for request in wanted]

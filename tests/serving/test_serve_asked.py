@@ -97,6 +97,7 @@ def samples(model):
     return [found[number] for number in numbers]
 
 
+@pytest.mark.slow
 def test_all_samples_come_in_their_order(results, samples):
     found = results["all samples"]
     texts = [found["tokens"], *(one["tokens"] for one in found["others"])]

@@ -63,6 +63,7 @@ def whole(tiny_folder, tmp_path_factory) -> Path:
     return folder / "out"
 
 
+@pytest.mark.quick(3, slow=4)
 @pytest.mark.parametrize("cut", [0, 1, -1])
 @pytest.mark.parametrize("count", [0, 2, 4, 5])
 def test_a_run_goes_on_where_it_was_cut(tiny_folder, tmp_path, whole, count, cut):
@@ -365,6 +366,7 @@ def test_a_checkpoint_that_names_no_dtype(tiny_folder, tmp_path):
     assert "5 had results already" in result.stdout
 
 
+@pytest.mark.slow
 def test_other_factors_of_longrope_are_refused(tmp_path):
     """A longer request makes the engine take the long factors, and texts of the others differ."""
     folder = str(hf_helpers.write("phi3-longrope", tmp_path / "model"))

@@ -72,6 +72,7 @@ def text_of(result: Result) -> str:
     return bytes(result.tokens).decode(errors="replace")
 
 
+@pytest.mark.slow
 def test_greedy_texts_are_the_engines(client, alone):
     for prompt in PROMPTS[:2]:
         [result] = alone(Request(tokens_of(prompt), 12, [END]))
@@ -225,6 +226,7 @@ def test_a_timeout_and_the_refusals_of_the_engine(served, client):
         assert "301 tokens, which with 16 new ones must be at most 256" in error["message"]
 
 
+@pytest.mark.slow
 def test_a_pool_smaller_than_the_longest_request(model):
     smaller = real_engine(model, num_pages=8)
     with running(smaller, tokenizer_with_chats()) as served, served.client() as client:

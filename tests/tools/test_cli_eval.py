@@ -61,6 +61,7 @@ def sizes(model, texts, *methods):
     )
 
 
+@pytest.mark.slow
 def test_tables_plots_and_a_file_that_goes_on(tiny_folder, texts, tmp_path, monkeypatch):
     out, folder = tmp_path / "out.json", tmp_path / "plots"
     given = (*sizes(tiny_folder, texts, "exact", "kv4"), "--out", out)
@@ -167,6 +168,7 @@ def test_commas_between_methods_and_between_options(given, methods):
     assert split_methods(given) == methods
 
 
+@pytest.mark.quick(20, slow=2)
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -160,7 +160,7 @@ def test_tokens_that_are_numbers(tmp_path):
     assert f"calibration text '{numbers}': there is no tokenizer.json" in result.stderr
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gemma3", "qwen2", "phi3"])
 def test_other_families(name, tmp_path):
     """Read and measured layer by layer; what is written generates."""
@@ -250,6 +250,7 @@ def test_errors_are_one_clear_line(tiny_folder, tmp_path, arguments, message):
     assert "Traceback" not in result.stderr
 
 
+@pytest.mark.slow
 def test_a_quantized_model_is_refused_where_floats_are_needed(quantized, tmp_path):
     out, _ = quantized
     again = _quantize(out, tmp_path)

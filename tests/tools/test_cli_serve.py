@@ -45,6 +45,7 @@ def _continued(model: text_model.TextModel, prompts: tuple[str, ...], count: int
     return np.asarray(models.generate(model.decoder, jnp.asarray(tokens), **options))
 
 
+@pytest.mark.slow
 def test_results_are_those_of_generate(tiny_folder, model, tmp_path):
     prompts = ("abc", "", "longer é")
     lines = [{"prompt": p, "max_new_tokens": 5 + i} for i, p in enumerate(prompts)]

@@ -17,6 +17,7 @@ def report() -> doctor.Report:
     return doctor.examine()
 
 
+@pytest.mark.slow
 def test_every_op_is_examined(report):
     names = [op.op for op in report.ops]
     assert len(set(names)) == len(names)

@@ -40,6 +40,7 @@ def log2_p(logits):
     return (shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))) / np.log(2)
 
 
+@pytest.mark.slow
 def test_scores_are_those_of_single_steps(model):
     windows = tokens()[:BATCH]
     found = scored(model, "kv4", windows)
@@ -59,6 +60,7 @@ def test_scores_are_those_of_single_steps(model):
     assert np.mean(found.divergence) > 1e-4  # and not the exact cache in disguise
 
 
+@pytest.mark.slow
 def test_scores_are_those_of_one_pass():
     """Of one layer, so that a prompt's first token, which attends in e4m3, reaches no other.
 
@@ -150,6 +152,7 @@ def test_programs_are_compiled_alike(monkeypatch):
     assert given == [1]
 
 
+@pytest.mark.slow
 def test_what_decodes_is_what_repeats(model, monkeypatch):
     """Exact caches and those that are dequantized: cuDNN, which would be chosen, does not."""
     asked, choose = [], api._choose_decode

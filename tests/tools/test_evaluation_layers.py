@@ -49,6 +49,7 @@ def test_the_definition(monkeypatch):
             np.testing.assert_allclose(found[i], wanted, rtol=2e-5, atol=2e-6)
 
 
+@pytest.mark.slow
 def test_errors_are_those_of_each_layer_alone(model):
     """Of all tokens after the prompt at once, and in numpy."""
     method = evaluation.method("kv4", CONFIG)
@@ -186,6 +187,7 @@ def test_answers():
     assert found.copied.tolist() == [1, 0.25, 0]
 
 
+@pytest.mark.slow
 def test_recall_is_scored_as_text_is(model):
     """Bits of one pass, and greedy choices: those that `generate` makes up to its first error."""
     items = [make("copy", length=400, depth=depth) for depth in (0.0, 0.5, 1.0)]

@@ -51,6 +51,7 @@ class Stop(Exception):
     pass
 
 
+@pytest.mark.slow
 def test_a_run_that_was_ended_goes_on(model, tmp_path):
     whole = evaluation.evaluate(model, texts(), settings(), further={"words": Words()})
     file, words = tmp_path / "new" / "eval.json", Words()

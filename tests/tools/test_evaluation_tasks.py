@@ -55,6 +55,7 @@ def one_pass(model, pairs):
     return wanted
 
 
+@pytest.mark.slow
 def test_likelihoods_are_those_of_one_pass_without_a_cache(model):
     """In batches of ragged texts, of which some differ in the last token alone."""
     pairs, told = encoded(PAIRS), []
@@ -75,6 +76,7 @@ def test_a_greedy_continuation_is_found_to_be_one(model):
     assert [greedy for _, greedy in found] == [True, False, True]
 
 
+@pytest.mark.slow
 def test_answers_go_through_the_cache():
     """What a session says that prefills all but a context's last token, and steps on from there."""
     model = decoder(num_layers=1)

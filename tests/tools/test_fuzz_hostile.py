@@ -76,6 +76,7 @@ def check(kind, counted, capsys):
         assert not counted["loaded"]
 
 
+@pytest.mark.slow
 def test_a_few_hostile_files_of_several_kinds(capsys):
     for kind, counted in fuzz(dict.fromkeys(QUICK, 10), SEED + 1).items():
         check(kind, counted, capsys)

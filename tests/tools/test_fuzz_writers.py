@@ -122,6 +122,7 @@ def interrupt(writer, folder, places):
 
 
 # An interruption just before a file is closed leaves that to Python, which says so.
+@pytest.mark.quick(1, slow=1)
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("tries", [4, pytest.param(200, marks=pytest.mark.fuzz)])
 @pytest.mark.parametrize("kind", WRITERS, ids=lambda x: x.__name__.lower())
@@ -138,6 +139,7 @@ def test_interrupted_anywhere(tmp_path, count, kind, tries):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kills", [2, pytest.param(100, marks=pytest.mark.fuzz)])
 def test_killed(tmp_path, count, kills):
     command = [

@@ -40,11 +40,13 @@ def test_an_axis_without_values_is_refused():
 def test_tiers():
     every = set(range(9))
     assert tiers(9, 1) == ({0}, every - {0})
-    assert tiers(9, 3) == ({0, 4, 8}, every - {0, 4, 8})
+    assert tiers(9, 3) == ({0, 3, 6}, every - {0, 3, 6})
+    assert tiers(9, 3, turn=13) == ({4, 7, 1}, every - {1, 4, 7})
     assert tiers(9, first=2) == ({0, 1}, every - {0, 1})
-    assert tiers(9, first=2, slow=3) == ({0, 1}, {2, 5, 8})
-    assert tiers(9, slow=2) == (set(), {0, 8})
+    assert tiers(9, first=2, slow=3) == ({0, 1}, {2, 4, 6})
+    assert tiers(9, slow=2) == (set(), {0, 4})
     assert tiers(3, 5, slow=7) == ({0, 1, 2}, set())
+    assert tiers(0, 2, slow=1, turn=5) == (set(), set())
     for wrong in ({}, {"spread": 2, "first": 1}, {"spread": -1}, {"first": 1, "slow": -1}):
         with pytest.raises(ValueError, match="one of them alone"):
             tiers(9, **wrong)

@@ -55,6 +55,7 @@ def test_python_m_turbojax():
     assert done.stdout == f"turbojax {turbojax.__version__}\n"
 
 
+@pytest.mark.slow
 def test_import_needs_no_package_of_the_command_and_lists_everything():
     code = (
         "import sys; sys.modules['typer'] = sys.modules['platformdirs'] = None\n"
@@ -124,6 +125,7 @@ def test_what_is_missing_is_one_line(arguments, missing, expected, monkeypatch, 
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_train_without_orbax():
     code = (
         "import sys; sys.modules['orbax'] = None\n"

@@ -9,6 +9,7 @@ import pytest
 from turbojax import models
 
 
+@pytest.mark.slow
 def test_every_old_module_has_its_new_content():
     # In a process of its own: a module warns when it is first imported.
     code = """
@@ -34,6 +35,7 @@ for old, places in MOVED.items():
     subprocess.run([sys.executable, "-W", "error", "-c", code], check=True)
 
 
+@pytest.mark.slow
 def test_old_modules_are_attributes_too():
     # In 0.1 `turbojax.layer_cache` was there as soon as `turbojax.models` was.
     code = """

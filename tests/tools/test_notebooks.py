@@ -71,6 +71,9 @@ def test_it_runs_from_top_to_bottom(notebook, tmp_path, monkeypatch):
     # The kernel is a process of its own, and finds turbojax as it is here.
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
+    # With fonts that nobody else looked for: what lacks some of them warns.
+    monkeypatch.setenv("MPLCONFIGDIR", str(tmp_path / "matplotlib"))
+    subprocess.run([sys.executable, "-c", "import matplotlib.font_manager"], check=True)
     for cell in _code(notebook):
         cell.outputs, cell.execution_count = [], None
     NotebookClient(

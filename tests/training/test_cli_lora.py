@@ -61,6 +61,7 @@ def run(command, *options):
     return CliRunner().invoke(app, [command, *map(str, options)])
 
 
+@pytest.mark.slow
 def test_from_text_to_texts(model, text, tmp_path):
     """It learns; another run with more steps goes on; adapters change what is generated."""
     out = tmp_path / "out"

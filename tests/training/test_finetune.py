@@ -259,6 +259,7 @@ class TestRun:
             np.testing.assert_array_equal(one, two)
         count(f"killed training: {KILLS} kills, begun at steps {starts}, the same bits")
 
+    @pytest.mark.slow
     def test_a_second_run_is_refused_and_the_first_goes_on(self, tmp_path):
         """At once, before it reads a model or a text; see also `_writing.exclusive`."""
         seen = []

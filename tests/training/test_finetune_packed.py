@@ -21,6 +21,7 @@ def first_step(**options) -> dict:
     return {name: float(x) for name, x in trainer.run_step().items()}
 
 
+@pytest.mark.slow
 def test_loss_is_that_of_documents_by_themselves():
     """Each alone, in float64; a run that sees across is another one."""
     stream = corpus().stream

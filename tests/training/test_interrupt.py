@@ -161,6 +161,7 @@ def requests(tmp_path):
     return file
 
 
+@pytest.mark.slow
 def test_while_serve_compiles(requests, tmp_path):
     out = tmp_path / "out.jsonl"
     command = turbojax("serve", str(requests), "--out", str(out), "--no-compilation-cache")
@@ -168,6 +169,7 @@ def test_while_serve_compiles(requests, tmp_path):
     assert re.match(r"turbojax serve: interrupted: 0 (of 2 )?results ", ended.check_command())
 
 
+@pytest.mark.slow
 def test_an_interrupted_command_in_process(requests, tmp_path, tiny_folder, monkeypatch):
     """The line says what `serve` has written."""
     requests.write_text(requests.read_text().replace("400", "40"))

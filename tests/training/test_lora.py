@@ -111,6 +111,7 @@ def test_a_gated_layer_in_float64():
     assert np.linalg.norm(got - base) > 0.1 * np.linalg.norm(base)
 
 
+@pytest.mark.quick(1, slow=1)
 @pytest.mark.parametrize("scale_dtype", ["e4m3", "bf16"])
 def test_joined_layers(scale_dtype):
     """Of q, k and v two with adapters, of other ranks; the residual is added once."""
@@ -156,6 +157,7 @@ def test_gradients_in_float64():
 # A model ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_new_adapters_change_nothing(decoder):
     adapters = init_adapters(decoder, rank=4, alpha=8.0)
     assert adapters.scale == 2.0
@@ -169,6 +171,7 @@ def test_new_adapters_change_nothing(decoder):
         assert a is b
 
 
+@pytest.mark.quick(1, slow=1)
 @pytest.mark.parametrize("target", LINEARS)
 def test_every_target_counts(decoder, target):
     """In the forward pass, and its gradient reaches every layer's adapter."""
@@ -236,6 +239,7 @@ def test_wrong_calls(decoder):
 # Training -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.quick(1, slow=1)
 @pytest.mark.parametrize("gradient", ["e4m3", "exact"])
 def test_training_by_hand(decoder, gradient):
     """`jax.value_and_grad` and optax on the adapters, all under `jit`; the model stays as it is."""
@@ -262,6 +266,7 @@ def test_training_by_hand(decoder, gradient):
     assert [np.asarray(x).tobytes() for x in jax.tree.leaves(decoder)] == before
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
 def test_the_trainer_resumes(decoder, tmp_path):
     """Adapters of a run that was interrupted are those of one that was not, bit for bit."""
