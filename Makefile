@@ -23,8 +23,13 @@ ON_CPU = $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 AS_USERS = TURBOJAX_OPTIMIZE=1 $(ON_CPU)
 # Tests of several devices, which one CPU pretends to have.
 ON_DEVICES = TURBOJAX_DEVICES=8 $(ON_CPU)
-OPTIMIZED = $(shell grep -l mark.optimized tests/*.py)
-MESH = $(wildcard tests/test_mesh_*.py)
+OPTIMIZED = $(shell grep -rl --include=test_*.py mark.optimized tests)
+MESH = $(shell grep -rl --include=test_*.py mark.mesh tests)
+QUICK = not slow and not fuzz and not gpu
+SLOW = slow and not gpu
+FUZZ = fuzz and not gpu
+# What each run took: make test-times.
+TIMES = --junitxml=.cache/times
 # A choice of tests (PYTEST="-k ...") may leave none to one of the runs, which pytest ends with 5.
 OR_NONE = $(if $(PYTEST),|| [ $$? = 5 ])
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
@@ -36,7 +41,7 @@ export PYTHONPYCACHEPREFIX := $(CURDIR)/.cache/bytecode
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-slow test-fuzz test-integrations test-all test-gpu lint format format-check types notebooks docs clean
+.PHONY: help demo test test-slow test-fuzz test-integrations test-times test-all test-gpu lint format format-check types notebooks docs clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-17s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -49,22 +54,23 @@ demo: $(VENV)/.installed-demo $(if $(MODEL),$(VENV)/.installed-gguf) $(if $(filt
 
 test: export JAX_PLATFORMS := cpu
 test: $(VENV)/.installed-test ## run the tests on a CPU, but for the slow ones and fuzzing
-	$(ON_CPU) -m "not slow and not fuzz and not optimized and not mesh and not gpu" $(PYTEST) $(OR_NONE)
-	$(ON_DEVICES) -m "mesh and not slow and not fuzz" $(MESH) $(PYTEST) $(OR_NONE)
-	$(AS_USERS) -m "optimized and not slow and not fuzz and not gpu" $(OPTIMIZED) $(PYTEST) $(OR_NONE)
+	$(ON_CPU) -m "$(QUICK) and not optimized and not mesh" $(TIMES)/test.xml $(PYTEST) $(OR_NONE)
+	$(ON_DEVICES) -m "$(QUICK) and mesh" $(MESH) $(TIMES)/test-mesh.xml $(PYTEST) $(OR_NONE)
+	$(AS_USERS) -m "$(QUICK) and optimized" $(OPTIMIZED) $(TIMES)/test-optimized.xml $(PYTEST) $(OR_NONE)
 
 # Apart from `test` so that CI runs each test once.
 test-slow: export JAX_PLATFORMS := cpu
 test-slow: $(VENV)/.installed-test-all $(VENV)/.installed-model-smollm2 ## run the slow tests alone
-	$(ON_CPU) -m "slow and not optimized and not mesh and not gpu" $(PYTEST) $(OR_NONE)
-	$(ON_DEVICES) -m "mesh and slow" $(MESH) $(PYTEST) $(OR_NONE)
-	$(AS_USERS) -m "optimized and slow and not gpu" $(OPTIMIZED) $(PYTEST) $(OR_NONE)
+	$(ON_CPU) -m "$(SLOW) and not optimized and not mesh" $(TIMES)/test-slow.xml $(PYTEST) $(OR_NONE)
+	$(ON_DEVICES) -m "$(SLOW) and mesh" $(MESH) $(TIMES)/test-slow-mesh.xml $(PYTEST) $(OR_NONE)
+	$(AS_USERS) -m "$(SLOW) and optimized" $(OPTIMIZED) $(TIMES)/test-slow-optimized.xml $(PYTEST) $(OR_NONE)
 
 # Not part of CI, which runs a few cases of each: half an hour and more.
 test-fuzz: export JAX_PLATFORMS := cpu
 test-fuzz: $(VENV)/.installed-test-all ## run interrupts, kills and hostile files by the thousand, quick runs of benchmarks, and all cases of large grids
-	$(ON_CPU) -m "fuzz and not optimized and not gpu" $(PYTEST) $(OR_NONE)
-	$(AS_USERS) -m "optimized and fuzz and not gpu" $(OPTIMIZED) $(PYTEST) $(OR_NONE)
+	$(ON_CPU) -m "$(FUZZ) and not optimized and not mesh" $(TIMES)/test-fuzz.xml $(PYTEST) $(OR_NONE)
+	$(ON_DEVICES) -m "$(FUZZ) and mesh" $(MESH) $(TIMES)/test-fuzz-mesh.xml $(PYTEST) $(OR_NONE)
+	$(AS_USERS) -m "$(FUZZ) and optimized" $(OPTIMIZED) $(TIMES)/test-fuzz-optimized.xml $(PYTEST) $(OR_NONE)
 
 # Other people's packages, in an environment of their own.
 INTEGRATIONS := .venv-integrations
@@ -75,6 +81,9 @@ test-integrations: $(INTEGRATIONS)/.installed ## run turbojax inside tunix, gemm
 	$(IN_PACKAGES) --ignore tests/integrations/test_tokamax.py tests/integrations $(PYTEST) $(OR_NONE)
 	PYTHONPATH=$(INTEGRATIONS)/tokamax $(IN_PACKAGES) \
 		tests/integrations/test_tokamax.py $(PYTEST) $(OR_NONE)
+
+test-times: ## what the last runs of the tests took, against their budgets; names what grew
+	@$(BIN)/python -m tests.clock $(CLOCK)
 
 test-all: test test-slow test-fuzz test-integrations ## run every test that needs no GPU
 

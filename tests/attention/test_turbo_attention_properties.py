@@ -80,6 +80,7 @@ def test_old_blocks_are_not_decayed(softmax):
         np.testing.assert_allclose(out, np.ones((1, 4, 1, 64)), rtol=1e-5)
 
 
+@pytest.mark.quick(5, slow=1)
 @pytest.mark.optimized
 @pytest.mark.parametrize("garbage", [1e4, np.nan, np.inf], ids=str)
 @bits

@@ -101,7 +101,7 @@ def run(arrays, config, **options):
 # Bits; the same tests run compiled on a GPU ------------------------------------------------------
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1, slow=1)
 @pytest.mark.optimized
 @pytest.mark.parametrize(
     ("case", "mode"),

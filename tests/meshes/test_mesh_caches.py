@@ -108,6 +108,7 @@ def test_what_cannot_be_split_is_named(axes):
         parallel.partition_specs({}, axes)
 
 
+@pytest.mark.slow
 def test_groups_of_heads(axes):
     """Each has as many of few bits, whatever the others are; one device has whole ones."""
     del axes

@@ -52,6 +52,7 @@ def check(case: Case, found) -> None:
     assert f"f32[{case.devices},{size}]" in shape or f"f32[{case.devices * size}]" in shape
 
 
+@pytest.mark.quick(slow=1)
 @pytest.mark.parametrize("name", [x for x in KINDS if x != "k8v4"])
 def test_one_token(name):
     case = filled(name)
@@ -73,12 +74,14 @@ def test_several_tokens_and_windows(name, tokens, window):
     check(case, case.decode(case.query(np.random.default_rng(8), tokens), window, None))
 
 
+@pytest.mark.quick(1, slow=1)
 @pytest.mark.parametrize(("tokens", "window"), [(4, None), (4, 150)])
 def test_several_tokens_of_codes(tokens, window):
     case = filled("kv4")
     check(case, case.decode(case.query(np.random.default_rng(8), tokens), window, None))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("devices", "max_length", "buffer_size", "stored", "is_prompt"),
     [

@@ -71,6 +71,7 @@ def is_alike(results, wanted):
 
 
 # Two devices have a KV head each; of four, two and two have the same one and other queries.
+@pytest.mark.quick(slow=1)
 @pytest.mark.parametrize("count", [2, 4])
 def test_texts_are_those_of_one_device(model, alone, count):
     made = make(shard(model, axes_of(model=count)))

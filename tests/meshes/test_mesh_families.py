@@ -79,7 +79,7 @@ def blurred(tree):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.quick(first=1)
+@pytest.mark.slow
 def test_families(family):
     config = tiny(family)
     one = blurred(models.random_decoder(config, dtype="float32"))
@@ -130,7 +130,7 @@ QUANTIZED = {
 
 
 @pytest.mark.parametrize("name", QUANTIZED)
-@pytest.mark.quick(first=1)
+@pytest.mark.slow
 def test_int4_decoders(name):
     """Tokens of 16 bits or more, which devices round alike."""
     config = dataclasses.replace(QUANTIZED[name], num_layers=1)
@@ -200,6 +200,7 @@ def weight(rows: int, inputs: int, group_size: int = 128):
     return quantize_weight(values, group_size=group_size, scale_dtype="bf16")
 
 
+@pytest.mark.quick(1, slow=1)
 @pytest.mark.parametrize(
     ("inputs", "size", "group", "wanted"),
     [(256, 128, 128, 128), (288, 96, 64, 32), (96, 48, 128, 128)],

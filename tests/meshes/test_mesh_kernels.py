@@ -163,6 +163,7 @@ def check(name, monkeypatch, tmp_path):
         assert any(part in line for line in shapes)
 
 
+@pytest.mark.quick(1, slow=1)
 @pytest.mark.parametrize("name", FAST)
 def test_kernels_get_local_shapes(name, monkeypatch, tmp_path):
     check(name, monkeypatch, tmp_path)

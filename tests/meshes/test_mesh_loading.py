@@ -48,6 +48,7 @@ def cases():
     ]
 
 
+@pytest.mark.quick(2, slow=2)
 @pytest.mark.parametrize("name", cases())
 def test_a_decoder_is_read_as_it_would_be_split(name, tmp_path):
     path = hf_helpers.write(name, tmp_path)

@@ -62,6 +62,7 @@ def folders(tmp_path_factory):
     return found
 
 
+@pytest.mark.quick(slow=1)
 @pytest.mark.parametrize(("name", "text"), [("dense", "data=2,model=4"), ("experts", "model=2")])
 def test_a_quantized_decoder_is_read_as_it_would_be_split(name, text, folders, monkeypatch):
     path, axes = folders[name], mesh_of(text)
@@ -79,6 +80,7 @@ def test_a_quantized_decoder_is_read_as_it_would_be_split(name, text, folders, m
     assert part.total < stored_bytes(path) * (1 / count + 0.05)
 
 
+@pytest.mark.quick(1, slow=1)
 @pytest.mark.parametrize(
     ("stored", "text"),
     [

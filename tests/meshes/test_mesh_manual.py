@@ -51,6 +51,7 @@ def check_equal(result, parts, name):
     assert (np.abs(result - wide.sum(0)) <= bound).all(), name
 
 
+@pytest.mark.quick(1, slow=1)
 @pytest.mark.parametrize(
     "name", [pytest.param(x, marks=pytest.mark.slow) if x in LONG else x for x in CASES]
 )

@@ -195,6 +195,7 @@ def test_sessions_that_cannot_be_split_are_refused(tmp_path):
         models.load_session(tmp_path / "three", models.shard(decoder(), axes_of(2, 1)))
 
 
+@pytest.mark.slow
 def test_windows_over_slots():
     """Devices share a KV head's tokens; a layer with a window keeps no first ones apart."""
     config = dataclasses.replace(TINY, local_windows=(10, None))

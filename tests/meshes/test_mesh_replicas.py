@@ -64,6 +64,7 @@ def test_replicate_names_each_device_once_and_copies_nothing_that_is_there(model
     assert whole.norm.devices() == {jax.devices()[0]}
 
 
+@pytest.mark.slow
 def test_an_engine_runs_where_its_model_is(model, alone):
     device = jax.devices()[5]
     made = make(jax.device_put(model, device))
@@ -84,6 +85,7 @@ def test_an_engine_runs_where_its_model_is(model, alone):
         make(torn)
 
 
+@pytest.mark.quick(1, slow=1)
 @pytest.mark.parametrize("count", [2, 3])
 def test_texts_are_those_of_one_engine_and_all_devices_work(model, alone, count):
     made = replicas(model, count)

@@ -195,6 +195,7 @@ def _turbo(devices, attention, order="natural", mesh=None, specs=None, **static)
     return one, many
 
 
+@pytest.mark.slow
 def test_turbo_with_segments_and_sinks():
     q, k, v, sinks, ids, _ = operands()
     one, many = _turbo(4, config_of("int8"), is_causal=True)
@@ -213,6 +214,7 @@ def test_exact_with_lengths_in_zigzag_order():
     assert_close(got, wanted, 2)
 
 
+@pytest.mark.slow
 def test_pooled_sends_nothing_but_keys():
     q, k, v, sinks, _, _ = operands()
     blocks = {"block_q": BLOCK, "block_kv": BLOCK, "is_causal": True}

@@ -161,6 +161,7 @@ def _exactly(query, key, value, cache=None, options=None, sinks=None, segment_id
     return tj.turbo_attention(query, key, value, config=config, is_causal=True, **given), cache
 
 
+@pytest.mark.slow
 def test_a_transformer_trains_on_split_texts():
     tokens, ids = _texts()
     mesh = mesh_of(4, ("data", "sequence"), (2, 2))

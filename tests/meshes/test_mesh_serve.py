@@ -25,6 +25,7 @@ def serve(folder, tmp_path, *options):
     return {line["id"]: line["tokens"] for line in lines}, report["statistics"]
 
 
+@pytest.mark.slow
 def test_a_mesh_changes_no_text(tiny_folder, tmp_path):
     sizes = ("--num-pages", "20")
     alone, of_one = serve(tiny_folder, tmp_path, *sizes)

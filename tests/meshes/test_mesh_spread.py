@@ -36,6 +36,7 @@ NAMES = (
 FAST = ("turbo gradient", "append", "decode", "pages", "int4")
 
 
+@pytest.mark.quick(1, slow=1)
 @pytest.mark.parametrize("kind", [AUTO, EXPLICIT])
 @pytest.mark.parametrize("name", FAST)
 def test_it_has_the_bits_of_one_device(name, kind):
@@ -133,6 +134,7 @@ def test_inputs_of_a_product_are_added_up():
         jax.jit(lambda x, w: fireq.matmul(x, w, activation="silu")).lower(*given).compile()
 
 
+@pytest.mark.quick(1, slow=1)
 @pytest.mark.parametrize("name", ["append", "decode"])
 def test_split_wraps_public_ops(name):
     """`tj.parallel.split`: the bits of each device's slices, as with any `shard_map`."""

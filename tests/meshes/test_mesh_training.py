@@ -65,6 +65,7 @@ def flops(run: finetune.Trainer) -> float:
     return run._compiled.cost_analysis()["flops"]
 
 
+@pytest.mark.quick(1, slow=1)
 @pytest.mark.parametrize(("data", "fsdp"), [(8, True), (2, True), (8, False)])
 def test_losses_are_those_of_one_device_at_a_share_of_the_operations(one, data, fsdp):
     run = trainer(axes(data), fsdp=fsdp)
@@ -88,6 +89,7 @@ def of_bits(run: finetune.Trainer) -> np.ndarray:
     return run.bits(tokens, run.attend)
 
 
+@pytest.mark.slow
 def test_tokens_over_a_ring(one):
     """Sequences over two devices, and the tokens of each over two: attention is a ring."""
     run = trainer(Axes.of(jax.make_mesh((2, 2), ("data", "sequence"))))
@@ -121,6 +123,7 @@ def test_layers_are_gathered_again_in_the_backward_pass():
         assert text.count("stablehlo.reduce_scatter") == 1 + 7
 
 
+@pytest.mark.slow
 def test_a_checkpoint_goes_on_on_another_mesh(one, tmp_path):
     logging.disable(logging.WARNING)
     with checkpoint.checkpoint_manager(tmp_path) as manager:
