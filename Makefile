@@ -26,7 +26,7 @@ ON_DEVICES = TURBOJAX_DEVICES=8 $(ON_CPU)
 OPTIMIZED = $(shell grep -rl --include=test_*.py mark.optimized tests)
 MESH = $(shell grep -rl --include=test_*.py mark.mesh tests)
 QUICK = not slow and not fuzz and not gpu
-SLOW = slow and not gpu
+SLOW = slow and not fuzz and not gpu
 FUZZ = fuzz and not gpu
 # What each run took: make test-times.
 TIMES = --junitxml=.cache/times

@@ -74,8 +74,6 @@ hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "local")
 
 
 _COUNTED = "counted"
-# What makes a test no part of `make test`.
-_TIERS = ("slow", "fuzz")
 
 # Every program that XLA compiles for a CPU holds a few memory maps, of which Linux allows a process
 # 65,530: beyond, the compiler crashes. Half of that leaves room for several large tests. To count
@@ -126,7 +124,9 @@ def _leave_few_cases(items: list[pytest.Item]) -> None:
     """Marks as slow, or as fuzz, all but a few cases of a test with `quick`; see `grids.tiers`."""
     cases: dict[str, list[pytest.Item]] = {}
     for item in items:
-        if item.get_closest_marker("quick") and not any(map(item.get_closest_marker, _TIERS)):
+        mark = item.get_closest_marker("quick")
+        # Of a slow test `quick(slow=count)` leaves the rest to fuzzing.
+        if mark and (not item.get_closest_marker("slow") or mark.kwargs.keys() == {"slow"}):
             cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for name, group in cases.items():
         mark = group[0].get_closest_marker("quick")

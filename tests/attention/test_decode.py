@@ -173,7 +173,7 @@ def test_the_grid_meets_every_mode_and_softmax():
     assert (of_modes, softmaxes) == (set(MODES), set(SOFTMAXES))
 
 
-@pytest.mark.slow
+@pytest.mark.quick(slow=4)
 @pytest.mark.parametrize(("case", "implementation", "mode", "softmax"), GRID)
 def test_shapes_equal_the_oracle(case, implementation, mode, softmax):
     """Other heads, head dims, blocks, buffers and bits, after a prompt and appends."""
@@ -329,7 +329,7 @@ def test_several_queries_equal_one_at_a_time(implementation, mode):
     np.testing.assert_allclose(together, np.concatenate(steps, axis=1), atol=2e-6)
 
 
-@pytest.mark.quick(1)
+@pytest.mark.quick(1, slow=2)
 @pytest.mark.optimized
 @bits
 def test_the_batch_never_changes_a_bit(implementation, mode):
@@ -342,7 +342,7 @@ def test_the_batch_never_changes_a_bit(implementation, mode):
     np.testing.assert_array_equal(decode(*alone, implementation)[0][0], together[1])
 
 
-@pytest.mark.quick(1)
+@pytest.mark.quick(1, slow=2)
 @pytest.mark.optimized
 @bits
 def test_what_lies_past_the_lengths_never_changes_a_bit(implementation, mode):
@@ -379,7 +379,7 @@ def test_the_room_left_does_not_matter():
     np.testing.assert_allclose(short, long, atol=2e-6)
 
 
-@pytest.mark.quick(1)
+@pytest.mark.quick(1, slow=2)
 @pytest.mark.optimized
 @bits
 def test_two_runs_give_the_same_bits(implementation, mode):

@@ -119,7 +119,7 @@ def close(got, want, limit=3e-6):
         np.testing.assert_allclose(np.asarray(x, np.float64), y, atol=limit, rtol=limit)
 
 
-@pytest.mark.quick(2, slow=3)
+@pytest.mark.quick(2, slow=2)
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("where", ["newest", "offset"])
 @pytest.mark.parametrize("kind", ["exact", "auto"])
@@ -134,7 +134,7 @@ def test_exact_kinds_match_float64(kind, where, options):
         close(got, oracle(query, begins, lengths, sinks, **options))
 
 
-@pytest.mark.quick(1, slow=1)
+@pytest.mark.quick(1, slow=2)
 @pytest.mark.parametrize("tokens", [1, 3])
 @pytest.mark.parametrize("kind", SOME)
 def test_sinks_take_their_share(kind, tokens):
@@ -152,7 +152,7 @@ def test_sinks_take_their_share(kind, tokens):
         close((got, lse), (want_out, want))
 
 
-@pytest.mark.quick(2, slow=3)
+@pytest.mark.quick(2, slow=2)
 @pytest.mark.parametrize("kind", SOME)
 def test_outputs_are_rounded_once(kind):
     """In 16 bits, sinks are applied to what was not rounded yet; float32 is on request."""
@@ -165,7 +165,7 @@ def test_outputs_are_rounded_once(kind):
     np.testing.assert_array_equal(lse, same_lse)
 
 
-@pytest.mark.quick(1, slow=1)
+@pytest.mark.quick(1, slow=2)
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("tokens", [1, 3])
 @pytest.mark.parametrize("kind", SOME)
@@ -194,7 +194,7 @@ def test_parts_of_a_text_in_two_caches_merge_to_the_whole(kind, tokens, options)
     close([x[jnp.array(seen)] for x in got], [np.asarray(x)[seen] for x in want], 2e-5)
 
 
-@pytest.mark.quick(1, slow=1)
+@pytest.mark.quick(1, slow=2)
 @pytest.mark.parametrize("kind", SOME)
 def test_key_offset_alone_moves_nothing_and_bits_do_not_depend_on_the_batch(kind):
     query, cache = queries(1), filled(kind)

@@ -204,7 +204,7 @@ def options_of(name):
     return query, cache, options
 
 
-@pytest.mark.quick(1)
+@pytest.mark.quick(1, slow=2)
 @pytest.mark.parametrize(
     ("name", "implementation"),
     [

@@ -144,7 +144,7 @@ def test_values_of_fewer_channels_have_a_gradient():
 # What is not finite -------------------------------------------------------------------------------
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(3, slow=2)
 @pytest.mark.parametrize("kv_dtype", FORMATS)
 @pytest.mark.parametrize("what", ["latent", "rope"])
 def test_nan_reaches_who_sees_it_and_nobody_else(kv_dtype, what):

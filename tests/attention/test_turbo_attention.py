@@ -76,7 +76,7 @@ FIRST += [("float", EXACT, "xla"), ("int8", SAS_E, "triton"), ("fp8", SAS_2, "tr
 FURTHER = [("int8_fp8", SAS_E, "triton"), ("float", SAS_2, "triton"), ("fp8", EXACT, "xla")]
 
 
-@pytest.mark.quick(2, slow=3)
+@pytest.mark.quick(2, slow=2)
 @pytest.mark.parametrize(("mode", "softmax", "implementation"), [*FIRST, *FURTHER])
 def test_equals_the_oracle(implementation, mode, softmax):
     """Ragged and causal."""
@@ -185,7 +185,7 @@ EXACT_CASES = {
 }
 
 
-@pytest.mark.quick(1)
+@pytest.mark.quick(1, slow=2)
 @pytest.mark.parametrize(
     ("case", "implementation"),
     # The next test has all of them by plain JAX.
@@ -212,7 +212,7 @@ def test_float_and_exact_is_attention(case, implementation):
     np.testing.assert_allclose(got, exact, atol=3e-6)
 
 
-@pytest.mark.quick(1)
+@pytest.mark.quick(1, slow=2)
 @pytest.mark.parametrize("case", ["causal window", *sorted(set(EXACT_CASES) - {"causal window"})])
 def test_options_mean_what_they_mean_to_jax(case):
     """Equal to `jax.nn.dot_product_attention`: the same conventions."""

@@ -80,7 +80,7 @@ def test_old_blocks_are_not_decayed(softmax):
         np.testing.assert_allclose(out, np.ones((1, 4, 1, 64)), rtol=1e-5)
 
 
-@pytest.mark.quick(5, slow=1)
+@pytest.mark.quick(5, slow=2)
 @pytest.mark.optimized
 @pytest.mark.parametrize("garbage", [1e4, np.nan, np.inf], ids=str)
 @bits
@@ -175,7 +175,7 @@ def test_non_finite_tokens_reach_who_sees_them(implementation, mode, where, bad)
         np.testing.assert_array_equal(got[1, :64], clean[1, :64])
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(2, slow=2)
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf], ids=str)
 def test_non_finite_tokens_in_floating_point(implementation, bad):
     """Mode float: what exact attention makes of it, and no finite number for a NaN or a value."""
@@ -205,7 +205,7 @@ def test_non_finite_tokens_outside_a_window(implementation, mode):
     assert np.isfinite(out[:, 64 + 32 :]).all()
 
 
-@pytest.mark.quick(1)
+@pytest.mark.quick(1, slow=2)
 @every_mode
 def test_nan_in_a_query_stays_with_its_block(implementation, mode):
     """A query's NaN may reach the queries that share its scale, no others."""

@@ -51,7 +51,7 @@ CASES = [
 # What is stored ----------------------------------------------------------------------------------
 
 
-@pytest.mark.quick(1)
+@pytest.mark.quick(1, slow=2)
 @pytest.mark.parametrize("lengths", [(16, 33, 1), (0, 15, 40)], ids=str)
 @pytest.mark.parametrize(("implementation", "config"), CASES)
 def test_a_prompt_stores_what_the_oracle_stores(implementation, config, lengths):
@@ -179,7 +179,7 @@ def test_errors_are_those_of_the_quantizers():
         assert (error <= bound).mean() > 0.95
 
 
-@pytest.mark.quick(1)
+@pytest.mark.quick(1, slow=2)
 @pytest.mark.parametrize("method", ["entropy", "gap_std", "min_max", "variation"])
 def test_heads_of_low_priority_get_fewer_bits(method):
     """By every measure, keys and values ranked separately, each sequence on its own."""

@@ -62,7 +62,7 @@ def assert_same_bits(a, b):
     np.testing.assert_array_equal(bits(a.scale), bits(b.scale))
 
 
-@pytest.mark.quick(1)
+@pytest.mark.quick(1, slow=2)
 @pytest.mark.optimized
 @pytest.mark.parametrize(("shape", "dtype"), GRID)
 def test_the_kernel_has_the_bits_of_the_definition(shape, dtype):
@@ -114,7 +114,7 @@ def test_the_norm_is_the_models(shape, dtype):
             assert np.count_nonzero(difference) <= 0.002 * x.size
 
 
-@pytest.mark.quick(1)
+@pytest.mark.quick(1, slow=2)
 @pytest.mark.parametrize("bad", [np.nan, -np.inf])
 def test_what_is_not_finite_marks_its_token(implementation, bad):
     x = activations((4, 2000), jnp.float32).at[1, 1990].set(bad).at[2, 0].set(bad)
@@ -217,7 +217,7 @@ LOWERED = pairwise(
 )
 
 
-@pytest.mark.quick(first=2, slow=6)
+@pytest.mark.quick(first=2, slow=2)
 @pytest.mark.parametrize(("shape", "dtype", "has_e4m3", "has_norm"), LOWERED)
 def test_it_lowers(shape, dtype, has_e4m3, has_norm):
     x = jax.ShapeDtypeStruct(shape, dtype)

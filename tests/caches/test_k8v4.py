@@ -268,7 +268,7 @@ def test_equals_the_oracle(name, implementation):
     assert_matches(implementation, query, filled(kv_heads, dim, lengths))
 
 
-@pytest.mark.quick(1)
+@pytest.mark.quick(1, slow=2)
 @pytest.mark.parametrize(
     ("name", "implementation"),
     [("window", "triton"), ("padding", "xla"), ("soft cap", "triton"), ("negative scale", "xla")],

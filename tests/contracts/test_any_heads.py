@@ -136,7 +136,7 @@ def test_attention_to_it_is_the_oracles(implementation, heads):
     assert_matches_oracle(query, cache, implementation)
 
 
-@pytest.mark.slow
+@pytest.mark.quick(slow=4)
 @heads_of_one_case
 @pytest.mark.parametrize("method", ["entropy", "min_max", "variation"])
 def test_every_priority_ranks_them(heads, method):
@@ -178,7 +178,7 @@ def abstract(heads, tokens, of_each):
     return cache, shape, jax.ShapeDtypeStruct((2,), jnp.int32)
 
 
-@pytest.mark.quick(first=1, slow=6)
+@pytest.mark.quick(first=1, slow=2)
 @heads_of_one_case
 @pytest.mark.parametrize("implementation", ["mosaic_gpu", "triton"])
 def test_decoding_lowers(implementation, heads):
@@ -192,7 +192,7 @@ def test_decoding_lowers(implementation, heads):
     assert name in lower_for_cuda(run, query, cache, lengths)
 
 
-@pytest.mark.quick(first=1, slow=6)
+@pytest.mark.quick(first=1, slow=2)
 @heads_of_one_case
 @pytest.mark.parametrize("implementation", ["mosaic_gpu", "triton"])
 def test_storing_lowers(monkeypatch, implementation, heads):

@@ -196,7 +196,7 @@ FORMATS = {
 }
 
 
-@pytest.mark.quick(3, slow=4)
+@pytest.mark.quick(3, slow=2)
 @pytest.mark.parametrize("name", FORMATS)
 def test_formats_on_disk_stay(name):
     kind, arrays = FORMATS[name]
@@ -229,7 +229,7 @@ def test_a_cache_says_what_it_is(name):
         assert kind.by_name(name, KV_HEADS) == CASES[name]
 
 
-@pytest.mark.quick(1, slow=1)
+@pytest.mark.quick(1, slow=2)
 @every_kind
 def test_tokens_are_found_again(name):
     """A ragged prompt, then new tokens: causal, by heads and by sequences."""
@@ -243,7 +243,7 @@ def test_tokens_are_found_again(name):
     assert cache.overflowed.tolist() == [False] * BATCH
 
 
-@pytest.mark.quick(1, slow=1)
+@pytest.mark.quick(1, slow=2)
 @every_kind
 def test_the_window_reaches_the_op(name):
     out, cache = prompts(WINDOW)(empty(name), LENGTHS, 0, *at([0] * BATCH, TOKENS))
@@ -271,7 +271,7 @@ def test_padding_reaches_nothing(name):
     assert_same(cache, same)
 
 
-@pytest.mark.quick(1, slow=1)
+@pytest.mark.quick(1, slow=2)
 @every_kind
 def test_prompts_in_parts_are_the_same_cache(name):
     """`take` and `put`: one sequence after the other; and one goes on by itself."""
@@ -306,7 +306,7 @@ def test_something_else_attends_to_the_prompt(name):
     assert_same(cache, filled(name)[1])
 
 
-@pytest.mark.quick(1, slow=1)
+@pytest.mark.quick(1, slow=2)
 @every_kind
 def test_what_has_no_room_is_left_out(name):
     _, cache = filled(name)
@@ -324,7 +324,7 @@ def test_what_has_no_room_is_left_out(name):
         np.testing.assert_array_equal(after[array], fits[array], array)
 
 
-@pytest.mark.quick(1, slow=1)
+@pytest.mark.quick(1, slow=2)
 @every_kind
 def test_files_hold_what_sequences_hold(name, tmp_path):
     """What comes back is the same cache, with other room if asked, and goes on as it would have."""

@@ -59,7 +59,7 @@ def test_non_finite_prompt_tokens_are_not_hidden(implementation, bad, position):
     cache.validate()
 
 
-@pytest.mark.quick(1)
+@pytest.mark.quick(1, slow=2)
 @pytest.mark.parametrize("bad", [np.nan, -np.inf], ids=str)
 def test_non_finite_appended_tokens_are_not_hidden(implementation, bad):
     """They turn their head's universal scale to NaN; what was compressed before stays."""
@@ -204,7 +204,7 @@ def test_compression_ratio(low, least, with_buffer):
     )
 
 
-@pytest.mark.quick(1)
+@pytest.mark.quick(1, slow=2)
 def test_nbytes_counts_what_is_held(config):
     """The sum over every array, before and after use, and what bits and shapes predict."""
     cache = new(config, max_length=100)

@@ -86,7 +86,7 @@ def real(x):
     )
 
 
-@pytest.mark.quick(1)
+@pytest.mark.quick(1, slow=2)
 @pytest.mark.parametrize(
     ("kind", "options"),
     [*((kind, "all") for kind in KINDS), ("exact", "plain"), ("4bit", "window")],

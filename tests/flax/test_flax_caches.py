@@ -24,7 +24,7 @@ from turbojax.kv import PooledAttention, attend_new_tokens, attend_prompt, init_
 from turbojax.rotary import Rope
 
 
-@pytest.mark.slow
+@pytest.mark.quick(slow=4)
 @pytest.mark.parametrize("kind", ["exact", "4bit", "kv4", "k8v4", "turbo4"])
 def test_caches_are_those_of_the_package(kind):
     """Bit for bit the same as by hand: heads, a prompt, new tokens across a block's end."""
@@ -197,7 +197,7 @@ def test_implementations_are_those_of_the_caches_ops():
     np.testing.assert_array_equal(layer(x), module(cache=SMALL)(x))
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(2, slow=2)
 @pytest.mark.parametrize("kind", ["exact", "4bit", "kv4", "paged"])
 @pytest.mark.parametrize("attention", ["exact", SMALL], ids=["exactly", "turbo"])
 def test_prompts_attend_as_asked(kind, attention):

@@ -281,7 +281,7 @@ def test_warnings_can_be_switched_off(forgotten):
     assert jnp.isfinite(out[0]).all()
 
 
-@pytest.mark.quick(1)
+@pytest.mark.quick(1, slow=2)
 @pytest.mark.parametrize("name", ["jit", "grad", "remat", "scan"])
 def test_checkify_finds_it(name):
     """Also where there is no warning. jax itself loses checks in the gradient of a scan."""

@@ -135,7 +135,7 @@ LOWERED = pairwise(
 )
 
 
-@pytest.mark.quick(1, slow=6)
+@pytest.mark.quick(1, slow=2)
 @pytest.mark.parametrize(
     ("feature", "softmax", "head_dim", "tokens", "mode", "dtype", "block_kv"),
     LOWERED[::3],
@@ -168,7 +168,7 @@ EXTRAS = pairwise(
 )
 
 
-@pytest.mark.quick(1, slow=6)
+@pytest.mark.quick(1, slow=2)
 @pytest.mark.parametrize(
     ("extras", "feature", "head_dim", "mode", "softmax", "dtype", "out_dtype", "block_kv"),
     EXTRAS[::3],

@@ -76,7 +76,7 @@ def check(x, lengths, block, is_int8, channels=None, multiple=None, **options):
     same(codes, want.swapaxes(2, 3) if options.get("tokens_last") else want)
 
 
-@pytest.mark.quick(7, slow=8)
+@pytest.mark.quick(7, slow=2)
 @pytest.mark.usefixtures("emulated")
 @pytest.mark.parametrize("case", ["normal", "ties", "tiny"])
 @pytest.mark.parametrize("is_int8", [True, False])
@@ -94,7 +94,7 @@ def test_codes_are_exact(case, is_int8, shape, block, dtype, options):
     check(values(shape, dtype, case), lengths, block, is_int8, **options)
 
 
-@pytest.mark.quick(2, slow=3)
+@pytest.mark.quick(2, slow=2)
 @pytest.mark.usefixtures("emulated")
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("is_int8", [True, False])

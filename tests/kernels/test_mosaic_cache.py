@@ -256,7 +256,7 @@ def test_scales_of_tokens():
     assert_same_bits(cache, expected)
 
 
-@pytest.mark.quick(2, slow=6)
+@pytest.mark.quick(2, slow=2)
 @pytest.mark.parametrize("bits", [(4, 4), (3, 2)])
 @pytest.mark.parametrize("mode", ["int8", "int8_fp8", "fp8"])
 @pytest.mark.parametrize(("dim", "block"), [(128, 64), (256, 128), (80, 16)])

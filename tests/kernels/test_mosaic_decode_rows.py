@@ -249,7 +249,7 @@ def test_heads_of_the_lower_of_two_widths(here, size):
     compare(here, cache, q, rows=16, size=size, widest=4)
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(2, slow=2)
 @pytest.mark.parametrize("softmax", SOFTMAXES)
 @pytest.mark.parametrize("window", [None, (70, 0)])
 def test_nan_reaches_what_it_reaches_in_the_definition(here, softmax, window):

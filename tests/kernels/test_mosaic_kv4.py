@@ -45,7 +45,7 @@ def refusal(kind, **shape):
     return mosaic_gpu.decode_unsupported(query=query, cache=cache, options=Options(True, scale=1.0))
 
 
-@pytest.mark.quick(first=2)
+@pytest.mark.quick(first=2, slow=2)
 @pytest.mark.parametrize(
     ("kind", "shape", "window"),
     [

@@ -51,7 +51,7 @@ LOWERED = pairwise(
 )
 
 
-@pytest.mark.quick(first=3, slow=6)
+@pytest.mark.quick(first=3, slow=2)
 @pytest.mark.parametrize(("queries", "page_size", "kind", "head_dim", "dtype", "options"), LOWERED)
 def test_it_lowers(queries, page_size, kind, head_dim, dtype, options):
     heads, tokens = queries
@@ -344,7 +344,7 @@ def test_programs_take_the_parts_that_some_sequence_sees(lengths, counts, window
     assert found.tolist() == want
 
 
-@pytest.mark.quick(2, slow=3)
+@pytest.mark.quick(2, slow=2)
 @pytest.mark.parametrize("window", [None, 100])
 @pytest.mark.parametrize(("group", "head_dim"), [(4, 64), (1, 128), (7, 64)])
 def test_parts_are_joined_and_those_not_seen_are_not_read(lanes, group, head_dim, window):

@@ -183,7 +183,7 @@ LOWERED = pairwise(mode=MODES, softmax=[SAS_E, SAS_2, EXACT], dim=[128, 96])[::2
 DTYPES = {128: jnp.bfloat16, 96: jnp.float32}
 
 
-@pytest.mark.quick(1)
+@pytest.mark.quick(1, slow=2)
 @pytest.mark.parametrize(("mode", "softmax", "dim"), LOWERED)
 def test_lowers_for_cuda(mode, softmax, dim):
     dtype = DTYPES[dim]

@@ -356,7 +356,7 @@ KERNELS = {
 }
 
 
-@pytest.mark.quick(1)
+@pytest.mark.quick(1, slow=2)
 @pytest.mark.parametrize(
     ("kernel", "widths", "channels"),
     pairwise(

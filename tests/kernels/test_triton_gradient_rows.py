@@ -163,7 +163,7 @@ def test_what_it_does_not_take():
 # Lowering ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.quick(first=3, slow=6)
+@pytest.mark.quick(first=3, slow=2)
 @pytest.mark.parametrize("dtypes", [(INT8, E4M3), (INT8, INT8), (E4M3, E4M3), (E4M3, None)])
 @pytest.mark.parametrize("head_dim", [64, 80, 128, 256])
 def test_it_lowers(dtypes, head_dim):

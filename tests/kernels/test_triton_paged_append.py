@@ -55,7 +55,7 @@ def test_ragged_tokens(head_dim, dtype, page_size):
     same(cache, *tokens(1, head_dim, dtype, seed=1), TABLES, before + count, **given)
 
 
-@pytest.mark.quick(1)
+@pytest.mark.quick(1, slow=2)
 @pytest.mark.parametrize(
     ("kv_dtype", "head_dim", "dtype"),
     pairwise(kv_dtype=MIXES, head_dim=(16, 64), dtype=DTYPES),
@@ -270,7 +270,7 @@ LOWERED = pairwise(
 )
 
 
-@pytest.mark.quick(first=2, slow=6)
+@pytest.mark.quick(first=2, slow=2)
 @pytest.mark.parametrize(("page", "dtype", "count", "kv_dtype"), LOWERED)
 def test_lowers_for_a_gpu(page, dtype, count, kv_dtype):
     (head_dim, page_size), (batch, count) = page, count

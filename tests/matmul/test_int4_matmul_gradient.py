@@ -129,7 +129,7 @@ def test_equals_the_oracle(activation, scale_dtype):
     np.testing.assert_array_equal(got[2], d_out)
 
 
-@pytest.mark.quick(1)
+@pytest.mark.quick(1, slow=2)
 @pytest.mark.parametrize(
     ("scale_dtype", "dtype"),
     pairwise(scale_dtype=SCALE_DTYPES, dtype=[jnp.bfloat16, jnp.float16]),

@@ -66,7 +66,7 @@ def test_one_token(name):
     check(case, case.decode(query, None, sinks))
 
 
-@pytest.mark.slow
+@pytest.mark.quick(slow=4)
 @pytest.mark.parametrize(("tokens", "window"), [(4, None), (64, None), (1, 40), (64, 150)])
 @pytest.mark.parametrize("name", [x for x in KINDS if x != "4bit"])
 def test_several_tokens_and_windows(name, tokens, window):

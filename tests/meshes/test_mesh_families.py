@@ -79,7 +79,7 @@ def blurred(tree):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.slow
+@pytest.mark.quick(slow=4)
 def test_families(family):
     config = tiny(family)
     one = blurred(models.random_decoder(config, dtype="float32"))

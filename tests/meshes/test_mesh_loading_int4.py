@@ -80,7 +80,7 @@ def test_a_quantized_decoder_is_read_as_it_would_be_split(name, text, folders, m
     assert part.total < stored_bytes(path) * (1 / count + 0.05)
 
 
-@pytest.mark.quick(1, slow=1)
+@pytest.mark.quick(1, slow=2)
 @pytest.mark.parametrize(
     ("stored", "text"),
     [

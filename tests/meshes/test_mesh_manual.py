@@ -51,7 +51,7 @@ def check_equal(result, parts, name):
     assert (np.abs(result - wide.sum(0)) <= bound).all(), name
 
 
-@pytest.mark.quick(1, slow=1)
+@pytest.mark.quick(1, slow=2)
 @pytest.mark.parametrize(
     "name", [pytest.param(x, marks=pytest.mark.slow) if x in LONG else x for x in CASES]
 )
@@ -59,7 +59,7 @@ def test_eight_devices(name):
     check(name, (4, 2))
 
 
-@pytest.mark.slow
+@pytest.mark.quick(slow=4)
 @pytest.mark.parametrize("shape", OTHER_MESHES)
 @pytest.mark.parametrize("name", ON_OTHERS)
 def test_other_meshes(name, shape):

@@ -43,14 +43,14 @@ def test_it_has_the_bits_of_one_device(name, kind):
     check(calls()[name], mesh_of(2, 4, kind))
 
 
-@pytest.mark.slow
+@pytest.mark.quick(slow=4)
 @pytest.mark.parametrize("kind", [AUTO, EXPLICIT])
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in FAST])
 def test_others_have_the_bits_of_one_device(name, kind):
     check(calls()[name], mesh_of(2, 4, kind))
 
 
-@pytest.mark.slow
+@pytest.mark.quick(slow=4)
 @pytest.mark.parametrize("shape", [(1, 1), (2, 1), (1, 2), (4, 2), (4, 1), (1, 4)])
 def test_on_other_meshes(shape):
     for kind, name in itertools.product((AUTO, EXPLICIT), ("append", "decode")):

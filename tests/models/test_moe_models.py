@@ -59,7 +59,7 @@ def experts_of(decoder, number):
     return module
 
 
-@pytest.mark.quick(2, slow=3)
+@pytest.mark.quick(2, slow=2)
 @pytest.mark.parametrize("count", [1, 2, 50])
 @pytest.mark.parametrize("name", ["mixtral", "qwen3-moe", MIXED])
 def test_a_layer_is_as_the_oracle(decoder, name, count):
@@ -300,7 +300,7 @@ def test_scales_of_16_bits(decoder, tmp_path):
     jax.tree.map(np.testing.assert_array_equal, models.load(tmp_path), decoder)
 
 
-@pytest.mark.quick(slow=1)
+@pytest.mark.quick(slow=4)
 @pytest.mark.parametrize("name", FEW)
 @pytest.mark.parametrize("kind", ["float", "quantized"])
 def test_texts_continue_through_caches_as_in_one_pass(decoder, quantized, name, kind):

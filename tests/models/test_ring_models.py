@@ -63,7 +63,7 @@ def whole(monkeypatch):
 # What is held ------------------------------------------------------------------------------------
 
 
-@pytest.mark.quick(4, slow=5)
+@pytest.mark.quick(4, slow=2)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_layers_with_windows_hold_what_these_need(family, kind):

@@ -225,7 +225,7 @@ def test_numbers_of_numpy_become_those_of_python():
     assert (given.seed + 1) % 2**32 == 6  # int32 does not hold 2 ** 32
 
 
-@pytest.mark.quick(1)
+@pytest.mark.quick(1, slow=2)
 @pytest.mark.parametrize("options", [{}, {"top_k": 4}, {"top_p": 0.9}, {"min_p": 0.1}])
 def test_a_logit_of_infinity_is_the_token(options):
     logits = np.random.default_rng(0).normal(size=(8, 32)).astype(np.float32)

@@ -66,7 +66,7 @@ def test_exact_bits_per_byte_is_that_of_the_model(tiny_folder, tmp_path):
     assert row["bits_per_byte"] == pytest.approx(float(losses.mean()) / 0.6931472, abs=2e-3)
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(2, slow=2)
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
