@@ -41,7 +41,7 @@ export PYTHONPYCACHEPREFIX := $(CURDIR)/.cache/bytecode
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-slow test-fuzz test-integrations test-times test-all test-gpu lint format format-check types notebooks docs clean
+.PHONY: help demo test test-slow test-fuzz test-integrations test-times test-all test-gpu checks lint format format-check types notebooks docs clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-17s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -93,6 +93,8 @@ GPU_JOBS ?= 16
 test-gpu: $(VENV)/.installed-test-gpu ## run the GPU tests and record them; fails if there is no GPU
 	$(BIN)/python -m pytest -m gpu \
 		-n $(GPU_JOBS) --dist worksteal -p benchmarks.gpu_tests $(PYTEST)
+
+checks: lint format-check types docs ## lint, format-check, types and docs
 
 lint: $(VENV)/.installed-dev ## ruff: report
 	$(BIN)/ruff check .

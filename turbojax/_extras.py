@@ -27,6 +27,10 @@ EXTRAS = {
 """The project's extras, as in `pyproject.toml`."""
 
 
+class MissingError(ImportError):
+    """A package that an extra brings is not installed; the message says how to install it."""
+
+
 def install(extra: str) -> str:
     """The line for a shell that installs an extra's packages, or those of ``"command"``."""
     packages = COMMAND if extra == "command" else EXTRAS[extra]
@@ -37,7 +41,7 @@ def need_matplotlib(what: str = "a plot") -> None:
     """Checks that plots can be drawn.
 
     Raises:
-      ImportError: if matplotlib is not installed; the message says how to.
+      MissingError: if matplotlib is not installed; the message says how to.
     """
     if importlib.util.find_spec("matplotlib") is None:
-        raise ImportError(f"{what} needs the package matplotlib: {install('demo')}")
+        raise MissingError(f"{what} needs the package matplotlib: {install('demo')}")

@@ -1,6 +1,6 @@
 """Decode over latents by Pallas' own interpreter: see `interpreted_pooled`.
 
-    python tests/interpreted_latent.py plain
+    python -m tests.kernels.interpreted_latent plain
 
 What the interpreter cannot run, code for single lanes, is replaced by what it computes.
 """

@@ -1,6 +1,6 @@
 """Pooled attention's Hopper kernels on a CPU, by Pallas' own interpreter: a program of its own.
 
-    python tests/interpreted_pooled.py forward causal
+    python -m tests.kernels.interpreted_pooled forward causal
 
 It exits with an error if a result is wrong or the interpreter finds a race. It is not a test
 itself because a warpgroup is a thread that waits inside a callback, and so takes a thread of XLA's

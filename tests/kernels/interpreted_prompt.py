@@ -1,6 +1,6 @@
 """Attention of many queries to pages by Pallas' own interpreter: see `interpreted_pooled`.
 
-    python tests/interpreted_prompt.py plain
+    python -m tests.kernels.interpreted_prompt plain
 
 What the interpreter cannot run, code for single lanes, is replaced by what it computes: tiles of
 values are made finite, and results of parts joined, by array operations.

@@ -5,7 +5,7 @@ biases. The windows are shorter than the texts, and so are the lengths that scal
 were made for.
 
 What `config.json` says and which tensors there are is recorded from transformers; the weights
-follow from a tensor's name and a seed. `tests/test_parity_live_checkpoint.py` holds both to what
+follow from a tensor's name and a seed. `test_parity_live_checkpoint.py` holds both to what
 transformers writes.
 """
 

@@ -1,4 +1,6 @@
-"""Records what packages make of small 4-bit layers: `python tests/make_packed_recordings.py`.
+"""Records what packages make of small 4-bit layers.
+
+    python -m tests.recordings.make_packed_recordings
 
 Needs the packages of `PACKAGES`, none of which the tests need: an environment of its own with
 `pip install gptqmodel autoawq compressed-tensors`. `packed_recordings.py` reads what this writes.

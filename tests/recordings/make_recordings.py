@@ -1,4 +1,6 @@
-"""Records what transformers makes of tiny checkpoints: `python tests/make_recordings.py`.
+"""Records what transformers makes of tiny checkpoints.
+
+    python -m tests.recordings.make_recordings
 
 Needs what `make test-all` installs. `parity_recordings.py` says what is recorded. With names of
 variants these are recorded, and all that is no variant's; other variants stay as they are, which is

@@ -134,7 +134,12 @@ def test_help_and_version():
 
 
 def test_without_the_extra_the_command_says_what_to_install():
-    code = "import sys; sys.modules['typer'] = None; import turbojax.app.main"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 1
-    assert "needs typer: pip install 'typer>=0.15' 'rich>=13' " in done.stderr
+    code = "import sys; sys.modules['typer'] = None; import turbojax.__main__ as m; {}"
+    wanted = "the turbojax command needs typer: pip install 'typer>=0.15' 'rich>=13' "
+    options = {"capture_output": True, "text": True, "check": False}
+    done = subprocess.run([sys.executable, "-c", code.format("m.main()")], **options)
+    assert (done.returncode, done.stderr.startswith(wanted)) == (1, True)
+    # Whoever imports it gets an error that can be caught: no import ends a process.
+    imported = code.format("import turbojax.app.main")
+    done = subprocess.run([sys.executable, "-c", imported], **options)
+    assert f"MissingError: {wanted}" in done.stderr

@@ -27,7 +27,7 @@ def _python(*arguments: str) -> subprocess.CompletedProcess:
 
 
 def test_a_plain_installation_has_the_command():
-    assert PROJECT["scripts"] == {"turbojax": "turbojax.app.main:main"}
+    assert PROJECT["scripts"] == {"turbojax": "turbojax.__main__:main"}
     assert set(_extras.COMMAND) <= set(PROJECT["dependencies"])
 
 

@@ -14,7 +14,7 @@ try:
     import typer
     from typer.core import TyperGroup
 except ImportError as error:
-    raise SystemExit(
+    raise _extras.MissingError(
         f"the turbojax command needs {error.name}: {_extras.install('command')}"
     ) from error
 
@@ -82,5 +82,5 @@ for _subcommand in _SUBCOMMANDS:
 
 
 def main() -> NoReturn:
-    """Entry point of the `turbojax` command."""
+    """The `turbojax` command, whose end is the process's; see `turbojax.__main__`."""
     _interrupt.run(app)
