@@ -99,6 +99,13 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leaves out, of a run of GPU tests alone, files without one: twenty workers import each."""
+    if config.option.markexpr != "gpu" or not collection_path.name.startswith("test_"):
+        return None
+    return "mark.gpu" not in collection_path.read_text(encoding="utf-8") or None
+
+
 def _gpus() -> list[jax.Device]:
     return [device for device in jax.devices() if device.platform == "gpu"]
 
