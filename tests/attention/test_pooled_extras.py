@@ -129,11 +129,13 @@ def test_half_precision_and_float32_parts():
     check(case, "xla", jnp.bfloat16, jnp.float32)
 
 
-@pytest.mark.slow
-def test_half_precision_and_float32_parts_of_triton():
-    case = CASES["sinks, segments, offsets, lengths"]
-    check(dataclasses.replace(case, block_q=16, block_kv=64), "triton", jnp.bfloat16)
-    check(case, "triton", jnp.bfloat16, jnp.float32)
+@pytest.mark.quick(slow=1)
+@pytest.mark.parametrize(
+    ("blocks", "parts"), [({"block_q": 16, "block_kv": 64}, None), ({}, jnp.float32)]
+)
+def test_half_precision_and_float32_parts_of_triton(blocks, parts):
+    case = dataclasses.replace(CASES["sinks, segments, offsets, lengths"], **blocks)
+    check(case, "triton", jnp.bfloat16, parts)
 
 
 @pytest.mark.slow
