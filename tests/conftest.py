@@ -133,7 +133,8 @@ def _leave_few_cases(items: list[pytest.Item]) -> None:
     for item in items:
         mark = item.get_closest_marker("quick")
         # Of a slow test `quick(slow=count)` leaves the rest to fuzzing.
-        if mark and (not item.get_closest_marker("slow") or mark.kwargs.keys() == {"slow"}):
+        all_slow = mark and not mark.args and mark.kwargs.keys() == {"slow"}
+        if mark and (all_slow or not item.get_closest_marker("slow")):
             cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for name, group in cases.items():
         mark = group[0].get_closest_marker("quick")

@@ -89,7 +89,7 @@ def test_shapes_are_those_of_published_models():
         assert models.TransformerConfig.from_hf(config.to_hf()) == config
 
 
-@pytest.mark.slow
+@pytest.mark.fuzz
 def test_every_step_of_a_real_size_can_be_traced():
     """No array is made: shapes, windows and kinds of caches fit each other."""
     rows = families.SUITE.rows("gemma.*(exact|4bit)|phi.*turbo4|llama.*paged")
@@ -222,7 +222,7 @@ def test_wrong_outputs():
             flax._error(jax.tree.map(lambda x: x.at[1, 2].set(jnp.nan), wrong), expected, "pooled")
 
 
-@pytest.mark.slow
+@pytest.mark.fuzz
 def test_wrong_logits_are_a_failed_row(monkeypatch):
     """Other tokens than those of the exact cache."""
     make = families.Inputs.caches

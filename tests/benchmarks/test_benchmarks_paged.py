@@ -122,7 +122,7 @@ def _run(folder, suite):
     return json.loads(out.read_text())
 
 
-@pytest.mark.slow
+@pytest.mark.fuzz
 def test_a_quick_run_of_formats(tmp_path):
     rows = _run(tmp_path, "paged_formats")["rows"]
     assert {row["status"] for row in rows if row["family"] != "cudnn"} == {"ok"}
@@ -136,7 +136,7 @@ def test_a_quick_run_of_formats(tmp_path):
     assert stored == sorted(set(stored))
 
 
-@pytest.mark.slow
+@pytest.mark.fuzz
 def test_a_quick_run_measures_and_compares(tmp_path):
     """And can be reported."""
     result = _run(tmp_path, "paged")
@@ -221,7 +221,7 @@ def test_the_pool_of_the_engine_holds_what_it_must():
         assert group.prompt[0] <= min(sizes) < max(sizes) <= group.prompt[1]
 
 
-@pytest.mark.slow
+@pytest.mark.fuzz
 def test_an_engine_stops_in_time(monkeypatch):
     """What was reached is a row; the time left is shared by the rows of a group."""
     limits = []

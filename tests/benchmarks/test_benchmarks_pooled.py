@@ -101,7 +101,7 @@ def result(tmp_path_factory):
     return json.loads(path.read_text())
 
 
-@pytest.mark.slow
+@pytest.mark.fuzz
 def test_a_quick_run_measures_and_compares(result):
     rows = {row["name"]: row for row in result["rows"]}
     assert set(result["ceilings"]) == {"copy", "bf16"}

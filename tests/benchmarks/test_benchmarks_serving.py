@@ -239,7 +239,7 @@ class TestMeasuring:
         assert row == {"status": "not run", "reason": tables.OUT_OF_TIME}
         assert engines._status(2, 4)["status"] == serving_tables.STOPPED
 
-    @pytest.mark.slow
+    @pytest.mark.fuzz
     def test_weights_and_engines_are_kept_for_the_next_row(self, monkeypatch):
         made = []
 

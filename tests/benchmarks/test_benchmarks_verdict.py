@@ -336,7 +336,7 @@ def test_prose_agrees_with_the_verdict():
 # A run --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
+@pytest.mark.fuzz
 def test_a_quick_run_measures_all_three(tmp_path):
     out = tmp_path / "verdict.json"
     command.main(["run", "--suite", "verdict", "--quick", "--repetitions", "2", "--out", str(out)])

@@ -100,6 +100,7 @@ def test_rows_of_every_sort(subject, tmp_path):
     assert f"| {sas['bits_per_byte']:.4f} |" in shown
 
 
+@pytest.mark.fuzz
 def test_rows_of_a_process_are_those_of_this_one(subject, tmp_path):
     prepare = functools.partial(prepared, "embedded", "float32", ("e",), quick=True)
     _, specs = prepare()

@@ -17,7 +17,7 @@ SMALL = ["--model", "tiny", "--prompt", "70", "--new", "10", "--prefill-batch-si
 SETTINGS = {"prompt": 70, "new": 10, "prefill": True, "find_largest": True}
 
 
-@pytest.mark.slow
+@pytest.mark.fuzz
 def test_a_tiny_model_end_to_end(tmp_path):
     out = tmp_path / "new" / "result.json"
     command = [sys.executable, "-m", "benchmarks.throughput", *SMALL, "--out", str(out)]
@@ -48,7 +48,7 @@ def test_a_tiny_model_end_to_end(tmp_path):
     assert result["summary"]["4bit"]["largest_batch"] == 3
 
 
-@pytest.mark.slow
+@pytest.mark.fuzz
 def test_real_prompts_and_a_row_that_fails():
     settings = {**vars(throughput.parse([*SMALL, "--no-prefill"])), "out": None}
     with tempfile.NamedTemporaryFile("w") as log:

@@ -237,7 +237,7 @@ LOWERED = [
 
 
 @pytest.mark.parametrize(
-    "case", [LOWERED[0], *(pytest.param(c, marks=pytest.mark.slow) for c in LOWERED[1:])]
+    "case", [LOWERED[0], *(pytest.param(c, marks=pytest.mark.fuzz) for c in LOWERED[1:])]
 )
 def test_lowers_for_cuda(case):
     """What lowers also fits into shared memory: the lowering counts it."""

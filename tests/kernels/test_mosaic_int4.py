@@ -222,7 +222,7 @@ FIRST = [LOWERED[i] for i in (1, 9, 11, 22, 26)]
 
 @pytest.mark.quick(2, slow=2)
 @pytest.mark.parametrize(
-    "case", [*FIRST, *(pytest.param(c, marks=pytest.mark.slow) for c in LOWERED if c not in FIRST)]
+    "case", [*FIRST, *(pytest.param(c, marks=pytest.mark.fuzz) for c in LOWERED if c not in FIRST)]
 )
 def test_lowers_for_cuda(case):
     """What lowers also fits into shared memory: the lowering counts it."""

@@ -89,7 +89,7 @@ def test_over_a_mesh():
         env={
             **os.environ,
             "JAX_PLATFORMS": "cpu",
-            "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
+            "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=4",
             "PYTHONPATH": str(root),
             "JAX_NUMPY_DTYPE_PROMOTION": "strict",
             "JAX_NUMPY_RANK_PROMOTION": "raise",

@@ -20,7 +20,11 @@ from turbojax.rotary import Rope, YarnScaling
 from turbojax.smoothing.attention import of_channels, split_pairs
 
 NAMES = ("cohere2-odd", "olmo2", "smollm3-window", "granite", "glm4")
-MOST = [NAMES[0], *(pytest.param(name, marks=pytest.mark.slow) for name in NAMES[1:])]
+MOST = [
+    NAMES[0],
+    pytest.param(NAMES[1], marks=pytest.mark.slow),
+    *(pytest.param(name, marks=pytest.mark.fuzz) for name in NAMES[2:]),
+]
 
 
 @pytest.fixture(scope="session")
@@ -152,7 +156,7 @@ def test_inputs_that_no_norm_makes_are_not_folded(decoder):
 # Caches and the engine ----------------------------------------------------------------------------
 
 
-@pytest.mark.quick(slow=4)
+@pytest.mark.quick(slow=1)
 @pytest.mark.parametrize("name", MOST)
 def test_caches_of_four_bits_are_near(decoder, name):
     """Of the logits after a prompt and some tokens, as near as they are of a Llama."""
@@ -170,7 +174,7 @@ def test_caches_of_four_bits_are_near(decoder, name):
         assert 1e-3 < error(name, kind) < 1.1 * error("llama3.1", kind)
 
 
-@pytest.mark.quick(slow=4)
+@pytest.mark.quick(slow=1)
 @pytest.mark.parametrize("name", MOST)
 def test_engine_of_a_quantized_model(quantized, name):
     """Texts are those of sequences by themselves."""
@@ -221,7 +225,7 @@ def test_gradients_reach_every_weight(folder, decoder, name):
             assert np.abs(found).max() > 0, path
 
 
-@pytest.mark.quick(slow=4)
+@pytest.mark.quick(slow=1)
 @pytest.mark.parametrize("name", MOST)
 def test_adapters(quantized, name):
     """New ones change nothing; their gradients reach all layers."""

@@ -29,7 +29,12 @@ from turbojax.quantizers.int4_experts import expert_of
 
 MIXED = "qwen3-moe-mixed"
 NAMES = [*CONFIGS]
-FEW = [MIXED, *(pytest.param(name, marks=pytest.mark.slow) for name in NAMES if name != MIXED)]
+REST = [name for name in NAMES if name != MIXED]
+FEW = [
+    MIXED,
+    pytest.param(REST[0], marks=pytest.mark.slow),
+    *(pytest.param(name, marks=pytest.mark.fuzz) for name in REST[1:]),
+]
 SMOOTHING = smoothing.Smoothing(num_pairs=3)
 NOTHING = smoothing.Smoothing(cas=False, pts=False, rpn=False, crs=False)
 

@@ -27,7 +27,7 @@ from turbojax.quantizers.int4 import dequantize
 FIRST = ("qwen3-window", "phi3-longrope", "gemma2", "gemma3", "olmo2", "cohere2")
 # Experts are in `test_moe_models.py`.
 OTHERS = tuple(name for name in hf.VARIANTS if name not in (*FIRST, *hf.WITH_EXPERTS))
-NAMES = [*FIRST, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)]
+NAMES = [*FIRST, *(pytest.param(name, marks=pytest.mark.fuzz) for name in OTHERS)]
 # Few pairs: both RPN and CRS have some.
 SMOOTHING = smoothing.Smoothing(num_pairs=3)
 LENGTH = 40
