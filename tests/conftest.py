@@ -129,17 +129,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def _leave_few_cases(items: list[pytest.Item]) -> None:
     """Marks as slow, or as fuzz, all but a few cases of a test with `quick`; see `grids.tiers`."""
-    cases: dict[str, list[pytest.Item]] = {}
+    cases: dict[str, tuple[list[pytest.Item], list[pytest.Item]]] = {}
     for item in items:
-        mark = item.get_closest_marker("quick")
-        # Of a slow test `quick(slow=count)` leaves the rest to fuzzing.
-        all_slow = mark and not mark.args and mark.kwargs.keys() == {"slow"}
-        if mark and (all_slow or not item.get_closest_marker("slow")):
-            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    for name, group in cases.items():
+        if item.get_closest_marker("quick") and not item.get_closest_marker("fuzz"):
+            group = cases.setdefault(item.nodeid.partition("[")[0], ([], []))
+            group[bool(item.get_closest_marker("slow"))].append(item)
+    for name, (some, slow_ones) in cases.items():
+        group = [*some, *slow_ones]
         mark = group[0].get_closest_marker("quick")
         turn = zlib.crc32(name.rpartition("/")[2].encode())
-        quick, slow = tiers(len(group), *mark.args, **mark.kwargs, turn=turn)
+        quick, slow = tiers(len(some), *mark.args, **mark.kwargs, turn=turn, more=len(slow_ones))
         for i, item in enumerate(group):
             if i not in quick:
                 item.add_marker(pytest.mark.slow if i in slow else pytest.mark.fuzz)

@@ -52,7 +52,13 @@ def _pair(i: int, a: int, j: int, b: int | None) -> tuple[int, int, int, int] | 
 
 
 def tiers(
-    total: int, spread: int = 0, *, first: int = 0, slow: int | None = None, turn: int = 0
+    total: int,
+    spread: int = 0,
+    *,
+    first: int = 0,
+    slow: int | None = None,
+    turn: int = 0,
+    more: int = 0,
 ) -> tuple[set[int], set[int]]:
     """Which of a test's `total` cases `make test` runs, and which `make test-slow`.
 
@@ -63,13 +69,14 @@ def tiers(
       slow: of the others in `make test-slow`, spread evenly; all if None.
       turn: the case at which spreading begins, so that unlike tests with the same grid run unlike
         cases.
+      more: cases after these `total` that are too slow for `make test`.
     """
     if min(spread, first, slow or 0) < 0 or (spread and first) or not (spread or first or slow):
         raise ValueError(
             f"{spread=} or {first=}, and one of them alone, or {slow=} must be positive"
         )
     quick = set(range(min(first, total))) | _spread(total, spread, turn)
-    others = [i for i in range(total) if i not in quick]
+    others = [i for i in range(total + more) if i not in quick]
     if slow is None:
         return quick, set(others)
     return quick, {others[i] for i in _spread(len(others), slow, turn)}

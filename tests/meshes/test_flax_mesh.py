@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 # Run by a process of its own: how many devices a CPU is, jax asks once.
+DEVICES = " --xla_force_host_platform_device_count=4"
 MESH = """
 import jax, jax.numpy as jnp, numpy as np
 from flax import linen as nn, nnx
@@ -89,7 +90,7 @@ def test_over_a_mesh():
         env={
             **os.environ,
             "JAX_PLATFORMS": "cpu",
-            "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=4",
+            "XLA_FLAGS": os.environ.get("XLA_FLAGS", "") + DEVICES,
             "PYTHONPATH": str(root),
             "JAX_NUMPY_DTYPE_PROMOTION": "strict",
             "JAX_NUMPY_RANK_PROMOTION": "raise",

@@ -47,6 +47,8 @@ def test_tiers():
     assert tiers(9, slow=2) == (set(), {0, 4})
     assert tiers(3, 5, slow=7) == ({0, 1, 2}, set())
     assert tiers(0, 2, slow=1, turn=5) == (set(), set())
+    assert tiers(2, 1, slow=2, more=3) == ({0}, {1, 3})
+    assert tiers(2, 1, more=1) == ({0}, {1, 2})
     for wrong in ({}, {"spread": 2, "first": 1}, {"spread": -1}, {"first": 1, "slow": -1}):
         with pytest.raises(ValueError, match="one of them alone"):
             tiers(9, **wrong)
