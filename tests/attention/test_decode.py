@@ -173,7 +173,7 @@ def test_the_grid_meets_every_mode_and_softmax():
     assert (of_modes, softmaxes) == (set(MODES), set(SOFTMAXES))
 
 
-@pytest.mark.quick(slow=4)
+@pytest.mark.quick(slow=2)
 @pytest.mark.parametrize(("case", "implementation", "mode", "softmax"), GRID)
 def test_shapes_equal_the_oracle(case, implementation, mode, softmax):
     """Other heads, head dims, blocks, buffers and bits, after a prompt and appends."""

@@ -165,7 +165,7 @@ def test_outputs_are_rounded_once(kind):
     np.testing.assert_array_equal(lse, same_lse)
 
 
-@pytest.mark.quick(1, slow=2)
+@pytest.mark.quick(1, slow=1)
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("tokens", [1, 3])
 @pytest.mark.parametrize("kind", SOME)
@@ -194,7 +194,7 @@ def test_parts_of_a_text_in_two_caches_merge_to_the_whole(kind, tokens, options)
     close([x[jnp.array(seen)] for x in got], [np.asarray(x)[seen] for x in want], 2e-5)
 
 
-@pytest.mark.quick(1, slow=2)
+@pytest.mark.quick(1, slow=1)
 @pytest.mark.parametrize("kind", SOME)
 def test_key_offset_alone_moves_nothing_and_bits_do_not_depend_on_the_batch(kind):
     query, cache = queries(1), filled(kind)

@@ -119,7 +119,7 @@ def test_options(implementation, name, kv_dtype):
     matches(implementation, *arguments, **options)
 
 
-@pytest.mark.quick(slow=4)
+@pytest.mark.quick(slow=3)
 @pytest.mark.parametrize(
     ("implementation", "kv_dtype", "name"),
     [("triton", MIXED[i % 4], name) for i, name in enumerate(SHAPES)]
@@ -133,7 +133,7 @@ def test_mixed_formats_equal_the_oracle(implementation, kv_dtype, name):
     matches(implementation, query, cache, tables, lengths)
 
 
-@pytest.mark.quick(1, slow=2)
+@pytest.mark.quick(1, slow=1)
 @pytest.mark.parametrize(
     ("implementation", "kv_dtype"),
     [*KINDS, ("triton", "k8v4"), ("triton", "int8_v4"), ("triton", "turbo_k3v3")],
@@ -161,7 +161,7 @@ def test_page_sizes_do_not_matter(implementation, kv_dtype):
         equal(got, want)
 
 
-@pytest.mark.quick(slow=4)
+@pytest.mark.quick(slow=3)
 @most_kinds
 def test_neighbours_and_places_do_not_matter(implementation, kv_dtype):
     check_neighbours_and_places(run(implementation), kv_dtype)
@@ -173,7 +173,7 @@ def test_chunks_do_not_matter(kv_dtype):
     check_chunks(attend, kv_dtype)
 
 
-@pytest.mark.quick(1, slow=2)
+@pytest.mark.quick(1, slow=1)
 @most_kinds
 def test_what_is_not_finite_reaches_what_attends_to_it(implementation, kv_dtype):
     check_nan(run(implementation), kv_dtype)

@@ -115,7 +115,7 @@ def check(case, implementation, dtype=jnp.float32, output_dtype=None):
     assert_as_good_as_plain(gradients[3:], want[3:], of_plain[3:], floor=32 * EPS + own)
 
 
-@pytest.mark.quick(1, slow=2)
+@pytest.mark.quick(1, slow=1)
 @pytest.mark.parametrize(("implementation", "name"), GRID)
 def test_equals_the_oracle(implementation, name):
     check(CASES[name], implementation)

@@ -43,7 +43,7 @@ def prefill(implementation, config=BASE, lengths=(TOKENS,) * BATCH, **options):
         return _prefill(*OPERANDS, cache, key_value_seq_lengths=lengths_of(lengths), **options)
 
 
-@pytest.mark.slow
+@pytest.mark.quick(slow=1)
 @pytest.mark.parametrize(
     ("mode", "implementation", "is_causal"),
     [("int8", "xla", True), ("int8", "triton", True), ("int8_fp8", "xla", False)],

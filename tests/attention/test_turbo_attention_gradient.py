@@ -268,7 +268,7 @@ def test_straight_through_the_rounding(name, mode, softmax, gradient):
         assert worst(x, y) <= 64 * EPS * size.max()
 
 
-@pytest.mark.quick(1, slow=2)
+@pytest.mark.quick(1, slow=1)
 @pytest.mark.parametrize(
     ("mode", "gradient"),
     [(mode, x) for mode in MODES for x in ("float", "8bit") if (mode, x) != ("float", "8bit")],

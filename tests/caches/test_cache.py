@@ -51,7 +51,7 @@ CASES = [
 # What is stored ----------------------------------------------------------------------------------
 
 
-@pytest.mark.quick(1, slow=2)
+@pytest.mark.quick(1, slow=1)
 @pytest.mark.parametrize("lengths", [(16, 33, 1), (0, 15, 40)], ids=str)
 @pytest.mark.parametrize(("implementation", "config"), CASES)
 def test_a_prompt_stores_what_the_oracle_stores(implementation, config, lengths):
@@ -63,7 +63,7 @@ def test_a_prompt_stores_what_the_oracle_stores(implementation, config, lengths)
     assert_holds(cache, oracle)
 
 
-@pytest.mark.quick(1)
+@pytest.mark.quick(1, slow=1)
 @pytest.mark.parametrize(("implementation", "config"), CASES[:3])
 def test_append_stores_what_the_oracle_stores(implementation, config):
     """After a ragged prompt: buffered, clamped, compressed when full, at each one's own step."""
@@ -128,7 +128,7 @@ def test_without_prefill_twice_the_first_token_sets_the_scale(implementation):
     assert (np.abs(got) <= 2 * first[:, None, :, None] * (1 + 2**-15)).all()
 
 
-@pytest.mark.quick(1)
+@pytest.mark.quick(1, slow=1)
 @pytest.mark.parametrize(
     ("implementation", "config"),
     [("xla", MIXED), ("triton", MIXED), ("xla", CONFIGS["4/3 and 2"])],

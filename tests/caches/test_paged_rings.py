@@ -222,7 +222,7 @@ def started(family, kind):
     )
 
 
-@pytest.mark.slow
+@pytest.mark.quick(slow=1)
 @pytest.mark.parametrize(("family", "kind"), [("gemma2", "turbo4"), ("mistral", "paged")])
 def test_texts_are_those_of_caches_that_hold_all(family, kind, monkeypatch, tmp_path):
     """Of whole models, also from a file; and the caches hold what windows need, to the byte."""

@@ -117,7 +117,7 @@ def test_what_is_stored_is_the_oracles(heads):
         assert not np.array_equal(filled(heads).key.head_slots[0], np.arange(heads))
 
 
-@pytest.mark.slow
+@pytest.mark.quick(slow=1)
 @heads_of_one_case
 def test_triton_stores_the_same_bits(heads):
     assert_same_bits(filled(heads, "triton"), filled(heads))
@@ -136,7 +136,7 @@ def test_attention_to_it_is_the_oracles(implementation, heads):
     assert_matches_oracle(query, cache, implementation)
 
 
-@pytest.mark.quick(slow=4)
+@pytest.mark.quick(slow=3)
 @heads_of_one_case
 @pytest.mark.parametrize("method", ["entropy", "min_max", "variation"])
 def test_every_priority_ranks_them(heads, method):
@@ -192,7 +192,7 @@ def test_decoding_lowers(implementation, heads):
     assert name in lower_for_cuda(run, query, cache, lengths)
 
 
-@pytest.mark.quick(first=1, slow=2)
+@pytest.mark.quick(first=1, slow=1)
 @heads_of_one_case
 @pytest.mark.parametrize("implementation", ["mosaic_gpu", "triton"])
 def test_storing_lowers(monkeypatch, implementation, heads):
@@ -208,7 +208,7 @@ def test_storing_lowers(monkeypatch, implementation, heads):
 # Models ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
+@pytest.mark.quick(slow=1)
 @pytest.mark.parametrize("heads", [1, 3])
 def test_models_generate_through_it(heads):
     """Prompts in blocks, and steps; near the exact cache, within what the codes lose."""

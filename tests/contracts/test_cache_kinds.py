@@ -229,7 +229,7 @@ def test_a_cache_says_what_it_is(name):
         assert kind.by_name(name, KV_HEADS) == CASES[name]
 
 
-@pytest.mark.quick(1, slow=2)
+@pytest.mark.quick(1, slow=1)
 @every_kind
 def test_tokens_are_found_again(name):
     """A ragged prompt, then new tokens: causal, by heads and by sequences."""
@@ -243,7 +243,7 @@ def test_tokens_are_found_again(name):
     assert cache.overflowed.tolist() == [False] * BATCH
 
 
-@pytest.mark.quick(1, slow=2)
+@pytest.mark.quick(1, slow=1)
 @every_kind
 def test_the_window_reaches_the_op(name):
     out, cache = prompts(WINDOW)(empty(name), LENGTHS, 0, *at([0] * BATCH, TOKENS))
@@ -260,6 +260,7 @@ def test_the_window_reaches_the_op(name):
         assert all(map(points_to, np.asarray(out)[0, 0], at_first)) == seen
 
 
+@pytest.mark.quick(5, slow=2)
 @every_kind
 def test_padding_reaches_nothing(name):
     operands = at([0] * BATCH, TOKENS)
@@ -271,7 +272,7 @@ def test_padding_reaches_nothing(name):
     assert_same(cache, same)
 
 
-@pytest.mark.quick(1, slow=2)
+@pytest.mark.quick(1, slow=1)
 @every_kind
 def test_prompts_in_parts_are_the_same_cache(name):
     """`take` and `put`: one sequence after the other; and one goes on by itself."""

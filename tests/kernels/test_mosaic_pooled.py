@@ -126,7 +126,7 @@ def test_lowers_for_cuda(head_dim, block_q, block_kv, scale, is_causal, with_len
         assert f"turbojax_pooled_{name}_gradient_hopper" in backward
 
 
-@pytest.mark.slow
+@pytest.mark.quick(slow=1)
 @pytest.mark.parametrize(("block_kv", "out_dtype"), [(64, "float32"), (128, None)])
 def test_extras_lower_for_cuda(block_kv, out_dtype):
     query, key, value, levels = shapes(block_kv=block_kv)

@@ -43,7 +43,7 @@ def run(query, key, value, config, **options):
     return attend(query, key, value, config=config, **options)
 
 
-@pytest.mark.quick(1)
+@pytest.mark.quick(1, slow=1)
 @pytest.mark.parametrize("name", ["falcon-7b", "gemma2-9b", "stablelm-3b"])
 def test_heads_of_real_models(name):
     """Odd groups, 71 heads to one, head dims 64 to 256: against the reference."""

@@ -55,7 +55,7 @@ def test_ragged_tokens(head_dim, dtype, page_size):
     same(cache, *tokens(1, head_dim, dtype, seed=1), TABLES, before + count, **given)
 
 
-@pytest.mark.quick(1, slow=2)
+@pytest.mark.quick(1, slow=1)
 @pytest.mark.parametrize(
     ("kv_dtype", "head_dim", "dtype"),
     pairwise(kv_dtype=MIXES, head_dim=(16, 64), dtype=DTYPES),

@@ -137,7 +137,7 @@ def test_levels_shared_by_sequences_of_different_lengths():
     check(dataclasses.replace(CASES["one level array"], **lengths), jnp.float16, 80)
 
 
-@pytest.mark.slow
+@pytest.mark.quick(slow=1)
 @pytest.mark.parametrize(("tile", "tile_kv"), [(64, 128), (16, 16)])
 def test_launches_agree(tile, tile_kv):
     """Tiles that hold part of a block, and several."""
@@ -300,7 +300,7 @@ LOWERED = [
 ]
 
 
-@pytest.mark.quick(1)
+@pytest.mark.quick(1, slow=1)
 @pytest.mark.parametrize(("dtype", "head_dim", "block_q", "block_kv", "is_causal"), LOWERED)
 def test_lowers_for_cuda(dtype, head_dim, block_q, block_kv, is_causal):
     tokens, size = 400, 500

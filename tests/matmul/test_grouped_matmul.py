@@ -103,7 +103,7 @@ def plain(x, weight, sizes, bias, activation):
     return out
 
 
-@pytest.mark.slow
+@pytest.mark.quick(slow=1)
 @pytest.mark.parametrize("gated", [True, False])
 def test_the_gradient_is_straight_through(gated):
     rng = np.random.default_rng(2)

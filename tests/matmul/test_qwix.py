@@ -146,7 +146,7 @@ def test_without_the_package(monkeypatch):
         fireq.to_qwix(weight)
 
 
-@pytest.mark.slow
+@pytest.mark.quick(slow=2)
 @pytest.mark.parametrize("how", [{"tiled_axes": {0: 64}}, {}, {"calibration_method": "minmax"}])
 def test_the_package_itself(how):
     qwix = pytest.importorskip("qwix", reason="qwix is not installed: pip install '.[test-all]'")

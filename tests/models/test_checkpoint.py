@@ -79,7 +79,7 @@ def test_layers_are_read_as_they_are_unstacked(variant):
     assert all(map(same_bits, jax.tree.leaves(direct), jax.tree.leaves(unstacked)))
 
 
-@pytest.mark.quick(1, slow=2)
+@pytest.mark.quick(1, slow=1)
 @pytest.mark.parametrize("variant", FEW, indirect=True)
 def test_what_is_saved_is_what_was_read(variant, tmp_path):
     folder, stored = variant

@@ -98,7 +98,7 @@ def test_errors_name_the_file(quantized, tmp_path):
         models.save_quantized(quantized, tmp_path, max_shard_bytes=0)
 
 
-@pytest.mark.slow
+@pytest.mark.quick(slow=1)
 @pytest.mark.parametrize(
     "changes",
     [

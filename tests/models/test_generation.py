@@ -53,7 +53,7 @@ def test_scoring_through_the_exact_cache_equals_one_forward_pass(model):
     np.testing.assert_allclose(logits, expected, atol=1e-5 * float(jnp.std(expected)))
 
 
-@pytest.mark.slow
+@pytest.mark.quick(slow=1)
 @pytest.mark.parametrize("name", ["4bit", "2/4bit"])
 def test_every_named_cache_stays_close_to_the_exact_one(shallow, name):
     tokens = _tokens(1, 120)

@@ -54,7 +54,7 @@ PLACES = {
 
 
 # The others are of the same kinds, with other numbers.
-@pytest.mark.slow
+@pytest.mark.quick(slow=1)
 @pytest.mark.parametrize("cache", ["exact", "4bit", "2/4bit", "turbo4"])
 def test_padding_never_changes_results(model, prompts, cache):
     kind = models.cache_by_name(cache, 2)

@@ -43,7 +43,7 @@ def run(model, tokens, new=NEW, **options) -> np.ndarray:
     return np.asarray(models.generate(model, tokens, max_new_tokens=new, **options))
 
 
-@pytest.mark.slow
+@pytest.mark.quick(slow=1)
 @pytest.mark.parametrize(
     ("cache", "sampling"),
     [

@@ -96,7 +96,7 @@ def test_chunks_of_a_prompt_change_no_bit(monkeypatch, kind, is_ragged):
     assert np.any(np.asarray(parts[0]) != 0)
 
 
-@pytest.mark.slow
+@pytest.mark.quick(slow=1)
 @pytest.mark.parametrize("kind", ["fp8_e4m3", "turbo4"])
 def test_a_part_of_the_sequences_is_filled_alone(kind):
     layer = paged.init_layer(4, 40, 2, 16, kind=kind, dtype=jnp.float32, page_size=16)

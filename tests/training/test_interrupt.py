@@ -254,6 +254,7 @@ COMMANDS = {
 }
 
 
+@pytest.mark.quick(slow=4)
 @pytest.mark.parametrize(
     "seed",
     [pytest.param(i, marks=pytest.mark.fuzz if i else pytest.mark.slow) for i in range(3)],
