@@ -91,6 +91,7 @@ def test_every_8_bit_mode_decodes_in_int8(implementation):
 
 
 OPTIONS = {
+    "several": {"logits_soft_cap": 3.0, "local_window_size": (40, 0), "scale": 0.3},
     "soft cap": {"logits_soft_cap": 3.0},
     "window": {"local_window_size": (40, 0)},
     "narrow window, scale": {"local_window_size": 3, "scale": 0.3},
@@ -99,10 +100,11 @@ OPTIONS = {
 }
 
 
-@pytest.mark.quick(1, slow=1)
+@pytest.mark.quick(first=1, slow=1)
 @pytest.mark.parametrize(
     ("name", "implementation"),
     [
+        ("several", "xla"),
         ("soft cap", "xla"),
         ("narrow window, scale", "xla"),
         ("no scale", "xla"),
