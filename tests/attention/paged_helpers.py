@@ -222,16 +222,18 @@ SHAPES = {
     "head dim 96": ((65, 16), 2, 96, 4, 3),
     "head dim 256": ((70, 2), 2, 256, 2, 3),
     "heads of their own": ((40, 30), 3, 48, 3, 4),
-    "many rows": ((90, 33), 1, 32, 4, 21),
+    "many rows": ((140, 33), 1, 32, 4, 21),  # the first queries before a tile's end
 }
 
 
+WINDOW = {"local_window_size": (40, 0)}
 OPTIONS = {
+    "several": {"scale": 0.7, "logits_soft_cap": 3.0, "query_seq_lengths": (3, 1, 0, 2), **WINDOW},
     "scale": {"scale": 0.7},
     "negative scale": {"scale": -0.3},
     "scale of zero": {"scale": 0.0},
     "soft cap": {"logits_soft_cap": 3.0},
-    "window": {"local_window_size": (40, 0)},
+    "window": WINDOW,
     "window past a part": {"local_window_size": (60, 5), "long": True},
     "padding": {"query_seq_lengths": (3, 1, 0, 2)},
 }

@@ -91,6 +91,7 @@ def test_every_8_bit_mode_decodes_in_int8(implementation):
 
 
 OPTIONS = {
+    "several": {"logits_soft_cap": 3.0, "local_window_size": (40, 0), "scale": 0.3},
     "soft cap": {"logits_soft_cap": 3.0},
     "window": {"local_window_size": (40, 0)},
     "narrow window, scale": {"local_window_size": 3, "scale": 0.3},
@@ -99,10 +100,11 @@ OPTIONS = {
 }
 
 
-@pytest.mark.quick(1, slow=1)
+@pytest.mark.quick(first=1, slow=1)
 @pytest.mark.parametrize(
     ("name", "implementation"),
     [
+        ("several", "xla"),
         ("soft cap", "xla"),
         ("narrow window, scale", "xla"),
         ("no scale", "xla"),
@@ -193,8 +195,8 @@ def test_long_caches(implementation, window):
     assert_matches_oracle(query, cache, implementation, local_window_size=window)
 
 
-@pytest.mark.quick(1, slow=1)
-@pytest.mark.parametrize("left", [73, 74, 75])
+@pytest.mark.quick(first=1, slow=1)
+@pytest.mark.parametrize("left", [75, 74, 73])
 def test_windows_that_end_between_what_is_read_at_a_time(left):
     """Places in blocks begin after the first token: position 1,024 is in the first 1,024 places."""
     cache = under(filled((("block_kv", 8),), (0,), (1100,), 1, 64, max_length=1104))
@@ -203,10 +205,13 @@ def test_windows_that_end_between_what_is_read_at_a_time(left):
 
 
 def test_blocks_narrower_than_a_kernels_tile():
-    """A tile of the buffer has padding then, where the next block's tokens lie."""
+    """A tile of the buffer has padding then, where the next block's tokens lie.
+
+    The window begins with the last token of a block, the sixteenth after the first token.
+    """
     cache = under(filled((("block_kv", 16),), (0,), (61,), 1, 64, max_length=64))
     assert cache.buffer_lengths.tolist() == [29]
-    assert_matches_oracle(queries(1, 2, 1, 2), cache, "triton")
+    assert_matches_oracle(queries(1, 2, 1, 2), cache, "triton", local_window_size=(44, 0))
 
 
 # Edges -------------------------------------------------------------------------------------------

@@ -63,6 +63,19 @@ def test_a_prompt_stores_what_the_oracle_stores(implementation, config, lengths)
     assert_holds(cache, oracle)
 
 
+@pytest.mark.parametrize("name", ["3 first", "flush all"])
+def test_other_buffers_hold_what_the_oracle_holds(name):
+    """Several first tokens, behind which blocks begin; and buffers that give up all they have."""
+    cache = prefill(new(CONFIGS[name]), *tokens(40, seed=1), (40, 24, 3))
+    oracle = oracle_for(cache)
+    oracle.prefill(*tokens(40, seed=1), (40, 24, 3))
+    assert_holds(cache, oracle)
+    more, lengths = tokens(40, seed=2), (30, 7, 40)
+    cache = append(cache, *more, lengths)
+    oracle.append(*more, lengths)
+    assert_holds(cache, oracle)
+
+
 @pytest.mark.quick(1, slow=1)
 @pytest.mark.parametrize(("implementation", "config"), CASES[:3])
 def test_append_stores_what_the_oracle_stores(implementation, config):

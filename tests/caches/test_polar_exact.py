@@ -52,6 +52,17 @@ def test_norms_are_rounded_to_nearest():
     assert (got == 2.0**-24).any()
 
 
+def test_norms_halfway_between_two_go_up():
+    """Of roots that are exact midpoints of float16; what is next below them stays below."""
+    lower = np.arange(1024, 2048).astype(np.float32)
+    squares = (lower + np.float32(0.5)) ** 2
+    found = jax.jit(codec._corrected)
+    one = jnp.ones(squares.size)
+    np.testing.assert_array_equal(found(jnp.asarray(squares), one), lower + 1)
+    below = np.nextafter(squares, np.float32(0))
+    np.testing.assert_array_equal(found(jnp.asarray(below), one), lower)
+
+
 def test_tables():
     """Their sums fit 31 bits, and their unit leaves the mean of the squares."""
     for head_dim in (16, 80, 128, 256):

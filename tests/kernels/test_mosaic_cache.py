@@ -17,6 +17,7 @@ from tests.kernels.kernel_helpers import lower_for_cuda
 from tests.oracles import lanes as oracle
 from tests.oracles import warp
 from turbojax import _device
+from turbojax._device import interpret_kernels
 from turbojax.kv import cache_by_name
 from turbojax.kv.progressive import PROGRESSIVE
 from turbojax.ops.turbo_attention import operands
@@ -229,15 +230,36 @@ def test_prompts_in_rings(store):
 
 @pytest.mark.usefixtures("emulated")
 def test_tokens_in_rings():
-    """A buffer of two blocks gives up the first one, which takes a fourth one's place."""
+    """A buffer of two blocks gives up the first one, which takes a fourth one's place.
+
+    One that is empty fixes its scale.
+    """
     case, empty = ring()
-    cache = expected = store_xla(empty, *tokens(case, 78, seed=1), int32(78, 78, 40))
+    cache = expected = store_xla(empty, *tokens(case, 78, seed=1), int32(78, 78, 0))
     for seed in range(2, 5):
         given = tokens(case, 1, seed=seed)
         expected = append_xla(expected, *given)
         cache = mosaic_gpu.append(cache, *given, int32(1, 1, 1))
         assert_same_bits(cache, expected)
-    assert expected.num_blocks.tolist() == [4, 4, 1]
+    assert expected.num_blocks.tolist() == [4, 4, 0]
+
+
+@pytest.mark.usefixtures("emulated")
+@pytest.mark.parametrize("append", [mosaic_gpu.append, triton.append])
+def test_a_buffer_that_gives_up_all_of_its_blocks(append):
+    """Two at once, of which the second begins a ring anew; nothing stays behind."""
+    config = tj.TurboConfig(block_q=16, block_kv=16, buffer_size=32, flush="all")
+    case = (config, 16, jnp.float32)
+    empty = new(case, local_window_size=(60, 0))
+    room = empty.blocks_of_room
+    key, value = tokens(case, 16 * (room - 1), seed=1)
+    cache = store_xla(empty, key, value, int32(16 * (room - 1), 0, 5))
+    cache = append_xla(cache, key[:, :31], value[:, :31], lengths=int32(31, 31, 0))
+    key, value = tokens(case, 1, seed=2)
+    with interpret_kernels():
+        got = append(cache, key, value, int32(1, 1, 1))
+    assert_same_bits(got, append_xla(cache, key, value))
+    assert got.num_blocks.tolist() == [room + 1, 2, 0]
 
 
 @pytest.mark.usefixtures("emulated")

@@ -26,7 +26,7 @@ from tests.matmul.int4_helpers import (
 )
 from tests.oracles import programs, warp
 from turbojax import _device
-from turbojax.ops.int4_matmul import few_mosaic, mosaic_operands
+from turbojax.ops.int4_matmul import few_mosaic, mosaic_operands, reference
 from turbojax.ops.int4_matmul.static import GATED
 from turbojax.quantizers import Fp8Tokens, quantize_tokens
 from turbojax.quantizers.int4 import BLOCK
@@ -104,6 +104,14 @@ def settings_of(launch, activation, has_bias, has_residual, dtype, **options):
         splits=launch.splits,
         **options,
     )
+
+
+@pytest.mark.parametrize("kind", [None, "silu", "gelu"])
+def test_activations(monkeypatch, kind):
+    monkeypatch.setattr(epilogue, "lane", warp)
+    x = np.linspace(-12, 12, 32, dtype=np.float32)
+    got = epilogue.activate(warp.Float(x), kind).value
+    np.testing.assert_allclose(got, reference.activate(jnp.asarray(x), kind), rtol=1e-5, atol=1e-6)
 
 
 # Whole programs -----------------------------------------------------------------------------------

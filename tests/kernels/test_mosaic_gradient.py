@@ -1,19 +1,25 @@
-"""The gradient of `turbo_attention` by Mosaic GPU, without a GPU: refusals, lowering.
+"""The gradient of `turbo_attention` by Mosaic GPU, without a GPU: refusals, tiles, lowering.
 
-What it computes is checked on a GPU, in `test_gpu_mosaic_gradient.py`.
+Of a tile what lanes compute, on arrays of lanes; the rest is checked on a GPU, in
+`test_gpu_mosaic_gradient.py`.
 """
 
 import functools
+import types
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import turbojax as tj
-from pallas_kernels.mosaic.hopper.gradient import tiles
+from pallas_kernels.mosaic import softmax
+from pallas_kernels.mosaic.hopper.gradient import elementwise, tiles
 from tests.attention.attention_helpers import EXACT, MODES
 from tests.grids import pairwise
 from tests.kernels.kernel_helpers import OFFSETS, SEGMENTS, extras_of, lower_for_cuda
+from tests.oracles import warp
+from tests.oracles.fragments import fragments
 from turbojax import _device
 from turbojax.ops.extras import NOTHING, Extras
 from turbojax.ops.options import Options
@@ -229,3 +235,73 @@ def test_nan_of_a_query_that_sees_no_key_does_not_reach_the_kernels():
     clean = mosaic_gradient._of_seeing(d_out, out, residual, NOTHING)
     assert bool(jnp.isnan(clean[0, 1, 0, 0]))
     assert float(clean[0, 1, 1, 0]) == 0
+
+
+# Tiles -------------------------------------------------------------------------------------------
+
+
+class accumulator(fragments):
+    """Columns as a product leaves them; of words of halves the numbers."""
+
+    carrier = staticmethod(lambda x: x)
+
+    @classmethod
+    def _token(cls, c):
+        return 8 * (c // 2) + 2 * cls.T + c % 2
+
+    @classmethod
+    def half_words(cls, rows, dtype):
+        return cls.of_rows(rows)
+
+
+@pytest.mark.parametrize("rows_are_keys", [False, True])
+@pytest.mark.parametrize(
+    ("left", "right", "cap", "slope"),
+    [(None, 0, None, 0.1), (20, 5, 3.0, None), (7, None, None, None), (None, None, 2.0, 0.3)],
+)
+def test_weights_and_score_gradients(monkeypatch, rows_are_keys, left, right, cap, slope):
+    """Of a tile in which segments, ends and a window hide pairs, against float64."""
+    barrier = types.SimpleNamespace(optimization_barrier=lambda x: x)
+    fakes = {"lane": warp, "fragments": accumulator, "mgpu": barrier}
+    for name, fake in (fakes | {"Float": warp.Float, "Int": warp.Int}).items():
+        monkeypatch.setattr(elementwise, name, fake)
+    monkeypatch.setattr(softmax, "lane", warp)
+    rng, shape = np.random.default_rng(0), (16, 64)
+    distance, stop, factor = 9, 50, 0.4
+    scores, products = (rng.normal(size=shape).astype(np.float32) * 3 for _ in range(2))
+    ids = [rng.integers(0, 2, n) for n in shape]
+    queries = shape[rows_are_keys]
+    lse, delta = (rng.normal(size=queries).astype(np.float32) for _ in range(2))
+
+    def of_rows(x):  # once for each of a row's lanes
+        return np.repeat(x[:, None], 4, axis=1)
+
+    of_queries = [x if rows_are_keys else of_rows(x) for x in (lse, delta)]
+    limits = np.int32(distance), np.int32(stop), of_rows(ids[0]), ids[1]
+    s = types.SimpleNamespace(left=left, right=right, soft_cap=cap, approximate_tanh=False)
+    static = {"dtype": "bfloat16", "rows_are_keys": rows_are_keys, "s": s}
+    linear = () if slope is None else (np.float32(slope), np.int32(distance))
+    unit = np.float32(factor if cap is not None else factor * np.log2(np.e))
+    given = (scores, of_queries[0], unit, *linear, *limits)
+    p, *rest = elementwise._weigh(*given, is_linear=bool(linear), **static)
+    slopes = rest[:1] if cap is not None else []
+    given = (p, products, of_queries[1], np.float32(factor), *slopes, *limits)
+    d = elementwise._gradients(*given, **static)
+
+    row, column = np.indices(shape)
+    query, key = (column, row) if rows_are_keys else (row, column)
+    query = query + distance
+    seen = (column < stop) & (ids[0][:, None] == ids[1])
+    seen &= (left is None) | (key >= query - (left or 0))
+    seen &= (right is None) | (key <= query + (right or 0))
+    x, bend = scores * np.float64(factor), 1.0
+    if cap is not None:
+        bend = 1 - np.tanh(x) ** 2
+        x = cap * np.tanh(x)
+    x = x * np.log2(np.e) - (slope or 0) * np.abs(query - key)
+    lse, delta = (x if rows_are_keys else x[:, None] for x in (lse, delta))
+    want = np.where(seen, np.exp2(x - lse), 0)
+    assert 0 < seen.mean() < 0.5
+    np.testing.assert_allclose(p, want, rtol=1e-4, atol=1e-6)
+    want = want * (factor * products.astype(np.float64) - delta) * bend
+    np.testing.assert_allclose(d, want, rtol=1e-4, atol=1e-4)

@@ -98,8 +98,8 @@ def test_what_has_no_room_is_left_out_and_told(append, tokens):
     assert full.overflowed.tolist() == [tokens > 6, True]
 
 
-@pytest.mark.quick(1, slow=1)
-@pytest.mark.parametrize("tokens", [13, 150])
+@pytest.mark.quick(first=1, slow=1)
+@pytest.mark.parametrize("tokens", [150, 13])
 def test_rings(append, tokens):
     """Of 128 rows more are written than there are, or they are taken in turn."""
     new = functools.partial(kv4.init_cache, 1, 400, 2, 16, dtype=jnp.float32)

@@ -107,7 +107,8 @@ def test_each_level_causal_with_a_partial_group(level):
     check(dataclasses.replace(RAGGED, probabilities=CASES[f"level {level}"].probabilities))
 
 
-@pytest.mark.quick(slow=1)
+# The first is the program of the tests around.
+@pytest.mark.quick(first=1, slow=1)
 @pytest.mark.parametrize(
     ("name", "dtype", "head_dim", "with_gradient"),
     [

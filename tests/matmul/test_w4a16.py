@@ -48,7 +48,7 @@ def operands(case, seed=0):
     return x, weight, *random_epilogue(rng, count, weight, dtype), activation
 
 
-@pytest.mark.quick(1, slow=2)
+@pytest.mark.quick(first=1, slow=2)  # the kernel, with zeros
 @pytest.mark.parametrize(
     ("case", "implementation"),
     [(case, name) for case in CASES for name in reversed(ON_CPU)],

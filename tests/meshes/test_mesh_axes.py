@@ -5,6 +5,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from turbojax.parallel import Axes
+from turbojax.sharding.letters import Leaf
+from turbojax.sharding.plans import Plan
 
 pytestmark = pytest.mark.mesh
 
@@ -18,6 +20,15 @@ def test_specs_by_letters():
     both = Axes(heads=("data", "model"), mesh=mesh)
     assert both.spec("K") == P(("data", "model"))
     assert both.size("heads") == 8
+
+
+def test_parts_are_added_up_where_they_are_not_split():
+    plan = Plan({"B": ("data",), "N": ("model",)}, {"data": 2, "model": 4})
+    added = ((4, 8), ()), ((1, 8), ("data",)), ((4, 1), ("model",)), ((1, 1), ("data", "model"))
+    for shape, names in added:
+        assert plan.added(Leaf("bias", "BNTS", "BN"), (*shape, 5, 6)) == names
+    assert plan.added(Leaf("slopes", "N", "BN"), (8,)) == ("data",)
+    assert plan.added(Leaf("query", "BTNH"), (4, 5, 8, 16)) == ()
 
 
 def test_bad_axes_are_named():

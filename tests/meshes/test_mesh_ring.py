@@ -208,10 +208,11 @@ def test_turbo_with_segments_and_sinks():
 def test_exact_with_lengths_in_zigzag_order():
     q, k, v, _, _, _ = operands()
     lengths = jnp.array([TOKENS - 13, 21], jnp.int32)
-    one, many = _turbo(2, "exact", "zigzag", is_causal=True)
+    # Of two devices way and way back would be the same.
+    one, many = _turbo(4, "exact", "zigzag", is_causal=True)
     no_sinks = jnp.full(HEADS, -jnp.inf)
     wanted, got, _ = both(one, many, q, k, v, no_sinks, None, lengths)
-    assert_close(got, wanted, 2)
+    assert_close(got, wanted, 4)
 
 
 @pytest.mark.slow

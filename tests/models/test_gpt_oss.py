@@ -18,6 +18,7 @@ from turbojax import fireq, models, smoothing
 from turbojax.flax.norms import rms_norm
 from turbojax.models import TransformerConfig
 from turbojax.models.checkpoint import mxfp4
+from turbojax.models.checkpoint.folder import stored_tensors
 from turbojax.models.families import ExpertsConfig
 from turbojax.models.feed_forward import Experts
 from turbojax.models.quantize import kept_of
@@ -83,6 +84,17 @@ def test_every_code_and_every_exponent():
     assert np.isinf(got.astype(np.float64)[~inside]).all()
     assert (~inside).mean() < 0.01
     assert np.isnan(mxfp4.dequantize(blocks[:, :1], np.full((1, 1, 16), 255, np.uint8))).all()
+
+
+def test_parts_of_experts_are_parts_of_the_whole(packed):
+    """Inputs that begin and end within a group."""
+    path, meant = packed
+    stored = mxfp4.unpacked(stored_tensors(path))
+    for name, want in meant.items():
+        experts, inputs, outputs = want.shape
+        box = (1, experts), (inputs // 2 + 3, inputs - 5), (1, outputs - 1)
+        part = want[tuple(slice(*of_axis) for of_axis in box)]
+        np.testing.assert_array_equal(stored[name].read_box(box).astype(np.float64), part)
 
 
 @pytest.mark.quick(1, slow=1)

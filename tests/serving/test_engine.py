@@ -131,7 +131,7 @@ def test_seeds_differ_and_repeat(model, prompts):
     assert drawn[0] == drawn[2] != drawn[1]
 
 
-@pytest.mark.slow
+@pytest.mark.quick(first=1)
 @pytest.mark.optimized
 @pytest.mark.parametrize("kv_dtype", ["auto", "turbo4", "k8v4"])
 def test_swapped_pages_return_to_the_bit(kv_dtype):

@@ -43,9 +43,10 @@ def test_prefixes_go_before_running_requests():
     assert made.statistics().preemptions == 0
 
 
-def test_pages_are_not_kept_for_who_needs_no_more():
+@pytest.mark.parametrize("guesses", [0, 4])
+def test_pages_are_not_kept_for_who_needs_no_more(guesses):
     """A pool for eight requests runs eight: of each, one page holds all it will ever have."""
-    made, device = make(8, 8, 16, prefixes=True)
+    made, device = make(8, 8, 16, prefixes=True, guesses=guesses)
     wanted = [Request([i % VOCABULARY] * 4, 13) for i in range(16)]
     for request in wanted:
         made.add(request)
