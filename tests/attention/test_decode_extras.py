@@ -134,7 +134,7 @@ def test_exact_kinds_match_float64(kind, where, options):
         close(got, oracle(query, begins, lengths, sinks, **options))
 
 
-@pytest.mark.quick(1, slow=2)
+@pytest.mark.quick(slow=2)
 @pytest.mark.parametrize("tokens", [1, 3])
 @pytest.mark.parametrize("kind", SOME)
 def test_sinks_take_their_share(kind, tokens):
@@ -165,7 +165,7 @@ def test_outputs_are_rounded_once(kind):
     np.testing.assert_array_equal(lse, same_lse)
 
 
-@pytest.mark.quick(1, slow=1)
+@pytest.mark.quick(slow=1)
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("tokens", [1, 3])
 @pytest.mark.parametrize("kind", SOME)

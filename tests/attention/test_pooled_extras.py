@@ -218,6 +218,7 @@ def test_what_is_nan_gives_nan():
     assert np.isfinite(out[0, 32:, 0]).all()
 
 
+@pytest.mark.slow
 def test_a_sink_of_minus_infinity_is_none():
     case = dataclasses.replace(CASES["sinks"], query_lengths=None)
     arrays = operands(case)

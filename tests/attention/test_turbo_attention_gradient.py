@@ -328,6 +328,7 @@ def test_padding_and_blind_rows_have_no_gradient_and_no_say():
         assert (np.asarray(x)[unseen] == 0).all()
 
 
+@pytest.mark.slow
 def test_bad_values_reach_those_who_see_them():
     """NaN in a key or value, of the first sequence, from its block on; padding sees nothing."""
     (q, k, v, *cotangents), _ = operands("causal")
@@ -454,6 +455,7 @@ def temporary_bytes(tokens, **options):
     return jax.jit(jax.grad(of)).lower(x).compile().memory_analysis().temp_size_in_bytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [{"is_causal": True}, pytest.param({"local_window_size": 128}, marks=pytest.mark.slow)],

@@ -298,6 +298,7 @@ def test_eager_equals_jit():
     np.testing.assert_allclose(eager, jitted, atol=3e-6)
 
 
+@pytest.mark.slow
 def test_vmap_and_scan():
     """Mapped over a new axis, keys mapped or shared; and scanned over it."""
     q, k, v = (np.asarray(x) for x in tensors(22, 6, 20, 70, 2, 1, 64))

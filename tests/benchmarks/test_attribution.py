@@ -24,7 +24,7 @@ def _numbers(seed: int, heads: int = 2, tokens: int = 128) -> jax.Array:
     return jax.random.normal(jax.random.key(seed), (1, tokens, heads, 64), jnp.float32)
 
 
-@pytest.mark.quick(1, slow=1)
+@pytest.mark.quick(slow=1)
 @pytest.mark.parametrize("bits", [2, 4])
 def test_prompt_codes_are_the_quantizers(bits: int) -> None:
     x = _numbers(0)
@@ -45,6 +45,7 @@ def test_e4m3_is_the_quantizers() -> None:
     np.testing.assert_array_equal(np.asarray(jax.jit(rounding.e4m3)(x)), np.asarray(wanted))
 
 
+@pytest.mark.slow
 def test_an_exact_variant_is_causal_attention() -> None:
     query, key, value = _numbers(2, heads=4), _numbers(3), _numbers(4)
     wanted = jax.nn.dot_product_attention(query, key, value, is_causal=True)

@@ -129,6 +129,7 @@ def test_caches_are_filled_with_the_same_random_tokens():
     assert sorted(tokens[tokens != 0].tolist()) == sorted(key[key != 0].tolist())
 
 
+@pytest.mark.slow
 def test_a_step_is_that_of_generation():
     compiled = families._lower(TINY, "exact").compile()
     fill = {None: families._lower_fill(TINY, "exact", None).compile()}
@@ -243,7 +244,7 @@ def test_wrong_logits_are_a_failed_row(monkeypatch):
     assert "the logits are wrong" in found[1]["reason"]
 
 
-@pytest.mark.quick(1, slow=1)
+@pytest.mark.fuzz
 @pytest.mark.parametrize("suite", SUITES.values(), ids=list(SUITES))
 def test_no_row_is_begun_late(suite, monkeypatch):
     monkeypatch.setattr(steps, "compile_groups", None)

@@ -268,6 +268,7 @@ class TestMeasuring:
         assert stock.engine(*_row("int4/engine")) is not first
         assert made == [("bf16", 8192), 8192, 131072, ("int4", 8192), 8192]
 
+    @pytest.mark.slow
     def test_what_fails_leaves_no_engine(self, monkeypatch):
         dropped, found = [], []
 

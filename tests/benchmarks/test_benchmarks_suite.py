@@ -30,7 +30,7 @@ class TestEverySuite:
         assert found == list(dict.fromkeys([every[0], last]))
         assert suite.rows("no such row") == []
 
-    @pytest.mark.quick(1, slow=1)
+    @pytest.mark.fuzz
     def test_no_row_is_begun_late(self, suite):
         found = []
         suite.run(suite.rows(quick=True), {}, found.append, deadline=-1.0)
@@ -82,6 +82,7 @@ def test_what_becomes_of_a_row():
     ]
 
 
+@pytest.mark.fuzz
 def test_the_last_inputs_are_freed_before_others_are_made():
     class Inputs:
         pass

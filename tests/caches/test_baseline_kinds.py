@@ -97,6 +97,7 @@ def test_e4m3_is_a_cast_at_scale_1(x, held):
     np.testing.assert_array_equal(tokens.E4m3Cache.numbers(codes, shared), np.full((1, 32), held))
 
 
+@pytest.mark.slow
 def test_channels_with_outliers_need_scales_of_their_own():
     """KIVI's observation: of keys with loud channels, codes per token lose more than per channel.
 

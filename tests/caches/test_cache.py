@@ -141,7 +141,7 @@ def test_without_prefill_twice_the_first_token_sets_the_scale(implementation):
     assert (np.abs(got) <= 2 * first[:, None, :, None] * (1 + 2**-15)).all()
 
 
-@pytest.mark.quick(1, slow=1)
+@pytest.mark.quick(slow=1)
 @pytest.mark.parametrize(
     ("implementation", "config"),
     [("xla", MIXED), ("triton", MIXED), ("xla", CONFIGS["4/3 and 2"])],

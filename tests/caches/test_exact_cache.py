@@ -15,6 +15,7 @@ def _tensors(batch: int, length: int, heads: int, seed: int = 0) -> jax.Array:
     return jnp.asarray(x, jnp.float32)
 
 
+@pytest.mark.slow
 def test_decode_equals_attention_over_the_ragged_history():
     key, value, query = _tensors(2, 9, 2), _tensors(2, 9, 2, 1), _tensors(2, 3, 4, 2)
     cache = exact.init_cache(2, 12, 2, 16, dtype=jnp.float32)

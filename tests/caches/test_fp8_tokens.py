@@ -98,7 +98,7 @@ def test_norm(implementation, shape, dtype):
     assert (np.abs(found - exact) <= 1.001 * step).all()
 
 
-@pytest.mark.quick(1, slow=1)
+@pytest.mark.quick(slow=1)
 @pytest.mark.parametrize(("shape", "dtype"), GRID)
 def test_the_norm_is_the_models(shape, dtype):
     """Also under `jit`, where XLA could drop the rounding to `x`'s dtype; squares may be summed in

@@ -117,6 +117,7 @@ def test_what_is_not_finite_spoils_its_own_token_and_head_alone():
     assert shown[1][1, 3, 0].all()
 
 
+@pytest.mark.slow
 def test_how_tokens_are_split_into_calls_does_not_matter():
     key, value = normal(7, (3, 11, 2, 16)), normal(8, (3, 11, 2, 16))
     new = k8v4.init_cache(3, 60, 2, 16, dtype=jnp.float32)
@@ -162,6 +163,7 @@ def test_a_cache_comes_back_from_a_file(tmp_path):
     assert (tmp_path / "cache").stat().st_size < 24 * 2 * (16 + 2 + 8 + 2) + 4096
 
 
+@pytest.mark.slow
 def test_in_one_pass_is_what_decoding_attends_to():
     """Prompts aside, a model is scored at once as it would decode token by token."""
     query, key, value = (normal(30 + i, (2, 12, heads, 16)) for i, heads in enumerate((4, 2, 2)))

@@ -108,7 +108,7 @@ def test_what_is_exact_follows_the_paper():
     assert exact_values == [1, 2, 3, 4, 4, 4, 4, 4, 4, 4]
 
 
-@pytest.mark.quick(1)
+@pytest.mark.quick(slow=2)
 @pytest.mark.parametrize("config", [GEAR, CONFIG], ids=["gear", "kivi"])
 def test_pieces_equal_one_call(config):
     """Of GEAR, what is appended; a prompt's factors are another matter."""

@@ -41,7 +41,7 @@ def e4m3(x):
     return (x * (np.float32(1) / scale)[..., None]).clip(-448, 448), scale
 
 
-@pytest.mark.quick(1, slow=1)
+@pytest.mark.quick(slow=1)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_what_is_stored(dtype):
     """Codes and scales are those of independent oracles; errors are what the formats promise."""
@@ -80,7 +80,7 @@ def test_what_is_stored(dtype):
             np.testing.assert_allclose(np.linalg.norm(got, axis=-1), length, rtol=0.01)
 
 
-@pytest.mark.quick(1, slow=1)
+@pytest.mark.quick(slow=1)
 @pytest.mark.parametrize("kv_dtype", FORMATS)
 def test_bits_depend_on_nothing_but_the_token(kv_dtype):
     """At once, or in pieces under `jit`; in a cache, or in pages of whatever order."""
@@ -252,7 +252,7 @@ def test_other_kinds_and_dtypes_are_refused():
 # As a layer's cache -------------------------------------------------------------------------------
 
 
-@pytest.mark.quick(1, slow=1)
+@pytest.mark.quick(slow=1)
 @pytest.mark.parametrize("kind", kv.LATENT_CACHE_NAMES)
 def test_as_a_layers_cache(kind, tmp_path, monkeypatch):
     """A prompt, in chunks too, gives what its tokens give one by one; files; parts of a batch."""

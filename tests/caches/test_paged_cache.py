@@ -257,7 +257,7 @@ def test_keys_beyond_8_bits_beside_values_of_4():
 # Where it is stored ------------------------------------------------------------------------------
 
 
-@pytest.mark.quick(1, slow=1)
+@pytest.mark.quick(slow=1)
 @pytest.mark.parametrize("kind", ["auto", "turbo4", "k8v4", "int8_v4"])
 def test_how_tokens_are_split_into_calls_does_not_matter(kind):
     """Nor who else is in the batch."""

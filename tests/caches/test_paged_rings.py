@@ -250,7 +250,7 @@ def test_texts_are_those_of_caches_that_hold_all(family, kind, monkeypatch, tmp_
         np.testing.assert_array_equal(text, want)
 
 
-@pytest.mark.quick(1, slow=1)
+@pytest.mark.quick(slow=1)
 @pytest.mark.parametrize("kind", ["turbo4", "fp8_e4m3"])
 def test_a_layer_comes_back_from_a_file(tmp_path, kind):
     """Also where its pages do not lie in order, and as a ring that was none before."""

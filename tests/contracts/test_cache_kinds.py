@@ -229,7 +229,7 @@ def test_a_cache_says_what_it_is(name):
         assert kind.by_name(name, KV_HEADS) == CASES[name]
 
 
-@pytest.mark.quick(1, slow=1)
+@pytest.mark.quick(slow=1)
 @every_kind
 def test_tokens_are_found_again(name):
     """A ragged prompt, then new tokens: causal, by heads and by sequences."""
@@ -272,7 +272,7 @@ def test_padding_reaches_nothing(name):
     assert_same(cache, same)
 
 
-@pytest.mark.quick(1, slow=1)
+@pytest.mark.quick(slow=1)
 @every_kind
 def test_prompts_in_parts_are_the_same_cache(name):
     """`take` and `put`: one sequence after the other; and one goes on by itself."""

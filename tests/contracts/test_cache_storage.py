@@ -37,7 +37,7 @@ from turbojax.state import stored_file as files
 # What comes back ---------------------------------------------------------------------------------
 
 
-@pytest.mark.quick(1, slow=2)
+@pytest.mark.quick(slow=2)
 @pytest.mark.parametrize(
     "name",
     [
@@ -64,7 +64,7 @@ def test_a_cache_comes_back_and_goes_on_bit_for_bit(tmp_path, name):
     assert_same_contents(append(loaded, *more), append(cache, *more))
 
 
-@pytest.mark.quick(1, slow=2)
+@pytest.mark.quick(slow=2)
 @pytest.mark.parametrize(
     ("kind", "dtype"),
     [
@@ -123,7 +123,7 @@ def test_priorities_of_heads_come_back(tmp_path):
     assert_same_contents(loaded, cache)
 
 
-@pytest.mark.quick(1)
+@pytest.mark.quick(slow=2)
 @pytest.mark.parametrize("kind", ["exact", "mixed"])
 def test_stacked_layers_come_back(tmp_path, kind):
     layers = [filled(KINDS[kind]), append(filled(KINDS[kind]), *tokens(9, 6))]
@@ -196,7 +196,7 @@ def test_only_what_is_held_takes_space(tmp_path, kind):
     assert sizes[0] < held + overhead
 
 
-@pytest.mark.quick(1)
+@pytest.mark.quick(slow=2)
 @pytest.mark.parametrize("kind", ["exact", MIXED, "turbo4"], ids=["exact", "mixed", "turbo4"])
 def test_a_loaded_cache_may_have_more_room(tmp_path, kind):
     save_cache(tmp_path / "cache", filled(kind, 70))

@@ -56,6 +56,7 @@ def test_generation_under_scan():
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.slow
 @kernel_is_slow
 def test_vmap(implementation):
     """Queries of several kinds against caches stacked on a new axis; and scanned over them.

@@ -25,7 +25,7 @@ class Watch:
         return dense_attention(query, key, value, cache, *rest)
 
 
-@pytest.mark.quick(1, slow=1)
+@pytest.mark.quick(slow=1)
 @pytest.mark.parametrize("remat", [False, True])
 def test_each_layer_is_asked_for_its_own(remat):
     seen: list[str] = []

@@ -76,7 +76,7 @@ def test_prompts_attend_as_whole_sequences_do():
     np.testing.assert_array_equal(layer(x), layer.prefill(x))
 
 
-@pytest.mark.quick(1, slow=1)
+@pytest.mark.quick(slow=1)
 @pytest.mark.parametrize("kind", ["exact", "4bit", "kv4", "paged"])
 def test_caches_come_close_to_exact_attention(kind):
     """Of outputs of order 0.5; bounds are some steps of each format."""

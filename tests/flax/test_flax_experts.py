@@ -89,6 +89,7 @@ def test_what_is_trained():
     assert (jnp.abs(d_x).max(axis=1) > 0).all()
 
 
+@pytest.mark.slow
 def test_bad_input():
     router, gate, up, down = kernels()
     make = tj.flax.Int4Experts.from_kernels

@@ -148,6 +148,7 @@ def modules(fn, x):
     yield lambda q, kv, mask: twin.apply(variables, q, kv, mask=mask)
 
 
+@pytest.mark.slow
 def test_a_causal_function_in_modules_is_never_silently_causal():
     """Self-attention under a mask that shows everything, and cross-attention with and without."""
     x, y = (jax.random.normal(jax.random.key(n), (2, n, 16)) for n in (T, S))
@@ -160,6 +161,7 @@ def test_a_causal_function_in_modules_is_never_silently_causal():
         assert jnp.isnan(jax.jit(call)(x, y, jnp.asarray(whole))).all()
 
 
+@pytest.mark.slow
 def test_pooled_functions_compare_masks_as_well():
     fn = PooledAttentionFn(tj.levels.LocalWindow(8), 8, 8, is_causal=True)
     with pytest.raises(ValueError, match="must hide the keys after each query"):

@@ -61,7 +61,7 @@ def expected(query, key, value, mask):
     )
 
 
-@pytest.mark.quick(1, slow=1)
+@pytest.mark.quick(slow=1)
 @pytest.mark.parametrize("name", MASKS)
 def test_what_flax_computes_and_its_gradient(name):
     mask = jnp.asarray(MASKS[name])[:, None]
@@ -155,7 +155,7 @@ def test_under_jit_a_warning_says_what_is_hidden():
         run()
 
 
-@pytest.mark.quick(1, slow=1)
+@pytest.mark.quick(slow=1)
 @pytest.mark.parametrize("fn", [CAUSAL, POOLED], ids=["turbo", "pooled"])
 def test_ids_as_arguments(fn):
     arrays, ids = operands(), jnp.asarray(IDS)

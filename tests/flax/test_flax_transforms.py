@@ -72,6 +72,7 @@ def test_jit(kind):
             assert np.mean(got != want) < 0.01
 
 
+@pytest.mark.slow
 def test_init_cache_under_jit():
     layer = filled()
     nnx.jit(lambda layer: layer.init_cache(2, 48))(layer)

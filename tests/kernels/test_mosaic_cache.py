@@ -262,6 +262,7 @@ def test_a_buffer_that_gives_up_all_of_its_blocks(append):
     assert got.num_blocks.tolist() == [room + 1, 2, 0]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("emulated")
 def test_scales_of_tokens():
     """Given ones that clamp, tiny and huge ones; values that are not finite; the first blocks."""

@@ -31,7 +31,7 @@ def emulated(monkeypatch):
         monkeypatch.setattr(module, "Int", warp.Int)
 
 
-@pytest.mark.quick(1, slow=1)
+@pytest.mark.quick(slow=1)
 @pytest.mark.usefixtures("emulated")
 @pytest.mark.parametrize(
     ("case", "dtypes"),

@@ -53,7 +53,7 @@ def append(monkeypatch):
     return functools.partial(kv4.append, implementation="mosaic_gpu")
 
 
-@pytest.mark.quick(1, slow=1)
+@pytest.mark.quick(slow=1)
 @pytest.mark.parametrize("kind", INIT)
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
 def test_ragged_tokens_have_the_bits_of_the_definition(append, kind, dtype):
@@ -84,7 +84,7 @@ def test_vectors_that_are_hard_to_round(append, kind, dim):
         np.testing.assert_array_equal(a, b)
 
 
-@pytest.mark.quick(1, slow=1)
+@pytest.mark.quick(slow=1)
 @pytest.mark.parametrize("tokens", [3, 40])
 def test_what_has_no_room_is_left_out_and_told(append, tokens):
     x = normal(5, (2, tokens, 2, 16))

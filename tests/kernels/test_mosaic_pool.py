@@ -16,7 +16,7 @@ from turbojax.ops.pooled_attention.static import LEVELS
 EPS = float(np.finfo(np.float32).eps)
 
 
-@pytest.mark.quick(1, slow=1)
+@pytest.mark.quick(slow=1)
 @pytest.mark.parametrize(
     ("dtype", "head_dim", "size"), [(jnp.bfloat16, 64, 104), (jnp.float16, 128, 48)]
 )

@@ -77,7 +77,7 @@ def test_nan_reaches_exactly_what_it_reaches_in_the_reference(mode, softmax):
     assert not np.isnan(got[0]).all()
 
 
-@pytest.mark.quick(1, slow=1)
+@pytest.mark.quick(slow=1)
 @pytest.mark.parametrize("mode", ["int8", "fp8", "float"])
 def test_nan_survives_maxima_that_lose_it(mode, monkeypatch):
     """On a GPU a maximum of NaN and a number is the number; interpreted kernels keep NaN."""

@@ -43,6 +43,7 @@ def test_the_only_model_left_out_has_too_many_queries():
     assert [h.query for name, h in MODELS.items() if name not in TAKEN] == [71]
 
 
+@pytest.mark.slow
 def test_too_many_queries_are_refused_in_words():
     cache = under(filled((), (70,), (3,), 1, 64))
     with pytest.raises(NotImplementedError, match="71 heads per KV head must be at most 64"):

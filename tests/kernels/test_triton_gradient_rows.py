@@ -181,6 +181,7 @@ def test_it_lowers(dtypes, head_dim):
     assert text.count("turbojax_gradient_rows") >= 1
 
 
+@pytest.mark.slow
 def test_the_gradient_lowers_with_it(monkeypatch):
     """It, keys, and values with their maxima; where a block is no power of two, the others."""
     monkeypatch.setattr(_device, "gpu_compute_capability", lambda: 9.0)

@@ -72,7 +72,7 @@ def test_tiles_in_bands():
     np.testing.assert_array_equal(wide(got), wide(run(*arrays)))
 
 
-@pytest.mark.quick(1)
+@pytest.mark.quick(slow=2)
 @pytest.mark.parametrize(
     ("scale_dtype", "activation", "splits"),
     [("e4m3", None, 1), ("bf16", "swiglu", 2)],

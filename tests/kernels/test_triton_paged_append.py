@@ -40,7 +40,7 @@ def run(*arguments, **options):
 same = functools.partial(assert_stores_the_same, run=run)
 
 
-@pytest.mark.quick(1)
+@pytest.mark.quick(slow=2)
 @pytest.mark.parametrize(
     ("head_dim", "dtype", "page_size"),
     [(32, jnp.float32, 32), (256, jnp.bfloat16, 128)],
@@ -55,7 +55,7 @@ def test_ragged_tokens(head_dim, dtype, page_size):
     same(cache, *tokens(1, head_dim, dtype, seed=1), TABLES, before + count, **given)
 
 
-@pytest.mark.quick(1, slow=1)
+@pytest.mark.quick(slow=1)
 @pytest.mark.parametrize(
     ("kv_dtype", "head_dim", "dtype"),
     pairwise(kv_dtype=MIXES, head_dim=(16, 64), dtype=DTYPES),

@@ -198,6 +198,7 @@ def test_pooling_and_its_adjoint(dtype):
     assert together.shape == (3, 2, offset, 48)
 
 
+@pytest.mark.slow
 def test_padding_changes_nothing():
     """NaN past the ends, and in cotangents of what sees nothing: the same bits, and zeros."""
     case = CASES["both lengths, causal"]
@@ -301,7 +302,7 @@ LOWERED = [
 ]
 
 
-@pytest.mark.quick(1, slow=1)
+@pytest.mark.quick(slow=1)
 @pytest.mark.parametrize(("dtype", "head_dim", "block_q", "block_kv", "is_causal"), LOWERED)
 def test_lowers_for_cuda(dtype, head_dim, block_q, block_kv, is_causal):
     tokens, size = 400, 500

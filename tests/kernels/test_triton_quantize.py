@@ -203,7 +203,7 @@ def test_a_prompt_that_is_stored_gives_the_same_operands(mode, permuted):
     assert_same(operands.Operands(*want[:2], *got), want)
 
 
-@pytest.mark.quick(1)
+@pytest.mark.quick(slow=2)
 @pytest.mark.parametrize("mode", MODES)
 def test_more_padding_changes_nothing(mode):
     """An odd number of blocks rounded up to an even one, by kernels and in plain JAX."""

@@ -164,6 +164,7 @@ def test_tiles(experts, tile):
         assert seen == [(int(e), row) for row, e in enumerate(owners)]
 
 
+@pytest.mark.slow
 def test_stacks_of_experts():
     rng = np.random.default_rng(0)
     w, up = (jnp.asarray(rng.normal(size=(3, 40, 200)), jnp.float32) for _ in range(2))

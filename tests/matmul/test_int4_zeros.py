@@ -23,7 +23,7 @@ from turbojax.quantizers import int4
 from turbojax.quantizers.int4_layout import code_rows, scale_rows
 
 
-@pytest.mark.quick(1, slow=1)
+@pytest.mark.quick(slow=1)
 @pytest.mark.parametrize("scale_dtype", ["bf16", "f16"])
 def test_zeros(scale_dtype):
     """A value is the distance from the zero, in scales; joins and rows keep them."""

@@ -422,6 +422,7 @@ def test_planted_keys_are_larger_in_the_pairs_asked_for():
     assert not np.array_equal(another.k.weight, planted.k.weight)
 
 
+@pytest.mark.slow
 def test_smoothing_takes_planted_outliers_back():
     """CAS evens out columns however they were scaled; RPN does it with pairs."""
     layer = random_layer()

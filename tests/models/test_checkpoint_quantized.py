@@ -57,6 +57,7 @@ def test_one_file_or_many(quantized, tmp_path, limit):
     assert short.config == dataclasses.replace(CONFIG, max_length=32)
 
 
+@pytest.mark.slow
 def test_version_1(quantized, tmp_path):
     """Its INT4 weights lie in rows; they are read into tiles."""
     models.save_quantized(quantized, tmp_path)

@@ -146,6 +146,7 @@ def test_gradients_reach_all_weights(folder):
         assert (np.abs(np.asarray(x)).max() > 0) != is_correction, path
 
 
+@pytest.mark.slow
 def test_sessions_are_stored(load, tmp_path):
     model, prompts = load(NAMES[0]), moe.tokens(2, 9)
     session = models.start(model, jnp.asarray(prompts), max_length=24, cache="latent")

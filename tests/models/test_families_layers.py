@@ -114,6 +114,7 @@ def test_which_layers_have_positions(decoder):
     assert (config.nope_layers, config.local_windows) == ((0,), (None, 5, 5))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MOST)
 def test_weights_of_a_layer_go_back(decoder, name):
     """Through what smoothing sees, and smoothed by all that can be folded."""
@@ -198,6 +199,7 @@ def test_engine_of_a_quantized_model(quantized, name):
 # Training -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MOST)
 def test_gradients_reach_every_weight(folder, decoder, name):
     """Of the model for training, which computes what the other does."""

@@ -80,6 +80,7 @@ def test_ragged_prompts_generate_what_each_generates_alone(shallow):
         np.testing.assert_array_equal(together[row], alone[0])
 
 
+@pytest.mark.slow
 def test_generation_is_greedy(shallow):
     """Each new token is the likeliest after all tokens before it, in one causal forward pass."""
     tokens = _tokens(1, 10)
@@ -251,7 +252,7 @@ def test_a_random_decoder_has_the_shape_of_its_config():
     assert 8.02e9 < parameters < 8.04e9
 
 
-@pytest.mark.quick(1)
+@pytest.mark.quick(slow=2)
 @pytest.mark.parametrize("kind", ["exact", tj.TurboConfig(block_kv=16, buffer_size=16, block_q=16)])
 def test_prompts_in_microbatches_give_the_same_session(shallow, kind):
     tokens, lengths = _tokens(5, 20), jnp.array([20, 3, 17, 16, 1])

@@ -97,7 +97,7 @@ def test_parts_of_experts_are_parts_of_the_whole(packed):
         np.testing.assert_array_equal(stored[name].read_box(box).astype(np.float64), part)
 
 
-@pytest.mark.quick(1, slow=1)
+@pytest.mark.quick(slow=1)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_experts_in_mxfp4_are_read_exactly(packed, dtype):
     path, meant = packed
@@ -117,6 +117,7 @@ def test_experts_in_mxfp4_are_read_exactly(packed, dtype):
     jax.tree.map(np.testing.assert_array_equal, whole.layers, decoder.layers)
 
 
+@pytest.mark.slow
 def test_mxfp4_is_saved_as_the_numbers_it_means(packed, tmp_path):
     path, meant = packed
     models.save(models.load(path), tmp_path)
@@ -238,6 +239,7 @@ def test_what_int4_of_mxfp4_loses(size):
     assert 0.15 <= off(in_int4(numbers)) <= 0.19
 
 
+@pytest.mark.slow
 def test_quantized_saved_and_loaded(folder, tmp_path):
     quantized = models.quantize_model(models.open_decoder(folder), smoothing=NOTHING)
     models.save_quantized(quantized, tmp_path)

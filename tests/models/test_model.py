@@ -206,7 +206,7 @@ class TestForward:
         np.testing.assert_allclose(run(model, tokens), shifted, atol=2e-5)
         assert not np.allclose(run(model, tokens), spread, atol=1e-3)
 
-    @pytest.mark.quick(1)
+    @pytest.mark.quick(slow=2)
     @pytest.mark.parametrize("variant", [{"unroll": 3}, {"remat": True}])
     def test_variants_compute_the_same(self, variant):
         tokens = some_tokens()

@@ -191,6 +191,7 @@ def test_gradients_reach_router_and_experts(folder):
         assert np.abs(found[part]["kernel"]).max() > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FEW)
 def test_smoothing_is_exact(decoder, name):
     """CAS, PTS, RPN, folded into experts and router: the float decoder's logits."""
@@ -278,6 +279,7 @@ def test_rounded_experts_are_near(decoder, count):
         assert 0.02 < relative(np.asarray(got), np.asarray(exact)) < 0.25
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FEW)
 def test_quantized_layer_by_layer_saved_and_loaded(folder, quantized, name, tmp_path):
     decoder = quantized(name)

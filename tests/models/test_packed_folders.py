@@ -251,6 +251,7 @@ def test_saved_orders_are_checked(tmp_path):
         models.load(tmp_path / "own")
 
 
+@pytest.mark.slow
 def test_tokens_in_8_bits(folders):
     loaded = models.load(folders[0], dtype=jnp.float32)
     rounded = loaded.with_activations("e4m3")

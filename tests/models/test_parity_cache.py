@@ -70,7 +70,7 @@ def continues(kind, model, name: str, side: str) -> None:
 
 
 # Logits and texts in one test: the programs that compute them are the same.
-@pytest.mark.quick(1, slow=2)
+@pytest.mark.quick(slow=2)
 @pytest.mark.parametrize("name", SOME)
 def test_prompts_of_different_lengths_and_new_tokens(load, name):
     model = load(name)

@@ -208,6 +208,7 @@ def test_calibration_sees_the_keys_of_every_layer(model, calibration):
         np.testing.assert_allclose(found.pair_norm, pairs, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_weights_beyond_the_range_of_e4m3_scales_are_scaled_down_exactly(model):
     """A power of two moves from a weight to its output: the codes are those of a smaller weight."""
     decoder = models.unstack(model)
@@ -322,6 +323,7 @@ def _same_bits(a, b) -> None:
         assert np.asarray(x).tobytes() == np.asarray(y).tobytes()
 
 
+@pytest.mark.slow
 def test_a_checkpoint_is_read_back_bit_for_bit(quantized, tmp_path):
     _assert_is_read_back(quantized, tmp_path)
 

@@ -118,6 +118,7 @@ def test_bits_of_an_opened_decoder_are_those_of_a_loaded_one(name, tmp_path):
     assert sum(told) == 3 * 19
 
 
+@pytest.mark.slow
 def test_tables_of_an_opened_decoder_are_read_once(folder, tokens, monkeypatch):
     """With a head of its own, which none of the models above has."""
     loaded, opened = models.load_decoder(folder), models.open_decoder(folder)
@@ -136,6 +137,7 @@ def test_a_checkpoint_that_changes_meanwhile_is_refused(folder, tokens, tmp_path
         models.quantize_model(opened, tokens)
 
 
+@pytest.mark.slow
 def test_quantized_checkpoints_are_not_opened(tmp_path):
     models.save_quantized(models.random_quantized_decoder(CONFIG), tmp_path)
     with pytest.raises(ValueError, match="is a quantized model: the weights must be floating"):

@@ -144,6 +144,7 @@ def test_texts_and_logits_are_those_of_caches_that_hold_all(family, kind, whole)
         np.testing.assert_array_equal(got, want)
 
 
+@pytest.mark.slow
 def test_generate_and_stream_go_through_rings():
     tokens, lengths = prompts()
     found = models.generate(model("mistral"), tokens, max_new_tokens=60, lengths=lengths)

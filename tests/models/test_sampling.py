@@ -21,7 +21,7 @@ from turbojax.models.generation.sampling import (
 LOGITS = np.random.default_rng(3).normal(scale=1.5, size=SIZE).astype(np.float32)
 
 
-@pytest.mark.quick(1, slow=1)
+@pytest.mark.quick(slow=1)
 @pytest.mark.parametrize(
     ("temperature", "top_k", "top_p", "min_p"),
     [

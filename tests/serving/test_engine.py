@@ -34,6 +34,7 @@ def prompts() -> list[list[int]]:
     return real_prompts()
 
 
+@pytest.mark.slow
 def test_one_program_runs_every_mix(prompts, monkeypatch):
     model = models.random_decoder(dataclasses.replace(TINY, vocab_size=256), dtype=jnp.float32)
     traces = []
@@ -110,6 +111,7 @@ def test_events_tell_the_results(model, prompts):
         assert 0 <= result.waited_seconds <= result.first_token_seconds <= result.seconds
 
 
+@pytest.mark.slow
 def test_stop_tokens_and_progress(model, prompts):
     made = make(model)
     whole = run_one(made, Request(prompts[0], NEW))
@@ -172,6 +174,7 @@ def test_a_llama_is_unstacked(tiny_folder):
     )
 
 
+@pytest.mark.slow
 def test_nan_fails_its_own_request_alone():
     model = models.random_decoder(TINY, dtype=jnp.float32)
     broken = dataclasses.replace(model, embedding=model.embedding.at[7].set(jnp.nan))
@@ -188,6 +191,7 @@ def test_nan_fails_its_own_request_alone():
     assert results[bad_number].first_token_seconds is None
 
 
+@pytest.mark.slow
 def test_values_beyond_fp8_fail():
     model = models.random_decoder(TINY, dtype=jnp.float32)
     made = make(model, kv_dtype="fp8_e4m3", key_scale=1e-6, max_length=64)

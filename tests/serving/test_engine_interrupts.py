@@ -300,6 +300,7 @@ def test_an_exception_before_any_line(model, undisturbed, count, record_property
 
 
 # Python swallows an exception in a callback of its garbage collector, of which jax has one.
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("count", [FEW, pytest.param(MANY, marks=pytest.mark.fuzz)])
 def test_a_signal_at_any_time(model, undisturbed, count, record_property):

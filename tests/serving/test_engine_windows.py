@@ -69,6 +69,7 @@ def test_texts_are_those_of_an_engine_that_frees_nothing(windows, kv_dtype):
         assert small.statistics().preemptions > 0
 
 
+@pytest.mark.slow
 def test_pages_of_a_window_are_freed_as_it_moves_on():
     """Of layers with a window 3 pages of a text, and 4 of a prompt; of the others all it has."""
     options = {"prefix_caching": False, "max_sequences": 2, "reproducible": True}
@@ -107,6 +108,7 @@ def test_the_pools_hold_what_windows_need():
     assert make(decoder, num_pages=6).statistics().groups[1].pages == 6
 
 
+@pytest.mark.slow
 def test_a_model_whose_layers_are_alike_has_one_group():
     made = make(model(ALL), num_pages=5)
     assert [(x.window, x.pages) for x in made.statistics().groups] == [(WINDOW, 5)]

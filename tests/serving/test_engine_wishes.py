@@ -132,6 +132,7 @@ def test_texts_do_not_depend_on_the_wishes_of_others(model, sampling):
             assert results[number].logprobs == one.logprobs
 
 
+@pytest.mark.slow
 def test_a_request_without_a_possible_token_fails_alone(model):
     made = engine(model)
     nothing = made.add(Request([1, 2], 5, constraint=AllowedTokens(lambda _: [], VOCABULARY)))

@@ -106,6 +106,7 @@ def test_all_samples_come_in_their_order(results, samples):
     assert all(len(one["text"]) and one["finish_reason"] == "length" for one in found["others"])
 
 
+@pytest.mark.slow
 def test_the_best_samples_are_the_most_likely(results, samples):
     found, best = results["samples"], best_of(samples, 2)
     assert [found["tokens"], found["others"][0]["tokens"]] == [list(x.tokens) for x in best]

@@ -66,6 +66,7 @@ def test_all_bad_lines_are_named_before_the_weights_are_read(tiny_folder, tmp_pa
     assert last.endswith("5 of 7 requests are bad, nothing ran: --skip-bad runs the others")
 
 
+@pytest.mark.slow
 def test_bad_lines_can_be_skipped(tiny_folder, tmp_path):
     file = _write(tmp_path, MIXED)
     result = _serve(tiny_folder, file, "--skip-bad")
@@ -124,6 +125,7 @@ def test_requests_from_standard_input(tiny_folder, tmp_path):
     assert "standard input: there must be" in _serve(tiny_folder, "-", input="\n").stderr
 
 
+@pytest.mark.slow
 def test_compiling_is_said_before_the_first_step(tiny_folder, tmp_path, monkeypatch):
     """To a pipe as a line; a terminal has it in the bar."""
     happened = []

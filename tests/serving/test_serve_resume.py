@@ -381,6 +381,7 @@ def test_other_factors_of_longrope_are_refused(tmp_path):
     assert "a longest request that takes the same factors" in result.stderr
 
 
+@pytest.mark.slow
 def test_another_kind_of_weights_is_another_model(tmp_path):
     lines, out = [{"prompt": "1 2", "max_new_tokens": 2}], tmp_path / "out"
     arguments = ["serve", _write(tmp_path, lines), "--random-weights", "tiny", "--out", str(out)]

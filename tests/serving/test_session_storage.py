@@ -51,7 +51,7 @@ def _next(session, count=24, **options):
     return np.stack(list(models.stream(session, count, **options)))
 
 
-@pytest.mark.quick(1)
+@pytest.mark.quick(slow=2)
 @pytest.mark.parametrize("kind", ["exact", "turbo4"])
 def test_generation_goes_on_from_a_file(tmp_path, model, kind):
     path = tmp_path / "session"

@@ -283,6 +283,7 @@ def test_a_model_is_not_overwritten(tiny_folder, tmp_path):
         assert isinstance(models.load(folder), models.Transformer)
 
 
+@pytest.mark.slow
 def test_a_quantized_folder_is_overwritten(tiny_folder, tmp_path):
     for options in ((), ("--no-crs",)):
         result = _quantize(tiny_folder, tmp_path, "--evaluation-tokens", "0", *options)
@@ -306,6 +307,7 @@ def test_a_checkpoint_that_names_no_dtype_is_refused_at_once(tiny_folder, tmp_pa
     assert "calibration" not in result.stderr
 
 
+@pytest.mark.slow
 def test_a_sharded_checkpoint(tiny_folder, tmp_path):
     """Gives the model that one file gives, and its size on disk is that of all shards."""
     model, kept = models.load(tiny_folder), tmp_path / "model"

@@ -125,6 +125,7 @@ def test_serving_nothing(model):
         serving.serve(model, [], emit=print)
 
 
+@pytest.mark.slow
 def test_ids_that_are_no_unicode_and_a_terminal_that_takes_ascii(tiny_folder, tmp_path):
     file = _write(tmp_path, {"id": "\ud800", "prompt": "a"}, {"id": "é", "prompt": "b"})
     options = [file, "--model", tiny_folder, "--max-new-tokens", "2"]
@@ -243,6 +244,7 @@ def test_what_a_tokenizer_ends_texts_with_ends_them(model):
     assert got["text"] == bytes(whole["tokens"][:count]).decode("utf-8", "replace")
 
 
+@pytest.mark.slow
 def test_min_p_of_one_is_greedy(model):
     greedy = {"prompt": "abc", "max_new_tokens": 9}
     got = _serve(model, [greedy, {**greedy, "temperature": 2.0, "min_p": 1.0}])

@@ -33,6 +33,7 @@ def test_every_op_is_examined(report):
         assert op.chosen is not None
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(jax.default_backend() == "gpu", reason="about a machine without a GPU")
 def test_without_a_gpu_kernels_are_refused_in_words(report):
     refusals = [
@@ -81,6 +82,7 @@ def test_broken_and_unknown_things_are_reported(monkeypatch):
     assert (fails.chosen, runs.chosen) == (None, "xla")
 
 
+@pytest.mark.slow
 def test_what_was_not_measured_is_marked(monkeypatch):
     """On Blackwell Mosaic's decode runs, and its prefill does not."""
     monkeypatch.setattr(_device, "gpu_compute_capability", lambda: 10.0)

@@ -74,6 +74,7 @@ def test_scores_are_those_of_one_pass():
     assert np.abs(found.bits - found.exact_bits).mean() > 1e-2
 
 
+@pytest.mark.slow
 def test_the_exact_method_costs_nothing_and_all_repeats(model, monkeypatch):
     first = scored(model, "exact")
     np.testing.assert_array_equal(first.bits, first.exact_bits)

@@ -81,6 +81,7 @@ def test_a_run_that_was_ended_goes_on(model, tmp_path):
     }
 
 
+@pytest.mark.slow
 def test_rows_of_text(model):
     only = settings(measures=("text",))
     document = evaluation.evaluate(model, {**texts(), "short.py": b"x = 1"}, only)

@@ -122,7 +122,7 @@ def interrupt(writer, folder, places):
 
 
 # An interruption just before a file is closed leaves that to Python, which says so.
-@pytest.mark.quick(1, slow=1)
+@pytest.mark.quick(slow=1)
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("tries", [4, pytest.param(200, marks=pytest.mark.fuzz)])
 @pytest.mark.parametrize("kind", WRITERS, ids=lambda x: x.__name__.lower())
@@ -205,6 +205,7 @@ def test_two_writers(tmp_path, count):
     count(f"two writers: 3 tries of 2 x 20 saves, {refused} writers refused, nothing lost")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reads", [5, pytest.param(100, marks=pytest.mark.fuzz)])
 def test_readers_see_one_checkpoint(tmp_path, count, reads):
     writer = Checkpoint()

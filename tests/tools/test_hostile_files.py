@@ -57,7 +57,7 @@ class TestSizes:
             TransformerConfig(64, 32, 48, 10**9, 2, 1, 16, 64)
         assert time.perf_counter() - begun < 1
 
-    @pytest.mark.quick(1, slow=1)
+    @pytest.mark.quick(slow=1)
     @pytest.mark.parametrize("kind", ["float", "quantized"])
     def test_layers_are_compared_with_the_tensors_first(self, folders, tmp_path, kind):
         folder = shutil.copytree(folders / kind, tmp_path / kind)

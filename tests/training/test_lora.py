@@ -171,7 +171,7 @@ def test_new_adapters_change_nothing(decoder):
         assert a is b
 
 
-@pytest.mark.quick(1, slow=1)
+@pytest.mark.quick(slow=1)
 @pytest.mark.parametrize("target", LINEARS)
 def test_every_target_counts(decoder, target):
     """In the forward pass, and its gradient reaches every layer's adapter."""
@@ -186,6 +186,7 @@ def test_every_target_counts(decoder, target):
         assert np.linalg.norm(leaf) > 0
 
 
+@pytest.mark.slow
 def test_a_quantized_head_has_a_gradient():
     decoder = models.random_quantized_decoder(CONFIG, dtype=jnp.float32, quantize_head=True)
     adapters = trained(decoder, targets=("q",))
@@ -197,6 +198,7 @@ def test_a_quantized_head_has_a_gradient():
         assert np.linalg.norm(leaf) > 0
 
 
+@pytest.mark.slow
 def test_it_generates(decoder):
     """With adapters as without: greedy tokens are those of one pass over the whole text."""
     model = with_adapters(decoder, trained(decoder))
