@@ -51,7 +51,7 @@ def test_the_model_knows_python(exact_bits):
 
 
 @pytest.mark.optimized
-@pytest.mark.slow
+@pytest.mark.quick(slow=1)
 @pytest.mark.parametrize(
     ("name", "limit", "ratio"), [("4bit", 0.01, 3.2), ("2/4bit", 0.06, 4.0), ("turbo4", 0.02, 3.7)]
 )

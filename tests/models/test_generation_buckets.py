@@ -172,7 +172,7 @@ def test_windows_and_caps_do_not_see_the_padding(gemma, cache):
     np.testing.assert_array_equal(new, exactly(gemma, tokens, 20, **options))
 
 
-@pytest.mark.slow
+@pytest.mark.fuzz
 @pytest.mark.optimized
 @pytest.mark.parametrize("cache", ["exact", "4bit"])
 def test_texts_of_the_embedded_model_are_those_of_exact_sizes(cache):

@@ -65,7 +65,7 @@ def test_all_are_here():
 
 
 @pytest.mark.optimized
-@pytest.mark.quick(slow=3)
+@pytest.mark.quick(slow=1)
 def test_it_runs_from_top_to_bottom(notebook, tmp_path, monkeypatch):
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     # The kernel is a process of its own, and finds turbojax as it is here.
