@@ -74,7 +74,7 @@ def test_equals_the_oracle(implementation, mode, softmax):
     assert_matches_oracle(queries(4), stored(mode, SOFTMAXES[softmax]), implementation)
 
 
-@pytest.mark.quick(1)
+@pytest.mark.quick(1, slow=1)
 @some_modes
 def test_one_query_equals_the_oracle(implementation, mode):
     assert_matches_oracle(queries(1), stored(mode), implementation)
@@ -175,7 +175,7 @@ def test_the_grid_meets_every_mode_and_softmax():
     assert (of_modes, softmaxes) == (set(MODES), set(SOFTMAXES))
 
 
-@pytest.mark.quick(slow=2)
+@pytest.mark.quick(slow=1)
 @pytest.mark.parametrize(("case", "implementation", "mode", "softmax"), GRID)
 def test_shapes_equal_the_oracle(case, implementation, mode, softmax):
     """Other heads, head dims, blocks, buffers and bits, after a prompt and appends."""
@@ -186,7 +186,7 @@ def test_shapes_equal_the_oracle(case, implementation, mode, softmax):
     assert_matches_oracle(query, cache, implementation, **options)
 
 
-@pytest.mark.slow
+@pytest.mark.quick(slow=1)
 @pytest.mark.parametrize(("implementation", "window"), [("xla", None), ("triton", 300)])
 def test_long_caches(implementation, window):
     """Thousands of tokens, more than are read at a time, in a cache not filled to its end."""

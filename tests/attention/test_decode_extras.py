@@ -134,7 +134,7 @@ def test_exact_kinds_match_float64(kind, where, options):
         close(got, oracle(query, begins, lengths, sinks, **options))
 
 
-@pytest.mark.quick(slow=2)
+@pytest.mark.quick(slow=1)
 @pytest.mark.parametrize("tokens", [1, 3])
 @pytest.mark.parametrize("kind", SOME)
 def test_sinks_take_their_share(kind, tokens):

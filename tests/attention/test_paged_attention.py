@@ -121,7 +121,7 @@ def test_options(implementation, name, kv_dtype):
     matches(implementation, *arguments, **options)
 
 
-@pytest.mark.quick(slow=3)
+@pytest.mark.quick(slow=1)
 @pytest.mark.parametrize(
     ("implementation", "kv_dtype", "name"),
     [("triton", MIXED[i % 4], name) for i, name in enumerate(SHAPES)]
@@ -148,7 +148,7 @@ def test_half_precision(implementation, kv_dtype):
     matches(implementation, normal(5, (2, 2, 4, 64), dtype), cache, tables, lengths)
 
 
-@pytest.mark.slow
+@pytest.mark.quick(slow=1)
 @kernel_and_reference
 def test_page_sizes_do_not_matter(implementation, kv_dtype):
     """Tiles of several pages, of one, and of a part of one; a table that ends within a tile."""
@@ -163,13 +163,13 @@ def test_page_sizes_do_not_matter(implementation, kv_dtype):
         equal(got, want)
 
 
-@pytest.mark.quick(slow=3)
+@pytest.mark.quick(slow=1)
 @most_kinds
 def test_neighbours_and_places_do_not_matter(implementation, kv_dtype):
     check_neighbours_and_places(run(implementation), kv_dtype)
 
 
-@pytest.mark.slow
+@pytest.mark.quick(slow=1)
 @pytest.mark.parametrize("kv_dtype", ["turbo4", "k8v4"])
 def test_chunks_do_not_matter(kv_dtype):
     check_chunks(attend, kv_dtype)

@@ -220,7 +220,7 @@ def test_a_bad_value_reaches_those_who_see_it_and_nobody_else(name, of):
     assert worst(np.where(reached, 0, np.asarray(got)), np.where(reached, 0, want)) < 2e-6
 
 
-@pytest.mark.quick(1, slow=2)
+@pytest.mark.quick(1, slow=1)
 @pytest.mark.parametrize(
     ("implementation", "dtype", "wrong"),
     [

@@ -129,7 +129,7 @@ def test_half_precision_and_float32_parts():
     check(case, "xla", jnp.bfloat16, jnp.float32)
 
 
-@pytest.mark.quick(slow=1)
+@pytest.mark.fuzz
 @pytest.mark.parametrize(
     ("blocks", "parts"), [({"block_q": 16, "block_kv": 64}, None), ({}, jnp.float32)]
 )

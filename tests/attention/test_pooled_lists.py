@@ -220,7 +220,7 @@ def test_rows_of_the_gradient():
 PACKED = [(150, 150, 16, 16, True, 16), (150, 133, 32, 64, False, 32), (130, 150, 64, 16, True, 16)]
 
 
-@pytest.mark.quick(slow=2)
+@pytest.mark.quick(slow=1)
 @pytest.mark.parametrize("shape", PACKED)
 def test_lists_of_packed_sequences(shape):
     """What nobody sees is not in them, and what comes first needs a mask, or none, as they say."""

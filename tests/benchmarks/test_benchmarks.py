@@ -180,7 +180,7 @@ def result_file(tmp_path_factory):
     return path
 
 
-@pytest.mark.slow
+@pytest.mark.fuzz
 def test_a_quick_run_holds_every_row_asked_for(result_file):
     result = json.loads(result_file.read_text())
     assert result["device"] == jax.devices()[0].device_kind

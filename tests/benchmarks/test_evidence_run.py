@@ -49,6 +49,7 @@ def test_whole_windows_score_as_the_library_does(subject):
     assert np.abs(found.divergence).max() < 1e-6
 
 
+@pytest.mark.fuzz
 def test_rows_of_every_sort(subject, tmp_path):
     """One of each; `kv4` in one pass is the library's own."""
     near = next(spec for spec in TABLES[8].specs(subject) if spec.key == "long/topk_window/0.125")

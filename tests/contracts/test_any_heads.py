@@ -148,7 +148,7 @@ def test_every_priority_ranks_them(heads, method):
     assert_holds(prefill(on_host(new), *given, PROMPT), oracle)
 
 
-@pytest.mark.slow
+@pytest.mark.quick(slow=1)
 @pytest.mark.parametrize("heads", [3, 1])
 def test_groups_of_devices_hold_what_each_device_would(heads):
     """Two devices' heads in one cache: in each group the same codes as in a cache of its own."""

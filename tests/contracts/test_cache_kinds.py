@@ -325,7 +325,7 @@ def test_what_has_no_room_is_left_out(name):
         np.testing.assert_array_equal(after[array], fits[array], array)
 
 
-@pytest.mark.quick(1, slow=2)
+@pytest.mark.quick(1, slow=1)
 @every_kind
 def test_files_hold_what_sequences_hold(name, tmp_path):
     """What comes back is the same cache, with other room if asked, and goes on as it would have."""

@@ -37,7 +37,7 @@ from turbojax.state import stored_file as files
 # What comes back ---------------------------------------------------------------------------------
 
 
-@pytest.mark.quick(slow=2)
+@pytest.mark.quick(slow=1)
 @pytest.mark.parametrize(
     "name",
     [
@@ -182,7 +182,7 @@ def test_a_pool_comes_back_whole(tmp_path, kv_dtype):
 # Room --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.quick(1, slow=2)
+@pytest.mark.quick(1, slow=1)
 @pytest.mark.parametrize("kind", SOME.values(), ids=SOME)
 def test_only_what_is_held_takes_space(tmp_path, kind):
     sizes = []

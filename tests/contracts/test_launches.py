@@ -28,7 +28,7 @@ def test_a_pattern_keeps_the_peers():
     assert all(change is None or "in_turns" in change for _, _, change in rows)
 
 
-@pytest.mark.slow
+@pytest.mark.quick(slow=2)
 @pytest.mark.parametrize("model", ["llama3-8b", "mha-16-narrow", "gemma2-9b"])
 def test_every_launch_lowers(model):
     """For an H100 that is not there, with few tokens."""

@@ -132,7 +132,7 @@ def test_prompt_then_new_tokens(kind, options):
         assert np.abs(real(expected) - real(plain)).max() > 1.5 * bound
 
 
-@pytest.mark.slow
+@pytest.mark.quick(slow=1)
 @pytest.mark.parametrize(
     "asked",
     [

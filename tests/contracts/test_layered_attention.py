@@ -54,7 +54,7 @@ def test_it_is_no_attention_by_itself():
         FirstLayers(dense_attention, dense_attention, 1.5)
 
 
-@pytest.mark.slow
+@pytest.mark.fuzz
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
 def test_training_counts_dense_layers_in_the_density(tmp_path):
     pooled = pooled_by_name("topk", block_size=32, near=32, bounds=(0.1, 0.2, 0.3, 0.5), samples=2)

@@ -150,7 +150,7 @@ def test_mosaic_is_not_interpreted():
                 registry.select("mosaic_gpu", **arguments)
 
 
-@pytest.mark.quick(slow=2)
+@pytest.mark.quick(slow=1)
 @pytest.mark.parametrize("mode", ["int8", "int8_fp8", "fp8"])
 def test_what_none_chooses_lowers_for_hopper(monkeypatch, mode):
     """Attention with its quantization, a prompt that shares it with the cache, and decode."""

@@ -165,7 +165,7 @@ def test_many_new_tokens_attend_in_parts(kind):
         np.testing.assert_allclose(out, want, atol=2e-6)
 
 
-@pytest.mark.quick(1, slow=2)
+@pytest.mark.quick(1, slow=1)
 @kernel_is_slow
 @pytest.mark.parametrize("kind", ["kv4", "k8v4", "4bit", "mixed"])
 def test_several_queries_attend_at_once(kind, implementation):
@@ -361,7 +361,7 @@ def test_kernels_lower_for_a_gpu(op):
     assert f"turbojax_{name}" in lower_for_cuda(run, cache, *operands)
 
 
-@pytest.mark.slow
+@pytest.mark.quick(slow=1)
 @pytest.mark.parametrize("kind", ["4bit", "mixed"])
 def test_interpreted_kernels_store_the_bits_of_plain_jax(kind):
     """A prompt longer than the ring, and tokens that fill it several times over."""
@@ -378,7 +378,7 @@ def test_interpreted_kernels_store_the_bits_of_plain_jax(kind):
     assert np.quantile(np.abs(np.asarray(out) - np.asarray(want_out)), 0.99) < 1e-5
 
 
-@pytest.mark.slow
+@pytest.mark.quick(slow=1)
 @pytest.mark.parametrize("kind", ["kv4", "k8v4"])
 def test_interpreted_kernels_attend_as_plain_jax(kind):
     _, cache = step_by_step(prompted(kind), *added())

@@ -146,7 +146,7 @@ def bits_of(decoder, cache, length=64):
     return np.asarray(log_p[np.arange(len(target)), target]) / -np.log(2)
 
 
-@pytest.mark.slow
+@pytest.mark.fuzz
 def test_the_model_is_closer_to_itself_with_uncompressed_edges():
     """Real text through the whole embedded model, at 2 bits, where caches cost most."""
     whole = models.unstack(models.load(dtype=jnp.float32))
@@ -158,7 +158,7 @@ def test_the_model_is_closer_to_itself_with_uncompressed_edges():
     assert 0 < near < far
 
 
-@pytest.mark.slow
+@pytest.mark.fuzz
 @pytest.mark.parametrize("command", ["generate", "demo", "serve"])
 def test_commands_leave_layers_uncompressed(tmp_path, command):
     """The embedded model of eight layers, two of them at either end."""
@@ -228,7 +228,7 @@ def greedy_without_a_cache(model, prompts, results, kv_dtype):
     ]
 
 
-@pytest.mark.slow
+@pytest.mark.fuzz
 def test_an_engine_of_mixed_pools_swaps_and_reuses(decoder):
     """Real prompts, so few pages that requests leave the pool, and a prefix that two share.
 

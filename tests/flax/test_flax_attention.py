@@ -62,7 +62,7 @@ def test_whole_sequences(variant):
         assert np.abs(plain - oracle(params(layer), tokens(21))).max() > 0.05
 
 
-@pytest.mark.slow
+@pytest.mark.quick(slow=1)
 @pytest.mark.parametrize("variant", ["plain", "biases and norms", "window"])
 def test_prompt_then_new_tokens(variant):
     """Through an exact cache: what the oracle says of the whole, one by one and many at once."""
@@ -120,7 +120,7 @@ def test_attention_is_chosen_apart_from_the_cache():
     np.testing.assert_array_equal(turbo(x), module(cache=SMALL)(x))
 
 
-@pytest.mark.slow
+@pytest.mark.quick(slow=1)
 @pytest.mark.parametrize(("kind", "dtype"), [("dtype", jnp.bfloat16), ("param_dtype", jnp.float16)])
 def test_half_precision(kind, dtype):
     """Parameters in float32, the rest in 16 bits; and all in 16 bits."""

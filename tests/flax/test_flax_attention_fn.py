@@ -432,7 +432,7 @@ POLICIES = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.quick(slow=1)
 @pytest.mark.parametrize(("causal", "policy"), [(False, "estimated"), (True, "pattern")])
 def test_pooled(causal, policy):
     """Bit for bit `pooled_attention` at the levels of the policy; its gradient too."""

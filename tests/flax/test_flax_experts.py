@@ -41,7 +41,7 @@ def exact(layer, x, routing):
     return out
 
 
-@pytest.mark.slow
+@pytest.mark.quick(slow=1)
 @pytest.mark.parametrize(
     ("order", "normalize"), [("before", True), ("before", False), ("after", False)]
 )

@@ -60,7 +60,7 @@ def equal(a, b):
         np.testing.assert_array_equal(x, y)
 
 
-@pytest.mark.slow
+@pytest.mark.quick(slow=1)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_same_parameters_same_results(variant):
     """Bit for bit, both ways, whole and through a cache."""
@@ -201,7 +201,7 @@ def test_modules_are_static():
     assert isinstance(tj.flax.linen.TurboAttention, type)
 
 
-@pytest.mark.slow
+@pytest.mark.quick(slow=1)
 @pytest.mark.parametrize("name", ["attention", "attention_fn", "linen"])
 def test_examples(name):
     """The docstrings' examples run and show what they say."""

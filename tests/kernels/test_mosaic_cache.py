@@ -159,7 +159,7 @@ def test_tokens(name):
 
 
 @pytest.mark.usefixtures("emulated")
-@pytest.mark.slow
+@pytest.mark.quick(slow=1)
 @pytest.mark.parametrize("heads", [1, 3, 5, 7])
 def test_odd_numbers_of_heads(heads):
     """``"2/4bit"``, whose keys and values have unlike numbers of each width; one token alone."""
@@ -279,7 +279,7 @@ def test_scales_of_tokens():
     assert_same_bits(cache, expected)
 
 
-@pytest.mark.quick(2, slow=2)
+@pytest.mark.quick(2, slow=1)
 @pytest.mark.parametrize("bits", [(4, 4), (3, 2)])
 @pytest.mark.parametrize("mode", ["int8", "int8_fp8", "fp8"])
 @pytest.mark.parametrize(("dim", "block"), [(128, 64), (256, 128), (80, 16)])

@@ -232,7 +232,7 @@ def test_options(here, case, size):
     compare(here, cache, q, rows=16, size=size, **OPTIONS[case])
 
 
-@pytest.mark.quick(slow=2)
+@pytest.mark.quick(slow=1)
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize(("softmax", "dtype"), [("sas", jnp.bfloat16), ("sas-2", jnp.float16)])
 def test_other_softmaxes_blocks_and_dtypes(here, softmax, dtype, size):
@@ -249,7 +249,7 @@ def test_heads_of_the_lower_of_two_widths(here, size):
     compare(here, cache, q, rows=16, size=size, widest=4)
 
 
-@pytest.mark.quick(2, slow=2)
+@pytest.mark.quick(2, slow=1)
 @pytest.mark.parametrize("softmax", SOFTMAXES)
 @pytest.mark.parametrize("window", [None, (70, 0)])
 def test_nan_reaches_what_it_reaches_in_the_definition(here, softmax, window):
@@ -399,7 +399,7 @@ def test_programs_share_blocks_and_the_buffer(programs, length, appended, team, 
     check_programs(programs, cache, team, stages, window)
 
 
-@pytest.mark.slow
+@pytest.mark.quick(slow=1)
 @pytest.mark.parametrize("heads", [1, 3, 5, 7])
 def test_programs_of_odd_numbers_of_heads(programs, heads):
     """``"2/4bit"``: each head's keys and values in the codes that hold them."""

@@ -185,7 +185,7 @@ def filled(kind, *arguments, **options):
     return module.filled(*arguments, **options)
 
 
-@pytest.mark.quick(2, slow=2)
+@pytest.mark.quick(2, slow=1)
 @pytest.mark.parametrize(
     ("kind", "head_dim", "block", "dtype"),
     [

@@ -103,7 +103,7 @@ def test_rows_of_the_gradient_fill_whole_blocks(tokens, block_q, padded, monkeyp
     assert asked == [padded]
 
 
-@pytest.mark.slow
+@pytest.mark.quick(slow=1)
 @pytest.mark.parametrize(
     ("head_dim", "block_q", "block_kv", "scale", "is_causal", "with_lengths"),
     [

@@ -187,7 +187,7 @@ def test_numbers_at_the_ends_of_the_range():
     assert_appends_the_same(new(case), *(x * factor for x in small))
 
 
-@pytest.mark.slow
+@pytest.mark.fuzz
 @pytest.mark.parametrize("bits", [[4, 3]], ids=str)
 def test_every_range_of_a_channel(bits):
     """Stage 2 for each smallest and largest stage-1 code, exactly as plain JAX has it."""

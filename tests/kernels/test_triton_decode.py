@@ -59,7 +59,7 @@ def test_edges():
     assert_matches_reference(query, cache, query_seq_lengths=lengths_of([0, 1, 1, 8]))
 
 
-@pytest.mark.slow
+@pytest.mark.quick(slow=1)
 @pytest.mark.parametrize(
     ("mode", "softmax", "options"),
     [

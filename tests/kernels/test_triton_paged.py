@@ -42,7 +42,7 @@ def matches(query, cache, tables, lengths, **options):
     assert_matches_oracle(query, cache, tables, lengths, units=units, call=run, **options)
 
 
-@pytest.mark.slow
+@pytest.mark.quick(slow=1)
 @pytest.mark.parametrize("scale", [1e-30, 1e30])
 def test_queries_of_any_size(scale):
     """They are scaled to fit float16."""

@@ -101,7 +101,7 @@ RAGGED = Case(203, 71, block_q=64, block_kv=32, is_causal=True, scale=-0.4)
 
 
 # All levels at once are in `test_equals_the_oracle`.
-@pytest.mark.slow
+@pytest.mark.quick(slow=1)
 @pytest.mark.parametrize("level", [8, 2, 0])
 def test_each_level_causal_with_a_partial_group(level):
     check(dataclasses.replace(RAGGED, probabilities=CASES[f"level {level}"].probabilities))
@@ -173,7 +173,7 @@ def test_launches_agree(tile, tile_kv):
         assert worst(got, want) <= 32 * EPS * np.abs(finite).max()
 
 
-@pytest.mark.slow
+@pytest.mark.quick(slow=1)
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32], ids=["bf16", "f32"])
 def test_pooling_and_its_adjoint(dtype):
     """Sums of at most eight numbers in another order, rounded once to the dtype."""

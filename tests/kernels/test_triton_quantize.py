@@ -184,7 +184,7 @@ def test_the_kernels_permute_like_plain_jax():
     np.testing.assert_array_equal(jnp.zeros_like(tokens).at[rows].set(tokens), want)
 
 
-@pytest.mark.slow
+@pytest.mark.quick(slow=1)
 @pytest.mark.parametrize(
     ("mode", "permuted"),
     [("int8", True), ("fp8", True), ("int8_fp8", False)],

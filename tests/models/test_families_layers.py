@@ -157,7 +157,7 @@ def test_inputs_that_no_norm_makes_are_not_folded(decoder):
 # Caches and the engine ----------------------------------------------------------------------------
 
 
-@pytest.mark.quick(slow=1)
+@pytest.mark.fuzz
 @pytest.mark.parametrize("name", MOST)
 def test_caches_of_four_bits_are_near(decoder, name):
     """Of the logits after a prompt and some tokens, as near as they are of a Llama."""

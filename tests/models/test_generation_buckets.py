@@ -162,7 +162,7 @@ def test_texts_are_those_of_exact_sizes(model, cache, length):
     np.testing.assert_array_equal(padded, ragged)
 
 
-@pytest.mark.quick(slow=1)
+@pytest.mark.fuzz
 @pytest.mark.parametrize("gemma", ["gemma2", "gemma3-odd"], indirect=True)
 @pytest.mark.parametrize("cache", CACHES)
 def test_windows_and_caps_do_not_see_the_padding(gemma, cache):

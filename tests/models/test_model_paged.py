@@ -196,7 +196,7 @@ def one_pass(model) -> jax.Array:
     return model(_tokens(1, 120))[:, 99:-1]
 
 
-@pytest.mark.quick(slow=2)
+@pytest.mark.quick(slow=1)
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [

@@ -239,7 +239,7 @@ class PlainExperts:
         return out if residual is None else out + residual
 
 
-@pytest.mark.slow
+@pytest.mark.quick(slow=1)
 @pytest.mark.parametrize("name", FEW)
 def test_quantized_experts_compute_what_their_weights_say(quantized, name):
     decoder, text = quantized(name), moe.tokens(2, 30, 3)
@@ -307,7 +307,7 @@ def test_scales_of_16_bits(decoder, tmp_path):
     jax.tree.map(np.testing.assert_array_equal, models.load(tmp_path), decoder)
 
 
-@pytest.mark.quick(slow=4)
+@pytest.mark.quick(slow=1)
 @pytest.mark.parametrize("name", FEW)
 @pytest.mark.parametrize("kind", ["float", "quantized"])
 def test_texts_continue_through_caches_as_in_one_pass(decoder, quantized, name, kind):
@@ -332,7 +332,7 @@ def test_the_engine_serves_them(decoder, quantized, kind):
         assert found[number].tokens == tuple(int(x) for x in want)
 
 
-@pytest.mark.slow
+@pytest.mark.fuzz
 def test_random_decoders():
     for name in ("mixtral", MIXED):
         config, text = CONFIGS[name], moe.tokens(1, 6)
@@ -340,7 +340,7 @@ def test_random_decoders():
             assert np.isfinite(logits(made(config, dtype=jnp.float32), text)).all()
 
 
-@pytest.mark.slow
+@pytest.mark.fuzz
 def test_adapters_of_attention_beside_experts(quantized):
     decoder, text = quantized(MIXED), moe.tokens(1, 10)
     adapters = models.init_adapters(decoder, rank=2)

@@ -70,7 +70,7 @@ def continues(kind, model, name: str, side: str) -> None:
 
 
 # Logits and texts in one test: the programs that compute them are the same.
-@pytest.mark.quick(slow=2)
+@pytest.mark.quick(slow=1)
 @pytest.mark.parametrize("name", SOME)
 def test_prompts_of_different_lengths_and_new_tokens(load, name):
     model = load(name)
@@ -79,7 +79,7 @@ def test_prompts_of_different_lengths_and_new_tokens(load, name):
     continues("exact", model, name, "right")
 
 
-@pytest.mark.quick(slow=4)
+@pytest.mark.quick(slow=1)
 @pytest.mark.parametrize("name", ["gemma2", "gemma3-odd", "cohere2", "olmo2", "gpt-oss"])
 def test_pages(load, name):
     """Windows and caps in the kernels' definition for pages."""
@@ -94,7 +94,7 @@ def test_the_exact_cache_is_needed_for_this(load):
     assert 10 * TOLERANCE < error("bfloat16", load("mistral"), "mistral") < 0.3
 
 
-@pytest.mark.quick(slow=4)
+@pytest.mark.quick(slow=1)
 @pytest.mark.parametrize(
     "name",
     [

@@ -86,6 +86,7 @@ def test_logits_are_those_of_transformers(torch, transformers, tmp_path, archite
     assert differs(found, expected) < 2e-5
 
 
+@pytest.mark.fuzz
 def test_smollm2_reads_and_computes_as_in_transformers(torch, transformers):
     installed = smollm2.file()
     ours = load_tokenizer("smollm2")

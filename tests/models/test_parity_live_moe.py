@@ -20,6 +20,7 @@ def theirs():
     return torch_helpers
 
 
+@pytest.mark.quick(slow=2)
 @pytest.mark.parametrize("name", moe.CONFIGS)
 def test_logits_and_greedy_texts(theirs, name, tmp_path):
     decoder = moe.load(name, tmp_path)

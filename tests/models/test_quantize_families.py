@@ -142,7 +142,7 @@ def dequantized(decoder: models.QuantizedDecoder, *, rounds: bool) -> models.Qua
     return dataclasses.replace(decoder, layers=tuple(map(layer, decoder.layers)))
 
 
-@pytest.mark.quick(slow=4)
+@pytest.mark.quick(slow=1)
 @pytest.mark.parametrize("name", NAMES)
 def test_smoothing_and_the_layers_are_exact(decoder, name):
     """All of CAS, PTS, RPN and CRS, and none: the float decoder's logits, but for float32."""
@@ -162,7 +162,7 @@ def test_smoothing_and_the_layers_are_exact(decoder, name):
         assert (np.ptp(np.asarray(second.k_norm), axis=0) > 0).any()
 
 
-@pytest.mark.quick(slow=4)
+@pytest.mark.quick(slow=1)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_quantized_decoder_computes_what_its_weights_say(quantized, name):
     """A float model of the dequantized weights whose linear layers round their tokens."""
@@ -190,7 +190,7 @@ def noisy(decoder: models.Decoder) -> models.Decoder:
     return dataclasses.replace(decoder, layers=layers)
 
 
-@pytest.mark.quick(slow=2)
+@pytest.mark.quick(slow=1)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_quantized_decoder_is_near_the_float_one(decoder, quantized, name):
     """As near as one with as much noise in its weights: these models are made for large effects."""

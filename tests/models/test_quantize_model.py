@@ -328,7 +328,7 @@ def test_a_checkpoint_is_read_back_bit_for_bit(quantized, tmp_path):
     _assert_is_read_back(quantized, tmp_path)
 
 
-@pytest.mark.slow
+@pytest.mark.quick(slow=1)
 @pytest.mark.parametrize(
     ("dtype", "scale_dtype", "tied", "options"),
     [

@@ -104,7 +104,7 @@ def test_a_streamed_model_is_the_same_and_takes_little_memory(folder, tokens, mo
     assert layer < peak[0] < got.nbytes + 2 * layer < floats
 
 
-@pytest.mark.slow
+@pytest.mark.quick(slow=1)
 @pytest.mark.parametrize("name", ["gemma2", "phi3-longrope"])
 def test_bits_of_an_opened_decoder_are_those_of_a_loaded_one(name, tmp_path):
     """With kv4, more windows than a batch, and texts to which LongRoPE gives its short factors."""

@@ -392,7 +392,7 @@ def test_a_loop_that_is_gone_disturbs_nobody():
 @pytest.mark.parametrize("left", ["requests that run", "an exception"])
 def test_a_program_that_does_not_close_it_ends(left):
     code = (
-        "from fake_engine import FakeEngine\n"
+        "from tests.serving.fake_engine import FakeEngine\n"
         "from turbojax.models import AsyncEngine, Request\n"
         "engine = AsyncEngine(FakeEngine(delay=0.01))\n"
         "ticket = engine.submit(Request([97], 4000))\n"

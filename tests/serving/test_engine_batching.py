@@ -46,7 +46,7 @@ def _finished(events) -> dict:
     return {event.request_id: event.result for event in events if isinstance(event, Finished)}
 
 
-@pytest.mark.quick(slow=2)
+@pytest.mark.quick(slow=1)
 @pytest.mark.parametrize("kv_dtype", ["fp8_e4m3", "int8", "turbo4", "k8v4", "turbo_k4v3"])
 def test_greedy_text_is_that_of_the_model_without_a_cache(model, prompts, kv_dtype):
     """Of numbers as they are: `test_engine.py`."""

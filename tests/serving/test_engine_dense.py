@@ -116,7 +116,7 @@ def oracle(made, prompts, results, kv_dtype, alone) -> list[np.ndarray]:
     ]
 
 
-@pytest.mark.slow
+@pytest.mark.quick(slow=1)
 @pytest.mark.parametrize(
     ("windows", "options"),
     [
@@ -157,7 +157,7 @@ def test_a_prompt_longer_than_a_step_goes_on_from_pages():
     assert run.errors("turbo_k2v2", run.results).max() < 2e-4
 
 
-@pytest.mark.slow
+@pytest.mark.quick(slow=1)
 @pytest.mark.parametrize("mode", ["fp8", "int8"])
 def test_operands_of_8_bits(mode):
     run = Run(model(), prompts_of(), mode, kv_dtype="turbo4")
@@ -167,7 +167,7 @@ def test_operands_of_8_bits(mode):
     assert errors.mean() < 0.6 * run.errors("turbo4", run.results, is_dense=False).mean()
 
 
-@pytest.mark.slow
+@pytest.mark.quick(slow=1)
 @pytest.mark.parametrize("mode", ["float", pytest.param("fp8", marks=pytest.mark.slow)])
 def test_nan_does_not_reach_another_prompt_of_the_step(mode):
     plain = model()

@@ -127,7 +127,7 @@ class Fuzz:
         self.hits += after.prefix_hits
 
 
-@pytest.mark.slow
+@pytest.mark.fuzz
 def test_results_are_those_of_requests_that_run_alone(record_property):
     config = dataclasses.replace(TINY, num_layers=1)
     fuzz = Fuzz(models.random_decoder(config, dtype=jnp.float32), "turbo4", seed=11)

@@ -104,7 +104,7 @@ OPTIONS = {
 }
 
 
-@pytest.mark.quick(slow=4)
+@pytest.mark.quick(slow=1)
 @pytest.mark.parametrize(
     "name", ["plain", "ngram", "reproducible", pytest.param("draft", marks=pytest.mark.slow)]
 )

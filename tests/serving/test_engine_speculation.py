@@ -98,7 +98,7 @@ def test_texts_are_those_without_guesses(kv_dtype, how):
         assert after.acceptance_rate < 0.8
 
 
-@pytest.mark.quick(slow=4)
+@pytest.mark.quick(slow=1)
 @pytest.mark.parametrize("how", ["ngram", "itself"])
 @pytest.mark.parametrize(
     ("windows", "options"),
@@ -129,7 +129,7 @@ def latent_model(seed: int) -> models.Decoder:
     return models.random_decoder(config, seed=seed, dtype=jnp.float32)
 
 
-@pytest.mark.slow
+@pytest.mark.quick(slow=1)
 @pytest.mark.parametrize("how", ["ngram", "draft"])
 @pytest.mark.parametrize("kv_dtype", ["turbo4", "auto"])
 def test_texts_of_latents_are_those_without_guesses(kv_dtype, how):
@@ -168,7 +168,7 @@ def distribution(decoder, temperature: float, length: int) -> np.ndarray:
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.quick(slow=1)
 @pytest.mark.parametrize("how", ["ngram", pytest.param("draft", marks=pytest.mark.slow)])
 def test_what_is_drawn_has_the_models_distribution(how, monkeypatch):
     """Of four tokens, of which two are guessed; the draft model is another one."""

@@ -40,7 +40,7 @@ def texts(made, prompts):
     return [results[number].tokens for number in numbers]
 
 
-@pytest.mark.slow
+@pytest.mark.quick(slow=1)
 @pytest.mark.parametrize(
     ("windows", "kv_dtype"),
     [

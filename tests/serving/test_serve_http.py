@@ -174,7 +174,7 @@ def signalled_midway(url, process, number):
     return text + "".join(json.loads(x)["choices"][0]["text"] for x in chunks)
 
 
-@pytest.mark.slow
+@pytest.mark.quick(slow=1)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_server_until_it_is_told_to_end(number, tiny_folder, tmp_path):
     command = [sys.executable, "-m", "turbojax", "serve", "--http", "127.0.0.1:0"]

@@ -208,7 +208,7 @@ def test_int4_weights_four_bit_pages_and_speculation_in_one_command(tmp_path):
     assert all(len(x["tokens"]) == 40 for x in map(json.loads, Path(out).read_text().splitlines()))
 
 
-@pytest.mark.slow
+@pytest.mark.fuzz
 def test_a_draft_that_is_the_model_guesses_right(tiny_folder, tmp_path):
     file, out = write(tmp_path, {"prompt": "abc", "max_new_tokens": 40}), str(tmp_path / "out")
     options = ["--model", tiny_folder, "--page-size", "16", "--json"]

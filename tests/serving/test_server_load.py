@@ -92,7 +92,7 @@ async def one_round(url: str, number: int) -> dict[int, str | None]:
     return {i: got for i, got in zip(clients, found, strict=True) if i not in leaving}
 
 
-@pytest.mark.slow
+@pytest.mark.fuzz
 def test_nothing_is_left_of_clients_and_everybody_gets_their_own(count):
     tokenizer = tokenizer_with_chats()
     model = models.unstack(models.Transformer(TINY, rngs=nnx.Rngs(0)))

@@ -100,7 +100,7 @@ def test_a_session_takes_the_model_it_was_made_with(tmp_path, model):
         load_cache(path)
 
 
-@pytest.mark.slow
+@pytest.mark.fuzz
 def test_a_stacked_and_a_quantized_model_have_sessions(tmp_path):
     path = tmp_path / "session"
     shallow = dataclasses.replace(CONFIG, num_layers=1)
@@ -117,7 +117,7 @@ def test_a_stacked_and_a_quantized_model_have_sessions(tmp_path):
         load_session(path, _model(config))
 
 
-@pytest.mark.quick(1)
+@pytest.mark.quick(1, slow=1)
 @pytest.mark.parametrize("kind", ["exact", "mixed", "turbo4"])
 def test_caches_of_a_model_come_back(tmp_path, model, kind):
     path = tmp_path / "caches"

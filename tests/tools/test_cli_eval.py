@@ -97,7 +97,7 @@ def test_tables_plots_and_a_file_that_goes_on(tiny_folder, texts, tmp_path, monk
 
 
 # Packages of lm-eval warn of each other.
-@pytest.mark.slow
+@pytest.mark.fuzz
 @pytest.mark.filterwarnings("ignore")
 def test_tasks_beside_the_exact_cache(tiny_folder, texts, tasks, tmp_path):
     out = tmp_path / "out.json"

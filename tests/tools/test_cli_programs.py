@@ -135,7 +135,7 @@ def test_every_command_has_the_option(command):
     assert "JAX_COMPILATION_CACHE_DIR" in text
 
 
-@pytest.mark.slow
+@pytest.mark.fuzz
 def test_the_second_run_compiles_nothing_large(tmp_path):
     env = {**environment(tmp_path), "JAX_LOG_COMPILES": "0"}
     command = turbojax("generate", "--random-weights", "tiny", "--max-new-tokens", "4")

@@ -106,7 +106,7 @@ def test_what_is_asked_for_is_quantized(tiny_folder, tmp_path):
     assert decoder.bits_per_weight == report["bits_per_weight"]
 
 
-@pytest.mark.slow
+@pytest.mark.quick(slow=1)
 @pytest.mark.parametrize("cache", ["exact", "kv4"])
 def test_the_quantized_model_generates(quantized, cache):
     out, _ = quantized
@@ -160,7 +160,7 @@ def test_tokens_that_are_numbers(tmp_path):
     assert f"calibration text '{numbers}': there is no tokenizer.json" in result.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.quick(slow=1)
 @pytest.mark.parametrize("name", ["gemma3", "qwen2", "phi3"])
 def test_other_families(name, tmp_path):
     """Read and measured layer by layer; what is written generates."""

@@ -174,7 +174,7 @@ def test_results_do_not_overwrite_the_requests(tiny_folder, tmp_path):
     assert json.loads(link.read_text()) == {"prompt": "a"}
 
 
-@pytest.mark.slow
+@pytest.mark.quick(slow=1)
 @pytest.mark.parametrize("results", [False, True])
 def test_the_next_turn_finds_a_result_if_asked_for(tmp_path, results):
     """Prompts and results are numbers, so that a result can be a prompt."""

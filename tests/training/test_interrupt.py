@@ -221,7 +221,7 @@ def test_train_promises_what_it_knows(tmp_path, tiny_folder, monkeypatch, begun)
     assert said == (goes_on if begun else "nothing was written")
 
 
-@pytest.mark.slow
+@pytest.mark.fuzz
 def test_train_says_where_it_goes_on(tmp_path):
     out, env = tmp_path / "run", environment(tmp_path)
 
@@ -254,7 +254,7 @@ COMMANDS = {
 }
 
 
-@pytest.mark.quick(slow=4)
+@pytest.mark.quick(slow=1)
 @pytest.mark.parametrize(
     "seed",
     [pytest.param(i, marks=pytest.mark.fuzz if i else pytest.mark.slow) for i in range(3)],
