@@ -260,7 +260,7 @@ def test_the_window_reaches_the_op(name):
         assert all(map(points_to, np.asarray(out)[0, 0], at_first)) == seen
 
 
-@pytest.mark.quick(5, slow=2)
+@pytest.mark.quick(2, slow=2)
 @every_kind
 def test_padding_reaches_nothing(name):
     operands = at([0] * BATCH, TOKENS)

@@ -54,7 +54,7 @@ def oracle(query, key, value, options=OPTIONS["plain"], sinks=SINKS):
     return out
 
 
-@pytest.mark.quick(1, slow=1)
+@pytest.mark.quick(slow=1)
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 def test_every_kind_attends_with_sinks(kind, options):

@@ -261,7 +261,7 @@ def test_what_hopper_runs_needs_no_triton(monkeypatch, name):
         assert not needed, f"{name!r} is lowered to Triton"
 
 
-@pytest.mark.quick(1, slow=1)
+@pytest.mark.quick(slow=1)
 @pytest.mark.parametrize("name", STILL)
 def test_without_the_backend_it_is_plain_jax(monkeypatch, name):
     """Nothing is refused on a jax that no longer has it."""

@@ -128,7 +128,7 @@ def test_a_prompt(name, size, lengths):
 
 
 @pytest.mark.usefixtures("emulated")
-@pytest.mark.quick(3)
+@pytest.mark.quick(1, slow=1)
 @pytest.mark.parametrize("kernels", [mosaic_gpu, triton])
 @pytest.mark.parametrize("size", [1, 3])
 def test_prompts_of_first_tokens_alone(size, kernels):

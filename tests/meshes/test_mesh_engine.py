@@ -128,6 +128,7 @@ def test_the_likeliest_token_is_that_of_the_whole_row():
     assert NOTHING in np.asarray(jax.jit(run)(padded))
 
 
+@pytest.mark.slow
 def test_replicas_of_several_devices_each(model, alone):
     axes = axes_of(data=2, model=2)
     parts = models.replicate(model, axes)

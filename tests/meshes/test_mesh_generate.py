@@ -15,6 +15,7 @@ def generate(*options):
     return CliRunner().invoke(app, arguments)
 
 
+@pytest.mark.slow
 def test_a_mesh_changes_no_text(tiny_folder):
     options = ("some text", "--model", tiny_folder, "--cache", "exact", "--batch-size", "2")
     texts = []

@@ -101,6 +101,7 @@ def test_automatic_axes_beside_explicit_ones_split_nothing(axes):
             assert not re.findall(COLLECTIVES, program.compile().as_text())
 
 
+@pytest.mark.slow
 def test_a_mapped_axis_may_be_split_too():
     """`vmap` of an op over arrays that are split along the mapped axis, the heads, or both."""
     call, mesh = calls()["decode"], mesh_of(2, 4, AUTO)

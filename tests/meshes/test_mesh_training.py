@@ -65,7 +65,7 @@ def flops(run: finetune.Trainer) -> float:
     return run._compiled.cost_analysis()["flops"]
 
 
-@pytest.mark.quick(1, slow=1)
+@pytest.mark.quick(slow=1)
 @pytest.mark.parametrize(("data", "fsdp"), [(8, True), (2, True), (8, False)])
 def test_losses_are_those_of_one_device_at_a_share_of_the_operations(one, data, fsdp):
     run = trainer(axes(data), fsdp=fsdp)

@@ -387,6 +387,7 @@ def test_which_tables_are_quantized(model, calibration):
     assert tables(False, **embedding, **head) == (Int4Weight, Int4Weight)
 
 
+@pytest.mark.slow
 def test_progress_is_told(model, calibration):
     told = []
     models.quantize_model(model, calibration, progress=lambda *event: told.append(event))

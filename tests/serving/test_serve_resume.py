@@ -63,7 +63,7 @@ def whole(tiny_folder, tmp_path_factory) -> Path:
     return folder / "out"
 
 
-@pytest.mark.quick(3, slow=1)
+@pytest.mark.quick(1, slow=1)
 @pytest.mark.parametrize("cut", [0, 1, -1])
 @pytest.mark.parametrize("count", [0, 2, 4, 5])
 def test_a_run_goes_on_where_it_was_cut(tiny_folder, tmp_path, whole, count, cut):
