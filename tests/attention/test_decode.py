@@ -334,7 +334,7 @@ def test_several_queries_equal_one_at_a_time(implementation, mode):
     np.testing.assert_allclose(together, np.concatenate(steps, axis=1), atol=2e-6)
 
 
-@pytest.mark.quick(1, slow=2)
+@pytest.mark.quick(slow=1)
 @pytest.mark.optimized
 @bits
 def test_the_batch_never_changes_a_bit(implementation, mode):

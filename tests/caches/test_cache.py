@@ -235,6 +235,7 @@ def test_all_zero_tokens(implementation):
 WIDEST, CALLS = 20, 3
 
 
+@pytest.mark.slow
 @pytest.mark.optimized
 @settings(max_examples=12)
 @given(
