@@ -67,7 +67,7 @@ test-slow: $(VENV)/.installed-test-all $(VENV)/.installed-model-smollm2 ## run t
 
 # Not part of CI, which runs a few cases of each: an hour and more.
 test-fuzz: export JAX_PLATFORMS := cpu
-test-fuzz: $(VENV)/.installed-test-all ## run interrupts, kills and hostile files by the thousand, quick runs of benchmarks, and all cases of large grids
+test-fuzz: $(VENV)/.installed-test-all $(VENV)/.installed-model-smollm2 ## run interrupts, kills and hostile files by the thousand, quick runs of benchmarks, and all cases of large grids
 	$(ON_CPU) -m "$(FUZZ) and not optimized and not mesh" $(TIMES)/test-fuzz.xml $(PYTEST) $(OR_NONE)
 	$(ON_DEVICES) -m "$(FUZZ) and mesh" $(MESH) $(TIMES)/test-fuzz-mesh.xml $(PYTEST) $(OR_NONE)
 	$(AS_USERS) -m "$(FUZZ) and optimized" $(OPTIMIZED) $(TIMES)/test-fuzz-optimized.xml $(PYTEST) $(OR_NONE)

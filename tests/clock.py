@@ -72,8 +72,8 @@ def grown(now: Times, before: Times) -> list[tuple[float, str]]:
 
     The machine is as much slower than the table's as the median function is.
     """
-    both = [(now[key][1], before[key][1]) for key in now.keys() & before.keys()]
-    pace = statistics.median(a / b for a, b in both if b >= SHOWN) if both else 1.0
+    common = [key for key in now.keys() & before.keys() if before[key][1] >= SHOWN]
+    pace = statistics.median([now[key][1] / before[key][1] for key in common] or [1.0])
     found = []
     for key, (_, seconds) in now.items():
         usual = pace * before.get(key, (0, 0.0))[1]

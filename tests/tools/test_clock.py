@@ -51,6 +51,7 @@ def test_what_grew_is_named_and_a_slow_machine_is_not():
         "tests/test_a.py::c (test)",
         "tests/test_a.py::new (test)",
     ]
+    assert clock.grown(of(a=2.0), of(a=0.1)) == []  # nothing to tell the machine's pace by
     assert found[1][1].endswith("3.9 s, where 0.0 are usual")
 
 
