@@ -41,7 +41,7 @@ export PYTHONPYCACHEPREFIX := $(CURDIR)/.cache/bytecode
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-slow test-fuzz test-integrations test-times test-all test-gpu checks lint format format-check types notebooks docs clean
+.PHONY: help demo test test-slow test-fuzz test-integrations test-times test-all test-gpu test-gpu-all test-gpus checks lint format format-check types notebooks docs clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-17s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -87,12 +87,18 @@ test-times: ## what the last runs of the tests took, against their budgets; name
 
 test-all: test test-slow test-fuzz test-integrations ## run every test that needs no GPU
 
-# Processes that share the GPU, each of which compiles on one core.
+# Processes that share the GPUs, each of which compiles on one core.
 GPU_JOBS ?= 16
+ON_GPU = $(BIN)/python -m pytest -n $(GPU_JOBS) --dist worksteal -p benchmarks.gpu_tests
 
-test-gpu: $(VENV)/.installed-test-gpu ## run the GPU tests and record them; fails if there is no GPU
-	$(BIN)/python -m pytest -m gpu \
-		-n $(GPU_JOBS) --dist worksteal -p benchmarks.gpu_tests $(PYTEST)
+test-gpu: $(VENV)/.installed-test-gpu ## run the tests of a GPU, a few cases of each, and record them; fails if there is no GPU
+	$(ON_GPU) -m "gpu and not gpus and not slow" $(PYTEST)
+
+test-gpu-all: $(VENV)/.installed-test-gpu ## run all cases of the tests of a GPU, and record them
+	$(ON_GPU) -m "gpu and not gpus" $(PYTEST)
+
+test-gpus: $(VENV)/.installed-test-gpu ## run the tests of several GPUs, and record them
+	$(ON_GPU) -m "gpus" $(PYTEST)
 
 checks: lint format-check types docs ## lint, format-check, types and docs
 

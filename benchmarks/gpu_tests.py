@@ -1,9 +1,10 @@
-"""A record of the GPU tests: `python -m pytest -m gpu -p benchmarks.gpu_tests`, as `make test-gpu`.
+"""A record of the GPU tests: `pytest -p benchmarks.gpu_tests -m ...`, as `make test-gpu` and others.
 
-At the end of a run of all of them it writes `benchmarks/results/gpu_tests_DATE.json`, red runs
-included; `--gpu-record FOLDER` names another folder. A run of some of them (`-k`, paths) is no
-record of all. In a checkout without git, TURBOJAX_COMMIT says which commit it is. Where there are
-several GPUs, xdist's workers take them in turn, one each, unless CUDA_VISIBLE_DEVICES is set.
+At the end of one of the runs in `RECORDS` it writes `benchmarks/results/NAME_DATE.json`, red runs
+included; `--gpu-record=FOLDER` names another folder (with `=`: pytest takes a path that stands by
+itself for its root). A run of some tests (`-k`, paths) is no record of all. In a checkout without
+git, TURBOJAX_COMMIT says which commit it is. Where there are several GPUs, xdist's workers take
+them in turn, one each, unless CUDA_VISIBLE_DEVICES is set; tests of several GPUs see all.
 """
 
 import collections
@@ -22,6 +23,12 @@ from benchmarks.machine import driver, gpus
 
 RESULTS = Path(__file__).parent / "results"
 _SLOWEST = 10
+# Of a run's expression of markers, the name of its record.
+RECORDS = {
+    "gpu and not gpus and not slow": "gpu_tests",
+    "gpu and not gpus": "gpu_tests_all",
+    "gpus": "gpu_tests_several",
+}
 
 
 def commit() -> str | None:
@@ -125,8 +132,9 @@ def _reason(report: pytest.TestReport | pytest.CollectReport) -> str:
 class Recorder:
     """Listens in the process that reports, which under xdist hears of every worker's tests."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, name: str) -> None:
         self.folder = folder
+        self.name = name
         self.outcomes = Outcomes()
         self.start = time.monotonic()
         self.message = ""
@@ -163,7 +171,7 @@ class Recorder:
             "seconds": round(time.monotonic() - self.start, 1),
             "workers": getattr(session.config.option, "numprocesses", None) or 1,
         }
-        path = self.folder / f"gpu_tests_{found['date']}.json"
+        path = self.folder / f"{self.name}_{found['date']}.json"
         write(path, result)
         self.message = f"recorded in {path}"
 
@@ -176,12 +184,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--gpu-record", type=Path, default=RESULTS, metavar="FOLDER")
 
 
-def is_whole(config: pytest.Config) -> bool:
-    """Whether this run is of all GPU tests and of nothing else."""
+def record_of(config: pytest.Config) -> str | None:
+    """The name of the record of this run; None if it is none of `RECORDS`, or some of one."""
     names = ("keyword", "deselect", "collectonly", "maxfail", "lf")
     some = any(getattr(config.option, name, None) for name in names)
     paths = config.args_source is not pytest.Config.ArgsSource.TESTPATHS
-    return config.option.markexpr == "gpu" and not some and not paths
+    return None if some or paths else RECORDS.get(config.option.markexpr)
 
 
 def take_gpu(worker: str) -> None:
@@ -194,6 +202,8 @@ def take_gpu(worker: str) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Shares the GPUs out; records what is worth it."""
     if hasattr(config, "workerinput"):
-        take_gpu(config.workerinput["workerid"])
-    elif is_whole(config):
-        config.pluginmanager.register(Recorder(config.option.gpu_record), "turbojax-gpu-record")
+        if config.option.markexpr != "gpus":
+            take_gpu(config.workerinput["workerid"])
+    elif name := record_of(config):
+        recorder = Recorder(config.option.gpu_record, name)
+        config.pluginmanager.register(recorder, "turbojax-gpu-record")

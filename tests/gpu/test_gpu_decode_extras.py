@@ -53,6 +53,7 @@ def check(kind, tokens, kernel, **options):
     assert np.abs(x - y).sum() <= share * np.abs(y).sum()
 
 
+@pytest.mark.quick(15)
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("kind", KINDS)
@@ -65,6 +66,7 @@ def test_decoding(kind, kernel, case):
     check(kind, tokens, kernel, **options)
 
 
+@pytest.mark.quick(11)
 @on_hopper
 @pytest.mark.parametrize("window", [None, (70, 0)])
 @pytest.mark.parametrize("tokens", PROMPTS.values(), ids=PROMPTS)

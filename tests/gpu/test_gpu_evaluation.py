@@ -18,7 +18,7 @@ from turbojax import evaluation, models
 pytestmark = pytest.mark.gpu
 
 METHODS = ("exact", "4bit", "turbo4", "k8v4", "kivi4", "gear4", "int4")
-REPEATED = ("exact", "4bit", "turbo4", "kivi4")
+REPEATED = ("4bit", "turbo4")
 CONTEXT, PROMPT = 447, 320
 TEXTS = {
     f"{name}.txt": np.random.default_rng(i).integers(0, 256, CONTEXT + 1)
@@ -70,7 +70,7 @@ def test_bits_repeat():
 # Relative L1 of the layers' decoded outputs, of float32, on a CPU.
 ON_A_CPU = {
     "exact": (0.0, 0.0, 0.0),
-    "4bit": (0.07089, 0.0398, 0.02775),
+    "4bit": (0.06329, 0.03632, 0.02518),
     "turbo4": (0.08538, 0.04366, 0.03319),
     "k8v4": (0.0812, 0.0365, 0.02659),
     "kivi4": (0.06544, 0.03458, 0.02537),

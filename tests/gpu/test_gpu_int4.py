@@ -100,6 +100,7 @@ def summed_together(implementation, tokens, weight, precision=None):
     return weight.padded_shape[1] if stays else BLOCK
 
 
+@pytest.mark.quick(27)
 @pytest.mark.parametrize("precision", [None, "highest"])
 @pytest.mark.parametrize("implementation", KERNELS)
 @pytest.mark.parametrize("name", CASES)

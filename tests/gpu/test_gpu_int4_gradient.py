@@ -67,6 +67,7 @@ def test_transposed_weights(shape):
     np.testing.assert_array_equal(wide(got), want)
 
 
+@pytest.mark.quick(9)
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 @pytest.mark.parametrize("name", CASES)
 def test_equals_the_definition(name, dtype):

@@ -83,6 +83,7 @@ def check(q, k, v, config, **options):
     assert np.all(difference <= want.residual_tolerance[finite])
 
 
+@pytest.mark.quick(13)
 @pytest.mark.parametrize(("case", "mode", "softmax"), GRID)
 def test_equals_the_definition(case, mode, softmax):
     options = dict(CASES[case])
@@ -90,6 +91,7 @@ def test_equals_the_definition(case, mode, softmax):
     check(q, k, v, tj.TurboConfig(mode=mode, softmax=softmax), **options)
 
 
+@pytest.mark.quick(5)
 @pytest.mark.parametrize(("block_q", "block_kv"), [(16, 32), (128, 64), (64, 128), (256, 128)])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_block_sizes(block_q, block_kv, head_dim):
@@ -120,6 +122,7 @@ def test_padding_queries_change_nothing(mode):
     assert np.all(np.isneginf(residual[1, 130:]))
 
 
+@pytest.mark.quick(29)
 @pytest.mark.parametrize("spoiled", ["query", "key", "value"])
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 @pytest.mark.parametrize("softmax", [EXACT, SAS_E, SAS_2], ids=["exact", "e", "2"])

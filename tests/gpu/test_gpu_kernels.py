@@ -43,6 +43,7 @@ ATTENTION_GRID = [
 ]
 
 
+@pytest.mark.quick(9)
 @pytest.mark.parametrize(("case", "softmax", "mode"), ATTENTION_GRID)
 def test_attention(mode, softmax, case):
     options = dict(ATTENTION[case])
@@ -69,6 +70,7 @@ def extras_of(names, batch=3, tokens=700, heads=8):
     return {k: v for name in names for k, v in all_of_them[name].items()}
 
 
+@pytest.mark.quick(11)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(
     "names",
@@ -103,6 +105,7 @@ def models_and_blocks():
             yield same[i % len(same)], blocks[i % len(blocks)]
 
 
+@pytest.mark.quick(9)
 @pytest.mark.parametrize(("name", "block"), list(models_and_blocks()))
 def test_attention_of_real_models(name, block):
     heads = MODELS[name]
@@ -167,6 +170,7 @@ DECODE = {
 }
 
 
+@pytest.mark.quick(7)
 @pytest.mark.parametrize("name", CACHES)
 @pytest.mark.parametrize("mode", MODES)
 def test_decode(name, mode):
@@ -181,6 +185,7 @@ def test_decode(name, mode):
     assert_near(got[1], want[1], jnp.float32, 1e-5)
 
 
+@pytest.mark.quick(7)
 @pytest.mark.parametrize("case", DECODE)
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
 def test_decode_options_and_dtypes(case, dtype):

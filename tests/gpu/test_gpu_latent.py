@@ -32,6 +32,7 @@ CASES = {
 }
 
 
+@pytest.mark.quick(7)
 @pytest.mark.parametrize("name", helpers.FORMATS)
 @pytest.mark.parametrize("case", list(CASES))
 def test_equals_the_oracle(case, name):

@@ -14,7 +14,7 @@ from turbojax import models, parallel
 from turbojax.kv.kinds import init_layer_cache, kind_for
 from turbojax.sharding import Axes
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.gpus]
 
 NAMES = (
     "turbo", "turbo gradient", "prefill", "append", "decode", "kv4 append", "kv4 decode", "pages",

@@ -43,6 +43,7 @@ CACHES = {
 LENGTHS = (1000, 64, 1, 0, 331)
 
 
+@pytest.mark.quick(8)
 @pytest.mark.parametrize("softmax", SOFTMAXES)
 @pytest.mark.parametrize("name", CACHES)
 def test_ragged_caches(name, softmax):
@@ -69,6 +70,7 @@ def config_for(options, **fields):
     return tj.TurboConfig(**fields)
 
 
+@pytest.mark.quick(11)
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
 @pytest.mark.parametrize("case", OPTIONS)
 def test_options_and_dtypes(case, dtype):
@@ -83,6 +85,7 @@ def test_options_and_dtypes(case, dtype):
 
 
 # Other head dims are refused in words, which the tests on the CPU hold.
+@pytest.mark.quick(7)
 @pytest.mark.parametrize("name", [n for n, x in MODELS.items() if x.dim % 32 == 0])
 def test_real_models(name):
     heads = MODELS[name]

@@ -96,6 +96,7 @@ GRID = [
 ]
 
 
+@pytest.mark.quick(9)
 @pytest.mark.parametrize(("case", "mode", "gradient", "blocks"), GRID)
 def test_equals_the_definition(case, mode, gradient, blocks):
     arrays, static = arguments(case, config(mode, gradient, blocks))
@@ -103,6 +104,7 @@ def test_equals_the_definition(case, mode, gradient, blocks):
     check(got, gradient_reference.gradient(*arrays, **static), UNIT["bfloat16"])
 
 
+@pytest.mark.quick(7)
 @pytest.mark.parametrize("gradient", ["float", "8bit"])
 @pytest.mark.parametrize("case", ["all", "ragged", "window", "256 channels", "everything"])
 def test_turns_change_no_bit(case, gradient):

@@ -43,6 +43,7 @@ def hopper():
 SIXTEEN = (jnp.bfloat16, jnp.float16)
 
 
+@pytest.mark.quick(9)
 @pytest.mark.parametrize(
     ("name", "kind", "dtype"),
     pairwise(name=[n for n in SHAPES if SHAPES[n][2] in HEAD_DIMS], kind=KINDS, dtype=SIXTEEN),
@@ -54,6 +55,7 @@ def test_equals_the_oracle(name, kind, dtype):
     assert_right(query, cache, tables, lengths, mosaic)
 
 
+@pytest.mark.quick(13)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", ["scale", "negative scale", "soft cap", "window", "padding"])
 def test_options(name, kind):
@@ -63,6 +65,7 @@ def test_options(name, kind):
     assert_right(query, cache, tables, lengths, mosaic, **options)
 
 
+@pytest.mark.quick(13)
 @pytest.mark.parametrize(
     ("name", "kind", "option"), pairwise(name=list(LARGE), kind=KINDS, option=list(OPTIONS))
 )
@@ -77,9 +80,11 @@ def test_full_sizes(name, kind, option):
     is_8_bit = kind == "fp8_e4m3"
     given = (2.0**-4, 0.08) if is_8_bit else (2.0**-7,)
     assert_near(got[0], want[0], jnp.bfloat16, *given)
-    assert_near(got[1], want[1], jnp.float32, 1e-2 if is_8_bit else 1e-3)
+    # A row that sees few tokens: rounding its query to e4m3 alone moves one by 0.031 of the largest.
+    assert_near(got[1], want[1], jnp.float32, *((1e-2, 0.05) if is_8_bit else (1e-3,)))
 
 
+@pytest.mark.quick(7)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_what_is_not_finite_reaches_what_attends_to_it(head_dim, kind):
@@ -91,6 +96,7 @@ def test_neighbours_and_places_do_not_matter(kind):
     check_neighbours_and_places(mosaic, kind, jnp.bfloat16, 128)
 
 
+@pytest.mark.quick(5)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("option", ["plain", "window"])
 def test_chunks_do_not_matter(option, kind):

@@ -121,6 +121,7 @@ def expected(case, dtype, head_dim):
     )
 
 
+@pytest.mark.quick(17)
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("name", LARGE)
@@ -128,6 +129,7 @@ def test_equals_the_oracle(implementation, name, head_dim):
     check(implementation, LARGE[name], jnp.bfloat16, head_dim)
 
 
+@pytest.mark.quick(5)
 @pytest.mark.parametrize(
     ("dtype", "head_dim", "implementation"),
     [
@@ -145,6 +147,7 @@ def test_dtypes_and_head_dims(implementation, dtype, head_dim):
     check(implementation, LARGE["causal"], dtype, head_dim)
 
 
+@pytest.mark.quick(17)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["f32", "bf16"])
 @pytest.mark.parametrize("name", KERNEL_CASES)
 def test_small_blocks_through_triton(name, dtype):
@@ -166,6 +169,7 @@ REAL = {
 }
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("name", REAL)
 def test_real_sizes(implementation, name):

@@ -2,7 +2,9 @@
 
 import json
 import os
+import re
 import types
+from pathlib import Path
 
 import pytest
 
@@ -23,7 +25,7 @@ def report(name, when="call", outcome="passed", seconds=1.0, longrepr=None):
 
 def recorder(folder, monkeypatch, backend="gpu"):
     monkeypatch.setattr(gpu_tests, "machine", lambda: {**MACHINE, "backend": backend})
-    made = gpu_tests.Recorder(folder)
+    made = gpu_tests.Recorder(folder, "gpu_tests")
     for one in (
         report("a", "setup", seconds=0.5),
         report("a"),
@@ -90,21 +92,30 @@ def test_no_record(tmp_path, monkeypatch, backend, status, message):
 
 
 @pytest.mark.parametrize(
-    ("given", "source", "whole"),
+    ("given", "source", "name"),
     [
-        ({}, "TESTPATHS", True),
-        ({"keyword": "int4"}, "TESTPATHS", False),
-        ({"markexpr": "not gpu"}, "TESTPATHS", False),
-        ({"maxfail": 1}, "TESTPATHS", False),
-        ({}, "ARGS", False),
+        ({}, "TESTPATHS", "gpu_tests"),
+        ({"markexpr": "gpus"}, "TESTPATHS", "gpu_tests_several"),
+        ({"keyword": "int4"}, "TESTPATHS", None),
+        ({"markexpr": "not gpu"}, "TESTPATHS", None),
+        ({"maxfail": 1}, "TESTPATHS", None),
+        ({}, "ARGS", None),
     ],
 )
-def test_only_all_of_them_are_recorded(given, source, whole):
-    option = types.SimpleNamespace(**({"markexpr": "gpu", "keyword": ""} | given))
+def test_only_all_of_them_are_recorded(given, source, name):
+    marks = "gpu and not gpus and not slow"
+    option = types.SimpleNamespace(**({"markexpr": marks, "keyword": ""} | given))
     config = types.SimpleNamespace(
         option=option, args_source=getattr(pytest.Config.ArgsSource, source)
     )
-    assert gpu_tests.is_whole(config) is whole
+    assert gpu_tests.record_of(config) == name
+
+
+def test_what_make_runs_is_recorded():
+    """The expressions of markers stand in the Makefile, too."""
+    makefile = (Path(__file__).parents[2] / "Makefile").read_text(encoding="utf-8")
+    runs = re.findall(r'^\t\$\(ON_GPU\) -m "(.+)" ', makefile, re.MULTILINE)
+    assert sorted(runs) == sorted(gpu_tests.RECORDS)
 
 
 def test_the_commit(monkeypatch):

@@ -67,6 +67,7 @@ def test_kernels_store_the_bits_of_plain_jax(name, kernel):
     assert_same_bits(cache, filled(name))
 
 
+@pytest.mark.quick(5)
 @pytest.mark.parametrize("queries", [1, 8])
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("name", CONFIGS)
