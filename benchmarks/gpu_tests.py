@@ -1,4 +1,4 @@
-"""A record of the GPU tests: `pytest -p benchmarks.gpu_tests -m ...`, as `make test-gpu` and others.
+"""A record of the GPU tests: `pytest -p benchmarks.gpu_tests -m ...`, as `make test-gpu` does.
 
 At the end of one of the runs in `RECORDS` it writes `benchmarks/results/NAME_DATE.json`, red runs
 included; `--gpu-record=FOLDER` names another folder (with `=`: pytest takes a path that stands by

@@ -35,6 +35,7 @@ def test_e4m3_is_rounded_although_it_is_converted_back():
     np.testing.assert_array_equal(back, oracles.e4m3(np.asarray(x)).astype(np.float32))
 
 
+@pytest.mark.quick(6)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_cache_holds_what_the_oracle_holds_in_any_split(name):
     key, value = tokens(70, seed=3)

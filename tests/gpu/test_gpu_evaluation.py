@@ -43,6 +43,7 @@ def document():
     return {key: value for key, value in found.items() if key not in ("date", "seconds")}
 
 
+@pytest.mark.slow  # three evaluations: minutes
 def test_bits_repeat():
     first = document()
     jax.clear_caches()

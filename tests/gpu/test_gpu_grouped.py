@@ -44,7 +44,7 @@ def run(implementation, tokens, weight, sizes, bias, activation, precision=None)
     return jax.jit(call)(tokens, weight, sizes, bias=bias)
 
 
-@pytest.mark.quick(15)
+@pytest.mark.quick(7)
 @pytest.mark.parametrize("precision", [None, "highest"])
 @pytest.mark.parametrize("implementation", KERNELS)
 @pytest.mark.parametrize("name", CASES)

@@ -100,7 +100,7 @@ def summed_together(implementation, tokens, weight, precision=None):
     return weight.padded_shape[1] if stays else BLOCK
 
 
-@pytest.mark.quick(27)
+@pytest.mark.quick(15)
 @pytest.mark.parametrize("precision", [None, "highest"])
 @pytest.mark.parametrize("implementation", KERNELS)
 @pytest.mark.parametrize("name", CASES)
@@ -108,6 +108,7 @@ def test_equals_the_oracle(implementation, name, precision):
     check(implementation, name, precision)
 
 
+@pytest.mark.quick(5)
 @pytest.mark.parametrize("scale_dtype", ["e4m3", "bf16"])
 @pytest.mark.parametrize("shape", [(4288, 4096), (200, 1300), (320, 14336)])
 def test_bits_of_few_tokens(shape, scale_dtype):

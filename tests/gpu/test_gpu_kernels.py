@@ -43,7 +43,7 @@ ATTENTION_GRID = [
 ]
 
 
-@pytest.mark.quick(9)
+@pytest.mark.quick(7)
 @pytest.mark.parametrize(("case", "softmax", "mode"), ATTENTION_GRID)
 def test_attention(mode, softmax, case):
     options = dict(ATTENTION[case])
@@ -197,6 +197,7 @@ def test_decode_options_and_dtypes(case, dtype):
 
 
 # More heads to one KV head are refused in words, which the tests on the CPU hold.
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("name", [n for n, x in MODELS.items() if x.query // x.kv <= 64])
 def test_decode_of_real_models(name):
     heads = MODELS[name]
@@ -206,6 +207,7 @@ def test_decode_of_real_models(name):
     assert_near(got[0], want[0], query.dtype, 1e-4)
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("mode", MODES)
 def test_prefill_shares_its_codes_with_the_cache(mode):
     """Whatever `None` chooses stores the bits of plain JAX and attends like it."""

@@ -160,7 +160,7 @@ def test_launches_agree(mode, head_dim):
             assert error(a, b) <= near * np.std(np.asarray(b, np.float32)[finite])
 
 
-@pytest.mark.quick(13)
+@pytest.mark.quick(5)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(
     ("head_dim", "changes"),
@@ -217,7 +217,7 @@ def test_queries_quantized_within_the_kernel_are_the_same(
         np.testing.assert_array_equal(np.asarray(a, np.float32), np.asarray(b, np.float32))
 
 
-@pytest.mark.quick(11)
+@pytest.mark.quick(7)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("size", [1, 64, 65, 190, 450])
@@ -234,6 +234,7 @@ def test_tiles_of_two_blocks(mode, head_dim, size):
             np.testing.assert_array_equal(np.isnan(a), np.isnan(b))
 
 
+@pytest.mark.quick(5)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("cap", [3.0, 50.0])
 def test_soft_caps(mode, cap):

@@ -105,7 +105,7 @@ def test_attention_equals_the_definition(case):
         assert error(ours, truth) <= 1.25 * error(theirs, truth) + (1e-3 + eps) * scale
 
 
-@pytest.mark.quick(8)
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case[:9])))
 def test_gradients_equal_the_definition(case):
     *what, mode, _, rounding, dtype = case

@@ -96,7 +96,7 @@ GRID = [
 ]
 
 
-@pytest.mark.quick(9)
+@pytest.mark.quick(5)
 @pytest.mark.parametrize(("case", "mode", "gradient", "blocks"), GRID)
 def test_equals_the_definition(case, mode, gradient, blocks):
     arrays, static = arguments(case, config(mode, gradient, blocks))
@@ -104,7 +104,7 @@ def test_equals_the_definition(case, mode, gradient, blocks):
     check(got, gradient_reference.gradient(*arrays, **static), UNIT["bfloat16"])
 
 
-@pytest.mark.quick(7)
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("gradient", ["float", "8bit"])
 @pytest.mark.parametrize("case", ["all", "ragged", "window", "256 channels", "everything"])
 def test_turns_change_no_bit(case, gradient):
@@ -133,6 +133,7 @@ def test_dtypes_and_a_negative_scale(dtype, mode, gradient):
     check(got, gradient_reference.gradient(*arrays, **static), UNIT[jnp.dtype(dtype).name])
 
 
+@pytest.mark.quick(5)
 @pytest.mark.parametrize("gradient", ["float", "8bit"])
 @pytest.mark.parametrize(
     "dtype", [jnp.bfloat16, jnp.float16, jnp.float32], ids=["bf16", "f16", "f32"]
@@ -196,6 +197,7 @@ def test_bits_are_the_same_in_every_run_and_batch(gradient):
         np.testing.assert_array_equal(x[0], y[1])
 
 
+@pytest.mark.quick(5)
 @pytest.mark.parametrize("case", ["ragged", "everything", "more queries"])
 @pytest.mark.parametrize("mode", MODES)
 def test_padding_and_blind_rows_have_no_gradient_and_no_say(case, mode):

@@ -121,7 +121,7 @@ def expected(case, dtype, head_dim):
     )
 
 
-@pytest.mark.quick(17)
+@pytest.mark.quick(7)
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("name", LARGE)
@@ -129,7 +129,7 @@ def test_equals_the_oracle(implementation, name, head_dim):
     check(implementation, LARGE[name], jnp.bfloat16, head_dim)
 
 
-@pytest.mark.quick(5)
+@pytest.mark.quick(3)
 @pytest.mark.parametrize(
     ("dtype", "head_dim", "implementation"),
     [
@@ -147,7 +147,7 @@ def test_dtypes_and_head_dims(implementation, dtype, head_dim):
     check(implementation, LARGE["causal"], dtype, head_dim)
 
 
-@pytest.mark.quick(17)
+@pytest.mark.quick(7)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["f32", "bf16"])
 @pytest.mark.parametrize("name", KERNEL_CASES)
 def test_small_blocks_through_triton(name, dtype):
@@ -266,6 +266,7 @@ def test_cotangents_of_what_sees_nothing_are_not_looked_at(implementation):
         assert not np.asarray(x[blind].astype(jnp.float32)).any()
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("tokens", [100, 300])
 def test_nan_of_a_head_stays_in_its_key_head(implementation, tokens):

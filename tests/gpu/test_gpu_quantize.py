@@ -28,7 +28,7 @@ KERNELS = [
 ]
 
 
-@pytest.mark.quick(13)
+@pytest.mark.quick(11)
 @pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("mode", ["int8", "int8_fp8", "fp8"])
 @pytest.mark.parametrize(

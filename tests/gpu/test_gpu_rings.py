@@ -58,6 +58,7 @@ def filled(name, window=SIDES, implementation="xla"):
     return append_all(cache, *tokens(150, 3), implementation)
 
 
+@pytest.mark.quick(5)
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_kernels_store_the_bits_of_plain_jax(name, kernel):

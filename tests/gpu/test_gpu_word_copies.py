@@ -43,7 +43,7 @@ CONFIGS = {
 }
 
 
-@pytest.mark.quick(5)
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("tokens", [1, 4, 8])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_decode(twice, name, tokens):

@@ -43,6 +43,7 @@ def _check(model, wanted, kv_dtype):
     assert made.statistics().preemptions > 0
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("kv_dtype", ["auto", "fp8_e4m3", "turbo4"])
 def test_texts_stay_the_same_where_pages_behind_windows_are_freed(kv_dtype):
     config = dataclasses.replace(
@@ -62,7 +63,7 @@ def test_texts_stay_the_same_where_pages_behind_windows_are_freed(kv_dtype):
     assert [group.window for group in made.statistics().groups] == [None, 24]
 
 
-@pytest.mark.quick(7)
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("kv_dtype", ["auto", "fp8_e4m3", "int8", "turbo4", "k8v4"])
 @pytest.mark.parametrize("windows", [(24, None), (24, 24), (64, 64)])
 def test_nan_in_pages_that_a_window_has_left_reaches_nobody(kv_dtype, windows):
