@@ -24,8 +24,8 @@ _QUICK_CPU = (
 )
 if version("jaxlib").startswith("0.10."):  # newer ones do not know the flag, and end
     _QUICK_CPU += " --xla_cpu_use_fusion_emitters=false"
-# On a GPU they are references that run once: no search for the fastest product of matrices (besides,
-# several processes share the memory), and cuBLAS's products, which need no compiling: a tenth less.
+# On a GPU they are references that run once: no search for the fastest product of matrices, which
+# would need memory that several processes share, and cuBLAS's products, which are not compiled.
 _QUICK_GPU = "--xla_gpu_autotune_level=0 --xla_gpu_enable_triton_gemm=false"
 _ON_GPU = os.environ.get("JAX_PLATFORMS") != "cpu" and Path("/dev/nvidiactl").exists()
 if os.environ.get("TURBOJAX_OPTIMIZE") != "1":
