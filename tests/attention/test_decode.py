@@ -67,14 +67,14 @@ REST = [
 ]
 
 
-@pytest.mark.quick(1, slow=1)
+@pytest.mark.quick(1, slow=0)
 @pytest.mark.parametrize(("mode", "softmax", "implementation"), [*FAST, *REST])
 def test_equals_the_oracle(implementation, mode, softmax):
     """Blocks, buffer, or both; mixed 2- and 4-bit heads; the last four tokens' queries."""
     assert_matches_oracle(queries(4), stored(mode, SOFTMAXES[softmax]), implementation)
 
 
-@pytest.mark.quick(1, slow=1)
+@pytest.mark.quick(1, slow=0)
 @some_modes
 def test_one_query_equals_the_oracle(implementation, mode):
     assert_matches_oracle(queries(1), stored(mode), implementation)
@@ -100,7 +100,7 @@ OPTIONS = {
 }
 
 
-@pytest.mark.quick(first=1, slow=1)
+@pytest.mark.quick(first=1, slow=0)
 @pytest.mark.parametrize(
     ("name", "implementation"),
     [
@@ -195,7 +195,7 @@ def test_long_caches(implementation, window):
     assert_matches_oracle(query, cache, implementation, local_window_size=window)
 
 
-@pytest.mark.quick(first=1, slow=1)
+@pytest.mark.quick(first=1, slow=0)
 @pytest.mark.parametrize("left", [75, 74, 73])
 def test_windows_that_end_between_what_is_read_at_a_time(left):
     """Places in blocks begin after the first token: position 1,024 is in the first 1,024 places."""
@@ -237,7 +237,7 @@ def test_an_empty_cache(implementation, mode):
     np.testing.assert_array_equal(lse, np.full(lse.shape, -np.inf))
 
 
-@pytest.mark.quick(1, slow=1)
+@pytest.mark.quick(1, slow=0)
 @modes([("triton", "int8"), ("xla", "int8")])
 def test_one_token_returns_its_value(implementation, mode):
     """Whatever the query: its weight is the only one. Queries before it see nothing."""
@@ -347,7 +347,7 @@ def test_the_batch_never_changes_a_bit(implementation, mode):
     np.testing.assert_array_equal(decode(*alone, implementation)[0][0], together[1])
 
 
-@pytest.mark.quick(1, slow=2)
+@pytest.mark.quick(1, slow=0)
 @pytest.mark.optimized
 @bits
 def test_what_lies_past_the_lengths_never_changes_a_bit(implementation, mode):
@@ -384,7 +384,7 @@ def test_the_room_left_does_not_matter():
     np.testing.assert_allclose(short, long, atol=2e-6)
 
 
-@pytest.mark.quick(1, slow=2)
+@pytest.mark.quick(1, slow=0)
 @pytest.mark.optimized
 @bits
 def test_two_runs_give_the_same_bits(implementation, mode):

@@ -119,7 +119,7 @@ def close(got, want, limit=3e-6):
         np.testing.assert_allclose(np.asarray(x, np.float64), y, atol=limit, rtol=limit)
 
 
-@pytest.mark.quick(2, slow=2)
+@pytest.mark.quick(2, slow=0)
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("where", ["newest", "offset"])
 @pytest.mark.parametrize("kind", ["exact", "auto"])
@@ -285,7 +285,7 @@ def test_kernels_refuse_offsets_in_words(kind, monkeypatch):
         decode(kind, queries(1), cache, **options)
 
 
-@pytest.mark.quick(1, slow=2)
+@pytest.mark.quick(1, slow=0)
 @pytest.mark.parametrize(
     ("kind", "tokens", "name"),
     [

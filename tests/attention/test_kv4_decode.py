@@ -160,7 +160,7 @@ def matches(implementation, query, cache, **options):
 
 
 # First of all more tokens than plain JAX reads at a time.
-@pytest.mark.quick(first=2, slow=2)
+@pytest.mark.quick(first=2, slow=0)
 @pytest.mark.parametrize(
     ("name", "implementation"),
     [
@@ -207,7 +207,7 @@ def options_of(name):
     return query, cache, options
 
 
-@pytest.mark.quick(first=1, slow=2)
+@pytest.mark.quick(first=1, slow=0)
 @pytest.mark.parametrize(
     ("name", "implementation"),
     [

@@ -29,7 +29,7 @@ from turbojax.ops.options import Options
 LENGTHS = (300, 17, 1, 0)
 
 
-@pytest.mark.quick(2, slow=1)
+@pytest.mark.quick(2, slow=0)
 @pytest.mark.parametrize("kv_dtype", FORMATS)
 def test_equals_the_oracle(kv_dtype):
     assert_matches(queries(4, 3), *filled(kv_dtype, LENGTHS), LENGTHS)
@@ -41,7 +41,7 @@ def test_windows_and_padding(kv_dtype):
     assert_matches(queries(4, 3), pool, tables, LENGTHS, real=(3, 1, 1, 0), window=(20, 0))
 
 
-@pytest.mark.quick(1, slow=1)
+@pytest.mark.quick(1, slow=0)
 @pytest.mark.parametrize(("page_size", "seed"), [(64, 0), (128, 3)])
 def test_page_sizes_and_seeds(page_size, seed):
     lengths = (130, 64)
@@ -49,7 +49,7 @@ def test_page_sizes_and_seeds(page_size, seed):
     assert_matches(queries(2, 1), pool, tables, lengths)
 
 
-@pytest.mark.quick(1, slow=1)
+@pytest.mark.quick(1, slow=0)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_sixteen_bits(dtype):
     lengths = (40, 5)
@@ -57,7 +57,7 @@ def test_sixteen_bits(dtype):
     assert_matches(queries(2, 2, dtype), pool, tables, lengths)
 
 
-@pytest.mark.quick(1, slow=1)
+@pytest.mark.quick(1, slow=0)
 @pytest.mark.parametrize("kv_dtype", FORMATS)
 def test_a_contiguous_cache_gives_the_bits_of_pages(kv_dtype):
     lengths = jnp.asarray([70, 9])
@@ -144,7 +144,7 @@ def test_values_of_fewer_channels_have_a_gradient():
 # What is not finite -------------------------------------------------------------------------------
 
 
-@pytest.mark.quick(3, slow=2)
+@pytest.mark.quick(3, slow=0)
 @pytest.mark.parametrize("kv_dtype", FORMATS)
 @pytest.mark.parametrize("what", ["latent", "rope"])
 def test_nan_reaches_who_sees_it_and_nobody_else(kv_dtype, what):
@@ -373,7 +373,7 @@ def _cache_of(latent, rope):
     return tj.append_latents(cache, latent, rope)
 
 
-@pytest.mark.quick(1, slow=1)
+@pytest.mark.quick(1, slow=0)
 @pytest.mark.parametrize("window", [None, (45, 0)])
 def test_merged_parts_are_the_whole(window):
     """Two caches with the positions of their first tokens, joined; the second holds the newest."""

@@ -41,7 +41,7 @@ SHAPES = [
 ]
 
 
-@pytest.mark.quick(1, slow=2)
+@pytest.mark.quick(1, slow=0)
 @pytest.mark.parametrize(
     ("number", "is_causal"), [(1, True), (0, False), (2, False), (3, True), (4, False)]
 )
@@ -130,7 +130,7 @@ FRACTIONS = ("0.05", "0.15", "0.25", "0.5")
 MASSES = ("0.4", "0.5", "0.6", "0.8")
 
 
-@pytest.mark.quick(1, slow=2)
+@pytest.mark.quick(1, slow=0)
 @pytest.mark.parametrize(
     ("blocks", "is_causal"), [((16, 16), True), ((16, 8), False), ((8, 24), False), ((64, 8), True)]
 )

@@ -113,7 +113,7 @@ def test_importance_and_levels_are_those_of_loops(with_segments, with_offsets, i
                 np.testing.assert_array_equal(got, np.where(mixed, np.minimum(row, 1), row))
 
 
-@pytest.mark.quick(2, slow=1)
+@pytest.mark.quick(2, slow=0)
 @pytest.mark.parametrize(
     "policy", [LocalWindow(16, (32, 64, None)), Strided(16, 3), SimilarityCap(TopK())]
 )

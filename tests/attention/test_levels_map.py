@@ -76,7 +76,7 @@ def test_operands_are_those_of_the_layer(tiny_folder, tmp_path):
         assert np.abs(np.asarray(ours) - theirs).max() < 1e-5
 
 
-@pytest.mark.quick(3, slow=2)
+@pytest.mark.quick(3, slow=0)
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

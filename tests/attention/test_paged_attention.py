@@ -86,7 +86,7 @@ most_kinds = pytest.mark.parametrize(
 )
 
 
-@pytest.mark.quick(first=2, slow=1)
+@pytest.mark.quick(first=2, slow=0)
 @pytest.mark.parametrize(("implementation", "name", "kv_dtype"), GRID)
 def test_equals_the_oracle(implementation, name, kv_dtype):
     lengths, kv_heads, dim, heads, count = SHAPES[name]
@@ -95,7 +95,7 @@ def test_equals_the_oracle(implementation, name, kv_dtype):
     matches(implementation, query, cache, tables, lengths)
 
 
-@pytest.mark.quick(first=2, slow=2)
+@pytest.mark.quick(first=2, slow=0)
 @pytest.mark.parametrize(
     ("implementation", "name", "kv_dtype"),
     [
@@ -135,7 +135,7 @@ def test_mixed_formats_equal_the_oracle(implementation, kv_dtype, name):
     matches(implementation, query, cache, tables, lengths)
 
 
-@pytest.mark.quick(1, slow=1)
+@pytest.mark.quick(1, slow=0)
 @pytest.mark.parametrize(
     ("implementation", "kv_dtype"),
     [*KINDS, ("triton", "k8v4"), ("triton", "int8_v4"), ("triton", "turbo_k3v3")],
@@ -175,13 +175,13 @@ def test_chunks_do_not_matter(kv_dtype):
     check_chunks(attend, kv_dtype)
 
 
-@pytest.mark.quick(first=1, slow=1)  # of pages with norms
+@pytest.mark.quick(first=1, slow=0)  # of pages with norms
 @most_kinds
 def test_what_is_not_finite_reaches_what_attends_to_it(implementation, kv_dtype):
     check_nan(run(implementation), kv_dtype)
 
 
-@pytest.mark.quick(1, slow=2)
+@pytest.mark.quick(1, slow=0)
 @most_kinds
 def test_what_is_out_of_range_is_nan_under_jit(implementation, kv_dtype):
     """For that sequence, padding included; the others' bits stay."""

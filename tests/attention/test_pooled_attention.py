@@ -93,7 +93,7 @@ GRID = [
 ]
 
 
-@pytest.mark.quick(1, slow=1)
+@pytest.mark.quick(1, slow=0)
 @pytest.mark.parametrize(("implementation", "name"), GRID)
 def test_equals_the_oracle(implementation, name):
     """Every level alone and mixed; tails, causality, groups, lengths, blocks of other sizes."""
@@ -220,7 +220,7 @@ def test_a_bad_value_reaches_those_who_see_it_and_nobody_else(name, of):
     assert worst(np.where(reached, 0, np.asarray(got)), np.where(reached, 0, want)) < 2e-6
 
 
-@pytest.mark.quick(1, slow=1)
+@pytest.mark.quick(1, slow=0)
 @pytest.mark.parametrize(
     ("implementation", "dtype", "wrong"),
     [
@@ -326,7 +326,7 @@ def test_memory_grows_with_tokens_not_with_their_square():
     assert large < 8192 * 8192 * 4 / 4
 
 
-@pytest.mark.quick(1, slow=2)
+@pytest.mark.quick(1, slow=0)
 @pytest.mark.parametrize(("size", "level"), [(29, 8), (29, 1), (29, 4), (24, 2)])
 def test_pool_and_spread(size, level):
     """Means of the tokens that are there, and the adjoint: <pool(x), d> = <x, spread(d)>."""

@@ -117,7 +117,7 @@ CASES = {
 }
 
 
-@pytest.mark.quick(22, slow=2)
+@pytest.mark.quick(22, slow=0)
 @pytest.mark.parametrize("name", CASES)
 def test_error_names_value_and_requirement(name):
     call, error, words = CASES[name]

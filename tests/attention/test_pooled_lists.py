@@ -57,7 +57,7 @@ def sees(shape, i, group, query_length):
     return [q for q in rows if not is_causal or group[1] <= q]
 
 
-@pytest.mark.quick(2, slow=2)
+@pytest.mark.quick(2, slow=0)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_lists_by_query_hold_what_a_loop_finds(shape):
     levels = draw(shape)
@@ -105,7 +105,7 @@ spread = jax.jit(pooling.spread, static_argnums=(2, 3))
 
 
 # A tile holds at most 16 blocks, so that of 64 rows wants blocks of 32.
-@pytest.mark.quick(1, slow=2)
+@pytest.mark.quick(1, slow=0)
 @pytest.mark.parametrize(("shape", "rows"), [*zip(SHAPES[::2], (32, 16, 16, 64), strict=True)])
 def test_lists_by_key_hold_what_a_loop_finds(shape, rows):
     levels = draw(shape, seed=1)
@@ -171,7 +171,7 @@ def test_a_tile_of_too_many_blocks_is_refused():
         )
 
 
-@pytest.mark.quick(1, slow=2)
+@pytest.mark.quick(1, slow=0)
 @pytest.mark.parametrize(
     ("size", "lengths"), [(40, (13, 40)), (37, None), (1, None), (24, (0, 17))]
 )

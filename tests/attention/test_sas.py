@@ -72,7 +72,7 @@ def test_other_thresholds(base, threshold):
     np.testing.assert_array_equal(got == 0, x < threshold)
 
 
-@pytest.mark.quick(4, slow=2)
+@pytest.mark.quick(4, slow=0)
 @pytest.mark.parametrize(
     "dtype", [jnp.float32, jnp.bfloat16, jnp.float16], ids=lambda d: jnp.dtype(d).name
 )
@@ -177,7 +177,7 @@ def scores_away_from_steps(seed, shape, axis, base):
     return x.astype(np.float32)
 
 
-@pytest.mark.quick(4, slow=2)
+@pytest.mark.quick(4, slow=0)
 @pytest.mark.parametrize("axis", [-1, 0, 1])
 def test_softmax_equals_the_oracle(base, axis, run):
     x = scores_away_from_steps(1, (6, 7, 33), axis, base)

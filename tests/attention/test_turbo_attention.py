@@ -76,7 +76,7 @@ FIRST += [("float", EXACT, "xla"), ("int8", SAS_E, "triton"), ("fp8", SAS_2, "tr
 FURTHER = [("int8_fp8", SAS_E, "triton"), ("float", SAS_2, "triton"), ("fp8", EXACT, "xla")]
 
 
-@pytest.mark.quick(2, slow=1)
+@pytest.mark.quick(2, slow=0)
 @pytest.mark.parametrize(("mode", "softmax", "implementation"), [*FIRST, *FURTHER])
 def test_equals_the_oracle(implementation, mode, softmax):
     """Ragged and causal."""
@@ -114,7 +114,7 @@ MORE += [("one token", "triton")]
 GRID = [(*names, *PAIRS[5 * i % len(PAIRS)]) for i, names in enumerate([*FAST, *MORE])]
 
 
-@pytest.mark.quick(1, slow=1)
+@pytest.mark.quick(1, slow=0)
 @pytest.mark.parametrize(("case", "implementation", "mode", "softmax"), GRID)
 def test_shapes_and_options_equal_the_oracle(case, implementation, mode, softmax):
     options = dict(CASES[case])
@@ -153,7 +153,7 @@ def test_half_precision_inputs(implementation, dtype, mode):
     assert_matches_oracle(q, k, v, config, implementation, is_causal=True)
 
 
-@pytest.mark.quick(1, slow=1)
+@pytest.mark.quick(1, slow=0)
 @pytest.mark.parametrize(
     ("implementation", "scale"), [("xla", -0.2), ("triton", -0.2), ("triton", 0.0)]
 )
@@ -185,7 +185,7 @@ EXACT_CASES = {
 }
 
 
-@pytest.mark.quick(1, slow=1)
+@pytest.mark.quick(1, slow=0)
 @pytest.mark.parametrize(
     ("case", "implementation"),
     # The next test has all of them by plain JAX.
@@ -212,7 +212,7 @@ def test_float_and_exact_is_attention(case, implementation):
     np.testing.assert_allclose(got, exact, atol=3e-6)
 
 
-@pytest.mark.quick(1, slow=1)
+@pytest.mark.quick(1, slow=0)
 @pytest.mark.parametrize("case", ["causal window", *sorted(set(EXACT_CASES) - {"causal window"})])
 def test_options_mean_what_they_mean_to_jax(case):
     """Equal to `jax.nn.dot_product_attention`: the same conventions."""
@@ -291,7 +291,7 @@ def _rounding_of_weights(q, k, v, mask, block=64):
     return np.moveaxis(total / p.sum(-1, keepdims=True), 1, 2)
 
 
-@pytest.mark.quick(1, slow=1)
+@pytest.mark.quick(1, slow=0)
 @pytest.mark.parametrize(
     ("mode", "limit", "implementation"),
     [("int8", 0.02, "xla"), ("int8_fp8", 0.05, "triton"), ("fp8", 0.08, "xla")],

@@ -139,7 +139,7 @@ FAST = ["one token", "grouped queries", "window", "everything"]
 SLOW = ["causal, more queries", "whole tiles", "window past the keys"]
 
 
-@pytest.mark.quick(1, slow=1)
+@pytest.mark.quick(1, slow=0)
 @pytest.mark.parametrize("name", FAST + SLOW)
 def test_equals_the_oracle(name):
     """Causality, windows, caps, groups, lengths; cotangents of the output and of the residual."""
@@ -253,7 +253,7 @@ ROUNDED = [
 ]
 
 
-@pytest.mark.quick(1, slow=1)
+@pytest.mark.quick(1, slow=0)
 @pytest.mark.parametrize(("name", "mode", "softmax", "gradient"), ROUNDED)
 def test_straight_through_the_rounding(name, mode, softmax, gradient):
     """Weights from the forward pass' own codes and log-sum-exp; `dP` rounded where asked for."""
@@ -268,7 +268,7 @@ def test_straight_through_the_rounding(name, mode, softmax, gradient):
         assert worst(x, y) <= 64 * EPS * size.max()
 
 
-@pytest.mark.quick(1, slow=1)
+@pytest.mark.quick(1, slow=0)
 @pytest.mark.parametrize(
     ("mode", "gradient"),
     [(mode, x) for mode in MODES for x in ("float", "8bit") if (mode, x) != ("float", "8bit")],

@@ -175,7 +175,7 @@ def test_non_finite_tokens_reach_who_sees_them(implementation, mode, where, bad)
         np.testing.assert_array_equal(got[1, :64], clean[1, :64])
 
 
-@pytest.mark.quick(2, slow=2)
+@pytest.mark.quick(2, slow=0)
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf], ids=str)
 def test_non_finite_tokens_in_floating_point(implementation, bad):
     """Mode float: what exact attention makes of it, and no finite number for a NaN or a value."""

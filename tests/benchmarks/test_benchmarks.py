@@ -206,7 +206,7 @@ def test_a_quick_run_holds_every_row_asked_for(result_file):
         assert rows["prefill/tiny/b1-s128/turbo-int8-sas-64/triton"]["status"] == "not run"
 
 
-@pytest.mark.slow
+@pytest.mark.fuzz
 def test_a_result_of_other_versions_is_not_resumed(result_file, tmp_path):
     path = tmp_path / "old.json"
     path.write_text(json.dumps({**json.loads(result_file.read_text()), "jax": "0.0.1"}))

@@ -380,7 +380,7 @@ def test_prose_agrees_with_the_results():
     assert [figure for figure in figures if figure not in text] == []
 
 
-@pytest.mark.quick(slow=4)
+@pytest.mark.quick(slow=2)
 @pytest.mark.parametrize("name", list(SHOWN.plots))
 def test_plots_are_drawn_of_what_there_is(name, tmp_path):
     for i, result in enumerate((RESULT, {**RESULT, "rows": {}})):

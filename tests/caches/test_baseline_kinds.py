@@ -46,7 +46,7 @@ def _oracle(name, x, dtype):
     return low + codes * step, np.broadcast_to(step, x.shape)
 
 
-@pytest.mark.quick(1, slow=2)
+@pytest.mark.quick(1, slow=0)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
 @pytest.mark.parametrize("name", CLASSES)
 def test_holds_what_the_oracle_holds(name, dtype):

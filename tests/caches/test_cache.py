@@ -51,7 +51,7 @@ CASES = [
 # What is stored ----------------------------------------------------------------------------------
 
 
-@pytest.mark.quick(1, slow=1)
+@pytest.mark.quick(1, slow=0)
 @pytest.mark.parametrize("lengths", [(16, 33, 1), (0, 15, 40)], ids=str)
 @pytest.mark.parametrize(("implementation", "config"), CASES)
 def test_a_prompt_stores_what_the_oracle_stores(implementation, config, lengths):
@@ -76,7 +76,7 @@ def test_other_buffers_hold_what_the_oracle_holds(name):
     assert_holds(cache, oracle)
 
 
-@pytest.mark.quick(1, slow=1)
+@pytest.mark.quick(1, slow=0)
 @pytest.mark.parametrize(("implementation", "config"), CASES[:3])
 def test_append_stores_what_the_oracle_stores(implementation, config):
     """After a ragged prompt: buffered, clamped, compressed when full, at each one's own step."""
@@ -192,7 +192,7 @@ def test_errors_are_those_of_the_quantizers():
         assert (error <= bound).mean() > 0.95
 
 
-@pytest.mark.quick(1, slow=2)
+@pytest.mark.quick(1, slow=0)
 @pytest.mark.parametrize("method", ["entropy", "gap_std", "min_max", "variation"])
 def test_heads_of_low_priority_get_fewer_bits(method):
     """By every measure, keys and values ranked separately, each sequence on its own."""
@@ -315,7 +315,7 @@ def test_the_batch_never_changes_a_bit():
         assert_same_bits(alone, jax.tree.map(of, together))
 
 
-@pytest.mark.quick(1, slow=1)
+@pytest.mark.quick(1, slow=0)
 def test_nothing_appended_changes_nothing(implementation):
     cache = prefill(new(MIXED), *tokens(40, seed=35))
     again = append(cache, *tokens(20, seed=36), (0, 0, 0), implementation)

@@ -28,7 +28,7 @@ def test_decode_equals_attention_over_the_ragged_history():
     np.testing.assert_allclose(out, expected, atol=2e-6)
 
 
-@pytest.mark.quick(1, slow=1)
+@pytest.mark.quick(1, slow=0)
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_compiled_in_half_precision(dtype):
     """Where jax's own function asks for float16 products that CPUs do not have."""

@@ -62,7 +62,7 @@ def assert_same_bits(a, b):
     np.testing.assert_array_equal(bits(a.scale), bits(b.scale))
 
 
-@pytest.mark.quick(1, slow=2)
+@pytest.mark.quick(1, slow=0)
 @pytest.mark.optimized
 @pytest.mark.parametrize(("shape", "dtype"), GRID)
 def test_the_kernel_has_the_bits_of_the_definition(shape, dtype):
@@ -78,7 +78,7 @@ def test_the_kernel_has_the_bits_of_the_definition(shape, dtype):
     np.testing.assert_array_equal(wide(want.scale), scale)
 
 
-@pytest.mark.quick(1, slow=1)
+@pytest.mark.quick(1, slow=0)
 @pytest.mark.parametrize(("shape", "dtype"), GRID)
 def test_norm(implementation, shape, dtype):
     """Against the norm in float64: within a step of e4m3 and of the dtype that it is rounded to."""
@@ -114,7 +114,7 @@ def test_the_norm_is_the_models(shape, dtype):
             assert np.count_nonzero(difference) <= 0.002 * x.size
 
 
-@pytest.mark.quick(1, slow=2)
+@pytest.mark.quick(1, slow=0)
 @pytest.mark.parametrize("bad", [np.nan, -np.inf])
 def test_what_is_not_finite_marks_its_token(implementation, bad):
     x = activations((4, 2000), jnp.float32).at[1, 1990].set(bad).at[2, 0].set(bad)
@@ -140,7 +140,7 @@ def test_zeros_and_limits(implementation):
     np.testing.assert_array_equal(wide(got.codes)[2:], [[1, 0, 0], [448, -1, 5.5]])
 
 
-@pytest.mark.quick(1, slow=1)
+@pytest.mark.quick(1, slow=0)
 def test_transforms(implementation):
     x, scale = activations((3, 2, 300), jnp.bfloat16), norm_scale(300, jnp.bfloat16)
 
@@ -217,7 +217,7 @@ LOWERED = pairwise(
 )
 
 
-@pytest.mark.quick(first=2, slow=2)
+@pytest.mark.quick(first=2, slow=0)
 @pytest.mark.parametrize(("shape", "dtype", "has_e4m3", "has_norm"), LOWERED)
 def test_it_lowers(shape, dtype, has_e4m3, has_norm):
     x = jax.ShapeDtypeStruct(shape, dtype)

@@ -42,7 +42,7 @@ def test_layout_by_hand():
     np.testing.assert_array_equal(three, [0b10_00_10_00, 0b11_01_11_01, 0b1111_0000])
 
 
-@pytest.mark.quick(3, slow=2)
+@pytest.mark.quick(3, slow=0)
 @pytest.mark.parametrize("axis", [-1, -2])
 def test_pack_then_unpack_is_the_identity(bits, axis):
     codes = random_codes(bits, (3, 64, 80), seed=1)
@@ -50,7 +50,7 @@ def test_pack_then_unpack_is_the_identity(bits, axis):
     np.testing.assert_array_equal(quantizers.unpack(packed, bits, axis=axis), codes)
 
 
-@pytest.mark.quick(2, slow=2)
+@pytest.mark.quick(2, slow=0)
 @pytest.mark.parametrize("axis", [0, 1])
 def test_unpack_then_pack_keeps_every_byte_pattern(bits, axis):
     """All 256 bytes in every position of a packed group, along either axis."""

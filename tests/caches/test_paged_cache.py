@@ -109,7 +109,7 @@ def test_tokens_come_back_as_the_codec_makes_them(kind, dtype):
     assert [x.dtype for x in shown] == [jnp.dtype(dtype)] * 2
 
 
-@pytest.mark.quick(1, slow=1)
+@pytest.mark.quick(1, slow=0)
 @pytest.mark.parametrize("kind", ["turbo4", "turbo_k3v2", "turbo_k2v3"])
 def test_layout_of_codes(kind):
     """Token 20 of sequence 0 is slot 4 of its second page; bytes and norms are the codec's."""
@@ -194,7 +194,7 @@ def test_int8_is_rounded_to_the_bit(dtype):
         np.testing.assert_array_equal(got_scales, scales)
 
 
-@pytest.mark.quick(1, slow=2)
+@pytest.mark.quick(1, slow=0)
 @pytest.mark.parametrize("kind", ["auto", "fp8_e4m3", "turbo4", "k8v4", "int8", "turbo_k3v2"])
 def test_what_is_not_finite_spoils_its_own_token_and_head_alone(kind):
     key, value = random_tokens(20, 4)
@@ -226,7 +226,7 @@ RANGE = {
 }
 
 
-@pytest.mark.quick(1, slow=2)
+@pytest.mark.quick(1, slow=0)
 @pytest.mark.parametrize("kind", RANGE)
 def test_values_beyond_the_format(kind):
     """An error, NaN under `jit`; where `new_lengths` leaves them out, neither."""
@@ -277,7 +277,7 @@ def test_how_tokens_are_split_into_calls_does_not_matter(kind):
     assert_same_bits(alone, at_once)
 
 
-@pytest.mark.quick(1, slow=2)
+@pytest.mark.quick(1, slow=0)
 @pytest.mark.optimized
 @pytest.mark.parametrize(
     ("size", "kind"),
@@ -423,7 +423,7 @@ def check_donated(kind, dtype, copies):
     assert cache.key.is_deleted()
 
 
-@pytest.mark.quick(1, slow=2)
+@pytest.mark.quick(1, slow=0)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_donated_pool_is_reused(kind):
     """XLA for CPUs has no scatter of 8-bit floats and converts the pool to float16 and back."""

@@ -47,7 +47,7 @@ def assert_pages(cache, want):
         np.testing.assert_array_equal(x, want[name])
 
 
-@pytest.mark.quick(2, slow=2)
+@pytest.mark.quick(2, slow=0)
 @pytest.mark.parametrize("call", [copy, paged.copy_pages], ids=["jit", "eager"])
 @pytest.mark.parametrize("kind", KV_DTYPES)
 def test_copies_read_before_they_write(kind, call):
@@ -61,7 +61,7 @@ def test_copies_read_before_they_write(kind, call):
     assert int(got.lost) == 0
 
 
-@pytest.mark.quick(2, slow=2)
+@pytest.mark.quick(2, slow=0)
 @pytest.mark.parametrize("kind", KV_DTYPES)
 def test_content_is_moved_through_the_host(kind):
     """Out of one pool into another, as numpy arrays, in a fixed number with padding."""

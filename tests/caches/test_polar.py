@@ -58,7 +58,7 @@ def spiky(name, head_dim):
     )
 
 
-@pytest.mark.quick(1, slow=2)
+@pytest.mark.quick(1, slow=0)
 @pytest.mark.parametrize(
     ("data", "head_dim"),
     [
@@ -94,7 +94,7 @@ def test_the_decoded_length_is_the_encoded_one():
 # Codes and norms ---------------------------------------------------------------------------------
 
 
-@pytest.mark.quick(1, slow=2)
+@pytest.mark.quick(1, slow=0)
 @pytest.mark.optimized
 @pytest.mark.parametrize(
     ("dtype", "head_dim", "bits"),
@@ -126,7 +126,7 @@ def test_as_the_oracle(dtype, head_dim, bits):
     )
 
 
-@pytest.mark.quick(2, slow=2)
+@pytest.mark.quick(2, slow=0)
 @pytest.mark.parametrize("bits", [2, 3, 4])
 @pytest.mark.parametrize("head_dim", [16, 80, 128])
 def test_decoding_as_the_oracle(head_dim, bits):
@@ -295,7 +295,7 @@ def test_bytes_by_hand():
     assert_same_bits(polar.to_interchange(*polar.from_interchange(odd)), odd)
 
 
-@pytest.mark.quick(5, slow=2)
+@pytest.mark.quick(5, slow=0)
 @pytest.mark.parametrize("bits", [4, 3, 2])
 @pytest.mark.parametrize("dim", [8, 80, 128])
 def test_packed_codes_have_no_gaps(dim, bits):

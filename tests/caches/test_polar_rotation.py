@@ -25,7 +25,7 @@ def rounding_bound(x):
     return 38 * 2.0**-24 * magnitude / np.sqrt(x.shape[-1])
 
 
-@pytest.mark.quick(1, slow=2)
+@pytest.mark.quick(1, slow=0)
 @pytest.mark.parametrize("head_dim", [*HEAD_DIMS[::2], 1, 2, 12, 56, 320])
 def test_orthogonal_and_as_the_oracle(head_dim):
     """The matrix is Hadamard's with signs, exactly; both directions apply it."""

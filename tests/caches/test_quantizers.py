@@ -48,7 +48,7 @@ def assert_stage_1(x, axis):
         np.testing.assert_array_equal(np.asarray(codes), want)
 
 
-@pytest.mark.quick(1, slow=2)
+@pytest.mark.quick(1, slow=0)
 @pytest.mark.parametrize(
     ("dtype", "axis"),
     [
@@ -64,7 +64,7 @@ def test_stage_1_equals_the_oracle(dtype, axis):
     assert_stage_1(normal((3, 40, 5, 24), dtype, scale=3.0), axis)
 
 
-@pytest.mark.quick(2, slow=2)
+@pytest.mark.quick(2, slow=0)
 @pytest.mark.parametrize("magnitude", [1e-30, 1e-6, 1.0, 1e6, 3e38])
 def test_stage_1_at_any_magnitude(magnitude):
     x = np.random.default_rng(5).uniform(-1, 1, (8, 64)).astype(np.float32)
@@ -111,7 +111,7 @@ def test_stage_1_of_non_finite_blocks(dtype, bad):
     np.testing.assert_array_equal(np.asarray(codes)[[0, 2]], want[[0, 2]])
 
 
-@pytest.mark.quick(1, slow=2)
+@pytest.mark.quick(1, slow=0)
 @pytest.mark.parametrize("quantize", [quantizers.quantize_int8, quantizers.quantize_fp8])
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_non_finite_tokens_of_large_blocks(quantize, bad):

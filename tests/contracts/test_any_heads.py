@@ -105,7 +105,7 @@ def filled(heads, implementation="xla"):
     return append(cache, *tokens(heads, max(ADDED), 2), ADDED, implementation)
 
 
-@pytest.mark.quick(1, slow=1)
+@pytest.mark.quick(1, slow=0)
 @heads_of_one_case
 def test_what_is_stored_is_the_oracles(heads):
     """Bit for bit: which heads have how many bits, their codes, scales and buffers."""
@@ -127,7 +127,7 @@ DECODED = [("xla", 3), ("triton", 3), ("xla", 1), ("xla", 5), ("xla", 7)]
 DECODED += [("triton", heads) for heads in (1, 5, 7)]
 
 
-@pytest.mark.quick(1, slow=1)
+@pytest.mark.quick(1, slow=0)
 @pytest.mark.parametrize(("implementation", "heads"), DECODED)
 def test_attention_to_it_is_the_oracles(implementation, heads):
     """In float64 over what is stored, two queries a KV head; one sequence is of one token."""
@@ -178,7 +178,7 @@ def abstract(heads, tokens, of_each):
     return cache, shape, jax.ShapeDtypeStruct((2,), jnp.int32)
 
 
-@pytest.mark.quick(first=1, slow=2)
+@pytest.mark.quick(first=1, slow=0)
 @heads_of_one_case
 @pytest.mark.parametrize("implementation", ["mosaic_gpu", "triton"])
 def test_decoding_lowers(implementation, heads):
@@ -192,7 +192,7 @@ def test_decoding_lowers(implementation, heads):
     assert name in lower_for_cuda(run, query, cache, lengths)
 
 
-@pytest.mark.quick(first=1, slow=1)
+@pytest.mark.quick(first=1, slow=0)
 @heads_of_one_case
 @pytest.mark.parametrize("implementation", ["mosaic_gpu", "triton"])
 def test_storing_lowers(monkeypatch, implementation, heads):

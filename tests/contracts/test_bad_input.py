@@ -330,7 +330,7 @@ CALLS = {
 }
 
 
-@pytest.mark.quick(68, slow=2)
+@pytest.mark.quick(68, slow=0)
 @pytest.mark.parametrize("name", CALLS)
 def test_a_wrong_call_says_what_is_wrong(name):
     """The right kind of error, naming the value and the requirement."""

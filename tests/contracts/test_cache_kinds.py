@@ -196,7 +196,7 @@ FORMATS = {
 }
 
 
-@pytest.mark.quick(3, slow=2)
+@pytest.mark.quick(3, slow=0)
 @pytest.mark.parametrize("name", FORMATS)
 def test_formats_on_disk_stay(name):
     kind, arrays = FORMATS[name]

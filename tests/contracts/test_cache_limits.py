@@ -35,7 +35,7 @@ def config(request):
 # Non-finite tokens -------------------------------------------------------------------------------
 
 
-@pytest.mark.quick(1, slow=2)
+@pytest.mark.quick(1, slow=0)
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf], ids=str)
 @pytest.mark.parametrize("position", [3, 18, 38], ids=["first block", "second", "buffer"])
 def test_non_finite_prompt_tokens_are_not_hidden(implementation, bad, position):
@@ -59,7 +59,7 @@ def test_non_finite_prompt_tokens_are_not_hidden(implementation, bad, position):
     cache.validate()
 
 
-@pytest.mark.quick(1, slow=2)
+@pytest.mark.quick(1, slow=0)
 @pytest.mark.parametrize("bad", [np.nan, -np.inf], ids=str)
 def test_non_finite_appended_tokens_are_not_hidden(implementation, bad):
     """They turn their head's universal scale to NaN; what was compressed before stays."""
@@ -84,7 +84,7 @@ def test_a_non_finite_first_token_is_not_hidden(implementation):
     assert np.isfinite(got[1:]).all()
 
 
-@pytest.mark.quick(1, slow=1)
+@pytest.mark.quick(1, slow=0)
 @pytest.mark.parametrize("bad", [np.nan, np.inf], ids=str)
 def test_non_finite_tokens_in_any_split(bad):
     """The same bits one by one, in pieces and at once, and the oracle's: NaN from its block on."""
@@ -205,7 +205,7 @@ def test_compression_ratio(low, least, with_buffer):
     )
 
 
-@pytest.mark.quick(1, slow=2)
+@pytest.mark.quick(1, slow=0)
 def test_nbytes_counts_what_is_held(config):
     """The sum over every array, before and after use, and what bits and shapes predict."""
     cache = new(config, max_length=100)

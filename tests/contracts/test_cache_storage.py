@@ -83,7 +83,7 @@ def test_other_dtypes_come_back(tmp_path, kind, dtype):
     assert_same_contents(loaded, cache)
 
 
-@pytest.mark.quick(1, slow=2)
+@pytest.mark.quick(1, slow=0)
 @pytest.mark.parametrize("kind", SOME.values(), ids=SOME)
 def test_an_empty_cache_comes_back(tmp_path, kind):
     cache = init_layer_cache(2, 70, HEADS, HEAD_DIM, kind=kind)
@@ -91,7 +91,7 @@ def test_an_empty_cache_comes_back(tmp_path, kind):
     assert_same_leaves(load_cache(tmp_path / "cache")[0], cache)
 
 
-@pytest.mark.quick(1, slow=2)
+@pytest.mark.quick(1, slow=0)
 @pytest.mark.parametrize("kind", ["exact", "mixed", "kv4", "turbo4"])
 def test_what_is_not_finite_comes_back(tmp_path, kind):
     key, value = tokens(40, 4)
@@ -162,7 +162,7 @@ def test_part_of_a_layer_is_stored_without_the_rest_of_its_pool(tmp_path):
         np.testing.assert_array_equal(got[0, :23], want[2, :23])
 
 
-@pytest.mark.quick(1, slow=2)
+@pytest.mark.quick(1, slow=0)
 @pytest.mark.parametrize(
     "kv_dtype", ["auto", "fp8_e5m2", "fp8_e4m3", "int8", "turbo4", "k8v4", "turbo_k4v2"]
 )
@@ -182,7 +182,7 @@ def test_a_pool_comes_back_whole(tmp_path, kv_dtype):
 # Room --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.quick(1, slow=1)
+@pytest.mark.quick(1, slow=0)
 @pytest.mark.parametrize("kind", SOME.values(), ids=SOME)
 def test_only_what_is_held_takes_space(tmp_path, kind):
     sizes = []
@@ -207,7 +207,7 @@ def test_a_loaded_cache_may_have_more_room(tmp_path, kind):
 
 
 @pytest.mark.optimized
-@pytest.mark.quick(1, slow=2)
+@pytest.mark.quick(1, slow=0)
 @pytest.mark.parametrize("kind", SOME.values(), ids=SOME)
 def test_it_may_have_less_room_but_not_too_little(tmp_path, kind):
     save_cache(tmp_path / "cache", filled(kind, 300))

@@ -29,7 +29,7 @@ def heads(seed=0, batch=3, tokens=50, count=6, head_dim=16, dtype=jnp.float32):
     return jnp.asarray(x, dtype)
 
 
-@pytest.mark.quick(2, slow=2)
+@pytest.mark.quick(2, slow=0)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=lambda d: jnp.dtype(d).name)
 def test_equals_the_oracle(method, dtype):
     x = heads(dtype=dtype)
@@ -56,7 +56,7 @@ def test_the_default_is_the_papers(method):
         assert not np.allclose(tj.head_priority(x), tj.head_priority(x, method))
 
 
-@pytest.mark.quick(1, slow=2)
+@pytest.mark.quick(1, slow=0)
 def test_a_mask_hides_tokens(method):
     """Hidden tokens, garbage or NaN, count as absent: the bits of the shorter prompt."""
     x = heads(seed=2)
@@ -138,7 +138,7 @@ def test_wrong_calls():
         tj.head_priority(x, where=jnp.ones((3, 49), bool))
 
 
-@pytest.mark.quick(2, slow=2)
+@pytest.mark.quick(2, slow=0)
 @pytest.mark.parametrize("method", ["gap_std", "entropy", "min_max", "variation"])
 @pytest.mark.parametrize("bad", [np.nan, -np.inf], ids=str)
 def test_one_bad_value_anywhere_is_not_lost(method, bad):

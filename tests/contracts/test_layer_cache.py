@@ -86,7 +86,7 @@ def real(x):
     )
 
 
-@pytest.mark.quick(1, slow=2)
+@pytest.mark.quick(1, slow=0)
 @pytest.mark.parametrize(
     ("kind", "options"),
     [*((kind, "all") for kind in KINDS), ("exact", "plain"), ("4bit", "window")],
@@ -178,7 +178,7 @@ def test_without_a_cache(options):
     np.testing.assert_allclose(out, full, atol=2e-5)
 
 
-@pytest.mark.quick(8, slow=2)
+@pytest.mark.quick(8, slow=0)
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("first", [0, 3])
 def test_padding_on_either_side(options, first):

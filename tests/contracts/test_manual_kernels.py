@@ -36,7 +36,7 @@ def lower(call, arguments, axis="data"):
         return split.trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
 
 
-@pytest.mark.quick(1, slow=1)
+@pytest.mark.quick(1, slow=0)
 @pytest.mark.parametrize("name", NAMES)
 def test_lowers(name):
     text = lower(*CASES[name].build())
@@ -45,7 +45,7 @@ def test_lowers(name):
     assert "all_reduce" not in text
 
 
-@pytest.mark.quick(1, slow=1)
+@pytest.mark.quick(1, slow=0)
 @pytest.mark.parametrize(
     ("name", "axis"),
     [

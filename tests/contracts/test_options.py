@@ -104,7 +104,7 @@ def test_a_layers_scale_is_completed_for_its_heads():
 CASES = [(causal, window) for causal in (False, True) for window in (None, (0, 0), (2, 1), (9, 0))]
 
 
-@pytest.mark.quick(6, slow=2)
+@pytest.mark.quick(6, slow=0)
 @pytest.mark.parametrize(("causal", "window"), CASES)
 def test_the_mask_is_that_of_jax(causal, window):
     """Of `jax.nn.dot_product_attention` with equal values: row sums of its mask."""

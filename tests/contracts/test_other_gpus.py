@@ -25,7 +25,7 @@ LOWERED = {
 }
 
 
-@pytest.mark.quick(2, slow=2)
+@pytest.mark.quick(2, slow=0)
 @pytest.mark.parametrize(
     ("name", "capability"),
     [(name, capability) for name, found in LOWERED.items() for capability in found],

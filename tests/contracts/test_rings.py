@@ -121,7 +121,7 @@ def test_it_is_no_ring_where_that_would_save_nothing(kind):
 # Attention ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.quick(1, slow=1)
+@pytest.mark.quick(1, slow=0)
 @pytest.mark.parametrize("kind", KINDS)
 def test_it_attends_as_a_cache_that_holds_all_tokens(kind):
     """The bits of plain JAX's, but for exact caches, whose sums run in another order."""
@@ -152,7 +152,7 @@ def test_exact_attention_sees_the_last_tokens_of_the_text():
         np.testing.assert_allclose(out[b : b + 1], want, atol=2e-6)
 
 
-@pytest.mark.quick(1, slow=1)
+@pytest.mark.quick(1, slow=0)
 @pytest.mark.parametrize("kind", ["exact", "kv4", "4bit"])
 def test_many_new_tokens_attend_in_parts(kind):
     """More than the ring has room for beyond the window, in one call of a layer."""
@@ -200,7 +200,7 @@ def test_what_no_window_reaches_any_more_is_forgotten():
 # Writing -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.quick(1, slow=1)
+@pytest.mark.quick(1, slow=0)
 @pytest.mark.parametrize("kind", KINDS)
 def test_how_tokens_are_split_into_calls_does_not_matter(kind):
     """One call with more tokens than there is room for, calls with one, and ragged ones."""
@@ -226,7 +226,7 @@ def test_a_prompt_is_stored_as_if_appended(kind):
     assert_same(stored.lengths, at_once.lengths)
 
 
-@pytest.mark.quick(2, slow=1)
+@pytest.mark.quick(2, slow=0)
 @pytest.mark.parametrize("kind", ["kv4", "4bit", "mixed"])
 def test_what_it_holds_is_what_a_cache_of_all_tokens_holds_there(kind):
     dequantize = kv4.dequantize if kind == "kv4" else tj.dequantize
@@ -239,7 +239,7 @@ def test_what_it_holds_is_what_a_cache_of_all_tokens_holds_there(kind):
         np.testing.assert_array_equal(got, np.where(position >= oldest, want, 0))
 
 
-@pytest.mark.quick(1, slow=1)
+@pytest.mark.quick(1, slow=0)
 @pytest.mark.parametrize("kind", KINDS)
 def test_max_length_is_still_the_longest_text(kind):
     cache = append(new(kind, max_length=200), tokens(PROMPT, 1), tokens(PROMPT, 2))
@@ -335,7 +335,7 @@ def test_rows_by_counting():
 # Kernels -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.quick(3, slow=2)
+@pytest.mark.quick(3, slow=0)
 @pytest.mark.parametrize("op", ["mosaic_gpu", "triton", "store_prompt", "append", "kv4"])
 def test_kernels_lower_for_a_gpu(op):
     """With blocks, or tiles of tokens, found modulo the ring's size."""

@@ -205,7 +205,7 @@ def test_a_module_attends_to_short_sequences_exactly(calls):
     assert 0 < error < 0.1 * np.abs(np.asarray(rounded, np.float32)).mean()
 
 
-@pytest.mark.quick(3, slow=1)
+@pytest.mark.quick(3, slow=0)
 @pytest.mark.parametrize("axes", [(0, 0, 0), (0, None, None), (None, 1, 0), (3, None, 2)], ids=str)
 def test_mapped_axes_are_part_of_the_batch(calls, axes):
     """For cuDNN, which takes four axes; a mapped call is the stack of its calls."""

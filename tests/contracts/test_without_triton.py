@@ -251,7 +251,7 @@ def lowered(monkeypatch, name):
     return lower_for_cuda(call, *operands)
 
 
-@pytest.mark.quick(1, slow=2)
+@pytest.mark.quick(1, slow=0)
 @pytest.mark.parametrize("name", CASES)
 def test_what_hopper_runs_needs_no_triton(monkeypatch, name):
     needed = TRITON in lowered(monkeypatch, name)

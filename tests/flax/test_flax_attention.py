@@ -47,7 +47,7 @@ def close(out, expected):
 # The mathematics ----------------------------------------------------------------------------------
 
 
-@pytest.mark.quick(slow=4)
+@pytest.mark.quick(slow=2)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_whole_sequences(variant):
     options, expected = VARIANTS[variant]

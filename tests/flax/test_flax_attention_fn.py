@@ -78,7 +78,7 @@ MASKS = {
 }
 
 
-@pytest.mark.quick(3, slow=2)
+@pytest.mark.quick(3, slow=0)
 @pytest.mark.parametrize(("name", "jitted"), [(name, i % 2 > 0) for i, name in enumerate(MASKS)])
 def test_masks(name, jitted):
     fn, mask = MASKS[name]
@@ -142,7 +142,7 @@ WRONG = {
 }
 
 
-@pytest.mark.quick(2, slow=2)
+@pytest.mark.quick(2, slow=0)
 @pytest.mark.parametrize("name", WRONG)
 def test_other_masks_raise_or_are_nan(name):
     """The second sequence's mask cannot be; the first one's result and gradient stay right."""
@@ -348,7 +348,7 @@ def test_nnx_gradient():
         np.testing.assert_allclose(ours, exact, rtol=0, atol=MODULE_ROUNDING * scale)
 
 
-@pytest.mark.quick(1, slow=2)
+@pytest.mark.quick(1, slow=0)
 @pytest.mark.parametrize("window", [None, (3, 0)])
 @pytest.mark.parametrize("jitted", [False, True])
 def test_nnx_decodes_what_the_whole_pass_gives(jitted, window):

@@ -197,7 +197,7 @@ def test_implementations_are_those_of_the_caches_ops():
     np.testing.assert_array_equal(layer(x), module(cache=SMALL)(x))
 
 
-@pytest.mark.quick(2, slow=2)
+@pytest.mark.quick(2, slow=0)
 @pytest.mark.parametrize("kind", ["exact", "4bit", "kv4", "paged"])
 @pytest.mark.parametrize("attention", ["exact", SMALL], ids=["exactly", "turbo"])
 def test_prompts_attend_as_asked(kind, attention):

@@ -26,7 +26,7 @@ def frozen_bytes(module):
     return {path: np.asarray(x.get_value()).tobytes() for path, x in nnx.to_flat_state(state)}
 
 
-@pytest.mark.quick(1, slow=2)
+@pytest.mark.quick(1, slow=0)
 @pytest.mark.parametrize("use_bias", [True, False])
 @pytest.mark.parametrize("scale_dtype", ["e4m3", "bf16"])
 def test_is_the_op(scale_dtype, use_bias):

@@ -99,7 +99,7 @@ def flax_results(arrays, mask, is_causal):
     yield nn.dot_product_attention(*arrays, mask=mask)
 
 
-@pytest.mark.quick(1, slow=1)
+@pytest.mark.quick(1, slow=0)
 @pytest.mark.parametrize("name", CASES)
 def test_a_mask_gives_what_flax_gives_or_is_refused(name):
     causal, call_causal, tokens, keys, mask, outcome = CASES[name]
@@ -233,7 +233,7 @@ def transforms(fn):
 TRANSFORMS = list(transforms(None))
 
 
-@pytest.mark.quick(1, slow=2)
+@pytest.mark.quick(1, slow=0)
 @pytest.mark.parametrize("name", TRANSFORMS)
 def test_the_first_call_warns_and_no_other(name, forgotten):
     call, arrays = jax.jit(transforms(FNS[False])[name]), operands()
@@ -283,7 +283,7 @@ def test_warnings_can_be_switched_off(forgotten):
     assert jnp.isfinite(out[0]).all()
 
 
-@pytest.mark.quick(1, slow=2)
+@pytest.mark.quick(1, slow=0)
 @pytest.mark.parametrize("name", ["jit", "grad", "remat", "scan"])
 def test_checkify_finds_it(name):
     """Also where there is no warning. jax itself loses checks in the gradient of a scan."""

@@ -83,7 +83,7 @@ def test_what_flax_computes_and_its_gradient(name):
         np.testing.assert_allclose(grad, want, rtol=0, atol=T * ROUNDING)
 
 
-@pytest.mark.quick(2, slow=2)
+@pytest.mark.quick(2, slow=0)
 @pytest.mark.parametrize("name", MASKS)
 def test_pooled_attention(name):
     mask = jnp.asarray(MASKS[name])[:, None]

@@ -135,7 +135,7 @@ LOWERED = pairwise(
 )
 
 
-@pytest.mark.quick(1, slow=2)
+@pytest.mark.quick(1, slow=0)
 @pytest.mark.parametrize(
     ("feature", "softmax", "head_dim", "tokens", "mode", "dtype", "block_kv"),
     LOWERED[::3],
@@ -168,7 +168,7 @@ EXTRAS = pairwise(
 )
 
 
-@pytest.mark.quick(1, slow=2)
+@pytest.mark.quick(1, slow=0)
 @pytest.mark.parametrize(
     ("extras", "feature", "head_dim", "mode", "softmax", "dtype", "out_dtype", "block_kv"),
     EXTRAS[::3],
@@ -193,7 +193,7 @@ LAUNCHES = [
 ]
 
 
-@pytest.mark.quick(1, slow=1)
+@pytest.mark.quick(1, slow=0)
 @pytest.mark.parametrize(("launch", "mode"), list(zip(LAUNCHES, MODES[1:] * 3, strict=False)))
 def test_launches_lower(launch, mode):
     softmax = (EXACT, SAS_E)[launch[1]]
@@ -202,7 +202,7 @@ def test_launches_lower(launch, mode):
     assert "mosaic_gpu" in lower(config, **options)
 
 
-@pytest.mark.quick(1, slow=1)
+@pytest.mark.quick(1, slow=0)
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("block_q", [64, 128])
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])

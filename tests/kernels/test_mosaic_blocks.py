@@ -76,7 +76,7 @@ def check(x, lengths, block, is_int8, channels=None, multiple=None, **options):
     same(codes, want.swapaxes(2, 3) if options.get("tokens_last") else want)
 
 
-@pytest.mark.quick(7, slow=2)
+@pytest.mark.quick(7, slow=0)
 @pytest.mark.usefixtures("emulated")
 @pytest.mark.parametrize("case", ["normal", "ties", "tiny"])
 @pytest.mark.parametrize("is_int8", [True, False])
@@ -94,7 +94,7 @@ def test_codes_are_exact(case, is_int8, shape, block, dtype, options):
     check(values(shape, dtype, case), lengths, block, is_int8, **options)
 
 
-@pytest.mark.quick(2, slow=2)
+@pytest.mark.quick(2, slow=0)
 @pytest.mark.usefixtures("emulated")
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("is_int8", [True, False])
@@ -111,7 +111,7 @@ def test_what_is_not_finite_marks_its_block(bad, is_int8, dtype):
     assert not np.isnan(scales).any()
 
 
-@pytest.mark.quick(1, slow=2)
+@pytest.mark.quick(1, slow=0)
 @pytest.mark.usefixtures("emulated")
 @pytest.mark.parametrize(("dtype", "most"), [("bfloat16", 128), ("float16", 1), ("float32", 2)])
 def test_maxima(monkeypatch, dtype, most):
@@ -127,7 +127,7 @@ def test_maxima(monkeypatch, dtype, most):
     assert np.isnan(maxima).any(2).tolist() == [[False, True], [False, False]]
 
 
-@pytest.mark.quick(1, slow=1)
+@pytest.mark.quick(1, slow=0)
 @pytest.mark.usefixtures("emulated")
 @pytest.mark.parametrize("value_dtype", [jnp.int8, jnp.float8_e4m3fn])
 def test_keys_and_values(value_dtype):

@@ -128,7 +128,7 @@ def test_a_prompt(name, size, lengths):
 
 
 @pytest.mark.usefixtures("emulated")
-@pytest.mark.quick(1, slow=1)
+@pytest.mark.quick(1, slow=0)
 @pytest.mark.parametrize("kernels", [mosaic_gpu, triton])
 @pytest.mark.parametrize("size", [1, 3])
 def test_prompts_of_first_tokens_alone(size, kernels):
@@ -159,7 +159,7 @@ def test_tokens(name):
 
 
 @pytest.mark.usefixtures("emulated")
-@pytest.mark.quick(slow=1)
+@pytest.mark.fuzz
 @pytest.mark.parametrize("heads", [1, 3, 5, 7])
 def test_odd_numbers_of_heads(heads):
     """``"2/4bit"``, whose keys and values have unlike numbers of each width; one token alone."""
@@ -177,7 +177,7 @@ def test_odd_numbers_of_heads(heads):
     assert cache.num_blocks.tolist() == [2, 1, 0]
 
 
-@pytest.mark.slow
+@pytest.mark.fuzz
 @pytest.mark.usefixtures("emulated")
 def test_parts_of_caches():
     """Blocks 1 to 3 of a device; buffers become block 4, 1 and 0: another device's, its own."""
@@ -279,7 +279,7 @@ def test_scales_of_tokens():
     assert_same_bits(cache, expected)
 
 
-@pytest.mark.quick(2, slow=1)
+@pytest.mark.quick(2, slow=0)
 @pytest.mark.parametrize("bits", [(4, 4), (3, 2)])
 @pytest.mark.parametrize("mode", ["int8", "int8_fp8", "fp8"])
 @pytest.mark.parametrize(("dim", "block"), [(128, 64), (256, 128), (80, 16)])

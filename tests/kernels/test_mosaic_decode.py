@@ -48,7 +48,7 @@ LOWERED = pairwise(
 )[::2]
 
 
-@pytest.mark.quick(2, slow=2)
+@pytest.mark.quick(2, slow=0)
 @pytest.mark.parametrize(("queries", "bits", "head_dim", "softmax", "dtype"), LOWERED)
 def test_it_lowers(queries, bits, head_dim, softmax, dtype):
     """Every width, softmax, head dim, dtype and number of queries."""
@@ -73,7 +73,7 @@ def test_it_lowers_with_window_cap_mixed_widths_and_long_blocks():
     assert "mosaic_gpu" in text
 
 
-@pytest.mark.quick(first=2, slow=2)
+@pytest.mark.quick(first=2, slow=0)
 @pytest.mark.parametrize(("splits", "cluster"), [(3, 1), (8, 8), (1, 1), (3, 3), (8, 4)])
 def test_only_clusters_apart_need_a_second_kernel(splits, cluster):
     cache = abstract_cache()

@@ -104,7 +104,7 @@ def attend(lane, x, cache):
     return out[: x.shape[2]] / total[: x.shape[2], None]
 
 
-@pytest.mark.quick(1, slow=1)
+@pytest.mark.quick(1, slow=0)
 @pytest.mark.parametrize(
     ("bits", "dim", "size"),
     [

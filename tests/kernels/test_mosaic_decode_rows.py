@@ -193,7 +193,7 @@ SHAPES = {
 }
 
 
-@pytest.mark.quick(1, slow=1)
+@pytest.mark.quick(1, slow=0)
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("bits", [(4, 4), (2, 4), (4, 2), (2, 2)])
 @pytest.mark.parametrize("shape", SHAPES)
@@ -223,7 +223,7 @@ def config_for(options, **fields):
     return tj.TurboConfig(first_tokens=0 if options.get("window") else None, **fields)
 
 
-@pytest.mark.quick(2, slow=2)
+@pytest.mark.quick(2, slow=0)
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("case", OPTIONS)
 def test_options(here, case, size):
@@ -249,7 +249,7 @@ def test_heads_of_the_lower_of_two_widths(here, size):
     compare(here, cache, q, rows=16, size=size, widest=4)
 
 
-@pytest.mark.quick(2, slow=1)
+@pytest.mark.quick(2, slow=0)
 @pytest.mark.parametrize("softmax", SOFTMAXES)
 @pytest.mark.parametrize("window", [None, (70, 0)])
 def test_nan_reaches_what_it_reaches_in_the_definition(here, softmax, window):

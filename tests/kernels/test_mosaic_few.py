@@ -190,7 +190,7 @@ CASES = {
 }
 
 
-@pytest.mark.quick(1, slow=1)
+@pytest.mark.quick(1, slow=0)
 @pytest.mark.parametrize("name", CASES)
 def test_programs(product, name):
     (count, out_size, in_size), scales, activation, launch = CASES[name]

@@ -33,7 +33,7 @@ def quantize(monkeypatch):
     return jax.jit(mosaic_gpu.quantize.__wrapped__, static_argnames="eps")
 
 
-@pytest.mark.quick(first=3, slow=2)
+@pytest.mark.quick(first=3, slow=0)
 @pytest.mark.parametrize(
     ("channels", "dtype", "tokens"),
     [
@@ -48,7 +48,7 @@ def test_the_bits_of_the_definition(quantize, channels, dtype, tokens):
     assert_same_bits(quantize(x, None, eps=0.0), quantize_activation(x, implementation="xla"))
 
 
-@pytest.mark.quick(first=2, slow=2)
+@pytest.mark.quick(first=2, slow=0)
 @pytest.mark.parametrize(
     ("channels", "dtype", "norm_dtype"),
     [
@@ -109,7 +109,7 @@ def test_zeros_and_limits(quantize):
 # The choice, and that it lowers -------------------------------------------------------------------
 
 
-@pytest.mark.quick(first=2, slow=2)
+@pytest.mark.quick(first=2, slow=0)
 @pytest.mark.parametrize(
     ("channels", "dtype", "tokens", "norm_dtype"),
     [

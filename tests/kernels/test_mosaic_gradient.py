@@ -130,7 +130,7 @@ LOWERED = pairwise(
 )
 
 
-@pytest.mark.quick(1, slow=1)
+@pytest.mark.quick(1, slow=0)
 @pytest.mark.parametrize(
     ("feature", "rounding", "head_dim", "tokens", "mode", "dtype", "is_ragged", "block_kv"),
     LOWERED[::2],
@@ -180,7 +180,7 @@ EXTRAS = pairwise(
 )
 
 
-@pytest.mark.quick(1, slow=1)
+@pytest.mark.quick(1, slow=0)
 @pytest.mark.parametrize(
     ("extras", "feature", "rounding", "head_dim", "mode", "dtypes", "is_ragged"), EXTRAS[::2]
 )

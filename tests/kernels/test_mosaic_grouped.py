@@ -130,7 +130,7 @@ def plan_of(sizes, rows, tile):
     return plan.Plan(held, len(sizes))
 
 
-@pytest.mark.quick(1, slow=1)
+@pytest.mark.quick(1, slow=0)
 @pytest.mark.usefixtures("on_lanes")
 @pytest.mark.parametrize("experts", [1, 2, 31, 32, 33, 128, 300])
 def test_the_plan_is_the_definitions(experts):

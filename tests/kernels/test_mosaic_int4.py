@@ -220,7 +220,7 @@ LOWERED = [
 FIRST = [LOWERED[i] for i in (1, 9, 11, 22, 26)]
 
 
-@pytest.mark.quick(2, slow=2)
+@pytest.mark.quick(2, slow=0)
 @pytest.mark.parametrize(
     "case", [*FIRST, *(pytest.param(c, marks=pytest.mark.fuzz) for c in LOWERED if c not in FIRST)]
 )
@@ -258,7 +258,7 @@ def test_every_number_of_tokens_lowers():
     assert {case[0] for case in LOWERED} == set(ROWS)
 
 
-@pytest.mark.quick(1, slow=2)
+@pytest.mark.quick(1, slow=0)
 @pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize("count", [7, 1, 65, 72])
 def test_lowers_under_vmap(count):

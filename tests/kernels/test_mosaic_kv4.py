@@ -45,7 +45,7 @@ def refusal(kind, **shape):
     return mosaic_gpu.decode_unsupported(query=query, cache=cache, options=Options(True, scale=1.0))
 
 
-@pytest.mark.quick(first=2, slow=2)
+@pytest.mark.quick(first=2, slow=0)
 @pytest.mark.parametrize(
     ("kind", "shape", "window"),
     [
@@ -185,7 +185,7 @@ def filled(kind, *arguments, **options):
     return module.filled(*arguments, **options)
 
 
-@pytest.mark.quick(2, slow=1)
+@pytest.mark.quick(2, slow=0)
 @pytest.mark.parametrize(
     ("kind", "head_dim", "block", "dtype"),
     [
@@ -202,7 +202,7 @@ def test_a_warp_attends_as_the_definition_says(lanes, kind, head_dim, block, dty
     matches(lanes, kind, normal(3, (3, 1, 4, head_dim), dtype), cache, block)
 
 
-@pytest.mark.quick(3, slow=1)
+@pytest.mark.quick(3, slow=0)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     "options",
@@ -228,7 +228,7 @@ def test_a_ring_is_read_as_a_cache_that_holds_all(lanes):
         np.testing.assert_array_equal(a, b)
 
 
-@pytest.mark.quick(1, slow=1)
+@pytest.mark.quick(1, slow=0)
 @pytest.mark.parametrize("kind", KINDS)
 def test_not_finite_and_what_is_not_seen(lanes, kind):
     query, clean = normal(5, (1, 2, 2, 64)), filled(kind, 1, 64, (41,), room=40)

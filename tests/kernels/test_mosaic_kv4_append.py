@@ -69,7 +69,7 @@ def test_ragged_tokens_have_the_bits_of_the_definition(append, kind, dtype):
     assert cache.lengths.tolist() == [31, 34, 2]
 
 
-@pytest.mark.quick(1, slow=1)
+@pytest.mark.quick(1, slow=0)
 @pytest.mark.parametrize("kind", INIT)
 @pytest.mark.parametrize("dim", [8, 128, 264])
 def test_vectors_that_are_hard_to_round(append, kind, dim):
@@ -98,7 +98,7 @@ def test_what_has_no_room_is_left_out_and_told(append, tokens):
     assert full.overflowed.tolist() == [tokens > 6, True]
 
 
-@pytest.mark.quick(first=1, slow=1)
+@pytest.mark.quick(first=1, slow=0)
 @pytest.mark.parametrize("tokens", [150, 13])
 def test_rings(append, tokens):
     """Of 128 rows more are written than there are, or they are taken in turn."""

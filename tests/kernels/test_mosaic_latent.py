@@ -45,7 +45,7 @@ def lower(name, *, window=None, **shape):
     return lower_for_cuda(functools.partial(kernel.attend, settings=s), *arrays)
 
 
-@pytest.mark.quick(1, slow=1)
+@pytest.mark.quick(1, slow=0)
 @pytest.mark.parametrize(
     ("name", "shape", "is_joined"),
     [
@@ -90,7 +90,7 @@ def lanes(monkeypatch):
     return run
 
 
-@pytest.mark.quick(1, slow=1)
+@pytest.mark.quick(1, slow=0)
 @pytest.mark.parametrize("name", ["fp8_e4m3", "turbo4"])
 @pytest.mark.parametrize("page_size", [16, 128])
 def test_tiles_are_expanded_where_the_matrix_unit_finds_them(lanes, name, page_size):

@@ -98,7 +98,7 @@ LOWERED = pairwise(
 )
 
 
-@pytest.mark.quick(first=3, slow=2)
+@pytest.mark.quick(first=3, slow=0)
 @pytest.mark.parametrize(
     ("queries", "page_size", "kind", "head_dim", "dtype", "options"),
     LOWERED,
@@ -354,7 +354,7 @@ def compare(lane, s, blocks, query, length, query_length, key_scale=None):
     np.testing.assert_allclose(out / totals[:, None], want[seen], rtol=0, atol=tolerance)
 
 
-@pytest.mark.quick(first=5, slow=2)
+@pytest.mark.quick(first=5, slow=0)
 @pytest.mark.parametrize(
     ("kind", "head_dim", "block"),
     [
@@ -374,7 +374,7 @@ def test_a_warp_attends_as_the_definition_says(lanes, kind, head_dim, block):
     compare(lanes, s, blocks, query, 3 * block - 5, 1, 0.5 if "8" in kind else None)
 
 
-@pytest.mark.quick(first=9, slow=2)
+@pytest.mark.quick(first=9, slow=0)
 @pytest.mark.parametrize(
     ("size", "kind"),
     [
@@ -433,7 +433,7 @@ def test_values_are_weighted_as_the_weights_say(lanes, kind):
     np.testing.assert_allclose(out, want, rtol=0, atol=error)
 
 
-@pytest.mark.quick(1, slow=2)
+@pytest.mark.quick(1, slow=0)
 @pytest.mark.parametrize(
     ("dtype", "kind"),
     pairwise(
@@ -448,7 +448,7 @@ def test_queries_of_every_dtype_are_loaded(lanes, kind, dtype):
     compare(lanes, settings(kind), blocks, query, 64, 1)
 
 
-@pytest.mark.quick(13, slow=2)
+@pytest.mark.quick(13, slow=0)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("options", [{"window": (20, 0)}, {"window": (9, 2), "soft_cap": 3.0}])
 def test_several_queries_see_what_they_may(lanes, kind, options):
@@ -460,7 +460,7 @@ def test_several_queries_see_what_they_may(lanes, kind, options):
     compare(lanes, s, blocks, query, 71, 2)
 
 
-@pytest.mark.quick(4, slow=2)
+@pytest.mark.quick(4, slow=0)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_block_that_no_query_sees_changes_no_bit(lanes, kind):
     rng = np.random.default_rng(2)
@@ -480,7 +480,7 @@ def test_a_block_that_no_query_sees_changes_no_bit(lanes, kind):
         np.testing.assert_array_equal(a, b)
 
 
-@pytest.mark.quick(14, slow=2)
+@pytest.mark.quick(14, slow=0)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("where", ["query", "key", "value"])
 def test_nan_reaches_what_attends_to_it_and_nothing_else(lanes, kind, where):

@@ -48,7 +48,7 @@ def same(monkeypatch):
     return functools.partial(assert_stores_the_same, run=run)
 
 
-@pytest.mark.quick(1, slow=1)
+@pytest.mark.quick(1, slow=0)
 @pytest.mark.parametrize(
     ("kv_dtype", "head_dim", "dtype"),
     [
@@ -70,7 +70,7 @@ def test_ragged_tokens(same, kv_dtype, head_dim, dtype):
     same(cache, *x, TABLES, before + count, new_lengths=integers(1, 0, 1))
 
 
-@pytest.mark.quick(first=2, slow=1)
+@pytest.mark.quick(first=2, slow=0)
 @pytest.mark.parametrize(
     ("kv_dtype", "head_dim", "dtype"),
     [("turbo_k3v2", 128, jnp.bfloat16), *pairwise(
@@ -123,7 +123,7 @@ def specification(kv_dtype, head_dim=128, dtype=jnp.bfloat16, tokens=1, heads=8,
     return cache, x, x, tables, jax.ShapeDtypeStruct((4,), jnp.int32)
 
 
-@pytest.mark.quick(first=2, slow=2)
+@pytest.mark.quick(first=2, slow=0)
 @pytest.mark.parametrize(
     ("kv_dtype", "head_dim", "dtype", "tokens", "page_size"),
     [

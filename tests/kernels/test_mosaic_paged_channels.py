@@ -15,7 +15,7 @@ from tests.kernels.test_mosaic_paged import lanes as lanes  # a fixture
 from tests.kernels.test_mosaic_paged import lower, oracle, run, settings
 
 
-@pytest.mark.quick(4, slow=2)
+@pytest.mark.quick(4, slow=0)
 @pytest.mark.parametrize(
     ("kind", "channels", "padded"),
     [

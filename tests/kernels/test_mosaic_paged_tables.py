@@ -13,7 +13,7 @@ from tests.oracles import warp
 from turbojax.state.pages import checks
 
 
-@pytest.mark.quick(5, slow=2)
+@pytest.mark.quick(5, slow=0)
 @pytest.mark.parametrize("window", [None, (40, 0), (700, 3)])
 @pytest.mark.parametrize("shared", [1, 4, 16])
 def test_the_pages_that_must_exist(monkeypatch, window, shared):

@@ -80,7 +80,7 @@ def test_is_the_first_choice_on_hopper():
         assert registry.select(None, **wide).name == "triton"
 
 
-@pytest.mark.quick(2, slow=2)
+@pytest.mark.quick(2, slow=0)
 @pytest.mark.parametrize(
     ("tokens", "block_q", "padded"),
     [(100, 256, 256), (300, 256, 512), (300, 128, 384), (5, 128, 128)],

@@ -51,7 +51,7 @@ LOWERED = pairwise(
 )
 
 
-@pytest.mark.quick(first=3, slow=2)
+@pytest.mark.quick(first=3, slow=0)
 @pytest.mark.parametrize(("queries", "page_size", "kind", "head_dim", "dtype", "options"), LOWERED)
 def test_it_lowers(queries, page_size, kind, head_dim, dtype, options):
     heads, tokens = queries
@@ -198,7 +198,7 @@ def lanes(monkeypatch):
     return run
 
 
-@pytest.mark.quick(1, slow=1)
+@pytest.mark.quick(1, slow=0)
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 @pytest.mark.parametrize(("kind", "head_dim"), pairwise(kind=KINDS[1:], head_dim=[128, 64, 256]))
 def test_expanded_pages_are_what_they_stand_for(lanes, kind, head_dim, dtype):
@@ -344,7 +344,7 @@ def test_programs_take_the_parts_that_some_sequence_sees(lengths, counts, window
     assert found.tolist() == want
 
 
-@pytest.mark.quick(2, slow=2)
+@pytest.mark.quick(2, slow=0)
 @pytest.mark.parametrize("window", [None, 100])
 @pytest.mark.parametrize(("group", "head_dim"), [(4, 64), (1, 128), (7, 64)])
 def test_parts_are_joined_and_those_not_seen_are_not_read(lanes, group, head_dim, window):

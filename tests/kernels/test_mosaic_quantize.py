@@ -64,7 +64,7 @@ def values(case, shape, dtype, rng):
     return x.astype(DTYPES[dtype])
 
 
-@pytest.mark.quick(3, slow=2)
+@pytest.mark.quick(3, slow=0)
 @pytest.mark.usefixtures("lanes")
 @pytest.mark.parametrize("case", ["normal", "ties", "tiny", "zero"])
 @pytest.mark.parametrize("is_int8", [True, False])
@@ -86,7 +86,7 @@ def test_codes_are_exact(case, is_int8, rows, channels, block, dtype):
         np.testing.assert_array_equal(codes.astype(np.float32), want.astype(np.float32))
 
 
-@pytest.mark.quick(3, slow=2)
+@pytest.mark.quick(3, slow=0)
 @pytest.mark.usefixtures("lanes")
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("is_int8", [True, False])

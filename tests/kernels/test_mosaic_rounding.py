@@ -50,7 +50,7 @@ def rounded(monkeypatch, x, r):
         yield codes, memory[ends[0] : ends[1]].view(np.float32)
 
 
-@pytest.mark.quick(2, slow=2)
+@pytest.mark.quick(2, slow=0)
 @pytest.mark.parametrize(
     ("tokens", "inputs", "columns", "warpgroups", "parts", "dtype"),
     [
@@ -132,7 +132,7 @@ def kernels(text):
     return {name: sum(name in line for line in calls) for name in names}
 
 
-@pytest.mark.quick(1, slow=1)
+@pytest.mark.quick(1, slow=0)
 @pytest.mark.parametrize("tokens", [1, 16])
 def test_kernels_of_a_layer(monkeypatch, tokens):
     """Two norms that round and four products; more where launches round.

@@ -15,7 +15,7 @@ def search(own, own_length, rows, other, other_length, columns):
         yield mine, np.flatnonzero(seen), columns
 
 
-@pytest.mark.quick(1, slow=2)
+@pytest.mark.quick(1, slow=0)
 @pytest.mark.parametrize("is_sorted", [True, False])
 @pytest.mark.parametrize(("rows", "columns"), [(128, 64), (64, 128)])
 def test_bounds_hold_all_that_is_visible(is_sorted, rows, columns):
@@ -74,7 +74,7 @@ def test_the_first_full_tiles_are_those_that_follow_each_other():
     np.testing.assert_array_equal(found[:, 2], [128, 192, 128, 192])
 
 
-@pytest.mark.quick(2, slow=2)
+@pytest.mark.quick(2, slow=0)
 @pytest.mark.parametrize("shift", [None, 200])
 @pytest.mark.parametrize(("before", "after"), [(None, None), (None, 0), (300, 0)])
 def test_tiles_with_most_to_do_come_first(shift, before, after):

@@ -197,7 +197,7 @@ def test_nan_stays_in_its_row(one):
     assert np.isnan(l).any(1).tolist() == [row == 3 for row in range(ROWS)]
 
 
-@pytest.mark.quick(44, slow=2)
+@pytest.mark.quick(44, slow=0)
 @pytest.mark.usefixtures("lanes")
 @pytest.mark.parametrize("one", [by_step, ahead])
 @pytest.mark.parametrize("cap", [None, 3.0])

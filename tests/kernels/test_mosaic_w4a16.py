@@ -54,7 +54,7 @@ FEW = [
 
 
 @pytest.mark.usefixtures("on_lanes")
-@pytest.mark.quick(1, slow=1)
+@pytest.mark.quick(1, slow=0)
 @pytest.mark.parametrize("case", FEW)
 def test_few_tokens(case):
     """Strips that programs do not share evenly, warps without inputs, tokens that do not exist."""
@@ -212,7 +212,7 @@ LOWERED = [
 ]
 
 
-@pytest.mark.quick(3, slow=1)
+@pytest.mark.quick(3, slow=0)
 @pytest.mark.parametrize("case", LOWERED[1::2] + LOWERED[::2])
 def test_lowers_for_cuda(case):
     """What lowers also fits into shared memory: the lowering counts it."""

@@ -60,7 +60,7 @@ def stored(codec_bits):
     return low + BYTES[:1], high + np.asarray([0, 91], np.uint8)
 
 
-@pytest.mark.quick(5, slow=1)
+@pytest.mark.quick(5, slow=0)
 @pytest.mark.parametrize("codec_bits", [2, 3, 4])
 @pytest.mark.parametrize("kind", KINDS)
 def test_codes_are_looked_up(kind, codec_bits):

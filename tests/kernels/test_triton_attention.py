@@ -43,7 +43,7 @@ def run(query, key, value, config, **options):
     return attend(query, key, value, config=config, **options)
 
 
-@pytest.mark.quick(1, slow=1)
+@pytest.mark.quick(1, slow=0)
 @pytest.mark.parametrize("name", ["falcon-7b", "gemma2-9b", "stablelm-3b"])
 def test_heads_of_real_models(name):
     """Odd groups, 71 heads to one, head dims 64 to 256: against the reference."""
@@ -183,7 +183,7 @@ LOWERED = pairwise(mode=MODES, softmax=[SAS_E, SAS_2, EXACT], dim=[128, 96])[::2
 DTYPES = {128: jnp.bfloat16, 96: jnp.float32}
 
 
-@pytest.mark.quick(1, slow=2)
+@pytest.mark.quick(1, slow=0)
 @pytest.mark.parametrize(("mode", "softmax", "dim"), LOWERED)
 def test_lowers_for_cuda(mode, softmax, dim):
     dtype = DTYPES[dim]

@@ -271,7 +271,7 @@ def test_one_sequence_one_head():
     assert_same_bits(prompt_triton(*arguments), prompt_xla(*arguments))
 
 
-@pytest.mark.slow
+@pytest.mark.fuzz
 def test_layers_by_vmap_and_scan_with_donated_memory():
     """Mixed widths: the ranking runs under `lax.cond`, which `vmap` turns into a choice."""
     layers = 2
@@ -356,7 +356,7 @@ KERNELS = {
 }
 
 
-@pytest.mark.quick(1, slow=2)
+@pytest.mark.quick(1, slow=0)
 @pytest.mark.parametrize(
     ("kernel", "widths", "channels"),
     pairwise(

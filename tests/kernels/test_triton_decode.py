@@ -112,7 +112,7 @@ WIDTHS = {
 }
 
 
-@pytest.mark.quick(1, slow=2)
+@pytest.mark.quick(1, slow=0)
 @pytest.mark.parametrize(
     ("name", "mode", "dim"),
     pairwise(name=list(WIDTHS)[::-1], mode=["int8", "float"], dim=[64, 96, 128, 256])[::3],

@@ -31,7 +31,7 @@ def run(case, arrays, query_dtype=INT8, gradient_dtype=INT8, **options):
     return jax.jit(call)(*arrays)
 
 
-@pytest.mark.quick(1, slow=1)
+@pytest.mark.quick(1, slow=0)
 @pytest.mark.optimized
 @pytest.mark.parametrize(
     ("case", "dtypes"),
@@ -66,7 +66,7 @@ def test_codes_are_those_of_the_other_kernel():
             np.testing.assert_array_equal(np.asarray(a, np.float32), np.asarray(b, np.float32))
 
 
-@pytest.mark.quick(1, slow=1)
+@pytest.mark.quick(1, slow=0)
 @pytest.mark.parametrize(
     ("dtypes", "bad"), [((INT8, INT8), np.nan), ((E4M3, E4M3), np.inf), ((INT8, None), np.nan)]
 )
@@ -112,7 +112,7 @@ def test_residuals_of_nan_stay():
 # In the gradient on Hopper -----------------------------------------------------------------------
 
 
-@pytest.mark.quick(1, slow=1)
+@pytest.mark.quick(1, slow=0)
 @pytest.mark.parametrize(
     ("mode", "rounding", "head_dim", "dtype"),
     [
@@ -163,7 +163,7 @@ def test_what_it_does_not_take():
 # Lowering ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.quick(first=3, slow=2)
+@pytest.mark.quick(first=3, slow=0)
 @pytest.mark.parametrize("dtypes", [(INT8, E4M3), (INT8, INT8), (E4M3, E4M3), (E4M3, None)])
 @pytest.mark.parametrize("head_dim", [64, 80, 128, 256])
 def test_it_lowers(dtypes, head_dim):

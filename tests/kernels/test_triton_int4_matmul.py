@@ -205,7 +205,7 @@ LOWERED = [
 ]
 
 
-@pytest.mark.quick(first=2, slow=2)
+@pytest.mark.quick(first=2, slow=0)
 @pytest.mark.parametrize(
     ("case", "has_e4m3"),
     [(c, flag) for c in LOWERED[1:] + LOWERED[:1] for flag in (True, False)],

@@ -61,7 +61,7 @@ LOWERED = {
 }
 
 
-@pytest.mark.quick(first=2, slow=2)
+@pytest.mark.quick(first=2, slow=0)
 @pytest.mark.parametrize("name", LOWERED)
 def test_lowers_for_cuda(name):
     (batch, tokens, heads, dim), given = LOWERED[name]

@@ -144,7 +144,7 @@ LOWERED_WITH = pairwise(
 )
 
 
-@pytest.mark.quick(2, slow=2)
+@pytest.mark.quick(2, slow=0)
 @pytest.mark.parametrize(("name", "kv_dtype", "dtype"), LOWERED_WITH[:3] + LOWERED_WITH[3::3])
 def test_lowers_for_cuda(name, kv_dtype, dtype):
     (batch, tokens, heads, dim), page_size, pages, given = LOWERED[name]

@@ -270,7 +270,7 @@ LOWERED = pairwise(
 )
 
 
-@pytest.mark.quick(first=2, slow=2)
+@pytest.mark.quick(first=2, slow=0)
 @pytest.mark.parametrize(("page", "dtype", "count", "kv_dtype"), LOWERED)
 def test_lowers_for_a_gpu(page, dtype, count, kv_dtype):
     (head_dim, page_size), (batch, count) = page, count

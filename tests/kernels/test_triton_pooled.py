@@ -108,7 +108,7 @@ def test_each_level_causal_with_a_partial_group(level):
 
 
 # The first is the program of the tests around.
-@pytest.mark.quick(first=1, slow=1)
+@pytest.mark.quick(first=1, slow=0)
 @pytest.mark.parametrize(
     ("name", "dtype", "head_dim", "with_gradient"),
     [
@@ -132,7 +132,7 @@ def test_equals_the_reference():
         assert worst(got, expected) <= 64 * EPS * max(np.abs(finite).max(), 1)
 
 
-@pytest.mark.slow
+@pytest.mark.fuzz
 def test_levels_shared_by_sequences_of_different_lengths():
     lengths = {"query_lengths": (90, 33), "key_lengths": (77, 110)}
     check(dataclasses.replace(CASES["one level array"], **lengths), jnp.float16, 80)

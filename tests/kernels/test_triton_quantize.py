@@ -101,7 +101,7 @@ def run(arrays, config, **options):
 # Bits; the same tests run compiled on a GPU ------------------------------------------------------
 
 
-@pytest.mark.quick(1, slow=1)
+@pytest.mark.quick(1, slow=0)
 @pytest.mark.optimized
 @pytest.mark.parametrize(
     ("case", "mode"),
@@ -292,7 +292,7 @@ def test_without_a_gpu_plain_jax_gives_the_same():
 # Lowering ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.quick(1, slow=2)
+@pytest.mark.quick(1, slow=0)
 @pytest.mark.parametrize(
     ("dim", "mode"), [(128, "int8"), (8, "fp8"), (80, "int8_fp8"), (256, "fp8")]
 )

@@ -32,7 +32,7 @@ CASES = {
 }
 
 
-@pytest.mark.quick(1, slow=1)
+@pytest.mark.quick(1, slow=0)
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("implementation", ["xla", "triton"])
 def test_each_expert_is_as_the_oracle(implementation, name):

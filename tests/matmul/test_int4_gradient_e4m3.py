@@ -77,7 +77,7 @@ def test_equals_the_oracle(dtype):
     np.testing.assert_allclose(got[1], d_bias, atol=1e-5)
 
 
-@pytest.mark.quick(first=3, slow=2)
+@pytest.mark.quick(first=3, slow=0)
 @pytest.mark.parametrize(
     ("activation", "dtype"),
     [

@@ -107,7 +107,7 @@ def assert_as_the_oracle(call, implementation="xla"):
     assert_near(got, want, allowed)
 
 
-@pytest.mark.quick(1, slow=2)
+@pytest.mark.quick(1, slow=0)
 @pytest.mark.parametrize("rows", ROWS)
 def test_rows(rows):
     """Any number of tokens, with 200 inputs (no multiple of 128) and 72 outputs (none of 64)."""
@@ -131,7 +131,7 @@ SIZE_GRID = [
 ]
 
 
-@pytest.mark.quick(2, slow=2)
+@pytest.mark.quick(2, slow=0)
 @pytest.mark.parametrize(
     ("size", "implementation", "scale_dtype", "epilogue", "dtype"),
     SIZE_GRID,
@@ -141,7 +141,7 @@ def test_sizes(size, implementation, scale_dtype, epilogue, dtype):
     assert_as_the_oracle(make(*size, scale_dtype, dtype, epilogue), implementation)
 
 
-@pytest.mark.quick(3, slow=2)
+@pytest.mark.quick(3, slow=0)
 @pytest.mark.parametrize(
     ("number", "implementation", "scale_dtype"),
     pairwise(number=range(len(EPILOGUES)), implementation=ON_CPU, scale_dtype=SCALE_DTYPES),
@@ -153,7 +153,7 @@ def test_epilogues(number, implementation, scale_dtype):
     assert_as_the_oracle(call, implementation)
 
 
-@pytest.mark.quick(1, slow=2)
+@pytest.mark.quick(1, slow=0)
 @pytest.mark.parametrize(
     ("group_size", "scale_dtype"), [(32, "e4m3"), (32, "bf16"), (64, "bf16"), (256, "e4m3")]
 )
@@ -216,7 +216,7 @@ def test_saturating_weights():
     assert tj.fireq.matmul(x, weight)[0, 0] == -448 * 448 * 128
 
 
-@pytest.mark.quick(2, slow=2)
+@pytest.mark.quick(2, slow=0)
 @pytest.mark.parametrize(
     ("activation", "scale_dtype", "bad"),
     [

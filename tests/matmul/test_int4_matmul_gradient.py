@@ -109,7 +109,7 @@ def test_the_oracle_is_a_derivative(activation):
             assert abs((ends[0] - ends[1]) / (2 * step) - got[which][at]) < 1e-7
 
 
-@pytest.mark.quick(2, slow=2)
+@pytest.mark.quick(2, slow=0)
 @pytest.mark.parametrize(
     ("scale_dtype", "activation"),
     pairwise(scale_dtype=SCALE_DTYPES, activation=ACTIVATIONS),
@@ -129,7 +129,7 @@ def test_equals_the_oracle(activation, scale_dtype):
     np.testing.assert_array_equal(got[2], d_out)
 
 
-@pytest.mark.quick(1, slow=2)
+@pytest.mark.quick(1, slow=0)
 @pytest.mark.parametrize(
     ("scale_dtype", "dtype"),
     pairwise(scale_dtype=SCALE_DTYPES, dtype=[jnp.bfloat16, jnp.float16]),

@@ -58,7 +58,7 @@ STANDARD_DEVIATIONS = (1e-35, 1e-20, 1e-10, 1e-6, 1e-5, 1e-4, 3e-4, 1e-3, 2e-3, 
 AS_BEFORE = (0.01, 0.014, 0.02, 0.04, 0.1, 0.3, 1, 3, 10)
 
 
-@pytest.mark.quick(3, slow=2)
+@pytest.mark.quick(3, slow=0)
 @pytest.mark.parametrize("size", [*STANDARD_DEVIATIONS, 7e-3, 8e-3, *AS_BEFORE, 1e3, 1e10, 1e35])
 def test_the_relative_error_does_not_depend_on_the_size(size):
     got = error(normal((64, 1024)) * size)
@@ -207,7 +207,7 @@ def products(activation):
     return weights[0] if len(weights) == 1 else tj.fireq.gate_and_up(*weights), values
 
 
-@pytest.mark.quick(first=3, slow=2)
+@pytest.mark.quick(first=3, slow=0)
 @pytest.mark.parametrize(
     ("implementation", "activation"),
     [(name, activation) for activation in ("swiglu", None) for name in ON_CPU],

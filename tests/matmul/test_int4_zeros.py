@@ -72,7 +72,7 @@ def test_stacks():
         tj.fireq.matmul(w[0, 0], stacked)
 
 
-@pytest.mark.quick(1, slow=1)
+@pytest.mark.quick(1, slow=0)
 @pytest.mark.parametrize(("scale_dtype", "activation"), [("bf16", "swiglu"), ("f16", "gelu")])
 def test_product(scale_dtype, activation):
     """Whatever is chosen for it, here and on a GPU; and its gradient."""

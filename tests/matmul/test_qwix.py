@@ -54,7 +54,7 @@ CASES = {
 }
 
 
-@pytest.mark.quick(1, slow=1)
+@pytest.mark.quick(1, slow=0)
 @pytest.mark.parametrize("case", CASES)
 def test_there_and_back(case, monkeypatch):
     shape, scale, dtype, zero, axis = CASES[case]

@@ -166,7 +166,7 @@ def test_rpn_refuses(norms, options, error, message):
 # Channel-wise RoPE scaling.
 
 
-@pytest.mark.quick(1, slow=2)
+@pytest.mark.quick(1, slow=0)
 @pytest.mark.parametrize("num_pairs", [0, 1, 3, 8])
 def test_crs_is_its_definition_for_the_pairs_with_the_largest_outliers(num_pairs):
     absmax = np.abs(uneven_keys()).max(0)

@@ -48,7 +48,7 @@ def operands(case, seed=0):
     return x, weight, *random_epilogue(rng, count, weight, dtype), activation
 
 
-@pytest.mark.quick(first=1, slow=2)  # the kernel, with zeros
+@pytest.mark.quick(first=1, slow=0)  # the kernel, with zeros
 @pytest.mark.parametrize(
     ("case", "implementation"),
     [(case, name) for case in CASES for name in reversed(ON_CPU)],
@@ -86,7 +86,7 @@ def test_nothing_is_rounded():
     np.testing.assert_allclose(wide(matmul(x, weight))[0], values[:, :2] @ [1000, 0.01], rtol=1e-6)
 
 
-@pytest.mark.quick(1, slow=1)
+@pytest.mark.quick(1, slow=0)
 @pytest.mark.parametrize("implementation", ON_CPU)
 @pytest.mark.parametrize(
     ("group_size", "kind"), [(32, "f16"), (64, "f16"), (256, "f16"), (64, "e4m3")]

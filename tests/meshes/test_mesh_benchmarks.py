@@ -4,9 +4,10 @@ import pytest
 
 from benchmarks.suites.parallel import collectives, ops
 
-pytestmark = [pytest.mark.mesh, pytest.mark.slow]
+pytestmark = pytest.mark.mesh
 
 
+@pytest.mark.fuzz
 def test_one_sequence_and_a_prompt():
     row = ops.decode_sequence("turbo4", 256, 1, 2)
     assert row["exchanges"] == {"all-gather": 1}

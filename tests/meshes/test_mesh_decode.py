@@ -66,7 +66,7 @@ def test_one_token(name):
     check(case, case.decode(query, None, sinks))
 
 
-@pytest.mark.quick(slow=4)
+@pytest.mark.quick(slow=2)
 @pytest.mark.parametrize(("tokens", "window"), [(4, None), (64, None), (1, 40), (64, 150)])
 @pytest.mark.parametrize("name", [x for x in KINDS if x != "4bit"])
 def test_several_tokens_and_windows(name, tokens, window):
@@ -74,7 +74,7 @@ def test_several_tokens_and_windows(name, tokens, window):
     check(case, case.decode(case.query(np.random.default_rng(8), tokens), window, None))
 
 
-@pytest.mark.quick(1, slow=1)
+@pytest.mark.quick(1, slow=0)
 @pytest.mark.parametrize(("tokens", "window"), [(4, None), (4, 150)])
 def test_several_tokens_of_codes(tokens, window):
     case = filled("kv4")

@@ -79,7 +79,7 @@ def blurred(tree):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.quick(slow=4)
+@pytest.mark.quick(slow=2)
 def test_families(family):
     config = tiny(family)
     one = blurred(models.random_decoder(config, dtype="float32"))
@@ -200,7 +200,7 @@ def weight(rows: int, inputs: int, group_size: int = 128):
     return quantize_weight(values, group_size=group_size, scale_dtype="bf16")
 
 
-@pytest.mark.quick(1, slow=1)
+@pytest.mark.quick(1, slow=0)
 @pytest.mark.parametrize(
     ("inputs", "size", "group", "wanted"),
     [(256, 128, 128, 128), (288, 96, 64, 32), (96, 48, 128, 128)],

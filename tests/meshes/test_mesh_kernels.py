@@ -163,13 +163,13 @@ def check(name, monkeypatch, tmp_path):
         assert any(part in line for line in shapes)
 
 
-@pytest.mark.quick(1, slow=1)
+@pytest.mark.quick(1, slow=0)
 @pytest.mark.parametrize("name", FAST)
 def test_kernels_get_local_shapes(name, monkeypatch, tmp_path):
     check(name, monkeypatch, tmp_path)
 
 
-@pytest.mark.quick(slow=4)
+@pytest.mark.quick(slow=2)
 @pytest.mark.parametrize("name", NAMES)
 def test_other_kernels_get_local_shapes(name, monkeypatch, tmp_path):
     check(name, monkeypatch, tmp_path)

@@ -59,7 +59,7 @@ def test_eight_devices(name):
     check(name, (4, 2))
 
 
-@pytest.mark.quick(slow=4)
+@pytest.mark.quick(slow=2)
 @pytest.mark.parametrize("shape", OTHER_MESHES)
 @pytest.mark.parametrize("name", ON_OTHERS)
 def test_other_meshes(name, shape):

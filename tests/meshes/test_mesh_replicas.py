@@ -85,7 +85,7 @@ def test_an_engine_runs_where_its_model_is(model, alone):
         make(torn)
 
 
-@pytest.mark.quick(1, slow=1)
+@pytest.mark.quick(1, slow=0)
 @pytest.mark.parametrize("count", [2, 3])
 def test_texts_are_those_of_one_engine_and_all_devices_work(model, alone, count):
     made = replicas(model, count)

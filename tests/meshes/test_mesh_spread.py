@@ -36,21 +36,21 @@ NAMES = (
 FAST = ("turbo gradient", "append", "decode", "pages", "int4")
 
 
-@pytest.mark.quick(1, slow=1)
+@pytest.mark.quick(1, slow=0)
 @pytest.mark.parametrize("kind", [AUTO, EXPLICIT])
 @pytest.mark.parametrize("name", FAST)
 def test_it_has_the_bits_of_one_device(name, kind):
     check(calls()[name], mesh_of(2, 4, kind))
 
 
-@pytest.mark.quick(slow=4)
+@pytest.mark.quick(slow=2)
 @pytest.mark.parametrize("kind", [AUTO, EXPLICIT])
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in FAST])
 def test_others_have_the_bits_of_one_device(name, kind):
     check(calls()[name], mesh_of(2, 4, kind))
 
 
-@pytest.mark.quick(slow=4)
+@pytest.mark.quick(slow=2)
 @pytest.mark.parametrize("shape", [(1, 1), (2, 1), (1, 2), (4, 2), (4, 1), (1, 4)])
 def test_on_other_meshes(shape):
     for kind, name in itertools.product((AUTO, EXPLICIT), ("append", "decode")):
@@ -135,7 +135,7 @@ def test_inputs_of_a_product_are_added_up():
         jax.jit(lambda x, w: fireq.matmul(x, w, activation="silu")).lower(*given).compile()
 
 
-@pytest.mark.quick(1, slow=1)
+@pytest.mark.quick(1, slow=0)
 @pytest.mark.parametrize("name", ["append", "decode"])
 def test_split_wraps_public_ops(name):
     """`tj.parallel.split`: the bits of each device's slices, as with any `shard_map`."""

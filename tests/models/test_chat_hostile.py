@@ -75,7 +75,7 @@ HOSTILE = {
 }
 
 
-@pytest.mark.quick(6, slow=2)
+@pytest.mark.quick(6, slow=0)
 @pytest.mark.parametrize("name", HOSTILE)
 def test_hostile_templates_are_refused(monkeypatch, name):
     monkeypatch.setattr("turbojax.models.text.templates.SECONDS", 0.5)

@@ -56,7 +56,7 @@ def arrays(model) -> dict:
 FEW = list(hf_helpers.VARIANTS)[::7]
 
 
-@pytest.mark.quick(1, slow=1)
+@pytest.mark.quick(1, slow=0)
 @pytest.mark.parametrize("variant", FEW, indirect=True)
 def test_one_file_and_many_hold_what_was_written(variant):
     folder, stored = variant
@@ -71,7 +71,7 @@ def test_one_file_and_many_hold_what_was_written(variant):
     assert sum(x.size for x in sharded.values()) == model.config.num_parameters
 
 
-@pytest.mark.quick(1, slow=1)
+@pytest.mark.quick(1, slow=0)
 def test_layers_are_read_as_they_are_unstacked(variant):
     folder, _ = variant
     direct, unstacked = load_decoder(folder / "many"), models.unstack(load(folder / "one"))
@@ -79,7 +79,7 @@ def test_layers_are_read_as_they_are_unstacked(variant):
     assert all(map(same_bits, jax.tree.leaves(direct), jax.tree.leaves(unstacked)))
 
 
-@pytest.mark.quick(1, slow=1)
+@pytest.mark.quick(1, slow=0)
 @pytest.mark.parametrize("variant", FEW, indirect=True)
 def test_what_is_saved_is_what_was_read(variant, tmp_path):
     folder, stored = variant
@@ -98,7 +98,7 @@ def test_what_is_saved_is_what_was_read(variant, tmp_path):
         assert load(out).config == model.config
 
 
-@pytest.mark.quick(1, slow=1)
+@pytest.mark.quick(1, slow=0)
 def test_every_row_of_every_array_has_one_source(variant):
     folder, _ = variant
     config = load(folder / "one").config
@@ -381,7 +381,7 @@ class TestSaving:
             save(model, out)
         assert {x.name: x.read_bytes() for x in out.iterdir()} == before
 
-    @pytest.mark.quick(5, slow=2)
+    @pytest.mark.quick(5, slow=0)
     @pytest.mark.parametrize("limit", [1 << 30, 60_000])
     @pytest.mark.parametrize(
         ("extra", "error", "message"),

@@ -81,7 +81,7 @@ def llama(tmp_path_factory):
     return write_q4_0(tmp_path_factory.mktemp("llama") / "m.gguf", "llama")
 
 
-@pytest.mark.quick(1, slow=1)
+@pytest.mark.quick(1, slow=0)
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_weights_are_those_of_the_package(tmp_path, architecture):
     path, raw = write_q4_0(tmp_path / "m.gguf", architecture)

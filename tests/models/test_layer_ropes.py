@@ -67,7 +67,7 @@ def turned(x, positions, frequencies, amplitude):
     return np.concatenate([first * cos - second * sin, second * cos + first * sin], -1)
 
 
-@pytest.mark.quick(1, slow=1)
+@pytest.mark.quick(1, slow=0)
 @pytest.mark.parametrize("form", ["transformer", "remat", "decoder", "decoder of short texts"])
 def test_each_layer_turns_by_its_own(model, form):
     """Bases, factors and amplitude are those of the layer, whatever runs the layers."""

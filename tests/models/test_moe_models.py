@@ -64,7 +64,7 @@ def experts_of(decoder, number):
     return module
 
 
-@pytest.mark.quick(2, slow=2)
+@pytest.mark.quick(2, slow=0)
 @pytest.mark.parametrize("count", [1, 2, 50])
 @pytest.mark.parametrize("name", ["mixtral", "qwen3-moe", MIXED])
 def test_a_layer_is_as_the_oracle(decoder, name, count):
@@ -147,7 +147,7 @@ def test_no_tokens(decoder):
     assert experts_of(decoder("mixtral"), 0)(jnp.zeros((1, 0, 64))).shape == (1, 0, 64)
 
 
-@pytest.mark.quick(1, slow=1)
+@pytest.mark.quick(1, slow=0)
 @pytest.mark.parametrize("name", NAMES)
 def test_the_three_ways_to_read_a_folder_agree(folder, decoder, name, tmp_path):
     """Layer by layer, and stacked where all layers are alike; saved and read again."""

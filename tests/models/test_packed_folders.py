@@ -228,7 +228,7 @@ def test_refused_awq():
         formats.parse(packed.awq_config(128)).parts(64, 192)
 
 
-@pytest.mark.quick(2, slow=1)
+@pytest.mark.quick(2, slow=0)
 @pytest.mark.parametrize("stored", ["gptq-act-order", "compressed", "gptq-sym"])
 def test_saved_as_our_own(tmp_path, stored):
     folder, _ = write(tmp_path, "qwen2", stored)

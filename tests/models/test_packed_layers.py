@@ -23,7 +23,7 @@ def loaded(config, parts, shape):
     return weights({"": layout.unpack(parts, *shape)})[""]
 
 
-@pytest.mark.quick(7, slow=2)
+@pytest.mark.quick(7, slow=0)
 @pytest.mark.parametrize("name", RECORDED)
 def test_values_are_those_that_the_packages_compute(name):
     case = RECORDED[name]
@@ -56,7 +56,7 @@ LAYERS = {
 }
 
 
-@pytest.mark.quick(3, slow=2)
+@pytest.mark.quick(3, slow=0)
 @pytest.mark.parametrize("case", LAYERS)
 def test_values_are_those_of_the_formula(case):
     config, pack, shape, group_size, traits = LAYERS[case]

@@ -33,7 +33,7 @@ def program(graph, state, ids, mask):
 
 
 # `test_parity_live_forward.py` has the other variants.
-@pytest.mark.quick(1, slow=2)
+@pytest.mark.quick(1, slow=0)
 @pytest.mark.parametrize("name", ["llama2", "llama-biased", *texts.FAMILIES, "gemma3-odd"])
 def test_logits_with_and_without_padding_on_either_side(load, name):
     arrays = recordings.arrays()
@@ -48,7 +48,7 @@ def test_logits_with_and_without_padding_on_either_side(load, name):
         assert recordings.error(logits[mask], recorded) < TOLERANCE
 
 
-@pytest.mark.quick(1, slow=2)
+@pytest.mark.quick(1, slow=0)
 @pytest.mark.parametrize("name", ["llama3.1", "phi3-longrope", "gemma2", "gemma3"])
 def test_logits_of_short_texts_without_a_mask(load, name):
     ids = jnp.asarray(recordings.arrays()["short/tokens"].astype(np.int32))
@@ -78,7 +78,7 @@ LONG = tuple(hf.LONG["long_factor"])
 AMPLITUDE = math.sqrt(1 + math.log(256 / 32) / math.log(32))
 
 
-@pytest.mark.quick(slow=4)
+@pytest.mark.quick(slow=2)
 @pytest.mark.parametrize(
     ("name", "change"),
     [

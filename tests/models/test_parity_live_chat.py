@@ -20,7 +20,7 @@ def reference(folder):
     return AutoTokenizer.from_pretrained(folder)
 
 
-@pytest.mark.quick(slow=4)
+@pytest.mark.quick(slow=1)
 @pytest.mark.parametrize("write", [in_config, in_files])
 @pytest.mark.parametrize("tools", [None, [], [TOOL, TOOL]])
 @pytest.mark.parametrize("name", [None, "default", "tool_use", "rag", "own {{ tools }}"])
@@ -56,7 +56,7 @@ SPECIALS = "{{ bos_token }}|{{ eos_token }}|{{ unk_token }}|{{ sep_token }}|{{ p
 SPECIALS += "{{ cls_token }}|{{ mask_token }}|{{ image_token }}|{{ boi_token }}"
 
 
-@pytest.mark.quick(slow=4)
+@pytest.mark.quick(slow=1)
 @pytest.mark.parametrize("place", ["config", "map", "both", "map beside a decoder", "padding"])
 def test_all_special_tokens_reach_the_template(tmp_path, place):
     tokens = {

@@ -31,7 +31,7 @@ def holds(folder, tensors) -> bool:
     return all(map(same_bits, *leaves)) and len(leaves[0]) == len(leaves[1])
 
 
-@pytest.mark.quick(slow=4)
+@pytest.mark.quick(slow=1)
 @pytest.mark.parametrize("name", list(hf.VARIANTS)[::3])
 def test_what_transformers_writes_is_what_the_tests_write(theirs, tmp_path, name):
     """In one file and in several."""
@@ -43,7 +43,7 @@ def test_what_transformers_writes_is_what_the_tests_write(theirs, tmp_path, name
     assert len(list((tmp_path / "many").glob("*.safetensors"))) > 3
 
 
-@pytest.mark.quick(slow=4)
+@pytest.mark.quick(slow=1)
 @pytest.mark.parametrize("name", hf.VARIANTS)
 def test_transformers_reads_what_the_tests_write(theirs, tmp_path, name):
     expected = theirs.reference(name).state_dict()
@@ -54,7 +54,7 @@ def test_transformers_reads_what_the_tests_write(theirs, tmp_path, name):
         assert all(same_bits(found[key].numpy(), x.numpy()) for key, x in expected.items())
 
 
-@pytest.mark.quick(slow=4)
+@pytest.mark.quick(slow=1)
 @pytest.mark.parametrize("name", hf.VARIANTS)
 def test_transformers_reads_what_is_saved(theirs, tmp_path, name):
     model = models.load(hf.write(name, tmp_path / "in"))

@@ -21,7 +21,7 @@ def theirs():
     return torch_helpers
 
 
-@pytest.mark.quick(slow=4)
+@pytest.mark.quick(slow=1)
 @pytest.mark.parametrize("name", hf.VARIANTS)
 def test_what_transformers_reads_of_ours_is_what_it_wrote(theirs, tmp_path, name):
     theirs.reference(name).config.save_pretrained(tmp_path)
@@ -102,7 +102,7 @@ def test_scale_of_long_rope(theirs):
     assert theirs.config(short.to_hf()).rope_parameters["attention_factor"] == amplitude
 
 
-@pytest.mark.quick(slow=4)
+@pytest.mark.quick(slow=1)
 @pytest.mark.parametrize(("family", "keys", "windows"), WINDOWS)
 def test_windows(theirs, family, keys, windows):
     config = TransformerConfig.from_hf(least(family, **keys))

@@ -54,7 +54,7 @@ def forward(model: models.Transformer, ids) -> np.ndarray:
     return np.asarray(program(graph)(state, jnp.asarray(ids), None))
 
 
-@pytest.mark.quick(slow=4)
+@pytest.mark.quick(slow=1)
 @pytest.mark.parametrize(("name", "length"), [*((name, 60) for name in hf.VARIANTS), *SHORTER])
 def test_logits(load, theirs, name, length):
     model = load(name)
@@ -64,7 +64,7 @@ def test_logits(load, theirs, name, length):
     np.testing.assert_allclose(forward(model, ids), expected, rtol=0, atol=TOLERANCE)
 
 
-@pytest.mark.quick(slow=4)
+@pytest.mark.quick(slow=1)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_padding_on_either_side(load, theirs, name):
     length = 40
@@ -82,7 +82,7 @@ def test_padding_on_either_side(load, theirs, name):
             np.testing.assert_allclose(logits[real], expected, rtol=0, atol=TOLERANCE)
 
 
-@pytest.mark.quick(slow=4)
+@pytest.mark.quick(slow=1)
 @pytest.mark.parametrize("name", hf.VARIANTS)
 def test_transformers_reads_what_is_saved(load, theirs, tmp_path, name):
     model = load(name)
@@ -94,7 +94,7 @@ def test_transformers_reads_what_is_saved(load, theirs, tmp_path, name):
     )
 
 
-@pytest.mark.quick(slow=4)
+@pytest.mark.quick(slow=1)
 @pytest.mark.parametrize("name", FAMILIES[::2])
 def test_bfloat16_is_as_close_as_that_of_transformers(folders, load, theirs, name):
     import torch

@@ -63,7 +63,7 @@ def differs(ours: np.ndarray, theirs: np.ndarray) -> float:
     return float(np.max(np.abs(ours - theirs)) / np.max(np.abs(theirs)))
 
 
-@pytest.mark.quick(slow=4)
+@pytest.mark.quick(slow=1)
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_logits_are_those_of_transformers(torch, transformers, tmp_path, architecture):
     is_gemma = architecture.startswith("gemma")

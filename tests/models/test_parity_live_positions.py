@@ -62,7 +62,7 @@ def rotary_of(keys: dict):
     return make(config)
 
 
-@pytest.mark.quick(slow=4)
+@pytest.mark.quick(slow=1)
 @pytest.mark.parametrize("name", ROTARIES)
 def test_frequencies_are_rounded_as_transformers_rounds_them(name):
     """All but a few to the bit: torch's power is one unit off for one number in a hundred."""
@@ -85,7 +85,7 @@ def test_frequencies_are_rounded_as_transformers_rounds_them(name):
         assert np.sum(apart != 0) <= max(2, 0.05 * apart.size)
 
 
-@pytest.mark.quick(slow=4)
+@pytest.mark.quick(slow=1)
 @pytest.mark.parametrize("name", ROTARIES)
 @pytest.mark.parametrize("first", [700, FAR])
 def test_angles_far_into_a_text(name, first):
@@ -134,7 +134,7 @@ def logits(folder, ids: np.ndarray, positions: np.ndarray) -> np.ndarray:
     return np.asarray(jax.jit(run)(state, jnp.asarray(ids), jnp.asarray(positions)))
 
 
-@pytest.mark.quick(slow=4)
+@pytest.mark.quick(slow=1)
 @pytest.mark.parametrize(
     ("name", "first", "length"),
     [

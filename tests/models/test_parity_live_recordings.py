@@ -20,7 +20,7 @@ def make():
     return make_recordings
 
 
-@pytest.mark.quick(slow=4)
+@pytest.mark.quick(slow=1)
 @pytest.mark.parametrize("name", hf.VARIANTS)
 def test_files_angles_and_greedy_texts(make, name):
     """Its files as they are; numbers as float32 rounds them on any processor."""
@@ -32,7 +32,7 @@ def test_files_angles_and_greedy_texts(make, name):
     assert found.keys() | {"frequencies", "amplitude", "bfloat16_error"} >= recorded.keys()
 
 
-@pytest.mark.quick(slow=4)
+@pytest.mark.quick(slow=1)
 @pytest.mark.parametrize("name", texts.FAMILIES)
 def test_logits(make, name):
     for kind, found in make.logits(name).items():
@@ -44,7 +44,7 @@ def test_logits(make, name):
         assert (found.top != recorded.top).mean() < 0.01, kind
 
 
-@pytest.mark.quick(slow=4)
+@pytest.mark.quick(slow=1)
 @pytest.mark.parametrize("family", ARCHITECTURES)
 def test_defaults(make, family):
     assert make.defaults(family) == recordings.read("models")["defaults"][family]

@@ -63,7 +63,7 @@ def whole(monkeypatch):
 # What is held ------------------------------------------------------------------------------------
 
 
-@pytest.mark.quick(4, slow=2)
+@pytest.mark.quick(4, slow=0)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_layers_with_windows_hold_what_these_need(family, kind):
@@ -169,7 +169,7 @@ def test_a_session_goes_on_from_a_file(tmp_path, kind):
     np.testing.assert_array_equal(texts[2], texts[0])
 
 
-@pytest.mark.quick(1, slow=1)
+@pytest.mark.quick(1, slow=0)
 @pytest.mark.parametrize("kind", ["exact", "4bit"])
 def test_a_short_text_may_get_room_for_a_long_one_and_back(tmp_path, kind):
     """What is no ring yet becomes one, and the other way round."""

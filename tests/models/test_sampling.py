@@ -153,7 +153,7 @@ def test_a_row_depends_on_itself_alone():
         assert np.asarray(run(logits[row : row + 1], rows(1, *options)))[0] == together[row]
 
 
-@pytest.mark.quick(1, slow=1)
+@pytest.mark.quick(1, slow=0)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("kind", KINDS)
 def test_nan_and_nothing_but_minus_infinity_give_no_token(temperature, kind):
@@ -225,7 +225,7 @@ def test_numbers_of_numpy_become_those_of_python():
     assert (given.seed + 1) % 2**32 == 6  # int32 does not hold 2 ** 32
 
 
-@pytest.mark.quick(1, slow=2)
+@pytest.mark.quick(1, slow=0)
 @pytest.mark.parametrize("options", [{}, {"top_k": 4}, {"top_p": 0.9}, {"min_p": 0.1}])
 def test_a_logit_of_infinity_is_the_token(options):
     logits = np.random.default_rng(0).normal(size=(8, 32)).astype(np.float32)

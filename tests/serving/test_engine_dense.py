@@ -157,7 +157,7 @@ def test_a_prompt_longer_than_a_step_goes_on_from_pages():
     assert run.errors("turbo_k2v2", run.results).max() < 2e-4
 
 
-@pytest.mark.quick(slow=1)
+@pytest.mark.fuzz
 @pytest.mark.parametrize("mode", ["fp8", "int8"])
 def test_operands_of_8_bits(mode):
     run = Run(model(), prompts_of(), mode, kv_dtype="turbo4")

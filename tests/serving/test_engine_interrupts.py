@@ -183,7 +183,7 @@ def test_the_end_is_known_where_no_handler_could_note_it(monkeypatch):
     check_ended(made)
 
 
-@pytest.mark.quick(1, slow=1)
+@pytest.mark.quick(1, slow=0)
 @pytest.mark.parametrize("way", WAYS)
 def test_at_every_line_of_the_guard(way):
     def session():

@@ -12,7 +12,7 @@ from turbojax.models.engine.choosing import Chosen, most_likely
 from turbojax.models.engine.requests import MOST_LOGPROBS
 
 
-@pytest.mark.quick(1, slow=1)
+@pytest.mark.quick(1, slow=0)
 @pytest.mark.parametrize("size", [5, 20, 64, 77])
 def test_logprobs_are_of_the_raw_logits(size):
     rng = np.random.default_rng(size)
@@ -53,7 +53,7 @@ def test_top_logprobs_of_equal_tokens_begin_with_the_smaller():
     np.testing.assert_allclose(chosen.logprobs, [-np.log(V)], rtol=1e-6)
 
 
-@pytest.mark.quick(4, slow=1)
+@pytest.mark.quick(4, slow=0)
 @pytest.mark.parametrize(("size", "count"), [(20, 20), (21, 20), (1000, 20), (5001, 20), (77, 3)])
 def test_the_most_likely_are_those_of_top_k_also_of_equal_ones(size, count):
     rng = np.random.default_rng(size)

@@ -98,7 +98,7 @@ def test_texts_are_those_without_guesses(kv_dtype, how):
         assert after.acceptance_rate < 0.8
 
 
-@pytest.mark.quick(slow=1)
+@pytest.mark.fuzz
 @pytest.mark.parametrize("how", ["ngram", "itself"])
 @pytest.mark.parametrize(
     ("windows", "options"),
@@ -214,7 +214,7 @@ def look_up(text: list[int], count: int, longest: int, shortest: int) -> list[in
     return found
 
 
-@pytest.mark.quick(1, slow=2)
+@pytest.mark.quick(1, slow=0)
 @pytest.mark.parametrize("how", [NGram(4), NGram(1, longest=1, shortest=1), NGram(15, 9, 3)])
 def test_guesses_are_what_followed_the_same_tokens(how):
     rng = np.random.default_rng(how.tokens)

@@ -50,7 +50,7 @@ def check(request, tokenizer, tokens, reason="stop"):
     assert (last.result.tokens, last.result.finish_reason) == (tuple(tokens), reason)
 
 
-@pytest.mark.quick(41, slow=2)
+@pytest.mark.quick(41, slow=0)
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 7])
 @pytest.mark.parametrize("start", range(9))
 def test_a_text_is_found_across_tokens(start, size):

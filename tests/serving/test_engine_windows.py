@@ -249,7 +249,7 @@ def test_serving_sizes_pools_by_windows():
         plan(ALTERNATING, (600,), pool_bytes=3 * page - 1)
 
 
-@pytest.mark.quick(1, slow=1)
+@pytest.mark.quick(1, slow=0)
 @pytest.mark.parametrize("windows", [ALL, ALTERNATING])
 def test_lines_that_fit_are_those_that_the_engine_takes(windows):
     config = dataclasses.replace(TINY, num_layers=len(windows), local_windows=windows)

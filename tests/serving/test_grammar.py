@@ -106,7 +106,7 @@ def walk(tokenizer, text, rng, texts, *, most=400):
     return None
 
 
-@pytest.mark.quick(1, slow=2)
+@pytest.mark.quick(1, slow=0)
 @KIND
 def test_masks_of_small_languages(kind, tokenizers):
     tokenizer = tokenizers[kind]
@@ -172,7 +172,7 @@ SCHEMAS = {
 }
 
 
-@pytest.mark.quick(3, slow=1)
+@pytest.mark.quick(3, slow=0)
 @KIND
 def test_random_walks_are_json_of_the_schema(kind, tokenizers):
     tokenizer = tokenizers[kind]

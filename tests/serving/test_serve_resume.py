@@ -63,7 +63,7 @@ def whole(tiny_folder, tmp_path_factory) -> Path:
     return folder / "out"
 
 
-@pytest.mark.quick(1, slow=1)
+@pytest.mark.quick(1, slow=0)
 @pytest.mark.parametrize("cut", [0, 1, -1])
 @pytest.mark.parametrize("count", [0, 2, 4, 5])
 def test_a_run_goes_on_where_it_was_cut(tiny_folder, tmp_path, whole, count, cut):
@@ -319,7 +319,7 @@ def test_a_report_counts_samples_whether_they_run_or_ran(tiny_folder, tmp_path):
     assert first["max_sequences"] == second["max_sequences"] == 3
 
 
-@pytest.mark.quick(slow=1)
+@pytest.mark.fuzz
 @pytest.mark.parametrize("after", [1, 3])
 def test_a_killed_process_goes_on(tiny_folder, tmp_path, after):
     """SIGKILL as soon as there are some results: then the same texts as without."""

@@ -117,7 +117,7 @@ def test_a_stacked_and_a_quantized_model_have_sessions(tmp_path):
         load_session(path, _model(config))
 
 
-@pytest.mark.quick(1, slow=1)
+@pytest.mark.quick(1, slow=0)
 @pytest.mark.parametrize("kind", ["exact", "mixed", "turbo4"])
 def test_caches_of_a_model_come_back(tmp_path, model, kind):
     path = tmp_path / "caches"

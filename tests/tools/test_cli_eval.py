@@ -168,7 +168,7 @@ def test_commas_between_methods_and_between_options(given, methods):
     assert split_methods(given) == methods
 
 
-@pytest.mark.quick(20, slow=2)
+@pytest.mark.quick(20, slow=0)
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

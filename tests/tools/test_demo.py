@@ -43,7 +43,7 @@ def test_json_report(tiny_folder, tmp_path):
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.slow
+@pytest.mark.fuzz
 def test_table_names_each_cache_and_its_text(tiny_folder):
     result = _run("--model", tiny_folder, *SMALL, "--cache", "exact, 3bit")
     assert result.exit_code == 0, result.stderr
@@ -66,7 +66,7 @@ def test_exact_bits_per_byte_is_that_of_the_model(tiny_folder, tmp_path):
     assert row["bits_per_byte"] == pytest.approx(float(losses.mean()) / 0.6931472, abs=2e-3)
 
 
-@pytest.mark.quick(2, slow=2)
+@pytest.mark.quick(2, slow=0)
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -13,7 +13,7 @@ from turbojax.kv import PooledAttention
 from turbojax.levels import LocalWindow, TopK
 
 
-@pytest.mark.quick(1, slow=2)
+@pytest.mark.quick(1, slow=0)
 @pytest.mark.parametrize(
     ("name", "cache"),
     [

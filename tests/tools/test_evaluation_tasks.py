@@ -294,6 +294,7 @@ class TestTasks:
         short = self.measure(files, "choose", limit=2)
         assert short.identity["checksum"] != measure.identity["checksum"]
 
+    @pytest.mark.fuzz
     def test_the_registry_knows_it(self, files, model, monkeypatch):
         import lm_eval
         from lm_eval.api.registry import get_model
@@ -326,6 +327,7 @@ class TestTasks:
         assert continued == "[user] Hi\n[assistant] Well,"
         assert made.chat_template(True) == tokenizer.chat_template
 
+    @pytest.mark.fuzz
     def test_what_is_refused(self, files):
         with pytest.raises(ValueError, match="lm-eval: .*no_such_task.* is not a registered task"):
             evaluation.TaskMeasure(("no_such_task",), ByteTokenizer())

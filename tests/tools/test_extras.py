@@ -114,7 +114,7 @@ def assert_near(got, want, scale=1.0):
     assert np.abs(got[finite] - want[finite]).max(initial=0) <= 64 * EPS * scale
 
 
-@pytest.mark.quick(1, slow=1)
+@pytest.mark.quick(1, slow=0)
 @pytest.mark.parametrize("case", GRID, ids=lambda case: " ".join(map(str, case)))
 def test_equals_the_oracle(case):
     static, arrays = options_of(*case)
@@ -151,7 +151,7 @@ def test_equals_the_oracle(case):
         assert_near(gradients[name], wanted[name], largest * max(1, np.abs(wanted[name]).max()))
 
 
-@pytest.mark.quick(1, slow=1)
+@pytest.mark.quick(1, slow=0)
 @pytest.mark.parametrize("case", GRID, ids=lambda case: " ".join(map(str, case)))
 def test_triton_equals_the_oracle(case):
     static, arrays = options_of(*case)
@@ -167,7 +167,7 @@ def test_triton_equals_the_oracle(case):
     assert_near(lse, want[1], 1 + np.abs(want[1][np.isfinite(want[1])]).max(initial=0))
 
 
-@pytest.mark.quick(1, slow=1)
+@pytest.mark.quick(1, slow=0)
 @pytest.mark.parametrize("implementation", ["xla", "triton"])
 def test_slopes_where_nothing_is_masked(implementation):
     """Whole blocks without a mask have additions too."""
@@ -213,7 +213,7 @@ def test_gradients_of_the_oracle_are_differences():
         assert abs(difference - (found[name] * exact).sum()) < 1e-4 * max(1, abs(difference)), name
 
 
-@pytest.mark.quick(1, slow=1)
+@pytest.mark.quick(1, slow=0)
 @pytest.mark.parametrize("mode", MODES)
 def test_segments_are_sequences(mode):
     """Packed sequences that begin with a block give the bits of each by itself."""
@@ -237,7 +237,7 @@ def test_segments_are_sequences(mode):
         np.testing.assert_array_equal(lse[:, first : first + 64], alone[1])
 
 
-@pytest.mark.quick(1, slow=1)
+@pytest.mark.quick(1, slow=0)
 @pytest.mark.parametrize("mode", MODES)
 def test_a_part_at_an_offset_is_a_part_of_the_whole(mode):
     config = tj.TurboConfig(mode=mode, block_q=64, block_kv=64, softmax=SAS_E)
@@ -249,7 +249,7 @@ def test_a_part_at_an_offset_is_a_part_of_the_whole(mode):
         np.testing.assert_array_equal(got, want[:, 128:192])
 
 
-@pytest.mark.quick(1, slow=1)
+@pytest.mark.quick(1, slow=0)
 @pytest.mark.parametrize("mode", MODES)
 def test_merged_parts_are_the_whole(mode):
     """Keys in two parts, each with its offset, merged in float32: as near as sums are."""
@@ -370,7 +370,7 @@ def test_nan_of_another_segment_stays_there():
     assert np.isfinite(out[:, :, 1]).all()
 
 
-@pytest.mark.quick(1, slow=1)
+@pytest.mark.quick(1, slow=0)
 @pytest.mark.parametrize("gradient", ["float", "8bit"])
 def test_nan_flows_back_to_nothing_from_what_sees_but_a_sink(gradient):
     config = tj.TurboConfig(mode="int8", block_q=64, block_kv=64, gradient=gradient)

@@ -64,8 +64,17 @@ def test_all_are_here():
     assert tuple(path.stem for path in NOTEBOOKS) == NAMES
 
 
+def _tier(path):
+    # One that takes under a minute belongs to `make test-slow`.
+    return pytest.mark.slow if path.stem == "03_int4_fp8" else pytest.mark.fuzz
+
+
 @pytest.mark.optimized
-@pytest.mark.quick(slow=1)
+@pytest.mark.parametrize(
+    "notebook",
+    [pytest.param(path, marks=_tier(path), id=path.stem) for path in NOTEBOOKS],
+    indirect=True,
+)
 def test_it_runs_from_top_to_bottom(notebook, tmp_path, monkeypatch):
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     # The kernel is a process of its own, and finds turbojax as it is here.

@@ -257,7 +257,7 @@ class TestMemory:
         (group / "memory.max").write_text("max\n")
         assert not list(startup._group_memory(tmp_path))
 
-    @pytest.mark.quick(11, slow=2)
+    @pytest.mark.quick(11, slow=0)
     @pytest.mark.parametrize("kind", models.CACHE_NAMES)
     def test_bytes_are_those_of_the_caches(self, tiny_folder, kind):
         decoder = models.load_decoder(tiny_folder, dtype=jnp.float32)
