@@ -98,10 +98,10 @@ def test_the_last_run_of_the_gpu_tests(tmp_path, monkeypatch):
             json.dumps({**record, "commit": commit})
         )
         assert f"commit {shown} ([gpu" in readme.gpu_tests_line()
-    of_parts = {**record, "calls": ["some", "the others"]}
+    of_parts = {**record, "of": 1300, "calls": ["some", "the others"]}
     (tmp_path / "gpu_tests_2000-01-03.json").write_text(json.dumps(of_parts))
     line = readme.gpu_tests_line()
-    assert line.startswith("All GPU tests, in 2 calls: 1,234 passed")
+    assert line.startswith("GPU tests, in 2 calls: 1,234 of 1,300 passed, 1 failed")
     assert "commit 0123456789 and before: the record says which call ran what" in line
 
 
