@@ -4,7 +4,6 @@ from typing import TYPE_CHECKING
 
 # First, so that Ctrl-C works while the command is still importing.
 from turbojax import _interrupt as _interrupt
-from turbojax import _moved
 from turbojax import fireq as fireq
 from turbojax import levels as levels
 from turbojax import paged as paged
@@ -45,8 +44,6 @@ if TYPE_CHECKING:
     from turbojax import flax as flax
     from turbojax import models as models
     from turbojax import parallel as parallel
-
-_moved.install()
 
 __version__ = "0.1.0"
 
@@ -91,12 +88,12 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    """Imports what is large when it is first used; old names of modules, with a warning."""
+    """Imports what is large when it is first used."""
     if name in ("flax", "models", "parallel"):
         import importlib
 
         return importlib.import_module(f"turbojax.{name}")
-    return _moved.renamed("turbojax", {})(name)
+    raise AttributeError(f"module 'turbojax' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

@@ -1,6 +1,5 @@
 """Decoders in Flax nnx, its checkpoints, and the model shipped with turbojax."""
 
-from turbojax import _moved
 from turbojax.kv import CACHE_NAMES as CACHE_NAMES
 from turbojax.kv import POLICY_NAMES as POLICY_NAMES
 from turbojax.kv import Attend as Attend
@@ -89,12 +88,3 @@ from turbojax.models.text.tokenizer import NumberTokenizer as NumberTokenizer
 from turbojax.models.text.tokenizer import Tokenizer as Tokenizer
 from turbojax.models.text.tokenizer import load_tokenizer as load_tokenizer
 from turbojax.models.transformer import Transformer as Transformer
-
-__getattr__ = _moved.renamed(
-    __name__,
-    {
-        "Llama": "turbojax.models.Transformer",
-        "LlamaConfig": "turbojax.models.TransformerConfig",
-        "load_llama": "turbojax.models.load_transformer",
-    },
-)

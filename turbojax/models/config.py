@@ -9,7 +9,7 @@ from typing import Any, get_args
 import jax.numpy as jnp
 import numpy as np
 
-from turbojax import _checks, _moved
+from turbojax import _checks
 from turbojax._json import shown
 from turbojax.kv import AttentionOptions
 from turbojax.models import families
@@ -476,6 +476,3 @@ def _check_size(name: str, value: object) -> None:
     most = families.MOST_LAYERS if name == "num_layers" else families.LARGEST_SIZE
     if value > most:
         raise ValueError(f"{name}={shown(value)} must be at most {most}")
-
-
-__getattr__ = _moved.renamed(__name__, {"LlamaConfig": "turbojax.models.config.TransformerConfig"})

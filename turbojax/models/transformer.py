@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
-from turbojax import _checks, _moved
+from turbojax import _checks
 from turbojax.flax.norms import RMSNorm
 from turbojax.flax.projections import AttentionProjections
 from turbojax.kv import Attend, AttentionOptions, causal_attention, padded_attention
@@ -445,6 +445,3 @@ def _check_mask(mask: jax.Array, tokens: jax.Array, attend: Attend) -> jax.Array
             "attention_mask has no use with another attend: it must get lengths itself"
         )
     return mask.astype(jnp.bool_)
-
-
-__getattr__ = _moved.renamed(__name__, {"Llama": "turbojax.models.transformer.Transformer"})

@@ -35,7 +35,7 @@ Versions, same case, H100, jax 0.11.2, blocks of 128, T/s (cuDNN on bfloat16: 68
 
 Whole calls from bfloat16 with quantization, and the kernel alone (which in v5 quantizes queries
 too), H200, jax 0.11.2, T/s; `before` has blocks of 128, v5 of 64: 2 x 8k, causal, 8 x 2k causal,
-and 1 x 32k causal with 16 heads of 64. cuDNN on e4m3 gets e4m3.
+and 1 x 32k causal with 16 heads of 64. "cuDNN e4m3" is given e4m3 inputs.
                               2 x 8k          causal        8 x 2k        32k, 64 wide
   cuDNN bf16                     691             629           548             480
   cuDNN e4m3                   1,011             902           667             588

@@ -127,8 +127,8 @@ def paged_attention(
       key_offset: the position of the pages' first token, 0 if not given.
       sinks: optional floating-point ``[N]``, see `turbojax.turbo_attention`.
       output_dtype: float32 for results that will be merged; the query's if not given.
-      implementation: ``"mosaic_gpu"`` (Ampere to Blackwell, 8-bit floats from Ada on, many queries
-        on Hopper alone. 16-bit pages: weights as sums of two numbers of that dtype; 8-bit floats:
+      implementation: ``"mosaic_gpu"`` (compiles for Ampere to Blackwell, run on Hopper alone; 8-bit
+        floats from Ada on, many queries need Hopper. 16-bit pages: weights as sums of two numbers of that dtype; 8-bit floats:
         queries and weights as sums of two float16; codes and int8: as integers of 15 bits; of many
         queries weights, and what codes and int8 stand for, in the query's dtype, with
         ``"fp8_e4m3"`` up to 128 channels queries and weights in e4m3),

@@ -53,8 +53,9 @@ class Segments(NamedTuple):
     def meet(self) -> jax.Array:
         """Which blocks may have a segment in common: bool ``[B, T_r, T_c]``.
 
-        By their ranges of ids. That is exact where one of the two holds one segment, for it is
-        looked for in the other; so only where both are mixed a block may be named for nothing.
+        Exact where one of the two blocks holds a single segment: its id is looked for in the other.
+        Two blocks of several segments each are compared by their ranges of ids, and may be said to
+        meet although they do not; the kernel's mask then finds nothing in them.
         """
         q, k = self.queries, self.keys
         meet = (q.least[:, :, None] <= k.most[:, None]) & (k.least[:, None] <= q.most[:, :, None])

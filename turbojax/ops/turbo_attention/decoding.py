@@ -68,9 +68,9 @@ def decode(
       key_offset: the position of the cache's first token, 0 if not given.
       sinks: optional floating-point ``[N]``, see `turbojax.turbo_attention`.
       output_dtype: float32 for results that will be merged; the query's if not given.
-      implementation: ``"mosaic_gpu"`` (Ampere to Blackwell; of a cache with first tokens no window,
-        and as many queries as the buffer has room for beside a block and them), ``"triton"`` or
-        ``"xla"``, or None for the first of them that can run this.
+      implementation: ``"mosaic_gpu"`` (compiles for Ampere to Blackwell, run on Hopper alone; of a
+        cache with first tokens no window, and as many queries as the buffer has room for beside a
+        block and them), ``"triton"`` or ``"xla"``, or None for the first that can run this.
       return_residual: also return the log-sum-exp of the scores.
 
     Returns:

@@ -278,7 +278,7 @@ def append(
       lengths: integer ``[B]``, tokens held before.
       new_lengths: optional integer ``[B]``: how many of the `T` tokens belong to each sequence, the
         first ones; all of them if not given.
-      implementation: ``"mosaic_gpu"`` (one kernel for every format; Ampere to Blackwell,
+      implementation: ``"mosaic_gpu"`` (one kernel for every format;
         ``"fp8_e4m3"`` from Ada on), ``"triton"`` (one for all that is stored as codes or in
         int8), both with a head dim that is a power of two, ``"xla"``, or None to choose. All store
         the same bits.

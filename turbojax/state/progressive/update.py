@@ -75,7 +75,7 @@ def append(
       lengths: optional int ``[B]``: how many of the `T` tokens belong to each sequence, the first
         ones; all of them if not given. `decode` takes the same as `query_seq_lengths`. Under
         `jit` values outside ``0..T`` act as the nearest bound, and more than `T` as overflow.
-      implementation: ``"mosaic_gpu"`` (Ampere to Blackwell; one token, one kernel), ``"triton"``
+      implementation: ``"mosaic_gpu"`` (one token, one kernel), ``"triton"``
         (one token, one kernel for keys and one for values), ``"xla"``, or None to choose. All store
         the same bits. Names that only attend are refused.
 
@@ -127,7 +127,7 @@ def store_prompt(
       key: ``[B, S, K, H]`` in `cache.dtype`.
       value: the same shape and dtype.
       lengths: int32 ``[B]``, tokens of each prompt.
-      implementation: ``"mosaic_gpu"`` (Ampere to Blackwell), ``"triton"``, ``"xla"``, or None to
+      implementation: ``"mosaic_gpu"``, ``"triton"``, ``"xla"``, or None to
         choose. All store the same bits.
 
     Returns:
