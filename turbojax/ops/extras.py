@@ -172,7 +172,7 @@ def of_cache(
         check_offset(name, x, batch)
         for name, x in (("query_offset", query_offset), ("key_offset", key_offset))
     )
-    # Without `query_offset` queries are the cache's newest tokens: an offset of the keys moves both.
+    # Without `query_offset` queries are the newest tokens: an offset of the keys moves both.
     of_keys = None if first is None else of_keys
     return Extras(query_offset=first, key_offset=of_keys, sinks=check_sinks(sinks, heads))
 

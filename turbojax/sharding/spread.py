@@ -104,8 +104,8 @@ def spread(
       **static: hashable keyword arguments.
 
     Returns:
-      A function of the table's arguments, all of them by position. It cannot be differentiated where axes
-      are automatic: call it inside a `custom_vjp` rule.
+      A function of the table's arguments, all of them by position. It cannot be differentiated
+      where axes are automatic: call it inside a `custom_vjp` rule.
     """
 
     def call(*arrays: Any) -> Any:

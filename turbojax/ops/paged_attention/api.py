@@ -128,10 +128,10 @@ def paged_attention(
       sinks: optional floating-point ``[N]``, see `turbojax.turbo_attention`.
       output_dtype: float32 for results that will be merged; the query's if not given.
       implementation: ``"mosaic_gpu"`` (compiles for Ampere to Blackwell, run on Hopper alone; 8-bit
-        floats from Ada on, many queries need Hopper. 16-bit pages: weights as sums of two numbers of that dtype; 8-bit floats:
-        queries and weights as sums of two float16; codes and int8: as integers of 15 bits; of many
-        queries weights, and what codes and int8 stand for, in the query's dtype, with
-        ``"fp8_e4m3"`` up to 128 channels queries and weights in e4m3),
+        floats from Ada on, many queries need Hopper. 16-bit pages: weights as sums of two numbers
+        of that dtype; 8-bit floats: queries and weights as sums of two float16; codes and int8: as
+        integers of 15 bits. Of many queries, weights, and what codes and int8 stand for, are in
+        the query's dtype; with ``"fp8_e4m3"``, up to 128 channels, queries and weights in e4m3),
         ``"triton"`` (16-bit pages: weights in that dtype; all that is stored in 8 bits or fewer:
         queries in float16 and weights in half precision), ``"xla"`` (float32), or None for the
         first of them that can run this. In float16 weights below ``2**-25`` of the largest are

@@ -42,9 +42,9 @@ Versions, H200, jax 0.11.2, microseconds of the kernels, all in one run (and of 
       the tiles that are left cut into equal
       parts, as many as there are programs        28.6          47.8          76.5   98.3
       the same, but a tile into equal parts                     45.3                 95.5
-v2 is what runs; the targets are not reached. Of v1's 103 for 1,024 tokens are left, without the instructions that convert, 92; without
-copies of tokens 98; without outputs 102; without all three 87. So conversion is hidden only in
-part. Cutting tiles (float32 sums through memory, a flag each, which another kernel sets to zero)
+v2 is what runs; the targets are not reached. Of v1's 103 us for 1,024 tokens, 92 are left without
+the instructions that convert, 98 without copies of tokens, 102 without outputs, 87 without all
+three. So conversion is hidden only in part. Cutting tiles (float32 sums through memory, a flag each, which another kernel sets to zero)
 is worth 5 to 11 % where the last round has few tiles; that is left to do.
 """
 
