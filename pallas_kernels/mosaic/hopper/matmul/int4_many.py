@@ -44,8 +44,9 @@ Versions, H200, jax 0.11.2, microseconds of the kernels, all in one run (and of 
       the same, but a tile into equal parts                     45.3                 95.5
 v2 is what runs; the targets are not reached. Of v1's 103 us for 1,024 tokens, 92 are left without
 the instructions that convert, 98 without copies of tokens, 102 without outputs, 87 without all
-three. So conversion is hidden only in part. Cutting tiles (float32 sums through memory, a flag each, which another kernel sets to zero)
-is worth 5 to 11 % where the last round has few tiles; that is left to do.
+three. So conversion is hidden only in part. Cutting tiles (float32 sums through memory, a flag
+each, which another kernel sets to zero) is worth 5 to 11 % where the last round has few tiles; that
+is left to do.
 """
 
 import dataclasses
