@@ -19,6 +19,12 @@ Model = Annotated[
 ByteModel = Annotated[
     str, typer.Option(help="'embedded', or a folder with a checkpoint whose tokens are bytes.")
 ]
+FloatModel = Annotated[
+    str,
+    typer.Option(
+        help="'embedded', a folder with a checkpoint of floating-point weights, or smollm2."
+    ),
+]
 RandomWeights = Annotated[
     str | None,
     typer.Option(

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -11,10 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from turbojax import models
+from turbojax.models.checkpoint.folder import find_companions, is_gguf
 from turbojax.models.checkpoint.huggingface import checkpoint_folder, float_bytes, require_gguf
 from turbojax.models.config import DTYPES, model_config, stored_dtype
 from turbojax.models.lora import check_adapters
 from turbojax.models.tensor_parallel.layout import axes_of_model, parts
+from turbojax.models.text import gguf_tokenizer
 from turbojax.models.text.chat import chat_tokens
 from turbojax.models.text.tokenizer import NumberTokenizer, Tokenizer, load_tokenizer
 from turbojax.sharding.axes import Axes
@@ -106,6 +109,18 @@ def find_text_model(
 
     open_it = functools.partial(models.open_decoder, path, **options)
     return FoundModel(config, used, tokenizer, size // parts(axes), load, open_it, axes)
+
+
+def files_beside(path: str) -> tuple[dict[str, Any], dict[str, Path | bytes]]:
+    """What a copy of a model needs beside its weights.
+
+    Returns:
+      The keys of its `config.json` that name special tokens, and the files of its tokenizer.
+    """
+    source, hf = checkpoint_folder(path), models.read_config(path)
+    read = gguf_tokenizer.companions if is_gguf(source) else find_companions
+    names = ("bos_token_id", "eos_token_id", "pad_token_id")
+    return {name: hf[name] for name in names if name in hf}, dict(read(source))
 
 
 def load_text_model(

@@ -13,8 +13,8 @@ def train(
     data: Annotated[
         list[Path] | None,
         typer.Option(
-            help="A text file, or a folder of them, to train on; may be repeated. Default: this "
-            "Python's standard library.",
+            help="A text file, or a folder of them, to train on; may be repeated. Default of a "
+            "byte-level model: this Python's standard library.",
             show_default=False,
         ),
     ] = None,
@@ -27,7 +27,7 @@ def train(
             show_default=False,
         ),
     ] = None,
-    model: options.ByteModel = "embedded",
+    model: options.FloatModel = "embedded",
     attention: Annotated[str, typer.Option(help="dense or pooled.")] = "dense",
     policy: Annotated[
         str | None,
@@ -92,7 +92,9 @@ def train(
             help="Of pooled attention: the files in a sequence do not see each other.",
         ),
     ] = False,
-    context: Annotated[int, typer.Option(help="Bytes per sequence.")] = 16384,
+    context: Annotated[
+        int, typer.Option(help="Tokens per sequence; bytes of a byte-level model.")
+    ] = 16384,
     batch: Annotated[int, typer.Option(help="Sequences per step.")] = 8,
     steps: Annotated[int, typer.Option(help="Optimizer steps.")] = 300,
     learning_rate: Annotated[float, typer.Option(help="Peak of the schedule.")] = 3e-4,
@@ -145,7 +147,7 @@ def train(
     plot: Annotated[Path | None, typer.Option(help="Draw the loss to this file.")] = None,
     compilation_cache: programs.CompilationCache = True,
 ) -> None:
-    """Fine-tune a byte-level model at a long context, with dense or pooled attention.
+    """Fine-tune all weights of a model, with dense or pooled attention.
 
     Run the same command again to go on after an interruption. At the end OUT/model is a Hugging
     Face folder that `turbojax generate --model` reads, and OUT/log.json the log.
@@ -183,15 +185,16 @@ def train(
         how = {"pooled": pooled, "packed": packed, "remat": remat, "fsdp": fsdp}
         how["dense_layers"] = dense_layers
         log = _train(
-            out, model, settings, _corpus(data, held_out), rhythm, mesh, is_first=is_first, how=how
+            out, model, settings, (data, held_out), rhythm, mesh, is_first=is_first, how=how
         )
         if plot is not None and is_first:
             finetune.save_plot([log], plot)
     if not is_first:
         return
-    for name, bits in log["held_out_bits_per_byte"].items():
+    unit = finetune.unit(log)
+    for name, bits in log[f"held_out_bits_per_{unit}"].items():
         kind = "this attention" if name == "run" else "dense attention"
-        typer.echo(f"held out, with {kind}: {bits:.4f} bits per byte")
+        typer.echo(f"held out, with {kind}: {bits:.4f} bits per {unit}")
     typer.echo(f"wrote {out / finetune.MODEL_NAME}")
 
 
@@ -201,14 +204,24 @@ def _usual_precision() -> str:
     return "float32" if jax.default_backend() == "cpu" else "bfloat16"
 
 
-def _corpus(data: list[Path] | None, held_out: list[Path] | None) -> Any:
-    """The text that the options name."""
+def _corpus(model: str, data: list[Path] | None, held_out: list[Path] | None) -> Any:
+    """The text that the options name, as a model's bytes or tokens."""
     from turbojax import finetune
+    from turbojax.app import text_model
+    from turbojax.models.text.tokenizer import ByteTokenizer
 
+    if held_out and not data:
+        raise ValueError("--held-out is for --data")
+    tokenizer = text_model.find_text_model(model).tokenizer
+    if not isinstance(tokenizer, ByteTokenizer):
+        if not data:
+            raise ValueError(f"--data is needed: model {model!r} reads tokens")
+        # Between texts stands what ended texts when the model was trained.
+        ends = [*tokenizer.eos_token_ids[:1], tokenizer.bos_token_id]
+        separator = next((token for token in ends if token is not None), None)
+        return finetune.tokens_of(tokenizer, data, held_out or (), separator=separator)
     if data:
         return finetune.corpus_of(data, held_out or ())
-    if held_out:
-        raise ValueError("--held-out is for --data")
     return finetune.standard_library_corpus()
 
 
@@ -216,7 +229,7 @@ def _train(
     out: Path,
     model: str,
     settings: Any,
-    corpus: Any,
+    text: tuple[list[Path] | None, list[Path] | None],
     rhythm: Any,
     mesh: str | None,
     *,
@@ -225,19 +238,24 @@ def _train(
 ) -> dict[str, Any]:
     """The run, and what it shows as it trains."""
     from turbojax import finetune, models
+    from turbojax.app import text_model
     from turbojax.finetune import split
 
+    corpus = _corpus(model, *text)
+    unit = "token" if isinstance(corpus, finetune.TokenCorpus) else "byte"
     axes = options.axes_of(mesh)
     if axes is not None:
         split.Split(axes, settings.precision, how["fsdp"]).check(settings)
     start = models.load_transformer(model, mesh=axes)
     _check_memory(start.config, settings, axes, how["fsdp"])
     how = {**how, "axes": axes, "rhythm": rhythm, "source": model}
+    if unit == "token":
+        how["extra_config"], how["companions"] = text_model.files_beside(model)
     if not is_first:
         return finetune.fine_tune(out, start, settings, corpus, **how)
-    typer.echo(f"{corpus.stream.size:,} bytes of text; {start.config.num_parameters:,} weights")
-    with training_progress.progress_bar("byte") as bar:
-        report = training_progress.Display(bar, settings.steps, out, "byte")
+    typer.echo(f"{corpus.stream.size:,} {unit}s of text; {start.config.num_parameters:,} weights")
+    with training_progress.progress_bar(unit) as bar:
+        report = training_progress.Display(bar, settings.steps, out, unit)
         return finetune.fine_tune(out, start, settings, corpus, report=report, **how)
 
 
@@ -246,22 +264,21 @@ def _check_memory(config: Any, settings: Any, axes: Any, fsdp: bool) -> None:
     import jax.numpy as jnp
 
     from turbojax.app import startup
+    from turbojax.finetune.losses import MOST_LOGITS
 
     batch, context = settings.batch_size, settings.context
     devices, parts = 1, 1
     if axes is not None:
         devices = axes.size("batch") * axes.size("sequence")
         parts = devices if fsdp else 1
-    # What every layer begins with, which even --remat keeps, and the logits in float32.
+    # What every layer begins with, which even --remat keeps, and logits in float32.
+    logits = min(batch * context // devices * config.vocab_size, MOST_LOGITS)
     width = config.num_layers * config.hidden_size * jnp.dtype(settings.precision).itemsize
     startup.check_memory(
         {
             # Weights, their gradient and two moments, all float32.
             "weights and optimizer": 16 * config.num_parameters // parts,
-            f"{batch:,} sequences of {context:,} bytes": batch
-            * context
-            * (width + 4 * config.vocab_size)
-            // devices,
+            f"{batch:,} sequences of {context:,}": batch * context * width // devices + 4 * logits,
         },
         "smaller --batch or --context",
     )

@@ -1,4 +1,4 @@
-"""Fine-tuning: of a byte-level model at a long context, and of adapters beside INT4 weights.
+"""Fine-tuning: of all weights, at a long context too, and of adapters beside INT4 weights.
 
 Needs optax and orbax-checkpoint, which come with Flax; plots need matplotlib.
 """
@@ -6,16 +6,17 @@ Needs optax and orbax-checkpoint, which come with Flax; plots need matplotlib.
 from turbojax.finetune.comparison import compare as compare
 from turbojax.finetune.comparison import read_log as read_log
 from turbojax.finetune.comparison import summary as summary
+from turbojax.finetune.comparison import unit as unit
 from turbojax.finetune.data import Corpus as Corpus
+from turbojax.finetune.data import TokenCorpus as TokenCorpus
 from turbojax.finetune.data import corpus_of as corpus_of
 from turbojax.finetune.data import standard_library_corpus as standard_library_corpus
+from turbojax.finetune.data import tokens_of as tokens_of
 from turbojax.finetune.display import save_plot as save_plot
 from turbojax.finetune.lora import LoraTrainer as LoraTrainer
 from turbojax.finetune.lora import token_losses as token_losses
 from turbojax.finetune.lora_run import ADAPTERS_NAME as ADAPTERS_NAME
-from turbojax.finetune.lora_run import TokenCorpus as TokenCorpus
 from turbojax.finetune.lora_run import fine_tune_adapters as fine_tune_adapters
-from turbojax.finetune.lora_run import tokens_of as tokens_of
 from turbojax.finetune.run import MODEL_NAME as MODEL_NAME
 from turbojax.finetune.run import Rhythm as Rhythm
 from turbojax.finetune.run import fine_tune as fine_tune

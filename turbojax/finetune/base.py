@@ -138,6 +138,17 @@ class BaseTrainer(abc.ABC, Generic[Trained]):
         )
 
 
+def check_stream(stream: np.ndarray, vocab_size: int) -> None:
+    """Raises TypeError unless it is one array of integers, ValueError unless all are tokens."""
+    if stream.ndim != 1 or not np.issubdtype(stream.dtype, np.integer):
+        found = f"{stream.dtype} {list(stream.shape)}"
+        raise TypeError(f"the stream is {found}, must be integers [n]")
+    if (largest := int(stream.max(initial=0))) >= vocab_size:
+        raise ValueError(f"token {largest} must be below {vocab_size}")
+    if stream.min(initial=0) < 0:
+        raise ValueError(f"token {stream.min()} must not be negative")
+
+
 def windows(stream: jax.Array, starts: jax.Array, context: int) -> jax.Array:
     """The tokens of the windows that begin at `starts`, int32 ``[B, context + 1]``."""
     indices = starts[:, None] + jnp.arange(context + 1, dtype=jnp.int32)[None, :]

@@ -56,8 +56,8 @@ def compare(first: Log, second: Log, *, width: int = 20) -> dict[str, Any]:
       - `final_ratio`: smoothed loss of the second over that of the first at the last step;
       - `largest_ratio`, `mean_ratio`: the same over the steps with a whole window of `width`
         (all steps if there is none);
-      - `held_out_ratio`: of bits per byte of the held-out text at the end, each with its own
-        attention; None if a run has not ended;
+      - `held_out_ratio`: of bits per byte, or token, of the held-out text at the end, each with its
+        own attention; None if a run has not ended;
       - `density`: mean over the second run's steps;
       - `seconds`: of both, in training steps alone; `seconds_saved`, `speedup`.
 
@@ -112,8 +112,14 @@ def mean_density(log: Log) -> float:
     return float(np.average([row["density"] for row in log["records"]], weights=steps))
 
 
+def unit(log: Log) -> str:
+    """What a run's bits are of: ``"byte"`` or ``"token"``."""
+    return "token" if "tokens" in log["data"] else "byte"
+
+
 def _held_out_ratio(first: Log, second: Log) -> float | None:
-    scores = [log.get("held_out_bits_per_byte", {}).get("run") for log in (first, second)]
+    name = f"held_out_bits_per_{unit(first)}"
+    scores = [log.get(name, {}).get("run") for log in (first, second)]
     if scores[0] is None or scores[1] is None:
         return None
     return round(scores[1] / scores[0], 5)
@@ -140,5 +146,5 @@ def summary(result: Mapping[str, Any]) -> str:
         f"{row['seconds_saved']:.1f} s saved, {row['speedup']:.2f} times as fast",
     ]
     if held_out is not None:
-        lines.append(f"  held-out bits per byte: {held_out:.4f} times")
+        lines.append(f"  held-out bits per {unit(first)}: {held_out:.4f} times")
     return "\n".join(lines)

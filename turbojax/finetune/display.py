@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from turbojax import _extras, _writing
-from turbojax.finetune.comparison import label, seconds_at, smooth
+from turbojax.finetune.comparison import label, seconds_at, smooth, unit
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -39,10 +39,11 @@ def draw(logs: Sequence[Mapping[str, Any]], *, width: int = 20) -> "Figure":
         by_time.plot(seconds_at(log), curve, color=colour, lw=1.5)
         scores = log["evaluations"]
         if scores:
-            x, y = zip(*((r["step"], r["held_out_bits_per_byte"]) for r in scores), strict=True)
+            name = f"held_out_bits_per_{unit(log)}"
+            x, y = zip(*((r["step"], r[name]) for r in scores), strict=True)
             by_step.plot(x, y, "o--", color=colour, ms=4, lw=0.8, label=f"{label(log)}, held out")
     by_step.set_xlabel("step")
-    by_step.set_ylabel("bits per byte")
+    by_step.set_ylabel(f"bits per {unit(logs[0])}")
     by_time.set_xlabel("seconds in training steps")
     for axes in (by_step, by_time):
         axes.grid(alpha=0.3)
@@ -50,8 +51,8 @@ def draw(logs: Sequence[Mapping[str, Any]], *, width: int = 20) -> "Figure":
     figure.legend(loc="outside lower center", ncols=2 * len(logs), frameon=False)
     settings = logs[0]["identity"]["settings"]
     figure.suptitle(
-        f"{settings['context']:,} bytes of context, {settings['batch_size']} sequences per step, "
-        f"{logs[0]['environment']['device']}"
+        f"{settings['context']:,} {unit(logs[0])}s of context, {settings['batch_size']} sequences "
+        f"per step, {logs[0]['environment']['device']}"
     )
     return figure
 

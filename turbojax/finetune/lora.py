@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax  # type: ignore[import-untyped]
 
-from turbojax.finetune.base import BaseTrainer, updated, windows
+from turbojax.finetune.base import BaseTrainer, check_stream, updated, windows
+from turbojax.finetune.losses import cross_entropy
 from turbojax.finetune.settings import Settings
 from turbojax.finetune.trainer import dense_attention
 from turbojax.models import Attend
@@ -36,7 +37,7 @@ def token_losses(
     inputs = tokens[:, :-1]
     positions = jnp.broadcast_to(jnp.arange(inputs.shape[1])[None], inputs.shape)
     hidden, _ = decoder.hidden(inputs, positions, attend, (None,) * decoder.config.num_layers)
-    return optax.softmax_cross_entropy_with_integer_labels(decoder.logits(hidden), tokens[:, 1:])
+    return cross_entropy(decoder.logits, hidden, tokens[:, 1:], decoder.config.vocab_size)
 
 
 class LoraTrainer(BaseTrainer[Adapters]):
@@ -77,9 +78,7 @@ class LoraTrainer(BaseTrainer[Adapters]):
           ValueError: if the adapters, the stream, the context, the precision or the gradient does
             not fit.
         """
-        if stream.ndim != 1 or not np.issubdtype(stream.dtype, np.integer):
-            found = f"{stream.dtype} {list(stream.shape)}"
-            raise TypeError(f"the stream is {found}, must be integers [n]")
+        check_stream(stream, decoder.config.vocab_size)
         if gradient not in GRADIENTS:
             raise ValueError(f"{gradient=} must be one of {GRADIENTS}")
         check_adapters(adapters, decoder.config)
@@ -92,11 +91,6 @@ class LoraTrainer(BaseTrainer[Adapters]):
                 f"context={settings.context} must be at most the decoder's max_length, "
                 f"{decoder.config.max_length}"
             )
-        largest = int(stream.max(initial=0))
-        if largest >= decoder.config.vocab_size:
-            raise ValueError(f"token {largest} must be below {decoder.config.vocab_size}")
-        if stream.min(initial=0) < 0:
-            raise ValueError(f"token {stream.min()} must not be negative")
         self.decoder = for_length(decoder, settings.context)
         super().__init__(adapters, settings, stream)
         self._gradient: Gradient = gradient

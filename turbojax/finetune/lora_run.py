@@ -1,7 +1,6 @@
 """A run that trains adapters, from start or checkpoint to the folder of adapters, and its log."""
 
 import dataclasses
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +9,8 @@ import numpy as np
 
 from turbojax import _writing, models
 from turbojax._environment import environment
-from turbojax.finetune import documents
 from turbojax.finetune.checkpoint import checkpoint_manager
+from turbojax.finetune.data import TokenCorpus, token_windows
 from turbojax.finetune.lora import LoraTrainer
 from turbojax.finetune.run import (
     CHECKPOINTS_NAME,
@@ -25,55 +24,10 @@ from turbojax.finetune.run import (
 from turbojax.finetune.settings import Settings
 from turbojax.models.lora import Adapters
 from turbojax.models.quantized import QuantizedDecoder
-from turbojax.models.text.tokenizer import Tokenizer
 from turbojax.ops.int4_matmul.static import Gradient
 
 ADAPTERS_NAME = "adapters"
 _RHYTHM = Rhythm()
-# Share of the text that is held out where no other is named.
-_HELD_OUT_SHARE = 20
-
-
-@dataclasses.dataclass(frozen=True)
-class TokenCorpus:
-    """Tokens to train on, and tokens to measure with.
-
-    Attributes:
-      stream: int32 ``[n]``, one text after the other, each as its tokenizer begins it.
-      held_out: the same of other text.
-    """
-
-    stream: np.ndarray
-    held_out: np.ndarray
-
-
-def tokens_of(
-    tokenizer: Tokenizer, paths: Sequence[Path], held_out: Sequence[Path] = ()
-) -> TokenCorpus:
-    """The tokens of given files and folders.
-
-    Args:
-      tokenizer: the model's.
-      paths: what to train on, see `documents.read_texts`.
-      held_out: what to measure with; if not given, the last twentieth of the tokens, which are then
-        not trained on.
-
-    Raises:
-      FileNotFoundError: if a path does not exist.
-      ValueError: if a named file is not text, or there is none.
-    """
-
-    def read(given: Sequence[Path]) -> np.ndarray:
-        texts = [tokenizer.encode(data.decode("utf-8")) for data in documents.read_texts(given)]
-        if not texts:
-            raise ValueError(f"data={[str(path) for path in given]} must hold text")
-        return np.concatenate([np.asarray(text, np.int32) for text in texts])
-
-    stream = read(paths)
-    if held_out:
-        return TokenCorpus(stream, read(held_out))
-    cut = stream.size - stream.size // _HELD_OUT_SHARE
-    return TokenCorpus(stream[:cut], stream[cut:])
 
 
 def fine_tune_adapters(
@@ -112,7 +66,7 @@ def fine_tune_adapters(
     """
     folder.mkdir(parents=True, exist_ok=True)
     with _writing.exclusive(folder):
-        windows = _windows(corpus.held_out, settings.context, rhythm.evaluate_windows)
+        windows = token_windows(corpus.held_out, settings.context, rhythm.evaluate_windows)
         trainer = LoraTrainer(decoder, adapters, settings, corpus.stream, gradient=gradient)
         header = _describe(trainer, corpus, windows, gradient, base_model)
         log = Log(folder / LOG_NAME, header)
@@ -136,19 +90,6 @@ def fine_tune_adapters(
         models.save_adapters(trainer.adapters, folder / ADAPTERS_NAME, base_model=base_model)
         log.write()
     return log.content
-
-
-def _windows(tokens: np.ndarray, context: int, most: int) -> np.ndarray:
-    """int32 ``[n, context + 1]`` that do not overlap but for a token.
-
-    Raises:
-      ValueError: if there is none.
-    """
-    count = min(most, (tokens.size - 1) // context)
-    if count < 1:
-        raise ValueError(f"{tokens.size} held-out tokens must be more than {context=}")
-    places = np.arange(count)[:, None] * context + np.arange(context + 1)[None]
-    return tokens[places].astype(np.int32)
 
 
 def _evaluate(trainer: LoraTrainer, windows: np.ndarray, log: Log, report: Report) -> None:

@@ -6,7 +6,7 @@ import hashlib
 import importlib.metadata
 import json
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +19,13 @@ from turbojax._json import shown
 from turbojax.finetune._log import read_content
 from turbojax.finetune.base import BaseTrainer
 from turbojax.finetune.checkpoint import checkpoint_manager, last_step
-from turbojax.finetune.data import Corpus
-from turbojax.finetune.evaluate import mean_bits
+from turbojax.finetune.data import Corpus, TokenCorpus, token_windows
+from turbojax.finetune.evaluate import windows
 from turbojax.finetune.settings import Settings
 from turbojax.finetune.trainer import Trainer, dense_attention
 from turbojax.kv.layered import FirstLayers
 from turbojax.models import BEGINNING_OF_FILE, Attend, PooledAttention, Transformer, save
+from turbojax.models.text.tokenizer import BYTES
 from turbojax.sharding.axes import Axes
 
 LOG_NAME = "log.json"
@@ -70,7 +71,7 @@ def fine_tune(
     folder: Path,
     model: Transformer,
     settings: Settings,
-    corpus: Corpus,
+    corpus: Corpus | TokenCorpus,
     *,
     pooled: PooledAttention | None = None,
     dense_layers: int = 0,
@@ -80,9 +81,11 @@ def fine_tune(
     fsdp: bool = True,
     rhythm: Rhythm = Rhythm(),
     source: str = "",
+    extra_config: Mapping[str, Any] | None = None,
+    companions: Mapping[str, Path | bytes] | None = None,
     report: Report = lambda row: None,
 ) -> dict[str, Any]:
-    """Fine-tunes a byte-level model and exports it; continues where `folder` holds checkpoints.
+    """Fine-tunes a model and exports it; continues where `folder` holds checkpoints.
 
     The state of a run is weights, optimizer and step, and the data of a step are a function of
     the step: after an interruption of any kind the weights are those of an uninterrupted run, bit
@@ -97,7 +100,8 @@ def fine_tune(
         Created if it does not exist.
       model: the model to start from.
       settings: see `Settings`.
-      corpus: training and held-out text.
+      corpus: training and held-out text: a `Corpus` for a byte-level model, see `corpus_of`, a
+        `TokenCorpus` for others, see `tokens_of`.
       pooled: how to attend; exactly, if not given.
       dense_layers: see `Trainer`.
       packed: see `Trainer`; the held-out text is read without it.
@@ -106,6 +110,9 @@ def fine_tune(
       fsdp: see `Trainer`.
       rhythm: see `Rhythm`.
       source: where the model came from, for the log.
+      extra_config: further keys of the exported model's `config.json`, see `models.save`; of a
+        byte-level model its `bos_token_id` and `eos_token_id` by default.
+      companions: files of the exported model beside its weights, such as the tokenizer's.
       report: see `Report`.
 
     Returns:
@@ -113,8 +120,8 @@ def fine_tune(
 
     Raises:
       BlockingIOError: if another run is writing into `folder`.
-      ValueError: if the model does not read bytes, the text is too short, or `folder` holds a run
-        with other settings, data or starting weights.
+      ValueError: if the corpus is not one of the model's tokens or too short, or `folder` holds a
+        run with other settings, data or starting weights.
       FloatingPointError: if the loss is not finite.
     """
     folder.mkdir(parents=True, exist_ok=True)
@@ -122,7 +129,10 @@ def fine_tune(
     how |= {"dense_layers": dense_layers}
     how |= {"axes": axes, "fsdp": fsdp}
     with _writing.exclusive(folder) if _is_first() else contextlib.nullcontext():
-        return _fine_tune(folder, model, settings, corpus, rhythm, source, report, **how)
+        trainer, log = _trained(folder, model, settings, corpus, rhythm, source, report, **how)
+        _export(folder / MODEL_NAME, trainer, extra_config, companions)
+        log.write()
+    return log.content
 
 
 def _is_first() -> bool:
@@ -130,30 +140,29 @@ def _is_first() -> bool:
     return jax.process_index() == 0
 
 
-def _fine_tune(
+def _trained(
     folder: Path,
     model: Transformer,
     settings: Settings,
-    corpus: Corpus,
+    corpus: Corpus | TokenCorpus,
     rhythm: Rhythm,
     source: str,
     report: Report,
     *,
     pooled: PooledAttention | None,
     **how: Any,
-) -> dict[str, Any]:
-    """What `fine_tune` does, alone in the folder."""
+) -> "tuple[Trainer, Log]":
+    """A run to its last step, alone in the folder; its log is yet to be written."""
     if not _is_first():
         report = _report_nothing
-    if len(corpus.held_out) < settings.context:
-        raise ValueError(
-            f"{len(corpus.held_out)} bytes of held-out text must be at least "
-            f"context={settings.context}"
-        )
-    held_out = corpus.held_out[: rhythm.evaluate_windows * settings.context]
+    held_out = _held_out(corpus, model, settings.context, rhythm.evaluate_windows)
+    if isinstance(corpus, TokenCorpus):
+        how["separator"] = corpus.separator
     trainer = Trainer(model, settings, corpus.stream, pooled=pooled, **how)
+    unit = trainer.unit
     start = sha256(np.asarray(x).tobytes() for x in jax.tree.leaves(trainer.exported_params()))
-    header = _describe(trainer, corpus, held_out, pooled, source, start)
+    text = corpus.held_out[: rhythm.evaluate_windows * settings.context]
+    header = _describe(trainer, corpus, text, pooled, source, start)
     log = Log(folder / LOG_NAME, header, is_kept=_is_first())
     with checkpoint_manager(folder / CHECKPOINTS_NAME) as manager:
         trainer.restore(manager)
@@ -163,21 +172,42 @@ def _fine_tune(
             log.content["evaluations"] = []
             _evaluate(trainer, held_out, log, report)
         while trainer.step < settings.steps:
-            run_interval(trainer, log, rhythm, report, metric="bits_per_byte", name="bits_per_byte")
+            name = f"bits_per_{unit}"
+            run_interval(trainer, log, rhythm, report, metric=name, name=name)
             if rhythm.evaluate_every and trainer.step % rhythm.evaluate_every == 0:
                 _evaluate(trainer, held_out, log, report)
             if trainer.step % rhythm.save_every == 0 or trainer.step == settings.steps:
                 # First the log: one that is ahead of the checkpoint can be rewound.
                 log.write()
                 trainer.save(manager)
-    _export(folder / MODEL_NAME, trainer)
-    log.content["held_out_bits_per_byte"] = {
+    log.content[f"held_out_bits_per_{unit}"] = {
         name: held_out_bits(trainer, held_out, attend)
         for name, attend in {"run": trainer.attend, "dense": dense_attention}.items()
         if name == "run" or pooled is not None
     }
-    log.write()
-    return log.content
+    return trainer, log
+
+
+def _held_out(
+    corpus: Corpus | TokenCorpus, model: Transformer, context: int, most: int
+) -> np.ndarray:
+    """The windows that a run is measured with, int32 ``[n, context + 1]``.
+
+    Raises:
+      ValueError: if there is none, or the corpus is of other tokens than the model's.
+    """
+    if isinstance(corpus, TokenCorpus):
+        return token_windows(corpus.held_out, context, most)
+    if model.config.vocab_size != BYTES:
+        raise ValueError(
+            f"vocab_size={model.config.vocab_size} must be {BYTES} for a Corpus, which holds "
+            "bytes: tokens_of makes a TokenCorpus"
+        )
+    if len(corpus.held_out) < context:
+        raise ValueError(
+            f"{len(corpus.held_out)} bytes of held-out text must be at least {context=}"
+        )
+    return windows(corpus.held_out[: most * context], context)
 
 
 def last_checkpoint(folder: Path) -> int | None:
@@ -248,14 +278,12 @@ def _differences(held: Any, wanted: Any, name: str = "") -> list[str]:
     return [] if held == wanted else [f"{name}={shown(held)} instead of {shown(wanted)}"]
 
 
-def held_out_bits(trainer: Trainer, held_out: bytes, attend: Attend) -> float:
-    """Bits per byte of a text at the run's context, under a way to attend."""
-    settings = trainer.settings
-    files = {"held out": held_out}
-    scores = mean_bits(
-        lambda tokens: trainer.bits(tokens, attend), files, settings.context, settings.batch_size
-    )
-    return scores["all"]
+def held_out_bits(trainer: Trainer, held_out: np.ndarray, attend: Attend) -> float:
+    """Bits per byte, or token, of windows ``[n, context + 1]``, under a way to attend."""
+    size = trainer.settings.batch_size
+    padded = np.pad(held_out, ((0, -len(held_out) % size), (0, 0)))
+    batches = [trainer.bits(x, attend) for x in padded.reshape(-1, size, held_out.shape[1])]
+    return float(np.concatenate(batches)[: len(held_out)].mean(dtype=np.float64))
 
 
 def run_interval(
@@ -307,25 +335,31 @@ def run_interval(
     report(record)
 
 
-def _evaluate(trainer: Trainer, held_out: bytes, log: Log, report: Report) -> None:
+def _evaluate(trainer: Trainer, held_out: np.ndarray, log: Log, report: Report) -> None:
     bits = held_out_bits(trainer, held_out, trainer.attend)
-    row = {"step": trainer.step, "held_out_bits_per_byte": round(bits, 5)}
+    row = {"step": trainer.step, f"held_out_bits_per_{trainer.unit}": round(bits, 5)}
     log.content["evaluations"].append(row)
     report(row)
 
 
-def _export(folder: Path, trainer: Trainer) -> None:
-    precision = trainer.settings.precision
-    tokens = {"bos_token_id": BEGINNING_OF_FILE, "eos_token_id": BEGINNING_OF_FILE}
+def _export(
+    folder: Path,
+    trainer: Trainer,
+    extra_config: Mapping[str, Any] | None,
+    companions: Mapping[str, Path | bytes] | None,
+) -> None:
+    if extra_config is None and trainer.unit == "byte":
+        extra_config = {"bos_token_id": BEGINNING_OF_FILE, "eos_token_id": BEGINNING_OF_FILE}
     model = trainer.exported()  # which takes all processes
     if _is_first():
-        save(model, folder, dtype=precision, extra_config=tokens)
+        precision = trainer.settings.precision
+        save(model, folder, dtype=precision, extra_config=extra_config, companions=companions)
 
 
 def _describe(
     trainer: Trainer,
-    corpus: Corpus,
-    held_out: bytes,
+    corpus: Corpus | TokenCorpus,
+    held_out: bytes | np.ndarray,
     pooled: PooledAttention | None,
     source: str,
     start: str,
@@ -346,13 +380,13 @@ def _describe(
             "model": {**config.described(), "parameters": config.num_parameters},
             "start_sha256": start,
             "stream_sha256": sha256([corpus.stream.tobytes()]),
-            "held_out_sha256": sha256([held_out]),
+            "held_out_sha256": sha256([bytes(held_out)]),
         },
         "source": source,
         "data": {
             "description": corpus.description,
-            "bytes": int(corpus.stream.size),
-            "held_out_bytes": len(corpus.held_out),
+            f"{trainer.unit}s": int(corpus.stream.size),
+            f"held_out_{trainer.unit}s": len(corpus.held_out),
         },
         "environment": {
             **environment(),

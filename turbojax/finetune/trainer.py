@@ -1,4 +1,4 @@
-"""Training of a byte-level model at a long context."""
+"""Training of all weights of a model, at a long context, on bytes or any tokens."""
 
 import dataclasses
 import functools
@@ -14,12 +14,13 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from turbojax import _checks
-from turbojax.finetune.base import BaseTrainer, updated, windows
-from turbojax.finetune.evaluate import target_bits
+from turbojax.finetune.base import BaseTrainer, check_stream, updated, windows
+from turbojax.finetune.losses import cross_entropy
 from turbojax.finetune.settings import Settings, for_context
 from turbojax.finetune.split import Slices, Split
 from turbojax.kv.layered import FirstLayers
 from turbojax.models import BEGINNING_OF_FILE, Attend, PooledAttention, Transformer
+from turbojax.models.text.tokenizer import BYTES
 from turbojax.ops import exact_attention
 from turbojax.ops.extras import of_layer
 from turbojax.ops.options import PLAIN, AttentionOptions
@@ -55,15 +56,17 @@ def dense_attention(
 class Trainer(BaseTrainer[nnx.State]):
     """Model, optimizer and their jitted step.
 
-    `run_step` returns `bits_per_byte` and `grad_norm` of the batch, and `density`, the mean over
-    layers of what their levels leave of dense attention's work; not of pooled attention to tokens
-    that are split over devices.
+    `run_step` returns `bits_per_byte` of a byte-level model, `bits_per_token` of others, and
+    `grad_norm` of the batch, and `density`, the mean over layers of what their levels leave of
+    dense attention's work; not of pooled attention to tokens that are split over devices.
 
     Attributes:
       settings: see `Settings`.
       config: the model's, at the run's context.
+      unit: ``"byte"`` or ``"token"``, what the model reads.
       attend: how the model attends.
       packed: whether documents of a sequence do not see each other.
+      separator: the token that stands before each document; None if nothing marks them.
       opt_state: the optimizer's state.
       step: steps done, see `BaseTrainer`.
       compile_seconds: what compiling the step took, 0 before that.
@@ -78,6 +81,7 @@ class Trainer(BaseTrainer[nnx.State]):
         pooled: PooledAttention | None = None,
         dense_layers: int = 0,
         packed: bool = False,
+        separator: int | None = None,
         remat: bool = False,
         axes: Axes | None = None,
         fsdp: bool = True,
@@ -85,12 +89,15 @@ class Trainer(BaseTrainer[nnx.State]):
         """Takes up the weights of a model.
 
         Args:
-          model: a byte-level model of any dtype.
+          model: of any dtype; with a vocabulary of 256 its tokens are bytes.
           settings: see `Settings`.
-          stream: ``[bytes]`` uint8, kept in the accelerator's memory.
+          stream: ``[n]`` integers, the bytes or tokens to train on, kept in the accelerator's
+            memory; the smallest dtype will do.
           pooled: how to attend; exactly, if not given.
           dense_layers: how many of the first layers attend exactly all the same.
-          packed: whether a sequence's documents, each after a byte 0, do not see each other.
+          packed: whether a sequence's documents, each after a `separator`, do not see each other.
+          separator: the token before each document; by default byte 0 of a byte-level model, and
+            nothing of others.
           remat: recompute layers in the backward pass to save memory.
           axes: the devices to train on: sequences are split over `axes.batch`, and the tokens of
             each over `axes.sequence`, in zig-zag order, with attention over a ring
@@ -100,9 +107,11 @@ class Trainer(BaseTrainer[nnx.State]):
             `Split`; otherwise each device holds all of them.
 
         Raises:
-          ValueError: if the model does not read bytes, or the stream is too short; if it is packed,
-            but not `pooled`, or has `dense_layers`; if there are some without `pooled`, or no layer
-            is left; if `axes` split something else, or do not divide batch or context.
+          TypeError: if the stream is not one array of integers.
+          ValueError: if the stream is too short, or holds what is no token; if it is packed, but
+            not `pooled`, without a `separator`, or has `dense_layers`; if there are some without
+            `pooled`, or no layer is left; if `axes` split something else, or do not divide batch
+            or context.
         """
         if packed and pooled is None:
             raise ValueError(
@@ -110,8 +119,12 @@ class Trainer(BaseTrainer[nnx.State]):
                 "at level 1, which is exact"
             )
         _check_dense_layers(dense_layers, model.config.num_layers, pooled, packed)
-        if model.config.vocab_size != 256:
-            raise ValueError(f"vocab_size={model.config.vocab_size} must be 256: tokens are bytes")
+        check_stream(stream, model.config.vocab_size)
+        self.unit = "byte" if model.config.vocab_size == BYTES else "token"
+        if separator is None and self.unit == "byte":
+            separator = BEGINNING_OF_FILE
+        if packed and separator is None:
+            raise ValueError("packed=True needs a separator: the token before each document")
         self.config = for_context(model.config, settings.context)
         params = nnx.state(model, nnx.Param)
         split = None if axes is None else Split(axes, settings.precision, fsdp)
@@ -119,7 +132,7 @@ class Trainer(BaseTrainer[nnx.State]):
         self.attend: Attend = dense_attention if pooled is None else pooled
         if dense_layers:
             self.attend = FirstLayers(dense_attention, self.attend, dense_layers)
-        self.packed = packed
+        self.packed, self.separator = packed, separator
         unroll = self.config.num_layers
         make = functools.partial(Transformer, self.config, dtype=settings.precision)
         shapes = nnx.eval_shape(lambda: make(remat=remat, unroll=unroll, rngs=nnx.Rngs(0)))
@@ -168,11 +181,15 @@ class Trainer(BaseTrainer[nnx.State]):
         if split is None or slices is None:
 
             def score(params: nnx.State, tokens: jax.Array) -> jax.Array:
-                return target_bits(nnx.merge(graph, params)(tokens[:, :-1], attend=attend), tokens)
+                model: Transformer = nnx.merge(graph, params)
+                hidden, _ = model.hidden(tokens[:, :-1], attend=attend)
+                vocabulary = model.config.vocab_size
+                losses = cross_entropy(model.logits, hidden, tokens[:, 1:], vocabulary)
+                return losses * (1.0 / math.log(2.0))
 
             return jax.jit(score)
         attending = _Measured(attend)
-        loss = dataclasses.replace(self._make_loss(), attend=attending, packed=False)
+        loss = dataclasses.replace(self._make_loss(), attend=attending, separator=None)
 
         def local(params: nnx.State, tokens: jax.Array) -> jax.Array:
             losses, _ = loss.of_tokens(slices.outside()(params), tokens)
@@ -202,7 +219,7 @@ class Trainer(BaseTrainer[nnx.State]):
             attend=_Measured(self.attend),
             context=self.settings.context,
             num_layers=self.config.num_layers,
-            packed=self.packed,
+            separator=self.separator if self.packed else None,
             axes=None if self._split is None else self._split.axes,
         )
 
@@ -215,6 +232,7 @@ class Trainer(BaseTrainer[nnx.State]):
             _train_step,
             gradient=gradient,
             settings=self.settings,
+            metric=f"bits_per_{self.unit}",
             has_density=loss.tokens_are_whole or self.attend is dense_attention,
         )
 
@@ -234,9 +252,9 @@ def _check_dense_layers(
         )
 
 
-def segments(tokens: jax.Array) -> jax.Array:
-    """The documents of sequences: int32 ``[B, T]``, each beginning with byte 0."""
-    return jnp.cumsum(tokens == BEGINNING_OF_FILE, axis=1, dtype=jnp.int32)
+def segments(tokens: jax.Array, separator: int) -> jax.Array:
+    """The documents of sequences: int32 ``[B, T]``, each beginning with the separator."""
+    return jnp.cumsum(tokens == separator, axis=1, dtype=jnp.int32)
 
 
 class _MeasuredAttention:
@@ -311,7 +329,7 @@ class _Loss:
     attend: _Measured
     context: int
     num_layers: int
-    packed: bool
+    separator: int | None  # between documents that do not see each other; None if all do
     axes: Axes | None = None
 
     @property
@@ -328,7 +346,7 @@ class _Loss:
     def of_tokens(self, params: nnx.State, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Losses at ``[B, context + 1]`` tokens, ``[B, T]`` of this device's own, in its order."""
         inputs, targets, positions = tokens[:, :-1], tokens[:, 1:], None
-        ids = segments(inputs) if self.packed else None
+        ids = None if self.separator is None else segments(inputs, self.separator)
         if self.axes is not None and self.axes.sequence:
             own = self._own_positions(self.axes)
             inputs, targets = inputs[:, own], targets[:, own]
@@ -336,9 +354,11 @@ class _Loss:
             positions = jnp.broadcast_to(own[None], inputs.shape)
         attend = self.attend.within(ids, self.axes)
         densities = jnp.ones(self.num_layers, jnp.float32)
-        model = nnx.merge(self.graph, params)
-        logits, densities = model(inputs, positions=positions, attend=attend, caches=densities)
-        losses = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
+        model: Transformer = nnx.merge(self.graph, params)
+        hidden, densities = model.hidden(
+            inputs, positions=positions, attend=attend, caches=densities
+        )
+        losses = cross_entropy(model.logits, hidden, targets, model.config.vocab_size)
         return losses, jnp.mean(densities)
 
     def _own_positions(self, axes: Axes) -> jax.Array:
@@ -384,13 +404,14 @@ def _train_step(
     *,
     gradient: Gradient,
     settings: Settings,
+    metric: str,
     has_density: bool,
 ) -> tuple[nnx.State, Any, dict[str, jax.Array]]:
     """One optimizer step on the windows that begin at `starts`."""
     (value, density), grads = gradient(params, stream, starts)
     params, opt_state = updated(params, opt_state, grads, settings)
     norm = optax.tree.norm(grads)
-    metrics = {"bits_per_byte": value / math.log(2.0), "grad_norm": norm}
+    metrics = {metric: value / math.log(2.0), "grad_norm": norm}
     if has_density:
         metrics["density"] = density
     return params, opt_state, metrics

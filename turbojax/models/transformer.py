@@ -315,6 +315,30 @@ class Transformer(nnx.Module):
             mask have another shape, or a cache leaf has no leading axis of `num_layers`, or a mask
             is given with another `attend`.
         """
+        hidden, new_caches = self.hidden(
+            tokens,
+            positions=positions,
+            attention_mask=attention_mask,
+            attend=attend,
+            caches=caches,
+        )
+        logits = self.logits(hidden)
+        return logits if caches is None else (logits, new_caches)
+
+    def hidden(
+        self,
+        tokens: jax.Array,
+        *,
+        positions: jax.Array | None = None,
+        attention_mask: jax.Array | None = None,
+        attend: Attend = causal_attention,
+        caches: Cache = None,
+    ) -> tuple[jax.Array, Cache]:
+        """What the logits of every position are made of; arguments and errors as of a call.
+
+        Returns:
+          ``[B, T, D]`` after the last norm, for `logits`, and the new caches.
+        """
         if not isinstance(tokens, jax.Array):
             tokens = _checks.as_int32("tokens", tokens)
         self._check(tokens, positions, caches)
@@ -335,9 +359,12 @@ class Transformer(nnx.Module):
         angles = {rope: rope.angles(positions, within) for rope in self.config.ropes}
         hidden = embed(self.embedding[...], tokens, self.config, self.dtype)
         hidden, new_caches = self._apply_blocks(hidden, angles, attend, caches)
+        return self.norm(hidden), new_caches
+
+    def logits(self, hidden: jax.Array) -> jax.Array:
+        """Logits ``[..., vocab_size]`` float32 of what `hidden` returns, or of some of its rows."""
         weight = self.embedding if self.lm_head is None else self.lm_head
-        logits = project(self.norm(hidden), weight[...], self.dtype, self.config)
-        return logits if caches is None else (logits, new_caches)
+        return project(hidden, weight[...], self.dtype, self.config)
 
     def _apply_blocks(
         self, hidden: jax.Array, angles: Mapping[Rope, jax.Array], attend: Attend, caches: Cache

@@ -12,20 +12,16 @@ import numpy as np
 
 from turbojax import _checks, _writing, models
 from turbojax.app import startup, text_model
-from turbojax.models.checkpoint.folder import find_companions, is_gguf
 from turbojax.models.checkpoint.quantized import QUANT_METHOD, is_quantized
 from turbojax.models.config import stored_dtype
 from turbojax.models.evaluation import caches_of
 from turbojax.models.quantize import EVERYTHING
-from turbojax.models.text import gguf_tokenizer
 from turbojax.models.text.tokenizer import TOKENIZER_NAME, ByteTokenizer, NumberTokenizer, Tokenizer
 from turbojax.quantizers.int4 import ScaleDtype
 from turbojax.smoothing import Smoothing
 
 Progress = Callable[[str, int, int], None]
 """Called with a phase, how much is done since the last call, and how much there is in all."""
-
-_KEPT_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -374,14 +370,13 @@ def _costs(
 def _write(settings: QuantizeSettings, model: models.QuantizedDecoder) -> tuple[int, int]:
     """Writes the folder; bytes of the weights before and after."""
     source, out = models.checkpoint_folder(settings.model), settings.out
-    hf = models.read_config(settings.model)
-    read = gguf_tokenizer.companions if is_gguf(source) else find_companions
+    extra_config, companions = text_model.files_beside(settings.model)
     models.save_quantized(
         model,
         out,
-        dtype=stored_dtype(hf),
-        extra_config={key: hf[key] for key in _KEPT_KEYS if key in hf},
-        companions=dict(read(source)),
+        dtype=stored_dtype(models.read_config(settings.model)),
+        extra_config=extra_config,
+        companions=companions,
     )
     sizes = [
         sum(file.stat().st_size for file in models.weight_files(folder)) for folder in (source, out)

@@ -330,6 +330,7 @@ def save(
     dtype: DTypeLike | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     extra_config: Mapping[str, Any] | None = None,
+    companions: Mapping[str, Path | bytes] | None = None,
 ) -> None:
     """Writes a model as a Hugging Face folder; `load` reads it back bit for bit.
 
@@ -347,6 +348,8 @@ def save(
         files with an index; a larger tensor gets a file of its own.
       extra_config: further keys of `config.json`, such as `bos_token_id`; none that the model's
         own config says.
+      companions: further files by name, such as the tokenizer's: where they are, or their contents.
+        Those of an older checkpoint in the folder go then; by default they stay.
 
     Raises:
       BlockingIOError: if another program is writing into the folder.
@@ -364,7 +367,7 @@ def save(
     _checks.check_sizes(max_shard_bytes=max_shard_bytes)
     tensors = _tensors(model, dtype)
     config = config_json(model.config, tensors[0].dtype, extra_config)
-    _folder.write(path, config, tensors, max_shard_bytes)
+    _folder.write(path, config, tensors, max_shard_bytes, companions=companions)
 
 
 def to_hf_tensors(model: Transformer, *, dtype: DTypeLike | None = None) -> dict[str, np.ndarray]:

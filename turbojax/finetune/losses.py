@@ -1,0 +1,49 @@
+"""Cross-entropy of tokens, of a large vocabulary without all logits at a time."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import optax  # type: ignore[import-untyped]
+
+MOST_LOGITS = 2**26
+"""Float32 logits that a step holds at a time: 256 MB, and as much for their gradient."""
+
+
+def cross_entropy(
+    logits: Callable[[jax.Array], jax.Array],
+    hidden: jax.Array,
+    targets: jax.Array,
+    vocab_size: int,
+    *,
+    most: int = MOST_LOGITS,
+) -> jax.Array:
+    """The loss of every token: ``-ln softmax(logits(hidden))[target]``.
+
+    Where there are more than `most` logits, tokens are taken in chunks, one after the other, and
+    the backward pass computes a chunk's logits again: of 8k tokens and 128k words 4 GB would stand
+    at a time otherwise, and their gradient beside them.
+
+    Args:
+      logits: from rows of hidden states ``[..., D]`` to ``[..., vocab_size]``.
+      hidden: ``[B, T, D]``.
+      targets: int ``[B, T]``.
+      vocab_size: logits of a token.
+      most: see `MOST_LOGITS`; at least one token is taken at a time.
+
+    Returns:
+      float32 ``[B, T]``.
+    """
+
+    def losses(hidden: jax.Array, targets: jax.Array) -> jax.Array:
+        return optax.softmax_cross_entropy_with_integer_labels(logits(hidden), targets)
+
+    count, chunk = targets.size, max(most // vocab_size, 1)
+    if count <= chunk:
+        return losses(hidden, targets)
+    padding = -count % chunk
+    rows = jnp.pad(hidden.reshape(count, -1), ((0, padding), (0, 0)))
+    wanted = jnp.pad(targets.reshape(count), (0, padding))
+    chunks = rows.reshape(-1, chunk, rows.shape[1]), wanted.reshape(-1, chunk)
+    found = jax.lax.map(lambda x: jax.checkpoint(losses)(*x), chunks)
+    return found.reshape(-1)[:count].reshape(targets.shape)
