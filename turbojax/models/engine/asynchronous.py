@@ -64,12 +64,7 @@ class EngineEnded(RuntimeError):
 
 @dataclasses.dataclass(frozen=True)
 class _Call:
-    """What the engine's thread is asked for between two steps.
-
-    Attributes:
-      run: does it.
-      fail: says that the engine has ended before.
-    """
+    """What the engine's thread runs between two steps; `fail` is called if the engine has ended."""
 
     run: Callable[[], None]
     fail: Callable[[EngineEnded], None] = lambda error: None
@@ -293,7 +288,7 @@ class AsyncEngine:
             self._condition.notify()
 
     def _call(self, call: _Call) -> None:
-        """Has the engine's thread call something; where it has ended, nothing or `fail`."""
+        """Has the engine's thread run a call; `call.fail` is called if the engine has failed."""
         with self._condition:
             if self._ended is None:
                 self._calls.append(call)
@@ -336,7 +331,7 @@ class AsyncEngine:
         wake(waiters)
 
     def _turn(self) -> bool:
-        """Does what was asked for, and a step; whether there is more to do."""
+        """Does what was asked for, then a step; returns whether there is more to do."""
         with self._condition:
             self._condition.wait_for(self._has_work)
             count, closing = len(self._calls), self._closing
@@ -367,7 +362,7 @@ class AsyncEngine:
             else:
                 numbers = self._engine.add_samples(ticket.request, ticket.samples)
         except Exception as error:
-            # Refused; where the engine has ended of it, its next call says so.
+            # Refused. If the error has ended the engine, the engine's next call raises that.
             self._forget(ticket, ticket.samples)
             wake(box.fail(error))
             return
@@ -436,6 +431,6 @@ def _ended(cause: BaseException) -> EngineEnded:
 
 
 def _fail(future: "concurrent.futures.Future[EngineStatistics]", error: EngineEnded) -> None:
-    # Not if somebody has given up waiting, who may do so at any moment before this.
+    # Whoever waited may have cancelled the future at any moment before this.
     if future.set_running_or_notify_cancel():
         future.set_exception(error)

@@ -366,7 +366,7 @@ class Engine:
             tokens, finished = self._counts.new_tokens, self._counts.finished
             self._guard.change("run", self._advance)
             if self._counts.finished > finished:
-                # So that what waits here does not grow with all that is run.
+                # So that the waiting events do not grow with the number of requests.
                 self._book.events = collections.deque(
                     event
                     for event in self._book.events
@@ -378,7 +378,7 @@ class Engine:
         return results, collections.deque()
 
     def _advance(self) -> None:
-        """One step; its events wait to be handed out."""
+        """Runs one step; its events wait to be handed out."""
         begun, compiled = time.perf_counter(), compilation.seen()
         tokens = self._counts.new_tokens
         waited = self._counts.wait_seconds
@@ -403,7 +403,7 @@ class Engine:
             self._counts.programs_compiled += programs
             self._counts.first_step_seconds += seconds
             self._counts.first_step_tokens += self._counts.new_tokens - tokens
-            # Compiling is not what a step costs the host.
+            # Compiling is not part of what a step costs the host.
             self._counts.wait_seconds = waited
         else:
             self._counts.seconds += seconds
@@ -418,7 +418,7 @@ class Engine:
                 )
 
     def _note_idling(self, plan: Plan) -> None:
-        """Counts steps that come when the device has done the one before, and waits."""
+        """Counts a step that comes after the device has done the one before and waits."""
         if plan.empty or self._in_flight is None:
             return
         found: Any = self._in_flight.found
@@ -428,11 +428,11 @@ class Engine:
         self._counts.idle_seconds += time.perf_counter() - self._busy_since
 
     def _recomputes(self, sequence: Sequence, pages: tuple[tuple[int, ...], ...]) -> bool:
-        """Whether a sequence's tokens are sooner computed again than moved away and back."""
+        """Whether running a sequence's tokens again takes less time than moving its pages twice."""
         return self._costs.recomputes(self._device.nbytes(pages), sequence.held)
 
     def _enter(self, plan: Plan) -> None:
-        """What comes into a slot, and what comes back to pages."""
+        """Writes pages that come back from host memory, and fills slots of entering sequences."""
         for sequence, pages in plan.returning:
             self._device.write(pages, self._book.swapped.pop(sequence.request_id))
         begins = {piece.sequence: piece.begin for piece in plan.pieces}
@@ -446,7 +446,7 @@ class Engine:
             self._book.started(sequence)
 
     def _dispatch(self, plan: Plan) -> Step | None:
-        """Gives the device a step."""
+        """Gives the device a step, None if the plan is empty."""
         if plan.empty:
             return None
         step = self._device.run(plan, self._changes(plan))
@@ -474,5 +474,5 @@ class Engine:
 
 
 def _is_over(sequence: Sequence) -> bool:
-    """Whether all tokens of a request are known, or surely on their way."""
+    """Whether all tokens of a request are known, or are certain to come from steps under way."""
     return sequence.sampled - sequence.unsure >= sequence.request.max_new_tokens

@@ -18,7 +18,7 @@ _DERIVED = (
     "prefix_hit_rate",
     "acceptance_rate",
 )
-# What is not added up where several engines are taken together.
+# What `together` does not add up.
 _OF_A_TOKEN = ("token_bytes", "compression_ratio")
 _LONGEST = ("seconds", "first_step_seconds")
 
@@ -211,15 +211,7 @@ def statistics_of(
     caches: pools.Pools,
     swapped: Sequence[list[swap.Content]],
 ) -> EngineStatistics:
-    """What an engine has done, and what it holds.
-
-    Args:
-      counts: of what was done.
-      scheduler: of the requests.
-      groups: of layers.
-      caches: the layers' pools.
-      swapped: pages in host memory.
-    """
+    """What an engine has done, and what it holds; `swapped` are pages in host memory."""
     held = tuple(
         GroupStatistics(
             window=group.window,
@@ -252,13 +244,10 @@ def statistics_of(
 
 
 def together(parts: Sequence[EngineStatistics]) -> EngineStatistics:
-    """What several engines of one model did and hold that work at the same time.
+    """The statistics of several engines of one model that work at the same time, as one.
 
-    Args:
-      parts: of each.
-
-    Returns:
-      Sums; of `seconds` and `first_step_seconds` the largest; of what is one token's, the same.
+    They are sums, except `seconds` and `first_step_seconds`, which are the largest, and what is
+    stated for one token, which is the same in all.
     """
     first = parts[0]
     merged: dict[str, Any] = {
