@@ -37,9 +37,8 @@ _FEWEST_BIASES, _BUCKET_RATIO = 16, 8
 class Wanted(NamedTuple):
     """What the rows of a step want at most: a static argument, so each value makes another program.
 
-    A tuple for the same reason as `programs.PromptProgram`. `bias` is the size of the arrays that
-    hold the rows' logit biases, one of a few sizes, or 0 where no row has a bias; `mask` is true
-    where a row has a constraint.
+    A tuple for the same reason as `programs.PromptProgram`. `bias` is the size of the arrays of
+    logit biases, one of a few, or 0 for none; `mask` says that a row has a constraint.
     """
 
     kind: Kind = "greedy"
@@ -112,12 +111,10 @@ class Extras:
     def set(self, row: int, request: Request, allowed: np.ndarray | None = None) -> None:
         """Fills in one row, which was as `no_extras` made it; the arrays must be numpy's.
 
-        `allowed` is what `ConstraintState.allowed` returns now; None without a constraint.
-
-        Raises:
-          TypeError: if `allowed` is no array of uint32.
-          ValueError: if `allowed` does not fit a row of `masks`, if only one of `allowed` and a
-            constraint is given, or if the request wants what these rows do not hold.
+        `allowed` is what `ConstraintState.allowed` returns now; None without a constraint. Raises
+        TypeError if it is no array of uint32, and ValueError if it does not fit a row of `masks`,
+        if only one of it and a constraint is given, or if the request wants what these rows do not
+        hold.
         """
         self._check_holds(request)
         if (request.constraint is None) != (allowed is None):
@@ -191,8 +188,7 @@ class Chosen:
     def logprobs_of(self, row: int, count: int) -> TokenLogprobs:
         """One row's log-probabilities as a request gets them; the arrays should be numpy's.
 
-        `count` is how many of the most likely tokens to give, at most `MOST_LOGPROBS`; a small
-        vocabulary gives fewer. Raises ValueError if `Wanted.logprobs` was False.
+        A small vocabulary has fewer than `count` tokens. Raises ValueError if they were not wanted.
         """
         if self.logprobs is None or self.top_tokens is None or self.top_logprobs is None:
             raise ValueError("logprobs of these tokens are None, must have been wanted")
@@ -216,18 +212,17 @@ def choose(
 ) -> tuple[jax.Array, Chosen]:
     """The next token of every row, written behind the tokens that its slot has.
 
-    Log-probabilities are those of `logits`. The logits are then changed by bias, penalties and
-    masks, in this order, and tokens are chosen from the result, see `sample`. A row's result
-    depends only on the row and on its slot's tokens, not on which `wanted` that covers the row is
-    used.
+    Log-probabilities are those of `logits` float32 ``[O, V]``. These are then changed by bias,
+    penalties and masks, in this order, and tokens are chosen from the result, see `sample`. A row's
+    result depends only on the row and on its slot's tokens, not on which `wanted` that covers the
+    row is used.
 
-    `logits` are float32 ``[O, V]``; `vocabulary` says how they are split over devices, None for not
-    at all. `history` is int32 ``[S, L]`` and donated: the tokens of each slot; those from the
-    slot's length on mean nothing. `lengths` and `prompts` are int32 ``[S]``: how many tokens each
-    slot has in its pages after this step, and how many of these are the prompt's; the others are
-    the result's. `slots` is int32 ``[O]``, each row's slot, no slot twice, S where a row means
-    nothing. The `index` of `rows` is ignored, because it follows from the tokens. `extras` come
-    from `no_extras` for the same `wanted`.
+    `history` is int32 ``[S, L]`` and donated: the tokens of each slot, followed by numbers that
+    mean nothing. `lengths` int32 ``[S]`` counts the tokens in each slot's pages after this step,
+    `prompts` int32 ``[S]`` those of them that are the prompt's. `slots` int32 ``[O]`` has each
+    row's slot, none twice; S where a row means nothing. The `index` of `rows` is ignored. `extras`
+    are those of `no_extras` for the same `wanted`. Without `vocabulary` the logits are on one
+    device.
 
     Returns the new history, where ``history[slot, lengths[slot]]`` is the row's token if there is
     room, and what was chosen: `NOTHING` where a logit is NaN or no token is left.
@@ -280,7 +275,6 @@ def _choose(
 
 
 def _check_extras(extras: Extras, wanted: Wanted) -> None:
-    """Raises ValueError unless the extras are exactly those that are wanted."""
     bias = 0 if extras.bias_tokens is None else extras.bias_tokens.shape[1]
     there = extras.penalties is not None, bias, extras.masks is not None
     if there != (wanted.penalties, wanted.bias, wanted.mask):
@@ -327,7 +321,7 @@ def penalized(
 
 
 def masked(logits: jax.Array, masks: Array) -> jax.Array:
-    """Logits float32 ``[O, V]`` with -inf for tokens that `Extras.masks` does not allow.
+    """Logits float32 ``[O, V]`` with -inf where `Extras.masks` allows no token.
 
     NaN stays NaN: it says that something is wrong with the whole row.
     """

@@ -31,13 +31,9 @@ Weights = Any
 class Programs:
     """The steps that an engine runs, in few sizes.
 
-    Attributes:
-      prompts: in ascending size; of one size the dense program first.
-      decoding: rows of the programs without prompts, ascending; empty where one program does all.
-      windows: of the groups of layers.
-      implementation: of attention to pages.
-      dense: how prompts attend among themselves.
-      speculation: how tokens are guessed; None for not at all.
+    `prompts` ascend in size, and of one size the dense program comes first. `decoding` are the rows
+    of the programs without prompts, ascending; empty where one program does all. `dense` says how
+    prompts attend among themselves.
     """
 
     prompts: tuple[PromptProgram, ...]
@@ -74,11 +70,10 @@ class Programs:
 class Step:
     """A step that was given to the device.
 
-    Attributes:
-      rows: for each sequence that gets tokens the row, the sequence, and how many it gets at most.
-      guesses: how many of a sequence's tokens are guesses at most; 0 for one token a row.
-      found: int32, see `run_step`, or `speculation.accept` where tokens are guessed.
-      chosen: the tokens that replace those of `found`, where more was wanted than the argmax.
+    `rows` has for each sequence that gets tokens the row, the sequence, and how many it gets at
+    most; `guesses` is how many of these are guesses at most, 0 for one token a row. `found` is
+    int32, see `run_step` and `speculation.accept`; `chosen` replaces its tokens where more was
+    wanted.
     """
 
     rows: list[tuple[int, Sequence, int]]
@@ -89,10 +84,9 @@ class Step:
 
 
 class Device:
-    """Pools and slots on the device.
+    """Pools and slots on the device; `slots` are empty at first.
 
-    `slots` are empty at first; `layers` are those of each group, and the pages of all of them are
-    copied together; `draft` has the weights, pools and layers of a draft model.
+    `layers` are those of each group; `draft` has the weights, pools and layers of a draft model.
     """
 
     def __init__(
@@ -147,10 +141,7 @@ class Device:
     # Steps ----------------------------------------------------------------------------------------
 
     def enter(self, sequence: Sequence, held: int, tables: np.ndarray) -> None:
-        """A sequence comes into its slot.
-
-        `held` is how many of its tokens are in its pages; `tables` is int32 ``[G, P]``.
-        """
+        """A sequence comes into its slot; its pages ``[G, P]`` hold `held` tokens."""
         request = sequence.request
         tokens = np.zeros(self._state.history.shape[1], np.int32)
         known = [*request.tokens, *sequence.new_tokens]
@@ -423,12 +414,7 @@ class Device:
 def check_programs(
     programs: Programs, pools: Iterable[Pool], max_pages: int, num_heads: int
 ) -> None:
-    """Checks that attention to pages can run every program's calls; nothing is compiled.
-
-    Raises:
-      ValueError: if the implementation's name is unknown.
-      NotImplementedError: if it cannot run this here.
-    """
+    """Checks that attention to pages can run every program's calls, see `access.check_call`."""
     for pool in pools:
         for program in (*programs.prompts, *map(decode_program, programs.decoding)):
             check_implementation(programs.implementation, program, pool, max_pages, num_heads)
@@ -448,10 +434,7 @@ def _set_extras(extras: choosing.Extras, row: int, sequence: Sequence) -> None:
 
 
 def _cut(parts: np.ndarray, part: int, piece: Piece, first: int, program: PromptProgram) -> int:
-    """Cuts a piece, whose tokens begin at `first`, into rows of `parts` from `part` on.
-
-    Returns the number of the next free row.
-    """
+    """Cuts a piece that begins at token `first` into `parts` from row `part` on; the next row."""
     for done in range(0, piece.count, program.part):
         size = min(program.part, piece.count - done)
         parts[part] = piece.sequence.slot, first + done, size, piece.begin + done + size

@@ -346,7 +346,6 @@ class Engine:
         )
 
     def _abort(self, request_id: int, reason: FinishReason) -> bool:
-        """Ends a request; False if there is none."""
         sequence = self._book.sequences.get(request_id)
         if sequence is not None:
             self._book.finish(sequence, reason)
@@ -461,7 +460,7 @@ class Engine:
         return step
 
     def _changes(self, plan: Plan) -> list[tuple[int, int, int, int]]:
-        """What is new in the tables of sequences that grew: group, slot, column, page."""
+        """New entries of tables, of sequences that grew: group, slot, column, page."""
         found = []
         for sequence, before in plan.grown:
             for number, handle in enumerate(sequence.handles):

@@ -55,7 +55,7 @@ class Settings:
 
 @dataclasses.dataclass(frozen=True)
 class Made:
-    """The parts of an engine; `settings` are as given."""
+    """The parts of an engine."""
 
     settings: Settings
     config: TransformerConfig
@@ -124,7 +124,6 @@ def make(model: Model, settings: Settings, tokenizer: Tokenizer | None) -> Made:
 
 
 def _check(s: Settings, config: TransformerConfig, tokenizer: Tokenizer | None) -> None:
-    """Raises TypeError or ValueError unless the settings fit the model and each other."""
     if s.max_length > config.max_length:
         raise ValueError(
             f"max_length={s.max_length} must be at most the model's {config.max_length}"

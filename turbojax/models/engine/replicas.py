@@ -24,13 +24,8 @@ _SWITCH_SECONDS = 0.0005
 class _Replica:
     """An engine, and the requests that it has.
 
-    Attributes:
-      engine: the engine.
-      load: what is left for it to do.
-      numbers: the engine's numbers of its unfinished requests, each with the number used here.
-      own: the same the other way round.
-      calls: what waits until the engine's step is over.
-      step: the step that is under way, if any.
+    `numbers` gives the number used here for the engine's number of an unfinished request, `own` the
+    reverse. `calls` wait until the `step` that is under way is over.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -216,7 +211,6 @@ class Replicas:
         replica.call(abort)
 
     def _works(self) -> bool:
-        """Whether an engine has something to do."""
         return any(x.step or x.calls or not x.engine.idle for x in self._replicas)
 
     def _step(self) -> list[Event]:
@@ -300,7 +294,6 @@ class Replicas:
         return [engine.statistics() for engine in self.engines]
 
     def _settle(self) -> None:
-        """Waits until no engine is in a step."""
         concurrent.futures.wait([x.step for x in self._replicas if x.step is not None])
         self._gather()
 

@@ -207,12 +207,7 @@ def best_of(results: Iterable[Result], count: int = 1) -> list[Result]:
 
 
 def check_vocabulary(request: Request, size: int) -> None:
-    """Raises ValueError unless all tokens that a request names are a model's.
-
-    Args:
-      request: what is asked for.
-      size: V, of the model.
-    """
+    """Raises ValueError unless all tokens that a request names are in a vocabulary of this size."""
     for token in (*request.tokens, *request.stop_tokens, *request.logit_bias):
         if not 0 <= token < size:
             raise ValueError(f"{token=} of a request must be within 0..{size - 1}")
@@ -226,7 +221,7 @@ def check_vocabulary(request: Request, size: int) -> None:
 
 
 def _bias(values: Mapping[int, float]) -> dict[int, float]:
-    """The bias of tokens as Python numbers."""
+    """The bias of tokens as Python numbers; raises what `Request` does."""
     if not isinstance(values, Mapping):
         raise TypeError(f"logit_bias={values!r} must be a mapping of tokens to numbers")
     found = dict[int, float]()
@@ -244,7 +239,6 @@ def _bias(values: Mapping[int, float]) -> dict[int, float]:
 
 
 def _integers(name: str, values: Sequence[int]) -> tuple[int, ...]:
-    """The values as Python integers."""
     values = tuple(values)  # an iterator can be read only once
     for value in values:
         _checks.check_integer(f"a member of {name}", value)

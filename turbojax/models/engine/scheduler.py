@@ -24,17 +24,14 @@ class Scheduler:
 
     Invariants:
       - Of equal priority, running sequences are older than swapped and waiting ones, except waiting
-        sequences whose first sample, the one that runs their prompt, is not done with it.
+        ones whose first sample still runs their prompt.
       - Only full pages are shared, so no page that is being written is shared.
       - All groups hold the same tokens of a sequence, except those before their windows.
 
-    Args:
-      groups: of layers; all reuse prefixes, or none.
-      limits: of a step.
-      cache_results: whether results' pages are found as well, not only those of prompts.
-      guesses: asked before each step: whether guessing is expected to pay.
-      recomputes: whether a sequence that must leave the pool runs its tokens again instead of
-        having its pages stored; called with the sequence and its pages.
+    All groups reuse prefixes, or none. With `cache_results` results' pages are found as well, not
+    only those of prompts. `guesses` is asked before each step whether guessing pays, and
+    `recomputes` whether a sequence that must leave runs its tokens again instead of having its
+    pages stored.
     """
 
     def __init__(
@@ -84,10 +81,7 @@ class Scheduler:
         return plan
 
     def release(self, sequence: Sequence, status: Status) -> None:
-        """Takes a sequence, in any status, out of its queue; the new status is `LEFT` or `DONE`.
-
-        The full pages of a running one stay in the prefix cache, see `keep_prefix`.
-        """
+        """Takes a sequence, in any status, out of its queue; the new status is `LEFT` or `DONE`."""
         if sequence.status is Status.RUNNING:
             self.keep_prefix(sequence)
             self._leave(sequence)
@@ -100,15 +94,14 @@ class Scheduler:
     def keep_prefix(self, sequence: Sequence) -> None:
         """Lets later requests find the full pages of a running sequence.
 
-        Without `cache_results` these are the prompt's alone, whose tokens ran as a later prompt's
-        would. Tokens of results ran one by one, which another kernel may do, so they are equal only
-        within rounding.
+        Without `cache_results` these are the prompt's alone: results' tokens ran one by one, maybe
+        in another kernel, so they equal a later prompt's only within rounding.
         """
         for group, handle in zip(self._groups, sequence.handles, strict=True):
             self._keep(group, handle, sequence)
 
     def held_tokens(self) -> int:
-        """Tokens that running sequences have in the first group's pages; a shared page counts once."""
+        """Tokens of running sequences in the first group's pages, those of a shared page once."""
         group = self._groups[0]
         size, full, others = self._page_size, set[int](), 0
         for sequence in self.running:
@@ -240,7 +233,6 @@ class Scheduler:
         return swapped
 
     def _enter(self, sequence: Sequence, plan: Plan) -> bool:
-        """Lets a sequence come into a slot; False if there is no room."""
         if sequence.status is Status.SWAPPED:
             return self._resume(sequence, plan)
         return self._admit(sequence, plan)
@@ -346,7 +338,6 @@ class Scheduler:
                 self._refused = None
 
     def _pages(self, sequence: Sequence) -> Pages:
-        """The pages that a running sequence holds."""
         return tuple(
             group.held(handle) for group, handle in zip(self._groups, sequence.handles, strict=True)
         )
@@ -431,10 +422,7 @@ class Scheduler:
         return True
 
     def _make_room(self, sequence: Sequence, wanted: list[int], plan: Plan) -> bool:
-        """Makes pages free for a running sequence, if need be by sending younger ones away.
-
-        Returns False where that is not enough.
-        """
+        """Frees pages for a running sequence, maybe by sending younger ones away; False if it cannot."""
         while self._are_missing(wanted):
             youngest = self.running[-1]
             if youngest is not sequence:

@@ -103,8 +103,7 @@ def look_up(
 ) -> tuple[jax.Array, jax.Array]:
     """What followed each text's last tokens where they stood before, see `NGram`.
 
-    `slots` is int32 ``[R]``. Returns int32 ``[R, count]`` guesses, and int32 ``[R]``: how many of a
-    row's first guesses are real.
+    Returns int32 ``[R, count]`` guesses, and int32 ``[R]``: how many of the first ones are real.
     """
     compilation.note()
     texts = state.history.at[slots].get(mode="fill", fill_value=0)
@@ -145,12 +144,10 @@ def draft(
     windows: Windows,
     implementation: str | None,
 ) -> tuple[tuple[Pool, ...], jax.Array, jax.Array]:
-    """What a smaller model would go on with.
+    """What a smaller model would go on with: returns its new pools, then guesses as `look_up` does.
 
     `decoder` and `caches` (donated) are the draft model's; the pools hold the texts at least up to
-    their last two tokens. `slots` is int32 ``[R]``, `changes` are as in `state.apply`, the `index`
-    of `rows` is ignored, and `kind` is that of the rows. Returns the new pools, int32
-    ``[R, count]`` guesses, and int32 ``[R]``: how many of a row's first guesses are real.
+    their last two tokens. `changes` are as in `state.apply`; the `index` of `rows` is ignored.
     """
     compilation.note()
     run = functools.partial(
@@ -208,8 +205,7 @@ def catch_up(
 ) -> tuple[Pool, ...]:
     """Has a draft model read the token before each text's last one, before a step without guesses.
 
-    That token may be one of the draft model's own guesses that was right, which it has not read
-    yet; `draft` reads it itself. Returns the new pools.
+    That may be its own guess that was right, which it has not read yet; `draft` reads it itself.
     """
     compilation.note()
 
@@ -364,10 +360,7 @@ def _sampled(
     vocabulary: split.Vocabulary,
     first: int = 0,
 ) -> jax.Array:
-    """Samples the tokens int32 ``[R, T]`` after each text's last one.
-
-    `first` says how many tokens after the last one the first of these comes; 0 for the next.
-    """
+    """The tokens int32 ``[R, T]`` after each text's last one, or `first` places further on."""
     count, size = logits.shape[:2]
     index = state.of(state.lengths, slots) + 1 - state.of(state.prompts, slots) + first
     index = index[:, None] + jnp.arange(size, dtype=jnp.int32)[None]

@@ -120,10 +120,9 @@ def run_step(
 ) -> tuple[tuple[Pool, ...], State, jax.Array | None, jax.Array | None]:
     """A step up to the greedy choice; `choosing.choose` goes on where more is asked for.
 
-    `caches` are the layers' pools, donated; `packed` is the `Work`; `prompts` says how prompts
-    attend among themselves in a dense program. `is_draft` marks the weights and pools of a draft
-    model, which only has to hold the same tokens: the state stays as it is, and there are no
-    logits.
+    `caches` are donated, `packed` is the `Work`, and `prompts` says how prompts attend among
+    themselves in a dense program. With `is_draft` the weights and pools are a draft model's, which
+    only has to hold the same tokens: the state stays as it is, and there are no logits.
 
     Returns the new pools and state; logits float32 ``[O, V]``, split and padded as
     `split.Vocabulary` says, which mean nothing for rows without an owner; and int32 ``[O + 1]``:
@@ -212,8 +211,7 @@ def append_at(
 ) -> Pool:
     """Writes tokens ``[1, N, K, H]``, each as a sequence of its own: one scatter for all of them.
 
-    `tables` is int32 ``[N, 1]``, each token's page, `positions` int32 ``[N]`` and `is_real` bool
-    ``[N]``.
+    `tables` int32 ``[N, 1]`` has each token's page; `positions` and `is_real` are ``[N]``.
     """
     append, _ = access_to(pool)
     within = positions % pool.page_size
