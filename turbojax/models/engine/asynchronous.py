@@ -59,7 +59,7 @@ class EngineClosed(RuntimeError):
 
 
 class EngineEnded(RuntimeError):
-    """The engine has ended of an exception, which is the cause of this one."""
+    """The engine has ended because of an exception, which is the cause of this one."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,7 +74,7 @@ class AsyncEngine:
     """Runs an engine in a thread of its own; every method may be called from any thread.
 
     Between two steps the thread takes what came meanwhile: requests, cancellations, questions. It
-    never waits for who reads events: these are kept until they are read, for each request no more
+    never waits for readers of events: events are kept until they are read, for each request no more
     than it has tokens.
 
     A request waits from `submit` until its first token. More than `max_waiting` are refused.
@@ -148,7 +148,7 @@ class AsyncEngine:
 
     @property
     def error(self) -> BaseException | None:
-        """The exception of which the engine has ended, if it has."""
+        """The exception that has ended the engine, if any."""
         return self._ended if isinstance(self._ended, BaseException) else None
 
     @property
@@ -231,7 +231,7 @@ class AsyncEngine:
         return await asyncio.wrap_future(self._ask())
 
     def observe(self, observer: Callable[[Result], None]) -> None:
-        """Has every request's result shown to somebody, also of requests that nobody reads.
+        """Has every request's result passed to a function, also of requests that nobody reads.
 
         Args:
           observer: called in the engine's thread, which waits for it; its exceptions end the

@@ -71,7 +71,7 @@ def attend(
     extras: Extras,
     implementation: str | None,
 ) -> jax.Array:
-    """Causal attention of each segment's tokens among themselves; results where `lost` mean nothing.
+    """Causal attention of each segment's tokens among themselves, without meaning where `lost`.
 
     Of `implementation`, that of attention to pages, only ``"xla"`` is followed.
     """

@@ -64,7 +64,7 @@ class Limits:
 
 
 class Filling:
-    """What is in a step so far. `is_alone`: no other prompt wants to run, so one may fill the step."""
+    """What is in a step so far; `is_alone` says that no other prompt wants to share it."""
 
     def __init__(self, limits: Limits, is_alone: bool) -> None:
         self._limits = limits

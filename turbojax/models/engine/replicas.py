@@ -55,15 +55,15 @@ class _Replica:
 class Replicas:
     """Several engines of one model that take requests together; it is used like an `Engine`.
 
-    Each of them runs its steps in a thread of its own, so that all devices work at a time, and none
-    waits for another: a step here is one of whichever has been quickest. A request goes to the
-    engine that has least to do before the request is done, which is less where the engine has seen
-    the beginning of its prompt before; all samples of a request go to one. It stays there.
+    Each of them runs its steps in a thread of its own, so that all devices work at a time and none
+    waits for another: a step here is one of whichever engine has been quickest. A request goes to
+    the engine that would be done with it after the least work, which is less where the engine has
+    seen the beginning of its prompt before; all samples of a request go to one. It stays there.
 
-    What is said of an `Engine` holds of this: events come in order for each request, an exception
+    What is said of an `Engine` holds here too: events come in order for each request, an exception
     inside a step (of any engine) ends it, Ctrl-C inside one does, and it is for one thread at a
     time. Between two calls, steps that were begun go on. So a request that is added or aborted
-    while its engine is in a step is so when that step is over, and may get a token meanwhile.
+    while its engine is in a step waits until that step is over, and may get a token meanwhile.
 
     Args:
       engines: of the same model and settings, each on devices of its own (see `replicate`), without

@@ -35,9 +35,9 @@ class Request:
         ``"<|im_end|>"``, is a stop token, too. The `Engine` needs a `tokenizer` for them.
       penalties: of tokens that were there before, see `Penalties`.
       logit_bias: what is added to the logits of tokens, before all else, in float32; ``-inf``
-        forbids one.
-      constraint: which tokens are allowed, by those before, see `Constraint`; None for all. A
-        request with one waits for each of its tokens to be known before the next is computed.
+        forbids a token.
+      constraint: which tokens may follow those before, see `Constraint`; None for all. With a
+        constraint the next token is computed only when the one before is known.
       logprobs: None for none; otherwise results have each token's log-probability, and those of so
         many of the most likely ones, 0 to 20. They are the model's: of the logits before bias,
         penalties, constraint and temperature.
@@ -143,7 +143,7 @@ class Result:
     def mean_logprob(self) -> float:
         """The mean of the tokens' log-probabilities, by which the best of several is chosen.
 
-        -inf of a result without tokens: any other is better.
+        It is -inf for a result without tokens: any other is better.
 
         Raises:
           ValueError: if they were not asked for.
@@ -189,7 +189,7 @@ Event = NewToken | Finished
 
 
 def best_of(results: Iterable[Result], count: int = 1) -> list[Result]:
-    """Those of several results whose tokens are the most likely in the mean, the best first.
+    """The results whose tokens are the most likely in the mean, the best first.
 
     Args:
       results: of requests with `logprobs`.

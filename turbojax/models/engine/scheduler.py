@@ -422,7 +422,10 @@ class Scheduler:
         return True
 
     def _make_room(self, sequence: Sequence, wanted: list[int], plan: Plan) -> bool:
-        """Frees pages for a running sequence, maybe by sending younger ones away; False if it cannot."""
+        """Frees pages for a running sequence, if it must by sending younger ones away.
+
+        Returns False where that is not enough.
+        """
         while self._are_missing(wanted):
             youngest = self.running[-1]
             if youngest is not sequence:

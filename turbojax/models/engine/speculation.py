@@ -39,7 +39,7 @@ MOST_GUESSES = 15
 class NGram:
     """Guesses are what followed the text's last tokens where they stood before (prompt lookup).
 
-    Of earlier places those with the longest match count, of these the latest.
+    Among earlier places the longest match counts, and among these the latest.
 
     Attributes:
       tokens: guesses at a time, 1 to 15.
@@ -65,10 +65,10 @@ class NGram:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Draft:
-    """Guesses are a smaller model's, which reads the same tokens and has pages of its own.
+    """Guesses come from a smaller model, which reads the same tokens and has pages of its own.
 
     Attributes:
-      model: with the vocabulary of the model that it guesses for.
+      model: has the vocabulary of the model that it guesses for.
       tokens: guesses at a time, 1 to 15.
 
     Raises:

@@ -72,9 +72,9 @@ class Mailbox(Signal):
 class Ticket:
     """A request that was given to an `AsyncEngine`, or several samples of it.
 
-    Its events are for one reader, in any thread (``for event in ticket``) or event loop (``async
-    for event in ticket``). One that nobody reads runs to its end all the same: who loses interest
-    calls `cancel`, or leaves a ``with`` block of the ticket, which does.
+    Its events are for one reader, in any thread (``for event in ticket``) or event loop
+    (``async for event in ticket``). A request that nobody reads runs to its end all the same:
+    whoever loses interest calls `cancel`, or leaves a ``with`` block of the ticket, which does.
 
     Attributes:
       request: the request.
@@ -111,7 +111,7 @@ class Ticket:
             return self._box.is_done()
 
     def cancel(self, reason: Reason = "aborted") -> None:
-        """Ends what is not done, soon; its last events come, then.
+        """Ends what is not done, soon; the last events come when it has ended.
 
         Args:
           reason: see `Engine.abort`.
@@ -145,9 +145,9 @@ class Ticket:
         return self._ids()
 
     async def batches(self) -> AsyncGenerator[list[Event], None]:
-        """Events as they come, those together that are there together.
+        """Events as they come; those that are there at the same time come together.
 
-        Who reads slowly gets more at a time.
+        Whoever reads slowly gets more at a time.
 
         Yields:
           At least one event.
@@ -183,7 +183,7 @@ class Ticket:
         """Waits until all samples are done; nobody needs to read their events.
 
         Returns:
-          Of each sample its result.
+          The result of each sample.
 
         Raises:
           Exception: see `accepted`.

@@ -110,7 +110,7 @@ def start(
 
     A model with LongRoPE takes its long factors if `max_length` is more than the length it was
     trained with before, and its short ones otherwise, for all sequences and to their end: cached
-    keys cannot be turned anew. A `UserWarning` says where a prompt would have others by itself.
+    keys cannot be turned anew. A `UserWarning` says where a prompt alone would have other factors.
 
     Args:
       model: the model, quantized or not. A `Transformer` is unstacked first, which holds its layers
@@ -268,8 +268,8 @@ def stream(
       stop_tokens: see `generate`.
       stop_strings: see `generate`.
       tokenizer: see `generate`.
-      prompts: the tokens of every sequence so far. Of use for `stop_strings` alone, if tokens read
-        differently after others.
+      prompts: the tokens of every sequence so far. Only `stop_strings` use them, for tokenizers
+        with which a token's text depends on the tokens before.
       pad_token: yielded in place of the next token of a sequence that has ended.
       drawn: new tokens that every sequence has so far, so that a continued session does not draw
         with the random numbers of its beginning again.
