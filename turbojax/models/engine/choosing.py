@@ -152,10 +152,7 @@ class Extras:
 
 
 def no_extras(count: int, vocab_size: int, wanted: Wanted) -> Extras:
-    """Rows that want nothing, as numpy arrays to fill in.
-
-    `count` is O; `wanted` is that of all rows that will be filled in, and the same for `choose`.
-    """
+    """Rows that want nothing, with numpy arrays for what is wanted, to be filled in."""
     biases = (count, wanted.bias)
     words = (count, words_of(vocab_size))
     plain = dataclasses.astuple(NO_PENALTIES)

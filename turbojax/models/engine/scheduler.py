@@ -422,10 +422,7 @@ class Scheduler:
         return True
 
     def _make_room(self, sequence: Sequence, wanted: list[int], plan: Plan) -> bool:
-        """Frees pages for a running sequence, if it must by sending younger ones away.
-
-        Returns False where that is not enough.
-        """
+        """Frees pages for a running sequence, maybe preempting younger ones; False if too few."""
         while self._are_missing(wanted):
             youngest = self.running[-1]
             if youngest is not sequence:

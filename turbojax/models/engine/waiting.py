@@ -19,10 +19,7 @@ class Waiter:
 
 
 class Signal:
-    """A state that one thread changes and any number of others wait for.
-
-    The lock of `condition` is held while the state is looked at or changed.
-    """
+    """A state that one thread changes and others wait for, with the lock of `condition` held."""
 
     def __init__(self) -> None:
         self.condition = threading.Condition(threading.Lock())
