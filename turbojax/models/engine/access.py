@@ -19,10 +19,11 @@ _Access = Callable[..., Any]
 
 
 def access_to(pool: Pool) -> tuple[_Access, _Access]:
-    """What appends to such a pool and what attends to it.
+    """What appends to such a pool, and what attends to it.
 
-    Their arguments are those of `turbojax.paged.append` and `turbojax.ops.paged_attention.
-    attend_pages`; queries, keys and values of latents are as `turbojax.kv.latent` says.
+    Their arguments are those of `turbojax.paged.append` and
+    `turbojax.ops.paged_attention.attend_pages`; queries, keys and values of latents are as
+    `turbojax.kv.latent` says.
     """
     if holds_latents(pool):
         return _append_latents, _attend_latents
@@ -37,19 +38,10 @@ def check_call(
     tokens: int,
     num_heads: int,
 ) -> None:
-    """Raises unless such queries' attention can run here; nothing is compiled.
+    """Checks attention to a layer's pages, with `tokens` queries in each row; compiles nothing.
 
-    Args:
-      implementation: of attention to pages.
-      pool: one layer's.
-      block_tables: of the call.
-      rows: sequences.
-      tokens: queries of each.
-      num_heads: of queries.
-
-    Raises:
-      ValueError: if the name is unknown.
-      NotImplementedError: if the implementation cannot run this here.
+    Raises ValueError if the implementation's name is unknown, and NotImplementedError if it cannot
+    run this here.
     """
 
     def query(channels: int) -> Any:

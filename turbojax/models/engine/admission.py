@@ -17,15 +17,7 @@ from turbojax.models.text.tokenizer import Tokenizer
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Admission:
-    """What a request is checked against. It never changes, so any thread may ask at any time.
-
-    Attributes:
-      config: of the model.
-      max_length: tokens of a request at most.
-      step_tokens: tokens of prompts that a step runs at most.
-      groups: of layers.
-      tokenizer: for stop texts, if there is one.
-    """
+    """What a request is checked against. It never changes, so any thread may ask at any time."""
 
     config: TransformerConfig
     max_length: int
@@ -40,7 +32,7 @@ class Admission:
 
     @property
     def sizes(self) -> dict[str, Any]:
-        """What requests are checked against, to be compared."""
+        """What requests are checked against, for comparing two engines."""
         return {
             "config": self.config,
             "max_length": self.max_length,
@@ -51,15 +43,7 @@ class Admission:
         }
 
     def sequences(self, request: Request, count: int) -> list[Sequence]:
-        """What becomes of a request; numbers come when they are queued.
-
-        Args:
-          request: what to continue, and how.
-          count: samples of it, see `Engine.add_samples`.
-
-        Raises:
-          TypeError, ValueError: see `Engine.add_samples`.
-        """
+        """The sequences of `count` samples of a request, unnumbered; raises as `Engine` does."""
         _checks.check_sizes(count=count)
         if not isinstance(request, Request):
             raise TypeError(f"request is a {type(request).__name__}, must be a Request")

@@ -59,17 +59,12 @@ class EngineClosed(RuntimeError):
 
 
 class EngineEnded(RuntimeError):
-    """The engine has ended of an exception, which is the cause of this one."""
+    """The engine has ended because of an exception, which is the cause of this one."""
 
 
 @dataclasses.dataclass(frozen=True)
 class _Call:
-    """What the engine's thread is asked for between two steps.
-
-    Attributes:
-      run: does it.
-      fail: says that the engine has ended before.
-    """
+    """What the engine's thread runs between two steps; `fail` is called if the engine has ended."""
 
     run: Callable[[], None]
     fail: Callable[[EngineEnded], None] = lambda error: None
@@ -79,7 +74,7 @@ class AsyncEngine:
     """Runs an engine in a thread of its own; every method may be called from any thread.
 
     Between two steps the thread takes what came meanwhile: requests, cancellations, questions. It
-    never waits for who reads events: these are kept until they are read, for each request no more
+    never waits for readers of events: events are kept until they are read, for each request no more
     than it has tokens.
 
     A request waits from `submit` until its first token. More than `max_waiting` are refused.
@@ -153,7 +148,7 @@ class AsyncEngine:
 
     @property
     def error(self) -> BaseException | None:
-        """The exception of which the engine has ended, if it has."""
+        """The exception that has ended the engine, if any."""
         return self._ended if isinstance(self._ended, BaseException) else None
 
     @property
@@ -236,7 +231,7 @@ class AsyncEngine:
         return await asyncio.wrap_future(self._ask())
 
     def observe(self, observer: Callable[[Result], None]) -> None:
-        """Has every request's result shown to somebody, also of requests that nobody reads.
+        """Has every request's result passed to a function, also of requests that nobody reads.
 
         Args:
           observer: called in the engine's thread, which waits for it; its exceptions end the
@@ -293,7 +288,7 @@ class AsyncEngine:
             self._condition.notify()
 
     def _call(self, call: _Call) -> None:
-        """Has the engine's thread call something; where it has ended, nothing or `fail`."""
+        """Has the engine's thread run a call; `call.fail` is called if the engine has failed."""
         with self._condition:
             if self._ended is None:
                 self._calls.append(call)
@@ -336,7 +331,7 @@ class AsyncEngine:
         wake(waiters)
 
     def _turn(self) -> bool:
-        """Does what was asked for, and a step; whether there is more to do."""
+        """Does what was asked for, then a step; returns whether there is more to do."""
         with self._condition:
             self._condition.wait_for(self._has_work)
             count, closing = len(self._calls), self._closing
@@ -367,7 +362,7 @@ class AsyncEngine:
             else:
                 numbers = self._engine.add_samples(ticket.request, ticket.samples)
         except Exception as error:
-            # Refused; where the engine has ended of it, its next call says so.
+            # Refused. If the error has ended the engine, the engine's next call raises that.
             self._forget(ticket, ticket.samples)
             wake(box.fail(error))
             return
@@ -436,6 +431,6 @@ def _ended(cause: BaseException) -> EngineEnded:
 
 
 def _fail(future: "concurrent.futures.Future[EngineStatistics]", error: EngineEnded) -> None:
-    # Not if somebody has given up waiting, who may do so at any moment before this.
+    # Whoever waited may have cancelled the future at any moment before this.
     if future.set_running_or_notify_cancel():
         future.set_exception(error)

@@ -5,21 +5,16 @@ from collections.abc import Sequence
 
 from turbojax.models.engine.requests import Request
 
-# A new token has a step's share of its own; tokens of a prompt run by the hundred.
+# A new token costs its share of a whole step; tokens of a prompt run by the hundred in one.
 _NEW_TOKEN = 8
 
 
 class Load:
     """What is left to do in one engine, and which beginnings of prompts it has seen.
 
-    Work is counted in tokens of prompts.
-
-    Args:
-      page_size: tokens of a page: what is shared of prompts are whole pages.
-      pages: of the pool, which cannot hold more beginnings; 0 where none are kept.
-
-    Attributes:
-      work: that is left, at most: texts may stop earlier.
+    `work` is counted in tokens of prompts, at most: texts may stop earlier. Prompts share whole
+    pages of `page_size` tokens. The pool cannot hold more beginnings than its `pages`; 0 where none
+    are kept.
     """
 
     def __init__(self, page_size: int, pages: int) -> None:
@@ -29,13 +24,7 @@ class Load:
         self._seen: collections.OrderedDict[int, None] = collections.OrderedDict()
 
     def cost(self, request: Request, count: int, beginnings: Sequence[int]) -> int:
-        """The work before some samples of a request are done here, with what there is already.
-
-        Args:
-          request: theirs.
-          count: samples.
-          beginnings: of the prompt, see `beginnings_of`.
-        """
+        """The work until `count` samples of a request are done here, all earlier work included."""
         known = 0
         for key in beginnings if self._pages else ():
             if key not in self._seen:
@@ -45,7 +34,7 @@ class Load:
         return self.work + prompt + count * _NEW_TOKEN * request.max_new_tokens
 
     def add(self, numbers: Sequence[int], request: Request, beginnings: Sequence[int]) -> None:
-        """Samples of a request come, of which the first runs the prompt."""
+        """Adds samples of a request, of which the first runs the prompt."""
         for i, number in enumerate(numbers):
             work = _NEW_TOKEN * request.max_new_tokens + (0 if i else len(request.tokens))
             self._left[number] = work
@@ -57,20 +46,20 @@ class Load:
             self._seen.popitem(last=False)
 
     def got_token(self, number: int, request: Request, index: int) -> None:
-        """A request has its new token of this index, and so its prompt has run."""
+        """Notes that a request has its new token of this index, so its prompt has run."""
         left = _NEW_TOKEN * (request.max_new_tokens - index - 1)
         self.work -= self._left[number] - left
         self._left[number] = left
 
     def ended(self, number: int) -> None:
-        """A request is done."""
+        """Takes away what was left of a request."""
         self.work -= self._left.pop(number)
 
 
 def beginnings_of(request: Request, page_size: int) -> list[int]:
     """A number for each beginning of a prompt that is whole pages, the shortest first.
 
-    Two that are not alike may have the same one, which costs a prompt that runs twice.
+    Where different ones have the same number a prompt runs twice, and nothing else happens.
     """
     found, key = [], 0
     # The last token always runs.

@@ -1,4 +1,4 @@
-"""The requests that an engine has: their tokens as they come, their times, how they end."""
+"""The requests of an engine: their tokens as they come, their times, and how they end."""
 
 import collections
 import time
@@ -24,16 +24,9 @@ from turbojax.models.generation.sampling import NOTHING
 
 
 class Book:
-    """What is known of every request that is not done, and what was not handed out.
+    """Unfinished requests, by number, and the events that were not handed out.
 
-    Args:
-      scheduler: of the sequences.
-      counts: of what is done.
-
-    Attributes:
-      sequences: that are not done, by number.
-      swapped: pages in host memory, of each group.
-      events: not handed out yet.
+    `swapped` are the pages in host memory, of each group.
     """
 
     def __init__(self, scheduler: Scheduler, counts: Counts) -> None:
@@ -46,11 +39,9 @@ class Book:
         self._next_id = 0
 
     def queue(self, sequences: list[Sequence], added: float | None = None) -> tuple[int, ...]:
-        """Numbers requests of one prompt, and hands them to the scheduler.
+        """Numbers the sequences of one prompt and hands them to the scheduler.
 
-        Args:
-          sequences: theirs.
-          added: when they came; None for now.
+        `added` is when the request came, in seconds of `time.perf_counter`; None for now.
         """
         now = time.perf_counter() if added is None else added
         for sequence in sequences:
@@ -65,7 +56,7 @@ class Book:
         return tuple(sequence.request_id for sequence in sequences)
 
     def started(self, sequence: Sequence) -> None:
-        """A sequence is in a slot, maybe not for the first time."""
+        """Notes that a sequence is in a slot, maybe not for the first time."""
         times = self._times[sequence.request_id]
         if times.started is None:
             times.started = time.perf_counter()
@@ -78,11 +69,11 @@ class Book:
             self.finish(self.sequences[request_id], "timeout")
 
     def collect(self, step: Step) -> None:
-        """Waits for a step's tokens."""
+        """Waits for a step's tokens and adds them to their sequences."""
         begun = time.perf_counter()
         found, chosen = jax.device_get((step.found, step.chosen))
         self._counts.wait_seconds += time.perf_counter() - begun
-        # Of one layer of each group, all of which write to the same places.
+        # Counted in one layer of each group: all its layers write to the same places.
         if found[-1]:
             raise AssertionError(f"the pool lost {found[-1]} tokens: a page was missing")
         if step.guesses:
@@ -97,15 +88,7 @@ class Book:
             self._add_token(sequence, tokens[row], logprobs)
 
     def fetch(self, sequence: Sequence, copies: list[list[Any]]) -> tuple[int, float]:
-        """Waits for a sequence's pages on their way to host memory.
-
-        Args:
-          sequence: that has left.
-          copies: of each group, as `swap.read` gave them.
-
-        Returns:
-          How many bytes came, and how many seconds that took.
-        """
+        """Waits for a sequence's pages, see `swap.read`; returns their bytes and the seconds."""
         begun = time.perf_counter()
         content = self.swapped[sequence.request_id] = [swap.fetch(group) for group in copies]
         seconds = time.perf_counter() - begun
@@ -113,13 +96,13 @@ class Book:
         return swap.nbytes(content), seconds
 
     def _collect_guesses(self, step: Step, rows: list[list[int]]) -> None:
-        """The tokens of a step with guesses, of which some may be wrong."""
+        """Adds the tokens of a step with guesses, some of which may be wrong."""
         for row, sequence, most in step.rows:
             if sequence.status is Status.DONE:
                 continue
             fed, new, *tokens = rows[row]
             sequence.sampled -= most - new
-            if sequence.unsure:  # not where it left meanwhile, to run its tokens again
+            if sequence.unsure:  # 0 where it left meanwhile, to run its tokens again
                 sequence.held -= most - new
                 sequence.unsure -= most - 1
             # There may have been fewer guesses than there was room for.
@@ -130,7 +113,7 @@ class Book:
                     break
 
     def _add_token(self, sequence: Sequence, token: int, logprobs: TokenLogprobs | None) -> bool:
-        """A sequence has one more token, or ends because there is none; whether it goes on."""
+        """Adds a token to a sequence, or ends it if there is none; returns whether it goes on."""
         if token == NOTHING:
             self.finish(sequence, "stop" if _is_complete(sequence) else "failed")
             return False
@@ -154,7 +137,7 @@ class Book:
         return True
 
     def finish(self, sequence: Sequence, reason: FinishReason) -> None:
-        """A request is done; its result is the last event."""
+        """Ends a request; its result is its last event."""
         self._scheduler.release(sequence, Status.DONE)
         self.swapped.pop(sequence.request_id, None)
         self._deadlines.pop(sequence.request_id, None)
@@ -177,7 +160,7 @@ class Book:
 
 
 def _accepts(sequence: Sequence, constraint: ConstraintState, token: int) -> bool:
-    """Whether a constraint takes a token; if it fails instead, its request does, and no other."""
+    """Whether a constraint takes a token; an exception it raises ends its own request alone."""
     try:
         constraint.accept(token)
     except Exception as error:
@@ -191,4 +174,4 @@ def _is_complete(sequence: Sequence) -> bool:
     try:
         return is_over(sequence.constraint)
     except Exception:
-        return False  # what it raised was told when the step was made, see `Device`
+        return False  # `Device` has warned of it when the step was made

@@ -1,9 +1,9 @@
 """Choosing the next tokens of rows that want more than the largest logit.
 
 The engine's model step writes the argmax of every row's logits into the history itself. Where a row
-wants something else, the program of this module follows, reads the logits, and overwrites what was
-written. The host knows what the rows want (`wanted_of`), so that each case is a program of its own,
-and nothing is read on the host in between.
+wants something else, the program of this module runs next, reads the logits and overwrites that
+token. The host knows what the rows want (`wanted_of`), so each case is a program of its own and the
+host reads nothing in between.
 """
 
 import dataclasses
@@ -35,16 +35,10 @@ _FEWEST_BIASES, _BUCKET_RATIO = 16, 8
 
 
 class Wanted(NamedTuple):
-    """What the rows of a step want at most; static, and each makes another program.
+    """What the rows of a step want at most: a static argument, so each value makes another program.
 
-    A tuple, as `programs.PromptProgram` is.
-
-    Attributes:
-      kind: how tokens are drawn, see `kind_of`.
-      penalties: whether a row has some.
-      bias: entries of a row's logit bias, one of a few sizes; 0 where no row has one.
-      mask: whether a row may not have all tokens.
-      logprobs: whether a row wants log-probabilities.
+    A tuple for the same reason as `programs.PromptProgram`. `bias` is the size of the arrays of
+    logit biases, one of a few, or 0 for none; `mask` says that a row has a constraint.
     """
 
     kind: Kind = "greedy"
@@ -55,12 +49,12 @@ class Wanted(NamedTuple):
 
     @property
     def is_plain(self) -> bool:
-        """Whether the largest logits are all that is wanted."""
+        """Whether nothing but the largest logit is wanted."""
         return self == Wanted()
 
     @property
     def usual(self) -> "Wanted":
-        """At least this, of which there are fewer, so that their programs can be compiled ahead."""
+        """A value that covers this one; there are few, so their programs can be compiled ahead."""
         if not (self.penalties or self.mask or self.logprobs or self.bias):
             return self
         return self._replace(kind="restrict", penalties=True, logprobs=True)
@@ -72,15 +66,11 @@ USUAL = (
     Wanted("restrict", penalties=True, logprobs=True),
     Wanted("restrict", penalties=True, mask=True, logprobs=True),
 )
-"""What most requests want at most, that want something."""
+"""What `Device.compile` prepares for: covers most requests that want more than the argmax."""
 
 
 def wanted_of(requests: Iterable[Request]) -> Wanted:
-    """What these requests want together.
-
-    Args:
-      requests: of the rows whose tokens are chosen.
-    """
+    """What these requests want together."""
     requests = tuple(requests)
     return Wanted(
         kind=kind_of(request.sampling for request in requests),
@@ -92,7 +82,7 @@ def wanted_of(requests: Iterable[Request]) -> Wanted:
 
 
 def _bucket(count: int) -> int:
-    """The smallest size that holds so many entries."""
+    """The smallest of a few sizes that holds so many entries."""
     size = _FEWEST_BIASES if count else 0
     while size < count:
         size *= _BUCKET_RATIO
@@ -102,9 +92,9 @@ def _bucket(count: int) -> int:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Extras:
-    """What else O rows want, by `Wanted`; None for what none of them does.
+    """What O rows want besides sampling, by `Wanted`; None for what no row wants.
 
-    A row that wants none of it has penalties 1, 0, 0, no bias and a mask of ones.
+    A row that wants nothing has penalties 1, 0, 0, no bias and a mask of ones.
 
     Attributes:
       penalties: float32 ``[O, 3]``: repetition, presence and frequency, see `Penalties`.
@@ -121,16 +111,10 @@ class Extras:
     def set(self, row: int, request: Request, allowed: np.ndarray | None = None) -> None:
         """Fills in one row, which was as `no_extras` made it; the arrays must be numpy's.
 
-        Args:
-          row: which.
-          request: whose next token it is.
-          allowed: what the state of its constraint allows now, see `ConstraintState.allowed`; None
-            without a constraint.
-
-        Raises:
-          TypeError: if `allowed` is no array of uint32.
-          ValueError: if it has another shape than a row of `masks`, or there is one and no
-            constraint, or the other way round; or the request wants what these rows do not hold.
+        `allowed` is what `ConstraintState.allowed` returns now; None without a constraint. Raises
+        TypeError if it is no array of uint32, and ValueError if it does not fit a row of `masks`,
+        if only one of it and a constraint is given, or if the request wants what these rows do not
+        hold.
         """
         self._check_holds(request)
         if (request.constraint is None) != (allowed is None):
@@ -156,7 +140,7 @@ class Extras:
             self.masks[row, allowed.size :] = 0
 
     def _check_holds(self, request: Request) -> None:
-        """Raises unless all that a request wants has its place."""
+        """Raises ValueError unless these rows have a place for all that a request wants."""
         room = 0 if self.bias_tokens is None else self.bias_tokens.shape[1]
         for name, missing in (
             ("penalties", self.penalties is None and request.penalties != NO_PENALTIES),
@@ -168,13 +152,7 @@ class Extras:
 
 
 def no_extras(count: int, vocab_size: int, wanted: Wanted) -> Extras:
-    """Rows that want nothing, in numpy arrays for what is wanted, to be filled in.
-
-    Args:
-      count: O, the rows.
-      vocab_size: V.
-      wanted: of all rows that will be filled in, and the same for `choose`.
-    """
+    """Rows that want nothing, with numpy arrays for what is wanted, to be filled in."""
     biases = (count, wanted.bias)
     words = (count, words_of(vocab_size))
     plain = dataclasses.astuple(NO_PENALTIES)
@@ -189,14 +167,14 @@ def no_extras(count: int, vocab_size: int, wanted: Wanted) -> Extras:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Chosen:
-    """The next tokens of O rows, and how likely the model held them, where that is wanted.
+    """The next tokens of O rows, and their log-probabilities where these are wanted.
 
     Attributes:
       tokens: int32 ``[O]``; `NOTHING` where there is none.
-      logprobs: float32 ``[O]``, of these tokens; NaN of `NOTHING`. Or None.
-      top_tokens: int32 ``[O, MOST_LOGPROBS]``, the most likely ones, most likely first, of equal
-        ones the smaller first; -1 after the last of a small vocabulary. Or None.
-      top_logprobs: float32 ``[O, MOST_LOGPROBS]``, of `top_tokens`. Or None.
+      logprobs: float32 ``[O]``, of `tokens`; NaN for `NOTHING`.
+      top_tokens: int32 ``[O, MOST_LOGPROBS]``, the most likely tokens, most likely first; of
+        equally likely ones the smaller first; -1 after the last token of a small vocabulary.
+      top_logprobs: float32 ``[O, MOST_LOGPROBS]``, of `top_tokens`.
     """
 
     tokens: Array
@@ -205,15 +183,9 @@ class Chosen:
     top_logprobs: Array | None = None
 
     def logprobs_of(self, row: int, count: int) -> TokenLogprobs:
-        """One row's, as a request gets them; the arrays should be numpy's.
+        """One row's log-probabilities as a request gets them; the arrays should be numpy's.
 
-        Args:
-          row: which.
-          count: how many of the most likely tokens, at most `MOST_LOGPROBS`; there are fewer in a
-            vocabulary that is smaller.
-
-        Raises:
-          ValueError: if `Wanted.logprobs` was False.
+        A small vocabulary has fewer than `count` tokens. Raises ValueError if they were not wanted.
         """
         if self.logprobs is None or self.top_tokens is None or self.top_logprobs is None:
             raise ValueError("logprobs of these tokens are None, must have been wanted")
@@ -237,27 +209,20 @@ def choose(
 ) -> tuple[jax.Array, Chosen]:
     """The next token of every row, written behind the tokens that its slot has.
 
-    Log-probabilities are of `logits`. These are then changed by bias, by penalties and by masks, in
-    this order, and the tokens chosen from what results, see `sample`.
+    Log-probabilities are those of `logits` float32 ``[O, V]``. These are then changed by bias,
+    penalties and masks, in this order, and tokens are chosen from the result, see `sample`. A row's
+    result depends only on the row and on its slot's tokens, not on which `wanted` that covers the
+    row is used.
 
-    A row depends on nothing but itself and its slot's tokens: not on `wanted` either, where that is
-    enough.
+    `history` is int32 ``[S, L]`` and donated: the tokens of each slot, followed by numbers that
+    mean nothing. `lengths` int32 ``[S]`` counts the tokens in each slot's pages after this step,
+    `prompts` int32 ``[S]`` those of them that are the prompt's. `slots` int32 ``[O]`` has each
+    row's slot, none twice; S where a row means nothing. The `index` of `rows` is ignored. `extras`
+    are those of `no_extras` for the same `wanted`. Without `vocabulary` the logits are on one
+    device.
 
-    Args:
-      logits: float32 ``[O, V]``.
-      history: int32 ``[S, L]``, the tokens of each slot, donated; those from its length on mean
-        nothing.
-      lengths: int32 ``[S]``, the tokens that each slot has: in its pages after this step.
-      prompts: int32 ``[S]``, how many of them are of the prompt; the others are the result's.
-      slots: int32 ``[O]``, each row's slot, no slot twice; S where a row means nothing.
-      rows: how the rows are sampled; their `index` follows from the tokens, and is not looked at.
-      extras: what else they want, made by `no_extras` for the same `wanted`.
-      wanted: what to look at.
-      vocabulary: how the logits are split over devices; None for not at all.
-
-    Returns:
-      The new history, where ``history[slot, lengths[slot]]`` is the row's token if there is room,
-      and what was chosen: `NOTHING` where a logit is NaN, or no token is left.
+    Returns the new history, where ``history[slot, lengths[slot]]`` is the row's token if there is
+    room, and what was chosen: `NOTHING` where a logit is NaN or no token is left.
     """
     compilation.note()
     _check_extras(extras, wanted)
@@ -307,7 +272,6 @@ def _choose(
 
 
 def _check_extras(extras: Extras, wanted: Wanted) -> None:
-    """Raises unless there is what is wanted, and nothing else."""
     bias = 0 if extras.bias_tokens is None else extras.bias_tokens.shape[1]
     there = extras.penalties is not None, bias, extras.masks is not None
     if there != (wanted.penalties, wanted.bias, wanted.mask):
@@ -315,15 +279,10 @@ def _check_extras(extras: Extras, wanted: Wanted) -> None:
 
 
 def biased(logits: jax.Array, tokens: Array, values: Array) -> jax.Array:
-    """Logits with a bias on some tokens.
+    """Logits float32 ``[O, V]`` plus the bias of some tokens.
 
-    Args:
-      logits: float32 ``[O, V]``.
-      tokens: int32 ``[O, B]``, see `Extras`.
-      values: float32 ``[O, B]``; -inf forbids a token, also one whose logit is +inf.
-
-    Returns:
-      float32 ``[O, V]``; NaN stays NaN, and the others keep their bits.
+    `tokens` and `values` are those of `Extras`; -inf forbids a token even if its logit is +inf. NaN
+    stays NaN, and all other logits keep their bits.
     """
     row = jnp.arange(logits.shape[0], dtype=jnp.int32)[:, None]
     old = logits.at[row, tokens].get(mode="fill", fill_value=0)
@@ -335,18 +294,11 @@ def biased(logits: jax.Array, tokens: Array, values: Array) -> jax.Array:
 def penalized(
     logits: jax.Array, history: jax.Array, lengths: Array, prompts: Array, penalties: Array
 ) -> jax.Array:
-    """Logits after `Penalties` on tokens that were there before.
+    """Logits float32 ``[O, V]`` after `Penalties` on tokens that were there before.
 
-    Args:
-      logits: float32 ``[O, V]``.
-      history: int32 ``[O, L]``, the rows' tokens.
-      lengths: int32 ``[O]``, how many of them mean something.
-      prompts: int32 ``[O]``, how many of those are of the prompt.
-      penalties: float32 ``[O, 3]``, see `Extras`.
-
-    Returns:
-      float32 ``[O, V]``; logits of tokens that were not there, and of rows without penalties, keep
-      their bits.
+    `history` is int32 ``[O, L]``, the rows' tokens. `lengths` and `prompts` are int32 ``[O]``: how
+    many of these mean something, and how many belong to the prompt. Logits of tokens that were not
+    there, and those of rows without penalties, keep their bits.
     """
     size, places = logits.shape[1], jnp.arange(history.shape[1], dtype=jnp.int32)[None]
     row = jnp.arange(logits.shape[0], dtype=jnp.int32)[:, None]
@@ -359,21 +311,16 @@ def penalized(
     counts = counts.at[row, jnp.where(of_result, history, size)].add(1, mode="drop")
     repetition, presence, frequency = (penalties[:, i, None] for i in range(3))
     repeated = jnp.where(logits > 0, logits / repetition, logits * repetition)
-    # Rows with a repetition of 1 keep the bits by themselves, but for what a compiler may do.
+    # A repetition of 1 changes no bits by itself, but a compiler may.
     changed = jnp.where(seen & (repetition != 1), repeated, logits)
     less = presence + frequency * counts.astype(jnp.float32)
     return jnp.where((counts > 0) & (less != 0), changed - less, changed)
 
 
 def masked(logits: jax.Array, masks: Array) -> jax.Array:
-    """Logits with -inf for tokens that are not allowed.
+    """Logits float32 ``[O, V]`` with -inf where `Extras.masks` allows no token.
 
-    Args:
-      logits: float32 ``[O, V]``.
-      masks: uint32 ``[O, ceil(V / 32)]``, see `Extras`.
-
-    Returns:
-      float32 ``[O, V]``; NaN stays NaN: it says that something is wrong with the whole row.
+    NaN stays NaN: it says that something is wrong with the whole row.
     """
     bits = jnp.asarray(masks)[:, :, None] >> jnp.arange(WORD, dtype=jnp.uint32)[None, None]
     allowed = (bits & jnp.uint32(1)).astype(jnp.bool_)
@@ -382,15 +329,10 @@ def masked(logits: jax.Array, masks: Array) -> jax.Array:
 
 
 def logprobs(logits: jax.Array, tokens: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Log-probabilities of these tokens, and the most likely ones, see `Chosen`.
+    """Log-probabilities of tokens, and the most likely tokens with theirs, see `Chosen`.
 
-    Args:
-      logits: float32 ``[O, V]``.
-      tokens: int32 ``[O]``.
-
-    Returns:
-      float32 ``[O]``, int32 and float32 ``[O, MOST_LOGPROBS]``. Where a logit is NaN, all
-      log-probabilities are; next to one that is +inf, the others are -inf.
+    `tokens` is int32 ``[O]``. Where one of a row's logits ``[O, V]`` is NaN, all its
+    log-probabilities are NaN; where one is +inf, those of the other tokens are -inf.
     """
     largest = jnp.max(logits, axis=-1, keepdims=True)
 
@@ -411,16 +353,12 @@ def logprobs(logits: jax.Array, tokens: jax.Array) -> tuple[jax.Array, jax.Array
 def most_likely(logits: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
     """The largest logits as `lax.top_k` orders them, without sorting all of a row.
 
-    A row is cut into chunks, and only the `count` chunks with the largest maxima are looked into:
-    every token elsewhere comes after each of theirs, of equal ones that with the smaller number
-    being first. Chunks have a size that makes both searches equally long.
+    A row is cut into chunks, and only the `count` chunks with the largest maxima are searched:
+    every token of another chunk comes after `count` tokens of these, as among equal logits the
+    smaller token comes first. The size of the chunks makes both searches equally long.
 
-    Args:
-      logits: float32 ``[O, V]``.
-      count: how many, at most V.
-
-    Returns:
-      float32 ``[O, count]``, and their tokens, int32. Of a row with NaN they mean nothing.
+    `logits` are float32 ``[O, V]`` and `count` is at most V. Returns values float32 ``[O, count]``
+    and their tokens int32; they mean nothing for a row with NaN.
     """
     size = max(1, math.isqrt(logits.shape[1] // count))
     chunks = -(-logits.shape[1] // size)

@@ -1,4 +1,4 @@
-"""How many of the engine's programs were compiled, so that a step's time is known to hold that.
+"""Counts the engine's programs as they are compiled, so that a step's time can leave that out.
 
 Counted by thread: engines that run side by side each ask for what their own step compiled.
 """
@@ -13,13 +13,11 @@ _COMPILED = "/jax/core/compile/backend_compile_duration"
 
 
 class _Counts(threading.local):
-    """Of this thread."""
-
     traced = compiled = 0
 
 
 class Seen(NamedTuple):
-    """Programs traced and compiled by a thread so far."""
+    """Programs that a thread has traced and compiled so far."""
 
     traced: int
     compiled: int
@@ -29,7 +27,7 @@ _counts = _Counts()
 
 
 def note() -> None:
-    """To be called in the body of a jitted function: it runs once for each program made of it."""
+    """Counts a program; to be called in the body of a jitted function, which runs once for each."""
     _counts.traced += 1
 
 
@@ -39,7 +37,7 @@ def count() -> int:
 
 
 def seen() -> Seen:
-    """What this thread traced and compiled so far."""
+    """What this thread has traced and compiled so far."""
     return Seen(_counts.traced, _counts.compiled)
 
 

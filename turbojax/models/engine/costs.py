@@ -1,12 +1,12 @@
-"""What steps have cost so far, by which it is decided what costs less from now on.
+"""What steps have cost so far, from which it is decided which way costs less from now on.
 
-Whether the pages of a request that leaves the pool are moved away and back, or its tokens computed
-again; and whether a step has guesses.
+There are two such decisions: whether the pages of a request that leaves the pool are moved away and
+back or its tokens are computed again, and whether a step has guesses.
 """
 
-# Of what has just been seen, against all that was seen before.
+# The weight of the newest measurement in a running mean.
 _WEIGHT = 0.25
-# Before anything was moved: pages go through the host's memory and no faster than that.
+# Assumed before anything was moved: pages go through host memory, no faster than this.
 _FIRST_BYTES_PER_SECOND = 8e9
 # Steps with fewer tokens of prompts say little about how fast these run.
 _FEWEST_TOKENS = 32
@@ -16,11 +16,7 @@ _FIRST_GUESSES, _TRY_AGAIN = 8, 32
 
 
 class Costs:
-    """Times seen so far.
-
-    Args:
-      may_recompute: whether tokens may be computed again at all.
-    """
+    """Times measured so far; without `may_recompute`, tokens are never computed again."""
 
     def __init__(self, *, may_recompute: bool) -> None:
         self._may_recompute = may_recompute
@@ -32,22 +28,14 @@ class Costs:
         self._guesses = self._asked = 0
 
     def swapped(self, nbytes: int, seconds: float) -> None:
-        """So many bytes came to host memory in this time."""
+        """Notes that so many bytes came to host memory in this time."""
         if nbytes and seconds > 0:
             self._bytes_per_second = _mean(self._bytes_per_second, nbytes / seconds)
 
     def stepped(
         self, seconds: float, *, prompt_tokens: int, guesses: bool, sequences: int, new_tokens: int
     ) -> None:
-        """A step took this time.
-
-        Args:
-          seconds: of it.
-          prompt_tokens: that it had.
-          guesses: whether it had guesses.
-          sequences: that got tokens.
-          new_tokens: that they got.
-        """
+        """Notes a step's time; it ran `prompt_tokens`, and `sequences` got `new_tokens` in all."""
         if prompt_tokens >= _FEWEST_TOKENS and seconds > 0:
             self._tokens_per_second = _mean(self._tokens_per_second, prompt_tokens / seconds)
         if guesses:
@@ -58,13 +46,13 @@ class Costs:
             self._plain_seconds = _mean(self._plain_seconds, seconds)
 
     def recomputes(self, nbytes: int, tokens: int) -> bool:
-        """Whether so many tokens are sooner computed than their pages are moved away and back."""
+        """Whether computing these tokens takes less time than moving their pages away and back."""
         if not self._may_recompute or self._tokens_per_second is None:
             return False
         return tokens / self._tokens_per_second < 2 * nbytes / self._bytes_per_second
 
     def guessing_pays(self) -> bool:
-        """Whether the next step had better be one of guesses; to be asked before each step.
+        """Whether the next step should be one of guesses; to be asked before each step.
 
         Guesses are right in one text and wrong in the next, and what they cost depends on how many
         sequences there are: so both ways are tried again now and then.

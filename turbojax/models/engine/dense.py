@@ -1,8 +1,8 @@
-"""Prompts that begin in a step attend among themselves, to keys and values as they are.
+"""Prompts that begin in a step attend among themselves, to keys and values that are not compressed.
 
-Those of several requests stand side by side as segments of one sequence. With 8-bit operands that
-is faster than attending to pages where prompts are long, and they lose nothing to the pages'
-format. Requests of a step share scales, so that what a prompt gets depends, within rounding, on
+The prompts of several requests stand side by side as segments of one sequence. With 8-bit operands
+this is faster than attending to pages where prompts are long, and the results lose nothing to the
+pages' format. Requests of a step share scales, so a prompt's result depends, within rounding, on
 what else is in the step; but NaN and infinity in one are kept from the others here.
 """
 
@@ -19,11 +19,9 @@ from turbojax.ops.options import Options
 
 
 def segments_of(slots: jax.Array, positions: jax.Array) -> jax.Array:
-    """int32 ``[N]``, ascending: a number for each run of tokens that follow each other in one slot.
+    """The number of each token's segment, int32 ``[N]``, ascending.
 
-    Args:
-      slots: int32 ``[N]``.
-      positions: int32 ``[N]``, in the slots' sequences.
+    A segment is a run of tokens at consecutive `positions` int32 ``[N]`` of one slot.
     """
     follows = (slots[1:] == slots[:-1]) & (positions[1:] == positions[:-1] + 1)
     begins = jnp.concatenate([jnp.zeros(1, jnp.int32), (~follows).astype(jnp.int32)])
@@ -33,14 +31,10 @@ def segments_of(slots: jax.Array, positions: jax.Array) -> jax.Array:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Tokens:
-    """Queries, keys and values without what is not finite, and where that matters.
+    """Queries, keys and values with zeros in place of what is not finite, and where that matters.
 
-    Attributes:
-      query: ``[1, N, heads, H]``.
-      key: ``[1, N, K, H]``.
-      value: ``[1, N, K, H]``.
-      lost: bool ``[N]``: tokens that see something that is not finite in their own segment.
-      segments: int32 ``[N]``, ascending.
+    They are ``[1, N, heads, H]`` and ``[1, N, K, H]``. `lost` bool ``[N]`` marks tokens that see
+    something that is not finite in their own segment; `segments` are as in `segments_of`.
     """
 
     query: jax.Array
@@ -51,7 +45,7 @@ class Tokens:
 
     @staticmethod
     def of(query: jax.Array, key: jax.Array, value: jax.Array, segments: jax.Array) -> "Tokens":
-        """Zeros in the place of what is not finite."""
+        """Puts zeros in place of what is not finite."""
         arrays = query, key, value
         finite = [jnp.isfinite(x) for x in arrays]
         good = functools.reduce(jnp.logical_and, (jnp.all(x[0], axis=(1, 2)) for x in finite))
@@ -77,17 +71,9 @@ def attend(
     extras: Extras,
     implementation: str | None,
 ) -> jax.Array:
-    """Causal attention of each segment's tokens among themselves.
+    """Causal attention of each segment's tokens among themselves, without meaning where `lost`.
 
-    Args:
-      tokens: of all segments.
-      config: numerics.
-      options: of the layer.
-      extras: of the layer: sinks.
-      implementation: ``"xla"``, or another name or None for the fastest.
-
-    Returns:
-      ``[N, heads, H]``; of tokens that are lost it means nothing.
+    Of `implementation`, that of attention to pages, only ``"xla"`` is followed.
     """
     ids = tokens.segments[None]
     out, _ = turbo_attention.attend(

@@ -31,13 +31,9 @@ Weights = Any
 class Programs:
     """The steps that an engine runs, in few sizes.
 
-    Attributes:
-      prompts: ascending; the dense ones of a size first.
-      decoding: rows of those without prompts, ascending; none where one program does all.
-      windows: of the groups of layers.
-      implementation: of attention to pages.
-      dense: how prompts attend among themselves.
-      speculation: how tokens are guessed; None for not at all.
+    `prompts` ascend in size, and of one size the dense program comes first. `decoding` are the rows
+    of the programs without prompts, ascending; empty where one program does all. `dense` says how
+    prompts attend among themselves.
     """
 
     prompts: tuple[PromptProgram, ...]
@@ -49,11 +45,11 @@ class Programs:
 
     @property
     def static(self) -> dict[str, Any]:
-        """What is static in every program of a model."""
+        """The static arguments of every program of a model."""
         return {"windows": self.windows, "implementation": self.implementation}
 
     def static_of(self, program: PromptProgram) -> dict[str, Any]:
-        """What is static in a call of `run_step`."""
+        """The static arguments of a call of `run_step`."""
         prompts = self.dense if program.is_dense else None
         return {"program": program, "prompts": prompts, **self.static}
 
@@ -74,12 +70,10 @@ class Programs:
 class Step:
     """A step that was given to the device.
 
-    Attributes:
-      rows: which sequence's next token is in which row, and how many it gets at most.
-      guesses: how many of these are guesses, at most; 0 for one token a row.
-      prompt_tokens: that run in it.
-      found: int32, see `run_step`, or `speculation.accept` where tokens are guessed.
-      chosen: what was chosen instead, where more was wanted than the most likely tokens.
+    `rows` has for each sequence that gets tokens the row, the sequence, and how many it gets at
+    most; `guesses` is how many of these are guesses at most, 0 for one token a row. `found` is
+    int32, see `run_step` and `speculation.accept`; `chosen` replaces its tokens where more was
+    wanted.
     """
 
     rows: list[tuple[int, Sequence, int]]
@@ -90,15 +84,9 @@ class Step:
 
 
 class Device:
-    """Pools and slots on the device.
+    """Pools and slots on the device; `slots` are empty at first.
 
-    Args:
-      decoder: the weights.
-      caches: the layers' pools.
-      slots: of the device's state, empty.
-      programs: what it runs.
-      layers: of each group, for pages on their way to host memory.
-      draft: weights and pools of a draft model.
+    `layers` are those of each group; `draft` has the weights, pools and layers of a draft model.
     """
 
     def __init__(
@@ -153,13 +141,7 @@ class Device:
     # Steps ----------------------------------------------------------------------------------------
 
     def enter(self, sequence: Sequence, held: int, tables: np.ndarray) -> None:
-        """A sequence comes into its slot.
-
-        Args:
-          sequence: with its tokens.
-          held: of these that are in its pages.
-          tables: int32 ``[G, P]``.
-        """
+        """A sequence comes into its slot; its pages ``[G, P]`` hold `held` tokens."""
         request = sequence.request
         tokens = np.zeros(self._state.history.shape[1], np.int32)
         known = [*request.tokens, *sequence.new_tokens]
@@ -169,12 +151,7 @@ class Device:
         self._state = state.enter(self._state, numbers, tokens, tables)
 
     def run(self, plan: Plan, changes: list[tuple[int, int, int, int]]) -> Step:
-        """Gives the device a step.
-
-        Args:
-          plan: what runs.
-          changes: of the tables before it, see `state.apply`.
-        """
+        """Gives the device a step, after the changes of the tables, see `state.apply`."""
         few = self._apply_all_but(changes)
         if plan.guesses:
             return self._guess(plan, few)
@@ -189,7 +166,7 @@ class Device:
     def _apply_all_but(
         self, changes: list[tuple[int, int, int, int]]
     ) -> list[tuple[int, int, int, int]]:
-        """Changes tables until so few changes are left that a step takes them."""
+        """Changes tables until the changes that are left fit into a step, and returns those."""
         while len(changes) > CHANGES:
             self._state = state.change(self._state, np.array(changes[:CHANGES], np.int32))
             changes = changes[CHANGES:]
@@ -198,7 +175,7 @@ class Device:
     def _fill(
         self, work: Work, program: PromptProgram, plan: Plan
     ) -> list[tuple[int, Sequence, int]]:
-        """Writes a plan into a step's work; which rows are whose."""
+        """Writes a plan into a step's work; returns `Step.rows`."""
         count, is_fixed = len(plan.decoding), not self.programs.decoding
         slots = np.array([sequence.slot for sequence in plan.decoding], np.int32)
         # Where bits must not depend on what else runs, a slot's row is always the same.
@@ -250,7 +227,7 @@ class Device:
         owners: np.ndarray,
         step: tuple[jax.Array, jax.Array],
     ) -> Step:
-        """Chooses again where more is wanted than the most likely tokens."""
+        """Chooses again for rows that want more than the most likely token."""
         logits, found = step
         others = [(row, sequence) for row, sequence, _ in rows if not sequence.is_plain]
         if not others:
@@ -278,7 +255,7 @@ class Device:
         return Step(rows, 0, found, chosen)
 
     def _guess(self, plan: Plan, changes: list[tuple[int, int, int, int]]) -> Step:
-        """A step of guesses, and of what is chosen after them."""
+        """Gives the device a step of guesses, see `speculation`."""
         how, count = self.programs.speculation, len(plan.decoding)
         slots = np.full(self.programs.rows(count), self._slots, np.int32)
         slots[:count] = [sequence.slot for sequence in plan.decoding]
@@ -329,15 +306,7 @@ class Device:
     def compile(
         self, progress: Callable[[int, int], None] | None = None, *, only_greedy: bool = False
     ) -> int:
-        """Compiles all programs.
-
-        Args:
-          progress: called with how many are done, and of how many.
-          only_greedy: whether no request will want more than the most likely tokens.
-
-        Returns:
-          How many there are.
-        """
+        """Compiles all programs and returns how many there are, see `Engine.compile`."""
         tasks = list(self._lowered("greedy" if only_greedy else "restrict"))
         workers = min(len(tasks), os.cpu_count() or 1)
         with concurrent.futures.ThreadPoolExecutor(workers) as pool:
@@ -375,7 +344,7 @@ class Device:
                     yield from self._lowered_guesses(rows, programs.speculation, kind)
 
     def _lowered_choices(self, programs: Iterable[PromptProgram]) -> Iterable[Any]:
-        """What follows a step where more is wanted than the most likely tokens."""
+        """The programs that follow a step where more is wanted than the most likely tokens."""
         slots, vocabulary = self._state, self._vocabulary
         for outputs in sorted({program.rows + program.pieces for program in programs}):
             logits = vocabulary.logits(outputs)
@@ -394,7 +363,7 @@ class Device:
                 )
 
     def _lowered_guesses(self, rows: int, how: Speculation, kind: Kind) -> Iterable[Any]:
-        """What a step of guesses runs; what does not depend on the kind comes with the first."""
+        """The programs of a step of guesses; those that all kinds share come with ``"greedy"``."""
         slots, table = np.zeros(rows, np.int32), np.zeros((CHANGES, 4), np.int32)
         static = self.programs.static
         sampling, count = greedy_rows(rows), how.tokens
@@ -436,7 +405,7 @@ class Device:
         )
 
     def _like(self, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
-        """Numbers that a program gives to another one, int32, where the slots are, if put there."""
+        """The shape of an int32 result that another program takes, placed where the slots are."""
         slots = self._state.lengths
         sharding = slots.sharding if slots.committed else None
         return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=sharding)
@@ -445,19 +414,14 @@ class Device:
 def check_programs(
     programs: Programs, pools: Iterable[Pool], max_pages: int, num_heads: int
 ) -> None:
-    """Raises unless attention to pages can run every program's calls; nothing is compiled.
-
-    Raises:
-      ValueError: if the implementation's name is unknown.
-      NotImplementedError: if it cannot run this here.
-    """
+    """Checks that attention to pages can run every program's calls, see `access.check_call`."""
     for pool in pools:
         for program in (*programs.prompts, *map(decode_program, programs.decoding)):
             check_implementation(programs.implementation, program, pool, max_pages, num_heads)
 
 
 def _set_extras(extras: choosing.Extras, row: int, sequence: Sequence) -> None:
-    """Fills in a row; where a constraint fails nothing is allowed, which ends its request alone."""
+    """Fills in a row; a constraint that fails allows nothing, which ends its own request alone."""
     if sequence.constraint is None:
         extras.set(row, sequence.request)
         return
@@ -470,7 +434,7 @@ def _set_extras(extras: choosing.Extras, row: int, sequence: Sequence) -> None:
 
 
 def _cut(parts: np.ndarray, part: int, piece: Piece, first: int, program: PromptProgram) -> int:
-    """Cuts a piece, whose tokens begin at `first`, into parts from `part` on; the number after."""
+    """Cuts a piece that begins at token `first` into `parts` from row `part` on; the next row."""
     for done in range(0, piece.count, program.part):
         size = min(program.part, piece.count - done)
         parts[part] = piece.sequence.slot, first + done, size, piece.begin + done + size

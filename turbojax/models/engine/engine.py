@@ -29,23 +29,24 @@ class Engine:
 
     A step runs one token of each sequence that is generating and, while there are prompts to run,
     pieces of them, up to `step_tokens`. Steps have a few sizes, each a program; `compile` makes all
-    of them before the first request. Prompts that begin in a step attend among themselves, to keys
-    and values as they are, where pages are compressed and the device has a kernel for it; all other
-    tokens attend to the pages, that is to keys and values as the cache stores them.
+    of them before the first request. Where pages are compressed and the device has a kernel for it,
+    prompts that begin in a step attend among themselves, to keys and values that are not
+    compressed. All other tokens attend to the pages, that is to keys and values as the cache stores
+    them.
 
-    With ``reproducible=True`` a request's text depends on its own tokens and options, and on the
-    engine's settings (such as `max_sequences`, `step_tokens` and `implementation`, which make other
-    programs), and on nothing else: not on what else runs, on the order of arrival, on the size of
-    the pool, on prefixes found there or on having left it for a while. All steps are one program
-    then, as large as it must be, and one prompt runs at a time. Without, all that holds within
-    rounding: programs of other sizes add up in another order, so that a text may take another turn
-    where two tokens are about equally likely.
+    With ``reproducible=True`` a request's text depends only on its own tokens and options, and on
+    the engine's settings (such as `max_sequences`, `step_tokens` and `implementation`, which make
+    other programs): not on what else runs, on the order of arrival, on the size of the pool, on
+    prefixes found there or on having left it for a while. All steps are one program then, as large
+    as it must be, and one prompt runs at a time. Otherwise all that holds within rounding: programs
+    of other sizes add up in another order, so that a text may take another turn where two tokens
+    are about equally likely.
 
     Layers whose sliding windows differ have pages of their own: those of a window are freed as it
     moves on, so that a request holds what its windows need.
 
     A request gets pages as it needs them. Where the pool is full, the youngest running request
-    leaves: its pages to host memory, from which they come back with the same bits, or they are
+    leaves: its pages go to host memory, from which they come back with the same bits, or they are
     dropped and computed again, if that has taken less time so far (with ``reproducible=True`` they
     never are). Full pages of prompts stay in the pool as long as the space is not needed, and are
     found by later requests that begin with the same tokens.
@@ -53,11 +54,12 @@ class Engine:
     A step is given to the device before the tokens of the one before are read, so events come with
     the next call of `step`.
 
-    An exception inside a step ends the engine, whatever it is, Ctrl-C included, and so does one
-    while a request is added or aborted: every later call, `idle` and `statistics` included, raises
+    Any exception inside a step, Ctrl-C included, ends the engine, and so does one while a request
+    is added or aborted: every later call, also of `idle` and `statistics`, raises
     ``RuntimeError("this engine has ended: ...")`` with the first cause. Arguments that are refused
     end nothing. Between steps the engine may be left at any time, by an exception of `progress`, by
-    closing what `stream` gave, by Ctrl-C there: what was not handed out comes with the next call.
+    closing what `stream` returned, or by Ctrl-C there: what was not handed out comes with the next
+    call.
 
     It runs on the device that holds the model's weights, where these were put on one
     (`jax.device_put`, `replicate`), and otherwise on jax's default device. A model that is split
@@ -75,24 +77,24 @@ class Engine:
         `max_sequences` requests need at most, but no more than `num_pages`.
       page_size: tokens of a page: 16, 32, 64 or 128.
       kv_dtype: how pages are stored: ``"auto"`` (the model's dtype), ``"fp8_e4m3"``, ``"int8"``,
-        ``"turbo4"``, ``"k8v4"`` .., see `PagedCache`; of a model with latent attention ``"auto"``,
+        ``"turbo4"``, ``"k8v4"`` .., see `PagedCache`; for a model with latent attention ``"auto"``,
         ``"fp8_e4m3"`` or ``"turbo4"``, see `LatentPages`. By default nothing is compressed, so that
         texts are exactly the model's; `init_paged_cache`, whose purpose is compression, has another
         default.
-      uncompressed_layers: how many of the first and of the last layers have pages in the model's
-        dtype all the same; they lose most in many models.
+      uncompressed_layers: how many of the first and of the last layers keep pages in the model's
+        dtype; in many models these layers lose most by compression.
       max_sequences: requests that run at a time; if not given 256 on a GPU, 16 on a CPU, and 8 with
         `reproducible`.
-      max_length: tokens of prompt and result of a request at most; by default the model's. By it
-        LongRoPE chooses its factors, for all requests alike, as they may share pages. One that is
-        longer than needed costs time in each step: tables are as wide as it asks for.
-      step_tokens: tokens of prompts that a step runs at most, besides those that are generated;
-        if not given 8,192 on a GPU, 512 on a CPU, and 64 with `reproducible`. More of them are
-        faster, and keep those that are generating waiting for longer.
+      max_length: tokens of prompt and result of a request at most; by default the model's. LongRoPE
+        chooses its factors by it, for all requests alike, as they may share pages. A length that is
+        larger than needed costs time in each step, because tables are as wide as it asks for.
+      step_tokens: tokens of prompts that a step runs at most, besides those that are generated; if
+        not given 8,192 on a GPU, 512 on a CPU, and 64 with `reproducible`. With more of them
+        prompts are faster, and sequences that are generating wait longer.
       reproducible: see above.
       speculation: `NGram` or `Draft`: how tokens are guessed ahead, to be checked several at a time
         in steps without prompts, where that has taken less time for a token so far. Not with
-        `reproducible`. A step in which somebody wants penalties, a bias, a constraint or
+        `reproducible`. A step in which a request wants penalties, a bias, a constraint or
         log-probabilities guesses nothing.
       prefix_caching: whether pages are kept for requests that begin with the same tokens.
       cache_results: whether pages of results are kept, too, for instance for the next turn of a
@@ -102,8 +104,8 @@ class Engine:
       value_scale: see `init_paged_cache`.
       seed: of the codes' rotation, see `init_paged_cache`. Sampling has seeds of its own.
       implementation: of attention to pages; None to choose.
-      tokenizer: what turns tokens into the text in which requests' `stop_strings` are looked for;
-        needed for those and nothing else.
+      tokenizer: turns tokens into the text in which requests' `stop_strings` are looked for; needed
+        for those only.
 
     Attributes:
       max_length: tokens of prompt and result of a request at most.
@@ -214,7 +216,7 @@ class Engine:
         """Queues several requests of one prompt, whose full pages they share.
 
         Args:
-          request: what to continue, and how; the seed of the sample i is its plus i, modulo 2**32.
+          request: what to continue, and how; sample i has its seed plus i, modulo 2**32.
           count: how many; `best_of` chooses among their results.
 
         Returns:
@@ -314,12 +316,12 @@ class Engine:
     ) -> None:
         """Compiles all programs now, side by side, so that no step has to.
 
-        But for those of a `logit_bias`, and of moving pages to the host and back: these are small,
-        and compiled when they are first needed.
+        Programs of a `logit_bias`, and those that move pages to the host and back, are not among
+        them: they are small, and compiled when they are first needed.
 
         Args:
           progress: called with how many programs are done, and of how many.
-          only_greedy: whether those are left out that requests need which want more than the most
+          only_greedy: whether to leave out the programs of requests that want more than the most
             likely tokens.
 
         Raises:
@@ -346,7 +348,6 @@ class Engine:
         )
 
     def _abort(self, request_id: int, reason: FinishReason) -> bool:
-        """Ends a request; False if there is none."""
         sequence = self._book.sequences.get(request_id)
         if sequence is not None:
             self._book.finish(sequence, reason)
@@ -366,7 +367,7 @@ class Engine:
             tokens, finished = self._counts.new_tokens, self._counts.finished
             self._guard.change("run", self._advance)
             if self._counts.finished > finished:
-                # So that what waits here does not grow with all that is run.
+                # So that the waiting events do not grow with the number of requests.
                 self._book.events = collections.deque(
                     event
                     for event in self._book.events
@@ -378,7 +379,7 @@ class Engine:
         return results, collections.deque()
 
     def _advance(self) -> None:
-        """One step; its events wait to be handed out."""
+        """Runs one step; its events wait to be handed out."""
         begun, compiled = time.perf_counter(), compilation.seen()
         tokens = self._counts.new_tokens
         waited = self._counts.wait_seconds
@@ -403,7 +404,7 @@ class Engine:
             self._counts.programs_compiled += programs
             self._counts.first_step_seconds += seconds
             self._counts.first_step_tokens += self._counts.new_tokens - tokens
-            # Compiling is not what a step costs the host.
+            # Compiling is not part of what a step costs the host.
             self._counts.wait_seconds = waited
         else:
             self._counts.seconds += seconds
@@ -418,7 +419,7 @@ class Engine:
                 )
 
     def _note_idling(self, plan: Plan) -> None:
-        """Counts steps that come when the device has done the one before, and waits."""
+        """Counts a step that comes after the device has done the one before and waits."""
         if plan.empty or self._in_flight is None:
             return
         found: Any = self._in_flight.found
@@ -428,11 +429,11 @@ class Engine:
         self._counts.idle_seconds += time.perf_counter() - self._busy_since
 
     def _recomputes(self, sequence: Sequence, pages: tuple[tuple[int, ...], ...]) -> bool:
-        """Whether a sequence's tokens are sooner computed again than moved away and back."""
+        """Whether running a sequence's tokens again takes less time than moving its pages twice."""
         return self._costs.recomputes(self._device.nbytes(pages), sequence.held)
 
     def _enter(self, plan: Plan) -> None:
-        """What comes into a slot, and what comes back to pages."""
+        """Writes pages that come back from host memory, and fills slots of entering sequences."""
         for sequence, pages in plan.returning:
             self._device.write(pages, self._book.swapped.pop(sequence.request_id))
         begins = {piece.sequence: piece.begin for piece in plan.pieces}
@@ -446,7 +447,7 @@ class Engine:
             self._book.started(sequence)
 
     def _dispatch(self, plan: Plan) -> Step | None:
-        """Gives the device a step."""
+        """Gives the device a step, None if the plan is empty."""
         if plan.empty:
             return None
         step = self._device.run(plan, self._changes(plan))
@@ -461,7 +462,7 @@ class Engine:
         return step
 
     def _changes(self, plan: Plan) -> list[tuple[int, int, int, int]]:
-        """What is new in the tables of sequences that grew: group, slot, column, page."""
+        """New entries of tables, of sequences that grew: group, slot, column, page."""
         found = []
         for sequence, before in plan.grown:
             for number, handle in enumerate(sequence.handles):
@@ -474,5 +475,5 @@ class Engine:
 
 
 def _is_over(sequence: Sequence) -> bool:
-    """Whether all tokens of a request are known, or surely on their way."""
+    """Whether all tokens of a request are known, or are certain to come from steps under way."""
     return sequence.sampled - sequence.unsure >= sequence.request.max_new_tokens

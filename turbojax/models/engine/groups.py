@@ -16,13 +16,7 @@ Windows = tuple[int | None, ...]
 
 
 def windows_of(config: TransformerConfig, max_length: int) -> Windows:
-    """The windows that a model's layers have, the widest first.
-
-    Args:
-      config: of the model.
-      max_length: tokens of the longest sequence: a window that is no shorter hides nothing, and
-        counts as None.
-    """
+    """The windows of a model's layers, widest first; one of `max_length` or more counts as None."""
     windows = {window_of(config, layer, max_length) for layer in range(config.num_layers)}
     return tuple(sorted(windows, key=lambda window: -(max_length if window is None else window)))
 
@@ -34,7 +28,7 @@ def window_of(config: TransformerConfig, layer: int, max_length: int) -> int | N
 
 
 def group_of(window: int | None, windows: Windows) -> int:
-    """Which group a layer belongs to: one whose window is not among `windows` sees all."""
+    """The number of a layer's group; a window that is not among `windows` counts as None."""
     return windows.index(window if window in windows else None)
 
 
@@ -47,10 +41,10 @@ def layers_of(config: TransformerConfig, windows: Windows) -> tuple[tuple[int, .
 
 
 def pages_at_most(tokens: int, piece: int, page_size: int, window: int | None) -> int:
-    """Pages of a sequence of so many tokens, of which `piece` come at a time, at most.
+    """Pages that a sequence has at most, if `piece` of its tokens come at a time.
 
-    With a window, that are the pages over which those that the first of a piece's tokens sees and
-    the piece itself may be spread.
+    With a window these are the pages over which a piece, and what its first token sees, may be
+    spread.
     """
     whole = -(-tokens // page_size)
     if window is None:
@@ -60,18 +54,7 @@ def pages_at_most(tokens: int, piece: int, page_size: int, window: int | None) -
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """What the pages of an engine follow from.
-
-    Attributes:
-      page_size: tokens of a page.
-      max_sequences: requests that run at a time.
-      max_length: tokens of the longest request.
-      step_tokens: of prompts that run in a step.
-
-    Raises:
-      TypeError: if one is not an integer.
-      ValueError: if one is not positive.
-    """
+    """What the numbers of an engine's pages follow from; raises as `check_sizes` does."""
 
     page_size: int
     max_sequences: int
@@ -82,13 +65,13 @@ class Sizes:
         _checks.check_sizes(**dataclasses.asdict(self))
 
     def pages_of_request(self, window: int | None, tokens: int | None = None) -> int:
-        """What a request needs while its prompt runs, at most; by default the longest one."""
+        """Pages that a request, by default the longest, needs at most while its prompt runs."""
         tokens = self.max_length if tokens is None else tokens
         piece = min(self.step_tokens, tokens)
         return pages_at_most(tokens, piece, self.page_size, window)
 
     def pages_of_all(self, window: int | None) -> int:
-        """What all requests that run need at most, where one of them is in a long prompt."""
+        """Pages that all running requests need at most, where one of them is in a long prompt."""
         each = pages_at_most(self.max_length, 1, self.page_size, window)
         return self.pages_of_request(window) + (self.max_sequences - 1) * each
 
@@ -96,18 +79,11 @@ class Sizes:
 def pages_of_groups(
     windows: Windows, num_pages: int, sizes: Sizes, window_pages: int | None = None
 ) -> tuple[int, ...]:
-    """Pages of each group's pools.
+    """Pages of each group's pools: `num_pages` for the first group, `window_pages` for the others.
 
-    Args:
-      windows: of the groups.
-      num_pages: of the first group's.
-      sizes: of the engine.
-      window_pages: of the other groups'; by default what `max_sequences` requests need at most, but
-        no more than `num_pages`.
-
-    Raises:
-      TypeError: if a number is not an integer.
-      ValueError: if one is not positive, or `window_pages` is given and there is one group.
+    By default the others have what `max_sequences` requests need at most, but no more than
+    `num_pages`. Raises TypeError or ValueError as `check_sizes` does, and ValueError for
+    `window_pages` with one group.
     """
     _checks.check_sizes(num_pages=num_pages)
     if window_pages is not None:
@@ -122,16 +98,9 @@ def pages_of_groups(
 
 
 def most_first_pages(nbytes: int, page_bytes: Sequence[int], windows: Windows, sizes: Sizes) -> int:
-    """The most pages of the first group's pools with which those of all take so many bytes.
+    """The largest `num_pages` of `pages_of_groups` with which all pools take at most `nbytes`.
 
-    Args:
-      nbytes: of all pages of all layers, at most.
-      page_bytes: of each group, those of a page of all its layers.
-      windows: of the groups.
-      sizes: of the engine.
-
-    Returns:
-      How many, `num_pages` of `pages_of_groups`; 0 if not one page of all layers fits.
+    `page_bytes` has each group's bytes of a page in all its layers. Returns 0 if not even one fits.
     """
 
     def total(count: int) -> int:
@@ -149,11 +118,8 @@ def most_first_pages(nbytes: int, page_bytes: Sequence[int], windows: Windows, s
 class Group:
     """Layers that share tables, and the pages of their pools.
 
-    Attributes:
-      window: tokens that a query sees, its own included; None for all.
-      layers: of the model.
-      allocator: of the pages.
-      prefixes: what finds pages of earlier prompts; None for no reuse.
+    `window` is how many tokens a query sees, its own included; None for all. `prefixes` finds pages
+    of earlier prompts; None for no reuse.
     """
 
     window: int | None
@@ -162,7 +128,7 @@ class Group:
     prefixes: paged.PrefixCache | None
 
     def pages_before(self, tokens: int) -> int:
-        """Pages that the token after so many does not see, nor any later one."""
+        """Pages that no later token sees once a sequence has so many tokens."""
         if self.window is None:
             return 0
         return max(tokens - self.window + 1, 0) // self.allocator.page_size
@@ -172,7 +138,7 @@ class Group:
         return pages_at_most(tokens, piece, self.allocator.page_size, self.window)
 
     def pages_of(self, request: Request, step_tokens: int) -> int:
-        """What a request needs at most; its last token is never fed, so that needs no place."""
+        """Pages that a request needs at most; its last token is never fed, so it needs no place."""
         return self.at_most(request.total - 1, min(step_tokens, len(request.tokens)))
 
     def pages_for(self, tokens: int) -> int:
@@ -210,10 +176,9 @@ def new_groups(
 def known_beginning(
     groups: Sequence[Group], tokens: Sequence[int]
 ) -> tuple[int, tuple[tuple[int, ...], ...]]:
-    """The longest beginning of tokens whose pages all groups remember.
+    """How many of the first tokens have pages that all groups remember, and each group's pages.
 
-    Returns:
-      How many tokens, and each group's pages: -1 for those that no later token sees.
+    Pages that no later token sees are -1.
     """
     caches = [group.prefixes for group in groups if group.prefixes is not None]
     if len(caches) < len(groups):

@@ -17,11 +17,7 @@ _CHANGE, _RUN = "change", "run"
 class Call:
     """A call that is under way, or was interrupted.
 
-    Attributes:
-      name: of the engine's method.
-      thread: which thread's, by its number.
-      thread_name: and by its name.
-      frame: the frame on that thread's stack for as long as the call is under way.
+    `frame` is the frame on that thread's stack for as long as the call is under way.
     """
 
     name: str
@@ -32,10 +28,11 @@ class Call:
     def is_running(self) -> bool:
         """Whether its thread is still in it; if not, it returned or an exception has left it.
 
-        The frame itself is asked, in one call of C, during which no other thread runs: Python
-        refuses to clear a frame that is on a thread's stack, also below others, and of one that is
-        not only the local variables go, which nobody needs. Following `f_back` from the top of the
-        other thread's stack would miss it now and then, as that thread goes on meanwhile.
+        The frame itself is asked, by one call of C during which no other thread runs: Python
+        refuses to clear a frame that is on a thread's stack, even below other frames. A frame that
+        is on none only loses its local variables, which nobody needs. Following `f_back` from the
+        top of the other thread's stack would sometimes miss the frame, because that thread goes on
+        meanwhile.
         """
         try:
             self.frame.clear()
@@ -47,14 +44,14 @@ class Call:
 class Guard:
     """Lets one call at a time change an engine, and none after an exception inside such a call.
 
-    An exception may come at any instruction (Ctrl-C does), also at one of this class. So a call is
-    put on record before it changes anything, and taken off by its last instruction. Whoever finds
-    one on record asks whether it is still running: if so the engine is in use; if not, and it is
-    still on record, it was interrupted and the engine has ended, even where no handler could note
-    why.
+    An exception may come at any instruction (Ctrl-C does), also in this class. So a call is put on
+    record before it changes anything, and its last instruction takes it off. Whoever finds a call
+    on record asks whether it is still running. If so, the engine is in use. If not, and it is still
+    on record, it was interrupted and the engine has ended, even where no handler could note why.
 
     Python looks for signals, and changes threads, where a function begins, after calls of functions
-    written in C, and where a loop goes back. Lines of several statements below have none of these.
+    written in C, and where a loop goes back. The lines of several statements below contain none of
+    these.
     """
 
     def __init__(self) -> None:
@@ -74,12 +71,9 @@ class Guard:
     def change(self, name: str, change: Callable[[], _T]) -> _T:
         """Calls what changes the engine; an exception inside ends it.
 
-        Args:
-          name: of the engine's method, for messages.
-          change: what to call. What it returns is the caller's if the engine has not ended.
-
-        Raises:
-          RuntimeError: if the engine has ended, or is in use; `change` is not called then.
+        `name` is that of the engine's method, for messages. The result is the caller's only if the
+        engine has not ended. Raises RuntimeError, without calling `change`, if the engine has ended
+        or is in use.
         """
         self.check()
         call = _call(name, sys._getframe())
@@ -96,14 +90,10 @@ class Guard:
         self._refuse(found)
 
     def keep_others_out(self, name: str, work: Callable[[], _T]) -> _T:
-        """Calls what changes the engine many times, between which other threads are refused.
+        """Calls what changes the engine several times, and refuses other threads in between.
 
-        Args:
-          name: of the engine's method, for messages.
-          work: what to call. An exception from it ends nothing.
-
-        Raises:
-          RuntimeError: if the engine has ended, or is in use; `work` is not called then.
+        An exception from `work` ends nothing. Raises RuntimeError, without calling `work`, if the
+        engine has ended or is in use.
         """
         self.check()
         call = _call(name, sys._getframe())
@@ -120,7 +110,7 @@ class Guard:
         del self._calls[_RUN]; return result  # fmt: skip  # noqa: E702
 
     def _refuse(self, call: Call) -> NoReturn:
-        """Says what became of a call that was found on record."""
+        """Raises an error that says what became of a call found on record."""
         running = call.is_running()
         if not self._ended:
             # It may have come to its end since it was found.

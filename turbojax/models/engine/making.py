@@ -55,15 +55,7 @@ class Settings:
 
 @dataclasses.dataclass(frozen=True)
 class Made:
-    """What an engine consists of.
-
-    Attributes:
-      settings: as given.
-      config: of the model.
-      groups: of layers.
-      limits: of a step.
-      device: with pools and programs.
-    """
+    """The parts of an engine."""
 
     settings: Settings
     config: TransformerConfig
@@ -73,14 +65,14 @@ class Made:
 
 
 class Sizes(NamedTuple):
-    """What an engine has if nothing else is asked for, see `Engine`."""
+    """The sizes of an engine where no others are asked for, see `Engine`."""
 
     max_sequences: int
     step_tokens: int
 
 
 def usual_sizes(*, reproducible: bool) -> Sizes:
-    """Sizes that suit the device: many rows fill a GPU, on a CPU each of them costs time."""
+    """Sizes that suit the device: many rows keep a GPU busy, on a CPU each row costs time."""
     if reproducible:
         return Sizes(8, 64)
     return Sizes(256, 8192) if jax.default_backend() == "gpu" else Sizes(16, 512)
@@ -95,11 +87,7 @@ def check_model(model: Model) -> None:
 
 
 def make(model: Model, settings: Settings, tokenizer: Tokenizer | None) -> Made:
-    """The parts of an engine.
-
-    Raises:
-      TypeError, ValueError, NotImplementedError: see `Engine`.
-    """
+    """The parts of an engine; raises what `Engine` raises."""
     config, s = model.config, settings
     sizes = groups.Sizes(s.page_size, s.max_sequences, s.max_length, s.step_tokens)
     _check(s, config, tokenizer)
@@ -136,7 +124,6 @@ def make(model: Model, settings: Settings, tokenizer: Tokenizer | None) -> Made:
 
 
 def _check(s: Settings, config: TransformerConfig, tokenizer: Tokenizer | None) -> None:
-    """Raises unless the settings fit the model and each other."""
     if s.max_length > config.max_length:
         raise ValueError(
             f"max_length={s.max_length} must be at most the model's {config.max_length}"
@@ -185,7 +172,7 @@ def _pools(
 
 
 def _made(decoder: Weights, place: Place, **given: Any) -> tuple[pools.Pools, pools.Pools]:
-    """Pools where a model is, see `pools.init_pools`, and what one device has of them."""
+    """Pools where the model is, see `pools.init_pools`, and what one device has of them."""
     axes = decoder.axes
     config = local_config(decoder.config, axes)
     make = functools.partial(pools.init_pools, config, decoder.dtype, **given)
@@ -212,7 +199,7 @@ def _programs(
 
 
 def _attends_densely(s: Settings, config: TransformerConfig) -> bool:
-    """Whether prompts attend among themselves: a GPU is faster at that than at pages of codes."""
+    """Whether prompts attend among themselves: faster on a GPU than attending to pages of codes."""
     is_compressed = s.kv_dtype != "auto" and config.latent is None
     return is_compressed and s.implementation != "xla" and needs_gpu(8.0) is None
 
@@ -225,9 +212,9 @@ def _draft(
     s: Settings,
     where: Place,
 ) -> tuple[tuple[Weights, pools.Pools, tuple[tuple[int, ...], ...]], pools.Pools]:
-    """A draft model's weights and pools, whose pages are those of the model's tables.
+    """A draft model's weights, pools and layers, and what one device has of the pools.
 
-    And what one device has of these pools.
+    Their pages have the same numbers as the model's, so both use the same tables.
     """
     other = how.model.config
     for name, found, wanted in (

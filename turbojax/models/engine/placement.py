@@ -1,9 +1,9 @@
 """Where an engine runs: on the devices that hold its model's weights.
 
-Arrays that were put on a device (`jax.device_put`) are committed to it, and jax runs what reads
-them there. Pools and slots are put beside them. Weights that nobody put anywhere stay with jax's
-default device, and so does all else. Those of a decoder that is split over a mesh are on all of its
-devices, and then so are heads of pools, while slots are the same on each.
+Arrays that were put on a device (`jax.device_put`) are committed to it, and jax runs there what
+reads them. Pools and slots are put beside them. Weights that nobody put anywhere stay on jax's
+default device, and so does everything else. Those of a decoder that is split over a mesh are on all
+of its devices; then the heads of pools are split too, while slots are the same on each device.
 """
 
 import contextlib
@@ -88,9 +88,7 @@ def _taken_apart(decoder: Decoder | QuantizedDecoder, part: Axes) -> Decoder | Q
 def parts_of(axes: Axes) -> list[Axes]:
     """The parts of a mesh that `axes.batch` makes, each with the other axes.
 
-    Raises:
-      ValueError: if there is no mesh.
-      TypeError: if it is an abstract one.
+    Raises ValueError if there is no mesh, and TypeError if it is an abstract one.
     """
     mesh = axes.require_mesh()
     if not isinstance(mesh, Mesh):
@@ -110,9 +108,8 @@ def parts_of(axes: Axes) -> list[Axes]:
 def place_of(decoder: Decoder | QuantizedDecoder) -> Place:
     """Where a model's weights are: the device to which they are committed, or the mesh.
 
-    Raises:
-      ValueError: if they are on several devices and not split by axes, or sequences are split too.
-      NotImplementedError: if they are split over devices of several processes.
+    Raises ValueError if they are on several devices and not split by axes, or sequences are split
+    too, and NotImplementedError if they are split over devices of several processes.
     """
     axes = decoder.axes
     if axes is not None:
@@ -132,12 +129,7 @@ def place_of(decoder: Decoder | QuantizedDecoder) -> Place:
 
 
 def check_beside(draft: Decoder | QuantizedDecoder, place: Place) -> None:
-    """Raises ValueError unless a draft model's weights are where the model's are.
-
-    Args:
-      draft: the draft model.
-      place: of the model, see `place_of`.
-    """
+    """Raises ValueError unless a draft model's weights are at the model's `place_of`."""
     named = [_named(x) for x in (place_of(draft), place)]
     if named[0] != named[1]:
         raise ValueError(f"the draft model is on {named[0]}, must be on {named[1]} like the model")
@@ -145,7 +137,7 @@ def check_beside(draft: Decoder | QuantizedDecoder, place: Place) -> None:
 
 @contextlib.contextmanager
 def made_on(place: Place) -> Iterator[None]:
-    """Inside, new arrays are made on a device, and nowhere else before; with a mesh as ever."""
+    """Inside, new arrays are made on the device at once; a mesh or None changes nothing."""
     if not isinstance(place, jax.Device):
         yield
         return
@@ -154,7 +146,7 @@ def made_on(place: Place) -> Iterator[None]:
 
 
 def put(tree: _T, place: Place) -> _T:
-    """A pytree of arrays, committed to the place, the same on all devices; as it is for None."""
+    """Commits a pytree of arrays to the place, the same on all devices; None changes nothing."""
     placed: _T = tree if place is None else jax.device_put(tree, place)
     return placed
 

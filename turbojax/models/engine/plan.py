@@ -8,13 +8,7 @@ from turbojax.models.engine.sequence import Pages, Sequence
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """Tokens of a prompt that run in a step.
-
-    Attributes:
-      sequence: whose.
-      begin: the first, in its prompt.
-      count: how many.
-    """
+    """Tokens of a prompt that run in a step, from place `begin` of the prompt on."""
 
     sequence: Sequence
     begin: int
@@ -26,15 +20,13 @@ class Plan:
     """What happens before and in a step.
 
     Attributes:
-      leaving: sequences that leave the pool for host memory, and of each group the pages to read
-        before anything is written.
-      entering: sequences that come into a slot.
-      returning: those of them that come back from host memory, and of each group the pages to
-        write.
-      decoding: sequences that go on; `held` counts what they get.
+      leaving: sequences that leave the pool for host memory, each with the pages of each group, to
+        be read before anything is written.
+      returning: those of `entering` that come back from host memory, each with the pages of each
+        group, to be written.
+      decoding: sequences that go on; their `held` counts the tokens that they get.
       counts: how many tokens each of these gets at most.
-      guesses: how many of them are guesses at most, in a step of nothing else.
-      pieces: of prompts.
+      guesses: how many of these tokens are guesses at most, in a step of nothing else; 0 otherwise.
       grown: sequences that got pages while running, and how many each had before.
     """
 
@@ -58,10 +50,9 @@ class Limits:
     """What a step may hold.
 
     Attributes:
-      slots: sequences that run at a time.
-      program: the largest, with prompts that attend to pages.
-      dense: the largest whose prompts attend among themselves; None if there is none.
-      guesses: that a sequence may be ahead of its last token.
+      program: the largest one with prompts that attend to pages.
+      dense: the largest one whose prompts attend among themselves, if any.
+      guesses: how many a sequence may be ahead of its last token.
       is_shared: whether several prompts may be under way at a time.
     """
 
@@ -73,12 +64,7 @@ class Limits:
 
 
 class Filling:
-    """What is in a step so far, and how much more of prompts there may be.
-
-    Args:
-      limits: of a step.
-      is_alone: whether no other prompt than the first one wants to run.
-    """
+    """What is in a step so far; `is_alone` says that no other prompt wants to share it."""
 
     def __init__(self, limits: Limits, is_alone: bool) -> None:
         self._limits = limits
@@ -92,12 +78,7 @@ class Filling:
         return self.most(1, 0) > 0
 
     def most(self, rest: int, held: int) -> int:
-        """Tokens of a prompt that may come next, 0 if none.
-
-        Args:
-          rest: of the prompt that are left.
-          held: that have run.
-        """
+        """Tokens of a prompt that may come next, 0 if none; `rest` are left, `held` have run."""
         program = self._program(held)
         if self._pieces == program.pieces:
             return 0

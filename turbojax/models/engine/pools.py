@@ -20,16 +20,10 @@ Pools = tuple[Pool, ...]
 
 
 def kv_dtypes(num_layers: int, kv_dtype: str, uncompressed_layers: int) -> tuple[str, ...]:
-    """How the pages of every layer are stored.
+    """How the pages of every layer are stored, see `Engine`.
 
-    Args:
-      num_layers: of the model.
-      kv_dtype: of the layers between, see `PagedCache`.
-      uncompressed_layers: how many layers at either end have pages in the model's dtype.
-
-    Raises:
-      TypeError: if a number is not an integer.
-      ValueError: if one does not fit the model, or nothing is compressed anyway.
+    Raises TypeError or ValueError if `uncompressed_layers` does not fit the model, or nothing is
+    compressed anyway.
     """
     _checks.check_integer("uncompressed_layers", uncompressed_layers)
     if uncompressed_layers < 0:
@@ -61,21 +55,9 @@ def init_pools(
     value_scale: float = 1.0,
     seed: int = 0,
 ) -> Pools:
-    """Empty pools, one a layer; of a model with latent attention they are of latents.
+    """Empty pools, one for each layer; pools of latents for a model with latent attention.
 
-    Args:
-      config: of the model.
-      dtype: of the model.
-      num_pages: of every layer's pool.
-      page_size: tokens of a page.
-      kv_dtype: see `kv_dtypes`.
-      uncompressed_layers: see `kv_dtypes`.
-      key_scale: of compressed pages, see `turbojax.init_paged_cache`.
-      value_scale: the same.
-      seed: the same.
-
-    Raises:
-      TypeError, ValueError: see `kv_dtypes` and `turbojax.init_paged_cache`.
+    `num_pages` is per layer. Raises what `kv_dtypes` and `turbojax.init_paged_cache` do.
     """
     given: dict[str, Any] = {"key_scale": key_scale, "value_scale": value_scale, "seed": seed}
     kinds = kv_dtypes(config.num_layers, kv_dtype, uncompressed_layers)
@@ -104,11 +86,10 @@ def _check_no_scales(**scales: float) -> None:
 def _latent_pool(
     latent: LatentConfig, dtype: np.dtype, page_size: int, count: int, kind: str, seed: int
 ) -> paged.LatentPages:
-    """A pool of latents: ``"auto"`` is their ``"bfloat16"``, which keeps the model's dtype.
+    """A pool of latents; its kind ``"auto"`` is what `LatentPages` calls ``"bfloat16"``.
 
-    Raises:
-      ValueError: for another name than `Engine` knows, that one among them: pages that are not
-        compressed have one name here, and `kv_dtypes` looks for it.
+    That one keeps the model's dtype. The name ``"bfloat16"`` raises ValueError as unknown names do:
+    pages that are not compressed have one name in an engine, for which `kv_dtypes` looks.
     """
     names = ["auto" if x == "bfloat16" else x for x in LATENT_DTYPES]
     if kind not in names:
@@ -133,11 +114,7 @@ def page_bytes(
     uncompressed_layers: int,
     layers: Sequence[int] | None = None,
 ) -> int:
-    """Bytes of one page of these layers, all if not given, without making one.
-
-    Raises:
-      TypeError, ValueError: see `init_pools`.
-    """
+    """Bytes of one page of these layers, by default of all, without making one."""
     one = jax.eval_shape(
         lambda: init_pools(
             config,
@@ -152,12 +129,12 @@ def page_bytes(
 
 
 def token_bytes(pools: Pools) -> int:
-    """Bytes of one token, keys and values of all layers."""
+    """Bytes of one token, in all layers."""
     return sum(pool.token_bytes for pool in pools)
 
 
 def compression_ratio(pools: Pools) -> float:
-    """Bytes of a token in bfloat16, of all layers, over `token_bytes`."""
+    """Bytes of a token in bfloat16, in all layers, over `token_bytes`."""
     # Whole numbers, as the ratio of one pool is one over another.
     plain = sum(round(pool.compression_ratio * pool.token_bytes) for pool in pools)
     return plain / token_bytes(pools)

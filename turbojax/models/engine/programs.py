@@ -20,14 +20,16 @@ _SMALLEST_PART = 16
 class PromptProgram(NamedTuple):
     """A program for pieces of prompts, and one token of each sequence that is decoding.
 
-    Static in jitted steps, and so a tuple: jax hides an interrupt inside an `__eq__` of Python.
+    A static argument of jitted steps, and therefore a tuple: jax hides an interrupt that comes
+    inside an `__eq__` written in Python.
 
     Attributes:
-      tokens: all, N: first those of decoding sequences, then the pieces.
-      rows: the first tokens that may be those of decoding sequences, D.
-      pieces: at most, M.
-      parts: into which pieces are cut where they attend to pages, Q; 0 if they do in no layer.
-      part: tokens of one, at most.
+      tokens: N, of all: first those of decoding sequences, then the pieces.
+      rows: D, how many of the first tokens may be those of decoding sequences.
+      pieces: M, at most.
+      parts: Q, into how many parts the pieces are cut where they attend to pages; 0 if no layer
+        attends to pages.
+      part: tokens of a part, at most.
       is_dense: whether prompts that begin attend among themselves, and not to pages.
     """
 
@@ -40,11 +42,11 @@ class PromptProgram(NamedTuple):
 
     @property
     def prompt_tokens(self) -> int:
-        """Of all pieces, at most, so that there is room for all sequences that decode."""
+        """Tokens of all pieces, at most, so that there is room for all sequences that decode."""
         return self.tokens - self.rows
 
     def fits(self, pieces: list[int]) -> bool:
-        """Whether pieces of these sizes are a step of it."""
+        """Whether it has room for pieces of these sizes."""
         return (
             sum(pieces) <= self.prompt_tokens
             and len(pieces) <= self.pieces
@@ -53,12 +55,12 @@ class PromptProgram(NamedTuple):
 
 
 def decode_program(rows: int) -> PromptProgram:
-    """Without prompts."""
+    """The program without prompts."""
     return PromptProgram(rows, rows, 0, 0, 0, is_dense=False)
 
 
 def decode_sizes(slots: int) -> tuple[int, ...]:
-    """Rows of the programs that decode alone, ascending, the last one for all slots."""
+    """Rows of the programs that only decode, ascending, the last one for all slots."""
     sizes, size = list[int](), 1
     while size < slots:
         sizes.append(size)
@@ -73,12 +75,8 @@ def prompt_programs(
 ) -> tuple[PromptProgram, ...]:
     """The programs with prompts, ascending in size, the dense ones of a size first.
 
-    Args:
-      slots: sequences that run at a time.
-      step_tokens: of prompts in the largest.
-      max_length: tokens of the longest sequence.
-      kinds: how pages are stored.
-      is_dense: whether there are dense ones, which only layers of compressed pages use.
+    The largest has `step_tokens` of prompts; `kinds` are the ways in which layers store pages. With
+    `is_dense` there are dense programs too, which only layers of compressed pages use.
     """
     smallest = min(_SMALLEST_PROMPT_STEP, step_tokens)
     sizes = sorted({max(step_tokens // n, smallest) for n in _PROMPT_STEPS})
@@ -97,5 +95,5 @@ def prompt_programs(
 
 
 def reproducible_program(slots: int, step_tokens: int) -> PromptProgram:
-    """The one program of an engine in which a row's numbers depend on nothing but the row."""
+    """The only program of an engine in which a row's numbers depend on nothing but the row."""
     return PromptProgram(step_tokens + slots, slots, 1, 1, step_tokens, is_dense=False)

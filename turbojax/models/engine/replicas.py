@@ -17,20 +17,15 @@ from turbojax.models.engine.requests import Event, Finished, NewToken, Request, 
 from turbojax.models.engine.sequence import Sequence
 from turbojax.models.engine.statistics import EngineStatistics, together
 
-# Python lets a thread run for 5 ms while others wait, which is much beside an engine's step.
+# By default Python lets a thread run for 5 ms while others wait: long beside an engine's step.
 _SWITCH_SECONDS = 0.0005
 
 
 class _Replica:
-    """An engine, and which of its requests are whose.
+    """An engine, and the requests that it has.
 
-    Attributes:
-      engine: the engine.
-      load: what is left for it to do.
-      numbers: of its requests that are not done, by its own numbers.
-      own: its own numbers, by those.
-      calls: what it is asked for while it is in a step.
-      step: the step that it is in, if it is.
+    `numbers` gives the number used here for the engine's number of an unfinished request, `own` the
+    reverse. `calls` wait until the `step` that is under way is over.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -46,13 +41,13 @@ class _Replica:
         self.step: concurrent.futures.Future[list[Event]] | None = None
 
     def call(self, call: Callable[[], object]) -> None:
-        """Calls what changes the engine: now, or when its step is over."""
+        """Calls something that changes the engine: now, or when its step is over."""
         self.calls.append(call)
         if self.step is None:
             self.catch_up()
 
     def catch_up(self) -> None:
-        """Calls what has waited for a step to be over."""
+        """Calls everything that has waited for a step to be over."""
         while self.calls:
             self.calls.popleft()()
 
@@ -60,15 +55,15 @@ class _Replica:
 class Replicas:
     """Several engines of one model that take requests together; it is used like an `Engine`.
 
-    Each of them runs its steps in a thread of its own, so that all devices work at a time, and none
-    waits for another: a step here is one of whichever has been quickest. A request goes to the
-    engine that has least to do before the request is done, which is less where the engine has seen
-    the beginning of its prompt before; all samples of a request go to one. It stays there.
+    Each of them runs its steps in a thread of its own, so that all devices work at a time and none
+    waits for another: a step here is one of whichever engine has been quickest. A request goes to
+    the engine that would be done with it after the least work, which is less where the engine has
+    seen the beginning of its prompt before; all samples of a request go to one. It stays there.
 
-    What is said of an `Engine` holds of this: events come in order for each request, an exception
+    What is said of an `Engine` holds here too: events come in order for each request, an exception
     inside a step (of any engine) ends it, Ctrl-C inside one does, and it is for one thread at a
     time. Between two calls, steps that were begun go on. So a request that is added or aborted
-    while its engine is in a step is so when that step is over, and may get a token meanwhile.
+    while its engine is in a step waits until that step is over, and may get a token meanwhile.
 
     Args:
       engines: of the same model and settings, each on devices of its own (see `replicate`), without
@@ -216,7 +211,6 @@ class Replicas:
         replica.call(abort)
 
     def _works(self) -> bool:
-        """Whether an engine has something to do."""
         return any(x.step or x.calls or not x.engine.idle for x in self._replicas)
 
     def _step(self) -> list[Event]:
@@ -226,7 +220,7 @@ class Replicas:
         return events
 
     def _advance(self) -> None:
-        """Begins steps, and waits for one; its events wait to be handed out."""
+        """Begins steps and waits for one of them; its events wait to be handed out."""
         self._gather()  # of those that ended since the last time
         for replica in self._replicas:
             if replica.step is None and not replica.engine.idle:
@@ -267,7 +261,7 @@ class Replicas:
             tokens, finished = self._new_tokens, self._finished
             self._guard.change("run", self._advance_more)
             if self._finished > finished:
-                # So that what waits here does not grow with all that is run.
+                # So that the waiting events do not grow with the number of requests.
                 self._events = collections.deque(
                     event
                     for event in self._events
@@ -279,7 +273,7 @@ class Replicas:
         return results, collections.deque()
 
     def _advance_more(self) -> None:
-        """`_advance`, whatever events wait to be handed out."""
+        """`_advance`, even if events wait to be handed out."""
         before, self._events = self._events, collections.deque()
         self._advance()
         self._events = before + self._events
@@ -300,14 +294,13 @@ class Replicas:
         return [engine.statistics() for engine in self.engines]
 
     def _settle(self) -> None:
-        """Waits until no engine is in a step."""
         concurrent.futures.wait([x.step for x in self._replicas if x.step is not None])
         self._gather()
 
 
 @contextlib.contextmanager
 def _threads_that_alternate() -> Iterator[None]:
-    """Inside, no thread waits long for another one's Python code, as a device would with it."""
+    """Makes Python switch threads often, so that no engine's thread waits long for another."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(min(before, _SWITCH_SECONDS))
     try:
@@ -317,7 +310,7 @@ def _threads_that_alternate() -> Iterator[None]:
 
 
 def _check(engines: tuple[Engine, ...]) -> None:
-    """Raises unless these engines can be used as one."""
+    """Raises TypeError or ValueError unless these engines can be used as one."""
     if not engines:
         raise ValueError("engines are none, must be at least one")
     for engine in engines:

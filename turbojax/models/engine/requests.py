@@ -35,9 +35,9 @@ class Request:
         ``"<|im_end|>"``, is a stop token, too. The `Engine` needs a `tokenizer` for them.
       penalties: of tokens that were there before, see `Penalties`.
       logit_bias: what is added to the logits of tokens, before all else, in float32; ``-inf``
-        forbids one.
-      constraint: which tokens are allowed, by those before, see `Constraint`; None for all. A
-        request with one waits for each of its tokens to be known before the next is computed.
+        forbids a token.
+      constraint: which tokens may follow those before, see `Constraint`; None for all. With a
+        constraint the next token is computed only when the one before is known.
       logprobs: None for none; otherwise results have each token's log-probability, and those of so
         many of the most likely ones, 0 to 20. They are the model's: of the logits before bias,
         penalties, constraint and temperature.
@@ -143,7 +143,7 @@ class Result:
     def mean_logprob(self) -> float:
         """The mean of the tokens' log-probabilities, by which the best of several is chosen.
 
-        -inf of a result without tokens: any other is better.
+        It is -inf for a result without tokens: any other is better.
 
         Raises:
           ValueError: if they were not asked for.
@@ -189,7 +189,7 @@ Event = NewToken | Finished
 
 
 def best_of(results: Iterable[Result], count: int = 1) -> list[Result]:
-    """Those of several results whose tokens are the most likely in the mean, the best first.
+    """The results whose tokens are the most likely in the mean, the best first.
 
     Args:
       results: of requests with `logprobs`.
@@ -207,12 +207,7 @@ def best_of(results: Iterable[Result], count: int = 1) -> list[Result]:
 
 
 def check_vocabulary(request: Request, size: int) -> None:
-    """Raises ValueError unless all tokens that a request names are a model's.
-
-    Args:
-      request: what is asked for.
-      size: V, of the model.
-    """
+    """Raises ValueError unless all tokens that a request names are in a vocabulary of this size."""
     for token in (*request.tokens, *request.stop_tokens, *request.logit_bias):
         if not 0 <= token < size:
             raise ValueError(f"{token=} of a request must be within 0..{size - 1}")
@@ -226,7 +221,7 @@ def check_vocabulary(request: Request, size: int) -> None:
 
 
 def _bias(values: Mapping[int, float]) -> dict[int, float]:
-    """The bias of tokens as Python numbers."""
+    """The bias of tokens as Python numbers; raises what `Request` does."""
     if not isinstance(values, Mapping):
         raise TypeError(f"logit_bias={values!r} must be a mapping of tokens to numbers")
     found = dict[int, float]()
@@ -244,7 +239,6 @@ def _bias(values: Mapping[int, float]) -> dict[int, float]:
 
 
 def _integers(name: str, values: Sequence[int]) -> tuple[int, ...]:
-    """The values as Python integers."""
     values = tuple(values)  # an iterator can be read only once
     for value in values:
         _checks.check_integer(f"a member of {name}", value)

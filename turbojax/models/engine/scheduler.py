@@ -1,11 +1,12 @@
 """Which sequences a step runs, and whose pages are where: host code, no arrays.
 
-First come, first served, by priority. Where the pool is full, what only the prefix cache holds goes
-first, then the youngest running sequence leaves, to host memory or to run its tokens again,
-whichever costs less. The youngest itself waits instead. So the oldest always goes on, and as every
-request fits into the pool alone, all of them end.
+Sequences are served by priority, and of equal priority in order of arrival. Where the pool is full,
+pages that only the prefix cache holds go first. Then the youngest running sequence leaves: to host
+memory, or to run its tokens again, whichever costs less. A sequence that is itself the youngest
+waits instead. So the oldest always goes on, and as every request fits into the pool alone, all of
+them end.
 
-Layers with and without a sliding window have tables and pages of their own (`groups`). Of those
+Layers with and without a sliding window have tables and pages of their own (`groups`). In layers
 with a window, a sequence's pages are freed when no later token sees them.
 """
 
@@ -22,18 +23,15 @@ class Scheduler:
     """Queues, slots and pages.
 
     Invariants:
-      - Of equal priority, running sequences are older than swapped and waiting ones, but for those
-        that wait for the first of their samples.
+      - Of equal priority, running sequences are older than swapped and waiting ones, except waiting
+        ones whose first sample still runs their prompt.
       - Only full pages are shared, so no page that is being written is shared.
-      - All groups hold the same tokens of a sequence, but for those before their windows.
+      - All groups hold the same tokens of a sequence, except those before their windows.
 
-    Args:
-      groups: of layers; all reuse prefixes, or none.
-      limits: of a step.
-      cache_results: whether results' pages are found as well, not only those of prompts.
-      guesses: whether the next step had better have guesses.
-      recomputes: whether one that must leave runs its tokens again instead of being stored; given
-        the sequence and its pages.
+    All groups reuse prefixes, or none. With `cache_results` results' pages are found as well, not
+    only those of prompts. `guesses` is asked before each step whether guessing pays, and
+    `recomputes` whether a sequence that must leave runs its tokens again instead of having its
+    pages stored.
     """
 
     def __init__(
@@ -56,10 +54,9 @@ class Scheduler:
         self.running: list[Sequence] = []  # by age
         self.swapped: list[Sequence] = []
         self.swaps = self.recomputations = 0
-        # Could not start, and still cannot: since then nobody left and no prefix became known.
+        # It could not start, and still cannot: since then nobody left and no prefix became known.
         self._refused: Sequence | None = None
-        # Pages of each group that running sequences will need soon; None where that may be another
-        # number than a moment ago.
+        # Pages of each group that running sequences will need soon; None: to be counted again.
         self._reserved: list[int] | None = None
 
     @property
@@ -72,7 +69,7 @@ class Scheduler:
         bisect.insort(self.waiting, sequence, key=_age)
 
     def plan(self) -> Plan:
-        """Decides on the next step; pages for its tokens are allocated."""
+        """Decides on the next step, and allocates pages for its tokens."""
         plan = Plan()
         before = self.preemptions
         self._make_way(plan)
@@ -84,12 +81,7 @@ class Scheduler:
         return plan
 
     def release(self, sequence: Sequence, status: Status) -> None:
-        """Takes a sequence out of its queue; its pages stay in the prefix cache, see `keep_prefix`.
-
-        Args:
-          sequence: in any status.
-          status: `LEFT` or `DONE`.
-        """
+        """Takes a sequence, in any status, out of its queue; the new status is `LEFT` or `DONE`."""
         if sequence.status is Status.RUNNING:
             self.keep_prefix(sequence)
             self._leave(sequence)
@@ -102,14 +94,14 @@ class Scheduler:
     def keep_prefix(self, sequence: Sequence) -> None:
         """Lets later requests find the full pages of a running sequence.
 
-        Those of its prompt, whose tokens ran as a later prompt's would; results' tokens ran one by
-        one, which another kernel may do, equal within rounding only.
+        Without `cache_results` these are the prompt's alone: results' tokens ran one by one, maybe
+        in another kernel, so they equal a later prompt's only within rounding.
         """
         for group, handle in zip(self._groups, sequence.handles, strict=True):
             self._keep(group, handle, sequence)
 
     def held_tokens(self) -> int:
-        """Tokens of running sequences in the first group's pages, those in a shared page once."""
+        """Tokens of running sequences in the first group's pages, those of a shared page once."""
         group = self._groups[0]
         size, full, others = self._page_size, set[int](), 0
         for sequence in self.running:
@@ -123,7 +115,7 @@ class Scheduler:
     # Decoding -------------------------------------------------------------------------------------
 
     def _decode(self, plan: Plan) -> None:
-        """All that decode go on, by one token and as many guesses as there may be."""
+        """Lets decoding sequences go on by one token and as many guesses as there may be."""
         if self._limits.guesses and self._may_guess():
             plan.guesses = self._limits.guesses
         more = 1 + plan.guesses
@@ -144,7 +136,7 @@ class Scheduler:
             if _end(sequence, count) > sequence.room and not self._grow(sequence, count, plan):
                 if len(self.running) > 1:
                     continue
-                # Alone, and its windows' pages are too few for guesses.
+                # It is alone, and its windows' pages are too few for guesses.
                 plan.guesses, count = 0, 1
                 if _end(sequence, 1) > sequence.room and not self._grow(sequence, 1, plan):
                     continue
@@ -155,7 +147,7 @@ class Scheduler:
             plan.counts.append(count)
 
     def _settle_guesses(self, plan: Plan) -> None:
-        """A step of guesses has no prompts, and nobody who wants more than tokens."""
+        """Takes the guesses back unless the step has no prompts and all its sequences may guess."""
         if not plan.pieces and all(sequence.can_guess for sequence in plan.decoding):
             return
         plan.guesses = 0
@@ -229,19 +221,18 @@ class Scheduler:
             sequence.sampled += 1
 
     def _next(self, *, is_alone: bool) -> Sequence | None:
-        """The sequence that comes into a slot next: the oldest swapped or waiting one."""
+        """The oldest swapped or waiting sequence that may come into a slot now."""
         swapped = min(self.swapped, key=_age, default=None)
         busy = is_alone and any(sequence.prefilling for sequence in self.running)
         for sequence in self.waiting:
             if swapped is not None and swapped.age < sequence.age:
                 return swapped
-            # Their prompt is another one's, which is under way; or a token of theirs is.
+            # Skipped while another sequence runs the same prompt, or a token is on its way.
             if not _is_under_way(sequence.first) and sequence.is_known:
                 return None if busy else sequence
         return swapped
 
     def _enter(self, sequence: Sequence, plan: Plan) -> bool:
-        """Lets a sequence come into a slot, if there is room."""
         if sequence.status is Status.SWAPPED:
             return self._resume(sequence, plan)
         return self._admit(sequence, plan)
@@ -250,7 +241,7 @@ class Scheduler:
         """Brings back a swapped sequence."""
         size, gone = self._page_size, sequence.gone
         room = max(sequence.stored, sequence.held + 1)
-        # Some of a window may be seen no more: guesses on their way then have come.
+        # Pages of a window may have gone out of sight: guesses that were on their way have come.
         wanted = [
             min(group.pages_for(room) - n, group.allocator.num_pages)
             for group, n in zip(self._groups, gone, strict=True)
@@ -302,7 +293,7 @@ class Scheduler:
             ]
             if count * size > held and not self._has_windows:
                 held, found = count * size, tuple(pages)
-        # Allocated before anything is evicted, so that what was found is not.
+        # Allocated before anything is evicted, so that the pages found here are not.
         sequence.held = sequence.room = held
         sequence.handles = tuple(
             group.allocator.allocate(prefix_pages=pages)
@@ -334,7 +325,7 @@ class Scheduler:
             self._refused = None
 
     def _release_unseen(self, sequence: Sequence) -> None:
-        """Lets go of pages that no later token sees; a prompt's are remembered before."""
+        """Frees pages that no later token sees; the prefix cache remembers a prompt's before."""
         held = sequence.held - sequence.unsure
         for group, handle in zip(self._groups, sequence.handles, strict=True):
             count = group.pages_before(held)
@@ -347,7 +338,6 @@ class Scheduler:
                 self._refused = None
 
     def _pages(self, sequence: Sequence) -> Pages:
-        """The pages that a running sequence holds."""
         return tuple(
             group.held(handle) for group, handle in zip(self._groups, sequence.handles, strict=True)
         )
@@ -393,9 +383,9 @@ class Scheduler:
         return int(most > has)
 
     def _has_room(self, wanted: list[int]) -> bool:
-        """Whether pages of each group are free, and those that running sequences will need soon.
+        """Whether the wanted pages are free beside those that running sequences will need soon.
 
-        With less, what comes in would soon be sent away again.
+        With less room, what comes in would soon be sent away again.
         """
         if self._reserved is None:
             self._reserved = [
@@ -412,7 +402,7 @@ class Scheduler:
         return not self._are_missing(wanted)
 
     def _are_missing(self, wanted: list[int]) -> bool:
-        """Whether some of the pages wanted of each group are not free, after evicting prefixes."""
+        """Whether some of the wanted pages of each group are not free, after evicting prefixes."""
         missing = False
         for group, count in zip(self._groups, wanted, strict=True):
             lacking = max(count - group.allocator.num_free, 0)
@@ -432,13 +422,13 @@ class Scheduler:
         return True
 
     def _make_room(self, sequence: Sequence, wanted: list[int], plan: Plan) -> bool:
-        """Sends younger sequences away for pages of a running one if it must."""
+        """Frees pages for a running sequence, maybe preempting younger ones; False if too few."""
         while self._are_missing(wanted):
             youngest = self.running[-1]
             if youngest is not sequence:
                 self._preempt(youngest, plan)
-            # A prefix that nobody holds stays while somebody holds a page after it, which happens
-            # where sequences came to the same tokens by themselves.
+            # An unused prefix stays while somebody holds a page after it, which happens where
+            # sequences came to the same tokens independently.
             elif len(self.running) > 1 or not self._forget_prefixes():
                 return False
         return True
@@ -446,14 +436,14 @@ class Scheduler:
     def _fits_as_prompt(self, sequence: Sequence) -> bool:
         """Whether the pool has room for a sequence whose new tokens are part of its prompt.
 
-        They run in larger pieces then, for which a window needs more pages.
+        As a prompt they run in larger pieces, for which a window needs more pages.
         """
         tokens = min(len(sequence.request.tokens) + sequence.sampled, sequence.request.total - 1)
         piece = min(self._limits.program.prompt_tokens, tokens)
         return all(x.at_most(tokens, piece) <= x.allocator.num_pages for x in self._groups)
 
     def _preempt(self, sequence: Sequence, plan: Plan) -> None:
-        """Sends a running sequence away, which this step does not run."""
+        """Sends away a running sequence that this step does not run."""
         self._release_unseen(sequence)
         pages = self._pages(sequence)
         sequence.stored = sequence.room
@@ -484,13 +474,13 @@ def _age(sequence: Sequence) -> tuple[int, int]:
 def _end(sequence: Sequence, count: int) -> int:
     """Tokens that a sequence's pages hold after so many more; the last one is never fed.
 
-    What is held counts guesses on their way, of which the last may be after the end.
+    What is held counts guesses on their way, and the last of these may come after the end.
     """
     return min(sequence.held + count, sequence.request.total - 1)
 
 
 def _is_under_way(first: Sequence | None) -> bool:
-    """Whether the sequence whose prompt another one shares has not run all of it yet."""
+    """Whether the sequence that runs the prompt for others has not run all of it yet."""
     if first is None:
         return False
     if first.status is Status.WAITING:

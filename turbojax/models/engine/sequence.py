@@ -29,28 +29,22 @@ class Sequence:
 
     Attributes:
       request_id: increases with the order of arrival.
-      request: what was asked for.
-      stop_tokens: tokens that end it.
-      text: what looks for texts that end it; None if none do.
-      constraint: which tokens it may go on with; None for all.
-      first: the sequence of the same prompt that this one shares pages with; None for none.
+      text: finds stop texts; None if there are none.
+      first: the sequence of the same prompt whose pages this one shares, if any.
       is_plain: whether it takes the most likely token, and nothing else is wanted.
-      can_guess: whether its tokens may be guessed: nothing but how they are drawn is asked for.
-      status: where it is.
+      can_guess: whether its tokens may be guessed: nothing is asked for but how they are drawn.
       slot: on the device, while running; -1 otherwise.
       handles: of each group's allocator, while running.
-      prompt: tokens to run before it decodes: those of the request, and of one that left without
-        its pages those it had got.
+      prompt: tokens to run before it decodes: those of the request and, after it left the pool
+        without its pages, also the new ones that it had.
       held: tokens in its pages, or on their way there, at most.
-      unsure: how many of these there may not be: guesses on their way that may be wrong.
+      unsure: how many of these may be missing: guesses on their way that may be wrong.
       room: tokens that its pages have room for.
-      sampled: new tokens chosen, or on their way here, at most; `unsure` of these, too.
-      new_tokens: those that are known.
-      logprobs: of these, where asked for.
+      sampled: new tokens chosen, or on their way here, at most; `unsure` of these may be missing.
+      new_tokens: those that are known; `logprobs` are theirs, where asked for.
       reused: tokens of the prompt found in the prefix cache.
-      preemptions: how often it left.
       stored: tokens that its pages in host memory have room for.
-      gone: of each group, pages before these that it has let go.
+      gone: of each group, how many of its first pages it has released.
     """
 
     request_id: int
@@ -81,7 +75,7 @@ class Sequence:
 
     @property
     def age(self) -> tuple[int, int]:
-        """Whoever has the smaller one goes first, and leaves last."""
+        """The sequence with the smaller age goes first, and leaves last."""
         return self.request.priority, self.request_id
 
     @property
@@ -91,17 +85,17 @@ class Sequence:
 
     @property
     def is_known(self) -> bool:
-        """Whether all its tokens are known here: none is on its way."""
+        """Whether the host knows all its tokens: none is on its way."""
         return self.sampled == len(self.new_tokens)
 
     def stopped_by(self, token: int) -> bool:
-        """Whether the next new token ends it; to be asked once for each."""
+        """Whether the next new token ends it; to be called once for each."""
         if self.text is not None:
             self.text.add(token)
         return token in self.stop_tokens or (self.text is not None and self.text.stopped)
 
     def warn_of(self, error: Exception) -> None:
-        """Says what its constraint raised, which ends it."""
+        """Warns of an exception of its constraint, which ends it."""
         # Where warnings are errors this one must not end the engine, and with it all others.
         with contextlib.suppress(RuntimeWarning):
             warnings.warn(
@@ -113,5 +107,5 @@ class Sequence:
 
     @property
     def known(self) -> list[int]:
-        """The tokens in its pages, except those that the host does not know yet."""
+        """The tokens in its pages, without those that the host does not know yet."""
         return [*self.request.tokens, *self.new_tokens][: self.held - self.unsure]

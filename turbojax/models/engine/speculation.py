@@ -39,7 +39,7 @@ MOST_GUESSES = 15
 class NGram:
     """Guesses are what followed the text's last tokens where they stood before (prompt lookup).
 
-    Of earlier places those with the longest match count, of these the latest.
+    Among earlier places the longest match counts, and among these the latest.
 
     Attributes:
       tokens: guesses at a time, 1 to 15.
@@ -65,10 +65,10 @@ class NGram:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Draft:
-    """Guesses are a smaller model's, which reads the same tokens and has pages of its own.
+    """Guesses come from a smaller model, which reads the same tokens and has pages of its own.
 
     Attributes:
-      model: with the vocabulary of the model that it guesses for.
+      model: has the vocabulary of the model that it guesses for.
       tokens: guesses at a time, 1 to 15.
 
     Raises:
@@ -101,17 +101,9 @@ def _check_tokens(tokens: int) -> None:
 def look_up(
     state: State, slots: jax.Array, *, count: int, longest: int, shortest: int
 ) -> tuple[jax.Array, jax.Array]:
-    """What followed each text's last tokens before.
+    """What followed each text's last tokens where they stood before, see `NGram`.
 
-    Args:
-      state: of the slots.
-      slots: int32 ``[R]``.
-      count: guesses wanted, k.
-      longest: see `NGram`.
-      shortest: see there.
-
-    Returns:
-      int32 ``[R, k]`` guesses, and ``[R]`` how many of them there are, the first ones.
+    Returns int32 ``[R, count]`` guesses, and int32 ``[R]``: how many of the first ones are real.
     """
     compilation.note()
     texts = state.history.at[slots].get(mode="fill", fill_value=0)
@@ -152,22 +144,10 @@ def draft(
     windows: Windows,
     implementation: str | None,
 ) -> tuple[tuple[Pool, ...], jax.Array, jax.Array]:
-    """What a smaller model goes on with.
+    """What a smaller model would go on with: returns its new pools, then guesses as `look_up` does.
 
-    Args:
-      decoder: its weights.
-      caches: its pools, donated; they hold the texts but for their last two tokens, at least.
-      state: of the slots.
-      slots: int32 ``[R]``.
-      changes: of the tables, see `state.apply`.
-      rows: how tokens are chosen; their `index` is not looked at.
-      count: guesses, k.
-      kind: of the rows.
-      windows: of the groups of layers.
-      implementation: of attention to pages.
-
-    Returns:
-      The new pools, int32 ``[R, k]`` guesses, and ``[R]`` how many of them there are.
+    `decoder` and `caches` (donated) are the draft model's; the pools hold the texts at least up to
+    their last two tokens. `changes` are as in `state.apply`; the `index` of `rows` is ignored.
     """
     compilation.note()
     run = functools.partial(
@@ -194,7 +174,7 @@ def _draft(
     windows: Windows,
     implementation: str | None,
 ) -> tuple[tuple[Pool, ...], jax.Array, jax.Array]:
-    """`draft` on a device, with its heads and its part of the vocabulary."""
+    """`draft` on one device, with its heads and its part of the vocabulary."""
     vocabulary = split.vocabulary_of(decoder)
     state = apply(state, changes)
     lengths, left = state.of(state.lengths, slots), state.of(state.left, slots)
@@ -225,18 +205,7 @@ def catch_up(
 ) -> tuple[Pool, ...]:
     """Has a draft model read the token before each text's last one, before a step without guesses.
 
-    It may be a guess of its own that was right, which it has not read yet; `draft` reads it itself.
-
-    Args:
-      decoder: its weights.
-      caches: its pools, donated.
-      state: of the slots.
-      slots: int32 ``[R]``.
-      windows: of the groups of layers.
-      implementation: of attention to pages.
-
-    Returns:
-      The new pools.
+    That may be its own guess that was right, which it has not read yet; `draft` reads it itself.
     """
     compilation.note()
 
@@ -276,21 +245,11 @@ def verify(
 ) -> tuple[tuple[Pool, ...], State, jax.Array, jax.Array, jax.Array]:
     """The model's pass over each text's last token and its guesses.
 
-    Args:
-      decoder: the weights.
-      caches: the layers' pools, donated.
-      state: of the slots, donated.
-      slots: int32 ``[R]``.
-      changes: of the tables.
-      guesses: int32 ``[R, k]``.
-      found: int32 ``[R]``, how many of them there are.
-      windows: of the groups of layers.
-      implementation: of attention to pages.
-
-    Returns:
-      The new pools and state; float32 ``[R, k + 1, V]``, logits of what comes after each; int32
-      ``[R]``, tokens that were fed, 0 where a request has all that it asked for; int32 ``[]``,
-      tokens that a layer's pool could not store so far.
+    `slots` and `found`, the number of guesses, are int32 ``[R]``, `guesses` int32 ``[R, k]``;
+    `caches` and `state` are donated. Returns the new pools and state; float32 ``[R, k + 1, V]``,
+    the logits of what comes after each token; int32 ``[R]``, how many tokens were fed, 0 where a
+    request has all that it asked for; int32 ``[]``, how many tokens the pools could not store so
+    far, counted in one layer of each group.
     """
     compilation.note()
     run = functools.partial(_verify, windows=windows, implementation=implementation)
@@ -315,7 +274,7 @@ def _verify(
     windows: Windows,
     implementation: str | None,
 ) -> tuple[tuple[Pool, ...], State, jax.Array, jax.Array, jax.Array]:
-    """`verify` on a device, with its heads and its part of the vocabulary."""
+    """`verify` on one device, with its heads and its part of the vocabulary."""
     state = apply(state, changes)
     lengths, left = state.of(state.lengths, slots), state.of(state.left, slots)
     counts = jnp.minimum(found + 1, left)
@@ -341,22 +300,12 @@ def accept(
     kind: Kind,
     vocabulary: split.Vocabulary | None = None,
 ) -> tuple[State, jax.Array]:
-    """Chooses the next tokens, as far as guesses are what is chosen, and one more.
+    """Accepts guesses as long as they are what is chosen, and chooses one token more.
 
-    Args:
-      state: of the slots, donated.
-      logits: float32 ``[R, k + 1, V]``.
-      slots: int32 ``[R]``.
-      guesses: int32 ``[R, k]``.
-      counts: int32 ``[R]``, see `verify`.
-      lost: int32 ``[]``, see there.
-      rows: how tokens are chosen; their `index` is not looked at.
-      kind: of the rows.
-      vocabulary: how the logits are split over devices; None for not at all.
-
-    Returns:
-      The new state, and int32 ``[R * (k + 3) + 1]``: of each row how many tokens were fed, how many
-      are new, and these; then `lost`.
+    `logits`, `counts` and `lost` are what `verify` returned, `guesses` int32 ``[R, k]``; the
+    `index` of `rows` is ignored, `vocabulary` is as in `choosing.choose`, and `state` is donated.
+    Returns the new state and int32 ``[R * (k + 3) + 1]``: for each row how many tokens were fed,
+    how many are new, and k + 1 tokens, of which the new ones come first; then `lost`.
     """
     compilation.note()
     given = split.Vocabulary(logits.shape[2]) if vocabulary is None else vocabulary
@@ -382,7 +331,7 @@ def _accept(
     kind: Kind,
     vocabulary: split.Vocabulary,
 ) -> tuple[State, jax.Array]:
-    """`accept` on a device, with its part of the vocabulary."""
+    """`accept` on one device, with its part of the vocabulary."""
     tokens = _sampled(logits, state, slots, rows, kind, vocabulary)
     places = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
     right = (tokens[:, :-1] == guesses) & (places[:, 1:] < counts[:, None])
@@ -411,7 +360,7 @@ def _sampled(
     vocabulary: split.Vocabulary,
     first: int = 0,
 ) -> jax.Array:
-    """The tokens after each text's last one, int32 ``[R, T]``, the first of number `first`."""
+    """The tokens int32 ``[R, T]`` after each text's last one, or `first` places further on."""
     count, size = logits.shape[:2]
     index = state.of(state.lengths, slots) + 1 - state.of(state.prompts, slots) + first
     index = index[:, None] + jnp.arange(size, dtype=jnp.int32)[None]
@@ -437,19 +386,9 @@ def _pass(
 ) -> tuple[jax.Array, tuple[Pool, ...]]:
     """Some tokens of each sequence through a model.
 
-    Args:
-      decoder: the weights.
-      caches: the pools.
-      state: of the slots.
-      slots: int32 ``[R]``.
-      tokens: int32 ``[R, T]``, the first `counts` of which are real.
-      ends: int32 ``[R]``, tokens of the sequences with these.
-      counts: int32 ``[R]``.
-      windows: of the groups of layers.
-      implementation: of attention to pages.
-
-    Returns:
-      float32 logits ``[R, T, V]``, of the device's part of the vocabulary, and the new pools.
+    `tokens` is int32 ``[R, T]``, of which the first `counts` int32 ``[R]`` are real; `ends` int32
+    ``[R]`` is each sequence's length including these. Returns float32 logits ``[R, T, V]`` of the
+    device's part of the vocabulary, and the new pools.
     """
     count, size = tokens.shape
     within = jnp.arange(size, dtype=jnp.int32)[None]

@@ -1,8 +1,8 @@
-"""An engine on several devices: each has some heads of every page, and some of the vocabulary.
+"""An engine on several devices: each has some heads of every page, and a part of the vocabulary.
 
 A step is one program under `shard_map`. Tables, lengths and tokens are the same on all devices, and
-so is what is chosen: the likeliest token from each device's likeliest by one small gather; logits
-are gathered only by programs that need all of them.
+so is what is chosen. The most likely token of all is found among each device's most likely one by
+one small gather; only programs that need all logits gather them.
 """
 
 from collections.abc import Callable
@@ -24,13 +24,9 @@ SAME = PartitionSpec()
 
 
 class Vocabulary(NamedTuple):
-    """Of whose tokens each device has the logits of some.
+    """How a vocabulary of `size` tokens is split: each device has the logits of some of them.
 
-    A tuple, as `programs.PromptProgram` is.
-
-    Attributes:
-      size: V, tokens of the model.
-      axes: over which they are split; None for not at all.
+    A tuple for the same reason as `programs.PromptProgram`.
     """
 
     size: int
@@ -45,12 +41,12 @@ class Vocabulary(NamedTuple):
         return count * share(self.size, count)
 
     def spec(self, ndim: int) -> PartitionSpec:
-        """How logits with so many axes are split, of which the last is the vocabulary."""
+        """How logits with so many axes are split; the last axis is the vocabulary."""
         over = hidden_axes(self.axes)
         return PartitionSpec(*[None] * (ndim - 1), over) if over else SAME
 
     def logits(self, *shape: int) -> jax.ShapeDtypeStruct:
-        """Logits ``[..., V]`` as a step gives them, to trace what follows."""
+        """Abstract logits ``[..., V]`` as a step returns them, to trace what follows."""
         whole = (*shape, self.padded)
         if self.axes is None:
             return jax.ShapeDtypeStruct(whole, jnp.float32)
@@ -70,21 +66,20 @@ class Vocabulary(NamedTuple):
 
 
 def vocabulary_of(decoder: Any) -> Vocabulary:
-    """Of a `Decoder` or a `QuantizedDecoder`."""
+    """The vocabulary of a `Decoder` or a `QuantizedDecoder`."""
     return Vocabulary(decoder.config.vocab_size, decoder.axes)
 
 
 def held(caches: tuple[Pool, ...], axes: Axes | None) -> Any:
-    """How pools are split: their KV heads; None without axes.
+    """How pools are split, by their KV heads; None without axes.
 
-    Where there are more devices than KV heads, several have the same pages: the queries are split
-    over all of them.
+    With more devices than KV heads several have the same pages, and queries are split over all.
     """
     return None if axes is None else cache_specs(caches, axes)
 
 
 def pages_of(caches: tuple[Pool, ...], axes: Axes | None) -> Any:
-    """How what `paged.read_pages` takes from each pool is split."""
+    """How the arrays that `paged.read_pages` takes from each pool are split."""
     if axes is None:
         return None
     return tuple(
@@ -100,13 +95,9 @@ def pages_of(caches: tuple[Pool, ...], axes: Axes | None) -> Any:
 def run_on(
     run: Callable[..., Any], axes: Axes | None, in_specs: Any, out_specs: Any
 ) -> Callable[..., Any]:
-    """A function on every device of the axes' mesh, for use within `jit`; itself without axes.
+    """`run` on every device of the axes' mesh, for use within `jit`; without axes `run` itself.
 
-    Args:
-      run: takes and returns a device's part of each array.
-      axes: with a mesh; None for one device.
-      in_specs: how what it takes is split.
-      out_specs: how what it returns is.
+    `run` takes and returns a device's part of each array, split as the specs say.
     """
     if axes is None:
         return run

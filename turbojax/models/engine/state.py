@@ -1,8 +1,8 @@
 """What an engine keeps on the device beside the pools: tables, lengths and tokens, by slot.
 
-The host changes them by increments: a row when a request comes into a slot, an entry when it gets a
-page. What follows from a step (lengths, chosen tokens) the device writes by itself, so that no step
-waits for the host to read another.
+The host changes them in small steps: a row when a request comes into a slot, an entry when it gets
+a page. What follows from a step (lengths, chosen tokens) is written on the device, so that no step
+waits until the host has read another.
 """
 
 import dataclasses
@@ -18,13 +18,13 @@ from turbojax.models.engine import compilation
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class State:
-    """Of S slots, G groups of layers, P pages of the longest request and its L tokens.
+    """The state of S slots, for G groups of layers and at most P pages and L tokens a request.
 
     Attributes:
       tables: int32 ``[G, S, P]``, pages; -1 where there is none.
       lengths: int32 ``[S]``, tokens in the pages.
       history: int32 ``[S, L + 1]``: the tokens in the pages, then the one that is fed next. What
-        stands after that means nothing, but for the rest of a prompt.
+        stands after that means nothing, except the rest of a prompt.
       prompts: int32 ``[S]``, tokens of the prompts.
       left: int32 ``[S]``, new tokens that a request may still get.
     """
@@ -37,24 +37,24 @@ class State:
 
     @property
     def slots(self) -> int:
-        """How many there are."""
+        """S, the number of slots."""
         return self.lengths.shape[0]
 
     def tables_of(self, slots: jax.Array) -> jax.Array:
-        """int32 ``[G, R, P]``, of these slots; empty where a number names none."""
+        """The tables int32 ``[G, R, P]`` of slots ``[R]``; -1 for a number that is no slot."""
         return jnp.take(self.tables, slots, axis=1, mode="fill", fill_value=-1)
 
     def of(self, values: jax.Array, slots: jax.Array) -> jax.Array:
-        """What an int32 array ``[S]`` has for these slots; 0 where a number names none."""
+        """The values of slots, of an array int32 ``[S]``; 0 for a number that is no slot."""
         return jnp.take(values, slots, mode="fill", fill_value=0)
 
     def token_at(self, slots: jax.Array, positions: jax.Array) -> jax.Array:
-        """int32, the tokens at these places; 0 where there is none."""
+        """The tokens at these places, int32; 0 where there is none."""
         return jnp.maximum(self.history.at[slots, positions].get(mode="fill", fill_value=0), 0)
 
 
 def new_state(num_groups: int, slots: int, max_pages: int, max_length: int) -> State:
-    """Of slots that are all empty."""
+    """The state of slots that are all empty."""
     return State(
         tables=jnp.full((num_groups, slots, max_pages), -1, jnp.int32),
         lengths=jnp.zeros(slots, jnp.int32),
@@ -66,13 +66,10 @@ def new_state(num_groups: int, slots: int, max_pages: int, max_length: int) -> S
 
 @functools.partial(jax.jit, donate_argnames="state")
 def enter(state: State, numbers: jax.Array, tokens: jax.Array, tables: jax.Array) -> State:
-    """A request comes into a slot.
+    """A request comes into a slot; `state` is donated.
 
-    Args:
-      state: donated.
-      numbers: int32 ``[4]``: the slot, tokens in its pages, of its prompt, and that it may get.
-      tokens: int32 ``[L + 1]``, those that are known.
-      tables: int32 ``[G, P]``, its pages.
+    `numbers` are the slot, the tokens in its pages, those of its prompt, and how many it may get.
+    `tokens` is int32 ``[L + 1]``, those that are known; `tables` int32 ``[G, P]``.
     """
     compilation.note()
     slot, length, prompt, left = numbers
@@ -86,12 +83,9 @@ def enter(state: State, numbers: jax.Array, tokens: jax.Array, tables: jax.Array
 
 
 def apply(state: State, changes: jax.Array) -> State:
-    """The state with some entries of the tables changed.
+    """Changes entries of the tables: ``[U, 4]``, group, slot, column and page.
 
-    Args:
-      state: before.
-      changes: int32 ``[U, 4]``: group, slot, column and page; a slot past the last one changes
-        nothing.
+    A slot past the last one changes nothing.
     """
     group, slot, column, page = changes.T
     return dataclasses.replace(
@@ -101,13 +95,13 @@ def apply(state: State, changes: jax.Array) -> State:
 
 @functools.partial(jax.jit, donate_argnames="state")
 def change(state: State, changes: jax.Array) -> State:
-    """`apply` by itself, for more changes than a step takes."""
+    """`apply` as a program of its own, for more changes than a step takes."""
     compilation.note()
     return apply(state, changes)
 
 
 def no_changes(count: int, slots: int) -> np.ndarray:
-    """Room for so many changes, int32 ``[count, 4]``, to be filled in."""
+    """An array for so many changes, int32 ``[count, 4]``, to be filled in."""
     changes = np.zeros((count, 4), np.int32)
     changes[:, 1] = slots
     return changes

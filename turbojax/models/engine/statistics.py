@@ -18,7 +18,7 @@ _DERIVED = (
     "prefix_hit_rate",
     "acceptance_rate",
 )
-# What is not added up where several engines are taken together.
+# What `together` does not add up.
 _OF_A_TOKEN = ("token_bytes", "compression_ratio")
 _LONGEST = ("seconds", "first_step_seconds")
 
@@ -58,7 +58,7 @@ class Counts:
 
 @dataclasses.dataclass(frozen=True)
 class GroupStatistics:
-    """What layers hold that see equally far back, and share tables of pages.
+    """What is held by layers that see equally far back, and share tables of pages.
 
     Attributes:
       window: tokens that a query sees, its own included; None for all.
@@ -87,8 +87,8 @@ class EngineStatistics:
     Attributes:
       steps: compiled steps run.
       first_step_seconds: spent in calls of `Engine.step` in which a program was compiled: the first
-        one, and the first that drew tokens, that drew from some of them, and that swapped, unless
-        an engine like this one has compiled it before.
+        call, and the first that drew tokens, that drew from some of them, and that swapped, unless
+        an engine like this one has compiled the program before.
       first_step_tokens: new tokens that these calls brought.
       seconds: spent in all others.
       new_tokens: tokens that requests got.
@@ -96,7 +96,7 @@ class EngineStatistics:
       reused_tokens: tokens of prompts found in the prefix cache.
       prefix_hits: requests that found some.
       swaps: how often a request had to leave the pool, and its pages went to host memory.
-      recomputations: how often one had to, and runs its tokens again.
+      recomputations: how often a request had to leave the pool, and runs its tokens again.
       finished: requests done, for whatever reason.
       host_seconds: of `seconds` what the host worked, and did not wait for the device; the device
         works meanwhile, on the step before.
@@ -106,9 +106,9 @@ class EngineStatistics:
       proposed_tokens: tokens that were guessed.
       accepted_tokens: guesses that were right.
       late_steps: of `steps` those that came when the device had done the one before.
-      idle_seconds: what the device waited for these at most: the time since the host knew it to be
-        busy.
-      programs_compiled: of the engine's programs, by `compile` or by a step that needed one.
+      idle_seconds: how long the device waited for these at most: the time since the host knew it to
+        be busy.
+      programs_compiled: programs of the engine that `compile`, or a step that needed one, compiled.
       waiting: requests not begun.
       running: requests in the pool.
       swapped: requests in host memory.
@@ -121,7 +121,7 @@ class EngineStatistics:
       pool_bytes: of all layers' caches.
       token_bytes: bytes of one token, all layers.
       compression_ratio: bytes of a token in bfloat16 over `token_bytes`.
-      groups: what layers hold that see equally far back, those first that see furthest.
+      groups: what is held by layers that see equally far back, those that see furthest first.
     """
 
     steps: int
@@ -211,15 +211,7 @@ def statistics_of(
     caches: pools.Pools,
     swapped: Sequence[list[swap.Content]],
 ) -> EngineStatistics:
-    """What an engine has done, and what it holds.
-
-    Args:
-      counts: of what was done.
-      scheduler: of the requests.
-      groups: of layers.
-      caches: the layers' pools.
-      swapped: pages in host memory.
-    """
+    """What an engine has done, and what it holds; `swapped` are pages in host memory."""
     held = tuple(
         GroupStatistics(
             window=group.window,
@@ -252,13 +244,10 @@ def statistics_of(
 
 
 def together(parts: Sequence[EngineStatistics]) -> EngineStatistics:
-    """What several engines of one model did and hold that work at the same time.
+    """The statistics of several engines of one model that work at the same time, as one.
 
-    Args:
-      parts: of each.
-
-    Returns:
-      Sums; of `seconds` and `first_step_seconds` the largest; of what is one token's, the same.
+    They are sums, except `seconds` and `first_step_seconds`, which are the largest, and what is
+    stated for one token, which is the same in all.
     """
     first = parts[0]
     merged: dict[str, Any] = {

@@ -1,9 +1,9 @@
 """An engine's step on the device: tokens of many sequences through the model, in one program.
 
 A step is a flat batch of N tokens: first one of each sequence that is decoding, then pieces of
-prompts, one behind the other. All are written to their sequences' pages before any attends, so that
-a piece may be cut up as it suits: each part attends to the pages as if it were the newest tokens of
-a sequence that ends with it.
+prompts, one after the other. All tokens are written to their sequences' pages before any of them
+attends, so a piece may be cut into parts of any size: each part attends to the pages as if it were
+the newest tokens of a sequence that ends with it.
 """
 
 import dataclasses
@@ -34,17 +34,17 @@ CHANGES = 64
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """What a step does, in numpy arrays, to be filled in; one array on its way to the device.
+    """What a step does: numpy arrays to be filled in, which go to the device as one array.
 
     Attributes:
-      slots: int32 ``[N]``, whose token each is; S where there is none.
-      positions: int32 ``[N]``, where in its sequence; -1 for the end, where it is the token that
-        the slot got last.
-      outputs: int32 ``[O]``, of which tokens logits are wanted, D + M: the first D tokens, and the
-        last ones of the pieces.
-      owners: int32 ``[O]``, the slots that go on with what is chosen there; S where nobody does.
+      slots: int32 ``[N]``, each token's slot; S where there is no token.
+      positions: int32 ``[N]``, each token's place in its sequence; -1 for the end, where the token
+        is the one that the slot got last.
+      outputs: int32 ``[O]``, O = D + M, the tokens whose logits are wanted: the first D tokens, and
+        the last ones of the pieces.
+      owners: int32 ``[O]``, the slots that go on with what is chosen there; S for none.
       parts: int32 ``[Q, 4]``: of each part of a piece its slot, its first token in the batch, its
-        tokens, and where in the sequence it ends; without tokens S, N, 0 and 0.
+        number of tokens, and where in the sequence it ends; S, N, 0 and 0 for no part.
       changes: int32 ``[U, 4]``, see `state.apply`.
     """
 
@@ -56,12 +56,12 @@ class Work:
     changes: np.ndarray
 
     def packed(self) -> np.ndarray:
-        """All of it as one array."""
+        """All arrays as one, see `unpack`."""
         return np.concatenate([getattr(self, f.name).ravel() for f in dataclasses.fields(self)])
 
 
 def idle_work(program: PromptProgram, slots: int) -> Work:
-    """A step's work without any."""
+    """A step's work without any tokens; `slots` is S."""
     size, outputs = program.tokens, program.rows + program.pieces
     parts = np.zeros((program.parts, 4), np.int32)
     parts[:, 0], parts[:, 1] = slots, size
@@ -95,12 +95,7 @@ def check_implementation(
     max_pages: int,
     num_heads: int,
 ) -> None:
-    """Raises unless attention to pages can run a program's calls; nothing is compiled.
-
-    Raises:
-      ValueError: if the name is unknown.
-      NotImplementedError: if the implementation cannot run this here.
-    """
+    """Checks that attention to pages can run a program's calls, see `access.check_call`."""
     for rows, tokens in ((program.rows, 1), (program.parts, program.part)):
         if rows:
             tables = jax.ShapeDtypeStruct((rows, max_pages), jnp.int32)
@@ -125,22 +120,14 @@ def run_step(
 ) -> tuple[tuple[Pool, ...], State, jax.Array | None, jax.Array | None]:
     """A step up to the greedy choice; `choosing.choose` goes on where more is asked for.
 
-    Args:
-      decoder: the weights.
-      caches: the layers' pools, donated.
-      state: of the slots.
-      packed: the `Work`.
-      program: its sizes.
-      windows: of the groups of layers.
-      implementation: of attention to pages.
-      prompts: how prompts attend among themselves, in a dense program.
-      is_draft: whether these are the weights and pools of a draft model, which only has to hold
-        the same tokens: the state stays as it is, and there are no logits.
+    `caches` are donated, `packed` is the `Work`, and `prompts` says how prompts attend among
+    themselves in a dense program. With `is_draft` the weights and pools are a draft model's, which
+    only has to hold the same tokens: the state stays as it is, and there are no logits.
 
-    Returns:
-      The new pools and state; float32 ``[O, V]``, logits (where nobody owns them they mean
-      nothing), split and padded as `split.Vocabulary` says; int32 ``[O + 1]``, the most likely
-      tokens, see `sample`, and how many tokens a layer's pool could not store so far.
+    Returns the new pools and state; logits float32 ``[O, V]``, split and padded as
+    `split.Vocabulary` says, which mean nothing for rows without an owner; and int32 ``[O + 1]``:
+    the most likely tokens, see `sample`, then how many tokens the pools could not store so far,
+    counted in one layer of each group.
     """
     compilation.note()
     run = functools.partial(
@@ -171,7 +158,7 @@ def _run(
     prompts: TurboConfig | None,
     is_draft: bool,
 ) -> tuple[tuple[Pool, ...], State, jax.Array | None, jax.Array | None]:
-    """`run_step` on a device, with its heads and its part of the vocabulary."""
+    """`run_step` on one device, with its heads and its part of the vocabulary."""
     work = unpack(packed, program)
     state = apply(state, work.changes)
     work = _without_those_that_are_done(work, state)
@@ -194,7 +181,7 @@ def _run(
 
 
 def _without_those_that_are_done(work: Any, state: State) -> Any:
-    """The work but for sequences that right guesses ended, of which the host does not know yet."""
+    """Removes sequences that right guesses have ended, which the host does not know yet."""
     is_done = (work.positions < 0) & (state.of(state.left, work.slots) <= 0)
     no_more = state.of(state.left, work.owners) <= 0
     return dataclasses.replace(
@@ -224,13 +211,7 @@ def append_at(
 ) -> Pool:
     """Writes tokens ``[1, N, K, H]``, each as a sequence of its own: one scatter for all of them.
 
-    Args:
-      pool: of a layer.
-      key: theirs.
-      value: theirs.
-      tables: int32 ``[N, 1]``, the page of each.
-      positions: int32 ``[N]``, in their sequences.
-      is_real: bool ``[N]``.
+    `tables` int32 ``[N, 1]`` has each token's page; `positions` and `is_real` are ``[N]``.
     """
     append, _ = access_to(pool)
     within = positions % pool.page_size
@@ -239,7 +220,7 @@ def append_at(
 
 
 def pages_at(state: State, slots: jax.Array, positions: jax.Array, page_size: int) -> jax.Array:
-    """int32 ``[G, N, 1]``, the page of each token; -1 where there is none."""
+    """The page of each token, int32 ``[G, N, 1]``; -1 where there is none."""
     column = positions // page_size
     found = state.tables.at[:, slots, column].get(mode="fill", fill_value=-1)
     return found[:, :, None]
@@ -257,7 +238,7 @@ def _attend(
     """Attention of a step's tokens ``[1, N, heads, H]``."""
     rows = program.rows
     is_real = work.slots < state.slots
-    # Of the first tokens those that are no prompt's.
+    # Those of the first tokens that belong to no prompt.
     decodes = is_real[:rows] & (work.positions[:rows] < 0)
     decoding = jnp.where(decodes, work.slots[:rows], state.slots)
     row_tables = state.tables_of(decoding)
@@ -297,21 +278,21 @@ def _attend(
 
 
 def is_compressed(pool: Pool) -> bool:
-    """Whether a pool holds something else than keys and values as they are."""
+    """Whether a pool holds keys and values in another form than the model's; False for latents."""
     return not holds_latents(pool) and pool.kv_dtype != "auto"
 
 
 @dataclasses.dataclass(frozen=True)
 class _Parts:
-    """Pieces of prompts, cut up, as rows of one call.
+    """Parts of the pieces of prompts, as rows of one call.
 
     Attributes:
       tables: int32 ``[G, Q, P]``.
-      lengths: int32 ``[Q]``, where each ends in its sequence.
+      lengths: int32 ``[Q]``, where each part ends in its sequence.
       counts: int32 ``[Q]``, its tokens.
-      taken: int32 ``[Q, T]``, which tokens of the batch it has.
-      of_token: int32 ``[N]``, in which part a token of the batch is.
-      within: int32 ``[N]``, and where in it.
+      taken: int32 ``[Q, T]``, its tokens' numbers in the batch.
+      of_token: int32 ``[N]``, the part of each token of the batch.
+      within: int32 ``[N]``, its place in that part.
     """
 
     tables: jax.Array
@@ -341,7 +322,7 @@ class _Parts:
     def attend(
         self, query: jax.Array, cache: Pool, group: int, attend_pages: Any, given: Any
     ) -> jax.Array:
-        """Attention of tokens ``[N, heads, H]``; of those in no part it means nothing."""
+        """Attention of tokens ``[N, heads, H]``; results of tokens in no part mean nothing."""
         out, _ = attend_pages(
             query[self.taken], cache, self.tables[group], self.lengths, self.counts, **given
         )

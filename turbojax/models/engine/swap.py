@@ -19,25 +19,12 @@ _GROUP = 16
 
 
 def read(caches: tuple[Pool, ...], pages: tuple[int, ...], axes: Axes | None = None) -> list[Any]:
-    """Starts to copy pages on the device, without waiting; the pages may be overwritten after that.
-
-    Args:
-      caches: one per layer.
-      pages: page numbers.
-      axes: over which the caches are split, if they are.
-
-    Returns:
-      What `fetch` takes.
-    """
+    """Starts to copy pages for `fetch`, without waiting; the pages may be overwritten at once."""
     return [_read(caches, group, axes) for group in _groups(pages)]
 
 
 def fetch(copies: list[Any]) -> Content:
-    """Waits for what `read` began, and brings it to host memory.
-
-    Args:
-      copies: as `read` gave them.
-    """
+    """Waits for what `read` began, and brings it to host memory."""
     return [jax.device_get(group) for group in copies]
 
 
@@ -47,14 +34,7 @@ def write(
     content: Content,
     axes: Axes | None = None,
 ) -> tuple[Pool, ...]:
-    """Writes what was read to other pages.
-
-    Args:
-      caches: one per layer, donated.
-      pages: as many page numbers as were read.
-      content: what to write.
-      axes: over which the caches are split, if they are.
-    """
+    """Writes what was read to other pages, as many as were read; the caches are donated."""
     for group, arrays in zip(_groups(pages), content, strict=True):
         caches = _write(caches, group, arrays, axes)
     return caches
@@ -84,7 +64,7 @@ def write_groups(
     content: list[Content],
     axes: Axes | None = None,
 ) -> tuple[Pool, ...]:
-    """`write` of each group's pages to the pools of its layers; gives those of all layers."""
+    """`write` of each group's pages to the pools of its layers; returns the pools of all layers."""
     every = list(caches)
     for of_group, numbers, copies in zip(layers, pages, content, strict=True):
         written = write(tuple(every[layer] for layer in of_group), numbers, copies, axes)

@@ -13,14 +13,10 @@ Reason = Literal["aborted", "stop"]
 
 
 class Mailbox(Signal):
-    """What an engine says of one request or several samples of it, until somebody reads it.
+    """What an engine says of one request, or of several samples of it, until somebody reads it.
 
-    It holds no more events than these have tokens and ends.
-
-    Attributes:
-      ids: the engine's numbers of them, once it has accepted them.
-      results: of those that ended, by number.
-      error: why there will be no more events.
+    It holds no more events than the samples have tokens and ends. `ids` are their numbers in the
+    engine, once it has accepted them; `error` is why there will be no more events.
     """
 
     def __init__(self) -> None:
@@ -31,13 +27,13 @@ class Mailbox(Signal):
         self._events: collections.deque[Event] = collections.deque()
 
     def accept(self, ids: Sequence[int]) -> list[Waiter]:
-        """The engine has them under these numbers; see `Signal.changed` for what is returned."""
+        """Notes the engine's numbers of the samples; returns what `Signal.changed` does."""
         with self.condition:
             self.ids = tuple(ids)
             return self.changed()
 
     def put(self, events: Iterable[Event]) -> list[Waiter]:
-        """Something happened to them."""
+        """Adds events; returns what `Signal.changed` does."""
         with self.condition:
             for event in events:
                 self._events.append(event)
@@ -46,13 +42,13 @@ class Mailbox(Signal):
             return self.changed()
 
     def fail(self, error: BaseException) -> list[Waiter]:
-        """Nothing will happen to them any more."""
+        """Notes that no more events will come; returns what `Signal.changed` does."""
         with self.condition:
             self.error = error
             return self.changed()
 
     def is_answered(self) -> bool:
-        """Whether the engine has accepted or refused them."""
+        """Whether the engine has accepted or refused the request."""
         return bool(self.ids) or self.error is not None
 
     def is_done(self) -> bool:
@@ -60,18 +56,11 @@ class Mailbox(Signal):
         return self.error is not None or (bool(self.ids) and len(self.results) == len(self.ids))
 
     def is_readable(self) -> bool:
-        """Whether there are events, or will be none."""
+        """Whether there are events, or there will be none."""
         return bool(self._events) or self.is_done()
 
     def take(self, most: int | None = None) -> list[Event]:
-        """Events that are there and were not taken before, in order; [] at the end.
-
-        Args:
-          most: how many; None for all.
-
-        Raises:
-          BaseException: `error`, once all events were taken.
-        """
+        """Up to `most` of the events not taken before; [] at the end, or raises `error`."""
         with self.condition:
             count = len(self._events) if most is None else min(most, len(self._events))
             events = [self._events.popleft() for _ in range(count)]
@@ -83,9 +72,9 @@ class Mailbox(Signal):
 class Ticket:
     """A request that was given to an `AsyncEngine`, or several samples of it.
 
-    Its events are for one reader, in any thread (``for event in ticket``) or event loop (``async
-    for event in ticket``). One that nobody reads runs to its end all the same: who loses interest
-    calls `cancel`, or leaves a ``with`` block of the ticket, which does.
+    Its events are for one reader, in any thread (``for event in ticket``) or event loop
+    (``async for event in ticket``). A request that nobody reads runs to its end all the same:
+    whoever loses interest calls `cancel`, or leaves a ``with`` block of the ticket, which does.
 
     Attributes:
       request: the request.
@@ -122,7 +111,7 @@ class Ticket:
             return self._box.is_done()
 
     def cancel(self, reason: Reason = "aborted") -> None:
-        """Ends what is not done, soon; its last events come, then.
+        """Ends what is not done, soon; the last events come when it has ended.
 
         Args:
           reason: see `Engine.abort`.
@@ -156,9 +145,9 @@ class Ticket:
         return self._ids()
 
     async def batches(self) -> AsyncGenerator[list[Event], None]:
-        """Events as they come, those together that are there together.
+        """Events as they come; those that are there at the same time come together.
 
-        Who reads slowly gets more at a time.
+        Whoever reads slowly gets more at a time.
 
         Yields:
           At least one event.
@@ -194,7 +183,7 @@ class Ticket:
         """Waits until all samples are done; nobody needs to read their events.
 
         Returns:
-          Of each sample its result.
+          The result of each sample.
 
         Raises:
           Exception: see `accepted`.

@@ -11,13 +11,7 @@ Ready = Callable[[], bool]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Waiter:
-    """Somebody in an event loop.
-
-    Attributes:
-      loop: which loop.
-      future: what it awaits.
-      ready: what it waits for.
-    """
+    """Somebody who awaits `future` in an event loop until `ready` is true."""
 
     loop: asyncio.AbstractEventLoop
     future: asyncio.Future[None]
@@ -25,18 +19,14 @@ class Waiter:
 
 
 class Signal:
-    """A state that one thread changes and any number of others wait for.
-
-    Attributes:
-      condition: its lock is held while the state is looked at or changed.
-    """
+    """A state that one thread changes and others wait for, with the lock of `condition` held."""
 
     def __init__(self) -> None:
         self.condition = threading.Condition(threading.Lock())
         self._waiters: list[Waiter] = []
 
     def changed(self) -> list[Waiter]:
-        """Wakes threads, and finds who else is to be woken by `wake`; with the lock held."""
+        """Wakes threads, and returns who else is to be woken by `wake`; with the lock held."""
         self.condition.notify_all()
         found = [waiter for waiter in self._waiters if waiter.ready()]
         # Whoever is about to be woken need not be again.
@@ -44,15 +34,7 @@ class Signal:
         return found
 
     def wait(self, ready: Ready, timeout: float | None = None) -> bool:
-        """Blocks this thread until something is ready.
-
-        Args:
-          ready: what.
-          timeout: seconds after which it gives up; None for never.
-
-        Returns:
-          Whether it is ready.
-        """
+        """Blocks this thread until something is ready or the time is over; returns `ready()`."""
         with self.condition:
             return self.condition.wait_for(ready, timeout)
 
@@ -74,7 +56,7 @@ class Signal:
 
 
 def wake(waiters: Iterable[Waiter]) -> None:
-    """Wakes who waits in event loops: with one call for each loop, which is a system call."""
+    """Wakes waiters in event loops with one call for each loop, as each call is a system call."""
     loops: dict[asyncio.AbstractEventLoop, list[asyncio.Future[None]]] = {}
     for waiter in waiters:
         loops.setdefault(waiter.loop, []).append(waiter.future)

@@ -90,10 +90,9 @@ _KindT = TypeVar("_KindT")
 
 
 def with_edges(between: _KindT, edge: _KindT, count: int, num_layers: int) -> tuple[_KindT, ...]:
-    """One for every layer: `edge` for the first and last `count`, `between` for the others.
+    """`edge` for the first and last `count` layers, `between` for the others.
 
-    Raises:
-      ValueError: if there are no others.
+    Raises ValueError if there are no others.
     """
     if 2 * count >= num_layers:
         raise ValueError(
@@ -114,11 +113,7 @@ def with_uncompressed(
     layers: int,
     edges: _Edges | None = None,
 ) -> ModelCacheKind:
-    """The caches of `UncompressedEdges`, or for no layers `cache` itself.
-
-    Raises:
-      TypeError, ValueError: see `UncompressedEdges`; if `layers` is negative.
-    """
+    """The caches of `UncompressedEdges`, or for 0 layers `cache` itself; raises what that does."""
     _checks.check_integer("uncompressed_layers", layers)
     if layers < 0:
         raise ValueError(f"uncompressed_layers={layers} must be at least 0")
@@ -128,9 +123,8 @@ def with_uncompressed(
 def kinds_of_layers(cache: ModelCacheKind, num_layers: int) -> tuple[CacheKind, ...]:
     """The kind of every layer's cache.
 
-    Raises:
-      ValueError: if no layer would be compressed, see `UncompressedEdges`; of a tuple if it has not
-        one for every layer, or one is no kind.
+    Raises ValueError if no layer would be compressed, see `UncompressedEdges`, or if a tuple has
+    not one kind for every layer or holds an unknown one.
     """
     if isinstance(cache, UncompressedEdges):
         return cache.of_layers(num_layers)
@@ -247,13 +241,10 @@ def _require_latents(kinds: Sequence[CacheKind], axes: Axes) -> None:
 
 
 def widths_of(config: TransformerConfig, kind: CacheKind) -> tuple[int, int, int | None]:
-    """What a layer's cache of this kind holds of a token: heads, channels, those that turn.
+    """What a layer's cache of this kind holds of a token: KV heads, their channels, and None.
 
-    Returns:
-      KV heads and their channels, and None; of a cache of latents 1, ``C + R`` and `R`.
-
-    Raises:
-      ValueError: if `kind` is none, or one of latents and the model has none.
+    A cache of latents holds 1, ``C + R`` and R, the channels that rotary embeddings turn. Raises
+    ValueError if `kind` is unknown, or one of latents and the model has none.
     """
     if not kind_for(kind).has_latents:
         return config.num_kv_heads, config.head_dim, None

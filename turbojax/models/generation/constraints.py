@@ -1,4 +1,4 @@
-"""Which tokens a text may go on with, by those before: what grammars and callbacks share."""
+"""Which tokens a text may go on with after those before: what grammars and callbacks share."""
 
 import dataclasses
 from collections.abc import Callable, Iterable
@@ -72,11 +72,7 @@ class AllowedTokens:
 
 
 class AllowedTokensState:
-    """The state of `AllowedTokens` for one text.
-
-    Args:
-      constraint: what is asked.
-    """
+    """The state of `AllowedTokens` for one text."""
 
     def __init__(self, constraint: AllowedTokens) -> None:
         self._constraint = constraint
@@ -85,10 +81,8 @@ class AllowedTokensState:
     def allowed(self) -> np.ndarray:
         """The tokens that may come next, see `ConstraintState.allowed`.
 
-        Raises:
-          TypeError: if the callback returns neither bools nor tokens.
-          ValueError: if it returns bools of another shape than ``[V]``, or a token outside the
-            vocabulary.
+        Raises TypeError or ValueError if the callback returns what is not `Allowed`, such as a
+        token outside the vocabulary.
         """
         return pack(_bools(self._constraint.callback(self._tokens), self._constraint.vocab_size))
 
@@ -98,7 +92,7 @@ class AllowedTokensState:
 
 
 def is_over(state: ConstraintState | None) -> bool:
-    """Whether a text can have no other token because it is complete, see `ConstraintState`."""
+    """Whether a text is complete and may have no other token, see `ConstraintState`."""
     if state is None or not getattr(state, "is_complete", False):
         return False
     return not state.allowed().any()
@@ -110,17 +104,9 @@ def words_of(vocab_size: int) -> int:
 
 
 def pack(allowed: np.ndarray) -> np.ndarray:
-    """Bools as the bits of words, see `ConstraintState.allowed`.
+    """Bools ``[V]`` as the bits of words uint32 ``[ceil(V / 32)]``; bits from V on are 0.
 
-    Args:
-      allowed: bool ``[V]``.
-
-    Returns:
-      uint32 ``[ceil(V / 32)]``; bits from V on are 0.
-
-    Raises:
-      TypeError: if it is not an array of bools.
-      ValueError: if it has not one axis.
+    Raises TypeError unless `allowed` is an array of bools, and ValueError unless it has one axis.
     """
     if (kind := getattr(allowed, "dtype", type(allowed).__name__)) != np.bool_:
         raise TypeError(f"allowed is of {kind}, must be an array of bool")
@@ -132,7 +118,6 @@ def pack(allowed: np.ndarray) -> np.ndarray:
 
 
 def _bools(given: Allowed, size: int) -> np.ndarray:
-    """What a callback returned as bool ``[V]``."""
     if given is None:
         return np.ones(size, np.bool_)
     if not hasattr(given, "dtype"):
@@ -151,7 +136,6 @@ def _bools(given: Allowed, size: int) -> np.ndarray:
 
 
 def _of_members(given: Iterable[int], size: int) -> np.ndarray:
-    """The same of anything that is read one by one."""
     if not isinstance(given, Iterable):
         raise TypeError(f"{given!r} from a callback must be bools, tokens or None")
     members = list(given)

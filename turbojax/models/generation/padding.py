@@ -1,4 +1,4 @@
-"""Prompts as they come, with padding anywhere: checked, in host memory, padded on the right."""
+"""Prompts with padding anywhere: checked, in host memory, and padded on the right."""
 
 from typing import Any
 
@@ -52,10 +52,10 @@ def align(tokens: Any, attention_mask: Any) -> tuple[jax.Array, jax.Array]:
 
 
 def host_int32(name: str, x: Any) -> np.ndarray:
-    """Integers as int32 in host memory, see `turbojax._checks.as_int32`; compiles nothing.
+    """Integers as int32 in host memory; compiles nothing.
 
-    Raises:
-      TypeError, ValueError: as there; or if it is a list of lists of different lengths.
+    Raises TypeError or ValueError as `turbojax._checks.as_int32` does, or ValueError for a list of
+    lists of different lengths.
     """
     try:
         host = np.asarray(x)
@@ -87,15 +87,7 @@ def check_prompts(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Prompts and their lengths in host memory, int32 ``[B, T]`` and ``[B]``.
 
-    Args:
-      config: of the model.
-      tokens: int ``[B, T]``, padded on the right.
-      lengths: int ``[B]``, or None for `T`.
-      max_length: tokens that a sequence may grow to.
-      prefill_batch_size: how many prompts run at a time, or None for all.
-
-    Raises:
-      TypeError, ValueError: see `turbojax.models.start`.
+    The arguments, and the errors raised, are those of `turbojax.models.start`.
     """
     host = host_int32("tokens", tokens)
     if host.ndim != 2 or 0 in host.shape:
@@ -118,7 +110,7 @@ def check_prompts(
 
 
 def pad_prompts(tokens: np.ndarray, width: int) -> np.ndarray:
-    """``[B, T]`` as ``[B, width]``: zeros added on the right, or padding cut off there."""
+    """``[B, T]`` as ``[B, width]``: with zeros added, or padding cut off, on the right."""
     padded = np.zeros((tokens.shape[0], width), tokens.dtype)
     kept = min(tokens.shape[1], width)
     padded[:, :kept] = tokens[:, :kept]
@@ -126,7 +118,7 @@ def pad_prompts(tokens: np.ndarray, width: int) -> np.ndarray:
 
 
 def check_pad_token(pad_token: int) -> None:
-    """Raises unless it is an integer of int32."""
+    """Raises unless it is an integer within int32."""
     _checks.check_integer("pad_token", pad_token)
     if not -(2**31) <= pad_token < 2**31:
         raise ValueError(f"{pad_token=} must be within int32")

@@ -15,9 +15,9 @@ from turbojax.sharding import Axes
 def parts(
     batch_size: int, count: int | None, axes: Axes | None
 ) -> Iterator[tuple[int, slice | np.ndarray]]:
-    """What runs at a time: the first sequence, counted on each device, and all of them.
+    """The sequences that run together: the first one's number on its device, and all of them.
 
-    Devices have consecutive sequences each, and the same number of them in every part.
+    Each device has consecutive sequences, and equally many in every part.
     """
     if count is None or count >= batch_size:
         yield 0, slice(None)
@@ -49,7 +49,7 @@ def joined(logits: list[jax.Array], axes: Axes | None) -> jax.Array:
 def choose(
     logits: jax.Array, rows: SamplingRows, *, kind: Kind, axes: Axes | None
 ) -> tuple[jax.Array, jax.Array]:
-    """The next tokens, int32 ``[B]``, and the same to feed: token 0 where there is none.
+    """The next tokens, int32 ``[B]``, and the same to feed, with token 0 where there is none.
 
     With axes every device has all tokens, so that any process can read them.
     """

@@ -1,8 +1,8 @@
 """Choosing the next token of every row from its logits.
 
 What is needed depends on the rows: the largest logit, a draw, or a draw from some of the tokens,
-for which they are sorted. The host knows which (`kind_of`), so each case is a program of its own
-instead of a branch on the device, which would make device and host wait for each other.
+for which the logits are sorted. The host knows which (`kind_of`), so each case is a program of its
+own instead of a branch on the device, which would make device and host wait for each other.
 """
 
 import dataclasses
@@ -93,15 +93,11 @@ GREEDY = Sampling()
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class SamplingRows:
-    """How each of R rows is sampled; see `Sampling`.
+    """How each of R rows is sampled, see `Sampling`: arrays ``[R]``.
 
-    Attributes:
-      temperature: float32 ``[R]``, 0 for greedy.
-      top_k: int32 ``[R]``, 0 for all tokens.
-      top_p: float32 ``[R]``, 1 for all tokens.
-      min_p: float32 ``[R]``, 0 for all tokens.
-      seed: uint32 ``[R]``.
-      index: int32 ``[R]``, new tokens that the row's sequence has so far.
+    `temperature` (0 for greedy), `top_p` (1 for all tokens) and `min_p` (0 for all) are float32,
+    `top_k` (0 for all) and `index`, the new tokens that the sequence has so far, int32, `seed`
+    uint32.
     """
 
     temperature: Array
@@ -112,13 +108,7 @@ class SamplingRows:
     index: Array
 
     def set(self, row: int, sampling: Sampling, index: int) -> None:
-        """Fills in one row; the arrays must be numpy's.
-
-        Args:
-          row: which.
-          sampling: how it is sampled.
-          index: new tokens that its sequence has so far.
-        """
+        """Fills in one row; the arrays must be numpy's."""
         self.temperature[row] = sampling.temperature
         self.top_k[row] = min(sampling.top_k or 0, np.iinfo(np.int32).max)
         self.top_p[row] = 1.0 if sampling.top_p is None else sampling.top_p
@@ -140,12 +130,7 @@ def greedy_rows(count: int) -> SamplingRows:
 
 
 def sampling_rows(options: Sequence[Sampling], index: int = 0) -> SamplingRows:
-    """One row for each of these options, in numpy arrays.
-
-    Args:
-      options: of the rows.
-      index: new tokens that every row's sequence has so far.
-    """
+    """One row for each of these options, in numpy arrays, all with the same `index`."""
     rows = greedy_rows(len(options))
     for row, sampling in enumerate(options):
         rows.set(row, sampling, index)
@@ -153,11 +138,7 @@ def sampling_rows(options: Sequence[Sampling], index: int = 0) -> SamplingRows:
 
 
 def kind_of(options: Iterable[Sampling]) -> Kind:
-    """What rows with these options need.
-
-    Args:
-      options: of the rows whose tokens are wanted.
-    """
+    """What rows with these options need."""
     drawn = [option for option in options if option.temperature]
     if any(getattr(option, name) is not None for option in drawn for name in _RESTRICTIONS):
         return "restrict"
@@ -165,19 +146,12 @@ def kind_of(options: Iterable[Sampling]) -> Kind:
 
 
 def sample(logits: jax.Array, rows: SamplingRows, kind: Kind) -> jax.Array:
-    """The next token of every row: the largest logit, or of logits with Gumbel noise.
+    """The next token of every row, int32 ``[R]``: the largest logit, with Gumbel noise in draws.
 
-    A row's token depends on nothing but that row: not on `kind` either, where that is enough. A
-    token with logit +inf is chosen, in draws as well.
-
-    Args:
-      logits: float32 ``[R, V]``.
-      rows: how to choose.
-      kind: what is looked at: ``"greedy"``: nothing but the logits; ``"draw"``: temperature and
-        seed, too; ``"restrict"``: everything.
-
-    Returns:
-      int32 ``[R]``; `NOTHING` where a logit is NaN, or all are -inf.
+    `logits` is float32 ``[R, V]``. `kind` says what is used besides them: ``"greedy"`` nothing,
+    ``"draw"`` temperature and seed, ``"restrict"`` everything. A row's token depends only on that
+    row, not on which `kind` that covers the row is used. A token with logit +inf is chosen, in
+    draws as well; `NOTHING` where a logit is NaN, or all are -inf.
     """
     chosen = jnp.argmax(logits, axis=-1).astype(jnp.int32)
     if kind != "greedy":
@@ -208,14 +182,8 @@ def _draw(logits: jax.Array, rows: SamplingRows, kind: Kind) -> jax.Array:
 def restrict(scaled: jax.Array, top_k: jax.Array, top_p: jax.Array, min_p: jax.Array) -> jax.Array:
     """Logits with -inf for all tokens that `top_k`, then `top_p`, then `min_p` leave out.
 
-    Args:
-      scaled: float32 ``[R, V]``, after temperature.
-      top_k: int32 ``[R]``, 0 for all.
-      top_p: float32 ``[R]``, 1 for all.
-      min_p: float32 ``[R]``, 0 for all.
-
-    Returns:
-      float32 ``[R, V]``; rows without a restriction as they were.
+    `scaled` is float32 ``[R, V]``, after temperature; the others are those of `SamplingRows`. Rows
+    without a restriction stay as they were.
     """
     size = scaled.shape[-1]
     ordered = jnp.sort(scaled, axis=-1, descending=True)
@@ -231,6 +199,6 @@ def restrict(scaled: jax.Array, top_k: jax.Array, top_p: jax.Array, min_p: jax.A
     threshold = jnp.min(jnp.where(kept, ordered, jnp.inf), axis=-1, keepdims=True)
     # Left out by top_k is -inf here, which must not become the threshold of the others.
     threshold = jnp.maximum(threshold, smallest)
-    # p >= min_p * max p, in logarithms: what the others left out does not enter the ratio.
+    # p >= min_p * max p, in logarithms: tokens left out by top_k and top_p do not enter the ratio.
     threshold = jnp.maximum(threshold, ordered[:, :1] + jnp.log(min_p)[:, None])
     return jnp.where(scaled >= threshold, scaled, -jnp.inf)

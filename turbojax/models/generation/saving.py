@@ -225,7 +225,7 @@ def _prefix(layer: int) -> str:
 def _pack(
     cache: StorableCache, axes: Axes | None = None
 ) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """What to store of a cache; of a model's caches with the axes over which they are split."""
+    """What to store of a cache; `axes` are those over which a model's caches are split."""
     if not isinstance(cache, ModelCaches):
         return _describe(cache), layers.pack(cache)
     arrays = {}
@@ -236,13 +236,12 @@ def _pack(
 
 
 def _length_to_split(path: Path, description: Any, max_length: int | None, axes: Axes) -> int:
-    """The length of caches that can be split, at least `max_length` or what is described."""
+    """The length of caches that can be split: at least `max_length`, or what is described."""
     found = [layers.described(path, layer) for layer in _layers(path, description)]
     return length_to_split(found, max_length or found[0].max_length, axes)
 
 
 def _of_sequences(x: np.ndarray, axes: Axes | None) -> jax.Array:
-    """An array ``[B, ...]`` where a session has it."""
     return jnp.asarray(x) if axes is None else jax.device_put(x, axes.sharding("B"))
 
 
@@ -260,11 +259,7 @@ def _unpack(file: files.StoredFile, description: Any, max_length: int | None) ->
 
 
 def _layers(path: Path, description: Any) -> list[Mapping[str, Any]]:
-    """The descriptions of the layers of a model's caches.
-
-    Raises:
-      ValueError: if they are none.
-    """
+    """The descriptions of the layers of a model's caches; raises ValueError if there are none."""
     found = description["layers"] if isinstance(description, Mapping) else None
     if not isinstance(found, list) or not found or not all(isinstance(x, dict) for x in found):
         raise ValueError(f"{path} is damaged: its caches must be a list of layers")
@@ -283,11 +278,7 @@ def _check_length(path: Path, description: Any, most: int) -> None:
 
 
 def _fit(path: Path, description: Mapping[str, Any], like: Any) -> int | None:
-    """The length of `like`.
-
-    Raises:
-      ValueError: if the description is that of another cache.
-    """
+    """The length of `like`; raises ValueError if the description is that of another cache."""
     wanted = _describe(like)
     held = _layers(path, description) if "layers" in description else [description]
     needed = wanted.get("layers", [wanted])
@@ -312,7 +303,7 @@ def _fit(path: Path, description: Mapping[str, Any], like: Any) -> int | None:
 
 
 def _fingerprint(decoder: Decoder | QuantizedDecoder) -> dict[str, Any]:
-    """What tells models apart: shape, dtype, and a hash of what `_sample` takes of every weight."""
+    """What tells models apart: shape, dtype, and a hash of every weight's `_sample`."""
     digest = hashlib.sha256()
     for x in jax.device_get(jax.tree.leaves([_sample(x) for x in jax.tree.leaves(decoder)])):
         digest.update(x.tobytes())

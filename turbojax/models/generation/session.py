@@ -110,7 +110,7 @@ def start(
 
     A model with LongRoPE takes its long factors if `max_length` is more than the length it was
     trained with before, and its short ones otherwise, for all sequences and to their end: cached
-    keys cannot be turned anew. A `UserWarning` says where a prompt would have others by itself.
+    keys cannot be turned anew. A `UserWarning` says where a prompt alone would have other factors.
 
     Args:
       model: the model, quantized or not. A `Transformer` is unstacked first, which holds its layers
@@ -160,31 +160,15 @@ def start_in_bucket(
 ) -> Session:
     """`start` for so many new tokens, with sizes that other calls share, see `generate`.
 
-    What the sizes of its arguments decide in `start` they decide here: errors, warnings, LongRoPE's
-    factors. The session's caches may hold more tokens than that.
-
-    Args:
-      model: see `start`.
-      tokens: see `start`.
-      max_new_tokens: to be added to each prompt, at least 1.
-      cache: see `start`.
-      lengths: see `start`.
-      prefill_batch_size: see `start`.
-      implementation: see `start`.
-      pooled_prefill: see `start`. With it prompts keep their size: its levels depend on that.
-
-    Returns:
-      The session after the prompts.
-
-    Raises:
-      TypeError, ValueError, NotImplementedError: see `start`, whose `max_length` is the prompts'
-        size and `max_new_tokens` together.
+    Errors, warnings and LongRoPE's factors are as for a `max_length` of the prompts' size plus
+    `max_new_tokens`, but the caches may hold more tokens. With `pooled_prefill` prompts keep their
+    size, because its levels depend on that.
     """
     tokens, limit = host_int32("tokens", tokens), model.config.max_length
     size = tokens.shape[-1] if tokens.ndim else 1
     asked = size + max_new_tokens
     tokens, lengths = check_prompts(model.config, tokens, lengths, asked, prefill_batch_size)
-    # Of whoever called what calls this.
+    # The warning points at the caller of what calls this, such as `generate`.
     warn_of_long_factors(model.config, int(lengths.min()), asked, stacklevel=3)
     if pooled_prefill is None:
         size = int(lengths.max())
@@ -205,7 +189,7 @@ def _run(
     implementation: str | None,
     pooled: PooledAttention | None,
 ) -> Session:
-    """Runs checked prompts through a model for `max_length` tokens and caches for `room`."""
+    """Runs checked prompts through a model for `max_length` tokens, with caches for `room`."""
     decoder = for_length(unstack(model) if isinstance(model, Transformer) else model, max_length)
     caches = init_caches(decoder, len(tokens), room, cache)
     logits = []
@@ -284,8 +268,8 @@ def stream(
       stop_tokens: see `generate`.
       stop_strings: see `generate`.
       tokenizer: see `generate`.
-      prompts: the tokens of every sequence so far. Of use for `stop_strings` alone, if tokens read
-        differently after others.
+      prompts: the tokens of every sequence so far. Only `stop_strings` use them, for tokenizers
+        with which a token's text depends on the tokens before.
       pad_token: yielded in place of the next token of a sequence that has ended.
       drawn: new tokens that every sequence has so far, so that a continued session does not draw
         with the random numbers of its beginning again.

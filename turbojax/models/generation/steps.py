@@ -27,22 +27,16 @@ def decode_step(
 ) -> tuple[ModelCaches, jax.Array, jax.Array]:
     """One token of every sequence through the model; the caches are donated.
 
-    The caches come first, so that each array is written to its own memory: XLA hands donated memory
-    to results of the same shape in their order. After anything else of a shape that caches have,
-    such as the lengths, every array would be elsewhere after each step, by a copy, and a CUDA graph
-    with the step's kernels would be recorded anew each time, see `docs/kernels.md`.
+    The caches come first among the results, so that each array is written to its own memory: XLA
+    gives donated memory to results of the same shape in their order. If anything else of the shape
+    of a cache's array came before them, such as the lengths, every array would be copied to another
+    place in each step, and a CUDA graph with the step's kernels would be recorded anew each time,
+    see `docs/kernels.md`.
 
     A split decoder runs under one `shard_map`: each device has its sequences and heads.
 
-    Args:
-      decoder: the weights.
-      caches: the caches.
-      tokens: int ``[B]``.
-      lengths: int32 ``[B]``, tokens held before.
-      implementation: see `start`.
-
-    Returns:
-      The new caches, logits float32 ``[B, V]`` and the new lengths.
+    `tokens` and `lengths`, the tokens held before, are int ``[B]``. Returns the new caches, logits
+    float32 ``[B, V]`` and the new lengths.
     """
 
     def run(
@@ -72,18 +66,10 @@ def run_prompts(
 ) -> tuple[jax.Array, ModelCaches]:
     """Prompts through the model, into a part of the caches, which are donated.
 
-    Args:
-      decoder: the weights.
-      caches: the caches.
-      tokens: int32 ``[b, T]``, padded on the right.
-      lengths: int32 ``[b]``, of the prompts, at least 1.
-      first: int32, the first prompt's sequence in the caches; of a decoder that is split over
-        sequences in those of each device.
-      implementation: see `start`.
-      pooled: how the prompts attend to themselves, see `start`.
-
-    Returns:
-      Logits float32 ``[b, V]`` after each prompt, and the new caches.
+    `tokens` is int32 ``[b, T]``, padded on the right, `lengths` int32 ``[b]``, at least 1. `first`
+    is the first prompt's place in the caches, or for a decoder that is split over sequences its
+    place in the caches of each device. `pooled` is the `pooled_prefill` of `start`. Returns logits
+    float32 ``[b, V]`` after each prompt, and the new caches.
     """
 
     def run(
@@ -106,7 +92,6 @@ def run_prompts(
 
 
 def _specs(axes: Axes | None, caches: ModelCaches) -> tuple[PartitionSpec, Any]:
-    """How arrays with a row for each sequence are split, and the caches."""
     if axes is None:
         return PartitionSpec(), None
     return axes.spec("B"), partition_specs(caches, axes)

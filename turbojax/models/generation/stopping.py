@@ -11,17 +11,9 @@ from turbojax.models.text.tokenizer import Decode, Tokenizer
 class TextStream:
     """The text of one sequence as its tokens come, up to the first stop text.
 
-    Args:
-      decode: of the tokens after the prompt, see `Tokenizer.stream`.
-      stop_strings: texts that end it and are no part of it.
-
-    Attributes:
-      text: all of it so far, what `add` still holds back included.
-      stopped: whether a stop text has come.
-
-    Raises:
-      TypeError: if a stop text is not a text.
-      ValueError: if one is empty.
+    `decode` is that of the tokens after the prompt, see `Tokenizer.stream`. `text` is all of it so
+    far, including what `add` still holds back; `stopped` says that a stop text, no part of it, has
+    come. Raises what `check_stop_strings` does.
     """
 
     def __init__(self, decode: Decode, stop_strings: Iterable[str] = ()) -> None:
@@ -34,9 +26,8 @@ class TextStream:
     def add(self, token: int | None) -> str:
         """Adds a token; None ends the text. After a stop text nothing is added.
 
-        Returns:
-          What is certain now and was not returned before: not the beginning of a stop text as long
-          as its end may come.
+        Returns what has become certain: a beginning of a stop text is held back as long as the rest
+        may come.
         """
         if self.stopped:
             return ""
@@ -66,20 +57,10 @@ class TextStream:
 
 
 class Endings:
-    """Which sequences of a batch have ended.
+    """Which sequences of a batch have ended: `ended`, bool ``[B]``.
 
-    Args:
-      prompts: tokens of every sequence so far.
-      stop_tokens: tokens that end a sequence.
-      stop_strings: texts that do.
-      tokenizer: what turns tokens into text, needed for `stop_strings` and nothing else.
-
-    Attributes:
-      ended: bool ``[B]``.
-
-    Raises:
-      TypeError: if a stop token is not an integer, or a stop text not text.
-      ValueError: if a stop text is empty, or there are some and no tokenizer.
+    `prompts` are the tokens of every sequence so far; the tokenizer is for `stop_strings` only.
+    Raises what `check_stops` does.
     """
 
     def __init__(
@@ -96,7 +77,7 @@ class Endings:
             self._texts = [TextStream(tokenizer.stream(prompt), strings) for prompt in prompts]
 
     def add(self, tokens: np.ndarray) -> None:
-        """Adds every sequence's next token, int ``[B]``; those of ended ones are ignored."""
+        """Adds every sequence's next token, int ``[B]``; those of ended sequences are ignored."""
         for row in np.flatnonzero(~self.ended):
             token = int(tokens[row])
             self.ended[row] = token in self._tokens
@@ -108,13 +89,11 @@ class Endings:
 def check_stops(
     stop_tokens: Iterable[int], stop_strings: Iterable[str], tokenizer: Tokenizer | None
 ) -> tuple[frozenset[int], tuple[str, ...]]:
-    """The tokens as Python integers, and the texts.
+    """The stop tokens as Python integers, and the stop texts.
 
-    A text that is written like a special token stands for that token as well: decoded text does not
-    show it.
-
-    Raises:
-      TypeError, ValueError: see `Endings`.
+    A text that is written like a special token also adds that token, because decoded text does not
+    show it. Raises what `check_stop_strings` does, TypeError for a token that is not an integer,
+    and ValueError for texts without a tokenizer.
     """
     tokens, strings = tuple(stop_tokens), check_stop_strings(stop_strings)
     for token in tokens:
@@ -126,12 +105,7 @@ def check_stops(
 
 
 def check_stop_strings(stop_strings: Iterable[str]) -> tuple[str, ...]:
-    """The texts.
-
-    Raises:
-      TypeError: if it is one text instead of several, or holds something else.
-      ValueError: if one is empty.
-    """
+    """The texts; TypeError unless they are several texts, ValueError if one is empty."""
     if isinstance(stop_strings, str):
         raise TypeError(f"{stop_strings=} must be several texts, not one: [{stop_strings!r}]")
     strings = tuple(stop_strings)

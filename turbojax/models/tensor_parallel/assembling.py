@@ -1,4 +1,4 @@
-"""Global arrays of what devices have of their own."""
+"""Global arrays from what each device has."""
 
 import math
 from collections.abc import Callable
@@ -13,18 +13,12 @@ from turbojax.sharding import Axes
 
 
 def assemble(part: Callable[[int], Any], specs: Callable[[Any], Any], axes: Axes) -> Any:
-    """Global arrays of what each device has of its own.
+    """Global arrays from what each device has, following each other along the axes the specs name.
 
-    Args:
-      part: the arrays of the device with this number along `hidden_axes`: a pytree of the same
-        structure, static fields included, and shapes for all. Called once for each number of which
-        this process has a device.
-      specs: how such a pytree is split: a `PartitionSpec` in place of each array.
-      axes: with a mesh of devices.
-
-    Returns:
-      The pytree with global arrays, in which the devices' follow each other along the axes that
-      the specs name. Its static fields are those of a part.
+    `part` returns the arrays of the device with this number along `hidden_axes`, a pytree that is
+    alike for all, and is called once for each number of which this process has a device. `specs`
+    gives that pytree with a `PartitionSpec` in place of each array. Raises ValueError if parts are
+    not alike.
     """
     mesh = axes.require_mesh()
     assert isinstance(mesh, Mesh)
@@ -65,5 +59,5 @@ def _join(parts: list[jax.Array], sharding: NamedSharding) -> jax.Array:
 
 
 def axes_named(names: Any) -> tuple[str, ...]:
-    """Axes of a mesh, of a part of a spec."""
+    """The axes of a mesh that one entry of a spec names."""
     return (names,) if isinstance(names, str) else tuple(names or ())

@@ -1,10 +1,11 @@
 """How the layers of a split decoder attend: each device with its own heads and slots.
 
-Where there are more devices than KV heads, those that share one split its query heads and the slots
-of its cache (`layout.axes_of_model`). Prompts attend with each device's own query heads to whole
-keys and values. For new tokens queries are gathered, every device attends with all query heads of
-its KV head to its own slots, and the parts are merged (`turbojax.parallel.attend_new_tokens`), of
-which it keeps those of its own heads. That is two small collectives for each layer more.
+Where there are more devices than KV heads, the devices that share one split its query heads and the
+slots of its cache (`layout.axes_of_model`). Prompts attend with each device's own query heads to
+whole keys and values. For new tokens queries are gathered: every device attends with all query
+heads of its KV head to its own slots, the parts are merged (`turbojax.parallel.attend_new_tokens`),
+and each device keeps the results of its own heads. That takes two more small collectives in each
+layer.
 """
 
 from typing import Any
@@ -21,12 +22,7 @@ from turbojax.sharding import Axes
 
 
 def new_tokens_of(axes: Axes | None, implementation: str | None) -> Attend:
-    """`attend_new_tokens` on a device of a mesh.
-
-    Args:
-      axes: over which the decoder is split, or None.
-      implementation: see `attend_new_tokens`.
-    """
+    """`attend_new_tokens` on a device of a mesh; `axes` are those of the decoder."""
     over = _sequence(axes)
     if not over:
         return attend_new_tokens(implementation)
@@ -51,17 +47,10 @@ def prompts_of(
     implementation: str | None,
     attention: WholeAttention | None,
 ) -> Attend:
-    """`attend_prompt` on a device of a mesh.
+    """`attend_prompt` on a device of a mesh; `axes` are those of the decoder.
 
-    With slots split over devices, prompts attend as they do on one device, by way of a cache of
-    their own that is dropped, and every device stores what belongs to its slots.
-
-    Args:
-      axes: over which the decoder is split, or None.
-      lengths: see `attend_prompt`.
-      first: see `attend_prompt`.
-      implementation: see `attend_prompt`.
-      attention: see `attend_prompt`.
+    With slots split over devices, prompts attend as they do on one device, through a cache of their
+    own that is dropped, and every device stores what belongs to its slots.
     """
     over = _sequence(axes)
     if not over:
@@ -80,7 +69,7 @@ def prompts_of(
 
 
 def _of_prompts(cache: Any, batch_size: int, tokens: int) -> Any:
-    """An empty cache as a device's part of one, for whole prompts of this size."""
+    """An empty cache like a device's part of one, for whole prompts of this size."""
     kind = kind_of(cache)
     sizes = {"batch_size": batch_size, "max_length": tokens}
     description = {**kind.describe(cache), **sizes}
@@ -88,7 +77,6 @@ def _of_prompts(cache: Any, batch_size: int, tokens: int) -> Any:
 
 
 def _sequence(axes: Axes | None) -> tuple[str, ...]:
-    """The axes over which slots are split, if there are several devices."""
     if axes is None or axes.size("sequence") == 1:
         return ()
     return axes.of_dimension("sequence")

@@ -14,12 +14,10 @@ from turbojax.sharding import Axes
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def init_split(make: Callable[[], Any], axes: Axes) -> Any:
-    """What each device's own caches are together: no device holds more than its part.
+    """The caches that each device makes for itself, as one: no device holds more than its part.
 
-    Args:
-      make: the caches of a device, of its sequences and KV heads; hashable and equal to others that
-        make the same.
-      axes: over which sequences and heads are split, with a mesh.
+    `make`, for the sequences and KV heads of one device, must be hashable, and equal to others that
+    make the same.
     """
     return jax.shard_map(
         make,
@@ -31,16 +29,7 @@ def init_split(make: Callable[[], Any], axes: Axes) -> Any:
 
 
 def whole_slots(max_length: int, kinds: Sequence[CacheKind], axes: Axes | None) -> int:
-    """A length of caches that gives all devices of the sequence's axis as many slots.
-
-    Args:
-      max_length: tokens each sequence may grow to.
-      kinds: of the layers' caches.
-      axes: over which they are split, or None.
-
-    Returns:
-      The next length that does.
-    """
+    """The next length of caches that gives all devices of the sequence's axis as many slots."""
     count = 1 if axes is None else axes.size("sequence")
     if count == 1:
         return max_length

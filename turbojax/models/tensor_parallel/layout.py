@@ -1,10 +1,10 @@
-"""What of a model each device of a mesh has: sizes, without an array.
+"""The sizes of each device's part of a model: no arrays.
 
 Heads and hidden sizes are split over the axes of heads and, where there are more devices than KV
 heads, those of the sequence too (Megatron-LM, Shoeybi et al., 2019): projections of queries and
 feed-forward layers over all of them, those of keys and values over the axes of heads alone. Of
-every expert each device has a share of the inner size, and not some experts whole: then all devices
-have the same work whatever the router chooses, and no token travels.
+every expert each device has a share of the inner size, instead of having some experts whole: so all
+devices have the same work whatever the router chooses, and no token travels.
 """
 
 import dataclasses
@@ -35,8 +35,7 @@ def check_axes(config: TransformerConfig, axes: Axes) -> None:
 
     Raises:
       ValueError: naming the heads and the number of devices, if they cannot be divided.
-      NotImplementedError: if KV heads are split over a sequence axis too and a device would have
-        several.
+      NotImplementedError: if a sequence axis splits KV heads too and a device would have several.
     """
     count, over_heads = parts(axes), axes.size("heads")
     if config.num_heads % count:
@@ -62,20 +61,11 @@ def check_axes(config: TransformerConfig, axes: Axes) -> None:
 
 
 def axes_of_model(config: TransformerConfig, axes: Axes) -> Axes:
-    """The axes that a model runs with, on the devices of a mesh.
+    """The axes that a model runs with, on the devices of a mesh, whose axes become `automatic`.
 
     Where the axis of heads has more devices than there are KV heads, the rest of them goes to the
-    axis of the sequence: ``model=8`` becomes ``model=2, sequence=4`` with 2 KV heads.
-
-    Args:
-      config: of the model.
-      axes: with a mesh of devices; at most one axis of heads and one of the sequence are changed.
-
-    Returns:
-      The same axes, or some of a new mesh of the same devices, all of them automatic.
-
-    Raises:
-      ValueError, NotImplementedError: see `check_axes`.
+    axis of the sequence: ``model=8`` becomes ``model=2, sequence=4`` with 2 KV heads. That needs
+    one axis of heads and at most one of the sequence. Raises what `check_axes` does.
     """
     mesh = axes.require_mesh()
     if not isinstance(mesh, Mesh):
@@ -89,12 +79,12 @@ def axes_of_model(config: TransformerConfig, axes: Axes) -> Axes:
 
 
 def automatic(mesh: Mesh) -> Mesh:
-    """The mesh with axes of which XLA decides what is split, outside `shard_map`."""
+    """The mesh with automatic axes: outside `shard_map`, XLA decides what is split over them."""
     return Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
 
 
 def _with_sequence(axes: Axes, kv_heads: int) -> Axes:
-    """So many devices for heads, the others for the sequence."""
+    """Leaves so many devices for heads, and gives the others to the sequence."""
     mesh = axes.require_mesh()
     assert isinstance(mesh, Mesh)
     heads, sequence = axes.of_dimension("heads"), axes.of_dimension("sequence")
@@ -128,14 +118,10 @@ def _with_sequence(axes: Axes, kv_heads: int) -> Axes:
 
 
 def share(size: int, count: int, group_size: int | None = None) -> int:
-    """How much of a hidden size each of `count` devices has, the last ones perhaps less: zeros.
+    """How much of a hidden size each of `count` devices has; what the last ones lack is zeros.
 
-    Args:
-      size: the whole.
-      count: devices.
-      group_size: of INT4 weights of which it is the inputs, or None. A share is whole groups, and
-        blocks of 128, where it is long; a short one is a multiple of 32, the smallest group there
-        is, see `group_of`.
+    As inputs of INT4 weights with `group_size` a long share is whole groups and whole blocks of
+    128; a short one is a multiple of 32, the smallest group there is, see `split_group_size`.
     """
     each = -(-size // count)
     if group_size is None or count == 1:
@@ -148,29 +134,14 @@ def share(size: int, count: int, group_size: int | None = None) -> int:
 def stored_config(
     config: TransformerConfig, axes: Axes | None, group_size: int | None = None
 ) -> TransformerConfig:
-    """The model whose arrays have the sizes of all devices' shares together.
-
-    Args:
-      config: of the model.
-      axes: over which it is split, or None.
-      group_size: of INT4 weights, or None where they are floating point.
-
-    Returns:
-      The config itself, or one with a larger vocabulary and inner sizes.
-    """
+    """The config with the sizes of all devices' shares together; `group_size` is for INT4."""
     return _resized(config, axes, group_size, parts(axes))
 
 
 def local_config(
     config: TransformerConfig, axes: Axes | None, group_size: int | None = None
 ) -> TransformerConfig:
-    """What the layers of one device run with; the vocabulary is whole.
-
-    Args:
-      config: of the model.
-      axes: over which it is split, or None.
-      group_size: see `stored_config`.
-    """
+    """What the layers of one device run with, see `stored_config`; the vocabulary is whole."""
     count = parts(axes)
     if axes is None or count == 1:
         return config
@@ -186,7 +157,7 @@ def local_config(
 def _resized(
     config: TransformerConfig, axes: Axes | None, group_size: int | None, times: int
 ) -> TransformerConfig:
-    """With so many shares of each size that is split."""
+    """The config with so many shares of each size that is split."""
     count = parts(axes)
     if count == 1:
         return config

@@ -49,7 +49,7 @@ def shard(decoder: _DecoderT, axes: Axes) -> _DecoderT:
     sizes = axes.require_mesh().shape
 
     def padded(array: jax.Array, spec: Any) -> jax.Array:
-        """With zeros, so that all devices have as much; only hidden sizes need them."""
+        """Adds zeros so that all devices have equally much; only hidden sizes need them."""
         widths = [(0, 0)] * array.ndim
         for axis, names in enumerate(spec):
             count = math.prod(sizes[x] for x in axes_named(names))

@@ -14,16 +14,10 @@ from turbojax.models.tensor_parallel.specs import partition_specs
 def on_mesh(
     run: Callable[..., Any], decoder: Any, in_specs: Any, out_specs: Any
 ) -> Callable[..., Any]:
-    """``run(decoder, ...)`` on every device of the decoder's mesh, with its part of each array.
+    """``run(decoder, ...)`` on every device of the decoder's mesh, for use within `jit`.
 
-    Args:
-      run: takes the decoder, then what the result takes.
-      decoder: a `Decoder` or a `QuantizedDecoder`. Without axes `run` is called as it is.
-      in_specs: of each further argument, a pytree of specs or a prefix of one.
-      out_specs: of the results.
-
-    Returns:
-      A function of the further arguments, for use within `jit`.
+    Returns a function of the further arguments, which are split as `in_specs` says: a pytree of
+    specs or a prefix of one for each. Without axes `run` is called as it is.
     """
     if decoder.axes is None:
         return lambda *arrays: run(decoder, *arrays)
@@ -39,9 +33,9 @@ def on_mesh(
     return lambda *arrays: split(decoder, *arrays)
 
 
-# A step has some twenty short kernels a layer and two sums that nothing can overlap with. A stream
-# of their own for those, and calls that are not recorded as parts of CUDA graphs because there are
-# few between two sums, only cost the host time, and it is what such a step waits for.
+# A step has some twenty short kernels a layer, and two sums that nothing can overlap with. To run
+# the sums on a stream of their own, or to leave kernels out of CUDA graphs because there are few
+# between two sums, only costs time of the host, and the host is what such a step waits for.
 _FOR_STEPS = {
     "xla_gpu_disable_async_collectives": "ALLCOLLECTIVES",
     "xla_gpu_graph_min_graph_size": 1,
@@ -50,12 +44,12 @@ _FOR_STEPS = {
 
 @functools.cache
 def _options_of_steps() -> dict[str, Any] | None:
-    """What XLA is told of split steps; None where there is no GPU, or it knows no such option."""
+    """Compiler options of split steps; None where there is no GPU, or XLA does not know them."""
     return accepted_options(_FOR_STEPS) if jax.default_backend() == "gpu" else None
 
 
 def accepted_options(options: dict[str, Any]) -> dict[str, Any] | None:
-    """Options of the compiler, if this version of XLA takes them; else None."""
+    """The compiler options, if this version of XLA takes them; else None."""
     try:
         jax.jit(lambda: jnp.zeros(()), compiler_options=options).lower().compile()
     except jax.errors.JaxRuntimeError:  # no such option, or no such value
@@ -64,13 +58,9 @@ def accepted_options(options: dict[str, Any]) -> dict[str, Any] | None:
 
 
 class StepProgram:
-    """`jax.jit` of a step whose first argument is a decoder; if that is split, with `_FOR_STEPS`.
+    """`jax.jit` of a step whose first argument is a decoder; a split one gets `_FOR_STEPS`.
 
-    What else `jax.jit` has is that of the step of whole decoders.
-
-    Args:
-      run: the step.
-      options: of `jax.jit`.
+    Every other attribute is that of the jitted step of whole decoders.
     """
 
     def __init__(self, run: Callable[..., Any], **options: Any) -> None:
@@ -80,14 +70,13 @@ class StepProgram:
 
     @functools.cached_property
     def _split(self) -> Any:
-        """The program of split decoders."""
         options = _options_of_steps()
         if options is None:
             return self._plain
         return jax.jit(self._run, compiler_options=options, **self._options)
 
     def _of(self, decoder: Any) -> Any:
-        # Within another program only that one has options.
+        # Within another program only the options of that one count.
         is_split = decoder.axes is not None and _checks.is_concrete(decoder.norm)
         return self._split if is_split else self._plain
 
@@ -96,7 +85,6 @@ class StepProgram:
         return self._of(decoder)(decoder, *arrays, **static)
 
     def __getattr__(self, name: str) -> Any:
-        """What `jax.jit` has."""
         if name == "_plain":  # not there yet
             raise AttributeError(name)
         return getattr(self._plain, name)

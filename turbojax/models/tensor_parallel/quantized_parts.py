@@ -21,18 +21,11 @@ from turbojax.sharding import Axes
 def local_layer(
     layer: QuantizedLayer, config: TransformerConfig, axes: Axes, index: int
 ) -> QuantizedLayer:
-    """The weights of one device, a layer by itself: its outputs are to be added to the others'.
+    """The weights of one device as a layer of its own, whose outputs are added to the others'.
 
-    Biases of what is added are those of the first device, zeros elsewhere.
-
-    Args:
-      layer: the whole, with adapters or without.
-      config: of the whole model.
-      axes: over which it is split.
-      index: of the device along `hidden_axes`.
-
-    Raises:
-      ValueError, NotImplementedError: if heads or groups of inputs cannot be split.
+    Biases of what is added are those of the first device, and zeros elsewhere. `layer` may have
+    adapters; `index` is the device's number along `hidden_axes`. Raises ValueError or
+    NotImplementedError if heads or groups of inputs cannot be split.
     """
     check_axes(config, axes)
     count = parts(axes)
@@ -58,7 +51,7 @@ def local_layer(
 
 
 def local_table(table: Any, config: TransformerConfig, axes: Axes, index: int) -> Any:
-    """A device's rows of an embedding or a head ``[V, D]``, zeros past its end."""
+    """A device's rows of an embedding or a head ``[V, D]``, with zeros past its end."""
     if table is None:
         return None
     each = share(config.vocab_size, parts(axes))
@@ -69,7 +62,7 @@ def local_table(table: Any, config: TransformerConfig, axes: Axes, index: int) -
 
 
 def _mlp(mlp: Any, count: int, index: int) -> Any:
-    """Of the feed-forward layer, or of every expert, a share of the inner channels."""
+    """A share of the inner channels of the feed-forward layer, or of every expert."""
     is_experts = isinstance(mlp, QuantizedExperts)
     down = mlp.down if is_experts else _base(mlp.down).weight
     each = share(down.in_size, count, down.group_size)
@@ -97,7 +90,7 @@ def _mlp(mlp: Any, count: int, index: int) -> Any:
 
 
 def _outputs(linear: Any, outputs: np.ndarray) -> Any:
-    """A linear layer's outputs; of a gated one pairs."""
+    """A linear layer with some outputs only; a gated one keeps their pairs."""
     weight = _base(linear).weight
     both = outputs
     if weight.gated:
@@ -125,7 +118,7 @@ def _inputs(
     index: int,
     sorted_by: jax.Array | None = None,
 ) -> Any:
-    """A linear layer's inputs: so many from `start` on, which are these channels."""
+    """A linear layer with some inputs only: columns from `start` on, which are these channels."""
     base = _base(linear)
     if base.inputs is not None and sorted_by is None:
         raise NotImplementedError(
@@ -152,5 +145,5 @@ def _base(linear: Any) -> QuantizedLinear:
 
 
 def _of_first(x: jax.Array, index: int) -> jax.Array:
-    """What is added once, by the first device."""
+    """A part that is added once, by the first device; zeros on the others."""
     return x if index == 0 else jnp.zeros_like(x)

@@ -1,4 +1,4 @@
-"""Which outputs and channels of joined linear layers a device has, by number."""
+"""The numbers of the outputs and channels of joined linear layers that a device has."""
 
 import jax
 import jax.numpy as jnp
@@ -11,13 +11,7 @@ from turbojax.sharding import Axes
 
 
 def qkv_outputs(config: TransformerConfig, axes: Axes, index: int) -> np.ndarray:
-    """A device's outputs of query, key and value projections that are joined.
-
-    Args:
-      config: of the whole model.
-      axes: over which it is split.
-      index: of the device along `hidden_axes`.
-    """
+    """The outputs of joined query, key and value projections of device `index` of `hidden_axes`."""
     width = config.head_dim
     queries = config.num_heads * width // parts(axes)
     keys = config.num_kv_heads // axes.size("heads") * width
@@ -27,13 +21,7 @@ def qkv_outputs(config: TransformerConfig, axes: Axes, index: int) -> np.ndarray
 
 
 def channels(size: int, each: int, index: int) -> np.ndarray:
-    """A device's share of a hidden size, `NOTHING` past its end.
-
-    Args:
-      size: the whole.
-      each: of every device.
-      index: of this one.
-    """
+    """The numbers of device `index`'s `each` channels out of `size`; `NOTHING` past the end."""
     found = index * each + np.arange(each)
     return np.where(found < size, found, NOTHING)
 

@@ -38,13 +38,7 @@ def partition_specs(decoder: AnyDecoder, axes: Axes | None = None) -> AnyDecoder
 
 
 def specs_of_part(part: AnyDecoder, config: TransformerConfig, axes: Axes) -> AnyDecoder:
-    """`partition_specs` of a decoder, or of one of its layers.
-
-    Args:
-      part: a pytree of arrays, which may be abstract.
-      config: of the model.
-      axes: over which it is split.
-    """
+    """`partition_specs` of a decoder, or of one of its layers; arrays may be abstract."""
 
     def of(path: tuple[Any, ...], leaf: Any) -> PartitionSpec:
         names = tuple(_name(key) for key in path if not isinstance(key, SequenceKey))
@@ -72,14 +66,10 @@ def shardings(decoder: AnyDecoder, axes: Axes | None = None) -> AnyDecoder:
 def spec_of(
     path: tuple[str, ...], ndim: int, config: TransformerConfig, axes: Axes
 ) -> PartitionSpec:
-    """How an array of a `Decoder` is split.
+    """How an array of a `Decoder` with `ndim` axes is split.
 
-    Args:
-      path: names on the way to it: ``("embedding",)``, or within a layer, as in `Block`,
-        ``("attention", "q_proj", "kernel")``.
-      ndim: its axes.
-      config: of the model.
-      axes: over which the model is split.
+    `path` is ``("embedding",)``, or within a layer ``("attention", "q_proj", "kernel")``, as in
+    `Block`.
     """
     if path[0] in ("embedding", "lm_head"):
         return _split(0, ndim, hidden_axes(axes))
@@ -99,14 +89,9 @@ def spec_of(
 def int4_spec_of(
     path: tuple[str, ...], ndim: int, config: TransformerConfig, axes: Axes
 ) -> PartitionSpec:
-    """How an array of a `QuantizedDecoder` is split: by devices, see `placing.local_layer`.
+    """How an array of a `QuantizedDecoder` is split: by devices, see `quantized_parts.local_layer`.
 
-    Args:
-      path: names on the way to it, such as ``("qkv", "weight", "codes")``, or ``("mlp", "down",
-        "codes")`` of experts.
-      ndim: its axes.
-      config: of the model.
-      axes: over which the model is split.
+    `path` is as ``("qkv", "weight", "codes")``, or ``("mlp", "down", "codes")`` of experts.
     """
     names, last = hidden_axes(axes), path[-1]
     if last in ("q_norm", "sinks"):
@@ -127,7 +112,7 @@ def int4_spec_of(
 
 
 def _is_of_experts(path: tuple[str, ...]) -> bool:
-    """Whether an array has an axis of experts: these have weights, and no linear layers."""
+    """Whether an array has an axis of experts, whose weights are in no linear layers."""
     if path[:2] in (("mlp", "gate_up_bias"), ("mlp", "down_bias")):
         return True
     weights = ("codes", "scales", "zeros", "output_scale")
@@ -135,14 +120,10 @@ def _is_of_experts(path: tuple[str, ...]) -> bool:
 
 
 def cache_specs(caches: Any, axes: Axes) -> Any:
-    """The caches with a `PartitionSpec` in place of each array.
+    """A model's or a layer's caches with a `PartitionSpec` in place of each array.
 
-    Pages are split as sequences are: every device has those of its own sequences, and tables count
-    them from the device's first.
-
-    Args:
-      caches: of a model, or of one layer; arrays may be abstract.
-      axes: over which sequences, KV heads and the slots of tokens are split.
+    Arrays may be abstract. Pages are split as sequences are: every device has those of its own
+    sequences, and tables count them from the device's first one.
     """
 
     def of(letters: str, leaf: Any) -> PartitionSpec:
@@ -173,7 +154,6 @@ def _of_letter(letter: str, axes: Axes) -> Names:
 
 
 def _split(axis: int, ndim: int, names: tuple[str, ...]) -> PartitionSpec:
-    """One axis over these axes of a mesh."""
     if not names:
         return PartitionSpec()
     found: list[Names] = [None] * ndim

@@ -1,8 +1,8 @@
 """Split caches as one device would have them, for files, and such caches split again.
 
-Most arrays of a split cache lie together as one device has them. Others do not: pages are counted
-by each device from its own first one, and what all devices of the sequence's axis have alike lies
-side by side (`turbojax.sharding.specs.Split.COPIES`).
+Most arrays of a split cache lie together as one device has them. There are two exceptions: pages
+are counted by each device from its own first one, and what all devices of the sequence's axis have
+alike lies side by side (`turbojax.sharding.specs.Split.COPIES`).
 """
 
 import dataclasses
@@ -20,14 +20,9 @@ from turbojax.state.progressive.cache import CacheSide, ProgressiveCache
 
 
 def joined(cache: Any, axes: Axes) -> Any:
-    """A layer's split cache as one device would have it, in host memory.
+    """A layer's split cache of any kind as one device would have it, in host memory.
 
-    Args:
-      cache: of any kind.
-      axes: over which it is split, with a mesh of devices.
-
-    Raises:
-      NotImplementedError: if some of the devices are another process's.
+    Raises NotImplementedError if some of the devices belong to another process.
     """
     for x in jax.tree.leaves(cache):
         if not x.is_fully_addressable:
@@ -42,18 +37,10 @@ def joined(cache: Any, axes: Axes) -> Any:
 
 
 def split(cache: Any, axes: Axes) -> Any:
-    """The inverse of `joined`.
+    """The inverse of `joined`: the cache of one device on the devices of a mesh.
 
-    Args:
-      cache: of one device, with room for as much on each device, see `length_to_split`; of pages
-        those of each sequence come in order.
-      axes: over which it is to be split, with a mesh of devices.
-
-    Returns:
-      The cache, on the devices of the mesh.
-
-    Raises:
-      ValueError: if it cannot be split evenly, or keeps a window alone where tokens are split.
+    Its pages are in the order of sequences, and its length is one of `length_to_split`. Raises
+    ValueError if it cannot be split evenly, or keeps only a window where tokens are split.
     """
     if axes.size("sequence") > 1 and getattr(cache, "is_ring", False):
         raise ValueError(
@@ -70,12 +57,9 @@ def split(cache: Any, axes: Axes) -> Any:
 
 
 def length_to_split(caches: Any, max_length: int, axes: Axes) -> int:
-    """The next length that gives all devices of the sequence's axis as many slots.
+    """The next length that gives all devices of the sequence's axis equally many slots.
 
-    Args:
-      caches: of the layers; arrays may be abstract.
-      max_length: tokens each sequence shall be able to hold.
-      axes: over which they are to be split.
+    `caches` are those of the layers; their arrays may be abstract.
     """
     count = axes.size("sequence")
     if count == 1:
@@ -86,7 +70,7 @@ def length_to_split(caches: Any, max_length: int, axes: Axes) -> int:
 
 
 def _first_pages(cache: PagedLayer, axes: Axes) -> np.ndarray:
-    """int32 ``[B, max_pages]``: of each entry of the tables its device's first page."""
+    """The first page of the device of each entry of the tables, int32 ``[B, max_pages]``."""
     devices = [axes.size("batch"), axes.size("sequence")]
     own = cache.pages.num_pages // math.prod(devices)
     row, column = (
@@ -97,7 +81,7 @@ def _first_pages(cache: PagedLayer, axes: Axes) -> np.ndarray:
 
 
 def _pages_by_device(cache: PagedLayer, axes: Axes) -> PagedLayer:
-    """With the pages of each device together, and tables that count from its first one."""
+    """Puts each device's pages together, and counts them in the tables from its first one."""
     batch, entries = cache.batch_size, cache.ring_pages
     devices = axes.size("batch"), axes.size("sequence")
     if batch % devices[0] or entries % devices[1]:
@@ -124,7 +108,7 @@ def _pages_by_device(cache: PagedLayer, axes: Axes) -> PagedLayer:
 
 
 def _without_copies(cache: ProgressiveCache, axes: Axes) -> ProgressiveCache:
-    """With one of the copies that the devices of the sequence's axis have."""
+    """Keeps one of the copies that the devices of the sequence's axis have."""
 
     def first(x: np.ndarray, axis: int, parts: int, copies: int) -> np.ndarray:
         of_parts = x.reshape(*x.shape[:axis], parts, copies, -1, *x.shape[axis + 1 :])
@@ -156,9 +140,9 @@ def _with_copies(cache: ProgressiveCache, axes: Axes) -> ProgressiveCache:
 
 
 def _change(side: CacheSide, axes: Axes, change: Callable[..., np.ndarray]) -> CacheSide:
-    """With ``change(x, axis, parts, copies)`` of every array of which devices have copies.
+    """Applies ``change(x, axis, parts, copies)`` to every array of which devices have copies.
 
-    They lie along an axis that is split into so many parts, in each of them side by side.
+    The copies lie along an axis that is split into so many parts, side by side in each of them.
     """
     is_split = side.block_scale.shape[1] > 1
     changes: dict[str, Any] = {}

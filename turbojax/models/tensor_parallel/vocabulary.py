@@ -1,4 +1,4 @@
-"""Logits of which each device has those of some tokens."""
+"""Logits that are split over devices: each device has those of some tokens."""
 
 import jax
 import jax.numpy as jnp
@@ -9,13 +9,7 @@ from turbojax.sharding import Axes
 
 
 def gather_logits(logits: jax.Array, vocab_size: int, axes: Axes | None) -> jax.Array:
-    """Logits ``[..., V]`` of the whole vocabulary from those of each device.
-
-    Args:
-      logits: ``[..., V / n]`` of the device's tokens, V rounded up.
-      vocab_size: V, of the model.
-      axes: over which it is split, within `shard_map`, or None.
-    """
+    """All logits ``[..., V]`` from each device's ``[..., V / n]``, V rounded up, in `shard_map`."""
     over = hidden_axes(axes)
     if not over:
         return logits
@@ -24,7 +18,7 @@ def gather_logits(logits: jax.Array, vocab_size: int, axes: Axes | None) -> jax.
 
 
 def mask_padding(logits: jax.Array, config: TransformerConfig, axes: Axes | None) -> jax.Array:
-    """Logits ``[..., V / n]`` with -inf where the device has no token; see `gather_logits`."""
+    """A device's logits ``[..., V / n]`` with -inf where it has no token; see `gather_logits`."""
     over = hidden_axes(axes)
     if not over:
         return logits
@@ -33,21 +27,16 @@ def mask_padding(logits: jax.Array, config: TransformerConfig, axes: Axes | None
 
 
 def first_token(logits: jax.Array, over: tuple[str, ...]) -> jax.Array:
-    """The first of the device's tokens, int32."""
+    """The number of the device's first token, int32."""
     return jax.lax.axis_index(over) * logits.shape[-1]
 
 
 def likeliest(logits: jax.Array, axes: Axes | None) -> tuple[jax.Array, jax.Array]:
-    """The largest logit and its token, the first of equals; where one is NaN the first of these.
+    """The largest logit float32 ``[...]`` and its token int32, the same on all devices.
 
-    As `jnp.argmax` of all logits, by one collective of two numbers a row.
-
-    Args:
-      logits: float32 ``[..., V / n]``, see `Decoder.local_logits`.
-      axes: over which the model is split, within `shard_map`, or None.
-
-    Returns:
-      float32 ``[...]`` and int32 ``[...]``, the same on all devices.
+    As `jnp.argmax` of all logits: of equal logits the first counts, and where one is NaN the first
+    NaN. Takes a device's logits ``[..., V / n]`` and one collective of two numbers a row, in
+    `shard_map`.
     """
     over = hidden_axes(axes)
     mine = jnp.argmax(logits, axis=-1).astype(jnp.int32)
