@@ -56,9 +56,9 @@ def save_adapters(
 ) -> None:
     """Writes adapters into a folder, in the names and layout of PEFT.
 
-    PEFT applies them to a model whose linear layers have the inputs and outputs that these had in
-    training. A model that `quantize_model` smoothed has others than the one that it was made of;
-    with ``Smoothing(cas=False, pts=False, rpn=False, crs=False)`` they are the same.
+    PEFT adds them to a model whose linear layers must have the same inputs and outputs as in
+    training. Those of a model that `quantize_model` smoothed differ from the original's; with
+    ``Smoothing(cas=False, pts=False, rpn=False, crs=False)`` they are the same.
 
     Args:
       adapters: all of one rank.
@@ -168,7 +168,7 @@ def load_adapters(path: str | os.PathLike[str], num_layers: int) -> Adapters:
 
 
 def _targets(adapters: Adapters) -> tuple[list[str], list[int] | None]:
-    """`target_modules` and `layers_to_transform`, which is None for all layers."""
+    """PEFT's `target_modules` and `layers_to_transform`; the latter is None for all layers."""
     found = [i for i, layer in enumerate(adapters.layers) if layer]
     if any(set(adapters.layers[i]) != set(adapters.targets) for i in found):
         whole = [_module(i, name) for i in found for name in _MODULES if name in adapters.layers[i]]
@@ -178,14 +178,14 @@ def _targets(adapters: Adapters) -> tuple[list[str], list[int] | None]:
 
 
 def _module(layer: int, name: str) -> str:
-    """What PEFT calls a linear layer."""
+    """PEFT's name of a linear layer."""
     return f"model.layers.{layer}.{_MODULES[name]}"
 
 
 def _check_complete(
     layers: Sequence[Mapping[str, Any]], config: Mapping[str, Any], folder: Path
 ) -> None:
-    """Raises ValueError if an adapter is missing that the configuration names, or all are."""
+    """Raises ValueError if an adapter that the configuration names is missing, or there is none."""
     where = f"{folder / CONFIG_NAME}"
     if not any(layers):
         raise ValueError(f"{folder / WEIGHTS_NAME}: must hold adapters, has none")
@@ -233,9 +233,7 @@ def _tensor(name: str, x: jax.Array, dtype: np.dtype) -> _folder.Tensor:
 def _scale(config: Mapping[str, Any], folder: Path) -> tuple[int, float]:
     """The adapters' rank, and the factor of their outputs.
 
-    Raises:
-      NotImplementedError: if the configuration asks for more than that.
-      ValueError: if it lacks what it takes.
+    Raises NotImplementedError for options beyond plain LoRA, ValueError if a key is missing.
     """
     where = f"{folder / CONFIG_NAME}"
     if config.get("peft_type") != "LORA":

@@ -48,18 +48,10 @@ def read(
 ) -> QuantizedDecoder:
     """Reads a decoder, split as `partition_specs` says.
 
-    Args:
-      template: the whole decoder, of shapes.
-      named: its leaves and their names.
-      tensors: of the checkpoint, by these names.
-      restore: what a leaf is in memory, of its name and what the file holds.
-      axes: over which it is split, see `axes_of_model`.
-      progress: called after each tensor; of bytes that this process reads.
-      whole: whether tensors lie otherwise in the file than in memory, so that all is read.
-      adapters: to be put beside the weights, or None.
-
-    Raises:
-      ValueError, NotImplementedError: see `local_layer`; or if a file has changed.
+    `template` is the whole decoder as shapes, `named` its leaves with their names, which are those
+    of `tensors`. ``restore(name, array)`` makes the array in memory of what the file holds. With
+    `whole` each process reads every tensor completely, because the file has another layout than
+    memory. Raises as `local_layer`, and ValueError if a file has changed.
     """
     config, numbers = template.config, own_numbers(axes)
     sparse = {name: Sparse(tensors[name]) for name, _ in named}
@@ -121,7 +113,7 @@ def read(
 def _pieces(
     template: QuantizedDecoder, names: Sequence[str]
 ) -> Iterator[tuple[Any, tuple[str, ...]]]:
-    """Embedding, layers, norm and head, and what their leaves are called."""
+    """Embedding, layers, norm and head, each with the names of its leaves."""
     left = iter(names)
     for piece in (template.embedding, *template.layers, template.norm, template.lm_head):
         yield piece, tuple(itertools.islice(left, len(jax.tree.leaves(piece))))
@@ -130,15 +122,9 @@ def _pieces(
 def _want(
     tensor: Sparse, name: str, piece: Any, config: TransformerConfig, axes: Axes, number: int
 ) -> None:
-    """Wants what one device needs of a leaf; of small ones all.
+    """Marks what one device needs of a leaf of `piece`, a layer or table; of small leaves all.
 
-    Args:
-      tensor: the leaf's.
-      name: the leaf's.
-      piece: the layer or table that it belongs to.
-      config: of the model.
-      axes: over which that is split.
-      number: of the device, along `hidden_axes`.
+    `number` counts devices along `hidden_axes`.
     """
     *_, linear, part = ("", *name.split("."))
     is_tiled = part in TILED
@@ -161,7 +147,10 @@ def _want_of_layer(
     axes: Axes,
     number: int,
 ) -> None:
-    """Wants tiles of outputs, or blocks or groups of inputs, see `local_layer`."""
+    """Marks the tiles of outputs, or blocks or groups of inputs, that one device needs.
+
+    See `local_layer`.
+    """
     weight = weight_of(layer, linear)
     lead = len(weight.stack)
     if linear == "qkv":
@@ -187,7 +176,7 @@ def weight_of(layer: QuantizedLayer, linear: str) -> Int4Weight:
 
 
 def qkv_rows(config: TransformerConfig, axes: Axes, number: int) -> np.ndarray:
-    """The rows of joined projections that a device has."""
+    """The rows of the joined q, k and v projections that a device has."""
     width = config.head_dim
     queries = config.num_heads * width // parts(axes)
     of_kv = config.num_kv_heads // axes.size("heads") * width
@@ -208,7 +197,7 @@ def table_rows(config: TransformerConfig, axes: Axes, number: int) -> np.ndarray
 
 
 def tiles(weight: Int4Weight, rows: np.ndarray) -> np.ndarray:
-    """The tiles that hold some outputs; of a gated weight those of the gate come first."""
+    """The tiles that hold some outputs; those of a gated weight's gate come first."""
     if weight.gated:
         half = weight.result_size
         of_up, rows = rows // half, rows % half
@@ -217,7 +206,7 @@ def tiles(weight: Int4Weight, rows: np.ndarray) -> np.ndarray:
 
 
 def columns(weight: Int4Weight, part: str, start: int, size: int) -> np.ndarray:
-    """The blocks, or groups, that hold some inputs, and those that stand in for padding."""
+    """The blocks, or groups, that hold some inputs; the last one also stands in for padding."""
     unit = BLOCK if part == "codes" else weight.group_size
     count = weight.codes.shape[-3] if part == "codes" else weight.scales.shape[-2]
     last = start + stored_inputs(size, weight.group_size)

@@ -30,11 +30,9 @@ _BFLOAT16 = jnp.dtype(jnp.bfloat16)
 
 @dataclasses.dataclass(frozen=True)
 class PackedTensor(_folder.Stored):
-    """A tensor of a checkpoint that is stored in MXFP4, read as bfloat16 ``[E, in, out]``.
+    """A tensor that is stored in MXFP4, as codes `blocks` and exponents `scales`.
 
-    Attributes:
-      blocks: its codes.
-      scales: its exponents.
+    It is read as bfloat16 ``[E, in, out]``.
     """
 
     blocks: _folder.Stored
@@ -55,15 +53,7 @@ class PackedTensor(_folder.Stored):
 
 
 def dequantize(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
-    """The numbers of codes and exponents.
-
-    Args:
-      blocks: uint8 ``[..., G, 16]``.
-      scales: uint8 ``[..., G]``.
-
-    Returns:
-      bfloat16 ``[..., 32 G]``.
-    """
+    """The bfloat16 ``[..., 32 G]`` of uint8 codes ``[..., G, 16]`` and exponents ``[..., G]``."""
     exponents = scales.astype(np.int32) - 127
     with np.errstate(over="ignore"):
         powers = np.where(scales == 255, np.nan, np.ldexp(np.float64(1), exponents))
@@ -78,11 +68,10 @@ def is_packed(hf: Mapping[str, Any]) -> bool:
 
 
 def unpacked(tensors: Mapping[str, _folder.Stored]) -> dict[str, _folder.Stored]:
-    """A checkpoint's tensors, in place of blocks and scales the tensors that these are.
+    """The tensors of a checkpoint, with each pair of blocks and scales as one `PackedTensor`.
 
-    Raises:
-      ValueError: if one of the two is missing, or their shapes do not fit.
-      NotImplementedError: if one has another dtype.
+    Raises ValueError if one of a pair is missing or their shapes do not fit, NotImplementedError
+    for another dtype.
     """
     found = dict(tensors)
     names = [x.removesuffix(_BLOCKS) for x in tensors if x.endswith(_BLOCKS)]

@@ -77,13 +77,8 @@ def count_bytes_read() -> Iterator[BytesRead]:
 class Stored:
     """A tensor in a safetensors file.
 
-    Attributes:
-      file: where it lies.
-      dtype: its dtype's name there, such as ``"BF16"``.
-      shape: its shape.
-      begin: its first byte in the file.
-      nbytes: how many there are.
-      version: of the file, when its header was read.
+    `dtype` is its name there, such as ``"BF16"``; `begin` its first byte in the file; `version`
+    that of the file when its header was read.
     """
 
     file: Path
@@ -95,11 +90,7 @@ class Stored:
 
     @property
     def numpy_dtype(self) -> np.dtype:
-        """The dtype of what is read.
-
-        Raises:
-          NotImplementedError: if numpy has none like it.
-        """
+        """The dtype of what is read; NotImplementedError if numpy has none like it."""
         dtype = _DTYPES.get(self.dtype)
         if dtype is None:
             name = _json.shown_name(self.dtype)
@@ -107,15 +98,10 @@ class Stored:
         return dtype
 
     def read(self, first: int = 0, count: int | None = None) -> np.ndarray:
-        """Reads some rows, by default all.
+        """Reads rows from `first` on, `count` of them or all.
 
-        Args:
-          first: of the rows.
-          count: how many; None for all from the first.
-
-        Raises:
-          NotImplementedError: see `numpy_dtype`.
-          ValueError: if the file is not the one whose header was read.
+        Raises NotImplementedError as `numpy_dtype`, ValueError if the file changed since its header
+        was read.
         """
         box = whole_box(self.shape)
         if first or count is not None:
@@ -124,14 +110,9 @@ class Stored:
         return self.read_box(box)
 
     def read_box(self, box: Box) -> np.ndarray:
-        """Reads a part of the tensor, and none of the bytes between.
+        """Reads a part of the tensor, first index and the one after the last for each axis.
 
-        Args:
-          box: of each axis the first index and the one after the last.
-
-        Raises:
-          NotImplementedError: see `numpy_dtype`.
-          ValueError: if the file is not the one whose header was read.
+        The bytes in between are not read. Raises as `read`.
         """
         dtype = self.numpy_dtype
         offsets, run = _runs(self.shape, box)
@@ -155,12 +136,12 @@ class Stored:
 
 
 def whole_box(shape: Sequence[int]) -> Box:
-    """All of an array."""
+    """The box of a whole array."""
     return tuple((0, size) for size in shape)
 
 
 def _runs(shape: Sequence[int], box: Box) -> tuple[np.ndarray, int]:
-    """Where the runs of a box begin that lie in one piece, and how many numbers each has."""
+    """Where the contiguous runs of a box begin, and how many numbers each has."""
     strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
     # Axes from here on are whole, so that a run goes over the one before.
     inner = len(shape)
@@ -192,13 +173,9 @@ def _read_into(opened: Any, target: memoryview) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Tensor:
-    """A tensor to be written, made when its turn comes.
+    """A tensor to be written; `make` returns the array when its turn comes.
 
-    Attributes:
-      name: in the file.
-      dtype: one that `Stored.read` knows.
-      shape: its shape.
-      make: returns it.
+    `dtype` is one that `Stored.read` knows.
     """
 
     name: str
@@ -213,7 +190,7 @@ class Tensor:
 
 
 def read_header(file: Path) -> Iterator[tuple[str, Stored]]:
-    """Name and place of each tensor of a file, in their order."""
+    """Name and place of each tensor of a file, in the order of their bytes."""
     # The library checks the header, and that the file is as long as it says. It does not say where
     # tensors lie, and reads bfloat16 for numpy only in its newest versions.
     with file.open("rb") as opened:
@@ -276,5 +253,5 @@ def write_tensors(path: Path, tensors: Sequence[Tensor]) -> None:
 
 
 def changed(file: Path) -> ValueError:
-    """What is raised where a file changed between its header and its tensors."""
+    """The error for a file that changed after its header was read."""
     return ValueError(f"{file} changed while it was read: load it again when it is complete")
