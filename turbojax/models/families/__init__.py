@@ -18,23 +18,18 @@ from turbojax.models.families.table import FAMILIES as FAMILIES
 def read(hf: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of the `TransformerConfig` that a `config.json` describes.
 
-    Args:
-      hf: the parsed JSON object.
-
-    Raises:
-      NotImplementedError: naming key and value, if the architecture or something that may change
-        the mathematics is not supported.
-      ValueError: if a required key is missing or keys do not fit each other.
+    Raises NotImplementedError, naming key and value, if the architecture or anything that may
+    change the mathematics is not supported; ValueError if a required key is missing or keys
+    contradict each other.
     """
     hf = text_part(hf)
     return _family(hf).read(hf)
 
 
 def text_part(hf: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The `config.json` of the text model, of one that also reads pictures; any other as it is.
+    """The `config.json` of the text model if `hf` is of a model that also reads pictures, else `hf`.
 
-    Raises:
-      NotImplementedError, ValueError: as `read`.
+    Raises as `read`.
     """
     return mistral3.text_config(hf) if mistral3.is_whole(hf) else hf
 
@@ -42,7 +37,8 @@ def text_part(hf: Mapping[str, Any]) -> Mapping[str, Any]:
 def write(fields: Mapping[str, Any]) -> dict[str, Any]:
     """A `config.json` for the fields of a `TransformerConfig`.
 
-    It holds what files of its family can express; comparing with `read` shows whether that is all.
+    It holds what files of this family can express; whether that is everything shows when it is read
+    back and compared.
     """
     return FAMILIES[fields["family"]].write(fields)
 
@@ -77,7 +73,7 @@ def _family(hf: Mapping[str, Any]) -> Family:
 
 
 def _advice(name: object) -> str:
-    """What to do about an architecture or model type that one may take for a supported one."""
+    """What to do about an unsupported name that is easily taken for a supported one."""
     for family in FAMILIES.values():
         if isinstance(name, str) and name in family.refused:
             return f"; {family.refused[name]}"

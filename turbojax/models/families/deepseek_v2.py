@@ -15,9 +15,9 @@ _GREEDY, _GROUPS = "greedy", "group_limited_greedy"
 
 
 class DeepseekV2(Family):
-    """Makes keys and values of a latent, whose width and parts the file says.
+    """Makes keys and values from a latent, whose width and parts the file gives.
 
-    `num_key_value_heads` says nothing here: all heads share the latent.
+    `num_key_value_heads` has no meaning here: all heads share the latent.
     """
 
     def read(self, hf: Mapping[str, Any]) -> dict[str, Any]:
@@ -82,7 +82,7 @@ class DeepseekV2(Family):
         }
 
     def write_rope(self, fields: Mapping[str, Any]) -> dict[str, Any]:
-        """See `Family`; YaRN's two scales as published files have them, where they are alike."""
+        """See `Family`. If YaRN's two scales are equal, they are written as in published files."""
         keys, latent, scaling = (
             super().write_rope(fields),
             fields["latent"],
@@ -98,7 +98,7 @@ class DeepseekV2(Family):
         return keys
 
     def is_interleaved(self, keys: Mapping[str, Any]) -> bool:
-        """Whether channels that turn together lie side by side."""
+        """Whether channels that rotate together lie side by side."""
         del keys
         return True
 
@@ -139,7 +139,7 @@ class DeepseekV2(Family):
         )
 
     def _read_choice(self, keys: Mapping[str, Any], count: int) -> dict[str, Any]:
-        """Fields that say how experts are chosen, and weighed."""
+        """The fields that say how experts are chosen and weighted."""
         if flag(keys, "norm_topk_prob"):
             raise NotImplementedError(
                 f"norm_topk_prob=True is not supported for {self.name!r}: must be false, for "
@@ -154,7 +154,7 @@ class DeepseekV2(Family):
         return {} if method == _GREEDY else read_groups(keys, count)
 
     def _write_choice(self, experts: ExpertsConfig) -> dict[str, Any]:
-        """Keys for what `_read_choice` reads, but for the groups."""
+        """The keys that `_read_choice` reads, except for the groups."""
         return {
             "topk_method": _GROUPS if experts.groups > 1 else _GREEDY,
             "norm_topk_prob": experts.normalize,
@@ -162,10 +162,10 @@ class DeepseekV2(Family):
 
 
 def read_groups(keys: Mapping[str, Any], count: int) -> dict[str, Any]:
-    """The groups of experts in a file.
+    """The fields for groups of experts.
 
-    Raises:
-      ValueError: if they do not share the experts, or a token's are not in them.
+    Raises ValueError unless the groups share the experts evenly and the top groups have enough for
+    a token.
     """
     groups, top = integer(keys, "n_group"), integer(keys, "topk_group")
     if count % groups or top > groups or top * (count // groups) < keys["num_experts_per_tok"]:
@@ -177,7 +177,7 @@ def read_groups(keys: Mapping[str, Any], count: int) -> dict[str, Any]:
 
 
 def _all_dim(keys: Mapping[str, Any]) -> float:
-    """YaRN's scale of the scores, 0 for none; that of queries and keys `rope.parse` reads."""
+    """YaRN's scale of the scores, 0 for none; `rope.parse` reads the scale of queries and keys."""
     given = rope.merged(keys)
     if given.get("rope_type", "default") == "default":
         return 0.0

@@ -17,7 +17,7 @@ from turbojax.models.families.keys import flag
 
 
 class DeepseekV3(DeepseekV2):
-    """Chooses experts without an auxiliary loss: by scores that a correction balances."""
+    """Chooses experts without an auxiliary loss: a correction of the scores balances them."""
 
     def is_interleaved(self, keys: Mapping[str, Any]) -> bool:
         """See `DeepseekV2`."""

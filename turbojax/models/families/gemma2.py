@@ -8,7 +8,7 @@ from turbojax.models.families.keys import COMMON, FULL, SLIDING, number
 
 
 class Gemma2(Family):
-    """Scales embeddings by the root of their width, and stores the scales of norms less one."""
+    """Scales embeddings by the root of their width, and stores the scales of norms minus one."""
 
     def read_mathematics(self, keys: Mapping[str, Any]) -> dict[str, Any]:
         """See `Family`."""

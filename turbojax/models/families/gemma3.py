@@ -19,7 +19,7 @@ class Gemma3(Gemma2):
     """Layers without a window have scaled RoPE; those with one have a base of their own."""
 
     def read_rope(self, hf: Mapping[str, Any], head_dim: int, max_length: int) -> dict[str, Any]:
-        """See `Family`; version 5 has an object for each kind of layer in `rope_parameters`."""
+        """See `Family`; transformers 5 has an object for each kind of layer in `rope_parameters`."""
         del head_dim
         kinds = _by_kind(hf.get("rope_parameters"))
         outside = {key: hf[key] for key in rope.KEYS if key in hf}
@@ -89,11 +89,9 @@ def _pattern(pattern: int, count: int) -> list[str]:
 
 
 def _by_kind(parameters: Any) -> Mapping[str, Any]:
-    """What `rope_parameters` has for each kind of layer.
+    """The object in `rope_parameters` for each kind of layer.
 
-    Raises:
-      NotImplementedError: if it has anything else.
-      ValueError: if it is no object.
+    Raises NotImplementedError if it has anything else, ValueError if it is no object.
     """
     if parameters is not None and not isinstance(parameters, Mapping):
         raise ValueError(f"rope_parameters={shown(parameters)} must be an object")

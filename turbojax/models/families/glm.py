@@ -11,7 +11,7 @@ _USUAL_PART = 0.5
 
 
 class Glm(Family):
-    """Has biases of queries, keys and values, but none of the output."""
+    """Has biases for queries, keys and values, but none for the output."""
 
     def read_rope(self, hf: Mapping[str, Any], head_dim: int, max_length: int) -> dict[str, Any]:
         """See `Family`."""

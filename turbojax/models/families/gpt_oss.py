@@ -23,7 +23,7 @@ _USUAL_ROPE = {
 
 
 class GptOss(Family):
-    """Has experts alone, whose tensors hold all of them, gates and partners in turns."""
+    """Has experts in all layers; a tensor holds all of them, columns of gate and partner alternating."""
 
     def read_mathematics(self, keys: Mapping[str, Any]) -> dict[str, Any]:
         """See `Family`."""
@@ -85,7 +85,7 @@ class GptOss(Family):
 
 
 def _agreeing(keys: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The keys, if what published files say twice is the same."""
+    """The keys, after a check that the number of experts per token, given twice, is the same."""
     chosen, again = keys["num_experts_per_tok"], keys["experts_per_token"]
     if again not in (None, chosen):
         raise ValueError(

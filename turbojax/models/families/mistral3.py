@@ -1,7 +1,7 @@
-"""Mistral Small 3.1 and later: the text model of a file that also has one for pictures.
+"""Mistral Small 3.1 and later: the text model of a checkpoint that also reads pictures.
 
-Their files have one `config.json` for both, and tensors of both. What is read is the text model,
-which is a Mistral; what reads pictures is left where it is, and is not written again.
+Such a checkpoint has one `config.json` and the tensors of both models. Only the text model, which
+is a Mistral, is read; the part for pictures is neither read nor written again.
 """
 
 from collections.abc import Mapping
@@ -45,14 +45,10 @@ def is_whole(hf: Mapping[str, Any]) -> bool:
 
 
 def text_config(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """The `config.json` of the text model: the object within, and what stands beside it.
+    """The `config.json` of the text model: the object within `hf`, and the keys beside it.
 
-    Args:
-      hf: of the whole, see `is_whole`.
-
-    Raises:
-      NotImplementedError: if the model type is another, or the text model is no Mistral.
-      ValueError: if there is no object for the text model.
+    Raises NotImplementedError for another model type or a text model that is no Mistral, ValueError
+    if there is no object for the text model.
     """
     if hf.get("model_type") not in (None, NAME):
         raise NotImplementedError(
@@ -80,9 +76,9 @@ def text_config(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def text_tensors(tensors: Mapping[str, _Stored]) -> dict[str, _Stored]:
-    """The tensors of the text model by their names in a Mistral; others of the whole are left out.
+    """The tensors of the text model by their names in a Mistral; those for pictures are left out.
 
-    Tensors of no known part keep their names: a reader refuses them.
+    Tensors of unknown parts keep their names, and a reader refuses them.
     """
     found = {}
     for name, stored in tensors.items():

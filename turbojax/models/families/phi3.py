@@ -12,7 +12,7 @@ _OLD_NAMES = ("su", "yarn")
 
 
 class Phi3(Family):
-    """Has RoPE's original length outside of what else describes it."""
+    """Has RoPE's original length outside of the object that describes the rest of RoPE."""
 
     def read_rope(self, hf: Mapping[str, Any], head_dim: int, max_length: int) -> dict[str, Any]:
         """See `Family`."""

@@ -12,7 +12,7 @@ _EXPERTS = 128
 
 
 class Qwen3Moe(Family):
-    """Norms heads, and has layers of experts."""
+    """Norms the heads of queries and keys, and has layers of experts."""
 
     def read_mathematics(self, keys: Mapping[str, Any]) -> dict[str, Any]:
         """See `Family`."""

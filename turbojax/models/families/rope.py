@@ -1,6 +1,6 @@
 """Rotary embeddings in a Hugging Face `config.json`, in the spellings of transformers 4 and 5.
 
-Version 4 has `rope_theta` beside `rope_scaling`, version 5 both in `rope_parameters`.
+Version 4 has `rope_theta` beside `rope_scaling`; version 5 has both in `rope_parameters`.
 """
 
 import math
@@ -40,13 +40,7 @@ _COMMON = {"rope_type", "type", THETA, PARTIAL, ORIGINAL, "finetuned"}
 
 
 class RopeKeys(NamedTuple):
-    """What a `config.json` says of a rotary embedding.
-
-    Attributes:
-      theta: base of the frequencies.
-      scaling: their change, or None.
-      partial: the share of each head that turns.
-    """
+    """What a `config.json` says about a rotary embedding; `partial` is the rotated share of each head."""
 
     theta: float
     scaling: RopeScaling | None
@@ -61,18 +55,13 @@ def parse(
     theta: float = 10000.0,
     original: int | None = None,
 ) -> RopeKeys:
-    """What keys of a rotary embedding mean.
+    """Reads keys of a rotary embedding, as `merged` returns them.
 
-    Args:
-      given: the keys, as `merged` returns them.
-      max_length: `max_position_embeddings`.
-      kinds: values of `rope_type` that are supported.
-      theta: base of the frequencies where none is given.
-      original: length of the first training where none is given; `max_length` if this is not.
+    `kinds` are the supported values of `rope_type`; `theta` is the base if none is given;
+    `original` is the length of the first training if none is given, by default `max_length`.
 
-    Raises:
-      NotImplementedError: for another kind of rotary embedding or an option that is not supported.
-      ValueError: if a key is missing, a value is of the wrong kind, or two of them disagree.
+    Raises NotImplementedError for another kind or an unsupported option; ValueError if a key is
+    missing, a value is of the wrong kind, or two disagree.
     """
     kind = given.get("rope_type", "default")
     if kind not in tuple(kinds):
@@ -103,13 +92,7 @@ def parse(
 
 
 def write(theta: float, scaling: RopeScaling | None, max_length: int) -> dict[str, Any]:
-    """Keys of `config.json` that `merged` and readers of both spellings understand.
-
-    Args:
-      theta: base of the frequencies.
-      scaling: their change, or None.
-      max_length: `max_position_embeddings`.
-    """
+    """Keys of `config.json` that readers of both spellings, such as `merged`, understand."""
     scaled = _scaling_keys(scaling, max_length)
     keys: dict[str, Any] = {
         THETA: theta,
@@ -119,11 +102,10 @@ def write(theta: float, scaling: RopeScaling | None, max_length: int) -> dict[st
 
 
 def merged(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """What all places of a `config.json` say, if they agree; `rope_type` for either of its names.
+    """The keys from all places in a `config.json`, with `rope_type` for either of its names.
 
-    Raises:
-      NotImplementedError: if layers have several rotary embeddings.
-      ValueError: if a place holds no object, or two disagree.
+    Raises NotImplementedError if layers have several rotary embeddings, ValueError if a place holds
+    no object or two places disagree.
     """
     new, old = _object(hf, "rope_parameters"), _object(hf, "rope_scaling")
     # A `rope_scaling` that was added to a file of version 5 is meant to count.
@@ -213,7 +195,7 @@ def _scaling(
 
 
 def _yarn_amplitude(numbers: Mapping[str, Any]) -> float | None:
-    """YaRN's factor of queries and keys where the file sets it; None for the usual one."""
+    """YaRN's factor of queries and keys if the file sets it; None for the usual one."""
     if numbers.get("attention_factor") is not None:
         return float(numbers["attention_factor"])
     upper, lower = numbers.get("mscale"), numbers.get("mscale_all_dim")

@@ -58,13 +58,9 @@ _LLAMA3_TOLERANCE = 1e-5
 def config(header: Header, factors: Mapping[str, np.ndarray]) -> dict[str, Any]:
     """A `config.json` that describes the same model.
 
-    Args:
-      header: of the file.
-      factors: of rotary frequencies: the file's tensors of these names, in float32.
-
-    Raises:
-      NotImplementedError: if the architecture is not supported, or a key or its value.
-      ValueError: if a key is missing, or has a value that it cannot have.
+    `factors` are the file's tensors that divide rotary frequencies, by their names, in float32.
+    Raises NotImplementedError if the architecture, a key or its value is not supported, ValueError
+    if a key is missing or has an impossible value.
     """
     try:
         return _Config(header, factors).read()
@@ -127,7 +123,7 @@ class _Config:
         return f"{self.architecture}.{key}"
 
     def get(self, key: str, default: Any = None) -> Any:
-        """The value of a key; of one with a value for every layer, the value that all have."""
+        """The value of a key; if it has one for every layer and all are alike, that one."""
         self.used.add(key)
         value = self.header.metadata.get(self.name(key), default)
         if isinstance(value, np.ndarray) and len(value) and (value == value[0]).all():
@@ -168,7 +164,7 @@ class _Config:
         return dim
 
     def tokens(self) -> dict[str, Any]:
-        """What `generation_config.json` says elsewhere."""
+        """The special tokens, which `generation_config.json` says in a folder."""
         found = {}
         for role in ("bos", "eos"):
             number = self.header.metadata.get(f"tokenizer.ggml.{role}_token_id")
@@ -253,9 +249,9 @@ class _Config:
         return scaling
 
     def divided(self, factors: np.ndarray, keys: dict[str, Any], length: int) -> dict[str, Any]:
-        """Frequencies that a tensor divides: Llama 3's, or any others.
+        """RoPE scaling for frequencies that a tensor divides: Llama 3's, or any others.
 
-        LongRoPE with the same factors for short and long sequences is just that.
+        The latter are LongRoPE with the same factors for short and long sequences.
         """
         factor = _short(float(factors.max(initial=1.0)))
         periods = keys["rope_theta"] ** (np.arange(len(factors)) / len(factors))
@@ -311,8 +307,8 @@ class _Config:
     def _gemma(self, sizes: Mapping[str, int], head_dim: int, largest: int) -> dict[str, Any]:
         """What Gemma 2 and 3 share.
 
-        Files do not say how scores are scaled: by the heads' width, but in the largest model, whose
-        number of layers is `largest`, by the width of all shared among the heads.
+        Files do not say how scores are scaled: by the width of a head, except in the largest model,
+        whose number of layers is `largest`, by the hidden size divided by the number of heads.
         """
         scalar: float = head_dim
         if sizes["num_hidden_layers"] == largest:
@@ -351,10 +347,10 @@ class _Config:
 
 
 def _dtype(header: Header) -> str:
-    """Of weights and computation, unless something else is asked for.
+    """The dtype of weights and computation, unless another is asked for.
 
-    That of matrices if they are floating point. Codes do not say it; what they were made of is in
-    bfloat16, of nearly all models.
+    It is that of most of the matrices' numbers if that is a floating-point type. Otherwise
+    bfloat16, since files with codes do not say it, and nearly all models were made in bfloat16.
     """
     sizes: dict[str, int] = {}
     for place in header.tensors.values():

@@ -2,11 +2,11 @@
 
 The package `gguf` has a reader, too. It makes several objects of every token of a vocabulary, which
 takes seconds, and believes the lengths that a file claims; so the header is parsed here, and the
-package is asked for the numbers of quantized tensors (`tensors.py`).
+package is asked only for the numbers of quantized tensors (`tensors.py`).
 
 All integers are little endian: ``"GGUF"``, a version, the number of tensors and of pairs; for each
 pair a key, the kind of its value, and the value; for each tensor its name, sizes (the fastest
-first), type, and place after the padding that follows.
+first), type, and its place counted from after the padding that follows the header.
 """
 
 import dataclasses
@@ -64,10 +64,10 @@ class Place:
     """A tensor in a GGUF file.
 
     Attributes:
-      type: the type of its numbers, a name of `TYPES`.
-      shape: its shape, the fastest axis last.
-      block: numbers that are stored as one, neighbours along the last axis.
-      block_bytes: bytes of those.
+      type: of its numbers, a name of `TYPES`.
+      shape: the fastest axis last.
+      block: how many numbers are stored as one block, neighbours along the last axis.
+      block_bytes: bytes of a block.
       begin: its first byte in the file.
     """
 
@@ -79,7 +79,7 @@ class Place:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that it has in the file."""
+        """Bytes that the tensor has in the file."""
         return math.prod(self.shape) // self.block * self.block_bytes
 
 
@@ -87,11 +87,8 @@ class Place:
 class Header:
     """The beginning of a GGUF file.
 
-    Attributes:
-      file: which.
-      version: of the file, when it was read.
-      metadata: values by key: numbers, strings, lists of strings, arrays of numbers.
-      tensors: places by name.
+    `version` is that of the file when it was read. Values of `metadata` are numbers, strings, lists
+    of strings and arrays of numbers.
     """
 
     file: Path
@@ -101,18 +98,16 @@ class Header:
 
 
 def is_gguf(path: str | os.PathLike[str]) -> bool:
-    """Whether a path is that of a GGUF file, by its ending; a folder is none."""
+    """Whether a path is that of a GGUF file, by its ending; a folder never is."""
     return Path(path).suffix.lower() == SUFFIX and not Path(path).is_dir()
 
 
 def read(file: Path) -> Header:
-    """The header of a file, which is kept until the file changes.
+    """The header of a file, which is cached until the file changes.
 
-    Raises:
-      FileNotFoundError: if there is none.
-      NotImplementedError: if a tensor's type or the version is not supported, or the model is
-        split into several files.
-      ValueError: if it is no GGUF file, or was cut short.
+    Raises FileNotFoundError if it is missing; NotImplementedError for another version, an
+    unsupported tensor type or a model split into several files; ValueError if it is no GGUF file or
+    was cut short.
     """
     if not file.exists():
         raise FileNotFoundError(f"there is no file {str(file)!r}")

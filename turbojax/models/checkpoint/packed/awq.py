@@ -53,13 +53,10 @@ _PLACES = np.argsort([0, 2, 4, 6, 1, 3, 5, 7])
 
 @dataclasses.dataclass(frozen=True)
 class Awq:
-    """What a `quantization_config` of AWQ says.
+    """What a `quantization_config` of AWQ says; see `PackedFormat`.
 
-    Attributes:
-      group_size: inputs of a group, or None for all.
-      by_outputs: whether an output's codes lie together (``"gemv"``), not an input's (``"gemm"``).
-      name: of the format.
-      codes: the part that holds them.
+    `by_outputs` is whether an output's codes lie together (``"gemv"``), not an input's
+    (``"gemm"``).
     """
 
     group_size: int | None
@@ -116,8 +113,7 @@ class Awq:
 def parse(block: Block) -> Awq:
     """The format of a `quantization_config` whose `quant_method` is ``"awq"``.
 
-    Raises:
-      NotImplementedError: if it is one that cannot be read; see `keys`.
+    Raises NotImplementedError if it cannot be read; see `keys`.
     """
     keys.require_off(block, (*_READ.split(), *_HARMLESS.split()))
     keys.require(block, "bits", (4,), 4)
@@ -137,7 +133,7 @@ def _along_outputs(words: jax.Array) -> jax.Array:
 
 
 def _words(size: int, count: int) -> int:
-    """Words of zero points of an output of ``"gemv"``: of this many groups of this size."""
+    """Words of zero points for an output of ``"gemv"`` with `count` groups of `size` inputs."""
     multiple = {64: 2, 32: 4}.get(size, 1)
     words = -(-count // PER_WORD)
     return -(-words // multiple) * multiple

@@ -48,13 +48,9 @@ _HARMLESS_WEIGHTS = "actorder observer observer_kwargs scale_dtype zp_dtype"
 
 @dataclasses.dataclass(frozen=True)
 class CompressedTensors:
-    """What a `quantization_config` of compressed-tensors says.
+    """What a `quantization_config` of compressed-tensors says; see `PackedFormat`.
 
-    Attributes:
-      group_size: inputs of a group, or None for all.
-      symmetric: whether there are no zero points.
-      name: of the format.
-      codes: the part that holds them.
+    `symmetric` means that there are no zero points.
     """
 
     group_size: int | None
@@ -105,9 +101,8 @@ class CompressedTensors:
 def parse(block: Block) -> CompressedTensors:
     """The format of a `quantization_config` whose `quant_method` is ``"compressed-tensors"``.
 
-    Raises:
-      NotImplementedError: if it is one that cannot be read; see `keys`.
-      ValueError: if an object is none.
+    Raises NotImplementedError if it cannot be read, see `keys`; ValueError if a value that must be
+    an object is none.
     """
     keys.require_off(block, (*_READ.split(), *_HARMLESS.split()))
     keys.require(block, "format", (FORMAT,))
@@ -151,7 +146,7 @@ def _scheme(groups: Block, name: str) -> CompressedTensors:
 
 
 def _zeros(stored: np.ndarray, outputs: int) -> np.ndarray:
-    """int8 ``[N, G]``."""
+    """Zero points, int8 ``[N, G]``."""
     if stored.dtype == np.int8:
         if stored.min() < -8 or stored.max() > 7:
             raise ValueError("weight_zero_point must hold numbers from -8 to 7")

@@ -57,15 +57,12 @@ _ONES = np.uint32(0x11111111)
 
 @dataclasses.dataclass(frozen=True)
 class Gptq:
-    """What a `quantization_config` of GPTQ says.
+    """What a `quantization_config` of GPTQ says; see `PackedFormat`.
 
     Attributes:
-      group_size: inputs of a group, or None for all.
       symmetric: whether all zero points are 8.
       less_one: whether they are stored less one.
       act_order: whether groups are not runs of inputs, so that layers must have a ``g_idx``.
-      name: of the format.
-      codes: the part that holds them.
     """
 
     group_size: int | None
@@ -105,7 +102,7 @@ class Gptq:
         return grouped(codes, scales, zeros, self.group_size, parts.get("g_idx"))
 
     def _zeros(self, words: np.ndarray) -> np.ndarray:
-        """int8 ``[G, N]``, -8 to 7."""
+        """Zero points, int8 ``[G, N]``, -8 to 7."""
         stored = nibbles(words)
         forgot = self.symmetric and bool((stored == MIDDLE).all())
         if self.less_one and not forgot:
@@ -116,8 +113,7 @@ class Gptq:
 def parse(block: Block) -> Gptq:
     """The format of a `quantization_config` whose `quant_method` is ``"gptq"``.
 
-    Raises:
-      NotImplementedError: if it is one that cannot be read; see `keys`.
+    Raises NotImplementedError if it cannot be read; see `keys`.
     """
     keys.require_off(block, (*_READ.split(), *_HARMLESS.split()))
     keys.require(block, "bits", (4,))
