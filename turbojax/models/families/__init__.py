@@ -27,9 +27,9 @@ def read(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def text_part(hf: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The `config.json` of the text model if `hf` is of a model that also reads pictures, else `hf`.
+    """The `config.json` of the text model, if `hf` is of a model that also reads pictures.
 
-    Raises as `read`.
+    Otherwise `hf` itself. Raises as `read`.
     """
     return mistral3.text_config(hf) if mistral3.is_whole(hf) else hf
 

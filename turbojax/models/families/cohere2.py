@@ -10,7 +10,7 @@ _PATTERN, _LOGITS, _EPS = "sliding_window_pattern", "logit_scale", "layer_norm_e
 
 
 class Cohere2(Family):
-    """One LayerNorm without a bias serves both attention and feed-forward layer, which run in parallel."""
+    """One LayerNorm without a bias serves attention and feed-forward layer, which are parallel."""
 
     def read(self, hf: Mapping[str, Any]) -> dict[str, Any]:
         """See `Family`."""

@@ -19,7 +19,7 @@ class Gemma3(Gemma2):
     """Layers without a window have scaled RoPE; those with one have a base of their own."""
 
     def read_rope(self, hf: Mapping[str, Any], head_dim: int, max_length: int) -> dict[str, Any]:
-        """See `Family`; transformers 5 has an object for each kind of layer in `rope_parameters`."""
+        """See `Family`; transformers 5 has one object per kind of layer in `rope_parameters`."""
         del head_dim
         kinds = _by_kind(hf.get("rope_parameters"))
         outside = {key: hf[key] for key in rope.KEYS if key in hf}

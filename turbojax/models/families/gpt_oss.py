@@ -23,7 +23,7 @@ _USUAL_ROPE = {
 
 
 class GptOss(Family):
-    """Has experts in all layers; a tensor holds all of them, columns of gate and partner alternating."""
+    """Has experts in all layers; a tensor holds all of them, gate and partner in turns."""
 
     def read_mathematics(self, keys: Mapping[str, Any]) -> dict[str, Any]:
         """See `Family`."""

@@ -72,7 +72,7 @@ stored.
 
 
 def integer(keys: Mapping[str, Any], key: str, least: int = 1) -> int:
-    """A key's value; ValueError unless it is an integer from `least` to the largest supported size."""
+    """A key's value; ValueError unless it is an integer from `least` to the largest size."""
     value = keys[key]
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise ValueError(

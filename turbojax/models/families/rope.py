@@ -40,7 +40,7 @@ _COMMON = {"rope_type", "type", THETA, PARTIAL, ORIGINAL, "finetuned"}
 
 
 class RopeKeys(NamedTuple):
-    """What a `config.json` says about a rotary embedding; `partial` is the rotated share of each head."""
+    """What a `config.json` says about RoPE; `partial` is the share of each head that rotates."""
 
     theta: float
     scaling: RopeScaling | None

@@ -50,7 +50,7 @@ class SmolLM3(Family):
 
 
 def _rotates(keys: Mapping[str, Any]) -> list[bool]:
-    """Whether each layer has positions; ValueError if the file's list is not 0 or 1 for each layer."""
+    """Whether each layer has positions; ValueError if the file's list is not one of 0 and 1."""
     given, count = keys[_LAYERS], keys["num_hidden_layers"]
     if given is None:
         interval = integer(keys, _INTERVAL)

@@ -1,13 +1,13 @@
 """Results that follow a JSON schema, a regular expression or a grammar.
 
-Each function here gives a `Constraint` for `Request.constraint`. What is compiled, and matched to
-texts, is the package llguidance's: an Earley parser over derivatives of regular expressions, which
-finds for every place of a text the tokens that it may go on with.
+Each function here gives a `Constraint` for `Request.constraint`. The package llguidance compiles
+grammars and matches texts: an Earley parser over derivatives of regular expressions, which finds
+for every place in a text the tokens that it may go on with.
 
 A token is allowed if the text with it can still become one that the grammar accepts. Special tokens
 are allowed where a grammar names them, those that end a text where it may end, and none elsewhere.
-So a result that ends with ``"stop"`` is what the grammar asks for, and one of ``"length"`` a
-beginning of it.
+So a result that ends with ``"stop"`` is what the grammar asks for, and one that ends with
+``"length"`` is a beginning of it.
 """
 
 import concurrent.futures
@@ -54,20 +54,20 @@ def json_schema(
 ) -> "Grammar":
     """Results that are JSON of a schema.
 
-    Properties come in the schema's order. Of JSON Schema nearly all is known; what is not, such as
-    ``not`` and ``uniqueItems``, is refused, and so is a ``$ref`` to somewhere else.
+    Properties come in the schema's order. Nearly all of JSON Schema is known; what is not, such as
+    ``not`` and ``uniqueItems``, is refused, and so is a ``$ref`` to another document.
 
     Args:
       tokenizer: of the model.
       schema: a JSON schema.
-      whitespace: characters that may stand between two parts of the text, at most; 0 for none.
+      whitespace: how many characters may stand between two parts of the text at most; 0 for none.
 
     Raises:
       ImportError: if the package `llguidance` is not installed.
       NotImplementedError: if the tokenizer's tokens have no bytes.
       TypeError: if the schema is neither a mapping nor true or false.
-      ValueError: if it is no schema, has a part that is not known, is too large, or nothing fits
-        it; the message says what is wrong.
+      ValueError: if it is no schema, has an unknown part, is too large, or nothing fits it; the
+        message says what is wrong.
     """
     if not isinstance(schema, Mapping | bool):
         raise TypeError(f"schema={_json.shown(schema)} must be a mapping, true or false")
@@ -99,9 +99,9 @@ def regex(tokenizer: Tokenizer, pattern: str) -> "Grammar":
 
     Args:
       tokenizer: of the model.
-      pattern: as Rust's crate `regex` writes it, which is much as Python does, without looking
-        ahead or back and without references to groups. ``.`` is no line break, and ``\d`` a digit
-        of any script.
+      pattern: as Rust's crate `regex` writes it, which is much like Python's, without looking ahead
+        or back and without references to groups. ``.`` does not match a line break, and ``\d``
+        matches a digit of any script.
 
     Raises:
       ImportError: if the package `llguidance` is not installed.
@@ -139,7 +139,7 @@ def lark(tokenizer: Tokenizer, text: str) -> "Grammar":
 
 
 class Grammar:
-    """A compiled grammar: a `Constraint`, for any number of texts and threads.
+    """A compiled grammar: a `Constraint`, which any number of texts and threads may share.
 
     Made by `json_schema`, `json_object`, `regex` and `lark`.
     """
@@ -148,12 +148,12 @@ class Grammar:
         self._matcher, self._known = matcher, known
 
     def begin(self) -> "GrammarText":
-        """See `Constraint`: the parts that depend on the grammar alone are shared."""
+        """See `Constraint`. Texts share what depends on the grammar alone."""
         return GrammarText(self._matcher.deep_copy(), self._known)
 
 
 class GrammarText:
-    """A text that follows a grammar, as its tokens come: a `ConstraintState`."""
+    """The state of a text that follows a grammar: a `ConstraintState`."""
 
     def __init__(self, matcher: "LLMatcher", known: np.ndarray) -> None:
         self._matcher, self._known = matcher, known
@@ -161,8 +161,8 @@ class GrammarText:
     def allowed(self) -> np.ndarray:
         """The tokens that may come next: uint32 ``[ceil(V / 32)]``, V the tokenizer's vocabulary.
 
-        Where the grammar has come to its end these are the tokenizer's end tokens; none, if it has
-        none, and then `is_complete` holds. None too after an `error`.
+        Where the grammar has come to its end these are the tokenizer's end tokens; if it has none,
+        there are none, and then `is_complete` holds. After an `error` there are none either.
         """
         found = np.frombuffer(self._matcher.compute_bitmask(), np.dtype("<u4"))
         if self._matcher.is_error():  # which allows end tokens
@@ -170,12 +170,12 @@ class GrammarText:
         return found[: self._known.size] & self._known
 
     def accept(self, token: int) -> None:
-        """Adds a token; one that is not allowed is an `error`."""
+        """Adds a token; one that is not allowed leads to an `error`."""
         self._matcher.consume_token(int(token))
 
     @property
     def is_complete(self) -> bool:
-        """Whether the text is one that the grammar accepts, as it stands."""
+        """Whether the grammar accepts the text as it stands."""
         return not self._matcher.is_error() and self._matcher.is_accepting()
 
     @property
@@ -185,7 +185,7 @@ class GrammarText:
 
 
 class _Vocabulary:
-    """A tokenizer as llguidance wants it, and the grammars compiled for it."""
+    """A tokenizer in llguidance's form, and the grammars compiled for it."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         try:
@@ -213,7 +213,7 @@ class _Vocabulary:
         self._compile = functools.lru_cache(_KEPT)(self._compiled)
 
     def grammar(self, what: str, text: str) -> Grammar:
-        """Compiles a grammar, or finds it compiled; errors say what it is."""
+        """Compiles a grammar, or finds it compiled; error messages call it `what`."""
         if (size := len(text.encode())) > _MOST_BYTES:
             raise ValueError(f"the {what} of {size:,} bytes must have at most {_MOST_BYTES:,}")
         return self._compile(what, text)
@@ -238,13 +238,7 @@ class _Vocabulary:
 
 
 class _Tokens:
-    """What llguidance asks of a tokenizer.
-
-    Args:
-      tokens: bytes of each.
-      ends: tokens that end a text.
-      special: special tokens.
-    """
+    """What llguidance asks of a tokenizer; `ends` are tokens that end a text."""
 
     bos_token_id = None
 
@@ -252,7 +246,7 @@ class _Tokens:
         self.tokens, self.eos_token_id, self.special_token_ids = tokens, ends[0], special
 
     def __call__(self, text: bytes | str) -> list[int]:
-        """Texts are never encoded: see `_ALL_TOKENS`."""
+        """Raises: texts are never encoded, see `_ALL_TOKENS`."""
         raise NotImplementedError
 
 
@@ -261,7 +255,7 @@ _lock, _stack_lock = threading.Lock(), threading.Lock()
 
 
 def _vocabulary(tokenizer: Tokenizer) -> _Vocabulary:
-    """The tokenizer's, which takes up to a second to make."""
+    """The tokenizer's `_Vocabulary`, cached because making it takes up to a second."""
     if not hasattr(type(tokenizer), "token_bytes"):
         raise NotImplementedError(
             f"results of a {type(tokenizer).__name__} cannot follow a grammar: its tokens have no "
@@ -274,7 +268,7 @@ def _vocabulary(tokenizer: Tokenizer) -> _Vocabulary:
 
 
 def _with_a_deep_stack(call: Callable[[], _T]) -> _T:
-    """What a call returns, in a thread with a stack of `_STACK_BYTES`."""
+    """Runs a call in a thread with a stack of `_STACK_BYTES` and returns what it returns."""
     found: concurrent.futures.Future[_T] = concurrent.futures.Future()
 
     def run() -> None:
@@ -294,7 +288,7 @@ def _with_a_deep_stack(call: Callable[[], _T]) -> _T:
 
 
 def _check_text(name: str, text: str) -> None:
-    """Raises unless it is text, and Unicode."""
+    """Raises TypeError unless it is text, ValueError unless it is Unicode."""
     if not isinstance(text, str):
         raise TypeError(f"{name}={_json.shown(text)} must be text")
     try:
@@ -304,6 +298,6 @@ def _check_text(name: str, text: str) -> None:
 
 
 def _message(text: str) -> str:
-    """An error of llguidance on one line, without the grammar around its place."""
+    """An error of llguidance on one line, without the part of the grammar that it quotes."""
     text = _WITHIN.sub("", text).removesuffix("<non-verbose/>").partition("<backtrace>")[0]
     return _json.line(text.removeprefix("failed to compile JSON schema: "))

@@ -1,9 +1,9 @@
 """Where chat templates run: jinja2's sandbox, which they cannot leave, and limits of time and size.
 
-Templates come with weights from anywhere. What is bounded: the time, looked at in every pass of a
+Templates come with weights from anywhere. These are bounded: the time, checked in every pass of a
 loop, every call and every filter; every text and list that operators, filters, calls and
-``{% set %}`` blocks make; all of them together; and the text that comes out. What is not: a single
-comparison of values that hold each other many times over.
+``{% set %}`` blocks make; all of them together; and the text that comes out. A single comparison
+of values that hold each other many times over is not bounded.
 """
 
 import contextvars
@@ -48,7 +48,7 @@ _MULTIPLYING = frozenset(("expandtabs", "join", "replace", "translate"))
 
 
 class _Budget:
-    """What a rendering may still take."""
+    """The time and size that a rendering may still use."""
 
     def __init__(self) -> None:
         self.deadline = time.monotonic() + SECONDS
@@ -73,10 +73,10 @@ _budget: contextvars.ContextVar[_Budget] = contextvars.ContextVar("_budget")
 
 
 class _Limits(jinja2.ext.Extension):
-    """Calls that are put into templates; no tag."""
+    """Functions whose calls are put into templates; the extension has no tag."""
 
     def step(self, literal: int) -> str:
-        """Begins a pass of a loop, or a macro's body, with so many characters of plain text."""
+        """Begins a loop's pass or a macro's body, with `literal` characters of plain text."""
         budget = _budget.get()
         budget.check_time()
         budget.take(literal)
@@ -92,11 +92,7 @@ class BoundedTemplate(jinja2.Template):
     """A template with a budget for every rendering."""
 
     def render(self, *args: Any, **kwargs: Any) -> str:
-        """See `jinja2.Template`.
-
-        Raises:
-          jinja2.TemplateError: where it would go beyond the limits; and others, as jinja2 does.
-        """
+        """See `jinja2.Template`; raises its TemplateError also where it would exceed the limits."""
         token = _budget.set(_Budget())
         try:
             written, size = [], 0
@@ -113,7 +109,7 @@ class BoundedTemplate(jinja2.Template):
 
 
 class BoundedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
-    """jinja2's immutable sandbox, with limits; see above."""
+    """jinja2's immutable sandbox, with the limits of this module."""
 
     intercepted_binops = frozenset(("+", "*", "**", "%"))
     template_class = BoundedTemplate
@@ -153,14 +149,14 @@ class BoundedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
 
 @jinja2.pass_context
 def _finalize(context: Any, value: Any) -> Any:
-    """Counts what an expression writes, also where it is not written out yet."""
+    """Counts what an expression writes, even if it is kept and not written out yet."""
     del context
     _budget.get().take(_measure((value,)))
     return value
 
 
 def _bounded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """A filter that looks at its arguments and at what it makes."""
+    """The filter with checks of its arguments and of what it makes."""
     if hasattr(function, "is_bounded"):
         return function
 
@@ -186,13 +182,9 @@ _PASSED = (jinja2.Environment, jinja2.runtime.Context, jinja2.nodes.EvalContext)
 def _check_arguments(
     name: str, own: Sequence[Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> None:
-    """Raises TemplateError where a call would make much of little.
+    """Raises TemplateError if a method or filter would make much from small arguments.
 
-    Args:
-      name: of the method or filter.
-      own: what it belongs to, or is applied to, if anything.
-      args: its arguments.
-      kwargs: its arguments with names.
+    `own` is what it belongs to, or is applied to, if anything.
     """
     budget, given = _budget.get(), (*args, *kwargs.values())
     budget.check_time()
@@ -211,7 +203,6 @@ def _check_arguments(
 
 
 def _replaced_size(text: str, old: str, new: str) -> int:
-    """Characters of a text in which every `old` becomes `new`, at most."""
     return len(text) + text.count(old) * max(len(new) - len(old), 0)
 
 
@@ -243,7 +234,7 @@ def _length(x: Any) -> int | None:
 
 
 def _measure(values: Any) -> int:
-    """Characters and entries of what is to be written, up to more than is allowed."""
+    """Characters and entries of what is to be written; counting stops above the limits."""
     size, entries, waiting = 0, 0, list(values)
     while waiting:
         x, entries = waiting.pop(), entries + 1

@@ -1,4 +1,4 @@
-"""What each token of a `tokenizer.json` adds to a text, in bytes: what grammars are matched to."""
+"""The bytes that each token of a `tokenizer.json` adds to a text; grammars are matched to these."""
 
 import dataclasses
 import json
@@ -14,8 +14,8 @@ class TokenBytes:
     """Tokens as bytes.
 
     Attributes:
-      texts: of each token the bytes that it adds in the middle of a text; none of special tokens,
-        and of numbers that no token has.
+      texts: for each token the bytes that it adds in the middle of a text; empty for special tokens
+        and for numbers that no token has.
       special: texts of special tokens, which `Tokenizer.decode` leaves out, by token.
     """
 
@@ -24,18 +24,12 @@ class TokenBytes:
 
 
 def token_bytes(tokenizer: Any, size: int) -> TokenBytes:
-    """The tokens of a tokenizer as bytes.
+    """The bytes of the tokens of a tokenizer from the package `tokenizers`.
 
-    Two ways of writing bytes as tokens are known: byte-level ones, as GPT-2 began them, whose
+    Two ways of writing bytes as tokens are known: byte-level ones, introduced with GPT-2, whose
     characters each stand for a byte; and those of SentencePiece, whose spaces are U+2581, and where
-    the token ``<0x0A>`` is a byte.
-
-    Args:
-      tokenizer: of the package `tokenizers`.
-      size: tokens, with the numbers that no token has.
-
-    Raises:
-      NotImplementedError: naming the decoder, if tokens become text in another way.
+    the token ``<0x0A>`` is a byte. Raises NotImplementedError, naming the decoder, for other ways.
+    `size` includes numbers that no token has.
     """
     steps = list(_steps(json.loads(tokenizer.to_str())["decoder"]))
     kinds = {step["type"] for step in steps}
@@ -75,9 +69,10 @@ def _steps(decoder: Mapping[str, Any] | None) -> Iterator[Mapping[str, Any]]:
 
 
 def _is_sentencepiece(steps: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether a decoder turns U+2581 to spaces, maybe bytes to characters, and does no more.
+    """Whether a decoder only turns U+2581 to spaces and maybe bytes to characters.
 
-    A space that it strips from the beginning of the whole text is none in its middle.
+    It may also strip a space from the beginning of the whole text, which changes nothing in its
+    middle.
     """
     spaces, fused = False, False
     for step in steps:

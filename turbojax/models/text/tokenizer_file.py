@@ -16,14 +16,9 @@ _MAY_HAVE_PREFIX = re.compile(rb'continuing_subword_prefix"\s*:\s*"[^"]|\\u00[2-
 
 
 class Parts(NamedTuple):
-    """What a tokenizer consists of.
+    """What a tokenizer consists of, `tokenizer` being that of the package `tokenizers`.
 
-    Attributes:
-      tokenizer: of the package `tokenizers`.
-      special_tokens: texts of special tokens by role.
-      bos_token_id: the token that begins a text, if there is one.
-      eos_token_ids: tokens that end a text.
-      chat_template: a template, or several by name, or None.
+    `special_tokens` are texts by role; `chat_template` may be several templates by name.
     """
 
     tokenizer: Any
@@ -34,12 +29,10 @@ class Parts(NamedTuple):
 
 
 def read(file: Path) -> tuple[Any, Mapping[str, Any] | None]:
-    """The file's tokenizer, and how it would fill up texts.
+    """The file's tokenizer, and how the file says that it pads texts; both are turned off.
 
-    Raises:
-      ImportError: if the package `tokenizers` is not installed.
-      FileNotFoundError: if there is no such file.
-      ValueError: naming it, if it cannot be read.
+    Raises ImportError if the package `tokenizers` is missing, FileNotFoundError, and ValueError,
+    naming the file, if it cannot be read.
     """
     try:
         import tokenizers
@@ -62,7 +55,7 @@ def read(file: Path) -> tuple[Any, Mapping[str, Any] | None]:
 
 @contextlib.contextmanager
 def named(what: str) -> Iterator[None]:
-    """Turns what the package `tokenizers` raises into a ValueError that begins like this."""
+    """Turns what the package `tokenizers` raises into a ValueError that begins with `what`."""
     try:
         yield
     except BaseException as error:
@@ -76,8 +69,8 @@ def named(what: str) -> Iterator[None]:
 def _check_merges(file: Path, content: bytes) -> None:
     """Raises ValueError where a merge would make the package cut a character in two.
 
-    It takes as many bytes from a merge's second token as the prefix has characters, without a
-    look at them, and ends the process where what is left is no text.
+    The package removes as many bytes from a merge's second token as the prefix has characters,
+    without looking at them, and ends the process if the rest is not text.
     """
     if not _MAY_HAVE_PREFIX.search(content):
         return
