@@ -36,7 +36,7 @@ _MODULES = {
 }
 _NAMES = {module: name for name, module in _MODULES.items()}
 _TENSOR = re.compile(r"base_model\.model\.model\.layers\.(\d+)\.(.+)\.lora_([AB])\.weight")
-# What changes the adapters' outputs, and what it must be.
+# Keys that change the adapters' outputs, and the values that they must have.
 _PLAIN: dict[str, tuple[Any, ...]] = {
     "bias": ("none",),
     "fan_in_fan_out": (False,),
@@ -200,14 +200,14 @@ def _check_complete(
         raise ValueError(
             f"{where}: layers_to_transform={shown(numbers)} must be from 0 to {len(layers) - 1}"
         )
-    if targets is None or isinstance(targets, str):  # A pattern, which says nothing of the layers.
+    if targets is None or isinstance(targets, str):  # A pattern, which does not name modules.
         return
     if not _is_list(targets, str):
         raise ValueError(f"{where}: target_modules={shown(targets)} must be names")
     for i, own in enumerate(layers):
         for name in _MODULES:
             module = _module(i, name)
-            # A whole name is meant whatever the layers are.
+            # A complete name counts whatever `layers_to_transform` says.
             is_named = module in targets or (
                 (not numbers or i in numbers)
                 and any(module.endswith(f".{target}") for target in targets)

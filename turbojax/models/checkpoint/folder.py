@@ -1,7 +1,7 @@
 """The files of a checkpoint's folder: `config.json`, tensors in safetensors files, companions.
 
-A GGUF file is read as such a folder, by the functions that take the path of one; it has no
-companions, and nothing is written like it.
+Functions that take a folder's path also take a GGUF file's and read it like a folder; it has no
+companions, and none is ever written.
 """
 
 import json
@@ -34,13 +34,13 @@ INDEX_NAME = f"{WEIGHTS_NAME}.index.json"
 MAX_SHARD_BYTES = 5_000_000_000
 
 _SHARD_PATTERN = "model-[0-9]*-of-[0-9]*.safetensors"
-# Names that `write` owns: what it does not write goes.
+# Names that `write` owns: those that it does not write are removed.
 _CHECKPOINT = (CONFIG_NAME, WEIGHTS_NAME, INDEX_NAME, _SHARD_PATTERN)
 _COMPANIONS = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),
     *("chat_template.jinja", "additional_chat_templates/*.jinja", "generation_config.json"),
 )
-# Of readers, where somebody replaces the checkpoint.
+# How often, and after which pauses, readers try again if the checkpoint is replaced.
 _TRIES, _PAUSE_SECONDS = 20, 0.005
 _PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 

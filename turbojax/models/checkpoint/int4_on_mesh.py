@@ -1,7 +1,7 @@
 """Quantized decoders that are split over a mesh, read part by part from folders of this package.
 
-Of a layer the process reads what its devices need into arrays of the layer's whole sizes on the
-host, the rest of which is zeros that nothing reads; devices' weights are cut out of these.
+The process reads what its devices need of a layer into host arrays of the layer's whole size;
+the rest of these is zeros that nothing reads. The devices' weights are cut out of them.
 """
 
 import functools
@@ -29,7 +29,7 @@ from turbojax.quantizers.int4_layout import BLOCK, GATED_ROWS, OUT_MULTIPLE, sto
 from turbojax.sharding.axes import Axes
 
 TILED = ("codes", "scales", "zeros")
-"""What lies in tiles of an INT4 weight."""
+"""Parts of an INT4 weight that lie in tiles."""
 
 Named = Sequence[tuple[str, Any]]
 """Arrays, or their shapes, with their names in files."""
@@ -163,7 +163,7 @@ def _want_of_layer(
     if linear == "down":
         return tensor.want(lead + 1, columns(weight, part, number * each, each))
     if isinstance(layer.mlp, QuantizedMlp) and layer.mlp.down.inputs is not None:
-        return tensor.want_all()  # Which outputs, the file says.
+        return tensor.want_all()  # The file says which outputs.
     rows = inner_rows(down.in_size, axes, number, each)
     return tensor.want(lead, tiles(weight, np.concatenate([rows, rows + down.in_size])))
 

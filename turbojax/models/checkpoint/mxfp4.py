@@ -23,7 +23,7 @@ _BLOCKS, _SCALES = "_blocks", "_scales"
 _GROUP = 32
 _POSITIVE = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _CODES = np.array([*_POSITIVE, *(-x for x in _POSITIVE)], np.float32)
-# Both numbers of a byte.
+# The two numbers of each byte.
 _PAIRS = np.stack([np.tile(_CODES, 16), np.repeat(_CODES, 16)], axis=-1)
 _BFLOAT16 = jnp.dtype(jnp.bfloat16)
 
@@ -44,7 +44,7 @@ class PackedTensor(_folder.Stored):
         groups = (first_input // _GROUP, -(-last_input // _GROUP))
         cut = slice(first_input - groups[0] * _GROUP, last_input - groups[0] * _GROUP)
         found = np.empty([end - begin for begin, end in box], _BFLOAT16)
-        # One expert after the other: in float32 all would be eight times what is stored.
+        # One expert after the other: all in float32 would be eight times what is stored.
         for i, expert in enumerate(range(first, last)):
             one = ((expert, expert + 1), outputs, groups)
             blocks = self.blocks.read_box((*one, (0, _GROUP // 2)))[0]

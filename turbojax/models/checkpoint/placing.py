@@ -1,9 +1,9 @@
-"""Weights from a checkpoint's files to the devices of a mesh: each process reads what its own hold.
+"""Weights from a checkpoint's files to the devices of a mesh: a process reads its devices' parts.
 
 An array of the model is made of one tensor, some of its rows or columns, or a stack of tensors.
-Arrays that share tensors are made together, so that no byte is read twice. What of them a device
-holds is read, cast, and sent there before the next device's part: besides the model, the host holds
-one tensor, or of a stack one device's part of it.
+Arrays that share tensors are made together, so that no byte is read twice. One device's part is
+read, cast, and sent there before the next device's: besides the model, the host holds one tensor,
+or one device's part of a stack.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ from turbojax.models.families.tensors import Placement
 
 _Key = TypeVar("_Key", bound=Hashable)
 Progress = Callable[[int, int], None]
-"""Called with the bytes that are read and the bytes there are, after each tensor."""
+"""Called after each tensor with the bytes read so far and the bytes to read in all."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -178,7 +178,7 @@ def _parts(group: Sequence[Target], tensors: Mapping[str, _folder.Stored]) -> li
             for number, (target, box) in enumerate(zip(group, held, strict=True))
             for copy in _copies(number, target, box, tensors)
         ]
-        # Those of one tensor one after the other, and tensors as they lie in their file.
+        # Copies of one tensor one after the other, and tensors in the order of their file.
         copies.sort(key=lambda x: (str(tensors[x.name].file), tensors[x.name].begin))
         parts.append(_Part(tuple(holders), held, tuple(copies)))
     return parts

@@ -48,7 +48,7 @@ _KINDS: dict[str, tuple[Any, ...]] = {
     "activations": TOKEN_KINDS,
 }
 _LATER = {"zeros": False, "activations": "e4m3", "input_order": []}
-"""Keys that older files have not, and what they are there."""
+"""Keys that older files lack, and their values for such files."""
 _ORDERED = ("qkv", "o", "gate_up", "down")
 """What `input_order` may name: linear layers whose inputs have an order of their own."""
 _E4M3 = jnp.dtype(jnp.float8_e4m3fn)
@@ -260,7 +260,7 @@ def _check_model(model: QuantizedDecoder) -> None:
             )
     for name in ("embedding", "lm_head"):
         table, template = getattr(model, name), getattr(expected, name)
-        # Floats are stored in a dtype of the caller's choice.
+        # Floats may be stored in another dtype, which the caller chooses.
         is_int4 = isinstance(table, Int4Weight)
         if is_int4 and _described(table) != _described(template):
             raise ValueError(

@@ -1,9 +1,9 @@
 """One safetensors file: where its tensors lie, and how they are read and written.
 
-It is the length of a header (8 bytes, little endian), the header (a JSON object that gives dtype,
+A file is the length of a header (8 bytes, little endian), the header (a JSON object with dtype,
 shape and place of each tensor), and the tensors' bytes. Tensors are read and written one at a time,
-so that a large file never lies in memory as a whole. Of a model that is split over processes, each
-reads the part of a tensor that it needs.
+so that a large file is never in memory as a whole. If a model is split over processes, each reads
+the parts of tensors that it needs.
 """
 
 import contextlib
@@ -38,7 +38,7 @@ _DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _HEADER_LENGTH_BYTES = 8
 
 Box = tuple[tuple[int, int], ...]
-"""Part of an array: of each axis the first index and the one after the last."""
+"""Part of an array: for each axis the first index and the one after the last."""
 
 
 @dataclasses.dataclass
@@ -143,7 +143,7 @@ def whole_box(shape: Sequence[int]) -> Box:
 def _runs(shape: Sequence[int], box: Box) -> tuple[np.ndarray, int]:
     """Where the contiguous runs of a box begin, and how many numbers each has."""
     strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
-    # Axes from here on are whole, so that a run goes over the one before.
+    # Axes from here on are whole, so a run extends along the axis before them.
     inner = len(shape)
     while inner and box[inner - 1] == (0, shape[inner - 1]):
         inner -= 1

@@ -1,4 +1,4 @@
-"""Tensors of which a process reads some rows or columns: the others are zeros on the host."""
+"""Tensors of which a process reads only some rows or columns; the others are zeros on the host."""
 
 import contextlib
 from collections.abc import Iterator, Mapping

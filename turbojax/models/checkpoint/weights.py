@@ -1,7 +1,7 @@
 """Weights from a checkpoint's files to the device, one tensor at a time.
 
 The arrays of the model are made first. A tensor is read, cast, and written into its place, which is
-donated, before the next one is read: at most one of them exists besides the model, on the host as
+donated, before the next one is read: besides the model, at most one tensor exists on the host and
 on the device.
 """
 

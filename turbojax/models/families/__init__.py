@@ -61,7 +61,7 @@ def _family(hf: Mapping[str, Any]) -> Family:
             f"{', '.join((*supported, others[0]))}{_advice(architectures[0])}"
         )
     name = supported[architectures[0]] if architectures else model_type
-    # Anything may stand there, a list for example, that is no key of a dictionary.
+    # It may be anything, such as a list, which cannot be looked up in a dictionary.
     if model_type not in (None, name) or name not in tuple(FAMILIES):
         names = ", ".join((*FAMILIES, others[1]))
         expected = f"{name!r}, as {architectures=}" if architectures else names

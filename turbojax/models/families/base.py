@@ -1,7 +1,7 @@
 """What families of Hugging Face checkpoints have in common, and where one may differ.
 
-A `Family` is what one of them says of itself: data, and methods that a subclass overrides where
-data does not suffice. What it has of its own stands in its file; the table lists them.
+A `Family` is data, and methods that a subclass overrides where data does not suffice. Each family
+has a file with what is special about it; `table.py` lists them.
 """
 
 import dataclasses
@@ -138,7 +138,7 @@ class Family:
             "num_key_value_heads": fields["num_kv_heads"],
             "head_dim": fields["head_dim"],
             "tie_word_embeddings": fields["tie_embeddings"],
-            # Not known here. Without the keys transformers would take those of one of its models.
+            # Not known here. Without these keys transformers would take another model's tokens.
             **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
         }
         follows = fields["head_dim"] * fields["num_heads"] == fields["hidden_size"]

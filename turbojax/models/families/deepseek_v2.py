@@ -23,9 +23,9 @@ class DeepseekV2(Family):
     def read(self, hf: Mapping[str, Any]) -> dict[str, Any]:
         """See `Family`."""
         given = dict(hf)
-        # Where it is there, it is the width of what turns.
+        # If there is a `head_dim`, it is the width of what rotates.
         turned, joined = given.pop("head_dim", None), given.pop("qk_head_dim", None)
-        # Any width of a head: that of the latent's parts takes its place.
+        # Any `head_dim` will do here: the width of the latent's parts replaces it.
         fields = super().read({**given, "head_dim": 1, "num_key_value_heads": None})
         latent: LatentConfig = fields["latent"]
         for key, value, wanted in (
@@ -60,7 +60,7 @@ class DeepseekV2(Family):
                 "v_head_dim": latent.value_dim,
             }
         if experts is None:
-            # transformers makes experts of all layers after these, even where there are none.
+            # transformers builds experts in all layers after these, even if their number is 0.
             return {
                 **keys,
                 "n_routed_experts": 0,
@@ -192,14 +192,14 @@ LATENT_LINEARS = {
     "self_attn.kv_a_proj_with_mqa": (("attention", "kv_a_proj"),),
     **{name: paths for name, paths in LINEARS.items() if name.startswith("mlp.")},
 }
-"""As `base.LINEARS`, with those of which a layer with latent attention has some."""
+"""Like `base.LINEARS`, for latent attention; a layer has some of these."""
 
 LATENT_NORMS = {
     **{name: path for name, path in NORMS.items() if name not in HEAD_NORMS},
     "self_attn.q_a_layernorm": ("attention", "q_a_norm"),
     "self_attn.kv_a_layernorm": ("attention", "kv_a_norm"),
 }
-"""As `base.NORMS`."""
+"""Like `base.NORMS`, for latent attention."""
 
 EXPERTS = {
     "mlp.gate": ("mlp", "router"),
@@ -224,10 +224,10 @@ DEFAULTS = {
     "num_local_experts": None,
     "num_experts_per_tok": None,
 }
-"""Of all versions."""
+"""Defaults of all versions."""
 
 IDLE = {"moe_layer_freq": 1, "ep_size": 1}
-"""Of the code that came before transformers'."""
+"""Keys of the authors' own code, which came before transformers'."""
 
 DEEPSEEK_V2 = DeepseekV2(
     "deepseek_v2",
@@ -245,7 +245,7 @@ DEEPSEEK_V2 = DeepseekV2(
         "n_group": None,
         "topk_group": None,
         "topk_method": _GREEDY,
-        # Of training.
+        # Keys of training.
         "aux_loss_alpha": None,
         "seq_aux": None,
     },

@@ -10,7 +10,7 @@ from turbojax.models.families.keys import LARGEST_SIZE, integer
 from turbojax.routing import check_groups
 
 MOST_EXPERTS = 10_000
-"""No layer has a tenth of it; each has tensors of its own."""
+"""No known layer has a tenth of it; a limit because each expert has tensors of its own."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,7 +125,7 @@ class ExpertsConfig:
                 raise ValueError(f"experts.{name}={shown(value)} must be a positive, finite number")
 
 
-# Of `ExpertsConfig`, since files were written that hold digests of it.
+# Fields that were added to `ExpertsConfig` after files were written that hold digests of it.
 _ADDED = (
     *("scores", "groups", "top_groups", "scaling", "shared_size", "has_biases"),
     *("swiglu_limit", "swiglu_alpha"),

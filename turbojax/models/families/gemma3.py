@@ -1,4 +1,4 @@
-"""Gemma 3, text: a RoPE of its own for layers with a window, normed heads, no cap of the scores."""
+"""Gemma 3, text: a RoPE of its own for layers with a window, normed heads, no cap on the scores."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -79,7 +79,7 @@ class Gemma3(Gemma2):
         """See `Family`."""
         keys, count = super().write_windows(windows, fields), fields["num_layers"]
         types = layer_types(windows, count)
-        # What the first versions that knew the family read instead of `layer_types`.
+        # The first versions of transformers with this family read this, not `layer_types`.
         pattern = types.index(FULL) + 1 if FULL in types else count + 1
         return {**keys, _PATTERN: pattern} if types == _pattern(pattern, count) else keys
 
@@ -118,7 +118,7 @@ GEMMA3 = Gemma3(
         _PATTERN: _USUAL_PATTERN,
         _LOCAL_THETA: _LOCAL_BASE,
     },
-    # transformers reads a cap of the scores and applies none.
+    # transformers reads a cap of the scores and does not apply it.
     idle={"hidden_act": "gelu_pytorch_tanh", _SCORE_CAP: None},
     refused={"Gemma3ForConditionalGeneration": _TEXT_ALONE, "gemma3": _TEXT_ALONE},
     activation_key="hidden_activation",

@@ -9,9 +9,9 @@ from turbojax._json import shown
 Activation = Literal["silu", "gelu_tanh"]
 
 MOST_LAYERS = 10_000
-"""No model has a hundredth of it; there is something to be held for every layer."""
+"""No known model has a hundredth of it; a limit because every layer takes some memory."""
 LARGEST_SIZE = 2**31 - 1
-"""Of every other size: tokens and positions are int32."""
+"""Limit of every other size: tokens and positions are int32."""
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 """The entries of `layer_types`: of layers with a window and without."""
@@ -44,7 +44,8 @@ COMMON = {
 """Keys of nearly all families, and what most take where one is missing."""
 
 IDLE = {"is_causal": True}
-"""As `Family.idle`, for every family; transformers treats null like false."""
+"""Like `Family.idle`, for every family; here null is not ignored, as transformers treats it
+like false."""
 
 _HARMLESS_TEXT = """
 architectures attention_dropout attn_implementation auto_map

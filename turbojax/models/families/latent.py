@@ -1,4 +1,4 @@
-"""Latent attention (MLA) in a `config.json`: keys and values made of one latent of each token."""
+"""Latent attention (MLA) in a `config.json`: keys and values made from one latent per token."""
 
 import dataclasses
 import math

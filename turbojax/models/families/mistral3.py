@@ -15,12 +15,12 @@ NAME, ARCHITECTURE = "mistral3", "Mistral3ForConditionalGeneration"
 
 _PART = "text_config"
 _TIED = "tie_word_embeddings"
-# Of the whole alone, or of the part that is left: whatever they say, text is computed as ever.
+# Keys of the whole, or of the part for pictures, that never change how text is computed.
 _OTHERS = (
     *("vision_config", "image_token_index", "image_token_id", "projector_hidden_act"),
     *("vision_feature_layer", "multimodal_projector_bias", "spatial_merge_size"),
 )
-# Beginnings of names of tensors, and what they are in a Mistral: as published, and as in memory.
+# Prefixes of tensors' names, as published and as in memory, and the prefixes in a Mistral.
 _PREFIXES = {
     "language_model.model.": "model.",
     "language_model.lm_head.": "lm_head.",
@@ -65,7 +65,7 @@ def text_config(hf: Mapping[str, Any]) -> dict[str, Any]:
             f"{MISTRAL.name!r}"
         )
     outside = {key: value for key, value in hf.items() if key not in (*_OTHERS, _PART)}
-    # Where it stands outside it counts for both tables, whatever the text model's own says.
+    # The outer key counts for both tables, whatever the text model's own says.
     return {
         **outside,
         **part,

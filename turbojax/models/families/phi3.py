@@ -7,7 +7,7 @@ from turbojax.models.families import rope
 from turbojax.models.families.base import LINEARS, Family
 from turbojax.models.families.keys import COMMON
 
-# What early checkpoints call LongRoPE.
+# Names that early checkpoints have for LongRoPE.
 _OLD_NAMES = ("su", "yarn")
 
 
@@ -33,7 +33,7 @@ class Phi3(Family):
         keys[rope.PARTIAL] = keys["rope_parameters"][rope.PARTIAL] = partial
         scaled = keys.get("rope_scaling")
         if scaled:
-            # Version 4 expects exactly these keys here, and the length outside.
+            # transformers 4 expects exactly these keys here, and the length outside.
             keys[rope.ORIGINAL] = scaled.pop(rope.ORIGINAL)
             scaled["type"] = scaled.pop("rope_type")
         return keys

@@ -108,7 +108,7 @@ def merged(hf: Mapping[str, Any]) -> dict[str, Any]:
     no object or two places disagree.
     """
     new, old = _object(hf, "rope_parameters"), _object(hf, "rope_scaling")
-    # A `rope_scaling` that was added to a file of version 5 is meant to count.
+    # A `rope_scaling` that was added to a file of transformers 5 is meant to count.
     if new.get("rope_type", "default") == "default" and "rope_type" in old:
         new.pop("rope_type", None)
     found = {key: hf[key] for key in (THETA, PARTIAL, ORIGINAL) if hf.get(key) is not None}
@@ -176,7 +176,7 @@ def _scaling(
         return YarnScaling(
             numbers["factor"],
             original,
-            # transformers takes a zero for "not given", too.
+            # transformers, too, takes a zero as "not given".
             beta_fast=numbers.get("beta_fast") or 32.0,
             beta_slow=numbers.get("beta_slow") or 1.0,
             attention_factor=_yarn_amplitude(numbers),

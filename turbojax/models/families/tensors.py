@@ -156,7 +156,7 @@ class _Linear:
 def _linears(config: TransformerConfig, layer: int) -> Iterator[_Linear]:
     size, inner = config.hidden_size, config.intermediate_size
     width, kv_width = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    # Of the model's linear layers: outputs, inputs, and whether there is a bias.
+    # For each of the model's linear layers: outputs, inputs, and whether there is a bias.
     attention: dict[Path, tuple[int, int, bool]] = {
         ("attention", "q_proj"): (width, size, config.qkv_bias),
         ("attention", "k_proj"): (kv_width, size, config.qkv_bias),

@@ -97,7 +97,7 @@ def chat_tokens(
         )
 
     text = render(messages, tools)
-    # The other tokenizers have no special tokens that a text could be written like.
+    # Other tokenizers have no special tokens that a text could look like.
     if not allow_special and isinstance(tokenizer, JsonTokenizer):
         special = tokenizer.special_texts
         segments = _segments(special, text, messages, tools, render)
@@ -125,7 +125,7 @@ def _segments(
             return special.split(text)
         try:
             segments = special.split_hidden(text, render(*hidden))
-        except ValueError:  # it refuses them, unlike the messages themselves
+        except ValueError:  # the template refuses the hidden messages, but not the original ones
             segments = None
         if segments is not None:
             return segments
@@ -177,7 +177,7 @@ def render_template(
     compiled = _compile(template)
     try:
         return compiled.render({**names, **(variables or {})})
-    except Exception as error:  # whatever its expressions do with these messages
+    except Exception as error:  # its expressions may do anything with these messages
         reason = _json.line(str(error))
         raise ValueError(f"the chat template refuses these messages: {reason}") from error
 

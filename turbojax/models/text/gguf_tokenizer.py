@@ -249,7 +249,7 @@ def _sentencepiece(source: _Source) -> Any:
     tokens = source.tokens
     scores: Sequence[float] = source.scores().tolist()
     if str(source.metadata.get("general.architecture")).startswith("gemma"):
-        # Its scores say nothing; the tokens are in the order in which they were learned.
+        # Its scores mean nothing; the tokens are in the order in which they were learned.
         scores = [-float(i) for i in range(len(tokens))]
     vocab = {text: i for i, text in enumerate(tokens)}
     apart = set(source.of_type(_UNKNOWN, _CONTROL, _UNUSED, _BYTE))
@@ -291,7 +291,7 @@ def _add_tokens(tokenizer: Any, source: _Source) -> None:
     """Adds the tokens that are found in a text before anything else."""
     from tokenizers import AddedToken
 
-    # As llama.cpp, whose files do not say it: Phi-3's swallow the space that follows.
+    # As in llama.cpp, though files do not say it: Phi-3's swallow the space that follows.
     swallows = source.metadata.get("general.architecture") == "phi3" and (
         source.metadata.get(f"{_PREFIX}model") == "llama"
     )

@@ -32,20 +32,20 @@ _T = TypeVar("_T")
 
 SPACES, MOST_SPACES = 16, 64
 """Spaces and line breaks between two parts of a JSON text, at most: by default, and if asked for.
-Small models would go on with them for ever."""
+Without a limit, small models would write them for ever."""
 
 _OPTIONS_KEY = "x-guidance"  # where llguidance looks for its options within a schema
-# Else, where only one text can follow, nothing would be allowed but the tokens that encoding makes
-# of it. Of a text written like a special token these would be special, and no part of a text.
+# Without this, where only one text can follow, only the tokens that encoding makes of it would be
+# allowed. For text that looks like a special token, that would be the special token itself.
 _ALL_TOKENS = '\n%llguidance {"no_forcing": true}\n'
 _PLACE = re.compile(r"^at \d+\(\d+\): ")
 _WITHIN = re.compile(r"\n +\d+ \| .*", re.DOTALL)
-_KEPT = 64  # compiled grammars of a tokenizer that are kept
-# Compiling takes a time that grows with the square of these, some seconds in all.
+_KEPT = 64  # compiled grammars that are cached per tokenizer
+# Compiling time grows with the square of these: some seconds at these limits.
 _MOST_BYTES = 2**16
 _MOST_SYMBOLS = 50_000
-# Of the thread that compiles: llguidance goes as deep as rules lead to rules, and where a stack
-# ends so does the process. Rules of all these bytes take 40 MB.
+# Stack of the thread that compiles: llguidance recurses as deep as rules are nested, and a stack
+# overflow ends the process. A grammar of `_MOST_BYTES` that only nests takes 40 MB.
 _STACK_BYTES = 2**28
 
 
@@ -110,7 +110,7 @@ def regex(tokenizer: Tokenizer, pattern: str) -> "Grammar":
       ValueError: if it is no such expression, or nothing matches it.
     """
     _check_text("pattern", pattern)
-    if (len(pattern) - len(pattern.rstrip("\\"))) % 2:  # which llguidance drops
+    if (len(pattern) - len(pattern.rstrip("\\"))) % 2:  # llguidance would drop it
         raise ValueError(f"pattern={_json.shown(pattern)} must not end with a single \\")
     vocabulary = _vocabulary(tokenizer)
     from llguidance import regex_to_lark
@@ -165,7 +165,7 @@ class GrammarText:
         there are none, and then `is_complete` holds. After an `error` there are none either.
         """
         found = np.frombuffer(self._matcher.compute_bitmask(), np.dtype("<u4"))
-        if self._matcher.is_error():  # which allows end tokens
+        if self._matcher.is_error():  # its mask would allow end tokens
             return np.zeros_like(self._known)
         return found[: self._known.size] & self._known
 
@@ -202,7 +202,7 @@ class _Vocabulary:
         texts = [special.get(i, text) for i, text in enumerate(found.texts)]
         # No UTF-8 has the byte 255, with which llguidance marks special tokens.
         texts = [b"" if text.startswith(b"\xff") else text for text in texts]
-        if not ends:  # llguidance wants one: a token beyond those that there are
+        if not ends:  # llguidance needs one: a token beyond the existing ones
             texts, ends, special = [*texts, b"<end>"], [size], special | {size: b"<end>"}
         words = np.zeros(-(-size // 32) * 32, np.bool_)
         words[:size] = True
@@ -222,7 +222,7 @@ class _Vocabulary:
         matcher = _with_a_deep_stack(lambda: self._matcher(text))
         if matcher.is_error():
             error = matcher.get_error()
-            # Of a text that was put into a grammar here the place says nothing.
+            # The place means nothing if the text was put into a grammar here.
             error = error if what == "grammar" else _PLACE.sub("", error)
             raise ValueError(f"the {what} cannot be used: {_message(error)}")
         return Grammar(matcher, self._known)
@@ -233,7 +233,7 @@ class _Vocabulary:
         grammar = LLMatcher.grammar_from_lark(text)
         matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=self._limits)
         if not matcher.is_error():
-            matcher.compute_bitmask()  # that nothing can be derived shows here
+            matcher.compute_bitmask()  # fails here if nothing can be derived
         return matcher
 
 
@@ -278,7 +278,7 @@ def _with_a_deep_stack(call: Callable[[], _T]) -> _T:
             found.set_exception(error)
 
     with _stack_lock:
-        # A thread that another one begins just now gets as large a stack, of which it uses little.
+        # A thread that another one starts meanwhile gets as large a stack, and uses little of it.
         before = threading.stack_size(_STACK_BYTES)
         try:
             threading.Thread(target=run, name="turbojax-grammar", daemon=True).start()

@@ -95,7 +95,7 @@ class SegmentEncoder:
         copy = tokenizers.Tokenizer.from_str(tokenizer.to_str())
         added = copy.get_added_tokens_decoder()
         self._special = {number: x.content for number, x in added.items() if x.special}
-        # A meant token is a token of its own, found in the text as the other would be.
+        # Each meant token gets a token of its own, found in the text just as the original would be.
         names = {number: chr(_MEANT + i) for i, number in enumerate(sorted(self._special))}
         if len(names) > _AREA:
             raise ValueError(f"a tokenizer must not have more than {_AREA} special tokens")

@@ -20,30 +20,30 @@ import jinja2.nodes
 import jinja2.sandbox
 
 SECONDS = 10.0
-"""What rendering may take."""
+"""Most seconds of a rendering."""
 MOST_CHARACTERS = 20_000_000
-"""Of a text, or entries of a list."""
+"""Most characters of a text, or entries of a list."""
 _MOST_ENTRIES = 100_000
-"""Of lists and mappings within each other that are written as text."""
+"""Most entries of nested lists and mappings that are written as text."""
 _MOST_TOGETHER = 1_000_000_000
-"""Characters and entries of all that a template makes until it has rendered."""
+"""Most characters and entries of everything that a rendering makes."""
 _LARGEST_NUMBER = 1_000_000
-"""Among the arguments of what pads, indents and repeats."""
+"""Largest number among the arguments of what pads, indents and repeats."""
 _MOST_BITS = 4096
 _WIDE_FORMAT = re.compile(r"\d{6}|%[^a-zA-Z%]*\*|:[^{}]*\{")
-# Filters that do not write lists as text, so that what these hold need not be measured.
+# Filters that do not write lists as text, so the content of lists need not be measured.
 _STRUCTURAL_TEXT = """
 abs attr batch count d default dictsort first float groupby int items last length list map max min
 random reject rejectattr reverse round select selectattr slice sort sum unique
 """
 _STRUCTURAL = frozenset(_STRUCTURAL_TEXT.split())
-# Methods and filters that make as much as a number says.
+# Methods and filters that make as much as one of their arguments, a number, says.
 _COUNTING_TEXT = """
 batch center expandtabs generate_lorem_ipsum indent ljust rjust round safe_range slice to_bytes
 tojson truncate wordwrap zfill
 """
 _COUNTING = frozenset(_COUNTING_TEXT.split())
-# Those that put one text into another as often as it has a place for it.
+# Those that put one text into many places of another.
 _MULTIPLYING = frozenset(("expandtabs", "join", "replace", "translate"))
 
 
@@ -68,7 +68,8 @@ class _Budget:
             )
 
 
-# Without one, while templates are compiled, filters raise: what is constant waits, too.
+# While templates are compiled there is no budget, and filters raise, so that even constant
+# expressions are computed only when a template is rendered.
 _budget: contextvars.ContextVar[_Budget] = contextvars.ContextVar("_budget")
 
 
@@ -139,7 +140,7 @@ class BoundedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
     def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:
         """See `jinja2.sandbox.SandboxedEnvironment`."""
         own = getattr(getattr(__obj, "__wrapped__", __obj), "__self__", None)
-        # A function of the module `operator` or the like belongs to a module.
+        # `__self__` of a built-in function is its module, which is not measured.
         own = (own,) if isinstance(own, str | bytes | list | tuple) else ()
         _check_arguments(getattr(__obj, "__name__", ""), own, args, kwargs)
         result = super().call(__context, __obj, *args, **kwargs)
@@ -160,7 +161,7 @@ def _bounded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     if hasattr(function, "is_bounded"):
         return function
 
-    @functools.wraps(function)  # what it is to be given is among what this copies
+    @functools.wraps(function)  # also copies what jinja2 must pass to it
     def bounded(*args: Any, **kwargs: Any) -> Any:
         budget = _budget.get()
         given = [x for x in args if not isinstance(x, _PASSED)]
@@ -175,7 +176,7 @@ def _bounded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     return bounded
 
 
-# What filters may ask for before their arguments.
+# Objects that filters may be passed before their arguments.
 _PASSED = (jinja2.Environment, jinja2.runtime.Context, jinja2.nodes.EvalContext)
 
 
@@ -197,7 +198,7 @@ def _check_arguments(
     if name == "replace" and len(texts) == 3 and all(isinstance(x, str) for x in texts):
         budget.take(_replaced_size(*texts))
     elif name in _MULTIPLYING:
-        # The text it goes into and the longest that it is given.
+        # The two longest: the text that is put in, and the one it is put into.
         sizes = sorted(1 + _measure((x,)) for x in (*own, *given))[-2:]
         budget.take(math.prod(sizes))
 
@@ -260,7 +261,7 @@ def _with_limits(tree: jinja2.nodes.Template, limits: Any) -> jinja2.nodes.Templ
     for node in every:
         for name, value in node.iter_fields():
             if isinstance(value, list):
-                # In place: an operator within an operator is in a list of its own.
+                # In place, because an operator within an operator is in another list.
                 value[:] = [_own_operator(x, limits) for x in value]
             else:
                 setattr(node, name, _own_operator(value, limits))

@@ -50,7 +50,7 @@ def token_bytes(tokenizer: Any, size: int) -> TokenBytes:
     for number in tokenizer.get_vocab(with_added_tokens=True).values():
         if number in special:
             continue
-        # Not the vocabulary's text, but the one that is decoded: normalized, of an added token.
+        # Not the vocabulary's text: decoding uses this one, which for added tokens is normalized.
         text = tokenizer.id_to_token(number)
         if byte_level:
             texts[number] = _of_byte_level(text)
@@ -96,7 +96,7 @@ def _of_sentencepiece(text: str, fallback: bool) -> bytes:
         try:
             return bytes([int(text[3:5], 16)])
         except ValueError:
-            pass  # like a byte, and none
+            pass  # looks like a byte and is none
     return text.replace(_SPACE, " ").encode()
 
 
@@ -111,7 +111,7 @@ _BYTES = _bytes_of_characters()
 
 
 def _of_byte_level(text: str) -> bytes:
-    # A token with another character is text as it stands, as the package decodes it.
+    # Like the package, take a token with any other character as plain text.
     if all(char in _BYTES for char in text):
         return bytes(_BYTES[char] for char in text)
     return text.encode()

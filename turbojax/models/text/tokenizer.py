@@ -26,9 +26,9 @@ BEGINNING_OF_FILE = 0
 """Stands before the first byte of every text of a byte-level model."""
 
 _SENTENCEPIECE_NAME = "tokenizer.model"
-# Tokens before the new ones that they are decoded after: one alone may lose its leading space.
+# Earlier tokens that new ones are decoded with: a token alone may lose its leading space.
 _CONTEXT = 4
-# Tokens that are bytes of characters, at most, before those.
+# How many tokens before those may be bytes of characters, at most.
 _LONGEST_RUN = 64
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 
@@ -172,7 +172,7 @@ class NumberTokenizer:
 
     def stream(self, prompt: Sequence[int] = ()) -> Decode:
         """See `Tokenizer`."""
-        del prompt  # a number means the same after any other
+        del prompt  # a number means the same wherever it stands
         return lambda token: "" if token is None else f"{token} "
 
     def special_token(self, text: str) -> int | None:
@@ -211,7 +211,7 @@ class JsonTokenizer:
             parts = _settings.read_folder(self._file, folder)
         self._tokenizer = parts.tokenizer
         known = self._tokenizer.get_vocab(with_added_tokens=True)
-        # Numbers may be left out, so that this can be more than there are tokens.
+        # Some numbers may be unused, so this can be more than there are tokens.
         self.vocab_size = max(known.values(), default=-1) + 1
         self.special_tokens: Mapping[str, str] = parts.special_tokens
         self.bos_token_id: int | None = parts.bos_token_id
@@ -260,8 +260,8 @@ class JsonTokenizer:
 
     def stream(self, prompt: Sequence[int] = ()) -> Decode:
         """See `Tokenizer`; text is held back as long as its last character is incomplete."""
-        # Each entry is the tokens of whole characters: decoded from inside one, or from inside a
-        # run of bytes, what follows would look different.
+        # Each entry holds the tokens of whole characters: decoding that begins inside one, or
+        # inside a run of bytes, would change what follows.
         shown: collections.deque[list[int]] = collections.deque([self._end(prompt)], _CONTEXT)
         waiting = list[int]()
 
@@ -275,10 +275,10 @@ class JsonTokenizer:
             begun = before.endswith(_INCOMPLETE)
             if len(text) > len(before) and not begun:
                 shown.append(waiting)
-            else:  # special tokens push out nothing that has a text
+            else:  # special tokens must not push out tokens that have text
                 shown[-1].extend(waiting)
             waiting = []
-            # The prompt may end inside a character, which is whole now.
+            # The prompt may have ended inside a character that is complete now.
             if begun and not text.startswith(before):
                 before = before.rstrip(_INCOMPLETE)
             return text[len(before) :]

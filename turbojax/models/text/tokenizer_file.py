@@ -11,7 +11,7 @@ from turbojax import _extras, _json
 _MOST_BYTES = 128 * 2**20
 """Of a `tokenizer.json`; the largest ones, of vocabularies of 260,000 tokens, have 35 MB."""
 
-# A prefix that is not empty; or letters in escapes, which might spell its key.
+# A prefix that is not empty; or escaped letters, which might spell its key.
 _MAY_HAVE_PREFIX = re.compile(rb'continuing_subword_prefix"\s*:\s*"[^"]|\\u00[2-7]')
 
 
@@ -46,7 +46,7 @@ def read(file: Path) -> tuple[Any, Mapping[str, Any] | None]:
     _check_merges(file, content)
     with named(f"{file} is not a readable tokenizer"):
         tokenizer = tokenizers.Tokenizer.from_buffer(content)
-        # A file may ask for texts to be cut, or filled up, to one length.
+        # A file may ask for texts to be cut or padded to one length.
         padding = tokenizer.padding
         tokenizer.no_truncation()
         tokenizer.no_padding()
@@ -59,8 +59,8 @@ def named(what: str) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        # The package raises nothing more special. Where its Rust code panics, that is no Exception,
-        # and the class has no public name.
+        # The package raises plain Exceptions. A panic in its Rust code raises a BaseException whose
+        # class has no public name.
         if isinstance(error, Exception) or type(error).__name__ == "PanicException":
             raise ValueError(f"{what}: {_json.line(str(error))}") from error
         raise

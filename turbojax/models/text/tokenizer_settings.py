@@ -34,7 +34,7 @@ def read_folder(file: Path, folder: Path) -> Parts:
     settings = read_object(config)
     if ADDED not in settings:
         settings = {**settings, **read_object(_folder.find(folder, "special_tokens_map.json"))}
-    # A file that fills texts up says with what.
+    # A file that pads texts names the token for it.
     settings = {**({} if padding is None else {"pad_token": padding["pad_token"]}), **settings}
     special = _special_tokens(settings)
     _add_tokens(tokenizer, settings, special.values(), config)

@@ -30,12 +30,12 @@ SHORT_FACTORS, LONG_FACTORS = "rope_factors_short.weight", "rope_factors_long.we
 HEAD = "output.weight"
 _EMBEDDING = "token_embd.weight"
 
-# Keys behind the architecture's name that change nothing, whatever they say.
+# Keys after the architecture's name that change nothing, whatever their value.
 _HARMLESS = {
     *("vocab_size", "tensor_data_layout", "rope.scaling.finetuned", "attention.value_length"),
     *("attention.key_length", "rope.dimension_count"),
 }
-# Keys that may be there with these values.
+# Keys that may only have these values.
 _IDLE: dict[str, tuple[Any, ...]] = {
     **{"attention.causal": (True,), "use_parallel_residual": (False,), "expert_count": (0,)},
     **{"expert_used_count": (0,), "rope.scaling.yarn_ext_factor": (1.0,)},
@@ -45,13 +45,13 @@ _YARN_KEYS = {
     "rope.scaling.yarn_beta_fast": "beta_fast",
     "rope.scaling.yarn_beta_slow": "beta_slow",
 }
-# Llama 3.1 and later; files have its frequencies' divisors and not what they are made of.
+# Llama 3.1 and later; files have the divisors of its frequencies, not these numbers.
 _LLAMA3 = {
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
-# transformers computes them in float32, llama.cpp's converter in the precision of its own.
+# transformers computes them in float32, llama.cpp's converter in another precision.
 _LLAMA3_TOLERANCE = 1e-5
 
 
@@ -109,7 +109,7 @@ class _Config:
             **getattr(self, f"_{self.architecture}")(sizes, head_dim),
         }
         if self.architecture == "phi3":
-            # Not a key of the family, which shares the width evenly.
+            # Phi-3 has no such key: its heads share the width evenly.
             del found["head_dim"]
             if head_dim * heads != sizes["hidden_size"]:
                 raise NotImplementedError(
@@ -190,7 +190,7 @@ class _Config:
         if {SHORT_FACTORS, LONG_FACTORS} & self.factors.keys():
             scaling = self.longrope(given, amplitude)
         elif kind == "linear":
-            # The second is what old files call it.
+            # Old files call it `rope.scale_linear`.
             factor = self.number("rope.scaling.factor", self.number("rope.scale_linear", 1.0))
             scaling = {"rope_type": "linear", "factor": factor} if factor not in (0, 1) else {}
             original = None
@@ -244,7 +244,7 @@ class _Config:
                 scaling[name] = value
         amplitude *= self.number("rope.scaling.yarn_attn_factor", 1.0)
         if amplitude != 1:
-            # llama.cpp multiplies what YaRN's authors recommend, which is the default elsewhere.
+            # llama.cpp multiplies the factor that YaRN's authors recommend, the default elsewhere.
             scaling["attention_factor"] = amplitude * (1 + 0.1 * math.log(max(factor, 1.0)))
         return scaling
 

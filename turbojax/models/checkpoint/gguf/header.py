@@ -55,7 +55,7 @@ _STRING, _ARRAY = 8, 9
 _ALIGNMENT = "general.alignment"
 _DEFAULT_ALIGNMENT = 32
 _MOST_AXES = 4
-# Of the metadata and the tensors' places; the largest vocabularies take 20 MB.
+# Most bytes of the metadata and the tensors' places; the largest vocabularies take 20 MB.
 _MOST_BYTES = 1 << 28
 
 

@@ -225,7 +225,7 @@ def stored(file: Path) -> dict[str, Stored]:
     architecture = header.metadata.get(_config.ARCHITECTURE)
     inside = _INSIDE.get(architecture) if isinstance(architecture, str) else None
     if inside is None:
-        read_config(file)  # says what is wrong
+        read_config(file)  # raises an error that says what is wrong
         raise AssertionError(architecture)
     assert isinstance(architecture, str)
     need_gguf(file)

@@ -47,7 +47,7 @@ exllama_config fuse_max_seq_len max_input_length meta method model_seqlen module
 pad_token_id pack_dtype sym tokenizer true_sequential block_name_to_quantize
 module_name_preceding_first_block modules_in_block_to_quantize
 """
-# Of output 0 to 7 of a word: which code it is, from the lowest bits.
+# For each of a word's outputs 0 to 7, the place of its code, counted from the lowest bits.
 _PLACES = np.argsort([0, 2, 4, 6, 1, 3, 5, 7])
 
 

@@ -14,7 +14,7 @@ from turbojax.quantizers.int4_codes import from_codes
 PER_WORD = 8
 """Codes of four bits in an int32."""
 MIDDLE = 8
-"""What a stored code is more than the signed one: codes are -8 to 7, stored as 0 to 15."""
+"""What is added to a signed code, -8 to 7, to store it as 0 to 15."""
 
 Places = tuple[tuple[Literal["outputs", "inputs", "groups"], int], ...]
 """What each axis of a tensor counts, and how many of them are one step along it."""

@@ -8,15 +8,15 @@ A linear layer of `N` outputs and `K` inputs, with `G` groups a row, is
 - ``weight_zero_point``, if weights are not symmetric: int32 ``[ceil(N / 8), G]``, the zero points
   of eight outputs a word, stored like codes; or, as early versions wrote them, int8 ``[N, G]``;
 - ``weight_shape``: int64 or int32 ``[2]``, `N` and `K`;
-- ``weight_g_idx``, of act-order by groups alone: int32 ``[K]``, the group of each input; if any is
-  -1, none is known, and inputs are in order.
+- ``weight_g_idx``, only with act-order by groups: int32 ``[K]``, the group of each input; if any is
+  -1, groups are not known, and inputs are in order.
 
 The strategy ``"group"`` has groups of `group_size` inputs, ``"channel"`` one of all inputs. The
 weight of output `n` for input `k` is ``(code - zero) * scale``, or ``code * scale``, rounded once
 to the scale's dtype.
 
 `quantization_config` has its schemes in `config_groups`, and names in `ignore` what is not
-quantized. Whether a layer is, its tensors say.
+quantized. Here a layer's tensors decide whether it is quantized.
 """
 
 import dataclasses
@@ -126,7 +126,7 @@ def parse(block: Block) -> CompressedTensors:
 
 def _scheme(groups: Block, name: str) -> CompressedTensors:
     scheme = keys.an_object(groups, name)
-    # Among them are activations, which stay as they are where only weights are quantized.
+    # Refuses `input_activations` among others: only weights may be quantized.
     keys.require_off(scheme, _SCHEME.split())
     keys.require(scheme, "format", (FORMAT, None))
     weights = keys.an_object(scheme, "weights")

@@ -13,11 +13,11 @@ A linear layer of `N` outputs and `K` inputs in groups of `g`, with ``G = ceil(K
 The weight of output `n` for input `k` is ``(code - zero) * scale``, rounded once to the scales'
 dtype. One is added to the zero points of a ``"gptq"`` file a word at a time, as GPTQModel does: a
 stored 15 becomes 0 and carries into the next output's. Other programs read it as 16, but no zero
-point is 16, and a word from which one was subtracted is so restored. A symmetric weight has zero
-points of 8 alone; where all stored ones are 8 in a symmetric ``"gptq"`` file they are that, too:
-some programs forget to subtract.
+point is 16, and adding to whole words exactly undoes a subtraction from whole words. All zero
+points of a symmetric weight are 8; if all stored ones are 8 in a symmetric ``"gptq"`` file, they
+are taken as they are, because some programs forget to subtract.
 
-With act-order (``desc_act``) inputs of a group are no neighbours, unless groups are static. Codes
+With act-order (``desc_act``) inputs of a group are not neighbours, unless groups are static. Codes
 of such a layer are sorted by group, and its tokens are brought into that order before the product.
 """
 

@@ -35,7 +35,7 @@ def want(
     those of the devices along `hidden_axes`.
     """
     linears, numbers = list(linears), list(numbers)
-    # Inputs of a device's groups may be any, and so may the outputs of the layers before.
+    # With act-order a device's groups may have any inputs, which are outputs of the layers before.
     is_ordered = any(
         _is_ordered(tensors, stem, packing)
         for stem, spec in linears
@@ -129,6 +129,6 @@ def _is_ordered(tensors: Mapping[str, Sparse], stem: str, packing: PackedFormat)
         groups = tensor.look()
         size = packing.group_size or groups.size
         runs = np.arange(groups.size) // size
-        # -1 says that nothing is known of them, and they are in order.
+        # -1 means that groups are not known, and inputs are in order.
         return bool((groups >= 0).all()) and not np.array_equal(groups, runs)
     return False
