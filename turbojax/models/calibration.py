@@ -43,11 +43,7 @@ def calibrate(
     batch_size: int = 1,
     progress: Progress | None = None,
 ) -> tuple[KeyStatistics, ...]:
-    """Runs text, int ``[n, T]``, through a model and collects each layer's key statistics.
-
-    `progress` gets the number of tokens after each batch of each layer. Raises TypeError or
-    ValueError if `tokens` or `batch_size` do not fit.
-    """
+    """Runs text, int ``[n, T]``, through a model and collects each layer's key statistics."""
     calibration = Calibration(model, tokens, batch_size=batch_size)
     return tuple(calibration.watch(params, progress) for params in model.layers)
 
@@ -60,7 +56,6 @@ def _watch(
     options: AttentionOptions = PLAIN,
     sinks: jax.Array | None = None,
 ) -> tuple[jax.Array, Cache]:
-    """Attention whose cache is the statistics of the layer's keys."""
     out, _ = causal_attention(query, key, value, None, options, sinks)
     # A rotation leaves the norm of a pair as it is, so the rotated keys serve for both.
     return out, cache.update(key, key)

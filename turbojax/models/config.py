@@ -395,10 +395,7 @@ def _described(value: Any) -> Any:
 def model_config(
     folder: Path, hf: Mapping[str, Any], max_length: int | None = None
 ) -> TransformerConfig:
-    """The model that the `config.json` of a folder, `hf`, describes; `max_length` replaces its own.
-
-    Raises as `TransformerConfig.from_hf`, naming the file.
-    """
+    """The model that `hf`, a folder's `config.json`, describes; errors name the file."""
     try:
         config = TransformerConfig.from_hf(hf)
     except (NotImplementedError, ValueError) as error:
@@ -415,9 +412,8 @@ def config_json(
 ) -> dict[str, Any]:
     """The content of a checkpoint's `config.json`, with the keys `extra` added.
 
-    Raises NotImplementedError if `TransformerConfig.from_hf` refuses one of these, TypeError if
-    JSON cannot express its value, ValueError if it repeats a key of the model's own or makes
-    another model.
+    Raises NotImplementedError if one of these is not supported, TypeError if it is no JSON,
+    ValueError if it repeats a key of the model's own or makes another model.
     """
     hf, extra = config.to_hf(), extra or {}
     for key, value in extra.items():
@@ -438,10 +434,7 @@ def config_json(
 
 
 def stored_dtype(hf: Mapping[str, Any]) -> np.dtype | None:
-    """The dtype that `torch_dtype` or `dtype` of a `config.json` names; None without these.
-
-    Raises ValueError if it is none of `DTYPES`.
-    """
+    """The dtype that a `config.json` names, or None; ValueError unless it is in `DTYPES`."""
     for key in ("torch_dtype", "dtype"):
         name = hf.get(key)
         if name is not None:

@@ -124,10 +124,7 @@ def apply_block(
     dtype: np.dtype,
     axes: Axes | None = None,
 ) -> tuple[jax.Array, Cache]:
-    """Applies a layer of a `Decoder`, computed in `dtype`; see `Block`.
-
-    Within `shard_map` over `axes` the arrays and the config are those of a device.
-    """
+    """Applies a layer of a `Decoder`, within `shard_map` with a device's arrays and config."""
     has_experts = "router" in params["mlp"]
     graph = _block_graph(config, has_experts, dtype, jax.tree.leaves(params)[0].dtype)
     return nnx.merge(graph, params)(hidden, angles, attend, cache, options, rope, axes)
@@ -185,10 +182,10 @@ AnyDecoder = TypeVar("AnyDecoder", bound=Any)
 
 
 def for_length(decoder: AnyDecoder, max_length: int) -> AnyDecoder:
-    """The same weights for sequences of up to `max_length` tokens, which choose LongRoPE's factors.
+    """The same weights for sequences of up to `max_length` tokens.
 
-    Returns the `Decoder` or `QuantizedDecoder` itself unless it would use LongRoPE's long factors,
-    and these sequences need the short ones.
+    They get LongRoPE's short factors if these sequences need them and the config has the long ones;
+    otherwise the decoder itself is returned.
     """
     config, scaling = decoder.config, decoder.config.rope_scaling
     if not isinstance(scaling, LongRopeScaling):
@@ -202,9 +199,9 @@ def for_length(decoder: AnyDecoder, max_length: int) -> AnyDecoder:
 def warn_of_long_factors(
     config: TransformerConfig, prompt: int, max_length: int, *, stacklevel: int
 ) -> None:
-    """Warns if a prompt that would have LongRoPE's short factors gets the long ones.
+    """Warns if a prompt for LongRoPE's short factors gets the long ones, as it may grow.
 
-    It has `prompt` tokens and may grow to `max_length`; `stacklevel` is counted from the caller.
+    `stacklevel` is counted from the caller.
     """
     scaling = config.rope_scaling
     if not isinstance(scaling, LongRopeScaling):

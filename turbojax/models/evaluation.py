@@ -156,7 +156,6 @@ def _last_bits(
 
 
 def _information(logits: jax.Array, targets: jax.Array) -> jax.Array:
-    """Bits of each target under its logits."""
     log_p = jax.nn.log_softmax(logits, axis=-1)
     chosen = jnp.take_along_axis(log_p, targets[..., None], axis=-1)[..., 0]
     return chosen * (-1 / math.log(2))

@@ -21,10 +21,7 @@ def activate(x: jax.Array, config: TransformerConfig) -> jax.Array:
 
 
 def output_gain(config: TransformerConfig) -> float:
-    """The gain of initial weights whose product is added to the residual stream.
-
-    Each block adds two of them; this keeps the stream's variance independent of depth.
-    """
+    """Initial gain that keeps the residual stream's variance the same at any depth."""
     return (2 * config.num_layers) ** -0.5
 
 
@@ -108,10 +105,7 @@ def apply_experts(
 
 
 def once(x: jax.Array, over: tuple[str, ...]) -> jax.Array:
-    """`x`, the same on all devices, on the first of them and zeros on the others.
-
-    So a sum over the axes `over` of a `shard_map` has it once; without axes it is `x`.
-    """
+    """`x`, the same on all devices, as part of a sum over `over`: zeros on all but the first."""
     return jnp.where(jax.lax.axis_index(over) == 0, x, jnp.zeros_like(x)) if over else x
 
 
@@ -201,10 +195,7 @@ class Router(nnx.Module):
 
 
 class Experts(nnx.Module):
-    """Gated layers of which a router chooses some for each token, see `ExpertsConfig`.
-
-    Experts have no capacity limit, and no token is dropped.
-    """
+    """Gated layers of which a router chooses some for each token; no token is dropped."""
 
     def __init__(
         self, config: TransformerConfig, *, dtype: DTypeLike, param_dtype: DTypeLike, rngs: nnx.Rngs

@@ -23,10 +23,8 @@ from turbojax.rotary import Rope
 class LayerByLayer:
     """Windows of text that have passed some of a model's layers.
 
-    Attributes:
-      config: of the model, for texts of this length.
-      hidden: the residual streams ``[b, T, D]`` of each batch.
-      passed: how many layers they have passed.
+    `hidden` has the residual stream ``[b, T, D]`` of each batch; `config` is for texts of this
+    length.
     """
 
     def __init__(

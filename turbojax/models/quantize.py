@@ -139,10 +139,7 @@ def quantize_from(
     quantize_head: bool = False,
     progress: Progress | None = None,
 ) -> QuantizedDecoder:
-    """`quantize_model` after calibration: `statistics` are those of each layer, or None.
-
-    Raises ValueError as `quantize_model`.
-    """
+    """`quantize_model` after calibration: `statistics` are those of each layer, or None."""
 
     def watch(number: int, params: LayerParams) -> KeyStatistics | None:
         return statistics[number]
@@ -236,11 +233,7 @@ def layer_weights(params: LayerParams, config: TransformerConfig) -> LayerWeight
 
 
 class Kept(NamedTuple):
-    """A layer's float32 arrays that smoothing neither needs nor changes, or None.
-
-    `sinks` are ``[N]``; for experts, `router_bias` is ``[E]``, `gate_up_bias` ``[E, 2 F]`` and
-    `down_bias` ``[E, D]``.
-    """
+    """Float32 arrays that smoothing does not change, with shapes as in `QuantizedExperts`."""
 
     sinks: jax.Array | None = None
     router_bias: jax.Array | None = None
@@ -307,7 +300,7 @@ def layer_params(
 def quantize_layer(
     layer: LayerWeights, scale_dtype: ScaleDtype = "e4m3", kept: Kept = _NOTHING
 ) -> QuantizedLayer:
-    """Rounds the weights of a layer, smoothed or not; biases, norms and routers stay float32.
+    """Rounds the weights of a layer; biases, norms and routers stay float32.
 
     Raises ValueError if a weight is not finite.
     """

@@ -45,10 +45,7 @@ class QuantizedExperts:
         *,
         residual: jax.Array | None = None,
     ) -> jax.Array:
-        """Maps the residual stream ``[B, T, D]`` to what is added to it, plus `residual` if given.
-
-        `norm` is float32 ``[D]``, factor of the norm before the layer.
-        """
+        """Maps the residual stream ``[B, T, D]`` to what is added to it; see `QuantizedMlp`."""
         experts = config.experts
         assert experts is not None
         assert norm is not None

@@ -73,10 +73,7 @@ class QuantizedLinear:
     def after_norm(
         self, hidden: jax.Array, norm: jax.Array, eps: float, activation: Activation | None = None
     ) -> jax.Array:
-        """Applies the layer to an RMSNorm's output; the norm itself rounds that to e4m3, if at all.
-
-        `hidden` is ``[..., in]``, before the norm; `norm` is float32 ``[in]``, the norm's factor.
-        """
+        """Applies the layer to the RMSNorm of ``[..., in]``; the norm rounds to e4m3, if at all."""
         if self.activations == "e4m3":
             return self(rms_norm_quantize(hidden, norm, eps), activation=activation)
         return self(rms_norm(hidden, norm, eps), activation=activation)
@@ -93,10 +90,7 @@ class QuantizedLinear:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class QuantizedMlp:
-    """A gated feed-forward layer, ``down(activation(gate(x)) * up(x))``.
-
-    `gate_up` is a gated weight of two ``[F, D]``, `down` is ``[D, F]``.
-    """
+    """A gated feed-forward layer; `gate_up` is gated, of ``[F, D]`` each, `down` ``[D, F]``."""
 
     gate_up: QuantizedLinear
     down: QuantizedLinear
@@ -109,7 +103,7 @@ class QuantizedMlp:
         *,
         residual: jax.Array | None = None,
     ) -> jax.Array:
-        """Maps the residual stream ``[B, T, D]`` to what is added to it, plus `residual` if given.
+        """Maps the residual stream ``[B, T, D]`` to what is added to it, plus `residual`.
 
         `norm` is float32 ``[D]``, factor of the norm before the layer, or None.
         """
@@ -255,11 +249,7 @@ def _add(
     config: TransformerConfig,
     over: tuple[str, ...],
 ) -> jax.Array:
-    """Adds what is computed to the residual stream.
-
-    In the computation's epilogue, unless the result must be normed, scaled or summed over devices
-    first.
-    """
+    """Adds a result to the residual stream, in its epilogue unless something comes between."""
     if post_norm is None and config.residual_scale is None and not over:
         return compute(residual=hidden)
     out = compute()
@@ -289,10 +279,7 @@ def _of_input(
 def _norm_heads(
     x: jax.Array, factor: jax.Array, config: TransformerConfig, over: tuple[str, ...]
 ) -> jax.Array:
-    """Norms heads ``[B, T, heads, H]``, each by itself or all of a token together.
-
-    A token's heads may be split over the axes `over` of a mesh.
-    """
+    """Norms heads ``[B, T, heads, H]``, each by itself or a token's together, split over `over`."""
     if not config.joint_qk_norm:
         return rms_norm(x, factor, config.norm_eps)
     flat = x.reshape(*x.shape[:2], -1)

@@ -306,7 +306,6 @@ class _Matrices:
         return float(output_gain(self.config) * parts(self.axes) ** -0.5)
 
     def _axes(self, *, of_kv: bool = False) -> tuple[str, ...]:
-        """The axes along which parts differ."""
         if self.axes is None:
             return ()
         return self.axes.of_dimension("heads") if of_kv else hidden_axes(self.axes)

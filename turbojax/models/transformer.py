@@ -58,10 +58,7 @@ def embed_split(
     dtype: DTypeLike,
     over: tuple[str, ...],
 ) -> jax.Array:
-    """`embed` where each device has `rows` rows of the table: other rows count as zeros in a sum.
-
-    `look` gives the device's rows by their numbers, zeros for numbers that it does not have.
-    """
+    """`embed` of a table with `rows` rows on each device; `look` gives zeros for other numbers."""
     found = jax.lax.psum(look(tokens - jax.lax.axis_index(over) * rows).astype(dtype), over)
     known = (tokens >= 0) & (tokens < config.vocab_size)
     found = jnp.where(known[..., None], found, jnp.asarray(jnp.nan, found.dtype))
@@ -164,9 +161,9 @@ class Block(nnx.Module):
     ) -> tuple[jax.Array, Cache]:
         """Maps the residual stream ``[B, T, D]`` to the next layer's and updates the cache.
 
-        `angles` are those of `rope`, None without it; layers with and without RoPE have the same
-        module. Within `shard_map` heads and inner sizes are split over `axes`: what devices compute
-        is summed before it is normed or added to the stream.
+        `angles` are those of `rope`, None without it. Within `shard_map` heads and inner sizes are
+        split over `axes`: what devices compute is summed before it is normed or added to the
+        stream.
         """
         over = hidden_axes(axes)
         normed, attention = _normed(self.attention_norm, hidden), self.attention

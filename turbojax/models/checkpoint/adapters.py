@@ -178,7 +178,6 @@ def _targets(adapters: Adapters) -> tuple[list[str], list[int] | None]:
 
 
 def _module(layer: int, name: str) -> str:
-    """PEFT's name of a linear layer."""
     return f"model.layers.{layer}.{_MODULES[name]}"
 
 

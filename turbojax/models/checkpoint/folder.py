@@ -70,11 +70,7 @@ def require_folder(folder: Path) -> None:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """A folder's `config.json`; a GGUF file's metadata stand for it.
-
-    Raises OSError if it is missing, ValueError if it is no JSON object, and NotImplementedError or
-    ValueError for metadata that cannot be described as a `config.json`.
-    """
+    """A folder's `config.json`, or a GGUF file's metadata in its form; OSError if it is missing."""
     if is_gguf(folder):
         return _gguf.read_config(folder)
     require_folder(folder)
@@ -87,8 +83,7 @@ def require_config(folder: Path, config: Mapping[str, Any]) -> None:
     """Raises ValueError unless a folder's `config.json` still says this.
 
     To be called after `stored_tensors`: `write` removes the old `config.json` before it touches the
-    weights, so an unchanged one means that the weights belong to it. The tensors of a GGUF file
-    check its version themselves.
+    weights, so an unchanged one means that the weights belong to it.
     """
     if is_gguf(folder):
         return
@@ -106,10 +101,9 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def weight_files(folder: Path) -> tuple[Path, ...]:
-    """The safetensors files of a checkpoint, one or many.
+    """The safetensors files of a checkpoint; OSError if one is missing.
 
-    `model.safetensors` goes before an index of several files, as it does for transformers. Raises
-    FileNotFoundError if a file is missing, ValueError if the index cannot be read.
+    `model.safetensors` goes before an index of several files, as it does for transformers.
     """
     if is_gguf(folder):
         return (folder,)
@@ -132,9 +126,7 @@ def weight_files(folder: Path) -> tuple[Path, ...]:
 def stored_tensors(folder: Path) -> dict[str, Stored]:
     """All tensors of a checkpoint, in the order in which they lie in its files; none is read yet.
 
-    Raises as `weight_files` and, for a GGUF file, as `gguf.tensors.stored`; ValueError also if a
-    file is cut short, two files hold the same name, or the index names a file that lacks the
-    tensor.
+    Raises OSError if a file is missing, ValueError if files are cut short or contradict each other.
     """
     if is_gguf(folder):
         return _gguf.stored(folder)
@@ -287,10 +279,9 @@ def find_companions(folder: Path) -> dict[str, Path]:
 
 
 def steady(folder: Path, read: Callable[[Path], T]) -> T:
-    """What `read` returns for a checkpoint, even if somebody replaces it meanwhile.
+    """What ``read(folder)`` returns; called again if a checkpoint is replaced meanwhile.
 
-    `read` gets the folder where the files lie, and is called again if the checkpoint was replaced.
-    Raises what `read` raises, and ValueError if the checkpoint is replaced again and again.
+    Raises ValueError if that happens again and again.
     """
     if is_gguf(folder) and folder.exists():
         return read(folder)

@@ -298,8 +298,7 @@ def float_bytes(
 ) -> int:
     """About how many bytes a checkpoint's floating-point weights have in `dtype`.
 
-    A GGUF file counts as floating point, with `int4` its layers as they are stored. Raises as
-    `weight_files` and, for a GGUF file, ImportError and as `turbojax.models.load`.
+    A GGUF file counts as floating point; with `int4` its layers count as they are stored.
     """
     folder = checkpoint_folder(path_or_name)
     if _folder.is_gguf(folder):

@@ -48,10 +48,9 @@ def read(
 ) -> QuantizedDecoder:
     """Reads a decoder, split as `partition_specs` says.
 
-    `template` is the whole decoder as shapes, `named` its leaves with their names, which are those
-    of `tensors`. ``restore(name, array)`` makes the array in memory of what the file holds. With
-    `whole` each process reads every tensor completely, because the file has another layout than
-    memory. Raises as `local_layer`, and ValueError if a file has changed.
+    `template` is the whole decoder as shapes, `named` its leaves with their names in `tensors`.
+    ``restore(name, array)`` makes the array in memory of what the file holds. With `whole` each
+    process reads all, because the file has another layout than memory.
     """
     config, numbers = template.config, own_numbers(axes)
     sparse = {name: Sparse(tensors[name]) for name, _ in named}
@@ -122,10 +121,7 @@ def _pieces(
 def _want(
     tensor: Sparse, name: str, piece: Any, config: TransformerConfig, axes: Axes, number: int
 ) -> None:
-    """Marks what one device needs of a leaf of `piece`, a layer or table; of small leaves all.
-
-    `number` counts devices along `hidden_axes`.
-    """
+    """Marks what a device, numbered along `hidden_axes`, needs of a leaf; of small leaves all."""
     *_, linear, part = ("", *name.split("."))
     is_tiled = part in TILED
     if isinstance(piece, QuantizedLayer) and is_tiled:
@@ -147,10 +143,7 @@ def _want_of_layer(
     axes: Axes,
     number: int,
 ) -> None:
-    """Marks the tiles of outputs, or blocks or groups of inputs, that one device needs.
-
-    See `local_layer`.
-    """
+    """Marks the tiles, blocks or groups that one device needs of a leaf, see `local_layer`."""
     weight = weight_of(layer, linear)
     lead = len(weight.stack)
     if linear == "qkv":

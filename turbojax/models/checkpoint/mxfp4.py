@@ -30,10 +30,7 @@ _BFLOAT16 = jnp.dtype(jnp.bfloat16)
 
 @dataclasses.dataclass(frozen=True)
 class PackedTensor(_folder.Stored):
-    """A tensor that is stored in MXFP4, as codes `blocks` and exponents `scales`.
-
-    It is read as bfloat16 ``[E, in, out]``.
-    """
+    """A tensor stored in MXFP4, codes and exponents, and read as bfloat16 ``[E, in, out]``."""
 
     blocks: _folder.Stored
     scales: _folder.Stored
@@ -68,11 +65,7 @@ def is_packed(hf: Mapping[str, Any]) -> bool:
 
 
 def unpacked(tensors: Mapping[str, _folder.Stored]) -> dict[str, _folder.Stored]:
-    """The tensors of a checkpoint, with each pair of blocks and scales as one `PackedTensor`.
-
-    Raises ValueError if one of a pair is missing or their shapes do not fit, NotImplementedError
-    for another dtype.
-    """
+    """A checkpoint's tensors, each pair of blocks and scales as one; ValueError unless they fit."""
     found = dict(tensors)
     names = [x.removesuffix(_BLOCKS) for x in tensors if x.endswith(_BLOCKS)]
     names += [x.removesuffix(_SCALES) for x in tensors if x.endswith(_SCALES)]

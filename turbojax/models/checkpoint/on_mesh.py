@@ -25,11 +25,7 @@ _Key = tuple[int | None, tuple[str, ...]]
 
 
 def axes_of(mesh: Mesh | Axes) -> Axes:
-    """The axes of a loader's `mesh` argument.
-
-    Raises TypeError for another kind, ValueError if `Axes.of` does not take the axes' names or the
-    mesh has no devices.
-    """
+    """The axes of a loader's `mesh`; TypeError or ValueError if it is not one that fits."""
     if not isinstance(mesh, Mesh | Axes):
         raise TypeError(f"mesh is a {type(mesh).__name__}, must be a jax.sharding.Mesh or Axes")
     axes = Axes.of(mesh) if isinstance(mesh, Mesh) else mesh
@@ -39,10 +35,7 @@ def axes_of(mesh: Mesh | Axes) -> Axes:
 
 
 def decoder_axes(config: TransformerConfig, mesh: Mesh | Axes | None) -> Axes | None:
-    """The axes of a decoder that is loaded onto a mesh, None without one.
-
-    Raises as `axes_of` and `axes_of_model`.
-    """
+    """The axes of a decoder that is loaded onto a mesh, None without one; see `axes_of_model`."""
     return None if mesh is None else axes_of_model(config, axes_of(mesh))
 
 
@@ -53,10 +46,7 @@ def read_decoder(
     axes: Axes,
     progress: Progress | None,
 ) -> Decoder:
-    """Reads a decoder, each array split as `partition_specs` says; `axes` are of `axes_of_model`.
-
-    Raises ValueError if a file has changed, or `dtype` cannot hold a number.
-    """
+    """Reads a decoder, split as `partition_specs` says; for `axes` see `axes_of_model`."""
     found = placing.read(dict(_decoder_targets(config, dtype, axes)), tensors, progress)
     layers: list[dict[str, Any]] = [{} for _ in range(config.num_layers)]
     for (layer, path), array in found.items():
@@ -81,10 +71,7 @@ def read_parts(
     layer: int | None,
     path: tuple[str, ...] | None = None,
 ) -> dict[tuple[str, ...], jax.Array]:
-    """The arrays of one layer by their paths in it; for None the arrays outside of layers.
-
-    With a `path` only that array.
-    """
+    """The arrays of one layer, or for None of what lies outside; with a `path` only that one."""
     wanted = {
         key: target
         for key, target in _decoder_targets(config, dtype, axes, layer)

@@ -65,15 +65,10 @@ class Target:
 
 @dataclasses.dataclass(frozen=True)
 class _Copy:
-    """One copy from a tensor into a device's part of an array.
+    """One copy from a tensor, of which `box` and its `columns` go into a device's part of an array.
 
-    Attributes:
-      target: number of the array.
-      index: into the leading axes of the device's part.
-      name: of the tensor.
-      box: of the tensor.
-      columns: of the box, see `Placement`.
-      size: how much of the part's other axes is filled; the rest is zeros.
+    `target` is the array's number and `index` that in the part's leading axes; `size` is how much
+    of the part's other axes is filled, the rest is zeros.
     """
 
     target: int
@@ -98,11 +93,7 @@ def read(
     tensors: Mapping[str, _folder.Stored],
     progress: Progress | None = None,
 ) -> dict[_Key, jax.Array]:
-    """Reads arrays; `progress` counts the bytes that this process reads.
-
-    Raises ValueError if a file has changed or a dtype cannot hold a number, NotImplementedError if
-    a tensor's dtype is not supported.
-    """
+    """Reads arrays; `progress` counts the bytes that this process reads."""
     groups = [[targets[key].stored for key in keys] for keys in _groups(targets)]
     plans = [_parts(group, tensors) for group in groups]
     total = sum(_cost(x, tensors) for plan in plans for x in _reads(plan))

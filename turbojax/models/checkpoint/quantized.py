@@ -104,11 +104,9 @@ def save_quantized(
 
 
 def is_quantized(hf: Mapping[str, Any]) -> bool:
-    """Whether a `config.json` belongs to a quantized checkpoint.
+    """Whether a `config.json` belongs to a quantized checkpoint; NotImplementedError if unknown.
 
-    One with experts in MXFP4 does not count: its weights are read as floating-point numbers. Raises
-    NotImplementedError for an unknown quantization, ValueError if `quantization_config` is no
-    object.
+    One with experts in MXFP4 does not count: its weights are read as floating-point numbers.
     """
     block = hf.get("quantization_config")
     if block is None:
@@ -136,10 +134,9 @@ def read(
     mesh: Mesh | Axes | None = None,
     adapters: Adapters | None = None,
 ) -> QuantizedDecoder:
-    """Reads the checkpoint of a folder, whose `quant_method` is `QUANT_METHOD`; see `load_decoder`.
+    """Reads a folder that `save_quantized` wrote; see `load_decoder`.
 
-    `dtype` and `max_length` are by default what the checkpoint says. On a mesh every process reads
-    the whole of a file of version 1.
+    On a mesh every process reads the whole of a file of version 1.
     """
     block = hf["quantization_config"]
     version = block.get("version")
@@ -222,10 +219,7 @@ def _tensor(name: str, leaf: jax.Array, stored: np.dtype) -> _folder.Tensor:
 
 
 def _named_leaves(tree: QuantizedDecoder) -> list[tuple[str, Any]]:
-    """Every array with its place, such as ``layers.0.qkv.codes`` or ``layers.0.qkv.bias``.
-
-    The fields `weight` and `mlp`, which other arrays lie in, are left out of the names.
-    """
+    """Every array with its place, such as ``layers.0.qkv.codes``, without `weight` and `mlp`."""
     with_path, _ = jax.tree.flatten_with_path(tree)
 
     def name(path: Any) -> str:
@@ -389,7 +383,6 @@ def _layer_template(layer: QuantizedLayer, block: Mapping[str, Any]) -> Any:
 
 
 def _linears(layer: QuantizedLayer) -> dict[str, QuantizedLinear]:
-    """The linear layers of a layer by their names."""
     with_path, _ = jax.tree.flatten_with_path(layer, is_leaf=_is_linear)
     return {path[-1].name: x for path, x in with_path if _is_linear(x)}
 

@@ -77,8 +77,8 @@ def count_bytes_read() -> Iterator[BytesRead]:
 class Stored:
     """A tensor in a safetensors file.
 
-    `dtype` is its name there, such as ``"BF16"``; `begin` its first byte in the file; `version`
-    that of the file when its header was read.
+    `dtype` is safetensors' name, `begin` the first byte in the file, `version` the file's when its
+    header was read.
     """
 
     file: Path
@@ -98,11 +98,7 @@ class Stored:
         return dtype
 
     def read(self, first: int = 0, count: int | None = None) -> np.ndarray:
-        """Reads rows from `first` on, `count` of them or all.
-
-        Raises NotImplementedError as `numpy_dtype`, ValueError if the file changed since its header
-        was read.
-        """
+        """Reads `count` rows from `first` on, or all; ValueError if the file has changed."""
         box = whole_box(self.shape)
         if first or count is not None:
             last = self.shape[0] if count is None else min(first + count, self.shape[0])
@@ -110,10 +106,7 @@ class Stored:
         return self.read_box(box)
 
     def read_box(self, box: Box) -> np.ndarray:
-        """Reads a part of the tensor, first index and the one after the last for each axis.
-
-        The bytes in between are not read. Raises as `read`.
-        """
+        """Reads a part of the tensor and nothing between; ValueError if the file has changed."""
         dtype = self.numpy_dtype
         offsets, run = _runs(self.shape, box)
         size = dtype.itemsize * run
@@ -173,10 +166,7 @@ def _read_into(opened: Any, target: memoryview) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Tensor:
-    """A tensor to be written; `make` returns the array when its turn comes.
-
-    `dtype` is one that `Stored.read` knows.
-    """
+    """A tensor to be written, whose array `make` returns when its turn comes."""
 
     name: str
     dtype: np.dtype

@@ -55,10 +55,7 @@ def read_transformer(
     progress: Progress | None = None,
     mesh: Mesh | Axes | None = None,
 ) -> Transformer:
-    """Reads a folder's weights into a `Transformer`; see `turbojax.models.load`.
-
-    `config` is what the folder's `config.json`, `hf`, describes.
-    """
+    """Reads a folder's weights into a `Transformer`; `config` is what `hf` describes."""
     check_alike(config)
     axes = None if mesh is None else on_mesh.axes_of(mesh)
     tensors, target = prepare(folder, hf, config, dtype)
@@ -131,10 +128,7 @@ def read_parts(
     layer: int | None,
     path: _Path | None = None,
 ) -> dict[_Path, jax.Array]:
-    """The arrays of one layer, or for None of what lies outside; with a `path` only that one.
-
-    Raises ValueError if a file changed since `prepare`, or `dtype` cannot hold a number.
-    """
+    """The arrays of one layer, or for None of what lies outside; with a `path` only that one."""
     found: dict[_Path, jax.Array] = {}
     for spec in checkpoint_tensors(config):
         wanted = [
@@ -200,10 +194,9 @@ def check_dtype(dtype: DTypeLike) -> np.dtype:
 
 
 def check_rotation(config: TransformerConfig, folder: Path) -> None:
-    """Raises ValueError unless all rotary frequencies are finite numbers.
+    """Raises ValueError unless all rotary frequencies are finite.
 
-    To be called when the tensors' shapes are checked: there is one frequency per channel, of a size
-    that `config.json` claims.
+    To be called after the tensors' shapes are checked, because there is one frequency per channel.
     """
     with np.errstate(all="ignore"):
         frequencies = [
@@ -230,7 +223,7 @@ def prepare(
     """The tensors to be read, all there and of the right shape, and the dtype they are cast to.
 
     If a checkpoint with tied embeddings repeats the table, both are compared; for a decoder split
-    over `axes`, only the rows that this process holds. Raises as `turbojax.models.load`.
+    over `axes`, only the rows that this process holds.
     """
     target = None if dtype is None else check_dtype(dtype)
     found = text_tensors(hf, _folder.stored_tensors(folder))
@@ -282,10 +275,7 @@ def require_equal(
     head: _folder.Stored,
     parts: Sequence[tuple[int, int]] | None = None,
 ) -> None:
-    """Raises ValueError unless two tables of a checkpoint with tied embeddings are the same.
-
-    `parts` are the ranges of rows to compare, None for all.
-    """
+    """Raises ValueError unless two tables of tied embeddings are the same, in some rows or all."""
     same = (embedding.dtype, embedding.shape) == (head.dtype, head.shape)
     if same:
         rows = max(1, _COMPARED_BYTES * head.shape[0] // head.nbytes)

@@ -18,28 +18,20 @@ from turbojax.models.families.table import FAMILIES as FAMILIES
 def read(hf: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of the `TransformerConfig` that a `config.json` describes.
 
-    Raises NotImplementedError, naming key and value, if the architecture or anything that may
-    change the mathematics is not supported; ValueError if a required key is missing or keys
-    contradict each other.
+    Raises NotImplementedError, naming key and value, if anything that may change the mathematics is
+    not supported; ValueError if keys are missing or contradict each other.
     """
     hf = text_part(hf)
     return _family(hf).read(hf)
 
 
 def text_part(hf: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The `config.json` of the text model, if `hf` is of a model that also reads pictures.
-
-    Otherwise `hf` itself. Raises as `read`.
-    """
+    """The text model's `config.json` in that of a model that also reads pictures, or else `hf`."""
     return mistral3.text_config(hf) if mistral3.is_whole(hf) else hf
 
 
 def write(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """A `config.json` for the fields of a `TransformerConfig`.
-
-    It holds what files of this family can express; whether that is everything shows when it is read
-    back and compared.
-    """
+    """A `config.json` for a `TransformerConfig`'s fields, as far as its family can express them."""
     return FAMILIES[fields["family"]].write(fields)
 
 

@@ -98,10 +98,7 @@ class Family:
     has_predictors: bool = False
 
     def read(self, hf: Mapping[str, Any]) -> dict[str, Any]:
-        """The fields of the `TransformerConfig` that a `config.json` of this family describes.
-
-        Raises as `turbojax.models.families.read`.
-        """
+        """The fields of the `TransformerConfig` that a `config.json` of this family describes."""
         self._require_known(hf)
         missing = sorted(key for key in SIZES if hf.get(key) is None)
         if missing:
@@ -152,10 +149,7 @@ class Family:
         }
 
     def read_rope(self, hf: Mapping[str, Any], head_dim: int, max_length: int) -> dict[str, Any]:
-        """The fields that say how positions rotate queries and keys; `max_length` is the file's.
-
-        Raises as `rope.parse`.
-        """
+        """The fields that say how positions rotate queries and keys; `max_length` is the file's."""
         del head_dim
         found = rope.parse(rope.merged(hf), max_length)
         self._require_whole(found)
@@ -166,10 +160,7 @@ class Family:
         return rope.write(fields["rope_theta"], fields["rope_scaling"], fields["max_length"])
 
     def read_mathematics(self, keys: Mapping[str, Any]) -> dict[str, Any]:
-        """The fields that say how a layer computes, besides its sizes, windows and positions.
-
-        `keys` are the file's and, where missing, the defaults.
-        """
+        """The fields that say how a layer computes, besides its sizes, windows and positions."""
         name = self.activation_key
         if not isinstance(keys[name], str | None):
             raise ValueError(f"config.json: {name}={shown(keys[name])} must be a string")
@@ -193,10 +184,7 @@ class Family:
         return keys | {key: fields[x] for key, x in biases.items() if key in self.defaults}
 
     def usual_layers(self, keys: Mapping[str, Any], window: int | None) -> list[str]:
-        """The `layer_types` of a file that has no such key.
-
-        `window` is that of layers with a window, None if there are no windows.
-        """
+        """The `layer_types` of a file without that key; a `window` of None means no windows."""
         return [FULL if window is None else SLIDING] * keys["num_hidden_layers"]
 
     def write_windows(

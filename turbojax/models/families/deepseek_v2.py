@@ -164,8 +164,8 @@ class DeepseekV2(Family):
 def read_groups(keys: Mapping[str, Any], count: int) -> dict[str, Any]:
     """The fields for groups of experts.
 
-    Raises ValueError unless the groups share the experts evenly and the top groups have enough for
-    a token.
+    Raises ValueError unless they are of equal size and the top ones have enough experts for a
+    token.
     """
     groups, top = integer(keys, "n_group"), integer(keys, "topk_group")
     if count % groups or top > groups or top * (count // groups) < keys["num_experts_per_tok"]:

@@ -133,10 +133,7 @@ _ADDED = (
 
 
 def read_count(keys: Mapping[str, Any], *names: str, default: int) -> int:
-    """The experts of a layer, under any of their `names`; 0 for none.
-
-    Raises ValueError for an impossible number, or if the names have different values.
-    """
+    """The experts of a layer under any of `names`, 0 for none; ValueError if these disagree."""
     given = {name: keys[name] for name in names if keys.get(name) is not None}
     for name in given:
         if integer(given, name, 0) > MOST_EXPERTS:

@@ -89,10 +89,7 @@ def _pattern(pattern: int, count: int) -> list[str]:
 
 
 def _by_kind(parameters: Any) -> Mapping[str, Any]:
-    """The object in `rope_parameters` for each kind of layer.
-
-    Raises NotImplementedError if it has anything else, ValueError if it is no object.
-    """
+    """The object for each kind of layer; NotImplementedError or ValueError for anything else."""
     if parameters is not None and not isinstance(parameters, Mapping):
         raise ValueError(f"rope_parameters={shown(parameters)} must be an object")
     for key in parameters or {}:

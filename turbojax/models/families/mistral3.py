@@ -47,8 +47,7 @@ def is_whole(hf: Mapping[str, Any]) -> bool:
 def text_config(hf: Mapping[str, Any]) -> dict[str, Any]:
     """The `config.json` of the text model: the object within `hf`, and the keys beside it.
 
-    Raises NotImplementedError for another model type or a text model that is no Mistral, ValueError
-    if there is no object for the text model.
+    Raises NotImplementedError if it is no Mistral, ValueError if there is no such object.
     """
     if hf.get("model_type") not in (None, NAME):
         raise NotImplementedError(

@@ -55,13 +55,11 @@ def parse(
     theta: float = 10000.0,
     original: int | None = None,
 ) -> RopeKeys:
-    """Reads keys of a rotary embedding, as `merged` returns them.
+    """Reads the keys that `merged` returns; `theta` and `original` count where the file has none.
 
-    `kinds` are the supported values of `rope_type`; `theta` is the base if none is given;
-    `original` is the length of the first training if none is given, by default `max_length`.
-
-    Raises NotImplementedError for another kind or an unsupported option; ValueError if a key is
-    missing, a value is of the wrong kind, or two disagree.
+    `original` is the length of the first training, by default `max_length`. Raises
+    NotImplementedError for an unsupported kind or option; ValueError if a key is missing or wrong,
+    or two disagree.
     """
     kind = given.get("rope_type", "default")
     if kind not in tuple(kinds):
@@ -104,8 +102,8 @@ def write(theta: float, scaling: RopeScaling | None, max_length: int) -> dict[st
 def merged(hf: Mapping[str, Any]) -> dict[str, Any]:
     """The keys from all places in a `config.json`, with `rope_type` for either of its names.
 
-    Raises NotImplementedError if layers have several rotary embeddings, ValueError if a place holds
-    no object or two places disagree.
+    Raises NotImplementedError if layers have several rotary embeddings, ValueError if places
+    disagree.
     """
     new, old = _object(hf, "rope_parameters"), _object(hf, "rope_scaling")
     # A `rope_scaling` that was added to a file of transformers 5 is meant to count.

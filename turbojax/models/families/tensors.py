@@ -108,10 +108,7 @@ def experts_tensors(config: TransformerConfig) -> int:
 
 
 def text_tensors(hf: Mapping[str, Any], tensors: Mapping[str, _Stored]) -> dict[str, _Stored]:
-    """The tensors of a checkpoint's text model by their names in `checkpoint_tensors`.
-
-    `hf` is its `config.json`; in nearly all checkpoints the names are already these.
-    """
+    """The text model's tensors by their names in `checkpoint_tensors`; usually those they have."""
     return mistral3.text_tensors(tensors) if mistral3.is_whole(hf) else dict(tensors)
 
 
@@ -124,10 +121,9 @@ def is_ignored(name: str, config: TransformerConfig) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class _Linear:
-    """A stored linear layer: one of the model's, or several on the same input.
+    """A stored linear layer, which is one of the model's, or several on the same input.
 
-    `name` is that within a layer of the checkpoint; `outputs` has, for each of the model's layers,
-    its path in a block and its number of outputs.
+    `outputs` has each one's path in a block and its number of outputs.
     """
 
     name: str

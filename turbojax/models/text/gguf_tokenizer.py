@@ -90,9 +90,8 @@ _SPLITS: Mapping[str, _Split] = {
 def read(file: Path) -> Parts:
     """The tokenizer of a GGUF file.
 
-    Raises ImportError if the package `tokenizers` is missing, FileNotFoundError,
-    NotImplementedError for another kind or way of splitting texts, and ValueError if the metadata
-    cannot be read.
+    Raises ImportError if the package `tokenizers` is missing, NotImplementedError for another kind
+    or way of splitting texts, ValueError if the metadata are wrong.
     """
     try:
         import tokenizers  # noqa: F401 - asked for before anything is read
@@ -129,10 +128,7 @@ def read(file: Path) -> Parts:
 
 
 def companions(file: Path) -> dict[str, bytes]:
-    """The files of a folder in Hugging Face's layout that stand for a GGUF file's tokenizer.
-
-    Raises as `read`.
-    """
+    """The files of a folder in Hugging Face's layout that stand for a GGUF file's tokenizer."""
     parts = read(file)
     template = parts.chat_template
     if isinstance(template, Mapping):

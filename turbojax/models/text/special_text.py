@@ -59,10 +59,7 @@ class SpecialTexts:
         return x
 
     def split_hidden(self, text: str, hidden: str) -> list[Segment] | None:
-        """`text` in pieces; its special tokens are those of `hidden`, rendered from `hide`.
-
-        None unless the two are the same except for what was hidden.
-        """
+        """`text` in pieces, special tokens as in `hidden`; None if the two differ otherwise."""
         if text.translate(self._shown) != text or hidden.translate(self._shown) != text:
             return None
         return [(piece.translate(self._shown), special) for piece, special in self.split(hidden)]
@@ -84,10 +81,7 @@ class SpecialTexts:
 
 
 class SegmentEncoder:
-    """Encodes texts whose special tokens are marked, not recognized in the text.
-
-    `tokenizer` is of the package `tokenizers`; it is copied.
-    """
+    """Encodes texts whose special tokens are marked; `tokenizer`, of `tokenizers`, is copied."""
 
     def __init__(self, tokenizer: Any) -> None:
         import tokenizers
@@ -114,10 +108,7 @@ class SegmentEncoder:
         self._numbers = {copy.token_to_id(name): number for number, name in names.items()}
 
     def encode(self, segments: Sequence[Segment]) -> list[int]:
-        """The tokens of a text in pieces, see `Segment`.
-
-        Raises ValueError if the tokenizer cannot write a special token's text as text.
-        """
+        """The tokens of a text in pieces; ValueError if a special token's text cannot be text."""
         names = set(self._names.values())
         if any(name in text for text, special in segments if not special for name in names):
             raise ValueError(

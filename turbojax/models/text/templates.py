@@ -183,10 +183,7 @@ _PASSED = (jinja2.Environment, jinja2.runtime.Context, jinja2.nodes.EvalContext)
 def _check_arguments(
     name: str, own: Sequence[Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> None:
-    """Raises TemplateError if a method or filter would make much from small arguments.
-
-    `own` is what it belongs to, or is applied to, if anything.
-    """
+    """Raises TemplateError if a call would make much from little; `own` is what it applies to."""
     budget, given = _budget.get(), (*args, *kwargs.values())
     budget.check_time()
     for x in given if name in _COUNTING else ():

@@ -16,10 +16,7 @@ _MAY_HAVE_PREFIX = re.compile(rb'continuing_subword_prefix"\s*:\s*"[^"]|\\u00[2-
 
 
 class Parts(NamedTuple):
-    """What a tokenizer consists of, `tokenizer` being that of the package `tokenizers`.
-
-    `special_tokens` are texts by role; `chat_template` may be several templates by name.
-    """
+    """What a tokenizer consists of; `special_tokens` are by role, several templates by name."""
 
     tokenizer: Any
     special_tokens: Mapping[str, str]
@@ -29,10 +26,10 @@ class Parts(NamedTuple):
 
 
 def read(file: Path) -> tuple[Any, Mapping[str, Any] | None]:
-    """The file's tokenizer, and how the file says that it pads texts; both are turned off.
+    """The file's tokenizer, with padding turned off, and how the file would pad texts.
 
-    Raises ImportError if the package `tokenizers` is missing, FileNotFoundError, and ValueError,
-    naming the file, if it cannot be read.
+    Raises ImportError if the package `tokenizers` is missing, and ValueError, naming the file, if
+    it cannot be read.
     """
     try:
         import tokenizers

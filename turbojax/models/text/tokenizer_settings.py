@@ -99,7 +99,6 @@ def read_object(path: Path) -> Mapping[str, Any]:
 
 
 def _content(token: Any) -> str | None:
-    """The text of a special token, which is written as a string or as an object."""
     text = token.get("content") if isinstance(token, Mapping) else token
     return text if isinstance(text, str) else None
 

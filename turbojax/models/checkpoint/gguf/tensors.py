@@ -147,10 +147,7 @@ class GgufTensor(Stored):
 
 @dataclasses.dataclass(frozen=True)
 class GgufBlocks(Stored):
-    """The blocks of a tensor, uint8 ``[N, blocks of a row, bytes of a block]``.
-
-    Rows are in Hugging Face's order; for `raw` and `heads` see `GgufTensor`.
-    """
+    """A tensor's blocks, rows in Hugging Face's order: uint8 ``[N, blocks, bytes of a block]``."""
 
     raw: Stored
     heads: int | None
@@ -170,11 +167,7 @@ class GgufBlocks(Stored):
 def _in_order(
     read: Callable[[int, int], np.ndarray], rows: tuple[int, int], count: int, heads: int | None
 ) -> np.ndarray:
-    """Some of Hugging Face's rows, `rows` being the first and the one after the last.
-
-    ``read(first, last)`` reads rows in the file's order; `count` is that of all rows, and for
-    `heads` see `GgufTensor`.
-    """
+    """Some of Hugging Face's `count` rows; ``read(first, last)`` reads rows in the file's order."""
     first, last = rows
     if heads is None:
         return read(first, last)
@@ -200,10 +193,7 @@ def _order(rows: int, heads: int) -> np.ndarray:
 
 
 def read_config(file: Path) -> dict[str, Any]:
-    """The `config.json` that the metadata of a file describes.
-
-    Raises as `header.read`, `stored` and `config.config`.
-    """
+    """The `config.json` that the metadata of a file describes."""
     header = _header.read(file)
     factors = {}
     for name in _FACTORS:
@@ -218,8 +208,8 @@ def read_config(file: Path) -> dict[str, Any]:
 def stored(file: Path) -> dict[str, Stored]:
     """The tensors of a file by Hugging Face's names, in the order in which they lie there.
 
-    Raises as `header.read`, ImportError if the package `gguf` is missing, and ValueError if a
-    tensor's name is unknown or it has more than two axes.
+    Raises ImportError if the package `gguf` is missing, ValueError for an unknown name or more than
+    two axes.
     """
     header = _header.read(file)
     architecture = header.metadata.get(_config.ARCHITECTURE)

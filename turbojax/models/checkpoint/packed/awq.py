@@ -53,11 +53,7 @@ _PLACES = np.argsort([0, 2, 4, 6, 1, 3, 5, 7])
 
 @dataclasses.dataclass(frozen=True)
 class Awq:
-    """What a `quantization_config` of AWQ says; see `PackedFormat`.
-
-    `by_outputs` is whether an output's codes lie together (``"gemv"``), not an input's
-    (``"gemm"``).
-    """
+    """What AWQ's config says; `by_outputs`: an output's codes lie together (``"gemv"``)."""
 
     group_size: int | None
     by_outputs: bool
@@ -111,10 +107,7 @@ class Awq:
 
 
 def parse(block: Block) -> Awq:
-    """The format of a `quantization_config` whose `quant_method` is ``"awq"``.
-
-    Raises NotImplementedError if it cannot be read; see `keys`.
-    """
+    """Reads a `quantization_config` of ``"awq"``; NotImplementedError if it is not supported."""
     keys.require_off(block, (*_READ.split(), *_HARMLESS.split()))
     keys.require(block, "bits", (4,), 4)
     keys.require(block, "lm_head", (False, None))

@@ -25,10 +25,7 @@ _Array = TypeVar("_Array", jax.Array, np.ndarray)
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """A tensor that a linear layer is stored as.
-
-    `shapes` has the shape it must have for each dtype it may have, in safetensors' names.
-    """
+    """A stored part of a linear layer; `shapes` has its shape for each of safetensors' dtypes."""
 
     shapes: Mapping[str, tuple[int, ...]]
     required: bool = True
@@ -80,16 +77,10 @@ class PackedFormat(Protocol):
         """What the axes of codes and scales count, by the names of the parts that hold them."""
 
     def parts(self, outputs: int, inputs: int) -> Mapping[str, Part]:
-        """The tensors of a linear layer, by what follows the layer's name and a dot.
-
-        Raises ValueError if the format cannot hold a layer of this size.
-        """
+        """The tensors of a layer, by the end of their names; ValueError if the size is wrong."""
 
     def unpack(self, parts: Mapping[str, np.ndarray], outputs: int, inputs: int) -> Codes:
-        """The layer of these tensors, whose shapes and dtypes are already checked.
-
-        Raises ValueError if the tensors contradict each other.
-        """
+        """The layer of these checked tensors; ValueError if they contradict each other."""
 
 
 def weights(parts: Mapping[str, Codes]) -> dict[str, Int4Weight]:
@@ -147,9 +138,9 @@ def grouped(
 ) -> Codes:
     """A layer whose inputs may be in any groups, reordered so that those of a group are neighbours.
 
-    `codes` are int8 ``[N, K]`` with inputs in their order, `scales` ``[N, G]``, and `groups` int
-    ``[K]`` the group of each input, None where each run of `group_size` is one. Raises ValueError
-    if a group's number is out of range, or a group does not have `group_size` inputs.
+    `codes` are int8 ``[N, K]``, `scales` ``[N, G]``, and `groups` int ``[K]`` the group of each
+    input, None where each run of `group_size` is one. Raises ValueError unless every group has
+    `group_size` inputs.
     """
     if groups is None:
         return Codes(codes, scales, zeros, group_size)

@@ -48,10 +48,7 @@ _HARMLESS_WEIGHTS = "actorder observer observer_kwargs scale_dtype zp_dtype"
 
 @dataclasses.dataclass(frozen=True)
 class CompressedTensors:
-    """What a `quantization_config` of compressed-tensors says; see `PackedFormat`.
-
-    `symmetric` means that there are no zero points.
-    """
+    """What the `quantization_config` says; `symmetric` means that there are no zero points."""
 
     group_size: int | None
     symmetric: bool
@@ -99,10 +96,9 @@ class CompressedTensors:
 
 
 def parse(block: Block) -> CompressedTensors:
-    """The format of a `quantization_config` whose `quant_method` is ``"compressed-tensors"``.
+    """Reads a `quantization_config` of ``"compressed-tensors"``.
 
-    Raises NotImplementedError if it cannot be read, see `keys`; ValueError if a value that must be
-    an object is none.
+    Raises NotImplementedError if it is not supported, ValueError if an object is missing.
     """
     keys.require_off(block, (*_READ.split(), *_HARMLESS.split()))
     keys.require(block, "format", (FORMAT,))

@@ -17,9 +17,9 @@ METHODS = tuple(_PARSERS)
 
 
 def parse(block: Mapping[str, Any]) -> PackedFormat:
-    """How linear layers are stored, from a `quantization_config` whose method is one of `METHODS`.
+    """How linear layers are stored; `block` is a `quantization_config`.
 
     Raises NotImplementedError, naming the key, for other kinds of weights or activations;
-    ValueError if a value that must be an object is none.
+    ValueError if an object is missing.
     """
     return _PARSERS[block["quant_method"]](block)

@@ -111,10 +111,7 @@ class Gptq:
 
 
 def parse(block: Block) -> Gptq:
-    """The format of a `quantization_config` whose `quant_method` is ``"gptq"``.
-
-    Raises NotImplementedError if it cannot be read; see `keys`.
-    """
+    """Reads a `quantization_config` of ``"gptq"``; NotImplementedError if it is not supported."""
     keys.require_off(block, (*_READ.split(), *_HARMLESS.split()))
     keys.require(block, "bits", (4,))
     keys.require(block, "lm_head", (False, None))

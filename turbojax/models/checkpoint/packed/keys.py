@@ -11,10 +11,7 @@ _WHERE = "config.json: quantization_config"
 
 
 def require(block: Block, key: str, allowed: Collection[Any], default: Any = None) -> Any:
-    """The value of a key; NotImplementedError unless it is in `allowed`.
-
-    Types must be equal, too: 1 and 4.0 are not true and 4.
-    """
+    """The value of a key; NotImplementedError unless allowed. 1 and 4.0 are not true and 4."""
     value = block.get(key, default)
     if not any(type(value) is type(x) and value == x for x in allowed):
         wanted = " or ".join(repr(x) for x in allowed)
@@ -25,10 +22,7 @@ def require(block: Block, key: str, allowed: Collection[Any], default: Any = Non
 
 
 def group_size(value: Any) -> int | None:
-    """Inputs that share a scale; None for all of a row, which files write as -1.
-
-    Raises NotImplementedError for group sizes that `Int4Weight` does not have.
-    """
+    """A group size, None for -1, a whole row; NotImplementedError if `Int4Weight` lacks it."""
     if type(value) is int and (value in (-1, 32, 64) or (value > 0 and value % 128 == 0)):
         return None if value == -1 else value
     raise NotImplementedError(
@@ -38,10 +32,7 @@ def group_size(value: Any) -> int | None:
 
 
 def require_off(block: Block, known: Collection[str]) -> None:
-    """Raises NotImplementedError for a key that is set and not in `known`.
-
-    `known` are keys that are read, and those that only say how the weights were found.
-    """
+    """Raises NotImplementedError for a key that is set and neither read nor harmless (`known`)."""
     for key in sorted(set(block) - set(known)):
         if block[key]:
             raise NotImplementedError(

@@ -29,10 +29,9 @@ def want(
     axes: Axes,
     numbers: Iterable[int],
 ) -> None:
-    """Marks what devices need of one layer's linear layers.
+    """Marks what devices, numbered along `hidden_axes`, need of one layer's linear layers.
 
-    `linears` are the stored ones, each with the beginning of its tensors' names; `numbers` are
-    those of the devices along `hidden_axes`.
+    `linears` are the stored ones, each with the beginning of its tensors' names.
     """
     linears, numbers = list(linears), list(numbers)
     # With act-order a device's groups may have any inputs, which are outputs of the layers before.
@@ -111,12 +110,10 @@ def _group(packing: PackedFormat) -> int:
 
 
 def _units(places: np.ndarray, each: int) -> np.ndarray:
-    """The words, or groups, of `each` numbers that hold these places."""
     return np.unique(places // each)
 
 
 def _names(spec: TensorSpec) -> tuple[str, ...]:
-    """The model's linear layers that a stored one holds."""
     return tuple(place.path[-2] for place in spec.placements)
 
 

@@ -29,10 +29,7 @@ _SCALE_BYTES = 2
 
 @dataclasses.dataclass(frozen=True)
 class Q40:
-    """How the linear layers of such a GGUF file are stored; see `PackedFormat`.
-
-    The part `codes` holds the scales, too.
-    """
+    """How the linear layers are stored; the part `codes` holds the scales, too."""
 
     name: str = TYPE
     codes: str = "blocks"
@@ -57,7 +54,7 @@ class Q40:
 
 
 def linear_layers_as_blocks(tensors: Mapping[str, Stored], file: Path) -> dict[str, Stored]:
-    """The tensors of a GGUF file, with matrices of layers as the blocks that they are stored as.
+    """A GGUF file's tensors, with matrices of layers as their blocks.
 
     Raises NotImplementedError if such a matrix is of another type.
     """

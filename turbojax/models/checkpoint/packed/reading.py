@@ -64,11 +64,11 @@ def read(
     adapters: Adapters | None = None,
     packing: PackedFormat | None = None,
 ) -> QuantizedDecoder:
-    """Reads a folder, or a GGUF file, whose linear layers are packed in one of the formats.
+    """Reads a folder, or a GGUF file, whose linear layers are packed; see `load_decoder`.
 
-    See `load_decoder`. `dtype` and `max_length` are by default what the checkpoint says; `packing`
-    is by default what `hf`, its `config.json`, says, and must be given for a GGUF file. Raises
-    NotImplementedError also unless exactly the linear layers of the decoder's layers are quantized.
+    `packing` is by default what `hf`, the `config.json`, says, and must be given for a GGUF file.
+    Raises NotImplementedError unless exactly the linear layers of the decoder's layers are
+    quantized.
     """
     if packing is None:
         packing = formats.parse(hf["quantization_config"])
@@ -316,10 +316,7 @@ def _refuse_other_layers(
 
 
 def _drop_empty_biases(tensors: dict[str, _folder.Stored], wanted: Mapping[str, Part]) -> None:
-    """Removes biases that a model of this architecture does not have, if they are zeros.
-
-    Some programs write one for every linear layer.
-    """
+    """Removes unknown biases if they are zeros: some programs write one for every linear layer."""
     for name in [x for x in tensors if x.endswith(".bias") and x not in wanted]:
         stored = tensors[name]
         if name.startswith(LAYERS) and stored.dtype in FLOATS and not stored.read().any():
@@ -331,7 +328,6 @@ def _optional(array: np.ndarray | None) -> jax.Array | None:
 
 
 def _shape(stored: _folder.Stored | None, part: Part) -> tuple[int, ...]:
-    """The shape that a tensor must have."""
     first = next(iter(part.shapes.values()))
     return first if stored is None else part.shapes.get(stored.dtype, first)
 
