@@ -159,11 +159,7 @@ class QuantizedLayer:
         config: TransformerConfig,
         axes: Axes | None = None,
     ) -> tuple[jax.Array, Cache]:
-        """Maps the residual stream ``[B, T, D]`` to the next layer's and updates the cache.
-
-        `angles` are those of `rope`, None without it. Within `shard_map` over `axes`, `config` is
-        what a device has of the model, and what devices compute is summed.
-        """
+        """Does what `Block` does; within `shard_map` over `axes`, `config` is that of a device."""
         over = hidden_axes(axes)
         joined = _of_input(self.qkv, hidden, self.attention_norm, config)
         query, key, value = _heads(joined, config)

@@ -162,8 +162,7 @@ class Block(nnx.Module):
         """Maps the residual stream ``[B, T, D]`` to the next layer's and updates the cache.
 
         `angles` are those of `rope`, None without it. Within `shard_map` heads and inner sizes are
-        split over `axes`: what devices compute is summed before it is normed or added to the
-        stream.
+        split over `axes`: sums over devices come before norms and the stream.
         """
         over = hidden_axes(axes)
         normed, attention = _normed(self.attention_norm, hidden), self.attention

@@ -210,20 +210,12 @@ def write(
     """Writes a checkpoint into a folder, which is created if it does not exist.
 
     `steady` readers see the old checkpoint or the new one, at every moment and after every kind of
-    interruption, see `_writing.replacing_files`. Other files in the folder stay.
+    interruption, see `_writing.replacing_files`. Other files in the folder stay. `companions` are
+    further files by name, to be copied from elsewhere, or their contents; those of an older
+    checkpoint are removed, see `find_companions`, unless it is None.
 
-    Args:
-      path: the folder.
-      config: content of `config.json`.
-      tensors: what to write.
-      max_shard_bytes: of the tensors in one file; a larger tensor gets a file of its own.
-      companions: further files by name, to be copied from elsewhere, or their contents; those of
-        an older checkpoint are removed, see `find_companions`. If None, they stay.
-
-    Raises:
-      BlockingIOError: if another program is writing there.
-      OSError: if something cannot be written, see `_writing.replacing_files`.
-      TypeError: if JSON cannot express the config.
+    Raises BlockingIOError if another program is writing there, OSError if something cannot be
+    written, TypeError if JSON cannot express the config.
     """
     shards = _split(tensors, max_shard_bytes)
     count = len(shards)

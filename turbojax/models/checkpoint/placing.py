@@ -28,14 +28,10 @@ Progress = Callable[[int, int], None]
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """An array of the model, and the tensors that it is made of.
+    """An array of the model, over all devices, and the tensors that it is made of.
 
-    Attributes:
-      shape: of the whole, over all devices; where it is larger than what the tensors hold, zeros
-        are added at the end.
-      dtype: of the array.
-      sharding: over the devices.
-      sources: index into the array's leading axes, the tensor's name, and which part of it.
+    `sources` have an index into its leading axes, a tensor's name, and which part of it. Where
+    `shape` is larger than what the tensors hold, zeros are added at the end.
     """
 
     shape: tuple[int, ...]

@@ -61,14 +61,10 @@ _MOST_BYTES = 1 << 28
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """A tensor in a GGUF file.
+    """A tensor in a GGUF file, whose first byte there is `begin`.
 
-    Attributes:
-      type: of its numbers, a name of `TYPES`.
-      shape: the fastest axis last.
-      block: how many numbers are stored as one block, neighbours along the last axis.
-      block_bytes: bytes of a block.
-      begin: its first byte in the file.
+    `type` is a name of `TYPES`; `shape` has the fastest axis last, along which each `block` numbers
+    are stored together in `block_bytes` bytes.
     """
 
     type: str
