@@ -275,7 +275,7 @@ def _of_input(
 def _norm_heads(
     x: jax.Array, factor: jax.Array, config: TransformerConfig, over: tuple[str, ...]
 ) -> jax.Array:
-    """Norms heads ``[B, T, heads, H]``, each by itself or a token's together, split over `over`."""
+    """Norms heads ``[B, T, heads, H]``, one by one or all of a token, split over axes `over`."""
     if not config.joint_qk_norm:
         return rms_norm(x, factor, config.norm_eps)
     flat = x.reshape(*x.shape[:2], -1)

@@ -126,7 +126,8 @@ def weight_files(folder: Path) -> tuple[Path, ...]:
 def stored_tensors(folder: Path) -> dict[str, Stored]:
     """All tensors of a checkpoint, in the order in which they lie in its files; none is read yet.
 
-    Raises OSError if a file is missing, ValueError if files are cut short or contradict each other.
+    Raises OSError if a file is missing, ValueError if files are cut short or contradict each other,
+    and for a GGUF file as `gguf.tensors.stored`.
     """
     if is_gguf(folder):
         return _gguf.stored(folder)
@@ -271,9 +272,9 @@ def find_companions(folder: Path) -> dict[str, Path]:
 
 
 def steady(folder: Path, read: Callable[[Path], T]) -> T:
-    """What ``read(folder)`` returns; called again if a checkpoint is replaced meanwhile.
+    """What `read` returns for the folder where the files lie, also if they are replaced meanwhile.
 
-    Raises ValueError if that happens again and again.
+    Then it is called again; ValueError if that happens again and again.
     """
     if is_gguf(folder) and folder.exists():
         return read(folder)
