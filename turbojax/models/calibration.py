@@ -1,4 +1,4 @@
-"""What smoothing needs to know of every layer's keys: text passes the layers, one by one."""
+"""Statistics that smoothing needs of every layer's keys: text passes the layers, one by one."""
 
 import jax
 import numpy as np
@@ -16,7 +16,7 @@ from turbojax.smoothing import KeyStatistics
 
 
 class Calibration:
-    """What smoothing needs to know of the keys of layers that come one after the other."""
+    """Collects statistics of the keys of one layer after the other, in their order."""
 
     def __init__(
         self, model: Decoder | StoredDecoder, tokens: np.ndarray, *, batch_size: int = 1
@@ -43,22 +43,7 @@ def calibrate(
     batch_size: int = 1,
     progress: Progress | None = None,
 ) -> tuple[KeyStatistics, ...]:
-    """Runs windows of text through a model and watches its keys.
-
-    Args:
-      model: the model, not quantized.
-      tokens: int ``[n, T]``, windows of real text.
-      batch_size: windows that run at once.
-      progress: called with the number of tokens after each batch of each layer.
-
-    Returns:
-      The statistics of each layer.
-
-    Raises:
-      TypeError: if tokens or the batch size are not integers.
-      ValueError: if the shape does not fit, a token is not in the vocabulary, or `batch_size` is
-        not positive.
-    """
+    """Runs text, int ``[n, T]``, through a model and collects each layer's key statistics."""
     calibration = Calibration(model, tokens, batch_size=batch_size)
     return tuple(calibration.watch(params, progress) for params in model.layers)
 
@@ -71,7 +56,6 @@ def _watch(
     options: AttentionOptions = PLAIN,
     sinks: jax.Array | None = None,
 ) -> tuple[jax.Array, Cache]:
-    """Attention whose cache are the statistics of the layer's keys."""
     out, _ = causal_attention(query, key, value, None, options, sinks)
     # A rotation leaves the norm of a pair as it is, so the rotated keys serve for both.
     return out, cache.update(key, key)

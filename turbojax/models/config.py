@@ -36,50 +36,51 @@ class TransformerConfig:
       num_heads: query heads N, a multiple of `num_kv_heads`.
       num_kv_heads: key/value heads K (grouped queries).
       head_dim: width H of one head, even because RoPE rotates pairs.
-      max_length: longest sequence the model is meant for; LongRoPE has the short factors where it
-        is that of the first training or less, and chooses by the sequences otherwise.
+      max_length: longest sequence the model is meant for. At the length of LongRoPE's first
+        training or below, its short factors apply; above it the sequences decide.
       rope_theta: base of the rotary frequencies.
       norm_eps: epsilon of every RMSNorm.
       tie_embeddings: whether the output projection is the embedding's transpose.
       family: whose tensor names and `config.json` it has, by Hugging Face's `model_type`; what is
-        computed depends on the other fields alone.
+        computed depends only on the other fields.
       activation: of the feed-forward layer's gate; ``"gelu_tanh"`` is GELU's approximation by tanh.
       qkv_bias: whether queries, keys and values have biases.
       output_bias: whether the attention's output projection has one.
       mlp_bias: whether the feed-forward layer's projections have biases.
       qk_norm: whether the heads of queries and keys are normed before they are rotated.
-      joint_qk_norm: whether that norm is one of all heads of a token, not of each by itself.
+      joint_qk_norm: whether all heads of a token are normed together, not each by itself.
       rope_scaling: optional change of the rotary frequencies.
-      rotary_dim: channels of a head that RoPE turns, the first ones; all if not given.
-      rope_interleaved: whether RoPE turns channels 2i and 2i + 1 together, not i and i + R/2.
+      rotary_dim: how many channels of a head RoPE rotates, the first ones; all if not given.
+      rope_interleaved: whether RoPE rotates channels 2i and 2i + 1 together, not i and i + R/2.
       nope_layers: numbers of the layers without RoPE, ascending.
-      local_rope_theta: base of the rotary frequencies of layers with a window, which then are not
-        scaled; those of the other layers if not given.
+      local_rope_theta: base of the rotary frequencies, then unscaled, of layers with a window; if
+        not given, they have the same frequencies as the other layers.
       attention_scale: factor of the scores; ``1 / sqrt(H)`` if not given.
       attention_soft_cap: optional `c`: scores become ``c * tanh(score / c)``.
-      final_soft_cap: the same of the logits.
+      final_soft_cap: the same for the logits.
       logit_scale: optional factor of the logits, before they are capped.
       local_windows: for each layer, how many tokens a query sees, its own included, or None for
         all; empty if no layer has a window.
       embedding_scale: optional factor of the embeddings, rounded to the computation's dtype.
       norm_offset: added to the scale of every norm; 1 in Gemma's checkpoints.
-      pre_norms: whether what attention and feed-forward layer read is normed.
+      pre_norms: whether the input of attention and feed-forward layer is normed.
       post_norms: whether what attention and feed-forward layer add to the residual stream is
         normed, too.
-      layer_norm: whether the norms of the residual stream take it less its mean: LayerNorm without
-        a bias, in place of RMSNorm.
-      parallel: whether attention and feed-forward layer read the same, by one norm, and what
-        they give is added at once.
+      layer_norm: whether the norms of the residual stream subtract its mean: LayerNorm without a
+        bias, in place of RMSNorm.
+      parallel: whether attention and feed-forward layer read the same normed input, and their
+        outputs are added at once.
       residual_scale: optional factor of what is added to the residual stream.
       experts: of the feed-forward layers, or None.
-      latent: of attention whose keys and values are made of a latent, or None; then there are as
-        many KV heads as heads, of ``nope_dim + rope_dim`` channels, values are padded to as many,
-        `qkv_bias` is that of the products that make latents, and scores have its scale.
+      latent: for attention whose keys and values are made from a latent, or None. With it there are
+        as many KV heads as heads, of ``nope_dim + rope_dim`` channels; values are padded to as
+        many; `qkv_bias` is that of the projections that make latents; and it gives the scale of
+        scores.
       attention_sinks: whether every layer has a learned logit per query head in the denominator of
         its softmax, see `turbojax.turbo_attention`.
 
     Raises:
-      TypeError: if `experts` or `latent` is another kind.
+      TypeError: if `experts` or `latent` is of another type.
       ValueError: if a value is out of the range stated here.
     """
 
@@ -179,7 +180,7 @@ class TransformerConfig:
             )
 
     def _check_layers(self) -> None:
-        """Raises ValueError for a kind of layer that there is none of."""
+        """Raises ValueError for combinations of fields that no kind of layer has."""
         layers: Any = self.nope_layers
         if (
             not isinstance(layers, tuple)
@@ -230,7 +231,7 @@ class TransformerConfig:
 
     @property
     def rope(self) -> Rope:
-        """The rotary embedding, of all layers or of those that have none of their own."""
+        """The rotary embedding of all layers that have none of their own."""
         longest = self.max_length if isinstance(self.rope_scaling, LongRopeScaling) else None
         width = self.head_dim if self.latent is None else self.latent.rope_dim
         return Rope(
@@ -265,11 +266,7 @@ class TransformerConfig:
         return tuple(rope for rope in found if rope is not None)
 
     def attention_options(self, layer: int) -> AttentionOptions:
-        """What this layer asks of its attention.
-
-        Args:
-          layer: its number; a window as long as the longest sequence is none.
-        """
+        """The options of this layer's attention; a window of `max_length` or more is none."""
         window = self.local_windows[layer] if layer < len(self.local_windows) else None
         if window is not None and window >= self.max_length:
             window = None
@@ -305,7 +302,7 @@ class TransformerConfig:
         return self.num_layers * layer + dense * 3 * size * inner + mlps + tables + size
 
     def _latent_parameters(self, latent: LatentConfig) -> int:
-        """Numbers of a layer's latent attention."""
+        """How many numbers a layer's latent attention has."""
         size, heads, rank = self.hidden_size, self.num_heads, latent.rank
         queries = heads * latent.key_dim
         count = size * (rank + latent.rope_dim) + rank  # the latent, and its norm
@@ -318,16 +315,16 @@ class TransformerConfig:
 
     @classmethod
     def from_hf(cls, hf: Mapping[str, Any]) -> "TransformerConfig":
-        """Reads the content of a Hugging Face `config.json`, of any of `families.FAMILIES`.
+        """Reads the content of a Hugging Face `config.json` of any of `families.FAMILIES`.
 
-        Keys that are missing have transformers' defaults; only sizes must be there. A key that is
-        unknown and holds something is refused: it may change what the model computes.
+        Missing keys have transformers' defaults; only sizes must be there. An unknown key with a
+        value is refused, because it may change what the model computes.
 
         Args:
           hf: the parsed JSON object.
 
         Raises:
-          NotImplementedError: naming it, if the architecture is not supported, or a key's value.
+          NotImplementedError: naming it, if the architecture or a key's value is not supported.
           ValueError: if a required key is missing, a value is out of range, or two disagree.
         """
         return cls(**families.read(hf))
@@ -335,10 +332,10 @@ class TransformerConfig:
     def to_hf(self) -> dict[str, Any]:
         """The content of a `config.json` that `from_hf` and `transformers` read back.
 
-        RoPE is written twice: as transformers up to 4 spells it, and as it does from 5 on.
+        RoPE is written twice: in the spelling of transformers up to 4, and in that from 5 on.
 
         Raises:
-          ValueError: naming the fields, if files of this family cannot express what they hold.
+          ValueError: naming the fields, if files of this family cannot express their values.
         """
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         hf = families.write(fields)
@@ -358,7 +355,7 @@ class TransformerConfig:
         }
 
     def described(self) -> dict[str, Any]:
-        """`told`, in which parts that are objects are dictionaries too."""
+        """`told`, with fields that are objects as dictionaries too."""
         return {name: _described(value) for name, value in self.told().items()}
 
     def _canonical(self) -> "TransformerConfig":
@@ -379,8 +376,8 @@ class TransformerConfig:
         )
 
 
-# Of `TransformerConfig`, since sessions, results and logs were written that hold its fields or
-# digests of them: files from before say nothing of these, and must be those of the same model.
+# Fields that were added to `TransformerConfig` after sessions, results and logs were written that
+# hold its fields or digests of them. Those lack these, and must still match the same model.
 _ADDED = (
     *("local_rope_theta", "experts", "latent", "attention_sinks"),
     *("joint_qk_norm", "rope_interleaved", "nope_layers", "logit_scale"),
@@ -398,22 +395,13 @@ def _described(value: Any) -> Any:
 def model_config(
     folder: Path, hf: Mapping[str, Any], max_length: int | None = None
 ) -> TransformerConfig:
-    """What the `config.json` of a folder describes.
-
-    Args:
-      folder: of the checkpoint, for errors.
-      hf: the content of its `config.json`.
-      max_length: what the model is meant for instead of what is said there.
-
-    Raises:
-      NotImplementedError, ValueError: as `TransformerConfig.from_hf`, naming the file.
-    """
+    """The model that `hf`, a folder's `config.json`, describes; errors name the file."""
     try:
         config = TransformerConfig.from_hf(hf)
     except (NotImplementedError, ValueError) as error:
         kind = NotImplementedError if isinstance(error, NotImplementedError) else ValueError
         text = str(error).removeprefix("config.json").removeprefix(":").strip()
-        # Of a GGUF file, metadata stand for it.
+        # A GGUF file's metadata stand for it.
         file = folder if folder.is_file() else folder / "config.json"
         raise kind(f"{file}: {text}") from error
     return config if max_length is None else dataclasses.replace(config, max_length=max_length)
@@ -422,17 +410,10 @@ def model_config(
 def config_json(
     config: TransformerConfig, dtype: np.dtype, extra: Mapping[str, Any] | None
 ) -> dict[str, Any]:
-    """The content of a checkpoint's `config.json`.
+    """The content of a checkpoint's `config.json`, with the keys `extra` added.
 
-    Args:
-      config: what the model is.
-      dtype: of its tensors.
-      extra: further keys.
-
-    Raises:
-      NotImplementedError: if a further key is one that `TransformerConfig.from_hf` refuses.
-      TypeError: if JSON cannot express the value of one.
-      ValueError: if one repeats a key of the model's own, or turns it into another model.
+    Raises NotImplementedError if one of these is not supported, TypeError if it is no JSON,
+    ValueError if it repeats a key of the model's own or makes another model.
     """
     hf, extra = config.to_hf(), extra or {}
     for key, value in extra.items():
@@ -453,11 +434,7 @@ def config_json(
 
 
 def stored_dtype(hf: Mapping[str, Any]) -> np.dtype | None:
-    """The dtype that a `config.json` names, as `torch_dtype` or `dtype`; None if it names none.
-
-    Raises:
-      ValueError: if it is none of `DTYPES`.
-    """
+    """The dtype that a `config.json` names, or None; ValueError unless it is in `DTYPES`."""
     for key in ("torch_dtype", "dtype"):
         name = hf.get(key)
         if name is not None:
@@ -470,7 +447,7 @@ def stored_dtype(hf: Mapping[str, Any]) -> np.dtype | None:
 
 
 def _check_size(name: str, value: object) -> None:
-    """Raises ValueError unless a size is one that there can be."""
+    """Raises ValueError unless a size is possible."""
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ValueError(f"{name}={shown(value)} must be an integer of at least 1")
     most = families.MOST_LAYERS if name == "num_layers" else families.LARGEST_SIZE

@@ -46,8 +46,8 @@ class Decoder:
       config: the shape, of the whole model.
       dtype: compute dtype.
       axes: of a mesh over which arrays are split as
-        `turbojax.models.tensor_parallel.specs.partition_specs` says, or None. Then `hidden` and
-        `logits` are those of one device, within `shard_map`, see
+        `turbojax.models.tensor_parallel.specs.partition_specs` says, or None. On a mesh, `hidden`
+        and `logits` are what one device runs within `shard_map`, see
         `turbojax.models.tensor_parallel.programs`.
     """
 
@@ -71,7 +71,7 @@ class Decoder:
 
         Args:
           tokens: int ``[B, T]`` within the vocabulary.
-          positions: int ``[B, T]``, where each token stands in its sequence. LongRoPE takes the
+          positions: int ``[B, T]``, where each token stands in its sequence. LongRoPE uses the
             factors for the config's `max_length`, see `for_length`.
           attend: called once per layer, after RoPE.
           caches: one per layer.
@@ -85,17 +85,17 @@ class Decoder:
         return self.finish(hidden), caches
 
     def embed(self, tokens: jax.Array) -> jax.Array:
-        """The residual stream before the first layer: ``[B, T, D]`` of int ``[B, T]``."""
+        """The residual stream ``[B, T, D]`` before the first layer, from int tokens ``[B, T]``."""
         over = hidden_axes(self.axes)
         return embed(self.embedding, tokens, self.config, self.dtype, over)
 
     def apply(self, layer: LayerParams, *operands: Any) -> tuple[jax.Array, Cache]:
-        """One of `layers`, see `apply_block`."""
+        """Applies one of `layers`, see `apply_block`."""
         config = local_config(self.config, self.axes)
         return apply_block(layer, *operands, config=config, dtype=self.dtype, axes=self.axes)
 
     def finish(self, hidden: jax.Array) -> jax.Array:
-        """The residual stream after the last layer, normed."""
+        """Norms the residual stream after the last layer."""
         return final_norm(hidden, self.norm, self.config, self.config.norm_offset)
 
     def logits(self, hidden: jax.Array) -> jax.Array:
@@ -103,7 +103,7 @@ class Decoder:
         return gather_logits(self._project(hidden), self.config.vocab_size, self.axes)
 
     def local_logits(self, hidden: jax.Array) -> jax.Array:
-        """Logits of the device's part of the vocabulary, with -inf where that has no token."""
+        """The logits of this device's part of the vocabulary, with -inf where that has no token."""
         return mask_padding(self._project(hidden), self.config, self.axes)
 
     def _project(self, hidden: jax.Array) -> jax.Array:
@@ -124,10 +124,7 @@ def apply_block(
     dtype: np.dtype,
     axes: Axes | None = None,
 ) -> tuple[jax.Array, Cache]:
-    """A layer of a `Decoder`, computed in `dtype`; see `Block`.
-
-    Within `shard_map` over `axes` the arrays and the config are those of a device.
-    """
+    """Applies a layer of a `Decoder`, within `shard_map` with a device's arrays and config."""
     has_experts = "router" in params["mlp"]
     graph = _block_graph(config, has_experts, dtype, jax.tree.leaves(params)[0].dtype)
     return nnx.merge(graph, params)(hidden, angles, attend, cache, options, rope, axes)
@@ -149,17 +146,10 @@ def apply_layers(
     caches: tuple[Cache, ...],
     config: TransformerConfig,
 ) -> tuple[jax.Array, tuple[Cache, ...]]:
-    """The residual stream after all layers, and the new caches.
+    """The residual stream ``[B, T, D]`` after all layers, and the new caches, one per layer.
 
-    Args:
-      apply: what a layer computes: `apply_block` or `QuantizedLayer`, with what is the same for all
-        layers given.
-      layers: the weights of each.
-      hidden: ``[B, T, D]``, the embeddings.
-      positions: int ``[B, T]``.
-      attend: called once per layer.
-      caches: one per layer.
-      config: of the model, for each layer's options and rotary embedding.
+    `apply` is `apply_block` or `QuantizedLayer`, with the arguments bound that all layers share;
+    `layers` are the weights, `hidden` the embeddings and `positions` int ``[B, T]``.
     """
     attends = [attend_of(attend, i) for i in range(len(layers))]
 
@@ -192,14 +182,10 @@ AnyDecoder = TypeVar("AnyDecoder", bound=Any)
 
 
 def for_length(decoder: AnyDecoder, max_length: int) -> AnyDecoder:
-    """The same weights for sequences of up to so many tokens: LongRoPE's factors are for these.
+    """The same weights for sequences of up to `max_length` tokens.
 
-    Args:
-      decoder: a `Decoder` or a `QuantizedDecoder`.
-      max_length: tokens of the longest sequence.
-
-    Returns:
-      The decoder itself, unless it has LongRoPE, could take the long factors, and must not here.
+    They get LongRoPE's short factors if these sequences need them and the config has the long ones;
+    otherwise the decoder itself is returned.
     """
     config, scaling = decoder.config, decoder.config.rope_scaling
     if not isinstance(scaling, LongRopeScaling):
@@ -213,13 +199,9 @@ def for_length(decoder: AnyDecoder, max_length: int) -> AnyDecoder:
 def warn_of_long_factors(
     config: TransformerConfig, prompt: int, max_length: int, *, stacklevel: int
 ) -> None:
-    """Warns where a prompt that has the short factors of LongRoPE gets the long ones.
+    """Warns if a prompt for LongRoPE's short factors gets the long ones, as it may grow.
 
-    Args:
-      config: of the model.
-      prompt: its tokens.
-      max_length: tokens that it may grow to.
-      stacklevel: of `warnings.warn`, counted from the caller.
+    `stacklevel` is counted from the caller.
     """
     scaling = config.rope_scaling
     if not isinstance(scaling, LongRopeScaling):
@@ -242,8 +224,8 @@ def unstack(model: Transformer, *, consume: bool = False) -> Decoder:
 
     Args:
       model: the model.
-      consume: delete each stacked array of the model once it is split, so that the weights exist
-        once and not twice. The model cannot be used afterwards.
+      consume: delete each stacked array of the model once it is split, so that memory holds the
+        weights only once. The model cannot be used afterwards.
 
     Returns:
       The decoder. It shares the arrays that are not stacked with the model.
@@ -274,7 +256,7 @@ def _rows(array: jax.Array) -> tuple[jax.Array, ...]:
 def _block_graph(
     config: TransformerConfig, has_experts: bool, dtype: np.dtype, param_dtype: np.dtype
 ) -> Any:
-    """What a `Block` of this shape is, without its arrays."""
+    """The graph definition of a `Block` of this shape, without its arrays."""
     make = functools.partial(
         Block, config, has_experts=has_experts, dtype=dtype, param_dtype=param_dtype
     )

@@ -34,7 +34,7 @@ def caches_of(model: AnyModel) -> tuple[str, ...]:
 
 
 def _refusal(model: AnyModel, cache: str) -> str | None:
-    """Why a cache cannot hold a model's heads: ``"kv4"`` packs 8 channels at a time."""
+    """Why a cache cannot hold a model's heads, or None: ``"kv4"`` packs 8 channels at a time."""
     sizes = (1, 1, model.config.num_kv_heads, model.config.head_dim)
     kind = cache_by_name(cache, model.config.num_kv_heads)
     try:
@@ -55,19 +55,20 @@ def token_bits(
     """Information content of every token but the first of each window.
 
     Args:
-      model: the model. Of a `StoredDecoder` each layer is read once; all windows pass it before the
-        next one is read.
+      model: the model. For a `StoredDecoder` each layer is read once; all windows pass it before
+        the next one is read.
       tokens: int ``[n, T + 1]``.
       cache: ``"exact"``, or ``"kv4"`` for keys, values and queries as decoding through a `Kv4Cache`
-        has them: a name whose kind has `turbojax.kv.Kind.in_one_pass`.
+        has them: any name whose kind has `turbojax.kv.Kind.in_one_pass`.
       batch_size: windows that run at once.
-      progress: called after each batch, or each layer, with how many of the tokens are done since.
+      progress: called after each batch, or each layer, with how many tokens were done since the
+        last call.
 
     Returns:
       float32 ``[n, T]``, bits.
 
     Raises:
-      TypeError: if the model is another, or tokens or the batch size are not integers.
+      TypeError: if the model is of another type, or tokens or the batch size are not integers.
       ValueError: if the shape does not fit, a token is not in the vocabulary, `batch_size` is not
         positive, there is no such cache, or it cannot hold the model's heads.
     """
@@ -131,7 +132,7 @@ def _layer_by_layer(
         text.apply(params, _ATTEND[cache])
         if progress is not None:
             progress(scored * (i + 1) // layers - scored * i // layers)
-    # Asked once: a `StoredDecoder` reads what it is asked for.
+    # Only once, as a `StoredDecoder` reads the file at every access.
     norm, head = model.norm, model.embedding if model.config.tie_embeddings else model.lm_head
     assert head is not None
     bits = []
@@ -155,7 +156,6 @@ def _last_bits(
 
 
 def _information(logits: jax.Array, targets: jax.Array) -> jax.Array:
-    """Bits of each target under its logits."""
     log_p = jax.nn.log_softmax(logits, axis=-1)
     chosen = jnp.take_along_axis(log_p, targets[..., None], axis=-1)[..., 0]
     return chosen * (-1 / math.log(2))

@@ -1,4 +1,4 @@
-"""Gated feed-forward layers of a `Transformer`: one for all tokens, or experts for some each."""
+"""Gated feed-forward layers of a `Transformer`: one for all tokens, or experts, a few per token."""
 
 import functools
 from collections.abc import Callable
@@ -21,10 +21,7 @@ def activate(x: jax.Array, config: TransformerConfig) -> jax.Array:
 
 
 def output_gain(config: TransformerConfig) -> float:
-    """Of initial weights of what adds to the residual stream.
-
-    Each block does so twice; this keeps the stream's variance independent of depth.
-    """
+    """Initial gain that keeps the residual stream's variance the same at any depth."""
     return (2 * config.num_layers) ** -0.5
 
 
@@ -54,7 +51,7 @@ class FeedForward(nnx.Module):
         return summed(self.down_proj, self._inner(x), over)
 
     def part(self, x: jax.Array) -> jax.Array:
-        """A device's part of the result, which those of the others and the bias are added to."""
+        """This device's part of the result; the sum over devices still lacks the bias."""
         return without_bias(self.down_proj, self._inner(x))
 
     def _inner(self, x: jax.Array) -> jax.Array:
@@ -62,7 +59,7 @@ class FeedForward(nnx.Module):
 
 
 def gated(gate: jax.Array, up: jax.Array, config: TransformerConfig) -> jax.Array:
-    """What experts make of their gate and its partner: see `ExpertsConfig.swiglu_limit`."""
+    """The activated gate times its partner; for experts see `ExpertsConfig.swiglu_limit`."""
     experts = config.experts
     if experts is None or experts.swiglu_limit is None:
         return activate(gate, config) * up
@@ -80,21 +77,11 @@ def apply_experts(
     bias: jax.Array | None = None,
     correction: jax.Array | None = None,
 ) -> jax.Array:
-    """``sum_k w_k expert_k(x)`` over each token's experts.
+    """``sum_k w_k expert_k(x)`` over each token's experts, ``[..., D]`` in `x`'s dtype.
 
-    Logits of the router are products in float32, and so are the weights and the sum.
-
-    Args:
-      x: ``[..., D]``.
-      router: ``[D, E]``.
-      experts: of the config.
-      compute: ``compute(x, group_sizes)``, the experts of tokens ``[M, D]`` that are sorted by
-        expert, and int32 ``[E]`` of how many each has, perhaps none.
-      bias: of the router, ``[E]``, or None.
-      correction: see `route`.
-
-    Returns:
-      ``[..., D]`` in `x`'s dtype.
+    `router` is ``[D, E]``, its `bias` ``[E]``; for `correction` see `route`. The router's logits,
+    the weights and the sum are float32. ``compute(x, group_sizes)`` applies the experts to tokens
+    ``[M, D]`` that are sorted by expert; int32 ``[E]`` says how many each has, perhaps none.
     """
     tokens = x.reshape(-1, x.shape[-1])
     wide = (tokens.astype(jnp.float32), router.astype(jnp.float32))
@@ -118,31 +105,23 @@ def apply_experts(
 
 
 def once(x: jax.Array, over: tuple[str, ...]) -> jax.Array:
-    """What is to be part of a sum over devices once: on all but the first of them zeros.
-
-    Args:
-      x: the same on all devices.
-      over: within `shard_map`, axes of the mesh; none where there is no sum.
-    """
+    """`x`, the same on all devices, as part of a sum over `over`: zeros on all but the first."""
     return jnp.where(jax.lax.axis_index(over) == 0, x, jnp.zeros_like(x)) if over else x
 
 
-# Products of a GPU's matrix unit in the time of a weight from memory; such times of a copied one.
+# How many products a GPU's matrix unit makes while one weight is read from memory; and how many
+# times as long a weight takes that is copied.
 _PRODUCTS, _COPIES = 240, 3
 
 
 def tile_of(rows: int, experts: int) -> int | None:
-    """Rows of a tile, or None where `ragged_dot` costs less.
+    """Rows of a tile, or None where `ragged_dot` costs less; `rows` are tokens sorted by expert.
 
-    On most devices that multiplies every row with every expert, and holds the rows as often. Tiles
-    are so large that an expert has one on average: there are at most twice as many tiles as
-    experts, each with a copy of its weights. For 2,048 tokens of Qwen3-30B-A3B, 8 of 128 experts
-    each, that is twice the operations that are needed in place of 128 times, and 5 GB in place of
-    20 on a CPU.
-
-    Args:
-      rows: tokens that are sorted by expert.
-      experts: how many there are.
+    On most devices `ragged_dot` multiplies every row with every expert, and holds the rows as
+    often. Tiles are so large that an expert has one on average: there are at most twice as many
+    tiles as experts, each with a copy of its weights. For 2,048 tokens of Qwen3-30B-A3B, 8 of 128
+    experts each, that is twice the operations that are needed in place of 128 times, and 5 GB in
+    place of 20 on a CPU.
     """
     if rows == 0:
         return None
@@ -152,12 +131,7 @@ def tile_of(rows: int, experts: int) -> int | None:
 
 
 class StackedLinear(nnx.Module):
-    """A linear layer of each expert.
-
-    Attributes:
-      kernel: ``[E, in, out]``.
-      bias: ``[E, out]``, or None.
-    """
+    """A linear layer of each expert: `kernel` ``[E, in, out]``, and `bias` ``[E, out]`` or None."""
 
     def __init__(
         self,
@@ -184,7 +158,7 @@ class StackedLinear(nnx.Module):
         """Maps ``[M, in]``, sorted by expert, to ``[M, out]``.
 
         Within `shard_map` the inputs may be split over axes of a mesh, `over`: then the result is
-        a part of a sum, and the bias is part of the first device's.
+        a part of a sum, and only the first device's part has the bias.
         """
         kernel = self.kernel.get_value().astype(self.dtype)
         y = jax.lax.ragged_dot(x.astype(self.dtype), kernel, group_sizes)
@@ -205,12 +179,9 @@ class StackedLinear(nnx.Module):
 
 
 class Router(nnx.Module):
-    """What experts are chosen by.
+    """What experts are chosen by: `kernel` ``[D, E]``, and `bias` ``[E]`` or None.
 
-    Attributes:
-      kernel: ``[D, E]``.
-      bias: ``[E]``, or None.
-      correction: float32 ``[E]`` in whatever dtype the others are, or None; see `route`.
+    `correction` is float32 ``[E]`` whatever the dtype of the others, or None; see `route`.
     """
 
     def __init__(
@@ -224,10 +195,7 @@ class Router(nnx.Module):
 
 
 class Experts(nnx.Module):
-    """Gated layers of which a router chooses some for each token, see `ExpertsConfig`.
-
-    No expert has a capacity, and no token is dropped.
-    """
+    """Gated layers of which a router chooses some for each token; no token is dropped."""
 
     def __init__(
         self, config: TransformerConfig, *, dtype: DTypeLike, param_dtype: DTypeLike, rngs: nnx.Rngs
@@ -270,20 +238,20 @@ class Experts(nnx.Module):
         return jax.lax.psum(y, over) if over else y
 
     def of_sorted(self, x: jax.Array, sizes: jax.Array, over: tuple[str, ...] = ()) -> jax.Array:
-        """What experts compute of ``[M, D]``, of which each has the next ``sizes[e]`` rows."""
+        """The experts' outputs for ``[M, D]``, of which each has the next ``sizes[e]`` rows."""
         gate, up = self.gate_proj(x, sizes), self.up_proj(x, sizes)
         return self.down_proj(gated(gate, up, self.config), sizes, over)
 
     def in_tiles(
         self, x: jax.Array, sizes: jax.Array, tile: int, over: tuple[str, ...] = ()
     ) -> jax.Array:
-        """The same in tiles of so many rows of one expert, see `tile_of`."""
+        """The same as `of_sorted`, in tiles of so many rows of one expert, see `tile_of`."""
         count = x.shape[0]
         tiles = cut(sizes, count, tile)
         number = jnp.arange(tiles.expert.shape[0], dtype=jnp.int32) - tiles.start
         row = (tiles.first + number * tile)[:, None] + jnp.arange(tile, dtype=jnp.int32)[None]
         is_there = row < tiles.end[:, None]
-        # Zeros, so that nothing of other experts' tokens reaches a weight's gradient.
+        # Zeros, so that other experts' tokens do not reach a weight's gradient.
         mine = jnp.where(is_there[..., None], x[jnp.minimum(row, count - 1)], 0)
         gate, up = (layer.of_tiles(mine, tiles.expert) for layer in (self.gate_proj, self.up_proj))
         y = self.down_proj.of_tiles(gated(gate, up, self.config), tiles.expert, over)

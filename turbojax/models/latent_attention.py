@@ -1,12 +1,12 @@
 """Latent attention (MLA; DeepSeek-V2, 2024): the linear layers around it, and its two forms.
 
-Of each token one latent and one rotary key are made, which all heads share. A head's key is
+From each token one latent and one rotary key are made, which all heads share. A head's key is
 ``W_UK latent`` beside the rotary key, and its value ``W_UV latent``. So attention can be computed
-in two ways, which differ in rounding alone:
+in two ways, which differ only in rounding:
 
-- expanded, as grouped queries are: every head has keys and values of its own;
-- absorbed: ``W_UK`` multiplies queries, and ``W_UV`` what is attended, so that all heads attend to
-  the latents themselves, which are all that is to be kept.
+- expanded, like grouped queries: every head has keys and values of its own;
+- absorbed: ``W_UK`` multiplies queries, and ``W_UV`` the result of attention, so that all heads
+  attend to the latents themselves, and only these have to be kept.
 """
 
 import functools
@@ -25,21 +25,19 @@ from turbojax.models.config import TransformerConfig
 from turbojax.models.families import LatentConfig
 from turbojax.rotary import Rope
 
-# Whatever the model's: DeepSeek's own code leaves it out.
+# Not the config's epsilon: DeepSeek's own code does not pass it to these norms.
 NORM_EPS = 1e-6
 
 
 class LatentAttention(nnx.Module):
-    """Queries, keys and values of tokens by way of latents, and what becomes of attended values.
+    """The linear layers that make queries, keys and values by way of latents, and the output.
 
     Attributes:
       q_proj: ``[D, N (nope + R)]``, or None where queries have a latent of their own:
       q_a_proj: ``[D, query_rank]``, or None.
-      q_a_norm: of it.
-      q_b_proj: ``[query_rank, N (nope + R)]``, or None.
-      kv_a_proj: ``[D, C + R]``, the latent and the rotary key.
-      kv_a_norm: of the latent.
-      kv_b_proj: ``[C, N (nope + value)]``, of each head the key's part first.
+      q_b_proj: ``[query_rank, N (nope + R)]``, or None; `q_a_norm` stands before it.
+      kv_a_proj: ``[D, C + R]``, the latent and the rotary key; `kv_a_norm` norms the latent.
+      kv_b_proj: ``[C, N (nope + value)]``, for each head the key's part first.
       o_proj: ``[N value, D]``.
     """
 
@@ -52,15 +50,7 @@ class LatentAttention(nnx.Module):
         param_dtype: DTypeLike,
         rngs: nnx.Rngs,
     ) -> None:
-        """Initializes random parameters.
-
-        Args:
-          config: the shape, with `latent`.
-          output_gain: of the output's initial weights.
-          dtype: of the computation.
-          param_dtype: of the parameters.
-          rngs: source of the initial parameters (stream `params`).
-        """
+        """Initializes random parameters; `output_gain` is that of the output's weights."""
         assert config.latent is not None
         latent, heads, size = config.latent, config.num_heads, config.hidden_size
         make = functools.partial(linear, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
@@ -88,21 +78,10 @@ class LatentAttention(nnx.Module):
         rope: Rope,
         over: tuple[str, ...] = (),
     ) -> tuple[jax.Array, Cache]:
-        """What attention adds to the residual stream, and the new cache.
+        """What attention adds to the residual stream, ``[B, T, D]``, and the new cache.
 
-        Absorbed where the cache holds latents, which is all that it is given; expanded otherwise.
-
-        Args:
-          x: ``[B, T, D]``, normed.
-          angles: see `heads`.
-          attend: see `Attend`.
-          cache: the layer's.
-          options: the layer's.
-          rope: see `heads`.
-          over: within `shard_map`, axes of a mesh over which heads are split.
-
-        Returns:
-          ``[B, T, D]`` and the cache.
+        `x` is ``[B, T, D]``, normed. Absorbed if the cache holds latents, which then are all that
+        it gets; otherwise expanded. Within `shard_map` heads are split over the axes `over`.
         """
         if not holds_latents(cache):
             out, cache = attend(*self.heads(x, angles, rope), cache, options)
@@ -115,15 +94,10 @@ class LatentAttention(nnx.Module):
     def heads(
         self, x: jax.Array, angles: jax.Array, rope: Rope
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Queries, keys and values in expanded form.
+        """Query, key and value ``[B, T, N, nope + R]`` in expanded form; values end with zeros.
 
-        Args:
-          x: ``[B, T, D]``.
-          angles: float32 ``[B, T, 1, R/2]``, see `Rope.angles`.
-          rope: the one that the angles are of.
-
-        Returns:
-          Query, key and value ``[B, T, N, nope + R]``; zeros stand behind a value.
+        `x` is ``[B, T, D]``; `angles` are float32 ``[B, T, 1, R/2]``, see `Rope.angles`, from
+        `rope`.
         """
         query, turned = self._queries(x, angles, rope)
         latent, rotary = self.latents(x, angles, rope)
@@ -145,7 +119,7 @@ class LatentAttention(nnx.Module):
     def absorbed_queries(
         self, x: jax.Array, angles: jax.Array, rope: Rope
     ) -> tuple[jax.Array, jax.Array]:
-        """Queries of latents ``[B, T, N, C]`` and of rotary keys ``[B, T, N, R]``."""
+        """Queries for latents ``[B, T, N, C]`` and for rotary keys ``[B, T, N, R]``."""
         query, turned = self._queries(x, angles, rope)
         up, _ = self._up()
         return jnp.einsum("btnh,cnh->btnc", query, up), turned
@@ -162,7 +136,7 @@ class LatentAttention(nnx.Module):
         return summed(self.o_proj, values.reshape(*values.shape[:2], -1), over)
 
     def _queries(self, x: jax.Array, angles: jax.Array, rope: Rope) -> tuple[jax.Array, jax.Array]:
-        """Both parts of queries, the second one turned."""
+        """Both parts of queries, the second one rotated."""
         if self.q_proj is not None:
             joined = self.q_proj(x)
         else:
@@ -183,10 +157,10 @@ class LatentAttention(nnx.Module):
 
 
 def _turn(x: jax.Array, angles: jax.Array, rope: Rope, latent: LatentConfig) -> jax.Array:
-    """Turns ``[B, T, heads, R]``.
+    """Rotates ``[B, T, heads, R]``.
 
-    Pairs that lie side by side are taken apart first: queries and keys alike, which leaves their
-    products as they are.
+    Pairs that lie side by side are taken apart first, in queries and keys alike, so that their
+    products stay the same.
     """
     if latent.interleaved:
         pairs = x.reshape(*x.shape[:-1], -1, 2)

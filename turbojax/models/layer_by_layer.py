@@ -1,7 +1,7 @@
 """Text on its way through a model, layer by layer.
 
 All windows pass a layer before the next one is needed, so that layers may come from a file, one at
-a time. Between layers the residual streams of the windows are kept.
+a time. Between layers the windows' residual streams are kept.
 """
 
 import functools
@@ -23,22 +23,14 @@ from turbojax.rotary import Rope
 class LayerByLayer:
     """Windows of text that have passed some of a model's layers.
 
-    Attributes:
-      config: of the model, for texts of this length.
-      hidden: the residual streams ``[b, T, D]`` of each batch.
-      passed: how many layers they have passed.
+    `hidden` has the residual stream ``[b, T, D]`` of each batch; `config` is for texts of this
+    length.
     """
 
     def __init__(
         self, model: Decoder | StoredDecoder, tokens: np.ndarray, batch_size: int = 1
     ) -> None:
-        """Begins before the first layer.
-
-        Args:
-          model: whose embedding is taken; its layers are not.
-          tokens: int ``[n, T]``, windows of text, within the vocabulary.
-          batch_size: windows that run at once.
-        """
+        """Begins before the first layer with tokens int ``[n, T]``; reads no layer of the model."""
         self.config: TransformerConfig = for_length(model, tokens.shape[1]).config
         self.passed = 0
         self._dtype = model.dtype
@@ -55,16 +47,11 @@ class LayerByLayer:
         cache: Cache = None,
         progress: Progress | None = None,
     ) -> Cache:
-        """Takes the windows through the next layer.
+        """Takes the windows through the next layer and returns the last batch's cache.
 
-        Args:
-          params: the layer's weights.
-          attend: how it attends; one function for all calls, or each compiles anew.
-          cache: handed to the first batch; each batch gets what the one before returned.
-          progress: called with the number of tokens after each batch.
-
-        Returns:
-          The last batch's cache.
+        `attend` must be the same function in all calls, or each compiles anew. The first batch gets
+        `cache`, each other one what the batch before returned. `progress` gets the number of tokens
+        after each batch.
         """
         options = self.config.attention_options(self.passed)
         rope = self.config.rope_of(self.passed)

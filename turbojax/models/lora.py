@@ -2,7 +2,7 @@
 
 A linear layer with an adapter computes ``x W^T + bias + alpha / rank * (x A^T) B^T``: `W` has 4
 bits and is frozen, `A` and `B` are float32 and are trained. Adapters are a pytree of their own, so
-that `jax.grad` and an optimizer take them as they are; `with_adapters` puts them into a decoder,
+that `jax.grad` and an optimizer take them directly; `with_adapters` puts them into a decoder,
 which then runs like any other.
 """
 
@@ -54,7 +54,7 @@ class Adapters:
     """The adapters of a decoder: what is trained, saved and loaded.
 
     Attributes:
-      layers: of each layer by the names of its linear layers, some of `LINEARS`.
+      layers: for each layer its adapters by the names of linear layers, some of `LINEARS`.
       scale: factor of every adapter's output, ``alpha / rank``.
     """
 
@@ -63,27 +63,27 @@ class Adapters:
 
     @property
     def num_parameters(self) -> int:
-        """Numbers that are trained."""
+        """How many numbers are trained."""
         return sum(leaf.size for leaf in jax.tree.leaves(self))
 
     @property
     def targets(self) -> tuple[str, ...]:
-        """Names of the linear layers that have adapters somewhere."""
+        """Names of the linear layers that have an adapter in at least one layer."""
         return tuple(name for name in LINEARS if any(name in layer for layer in self.layers))
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class LoraLinear:
-    """A `QuantizedLinear` with adapters, or none: differentiable, for it takes tokens in floats.
+    """A `QuantizedLinear` with adapters, or none, which is differentiable: its tokens are floats.
 
-    Of layers that are joined, such as q, k and v, `a` has one adapter's rows after the other, and
-    `b` their columns, each with zeros where the others' outputs are.
+    For layers that are joined, such as q, k and v, `a` has one adapter's rows after the other, and
+    `b` their columns, with zeros where other adapters' outputs are.
 
     Attributes:
       base: the frozen layer.
       a: float32 ``[R, in]``, or None.
-      b: float32 ``[out, R]``, scaled; of a gated layer the gate's outputs first. None without `a`.
+      b: float32 ``[out, R]``, scaled; for a gated layer the gate's outputs first. None without `a`.
       gradient: of the product with the base's weight, see `matmul`.
     """
 
@@ -107,8 +107,8 @@ class LoraLinear:
         if activation is None:
             delta = _product(_product(x, self.a), self.b)
             return base(self.base, x, residual=delta if residual is None else residual + delta)
-        # What adapters add comes before the activation, which is why it leaves the product. Rows
-        # are those of the weight: of a gate and its partner in turns.
+        # Adapters add before the activation, so that is computed outside of the product. Rows are
+        # those of the weight: gate and partner in turns.
         # float32 where sums could exceed float16, which those in a product's epilogue never do.
         dtype, x = x.dtype, x.astype(jnp.float32) if x.dtype == jnp.float16 else x
         delta = _product(_product(x, self.a), pad_rows(self.b, weight))
@@ -123,7 +123,7 @@ class LoraLinear:
     def after_norm(
         self, hidden: jax.Array, norm: jax.Array, eps: float, activation: Activation | None = None
     ) -> jax.Array:
-        """The same of an RMSNorm's output; see `QuantizedLinear`."""
+        """Applies the layer to an RMSNorm's output; see `QuantizedLinear`."""
         return self(rms_norm(hidden, norm, eps), activation=activation)
 
     @staticmethod
@@ -148,14 +148,14 @@ def init_adapters(
       rank: of each.
       alpha: outputs are multiplied by ``alpha / rank``.
       targets: which linear layers have one, some of ``("q", "k", "v", "o", "gate", "up", "down")``;
-        None for all of them, of a model with experts for those of attention.
-      seed: of `A`, whose numbers are uniform within ``1 / sqrt(in)``, as PEFT has them.
+        None for all of them, or with experts for those of attention.
+      seed: of `A`, whose numbers are uniform within ``1 / sqrt(in)``, as in PEFT.
 
     Returns:
       The adapters, float32.
 
     Raises:
-      TypeError: if the decoder is another kind, or a number is.
+      TypeError: if the decoder or a number is of another type.
       ValueError: if `rank` or `alpha` is not positive, or a target is unknown, named twice, or
         there is none.
       NotImplementedError: if a target is a linear layer of experts.
@@ -190,7 +190,7 @@ def with_adapters(
 ) -> QuantizedDecoder:
     """A decoder with these adapters beside its linear layers, in place of any that it had.
 
-    It shares the weights, and can be made anew in every training step. Its layers read tokens in
+    It shares the weights, and can be made anew in every training step. Its layers read tokens as
     floats, so gradients reach the adapters of all layers.
 
     Args:
@@ -203,7 +203,7 @@ def with_adapters(
       The decoder, for `generate`, `score`, the engine, and for training.
 
     Raises:
-      TypeError: if an argument is another kind.
+      TypeError: if an argument is of another type.
       ValueError: if adapters have other sizes, or the gradient is unknown.
       NotImplementedError: if there are adapters of experts, or a layer has something other than
         gated feed-forward layers and experts.
@@ -251,7 +251,7 @@ def layer_with_adapters(
 
 
 def without_adapters(decoder: QuantizedDecoder) -> QuantizedDecoder:
-    """The frozen decoder itself: what `with_adapters` was given."""
+    """The frozen decoder without its adapters: what `with_adapters` was given."""
     _check_decoder(decoder)
 
     def plain(layer: QuantizedLayer) -> QuantizedLayer:
@@ -282,12 +282,7 @@ def linear_sizes(config: TransformerConfig) -> dict[str, tuple[int, int]]:
 
 
 def check_adapters(adapters: Adapters, config: TransformerConfig) -> None:
-    """Checks that adapters fit a model.
-
-    Raises:
-      TypeError: if an array is not floating point.
-      ValueError: if a size or the scale does not fit, naming the layer and the adapter.
-    """
+    """Raises TypeError unless adapters are floating point, ValueError unless they fit the model."""
     if not math.isfinite(adapters.scale):
         raise ValueError(f"{adapters.scale=} must be finite")
     if len(adapters.layers) != config.num_layers:
@@ -347,7 +342,7 @@ def _join(
 def _split(
     linear: LoraLinear, names: tuple[str, ...], config: TransformerConfig, axes: Axes | None
 ) -> LoraLinear:
-    """The layer with the adapters' arrays on the mesh, as its weights are."""
+    """The layer with the adapters' arrays split over the mesh like its weights."""
     if axes is None or linear.a is None or linear.b is None:
         return linear
     a: jax.Array = linear.a

@@ -1,7 +1,7 @@
 """From a decoder to a quantized one: calibrate, smooth, round, layer by layer (FireQ).
 
-A layer is taken, seen by the calibration text, smoothed, rounded and let go before the next one is
-taken, so that of a `StoredDecoder` one is in memory at a time.
+Each layer is taken, seen by the calibration text, smoothed, rounded and released before the next
+one is taken, so that only one layer of a `StoredDecoder` is in memory at a time.
 """
 
 from collections.abc import Callable, Sequence
@@ -47,7 +47,7 @@ EVERYTHING = Smoothing()
 
 Progress = Callable[[str, int], None]
 """Called with a phase, ``"calibration"`` or ``"layers"``, and how much is done since the last call:
-tokens, each of which counts once for every layer, or layers."""
+layers, or tokens, which count once for every layer."""
 
 _Watch = Callable[[int, LayerParams], KeyStatistics | None]
 
@@ -68,16 +68,16 @@ def quantize_model(
     Activations become e4m3 with a scale per token as the model runs. Smoothing is folded into the
     weights in float32 before they are rounded, except CRS, which stays in the model.
 
-    Besides the model that it is given, memory holds the quantized one, one layer in float32, up to
-    three times while it is smoothed, and the residual stream of the calibration text. Of a model
-    from `open_decoder` it holds one layer, too, or one table; a `Transformer` is copied, see
-    `unstack`.
+    Besides the given model, memory holds the quantized one, one layer in float32, up to three times
+    while it is smoothed, and the residual stream of the calibration text. Of a model from
+    `open_decoder` only one layer or one table is in memory at a time; a `Transformer` is copied,
+    see `unstack`.
 
     Args:
       model: the model, of any family.
       tokens: int ``[n, T]``, windows of real text for calibration; only `rpn` and `crs` need them.
       smoothing: what to do against outliers.
-      scale_dtype: of the groups of weights: ``"e4m3"`` rounds the dequantized weights to e4m3, too,
+      scale_dtype: of the groups of weights: ``"e4m3"`` also rounds the dequantized weights to e4m3,
         which is what the fastest kernels compute; ``"bf16"`` multiplies after the products.
       quantize_embedding: also round the table of embeddings.
       quantize_head: also round the projection to logits, whose activations become e4m3 then. With
@@ -90,8 +90,8 @@ def quantize_model(
 
     Raises:
       NotImplementedError: see `check_quantizable`.
-      TypeError: if the model is another kind, such as a quantized one, or tokens or the batch size
-        are not integers.
+      TypeError: if the model is of another type, such as a quantized one, or tokens or the batch
+        size are not integers.
       ValueError: if the model is split over a mesh, tokens are needed and missing or do not fit, a
         head has fewer pairs than CRS is to scale, `batch_size` is not positive, or a weight is not
         finite; the message names the layer.
@@ -139,11 +139,7 @@ def quantize_from(
     quantize_head: bool = False,
     progress: Progress | None = None,
 ) -> QuantizedDecoder:
-    """`quantize_model` after calibration: `statistics` are those of each layer, or None.
-
-    Raises:
-      ValueError: as there.
-    """
+    """`quantize_model` after calibration: `statistics` are those of each layer, or None."""
 
     def watch(number: int, params: LayerParams) -> KeyStatistics | None:
         return statistics[number]
@@ -162,7 +158,7 @@ def _quantize(
     quantize_head: bool,
     progress: Progress | None,
 ) -> QuantizedDecoder:
-    """Takes each layer once, asks `watch` for what is known of its keys, and lets it go."""
+    """Takes each layer once, asks `watch` for the statistics of its keys, and releases it."""
     layers = []
     for number in range(decoder.config.num_layers):
         params = decoder.layers[number]
@@ -196,7 +192,7 @@ def layer_weights(params: LayerParams, config: TransformerConfig) -> LayerWeight
         linear = params[part][f"{name}_proj"]
         bias, kernel = linear.get("bias"), linear["kernel"].astype(jnp.float32)
         if kernel.ndim == 3:
-            # Experts side by side, as channels of the width within.
+            # Experts side by side, as channels of one wide layer.
             return Projection(_side_by_side(kernel, of_inputs=name == "down").T)
         return Projection(kernel.T, None if bias is None else bias.astype(jnp.float32))
 
@@ -237,14 +233,7 @@ def layer_weights(params: LayerParams, config: TransformerConfig) -> LayerWeight
 
 
 class Kept(NamedTuple):
-    """What a layer has besides, float32: smoothing neither needs nor changes it.
-
-    Attributes:
-      sinks: ``[N]``, or None.
-      router_bias: ``[E]``, or None.
-      gate_up_bias: of experts, ``[E, 2 F]``, or None.
-      down_bias: of experts, ``[E, D]``, or None.
-    """
+    """Float32 arrays that smoothing does not change, with shapes as in `QuantizedExperts`."""
 
     sinks: jax.Array | None = None
     router_bias: jax.Array | None = None
@@ -271,13 +260,10 @@ def kept_of(params: LayerParams) -> Kept:
 def layer_params(
     layer: LayerWeights, norm_offset: float = 0.0, *, joint_qk_norm: bool = False
 ) -> LayerParams:
-    """The inverse of `layer_weights`: a layer without factors of PTS and CRS, for a `Decoder`.
+    """The inverse of `layer_weights`: a layer for a `Decoder`, without factors of PTS and CRS.
 
-    Args:
-      layer: the weights; norms of queries and keys may differ between heads. There are no sinks,
-        and no biases of experts.
-      norm_offset: of the decoder's config.
-      joint_qk_norm: of the decoder's config.
+    Norms of queries and keys may differ between heads. Sinks and biases of experts are left out.
+    `norm_offset` and `joint_qk_norm` are those of the decoder's config.
     """
 
     def linears(*names: str) -> LayerParams:
@@ -314,10 +300,9 @@ def layer_params(
 def quantize_layer(
     layer: LayerWeights, scale_dtype: ScaleDtype = "e4m3", kept: Kept = _NOTHING
 ) -> QuantizedLayer:
-    """Rounds the weights of a layer, smoothed or not; biases, norms and routers stay float32.
+    """Rounds the weights of a layer; biases, norms and routers stay float32.
 
-    Raises:
-      ValueError: if a weight is not finite.
+    Raises ValueError if a weight is not finite.
     """
 
     def scaled(name: str) -> tuple[jax.Array, jax.Array | None]:
@@ -350,7 +335,7 @@ def quantize_layer(
             parts = [one(x) for x in pair]
             return gate_and_up(*parts) if layer.is_up_linear else concatenate(parts)
 
-        # One expert after the other: in float32 all at once would be several times the weights.
+        # One expert after the other: all at once in float32 would be several times the weights.
         gate_up = jax.lax.map(both, (stack("gate"), stack("up")))
         down = jax.lax.map(one, stack("down"))
         return QuantizedExperts(router.T.astype(jnp.float32), gate_up, down, *kept[1:])
@@ -388,10 +373,10 @@ def _whole(scale: jax.Array, config: TransformerConfig) -> jax.Array:
 
 
 def _within_e4m3(weight: jax.Array, output_scale: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Halves a weight until e4m3 takes 7 times its largest scale, and doubles its output for it.
+    """Halves a weight until e4m3 can hold 7 times its largest scale, and doubles its output scale.
 
-    RPN makes queries as much larger as it makes keys smaller, which can be too much for the format;
-    PTS never scales down.
+    RPN makes queries larger by the factor by which it makes keys smaller, which can be too much for
+    the format; PTS never scales down.
     """
     _, excess = jnp.frexp(jnp.max(jnp.abs(weight)) * (1 / E4M3_MAX))
     factor = jnp.ldexp(jnp.float32(1), jnp.maximum(excess, 0))
@@ -404,7 +389,7 @@ def _tables(
     quantize_embedding: bool,
     quantize_head: bool,
 ) -> tuple[jax.Array | Int4Weight, jax.Array | Int4Weight | None]:
-    """Embedding and head, quantized where asked for; the head is None where both are one table."""
+    """Embedding and head, quantized if asked for; the head is None where both are one table."""
 
     def made(table: jax.Array, is_rounded: bool) -> jax.Array | Int4Weight:
         return quantize_weight(table, scale_dtype=scale_dtype) if is_rounded else table

@@ -1,8 +1,8 @@
 """A decoder whose linear layers are INT4 weights times e4m3 activations (FireQ).
 
 It runs like a `Decoder`: `start`, `generate`, `stream` and `score` take either. Linear layers read
-activations with one scale per token, quantized where they are made, the norms write them directly,
-unless `with_activations` or adapters have them read what is not rounded. The residual stream is
+activations with one scale per token, which are quantized where they are made: norms write them
+directly, unless `with_activations` or adapters ask for unrounded ones. The residual stream is
 added in the epilogue of the projection. It computes whatever a `Decoder` of the same config does.
 """
 
@@ -54,8 +54,8 @@ class QuantizedDecoder:
       lm_head: ``[V, D]``, floating point or quantized, or None where the embedding serves.
       config: the shape, of the whole model.
       dtype: of activations between the linear layers.
-      axes: see `Decoder`. Then the sizes of its weights are those that one device has, and their
-        arrays those of all devices, one after the other.
+      axes: see `Decoder`. On a mesh, the sizes of its weights are those that one device has, and
+        their arrays are those of all devices, one after the other.
     """
 
     embedding: jax.Array | Int4Weight
@@ -83,13 +83,13 @@ class QuantizedDecoder:
         )
 
     def with_activations(self, activations: TokenKind) -> "QuantizedDecoder":
-        """The same weights, whose tokens are multiplied as `matmul` says; no array is copied.
+        """The same weights, with tokens multiplied as `matmul` says; no array is copied.
 
         Tokens of a quantized head stay e4m3.
 
         Args:
-          activations: ``"e4m3"``, what `quantize_model` makes decoders for, or ``"bf16"``, those of
-            4-bit checkpoints of other programs, for tokens of 16 bits as they are.
+          activations: ``"e4m3"``, which `quantize_model` makes decoders for, or ``"bf16"`` for
+            unrounded tokens of 16 bits, which 4-bit checkpoints of other programs are for.
 
         Raises:
           ValueError: if it is neither.
@@ -120,17 +120,17 @@ class QuantizedDecoder:
         return self.finish(hidden), caches
 
     def apply(self, layer: QuantizedLayer, *operands: Any) -> tuple[jax.Array, Cache]:
-        """One of `layers`; see `Decoder.apply`."""
+        """Applies one of `layers`; see `Decoder.apply`."""
         config = local_config(self.config, self.axes)
         done: tuple[jax.Array, Cache] = layer(*operands, config=config, axes=self.axes)
         return done
 
     def finish(self, hidden: jax.Array) -> jax.Array:
-        """The residual stream after the last layer, normed."""
+        """Norms the residual stream after the last layer."""
         return final_norm(hidden, self.norm, self.config)
 
     def embed(self, tokens: jax.Array) -> jax.Array:
-        """See `Decoder.embed`; of a quantized table, too."""
+        """See `Decoder.embed`; the table may be quantized."""
         table, over = self.embedding, hidden_axes(self.axes)
         if not isinstance(table, Int4Weight):
             return embed(table, tokens, self.config, self.dtype, over)
@@ -150,7 +150,7 @@ class QuantizedDecoder:
         return gather_logits(self._project(hidden), self.config.vocab_size, self.axes)
 
     def local_logits(self, hidden: jax.Array) -> jax.Array:
-        """Logits of the device's part of the vocabulary; see `Decoder.local_logits`."""
+        """The logits of this device's part of the vocabulary; see `Decoder.local_logits`."""
         return mask_padding(self._project(hidden), self.config, self.axes)
 
     def _project(self, hidden: jax.Array) -> jax.Array:
@@ -201,7 +201,7 @@ def check_quantizable(config: TransformerConfig) -> None:
 
 
 def norm_shapes(config: TransformerConfig) -> dict[str, tuple[int, ...]]:
-    """The norms that layers of this shape have, see `QuantizedLayer`."""
+    """The shapes of the norms that layers of this config have, see `QuantizedLayer`."""
     shapes: dict[str, tuple[int, ...]] = {}
     if config.pre_norms:
         shapes["attention_norm"] = (config.hidden_size,)

@@ -1,4 +1,4 @@
-"""A layer of experts with INT4 weights and e4m3 activations, as `QuantizedMlp` is one layer."""
+"""A layer of experts with INT4 weights and e4m3 activations, the counterpart of `QuantizedMlp`."""
 
 import dataclasses
 import functools
@@ -22,8 +22,8 @@ class QuantizedExperts:
 
     Attributes:
       router: float32 ``[D, E]``, not rounded.
-      gate_up: of ``[F, D]`` each, with a leading axis of `E` experts; gated, or with experts whose
-        SwiGLU is clamped one below the other, see `ExpertsConfig.swiglu_limit`.
+      gate_up: two ``[F, D]`` for each of `E` experts, the leading axis: a gated weight, or, if the
+        SwiGLU is clamped (`ExpertsConfig.swiglu_limit`), gate above up.
       down: ``[D, F]``, the same.
       router_bias: float32 ``[E]``, or None.
       gate_up_bias: float32 ``[E, 2 F]``, that of the gate first, or None.
@@ -45,14 +45,7 @@ class QuantizedExperts:
         *,
         residual: jax.Array | None = None,
     ) -> jax.Array:
-        """Maps the residual stream ``[B, T, D]`` to what is added to it.
-
-        Args:
-          hidden: the residual stream.
-          norm: float32 ``[D]``, factor of the norm that stands before the layer.
-          config: of the model.
-          residual: added in the end.
-        """
+        """Maps the residual stream ``[B, T, D]`` to what is added to it; see `QuantizedMlp`."""
         experts = config.experts
         assert experts is not None
         assert norm is not None
@@ -69,7 +62,7 @@ class QuantizedExperts:
                 inner = gated(gate, up, config)
             return grouped_matmul(inner, self.down, sizes, bias=self.down_bias)
 
-        # The router reads what is not rounded.
+        # The router reads unrounded tokens.
         normed = rms_norm(hidden, norm, config.norm_eps)
         out = apply_experts(normed, self.router, experts, compute, bias=self.router_bias)
         return out if residual is None else residual + out

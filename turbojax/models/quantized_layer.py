@@ -1,4 +1,4 @@
-"""A decoder layer with INT4 linear layers: all that a `Block` computes."""
+"""A decoder layer with INT4 linear layers: it computes all that a `Block` does."""
 
 import dataclasses
 import functools
@@ -36,11 +36,11 @@ NORMS = (
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class QuantizedLinear:
-    """``act(x W^T + bias) + residual``; here, and nowhere else, a layer multiplies with a weight.
+    """``act(x W^T + bias) + residual``: the only place where a layer multiplies with a weight.
 
     Attributes:
       weight: ``[out, in]``, perhaps gated.
-      bias: float32 ``[out]``, of a gated weight that of the gate first, or None.
+      bias: float32 ``[out]``, for a gated weight that of the gate first, or None.
       inputs: int32 ``[in]``, the input that each column of the weight belongs to, or None where
         they are in order. Weights of GPTQ's act-order have their inputs sorted by group.
       activations: what tokens are multiplied as, see `matmul`.
@@ -59,7 +59,7 @@ class QuantizedLinear:
         residual: jax.Array | None = None,
         gradient: Gradient = "exact",
     ) -> jax.Array:
-        """Maps ``[..., in]`` to ``[..., out]``, see `matmul`, which rounds tokens that are not."""
+        """Maps ``[..., in]`` to ``[..., out]``; `matmul` rounds tokens that are not rounded yet."""
         return matmul(
             self._in_order(x),
             self.weight,
@@ -73,14 +73,7 @@ class QuantizedLinear:
     def after_norm(
         self, hidden: jax.Array, norm: jax.Array, eps: float, activation: Activation | None = None
     ) -> jax.Array:
-        """The same of an RMSNorm's output, which is rounded to e4m3, if at all, where it is made.
-
-        Args:
-          hidden: ``[..., in]``, before the norm.
-          norm: float32 ``[in]``, the norm's factor.
-          eps: of the norm.
-          activation: see `matmul`.
-        """
+        """Applies the layer to the RMSNorm of ``[..., in]``; the norm rounds to e4m3, if at all."""
         if self.activations == "e4m3":
             return self(rms_norm_quantize(hidden, norm, eps), activation=activation)
         return self(rms_norm(hidden, norm, eps), activation=activation)
@@ -97,12 +90,7 @@ class QuantizedLinear:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class QuantizedMlp:
-    """A gated feed-forward layer, ``down(activation(gate(x)) * up(x))``.
-
-    Attributes:
-      gate_up: gated, of ``[F, D]`` each.
-      down: ``[D, F]``.
-    """
+    """A gated feed-forward layer; `gate_up` is gated, of ``[F, D]`` each, `down` ``[D, F]``."""
 
     gate_up: QuantizedLinear
     down: QuantizedLinear
@@ -115,13 +103,9 @@ class QuantizedMlp:
         *,
         residual: jax.Array | None = None,
     ) -> jax.Array:
-        """Maps the residual stream ``[B, T, D]`` to what is added to it.
+        """Maps the residual stream ``[B, T, D]`` to what is added to it, plus `residual`.
 
-        Args:
-          hidden: the residual stream.
-          norm: float32 ``[D]``, factor of the norm that stands before the layer, or None.
-          config: of the model.
-          residual: added in the end.
+        `norm` is float32 ``[D]``, factor of the norm before the layer, or None.
         """
         activation: Activation = "swiglu" if config.activation == "silu" else "geglu"
         inner = _of_input(self.gate_up, hidden, norm, config, activation)
@@ -131,9 +115,9 @@ class QuantizedMlp:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class QuantizedLayer:
-    """One layer.
+    """One layer of a `QuantizedDecoder`.
 
-    Factors of norms are whole: where checkpoints hold them less an offset, it was added.
+    Factors of norms include any offset that checkpoints leave out.
 
     Attributes:
       attention_norm: float32 ``[D]``, factor of the first norm, or None.
@@ -142,10 +126,10 @@ class QuantizedLayer:
       mlp_norm: float32 ``[D]``, or None: where there is none, or the first serves both.
       mlp: the feed-forward layer, or one of experts.
       q_norm: float32 ``[N, H]``, factors of the norm of each head's queries, or None.
-      k_norm: float32 ``[K, H]``, the same of keys; there is one if there is the other.
+      k_norm: float32 ``[K, H]``, the same for keys; None if `q_norm` is.
       attention_post_norm: float32 ``[D]``, factor of the norm of what attention adds to the
         residual stream, or None.
-      mlp_post_norm: the same of the feed-forward layer.
+      mlp_post_norm: the same for the feed-forward layer.
       key_channel_scale: float32 ``[K, H]`` or None: rotated keys are divided by it, and the queries
         of their group multiplied (CRS).
       sinks: float32 ``[N]``, see `AttentionProjections`, or None.
@@ -175,19 +159,7 @@ class QuantizedLayer:
         config: TransformerConfig,
         axes: Axes | None = None,
     ) -> tuple[jax.Array, Cache]:
-        """Maps the residual stream ``[B, T, D]`` to the next layer's and updates the cache.
-
-        Args:
-          hidden: the residual stream.
-          angles: of `rope`, None without it.
-          attend: see `Attend`.
-          cache: the layer's.
-          options: the layer's.
-          rope: the layer's, or None.
-          config: of the model, or what a device has of it.
-          axes: within `shard_map`, those of the mesh over which the layer is split: what devices
-            compute is added up.
-        """
+        """Does what `Block` does; within `shard_map` over `axes`, `config` is that of a device."""
         over = hidden_axes(axes)
         joined = _of_input(self.qkv, hidden, self.attention_norm, config)
         query, key, value = _heads(joined, config)
@@ -202,7 +174,7 @@ class QuantizedLayer:
         sinks = () if self.sinks is None else (self.sinks,)
         out, cache = attend(query, key, value, cache, options, *sinks)
         output = functools.partial(self.o, out.reshape(*hidden.shape[:2], -1))
-        # Before attention is added, where both read the same.
+        # Bound before attention is added to `hidden`: a parallel layer reads the same input.
         first = functools.partial(self.mlp, hidden, self.attention_norm, config)
         hidden = _add(hidden, output, self.attention_post_norm, config, over)
         mlp = (
@@ -219,15 +191,12 @@ def join_layer(
     experts: QuantizedExperts | None = None,
     sinks: jax.Array | None = None,
 ) -> QuantizedLayer:
-    """A layer of its linear layers, those of the same input joined; no code or scale changes.
+    """Makes a layer, joining linear layers of the same input; no code or scale changes.
 
-    Args:
-      linears: by the names of `LINEARS`: weights alike in group size and kind of scales, none of
-        them gated. Of q, k and v all have a bias or none, and so it is for gate and up.
-      norms: float32, by the names of `NORMS`; those that are None or missing are not there.
-      key_channel_scale: see `QuantizedLayer`.
-      experts: in place of gate, up and down.
-      sinks: see `QuantizedLayer`.
+    `linears` have the names of `LINEARS`; their weights have the same group size and kind of scales
+    and are not gated. Either all of q, k and v have a bias or none, and likewise gate and up.
+    `norms` are float32 by the names of `NORMS`; missing ones are None. `experts` replace gate, up
+    and down.
     """
 
     def joined(
@@ -263,7 +232,7 @@ def join_layer(
 
 
 def _heads(qkv: jax.Array, config: TransformerConfig) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Splits ``[B, T, (N + 2 K) H]`` into heads."""
+    """Splits ``[B, T, (N + 2 K) H]`` into heads of queries, keys and values."""
     heads = qkv.reshape(*qkv.shape[:2], -1, config.head_dim)
     first, second = config.num_heads, config.num_heads + config.num_kv_heads
     return heads[:, :, :first], heads[:, :, first:second], heads[:, :, second:]
@@ -276,10 +245,7 @@ def _add(
     config: TransformerConfig,
     over: tuple[str, ...],
 ) -> jax.Array:
-    """The residual stream plus what is computed, in its epilogue unless that is changed first.
-
-    Where each device computes a part of it, these are added first.
-    """
+    """Adds a result to the residual stream, in its epilogue unless something comes between."""
     if post_norm is None and config.residual_scale is None and not over:
         return compute(residual=hidden)
     out = compute()
@@ -297,7 +263,7 @@ def _of_input(
     config: TransformerConfig,
     activation: Activation | None = None,
 ) -> jax.Array:
-    """A linear layer of the residual stream, normed first where there is a norm."""
+    """Applies a linear layer to the residual stream, normed first if there is a norm."""
     if norm is None:
         return linear(hidden, activation=activation)
     if config.layer_norm:
@@ -309,10 +275,7 @@ def _of_input(
 def _norm_heads(
     x: jax.Array, factor: jax.Array, config: TransformerConfig, over: tuple[str, ...]
 ) -> jax.Array:
-    """Heads ``[B, T, heads, H]``, each normed by itself or all of a token together.
-
-    Those of a token may be split over the axes `over` of a mesh.
-    """
+    """Norms heads ``[B, T, heads, H]``, one by one or all of a token, split over axes `over`."""
     if not config.joint_qk_norm:
         return rms_norm(x, factor, config.norm_eps)
     flat = x.reshape(*x.shape[:2], -1)
@@ -326,7 +289,6 @@ def _take(x: jax.Array, order: jax.Array) -> jax.Array:
 
 
 def _same(one: jax.Array | None, other: jax.Array | None) -> bool:
-    """Whether two orders are the same."""
     if one is None or other is None:
         return one is other
     return one is other or bool(jnp.array_equal(one, other))

@@ -1,7 +1,7 @@
 """Decoders with random weights, for measuring speed: on one device, or split over a mesh.
 
 They are made one layer, or one matrix, after the other, so that little but the weights themselves
-has to fit. Of a mesh, each device makes its own part.
+has to fit. On a mesh, each device makes its own part.
 """
 
 import dataclasses
@@ -61,8 +61,9 @@ def random_decoder(
       config: the shape.
       dtype: of weights and computation.
       seed: of the weights.
-      axes: of a mesh that the weights, the same ones, are split over: each device makes its own
-        part. More devices than KV heads share the tokens of sequences, see `axes_of_model`.
+      axes: of a mesh that the weights are split over; they are the same as without, and each device
+        makes its own part. With more devices than KV heads, some share the tokens of a sequence,
+        see `axes_of_model`.
 
     Raises:
       NotImplementedError, ValueError: if so many devices cannot split the model.
@@ -93,7 +94,7 @@ def random_decoder(
 def _program(
     part: _Part, config: TransformerConfig, dtype: np.dtype, axes: Axes | None
 ) -> Callable[[jax.Array], Any]:
-    """Makes a part of a `Decoder` of a key, with zeros where its sizes are rounded up."""
+    """A function that makes a part of a `Decoder` from a key; rounded-up sizes get zeros."""
     make = functools.partial(_make_part, part=part, config=config, dtype=dtype)
     if axes is None:
         return jax.jit(make)
@@ -128,7 +129,7 @@ def _table(key: jax.Array, rows: int, size: int, dtype: np.dtype) -> jax.Array:
 
 
 def _pad(x: jax.Array, like: jax.ShapeDtypeStruct) -> jax.Array:
-    """Zeros at the end of the axes that are larger."""
+    """`x` with zeros at the end of the axes that are larger in `like`."""
     widths = [(0, wanted - size) for size, wanted in zip(x.shape, like.shape, strict=True)]
     return jnp.pad(x, widths) if any(width for _, width in widths) else x
 
@@ -153,8 +154,8 @@ def random_quantized_decoder(
       quantize_head: whether the projection to logits has INT4 weights too.
       dtype: of activations, embedding and head.
       seed: of the weights.
-      axes: of a mesh that the weights are split over, see `random_decoder`; they are others then,
-        as each device rounds its own.
+      axes: of a mesh that the weights are split over, see `random_decoder`; the weights differ from
+        those without a mesh, as each device rounds its own.
 
     Raises:
       NotImplementedError: see `check_quantizable`.
@@ -164,7 +165,7 @@ def random_quantized_decoder(
     if axes is not None:
         axes = axes_of_model(config, axes)
     dtype = jnp.dtype(dtype)
-    # Seven of each layer.
+    # Seven for each layer.
     keys = jax.random.split(jax.random.key(seed), 7 * config.num_layers + 2)
     has_head = quantize_head or not config.tie_embeddings
     first = 1 + has_head
@@ -196,13 +197,7 @@ def random_quantized_decoder(
 
 @dataclasses.dataclass(frozen=True)
 class _Matrices:
-    """Makes quantized layers: whole, or one device's part of them.
-
-    Attributes:
-      config: of the whole model.
-      scale_dtype: of the groups of weights.
-      axes: of the mesh, within a `shard_map` over which the layer is made; None for all of it.
-    """
+    """Makes quantized layers: whole, or within a `shard_map` over `axes` one device's part."""
 
     config: TransformerConfig
     scale_dtype: ScaleDtype
@@ -214,7 +209,7 @@ class _Matrices:
         return self.config if self.axes is None else local_config(self.config, self.axes, BLOCK)
 
     def layer(self, keys: jax.Array, has_experts: bool) -> QuantizedLayer:
-        """A layer of seven keys."""
+        """A layer made from seven keys."""
         config = self.local
         size, inner = config.hidden_size, config.intermediate_size
         kv_size = config.num_kv_heads * config.head_dim
@@ -249,7 +244,7 @@ class _Matrices:
         names: tuple[str, ...] | None = None,
         whole: int | None = None,
     ) -> QuantizedLinear:
-        """A linear layer; for the other arguments see `weight`."""
+        """A linear layer; for the arguments see `weight`."""
         bias = jnp.zeros(out_size, jnp.float32) if has_bias else None
         weight = self.weight(key, out_size, in_size, gain=gain, names=names, whole=whole)
         return QuantizedLinear(weight, bias)
@@ -264,15 +259,10 @@ class _Matrices:
         names: tuple[str, ...] | None = None,
         whole: int | None = None,
     ) -> Int4Weight:
-        """One weight.
+        """A weight with `out_size` outputs, made from a key that is the same on all devices.
 
-        Args:
-          key: the same on all devices.
-          out_size: outputs of what is made.
-          in_size: inputs of it.
-          gain: of its numbers.
-          names: the axes of the mesh along which parts differ; None for all.
-          whole: outputs of the whole, where parts may be rounded up: those beyond are zeros.
+        Parts differ along the axes `names` of the mesh, None for all. `whole` is the number of
+        outputs of the whole; if parts are rounded up, the outputs beyond are zeros.
         """
         names = self._axes() if names is None else names
         index = jax.lax.axis_index(names) if names else 0
@@ -288,7 +278,7 @@ class _Matrices:
         return dataclasses.replace(weight, output_scale=jnp.where(known, weight.output_scale, 0))
 
     def experts(self, keys: jax.Array, shape: ExpertsConfig) -> QuantizedExperts:
-        """A layer of experts, of three keys."""
+        """A layer of experts, made from three keys."""
         size, width, whole = self.config.hidden_size, shape.intermediate_size, self.config.experts
         assert whole is not None
 
@@ -312,11 +302,10 @@ class _Matrices:
         return QuantizedExperts(router, *stacks, *biases)
 
     def _gain(self) -> float:
-        """Of what adds to the residual stream, as a sum over all devices."""
+        """The gain of what is added to the residual stream, as a sum over all devices."""
         return float(output_gain(self.config) * parts(self.axes) ** -0.5)
 
     def _axes(self, *, of_kv: bool = False) -> tuple[str, ...]:
-        """The axes along which parts differ."""
         if self.axes is None:
             return ()
         return self.axes.of_dimension("heads") if of_kv else hidden_axes(self.axes)
@@ -326,7 +315,7 @@ class _Matrices:
 def _split_layer(
     config: TransformerConfig, has_experts: bool, scale_dtype: ScaleDtype, axes: Axes
 ) -> Callable[[jax.Array], QuantizedLayer]:
-    """Makes a layer of seven keys, each device its own part."""
+    """A function that makes a layer from seven keys, each device its own part."""
 
     def make(keys: jax.Array) -> QuantizedLayer:
         return _Matrices(config, scale_dtype, axes).layer(keys, has_experts)
@@ -338,7 +327,7 @@ def _split_layer(
 def _split_head(
     config: TransformerConfig, scale_dtype: ScaleDtype, axes: Axes
 ) -> Callable[[jax.Array], Int4Weight]:
-    """Makes the projection to logits of a key, each device its own part."""
+    """A function that makes the projection to logits from a key, each device its own part."""
     rows = stored_config(config, axes).vocab_size // parts(axes)
 
     def make(key: jax.Array) -> Int4Weight:
@@ -356,11 +345,11 @@ def _each_device(
     config: TransformerConfig,
     axes: Axes,
 ) -> Callable[[jax.Array], Any]:
-    """`make` on every device at once; its results, side by side, are the part at this `place`."""
+    """`make` on every device at once; its results together are the part of a decoder at `place`."""
     mesh = axes.require_mesh()
 
     def split(specs: Any) -> Any:
-        # On a device's own part there are no axes to look up outside.
+        # Within `make` an array is a device's own part, without mesh axes that could be checked.
         return jax.shard_map(make, mesh=mesh, in_specs=P(), out_specs=specs, check_vma=False)
 
     # Sizes do not depend on the device, so that any specs serve to find them.
@@ -381,7 +370,7 @@ def _each_device(
 
 
 def _whole(x: jax.Array, axes: Axes | None) -> jax.Array:
-    """The array on every device."""
+    """Copies the array to every device."""
     return x if axes is None else jax.device_put(x, NamedSharding(axes.require_mesh(), P()))
 
 

@@ -1,4 +1,4 @@
-"""Shapes of published models, by name: what `random_decoder` is used with to measure speed."""
+"""Shapes of published models, by name, for measuring speed with `random_decoder`."""
 
 from turbojax.models.config import ExpertsConfig, LatentConfig, TransformerConfig
 from turbojax.rotary import LinearScaling, Llama3Scaling, YarnScaling
@@ -244,5 +244,5 @@ SHAPES = {
     "deepseek-v2-lite": _DEEPSEEK_V2_LITE,
     "tiny": _TINY,
 }
-"""Of the base models: Mistral 7B v0.1, Phi-3 mini with 4k tokens of context, Gemma 3 without what
-reads pictures; one for tests."""
+"""Shapes of base models: Mistral 7B v0.1, Phi-3 mini with 4k tokens of context, Gemma 3 without the
+part for pictures; and one for tests."""

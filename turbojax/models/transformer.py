@@ -35,16 +35,10 @@ def embed(
     dtype: DTypeLike,
     over: tuple[str, ...] = (),
 ) -> jax.Array:
-    """Embeddings ``[..., D]`` of tokens, scaled where the model asks for it.
+    """Embeddings ``[..., D]`` of integer tokens ``[...]``, scaled if the model asks for it.
 
-    NaN for a token that is not in the vocabulary, instead of another token's embedding.
-
-    Args:
-      table: ``[V, D]``, or the device's rows.
-      tokens: integers ``[...]``.
-      config: of the model.
-      dtype: of the result.
-      over: within `shard_map`, axes of a mesh over which the table's rows are split.
+    A token that is not in the vocabulary gets NaN, instead of another token's embedding. `table` is
+    ``[V, D]``, or within `shard_map` the device's rows, which are split over the axes `over`.
     """
     if over:
 
@@ -64,16 +58,7 @@ def embed_split(
     dtype: DTypeLike,
     over: tuple[str, ...],
 ) -> jax.Array:
-    """`embed` where each device has some rows of the table: zeros for all others are added.
-
-    Args:
-      look: the device's rows by their numbers, zeros where there is no such number.
-      rows: of a device.
-      tokens: see `embed`.
-      config: see `embed`.
-      dtype: see `embed`.
-      over: see `embed`.
-    """
+    """`embed` of a table with `rows` rows on each device; `look` gives zeros for other numbers."""
     found = jax.lax.psum(look(tokens - jax.lax.axis_index(over) * rows).astype(dtype), over)
     known = (tokens >= 0) & (tokens < config.vocab_size)
     found = jnp.where(known[..., None], found, jnp.asarray(jnp.nan, found.dtype))
@@ -81,7 +66,7 @@ def embed_split(
 
 
 def scale_embeddings(hidden: jax.Array, config: TransformerConfig) -> jax.Array:
-    """Embeddings times what the model multiplies them with, rounded to their dtype."""
+    """Embeddings times the model's factor, rounded to their dtype."""
     if config.embedding_scale is None:
         return hidden
     return hidden * jnp.asarray(config.embedding_scale, hidden.dtype)
@@ -98,7 +83,7 @@ def project(
 
 
 def finish_logits(logits: jax.Array, config: TransformerConfig) -> jax.Array:
-    """Logits times the model's factor, then ``c * tanh(logits / c)``, where it has these."""
+    """Logits times the model's factor, then ``c * tanh(logits / c)``, if it has these."""
     if config.logit_scale is not None:
         logits = logits * jnp.float32(config.logit_scale)
     soft_cap = config.final_soft_cap
@@ -106,7 +91,7 @@ def finish_logits(logits: jax.Array, config: TransformerConfig) -> jax.Array:
 
 
 def scale_added(out: jax.Array, config: TransformerConfig) -> jax.Array:
-    """What a layer adds to the residual stream, times the model's factor of it."""
+    """What a layer adds to the residual stream, times the model's factor."""
     if config.residual_scale is None:
         return out
     return (out.astype(jnp.float32) * jnp.float32(config.residual_scale)).astype(out.dtype)
@@ -136,7 +121,7 @@ def _attention(
 
 
 class Block(nnx.Module):
-    """One decoder layer: attention, then a feed-forward layer, or both of the same normed input."""
+    """One decoder layer: attention, then a feed-forward layer, or both on the same normed input."""
 
     def __init__(
         self,
@@ -176,15 +161,8 @@ class Block(nnx.Module):
     ) -> tuple[jax.Array, Cache]:
         """Maps the residual stream ``[B, T, D]`` to the next layer's and updates the cache.
 
-        Args:
-          hidden: the residual stream.
-          angles: of `rope`, None without it.
-          attend: see `Attend`.
-          cache: the layer's.
-          options: the layer's.
-          rope: the layer's, or None; all have the same module.
-          axes: within `shard_map`, those of the mesh over which heads and inner sizes are split:
-            what devices compute is added up before it is normed, or part of the stream.
+        `angles` are those of `rope`, None without it. Within `shard_map` heads and inner sizes are
+        split over `axes`: sums over devices come before norms and the stream.
         """
         over = hidden_axes(axes)
         normed, attention = _normed(self.attention_norm, hidden), self.attention
@@ -211,8 +189,7 @@ def _normed(norm: RMSNorm | None, x: jax.Array) -> jax.Array:
 class Transformer(nnx.Module):
     """A decoder of one of `families.FAMILIES`.
 
-    LongRoPE takes its factors by the longest text of each call, and with caches by the config's
-    `max_length`.
+    The longest text of each call decides LongRoPE's factors, with caches the config's `max_length`.
 
     Invariants:
       - Every parameter under `blocks` has a leading axis of `config.num_layers`.
@@ -224,9 +201,9 @@ class Transformer(nnx.Module):
       dtype: compute dtype; the parameters are cast to it where they are used.
       remat: whether training recomputes each layer in the backward pass to save memory.
       unroll: layers per iteration of the scan. More compile time, less copying in training.
-      gather: what makes a layer's parameters whole when the layer runs, where a device holds slices
-        of them; None where they are whole. What it gathers (`jax.lax.all_gather`) is not kept for
-        the backward pass, but gathered again.
+      gather: makes a layer's parameters whole when the layer runs, if a device holds only slices of
+        them; None where they are whole. What it gathers (`jax.lax.all_gather`) is not kept for the
+        backward pass, but gathered again.
     """
 
     def __init__(
@@ -297,12 +274,12 @@ class Transformer(nnx.Module):
         """Predicts the next token at every position.
 
         Args:
-          tokens: `[B, T]` integers in `[0, vocab_size)`. Others are not looked for: the logits
-            of their sequence are NaN.
+          tokens: `[B, T]` integers in `[0, vocab_size)`. This is not checked: with another token,
+            the logits of its sequence are NaN.
           positions: `[B, T]` integers, where each token stands in its sequence; by default
             `arange(T)`, or counted from the first token that the mask does not hide.
           attention_mask: optional bool or integer `[B, T]`, False or 0 for padding, on either side:
-            no token attends to it, and its own logits mean nothing. Exact attention alone.
+            no token attends to it, and its own logits mean nothing. Only with exact attention.
           attend: called once per layer, after RoPE, see `Attend`.
           caches: any pytree whose leaves have a leading layer axis; each layer gets its slice.
 
@@ -354,7 +331,7 @@ class Transformer(nnx.Module):
             longest: Any = tokens.shape[1]
         else:
             longest = jnp.max(positions) + 1
-        # What is cached was turned before, with the factors for the longest sequence.
+        # Cached keys were rotated before, with the factors for the longest sequence.
         within = longest if caches is None else None
         angles = {rope: rope.angles(positions, within) for rope in self.config.ropes}
         hidden = embed(self.embedding[...], tokens, self.config, self.dtype)
@@ -371,8 +348,8 @@ class Transformer(nnx.Module):
     ) -> tuple[jax.Array, Cache]:
         """Scans the stacked layers over the residual stream `[B, T, D]`.
 
-        An iteration applies as many layers as there are until their kinds repeat: what they attend
-        by, their options and rotary embeddings.
+        An iteration applies one period of layers: as many as it takes until what they attend by,
+        their options and their rotary embeddings repeat.
         """
         config, count = self.config, self.config.num_layers
         kinds = [
@@ -442,9 +419,9 @@ class Transformer(nnx.Module):
 
 
 def _not_gathered(primitive: Any, *args: Any, **params: Any) -> bool:
-    """A policy of `jax.checkpoint`: all is kept for the backward pass, but for what is gathered.
+    """A policy of `jax.checkpoint`: keeps everything for the backward pass except what is gathered.
 
-    That may be done inside of a function with a gradient of its own.
+    The gathering may be inside a function with a gradient of its own.
     """
     inner = (getattr(value, "jaxpr", None) for value in params.values())
     names = [eqn.primitive.name for jaxpr in inner if jaxpr is not None for eqn in jaxpr.eqns]

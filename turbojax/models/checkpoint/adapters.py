@@ -36,7 +36,7 @@ _MODULES = {
 }
 _NAMES = {module: name for name, module in _MODULES.items()}
 _TENSOR = re.compile(r"base_model\.model\.model\.layers\.(\d+)\.(.+)\.lora_([AB])\.weight")
-# What changes the adapters' outputs, and what it must be.
+# Keys that change the adapters' outputs, and the values that they must have.
 _PLAIN: dict[str, tuple[Any, ...]] = {
     "bias": ("none",),
     "fan_in_fan_out": (False,),
@@ -56,9 +56,9 @@ def save_adapters(
 ) -> None:
     """Writes adapters into a folder, in the names and layout of PEFT.
 
-    PEFT applies them to a model whose linear layers have the inputs and outputs that these had in
-    training. A model that `quantize_model` smoothed has others than the one that it was made of;
-    with ``Smoothing(cas=False, pts=False, rpn=False, crs=False)`` they are the same.
+    PEFT adds them to a model whose linear layers must have the same inputs and outputs as in
+    training. Those of a model that `quantize_model` smoothed differ from the original's; with
+    ``Smoothing(cas=False, pts=False, rpn=False, crs=False)`` they are the same.
 
     Args:
       adapters: all of one rank.
@@ -168,7 +168,7 @@ def load_adapters(path: str | os.PathLike[str], num_layers: int) -> Adapters:
 
 
 def _targets(adapters: Adapters) -> tuple[list[str], list[int] | None]:
-    """`target_modules` and `layers_to_transform`, which is None for all layers."""
+    """PEFT's `target_modules` and `layers_to_transform`; the latter is None for all layers."""
     found = [i for i, layer in enumerate(adapters.layers) if layer]
     if any(set(adapters.layers[i]) != set(adapters.targets) for i in found):
         whole = [_module(i, name) for i in found for name in _MODULES if name in adapters.layers[i]]
@@ -178,14 +178,13 @@ def _targets(adapters: Adapters) -> tuple[list[str], list[int] | None]:
 
 
 def _module(layer: int, name: str) -> str:
-    """What PEFT calls a linear layer."""
     return f"model.layers.{layer}.{_MODULES[name]}"
 
 
 def _check_complete(
     layers: Sequence[Mapping[str, Any]], config: Mapping[str, Any], folder: Path
 ) -> None:
-    """Raises ValueError if an adapter is missing that the configuration names, or all are."""
+    """Raises ValueError if an adapter that the configuration names is missing, or there is none."""
     where = f"{folder / CONFIG_NAME}"
     if not any(layers):
         raise ValueError(f"{folder / WEIGHTS_NAME}: must hold adapters, has none")
@@ -200,14 +199,14 @@ def _check_complete(
         raise ValueError(
             f"{where}: layers_to_transform={shown(numbers)} must be from 0 to {len(layers) - 1}"
         )
-    if targets is None or isinstance(targets, str):  # A pattern, which says nothing of the layers.
+    if targets is None or isinstance(targets, str):  # A pattern, which does not name modules.
         return
     if not _is_list(targets, str):
         raise ValueError(f"{where}: target_modules={shown(targets)} must be names")
     for i, own in enumerate(layers):
         for name in _MODULES:
             module = _module(i, name)
-            # A whole name is meant whatever the layers are.
+            # A complete name counts whatever `layers_to_transform` says.
             is_named = module in targets or (
                 (not numbers or i in numbers)
                 and any(module.endswith(f".{target}") for target in targets)
@@ -233,9 +232,7 @@ def _tensor(name: str, x: jax.Array, dtype: np.dtype) -> _folder.Tensor:
 def _scale(config: Mapping[str, Any], folder: Path) -> tuple[int, float]:
     """The adapters' rank, and the factor of their outputs.
 
-    Raises:
-      NotImplementedError: if the configuration asks for more than that.
-      ValueError: if it lacks what it takes.
+    Raises NotImplementedError for options beyond plain LoRA, ValueError if a key is missing.
     """
     where = f"{folder / CONFIG_NAME}"
     if config.get("peft_type") != "LORA":

@@ -1,7 +1,7 @@
 """The files of a checkpoint's folder: `config.json`, tensors in safetensors files, companions.
 
-A GGUF file is read as such a folder, by the functions that take the path of one; it has no
-companions, and nothing is written like it.
+Functions that take a folder's path also take a GGUF file's and read it like a folder; it has no
+companions, and none is ever written.
 """
 
 import json
@@ -34,23 +34,19 @@ INDEX_NAME = f"{WEIGHTS_NAME}.index.json"
 MAX_SHARD_BYTES = 5_000_000_000
 
 _SHARD_PATTERN = "model-[0-9]*-of-[0-9]*.safetensors"
-# Names that `write` owns: what it does not write goes.
+# Names that `write` owns: those that it does not write are removed.
 _CHECKPOINT = (CONFIG_NAME, WEIGHTS_NAME, INDEX_NAME, _SHARD_PATTERN)
 _COMPANIONS = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),
     *("chat_template.jinja", "additional_chat_templates/*.jinja", "generation_config.json"),
 )
-# Of readers, where somebody replaces the checkpoint.
+# How often, and after which pauses, readers try again if the checkpoint is replaced.
 _TRIES, _PAUSE_SECONDS = 20, 0.005
 _PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 
 
 def cast(tensor: np.ndarray, dtype: np.dtype, name: str) -> np.ndarray:
-    """The tensor in another dtype.
-
-    Raises:
-      ValueError: if a finite number becomes infinite.
-    """
+    """The tensor in another dtype; raises ValueError if a finite number becomes infinite."""
     if tensor.dtype == dtype:
         return tensor
     with np.errstate(over="ignore"):
@@ -61,12 +57,7 @@ def cast(tensor: np.ndarray, dtype: np.dtype, name: str) -> np.ndarray:
 
 
 def require_folder(folder: Path) -> None:
-    """Raises an OSError unless the folder exists.
-
-    Raises:
-      FileNotFoundError: if nothing is there.
-      NotADirectoryError: if something else is.
-    """
+    """Raises FileNotFoundError if nothing is there, NotADirectoryError if it is no folder."""
     wanted = (
         f"must be 'embedded' or a folder with {CONFIG_NAME} and {WEIGHTS_NAME}, a .gguf file, or "
         "'smollm2'"
@@ -79,13 +70,7 @@ def require_folder(folder: Path) -> None:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """What a folder's `config.json` says.
-
-    Raises:
-      OSError: if there is no such folder, or no such file in it.
-      ValueError: if the file cannot be parsed, or holds no object.
-      NotImplementedError, ValueError: also of a GGUF file's metadata, which stand for it.
-    """
+    """A folder's `config.json`, or a GGUF file's metadata in its form; OSError if it is missing."""
     if is_gguf(folder):
         return _gguf.read_config(folder)
     require_folder(folder)
@@ -97,9 +82,8 @@ def read_config(folder: Path) -> dict[str, Any]:
 def require_config(folder: Path, config: Mapping[str, Any]) -> None:
     """Raises ValueError unless a folder's `config.json` still says this.
 
-    To be called after `stored_tensors`: `write` takes the old `config.json` away before it touches
-    the weights, so that those belong to what was read before. A GGUF file's tensors know its
-    version themselves.
+    To be called after `stored_tensors`: `write` removes the old `config.json` before it touches the
+    weights, so an unchanged one means that the weights belong to it.
     """
     if is_gguf(folder):
         return
@@ -112,23 +96,14 @@ def require_config(folder: Path, config: Mapping[str, Any]) -> None:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object of a JSON file.
-
-    Raises:
-      OSError: if there is none.
-      ValueError: see `turbojax._json.read_object`.
-    """
+    """The object of a JSON file. Raises OSError, and ValueError as `turbojax._json.read_object`."""
     return _json.read_object(path)
 
 
 def weight_files(folder: Path) -> tuple[Path, ...]:
-    """The safetensors files of a checkpoint, one or many.
+    """The safetensors files of a checkpoint; OSError if one is missing.
 
     `model.safetensors` goes before an index of several files, as it does for transformers.
-
-    Raises:
-      FileNotFoundError: if there are none, or one that the index names is missing.
-      ValueError: if the index cannot be read.
     """
     if is_gguf(folder):
         return (folder,)
@@ -149,13 +124,10 @@ def weight_files(folder: Path) -> tuple[Path, ...]:
 
 
 def stored_tensors(folder: Path) -> dict[str, Stored]:
-    """All tensors of a checkpoint's files, in the order in which they lie there; none is read.
+    """All tensors of a checkpoint, in the order in which they lie in its files; none is read yet.
 
-    Raises:
-      FileNotFoundError: see `weight_files`.
-      ValueError: if a file cannot be parsed or is cut short, two files hold tensors of one name,
-        or the index places a tensor in a file that lacks it.
-      ImportError, NotImplementedError, ValueError: of a GGUF file, see `gguf.tensors.stored`.
+    Raises OSError if a file is missing, ValueError if files are cut short or contradict each other,
+    and for a GGUF file as `gguf.tensors.stored`.
     """
     if is_gguf(folder):
         return _gguf.stored(folder)
@@ -198,15 +170,9 @@ def require_tensors(
 
 
 def require_layers(tensors: Mapping[str, Stored], count: int, prefix: str, folder: Path) -> None:
-    """Raises ValueError unless the tensors are those of so many layers.
+    """Raises ValueError unless the tensors' names, after `prefix`, have at least `count` layers.
 
     To be called before anything is made for every layer that `config.json` claims.
-
-    Args:
-      tensors: of the checkpoint.
-      count: the number of layers that is claimed.
-      prefix: of their names, before the layer's number.
-      folder: of the checkpoint.
     """
     inside = [name.removeprefix(prefix) for name in tensors if name.startswith(prefix)]
     layers = {name.partition(".")[0] for name in inside}
@@ -218,7 +184,7 @@ def require_layers(tensors: Mapping[str, Stored], count: int, prefix: str, folde
 
 
 def require_count(tensors: Mapping[str, Stored], least: int, folder: Path) -> None:
-    """Raises ValueError unless there are so many tensors of experts, or more, of whatever names.
+    """Raises ValueError unless there are at least so many tensors of experts, whatever their names.
 
     To be called before anything is made for every expert that `config.json` claims.
     """
@@ -230,7 +196,7 @@ def require_count(tensors: Mapping[str, Stored], least: int, folder: Path) -> No
 
 
 def _source(tensors: Mapping[str, Stored], folder: Path) -> Path:
-    """The file to blame for what is missing: the only one, or the index of several."""
+    """The file to name in errors about missing tensors: the only one, or the index."""
     files = {x.file for x in tensors.values()}
     return files.pop() if len(files) == 1 else folder / INDEX_NAME
 
@@ -245,20 +211,12 @@ def write(
     """Writes a checkpoint into a folder, which is created if it does not exist.
 
     `steady` readers see the old checkpoint or the new one, at every moment and after every kind of
-    interruption, see `_writing.replacing_files`.
+    interruption, see `_writing.replacing_files`. Other files in the folder stay. `companions` are
+    further files by name, to be copied from elsewhere, or their contents; those of an older
+    checkpoint are removed, see `find_companions`, unless it is None.
 
-    Args:
-      path: the folder; the checkpoint it held is replaced, other files stay.
-      config: content of `config.json`.
-      tensors: what to write.
-      max_shard_bytes: of the tensors in one file; a larger tensor gets a file of its own.
-      companions: further files by name, to be copied from elsewhere, or their contents; those of
-        an older checkpoint go, see `find_companions`. If None, they stay.
-
-    Raises:
-      BlockingIOError: if another program is writing there.
-      OSError: if something cannot be written, see `_writing.replacing_files`.
-      TypeError: if JSON cannot say what the config holds.
+    Raises BlockingIOError if another program is writing there, OSError if something cannot be
+    written, TypeError if JSON cannot express the config.
     """
     shards = _split(tensors, max_shard_bytes)
     count = len(shards)
@@ -286,17 +244,12 @@ def write(
 
 
 def find(folder: Path, name: str) -> Path:
-    """Where a file of a checkpoint is to be read just now, to be called in `steady`.
-
-    Args:
-      folder: of the checkpoint.
-      name: the file's path in it; it need not exist.
-    """
+    """Where to read a file of a checkpoint right now, within `steady`; it need not exist."""
     return _writing.find(folder, name, CONFIG_NAME)
 
 
 def find_all(folder: Path, pattern: str) -> dict[str, Path]:
-    """Files of a checkpoint by their names, in the names' order; see `find`."""
+    """Files of a checkpoint by name, sorted by name; see `find`."""
     names = {
         path.relative_to(place).as_posix()
         for place in (folder, _writing.current(folder, CONFIG_NAME))
@@ -319,14 +272,9 @@ def find_companions(folder: Path) -> dict[str, Path]:
 
 
 def steady(folder: Path, read: Callable[[Path], T]) -> T:
-    """What `read` makes of a checkpoint: of one, also where somebody replaces it meanwhile.
+    """What `read` returns for the folder where the files lie, also if they are replaced meanwhile.
 
-    Args:
-      folder: of the checkpoint.
-      read: is given the folder where its files lie; called again if it was replaced.
-
-    Raises:
-      Whatever `read` raises; ValueError if the checkpoint is replaced again and again.
+    Then it is called again; ValueError if that happens again and again.
     """
     if is_gguf(folder) and folder.exists():
         return read(folder)
@@ -348,17 +296,17 @@ def steady(folder: Path, read: Callable[[Path], T]) -> T:
 
 
 def settle(folder: Path) -> None:
-    """Ends what an interrupted `write` had not ended, so that every file has its place."""
+    """Finishes what an interrupted `write` left, so that every file is in its place."""
     _writing.finish(folder, last=CONFIG_NAME)
 
 
 def _state(folder: Path) -> _writing.Version | None:
-    """A value that changes if `write` replaces the checkpoint: every one has a new file."""
+    """A value that changes when `write` replaces the checkpoint: each has a new `config.json`."""
     return _writing.version_of(folder / CONFIG_NAME)
 
 
 def some(names: Sequence[str]) -> str:
-    """The first few of these names."""
+    """The first few of these names, for error messages."""
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return ", ".join(map(_json.shown_name, names[:3])) + more
 

@@ -68,8 +68,8 @@ def load(
     one of them.
 
     Checkpoints with 4-bit weights of GPTQ, AWQ and compressed-tensors keep their codes, scales and
-    zero points: what `turbojax.fireq.dequantize` gives of a weight is, rounded to the scales'
-    dtype, what those packages compute, bit for bit. Their decoders multiply unrounded tokens, see
+    zero points: `turbojax.fireq.dequantize` of a weight, rounded to the scales' dtype, is bit for
+    bit what those packages compute. Their decoders multiply unrounded tokens, see
     `QuantizedDecoder.with_activations`.
 
     Args:
@@ -80,24 +80,24 @@ def load(
       dtype: dtype of parameters and computation: float32, bfloat16 or float16. By default what
         `config.json` names, and that of the embedding if it names none. Codes and scales of a
         quantized checkpoint stay as they are.
-      max_length: longest sequence the model is meant for, by default what `config.json` says. With
-        LongRoPE's `original_max_position_embeddings` or less the short factors apply throughout;
-        otherwise those for the sequences at hand, see `start`, `Engine` and `Transformer`.
-      progress: called after each tensor with the bytes read and the bytes there are; of a mesh,
-        those that this process reads.
+      max_length: longest sequence the model is meant for, by default what `config.json` says. At
+        LongRoPE's `original_max_position_embeddings` or below, the short factors apply throughout;
+        above it the sequences at hand decide, see `start`, `Engine` and `Transformer`.
+      progress: called after each tensor with the bytes read and the bytes there are; with a mesh,
+        only bytes that this process reads count.
       mesh: devices to split the weights over, from all processes of a run: a mesh whose axes are
         named ``"data"``, ``"model"`` and ``"sequence"``, or `Axes` that say what other names mean.
-        Each process reads the parts that its own devices hold, see `count_bytes_read`, and the host
-        has one of them at a time. A `QuantizedDecoder` is split as `partition_specs` says; of a
-        `Transformer`, which runs by automatic sharding, matrices are split over the axes of heads
-        as a decoder's are, and over the others along another axis, as `Trainer` has them.
-      int4: of a GGUF file whose linear layers are all of type Q4_0: take these as INT4 weights, as
-        they are, in groups of 32 with float16 scales. `turbojax.fireq.dequantize` of one gives
-        what `gguf.quants.dequantize` does, bit for bit. Embedding, head, norms and biases may be of
-        any type and are floating point, as without it.
+        Each process reads the parts that its own devices hold, see `count_bytes_read`, and its host
+        memory has one of them at a time. A `QuantizedDecoder` is split as `partition_specs` says. A
+        `Transformer` runs by automatic sharding: its matrices are split over the axes of heads as a
+        decoder's are, and over the other axes along another dimension, as in `Trainer`.
+      int4: for a GGUF file whose linear layers are all of type Q4_0: keep these as INT4 weights in
+        groups of 32 with float16 scales. `turbojax.fireq.dequantize` of one is bit for bit what
+        `gguf.quants.dequantize` gives. Embedding, head, norms and biases may be of any type and
+        become floating point, as without `int4`.
 
     Returns:
-      The model: a `QuantizedDecoder` of a quantized checkpoint and with `int4`.
+      The model: a `QuantizedDecoder` for a quantized checkpoint and with `int4`.
 
     Raises:
       OSError: `FileNotFoundError` if the folder or one of its files does not exist,
@@ -107,8 +107,8 @@ def load(
         type than Q4_0.
       ValueError: if a file cannot be parsed or is cut short; tensors are missing, unexpected,
         mis-shaped, or too large for `dtype`; tied embeddings differ; or an argument is out of
-        range, as `int4` is of a folder.
-      TypeError: if `mesh` is neither.
+        range, such as `int4` for a folder.
+      TypeError: if `mesh` is neither a mesh nor `Axes`.
     """
     read = loading.read_transformer
     return _load(path_or_name, read, dtype, max_length, progress, mesh, int4=int4)
@@ -125,8 +125,8 @@ def load_transformer(
     """Loads a checkpoint whose weights are floating point, as `load` does.
 
     Raises:
-      OSError, NotImplementedError, ValueError: as `load`.
-      ValueError: also if the checkpoint is quantized.
+      OSError, NotImplementedError, ValueError: as `load`; ValueError also if the checkpoint is
+        quantized.
     """
 
     def read(folder: Path) -> Transformer:
@@ -145,10 +145,10 @@ def open_decoder(
     max_length: int | None = None,
     mesh: Mesh | Axes | None = None,
 ) -> StoredDecoder:
-    """A checkpoint whose weights are floating point, and stay where they are: read layer by layer.
+    """Opens a checkpoint with floating-point weights, which are read layer by layer when asked for.
 
     For `quantize_model`, where a model is too large for the device. The files must not change
-    as long as it is used.
+    as long as the result is used.
 
     Args:
       path_or_name: see `load`.
@@ -172,11 +172,7 @@ def open_decoder(
 def _float_config(
     folder: Path, path_or_name: str | os.PathLike[str], max_length: int | None
 ) -> tuple[dict[str, Any], TransformerConfig]:
-    """What a folder's `config.json` says and describes, if its weights are floating point.
-
-    Raises:
-      OSError, NotImplementedError, ValueError: as `load_transformer`.
-    """
+    """A folder's `config.json` and what it describes; ValueError if the checkpoint is quantized."""
     hf = _folder.read_config(folder)
     if quantized_checkpoint.is_quantized(hf):
         raise ValueError(
@@ -197,10 +193,10 @@ def load_decoder(
 ) -> Decoder | QuantizedDecoder:
     """Loads what generation runs: the weights layer by layer, without stacking them first.
 
-    Equal to `unstack` of what `load` returns, and to `load` where that is a `QuantizedDecoder`. On
-    a mesh, the heads and inner sizes of layers are split over ``"model"`` (`Axes.heads`), and
-    sequences will be over ``"data"``; with more devices than KV heads, some share the tokens of a
-    sequence, see `axes_of_model`. The decoder runs like any other.
+    The result equals `unstack` of what `load` returns, or what `load` returns if that is a
+    `QuantizedDecoder`. On a mesh, the heads and inner sizes of layers are split over ``"model"``
+    (`Axes.heads`), and sequences will be over ``"data"``; with more devices than KV heads, some
+    share the tokens of a sequence, see `axes_of_model`. The decoder runs like any other.
 
     Args:
       path_or_name: see `load`.
@@ -208,14 +204,14 @@ def load_decoder(
       max_length: see `load`.
       progress: see `load`.
       mesh: see `load`.
-      adapters: of a model with INT4 weights, to be put beside them as `with_adapters` does; on a
+      adapters: for a model with INT4 weights, to be put beside them as `with_adapters` does; on a
         mesh each device has its part of them.
       int4: see `load`.
 
     Raises:
       OSError, NotImplementedError, TypeError, ValueError: as `load` and `with_adapters`; also if
-        the model's heads cannot be split over so many devices, or adapters are for a checkpoint
-        whose weights are floating point.
+        the model's heads cannot be split over so many devices, or adapters are given for a
+        checkpoint whose weights are floating point.
     """
     read = loading.read_decoder
     return _load(path_or_name, read, dtype, max_length, progress, mesh, adapters, int4)
@@ -231,7 +227,7 @@ def _load(
     adapters: Adapters | None = None,
     int4: bool = False,
 ) -> _Floats | QuantizedDecoder:
-    """A checkpoint, quantized or not; `read_floats` is for those that are not."""
+    """Loads a checkpoint, quantized or not; `read_floats` reads those that are not."""
     if int4:
         require_gguf(path_or_name)
 
@@ -267,10 +263,10 @@ def require_gguf(path_or_name: str | os.PathLike[str]) -> None:
 
 
 def checkpoint_folder(path_or_name: str | os.PathLike[str]) -> Path:
-    """The folder that a name or path stands for, or the GGUF file; see `load`.
+    """The folder, or the GGUF file, that a name or path stands for; see `load`.
 
     Raises:
-      FileNotFoundError: if the package of a model that has a name is not installed.
+      FileNotFoundError: if the name is that of a model whose package is not installed.
     """
     if path_or_name == smollm2.NAME:
         return smollm2.file()
@@ -300,16 +296,9 @@ def weight_files(path_or_name: str | os.PathLike[str]) -> tuple[Path, ...]:
 def float_bytes(
     path_or_name: str | os.PathLike[str], dtype: np.dtype, *, int4: bool = False
 ) -> int:
-    """Bytes, about, of a checkpoint's weights in a dtype, of one with floating-point weights.
+    """About how many bytes a checkpoint's floating-point weights have in `dtype`.
 
-    Args:
-      path_or_name: see `load`.
-      dtype: in which they will be.
-      int4: of a GGUF file, whether its layers are taken as they are.
-
-    Raises:
-      ImportError, OSError, NotImplementedError, ValueError: see `weight_files`; of a GGUF file,
-        whose weights are made floating point, see `turbojax.models.load`.
+    A GGUF file counts as floating point; with `int4` its layers count as they are stored.
     """
     folder = checkpoint_folder(path_or_name)
     if _folder.is_gguf(folder):
@@ -376,12 +365,12 @@ def to_hf_tensors(model: Transformer, *, dtype: DTypeLike | None = None) -> dict
 
 
 def expected_shapes(config: TransformerConfig) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every tensor a checkpoint of this shape holds."""
+    """Name and shape of every tensor of a checkpoint with this config."""
     return {spec.name: spec.shape for spec in checkpoint_tensors(config)}
 
 
 def _tensors(model: Transformer, dtype: DTypeLike | None) -> list[_folder.Tensor]:
-    """What a checkpoint of the model holds; each tensor is made when it is asked for."""
+    """The tensors of the model's checkpoint; each array is made when `Tensor.make` is called."""
     state = nnx.state(model)
 
     def part(path: tuple[str, ...]) -> jax.Array:
@@ -414,7 +403,7 @@ def _tensors(model: Transformer, dtype: DTypeLike | None) -> list[_folder.Tensor
 
 @functools.partial(jax.jit, static_argnames="transpose")
 def _take(stacked: jax.Array, index: tuple[jax.Array, ...], *, transpose: bool) -> jax.Array:
-    """The array of one layer, or of one of its experts, of a stack."""
+    """One layer of a stack, or one of its experts: `index` counts along the leading axes."""
     array = stacked
     for number in index:
         array = jax.lax.dynamic_index_in_dim(array, number, 0, keepdims=False)

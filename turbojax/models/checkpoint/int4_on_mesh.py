@@ -1,7 +1,7 @@
 """Quantized decoders that are split over a mesh, read part by part from folders of this package.
 
-Of a layer the process reads what its devices need into arrays of the layer's whole sizes on the
-host, the rest of which is zeros that nothing reads; devices' weights are cut out of these.
+The process reads what its devices need of a layer into host arrays of the layer's whole size;
+the rest of these is zeros that nothing reads. The devices' weights are cut out of them.
 """
 
 import functools
@@ -29,7 +29,7 @@ from turbojax.quantizers.int4_layout import BLOCK, GATED_ROWS, OUT_MULTIPLE, sto
 from turbojax.sharding.axes import Axes
 
 TILED = ("codes", "scales", "zeros")
-"""What lies in tiles of an INT4 weight."""
+"""Parts of an INT4 weight that lie in tiles."""
 
 Named = Sequence[tuple[str, Any]]
 """Arrays, or their shapes, with their names in files."""
@@ -48,18 +48,9 @@ def read(
 ) -> QuantizedDecoder:
     """Reads a decoder, split as `partition_specs` says.
 
-    Args:
-      template: the whole decoder, of shapes.
-      named: its leaves and their names.
-      tensors: of the checkpoint, by these names.
-      restore: what a leaf is in memory, of its name and what the file holds.
-      axes: over which it is split, see `axes_of_model`.
-      progress: called after each tensor; of bytes that this process reads.
-      whole: whether tensors lie otherwise in the file than in memory, so that all is read.
-      adapters: to be put beside the weights, or None.
-
-    Raises:
-      ValueError, NotImplementedError: see `local_layer`; or if a file has changed.
+    `template` is the whole decoder as shapes, `named` its leaves with their names in `tensors`.
+    ``restore(name, array)`` makes the array in memory of what the file holds. With `whole` each
+    process reads all, because the file has another layout than memory.
     """
     config, numbers = template.config, own_numbers(axes)
     sparse = {name: Sparse(tensors[name]) for name, _ in named}
@@ -121,7 +112,7 @@ def read(
 def _pieces(
     template: QuantizedDecoder, names: Sequence[str]
 ) -> Iterator[tuple[Any, tuple[str, ...]]]:
-    """Embedding, layers, norm and head, and what their leaves are called."""
+    """Embedding, layers, norm and head, each with the names of its leaves."""
     left = iter(names)
     for piece in (template.embedding, *template.layers, template.norm, template.lm_head):
         yield piece, tuple(itertools.islice(left, len(jax.tree.leaves(piece))))
@@ -130,16 +121,7 @@ def _pieces(
 def _want(
     tensor: Sparse, name: str, piece: Any, config: TransformerConfig, axes: Axes, number: int
 ) -> None:
-    """Wants what one device needs of a leaf; of small ones all.
-
-    Args:
-      tensor: the leaf's.
-      name: the leaf's.
-      piece: the layer or table that it belongs to.
-      config: of the model.
-      axes: over which that is split.
-      number: of the device, along `hidden_axes`.
-    """
+    """Marks what a device, numbered along `hidden_axes`, needs of a leaf; of small leaves all."""
     *_, linear, part = ("", *name.split("."))
     is_tiled = part in TILED
     if isinstance(piece, QuantizedLayer) and is_tiled:
@@ -161,7 +143,7 @@ def _want_of_layer(
     axes: Axes,
     number: int,
 ) -> None:
-    """Wants tiles of outputs, or blocks or groups of inputs, see `local_layer`."""
+    """Marks the tiles, blocks or groups that one device needs of a leaf, see `local_layer`."""
     weight = weight_of(layer, linear)
     lead = len(weight.stack)
     if linear == "qkv":
@@ -174,7 +156,7 @@ def _want_of_layer(
     if linear == "down":
         return tensor.want(lead + 1, columns(weight, part, number * each, each))
     if isinstance(layer.mlp, QuantizedMlp) and layer.mlp.down.inputs is not None:
-        return tensor.want_all()  # Which outputs, the file says.
+        return tensor.want_all()  # The file says which outputs.
     rows = inner_rows(down.in_size, axes, number, each)
     return tensor.want(lead, tiles(weight, np.concatenate([rows, rows + down.in_size])))
 
@@ -187,7 +169,7 @@ def weight_of(layer: QuantizedLayer, linear: str) -> Int4Weight:
 
 
 def qkv_rows(config: TransformerConfig, axes: Axes, number: int) -> np.ndarray:
-    """The rows of joined projections that a device has."""
+    """The rows of the joined q, k and v projections that a device has."""
     width = config.head_dim
     queries = config.num_heads * width // parts(axes)
     of_kv = config.num_kv_heads // axes.size("heads") * width
@@ -208,7 +190,7 @@ def table_rows(config: TransformerConfig, axes: Axes, number: int) -> np.ndarray
 
 
 def tiles(weight: Int4Weight, rows: np.ndarray) -> np.ndarray:
-    """The tiles that hold some outputs; of a gated weight those of the gate come first."""
+    """The tiles that hold some outputs; those of a gated weight's gate come first."""
     if weight.gated:
         half = weight.result_size
         of_up, rows = rows // half, rows % half
@@ -217,7 +199,7 @@ def tiles(weight: Int4Weight, rows: np.ndarray) -> np.ndarray:
 
 
 def columns(weight: Int4Weight, part: str, start: int, size: int) -> np.ndarray:
-    """The blocks, or groups, that hold some inputs, and those that stand in for padding."""
+    """The blocks, or groups, that hold some inputs; the last one also stands in for padding."""
     unit = BLOCK if part == "codes" else weight.group_size
     count = weight.codes.shape[-3] if part == "codes" else weight.scales.shape[-2]
     last = start + stored_inputs(size, weight.group_size)

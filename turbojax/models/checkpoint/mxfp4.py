@@ -23,19 +23,14 @@ _BLOCKS, _SCALES = "_blocks", "_scales"
 _GROUP = 32
 _POSITIVE = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _CODES = np.array([*_POSITIVE, *(-x for x in _POSITIVE)], np.float32)
-# Both numbers of a byte.
+# The two numbers of each byte.
 _PAIRS = np.stack([np.tile(_CODES, 16), np.repeat(_CODES, 16)], axis=-1)
 _BFLOAT16 = jnp.dtype(jnp.bfloat16)
 
 
 @dataclasses.dataclass(frozen=True)
 class PackedTensor(_folder.Stored):
-    """A tensor of a checkpoint that is stored in MXFP4, read as bfloat16 ``[E, in, out]``.
-
-    Attributes:
-      blocks: its codes.
-      scales: its exponents.
-    """
+    """A tensor stored in MXFP4, codes and exponents, and read as bfloat16 ``[E, in, out]``."""
 
     blocks: _folder.Stored
     scales: _folder.Stored
@@ -46,7 +41,7 @@ class PackedTensor(_folder.Stored):
         groups = (first_input // _GROUP, -(-last_input // _GROUP))
         cut = slice(first_input - groups[0] * _GROUP, last_input - groups[0] * _GROUP)
         found = np.empty([end - begin for begin, end in box], _BFLOAT16)
-        # One expert after the other: in float32 all would be eight times what is stored.
+        # One expert after the other: all in float32 would be eight times what is stored.
         for i, expert in enumerate(range(first, last)):
             one = ((expert, expert + 1), outputs, groups)
             blocks = self.blocks.read_box((*one, (0, _GROUP // 2)))[0]
@@ -55,15 +50,7 @@ class PackedTensor(_folder.Stored):
 
 
 def dequantize(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
-    """The numbers of codes and exponents.
-
-    Args:
-      blocks: uint8 ``[..., G, 16]``.
-      scales: uint8 ``[..., G]``.
-
-    Returns:
-      bfloat16 ``[..., 32 G]``.
-    """
+    """The bfloat16 ``[..., 32 G]`` of uint8 codes ``[..., G, 16]`` and exponents ``[..., G]``."""
     exponents = scales.astype(np.int32) - 127
     with np.errstate(over="ignore"):
         powers = np.where(scales == 255, np.nan, np.ldexp(np.float64(1), exponents))
@@ -78,12 +65,7 @@ def is_packed(hf: Mapping[str, Any]) -> bool:
 
 
 def unpacked(tensors: Mapping[str, _folder.Stored]) -> dict[str, _folder.Stored]:
-    """A checkpoint's tensors, in place of blocks and scales the tensors that these are.
-
-    Raises:
-      ValueError: if one of the two is missing, or their shapes do not fit.
-      NotImplementedError: if one has another dtype.
-    """
+    """A checkpoint's tensors, each pair of blocks and scales as one; ValueError unless they fit."""
     found = dict(tensors)
     names = [x.removesuffix(_BLOCKS) for x in tensors if x.endswith(_BLOCKS)]
     names += [x.removesuffix(_SCALES) for x in tensors if x.endswith(_SCALES)]

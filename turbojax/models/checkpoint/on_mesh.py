@@ -25,12 +25,7 @@ _Key = tuple[int | None, tuple[str, ...]]
 
 
 def axes_of(mesh: Mesh | Axes) -> Axes:
-    """The axes that a loader is given.
-
-    Raises:
-      TypeError: if it is something else.
-      ValueError: if the mesh has axes of other names than `Axes.of` takes, or is none of devices.
-    """
+    """The axes of a loader's `mesh`; TypeError or ValueError if it is not one that fits."""
     if not isinstance(mesh, Mesh | Axes):
         raise TypeError(f"mesh is a {type(mesh).__name__}, must be a jax.sharding.Mesh or Axes")
     axes = Axes.of(mesh) if isinstance(mesh, Mesh) else mesh
@@ -40,11 +35,7 @@ def axes_of(mesh: Mesh | Axes) -> Axes:
 
 
 def decoder_axes(config: TransformerConfig, mesh: Mesh | Axes | None) -> Axes | None:
-    """The axes of a decoder that is loaded onto a mesh; None without one.
-
-    Raises:
-      TypeError, ValueError, NotImplementedError: see `axes_of` and `axes_of_model`.
-    """
+    """The axes of a decoder that is loaded onto a mesh, None without one; see `axes_of_model`."""
     return None if mesh is None else axes_of_model(config, axes_of(mesh))
 
 
@@ -55,18 +46,7 @@ def read_decoder(
     axes: Axes,
     progress: Progress | None,
 ) -> Decoder:
-    """Reads a decoder, each array split as `partition_specs` says.
-
-    Args:
-      tensors: of the checkpoint, all there.
-      config: of the model.
-      dtype: of weights and computation.
-      axes: over which it is split, see `axes_of_model`.
-      progress: called after each tensor.
-
-    Raises:
-      ValueError: if a file has changed, or `dtype` cannot hold a number.
-    """
+    """Reads a decoder, split as `partition_specs` says; for `axes` see `axes_of_model`."""
     found = placing.read(dict(_decoder_targets(config, dtype, axes)), tensors, progress)
     layers: list[dict[str, Any]] = [{} for _ in range(config.num_layers)]
     for (layer, path), array in found.items():
@@ -91,7 +71,7 @@ def read_parts(
     layer: int | None,
     path: tuple[str, ...] | None = None,
 ) -> dict[tuple[str, ...], jax.Array]:
-    """The arrays of one layer by their paths within it, or one of those outside of layers."""
+    """The arrays of one layer, or for None of what lies outside; with a `path` only that one."""
     wanted = {
         key: target
         for key, target in _decoder_targets(config, dtype, axes, layer)
@@ -131,18 +111,12 @@ def read_transformer(
 def transformer_spec(
     path: tuple[str, ...], shape: tuple[int, ...], config: TransformerConfig, axes: Axes
 ) -> P:
-    """How an array of a `Transformer` is split, which runs by automatic sharding.
+    """How an array of a `Transformer`, which runs by automatic sharding, is split.
 
-    Over `axes.heads` as an array of a `Decoder`; then a matrix over all other axes along the first
-    of its axes that is not split yet, as `Trainer` has it. What the devices do not divide they hold
-    whole.
-
-    Args:
-      path: in its state; that of an array in blocks, with a leading axis of layers, begins with
-        ``"blocks"``.
-      shape: of the array.
-      config: of the model.
-      axes: of the mesh.
+    Over `axes.heads` it is split as in a `Decoder`. A matrix is also split over all other axes,
+    along its first dimension that is not split yet, as in `Trainer`. Dimensions that the number of
+    devices does not divide stay whole. `path` is the array's path in the model's state; arrays of
+    blocks, whose path begins with ``"blocks"``, have a leading axis of layers.
     """
     lead = 1 if path[0] == "blocks" else 0
     heads = Axes(heads=axes.heads, mesh=axes.mesh)
@@ -162,7 +136,7 @@ def transformer_spec(
 
 
 def table_rows(config: TransformerConfig, axes: Axes) -> list[tuple[int, int]]:
-    """The rows that this process holds of a decoder's table of embeddings, in order."""
+    """The rows of a decoder's table of embeddings that this process holds, in order."""
     shape = (stored_config(config, axes).vocab_size, config.hidden_size)
     sharding = NamedSharding(axes.require_mesh(), spec_of(("embedding",), 2, config, axes))
     rows = {rows for rows, _ in placing.local_boxes(sharding, shape).values()}
@@ -177,7 +151,7 @@ def insert(tree: dict[str, Any], path: tuple[str, ...], array: jax.Array) -> Non
 
 
 def variable(state: Any, path: tuple[str, ...]) -> Any:
-    """What lies at this path of a model's state."""
+    """The variable at this path of a model's state."""
     for key in path:
         state = state[key]
     return state
@@ -186,7 +160,7 @@ def variable(state: Any, path: tuple[str, ...]) -> Any:
 def _decoder_targets(
     config: TransformerConfig, dtype: np.dtype, axes: Axes, *only: int | None
 ) -> Iterator[tuple[_Key, Target]]:
-    """The arrays of a `Decoder`, all or those of a layer, or outside of layers."""
+    """The arrays of a `Decoder`: all, or those of the layers `only`; None is outside of layers."""
     mesh, experts = axes.require_mesh(), config.experts
     found: dict[_Key, list[tuple[tuple[int, ...], str, Placement]]] = {}
     shapes: dict[_Key, tuple[tuple[int, ...], np.dtype]] = {}
@@ -209,7 +183,7 @@ def _decoder_targets(
 
 
 def _shape_of(spec: TensorSpec, place: Placement) -> tuple[int, ...]:
-    """Of what goes to one of a tensor's places."""
+    """The shape of the part of a tensor that goes to one of its places."""
     shape = list(spec.shape)
     if place.rows is not None:
         shape[0] = place.rows[1] - place.rows[0]
@@ -219,5 +193,4 @@ def _shape_of(spec: TensorSpec, place: Placement) -> tuple[int, ...]:
 
 
 def _index(place: Placement) -> tuple[int, ...]:
-    """In leading axes of an array of a `Transformer`."""
     return tuple(x for x in (place.layer, place.expert) if x is not None)

@@ -1,9 +1,9 @@
-"""Weights from a checkpoint's files to the devices of a mesh: each process reads what its own hold.
+"""Weights from a checkpoint's files to the devices of a mesh: a process reads its devices' parts.
 
 An array of the model is made of one tensor, some of its rows or columns, or a stack of tensors.
-Arrays that share tensors are made together, so that no byte is read twice. What of them a device
-holds is read, cast, and sent there before the next device's part: besides the model, the host holds
-one tensor, or of a stack one device's part of it.
+Arrays that share tensors are made together, so that no byte is read twice. One device's part is
+read, cast, and sent there before the next device's: besides the model, the host holds one tensor,
+or one device's part of a stack.
 """
 
 import dataclasses
@@ -23,19 +23,15 @@ from turbojax.models.families.tensors import Placement
 
 _Key = TypeVar("_Key", bound=Hashable)
 Progress = Callable[[int, int], None]
-"""Called with the bytes that are read and the bytes there are, after each tensor."""
+"""Called after each tensor with the bytes read so far and the bytes to read in all."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """An array of the model.
+    """An array of the model, over all devices, and the tensors that it is made of.
 
-    Attributes:
-      shape: of all devices together; where it is larger than what its tensors hold, zeros are
-        added at the end.
-      dtype: of its numbers.
-      sharding: over the devices.
-      sources: what it is made of: where in leading axes, from which tensor, and what of it.
+    `sources` have an index into its leading axes, a tensor's name, and which part of it. Where
+    `shape` is larger than what the tensors hold, zeros are added at the end.
     """
 
     shape: tuple[int, ...]
@@ -45,12 +41,12 @@ class Target:
 
     @property
     def is_transposed(self) -> bool:
-        """Whether tensors hold its last two axes the other way round."""
+        """Whether tensors hold the last two axes in the other order."""
         return self.sources[0][2].transpose
 
     @property
     def stored(self) -> "Target":
-        """The same in the order of the tensors' axes."""
+        """The same target with its axes in the tensors' order."""
         if not self.is_transposed:
             return self
         *lead, one, two = self.shape
@@ -65,15 +61,10 @@ class Target:
 
 @dataclasses.dataclass(frozen=True)
 class _Copy:
-    """What goes from a tensor to a device's part of an array.
+    """One copy from a tensor, of which `box` and its `columns` go into a device's part of an array.
 
-    Attributes:
-      target: the array's number.
-      index: in its leading axes, of the device's part.
-      name: of the tensor.
-      box: of the tensor.
-      columns: of the box, see `Placement`.
-      size: of the array's other axes; the rest is zeros.
+    `target` is the array's number and `index` that in the part's leading axes; `size` is how much
+    of the part's other axes is filled, the rest is zeros.
     """
 
     target: int
@@ -86,7 +77,7 @@ class _Copy:
 
 @dataclasses.dataclass(frozen=True)
 class _Part:
-    """What some devices hold of arrays that share tensors: the same, so it is read once."""
+    """What some devices hold alike of arrays that share tensors, so that it is read once."""
 
     devices: tuple[jax.Device, ...]
     boxes: tuple[Box, ...]
@@ -98,17 +89,7 @@ def read(
     tensors: Mapping[str, _folder.Stored],
     progress: Progress | None = None,
 ) -> dict[_Key, jax.Array]:
-    """Reads arrays.
-
-    Args:
-      targets: the arrays by whatever they are called.
-      tensors: of the checkpoint.
-      progress: called after each tensor; of bytes that this process reads.
-
-    Raises:
-      ValueError: if a file has changed, or a dtype cannot hold a number.
-      NotImplementedError: if a tensor has a dtype that is not supported.
-    """
+    """Reads arrays; `progress` counts the bytes that this process reads."""
     groups = [[targets[key].stored for key in keys] for keys in _groups(targets)]
     plans = [_parts(group, tensors) for group in groups]
     total = sum(_cost(x, tensors) for plan in plans for x in _reads(plan))
@@ -151,7 +132,7 @@ def local_boxes(sharding: NamedSharding, shape: tuple[int, ...]) -> dict[jax.Dev
 def assemble(
     shape: tuple[int, ...], sharding: NamedSharding, parts: Mapping[jax.Device, jax.Array]
 ) -> jax.Array:
-    """The array of what each of this process's devices holds."""
+    """The array of the parts that this process's devices hold."""
     return jax.make_array_from_single_device_arrays(shape, sharding, list(parts.values()))
 
 
@@ -160,7 +141,7 @@ def _put(part: np.ndarray, devices: Sequence[jax.Device]) -> dict[jax.Device, ja
 
 
 def _groups(targets: Mapping[_Key, Target]) -> list[list[_Key]]:
-    """Arrays that share tensors, in the order in which they are given."""
+    """Groups of arrays that share tensors, in the order in which they are given."""
     groups: dict[_Key, list[_Key]] = {}
     first_of: dict[str, _Key] = {}
     for key, target in targets.items():
@@ -172,7 +153,7 @@ def _groups(targets: Mapping[_Key, Target]) -> list[list[_Key]]:
 
 
 def _parts(group: Sequence[Target], tensors: Mapping[str, _folder.Stored]) -> list[_Part]:
-    """What devices hold of arrays that share tensors."""
+    """What devices hold of arrays that share tensors, one entry for devices that hold the same."""
     boxes = [local_boxes(x.sharding, x.shape) for x in group]
     devices: dict[tuple[Box, ...], list[jax.Device]] = {}
     for device in boxes[0]:
@@ -184,7 +165,7 @@ def _parts(group: Sequence[Target], tensors: Mapping[str, _folder.Stored]) -> li
             for number, (target, box) in enumerate(zip(group, held, strict=True))
             for copy in _copies(number, target, box, tensors)
         ]
-        # Those of one tensor one after the other, and tensors as they lie in their file.
+        # Copies of one tensor one after the other, and tensors in the order of their file.
         copies.sort(key=lambda x: (str(tensors[x.name].file), tensors[x.name].begin))
         parts.append(_Part(tuple(holders), held, tuple(copies)))
     return parts
@@ -193,7 +174,7 @@ def _parts(group: Sequence[Target], tensors: Mapping[str, _folder.Stored]) -> li
 def _copies(
     number: int, target: Target, box: Box, tensors: Mapping[str, _folder.Stored]
 ) -> Iterator[_Copy]:
-    """What of an array's tensors goes into a part of it."""
+    """The copies that fill the part `box` of an array."""
     for index, name, placement in target.sources:
         lead, rest = box[: len(index)], box[len(index) :]
         if not all(first <= i < last for i, (first, last) in zip(index, lead, strict=True)):
@@ -227,8 +208,8 @@ def _copies(
 def _reads(plan: Sequence[_Part]) -> list[tuple[str, Box]]:
     """What is read of which tensor.
 
-    Where all is of one tensor, that is read once, unless its devices need less than what lies
-    between: a row's parts are read together and cut up here.
+    If all parts come from one tensor, the smallest box around them is read once, unless that is
+    more than the parts together. So the parts of a row are read together and cut up here.
     """
     wanted = [dict.fromkeys((x.name, x.box) for x in part.copies) for part in plan]
     every = list(dict.fromkeys(x for part in wanted for x in part))
@@ -248,7 +229,7 @@ def _read_group(
     tensors: Mapping[str, _folder.Stored],
     count: Callable[[tuple[str, Box]], None],
 ) -> list[jax.Array]:
-    """Arrays that share tensors."""
+    """Reads arrays that share tensors."""
     reads = _reads(plan)
     together = reads[0] if len(reads) == 1 else None
     last, content = None, np.empty(0)
@@ -294,12 +275,12 @@ def _volume(box: Box) -> int:
 
 
 def _cost(tensor: tuple[str, Box], tensors: Mapping[str, _folder.Stored]) -> int:
-    """Bytes of a part of a tensor, about."""
+    """About how many bytes a part of a tensor has."""
     stored = tensors[tensor[0]]
     return stored.nbytes * _volume(tensor[1]) // max(1, _volume(whole_box(stored.shape)))
 
 
 @functools.lru_cache(maxsize=256)
 def _transposed(sharding: NamedSharding) -> Callable[[jax.Array], jax.Array]:
-    """Exchanges the last two axes; each device has what it needs."""
+    """A program that exchanges the last two axes; each device already has the numbers it needs."""
     return jax.jit(lambda x: jnp.swapaxes(x, -1, -2), out_shardings=sharding)

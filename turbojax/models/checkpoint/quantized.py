@@ -48,7 +48,7 @@ _KINDS: dict[str, tuple[Any, ...]] = {
     "activations": TOKEN_KINDS,
 }
 _LATER = {"zeros": False, "activations": "e4m3", "input_order": []}
-"""Keys that older files have not, and what they are there."""
+"""Keys that older files lack, and their values for such files."""
 _ORDERED = ("qkv", "o", "gate_up", "down")
 """What `input_order` may name: linear layers whose inputs have an order of their own."""
 _E4M3 = jnp.dtype(jnp.float8_e4m3fn)
@@ -65,7 +65,7 @@ def save_quantized(
 ) -> None:
     """Writes a quantized decoder into a folder; `load` reads it back bit for bit.
 
-    What interrupts it loses nothing, see `save`.
+    An interruption loses nothing, see `save`.
 
     Args:
       model: the decoder.
@@ -76,16 +76,16 @@ def save_quantized(
       extra_config: further keys of `config.json`, such as `bos_token_id`; none that the model's
         own config says.
       companions: further files of the folder by name, such as a tokenizer's, to be copied from
-        elsewhere; those of an older checkpoint go. If None, they stay.
+        elsewhere; those of an older checkpoint are removed. If None, they stay.
 
     Raises:
       BlockingIOError: if another program is writing into the folder.
       NotImplementedError: if `load` would refuse a key of `extra_config`.
-      TypeError: if the model is not quantized, or JSON cannot say what `extra_config` holds.
-      ValueError: if its layers and tables do not have one kind and the sizes of its config, or it
-        has adapters or is split over a mesh, or the dtype is another than float32, bfloat16 and
-        float16 or too small for a weight, or `max_shard_bytes` is not positive, or `extra_config`
-        contradicts the model.
+      TypeError: if the model is not quantized, or JSON cannot express `extra_config`.
+      ValueError: if the model's layers and tables are not all of one kind and the config's sizes;
+        it has adapters or is split over a mesh; the dtype is not float32, bfloat16 or float16, or
+        too small for a weight; `max_shard_bytes` is not positive; or `extra_config` contradicts the
+        model.
     """
     if not isinstance(model, QuantizedDecoder):
         raise TypeError(
@@ -104,13 +104,9 @@ def save_quantized(
 
 
 def is_quantized(hf: Mapping[str, Any]) -> bool:
-    """Whether a `config.json` belongs to a quantized checkpoint.
+    """Whether a `config.json` belongs to a quantized checkpoint; NotImplementedError if unknown.
 
-    One with experts in MXFP4 is none: its weights are read as the floating-point numbers they are.
-
-    Raises:
-      NotImplementedError: if it belongs to one of another kind than can be read.
-      ValueError: if its `quantization_config` is not an object.
+    One with experts in MXFP4 does not count: its weights are read as floating-point numbers.
     """
     block = hf.get("quantization_config")
     if block is None:
@@ -138,23 +134,9 @@ def read(
     mesh: Mesh | Axes | None = None,
     adapters: Adapters | None = None,
 ) -> QuantizedDecoder:
-    """Reads the checkpoint of a folder.
+    """Reads a folder that `save_quantized` wrote; see `load_decoder`.
 
-    Args:
-      folder: where it lies.
-      hf: its `config.json`, whose `quant_method` is `QUANT_METHOD`.
-      dtype: of activations, embedding and head; by default what the checkpoint says.
-      max_length: of the model, by default what the checkpoint says.
-      progress: called after each tensor with the bytes read and the bytes there are.
-      mesh: that weights are split over, see `turbojax.models.load`. Of a file of version 1 every
-        process reads all.
-      adapters: to be put beside the weights, or None.
-
-    Raises:
-      FileNotFoundError: if there are no weights.
-      NotImplementedError: if the version or the architecture is not supported.
-      ValueError: if a file cannot be parsed, tensors are missing, unexpected or mis-shaped, or an
-        argument is out of range.
+    On a mesh every process reads the whole of a file of version 1.
     """
     block = hf["quantization_config"]
     version = block.get("version")
@@ -201,7 +183,7 @@ def read(
 
 
 def _stored_shape(name: str, shape: tuple[int, ...], version: int) -> tuple[int, ...]:
-    """Of a leaf in a file of some version."""
+    """The shape of a leaf in a file of this version."""
     if version == 1 and name.endswith(".codes"):
         tiles, blocks, rows, size = shape
         return tiles * rows, blocks * size
@@ -212,7 +194,7 @@ def _stored_shape(name: str, shape: tuple[int, ...], version: int) -> tuple[int,
 
 
 def _restore(name: str, array: np.ndarray, file: Path, dtype: np.dtype, version: int) -> np.ndarray:
-    """What a leaf is in memory of what the file holds."""
+    """A leaf as memory holds it, made of what the file holds."""
     if dtype == _E4M3 and array.dtype == np.uint8:
         array = array.view(_E4M3)
     if name in ("embedding", "lm_head"):
@@ -225,7 +207,7 @@ def _restore(name: str, array: np.ndarray, file: Path, dtype: np.dtype, version:
 
 
 def _tensor(name: str, leaf: jax.Array, stored: np.dtype) -> _folder.Tensor:
-    """A leaf to be written; tables that are not quantized become `stored`."""
+    """A leaf to be written; tables that are not quantized are stored as `stored`."""
     dtype = stored if name in ("embedding", "lm_head") else np.dtype(leaf.dtype)
 
     def make() -> np.ndarray:
@@ -237,10 +219,7 @@ def _tensor(name: str, leaf: jax.Array, stored: np.dtype) -> _folder.Tensor:
 
 
 def _named_leaves(tree: QuantizedDecoder) -> list[tuple[str, Any]]:
-    """Every array with its place, such as ``layers.0.qkv.codes`` or ``layers.0.qkv.bias``.
-
-    Of the parts that weights lie in, a linear layer and a feed-forward layer, nothing is said.
-    """
+    """Every array with its place, such as ``layers.0.qkv.codes``, without `weight` and `mlp`."""
     with_path, _ = jax.tree.flatten_with_path(tree)
 
     def name(path: Any) -> str:
@@ -251,7 +230,7 @@ def _named_leaves(tree: QuantizedDecoder) -> list[tuple[str, Any]]:
 
 
 def _check_model(model: QuantizedDecoder) -> None:
-    """Raises ValueError unless a model is what `read` makes of its description."""
+    """Raises ValueError unless `read` could make this model from its description."""
     if model.axes is not None:
         raise ValueError(
             f"axes={model.axes} must be None: a device's weights are not those of files"
@@ -275,7 +254,7 @@ def _check_model(model: QuantizedDecoder) -> None:
             )
     for name in ("embedding", "lm_head"):
         table, template = getattr(model, name), getattr(expected, name)
-        # Floats are stored in a dtype of the caller's choice.
+        # Floats may be stored in another dtype, which the caller chooses.
         is_int4 = isinstance(table, Int4Weight)
         if is_int4 and _described(table) != _described(template):
             raise ValueError(
@@ -404,7 +383,6 @@ def _layer_template(layer: QuantizedLayer, block: Mapping[str, Any]) -> Any:
 
 
 def _linears(layer: QuantizedLayer) -> dict[str, QuantizedLinear]:
-    """The linear layers of a layer by their names."""
     with_path, _ = jax.tree.flatten_with_path(layer, is_leaf=_is_linear)
     return {path[-1].name: x for path, x in with_path if _is_linear(x)}
 

@@ -1,9 +1,9 @@
 """One safetensors file: where its tensors lie, and how they are read and written.
 
-It is the length of a header (8 bytes, little endian), the header (a JSON object that gives dtype,
+A file is the length of a header (8 bytes, little endian), the header (a JSON object with dtype,
 shape and place of each tensor), and the tensors' bytes. Tensors are read and written one at a time,
-so that a large file never lies in memory as a whole. Of a model that is split over processes, each
-reads the part of a tensor that it needs.
+so that a large file is never in memory as a whole. If a model is split over processes, each reads
+the parts of tensors that it needs.
 """
 
 import contextlib
@@ -38,7 +38,7 @@ _DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _HEADER_LENGTH_BYTES = 8
 
 Box = tuple[tuple[int, int], ...]
-"""Part of an array: of each axis the first index and the one after the last."""
+"""Part of an array: for each axis the first index and the one after the last."""
 
 
 @dataclasses.dataclass
@@ -77,13 +77,8 @@ def count_bytes_read() -> Iterator[BytesRead]:
 class Stored:
     """A tensor in a safetensors file.
 
-    Attributes:
-      file: where it lies.
-      dtype: its dtype's name there, such as ``"BF16"``.
-      shape: its shape.
-      begin: its first byte in the file.
-      nbytes: how many there are.
-      version: of the file, when its header was read.
+    `dtype` is safetensors' name, `begin` the first byte in the file, `version` the file's when its
+    header was read.
     """
 
     file: Path
@@ -95,11 +90,7 @@ class Stored:
 
     @property
     def numpy_dtype(self) -> np.dtype:
-        """The dtype of what is read.
-
-        Raises:
-          NotImplementedError: if numpy has none like it.
-        """
+        """The dtype of what is read; NotImplementedError if numpy has none like it."""
         dtype = _DTYPES.get(self.dtype)
         if dtype is None:
             name = _json.shown_name(self.dtype)
@@ -107,16 +98,7 @@ class Stored:
         return dtype
 
     def read(self, first: int = 0, count: int | None = None) -> np.ndarray:
-        """Reads some rows, by default all.
-
-        Args:
-          first: of the rows.
-          count: how many; None for all from the first.
-
-        Raises:
-          NotImplementedError: see `numpy_dtype`.
-          ValueError: if the file is not the one whose header was read.
-        """
+        """Reads `count` rows from `first` on, or all; ValueError if the file has changed."""
         box = whole_box(self.shape)
         if first or count is not None:
             last = self.shape[0] if count is None else min(first + count, self.shape[0])
@@ -124,15 +106,7 @@ class Stored:
         return self.read_box(box)
 
     def read_box(self, box: Box) -> np.ndarray:
-        """Reads a part of the tensor, and none of the bytes between.
-
-        Args:
-          box: of each axis the first index and the one after the last.
-
-        Raises:
-          NotImplementedError: see `numpy_dtype`.
-          ValueError: if the file is not the one whose header was read.
-        """
+        """Reads a part of the tensor and nothing between; ValueError if the file has changed."""
         dtype = self.numpy_dtype
         offsets, run = _runs(self.shape, box)
         size = dtype.itemsize * run
@@ -155,14 +129,14 @@ class Stored:
 
 
 def whole_box(shape: Sequence[int]) -> Box:
-    """All of an array."""
+    """The box of a whole array."""
     return tuple((0, size) for size in shape)
 
 
 def _runs(shape: Sequence[int], box: Box) -> tuple[np.ndarray, int]:
-    """Where the runs of a box begin that lie in one piece, and how many numbers each has."""
+    """Where the contiguous runs of a box begin, and how many numbers each has."""
     strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
-    # Axes from here on are whole, so that a run goes over the one before.
+    # Axes from here on are whole, so a run extends along the axis before them.
     inner = len(shape)
     while inner and box[inner - 1] == (0, shape[inner - 1]):
         inner -= 1
@@ -192,14 +166,7 @@ def _read_into(opened: Any, target: memoryview) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Tensor:
-    """A tensor to be written, made when its turn comes.
-
-    Attributes:
-      name: in the file.
-      dtype: one that `Stored.read` knows.
-      shape: its shape.
-      make: returns it.
-    """
+    """A tensor to be written, whose array `make` returns when its turn comes."""
 
     name: str
     dtype: np.dtype
@@ -213,7 +180,7 @@ class Tensor:
 
 
 def read_header(file: Path) -> Iterator[tuple[str, Stored]]:
-    """Name and place of each tensor of a file, in their order."""
+    """Name and place of each tensor of a file, in the order of their bytes."""
     # The library checks the header, and that the file is as long as it says. It does not say where
     # tensors lie, and reads bfloat16 for numpy only in its newest versions.
     with file.open("rb") as opened:
@@ -276,5 +243,5 @@ def write_tensors(path: Path, tensors: Sequence[Tensor]) -> None:
 
 
 def changed(file: Path) -> ValueError:
-    """What is raised where a file changed between its header and its tensors."""
+    """The error for a file that changed after its header was read."""
     return ValueError(f"{file} changed while it was read: load it again when it is complete")

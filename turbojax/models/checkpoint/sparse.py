@@ -1,4 +1,4 @@
-"""Tensors of which a process reads some rows or columns: the others are zeros on the host."""
+"""Tensors of which a process reads only some rows or columns; the others are zeros on the host."""
 
 import contextlib
 from collections.abc import Iterator, Mapping
@@ -14,11 +14,7 @@ from turbojax.sharding.axes import Axes
 
 
 class Sparse:
-    """A tensor of a file, and what of it is wanted along one of its axes.
-
-    Args:
-      stored: the tensor.
-    """
+    """A tensor of a file, with the places along one axis that are to be read."""
 
     def __init__(self, stored: Stored) -> None:
         self.stored = stored
@@ -28,18 +24,18 @@ class Sparse:
         self._kept: np.ndarray | None = None
 
     def want_all(self) -> None:
-        """Wants the whole."""
+        """Marks the whole tensor to be read."""
         self._is_whole = True
 
     def look(self) -> np.ndarray:
-        """Reads the whole now, for what else is wanted follows from it; it is not read again."""
+        """Reads the whole now and keeps it, because what else to read depends on it."""
         self.want_all()
         if self._kept is None:
             self._kept = self.read()
         return self._kept
 
     def want(self, axis: int, places: np.ndarray) -> None:
-        """Wants these places along an axis, the same one in all calls."""
+        """Marks these places along an axis to be read; all calls must name the same axis."""
         if self._wanted is None:
             self._axis, self._wanted = axis, np.zeros(self.stored.shape[axis], bool)
         assert axis == self._axis
@@ -53,7 +49,7 @@ class Sparse:
         return self.stored.nbytes * int(self._wanted.sum()) // max(1, self._wanted.size)
 
     def read(self) -> np.ndarray:
-        """The tensor, with zeros where nothing is wanted."""
+        """The tensor, with zeros at places that are not marked."""
         if self._is_whole:
             return self.stored.read() if self._kept is None else self._kept
         array = np.zeros(self.stored.shape, self.stored.numpy_dtype)
@@ -69,7 +65,7 @@ class Sparse:
 
 
 def own_numbers(axes: Axes) -> list[int]:
-    """Which parts of a model this process's devices have, counted along `hidden_axes`."""
+    """The parts of a model, counted along `hidden_axes`, that this process's devices hold."""
     mesh = axes.require_mesh()
     assert isinstance(mesh, Mesh)
     names = list(mesh.axis_names)
@@ -86,7 +82,7 @@ def own_numbers(axes: Axes) -> list[int]:
 
 @contextlib.contextmanager
 def on_host() -> Iterator[None]:
-    """Arrays are made in the host's memory within, if jax can."""
+    """Within this context arrays are made in the host's memory, if jax has a CPU backend."""
     try:
         [device, *_] = jax.local_devices(backend="cpu")
     except RuntimeError:

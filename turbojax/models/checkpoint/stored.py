@@ -17,12 +17,12 @@ from turbojax.sharding.axes import Axes
 
 @dataclasses.dataclass(frozen=True)
 class StoredDecoder:
-    """What a `Decoder` is, read from files anew whenever it is asked for; nothing is kept.
+    """What a `Decoder` is, but every access reads the weights from files anew; nothing is kept.
 
     Made by `open_decoder`. `quantize_model` and `token_bits` take it, layer by layer.
 
     Attributes:
-      tensors: of the checkpoint, by name: all that the config asks for.
+      tensors: the checkpoint's tensors by name: all that the config asks for.
       config: the shape.
       dtype: of weights and computation.
       axes: of the mesh that arrays are split over when they are read, or None for one device.
@@ -60,7 +60,7 @@ class StoredDecoder:
     def _parts(
         self, layer: int | None, path: tuple[str, ...] | None = None
     ) -> dict[tuple[str, ...], jax.Array]:
-        """Arrays of a layer, or outside of layers, by their paths there."""
+        """Arrays of a layer, or for None of what lies outside of layers, by their paths there."""
         if self.axes is not None:
             return on_mesh.read_parts(self.tensors, self.config, self.dtype, self.axes, layer, path)
         found = _weights.read_parts(self.tensors, self.config, self.dtype, layer, path)

@@ -1,7 +1,7 @@
 """Weights from a checkpoint's files to the device, one tensor at a time.
 
 The arrays of the model are made first. A tensor is read, cast, and written into its place, which is
-donated, before the next one is read: at most one of them exists besides the model, on the host as
+donated, before the next one is read: besides the model, at most one tensor exists on the host and
 on the device.
 """
 
@@ -55,19 +55,7 @@ def read_transformer(
     progress: Progress | None = None,
     mesh: Mesh | Axes | None = None,
 ) -> Transformer:
-    """Reads a folder's weights into a `Transformer`.
-
-    Args:
-      folder: where they lie.
-      hf: its `config.json`.
-      config: what it says.
-      dtype: see `turbojax.models.load`.
-      progress: called after each tensor.
-      mesh: that weights are split over, see `turbojax.models.load`.
-
-    Raises:
-      FileNotFoundError, NotImplementedError, ValueError: see `turbojax.models.load`.
-    """
+    """Reads a folder's weights into a `Transformer`; `config` is what `hf` describes."""
     check_alike(config)
     axes = None if mesh is None else on_mesh.axes_of(mesh)
     tensors, target = prepare(folder, hf, config, dtype)
@@ -140,18 +128,7 @@ def read_parts(
     layer: int | None,
     path: _Path | None = None,
 ) -> dict[_Path, jax.Array]:
-    """The arrays of one layer, or of what lies outside them; see `prepare`.
-
-    Args:
-      tensors: of the checkpoint.
-      config: what it says.
-      dtype: of the arrays.
-      layer: its number, or None.
-      path: of the only array that is wanted; None for all.
-
-    Raises:
-      ValueError: if a file was changed since `prepare`, or `dtype` cannot hold a number.
-    """
+    """The arrays of one layer, or for None of what lies outside; with a `path` only that one."""
     found: dict[_Path, jax.Array] = {}
     for spec in checkpoint_tensors(config):
         wanted = [
@@ -179,7 +156,7 @@ def _put(
 def _beside(
     before: jax.Array | None, placement: Placement, tensor: np.ndarray, config: TransformerConfig
 ) -> jax.Array:
-    """A tensor on the device; of an expert, the array of all experts with this one written."""
+    """A tensor on the device; for an expert, the array of all experts with this one written."""
     if placement.expert is None:
         return _on_device(placement, tensor)
     assert config.experts is not None
@@ -205,11 +182,7 @@ def _shape(state: Any, path: _Path) -> tuple[int, ...]:
 
 
 def check_dtype(dtype: DTypeLike) -> np.dtype:
-    """A dtype of weights and computation.
-
-    Raises:
-      ValueError: if it is none of `DTYPES`.
-    """
+    """A dtype of weights and computation; ValueError if it is none of `DTYPES`."""
     wanted = f"must be one of {', '.join(DTYPES)}"
     try:
         found = jnp.dtype(dtype)
@@ -221,9 +194,9 @@ def check_dtype(dtype: DTypeLike) -> np.dtype:
 
 
 def check_rotation(config: TransformerConfig, folder: Path) -> None:
-    """Raises ValueError unless all rotary frequencies are finite numbers.
+    """Raises ValueError unless all rotary frequencies are finite.
 
-    To be called when the sizes are known to be those of the tensors: there is one per channel.
+    To be called after the tensors' shapes are checked, because there is one frequency per channel.
     """
     with np.errstate(all="ignore"):
         frequencies = [
@@ -247,13 +220,10 @@ def prepare(
     dtype: DTypeLike | None,
     axes: Axes | None = None,
 ) -> tuple[dict[str, _folder.Stored], np.dtype]:
-    """The tensors to be read, all there and of the right shape, and what they are cast to.
+    """The tensors to be read, all there and of the right shape, and the dtype they are cast to.
 
-    Where a checkpoint repeats a table, both are compared: of a decoder that is split over `axes`
-    what this process holds of them.
-
-    Raises:
-      FileNotFoundError, NotImplementedError, ValueError: see `turbojax.models.load`.
+    If a checkpoint with tied embeddings repeats the table, both are compared; for a decoder split
+    over `axes`, only the rows that this process holds.
     """
     target = None if dtype is None else check_dtype(dtype)
     found = text_tensors(hf, _folder.stored_tensors(folder))
@@ -288,7 +258,7 @@ def _read(
     put: Callable[[Placement, np.ndarray], None],
     progress: Progress | None,
 ) -> None:
-    """Gives each tensor, cast to `dtype`, to `put`, in the order of the files."""
+    """Calls ``put(placement, part)`` for each tensor in the files' order, cast to `dtype`."""
     specs: dict[str, TensorSpec] = {spec.name: spec for spec in checkpoint_tensors(config)}
     total, done = sum(stored.nbytes for stored in tensors.values()), 0
     for name, stored in tensors.items():
@@ -305,13 +275,7 @@ def require_equal(
     head: _folder.Stored,
     parts: Sequence[tuple[int, int]] | None = None,
 ) -> None:
-    """Raises ValueError unless two tables of a checkpoint with tied embeddings are the same.
-
-    Args:
-      embedding: one.
-      head: the other.
-      parts: the rows that are compared, first ones and those after the last; None for all.
-    """
+    """Raises ValueError unless two tables of tied embeddings are the same, in some rows or all."""
     same = (embedding.dtype, embedding.shape) == (head.dtype, head.shape)
     if same:
         rows = max(1, _COMPARED_BYTES * head.shape[0] // head.nbytes)

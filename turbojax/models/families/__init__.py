@@ -18,32 +18,20 @@ from turbojax.models.families.table import FAMILIES as FAMILIES
 def read(hf: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of the `TransformerConfig` that a `config.json` describes.
 
-    Args:
-      hf: the parsed JSON object.
-
-    Raises:
-      NotImplementedError: naming key and value, if the architecture or something that may change
-        the mathematics is not supported.
-      ValueError: if a required key is missing or keys do not fit each other.
+    Raises NotImplementedError, naming key and value, if anything that may change the mathematics is
+    not supported; ValueError if keys are missing or contradict each other.
     """
     hf = text_part(hf)
     return _family(hf).read(hf)
 
 
 def text_part(hf: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The `config.json` of the text model, of one that also reads pictures; any other as it is.
-
-    Raises:
-      NotImplementedError, ValueError: as `read`.
-    """
+    """The text model's `config.json` in that of a model that also reads pictures, or else `hf`."""
     return mistral3.text_config(hf) if mistral3.is_whole(hf) else hf
 
 
 def write(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """A `config.json` for the fields of a `TransformerConfig`.
-
-    It holds what files of its family can express; comparing with `read` shows whether that is all.
-    """
+    """A `config.json` for a `TransformerConfig`'s fields, as far as its family can express them."""
     return FAMILIES[fields["family"]].write(fields)
 
 
@@ -65,7 +53,7 @@ def _family(hf: Mapping[str, Any]) -> Family:
             f"{', '.join((*supported, others[0]))}{_advice(architectures[0])}"
         )
     name = supported[architectures[0]] if architectures else model_type
-    # Anything may stand there, a list for example, that is no key of a dictionary.
+    # It may be anything, such as a list, which cannot be looked up in a dictionary.
     if model_type not in (None, name) or name not in tuple(FAMILIES):
         names = ", ".join((*FAMILIES, others[1]))
         expected = f"{name!r}, as {architectures=}" if architectures else names
@@ -77,7 +65,7 @@ def _family(hf: Mapping[str, Any]) -> Family:
 
 
 def _advice(name: object) -> str:
-    """What to do about an architecture or model type that one may take for a supported one."""
+    """What to do about an unsupported name that is easily taken for a supported one."""
     for family in FAMILIES.values():
         if isinstance(name, str) and name in family.refused:
             return f"; {family.refused[name]}"

@@ -1,7 +1,7 @@
 """What families of Hugging Face checkpoints have in common, and where one may differ.
 
-A `Family` is what one of them says of itself: data, and methods that a subclass overrides where
-data does not suffice. What it has of its own stands in its file; the table lists them.
+A `Family` is data, and methods that a subclass overrides where data does not suffice. Each family
+has a file with what is special about it; `table.py` lists them.
 """
 
 import dataclasses
@@ -63,22 +63,23 @@ class Family:
       defaults: keys that are read, besides the sizes and those of RoPE, and what transformers takes
         where they are missing; files leave out those whose value all models of a family share.
       idle: keys of other models, or of older versions, with the one value that changes nothing.
-      refused: architectures or model types that one may take for this family's, and what to do.
+      refused: similar, unsupported architectures or model types, and what to do about each.
       activation_key: the key that names the activation.
       norm_eps_key: the key of the norms' epsilon.
-      writes_head_dim: whether `head_dim` is a key of the family; where it is none, it is written
-        only if it does not follow from the other sizes.
-      chooses_layers: whether `layer_types` may say anything else than `usual_layers`.
+      writes_head_dim: whether the family has a key `head_dim`; if not, it is written only where it
+        does not follow from the other sizes.
+      chooses_layers: whether `layer_types` may differ from `usual_layers`.
       linears: stored linear layers by name, and those of the model whose rows they hold, one below
         the other.
-      experts: names of the router and, with ``{}`` for an expert's number, of the experts' linear
-        layers, and the model's, which hold all experts; of families that have some. Beside the
-        router there may be its correction, and linear layers of an expert that all tokens go to.
-      experts_in_one: whether tensors hold the linear layers of all experts, ``[E, in, out]`` and
-        biases ``[E, out]``, those of the gate and its partner column by column in turns.
+      experts: for families with experts, the stored names of the router and, with ``{}`` for an
+        expert's number, of the experts' linear layers, and the model's layers, which hold all
+        experts. There may also be the router's correction, and linear layers of an expert that all
+        tokens go to.
+      experts_in_one: whether one tensor holds a linear layer of all experts, ``[E, in, out]`` and
+        biases ``[E, out]``; columns of the gate and its partner alternate.
       has_predictors: whether files may hold a further layer, which predicts tokens beyond the next
         one and is not read.
-      norms: stored norms by name, and the model's, of which it has all or some.
+      norms: stored norms by name, and the model's; a model has all or some of them.
     """
 
     name: str
@@ -97,11 +98,7 @@ class Family:
     has_predictors: bool = False
 
     def read(self, hf: Mapping[str, Any]) -> dict[str, Any]:
-        """The fields of the `TransformerConfig` that a `config.json` of this family describes.
-
-        Raises:
-          NotImplementedError, ValueError: see `turbojax.models.families.read`.
-        """
+        """The fields of the `TransformerConfig` that a `config.json` of this family describes."""
         self._require_known(hf)
         missing = sorted(key for key in SIZES if hf.get(key) is None)
         if missing:
@@ -138,7 +135,7 @@ class Family:
             "num_key_value_heads": fields["num_kv_heads"],
             "head_dim": fields["head_dim"],
             "tie_word_embeddings": fields["tie_embeddings"],
-            # Not known here. Without the keys transformers would take those of one of its models.
+            # Not known here. Without these keys transformers would take another model's tokens.
             **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
         }
         follows = fields["head_dim"] * fields["num_heads"] == fields["hidden_size"]
@@ -152,27 +149,18 @@ class Family:
         }
 
     def read_rope(self, hf: Mapping[str, Any], head_dim: int, max_length: int) -> dict[str, Any]:
-        """The fields that say how positions turn queries and keys.
-
-        Args:
-          hf: the content of `config.json`.
-          head_dim: channels of a head.
-          max_length: `max_position_embeddings`.
-
-        Raises:
-          NotImplementedError, ValueError: see `rope.parse`.
-        """
+        """The fields that say how positions rotate queries and keys; `max_length` is the file's."""
         del head_dim
         found = rope.parse(rope.merged(hf), max_length)
         self._require_whole(found)
         return {"rope_theta": found.theta, "rope_scaling": found.scaling, "rotary_dim": None}
 
     def write_rope(self, fields: Mapping[str, Any]) -> dict[str, Any]:
-        """Keys for what `read_rope` reads, in the spellings of transformers 4 and 5."""
+        """The keys that `read_rope` reads, in the spellings of transformers 4 and 5."""
         return rope.write(fields["rope_theta"], fields["rope_scaling"], fields["max_length"])
 
     def read_mathematics(self, keys: Mapping[str, Any]) -> dict[str, Any]:
-        """Fields that say how a layer computes, besides its sizes, windows and positions."""
+        """The fields that say how a layer computes, besides its sizes, windows and positions."""
         name = self.activation_key
         if not isinstance(keys[name], str | None):
             raise ValueError(f"config.json: {name}={shown(keys[name])} must be a string")
@@ -190,29 +178,19 @@ class Family:
         }
 
     def write_mathematics(self, fields: Mapping[str, Any]) -> dict[str, Any]:
-        """Keys for what `read_mathematics` reads."""
+        """The keys that `read_mathematics` reads."""
         keys = {self.activation_key: ACTIVATION_NAMES[fields["activation"]]}
         biases = {"attention_bias": "qkv_bias", "mlp_bias": "mlp_bias"}
         return keys | {key: fields[x] for key, x in biases.items() if key in self.defaults}
 
     def usual_layers(self, keys: Mapping[str, Any], window: int | None) -> list[str]:
-        """The `layer_types` of a file that does not say them.
-
-        Args:
-          keys: of the file, and defaults.
-          window: of layers that have one; None for no windows.
-        """
+        """The `layer_types` of a file without that key; a `window` of None means no windows."""
         return [FULL if window is None else SLIDING] * keys["num_hidden_layers"]
 
     def write_windows(
         self, windows: Sequence[int | None], fields: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """Keys that say which layers have windows.
-
-        Args:
-          windows: of the layers, None for none; empty if no layer has one.
-          fields: of the `TransformerConfig`.
-        """
+        """The keys that say which layers have windows; `windows` is empty if no layer has one."""
         del fields
         return {"sliding_window": first_window(windows)} if self._has_windows else {}
 
@@ -221,7 +199,7 @@ class Family:
         return "sliding_window" in self.defaults
 
     def _require_whole(self, found: rope.RopeKeys) -> None:
-        """Raises NotImplementedError if RoPE turns only a part of each head."""
+        """Raises NotImplementedError if RoPE rotates only a part of each head."""
         if found.partial != 1:
             raise NotImplementedError(
                 f"{rope.PARTIAL}={found.partial} is not supported for {self.name!r}: must be left "
@@ -287,10 +265,10 @@ class Family:
 
 
 def first_window(windows: Sequence[int | None]) -> int | None:
-    """The first window of the layers'; files can say no second one."""
+    """The first layer's window, or None; files cannot express a second size."""
     return next((size for size in windows if size is not None), None)
 
 
 def layer_types(windows: Sequence[int | None], layers: int) -> list[str]:
-    """What the key `layer_types` says of layers with these windows."""
+    """The value of the key `layer_types` for layers with these windows."""
     return [SLIDING if i < len(windows) and windows[i] else FULL for i in range(layers)]

@@ -1,4 +1,4 @@
-"""Cohere 2: parallel layers, LayerNorm, and positions in the layers with a window alone."""
+"""Cohere 2: parallel layers, LayerNorm, and positions only in the layers with a window."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,7 +10,7 @@ _PATTERN, _LOGITS, _EPS = "sliding_window_pattern", "logit_scale", "layer_norm_e
 
 
 class Cohere2(Family):
-    """One LayerNorm without a bias serves attention and feed-forward layer, added at once."""
+    """One LayerNorm without a bias serves attention and feed-forward layer, which are parallel."""
 
     def read(self, hf: Mapping[str, Any]) -> dict[str, Any]:
         """See `Family`."""
@@ -77,7 +77,7 @@ COHERE2 = Cohere2(
         _LOGITS: 0.0625,
         _PATTERN: 4,
     },
-    # What the first files say of themselves, and nothing reads.
+    # Keys that only the first files have; no code reads them.
     idle={
         "layer_switch": 4,
         "order_of_interleaved_layers": "local_attn_first",

@@ -15,17 +15,17 @@ _GREEDY, _GROUPS = "greedy", "group_limited_greedy"
 
 
 class DeepseekV2(Family):
-    """Makes keys and values of a latent, whose width and parts the file says.
+    """Makes keys and values from a latent, whose width and parts the file gives.
 
-    `num_key_value_heads` says nothing here: all heads share the latent.
+    `num_key_value_heads` has no meaning here: all heads share the latent.
     """
 
     def read(self, hf: Mapping[str, Any]) -> dict[str, Any]:
         """See `Family`."""
         given = dict(hf)
-        # Where it is there, it is the width of what turns.
+        # If there is a `head_dim`, it is the width of what rotates.
         turned, joined = given.pop("head_dim", None), given.pop("qk_head_dim", None)
-        # Any width of a head: that of the latent's parts takes its place.
+        # Any `head_dim` will do here: the width of the latent's parts replaces it.
         fields = super().read({**given, "head_dim": 1, "num_key_value_heads": None})
         latent: LatentConfig = fields["latent"]
         for key, value, wanted in (
@@ -60,7 +60,7 @@ class DeepseekV2(Family):
                 "v_head_dim": latent.value_dim,
             }
         if experts is None:
-            # transformers makes experts of all layers after these, even where there are none.
+            # transformers builds experts in all layers after these, even if their number is 0.
             return {
                 **keys,
                 "n_routed_experts": 0,
@@ -82,7 +82,7 @@ class DeepseekV2(Family):
         }
 
     def write_rope(self, fields: Mapping[str, Any]) -> dict[str, Any]:
-        """See `Family`; YaRN's two scales as published files have them, where they are alike."""
+        """See `Family`. If YaRN's two scales are equal, they are written as in published files."""
         keys, latent, scaling = (
             super().write_rope(fields),
             fields["latent"],
@@ -98,7 +98,7 @@ class DeepseekV2(Family):
         return keys
 
     def is_interleaved(self, keys: Mapping[str, Any]) -> bool:
-        """Whether channels that turn together lie side by side."""
+        """Whether channels that rotate together lie side by side."""
         del keys
         return True
 
@@ -139,7 +139,7 @@ class DeepseekV2(Family):
         )
 
     def _read_choice(self, keys: Mapping[str, Any], count: int) -> dict[str, Any]:
-        """Fields that say how experts are chosen, and weighed."""
+        """The fields that say how experts are chosen and weighted."""
         if flag(keys, "norm_topk_prob"):
             raise NotImplementedError(
                 f"norm_topk_prob=True is not supported for {self.name!r}: must be false, for "
@@ -154,7 +154,7 @@ class DeepseekV2(Family):
         return {} if method == _GREEDY else read_groups(keys, count)
 
     def _write_choice(self, experts: ExpertsConfig) -> dict[str, Any]:
-        """Keys for what `_read_choice` reads, but for the groups."""
+        """The keys that `_read_choice` reads, except for the groups."""
         return {
             "topk_method": _GROUPS if experts.groups > 1 else _GREEDY,
             "norm_topk_prob": experts.normalize,
@@ -162,10 +162,10 @@ class DeepseekV2(Family):
 
 
 def read_groups(keys: Mapping[str, Any], count: int) -> dict[str, Any]:
-    """The groups of experts in a file.
+    """The fields for groups of experts.
 
-    Raises:
-      ValueError: if they do not share the experts, or a token's are not in them.
+    Raises ValueError unless they are of equal size and the top ones have enough experts for a
+    token.
     """
     groups, top = integer(keys, "n_group"), integer(keys, "topk_group")
     if count % groups or top > groups or top * (count // groups) < keys["num_experts_per_tok"]:
@@ -177,7 +177,7 @@ def read_groups(keys: Mapping[str, Any], count: int) -> dict[str, Any]:
 
 
 def _all_dim(keys: Mapping[str, Any]) -> float:
-    """YaRN's scale of the scores, 0 for none; that of queries and keys `rope.parse` reads."""
+    """YaRN's scale of the scores, 0 for none; `rope.parse` reads the scale of queries and keys."""
     given = rope.merged(keys)
     if given.get("rope_type", "default") == "default":
         return 0.0
@@ -192,14 +192,14 @@ LATENT_LINEARS = {
     "self_attn.kv_a_proj_with_mqa": (("attention", "kv_a_proj"),),
     **{name: paths for name, paths in LINEARS.items() if name.startswith("mlp.")},
 }
-"""As `base.LINEARS`, with those of which a layer with latent attention has some."""
+"""Like `base.LINEARS`, for latent attention; a layer has some of these."""
 
 LATENT_NORMS = {
     **{name: path for name, path in NORMS.items() if name not in HEAD_NORMS},
     "self_attn.q_a_layernorm": ("attention", "q_a_norm"),
     "self_attn.kv_a_layernorm": ("attention", "kv_a_norm"),
 }
-"""As `base.NORMS`."""
+"""Like `base.NORMS`, for latent attention."""
 
 EXPERTS = {
     "mlp.gate": ("mlp", "router"),
@@ -224,10 +224,10 @@ DEFAULTS = {
     "num_local_experts": None,
     "num_experts_per_tok": None,
 }
-"""Of all versions."""
+"""Defaults of all versions."""
 
 IDLE = {"moe_layer_freq": 1, "ep_size": 1}
-"""Of the code that came before transformers'."""
+"""Keys of the authors' own code, which came before transformers'."""
 
 DEEPSEEK_V2 = DeepseekV2(
     "deepseek_v2",
@@ -245,7 +245,7 @@ DEEPSEEK_V2 = DeepseekV2(
         "n_group": None,
         "topk_group": None,
         "topk_method": _GREEDY,
-        # Of training.
+        # Keys of training.
         "aux_loss_alpha": None,
         "seq_aux": None,
     },

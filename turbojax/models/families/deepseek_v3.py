@@ -17,7 +17,7 @@ from turbojax.models.families.keys import flag
 
 
 class DeepseekV3(DeepseekV2):
-    """Chooses experts without an auxiliary loss: by scores that a correction balances."""
+    """Chooses experts without an auxiliary loss: a correction of the scores balances them."""
 
     def is_interleaved(self, keys: Mapping[str, Any]) -> bool:
         """See `DeepseekV2`."""
@@ -55,7 +55,7 @@ DEEPSEEK_V3 = DeepseekV3(
         "n_group": 8,
         "topk_group": 4,
         "rope_interleave": True,
-        # Of training, and of layers that predict further tokens, which nothing here reads.
+        # Keys of training, and of layers that predict further tokens, which are not read.
         "aux_loss_alpha": None,
         "seq_aux": None,
         "num_nextn_predict_layers": None,

@@ -10,7 +10,7 @@ from turbojax.models.families.keys import LARGEST_SIZE, integer
 from turbojax.routing import check_groups
 
 MOST_EXPERTS = 10_000
-"""No layer has a tenth of it; each has tensors of its own."""
+"""No known layer has a tenth of it; a limit because each expert has tensors of its own."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,20 +21,21 @@ class ExpertsConfig:
       count: experts `E` of a layer, at most `MOST_EXPERTS`.
       per_token: how many of them a token goes to.
       intermediate_size: width of each expert's gated layer.
-      softmax: whether weights are probabilities among all experts, ``"before"`` the choice, or
-        among the chosen ones, ``"after"`` it; see `turbojax.fireq.route`.
+      softmax: ``"before"`` if weights are probabilities among all experts, ``"after"`` if among the
+        chosen ones; see `turbojax.fireq.route`.
       normalize: whether a token's weights are divided by their sum.
       dense_layers: numbers of the layers that have one feed-forward layer, of the config's
         `intermediate_size`, and no experts; ascending.
-      scores: what experts are chosen by; with ``"sigmoid"`` the model has a correction of them.
+      scores: what experts are chosen by; with ``"sigmoid"`` the model has a correction of the
+        scores.
       groups: of experts, see `turbojax.fireq.route`.
-      top_groups: groups that a token's experts are of.
+      top_groups: how many groups a token's experts are chosen from.
       scaling: factor of a token's weights.
-      shared_size: width of a gated layer that every token goes to, too, or None.
+      shared_size: width of a further gated layer that every token goes to, or None.
       has_biases: whether the router and the experts' linear layers have biases.
       swiglu_limit: optional `c`: experts compute ``silu(alpha min(gate, c)) / alpha`` times
         ``clip(up, -c, c) + 1`` in place of the config's activation times `up`.
-      swiglu_alpha: of that.
+      swiglu_alpha: the `alpha` of that.
 
     Raises:
       ValueError: if a value is out of the range stated here.
@@ -56,11 +57,11 @@ class ExpertsConfig:
     swiglu_alpha: float = 1.702
 
     def __repr__(self) -> str:
-        """Without what was added later and says nothing: files hold digests of such texts."""
+        """Without later fields that have their default, because files hold digests of this text."""
         return f"ExpertsConfig({', '.join(f'{key}={x!r}' for key, x in self.told().items())})"
 
     def told(self) -> dict[str, Any]:
-        """The fields by name, those of `_ADDED` where they have another value than usual."""
+        """The fields by name, those of `_ADDED` only where they differ from their default."""
         return {
             field.name: getattr(self, field.name)
             for field in dataclasses.fields(self)
@@ -124,7 +125,7 @@ class ExpertsConfig:
                 raise ValueError(f"experts.{name}={shown(value)} must be a positive, finite number")
 
 
-# Of `ExpertsConfig`, since files were written that hold digests of it.
+# Fields that were added to `ExpertsConfig` after files were written that hold digests of it.
 _ADDED = (
     *("scores", "groups", "top_groups", "scaling", "shared_size", "has_biases"),
     *("swiglu_limit", "swiglu_alpha"),
@@ -132,11 +133,7 @@ _ADDED = (
 
 
 def read_count(keys: Mapping[str, Any], *names: str, default: int) -> int:
-    """Experts of a layer, under whichever of its names the file has; 0 for none.
-
-    Raises:
-      ValueError: if it is no integer that there can be, or the names have unlike values.
-    """
+    """The experts of a layer under any of `names`, 0 for none; ValueError if these disagree."""
     given = {name: keys[name] for name in names if keys.get(name) is not None}
     for name in given:
         if integer(given, name, 0) > MOST_EXPERTS:
@@ -149,11 +146,7 @@ def read_count(keys: Mapping[str, Any], *names: str, default: int) -> int:
 
 
 def read_per_token(keys: Mapping[str, Any], count: int) -> int:
-    """Experts that a token goes to.
-
-    Raises:
-      ValueError: if it is no integer from 1 to the number of experts.
-    """
+    """How many experts a token goes to; ValueError unless it is 1 to `count`."""
     chosen = integer(keys, "num_experts_per_tok")
     if chosen > count:
         raise ValueError(

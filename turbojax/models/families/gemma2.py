@@ -8,7 +8,7 @@ from turbojax.models.families.keys import COMMON, FULL, SLIDING, number
 
 
 class Gemma2(Family):
-    """Scales embeddings by the root of their width, and stores the scales of norms less one."""
+    """Scales embeddings by the root of their width, and stores the scales of norms minus one."""
 
     def read_mathematics(self, keys: Mapping[str, Any]) -> dict[str, Any]:
         """See `Family`."""
@@ -29,7 +29,7 @@ class Gemma2(Family):
         """See `Family`."""
         scale = fields["attention_scale"]
         scalar = fields["head_dim"] if scale is None else scale**-2
-        # An integer, which is what transformers asks for, wherever it is one.
+        # An integer if possible, as transformers asks for one.
         whole = round(scalar)
         return super().write_mathematics(fields) | {
             "query_pre_attn_scalar": whole if whole and whole**-0.5 == scale else scalar,
@@ -67,9 +67,9 @@ DEFAULTS = {
     "final_logit_softcapping": 30.0,
     "attn_logit_softcapping": 50.0,
 }
-"""Of Gemma 2, and most of Gemma 3's."""
+"""Defaults of Gemma 2, and most of Gemma 3's."""
 
-# Where there are four norms, the name of the second of two means another one.
+# With four norms, `post_attention_layernorm` means another norm than with two.
 NORMS = {
     "input_layernorm": ("attention_norm",),
     "post_attention_layernorm": ("attention_post_norm",),
@@ -77,7 +77,7 @@ NORMS = {
     "post_feedforward_layernorm": ("mlp_post_norm",),
     **HEAD_NORMS,
 }
-"""As `base.NORMS`, of Gemma 2 and 3."""
+"""Like `base.NORMS`, for Gemma 2 and 3."""
 
 GEMMA2 = Gemma2(
     "gemma2",

@@ -1,4 +1,4 @@
-"""Gemma 3, text: a RoPE of its own for layers with a window, normed heads, no cap of the scores."""
+"""Gemma 3, text: a RoPE of its own for layers with a window, normed heads, no cap on the scores."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -19,7 +19,7 @@ class Gemma3(Gemma2):
     """Layers without a window have scaled RoPE; those with one have a base of their own."""
 
     def read_rope(self, hf: Mapping[str, Any], head_dim: int, max_length: int) -> dict[str, Any]:
-        """See `Family`; version 5 has an object for each kind of layer in `rope_parameters`."""
+        """See `Family`; transformers 5 has one object per kind of layer in `rope_parameters`."""
         del head_dim
         kinds = _by_kind(hf.get("rope_parameters"))
         outside = {key: hf[key] for key in rope.KEYS if key in hf}
@@ -79,7 +79,7 @@ class Gemma3(Gemma2):
         """See `Family`."""
         keys, count = super().write_windows(windows, fields), fields["num_layers"]
         types = layer_types(windows, count)
-        # What the first versions that knew the family read instead of `layer_types`.
+        # The first versions of transformers with this family read this, not `layer_types`.
         pattern = types.index(FULL) + 1 if FULL in types else count + 1
         return {**keys, _PATTERN: pattern} if types == _pattern(pattern, count) else keys
 
@@ -89,12 +89,7 @@ def _pattern(pattern: int, count: int) -> list[str]:
 
 
 def _by_kind(parameters: Any) -> Mapping[str, Any]:
-    """What `rope_parameters` has for each kind of layer.
-
-    Raises:
-      NotImplementedError: if it has anything else.
-      ValueError: if it is no object.
-    """
+    """The object for each kind of layer; NotImplementedError or ValueError for anything else."""
     if parameters is not None and not isinstance(parameters, Mapping):
         raise ValueError(f"rope_parameters={shown(parameters)} must be an object")
     for key in parameters or {}:
@@ -120,7 +115,7 @@ GEMMA3 = Gemma3(
         _PATTERN: _USUAL_PATTERN,
         _LOCAL_THETA: _LOCAL_BASE,
     },
-    # transformers reads a cap of the scores and applies none.
+    # transformers reads a cap of the scores and does not apply it.
     idle={"hidden_act": "gelu_pytorch_tanh", _SCORE_CAP: None},
     refused={"Gemma3ForConditionalGeneration": _TEXT_ALONE, "gemma3": _TEXT_ALONE},
     activation_key="hidden_activation",

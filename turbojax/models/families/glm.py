@@ -11,12 +11,12 @@ _USUAL_PART = 0.5
 
 
 class Glm(Family):
-    """Has biases of queries, keys and values, but none of the output."""
+    """Has biases for queries, keys and values, but none for the output."""
 
     def read_rope(self, hf: Mapping[str, Any], head_dim: int, max_length: int) -> dict[str, Any]:
         """See `Family`."""
         given = rope.merged(hf)
-        # Of a key that is there and null transformers makes no part of a head, but all of it.
+        # transformers takes a key that is null to mean the whole head, not the usual part.
         given.setdefault(rope.PARTIAL, 1.0 if rope.PARTIAL in hf else _USUAL_PART)
         found = rope.parse(given, max_length, ("default", "linear", "llama3", "yarn"))
         return {
@@ -46,13 +46,13 @@ DEFAULTS = {
     "rms_norm_eps": 1.5625e-7,
     "attention_bias": True,
 }
-"""Of both kinds of GLM-4."""
+"""Defaults of both kinds of GLM-4."""
 
 FUSED = {
     **{name: paths for name, paths in LINEARS.items() if name.startswith("self_attn")},
     "mlp.gate_up_proj": (("mlp", "gate_proj"), ("mlp", "up_proj")),
     "mlp.down_proj": LINEARS["mlp.down_proj"],
 }
-"""As `base.LINEARS`, of both."""
+"""Like `base.LINEARS`, for both kinds."""
 
 GLM = Glm("glm", "GlmForCausalLM", DEFAULTS, linears=FUSED)

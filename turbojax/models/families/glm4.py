@@ -7,7 +7,7 @@ from turbojax.models.families.glm import DEFAULTS, FUSED, Glm
 
 
 class Glm4(Glm):
-    """Norms both sides of attention and feed-forward layer."""
+    """Has norms before and after attention and feed-forward layer."""
 
     def read_mathematics(self, keys: Mapping[str, Any]) -> dict[str, Any]:
         """See `Family`."""

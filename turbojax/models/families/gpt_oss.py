@@ -11,7 +11,7 @@ from turbojax.models.families.keys import COMMON, FULL, SLIDING, number
 
 _EXPERTS = 128
 _THETA = 150_000.0
-# Where a file says nothing of rotary embeddings at all.
+# For a file without any key of rotary embeddings.
 _USUAL_ROPE = {
     "rope_type": "yarn",
     "factor": 32.0,
@@ -23,7 +23,7 @@ _USUAL_ROPE = {
 
 
 class GptOss(Family):
-    """Has experts alone, whose tensors hold all of them, gates and partners in turns."""
+    """Has experts in all layers; a tensor holds all of them, gate and partner in turns."""
 
     def read_mathematics(self, keys: Mapping[str, Any]) -> dict[str, Any]:
         """See `Family`."""
@@ -60,7 +60,8 @@ class GptOss(Family):
         """See `Family`."""
         del head_dim
         given = rope.merged(hf)
-        # An empty `rope_scaling` says nothing, as in transformers; empty `rope_parameters` do.
+        # As in transformers, an empty `rope_scaling` counts as missing; empty `rope_parameters`
+        # do not.
         if hf.get("rope_parameters") is None and not hf.get("rope_scaling"):
             given = {**_USUAL_ROPE, **given}
         found = rope.parse(given, max_length, theta=_THETA)
@@ -85,7 +86,7 @@ class GptOss(Family):
 
 
 def _agreeing(keys: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The keys, if what published files say twice is the same."""
+    """The keys, after a check that the number of experts per token, given twice, is the same."""
     chosen, again = keys["num_experts_per_tok"], keys["experts_per_token"]
     if again not in (None, chosen):
         raise ValueError(
@@ -109,7 +110,7 @@ GPT_OSS = GptOss(
         "num_local_experts": None,
         "num_experts": None,
         "num_experts_per_tok": 4,
-        # What published files say a second time: of experts here, of YaRN below.
+        # What published files say a second time: about experts here, about YaRN below.
         "experts_per_token": None,
         "initial_context_length": None,
         "swiglu_limit": 7.0,

@@ -11,7 +11,7 @@ _RESIDUAL, _LOGITS = "residual_multiplier", "logits_scaling"
 
 
 class Granite(Family):
-    """Divides logits by its last factor, and multiplies with the others."""
+    """Divides logits by the last of its factors, and multiplies by the others."""
 
     def read_mathematics(self, keys: Mapping[str, Any]) -> dict[str, Any]:
         """See `Family`."""
@@ -40,7 +40,7 @@ class Granite(Family):
 
 
 def _divisor(factor: float) -> float:
-    """What gives this factor, divided by: its reciprocal, or a neighbour where that is rounded."""
+    """The divisor for this factor: a whole number if its reciprocal is exactly the factor."""
     whole = round(1 / factor)
     return float(whole) if whole and 1 / whole == factor else 1 / factor
 

@@ -9,9 +9,9 @@ from turbojax._json import shown
 Activation = Literal["silu", "gelu_tanh"]
 
 MOST_LAYERS = 10_000
-"""No model has a hundredth of it; there is something to be held for every layer."""
+"""No known model has a hundredth of it; a limit because every layer takes some memory."""
 LARGEST_SIZE = 2**31 - 1
-"""Of every other size: tokens and positions are int32."""
+"""Limit of every other size: tokens and positions are int32."""
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 """The entries of `layer_types`: of layers with a window and without."""
@@ -44,7 +44,8 @@ COMMON = {
 """Keys of nearly all families, and what most take where one is missing."""
 
 IDLE = {"is_causal": True}
-"""As `Family.idle`, for every family; transformers treats null like false."""
+"""Like `Family.idle`, for every family; here null is not ignored, as transformers treats it
+like false."""
 
 _HARMLESS_TEXT = """
 architectures attention_dropout attn_implementation auto_map
@@ -72,11 +73,7 @@ stored.
 
 
 def integer(keys: Mapping[str, Any], key: str, least: int = 1) -> int:
-    """A key's value, an integer of at least `least` and not larger than there can be.
-
-    Raises:
-      ValueError: if it is another.
-    """
+    """A key's value; ValueError unless it is an integer from `least` to the largest size."""
     value = keys[key]
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise ValueError(
@@ -89,11 +86,7 @@ def integer(keys: Mapping[str, Any], key: str, least: int = 1) -> int:
 
 
 def number(keys: Mapping[str, Any], key: str) -> Any:
-    """A key's value, a positive number.
-
-    Raises:
-      ValueError: if it is another.
-    """
+    """A key's value; ValueError unless it is a positive number."""
     value = keys[key]
     if not is_finite_number(value) or value <= 0:
         raise ValueError(f"config.json: {key}={shown(value)} must be positive and finite")
@@ -101,11 +94,7 @@ def number(keys: Mapping[str, Any], key: str) -> Any:
 
 
 def flag(keys: Mapping[str, Any], key: str) -> bool:
-    """A switch; off where it is null, or no key of the family.
-
-    Raises:
-      ValueError: if it is none.
-    """
+    """A switch, off if it is null or missing; ValueError if it is neither true nor false."""
     value = keys.get(key)
     if value is not None and not isinstance(value, bool):
         raise ValueError(f"config.json: {key}={shown(value)} must be true or false")
@@ -119,11 +108,7 @@ def strings(key: str, value: Any) -> None:
 
 
 def even_share(hidden_size: int, heads: int) -> int:
-    """Width of a head where nothing says it.
-
-    Raises:
-      ValueError: if the heads do not share the width evenly.
-    """
+    """The width of a head if no key gives it; ValueError if the heads do not share evenly."""
     if hidden_size % heads:
         raise ValueError(
             f"config.json: {hidden_size=} must be a multiple of num_attention_heads={heads} where "

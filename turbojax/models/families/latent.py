@@ -1,4 +1,4 @@
-"""Latent attention (MLA) in a `config.json`: keys and values made of one latent of each token."""
+"""Latent attention (MLA) in a `config.json`: keys and values made from one latent per token."""
 
 import dataclasses
 import math
@@ -14,17 +14,17 @@ from turbojax.rotary import RopeScaling, YarnScaling
 class LatentConfig:
     """Attention whose heads share a latent and a rotary key of each token (DeepSeek-V2, 2024).
 
-    A head's key is `nope_dim` channels made of the latent beside the rotary key, its value is made
-    of the latent, too. Queries have the same two parts, of which the second turns.
+    A head's key is `nope_dim` channels made from the latent, beside the rotary key; its value is
+    made from the latent, too. Queries have the same two parts, of which the second is rotated.
 
     Attributes:
       rank: channels `C` of the latent.
-      nope_dim: channels of a head's query and key that do not turn.
+      nope_dim: channels of a head's query and key that are not rotated.
       rope_dim: channels `R` of the rotary key, even.
       value_dim: channels of a head's value, at most ``nope_dim + rope_dim``.
-      query_rank: channels that queries are made of, or None where they are made of the residual
+      query_rank: channels that queries are made from, or None where they are made from the residual
         stream.
-      interleaved: whether channels ``2 i`` and ``2 i + 1`` turn together, and not i and i + R/2.
+      interleaved: whether channels ``2 i`` and ``2 i + 1`` rotate together, and not i and i + R/2.
       yarn_mscale: with YaRN, scores are multiplied by ``(0.1 yarn_mscale ln(factor) + 1) ** 2``.
 
     Raises:

@@ -1,7 +1,7 @@
-"""Mistral Small 3.1 and later: the text model of a file that also has one for pictures.
+"""Mistral Small 3.1 and later: the text model of a checkpoint that also reads pictures.
 
-Their files have one `config.json` for both, and tensors of both. What is read is the text model,
-which is a Mistral; what reads pictures is left where it is, and is not written again.
+Such a checkpoint has one `config.json` and the tensors of both models. Only the text model, which
+is a Mistral, is read; the part for pictures is neither read nor written again.
 """
 
 from collections.abc import Mapping
@@ -15,12 +15,12 @@ NAME, ARCHITECTURE = "mistral3", "Mistral3ForConditionalGeneration"
 
 _PART = "text_config"
 _TIED = "tie_word_embeddings"
-# Of the whole alone, or of the part that is left: whatever they say, text is computed as ever.
+# Keys of the whole, or of the part for pictures, that never change how text is computed.
 _OTHERS = (
     *("vision_config", "image_token_index", "image_token_id", "projector_hidden_act"),
     *("vision_feature_layer", "multimodal_projector_bias", "spatial_merge_size"),
 )
-# Beginnings of names of tensors, and what they are in a Mistral: as published, and as in memory.
+# Prefixes of tensors' names, as published and as in memory, and the prefixes in a Mistral.
 _PREFIXES = {
     "language_model.model.": "model.",
     "language_model.lm_head.": "lm_head.",
@@ -45,14 +45,9 @@ def is_whole(hf: Mapping[str, Any]) -> bool:
 
 
 def text_config(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """The `config.json` of the text model: the object within, and what stands beside it.
+    """The `config.json` of the text model: the object within `hf`, and the keys beside it.
 
-    Args:
-      hf: of the whole, see `is_whole`.
-
-    Raises:
-      NotImplementedError: if the model type is another, or the text model is no Mistral.
-      ValueError: if there is no object for the text model.
+    Raises NotImplementedError if it is no Mistral, ValueError if there is no such object.
     """
     if hf.get("model_type") not in (None, NAME):
         raise NotImplementedError(
@@ -69,7 +64,7 @@ def text_config(hf: Mapping[str, Any]) -> dict[str, Any]:
             f"{MISTRAL.name!r}"
         )
     outside = {key: value for key, value in hf.items() if key not in (*_OTHERS, _PART)}
-    # Where it stands outside it counts for both tables, whatever the text model's own says.
+    # The outer key counts for both tables, whatever the text model's own says.
     return {
         **outside,
         **part,
@@ -80,9 +75,9 @@ def text_config(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def text_tensors(tensors: Mapping[str, _Stored]) -> dict[str, _Stored]:
-    """The tensors of the text model by their names in a Mistral; others of the whole are left out.
+    """The tensors of the text model by their names in a Mistral; those for pictures are left out.
 
-    Tensors of no known part keep their names: a reader refuses them.
+    Tensors of unknown parts keep their names, and a reader refuses them.
     """
     found = {}
     for name, stored in tensors.items():

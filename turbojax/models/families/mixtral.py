@@ -1,4 +1,4 @@
-"""Mixtral: Mistral with experts in every layer, chosen first and weighed among themselves."""
+"""Mixtral: Mistral with experts in every layer, chosen first and weighted among themselves."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -13,7 +13,7 @@ _THETA = 1e6
 
 
 class Mixtral(Family):
-    """Has experts alone, of the width that others have their one layer in."""
+    """Has experts in all layers, of the width that others have their one layer in."""
 
     def read_mathematics(self, keys: Mapping[str, Any]) -> dict[str, Any]:
         """See `Family`."""

@@ -1,4 +1,4 @@
-"""OLMo 2: norms after attention and feed-forward layer alone, and of all heads together."""
+"""OLMo 2: norms only after attention and feed-forward layer, and one norm of all heads together."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -7,12 +7,12 @@ from turbojax.models.families import rope
 from turbojax.models.families.base import LINEARS, Family
 from turbojax.models.families.keys import COMMON
 
-# What early checkpoints call LongRoPE.
+# Names that early checkpoints have for LongRoPE.
 _OLD_NAMES = ("su", "yarn")
 
 
 class Phi3(Family):
-    """Has RoPE's original length outside of what else describes it."""
+    """Has RoPE's original length outside of the object that describes the rest of RoPE."""
 
     def read_rope(self, hf: Mapping[str, Any], head_dim: int, max_length: int) -> dict[str, Any]:
         """See `Family`."""
@@ -33,7 +33,7 @@ class Phi3(Family):
         keys[rope.PARTIAL] = keys["rope_parameters"][rope.PARTIAL] = partial
         scaled = keys.get("rope_scaling")
         if scaled:
-            # Version 4 expects exactly these keys here, and the length outside.
+            # transformers 4 expects exactly these keys here, and the length outside.
             keys[rope.ORIGINAL] = scaled.pop(rope.ORIGINAL)
             scaled["type"] = scaled.pop("rope_type")
         return keys

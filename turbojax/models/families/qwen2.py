@@ -8,7 +8,7 @@ from turbojax.models.families.keys import COMMON, FULL, SLIDING, integer
 
 
 class Qwen(Family):
-    """Windows as Qwen's models have them: in all layers but the first so many."""
+    """Has windows in all layers after the first `max_window_layers`."""
 
     def usual_layers(self, keys: Mapping[str, Any], window: int | None) -> list[str]:
         """See `Family`."""
@@ -31,7 +31,7 @@ class Qwen(Family):
 
 
 class Qwen2(Qwen):
-    """Has biases, and no key for them."""
+    """Has biases for queries, keys and values, without a key that says so."""
 
     def read_mathematics(self, keys: Mapping[str, Any]) -> dict[str, Any]:
         """See `Family`."""

@@ -8,7 +8,7 @@ from turbojax.models.families.qwen2 import WINDOWS, Qwen
 
 
 class Qwen3(Qwen):
-    """Norms heads."""
+    """Norms the heads of queries and keys."""
 
     def read_mathematics(self, keys: Mapping[str, Any]) -> dict[str, Any]:
         """See `Family`."""

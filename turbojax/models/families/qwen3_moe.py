@@ -12,7 +12,7 @@ _EXPERTS = 128
 
 
 class Qwen3Moe(Family):
-    """Norms heads, and has layers of experts."""
+    """Norms the heads of queries and keys, and has layers of experts."""
 
     def read_mathematics(self, keys: Mapping[str, Any]) -> dict[str, Any]:
         """See `Family`."""
@@ -75,7 +75,7 @@ QWEN3_MOE = Qwen3Moe(
         "attention_bias": False,
         "use_sliding_window": False,
         "sliding_window": 4096,
-        # Says nothing in this family.
+        # Has no meaning in this family.
         "max_window_layers": None,
         "num_experts": None,
         "num_local_experts": None,

@@ -1,6 +1,6 @@
 """Rotary embeddings in a Hugging Face `config.json`, in the spellings of transformers 4 and 5.
 
-Version 4 has `rope_theta` beside `rope_scaling`, version 5 both in `rope_parameters`.
+Version 4 has `rope_theta` beside `rope_scaling`; version 5 has both in `rope_parameters`.
 """
 
 import math
@@ -40,13 +40,7 @@ _COMMON = {"rope_type", "type", THETA, PARTIAL, ORIGINAL, "finetuned"}
 
 
 class RopeKeys(NamedTuple):
-    """What a `config.json` says of a rotary embedding.
-
-    Attributes:
-      theta: base of the frequencies.
-      scaling: their change, or None.
-      partial: the share of each head that turns.
-    """
+    """What a `config.json` says about RoPE; `partial` is the share of each head that rotates."""
 
     theta: float
     scaling: RopeScaling | None
@@ -61,18 +55,11 @@ def parse(
     theta: float = 10000.0,
     original: int | None = None,
 ) -> RopeKeys:
-    """What keys of a rotary embedding mean.
+    """Reads the keys that `merged` returns; `theta` and `original` count where the file has none.
 
-    Args:
-      given: the keys, as `merged` returns them.
-      max_length: `max_position_embeddings`.
-      kinds: values of `rope_type` that are supported.
-      theta: base of the frequencies where none is given.
-      original: length of the first training where none is given; `max_length` if this is not.
-
-    Raises:
-      NotImplementedError: for another kind of rotary embedding or an option that is not supported.
-      ValueError: if a key is missing, a value is of the wrong kind, or two of them disagree.
+    `original` is the length of the first training, by default `max_length`. Raises
+    NotImplementedError for an unsupported kind or option; ValueError if a key is missing or wrong,
+    or two disagree.
     """
     kind = given.get("rope_type", "default")
     if kind not in tuple(kinds):
@@ -103,13 +90,7 @@ def parse(
 
 
 def write(theta: float, scaling: RopeScaling | None, max_length: int) -> dict[str, Any]:
-    """Keys of `config.json` that `merged` and readers of both spellings understand.
-
-    Args:
-      theta: base of the frequencies.
-      scaling: their change, or None.
-      max_length: `max_position_embeddings`.
-    """
+    """Keys of `config.json` that readers of both spellings, such as `merged`, understand."""
     scaled = _scaling_keys(scaling, max_length)
     keys: dict[str, Any] = {
         THETA: theta,
@@ -119,14 +100,13 @@ def write(theta: float, scaling: RopeScaling | None, max_length: int) -> dict[st
 
 
 def merged(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """What all places of a `config.json` say, if they agree; `rope_type` for either of its names.
+    """The keys from all places in a `config.json`, with `rope_type` for either of its names.
 
-    Raises:
-      NotImplementedError: if layers have several rotary embeddings.
-      ValueError: if a place holds no object, or two disagree.
+    Raises NotImplementedError if layers have several rotary embeddings, ValueError if places
+    disagree.
     """
     new, old = _object(hf, "rope_parameters"), _object(hf, "rope_scaling")
-    # A `rope_scaling` that was added to a file of version 5 is meant to count.
+    # A `rope_scaling` that was added to a file of transformers 5 is meant to count.
     if new.get("rope_type", "default") == "default" and "rope_type" in old:
         new.pop("rope_type", None)
     found = {key: hf[key] for key in (THETA, PARTIAL, ORIGINAL) if hf.get(key) is not None}
@@ -194,7 +174,7 @@ def _scaling(
         return YarnScaling(
             numbers["factor"],
             original,
-            # transformers takes a zero for "not given", too.
+            # transformers, too, takes a zero as "not given".
             beta_fast=numbers.get("beta_fast") or 32.0,
             beta_slow=numbers.get("beta_slow") or 1.0,
             attention_factor=_yarn_amplitude(numbers),
@@ -213,7 +193,7 @@ def _scaling(
 
 
 def _yarn_amplitude(numbers: Mapping[str, Any]) -> float | None:
-    """YaRN's factor of queries and keys where the file sets it; None for the usual one."""
+    """YaRN's factor of queries and keys if the file sets it; None for the usual one."""
     if numbers.get("attention_factor") is not None:
         return float(numbers["attention_factor"])
     upper, lower = numbers.get("mscale"), numbers.get("mscale_all_dim")

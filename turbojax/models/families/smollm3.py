@@ -1,4 +1,4 @@
-"""SmolLM3: layers without positions, every fourth one where the file says nothing else."""
+"""SmolLM3: layers without positions, by default every fourth one."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -34,7 +34,7 @@ class SmolLM3(Family):
         return super().write_mathematics(fields) | {_LAYERS: rotates}
 
     def usual_layers(self, keys: Mapping[str, Any], window: int | None) -> list[str]:
-        """See `Family`: of layers without positions all have a window, if there is one."""
+        """See `Family`: if there is a window, exactly the layers without positions have it."""
         return [FULL if rotates or window is None else SLIDING for rotates in _rotates(keys)]
 
     def write_windows(
@@ -50,11 +50,7 @@ class SmolLM3(Family):
 
 
 def _rotates(keys: Mapping[str, Any]) -> list[bool]:
-    """Whether each layer has positions.
-
-    Raises:
-      ValueError: if the file does not say it of each layer by 0 or 1.
-    """
+    """Whether each layer has positions; ValueError if the file's list is not one of 0 and 1."""
     given, count = keys[_LAYERS], keys["num_hidden_layers"]
     if given is None:
         interval = integer(keys, _INTERVAL)

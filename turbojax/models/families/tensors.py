@@ -1,7 +1,7 @@
 """Which tensors a Hugging Face checkpoint holds, and where each goes in a `Transformer`.
 
-Hugging Face stores matrices as ``[out, in]``, nnx as ``[in, out]``. Their names, and which of them
-are stored as one, their rows one below the other, is what `Family` says.
+Hugging Face stores matrices as ``[out, in]``, nnx as ``[in, out]``. `Family` has the names of
+tensors, and says which matrices are stored as one, their rows one below the other.
 """
 
 import dataclasses
@@ -27,17 +27,16 @@ _Stored = TypeVar("_Stored")
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """Where a tensor, or some of its rows, goes.
+    """Where a tensor, or some of its rows or columns, goes.
 
     Attributes:
       path: in the state of a `Transformer`.
-      layer: index into the leading axis of what lies there; None outside the blocks.
+      layer: index into the leading axis of the array there; None outside the blocks.
       expert: index into the next axis; None where there are no experts.
-      rows: first row and the one after the last; None for all.
-      columns: the first of those that go there and how many further on the next one is; None for
-        all.
-      transpose: whether it lies there as ``[in, out]``.
-      is_wide: whether it lies there in float32, whatever the dtype of the others.
+      rows: the first row and the one after the last; None for all.
+      columns: the first column and the step to the next one; None for all.
+      transpose: whether the array there is ``[in, out]``.
+      is_wide: whether the array there is float32, whatever the dtype of the others.
     """
 
     path: Path
@@ -49,7 +48,7 @@ class Placement:
     is_wide: bool = False
 
     def of(self, tensor: np.ndarray) -> np.ndarray:
-        """What goes there of the whole tensor."""
+        """The part of the whole tensor that goes there."""
         if self.rows is not None:
             tensor = tensor[slice(*self.rows)]
         if self.columns is not None:
@@ -60,24 +59,18 @@ class Placement:
 
 @dataclasses.dataclass(frozen=True)
 class TensorSpec:
-    """A tensor of a checkpoint.
-
-    Attributes:
-      name: Hugging Face's.
-      shape: as stored.
-      placements: where its rows or columns go, each to one place, in their order.
-    """
+    """A tensor of a checkpoint, with the places that its rows or columns go to, in their order."""
 
     name: str
     shape: tuple[int, ...]
     placements: tuple[Placement, ...]
 
     def dtype(self, dtype: np.dtype) -> np.dtype:
-        """Of its numbers in a model of this dtype."""
+        """The dtype of the tensor's numbers in a model of this dtype."""
         return np.dtype(np.float32) if self.placements[0].is_wide else dtype
 
     def joined(self, parts: Sequence[np.ndarray]) -> np.ndarray:
-        """The tensor of what lies at its places: the inverse of `Placement.of`."""
+        """The tensor made of its parts: the inverse of `Placement.of`."""
         if len(parts) == 1:
             return parts[0]
         if self.placements[0].columns is not None:
@@ -89,12 +82,8 @@ class TensorSpec:
 def checkpoint_tensors(config: TransformerConfig) -> tuple[TensorSpec, ...]:
     """All tensors of a checkpoint, from the embedding to the logits.
 
-    With tied embeddings `HEAD` is none of them, though a checkpoint may repeat the embedding there.
-
-    They are kept: a model with experts has tens of thousands, and is asked layer by layer.
-
-    Args:
-      config: the model's.
+    With tied embeddings `HEAD` is left out, though a checkpoint may repeat the embedding there.
+    Results are cached: a model with experts has tens of thousands, and callers ask layer by layer.
     """
     table = (config.vocab_size, config.hidden_size)
     specs = [TensorSpec(EMBEDDING, table, (Placement(("embedding",)),))]
@@ -111,7 +100,7 @@ def checkpoint_tensors(config: TransformerConfig) -> tuple[TensorSpec, ...]:
 
 
 def experts_tensors(config: TransformerConfig) -> int:
-    """How many tensors of experts a checkpoint has, counted before their names are made."""
+    """How many tensors of experts a checkpoint has, computed without making their names."""
     experts = config.experts
     if experts is None or FAMILIES[config.family].experts_in_one:
         return 0
@@ -119,12 +108,7 @@ def experts_tensors(config: TransformerConfig) -> int:
 
 
 def text_tensors(hf: Mapping[str, Any], tensors: Mapping[str, _Stored]) -> dict[str, _Stored]:
-    """The tensors of a checkpoint's text model by their names in `checkpoint_tensors`.
-
-    Args:
-      hf: its `config.json`.
-      tensors: by the names in its files, which of nearly all checkpoints are the same.
-    """
+    """The text model's tensors by their names in `checkpoint_tensors`; usually those they have."""
     return mistral3.text_tensors(tensors) if mistral3.is_whole(hf) else dict(tensors)
 
 
@@ -137,14 +121,9 @@ def is_ignored(name: str, config: TransformerConfig) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class _Linear:
-    """A stored linear layer: one of the model's, or several on the same input.
+    """A stored linear layer, which is one of the model's, or several on the same input.
 
-    Attributes:
-      name: within a layer of the checkpoint.
-      outputs: path in a block and number of outputs of each of the model's layers.
-      inputs: number of them.
-      bias: whether there is one.
-      expert: its number, of an expert's layer.
+    `outputs` has each one's path in a block and its number of outputs.
     """
 
     name: str
@@ -173,7 +152,7 @@ class _Linear:
 def _linears(config: TransformerConfig, layer: int) -> Iterator[_Linear]:
     size, inner = config.hidden_size, config.intermediate_size
     width, kv_width = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    # Of the model's linear layers: outputs, inputs, and whether there is a bias.
+    # For each of the model's linear layers: outputs, inputs, and whether there is a bias.
     attention: dict[Path, tuple[int, int, bool]] = {
         ("attention", "q_proj"): (width, size, config.qkv_bias),
         ("attention", "k_proj"): (kv_width, size, config.qkv_bias),

@@ -23,10 +23,10 @@ def render_chat(
     variables: Mapping[str, Any] | None = None,
     chat_template: str | None = None,
 ) -> str:
-    """The text of a conversation, by a template of the checkpoint.
+    """The text of a conversation, written by a template of the checkpoint.
 
-    Its special tokens are part of the text: to be encoded with ``add_special_tokens=False``. There,
-    unlike in `chat_tokens`, those that messages mention cannot be told from the template's.
+    Special tokens are part of the text: encode it with ``add_special_tokens=False``. Special tokens
+    that messages mention cannot be told from the template's then, unlike in `chat_tokens`.
 
     Args:
       tokenizer: of the checkpoint.
@@ -34,7 +34,7 @@ def render_chat(
       add_generation_prompt: whether to begin the assistant's next message.
       tools: functions that the assistant may call, as JSON schemas, for templates that know them.
       variables: further names that the template looks at, such as ``{"enable_thinking": False}``.
-      chat_template: the name of one of the checkpoint's templates, or a Jinja template to take
+      chat_template: the name of one of the checkpoint's templates, or a Jinja template to use
         instead. By default, of several the one named ``"tool_use"`` where tools are given (also an
         empty list of them), and otherwise ``"default"``.
 
@@ -65,24 +65,25 @@ def chat_tokens(
 ) -> list[int]:
     """The tokens of a conversation.
 
-    Special tokens are those that the template writes. What is written like one in messages and
-    tools, such as ``"<|im_end|>"`` in what a user says, is text: nobody ends a turn, or begins
-    another one, by writing so.
+    Only what the template writes can be a special token. Text in messages and tools that looks like
+    one, such as ``"<|im_end|>"`` in what a user says, stays text: nobody can end a turn, or begin
+    another one, by writing it.
 
     Args:
       tokenizer: of the checkpoint.
       messages: see `render_chat`.
-      add_generation_prompt: see there.
-      tools: see there.
-      variables: see there; special tokens in them are special tokens.
-      chat_template: see there.
-      allow_special: whether what is written like a special token is one everywhere, as
-        transformers has it.
+      add_generation_prompt: see `render_chat`.
+      tools: see `render_chat`.
+      variables: see `render_chat`; special tokens in them are special tokens.
+      chat_template: see `render_chat`.
+      allow_special: whether text that looks like a special token is one everywhere, as in
+        transformers.
 
     Raises:
       ImportError, TypeError: see `render_chat`.
-      ValueError: see there; or if messages hold what is written like a special token, and it cannot
-        be kept apart, because the template changes it or the tokenizer has no other tokens for it.
+      ValueError: see `render_chat`; or if messages hold text that looks like a special token and
+        cannot be kept apart, because the template changes it or the tokenizer has no other tokens
+        for it.
     """
 
     def render(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None) -> str:
@@ -96,7 +97,7 @@ def chat_tokens(
         )
 
     text = render(messages, tools)
-    # The other tokenizers have no special tokens that a text could be written like.
+    # Other tokenizers have no special tokens that a text could look like.
     if not allow_special and isinstance(tokenizer, JsonTokenizer):
         special = tokenizer.special_texts
         segments = _segments(special, text, messages, tools, render)
@@ -114,9 +115,9 @@ def _segments(
 ) -> list[Segment]:
     """The rendered text in pieces; its special tokens are those that no message wrote.
 
-    Hiding every character that begins one finds also what the template puts together. Where the
-    template looks at such characters, as in ``"</think>" in content``, only those are hidden that
-    do begin one.
+    First every character of a message that begins some special token is hidden, which also finds
+    special tokens that the template puts together. If the template looks at such characters, as in
+    ``"</think>" in content``, only those are hidden that begin a whole one.
     """
     for all_first in (True, False):
         hidden = [special.hide(x, all_first=all_first) for x in (messages, tools)]
@@ -124,7 +125,7 @@ def _segments(
             return special.split(text)
         try:
             segments = special.split_hidden(text, render(*hidden))
-        except ValueError:  # it refuses them, unlike the messages themselves
+        except ValueError:  # the template refuses the hidden messages, but not the original ones
             segments = None
         if segments is not None:
             return segments
@@ -142,7 +143,7 @@ def render_template(
     tools: Sequence[Mapping[str, Any]] | None = None,
     variables: Mapping[str, Any] | None = None,
 ) -> str:
-    """Renders a chat template, which is a Jinja template that may do nothing but write text.
+    """Renders a chat template, which is a Jinja template that can do nothing but write text.
 
     Templates find `messages`, `tools`, `documents` (none), `add_generation_prompt`, the
     variables, ``raise_exception(message)``, ``strftime_now(format)``, the filter `tojson` without
@@ -152,8 +153,8 @@ def render_template(
     Args:
       template: its text.
       messages: see `render_chat`.
-      add_generation_prompt: see there.
-      tools: see there.
+      add_generation_prompt: see `render_chat`.
+      tools: see `render_chat`.
       variables: names and values, the texts of special tokens among them.
 
     Raises:
@@ -176,7 +177,7 @@ def render_template(
     compiled = _compile(template)
     try:
         return compiled.render({**names, **(variables or {})})
-    except Exception as error:  # whatever its expressions do with these messages
+    except Exception as error:  # its expressions may do anything with these messages
         reason = _json.line(str(error))
         raise ValueError(f"the chat template refuses these messages: {reason}") from error
 
@@ -184,7 +185,7 @@ def render_template(
 def _choose(
     given: ChatTemplate | None, asked: str | None, tools: Sequence[Mapping[str, Any]] | None
 ) -> str:
-    """The template to render with: by name, as it is, or for these tools."""
+    """The template to render with: by name, the text that was asked for, or the default."""
     named = given if isinstance(given, Mapping) else {}
     if asked is not None:
         if asked not in named and "{" not in asked:
@@ -267,7 +268,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """JSON as it is written for a model: jinja2's own filter escapes what HTML would read."""
+    """JSON as it is written for a model: jinja2's own filter adds HTML's escapes."""
     return json.dumps(
         x, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )

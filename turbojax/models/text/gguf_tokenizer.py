@@ -1,8 +1,8 @@
-"""The tokenizer of a GGUF file, built with the package `tokenizers` of what its metadata say.
+"""The tokenizer of a GGUF file, built with the package `tokenizers` from the file's metadata.
 
-Two kinds are known, by ``tokenizer.ggml.model``: ``"gpt2"``, byte-level BPE, whose texts are split
-first in a way that has a name (``tokenizer.ggml.pre``); and ``"llama"``, SentencePiece's BPE, whose
-merges follow from scores.
+Two kinds are known, by ``tokenizer.ggml.model``: ``"gpt2"``, byte-level BPE, whose way of splitting
+texts first has a name (``tokenizer.ggml.pre``); and ``"llama"``, SentencePiece's BPE, whose merges
+follow from scores.
 """
 
 import json
@@ -59,10 +59,10 @@ class _Split(NamedTuple):
     """How texts are split before they are merged to tokens.
 
     Attributes:
-      patterns: matches are pieces, and what lies between them; one after the other.
-      by_bytes: whether pieces are split as GPT-2's are, at last.
-      adds_bos: whether a text begins with a token of its own where the file does not say.
-      ignores_merges: whether a piece that is a token is that token.
+      patterns: applied one after the other; both matches and what lies between them are pieces.
+      by_bytes: whether pieces are finally split as GPT-2's are.
+      adds_bos: whether a text begins with a BOS token if the file does not say.
+      ignores_merges: whether a piece that is a token becomes that token without merges.
       normalizes: whether texts are brought to Unicode's form NFC, as the model's authors do.
     """
 
@@ -90,11 +90,8 @@ _SPLITS: Mapping[str, _Split] = {
 def read(file: Path) -> Parts:
     """The tokenizer of a GGUF file.
 
-    Raises:
-      ImportError: if the package `tokenizers` is not installed.
-      FileNotFoundError: if there is no such file.
-      NotImplementedError: if its kind, or the way it splits texts, is not supported.
-      ValueError: if it cannot be read.
+    Raises ImportError if the package `tokenizers` is missing, NotImplementedError for another kind
+    or way of splitting texts, ValueError if the metadata are wrong.
     """
     try:
         import tokenizers  # noqa: F401 - asked for before anything is read
@@ -131,11 +128,7 @@ def read(file: Path) -> Parts:
 
 
 def companions(file: Path) -> dict[str, bytes]:
-    """The files that a folder in Hugging Face's layout has in place of a GGUF file's tokenizer.
-
-    Raises:
-      ImportError, FileNotFoundError, NotImplementedError, ValueError: see `read`.
-    """
+    """The files of a folder in Hugging Face's layout that stand for a GGUF file's tokenizer."""
     parts = read(file)
     template = parts.chat_template
     if isinstance(template, Mapping):
@@ -152,14 +145,7 @@ def companions(file: Path) -> dict[str, bytes]:
 
 
 class _Source:
-    """The metadata of a tokenizer, checked.
-
-    Attributes:
-      file: that they are from.
-      metadata: of the file.
-      tokens: texts by number.
-      types: of the tokens.
-    """
+    """The metadata of a tokenizer, checked; `tokens` are texts and `types` kinds, by number."""
 
     def __init__(self, file: Path, metadata: Mapping[str, Any]) -> None:
         self.file, self.metadata = file, metadata
@@ -193,7 +179,7 @@ class _Source:
         return found
 
     def flag(self, key: str, default: bool) -> bool:
-        """A switch."""
+        """The value of a switch."""
         found = self.metadata.get(_PREFIX + key, default)
         if not isinstance(found, bool):
             raise ValueError(f"{self.file}: {_PREFIX}{key}={shown(found)} must be true or false")
@@ -259,7 +245,7 @@ def _sentencepiece(source: _Source) -> Any:
     tokens = source.tokens
     scores: Sequence[float] = source.scores().tolist()
     if str(source.metadata.get("general.architecture")).startswith("gemma"):
-        # Its scores say nothing; the tokens are in the order in which they were learned.
+        # Its scores mean nothing; the tokens are in the order in which they were learned.
         scores = [-float(i) for i in range(len(tokens))]
     vocab = {text: i for i, text in enumerate(tokens)}
     apart = set(source.of_type(_UNKNOWN, _CONTROL, _UNUSED, _BYTE))
@@ -285,7 +271,7 @@ def _sentencepiece(source: _Source) -> Any:
 
 
 def _merges(vocab: Mapping[str, int], scores: Sequence[float]) -> list[tuple[str, str]]:
-    """Pairs of tokens that are one together, the best first."""
+    """Pairs of tokens that together are a token, the best first."""
     found = []
     for text, number in vocab.items():
         for i in range(1, len(text)):
@@ -298,10 +284,10 @@ def _merges(vocab: Mapping[str, int], scores: Sequence[float]) -> list[tuple[str
 
 
 def _add_tokens(tokenizer: Any, source: _Source) -> None:
-    """Tokens that are found in a text before anything else."""
+    """Adds the tokens that are found in a text before anything else."""
     from tokenizers import AddedToken
 
-    # As llama.cpp, whose files do not say it: Phi-3's swallow the space that follows.
+    # As in llama.cpp, though files do not say it: Phi-3's swallow the space that follows.
     swallows = source.metadata.get("general.architecture") == "phi3" and (
         source.metadata.get(f"{_PREFIX}model") == "llama"
     )
@@ -317,7 +303,7 @@ def _add_tokens(tokenizer: Any, source: _Source) -> None:
 
 
 def _surround(tokenizer: Any, source: _Source) -> None:
-    """Tokens that stand around every text."""
+    """Adds the tokens that stand around every text."""
     from tokenizers import processors
 
     is_llama = source.metadata[f"{_PREFIX}model"] == "llama"

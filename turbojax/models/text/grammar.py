@@ -1,13 +1,13 @@
 """Results that follow a JSON schema, a regular expression or a grammar.
 
-Each function here gives a `Constraint` for `Request.constraint`. What is compiled, and matched to
-texts, is the package llguidance's: an Earley parser over derivatives of regular expressions, which
-finds for every place of a text the tokens that it may go on with.
+Each function here gives a `Constraint` for `Request.constraint`. The package llguidance compiles
+grammars and matches texts: an Earley parser over derivatives of regular expressions, which finds
+for every place in a text the tokens that it may go on with.
 
 A token is allowed if the text with it can still become one that the grammar accepts. Special tokens
 are allowed where a grammar names them, those that end a text where it may end, and none elsewhere.
-So a result that ends with ``"stop"`` is what the grammar asks for, and one of ``"length"`` a
-beginning of it.
+So a result that ends with ``"stop"`` is what the grammar asks for, and one that ends with
+``"length"`` is a beginning of it.
 """
 
 import concurrent.futures
@@ -32,20 +32,20 @@ _T = TypeVar("_T")
 
 SPACES, MOST_SPACES = 16, 64
 """Spaces and line breaks between two parts of a JSON text, at most: by default, and if asked for.
-Small models would go on with them for ever."""
+Without a limit, small models would write them for ever."""
 
 _OPTIONS_KEY = "x-guidance"  # where llguidance looks for its options within a schema
-# Else, where only one text can follow, nothing would be allowed but the tokens that encoding makes
-# of it. Of a text written like a special token these would be special, and no part of a text.
+# Without this, where only one text can follow, only the tokens that encoding makes of it would be
+# allowed. For text that looks like a special token, that would be the special token itself.
 _ALL_TOKENS = '\n%llguidance {"no_forcing": true}\n'
 _PLACE = re.compile(r"^at \d+\(\d+\): ")
 _WITHIN = re.compile(r"\n +\d+ \| .*", re.DOTALL)
-_KEPT = 64  # compiled grammars of a tokenizer that are kept
-# Compiling takes a time that grows with the square of these, some seconds in all.
+_KEPT = 64  # compiled grammars that are cached per tokenizer
+# Compiling time grows with the square of these: some seconds at these limits.
 _MOST_BYTES = 2**16
 _MOST_SYMBOLS = 50_000
-# Of the thread that compiles: llguidance goes as deep as rules lead to rules, and where a stack
-# ends so does the process. Rules of all these bytes take 40 MB.
+# Stack of the thread that compiles: llguidance recurses as deep as rules are nested, and a stack
+# overflow ends the process. A grammar of `_MOST_BYTES` that only nests takes 40 MB.
 _STACK_BYTES = 2**28
 
 
@@ -54,20 +54,20 @@ def json_schema(
 ) -> "Grammar":
     """Results that are JSON of a schema.
 
-    Properties come in the schema's order. Of JSON Schema nearly all is known; what is not, such as
-    ``not`` and ``uniqueItems``, is refused, and so is a ``$ref`` to somewhere else.
+    Properties come in the schema's order. Nearly all of JSON Schema is known; what is not, such as
+    ``not`` and ``uniqueItems``, is refused, and so is a ``$ref`` to another document.
 
     Args:
       tokenizer: of the model.
       schema: a JSON schema.
-      whitespace: characters that may stand between two parts of the text, at most; 0 for none.
+      whitespace: how many characters may stand between two parts of the text at most; 0 for none.
 
     Raises:
       ImportError: if the package `llguidance` is not installed.
       NotImplementedError: if the tokenizer's tokens have no bytes.
       TypeError: if the schema is neither a mapping nor true or false.
-      ValueError: if it is no schema, has a part that is not known, is too large, or nothing fits
-        it; the message says what is wrong.
+      ValueError: if it is no schema, has an unknown part, is too large, or nothing fits it; the
+        message says what is wrong.
     """
     if not isinstance(schema, Mapping | bool):
         raise TypeError(f"schema={_json.shown(schema)} must be a mapping, true or false")
@@ -99,9 +99,9 @@ def regex(tokenizer: Tokenizer, pattern: str) -> "Grammar":
 
     Args:
       tokenizer: of the model.
-      pattern: as Rust's crate `regex` writes it, which is much as Python does, without looking
-        ahead or back and without references to groups. ``.`` is no line break, and ``\d`` a digit
-        of any script.
+      pattern: as Rust's crate `regex` writes it, which is much like Python's, without looking ahead
+        or back and without references to groups. ``.`` does not match a line break, and ``\d``
+        matches a digit of any script.
 
     Raises:
       ImportError: if the package `llguidance` is not installed.
@@ -110,7 +110,7 @@ def regex(tokenizer: Tokenizer, pattern: str) -> "Grammar":
       ValueError: if it is no such expression, or nothing matches it.
     """
     _check_text("pattern", pattern)
-    if (len(pattern) - len(pattern.rstrip("\\"))) % 2:  # which llguidance drops
+    if (len(pattern) - len(pattern.rstrip("\\"))) % 2:  # llguidance would drop it
         raise ValueError(f"pattern={_json.shown(pattern)} must not end with a single \\")
     vocabulary = _vocabulary(tokenizer)
     from llguidance import regex_to_lark
@@ -139,7 +139,7 @@ def lark(tokenizer: Tokenizer, text: str) -> "Grammar":
 
 
 class Grammar:
-    """A compiled grammar: a `Constraint`, for any number of texts and threads.
+    """A compiled grammar: a `Constraint`, which any number of texts and threads may share.
 
     Made by `json_schema`, `json_object`, `regex` and `lark`.
     """
@@ -148,12 +148,12 @@ class Grammar:
         self._matcher, self._known = matcher, known
 
     def begin(self) -> "GrammarText":
-        """See `Constraint`: the parts that depend on the grammar alone are shared."""
+        """See `Constraint`. Texts share what depends on the grammar alone."""
         return GrammarText(self._matcher.deep_copy(), self._known)
 
 
 class GrammarText:
-    """A text that follows a grammar, as its tokens come: a `ConstraintState`."""
+    """The state of a text that follows a grammar: a `ConstraintState`."""
 
     def __init__(self, matcher: "LLMatcher", known: np.ndarray) -> None:
         self._matcher, self._known = matcher, known
@@ -161,21 +161,21 @@ class GrammarText:
     def allowed(self) -> np.ndarray:
         """The tokens that may come next: uint32 ``[ceil(V / 32)]``, V the tokenizer's vocabulary.
 
-        Where the grammar has come to its end these are the tokenizer's end tokens; none, if it has
-        none, and then `is_complete` holds. None too after an `error`.
+        Where the grammar has come to its end these are the tokenizer's end tokens; if it has none,
+        there are none, and then `is_complete` holds. After an `error` there are none either.
         """
         found = np.frombuffer(self._matcher.compute_bitmask(), np.dtype("<u4"))
-        if self._matcher.is_error():  # which allows end tokens
+        if self._matcher.is_error():  # its mask would allow end tokens
             return np.zeros_like(self._known)
         return found[: self._known.size] & self._known
 
     def accept(self, token: int) -> None:
-        """Adds a token; one that is not allowed is an `error`."""
+        """Adds a token; one that is not allowed leads to an `error`."""
         self._matcher.consume_token(int(token))
 
     @property
     def is_complete(self) -> bool:
-        """Whether the text is one that the grammar accepts, as it stands."""
+        """Whether the grammar accepts the text as it stands."""
         return not self._matcher.is_error() and self._matcher.is_accepting()
 
     @property
@@ -185,7 +185,7 @@ class GrammarText:
 
 
 class _Vocabulary:
-    """A tokenizer as llguidance wants it, and the grammars compiled for it."""
+    """A tokenizer in llguidance's form, and the grammars compiled for it."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         try:
@@ -202,7 +202,7 @@ class _Vocabulary:
         texts = [special.get(i, text) for i, text in enumerate(found.texts)]
         # No UTF-8 has the byte 255, with which llguidance marks special tokens.
         texts = [b"" if text.startswith(b"\xff") else text for text in texts]
-        if not ends:  # llguidance wants one: a token beyond those that there are
+        if not ends:  # llguidance needs one: a token beyond the existing ones
             texts, ends, special = [*texts, b"<end>"], [size], special | {size: b"<end>"}
         words = np.zeros(-(-size // 32) * 32, np.bool_)
         words[:size] = True
@@ -213,7 +213,7 @@ class _Vocabulary:
         self._compile = functools.lru_cache(_KEPT)(self._compiled)
 
     def grammar(self, what: str, text: str) -> Grammar:
-        """Compiles a grammar, or finds it compiled; errors say what it is."""
+        """Compiles a grammar, or finds it compiled; error messages call it `what`."""
         if (size := len(text.encode())) > _MOST_BYTES:
             raise ValueError(f"the {what} of {size:,} bytes must have at most {_MOST_BYTES:,}")
         return self._compile(what, text)
@@ -222,7 +222,7 @@ class _Vocabulary:
         matcher = _with_a_deep_stack(lambda: self._matcher(text))
         if matcher.is_error():
             error = matcher.get_error()
-            # Of a text that was put into a grammar here the place says nothing.
+            # The place means nothing if the text was put into a grammar here.
             error = error if what == "grammar" else _PLACE.sub("", error)
             raise ValueError(f"the {what} cannot be used: {_message(error)}")
         return Grammar(matcher, self._known)
@@ -233,18 +233,12 @@ class _Vocabulary:
         grammar = LLMatcher.grammar_from_lark(text)
         matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=self._limits)
         if not matcher.is_error():
-            matcher.compute_bitmask()  # that nothing can be derived shows here
+            matcher.compute_bitmask()  # fails here if nothing can be derived
         return matcher
 
 
 class _Tokens:
-    """What llguidance asks of a tokenizer.
-
-    Args:
-      tokens: bytes of each.
-      ends: tokens that end a text.
-      special: special tokens.
-    """
+    """What llguidance asks of a tokenizer; `ends` are tokens that end a text."""
 
     bos_token_id = None
 
@@ -252,7 +246,7 @@ class _Tokens:
         self.tokens, self.eos_token_id, self.special_token_ids = tokens, ends[0], special
 
     def __call__(self, text: bytes | str) -> list[int]:
-        """Texts are never encoded: see `_ALL_TOKENS`."""
+        """Raises: texts are never encoded, see `_ALL_TOKENS`."""
         raise NotImplementedError
 
 
@@ -261,7 +255,7 @@ _lock, _stack_lock = threading.Lock(), threading.Lock()
 
 
 def _vocabulary(tokenizer: Tokenizer) -> _Vocabulary:
-    """The tokenizer's, which takes up to a second to make."""
+    """The tokenizer's `_Vocabulary`, cached because making it takes up to a second."""
     if not hasattr(type(tokenizer), "token_bytes"):
         raise NotImplementedError(
             f"results of a {type(tokenizer).__name__} cannot follow a grammar: its tokens have no "
@@ -274,7 +268,7 @@ def _vocabulary(tokenizer: Tokenizer) -> _Vocabulary:
 
 
 def _with_a_deep_stack(call: Callable[[], _T]) -> _T:
-    """What a call returns, in a thread with a stack of `_STACK_BYTES`."""
+    """Runs a call in a thread with a stack of `_STACK_BYTES` and returns what it returns."""
     found: concurrent.futures.Future[_T] = concurrent.futures.Future()
 
     def run() -> None:
@@ -284,7 +278,7 @@ def _with_a_deep_stack(call: Callable[[], _T]) -> _T:
             found.set_exception(error)
 
     with _stack_lock:
-        # A thread that another one begins just now gets as large a stack, of which it uses little.
+        # A thread that another one starts meanwhile gets as large a stack, and uses little of it.
         before = threading.stack_size(_STACK_BYTES)
         try:
             threading.Thread(target=run, name="turbojax-grammar", daemon=True).start()
@@ -294,7 +288,7 @@ def _with_a_deep_stack(call: Callable[[], _T]) -> _T:
 
 
 def _check_text(name: str, text: str) -> None:
-    """Raises unless it is text, and Unicode."""
+    """Raises TypeError unless it is text, ValueError unless it is Unicode."""
     if not isinstance(text, str):
         raise TypeError(f"{name}={_json.shown(text)} must be text")
     try:
@@ -304,6 +298,6 @@ def _check_text(name: str, text: str) -> None:
 
 
 def _message(text: str) -> str:
-    """An error of llguidance on one line, without the grammar around its place."""
+    """An error of llguidance on one line, without the part of the grammar that it quotes."""
     text = _WITHIN.sub("", text).removesuffix("<non-verbose/>").partition("<backtrace>")[0]
     return _json.line(text.removeprefix("failed to compile JSON schema: "))

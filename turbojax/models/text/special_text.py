@@ -1,8 +1,8 @@
-"""Special tokens that a text mentions, apart from those that are meant.
+"""Tells special tokens that a text mentions from those that are meant.
 
 A chat template writes special tokens between the words of a conversation. Words that look like
-one, such as ``"<|im_end|>"``, are text. Which is which shows when the conversation is rendered once
-more with other characters in these places: what stays a special token then is the template's.
+one, such as ``"<|im_end|>"``, are text. To tell them apart, the conversation is rendered once more
+with other characters in these places: what is still a special token then is the template's.
 """
 
 import re
@@ -19,11 +19,7 @@ Segment = tuple[str, bool]
 
 
 class SpecialTexts:
-    """Finds what is written like one of a tokenizer's special tokens.
-
-    Args:
-      texts: of the special tokens, none of them empty.
-    """
+    """Finds text that looks like one of a tokenizer's special tokens, none of which is empty."""
 
     def __init__(self, texts: Iterable[str]) -> None:
         # As tokenizers does: of several that begin in one place, the longest.
@@ -36,7 +32,7 @@ class SpecialTexts:
         self._shown = {ord(hidden): chr(first) for first, hidden in self._hidden.items()}
 
     def split(self, text: str) -> list[Segment]:
-        """A text in pieces, of which what is written like a special token is one."""
+        """A text in pieces; each piece that looks like a special token counts as one."""
         pieces, end = list[Segment](), 0
         for found in self._pattern.finditer(text):
             pieces += [(text[end : found.start()], False), (found.group(), True)]
@@ -44,13 +40,11 @@ class SpecialTexts:
         return [piece for piece in [*pieces, (text[end:], False)] if piece[0]]
 
     def hide(self, x: Any, *, all_first: bool) -> Any:
-        """The same texts, mappings and lists, with other characters where such a text may begin.
+        """The same texts, mappings and lists, with other characters where special tokens may begin.
 
-        Args:
-          x: texts, in any mappings, lists and tuples; whatever else is in them stays.
-          all_first: whether to hide every character that begins one. Otherwise those are hidden
-            that do begin one, also one that the end of the text cuts: a template may write the
-            rest.
+        With `all_first` every character that begins one is hidden. Otherwise only those that begin
+        a whole one, or one that the end of the text cuts, because a template may write the rest.
+        Values other than texts, mappings, lists and tuples stay.
         """
         if isinstance(x, str):
             return self._hide(x, all_first)
@@ -65,10 +59,7 @@ class SpecialTexts:
         return x
 
     def split_hidden(self, text: str, hidden: str) -> list[Segment] | None:
-        """`text` in pieces; its special tokens are those of `hidden`, rendered from `hide`.
-
-        None if the two are not the same but for what was hidden.
-        """
+        """`text` in pieces, special tokens as in `hidden`; None if the two differ otherwise."""
         if text.translate(self._shown) != text or hidden.translate(self._shown) != text:
             return None
         return [(piece.translate(self._shown), special) for piece, special in self.split(hidden)]
@@ -90,11 +81,7 @@ class SpecialTexts:
 
 
 class SegmentEncoder:
-    """Encodes texts whose special tokens are named, and not read from the text.
-
-    Args:
-      tokenizer: of the package `tokenizers`; it is copied.
-    """
+    """Encodes texts whose special tokens are marked; `tokenizer`, of `tokenizers`, is copied."""
 
     def __init__(self, tokenizer: Any) -> None:
         import tokenizers
@@ -102,7 +89,7 @@ class SegmentEncoder:
         copy = tokenizers.Tokenizer.from_str(tokenizer.to_str())
         added = copy.get_added_tokens_decoder()
         self._special = {number: x.content for number, x in added.items() if x.special}
-        # A meant token is a token of its own, found in the text as the other would be.
+        # Each meant token gets a token of its own, found in the text just as the original would be.
         names = {number: chr(_MEANT + i) for i, number in enumerate(sorted(self._special))}
         if len(names) > _AREA:
             raise ValueError(f"a tokenizer must not have more than {_AREA} special tokens")
@@ -121,11 +108,7 @@ class SegmentEncoder:
         self._numbers = {copy.token_to_id(name): number for number, name in names.items()}
 
     def encode(self, segments: Sequence[Segment]) -> list[int]:
-        """The tokens of a text in pieces, see `Segment`.
-
-        Raises:
-          ValueError: if the tokenizer cannot write a special token's text as text.
-        """
+        """The tokens of a text in pieces; ValueError if a special token's text cannot be text."""
         names = set(self._names.values())
         if any(name in text for text, special in segments if not special for name in names):
             raise ValueError(

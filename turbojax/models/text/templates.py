@@ -1,9 +1,9 @@
 """Where chat templates run: jinja2's sandbox, which they cannot leave, and limits of time and size.
 
-Templates come with weights from anywhere. What is bounded: the time, looked at in every pass of a
+Templates come with weights from anywhere. These are bounded: the time, checked in every pass of a
 loop, every call and every filter; every text and list that operators, filters, calls and
-``{% set %}`` blocks make; all of them together; and the text that comes out. What is not: a single
-comparison of values that hold each other many times over.
+``{% set %}`` blocks make; all of them together; and the text that comes out. A single comparison
+of values that hold each other many times over is not bounded.
 """
 
 import contextvars
@@ -20,35 +20,35 @@ import jinja2.nodes
 import jinja2.sandbox
 
 SECONDS = 10.0
-"""What rendering may take."""
+"""Most seconds of a rendering."""
 MOST_CHARACTERS = 20_000_000
-"""Of a text, or entries of a list."""
+"""Most characters of a text, or entries of a list."""
 _MOST_ENTRIES = 100_000
-"""Of lists and mappings within each other that are written as text."""
+"""Most entries of nested lists and mappings that are written as text."""
 _MOST_TOGETHER = 1_000_000_000
-"""Characters and entries of all that a template makes until it has rendered."""
+"""Most characters and entries of everything that a rendering makes."""
 _LARGEST_NUMBER = 1_000_000
-"""Among the arguments of what pads, indents and repeats."""
+"""Largest number among the arguments of what pads, indents and repeats."""
 _MOST_BITS = 4096
 _WIDE_FORMAT = re.compile(r"\d{6}|%[^a-zA-Z%]*\*|:[^{}]*\{")
-# Filters that do not write lists as text, so that what these hold need not be measured.
+# Filters that do not write lists as text, so the content of lists need not be measured.
 _STRUCTURAL_TEXT = """
 abs attr batch count d default dictsort first float groupby int items last length list map max min
 random reject rejectattr reverse round select selectattr slice sort sum unique
 """
 _STRUCTURAL = frozenset(_STRUCTURAL_TEXT.split())
-# Methods and filters that make as much as a number says.
+# Methods and filters that make as much as one of their arguments, a number, says.
 _COUNTING_TEXT = """
 batch center expandtabs generate_lorem_ipsum indent ljust rjust round safe_range slice to_bytes
 tojson truncate wordwrap zfill
 """
 _COUNTING = frozenset(_COUNTING_TEXT.split())
-# Those that put one text into another as often as it has a place for it.
+# Those that put one text into many places of another.
 _MULTIPLYING = frozenset(("expandtabs", "join", "replace", "translate"))
 
 
 class _Budget:
-    """What a rendering may still take."""
+    """The time and size that a rendering may still use."""
 
     def __init__(self) -> None:
         self.deadline = time.monotonic() + SECONDS
@@ -68,15 +68,16 @@ class _Budget:
             )
 
 
-# Without one, while templates are compiled, filters raise: what is constant waits, too.
+# While templates are compiled there is no budget, and filters raise, so that even constant
+# expressions are computed only when a template is rendered.
 _budget: contextvars.ContextVar[_Budget] = contextvars.ContextVar("_budget")
 
 
 class _Limits(jinja2.ext.Extension):
-    """Calls that are put into templates; no tag."""
+    """Functions whose calls are put into templates; the extension has no tag."""
 
     def step(self, literal: int) -> str:
-        """Begins a pass of a loop, or a macro's body, with so many characters of plain text."""
+        """Begins a loop's pass or a macro's body, with `literal` characters of plain text."""
         budget = _budget.get()
         budget.check_time()
         budget.take(literal)
@@ -92,11 +93,7 @@ class BoundedTemplate(jinja2.Template):
     """A template with a budget for every rendering."""
 
     def render(self, *args: Any, **kwargs: Any) -> str:
-        """See `jinja2.Template`.
-
-        Raises:
-          jinja2.TemplateError: where it would go beyond the limits; and others, as jinja2 does.
-        """
+        """See `jinja2.Template`; raises its TemplateError also where it would exceed the limits."""
         token = _budget.set(_Budget())
         try:
             written, size = [], 0
@@ -113,7 +110,7 @@ class BoundedTemplate(jinja2.Template):
 
 
 class BoundedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
-    """jinja2's immutable sandbox, with limits; see above."""
+    """jinja2's immutable sandbox, with the limits of this module."""
 
     intercepted_binops = frozenset(("+", "*", "**", "%"))
     template_class = BoundedTemplate
@@ -143,7 +140,7 @@ class BoundedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
     def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:
         """See `jinja2.sandbox.SandboxedEnvironment`."""
         own = getattr(getattr(__obj, "__wrapped__", __obj), "__self__", None)
-        # A function of the module `operator` or the like belongs to a module.
+        # `__self__` of a built-in function is its module, which is not measured.
         own = (own,) if isinstance(own, str | bytes | list | tuple) else ()
         _check_arguments(getattr(__obj, "__name__", ""), own, args, kwargs)
         result = super().call(__context, __obj, *args, **kwargs)
@@ -153,18 +150,18 @@ class BoundedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
 
 @jinja2.pass_context
 def _finalize(context: Any, value: Any) -> Any:
-    """Counts what an expression writes, also where it is not written out yet."""
+    """Counts what an expression writes, even if it is kept and not written out yet."""
     del context
     _budget.get().take(_measure((value,)))
     return value
 
 
 def _bounded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """A filter that looks at its arguments and at what it makes."""
+    """The filter with checks of its arguments and of what it makes."""
     if hasattr(function, "is_bounded"):
         return function
 
-    @functools.wraps(function)  # what it is to be given is among what this copies
+    @functools.wraps(function)  # also copies what jinja2 must pass to it
     def bounded(*args: Any, **kwargs: Any) -> Any:
         budget = _budget.get()
         given = [x for x in args if not isinstance(x, _PASSED)]
@@ -179,21 +176,14 @@ def _bounded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     return bounded
 
 
-# What filters may ask for before their arguments.
+# Objects that filters may be passed before their arguments.
 _PASSED = (jinja2.Environment, jinja2.runtime.Context, jinja2.nodes.EvalContext)
 
 
 def _check_arguments(
     name: str, own: Sequence[Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> None:
-    """Raises TemplateError where a call would make much of little.
-
-    Args:
-      name: of the method or filter.
-      own: what it belongs to, or is applied to, if anything.
-      args: its arguments.
-      kwargs: its arguments with names.
-    """
+    """Raises TemplateError if a call would make much from little; `own` is what it applies to."""
     budget, given = _budget.get(), (*args, *kwargs.values())
     budget.check_time()
     for x in given if name in _COUNTING else ():
@@ -205,13 +195,12 @@ def _check_arguments(
     if name == "replace" and len(texts) == 3 and all(isinstance(x, str) for x in texts):
         budget.take(_replaced_size(*texts))
     elif name in _MULTIPLYING:
-        # The text it goes into and the longest that it is given.
+        # The two longest: the text that is put in, and the one it is put into.
         sizes = sorted(1 + _measure((x,)) for x in (*own, *given))[-2:]
         budget.take(math.prod(sizes))
 
 
 def _replaced_size(text: str, old: str, new: str) -> int:
-    """Characters of a text in which every `old` becomes `new`, at most."""
     return len(text) + text.count(old) * max(len(new) - len(old), 0)
 
 
@@ -243,7 +232,7 @@ def _length(x: Any) -> int | None:
 
 
 def _measure(values: Any) -> int:
-    """Characters and entries of what is to be written, up to more than is allowed."""
+    """Characters and entries of what is to be written; counting stops above the limits."""
     size, entries, waiting = 0, 0, list(values)
     while waiting:
         x, entries = waiting.pop(), entries + 1
@@ -269,7 +258,7 @@ def _with_limits(tree: jinja2.nodes.Template, limits: Any) -> jinja2.nodes.Templ
     for node in every:
         for name, value in node.iter_fields():
             if isinstance(value, list):
-                # In place: an operator within an operator is in a list of its own.
+                # In place, because an operator within an operator is in another list.
                 value[:] = [_own_operator(x, limits) for x in value]
             else:
                 setattr(node, name, _own_operator(value, limits))

@@ -1,4 +1,4 @@
-"""What each token of a `tokenizer.json` adds to a text, in bytes: what grammars are matched to."""
+"""The bytes that each token of a `tokenizer.json` adds to a text; grammars are matched to these."""
 
 import dataclasses
 import json
@@ -14,8 +14,8 @@ class TokenBytes:
     """Tokens as bytes.
 
     Attributes:
-      texts: of each token the bytes that it adds in the middle of a text; none of special tokens,
-        and of numbers that no token has.
+      texts: for each token the bytes that it adds in the middle of a text; empty for special tokens
+        and for numbers that no token has.
       special: texts of special tokens, which `Tokenizer.decode` leaves out, by token.
     """
 
@@ -24,18 +24,12 @@ class TokenBytes:
 
 
 def token_bytes(tokenizer: Any, size: int) -> TokenBytes:
-    """The tokens of a tokenizer as bytes.
+    """The bytes of the tokens of a tokenizer from the package `tokenizers`.
 
-    Two ways of writing bytes as tokens are known: byte-level ones, as GPT-2 began them, whose
+    Two ways of writing bytes as tokens are known: byte-level ones, introduced with GPT-2, whose
     characters each stand for a byte; and those of SentencePiece, whose spaces are U+2581, and where
-    the token ``<0x0A>`` is a byte.
-
-    Args:
-      tokenizer: of the package `tokenizers`.
-      size: tokens, with the numbers that no token has.
-
-    Raises:
-      NotImplementedError: naming the decoder, if tokens become text in another way.
+    the token ``<0x0A>`` is a byte. Raises NotImplementedError, naming the decoder, for other ways.
+    `size` includes numbers that no token has.
     """
     steps = list(_steps(json.loads(tokenizer.to_str())["decoder"]))
     kinds = {step["type"] for step in steps}
@@ -56,7 +50,7 @@ def token_bytes(tokenizer: Any, size: int) -> TokenBytes:
     for number in tokenizer.get_vocab(with_added_tokens=True).values():
         if number in special:
             continue
-        # Not the vocabulary's text, but the one that is decoded: normalized, of an added token.
+        # Not the vocabulary's text: decoding uses this one, which for added tokens is normalized.
         text = tokenizer.id_to_token(number)
         if byte_level:
             texts[number] = _of_byte_level(text)
@@ -75,9 +69,10 @@ def _steps(decoder: Mapping[str, Any] | None) -> Iterator[Mapping[str, Any]]:
 
 
 def _is_sentencepiece(steps: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether a decoder turns U+2581 to spaces, maybe bytes to characters, and does no more.
+    """Whether a decoder only turns U+2581 to spaces and maybe bytes to characters.
 
-    A space that it strips from the beginning of the whole text is none in its middle.
+    It may also strip a space from the beginning of the whole text, which changes nothing in its
+    middle.
     """
     spaces, fused = False, False
     for step in steps:
@@ -101,7 +96,7 @@ def _of_sentencepiece(text: str, fallback: bool) -> bytes:
         try:
             return bytes([int(text[3:5], 16)])
         except ValueError:
-            pass  # like a byte, and none
+            pass  # looks like a byte and is none
     return text.replace(_SPACE, " ").encode()
 
 
@@ -116,7 +111,7 @@ _BYTES = _bytes_of_characters()
 
 
 def _of_byte_level(text: str) -> bytes:
-    # A token with another character is text as it stands, as the package decodes it.
+    # Like the package, take a token with any other character as plain text.
     if all(char in _BYTES for char in text):
         return bytes(_BYTES[char] for char in text)
     return text.encode()

@@ -26,9 +26,9 @@ BEGINNING_OF_FILE = 0
 """Stands before the first byte of every text of a byte-level model."""
 
 _SENTENCEPIECE_NAME = "tokenizer.model"
-# Tokens before the new ones that they are decoded after: one alone may lose its leading space.
+# Earlier tokens that new ones are decoded with: a token alone may lose its leading space.
 _CONTEXT = 4
-# Tokens that are bytes of characters, at most, before those.
+# How many tokens before those may be bytes of characters, at most.
 _LONGEST_RUN = 64
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 
@@ -69,25 +69,25 @@ class Tokenizer(Protocol):
         ...
 
     def decode(self, tokens: Iterable[int]) -> str:
-        """The text of tokens, without special ones."""
+        """The text of tokens, without special tokens."""
         ...
 
     def stream(self, prompt: Sequence[int] = ()) -> Decode:
         """Decodes token by token: the texts together are what `decode` makes of all tokens.
 
         Args:
-          prompt: the tokens before the first. A character that begins in them is text of the token
-            that completes it.
+          prompt: the tokens before the first. A character that begins in them belongs to the text
+            of the token that completes it.
         """
         ...
 
     def special_token(self, text: str) -> int | None:
-        """The token that is written like this and that `decode` leaves out, if there is one."""
+        """The special token with this text, which `decode` leaves out, if there is one."""
         ...
 
 
 class ByteTokenizer:
-    """Token i is the byte of value i, and byte 0 begins a text: the embedded model's way.
+    """Token i is the byte of value i, and byte 0 begins a text, as in the embedded model.
 
     Texts are UTF-8; bytes that are not UTF-8 are read as `Tokenizer.encode` says, and shown as
     replacement characters.
@@ -130,7 +130,7 @@ class ByteTokenizer:
         return decode
 
     def special_token(self, text: str) -> int | None:
-        """See `Tokenizer`: every byte is text."""
+        """See `Tokenizer`: None, as every byte is text."""
         del text
         return None
 
@@ -172,24 +172,24 @@ class NumberTokenizer:
 
     def stream(self, prompt: Sequence[int] = ()) -> Decode:
         """See `Tokenizer`."""
-        del prompt  # a number means the same after any other
+        del prompt  # a number means the same wherever it stands
         return lambda token: "" if token is None else f"{token} "
 
     def special_token(self, text: str) -> int | None:
-        """See `Tokenizer`: every number is text."""
+        """See `Tokenizer`: None, as every number is text."""
         del text
         return None
 
 
 class JsonTokenizer:
-    """A Hugging Face `tokenizer.json`, with what stands beside it; or that of a GGUF file.
+    """A Hugging Face `tokenizer.json` with the files beside it, or the tokenizer of a GGUF file.
 
-    Read, where they are there, as transformers reads them: `tokenizer_config.json` (special tokens,
-    chat templates, and added tokens, also such as `tokenizer.json` lacks);
+    These files are read, if they exist, as transformers reads them: `tokenizer_config.json`
+    (special tokens, chat templates, and added tokens, including ones that `tokenizer.json` lacks);
     `special_tokens_map.json`, if the former has no added tokens; `chat_template.jinja` and
     `additional_chat_templates/*.jinja`, which replace all templates of `tokenizer_config.json`;
-    `generation_config.json` or else `config.json` (tokens that end a text). Tokens that end a text
-    are all that these files name.
+    `generation_config.json` or else `config.json` (tokens that end a text). All tokens that these
+    files name as such end a text.
 
     Args:
       path: the file, or its folder; or a GGUF file, whose metadata have all of it.
@@ -211,7 +211,7 @@ class JsonTokenizer:
             parts = _settings.read_folder(self._file, folder)
         self._tokenizer = parts.tokenizer
         known = self._tokenizer.get_vocab(with_added_tokens=True)
-        # Numbers may be left out, so that this can be more than there are tokens.
+        # Some numbers may be unused, so this can be more than there are tokens.
         self.vocab_size = max(known.values(), default=-1) + 1
         self.special_tokens: Mapping[str, str] = parts.special_tokens
         self.bos_token_id: int | None = parts.bos_token_id
@@ -226,26 +226,26 @@ class JsonTokenizer:
 
     @functools.cached_property
     def special_texts(self) -> SpecialTexts:
-        """What `encode` makes special tokens of, wherever it stands in a text."""
+        """The texts that `encode` turns into special tokens, wherever they stand."""
         added = self._tokenizer.get_added_tokens_decoder().values()
         return SpecialTexts(token.content for token in added if token.special and token.content)
 
     def encode_segments(self, segments: Sequence[Segment]) -> list[int]:
-        """The tokens of a text in pieces, of which some are special tokens and the others text.
+        """The tokens of a text in pieces, some of which are special tokens and the others text.
 
         Args:
-          segments: pieces, and of each whether it is the text of a special token, and means it.
+          segments: pieces, each with whether it is meant as the special token of this text.
 
         Raises:
           ValueError: if the text is not Unicode, or the tokenizer has nothing but the special token
-            for a text that is written like one.
+            for a text that looks like one.
         """
         _check_unicode("".join(text for text, _ in segments))
         return self._segments.encode(segments)
 
     @property
     def token_bytes(self) -> TokenBytes:
-        """What each token adds to a text; `NotImplementedError` if that cannot be said."""
+        """The bytes that each token adds to a text; `NotImplementedError` if they are not known."""
         return token_bytes(self._tokenizer, self.vocab_size)
 
     @functools.cached_property
@@ -253,15 +253,15 @@ class JsonTokenizer:
         return SegmentEncoder(self._tokenizer)
 
     def decode(self, tokens: Iterable[int]) -> str:
-        """See `Tokenizer`; tokens that the vocabulary leaves out have no text."""
+        """See `Tokenizer`; numbers that no token has give no text."""
         numbers = [int(token) for token in tokens]
         with _tokenizer_file.named(f"{self._file} cannot write these tokens"):
             return self._tokenizer.decode(numbers)
 
     def stream(self, prompt: Sequence[int] = ()) -> Decode:
         """See `Tokenizer`; text is held back as long as its last character is incomplete."""
-        # Each entry is the tokens of whole characters: decoded from inside one, or from inside a
-        # run of bytes, what follows would look different.
+        # Each entry holds the tokens of whole characters: decoding that begins inside one, or
+        # inside a run of bytes, would change what follows.
         shown: collections.deque[list[int]] = collections.deque([self._end(prompt)], _CONTEXT)
         waiting = list[int]()
 
@@ -275,10 +275,10 @@ class JsonTokenizer:
             begun = before.endswith(_INCOMPLETE)
             if len(text) > len(before) and not begun:
                 shown.append(waiting)
-            else:  # special tokens push out nothing that has a text
+            else:  # special tokens must not push out tokens that have text
                 shown[-1].extend(waiting)
             waiting = []
-            # The prompt may end inside a character, which is whole now.
+            # The prompt may have ended inside a character that is complete now.
             if begun and not text.startswith(before):
                 before = before.rstrip(_INCOMPLETE)
             return text[len(before) :]
@@ -291,7 +291,7 @@ class JsonTokenizer:
         return next((i for i, x in added.items() if x.special and x.content == text), None)
 
     def _end(self, prompt: Sequence[int]) -> list[int]:
-        """The last tokens of a prompt, from the beginning of a character on."""
+        """The last tokens of a prompt, extended back to the beginning of a character."""
         start = max(len(prompt) - _CONTEXT, 0)
         earliest = max(start - _LONGEST_RUN, 0)
         while start > earliest and self.decode(prompt[start:]).startswith(_INCOMPLETE):
@@ -310,8 +310,8 @@ def load_tokenizer(
       vocab_size: of the model, by default what the folder's `config.json` says.
 
     Returns:
-      The folder's `tokenizer.json`. Without one, bytes if the vocabulary has 256 tokens, which is
-      how the embedded model reads, and numbers otherwise.
+      The folder's `tokenizer.json`. Without one, a `ByteTokenizer` if the vocabulary has 256
+      tokens, which is how the embedded model reads, and a `NumberTokenizer` otherwise.
 
     Raises:
       ImportError: if there is a `tokenizer.json` and the package `tokenizers` is missing.
@@ -358,7 +358,7 @@ def _load_tokenizer(folder: Path, place: Path, vocab_size: int | None) -> Tokeni
 
 
 def _fitting(tokenizer: JsonTokenizer, vocab_size: int | None, source: object) -> JsonTokenizer:
-    """The tokenizer, if the model has an embedding for every token; its table may be padded."""
+    """The tokenizer; ValueError if it has tokens beyond the model's table, which may be larger."""
     if vocab_size is not None and tokenizer.vocab_size > vocab_size:
         raise ValueError(
             f"{source} know tokens up to {tokenizer.vocab_size - 1}, which must be below the "
@@ -378,7 +378,7 @@ def _vocab_size(folder: Path, config: Mapping[str, Any]) -> int | None:
 
 
 def _check_unicode(text: str) -> None:
-    """Raises ValueError unless it is: the package's own message does not say what is wrong."""
+    """Raises ValueError unless it is Unicode; the package's own message does not say why."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:

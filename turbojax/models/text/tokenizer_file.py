@@ -11,20 +11,12 @@ from turbojax import _extras, _json
 _MOST_BYTES = 128 * 2**20
 """Of a `tokenizer.json`; the largest ones, of vocabularies of 260,000 tokens, have 35 MB."""
 
-# A prefix that is not empty; or letters in escapes, which might spell its key.
+# A prefix that is not empty; or escaped letters, which might spell its key.
 _MAY_HAVE_PREFIX = re.compile(rb'continuing_subword_prefix"\s*:\s*"[^"]|\\u00[2-7]')
 
 
 class Parts(NamedTuple):
-    """What a tokenizer consists of.
-
-    Attributes:
-      tokenizer: of the package `tokenizers`.
-      special_tokens: texts of special tokens by role.
-      bos_token_id: the token that begins a text, if there is one.
-      eos_token_ids: tokens that end a text.
-      chat_template: a template, or several by name, or None.
-    """
+    """What a tokenizer consists of; `special_tokens` are by role, several templates by name."""
 
     tokenizer: Any
     special_tokens: Mapping[str, str]
@@ -34,12 +26,10 @@ class Parts(NamedTuple):
 
 
 def read(file: Path) -> tuple[Any, Mapping[str, Any] | None]:
-    """The file's tokenizer, and how it would fill up texts.
+    """The file's tokenizer, with padding turned off, and how the file would pad texts.
 
-    Raises:
-      ImportError: if the package `tokenizers` is not installed.
-      FileNotFoundError: if there is no such file.
-      ValueError: naming it, if it cannot be read.
+    Raises ImportError if the package `tokenizers` is missing, and ValueError, naming the file, if
+    it cannot be read.
     """
     try:
         import tokenizers
@@ -53,7 +43,7 @@ def read(file: Path) -> tuple[Any, Mapping[str, Any] | None]:
     _check_merges(file, content)
     with named(f"{file} is not a readable tokenizer"):
         tokenizer = tokenizers.Tokenizer.from_buffer(content)
-        # A file may ask for texts to be cut, or filled up, to one length.
+        # A file may ask for texts to be cut or padded to one length.
         padding = tokenizer.padding
         tokenizer.no_truncation()
         tokenizer.no_padding()
@@ -62,12 +52,12 @@ def read(file: Path) -> tuple[Any, Mapping[str, Any] | None]:
 
 @contextlib.contextmanager
 def named(what: str) -> Iterator[None]:
-    """Turns what the package `tokenizers` raises into a ValueError that begins like this."""
+    """Turns what the package `tokenizers` raises into a ValueError that begins with `what`."""
     try:
         yield
     except BaseException as error:
-        # The package raises nothing more special. Where its Rust code panics, that is no Exception,
-        # and the class has no public name.
+        # The package raises plain Exceptions. A panic in its Rust code raises a BaseException whose
+        # class has no public name.
         if isinstance(error, Exception) or type(error).__name__ == "PanicException":
             raise ValueError(f"{what}: {_json.line(str(error))}") from error
         raise
@@ -76,8 +66,8 @@ def named(what: str) -> Iterator[None]:
 def _check_merges(file: Path, content: bytes) -> None:
     """Raises ValueError where a merge would make the package cut a character in two.
 
-    It takes as many bytes from a merge's second token as the prefix has characters, without a
-    look at them, and ends the process where what is left is no text.
+    The package removes as many bytes from a merge's second token as the prefix has characters,
+    without looking at them, and ends the process if the rest is not text.
     """
     if not _MAY_HAVE_PREFIX.search(content):
         return

@@ -1,4 +1,4 @@
-"""What stands beside a `tokenizer.json`: special tokens, added ones, templates, ends of texts."""
+"""The files beside a `tokenizer.json`: special tokens, added ones, templates, ends of texts."""
 
 import os
 from collections.abc import Iterable, Mapping
@@ -28,21 +28,13 @@ _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 
 
 def read_folder(file: Path, folder: Path) -> Parts:
-    """A `tokenizer.json` with what stands beside it, see `JsonTokenizer`.
-
-    Args:
-      file: the file.
-      folder: where the others are.
-
-    Raises:
-      ImportError, FileNotFoundError, ValueError: see `JsonTokenizer`.
-    """
+    """The tokenizer in `file`, with the files in `folder` that go with it; see `JsonTokenizer`."""
     tokenizer, padding = _tokenizer_file.read(file)
     config = _folder.find(folder, CONFIG_NAME)
     settings = read_object(config)
     if ADDED not in settings:
         settings = {**settings, **read_object(_folder.find(folder, "special_tokens_map.json"))}
-    # A file that fills texts up says with what.
+    # A file that pads texts names the token for it.
     settings = {**({} if padding is None else {"pad_token": padding["pad_token"]}), **settings}
     special = _special_tokens(settings)
     _add_tokens(tokenizer, settings, special.values(), config)
@@ -73,8 +65,8 @@ def _add_tokens(
 ) -> None:
     """Adds the tokens of `added_tokens_decoder`, which `tokenizer.json` may lack.
 
-    As in transformers, one that is new gets the next free number, in the order of their numbers
-    here; of one that is there, what is said here counts.
+    As in transformers, new ones get the next free numbers, in the order of their numbers here; for
+    those that exist already, what is said here replaces what was said before.
     """
     import tokenizers
 
@@ -107,13 +99,12 @@ def read_object(path: Path) -> Mapping[str, Any]:
 
 
 def _content(token: Any) -> str | None:
-    """The text of a special token, which is written as a string or as an object."""
     text = token.get("content") if isinstance(token, Mapping) else token
     return text if isinstance(text, str) else None
 
 
 def ends(folder: Path, eos: int | None) -> tuple[int, ...]:
-    """Tokens that end a text: of the generation's settings, and the tokenizer's own."""
+    """Tokens that end a text: those of the generation's settings, and the tokenizer's own."""
     path = _folder.find(folder, "generation_config.json")
     path = path if os.path.lexists(path) else _folder.find(folder, _folder.CONFIG_NAME)
     found = read_object(path).get("eos_token_id")

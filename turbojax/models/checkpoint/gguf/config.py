@@ -30,12 +30,12 @@ SHORT_FACTORS, LONG_FACTORS = "rope_factors_short.weight", "rope_factors_long.we
 HEAD = "output.weight"
 _EMBEDDING = "token_embd.weight"
 
-# Keys behind the architecture's name that change nothing, whatever they say.
+# Keys after the architecture's name that change nothing, whatever their value.
 _HARMLESS = {
     *("vocab_size", "tensor_data_layout", "rope.scaling.finetuned", "attention.value_length"),
     *("attention.key_length", "rope.dimension_count"),
 }
-# Keys that may be there with these values.
+# Keys that may only have these values.
 _IDLE: dict[str, tuple[Any, ...]] = {
     **{"attention.causal": (True,), "use_parallel_residual": (False,), "expert_count": (0,)},
     **{"expert_used_count": (0,), "rope.scaling.yarn_ext_factor": (1.0,)},
@@ -45,26 +45,20 @@ _YARN_KEYS = {
     "rope.scaling.yarn_beta_fast": "beta_fast",
     "rope.scaling.yarn_beta_slow": "beta_slow",
 }
-# Llama 3.1 and later; files have its frequencies' divisors and not what they are made of.
+# Llama 3.1 and later; files have the divisors of its frequencies, not these numbers.
 _LLAMA3 = {
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
-# transformers computes them in float32, llama.cpp's converter in the precision of its own.
+# transformers computes them in float32, llama.cpp's converter in another precision.
 _LLAMA3_TOLERANCE = 1e-5
 
 
 def config(header: Header, factors: Mapping[str, np.ndarray]) -> dict[str, Any]:
-    """A `config.json` that describes the same model.
+    """A `config.json` that describes the same model; NotImplementedError or ValueError if none can.
 
-    Args:
-      header: of the file.
-      factors: of rotary frequencies: the file's tensors of these names, in float32.
-
-    Raises:
-      NotImplementedError: if the architecture is not supported, or a key or its value.
-      ValueError: if a key is missing, or has a value that it cannot have.
+    `factors` are the file's tensors that divide rotary frequencies, by their names, in float32.
     """
     try:
         return _Config(header, factors).read()
@@ -113,7 +107,7 @@ class _Config:
             **getattr(self, f"_{self.architecture}")(sizes, head_dim),
         }
         if self.architecture == "phi3":
-            # Not a key of the family, which shares the width evenly.
+            # Phi-3 has no such key: its heads share the width evenly.
             del found["head_dim"]
             if head_dim * heads != sizes["hidden_size"]:
                 raise NotImplementedError(
@@ -127,7 +121,7 @@ class _Config:
         return f"{self.architecture}.{key}"
 
     def get(self, key: str, default: Any = None) -> Any:
-        """The value of a key; of one with a value for every layer, the value that all have."""
+        """The value of a key; if it has one for every layer and all are alike, that one."""
         self.used.add(key)
         value = self.header.metadata.get(self.name(key), default)
         if isinstance(value, np.ndarray) and len(value) and (value == value[0]).all():
@@ -168,7 +162,7 @@ class _Config:
         return dim
 
     def tokens(self) -> dict[str, Any]:
-        """What `generation_config.json` says elsewhere."""
+        """The special tokens, which `generation_config.json` says in a folder."""
         found = {}
         for role in ("bos", "eos"):
             number = self.header.metadata.get(f"tokenizer.ggml.{role}_token_id")
@@ -194,7 +188,7 @@ class _Config:
         if {SHORT_FACTORS, LONG_FACTORS} & self.factors.keys():
             scaling = self.longrope(given, amplitude)
         elif kind == "linear":
-            # The second is what old files call it.
+            # Old files call it `rope.scale_linear`.
             factor = self.number("rope.scaling.factor", self.number("rope.scale_linear", 1.0))
             scaling = {"rope_type": "linear", "factor": factor} if factor not in (0, 1) else {}
             original = None
@@ -248,14 +242,14 @@ class _Config:
                 scaling[name] = value
         amplitude *= self.number("rope.scaling.yarn_attn_factor", 1.0)
         if amplitude != 1:
-            # llama.cpp multiplies what YaRN's authors recommend, which is the default elsewhere.
+            # llama.cpp multiplies the factor that YaRN's authors recommend, the default elsewhere.
             scaling["attention_factor"] = amplitude * (1 + 0.1 * math.log(max(factor, 1.0)))
         return scaling
 
     def divided(self, factors: np.ndarray, keys: dict[str, Any], length: int) -> dict[str, Any]:
-        """Frequencies that a tensor divides: Llama 3's, or any others.
+        """RoPE scaling for frequencies that a tensor divides: Llama 3's, or any others.
 
-        LongRoPE with the same factors for short and long sequences is just that.
+        The latter are LongRoPE with the same factors for short and long sequences.
         """
         factor = _short(float(factors.max(initial=1.0)))
         periods = keys["rope_theta"] ** (np.arange(len(factors)) / len(factors))
@@ -311,8 +305,8 @@ class _Config:
     def _gemma(self, sizes: Mapping[str, int], head_dim: int, largest: int) -> dict[str, Any]:
         """What Gemma 2 and 3 share.
 
-        Files do not say how scores are scaled: by the heads' width, but in the largest model, whose
-        number of layers is `largest`, by the width of all shared among the heads.
+        Files do not say how scores are scaled: by the width of a head, except in the largest model,
+        whose number of layers is `largest`, by the hidden size divided by the number of heads.
         """
         scalar: float = head_dim
         if sizes["num_hidden_layers"] == largest:
@@ -351,10 +345,9 @@ class _Config:
 
 
 def _dtype(header: Header) -> str:
-    """Of weights and computation, unless something else is asked for.
+    """The default dtype: that of most numbers in matrices if it is a floating-point type.
 
-    That of matrices if they are floating point. Codes do not say it; what they were made of is in
-    bfloat16, of nearly all models.
+    Otherwise bfloat16: codes do not say it, and nearly all models were made in bfloat16.
     """
     sizes: dict[str, int] = {}
     for place in header.tensors.values():

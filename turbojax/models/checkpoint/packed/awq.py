@@ -47,20 +47,13 @@ exllama_config fuse_max_seq_len max_input_length meta method model_seqlen module
 pad_token_id pack_dtype sym tokenizer true_sequential block_name_to_quantize
 module_name_preceding_first_block modules_in_block_to_quantize
 """
-# Of output 0 to 7 of a word: which code it is, from the lowest bits.
+# For each of a word's outputs 0 to 7, the place of its code, counted from the lowest bits.
 _PLACES = np.argsort([0, 2, 4, 6, 1, 3, 5, 7])
 
 
 @dataclasses.dataclass(frozen=True)
 class Awq:
-    """What a `quantization_config` of AWQ says.
-
-    Attributes:
-      group_size: inputs of a group, or None for all.
-      by_outputs: whether an output's codes lie together (``"gemv"``), not an input's (``"gemm"``).
-      name: of the format.
-      codes: the part that holds them.
-    """
+    """What AWQ's config says; `by_outputs`: an output's codes lie together (``"gemv"``)."""
 
     group_size: int | None
     by_outputs: bool
@@ -114,11 +107,7 @@ class Awq:
 
 
 def parse(block: Block) -> Awq:
-    """The format of a `quantization_config` whose `quant_method` is ``"awq"``.
-
-    Raises:
-      NotImplementedError: if it is one that cannot be read; see `keys`.
-    """
+    """Reads a `quantization_config` of ``"awq"``; NotImplementedError if it is not supported."""
     keys.require_off(block, (*_READ.split(), *_HARMLESS.split()))
     keys.require(block, "bits", (4,), 4)
     keys.require(block, "lm_head", (False, None))
@@ -137,7 +126,7 @@ def _along_outputs(words: jax.Array) -> jax.Array:
 
 
 def _words(size: int, count: int) -> int:
-    """Words of zero points of an output of ``"gemv"``: of this many groups of this size."""
+    """Words of zero points for an output of ``"gemv"`` with `count` groups of `size` inputs."""
     multiple = {64: 2, 32: 4}.get(size, 1)
     words = -(-count // PER_WORD)
     return -(-words // multiple) * multiple

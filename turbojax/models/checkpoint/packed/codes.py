@@ -1,4 +1,4 @@
-"""A linear layer of a packed checkpoint, unpacked; and what a format says of its tensors."""
+"""A linear layer of a packed checkpoint, unpacked; and what a format says about its tensors."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ from turbojax.quantizers.int4_codes import from_codes
 PER_WORD = 8
 """Codes of four bits in an int32."""
 MIDDLE = 8
-"""What a stored code is more than the signed one: codes are -8 to 7, stored as 0 to 15."""
+"""What is added to a signed code, -8 to 7, to store it as 0 to 15."""
 
 Places = tuple[tuple[Literal["outputs", "inputs", "groups"], int], ...]
 """What each axis of a tensor counts, and how many of them are one step along it."""
@@ -25,12 +25,7 @@ _Array = TypeVar("_Array", jax.Array, np.ndarray)
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """A tensor that a linear layer is stored as.
-
-    Attributes:
-      shapes: the shape it must have, by the dtypes it may have, in safetensors' names.
-      required: whether it must be there.
-    """
+    """A stored part of a linear layer; `shapes` has its shape for each of safetensors' dtypes."""
 
     shapes: Mapping[str, tuple[int, ...]]
     required: bool = True
@@ -56,22 +51,22 @@ class Codes:
     inputs: np.ndarray | None = None
 
     def rows(self, first: int, last: int) -> "Codes":
-        """Some outputs, from the first to the one before the last."""
+        """The outputs from `first` to the one before `last`."""
         zeros = None if self.zeros is None else self.zeros[first:last]
         codes, scales = self.codes[first:last], self.scales[first:last]
         return Codes(codes, scales, zeros, self.group_size, self.inputs)
 
 
 class PackedFormat(Protocol):
-    """How the linear layers of a checkpoint are stored, which its `quantization_config` says."""
+    """How the linear layers of a checkpoint are stored, as its `quantization_config` says."""
 
     @property
     def name(self) -> str:
-        """Of the format, for errors."""
+        """The format's name, for errors."""
 
     @property
     def codes(self) -> str:
-        """The part that holds a layer's codes, which every layer has."""
+        """The name of the part that holds a layer's codes, which every layer has."""
 
     @property
     def group_size(self) -> int | None:
@@ -79,25 +74,17 @@ class PackedFormat(Protocol):
 
     @property
     def places(self) -> Mapping[str, Places]:
-        """What the axes of codes and scales count, by the parts that hold them."""
+        """What the axes of codes and scales count, by the names of the parts that hold them."""
 
     def parts(self, outputs: int, inputs: int) -> Mapping[str, Part]:
-        """The tensors of a linear layer, by what follows the layer's name and a dot.
-
-        Raises:
-          ValueError: if the format cannot hold a layer of this size.
-        """
+        """The tensors of a layer, by the end of their names; ValueError if the size is wrong."""
 
     def unpack(self, parts: Mapping[str, np.ndarray], outputs: int, inputs: int) -> Codes:
-        """The layer of these tensors, whose shapes and dtypes are right.
-
-        Raises:
-          ValueError: if the tensors contradict each other.
-        """
+        """The layer of these checked tensors; ValueError if they contradict each other."""
 
 
 def weights(parts: Mapping[str, Codes]) -> dict[str, Int4Weight]:
-    """The weights of some layers, alike in that all have zeros if one has."""
+    """The weights of some layers; if one has zero points, all get them."""
     some = any(part.zeros is not None for part in parts.values())
 
     def weight(part: Codes) -> Int4Weight:
@@ -115,30 +102,30 @@ def weights(parts: Mapping[str, Codes]) -> dict[str, Int4Weight]:
 
 
 def require_words(count: int, what: str) -> None:
-    """Raises ValueError unless so many codes are whole words."""
+    """Raises ValueError unless so many codes fill whole words."""
     if count % PER_WORD:
         raise ValueError(f"{count} {what} must be a multiple of {PER_WORD}")
 
 
 def nibbles(words: _Array) -> _Array:
-    """Codes 0 to 15 of int32 words ``[...]``, ``[..., 8]``, those of the lowest bits first."""
+    """Codes 0 to 15 ``[..., 8]`` of int32 words ``[...]``, those of the lowest bits first."""
     shifts = np.expand_dims(_SHIFTS, tuple(range(words.ndim)))
     return (words[..., None] >> shifts) & 15
 
 
 def signed(codes: _Array) -> _Array:
-    """Codes 0 to 15 as -8 to 7, and zero points likewise, int8."""
+    """Codes or zero points 0 to 15 as int8 -8 to 7."""
     return (codes - MIDDLE).astype(np.int8)
 
 
 @jax.jit
 def along_inputs(words: jax.Array) -> jax.Array:
-    """int8 ``[N, 8 W]`` of words ``[N, W]`` of eight inputs each."""
+    """int8 codes ``[N, 8 W]`` of words ``[N, W]`` of eight inputs each."""
     return signed(nibbles(words)).reshape(words.shape[0], -1)
 
 
 def by_groups(zeros: np.ndarray, symmetric: bool) -> np.ndarray | None:
-    """Zero points, or None where the format says that there are none and all are 0."""
+    """The zero points, or None if the format says that there are none and all are 0."""
     return None if symmetric and not zeros.any() else zeros
 
 
@@ -149,17 +136,11 @@ def grouped(
     group_size: int | None,
     groups: np.ndarray | None,
 ) -> Codes:
-    """A layer whose inputs are of any groups; those of a group become neighbours.
+    """A layer whose inputs may be in any groups, reordered so that those of a group are neighbours.
 
-    Args:
-      codes: int8 ``[N, K]``, inputs in their order.
-      scales: ``[N, G]``.
-      zeros: as `scales`, or None.
-      group_size: inputs of a group, or None for all inputs.
-      groups: int ``[K]``, the group of each input, or None where each run of `group_size` is one.
-
-    Raises:
-      ValueError: if there is no such group, or one has another number of inputs.
+    `codes` are int8 ``[N, K]``, `scales` ``[N, G]``, and `groups` int ``[K]`` the group of each
+    input, None where each run of `group_size` is one. Raises ValueError unless every group has
+    `group_size` inputs.
     """
     if groups is None:
         return Codes(codes, scales, zeros, group_size)
@@ -180,5 +161,4 @@ def grouped(
 
 
 def _are_runs(groups: np.ndarray, size: int) -> bool:
-    """Whether each run of `size` inputs is of one group."""
     return np.array_equal(np.repeat(groups[::size], size)[: groups.size], groups)

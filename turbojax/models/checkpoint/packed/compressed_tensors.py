@@ -8,15 +8,15 @@ A linear layer of `N` outputs and `K` inputs, with `G` groups a row, is
 - ``weight_zero_point``, if weights are not symmetric: int32 ``[ceil(N / 8), G]``, the zero points
   of eight outputs a word, stored like codes; or, as early versions wrote them, int8 ``[N, G]``;
 - ``weight_shape``: int64 or int32 ``[2]``, `N` and `K`;
-- ``weight_g_idx``, of act-order by groups alone: int32 ``[K]``, the group of each input; if any is
-  -1, none is known, and inputs are in order.
+- ``weight_g_idx``, only with act-order by groups: int32 ``[K]``, the group of each input; if any is
+  -1, groups are not known, and inputs are in order.
 
 The strategy ``"group"`` has groups of `group_size` inputs, ``"channel"`` one of all inputs. The
 weight of output `n` for input `k` is ``(code - zero) * scale``, or ``code * scale``, rounded once
 to the scale's dtype.
 
 `quantization_config` has its schemes in `config_groups`, and names in `ignore` what is not
-quantized. Whether a layer is, its tensors say.
+quantized. Here a layer's tensors decide whether it is quantized.
 """
 
 import dataclasses
@@ -48,14 +48,7 @@ _HARMLESS_WEIGHTS = "actorder observer observer_kwargs scale_dtype zp_dtype"
 
 @dataclasses.dataclass(frozen=True)
 class CompressedTensors:
-    """What a `quantization_config` of compressed-tensors says.
-
-    Attributes:
-      group_size: inputs of a group, or None for all.
-      symmetric: whether there are no zero points.
-      name: of the format.
-      codes: the part that holds them.
-    """
+    """What the `quantization_config` says; `symmetric` means that there are no zero points."""
 
     group_size: int | None
     symmetric: bool
@@ -103,11 +96,9 @@ class CompressedTensors:
 
 
 def parse(block: Block) -> CompressedTensors:
-    """The format of a `quantization_config` whose `quant_method` is ``"compressed-tensors"``.
+    """Reads a `quantization_config` of ``"compressed-tensors"``.
 
-    Raises:
-      NotImplementedError: if it is one that cannot be read; see `keys`.
-      ValueError: if an object is none.
+    Raises NotImplementedError if it is not supported, ValueError if an object is missing.
     """
     keys.require_off(block, (*_READ.split(), *_HARMLESS.split()))
     keys.require(block, "format", (FORMAT,))
@@ -131,7 +122,7 @@ def parse(block: Block) -> CompressedTensors:
 
 def _scheme(groups: Block, name: str) -> CompressedTensors:
     scheme = keys.an_object(groups, name)
-    # Among them are activations, which stay as they are where only weights are quantized.
+    # Refuses `input_activations` among others: only weights may be quantized.
     keys.require_off(scheme, _SCHEME.split())
     keys.require(scheme, "format", (FORMAT, None))
     weights = keys.an_object(scheme, "weights")
@@ -151,7 +142,7 @@ def _scheme(groups: Block, name: str) -> CompressedTensors:
 
 
 def _zeros(stored: np.ndarray, outputs: int) -> np.ndarray:
-    """int8 ``[N, G]``."""
+    """Zero points, int8 ``[N, G]``."""
     if stored.dtype == np.int8:
         if stored.min() < -8 or stored.max() > 7:
             raise ValueError("weight_zero_point must hold numbers from -8 to 7")

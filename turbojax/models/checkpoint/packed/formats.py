@@ -17,10 +17,9 @@ METHODS = tuple(_PARSERS)
 
 
 def parse(block: Mapping[str, Any]) -> PackedFormat:
-    """How linear layers are stored, of a `quantization_config` whose method is one of `METHODS`.
+    """How linear layers are stored; `block` is a `quantization_config`.
 
-    Raises:
-      NotImplementedError: naming the key, if weights or activations are of another kind.
-      ValueError: if something is no object where one must be.
+    Raises NotImplementedError, naming the key, for other kinds of weights or activations;
+    ValueError if an object is missing.
     """
     return _PARSERS[block["quant_method"]](block)

@@ -13,11 +13,11 @@ A linear layer of `N` outputs and `K` inputs in groups of `g`, with ``G = ceil(K
 The weight of output `n` for input `k` is ``(code - zero) * scale``, rounded once to the scales'
 dtype. One is added to the zero points of a ``"gptq"`` file a word at a time, as GPTQModel does: a
 stored 15 becomes 0 and carries into the next output's. Other programs read it as 16, but no zero
-point is 16, and a word from which one was subtracted is so restored. A symmetric weight has zero
-points of 8 alone; where all stored ones are 8 in a symmetric ``"gptq"`` file they are that, too:
-some programs forget to subtract.
+point is 16, and adding to whole words exactly undoes a subtraction from whole words. All zero
+points of a symmetric weight are 8; if all stored ones are 8 in a symmetric ``"gptq"`` file, they
+are taken as they are, because some programs forget to subtract.
 
-With act-order (``desc_act``) inputs of a group are no neighbours, unless groups are static. Codes
+With act-order (``desc_act``) inputs of a group are not neighbours, unless groups are static. Codes
 of such a layer are sorted by group, and its tokens are brought into that order before the product.
 """
 
@@ -57,15 +57,12 @@ _ONES = np.uint32(0x11111111)
 
 @dataclasses.dataclass(frozen=True)
 class Gptq:
-    """What a `quantization_config` of GPTQ says.
+    """What a `quantization_config` of GPTQ says; see `PackedFormat`.
 
     Attributes:
-      group_size: inputs of a group, or None for all.
       symmetric: whether all zero points are 8.
       less_one: whether they are stored less one.
       act_order: whether groups are not runs of inputs, so that layers must have a ``g_idx``.
-      name: of the format.
-      codes: the part that holds them.
     """
 
     group_size: int | None
@@ -105,7 +102,7 @@ class Gptq:
         return grouped(codes, scales, zeros, self.group_size, parts.get("g_idx"))
 
     def _zeros(self, words: np.ndarray) -> np.ndarray:
-        """int8 ``[G, N]``, -8 to 7."""
+        """Zero points, int8 ``[G, N]``, -8 to 7."""
         stored = nibbles(words)
         forgot = self.symmetric and bool((stored == MIDDLE).all())
         if self.less_one and not forgot:
@@ -114,11 +111,7 @@ class Gptq:
 
 
 def parse(block: Block) -> Gptq:
-    """The format of a `quantization_config` whose `quant_method` is ``"gptq"``.
-
-    Raises:
-      NotImplementedError: if it is one that cannot be read; see `keys`.
-    """
+    """Reads a `quantization_config` of ``"gptq"``; NotImplementedError if it is not supported."""
     keys.require_off(block, (*_READ.split(), *_HARMLESS.split()))
     keys.require(block, "bits", (4,))
     keys.require(block, "lm_head", (False, None))

@@ -1,4 +1,4 @@
-"""Keys of a `quantization_config`: what is read is checked, what would change values refused."""
+"""Keys of a `quantization_config`: those that are read are checked; unknown ones are refused."""
 
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -11,11 +11,7 @@ _WHERE = "config.json: quantization_config"
 
 
 def require(block: Block, key: str, allowed: Collection[Any], default: Any = None) -> Any:
-    """The value of a key, one of those that are supported.
-
-    Raises:
-      NotImplementedError: if it is another. 1 and 4.0 are not true and 4.
-    """
+    """The value of a key; NotImplementedError unless allowed. 1 and 4.0 are not true and 4."""
     value = block.get(key, default)
     if not any(type(value) is type(x) and value == x for x in allowed):
         wanted = " or ".join(repr(x) for x in allowed)
@@ -26,14 +22,7 @@ def require(block: Block, key: str, allowed: Collection[Any], default: Any = Non
 
 
 def group_size(value: Any) -> int | None:
-    """Inputs that share a scale; None for all of a row, which files call -1.
-
-    Args:
-      value: what the file says.
-
-    Raises:
-      NotImplementedError: if groups are none that `Int4Weight` has.
-    """
+    """A group size, None for -1, a whole row; NotImplementedError if `Int4Weight` lacks it."""
     if type(value) is int and (value in (-1, 32, 64) or (value > 0 and value % 128 == 0)):
         return None if value == -1 else value
     raise NotImplementedError(
@@ -43,12 +32,7 @@ def group_size(value: Any) -> int | None:
 
 
 def require_off(block: Block, known: Collection[str]) -> None:
-    """Raises NotImplementedError for a key that is set and not known to leave values as they are.
-
-    Args:
-      block: the object.
-      known: keys that are read, or that say only how the weights were found.
-    """
+    """Raises NotImplementedError for a key that is set and neither read nor harmless (`known`)."""
     for key in sorted(set(block) - set(known)):
         if block[key]:
             raise NotImplementedError(
@@ -58,11 +42,7 @@ def require_off(block: Block, known: Collection[str]) -> None:
 
 
 def an_object(block: Block, key: str) -> Block:
-    """The object that a key holds.
-
-    Raises:
-      ValueError: if it holds something else.
-    """
+    """The object that a key holds; ValueError if it holds something else."""
     value = block.get(key)
     if not isinstance(value, Mapping):
         raise ValueError(f"{_WHERE}: {key}={shown(value)} must be an object")
@@ -70,6 +50,6 @@ def an_object(block: Block, key: str) -> Block:
 
 
 def groups(inputs: int, size: int | None) -> tuple[int, int]:
-    """Inputs of a group, and groups of a row, where None stands for all inputs."""
+    """Inputs of a group, and groups of a row; a size of None stands for all inputs."""
     size = inputs if size is None else size
     return size, -(-inputs // size)

@@ -1,8 +1,8 @@
 """What a process reads of packed weights that are split over a mesh.
 
-Codes and scales are most of a folder: of these the rows or columns that its devices have. Zero
-points, and which group each input is of, are read whole: all processes must agree on whether there
-are any.
+Codes and scales are most of a folder: only the rows or columns that the process's devices have are
+read. Zero points, and which group each input is in, are read whole: all processes must agree on
+whether there are any.
 """
 
 from collections.abc import Iterable, Mapping
@@ -29,18 +29,12 @@ def want(
     axes: Axes,
     numbers: Iterable[int],
 ) -> None:
-    """Wants what devices need of a layer's linear layers.
+    """Marks what devices, numbered along `hidden_axes`, need of one layer's linear layers.
 
-    Args:
-      tensors: of the checkpoint.
-      linears: the stored linear layers of one layer, by what their tensors' names begin with.
-      config: of the model.
-      packing: how they are stored.
-      axes: over which the model is split.
-      numbers: of the devices, along `hidden_axes`.
+    `linears` are the stored ones, each with the beginning of its tensors' names.
     """
     linears, numbers = list(linears), list(numbers)
-    # Inputs of a device's groups may be any, and so may the outputs of the layers before.
+    # With act-order a device's groups may have any inputs, which are outputs of the layers before.
     is_ordered = any(
         _is_ordered(tensors, stem, packing)
         for stem, spec in linears
@@ -69,7 +63,7 @@ def _want_part(
     axes: Axes,
     number: int,
 ) -> None:
-    """Wants one device's rows or columns of codes or scales."""
+    """Marks one device's rows or columns of codes or scales."""
     kinds = [kind for kind, _ in places]
     [name, *_] = _names(spec)
     if name not in ("o_proj", "down_proj"):
@@ -91,7 +85,7 @@ def _want_part(
 def _outputs(
     spec: TensorSpec, config: TransformerConfig, packing: PackedFormat, axes: Axes, number: int
 ) -> np.ndarray:
-    """A device's outputs of a stored linear layer, one of the model's or several."""
+    """A device's outputs of a stored linear layer, which may hold several of the model's."""
     width, found = config.head_dim, []
     for name, place in zip(_names(spec), spec.placements, strict=True):
         start, size = (0, spec.shape[0]) if place.rows is None else place.rows
@@ -111,22 +105,20 @@ def _outputs(
 
 
 def _group(packing: PackedFormat) -> int:
-    """The group size of the weights that are made."""
+    """The group size of the `Int4Weight` that is made, at most a block."""
     return min(packing.group_size or BLOCK, BLOCK)
 
 
 def _units(places: np.ndarray, each: int) -> np.ndarray:
-    """Which words, or groups, of so many hold these."""
     return np.unique(places // each)
 
 
 def _names(spec: TensorSpec) -> tuple[str, ...]:
-    """The model's linear layers that a stored one holds."""
     return tuple(place.path[-2] for place in spec.placements)
 
 
 def _is_ordered(tensors: Mapping[str, Sparse], stem: str, packing: PackedFormat) -> bool:
-    """Whether a layer's groups are others than runs of inputs."""
+    """Whether a layer's groups are not runs of inputs."""
     for name in _INDEX:
         tensor = tensors.get(f"{stem}.{name}")
         if tensor is None:
@@ -134,6 +126,6 @@ def _is_ordered(tensors: Mapping[str, Sparse], stem: str, packing: PackedFormat)
         groups = tensor.look()
         size = packing.group_size or groups.size
         runs = np.arange(groups.size) // size
-        # -1 says that nothing is known of them, and they are in order.
+        # -1 means that groups are not known, and inputs are in order.
         return bool((groups >= 0).all()) and not np.array_equal(groups, runs)
     return False

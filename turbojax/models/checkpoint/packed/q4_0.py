@@ -29,13 +29,7 @@ _SCALE_BYTES = 2
 
 @dataclasses.dataclass(frozen=True)
 class Q40:
-    """How the linear layers of such a GGUF file are stored; there is nothing to choose.
-
-    Attributes:
-      name: of the format.
-      codes: the part that holds them, and the scales.
-      group_size: inputs of a block.
-    """
+    """How the linear layers are stored; the part `codes` holds the scales, too."""
 
     name: str = TYPE
     codes: str = "blocks"
@@ -43,7 +37,7 @@ class Q40:
 
     @property
     def places(self) -> Mapping[str, Places]:
-        """See `PackedFormat`. Scales lie beside the codes, so that groups are read, not inputs."""
+        """See `PackedFormat`. Scales lie beside the codes, so whole groups are read."""
         return {"blocks": (("outputs", 1), ("groups", 1))}
 
     def parts(self, outputs: int, inputs: int) -> Mapping[str, Part]:
@@ -60,14 +54,9 @@ class Q40:
 
 
 def linear_layers_as_blocks(tensors: Mapping[str, Stored], file: Path) -> dict[str, Stored]:
-    """The tensors of a GGUF file, matrices of layers as the blocks that they are stored as.
+    """A GGUF file's tensors, with matrices of layers as their blocks.
 
-    Args:
-      tensors: by Hugging Face's names.
-      file: where they lie.
-
-    Raises:
-      NotImplementedError: if such a matrix is of another type.
+    Raises NotImplementedError if such a matrix is of another type.
     """
     found: dict[str, Stored] = {}
     for name, tensor in tensors.items():

@@ -64,25 +64,11 @@ def read(
     adapters: Adapters | None = None,
     packing: PackedFormat | None = None,
 ) -> QuantizedDecoder:
-    """Reads a folder, or a GGUF file, whose linear layers are packed in one of the formats.
+    """Reads a folder, or a GGUF file, whose linear layers are packed; see `load_decoder`.
 
-    Args:
-      folder: where it lies.
-      hf: its `config.json`, whose `quant_method` is one of `formats.METHODS`.
-      dtype: of activations, embedding and head; by default what the checkpoint says.
-      max_length: of the model, by default what the checkpoint says.
-      progress: called after each tensor with the bytes read and the bytes there are.
-      mesh: that weights are split over, see `turbojax.models.load`.
-      adapters: to be put beside the weights, or None.
-      packing: how linear layers are stored, of a GGUF file, whose `hf` does not say it; None for
-        what `hf` says.
-
-    Raises:
-      FileNotFoundError: if there are no weights.
-      NotImplementedError: if the architecture or the quantization is not supported, or not all
-        linear layers of the decoder's layers, and those alone, are quantized.
-      ValueError: if a file cannot be parsed, tensors are missing, unexpected or mis-shaped, or an
-        argument is out of range.
+    `packing` is by default what `hf`, the `config.json`, says, and must be given for a GGUF file.
+    Raises NotImplementedError unless exactly the linear layers of the decoder's layers are
+    quantized.
     """
     if packing is None:
         packing = formats.parse(hf["quantization_config"])
@@ -144,7 +130,7 @@ def _wanted_of(
     packing: PackedFormat,
     axes: Axes | None,
 ) -> dict[str, Sparse]:
-    """What is read of the tensors: all, or what this process's devices need."""
+    """The tensors, with what is to be read marked: all, or what this process's devices need."""
     wanted = {name: Sparse(stored) for name, stored in tensors.items()}
     if axes is None:
         for tensor in wanted.values():
@@ -166,7 +152,7 @@ def _wanted_of(
 
 
 def _local_layer(layer: QuantizedLayer, config: TransformerConfig, axes: Axes) -> QuantizedLayer:
-    """A layer split over a mesh, of one on the host."""
+    """Splits a layer, which lies on the host, over a mesh."""
     found: QuantizedLayer = placing.assemble(
         functools.partial(local_layer, layer, config, axes),
         lambda tree: specs_of_part(tree, config, axes),
@@ -176,7 +162,7 @@ def _local_layer(layer: QuantizedLayer, config: TransformerConfig, axes: Axes) -
 
 
 def _local_table(table: jax.Array, config: TransformerConfig, axes: Axes) -> jax.Array:
-    """A table split over a mesh, of one on the host."""
+    """Splits a table, which lies on the host, over a mesh."""
     found: dict[str, jax.Array] = placing.assemble(
         lambda number: {"embedding": local_table(table, config, axes, number)},
         lambda tree: specs_of_part(tree, config, axes),
@@ -186,14 +172,7 @@ def _local_table(table: jax.Array, config: TransformerConfig, axes: Axes) -> jax
 
 
 class _Layers:
-    """Reads the layers of a checkpoint.
-
-    Args:
-      config: of the model.
-      packing: how linear layers are stored.
-      tensors: of the checkpoint, which are those there must be.
-      take: reads one.
-    """
+    """Reads the layers of a checkpoint; ``take(name)`` reads one of its `tensors`."""
 
     def __init__(
         self,
@@ -210,7 +189,7 @@ class _Layers:
                 self._specs.setdefault(layer, []).append(spec)
 
     def read(self, number: int) -> QuantizedLayer:
-        """The layer of this number."""
+        """Reads the layer of this number."""
         codes: dict[str, Codes] = {}
         biases: dict[str, np.ndarray] = {}
         norms: dict[str, np.ndarray] = {}
@@ -235,7 +214,7 @@ class _Layers:
         return join_layer(linears, self._factors(norms))
 
     def _linear(self, spec: TensorSpec) -> Codes:
-        """A stored linear layer."""
+        """Reads a stored linear layer and unpacks it."""
         name = _stem(spec)
         wanted = self._packing.parts(*spec.shape)
         found = {part: f"{name}.{part}" for part in wanted if f"{name}.{part}" in self._tensors}
@@ -247,7 +226,7 @@ class _Layers:
             raise type(error)(f"{file}: {name}: {error}") from error
 
     def _factors(self, norms: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
-        """Norms' factors as `QuantizedLayer` has them."""
+        """The factors of norms as `QuantizedLayer` has them."""
         offset = np.float32(self._config.norm_offset)
         shapes = norm_shapes(self._config)
 
@@ -299,7 +278,7 @@ def _tensors(
 
 
 def _wanted(config: TransformerConfig, packing: PackedFormat, folder: Path) -> dict[str, Part]:
-    """Every tensor of the checkpoint."""
+    """Every tensor that the checkpoint may have."""
     wanted = {}
     for spec in checkpoint_tensors(config):
         if not _is_packed(spec):
@@ -318,7 +297,7 @@ def _wanted(config: TransformerConfig, packing: PackedFormat, folder: Path) -> d
 def _refuse_other_layers(
     tensors: Mapping[str, _folder.Stored], config: TransformerConfig, packing: PackedFormat
 ) -> None:
-    """Raises NotImplementedError if other layers are quantized than those of `QuantizedLayer`."""
+    """Raises NotImplementedError unless exactly `QuantizedLayer`'s linear layers are quantized."""
     for spec in checkpoint_tensors(config):
         name = _stem(spec)
         if _is_packed(spec):
@@ -337,10 +316,7 @@ def _refuse_other_layers(
 
 
 def _drop_empty_biases(tensors: dict[str, _folder.Stored], wanted: Mapping[str, Part]) -> None:
-    """Forgets biases that a model of this architecture has not, if they are zeros.
-
-    Some programs write one for every linear layer.
-    """
+    """Removes unknown biases if they are zeros: some programs write one for every linear layer."""
     for name in [x for x in tensors if x.endswith(".bias") and x not in wanted]:
         stored = tensors[name]
         if name.startswith(LAYERS) and stored.dtype in FLOATS and not stored.read().any():
@@ -352,13 +328,11 @@ def _optional(array: np.ndarray | None) -> jax.Array | None:
 
 
 def _shape(stored: _folder.Stored | None, part: Part) -> tuple[int, ...]:
-    """The shape that a tensor must have."""
     first = next(iter(part.shapes.values()))
     return first if stored is None else part.shapes.get(stored.dtype, first)
 
 
 def _is_packed(spec: TensorSpec) -> bool:
-    """Whether this is a weight of a layer's linear layer."""
     return spec.placements[0].path[-1] == "kernel"
 
 
@@ -367,6 +341,6 @@ def _stem(spec: TensorSpec) -> str:
 
 
 def _placed(spec: TensorSpec) -> list[tuple[str, tuple[int, int]]]:
-    """The names in a `QuantizedLayer` of what a tensor holds, and the rows of each."""
+    """The names in a `QuantizedLayer` that a tensor's rows go to, and the rows of each."""
     whole = (0, spec.shape[0])
     return [(x.path[-2].removesuffix("_proj"), x.rows or whole) for x in spec.placements]
