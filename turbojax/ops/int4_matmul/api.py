@@ -169,7 +169,7 @@ def _select(
 def _quantization(
     chosen: Implementation, implementation: ImplementationName | None, is_rounded: bool
 ) -> Callable[[jax.Array], Fp8Tokens | jax.Array]:
-    """What is done to tokens before the product; one kernel rounds few tokens in its product."""
+    """How tokens are quantized before the product; one kernel rounds few tokens in its product."""
     if not is_rounded or chosen.name == "mosaic_gpu":
         return _as_it_is
     return functools.partial(quantize_activation, implementation=_quantizer(implementation))
@@ -186,7 +186,7 @@ def _product_of_parts(
     activations: TokenKind,
     **static: Any,
 ) -> jax.Array:
-    """`_product` of some of the inputs, whose sums devices `add` up in float32.
+    """`_product` of a part of the inputs; `add` sums the devices' results in float32.
 
     Each device rounds its part of a token with a scale of its own.
     """
@@ -211,12 +211,7 @@ def _product_of_parts(
 
 
 def check_activation(activation: Activation | None, weight: Int4Weight) -> None:
-    """Checks a weight, and that an activation fits it.
-
-    Raises:
-      TypeError: if the weight is not an `Int4Weight`, or one of its arrays has another dtype.
-      ValueError: if an array has another shape, or the activation does not fit.
-    """
+    """Raises TypeError or ValueError unless the weight is valid and the activation fits it."""
     if not isinstance(weight, Int4Weight):
         raise TypeError(f"weight is a {type(weight).__name__}, must be an Int4Weight")
     weight.validate()
@@ -229,11 +224,7 @@ def check_activation(activation: Activation | None, weight: Int4Weight) -> None:
 
 
 def check_token_kind(activations: TokenKind) -> None:
-    """Checks how tokens are to be multiplied.
-
-    Raises:
-      ValueError: if it is none of the names.
-    """
+    """Raises ValueError unless `activations` is one of `TOKEN_KINDS`."""
     if activations not in TOKEN_KINDS:
         raise ValueError(f"{activations=} must be one of {TOKEN_KINDS}")
 
@@ -241,8 +232,7 @@ def check_token_kind(activations: TokenKind) -> None:
 def check_precision(precision: Precision | None) -> bool:
     """Whether sums are to leave the matrix unit after each group of inputs.
 
-    Raises:
-      ValueError: if it is not what `jax.lax.Precision` knows, or more than one.
+    Raises ValueError unless `precision` is a single one that `jax.lax.Precision` knows.
     """
     # An enumeration also takes its members' numbers, and tuples of them.
     if precision is None or isinstance(precision, str | jax.lax.Precision):
@@ -253,11 +243,7 @@ def check_precision(precision: Precision | None) -> bool:
 
 
 def check_gradient(gradient: Gradient, weight: Int4Weight) -> None:
-    """Checks that a weight has this gradient.
-
-    Raises:
-      ValueError: if the name is unknown, or the weight's values are not e4m3.
-    """
+    """Raises ValueError if the name is unknown, or ``"e4m3"`` for values that are not e4m3."""
     if gradient not in GRADIENTS:
         raise ValueError(f"{gradient=} must be one of {GRADIENTS}")
     if gradient == "e4m3" and weight.scale_dtype != "e4m3":
@@ -265,12 +251,7 @@ def check_gradient(gradient: Gradient, weight: Int4Weight) -> None:
 
 
 def check_bias(bias: jax.Array | None, weight: Int4Weight) -> jax.Array | None:
-    """A bias that is floating point ``[out_size]``, or None.
-
-    Raises:
-      TypeError: if its dtype is not supported.
-      ValueError: if its shape does not fit.
-    """
+    """A bias that is floating point ``[out_size]``, or None; otherwise TypeError or ValueError."""
     if bias is None:
         return None
     bias = jnp.asarray(bias)
@@ -283,9 +264,8 @@ def check_bias(bias: jax.Array | None, weight: Int4Weight) -> jax.Array | None:
 def check_x(x: jax.Array | Fp8Tokens, weight: Int4Weight) -> jax.Array | Fp8Tokens:
     """Activations whose shape and dtype are right.
 
-    Raises:
-      TypeError: if the dtype is not supported.
-      ValueError: if the last axis is not the weight's inputs, or an axis is empty.
+    Raises TypeError if the dtype is not supported, ValueError if the last axis is not the weight's
+    inputs or an axis is empty.
     """
     if isinstance(x, Fp8Tokens):
         if x.codes.dtype != jnp.float8_e4m3fn or x.scale.dtype != jnp.bfloat16:
@@ -309,12 +289,7 @@ def _check_rest(
     bias: jax.Array | None,
     residual: jax.Array | None,
 ) -> tuple[jax.Array | None, jax.Array | None]:
-    """The bias as the weight's rows, and the residual.
-
-    Raises:
-      TypeError: if the residual's dtype differs.
-      ValueError: if its shape does not fit.
-    """
+    """The bias in the order of the weight's rows, and the residual; TypeError or ValueError if wrong."""
     bias = None if bias is None else pad_rows(bias.astype(jnp.float32), weight)
     if residual is not None:
         residual = jnp.asarray(residual)
@@ -357,12 +332,12 @@ def _run(
     *rest: jax.Array | None,
     **static: Any,
 ) -> jax.Array:
-    """An implementation, of which kernels take groups of 128 inputs for larger ones."""
+    """Runs an implementation; kernels take groups of 128 inputs in place of larger groups."""
     return run(tokens, in_blocks(weight) if is_kernel else weight, *rest, **static)
 
 
 def _quantizer(implementation: ImplementationName | None) -> ImplementationName | None:
-    """What rounds tokens: the name is that of the product, and all of them give the same bits."""
+    """The implementation that rounds tokens for this product; all of them give the same bits."""
     return "xla" if implementation == "xla" else None
 
 

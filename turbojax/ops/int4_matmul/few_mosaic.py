@@ -59,10 +59,8 @@ class Launch(NamedTuple):
 def default_launch(rows: int, weight: Int4Weight, *, rounds: bool = False) -> Launch | None:
     """The launch for this many tokens, or None if there are too many or too many inputs.
 
-    With `rounds` it is that for tokens that are not e4m3 yet, which the kernel rounds if a program
-    can hold its part of them.
-
-    The order of sums follows from the weight's shape alone.
+    With `rounds` the tokens are not e4m3 yet, and the kernel rounds them if a program can hold its
+    part of them. The order of sums follows from the weight's shape alone.
     """
     if rows > MOST_TOKENS:
         return None
@@ -168,18 +166,11 @@ def matmul(
     launch: Launch,
     tables: jax.Array | None,
 ) -> jax.Array:
-    """`reference.matmul` of few tokens as one kernel, after another one that rounds them, or not.
+    """`reference.matmul` of few tokens as one kernel, if need be after another that rounds them.
 
     Sums are float32 from group to group, in an order that the weight's shape alone decides.
-
-    Args:
-      tokens: ``[M, K]``, rounded or not.
-      weight: as there.
-      bias: as there.
-      residual: as there.
-      activation: as there.
-      launch: `default_launch` of these tokens.
-      tables: of e4m3 scales, ``[128, 16]``, or None.
+    `launch` is `default_launch` of these tokens; `tables` are those of e4m3 scales, ``[128, 16]``,
+    or None.
     """
     if not isinstance(tokens, Fp8Tokens) and not launch.rounds:
         tokens = quantize_activation(tokens)

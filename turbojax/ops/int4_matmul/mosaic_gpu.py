@@ -126,9 +126,9 @@ def matmul(
 ) -> jax.Array:
     """`reference.matmul` as one kernel, sometimes with a sum after it or weights expanded before.
 
-    Up to 64 tokens have a kernel of their own, which rounds them too. Sums of up to 128 tokens, all
-    with scales of 16 bits, and all if `is_precise`, are float32 from group to group. Others stay in
-    the matrix unit, whose additions keep about 14 bits. With `rounds`, `tokens` that are an array
+    Up to 64 tokens have a kernel of their own, which rounds them too. Sums are float32 from group
+    to group for up to 128 tokens, for scales of 16 bits, and if `is_precise`. Others stay in the
+    matrix unit, whose additions keep about 14 bits. With `rounds`, `tokens` that are an array
     become e4m3 first.
     """
     if not rounds and not isinstance(tokens, Fp8Tokens):
@@ -215,9 +215,9 @@ def _matmul(
 
 
 def _columns(results: int, width: int) -> int:
-    """Columns of the kernel's output for this many results, `width` of them a warpgroup's.
+    """Columns of the kernel's output for `results`, of which a warpgroup writes `width`.
 
-    Never one warpgroup's alone: Mosaic copies rows between which nothing lies as one run of bytes,
-    in which the other warpgroup's columns, past the last, would be those of the next row.
+    At least those of two warpgroups: Mosaic copies rows without a gap between them as one run of
+    bytes, so with one warpgroup's columns the other's, past the last, would land in the next row.
     """
     return max(results, 2 * width)

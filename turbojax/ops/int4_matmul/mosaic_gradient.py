@@ -24,10 +24,8 @@ _GROUP, _MOST_STAGES, _SHARED_BYTES = 128, 12, 227 * 1024
 class Launch(NamedTuple):
     """How the product is launched.
 
-    Attributes:
-      tokens: of a tile.
-      stages: groups of the weight's rows in shared memory.
-      parts: programs that share a tile.
+    `tokens` are those of a tile, `stages` groups of the weight's rows in shared memory, and `parts`
+    the programs that share a tile.
     """
 
     tokens: int

@@ -163,16 +163,11 @@ def scales_of(weight: Int4Weight) -> jax.Array:
 
 
 def operand(x: jax.Array, size: int, multiple: int) -> jax.Array:
-    """Tokens as the kernel multiplies them.
+    """Tokens as the kernel multiplies them: `x`, ``[M, K]`` in 16 bits, as ``[M', size]``.
 
-    Args:
-      x: float16 or bfloat16 ``[M, K]``.
-      size: inputs of a stored row of the weight, a multiple of 128.
-      multiple: of tokens, to which they are padded.
-
-    Returns:
-      ``[M', size]``, padded with zeros; each 128 inputs in the order of a weight's
-      bytes (`turbojax.quantizers.int4_layout`), first all of the low nibbles.
+    `size`, the inputs of a stored row of the weight, is a multiple of 128; tokens are padded with
+    zeros to a `multiple`. Each 128 inputs are in the order of a weight's bytes
+    (`turbojax.quantizers.int4_layout`), first all of the low nibbles.
     """
     rows, inputs = x.shape
     x = jnp.pad(x, ((0, -rows % multiple), (0, size - inputs)))

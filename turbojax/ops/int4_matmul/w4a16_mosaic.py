@@ -27,10 +27,7 @@ _MOST_STAGES = 12
 class FewLaunch(NamedTuple):
     """How the kernel for few tokens is launched.
 
-    Attributes:
-      strips: of 16 rows, of a program.
-      warpgroups: of a program.
-      slots: of a warp, for units of 16 rows and 128 inputs.
+    A program takes `strips` of 16 rows; a warp has `slots` for units of 16 rows and 128 inputs.
     """
 
     strips: int
@@ -41,10 +38,8 @@ class FewLaunch(NamedTuple):
 class Launch(NamedTuple):
     """How the kernel for more tokens is launched.
 
-    Attributes:
-      tokens: of a tile.
-      stages: groups of inputs in shared memory.
-      parts: programs that share a tile (split-K).
+    `tokens` are those of a tile, `stages` groups of inputs in shared memory, and `parts` the
+    programs that share a tile (split-K).
     """
 
     tokens: int

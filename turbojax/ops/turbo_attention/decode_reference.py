@@ -35,17 +35,13 @@ def decode(
     *,
     options: Options,
 ) -> tuple[jax.Array, jax.Array]:
-    """Attends the last `T` cached tokens' queries to the cache.
+    """`turbojax.decode` in plain JAX, of the queries ``[B, T, N, H]`` of the newest tokens.
 
-    Args:
-      query: ``[B, T, N, H]``.
-      cache: the cache, which already holds the queries' own keys and values.
-      query_length: int32 ``[B]``, the real queries; the rest is padding and gives 0 and ``-inf``.
-      extras: offsets of the call.
-      options: of the call.
+    The cache already holds the queries' own keys and values. `query_length` (int32 ``[B]``) counts
+    the real queries; the others are padding and give 0 and ``-inf``.
 
-    Returns:
-      out ``[B, T, N, H]`` in the options' dtype and the float32 log-sum-exp ``[B, T, N]``.
+    Returns the output ``[B, T, N, H]`` in the options' dtype and the float32 log-sum-exp ``[B, T,
+    N]``.
     """
     batch, length, heads, channels = query.shape
     kv_heads, block = cache.num_kv_heads, cache.config.block_kv
@@ -118,14 +114,10 @@ def _buffer(side: CacheSide, block: int) -> _Splits:
 def _merge_splits(
     state: _State, scores: jax.Array, mask: jax.Array, value: _Splits, cache: ProgressiveCache
 ) -> _State:
-    """Adds splits to a running log-sum-exp.
+    """Adds splits to a running softmax.
 
-    Args:
-      state: outputs ``[B, K, G, T, H]``, row maxima and row sums ``[B, K, G, T]``.
-      scores: float32 ``[B, K, G, T, splits, tokens]``.
-      mask: bool ``[B, 1, 1, T, splits, tokens]``.
-      value: the splits' values.
-      cache: for its numerics.
+    The state holds outputs ``[B, K, G, T, H]``, row maxima and row sums ``[B, K, G, T]``; scores
+    are float32 ``[B, K, G, T, splits, tokens]``, the mask is bool ``[B, 1, 1, T, splits, tokens]``.
     """
     o, m, l = state
     config = cache.config

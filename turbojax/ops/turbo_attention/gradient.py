@@ -34,24 +34,15 @@ def straight_through(
     implementation: str | None = None,
     is_ragged: bool = True,
 ) -> Callable[..., tuple[jax.Array, jax.Array]]:
-    """`run` with its options bound, differentiable in reverse mode.
+    """Binds the options of `run` and makes it differentiable in reverse mode.
 
-    The forward pass is `run`; it keeps its inputs and what it returns. `gradient_reference` says
-    what the backward pass is.
+    The forward pass is `run`, a module's function of query, key, value, query and key lengths and
+    `Extras`; it keeps its inputs and its results. The backward pass is what `gradient_reference`
+    describes, by the implementation of the same name, or a chosen one where the gradient has none
+    of that name. With `is_ragged` lengths may be less than the arrays'.
 
-    Args:
-      run: `turbo_attention` of checked arguments: a function, of a module, of query
-        ``[B, T, N, H]``, key and value ``[B, S, K, H]``, int32 query and key lengths ``[B]``,
-        extras, and of the options below but for the last.
-      config: numerics.
-      options: of the call.
-      implementation: what was asked for. Where the gradient has none of this name, it is chosen.
-      is_ragged: whether lengths may be less than the arrays'.
-
-    Returns:
-      A function of the five arrays and `Extras`. It gives what `run` gives; gradients have the
-      dtype of the input they belong to. A second derivative raises NotImplementedError, forward
-      mode (`jvp`) raises jax's TypeError about `custom_vjp`.
+    Gradients have the dtype of the input they belong to. A second derivative raises
+    NotImplementedError, forward mode (`jvp`) raises jax's TypeError about `custom_vjp`.
     """
     static: dict[str, Any] = {"config": config, "options": options}
     static["implementation"] = implementation

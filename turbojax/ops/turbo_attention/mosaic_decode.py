@@ -84,7 +84,7 @@ def _memory(query: jax.Array, cache: ProgressiveCache) -> int:
 
 
 def _query_rows(query: jax.Array, cache: ProgressiveCache) -> int:
-    """Queries of a KV head."""
+    """Query rows of a KV head."""
     return query.shape[1] * query.shape[2] // cache.num_kv_heads
 
 
@@ -166,10 +166,11 @@ def _settings(cache: ProgressiveCache, launch: Launch) -> dict[str, Any]:
 
 
 def default_rows(query: jax.Array, cache: ProgressiveCache) -> int:
-    """Queries of a KV head that a program takes.
+    """How many queries of a KV head a program takes.
 
-    For more than 8 the kernel for many, whose programs take up to 32 where outputs and scores of as
-    many fit a warp's registers; it has code for the usual sizes and widths alone.
+    For more than 8 it is the kernel for many queries, whose programs take up to 32 where the
+    outputs and scores of so many fit a warp's registers. That kernel covers the usual sizes and
+    widths only.
     """
     rows, block = _query_rows(query, cache), cache.config.block_kv
     is_usual = cache.head_dim in _HEAD_DIMS_OF_MANY and block in _BLOCKS_OF_MANY
@@ -181,11 +182,11 @@ def default_rows(query: jax.Array, cache: ProgressiveCache) -> int:
 
 
 def default_launch(query: jax.Array, cache: ProgressiveCache) -> Launch:
-    """For any shape, from the sizes of an H100.
+    """The launch for any shape, from the sizes of an H100.
 
-    A short cache is cut so far that every multiprocessor has a program, down to one block for each
-    warp. A long one is cut into a few more programs than run at once, which evens out differences
-    in their speed; each still has enough work that merging costs little in comparison.
+    A short cache is cut until every multiprocessor has a program, down to one block for each warp.
+    A long one is cut into a few more programs than run at once, which evens out differences in
+    their speed; each still has enough work that merging costs little in comparison.
     """
     from pallas_kernels.mosaic.hopper.decode.kernel import stage_bytes
 
@@ -226,12 +227,12 @@ def _launch_of_many(query: jax.Array, cache: ProgressiveCache, rows: int) -> Lau
 
 
 def _heads(query: jax.Array, cache: ProgressiveCache, rows: int) -> int:
-    """Programs of an unsplit call."""
+    """Programs of a call that is not split."""
     return cache.batch_size * cache.num_kv_heads * -(-_query_rows(query, cache) // rows)
 
 
 def _cluster(splits: int, blocks: int) -> int:
-    """Waiting for each other costs more than a second kernel, but where there is little to do."""
+    """Clusters only where there is little to do; else waiting costs more than a second kernel."""
     is_little = splits <= _LARGEST_CLUSTER and blocks <= _FEW_BLOCKS and has_bulk_copies()
     return splits if is_little else 1
 

@@ -34,7 +34,7 @@ class Launch(NamedTuple):
     """How the two kernels are laid out.
 
     Attributes:
-      queries: steps whose operands are in shared memory, of the queries' kernel.
+      queries: steps of the queries' kernel whose operands are in shared memory.
       keys: the same of the keys' kernel.
       in_turns: of the keys' kernel, see `pallas_kernels.mosaic.hopper.gradient.tiles.Settings`.
     """
@@ -95,26 +95,10 @@ def gradient(
     """`gradient_reference.gradient` as two kernels: of the queries, and of keys and values.
 
     Weights and the scores' gradients are rounded to the operands' 16 bits before they multiply;
-    float32 operands are rounded to bfloat16, but for those that become codes. E4m3 products are
+    float32 operands are rounded to bfloat16, except those that become codes. E4m3 products are
     accumulated as in the forward pass. Gradients of float16 outputs are scaled by a power of two on
-    the way. Every sum has one order: equal bits in every run.
-
-    Args:
-      query: ``[B, T, N, H]``.
-      key: ``[B, S, K, H]``.
-      value: ``[B, S, K, Hv]``, `Hv` at most `H`: zeros are added.
-      query_length: int32 ``[B]``.
-      key_length: int32 ``[B]``.
-      out: ``[B, T, N, Hv]``.
-      residual: float32 ``[B, T, N]``.
-      d_out: ``[B, T, N, Hv]``.
-      d_residual: float32 ``[B, T, N]``.
-      config: numerics.
-      options: of the call.
-      is_ragged: whether lengths may be less than the arrays'.
-      extras: of the call.
-      dtype: see there.
-      launch: `default_launch` if not given.
+    the way. Every sum has one order: equal bits in every run. Values have at most as many channels
+    as keys: zeros are added.
     """
     from pallas_kernels.mosaic.hopper.gradient import keys, queries, tiles
 
@@ -233,7 +217,7 @@ def _settings(config: TurboConfig, options: Options, stages: int, *, in_turns: b
 
 
 def default_launch(head_dim: int, config: TurboConfig, *, is_plain: bool = True) -> Launch:
-    """As many stages as there is shared memory for, up to what was fastest.
+    """As many stages as fit into shared memory, up to the number that was fastest.
 
     Turns were faster with 128 channels and 8 bits; with 64 or 256 they were not timed.
     """
@@ -283,17 +267,9 @@ def _row_operands(
 ) -> tuple[Codes, Codes | None, jax.Array, jax.Array]:
     """Codes of queries and, with 8-bit gradients, of `d_out`; `lse` and `delta` of `rows`.
 
-    By one kernel where it can, else by several; with the same bits, but for `delta`'s sums.
-
-    Args:
-      query: ``[B, T, N, H]``, `_padded`.
-      d_out: the same, with zeros for rows that saw nothing.
-      out: as it is.
-      residual: float32, `out`'s shape without channels.
-      d_residual: the same.
-      length: int32 ``[B]``.
-      config: numerics.
-      tokens: rows of `lse` and `delta`.
+    One kernel computes them where it can, otherwise several do, with the same bits except for the
+    sums in `delta`. `query` and `d_out` are `_padded`, with zeros in `d_out` for rows that saw
+    nothing; the other arrays are not. `tokens` is the number of rows of `lse` and `delta`.
     """
     x = prepare_rows(query, d_out, out, residual, d_residual, length, config, tokens)
     if x is not None:
@@ -319,9 +295,10 @@ def _output_gradient(
 
 
 def _value_codes(value: jax.Array, length: jax.Array, config: TurboConfig) -> Codes:
-    """The forward pass' codes ``[B, K, Sp, H]``, or as 16-bit numbers ``[B, S, K, H]``.
+    """The forward pass' codes ``[B, K, Sp, H]``, or 16-bit values ``[B, S, K, H]``.
 
-    They have 8 bits where the outputs' gradients have, too: a matrix unit takes two of a kind.
+    They have 8 bits where the outputs' gradients have 8 bits: both operands of a matrix unit must
+    be of one kind.
     """
     if config.mode == "float":
         return _as_it_is(_in_16_bits(value))

@@ -198,11 +198,7 @@ _ATTENTION_LAUNCH = {
 def _unsupported(config: TurboConfig, head_dim: int, sizes: list[int], needed: float) -> str | None:
     """Why kernels cannot run this here; None if they can.
 
-    Args:
-      config: of the call.
-      head_dim: its channels.
-      sizes: of its operands, in bytes.
-      needed: compute capability of the GPU.
+    `sizes` are the bytes of each operand, `needed` is the compute capability that they require.
     """
     block = config.block_kv
     if block & (block - 1) or not 16 <= block <= 256:

@@ -33,15 +33,9 @@ _GROUP = 4
 def is_faster(query: jax.Array, key: jax.Array, config: TurboConfig, options: Options) -> bool:
     """Whether exact attention is the fastest for whole sequences of these shapes here.
 
-    That is where nothing is to be rounded, and where there is too little to attend to for the
-    rounding of queries, keys and values to pay. Only where cuDNN sees the same keys, and only in
-    processes with one device: it refuses some shardings, which are not known here.
-
-    Args:
-      query: ``[B, T, N, H]``.
-      key: ``[B, S, K, H]``.
-      config: numerics.
-      options: of the call.
+    It is where nothing is to be rounded, and where there is so little to attend to that rounding
+    queries, keys and values does not pay. Only where cuDNN sees the same keys, and only in
+    processes with one device: cuDNN refuses some shardings, which are not known here.
     """
     if config.softmax != "exact" or options.scale <= 0:
         return False
@@ -73,14 +67,7 @@ def _least_pairs(query: jax.Array, key: jax.Array) -> int:
 
 
 def exact(query: jax.Array, key: jax.Array, value: jax.Array, options: Options) -> jax.Array:
-    """Exact attention by cuDNN, under `vmap` too, where jax's own call takes few axes.
-
-    Args:
-      query: ``[B, T, N, H]``.
-      key: ``[B, S, K, H]``.
-      value: ``[B, S, K, H]``.
-      options: of the call.
-    """
+    """Exact attention by cuDNN, under `vmap` too, where jax's own call supports few axes."""
 
     @jax.custom_batching.custom_vmap
     def call(*arrays: jax.Array) -> jax.Array:
@@ -110,13 +97,7 @@ def attend(
     """Exact attention; where it is differentiated, `rounded` and its gradient.
 
     So a gradient is always that of `turbo_attention`, with what it keeps from its forward pass.
-
-    Args:
-      rounded: attention by kernels, differentiable.
-      query: ``[B, T, N, H]``.
-      key: ``[B, S, K, H]``.
-      value: ``[B, S, K, H]``.
-      options: of the call.
+    `rounded` is differentiable attention of query, key and value by kernels.
     """
 
     @jax.custom_vjp
