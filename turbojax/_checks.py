@@ -28,15 +28,8 @@ def check_query_key_value(
 ) -> None:
     """Checks the `BTNH` / `BSKH` contract of attention arguments.
 
-    Args:
-      query: ``[B, T, N, H]``.
-      key: ``[B, S, K, H]``.
-      value: ``[B, S, K, H]``, or another head dim where `one_head_dim` is False.
-      one_head_dim: whether values have the keys' head dim.
-
-    Raises:
-      TypeError: dtypes that are not supported or differ.
-      ValueError: ranks or sizes that do not fit.
+    Values may have another head dim where `one_head_dim` is False. Raises TypeError for dtypes that
+    are not supported or differ, ValueError for ranks or sizes that do not fit.
     """
     check_query(query)
     for name, x in (("key", key), ("value", value)):
@@ -84,9 +77,8 @@ def check_head_groups(num_heads: int, num_kv_heads: int) -> None:
 def check_lengths(name: str, lengths: jax.Array | None, batch_size: int, largest: int) -> jax.Array:
     """Checks per-sequence lengths and returns them as int32 ``[B]``; None means `largest`.
 
-    Raises:
-      TypeError: if they are not integers.
-      ValueError: another shape, or (outside `jit`) a value outside ``0..largest``.
+    Raises TypeError if they are not integers; ValueError for another shape, or, outside `jit`, for
+    a value outside ``0..largest``.
     """
     if lengths is None:
         return jnp.full(batch_size, largest, jnp.int32)
@@ -101,16 +93,10 @@ def check_lengths(name: str, lengths: jax.Array | None, batch_size: int, largest
 
 
 def as_int32(name: str, x: Any, *, saturate: bool = False) -> jax.Array:
-    """Returns integers as an int32 array, without wrapping around.
+    """Returns integers, of jax, numpy or Python, as an int32 array, without wrapping around.
 
-    Args:
-      name: of the argument.
-      x: integers of any dtype, of jax, numpy or Python.
-      saturate: whether values beyond int32 become the nearest bound, as they do under `jit`.
-
-    Raises:
-      TypeError: if they are not integers.
-      ValueError: unless `saturate`, outside `jit`, if one is beyond int32.
+    With `saturate` values beyond int32 become the nearest bound, as they do under `jit`; without it
+    they raise ValueError outside `jit`. Anything but integers raises TypeError.
     """
     if not isinstance(x, jax.Array):
         # jnp.asarray drops the upper half of numpy's 64 bits.
@@ -147,8 +133,7 @@ def check_integer(name: str, x: object) -> None:
 def normalize_window(window: object) -> tuple[int, int] | None:
     """A window as (left, right).
 
-    Raises:
-      ValueError: unless it is None, an integer or a pair of integers, none negative.
+    Raises ValueError unless it is None, an integer or a pair of integers, none negative.
     """
     if window is None:
         return None

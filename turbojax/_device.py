@@ -20,8 +20,7 @@ _INTERPRETING: contextvars.ContextVar[bool] = contextvars.ContextVar(
 def gpu_compute_capability() -> float | None:
     """Compute capability of the default GPU, such as 9.0; looked up once per process.
 
-    Returns:
-      None if jax's default backend is not a GPU, or the GPU is not NVIDIA's.
+    None if jax's default backend is not a GPU, or the GPU is not NVIDIA's.
     """
     if jax.default_backend() != "gpu":
         return None
@@ -43,11 +42,7 @@ def multiprocessors() -> int:
 
 
 def total_memory() -> int | None:
-    """Bytes of memory of this process' first device, which for a CPU is the host's.
-
-    Returns:
-      None where that is not known.
-    """
+    """Bytes of memory of this process' first device, for a CPU the host's; None if not known."""
     device = jax.local_devices()[0]
     if device.platform == "cpu":
         return host_memory()
@@ -71,9 +66,8 @@ def has_pallas_triton() -> bool:
 def needs_gpu(minimum: float, *, by_pallas: bool = True) -> str | None:
     """None if a compiled kernel can run here, or the reason why not in words.
 
-    Args:
-      minimum: the compute capability that the kernel needs.
-      by_pallas: whether it is Pallas that lowers it to Triton.
+    `minimum` is the compute capability that the kernel needs; `by_pallas` says whether Pallas
+    lowers it to Triton.
     """
     if interpreting():
         return None
@@ -92,7 +86,7 @@ def needs_hopper() -> str | None:
     """None if code for Hopper can run here, or the reason why not in words.
 
     Kernels with products of warpgroups are compiled for ``sm_90a``, whose matrix instructions no
-    other GPU has, newer ones included; and there is no interpreter of them.
+    other GPU has, newer ones included; and no interpreter can run them.
     """
     return _needs_one_of(_HOPPER)
 
@@ -100,8 +94,8 @@ def needs_hopper() -> str | None:
 def needs_mosaic() -> str | None:
     """None if Mosaic's kernels without products of warpgroups can run here, or why not in words.
 
-    They compile for data centers' GPUs from Ampere to Blackwell, and for Ada. They were run on
-    Hopper alone: `is_measured` says so.
+    They compile for data centers' GPUs from Ampere to Blackwell, and for Ada, but were run on
+    Hopper only, see `is_measured`.
     """
     return _needs_one_of(_AMPERE, _ADA, _HOPPER, _BLACKWELL)
 

@@ -51,12 +51,11 @@ def begin(command: str) -> None:
 
 
 def say(note: Callable[[], str]) -> None:
-    """Sets what an interrupted command says from now on.
+    """Sets the note that an interrupted command prints from now on.
 
-    Args:
-      note: what was written, and how to go on, such as ``"2 of 5 results are in out.jsonl"``. It is
-        called when the command is interrupted, by another thread if need be: it must be quick and
-        take no locks.
+    It tells what was written and how to go on, such as ``"2 of 5 results are in out.jsonl"``.
+    `note` is called when the command is interrupted, possibly by another thread: it must be quick
+    and take no locks.
     """
     _state.note = note
 
@@ -107,11 +106,7 @@ def elsewhere() -> Iterator[None]:
 
 
 def run(application: Callable[[], object]) -> NoReturn:
-    """Runs the command, whose end is the process's.
-
-    Raises:
-      SystemExit: at the end of a command that was not interrupted.
-    """
+    """Runs the command and ends the process: with SystemExit if it was not interrupted."""
     watch()
     _state.running = True
     try:

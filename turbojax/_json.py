@@ -41,17 +41,13 @@ def line(text: str) -> str:
 
 
 def parse(text: str | bytes) -> Any:
-    """What a JSON text says.
+    """What a JSON text says; bytes are UTF-8.
 
     Python's own limits hold: integers have 4,300 digits at most. NaN and Infinity are read, since
     Python's and transformers' writers write them; whoever uses a number checks it.
 
-    Args:
-      text: the text; bytes are UTF-8.
-
-    Raises:
-      ValueError: if it is no JSON, is nested more than 100 levels deep, gives a key of an object
-        twice, with two values, or holds text that is no Unicode.
+    Raises ValueError if it is no JSON, is nested more than 100 levels deep, gives a key of an
+    object twice, with two values, or holds text that is no Unicode.
     """
     text = text.decode("utf-8") if isinstance(text, bytes) else text
     try:
@@ -66,12 +62,10 @@ def parse(text: str | bytes) -> Any:
 
 
 def read_object(path: Path, most: int = MOST_BYTES) -> dict[str, Any]:
-    """The object of a JSON file of at most so many bytes.
+    """The object of a JSON file of at most `most` bytes.
 
-    Raises:
-      OSError: if there is no such file.
-      ValueError: naming it, if it is no regular file, too large, no JSON (see
-        `parse`), or holds something else than an object.
+    Raises as `read_bytes` and `parse`, and ValueError if the file holds something else than an
+    object.
     """
     try:
         content = parse(read_bytes(path, most))
@@ -83,11 +77,10 @@ def read_object(path: Path, most: int = MOST_BYTES) -> dict[str, Any]:
 
 
 def read_bytes(path: Path, most: int = MOST_BYTES) -> bytes:
-    """What a file holds.
+    """The bytes of a file.
 
-    Raises:
-      OSError: if there is no such file.
-      ValueError: naming it, if it is no regular file or larger than `most` bytes.
+    Raises OSError if there is none; ValueError, naming it, if it is no regular file or larger than
+    `most` bytes.
     """
     check_file(path, most)
     return path.read_bytes()

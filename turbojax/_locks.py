@@ -23,16 +23,11 @@ _PATIENCE_SECONDS, _PAUSE_SECONDS = 0.2, 0.01
 def exclusive(folder: Path, patience: float = _PATIENCE_SECONDS) -> Iterator[bool]:
     """Keeps others that ask for the same folder out, in this process or another.
 
-    Args:
-      folder: which must exist. A file `NAME` lies there meanwhile; it does not matter if one is
-        left behind.
-      patience: seconds to wait for somebody who is in there.
+    The folder must exist. It holds a file `NAME` meanwhile, which does no harm if it is left
+    behind. `patience` is the seconds to wait for another holder.
 
-    Yields:
-      Whether others are kept out: False where there are no locks.
-
-    Raises:
-      BlockingIOError: if somebody else is in there.
+    Yields whether others are kept out: False where there are no locks. Raises BlockingIOError if
+    another still holds the folder.
     """
     path = folder / NAME
     file = _locked(path, patience) if EXIST else None
@@ -68,15 +63,8 @@ def require_free(folder: Path) -> None:
 def lock(file: IO[str] | io.RawIOBase, *, shared: bool = False) -> bool:
     """Locks an open file: closing it, or the end of the process, unlocks it.
 
-    Args:
-      file: the file.
-      shared: whether others may hold such a lock, too.
-
-    Returns:
-      Whether it is locked: False where there are no locks.
-
-    Raises:
-      BlockingIOError: if another open file holds the lock.
+    With `shared` others may hold such a lock, too. Returns whether the file is locked: False where
+    there are no locks. Raises BlockingIOError if another open file holds the lock.
     """
     if not EXIST:
         return False

@@ -55,19 +55,15 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
     """A file to write, which takes the place of `path` when the block ends.
 
     After an exception, `path` is what it was. A process that is killed may leave a hidden folder
-    ``.NAME.*.part``, which the next writer removes. Of several writers the last one wins. What is
-    no ordinary file, such as a pipe or ``/dev/stdout`` that is one, is written as it is.
+    ``.NAME.*.part``, which the next writer removes. Of several writers the last one wins. Anything
+    but an ordinary file, such as a pipe, or ``/dev/stdout`` when it is one, is written directly.
 
-    A file in a folder that is read-only, or one that is mounted by itself, as in containers, cannot
-    be replaced. What was written is copied into it at the end: if that is interrupted or fails, a
-    part of the file is new.
+    A file in a folder that is read-only, or a file that is a mount of its own, as in containers,
+    cannot be replaced. What was written is copied into it at the end: if that is interrupted or
+    fails, a part of the file is new.
 
-    Args:
-      path: what to replace, with the same permissions; a link stays, and what it points to is
-        replaced. Its folder must exist.
-
-    Yields:
-      The file to write, empty, of the same name.
+    The file yielded is empty and has the same name. Permissions stay. A link stays too: what it
+    points to is replaced. The folder must exist.
 
     Raises:
       FileNotFoundError: if there is no such folder.
@@ -113,7 +109,7 @@ def write_text(path: str | os.PathLike[str], text: str) -> None:
 def _draft_folder(target: Path) -> Iterator[Path]:
     """A hidden folder beside a file, locked as long as its writer lives; removed at the end.
 
-    Elsewhere if the file is there and none can be made beside it.
+    It is elsewhere if the file exists and none can be made beside it.
     """
     folder = None
     try:
@@ -178,13 +174,8 @@ def _named_errors(path: str | os.PathLike[str]) -> Iterator[None]:
 def current(folder: Path, last: str) -> Path:
     """Where the files of a folder that `replacing_files` writes are to be read just now.
 
-    Args:
-      folder: the folder.
-      last: see `replacing_files`.
-
-    Returns:
-      `_NEW` in the folder, if its files have not got their places yet; the folder, if they have, or
-      if another program has written there since.
+    It is `_NEW` in the folder while its files are not in their places yet; the folder, once they
+    are, or if another program has written there since. `last` is as in `replacing_files`.
     """
     new = folder / _NEW
     if new.is_symlink() or not new.is_dir():
@@ -198,12 +189,9 @@ def current(folder: Path, last: str) -> Path:
 
 
 def find(folder: Path, name: str, last: str) -> Path:
-    """Where one file of a folder is to be read just now; it need not exist.
+    """Where one file of a folder is to be read just now; the file need not exist.
 
-    Args:
-      folder: the folder.
-      name: the file's path in it.
-      last: see `replacing_files`.
+    `name` is its path in the folder; `last` is as in `replacing_files`.
     """
     place = current(folder, last)
     if place == folder or os.path.lexists(place / name) or name in _replaced(place):
@@ -230,19 +218,19 @@ def replacing_files(
 ) -> Iterator[Path]:
     """A hidden folder to fill, whose files replace those of `folder` when the block ends.
 
-    After an exception in the block, the old files are what they were. One that comes after it, such
-    as a full disk, may leave the new files in `_NEW`: they are complete, readers that ask `current`
-    see them, and the next reader or writer puts them in their places. An OSError says so. At no
-    time do such readers see files of both kinds.
+    After an exception in the block, the old files are what they were. A later error, such as a full
+    disk, may leave the new files in `_NEW`: they are complete, readers that ask `current` see them,
+    and the next reader or writer puts them in their places. An OSError says so. At no time do such
+    readers see files of both kinds.
 
     Where there are no locks, all this holds for one writer at a time: a second one is not refused,
     and either of the two may fail.
 
     Args:
       folder: what gets the files; created if it does not exist. A second writer is refused.
-      files: names of those that the block writes, all of them.
-      owned: patterns of names: which old files go, if the block writes none of their name. Others
-        stay.
+      files: names of all files that the block writes.
+      owned: patterns of names: old files that go even if the block writes none of their name.
+        Others stay.
       last: the file without which the folder means nothing to other programs: it goes first and
         comes last, so that they never see some files of either kind.
 
@@ -278,7 +266,7 @@ def replacing_files(
 
 
 def finish(folder: Path, *, last: str) -> None:
-    """Gives files of an interrupted `replacing_files` their places, if nobody is writing now.
+    """Puts the files of an interrupted `replacing_files` in place, if nobody is writing now.
 
     Where the folder is read-only or has no locks they stay where they are; `current` finds them.
     """
@@ -289,7 +277,7 @@ def finish(folder: Path, *, last: str) -> None:
 
 
 def _wait_for_others(folder: Path) -> None:
-    """Lets another writer, who is done but for the files' places, come to its end."""
+    """Waits until another writer, who only has to put files in place, is done."""
     deadline = time.monotonic() + _PUBLISH_SECONDS
     while (folder / _NEW).exists() and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -306,8 +294,8 @@ def _is_old(path: Path) -> bool:
 def _complete(draft: Path, target: Path, files: Collection[str], owned: Collection[str]) -> None:
     """Brings a draft to the disk, with the versions of what it replaces.
 
-    Raises:
-      FileNotFoundError: if a file is missing: another program took the draft for one that was left.
+    Raises FileNotFoundError if a file is missing: another program took the draft for an abandoned
+    one.
     """
     found = _files(draft)
     for path in found:
@@ -350,12 +338,9 @@ def _saved_errors(folder: Path) -> Iterator[None]:
 
 
 def _settle(folder: Path, last: str, keep_unused: bool = False) -> None:
-    """Goes on from `_NEW`: its files get their places, or it goes.
+    """Finishes with `_NEW`: puts its files in place if they are current, or removes it.
 
-    Args:
-      folder: where it lies.
-      last: see `replacing_files`.
-      keep_unused: whether it stays if another program has written there since.
+    With `keep_unused` it stays if another program has written there since.
     """
     new = folder / _NEW
     if current(folder, last) == new:

@@ -151,13 +151,9 @@ def _check_scores(scores: Scores, softmax: SoftmaxOrder, correction: object, cou
 
 
 def _within_groups(by: jax.Array, groups: int, top_groups: int, best: int) -> jax.Array:
-    """What experts are chosen by, ``-inf`` outside of the best groups.
+    """`by` (float32 ``[..., E]``), with ``-inf`` outside of the `top_groups` best groups.
 
-    Args:
-      by: float32 ``[..., E]``.
-      groups: how many there are.
-      top_groups: how many of them are kept.
-      best: experts of a group whose sum says how good it is.
+    A group is as good as the sum of its `best` experts with the largest values.
     """
     each = by.reshape(*by.shape[:-1], groups, -1)
     worth = jnp.sum(jax.lax.top_k(each, best)[0], axis=-1)

@@ -100,7 +100,7 @@ class LayerCache(Protocol):
 
 
 class Grows(NamedTuple):
-    """An array's axis of which only what is held goes into a file.
+    """An array's axis of which only the part in use goes into a file.
 
     Attributes:
       axis: counted from the end; that of the sequences comes before it.
@@ -136,10 +136,9 @@ class Stored(abc.ABC, Generic[C]):
         """An empty cache of a description, laid out as `to_rows` does; it is called abstractly."""
 
     def to_rows(self, cache: C) -> C:
-        """The cache with all its arrays ``[B, ...]``, each sequence's own: as files hold it.
+        """The cache as files hold it: all arrays ``[B, ...]``, each sequence's own.
 
-        Raises:
-          ValueError: if such a cache cannot be stored.
+        Raises ValueError if such a cache cannot be stored.
         """
         return cache
 
@@ -149,11 +148,9 @@ class Stored(abc.ABC, Generic[C]):
         return cache
 
     def counts(self, lengths: Counts, cache: C) -> Counts:
-        """What `grows` counts by, from the arrays that `counting` names.
+        """The counts that `grows` names, from the arrays that `counting` names.
 
-        Args:
-          lengths: those arrays, by name.
-          cache: of which only sizes and configuration are there.
+        Of `cache` only sizes and configuration are there.
         """
         del cache
         return lengths
@@ -161,7 +158,7 @@ class Stored(abc.ABC, Generic[C]):
     def check_counts(self, counts: Counts, cache: C) -> None:
         """Raises ValueError where counts in a file are impossible.
 
-        Negative ones and tokens past `max_length` need not be looked for.
+        Negative ones and tokens past `max_length` are found elsewhere.
         """
 
     def validate(self, cache: C) -> None:

@@ -22,8 +22,7 @@ from turbojax.state.stored_file import StoredFile
 def describe(cache: Any) -> dict[str, Any]:
     """Kind, sizes and configuration of a layer's cache, whose arrays may be abstract.
 
-    Raises:
-      TypeError: if it is not a cache that can be stored.
+    Raises TypeError if it is not a cache that can be stored.
     """
     stored = _stored(cache)
     return {"kind": stored.stored_as, **stored.describe(cache)}
@@ -32,9 +31,8 @@ def describe(cache: Any) -> dict[str, Any]:
 def pack(cache: LayerCache | PagedCache) -> dict[str, np.ndarray]:
     """The arrays to store, in host memory.
 
-    Raises:
-      TypeError: if it is not a cache that can be stored.
-      ValueError: under `jit`, or for stacked layers of pages.
+    Raises TypeError if it is not a cache that can be stored; ValueError under `jit`, or for stacked
+    layers of pages.
     """
     stored = _stored(cache)
     if not _checks.is_concrete(*jax.tree.leaves(cache)):
@@ -53,12 +51,8 @@ def pack(cache: LayerCache | PagedCache) -> dict[str, np.ndarray]:
 def check_room(path: Path, descriptions: Sequence[Description], max_length: int | None) -> None:
     """Raises ValueError where caches would be larger than all memory of their device.
 
-    A file holds what its sequences hold, and says for how many tokens there shall be room.
-
-    Args:
-      path: of the file, for messages.
-      descriptions: see `describe`, of all that are to be read.
-      max_length: see `unpack`.
+    A file holds only what its sequences hold, but says for how many tokens there shall be room.
+    `max_length` is as in `unpack`, `descriptions` are those of all caches that are to be read.
     """
     there = _device.total_memory()
     templates = (_template(path, x, max_length)[1] for x in descriptions)
@@ -74,8 +68,7 @@ def check_room(path: Path, descriptions: Sequence[Description], max_length: int 
 def described(path: Path, description: Description) -> Any:
     """The cache of a description as files hold it, without arrays: its kind and sizes.
 
-    Raises:
-      ValueError: naming the file, if it describes none.
+    Raises ValueError, naming the file, if the description is not valid.
     """
     return _template(path, description, None)[1]
 
@@ -85,15 +78,11 @@ def unpack(
 ) -> Any:
     """A cache of what `pack` made, on the default device; one array at a time is in host memory.
 
-    Args:
-      file: where it lies.
-      prefix: of its arrays' names.
-      description: see `describe`.
-      max_length: tokens each sequence shall be able to hold; as it was if not given.
+    `prefix` is that of the arrays' names. `max_length` is how many tokens each sequence can hold
+    then; None for as many as before.
 
-    Raises:
-      ValueError: naming the file, if the description is not one, arrays are missing, mis-shaped,
-        damaged or impossible, or `max_length` is less than what is held.
+    Raises ValueError, naming the file, if the description is not valid, arrays are missing,
+    mis-shaped, damaged or impossible, or `max_length` is less than what is held.
     """
     stored, template = _template(file.path, description, max_length)
     try:

@@ -34,7 +34,7 @@ def through_kv4(
     options: AttentionOptions = PLAIN,
     sinks: jax.Array | None = None,
 ) -> tuple[jax.Array, Cache]:
-    """What decoding token by token through a `Kv4Cache` attends to, for all tokens at once.
+    """The result of decoding token by token through a `Kv4Cache`, for all tokens at once.
 
     Keys and values are those the cache holds, queries are rounded to e4m3, and the rest is exact.
     """

@@ -101,19 +101,11 @@ class Latent(Kind[LatentCache]):
         dtype: np.dtype,
         rope_dim: int | None = None,
     ) -> LatentCache:
-        """See `Kind.init`.
+        """See `Kind.init`; there is one KV head, since all heads share a latent.
 
-        Args:
-          batch_size: sequences, `B`.
-          max_length: tokens each can hold.
-          num_kv_heads: 1: all heads share a latent.
-          head_dim: channels of latent and rotary key together, ``C + R``.
-          kind: one of `LATENT_NAMES`.
-          dtype: of queries, latents and rotary keys.
-          rope_dim: channels of the rotary key, `R`; must be given.
-
-        Raises:
-          ValueError: if a size does not fit.
+        `head_dim` counts the channels of latent and rotary key together, ``C + R``; `rope_dim` is
+        `R` and must be given. `kind` is one of `LATENT_NAMES`. Raises ValueError if a size does not
+        fit.
         """
         if num_kv_heads != 1:
             raise ValueError(f"{num_kv_heads=} must be 1: a latent serves all heads")
@@ -218,8 +210,7 @@ def _refuse_sinks(sinks: jax.Array | None) -> None:
 def tokens_of(key: jax.Array, value: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Latents ``[B, T, C]`` and rotary keys ``[B, T, R]`` of what a layer hands over.
 
-    Raises:
-      ValueError: unless there is one head of both.
+    Raises ValueError unless there is one head of both.
     """
     for name, x in (("key", key), ("value", value)):
         if x.ndim != 4 or x.shape[2] != 1:
@@ -239,15 +230,9 @@ def attend_cache(
 ) -> jax.Array:
     """Attention of the newest tokens' queries to all that is held; many are taken in chunks.
 
-    Args:
-      query: ``[B, T, N, C + R]``.
-      cache: what is held, the queries' own tokens included.
-      query_lengths: optional int32 ``[B]``, how many of the `T` queries are real, the first ones.
-      options: of the layer.
-      implementation: of `turbojax.latent_attention`; None to choose.
-
-    Returns:
-      ``[B, T, N, C]``, zero for queries that are padding.
+    The cache holds the queries' own tokens already. Queries ``[B, T, N, C + R]`` give ``[B, T, N,
+    C]``, zero past `query_lengths` (int32 ``[B]``). The implementation is that of
+    `turbojax.latent_attention`.
     """
     _checks.check_query(query)
     batch, tokens, heads, channels = query.shape

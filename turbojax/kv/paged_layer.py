@@ -142,24 +142,14 @@ def init_layer(
 ) -> PagedLayer:
     """An empty cache of one layer.
 
-    Args:
-      batch_size: sequences, `B`.
-      max_length: tokens each may grow to; pages are whole, so there is memory for a few more.
-      num_kv_heads: key/value heads, `K`.
-      head_dim: channels, `H`.
-      kind: how pages store a token, see `PagedCache`; 8-bit floats have scale 1.
-      dtype: of queries, keys and values.
-      page_size: tokens of a page.
-      local_window_size: of the layer, see `AttentionOptions`: there are pages for what such a
-        window needs, see `NEW_TOKENS`, and queries must not see more.
-      axes: of a mesh, over which sequences, heads and tokens are split, see `partition_specs`: each
-        device makes its part, and none the whole. Every device has as many pages of a sequence,
-        which its tables count from its own first page.
+    Arguments are as in `turbojax.kv.init_layer_cache`. Pages are whole, so there may be memory for
+    a few more tokens than `max_length`; 8-bit floats have scale 1. There are pages for what a
+    `local_window_size` needs, see `NEW_TOKENS`, and queries must not see more. With `axes` of a
+    mesh, see `partition_specs`, each device makes its part and none the whole; every device has as
+    many pages of a sequence, and its tables count from its own first page.
 
-    Raises:
-      TypeError: if a size is not an integer or the dtype is not supported.
-      ValueError: if a size is not positive or not supported or cannot be split, or there is no such
-        kind.
+    Raises TypeError if a size is not an integer or the dtype is not supported; ValueError if a size
+    is not positive, not supported or cannot be split, or the kind is unknown.
     """
     if local_window_size is not None:
         _checks.check_sizes(local_window_size=local_window_size)
@@ -185,11 +175,7 @@ def init_layer(
 def check_room(
     layer: PagedLayer, key: jax.Array, value: jax.Array, lengths: jax.Array | None
 ) -> jax.Array:
-    """The lengths that `append` of these would lead to, int32 ``[B]``.
-
-    Raises:
-      TypeError, ValueError: see `append`.
-    """
+    """The lengths that `append` of these would lead to, int32 ``[B]``; raises as `append`."""
     _checks.check_key_value(key, value)
     if key.shape[0] != layer.batch_size:
         raise ValueError(f"{key.shape=} must have {layer.batch_size} sequences, as the cache has")
@@ -237,19 +223,8 @@ def append(
 ) -> PagedLayer:
     """Adds new tokens, one or many per sequence; see `turbojax.append`.
 
-    Args:
-      layer: the cache to extend.
-      key: ``[B, T, K, H]`` in the layer's dtype, after the rotary embedding.
-      value: the same.
-      lengths: optional int ``[B]``, how many of the `T` tokens are real, the first ones.
-
-    Returns:
-      The extended cache. Under `jit`, tokens past `max_length` are left out and `overflowed` turns
-      True for their sequence; nothing that was stored changes.
-
-    Raises:
-      TypeError: if dtypes do not fit.
-      ValueError: if a shape does not fit, or, outside `jit`, a sequence would exceed `max_length`.
+    Keys come after the rotary embedding. Under `jit`, tokens past `max_length` are left out and
+    `overflowed` turns True for their sequence; nothing that was stored changes.
     """
     total = check_room(layer, key, value, lengths)
     kept = jnp.minimum(total, layer.max_length)

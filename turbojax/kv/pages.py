@@ -59,23 +59,12 @@ def attend(
 ) -> jax.Array:
     """Causal attention of the newest tokens to all that is held, themselves included.
 
-    They attend to the pages, in the precision these are kept in, whether they come as a prompt or
-    one by one. Long prompts are taken in chunks, see `query_chunk`.
+    They attend to the pages, in the precision in which these are kept, whether they come as a
+    prompt or one by one. Long prompts are taken in chunks, see `query_chunk`.
 
-    Args:
-      query: ``[B, T, N, H]`` in the layer's dtype.
-      layer: the cache, which holds the queries' own keys and values.
-      query_lengths: optional int32 ``[B]``, how many of the `T` queries are real, the first ones.
-      options: of the layer.
-      sinks: float ``[N]`` of the layer, or None.
-      implementation: of `turbojax.paged_attention`; None to choose.
-
-    Returns:
-      ``[B, T, N, H]`` in the query's dtype, zero for queries that are padding.
-
-    Raises:
-      ValueError: if the layer does not keep all that the queries see.
-      TypeError, ValueError, NotImplementedError: see `turbojax.paged_attention`.
+    The layer holds the queries' own keys and values already. Queries past `query_lengths` (int32
+    ``[B]``) are padding and give zero. Raises ValueError if the layer does not keep all that the
+    queries see, and what `turbojax.paged_attention` raises.
     """
     batch, tokens, heads, channels = query.shape
     static, extras = options.complete(channels), of_layer(query, sinks)
@@ -128,21 +117,8 @@ def append_and_attend(
 ) -> tuple[jax.Array, PagedLayer]:
     """Stores tokens and attends to all that is held then: in parts if the layer keeps too little.
 
-    Args:
-      query: ``[B, T, N, H]`` in the layer's dtype.
-      key: ``[B, T, K, H]``.
-      value: ``[B, T, K, H]``.
-      layer: the cache.
-      lengths: int32 ``[B]``, how many of the `T` tokens are real, the first ones.
-      options: of the layer.
-      sinks: float ``[N]`` of the layer, or None.
-      implementation: of `turbojax.paged_attention`; None to choose.
-
-    Returns:
-      ``[B, T, N, H]`` as `attend` and the cache as `append` give them.
-
-    Raises:
-      TypeError, ValueError, NotImplementedError: see `append` and `attend`.
+    The first `lengths` (int32 ``[B]``) of the `T` tokens are real. Returns and raises as `attend`
+    and `append`.
     """
     batch, tokens, heads, channels = query.shape
     attend_to = functools.partial(
@@ -179,12 +155,9 @@ def query_chunk(batch_size: int, group: int) -> int:
 
     Fewer for more sequences, because kernels keep results of every 1,024 tokens of the table's
     width until they are merged, 4 bytes for each channel of each query and head. But always enough
-    that a KV head has more than 64 rows of queries: all prompts longer than a chunk then run in the
-    kernel made for many rows, whatever the batch, and no bit depends on where they are cut.
-
-    Args:
-      batch_size: sequences.
-      group: query heads of a KV head.
+    that a KV head has more than 64 rows of queries (`group` for each query): all prompts longer
+    than a chunk then run in the kernel made for many rows, whatever the batch, and no bit depends
+    on where they are cut.
     """
     least = 64 // group + 1
     return max(QUERY_CHUNK // batch_size // 16, -(-least // 16)) * 16
@@ -326,10 +299,8 @@ class Pages(Kind[PagedLayer]):
     def to_rows(self, cache: PagedLayer) -> PagedLayer:
         """A layer whose page arrays are ``[B, K, S, ...]``, in the order of tokens, without tables.
 
-        Only to be stored: where its pages lay does not matter.
-
-        Raises:
-          ValueError: if layers are stacked, or tables count each device's own pages.
+        Only to be stored: where its pages lay does not matter. Raises ValueError if layers are
+        stacked, or tables count each device's own pages.
         """
         if is_split(cache.block_tables):
             raise ValueError(

@@ -201,9 +201,8 @@ def check_pooled(
 ) -> None:
     """Checks what pooled attention is configured with, see `PooledAttention`.
 
-    Raises:
-      TypeError: if `policy` is not one of `turbojax.levels`, or a size not an integer.
-      ValueError: if a size is out of range, or there is no such implementation.
+    Raises TypeError if `policy` is not one of `turbojax.levels`, or a size is not an integer;
+    ValueError if a size is out of range, or there is no such implementation.
     """
     if not isinstance(policy, Policy):
         raise TypeError(f"policy is a {type(policy).__name__}, must be one of turbojax.levels")

@@ -47,9 +47,9 @@ class Progressive(Kind[ProgressiveCache]):
     def by_name(self, name: str, num_kv_heads: int, devices: int = 1) -> TurboConfig:
         """See `Kind.by_name`: ``"2/4bit"`` is half of the KV heads at 2 bits, the others at 4.
 
-        Of an odd number the half is rounded down for keys and up for values, whose errors cost
-        less: of keys and values together it is half in any case, 3 bits on average. Of one head
-        the keys have 4 bits and the values 2. Over several devices it is half of each one's heads.
+        Half of an odd number is rounded down for keys and up for values, whose errors cost less:
+        keys and values together always have 3 bits on average. With one head the keys have 4 bits
+        and the values 2. Over several devices half of each one's heads have 2 bits.
         """
         if name == "k4v2":
             return TurboConfig(value_bits=2)
@@ -196,8 +196,7 @@ class Progressive(Kind[ProgressiveCache]):
     def to_rows(self, cache: ProgressiveCache) -> ProgressiveCache:
         """See `Stored.to_rows`.
 
-        Raises:
-          ValueError: if devices have slots or copies of their own, which `save_session` joins.
+        Raises ValueError if devices have slots or copies of their own, which `save_session` joins.
         """
         if is_split(cache.key.head_slots):
             self.validate(cache)

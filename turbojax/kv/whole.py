@@ -77,14 +77,8 @@ def within_implementation(
 ) -> str | None:
     """The implementation that `attend_within` gets, given that of a cache's ops.
 
-    Args:
-      implementation: of the cache's ops.
-      attention: what attends within whole sequences.
-      names: of the implementations of the cache's ops, see `Kind.implementations`.
-
-    Returns:
-      The same one; where the attention and the cache share no names, None: the attention chooses
-      for itself.
+    It is the same one; where the attention and the cache share no names (`names` are those of the
+    cache's ops, see `Kind.implementations`), None: the attention chooses for itself.
     """
     own = exact_attention.IMPLEMENTATIONS if attention == "exact" else IMPLEMENTATION_NAMES
     return implementation if own == names else None
@@ -102,19 +96,9 @@ def attend_within(
 ) -> jax.Array:
     """Causal attention within whole sequences, without a cache.
 
-    Args:
-      query: ``[B, T, N, H]``.
-      key: ``[B, T, K, H]``.
-      value: ``[B, T, K, H]``.
-      lengths: optional int32 ``[B]``; what lies past them is padding, which reaches no other token.
-      attention: what attends.
-      options: of the layer.
-      implementation: of `exact_attention.attention` or `turbo_attention`; None to choose. A
-        `PooledAttention` names its own.
-      sinks: float ``[N]`` of the layer, or None.
-
-    Returns:
-      ``[B, T, N, H]`` in the query's dtype; rows of padding mean nothing.
+    What lies past `lengths` (optional int32 ``[B]``) is padding, which reaches no other token; its
+    rows of the result mean nothing. The implementation is one of `exact_attention.attention` or
+    `turbo_attention`; a `PooledAttention` names its own.
     """
     if isinstance(attention, PooledAttention):
         levels = attention.levels(query, key, lengths, options)

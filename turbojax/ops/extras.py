@@ -88,10 +88,7 @@ class Extras:
     def begin(self, length: jax.Array, query_length: jax.Array) -> jax.Array:
         """Where a cache's first query is, counted from the cache's first token: int32 ``[B]``.
 
-        Args:
-          length: int32 ``[B]``, tokens of the cache.
-          query_length: int32 ``[B]``, queries, which are those of its last tokens unless
-            `query_offset` says otherwise.
+        Queries are those of the cache's last tokens unless `query_offset` says otherwise.
         """
         if self.query_offset is None:
             return length - query_length
@@ -104,14 +101,9 @@ class Extras:
         return self.begin(length, query_length) + query_length
 
     def visible(self, queries: jax.Array, keys: jax.Array) -> jax.Array | None:
-        """Pairs of one segment among these.
+        """Which of these queries and keys share a segment: bool ``[B, t, s]``, or None.
 
-        Args:
-          queries: int32 ``[t]``, indices into the queries; past the end they count as the last.
-          keys: int32 ``[s]``, the same.
-
-        Returns:
-          bool ``[B, t, s]``; None without segments.
+        Both are indices; those past the end count as the last token. None if there are no segments.
         """
         if self.query_segment_ids is None or self.key_value_segment_ids is None:
             return None
@@ -120,14 +112,9 @@ class Extras:
         return one[:, :, None] == other[:, None, :]
 
     def added(self, queries: jax.Array, keys: jax.Array) -> jax.Array | None:
-        """What is added to these scores.
+        """What is added to these scores, or None: float32 ``[B or 1, N or 1, t, s]``.
 
-        Args:
-          queries: int32 ``[t]``, indices as in `visible`.
-          keys: int32 ``[s]``.
-
-        Returns:
-          float32 ``[B or 1, N or 1, t, s]``; None without bias and slopes.
+        Indices are as in `visible`.
         """
         parts = []
         if self.bias is not None:
@@ -154,16 +141,10 @@ NOTHING = Extras()
 def of_cache(
     query: jax.Array, *, sinks: Any = None, query_offset: Any = None, key_offset: Any = None
 ) -> Extras:
-    """The extras of a call that attends to a cache, checked.
+    """The checked extras of a call that attends to a cache.
 
-    Args:
-      query: ``[B, T, N, H]``.
-      sinks: see `check_sinks`.
-      query_offset: position of the first query, see `check_offset`; None for newest tokens.
-      key_offset: position of the cache's first token, see `check_offset`.
-
-    Raises:
-      TypeError, ValueError: see `check_sinks` and `check_offset`.
+    `query_offset` is the position of the first query, None for newest tokens, and `key_offset` that
+    of the cache's first token. Raises what `check_sinks` and `check_offset` raise.
     """
     if sinks is None and query_offset is None and key_offset is None:
         return NOTHING
@@ -178,32 +159,15 @@ def of_cache(
 
 
 def of_layer(query: jax.Array, sinks: Any = None) -> Extras:
-    """The extras that a layer asks for.
-
-    Args:
-      query: ``[B, T, N, H]``.
-      sinks: see `check_sinks`.
-
-    Raises:
-      TypeError, ValueError: see `check_sinks`.
-    """
+    """The checked extras of a layer: its sinks, if it has any."""
     return NOTHING if sinks is None else Extras(sinks=check_sinks(sinks, query.shape[2]))
 
 
 def complete(query: jax.Array, key: jax.Array, *, sinks: Any = None, **arrays: Any) -> Extras:
-    """The extras that a user's arguments stand for, checked.
+    """The checked extras of a user's arguments, whose names are the fields of `Extras`.
 
-    Args:
-      query: ``[B, T, N, H]``.
-      key: ``[B, S, K, H]``.
-      sinks: see `check_sinks`.
-      **arrays: the other fields of `Extras`, or None; an offset may be a scalar.
-
-    Raises:
-      TypeError: if ids or offsets are no integers, or a bias, slopes or sinks no floating-point
-        numbers.
-      ValueError: if a shape does not fit, only one side has segments, or, outside `jit`, an offset
-        is negative or too large.
+    Raises TypeError for wrong dtypes; ValueError if a shape does not fit, only one side has
+    segments, or, outside `jit`, an offset is negative or too large.
     """
     if sinks is None and all(x is None for x in arrays.values()):
         return NOTHING
@@ -227,13 +191,9 @@ def complete(query: jax.Array, key: jax.Array, *, sinks: Any = None, **arrays: A
 
 
 def check_offset(name: str, offset: Any, batch: int) -> jax.Array | None:
-    """An offset of positions as int32 ``[B]``; None stays.
+    """An offset of positions, a scalar or ``[B]``, as int32 ``[B]``; None stays.
 
-    Under `jit` values out of range act as the nearest bound.
-
-    Raises:
-      TypeError: if it is no integer.
-      ValueError: another shape than ``()`` or ``[B]``, or (outside `jit`) a value out of range.
+    Under `jit` values out of range act as the nearest bound; outside they raise ValueError.
     """
     if offset is None:
         return None
@@ -250,9 +210,8 @@ def check_offset(name: str, offset: Any, batch: int) -> jax.Array | None:
 def check_segment_ids(name: str, ids: Any, batch: int, tokens: int) -> jax.Array | None:
     """Ids as int32 ``[B, tokens]``; None stays.
 
-    Raises:
-      TypeError: if they are no integers.
-      ValueError: another shape, or (outside `jit`) an id beyond int32.
+    Raises TypeError if they are no integers; ValueError for another shape, or, outside `jit`, for
+    an id beyond int32.
     """
     if ids is None:
         return None
@@ -263,12 +222,7 @@ def check_segment_ids(name: str, ids: Any, batch: int, tokens: int) -> jax.Array
 
 
 def check_sinks(sinks: Any, heads: int) -> jax.Array | None:
-    """Sinks as float32 ``[N]``; None stays.
-
-    Raises:
-      TypeError: if they are no floating-point numbers.
-      ValueError: another shape.
-    """
+    """Sinks as float32 ``[N]``; None stays. Raises TypeError or ValueError if they do not fit."""
     return _check_heads("sinks", sinks, heads)
 
 

@@ -38,25 +38,13 @@ def decode(
 ) -> tuple[jax.Array, jax.Array]:
     """Attends to a contiguous cache of codes, by what a registry has for these arguments.
 
-    Args:
-      registry: of the op, by whose name its gradient is refused.
-      table: of the op.
-      query: ``[B, T, N, H]``.
-      cache: one that the registry's implementations take.
-      query_lengths: int32 ``[B]``, the real queries; what is out of range acts as the nearest
-        bound.
-      options: of the call, causal ones.
-      extras: of the call.
-      implementation: the name asked for, or None.
-      shortens: whether a token of the cache is stored alike wherever the cache ends, so that
-        `as_newest` applies.
+    `query_lengths` (int32 ``[B]``) count the real queries; values out of range act as the nearest
+    bound. `shortens` says that a token is stored alike wherever the cache ends, so that `as_newest`
+    applies. The registry's name is the one in the message that refuses gradients.
 
-    Returns:
-      ``[B, T, N, H]`` in the options' dtype and the float32 log-sum-exp ``[B, T, N]``.
-
-    Raises:
-      ValueError: see `ring.check_visible`.
-      NotImplementedError: see `check_whole`, or if what is asked for cannot run this.
+    Returns ``[B, T, N, H]`` in the options' dtype and the float32 log-sum-exp ``[B, T, N]``. Raises
+    ValueError as `ring.check_visible`, NotImplementedError as `check_whole` or if what is asked for
+    cannot run this.
     """
     ring.check_visible(cache, options.window, query.shape[1])
     check_whole(cache, extras)
@@ -101,9 +89,9 @@ def _decode(
 
 
 def check_whole(cache: Any, extras: Extras) -> None:
-    """Raises NotImplementedError where a cache keeps a window of the newest tokens alone.
+    """Raises NotImplementedError where a cache keeps only a window of the newest tokens.
 
-    Queries elsewhere would miss what is no longer there.
+    Queries at other positions would miss tokens that are no longer there.
     """
     if extras.query_offset is not None and cache.is_ring:
         raise NotImplementedError(
@@ -115,20 +103,12 @@ def check_whole(cache: Any, extras: Extras) -> None:
 def as_newest(
     query: jax.Array, lengths: jax.Array, query_lengths: jax.Array, extras: Extras, options: Options
 ) -> tuple[jax.Array, Extras]:
-    """The same call as one of newest tokens, if it is: then every implementation can run it.
+    """Turns a call into one of newest tokens where possible: every implementation can run these.
 
-    A single query without a window sees a cache's tokens up to its own position. It is the newest
+    A single query without a window sees a cache's tokens up to its own position: it is the newest
     token of a cache that ends there.
 
-    Args:
-      query: ``[B, T, N, H]``.
-      lengths: int32 ``[B]``, tokens held.
-      query_lengths: int32 ``[B]``, the real queries.
-      extras: of the call.
-      options: of the call.
-
-    Returns:
-      How many of the tokens held are to be there, int32 ``[B]``, and the extras that are left.
+    Returns how many of the tokens held are to be seen, int32 ``[B]``, and the extras that are left.
     """
     if extras.query_offset is None or query.shape[1] != 1 or options.window is not None:
         return lengths, extras

@@ -35,9 +35,9 @@ def largest_weight(config: TurboConfig) -> float:
 
 
 def stored_mode(mode: Mode) -> Literal["int8", "float"]:
-    """The numbers that `decode` multiplies.
+    """The numbers that `decode` multiplies: int8 in every 8-bit mode.
 
-    What a `ProgressiveCache` stores are integers: its products are of int8 in every 8-bit mode.
+    A `ProgressiveCache` stores integers.
     """
     return "float" if mode == "float" else "int8"
 
@@ -50,16 +50,9 @@ def values_mode(mode: Mode) -> Mode:
 def quantize_scores_operand(
     x: jax.Array, mode: Mode, axis: int | tuple[int, ...]
 ) -> tuple[jax.Array, jax.Array]:
-    """Q or K as codes with one scale over `axis`.
+    """Q or K as codes with one float32 scale over `axis`.
 
-    Args:
-      x: floating point, any shape.
-      mode: the number format.
-      axis: axes that share a scale.
-
-    Returns:
-      codes: `x`'s shape: int8, e4m3, or `x` itself in mode ``"float"``.
-      scale: float32, `x`'s shape without `axis`.
+    Codes are int8, e4m3, or `x` itself in mode ``"float"``; scales have `x`'s shape without `axis`.
     """
     if mode in ("int8", "int8_fp8"):
         return quantize_int8(x, axis=axis)
@@ -69,16 +62,10 @@ def quantize_scores_operand(
 
 
 def quantize_values(value: jax.Array, mode: Mode) -> tuple[jax.Array, jax.Array]:
-    """V as codes: int8 with a scale per block, e4m3 with one per sequence and head.
+    """V ``[B, K, n, block, H]`` as codes: int8 with a scale per block, e4m3 with one per head.
 
-    The single e4m3 scale lets an 8-bit float accumulator run over all blocks without rescaling.
-
-    Args:
-      value: floating point ``[B, K, n, block, H]``.
-      mode: the number format.
-
-    Returns:
-      codes ``[B, K, n, block, H]`` and float32 scales ``[B, K, n]``.
+    The single e4m3 scale of a sequence's head lets an 8-bit float accumulator run over all blocks
+    without rescaling. Scales are float32 ``[B, K, n]`` in any case.
     """
     if mode == "int8":
         return quantize_int8(value, axis=(3, 4))
@@ -91,17 +78,11 @@ def quantize_values(value: jax.Array, mode: Mode) -> tuple[jax.Array, jax.Array]
 def round_probabilities(
     p: jax.Array, largest: jax.Array, mode: Mode
 ) -> tuple[jax.Array, jax.Array]:
-    """P as the second product's operand.
+    """P as the second product's operand: float32 codes ``[..., t]`` and scales ``[..., 1]``.
 
-    Args:
-      p: float32 ``[..., t]``, unnormalized weights of a row's keys in one block.
-      largest: float32 ``[..., 1]``, the exponential of the row's largest score there.
-      mode: the number format.
-
-    Returns:
-      codes: float32 ``[..., t]``: integers of the row's own scale ``largest / 119`` in mode
-        ``"int8"``, e4m3 values with a static scale in the fp8 modes, `p` otherwise.
-      scale: float32 ``[..., 1]``.
+    `p` are the unnormalized weights of a row's keys in one block, `largest` is the exponential of
+    the row's largest score there. Codes are integers of the row's own scale ``largest / 119`` in
+    mode ``"int8"``, e4m3 values with a static scale in the fp8 modes, `p` otherwise.
     """
     if mode == "int8":
         scale = largest * (1 / INT8_RANGE)
@@ -140,15 +121,10 @@ def finite_maximum(m: jax.Array) -> jax.Array:
 
 
 def finish(o: jax.Array, m: jax.Array, l: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Normalizes an online softmax.
+    """Normalizes an online softmax: ``o / l`` and the log-sum-exp ``m + log l``.
 
-    Args:
-      o: float32 ``[..., H]``, weighted sums of values.
-      m: float32 ``[...]``, row maxima.
-      l: float32 ``[...]``, sums of weights.
-
-    Returns:
-      ``o / l`` and the log-sum-exp ``m + log l``; 0 and ``-inf`` where nothing was visible.
+    `o` are weighted sums of values, float32 ``[..., H]``, `m` row maxima and `l` sums of weights.
+    Where nothing was visible the result is 0 and ``-inf``.
     """
     nothing = l == 0
     out = o / jnp.where(nothing, 1, l)[..., None]

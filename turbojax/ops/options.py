@@ -22,10 +22,9 @@ def _check_scores(scale: object, logits_soft_cap: float | None) -> None:
 
 
 def check_output_dtype(dtype: Any) -> str | None:
-    """The name of an output's dtype; None, for the query's, stays.
+    """The name of an output's dtype, ``"float32"``; None, for the query's, stays.
 
-    Raises:
-      ValueError: if it is another one than float32.
+    Raises ValueError for any other dtype.
     """
     if dtype is None:
         return None
@@ -61,15 +60,9 @@ class Visibility:
     def mask(
         self, query_position: jax.Array, key_position: jax.Array, key_length: jax.Array
     ) -> jax.Array:
-        """Visible pairs.
+        """Visible pairs, bool ``[B, T, S]``; keys at or past `key_length` are hidden.
 
-        Args:
-          query_position: int32 ``[B or 1, T]``.
-          key_position: int32 ``[B or 1, S]``.
-          key_length: int32 ``[B]``, keys at or past it are ignored.
-
-        Returns:
-          bool ``[B, T, S]``.
+        Positions are int32 ``[B or 1, T]`` and ``[B or 1, S]``.
         """
         q, k = query_position[:, :, None], key_position[:, None, :]
         visible = jnp.broadcast_to(
@@ -91,15 +84,9 @@ class Visibility:
     ) -> tuple[jax.Array, jax.Array]:
         """Keys ``[start, stop)`` outside which queries ``first..last`` see nothing.
 
-        Args:
-          first: int32 scalar, the first query.
-          last: int32 scalar, the last query.
-          key_length: int32 ``[B]``.
-          shift: int32 ``[B]``, by how much a query's position exceeds a key's of the same index; 0
-            if not given.
-
-        Returns:
-          int32 scalars, valid for every sequence; empty ranges have ``stop <= start``.
+        `shift` (int32 ``[B]``) is by how much a query's position exceeds a key's of the same index;
+        0 if not given. Returns int32 scalars, valid for every sequence; empty ranges have ``stop <=
+        start``.
         """
         start, stop = jnp.zeros_like(first), jnp.max(key_length)
         least, most = (0, 0) if shift is None else (jnp.min(shift), jnp.max(shift))
@@ -159,18 +146,9 @@ class Options(Visibility):
         logits_soft_cap: float | None,
         output_dtype: Any = None,
     ) -> Self:
-        """The options that a user's arguments stand for, see `jax.nn.dot_product_attention`.
+        """The options that a user's arguments stand for, see `turbojax.turbo_attention`.
 
-        Args:
-          head_dim: channels of a head, `H`.
-          scale: factor of the scores; ``1 / sqrt(H)`` if None.
-          is_causal: whether a query sees keys up to its own position only.
-          local_window_size: optional `w` or ``(left, right)``, keys on either side of the query.
-          logits_soft_cap: optional cap.
-          output_dtype: float32 for parts that will be merged; None for the query's.
-
-        Raises:
-          TypeError, ValueError: as the class.
+        `head_dim` gives the default scale. Raises as the class.
         """
         window: Any = local_window_size  # brought into one form with the rest
         return cls(
@@ -250,10 +228,7 @@ def check_implementation(
 def require_plain(options: AttentionOptions, what: str, *, but_scale: bool = False) -> None:
     """Raises NotImplementedError if a layer asks for more than causal attention.
 
-    Args:
-      options: of the layer.
-      what: what cannot do more.
-      but_scale: whether it takes a scale.
+    `what` is named in the message; `but_scale` says whether it takes a scale.
     """
     allowed = AttentionOptions(scale=options.scale) if but_scale else PLAIN
     if options != allowed:

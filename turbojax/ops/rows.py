@@ -44,18 +44,12 @@ def gradient_rows(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """What the kernels of the backward pass need to know of each row.
 
-    Args:
-      out: ``[B, T, N, H]``.
-      residual: float32 ``[B, T, N]``.
-      d_out: the cotangent of `out`, as it multiplies the values.
-      d_residual: that of `residual`.
-      tokens: `Tp`, at least `T`.
-      all_see: whether every row exists and sees something: then `d_out` is not looked through.
+    `d_out` is the cotangent of `out` as it multiplies the values. `tokens` is `Tp`, at least `T`.
+    With `all_see` every row exists and sees something, so `d_out` is not searched for blind rows.
 
-    Returns:
-      `without_blind` of `d_out`. And float32 ``[B, N, Tp]``, twice: the log-sum-exp in powers of
-      two, ``inf`` for blind rows and past the last, so that their weights are 0; and
-      ``rowsum(d_out * out)`` less the residual's cotangent, 0 there.
+    Returns `without_blind` of `d_out`, and float32 ``[B, N, Tp]`` twice: the log-sum-exp in powers
+    of two, ``inf`` for blind rows and past the last, so that their weights are 0; and
+    ``rowsum(d_out * out)`` less the residual's cotangent, 0 there.
     """
     is_empty = residual == -jnp.inf
     if not all_see:

@@ -102,12 +102,8 @@ def decode(
 def check_norms(name: str, x: jax.Array, norms: jax.Array) -> None:
     """Raises ValueError where `encode` gave a finite vector no norm; not under `jit`.
 
-    For callers that encode inside their own `jit`.
-
-    Args:
-      name: of `x`, for the message.
-      x: ``[..., H]``, what was encoded.
-      norms: float16 ``[...]``, what `encode` returned.
+    For callers that encode inside their own `jit`: `x` (named `name` in the message) is what was
+    encoded, `norms` what `encode` returned.
     """
     if not _checks.is_concrete(x, norms):
         return
@@ -229,8 +225,9 @@ def _corrected(squares: jax.Array, levels: jax.Array) -> jax.Array:
     """The root of ``squares / levels`` rounded to float16, still float32; more if too large.
 
     Division and roots are approximate on a GPU, and XLA rewrites them. So they are used only to
-    find between which two float16 the number lies; whether it reaches their midpoint (whose square
-    is exact, of 24 bits) is decided by a comparison: the same bits everywhere, in kernels too.
+    find between which two float16 numbers the root lies; whether it reaches their midpoint (whose
+    square is exact, of 24 bits) is decided by a comparison: the same bits everywhere, in kernels
+    too.
     """
     guess = jnp.sqrt(squares / levels)
     # Above a float16 of this exponent the next one follows after a quantum.
@@ -256,8 +253,8 @@ def _exact_root(x: jax.Array) -> jax.Array:
 def _nearer_root(root: jax.Array, x: jax.Array) -> jax.Array:
     """`root` or the float32 next to it, if that is nearer to the root of `x`.
 
-    The remainder, `x` minus the root's square, is exact enough to decide: of 12 bits each, the
-    halves of the root have exact products, and only the last subtraction rounds.
+    The remainder, `x` minus the root's square, is exact enough to decide: the halves of the root
+    have 12 bits each, so their products are exact and only the last subtraction rounds.
     """
     bits = jax.lax.bitcast_convert_type(root, jnp.int32)
     below, high, above = (
@@ -274,7 +271,7 @@ def _nearer_root(root: jax.Array, x: jax.Array) -> jax.Array:
 def _square(x: jax.Array) -> jax.Array:
     """The squares of float32, to the same bits whether or not products are fused with additions.
 
-    Of 12 bits each, the halves of `x` have exact products.
+    The halves of `x` have 12 bits each, so their products are exact.
     """
     bits = jax.lax.bitcast_convert_type(x, jnp.int32)
     high = jax.lax.bitcast_convert_type(bits & ~_LOW_BITS, jnp.float32)

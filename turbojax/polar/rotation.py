@@ -117,8 +117,7 @@ def flip_signs(x: jax.Array, rotation: Rotation) -> jax.Array:
 def small_order(head_dim: int) -> int:
     """The order `m` of the small factor of ``head_dim = m * 2**k``.
 
-    Raises:
-      ValueError: if there is none in {1, 12, 20, 28}.
+    Raises ValueError if there is none in {1, 12, 20, 28}.
     """
     odd = head_dim // (head_dim & -head_dim)
     order = _SMALL_ORDERS.get(odd)

@@ -285,7 +285,7 @@ def _rounded_scale(maximum: jax.Array, dtype: np.dtype) -> jax.Array:
 def _codes(w: jax.Array, scale: jax.Array) -> jax.Array:
     """``clip(rint(w / scale), -8, 7)`` in int8, ties to even; 0 where the scale is NaN.
 
-    A code times a scale is exact in float32, and so is what it leaves of a value near it.
+    A code times a scale is exact in float32, and so is the difference to a value near it.
     """
     lowest, highest = -INT4_RANGE - 1, INT4_RANGE
     guess = jnp.rint(jnp.clip(w * (1 / scale), lowest - 1, highest + 1))
@@ -336,7 +336,7 @@ def scaled_values(weight: Int4Weight) -> jax.Array:
 def in_blocks(weight: Int4Weight) -> Int4Weight:
     """The same values in groups of 128 inputs, which kernels take, where groups are larger.
 
-    Each scale, and each zero, stands once for every 128 inputs.
+    Each scale, and each zero, is repeated for every 128 inputs.
     """
     if weight.group_size <= BLOCK:
         return weight

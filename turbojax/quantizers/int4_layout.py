@@ -39,16 +39,10 @@ def stored_inputs(in_size: int, group_size: int = BLOCK) -> int:
 
 
 def size_of_part(name: str, size: int, count: int, stored: int) -> int:
-    """Outputs, or inputs, that each of several devices has of a weight.
+    """Outputs, or inputs, that each of `count` devices has of a weight with `size` of them.
 
-    Args:
-      name: which of the two, for messages.
-      size: of all devices together.
-      count: devices.
-      stored: what one device stores of them.
-
-    Raises:
-      ValueError: if a device would not have as many as it stores: whole tiles without padding.
+    `name` says which, for messages; `stored` is how many a device stores. Raises ValueError if a
+    device would not have as many as it stores: only whole tiles without padding can be split.
     """
     if count > 1 and size != stored * count:
         raise ValueError(

@@ -92,13 +92,8 @@ def from_tensors(
 def tiles_of_version_1(part: str, array: np.ndarray, name: str) -> np.ndarray:
     """An array of version 1 as it lies in memory today.
 
-    Args:
-      part: ``"codes"``, ``"scales"`` or another, which stays as it is.
-      array: the array.
-      name: of the weight, for an error.
-
-    Raises:
-      ValueError: if the array has another shape than any such array.
+    Only the parts ``"codes"`` and ``"scales"`` change. Raises ValueError, naming the weight, if the
+    array has another shape than any such array.
     """
     if part not in ("codes", "scales"):
         return array

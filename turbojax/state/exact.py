@@ -101,23 +101,14 @@ def init_cache(
     local_window_size: int | tuple[int, int] | None = None,
     axes: Axes | None = None,
 ) -> ExactCache:
-    """An empty cache of these sizes.
+    """An empty cache of these sizes; arguments as `turbojax.init_cache`.
 
-    Args:
-      batch_size: sequences, `B`.
-      max_length: tokens each may grow to.
-      num_kv_heads: key/value heads, `K`.
-      head_dim: channels, `H`.
-      dtype: of what is held.
-      local_window_size: the largest window that `decode` will be called with, if any: what it does
-        not reach is not kept, see `turbojax.state.ring`.
-      axes: of a mesh, over which sequences, heads and tokens are split, see `partition_specs`: each
-        device makes its part, and none the whole. Tokens are split evenly: every device has as
-        many.
+    `local_window_size` is the largest window that `decode` will be called with: tokens beyond it
+    are not kept, see `turbojax.state.ring`. With `axes` of a mesh, see `partition_specs`, each
+    device makes its part and none the whole; every device gets as many tokens as the others.
 
-    Raises:
-      ValueError: if a size is not positive or cannot be split, or the window is none.
-      TypeError: if `dtype` is none of bfloat16, float16, float32.
+    Raises ValueError if a size is not positive or cannot be split, or the window is invalid;
+    TypeError unless `dtype` is bfloat16, float16 or float32.
     """
     if axes is not None:
         static = {"dtype": jnp.dtype(dtype), "local_window_size": local_window_size}
@@ -144,23 +135,7 @@ def init_cache(
 def append(
     cache: ExactCache, key: jax.Array, value: jax.Array, *, lengths: jax.Array | None = None
 ) -> ExactCache:
-    """Adds new tokens, rounded to the cache's dtype; see `turbojax.append`.
-
-    Args:
-      cache: the cache to extend.
-      key: ``[B, T, K, H]``, floating point.
-      value: the same.
-      lengths: optional int ``[B]``, how many of the `T` tokens are real.
-
-    Returns:
-      The extended cache; under `jit`, tokens past `max_length` are left out and reported in
-      `overflowed`.
-
-    Raises:
-      TypeError: if `cache` is another kind, or dtypes are not supported or differ.
-      ValueError: if a shape does not fit, or, outside `jit`, a sequence would exceed
-        `max_length`.
-    """
+    """Adds new tokens, rounded to the cache's dtype; see `turbojax.append`."""
     checks.check_kind(cache, ExactCache)
     _checks.check_key_value(key, value)
     batch, tokens = key.shape[:2]

@@ -102,8 +102,7 @@ class TokenScaledCache(Split):
     def validate(self) -> None:
         """Checks the invariants; under `jit` only shapes and dtypes can be seen.
 
-        Raises:
-          ValueError: naming the field and what it breaks.
+        Raises ValueError that names the field and what it breaks.
         """
         sizes = (self.batch_size, self.max_length, self.num_kv_heads, self.head_dim)
         wanted = jax.eval_shape(lambda: _empty(*sizes, type(self), self.dtype, self.window))
@@ -275,22 +274,13 @@ def append(
 def store_prompt(cache: CacheT, key: jax.Array, value: jax.Array, lengths: jax.Array) -> CacheT:
     """Stores a prompt in empty sequences: the cache's half of `prefill`.
 
-    The same bits as `append` to an empty cache, without a scatter.
+    The same bits as `append` to an empty cache, without a scatter. Sequences that are not empty
+    stay as they are and turn `overflowed`; of prompts that exceed `max_length` the beginning is
+    stored.
 
-    Args:
-      cache: the cache; sequences that are not empty stay as they are and turn `overflowed`.
-      key: ``[B, S, K, H]`` in `cache.dtype`.
-      value: the same shape and dtype.
-      lengths: int32 ``[B]``, tokens of each prompt.
-
-    Returns:
-      The cache with the prompts, their beginnings where they exceed `max_length`.
-
-    Raises:
-      TypeError: if `cache` is another kind or a dtype differs from `cache.dtype`.
-      ValueError: if a shape does not fit, or, outside `jit`, a sequence is not empty or longer
-        than `max_length`.
-      NotImplementedError: when it is differentiated.
+    Raises TypeError if `cache` is another kind or a dtype differs from `cache.dtype`; ValueError if
+    a shape does not fit, or, outside `jit`, where a sequence would turn `overflowed`;
+    NotImplementedError when it is differentiated.
     """
     check_prompt(cache, key, value, lengths)
     run = spread(tables.FIREQ_APPEND, _store_prompt)

@@ -43,8 +43,7 @@ class Ring(Protocol):
 def window_of(local_window_size: int | tuple[int, int] | None) -> int | None:
     """Tokens that a newest query sees in such a window, its own included; None for all.
 
-    Raises:
-      ValueError: unless it is None, an integer or a pair of integers, none negative.
+    Raises ValueError for an invalid window.
     """
     sides = _checks.normalize_window(local_window_size)
     return None if sides is None else sides[0] + 1
@@ -56,17 +55,11 @@ def units(window: int | None, whole: int, size: int = 1) -> int:
 
 
 def rows_of_new(lengths: jax.Array, accepted: jax.Array, tokens: int, rows: int) -> jax.Array:
-    """Where new tokens are stored.
+    """Rows in which new tokens are stored: int32 ``[B, T]``.
 
-    Args:
-      lengths: int32 ``[B]``, tokens seen before.
-      accepted: int32 ``[B]``, how many of the new ones count, the first ones.
-      tokens: how many there are, `T`.
-      rows: that a sequence has.
-
-    Returns:
-      int32 ``[B, T]``: a row for each token that stays, and numbers past the last row, no two
-      alike, for those that do not count and those that newer ones would overwrite.
+    `lengths` (int32 ``[B]``) are tokens seen before, `accepted` (int32 ``[B]``) how many of the new
+    ones count, the first ones. Tokens that do not count, and those that newer ones would overwrite,
+    get distinct numbers past the last row.
     """
     offset = jnp.arange(tokens)[None]
     stays = (offset < accepted[:, None]) & (offset >= accepted[:, None] - rows)
@@ -80,16 +73,11 @@ def positions_of_rows(lengths: jax.Array, rows: int) -> jax.Array:
 
 
 def newest(x: jax.Array, kept: jax.Array, rows: int) -> jax.Array:
-    """What the rows of an empty cache get of a prompt.
+    """The tokens of a prompt that the rows of an empty cache hold.
 
-    Args:
-      x: ``[B, S, K, H]``.
-      kept: int32 ``[B]``, its tokens, at most `S`.
-      rows: that a sequence has.
-
-    Returns:
-      `x` itself if there are enough, otherwise ``[B, rows, K, H]``; rows from `kept` on mean
-      nothing.
+    `x` is ``[B, S, K, H]``, of which `kept` tokens (int32 ``[B]``, at most `S`) count. Returns `x`
+    itself if `rows` suffice, otherwise ``[B, rows, K, H]``; the content of rows from `kept` on is
+    arbitrary.
     """
     if x.shape[1] <= rows:
         return x
@@ -100,12 +88,8 @@ def newest(x: jax.Array, kept: jax.Array, rows: int) -> jax.Array:
 def most_new_tokens(cache: Ring, window: int | None) -> int | None:
     """How many new tokens can be stored before they attend; None if there is no limit.
 
-    Args:
-      cache: the cache.
-      window: tokens that they see, their own included; None for all.
-
-    Raises:
-      ValueError: if the cache does not keep what they see.
+    They see `window` tokens, their own included; None for all. Raises ValueError if the cache does
+    not keep what they see.
     """
     if not cache.is_ring:
         return None
@@ -122,10 +106,7 @@ def most_new_tokens(cache: Ring, window: int | None) -> int | None:
 def check_visible(cache: Ring, sides: tuple[int, int] | None, queries: int) -> None:
     """Raises ValueError unless the cache keeps all that its newest `queries` tokens see.
 
-    Args:
-      cache: the cache.
-      sides: window of the call, (left, right).
-      queries: tokens that attend.
+    `sides` is the window of the call, (left, right).
     """
     most = most_new_tokens(cache, window_of(sides))
     if most is not None and queries > most:

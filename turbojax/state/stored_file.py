@@ -37,17 +37,11 @@ def write(
 ) -> None:
     """Writes a file; a reader sees either the old one or the complete new one.
 
-    Args:
-      path: of the file, which is replaced if it exists, with the same permissions. Its folder must
-        exist.
-      description: what the arrays are, in plain JSON values.
-      arrays: by name.
-      metadata: the user's own, a dict of strings.
+    A file that exists is replaced, with the same permissions; its folder must exist. `description`
+    says what the arrays are, in plain JSON values; `metadata` is the user's own dict of strings.
 
-    Raises:
-      FileNotFoundError: if there is no such folder.
-      OSError: if the file cannot be written, for instance because the disk is full.
-      TypeError: if `metadata` is something else.
+    Raises FileNotFoundError if there is no such folder, OSError if the file cannot be written, for
+    instance because the disk is full, and TypeError if `metadata` is something else.
     """
     text = json.dumps(
         {
@@ -71,13 +65,7 @@ def write(
 
 
 class StoredFile:
-    """An open file, see `open_file`.
-
-    Attributes:
-      path: where it lies.
-      description: what was written.
-      metadata: the user's own.
-    """
+    """An open file, see `open_file`; `description` and `metadata` are what was written."""
 
     def __init__(self, path: Path, tensors: Any) -> None:
         self.path = path
@@ -123,8 +111,7 @@ class StoredFile:
     def read(self, name: str) -> np.ndarray:
         """One array, in host memory.
 
-        Raises:
-          ValueError: if there is none of this name, or its content is not what was written.
+        Raises ValueError if there is none of this name, or its content is not what was written.
         """
         self._require_name(name)
         self._read.add(name)
@@ -145,12 +132,8 @@ class StoredFile:
 def open_file(path: str | os.PathLike[str]) -> Iterator[StoredFile]:
     """Opens a file that `write` wrote; arrays are read one by one.
 
-    Args:
-      path: of the file.
-
-    Raises:
-      FileNotFoundError: if there is none.
-      ValueError: naming the file, if it is cut off, something else, of another version or damaged.
+    Raises FileNotFoundError if there is none; ValueError, naming the file, if it is cut off,
+    something else, of another version or damaged.
     """
     source = Path(path)
     if not source.is_file():
@@ -169,10 +152,9 @@ def open_file(path: str | os.PathLike[str]) -> Iterator[StoredFile]:
 
 
 def _parsed(path: Path, text: str) -> dict[str, Any]:
-    """What the text of a file's metadata says.
+    """The content of a file's metadata text.
 
-    Raises:
-      ValueError: naming the file, if it does not have the parts that `write` gives it.
+    Raises ValueError, naming the file, if parts that `write` puts there are missing.
     """
     try:
         content = _json.parse(text)

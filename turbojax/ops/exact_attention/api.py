@@ -358,15 +358,10 @@ def _choose_decode(
     extras: Extras = NOTHING,
     gives_part: bool = False,
 ) -> str:
-    """What decodes: what is asked for, or the first of cuDNN, the kernel and XLA that can.
+    """The name of what decodes: the one asked for, or the first of cuDNN, kernel and XLA that can.
 
-    Args:
-      implementation: the name asked for, or None.
-      query: ``[B, T, N, H]``.
-      cache: the cache.
-      options: of the call.
-      extras: of the call, but for sinks.
-      gives_part: whether more is wanted than an output in the query's dtype.
+    `gives_part` says that more is wanted than an output in the query's dtype; sinks are not among
+    the `extras`.
     """
     _check_name(implementation)
     refusals = {

@@ -59,19 +59,9 @@ def masked_part(
     scale: float,
     logits_soft_cap: float | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """What attention under a mask finds, to be merged: in float32, nothing rounded on the way.
+    """`masked_attention` for merging, in float32 and without rounding, with the log-sum-exp.
 
-    Args:
-      query: ``[B, T, N, H]``.
-      key: ``[B, S, K, H]``.
-      value: ``[B, S, K, H]``.
-      mask: bool ``[B, T, S]``, what is visible.
-      scale: factor of the scores.
-      logits_soft_cap: see `turbojax.decode`.
-
-    Returns:
-      float32 ``[B, T, N, H]`` and the log-sum-exp ``[B, T, N]``; 0 and ``-inf`` for a row without
-      anything.
+    Rows that see nothing give 0 and ``-inf``.
     """
     batch, tokens, _, channels = query.shape
     grouped = query.reshape(batch, tokens, key.shape[2], -1, channels)

@@ -91,18 +91,8 @@ def scale_quantize(
 ) -> Fp8Tokens:
     """`quantize_activation` of ``x * scale``, in one pass over the activations.
 
-    The product is computed in float32 and rounded to `x`'s dtype before it is quantized.
-
-    Args:
-      x: ``[..., K]``, bfloat16, float16 or float32.
-      scale: ``[K]``, one of these dtypes.
-      implementation: see `quantize_activation`.
-
-    Returns:
-      Codes and scales, see `quantize_activation`, whose errors it raises, too.
-
-    Raises:
-      ValueError: if `scale` has another shape.
+    The product is computed in float32 and rounded to `x`'s dtype before it is quantized. `scale` is
+    floating point ``[K]``; another shape raises ValueError.
     """
     _checks.check_float_dtype("scale", scale)
     if x.ndim and scale.shape != x.shape[-1:]:

@@ -7,15 +7,9 @@ from turbojax.quantizers import Fp8Tokens, quantize_tokens
 
 
 def quantize(x: jax.Array, scale: jax.Array | None, *, eps: float | None) -> Fp8Tokens:
-    """Quantizes each token, after RMSNorm if its `scale` is given.
+    """Quantizes each token of ``[M, K]``, after RMSNorm if its `scale` ``[K]`` is given.
 
-    Args:
-      x: ``[M, K]``.
-      scale: ``[K]``, or None.
-      eps: added to the mean square; None to multiply by `scale` without a norm.
-
-    Returns:
-      Codes ``[M, K]`` and scales ``[M]``, as `quantize_tokens` returns them.
+    `eps` is added to the mean square; None to multiply by `scale` without a norm.
     """
     return quantize_tokens(x if scale is None else scaled(x, scale, eps))
 

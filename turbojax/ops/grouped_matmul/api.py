@@ -153,11 +153,10 @@ def _product_of_parts(
 
 
 def check_stack(weight: Int4Weight) -> Int4Weight:
-    """One expert of a stack, in shapes and dtypes.
+    """Checks a stack of experts; returns one of them, in shapes and dtypes.
 
-    Raises:
-      TypeError: if it is no `Int4Weight`, or one of its arrays has another dtype.
-      ValueError: if its arrays have not one leading axis, or another shape behind it.
+    Raises TypeError if it is no `Int4Weight` or one of its arrays has another dtype; ValueError
+    unless each has one leading axis and the right shape behind it.
     """
     if not isinstance(weight, Int4Weight):
         raise TypeError(f"weight is a {type(weight).__name__}, must be an Int4Weight")
@@ -171,12 +170,7 @@ def check_stack(weight: Int4Weight) -> Int4Weight:
 
 
 def check_biases(bias: jax.Array | None, weight: Int4Weight) -> jax.Array | None:
-    """Biases that are floating point ``[E, out_size]``, or None.
-
-    Raises:
-      TypeError: if their dtype is not supported.
-      ValueError: if their shape does not fit.
-    """
+    """Checked biases, floating point ``[E, out_size]``, or None; raises TypeError or ValueError."""
     if bias is None:
         return None
     bias = jnp.asarray(bias)
@@ -188,11 +182,10 @@ def check_biases(bias: jax.Array | None, weight: Int4Weight) -> jax.Array | None
 
 
 def _check_sizes(group_sizes: jax.Array, experts: int, rows: int) -> jax.Array:
-    """int32 ``[E]``.
+    """Sizes of groups as int32 ``[E]``.
 
-    Raises:
-      TypeError: if they are not integers.
-      ValueError: another shape, or (outside `jit`) sizes that are negative or too many together.
+    Raises TypeError if they are not integers; ValueError for another shape, or, outside `jit`, if
+    one is negative or they exceed the rows together.
     """
     # What is beyond int32 is beyond any number of rows, too.
     group_sizes = _checks.as_int32("group_sizes", group_sizes, saturate=True)

@@ -289,7 +289,7 @@ def _check_rest(
     bias: jax.Array | None,
     residual: jax.Array | None,
 ) -> tuple[jax.Array | None, jax.Array | None]:
-    """The bias in the order of the weight's rows, and the residual; TypeError or ValueError if wrong."""
+    """The bias in the order of the weight's rows, and the residual; raises if they do not fit."""
     bias = None if bias is None else pad_rows(bias.astype(jnp.float32), weight)
     if residual is not None:
         residual = jnp.asarray(residual)

@@ -26,17 +26,13 @@ def decode(
     *,
     options: Options,
 ) -> tuple[jax.Array, jax.Array]:
-    """Attends the last `T` cached tokens' queries to the cache, chunk by chunk.
+    """Attends the newest tokens' queries to the cache, chunk by chunk.
 
-    Args:
-      query: ``[B, T, N, H]``.
-      cache: the cache, which already holds the queries' own keys and values.
-      query_length: int32 ``[B]``, the real queries; the rest is padding and gives 0 and ``-inf``.
-      extras: offsets of the call.
-      options: of the call.
+    The cache already holds the queries' own keys and values. `query_length` (int32 ``[B]``) counts
+    the real queries; the others are padding and give 0 and ``-inf``.
 
-    Returns:
-      out ``[B, T, N, H]`` in the options' dtype and the float32 log-sum-exp ``[B, T, N]``.
+    Returns the output ``[B, T, N, H]`` in the options' dtype and the float32 log-sum-exp ``[B, T,
+    N]``.
     """
     batch, length, heads, channels = query.shape
     kv_heads = cache.num_kv_heads
@@ -95,12 +91,9 @@ def _step(
 ) -> _State:
     """Adds a chunk to an online softmax.
 
-    Args:
-      state: outputs ``[B, K, G, T, H]``, row maxima and row sums ``[B, K, G, T]``.
-      scores: float32 ``[B, K, G, T, t]``.
-      mask: bool ``[B, 1, 1, T, t]``.
-      value: packed codes ``[B, K, t, H / 2]``.
-      value_scale: ``[B, K, t]``.
+    The state holds outputs ``[B, K, G, T, H]``, row maxima and row sums ``[B, K, G, T]``; scores
+    are float32 ``[B, K, G, T, t]``, values packed codes ``[B, K, t, H / 2]`` with scales ``[B, K,
+    t]``.
     """
     o, m, l = state
     new = jnp.maximum(m, jnp.max(jnp.where(mask, scores, -jnp.inf), axis=-1))
@@ -114,9 +107,9 @@ def _step(
 
 
 def _query_operand(x: jax.Array, cache: TokenScaledCache) -> tuple[jax.Array, jax.Array]:
-    """Queries ``[..., H]`` as keys are multiplied with, and their scales ``[...]``.
+    """Queries ``[..., H]`` as keys are multiplied with them, and their scales ``[...]``.
 
-    Rounded to e4m3 for 4-bit keys, as FireQ does; 8-bit ones get them as they are.
+    Rounded to e4m3 for 4-bit keys, as in FireQ, and not rounded for 8-bit keys.
     """
     if jnp.uint8 == cache.KEY_CODES:
         return quantize_fp8(x, axis=-1)

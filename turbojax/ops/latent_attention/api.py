@@ -252,11 +252,10 @@ def select(
     options: Options,
     extras: Extras = NOTHING,
 ) -> Implementation:
-    """What runs a call with these arguments; only shapes and dtypes are used.
+    """The implementation for a call with these arguments; only shapes and dtypes are used.
 
-    Raises:
-      ValueError: if the name is unknown.
-      NotImplementedError: if what is asked for cannot run this.
+    Raises ValueError if the name is unknown, NotImplementedError if what is asked for cannot run
+    this.
     """
     return LATENT.select(
         implementation,
@@ -279,7 +278,7 @@ def _options(
 
 
 def _extras(query_latent: jax.Array, given: dict[str, Any]) -> Extras:
-    """Of a call whose queries are checked later, where something is given."""
+    """`of_cache`, unless nothing is given: then the queries may still be unchecked."""
     return (
         of_cache(query_latent, **given) if any(x is not None for x in given.values()) else NOTHING
     )

@@ -36,18 +36,12 @@ def attend(
 ) -> tuple[jax.Array, jax.Array]:
     """Attends the newest tokens' queries to their sequences' pages.
 
-    Args:
-      query_latent: ``[B, T, N, C]``; rotated, in float32, if latents are.
-      query_rope: ``[B, T, N, R]``.
-      cache: the pages.
-      block_tables: int32 ``[B, max_pages]``, all within the pool.
-      lengths: int32 ``[B]``, tokens held, the queries' own included.
-      query_lengths: int32 ``[B]``, the real queries; the rest is padding.
-      options: of the call.
-      extras: of the call; sinks are the caller's.
+    `query_latent` ``[B, T, N, C]`` is rotated, in float32, if latents are; `query_rope` is ``[B, T,
+    N, R]``. All pages of `block_tables` must be within the pool. `lengths` (int32 ``[B]``) include
+    the queries' own tokens; `query_lengths` (int32 ``[B]``) count the real queries. Sinks are left
+    to the caller.
 
-    Returns:
-      float32 ``[B, T, N, C]``, rotated if latents are, and the log-sum-exp ``[B, T, N]``.
+    Returns float32 ``[B, T, N, C]``, rotated if latents are, and the log-sum-exp ``[B, T, N]``.
     """
     rows, tokens = query_latent.shape[:3], query_latent.shape[1]
     tables = _in_tiles(block_tables, cache.page_size)
@@ -85,7 +79,7 @@ def _in_tiles(block_tables: jax.Array, page_size: int) -> jax.Array:
 
 
 def _read(cache: LatentPages, pages: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Latents float32 ``[B, t, C]``, rotated if they are, and rotary keys ``[B, t, R]``.
+    """Latents float32 ``[B, t, C]``, rotated if they are stored so, and rotary keys ``[B, t, R]``.
 
     NaN where a token is not finite.
     """
@@ -109,12 +103,8 @@ def _step(
 ) -> _State:
     """Adds a tile to an online softmax.
 
-    Args:
-      state: the sums so far.
-      queries: float32 ``[B, T, N, C]`` and ``[B, T, N, R]``.
-      keys: float32 ``[B, t, C]`` and ``[B, t, R]``.
-      seen: bool ``[B, T, 1, t]``.
-      scale: of the scores.
+    Queries are float32 ``[B, T, N, C]`` and ``[B, T, N, R]``, keys ``[B, t, C]`` and ``[B, t, R]``,
+    `seen` is bool ``[B, T, 1, t]``.
     """
     o, m, l = state
     latent, rope = keys

@@ -300,11 +300,10 @@ def select(
     options: Options,
     extras: Extras = NOTHING,
 ) -> Implementation:
-    """What runs a call of `paged_attention` with these arguments; only shapes and dtypes are used.
+    """The implementation for a call of `paged_attention`; only shapes and dtypes are used.
 
-    Raises:
-      ValueError: if the name is unknown.
-      NotImplementedError: if what is asked for cannot run this.
+    Raises ValueError if the name is unknown, NotImplementedError if what is asked for cannot run
+    this.
     """
     turned = cache.formats.key.is_rotated
     return PAGED.select(

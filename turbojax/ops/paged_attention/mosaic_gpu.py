@@ -45,7 +45,7 @@ _MOST_FOUND = 2**27
 
 
 class Launch(NamedTuple):
-    """What is tuned; `part` must not depend on the call, nor `warpgroups`. No other changes a bit.
+    """What is tuned. Only `part` and `warpgroups` change results: they must not follow the call.
 
     Attributes:
       is_split: whether a program takes as few tokens as it can, for short calls.
@@ -67,7 +67,7 @@ class Launch(NamedTuple):
 
 
 class Call(NamedTuple):
-    """What a launch follows from.
+    """The properties of a call that decide its launch.
 
     Attributes:
       rows: queries of a KV head.
@@ -76,7 +76,8 @@ class Call(NamedTuple):
       head_dim: channels.
       window: optional (left, right).
       is_plain: whether keys and values have 16 bits.
-      is_fp8: whether they have 8 bits, floats or, as many bytes but for scales, int8.
+      is_fp8: whether they have 8 bits: floats, or int8, which takes as many bytes besides its
+        scales.
     """
 
     rows: int
@@ -147,19 +148,20 @@ def unsupported(
 
 
 def _step(cache: PagedCache) -> int | None:
-    """What head dims of other sizes are multiples of; None if there are none.
+    """What head dims other than `_HEAD_DIMS` must be multiples of; None if there can be no others.
 
-    A vector's codes, and the third bits of 3, begin where words do. Of floats what is read in the
-    place of missing channels might be NaN.
+    A vector's codes, and the third bits of 3-bit codes, must begin where words do. With floats,
+    what is read in the place of missing channels might be NaN.
     """
     sides = [side for side in cache.formats if isinstance(side, Codes)]
     return max(_WHOLE_WORDS[side.bits] for side in sides) if len(sides) == 2 else None
 
 
 def _channels(cache: PagedCache) -> int | None:
-    """With how many channels vectors are multiplied, or None.
+    """The number of channels with which vectors are multiplied, or None if there is none.
 
-    Of codes with fewer the last ones meet 0: what is read in their place is of other codes.
+    Where codes have fewer channels, the last ones are multiplied by 0: what is read there belongs
+    to other codes.
     """
     step = _step(cache)
     if cache.head_dim not in _HEAD_DIMS and (step is None or cache.head_dim % step):
@@ -188,19 +190,9 @@ def attend(
     options: Options,
     launch: Launch | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """`paged_attention` as one kernel, and a merge.
+    """`paged_attention` as one kernel, and a merge. Sequences that cannot be read are NaN.
 
-    Args:
-      query: ``[B, T, N, H]``, not rotated.
-      cache: the pages.
-      block_tables: int32 ``[B, max_pages]``.
-      lengths: int32 ``[B]``.
-      query_lengths: int32 ``[B]``, or None if all queries are real.
-      options: of the call.
-      launch: for tuning.
-
-    Returns:
-      What `paged_attention` returns: sequences that cannot be read are NaN.
+    Queries are not rotated. `query_lengths` is int32 ``[B]``, or None if all queries are real.
     """
     from pallas_kernels.mosaic.hopper.paged import kernel
 
@@ -285,7 +277,7 @@ def _mixed_settings(cache: PagedCache, rows: int, options: Options, launch: Laun
 
 
 def _block(token_bytes: int) -> int:
-    """Tokens of a warp at a time: so many that three programs share the memory."""
+    """Tokens of a warp at a time, so many that three programs share the memory."""
     return 64 if token_bytes <= _MOST_BYTES_OF_64 else 32
 
 
@@ -304,15 +296,10 @@ def _stored(side: Format, head_dim: int) -> tuple["Stored", float]:
 def plain_settings(
     dtype: str, rows: int, head_dim: int, options: Options, launch: Launch, limit: int | None = None
 ) -> "Settings":
-    """What is static in a call where keys and values are of 16 bits.
+    """The static settings of a call whose keys and values have 16 bits.
 
-    Args:
-      dtype: theirs and the queries'.
-      rows: queries of a KV head.
-      head_dim: channels.
-      options: of the call.
-      launch: of the call.
-      limit: tokens that a sequence may have, of a contiguous cache.
+    `rows` are queries of a KV head; `limit` is how many tokens a sequence of a contiguous cache may
+    have.
     """
     from pallas_kernels.mosaic.hopper.paged import kernel
 

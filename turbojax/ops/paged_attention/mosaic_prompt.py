@@ -29,7 +29,7 @@ _MOST_EXPANDED = 2**30
 
 
 class Launch(NamedTuple):
-    """What is tuned; `part` must follow from the query rows alone. No other changes a bit.
+    """What is tuned. Results depend on `part` only, so it must follow from the query rows alone.
 
     Attributes:
       part: tokens of the parts that programs take, or None if a program takes all.
@@ -82,23 +82,10 @@ def attend(
     options: Options,
     launch: Launch | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """`paged_attention` of many queries as one kernel.
+    """`paged_attention` of many queries as one kernel. Sequences that cannot be read are NaN.
 
     Pages that are not in 16 bits are expanded before. Weights are rounded to the values' 16 bits
-    before they multiply them.
-
-    Args:
-      query: ``[B, T, N, H]``.
-      cache: the pages.
-      block_tables: int32 ``[B, max_pages]``.
-      lengths: int32 ``[B]``.
-      query_lengths: int32 ``[B]``, or None.
-      sinks: float32 ``[N]``, or None; see `has_sinks`.
-      options: of the call.
-      launch: for tuning.
-
-    Returns:
-      What `paged_attention` returns: sequences that cannot be read are NaN.
+    before they multiply them. `query_lengths` may be None; for `sinks` see `has_sinks`.
     """
     if query_lengths is None:
         query_lengths = jnp.full(len(query), query.shape[1], jnp.int32)
@@ -125,7 +112,7 @@ def attend(
 
 
 def _is_multiplied_in_8_bits(cache: PagedCache) -> bool:
-    """Whether keys are, as they are stored, and values; with 256 channels sums take too much."""
+    """Whether e4m3 pages are multiplied as stored; 256 channels leave no room for the sums."""
     return cache.kv_dtype == "fp8_e4m3" and cache.head_dim <= _MOST_E4M3_CHANNELS
 
 

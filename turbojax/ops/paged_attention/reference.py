@@ -47,17 +47,11 @@ def attend(
 ) -> tuple[jax.Array, jax.Array]:
     """Attends the newest tokens' queries to their sequences' pages.
 
-    Args:
-      query: ``[B, T, N, H]``; rotated, in float32, if keys are.
-      cache: the pages.
-      block_tables: int32 ``[B, max_pages]``, all within the pool.
-      lengths: int32 ``[B]``, tokens held, the queries' own included.
-      query_lengths: int32 ``[B]``, the real queries; the rest is padding.
-      extras: offsets of the call.
-      options: of the call.
+    Queries ``[B, T, N, H]`` are rotated, in float32, if keys are. All pages of `block_tables` must
+    be within the pool. `lengths` (int32 ``[B]``) include the queries' own tokens; `query_lengths`
+    (int32 ``[B]``) count the real queries.
 
-    Returns:
-      float32 ``[B, T, N, H]``, rotated if values are, and the log-sum-exp ``[B, T, N]``.
+    Returns float32 ``[B, T, N, H]``, rotated if values are, and the log-sum-exp ``[B, T, N]``.
     """
     if query.shape[1] == 1:
         # An axis of one would be dropped, and the products that are left added in another order.
@@ -161,11 +155,8 @@ def _score(q: jax.Array, tile: _Tile, *, factor: jax.Array, soft_cap: float | No
 def _step(state: _State, scores: jax.Array, seen: jax.Array, tile: _Tile) -> _State:
     """Adds a tile to an online softmax of one query token.
 
-    Args:
-      state: sums ``[K, G, H]``, maxima and sums of weights ``[K, G]``.
-      scores: float32 ``[K, G, t]``.
-      seen: bool ``[t]``.
-      tile: the values.
+    The state holds sums ``[K, G, H]``, maxima and sums of weights ``[K, G]``; scores are float32
+    ``[K, G, t]``, `seen` is bool ``[t]``.
     """
     o, m, l = state
     mask = seen[None, None]

@@ -58,9 +58,9 @@ def attend(
 ) -> tuple[jax.Array, jax.Array]:
     """`reference.attend` as one kernel and a merge.
 
-    Where keys have 8 bits or fewer, queries are rounded to float16 relative to their largest value;
-    weights are rounded to the values' dtype, for fp8 to float16, and times the norms of codes, or
-    the scales of int8, to bfloat16.
+    Where keys have 8 bits or fewer, queries are rounded to float16 relative to their largest value.
+    Weights are rounded to the values' dtype, for fp8 to float16; multiplied by the norms of codes,
+    or by the scales of int8, they are rounded to bfloat16.
     """
     del extras  # see `unsupported`
     return _attend(
@@ -79,7 +79,7 @@ class Launch(NamedTuple):
 
     Attributes:
       part: tokens of a program.
-      tile: of them at a time.
+      tile: how many of these tokens are processed at a time.
       rows: queries of a program at most.
       num_warps: of a program.
     """
@@ -141,7 +141,7 @@ def _codec(stored: Format) -> "kernels.Codec | None":
 def default_launch(query: jax.Array, cache: PagedCache) -> Launch:
     """How a call is cut up: one way for few query rows of a KV head, another for many.
 
-    Within either the order in which terms are added is the same whatever the queries.
+    Within either, terms are added in the same order whatever the queries.
     """
     is_wide = cache.head_dim > 128
     if query.shape[1] * query.shape[2] // cache.num_kv_heads > MOST_NARROW_ROWS:

@@ -208,9 +208,8 @@ def check_levels(
 ) -> jax.Array:
     """Levels as int8; a value that is not a level stays invalid.
 
-    Raises:
-      TypeError: if they are not integers.
-      ValueError: another shape, or (outside `jit`) another value.
+    Raises TypeError if they are not integers; ValueError for another shape, or, outside `jit`, for
+    another value.
     """
     levels = jnp.asarray(levels)
     if not jnp.issubdtype(levels.dtype, jnp.integer):
@@ -290,7 +289,7 @@ def _differentiable(
     """The op with its options bound, differentiable in reverse mode.
 
     Kept for the backward pass: query, key, value, levels, lengths, extras, the output and the
-    residual. Sinks are nothing to implementations: the weights and all gradients follow from the
+    residual. Implementations know nothing of sinks: the weights and all gradients follow from the
     log-sum-exp with them. It is kept as ``-inf`` where a query sees nothing but a sink.
     """
     static: dict[str, Any] = {"options": options, "implementation": implementation}
@@ -325,7 +324,6 @@ def _differentiable(
 
 
 def _differentiated(extras: Extras) -> Extras:
-    """Those that have a gradient here."""
     return Extras(sinks=extras.sinks)
 
 

@@ -101,7 +101,7 @@ def _padded(x: jax.Array) -> jax.Array:
 
 
 def _signed(query: jax.Array, options: PooledOptions) -> jax.Array:
-    """The query, with the sign of the scale: the kernel takes maxima before it scales."""
+    """The query with the scale's sign: the kernel takes maxima before it scales."""
     return -query if options.scale < 0 else query
 
 

@@ -30,16 +30,10 @@ def merge_gradients(
     tokens: int,
     dtype: jax.typing.DTypeLike,
 ) -> jax.Array:
-    """The adjoint of pooling, summed over the levels.
+    """The adjoint of pooling, summed over the levels: ``[B, S, K, H]``.
 
-    Args:
-      parts: float32 ``[B, K, G, H]`` of levels 1, 2, 4 and 8, `G` at least ``ceil(S / level)``.
-      key_length: optional int32 ``[B]``.
-      tokens: `S`.
-      dtype: of the result.
-
-    Returns:
-      ``[B, S, K, H]``; zeros past each sequence's end.
+    `parts` are float32 ``[B, K, G, H]`` of levels 1, 2, 4 and 8, `G` at least ``ceil(S / level)``;
+    `tokens` is `S`. The result is zero past each sequence's end.
     """
     batch, heads, _, channels = parts[0].shape
     groups = -(-tokens // LEVELS[-1])

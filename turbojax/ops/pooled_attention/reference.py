@@ -24,13 +24,13 @@ _Arrays = tuple[jax.Array, ...]
 
 
 class _Pyramid(NamedTuple):
-    """What is known of each of the `R` pooled tokens, those of level 1 first.
+    """The `R` pooled tokens, those of level 1 first.
 
     Attributes:
       level: int32 ``[R]``.
       first: int32 ``[R]``, its first token.
       block: int32 ``[R]``, number of the key block.
-      tokens: int32 ``[B, R]``, how many of its tokens are there.
+      tokens: int32 ``[B, R]``, how many of its tokens exist.
       last: int32 ``[B, R]``, position of the last of them.
     """
 
@@ -48,7 +48,7 @@ class _Tile(NamedTuple):
       position: int32 ``[t]``.
       inside: bool ``[t]``, whether they are queries of this block and not of the next one.
       levels: ``[B or 1, K or 1, G or 1, T_c]``.
-      arrays: ``[B, K, G, t, ...]`` each, what there is per query.
+      arrays: per-query arrays, ``[B, K, G, t, ...]`` each.
     """
 
     position: jax.Array
@@ -71,19 +71,11 @@ def attention(
 ) -> tuple[jax.Array, jax.Array]:
     """Pooled attention (Algorithm 1). Memory grows with ``T + S``.
 
-    Args:
-      query: ``[B, T, N, H]``.
-      key: ``[B, S, K, H]``.
-      value: ``[B, S, K, H]``.
-      levels: integers ``[B or 1, N or 1, T_r, T_c]``.
-      query_length: optional int32 ``[B]``; queries at or past it give 0 and ``-inf``.
-      key_length: optional int32 ``[B]``; keys at or past it are ignored.
-      options: blocks, scale, causality and the output's dtype.
-      extras: segments, for which `segments.attended` has changed the levels, and offsets.
+    Shapes as in `turbojax.pooled_attention`; lengths are optional int32 ``[B]``. Where `extras`
+    have segments, `segments.attended` must have changed the levels.
 
-    Returns:
-      out ``[B, T, N, H]`` in the query's dtype or the one asked for, and the log-sum-exp
-      ``[B, T, N]`` in float32 (for float64, which is computed in float64, in that).
+    Returns the output in the query's dtype or the one asked for, and the log-sum-exp ``[B, T, N]``
+    in float32. Float64 is computed in float64 and has a float64 log-sum-exp.
     """
     batch, length, heads, channels = query.shape
     query_length, key_length = _lengths(query, key, query_length, key_length)
@@ -135,27 +127,13 @@ def gradient(
     """The vector-Jacobian product of `attention` (Algorithms 2 and 3). Memory grows with ``T + S``.
 
     With ``P = exp(S - L)``, ``dP = dO V^T`` and a row's ``D = dO . O``, the scores' gradient is
-    ``dS = P (dP - D + dL)``. Pooled gradients are summed over the queries, block by block, and
-    then handed to the tokens of their groups. Rounding the pooled keys to their dtype is taken
-    for the identity.
+    ``dS = P (dP - D + dL)``. Pooled gradients are summed over the queries, block by block, and then
+    handed to the tokens of their groups. Rounding the pooled keys to their dtype counts as the
+    identity.
 
-    Args:
-      query: ``[B, T, N, H]``.
-      key: ``[B, S, K, H]``.
-      value: ``[B, S, K, H]``.
-      levels: integers ``[B or 1, N or 1, T_r, T_c]``.
-      query_length: optional int32 ``[B]``; queries at or past it get zero.
-      key_length: optional int32 ``[B]``; keys at or past it get zero.
-      out: ``[B, T, N, H]``, what `attention` gave.
-      residual: ``[B, T, N]``, what `attention` gave.
-      d_out: ``[B, T, N, H]``, cotangent of the output.
-      d_residual: ``[B, T, N]``, cotangent of the log-sum-exp.
-      options: blocks, scale and causality.
-      extras: as `attention` had them.
-      dtype: of the gradients; those of query, key and value if not given.
-
-    Returns:
-      Gradients of query, key and value in their shapes, summed in float32 (float64).
+    `out` and `residual` are what `attention` gave, `d_out` and `d_residual` their cotangents.
+    Tokens at or past their length get zero. Gradients are summed in float32 (float64) and have the
+    `dtype`, or that of query, key and value if it is None.
     """
     query_length, key_length = _lengths(query, key, query_length, key_length)
     wide = sum_dtype(query.dtype)
@@ -237,7 +215,7 @@ def _unpooled(d: jax.Array, key_length: jax.Array, size: int) -> jax.Array:
 
 
 def _tile_size(length: int, options: PooledOptions) -> tuple[int, int]:
-    """How many tiles a block of queries has, and how many queries a tile."""
+    """How many tiles a block of queries has, and how many queries are in a tile."""
     block = min(options.block_q, length)
     tiles = -(-block // _LARGEST_TILE)
     return tiles, -(-block // tiles)
@@ -337,14 +315,8 @@ def _weighted_sum(
     """`_dot` of weights ``[B, K, G, t, R]`` and vectors; a masked vector has no effect.
 
     A vector that is not finite would otherwise reach all sums, as 0 times NaN. Here it is left out,
-    and its visible weights are NaN instead.
-
-    Args:
-      subscripts: of the product.
-      weights: zero where masked.
-      mask: bool, broadcasts to the weights.
-      x: vectors, of pooled tokens ``[B, K, R, H]`` or of queries ``[B, K, G, t, H]``.
-      of_rows: whether they are those of pooled tokens.
+    and its visible weights are NaN instead. Weights are zero where masked. Vectors are those of
+    pooled tokens, ``[B, K, R, H]`` (`of_rows`), or of queries, ``[B, K, G, t, H]``.
     """
     bad = ~jnp.all(jnp.isfinite(x), axis=-1, keepdims=True)
     seen_bad = jnp.swapaxes(bad, -1, -2)[:, :, None] if of_rows else bad

@@ -55,13 +55,13 @@ _GROUPS = {1: 128, 2: 64, 4: 64, 8: 64}
 
 
 def _fitting(most: int, bytes_: int, dtype: jax.typing.DTypeLike, head_dim: int) -> int:
-    """Rows of a tile, `most` of them at most, a power of two from 16 on."""
+    """Rows of a tile that fit into `bytes_`: a power of two from 16 to `most`."""
     row = (1 << (head_dim - 1).bit_length()) * jnp.dtype(dtype).itemsize
     return max(16, min(most, bytes_ // row))
 
 
 def _launch(rows: int, query: jax.Array) -> dict[str, int]:
-    """Warps, for what a program's tile of `rows` accumulates in registers, and stages.
+    """Warps and stages for a tile of `rows`; its accumulators must fit into registers.
 
     Float32 operands are split in shared memory, which leaves less for stages.
     """

@@ -18,12 +18,12 @@ _RELEASED = -1
 
 @dataclasses.dataclass
 class _Sequence:
-    """Never changed: another one takes its place.
+    """One sequence; immutable, a change replaces it.
 
     Attributes:
       pages: in order; -1 for those released.
       length: tokens, those in released pages included.
-      released: how many of the first pages are.
+      released: how many of the first pages are released.
     """
 
     pages: array.array

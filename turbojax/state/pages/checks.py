@@ -16,9 +16,7 @@ Pool = Any
 def check_block_tables(block_tables: jax.Array, batch_size: int | None = None) -> jax.Array:
     """Returns block tables as int32 ``[B, max_pages]``.
 
-    Raises:
-      TypeError: if they are not integers.
-      ValueError: if the shape is another.
+    Raises TypeError if they are not integers, ValueError for another shape.
     """
     # Entries past a sequence's length may be anything.
     block_tables = _checks.as_int32("block_tables", block_tables, saturate=True)
@@ -32,9 +30,8 @@ def check_block_tables(block_tables: jax.Array, batch_size: int | None = None) -
 def check_lengths(name: str, lengths: jax.Array, batch_size: int) -> jax.Array:
     """Returns lengths as int32 ``[B]``; whether they fit their tables is checked elsewhere.
 
-    Raises:
-      TypeError: if they are not integers.
-      ValueError: if the shape is another, or, outside `jit`, one is beyond int32.
+    Raises TypeError if they are not integers; ValueError for another shape, or, outside `jit`, for
+    one beyond int32.
     """
     lengths = _checks.as_int32(name, lengths)
     if lengths.shape != (batch_size,):
@@ -48,17 +45,11 @@ def first_seen(
     tokens: int,
     window: tuple[int, int] | None,
 ) -> jax.Array | None:
-    """Of each sequence the first token that one of its newest queries sees.
+    """The first token of each sequence that one of its newest queries sees: int32 ``[B]``.
 
-    Args:
-      lengths: int32 ``[B]``, tokens held, those of the queries included.
-      query_lengths: int32 ``[B]``, the real queries; outside ``0..tokens`` the nearest bound. None
-        if all are.
-      tokens: of the call, `T`.
-      window: (left, right) of the queries, or None for all tokens up to their own.
-
-    Returns:
-      int32 ``[B]``; None without a window, where all tokens are seen.
+    None without a window, where all tokens are seen. `lengths` include the queries' tokens;
+    `tokens` is `T`. `query_lengths` outside ``0..T`` act as the nearest bound; None means that all
+    queries are real.
     """
     if window is None:
         return None
@@ -144,10 +135,8 @@ def _check_distinct(
 def check_page_numbers(pool: Pool, name: str, pages: jax.Array, count: int | None) -> jax.Array:
     """Returns page numbers as int32 ``[n]``; -1 is padding.
 
-    Raises:
-      TypeError: if they are not integers.
-      ValueError: if the shape is another than ``[count]``, or, outside `jit`, one is neither -1 nor
-        in the pool.
+    Raises TypeError if they are not integers; ValueError unless the shape is ``[count]`` and,
+    outside `jit`, all are -1 or in the pool.
     """
     pages = _checks.as_int32(name, pages)
     if pages.ndim != 1 or count not in (None, pages.size):
@@ -164,7 +153,7 @@ def check_page_numbers(pool: Pool, name: str, pages: jax.Array, count: int | Non
 def check_destinations(name: str, pages: jax.Array, sources: jax.Array | None = None) -> None:
     """Raises ValueError, outside `jit`, where a page would be written twice.
 
-    A page whose source is -1 is not written; neither is -1.
+    Neither -1 nor a page whose source is -1 is written.
     """
     sources = pages if sources is None else sources
     if _checks.is_concrete(pages, sources):

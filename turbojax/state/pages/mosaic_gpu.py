@@ -42,8 +42,8 @@ def append(
 ) -> tuple[Pool, dict[str, jax.Array]]:
     """`writing.append` by one kernel.
 
-    Of what the tokens became it returns what tells whether they fit, read again; nobody does so
-    under `jit`.
+    The second result shows whether the tokens fit; it is read again from the pool, but under `jit`
+    nobody reads it.
     """
     from pallas_kernels.mosaic.hopper.paged import append as kernel
 

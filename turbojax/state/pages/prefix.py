@@ -14,14 +14,14 @@ _Tokens = tuple[int, ...]
 
 @dataclasses.dataclass(eq=False)
 class _Entry:
-    """A full page after a certain chain of pages; `children` may follow it.
+    """A full page after a certain chain of pages.
 
     Attributes:
-      page: its number; -1 where the tokens are known and their page is not there: with a window,
-        in the middle of a chain.
+      page: its number; -1 where the tokens are known and their page is not there: with a window, in
+        the middle of a chain.
       tokens: in it.
       parent: the page before it.
-      children: by their tokens.
+      children: pages that may follow, by their tokens.
     """
 
     page: int
@@ -243,7 +243,7 @@ class PrefixCache:
         return found
 
     def _prune(self, entry: _Entry | None) -> None:
-        """Takes what has neither page nor children out of the tree, and so on up from there."""
+        """Removes an entry without page and children from the tree, then its parents likewise."""
         while entry is not None and entry.page == -1 and not entry.children:
             del self._siblings(entry)[entry.tokens]
             entry = entry.parent

@@ -38,7 +38,7 @@ def append(
 ) -> tuple[Pool, dict[str, jax.Array]]:
     """`writing.append`: codes and int8 by one kernel, the other side if there is one by XLA.
 
-    Of what the tokens became it returns what tells whether they fit: norms, and what has none.
+    The second result shows whether the tokens fit: norms, and sides that have none.
     """
     arguments = cache, key, value, block_tables, lengths, new_lengths
     return _append(*arguments, interpret=interpreting())

@@ -73,15 +73,7 @@ def page_arrays(cache: Pool) -> dict[str, jax.Array]:
 
 @jax.jit
 def encode(cache: Pool, **vectors: jax.Array) -> dict[str, jax.Array]:
-    """What tokens become in each array, by field name.
-
-    Args:
-      cache: the pool.
-      **vectors: `key`, `value` or both, ``[B, T, K, H]``.
-
-    Returns:
-      ``[B, T, K, ...]``, arrays of these sides alone.
-    """
+    """Encodes `key`, `value` or both, ``[B, T, K, H]``: arrays ``[B, T, K, ...]`` by field name."""
     rotation = cache.rotation if cache.formats.is_rotated else None
     content = {}
     for side, x in vectors.items():

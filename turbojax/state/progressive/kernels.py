@@ -96,11 +96,12 @@ def stored_prompt(
     compress: Compress,
     quantize: Quantize,
 ) -> tuple[ProgressiveCache, Operands | None]:
-    """Stores a prompt and hands out its codes for attention, if they are wanted.
+    """Stores a prompt and returns its codes for attention, if they are wanted.
 
-    The codes come from the same pass over keys and values; only values in e4m3, whose one scale
-    needs the maximum of all, are read again. There are none where first tokens stay in the buffer:
-    blocks of the cache then begin elsewhere than those of attention, which makes its own codes.
+    The codes come from the same pass over keys and values; only values in e4m3, whose single scale
+    needs the maximum of all, are read again. There are no codes where first tokens stay in the
+    buffer: blocks of the cache then begin elsewhere than those of attention, which makes its own
+    codes.
     """
     config, begin = cache.config, cache.config.num_first_tokens
     if key.shape[1] <= begin:  # there is no block to write

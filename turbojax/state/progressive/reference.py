@@ -120,18 +120,12 @@ def buffer_stream(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """One stream of codes: what the buffer holds, then the new tokens.
 
-    Every time that it has filled the buffer a run of `TurboConfig.flush_size` tokens leaves it.
+    Every time the stream fills the buffer, a run of `TurboConfig.flush_size` tokens leaves it. `x`
+    is ``[B, T, K, H]``, of which `accepted` tokens (int32 ``[B]``) count.
 
-    Args:
-      cache: the cache before the tokens.
-      side: keys or values.
-      x: ``[B, T, K, H]``, the new tokens.
-      accepted: int32 ``[B]``, how many of them count.
-
-    Returns:
-      int8 codes ``[B, K, buffer_size + runs * flush_size, H]``, 0 past the last token; the scales
-      of as many runs as there may be, float32 ``[B, K, runs]``; and the buffer's scale afterwards
-      ``[B, K]``.
+    Returns int8 codes ``[B, K, buffer_size + runs * flush_size, H]``, 0 past the last token; the
+    scales of as many runs as there may be, float32 ``[B, K, runs]``; and the buffer's scale
+    afterwards ``[B, K]``.
     """
     size, flush = cache.config.buffer_size, cache.config.flush_size
     x = jnp.swapaxes(x, 1, 2).astype(jnp.float32)  # [B, K, T, H]
@@ -164,13 +158,8 @@ def buffer_stream(
 def _fix_scale(scale: jax.Array, x: jax.Array, valid: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Fixes universal scales that are still open: twice the first token that is not all zero.
 
-    Args:
-      scale: float32 ``[B, K]``, 0 where open.
-      x: float32 ``[B, K, T, H]``, new tokens.
-      valid: bool ``[B, T]``, which of them exist.
-
-    Returns:
-      The scales, and bool ``[B, K, T]``: whether a head is still open after each token.
+    Open scales ``[B, K]`` are 0. `x` is float32 ``[B, K, T, H]``, `valid` bool ``[B, T]``. Also
+    returns bool ``[B, K, T]``: whether a head is still open after each token.
     """
     maximum = absolute_maximum(x, -1)[..., 0]
     seen = jnp.cumsum((maximum != 0) & valid[:, None], axis=-1) > 0
@@ -181,7 +170,7 @@ def _fix_scale(scale: jax.Array, x: jax.Array, valid: jax.Array) -> tuple[jax.Ar
 
 
 def _or_one(scale: jax.Array) -> jax.Array:
-    """Scales to divide by: 1 where a head is still open and all its tokens are zero."""
+    """Scales to divide by: 1 where a head is still open, since all its tokens are zero."""
     return jnp.where(scale == 0, 1, scale)
 
 
@@ -199,12 +188,8 @@ def rank_first_buffer(
 ) -> jax.Array:
     """Slots ``[B, K]``: ranked on the first full buffer, if no block was compressed before.
 
-    Args:
-      cache: the cache before the tokens.
-      side: keys or values.
-      stream: see `buffer_stream`.
-      run_scale: see `buffer_stream`.
-      flushed: int32 ``[B]``, see `flushes_of_append`.
+    `cache` and `side` are those before the tokens; `stream` and `run_scale` come from
+    `buffer_stream`, `flushed` (int32 ``[B]``) from `flushes_of_append`.
     """
     codes = stream[:, :, : cache.config.buffer_size].astype(jnp.float32)
     tokens = jnp.swapaxes(codes * run_scale[..., :1, None], 1, 2)
@@ -226,7 +211,8 @@ def store_prompt(
 ) -> ProgressiveCache:
     """Stores a prompt: `turbojax.state.progressive.update.store_prompt` of checked arguments.
 
-    With `first`, of a part of a cache, the blocks that have a place there, see `write_blocks`.
+    With `first`, for a part of a cache, only the blocks that have a place there, see
+    `write_blocks`.
     """
     kept = kept_tokens(cache, key.shape[1], lengths)
     key_side = _store_prompt_side(cache, cache.key, key, kept, first)
@@ -298,10 +284,7 @@ def prompt_maximum(x: jax.Array, kept: jax.Array) -> jax.Array:
 def prompt_rest(x: jax.Array, kept: jax.Array, config: TurboConfig) -> jax.Array:
     """The tokens that go to the buffer: float32 ``[B, K, buffer_size, H]``, 0 past them.
 
-    Args:
-      x: ``[B, S, K, H]``.
-      kept: int32 ``[B]``.
-      config: of the cache.
+    `kept` tokens (int32 ``[B]``) of ``x [B, S, K, H]`` count.
     """
     slot = jnp.arange(config.buffer_size)[None]
     compressed = (stored_blocks(config, kept) * config.block_kv)[:, None]
@@ -321,13 +304,8 @@ def buffer_rest(
 ) -> CacheSide:
     """Fixes the universal scales and puts the tokens that become no block into the buffer.
 
-    Args:
-      side: keys or values.
-      rest: see `prompt_rest`.
-      maximum: float32 ``[B, K]``, of the absolute values of all tokens kept; NaN if one is not
-        finite.
-      kept: int32 ``[B]``, how many.
-      config: of the cache.
+    `rest` is as `prompt_rest` gives it. `maximum` is the largest absolute value of all `kept`
+    tokens, float32 ``[B, K]``; NaN if one is not finite.
     """
     # Fewer tokens than a block say little about the range to come.
     headroom = jnp.where(kept < config.block_kv, 2.0, 1.0)[:, None]

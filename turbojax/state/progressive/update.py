@@ -122,24 +122,11 @@ def store_prompt(
 ) -> ProgressiveCache:
     """Stores a prompt in empty sequences: the cache's half of `prefill` (Algorithm 1).
 
-    Args:
-      cache: the cache; sequences that are not empty stay as they are and turn `overflowed`.
-      key: ``[B, S, K, H]`` in `cache.dtype`.
-      value: the same shape and dtype.
-      lengths: int32 ``[B]``, tokens of each prompt.
-      implementation: ``"mosaic_gpu"``, ``"triton"``, ``"xla"``, or None to
-        choose. All store the same bits.
+    The buffer gets as much of the prompt as its tokens would leave there one by one (with
+    ``flush="all"`` what fills no block), the blocks get the rest. All implementations store the
+    same bits. Sequences that are not empty stay as they are and turn `overflowed`.
 
-    Returns:
-      The cache with as much of the prompt in the buffer as its tokens would leave there one by one
-      (with ``flush="all"`` what fills no block), and the rest in blocks.
-
-    Raises:
-      TypeError: if a dtype differs from `cache.dtype`.
-      ValueError: if a shape does not fit, or, outside `jit`, a sequence is not empty or longer
-        than `max_length`.
-      NotImplementedError: if the implementation asked for cannot run this, or when it is
-        differentiated.
+    Raises as `turbojax.prefill`, for keys and values.
     """
     check_prompt(cache, key, value, lengths)
     run = spread(tables.STORE_PROMPT, _store_prompt, implementation=implementation)
@@ -171,19 +158,9 @@ def append_part(
 ) -> ProgressiveCache:
     """`append` to a part of a cache: one device's, where blocks are split over several.
 
-    Args:
-      cache: lengths and buffers of whole sequences, and some of their blocks.
-      key: ``[B, T, K, H]`` in `cache.dtype`.
-      value: the same shape and dtype.
-      lengths: int32 ``[B]``, the real ones of the `T` tokens.
-      first: int32 ``[]``, the token that the part's first block begins with.
-      implementation: what `decode` is asked for beside it; ``"mosaic_gpu"`` appends one token.
-
-    Returns:
-      The part of the extended cache.
-
-    Raises:
-      TypeError, ValueError, NotImplementedError: see `append`.
+    The part has lengths and buffers of whole sequences, and some of their blocks; `first` (int32
+    ``[]``) is the token that its first block begins with. `implementation` is the name that
+    `decode` is asked for at the same time; ``"mosaic_gpu"`` appends one token.
     """
     check_cache_arguments(cache, key, value)
     name = APPEND_PART.beside(implementation)
