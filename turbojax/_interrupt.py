@@ -30,7 +30,7 @@ _NOTHING = "nothing was written"
 
 
 class _State:
-    """What the handler, the main thread and the other one know."""
+    """State that the handler, the main thread and the watching thread share."""
 
     def __init__(self) -> None:
         self.watching = False
@@ -61,7 +61,7 @@ def say(note: Callable[[], str]) -> None:
 
 
 def line() -> str:
-    """The line: command, what happened to it, and its note."""
+    """The line to print: command, what happened to it, and its note."""
     word = _WORDS.get(signal.Signals(_state.signal or signal.SIGINT), "ended")
     try:
         note = _state.note()
@@ -94,7 +94,7 @@ def watch() -> None:
 
 @contextlib.contextmanager
 def elsewhere() -> Iterator[None]:
-    """Leaves signals to whoever handles them inside, such as a server that ends what it began."""
+    """Leaves signals to the code inside, such as a server that shuts down in its own way."""
     if not _state.watching:
         yield
         return
@@ -137,7 +137,7 @@ def _handle(number: int, frame: object) -> None:
 
 
 def _wait(read: int) -> None:
-    """The other thread."""
+    """Runs in the watching thread."""
     while (number := os.read(read, 1)[0]) not in _WORDS:
         pass
     select.select([read], [], [], GRACE)

@@ -30,7 +30,7 @@ def shown(value: object) -> str:
 
 
 def shown_name(name: str) -> str:
-    """A name that a file gives: as it is, but on one line and short."""
+    """A name from a file, on one line and short."""
     return name if name.isprintable() and len(name) <= _LONGEST_NAME else shown(name)
 
 

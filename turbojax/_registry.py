@@ -74,7 +74,7 @@ class Registry:
         raise NotImplementedError(f"{self.op} cannot run here: " + "; ".join(refusals))
 
     def beside(self, attending: str | None) -> Any:
-        """The name to ask this op for, given `attending`, the name that the attending op is asked for.
+        """The name to ask this op for, given `attending`, what the attending op is asked for.
 
         It is the same name, but None where this op has no such implementation: some only attend.
         Then the one that writes a cache is chosen, and all of these write the same bits. Unknown

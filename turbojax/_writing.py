@@ -135,7 +135,7 @@ def _draft_folder(target: Path) -> Iterator[Path]:
 
 
 def _remove_left(target: Path) -> None:
-    """Removes what writers of a file left that were killed."""
+    """Removes what writers of a file that were killed have left."""
     for left in target.parent.glob(f".{glob.escape(target.name)}.*{_PART}"):
         with contextlib.suppress(OSError), (left / _locks.NAME).open("r+", encoding="utf-8") as own:
             if _locks.lock(own) and own.read():  # an empty one is about to be locked
@@ -143,7 +143,7 @@ def _remove_left(target: Path) -> None:
 
 
 def _put(draft: Path, target: Path) -> None:
-    """Makes a file what the draft is: in one step, where that is possible."""
+    """Gives a file the content of the draft, in one step where that is possible."""
     try:
         os.replace(draft, target)
     except OSError as error:
@@ -284,7 +284,7 @@ def _wait_for_others(folder: Path) -> None:
 
 
 def _is_old(path: Path) -> bool:
-    """Whether whoever wrote this is gone; only its age tells, where there are no locks."""
+    """Whether the writer of this is gone; without locks only its age tells."""
     try:
         return time.time() - path.stat().st_mtime > _LEFT_SECONDS
     except FileNotFoundError:
@@ -326,7 +326,7 @@ def _make_current(draft: Path, folder: Path) -> None:
 
 @contextlib.contextmanager
 def _saved_errors(folder: Path) -> Iterator[None]:
-    """Makes errors say that the new files are there all the same."""
+    """Makes errors say that the new files exist nevertheless."""
     try:
         yield
     except OSError as error:
@@ -350,7 +350,7 @@ def _settle(folder: Path, last: str, keep_unused: bool = False) -> None:
 
 
 def _publish(folder: Path, last: str) -> None:
-    """Gives the files of `_NEW` their places; to be repeated after an interruption."""
+    """Puts the files of `_NEW` in their places; to be repeated after an interruption."""
     new = folder / _NEW
     names = [path.relative_to(new).as_posix() for path in _files(new)]
     names = [name for name in names if name not in (_REPLACED, last)]
@@ -370,7 +370,7 @@ def _publish(folder: Path, last: str) -> None:
 
 
 def _drop_new(folder: Path) -> None:
-    """Removes `_NEW`, in one go: half of it would be read as if it were whole."""
+    """Removes `_NEW` in one step: half of it would be read as if it were whole."""
     gone = folder / _draft_name()
     try:
         os.rename(folder / _NEW, gone)
@@ -379,7 +379,7 @@ def _drop_new(folder: Path) -> None:
 
 
 def _place(folder: Path, name: str) -> None:
-    """Puts a file of `_NEW` in its place in the folder, too, in one step."""
+    """Puts a file of `_NEW` in its place in the folder, in one step; it stays in `_NEW` too."""
     source, place = folder / _NEW / name, folder / name
     part = place.with_name(f"{_DRAFT}{place.name}")
     if not _is_inside(folder, name):

@@ -88,7 +88,7 @@ def attend_new_tokens(implementation: str | None = None) -> Attend:
 
 
 def _name_for(kind: Kind[Any], implementation: str | None) -> str | None:
-    """The implementation asked for, but that of exact caches alone for no other kind."""
+    """The implementation asked for; None if it is `REPEATABLE`, which only exact caches have."""
     if implementation == REPEATABLE and REPEATABLE not in kind.implementations:
         return None
     return implementation

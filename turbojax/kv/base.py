@@ -133,7 +133,7 @@ class Stored(abc.ABC, Generic[C]):
 
     @abc.abstractmethod
     def make(self, description: Description) -> C:
-        """An empty cache of a description, laid out as `to_rows` does; it is called abstractly."""
+        """An empty cache of a description, laid out as by `to_rows`; called under `eval_shape`."""
 
     def to_rows(self, cache: C) -> C:
         """The cache as files hold it: all arrays ``[B, ...]``, each sequence's own.
@@ -434,12 +434,12 @@ ROWS = "rows"
 
 
 def rows_in_use(lengths: Counts, rows: int) -> Counts:
-    """`Stored.counts` of a cache with a row for each token, which may be a ring of so many."""
+    """`Stored.counts` of a cache with a row for each token, which may be a ring of fewer rows."""
     return {**lengths, ROWS: np.minimum(lengths["lengths"], rows)}
 
 
 def validate_layers(cache: Any) -> None:
-    """Calls `validate` of every layer's cache, of which there may be several, stacked."""
+    """Calls `validate` of every layer's cache; several may be stacked in one."""
     if cache.lengths.ndim == 1:
         cache.validate()
         return

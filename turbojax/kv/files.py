@@ -102,7 +102,7 @@ def unpack(
 def _read_leaves(
     file: StoredFile, prefix: str, stored: Stored[Any], template: Any
 ) -> list[jax.Array]:
-    """The arrays of a cache like this one, in its order."""
+    """The arrays of a cache from a file, in the order of the template's."""
     structs = _named_leaves(template)
     for name in stored.counting:
         file.require(prefix + name, structs[name].shape, structs[name].dtype)
@@ -127,7 +127,7 @@ def _read_leaves(
 
 
 def _stored(cache: Any) -> Stored[Any]:
-    """How caches of this class are stored."""
+    """The `Stored` of a cache's class."""
     for stored in STORED:
         if type(cache) is stored.cls:
             return stored
@@ -150,7 +150,7 @@ _LARGEST = 2**31 - 1
 
 
 def _check_sizes(description: Description, stacked: tuple[Any, ...]) -> None:
-    """Raises unless all sizes are some that arrays can have."""
+    """Raises unless all sizes are possible sizes of arrays."""
     sizes = {name: description[name] for name in _SIZES if name in description}
     sizes |= {f"stacked[{axis}]": size for axis, size in enumerate(stacked)}
     _checks.check_sizes(**sizes)
@@ -162,7 +162,7 @@ def _check_sizes(description: Description, stacked: tuple[Any, ...]) -> None:
 def _template(
     path: Path, description: Description, max_length: int | None
 ) -> tuple[Stored[Any], Any]:
-    """How a description's cache is stored, and that cache without arrays."""
+    """The `Stored` of a description's cache, and that cache without arrays."""
     try:
         stored = {x.stored_as: x for x in STORED}[description["kind"]]
         if max_length is not None:

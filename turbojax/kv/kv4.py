@@ -53,7 +53,7 @@ def held(x: jax.Array, codes: DTypeLike) -> jax.Array:
 
 
 class TokenScaled(Kind[kv4.CacheT]):
-    """A token is rounded by itself, when it arrives; prompts attend in e4m3 before that."""
+    """Each token is rounded independently when it arrives; prompts attend in e4m3 before that."""
 
     grows: ClassVar[Mapping[str, Grows]] = {
         "key_codes": Grows(-2, ROWS),

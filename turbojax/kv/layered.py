@@ -55,5 +55,5 @@ class FirstLayers:
 
 
 def attend_of(attend: Attend, layer: int) -> Attend:
-    """What a model's layer attends by, given what all of them were given."""
+    """The attention of one layer of a model, from that of all layers."""
     return attend.of_layer(layer) if isinstance(attend, FirstLayers) else attend

@@ -173,7 +173,7 @@ def take_sequences(layer: PagedLayer, first: jax.Array | int, count: int) -> Pag
 
 
 def put_sequences(layer: PagedLayer, part: PagedLayer, first: jax.Array | int) -> PagedLayer:
-    """The layer with the sequences of `part`, which `take_sequences` and `append` made from it."""
+    """The layer with the sequences of `part`, made from it by `take_sequences` and `append`."""
     lengths, overflowed = (
         jax.lax.dynamic_update_slice_in_dim(x, new, first, 0)
         for x, new in ((layer.lengths, part.lengths), (layer.overflowed, part.overflowed))
@@ -333,7 +333,7 @@ class Pages(Kind[PagedLayer]):
 
 
 class Pool(Stored[PagedCache]):
-    """A bare pool, which does not know who holds what: all its pages are stored."""
+    """A bare pool, without tables and lengths: all its pages are stored."""
 
     cls = PagedCache
     stored_as = "paged_pool"

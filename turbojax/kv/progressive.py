@@ -90,7 +90,7 @@ class Progressive(Kind[ProgressiveCache]):
         )
 
     def slots(self, kind: TurboConfig, max_length: int) -> tuple[int, int]:
-        """See `Kind.slots`: blocks, and what fills none stays in the buffer."""
+        """See `Kind.slots`: blocks; tokens that fill none stay in the buffer."""
         return kind.block_kv, max_length // kind.block_kv
 
     def append(
@@ -117,7 +117,7 @@ class Progressive(Kind[ProgressiveCache]):
         *,
         implementation: Any = None,
     ) -> ProgressiveCache:
-        """See `Kind.store_prompt`: what the buffer does not keep is compressed at once."""
+        """See `Kind.store_prompt`: tokens that the buffer does not keep are compressed at once."""
         name = STORE_PROMPT.beside(implementation)
         return store_prompt(cache, key, value, lengths, implementation=name)
 
@@ -182,7 +182,7 @@ class Progressive(Kind[ProgressiveCache]):
         return self.make_kind(description, TurboConfig(**config))
 
     def counts(self, lengths: Counts, cache: ProgressiveCache) -> Counts:
-        """See `Stored.counts`: what is not in the buffer is in blocks."""
+        """See `Stored.counts`: tokens that are not in the buffer are in blocks."""
         compressed = lengths["lengths"] - lengths[_BUFFERED]
         blocks = compressed // cache.config.block_kv
         return {**lengths, _BLOCKS: np.minimum(blocks, cache.blocks_of_room)}

@@ -109,7 +109,7 @@ def attend_part(
 
 @functools.cache
 def no_part() -> str | None:
-    """Why `attend_part` cannot be had, where cuDNN attends; None if it can. Looked up once."""
+    """Why `attend_part` cannot run where cuDNN attends; None if it can. Looked up once."""
     x = jax.ShapeDtypeStruct((1, 8, 1, 64), jnp.bfloat16)
     options = Options(is_causal=False, scale=1.0)
     try:

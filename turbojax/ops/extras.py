@@ -70,12 +70,12 @@ class Extras:
 
     @property
     def given(self) -> tuple[str, ...]:
-        """The names of what is part of the call."""
+        """The names of the fields that are not None."""
         names = (field.name for field in dataclasses.fields(self))
         return tuple(name for name in names if getattr(self, name) is not None)
 
     def refusal(self, supported: Collection[str] = ()) -> str | None:
-        """Why an implementation that has only these cannot run the call; None if it can."""
+        """Why an implementation that supports only these cannot run the call; None if it can."""
         missing = [name for name in self.given if name not in supported]
         return f"it has no {', no '.join(missing)}" if missing else None
 
@@ -128,7 +128,7 @@ class Extras:
         return sum(parts[1:], parts[0]) if parts else None
 
     def distances(self, queries: jax.Array, keys: jax.Array) -> jax.Array:
-        """int32 ``[B or 1, t, s]``, how far the positions of these are from each other."""
+        """How far the positions of these queries and keys are apart: int32 ``[B or 1, t, s]``."""
         shift = self.shift()
         index = (queries[:, None] - keys[None])[None]
         return jnp.abs(index if shift is None else index + shift[:, None, None])

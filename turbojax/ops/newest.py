@@ -71,7 +71,7 @@ def _decode(
     implementation: str | None,
     shortens: bool,
 ) -> tuple[jax.Array, jax.Array]:
-    """`decode` by what takes these arrays."""
+    """`decode` by the implementation for these arrays."""
     real = jnp.clip(query_lengths, 0, query.shape[1])
     if shortens:
         lengths, extras = as_newest(query, cache.lengths, real, extras, options)
@@ -118,7 +118,7 @@ def as_newest(
 
 
 def shortened(cache: C, lengths: jax.Array) -> C:
-    """A cache of which so many tokens are there; none is moved."""
+    """A cache with so many tokens; its arrays stay the same."""
     if lengths is cache.lengths:
         return cache
     changed: C = dataclasses.replace(cache, lengths=lengths)

@@ -29,7 +29,7 @@ def exponential(config: TurboConfig) -> Exponential:
 
 
 def largest_weight(config: TurboConfig) -> float:
-    """The exponential at 0: what a row's largest score weighs."""
+    """The exponential at 0: the weight of a row's largest score."""
     with jax.ensure_compile_time_eval():
         return float(exponential(config)(jnp.zeros((), jnp.float32)))
 

@@ -132,7 +132,7 @@ class Options(Visibility):
         object.__setattr__(self, "out_dtype", check_output_dtype(self.out_dtype))
 
     def dtype_of_output(self, query: jax.Array | jax.ShapeDtypeStruct) -> jnp.dtype:
-        """The output's dtype, for queries of this one."""
+        """The output's dtype, for queries of this dtype."""
         return jnp.dtype(query.dtype if self.out_dtype is None else self.out_dtype)
 
     @classmethod
@@ -212,7 +212,7 @@ PLAIN = AttentionOptions()
 
 
 def require_causal(options: Options) -> None:
-    """Raises ValueError if queries of newest tokens would see what comes after them."""
+    """Raises ValueError unless options are causal: queries must not see later tokens."""
     if not options.is_causal:
         raise ValueError(f"{options.is_causal=} must be True: newest tokens attend causally")
 
@@ -220,7 +220,7 @@ def require_causal(options: Options) -> None:
 def check_implementation(
     implementation: object, names: tuple[str, ...] = IMPLEMENTATION_NAMES
 ) -> None:
-    """Raises ValueError unless it is None or among the names."""
+    """Raises ValueError unless the implementation is None or one of the names."""
     if implementation is not None and implementation not in names:
         raise ValueError(f"{implementation=} must be None or one of {names}")
 

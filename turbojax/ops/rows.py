@@ -9,7 +9,7 @@ _LOG2_E = math.log2(math.e)
 
 
 def without_padding(x: jax.Array, length: jax.Array | None) -> jax.Array:
-    """``[B, S, K, H]`` with zeros at and past each sequence's end: kernels load what is there."""
+    """``[B, S, K, H]`` with zeros at and past each sequence's end, which kernels load too."""
     if length is None:
         return x
     there = jnp.arange(x.shape[1], dtype=jnp.int32)[None] < length[:, None]

@@ -355,7 +355,7 @@ def in_blocks(weight: Int4Weight) -> Int4Weight:
 
 
 def integers(weight: Int4Weight) -> jax.Array:
-    """What scales multiply, int8 ``[N, K]``: the codes, less their zeros."""
+    """The integers that scales multiply, int8 ``[N, K]``: the codes, less their zeros."""
     codes = unpack_codes(code_rows(weight.codes))
     if weight.zeros is None:
         return codes
@@ -433,7 +433,7 @@ def _join(
     join: Callable[[list[jax.Array]], jax.Array],
     taken: tuple[int, ...],
 ) -> Int4Weight:
-    """A weight of `join`ed rows, of which each weight gives as many as `taken` says."""
+    """A weight of rows that are `join`ed; each weight gives as many as `taken` says."""
 
     def leaf(arrays: list[jax.Array], padding: float) -> jax.Array:
         parts = [x[:n] for x, n in zip(arrays, taken, strict=True)]

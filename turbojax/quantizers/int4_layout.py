@@ -53,7 +53,7 @@ def size_of_part(name: str, size: int, count: int, stored: int) -> int:
 
 
 def round_up(size: int, multiple: int) -> int:
-    """The next multiple."""
+    """`size` rounded up to a multiple."""
     return -(-size // multiple) * multiple
 
 

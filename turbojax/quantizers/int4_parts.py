@@ -47,7 +47,7 @@ def take_outputs(weight: Int4Weight, outputs: np.ndarray) -> Int4Weight:
 
 @one_program()
 def _take_outputs(weight: Int4Weight, wanted: jax.Array) -> Int4Weight:
-    """The same by number, those of a gate first; the result is not gated."""
+    """`take_outputs` by number, those of a gate first; the result is not gated."""
     if weight.stack:
         return jax.vmap(_take_outputs, in_axes=(0, None))(weight, wanted)
     count = wanted.shape[0]

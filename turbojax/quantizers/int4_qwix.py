@@ -149,7 +149,7 @@ def _outputs_first(x: jax.Array, in_axis: int) -> jax.Array:
 
 
 def _grouped(name: str, x: jax.Array, codes: jax.Array, in_axis: int) -> jax.Array:
-    """One number an output and group, ``[out, groups]``."""
+    """One number for each output and group, ``[out, groups]``."""
     if x.ndim != 2:
         raise ValueError(f"{name}.shape={x.shape} must have two axes, as qvalue")
     if 0 in x.shape:
@@ -185,7 +185,7 @@ def _narrow(scale: jax.Array) -> tuple[jax.Array, jax.Array | None]:
 
 
 def _alike(scale: jax.Array, zero: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
-    """Both with as many groups as the one that has more."""
+    """Both arrays with as many groups as the one that has more."""
     if zero is None:
         return scale, None
     counts = scale.shape[1], zero.shape[1]

@@ -73,5 +73,5 @@ def exponent(x: jax.Array) -> jax.Array:
 
 
 def power_of_two(n: jax.Array) -> jax.Array:
-    """Exactly ``2^n`` in float32, for int32 n in -126..127: `exp2` promises less."""
+    """Exactly ``2^n`` in float32, for int32 n in -126..127: `exp2` is not exact everywhere."""
     return jax.lax.bitcast_convert_type((n.astype(jnp.int32) + 127) << 23, jnp.float32)

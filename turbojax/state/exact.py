@@ -61,7 +61,7 @@ class ExactCache(Split):
 
     @property
     def is_ring(self) -> bool:
-        """Whether new tokens take the place of those that no window reaches any more."""
+        """Whether new tokens overwrite those that no window reaches any more."""
         return self.room < self.max_length
 
     @property

@@ -84,7 +84,7 @@ class TokenScaledCache(Split):
 
     @property
     def is_ring(self) -> bool:
-        """Whether new tokens take the place of those that no window reaches any more."""
+        """Whether new tokens overwrite those that no window reaches any more."""
         return self.room < self.max_length
 
     @property
@@ -414,7 +414,6 @@ APPEND = Registry(
 
 
 def _append_here(cache: CacheT, key: jax.Array, *rest: jax.Array, implementation: Any) -> CacheT:
-    """`append` by what takes these arrays."""
     chosen = APPEND.select(implementation, cache=cache, key=key)
     extended: CacheT = chosen.run(cache, key, *rest)
     return extended
@@ -443,7 +442,7 @@ def _with_tokens(
     lengths: jax.Array,
     accepted: jax.Array,
 ) -> CacheT:
-    """The cache with tokens ``[B, T, K, H]`` `put` into its arrays, and its bookkeeping."""
+    """The cache after `put` has stored tokens ``[B, T, K, H]``, with its bookkeeping."""
     key_codes, key_scale = quantize(jnp.swapaxes(key, 1, 2), cache.KEY_CODES)
     value_codes, value_scale = quantize_vectors(jnp.swapaxes(value, 1, 2))
     return dataclasses.replace(

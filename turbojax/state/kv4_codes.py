@@ -59,5 +59,5 @@ def quantize(x: jax.Array, codes: jax.typing.DTypeLike) -> tuple[jax.Array, jax.
 
 
 def numbers(codes: jax.Array) -> jax.Array:
-    """What stored codes are before their scale: int8 or float8_e4m3fn ``[..., H]``."""
+    """Stored codes as numbers before their scale: int8 or float8_e4m3fn ``[..., H]``."""
     return unpack_codes(codes) if codes.dtype == jnp.uint8 else codes

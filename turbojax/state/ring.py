@@ -50,7 +50,7 @@ def window_of(local_window_size: int | tuple[int, int] | None) -> int | None:
 
 
 def units(window: int | None, whole: int, size: int = 1) -> int:
-    """Units of `size` tokens that a sequence gets room for: `whole`, or what its window needs."""
+    """Units of `size` tokens in a sequence's memory: `whole`, or what its window needs."""
     return whole if window is None else min(whole, -(-(window + SPARE) // size))
 
 

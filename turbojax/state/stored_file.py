@@ -104,7 +104,7 @@ class StoredFile:
             raise ValueError(f"{self.path}: {name} is {_json.line(held)}, must be {wanted}")
 
     def require_all_read(self) -> None:
-        """Raises ValueError if there are arrays that nobody has read."""
+        """Raises ValueError if there are arrays that were not read."""
         if unread := sorted(self._summaries.keys() - self._read):
             raise ValueError(f"{self.path} holds {_json.shown(unread)} beyond what it describes")
 

@@ -114,7 +114,7 @@ def _attend_here(
     options: Options,
     implementation: str | None,
 ) -> jax.Array:
-    """`attention` by what takes these arrays."""
+    """`attention` by the implementation for these arrays."""
     chosen = _choose(implementation, query, key, options, extras)
     if options.logits_soft_cap is not None or options.out_dtype is not None or extras.given:
         name = "xla" if implementation == "xla" else None
@@ -234,7 +234,7 @@ def _decode_here(
 def _decode(
     query: jax.Array, cache: ExactCache, *, options: Options, implementation: str | None
 ) -> jax.Array:
-    """`decode` of checked arguments, where the output in the query's dtype is all that is asked."""
+    """`decode` of checked arguments, where only an output in the query's dtype is wanted."""
     ring.check_visible(cache, options.window, query.shape[1])
     chosen = _choose_decode(implementation, query, cache, options)
     if chosen == "cudnn":
@@ -259,7 +259,7 @@ def _decode_part(
     extras: Extras,
     implementation: str | None,
 ) -> tuple[jax.Array, jax.Array]:
-    """`decode` of checked arguments and the log-sum-exp, with all that may be asked for."""
+    """`decode` of checked arguments with every option, and the log-sum-exp."""
     ring.check_visible(cache, options.window, query.shape[1])
     newest.check_whole(cache, extras)
     if extras.query_offset is not None:
@@ -311,7 +311,7 @@ def _part_by_xla(
 def _mask(
     query: jax.Array, cache: ExactCache, options: Options, begin: jax.Array | None = None
 ) -> jax.Array:
-    """Bool ``[B, T, S]``: which rows of the cache queries see, the first of them at `begin`."""
+    """Which rows of the cache queries see, the first at `begin`: bool ``[B, T, S]``."""
     tokens = query.shape[1]
     first = cache.lengths[:, None] - tokens if begin is None else begin[:, None]
     position = first + jnp.arange(tokens)[None]
@@ -324,7 +324,7 @@ def _mask(
 def _with_gradient(
     table: Table, kernel: Callable[..., Any], xla: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """The kernel, with XLA's gradient; forward mode is `implementation="xla"`'s alone."""
+    """The kernel, with XLA's gradient; only ``implementation="xla"`` has forward mode."""
 
     @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
     def call(options: Options, query: jax.Array, cache: ExactCache) -> Any:
@@ -403,7 +403,7 @@ def _choose(
     options: Options,
     extras: Extras,
 ) -> Literal["xla", "cudnn"]:
-    """What attends within prompts."""
+    """The name of what attends within prompts."""
     _check_name(implementation)
     if implementation == "xla":
         return "xla"

@@ -122,7 +122,7 @@ def _quantize_here(
     eps: float | None,
     implementation: ImplementationName | None,
 ) -> Fp8Tokens:
-    """Quantization by what takes these arrays."""
+    """Quantization by the implementation for these arrays."""
     flat = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
     run = QUANTIZE.select(implementation, x=flat, scale=scale).run
     tokens = run(*together(flat, scale), eps=eps)

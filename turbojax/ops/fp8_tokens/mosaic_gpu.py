@@ -24,7 +24,7 @@ def unsupported(*, x: jax.Array, scale: jax.Array | None) -> str | None:
 
 
 def warpgroups(tokens: int, channels: int) -> int:
-    """Of a program, which takes a token."""
+    """Warpgroups of a program, which takes a token."""
     run = next(n for n in (8, 4, 2, 1) if channels % n == 0)
     each = run if tokens <= _FEW else _CHANNELS
     return max(1, min(_MOST_WARPGROUPS, -(-channels // (_THREADS * each))))

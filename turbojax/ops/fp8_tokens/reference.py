@@ -15,7 +15,10 @@ def quantize(x: jax.Array, scale: jax.Array | None, *, eps: float | None) -> Fp8
 
 
 def scaled(x: jax.Array, scale: jax.Array, eps: float | None) -> jax.Array:
-    """`turbojax.flax.norms.rms_norm`, which no op may import; or the factors alone."""
+    """``x * scale``, after an RMSNorm unless `eps` is None.
+
+    The norm is `turbojax.flax.norms.rms_norm`, which no op may import.
+    """
     wide = x.astype(jnp.float32)
     if eps is not None:
         wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)

@@ -108,7 +108,7 @@ def _product(
     is_precise: bool,
     implementation: ImplementationName | None,
 ) -> jax.Array:
-    """`grouped_matmul` by what takes these arrays."""
+    """`grouped_matmul` by the implementation for these arrays."""
     chosen = GROUPED_MATMUL.select(
         implementation,
         tokens=tokens_of(x),
@@ -139,7 +139,7 @@ def _product_of_parts(
     activation: Activation | None,
     **static: Any,
 ) -> jax.Array:
-    """`_product` of some of the inputs, whose sums devices `add` up in float32."""
+    """`_product` of a part of the inputs; `add` sums the devices' results in float32."""
     if activation is not None or bias is not None:
         what = "a bias" if activation is None else f"{activation=}"
         raise NotImplementedError(

@@ -31,7 +31,7 @@ class Tiles(NamedTuple):
 
 
 def most_tiles(rows: int, experts: int, tile: int) -> int:
-    """How many tiles there can be, whatever the sizes of groups."""
+    """The largest possible number of tiles, whatever the sizes of groups."""
     return min(rows, (rows + min(rows, experts) * (tile - 1)) // tile)
 
 

@@ -134,7 +134,7 @@ def _product(
     is_precise: bool,
     implementation: ImplementationName | None,
 ) -> jax.Array:
-    """`matmul` by what takes these arrays."""
+    """`matmul` by the implementation for these arrays."""
     flat, residual = _as_matrices(x, residual)
     is_rounded = activations == "e4m3"
     chosen = _select(implementation, flat, weight, bias, residual, activation, is_rounded)
@@ -304,7 +304,7 @@ def _check_rest(
 def _as_matrices(
     x: jax.Array | Fp8Tokens, residual: jax.Array | None
 ) -> tuple[jax.Array | Fp8Tokens, jax.Array | None]:
-    """Tokens, and what is added to results, one a row."""
+    """Tokens and residual with one row a token."""
     *lead, inputs = x.shape
     rows = math.prod(lead)
     if residual is not None:
@@ -316,7 +316,7 @@ def _as_matrices(
 
 
 def tokens_of(x: jax.Array | Fp8Tokens) -> Fp8Tokens:
-    """What ``[M, K]`` is once it is quantized, in shapes and dtypes."""
+    """The shapes and dtypes of ``[M, K]`` once it is quantized."""
     if isinstance(x, Fp8Tokens):
         return x
     codes: Any = jax.ShapeDtypeStruct(x.shape, jnp.float8_e4m3fn)
@@ -371,7 +371,7 @@ def _sums(
     implementation: ImplementationName | None,
     is_precise: bool,
 ) -> jax.Array:
-    """The product before the activation, of a weight whose rows are taken as they are stored."""
+    """The product before the activation, with the weight's rows in stored order."""
     fitting = jax.eval_shape(in_blocks, weight)
     arguments = {"tokens": tokens, "weight": fitting, "bias": bias}
     chosen = MATMUL.select(implementation, **arguments, residual=None, activation=None)
@@ -391,7 +391,7 @@ def _gradients(
     is_precise: bool,
     implementation: ImplementationName | None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Those of the activations and of the bias's rows."""
+    """The gradients of the activations and of the bias's rows."""
     flat, d_flat = _as_matrices(x, d_out)
     rule: Callable[..., tuple[jax.Array, jax.Array]] = gradients.exact
     if gradient == "e4m3":

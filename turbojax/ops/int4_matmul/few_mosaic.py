@@ -94,11 +94,11 @@ class _Cut(NamedTuple):
 
     @property
     def shares(self) -> int:
-        """Into how many of them a row's inputs are divided; sums are added in their order."""
+        """Into how many warpgroups a row's inputs are divided; sums are added in their order."""
         return self.splits * self.parts
 
     def clocks(self, tiles: int, groups: int) -> float:
-        """An estimate."""
+        """The estimated time of a call, in clocks."""
         programs = -(-tiles // self.tiles) * self.parts
         waves = -(-programs // _MULTIPROCESSORS)
         own = self.warpgroups * -(-groups // self.shares)
@@ -108,7 +108,7 @@ class _Cut(NamedTuple):
 
 @functools.cache
 def _cuts(tiles: int, groups: int) -> list[_Cut]:
-    """Those with the same number of shares as the best of all, the best first."""
+    """The cuts with as many shares as the fastest, the fastest first."""
     cuts = sorted(
         (
             _Cut(rows, splits, parts)
@@ -124,7 +124,7 @@ def _cuts(tiles: int, groups: int) -> list[_Cut]:
 
 @functools.cache
 def _layout(tokens: int, tiles: int, groups: int, scale_bytes: int) -> tuple[_Cut, int] | None:
-    """How work is divided, and groups of tokens that are resident; None if none of them can be."""
+    """How work is divided, and how many groups of tokens are resident; None if nothing fits."""
     found = []
     for cut in _cuts(tiles, groups):
         resident = _resident(tokens, cut, groups, scale_bytes)
@@ -139,7 +139,7 @@ def _layout(tokens: int, tiles: int, groups: int, scale_bytes: int) -> tuple[_Cu
 
 
 def _resident(tokens: int, cut: _Cut, groups: int, scale_bytes: int) -> int | None:
-    """Groups of tokens in shared memory: all of a program's, or of each share as many."""
+    """Groups of tokens in shared memory: all of a program's, or the same number of each share."""
     from pallas_kernels.mosaic.hopper.matmul import few
 
     epilogue = few.Epilogue(None, False, False, "bfloat16", 0)

@@ -88,7 +88,7 @@ def default_launch(rows: int, weight: Int4Weight, *, is_precise: bool = False) -
 
 
 def _stages_of_many(tokens: int) -> int:
-    """As many as fit beside everything that an epilogue may need."""
+    """As many stages as fit beside everything that an epilogue may need."""
     from pallas_kernels.mosaic.hopper.matmul import int4_many
 
     epilogue = int4_many.Epilogue(None, True, True, "bfloat16", 128)
@@ -100,7 +100,7 @@ def _stages_of_many(tokens: int) -> int:
 
 
 def _stages(tokens: int, teams: int, parts: int, expands: bool, is_e4m3: bool) -> int:
-    """As many as fit, a multiple of the teams."""
+    """As many stages as fit, a multiple of the teams."""
     from pallas_kernels.mosaic.hopper.matmul import fp8 as fp8_matmul
     from pallas_kernels.mosaic.hopper.matmul import int4 as int4_matmul
 

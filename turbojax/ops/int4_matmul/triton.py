@@ -68,7 +68,7 @@ def matmul(
 
 
 def is_large(capability: float | None) -> bool:
-    """Whether matrix units read shared memory; of no GPU, so that its kernels are as on Hopper."""
+    """Whether matrix units read shared memory; True without a GPU: kernels are as on Hopper."""
     return capability is None or capability in _LARGE
 
 

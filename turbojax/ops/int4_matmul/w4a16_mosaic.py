@@ -61,7 +61,7 @@ def default_launch(rows: int, weight: Int4Weight) -> FewLaunch | Launch:
 
 
 def _strips(total: int, most: int) -> int:
-    """Strips of a program: as many as let all programs end together, soon."""
+    """Strips of a program: the number with which all programs end soonest."""
 
     def time(strips: int) -> float:
         programs = -(-total // strips)
@@ -71,7 +71,7 @@ def _strips(total: int, most: int) -> int:
 
 
 def _stages(tokens: int, parts: int, weight: Int4Weight) -> int:
-    """As many as fit."""
+    """As many stages as fit."""
     from pallas_kernels.mosaic.hopper.matmul import w4a16
 
     epilogue = w4a16.Epilogue(None, False, False, "bfloat16", 0)

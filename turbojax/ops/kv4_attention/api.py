@@ -141,7 +141,6 @@ def _prefill(
     extras: Extras,
     implementation: str | None,
 ) -> tuple[tuple[jax.Array, jax.Array], CacheT]:
-    """`prefill` of checked arguments."""
     static: dict[str, Any] = {"options": options, "implementation": implementation}
     run = spread(tables.FIREQ_PREFILL, _attend_and_store, **static)
     return refuse_gradients(run, "fireq.prefill")(query, key, value, cache, lengths, extras)
@@ -158,7 +157,7 @@ def _attend_and_store(
     options: Options,
     implementation: str | None,
 ) -> tuple[tuple[jax.Array, jax.Array], CacheT]:
-    """`prefill` by what takes these arrays."""
+    """`prefill` by the implementation for these arrays."""
     inside = jnp.clip(lengths, 0, key.shape[1])
     out = attend(
         query,
@@ -257,7 +256,7 @@ def attend_cache(
     extras: Extras = NOTHING,
     implementation: str | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """`decode` for callers that have `Options`, causal ones; gives the log-sum-exp too."""
+    """`decode` for callers that have causal `Options`; gives the log-sum-exp too."""
     require_causal(options)
     query_lengths = _check_newest(query, cache, query_lengths)
     static: dict[str, Any] = {"options": options, "implementation": implementation}

@@ -89,7 +89,7 @@ def decode(
     options: Options,
     launch: Launch | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """`reference.decode` as the kernel of pages, of which each sequence has one, and its merge."""
+    """`reference.decode` by the kernel of pages and its merge: a sequence is one page."""
     from pallas_kernels.mosaic.hopper.paged import kernel
 
     del extras  # see `decode_unsupported`
@@ -119,7 +119,7 @@ def settings_of(
     options: Options,
     launch: Launch,
 ) -> "Settings":
-    """What is static in a call."""
+    """The static settings of a call."""
     from pallas_kernels.mosaic.hopper.paged import kernel
     from pallas_kernels.mosaic.hopper.paged.scaled import OUTPUT_UNIT
 

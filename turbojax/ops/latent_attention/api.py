@@ -115,7 +115,7 @@ def _attend_cache(
     options: Options,
     implementation: str | None,
 ) -> tuple[jax.Array, jax.Array]:
-    """`latent_attention` to the cache as pages, which a device makes of its own part."""
+    """`latent_attention` to a cache, or a device's part of it, seen as pages."""
     pages, block_tables = as_pages(cache)
     arrays = (query_latent, query_rope, pages, block_tables, cache.lengths, query_lengths)
     static: dict[str, Any] = {"options": options, "implementation": implementation}
@@ -200,7 +200,7 @@ def attend_latents(
     extras: Extras = NOTHING,
     implementation: str | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """`paged_latent_attention` for callers that have `Options`, causal ones without a cap."""
+    """`paged_latent_attention` for callers that have `Options`: causal, without a cap."""
     require_causal(options)
     if options.logits_soft_cap is not None:
         raise NotImplementedError(f"{options.logits_soft_cap=} must be None in latent_attention")
@@ -231,7 +231,7 @@ def _attend_pages(
     options: Options,
     implementation: str | None,
 ) -> tuple[jax.Array, jax.Array]:
-    """`attend_latents` by what takes these arrays."""
+    """`attend_latents` by the implementation for these arrays."""
     queries = query_latent, query_rope
     static: dict[str, Any] = {"options": options, "extras": extras}
     chosen = select(implementation, *queries, cache, block_tables, **static)

@@ -93,7 +93,7 @@ def attend(
 
 
 def codec_of(cache: LatentPages) -> "Codec | None":
-    """How the kernel expands what is stored; None for latents as they are."""
+    """How the kernel expands what is stored; None for latents in their own dtype."""
     from pallas_kernels.mosaic.hopper.paged_prompt.expand import Codec
 
     if cache.scale is None:

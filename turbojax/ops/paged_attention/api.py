@@ -180,7 +180,7 @@ def attend_pages(
     extras: Extras = NOTHING,
     implementation: str | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """`paged_attention` for callers that have `Options`, causal ones; gives the log-sum-exp too."""
+    """`paged_attention` for callers that have causal `Options`; gives the log-sum-exp too."""
     require_causal(options)
     arrays = _check(query, cache, block_tables, lengths, query_lengths, extras, options)
     static: dict[str, Any] = {"options": options, "implementation": implementation}
@@ -217,7 +217,7 @@ def _first_seen(
     extras: Extras,
     options: Options,
 ) -> jax.Array | None:
-    """Of each sequence the first token that a query sees, int32 ``[B]``; None for token 0."""
+    """The first token of each sequence that a query sees, int32 ``[B]``; None for token 0."""
     tokens = query.shape[1]
     if extras.query_offset is None or options.window is None:
         return page_checks.first_seen(lengths, query_lengths, tokens, options.window)
@@ -253,7 +253,7 @@ def _run_here(
     options: Options,
     implementation: str | None,
 ) -> tuple[jax.Array, jax.Array]:
-    """`paged_attention` by what takes these arrays."""
+    """`paged_attention` by the implementation for these arrays."""
     if extras.query_offset is not None:
         if query_lengths is None:
             query_lengths = jnp.full(len(query), query.shape[1], jnp.int32)
@@ -283,7 +283,7 @@ def _kernel_has_sinks(
     extras: Extras,
     options: Options,
 ) -> bool:
-    """Whether there are sinks, and what runs the call takes them itself."""
+    """Whether there are sinks, and the implementation chosen takes them itself."""
     is_asked = extras.sinks is not None and implementation in (None, "mosaic_gpu")
     if not is_asked or not hopper.has_sinks(query, cache):
         return False

@@ -113,7 +113,7 @@ def default_launch(call: Call) -> Launch:
 
 
 def call_of(query: jax.Array, cache: PagedCache, block_tables: jax.Array, options: Options) -> Call:
-    """A call of `attend`."""
+    """The `Call` of the arguments of `attend`."""
     batch, tokens, heads, head_dim = query.shape
     return Call(
         rows=tokens * heads // cache.num_kv_heads,
@@ -170,7 +170,7 @@ def _channels(cache: PagedCache) -> int | None:
 
 
 def refusal(query: jax.Array | jax.ShapeDtypeStruct, kv_heads: int) -> str | None:
-    """Why so many queries, or heads of such a size, cannot be attended to here."""
+    """Why the kernel cannot take so many queries or heads of such a size; None if it can."""
     rows, head_dim = query.shape[1] * query.shape[2] // kv_heads, query.shape[3]
     if head_dim not in _HEAD_DIMS:
         return f"head_dim={head_dim} must be one of {_HEAD_DIMS}"
@@ -233,7 +233,7 @@ def settings_of(
     options: Options,
     launch: Launch,
 ) -> "Settings":
-    """What is static in a call."""
+    """The static settings of a call."""
     from pallas_kernels.mosaic.hopper.paged import kernel
 
     rows = query.shape[1] * query.shape[2] // cache.num_kv_heads
@@ -258,7 +258,7 @@ def settings_of(
 
 
 def _mixed_settings(cache: PagedCache, rows: int, options: Options, launch: Launch) -> "Settings":
-    """What is static in a call where keys are stored in another way than values, or in few bits."""
+    """The static settings where keys and values are stored differently, or in few bits."""
     from pallas_kernels.mosaic.hopper.paged import kernel
 
     (key, key_unit), (value, value_unit) = (_stored(x, cache.head_dim) for x in cache.formats)
@@ -282,7 +282,7 @@ def _block(token_bytes: int) -> int:
 
 
 def _stored(side: Format, head_dim: int) -> tuple["Stored", float]:
-    """How a side is stored, and what its numbers are multiplied by beside norms and scales."""
+    """How a side is stored, and the factor of its numbers besides norms and scales."""
     from pallas_kernels.mosaic.hopper.paged import kernel
 
     if isinstance(side, Int8):
@@ -316,14 +316,14 @@ def plain_settings(
 
 
 def fitting(s: "Settings", head_dim: int) -> "Settings":
-    """The settings with as many blocks in flight as the GPU has shared memory for, at least one."""
+    """The settings with as many blocks in flight as shared memory has room for, at least one."""
     while s.stages > 1 and s.warps * s.warp_bytes(head_dim) > shared_memory():
         s = dataclasses.replace(s, stages=s.stages - 1)
     return s
 
 
 def _common(rows: int, options: Options, launch: Launch) -> dict[str, Any]:
-    """Of settings, what does not depend on what is stored."""
+    """The settings that do not depend on what is stored."""
     return {
         "window": options.window,
         "soft_cap": options.logits_soft_cap,

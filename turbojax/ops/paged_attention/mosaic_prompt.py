@@ -43,7 +43,7 @@ class Launch(NamedTuple):
 
 
 def default_launch(query: jax.Array, cache: PagedCache) -> Launch:
-    """As many tiles in memory as fit, but four; parts for chunks that would be few programs."""
+    """As many tiles as fit, at most four; parts for chunks that would give few programs."""
     few = cache.head_dim > 64 and not _is_multiplied_in_8_bits(cache)
     rows = query.shape[1] * query.shape[2] // cache.num_kv_heads
     return Launch(_PART if rows <= _MOST_ROWS_IN_PARTS else None, 2 if few else 4)
@@ -117,7 +117,7 @@ def _is_multiplied_in_8_bits(cache: PagedCache) -> bool:
 
 
 def _expanded_bytes(cache: PagedCache, block_tables: jax.Array) -> int:
-    """Of what is made of the pages that tables may name: both sides in 16 bits, or e4m3 values."""
+    """Bytes of the expanded pages that tables may name: both sides in 16 bits, or e4m3 values."""
     if cache.kv_dtype == "auto":
         return 0
     each = 1 if _is_multiplied_in_8_bits(cache) else 4
@@ -135,7 +135,7 @@ def _attend(
     options: Options,
     launch: Launch,
 ) -> tuple[jax.Array, jax.Array]:
-    """`attend` with tables within the pool; a negative length is that of what cannot be read."""
+    """`attend` with tables within the pool; sequences of negative length cannot be read."""
     from pallas_kernels.mosaic.hopper.paged_prompt import kernel, turn
 
     tokens = query.shape[1]
@@ -214,7 +214,7 @@ def _signed(query: jax.Array, scale: float) -> jax.Array:
 
 
 def _score_factor(options: Options) -> jax.Array:
-    """From products to scores in powers of two, or with a cap to twice its argument in them."""
+    """The factor from products to scores in powers of two; with a cap, to twice its argument."""
     scale = abs(options.scale) or 1.0
     if options.logits_soft_cap is not None:
         scale = scale * 2 / options.logits_soft_cap

@@ -26,7 +26,7 @@ _State = tuple[jax.Array, jax.Array, jax.Array]
 
 
 class _Tile(NamedTuple):
-    """Keys and values of a run of tokens, and what a token's score and weight are multiplied by."""
+    """Keys and values of a run of tokens, and the factors of a token's score and weight."""
 
     key: jax.Array  # float32 [K, t, H]
     key_norm: jax.Array | None  # float32 [K, t]

@@ -171,7 +171,7 @@ def _check_rest(
     key_lengths: jax.Array | None,
     options: PooledOptions,
 ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
-    """Levels and lengths, checked, of operands that are."""
+    """Checked levels and lengths of operands that have been checked."""
     return (
         check_levels(levels, query, key, options),
         _length("query_seq_lengths", query_lengths, query),
@@ -234,7 +234,7 @@ def check_levels(
 
 
 def _length(name: str, lengths: jax.Array | None, x: jax.Array) -> jax.Array | None:
-    """Lengths of ``[B, T, ...]`` within its bounds, or None where all is there."""
+    """Lengths of ``[B, T, ...]`` within its bounds, or None where all tokens exist."""
     if lengths is None:
         return None
     batch, size = x.shape[:2]
@@ -244,7 +244,7 @@ def _length(name: str, lengths: jax.Array | None, x: jax.Array) -> jax.Array | N
 def _select(
     registry: Registry, implementation: str | None, *arrays: Any, options: PooledOptions
 ) -> Callable[..., Any]:
-    """What runs a call with these operands, levels and, last, extras."""
+    """The implementation for these operands, levels and, last, extras."""
     query, key, value, levels, *_, extras = arrays
     without = dataclasses.replace(extras, sinks=None)
     arguments = {"query": query, "key": key, "value": value, "levels": levels}
@@ -272,7 +272,7 @@ def _forward(
 def _gradient(
     *saved: Any, options: PooledOptions, implementation: str | None
 ) -> tuple[jax.Array, jax.Array, jax.Array, Extras]:
-    """What the backward pass does with what was kept, and the cotangents."""
+    """The backward pass, from what was kept and the cotangents."""
     *arrays, extras, out, residual, d_out, d_residual = saved
     run = _select(GRADIENT, implementation, *arrays, extras, options=options)
     results = (out, residual, d_out, d_residual)

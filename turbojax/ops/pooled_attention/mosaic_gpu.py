@@ -59,7 +59,7 @@ class Launch(NamedTuple):
 
 
 def default_launch(head_dim: int) -> Launch:
-    """As many as fit."""
+    """As many tiles as fit."""
     return Launch(4, 4, 6) if head_dim <= _HEAD_DIMS[0] else Launch(2, 2, 4)
 
 

@@ -13,7 +13,7 @@ MARKS = ("query_offset", "key_offset", "query_segment_ids", "key_value_segment_i
 
 
 def segments(extras: Extras) -> tuple[jax.Array, jax.Array] | None:
-    """Those of queries and of keys, if there are any."""
+    """The segments of queries and of keys, if there are any."""
     if extras.query_segment_ids is None or extras.key_value_segment_ids is None:
         return None
     return extras.query_segment_ids, extras.key_value_segment_ids

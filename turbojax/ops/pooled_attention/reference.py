@@ -175,7 +175,7 @@ def _zero(dtype: jax.typing.DTypeLike) -> jax.Array:
 def _lengths(
     query: jax.Array, key: jax.Array, query_length: jax.Array | None, key_length: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
-    """Lengths that are there, and no longer than the arrays."""
+    """Lengths within the arrays; those of whole arrays where none are given."""
 
     def of(x: jax.Array, length: jax.Array | None) -> jax.Array:
         whole = jnp.full(x.shape[0], x.shape[1], jnp.int32)

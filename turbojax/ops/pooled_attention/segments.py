@@ -40,12 +40,12 @@ class Blocks(NamedTuple):
 
     @property
     def is_mixed(self) -> jax.Array:
-        """Blocks of several, bool ``[B, blocks]``."""
+        """Blocks of several segments, bool ``[B, blocks]``."""
         return self.least < self.most
 
 
 class Segments(NamedTuple):
-    """Those of queries and of keys, by blocks."""
+    """The segments of queries and of keys, by blocks."""
 
     queries: Blocks
     keys: Blocks
@@ -65,7 +65,7 @@ class Segments(NamedTuple):
         return meet & (jnp.any(of_key, axis=3) | ~q.is_one[:, :, None])
 
     def equal(self) -> jax.Array:
-        """Blocks all pairs of which are of one segment: bool ``[B, T_r, T_c]``."""
+        """Pairs of blocks that hold one and the same segment: bool ``[B, T_r, T_c]``."""
         q, k = self.queries, self.keys
         one = q.is_one[:, :, None] & k.is_one[:, None]
         return one & (q.least[:, :, None] == k.least[:, None])

@@ -176,7 +176,7 @@ def attend_output(
     extras: Extras = NOTHING,
     implementation: str | None = None,
 ) -> jax.Array:
-    """`turbo_attention` for callers that have `Options`, and do not need the log-sum-exp."""
+    """`turbo_attention` for callers that have `Options` and do not need the log-sum-exp."""
     _checks.check_query_key_value(query, key, value, one_head_dim=False)
     run = functools.partial(
         attend,
@@ -207,7 +207,7 @@ def attend(
     extras: Extras = NOTHING,
     implementation: str | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """`attend_output` and the log-sum-exp, with which it is always rounded."""
+    """`attend_output` with the log-sum-exp; it always rounds, also where that is slower."""
     _checks.check_query_key_value(query, key, value, one_head_dim=False)
     is_ragged = query_lengths is not None or key_lengths is not None
     batch, size = key.shape[:2]
@@ -231,7 +231,7 @@ def _rounded(
     implementation: str | None,
     **static: Any,
 ) -> tuple[jax.Array, jax.Array]:
-    """`attend` by what takes these arrays."""
+    """`attend` by the implementation for these arrays."""
     static["extras"] = extras
     chosen = ATTENTION.select(implementation, query=query, key=key, value=value, **static)
     out, residual = chosen.run(query, key, value, query_lengths, key_lengths, **static)
@@ -357,7 +357,7 @@ def _prefill(
     implementation: ImplementationName | None,
     may_be_exact: bool = False,
 ) -> tuple[tuple[jax.Array, Any], ProgressiveCache]:
-    """`prefill` of checked arguments; no log-sum-exp if attention may be exact, and is."""
+    """`prefill` of checked arguments; no log-sum-exp where attention may be exact, and is."""
     run = spread(
         tables.PREFILL,
         _attend_and_store,
@@ -380,7 +380,7 @@ def _attend_and_store(
     implementation: ImplementationName | None,
     may_be_exact: bool,
 ) -> tuple[tuple[jax.Array, Any], ProgressiveCache]:
-    """`prefill` by what takes these arrays."""
+    """`prefill` by the implementation for these arrays."""
     static: dict[str, Any] = {"config": cache.config, "options": options}
     is_exact = may_be_exact and unrounded.is_faster(query, key, **static)
     attend = ATTENTION.select(

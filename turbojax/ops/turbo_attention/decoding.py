@@ -108,7 +108,7 @@ def attend_cache(
     extras: Extras = NOTHING,
     implementation: str | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """`decode` for callers that have `Options`, causal ones; gives the log-sum-exp too."""
+    """`decode` for callers that have causal `Options`; gives the log-sum-exp too."""
     require_causal(options)
     query_lengths = _check_newest(query, cache, query_lengths)
     static: dict[str, Any] = {"options": options, "implementation": implementation}

@@ -86,7 +86,7 @@ def _gradient(
     implementation: str | None,
     is_ragged: bool,
 ) -> tuple[jax.Array, jax.Array, jax.Array, Extras]:
-    """What the backward pass does with what was kept, and the cotangents."""
+    """The backward pass, from what was kept and the cotangents."""
     static: dict[str, Any] = {"config": config, "options": options, "extras": extras}
     name = GRADIENT.beside(implementation)
     chosen = GRADIENT.select(name, query=query, key=key, value=value, **static)
@@ -109,7 +109,7 @@ def _of_sinks(
     d_out: jax.Array,
     d_residual: jax.Array,
 ) -> jax.Array:
-    """The sinks' gradient, which no implementation has to know of."""
+    """The sinks' gradient, so that implementations need not know sinks."""
     real = jnp.arange(out.shape[1])[None] < query_length[:, None]
     delta = jnp.sum(d_out.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)
     delta = jnp.where(sees_only_sink(out, residual, sinks), 0, delta) - d_residual

@@ -184,7 +184,7 @@ def _add_extras(
 
 
 def _whole_extras(d_extras: Extras, extras: Extras) -> Extras:
-    """The extras' gradients, in their shapes and dtypes, of those of ``n`` blocks of queries."""
+    """The extras' gradients, in their shapes and dtypes, from those of ``n`` blocks of queries."""
     bias, slopes = d_extras.bias, d_extras.alibi_slopes
     if bias is not None and extras.bias is not None:
         like = extras.bias
@@ -195,7 +195,7 @@ def _whole_extras(d_extras: Extras, extras: Extras) -> Extras:
 
 
 def _rounded(x: jax.Array, length: jax.Array, block: int, mode: Mode) -> jax.Array:
-    """``[B, S, K, H]`` as its codes stand for it, float32; as it is in mode ``"float"``."""
+    """``[B, S, K, H]`` rounded to its codes, float32; unchanged in mode ``"float"``."""
     if mode == "float":
         return x
     pieces = blocks(x, length, block)
@@ -203,7 +203,7 @@ def _rounded(x: jax.Array, length: jax.Array, block: int, mode: Mode) -> jax.Arr
 
 
 def _rounded_values(x: jax.Array, length: jax.Array, config: TurboConfig) -> jax.Array:
-    """``[B, S, K, H]`` as the forward pass rounded it, float32; as it is in mode ``"float"``."""
+    """``[B, S, K, H]`` as the forward pass rounded it, float32; unchanged in mode ``"float"``."""
     if config.mode == "float":
         return x
     pieces = blocks(x, length, config.block_kv)

@@ -151,7 +151,7 @@ def decode(
 
 
 def _settings(cache: ProgressiveCache, launch: Launch) -> dict[str, Any]:
-    """Settings of the kernels that follow from the cache and the launch; the rest does nothing."""
+    """Settings of the kernels that follow from cache and launch; the others have no effect."""
     nothing = {"exponential": None, "scale": 1.0, "window": None, "soft_cap": None}
     return (
         nothing
@@ -208,7 +208,7 @@ def default_launch(query: jax.Array, cache: ProgressiveCache) -> Launch:
 
 
 def _launch_of_many(query: jax.Array, cache: ProgressiveCache, rows: int) -> Launch:
-    """For 16 or 32 `rows`: as many programs as run at once, since each begins and ends slowly."""
+    """For 16 or 32 `rows`: as many programs as run at once, since each starts and ends slowly."""
     from pallas_kernels.mosaic.hopper.decode_rows.kernel import RowSettings
 
     # 32 queries' outputs are held by two warps, of which 12 fill a multiprocessor's registers.

@@ -156,7 +156,7 @@ def gradient(
 
 
 def _of_seeing(d_out: jax.Array, out: jax.Array, residual: jax.Array, extras: Extras) -> jax.Array:
-    """Cotangents with zeros for queries that saw no key, be there a sink or not."""
+    """Cotangents with zeros for queries that saw no key, whether or not there is a sink."""
     d_out = rows.without_blind(d_out, residual)
     if extras.sinks is None:
         return d_out
@@ -167,7 +167,7 @@ def _of_seeing(d_out: jax.Array, out: jax.Array, residual: jax.Array, extras: Ex
 def _of_segments(
     extras: Extras, query_length: jax.Array, key_length: jax.Array, options: Options
 ) -> dict[str, jax.Array]:
-    """What the kernels read of segments; nothing without."""
+    """The kernels' arguments about segments; none without segments."""
     from pallas_kernels.mosaic.hopper.segments import bounds, order, padded
 
     queries, keys = extras.query_segment_ids, extras.key_value_segment_ids
@@ -283,7 +283,10 @@ def _row_operands(
 def _output_gradient(
     d_out: jax.Array, shape: tuple[int, ...], length: jax.Array, config: TurboConfig
 ) -> tuple[Codes | None, jax.Array]:
-    """With 8-bit gradients the codes ``[B, N, Tp, H]``; what multiplies the values, of `shape`."""
+    """The codes ``[B, N, Tp, H]`` if gradients have 8 bits, and what multiplies the values.
+
+    The latter has `shape`: `d_out`, cut, or what the codes stand for.
+    """
     _, tokens, _, head_dim = shape
     if config.gradient != "8bit":
         return None, d_out[:, :tokens, :, :head_dim]

@@ -85,7 +85,7 @@ def attention(
     extras: Extras = NOTHING,
     stage1: Stage1 | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """`reference.attention` as one kernel, after stage 1 in XLA where `stage1` does not hold it."""
+    """`reference.attention` as one kernel; stage 1 runs in XLA unless `stage1` is given."""
     return _attention(
         query,
         key,

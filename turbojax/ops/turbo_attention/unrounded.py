@@ -75,7 +75,7 @@ def exact(query: jax.Array, key: jax.Array, value: jax.Array, options: Options) 
 
     @call.def_vmap
     def _(size: int, is_mapped: list[bool], *arrays: jax.Array) -> tuple[Any, bool]:
-        """A mapped axis is part of the batch; mapped ones come first."""
+        """Makes mapped axes part of the batch; mapped ones come first."""
         wide = [
             x if mapped else jnp.broadcast_to(x, (size, *x.shape))
             for x, mapped in zip(arrays, is_mapped, strict=True)

@@ -172,7 +172,7 @@ def encode(holder: Holder, latent: jax.Array, rope: jax.Array) -> Tokens:
 
 
 def decode(holder: Holder, tokens: Tokens) -> tuple[jax.Array, jax.Array]:
-    """Latents and rotary keys that are stored, float32 ``[..., C]`` and ``[..., R]``."""
+    """The stored latents and rotary keys, float32 ``[..., C]`` and ``[..., R]``."""
     rotation = holder.rotation if holder.format.is_rotated else None
     latent = holder.format.decode(Encoded(tokens.latent, tokens.scale), None, rotation)
     return latent, tokens.rope.astype(jnp.float32)

@@ -246,7 +246,7 @@ def _append(
     lengths: jax.Array,
     new_lengths: jax.Array,
 ) -> tuple[LatentPages, jax.Array | None]:
-    """The pool with the tokens, and what became of their scales, ``[B, T]``."""
+    """The pool with the tokens, and their scales as stored, ``[B, T]``."""
     content = formats.encode(cache, latent, rope)
     place = find_places(cache, latent.shape[1], block_tables, lengths, new_lengths)
     arrays: dict[str, Any] = {

@@ -419,7 +419,7 @@ class PageAllocator:
             raise ValueError(f"pages {sorted(self._free)} are listed as free, must be {free}")
 
     def _settle(self) -> None:
-        """Counts holders and free pages anew where a call was interrupted."""
+        """Recounts holders and free pages where a call was interrupted."""
         if self._unsettled:
             self._holders = self._count_holders()
             pages = range(self.num_pages - 1, -1, -1)

@@ -67,7 +67,7 @@ class Format(abc.ABC):
 
     @abc.abstractmethod
     def dtype(self, given: np.dtype) -> np.dtype:
-        """That of stored vectors which are `given` to the pool in that dtype."""
+        """The dtype of stored vectors, given that of the pool."""
 
     @abc.abstractmethod
     def encode(
@@ -85,12 +85,12 @@ class Format(abc.ABC):
 
     @abc.abstractmethod
     def factor(self, head_dim: int, scale: jax.Array | None) -> jax.Array:
-        """What numbers are multiplied by, besides a norm: float32 ``[]``."""
+        """The factor of the numbers, besides a norm: float32 ``[]``."""
 
     def decode(
         self, stored: Encoded, scale: jax.Array | None, rotation: polar.Rotation | None
     ) -> jax.Array:
-        """The vectors that are stored, in float32 ``[..., H]``."""
+        """The stored vectors, in float32 ``[..., H]``."""
         numbers = self.read(stored.data)
         factor = self.factor(numbers.shape[-1], scale)
         if stored.norm is not None:
@@ -263,14 +263,14 @@ class Codes(Format):
 
 
 class Formats(NamedTuple):
-    """Of both sides of a page."""
+    """The formats of both sides of a page."""
 
     key: Format
     value: Format
 
     @property
     def is_rotated(self) -> bool:
-        """Whether either is."""
+        """Whether one of them is."""
         return self.key.is_rotated or self.value.is_rotated
 
 

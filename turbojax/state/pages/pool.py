@@ -319,7 +319,7 @@ def _append(
     *,
     implementation: ImplementationName | None,
 ) -> tuple[PagedCache, Any]:
-    """`append` by what takes these arrays; also what became of the tokens."""
+    """`append` by the implementation for these arrays; also returns the tokens as stored."""
     chosen = APPEND.select(implementation, cache=cache, key=key, block_tables=block_tables)
     extended, content = chosen.run(cache, key, value, block_tables, lengths, new_lengths)
     return extended, content

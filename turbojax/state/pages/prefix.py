@@ -272,7 +272,7 @@ class PrefixCache:
         return self._roots if entry.parent is None else entry.parent.children
 
     def _settle(self) -> None:
-        """Makes the tree anew, and the order one, where a call was interrupted."""
+        """Rebuilds the tree, and puts the order right, where a call was interrupted."""
         if not self._unsettled:
             return
         # What has a page, and whatever comes before it.

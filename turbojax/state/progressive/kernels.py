@@ -138,7 +138,7 @@ def stored_part_of_prompt(
     *,
     compress: Compress,
 ) -> ProgressiveCache:
-    """`reference.store_prompt` with `first`: compresses the blocks that have a place here alone."""
+    """`reference.store_prompt` with `first`: compresses only the blocks that have a place here."""
     config = cache.config
     kept = reference.kept_tokens(cache, key.shape[1], lengths)
     size = min(-(-key.shape[1] // config.block_kv) * config.block_kv, cache.room)
@@ -224,7 +224,7 @@ def appended(
 def _ranked(
     cache: ProgressiveCache, side: CacheSide, x: jax.Array, accepted: jax.Array
 ) -> CacheSide:
-    """The side with its heads' slots; work is done only in the step that fills a first buffer."""
+    """The side with its heads' slots; only the step that fills a first buffer computes them."""
     if len(side.codes) == 1:
         return side
     flushed = reference.flushes_of_append(cache, accepted)
@@ -244,7 +244,7 @@ def _ranked(
 
 
 def layout_of(side: CacheSide, config: TurboConfig) -> dict[str, Any]:
-    """What the kernels' own descriptions of a stored block are made of."""
+    """The arguments of the kernels' own descriptions of a stored block."""
     return {
         "tokens": config.block_kv,
         "channels": side.buffer.shape[-1],

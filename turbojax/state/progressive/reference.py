@@ -45,7 +45,7 @@ def accepted_tokens(cache: ProgressiveCache, tokens: int, lengths: jax.Array) ->
 
 
 def flushes(config: TurboConfig, tokens: jax.Array) -> jax.Array:
-    """How many times a buffer is full, and flushed, that has so many tokens to take in."""
+    """How many times a buffer that takes in so many tokens is full and flushed."""
     beyond = tokens - config.buffer_size
     return jnp.where(beyond < 0, 0, beyond // config.flush_size + 1)
 
@@ -56,7 +56,7 @@ def flushes_of_append(cache: ProgressiveCache, accepted: jax.Array) -> jax.Array
 
 
 def stored_blocks(config: TurboConfig, kept: jax.Array) -> jax.Array:
-    """How many blocks a prompt of so many tokens becomes: what a buffer does not keep."""
+    """How many blocks a prompt of so many tokens fills: the buffer keeps the rest."""
     if config.flush == "all":  # none of it has to go through the buffer
         return kept // config.block_kv
     return flushes(config, kept)
@@ -175,7 +175,7 @@ def _or_one(scale: jax.Array) -> jax.Array:
 
 
 def is_first_flush(cache: ProgressiveCache, flushed: jax.Array) -> jax.Array:
-    """Bool ``[B]``: whether a sequence's first blocks come from its buffer, now."""
+    """Bool ``[B]``: whether a sequence's first blocks come from its buffer in this step."""
     return (cache.lengths == cache.buffer_lengths) & (flushed > 0)
 
 
@@ -277,7 +277,7 @@ def rank_prompt(side: CacheSide, x: jax.Array, kept: jax.Array, config: TurboCon
 
 
 def prompt_maximum(x: jax.Array, kept: jax.Array) -> jax.Array:
-    """The largest absolute value of the tokens kept of ``x [B, S, K, H]``: float32 ``[B, K]``."""
+    """The largest absolute value of the kept tokens of ``x [B, S, K, H]``: float32 ``[B, K]``."""
     return absolute_maximum(_without_padding(x, kept), (1, 3))[:, 0, :, 0]
 
 

@@ -106,7 +106,6 @@ def _append(
     *,
     implementation: ImplementationName | None,
 ) -> ProgressiveCache:
-    """`append` by what takes these arrays."""
     chosen = APPEND.select(implementation, cache=cache, key=key)
     extended: ProgressiveCache = chosen.run(cache, key, value, lengths)
     return extended
@@ -141,7 +140,6 @@ def _store_prompt(
     *,
     implementation: ImplementationName | None,
 ) -> ProgressiveCache:
-    """`store_prompt` by what takes these arrays."""
     chosen = STORE_PROMPT.select(implementation, cache=cache, key=key)
     filled: ProgressiveCache = chosen.run(cache, key, value, lengths)
     return filled
