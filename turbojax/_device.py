@@ -18,10 +18,7 @@ _INTERPRETING: contextvars.ContextVar[bool] = contextvars.ContextVar(
 
 @functools.cache
 def gpu_compute_capability() -> float | None:
-    """Compute capability of the default GPU, such as 9.0; looked up once per process.
-
-    None if jax's default backend is not a GPU, or the GPU is not NVIDIA's.
-    """
+    """Compute capability of the default GPU, such as 9.0; None if that is not one of NVIDIA's."""
     if jax.default_backend() != "gpu":
         return None
     try:
@@ -64,10 +61,9 @@ def has_pallas_triton() -> bool:
 
 
 def needs_gpu(minimum: float, *, by_pallas: bool = True) -> str | None:
-    """None if a compiled kernel can run here, or the reason why not in words.
+    """None if a kernel for GPUs from `minimum` on can run compiled here, or the reason why not.
 
-    `minimum` is the compute capability that the kernel needs; `by_pallas` says whether Pallas
-    lowers it to Triton.
+    `by_pallas` says whether Pallas lowers it to Triton.
     """
     if interpreting():
         return None

@@ -62,11 +62,7 @@ def parse(text: str | bytes) -> Any:
 
 
 def read_object(path: Path, most: int = MOST_BYTES) -> dict[str, Any]:
-    """The object of a JSON file of at most `most` bytes.
-
-    Raises as `read_bytes` and `parse`, and ValueError if the file holds something else than an
-    object.
-    """
+    """The object in a JSON file; raises as `read_bytes` and `parse`."""
     try:
         content = parse(read_bytes(path, most))
     except ValueError as error:
@@ -77,11 +73,7 @@ def read_object(path: Path, most: int = MOST_BYTES) -> dict[str, Any]:
 
 
 def read_bytes(path: Path, most: int = MOST_BYTES) -> bytes:
-    """The bytes of a file.
-
-    Raises OSError if there is none; ValueError, naming it, if it is no regular file or larger than
-    `most` bytes.
-    """
+    """A file's bytes; ValueError if it is no regular file or larger than `most` bytes."""
     check_file(path, most)
     return path.read_bytes()
 

@@ -61,10 +61,10 @@ def require_free(folder: Path) -> None:
 
 
 def lock(file: IO[str] | io.RawIOBase, *, shared: bool = False) -> bool:
-    """Locks an open file: closing it, or the end of the process, unlocks it.
+    """Locks an open file, until it is closed or the process ends; False where there are no locks.
 
-    With `shared` others may hold such a lock, too. Returns whether the file is locked: False where
-    there are no locks. Raises BlockingIOError if another open file holds the lock.
+    With `shared` others may hold such a lock, too. Raises BlockingIOError if another holds the
+    lock.
     """
     if not EXIST:
         return False

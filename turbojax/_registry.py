@@ -39,10 +39,7 @@ class Registry:
 
     @property
     def preferred(self) -> tuple[Implementation, ...]:
-        """The implementations in the order in which one is chosen here.
-
-        On GPUs on which Mosaic's kernels were never run, other kernels go first.
-        """
+        """In the order of choice; where Mosaic's kernels were never run, other kernels go first."""
         if _device.is_measured():
             return self.implementations
         ranks = {"mosaic_gpu": 1, "xla": 2}
@@ -51,9 +48,8 @@ class Registry:
     def select(self, requested: str | None, **arguments: Any) -> Implementation:
         """The implementation asked for, or the first that takes these arguments.
 
-        A named implementation never falls back to another one. Raises ValueError if the name is
-        unknown; NotImplementedError, with each refusal, if the named one, or every one, cannot run
-        these arguments.
+        A name never falls back to another. Raises ValueError if it is unknown, and
+        NotImplementedError, with each refusal, if none can run this.
         """
         if requested is not None and requested not in IMPLEMENTATION_NAMES:
             raise ValueError(

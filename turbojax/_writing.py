@@ -107,9 +107,9 @@ def write_text(path: str | os.PathLike[str], text: str) -> None:
 
 @contextlib.contextmanager
 def _draft_folder(target: Path) -> Iterator[Path]:
-    """A hidden folder beside a file, locked as long as its writer lives; removed at the end.
+    """A hidden folder, locked while its writer lives; removed at the end.
 
-    It is elsewhere if the file exists and none can be made beside it.
+    It is beside the file, or elsewhere if the file exists and none can be made there.
     """
     folder = None
     try:
@@ -172,10 +172,9 @@ def _named_errors(path: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def current(folder: Path, last: str) -> Path:
-    """Where the files of a folder that `replacing_files` writes are to be read just now.
+    """Where the files of `replacing_files` are to be read just now: in `_NEW`, or in the folder.
 
-    It is `_NEW` in the folder while its files are not in their places yet; the folder, once they
-    are, or if another program has written there since. `last` is as in `replacing_files`.
+    They are in the folder if they have their places, or another program has written there since.
     """
     new = folder / _NEW
     if new.is_symlink() or not new.is_dir():
@@ -189,10 +188,7 @@ def current(folder: Path, last: str) -> Path:
 
 
 def find(folder: Path, name: str, last: str) -> Path:
-    """Where one file of a folder is to be read just now; the file need not exist.
-
-    `name` is its path in the folder; `last` is as in `replacing_files`.
-    """
+    """Where one file of a folder is to be read just now; the file need not exist."""
     place = current(folder, last)
     if place == folder or os.path.lexists(place / name) or name in _replaced(place):
         return place / name
@@ -294,7 +290,7 @@ def _is_old(path: Path) -> bool:
 def _complete(draft: Path, target: Path, files: Collection[str], owned: Collection[str]) -> None:
     """Brings a draft to the disk, with the versions of what it replaces.
 
-    Raises FileNotFoundError if a file is missing: another program took the draft for an abandoned
+    A missing file (FileNotFoundError) means that another program took the draft for an abandoned
     one.
     """
     found = _files(draft)

@@ -100,7 +100,7 @@ class LayerCache(Protocol):
 
 
 class Grows(NamedTuple):
-    """An array's axis of which only the part in use goes into a file.
+    """The axis of an array that is stored only as far as it is in use.
 
     Attributes:
       axis: counted from the end; that of the sequences comes before it.
@@ -136,10 +136,7 @@ class Stored(abc.ABC, Generic[C]):
         """An empty cache of a description, laid out as by `to_rows`; called under `eval_shape`."""
 
     def to_rows(self, cache: C) -> C:
-        """The cache as files hold it: all arrays ``[B, ...]``, each sequence's own.
-
-        Raises ValueError if such a cache cannot be stored.
-        """
+        """The cache as files hold it, all arrays ``[B, ...]``; ValueError if that cannot be."""
         return cache
 
     def from_rows(self, cache: C, description: Description) -> C:
@@ -148,24 +145,17 @@ class Stored(abc.ABC, Generic[C]):
         return cache
 
     def counts(self, lengths: Counts, cache: C) -> Counts:
-        """The counts that `grows` names, from the arrays that `counting` names.
-
-        Of `cache` only sizes and configuration are there.
-        """
+        """The counts that `grows` names, from the arrays of `counting`; `cache` has no arrays."""
         del cache
         return lengths
 
     def check_counts(self, counts: Counts, cache: C) -> None:
-        """Raises ValueError where counts in a file are impossible.
-
-        Negative ones and tokens past `max_length` are found elsewhere.
-        """
+        """Raises ValueError for impossible counts; negative or too large ones are found elsewhere."""
 
     def validate(self, cache: C) -> None:
         """Raises ValueError if the values of a cache from a file break an invariant of its class.
 
-        Shapes, dtypes and lengths have been checked before. Layers may be stacked, see
-        `validate_layers`.
+        Shapes, dtypes and lengths have been checked. Layers may be stacked, see `validate_layers`.
         """
 
 

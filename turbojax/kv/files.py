@@ -20,20 +20,13 @@ from turbojax.state.stored_file import StoredFile
 
 
 def describe(cache: Any) -> dict[str, Any]:
-    """Kind, sizes and configuration of a layer's cache, whose arrays may be abstract.
-
-    Raises TypeError if it is not a cache that can be stored.
-    """
+    """Kind, sizes and configuration of a layer's cache, whose arrays may be abstract."""
     stored = _stored(cache)
     return {"kind": stored.stored_as, **stored.describe(cache)}
 
 
 def pack(cache: LayerCache | PagedCache) -> dict[str, np.ndarray]:
-    """The arrays to store, in host memory.
-
-    Raises TypeError if it is not a cache that can be stored; ValueError under `jit`, or for stacked
-    layers of pages.
-    """
+    """The arrays to store, in host memory; not under `jit`, nor of stacked layers of pages."""
     stored = _stored(cache)
     if not _checks.is_concrete(*jax.tree.leaves(cache)):
         raise ValueError("a cache cannot be stored under jit: its values are not known there")
@@ -52,7 +45,6 @@ def check_room(path: Path, descriptions: Sequence[Description], max_length: int 
     """Raises ValueError where caches would be larger than all memory of their device.
 
     A file holds only what its sequences hold, but says for how many tokens there shall be room.
-    `max_length` is as in `unpack`, `descriptions` are those of all caches that are to be read.
     """
     there = _device.total_memory()
     templates = (_template(path, x, max_length)[1] for x in descriptions)
@@ -66,10 +58,7 @@ def check_room(path: Path, descriptions: Sequence[Description], max_length: int 
 
 
 def described(path: Path, description: Description) -> Any:
-    """The cache of a description as files hold it, without arrays: its kind and sizes.
-
-    Raises ValueError, naming the file, if the description is not valid.
-    """
+    """The cache of a description as files hold it, without arrays: its kind and sizes."""
     return _template(path, description, None)[1]
 
 

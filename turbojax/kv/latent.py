@@ -208,10 +208,7 @@ def _refuse_sinks(sinks: jax.Array | None) -> None:
 
 
 def tokens_of(key: jax.Array, value: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Latents ``[B, T, C]`` and rotary keys ``[B, T, R]`` of what a layer hands over.
-
-    Raises ValueError unless there is one head of both.
-    """
+    """Latents ``[B, T, C]`` and rotary keys ``[B, T, R]`` of a layer's one head."""
     for name, x in (("key", key), ("value", value)):
         if x.ndim != 4 or x.shape[2] != 1:
             raise ValueError(
@@ -230,9 +227,8 @@ def attend_cache(
 ) -> jax.Array:
     """Attention of the newest tokens' queries to all that is held; many are taken in chunks.
 
-    The cache holds the queries' own tokens already. Queries ``[B, T, N, C + R]`` give ``[B, T, N,
-    C]``, zero past `query_lengths` (int32 ``[B]``). The implementation is that of
-    `turbojax.latent_attention`.
+    The cache holds the queries' own tokens. ``[B, T, N, C + R]`` give ``[B, T, N, C]``, zero past
+    `query_lengths`.
     """
     _checks.check_query(query)
     batch, tokens, heads, channels = query.shape

@@ -115,11 +115,7 @@ def append_and_attend(
     sinks: jax.Array | None = None,
     implementation: ImplementationName | None = None,
 ) -> tuple[jax.Array, PagedLayer]:
-    """Stores tokens and attends to all that is held then: in parts if the layer keeps too little.
-
-    The first `lengths` (int32 ``[B]``) of the `T` tokens are real. Returns and raises as `attend`
-    and `append`.
-    """
+    """Stores tokens and attends to all that is held; in parts if the layer keeps too little."""
     batch, tokens, heads, channels = query.shape
     attend_to = functools.partial(
         attend, options=options, sinks=sinks, implementation=implementation
@@ -297,9 +293,9 @@ class Pages(Kind[PagedLayer]):
         return rows_in_use(lengths, cache.pages.key.shape[2])  # as `to_rows` gives it
 
     def to_rows(self, cache: PagedLayer) -> PagedLayer:
-        """A layer whose page arrays are ``[B, K, S, ...]``, in the order of tokens, without tables.
+        """See `Stored.to_rows`: page arrays become ``[B, K, S, ...]``, in the order of tokens.
 
-        Only to be stored: where its pages lay does not matter. Raises ValueError if layers are
+        Tables are dropped: where pages lay does not matter. Raises ValueError if layers are
         stacked, or tables count each device's own pages.
         """
         if is_split(cache.block_tables):

@@ -194,9 +194,9 @@ class Progressive(Kind[ProgressiveCache]):
             raise ValueError(f"buffer_lengths={buffered.tolist()} must be below {size}")
 
     def to_rows(self, cache: ProgressiveCache) -> ProgressiveCache:
-        """See `Stored.to_rows`.
+        """See `Stored.to_rows`; ValueError if devices have their own slots or copies.
 
-        Raises ValueError if devices have slots or copies of their own, which `save_session` joins.
+        `save_session` joins such parts first.
         """
         if is_split(cache.key.head_slots):
             self.validate(cache)

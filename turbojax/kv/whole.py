@@ -75,10 +75,9 @@ def padded_attention(mask: jax.Array) -> Attend:
 def within_implementation(
     implementation: str | None, attention: WholeAttention, names: tuple[str, ...]
 ) -> str | None:
-    """The implementation that `attend_within` gets, given that of a cache's ops.
+    """The implementation for `attend_within`, given that of a cache's ops, whose names are `names`.
 
-    It is the same one; where the attention and the cache share no names (`names` are those of the
-    cache's ops, see `Kind.implementations`), None: the attention chooses for itself.
+    It is the same; or None, to choose, where the attention and the cache share no names.
     """
     own = exact_attention.IMPLEMENTATIONS if attention == "exact" else IMPLEMENTATION_NAMES
     return implementation if own == names else None

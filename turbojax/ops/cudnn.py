@@ -142,8 +142,8 @@ def unsupported(
 ) -> str | None:
     """None if cuDNN's attention takes these arrays here, or the reason why not.
 
-    `decoding` means queries of the newest tokens, not aligned with the keys; `forward_only` that
-    nothing is differentiated; `windowed` a window counted from the first key.
+    `decoding` means queries of the newest tokens, not aligned with the keys; `windowed` a window
+    counted from the first key.
     """
     capability = _device.gpu_compute_capability()
     if capability is None or capability < 8.0:

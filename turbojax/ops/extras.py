@@ -86,10 +86,7 @@ class Extras:
         return self.query_offset if self.key_offset is None else self.query_offset - self.key_offset
 
     def begin(self, length: jax.Array, query_length: jax.Array) -> jax.Array:
-        """Where a cache's first query is, counted from the cache's first token: int32 ``[B]``.
-
-        Queries are those of the cache's last tokens unless `query_offset` says otherwise.
-        """
+        """Where a cache's first query is, counted from the cache's first token: int32 ``[B]``."""
         if self.query_offset is None:
             return length - query_length
         return self.query_offset - (0 if self.key_offset is None else self.key_offset)
@@ -103,7 +100,7 @@ class Extras:
     def visible(self, queries: jax.Array, keys: jax.Array) -> jax.Array | None:
         """Which of these queries and keys share a segment: bool ``[B, t, s]``, or None.
 
-        Both are indices; those past the end count as the last token. None if there are no segments.
+        Indices past the end count as the last token. None if there are no segments.
         """
         if self.query_segment_ids is None or self.key_value_segment_ids is None:
             return None
@@ -112,10 +109,7 @@ class Extras:
         return one[:, :, None] == other[:, None, :]
 
     def added(self, queries: jax.Array, keys: jax.Array) -> jax.Array | None:
-        """What is added to these scores, or None: float32 ``[B or 1, N or 1, t, s]``.
-
-        Indices are as in `visible`.
-        """
+        """What is added to these scores, float32 ``[B or 1, N or 1, t, s]``, or None."""
         parts = []
         if self.bias is not None:
             bias = self.bias
@@ -141,11 +135,7 @@ NOTHING = Extras()
 def of_cache(
     query: jax.Array, *, sinks: Any = None, query_offset: Any = None, key_offset: Any = None
 ) -> Extras:
-    """The checked extras of a call that attends to a cache.
-
-    `query_offset` is the position of the first query, None for newest tokens, and `key_offset` that
-    of the cache's first token. Raises what `check_sinks` and `check_offset` raise.
-    """
+    """The checked extras of a call to a cache; no `query_offset` means the newest tokens."""
     if sinks is None and query_offset is None and key_offset is None:
         return NOTHING
     batch, _, heads, _ = query.shape
@@ -166,8 +156,7 @@ def of_layer(query: jax.Array, sinks: Any = None) -> Extras:
 def complete(query: jax.Array, key: jax.Array, *, sinks: Any = None, **arrays: Any) -> Extras:
     """The checked extras of a user's arguments, whose names are the fields of `Extras`.
 
-    Raises TypeError for wrong dtypes; ValueError if a shape does not fit, only one side has
-    segments, or, outside `jit`, an offset is negative or too large.
+    Raises TypeError or ValueError, also if only one side has segments.
     """
     if sinks is None and all(x is None for x in arrays.values()):
         return NOTHING
@@ -191,10 +180,7 @@ def complete(query: jax.Array, key: jax.Array, *, sinks: Any = None, **arrays: A
 
 
 def check_offset(name: str, offset: Any, batch: int) -> jax.Array | None:
-    """An offset of positions, a scalar or ``[B]``, as int32 ``[B]``; None stays.
-
-    Under `jit` values out of range act as the nearest bound; outside they raise ValueError.
-    """
+    """An offset, a scalar or ``[B]``, as int32 ``[B]``; None stays. Under `jit` it is clipped."""
     if offset is None:
         return None
     offset = _checks.as_int32(name, offset)
@@ -208,11 +194,7 @@ def check_offset(name: str, offset: Any, batch: int) -> jax.Array | None:
 
 
 def check_segment_ids(name: str, ids: Any, batch: int, tokens: int) -> jax.Array | None:
-    """Ids as int32 ``[B, tokens]``; None stays.
-
-    Raises TypeError if they are no integers; ValueError for another shape, or, outside `jit`, for
-    an id beyond int32.
-    """
+    """Ids as int32 ``[B, tokens]``; None stays. Raises TypeError or ValueError otherwise."""
     if ids is None:
         return None
     ids = _checks.as_int32(name, ids)

@@ -89,10 +89,7 @@ def _decode(
 
 
 def check_whole(cache: Any, extras: Extras) -> None:
-    """Raises NotImplementedError where a cache keeps only a window of the newest tokens.
-
-    Queries at other positions would miss tokens that are no longer there.
-    """
+    """Raises NotImplementedError for queries elsewhere than at the end of a window's cache."""
     if extras.query_offset is not None and cache.is_ring:
         raise NotImplementedError(
             f"query_offset must be None: the cache keeps the newest {cache.room} tokens alone, for "

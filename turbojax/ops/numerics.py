@@ -35,10 +35,7 @@ def largest_weight(config: TurboConfig) -> float:
 
 
 def stored_mode(mode: Mode) -> Literal["int8", "float"]:
-    """The numbers that `decode` multiplies: int8 in every 8-bit mode.
-
-    A `ProgressiveCache` stores integers.
-    """
+    """The numbers that `decode` multiplies: stored integers, so int8 in every 8-bit mode."""
     return "float" if mode == "float" else "int8"
 
 
@@ -50,10 +47,7 @@ def values_mode(mode: Mode) -> Mode:
 def quantize_scores_operand(
     x: jax.Array, mode: Mode, axis: int | tuple[int, ...]
 ) -> tuple[jax.Array, jax.Array]:
-    """Q or K as codes with one float32 scale over `axis`.
-
-    Codes are int8, e4m3, or `x` itself in mode ``"float"``; scales have `x`'s shape without `axis`.
-    """
+    """Q or K as codes of the mode, and float32 scales of `x`'s shape without `axis`."""
     if mode in ("int8", "int8_fp8"):
         return quantize_int8(x, axis=axis)
     if mode == "fp8":
@@ -62,10 +56,10 @@ def quantize_scores_operand(
 
 
 def quantize_values(value: jax.Array, mode: Mode) -> tuple[jax.Array, jax.Array]:
-    """V ``[B, K, n, block, H]`` as codes: int8 with a scale per block, e4m3 with one per head.
+    """V ``[B, K, n, block, H]`` as codes, and float32 scales ``[B, K, n]``.
 
-    The single e4m3 scale of a sequence's head lets an 8-bit float accumulator run over all blocks
-    without rescaling. Scales are float32 ``[B, K, n]`` in any case.
+    Int8 has a scale per block. E4m3 has one per head, so that an 8-bit float accumulator runs over
+    all blocks without rescaling.
     """
     if mode == "int8":
         return quantize_int8(value, axis=(3, 4))

@@ -22,10 +22,7 @@ def _check_scores(scale: object, logits_soft_cap: float | None) -> None:
 
 
 def check_output_dtype(dtype: Any) -> str | None:
-    """The name of an output's dtype, ``"float32"``; None, for the query's, stays.
-
-    Raises ValueError for any other dtype.
-    """
+    """The name of an output's dtype, which must be float32; None, for the query's, stays."""
     if dtype is None:
         return None
     try:
@@ -60,10 +57,7 @@ class Visibility:
     def mask(
         self, query_position: jax.Array, key_position: jax.Array, key_length: jax.Array
     ) -> jax.Array:
-        """Visible pairs, bool ``[B, T, S]``; keys at or past `key_length` are hidden.
-
-        Positions are int32 ``[B or 1, T]`` and ``[B or 1, S]``.
-        """
+        """Visible pairs of positions ``[B or 1, T]`` and ``[B or 1, S]``: bool ``[B, T, S]``."""
         q, k = query_position[:, :, None], key_position[:, None, :]
         visible = jnp.broadcast_to(
             k < key_length[:, None, None], (key_length.shape[0], q.shape[1], k.shape[2])
@@ -146,10 +140,7 @@ class Options(Visibility):
         logits_soft_cap: float | None,
         output_dtype: Any = None,
     ) -> Self:
-        """The options that a user's arguments stand for, see `turbojax.turbo_attention`.
-
-        `head_dim` gives the default scale. Raises as the class.
-        """
+        """The options that a user's arguments stand for, see `turbojax.turbo_attention`."""
         window: Any = local_window_size  # brought into one form with the rest
         return cls(
             scale=plain_scale(head_dim) if scale is None else scale,
@@ -226,10 +217,7 @@ def check_implementation(
 
 
 def require_plain(options: AttentionOptions, what: str, *, but_scale: bool = False) -> None:
-    """Raises NotImplementedError if a layer asks for more than causal attention.
-
-    `what` is named in the message; `but_scale` says whether it takes a scale.
-    """
+    """Raises NotImplementedError if a layer asks `what` for more than causal attention."""
     allowed = AttentionOptions(scale=options.scale) if but_scale else PLAIN
     if options != allowed:
         raise NotImplementedError(

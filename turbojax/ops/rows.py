@@ -26,10 +26,7 @@ def pad_axis(x: jax.Array, axis: int, size: int, value: float = 0.0) -> jax.Arra
 
 
 def without_blind(x: jax.Array, residual: jax.Array) -> jax.Array:
-    """Cotangents ``[B, T, N, H]`` with zeros for rows that saw nothing, by their log-sum-exp.
-
-    Weights of 0 do not remove a NaN.
-    """
+    """Cotangents with zeros for rows that saw nothing: weights of 0 do not remove a NaN."""
     return jnp.where((residual == -jnp.inf)[..., None], jnp.zeros((), x.dtype), x)
 
 

@@ -47,8 +47,7 @@ def after(
 ) -> tuple[jax.Array, jax.Array]:
     """A call's result with its sinks, by an implementation that knows no sinks.
 
-    `run` gets the extras without sinks, and options that ask for float32, so that the result is
-    rounded only once.
+    `run` is asked for float32, so that the result is rounded only once.
     """
     if extras.sinks is None:
         return run(extras, options)

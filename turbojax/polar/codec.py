@@ -102,8 +102,7 @@ def decode(
 def check_norms(name: str, x: jax.Array, norms: jax.Array) -> None:
     """Raises ValueError where `encode` gave a finite vector no norm; not under `jit`.
 
-    For callers that encode inside their own `jit`: `x` (named `name` in the message) is what was
-    encoded, `norms` what `encode` returned.
+    For callers that encode inside their own `jit`.
     """
     if not _checks.is_concrete(x, norms):
         return

@@ -334,10 +334,7 @@ def scaled_values(weight: Int4Weight) -> jax.Array:
 
 
 def in_blocks(weight: Int4Weight) -> Int4Weight:
-    """The same values in groups of 128 inputs, which kernels take, where groups are larger.
-
-    Each scale, and each zero, is repeated for every 128 inputs.
-    """
+    """The same values in groups of at most 128 inputs, for kernels: scales are repeated."""
     if weight.group_size <= BLOCK:
         return weight
     blocks = stored_inputs(weight.in_size) // BLOCK

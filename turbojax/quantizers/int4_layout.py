@@ -39,10 +39,9 @@ def stored_inputs(in_size: int, group_size: int = BLOCK) -> int:
 
 
 def size_of_part(name: str, size: int, count: int, stored: int) -> int:
-    """Outputs, or inputs, that each of `count` devices has of a weight with `size` of them.
+    """The part of `size` outputs, or inputs (`name`), that each of `count` devices has.
 
-    `name` says which, for messages; `stored` is how many a device stores. Raises ValueError if a
-    device would not have as many as it stores: only whole tiles without padding can be split.
+    Raises ValueError unless it is what a device stores: whole tiles without padding.
     """
     if count > 1 and size != stored * count:
         raise ValueError(

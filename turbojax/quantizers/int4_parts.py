@@ -75,7 +75,7 @@ def _take_outputs(weight: Int4Weight, wanted: jax.Array) -> Int4Weight:
 def take_inputs(weight: Int4Weight, start: int, size: int, group_size: int) -> Int4Weight:
     """`size` consecutive inputs of a weight, or of a stack; past the last one they are zeros.
 
-    Each group of the result must lie in one of the weight's; otherwise raises ValueError.
+    Raises ValueError unless each group of the result lies in one of the weight's.
     """
     first = start + np.arange(-(-size // group_size)) * group_size
     last = np.minimum(np.minimum(first + group_size, start + size), weight.in_size) - 1

@@ -90,11 +90,7 @@ def from_tensors(
 
 
 def tiles_of_version_1(part: str, array: np.ndarray, name: str) -> np.ndarray:
-    """An array of version 1 as it lies in memory today.
-
-    Only the parts ``"codes"`` and ``"scales"`` change. Raises ValueError, naming the weight, if the
-    array has another shape than any such array.
-    """
+    """Codes or scales of version 1 as they lie in memory today; other parts do not change."""
     if part not in ("codes", "scales"):
         return array
     rows, multiple = (0, BLOCK // 2) if part == "codes" else (1, 1)

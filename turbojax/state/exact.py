@@ -24,9 +24,9 @@ _UNIT = 16
 class ExactCache(Split):
     """Keys and values as they are, in one floating-point dtype.
 
+    Token `p` is in row ``p % room`` of ``[B, room, K, H]``; rows without a token are zero.
+
     Attributes:
-      key: ``[B, room, K, H]``, zero where there was no token yet. Token `p` is in row ``p % room``.
-      value: the same.
       lengths: int32 ``[B]``, tokens seen; all are held, unless this is a ring.
       overflowed: bool ``[B]``, True where a call under `jit` had to leave tokens out.
       window: tokens that a query may see, its own included, see `turbojax.state.ring`; None for

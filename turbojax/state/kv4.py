@@ -100,10 +100,7 @@ class TokenScaledCache(Split):
         return 4 * values / self.nbytes
 
     def validate(self) -> None:
-        """Checks the invariants; under `jit` only shapes and dtypes can be seen.
-
-        Raises ValueError that names the field and what it breaks.
-        """
+        """Checks the invariants; under `jit` only shapes and dtypes can be seen."""
         sizes = (self.batch_size, self.max_length, self.num_kv_heads, self.head_dim)
         wanted = jax.eval_shape(lambda: _empty(*sizes, type(self), self.dtype, self.window))
         for field in _array_fields():

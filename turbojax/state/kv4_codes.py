@@ -48,10 +48,7 @@ def unpack_codes(packed: jax.Array) -> jax.Array:
 
 
 def quantize(x: jax.Array, codes: jax.typing.DTypeLike) -> tuple[jax.Array, jax.Array]:
-    """Codes with one bfloat16 scale per vector, as caches store them.
-
-    `codes` is their dtype: uint8 for `quantize_vectors`, float8_e4m3fn for `quantize_tokens`.
-    """
+    """Codes and bfloat16 scales of `quantize_vectors` (uint8) or `quantize_tokens` (e4m3)."""
     if codes == jnp.uint8:
         return quantize_vectors(x)
     tokens = quantize_tokens(x)

@@ -41,10 +41,7 @@ class Ring(Protocol):
 
 
 def window_of(local_window_size: int | tuple[int, int] | None) -> int | None:
-    """Tokens that a newest query sees in such a window, its own included; None for all.
-
-    Raises ValueError for an invalid window.
-    """
+    """Tokens that a newest query sees in such a window, its own included; None for all."""
     sides = _checks.normalize_window(local_window_size)
     return None if sides is None else sides[0] + 1
 
@@ -88,8 +85,7 @@ def newest(x: jax.Array, kept: jax.Array, rows: int) -> jax.Array:
 def most_new_tokens(cache: Ring, window: int | None) -> int | None:
     """How many new tokens can be stored before they attend; None if there is no limit.
 
-    They see `window` tokens, their own included; None for all. Raises ValueError if the cache does
-    not keep what they see.
+    Raises ValueError if the cache does not keep the `window` tokens that each sees.
     """
     if not cache.is_ring:
         return None
@@ -104,10 +100,7 @@ def most_new_tokens(cache: Ring, window: int | None) -> int | None:
 
 
 def check_visible(cache: Ring, sides: tuple[int, int] | None, queries: int) -> None:
-    """Raises ValueError unless the cache keeps all that its newest `queries` tokens see.
-
-    `sides` is the window of the call, (left, right).
-    """
+    """Raises ValueError unless the cache keeps all that its newest `queries` tokens see."""
     most = most_new_tokens(cache, window_of(sides))
     if most is not None and queries > most:
         raise ValueError(

@@ -109,10 +109,7 @@ class StoredFile:
             raise ValueError(f"{self.path} holds {_json.shown(unread)} beyond what it describes")
 
     def read(self, name: str) -> np.ndarray:
-        """One array, in host memory.
-
-        Raises ValueError if there is none of this name, or its content is not what was written.
-        """
+        """One array, in host memory; ValueError if it is missing or not what was written."""
         self._require_name(name)
         self._read.add(name)
         x: np.ndarray = self._tensors.get_tensor(name)
@@ -132,8 +129,7 @@ class StoredFile:
 def open_file(path: str | os.PathLike[str]) -> Iterator[StoredFile]:
     """Opens a file that `write` wrote; arrays are read one by one.
 
-    Raises FileNotFoundError if there is none; ValueError, naming the file, if it is cut off,
-    something else, of another version or damaged.
+    Raises ValueError, naming the file, if it is cut off, of another kind or version, or damaged.
     """
     source = Path(path)
     if not source.is_file():
@@ -152,10 +148,7 @@ def open_file(path: str | os.PathLike[str]) -> Iterator[StoredFile]:
 
 
 def _parsed(path: Path, text: str) -> dict[str, Any]:
-    """The content of a file's metadata text.
-
-    Raises ValueError, naming the file, if parts that `write` puts there are missing.
-    """
+    """The content of a file's metadata text; ValueError, naming the file, if parts are missing."""
     try:
         content = _json.parse(text)
     except ValueError as error:

@@ -360,8 +360,7 @@ def _choose_decode(
 ) -> str:
     """The name of what decodes: the one asked for, or the first of cuDNN, kernel and XLA that can.
 
-    `gives_part` says that more is wanted than an output in the query's dtype; sinks are not among
-    the `extras`.
+    `gives_part`: more is wanted than an output in the query's dtype. Sinks are not in `extras`.
     """
     _check_name(implementation)
     refusals = {

@@ -59,10 +59,7 @@ def masked_part(
     scale: float,
     logits_soft_cap: float | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """`masked_attention` for merging, in float32 and without rounding, with the log-sum-exp.
-
-    Rows that see nothing give 0 and ``-inf``.
-    """
+    """`masked_attention` in float32 and its log-sum-exp; 0 and ``-inf`` if nothing is visible."""
     batch, tokens, _, channels = query.shape
     grouped = query.reshape(batch, tokens, key.shape[2], -1, channels)
     scores = exact_dot("btkgh,bskh->btkgs", grouped, key)

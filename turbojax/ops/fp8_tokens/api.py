@@ -91,8 +91,7 @@ def scale_quantize(
 ) -> Fp8Tokens:
     """`quantize_activation` of ``x * scale``, in one pass over the activations.
 
-    The product is computed in float32 and rounded to `x`'s dtype before it is quantized. `scale` is
-    floating point ``[K]``; another shape raises ValueError.
+    The product is rounded to `x`'s dtype first. `scale` is floating point ``[K]``.
     """
     _checks.check_float_dtype("scale", scale)
     if x.ndim and scale.shape != x.shape[-1:]:

@@ -153,11 +153,7 @@ def _product_of_parts(
 
 
 def check_stack(weight: Int4Weight) -> Int4Weight:
-    """Checks a stack of experts; returns one of them, in shapes and dtypes.
-
-    Raises TypeError if it is no `Int4Weight` or one of its arrays has another dtype; ValueError
-    unless each has one leading axis and the right shape behind it.
-    """
+    """Checks a stack of experts; returns the shapes and dtypes of one of them."""
     if not isinstance(weight, Int4Weight):
         raise TypeError(f"weight is a {type(weight).__name__}, must be an Int4Weight")
     weight.validate()
@@ -182,11 +178,7 @@ def check_biases(bias: jax.Array | None, weight: Int4Weight) -> jax.Array | None
 
 
 def _check_sizes(group_sizes: jax.Array, experts: int, rows: int) -> jax.Array:
-    """Sizes of groups as int32 ``[E]``.
-
-    Raises TypeError if they are not integers; ValueError for another shape, or, outside `jit`, if
-    one is negative or they exceed the rows together.
-    """
+    """Sizes of groups as int32 ``[E]``; outside `jit` none may be negative or too many together."""
     # What is beyond int32 is beyond any number of rows, too.
     group_sizes = _checks.as_int32("group_sizes", group_sizes, saturate=True)
     if group_sizes.shape != (experts,):

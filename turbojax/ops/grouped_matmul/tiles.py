@@ -36,10 +36,7 @@ def most_tiles(rows: int, experts: int, tile: int) -> int:
 
 
 def cut(group_sizes: jax.Array, rows: int, tile: int) -> Tiles:
-    """Cuts the experts' tokens into tiles of at most `tile`.
-
-    Groups that hold more than `rows` tokens, `M`, or less than none, are not valid.
-    """
+    """Cuts experts' tokens into tiles of at most `tile`, if sizes are valid for `rows`."""
     experts = group_sizes.shape[0]
     # Compared with all others instead of summed up in turn: on a GPU that is one small kernel.
     until = jnp.arange(experts)[:, None] >= jnp.arange(experts)[None]
@@ -73,10 +70,10 @@ _NAN = 0x7FFF7FFF
 
 
 def listed(tiles: Tiles) -> tuple[jax.Array, jax.Array]:
-    """Tiles as kernels read them.
+    """Tiles as kernels read them: int32 ``[U, 5]`` and ``[3]``.
 
-    int32 ``[U, 5]``: expert, first, end, start and of_expert of each; and int32 ``[3]``: total,
-    rows, and the word of two 16-bit numbers that rows of no expert hold.
+    The first has expert, first, end, start and of_expert of each; the second total, rows, and the
+    word of two 16-bit numbers that rows of no expert hold.
     """
     fields = (tiles.expert, tiles.first, tiles.end, tiles.start, tiles.of_expert)
     fill = jnp.where(tiles.is_valid, 0, _NAN)

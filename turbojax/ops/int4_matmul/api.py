@@ -230,10 +230,7 @@ def check_token_kind(activations: TokenKind) -> None:
 
 
 def check_precision(precision: Precision | None) -> bool:
-    """Whether sums are to leave the matrix unit after each group of inputs.
-
-    Raises ValueError unless `precision` is a single one that `jax.lax.Precision` knows.
-    """
+    """Whether sums are to leave the matrix unit after each group of inputs."""
     # An enumeration also takes its members' numbers, and tuples of them.
     if precision is None or isinstance(precision, str | jax.lax.Precision):
         with contextlib.suppress(ValueError):
@@ -262,11 +259,7 @@ def check_bias(bias: jax.Array | None, weight: Int4Weight) -> jax.Array | None:
 
 
 def check_x(x: jax.Array | Fp8Tokens, weight: Int4Weight) -> jax.Array | Fp8Tokens:
-    """Activations whose shape and dtype are right.
-
-    Raises TypeError if the dtype is not supported, ValueError if the last axis is not the weight's
-    inputs or an axis is empty.
-    """
+    """Raises TypeError or ValueError unless these are activations for the weight."""
     if isinstance(x, Fp8Tokens):
         if x.codes.dtype != jnp.float8_e4m3fn or x.scale.dtype != jnp.bfloat16:
             raise TypeError(
@@ -407,10 +400,7 @@ def _gradients(
 
 
 def _differentiable(*, gradient: Gradient, **static: Any) -> Callable[..., jax.Array]:
-    """Quantization and product, differentiable in reverse mode straight through the rounding.
-
-    Kept for the backward pass: the activations, the weight and the bias.
-    """
+    """Quantization and product with a gradient; keeps the activations, the weight and the bias."""
     multiply = spread(tables.MATMUL, _product, adding=_product_of_parts, **static)
     differentiate_once = refuse_gradients(
         spread(tables.MATMUL_GRADIENT, _gradients, gradient=gradient, **static),

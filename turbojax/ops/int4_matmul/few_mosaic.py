@@ -39,7 +39,6 @@ class Launch(NamedTuple):
 
     Attributes:
       tokens: columns of a product.
-      warpgroups: of a program.
       parts: programs that share rows, each with part of the inputs.
       stages: tiles of a warpgroup in shared memory.
       resident: groups of inputs whose tokens are in shared memory.
@@ -59,8 +58,8 @@ class Launch(NamedTuple):
 def default_launch(rows: int, weight: Int4Weight, *, rounds: bool = False) -> Launch | None:
     """The launch for this many tokens, or None if there are too many or too many inputs.
 
-    With `rounds` the tokens are not e4m3 yet, and the kernel rounds them if a program can hold its
-    part of them. The order of sums follows from the weight's shape alone.
+    With `rounds` the kernel is to round the tokens, if a program can hold its part of them. The
+    order of sums follows from the weight's shape alone.
     """
     if rows > MOST_TOKENS:
         return None
@@ -169,8 +168,7 @@ def matmul(
     """`reference.matmul` of few tokens as one kernel, if need be after another that rounds them.
 
     Sums are float32 from group to group, in an order that the weight's shape alone decides.
-    `launch` is `default_launch` of these tokens; `tables` are those of e4m3 scales, ``[128, 16]``,
-    or None.
+    `tables` are those of e4m3 scales, or None.
     """
     if not isinstance(tokens, Fp8Tokens) and not launch.rounds:
         tokens = quantize_activation(tokens)

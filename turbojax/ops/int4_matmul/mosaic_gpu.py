@@ -50,11 +50,9 @@ def unsupported(
 
 
 class Launch(NamedTuple):
-    """How the kernels are launched.
+    """How the kernels are launched: tokens of a tile, stages of groups of inputs, and more.
 
     Attributes:
-      tokens: of a tile.
-      stages: groups of inputs in shared memory.
       teams: pairs of warpgroups that take groups in turn.
       parts: programs that share a tile (split-K).
       expands: whether weights become e4m3 in memory first.

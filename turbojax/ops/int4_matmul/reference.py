@@ -62,8 +62,7 @@ def epilogue(
 ) -> jax.Array:
     """``act(sums * scale_m * output_scale_n + bias_n) + residual``, float32 ``[M, result_size]``.
 
-    `sums` are float32 ``[M, N]``, `scale` is the tokens', ``[M]``. With an activation of `GATED`,
-    eight rows of the gate alternate with eight of its partner.
+    With an activation of `GATED`, eight rows of the gate alternate with eight of its partner.
     """
     out = sums * scale.astype(jnp.float32)[:, None] * weight.output_scale[None]
     if bias is not None:

@@ -25,10 +25,7 @@ _MOST_STAGES = 12
 
 
 class FewLaunch(NamedTuple):
-    """How the kernel for few tokens is launched.
-
-    A program takes `strips` of 16 rows; a warp has `slots` for units of 16 rows and 128 inputs.
-    """
+    """For few tokens: a program's strips of 16 rows, a warp's slots of 16 rows x 128 inputs."""
 
     strips: int
     warpgroups: int
@@ -36,11 +33,7 @@ class FewLaunch(NamedTuple):
 
 
 class Launch(NamedTuple):
-    """How the kernel for more tokens is launched.
-
-    `tokens` are those of a tile, `stages` groups of inputs in shared memory, and `parts` the
-    programs that share a tile (split-K).
-    """
+    """For more tokens: tokens of a tile, stages of groups of inputs, programs that share a tile."""
 
     tokens: int
     stages: int

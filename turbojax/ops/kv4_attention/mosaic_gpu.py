@@ -33,7 +33,6 @@ class Launch(NamedTuple):
       few: tokens of a program that takes few.
       block: tokens that a warp takes at a time, 32 or 64.
       stages: blocks in flight of a warp.
-      warpgroups: of a program.
       rows: queries of a program at most.
     """
 

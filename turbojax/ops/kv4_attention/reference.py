@@ -107,10 +107,7 @@ def _step(
 
 
 def _query_operand(x: jax.Array, cache: TokenScaledCache) -> tuple[jax.Array, jax.Array]:
-    """Queries ``[..., H]`` as keys are multiplied with them, and their scales ``[...]``.
-
-    Rounded to e4m3 for 4-bit keys, as in FireQ, and not rounded for 8-bit keys.
-    """
+    """Queries and their scales: in e4m3 for 4-bit keys (FireQ), unrounded for 8-bit keys."""
     if jnp.uint8 == cache.KEY_CODES:
         return quantize_fp8(x, axis=-1)
     x = x.astype(jnp.float32)

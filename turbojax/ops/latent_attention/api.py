@@ -252,11 +252,7 @@ def select(
     options: Options,
     extras: Extras = NOTHING,
 ) -> Implementation:
-    """The implementation for a call with these arguments; only shapes and dtypes are used.
-
-    Raises ValueError if the name is unknown, NotImplementedError if what is asked for cannot run
-    this.
-    """
+    """The implementation for a call with these arguments; only shapes and dtypes are used."""
     return LATENT.select(
         implementation,
         query_latent=query_latent,
@@ -324,8 +320,7 @@ def _attend(
 ) -> tuple[jax.Array, jax.Array]:
     """Runs an implementation: hides sequences that cannot be read from it, and rotates for it.
 
-    `interpret` is an argument so that a program traced for the interpreter is not reused without
-    it.
+    `interpret` is an argument so that the interpreter's program is not used without it.
     """
     del interpret
     tokens, dtype = query_latent.shape[1], options.dtype_of_output(query_latent)

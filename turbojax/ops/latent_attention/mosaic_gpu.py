@@ -63,11 +63,7 @@ def attend(
     options: Options,
     extras: Extras = NOTHING,
 ) -> tuple[jax.Array, jax.Array]:
-    """`reference.attend` as a kernel.
-
-    Rotated queries, weights, and what codes or 8-bit floats stand for are rounded to the cache's
-    dtype.
-    """
+    """`reference.attend` as a kernel; queries, weights and latents are rounded to `cache.dtype`."""
     from pallas_kernels.mosaic.hopper.latent import kernel
 
     del extras  # see `unsupported`

@@ -79,10 +79,7 @@ def _in_tiles(block_tables: jax.Array, page_size: int) -> jax.Array:
 
 
 def _read(cache: LatentPages, pages: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Latents float32 ``[B, t, C]``, rotated if they are stored so, and rotary keys ``[B, t, R]``.
-
-    NaN where a token is not finite.
-    """
+    """Latents ``[B, t, C]``, rotated if stored so, and rotary keys, float32; NaN if not finite."""
 
     def take(x: jax.Array) -> jax.Array:
         return x[pages].reshape(len(pages), _TILE, *x.shape[2:])

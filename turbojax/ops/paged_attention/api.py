@@ -300,11 +300,7 @@ def select(
     options: Options,
     extras: Extras = NOTHING,
 ) -> Implementation:
-    """The implementation for a call of `paged_attention`; only shapes and dtypes are used.
-
-    Raises ValueError if the name is unknown, NotImplementedError if what is asked for cannot run
-    this.
-    """
+    """The implementation for a call of `paged_attention`; only shapes and dtypes are used."""
     turned = cache.formats.key.is_rotated
     return PAGED.select(
         implementation,
@@ -336,8 +332,7 @@ def _attend(
 ) -> tuple[jax.Array, jax.Array]:
     """Runs an implementation.
 
-    `interpret` is an argument so that a program traced for the interpreter is not reused without
-    it.
+    `interpret` is an argument so that the interpreter's program is not used without it.
     """
     del interpret
     return attend(*arrays, options=options)

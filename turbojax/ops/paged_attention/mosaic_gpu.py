@@ -51,7 +51,6 @@ class Launch(NamedTuple):
       is_split: whether a program takes as few tokens as it can, for short calls.
       part: tokens of a program otherwise.
       few: tokens of a program that takes few.
-      warpgroups: of a program.
       stages: blocks in flight of a warp.
       rows: queries of a program at most.
       reserve: bytes of shared memory for a warp at least.
@@ -73,8 +72,6 @@ class Call(NamedTuple):
       rows: queries of a KV head.
       pairs: sequences times KV heads.
       tokens: that a sequence may have.
-      head_dim: channels.
-      window: optional (left, right).
       is_plain: whether keys and values have 16 bits.
       is_fp8: whether they have 8 bits: floats, or int8, which takes as many bytes besides its
         scales.
@@ -190,10 +187,7 @@ def attend(
     options: Options,
     launch: Launch | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """`paged_attention` as one kernel, and a merge. Sequences that cannot be read are NaN.
-
-    Queries are not rotated. `query_lengths` is int32 ``[B]``, or None if all queries are real.
-    """
+    """`paged_attention` as one kernel, and a merge. Sequences that cannot be read are NaN."""
     from pallas_kernels.mosaic.hopper.paged import kernel
 
     launch = launch or default_launch(call_of(query, cache, block_tables, options))
@@ -296,11 +290,7 @@ def _stored(side: Format, head_dim: int) -> tuple["Stored", float]:
 def plain_settings(
     dtype: str, rows: int, head_dim: int, options: Options, launch: Launch, limit: int | None = None
 ) -> "Settings":
-    """The static settings of a call whose keys and values have 16 bits.
-
-    `rows` are queries of a KV head; `limit` is how many tokens a sequence of a contiguous cache may
-    have.
-    """
+    """The static settings for 16-bit keys and values; `limit` is a contiguous cache's room."""
     from pallas_kernels.mosaic.hopper.paged import kernel
 
     return kernel.Settings(

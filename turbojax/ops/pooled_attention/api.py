@@ -206,11 +206,7 @@ def check_levels(
     key: jax.Array | jax.ShapeDtypeStruct,
     options: PooledOptions,
 ) -> jax.Array:
-    """Levels as int8; a value that is not a level stays invalid.
-
-    Raises TypeError if they are not integers; ValueError for another shape, or, outside `jit`, for
-    another value.
-    """
+    """Levels as int8, checked; under `jit` a value that is not a level stays invalid."""
     levels = jnp.asarray(levels)
     if not jnp.issubdtype(levels.dtype, jnp.integer):
         raise TypeError(f"levels.dtype={levels.dtype} must be an integer type")

@@ -70,8 +70,7 @@ def _visible(
 ) -> jax.Array:
     """Where some query of the block sees a pooled key of the key block, by lengths and causality.
 
-    `level` is the tokens in a group and broadcasts to `levels`, which gives the shape only; lengths
-    are as `_lengths` gives them.
+    `level`, the tokens in a group, broadcasts to `levels`, which gives the shape only.
     """
     i = jnp.arange(levels.shape[2], dtype=jnp.int32)[None, None, :, None]
     j = jnp.arange(levels.shape[3], dtype=jnp.int32)[None, None, None, :]
@@ -93,8 +92,7 @@ def by_query(
 ) -> QueryLists:
     """The lists that the forward pass and the gradient of the queries walk over.
 
-    `query_tokens` and `key_tokens` are `T` and `S`; lengths are optional int32 ``[B]``. Where
-    `extras` have segments, `segments.attended` must have changed the levels.
+    For segments `segments.attended` must have changed the levels.
     """
     levels = levels.astype(jnp.int32)
     lengths = _lengths(query_length, query_tokens), _lengths(key_length, key_tokens)
@@ -188,10 +186,7 @@ def _attending(
     shift: jax.Array | None,
     options: PooledOptions,
 ) -> tuple[jax.Array, jax.Array]:
-    """The bits of every query block for every tile, and whether it needs a mask.
-
-    int32 and bool ``[B or 1, N or 1, tiles, T_r]``.
-    """
+    """Each query block's bits for each tile, and whether it needs a mask, `KeyLists`' axes."""
     tile = rows * level  # tokens
     blocks, parts = max(1, tile // options.block_kv), max(1, options.block_kv // tile)
     if blocks > _BITS:

@@ -151,10 +151,7 @@ def attention(
     extras: Extras = NOTHING,
     launch: Launch | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """`reference.attention` as a pass of pooling and one kernel; `launch` is for tuning.
-
-    Weights are rounded to the operands' 16 bits before they multiply the values.
-    """
+    """`reference.attention` as a pass of pooling and one kernel; weights are rounded to 16 bits."""
     from pallas_kernels.mosaic.hopper.pooled import forward as pooled_forward
 
     launch = launch or default_launch(query.shape[-1])

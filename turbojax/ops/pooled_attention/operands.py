@@ -30,10 +30,9 @@ def merge_gradients(
     tokens: int,
     dtype: jax.typing.DTypeLike,
 ) -> jax.Array:
-    """The adjoint of pooling, summed over the levels: ``[B, S, K, H]``.
+    """The adjoint of pooling, summed over levels 1, 2, 4 and 8: ``[B, S, K, H]``, 0 past the end.
 
-    `parts` are float32 ``[B, K, G, H]`` of levels 1, 2, 4 and 8, `G` at least ``ceil(S / level)``;
-    `tokens` is `S`. The result is zero past each sequence's end.
+    `parts` are float32 ``[B, K, G, H]``, `G` at least ``ceil(S / level)``; `tokens` is `S`.
     """
     batch, heads, _, channels = parts[0].shape
     groups = -(-tokens // LEVELS[-1])

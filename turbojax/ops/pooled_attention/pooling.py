@@ -14,10 +14,7 @@ def sum_dtype(dtype: jax.typing.DTypeLike) -> jax.typing.DTypeLike:
 
 
 def group_counts(key_length: jax.Array, size: int, level: int) -> jax.Array:
-    """How many tokens each group holds, 0 to `level`: int32 ``[B, ceil(S / level)]``.
-
-    `size` is `S`; a `key_length` that exceeds it acts as `size`.
-    """
+    """How many of at most `size` tokens each group holds: int32 ``[B, ceil(size / level)]``."""
     first = jnp.arange(0, size, level, dtype=jnp.int32)
     return jnp.clip(jnp.minimum(key_length, size)[:, None] - first[None], 0, level)
 

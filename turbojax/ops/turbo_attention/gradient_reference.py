@@ -167,8 +167,7 @@ def _add_extras(
 ) -> Extras:
     """Adds a tile's share of the extras' gradients to `sums`, which `_no_extras` makes.
 
-    `d_scores` is float32 ``[B, K, G, q, t]``, of the scores to which bias and slopes were added;
-    `queries` ``[q]`` and `keys` ``[t]`` are indices.
+    `d_scores` is float32 ``[B, K, G, q, t]``, of the scores to which bias and slopes were added.
     """
     bias, slopes = sums.bias, sums.alibi_slopes
     of_heads = d_scores.reshape(d_scores.shape[0], -1, *d_scores.shape[3:])

@@ -93,7 +93,6 @@ class Launch(NamedTuple):
 
     Attributes:
       splits: programs of a KV head.
-      warpgroups: of a program.
       stages: blocks in flight of a warp.
       cluster: programs of a KV head that merge their results without another kernel.
       rows: queries of a KV head that a program takes: 4 or 8, or 16 or 32 of the kernel for many;
@@ -119,10 +118,7 @@ def decode(
     options: Options,
     launch: Launch | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """`decode_reference.decode` as one kernel, and a merge where a KV head is split.
-
-    `launch` is `default_launch` if not given.
-    """
+    """`decode_reference.decode` as one kernel, and a merge where a KV head is split."""
     from pallas_kernels.mosaic.hopper.decode import kernel
     from pallas_kernels.mosaic.hopper.decode_rows import kernel as many
 
@@ -168,9 +164,8 @@ def _settings(cache: ProgressiveCache, launch: Launch) -> dict[str, Any]:
 def default_rows(query: jax.Array, cache: ProgressiveCache) -> int:
     """How many queries of a KV head a program takes.
 
-    For more than 8 it is the kernel for many queries, whose programs take up to 32 where the
-    outputs and scores of so many fit a warp's registers. That kernel covers the usual sizes and
-    widths only.
+    For more than 8 it is the kernel for many, which exists for the usual sizes and widths only. Its
+    programs take up to 32 where the outputs and scores of so many fit a warp's registers.
     """
     rows, block = _query_rows(query, cache), cache.config.block_kv
     is_usual = cache.head_dim in _HEAD_DIMS_OF_MANY and block in _BLOCKS_OF_MANY

@@ -58,10 +58,7 @@ def attention_unsupported(
 
 
 class Launch(NamedTuple):
-    """How the kernel is laid out, see `pallas_kernels.mosaic.hopper.attention.Settings`.
-
-    `quantizes` says whether the kernel itself quantizes queries, see `quantizes_queries`.
-    """
+    """How the kernel is laid out: `pallas_kernels.mosaic.hopper.attention.Settings`."""
 
     stages: int
     ahead: bool
@@ -185,8 +182,7 @@ def default_launch(query: jax.Array, config: TurboConfig, *, has_segments: bool 
 def quantizes_queries(query: jax.Array, config: TurboConfig, consumers: int) -> bool:
     """Whether the kernel itself can quantize queries.
 
-    They must be in 16 bits, so that the unrounded ones fit into memory, and their blocks must
-    divide the kernel's tiles.
+    They must be in 16 bits, to fit into memory unrounded, and their blocks must divide its tiles.
     """
     return (
         query.shape[-1] in _HEAD_DIMS[:-1]

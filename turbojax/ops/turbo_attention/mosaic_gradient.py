@@ -31,12 +31,10 @@ _ROWS = 64
 
 
 class Launch(NamedTuple):
-    """How the two kernels are laid out.
+    """How the two kernels, of queries and of keys, are laid out.
 
-    Attributes:
-      queries: steps of the queries' kernel whose operands are in shared memory.
-      keys: the same of the keys' kernel.
-      in_turns: of the keys' kernel, see `pallas_kernels.mosaic.hopper.gradient.tiles.Settings`.
+    Their numbers are the steps whose operands are in shared memory; for `in_turns` see
+    `pallas_kernels.mosaic.hopper.gradient.tiles.Settings`.
     """
 
     queries: int
@@ -283,9 +281,9 @@ def _row_operands(
 def _output_gradient(
     d_out: jax.Array, shape: tuple[int, ...], length: jax.Array, config: TurboConfig
 ) -> tuple[Codes | None, jax.Array]:
-    """The codes ``[B, N, Tp, H]`` if gradients have 8 bits, and what multiplies the values.
+    """`d_out` as codes ``[B, N, Tp, H]`` with 8-bit gradients, and as rounded by these.
 
-    The latter has `shape`: `d_out`, cut, or what the codes stand for.
+    The latter is what multiplies the values, cut to `shape`.
     """
     _, tokens, _, head_dim = shape
     if config.gradient != "8bit":

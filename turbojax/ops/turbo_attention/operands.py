@@ -188,10 +188,9 @@ def _rows_kernel(query: jax.Array, out: jax.Array, block: int) -> Callable[..., 
 
 
 def kernel(name: str, x: jax.Array, block: int) -> Callable[..., Any]:
-    """The kernel of this name that quantizes blocks of `x`: for Hopper, or for other GPUs.
+    """The kernel of this name that quantizes blocks of `x`, which share a scale.
 
-    Names are ``"quantize"``, ``"absolute_maxima"`` and ``"keys_and_values"``. Only the shape ``[B,
-    S, K, H]`` and the dtype of `x` are used; `block` tokens share a scale.
+    ``"quantize"``, ``"absolute_maxima"`` or ``"keys_and_values"``; for Hopper, or for other GPUs.
     """
     if _hopper(x, block) is not None:
         found: Callable[..., Any] = getattr(_hopper(x, block), name)
@@ -217,10 +216,10 @@ def plain_refusal(
     extras: Extras,
     supported: Collection[str] = (),
 ) -> str | None:
-    """Why a kernel that has no more than these extras cannot run a call; None if it can.
+    """Why a kernel that has only the `supported` extras cannot run a call; None if it can.
 
-    `supported` holds names of extras, ``"output_dtype"``, and ``"value_head_dim"``, for values of
-    fewer channels than keys.
+    These may include ``"output_dtype"``, and ``"value_head_dim"``: values of fewer channels than
+    keys.
     """
     of_keys, of_values = key.shape[3], value.shape[3]
     if of_values > of_keys and "value_head_dim" in supported:

@@ -106,10 +106,7 @@ def _visible(
 def visible_pairs(
     queries: jax.Array, keys: jax.Array, key_length: jax.Array, options: Options, extras: Extras
 ) -> jax.Array:
-    """Which keys each query sees, by position, length and segment: bool ``[B, t, s]``.
-
-    `queries` ``[t]`` and `keys` ``[s]`` are indices of tokens.
-    """
+    """Which keys each query sees, all by index: bool ``[B, t, s]``."""
     shift = extras.shift()
     position = queries[None] if shift is None else queries[None] + shift[:, None]
     mask = options.mask(position, keys[None], key_length)

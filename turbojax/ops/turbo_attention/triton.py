@@ -196,10 +196,7 @@ _ATTENTION_LAUNCH = {
 
 
 def _unsupported(config: TurboConfig, head_dim: int, sizes: list[int], needed: float) -> str | None:
-    """Why kernels cannot run this here; None if they can.
-
-    `sizes` are the bytes of each operand, `needed` is the compute capability that they require.
-    """
+    """Why kernels cannot run this here; None if they can. `sizes` are the operands' bytes."""
     block = config.block_kv
     if block & (block - 1) or not 16 <= block <= 256:
         return f"block_kv={block} must be a power of two from 16 to 256"

@@ -133,9 +133,7 @@ def empty(
 ) -> dict[str, Any]:
     """The fields of a `Holder` with room for `rows`, zeros.
 
-    Raises TypeError if the dtype is not supported, or a size or the seed is not an integer;
-    ValueError if a size is not positive, the format unknown or without vectors of so many channels,
-    or a seed is given that the format does not use.
+    Raises TypeError or ValueError, also for a seed that the format does not use.
     """
     _checks.check_sizes(latent_dim=latent_dim, rope_dim=rope_dim)
     if kv_dtype not in LATENT_FORMATS:
@@ -196,10 +194,7 @@ def check_tokens(holder: Holder, latent: jax.Array, rope: jax.Array) -> None:
 
 
 def check_range(latent: jax.Array, scale: jax.Array | None, lengths: jax.Array) -> None:
-    """Raises ValueError, outside `jit`, where a finite latent is beyond what codes store.
-
-    `latent` ``[B, T, C]`` is what was stored, `scale` float32 ``[B, T]`` what it became, or None.
-    """
+    """Raises ValueError, outside `jit`, where a finite latent became NaN in codes."""
     if scale is None or not _checks.is_concrete(latent, scale, lengths):
         return
     real = np.arange(latent.shape[1])[None] < np.asarray(lengths)[:, None]

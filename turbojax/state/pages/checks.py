@@ -14,10 +14,7 @@ Pool = Any
 
 
 def check_block_tables(block_tables: jax.Array, batch_size: int | None = None) -> jax.Array:
-    """Returns block tables as int32 ``[B, max_pages]``.
-
-    Raises TypeError if they are not integers, ValueError for another shape.
-    """
+    """Returns block tables as int32 ``[B, max_pages]``; TypeError or ValueError for others."""
     # Entries past a sequence's length may be anything.
     block_tables = _checks.as_int32("block_tables", block_tables, saturate=True)
     batch = "B" if batch_size is None else batch_size
@@ -28,11 +25,7 @@ def check_block_tables(block_tables: jax.Array, batch_size: int | None = None) -
 
 
 def check_lengths(name: str, lengths: jax.Array, batch_size: int) -> jax.Array:
-    """Returns lengths as int32 ``[B]``; whether they fit their tables is checked elsewhere.
-
-    Raises TypeError if they are not integers; ValueError for another shape, or, outside `jit`, for
-    one beyond int32.
-    """
+    """Returns lengths as int32 ``[B]``; whether they fit their tables is checked elsewhere."""
     lengths = _checks.as_int32(name, lengths)
     if lengths.shape != (batch_size,):
         raise ValueError(f"{name}.shape={lengths.shape} must be ({batch_size},), one per sequence")
@@ -47,9 +40,7 @@ def first_seen(
 ) -> jax.Array | None:
     """The first token of each sequence that one of its newest queries sees: int32 ``[B]``.
 
-    None without a window, where all tokens are seen. `lengths` include the queries' tokens;
-    `tokens` is `T`. `query_lengths` outside ``0..T`` act as the nearest bound; None means that all
-    queries are real.
+    None without a window. `query_lengths` are clipped to ``0..tokens``; None means `tokens`.
     """
     if window is None:
         return None
@@ -133,11 +124,7 @@ def _check_distinct(
 
 
 def check_page_numbers(pool: Pool, name: str, pages: jax.Array, count: int | None) -> jax.Array:
-    """Returns page numbers as int32 ``[n]``; -1 is padding.
-
-    Raises TypeError if they are not integers; ValueError unless the shape is ``[count]`` and,
-    outside `jit`, all are -1 or in the pool.
-    """
+    """Page numbers as int32 ``[count]``; -1 is padding, others must be in the pool."""
     pages = _checks.as_int32(name, pages)
     if pages.ndim != 1 or count not in (None, pages.size):
         raise ValueError(f"{name}.shape={pages.shape} must be [{'n' if count is None else count}]")
@@ -151,10 +138,7 @@ def check_page_numbers(pool: Pool, name: str, pages: jax.Array, count: int | Non
 
 
 def check_destinations(name: str, pages: jax.Array, sources: jax.Array | None = None) -> None:
-    """Raises ValueError, outside `jit`, where a page would be written twice.
-
-    Neither -1 nor a page whose source is -1 is written.
-    """
+    """Raises ValueError, outside `jit`, where a page would be written twice; -1 writes nothing."""
     sources = pages if sources is None else sources
     if _checks.is_concrete(pages, sources):
         written = np.asarray(pages)[np.asarray(sources) != -1]

@@ -75,7 +75,7 @@ class Format(abc.ABC):
     ) -> Encoded:
         """Encodes vectors ``[..., H]``, each independently of the others.
 
-        `scale` is the pool's, float32 ``[]``, if the format has one; `rotation` is given if it
+        `scale`, float32 ``[]``, is there if the format has one for the pool, `rotation` if it
         rotates.
         """
 
@@ -102,10 +102,7 @@ class Format(abc.ABC):
         return x
 
     def refusal(self, kv_dtype: str, side: str, scale: float) -> str:
-        """What is wrong with a finite vector that became NaN; follows its place in a message.
-
-        `scale` is the pool's, of this side, ``"key"`` or ``"value"``; 1 if it has none.
-        """
+        """What is wrong with a finite vector that became NaN; follows its place in a message."""
         raise NotImplementedError(f"{self} stores every finite vector")
 
 

@@ -42,8 +42,7 @@ def append(
 ) -> tuple[Pool, dict[str, jax.Array]]:
     """`writing.append` by one kernel.
 
-    The second result shows whether the tokens fit; it is read again from the pool, but under `jit`
-    nobody reads it.
+    Whether the tokens fit is read again from the pool; under `jit` nobody reads it.
     """
     from pallas_kernels.mosaic.hopper.paged import append as kernel
 

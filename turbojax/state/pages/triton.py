@@ -93,10 +93,7 @@ def _bits(cache: Pool) -> dict[str, int]:
 def settings(
     vectors: int, tokens: int, channels: int, bits: tuple[int, ...], interpret: bool
 ) -> "Settings":
-    """Settings for this number of vectors per side, with `tokens` tokens per sequence.
-
-    `bits` are those of each side's codes; 8 of int8.
-    """
+    """Settings for so many vectors of a side; `bits` are the sides' codes', 8 of int8."""
     from pallas_kernels.triton.paged_append import Settings
 
     rows, pieces, warps = _FEW

@@ -188,8 +188,7 @@ def rank_first_buffer(
 ) -> jax.Array:
     """Slots ``[B, K]``: ranked on the first full buffer, if no block was compressed before.
 
-    `cache` and `side` are those before the tokens; `stream` and `run_scale` come from
-    `buffer_stream`, `flushed` (int32 ``[B]``) from `flushes_of_append`.
+    `stream` and `run_scale` come from `buffer_stream`, `flushed` from `flushes_of_append`.
     """
     codes = stream[:, :, : cache.config.buffer_size].astype(jnp.float32)
     tokens = jnp.swapaxes(codes * run_scale[..., :1, None], 1, 2)
@@ -209,11 +208,7 @@ def store_prompt(
     lengths: jax.Array,
     first: jax.Array | None = None,
 ) -> ProgressiveCache:
-    """Stores a prompt: `turbojax.state.progressive.update.store_prompt` of checked arguments.
-
-    With `first`, for a part of a cache, only the blocks that have a place there, see
-    `write_blocks`.
-    """
+    """`update.store_prompt` of checked arguments; with `first` of a part, see `write_blocks`."""
     kept = kept_tokens(cache, key.shape[1], lengths)
     key_side = _store_prompt_side(cache, cache.key, key, kept, first)
     value_side = _store_prompt_side(cache, cache.value, value, kept, first)
@@ -282,10 +277,7 @@ def prompt_maximum(x: jax.Array, kept: jax.Array) -> jax.Array:
 
 
 def prompt_rest(x: jax.Array, kept: jax.Array, config: TurboConfig) -> jax.Array:
-    """The tokens that go to the buffer: float32 ``[B, K, buffer_size, H]``, 0 past them.
-
-    `kept` tokens (int32 ``[B]``) of ``x [B, S, K, H]`` count.
-    """
+    """The `kept` tokens that go to the buffer: float32 ``[B, K, buffer_size, H]``, 0 past them."""
     slot = jnp.arange(config.buffer_size)[None]
     compressed = (stored_blocks(config, kept) * config.block_kv)[:, None]
     position = jnp.where(slot < config.num_first_tokens, slot, compressed + slot)
@@ -304,8 +296,7 @@ def buffer_rest(
 ) -> CacheSide:
     """Fixes the universal scales and puts the tokens that become no block into the buffer.
 
-    `rest` is as `prompt_rest` gives it. `maximum` is the largest absolute value of all `kept`
-    tokens, float32 ``[B, K]``; NaN if one is not finite.
+    `rest` and `maximum` are as `prompt_rest` and `prompt_maximum` give them.
     """
     # Fewer tokens than a block say little about the range to come.
     headroom = jnp.where(kept < config.block_kv, 2.0, 1.0)[:, None]
