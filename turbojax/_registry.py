@@ -16,13 +16,10 @@ def _supports_everything(**_: Any) -> str | None:
 
 @dataclasses.dataclass(frozen=True)
 class Implementation:
-    """One way to run an op.
+    """One way to run an op, `run`, on checked arguments.
 
-    Attributes:
-      name: one of `IMPLEMENTATION_NAMES`.
-      run: the op on checked arguments.
-      unsupported: given the op's arguments by name (arrays or `ShapeDtypeStruct`s), None or the
-        reason why `run` cannot take them here.
+    Given these by name (arrays or `ShapeDtypeStruct`s), `unsupported` returns None, or the reason
+    why `run` cannot take them here.
     """
 
     name: ImplementationName

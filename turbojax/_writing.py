@@ -63,12 +63,8 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
     fails, a part of the file is new.
 
     The file yielded is empty and has the same name. Permissions stay. A link stays too: what it
-    points to is replaced. The folder must exist.
-
-    Raises:
-      FileNotFoundError: if there is no such folder.
-      PermissionError: if the file is there and must not be written.
-      OSError: if the file cannot be written.
+    points to is replaced. Raises FileNotFoundError if there is no such folder, PermissionError if
+    the file is there and must not be written, OSError if it cannot be written.
     """
     # Not what a link points to: that of a pipe has no path.
     if os.path.exists(path) and not os.path.isfile(path):

@@ -67,11 +67,9 @@ def unpack(
 ) -> Any:
     """A cache of what `pack` made, on the default device; one array at a time is in host memory.
 
-    `prefix` is that of the arrays' names. `max_length` is how many tokens each sequence can hold
-    then; None for as many as before.
-
-    Raises ValueError, naming the file, if the description is not valid, arrays are missing,
-    mis-shaped, damaged or impossible, or `max_length` is less than what is held.
+    With `max_length` each sequence has room for so many tokens, otherwise for as many as before.
+    Raises ValueError, naming the file, for what is not valid, or if `max_length` is less than what
+    is held.
     """
     stored, template = _template(file.path, description, max_length)
     try:

@@ -140,16 +140,11 @@ def init_layer(
     local_window_size: int | None = None,
     axes: Axes | None = None,
 ) -> PagedLayer:
-    """An empty cache of one layer.
+    """An empty cache of one layer, see `turbojax.kv.init_layer_cache`; 8-bit floats have scale 1.
 
-    Arguments are as in `turbojax.kv.init_layer_cache`. Pages are whole, so there may be memory for
-    a few more tokens than `max_length`; 8-bit floats have scale 1. There are pages for what a
-    `local_window_size` needs, see `NEW_TOKENS`, and queries must not see more. With `axes` of a
-    mesh, see `partition_specs`, each device makes its part and none the whole; every device has as
-    many pages of a sequence, and its tables count from its own first page.
-
-    Raises TypeError if a size is not an integer or the dtype is not supported; ValueError if a size
-    is not positive, not supported or cannot be split, or the kind is unknown.
+    Pages are whole, so there may be memory for a few more tokens than `max_length`; with a window
+    there are pages for what it needs, see `NEW_TOKENS`. On a mesh every device has as many pages of
+    a sequence, and its tables count from its own first page.
     """
     if local_window_size is not None:
         _checks.check_sizes(local_window_size=local_window_size)

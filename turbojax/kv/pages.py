@@ -60,11 +60,8 @@ def attend(
     """Causal attention of the newest tokens to all that is held, themselves included.
 
     They attend to the pages, in the precision in which these are kept, whether they come as a
-    prompt or one by one. Long prompts are taken in chunks, see `query_chunk`.
-
-    The layer holds the queries' own keys and values already. Queries past `query_lengths` (int32
-    ``[B]``) are padding and give zero. Raises ValueError if the layer does not keep all that the
-    queries see, and what `turbojax.paged_attention` raises.
+    prompt or one by one. Long prompts are taken in chunks, see `query_chunk`. Queries past
+    `query_lengths` are padding and give zero.
     """
     batch, tokens, heads, channels = query.shape
     static, extras = options.complete(channels), of_layer(query, sinks)

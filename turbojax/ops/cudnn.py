@@ -71,10 +71,8 @@ def attend_part(
     jax's function gives the log-sum-exp rounded to the output's dtype, too coarse for merging. Its
     derivative keeps it in float32, so it is taken from there.
 
-    Keys at or past `key_length` (int32 ``[B]``) are ignored, but must be finite. There is no soft
-    cap. Returns the rounded output as float32 ``[B, T, N, H]`` and the log-sum-exp ``[B, T, N]``; 0
-    and ``-inf`` for sequences without keys. Raises NotImplementedError if this jax keeps no
-    log-sum-exp.
+    Keys at or past `key_length` are ignored, but must be finite; there is no soft cap. Sequences
+    without keys give 0 and ``-inf``. Raises NotImplementedError if this jax keeps no log-sum-exp.
     """
     # What cuDNN makes of a sequence without keys is its own affair.
     lengths = None if key_length is None else jnp.maximum(key_length, 1)

@@ -38,13 +38,10 @@ def decode(
 ) -> tuple[jax.Array, jax.Array]:
     """Attends to a contiguous cache of codes, by what a registry has for these arguments.
 
-    `query_lengths` (int32 ``[B]``) count the real queries; values out of range act as the nearest
-    bound. `shortens` says that a token is stored alike wherever the cache ends, so that `as_newest`
-    applies. The registry's name is the one in the message that refuses gradients.
-
-    Returns ``[B, T, N, H]`` in the options' dtype and the float32 log-sum-exp ``[B, T, N]``. Raises
-    ValueError as `ring.check_visible`, NotImplementedError as `check_whole` or if what is asked for
-    cannot run this.
+    `shortens` says that a token is stored alike wherever the cache ends, so that `as_newest`
+    applies. The registry's name is the one in the message that refuses gradients. Raises ValueError
+    as `ring.check_visible`, NotImplementedError as `check_whole` or if what is asked for cannot run
+    this.
     """
     ring.check_visible(cache, options.window, query.shape[1])
     check_whole(cache, extras)
@@ -103,9 +100,8 @@ def as_newest(
     """Turns a call into one of newest tokens where possible: every implementation can run these.
 
     A single query without a window sees a cache's tokens up to its own position: it is the newest
-    token of a cache that ends there.
-
-    Returns how many of the tokens held are to be seen, int32 ``[B]``, and the extras that are left.
+    token of a cache that ends there. Returns so many lengths, int32 ``[B]``, and the extras that
+    are left.
     """
     if extras.query_offset is None or query.shape[1] != 1 or options.window is not None:
         return lengths, extras

@@ -98,19 +98,16 @@ class Visibility:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options(Visibility):
-    """The options of a call of attention; static under `jit`.
-
-    There are no invalid ones: they are checked when they are made, and by nobody after that.
+    """The options of a call of attention; static under `jit`, and checked when they are made.
 
     Attributes:
-      scale: factor of the scores.
-      logits_soft_cap: optional `c`: scores become ``c * tanh(score / c)``.
+      scale: factor of the scores, finite; it may be negative.
+      logits_soft_cap: optional `c`: scores become ``c * tanh(score / c)``; positive and finite.
       out_dtype: of the output, ``"float32"``; None for the query's own.
 
     Raises:
       TypeError: if the scale or the cap is not a Python number.
-      ValueError: if the scale is not finite (it may be negative), the cap not positive and finite,
-        the output's dtype another one, or the window as in `Visibility`.
+      ValueError: if a value, or the window, is not as stated.
     """
 
     scale: float

@@ -41,11 +41,9 @@ def gradient_rows(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """What the kernels of the backward pass need to know of each row.
 
-    `d_out` is the cotangent of `out` as it multiplies the values. `tokens` is `Tp`, at least `T`.
     With `all_see` every row exists and sees something, so `d_out` is not searched for blind rows.
-
-    Returns `without_blind` of `d_out`, and float32 ``[B, N, Tp]`` twice: the log-sum-exp in powers
-    of two, ``inf`` for blind rows and past the last, so that their weights are 0; and
+    Returns `without_blind` of `d_out`, and float32 ``[B, N, tokens]`` twice: the log-sum-exp in
+    powers of two, ``inf`` for blind rows and past the last, so that their weights are 0; and
     ``rowsum(d_out * out)`` less the residual's cotangent, 0 there.
     """
     is_empty = residual == -jnp.inf

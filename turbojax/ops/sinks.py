@@ -18,11 +18,8 @@ def with_sinks(
 
     A sink has the weight ``exp(sink)`` and a value of zeros: the log-sum-exp becomes
     ``logaddexp(lse, sink)`` and the output shrinks by ``exp(lse - lse')``. With `SAS` too a sink's
-    weight is the exact exponential. A sink of ``-inf`` is none.
-
-    `out` should be float32 where nothing may be lost. `real` (bool ``[B, T]``, all if not given)
-    marks queries that are no padding; padding stays 0 and ``-inf``. A real query that sees nothing
-    gives 0 and its head's sink.
+    weight is the exact exponential. A sink of ``-inf`` is none. Queries that are not `real` stay 0
+    and ``-inf``; a real one that sees nothing gives 0 and its head's sink.
     """
     sinks = sinks[None, None]
     # Where neither has weight the difference, and the derivatives of both lines, would be NaN.

@@ -211,7 +211,6 @@ def _whole_scale(scales: np.ndarray, output_scale: np.ndarray) -> np.ndarray:
 
 
 def _is_one(x: np.ndarray) -> bool:
-    """Whether all groups of an output have the same number."""
     return bool((x == x[:, :1]).all())
 
 

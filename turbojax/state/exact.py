@@ -101,15 +101,7 @@ def init_cache(
     local_window_size: int | tuple[int, int] | None = None,
     axes: Axes | None = None,
 ) -> ExactCache:
-    """An empty cache of these sizes; arguments as `turbojax.init_cache`.
-
-    `local_window_size` is the largest window that `decode` will be called with: tokens beyond it
-    are not kept, see `turbojax.state.ring`. With `axes` of a mesh, see `partition_specs`, each
-    device makes its part and none the whole; every device gets as many tokens as the others.
-
-    Raises ValueError if a size is not positive or cannot be split, or the window is invalid;
-    TypeError unless `dtype` is bfloat16, float16 or float32.
-    """
+    """An empty cache, see `turbojax.init_cache`; devices of a mesh get equally many tokens."""
     if axes is not None:
         static = {"dtype": jnp.dtype(dtype), "local_window_size": local_window_size}
         sizes = Sizes(batch_size, max_length, num_kv_heads, 1, max_length)

@@ -269,15 +269,11 @@ def append(
 
 
 def store_prompt(cache: CacheT, key: jax.Array, value: jax.Array, lengths: jax.Array) -> CacheT:
-    """Stores a prompt in empty sequences: the cache's half of `prefill`.
+    """Stores a prompt in empty sequences: the cache's half of `prefill`, whose errors it raises.
 
-    The same bits as `append` to an empty cache, without a scatter. Sequences that are not empty
-    stay as they are and turn `overflowed`; of prompts that exceed `max_length` the beginning is
-    stored.
-
-    Raises TypeError if `cache` is another kind or a dtype differs from `cache.dtype`; ValueError if
-    a shape does not fit, or, outside `jit`, where a sequence would turn `overflowed`;
-    NotImplementedError when it is differentiated.
+    The same bits as `append` to an empty cache, without a scatter. Under `jit`, sequences that are
+    not empty stay as they are, of prompts that exceed `max_length` the beginning is stored, and
+    both turn `overflowed`.
     """
     check_prompt(cache, key, value, lengths)
     run = spread(tables.FIREQ_APPEND, _store_prompt)

@@ -24,10 +24,8 @@ SPARE = 15
 class Ring(Protocol):
     """What a cache that may be a ring says about itself.
 
-    Attributes:
-      window: tokens that a query may see, its own included; None if it may see all.
-      room: tokens of a sequence that are kept at any time, the newest ones.
-      is_ring: whether there is room for less than `max_length` tokens.
+    A query may see `window` tokens, its own included, or all if it is None. Of a sequence the
+    newest `room` tokens are kept; in a ring these are less than `max_length`.
     """
 
     @property
@@ -54,9 +52,9 @@ def units(window: int | None, whole: int, size: int = 1) -> int:
 def rows_of_new(lengths: jax.Array, accepted: jax.Array, tokens: int, rows: int) -> jax.Array:
     """Rows in which new tokens are stored: int32 ``[B, T]``.
 
-    `lengths` (int32 ``[B]``) are tokens seen before, `accepted` (int32 ``[B]``) how many of the new
-    ones count, the first ones. Tokens that do not count, and those that newer ones would overwrite,
-    get distinct numbers past the last row.
+    `lengths` are tokens seen before, `accepted` how many of the new ones count, the first ones.
+    Tokens that do not count, and those that newer ones would overwrite, get distinct numbers past
+    the last row.
     """
     offset = jnp.arange(tokens)[None]
     stays = (offset < accepted[:, None]) & (offset >= accepted[:, None] - rows)

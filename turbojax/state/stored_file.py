@@ -37,11 +37,9 @@ def write(
 ) -> None:
     """Writes a file; a reader sees either the old one or the complete new one.
 
-    A file that exists is replaced, with the same permissions; its folder must exist. `description`
-    says what the arrays are, in plain JSON values; `metadata` is the user's own dict of strings.
-
-    Raises FileNotFoundError if there is no such folder, OSError if the file cannot be written, for
-    instance because the disk is full, and TypeError if `metadata` is something else.
+    A file that exists is replaced, with the same permissions. `description` says what the arrays
+    are, in plain JSON values; `metadata` is the user's own dict of strings (TypeError otherwise).
+    Raises FileNotFoundError if there is no such folder, OSError if the file cannot be written.
     """
     text = json.dumps(
         {

@@ -42,13 +42,9 @@ def unsupported(
 
 
 class Launch(NamedTuple):
-    """How the kernel is launched.
+    """How the kernel is launched; `is_two_level`: every group's sum is added in float32.
 
-    Attributes:
-      tokens: of a tile.
-      consumers: warpgroups that compute.
-      stages: groups of inputs in shared memory.
-      is_two_level: whether every group's sum is added in float32.
+    `consumers` are warpgroups that compute, `stages` groups of inputs in shared memory.
     """
 
     tokens: int

@@ -53,12 +53,10 @@ def matmul(
     activation: Activation | None,
     is_precise: bool,
 ) -> jax.Array:
-    """Each expert's rows times its weight: ``[M, result_size]`` in the tokens' dtype.
+    """Each expert's rows times its weight; `is_precise` has no effect, all sums are float32.
 
-    Tokens (codes ``[M, K]``, scales ``[M]``) are sorted by expert; `group_sizes` are int32 ``[E]``,
-    the bias is float32 ``[E, N]`` in the order of the weight's rows. Rows behind the last group are
-    zeros; all are NaN if the sizes of groups are not valid. `is_precise` has no effect: sums are
-    always float32.
+    Rows are sorted by expert. Those behind the last group are zeros; all are NaN if the sizes of
+    groups are not valid. The bias is float32 ``[E, N]`` in the order of the weight's rows.
     """
     count, experts = tokens.codes.shape[0], group_sizes.shape[0]
     tile = _tile(count, experts)
@@ -91,9 +89,8 @@ def gradient(
 ) -> tuple[jax.Array, jax.Array | None]:
     """Straight through the rounding of activations, as `int4_matmul.gradient.exact`.
 
-    `x` is ``[M, K]``, not quantized, sorted by expert. Returns `d_x` in `x`'s dtype, zeros behind
-    the last group, and `d_bias` float32 ``[E, N]``, or None; both NaN if the sizes of groups are
-    not valid.
+    `d_x` is zero behind the last group. It and `d_bias` are NaN if the sizes of groups are not
+    valid.
     """
     count, experts = x.shape[0], group_sizes.shape[0]
     tile = _tile(count, experts)

@@ -29,11 +29,8 @@ def exact(
     """Straight through the rounding of activations: the vjp of ``act(x W^T + bias)``.
 
     `W` is the dequantized weight. Products take operands in bfloat16 where `x` has that dtype,
-    otherwise in float32, and always sum in float32.
-
-    `x` is ``[M, K]``, not quantized, the bias float32 ``[N]`` in the order of the weight's rows
-    (padded to `N`), and `d_out` ``[M, result_size]``. Returns `d_x` in `x`'s dtype and `d_bias`,
-    float32.
+    otherwise in float32, and always sum in float32. The bias and its gradient are float32, in the
+    order of the weight's rows.
     """
     dtype = jnp.bfloat16 if x.dtype == jnp.bfloat16 else jnp.float32
     values = scaled_values(weight).astype(dtype)[:, : weight.in_size]
@@ -63,11 +60,8 @@ def rounded(
 
     ``d_x = s_m sum_n e4m3(d_m[n] / s_m) W[n, k]`` with ``d_m = d_sums * output_scale``, rounded to
     bfloat16 if `x` has 16 bits, then to e4m3 with a scale `s_m` per token, as activations are. An
-    activation's derivative is taken at the sums of the forward product, rounded likewise.
-
-    `quantize` is what the forward product does to `x`, `run` the product without an activation,
-    ``run(tokens, weight, bias)``, `transposed` an implementation of `reference.transposed`, and
-    `quantizer` the implementation of `quantize_activation` for cotangents.
+    activation's derivative is taken at the sums of the forward product, rounded likewise:
+    `quantize` and `run` are that product's. `quantizer` names what rounds cotangents.
     """
     # float16 has the range neither for cotangents nor for factors of outputs.
     dtype = jnp.float32 if x.dtype == jnp.float32 else jnp.bfloat16

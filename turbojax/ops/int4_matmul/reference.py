@@ -31,11 +31,8 @@ def matmul(
 
     With e4m3 scales ``sum_k x[m, k] e4m3(s[n] q[n, k])``, with scales of 16 bits a sum per group,
     of ``x[m, k] (q[n, k] - z[n])`` if there are zeros, times the group's scale; then what
-    `epilogue` does.
-
-    Tokens are codes ``[M, K]`` with scales ``[M]``, or floating point ``[M, K]``, which is
-    multiplied without rounding. The weight has `K` inputs and, padded, `N` rows; the bias is
-    float32 ``[N]`` in the order of these rows. `is_precise` has no effect: sums are always float32.
+    `epilogue` does. The bias is float32 ``[N]`` in the order of the weight's (padded) rows.
+    `is_precise` has no effect: sums are always float32.
     """
     del is_precise
     codes, scale, dtype = tokens, jnp.ones(tokens.shape[:1], jnp.float32), tokens.dtype

@@ -26,13 +26,9 @@ def decode(
     *,
     options: Options,
 ) -> tuple[jax.Array, jax.Array]:
-    """Attends the newest tokens' queries to the cache, chunk by chunk.
+    """`turbojax.fireq.decode` in plain JAX, chunk by chunk; also gives the log-sum-exp.
 
-    The cache already holds the queries' own keys and values. `query_length` (int32 ``[B]``) counts
-    the real queries; the others are padding and give 0 and ``-inf``.
-
-    Returns the output ``[B, T, N, H]`` in the options' dtype and the float32 log-sum-exp ``[B, T,
-    N]``.
+    `query_length` (int32 ``[B]``) counts the real queries; padding gives 0 and ``-inf``.
     """
     batch, length, heads, channels = query.shape
     kv_heads = cache.num_kv_heads

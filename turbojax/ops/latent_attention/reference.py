@@ -34,14 +34,10 @@ def attend(
     options: Options,
     extras: Extras = NOTHING,
 ) -> tuple[jax.Array, jax.Array]:
-    """Attends the newest tokens' queries to their sequences' pages.
+    """Attends the newest tokens' queries to their sequences' pages, and gives the log-sum-exp.
 
-    `query_latent` ``[B, T, N, C]`` is rotated, in float32, if latents are; `query_rope` is ``[B, T,
-    N, R]``. All pages of `block_tables` must be within the pool. `lengths` (int32 ``[B]``) include
-    the queries' own tokens; `query_lengths` (int32 ``[B]``) count the real queries. Sinks are left
-    to the caller.
-
-    Returns float32 ``[B, T, N, C]``, rotated if latents are, and the log-sum-exp ``[B, T, N]``.
+    `query_latent` is rotated, in float32, if latents are, and then so is the float32 output. All
+    pages of `block_tables` must be within the pool. Sinks are left to the caller.
     """
     rows, tokens = query_latent.shape[:3], query_latent.shape[1]
     tables = _in_tiles(block_tables, cache.page_size)

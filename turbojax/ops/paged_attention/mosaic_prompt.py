@@ -31,10 +31,8 @@ _MOST_EXPANDED = 2**30
 class Launch(NamedTuple):
     """What is tuned. Results depend on `part` only, so it must follow from the query rows alone.
 
-    Attributes:
-      part: tokens of the parts that programs take, or None if a program takes all.
-      stages: tiles of keys and values in shared memory.
-      registers: of a thread that attends and of one that copies.
+    Programs take a `part` of the tokens, or all if it is None. `registers` are those of a thread
+    that attends and of one that copies.
     """
 
     part: int | None

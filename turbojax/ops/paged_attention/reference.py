@@ -45,13 +45,10 @@ def attend(
     *,
     options: Options,
 ) -> tuple[jax.Array, jax.Array]:
-    """Attends the newest tokens' queries to their sequences' pages.
+    """Attends the newest tokens' queries to their sequences' pages, and gives the log-sum-exp.
 
-    Queries ``[B, T, N, H]`` are rotated, in float32, if keys are. All pages of `block_tables` must
-    be within the pool. `lengths` (int32 ``[B]``) include the queries' own tokens; `query_lengths`
-    (int32 ``[B]``) count the real queries.
-
-    Returns float32 ``[B, T, N, H]``, rotated if values are, and the log-sum-exp ``[B, T, N]``.
+    Queries are rotated, in float32, if keys are, and the float32 output if values are. All pages of
+    `block_tables` must be within the pool.
     """
     if query.shape[1] == 1:
         # An axis of one would be dropped, and the products that are left added in another order.

@@ -77,11 +77,7 @@ def attend(
 class Launch(NamedTuple):
     """What is tuned; it must depend on no size but the number of query rows.
 
-    Attributes:
-      part: tokens of a program.
-      tile: how many of these tokens are processed at a time.
-      rows: queries of a program at most.
-      num_warps: of a program.
+    Programs take a `part` of the tokens, a `tile` of these at a time, and at most `rows` queries.
     """
 
     part: int

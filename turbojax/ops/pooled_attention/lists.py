@@ -186,7 +186,7 @@ def _attending(
     shift: jax.Array | None,
     options: PooledOptions,
 ) -> tuple[jax.Array, jax.Array]:
-    """Each query block's bits for each tile, and whether it needs a mask, `KeyLists`' axes."""
+    """The bits of every query block for every tile, and whether it needs a mask."""
     tile = rows * level  # tokens
     blocks, parts = max(1, tile // options.block_kv), max(1, options.block_kv // tile)
     if blocks > _BITS:

@@ -71,11 +71,8 @@ def attention(
 ) -> tuple[jax.Array, jax.Array]:
     """Pooled attention (Algorithm 1). Memory grows with ``T + S``.
 
-    Shapes as in `turbojax.pooled_attention`; lengths are optional int32 ``[B]``. Where `extras`
-    have segments, `segments.attended` must have changed the levels.
-
-    Returns the output in the query's dtype or the one asked for, and the log-sum-exp ``[B, T, N]``
-    in float32. Float64 is computed in float64 and has a float64 log-sum-exp.
+    Where `extras` have segments, `segments.attended` must have changed the levels. The log-sum-exp
+    is float32; float64 is computed in float64 and has a float64 one.
     """
     batch, length, heads, channels = query.shape
     query_length, key_length = _lengths(query, key, query_length, key_length)
@@ -129,11 +126,7 @@ def gradient(
     With ``P = exp(S - L)``, ``dP = dO V^T`` and a row's ``D = dO . O``, the scores' gradient is
     ``dS = P (dP - D + dL)``. Pooled gradients are summed over the queries, block by block, and then
     handed to the tokens of their groups. Rounding the pooled keys to their dtype counts as the
-    identity.
-
-    `out` and `residual` are what `attention` gave, `d_out` and `d_residual` their cotangents.
-    Tokens at or past their length get zero. Gradients are summed in float32 (float64) and have the
-    `dtype`, or that of query, key and value if it is None.
+    identity. Gradients are summed in float32 (float64); padding gets zero.
     """
     query_length, key_length = _lengths(query, key, query_length, key_length)
     wide = sum_dtype(query.dtype)

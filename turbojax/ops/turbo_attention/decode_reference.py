@@ -35,13 +35,9 @@ def decode(
     *,
     options: Options,
 ) -> tuple[jax.Array, jax.Array]:
-    """`turbojax.decode` in plain JAX, of the queries ``[B, T, N, H]`` of the newest tokens.
+    """`turbojax.decode` in plain JAX; also gives the log-sum-exp.
 
-    The cache already holds the queries' own keys and values. `query_length` (int32 ``[B]``) counts
-    the real queries; the others are padding and give 0 and ``-inf``.
-
-    Returns the output ``[B, T, N, H]`` in the options' dtype and the float32 log-sum-exp ``[B, T,
-    N]``.
+    `query_length` (int32 ``[B]``) counts the real queries; padding gives 0 and ``-inf``.
     """
     batch, length, heads, channels = query.shape
     kv_heads, block = cache.num_kv_heads, cache.config.block_kv

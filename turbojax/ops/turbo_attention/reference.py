@@ -29,15 +29,10 @@ def attention(
     extras: Extras = NOTHING,
     stage1: Stage1 | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Prefill attention with the numerics of `config`.
+    """Prefill attention with the numerics of `config`, and its float32 log-sum-exp.
 
     Memory grows with ``T + S``: query blocks run one after the other, and each walks over the key
-    blocks that it can see.
-
-    Shapes are those of `turbojax.turbo_attention`, lengths int32 ``[B]``. `stage1` are the codes of
-    keys and values, if they exist already, with the tokens in order.
-
-    Returns the output in the options' dtype and the float32 log-sum-exp ``[B, T, N]``.
+    blocks that it can see. `stage1` are codes of keys and values that exist already, in order.
     """
     batch, length, heads, channels = query.shape
     kv_heads, shift = key.shape[2], extras.shift()

@@ -64,7 +64,6 @@ def attention_unsupported(
 
 
 def _operand_bytes(config: TurboConfig, dtype: jax.typing.DTypeLike) -> int:
-    """Bytes of one element of the products' operands."""
     return jnp.dtype(dtype).itemsize if config.mode == "float" else 1
 
 

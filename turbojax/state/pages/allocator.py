@@ -20,10 +20,7 @@ _RELEASED = -1
 class _Sequence:
     """One sequence; immutable, a change replaces it.
 
-    Attributes:
-      pages: in order; -1 for those released.
-      length: tokens, those in released pages included.
-      released: how many of the first pages are released.
+    `pages` are in order, -1 for the first `released` ones, whose tokens `length` includes.
     """
 
     pages: array.array

@@ -12,12 +12,10 @@ from turbojax.state.pages.checks import Pool
 
 
 class Places(NamedTuple):
-    """Where the tokens of a call go.
+    """The page and slot of each token of a call.
 
-    Attributes:
-      page: int32 ``[B, T]``; for tokens that are left out, distinct numbers past the pool's end.
-      slot: int32 ``[B, T]``, in the page.
-      lost: int32 ``[]``, tokens that should be stored and have no place.
+    Tokens that are left out have distinct page numbers past the pool's end; `lost` counts those of
+    them that should be stored and have no place.
     """
 
     page: jax.Array

@@ -56,10 +56,9 @@ def store_prompt_with_operands(
 ) -> tuple[ProgressiveCache, kernels.Operands | None]:
     """Stores a prompt and returns its codes for attention, or None for these.
 
-    Operands hold all of `lengths`, even where the cache has no room for so many tokens. They are
-    not made in mode ``"float"`` (ask without `with_operands`), nor if first tokens stay in the
-    buffer. With `permuted` the keys' codes are in the order of `mosaic_gpu`, see
-    `turbojax.ops.turbo_attention.operands.Operands`.
+    Operands hold all of `lengths`, even where the cache has no room for so many tokens. There are
+    none in mode ``"float"``, nor if first tokens stay in the buffer. With `permuted` the keys'
+    codes are in the order of `mosaic_gpu`, see `turbojax.ops.turbo_attention.operands.Operands`.
     """
     return _store_prompt(
         cache,

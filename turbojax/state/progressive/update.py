@@ -119,13 +119,11 @@ def store_prompt(
     *,
     implementation: ImplementationName | None = None,
 ) -> ProgressiveCache:
-    """Stores a prompt in empty sequences: the cache's half of `prefill` (Algorithm 1).
+    """Stores a prompt in empty sequences: the cache's half of `prefill`, whose errors it raises.
 
     The buffer gets as much of the prompt as its tokens would leave there one by one (with
     ``flush="all"`` what fills no block), the blocks get the rest. All implementations store the
     same bits. Sequences that are not empty stay as they are and turn `overflowed`.
-
-    Raises as `turbojax.prefill`, for keys and values.
     """
     check_prompt(cache, key, value, lengths)
     run = spread(tables.STORE_PROMPT, _store_prompt, implementation=implementation)
