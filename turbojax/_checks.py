@@ -106,7 +106,7 @@ def as_int32(name: str, x: Any, *, saturate: bool = False) -> jax.Array:
             raise ValueError(f"{name} holds {x[wrong][0]}, must be within {held.min}..{held.max}")
         x = inside
     if isinstance(x, np.ndarray):
-        x = x.astype(np.int32)  # on the device that would be a program for every shape
+        x = x.astype(np.int32)  # on the device it would compile a program for every shape
     return jnp.asarray(x, jnp.int32)
 
 

@@ -112,7 +112,7 @@ def run(application: Callable[[], object]) -> NoReturn:
     try:
         sys.exit(application())  # type: ignore[arg-type]
     except BaseException as error:
-        # Whatever follows an interruption is its consequence.
+        # Any exception after an interruption is a consequence of it.
         if _state.signal is None and not isinstance(error, KeyboardInterrupt):
             raise
     finally:
@@ -131,7 +131,7 @@ def _handle(number: int, frame: object) -> None:
     second, _state.signal = _state.signal is not None, _state.signal or number
     if second or not _state.running:
         _end()
-    # An interruption that arrives in a destructor cannot be raised: the other thread sees to it.
+    # An interruption in a destructor cannot be raised: then the other thread ends the process.
     sys.unraisablehook = lambda unraisable: None
     raise KeyboardInterrupt
 

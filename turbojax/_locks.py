@@ -15,7 +15,7 @@ from typing import IO
 
 NAME = ".turbojax-lock"
 EXIST = importlib.util.find_spec("fcntl") is not None  # not on Windows
-# Others hold a lock for a moment, only to look: a writer waits so long for them.
+# Readers hold a lock for a moment, only to look: a writer waits this long for them.
 _PATIENCE_SECONDS, _PAUSE_SECONDS = 0.2, 0.01
 
 
@@ -38,7 +38,7 @@ def exclusive(folder: Path, patience: float = _PATIENCE_SECONDS) -> Iterator[boo
         try:
             yield True
         finally:
-            # While it is still locked: whoever opened it before finds out, see `_lock`.
+            # Removed while it is locked: whoever opened it before finds out, see `_signed`.
             path.unlink(missing_ok=True)
 
 

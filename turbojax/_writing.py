@@ -39,8 +39,8 @@ _PART = ".part"
 Version = tuple[int, int, int]
 """What changes if a file is replaced or written to: its number, size and time."""
 
-# Without locks, what is older than this was left by a killed writer. One that is done with its
-# folder needs less than that for the files' places.
+# Without locks, a draft older than this was left by a killed writer. A writer that has filled its
+# folder needs less time than that to put the files in place.
 _LEFT_SECONDS, _PUBLISH_SECONDS = 24 * 3600, 1.0
 # A file may be writable where its folder is not, or be a mount point.
 _NO_DRAFT = (errno.EACCES, errno.EPERM, errno.EROFS)
@@ -66,7 +66,7 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
     points to is replaced. Raises FileNotFoundError if there is no such folder, PermissionError if
     the file is there and must not be written, OSError if it cannot be written.
     """
-    # Not what a link points to: that of a pipe has no path.
+    # The link itself, not its target: that of a link to a pipe has no path.
     if os.path.exists(path) and not os.path.isfile(path):
         if os.path.isdir(path):
             raise IsADirectoryError(f"{str(path)!r} must be a file, not a folder")
@@ -175,7 +175,7 @@ def current(folder: Path, last: str) -> Path:
     new = folder / _NEW
     if new.is_symlink() or not new.is_dir():
         return folder
-    # Taken away before the first file gets its place, and back after the others.
+    # Removed before the first file is put in place, and back after the others.
     if version_of(folder / last) is None:
         return new
     replaced = _replaced(new)
@@ -438,7 +438,7 @@ def _sync(file: Path) -> None:
 
 
 def _sync_folder(folder: Path) -> None:
-    # Not every file system can, and what is lost without it is the newest state, not the older one.
+    # Not every file system can do it; without it the newest state may be lost, not the older one.
     with contextlib.suppress(OSError):
         handle = os.open(folder, os.O_RDONLY)
         try:

@@ -11,7 +11,7 @@ SoftmaxOrder = Literal["before", "after"]
 Scores = Literal["softmax", "sigmoid"]
 _ORDERS = ("before", "after")
 _SCORES = ("softmax", "sigmoid")
-# Added to a sum of sigmoids before something is divided by it: all of them may have come to 0.
+# Added to a sum of sigmoids before a division by it: all of them may be 0.
 _TINY = 1e-20
 
 

@@ -18,7 +18,7 @@ _POLYNOMIALS = {
     "2": (0.99989843, -0.69107548, 0.23059295, -0.03950994),
 }
 
-# What lies below has no normal float32 exponential.
+# Smaller arguments have no normal float32 exponential.
 _SMALLEST_THRESHOLD = -87.0
 
 

@@ -122,7 +122,7 @@ def _stored(cache: Any) -> Stored[Any]:
     raise TypeError(f"cache is a {type(cache).__name__}, must be one of {names}")
 
 
-# What a description that is none leads to.
+# Errors that an invalid description leads to.
 _NOT_KNOWN = (AttributeError, KeyError, OverflowError, TypeError, ValueError)
 _SIZES = (
     "batch_size",
@@ -205,7 +205,7 @@ def _rows_first(x: Any, axis: int, ndim: int) -> tuple[int, ...]:
 def _held(x: jax.Array, axis: int, counts: np.ndarray) -> np.ndarray:
     """What sequences hold, one after the other: ``[sum of counts, ...]``."""
     longest = int(counts.max(initial=0))
-    # Cut on the device: what nobody holds is not copied to the host.
+    # Cut on the device: rows that are not held are not copied to the host.
     rows = np.asarray(jax.lax.slice_in_dim(x, 0, longest, axis=x.ndim + axis))
     rows = np.moveaxis(rows, axis, counts.ndim)
     return rows[np.arange(longest) < counts[..., None]]

@@ -32,7 +32,7 @@ _KV_DTYPES = {"latent": "bfloat16", "latent_fp8_e4m3": "fp8_e4m3", "latent_turbo
 LATENT_NAMES = tuple(_KV_DTYPES)
 """Names of caches of latents, by how these are stored, see `LatentPages`."""
 
-# Of a sequence's heads that attend at a time: results and scores of so many are in memory.
+# Query rows of a sequence that attend at a time: their results and scores are in memory.
 _QUERY_ROWS = 8192
 
 

@@ -93,7 +93,7 @@ class PagedLayer(Split):
         """Tokens of a sequence that are kept at any time, the newest ones."""
         if not self.is_ring:
             return self.max_length
-        # The newest page may hold a single token, and has taken the place of the oldest.
+        # The newest page, which has replaced the oldest, may hold a single token.
         return (self.ring_pages - 1) * self.pages.page_size + 1
 
     @property
@@ -226,7 +226,7 @@ def append(
     first, counts = layer.lengths, kept - layer.lengths
     size = layer.ring_pages * layer.pages.page_size
     if layer.is_ring and key.shape[1] > size:
-        # Of more tokens than there is room for the newest.
+        # If there are more tokens than room, only the newest are stored.
         skipped = jnp.maximum(counts - size, 0)
         token = skipped[:, None] + jnp.arange(size, dtype=jnp.int32)[None]
         token = jnp.minimum(token, key.shape[1] - 1)[:, :, None, None]

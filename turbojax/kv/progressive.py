@@ -175,7 +175,7 @@ class Progressive(Kind[ProgressiveCache]):
 
     def make(self, description: Description) -> ProgressiveCache:
         """See `Stored.make`."""
-        # Without these in files that are older than they are.
+        # Files from before these fields do not have them.
         config = {"flush": "all", **description["config"]}
         if isinstance(config["softmax"], Mapping):
             config["softmax"] = SAS(**config["softmax"])

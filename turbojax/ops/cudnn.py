@@ -10,7 +10,7 @@ from turbojax import _device
 from turbojax.ops.options import Options
 from turbojax.sharding import together
 
-# And without a gradient, of whole sequences, from compute capability 9.0 on.
+# Without a gradient, of whole sequences, from compute capability 9.0 on.
 _MOST_CHANNELS, _MOST_CHANNELS_FORWARD = 128, 256
 
 
@@ -74,7 +74,7 @@ def attend_part(
     Keys at or past `key_length` are ignored, but must be finite; there is no soft cap. Sequences
     without keys give 0 and ``-inf``. Raises NotImplementedError if this jax keeps no log-sum-exp.
     """
-    # What cuDNN makes of a sequence without keys is its own affair.
+    # cuDNN's result for a sequence without keys is not defined.
     lengths = None if key_length is None else jnp.maximum(key_length, 1)
 
     def call(*arrays: jax.Array) -> jax.Array:

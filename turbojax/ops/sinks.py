@@ -22,7 +22,7 @@ def with_sinks(
     and ``-inf``; a real one that sees nothing gives 0 and its head's sink.
     """
     sinks = sinks[None, None]
-    # Where neither has weight the difference, and the derivatives of both lines, would be NaN.
+    # Where neither has a weight, the difference and the derivatives of both lines would be NaN.
     is_none = sinks == -jnp.inf
     total = jnp.logaddexp(residual, jnp.where(is_none, 0, sinks))
     total = jnp.where(is_none, residual, total)

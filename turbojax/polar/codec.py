@@ -174,7 +174,7 @@ def _encode(x: jax.Array, rotation: Rotation, *, bits: int) -> tuple[jax.Array, 
     corrected = _corrected(squares[..., 0], levels)
     corrected = jnp.where(is_tiny[..., 0], 0, corrected)
     is_valid = is_bounded[..., 0] & (corrected <= LARGEST_NORM)
-    # Selected in float16: a conversion of NaN has other bits elsewhere.
+    # Selected in float16: on other machines a conversion of NaN has other bits.
     norms = jnp.where(is_valid, corrected.astype(jnp.float16), jnp.float16(jnp.nan))
     return jnp.where(is_bounded, codes, jnp.uint8(0)), norms
 
@@ -229,7 +229,7 @@ def _corrected(squares: jax.Array, levels: jax.Array) -> jax.Array:
     too.
     """
     guess = jnp.sqrt(squares / levels)
-    # Above a float16 of this exponent the next one follows after a quantum.
+    # The distance between float16 numbers of this exponent.
     exponent = jax.lax.bitcast_convert_type(guess, jnp.int32) & _EXPONENT
     exponent = jnp.maximum(exponent, _SMALLEST_EXPONENT) - (10 << 23)
     quantum = jax.lax.bitcast_convert_type(exponent, jnp.float32)

@@ -53,7 +53,7 @@ _SCALE_DTYPES = {
     "bf16": jnp.dtype(jnp.bfloat16),
     "f16": jnp.dtype(jnp.float16),
 }
-# What a row's scales can be, where they have a range that weights leave.
+# The scales that a row can have, for dtypes whose range weights may exceed.
 _RANGES = {"e4m3": E4M3_SCALES, "f16": FLOAT16_SCALES}
 _RECIPROCAL_RANGE = float(np.float32(1 / INT4_RANGE))
 
@@ -326,7 +326,7 @@ def scaled_values(weight: Int4Weight) -> jax.Array:
     values = integers(weight).astype(jnp.float32) * scale.astype(jnp.float32)
     if weight.scale_dtype != "e4m3":
         return values
-    # Not by way of e4m3, to which a CPU converts one number at a time.
+    # Not through e4m3, to which a CPU converts one number at a time.
     small = jnp.rint(values * 2.0**9) * 2.0**-9
     large = jax.lax.reduce_precision(values, exponent_bits=8, mantissa_bits=3)
     values = jnp.where(jnp.abs(values) < 2.0**-6, small, large)

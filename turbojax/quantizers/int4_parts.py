@@ -92,7 +92,7 @@ def take_inputs(weight: Int4Weight, start: int, size: int, group_size: int) -> I
 def _take_inputs(weight: Int4Weight, start: int, size: int, group_size: int) -> Int4Weight:
     stored = stored_inputs(size, group_size)
     kept = min(max(weight.in_size - start, 0), size)
-    # Padded groups too have a scale, whichever.
+    # Padded groups need some scale, too.
     first = start + np.arange(stored // group_size) * group_size
     groups = np.minimum(first, weight.in_size - 1) // weight.group_size
     if start % BLOCK == 0 and kept % BLOCK == 0:

@@ -106,7 +106,7 @@ def to_qwix(weight: Int4Weight, *, in_axis: int = 0) -> Any:
     if zero is not None and zero.max() > 7:
         raise ValueError("zeros hold 8, and must be -8 to 7: int4 has no more")
     if weight.in_size % weight.group_size:
-        # Groups divide the inputs in a QArray. One that is shared by all may be any.
+        # In a QArray groups divide the inputs; a single group may have any size.
         scale = _one_group("scales", scale)
         zero = None if zero is None else _one_group("zeros", zero)
     elif _is_one(scale) and (zero is None or _is_one(zero)):

@@ -139,7 +139,7 @@ def open_file(path: str | os.PathLike[str]) -> Iterator[StoredFile]:
     with opened as tensors:
         try:
             yield StoredFile(source, tensors)
-        except KeyError as error:  # of what a reader looks for in the description
+        except KeyError as error:  # of a missing part of the description
             raise ValueError(
                 f"{source} is damaged: its description lacks {_json.line(str(error))}"
             ) from error

@@ -10,8 +10,8 @@ from turbojax.quantizers import Fp8Tokens
 
 _LARGEST = 2**15
 _THREADS, _MOST_WARPGROUPS = 128, 4
-# Up to so many tokens, fewer than run at once, a lane has as little to do as possible; beyond them
-# so many channels.
+# Up to this many tokens, fewer than run at once, a lane has as little to do as possible; beyond it,
+# a lane has this many channels.
 _FEW, _CHANNELS = 512, 32
 
 

@@ -179,7 +179,7 @@ def check_biases(bias: jax.Array | None, weight: Int4Weight) -> jax.Array | None
 
 def _check_sizes(group_sizes: jax.Array, experts: int, rows: int) -> jax.Array:
     """Sizes of groups as int32 ``[E]``; outside `jit` none may be negative or too many together."""
-    # What is beyond int32 is beyond any number of rows, too.
+    # A size beyond int32 is beyond any number of rows, too.
     group_sizes = _checks.as_int32("group_sizes", group_sizes, saturate=True)
     if group_sizes.shape != (experts,):
         raise ValueError(f"{group_sizes.shape=} must be ({experts},), one for each expert")

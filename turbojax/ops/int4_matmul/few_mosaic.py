@@ -15,14 +15,14 @@ _TOKENS = (8, 16, 32, 64)
 _GROUP, _ROWS = 128, 64
 # Warpgroups of a program: more of them have too few registers for 64 tokens.
 _WARPGROUPS = 4
-# Programs that share rows. Pairs of multiprocessors leave none idle; of a cluster of four an H200
-# has no place for 32 at a time, and the last ones wait until the first end.
+# Programs that share rows. Pairs leave no multiprocessor idle. An H200 cannot run 32 clusters of
+# four at a time: the last ones wait until the first end.
 _PARTS = (1, 2)
-# Clocks, of the times in `few.py`: of a multiprocessor for a tile, of a warpgroup for all it does
-# with one, of a program until its first weights are there and from its last on, and what sums of
-# two programs, and another round of tokens, take more.
+# Clocks, from the times in `few.py`: of a multiprocessor for a tile; of a warpgroup for all its work
+# on one; of a program until its first weights arrive and after its last; and the extra for sums of
+# two programs, and for another round of tokens.
 _TILE, _LATENCY, _START, _CLUSTER, _ROUND = 240, 500, 6500, 2200, 2500
-# With more of them on their way the first ones come later: each costs 0.4 us.
+# With more of them in flight the first ones arrive later: each costs 0.4 us.
 _STAGES = 4
 # Of 227 KB, less what Pallas takes.
 _SHARED_BYTES = 222 * 1024

@@ -63,7 +63,7 @@ def rounded(
     activation's derivative is taken at the sums of the forward product, rounded likewise:
     `quantize` and `run` are that product's. `quantizer` names what rounds cotangents.
     """
-    # float16 has the range neither for cotangents nor for factors of outputs.
+    # The range of float16 is too small for cotangents and for factors of outputs.
     dtype = jnp.float32 if x.dtype == jnp.float32 else jnp.bfloat16
     if activation is None:
         d_sums = d_out.astype(jnp.float32)
@@ -75,7 +75,7 @@ def rounded(
             tokens = quantize_activation(scaled, implementation=quantizer)
         d_sums = _padded_columns(d_sums, weight.output_scale.size)
     else:
-        # All rows as they are stored, before the activation joins those of a gate and its partner.
+        # All rows in stored order, before the activation joins those of a gate and its partner.
         rows = stored_rows(weight.out_size, weight.gated)
         plain = dataclasses.replace(weight, out_size=rows, gated=False)
         sums = run(_in_dtype(quantize(x), dtype), plain, bias)

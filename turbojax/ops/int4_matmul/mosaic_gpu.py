@@ -24,7 +24,7 @@ _FEW = 64
 _TWO_LEVELS = 128
 # From this many tokens on it pays to expand e4m3 weights first.
 _MANY = 4096
-# Tokens up to which programs share a tile where there are few, and groups that are worth one.
+# Up to this many tokens programs share tiles if these are few; groups that are worth a program.
 _SHARED, _FEWEST_GROUPS = 256, 4
 _MOST_STAGES = 12
 _SHARED_BYTES = 227 * 1024
@@ -192,7 +192,7 @@ def _matmul(
     else:
         rest = (bias, None if residual is None else padded(residual, (x.shape[0], columns)))
     if launch.expands and tables is not None:
-        # Not before there are tokens: XLA would expand all layers' weights first, and keep them.
+        # Tied to the tokens: else XLA would expand all layers' weights first, and keep them.
         codes, x = lax.optimization_barrier((weight.codes, x))
         vectors = (x, *vectors[1:])
         expanded = int4_expand.int4_expand(codes, weight.scales, tables, programs=multiprocessors())

@@ -8,7 +8,7 @@ import numpy as np
 
 from turbojax.quantizers import E4M3_MAX, Fp8Tokens, Int4Weight
 
-# Tokens that copies of more than these come in.
+# The unit of copies of more tokens than this.
 _COPY = 8
 
 

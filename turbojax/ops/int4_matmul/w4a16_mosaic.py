@@ -13,13 +13,13 @@ from turbojax.ops.int4_matmul.static import Activation
 from turbojax.quantizers import Int4Weight
 from turbojax.quantizers.int4_layout import OUT_MULTIPLE
 
-# A kilobyte less than there is: each buffer begins at a multiple of 128 bytes.
+# A kilobyte less than the GPU has: each buffer begins at a multiple of 128 bytes.
 _SHARED_BYTES = 226 * 1024
-# Tokens up to which warps multiply by themselves.
+# Up to this many tokens each warp multiplies on its own.
 _FEW = 16
-# Tokens of a tile; those that copies of more come in; rows of a tile.
+# Tokens of a tile; the unit of copies of more tokens; rows of a tile.
 _TOKENS, _COPY, _TILE = (8, 16, 32, 64, 128), 8, 128
-# Tokens up to which programs share a tile where there are few, and groups that are worth one.
+# Up to this many tokens programs share tiles if these are few; groups that are worth a program.
 _SHARED, _FEWEST_GROUPS = 256, 4
 _MOST_STAGES = 12
 
@@ -148,7 +148,7 @@ def _many(
         epilogue, launch.tokens, launch.stages, 1, launch.parts, programs=multiprocessors()
     )
     columns = stored // 2 if weight.gated and not is_shared else stored
-    # Never one warpgroup's alone, see `program.launch`.
+    # At least two warpgroups' columns, see `program.launch`.
     columns = max(columns, settings.columns)
     rest: tuple[Any, Any] = (None, None)
     if not is_shared:

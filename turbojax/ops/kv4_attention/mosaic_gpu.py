@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 _HEAD_DIMS = (64, 128, 256)
 _MOST_QUERY_ROWS = 64
-# Where a program takes few tokens, each of its results is as large as what it reads.
+# Where a program takes few tokens, its results are as large as what it reads.
 _MOST_SPLIT_ROWS = 16
 # Fewer programs than this, each with a part, leave half of an H100 idle.
 _FEW_PROGRAMS = 64

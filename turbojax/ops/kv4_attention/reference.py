@@ -38,7 +38,7 @@ def decode(
     begin = extras.begin(cache.lengths, query_length)
     position = begin[:, None] + jnp.arange(length)[None]
     is_query = (jnp.arange(length)[None] < query_length[:, None])[:, :, None]
-    # A ring's tokens are read in their order, and in the chunks of a cache that has them all.
+    # A ring's tokens are read in order, in the same chunks as those of a cache that keeps all.
     total = max(cache.room, -(-cache.max_length // ALLOCATION) * ALLOCATION)
     count = min(total, _CHUNK_TOKENS)
 

@@ -52,7 +52,7 @@ def attend(
         seen = options.mask(position, token, lengths) & real[:, :, None]
         return _step(state, queries, _read(cache, tables[:, i]), seen[:, :, None], options.scale)
 
-    # Batches of one program: a sequence sees nothing of a tile past its end, which changes no bit.
+    # All sequences in one program: one that sees nothing of a tile keeps its bits.
     first = jnp.min(jnp.where(query_lengths > 0, position[:, 0], jnp.iinfo(jnp.int32).max))
     last = jnp.max(extras.end(lengths, query_lengths)) - 1
     start, stop = options.key_range(first, last, lengths)
@@ -101,8 +101,8 @@ def _step(
     """
     o, m, l = state
     latent, rope = keys
-    # A token that is not finite shows in the scores of those who see it, and of no one else: as a
-    # value it must not reach the others as 0 * NaN.
+    # A token that is not finite shows in the scores of the queries that see it. As a value it must
+    # not reach the other queries as 0 * NaN.
     finite = jnp.all(jnp.isfinite(latent), axis=-1) & jnp.all(jnp.isfinite(rope), axis=-1)
     value = jnp.where(finite[..., None], latent, 0)
     scores = numerics.exact_dot("btnc,bsc->btns", queries[0], value)

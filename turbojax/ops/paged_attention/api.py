@@ -202,7 +202,7 @@ def _check(
     batch, tokens = query.shape[:2]
     block_tables = page_checks.check_block_tables(block_tables, batch)
     lengths = page_checks.check_lengths("lengths", lengths, batch)
-    if query_lengths is not None:  # as an array it would take a kernel to make
+    if query_lengths is not None:  # making it an array would take a kernel
         query_lengths = _checks.check_lengths("query_seq_lengths", query_lengths, batch, tokens)
     if _checks.is_concrete(block_tables, lengths):
         first = _first_seen(query, lengths, query_lengths, extras, options)
@@ -260,7 +260,7 @@ def _run_here(
         query_lengths = jnp.clip(query_lengths, 0, query.shape[1])
         held, capacity = lengths, block_tables.shape[1] * cache.page_size
         lengths, extras = newest.as_newest(query, held, query_lengths, extras, options)
-        lengths = jnp.where(held > capacity, held, lengths)  # to be found out of range
+        lengths = jnp.where(held > capacity, held, lengths)  # so that it is found out of range
 
     def run(extras: Extras, options: Options) -> tuple[jax.Array, jax.Array]:
         chosen = select(implementation, query, cache, block_tables, options=options, extras=extras)

@@ -17,30 +17,30 @@ from turbojax.state.pages.pool import PagedCache
 if TYPE_CHECKING:
     from pallas_kernels.mosaic.hopper.paged.kernel import Settings, Stored
 
-# Kinds of pages whose keys and values are read alike; other sides are read each in its own way.
+# Kinds of pages whose keys and values are read alike; in others each side is read in its own way.
 _ALIKE = ("turbo4", "fp8_e4m3", "fp8_e5m2", "auto")
 _PLAIN_DTYPES = ("bfloat16", "float16")
 _HEAD_DIMS = (64, 128, 256)
 _MOST_QUERY_ROWS = 64
-# Where a program takes few tokens, each of its results is as large as what it reads.
+# Where a program takes few tokens, its results are as large as what it reads.
 _MOST_SPLIT_ROWS = 16
 # Fewer programs than this, each with a part, leave half of an H100 idle.
 _FEW_PROGRAMS = 64
 
 
-# Of a warp's keys of 16 bits.
+# Bytes of a warp's keys in 16 bits.
 _PLAIN_BYTES = 8192
-# Channels whose codes, by their bits, are whole words.
+# How many channels' codes, by their bits, are whole words.
 _WHOLE_WORDS = {4: 8, 3: 32, 2: 16}
-# Of a token's codes, so that a block of 64 tokens is as large.
+# Bytes of a token's codes up to which a block of 64 tokens is no larger.
 _MOST_BYTES_OF_64 = 128
-# And of its shared memory, so that no more than two programs are on a multiprocessor.
+# Bytes of a warp's shared memory with which at most two programs are on a multiprocessor.
 _HALF = 19456
 _MULTIPROCESSORS = 132
-# Of 8-bit pages three programs share one. Where each has so many in all, the last round would have
-# too few, and take as long as any: they are taken two at a time.
+# With 8-bit pages three programs share a multiprocessor. Where each multiprocessor has this many in
+# all, the last round would have too few and take as long as any: two run at a time instead.
 _IN_PAIRS = (4, 8)
-# Bytes of what programs that take few tokens may find.
+# Most bytes of the results of programs that take few tokens.
 _MOST_FOUND = 2**27
 
 

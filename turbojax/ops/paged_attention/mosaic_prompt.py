@@ -24,7 +24,7 @@ _MOST_E4M3_CHANNELS = 128
 # Tokens of a part, and query rows of a KV head up to which there are parts.
 _PART, _MOST_ROWS_IN_PARTS = 2048, 1024
 _LOG2_E = 1.4426950408889634
-# Bytes that pages may take expanded; beyond, sequences are attended to one after the other.
+# Bytes that expanded pages may take; beyond it sequences are processed one after the other.
 _MOST_EXPANDED = 2**30
 
 
@@ -198,7 +198,7 @@ def _codec(stored: Format, head_dim: int) -> "expand.Codec":
 
     if isinstance(stored, Codes):
         table, middle, step = polar.integer_centroids(stored.bits)
-        # Of a centroid's unit, and of the rotation, one over the root of the channels each.
+        # The centroids' unit and the rotation each have the factor 1 / sqrt(channels).
         return expand.Codec(tuple(table), middle, step / head_dim)
     if isinstance(stored, Int8):
         return expand.Codec(is_int8=True)

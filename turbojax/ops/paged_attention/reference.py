@@ -51,7 +51,7 @@ def attend(
     `block_tables` must be within the pool.
     """
     if query.shape[1] == 1:
-        # An axis of one would be dropped, and the products that are left added in another order.
+        # An axis of one would be dropped, and the remaining products added in another order.
         query = jnp.pad(query, ((0, 0), (0, 1), (0, 0), (0, 0)))
         out, residual = attend(
             query,

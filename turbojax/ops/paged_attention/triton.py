@@ -149,5 +149,5 @@ def default_launch(query: jax.Array, cache: PagedCache) -> Launch:
     return Launch(part=512, tile=tile, rows=16, num_warps=num_warps)
 
 
-# Query rows of a KV head up to which a call is made for decoding.
+# Query rows of a KV head up to which a call counts as decoding.
 MOST_NARROW_ROWS = 64

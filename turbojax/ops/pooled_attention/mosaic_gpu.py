@@ -12,7 +12,7 @@ from turbojax.ops.extras import NOTHING, Extras
 from turbojax.ops.pooled_attention import lists, operands
 from turbojax.ops.pooled_attention.static import LEVELS, PooledOptions
 
-# What matrix instructions and their shared memory are made for; others are padded with zeros.
+# Head dims of the kernels; others are padded with zeros up to one of these.
 _HEAD_DIMS = (64, 128)
 _DTYPES = (jnp.bfloat16, jnp.float16)
 _BLOCK_KV = (64, 128)
@@ -199,7 +199,7 @@ def gradient(
     # The kernels load padding, too, and weight it with 0, which does not remove a NaN.
     query = rows.without_padding(query, query_length)
     x = _operands(query, key, value, query_length, key_length, options)
-    # Whole blocks: what would be copied from beyond the end is the next head's.
+    # Whole blocks: copies beyond the end would read the next head's.
     padded = -(-sizes[0] // options.block_q) * options.block_q
     d_out, lse, delta = rows.gradient_rows(out, residual, d_out, d_residual, padded)
     queries = (x.query, _padded(d_out.astype(query.dtype)), lse, delta)

@@ -139,7 +139,7 @@ def gradient(
         d_k, d_v = sums
         q, o, d_o, lse, d_lse = tile.arrays
         mask = _visible(tile, _real(tile, query_length), pyramid, options, extras)
-        # A row's cotangents may be anything where it sees nothing, and there is nothing to shift.
+        # Where a row sees nothing, its cotangents may be anything, and `lse` is -inf.
         p = jnp.where(mask, jnp.exp(_scores(q, k, mask, pyramid, options) - lse), _zero(wide))
         d = jnp.sum(d_o.astype(wide) * o.astype(wide), axis=-1, keepdims=True)
         d_p = _dot("bkgth,bkrh->bkgtr", d_o, v)
@@ -272,7 +272,7 @@ def _visible(
         if shift is not None:
             position = position + shift[:, None, None, None, None]
         there = there & (last <= position)
-    # A mean of keys of one segment, or a single key: its first token's says it.
+    # A pooled key has keys of one segment, or is a single key: its first token's segment is its own.
     together = extras.visible(tile.position, pyramid.first)
     if together is not None:
         there = there & together[:, None, None]

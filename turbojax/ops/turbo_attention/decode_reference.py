@@ -62,7 +62,7 @@ def decode(
         scores = numerics.cap_logits(scores * factor[..., None], options.logits_soft_cap)
         return _merge_splits(state, scores, mask, value, cache)
 
-    # A ring's blocks are read in their order, and in the chunks of a cache that has them all.
+    # A ring's blocks are read in order, in the same chunks as those of a cache that keeps all.
     total = cache.blocks_of_length
     count = min(total, max(1, _CHUNK_TOKENS // block))
 
@@ -89,7 +89,7 @@ def decode(
     )
     chunk_tokens = count * block
     state = varying_like(state, query, cache, query_length, extras)
-    # Of places in blocks, which first tokens are not in.
+    # Positions by block, without the first tokens, which are in no block.
     first = jnp.maximum(first - first_tokens, 0) // chunk_tokens
     state = jax.lax.fori_loop(first, -(-stop // chunk_tokens), chunk, state)
     slot = jnp.arange(cache.config.buffer_size)[None]
@@ -128,7 +128,7 @@ def _merge_splits(
     total_shift = numerics.finite_maximum(new_max)
     weight = jnp.exp(split_max - total_shift[..., None])
     factor = weight * p_scale[..., 0] * value[1][:, :, None, None]
-    # A split of which a row sees nothing must not reach it, not even as 0 * NaN.
+    # A split that a row does not see must not reach it, not even as 0 * NaN.
     factor = jnp.where(jnp.any(mask, axis=-1), factor, 0)
     product = numerics.exact_dot("bkgqct,bkcth->bkgqh", codes * factor[..., None], value[0])
     alpha = jnp.exp(m - total_shift)

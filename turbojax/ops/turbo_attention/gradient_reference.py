@@ -46,7 +46,7 @@ def gradient(
     V^T`` and a row's ``D = dO . O`` the scores' gradient is ``dS = P (dP - D + d_lse)``. `V` is
     rounded there as it was when it gave `O`: a row's `dS` sum to 0 but for `d_lse` and a sink. A
     bias and slopes get `dS` before its scale and the cap's derivative. With
-    ``config.gradient="8bit"`` `dO` is rounded in both, in blocks as queries are. ``dQ = dS K``,
+    ``config.gradient="8bit"`` `dO` is rounded in `dP` and `D`, in blocks as queries are. ``dQ = dS K``,
     ``dK = dS^T Q`` and ``dV = P^T dO`` use the unrounded operands.
 
     Query blocks run one after the other and walk over the key blocks that they can see. Memory
@@ -77,7 +77,7 @@ def gradient(
     def key_blocks(x: jax.Array) -> jax.Array:  # [n, B, K, t, channels]
         return jnp.moveaxis(blocks(x, key_length, block_kv), 2, 0)
 
-    # A query that sees nothing gets nothing and gives nothing.
+    # A query that sees nothing has gradient zero and adds nothing to those of keys and values.
     is_blind = residual == -jnp.inf
     if extras.sinks is not None:
         is_blind = is_blind | sees_only_sink(out, residual, extras.sinks)

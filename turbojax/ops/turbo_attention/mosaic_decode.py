@@ -26,12 +26,12 @@ _MOST_QUERY_ROWS = 128
 # Of an H100.
 _MULTIPROCESSORS = 132
 _WARPS = 4
-# Queries of a KV head that `hopper.decode` takes in one program, and channels times tokens of the
-# largest block of which the kernel for many takes 32.
+# Queries of a KV head that `hopper.decode` takes in one program; and the largest block, in channels
+# times tokens, with which the kernel for many takes 32.
 _FEW_ROWS, _LARGEST_BLOCK = 8, 128 * 64
 _ROWS_OF_MANY, _HEAD_DIMS_OF_MANY, _BLOCKS_OF_MANY = (16, 32), (64, 128, 256), (64, 128)
 _LARGEST_CLUSTER, _FEW_BLOCKS = 4, 32
-# Programs of a long call, and blocks that one of them should have.
+# Programs of a long call, and blocks that each of them should have.
 _EVEN, _ENOUGH_BLOCKS = 512, 64
 
 
@@ -50,7 +50,7 @@ def decode_unsupported(
         return refusal
     if config.mode == "float":
         return "config.mode='float' must be an 8-bit mode: its products are of int8"
-    # A lane takes a quarter of a key's codes, and of a channel's, in words.
+    # A lane reads a quarter of a key's codes, and of a channel's, in whole words.
     multiple = 32 if min(cache.key.bits) == 4 else 64
     if cache.head_dim % multiple or cache.head_dim > _LARGEST_HEAD_DIM:
         return (
@@ -206,7 +206,7 @@ def _launch_of_many(query: jax.Array, cache: ProgressiveCache, rows: int) -> Lau
     """For 16 or 32 `rows`: as many programs as run at once, since each starts and ends slowly."""
     from pallas_kernels.mosaic.hopper.decode_rows.kernel import RowSettings
 
-    # 32 queries' outputs are held by two warps, of which 12 fill a multiprocessor's registers.
+    # Two warps hold the outputs of 32 queries; 12 warps fill a multiprocessor's registers.
     heads, blocks = _heads(query, cache, rows), cache.key.block_scale.shape[2]
     team = 1 if rows == _ROWS_OF_MANY[0] else 2
     warpgroups, at_once = (3, 1) if team == 2 and heads <= 2 * _MULTIPROCESSORS else (1, 2)

@@ -21,14 +21,14 @@ from turbojax.ops.turbo_attention.operands import (
 )
 from turbojax.sas import SAS
 
-# What matrix instructions and their shared memory are made for; others are padded with zeros.
+# Head dims of the kernels; others are padded with zeros up to one of these.
 _HEAD_DIMS = (64, 128, 256)
 _BLOCK_KV = (64, 128)
-# Key tokens that are attended to at once where blocks do not set them.
+# Key tokens of a tile where the block size does not set it.
 _TILE = 128
-# Query rows of one warpgroup, which have one scale.
+# Query rows of one warpgroup, which share one scale.
 _ROWS = 64
-# Above it the hardware's powers of two cannot be shifted so far that they become 0.
+# Above this threshold the hardware's powers of two cannot be shifted far enough to become 0.
 _HIGHEST_THRESHOLD = -5.0
 
 

@@ -23,7 +23,7 @@ from turbojax.ops.turbo_attention.operands import (
     quantize_values,
 )
 
-# What matrix instructions and their shared memory are made for; others are padded with zeros.
+# Head dims of the kernels; others are padded with zeros up to one of these.
 _HEAD_DIMS = (64, 128, 256)
 # Tokens that copies take together, and queries of a program.
 _COPY, _TILE = 8, 128
@@ -120,7 +120,7 @@ def gradient(
         key, value = (rows.without_padding(x, key_length) for x in (key, value))
     q, k, v, d_o = (_padded(x) for x in (query, key, value, d_out))
     of_rows = (out, residual, d_residual, query_length)
-    # What is not rounded to codes multiplies in 16 bits: `delta` is of the same numbers.
+    # Operands without codes are multiplied in 16 bits; `delta` is computed from the same numbers.
     d_weighed = d_o if config.gradient == "8bit" else _in_16_bits(d_o)
     q8, d8, lse, delta = _row_operands(q, d_weighed, *of_rows, config, padded)
     k8 = _codes(k, key_length, config.block_kv, config)
@@ -145,8 +145,8 @@ def gradient(
         d_q, d_k, d_v = ((y / unit).astype(wanted) for y in (d_q, d_k, d_v))
     if extras.alibi_slopes is None:
         return d_q, d_k, d_v, NOTHING
-    # In plain JAX: slopes are constants, as a rule, and what nobody reads is not computed under
-    # `jit`.
+    # In plain JAX: slopes are usually constants, and under `jit` an unused gradient is not
+    # computed.
     *_, of_extras = gradient_reference.gradient(
         *given, config=config, options=options, extras=extras
     )
@@ -222,7 +222,7 @@ def default_launch(head_dim: int, config: TurboConfig, *, is_plain: bool = True)
     is_8bit = config.gradient == "8bit"
     if head_dim == _HEAD_DIMS[-1]:
         return Launch(2, 2) if is_8bit else Launch(1, 1)
-    # Beside four steps of codes and of two operands in 16 bits there is no room for anything else.
+    # Four steps of codes and of two operands in 16 bits fill the shared memory.
     is_full = not is_plain and not is_8bit and config.mode != "float"
     return Launch(3 if is_full else 4, 3, in_turns=is_8bit and head_dim == _HEAD_DIMS[1])
 

@@ -16,7 +16,7 @@ from turbojax.ops.options import Options
 
 _AMPERE, _ADA = 8.0, 8.9
 _LARGEST_HEAD_DIM = 256
-# What Hopper's kernels take, forward and backward, as `plain_refusal` names it: all but a bias.
+# What Hopper's kernels support, forward and backward, in `plain_refusal`'s names: all but a bias.
 HOPPER_EXTRAS = (
     "query_offset",
     "key_offset",

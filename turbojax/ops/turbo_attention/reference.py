@@ -145,7 +145,7 @@ def _online_step(
     )
     product = numerics.exact_dot("bkgqt,bkth->bkgqh", p_codes, value)
     product = product * (p_scale * value_scale[:, :, None, None, None])
-    # A block of which a row sees nothing must not reach it, not even as 0 * NaN.
+    # A block that a row does not see must not reach it, not even as 0 * NaN.
     product = jnp.where(jnp.any(mask, axis=-1, keepdims=True), product, 0)
     alpha = jnp.exp(m - shift)
     return o * alpha[..., None] + product, new_max, l * alpha + jnp.sum(p, axis=-1)

@@ -29,7 +29,7 @@ _MOST_QUERY_ROWS = 64
 _SHORTEST_8_BIT_BLOCK = 32
 # Shared memory: one key block at most, and the key and value blocks in flight.
 _LARGEST_TILE, _BYTES_IN_FLIGHT = 2**16, 96 * 2**10
-# What the prefill kernel takes.
+# Extras that the prefill kernel supports.
 _EXTRAS = (*(field.name for field in dataclasses.fields(Extras)), "output_dtype")
 
 
@@ -289,7 +289,7 @@ def _decode(
     )
 
 
-# More warps wait for each other; more stages take shared memory from other programs.
+# With more warps, they wait for each other; more stages take shared memory from other programs.
 _DECODE_WARPS, _DECODE_STAGES = 1, 2
 # Programs that fill a large GPU several times over, and blocks that are worth a program.
 _ENOUGH_PROGRAMS, _FEWEST_BLOCKS = 1024, 1

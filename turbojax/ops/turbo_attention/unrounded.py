@@ -12,9 +12,9 @@ from turbojax.ops import cudnn
 from turbojax.ops.options import Options
 from turbojax.sharding import together
 
-# Keys that a query must see on average, and queries a key, for rounding to pay, by head dim. A
-# causal call of 1,024 tokens has 512 of both. Whole calls on an H200 over cuDNN, causal, 4,096 to
-# 8,192 tokens in all (`benchmarks/results/default_versions_2026-11-23.json`):
+# How many keys a query must see on average, and queries a key, for rounding to pay, by head dim. A
+# causal call of 1,024 tokens has 512 of both. Speed of whole calls on an H200 relative to cuDNN,
+# causal, 4,096 to 8,192 tokens in all (`benchmarks/results/default_versions_2026-11-23.json`):
 #   causal tokens:    512    1,024  2,048  4,096  8,192
 #   head dim, group
 #   128, 4            0.87   1.10   1.30          1.44

@@ -12,7 +12,7 @@ from turbojax.state.pages.answers import PageCopy as PageCopy
 from turbojax.state.pages.answers import PoolExhausted as PoolExhausted
 from turbojax.state.pages.answers import PoolStatistics as PoolStatistics
 
-# In a table where a page was released.
+# Stands in a table for a page that was released.
 _RELEASED = -1
 
 
@@ -65,8 +65,8 @@ class PageAllocator:
         self._sequences: dict[int, _Sequence] = {}
         self._retained = [0] * int(num_pages)
         self._keepers: list[MutableMapping[int, Any]] = []
-        # What follows from these. `_unsettled` while it may not: a call that was interrupted
-        # leaves it so.
+        # Derived from these. `_unsettled` is True while they may disagree, as after a call that
+        # was interrupted.
         self._unsettled = False
         self._holders = [0] * int(num_pages)
         # A stack: a page used a moment ago is taken first. Page 0 comes first of all.

@@ -176,7 +176,7 @@ def _beyond(x: jax.Array, stored: jax.Array) -> jax.Array:
     """Bool ``[B, T]``: finite vectors that became NaN."""
     axes = tuple(range(2, x.ndim))
     finite = jnp.all(jnp.isfinite(x), axis=-1)
-    # Before a conversion, and exact: NaN differs from itself.
+    # Compared before a conversion, so exactly: NaN differs from itself.
     nan = jnp.isnan(stored.astype(jnp.float32))
     lost = finite & (nan if nan.ndim == finite.ndim else jnp.any(nan, axis=-1))
     return jnp.any(lost, axis=axes[:-1])

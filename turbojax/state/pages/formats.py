@@ -322,7 +322,7 @@ def to_int8(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     not finite or a magnitude is beyond 127 times 65504.
     """
     x = x.astype(jnp.float32)
-    # As integers magnitudes are in the order of the numbers, and NaN is beyond all of them.
+    # As integers, magnitudes have the order of the numbers, and NaN is beyond all of them.
     bits = jax.lax.bitcast_convert_type(x, jnp.int32) & _MAGNITUDE
     largest = jax.lax.bitcast_convert_type(jnp.max(bits, axis=-1), jnp.float32)
     is_tiny = largest <= TINY
@@ -332,14 +332,14 @@ def to_int8(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     integers = _quotients(x, jnp.where(is_stored, scale, 1)[..., None])
     integers = jnp.where(is_stored[..., None], integers, 0).astype(jnp.int8)
     scale = jnp.where(is_tiny, 0, scale)
-    # Selected in float16: a conversion of NaN has other bits elsewhere.
+    # Selected in float16: on other machines a conversion of NaN has other bits.
     return integers, jnp.where(is_valid, scale.astype(jnp.float16), jnp.float16(jnp.nan))
 
 
 def _up_to_float16(x: jax.Array) -> jax.Array:
     """The smallest float16 that is not below `x`, positive, still in float32; more if too large."""
     exponent = jax.lax.bitcast_convert_type(x, jnp.int32) & _EXPONENT
-    # Above a float16 of this exponent the next one follows after a quantum.
+    # The distance between float16 numbers of this exponent.
     exponent = jnp.maximum(exponent, _SMALLEST_EXPONENT) - (10 << 23)
     quantum = jax.lax.bitcast_convert_type(exponent, jnp.float32)
     inverse = jax.lax.bitcast_convert_type((254 << 23) - exponent, jnp.float32)

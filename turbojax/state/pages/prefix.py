@@ -65,13 +65,13 @@ class PrefixCache:
         # What is remembered, by page: the allocator holds these pages. A page is remembered after
         # the one before it and forgotten before it.
         #
-        # From the least to the most recently used. Using a page uses all before it, a parent after
-        # its child, so no parent comes before one of its children; with a window, all before it
-        # that are needed.
+        # From the least to the most recently used. Using a page also uses the pages before it (with
+        # a window, those that are needed), each parent after its child: so no parent comes before
+        # one of its children.
         self._order: collections.OrderedDict[int, _Entry] = collections.OrderedDict()
         allocator.add_keeper(self._order)
-        # The tree of the same entries. `_unsettled` while tree or order may not be as said: a call
-        # that was interrupted leaves it so.
+        # The tree of the same entries. `_unsettled` is True while tree or order may be wrong, as
+        # after a call that was interrupted.
         self._roots: dict[_Tokens, _Entry] = {}
         self._unsettled = False
 
@@ -194,7 +194,7 @@ class PrefixCache:
         for page, entry in self._order.items():
             if len(victims) >= pages_needed:
                 break
-            # Its children came before it: those that could go are gone.
+            # Its children came first in the order: those that could be freed are gone.
             may_go = self._window is not None or not entry.children
             if may_go and self._allocator.holders(page) == 1:
                 entry.page = -1
@@ -275,7 +275,7 @@ class PrefixCache:
         """Rebuilds the tree, and puts the order right, where a call was interrupted."""
         if not self._unsettled:
             return
-        # What has a page, and whatever comes before it.
+        # Entries that have a page, and all entries before these.
         entries = dict.fromkeys(self._order.values())
         for entry in list(entries):
             parent = entry.parent

@@ -98,7 +98,7 @@ def settings(
 
     rows, pieces, warps = _FEW
     if vectors > _MANY:
-        # 64 channels a thread, of which 8 or 16 of a piece.
+        # 64 channels a thread, 8 or 16 of them in a piece.
         rows = min(128, 8192 // channels)
         pieces, warps = min(8, channels // 16), 4
     elif vectors > _SOME:
@@ -113,6 +113,6 @@ def settings(
     )
 
 
-# Vectors of a program, pieces, warps: a warp for each vector, while a GPU holds all of them.
+# Vectors of a program, pieces, warps: a warp for each vector, as long as the GPU holds them all.
 _FEW = (1, 1, 1)
 _SOME, _MANY = 2048, 16384

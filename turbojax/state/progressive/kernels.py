@@ -35,8 +35,8 @@ class Operands(NamedTuple):
     value_scale: jax.Array
 
 
-# What the pass over keys, and that over values, can write for attention. One scale for all of a
-# head's values is known only after it.
+# Dtypes that the passes over keys and over values can write for attention. The single scale of a
+# head's e4m3 values is known only after the pass.
 _OPERANDS: Mapping[Mode, tuple[jax.typing.DTypeLike, jax.typing.DTypeLike | None]] = {
     "int8": (jnp.int8, jnp.int8),
     "int8_fp8": (jnp.int8, None),
@@ -110,7 +110,7 @@ def stored_prompt(
     kept = reference.kept_tokens(cache, key.shape[1], lengths)
     inside = jnp.clip(lengths, 0, key.shape[1])
     operands = _OPERANDS[config.mode] if with_operands else (None, None)
-    # The buffer's scale follows from the maxima of blocks that a ring does not hold, too.
+    # The buffer's scale also follows from the maxima of blocks that a ring no longer holds.
     every_block = with_operands or cache.is_ring
     prompts = [
         Prompt(reference.rank_prompt(side, x, kept, config), x, operand, every_block, begin)

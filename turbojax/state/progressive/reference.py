@@ -132,7 +132,7 @@ def buffer_stream(
     tokens = x.shape[2]
     valid = jnp.arange(tokens)[None] < accepted[:, None]
     scale, is_open = _fix_scale(side.buffer_scale, x, valid)
-    # From the first token that is not finite on, the head's codes are 0 and its scale NaN.
+    # From the first token on that is not finite, the head's codes are 0 and its scale is NaN.
     finite = jnp.all(jnp.isfinite(x), axis=-1) | ~valid[:, None]
     broken = jnp.cumsum(~finite, axis=-1) > 0
     broken = broken | jnp.isnan(scale)[..., None]
