@@ -2,10 +2,10 @@
 
 `KeyboardInterrupt` is raised in the main thread between two instructions of Python, so that what is
 being written is finished or removed. But while XLA compiles, that thread is in C++ for half a
-minute and more, and some callbacks swallow it. So a second thread is told of the signal
-(`signal.set_wakeup_fd`: by the C handler itself, at once). It ends the process if the main thread
+minute and more, and some callbacks swallow it. So a second thread hears of the signal at once, from
+the C handler itself (`signal.set_wakeup_fd`). It ends the process if the main thread
 has not ended it within `GRACE` seconds, or at a second signal. Either way the process ends by
-`os._exit`: the interpreter's own way takes modules apart while XLA's threads still use them, and
+`os._exit`: a regular exit of the interpreter destroys modules that XLA's threads still use, and
 crashes.
 
 Nothing but the standard library is imported: importing jax takes seconds, in which Ctrl-C is to

@@ -1,7 +1,7 @@
 """Locks of files and folders, where the system and the file system have them.
 
-Windows has none of this kind, and some network file systems refuse them or keep them to one
-machine. A lock ends with the process that holds it, however that ends.
+Windows has no locks of this kind, and some network file systems refuse them or keep them to one
+machine. A lock ends with the process that holds it, however the process ends.
 """
 
 import contextlib

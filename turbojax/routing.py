@@ -55,8 +55,8 @@ def route(
 ) -> Routing:
     """Chooses the `top_k` experts of the largest logits, and their weights, in float32.
 
-    ``softmax="before"`` takes the probabilities among all experts, of which the chosen ones keep
-    theirs; with `normalize` divided by their sum (Qwen3-MoE: `norm_topk_prob`). Normalized, they
+    ``softmax="before"`` takes the probabilities among all experts; the chosen ones keep theirs, or
+    with `normalize` theirs divided by their sum (Qwen3-MoE: `norm_topk_prob`). Normalized, they
     are the softmax of the chosen logits alone, which is what ``"after"`` computes (Mixtral,
     gpt-oss).
 
@@ -64,8 +64,8 @@ def route(
     experts are chosen by the score plus a `correction`, which balances their load and is no part of
     the weight.
 
-    With groups, experts of only the best `top_groups` of them are chosen, neighbours being of one
-    group. A group is as good as its best expert, or with sigmoids as the sum of its best two.
+    With groups, which are neighbouring experts, only experts of the best `top_groups` are chosen. A
+    group is as good as its best expert, or with sigmoids as the sum of its best two.
 
     Args:
       logits: floating point ``[..., E]``.

@@ -95,8 +95,8 @@ class SAS:
     ) -> jax.Array:
         """The same function on `unit` scaled arguments, from a kernel's own instructions.
 
-        Within a few units in the last place of `__call__`: one `exp2` of an integer is faster there
-        than the table's selects.
+        Within a few units in the last place of `__call__`: in a kernel one `exp2` of an integer is
+        faster than the table's selects.
 
         Args:
           x: float32, natural-log units times `unit`. NaN may give any value.

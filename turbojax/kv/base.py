@@ -47,7 +47,7 @@ class Attend(Protocol):
           cache: this layer's cache, or None.
           options: of this layer.
           sinks: float ``[N]``, this layer's, if it has any, see `turbojax.turbo_attention`. Layers
-            without hand over none, so that what never meets them need not take them.
+            without sinks do not pass this argument, so an `Attend` for these need not take it.
 
         Returns:
           The output ``[B, T, N, H]`` and the layer's new cache, of the same structure.
@@ -177,8 +177,9 @@ class Kind(Stored[C]):
         `turbojax.kv.latent`.
       splits_tokens: whether devices can have different tokens of a sequence, see
         `turbojax.parallel`.
-      in_one_pass: what decoding token by token through the cache attends to, for all tokens of
-        whole sequences at once; None where a token's stored form depends on its neighbours.
+      in_one_pass: an `Attend` with the result of decoding token by token through the cache, for
+        all tokens of whole sequences at once; None where a token's stored form depends on its
+        neighbours.
     """
 
     names: tuple[str, ...]
@@ -253,8 +254,8 @@ class Kind(Stored[C]):
           key: ``[B, T, K, H]`` in the cache's dtype, after the rotary embedding.
           value: the same.
           lengths: optional int ``[B]``, how many of the `T` tokens are real, the first ones.
-          implementation: what `decode` or `prefill` are asked for beside it; a kind without a
-            choice of writers has no use for it.
+          implementation: the name that `decode` or `prefill` is asked for at the same time; a kind
+            without a choice of writers ignores it.
 
         Returns:
           The extended cache; under `jit`, tokens past `max_length` are left out and reported in

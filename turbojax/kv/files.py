@@ -1,7 +1,7 @@
 """Which parts of a layer's cache are stored, and how the cache is restored from them.
 
 Only what sequences hold is kept: of a cache with room for 32k tokens that holds 500, these 500.
-What lies past a sequence's length means nothing, and comes back as zeros.
+Rows past a sequence's length mean nothing, and come back as zeros.
 """
 
 from collections.abc import Sequence

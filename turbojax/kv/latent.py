@@ -6,7 +6,7 @@ For layers with latent attention in absorbed form. Through `Attend` such a layer
 - as key the rotary keys, ``[B, T, 1, R]``,
 - as value the latents, ``[B, T, 1, C]``,
 
-and gets attended latents, ``[B, T, N, C]``; `attend_latents` does so. Prompts too attend to what
+and gets attended latents, ``[B, T, N, C]``; `attend_latents` does this. Prompts too attend to what
 the cache stores, as later tokens will.
 """
 

@@ -13,7 +13,7 @@ from turbojax.ops.options import PLAIN, AttentionOptions
 class FirstLayers:
     """An `Attend` that is one in the first layers of a model, and another in the others.
 
-    Models ask for a layer's by `attend_of`; nothing else can call it.
+    Models get a layer's by `attend_of`; it cannot be called itself.
 
     Attributes:
       first: of the first `count` layers.

@@ -42,12 +42,12 @@ many as prompts take at a time, see `turbojax.kv.pages.query_chunk`, with 64 que
 class PagedLayer(Split):
     """A layer's KV cache in pages, for `B` sequences that come and go together.
 
-    Every sequence has pages for `max_length` tokens from the start, so nothing is allocated on the
-    way. Where requests come and go, an engine shares one pool between them instead.
+    Every sequence has pages for `max_length` tokens from the start, so nothing is allocated later.
+    Where requests come and go, an engine shares one pool between them instead.
 
-    Of a layer with a sliding window it has only as many as the window and some new tokens need: a
-    ring, whose pages the table names again and again. What is written then takes the place of
-    tokens that no query sees any more.
+    For a layer with a sliding window it has only as many pages as the window and some new tokens
+    need: a ring, whose pages the table names again and again. New tokens then overwrite those that
+    no query sees any more.
 
     Made by `init_layer`; `append` takes it and never changes it in place (donate it to `jit` to
     reuse its memory).

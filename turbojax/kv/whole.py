@@ -27,9 +27,9 @@ def causal_attention(
 ) -> tuple[jax.Array, Cache]:
     """Exact causal attention over the given tokens alone; the cache passes through untouched.
 
-    `jax.nn.dot_product_attention`, which under strict dtype promotion has no gradient in bfloat16
-    on a CPU; in float32 it has. With a cap of the scores, or sinks, `exact_attention.attend`. An
-    `Attend`.
+    This `Attend` is `jax.nn.dot_product_attention`, which under strict dtype promotion has no
+    gradient in bfloat16 on a CPU, but has one in float32. With a cap of the scores, or sinks, it is
+    `exact_attention.attend`.
     """
     static = options.complete(query.shape[3])
     if static.logits_soft_cap is not None or sinks is not None:
@@ -47,7 +47,7 @@ def causal_attention(
 
 
 def padded_attention(mask: jax.Array) -> Attend:
-    """`causal_attention` to tokens that are there; the others' outputs mean nothing.
+    """`causal_attention` to tokens that are no padding; the outputs of padding mean nothing.
 
     Args:
       mask: bool ``[B, T]``, False for padding.

@@ -1,8 +1,8 @@
 """Arrays that a call of attention may have beyond queries, keys, values and lengths.
 
 They say which keys a query sees, or change its scores. Users hand them over as keyword arguments;
-`Extras` is the one form in which implementations take them. What the options are is static and in
-`turbojax.ops.options`; these are data.
+`Extras` is the one form in which implementations take them. These are data; static options are in
+`turbojax.ops.options`.
 """
 
 import dataclasses

@@ -1,7 +1,7 @@
-"""Newest tokens that attend to a cache: where they are in it, where offsets say something else.
+"""Newest tokens that attend to a cache, and queries at other positions, by offsets.
 
 Queries are those of a cache's last tokens. With `query_offset` they are elsewhere: where a text's
-keys lie in several caches, each is attended to by itself, with the position of its first token as
+keys lie in several caches, each is attended to separately, with the position of its first token as
 `key_offset`, and the results are merged.
 """
 
@@ -100,8 +100,8 @@ def as_newest(
     """Turns a call into one of newest tokens where possible: every implementation can run these.
 
     A single query without a window sees a cache's tokens up to its own position: it is the newest
-    token of a cache that ends there. Returns so many lengths, int32 ``[B]``, and the extras that
-    are left.
+    token of a cache that ends there. Returns that cache's lengths, int32 ``[B]``, and the extras
+    that are left.
     """
     if extras.query_offset is None or query.shape[1] != 1 or options.window is not None:
         return lengths, extras

@@ -35,7 +35,7 @@ def largest_weight(config: TurboConfig) -> float:
 
 
 def stored_mode(mode: Mode) -> Literal["int8", "float"]:
-    """The numbers that `decode` multiplies: stored integers, so int8 in every 8-bit mode."""
+    """The numbers that `decode` multiplies: caches store integers, so int8 in every 8-bit mode."""
     return "float" if mode == "float" else "int8"
 
 

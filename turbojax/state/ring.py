@@ -2,7 +2,7 @@
 
 A query sees itself and the ``window - 1`` tokens before it. So a sequence gets room for its window
 and `SPARE` tokens more, rounded up to what a kind of cache stores at once: single tokens, or blocks
-of them. What comes then takes the place of the oldest: row ``p % rows`` holds token `p` (or block
+of them. Further tokens then overwrite the oldest: row ``p % rows`` holds token `p` (or block
 `p`). Lengths, positions and `max_length` are those of a cache without a window, and so are the rows
 until they are all in use.
 

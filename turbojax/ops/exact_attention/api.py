@@ -48,7 +48,7 @@ def attention(
       local_window_size: see `turbojax.turbo_attention`.
       logits_soft_cap: the same; with one, `turbojax.turbo_attention` attends, in mode ``"float"``
         and with the exact softmax.
-      sinks: the same, and so do they attend.
+      sinks: the same; with sinks too `turbojax.turbo_attention` attends.
       implementation: ``"xla"``, ``"cudnn"``, or None for cuDNN where it can; ``"mosaic_gpu"``,
         and ``"repeatable"``, which only decode, are None here.
 
@@ -154,7 +154,7 @@ def decode(
       implementation: ``"cudnn"`` (one query per sequence, an output in its own dtype alone, neither
         window nor cap nor sinks, at most 128 channels), ``"mosaic_gpu"`` (Ampere to
         Blackwell, bfloat16 or float16, 64, 128 or 256 channels, at most 64 queries of a KV head;
-        of a window it reads no more than that),
+        with a window it reads only that),
         ``"xla"``, or None for the first of them that can; ``"repeatable"`` for the first but
         cuDNN, whose last bits may differ from run to run. The kernel's gradient is XLA's.
       return_residual: also return the log-sum-exp of the scores.

@@ -1,4 +1,4 @@
-"""The kernel of pages for Hopper behind `decode` of an `ExactCache`, which it reads as it is."""
+"""The kernel of pages for Hopper behind `decode` of an `ExactCache`, which it reads directly."""
 
 import functools
 

@@ -27,9 +27,9 @@ def quantize_activation(
 ) -> Fp8Tokens:
     """Quantizes activations to e4m3, one scale per token (FireQ, section 3.1).
 
-    ``s = bf16(max|x| / 448)``, ``q = e4m3(x / s)``, saturating: see
-    `turbojax.quantizers.quantize_tokens`, which this is in one pass over the activations. It has
-    no gradient; `matmul` of activations that are not quantized has.
+    ``s = bf16(max|x| / 448)``, ``q = e4m3(x / s)``, saturating: it is
+    `turbojax.quantizers.quantize_tokens` in one pass over the activations. It has no gradient;
+    `matmul` of activations that are not quantized has one.
 
     Args:
       x: ``[..., K]``, bfloat16, float16 or float32.

@@ -45,16 +45,16 @@ def grouped_matmul(
     Tokens are sorted by expert: the first ``group_sizes[0]`` rows are those of expert 0, the next
     ``group_sizes[1]`` those of expert 1, and so on; groups may be empty. It is `matmul` of each
     group, and what is said there of quantization, sums and the gradient holds here. Memory and time
-    are those of the experts that have tokens. Rows behind the last group belong to nobody: they are
-    zeros, as in `jax.lax.ragged_dot`, and so is their gradient.
+    are those of the experts that have tokens. Rows behind the last group belong to no expert: they
+    are zeros, as in `jax.lax.ragged_dot`, and so is their gradient.
 
     Args:
       x: ``[M, K]``, bfloat16, float16 or float32; or tokens already quantized, which have no
         gradient.
       weight: ``[N, K]`` of each expert, arrays with a leading axis of `E` experts, see
         `quantize_experts` and `stack_experts`; of a gated product ``[2 F, K]``.
-      group_sizes: integers ``[E]``, none negative, at most `M` together. Outside `jit` others are
-        refused. Under `jit` they cannot be: then every row of the result is NaN.
+      group_sizes: integers ``[E]``, none negative, at most `M` together. Outside `jit` others raise
+        an error; under `jit` they make every row of the result NaN.
       bias: optional floating point ``[E, N]``; of a gated weight ``[E, 2 F]``, that of the gate
         first.
       activation: as in `matmul`.

@@ -56,10 +56,10 @@ def matmul(
 ) -> jax.Array:
     """``act(x W^T + bias) + residual`` with INT4 weights (FireQ, section 3.1; W4A8 and W4A16).
 
-    Activations are quantized to e4m3 with a scale per token, unless they are already, or with
-    ``activations="bf16"`` left as they are, and multiplied with the weight's values. Everything
-    after that is float32, rounded once to the result's dtype; only ``"mosaic_gpu"`` leaves part of
-    the sums to an 8-bit matrix unit, see `precision`.
+    Activations are quantized to e4m3 with a scale per token, unless they are already quantized or
+    ``activations="bf16"`` leaves them unrounded, and multiplied with the weight's values.
+    Everything after that is float32, rounded once to the result's dtype; only ``"mosaic_gpu"``
+    leaves part of the sums to an 8-bit matrix unit, see `precision`.
 
     The gradient is that of ``act(x W^T + bias) + residual`` with the dequantized weight, straight
     through the rounding of `x`, if it is rounded: for `x`, `bias` and `residual`. The weight is
@@ -75,8 +75,8 @@ def matmul(
         ``silu(gate) * up``, or ``"geglu"``, ``gelu(gate) * up``, and nothing else.
       residual: optional ``[..., N]`` or ``[..., F]`` in `x`'s dtype, added after the activation.
       activations: ``"e4m3"``, or ``"bf16"``: tokens are multiplied unrounded, in their own dtype,
-        bfloat16 or float16; float32 ones by ``"xla"`` alone. What is not finite goes on as in any
-        product of floats.
+        bfloat16 or float16; float32 ones by ``"xla"`` only. Values that are not finite propagate as
+        in any product of floats.
       precision: None, ``"default"``, ``"high"``, ``"highest"`` or a `jax.lax.Precision`. By
         default, with more than 128 tokens, sums may stay in an 8-bit matrix unit, whose additions
         keep about 14 bits, as those of XLA's own products of e4m3 do. From ``"high"`` on they leave

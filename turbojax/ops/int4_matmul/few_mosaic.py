@@ -18,9 +18,9 @@ _WARPGROUPS = 4
 # Programs that share rows. Pairs leave no multiprocessor idle. An H200 cannot run 32 clusters of
 # four at a time: the last ones wait until the first end.
 _PARTS = (1, 2)
-# Clocks, from the times in `few.py`: of a multiprocessor for a tile; of a warpgroup for all its work
-# on one; of a program until its first weights arrive and after its last; and the extra for sums of
-# two programs, and for another round of tokens.
+# Clocks, from the times in `few.py`: of a multiprocessor for a tile; of a warpgroup for all it does
+# with one; of a program until its first weights arrive and after its last; and the extra for sums
+# of two programs, and for another round of tokens.
 _TILE, _LATENCY, _START, _CLUSTER, _ROUND = 240, 500, 6500, 2200, 2500
 # With more of them in flight the first ones arrive later: each costs 0.4 us.
 _STAGES = 4

@@ -50,9 +50,10 @@ def unsupported(
 
 
 class Launch(NamedTuple):
-    """How the kernels are launched: tokens of a tile, stages of groups of inputs, and more.
+    """How the kernels are launched; `stages` are groups of inputs in shared memory.
 
     Attributes:
+      tokens: of a tile.
       teams: pairs of warpgroups that take groups in turn.
       parts: programs that share a tile (split-K).
       expands: whether weights become e4m3 in memory first.

@@ -1,8 +1,8 @@
 """INT4 x FP8 products in plain JAX: the definition (FireQ, Baek et al., 2025, section 3.1).
 
-Operands are 8-bit floats or small integers, which bfloat16 and float32 hold exactly, and tokens
+Operands are 8-bit floats or small integers, which bfloat16 and float32 hold exactly, or tokens
 that are not rounded to 8 bits; sums are float32. On a GPU the operands are multiplied as bfloat16,
-or in the dtype of such tokens, on a CPU as float32.
+or in the dtype of unrounded tokens, on a CPU as float32.
 """
 
 import functools

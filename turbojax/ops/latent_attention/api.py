@@ -49,10 +49,9 @@ def latent_attention(
     """Attends the newest tokens' queries to all that a `LatentCache` holds, in absorbed form.
 
     Latent attention (MLA, DeepSeek-V2, 2024) keeps one latent of `C` channels per token for all
-    heads, from which a head's key and value are made by matrices of its own, ``W_UK`` and
-    ``W_UV``, and a rotary key of `R` channels. As ``q . (W_UK c) = (W_UK^T q) . c``, a query can
-    take its key's matrix instead, and the output its value's: then the latent itself is key and
-    value,
+    heads, and a rotary key of `R` channels. Each head makes its key and value from the latent by
+    matrices of its own, ``W_UK`` and ``W_UV``. As ``q . (W_UK c) = (W_UK^T q) . c``, these matrices
+    can be applied to the query and the output instead: then the latent itself is key and value,
 
     ``score = scale * (q_latent . latent + q_rope . rope)``, ``out = softmax(score) @ latent``,
 
@@ -77,8 +76,8 @@ def latent_attention(
       sinks: optional floating-point ``[N]``, see `turbojax.decode`.
       output_dtype: float32 for parts that `turbojax.merge_attention` joins; the queries' dtype if
         not given.
-      implementation: ``"mosaic_gpu"`` (Hopper, without the last four), ``"xla"`` (float32), or None
-        to choose.
+      implementation: ``"mosaic_gpu"`` (Hopper, without the four arguments before this one),
+        ``"xla"`` (float32), or None to choose.
       return_residual: also return the log-sum-exp of the scores.
 
     Returns:
@@ -139,7 +138,7 @@ def paged_latent_attention(
     implementation: ImplementationName | None = None,
     return_residual: bool = False,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
-    """`turbojax.latent_attention` to pages: arguments not named here are those of it.
+    """`turbojax.latent_attention` to pages; see there for what is not said here.
 
     Args:
       query_latent: ``[B, T, N, C]`` in `cache.dtype`.
@@ -320,7 +319,7 @@ def _attend(
 ) -> tuple[jax.Array, jax.Array]:
     """Runs an implementation: hides sequences that cannot be read from it, and rotates for it.
 
-    `interpret` is an argument so that the interpreter's program is not used without it.
+    `interpret` is an argument so that what was traced for the interpreter is not reused without it.
     """
     del interpret
     tokens, dtype = query_latent.shape[1], options.dtype_of_output(query_latent)

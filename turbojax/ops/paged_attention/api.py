@@ -97,8 +97,8 @@ def paged_attention(
     Query `t` of `n` is at position ``length - n + t`` and sees the tokens up to there, its own
     included. A query before the beginning of a sequence shorter than `n` sees nothing.
 
-    Where keys are stored as codes the queries are rotated, scores are taken of the codes' centroids
-    (those of `turbojax.polar.integer_centroids`) times the tokens' norms; where values are, so are
+    Where keys are stored as codes, the queries are rotated, and scores use the codes' centroids
+    (those of `turbojax.polar.integer_centroids`) times the tokens' norms. Where values are, so do
     the weighted sums, and the output is rotated back (PolarQuant, Han et al., 2025).
 
     The online softmax takes tokens in runs at fixed positions, so that a sequence's result depends,
@@ -122,18 +122,18 @@ def paged_attention(
       local_window_size: optional `w` or ``(left, right)``, relative to the query's position.
       logits_soft_cap: optional `c`: scores become ``c * tanh(score / c)``.
       query_offset: optional int ``[B]`` or scalar, the position of the first query, where it is
-        not one of the last tokens held: of several tables with parts of a text, see
-        `turbojax.merge_attention`. Several queries, or one with a window, are then plain JAX's.
+        not one of the last tokens held: for several tables with parts of a text, see
+        `turbojax.merge_attention`. Several queries, or one with a window, then run in plain JAX.
       key_offset: the position of the pages' first token, 0 if not given.
       sinks: optional floating-point ``[N]``, see `turbojax.turbo_attention`.
       output_dtype: float32 for results that will be merged; the query's if not given.
-      implementation: ``"mosaic_gpu"`` (compiles for Ampere to Blackwell, run on Hopper alone; 8-bit
-        floats from Ada on, many queries need Hopper. 16-bit pages: weights as sums of two numbers
-        of that dtype; 8-bit floats: queries and weights as sums of two float16; codes and int8: as
-        integers of 15 bits. Of many queries, weights, and what codes and int8 stand for, are in
+      implementation: ``"mosaic_gpu"`` (compiles for Ampere to Blackwell, run only on Hopper; 8-bit
+        floats need Ada or newer, many queries need Hopper. 16-bit pages: weights as sums of two
+        numbers of that dtype; 8-bit floats: queries and weights as sums of two float16; codes and
+        int8: as integers of 15 bits. With many queries, weights and decoded codes and int8 are in
         the query's dtype; with ``"fp8_e4m3"``, up to 128 channels, queries and weights in e4m3),
-        ``"triton"`` (16-bit pages: weights in that dtype; all that is stored in 8 bits or fewer:
-        queries in float16 and weights in half precision), ``"xla"`` (float32), or None for the
+        ``"triton"`` (16-bit pages: weights in that dtype; pages in 8 bits or fewer: queries in
+        float16 and weights in half precision), ``"xla"`` (float32), or None for the
         first of them that can run this. In float16 weights below ``2**-25`` of the largest are
         lost.
       return_residual: also return the log-sum-exp of the scores.
@@ -332,7 +332,7 @@ def _attend(
 ) -> tuple[jax.Array, jax.Array]:
     """Runs an implementation.
 
-    `interpret` is an argument so that the interpreter's program is not used without it.
+    `interpret` is an argument so that what was traced for the interpreter is not reused without it.
     """
     del interpret
     return attend(*arrays, options=options)

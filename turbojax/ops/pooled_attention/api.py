@@ -70,10 +70,10 @@ def pooled_attention(
     logarithm of their number is added to its score. Where fewer are left at the end of a sequence,
     it is the mean of those, and weighs as many.
 
-    The levels are data: changing them needs no compilation. Apart from them, and from lists that
-    the kernels make of them (some tens of bytes a level), memory grows with ``T + S``, also for the
-    gradient, which passes through the means to every token (Algorithms 2 and 3). There are no
-    second derivatives and no forward mode (`jax.jvp`).
+    The levels are data: changing them needs no compilation. Apart from the levels, and from lists
+    that the kernels make of them (some tens of bytes a level), memory grows with ``T + S``, also
+    for the gradient, which passes through the means to every token (Algorithms 2 and 3). There are
+    no second derivatives and no forward mode (`jax.jvp`).
 
     Args:
       query: ``[B, T, N, H]``, bfloat16, float16 or float32.
@@ -92,15 +92,15 @@ def pooled_attention(
       key_value_seq_lengths: optional int ``[B]``: keys at or past it are ignored. Under `jit`
         values outside the array act as the nearest bound, of queries too.
       query_segment_ids: optional integers ``[B, T]``, of packed sequences: a query sees keys of an
-        equal id alone. No mean has keys of two segments: a block that holds several is attended
+        equal id only. No mean has keys of two segments: a block that holds several is attended
         token by token, whatever its level, unless that is 0. Blocks without a segment of the row's
         queries take no time in kernels.
       key_value_segment_ids: integers ``[B, S]`` beside them.
       query_offset: optional int ``[B]`` or scalar, the position of the first query, for parts of a
         longer sequence. Under `jit` values outside ``0..2**29`` act as the nearest bound.
       key_offset: the same of the first key.
-      sinks: optional floating-point ``[N]``, a logit of each head that takes part in the softmax's
-        denominator alone; a query that sees nothing has it as its log-sum-exp.
+      sinks: optional floating-point ``[N]``, a logit of each head that takes part only in the
+        softmax's denominator; it is the log-sum-exp of a query that sees nothing.
       output_dtype: float32 for the output of a part that will be merged, see
         `turbojax.merge_attention`; the query's if not given.
       implementation: ``"mosaic_gpu"`` (compute capability 9.0 alone), ``"triton"`` or ``"xla"``, or

@@ -1,7 +1,7 @@
 """Means over groups of adjacent tokens, and their adjoint (multi-scale KV pooling, Li, 2025).
 
-A group of level `r` is `r` tokens, the first at a multiple of `r`. Of a group across the end of a
-sequence only the tokens that are there count: it is their mean, and it weighs as many.
+A group of level `r` is `r` tokens, the first at a multiple of `r`. In a group across the end of a
+sequence only the tokens that exist count: it is their mean, and it weighs as many.
 """
 
 import jax

@@ -272,7 +272,7 @@ def _visible(
         if shift is not None:
             position = position + shift[:, None, None, None, None]
         there = there & (last <= position)
-    # A pooled key has keys of one segment, or is a single key: its first token's segment is its own.
+    # A pooled key never mixes segments, so its first token's segment is its own.
     together = extras.visible(tile.position, pyramid.first)
     if together is not None:
         there = there & together[:, None, None]

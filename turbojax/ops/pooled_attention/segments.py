@@ -2,8 +2,8 @@
 
 A mean never stands for keys of several segments: a block that holds more than one is attended token
 by token, whatever its level, and a block without a segment of the row's queries is skipped. Both
-are a matter of levels, which are changed before anything else looks at them. What is left for each
-pair of a query and a pooled key is whether they are of one segment.
+are done by changing the levels before anything else reads them. For each pair of a query and a
+pooled key it only remains to check whether they are of one segment.
 """
 
 import functools

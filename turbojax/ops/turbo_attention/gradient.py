@@ -1,4 +1,4 @@
-"""Gradients of `turbo_attention`: straight through its rounding; which implementation runs them."""
+"""Gradients of `turbo_attention` straight through its rounding, and what computes them."""
 
 import dataclasses
 from collections.abc import Callable

@@ -46,8 +46,8 @@ def gradient(
     V^T`` and a row's ``D = dO . O`` the scores' gradient is ``dS = P (dP - D + d_lse)``. `V` is
     rounded there as it was when it gave `O`: a row's `dS` sum to 0 but for `d_lse` and a sink. A
     bias and slopes get `dS` before its scale and the cap's derivative. With
-    ``config.gradient="8bit"`` `dO` is rounded in `dP` and `D`, in blocks as queries are. ``dQ = dS K``,
-    ``dK = dS^T Q`` and ``dV = P^T dO`` use the unrounded operands.
+    ``config.gradient="8bit"`` `dO` is rounded in `dP` and `D`, in blocks as queries are.
+    ``dQ = dS K``, ``dK = dS^T Q`` and ``dV = P^T dO`` use the unrounded operands.
 
     Query blocks run one after the other and walk over the key blocks that they can see. Memory
     grows with ``T + S``.

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 _LARGEST_HEAD_DIM = 256
 _BLOCKS = (32, 64, 128)
 _MOST_QUERY_ROWS = 128
-# Of an H100.
+# An H100 has this many.
 _MULTIPROCESSORS = 132
 _WARPS = 4
 # Queries of a KV head that `hopper.decode` takes in one program; and the largest block, in channels

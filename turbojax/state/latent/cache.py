@@ -28,7 +28,7 @@ PAGE_SIZE = 64
 class LatentCache(formats.Holder, Split):
     """Latents and rotary keys of `B` sequences (MLA, DeepSeek-V2, 2024).
 
-    What is stored of a token, and what `kv_dtype` means, is said at `LatentPages`. `S` is
+    `LatentPages` says what is stored of a token, and what `kv_dtype` means. `S` is
     `max_length` rounded up to a multiple of 64.
 
     Made by `init_latent_cache`; functions take it and never change it in place (donate it to `jit`

@@ -1,4 +1,4 @@
-"""How a token's latent is stored: as it is, in e4m3 with a scale of its own, or as polar codes."""
+"""How a token's latent is stored: unchanged, in e4m3 with a scale of its own, or as polar codes."""
 
 import dataclasses
 from typing import Any, ClassVar, NamedTuple

@@ -40,14 +40,14 @@ class PageAllocator:
     table takes any of them in any order, so nothing fragments and there is nothing to defragment.
 
     A page may have several holders: sequences (after `fork`, or when allocated with a prefix), and
-    whoever called `retain`. It is free again when the last of them lets go. Full pages are never
-    written again, so they are shared as they are; a page partially filled is copied when one of
-    several holders extends it. Of layers with a sliding window, a sequence's pages before the
-    window may go while it goes on (`release_before`).
+    callers of `retain`. It is free again when the last of them releases it. Full pages are never
+    written again, so they are shared directly; a page partially filled is copied when one of
+    several holders extends it. For layers with a sliding window, a sequence's pages before the
+    window may be released while it goes on (`release_before`).
 
-    Not thread-safe. What fails changes nothing. An exception from outside, such as Ctrl-C, leaves a
-    call not done at all, or done: who holds what is changed by one last assignment, and what
-    follows from it is counted anew by the next call.
+    Not thread-safe. A call that fails changes nothing. An exception from outside, such as Ctrl-C,
+    leaves a call either not done at all or done: one last assignment changes who holds what, and
+    the next call recounts everything that follows from this.
 
     Args:
       num_pages: pages of the pool.
@@ -192,11 +192,11 @@ class PageAllocator:
         """Lets go of pages whose tokens are never read again, as those before a sliding window.
 
         The sequence keeps its length. Its block table has -1 where such a page was; they cannot be
-        had back.
+        recovered.
 
         Args:
           sequence: its id.
-          tokens: how many of its first tokens are not needed; pages that hold only such go.
+          tokens: how many of its first tokens are not needed; pages that hold only these go.
 
         Returns:
           How many pages it let go, which are free unless they have other holders.
@@ -321,8 +321,8 @@ class PageAllocator:
     def add_keeper(self, pages: MutableMapping[int, Any]) -> None:
         """Lets a mapping hold the pages that are its keys; `keep` and `drop` change it.
 
-        The mapping says which pages it holds also after a call that was interrupted, where a caller
-        of `retain` would be in doubt.
+        The mapping tells which pages it holds even after a call that was interrupted; a caller of
+        `retain` would not know.
 
         Args:
           pages: a mapping of no page.

@@ -1,8 +1,8 @@
 """How pages store a vector: one `Format` for keys, one for values, and the table of both by name.
 
-What a format says is all that the pool, its checks, the allocator's copies, files and attention in
-plain JAX know of it. So another way to store pages is a class here, or only a line of `FORMATS`;
-for a kernel, its operands in `ops/paged_attention/triton.py` as well.
+The pool, its checks, the allocator's copies, files and attention in plain JAX know only what a
+format says. So another way to store pages is a class here, or only a line of `FORMATS`; a kernel
+needs its operands in `ops/paged_attention/triton.py` as well.
 """
 
 import abc

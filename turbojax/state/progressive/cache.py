@@ -2,8 +2,8 @@
 
 A sequence's tokens are kept in blocks of packed stage-2 codes, the newest ones in an int8
 buffer whose scale never changes, so that a stored token is not quantized again until the buffer
-is full and its oldest block is compressed. The first token stays in the buffer for good: what a
-model attends to most, as to a sink, is kept in 8 bits.
+is full and its oldest block is compressed. The first token stays in the buffer for good: a model
+attends to it most, as to a sink, so it is kept in 8 bits.
 """
 
 import dataclasses

@@ -1,4 +1,4 @@
-"""What kernels that write a `ProgressiveCache` share: what they take, and what is around them."""
+"""What kernels that write a `ProgressiveCache` share: their operands, and the code around them."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence

@@ -63,8 +63,8 @@ def append(
 ) -> ProgressiveCache:
     """Adds new tokens, one or many per sequence.
 
-    Tokens go to the int8 buffer with the universal scale, clamped to +-119 codes; of a full buffer
-    the oldest block is compressed, or all of it (`TurboConfig.flush`). Without a prefill or a given
+    Tokens go to the int8 buffer with the universal scale, clamped to +-119 codes; when it is full,
+    its oldest block is compressed, or all of it (`TurboConfig.flush`). Without a prefill or a given
     scale, a head's universal scale is twice the maximum of its first token that is not all zero,
     over 119. The result does not depend, bit for bit, on how a run of tokens is split into calls.
 
