@@ -150,7 +150,7 @@ class Stored(abc.ABC, Generic[C]):
         return lengths
 
     def check_counts(self, counts: Counts, cache: C) -> None:
-        """Raises ValueError for impossible counts; negative and too large ones are found before."""
+        """Raises ValueError for impossible counts other than negative or too large ones."""
 
     def validate(self, cache: C) -> None:
         """Raises ValueError if the values of a cache from a file break an invariant of its class.

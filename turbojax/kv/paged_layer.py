@@ -143,8 +143,8 @@ def init_layer(
     """An empty cache of one layer, see `turbojax.kv.init_layer_cache`; 8-bit floats have scale 1.
 
     Pages are whole, so there may be memory for a few more tokens than `max_length`; with a window
-    there are pages for what it needs, see `NEW_TOKENS`. On a mesh every device has as many pages of
-    a sequence, and its tables count from its own first page.
+    there are pages for what it needs, see `NEW_TOKENS`. On a mesh every device has the same number
+    of pages of a sequence, and its tables count from its own first page.
     """
     if local_window_size is not None:
         _checks.check_sizes(local_window_size=local_window_size)
