@@ -97,5 +97,4 @@ def __getattr__(name: str) -> object:
 
 
 def __dir__() -> list[str]:
-    """What is there, with what is not imported yet."""
     return sorted({*globals(), *__all__})

@@ -6,7 +6,7 @@ from turbojax._extras import MissingError
 
 
 def main() -> NoReturn:
-    """Entry point of the `turbojax` command: one line if a package that it needs is not there."""
+    """Entry point of the `turbojax` command; prints one line if a package is missing."""
     try:
         from turbojax.app.main import main as run
     except MissingError as error:

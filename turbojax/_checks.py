@@ -26,17 +26,9 @@ def check_float_dtype(name: str, x: jax.Array) -> None:
 def check_query_key_value(
     query: jax.Array, key: jax.Array, value: jax.Array, *, one_head_dim: bool = True
 ) -> None:
-    """Checks the `BTNH` / `BSKH` contract of attention arguments.
+    """Raises unless arguments of attention fit the `BTNH` / `BSKH` contract.
 
-    Args:
-      query: ``[B, T, N, H]``.
-      key: ``[B, S, K, H]``.
-      value: ``[B, S, K, H]``, or another head dim where `one_head_dim` is False.
-      one_head_dim: whether values have the keys' head dim.
-
-    Raises:
-      TypeError: dtypes that are not supported or differ.
-      ValueError: ranks or sizes that do not fit.
+    Values may have another head dim where `one_head_dim` is False.
     """
     check_query(query)
     for name, x in (("key", key), ("value", value)):
@@ -82,12 +74,7 @@ def check_head_groups(num_heads: int, num_kv_heads: int) -> None:
 
 
 def check_lengths(name: str, lengths: jax.Array | None, batch_size: int, largest: int) -> jax.Array:
-    """Checks per-sequence lengths and returns them as int32 ``[B]``; None means `largest`.
-
-    Raises:
-      TypeError: if they are not integers.
-      ValueError: another shape, or (outside `jit`) a value outside ``0..largest``.
-    """
+    """Lengths as int32 ``[B]``; None means `largest`. Outside `jit`, none may be out of range."""
     if lengths is None:
         return jnp.full(batch_size, largest, jnp.int32)
     lengths = as_int32(name, lengths)
@@ -101,16 +88,9 @@ def check_lengths(name: str, lengths: jax.Array | None, batch_size: int, largest
 
 
 def as_int32(name: str, x: Any, *, saturate: bool = False) -> jax.Array:
-    """Returns integers as an int32 array, without wrapping around.
+    """Integers, of jax, numpy or Python, as an int32 array, without wrapping around.
 
-    Args:
-      name: of the argument.
-      x: integers of any dtype, of jax, numpy or Python.
-      saturate: whether values beyond int32 become the nearest bound, as they do under `jit`.
-
-    Raises:
-      TypeError: if they are not integers.
-      ValueError: unless `saturate`, outside `jit`, if one is beyond int32.
+    Outside `jit`, ValueError if one is beyond int32, unless they `saturate` as under `jit`.
     """
     if not isinstance(x, jax.Array):
         # jnp.asarray drops the upper half of numpy's 64 bits.
@@ -126,7 +106,7 @@ def as_int32(name: str, x: Any, *, saturate: bool = False) -> jax.Array:
             raise ValueError(f"{name} holds {x[wrong][0]}, must be within {held.min}..{held.max}")
         x = inside
     if isinstance(x, np.ndarray):
-        x = x.astype(np.int32)  # on the device that would be a program for every shape
+        x = x.astype(np.int32)  # on the device it would compile a program for every shape
     return jnp.asarray(x, jnp.int32)
 
 
@@ -145,11 +125,7 @@ def check_integer(name: str, x: object) -> None:
 
 
 def normalize_window(window: object) -> tuple[int, int] | None:
-    """A window as (left, right).
-
-    Raises:
-      ValueError: unless it is None, an integer or a pair of integers, none negative.
-    """
+    """A window (None, an integer or a pair, none negative) as (left, right)."""
     if window is None:
         return None
     pair = tuple(window) if isinstance(window, tuple | list) else (window, window)

@@ -18,11 +18,7 @@ _INTERPRETING: contextvars.ContextVar[bool] = contextvars.ContextVar(
 
 @functools.cache
 def gpu_compute_capability() -> float | None:
-    """Compute capability of the default GPU, such as 9.0; looked up once per process.
-
-    Returns:
-      None if jax's default backend is not a GPU, or the GPU is not NVIDIA's.
-    """
+    """Compute capability of the default GPU, such as 9.0; None if that is not one of NVIDIA's."""
     if jax.default_backend() != "gpu":
         return None
     try:
@@ -43,11 +39,7 @@ def multiprocessors() -> int:
 
 
 def total_memory() -> int | None:
-    """Bytes of memory of this process' first device, which for a CPU is the host's.
-
-    Returns:
-      None where that is not known.
-    """
+    """Bytes of memory of this process' first device, for a CPU the host's; None if not known."""
     device = jax.local_devices()[0]
     if device.platform == "cpu":
         return host_memory()
@@ -69,11 +61,9 @@ def has_pallas_triton() -> bool:
 
 
 def needs_gpu(minimum: float, *, by_pallas: bool = True) -> str | None:
-    """None if a compiled kernel can run here, or the reason why not in words.
+    """None if a kernel for GPUs from `minimum` on can run compiled here, or the reason why not.
 
-    Args:
-      minimum: the compute capability that the kernel needs.
-      by_pallas: whether it is Pallas that lowers it to Triton.
+    `by_pallas` says whether Pallas lowers it to Triton.
     """
     if interpreting():
         return None
@@ -92,7 +82,7 @@ def needs_hopper() -> str | None:
     """None if code for Hopper can run here, or the reason why not in words.
 
     Kernels with products of warpgroups are compiled for ``sm_90a``, whose matrix instructions no
-    other GPU has, newer ones included; and there is no interpreter of them.
+    other GPU has, newer ones included; and no interpreter can run them.
     """
     return _needs_one_of(_HOPPER)
 
@@ -100,8 +90,8 @@ def needs_hopper() -> str | None:
 def needs_mosaic() -> str | None:
     """None if Mosaic's kernels without products of warpgroups can run here, or why not in words.
 
-    They compile for data centers' GPUs from Ampere to Blackwell, and for Ada. They were run on
-    Hopper alone: `is_measured` says so.
+    They compile for data centers' GPUs from Ampere to Blackwell, and for Ada, but were run on
+    Hopper only, see `is_measured`.
     """
     return _needs_one_of(_AMPERE, _ADA, _HOPPER, _BLACKWELL)
 

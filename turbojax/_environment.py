@@ -9,7 +9,7 @@ import turbojax
 
 
 def environment() -> dict[str, str]:
-    """Device, versions and date, without which a measurement is worth nothing."""
+    """Device, versions and date: a measurement is worth nothing without them."""
     return {
         "device": jax.devices()[0].device_kind,
         "date": datetime.date.today().isoformat(),

@@ -38,10 +38,6 @@ def install(extra: str) -> str:
 
 
 def need_matplotlib(what: str = "a plot") -> None:
-    """Checks that plots can be drawn.
-
-    Raises:
-      MissingError: if matplotlib is not installed; the message says how to.
-    """
+    """Raises MissingError, whose message says how to install it, if matplotlib is missing."""
     if importlib.util.find_spec("matplotlib") is None:
         raise MissingError(f"{what} needs the package matplotlib: {install('demo')}")

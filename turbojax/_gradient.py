@@ -15,11 +15,7 @@ def refuse_gradients(
 ) -> Callable[..., Any]:
     """`run` with its options bound; raises NotImplementedError when it is differentiated.
 
-    Args:
-      run: a function of arrays and of these options.
-      op: its name, for the message.
-      because: the reason, for the message.
-      **options: keyword arguments that are not arrays.
+    `op` and `because` are the name and the reason in the message; `options` are no arrays.
     """
 
     @jax.custom_vjp

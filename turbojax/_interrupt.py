@@ -2,10 +2,10 @@
 
 `KeyboardInterrupt` is raised in the main thread between two instructions of Python, so that what is
 being written is finished or removed. But while XLA compiles, that thread is in C++ for half a
-minute and more, and some callbacks swallow it. So a second thread is told of the signal
-(`signal.set_wakeup_fd`: by the C handler itself, at once). It ends the process if the main thread
+minute and more, and some callbacks swallow it. So a second thread hears of the signal at once, from
+the C handler itself (`signal.set_wakeup_fd`). It ends the process if the main thread
 has not ended it within `GRACE` seconds, or at a second signal. Either way the process ends by
-`os._exit`: the interpreter's own way takes modules apart while XLA's threads still use them, and
+`os._exit`: a regular exit of the interpreter destroys modules that XLA's threads still use, and
 crashes.
 
 Nothing but the standard library is imported: importing jax takes seconds, in which Ctrl-C is to
@@ -30,7 +30,7 @@ _NOTHING = "nothing was written"
 
 
 class _State:
-    """What the handler, the main thread and the other one know."""
+    """State that the handler, the main thread and the watching thread share."""
 
     def __init__(self) -> None:
         self.watching = False
@@ -51,18 +51,17 @@ def begin(command: str) -> None:
 
 
 def say(note: Callable[[], str]) -> None:
-    """Sets what an interrupted command says from now on.
+    """Sets the note that an interrupted command prints from now on.
 
-    Args:
-      note: what was written, and how to go on, such as ``"2 of 5 results are in out.jsonl"``. It is
-        called when the command is interrupted, by another thread if need be: it must be quick and
-        take no locks.
+    It tells what was written and how to go on, such as ``"2 of 5 results are in out.jsonl"``.
+    `note` is called when the command is interrupted, possibly by another thread: it must be quick
+    and take no locks.
     """
     _state.note = note
 
 
 def line() -> str:
-    """The line: command, what happened to it, and its note."""
+    """The line to print: command, what happened to it, and its note."""
     word = _WORDS.get(signal.Signals(_state.signal or signal.SIGINT), "ended")
     try:
         note = _state.note()
@@ -95,7 +94,7 @@ def watch() -> None:
 
 @contextlib.contextmanager
 def elsewhere() -> Iterator[None]:
-    """Leaves signals to whoever handles them inside, such as a server that ends what it began."""
+    """Leaves signals to the code inside, such as a server that shuts down in its own way."""
     if not _state.watching:
         yield
         return
@@ -107,17 +106,13 @@ def elsewhere() -> Iterator[None]:
 
 
 def run(application: Callable[[], object]) -> NoReturn:
-    """Runs the command, whose end is the process's.
-
-    Raises:
-      SystemExit: at the end of a command that was not interrupted.
-    """
+    """Runs the command and ends the process: with SystemExit if it was not interrupted."""
     watch()
     _state.running = True
     try:
         sys.exit(application())  # type: ignore[arg-type]
     except BaseException as error:
-        # Whatever follows an interruption is its consequence.
+        # Any exception after an interruption is a consequence of it.
         if _state.signal is None and not isinstance(error, KeyboardInterrupt):
             raise
     finally:
@@ -136,13 +131,13 @@ def _handle(number: int, frame: object) -> None:
     second, _state.signal = _state.signal is not None, _state.signal or number
     if second or not _state.running:
         _end()
-    # An interruption that arrives in a destructor cannot be raised: the other thread sees to it.
+    # An interruption in a destructor cannot be raised: then the other thread ends the process.
     sys.unraisablehook = lambda unraisable: None
     raise KeyboardInterrupt
 
 
 def _wait(read: int) -> None:
-    """The other thread."""
+    """Runs in the watching thread."""
     while (number := os.read(read, 1)[0]) not in _WORDS:
         pass
     select.select([read], [], [], GRACE)

@@ -30,7 +30,7 @@ def shown(value: object) -> str:
 
 
 def shown_name(name: str) -> str:
-    """A name that a file gives: as it is, but on one line and short."""
+    """A name from a file, on one line and short."""
     return name if name.isprintable() and len(name) <= _LONGEST_NAME else shown(name)
 
 
@@ -41,17 +41,13 @@ def line(text: str) -> str:
 
 
 def parse(text: str | bytes) -> Any:
-    """What a JSON text says.
+    """What a JSON text says; bytes are UTF-8.
 
     Python's own limits hold: integers have 4,300 digits at most. NaN and Infinity are read, since
     Python's and transformers' writers write them; whoever uses a number checks it.
 
-    Args:
-      text: the text; bytes are UTF-8.
-
-    Raises:
-      ValueError: if it is no JSON, is nested more than 100 levels deep, gives a key of an object
-        twice, with two values, or holds text that is no Unicode.
+    Raises ValueError if it is no JSON, is nested more than 100 levels deep, gives a key of an
+    object twice, with two values, or holds text that is no Unicode.
     """
     text = text.decode("utf-8") if isinstance(text, bytes) else text
     try:
@@ -66,13 +62,7 @@ def parse(text: str | bytes) -> Any:
 
 
 def read_object(path: Path, most: int = MOST_BYTES) -> dict[str, Any]:
-    """The object of a JSON file of at most so many bytes.
-
-    Raises:
-      OSError: if there is no such file.
-      ValueError: naming it, if it is no regular file, too large, no JSON (see
-        `parse`), or holds something else than an object.
-    """
+    """The object in a JSON file; raises as `read_bytes` and `parse`."""
     try:
         content = parse(read_bytes(path, most))
     except ValueError as error:
@@ -83,12 +73,7 @@ def read_object(path: Path, most: int = MOST_BYTES) -> dict[str, Any]:
 
 
 def read_bytes(path: Path, most: int = MOST_BYTES) -> bytes:
-    """What a file holds.
-
-    Raises:
-      OSError: if there is no such file.
-      ValueError: naming it, if it is no regular file or larger than `most` bytes.
-    """
+    """A file's bytes; ValueError if it is no regular file or larger than `most` bytes."""
     check_file(path, most)
     return path.read_bytes()
 

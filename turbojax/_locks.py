@@ -1,7 +1,7 @@
 """Locks of files and folders, where the system and the file system have them.
 
-Windows has none of this kind, and some network file systems refuse them or keep them to one
-machine. A lock ends with the process that holds it, however that ends.
+Windows has no locks of this kind, and some network file systems refuse them or keep them to one
+machine. A lock ends with the process that holds it, however the process ends.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ from typing import IO
 
 NAME = ".turbojax-lock"
 EXIST = importlib.util.find_spec("fcntl") is not None  # not on Windows
-# Others hold a lock for a moment, only to look: a writer waits so long for them.
+# Readers hold a lock for a moment, only to look: a writer waits this long for them.
 _PATIENCE_SECONDS, _PAUSE_SECONDS = 0.2, 0.01
 
 
@@ -23,16 +23,11 @@ _PATIENCE_SECONDS, _PAUSE_SECONDS = 0.2, 0.01
 def exclusive(folder: Path, patience: float = _PATIENCE_SECONDS) -> Iterator[bool]:
     """Keeps others that ask for the same folder out, in this process or another.
 
-    Args:
-      folder: which must exist. A file `NAME` lies there meanwhile; it does not matter if one is
-        left behind.
-      patience: seconds to wait for somebody who is in there.
+    The folder must exist. It holds a file `NAME` meanwhile, which does no harm if it is left
+    behind. `patience` is the seconds to wait for another holder.
 
-    Yields:
-      Whether others are kept out: False where there are no locks.
-
-    Raises:
-      BlockingIOError: if somebody else is in there.
+    Yields whether others are kept out: False where there are no locks. Raises BlockingIOError if
+    another still holds the folder.
     """
     path = folder / NAME
     file = _locked(path, patience) if EXIST else None
@@ -43,7 +38,7 @@ def exclusive(folder: Path, patience: float = _PATIENCE_SECONDS) -> Iterator[boo
         try:
             yield True
         finally:
-            # While it is still locked: whoever opened it before finds out, see `_lock`.
+            # Removed while it is locked: whoever opened it before finds out, see `_signed`.
             path.unlink(missing_ok=True)
 
 
@@ -66,17 +61,10 @@ def require_free(folder: Path) -> None:
 
 
 def lock(file: IO[str] | io.RawIOBase, *, shared: bool = False) -> bool:
-    """Locks an open file: closing it, or the end of the process, unlocks it.
+    """Locks an open file, until it is closed or the process ends; False where there are no locks.
 
-    Args:
-      file: the file.
-      shared: whether others may hold such a lock, too.
-
-    Returns:
-      Whether it is locked: False where there are no locks.
-
-    Raises:
-      BlockingIOError: if another open file holds the lock.
+    With `shared` others may hold such a lock, too. Raises BlockingIOError if another holds the
+    lock.
     """
     if not EXIST:
         return False

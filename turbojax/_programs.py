@@ -15,10 +15,7 @@ def one_program(*static: str) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
 
     Operation by operation, JAX would compile each for every new shape, at some 30 ms each. Inside
     `jit` nothing changes: the function's operations become the caller's. Only for functions whose
-    bits do not depend on what XLA fuses.
-
-    Args:
-      *static: names of arguments that are not arrays.
+    bits do not depend on what XLA fuses. `static` names the arguments that are not arrays.
     """
 
     def decorate(function: Callable[_P, _R]) -> Callable[_P, _R]:

@@ -16,13 +16,10 @@ def _supports_everything(**_: Any) -> str | None:
 
 @dataclasses.dataclass(frozen=True)
 class Implementation:
-    """One way to run an op.
+    """One way to run an op, `run`, on checked arguments.
 
-    Attributes:
-      name: one of `IMPLEMENTATION_NAMES`.
-      run: the op on checked arguments.
-      unsupported: given the op's arguments by name (arrays or `ShapeDtypeStruct`s), None or the
-        reason why `run` cannot take them here.
+    Given these by name (arrays or `ShapeDtypeStruct`s), `unsupported` returns None, or the reason
+    why `run` cannot take them here.
     """
 
     name: ImplementationName
@@ -39,10 +36,7 @@ class Registry:
 
     @property
     def preferred(self) -> tuple[Implementation, ...]:
-        """The implementations in the order in which one is chosen here.
-
-        On GPUs on which Mosaic's kernels were never run, whatever other kernel there is goes first.
-        """
+        """In the order of choice; where Mosaic's kernels were never run, other kernels go first."""
         if _device.is_measured():
             return self.implementations
         ranks = {"mosaic_gpu": 1, "xla": 2}
@@ -51,12 +45,8 @@ class Registry:
     def select(self, requested: str | None, **arguments: Any) -> Implementation:
         """The implementation asked for, or the first that takes these arguments.
 
-        A named implementation never falls back to another one.
-
-        Raises:
-          ValueError: if the name is unknown.
-          NotImplementedError: if the named one, or every one, cannot run these arguments; the
-            message holds each refusal.
+        A name never falls back to another. Raises ValueError if it is unknown, and
+        NotImplementedError, with each refusal, if none can run this.
         """
         if requested is not None and requested not in IMPLEMENTATION_NAMES:
             raise ValueError(
@@ -77,11 +67,11 @@ class Registry:
         raise NotImplementedError(f"{self.op} cannot run here: " + "; ".join(refusals))
 
     def beside(self, attending: str | None) -> Any:
-        """The name to ask this op for where another op, which attends, is asked for `attending`.
+        """The name to ask this op for, given `attending`, what the attending op is asked for.
 
-        The same, but None where this op has no implementation of that name: some only attend. What
-        writes a cache is chosen then, and all that do write the same bits. Unknown names stay, for
-        `select` to refuse.
+        It is the same name, but None where this op has no such implementation: some only attend.
+        Then the one that writes a cache is chosen, and all of these write the same bits. Unknown
+        names stay, for `select` to refuse.
         """
         known = attending in IMPLEMENTATION_NAMES
         has_it = any(i.name == attending for i in self.implementations)

@@ -6,10 +6,10 @@ import jax.numpy as jnp
 
 @jax.jit
 def checksums(leaves: dict[str, jax.Array]) -> jax.Array:
-    """`[arrays]` uint32: of each array, which no change of a single number leaves as it was.
+    """`[arrays]` uint32, a checksum of each array that any change of a single number changes.
 
-    In the order of their names. On the devices, where the arrays are, or their slices: words times
-    odd numbers, by their place in the whole array, added modulo 2^32.
+    In the order of their names. Computed on the devices that hold the arrays or their slices: words
+    times odd numbers, by their place in the whole array, added modulo 2^32.
     """
 
     def total(x: jax.Array) -> jax.Array:

@@ -39,8 +39,8 @@ _PART = ".part"
 Version = tuple[int, int, int]
 """What changes if a file is replaced or written to: its number, size and time."""
 
-# Without locks, what is older than this was left by a killed writer. One that is done with its
-# folder needs less than that for the files' places.
+# Without locks, a draft older than this was left by a killed writer. A writer that has filled its
+# folder needs less time than that to put the files in place.
 _LEFT_SECONDS, _PUBLISH_SECONDS = 24 * 3600, 1.0
 # A file may be writable where its folder is not, or be a mount point.
 _NO_DRAFT = (errno.EACCES, errno.EPERM, errno.EROFS)
@@ -55,26 +55,18 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
     """A file to write, which takes the place of `path` when the block ends.
 
     After an exception, `path` is what it was. A process that is killed may leave a hidden folder
-    ``.NAME.*.part``, which the next writer removes. Of several writers the last one wins. What is
-    no ordinary file, such as a pipe or ``/dev/stdout`` that is one, is written as it is.
+    ``.NAME.*.part``, which the next writer removes. Of several writers the last one wins. Anything
+    but an ordinary file, such as a pipe, or ``/dev/stdout`` when it is one, is written directly.
 
-    A file in a folder that is read-only, or one that is mounted by itself, as in containers, cannot
-    be replaced. What was written is copied into it at the end: if that is interrupted or fails, a
-    part of the file is new.
+    A file in a folder that is read-only, or a file that is a mount of its own, as in containers,
+    cannot be replaced. What was written is copied into it at the end: if that is interrupted or
+    fails, a part of the file is new.
 
-    Args:
-      path: what to replace, with the same permissions; a link stays, and what it points to is
-        replaced. Its folder must exist.
-
-    Yields:
-      The file to write, empty, of the same name.
-
-    Raises:
-      FileNotFoundError: if there is no such folder.
-      PermissionError: if the file is there and must not be written.
-      OSError: if the file cannot be written.
+    The file yielded is empty and has the same name. Permissions stay. A link stays too: what it
+    points to is replaced. Raises FileNotFoundError if there is no such folder, PermissionError if
+    the file is there and must not be written, OSError if it cannot be written.
     """
-    # Not what a link points to: that of a pipe has no path.
+    # The link itself, not its target: that of a link to a pipe has no path.
     if os.path.exists(path) and not os.path.isfile(path):
         if os.path.isdir(path):
             raise IsADirectoryError(f"{str(path)!r} must be a file, not a folder")
@@ -111,9 +103,9 @@ def write_text(path: str | os.PathLike[str], text: str) -> None:
 
 @contextlib.contextmanager
 def _draft_folder(target: Path) -> Iterator[Path]:
-    """A hidden folder beside a file, locked as long as its writer lives; removed at the end.
+    """A hidden folder, locked while its writer lives; removed at the end.
 
-    Elsewhere if the file is there and none can be made beside it.
+    It is beside the file, or elsewhere if the file exists and none can be made there.
     """
     folder = None
     try:
@@ -139,7 +131,7 @@ def _draft_folder(target: Path) -> Iterator[Path]:
 
 
 def _remove_left(target: Path) -> None:
-    """Removes what writers of a file left that were killed."""
+    """Removes what writers of a file that were killed have left."""
     for left in target.parent.glob(f".{glob.escape(target.name)}.*{_PART}"):
         with contextlib.suppress(OSError), (left / _locks.NAME).open("r+", encoding="utf-8") as own:
             if _locks.lock(own) and own.read():  # an empty one is about to be locked
@@ -147,7 +139,7 @@ def _remove_left(target: Path) -> None:
 
 
 def _put(draft: Path, target: Path) -> None:
-    """Makes a file what the draft is: in one step, where that is possible."""
+    """Gives a file the content of the draft, in one step where that is possible."""
     try:
         os.replace(draft, target)
     except OSError as error:
@@ -176,20 +168,14 @@ def _named_errors(path: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def current(folder: Path, last: str) -> Path:
-    """Where the files of a folder that `replacing_files` writes are to be read just now.
+    """Where the files of `replacing_files` are to be read just now: in `_NEW`, or in the folder.
 
-    Args:
-      folder: the folder.
-      last: see `replacing_files`.
-
-    Returns:
-      `_NEW` in the folder, if its files have not got their places yet; the folder, if they have, or
-      if another program has written there since.
+    They are in the folder if they have their places, or another program has written there since.
     """
     new = folder / _NEW
     if new.is_symlink() or not new.is_dir():
         return folder
-    # Taken away before the first file gets its place, and back after the others.
+    # Removed before the first file is put in place, and back after the others.
     if version_of(folder / last) is None:
         return new
     replaced = _replaced(new)
@@ -198,13 +184,7 @@ def current(folder: Path, last: str) -> Path:
 
 
 def find(folder: Path, name: str, last: str) -> Path:
-    """Where one file of a folder is to be read just now; it need not exist.
-
-    Args:
-      folder: the folder.
-      name: the file's path in it.
-      last: see `replacing_files`.
-    """
+    """Where one file of a folder is to be read just now; the file need not exist."""
     place = current(folder, last)
     if place == folder or os.path.lexists(place / name) or name in _replaced(place):
         return place / name
@@ -230,19 +210,19 @@ def replacing_files(
 ) -> Iterator[Path]:
     """A hidden folder to fill, whose files replace those of `folder` when the block ends.
 
-    After an exception in the block, the old files are what they were. One that comes after it, such
-    as a full disk, may leave the new files in `_NEW`: they are complete, readers that ask `current`
-    see them, and the next reader or writer puts them in their places. An OSError says so. At no
-    time do such readers see files of both kinds.
+    After an exception in the block, the old files are what they were. A later error, such as a full
+    disk, may leave the new files in `_NEW`: they are complete, readers that ask `current` see them,
+    and the next reader or writer puts them in their places. An OSError says so. At no time do such
+    readers see files of both kinds.
 
     Where there are no locks, all this holds for one writer at a time: a second one is not refused,
     and either of the two may fail.
 
     Args:
       folder: what gets the files; created if it does not exist. A second writer is refused.
-      files: names of those that the block writes, all of them.
-      owned: patterns of names: which old files go, if the block writes none of their name. Others
-        stay.
+      files: names of all files that the block writes.
+      owned: patterns of names: old files that go even if the block writes none of their name.
+        Others stay.
       last: the file without which the folder means nothing to other programs: it goes first and
         comes last, so that they never see some files of either kind.
 
@@ -278,7 +258,7 @@ def replacing_files(
 
 
 def finish(folder: Path, *, last: str) -> None:
-    """Gives files of an interrupted `replacing_files` their places, if nobody is writing now.
+    """Puts the files of an interrupted `replacing_files` in place, if nobody is writing now.
 
     Where the folder is read-only or has no locks they stay where they are; `current` finds them.
     """
@@ -289,14 +269,14 @@ def finish(folder: Path, *, last: str) -> None:
 
 
 def _wait_for_others(folder: Path) -> None:
-    """Lets another writer, who is done but for the files' places, come to its end."""
+    """Waits until another writer, who only has to put files in place, is done."""
     deadline = time.monotonic() + _PUBLISH_SECONDS
     while (folder / _NEW).exists() and time.monotonic() < deadline:
         time.sleep(0.01)
 
 
 def _is_old(path: Path) -> bool:
-    """Whether whoever wrote this is gone; only its age tells, where there are no locks."""
+    """Whether the writer of this is gone; without locks only its age tells."""
     try:
         return time.time() - path.stat().st_mtime > _LEFT_SECONDS
     except FileNotFoundError:
@@ -306,8 +286,8 @@ def _is_old(path: Path) -> bool:
 def _complete(draft: Path, target: Path, files: Collection[str], owned: Collection[str]) -> None:
     """Brings a draft to the disk, with the versions of what it replaces.
 
-    Raises:
-      FileNotFoundError: if a file is missing: another program took the draft for one that was left.
+    A missing file (FileNotFoundError) means that another program took the draft for an abandoned
+    one.
     """
     found = _files(draft)
     for path in found:
@@ -338,7 +318,7 @@ def _make_current(draft: Path, folder: Path) -> None:
 
 @contextlib.contextmanager
 def _saved_errors(folder: Path) -> Iterator[None]:
-    """Makes errors say that the new files are there all the same."""
+    """Makes errors say that the new files exist nevertheless."""
     try:
         yield
     except OSError as error:
@@ -350,12 +330,9 @@ def _saved_errors(folder: Path) -> Iterator[None]:
 
 
 def _settle(folder: Path, last: str, keep_unused: bool = False) -> None:
-    """Goes on from `_NEW`: its files get their places, or it goes.
+    """Finishes with `_NEW`: puts its files in place if they are current, or removes it.
 
-    Args:
-      folder: where it lies.
-      last: see `replacing_files`.
-      keep_unused: whether it stays if another program has written there since.
+    With `keep_unused` it stays if another program has written there since.
     """
     new = folder / _NEW
     if current(folder, last) == new:
@@ -365,7 +342,7 @@ def _settle(folder: Path, last: str, keep_unused: bool = False) -> None:
 
 
 def _publish(folder: Path, last: str) -> None:
-    """Gives the files of `_NEW` their places; to be repeated after an interruption."""
+    """Puts the files of `_NEW` in their places; to be repeated after an interruption."""
     new = folder / _NEW
     names = [path.relative_to(new).as_posix() for path in _files(new)]
     names = [name for name in names if name not in (_REPLACED, last)]
@@ -385,7 +362,7 @@ def _publish(folder: Path, last: str) -> None:
 
 
 def _drop_new(folder: Path) -> None:
-    """Removes `_NEW`, in one go: half of it would be read as if it were whole."""
+    """Removes `_NEW` in one step: half of it would be read as if it were whole."""
     gone = folder / _draft_name()
     try:
         os.rename(folder / _NEW, gone)
@@ -394,7 +371,7 @@ def _drop_new(folder: Path) -> None:
 
 
 def _place(folder: Path, name: str) -> None:
-    """Puts a file of `_NEW` in its place in the folder, too, in one step."""
+    """Puts a file of `_NEW` in its place in the folder, in one step; it stays in `_NEW` too."""
     source, place = folder / _NEW / name, folder / name
     part = place.with_name(f"{_DRAFT}{place.name}")
     if not _is_inside(folder, name):
@@ -461,7 +438,7 @@ def _sync(file: Path) -> None:
 
 
 def _sync_folder(folder: Path) -> None:
-    # Not every file system can, and what is lost without it is the newest state, not the older one.
+    # Not every file system can do it; without it the newest state may be lost, not the older one.
     with contextlib.suppress(OSError):
         handle = os.open(folder, os.O_RDONLY)
         try:

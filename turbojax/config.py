@@ -40,11 +40,11 @@ class TurboConfig:
       block_q: query tokens that share one stage-1 scale (B_r), a positive multiple of 8.
       block_kv: key/value tokens of one block (B_c), a positive multiple of 8.
       buffer_size: tokens of the int8 decode buffer (n_b), a multiple of `block_kv`; two blocks if
-        not given. `dataclasses.replace` keeps what it was: ``buffer_size=None`` with it is two
-        blocks of another size.
+        not given. `dataclasses.replace` keeps the number of tokens; with ``buffer_size=None`` it is
+        two blocks of the new size.
       flush: what a full buffer compresses: its ``"oldest"`` block, so that the newest tokens stay
-        in 8 bits, or ``"all"`` of it, which leaves it empty (the paper's). Of a buffer of one block
-        it is the same.
+        in 8 bits, or ``"all"`` of it, which leaves it empty (the paper's). For a buffer of one
+        block it is the same.
       first_tokens: how many of a sequence's first tokens stay in the buffer for good, in 8 bits:
         models attend to the first one so much that its key, unlike all others, would widen the
         scales of its block (attention sinks). At most a block less than `buffer_size`, and 0 with
@@ -92,7 +92,7 @@ class TurboConfig:
           **overrides: fields with other values.
 
         Raises:
-          TypeError: as the constructor, also for a field that there is not.
+          TypeError: as the constructor, also for an unknown field.
           ValueError: as the constructor.
         """
         blocks = {"block_q": 64, "block_kv": 64, "buffer_size": 64}
@@ -110,7 +110,7 @@ class TurboConfig:
           **overrides: fields with other values.
 
         Raises:
-          TypeError: as the constructor, also for a field that there is not.
+          TypeError: as the constructor, also for an unknown field.
           ValueError: as the constructor.
         """
         fast: dict[str, Any] = {"mode": "int8"} if _device.lacks_e4m3() else {}

@@ -4,8 +4,8 @@ Channel i of the rotated ones is paired with channel i + R/2, as Llama checkpoin
 Face layout have it, and the pair turns by ``position * frequency[i]``.
 
 Frequencies and angles are rounded to float32 step by step, in the order in which transformers does
-it. At 100,000 tokens a rounding unit of an angle is 0.008 radians: only who rounds alike gets what
-a model's own code computes there, and checkpoints were trained with that.
+it. At 100,000 tokens a rounding unit of an angle is 0.008 radians: only the same rounding gives
+what a model's own code computes there, and checkpoints were trained with that.
 """
 
 import dataclasses
@@ -146,8 +146,8 @@ class Rope:
       theta: base of the frequencies ``theta ** (-2 i / R)``; more than 1 with YaRN.
       rotary_dim: even number `R` of channels that turn, the first ones; all if not given.
       scaling: optional change of the frequencies.
-      max_length: longest sequence, by which LongRoPE chooses its factors where `angles` is told
-        nothing else; of use for it alone.
+      max_length: longest sequence, by which LongRoPE chooses its factors where `angles` has no
+        `longest`; used by LongRoPE only.
       interleaved: whether channels 2i and 2i + 1 turn together, in place of i and i + R/2.
 
     Raises:

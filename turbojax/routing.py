@@ -11,7 +11,7 @@ SoftmaxOrder = Literal["before", "after"]
 Scores = Literal["softmax", "sigmoid"]
 _ORDERS = ("before", "after")
 _SCORES = ("softmax", "sigmoid")
-# Added to a sum of sigmoids before something is divided by it: all of them may have come to 0.
+# Added to a sum of sigmoids before a division by it: all of them may be 0.
 _TINY = 1e-20
 
 
@@ -55,8 +55,8 @@ def route(
 ) -> Routing:
     """Chooses the `top_k` experts of the largest logits, and their weights, in float32.
 
-    ``softmax="before"`` takes the probabilities among all experts, of which the chosen ones keep
-    theirs; with `normalize` divided by their sum (Qwen3-MoE: `norm_topk_prob`). Normalized, they
+    ``softmax="before"`` takes the probabilities among all experts; the chosen ones keep theirs, or
+    with `normalize` theirs divided by their sum (Qwen3-MoE: `norm_topk_prob`). Normalized, they
     are the softmax of the chosen logits alone, which is what ``"after"`` computes (Mixtral,
     gpt-oss).
 
@@ -64,8 +64,8 @@ def route(
     experts are chosen by the score plus a `correction`, which balances their load and is no part of
     the weight.
 
-    With groups, experts of only the best `top_groups` of them are chosen, neighbours being of one
-    group. A group is as good as its best expert, or with sigmoids as the sum of its best two.
+    With groups, which are neighbouring experts, only experts of the best `top_groups` are chosen. A
+    group is as good as its best expert, or with sigmoids as the sum of its best two.
 
     Args:
       logits: floating point ``[..., E]``.
@@ -151,13 +151,9 @@ def _check_scores(scores: Scores, softmax: SoftmaxOrder, correction: object, cou
 
 
 def _within_groups(by: jax.Array, groups: int, top_groups: int, best: int) -> jax.Array:
-    """What experts are chosen by, ``-inf`` outside of the best groups.
+    """`by` (float32 ``[..., E]``), with ``-inf`` outside of the `top_groups` best groups.
 
-    Args:
-      by: float32 ``[..., E]``.
-      groups: how many there are.
-      top_groups: how many of them are kept.
-      best: experts of a group whose sum says how good it is.
+    A group is as good as the sum of its `best` experts with the largest values.
     """
     each = by.reshape(*by.shape[:-1], groups, -1)
     worth = jnp.sum(jax.lax.top_k(each, best)[0], axis=-1)

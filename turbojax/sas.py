@@ -18,7 +18,7 @@ _POLYNOMIALS = {
     "2": (0.99989843, -0.69107548, 0.23059295, -0.03950994),
 }
 
-# What lies below has no normal float32 exponential.
+# Smaller arguments have no normal float32 exponential.
 _SMALLEST_THRESHOLD = -87.0
 
 
@@ -95,8 +95,8 @@ class SAS:
     ) -> jax.Array:
         """The same function on `unit` scaled arguments, from a kernel's own instructions.
 
-        Within a few units in the last place of `__call__`: one `exp2` of an integer is faster there
-        than the table's selects.
+        Within a few units in the last place of `__call__`: in a kernel one `exp2` of an integer is
+        faster than the table's selects.
 
         Args:
           x: float32, natural-log units times `unit`. NaN may give any value.

@@ -31,7 +31,7 @@ def attend_prompt(
         ``"repeatable"``, which names a way to decode. With
         `attention` it writes the cache, where it can, and attends as `attend_within` says.
       attention: attend with this instead, to the prompts' own keys and values; not with a cache of
-        latents, whose layers make none.
+        latents, whose layers have no keys and values.
     """
 
     def attend(query, key, value, cache, options=PLAIN, sinks=None):  # type: ignore[no-untyped-def]
@@ -88,7 +88,7 @@ def attend_new_tokens(implementation: str | None = None) -> Attend:
 
 
 def _name_for(kind: Kind[Any], implementation: str | None) -> str | None:
-    """The implementation asked for, but that of exact caches alone for no other kind."""
+    """The implementation asked for; None in place of `REPEATABLE` for kinds that lack it."""
     if implementation == REPEATABLE and REPEATABLE not in kind.implementations:
         return None
     return implementation

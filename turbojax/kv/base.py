@@ -47,7 +47,7 @@ class Attend(Protocol):
           cache: this layer's cache, or None.
           options: of this layer.
           sinks: float ``[N]``, this layer's, if it has any, see `turbojax.turbo_attention`. Layers
-            without hand over none, so that what never meets them need not take them.
+            without sinks do not pass this argument, so an `Attend` for these need not take it.
 
         Returns:
           The output ``[B, T, N, H]`` and the layer's new cache, of the same structure.
@@ -100,7 +100,7 @@ class LayerCache(Protocol):
 
 
 class Grows(NamedTuple):
-    """An array's axis of which only what is held goes into a file.
+    """The axis of an array that is stored only as far as it is in use.
 
     Attributes:
       axis: counted from the end; that of the sequences comes before it.
@@ -133,14 +133,10 @@ class Stored(abc.ABC, Generic[C]):
 
     @abc.abstractmethod
     def make(self, description: Description) -> C:
-        """An empty cache of a description, laid out as `to_rows` does; it is called abstractly."""
+        """An empty cache of a description, laid out as by `to_rows`; called under `eval_shape`."""
 
     def to_rows(self, cache: C) -> C:
-        """The cache with all its arrays ``[B, ...]``, each sequence's own: as files hold it.
-
-        Raises:
-          ValueError: if such a cache cannot be stored.
-        """
+        """The cache as files hold it, all arrays ``[B, ...]``; ValueError if that cannot be."""
         return cache
 
     def from_rows(self, cache: C, description: Description) -> C:
@@ -149,26 +145,17 @@ class Stored(abc.ABC, Generic[C]):
         return cache
 
     def counts(self, lengths: Counts, cache: C) -> Counts:
-        """What `grows` counts by, from the arrays that `counting` names.
-
-        Args:
-          lengths: those arrays, by name.
-          cache: of which only sizes and configuration are there.
-        """
+        """The counts that `grows` names, from the arrays of `counting`; `cache` has no arrays."""
         del cache
         return lengths
 
     def check_counts(self, counts: Counts, cache: C) -> None:
-        """Raises ValueError where counts in a file are impossible.
-
-        Negative ones and tokens past `max_length` need not be looked for.
-        """
+        """Raises ValueError for impossible counts other than negative or too large ones."""
 
     def validate(self, cache: C) -> None:
         """Raises ValueError if the values of a cache from a file break an invariant of its class.
 
-        Shapes, dtypes and lengths have been checked before. Layers may be stacked, see
-        `validate_layers`.
+        Shapes, dtypes and lengths have been checked. Layers may be stacked, see `validate_layers`.
         """
 
 
@@ -190,8 +177,9 @@ class Kind(Stored[C]):
         `turbojax.kv.latent`.
       splits_tokens: whether devices can have different tokens of a sequence, see
         `turbojax.parallel`.
-      in_one_pass: what decoding token by token through the cache attends to, for all tokens of
-        whole sequences at once; None where a token's stored form depends on its neighbours.
+      in_one_pass: an `Attend` with the result of decoding token by token through the cache, for
+        all tokens of whole sequences at once; None where a token's stored form depends on its
+        neighbours.
     """
 
     names: tuple[str, ...]
@@ -266,8 +254,8 @@ class Kind(Stored[C]):
           key: ``[B, T, K, H]`` in the cache's dtype, after the rotary embedding.
           value: the same.
           lengths: optional int ``[B]``, how many of the `T` tokens are real, the first ones.
-          implementation: what `decode` or `prefill` are asked for beside it; a kind without a
-            choice of writers has no use for it.
+          implementation: the name that `decode` or `prefill` is asked for at the same time; a kind
+            without a choice of writers ignores it.
 
         Returns:
           The extended cache; under `jit`, tokens past `max_length` are left out and reported in
@@ -437,12 +425,12 @@ ROWS = "rows"
 
 
 def rows_in_use(lengths: Counts, rows: int) -> Counts:
-    """`Stored.counts` of a cache with a row for each token, which may be a ring of so many."""
+    """`Stored.counts` of a cache with a row for each token, which may be a ring of fewer rows."""
     return {**lengths, ROWS: np.minimum(lengths["lengths"], rows)}
 
 
 def validate_layers(cache: Any) -> None:
-    """Calls `validate` of every layer's cache, of which there may be several, stacked."""
+    """Calls `validate` of every layer's cache; several may be stacked in one."""
     if cache.lengths.ndim == 1:
         cache.validate()
         return

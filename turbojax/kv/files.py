@@ -1,7 +1,7 @@
 """Which parts of a layer's cache are stored, and how the cache is restored from them.
 
 Only what sequences hold is kept: of a cache with room for 32k tokens that holds 500, these 500.
-What lies past a sequence's length means nothing, and comes back as zeros.
+Rows past a sequence's length mean nothing, and come back as zeros.
 """
 
 from collections.abc import Sequence
@@ -20,22 +20,13 @@ from turbojax.state.stored_file import StoredFile
 
 
 def describe(cache: Any) -> dict[str, Any]:
-    """Kind, sizes and configuration of a layer's cache, whose arrays may be abstract.
-
-    Raises:
-      TypeError: if it is not a cache that can be stored.
-    """
+    """Kind, sizes and configuration of a layer's cache, whose arrays may be abstract."""
     stored = _stored(cache)
     return {"kind": stored.stored_as, **stored.describe(cache)}
 
 
 def pack(cache: LayerCache | PagedCache) -> dict[str, np.ndarray]:
-    """The arrays to store, in host memory.
-
-    Raises:
-      TypeError: if it is not a cache that can be stored.
-      ValueError: under `jit`, or for stacked layers of pages.
-    """
+    """The arrays to store, in host memory; not under `jit`, nor of stacked layers of pages."""
     stored = _stored(cache)
     if not _checks.is_concrete(*jax.tree.leaves(cache)):
         raise ValueError("a cache cannot be stored under jit: its values are not known there")
@@ -53,12 +44,7 @@ def pack(cache: LayerCache | PagedCache) -> dict[str, np.ndarray]:
 def check_room(path: Path, descriptions: Sequence[Description], max_length: int | None) -> None:
     """Raises ValueError where caches would be larger than all memory of their device.
 
-    A file holds what its sequences hold, and says for how many tokens there shall be room.
-
-    Args:
-      path: of the file, for messages.
-      descriptions: see `describe`, of all that are to be read.
-      max_length: see `unpack`.
+    A file holds only what its sequences hold, but says for how many tokens there shall be room.
     """
     there = _device.total_memory()
     templates = (_template(path, x, max_length)[1] for x in descriptions)
@@ -72,11 +58,7 @@ def check_room(path: Path, descriptions: Sequence[Description], max_length: int 
 
 
 def described(path: Path, description: Description) -> Any:
-    """The cache of a description as files hold it, without arrays: its kind and sizes.
-
-    Raises:
-      ValueError: naming the file, if it describes none.
-    """
+    """The cache of a description as files hold it, without arrays: its kind and sizes."""
     return _template(path, description, None)[1]
 
 
@@ -85,15 +67,9 @@ def unpack(
 ) -> Any:
     """A cache of what `pack` made, on the default device; one array at a time is in host memory.
 
-    Args:
-      file: where it lies.
-      prefix: of its arrays' names.
-      description: see `describe`.
-      max_length: tokens each sequence shall be able to hold; as it was if not given.
-
-    Raises:
-      ValueError: naming the file, if the description is not one, arrays are missing, mis-shaped,
-        damaged or impossible, or `max_length` is less than what is held.
+    With `max_length` each sequence has room for so many tokens, otherwise for as many as before.
+    Raises ValueError, naming the file, for what is not valid, or if `max_length` is less than what
+    is held.
     """
     stored, template = _template(file.path, description, max_length)
     try:
@@ -113,7 +89,7 @@ def unpack(
 def _read_leaves(
     file: StoredFile, prefix: str, stored: Stored[Any], template: Any
 ) -> list[jax.Array]:
-    """The arrays of a cache like this one, in its order."""
+    """The arrays of a cache from a file, in the order of the template's."""
     structs = _named_leaves(template)
     for name in stored.counting:
         file.require(prefix + name, structs[name].shape, structs[name].dtype)
@@ -138,7 +114,7 @@ def _read_leaves(
 
 
 def _stored(cache: Any) -> Stored[Any]:
-    """How caches of this class are stored."""
+    """The `Stored` of a cache's class."""
     for stored in STORED:
         if type(cache) is stored.cls:
             return stored
@@ -146,7 +122,7 @@ def _stored(cache: Any) -> Stored[Any]:
     raise TypeError(f"cache is a {type(cache).__name__}, must be one of {names}")
 
 
-# What a description that is none leads to.
+# Errors that an invalid description leads to.
 _NOT_KNOWN = (AttributeError, KeyError, OverflowError, TypeError, ValueError)
 _SIZES = (
     "batch_size",
@@ -161,7 +137,7 @@ _LARGEST = 2**31 - 1
 
 
 def _check_sizes(description: Description, stacked: tuple[Any, ...]) -> None:
-    """Raises unless all sizes are some that arrays can have."""
+    """Raises unless all sizes are possible sizes of arrays."""
     sizes = {name: description[name] for name in _SIZES if name in description}
     sizes |= {f"stacked[{axis}]": size for axis, size in enumerate(stacked)}
     _checks.check_sizes(**sizes)
@@ -173,7 +149,7 @@ def _check_sizes(description: Description, stacked: tuple[Any, ...]) -> None:
 def _template(
     path: Path, description: Description, max_length: int | None
 ) -> tuple[Stored[Any], Any]:
-    """How a description's cache is stored, and that cache without arrays."""
+    """The `Stored` of a description's cache, and that cache without arrays."""
     try:
         stored = {x.stored_as: x for x in STORED}[description["kind"]]
         if max_length is not None:
@@ -229,7 +205,7 @@ def _rows_first(x: Any, axis: int, ndim: int) -> tuple[int, ...]:
 def _held(x: jax.Array, axis: int, counts: np.ndarray) -> np.ndarray:
     """What sequences hold, one after the other: ``[sum of counts, ...]``."""
     longest = int(counts.max(initial=0))
-    # Cut on the device: what nobody holds is not copied to the host.
+    # Cut on the device: rows that are not held are not copied to the host.
     rows = np.asarray(jax.lax.slice_in_dim(x, 0, longest, axis=x.ndim + axis))
     rows = np.moveaxis(rows, axis, counts.ndim)
     return rows[np.arange(longest) < counts[..., None]]

@@ -21,7 +21,7 @@ def through_k8v4(
     options: AttentionOptions = PLAIN,
     sinks: jax.Array | None = None,
 ) -> tuple[jax.Array, Cache]:
-    """What decoding token by token through a `K8v4Cache` attends to, for all tokens at once."""
+    """The result of decoding token by token through a `K8v4Cache`, for all tokens at once."""
     keys, values = held(key, jnp.float8_e4m3fn), held(value, jnp.uint8)
     out, cache = causal_attention(query.astype(jnp.float32), keys, values, cache, options, sinks)
     return out.astype(query.dtype), cache

@@ -1,6 +1,6 @@
 """The table of cache kinds: what stands for each, and which one a cache is of.
 
-A new kind is a file of its own beside this one, and its line in `KINDS`.
+A new kind is a file of its own beside this one, and a line in `KINDS`.
 """
 
 from typing import Any, Literal
@@ -101,7 +101,7 @@ def cache_by_name(name: str, num_kv_heads: int, devices: int = 1) -> CacheKind:
         (``"paged_int8"``), as codes (``"turbo4"``, ``"turbo_k4v2"`` ..) or with keys and values
         unlike each other (``"paged_k8v4"``, ``"paged_int8_v4"``); of models with latent attention,
         one of `LATENT_CACHE_NAMES`. For comparison: KIVI (``"kivi4"``, ``"kivi3"``,
-        ``"kivi2"``), GEAR (``"gear4"`` ..), and tokens rounded each by itself (``"int8"``,
+        ``"kivi2"``), GEAR (``"gear4"`` ..), and tokens that are rounded independently (``"int8"``,
         ``"int4"``, ``"e4m3"``).
       num_kv_heads: of the model.
       devices: over how many its heads are to be split: ``"2/4bit"`` is half of each one's heads,

@@ -34,7 +34,7 @@ def through_kv4(
     options: AttentionOptions = PLAIN,
     sinks: jax.Array | None = None,
 ) -> tuple[jax.Array, Cache]:
-    """What decoding token by token through a `Kv4Cache` attends to, for all tokens at once.
+    """The result of decoding token by token through a `Kv4Cache`, for all tokens at once.
 
     Keys and values are those the cache holds, queries are rounded to e4m3, and the rest is exact.
     """
@@ -53,7 +53,7 @@ def held(x: jax.Array, codes: DTypeLike) -> jax.Array:
 
 
 class TokenScaled(Kind[kv4.CacheT]):
-    """A token is rounded by itself, when it arrives; prompts attend in e4m3 before that."""
+    """Each token is rounded independently when it arrives; prompts attend in e4m3 before that."""
 
     grows: ClassVar[Mapping[str, Grows]] = {
         "key_codes": Grows(-2, ROWS),

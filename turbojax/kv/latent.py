@@ -6,7 +6,7 @@ For layers with latent attention in absorbed form. Through `Attend` such a layer
 - as key the rotary keys, ``[B, T, 1, R]``,
 - as value the latents, ``[B, T, 1, C]``,
 
-and gets attended latents, ``[B, T, N, C]``; `attend_latents` does so. Prompts too attend to what
+and gets attended latents, ``[B, T, N, C]``; `attend_latents` does this. Prompts too attend to what
 the cache stores, as later tokens will.
 """
 
@@ -32,7 +32,7 @@ _KV_DTYPES = {"latent": "bfloat16", "latent_fp8_e4m3": "fp8_e4m3", "latent_turbo
 LATENT_NAMES = tuple(_KV_DTYPES)
 """Names of caches of latents, by how these are stored, see `LatentPages`."""
 
-# Of a sequence's heads that attend at a time: results and scores of so many are in memory.
+# Query rows of a sequence that attend at a time: their results and scores are in memory.
 _QUERY_ROWS = 8192
 
 
@@ -101,19 +101,11 @@ class Latent(Kind[LatentCache]):
         dtype: np.dtype,
         rope_dim: int | None = None,
     ) -> LatentCache:
-        """See `Kind.init`.
+        """See `Kind.init`; there is one KV head, since all heads share a latent.
 
-        Args:
-          batch_size: sequences, `B`.
-          max_length: tokens each can hold.
-          num_kv_heads: 1: all heads share a latent.
-          head_dim: channels of latent and rotary key together, ``C + R``.
-          kind: one of `LATENT_NAMES`.
-          dtype: of queries, latents and rotary keys.
-          rope_dim: channels of the rotary key, `R`; must be given.
-
-        Raises:
-          ValueError: if a size does not fit.
+        `head_dim` counts the channels of latent and rotary key together, ``C + R``; `rope_dim` is
+        `R` and must be given. `kind` is one of `LATENT_NAMES`. Raises ValueError if a size does not
+        fit.
         """
         if num_kv_heads != 1:
             raise ValueError(f"{num_kv_heads=} must be 1: a latent serves all heads")
@@ -216,11 +208,7 @@ def _refuse_sinks(sinks: jax.Array | None) -> None:
 
 
 def tokens_of(key: jax.Array, value: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Latents ``[B, T, C]`` and rotary keys ``[B, T, R]`` of what a layer hands over.
-
-    Raises:
-      ValueError: unless there is one head of both.
-    """
+    """Latents ``[B, T, C]`` and rotary keys ``[B, T, R]`` of a layer's one head."""
     for name, x in (("key", key), ("value", value)):
         if x.ndim != 4 or x.shape[2] != 1:
             raise ValueError(
@@ -239,15 +227,8 @@ def attend_cache(
 ) -> jax.Array:
     """Attention of the newest tokens' queries to all that is held; many are taken in chunks.
 
-    Args:
-      query: ``[B, T, N, C + R]``.
-      cache: what is held, the queries' own tokens included.
-      query_lengths: optional int32 ``[B]``, how many of the `T` queries are real, the first ones.
-      options: of the layer.
-      implementation: of `turbojax.latent_attention`; None to choose.
-
-    Returns:
-      ``[B, T, N, C]``, zero for queries that are padding.
+    The cache holds the queries' own tokens. ``[B, T, N, C + R]`` give ``[B, T, N, C]``, zero past
+    `query_lengths`.
     """
     _checks.check_query(query)
     batch, tokens, heads, channels = query.shape

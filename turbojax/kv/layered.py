@@ -13,7 +13,7 @@ from turbojax.ops.options import PLAIN, AttentionOptions
 class FirstLayers:
     """An `Attend` that is one in the first layers of a model, and another in the others.
 
-    Models ask for a layer's by `attend_of`; nothing else can call it.
+    Models get a layer's by `attend_of`; it cannot be called itself.
 
     Attributes:
       first: of the first `count` layers.
@@ -55,5 +55,5 @@ class FirstLayers:
 
 
 def attend_of(attend: Attend, layer: int) -> Attend:
-    """What a model's layer attends by, given what all of them were given."""
+    """The attention of one layer of a model, from that of all layers."""
     return attend.of_layer(layer) if isinstance(attend, FirstLayers) else attend

@@ -42,12 +42,12 @@ many as prompts take at a time, see `turbojax.kv.pages.query_chunk`, with 64 que
 class PagedLayer(Split):
     """A layer's KV cache in pages, for `B` sequences that come and go together.
 
-    Every sequence has pages for `max_length` tokens from the start, so nothing is allocated on the
-    way. Where requests come and go, an engine shares one pool between them instead.
+    Every sequence has pages for `max_length` tokens from the start, so nothing is allocated later.
+    Where requests come and go, an engine shares one pool between them instead.
 
-    Of a layer with a sliding window it has only as many as the window and some new tokens need: a
-    ring, whose pages the table names again and again. What is written then takes the place of
-    tokens that no query sees any more.
+    For a layer with a sliding window it has only as many pages as the window and some new tokens
+    need: a ring, whose pages the table names again and again. New tokens then overwrite those that
+    no query sees any more.
 
     Made by `init_layer`; `append` takes it and never changes it in place (donate it to `jit` to
     reuse its memory).
@@ -93,7 +93,7 @@ class PagedLayer(Split):
         """Tokens of a sequence that are kept at any time, the newest ones."""
         if not self.is_ring:
             return self.max_length
-        # The newest page may hold a single token, and has taken the place of the oldest.
+        # The newest page, which has replaced the oldest, may hold a single token.
         return (self.ring_pages - 1) * self.pages.page_size + 1
 
     @property
@@ -140,26 +140,11 @@ def init_layer(
     local_window_size: int | None = None,
     axes: Axes | None = None,
 ) -> PagedLayer:
-    """An empty cache of one layer.
+    """An empty cache of one layer, see `turbojax.kv.init_layer_cache`; 8-bit floats have scale 1.
 
-    Args:
-      batch_size: sequences, `B`.
-      max_length: tokens each may grow to; pages are whole, so there is memory for a few more.
-      num_kv_heads: key/value heads, `K`.
-      head_dim: channels, `H`.
-      kind: how pages store a token, see `PagedCache`; 8-bit floats have scale 1.
-      dtype: of queries, keys and values.
-      page_size: tokens of a page.
-      local_window_size: of the layer, see `AttentionOptions`: there are pages for what such a
-        window needs, see `NEW_TOKENS`, and queries must not see more.
-      axes: of a mesh, over which sequences, heads and tokens are split, see `partition_specs`: each
-        device makes its part, and none the whole. Every device has as many pages of a sequence,
-        which its tables count from its own first page.
-
-    Raises:
-      TypeError: if a size is not an integer or the dtype is not supported.
-      ValueError: if a size is not positive or not supported or cannot be split, or there is no such
-        kind.
+    Pages are whole, so there may be memory for a few more tokens than `max_length`; with a window
+    there are pages for what it needs, see `NEW_TOKENS`. On a mesh every device has the same number
+    of pages of a sequence, and its tables count from its own first page.
     """
     if local_window_size is not None:
         _checks.check_sizes(local_window_size=local_window_size)
@@ -185,11 +170,7 @@ def init_layer(
 def check_room(
     layer: PagedLayer, key: jax.Array, value: jax.Array, lengths: jax.Array | None
 ) -> jax.Array:
-    """The lengths that `append` of these would lead to, int32 ``[B]``.
-
-    Raises:
-      TypeError, ValueError: see `append`.
-    """
+    """The lengths that `append` of these would lead to, int32 ``[B]``; raises as `append`."""
     _checks.check_key_value(key, value)
     if key.shape[0] != layer.batch_size:
         raise ValueError(f"{key.shape=} must have {layer.batch_size} sequences, as the cache has")
@@ -237,26 +218,15 @@ def append(
 ) -> PagedLayer:
     """Adds new tokens, one or many per sequence; see `turbojax.append`.
 
-    Args:
-      layer: the cache to extend.
-      key: ``[B, T, K, H]`` in the layer's dtype, after the rotary embedding.
-      value: the same.
-      lengths: optional int ``[B]``, how many of the `T` tokens are real, the first ones.
-
-    Returns:
-      The extended cache. Under `jit`, tokens past `max_length` are left out and `overflowed` turns
-      True for their sequence; nothing that was stored changes.
-
-    Raises:
-      TypeError: if dtypes do not fit.
-      ValueError: if a shape does not fit, or, outside `jit`, a sequence would exceed `max_length`.
+    Keys come after the rotary embedding. Under `jit`, tokens past `max_length` are left out and
+    `overflowed` turns True for their sequence; nothing that was stored changes.
     """
     total = check_room(layer, key, value, lengths)
     kept = jnp.minimum(total, layer.max_length)
     first, counts = layer.lengths, kept - layer.lengths
     size = layer.ring_pages * layer.pages.page_size
     if layer.is_ring and key.shape[1] > size:
-        # Of more tokens than there is room for the newest.
+        # If there are more tokens than room, only the newest are stored.
         skipped = jnp.maximum(counts - size, 0)
         token = skipped[:, None] + jnp.arange(size, dtype=jnp.int32)[None]
         token = jnp.minimum(token, key.shape[1] - 1)[:, :, None, None]

@@ -59,23 +59,9 @@ def attend(
 ) -> jax.Array:
     """Causal attention of the newest tokens to all that is held, themselves included.
 
-    They attend to the pages, in the precision these are kept in, whether they come as a prompt or
-    one by one. Long prompts are taken in chunks, see `query_chunk`.
-
-    Args:
-      query: ``[B, T, N, H]`` in the layer's dtype.
-      layer: the cache, which holds the queries' own keys and values.
-      query_lengths: optional int32 ``[B]``, how many of the `T` queries are real, the first ones.
-      options: of the layer.
-      sinks: float ``[N]`` of the layer, or None.
-      implementation: of `turbojax.paged_attention`; None to choose.
-
-    Returns:
-      ``[B, T, N, H]`` in the query's dtype, zero for queries that are padding.
-
-    Raises:
-      ValueError: if the layer does not keep all that the queries see.
-      TypeError, ValueError, NotImplementedError: see `turbojax.paged_attention`.
+    They attend to the pages, in the precision in which these are kept, whether they come as a
+    prompt or one by one. Long prompts are taken in chunks, see `query_chunk`. Queries past
+    `query_lengths` are padding and give zero.
     """
     batch, tokens, heads, channels = query.shape
     static, extras = options.complete(channels), of_layer(query, sinks)
@@ -126,24 +112,7 @@ def append_and_attend(
     sinks: jax.Array | None = None,
     implementation: ImplementationName | None = None,
 ) -> tuple[jax.Array, PagedLayer]:
-    """Stores tokens and attends to all that is held then: in parts if the layer keeps too little.
-
-    Args:
-      query: ``[B, T, N, H]`` in the layer's dtype.
-      key: ``[B, T, K, H]``.
-      value: ``[B, T, K, H]``.
-      layer: the cache.
-      lengths: int32 ``[B]``, how many of the `T` tokens are real, the first ones.
-      options: of the layer.
-      sinks: float ``[N]`` of the layer, or None.
-      implementation: of `turbojax.paged_attention`; None to choose.
-
-    Returns:
-      ``[B, T, N, H]`` as `attend` and the cache as `append` give them.
-
-    Raises:
-      TypeError, ValueError, NotImplementedError: see `append` and `attend`.
-    """
+    """Stores tokens and attends to all that is held; in parts if the layer keeps too little."""
     batch, tokens, heads, channels = query.shape
     attend_to = functools.partial(
         attend, options=options, sinks=sinks, implementation=implementation
@@ -179,12 +148,9 @@ def query_chunk(batch_size: int, group: int) -> int:
 
     Fewer for more sequences, because kernels keep results of every 1,024 tokens of the table's
     width until they are merged, 4 bytes for each channel of each query and head. But always enough
-    that a KV head has more than 64 rows of queries: all prompts longer than a chunk then run in the
-    kernel made for many rows, whatever the batch, and no bit depends on where they are cut.
-
-    Args:
-      batch_size: sequences.
-      group: query heads of a KV head.
+    that a KV head has more than 64 rows of queries (`group` for each query): all prompts longer
+    than a chunk then run in the kernel made for many rows, whatever the batch, and no bit depends
+    on where they are cut.
     """
     least = 64 // group + 1
     return max(QUERY_CHUNK // batch_size // 16, -(-least // 16)) * 16
@@ -200,7 +166,7 @@ def take_sequences(layer: PagedLayer, first: jax.Array | int, count: int) -> Pag
 
 
 def put_sequences(layer: PagedLayer, part: PagedLayer, first: jax.Array | int) -> PagedLayer:
-    """The layer with the sequences of `part`, which `take_sequences` and `append` made from it."""
+    """The layer with the sequences of `part`, made from it by `take_sequences` and `append`."""
     lengths, overflowed = (
         jax.lax.dynamic_update_slice_in_dim(x, new, first, 0)
         for x, new in ((layer.lengths, part.lengths), (layer.overflowed, part.overflowed))
@@ -324,12 +290,10 @@ class Pages(Kind[PagedLayer]):
         return rows_in_use(lengths, cache.pages.key.shape[2])  # as `to_rows` gives it
 
     def to_rows(self, cache: PagedLayer) -> PagedLayer:
-        """A layer whose page arrays are ``[B, K, S, ...]``, in the order of tokens, without tables.
+        """See `Stored.to_rows`: page arrays become ``[B, K, S, ...]``, in the order of tokens.
 
-        Only to be stored: where its pages lay does not matter.
-
-        Raises:
-          ValueError: if layers are stacked, or tables count each device's own pages.
+        Tables are dropped: where pages lay does not matter. Raises ValueError if layers are
+        stacked, or tables count each device's own pages.
         """
         if is_split(cache.block_tables):
             raise ValueError(
@@ -362,7 +326,7 @@ class Pages(Kind[PagedLayer]):
 
 
 class Pool(Stored[PagedCache]):
-    """A bare pool, which does not know who holds what: all its pages are stored."""
+    """A bare pool, without tables and lengths: all its pages are stored."""
 
     cls = PagedCache
     stored_as = "paged_pool"

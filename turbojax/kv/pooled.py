@@ -199,12 +199,7 @@ def check_pooled(
     query_samples: int,
     key_means: int,
 ) -> None:
-    """Checks what pooled attention is configured with, see `PooledAttention`.
-
-    Raises:
-      TypeError: if `policy` is not one of `turbojax.levels`, or a size not an integer.
-      ValueError: if a size is out of range, or there is no such implementation.
-    """
+    """Raises TypeError or ValueError if fields of `PooledAttention` do not fit."""
     if not isinstance(policy, Policy):
         raise TypeError(f"policy is a {type(policy).__name__}, must be one of turbojax.levels")
     _checks.check_sizes(

@@ -47,9 +47,9 @@ class Progressive(Kind[ProgressiveCache]):
     def by_name(self, name: str, num_kv_heads: int, devices: int = 1) -> TurboConfig:
         """See `Kind.by_name`: ``"2/4bit"`` is half of the KV heads at 2 bits, the others at 4.
 
-        Of an odd number the half is rounded down for keys and up for values, whose errors cost
-        less: of keys and values together it is half in any case, 3 bits on average. Of one head
-        the keys have 4 bits and the values 2. Over several devices it is half of each one's heads.
+        Half of an odd number is rounded down for keys and up for values, whose errors cost less:
+        keys and values together always have 3 bits on average. With one head the keys have 4 bits
+        and the values 2. Over several devices half of each one's heads have 2 bits.
         """
         if name == "k4v2":
             return TurboConfig(value_bits=2)
@@ -90,7 +90,7 @@ class Progressive(Kind[ProgressiveCache]):
         )
 
     def slots(self, kind: TurboConfig, max_length: int) -> tuple[int, int]:
-        """See `Kind.slots`: blocks, and what fills none stays in the buffer."""
+        """See `Kind.slots`: blocks; tokens that fill none stay in the buffer."""
         return kind.block_kv, max_length // kind.block_kv
 
     def append(
@@ -117,7 +117,7 @@ class Progressive(Kind[ProgressiveCache]):
         *,
         implementation: Any = None,
     ) -> ProgressiveCache:
-        """See `Kind.store_prompt`: what the buffer does not keep is compressed at once."""
+        """See `Kind.store_prompt`: tokens that the buffer does not keep are compressed at once."""
         name = STORE_PROMPT.beside(implementation)
         return store_prompt(cache, key, value, lengths, implementation=name)
 
@@ -175,14 +175,14 @@ class Progressive(Kind[ProgressiveCache]):
 
     def make(self, description: Description) -> ProgressiveCache:
         """See `Stored.make`."""
-        # Without these in files that are older than they are.
+        # Files from before these fields do not have them.
         config = {"flush": "all", **description["config"]}
         if isinstance(config["softmax"], Mapping):
             config["softmax"] = SAS(**config["softmax"])
         return self.make_kind(description, TurboConfig(**config))
 
     def counts(self, lengths: Counts, cache: ProgressiveCache) -> Counts:
-        """See `Stored.counts`: what is not in the buffer is in blocks."""
+        """See `Stored.counts`: tokens that are not in the buffer are in blocks."""
         compressed = lengths["lengths"] - lengths[_BUFFERED]
         blocks = compressed // cache.config.block_kv
         return {**lengths, _BLOCKS: np.minimum(blocks, cache.blocks_of_room)}
@@ -194,10 +194,9 @@ class Progressive(Kind[ProgressiveCache]):
             raise ValueError(f"buffer_lengths={buffered.tolist()} must be below {size}")
 
     def to_rows(self, cache: ProgressiveCache) -> ProgressiveCache:
-        """See `Stored.to_rows`.
+        """See `Stored.to_rows`; ValueError if devices have their own slots or copies.
 
-        Raises:
-          ValueError: if devices have slots or copies of their own, which `save_session` joins.
+        `save_session` joins such parts first.
         """
         if is_split(cache.key.head_slots):
             self.validate(cache)

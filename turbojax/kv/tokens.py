@@ -15,7 +15,7 @@ C = TypeVar("C", bound=tokens.TokenCache)
 
 
 class Tokens(Dequantized[C]):
-    """What the three share."""
+    """What `Int8`, `Int4` and `E4m3` share."""
 
     grows: ClassVar[Mapping[str, Grows]] = {
         "key_codes": Grows(-3),

@@ -27,9 +27,9 @@ def causal_attention(
 ) -> tuple[jax.Array, Cache]:
     """Exact causal attention over the given tokens alone; the cache passes through untouched.
 
-    `jax.nn.dot_product_attention`, which under strict dtype promotion has no gradient in bfloat16
-    on a CPU; in float32 it has. With a cap of the scores, or sinks, `exact_attention.attend`. An
-    `Attend`.
+    This `Attend` is `jax.nn.dot_product_attention`, which under strict dtype promotion has no
+    gradient in bfloat16 on a CPU, but has one in float32. With a cap of the scores, or sinks, it is
+    `exact_attention.attend`.
     """
     static = options.complete(query.shape[3])
     if static.logits_soft_cap is not None or sinks is not None:
@@ -47,7 +47,7 @@ def causal_attention(
 
 
 def padded_attention(mask: jax.Array) -> Attend:
-    """`causal_attention` to tokens that are there; the others' outputs mean nothing.
+    """`causal_attention` to tokens that are no padding; the outputs of padding mean nothing.
 
     Args:
       mask: bool ``[B, T]``, False for padding.
@@ -75,16 +75,9 @@ def padded_attention(mask: jax.Array) -> Attend:
 def within_implementation(
     implementation: str | None, attention: WholeAttention, names: tuple[str, ...]
 ) -> str | None:
-    """The implementation that `attend_within` gets, given that of a cache's ops.
+    """The implementation for `attend_within`, given that of a cache's ops, whose names are `names`.
 
-    Args:
-      implementation: of the cache's ops.
-      attention: what attends within whole sequences.
-      names: of the implementations of the cache's ops, see `Kind.implementations`.
-
-    Returns:
-      The same one; where the attention and the cache share no names, None: the attention chooses
-      for itself.
+    It is the same; or None, to choose, where the attention and the cache share no names.
     """
     own = exact_attention.IMPLEMENTATIONS if attention == "exact" else IMPLEMENTATION_NAMES
     return implementation if own == names else None
@@ -102,19 +95,9 @@ def attend_within(
 ) -> jax.Array:
     """Causal attention within whole sequences, without a cache.
 
-    Args:
-      query: ``[B, T, N, H]``.
-      key: ``[B, T, K, H]``.
-      value: ``[B, T, K, H]``.
-      lengths: optional int32 ``[B]``; what lies past them is padding, which reaches no other token.
-      attention: what attends.
-      options: of the layer.
-      implementation: of `exact_attention.attention` or `turbo_attention`; None to choose. A
-        `PooledAttention` names its own.
-      sinks: float ``[N]`` of the layer, or None.
-
-    Returns:
-      ``[B, T, N, H]`` in the query's dtype; rows of padding mean nothing.
+    What lies past `lengths` (optional int32 ``[B]``) is padding, which reaches no other token; its
+    rows of the result mean nothing. The implementation is one of `exact_attention.attention` or
+    `turbo_attention`; a `PooledAttention` names its own.
     """
     if isinstance(attention, PooledAttention):
         levels = attention.levels(query, key, lengths, options)

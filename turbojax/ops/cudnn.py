@@ -10,7 +10,7 @@ from turbojax import _device
 from turbojax.ops.options import Options
 from turbojax.sharding import together
 
-# And without a gradient, of whole sequences, from compute capability 9.0 on.
+# Without a gradient, of whole sequences, from compute capability 9.0 on.
 _MOST_CHANNELS, _MOST_CHANNELS_FORWARD = 128, 256
 
 
@@ -23,15 +23,7 @@ def attend(
     options: Options,
     implementation: Literal["xla", "cudnn"] = "cudnn",
 ) -> jax.Array:
-    """`jax.nn.dot_product_attention` of whole sequences; no soft cap.
-
-    Args:
-      query: ``[B, T, N, H]``.
-      key: ``[B, S, K, H]``.
-      value: ``[B, S, K, H]``.
-      options: of the call.
-      implementation: jax's.
-    """
+    """`jax.nn.dot_product_attention` of whole sequences; without a soft cap."""
     return dot_product_attention(
         query,
         key,
@@ -51,18 +43,7 @@ def dot_product_attention(
     implementation: Literal["xla", "cudnn"] = "xla",
     **options: Any,
 ) -> jax.Array:
-    """`jax.nn.dot_product_attention` under every promotion rule, and on CPUs in float16.
-
-    Args:
-      query: ``[B, T, N, H]``.
-      key: ``[B, S, K, H]``.
-      value: ``[B, S, K, H]``.
-      implementation: jax's.
-      **options: jax's.
-
-    Returns:
-      ``[B, T, N, H]`` in the query's dtype.
-    """
+    """`jax.nn.dot_product_attention` under every promotion rule, and on CPUs in float16."""
     dtype = query.dtype
     query, key, value = together(query, key, value)
     if dtype == jnp.float16 and jax.default_backend() == "cpu":
@@ -85,26 +66,15 @@ def attend_part(
     *,
     options: Options,
 ) -> tuple[jax.Array, jax.Array]:
-    """What cuDNN's attention finds, to be merged: the output in 16 bits, all else in float32.
+    """Attends by cuDNN, for merging: the output is rounded to 16 bits, all else is float32.
 
-    jax's function gives the log-sum-exp rounded to the output's dtype, too coarse to merge by. Its
-    derivative keeps it in float32, and is where it is taken from.
+    jax's function gives the log-sum-exp rounded to the output's dtype, too coarse for merging. Its
+    derivative keeps it in float32, so it is taken from there.
 
-    Args:
-      query: ``[B, T, N, H]``.
-      key: ``[B, S, K, H]``.
-      value: ``[B, S, K, H]``.
-      key_length: optional int32 ``[B]``; keys at or past it are ignored, and must be finite.
-      options: of the call, without a soft cap.
-
-    Returns:
-      float32 ``[B, T, N, H]``, rounded, and the log-sum-exp ``[B, T, N]``; 0 and ``-inf`` for
-      sequences without keys.
-
-    Raises:
-      NotImplementedError: if this jax keeps no log-sum-exp.
+    Keys at or past `key_length` are ignored, but must be finite; there is no soft cap. Sequences
+    without keys give 0 and ``-inf``. Raises NotImplementedError if this jax keeps no log-sum-exp.
     """
-    # What cuDNN makes of a sequence without keys is its own affair.
+    # cuDNN's result for a sequence without keys is not defined.
     lengths = None if key_length is None else jnp.maximum(key_length, 1)
 
     def call(*arrays: jax.Array) -> jax.Array:
@@ -137,7 +107,7 @@ def attend_part(
 
 @functools.cache
 def no_part() -> str | None:
-    """Why `attend_part` cannot be had, where cuDNN attends; None if it can. Looked up once."""
+    """Why `attend_part` cannot run where cuDNN attends; None if it can. Looked up once."""
     x = jax.ShapeDtypeStruct((1, 8, 1, 64), jnp.bfloat16)
     options = Options(is_causal=False, scale=1.0)
     try:
@@ -170,13 +140,8 @@ def unsupported(
 ) -> str | None:
     """None if cuDNN's attention takes these arrays here, or the reason why not.
 
-    Args:
-      query: ``[B, T, N, H]``.
-      key: ``[B, S, K, H]``.
-      decoding: whether the queries are those of the newest tokens, and not aligned with the keys.
-      forward_only: whether nothing is differentiated.
-      windowed: whether there is a window, which is counted from the first key.
-      logits_soft_cap: of the scores.
+    `decoding` means queries of the newest tokens, not aligned with the keys; `windowed` a window
+    counted from the first key.
     """
     capability = _device.gpu_compute_capability()
     if capability is None or capability < 8.0:

@@ -1,8 +1,8 @@
 """Arrays that a call of attention may have beyond queries, keys, values and lengths.
 
 They say which keys a query sees, or change its scores. Users hand them over as keyword arguments;
-`Extras` is the one form in which implementations take them. What the options are is static and in
-`turbojax.ops.options`; these are data.
+`Extras` is the one form in which implementations take them. These are data; static options are in
+`turbojax.ops.options`.
 """
 
 import dataclasses
@@ -70,12 +70,12 @@ class Extras:
 
     @property
     def given(self) -> tuple[str, ...]:
-        """The names of what is part of the call."""
+        """The names of the fields that are not None."""
         names = (field.name for field in dataclasses.fields(self))
         return tuple(name for name in names if getattr(self, name) is not None)
 
     def refusal(self, supported: Collection[str] = ()) -> str | None:
-        """Why an implementation that has only these cannot run the call; None if it can."""
+        """Why an implementation that supports only these cannot run the call; None if it can."""
         missing = [name for name in self.given if name not in supported]
         return f"it has no {', no '.join(missing)}" if missing else None
 
@@ -86,13 +86,7 @@ class Extras:
         return self.query_offset if self.key_offset is None else self.query_offset - self.key_offset
 
     def begin(self, length: jax.Array, query_length: jax.Array) -> jax.Array:
-        """Where a cache's first query is, counted from the cache's first token: int32 ``[B]``.
-
-        Args:
-          length: int32 ``[B]``, tokens of the cache.
-          query_length: int32 ``[B]``, queries, which are those of its last tokens unless
-            `query_offset` says otherwise.
-        """
+        """Where a cache's first query is, counted from the cache's first token: int32 ``[B]``."""
         if self.query_offset is None:
             return length - query_length
         return self.query_offset - (0 if self.key_offset is None else self.key_offset)
@@ -104,14 +98,9 @@ class Extras:
         return self.begin(length, query_length) + query_length
 
     def visible(self, queries: jax.Array, keys: jax.Array) -> jax.Array | None:
-        """Pairs of one segment among these.
+        """Which of these queries and keys share a segment: bool ``[B, t, s]``, or None.
 
-        Args:
-          queries: int32 ``[t]``, indices into the queries; past the end they count as the last.
-          keys: int32 ``[s]``, the same.
-
-        Returns:
-          bool ``[B, t, s]``; None without segments.
+        Indices past the end count as the last token. None if there are no segments.
         """
         if self.query_segment_ids is None or self.key_value_segment_ids is None:
             return None
@@ -120,15 +109,7 @@ class Extras:
         return one[:, :, None] == other[:, None, :]
 
     def added(self, queries: jax.Array, keys: jax.Array) -> jax.Array | None:
-        """What is added to these scores.
-
-        Args:
-          queries: int32 ``[t]``, indices as in `visible`.
-          keys: int32 ``[s]``.
-
-        Returns:
-          float32 ``[B or 1, N or 1, t, s]``; None without bias and slopes.
-        """
+        """What is added to these scores, float32 ``[B or 1, N or 1, t, s]``, or None."""
         parts = []
         if self.bias is not None:
             bias = self.bias
@@ -141,7 +122,7 @@ class Extras:
         return sum(parts[1:], parts[0]) if parts else None
 
     def distances(self, queries: jax.Array, keys: jax.Array) -> jax.Array:
-        """int32 ``[B or 1, t, s]``, how far the positions of these are from each other."""
+        """How far the positions of these queries and keys are apart: int32 ``[B or 1, t, s]``."""
         shift = self.shift()
         index = (queries[:, None] - keys[None])[None]
         return jnp.abs(index if shift is None else index + shift[:, None, None])
@@ -154,17 +135,7 @@ NOTHING = Extras()
 def of_cache(
     query: jax.Array, *, sinks: Any = None, query_offset: Any = None, key_offset: Any = None
 ) -> Extras:
-    """The extras of a call that attends to a cache, checked.
-
-    Args:
-      query: ``[B, T, N, H]``.
-      sinks: see `check_sinks`.
-      query_offset: position of the first query, see `check_offset`; None for newest tokens.
-      key_offset: position of the cache's first token, see `check_offset`.
-
-    Raises:
-      TypeError, ValueError: see `check_sinks` and `check_offset`.
-    """
+    """The checked extras of a call to a cache; no `query_offset` means the newest tokens."""
     if sinks is None and query_offset is None and key_offset is None:
         return NOTHING
     batch, _, heads, _ = query.shape
@@ -178,32 +149,14 @@ def of_cache(
 
 
 def of_layer(query: jax.Array, sinks: Any = None) -> Extras:
-    """The extras that a layer asks for.
-
-    Args:
-      query: ``[B, T, N, H]``.
-      sinks: see `check_sinks`.
-
-    Raises:
-      TypeError, ValueError: see `check_sinks`.
-    """
+    """The checked extras of a layer: its sinks, if it has any."""
     return NOTHING if sinks is None else Extras(sinks=check_sinks(sinks, query.shape[2]))
 
 
 def complete(query: jax.Array, key: jax.Array, *, sinks: Any = None, **arrays: Any) -> Extras:
-    """The extras that a user's arguments stand for, checked.
+    """The checked extras of a user's arguments, whose names are the fields of `Extras`.
 
-    Args:
-      query: ``[B, T, N, H]``.
-      key: ``[B, S, K, H]``.
-      sinks: see `check_sinks`.
-      **arrays: the other fields of `Extras`, or None; an offset may be a scalar.
-
-    Raises:
-      TypeError: if ids or offsets are no integers, or a bias, slopes or sinks no floating-point
-        numbers.
-      ValueError: if a shape does not fit, only one side has segments, or, outside `jit`, an offset
-        is negative or too large.
+    Raises TypeError or ValueError, also if only one side has segments.
     """
     if sinks is None and all(x is None for x in arrays.values()):
         return NOTHING
@@ -227,14 +180,7 @@ def complete(query: jax.Array, key: jax.Array, *, sinks: Any = None, **arrays: A
 
 
 def check_offset(name: str, offset: Any, batch: int) -> jax.Array | None:
-    """An offset of positions as int32 ``[B]``; None stays.
-
-    Under `jit` values out of range act as the nearest bound.
-
-    Raises:
-      TypeError: if it is no integer.
-      ValueError: another shape than ``()`` or ``[B]``, or (outside `jit`) a value out of range.
-    """
+    """An offset, a scalar or ``[B]``, as int32 ``[B]``; None stays. Under `jit` it is clipped."""
     if offset is None:
         return None
     offset = _checks.as_int32(name, offset)
@@ -248,12 +194,7 @@ def check_offset(name: str, offset: Any, batch: int) -> jax.Array | None:
 
 
 def check_segment_ids(name: str, ids: Any, batch: int, tokens: int) -> jax.Array | None:
-    """Ids as int32 ``[B, tokens]``; None stays.
-
-    Raises:
-      TypeError: if they are no integers.
-      ValueError: another shape, or (outside `jit`) an id beyond int32.
-    """
+    """Ids as int32 ``[B, tokens]``; None stays. Raises TypeError or ValueError otherwise."""
     if ids is None:
         return None
     ids = _checks.as_int32(name, ids)
@@ -263,12 +204,7 @@ def check_segment_ids(name: str, ids: Any, batch: int, tokens: int) -> jax.Array
 
 
 def check_sinks(sinks: Any, heads: int) -> jax.Array | None:
-    """Sinks as float32 ``[N]``; None stays.
-
-    Raises:
-      TypeError: if they are no floating-point numbers.
-      ValueError: another shape.
-    """
+    """Sinks as float32 ``[N]``; None stays. Raises TypeError or ValueError if they do not fit."""
     return _check_heads("sinks", sinks, heads)
 
 

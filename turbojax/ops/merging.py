@@ -9,9 +9,9 @@ from turbojax import _checks
 def merge_attention(outputs: jax.Array, residuals: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Attention to all keys, from attention to parts of them.
 
-    Every part is what an op gives with ``return_residual=True`` for the same queries and its own
-    keys, with ``output_dtype=jnp.float32`` where nothing shall be lost. Sinks belong to one part
-    alone. Parts are added in their order: the same parts give the same bits. Differentiable.
+    Every part is the result of an op with ``return_residual=True`` for the same queries and the
+    part's own keys, with ``output_dtype=jnp.float32`` where nothing may be lost. Only one part may
+    have sinks. Parts are added in order: the same parts give the same bits. Differentiable.
 
     Args:
       outputs: ``[P, B, T, N, H]``, the parts, floating-point.

@@ -1,7 +1,7 @@
-"""Newest tokens that attend to a cache: where they are in it, where offsets say something else.
+"""Newest tokens that attend to a cache, and queries at other positions, by offsets.
 
 Queries are those of a cache's last tokens. With `query_offset` they are elsewhere: where a text's
-keys lie in several caches, each is attended to by itself, with the position of its first token as
+keys lie in several caches, each is attended to separately, with the position of its first token as
 `key_offset`, and the results are merged.
 """
 
@@ -38,25 +38,10 @@ def decode(
 ) -> tuple[jax.Array, jax.Array]:
     """Attends to a contiguous cache of codes, by what a registry has for these arguments.
 
-    Args:
-      registry: of the op, by whose name its gradient is refused.
-      table: of the op.
-      query: ``[B, T, N, H]``.
-      cache: one that the registry's implementations take.
-      query_lengths: int32 ``[B]``, the real queries; what is out of range acts as the nearest
-        bound.
-      options: of the call, causal ones.
-      extras: of the call.
-      implementation: the name asked for, or None.
-      shortens: whether a token of the cache is stored alike wherever the cache ends, so that
-        `as_newest` applies.
-
-    Returns:
-      ``[B, T, N, H]`` in the options' dtype and the float32 log-sum-exp ``[B, T, N]``.
-
-    Raises:
-      ValueError: see `ring.check_visible`.
-      NotImplementedError: see `check_whole`, or if what is asked for cannot run this.
+    `shortens` says that a token is stored alike wherever the cache ends, so that `as_newest`
+    applies. The registry's name is the one in the message that refuses gradients. Raises ValueError
+    as `ring.check_visible`, NotImplementedError as `check_whole` or if what is asked for cannot run
+    this.
     """
     ring.check_visible(cache, options.window, query.shape[1])
     check_whole(cache, extras)
@@ -83,7 +68,7 @@ def _decode(
     implementation: str | None,
     shortens: bool,
 ) -> tuple[jax.Array, jax.Array]:
-    """`decode` by what takes these arrays."""
+    """`decode` by the implementation for these arrays."""
     real = jnp.clip(query_lengths, 0, query.shape[1])
     if shortens:
         lengths, extras = as_newest(query, cache.lengths, real, extras, options)
@@ -101,10 +86,7 @@ def _decode(
 
 
 def check_whole(cache: Any, extras: Extras) -> None:
-    """Raises NotImplementedError where a cache keeps a window of the newest tokens alone.
-
-    Queries elsewhere would miss what is no longer there.
-    """
+    """Raises NotImplementedError for queries elsewhere than at the end of a window's cache."""
     if extras.query_offset is not None and cache.is_ring:
         raise NotImplementedError(
             f"query_offset must be None: the cache keeps the newest {cache.room} tokens alone, for "
@@ -115,20 +97,11 @@ def check_whole(cache: Any, extras: Extras) -> None:
 def as_newest(
     query: jax.Array, lengths: jax.Array, query_lengths: jax.Array, extras: Extras, options: Options
 ) -> tuple[jax.Array, Extras]:
-    """The same call as one of newest tokens, if it is: then every implementation can run it.
+    """Turns a call into one of newest tokens where possible: every implementation can run these.
 
-    A single query without a window sees a cache's tokens up to its own position. It is the newest
-    token of a cache that ends there.
-
-    Args:
-      query: ``[B, T, N, H]``.
-      lengths: int32 ``[B]``, tokens held.
-      query_lengths: int32 ``[B]``, the real queries.
-      extras: of the call.
-      options: of the call.
-
-    Returns:
-      How many of the tokens held are to be there, int32 ``[B]``, and the extras that are left.
+    A single query without a window sees a cache's tokens up to its own position: it is the newest
+    token of a cache that ends there. Returns that cache's lengths, int32 ``[B]``, and the extras
+    that are left.
     """
     if extras.query_offset is None or query.shape[1] != 1 or options.window is not None:
         return lengths, extras
@@ -138,7 +111,7 @@ def as_newest(
 
 
 def shortened(cache: C, lengths: jax.Array) -> C:
-    """A cache of which so many tokens are there; none is moved."""
+    """A cache with so many tokens; its arrays stay the same."""
     if lengths is cache.lengths:
         return cache
     changed: C = dataclasses.replace(cache, lengths=lengths)

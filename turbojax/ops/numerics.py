@@ -29,16 +29,13 @@ def exponential(config: TurboConfig) -> Exponential:
 
 
 def largest_weight(config: TurboConfig) -> float:
-    """The exponential at 0: what a row's largest score weighs."""
+    """The exponential at 0: the weight of a row's largest score."""
     with jax.ensure_compile_time_eval():
         return float(exponential(config)(jnp.zeros((), jnp.float32)))
 
 
 def stored_mode(mode: Mode) -> Literal["int8", "float"]:
-    """The numbers that `decode` multiplies.
-
-    What a `ProgressiveCache` stores are integers: its products are of int8 in every 8-bit mode.
-    """
+    """The numbers that `decode` multiplies: caches store integers, so int8 in every 8-bit mode."""
     return "float" if mode == "float" else "int8"
 
 
@@ -50,17 +47,7 @@ def values_mode(mode: Mode) -> Mode:
 def quantize_scores_operand(
     x: jax.Array, mode: Mode, axis: int | tuple[int, ...]
 ) -> tuple[jax.Array, jax.Array]:
-    """Q or K as codes with one scale over `axis`.
-
-    Args:
-      x: floating point, any shape.
-      mode: the number format.
-      axis: axes that share a scale.
-
-    Returns:
-      codes: `x`'s shape: int8, e4m3, or `x` itself in mode ``"float"``.
-      scale: float32, `x`'s shape without `axis`.
-    """
+    """Q or K as codes of the mode, and float32 scales of `x`'s shape without `axis`."""
     if mode in ("int8", "int8_fp8"):
         return quantize_int8(x, axis=axis)
     if mode == "fp8":
@@ -69,16 +56,10 @@ def quantize_scores_operand(
 
 
 def quantize_values(value: jax.Array, mode: Mode) -> tuple[jax.Array, jax.Array]:
-    """V as codes: int8 with a scale per block, e4m3 with one per sequence and head.
+    """V ``[B, K, n, block, H]`` as codes, and float32 scales ``[B, K, n]``.
 
-    The single e4m3 scale lets an 8-bit float accumulator run over all blocks without rescaling.
-
-    Args:
-      value: floating point ``[B, K, n, block, H]``.
-      mode: the number format.
-
-    Returns:
-      codes ``[B, K, n, block, H]`` and float32 scales ``[B, K, n]``.
+    Int8 has a scale per block. E4m3 has one per head, so that an 8-bit float accumulator runs over
+    all blocks without rescaling.
     """
     if mode == "int8":
         return quantize_int8(value, axis=(3, 4))
@@ -91,17 +72,11 @@ def quantize_values(value: jax.Array, mode: Mode) -> tuple[jax.Array, jax.Array]
 def round_probabilities(
     p: jax.Array, largest: jax.Array, mode: Mode
 ) -> tuple[jax.Array, jax.Array]:
-    """P as the second product's operand.
+    """P as the second product's operand: float32 codes ``[..., t]`` and scales ``[..., 1]``.
 
-    Args:
-      p: float32 ``[..., t]``, unnormalized weights of a row's keys in one block.
-      largest: float32 ``[..., 1]``, the exponential of the row's largest score there.
-      mode: the number format.
-
-    Returns:
-      codes: float32 ``[..., t]``: integers of the row's own scale ``largest / 119`` in mode
-        ``"int8"``, e4m3 values with a static scale in the fp8 modes, `p` otherwise.
-      scale: float32 ``[..., 1]``.
+    `p` are the unnormalized weights of a row's keys in one block, `largest` is the exponential of
+    the row's largest score there. Codes are integers of the row's own scale ``largest / 119`` in
+    mode ``"int8"``, e4m3 values with a static scale in the fp8 modes, `p` otherwise.
     """
     if mode == "int8":
         scale = largest * (1 / INT8_RANGE)
@@ -140,15 +115,10 @@ def finite_maximum(m: jax.Array) -> jax.Array:
 
 
 def finish(o: jax.Array, m: jax.Array, l: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Normalizes an online softmax.
+    """Normalizes an online softmax: ``o / l`` and the log-sum-exp ``m + log l``.
 
-    Args:
-      o: float32 ``[..., H]``, weighted sums of values.
-      m: float32 ``[...]``, row maxima.
-      l: float32 ``[...]``, sums of weights.
-
-    Returns:
-      ``o / l`` and the log-sum-exp ``m + log l``; 0 and ``-inf`` where nothing was visible.
+    `o` are weighted sums of values, float32 ``[..., H]``, `m` row maxima and `l` sums of weights.
+    Where nothing was visible the result is 0 and ``-inf``.
     """
     nothing = l == 0
     out = o / jnp.where(nothing, 1, l)[..., None]

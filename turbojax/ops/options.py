@@ -22,11 +22,7 @@ def _check_scores(scale: object, logits_soft_cap: float | None) -> None:
 
 
 def check_output_dtype(dtype: Any) -> str | None:
-    """The name of an output's dtype; None, for the query's, stays.
-
-    Raises:
-      ValueError: if it is another one than float32.
-    """
+    """The name of an output's dtype, which must be float32; None, for the query's, stays."""
     if dtype is None:
         return None
     try:
@@ -61,16 +57,7 @@ class Visibility:
     def mask(
         self, query_position: jax.Array, key_position: jax.Array, key_length: jax.Array
     ) -> jax.Array:
-        """Visible pairs.
-
-        Args:
-          query_position: int32 ``[B or 1, T]``.
-          key_position: int32 ``[B or 1, S]``.
-          key_length: int32 ``[B]``, keys at or past it are ignored.
-
-        Returns:
-          bool ``[B, T, S]``.
-        """
+        """Visible pairs of positions ``[B or 1, T]`` and ``[B or 1, S]``: bool ``[B, T, S]``."""
         q, k = query_position[:, :, None], key_position[:, None, :]
         visible = jnp.broadcast_to(
             k < key_length[:, None, None], (key_length.shape[0], q.shape[1], k.shape[2])
@@ -91,15 +78,9 @@ class Visibility:
     ) -> tuple[jax.Array, jax.Array]:
         """Keys ``[start, stop)`` outside which queries ``first..last`` see nothing.
 
-        Args:
-          first: int32 scalar, the first query.
-          last: int32 scalar, the last query.
-          key_length: int32 ``[B]``.
-          shift: int32 ``[B]``, by how much a query's position exceeds a key's of the same index; 0
-            if not given.
-
-        Returns:
-          int32 scalars, valid for every sequence; empty ranges have ``stop <= start``.
+        `shift` (int32 ``[B]``) is by how much a query's position exceeds a key's of the same index;
+        0 if not given. Returns int32 scalars, valid for every sequence; empty ranges have ``stop <=
+        start``.
         """
         start, stop = jnp.zeros_like(first), jnp.max(key_length)
         least, most = (0, 0) if shift is None else (jnp.min(shift), jnp.max(shift))
@@ -117,19 +98,16 @@ class Visibility:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options(Visibility):
-    """The options of a call of attention; static under `jit`.
-
-    There are no invalid ones: they are checked when they are made, and by nobody after that.
+    """The options of a call of attention; static under `jit`, and checked when they are made.
 
     Attributes:
-      scale: factor of the scores.
-      logits_soft_cap: optional `c`: scores become ``c * tanh(score / c)``.
+      scale: factor of the scores, finite; it may be negative.
+      logits_soft_cap: optional `c`: scores become ``c * tanh(score / c)``; positive and finite.
       out_dtype: of the output, ``"float32"``; None for the query's own.
 
     Raises:
       TypeError: if the scale or the cap is not a Python number.
-      ValueError: if the scale is not finite (it may be negative), the cap not positive and finite,
-        the output's dtype another one, or the window as in `Visibility`.
+      ValueError: if a value, or the window, is not as stated.
     """
 
     scale: float
@@ -145,7 +123,7 @@ class Options(Visibility):
         object.__setattr__(self, "out_dtype", check_output_dtype(self.out_dtype))
 
     def dtype_of_output(self, query: jax.Array | jax.ShapeDtypeStruct) -> jnp.dtype:
-        """The output's dtype, for queries of this one."""
+        """The output's dtype, for queries of this dtype."""
         return jnp.dtype(query.dtype if self.out_dtype is None else self.out_dtype)
 
     @classmethod
@@ -159,19 +137,7 @@ class Options(Visibility):
         logits_soft_cap: float | None,
         output_dtype: Any = None,
     ) -> Self:
-        """The options that a user's arguments stand for, see `jax.nn.dot_product_attention`.
-
-        Args:
-          head_dim: channels of a head, `H`.
-          scale: factor of the scores; ``1 / sqrt(H)`` if None.
-          is_causal: whether a query sees keys up to its own position only.
-          local_window_size: optional `w` or ``(left, right)``, keys on either side of the query.
-          logits_soft_cap: optional cap.
-          output_dtype: float32 for parts that will be merged; None for the query's.
-
-        Raises:
-          TypeError, ValueError: as the class.
-        """
+        """The options that a user's arguments stand for, see `turbojax.turbo_attention`."""
         window: Any = local_window_size  # brought into one form with the rest
         return cls(
             scale=plain_scale(head_dim) if scale is None else scale,
@@ -234,7 +200,7 @@ PLAIN = AttentionOptions()
 
 
 def require_causal(options: Options) -> None:
-    """Raises ValueError if queries of newest tokens would see what comes after them."""
+    """Raises ValueError unless options are causal: queries must not see later tokens."""
     if not options.is_causal:
         raise ValueError(f"{options.is_causal=} must be True: newest tokens attend causally")
 
@@ -242,19 +208,13 @@ def require_causal(options: Options) -> None:
 def check_implementation(
     implementation: object, names: tuple[str, ...] = IMPLEMENTATION_NAMES
 ) -> None:
-    """Raises ValueError unless it is None or among the names."""
+    """Raises ValueError unless the implementation is None or one of the names."""
     if implementation is not None and implementation not in names:
         raise ValueError(f"{implementation=} must be None or one of {names}")
 
 
 def require_plain(options: AttentionOptions, what: str, *, but_scale: bool = False) -> None:
-    """Raises NotImplementedError if a layer asks for more than causal attention.
-
-    Args:
-      options: of the layer.
-      what: what cannot do more.
-      but_scale: whether it takes a scale.
-    """
+    """Raises NotImplementedError if a layer asks `what` for more than causal attention."""
     allowed = AttentionOptions(scale=options.scale) if but_scale else PLAIN
     if options != allowed:
         raise NotImplementedError(

@@ -9,7 +9,7 @@ _LOG2_E = math.log2(math.e)
 
 
 def without_padding(x: jax.Array, length: jax.Array | None) -> jax.Array:
-    """``[B, S, K, H]`` with zeros at and past each sequence's end: kernels load what is there."""
+    """``[B, S, K, H]`` with zeros at and past each sequence's end, which kernels load too."""
     if length is None:
         return x
     there = jnp.arange(x.shape[1], dtype=jnp.int32)[None] < length[:, None]
@@ -26,10 +26,7 @@ def pad_axis(x: jax.Array, axis: int, size: int, value: float = 0.0) -> jax.Arra
 
 
 def without_blind(x: jax.Array, residual: jax.Array) -> jax.Array:
-    """Cotangents ``[B, T, N, H]`` with zeros for rows that saw nothing, by their log-sum-exp.
-
-    Weights of 0 do not remove a NaN.
-    """
+    """Cotangents with zeros for rows that saw nothing: weights of 0 do not remove a NaN."""
     return jnp.where((residual == -jnp.inf)[..., None], jnp.zeros((), x.dtype), x)
 
 
@@ -44,18 +41,10 @@ def gradient_rows(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """What the kernels of the backward pass need to know of each row.
 
-    Args:
-      out: ``[B, T, N, H]``.
-      residual: float32 ``[B, T, N]``.
-      d_out: the cotangent of `out`, as it multiplies the values.
-      d_residual: that of `residual`.
-      tokens: `Tp`, at least `T`.
-      all_see: whether every row exists and sees something: then `d_out` is not looked through.
-
-    Returns:
-      `without_blind` of `d_out`. And float32 ``[B, N, Tp]``, twice: the log-sum-exp in powers of
-      two, ``inf`` for blind rows and past the last, so that their weights are 0; and
-      ``rowsum(d_out * out)`` less the residual's cotangent, 0 there.
+    With `all_see` every row exists and sees something, so `d_out` is not searched for blind rows.
+    Returns `without_blind` of `d_out`, and float32 ``[B, N, tokens]`` twice: the log-sum-exp in
+    powers of two, ``inf`` for blind rows and past the last, so that their weights are 0; and
+    ``rowsum(d_out * out)`` less the residual's cotangent, 0 there.
     """
     is_empty = residual == -jnp.inf
     if not all_see:

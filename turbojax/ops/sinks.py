@@ -18,21 +18,11 @@ def with_sinks(
 
     A sink has the weight ``exp(sink)`` and a value of zeros: the log-sum-exp becomes
     ``logaddexp(lse, sink)`` and the output shrinks by ``exp(lse - lse')``. With `SAS` too a sink's
-    weight is the exact exponential.
-
-    Args:
-      out: ``[B, T, N, H]``, float32 where nothing shall be lost.
-      residual: float32 ``[B, T, N]``, the log-sum-exp.
-      sinks: float32 ``[N]``; ``-inf`` is none.
-      real: bool ``[B, T]``, queries that are no padding, which stays 0 and ``-inf``; all if not
-        given.
-
-    Returns:
-      The output in its dtype, and the log-sum-exp. A real query that sees nothing gives 0 and its
-      head's sink.
+    weight is the exact exponential. A sink of ``-inf`` is none. Queries that are not `real` stay 0
+    and ``-inf``; a real one that sees nothing gives 0 and its head's sink.
     """
     sinks = sinks[None, None]
-    # Where neither has weight the difference, and the derivatives of both lines, would be NaN.
+    # Where neither has a weight, the difference and the derivatives of both lines would be NaN.
     is_none = sinks == -jnp.inf
     total = jnp.logaddexp(residual, jnp.where(is_none, 0, sinks))
     total = jnp.where(is_none, residual, total)
@@ -52,19 +42,9 @@ def after(
     extras: Extras,
     options: Options,
 ) -> tuple[jax.Array, jax.Array]:
-    """A call's result with its sinks, by an implementation that knows of none.
+    """A call's result with its sinks, by an implementation that knows no sinks.
 
-    It is asked for float32, so that what comes out was rounded once.
-
-    Args:
-      run: attends with these extras, among them no sinks, and options.
-      query: ``[B, T, N, H]``.
-      query_length: int32 ``[B]``, the real queries; None if all are.
-      extras: of the call.
-      options: of the call.
-
-    Returns:
-      ``[B, T, N, H]`` in the options' dtype and the float32 log-sum-exp ``[B, T, N]``.
+    `run` is asked for float32, so that the result is rounded only once.
     """
     if extras.sinks is None:
         return run(extras, options)
@@ -94,12 +74,8 @@ def _rounded_once(
 def sees_only_sink(out: jax.Array, residual: jax.Array, sinks: jax.Array) -> jax.Array:
     """Queries all of whose weight is their sink's, up to rounding: bool ``[B, T, N]``.
 
-    What flows back to their outputs reaches nothing, and must not do so as 0 * NaN.
-
-    Args:
-      out: ``[B, T, N, H]``.
-      residual: float32 ``[B, T, N]``, the log-sum-exp with sinks.
-      sinks: float32 ``[N]``.
+    The gradient of their outputs reaches no input; it must not do so as 0 * NaN. `residual` is the
+    log-sum-exp with sinks.
     """
     return (residual == sinks[None, None]) & jnp.all(out == 0, axis=-1)
 
@@ -107,16 +83,9 @@ def sees_only_sink(out: jax.Array, residual: jax.Array, sinks: jax.Array) -> jax
 def sink_gradient(
     residual: jax.Array, sinks: jax.Array, delta: jax.Array, real: jax.Array
 ) -> jax.Array:
-    """The sinks' gradient: ``-sum(exp(sink - lse') * delta)`` over queries.
+    """The sinks' gradient ``-sum(exp(sink - lse') * delta)`` over real queries: float32 ``[N]``.
 
-    Args:
-      residual: float32 ``[B, T, N]``, the log-sum-exp with sinks.
-      sinks: float32 ``[N]``.
-      delta: float32 ``[B, T, N]``, ``dO . O`` less the log-sum-exp's cotangent.
-      real: bool ``[B, T]``, queries that are no padding.
-
-    Returns:
-      float32 ``[N]``.
+    `delta` is ``dO . O`` less the log-sum-exp's cotangent, `residual` the log-sum-exp with sinks.
     """
     # A sink of -inf weighs nothing, even where the query sees nothing and lse' is -inf too.
     sinks = sinks[None, None]

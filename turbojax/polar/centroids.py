@@ -116,7 +116,7 @@ def check_bits(bits: int) -> None:
 
 
 def _cell_probabilities(bits: int) -> np.ndarray:
-    """Those of the positive half's cells under the normal distribution."""
+    """Probabilities of the positive half's cells under the normal distribution."""
     edges = [0.0, *thresholds(bits)[2 ** (bits - 1) :], math.inf]
     return np.array([_tail(low) - _tail(high) for low, high in itertools.pairwise(edges)])
 

@@ -103,11 +103,6 @@ def check_norms(name: str, x: jax.Array, norms: jax.Array) -> None:
     """Raises ValueError where `encode` gave a finite vector no norm; not under `jit`.
 
     For callers that encode inside their own `jit`.
-
-    Args:
-      name: of `x`, for the message.
-      x: ``[..., H]``, what was encoded.
-      norms: float16 ``[...]``, what `encode` returned.
     """
     if not _checks.is_concrete(x, norms):
         return
@@ -179,7 +174,7 @@ def _encode(x: jax.Array, rotation: Rotation, *, bits: int) -> tuple[jax.Array, 
     corrected = _corrected(squares[..., 0], levels)
     corrected = jnp.where(is_tiny[..., 0], 0, corrected)
     is_valid = is_bounded[..., 0] & (corrected <= LARGEST_NORM)
-    # Selected in float16: a conversion of NaN has other bits elsewhere.
+    # Selected in float16: on other machines a conversion of NaN has other bits.
     norms = jnp.where(is_valid, corrected.astype(jnp.float16), jnp.float16(jnp.nan))
     return jnp.where(is_bounded, codes, jnp.uint8(0)), norms
 
@@ -229,11 +224,12 @@ def _corrected(squares: jax.Array, levels: jax.Array) -> jax.Array:
     """The root of ``squares / levels`` rounded to float16, still float32; more if too large.
 
     Division and roots are approximate on a GPU, and XLA rewrites them. So they are used only to
-    find between which two float16 the number lies; whether it reaches their midpoint (whose square
-    is exact, of 24 bits) is decided by a comparison: the same bits everywhere, in kernels too.
+    find between which two float16 numbers the root lies; whether it reaches their midpoint (whose
+    square is exact, of 24 bits) is decided by a comparison: the same bits everywhere, in kernels
+    too.
     """
     guess = jnp.sqrt(squares / levels)
-    # Above a float16 of this exponent the next one follows after a quantum.
+    # The distance between float16 numbers of this exponent.
     exponent = jax.lax.bitcast_convert_type(guess, jnp.int32) & _EXPONENT
     exponent = jnp.maximum(exponent, _SMALLEST_EXPONENT) - (10 << 23)
     quantum = jax.lax.bitcast_convert_type(exponent, jnp.float32)
@@ -256,8 +252,8 @@ def _exact_root(x: jax.Array) -> jax.Array:
 def _nearer_root(root: jax.Array, x: jax.Array) -> jax.Array:
     """`root` or the float32 next to it, if that is nearer to the root of `x`.
 
-    The remainder, `x` minus the root's square, is exact enough to decide: of 12 bits each, the
-    halves of the root have exact products, and only the last subtraction rounds.
+    The remainder, `x` minus the root's square, is exact enough to decide: the halves of the root
+    have 12 bits each, so their products are exact and only the last subtraction rounds.
     """
     bits = jax.lax.bitcast_convert_type(root, jnp.int32)
     below, high, above = (
@@ -274,7 +270,7 @@ def _nearer_root(root: jax.Array, x: jax.Array) -> jax.Array:
 def _square(x: jax.Array) -> jax.Array:
     """The squares of float32, to the same bits whether or not products are fused with additions.
 
-    Of 12 bits each, the halves of `x` have exact products.
+    The halves of `x` have 12 bits each, so their products are exact.
     """
     bits = jax.lax.bitcast_convert_type(x, jnp.int32)
     high = jax.lax.bitcast_convert_type(bits & ~_LOW_BITS, jnp.float32)

@@ -115,11 +115,7 @@ def flip_signs(x: jax.Array, rotation: Rotation) -> jax.Array:
 
 
 def small_order(head_dim: int) -> int:
-    """The order `m` of the small factor of ``head_dim = m * 2**k``.
-
-    Raises:
-      ValueError: if there is none in {1, 12, 20, 28}.
-    """
+    """The `m` in {1, 12, 20, 28} of ``head_dim = m * 2**k``; ValueError if there is none."""
     odd = head_dim // (head_dim & -head_dim)
     order = _SMALL_ORDERS.get(odd)
     if order is None or head_dim % order:

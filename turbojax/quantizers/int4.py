@@ -53,7 +53,7 @@ _SCALE_DTYPES = {
     "bf16": jnp.dtype(jnp.bfloat16),
     "f16": jnp.dtype(jnp.float16),
 }
-# What a row's scales can be, where they have a range that weights leave.
+# The scales that a row can have, for dtypes whose range weights may exceed.
 _RANGES = {"e4m3": E4M3_SCALES, "f16": FLOAT16_SCALES}
 _RECIPROCAL_RANGE = float(np.float32(1 / INT4_RANGE))
 
@@ -285,7 +285,7 @@ def _rounded_scale(maximum: jax.Array, dtype: np.dtype) -> jax.Array:
 def _codes(w: jax.Array, scale: jax.Array) -> jax.Array:
     """``clip(rint(w / scale), -8, 7)`` in int8, ties to even; 0 where the scale is NaN.
 
-    A code times a scale is exact in float32, and so is what it leaves of a value near it.
+    A code times a scale is exact in float32, and so is the difference to a value near it.
     """
     lowest, highest = -INT4_RANGE - 1, INT4_RANGE
     guess = jnp.rint(jnp.clip(w * (1 / scale), lowest - 1, highest + 1))
@@ -326,7 +326,7 @@ def scaled_values(weight: Int4Weight) -> jax.Array:
     values = integers(weight).astype(jnp.float32) * scale.astype(jnp.float32)
     if weight.scale_dtype != "e4m3":
         return values
-    # Not by way of e4m3, to which a CPU converts one number at a time.
+    # Not through e4m3, to which a CPU converts one number at a time.
     small = jnp.rint(values * 2.0**9) * 2.0**-9
     large = jax.lax.reduce_precision(values, exponent_bits=8, mantissa_bits=3)
     values = jnp.where(jnp.abs(values) < 2.0**-6, small, large)
@@ -334,10 +334,7 @@ def scaled_values(weight: Int4Weight) -> jax.Array:
 
 
 def in_blocks(weight: Int4Weight) -> Int4Weight:
-    """The same values in groups of 128 inputs, which kernels take, where groups are larger.
-
-    Each scale, and each zero, stands once for every 128 inputs.
-    """
+    """The same values in groups of at most 128 inputs, for kernels: scales are repeated."""
     if weight.group_size <= BLOCK:
         return weight
     blocks = stored_inputs(weight.in_size) // BLOCK
@@ -355,7 +352,7 @@ def in_blocks(weight: Int4Weight) -> Int4Weight:
 
 
 def integers(weight: Int4Weight) -> jax.Array:
-    """What scales multiply, int8 ``[N, K]``: the codes, less their zeros."""
+    """The integers that scales multiply, int8 ``[N, K]``: the codes, less their zeros."""
     codes = unpack_codes(code_rows(weight.codes))
     if weight.zeros is None:
         return codes
@@ -433,7 +430,7 @@ def _join(
     join: Callable[[list[jax.Array]], jax.Array],
     taken: tuple[int, ...],
 ) -> Int4Weight:
-    """A weight of `join`ed rows, of which each weight gives as many as `taken` says."""
+    """A weight of rows that are `join`ed; each weight gives as many as `taken` says."""
 
     def leaf(arrays: list[jax.Array], padding: float) -> jax.Array:
         parts = [x[:n] for x, n in zip(arrays, taken, strict=True)]

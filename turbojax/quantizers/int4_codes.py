@@ -181,7 +181,7 @@ def _pack(
     if zeros is None:
         fill = jnp.zeros((rows, padding[1]), jnp.int8)
     else:
-        # So that padding is zeros, as far as codes reach: there is none for a zero point of 8.
+        # So that padding is zeros, as far as codes can be: none stands for a zero point of 8.
         zeros = widened(zeros.astype(jnp.int8))
         fill = jnp.minimum(jnp.repeat(zeros, size, axis=1)[:, inputs:], HIGHEST)
     codes = jnp.concatenate([codes.astype(jnp.int8), fill], axis=1)

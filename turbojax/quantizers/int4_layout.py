@@ -39,16 +39,9 @@ def stored_inputs(in_size: int, group_size: int = BLOCK) -> int:
 
 
 def size_of_part(name: str, size: int, count: int, stored: int) -> int:
-    """Outputs, or inputs, that each of several devices has of a weight.
+    """The part of `size` outputs, or inputs (`name`), that each of `count` devices has.
 
-    Args:
-      name: which of the two, for messages.
-      size: of all devices together.
-      count: devices.
-      stored: what one device stores of them.
-
-    Raises:
-      ValueError: if a device would not have as many as it stores: whole tiles without padding.
+    Raises ValueError unless it is what a device stores: whole tiles without padding.
     """
     if count > 1 and size != stored * count:
         raise ValueError(
@@ -59,7 +52,7 @@ def size_of_part(name: str, size: int, count: int, stored: int) -> int:
 
 
 def round_up(size: int, multiple: int) -> int:
-    """The next multiple."""
+    """`size` rounded up to a multiple."""
     return -(-size // multiple) * multiple
 
 

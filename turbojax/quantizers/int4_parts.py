@@ -30,15 +30,10 @@ NOTHING = -1
 
 
 def take_outputs(weight: Int4Weight, outputs: np.ndarray) -> Int4Weight:
-    """Some outputs of a weight, in the order given.
+    """Some outputs of a weight, or of a stack of weights, in the order given.
 
-    Args:
-      weight: the weight, or a stack of some.
-      outputs: integers ``[n]``, which outputs, or `NOTHING` for one of zeros; of a gated weight
-        which pairs of a gate's and its partner's.
-
-    Returns:
-      A weight of `n` outputs, gated if the weight is.
+    `outputs` are integers ``[n]``, or `NOTHING` for an output of zeros; for a gated weight they
+    count pairs of a gate's and its partner's outputs, and the result is gated.
     """
     wanted = jnp.asarray(outputs, jnp.int32)
     if not weight.gated:
@@ -52,7 +47,7 @@ def take_outputs(weight: Int4Weight, outputs: np.ndarray) -> Int4Weight:
 
 @one_program()
 def _take_outputs(weight: Int4Weight, wanted: jax.Array) -> Int4Weight:
-    """The same by number, those of a gate first; the result is not gated."""
+    """`take_outputs` by number, those of a gate first; the result is not gated."""
     if weight.stack:
         return jax.vmap(_take_outputs, in_axes=(0, None))(weight, wanted)
     count = wanted.shape[0]
@@ -78,16 +73,9 @@ def _take_outputs(weight: Int4Weight, wanted: jax.Array) -> Int4Weight:
 
 
 def take_inputs(weight: Int4Weight, start: int, size: int, group_size: int) -> Int4Weight:
-    """Consecutive inputs of a weight; past its last one they are zeros.
+    """`size` consecutive inputs of a weight, or of a stack; past the last one they are zeros.
 
-    Args:
-      weight: the weight, or a stack of some.
-      start: the first input.
-      size: how many.
-      group_size: of the result. Each of its groups must lie in one of the weight's.
-
-    Raises:
-      ValueError: if one does not.
+    Raises ValueError unless each group of the result lies in one of the weight's.
     """
     first = start + np.arange(-(-size // group_size)) * group_size
     last = np.minimum(np.minimum(first + group_size, start + size), weight.in_size) - 1
@@ -104,7 +92,7 @@ def take_inputs(weight: Int4Weight, start: int, size: int, group_size: int) -> I
 def _take_inputs(weight: Int4Weight, start: int, size: int, group_size: int) -> Int4Weight:
     stored = stored_inputs(size, group_size)
     kept = min(max(weight.in_size - start, 0), size)
-    # Padded groups too have a scale, whichever.
+    # Padded groups need some scale, too.
     first = start + np.arange(stored // group_size) * group_size
     groups = np.minimum(first, weight.in_size - 1) // weight.group_size
     if start % BLOCK == 0 and kept % BLOCK == 0:
@@ -129,18 +117,10 @@ def _take_inputs(weight: Int4Weight, start: int, size: int, group_size: int) -> 
 
 
 def split_group_size(group_size: int, share: int, in_size: int) -> int:
-    """The group size of weights of which devices have `share` inputs each.
+    """The group size of weights of which devices have `share` of `in_size` inputs each.
 
-    Args:
-      group_size: of the whole weight.
-      share: inputs of a device.
-      in_size: inputs of the whole weight.
-
-    Returns:
-      The same, or a smaller one where a device's inputs end within a group.
-
-    Raises:
-      NotImplementedError: if no group that there can be lies in one of the whole weight's.
+    Smaller than that of the whole weight where a device's inputs end within a group. Raises
+    NotImplementedError if no possible group lies in one of the whole weight's.
     """
     if share % group_size == 0:
         return group_size

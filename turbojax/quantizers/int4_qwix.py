@@ -106,7 +106,7 @@ def to_qwix(weight: Int4Weight, *, in_axis: int = 0) -> Any:
     if zero is not None and zero.max() > 7:
         raise ValueError("zeros hold 8, and must be -8 to 7: int4 has no more")
     if weight.in_size % weight.group_size:
-        # Groups divide the inputs in a QArray. One that is shared by all may be any.
+        # In a QArray groups divide the inputs; a single group may have any size.
         scale = _one_group("scales", scale)
         zero = None if zero is None else _one_group("zeros", zero)
     elif _is_one(scale) and (zero is None or _is_one(zero)):
@@ -149,7 +149,7 @@ def _outputs_first(x: jax.Array, in_axis: int) -> jax.Array:
 
 
 def _grouped(name: str, x: jax.Array, codes: jax.Array, in_axis: int) -> jax.Array:
-    """One number an output and group, ``[out, groups]``."""
+    """One number for each output and group, ``[out, groups]``."""
     if x.ndim != 2:
         raise ValueError(f"{name}.shape={x.shape} must have two axes, as qvalue")
     if 0 in x.shape:
@@ -185,7 +185,7 @@ def _narrow(scale: jax.Array) -> tuple[jax.Array, jax.Array | None]:
 
 
 def _alike(scale: jax.Array, zero: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
-    """Both with as many groups as the one that has more."""
+    """Both arrays with as many groups as the one that has more."""
     if zero is None:
         return scale, None
     counts = scale.shape[1], zero.shape[1]
@@ -211,7 +211,6 @@ def _whole_scale(scales: np.ndarray, output_scale: np.ndarray) -> np.ndarray:
 
 
 def _is_one(x: np.ndarray) -> bool:
-    """Whether all groups of an output have the same number."""
     return bool((x == x[:, :1]).all())
 
 

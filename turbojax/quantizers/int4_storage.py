@@ -90,16 +90,7 @@ def from_tensors(
 
 
 def tiles_of_version_1(part: str, array: np.ndarray, name: str) -> np.ndarray:
-    """An array of version 1 as it lies in memory today.
-
-    Args:
-      part: ``"codes"``, ``"scales"`` or another, which stays as it is.
-      array: the array.
-      name: of the weight, for an error.
-
-    Raises:
-      ValueError: if the array has another shape than any such array.
-    """
+    """Codes or scales of version 1 as they lie in memory today; other parts do not change."""
     if part not in ("codes", "scales"):
         return array
     rows, multiple = (0, BLOCK // 2) if part == "codes" else (1, 1)

@@ -18,7 +18,7 @@ INT8_RANGE = 119
 """Largest stage-1 code. Not 127: stage 2 rounds scales and zeros to integers, and 119 is the
 largest range from which a 4-bit code always dequantizes back into int8."""
 
-# A product, because XLA divides by a constant in this way, but not everywhere.
+# A product, because XLA replaces a division by a constant with it on some devices only.
 _RECIPROCAL_RANGE = float(np.float32(1 / INT8_RANGE))
 _DROPPED_BITS = 8
 
@@ -109,7 +109,7 @@ def quantize_with_scale(x: jax.Array, scale: jax.Array) -> jax.Array:
 @one_program()
 def _round_to_codes(x: jax.Array, scale: jax.Array) -> jax.Array:
     """``rint(x / scale)``, ties to even, clamped to the range: exact, see the module."""
-    # Far from a code, or not finite: nothing to be exact about.
+    # Values far from any code, or not finite, need no exact comparison.
     quotient = jnp.clip(x * (1 / scale), -INT8_RANGE, INT8_RANGE)
     guess = jnp.rint(quotient)
     rest, half = x - guess * scale, 0.5 * scale

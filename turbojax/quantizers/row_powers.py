@@ -15,11 +15,11 @@ SMALLEST_NORMAL = float(np.finfo(np.float32).tiny)
 
 
 class Range(NamedTuple):
-    """What scales a dtype holds in full precision, or is to hold.
+    """Which scales a dtype holds in full precision, or is to hold.
 
     Attributes:
-      smallest: of them.
-      largest: quotient that rounds to one of them.
+      smallest: scale.
+      largest: quotient that rounds to such a scale.
       top: `exponent` of the largest numbers a row is brought to, where there is most room below.
     """
 
@@ -38,22 +38,16 @@ FLOAT16_SCALES = Range(2.0**-14, 65504.0, 18)
 def row_powers(
     maximum: jax.Array, output_scale: jax.Array, scales: Range = E4M3_SCALES
 ) -> jax.Array:
-    """The `n` by whose power ``2^n`` each row is multiplied before it is rounded.
+    """The `n` by whose power ``2^n`` each row is multiplied before it is rounded: int32 ``[N]``.
 
-    `n` is 0 where the dtype holds the scale ``max|w| / 7`` of every group: in e4m3 where none is
-    above 64 or, zero aside, below 2**-9. Otherwise it brings the row's largest number to the top,
-    in e4m3 into ``[224, 448)``, for then there is most room below; a row that small groups alone
-    bring here is not made smaller. Then ``2^-n`` times the row's output scale is a normal number,
-    if that scale is one.
+    `n`, from -120 to 126, is 0 where the dtype holds the scale ``max|w| / 7`` of every group: in
+    e4m3 where none is above 64 or, zero aside, below 2**-9. Otherwise it brings the row's largest
+    number to the top, in e4m3 into ``[224, 448)``, where there is most room below; a row that only
+    its small groups bring here is not made smaller. Then ``2^-n`` times the row's output scale is a
+    normal number, if that scale is one.
 
-    Args:
-      maximum: float32 ``[N, groups]``, largest absolute values; NaN where one is not finite. Such
-        groups, and those below the smallest normal number, are left out.
-      output_scale: float32 ``[N]``.
-      scales: what they can be.
-
-    Returns:
-      int32 ``[N]``, from -120 to 126.
+    `maximum` are the groups' largest absolute values, float32 ``[N, groups]``, NaN where one is not
+    finite. Such groups, and those below the smallest normal number, are left out.
     """
     is_held = holds_weights(maximum)
     largest = jnp.max(jnp.where(is_held, maximum, 0), axis=1)
@@ -79,5 +73,5 @@ def exponent(x: jax.Array) -> jax.Array:
 
 
 def power_of_two(n: jax.Array) -> jax.Array:
-    """Exactly ``2^n`` in float32, for int32 n in -126..127: `exp2` promises less."""
+    """Exactly ``2^n`` in float32, for int32 n in -126..127: `exp2` is not exact everywhere."""
     return jax.lax.bitcast_convert_type((n.astype(jnp.int32) + 127) << 23, jnp.float32)

@@ -12,7 +12,7 @@ Cache = Any
 
 
 def check_kind(cache: Cache, *kinds: type) -> None:
-    """Raises TypeError unless `cache` is of this class, or one of these."""
+    """Raises TypeError unless `cache` is of this class, or one of these classes."""
     if not isinstance(cache, kinds):
         names = " or a ".join(kind.__name__ for kind in kinds)
         raise TypeError(f"cache is a {type(cache).__name__}, must be a {names}")

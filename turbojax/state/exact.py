@@ -24,9 +24,9 @@ _UNIT = 16
 class ExactCache(Split):
     """Keys and values as they are, in one floating-point dtype.
 
+    Token `p` is in row ``p % room`` of ``[B, room, K, H]``; rows without a token are zero.
+
     Attributes:
-      key: ``[B, room, K, H]``, zero where there was no token yet. Token `p` is in row ``p % room``.
-      value: the same.
       lengths: int32 ``[B]``, tokens seen; all are held, unless this is a ring.
       overflowed: bool ``[B]``, True where a call under `jit` had to leave tokens out.
       window: tokens that a query may see, its own included, see `turbojax.state.ring`; None for
@@ -61,7 +61,7 @@ class ExactCache(Split):
 
     @property
     def is_ring(self) -> bool:
-        """Whether new tokens take the place of those that no window reaches any more."""
+        """Whether new tokens overwrite those that no window reaches any more."""
         return self.room < self.max_length
 
     @property
@@ -101,24 +101,7 @@ def init_cache(
     local_window_size: int | tuple[int, int] | None = None,
     axes: Axes | None = None,
 ) -> ExactCache:
-    """An empty cache of these sizes.
-
-    Args:
-      batch_size: sequences, `B`.
-      max_length: tokens each may grow to.
-      num_kv_heads: key/value heads, `K`.
-      head_dim: channels, `H`.
-      dtype: of what is held.
-      local_window_size: the largest window that `decode` will be called with, if any: what it does
-        not reach is not kept, see `turbojax.state.ring`.
-      axes: of a mesh, over which sequences, heads and tokens are split, see `partition_specs`: each
-        device makes its part, and none the whole. Tokens are split evenly: every device has as
-        many.
-
-    Raises:
-      ValueError: if a size is not positive or cannot be split, or the window is none.
-      TypeError: if `dtype` is none of bfloat16, float16, float32.
-    """
+    """An empty cache, see `turbojax.init_cache`; devices of a mesh get equally many tokens."""
     if axes is not None:
         static = {"dtype": jnp.dtype(dtype), "local_window_size": local_window_size}
         sizes = Sizes(batch_size, max_length, num_kv_heads, 1, max_length)
@@ -144,23 +127,7 @@ def init_cache(
 def append(
     cache: ExactCache, key: jax.Array, value: jax.Array, *, lengths: jax.Array | None = None
 ) -> ExactCache:
-    """Adds new tokens, rounded to the cache's dtype; see `turbojax.append`.
-
-    Args:
-      cache: the cache to extend.
-      key: ``[B, T, K, H]``, floating point.
-      value: the same.
-      lengths: optional int ``[B]``, how many of the `T` tokens are real.
-
-    Returns:
-      The extended cache; under `jit`, tokens past `max_length` are left out and reported in
-      `overflowed`.
-
-    Raises:
-      TypeError: if `cache` is another kind, or dtypes are not supported or differ.
-      ValueError: if a shape does not fit, or, outside `jit`, a sequence would exceed
-        `max_length`.
-    """
+    """Adds new tokens, rounded to the cache's dtype; see `turbojax.append`."""
     checks.check_kind(cache, ExactCache)
     _checks.check_key_value(key, value)
     batch, tokens = key.shape[:2]

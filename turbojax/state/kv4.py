@@ -84,7 +84,7 @@ class TokenScaledCache(Split):
 
     @property
     def is_ring(self) -> bool:
-        """Whether new tokens take the place of those that no window reaches any more."""
+        """Whether new tokens overwrite those that no window reaches any more."""
         return self.room < self.max_length
 
     @property
@@ -100,11 +100,7 @@ class TokenScaledCache(Split):
         return 4 * values / self.nbytes
 
     def validate(self) -> None:
-        """Checks the invariants; under `jit` only shapes and dtypes can be seen.
-
-        Raises:
-          ValueError: naming the field and what it breaks.
-        """
+        """Checks the invariants; under `jit` only shapes and dtypes can be seen."""
         sizes = (self.batch_size, self.max_length, self.num_kv_heads, self.head_dim)
         wanted = jax.eval_shape(lambda: _empty(*sizes, type(self), self.dtype, self.window))
         for field in _array_fields():
@@ -273,24 +269,11 @@ def append(
 
 
 def store_prompt(cache: CacheT, key: jax.Array, value: jax.Array, lengths: jax.Array) -> CacheT:
-    """Stores a prompt in empty sequences: the cache's half of `prefill`.
+    """Stores a prompt in empty sequences: the cache's half of `prefill`, whose errors it raises.
 
-    The same bits as `append` to an empty cache, without a scatter.
-
-    Args:
-      cache: the cache; sequences that are not empty stay as they are and turn `overflowed`.
-      key: ``[B, S, K, H]`` in `cache.dtype`.
-      value: the same shape and dtype.
-      lengths: int32 ``[B]``, tokens of each prompt.
-
-    Returns:
-      The cache with the prompts, their beginnings where they exceed `max_length`.
-
-    Raises:
-      TypeError: if `cache` is another kind or a dtype differs from `cache.dtype`.
-      ValueError: if a shape does not fit, or, outside `jit`, a sequence is not empty or longer
-        than `max_length`.
-      NotImplementedError: when it is differentiated.
+    The same bits as `append` to an empty cache, without a scatter. Under `jit`, sequences that are
+    not empty stay as they are, of prompts that exceed `max_length` the beginning is stored, and
+    both turn `overflowed`.
     """
     check_prompt(cache, key, value, lengths)
     run = spread(tables.FIREQ_APPEND, _store_prompt)
@@ -424,7 +407,6 @@ APPEND = Registry(
 
 
 def _append_here(cache: CacheT, key: jax.Array, *rest: jax.Array, implementation: Any) -> CacheT:
-    """`append` by what takes these arrays."""
     chosen = APPEND.select(implementation, cache=cache, key=key)
     extended: CacheT = chosen.run(cache, key, *rest)
     return extended
@@ -453,7 +435,7 @@ def _with_tokens(
     lengths: jax.Array,
     accepted: jax.Array,
 ) -> CacheT:
-    """The cache with tokens ``[B, T, K, H]`` `put` into its arrays, and its bookkeeping."""
+    """The cache after `put` has stored tokens ``[B, T, K, H]``, with its bookkeeping."""
     key_codes, key_scale = quantize(jnp.swapaxes(key, 1, 2), cache.KEY_CODES)
     value_codes, value_scale = quantize_vectors(jnp.swapaxes(value, 1, 2))
     return dataclasses.replace(

@@ -20,13 +20,9 @@ def quantize_vectors(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     those of the rounded scale, everywhere: a code times a scale has 11 significant bits, so exact
     comparisons with the remainder decide whether an approximate quotient was rounded correctly.
 
-    Args:
-      x: floating point ``[..., H]``, `H` even.
-
-    Returns:
-      codes: uint8 ``[..., H / 2]``, see `turbojax.state.kv4`; zeros where the scale is NaN.
-      scale: bfloat16 ``[...]``; 1 where all is zero (or so small that the scale is no normal
-        number), NaN where a value is not finite.
+    Codes of ``[..., H]`` (`H` even) are uint8 ``[..., H / 2]``, see `turbojax.state.kv4`; zeros
+    where the scale is NaN. Scales are bfloat16 ``[...]``: 1 where all is zero (or so small that the
+    scale is no normal number), NaN where a value is not finite.
     """
     x = x.astype(jnp.float32)
     # Not a conversion to bfloat16 and back, which XLA may drop.
@@ -52,15 +48,7 @@ def unpack_codes(packed: jax.Array) -> jax.Array:
 
 
 def quantize(x: jax.Array, codes: jax.typing.DTypeLike) -> tuple[jax.Array, jax.Array]:
-    """Codes with one scale per vector, as caches store them.
-
-    Args:
-      x: floating point ``[..., H]``.
-      codes: dtype of the codes: uint8 for `quantize_vectors`, float8_e4m3fn for `quantize_tokens`.
-
-    Returns:
-      The codes, and bfloat16 ``[...]``.
-    """
+    """Codes and bfloat16 scales of `quantize_vectors` (uint8) or `quantize_tokens` (e4m3)."""
     if codes == jnp.uint8:
         return quantize_vectors(x)
     tokens = quantize_tokens(x)
@@ -68,5 +56,5 @@ def quantize(x: jax.Array, codes: jax.typing.DTypeLike) -> tuple[jax.Array, jax.
 
 
 def numbers(codes: jax.Array) -> jax.Array:
-    """What stored codes are before their scale: int8 or float8_e4m3fn ``[..., H]``."""
+    """Stored codes as numbers before their scale: int8 or float8_e4m3fn ``[..., H]``."""
     return unpack_codes(codes) if codes.dtype == jnp.uint8 else codes

@@ -28,7 +28,7 @@ def append_unsupported(*, cache: Any, key: jax.Array) -> str | None:
 
 @jax.jit
 def append(cache: CacheT, key: jax.Array, value: jax.Array, lengths: jax.Array) -> CacheT:
-    """Stores tokens by one kernel; of many tokens XLA counts the lengths."""
+    """Stores tokens by one kernel; for many tokens XLA computes the lengths."""
     from pallas_kernels.mosaic.hopper import kv4_append as kernel
 
     s = settings_of(cache, key)
@@ -45,7 +45,7 @@ def append(cache: CacheT, key: jax.Array, value: jax.Array, lengths: jax.Array) 
 
 
 def settings_of(cache: Any, key: jax.Array) -> "Settings":
-    """What is static in a call."""
+    """The static settings of a call."""
     from pallas_kernels.mosaic.hopper import kv4_append as kernel
 
     return kernel.Settings(

@@ -2,7 +2,7 @@
 
 A query sees itself and the ``window - 1`` tokens before it. So a sequence gets room for its window
 and `SPARE` tokens more, rounded up to what a kind of cache stores at once: single tokens, or blocks
-of them. What comes then takes the place of the oldest: row ``p % rows`` holds token `p` (or block
+of them. Further tokens then overwrite the oldest: row ``p % rows`` holds token `p` (or block
 `p`). Lengths, positions and `max_length` are those of a cache without a window, and so are the rows
 until they are all in use.
 
@@ -24,10 +24,8 @@ SPARE = 15
 class Ring(Protocol):
     """What a cache that may be a ring says about itself.
 
-    Attributes:
-      window: tokens that a query may see, its own included; None if it may see all.
-      room: tokens of a sequence that are kept at any time, the newest ones.
-      is_ring: whether there is room for less than `max_length` tokens.
+    A query may see `window` tokens, its own included, or all if it is None. Of a sequence the
+    newest `room` tokens are kept; in a ring these are less than `max_length`.
     """
 
     @property
@@ -41,32 +39,22 @@ class Ring(Protocol):
 
 
 def window_of(local_window_size: int | tuple[int, int] | None) -> int | None:
-    """Tokens that a newest query sees in such a window, its own included; None for all.
-
-    Raises:
-      ValueError: unless it is None, an integer or a pair of integers, none negative.
-    """
+    """Tokens that a newest query sees in such a window, its own included; None for all."""
     sides = _checks.normalize_window(local_window_size)
     return None if sides is None else sides[0] + 1
 
 
 def units(window: int | None, whole: int, size: int = 1) -> int:
-    """Units of `size` tokens that a sequence gets room for: `whole`, or what its window needs."""
+    """Units of `size` tokens in a sequence's memory: `whole`, or what its window needs."""
     return whole if window is None else min(whole, -(-(window + SPARE) // size))
 
 
 def rows_of_new(lengths: jax.Array, accepted: jax.Array, tokens: int, rows: int) -> jax.Array:
-    """Where new tokens are stored.
+    """Rows in which new tokens are stored: int32 ``[B, T]``.
 
-    Args:
-      lengths: int32 ``[B]``, tokens seen before.
-      accepted: int32 ``[B]``, how many of the new ones count, the first ones.
-      tokens: how many there are, `T`.
-      rows: that a sequence has.
-
-    Returns:
-      int32 ``[B, T]``: a row for each token that stays, and numbers past the last row, no two
-      alike, for those that do not count and those that newer ones would overwrite.
+    `lengths` are tokens seen before, `accepted` how many of the new ones count, the first ones.
+    Tokens that do not count, and those that newer ones would overwrite, get distinct numbers past
+    the last row.
     """
     offset = jnp.arange(tokens)[None]
     stays = (offset < accepted[:, None]) & (offset >= accepted[:, None] - rows)
@@ -80,16 +68,11 @@ def positions_of_rows(lengths: jax.Array, rows: int) -> jax.Array:
 
 
 def newest(x: jax.Array, kept: jax.Array, rows: int) -> jax.Array:
-    """What the rows of an empty cache get of a prompt.
+    """The tokens of a prompt that the rows of an empty cache hold.
 
-    Args:
-      x: ``[B, S, K, H]``.
-      kept: int32 ``[B]``, its tokens, at most `S`.
-      rows: that a sequence has.
-
-    Returns:
-      `x` itself if there are enough, otherwise ``[B, rows, K, H]``; rows from `kept` on mean
-      nothing.
+    `x` is ``[B, S, K, H]``, of which `kept` tokens (int32 ``[B]``, at most `S`) count. Returns `x`
+    itself if `rows` suffice, otherwise ``[B, rows, K, H]``; the content of rows from `kept` on is
+    arbitrary.
     """
     if x.shape[1] <= rows:
         return x
@@ -100,12 +83,7 @@ def newest(x: jax.Array, kept: jax.Array, rows: int) -> jax.Array:
 def most_new_tokens(cache: Ring, window: int | None) -> int | None:
     """How many new tokens can be stored before they attend; None if there is no limit.
 
-    Args:
-      cache: the cache.
-      window: tokens that they see, their own included; None for all.
-
-    Raises:
-      ValueError: if the cache does not keep what they see.
+    Raises ValueError if the cache does not keep the `window` tokens that each sees.
     """
     if not cache.is_ring:
         return None
@@ -120,13 +98,7 @@ def most_new_tokens(cache: Ring, window: int | None) -> int | None:
 
 
 def check_visible(cache: Ring, sides: tuple[int, int] | None, queries: int) -> None:
-    """Raises ValueError unless the cache keeps all that its newest `queries` tokens see.
-
-    Args:
-      cache: the cache.
-      sides: window of the call, (left, right).
-      queries: tokens that attend.
-    """
+    """Raises ValueError unless the cache keeps all that its newest `queries` tokens see."""
     most = most_new_tokens(cache, window_of(sides))
     if most is not None and queries > most:
         raise ValueError(

@@ -37,17 +37,9 @@ def write(
 ) -> None:
     """Writes a file; a reader sees either the old one or the complete new one.
 
-    Args:
-      path: of the file, which is replaced if it exists, with the same permissions. Its folder must
-        exist.
-      description: what the arrays are, in plain JSON values.
-      arrays: by name.
-      metadata: the user's own, a dict of strings.
-
-    Raises:
-      FileNotFoundError: if there is no such folder.
-      OSError: if the file cannot be written, for instance because the disk is full.
-      TypeError: if `metadata` is something else.
+    A file that exists is replaced, with the same permissions. `description` says what the arrays
+    are, in plain JSON values; `metadata` is the user's own dict of strings (TypeError otherwise).
+    Raises FileNotFoundError if there is no such folder, OSError if the file cannot be written.
     """
     text = json.dumps(
         {
@@ -71,13 +63,7 @@ def write(
 
 
 class StoredFile:
-    """An open file, see `open_file`.
-
-    Attributes:
-      path: where it lies.
-      description: what was written.
-      metadata: the user's own.
-    """
+    """An open file, see `open_file`; `description` and `metadata` are what was written."""
 
     def __init__(self, path: Path, tensors: Any) -> None:
         self.path = path
@@ -116,16 +102,12 @@ class StoredFile:
             raise ValueError(f"{self.path}: {name} is {_json.line(held)}, must be {wanted}")
 
     def require_all_read(self) -> None:
-        """Raises ValueError if there are arrays that nobody has read."""
+        """Raises ValueError if there are arrays that were not read."""
         if unread := sorted(self._summaries.keys() - self._read):
             raise ValueError(f"{self.path} holds {_json.shown(unread)} beyond what it describes")
 
     def read(self, name: str) -> np.ndarray:
-        """One array, in host memory.
-
-        Raises:
-          ValueError: if there is none of this name, or its content is not what was written.
-        """
+        """One array, in host memory; ValueError if it is missing or not what was written."""
         self._require_name(name)
         self._read.add(name)
         x: np.ndarray = self._tensors.get_tensor(name)
@@ -145,12 +127,7 @@ class StoredFile:
 def open_file(path: str | os.PathLike[str]) -> Iterator[StoredFile]:
     """Opens a file that `write` wrote; arrays are read one by one.
 
-    Args:
-      path: of the file.
-
-    Raises:
-      FileNotFoundError: if there is none.
-      ValueError: naming the file, if it is cut off, something else, of another version or damaged.
+    Raises ValueError, naming the file, if it is cut off, of another kind or version, or damaged.
     """
     source = Path(path)
     if not source.is_file():
@@ -162,18 +139,14 @@ def open_file(path: str | os.PathLike[str]) -> Iterator[StoredFile]:
     with opened as tensors:
         try:
             yield StoredFile(source, tensors)
-        except KeyError as error:  # of what a reader looks for in the description
+        except KeyError as error:  # of a missing part of the description
             raise ValueError(
                 f"{source} is damaged: its description lacks {_json.line(str(error))}"
             ) from error
 
 
 def _parsed(path: Path, text: str) -> dict[str, Any]:
-    """What the text of a file's metadata says.
-
-    Raises:
-      ValueError: naming the file, if it does not have the parts that `write` gives it.
-    """
+    """The content of a file's metadata text; ValueError, naming the file, if parts are missing."""
     try:
         content = _json.parse(text)
     except ValueError as error:

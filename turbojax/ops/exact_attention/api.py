@@ -48,7 +48,7 @@ def attention(
       local_window_size: see `turbojax.turbo_attention`.
       logits_soft_cap: the same; with one, `turbojax.turbo_attention` attends, in mode ``"float"``
         and with the exact softmax.
-      sinks: the same, and so do they attend.
+      sinks: the same; with sinks too `turbojax.turbo_attention` attends.
       implementation: ``"xla"``, ``"cudnn"``, or None for cuDNN where it can; ``"mosaic_gpu"``,
         and ``"repeatable"``, which only decode, are None here.
 
@@ -114,7 +114,7 @@ def _attend_here(
     options: Options,
     implementation: str | None,
 ) -> jax.Array:
-    """`attention` by what takes these arrays."""
+    """`attention` by the implementation for these arrays."""
     chosen = _choose(implementation, query, key, options, extras)
     if options.logits_soft_cap is not None or options.out_dtype is not None or extras.given:
         name = "xla" if implementation == "xla" else None
@@ -154,7 +154,7 @@ def decode(
       implementation: ``"cudnn"`` (one query per sequence, an output in its own dtype alone, neither
         window nor cap nor sinks, at most 128 channels), ``"mosaic_gpu"`` (Ampere to
         Blackwell, bfloat16 or float16, 64, 128 or 256 channels, at most 64 queries of a KV head;
-        of a window it reads no more than that),
+        with a window it reads only that),
         ``"xla"``, or None for the first of them that can; ``"repeatable"`` for the first but
         cuDNN, whose last bits may differ from run to run. The kernel's gradient is XLA's.
       return_residual: also return the log-sum-exp of the scores.
@@ -234,7 +234,7 @@ def _decode_here(
 def _decode(
     query: jax.Array, cache: ExactCache, *, options: Options, implementation: str | None
 ) -> jax.Array:
-    """`decode` of checked arguments, where the output in the query's dtype is all that is asked."""
+    """`decode` of checked arguments, where only an output in the query's dtype is wanted."""
     ring.check_visible(cache, options.window, query.shape[1])
     chosen = _choose_decode(implementation, query, cache, options)
     if chosen == "cudnn":
@@ -259,7 +259,7 @@ def _decode_part(
     extras: Extras,
     implementation: str | None,
 ) -> tuple[jax.Array, jax.Array]:
-    """`decode` of checked arguments and the log-sum-exp, with all that may be asked for."""
+    """`decode` of checked arguments with every option, and the log-sum-exp."""
     ring.check_visible(cache, options.window, query.shape[1])
     newest.check_whole(cache, extras)
     if extras.query_offset is not None:
@@ -311,7 +311,7 @@ def _part_by_xla(
 def _mask(
     query: jax.Array, cache: ExactCache, options: Options, begin: jax.Array | None = None
 ) -> jax.Array:
-    """Bool ``[B, T, S]``: which rows of the cache queries see, the first of them at `begin`."""
+    """Which rows of the cache queries see, the first at `begin`: bool ``[B, T, S]``."""
     tokens = query.shape[1]
     first = cache.lengths[:, None] - tokens if begin is None else begin[:, None]
     position = first + jnp.arange(tokens)[None]
@@ -324,7 +324,7 @@ def _mask(
 def _with_gradient(
     table: Table, kernel: Callable[..., Any], xla: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """The kernel, with XLA's gradient; forward mode is `implementation="xla"`'s alone."""
+    """The kernel, with XLA's gradient; only ``implementation="xla"`` has forward mode."""
 
     @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
     def call(options: Options, query: jax.Array, cache: ExactCache) -> Any:
@@ -358,15 +358,9 @@ def _choose_decode(
     extras: Extras = NOTHING,
     gives_part: bool = False,
 ) -> str:
-    """What decodes: what is asked for, or the first of cuDNN, the kernel and XLA that can.
+    """The name of what decodes: the one asked for, or the first of cuDNN, kernel and XLA that can.
 
-    Args:
-      implementation: the name asked for, or None.
-      query: ``[B, T, N, H]``.
-      cache: the cache.
-      options: of the call.
-      extras: of the call, but for sinks.
-      gives_part: whether more is wanted than an output in the query's dtype.
+    `gives_part`: more is wanted than an output in the query's dtype. Sinks are not in `extras`.
     """
     _check_name(implementation)
     refusals = {
@@ -408,7 +402,7 @@ def _choose(
     options: Options,
     extras: Extras,
 ) -> Literal["xla", "cudnn"]:
-    """What attends within prompts."""
+    """The name of what attends within prompts."""
     _check_name(implementation)
     if implementation == "xla":
         return "xla"

@@ -1,4 +1,4 @@
-"""The kernel of pages for Hopper behind `decode` of an `ExactCache`, which it reads as it is."""
+"""The kernel of pages for Hopper behind `decode` of an `ExactCache`, which it reads directly."""
 
 import functools
 
@@ -34,15 +34,8 @@ def attend(
 ) -> tuple[jax.Array, jax.Array]:
     """`decode`: tokens of a contiguous cache are pages of one token, which need no table.
 
-    Args:
-      query: ``[B, T, N, H]``, in the cache's dtype.
-      cache: the cache.
-      options: of the call.
-      launch: for tuning.
-
-    Returns:
-      ``[B, T, N, H]`` in the options' dtype and the float32 log-sum-exp ``[B, T, N]``; 0 and
-      ``-inf`` for a query before its sequence's first token.
+    Returns the output in the options' dtype and the float32 log-sum-exp ``[B, T, N]``; 0 and
+    ``-inf`` for a query before its sequence's first token.
     """
     from pallas_kernels.mosaic.hopper.paged import kernel
 

@@ -59,20 +59,7 @@ def masked_part(
     scale: float,
     logits_soft_cap: float | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """What attention under a mask finds, to be merged: in float32, nothing rounded on the way.
-
-    Args:
-      query: ``[B, T, N, H]``.
-      key: ``[B, S, K, H]``.
-      value: ``[B, S, K, H]``.
-      mask: bool ``[B, T, S]``, what is visible.
-      scale: factor of the scores.
-      logits_soft_cap: see `turbojax.decode`.
-
-    Returns:
-      float32 ``[B, T, N, H]`` and the log-sum-exp ``[B, T, N]``; 0 and ``-inf`` for a row without
-      anything.
-    """
+    """`masked_attention` in float32 and its log-sum-exp; 0 and ``-inf`` if nothing is visible."""
     batch, tokens, _, channels = query.shape
     grouped = query.reshape(batch, tokens, key.shape[2], -1, channels)
     scores = exact_dot("btkgh,bskh->btkgs", grouped, key)

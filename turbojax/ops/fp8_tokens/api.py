@@ -27,9 +27,9 @@ def quantize_activation(
 ) -> Fp8Tokens:
     """Quantizes activations to e4m3, one scale per token (FireQ, section 3.1).
 
-    ``s = bf16(max|x| / 448)``, ``q = e4m3(x / s)``, saturating: see
-    `turbojax.quantizers.quantize_tokens`, which this is in one pass over the activations. It has
-    no gradient; `matmul` of activations that are not quantized has.
+    ``s = bf16(max|x| / 448)``, ``q = e4m3(x / s)``, saturating: it is
+    `turbojax.quantizers.quantize_tokens` in one pass over the activations. It has no gradient;
+    `matmul` of activations that are not quantized has one.
 
     Args:
       x: ``[..., K]``, bfloat16, float16 or float32.
@@ -91,18 +91,7 @@ def scale_quantize(
 ) -> Fp8Tokens:
     """`quantize_activation` of ``x * scale``, in one pass over the activations.
 
-    The product is computed in float32 and rounded to `x`'s dtype before it is quantized.
-
-    Args:
-      x: ``[..., K]``, bfloat16, float16 or float32.
-      scale: ``[K]``, one of these dtypes.
-      implementation: see `quantize_activation`.
-
-    Returns:
-      Codes and scales, see `quantize_activation`, whose errors it raises, too.
-
-    Raises:
-      ValueError: if `scale` has another shape.
+    The product is rounded to `x`'s dtype first. `scale` is floating point ``[K]``.
     """
     _checks.check_float_dtype("scale", scale)
     if x.ndim and scale.shape != x.shape[-1:]:
@@ -132,7 +121,7 @@ def _quantize_here(
     eps: float | None,
     implementation: ImplementationName | None,
 ) -> Fp8Tokens:
-    """Quantization by what takes these arrays."""
+    """Quantization by the implementation for these arrays."""
     flat = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
     run = QUANTIZE.select(implementation, x=flat, scale=scale).run
     tokens = run(*together(flat, scale), eps=eps)

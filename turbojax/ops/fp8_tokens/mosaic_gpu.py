@@ -10,8 +10,8 @@ from turbojax.quantizers import Fp8Tokens
 
 _LARGEST = 2**15
 _THREADS, _MOST_WARPGROUPS = 128, 4
-# Up to so many tokens, fewer than run at once, a lane has as little to do as possible; beyond them
-# so many channels.
+# Up to this many tokens, fewer than run at once, a lane has as little to do as possible; beyond it,
+# a lane has this many channels.
 _FEW, _CHANNELS = 512, 32
 
 
@@ -24,7 +24,7 @@ def unsupported(*, x: jax.Array, scale: jax.Array | None) -> str | None:
 
 
 def warpgroups(tokens: int, channels: int) -> int:
-    """Of a program, which takes a token."""
+    """Warpgroups of a program, which takes a token."""
     run = next(n for n in (8, 4, 2, 1) if channels % n == 0)
     each = run if tokens <= _FEW else _CHANNELS
     return max(1, min(_MOST_WARPGROUPS, -(-channels // (_THREADS * each))))

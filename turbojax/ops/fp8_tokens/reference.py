@@ -7,21 +7,12 @@ from turbojax.quantizers import Fp8Tokens, quantize_tokens
 
 
 def quantize(x: jax.Array, scale: jax.Array | None, *, eps: float | None) -> Fp8Tokens:
-    """Quantizes each token, after RMSNorm if its `scale` is given.
-
-    Args:
-      x: ``[M, K]``.
-      scale: ``[K]``, or None.
-      eps: added to the mean square; None to multiply by `scale` without a norm.
-
-    Returns:
-      Codes ``[M, K]`` and scales ``[M]``, as `quantize_tokens` returns them.
-    """
+    """Quantizes each token of ``[M, K]``, after `scaled` if there is a `scale` ``[K]``."""
     return quantize_tokens(x if scale is None else scaled(x, scale, eps))
 
 
 def scaled(x: jax.Array, scale: jax.Array, eps: float | None) -> jax.Array:
-    """`turbojax.flax.norms.rms_norm`, which no op may import; or the factors alone."""
+    """``x * scale``, after an RMSNorm unless `eps` is None: no op may import `turbojax.flax`."""
     wide = x.astype(jnp.float32)
     if eps is not None:
         wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)

@@ -22,7 +22,7 @@ def unsupported(*, x: jax.Array, scale: jax.Array | None) -> str | None:
 
 
 def quantize(x: jax.Array, scale: jax.Array | None, *, eps: float | None) -> Fp8Tokens:
-    """`reference.quantize` as one kernel; factors without a norm are multiplied before it."""
+    """`reference.quantize` as one kernel; without a norm, XLA multiplies by `scale` before."""
     if eps is None and scale is not None:
         x, scale = reference.scaled(x, scale, None), None
     capability = gpu_compute_capability()

@@ -45,16 +45,16 @@ def grouped_matmul(
     Tokens are sorted by expert: the first ``group_sizes[0]`` rows are those of expert 0, the next
     ``group_sizes[1]`` those of expert 1, and so on; groups may be empty. It is `matmul` of each
     group, and what is said there of quantization, sums and the gradient holds here. Memory and time
-    are those of the experts that have tokens. Rows behind the last group belong to nobody: they are
-    zeros, as in `jax.lax.ragged_dot`, and so is their gradient.
+    are those of the experts that have tokens. Rows behind the last group belong to no expert: they
+    are zeros, as in `jax.lax.ragged_dot`, and so is their gradient.
 
     Args:
       x: ``[M, K]``, bfloat16, float16 or float32; or tokens already quantized, which have no
         gradient.
       weight: ``[N, K]`` of each expert, arrays with a leading axis of `E` experts, see
         `quantize_experts` and `stack_experts`; of a gated product ``[2 F, K]``.
-      group_sizes: integers ``[E]``, none negative, at most `M` together. Outside `jit` others are
-        refused. Under `jit` they cannot be: then every row of the result is NaN.
+      group_sizes: integers ``[E]``, none negative, at most `M` together. Outside `jit` others raise
+        an error; under `jit` they make every row of the result NaN.
       bias: optional floating point ``[E, N]``; of a gated weight ``[E, 2 F]``, that of the gate
         first.
       activation: as in `matmul`.
@@ -108,7 +108,7 @@ def _product(
     is_precise: bool,
     implementation: ImplementationName | None,
 ) -> jax.Array:
-    """`grouped_matmul` by what takes these arrays."""
+    """`grouped_matmul` by the implementation for these arrays."""
     chosen = GROUPED_MATMUL.select(
         implementation,
         tokens=tokens_of(x),
@@ -139,7 +139,7 @@ def _product_of_parts(
     activation: Activation | None,
     **static: Any,
 ) -> jax.Array:
-    """`_product` of some of the inputs, whose sums devices `add` up in float32."""
+    """`_product` of a part of the inputs; `add` sums the devices' results in float32."""
     if activation is not None or bias is not None:
         what = "a bias" if activation is None else f"{activation=}"
         raise NotImplementedError(
@@ -153,12 +153,7 @@ def _product_of_parts(
 
 
 def check_stack(weight: Int4Weight) -> Int4Weight:
-    """One expert of a stack, in shapes and dtypes.
-
-    Raises:
-      TypeError: if it is no `Int4Weight`, or one of its arrays has another dtype.
-      ValueError: if its arrays have not one leading axis, or another shape behind it.
-    """
+    """Checks a stack of experts; returns the shapes and dtypes of one of them."""
     if not isinstance(weight, Int4Weight):
         raise TypeError(f"weight is a {type(weight).__name__}, must be an Int4Weight")
     weight.validate()
@@ -171,12 +166,7 @@ def check_stack(weight: Int4Weight) -> Int4Weight:
 
 
 def check_biases(bias: jax.Array | None, weight: Int4Weight) -> jax.Array | None:
-    """Biases that are floating point ``[E, out_size]``, or None.
-
-    Raises:
-      TypeError: if their dtype is not supported.
-      ValueError: if their shape does not fit.
-    """
+    """Checked biases, floating point ``[E, out_size]``, or None; raises TypeError or ValueError."""
     if bias is None:
         return None
     bias = jnp.asarray(bias)
@@ -188,13 +178,8 @@ def check_biases(bias: jax.Array | None, weight: Int4Weight) -> jax.Array | None
 
 
 def _check_sizes(group_sizes: jax.Array, experts: int, rows: int) -> jax.Array:
-    """int32 ``[E]``.
-
-    Raises:
-      TypeError: if they are not integers.
-      ValueError: another shape, or (outside `jit`) sizes that are negative or too many together.
-    """
-    # What is beyond int32 is beyond any number of rows, too.
+    """Sizes of groups as int32 ``[E]``; outside `jit` none may be negative or too many together."""
+    # A size beyond int32 is beyond any number of rows, too.
     group_sizes = _checks.as_int32("group_sizes", group_sizes, saturate=True)
     if group_sizes.shape != (experts,):
         raise ValueError(f"{group_sizes.shape=} must be ({experts},), one for each expert")

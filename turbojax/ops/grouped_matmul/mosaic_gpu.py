@@ -16,7 +16,7 @@ from turbojax.quantizers import Fp8Tokens, Int4Weight
 _TOKENS, _FEW = (8, 16, 32, 64, 128, 256), 64
 # Largest number of tokens in a tile with sums in two levels, which take twice the registers.
 _TWO_LEVELS = 128
-# Experts have up to so many times as many tokens as they have on average.
+# Experts are taken to have up to this many times the average number of tokens.
 _UNEVEN = 2
 # Outputs of a tile of four warpgroups.
 _LARGEST_TILE = 256
@@ -42,13 +42,9 @@ def unsupported(
 
 
 class Launch(NamedTuple):
-    """How the kernel is launched.
+    """How the kernel is launched; `is_two_level`: every group's sum is added in float32.
 
-    Attributes:
-      tokens: of a tile.
-      consumers: warpgroups that compute.
-      stages: groups of inputs in shared memory.
-      is_two_level: whether every group's sum is added in float32.
+    `consumers` are warpgroups that compute, `stages` groups of inputs in shared memory.
     """
 
     tokens: int

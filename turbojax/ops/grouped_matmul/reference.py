@@ -21,7 +21,7 @@ _FEWEST, _MOST = 8, 128
 
 
 def _tile(rows: int, experts: int) -> int:
-    """Tokens of a tile: so many as an expert has on average, rounded up to a power of two."""
+    """Tokens of a tile: as many as an expert has on average, rounded up to a power of two."""
     mean = -(-rows // experts)
     return min(rows, max(_FEWEST, min(_MOST, 1 << (mean - 1).bit_length())))
 
@@ -32,14 +32,14 @@ def _of(arrays: Any, expert: jax.Array) -> Any:
 
 
 def _rows_of(tiles: Tiles, number: jax.Array, tile: int) -> tuple[jax.Array, jax.Array]:
-    """int32 ``[tile]``, a tile's rows; and which of them it has."""
+    """A tile's rows, int32 ``[tile]``, and which of them exist."""
     begin = tiles.first[number] + (number - tiles.start[number]) * tile
     row = begin + jnp.arange(tile, dtype=jnp.int32)
     return row, row < tiles.end[number]
 
 
 def _start(tiles: Tiles, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-    """What rows of no expert hold: zeros, and NaN where groups are not valid."""
+    """The initial result: zeros, which rows of no expert keep; NaN where groups are not valid."""
     return jnp.full(shape, jnp.where(tiles.is_valid, 0.0, jnp.nan).astype(dtype))
 
 
@@ -53,19 +53,10 @@ def matmul(
     activation: Activation | None,
     is_precise: bool,
 ) -> jax.Array:
-    """Each expert's rows times its weight.
+    """Each expert's rows times its weight; `is_precise` has no effect, all sums are float32.
 
-    Args:
-      tokens: codes ``[M, K]`` and scales ``[M]``, sorted by expert.
-      weight: of `K` inputs and, padded, `N` rows, with a leading axis of `E` experts.
-      group_sizes: int32 ``[E]``.
-      bias: float32 ``[E, N]`` in the order of the weight's rows, or None.
-      activation: as of `int4_matmul.reference.matmul`.
-      is_precise: without effect, for sums are always float32.
-
-    Returns:
-      ``[M, result_size]`` in the tokens' dtype; zeros behind the last group, NaN everywhere if the
-      sizes of groups are not valid.
+    Rows are sorted by expert. Those behind the last group are zeros; all are NaN if the sizes of
+    groups are not valid. The bias is float32 ``[E, N]`` in the order of the weight's rows.
     """
     count, experts = tokens.codes.shape[0], group_sizes.shape[0]
     tile = _tile(count, experts)
@@ -98,17 +89,8 @@ def gradient(
 ) -> tuple[jax.Array, jax.Array | None]:
     """Straight through the rounding of activations, as `int4_matmul.gradient.exact`.
 
-    Args:
-      x: ``[M, K]``, not quantized, sorted by expert.
-      weight: of `K` inputs and, padded, `N` rows, with a leading axis of `E` experts.
-      group_sizes: int32 ``[E]``.
-      bias: float32 ``[E, N]``, or None.
-      d_out: ``[M, result_size]``, cotangent of the output.
-      activation: as in `matmul`.
-
-    Returns:
-      d_x ``[M, K]`` in `x`'s dtype, zeros behind the last group; and d_bias float32 ``[E, N]``, or
-      None. NaN, both, if the sizes of groups are not valid.
+    `d_x` is zero behind the last group. It and `d_bias` are NaN if the sizes of groups are not
+    valid.
     """
     count, experts = x.shape[0], group_sizes.shape[0]
     tile = _tile(count, experts)

@@ -7,10 +7,10 @@ import jax.numpy as jnp
 
 
 class Tiles(NamedTuple):
-    """Tiles of tokens in order, each of one expert: an expert's last one may be partly empty.
+    """Tiles of tokens in order, each of one expert, whose last tile may be partly empty.
 
     Attributes:
-      expert: int32 ``[U]``, whose tile it is; of tiles from `total` on, any.
+      expert: int32 ``[U]``, whose tile it is; any from tile `total` on.
       first: int32 ``[U]``, the first token of that expert.
       end: int32 ``[U]``, the token after its last one.
       start: int32 ``[U]``, the number of the expert's first tile.
@@ -31,18 +31,12 @@ class Tiles(NamedTuple):
 
 
 def most_tiles(rows: int, experts: int, tile: int) -> int:
-    """How many tiles there can be, whatever the sizes of groups."""
+    """The largest possible number of tiles, whatever the sizes of groups."""
     return min(rows, (rows + min(rows, experts) * (tile - 1)) // tile)
 
 
 def cut(group_sizes: jax.Array, rows: int, tile: int) -> Tiles:
-    """Cuts the experts' tokens into tiles.
-
-    Args:
-      group_sizes: int32 ``[E]``.
-      rows: tokens, `M`; groups that hold more, or less than none, are not valid.
-      tile: tokens of a tile at most.
-    """
+    """Cuts experts' tokens into tiles of at most `tile`, if sizes are valid for `rows`."""
     experts = group_sizes.shape[0]
     # Compared with all others instead of summed up in turn: on a GPU that is one small kernel.
     until = jnp.arange(experts)[:, None] >= jnp.arange(experts)[None]
@@ -76,11 +70,10 @@ _NAN = 0x7FFF7FFF
 
 
 def listed(tiles: Tiles) -> tuple[jax.Array, jax.Array]:
-    """Tiles as kernels read them.
+    """Tiles as kernels read them: int32 ``[U, 5]`` and ``[3]``.
 
-    Returns:
-      int32 ``[U, 5]``: expert, first, end, start and of_expert of each; and int32 ``[3]``: total,
-      rows, and the word of two 16-bit numbers that rows of no expert hold.
+    The first has expert, first, end, start and of_expert of each; the second total, rows, and the
+    word of two 16-bit numbers that rows of no expert hold.
     """
     fields = (tiles.expert, tiles.first, tiles.end, tiles.start, tiles.of_expert)
     fill = jnp.where(tiles.is_valid, 0, _NAN)

@@ -56,10 +56,10 @@ def matmul(
 ) -> jax.Array:
     """``act(x W^T + bias) + residual`` with INT4 weights (FireQ, section 3.1; W4A8 and W4A16).
 
-    Activations are quantized to e4m3 with a scale per token, unless they are already, or with
-    ``activations="bf16"`` left as they are, and multiplied with the weight's values. Everything
-    after that is float32, rounded once to the result's dtype; only ``"mosaic_gpu"`` leaves part of
-    the sums to an 8-bit matrix unit, see `precision`.
+    Activations are quantized to e4m3 with a scale per token, unless they are already quantized or
+    ``activations="bf16"`` leaves them unrounded, and multiplied with the weight's values.
+    Everything after that is float32, rounded once to the result's dtype; only ``"mosaic_gpu"``
+    leaves part of the sums to an 8-bit matrix unit, see `precision`.
 
     The gradient is that of ``act(x W^T + bias) + residual`` with the dequantized weight, straight
     through the rounding of `x`, if it is rounded: for `x`, `bias` and `residual`. The weight is
@@ -75,8 +75,8 @@ def matmul(
         ``silu(gate) * up``, or ``"geglu"``, ``gelu(gate) * up``, and nothing else.
       residual: optional ``[..., N]`` or ``[..., F]`` in `x`'s dtype, added after the activation.
       activations: ``"e4m3"``, or ``"bf16"``: tokens are multiplied unrounded, in their own dtype,
-        bfloat16 or float16; float32 ones by ``"xla"`` alone. What is not finite goes on as in any
-        product of floats.
+        bfloat16 or float16; float32 ones by ``"xla"`` only. Values that are not finite propagate as
+        in any product of floats.
       precision: None, ``"default"``, ``"high"``, ``"highest"`` or a `jax.lax.Precision`. By
         default, with more than 128 tokens, sums may stay in an 8-bit matrix unit, whose additions
         keep about 14 bits, as those of XLA's own products of e4m3 do. From ``"high"`` on they leave
@@ -134,7 +134,7 @@ def _product(
     is_precise: bool,
     implementation: ImplementationName | None,
 ) -> jax.Array:
-    """`matmul` by what takes these arrays."""
+    """`matmul` by the implementation for these arrays."""
     flat, residual = _as_matrices(x, residual)
     is_rounded = activations == "e4m3"
     chosen = _select(implementation, flat, weight, bias, residual, activation, is_rounded)
@@ -169,7 +169,7 @@ def _select(
 def _quantization(
     chosen: Implementation, implementation: ImplementationName | None, is_rounded: bool
 ) -> Callable[[jax.Array], Fp8Tokens | jax.Array]:
-    """What is done to tokens before the product; one kernel rounds few tokens in its product."""
+    """How tokens are quantized before the product; one kernel rounds few tokens in its product."""
     if not is_rounded or chosen.name == "mosaic_gpu":
         return _as_it_is
     return functools.partial(quantize_activation, implementation=_quantizer(implementation))
@@ -186,7 +186,7 @@ def _product_of_parts(
     activations: TokenKind,
     **static: Any,
 ) -> jax.Array:
-    """`_product` of some of the inputs, whose sums devices `add` up in float32.
+    """`_product` of a part of the inputs; `add` sums the devices' results in float32.
 
     Each device rounds its part of a token with a scale of its own.
     """
@@ -211,12 +211,7 @@ def _product_of_parts(
 
 
 def check_activation(activation: Activation | None, weight: Int4Weight) -> None:
-    """Checks a weight, and that an activation fits it.
-
-    Raises:
-      TypeError: if the weight is not an `Int4Weight`, or one of its arrays has another dtype.
-      ValueError: if an array has another shape, or the activation does not fit.
-    """
+    """Raises TypeError or ValueError unless the weight is valid and the activation fits it."""
     if not isinstance(weight, Int4Weight):
         raise TypeError(f"weight is a {type(weight).__name__}, must be an Int4Weight")
     weight.validate()
@@ -229,21 +224,13 @@ def check_activation(activation: Activation | None, weight: Int4Weight) -> None:
 
 
 def check_token_kind(activations: TokenKind) -> None:
-    """Checks how tokens are to be multiplied.
-
-    Raises:
-      ValueError: if it is none of the names.
-    """
+    """Raises ValueError unless `activations` is one of `TOKEN_KINDS`."""
     if activations not in TOKEN_KINDS:
         raise ValueError(f"{activations=} must be one of {TOKEN_KINDS}")
 
 
 def check_precision(precision: Precision | None) -> bool:
-    """Whether sums are to leave the matrix unit after each group of inputs.
-
-    Raises:
-      ValueError: if it is not what `jax.lax.Precision` knows, or more than one.
-    """
+    """Whether sums are to leave the matrix unit after each group of inputs."""
     # An enumeration also takes its members' numbers, and tuples of them.
     if precision is None or isinstance(precision, str | jax.lax.Precision):
         with contextlib.suppress(ValueError):
@@ -253,11 +240,7 @@ def check_precision(precision: Precision | None) -> bool:
 
 
 def check_gradient(gradient: Gradient, weight: Int4Weight) -> None:
-    """Checks that a weight has this gradient.
-
-    Raises:
-      ValueError: if the name is unknown, or the weight's values are not e4m3.
-    """
+    """Raises ValueError if the name is unknown, or ``"e4m3"`` for values that are not e4m3."""
     if gradient not in GRADIENTS:
         raise ValueError(f"{gradient=} must be one of {GRADIENTS}")
     if gradient == "e4m3" and weight.scale_dtype != "e4m3":
@@ -265,12 +248,7 @@ def check_gradient(gradient: Gradient, weight: Int4Weight) -> None:
 
 
 def check_bias(bias: jax.Array | None, weight: Int4Weight) -> jax.Array | None:
-    """A bias that is floating point ``[out_size]``, or None.
-
-    Raises:
-      TypeError: if its dtype is not supported.
-      ValueError: if its shape does not fit.
-    """
+    """A bias that is floating point ``[out_size]``, or None; otherwise TypeError or ValueError."""
     if bias is None:
         return None
     bias = jnp.asarray(bias)
@@ -281,12 +259,7 @@ def check_bias(bias: jax.Array | None, weight: Int4Weight) -> jax.Array | None:
 
 
 def check_x(x: jax.Array | Fp8Tokens, weight: Int4Weight) -> jax.Array | Fp8Tokens:
-    """Activations whose shape and dtype are right.
-
-    Raises:
-      TypeError: if the dtype is not supported.
-      ValueError: if the last axis is not the weight's inputs, or an axis is empty.
-    """
+    """Raises TypeError or ValueError unless these are activations for the weight."""
     if isinstance(x, Fp8Tokens):
         if x.codes.dtype != jnp.float8_e4m3fn or x.scale.dtype != jnp.bfloat16:
             raise TypeError(
@@ -309,12 +282,7 @@ def _check_rest(
     bias: jax.Array | None,
     residual: jax.Array | None,
 ) -> tuple[jax.Array | None, jax.Array | None]:
-    """The bias as the weight's rows, and the residual.
-
-    Raises:
-      TypeError: if the residual's dtype differs.
-      ValueError: if its shape does not fit.
-    """
+    """The bias in the order of the weight's rows, and the residual; raises if they do not fit."""
     bias = None if bias is None else pad_rows(bias.astype(jnp.float32), weight)
     if residual is not None:
         residual = jnp.asarray(residual)
@@ -329,7 +297,7 @@ def _check_rest(
 def _as_matrices(
     x: jax.Array | Fp8Tokens, residual: jax.Array | None
 ) -> tuple[jax.Array | Fp8Tokens, jax.Array | None]:
-    """Tokens, and what is added to results, one a row."""
+    """Tokens and residual with one row a token."""
     *lead, inputs = x.shape
     rows = math.prod(lead)
     if residual is not None:
@@ -341,7 +309,7 @@ def _as_matrices(
 
 
 def tokens_of(x: jax.Array | Fp8Tokens) -> Fp8Tokens:
-    """What ``[M, K]`` is once it is quantized, in shapes and dtypes."""
+    """The shapes and dtypes of ``[M, K]`` once it is quantized."""
     if isinstance(x, Fp8Tokens):
         return x
     codes: Any = jax.ShapeDtypeStruct(x.shape, jnp.float8_e4m3fn)
@@ -357,12 +325,12 @@ def _run(
     *rest: jax.Array | None,
     **static: Any,
 ) -> jax.Array:
-    """An implementation, of which kernels take groups of 128 inputs for larger ones."""
+    """Runs an implementation; kernels take groups of 128 inputs in place of larger groups."""
     return run(tokens, in_blocks(weight) if is_kernel else weight, *rest, **static)
 
 
 def _quantizer(implementation: ImplementationName | None) -> ImplementationName | None:
-    """What rounds tokens: the name is that of the product, and all of them give the same bits."""
+    """The implementation that rounds tokens for this product; all of them give the same bits."""
     return "xla" if implementation == "xla" else None
 
 
@@ -396,7 +364,7 @@ def _sums(
     implementation: ImplementationName | None,
     is_precise: bool,
 ) -> jax.Array:
-    """The product before the activation, of a weight whose rows are taken as they are stored."""
+    """The product before the activation, with the weight's rows in stored order."""
     fitting = jax.eval_shape(in_blocks, weight)
     arguments = {"tokens": tokens, "weight": fitting, "bias": bias}
     chosen = MATMUL.select(implementation, **arguments, residual=None, activation=None)
@@ -416,7 +384,7 @@ def _gradients(
     is_precise: bool,
     implementation: ImplementationName | None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Those of the activations and of the bias's rows."""
+    """The gradients of the activations and of the bias's rows."""
     flat, d_flat = _as_matrices(x, d_out)
     rule: Callable[..., tuple[jax.Array, jax.Array]] = gradients.exact
     if gradient == "e4m3":
@@ -432,10 +400,7 @@ def _gradients(
 
 
 def _differentiable(*, gradient: Gradient, **static: Any) -> Callable[..., jax.Array]:
-    """Quantization and product, differentiable in reverse mode straight through the rounding.
-
-    Kept for the backward pass: the activations, the weight and the bias.
-    """
+    """Quantization and product with a gradient; keeps the activations, the weight and the bias."""
     multiply = spread(tables.MATMUL, _product, adding=_product_of_parts, **static)
     differentiate_once = refuse_gradients(
         spread(tables.MATMUL_GRADIENT, _gradients, gradient=gradient, **static),

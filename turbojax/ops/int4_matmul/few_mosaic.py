@@ -15,14 +15,14 @@ _TOKENS = (8, 16, 32, 64)
 _GROUP, _ROWS = 128, 64
 # Warpgroups of a program: more of them have too few registers for 64 tokens.
 _WARPGROUPS = 4
-# Programs that share rows. Pairs of multiprocessors leave none idle; of a cluster of four an H200
-# has no place for 32 at a time, and the last ones wait until the first end.
+# Programs that share rows. Pairs leave no multiprocessor idle. An H200 cannot run 32 clusters of
+# four at a time: the last ones wait until the first end.
 _PARTS = (1, 2)
-# Clocks, of the times in `few.py`: of a multiprocessor for a tile, of a warpgroup for all it does
-# with one, of a program until its first weights are there and from its last on, and what sums of
-# two programs, and another round of tokens, take more.
+# Clocks, from the times in `few.py`: of a multiprocessor for a tile; of a warpgroup for all it does
+# with one; of a program until its first weights arrive and after its last; and the extra for sums
+# of two programs, and for another round of tokens.
 _TILE, _LATENCY, _START, _CLUSTER, _ROUND = 240, 500, 6500, 2200, 2500
-# With more of them on their way the first ones come later: each costs 0.4 us.
+# With more of them in flight the first ones arrive later: each costs 0.4 us.
 _STAGES = 4
 # Of 227 KB, less what Pallas takes.
 _SHARED_BYTES = 222 * 1024
@@ -39,7 +39,6 @@ class Launch(NamedTuple):
 
     Attributes:
       tokens: columns of a product.
-      warpgroups: of a program.
       parts: programs that share rows, each with part of the inputs.
       stages: tiles of a warpgroup in shared memory.
       resident: groups of inputs whose tokens are in shared memory.
@@ -59,10 +58,8 @@ class Launch(NamedTuple):
 def default_launch(rows: int, weight: Int4Weight, *, rounds: bool = False) -> Launch | None:
     """The launch for this many tokens, or None if there are too many or too many inputs.
 
-    With `rounds` it is that for tokens that are not e4m3 yet, which the kernel rounds if a program
-    can hold its part of them.
-
-    The order of sums follows from the weight's shape alone.
+    With `rounds` the kernel is to round the tokens, if a program can hold its part of them. The
+    order of sums follows from the weight's shape alone.
     """
     if rows > MOST_TOKENS:
         return None
@@ -96,11 +93,11 @@ class _Cut(NamedTuple):
 
     @property
     def shares(self) -> int:
-        """Into how many of them a row's inputs are divided; sums are added in their order."""
+        """Into how many warpgroups a row's inputs are divided; sums are added in their order."""
         return self.splits * self.parts
 
     def clocks(self, tiles: int, groups: int) -> float:
-        """An estimate."""
+        """The estimated time of a call, in clocks."""
         programs = -(-tiles // self.tiles) * self.parts
         waves = -(-programs // _MULTIPROCESSORS)
         own = self.warpgroups * -(-groups // self.shares)
@@ -110,7 +107,7 @@ class _Cut(NamedTuple):
 
 @functools.cache
 def _cuts(tiles: int, groups: int) -> list[_Cut]:
-    """Those with the same number of shares as the best of all, the best first."""
+    """The cuts with as many shares as the fastest, the fastest first."""
     cuts = sorted(
         (
             _Cut(rows, splits, parts)
@@ -126,7 +123,7 @@ def _cuts(tiles: int, groups: int) -> list[_Cut]:
 
 @functools.cache
 def _layout(tokens: int, tiles: int, groups: int, scale_bytes: int) -> tuple[_Cut, int] | None:
-    """How work is divided, and groups of tokens that are resident; None if none of them can be."""
+    """How work is divided, and how many groups of tokens are resident; None if nothing fits."""
     found = []
     for cut in _cuts(tiles, groups):
         resident = _resident(tokens, cut, groups, scale_bytes)
@@ -141,7 +138,7 @@ def _layout(tokens: int, tiles: int, groups: int, scale_bytes: int) -> tuple[_Cu
 
 
 def _resident(tokens: int, cut: _Cut, groups: int, scale_bytes: int) -> int | None:
-    """Groups of tokens in shared memory: all of a program's, or of each share as many."""
+    """Groups of tokens in shared memory: all of a program's, or the same number of each share."""
     from pallas_kernels.mosaic.hopper.matmul import few
 
     epilogue = few.Epilogue(None, False, False, "bfloat16", 0)
@@ -168,18 +165,10 @@ def matmul(
     launch: Launch,
     tables: jax.Array | None,
 ) -> jax.Array:
-    """`reference.matmul` of few tokens as one kernel, after another one that rounds them, or not.
+    """`reference.matmul` of few tokens as one kernel, if need be after another that rounds them.
 
     Sums are float32 from group to group, in an order that the weight's shape alone decides.
-
-    Args:
-      tokens: ``[M, K]``, rounded or not.
-      weight: as there.
-      bias: as there.
-      residual: as there.
-      activation: as there.
-      launch: `default_launch` of these tokens.
-      tables: of e4m3 scales, ``[128, 16]``, or None.
+    `tables` are those of e4m3 scales, or None.
     """
     if not isinstance(tokens, Fp8Tokens) and not launch.rounds:
         tokens = quantize_activation(tokens)

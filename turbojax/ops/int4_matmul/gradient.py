@@ -29,17 +29,8 @@ def exact(
     """Straight through the rounding of activations: the vjp of ``act(x W^T + bias)``.
 
     `W` is the dequantized weight. Products take operands in bfloat16 where `x` has that dtype,
-    otherwise in float32, and always sum in float32.
-
-    Args:
-      x: ``[M, K]``, not quantized.
-      weight: of `K` inputs and, padded, `N` rows.
-      bias: float32 ``[N]`` in the order of the weight's rows, or None.
-      d_out: ``[M, result_size]``, cotangent of the output.
-      activation: as in `matmul`.
-
-    Returns:
-      d_x ``[M, K]`` in `x`'s dtype, and d_bias float32 ``[N]``.
+    otherwise in float32, and always sum in float32. The bias and its gradient are float32, in the
+    order of the weight's rows.
     """
     dtype = jnp.bfloat16 if x.dtype == jnp.bfloat16 else jnp.float32
     values = scaled_values(weight).astype(dtype)[:, : weight.in_size]
@@ -69,23 +60,10 @@ def rounded(
 
     ``d_x = s_m sum_n e4m3(d_m[n] / s_m) W[n, k]`` with ``d_m = d_sums * output_scale``, rounded to
     bfloat16 if `x` has 16 bits, then to e4m3 with a scale `s_m` per token, as activations are. An
-    activation's derivative is taken at the sums of the forward product, rounded likewise.
-
-    Args:
-      x: ``[M, K]``, not quantized.
-      weight: with e4m3 scales.
-      bias: as of `exact`.
-      d_out: as of `exact`.
-      activation: as in `matmul`.
-      quantize: what the forward product does to `x`.
-      run: ``run(tokens, weight, bias)``, the product without an activation.
-      transposed: an implementation of `reference.transposed`.
-      quantizer: what rounds cotangents, see `quantize_activation`.
-
-    Returns:
-      as `exact`.
+    activation's derivative is taken at the sums of the forward product, rounded likewise:
+    `quantize` and `run` are that product's. `quantizer` names what rounds cotangents.
     """
-    # float16 has the range neither for cotangents nor for factors of outputs.
+    # The range of float16 is too small for cotangents and for factors of outputs.
     dtype = jnp.float32 if x.dtype == jnp.float32 else jnp.bfloat16
     if activation is None:
         d_sums = d_out.astype(jnp.float32)
@@ -97,7 +75,7 @@ def rounded(
             tokens = quantize_activation(scaled, implementation=quantizer)
         d_sums = _padded_columns(d_sums, weight.output_scale.size)
     else:
-        # All rows as they are stored, before the activation joins those of a gate and its partner.
+        # All rows in stored order, before the activation joins those of a gate and its partner.
         rows = stored_rows(weight.out_size, weight.gated)
         plain = dataclasses.replace(weight, out_size=rows, gated=False)
         sums = run(_in_dtype(quantize(x), dtype), plain, bias)
@@ -121,18 +99,17 @@ def _through_activation(
 
 
 def _in_dtype(tokens: Fp8Tokens | jax.Array, dtype: jax.typing.DTypeLike) -> Fp8Tokens | jax.Array:
-    """Tokens whose product has another dtype."""
+    """Changes the dtype of the product of these tokens, not the codes."""
     if isinstance(tokens, Fp8Tokens):
         return dataclasses.replace(tokens, dtype=np.dtype(dtype))
     return tokens.astype(dtype)
 
 
 def _rounded(x: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
-    """`x` in another dtype, also where XLA may keep more digits of what it fuses."""
+    """`x` in another dtype, rounded even where XLA would keep more digits of what it fuses."""
     info = jnp.finfo(dtype)
     return jax.lax.reduce_precision(x, info.nexp, info.nmant).astype(dtype)
 
 
 def _padded_columns(x: jax.Array, columns: int) -> jax.Array:
-    """`x` with zeros on the right."""
     return jnp.pad(x, ((0, 0), (0, columns - x.shape[1])))

@@ -24,7 +24,7 @@ _FEW = 64
 _TWO_LEVELS = 128
 # From this many tokens on it pays to expand e4m3 weights first.
 _MANY = 4096
-# Tokens up to which programs share a tile where there are few, and groups that are worth one.
+# Up to this many tokens programs share tiles if these are few; groups that are worth a program.
 _SHARED, _FEWEST_GROUPS = 256, 4
 _MOST_STAGES = 12
 _SHARED_BYTES = 227 * 1024
@@ -50,11 +50,10 @@ def unsupported(
 
 
 class Launch(NamedTuple):
-    """How the kernels are launched.
+    """How the kernels are launched; `stages` are groups of inputs in shared memory.
 
     Attributes:
       tokens: of a tile.
-      stages: groups of inputs in shared memory.
       teams: pairs of warpgroups that take groups in turn.
       parts: programs that share a tile (split-K).
       expands: whether weights become e4m3 in memory first.
@@ -88,7 +87,7 @@ def default_launch(rows: int, weight: Int4Weight, *, is_precise: bool = False) -
 
 
 def _stages_of_many(tokens: int) -> int:
-    """As many as fit beside everything that an epilogue may need."""
+    """As many stages as fit beside everything that an epilogue may need."""
     from pallas_kernels.mosaic.hopper.matmul import int4_many
 
     epilogue = int4_many.Epilogue(None, True, True, "bfloat16", 128)
@@ -100,7 +99,7 @@ def _stages_of_many(tokens: int) -> int:
 
 
 def _stages(tokens: int, teams: int, parts: int, expands: bool, is_e4m3: bool) -> int:
-    """As many as fit, a multiple of the teams."""
+    """As many stages as fit, a multiple of the teams."""
     from pallas_kernels.mosaic.hopper.matmul import fp8 as fp8_matmul
     from pallas_kernels.mosaic.hopper.matmul import int4 as int4_matmul
 
@@ -126,9 +125,9 @@ def matmul(
 ) -> jax.Array:
     """`reference.matmul` as one kernel, sometimes with a sum after it or weights expanded before.
 
-    Up to 64 tokens have a kernel of their own, which rounds them too. Sums of up to 128 tokens, all
-    with scales of 16 bits, and all if `is_precise`, are float32 from group to group. Others stay in
-    the matrix unit, whose additions keep about 14 bits. With `rounds`, `tokens` that are an array
+    Up to 64 tokens have a kernel of their own, which rounds them too. Sums are float32 from group
+    to group for up to 128 tokens, for scales of 16 bits, and if `is_precise`. Others stay in the
+    matrix unit, whose additions keep about 14 bits. With `rounds`, `tokens` that are an array
     become e4m3 first.
     """
     if not rounds and not isinstance(tokens, Fp8Tokens):
@@ -194,7 +193,7 @@ def _matmul(
     else:
         rest = (bias, None if residual is None else padded(residual, (x.shape[0], columns)))
     if launch.expands and tables is not None:
-        # Not before there are tokens: XLA would expand all layers' weights first, and keep them.
+        # Tied to the tokens: else XLA would expand all layers' weights first, and keep them.
         codes, x = lax.optimization_barrier((weight.codes, x))
         vectors = (x, *vectors[1:])
         expanded = int4_expand.int4_expand(codes, weight.scales, tables, programs=multiprocessors())
@@ -215,9 +214,9 @@ def _matmul(
 
 
 def _columns(results: int, width: int) -> int:
-    """Columns of the kernel's output for this many results, `width` of them a warpgroup's.
+    """Columns of the kernel's output for `results`, of which a warpgroup writes `width`.
 
-    Never one warpgroup's alone: Mosaic copies rows between which nothing lies as one run of bytes,
-    in which the other warpgroup's columns, past the last, would be those of the next row.
+    At least those of two warpgroups: Mosaic copies rows without a gap between them as one run of
+    bytes, so with one warpgroup's columns the other's, past the last, would land in the next row.
     """
     return max(results, 2 * width)

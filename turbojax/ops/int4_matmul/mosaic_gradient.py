@@ -22,13 +22,7 @@ _GROUP, _MOST_STAGES, _SHARED_BYTES = 128, 12, 227 * 1024
 
 
 class Launch(NamedTuple):
-    """How the product is launched.
-
-    Attributes:
-      tokens: of a tile.
-      stages: groups of the weight's rows in shared memory.
-      parts: programs that share a tile.
-    """
+    """Tokens of a tile, stages of groups of rows in shared memory, programs that share a tile."""
 
     tokens: int
     stages: int

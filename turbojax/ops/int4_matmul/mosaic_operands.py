@@ -8,7 +8,7 @@ import numpy as np
 
 from turbojax.quantizers import E4M3_MAX, Fp8Tokens, Int4Weight
 
-# Tokens that copies of more than these come in.
+# The unit of copies of more tokens than this.
 _COPY = 8
 
 
@@ -20,7 +20,7 @@ def padded(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
 
 
 def padded_tokens(tokens: Fp8Tokens, inputs: int) -> tuple[jax.Array, jax.Array]:
-    """Codes ``[M', inputs]`` and scales of tokens, with zeros behind them as copies need it."""
+    """Codes ``[M', inputs]`` and scales of tokens, padded with zeros as copies need it."""
     rows = tokens.codes.shape[0]
     size = rows if rows <= _COPY else -(-rows // _COPY) * _COPY
     x = padded(tokens.codes, (size, inputs))
@@ -35,7 +35,7 @@ def tables_of(weight: Int4Weight) -> jax.Array | None:
 
 @functools.cache
 def tables() -> np.ndarray:
-    """uint8 ``[128, 16]``: of each e4m3 scale, by its bits, its products with 0..7, -8..-1."""
+    """uint8 ``[128, 16]``: for each e4m3 scale, by its bits, its products with 0..7, -8..-1."""
     scales = np.arange(128, dtype=np.uint8).view(jnp.float8_e4m3fn).astype(np.float32)
     codes = np.array([*range(8), *range(-8, 0)], np.float32)
     products = np.clip(scales[:, None] * codes, -E4M3_MAX, E4M3_MAX)

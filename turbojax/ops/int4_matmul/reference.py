@@ -1,8 +1,8 @@
 """INT4 x FP8 products in plain JAX: the definition (FireQ, Baek et al., 2025, section 3.1).
 
-Operands are 8-bit floats or small integers, which bfloat16 and float32 hold exactly, and tokens
+Operands are 8-bit floats or small integers, which bfloat16 and float32 hold exactly, or tokens
 that are not rounded to 8 bits; sums are float32. On a GPU the operands are multiplied as bfloat16,
-or in the dtype of such tokens, on a CPU as float32.
+or in the dtype of unrounded tokens, on a CPU as float32.
 """
 
 import functools
@@ -27,23 +27,12 @@ def matmul(
     activation: Activation | None,
     is_precise: bool,
 ) -> jax.Array:
-    """The product with its epilogue.
+    """The product with its epilogue: ``[M, result_size]`` in the tokens' dtype.
 
     With e4m3 scales ``sum_k x[m, k] e4m3(s[n] q[n, k])``, with scales of 16 bits a sum per group,
     of ``x[m, k] (q[n, k] - z[n])`` if there are zeros, times the group's scale; then what
-    `epilogue` does.
-
-    Args:
-      tokens: codes ``[M, K]`` and scales ``[M]``; or floating point ``[M, K]``, which is multiplied
-        as it is.
-      weight: of `K` inputs and, padded, `N` rows.
-      bias: float32 ``[N]`` in the order of the weight's rows, or None.
-      residual: ``[M, result_size]``, or None.
-      activation: what is applied to the sum; one of `GATED` for gated weights.
-      is_precise: without effect, for sums are always float32.
-
-    Returns:
-      ``[M, result_size]`` in the tokens' dtype.
+    `epilogue` does. The bias is float32 ``[N]`` in the order of the weight's (padded) rows.
+    `is_precise` has no effect: sums are always float32.
     """
     del is_precise
     codes, scale, dtype = tokens, jnp.ones(tokens.shape[:1], jnp.float32), tokens.dtype
@@ -68,18 +57,9 @@ def epilogue(
     *,
     activation: Activation | None,
 ) -> jax.Array:
-    """``act(sums * scale_m * output_scale_n + bias_n) + residual`` in float32.
+    """``act(sums * scale_m * output_scale_n + bias_n) + residual``, float32 ``[M, result_size]``.
 
-    Args:
-      sums: float32 ``[M, N]``.
-      scale: of the tokens, ``[M]``.
-      weight: gives `output_scale` and the order of its rows.
-      bias: float32 ``[N]``, or None.
-      residual: ``[M, result_size]``, or None.
-      activation: with one of `GATED` eight rows of the gate alternate with eight of its partner.
-
-    Returns:
-      float32 ``[M, result_size]``.
+    With an activation of `GATED`, eight rows of the gate alternate with eight of its partner.
     """
     out = sums * scale.astype(jnp.float32)[:, None] * weight.output_scale[None]
     if bias is not None:
@@ -142,13 +122,8 @@ def dot(x: jax.Array, w: jax.Array) -> jax.Array:
 def transposed(tokens: Fp8Tokens, weight: Int4Weight) -> jax.Array:
     """The product with the weight's other axis, that of a gradient, without `output_scale`.
 
-    Args:
-      tokens: codes ``[M, n]`` of the weight's first `n` rows as they are stored, and scales
-        ``[M]``.
-      weight: of `K` inputs and, padded, `N` rows, with e4m3 scales.
-
-    Returns:
-      ``s_m sum_n codes[m, n] W[n, k]``, ``[M, K]`` in the tokens' dtype.
+    ``s_m sum_n codes[m, n] W[n, k]``, ``[M, K]`` in the tokens' dtype. The codes ``[M, n]`` are of
+    the weight's first `n` rows in stored order; the weight has e4m3 scales.
     """
     sums = jax.lax.platform_dependent(
         tokens.codes,

@@ -18,18 +18,18 @@ from turbojax.ops.int4_matmul.static import Activation
 from turbojax.quantizers import Fp8Tokens, Int4Weight
 
 _AMPERE, _ADA = 8.0, 8.9
-# Of tokens that are multiplied as they are.
+# Dtypes of tokens that are multiplied unrounded.
 _UNROUNDED = (jnp.bfloat16, jnp.float16)
 # Compute capabilities whose matrix units read shared memory, so that a warp needs fewer registers.
 _LARGE = (9.0, 10.0, 10.3)
 _GROUP = 128
 FEWEST_TOKENS, MOST_TOKENS = 16, 128
 # Beyond this many tokens the matrix units, not memory, are the limit. Up to it, each multiprocessor
-# gets this many warps, to keep loads in flight; beyond it, one program.
+# gets this many warps, to keep loads in flight; beyond it, one program each.
 _FEW_TOKENS, _WARPS = 128, 16
 # Groups that are worth a program.
 _FEWEST_GROUPS = 4
-# Bytes of the float32 sums of programs that share a tile, at most, over those of its codes.
+# The most float32 sums of programs that share a tile, in bytes, over the bytes of its codes.
 _SUMS = 0.5
 
 
@@ -46,7 +46,7 @@ def unsupported(
     if not isinstance(tokens, Fp8Tokens) and tokens.dtype not in _UNROUNDED:
         return f"dtype={tokens.dtype} must be bfloat16 or float16"
     rows, columns = tokens.shape[0], weight.padded_shape[1]
-    # Tokens have 16 bits on their way, and sums float32 (of which no more than that at a time).
+    # Tokens have 16 bits on the way, and sums are float32 (no more than that at a time).
     sizes = [(rows + MOST_TOKENS) * columns * 2, math.prod(weight.codes.shape)]
     sizes.append(rows * weight.result_size * 4)
     return unindexable(*sizes) or needs_gpu(_AMPERE)
@@ -68,7 +68,7 @@ def matmul(
 
 
 def is_large(capability: float | None) -> bool:
-    """Whether matrix units read shared memory; of no GPU, so that its kernels are as on Hopper."""
+    """Whether matrix units read shared memory; True without a GPU: kernels are as on Hopper."""
     return capability is None or capability in _LARGE
 
 
@@ -112,7 +112,7 @@ def _launch(rows: int, weight: Int4Weight, activation: Activation | None, interp
 
 def _splits(tiles: int, groups: int, most: int, wanted: int, processors: int) -> int:
     """How many programs share a tile, so that there are as many as `wanted`, evenly spread."""
-    # With an equal share for all but the last, which then is not empty either.
+    # All but the last get an equal share, so that the last is not empty either.
     even = {-(-groups // -(-groups // splits)) for splits in range(1, max(1, most) + 1)}
     enough = min((s for s in even if tiles * s >= wanted), default=max(even))
     if enough == 1:
@@ -163,16 +163,11 @@ def scales_of(weight: Int4Weight) -> jax.Array:
 
 
 def operand(x: jax.Array, size: int, multiple: int) -> jax.Array:
-    """Tokens as the kernel multiplies them.
+    """Tokens as the kernel multiplies them: `x`, ``[M, K]`` in 16 bits, as ``[M', size]``.
 
-    Args:
-      x: float16 or bfloat16 ``[M, K]``.
-      size: inputs of a stored row of the weight, a multiple of 128.
-      multiple: of tokens, to which they are padded.
-
-    Returns:
-      ``[M', size]``, padded with zeros; each 128 inputs in the order of a weight's
-      bytes (`turbojax.quantizers.int4_layout`), first all of the low nibbles.
+    `size`, the inputs of a stored row of the weight, is a multiple of 128; tokens are padded with
+    zeros to a `multiple`. Each 128 inputs are in the order of a weight's bytes
+    (`turbojax.quantizers.int4_layout`), first all of the low nibbles.
     """
     rows, inputs = x.shape
     x = jnp.pad(x, ((0, -rows % multiple), (0, size - inputs)))

@@ -13,25 +13,19 @@ from turbojax.ops.int4_matmul.static import Activation
 from turbojax.quantizers import Int4Weight
 from turbojax.quantizers.int4_layout import OUT_MULTIPLE
 
-# A kilobyte less than there is: each buffer begins at a multiple of 128 bytes.
+# A kilobyte less than the GPU has: each buffer begins at a multiple of 128 bytes.
 _SHARED_BYTES = 226 * 1024
-# Tokens up to which warps multiply by themselves.
+# Up to this many tokens each warp multiplies on its own.
 _FEW = 16
-# Tokens of a tile; those that copies of more come in; rows of a tile.
+# Tokens of a tile; the unit of copies of more tokens; rows of a tile.
 _TOKENS, _COPY, _TILE = (8, 16, 32, 64, 128), 8, 128
-# Tokens up to which programs share a tile where there are few, and groups that are worth one.
+# Up to this many tokens programs share tiles if these are few; groups that are worth a program.
 _SHARED, _FEWEST_GROUPS = 256, 4
 _MOST_STAGES = 12
 
 
 class FewLaunch(NamedTuple):
-    """How the kernel for few tokens is launched.
-
-    Attributes:
-      strips: of 16 rows, of a program.
-      warpgroups: of a program.
-      slots: of a warp, for units of 16 rows and 128 inputs.
-    """
+    """For few tokens: a program's strips of 16 rows, a warp's slots of 16 rows x 128 inputs."""
 
     strips: int
     warpgroups: int
@@ -39,13 +33,7 @@ class FewLaunch(NamedTuple):
 
 
 class Launch(NamedTuple):
-    """How the kernel for more tokens is launched.
-
-    Attributes:
-      tokens: of a tile.
-      stages: groups of inputs in shared memory.
-      parts: programs that share a tile (split-K).
-    """
+    """For more tokens: tokens of a tile, stages of groups of inputs, programs that share a tile."""
 
     tokens: int
     stages: int
@@ -66,7 +54,7 @@ def default_launch(rows: int, weight: Int4Weight) -> FewLaunch | Launch:
 
 
 def _strips(total: int, most: int) -> int:
-    """Strips of a program: as many as let all programs end together, soon."""
+    """Strips of a program: the number with which all programs end soonest."""
 
     def time(strips: int) -> float:
         programs = -(-total // strips)
@@ -76,7 +64,7 @@ def _strips(total: int, most: int) -> int:
 
 
 def _stages(tokens: int, parts: int, weight: Int4Weight) -> int:
-    """As many as fit."""
+    """As many stages as fit."""
     from pallas_kernels.mosaic.hopper.matmul import w4a16
 
     epilogue = w4a16.Epilogue(None, False, False, "bfloat16", 0)
@@ -160,7 +148,7 @@ def _many(
         epilogue, launch.tokens, launch.stages, 1, launch.parts, programs=multiprocessors()
     )
     columns = stored // 2 if weight.gated and not is_shared else stored
-    # Never one warpgroup's alone, see `program.launch`.
+    # At least two warpgroups' columns, see `program.launch`.
     columns = max(columns, settings.columns)
     rest: tuple[Any, Any] = (None, None)
     if not is_shared:

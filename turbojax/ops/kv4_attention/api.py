@@ -141,7 +141,6 @@ def _prefill(
     extras: Extras,
     implementation: str | None,
 ) -> tuple[tuple[jax.Array, jax.Array], CacheT]:
-    """`prefill` of checked arguments."""
     static: dict[str, Any] = {"options": options, "implementation": implementation}
     run = spread(tables.FIREQ_PREFILL, _attend_and_store, **static)
     return refuse_gradients(run, "fireq.prefill")(query, key, value, cache, lengths, extras)
@@ -158,7 +157,7 @@ def _attend_and_store(
     options: Options,
     implementation: str | None,
 ) -> tuple[tuple[jax.Array, jax.Array], CacheT]:
-    """`prefill` by what takes these arrays."""
+    """`prefill` by the implementation for these arrays."""
     inside = jnp.clip(lengths, 0, key.shape[1])
     out = attend(
         query,
@@ -193,7 +192,7 @@ def decode(
 
     For 4-bit keys, queries are rounded to e4m3 with one scale per token and head; a score is the
     product of e4m3 and 4-bit codes times both scales, in float32, and so are the softmax and the
-    weighted sum of values. For the 8-bit keys of a `K8v4Cache` queries stay as they are: a 16-bit
+    weighted sum of values. For the 8-bit keys of a `K8v4Cache` queries are not rounded: a 16-bit
     product takes them at no cost.
 
     The queries are those of the last `T` tokens of each sequence, which `append` has already
@@ -208,8 +207,8 @@ def decode(
       query_seq_lengths: optional int ``[B]``: how many of the `T` queries are real, the first
         ones; they are at ``length - query_seq_lengths + t``, and padding gives 0 and ``-inf``.
         Under `jit` values outside ``0..T`` act as the nearest bound.
-      local_window_size: optional `w` or ``(left, right)``, relative to the query's position;
-        of a cache made for a window at most that.
+      local_window_size: optional `w` or ``(left, right)``, relative to the query's position; at
+        most the window that the cache was made for, if it was made for one.
       logits_soft_cap: optional `c`: scores become ``c * tanh(score / c)``.
       query_offset: see `turbojax.decode`; one query without a window stays with the kernels.
       key_offset: see `turbojax.decode`.
@@ -231,7 +230,7 @@ def decode(
       ValueError: if a shape, length, window, cap or name does not fit, or the cache, made for a
         window, does not keep all that so many queries see: append and attend in parts of 16 then.
       NotImplementedError: if the implementation asked for cannot run this, when it is
-        differentiated, or if there is a `query_offset` and the cache keeps a window alone.
+        differentiated, or if there is a `query_offset` and the cache keeps only a window.
     """
     query_lengths = _check_newest(query, cache, query_seq_lengths)
     options = Options.complete(
@@ -257,7 +256,7 @@ def attend_cache(
     extras: Extras = NOTHING,
     implementation: str | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """`decode` for callers that have `Options`, causal ones; gives the log-sum-exp too."""
+    """`decode` for callers that have causal `Options`; gives the log-sum-exp too."""
     require_causal(options)
     query_lengths = _check_newest(query, cache, query_lengths)
     static: dict[str, Any] = {"options": options, "implementation": implementation}

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 _HEAD_DIMS = (64, 128, 256)
 _MOST_QUERY_ROWS = 64
-# Where a program takes few tokens, each of its results is as large as what it reads.
+# Where a program takes few tokens, its results are as large as what it reads.
 _MOST_SPLIT_ROWS = 16
 # Fewer programs than this, each with a part, leave half of an H100 idle.
 _FEW_PROGRAMS = 64
@@ -33,7 +33,6 @@ class Launch(NamedTuple):
       few: tokens of a program that takes few.
       block: tokens that a warp takes at a time, 32 or 64.
       stages: blocks in flight of a warp.
-      warpgroups: of a program.
       rows: queries of a program at most.
     """
 
@@ -89,7 +88,7 @@ def decode(
     options: Options,
     launch: Launch | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """`reference.decode` as the kernel of pages, of which each sequence has one, and its merge."""
+    """`reference.decode` by the kernel of pages and its merge: a sequence is one page."""
     from pallas_kernels.mosaic.hopper.paged import kernel
 
     del extras  # see `decode_unsupported`
@@ -119,7 +118,7 @@ def settings_of(
     options: Options,
     launch: Launch,
 ) -> "Settings":
-    """What is static in a call."""
+    """The static settings of a call."""
     from pallas_kernels.mosaic.hopper.paged import kernel
     from pallas_kernels.mosaic.hopper.paged.scaled import OUTPUT_UNIT
 

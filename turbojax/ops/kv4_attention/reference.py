@@ -26,17 +26,9 @@ def decode(
     *,
     options: Options,
 ) -> tuple[jax.Array, jax.Array]:
-    """Attends the last `T` cached tokens' queries to the cache, chunk by chunk.
+    """`turbojax.fireq.decode` in plain JAX, chunk by chunk; also gives the log-sum-exp.
 
-    Args:
-      query: ``[B, T, N, H]``.
-      cache: the cache, which already holds the queries' own keys and values.
-      query_length: int32 ``[B]``, the real queries; the rest is padding and gives 0 and ``-inf``.
-      extras: offsets of the call.
-      options: of the call.
-
-    Returns:
-      out ``[B, T, N, H]`` in the options' dtype and the float32 log-sum-exp ``[B, T, N]``.
+    `query_length` (int32 ``[B]``) counts the real queries; padding gives 0 and ``-inf``.
     """
     batch, length, heads, channels = query.shape
     kv_heads = cache.num_kv_heads
@@ -46,7 +38,7 @@ def decode(
     begin = extras.begin(cache.lengths, query_length)
     position = begin[:, None] + jnp.arange(length)[None]
     is_query = (jnp.arange(length)[None] < query_length[:, None])[:, :, None]
-    # A ring's tokens are read in their order, and in the chunks of a cache that has them all.
+    # A ring's tokens are read in order, in the same chunks as those of a cache that keeps all.
     total = max(cache.room, -(-cache.max_length // ALLOCATION) * ALLOCATION)
     count = min(total, _CHUNK_TOKENS)
 
@@ -95,12 +87,9 @@ def _step(
 ) -> _State:
     """Adds a chunk to an online softmax.
 
-    Args:
-      state: outputs ``[B, K, G, T, H]``, row maxima and row sums ``[B, K, G, T]``.
-      scores: float32 ``[B, K, G, T, t]``.
-      mask: bool ``[B, 1, 1, T, t]``.
-      value: packed codes ``[B, K, t, H / 2]``.
-      value_scale: ``[B, K, t]``.
+    The state holds outputs ``[B, K, G, T, H]``, row maxima and row sums ``[B, K, G, T]``; scores
+    are float32 ``[B, K, G, T, t]``, values packed codes ``[B, K, t, H / 2]`` with scales ``[B, K,
+    t]``.
     """
     o, m, l = state
     new = jnp.maximum(m, jnp.max(jnp.where(mask, scores, -jnp.inf), axis=-1))
@@ -114,10 +103,7 @@ def _step(
 
 
 def _query_operand(x: jax.Array, cache: TokenScaledCache) -> tuple[jax.Array, jax.Array]:
-    """Queries ``[..., H]`` as keys are multiplied with, and their scales ``[...]``.
-
-    Rounded to e4m3 for 4-bit keys, as FireQ does; 8-bit ones get them as they are.
-    """
+    """Queries and their scales: in e4m3 for 4-bit keys (FireQ), unrounded for 8-bit keys."""
     if jnp.uint8 == cache.KEY_CODES:
         return quantize_fp8(x, axis=-1)
     x = x.astype(jnp.float32)

@@ -49,10 +49,9 @@ def latent_attention(
     """Attends the newest tokens' queries to all that a `LatentCache` holds, in absorbed form.
 
     Latent attention (MLA, DeepSeek-V2, 2024) keeps one latent of `C` channels per token for all
-    heads, from which a head's key and value are made by matrices of its own, ``W_UK`` and
-    ``W_UV``, and a rotary key of `R` channels. As ``q . (W_UK c) = (W_UK^T q) . c``, a query can
-    take its key's matrix instead, and the output its value's: then the latent itself is key and
-    value,
+    heads, and a rotary key of `R` channels. Each head makes its key and value from the latent by
+    matrices of its own, ``W_UK`` and ``W_UV``. As ``q . (W_UK c) = (W_UK^T q) . c``, these matrices
+    can be applied to the query and the output instead: then the latent itself is key and value,
 
     ``score = scale * (q_latent . latent + q_rope . rope)``, ``out = softmax(score) @ latent``,
 
@@ -77,8 +76,8 @@ def latent_attention(
       sinks: optional floating-point ``[N]``, see `turbojax.decode`.
       output_dtype: float32 for parts that `turbojax.merge_attention` joins; the queries' dtype if
         not given.
-      implementation: ``"mosaic_gpu"`` (Hopper, without the last four), ``"xla"`` (float32), or None
-        to choose.
+      implementation: ``"mosaic_gpu"`` (Hopper, without the four arguments before this one),
+        ``"xla"`` (float32), or None to choose.
       return_residual: also return the log-sum-exp of the scores.
 
     Returns:
@@ -115,7 +114,7 @@ def _attend_cache(
     options: Options,
     implementation: str | None,
 ) -> tuple[jax.Array, jax.Array]:
-    """`latent_attention` to the cache as pages, which a device makes of its own part."""
+    """`latent_attention` to a cache, or a device's part of it, seen as pages."""
     pages, block_tables = as_pages(cache)
     arrays = (query_latent, query_rope, pages, block_tables, cache.lengths, query_lengths)
     static: dict[str, Any] = {"options": options, "implementation": implementation}
@@ -139,7 +138,7 @@ def paged_latent_attention(
     implementation: ImplementationName | None = None,
     return_residual: bool = False,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
-    """`turbojax.latent_attention` to pages: arguments not named here are those of it.
+    """`turbojax.latent_attention` to pages; see there for what is not said here.
 
     Args:
       query_latent: ``[B, T, N, C]`` in `cache.dtype`.
@@ -200,7 +199,7 @@ def attend_latents(
     extras: Extras = NOTHING,
     implementation: str | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """`paged_latent_attention` for callers that have `Options`, causal ones without a cap."""
+    """`paged_latent_attention` for callers that have `Options`: causal, without a cap."""
     require_causal(options)
     if options.logits_soft_cap is not None:
         raise NotImplementedError(f"{options.logits_soft_cap=} must be None in latent_attention")
@@ -231,7 +230,7 @@ def _attend_pages(
     options: Options,
     implementation: str | None,
 ) -> tuple[jax.Array, jax.Array]:
-    """`attend_latents` by what takes these arrays."""
+    """`attend_latents` by the implementation for these arrays."""
     queries = query_latent, query_rope
     static: dict[str, Any] = {"options": options, "extras": extras}
     chosen = select(implementation, *queries, cache, block_tables, **static)
@@ -252,12 +251,7 @@ def select(
     options: Options,
     extras: Extras = NOTHING,
 ) -> Implementation:
-    """What runs a call with these arguments; only shapes and dtypes are used.
-
-    Raises:
-      ValueError: if the name is unknown.
-      NotImplementedError: if what is asked for cannot run this.
-    """
+    """The implementation for a call with these arguments; only shapes and dtypes are used."""
     return LATENT.select(
         implementation,
         query_latent=query_latent,
@@ -279,7 +273,7 @@ def _options(
 
 
 def _extras(query_latent: jax.Array, given: dict[str, Any]) -> Extras:
-    """Of a call whose queries are checked later, where something is given."""
+    """`of_cache`, unless nothing is given: then the queries may still be unchecked."""
     return (
         of_cache(query_latent, **given) if any(x is not None for x in given.values()) else NOTHING
     )
@@ -325,8 +319,7 @@ def _attend(
 ) -> tuple[jax.Array, jax.Array]:
     """Runs an implementation: hides sequences that cannot be read from it, and rotates for it.
 
-    `interpret` is an argument so that a program traced for the interpreter is not reused without
-    it.
+    `interpret` is an argument so that what was traced for the interpreter is not reused without it.
     """
     del interpret
     tokens, dtype = query_latent.shape[1], options.dtype_of_output(query_latent)

@@ -20,11 +20,11 @@ def expanded_latent_attention(
     attention: Attention,
     **options: Any,
 ) -> Any:
-    """Attention whose values have fewer channels than its keys, by an op that wants as many.
+    """Attention whose values have fewer channels than its keys, by an op that needs as many.
 
-    As latent attention has in prompts and training: 192 channels of queries and keys, 128 of
-    values (DeepSeek-V2). Values are padded with zeros and the output is cut. Differentiable where
-    `attention` is. `turbojax.turbo_attention` needs none of this: it takes such values as they are.
+    Latent attention has such values in prompts and training: 192 channels of queries and keys, 128
+    of values (DeepSeek-V2). Values are padded with zeros and the output is cut. Differentiable
+    where `attention` is. `turbojax.turbo_attention` takes such values directly.
 
     Args:
       query: ``[B, T, N, H]``.

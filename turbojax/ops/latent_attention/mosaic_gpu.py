@@ -63,11 +63,7 @@ def attend(
     options: Options,
     extras: Extras = NOTHING,
 ) -> tuple[jax.Array, jax.Array]:
-    """`reference.attend` as a kernel.
-
-    Rotated queries, weights, and what codes or 8-bit floats stand for are rounded to the cache's
-    dtype.
-    """
+    """`reference.attend` as a kernel; queries, weights and latents are rounded to `cache.dtype`."""
     from pallas_kernels.mosaic.hopper.latent import kernel
 
     del extras  # see `unsupported`
@@ -93,7 +89,7 @@ def attend(
 
 
 def codec_of(cache: LatentPages) -> "Codec | None":
-    """How the kernel expands what is stored; None for latents as they are."""
+    """How the kernel expands what is stored; None for latents in their own dtype."""
     from pallas_kernels.mosaic.hopper.paged_prompt.expand import Codec
 
     if cache.scale is None:

@@ -34,20 +34,10 @@ def attend(
     options: Options,
     extras: Extras = NOTHING,
 ) -> tuple[jax.Array, jax.Array]:
-    """Attends the newest tokens' queries to their sequences' pages.
+    """Attends the newest tokens' queries to their sequences' pages, and gives the log-sum-exp.
 
-    Args:
-      query_latent: ``[B, T, N, C]``; rotated, in float32, if latents are.
-      query_rope: ``[B, T, N, R]``.
-      cache: the pages.
-      block_tables: int32 ``[B, max_pages]``, all within the pool.
-      lengths: int32 ``[B]``, tokens held, the queries' own included.
-      query_lengths: int32 ``[B]``, the real queries; the rest is padding.
-      options: of the call.
-      extras: of the call; sinks are the caller's.
-
-    Returns:
-      float32 ``[B, T, N, C]``, rotated if latents are, and the log-sum-exp ``[B, T, N]``.
+    `query_latent` is rotated, in float32, if latents are, and then so is the float32 output. All
+    pages of `block_tables` must be within the pool. Sinks are left to the caller.
     """
     rows, tokens = query_latent.shape[:3], query_latent.shape[1]
     tables = _in_tiles(block_tables, cache.page_size)
@@ -62,7 +52,7 @@ def attend(
         seen = options.mask(position, token, lengths) & real[:, :, None]
         return _step(state, queries, _read(cache, tables[:, i]), seen[:, :, None], options.scale)
 
-    # Batches of one program: a sequence sees nothing of a tile past its end, which changes no bit.
+    # All sequences in one program: one that sees nothing of a tile keeps its bits.
     first = jnp.min(jnp.where(query_lengths > 0, position[:, 0], jnp.iinfo(jnp.int32).max))
     last = jnp.max(extras.end(lengths, query_lengths)) - 1
     start, stop = options.key_range(first, last, lengths)
@@ -85,10 +75,7 @@ def _in_tiles(block_tables: jax.Array, page_size: int) -> jax.Array:
 
 
 def _read(cache: LatentPages, pages: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Latents float32 ``[B, t, C]``, rotated if they are, and rotary keys ``[B, t, R]``.
-
-    NaN where a token is not finite.
-    """
+    """Latents ``[B, t, C]``, rotated if stored so, and rotary keys, float32; NaN if not finite."""
 
     def take(x: jax.Array) -> jax.Array:
         return x[pages].reshape(len(pages), _TILE, *x.shape[2:])
@@ -109,17 +96,13 @@ def _step(
 ) -> _State:
     """Adds a tile to an online softmax.
 
-    Args:
-      state: the sums so far.
-      queries: float32 ``[B, T, N, C]`` and ``[B, T, N, R]``.
-      keys: float32 ``[B, t, C]`` and ``[B, t, R]``.
-      seen: bool ``[B, T, 1, t]``.
-      scale: of the scores.
+    Queries are float32 ``[B, T, N, C]`` and ``[B, T, N, R]``, keys ``[B, t, C]`` and ``[B, t, R]``,
+    `seen` is bool ``[B, T, 1, t]``.
     """
     o, m, l = state
     latent, rope = keys
-    # A token that is not finite shows in the scores of those who see it, and of no one else: as a
-    # value it must not reach the others as 0 * NaN.
+    # A token that is not finite shows in the scores of the queries that see it. As a value it must
+    # not reach the other queries as 0 * NaN.
     finite = jnp.all(jnp.isfinite(latent), axis=-1) & jnp.all(jnp.isfinite(rope), axis=-1)
     value = jnp.where(finite[..., None], latent, 0)
     scores = numerics.exact_dot("btnc,bsc->btns", queries[0], value)

@@ -97,8 +97,8 @@ def paged_attention(
     Query `t` of `n` is at position ``length - n + t`` and sees the tokens up to there, its own
     included. A query before the beginning of a sequence shorter than `n` sees nothing.
 
-    Where keys are stored as codes the queries are rotated, scores are taken of the codes' centroids
-    (those of `turbojax.polar.integer_centroids`) times the tokens' norms; where values are, so are
+    Where keys are stored as codes, the queries are rotated, and scores use the codes' centroids
+    (those of `turbojax.polar.integer_centroids`) times the tokens' norms. Where values are, so do
     the weighted sums, and the output is rotated back (PolarQuant, Han et al., 2025).
 
     The online softmax takes tokens in runs at fixed positions, so that a sequence's result depends,
@@ -122,18 +122,18 @@ def paged_attention(
       local_window_size: optional `w` or ``(left, right)``, relative to the query's position.
       logits_soft_cap: optional `c`: scores become ``c * tanh(score / c)``.
       query_offset: optional int ``[B]`` or scalar, the position of the first query, where it is
-        not one of the last tokens held: of several tables with parts of a text, see
-        `turbojax.merge_attention`. Several queries, or one with a window, are then plain JAX's.
+        not one of the last tokens held: for several tables with parts of a text, see
+        `turbojax.merge_attention`. Several queries, or one with a window, then run in plain JAX.
       key_offset: the position of the pages' first token, 0 if not given.
       sinks: optional floating-point ``[N]``, see `turbojax.turbo_attention`.
       output_dtype: float32 for results that will be merged; the query's if not given.
-      implementation: ``"mosaic_gpu"`` (compiles for Ampere to Blackwell, run on Hopper alone; 8-bit
-        floats from Ada on, many queries need Hopper. 16-bit pages: weights as sums of two numbers
-        of that dtype; 8-bit floats: queries and weights as sums of two float16; codes and int8: as
-        integers of 15 bits. Of many queries, weights, and what codes and int8 stand for, are in
+      implementation: ``"mosaic_gpu"`` (compiles for Ampere to Blackwell, run only on Hopper; 8-bit
+        floats need Ada or newer, many queries need Hopper. 16-bit pages: weights as sums of two
+        numbers of that dtype; 8-bit floats: queries and weights as sums of two float16; codes and
+        int8: as integers of 15 bits. With many queries, weights and decoded codes and int8 are in
         the query's dtype; with ``"fp8_e4m3"``, up to 128 channels, queries and weights in e4m3),
-        ``"triton"`` (16-bit pages: weights in that dtype; all that is stored in 8 bits or fewer:
-        queries in float16 and weights in half precision), ``"xla"`` (float32), or None for the
+        ``"triton"`` (16-bit pages: weights in that dtype; pages in 8 bits or fewer: queries in
+        float16 and weights in half precision), ``"xla"`` (float32), or None for the
         first of them that can run this. In float16 weights below ``2**-25`` of the largest are
         lost.
       return_residual: also return the log-sum-exp of the scores.
@@ -180,7 +180,7 @@ def attend_pages(
     extras: Extras = NOTHING,
     implementation: str | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """`paged_attention` for callers that have `Options`, causal ones; gives the log-sum-exp too."""
+    """`paged_attention` for callers that have causal `Options`; gives the log-sum-exp too."""
     require_causal(options)
     arrays = _check(query, cache, block_tables, lengths, query_lengths, extras, options)
     static: dict[str, Any] = {"options": options, "implementation": implementation}
@@ -202,7 +202,7 @@ def _check(
     batch, tokens = query.shape[:2]
     block_tables = page_checks.check_block_tables(block_tables, batch)
     lengths = page_checks.check_lengths("lengths", lengths, batch)
-    if query_lengths is not None:  # as an array it would take a kernel to make
+    if query_lengths is not None:  # making it an array would take a kernel
         query_lengths = _checks.check_lengths("query_seq_lengths", query_lengths, batch, tokens)
     if _checks.is_concrete(block_tables, lengths):
         first = _first_seen(query, lengths, query_lengths, extras, options)
@@ -217,7 +217,7 @@ def _first_seen(
     extras: Extras,
     options: Options,
 ) -> jax.Array | None:
-    """Of each sequence the first token that a query sees, int32 ``[B]``; None for token 0."""
+    """The first token of each sequence that a query sees, int32 ``[B]``; None for token 0."""
     tokens = query.shape[1]
     if extras.query_offset is None or options.window is None:
         return page_checks.first_seen(lengths, query_lengths, tokens, options.window)
@@ -253,14 +253,14 @@ def _run_here(
     options: Options,
     implementation: str | None,
 ) -> tuple[jax.Array, jax.Array]:
-    """`paged_attention` by what takes these arrays."""
+    """`paged_attention` by the implementation for these arrays."""
     if extras.query_offset is not None:
         if query_lengths is None:
             query_lengths = jnp.full(len(query), query.shape[1], jnp.int32)
         query_lengths = jnp.clip(query_lengths, 0, query.shape[1])
         held, capacity = lengths, block_tables.shape[1] * cache.page_size
         lengths, extras = newest.as_newest(query, held, query_lengths, extras, options)
-        lengths = jnp.where(held > capacity, held, lengths)  # to be found out of range
+        lengths = jnp.where(held > capacity, held, lengths)  # so that it is found out of range
 
     def run(extras: Extras, options: Options) -> tuple[jax.Array, jax.Array]:
         chosen = select(implementation, query, cache, block_tables, options=options, extras=extras)
@@ -283,7 +283,7 @@ def _kernel_has_sinks(
     extras: Extras,
     options: Options,
 ) -> bool:
-    """Whether there are sinks, and what runs the call takes them itself."""
+    """Whether there are sinks, and the implementation chosen takes them itself."""
     is_asked = extras.sinks is not None and implementation in (None, "mosaic_gpu")
     if not is_asked or not hopper.has_sinks(query, cache):
         return False
@@ -300,12 +300,7 @@ def select(
     options: Options,
     extras: Extras = NOTHING,
 ) -> Implementation:
-    """What runs a call of `paged_attention` with these arguments; only shapes and dtypes are used.
-
-    Raises:
-      ValueError: if the name is unknown.
-      NotImplementedError: if what is asked for cannot run this.
-    """
+    """The implementation for a call of `paged_attention`; only shapes and dtypes are used."""
     turned = cache.formats.key.is_rotated
     return PAGED.select(
         implementation,
@@ -337,8 +332,7 @@ def _attend(
 ) -> tuple[jax.Array, jax.Array]:
     """Runs an implementation.
 
-    `interpret` is an argument so that a program traced for the interpreter is not reused without
-    it.
+    `interpret` is an argument so that what was traced for the interpreter is not reused without it.
     """
     del interpret
     return attend(*arrays, options=options)

@@ -7,7 +7,7 @@ from turbojax.ops.options import Options
 from turbojax.ops.paged_attention import mosaic_gpu, mosaic_prompt
 from turbojax.state.pages.pool import PagedCache
 
-# Query rows of a KV head up to which a call is made for decoding.
+# Query rows of a KV head up to which a call counts as decoding.
 _MOST_FEW_ROWS = 64
 
 

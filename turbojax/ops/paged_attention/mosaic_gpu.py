@@ -17,41 +17,40 @@ from turbojax.state.pages.pool import PagedCache
 if TYPE_CHECKING:
     from pallas_kernels.mosaic.hopper.paged.kernel import Settings, Stored
 
-# Kinds of pages whose keys and values are read alike; other sides are read each in its own way.
+# Kinds of pages whose keys and values are read alike; in others each side is read in its own way.
 _ALIKE = ("turbo4", "fp8_e4m3", "fp8_e5m2", "auto")
 _PLAIN_DTYPES = ("bfloat16", "float16")
 _HEAD_DIMS = (64, 128, 256)
 _MOST_QUERY_ROWS = 64
-# Where a program takes few tokens, each of its results is as large as what it reads.
+# Where a program takes few tokens, its results are as large as what it reads.
 _MOST_SPLIT_ROWS = 16
 # Fewer programs than this, each with a part, leave half of an H100 idle.
 _FEW_PROGRAMS = 64
 
 
-# Of a warp's keys of 16 bits.
+# Bytes of a warp's keys in 16 bits.
 _PLAIN_BYTES = 8192
-# Channels whose codes, by their bits, are whole words.
+# How many channels' codes, by their bits, are whole words.
 _WHOLE_WORDS = {4: 8, 3: 32, 2: 16}
-# Of a token's codes, so that a block of 64 tokens is as large.
+# Bytes of a token's codes up to which a block of 64 tokens is no larger.
 _MOST_BYTES_OF_64 = 128
-# And of its shared memory, so that no more than two programs are on a multiprocessor.
+# Bytes of a warp's shared memory with which at most two programs are on a multiprocessor.
 _HALF = 19456
 _MULTIPROCESSORS = 132
-# Of 8-bit pages three programs share one. Where each has so many in all, the last round would have
-# too few, and take as long as any: they are taken two at a time.
+# With 8-bit pages three programs share a multiprocessor. Where each multiprocessor has this many in
+# all, the last round would have too few and take as long as any: two run at a time instead.
 _IN_PAIRS = (4, 8)
-# Bytes of what programs that take few tokens may find.
+# Most bytes of the results of programs that take few tokens.
 _MOST_FOUND = 2**27
 
 
 class Launch(NamedTuple):
-    """What is tuned; `part` must not depend on the call, nor `warpgroups`. No other changes a bit.
+    """What is tuned. Only `part` and `warpgroups` change results: they must not follow the call.
 
     Attributes:
       is_split: whether a program takes as few tokens as it can, for short calls.
       part: tokens of a program otherwise.
       few: tokens of a program that takes few.
-      warpgroups: of a program.
       stages: blocks in flight of a warp.
       rows: queries of a program at most.
       reserve: bytes of shared memory for a warp at least.
@@ -67,16 +66,15 @@ class Launch(NamedTuple):
 
 
 class Call(NamedTuple):
-    """What a launch follows from.
+    """The properties of a call that decide its launch.
 
     Attributes:
       rows: queries of a KV head.
       pairs: sequences times KV heads.
       tokens: that a sequence may have.
-      head_dim: channels.
-      window: optional (left, right).
       is_plain: whether keys and values have 16 bits.
-      is_fp8: whether they have 8 bits, floats or, as many bytes but for scales, int8.
+      is_fp8: whether they have 8 bits: floats, or int8, which takes as many bytes besides its
+        scales.
     """
 
     rows: int
@@ -112,7 +110,7 @@ def default_launch(call: Call) -> Launch:
 
 
 def call_of(query: jax.Array, cache: PagedCache, block_tables: jax.Array, options: Options) -> Call:
-    """A call of `attend`."""
+    """The `Call` of the arguments of `attend`."""
     batch, tokens, heads, head_dim = query.shape
     return Call(
         rows=tokens * heads // cache.num_kv_heads,
@@ -147,19 +145,20 @@ def unsupported(
 
 
 def _step(cache: PagedCache) -> int | None:
-    """What head dims of other sizes are multiples of; None if there are none.
+    """What head dims other than `_HEAD_DIMS` must be multiples of; None if there can be no others.
 
-    A vector's codes, and the third bits of 3, begin where words do. Of floats what is read in the
-    place of missing channels might be NaN.
+    A vector's codes, and the third bits of 3-bit codes, must begin where words do. With floats,
+    what is read in the place of missing channels might be NaN.
     """
     sides = [side for side in cache.formats if isinstance(side, Codes)]
     return max(_WHOLE_WORDS[side.bits] for side in sides) if len(sides) == 2 else None
 
 
 def _channels(cache: PagedCache) -> int | None:
-    """With how many channels vectors are multiplied, or None.
+    """The number of channels with which vectors are multiplied, or None if there is none.
 
-    Of codes with fewer the last ones meet 0: what is read in their place is of other codes.
+    Where codes have fewer channels, the last ones are multiplied by 0: what is read there belongs
+    to other codes.
     """
     step = _step(cache)
     if cache.head_dim not in _HEAD_DIMS and (step is None or cache.head_dim % step):
@@ -168,7 +167,7 @@ def _channels(cache: PagedCache) -> int | None:
 
 
 def refusal(query: jax.Array | jax.ShapeDtypeStruct, kv_heads: int) -> str | None:
-    """Why so many queries, or heads of such a size, cannot be attended to here."""
+    """Why the kernel cannot take so many queries or heads of such a size; None if it can."""
     rows, head_dim = query.shape[1] * query.shape[2] // kv_heads, query.shape[3]
     if head_dim not in _HEAD_DIMS:
         return f"head_dim={head_dim} must be one of {_HEAD_DIMS}"
@@ -188,20 +187,7 @@ def attend(
     options: Options,
     launch: Launch | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """`paged_attention` as one kernel, and a merge.
-
-    Args:
-      query: ``[B, T, N, H]``, not rotated.
-      cache: the pages.
-      block_tables: int32 ``[B, max_pages]``.
-      lengths: int32 ``[B]``.
-      query_lengths: int32 ``[B]``, or None if all queries are real.
-      options: of the call.
-      launch: for tuning.
-
-    Returns:
-      What `paged_attention` returns: sequences that cannot be read are NaN.
-    """
+    """`paged_attention` as one kernel, and a merge. Sequences that cannot be read are NaN."""
     from pallas_kernels.mosaic.hopper.paged import kernel
 
     launch = launch or default_launch(call_of(query, cache, block_tables, options))
@@ -241,7 +227,7 @@ def settings_of(
     options: Options,
     launch: Launch,
 ) -> "Settings":
-    """What is static in a call."""
+    """The static settings of a call."""
     from pallas_kernels.mosaic.hopper.paged import kernel
 
     rows = query.shape[1] * query.shape[2] // cache.num_kv_heads
@@ -266,7 +252,7 @@ def settings_of(
 
 
 def _mixed_settings(cache: PagedCache, rows: int, options: Options, launch: Launch) -> "Settings":
-    """What is static in a call where keys are stored in another way than values, or in few bits."""
+    """The static settings where keys and values are stored differently, or in few bits."""
     from pallas_kernels.mosaic.hopper.paged import kernel
 
     (key, key_unit), (value, value_unit) = (_stored(x, cache.head_dim) for x in cache.formats)
@@ -285,12 +271,12 @@ def _mixed_settings(cache: PagedCache, rows: int, options: Options, launch: Laun
 
 
 def _block(token_bytes: int) -> int:
-    """Tokens of a warp at a time: so many that three programs share the memory."""
+    """Tokens of a warp at a time, so many that three programs share the memory."""
     return 64 if token_bytes <= _MOST_BYTES_OF_64 else 32
 
 
 def _stored(side: Format, head_dim: int) -> tuple["Stored", float]:
-    """How a side is stored, and what its numbers are multiplied by beside norms and scales."""
+    """How a side is stored, and the factor of its numbers besides norms and scales."""
     from pallas_kernels.mosaic.hopper.paged import kernel
 
     if isinstance(side, Int8):
@@ -304,16 +290,7 @@ def _stored(side: Format, head_dim: int) -> tuple["Stored", float]:
 def plain_settings(
     dtype: str, rows: int, head_dim: int, options: Options, launch: Launch, limit: int | None = None
 ) -> "Settings":
-    """What is static in a call where keys and values are of 16 bits.
-
-    Args:
-      dtype: theirs and the queries'.
-      rows: queries of a KV head.
-      head_dim: channels.
-      options: of the call.
-      launch: of the call.
-      limit: tokens that a sequence may have, of a contiguous cache.
-    """
+    """The static settings for 16-bit keys and values; `limit` is a contiguous cache's room."""
     from pallas_kernels.mosaic.hopper.paged import kernel
 
     return kernel.Settings(
@@ -329,14 +306,14 @@ def plain_settings(
 
 
 def fitting(s: "Settings", head_dim: int) -> "Settings":
-    """The settings with as many blocks in flight as the GPU has shared memory for, at least one."""
+    """The settings with as many blocks in flight as shared memory has room for, at least one."""
     while s.stages > 1 and s.warps * s.warp_bytes(head_dim) > shared_memory():
         s = dataclasses.replace(s, stages=s.stages - 1)
     return s
 
 
 def _common(rows: int, options: Options, launch: Launch) -> dict[str, Any]:
-    """Of settings, what does not depend on what is stored."""
+    """The settings that do not depend on what is stored."""
     return {
         "window": options.window,
         "soft_cap": options.logits_soft_cap,

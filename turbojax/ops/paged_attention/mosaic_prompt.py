@@ -24,17 +24,15 @@ _MOST_E4M3_CHANNELS = 128
 # Tokens of a part, and query rows of a KV head up to which there are parts.
 _PART, _MOST_ROWS_IN_PARTS = 2048, 1024
 _LOG2_E = 1.4426950408889634
-# Bytes that pages may take expanded; beyond, sequences are attended to one after the other.
+# Bytes that expanded pages may take; beyond it sequences are processed one after the other.
 _MOST_EXPANDED = 2**30
 
 
 class Launch(NamedTuple):
-    """What is tuned; `part` must follow from the query rows alone. No other changes a bit.
+    """What is tuned. Results depend on `part` only, so it must follow from the query rows alone.
 
-    Attributes:
-      part: tokens of the parts that programs take, or None if a program takes all.
-      stages: tiles of keys and values in shared memory.
-      registers: of a thread that attends and of one that copies.
+    Programs take a `part` of the tokens, or all if it is None. `registers` are those of a thread
+    that attends and of one that copies.
     """
 
     part: int | None
@@ -43,7 +41,7 @@ class Launch(NamedTuple):
 
 
 def default_launch(query: jax.Array, cache: PagedCache) -> Launch:
-    """As many tiles in memory as fit, but four; parts for chunks that would be few programs."""
+    """As many tiles as fit, at most four; parts for chunks that would give few programs."""
     few = cache.head_dim > 64 and not _is_multiplied_in_8_bits(cache)
     rows = query.shape[1] * query.shape[2] // cache.num_kv_heads
     return Launch(_PART if rows <= _MOST_ROWS_IN_PARTS else None, 2 if few else 4)
@@ -82,23 +80,10 @@ def attend(
     options: Options,
     launch: Launch | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """`paged_attention` of many queries as one kernel.
+    """`paged_attention` of many queries as one kernel. Sequences that cannot be read are NaN.
 
     Pages that are not in 16 bits are expanded before. Weights are rounded to the values' 16 bits
-    before they multiply them.
-
-    Args:
-      query: ``[B, T, N, H]``.
-      cache: the pages.
-      block_tables: int32 ``[B, max_pages]``.
-      lengths: int32 ``[B]``.
-      query_lengths: int32 ``[B]``, or None.
-      sinks: float32 ``[N]``, or None; see `has_sinks`.
-      options: of the call.
-      launch: for tuning.
-
-    Returns:
-      What `paged_attention` returns: sequences that cannot be read are NaN.
+    before they multiply them. `query_lengths` may be None; for `sinks` see `has_sinks`.
     """
     if query_lengths is None:
         query_lengths = jnp.full(len(query), query.shape[1], jnp.int32)
@@ -125,12 +110,12 @@ def attend(
 
 
 def _is_multiplied_in_8_bits(cache: PagedCache) -> bool:
-    """Whether keys are, as they are stored, and values; with 256 channels sums take too much."""
+    """Whether e4m3 pages are multiplied as stored; 256 channels leave no room for the sums."""
     return cache.kv_dtype == "fp8_e4m3" and cache.head_dim <= _MOST_E4M3_CHANNELS
 
 
 def _expanded_bytes(cache: PagedCache, block_tables: jax.Array) -> int:
-    """Of what is made of the pages that tables may name: both sides in 16 bits, or e4m3 values."""
+    """Bytes of the expanded pages that tables may name: both sides in 16 bits, or e4m3 values."""
     if cache.kv_dtype == "auto":
         return 0
     each = 1 if _is_multiplied_in_8_bits(cache) else 4
@@ -148,7 +133,7 @@ def _attend(
     options: Options,
     launch: Launch,
 ) -> tuple[jax.Array, jax.Array]:
-    """`attend` with tables within the pool; a negative length is that of what cannot be read."""
+    """`attend` with tables within the pool; sequences of negative length cannot be read."""
     from pallas_kernels.mosaic.hopper.paged_prompt import kernel, turn
 
     tokens = query.shape[1]
@@ -213,7 +198,7 @@ def _codec(stored: Format, head_dim: int) -> "expand.Codec":
 
     if isinstance(stored, Codes):
         table, middle, step = polar.integer_centroids(stored.bits)
-        # Of a centroid's unit, and of the rotation, one over the root of the channels each.
+        # The centroids' unit and the rotation each have the factor 1 / sqrt(channels).
         return expand.Codec(tuple(table), middle, step / head_dim)
     if isinstance(stored, Int8):
         return expand.Codec(is_int8=True)
@@ -227,7 +212,7 @@ def _signed(query: jax.Array, scale: float) -> jax.Array:
 
 
 def _score_factor(options: Options) -> jax.Array:
-    """From products to scores in powers of two, or with a cap to twice its argument in them."""
+    """The factor from products to scores in powers of two; with a cap, to twice its argument."""
     scale = abs(options.scale) or 1.0
     if options.logits_soft_cap is not None:
         scale = scale * 2 / options.logits_soft_cap

@@ -26,7 +26,7 @@ _State = tuple[jax.Array, jax.Array, jax.Array]
 
 
 class _Tile(NamedTuple):
-    """Keys and values of a run of tokens, and what a token's score and weight are multiplied by."""
+    """Keys and values of a run of tokens, and the factors of a token's score and weight."""
 
     key: jax.Array  # float32 [K, t, H]
     key_norm: jax.Array | None  # float32 [K, t]
@@ -45,22 +45,13 @@ def attend(
     *,
     options: Options,
 ) -> tuple[jax.Array, jax.Array]:
-    """Attends the newest tokens' queries to their sequences' pages.
+    """Attends the newest tokens' queries to their sequences' pages, and gives the log-sum-exp.
 
-    Args:
-      query: ``[B, T, N, H]``; rotated, in float32, if keys are.
-      cache: the pages.
-      block_tables: int32 ``[B, max_pages]``, all within the pool.
-      lengths: int32 ``[B]``, tokens held, the queries' own included.
-      query_lengths: int32 ``[B]``, the real queries; the rest is padding.
-      extras: offsets of the call.
-      options: of the call.
-
-    Returns:
-      float32 ``[B, T, N, H]``, rotated if values are, and the log-sum-exp ``[B, T, N]``.
+    Queries are rotated, in float32, if keys are, and the float32 output if values are. All pages of
+    `block_tables` must be within the pool.
     """
     if query.shape[1] == 1:
-        # An axis of one would be dropped, and the products that are left added in another order.
+        # An axis of one would be dropped, and the remaining products added in another order.
         query = jnp.pad(query, ((0, 0), (0, 1), (0, 0), (0, 0)))
         out, residual = attend(
             query,
@@ -161,11 +152,8 @@ def _score(q: jax.Array, tile: _Tile, *, factor: jax.Array, soft_cap: float | No
 def _step(state: _State, scores: jax.Array, seen: jax.Array, tile: _Tile) -> _State:
     """Adds a tile to an online softmax of one query token.
 
-    Args:
-      state: sums ``[K, G, H]``, maxima and sums of weights ``[K, G]``.
-      scores: float32 ``[K, G, t]``.
-      seen: bool ``[t]``.
-      tile: the values.
+    The state holds sums ``[K, G, H]``, maxima and sums of weights ``[K, G]``; scores are float32
+    ``[K, G, t]``, `seen` is bool ``[t]``.
     """
     o, m, l = state
     mask = seen[None, None]

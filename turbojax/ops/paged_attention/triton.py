@@ -58,9 +58,9 @@ def attend(
 ) -> tuple[jax.Array, jax.Array]:
     """`reference.attend` as one kernel and a merge.
 
-    Where keys have 8 bits or fewer, queries are rounded to float16 relative to their largest value;
-    weights are rounded to the values' dtype, for fp8 to float16, and times the norms of codes, or
-    the scales of int8, to bfloat16.
+    Where keys have 8 bits or fewer, queries are rounded to float16 relative to their largest value.
+    Weights are rounded to the values' dtype, for fp8 to float16; multiplied by the norms of codes,
+    or by the scales of int8, they are rounded to bfloat16.
     """
     del extras  # see `unsupported`
     return _attend(
@@ -77,11 +77,7 @@ def attend(
 class Launch(NamedTuple):
     """What is tuned; it must depend on no size but the number of query rows.
 
-    Attributes:
-      part: tokens of a program.
-      tile: of them at a time.
-      rows: queries of a program at most.
-      num_warps: of a program.
+    Programs take a `part` of the tokens, a `tile` of these at a time, and at most `rows` queries.
     """
 
     part: int
@@ -141,7 +137,7 @@ def _codec(stored: Format) -> "kernels.Codec | None":
 def default_launch(query: jax.Array, cache: PagedCache) -> Launch:
     """How a call is cut up: one way for few query rows of a KV head, another for many.
 
-    Within either the order in which terms are added is the same whatever the queries.
+    Within either, terms are added in the same order whatever the queries.
     """
     is_wide = cache.head_dim > 128
     if query.shape[1] * query.shape[2] // cache.num_kv_heads > MOST_NARROW_ROWS:
@@ -153,5 +149,5 @@ def default_launch(query: jax.Array, cache: PagedCache) -> Launch:
     return Launch(part=512, tile=tile, rows=16, num_warps=num_warps)
 
 
-# Query rows of a KV head up to which a call is made for decoding.
+# Query rows of a KV head up to which a call counts as decoding.
 MOST_NARROW_ROWS = 64

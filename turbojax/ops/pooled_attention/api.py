@@ -70,10 +70,10 @@ def pooled_attention(
     logarithm of their number is added to its score. Where fewer are left at the end of a sequence,
     it is the mean of those, and weighs as many.
 
-    The levels are data: changing them needs no compilation. Apart from them, and from lists that
-    the kernels make of them (some tens of bytes a level), memory grows with ``T + S``, also for the
-    gradient, which passes through the means to every token (Algorithms 2 and 3). There are no
-    second derivatives and no forward mode (`jax.jvp`).
+    The levels are data: changing them needs no compilation. Apart from the levels, and from lists
+    that the kernels make of them (some tens of bytes a level), memory grows with ``T + S``, also
+    for the gradient, which passes through the means to every token (Algorithms 2 and 3). There are
+    no second derivatives and no forward mode (`jax.jvp`).
 
     Args:
       query: ``[B, T, N, H]``, bfloat16, float16 or float32.
@@ -92,15 +92,15 @@ def pooled_attention(
       key_value_seq_lengths: optional int ``[B]``: keys at or past it are ignored. Under `jit`
         values outside the array act as the nearest bound, of queries too.
       query_segment_ids: optional integers ``[B, T]``, of packed sequences: a query sees keys of an
-        equal id alone. No mean has keys of two segments: a block that holds several is attended
+        equal id only. No mean has keys of two segments: a block that holds several is attended
         token by token, whatever its level, unless that is 0. Blocks without a segment of the row's
         queries take no time in kernels.
       key_value_segment_ids: integers ``[B, S]`` beside them.
       query_offset: optional int ``[B]`` or scalar, the position of the first query, for parts of a
         longer sequence. Under `jit` values outside ``0..2**29`` act as the nearest bound.
       key_offset: the same of the first key.
-      sinks: optional floating-point ``[N]``, a logit of each head that takes part in the softmax's
-        denominator alone; a query that sees nothing has it as its log-sum-exp.
+      sinks: optional floating-point ``[N]``, a logit of each head that takes part only in the
+        softmax's denominator; it is the log-sum-exp of a query that sees nothing.
       output_dtype: float32 for the output of a part that will be merged, see
         `turbojax.merge_attention`; the query's if not given.
       implementation: ``"mosaic_gpu"`` (compute capability 9.0 alone), ``"triton"`` or ``"xla"``, or
@@ -171,7 +171,7 @@ def _check_rest(
     key_lengths: jax.Array | None,
     options: PooledOptions,
 ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
-    """Levels and lengths, checked, of operands that are."""
+    """Checked levels and lengths of operands that have been checked."""
     return (
         check_levels(levels, query, key, options),
         _length("query_seq_lengths", query_lengths, query),
@@ -206,12 +206,7 @@ def check_levels(
     key: jax.Array | jax.ShapeDtypeStruct,
     options: PooledOptions,
 ) -> jax.Array:
-    """Levels as int8; a value that is not a level stays invalid.
-
-    Raises:
-      TypeError: if they are not integers.
-      ValueError: another shape, or (outside `jit`) another value.
-    """
+    """Levels as int8, checked; under `jit` a value that is not a level stays invalid."""
     levels = jnp.asarray(levels)
     if not jnp.issubdtype(levels.dtype, jnp.integer):
         raise TypeError(f"levels.dtype={levels.dtype} must be an integer type")
@@ -235,7 +230,7 @@ def check_levels(
 
 
 def _length(name: str, lengths: jax.Array | None, x: jax.Array) -> jax.Array | None:
-    """Lengths of ``[B, T, ...]`` within its bounds, or None where all is there."""
+    """Lengths of ``[B, T, ...]`` within its bounds, or None where all tokens exist."""
     if lengths is None:
         return None
     batch, size = x.shape[:2]
@@ -245,7 +240,7 @@ def _length(name: str, lengths: jax.Array | None, x: jax.Array) -> jax.Array | N
 def _select(
     registry: Registry, implementation: str | None, *arrays: Any, options: PooledOptions
 ) -> Callable[..., Any]:
-    """What runs a call with these operands, levels and, last, extras."""
+    """The implementation for these operands, levels and, last, extras."""
     query, key, value, levels, *_, extras = arrays
     without = dataclasses.replace(extras, sinks=None)
     arguments = {"query": query, "key": key, "value": value, "levels": levels}
@@ -273,7 +268,7 @@ def _forward(
 def _gradient(
     *saved: Any, options: PooledOptions, implementation: str | None
 ) -> tuple[jax.Array, jax.Array, jax.Array, Extras]:
-    """What the backward pass does with what was kept, and the cotangents."""
+    """The backward pass, from what was kept and the cotangents."""
     *arrays, extras, out, residual, d_out, d_residual = saved
     run = _select(GRADIENT, implementation, *arrays, extras, options=options)
     results = (out, residual, d_out, d_residual)
@@ -290,7 +285,7 @@ def _differentiable(
     """The op with its options bound, differentiable in reverse mode.
 
     Kept for the backward pass: query, key, value, levels, lengths, extras, the output and the
-    residual. Sinks are nothing to implementations: the weights and all gradients follow from the
+    residual. Implementations know nothing of sinks: the weights and all gradients follow from the
     log-sum-exp with them. It is kept as ``-inf`` where a query sees nothing but a sink.
     """
     static: dict[str, Any] = {"options": options, "implementation": implementation}
@@ -325,7 +320,6 @@ def _differentiable(
 
 
 def _differentiated(extras: Extras) -> Extras:
-    """Those that have a gradient here."""
     return Extras(sinks=extras.sinks)
 
 

@@ -50,7 +50,7 @@ def _lengths(length: jax.Array | None, tokens: int) -> jax.Array:
 
 
 def _shift(extras: Extras) -> jax.Array | None:
-    """int32 ``[B, 1, 1, 1]``, by how much a query's position exceeds a key's of the same index."""
+    """`Extras.shift` as int32 ``[B, 1, 1, 1]``."""
     shift = extras.shift()
     return None if shift is None else shift[:, None, None, None]
 
@@ -68,15 +68,9 @@ def _visible(
     shift: jax.Array | None,
     s: PooledOptions,
 ) -> jax.Array:
-    """Where some query of the block sees a pooled key of the key block.
+    """Where some query of the block sees a pooled key of the key block, by lengths and causality.
 
-    Args:
-      levels: ``[B or 1, N or 1, T_r, T_c]``, for its shape.
-      level: int32, tokens in a group, broadcasts to `levels`.
-      query_length: int32 ``[B or 1, 1, 1, 1]``.
-      key_length: the same.
-      shift: see `_shift`.
-      s: block sizes and causality.
+    `level`, the tokens in a group, broadcasts to `levels`, which gives the shape only.
     """
     i = jnp.arange(levels.shape[2], dtype=jnp.int32)[None, None, :, None]
     j = jnp.arange(levels.shape[3], dtype=jnp.int32)[None, None, None, :]
@@ -98,14 +92,7 @@ def by_query(
 ) -> QueryLists:
     """The lists that the forward pass and the gradient of the queries walk over.
 
-    Args:
-      levels: integers ``[B or 1, N or 1, T_r, T_c]``.
-      query_tokens: `T`.
-      key_tokens: `S`.
-      query_length: optional int32 ``[B]``.
-      key_length: optional int32 ``[B]``.
-      options: block sizes and causality.
-      extras: segments, for which `segments.attended` has changed the levels, and offsets.
+    For segments `segments.attended` must have changed the levels.
     """
     levels = levels.astype(jnp.int32)
     lengths = _lengths(query_length, query_tokens), _lengths(key_length, key_tokens)
@@ -157,17 +144,9 @@ def by_key(
 ) -> KeyLists:
     """The lists that the gradients of keys and values of one level walk over.
 
-    Args:
-      levels: integers ``[B or 1, N or 1, T_r, T_c]``.
-      level: 1, 2, 4 or 8.
-      rows: groups of this level in a tile; tile `u` begins at group ``u * rows``. A power of two
-        that covers at most 16 blocks, as `block_kv` is a power of two.
-      query_tokens: `T`.
-      key_tokens: `S`.
-      query_length: optional int32 ``[B]``.
-      key_length: optional int32 ``[B]``.
-      options: block sizes and causality.
-      extras: as `by_query`.
+    A tile has `rows` groups of this level: tile `u` begins at group ``u * rows``. `rows` is a power
+    of two that covers at most 16 blocks, as `block_kv` is a power of two. The rest is as in
+    `by_query`.
     """
     lengths = _lengths(query_length, query_tokens), _lengths(key_length, key_tokens)
     marks = _segments(extras, query_length, key_length, options), _shift(extras)
@@ -207,11 +186,7 @@ def _attending(
     shift: jax.Array | None,
     options: PooledOptions,
 ) -> tuple[jax.Array, jax.Array]:
-    """The bits of every query block for every tile, and whether it needs a mask.
-
-    Returns:
-      int32 and bool ``[B or 1, N or 1, tiles, T_r]``.
-    """
+    """The bits of every query block for every tile, and whether it needs a mask."""
     tile = rows * level  # tokens
     blocks, parts = max(1, tile // options.block_kv), max(1, options.block_kv // tile)
     if blocks > _BITS:
@@ -243,7 +218,8 @@ def _attending(
 def _listed(bits: jax.Array, masked: jax.Array, *, masked_first: bool) -> KeyLists:
     """The entries whose bits are not 0, in order of the query block.
 
-    By causality alone those that need a mask are the first ones.
+    Those that need a mask must come first. `masked_first` sorts them so; without segments only
+    causality masks, and they are in this order already.
     """
     i = jnp.arange(bits.shape[3], dtype=jnp.int32)[None, None, None, :]
     entries = jnp.where(bits != 0, (i << _BITS) | bits, jnp.iinfo(jnp.int32).max)

@@ -12,7 +12,7 @@ from turbojax.ops.extras import NOTHING, Extras
 from turbojax.ops.pooled_attention import lists, operands
 from turbojax.ops.pooled_attention.static import LEVELS, PooledOptions
 
-# What matrix instructions and their shared memory are made for; others are padded with zeros.
+# Head dims of the kernels; others are padded with zeros up to one of these.
 _HEAD_DIMS = (64, 128)
 _DTYPES = (jnp.bfloat16, jnp.float16)
 _BLOCK_KV = (64, 128)
@@ -59,7 +59,7 @@ class Launch(NamedTuple):
 
 
 def default_launch(head_dim: int) -> Launch:
-    """As many as fit."""
+    """As many tiles as fit."""
     return Launch(4, 4, 6) if head_dim <= _HEAD_DIMS[0] else Launch(2, 2, 4)
 
 
@@ -101,7 +101,7 @@ def _padded(x: jax.Array) -> jax.Array:
 
 
 def _signed(query: jax.Array, options: PooledOptions) -> jax.Array:
-    """The query, with the sign of the scale: the kernel takes maxima before it scales."""
+    """The query with the scale's sign: the kernel takes maxima before it scales."""
     return -query if options.scale < 0 else query
 
 
@@ -151,10 +151,7 @@ def attention(
     extras: Extras = NOTHING,
     launch: Launch | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """`reference.attention` as a pass of pooling and one kernel; `launch` is for tuning.
-
-    Weights are rounded to the operands' 16 bits before they multiply the values.
-    """
+    """`reference.attention` as a pass of pooling and one kernel; weights are rounded to 16 bits."""
     from pallas_kernels.mosaic.hopper.pooled import forward as pooled_forward
 
     launch = launch or default_launch(query.shape[-1])
@@ -202,7 +199,7 @@ def gradient(
     # The kernels load padding, too, and weight it with 0, which does not remove a NaN.
     query = rows.without_padding(query, query_length)
     x = _operands(query, key, value, query_length, key_length, options)
-    # Whole blocks: what would be copied from beyond the end is the next head's.
+    # Whole blocks: copies beyond the end would read the next head's.
     padded = -(-sizes[0] // options.block_q) * options.block_q
     d_out, lse, delta = rows.gradient_rows(out, residual, d_out, d_residual, padded)
     queries = (x.query, _padded(d_out.astype(query.dtype)), lse, delta)

@@ -13,7 +13,7 @@ MARKS = ("query_offset", "key_offset", "query_segment_ids", "key_value_segment_i
 
 
 def segments(extras: Extras) -> tuple[jax.Array, jax.Array] | None:
-    """Those of queries and of keys, if there are any."""
+    """The segments of queries and of keys, if there are any."""
     if extras.query_segment_ids is None or extras.key_value_segment_ids is None:
         return None
     return extras.query_segment_ids, extras.key_value_segment_ids
@@ -30,16 +30,9 @@ def merge_gradients(
     tokens: int,
     dtype: jax.typing.DTypeLike,
 ) -> jax.Array:
-    """The adjoint of pooling, summed over the levels.
+    """The adjoint of pooling, summed over levels 1, 2, 4 and 8: ``[B, S, K, H]``, 0 past the end.
 
-    Args:
-      parts: float32 ``[B, K, G, H]`` of levels 1, 2, 4 and 8, `G` at least ``ceil(S / level)``.
-      key_length: optional int32 ``[B]``.
-      tokens: `S`.
-      dtype: of the result.
-
-    Returns:
-      ``[B, S, K, H]``; zeros past each sequence's end.
+    `parts` are float32 ``[B, K, G, H]``, `G` at least ``ceil(S / level)``; `tokens` is `S`.
     """
     batch, heads, _, channels = parts[0].shape
     groups = -(-tokens // LEVELS[-1])

@@ -1,7 +1,7 @@
 """Means over groups of adjacent tokens, and their adjoint (multi-scale KV pooling, Li, 2025).
 
-A group of level `r` is `r` tokens, the first at a multiple of `r`. Of a group across the end of a
-sequence only the tokens that are there count: it is their mean, and it weighs as many.
+A group of level `r` is `r` tokens, the first at a multiple of `r`. In a group across the end of a
+sequence only the tokens that exist count: it is their mean, and it weighs as many.
 """
 
 import jax
@@ -14,30 +14,16 @@ def sum_dtype(dtype: jax.typing.DTypeLike) -> jax.typing.DTypeLike:
 
 
 def group_counts(key_length: jax.Array, size: int, level: int) -> jax.Array:
-    """How many tokens each group holds.
-
-    Args:
-      key_length: int32 ``[B]``, tokens of each sequence; what exceeds `size` acts as `size`.
-      size: `S`, tokens of the array.
-      level: tokens of a whole group.
-
-    Returns:
-      int32 ``[B, ceil(S / level)]``, from 0 to `level`.
-    """
+    """How many of at most `size` tokens each group holds: int32 ``[B, ceil(size / level)]``."""
     first = jnp.arange(0, size, level, dtype=jnp.int32)
     return jnp.clip(jnp.minimum(key_length, size)[:, None] - first[None], 0, level)
 
 
 def pool(x: jax.Array, key_length: jax.Array, level: int) -> jax.Array:
-    """The mean of each group's tokens, summed in float32 and rounded once.
+    """The mean of each group's tokens, summed in float32 and rounded once to the dtype of `x`.
 
-    Args:
-      x: ``[B, S, K, H]``; what is stored at or past a sequence's end is not used.
-      key_length: int32 ``[B]``.
-      level: tokens of a whole group.
-
-    Returns:
-      ``[B, ceil(S / level), K, H]`` in the dtype of `x`; zeros for groups without a token.
+    ``[B, S, K, H]`` becomes ``[B, ceil(S / level), K, H]``, zeros for groups without a token. What
+    is stored at or past a sequence's end is not used.
     """
     batch, size, heads, channels = x.shape
     there = jnp.arange(size, dtype=jnp.int32)[None] < key_length[:, None]
@@ -54,15 +40,8 @@ def pool(x: jax.Array, key_length: jax.Array, level: int) -> jax.Array:
 def spread(d: jax.Array, key_length: jax.Array, size: int, level: int) -> jax.Array:
     """The adjoint of `pool`: each token of a group gets the group's gradient over its count.
 
-    Args:
-      d: ``[B, ceil(S / level), K, H]``, gradient of the pooled array; that of a group without a
-        token is not used.
-      key_length: int32 ``[B]``.
-      size: `S`.
-      level: tokens of a whole group.
-
-    Returns:
-      ``[B, S, K, H]`` in float32 (float64 if `d` is); zeros at and past a sequence's end.
+    The gradient of a group without a token is not used. Returns ``[B, S, K, H]`` in float32
+    (float64 if `d` is), zeros at and past a sequence's end; `size` is `S`.
     """
     dtype = sum_dtype(d.dtype)
     counts = jnp.maximum(group_counts(key_length, size, level), 1).astype(dtype)

@@ -24,13 +24,13 @@ _Arrays = tuple[jax.Array, ...]
 
 
 class _Pyramid(NamedTuple):
-    """What is known of each of the `R` pooled tokens, those of level 1 first.
+    """The `R` pooled tokens, those of level 1 first.
 
     Attributes:
       level: int32 ``[R]``.
       first: int32 ``[R]``, its first token.
       block: int32 ``[R]``, number of the key block.
-      tokens: int32 ``[B, R]``, how many of its tokens are there.
+      tokens: int32 ``[B, R]``, how many of its tokens exist.
       last: int32 ``[B, R]``, position of the last of them.
     """
 
@@ -48,7 +48,7 @@ class _Tile(NamedTuple):
       position: int32 ``[t]``.
       inside: bool ``[t]``, whether they are queries of this block and not of the next one.
       levels: ``[B or 1, K or 1, G or 1, T_c]``.
-      arrays: ``[B, K, G, t, ...]`` each, what there is per query.
+      arrays: per-query arrays, ``[B, K, G, t, ...]`` each.
     """
 
     position: jax.Array
@@ -71,19 +71,8 @@ def attention(
 ) -> tuple[jax.Array, jax.Array]:
     """Pooled attention (Algorithm 1). Memory grows with ``T + S``.
 
-    Args:
-      query: ``[B, T, N, H]``.
-      key: ``[B, S, K, H]``.
-      value: ``[B, S, K, H]``.
-      levels: integers ``[B or 1, N or 1, T_r, T_c]``.
-      query_length: optional int32 ``[B]``; queries at or past it give 0 and ``-inf``.
-      key_length: optional int32 ``[B]``; keys at or past it are ignored.
-      options: blocks, scale, causality and the output's dtype.
-      extras: segments, for which `segments.attended` has changed the levels, and offsets.
-
-    Returns:
-      out ``[B, T, N, H]`` in the query's dtype or the one asked for, and the log-sum-exp
-      ``[B, T, N]`` in float32 (for float64, which is computed in float64, in that).
+    Where `extras` have segments, `segments.attended` must have changed the levels. The log-sum-exp
+    is float32; float64 is computed in float64 and has a float64 one.
     """
     batch, length, heads, channels = query.shape
     query_length, key_length = _lengths(query, key, query_length, key_length)
@@ -135,27 +124,9 @@ def gradient(
     """The vector-Jacobian product of `attention` (Algorithms 2 and 3). Memory grows with ``T + S``.
 
     With ``P = exp(S - L)``, ``dP = dO V^T`` and a row's ``D = dO . O``, the scores' gradient is
-    ``dS = P (dP - D + dL)``. Pooled gradients are summed over the queries, block by block, and
-    then handed to the tokens of their groups. Rounding the pooled keys to their dtype is taken
-    for the identity.
-
-    Args:
-      query: ``[B, T, N, H]``.
-      key: ``[B, S, K, H]``.
-      value: ``[B, S, K, H]``.
-      levels: integers ``[B or 1, N or 1, T_r, T_c]``.
-      query_length: optional int32 ``[B]``; queries at or past it get zero.
-      key_length: optional int32 ``[B]``; keys at or past it get zero.
-      out: ``[B, T, N, H]``, what `attention` gave.
-      residual: ``[B, T, N]``, what `attention` gave.
-      d_out: ``[B, T, N, H]``, cotangent of the output.
-      d_residual: ``[B, T, N]``, cotangent of the log-sum-exp.
-      options: blocks, scale and causality.
-      extras: as `attention` had them.
-      dtype: of the gradients; those of query, key and value if not given.
-
-    Returns:
-      Gradients of query, key and value in their shapes, summed in float32 (float64).
+    ``dS = P (dP - D + dL)``. Pooled gradients are summed over the queries, block by block, and then
+    handed to the tokens of their groups. Rounding the pooled keys to their dtype counts as the
+    identity. Gradients are summed in float32 (float64); padding gets zero.
     """
     query_length, key_length = _lengths(query, key, query_length, key_length)
     wide = sum_dtype(query.dtype)
@@ -168,7 +139,7 @@ def gradient(
         d_k, d_v = sums
         q, o, d_o, lse, d_lse = tile.arrays
         mask = _visible(tile, _real(tile, query_length), pyramid, options, extras)
-        # A row's cotangents may be anything where it sees nothing, and there is nothing to shift.
+        # Where a row sees nothing, its cotangents may be anything, and `lse` is -inf.
         p = jnp.where(mask, jnp.exp(_scores(q, k, mask, pyramid, options) - lse), _zero(wide))
         d = jnp.sum(d_o.astype(wide) * o.astype(wide), axis=-1, keepdims=True)
         d_p = _dot("bkgth,bkrh->bkgtr", d_o, v)
@@ -197,7 +168,7 @@ def _zero(dtype: jax.typing.DTypeLike) -> jax.Array:
 def _lengths(
     query: jax.Array, key: jax.Array, query_length: jax.Array | None, key_length: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
-    """Lengths that are there, and no longer than the arrays."""
+    """Lengths within the arrays; those of whole arrays where none are given."""
 
     def of(x: jax.Array, length: jax.Array | None) -> jax.Array:
         whole = jnp.full(x.shape[0], x.shape[1], jnp.int32)
@@ -237,7 +208,7 @@ def _unpooled(d: jax.Array, key_length: jax.Array, size: int) -> jax.Array:
 
 
 def _tile_size(length: int, options: PooledOptions) -> tuple[int, int]:
-    """How many tiles a block of queries has, and how many queries a tile."""
+    """How many tiles a block of queries has, and how many queries are in a tile."""
     block = min(options.block_q, length)
     tiles = -(-block // _LARGEST_TILE)
     return tiles, -(-block // tiles)
@@ -301,7 +272,7 @@ def _visible(
         if shift is not None:
             position = position + shift[:, None, None, None, None]
         there = there & (last <= position)
-    # A mean of keys of one segment, or a single key: its first token's says it.
+    # A pooled key never mixes segments, so its first token's segment is its own.
     together = extras.visible(tile.position, pyramid.first)
     if together is not None:
         there = there & together[:, None, None]
@@ -337,14 +308,8 @@ def _weighted_sum(
     """`_dot` of weights ``[B, K, G, t, R]`` and vectors; a masked vector has no effect.
 
     A vector that is not finite would otherwise reach all sums, as 0 times NaN. Here it is left out,
-    and its visible weights are NaN instead.
-
-    Args:
-      subscripts: of the product.
-      weights: zero where masked.
-      mask: bool, broadcasts to the weights.
-      x: vectors, of pooled tokens ``[B, K, R, H]`` or of queries ``[B, K, G, t, H]``.
-      of_rows: whether they are those of pooled tokens.
+    and its visible weights are NaN instead. Weights are zero where masked. Vectors are those of
+    pooled tokens, ``[B, K, R, H]`` (`of_rows`), or of queries, ``[B, K, G, t, H]``.
     """
     bad = ~jnp.all(jnp.isfinite(x), axis=-1, keepdims=True)
     seen_bad = jnp.swapaxes(bad, -1, -2)[:, :, None] if of_rows else bad

@@ -2,8 +2,8 @@
 
 A mean never stands for keys of several segments: a block that holds more than one is attended token
 by token, whatever its level, and a block without a segment of the row's queries is skipped. Both
-are a matter of levels, which are changed before anything else looks at them. What is left for each
-pair of a query and a pooled key is whether they are of one segment.
+are done by changing the levels before anything else reads them. For each pair of a query and a
+pooled key it only remains to check whether they are of one segment.
 """
 
 import functools
@@ -23,7 +23,7 @@ class Blocks(NamedTuple):
 
     Attributes:
       ids: int32 ``[B, blocks, block]``.
-      there: bool, the same, tokens that are no padding.
+      there: bool, the same shape: tokens that are no padding.
       least: int32 ``[B, blocks]``, the smallest id of these; the largest int32 if there are none.
       most: the largest id; the smallest int32 if there are none.
     """
@@ -40,12 +40,12 @@ class Blocks(NamedTuple):
 
     @property
     def is_mixed(self) -> jax.Array:
-        """Blocks of several, bool ``[B, blocks]``."""
+        """Blocks of several segments, bool ``[B, blocks]``."""
         return self.least < self.most
 
 
 class Segments(NamedTuple):
-    """Those of queries and of keys, by blocks."""
+    """The segments of queries and of keys, by blocks."""
 
     queries: Blocks
     keys: Blocks
@@ -53,8 +53,8 @@ class Segments(NamedTuple):
     def meet(self) -> jax.Array:
         """Which blocks may have a segment in common: bool ``[B, T_r, T_c]``.
 
-        Exact where one of the two blocks holds a single segment: its id is looked for in the other.
-        Two blocks of several segments each are compared by their ranges of ids, and may be said to
+        Exact where one of the two blocks holds a single segment: the other is searched for its id.
+        Two blocks of several segments each are compared by their ranges of ids, and may seem to
         meet although they do not; the kernel's mask then finds nothing in them.
         """
         q, k = self.queries, self.keys
@@ -65,7 +65,7 @@ class Segments(NamedTuple):
         return meet & (jnp.any(of_key, axis=3) | ~q.is_one[:, :, None])
 
     def equal(self) -> jax.Array:
-        """Blocks all pairs of which are of one segment: bool ``[B, T_r, T_c]``."""
+        """Pairs of blocks that hold one and the same segment: bool ``[B, T_r, T_c]``."""
         q, k = self.queries, self.keys
         one = q.is_one[:, :, None] & k.is_one[:, None]
         return one & (q.least[:, :, None] == k.least[:, None])
@@ -93,15 +93,7 @@ def of(
     block_q: int,
     block_kv: int,
 ) -> Segments | None:
-    """The segments of a call, None if it has none.
-
-    Args:
-      extras: of the call.
-      query_length: optional int32 ``[B or 1]``.
-      key_length: the same.
-      block_q: queries of a block.
-      block_kv: keys of a block.
-    """
+    """The segments of a call, None if it has none; lengths are optional int32 ``[B or 1]``."""
     if extras.query_segment_ids is None or extras.key_value_segment_ids is None:
         return None
     return Segments(
@@ -118,18 +110,11 @@ def attended(
     block_q: int,
     block_kv: int,
 ) -> jax.Array:
-    """The levels at which blocks are attended, of those that were asked for.
+    """The levels at which blocks are attended: those asked for, but for segments.
 
-    Args:
-      levels: integers ``[B or 1, N or 1, T_r, T_c]``; invalid ones stay.
-      query_length: optional int32 ``[B or 1]``.
-      key_length: the same.
-      extras: of the call.
-      block_q: queries of a block.
-      block_kv: keys of a block.
-
-    Returns:
-      The same, of every sequence where there are segments.
+    A pooled level becomes 1 where the key block holds several segments, and any level 0 where the
+    two blocks share none. Levels are ``[B or 1, N or 1, T_r, T_c]`` and become ``[B, ...]`` where
+    there are segments; invalid ones stay. Lengths are optional int32 ``[B or 1]``.
     """
     found = of(extras, query_length, key_length, block_q, block_kv)
     if found is None:

@@ -13,14 +13,8 @@ LEVELS = (1, 2, 4, 8)
 class PooledOptions(Options):
     """The options of a call, and its blocks; `is_causal` is about the last token of a pooled key.
 
-    Attributes:
-      block_q: queries that share a row of levels.
-      block_kv: keys that share a level, a multiple of 8.
-
-    Raises:
-      TypeError: as `Options`, or if a size is not an integer.
-      ValueError: as `Options`, or if a size does not fit.
-      NotImplementedError: if there is a window or a cap.
+    `block_q` queries share a row of levels, `block_kv` keys, a multiple of 8, a level. Raises as
+    `Options`, also for sizes, and NotImplementedError if there is a window or a cap.
     """
 
     block_q: int

@@ -41,27 +41,27 @@ def unsupported(
         return f"{head_dim=} must be a multiple of 8 up to {_LARGEST_HEAD_DIM}"
     if levels.shape[2] > _MOST_QUERY_BLOCKS:
         return f"{levels.shape[2]} blocks of queries must be at most {_MOST_QUERY_BLOCKS}"
-    # Gradients of the keys are float32 on their way.
+    # Gradients of the keys are float32 on the way.
     sizes = [math.prod(query.shape) * query.dtype.itemsize, math.prod(key.shape) * 4]
     return unindexable(*sizes, math.prod(levels.shape) * 4) or needs_gpu(_AMPERE)
 
 
 # Bytes of an operand that a program keeps, and of one that each step loads: keys, or queries.
 _PROGRAM_BYTES, _KEY_BYTES, _QUERY_BYTES = 32 * 2**10, 16 * 2**10, 8 * 2**10
-# Queries (forward and of the gradient), or groups by level, of a program: what wide arrays leave of
-# it. Measured: benchmarks/results/pooled_triton_launches_2026-11-21.json.
+# Queries (forward and of the gradient), or groups by level, of a program, at most: fewer for wide
+# arrays. Measured: benchmarks/results/pooled_triton_launches_2026-11-21.json.
 _FORWARD_QUERIES, _GRADIENT_QUERIES, _KEYS = 64, 128, 64
 _GROUPS = {1: 128, 2: 64, 4: 64, 8: 64}
 
 
 def _fitting(most: int, bytes_: int, dtype: jax.typing.DTypeLike, head_dim: int) -> int:
-    """Rows of a tile, `most` of them at most, a power of two from 16 on."""
+    """Rows of a tile that fit into `bytes_`: a power of two from 16 to `most`."""
     row = (1 << (head_dim - 1).bit_length()) * jnp.dtype(dtype).itemsize
     return max(16, min(most, bytes_ // row))
 
 
 def _launch(rows: int, query: jax.Array) -> dict[str, int]:
-    """Warps, for what a program's tile of `rows` accumulates in registers, and stages.
+    """Warps and stages for a tile of `rows`; its accumulators must fit into registers.
 
     Float32 operands are split in shared memory, which leaves less for stages.
     """

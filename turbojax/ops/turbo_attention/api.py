@@ -82,7 +82,7 @@ def turbo_attention(
       query: ``[B, T, N, H]``, bfloat16, float16 or float32.
       key: ``[B, S, K, H]``, the same dtype; `N` is a multiple of `K`.
       value: ``[B, S, K, Hv]``; `Hv` is usually `H`.
-      config: numerics and block sizes; the default is the fastest one of little error. The bits
+      config: numerics and block sizes; the default is the fastest one with little error. Its bits
         concern caches only.
       scale: factor of the scores; ``1 / sqrt(H)`` if not given.
       is_causal: a query at position `p` sees keys up to `p`; query and key `t` are at `t` (aligned
@@ -95,8 +95,8 @@ def turbo_attention(
         ``[p - left, p + right]``.
       logits_soft_cap: optional `c`: scores become ``c * tanh(score / c)``.
       query_segment_ids: optional integers ``[B, T]``, of packed sequences: a query sees keys of an
-        equal id alone. Blocks without a common id take no time in kernels. Tokens of a block share
-        its scales, of whichever segment they are.
+        equal id only. Blocks without a common id take no time in kernels. All tokens of a block
+        share its scales, whatever their segments.
       key_value_segment_ids: integers ``[B, S]`` beside them.
       query_offset: optional int ``[B]`` or scalar, the position of the first query, for parts of a
         longer sequence. Under `jit` values outside ``0..2**29`` act as the nearest bound.
@@ -105,19 +105,19 @@ def turbo_attention(
         their scale and cap; ``-inf`` hides a key. Its gradient has its shape.
       alibi_slopes: optional floating-point ``[N]``: ``-slope * |p - k|`` is added too, for a query
         at `p` and a key at `k` (Press et al., 2022).
-      sinks: optional floating-point ``[N]``, a logit of each head that takes part in the softmax's
-        denominator alone, as of gpt-oss; a query that sees nothing has it as its log-sum-exp.
+      sinks: optional floating-point ``[N]``, a logit of each head that takes part only in the
+        softmax's denominator, as in gpt-oss; it is the log-sum-exp of a query that sees nothing.
       output_dtype: float32 for the output of a part that will be merged, see
         `turbojax.merge_attention`; the query's if not given.
       implementation: ``"mosaic_gpu"`` (compute capability 9.0 alone), ``"jax_triton"``,
         ``"triton"`` or ``"xla"``, or None for the first of them that can run this. A name never
-        falls back to another. The gradient has ``"mosaic_gpu"`` and ``"xla"``: beside the other
-        two names it is the first of these that can run. With None, calls in 16 bits that are too
+        falls back to another. The gradient has ``"mosaic_gpu"`` and ``"xla"``; with the other two
+        names it uses the first of these that can run. With None, calls in 16 bits that are too
         short for rounding to pay are exact attention by cuDNN on Hopper, and so is mode
         ``"float"``; not with lengths, a soft cap, SAS, a window unless it is causal, causal calls
         with ``T != S``, segments, offsets, a bias, slopes, sinks, an `output_dtype`, values of
-        another head dim, or the residual. When differentiated all are rounded: then a short call's
-        value differs from that of the same call alone, by what rounding costs.
+        another head dim, or the residual. When differentiated, all calls are rounded: a short
+        call's value then differs from its value without a gradient by what rounding costs.
       return_residual: also return the log-sum-exp of the scores.
 
     Returns:
@@ -176,7 +176,7 @@ def attend_output(
     extras: Extras = NOTHING,
     implementation: str | None = None,
 ) -> jax.Array:
-    """`turbo_attention` for callers that have `Options`, and do not need the log-sum-exp."""
+    """`turbo_attention` for callers that have `Options` and do not need the log-sum-exp."""
     _checks.check_query_key_value(query, key, value, one_head_dim=False)
     run = functools.partial(
         attend,
@@ -207,7 +207,7 @@ def attend(
     extras: Extras = NOTHING,
     implementation: str | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """`attend_output` and the log-sum-exp, with which it is always rounded."""
+    """`attend_output` with the log-sum-exp; it always rounds, also where that is slower."""
     _checks.check_query_key_value(query, key, value, one_head_dim=False)
     is_ragged = query_lengths is not None or key_lengths is not None
     batch, size = key.shape[:2]
@@ -231,7 +231,7 @@ def _rounded(
     implementation: str | None,
     **static: Any,
 ) -> tuple[jax.Array, jax.Array]:
-    """`attend` by what takes these arrays."""
+    """`attend` by the implementation for these arrays."""
     static["extras"] = extras
     chosen = ATTENTION.select(implementation, query=query, key=key, value=value, **static)
     out, residual = chosen.run(query, key, value, query_lengths, key_lengths, **static)
@@ -272,7 +272,7 @@ def prefill(
       logits_soft_cap: see `turbo_attention`.
       sinks: see `turbo_attention`.
       implementation: see `turbo_attention`; it also names what writes the cache, except for
-        ``"mosaic_gpu"`` and ``"jax_triton"``, which only attend: then the writer is chosen.
+        ``"mosaic_gpu"`` and ``"jax_triton"``, which only attend: what writes is chosen then.
       return_residual: see `turbo_attention`.
 
     Returns:
@@ -357,7 +357,7 @@ def _prefill(
     implementation: ImplementationName | None,
     may_be_exact: bool = False,
 ) -> tuple[tuple[jax.Array, Any], ProgressiveCache]:
-    """`prefill` of checked arguments; no log-sum-exp if attention may be exact, and is."""
+    """`prefill` of checked arguments; no log-sum-exp where attention may be exact, and is."""
     run = spread(
         tables.PREFILL,
         _attend_and_store,
@@ -380,7 +380,7 @@ def _attend_and_store(
     implementation: ImplementationName | None,
     may_be_exact: bool,
 ) -> tuple[tuple[jax.Array, Any], ProgressiveCache]:
-    """`prefill` by what takes these arrays."""
+    """`prefill` by the implementation for these arrays."""
     static: dict[str, Any] = {"config": cache.config, "options": options}
     is_exact = may_be_exact and unrounded.is_faster(query, key, **static)
     attend = ATTENTION.select(

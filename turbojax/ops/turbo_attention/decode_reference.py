@@ -35,17 +35,9 @@ def decode(
     *,
     options: Options,
 ) -> tuple[jax.Array, jax.Array]:
-    """Attends the last `T` cached tokens' queries to the cache.
+    """`turbojax.decode` in plain JAX; also gives the log-sum-exp.
 
-    Args:
-      query: ``[B, T, N, H]``.
-      cache: the cache, which already holds the queries' own keys and values.
-      query_length: int32 ``[B]``, the real queries; the rest is padding and gives 0 and ``-inf``.
-      extras: offsets of the call.
-      options: of the call.
-
-    Returns:
-      out ``[B, T, N, H]`` in the options' dtype and the float32 log-sum-exp ``[B, T, N]``.
+    `query_length` (int32 ``[B]``) counts the real queries; padding gives 0 and ``-inf``.
     """
     batch, length, heads, channels = query.shape
     kv_heads, block = cache.num_kv_heads, cache.config.block_kv
@@ -70,7 +62,7 @@ def decode(
         scores = numerics.cap_logits(scores * factor[..., None], options.logits_soft_cap)
         return _merge_splits(state, scores, mask, value, cache)
 
-    # A ring's blocks are read in their order, and in the chunks of a cache that has them all.
+    # A ring's blocks are read in order, in the same chunks as those of a cache that keeps all.
     total = cache.blocks_of_length
     count = min(total, max(1, _CHUNK_TOKENS // block))
 
@@ -97,7 +89,7 @@ def decode(
     )
     chunk_tokens = count * block
     state = varying_like(state, query, cache, query_length, extras)
-    # Of places in blocks, which first tokens are not in.
+    # Positions by block, without the first tokens, which are in no block.
     first = jnp.maximum(first - first_tokens, 0) // chunk_tokens
     state = jax.lax.fori_loop(first, -(-stop // chunk_tokens), chunk, state)
     slot = jnp.arange(cache.config.buffer_size)[None]
@@ -118,14 +110,10 @@ def _buffer(side: CacheSide, block: int) -> _Splits:
 def _merge_splits(
     state: _State, scores: jax.Array, mask: jax.Array, value: _Splits, cache: ProgressiveCache
 ) -> _State:
-    """Adds splits to a running log-sum-exp.
+    """Adds splits to a running softmax.
 
-    Args:
-      state: outputs ``[B, K, G, T, H]``, row maxima and row sums ``[B, K, G, T]``.
-      scores: float32 ``[B, K, G, T, splits, tokens]``.
-      mask: bool ``[B, 1, 1, T, splits, tokens]``.
-      value: the splits' values.
-      cache: for its numerics.
+    The state holds outputs ``[B, K, G, T, H]``, row maxima and row sums ``[B, K, G, T]``; scores
+    are float32 ``[B, K, G, T, splits, tokens]``, the mask is bool ``[B, 1, 1, T, splits, tokens]``.
     """
     o, m, l = state
     config = cache.config
@@ -140,7 +128,7 @@ def _merge_splits(
     total_shift = numerics.finite_maximum(new_max)
     weight = jnp.exp(split_max - total_shift[..., None])
     factor = weight * p_scale[..., 0] * value[1][:, :, None, None]
-    # A split of which a row sees nothing must not reach it, not even as 0 * NaN.
+    # A split that a row does not see must not reach it, not even as 0 * NaN.
     factor = jnp.where(jnp.any(mask, axis=-1), factor, 0)
     product = numerics.exact_dot("bkgqct,bkcth->bkgqh", codes * factor[..., None], value[0])
     alpha = jnp.exp(m - total_shift)

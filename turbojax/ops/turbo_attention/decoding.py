@@ -49,8 +49,8 @@ def decode(
     query before the beginning of a sequence shorter than `T` sees nothing. After an `append` with
     `lengths`, pass the same as `query_seq_lengths`.
 
-    What is stored are integers: products are of int8 whichever 8-bit mode prompts attend in, and
-    nothing more is rounded in mode ``"float"``.
+    The cache stores integers, so products are of int8 whichever 8-bit mode prompts attend in, and
+    in mode ``"float"`` nothing more is rounded.
 
     Args:
       query: ``[B, T, N, H]``, usually `T` = 1, in `cache.dtype`.
@@ -59,18 +59,19 @@ def decode(
       query_seq_lengths: optional int ``[B]``: how many of the `T` queries are real, the first
         ones; they are at ``length - query_seq_lengths + t``, and padding gives 0 and ``-inf``.
         Under `jit` values outside ``0..T`` act as the nearest bound.
-      local_window_size: optional `w` or ``(left, right)``, relative to the query's position;
-        of a cache made for a window at most that.
+      local_window_size: optional `w` or ``(left, right)``, relative to the query's position; at
+        most the window that the cache was made for, if it was made for one.
       logits_soft_cap: optional `c`: scores become ``c * tanh(score / c)``.
       query_offset: optional int ``[B]`` or scalar, the position of the first query, where it is
-        not one of the cache's last tokens: of several caches with parts of a text, see
-        `turbojax.merge_attention`. Plain JAX alone has it.
+        not one of the cache's last tokens: for several caches with parts of a text, see
+        `turbojax.merge_attention`. Only plain JAX supports it.
       key_offset: the position of the cache's first token, 0 if not given.
       sinks: optional floating-point ``[N]``, see `turbojax.turbo_attention`.
       output_dtype: float32 for results that will be merged; the query's if not given.
-      implementation: ``"mosaic_gpu"`` (compiles for Ampere to Blackwell, run on Hopper alone; of a
-        cache with first tokens no window, and as many queries as the buffer has room for beside a
-        block and them), ``"triton"`` or ``"xla"``, or None for the first that can run this.
+      implementation: ``"mosaic_gpu"`` (compiles for Ampere to Blackwell, run only on Hopper; for a
+        cache with first tokens without a window, and with at most as many queries as the buffer has
+        room for besides a block and the first tokens), ``"triton"`` or ``"xla"``, or None for the
+        first that can run this.
       return_residual: also return the log-sum-exp of the scores.
 
     Returns:
@@ -82,7 +83,7 @@ def decode(
       ValueError: if a shape, window, cap or name does not fit, or the cache, made for a window,
         does not keep all that so many queries see: append and attend in parts of 16 then.
       NotImplementedError: if the implementation asked for cannot run this, when it is
-        differentiated, or if there is a `query_offset` and the cache keeps a window alone.
+        differentiated, or if there is a `query_offset` and the cache keeps only a window.
     """
     query_lengths = _check_newest(query, cache, query_seq_lengths)
     options = Options.complete(
@@ -108,7 +109,7 @@ def attend_cache(
     extras: Extras = NOTHING,
     implementation: str | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """`decode` for callers that have `Options`, causal ones; gives the log-sum-exp too."""
+    """`decode` for callers that have causal `Options`; gives the log-sum-exp too."""
     require_causal(options)
     query_lengths = _check_newest(query, cache, query_lengths)
     static: dict[str, Any] = {"options": options, "implementation": implementation}

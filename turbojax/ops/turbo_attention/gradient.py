@@ -1,4 +1,4 @@
-"""Gradients of `turbo_attention`: straight through its rounding; which implementation runs them."""
+"""Gradients of `turbo_attention` straight through its rounding, and what computes them."""
 
 import dataclasses
 from collections.abc import Callable
@@ -34,24 +34,14 @@ def straight_through(
     implementation: str | None = None,
     is_ragged: bool = True,
 ) -> Callable[..., tuple[jax.Array, jax.Array]]:
-    """`run` with its options bound, differentiable in reverse mode.
+    """Binds the options of `run` and makes it differentiable in reverse mode.
 
-    The forward pass is `run`; it keeps its inputs and what it returns. `gradient_reference` says
-    what the backward pass is.
+    The forward pass is `run`, a module's function, which keeps its inputs and its results. The
+    backward pass is what `gradient_reference` describes, by the implementation of the same name, or
+    a chosen one where the gradient has none of that name.
 
-    Args:
-      run: `turbo_attention` of checked arguments: a function, of a module, of query
-        ``[B, T, N, H]``, key and value ``[B, S, K, H]``, int32 query and key lengths ``[B]``,
-        extras, and of the options below but for the last.
-      config: numerics.
-      options: of the call.
-      implementation: what was asked for. Where the gradient has none of this name, it is chosen.
-      is_ragged: whether lengths may be less than the arrays'.
-
-    Returns:
-      A function of the five arrays and `Extras`. It gives what `run` gives; gradients have the
-      dtype of the input they belong to. A second derivative raises NotImplementedError, forward
-      mode (`jvp`) raises jax's TypeError about `custom_vjp`.
+    Gradients have the dtype of the input they belong to. A second derivative raises
+    NotImplementedError, forward mode (`jvp`) raises jax's TypeError about `custom_vjp`.
     """
     static: dict[str, Any] = {"config": config, "options": options}
     static["implementation"] = implementation
@@ -95,7 +85,7 @@ def _gradient(
     implementation: str | None,
     is_ragged: bool,
 ) -> tuple[jax.Array, jax.Array, jax.Array, Extras]:
-    """What the backward pass does with what was kept, and the cotangents."""
+    """The backward pass, from what was kept and the cotangents."""
     static: dict[str, Any] = {"config": config, "options": options, "extras": extras}
     name = GRADIENT.beside(implementation)
     chosen = GRADIENT.select(name, query=query, key=key, value=value, **static)
@@ -118,7 +108,7 @@ def _of_sinks(
     d_out: jax.Array,
     d_residual: jax.Array,
 ) -> jax.Array:
-    """The sinks' gradient, which no implementation has to know of."""
+    """The sinks' gradient, so that implementations need not know sinks."""
     real = jnp.arange(out.shape[1])[None] < query_length[:, None]
     delta = jnp.sum(d_out.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)
     delta = jnp.where(sees_only_sink(out, residual, sinks), 0, delta) - d_residual

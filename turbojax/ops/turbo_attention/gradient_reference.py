@@ -44,33 +44,19 @@ def gradient(
     The weights ``P = exp(S - lse)`` are those of the forward pass: `S` are its scores, of rounded
     queries and keys, `lse` is its log-sum-exp, and the exponential is the exact one. With ``dP = dO
     V^T`` and a row's ``D = dO . O`` the scores' gradient is ``dS = P (dP - D + d_lse)``. `V` is
-    rounded there as it was when it gave `O`: a row's `dS` sum to 0 but for `d_lse` and a sink.
-    A bias and slopes get `dS` before its scale and the cap's derivative. With
-    ``config.gradient="8bit"`` `dO` is rounded in both, in blocks as queries are. ``dQ = dS K``,
-    ``dK = dS^T Q`` and ``dV = P^T dO`` are of the operands as they are.
+    rounded there as it was when it gave `O`: a row's `dS` sum to 0 but for `d_lse` and a sink. A
+    bias and slopes get `dS` before its scale and the cap's derivative. With
+    ``config.gradient="8bit"`` `dO` is rounded in `dP` and `D`, in blocks as queries are.
+    ``dQ = dS K``, ``dK = dS^T Q`` and ``dV = P^T dO`` use the unrounded operands.
 
     Query blocks run one after the other and walk over the key blocks that they can see. Memory
     grows with ``T + S``.
 
-    Args:
-      query: ``[B, T, N, H]``.
-      key: ``[B, S, K, H]``.
-      value: ``[B, S, K, Hv]``.
-      query_length: int32 ``[B]``; queries at or past it are padding: zero gradient.
-      key_length: int32 ``[B]``; keys at or past it are ignored: zero gradient.
-      out: ``[B, T, N, Hv]``, what the forward pass gave.
-      residual: float32 ``[B, T, N]``, its log-sum-exp.
-      d_out: ``[B, T, N, Hv]``, cotangent of the output.
-      d_residual: float32 ``[B, T, N]``, cotangent of the log-sum-exp.
-      config: numerics.
-      options: of the call.
-      is_ragged: whether lengths may be less than the arrays'; not used.
-      extras: of the call.
-      dtype: of the gradients of query, key and value; their own if not given.
-
-    Returns:
-      Gradients of query, key and value in their shapes, summed in float32; and of the extras, but
-      for sinks, see `turbojax.ops.sinks`.
+    Shapes are those of the forward pass: `out` and `d_out` are ``[B, T, N, Hv]``, `residual` and
+    `d_residual` float32 ``[B, T, N]``. Tokens at or past their length get zero gradients. `dtype`
+    is that of the gradients of query, key and value, which are summed in float32; None for their
+    own. `is_ragged` is not used here. Also returns the extras' gradients, except those of sinks,
+    which `turbojax.ops.sinks` computes.
     """
     del is_ragged
     batch, length, heads, channels = query.shape
@@ -91,7 +77,7 @@ def gradient(
     def key_blocks(x: jax.Array) -> jax.Array:  # [n, B, K, t, channels]
         return jnp.moveaxis(blocks(x, key_length, block_kv), 2, 0)
 
-    # A query that sees nothing gets nothing and gives nothing.
+    # A query that sees nothing has gradient zero and adds nothing to those of keys and values.
     is_blind = residual == -jnp.inf
     if extras.sinks is not None:
         is_blind = is_blind | sees_only_sink(out, residual, extras.sinks)
@@ -179,14 +165,9 @@ def _no_extras(extras: Extras, block_q: int, size: int) -> Extras:
 def _add_extras(
     sums: Extras, extras: Extras, d_scores: jax.Array, queries: jax.Array, keys: jax.Array
 ) -> Extras:
-    """`sums` with a tile's share of the extras' gradients.
+    """Adds a tile's share of the extras' gradients to `sums`, which `_no_extras` makes.
 
-    Args:
-      sums: as `_no_extras` makes them.
-      extras: of the call.
-      d_scores: float32 ``[B, K, G, q, t]``, of scores to which bias and slopes were added.
-      queries: int32 ``[q]``.
-      keys: int32 ``[t]``.
+    `d_scores` is float32 ``[B, K, G, q, t]``, of the scores to which bias and slopes were added.
     """
     bias, slopes = sums.bias, sums.alibi_slopes
     of_heads = d_scores.reshape(d_scores.shape[0], -1, *d_scores.shape[3:])
@@ -202,7 +183,7 @@ def _add_extras(
 
 
 def _whole_extras(d_extras: Extras, extras: Extras) -> Extras:
-    """The extras' gradients, in their shapes and dtypes, of those of ``n`` blocks of queries."""
+    """The extras' gradients, in their shapes and dtypes, from those of ``n`` blocks of queries."""
     bias, slopes = d_extras.bias, d_extras.alibi_slopes
     if bias is not None and extras.bias is not None:
         like = extras.bias
@@ -213,7 +194,7 @@ def _whole_extras(d_extras: Extras, extras: Extras) -> Extras:
 
 
 def _rounded(x: jax.Array, length: jax.Array, block: int, mode: Mode) -> jax.Array:
-    """``[B, S, K, H]`` as its codes stand for it, float32; as it is in mode ``"float"``."""
+    """``[B, S, K, H]`` rounded to its codes, float32; unchanged in mode ``"float"``."""
     if mode == "float":
         return x
     pieces = blocks(x, length, block)
@@ -221,7 +202,7 @@ def _rounded(x: jax.Array, length: jax.Array, block: int, mode: Mode) -> jax.Arr
 
 
 def _rounded_values(x: jax.Array, length: jax.Array, config: TurboConfig) -> jax.Array:
-    """``[B, S, K, H]`` as the forward pass rounded it, float32; as it is in mode ``"float"``."""
+    """``[B, S, K, H]`` as the forward pass rounded it, float32; unchanged in mode ``"float"``."""
     if config.mode == "float":
         return x
     pieces = blocks(x, length, config.block_kv)
@@ -229,7 +210,7 @@ def _rounded_values(x: jax.Array, length: jax.Array, config: TurboConfig) -> jax
 
 
 def _tokens(codes: jax.Array, scale: jax.Array, size: int) -> jax.Array:
-    """What codes in blocks ``[B, K, n, block, H]`` stand for, as ``[B, size, K, H]``."""
+    """Codes in blocks ``[B, K, n, block, H]``, times their scales, as ``[B, size, K, H]``."""
     tokens = codes.astype(jnp.float32) * scale[..., None, None]
     tokens = tokens.reshape(*codes.shape[:2], -1, codes.shape[-1])
     return jnp.swapaxes(tokens, 1, 2)[:, :size]
@@ -240,5 +221,4 @@ def _at(x: jax.Array, index: jax.Array) -> jax.Array:
 
 
 def _add_at(x: jax.Array, index: jax.Array, change: jax.Array) -> jax.Array:
-    """`x` with `change` added to ``x[index]``."""
     return jax.lax.dynamic_update_index_in_dim(x, _at(x, index) + change, index, 0)

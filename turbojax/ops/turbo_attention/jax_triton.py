@@ -36,22 +36,8 @@ def attention(
     """Prefill attention with the numerics of `config`, as `reference.attention` defines them.
 
     Beyond the order of float32 sums two things differ from the reference: hardware exponentials,
-    and e4m3 products, which Hopper accumulates with about 14 bits within one block of keys (or
-    over the head dim).
-
-    Args:
-      query: ``[B, T, N, H]``.
-      key: ``[B, S, K, H]``.
-      value: ``[B, S, K, H]``.
-      query_length: int32 ``[B]``; queries at or past it are padding and give 0 and ``-inf``.
-      key_length: int32 ``[B]``; keys at or past it are ignored.
-      config: numerics and block sizes; not mode ``"float"``.
-      options: of the call.
-      extras: of the call.
-      stage1: the codes of keys and values, if they are there already.
-
-    Returns:
-      out ``[B, T, N, H]`` in the query's dtype and the float32 log-sum-exp ``[B, T, N]``.
+    and e4m3 products, which Hopper accumulates with about 14 bits within one block of keys (or over
+    the head dim). Mode ``"float"`` is not supported.
     """
     from pallas_kernels.upstream_triton import attention as kernel
 

@@ -23,15 +23,15 @@ if TYPE_CHECKING:
 _LARGEST_HEAD_DIM = 256
 _BLOCKS = (32, 64, 128)
 _MOST_QUERY_ROWS = 128
-# Of an H100.
+# An H100 has this many.
 _MULTIPROCESSORS = 132
 _WARPS = 4
-# Queries of a KV head that `hopper.decode` takes in one program, and channels times tokens of the
-# largest block of which the kernel for many takes 32.
+# Queries of a KV head that `hopper.decode` takes in one program; and the largest block, in channels
+# times tokens, with which the kernel for many takes 32.
 _FEW_ROWS, _LARGEST_BLOCK = 8, 128 * 64
 _ROWS_OF_MANY, _HEAD_DIMS_OF_MANY, _BLOCKS_OF_MANY = (16, 32), (64, 128, 256), (64, 128)
 _LARGEST_CLUSTER, _FEW_BLOCKS = 4, 32
-# Programs of a long call, and blocks that one of them should have.
+# Programs of a long call, and blocks that each of them should have.
 _EVEN, _ENOUGH_BLOCKS = 512, 64
 
 
@@ -50,7 +50,7 @@ def decode_unsupported(
         return refusal
     if config.mode == "float":
         return "config.mode='float' must be an 8-bit mode: its products are of int8"
-    # A lane takes a quarter of a key's codes, and of a channel's, in words.
+    # A lane reads a quarter of a key's codes, and of a channel's, in whole words.
     multiple = 32 if min(cache.key.bits) == 4 else 64
     if cache.head_dim % multiple or cache.head_dim > _LARGEST_HEAD_DIM:
         return (
@@ -84,7 +84,7 @@ def _memory(query: jax.Array, cache: ProgressiveCache) -> int:
 
 
 def _query_rows(query: jax.Array, cache: ProgressiveCache) -> int:
-    """Queries of a KV head."""
+    """Query rows of a KV head."""
     return query.shape[1] * query.shape[2] // cache.num_kv_heads
 
 
@@ -93,7 +93,6 @@ class Launch(NamedTuple):
 
     Attributes:
       splits: programs of a KV head.
-      warpgroups: of a program.
       stages: blocks in flight of a warp.
       cluster: programs of a KV head that merge their results without another kernel.
       rows: queries of a KV head that a program takes: 4 or 8, or 16 or 32 of the kernel for many;
@@ -119,10 +118,7 @@ def decode(
     options: Options,
     launch: Launch | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """`decode_reference.decode` as one kernel, and a merge where a KV head is split.
-
-    `launch` is `default_launch` if not given.
-    """
+    """`decode_reference.decode` as one kernel, and a merge where a KV head is split."""
     from pallas_kernels.mosaic.hopper.decode import kernel
     from pallas_kernels.mosaic.hopper.decode_rows import kernel as many
 
@@ -151,7 +147,7 @@ def decode(
 
 
 def _settings(cache: ProgressiveCache, launch: Launch) -> dict[str, Any]:
-    """Settings of the kernels that follow from the cache and the launch; the rest does nothing."""
+    """Settings of the kernels that follow from cache and launch; the others have no effect."""
     nothing = {"exponential": None, "scale": 1.0, "window": None, "soft_cap": None}
     return (
         nothing
@@ -166,10 +162,10 @@ def _settings(cache: ProgressiveCache, launch: Launch) -> dict[str, Any]:
 
 
 def default_rows(query: jax.Array, cache: ProgressiveCache) -> int:
-    """Queries of a KV head that a program takes.
+    """How many queries of a KV head a program takes.
 
-    For more than 8 the kernel for many, whose programs take up to 32 where outputs and scores of as
-    many fit a warp's registers; it has code for the usual sizes and widths alone.
+    For more than 8 it is the kernel for many, which exists for the usual sizes and widths only. Its
+    programs take up to 32 where the outputs and scores of so many fit a warp's registers.
     """
     rows, block = _query_rows(query, cache), cache.config.block_kv
     is_usual = cache.head_dim in _HEAD_DIMS_OF_MANY and block in _BLOCKS_OF_MANY
@@ -181,11 +177,11 @@ def default_rows(query: jax.Array, cache: ProgressiveCache) -> int:
 
 
 def default_launch(query: jax.Array, cache: ProgressiveCache) -> Launch:
-    """For any shape, from the sizes of an H100.
+    """The launch for any shape, from the sizes of an H100.
 
-    A short cache is cut so far that every multiprocessor has a program, down to one block for each
-    warp. A long one is cut into a few more programs than run at once, which evens out differences
-    in their speed; each still has enough work that merging costs little in comparison.
+    A short cache is cut until every multiprocessor has a program, down to one block for each warp.
+    A long one is cut into a few more programs than run at once, which evens out differences in
+    their speed; each still has enough work that merging costs little in comparison.
     """
     from pallas_kernels.mosaic.hopper.decode.kernel import stage_bytes
 
@@ -207,10 +203,10 @@ def default_launch(query: jax.Array, cache: ProgressiveCache) -> Launch:
 
 
 def _launch_of_many(query: jax.Array, cache: ProgressiveCache, rows: int) -> Launch:
-    """For 16 or 32 `rows`: as many programs as run at once, since each begins and ends slowly."""
+    """For 16 or 32 `rows`: as many programs as run at once, since each starts and ends slowly."""
     from pallas_kernels.mosaic.hopper.decode_rows.kernel import RowSettings
 
-    # 32 queries' outputs are held by two warps, of which 12 fill a multiprocessor's registers.
+    # Two warps hold the outputs of 32 queries; 12 warps fill a multiprocessor's registers.
     heads, blocks = _heads(query, cache, rows), cache.key.block_scale.shape[2]
     team = 1 if rows == _ROWS_OF_MANY[0] else 2
     warpgroups, at_once = (3, 1) if team == 2 and heads <= 2 * _MULTIPROCESSORS else (1, 2)
@@ -226,12 +222,12 @@ def _launch_of_many(query: jax.Array, cache: ProgressiveCache, rows: int) -> Lau
 
 
 def _heads(query: jax.Array, cache: ProgressiveCache, rows: int) -> int:
-    """Programs of an unsplit call."""
+    """Programs of a call that is not split."""
     return cache.batch_size * cache.num_kv_heads * -(-_query_rows(query, cache) // rows)
 
 
 def _cluster(splits: int, blocks: int) -> int:
-    """Waiting for each other costs more than a second kernel, but where there is little to do."""
+    """Clusters only where there is little to do; else waiting costs more than a second kernel."""
     is_little = splits <= _LARGEST_CLUSTER and blocks <= _FEW_BLOCKS and has_bulk_copies()
     return splits if is_little else 1
 

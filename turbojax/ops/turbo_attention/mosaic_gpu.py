@@ -21,14 +21,14 @@ from turbojax.ops.turbo_attention.operands import (
 )
 from turbojax.sas import SAS
 
-# What matrix instructions and their shared memory are made for; others are padded with zeros.
+# Head dims of the kernels; others are padded with zeros up to one of these.
 _HEAD_DIMS = (64, 128, 256)
 _BLOCK_KV = (64, 128)
-# Key tokens that are attended to at once where blocks do not set them.
+# Key tokens of a tile where the block size does not set it.
 _TILE = 128
-# Query rows of one warpgroup, which have one scale.
+# Query rows of one warpgroup, which share one scale.
 _ROWS = 64
-# Above it the hardware's powers of two cannot be shifted so far that they become 0.
+# Above this threshold the hardware's powers of two cannot be shifted far enough to become 0.
 _HIGHEST_THRESHOLD = -5.0
 
 
@@ -58,16 +58,7 @@ def attention_unsupported(
 
 
 class Launch(NamedTuple):
-    """How the kernel is laid out, see `pallas_kernels.mosaic.hopper.attention.Settings`.
-
-    Attributes:
-      stages: see there.
-      ahead: see there.
-      tile: see there.
-      consumers: see there.
-      quantizes: whether the kernel itself quantizes queries, see `quantizes_queries`.
-      in_turns: see there.
-    """
+    """How the kernel is laid out: `pallas_kernels.mosaic.hopper.attention.Settings`."""
 
     stages: int
     ahead: bool
@@ -95,24 +86,11 @@ def attention(
 
     Beyond the order of float32 sums three things differ from the reference: hardware exponentials,
     also in SAS, of which only the threshold is kept (they are within 1.2e-3 of it); and e4m3
-    products, which Hopper accumulates with about 14 bits within one block of keys (or over the
-    head dim).
+    products, which Hopper accumulates with about 14 bits within one block of keys (or over the head
+    dim).
 
-    Args:
-      query: ``[B, T, N, H]``.
-      key: ``[B, S, K, H]``.
-      value: ``[B, S, K, Hv]``, `Hv` at most `H`: zeros are added.
-      query_length: int32 ``[B]``; queries at or past it are padding and give 0 and ``-inf``.
-      key_length: int32 ``[B]``; keys at or past it are ignored.
-      config: numerics and block sizes; not mode ``"float"``.
-      options: of the call.
-      extras: of the call.
-      stage1: the codes of keys and values, if they are there already, the keys permuted (see
-        `Operands`).
-      launch: `default_launch` if not given.
-
-    Returns:
-      out ``[B, T, N, Hv]`` in the options' dtype and the float32 log-sum-exp ``[B, T, N]``.
+    Values have at most as many channels as keys: zeros are added. Mode ``"float"`` is not
+    supported. The keys of `stage1` must be permuted (see `Operands`).
     """
     from pallas_kernels.mosaic.hopper import attention as kernel
 
@@ -172,13 +150,13 @@ def attention(
 
 
 def default_launch(query: jax.Array, config: TurboConfig, *, has_segments: bool = False) -> Launch:
-    """What was fastest in the measurements of `pallas_kernels.mosaic.hopper.attention`.
+    """The fastest launch in the measurements of `pallas_kernels.mosaic.hopper.attention`.
 
-    Weights in e4m3 have a static scale, so that tiles of keys need not be blocks; but what SAS
-    leaves out is relative to the maximum up to a weight's block. Computing scores
-    ahead takes more registers than there are in mode ``"int8"``, whose second products are
-    converted too, and with 256 channels. With 64 there is room for a third warpgroup in its place,
-    if a sequence has queries for it. Turns are slower there, and in mode ``"int8"``.
+    Weights in e4m3 have a static scale, so tiles of keys need not be blocks; but what SAS leaves
+    out is relative to the maximum up to a weight's block. Computing scores ahead takes more
+    registers than there are in mode ``"int8"``, whose second products are converted too, and with
+    256 channels. With 64 channels a third warpgroup fits instead, if a sequence has queries for it.
+    Taking turns is slower there, and in mode ``"int8"``.
     """
     head_dim, is_int8 = _padded_head_dim(query.shape[-1]), config.mode == "int8"
     is_narrow, is_wide = head_dim == _HEAD_DIMS[0], head_dim == _HEAD_DIMS[-1]
@@ -204,8 +182,7 @@ def default_launch(query: jax.Array, config: TurboConfig, *, has_segments: bool 
 def quantizes_queries(query: jax.Array, config: TurboConfig, consumers: int) -> bool:
     """Whether the kernel itself can quantize queries.
 
-    They must be in 16 bits, for there to be room for them as they are, and their blocks must divide
-    its tiles.
+    They must be in 16 bits, to fit into memory unrounded, and their blocks must divide its tiles.
     """
     return (
         query.shape[-1] in _HEAD_DIMS[:-1]

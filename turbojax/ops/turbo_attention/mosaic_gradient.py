@@ -23,7 +23,7 @@ from turbojax.ops.turbo_attention.operands import (
     quantize_values,
 )
 
-# What matrix instructions and their shared memory are made for; others are padded with zeros.
+# Head dims of the kernels; others are padded with zeros up to one of these.
 _HEAD_DIMS = (64, 128, 256)
 # Tokens that copies take together, and queries of a program.
 _COPY, _TILE = 8, 128
@@ -31,12 +31,10 @@ _ROWS = 64
 
 
 class Launch(NamedTuple):
-    """How the two kernels are laid out.
+    """How the two kernels, of queries and of keys, are laid out.
 
-    Attributes:
-      queries: steps whose operands are in shared memory, of the queries' kernel.
-      keys: the same of the keys' kernel.
-      in_turns: of the keys' kernel, see `pallas_kernels.mosaic.hopper.gradient.tiles.Settings`.
+    Their numbers are the steps whose operands are in shared memory; for `in_turns` see
+    `pallas_kernels.mosaic.hopper.gradient.tiles.Settings`.
     """
 
     queries: int
@@ -95,26 +93,10 @@ def gradient(
     """`gradient_reference.gradient` as two kernels: of the queries, and of keys and values.
 
     Weights and the scores' gradients are rounded to the operands' 16 bits before they multiply;
-    float32 operands are rounded to bfloat16, but for those that become codes. E4m3 products are
+    float32 operands are rounded to bfloat16, except those that become codes. E4m3 products are
     accumulated as in the forward pass. Gradients of float16 outputs are scaled by a power of two on
-    the way. Every sum has one order: equal bits in every run.
-
-    Args:
-      query: ``[B, T, N, H]``.
-      key: ``[B, S, K, H]``.
-      value: ``[B, S, K, Hv]``, `Hv` at most `H`: zeros are added.
-      query_length: int32 ``[B]``.
-      key_length: int32 ``[B]``.
-      out: ``[B, T, N, Hv]``.
-      residual: float32 ``[B, T, N]``.
-      d_out: ``[B, T, N, Hv]``.
-      d_residual: float32 ``[B, T, N]``.
-      config: numerics.
-      options: of the call.
-      is_ragged: whether lengths may be less than the arrays'.
-      extras: of the call.
-      dtype: see there.
-      launch: `default_launch` if not given.
+    the way. Every sum has one order: equal bits in every run. Values have at most as many channels
+    as keys: zeros are added.
     """
     from pallas_kernels.mosaic.hopper.gradient import keys, queries, tiles
 
@@ -138,7 +120,7 @@ def gradient(
         key, value = (rows.without_padding(x, key_length) for x in (key, value))
     q, k, v, d_o = (_padded(x) for x in (query, key, value, d_out))
     of_rows = (out, residual, d_residual, query_length)
-    # What is not rounded to codes multiplies in 16 bits: `delta` is of the same numbers.
+    # Operands without codes are multiplied in 16 bits; `delta` is computed from the same numbers.
     d_weighed = d_o if config.gradient == "8bit" else _in_16_bits(d_o)
     q8, d8, lse, delta = _row_operands(q, d_weighed, *of_rows, config, padded)
     k8 = _codes(k, key_length, config.block_kv, config)
@@ -163,8 +145,8 @@ def gradient(
         d_q, d_k, d_v = ((y / unit).astype(wanted) for y in (d_q, d_k, d_v))
     if extras.alibi_slopes is None:
         return d_q, d_k, d_v, NOTHING
-    # In plain JAX: slopes are constants, as a rule, and what nobody reads is not computed under
-    # `jit`.
+    # In plain JAX: slopes are usually constants, and under `jit` an unused gradient is not
+    # computed.
     *_, of_extras = gradient_reference.gradient(
         *given, config=config, options=options, extras=extras
     )
@@ -172,7 +154,7 @@ def gradient(
 
 
 def _of_seeing(d_out: jax.Array, out: jax.Array, residual: jax.Array, extras: Extras) -> jax.Array:
-    """Cotangents with zeros for queries that saw no key, be there a sink or not."""
+    """Cotangents with zeros for queries that saw no key, whether or not there is a sink."""
     d_out = rows.without_blind(d_out, residual)
     if extras.sinks is None:
         return d_out
@@ -183,7 +165,7 @@ def _of_seeing(d_out: jax.Array, out: jax.Array, residual: jax.Array, extras: Ex
 def _of_segments(
     extras: Extras, query_length: jax.Array, key_length: jax.Array, options: Options
 ) -> dict[str, jax.Array]:
-    """What the kernels read of segments; nothing without."""
+    """The kernels' arguments about segments; none without segments."""
     from pallas_kernels.mosaic.hopper.segments import bounds, order, padded
 
     queries, keys = extras.query_segment_ids, extras.key_value_segment_ids
@@ -233,14 +215,14 @@ def _settings(config: TurboConfig, options: Options, stages: int, *, in_turns: b
 
 
 def default_launch(head_dim: int, config: TurboConfig, *, is_plain: bool = True) -> Launch:
-    """As many stages as there is shared memory for, up to what was fastest.
+    """As many stages as fit into shared memory, up to the number that was fastest.
 
     Turns were faster with 128 channels and 8 bits; with 64 or 256 they were not timed.
     """
     is_8bit = config.gradient == "8bit"
     if head_dim == _HEAD_DIMS[-1]:
         return Launch(2, 2) if is_8bit else Launch(1, 1)
-    # Beside four steps of codes and of two operands in 16 bits there is no room for anything else.
+    # Four steps of codes and of two operands in 16 bits fill the shared memory.
     is_full = not is_plain and not is_8bit and config.mode != "float"
     return Launch(3 if is_full else 4, 3, in_turns=is_8bit and head_dim == _HEAD_DIMS[1])
 
@@ -283,17 +265,9 @@ def _row_operands(
 ) -> tuple[Codes, Codes | None, jax.Array, jax.Array]:
     """Codes of queries and, with 8-bit gradients, of `d_out`; `lse` and `delta` of `rows`.
 
-    By one kernel where it can, else by several; with the same bits, but for `delta`'s sums.
-
-    Args:
-      query: ``[B, T, N, H]``, `_padded`.
-      d_out: the same, with zeros for rows that saw nothing.
-      out: as it is.
-      residual: float32, `out`'s shape without channels.
-      d_residual: the same.
-      length: int32 ``[B]``.
-      config: numerics.
-      tokens: rows of `lse` and `delta`.
+    One kernel computes them where it can, otherwise several do, with the same bits except for the
+    sums in `delta`. `query` and `d_out` are `_padded`, with zeros in `d_out` for rows that saw
+    nothing; the other arrays are not. `tokens` is the number of rows of `lse` and `delta`.
     """
     x = prepare_rows(query, d_out, out, residual, d_residual, length, config, tokens)
     if x is not None:
@@ -307,7 +281,10 @@ def _row_operands(
 def _output_gradient(
     d_out: jax.Array, shape: tuple[int, ...], length: jax.Array, config: TurboConfig
 ) -> tuple[Codes | None, jax.Array]:
-    """With 8-bit gradients the codes ``[B, N, Tp, H]``; what multiplies the values, of `shape`."""
+    """`d_out` as codes ``[B, N, Tp, H]`` with 8-bit gradients, and as rounded by these.
+
+    The latter is what multiplies the values, cut to `shape`.
+    """
     _, tokens, _, head_dim = shape
     if config.gradient != "8bit":
         return None, d_out[:, :tokens, :, :head_dim]
@@ -319,9 +296,10 @@ def _output_gradient(
 
 
 def _value_codes(value: jax.Array, length: jax.Array, config: TurboConfig) -> Codes:
-    """The forward pass' codes ``[B, K, Sp, H]``, or as 16-bit numbers ``[B, S, K, H]``.
+    """The forward pass' codes ``[B, K, Sp, H]``, or 16-bit values ``[B, S, K, H]``.
 
-    They have 8 bits where the outputs' gradients have, too: a matrix unit takes two of a kind.
+    They have 8 bits where the outputs' gradients have 8 bits: both operands of a matrix unit must
+    be of one kind.
     """
     if config.mode == "float":
         return _as_it_is(_in_16_bits(value))

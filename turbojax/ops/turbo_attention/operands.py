@@ -16,7 +16,7 @@ from turbojax.ops.options import Options
 
 _AMPERE, _ADA = 8.0, 8.9
 _LARGEST_HEAD_DIM = 256
-# What Hopper's kernels take, forward and backward, as `plain_refusal` names it: all but a bias.
+# What Hopper's kernels support, forward and backward, in `plain_refusal`'s names: all but a bias.
 HOPPER_EXTRAS = (
     "query_offset",
     "key_offset",
@@ -73,18 +73,10 @@ def quantize_operands(
 ) -> Operands:
     """Stage 1 of Algorithm 1 for a whole call: by kernels where they can, else in plain JAX.
 
-    Both give the same bits. Which it is depends on the device and on `interpreting`: a jitted
-    caller takes the latter as a static argument.
-
-    Args:
-      query: ``[B, T, N, H]``.
-      key: ``[B, S, K, H]``.
-      value: ``[B, S, K, H]``.
-      query_length: int32 ``[B]``; tokens past it count as zero.
-      key_length: int32 ``[B]``.
-      config: mode and block sizes; `block_kv` a multiple of 16 if permuted.
-      stage1: the keys' and values' part, if it is there already; then `permuted` says how.
-      permuted: the order of the keys' tokens, see `Operands`.
+    Both give the same bits. Which one runs depends on the device and on `interpreting`, so a jitted
+    caller takes the latter as a static argument. Tokens past their length count as zero. With
+    `permuted` (see `Operands`) `block_kv` must be a multiple of 16; a `stage1` that is given must
+    have that order already.
     """
     if stage1 is None:
         stage1 = quantize_keys_and_values(key, value, key_length, config, permuted=permuted)
@@ -94,7 +86,7 @@ def quantize_operands(
 def quantize_queries(
     query: jax.Array, query_length: jax.Array, config: TurboConfig, channels: int | None = None
 ) -> tuple[jax.Array, jax.Array]:
-    """The fields `q` and `q_scale` of `Operands`; kernels add zeros up to so many channels."""
+    """The fields `q` and `q_scale` of `Operands`; kernels add zero channels up to `channels`."""
     block = config.block_q
     if _kernels_unsupported(query, block, config) is None:
         dtype = _dtype(config.mode == "fp8")
@@ -118,8 +110,8 @@ def quantize_keys_and_values(
 ) -> Stage1:
     """The fields `k`, `k_scale`, `v` and `v_scale` of `Operands`.
 
-    `Sp` is `S` rounded up to `multiple`, itself a multiple of `block_kv`, or to whole blocks.
-    Kernels add zeros up to `channels`, if that is given.
+    `Sp` is `S` rounded up to `multiple`, which is a multiple of `block_kv`, or to whole blocks.
+    Kernels pad with zeros up to `channels`, if given.
     """
     block = config.block_kv
     multiple = multiple or block
@@ -164,20 +156,11 @@ def prepare_rows(
     config: TurboConfig,
     tokens: int,
 ) -> Any:
-    """What the backward pass needs of its rows, by one kernel; None where there must be several.
+    """`pallas_kernels.layouts.GradientRows` for a backward pass; None if no one kernel makes them.
 
-    Args:
-      query: ``[B, T, N, H]``.
-      d_out: its shape; rows that saw nothing count as zero.
-      out: the forward pass', with at most as many tokens and channels.
-      residual: float32, `out`'s shape without channels, ``-inf`` for rows that saw nothing.
-      d_residual: the same.
-      length: int32 ``[B]``, at most `out`'s tokens.
-      config: numerics.
-      tokens: rows of the results that are not codes.
-
-    Returns:
-      See `pallas_kernels.layouts.GradientRows`.
+    `out` and `length` may have fewer tokens than `query` and `d_out`, `out` fewer channels. The
+    residuals are float32; ``-inf`` marks rows that saw nothing, whose `d_out` counts as zero.
+    `tokens` is the number of rows of the results that are not codes.
     """
     block = config.block_q
     if any(_kernels_unsupported(x, block, config) is not None for x in (query, out)):
@@ -205,12 +188,9 @@ def _rows_kernel(query: jax.Array, out: jax.Array, block: int) -> Callable[..., 
 
 
 def kernel(name: str, x: jax.Array, block: int) -> Callable[..., Any]:
-    """The kernel of this name that quantizes blocks of `x`: for Hopper, or for other GPUs.
+    """The kernel of this name that quantizes blocks of `x`, which share a scale.
 
-    Args:
-      name: ``"quantize"``, ``"absolute_maxima"`` or ``"keys_and_values"``.
-      x: ``[B, S, K, H]``, for its shape and dtype.
-      block: tokens that share a scale.
+    ``"quantize"``, ``"absolute_maxima"`` or ``"keys_and_values"``; for Hopper, or for other GPUs.
     """
     if _hopper(x, block) is not None:
         found: Callable[..., Any] = getattr(_hopper(x, block), name)
@@ -236,15 +216,10 @@ def plain_refusal(
     extras: Extras,
     supported: Collection[str] = (),
 ) -> str | None:
-    """Why a kernel that has no more than these extras cannot run a call; None if it can.
+    """Why a kernel that has only the `supported` extras cannot run a call; None if it can.
 
-    Args:
-      key: ``[B, S, K, H]``.
-      value: ``[B, S, K, Hv]``.
-      options: of the call.
-      extras: of the call.
-      supported: names of extras, ``"output_dtype"``, and ``"value_head_dim"``, for values of fewer
-        channels than keys.
+    These may include ``"output_dtype"``, and ``"value_head_dim"``: values of fewer channels than
+    keys.
     """
     of_keys, of_values = key.shape[3], value.shape[3]
     if of_values > of_keys and "value_head_dim" in supported:
@@ -265,7 +240,7 @@ def permute_tokens(x: jax.Array) -> jax.Array:
 def blocks(x: jax.Array, length: jax.Array, block: int, multiple: int | None = None) -> jax.Array:
     """``[B, S, K, H]`` to blocks ``[B, K, n, block, H]``, zero past each length.
 
-    Tokens are rounded up to `multiple`, itself a multiple of `block`, or to whole blocks.
+    Tokens are rounded up to `multiple`, which is a multiple of `block`, or to whole blocks.
     """
     batch, size, heads, channels = x.shape
     valid = jnp.arange(size)[None] < length[:, None]

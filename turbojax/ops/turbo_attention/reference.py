@@ -29,24 +29,10 @@ def attention(
     extras: Extras = NOTHING,
     stage1: Stage1 | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Prefill attention with the numerics of `config`.
+    """Prefill attention with the numerics of `config`, and its float32 log-sum-exp.
 
-    Memory grows with ``T + S``: query blocks run one after the other, and each walks over the
-    key blocks that it can see.
-
-    Args:
-      query: ``[B, T, N, H]``.
-      key: ``[B, S, K, H]``.
-      value: ``[B, S, K, Hv]``.
-      query_length: int32 ``[B]``; queries at or past it are padding and give 0 and ``-inf``.
-      key_length: int32 ``[B]``; keys at or past it are ignored.
-      config: numerics and block sizes.
-      options: of the call.
-      extras: of the call.
-      stage1: the codes of keys and values, if they are there already, in their tokens' order.
-
-    Returns:
-      out ``[B, T, N, Hv]`` in the options' dtype and the float32 log-sum-exp ``[B, T, N]``.
+    Memory grows with ``T + S``: query blocks run one after the other, and each walks over the key
+    blocks that it can see. `stage1` are codes of keys and values that exist already, in order.
     """
     batch, length, heads, channels = query.shape
     kv_heads, shift = key.shape[2], extras.shift()
@@ -106,7 +92,7 @@ def _visible(
     options: Options,
     extras: Extras,
 ) -> jax.Array:
-    """Pairs that count among queries ``[q]`` and keys ``[t]``: bool ``[B, 1, 1, q, t]``."""
+    """Which queries ``[q]`` see which keys ``[t]``, padding excluded: bool ``[B, 1, 1, q, t]``."""
     mask = visible_pairs(queries, keys, key_length, options, extras)
     mask = mask & (queries[None] < query_length[:, None])[:, :, None]
     return mask[:, None, None]
@@ -115,18 +101,7 @@ def _visible(
 def visible_pairs(
     queries: jax.Array, keys: jax.Array, key_length: jax.Array, options: Options, extras: Extras
 ) -> jax.Array:
-    """Which of these keys each of these queries sees, by position, length and segment.
-
-    Args:
-      queries: int32 ``[t]``, indices.
-      keys: int32 ``[s]``, indices.
-      key_length: int32 ``[B]``.
-      options: of the call.
-      extras: of the call.
-
-    Returns:
-      bool ``[B, t, s]``.
-    """
+    """Which keys each query sees, all by index: bool ``[B, t, s]``."""
     shift = extras.shift()
     position = queries[None] if shift is None else queries[None] + shift[:, None]
     mask = options.mask(position, keys[None], key_length)
@@ -155,13 +130,8 @@ def _online_step(
     Blocks are rescaled with the exact exponential. SAS(0) is 0.9996: with it the oldest of `n`
     blocks would lose a factor 0.9996**n of its weight.
 
-    Args:
-      state: outputs ``[B, K, G, q, H]``, row maxima and row sums ``[B, K, G, q]``.
-      scores: float32 ``[B, K, G, q, t]``.
-      mask: bool ``[B, 1, 1, q, t]``.
-      value: codes ``[B, K, t, H]``.
-      value_scale: float32 ``[B, K]``.
-      config: numerics.
+    The state holds outputs ``[B, K, G, q, H]``, row maxima and row sums ``[B, K, G, q]``; scores
+    are float32 ``[B, K, G, q, t]``, value codes ``[B, K, t, H]`` and their scales ``[B, K]``.
     """
     o, m, l = state
     exp = numerics.exponential(config)
@@ -175,7 +145,7 @@ def _online_step(
     )
     product = numerics.exact_dot("bkgqt,bkth->bkgqh", p_codes, value)
     product = product * (p_scale * value_scale[:, :, None, None, None])
-    # A block of which a row sees nothing must not reach it, not even as 0 * NaN.
+    # A block that a row does not see must not reach it, not even as 0 * NaN.
     product = jnp.where(jnp.any(mask, axis=-1, keepdims=True), product, 0)
     alpha = jnp.exp(m - shift)
     return o * alpha[..., None] + product, new_max, l * alpha + jnp.sum(p, axis=-1)

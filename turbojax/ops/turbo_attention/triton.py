@@ -29,7 +29,7 @@ _MOST_QUERY_ROWS = 64
 _SHORTEST_8_BIT_BLOCK = 32
 # Shared memory: one key block at most, and the key and value blocks in flight.
 _LARGEST_TILE, _BYTES_IN_FLIGHT = 2**16, 96 * 2**10
-# What the prefill kernel takes.
+# Extras that the prefill kernel supports.
 _EXTRAS = (*(field.name for field in dataclasses.fields(Extras)), "output_dtype")
 
 
@@ -64,7 +64,6 @@ def attention_unsupported(
 
 
 def _operand_bytes(config: TurboConfig, dtype: jax.typing.DTypeLike) -> int:
-    """Bytes of one element of the products' operands."""
     return jnp.dtype(dtype).itemsize if config.mode == "float" else 1
 
 
@@ -85,7 +84,7 @@ def attention(
     extras: Extras = NOTHING,
     stage1: Stage1 | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """`reference.attention` as one kernel, after stage 1 in XLA where `stage1` does not hold it."""
+    """`reference.attention` as one kernel; stage 1 runs in XLA unless `stage1` is given."""
     return _attention(
         query,
         key,
@@ -196,14 +195,7 @@ _ATTENTION_LAUNCH = {
 
 
 def _unsupported(config: TurboConfig, head_dim: int, sizes: list[int], needed: float) -> str | None:
-    """Why kernels cannot run this here; None if they can.
-
-    Args:
-      config: of the call.
-      head_dim: its channels.
-      sizes: of its operands, in bytes.
-      needed: compute capability of the GPU.
-    """
+    """Why kernels cannot run this here; None if they can. `sizes` are the operands' bytes."""
     block = config.block_kv
     if block & (block - 1) or not 16 <= block <= 256:
         return f"block_kv={block} must be a power of two from 16 to 256"
@@ -297,7 +289,7 @@ def _decode(
     )
 
 
-# More warps wait for each other; more stages take shared memory from other programs.
+# With more warps, they wait for each other; more stages take shared memory from other programs.
 _DECODE_WARPS, _DECODE_STAGES = 1, 2
 # Programs that fill a large GPU several times over, and blocks that are worth a program.
 _ENOUGH_PROGRAMS, _FEWEST_BLOCKS = 1024, 1

@@ -12,9 +12,9 @@ from turbojax.ops import cudnn
 from turbojax.ops.options import Options
 from turbojax.sharding import together
 
-# Keys that a query must see on average, and queries a key, for rounding to pay, by head dim. A
-# causal call of 1,024 tokens has 512 of both. Whole calls on an H200 over cuDNN, causal, 4,096 to
-# 8,192 tokens in all (`benchmarks/results/default_versions_2026-11-23.json`):
+# How many keys a query must see on average, and queries a key, for rounding to pay, by head dim. A
+# causal call of 1,024 tokens has 512 of both. Speed of whole calls on an H200 relative to cuDNN,
+# causal, 4,096 to 8,192 tokens in all (`benchmarks/results/default_versions_2026-11-23.json`):
 #   causal tokens:    512    1,024  2,048  4,096  8,192
 #   head dim, group
 #   128, 4            0.87   1.10   1.30          1.44
@@ -33,15 +33,9 @@ _GROUP = 4
 def is_faster(query: jax.Array, key: jax.Array, config: TurboConfig, options: Options) -> bool:
     """Whether exact attention is the fastest for whole sequences of these shapes here.
 
-    That is where nothing is to be rounded, and where there is too little to attend to for the
-    rounding of queries, keys and values to pay. Only where cuDNN sees the same keys, and only in
-    processes with one device: it refuses some shardings, which are not known here.
-
-    Args:
-      query: ``[B, T, N, H]``.
-      key: ``[B, S, K, H]``.
-      config: numerics.
-      options: of the call.
+    It is where nothing is to be rounded, and where there is so little to attend to that rounding
+    queries, keys and values does not pay. Only where cuDNN sees the same keys, and only in
+    processes with one device: cuDNN refuses some shardings, which are not known here.
     """
     if config.softmax != "exact" or options.scale <= 0:
         return False
@@ -73,14 +67,7 @@ def _least_pairs(query: jax.Array, key: jax.Array) -> int:
 
 
 def exact(query: jax.Array, key: jax.Array, value: jax.Array, options: Options) -> jax.Array:
-    """Exact attention by cuDNN, under `vmap` too, where jax's own call takes few axes.
-
-    Args:
-      query: ``[B, T, N, H]``.
-      key: ``[B, S, K, H]``.
-      value: ``[B, S, K, H]``.
-      options: of the call.
-    """
+    """Exact attention by cuDNN, under `vmap` too, where jax's own call supports few axes."""
 
     @jax.custom_batching.custom_vmap
     def call(*arrays: jax.Array) -> jax.Array:
@@ -88,7 +75,7 @@ def exact(query: jax.Array, key: jax.Array, value: jax.Array, options: Options) 
 
     @call.def_vmap
     def _(size: int, is_mapped: list[bool], *arrays: jax.Array) -> tuple[Any, bool]:
-        """A mapped axis is part of the batch; mapped ones come first."""
+        """Makes mapped axes part of the batch; mapped ones come first."""
         wide = [
             x if mapped else jnp.broadcast_to(x, (size, *x.shape))
             for x, mapped in zip(arrays, is_mapped, strict=True)
@@ -110,13 +97,7 @@ def attend(
     """Exact attention; where it is differentiated, `rounded` and its gradient.
 
     So a gradient is always that of `turbo_attention`, with what it keeps from its forward pass.
-
-    Args:
-      rounded: attention by kernels, differentiable.
-      query: ``[B, T, N, H]``.
-      key: ``[B, S, K, H]``.
-      value: ``[B, S, K, H]``.
-      options: of the call.
+    `rounded` is differentiable attention of query, key and value by kernels.
     """
 
     @jax.custom_vjp

@@ -28,7 +28,7 @@ PAGE_SIZE = 64
 class LatentCache(formats.Holder, Split):
     """Latents and rotary keys of `B` sequences (MLA, DeepSeek-V2, 2024).
 
-    What is stored of a token, and what `kv_dtype` means, is said at `LatentPages`. `S` is
+    `LatentPages` says what is stored of a token, and what `kv_dtype` means. `S` is
     `max_length` rounded up to a multiple of 64.
 
     Made by `init_latent_cache`; functions take it and never change it in place (donate it to `jit`
@@ -227,7 +227,7 @@ def _dequantize(cache: LatentCache) -> tuple[jax.Array, jax.Array]:
 
 
 def as_pages(cache: LatentCache) -> tuple[LatentPages, jax.Array]:
-    """The same arrays as a pool of pages, and the sequences' block tables; nothing is copied."""
+    """The same arrays, without a copy, as a pool of pages, and the sequences' block tables."""
     batch, pages = cache.batch_size, cache.room // PAGE_SIZE
 
     def split(x: jax.Array) -> jax.Array:
@@ -250,7 +250,7 @@ def as_pages(cache: LatentCache) -> tuple[LatentPages, jax.Array]:
 def _append(
     cache: LatentCache, latent: jax.Array, rope: jax.Array, lengths: jax.Array
 ) -> tuple[LatentCache, jax.Array | None]:
-    """The cache with the tokens, and what became of their scales, ``[B, T]``."""
+    """The cache with the tokens, and their scales as stored, ``[B, T]``."""
     tokens = latent.shape[1]
     content = formats.encode(cache, latent, rope)
     room = jnp.minimum(cache.max_length - cache.lengths, tokens)

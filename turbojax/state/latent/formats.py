@@ -1,4 +1,4 @@
-"""How a token's latent is stored: as it is, in e4m3 with a scale of its own, or as polar codes."""
+"""How a token's latent is stored: unchanged, in e4m3 with a scale of its own, or as polar codes."""
 
 import dataclasses
 from typing import Any, ClassVar, NamedTuple
@@ -62,8 +62,8 @@ class Tokens(NamedTuple):
 
     Attributes:
       latent: ``[..., W]`` in the format's dtype.
-      scale: float32 ``[...]``: e4m3: what a token's codes are multiplied by; turbo4: its norm; NaN
-        where a latent was not finite. None for latents as they are.
+      scale: float32 ``[...]``: in e4m3 the factor of a token's codes, in turbo4 its norm; NaN where
+        a latent was not finite. None for latents as they are.
       rope: ``[..., R]`` in the cache's dtype.
     """
 
@@ -112,11 +112,7 @@ class Holder:
 
     @property
     def rotation(self) -> polar.Rotation:
-        """The rotation of latents that are stored as codes.
-
-        Raises:
-          ValueError: if they are not.
-        """
+        """The rotation of latents that are stored as codes; ValueError if they are not."""
         if not self.format.is_rotated:
             raise ValueError(f"kv_dtype={self.kv_dtype!r} has no rotation: it has no codes")
         return polar.rotation(self.latent_dim, self.seed)
@@ -135,12 +131,9 @@ def empty(
     dtype: jax.typing.DTypeLike,
     seed: int,
 ) -> dict[str, Any]:
-    """The fields of a `Holder` of so many tokens, zeros.
+    """The fields of a `Holder` with room for `rows`, zeros.
 
-    Raises:
-      TypeError: if the dtype is not supported, or a size or the seed not an integer.
-      ValueError: if a size is not positive, the format unknown or not one of so many channels, or
-        a seed is given that the format has no use for.
+    Raises TypeError or ValueError, also for a seed that the format does not use.
     """
     _checks.check_sizes(latent_dim=latent_dim, rope_dim=rope_dim)
     if kv_dtype not in LATENT_FORMATS:
@@ -165,10 +158,10 @@ def empty(
 
 
 def encode(holder: Holder, latent: jax.Array, rope: jax.Array) -> Tokens:
-    """What ``[..., C]`` and ``[..., R]`` become; a token's bits depend on nothing else.
+    """Encodes latents ``[..., C]`` and rotary keys ``[..., R]``; a token's bits depend on it alone.
 
-    Infinity in a rotary key becomes NaN: a score of ``-inf`` would be a weight of 0, and the token
-    as if it were not there.
+    Infinity in a rotary key becomes NaN: a score of ``-inf`` would give the weight 0, as if the
+    token were not there.
     """
     rotation = holder.rotation if holder.format.is_rotated else None
     stored = holder.format.encode(latent, None, rotation)
@@ -177,7 +170,7 @@ def encode(holder: Holder, latent: jax.Array, rope: jax.Array) -> Tokens:
 
 
 def decode(holder: Holder, tokens: Tokens) -> tuple[jax.Array, jax.Array]:
-    """Latents and rotary keys that are stored, float32 ``[..., C]`` and ``[..., R]``."""
+    """The stored latents and rotary keys, float32 ``[..., C]`` and ``[..., R]``."""
     rotation = holder.rotation if holder.format.is_rotated else None
     latent = holder.format.decode(Encoded(tokens.latent, tokens.scale), None, rotation)
     return latent, tokens.rope.astype(jnp.float32)
@@ -201,13 +194,7 @@ def check_tokens(holder: Holder, latent: jax.Array, rope: jax.Array) -> None:
 
 
 def check_range(latent: jax.Array, scale: jax.Array | None, lengths: jax.Array) -> None:
-    """Raises ValueError, outside `jit`, where a finite latent is beyond what codes store.
-
-    Args:
-      latent: ``[B, T, C]``, what was stored.
-      scale: float32 ``[B, T]``, what it became, or None.
-      lengths: int32 ``[B]``, how many tokens are real.
-    """
+    """Raises ValueError, outside `jit`, where a finite latent became NaN in codes."""
     if scale is None or not _checks.is_concrete(latent, scale, lengths):
         return
     real = np.arange(latent.shape[1])[None] < np.asarray(lengths)[:, None]

@@ -35,7 +35,8 @@ class LatentPages(formats.Holder, Split):
     - ``"turbo4"``: a random rotation of size `C`, 4-bit codes of the coordinates and a norm for
       each token (PolarQuant, Han et al., 2025; see `turbojax.polar`).
 
-    The rotary key stays as it is: it is a ninth of the channels, and its errors move scores alone.
+    The rotary key is stored unchanged: it is a ninth of the channels, and its errors only move
+    scores.
 
     Block tables and lengths are the caller's, usually a `PageAllocator`'s, as with `PagedCache`.
     Made by `init_latent_pages`; functions take it and never change it in place (donate it to `jit`
@@ -246,7 +247,7 @@ def _append(
     lengths: jax.Array,
     new_lengths: jax.Array,
 ) -> tuple[LatentPages, jax.Array | None]:
-    """The pool with the tokens, and what became of their scales, ``[B, T]``."""
+    """The pool with the tokens, and their scales as stored, ``[B, T]``."""
     content = formats.encode(cache, latent, rope)
     place = find_places(cache, latent.shape[1], block_tables, lengths, new_lengths)
     arrays: dict[str, Any] = {

@@ -12,18 +12,15 @@ from turbojax.state.pages.answers import PageCopy as PageCopy
 from turbojax.state.pages.answers import PoolExhausted as PoolExhausted
 from turbojax.state.pages.answers import PoolStatistics as PoolStatistics
 
-# In a table where a page was released.
+# Stands in a table for a page that was released.
 _RELEASED = -1
 
 
 @dataclasses.dataclass
 class _Sequence:
-    """Never changed: another one takes its place.
+    """One sequence; immutable, a change replaces it.
 
-    Attributes:
-      pages: in order; -1 for those released.
-      length: tokens, those in released pages included.
-      released: how many of the first pages are.
+    `pages` are in order, -1 for the first `released` ones, whose tokens `length` includes.
     """
 
     pages: array.array
@@ -43,14 +40,14 @@ class PageAllocator:
     table takes any of them in any order, so nothing fragments and there is nothing to defragment.
 
     A page may have several holders: sequences (after `fork`, or when allocated with a prefix), and
-    whoever called `retain`. It is free again when the last of them lets go. Full pages are never
-    written again, so they are shared as they are; a page partially filled is copied when one of
-    several holders extends it. Of layers with a sliding window, a sequence's pages before the
-    window may go while it goes on (`release_before`).
+    callers of `retain`. It is free again when the last of them releases it. Full pages are never
+    written again, so they are shared directly; a page partially filled is copied when one of
+    several holders extends it. For layers with a sliding window, a sequence's pages before the
+    window may be released while it goes on (`release_before`).
 
-    Not thread-safe. What fails changes nothing. An exception from outside, such as Ctrl-C, leaves a
-    call not done at all, or done: who holds what is changed by one last assignment, and what
-    follows from it is counted anew by the next call.
+    Not thread-safe. A call that fails changes nothing. An exception from outside, such as Ctrl-C,
+    leaves a call either not done at all or done: one last assignment changes who holds what, and
+    the next call recounts everything that follows from this.
 
     Args:
       num_pages: pages of the pool.
@@ -68,8 +65,8 @@ class PageAllocator:
         self._sequences: dict[int, _Sequence] = {}
         self._retained = [0] * int(num_pages)
         self._keepers: list[MutableMapping[int, Any]] = []
-        # What follows from these. `_unsettled` while it may not: a call that was interrupted
-        # leaves it so.
+        # Derived from these. `_unsettled` is True while they may disagree, as after a call that
+        # was interrupted.
         self._unsettled = False
         self._holders = [0] * int(num_pages)
         # A stack: a page used a moment ago is taken first. Page 0 comes first of all.
@@ -195,11 +192,11 @@ class PageAllocator:
         """Lets go of pages whose tokens are never read again, as those before a sliding window.
 
         The sequence keeps its length. Its block table has -1 where such a page was; they cannot be
-        had back.
+        recovered.
 
         Args:
           sequence: its id.
-          tokens: how many of its first tokens are not needed; pages that hold only such go.
+          tokens: how many of its first tokens are not needed; pages that hold only these go.
 
         Returns:
           How many pages it let go, which are free unless they have other holders.
@@ -324,8 +321,8 @@ class PageAllocator:
     def add_keeper(self, pages: MutableMapping[int, Any]) -> None:
         """Lets a mapping hold the pages that are its keys; `keep` and `drop` change it.
 
-        The mapping says which pages it holds also after a call that was interrupted, where a caller
-        of `retain` would be in doubt.
+        The mapping tells which pages it holds even after a call that was interrupted; a caller of
+        `retain` would not know.
 
         Args:
           pages: a mapping of no page.
@@ -419,7 +416,7 @@ class PageAllocator:
             raise ValueError(f"pages {sorted(self._free)} are listed as free, must be {free}")
 
     def _settle(self) -> None:
-        """Counts holders and free pages anew where a call was interrupted."""
+        """Recounts holders and free pages where a call was interrupted."""
         if self._unsettled:
             self._holders = self._count_holders()
             pages = range(self.num_pages - 1, -1, -1)

@@ -14,12 +14,7 @@ Pool = Any
 
 
 def check_block_tables(block_tables: jax.Array, batch_size: int | None = None) -> jax.Array:
-    """Returns block tables as int32 ``[B, max_pages]``.
-
-    Raises:
-      TypeError: if they are not integers.
-      ValueError: if the shape is another.
-    """
+    """Returns block tables as int32 ``[B, max_pages]``; TypeError or ValueError for others."""
     # Entries past a sequence's length may be anything.
     block_tables = _checks.as_int32("block_tables", block_tables, saturate=True)
     batch = "B" if batch_size is None else batch_size
@@ -30,12 +25,7 @@ def check_block_tables(block_tables: jax.Array, batch_size: int | None = None) -
 
 
 def check_lengths(name: str, lengths: jax.Array, batch_size: int) -> jax.Array:
-    """Returns lengths as int32 ``[B]``; whether they fit their tables is checked elsewhere.
-
-    Raises:
-      TypeError: if they are not integers.
-      ValueError: if the shape is another, or, outside `jit`, one is beyond int32.
-    """
+    """Returns lengths as int32 ``[B]``; whether they fit their tables is checked elsewhere."""
     lengths = _checks.as_int32(name, lengths)
     if lengths.shape != (batch_size,):
         raise ValueError(f"{name}.shape={lengths.shape} must be ({batch_size},), one per sequence")
@@ -48,17 +38,9 @@ def first_seen(
     tokens: int,
     window: tuple[int, int] | None,
 ) -> jax.Array | None:
-    """Of each sequence the first token that one of its newest queries sees.
+    """The first token of each sequence that one of its newest queries sees: int32 ``[B]``.
 
-    Args:
-      lengths: int32 ``[B]``, tokens held, those of the queries included.
-      query_lengths: int32 ``[B]``, the real queries; outside ``0..tokens`` the nearest bound. None
-        if all are.
-      tokens: of the call, `T`.
-      window: (left, right) of the queries, or None for all tokens up to their own.
-
-    Returns:
-      int32 ``[B]``; None without a window, where all tokens are seen.
+    None without a window. `query_lengths` are clipped to ``0..tokens``; None means `tokens`.
     """
     if window is None:
         return None
@@ -142,13 +124,7 @@ def _check_distinct(
 
 
 def check_page_numbers(pool: Pool, name: str, pages: jax.Array, count: int | None) -> jax.Array:
-    """Returns page numbers as int32 ``[n]``; -1 is padding.
-
-    Raises:
-      TypeError: if they are not integers.
-      ValueError: if the shape is another than ``[count]``, or, outside `jit`, one is neither -1 nor
-        in the pool.
-    """
+    """Page numbers as int32 ``[count]``; -1 is padding, others must be in the pool."""
     pages = _checks.as_int32(name, pages)
     if pages.ndim != 1 or count not in (None, pages.size):
         raise ValueError(f"{name}.shape={pages.shape} must be [{'n' if count is None else count}]")
@@ -162,10 +138,7 @@ def check_page_numbers(pool: Pool, name: str, pages: jax.Array, count: int | Non
 
 
 def check_destinations(name: str, pages: jax.Array, sources: jax.Array | None = None) -> None:
-    """Raises ValueError, outside `jit`, where a page would be written twice.
-
-    A page whose source is -1 is not written; neither is -1.
-    """
+    """Raises ValueError, outside `jit`, where a page would be written twice; -1 writes nothing."""
     sources = pages if sources is None else sources
     if _checks.is_concrete(pages, sources):
         written = np.asarray(pages)[np.asarray(sources) != -1]
@@ -203,7 +176,7 @@ def _beyond(x: jax.Array, stored: jax.Array) -> jax.Array:
     """Bool ``[B, T]``: finite vectors that became NaN."""
     axes = tuple(range(2, x.ndim))
     finite = jnp.all(jnp.isfinite(x), axis=-1)
-    # Before a conversion, and exact: NaN differs from itself.
+    # Compared before a conversion, so exactly: NaN differs from itself.
     nan = jnp.isnan(stored.astype(jnp.float32))
     lost = finite & (nan if nan.ndim == finite.ndim else jnp.any(nan, axis=-1))
     return jnp.any(lost, axis=axes[:-1])

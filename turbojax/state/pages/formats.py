@@ -1,8 +1,8 @@
 """How pages store a vector: one `Format` for keys, one for values, and the table of both by name.
 
-What a format says is all that the pool, its checks, the allocator's copies, files and attention in
-plain JAX know of it. So another way to store pages is a class here, or only a line of `FORMATS`;
-for a kernel, its operands in `ops/paged_attention/triton.py` as well.
+The pool, its checks, the allocator's copies, files and attention in plain JAX know only what a
+format says. So another way to store pages is a class here, or only a line of `FORMATS`; a kernel
+needs its operands in `ops/paged_attention/triton.py` as well.
 """
 
 import abc
@@ -30,7 +30,7 @@ _SMALLEST_EXPONENT = (127 - 14) << 23  # of float16's normal numbers, as bits of
 
 
 class Encoded(NamedTuple):
-    """What vectors become.
+    """Encoded vectors.
 
     Attributes:
       data: ``[..., W]``, in the format's dtype.
@@ -63,26 +63,20 @@ class Format(abc.ABC):
 
     @abc.abstractmethod
     def width(self, head_dim: int) -> int:
-        """Elements of a stored vector of `head_dim` channels.
-
-        Raises:
-          ValueError: if there is no such vector.
-        """
+        """Elements of a stored vector of `head_dim` channels; ValueError if there can be none."""
 
     @abc.abstractmethod
     def dtype(self, given: np.dtype) -> np.dtype:
-        """That of stored vectors which are `given` to the pool in that dtype."""
+        """The dtype of stored vectors, given that of the pool."""
 
     @abc.abstractmethod
     def encode(
         self, x: jax.Array, scale: jax.Array | None, rotation: polar.Rotation | None
     ) -> Encoded:
-        """What ``[..., H]`` becomes; a vector's bits depend on nothing else.
+        """Encodes vectors ``[..., H]``, each independently of the others.
 
-        Args:
-          x: the vectors.
-          scale: float32 ``[]``, of the pool, if the format has one.
-          rotation: if the format rotates.
+        `scale`, float32 ``[]``, is there if the format has one for the pool, `rotation` if it
+        rotates.
         """
 
     @abc.abstractmethod
@@ -91,12 +85,12 @@ class Format(abc.ABC):
 
     @abc.abstractmethod
     def factor(self, head_dim: int, scale: jax.Array | None) -> jax.Array:
-        """What numbers are multiplied by, besides a norm: float32 ``[]``."""
+        """The factor of the numbers, besides a norm: float32 ``[]``."""
 
     def decode(
         self, stored: Encoded, scale: jax.Array | None, rotation: polar.Rotation | None
     ) -> jax.Array:
-        """The vectors that are stored, in float32 ``[..., H]``."""
+        """The stored vectors, in float32 ``[..., H]``."""
         numbers = self.read(stored.data)
         factor = self.factor(numbers.shape[-1], scale)
         if stored.norm is not None:
@@ -108,13 +102,7 @@ class Format(abc.ABC):
         return x
 
     def refusal(self, kv_dtype: str, side: str, scale: float) -> str:
-        """What is wrong with a finite vector that became NaN, after its place.
-
-        Args:
-          kv_dtype: the pool's.
-          side: ``"key"`` or ``"value"``.
-          scale: the pool's, of this side; 1 if it has none.
-        """
+        """What is wrong with a finite vector that became NaN; follows its place in a message."""
         raise NotImplementedError(f"{self} stores every finite vector")
 
 
@@ -149,11 +137,7 @@ class Plain(Format):
 
 @dataclasses.dataclass(frozen=True)
 class Float8(Format):
-    """A vector over the pool's scale in an 8-bit float.
-
-    Attributes:
-      name: of the dtype.
-    """
+    """A vector over the pool's scale in an 8-bit float, whose dtype is `name`."""
 
     name: str
     has_scale: ClassVar[bool] = True
@@ -229,16 +213,14 @@ class Int8(Format):
 class Codes(Format):
     """Codes of rotated coordinates and a norm: `turbojax.polar` (PolarQuant, Han et al., 2025).
 
-    Also the values beside 8-bit keys, in ``"k8v4"`` and ``"int8_v4"``: uniform integers of 4 bits
-    with a scale per token take as many bytes and lose more of the vectors' squares: 1.16 to 2.5 %
-    of the embedded model's values, by layer, to 0.83 to 0.90 % here; 1.38 % to 0.93 % of normal
-    vectors of 128 channels, 8.2 % to 0.86 % where a few channels are loud. A rotation of the output
-    is all that codes cost on top, as queries are rotated only for keys.
+    These are also the values beside 8-bit keys, in ``"k8v4"`` and ``"int8_v4"``. Uniform integers
+    of 4 bits with a scale per token take as many bytes but lose more of the vectors' squares: 1.16
+    to 2.5 % of the embedded model's values, by layer, to 0.83 to 0.90 % here; 1.38 % to 0.93 % of
+    normal vectors of 128 channels, 8.2 % to 0.86 % where a few channels are loud. All that codes
+    cost on top is a rotation of the output, as queries are rotated only for keys.
 
-    Numbers are the centroids of `turbojax.polar.integer_centroids`, packed as by `polar.pack`.
-
-    Attributes:
-      bits: 2, 3 or 4, of a code.
+    Numbers are the centroids of `turbojax.polar.integer_centroids`, packed as by `polar.pack`. A
+    code has 2, 3 or 4 `bits`.
     """
 
     bits: int
@@ -278,14 +260,14 @@ class Codes(Format):
 
 
 class Formats(NamedTuple):
-    """Of both sides of a page."""
+    """The formats of both sides of a page."""
 
     key: Format
     value: Format
 
     @property
     def is_rotated(self) -> bool:
-        """Whether either is."""
+        """Whether one of them is."""
         return self.key.is_rotated or self.value.is_rotated
 
 
@@ -335,16 +317,12 @@ def to_int8(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     so that no integer is beyond 127; integers are ``x / scale`` rounded to nearest, ties to even.
     What is approximate on some machine, a reciprocal, is corrected: the bits are the same on all.
 
-    Args:
-      x: ``[..., H]``, bfloat16, float16 or float32.
-
-    Returns:
-      integers: int8 ``[..., H]``, within 127; 0 where the scale is 0 or NaN.
-      scales: float16 ``[...]``. 0 for a vector of zeros, and where no magnitude is beyond `TINY`;
-        NaN where `x` is not finite or a magnitude is beyond 127 times 65504.
+    Integers are int8 ``[..., H]``, within 127; 0 where the scale is 0 or NaN. Scales are float16
+    ``[...]``: 0 for a vector of zeros, and where no magnitude is beyond `TINY`; NaN where `x` is
+    not finite or a magnitude is beyond 127 times 65504.
     """
     x = x.astype(jnp.float32)
-    # As integers magnitudes are in the order of the numbers, and NaN is beyond all of them.
+    # As integers, magnitudes have the order of the numbers, and NaN is beyond all of them.
     bits = jax.lax.bitcast_convert_type(x, jnp.int32) & _MAGNITUDE
     largest = jax.lax.bitcast_convert_type(jnp.max(bits, axis=-1), jnp.float32)
     is_tiny = largest <= TINY
@@ -354,14 +332,14 @@ def to_int8(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     integers = _quotients(x, jnp.where(is_stored, scale, 1)[..., None])
     integers = jnp.where(is_stored[..., None], integers, 0).astype(jnp.int8)
     scale = jnp.where(is_tiny, 0, scale)
-    # Selected in float16: a conversion of NaN has other bits elsewhere.
+    # Selected in float16: on other machines a conversion of NaN has other bits.
     return integers, jnp.where(is_valid, scale.astype(jnp.float16), jnp.float16(jnp.nan))
 
 
 def _up_to_float16(x: jax.Array) -> jax.Array:
     """The smallest float16 that is not below `x`, positive, still in float32; more if too large."""
     exponent = jax.lax.bitcast_convert_type(x, jnp.int32) & _EXPONENT
-    # Above a float16 of this exponent the next one follows after a quantum.
+    # The distance between float16 numbers of this exponent.
     exponent = jnp.maximum(exponent, _SMALLEST_EXPONENT) - (10 << 23)
     quantum = jax.lax.bitcast_convert_type(exponent, jnp.float32)
     inverse = jax.lax.bitcast_convert_type((254 << 23) - exponent, jnp.float32)
@@ -371,8 +349,9 @@ def _up_to_float16(x: jax.Array) -> jax.Array:
 def _quotients(x: jax.Array, scale: jax.Array) -> jax.Array:
     """``x / scale`` rounded to nearest, ties to even, of quotients within 127.
 
-    A guess is off by one at most. It times the scale is exact, as that has 11 bits, and so is the
-    remainder: past half of the scale, or at it from an odd guess, the neighbour is right.
+    A guess is off by one at most. The guess times the scale is exact, as the scale has 11 bits, and
+    so is the remainder: past half of the scale, or at half from an odd guess, the neighbour is
+    right.
     """
     guess = jnp.rint(x * (1 / scale))
     rest = x - guess * scale

@@ -25,7 +25,7 @@ def unsupported(cache: Pool, key: jax.Array) -> str | None:
 
 
 def codec(bits: int, channels: int) -> "Codec":
-    """How codes of so many bits are found, of vectors of `channels`."""
+    """How codes of so many bits are computed, for vectors of `channels`."""
     from pallas_kernels.layouts import Codec
 
     tables, half = level_tables(bits, channels), 2 ** (bits - 1)

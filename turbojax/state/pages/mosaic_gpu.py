@@ -14,7 +14,7 @@ from turbojax.state.pages.formats import Codes, Float8, Format, Int8
 if TYPE_CHECKING:
     from pallas_kernels.mosaic.hopper.paged.append import Settings, Stored
 
-# Vectors of a side from which on a warp takes several rounds of them: a GPU holds fewer at once.
+# From this many vectors of a side on, more than a GPU holds at once, a warp takes several rounds.
 _MANY = 16384
 _ROUNDS = 2
 
@@ -42,8 +42,7 @@ def append(
 ) -> tuple[Pool, dict[str, jax.Array]]:
     """`writing.append` by one kernel.
 
-    Of what the tokens became it returns what tells whether they fit, read again; nobody does so
-    under `jit`.
+    Whether the tokens fit is read again from the pool; under `jit` nobody reads it.
     """
     from pallas_kernels.mosaic.hopper.paged import append as kernel
 

@@ -1,8 +1,8 @@
 """`PagedCache`: keys and values in pages of one pool, in 16 bits or fewer.
 
 A sequence is a row of a block table (the pages it holds, in order) and a length; both are the
-caller's, usually a `PageAllocator`'s. A token is stored by itself and once: its bits depend neither
-on its page nor on the call that brings it.
+caller's, usually a `PageAllocator`'s. A token is stored once, independently of all others: its bits
+depend neither on its page nor on the call that brings it.
 """
 
 import dataclasses
@@ -62,8 +62,8 @@ class PagedCache(Split):
       channels.
     - ``"turbo_k4v2"`` and so on: the same with as many bits for keys and for values as the name
       says, each 4, 3 or 2. Codes are packed without gaps, see `turbojax.polar.pack`.
-    - ``"k8v4"``: keys as in ``"fp8_e4m3"``, values as in ``"turbo4"``: of the two it is keys whose
-      errors cost more, since scores go through an exponential.
+    - ``"k8v4"``: keys as in ``"fp8_e4m3"``, values as in ``"turbo4"``: errors of keys cost more,
+      since scores go through an exponential.
     - ``"int8_v4"``: keys as in ``"int8"``, values as in ``"turbo4"``.
 
     Made by `init_paged_cache`; the functions of `turbojax.paged` take it and never change it in
@@ -319,7 +319,7 @@ def _append(
     *,
     implementation: ImplementationName | None,
 ) -> tuple[PagedCache, Any]:
-    """`append` by what takes these arrays; also what became of the tokens."""
+    """`append` by the implementation for these arrays; also returns the tokens as stored."""
     chosen = APPEND.select(implementation, cache=cache, key=key, block_tables=block_tables)
     extended, content = chosen.run(cache, key, value, block_tables, lengths, new_lengths)
     return extended, content

@@ -14,14 +14,14 @@ _Tokens = tuple[int, ...]
 
 @dataclasses.dataclass(eq=False)
 class _Entry:
-    """A full page after a certain chain of pages; `children` may follow it.
+    """A full page after a certain chain of pages.
 
     Attributes:
-      page: its number; -1 where the tokens are known and their page is not there: with a window,
-        in the middle of a chain.
+      page: its number; -1 where the tokens are known and their page is not there: with a window, in
+        the middle of a chain.
       tokens: in it.
       parent: the page before it.
-      children: by their tokens.
+      children: pages that may follow, by their tokens.
     """
 
     page: int
@@ -65,13 +65,13 @@ class PrefixCache:
         # What is remembered, by page: the allocator holds these pages. A page is remembered after
         # the one before it and forgotten before it.
         #
-        # From the least to the most recently used. Using a page uses all before it, a parent after
-        # its child, so no parent comes before one of its children; with a window, all before it
-        # that are needed.
+        # From the least to the most recently used. Using a page also uses the pages before it (with
+        # a window, those that are needed), each parent after its child: so no parent comes before
+        # one of its children.
         self._order: collections.OrderedDict[int, _Entry] = collections.OrderedDict()
         allocator.add_keeper(self._order)
-        # The tree of the same entries. `_unsettled` while tree or order may not be as said: a call
-        # that was interrupted leaves it so.
+        # The tree of the same entries. `_unsettled` is True while tree or order may be wrong, as
+        # after a call that was interrupted.
         self._roots: dict[_Tokens, _Entry] = {}
         self._unsettled = False
 
@@ -194,7 +194,7 @@ class PrefixCache:
         for page, entry in self._order.items():
             if len(victims) >= pages_needed:
                 break
-            # Its children came before it: those that could go are gone.
+            # Its children came first in the order: those that could be freed are gone.
             may_go = self._window is not None or not entry.children
             if may_go and self._allocator.holders(page) == 1:
                 entry.page = -1
@@ -243,7 +243,7 @@ class PrefixCache:
         return found
 
     def _prune(self, entry: _Entry | None) -> None:
-        """Takes what has neither page nor children out of the tree, and so on up from there."""
+        """Removes an entry without page and children from the tree, then its parents likewise."""
         while entry is not None and entry.page == -1 and not entry.children:
             del self._siblings(entry)[entry.tokens]
             entry = entry.parent
@@ -272,10 +272,10 @@ class PrefixCache:
         return self._roots if entry.parent is None else entry.parent.children
 
     def _settle(self) -> None:
-        """Makes the tree anew, and the order one, where a call was interrupted."""
+        """Rebuilds the tree, and puts the order right, where a call was interrupted."""
         if not self._unsettled:
             return
-        # What has a page, and whatever comes before it.
+        # Entries that have a page, and all entries before these.
         entries = dict.fromkeys(self._order.values())
         for entry in list(entries):
             parent = entry.parent

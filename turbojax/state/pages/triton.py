@@ -38,7 +38,7 @@ def append(
 ) -> tuple[Pool, dict[str, jax.Array]]:
     """`writing.append`: codes and int8 by one kernel, the other side if there is one by XLA.
 
-    Of what the tokens became it returns what tells whether they fit: norms, and what has none.
+    The second result shows whether the tokens fit: norms, and sides that have none.
     """
     arguments = cache, key, value, block_tables, lengths, new_lengths
     return _append(*arguments, interpret=interpreting())
@@ -93,15 +93,12 @@ def _bits(cache: Pool) -> dict[str, int]:
 def settings(
     vectors: int, tokens: int, channels: int, bits: tuple[int, ...], interpret: bool
 ) -> "Settings":
-    """Settings for this number of vectors per side, with `tokens` tokens per sequence.
-
-    `bits` are those of each side's codes; 8 of int8.
-    """
+    """Settings for so many vectors of a side; `bits` are the sides' codes', 8 of int8."""
     from pallas_kernels.triton.paged_append import Settings
 
     rows, pieces, warps = _FEW
     if vectors > _MANY:
-        # 64 channels a thread, of which 8 or 16 of a piece.
+        # 64 channels a thread, 8 or 16 of them in a piece.
         rows = min(128, 8192 // channels)
         pieces, warps = min(8, channels // 16), 4
     elif vectors > _SOME:
@@ -116,6 +113,6 @@ def settings(
     )
 
 
-# Vectors of a program, pieces, warps: a warp for each vector, while a GPU holds all of them.
+# Vectors of a program, pieces, warps: a warp for each vector, as long as the GPU holds them all.
 _FEW = (1, 1, 1)
 _SOME, _MANY = 2048, 16384

@@ -12,12 +12,10 @@ from turbojax.state.pages.checks import Pool
 
 
 class Places(NamedTuple):
-    """Where the tokens of a call go.
+    """The page and slot of each token of a call.
 
-    Attributes:
-      page: int32 ``[B, T]``; for tokens that are left out, distinct numbers past the pool's end.
-      slot: int32 ``[B, T]``, in the page.
-      lost: int32 ``[]``, tokens that should be stored and have no place.
+    Tokens that are left out have distinct page numbers past the pool's end; `lost` counts those of
+    them that should be stored and have no place.
     """
 
     page: jax.Array
@@ -33,7 +31,7 @@ def append(
     lengths: jax.Array,
     new_lengths: jax.Array,
 ) -> tuple[Pool, Mapping[str, jax.Array]]:
-    """The pool with the tokens, and what they became: ``[B, T, K, ...]`` by field name."""
+    """The pool with the tokens, and these as stored: ``[B, T, K, ...]`` by field name."""
     content = encode(cache, key=key, value=value)
     place = find_places(cache, key.shape[1], block_tables, lengths, new_lengths)
     return store(cache, content, place), content
@@ -66,22 +64,14 @@ def find_places(
 
 
 def page_arrays(cache: Pool) -> dict[str, jax.Array]:
-    """The arrays with an axis of pages, the first, by field name."""
+    """The arrays whose first axis is that of pages, by field name."""
     names = cache.PAGE_ARRAYS
     return {name: x for name in names if (x := getattr(cache, name)) is not None}
 
 
 @jax.jit
 def encode(cache: Pool, **vectors: jax.Array) -> dict[str, jax.Array]:
-    """What tokens become in each array, by field name.
-
-    Args:
-      cache: the pool.
-      **vectors: `key`, `value` or both, ``[B, T, K, H]``.
-
-    Returns:
-      ``[B, T, K, ...]``, arrays of these sides alone.
-    """
+    """Encodes `key`, `value` or both, ``[B, T, K, H]``: arrays ``[B, T, K, ...]`` by field name."""
     rotation = cache.rotation if cache.formats.is_rotated else None
     content = {}
     for side, x in vectors.items():
@@ -94,7 +84,7 @@ def encode(cache: Pool, **vectors: jax.Array) -> dict[str, jax.Array]:
 
 @jax.jit
 def store(cache: Pool, content: Mapping[str, jax.Array], place: Places) -> Pool:
-    """The pool with what `encode` made of tokens, and those counted that have no place."""
+    """The pool with the tokens of `encode` stored, and those that have no place counted."""
     arrays: dict[str, Any] = {
         name: getattr(cache, name)
         .at[place.page, :, place.slot]
@@ -105,5 +95,5 @@ def store(cache: Pool, content: Mapping[str, jax.Array], place: Places) -> Pool:
 
 
 def read(pages: jax.Array, place: Places) -> jax.Array:
-    """What one of the `page_arrays` has of tokens, ``[B, T, K, ...]``; 0 of those left out."""
+    """The tokens in one of the `page_arrays`, ``[B, T, K, ...]``; 0 for those left out."""
     return pages.at[place.page, :, place.slot].get(mode="fill", fill_value=0)

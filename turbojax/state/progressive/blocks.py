@@ -13,18 +13,13 @@ from turbojax.state.progressive.cache import CacheSide
 def read_blocks(
     side: CacheSide, start: jax.Array | int, count: int, *, is_ring: bool
 ) -> tuple[jax.Array, jax.Array]:
-    """Dequantizes blocks to stage-1 integers.
+    """Dequantizes `count` blocks from `start` on to stage-1 integers.
 
-    Args:
-      side: keys or values.
-      start: first block.
-      count: how many, static.
-      is_ring: whether block number `i` is in place ``i % n``, where a newer one may be instead;
-        otherwise ``start + count`` must not exceed the blocks allocated.
+    In a ring block number `i` is in place ``i % n``, where a newer one may be instead; otherwise
+    ``start + count`` must not exceed the blocks allocated.
 
-    Returns:
-      int8 ``[B, K, count, block, H]`` and their `block_scale`, float32 ``[B, K, count]``: keys or
-      values are their products.
+    Returns int8 ``[B, K, count, block, H]`` and their `block_scale`, float32 ``[B, K, count]``:
+    keys or values are their products.
     """
     allocated = side.block_scale.shape[2]
 
@@ -52,18 +47,12 @@ def write_blocks(
 ) -> CacheSide:
     """Compresses blocks of stage-1 codes and stores them.
 
-    Args:
-      side: keys or values.
-      codes: int8 ``[B, K, G, block, H]``.
-      scale: float32 ``[B, K, G]``, their stage-1 scales.
-      start: int32 ``[B]``, the block number of the first.
-      count: int32 ``[B]``, how many of the `G` blocks are stored; the rest is left out. In a ring
-        with room for fewer the last ones are.
-      first: int32 ``[]``, of a part of a cache the number of the block in its first place: blocks
-        before it and past its last place are left out. It is no ring.
+    `codes` are int8 ``[B, K, G, block, H]``, `scale` is float32 ``[B, K, G]``. `start` (int32
+    ``[B]``) is the number of the first block, and `count` (int32 ``[B]``) says how many of the `G`
+    are stored; a ring with room for fewer stores the last ones.
 
-    Returns:
-      The side with these blocks written.
+    For a part of a cache, which is no ring, `first` (int32 ``[]``) is the number of the block in
+    its first place: blocks before it and past its last place are left out.
     """
     # Blocks that are not to be stored get an index that the scatter drops.
     rows = side.block_scale.shape[2]
@@ -94,7 +83,7 @@ def write_blocks(
 
 
 def _rows_of_part(start: jax.Array, count: jax.Array, blocks: int, rows: int) -> jax.Array:
-    """As `ring.rows_of_new`, of those that are neither before row 0 nor past the last row."""
+    """As `ring.rows_of_new`, without blocks that are before row 0 or past the last row."""
     offset = jnp.arange(blocks)[None]
     row = start[:, None] + offset
     return jnp.where((offset < count[:, None]) & (row >= 0) & (row < rows), row, rows + offset)

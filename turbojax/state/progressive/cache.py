@@ -2,8 +2,8 @@
 
 A sequence's tokens are kept in blocks of packed stage-2 codes, the newest ones in an int8
 buffer whose scale never changes, so that a stored token is not quantized again until the buffer
-is full and its oldest block is compressed. The first token stays in the buffer for good: what a
-model attends to most, as to a sink, is kept in 8 bits.
+is full and its oldest block is compressed. The first token stays in the buffer for good: a model
+attends to it most, as to a sink, so it is kept in 8 bits.
 """
 
 import dataclasses
@@ -67,7 +67,7 @@ class CacheSide(Split):
         heads, first = self.buffer.shape[-3], self.codes[0].shape[-4]
         size = self.heads_per_group or heads
         if len(self.codes) == 1:
-            # Of one width heads are where they are, and a device's slots may count all devices'.
+            # With one width, slots do not move heads, and may count the heads of all devices.
             slots = jnp.broadcast_to(jnp.arange(heads, dtype=jnp.int32), self.head_slots.shape)
             return varying_like(slots, self.head_slots)
         if size == heads:
@@ -377,7 +377,7 @@ def _empty(
     window: int | None,
 ) -> ProgressiveCache:
     block, heads = config.block_kv, (batch_size, num_kv_heads)
-    # What a full buffer becomes must not take its own place.
+    # A ring must have room for all blocks of a full buffer.
     needed = max(ring.units(window, max_length, block), config.buffer_size // block)
     blocks = max(1, min(needed, max_length // block))
 

@@ -1,4 +1,4 @@
-"""What kernels that write a `ProgressiveCache` share: what they take, and what is around them."""
+"""What kernels that write a `ProgressiveCache` share: their operands, and the code around them."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -35,8 +35,8 @@ class Operands(NamedTuple):
     value_scale: jax.Array
 
 
-# What the pass over keys, and that over values, can write for attention. One scale for all of a
-# head's values is known only after it.
+# Dtypes that the passes over keys and over values can write for attention. The single scale of a
+# head's e4m3 values is known only after the pass.
 _OPERANDS: Mapping[Mode, tuple[jax.typing.DTypeLike, jax.typing.DTypeLike | None]] = {
     "int8": (jnp.int8, jnp.int8),
     "int8_fp8": (jnp.int8, None),
@@ -96,11 +96,12 @@ def stored_prompt(
     compress: Compress,
     quantize: Quantize,
 ) -> tuple[ProgressiveCache, Operands | None]:
-    """Stores a prompt and hands out its codes for attention, if they are wanted.
+    """Stores a prompt and returns its codes for attention, if they are wanted.
 
-    The codes come from the same pass over keys and values; only values in e4m3, whose one scale
-    needs the maximum of all, are read again. There are none where first tokens stay in the buffer:
-    blocks of the cache then begin elsewhere than those of attention, which makes its own codes.
+    The codes come from the same pass over keys and values; only values in e4m3, whose single scale
+    needs the maximum of all, are read again. There are no codes where first tokens stay in the
+    buffer: blocks of the cache then begin elsewhere than those of attention, which makes its own
+    codes.
     """
     config, begin = cache.config, cache.config.num_first_tokens
     if key.shape[1] <= begin:  # there is no block to write
@@ -109,7 +110,7 @@ def stored_prompt(
     kept = reference.kept_tokens(cache, key.shape[1], lengths)
     inside = jnp.clip(lengths, 0, key.shape[1])
     operands = _OPERANDS[config.mode] if with_operands else (None, None)
-    # The buffer's scale follows from the maxima of blocks that a ring does not hold, too.
+    # The buffer's scale also follows from the maxima of blocks that a ring no longer holds.
     every_block = with_operands or cache.is_ring
     prompts = [
         Prompt(reference.rank_prompt(side, x, kept, config), x, operand, every_block, begin)
@@ -137,7 +138,7 @@ def stored_part_of_prompt(
     *,
     compress: Compress,
 ) -> ProgressiveCache:
-    """`reference.store_prompt` with `first`: compresses the blocks that have a place here alone."""
+    """`reference.store_prompt` with `first`: compresses only the blocks that have a place here."""
     config = cache.config
     kept = reference.kept_tokens(cache, key.shape[1], lengths)
     size = min(-(-key.shape[1] // config.block_kv) * config.block_kv, cache.room)
@@ -223,7 +224,7 @@ def appended(
 def _ranked(
     cache: ProgressiveCache, side: CacheSide, x: jax.Array, accepted: jax.Array
 ) -> CacheSide:
-    """The side with its heads' slots; work is done only in the step that fills a first buffer."""
+    """The side with its heads' slots; only the step that fills a first buffer computes them."""
     if len(side.codes) == 1:
         return side
     flushed = reference.flushes_of_append(cache, accepted)
@@ -243,7 +244,7 @@ def _ranked(
 
 
 def layout_of(side: CacheSide, config: TurboConfig) -> dict[str, Any]:
-    """What the kernels' own descriptions of a stored block are made of."""
+    """The arguments of the kernels' own descriptions of a stored block."""
     return {
         "tokens": config.block_kv,
         "channels": side.buffer.shape[-1],

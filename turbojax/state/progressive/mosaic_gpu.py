@@ -57,7 +57,7 @@ def store_prompt_with_operands(
     with_operands: bool = True,
     permuted: bool = False,
 ) -> tuple[ProgressiveCache, kernels.Operands | None]:
-    """Stores a prompt and hands out its codes for attention, as those of `triton` do."""
+    """Stores a prompt and returns its codes for attention, as `triton` does."""
     from pallas_kernels.mosaic.hopper.quantize import quantize
 
     config = cache.config

@@ -45,7 +45,7 @@ def accepted_tokens(cache: ProgressiveCache, tokens: int, lengths: jax.Array) ->
 
 
 def flushes(config: TurboConfig, tokens: jax.Array) -> jax.Array:
-    """How many times a buffer is full, and flushed, that has so many tokens to take in."""
+    """How many times a buffer that takes in so many tokens is full and flushed."""
     beyond = tokens - config.buffer_size
     return jnp.where(beyond < 0, 0, beyond // config.flush_size + 1)
 
@@ -56,7 +56,7 @@ def flushes_of_append(cache: ProgressiveCache, accepted: jax.Array) -> jax.Array
 
 
 def stored_blocks(config: TurboConfig, kept: jax.Array) -> jax.Array:
-    """How many blocks a prompt of so many tokens becomes: what a buffer does not keep."""
+    """How many blocks a prompt of so many tokens fills: the buffer keeps the rest."""
     if config.flush == "all":  # none of it has to go through the buffer
         return kept // config.block_kv
     return flushes(config, kept)
@@ -120,25 +120,19 @@ def buffer_stream(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """One stream of codes: what the buffer holds, then the new tokens.
 
-    Every time that it has filled the buffer a run of `TurboConfig.flush_size` tokens leaves it.
+    Every time the stream fills the buffer, a run of `TurboConfig.flush_size` tokens leaves it. `x`
+    is ``[B, T, K, H]``, of which `accepted` tokens (int32 ``[B]``) count.
 
-    Args:
-      cache: the cache before the tokens.
-      side: keys or values.
-      x: ``[B, T, K, H]``, the new tokens.
-      accepted: int32 ``[B]``, how many of them count.
-
-    Returns:
-      int8 codes ``[B, K, buffer_size + runs * flush_size, H]``, 0 past the last token; the scales
-      of as many runs as there may be, float32 ``[B, K, runs]``; and the buffer's scale afterwards
-      ``[B, K]``.
+    Returns int8 codes ``[B, K, buffer_size + runs * flush_size, H]``, 0 past the last token; the
+    scales of as many runs as there may be, float32 ``[B, K, runs]``; and the buffer's scale
+    afterwards ``[B, K]``.
     """
     size, flush = cache.config.buffer_size, cache.config.flush_size
     x = jnp.swapaxes(x, 1, 2).astype(jnp.float32)  # [B, K, T, H]
     tokens = x.shape[2]
     valid = jnp.arange(tokens)[None] < accepted[:, None]
     scale, is_open = _fix_scale(side.buffer_scale, x, valid)
-    # From the first token that is not finite on, the head's codes are 0 and its scale NaN.
+    # From the first token on that is not finite, the head's codes are 0 and its scale is NaN.
     finite = jnp.all(jnp.isfinite(x), axis=-1) | ~valid[:, None]
     broken = jnp.cumsum(~finite, axis=-1) > 0
     broken = broken | jnp.isnan(scale)[..., None]
@@ -164,13 +158,8 @@ def buffer_stream(
 def _fix_scale(scale: jax.Array, x: jax.Array, valid: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Fixes universal scales that are still open: twice the first token that is not all zero.
 
-    Args:
-      scale: float32 ``[B, K]``, 0 where open.
-      x: float32 ``[B, K, T, H]``, new tokens.
-      valid: bool ``[B, T]``, which of them exist.
-
-    Returns:
-      The scales, and bool ``[B, K, T]``: whether a head is still open after each token.
+    Open scales ``[B, K]`` are 0. `x` is float32 ``[B, K, T, H]``, `valid` bool ``[B, T]``. Also
+    returns bool ``[B, K, T]``: whether a head is still open after each token.
     """
     maximum = absolute_maximum(x, -1)[..., 0]
     seen = jnp.cumsum((maximum != 0) & valid[:, None], axis=-1) > 0
@@ -181,12 +170,12 @@ def _fix_scale(scale: jax.Array, x: jax.Array, valid: jax.Array) -> tuple[jax.Ar
 
 
 def _or_one(scale: jax.Array) -> jax.Array:
-    """Scales to divide by: 1 where a head is still open and all its tokens are zero."""
+    """Scales to divide by: 1 where a head is still open, since all its tokens are zero."""
     return jnp.where(scale == 0, 1, scale)
 
 
 def is_first_flush(cache: ProgressiveCache, flushed: jax.Array) -> jax.Array:
-    """Bool ``[B]``: whether a sequence's first blocks come from its buffer, now."""
+    """Bool ``[B]``: whether a sequence's first blocks come from its buffer in this step."""
     return (cache.lengths == cache.buffer_lengths) & (flushed > 0)
 
 
@@ -199,12 +188,7 @@ def rank_first_buffer(
 ) -> jax.Array:
     """Slots ``[B, K]``: ranked on the first full buffer, if no block was compressed before.
 
-    Args:
-      cache: the cache before the tokens.
-      side: keys or values.
-      stream: see `buffer_stream`.
-      run_scale: see `buffer_stream`.
-      flushed: int32 ``[B]``, see `flushes_of_append`.
+    `stream` and `run_scale` come from `buffer_stream`, `flushed` from `flushes_of_append`.
     """
     codes = stream[:, :, : cache.config.buffer_size].astype(jnp.float32)
     tokens = jnp.swapaxes(codes * run_scale[..., :1, None], 1, 2)
@@ -224,10 +208,7 @@ def store_prompt(
     lengths: jax.Array,
     first: jax.Array | None = None,
 ) -> ProgressiveCache:
-    """Stores a prompt: `turbojax.state.progressive.update.store_prompt` of checked arguments.
-
-    With `first`, of a part of a cache, the blocks that have a place there, see `write_blocks`.
-    """
+    """`update.store_prompt` of checked arguments; with `first` of a part, see `write_blocks`."""
     kept = kept_tokens(cache, key.shape[1], lengths)
     key_side = _store_prompt_side(cache, cache.key, key, kept, first)
     value_side = _store_prompt_side(cache, cache.value, value, kept, first)
@@ -291,18 +272,12 @@ def rank_prompt(side: CacheSide, x: jax.Array, kept: jax.Array, config: TurboCon
 
 
 def prompt_maximum(x: jax.Array, kept: jax.Array) -> jax.Array:
-    """The largest absolute value of the tokens kept of ``x [B, S, K, H]``: float32 ``[B, K]``."""
+    """The largest absolute value of the kept tokens of ``x [B, S, K, H]``: float32 ``[B, K]``."""
     return absolute_maximum(_without_padding(x, kept), (1, 3))[:, 0, :, 0]
 
 
 def prompt_rest(x: jax.Array, kept: jax.Array, config: TurboConfig) -> jax.Array:
-    """The tokens that go to the buffer: float32 ``[B, K, buffer_size, H]``, 0 past them.
-
-    Args:
-      x: ``[B, S, K, H]``.
-      kept: int32 ``[B]``.
-      config: of the cache.
-    """
+    """The `kept` tokens that go to the buffer: float32 ``[B, K, buffer_size, H]``, 0 past them."""
     slot = jnp.arange(config.buffer_size)[None]
     compressed = (stored_blocks(config, kept) * config.block_kv)[:, None]
     position = jnp.where(slot < config.num_first_tokens, slot, compressed + slot)
@@ -321,13 +296,7 @@ def buffer_rest(
 ) -> CacheSide:
     """Fixes the universal scales and puts the tokens that become no block into the buffer.
 
-    Args:
-      side: keys or values.
-      rest: see `prompt_rest`.
-      maximum: float32 ``[B, K]``, of the absolute values of all tokens kept; NaN if one is not
-        finite.
-      kept: int32 ``[B]``, how many.
-      config: of the cache.
+    `rest` and `maximum` are as `prompt_rest` and `prompt_maximum` give them.
     """
     # Fewer tokens than a block say little about the range to come.
     headroom = jnp.where(kept < config.block_kv, 2.0, 1.0)[:, None]

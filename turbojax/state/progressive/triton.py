@@ -54,21 +54,11 @@ def store_prompt_with_operands(
     with_operands: bool = True,
     permuted: bool = False,
 ) -> tuple[ProgressiveCache, kernels.Operands | None]:
-    """Stores a prompt and hands out its codes for attention.
+    """Stores a prompt and returns its codes for attention, or None for these.
 
-    Args:
-      cache: as in `turbojax.state.progressive.update.store_prompt`.
-      key: ``[B, S, K, H]``.
-      value: the same.
-      lengths: int32 ``[B]``. Operands hold this many tokens, also where the cache has no room for
-        them.
-      with_operands: whether the second result is wanted; not in mode ``"float"``. There is none if
-        first tokens stay in the buffer.
-      permuted: whether the keys' codes are in the order of `mosaic_gpu`, see
-        `turbojax.ops.turbo_attention.operands.Operands`.
-
-    Returns:
-      The cache, and the operands or None.
+    Operands hold all of `lengths`, even where the cache has no room for so many tokens. There are
+    none in mode ``"float"``, nor if first tokens stay in the buffer. With `permuted` the keys'
+    codes are in the order of `mosaic_gpu`, see `turbojax.ops.turbo_attention.operands.Operands`.
     """
     return _store_prompt(
         cache,

@@ -63,8 +63,8 @@ def append(
 ) -> ProgressiveCache:
     """Adds new tokens, one or many per sequence.
 
-    Tokens go to the int8 buffer with the universal scale, clamped to +-119 codes; of a full buffer
-    the oldest block is compressed, or all of it (`TurboConfig.flush`). Without a prefill or a given
+    Tokens go to the int8 buffer with the universal scale, clamped to +-119 codes; when it is full,
+    its oldest block is compressed, or all of it (`TurboConfig.flush`). Without a prefill or a given
     scale, a head's universal scale is twice the maximum of its first token that is not all zero,
     over 119. The result does not depend, bit for bit, on how a run of tokens is split into calls.
 
@@ -106,7 +106,6 @@ def _append(
     *,
     implementation: ImplementationName | None,
 ) -> ProgressiveCache:
-    """`append` by what takes these arrays."""
     chosen = APPEND.select(implementation, cache=cache, key=key)
     extended: ProgressiveCache = chosen.run(cache, key, value, lengths)
     return extended
@@ -120,26 +119,11 @@ def store_prompt(
     *,
     implementation: ImplementationName | None = None,
 ) -> ProgressiveCache:
-    """Stores a prompt in empty sequences: the cache's half of `prefill` (Algorithm 1).
+    """Stores a prompt in empty sequences: the cache's half of `prefill`, whose errors it raises.
 
-    Args:
-      cache: the cache; sequences that are not empty stay as they are and turn `overflowed`.
-      key: ``[B, S, K, H]`` in `cache.dtype`.
-      value: the same shape and dtype.
-      lengths: int32 ``[B]``, tokens of each prompt.
-      implementation: ``"mosaic_gpu"``, ``"triton"``, ``"xla"``, or None to
-        choose. All store the same bits.
-
-    Returns:
-      The cache with as much of the prompt in the buffer as its tokens would leave there one by one
-      (with ``flush="all"`` what fills no block), and the rest in blocks.
-
-    Raises:
-      TypeError: if a dtype differs from `cache.dtype`.
-      ValueError: if a shape does not fit, or, outside `jit`, a sequence is not empty or longer
-        than `max_length`.
-      NotImplementedError: if the implementation asked for cannot run this, or when it is
-        differentiated.
+    The buffer gets as much of the prompt as its tokens would leave there one by one (with
+    ``flush="all"`` what fills no block), the blocks get the rest. All implementations store the
+    same bits. Sequences that are not empty stay as they are and turn `overflowed`.
     """
     check_prompt(cache, key, value, lengths)
     run = spread(tables.STORE_PROMPT, _store_prompt, implementation=implementation)
@@ -154,7 +138,6 @@ def _store_prompt(
     *,
     implementation: ImplementationName | None,
 ) -> ProgressiveCache:
-    """`store_prompt` by what takes these arrays."""
     chosen = STORE_PROMPT.select(implementation, cache=cache, key=key)
     filled: ProgressiveCache = chosen.run(cache, key, value, lengths)
     return filled
@@ -171,19 +154,9 @@ def append_part(
 ) -> ProgressiveCache:
     """`append` to a part of a cache: one device's, where blocks are split over several.
 
-    Args:
-      cache: lengths and buffers of whole sequences, and some of their blocks.
-      key: ``[B, T, K, H]`` in `cache.dtype`.
-      value: the same shape and dtype.
-      lengths: int32 ``[B]``, the real ones of the `T` tokens.
-      first: int32 ``[]``, the token that the part's first block begins with.
-      implementation: what `decode` is asked for beside it; ``"mosaic_gpu"`` appends one token.
-
-    Returns:
-      The part of the extended cache.
-
-    Raises:
-      TypeError, ValueError, NotImplementedError: see `append`.
+    The part has lengths and buffers of whole sequences, and some of their blocks; `first` (int32
+    ``[]``) is the token that its first block begins with. `implementation` is the name that
+    `decode` is asked for at the same time; ``"mosaic_gpu"`` appends one token.
     """
     check_cache_arguments(cache, key, value)
     name = APPEND_PART.beside(implementation)
