@@ -32,7 +32,7 @@ _ALL = (16, 8, 4, 2, 1)
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """What is static in a call.
+    """A call's static settings.
 
     Attributes:
       queries: of all sequences and heads, ``B * T * N``.
@@ -56,7 +56,7 @@ class Settings:
 
     @property
     def warps(self) -> int:
-        """Of a query."""
+        """Warps that share a query."""
         return self.head_dim // (_LANES * _CHANNELS)
 
 
@@ -67,17 +67,9 @@ def merge(
     result: jax.Array | jax.ShapeDtypeStruct,
     kv_heads: int,
 ) -> tuple[jax.Array, jax.Array]:
-    """Merges splits.
+    """`pallas_kernels.merge.merge`, whose arrays it takes and returns.
 
-    Args:
-      o: float32 ``[B * K, splits, G * T, H]``, unnormalized outputs.
-      m: float32 ``[B * K, splits, G * T]``, maxima in powers of two, ``-inf`` in an empty split.
-      l: float32, the same shape, sums of weights.
-      result: ``[B, T, N, H]``, for its shape and dtype, as the queries or float32.
-      kv_heads: `K`.
-
-    Returns:
-      ``[B, T, N, H]`` in that dtype and the float32 log-sum-exp ``[B, T, N]``.
+    The result's dtype is the queries' or float32.
     """
     batch, tokens, heads, head_dim = result.shape
     parts, rows = m.shape[1:]
@@ -98,14 +90,11 @@ def merge(
 
 
 def write(arrays: list[Pointer], number: Int, place: Int, s: Settings) -> None:
-    """Some channels of a query.
+    """Merges a lane's channels of one query and writes them.
 
-    Args:
-      arrays: `o`, `m`, `l`, the output and the log-sum-exp.
-      number: of the warp: its query among all, ``(b * K + k) * G * T`` and the row, times the warps
-        of a query, and which of them it is.
-      place: of the lane.
-      s: settings.
+    `arrays` are `o`, `m`, `l`, the output and the log-sum-exp. `number` is the warp's: its query
+    among all, ``(b * K + k) * G * T`` plus the row, times the warps of a query, plus which of those
+    it is. `place` is the lane's number.
     """
     o, m, l, out, residual = arrays
     query, which = number // s.warps, number % s.warps
@@ -150,14 +139,13 @@ def write(arrays: list[Pointer], number: Int, place: Int, s: Settings) -> None:
 def _read(
     o: Pointer, first: Int, channel: Int, s: Settings, start: Int, count: int
 ) -> list[list[Int]]:
-    """A lane's channels of this many parts."""
+    """The lane's channels of `count` parts from `start` on."""
     rows = [first + (start + j) * s.rows for j in range(count)]
     size = 4 * _CHANNELS
     return [o.times(at, 4 * s.head_dim).at(channel * size).words(_CHANNELS) for at in rows]
 
 
 def _store(x: list[Float], out: Pointer, pair: Int, s: Settings) -> None:
-    """Two channels."""
     if s.dtype == "float32":
         out.times(pair, 8).store_words([v.as_int() for v in x])
     else:

@@ -16,7 +16,6 @@ _INFINITY = float("inf")
 
 
 def _float32(x: float) -> float:
-    """Rounded to float32."""
     return float(struct.unpack("<f", struct.pack("<f", x))[0])
 
 
@@ -25,13 +24,7 @@ def load_query(
 ) -> Query:
     """Loads and quantizes a program's queries; row ``head * T + token`` of its KV head.
 
-    Args:
-      a: the arrays.
-      at: the program.
-      shape: sizes of the program.
-      here: the lane's place.
-      factor: of the scores.
-      unit: of the exponential.
+    `factor` is the scores', `unit` the exponential's (`Numerics.unit`).
     """
     width = 4 if a.dtype == "float32" else 2
     codes, scales, positions = [], [], []
@@ -61,7 +54,7 @@ def load_query(
 
 
 def row_scale(x: list[Float]) -> Float:
-    """Stage 1's scale of the row that four lanes share (`scale_from_maximum`)."""
+    """Stage 1's scale (`scale_from_maximum`) of the row that four lanes share."""
     magnitudes = [lane.maximum(v, -v) for v in x]
     top: Any = magnitudes[0]
     bad: Any = lane.number(0.0)
@@ -77,7 +70,7 @@ def row_scale(x: list[Float]) -> Float:
 
 
 def row_code(x: Float, scale: Float) -> Int:
-    """``rint(x / scale)``, settled by exact comparisons (`turbojax.quantizers.int8`)."""
+    """``rint(x / scale)``, made exact by comparisons (`turbojax.quantizers.int8`)."""
     limit = INT8_RANGE
     quotient = lane.minimum(lane.maximum(x / scale, lane.number(-limit)), lane.number(limit))
     shifted = quotient + lane.ROUNDER

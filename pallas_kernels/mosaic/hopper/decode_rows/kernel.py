@@ -77,19 +77,19 @@ from pallas_kernels.mosaic.lane import Float, Int, Pointer
 
 
 def _row(head_dim: int) -> int:
-    """Numbers from one row of a result to the next: different banks for the rows of a store."""
+    """Numbers from one row of a result to the next; rows stored together differ in banks."""
     return head_dim + 8
 
 
 @dataclasses.dataclass(frozen=True)
 class RowSettings(Settings):
-    """What is static in a call: as of `decode`, with 16 or 32 rows.
+    """Static settings as of `decode`, with 16 or 32 rows.
 
     Attributes:
-      team: warps that share blocks, 1 or 2.
+      team: how many warps share blocks, 1 or 2.
 
     Raises:
-      ValueError: if there is no code for as many rows or for such a team.
+      ValueError: if this number of rows or this team is not supported.
     """
 
     team: int = 1
@@ -105,20 +105,19 @@ class RowSettings(Settings):
 
     @property
     def teams(self) -> int:
-        """Teams of a program."""
         return self.warps // self.team
 
     def slot_bytes(self, head_dim: int) -> int:
-        """Shared memory of a team's blocks in flight, in the end its result."""
+        """Shared memory of a team's blocks in flight, which holds its result in the end."""
         return max(super().warp_bytes(head_dim), self.rows * (_row(head_dim) + 2) * 4)
 
     def area_bytes(self, head_dim: int) -> int:
-        """Shared memory of a team, with what its warps exchange, and their scratch."""
+        """Shared memory of a team: its blocks, what its warps exchange, their scratch memory."""
         exchange = exchange_bytes(self.team, self.rows, self.block)
         return self.slot_bytes(head_dim) + exchange + self.team * scratch_bytes(head_dim)
 
     def warp_bytes(self, head_dim: int) -> int:
-        """A warp's part of all that, and of the queries' memory, which is behind the areas."""
+        """A warp's part of all this, and of the queries' memory, which is behind the areas."""
         total = self.teams * self.area_bytes(head_dim) + query_bytes(self.rows, head_dim)
         return -(-total // (16 * self.warps)) * 16
 
@@ -128,7 +127,7 @@ def _kernel(*refs: Any, s: RowSettings) -> None:
 
 
 def _program(a: Arrays, ids: list[Int], memory: tuple[Pointer, Pointer], s: RowSettings) -> None:
-    """Its share of a head's units, written for single lanes."""
+    """Computes the program's share of a head's units; written for single lanes."""
     at = Program.of(a, ids, s)
     _walk(a, at, memory, s)
     found = frame.Results(
@@ -143,7 +142,7 @@ def _program(a: Arrays, ids: list[Int], memory: tuple[Pointer, Pointer], s: RowS
 
 
 def _walk(a: Arrays, at: Program, smem: tuple[Pointer, Pointer], s: RowSettings) -> None:
-    """A warp's share of the program's units, and its result."""
+    """Computes a warp's share of the program's units, and stores its result."""
     shape = Shape(a.head_dim, s.block, max(s.key_bits), max(s.value_bits), s.rows)
     n = Numerics(s.exponential, s.window, s.soft_cap, a.tokens > 1 or s.window is not None)
     here, teams, tiles = Place.here(), s.teams, s.rows // 16
@@ -280,7 +279,7 @@ def decode(
     query_lengths: jax.Array,
     settings: RowSettings,
 ) -> tuple[jax.Array, jax.Array]:
-    """What `decode.kernel.decode` computes."""
+    """As `decode.kernel.decode`."""
     lengths_of_all = lengths, buffer_lengths, query_lengths
     name = "turbojax_decode_rows_hopper"
     return frame.call(_kernel, name, query, key, value, lengths_of_all, settings)
