@@ -36,7 +36,6 @@ class Memory(NamedTuple):
 
 
 def memory(x: Inputs, s: Settings) -> Memory:
-    """The types of a program's shared memory."""
     copies, dtype = pieces(x.rope.shape[1], TILE), x.q.dtype
     # Of the rotary part, and of either half, or of those who expand.
     arrivals = copies * (1 + HALVES) if s.codec is None else copies + SHARES
