@@ -24,14 +24,14 @@ _THREADS = 128
 
 @dataclasses.dataclass(frozen=True)
 class Tile:
-    """What is static.
+    """A tile's static settings.
 
     Attributes:
       rows: tokens, a multiple of 64.
       channels: 64 or 128.
       block: tokens that share a scale, 64 or 128; divides `rows`.
       dtype: ``"bfloat16"`` or ``"float16"``.
-      is_int8: whether codes are int8; else e4m3.
+      is_int8: int8 or e4m3 codes.
     """
 
     rows: int
@@ -47,15 +47,11 @@ class Tile:
 
 
 def quantize(raw: Any, codes: Any, scales: Any, slot: Any, count: Any, tile: Tile) -> None:
-    """Quantizes a tile.
+    """Quantizes a tile in shared memory; tokens from `count` on become 0, in `raw` too.
 
-    Args:
-      raw: 16-bit ``[rows, channels]``, contiguous; becomes 0 from `count` on.
-      codes: 8-bit ``[rows / 64, 64, channels]``, each of these tiled for matrix instructions.
-      scales: float32 ``[PARTS + n, rows / 64]``; the first of them are of use only here.
-      slot: int32 scalar: which of the `n` the scales are for.
-      count: int32 scalar: tokens that there are.
-      tile: what is static.
+    `raw` is 16-bit ``[rows, channels]``, contiguous; `codes` 8-bit ``[rows / 64, 64, channels]``,
+    each of these tiled for matrix instructions; `scales` float32 ``[PARTS + n, rows / 64]``, of
+    which the first `PARTS` are scratch, and `slot` selects one of the `n`.
     """
     source, target, told = (Pointer.to(x) for x in (raw, codes, scales))
     count_of_scales = tile.rows // ROWS
@@ -87,7 +83,7 @@ def _read(source: Pointer, thread: Int, row: int, tile: Tile) -> Pointer:
 
 
 def clear(source: Pointer, thread: Int, count: Int, tile: Tile) -> None:
-    """Zeros in place of tokens that there are not: they must not reach a scale."""
+    """Zeros tokens that do not exist: they must not reach a scale."""
     with lane.when(count < tile.rows):
         for row in range(0, tile.rows, tile.step):
             token = thread // (tile.channels // _CHANNELS) + row
@@ -96,7 +92,7 @@ def clear(source: Pointer, thread: Int, count: Int, tile: Tile) -> None:
 
 
 def largest(source: Pointer, thread: Int, first: int, tile: Tile) -> Int:
-    """The largest bits of absolute values that a thread has of 64 tokens."""
+    """The largest bits of a thread's absolute values among 64 tokens."""
     found = lane.integer(0)
     for row in _rows(first, tile):
         words = [w & 0x7FFF7FFF for w in _read(source, thread, row, tile).words(4)]
@@ -113,7 +109,7 @@ def scale_of(bits: Int, tile: Tile) -> Float:
 def write(
     source: Pointer, target: Pointer, thread: Int, first: int, scale: Float, tile: Tile
 ) -> None:
-    """Codes of 64 tokens."""
+    """Writes the codes of 64 tokens."""
     place = _place(thread, tile)
     at = target.at(first * ROWS * tile.channels, place)
 

@@ -50,7 +50,7 @@ class Layout:
 
     @property
     def row(self) -> int:
-        """Codes of one."""
+        """Codes of a row."""
         return self.tokens if self.tokens_last else self.channels
 
 
@@ -59,10 +59,10 @@ class Arrays:
     """Where blocks are stored.
 
     Attributes:
-      codes: uint8, one a width: ``[B, K_i, n, block, H * bits / 8]``, with tokens last
+      codes: uint8, one for each width: ``[B, K_i, n, block, H * bits / 8]``, with tokens last
         ``[B, K_i, n, H, block * bits / 8]``.
       channel_scale: int8 ``[B, K, n, H]``.
-      channel_zero: the same.
+      channel_zero: int8 ``[B, K, n, H]``.
       block_scale: float32 ``[B, K, n]``.
       blocks: `n`.
       layout: of a block.
@@ -81,8 +81,6 @@ class Target:
     """The place of a block.
 
     Attributes:
-      batch: its sequence.
-      head: its head.
       heads: `K`.
       slot: the head's place among the slots of all widths.
       number: along `n`.
@@ -100,13 +98,13 @@ class Target:
 
 
 def shared_bytes(block: Block, layout: Layout) -> int:
-    """Of a program's memory, behind `blocks.MAXIMA_BYTES`."""
+    """A program's memory behind `blocks.MAXIMA_BYTES`."""
     staged = block.shared_bytes if layout.tokens_last else layout.tokens * _pitch(layout)
     return _staging(block) + staged
 
 
 def _staging(block: Block) -> int:
-    """Where codes are staged: behind what lanes and channels tell each other."""
+    """Where codes are staged: behind what lanes and channels exchange."""
     return block.warps * block.columns * _LANE_BYTES + block.channels * _CHANNEL_BYTES
 
 
@@ -121,13 +119,7 @@ def staging(block: Block, memory: Pointer) -> Pointer:
 
 
 def tell_extremes(share: Share, codes: Words, memory: Pointer) -> None:
-    """Lets the program know the lowest and highest codes of channels; a barrier must follow.
-
-    Args:
-      share: of the lane.
-      codes: of stage 1.
-      memory: shared.
-    """
+    """Puts channels' lowest and highest stage-1 codes in shared memory; a barrier must follow."""
     b = share.block
     lowest: list[Int] = []
     highest: list[Int] = []
@@ -164,15 +156,7 @@ def _as_halves(words: list[Int]) -> list[Int]:
 
 
 def write(share: Share, codes: Words, memory: Pointer, a: Arrays, at: Target) -> None:
-    """Compresses and stores a block, of which `tell_extremes` was told before a barrier.
-
-    Args:
-      share: of the lane.
-      codes: of stage 1.
-      memory: shared.
-      a: where to.
-      at: where there.
-    """
+    """Compresses and stores a block, after its `tell_extremes` and a barrier."""
     layout = a.layout
     _channels(share, memory, a, at)
     lane.block_barrier()
@@ -301,7 +285,7 @@ def _stage_rows(share: Share, codes: Words, staged: Pointer, pitch: int) -> None
 
 
 def _pack(share: Share, staged: Pointer, out: Pointer, layout: Layout, bits: int) -> None:
-    """Packs and stores what is staged; planes follow each other along a row."""
+    """Packs and stores the staged codes; planes follow each other along a row."""
     row = layout.row * bits // 8
     begin, shift = 0, 0
     for width in _PLANES[bits]:

@@ -24,13 +24,12 @@ def unpack(word: Int, dtype: str = "float16") -> tuple[Float, Float]:
 
 
 def constant(x: float) -> Int:
-    """A number twice."""
     [bits] = struct.unpack("<H", struct.pack("<e", x))
     return integer(bits * 0x10001)
 
 
 def twice(word: Int, which: int) -> Int:
-    """The low (0) or the high (1) of a word's two numbers, twice."""
+    """A word with the low (0) or the high (1) of a word's two numbers in both halves."""
     half = ("low", "high")[which]
     text = f"{{ .reg .b16 low, high; mov.b32 {{low, high}}, $1; mov.b32 $0, {{{half}, {half}}}; }}"
     return Int(asm(i32(), [word.value], text, "=r,r", effects=False))
@@ -52,7 +51,7 @@ def multiply(a: Int, b: Int, dtype: str = "float16") -> Int:
 
 
 def clip(a: Int, most: Int, dtype: str = "float16") -> Int:
-    """Of two numbers each, those of `a` whose magnitude is no more than that in `most`."""
+    """The two numbers of `a`, clipped to the magnitudes in `most`."""
     return Int(assembly(f"min.xorsign.abs.{_PAIRS[dtype]} $0, $1, $2;", a, most).value)
 
 

@@ -106,11 +106,11 @@ class Int:
         return Int(arith.shrui(self.value, int_value(other)))
 
     def __floordiv__(self, other: "Int | int") -> "Int":
-        """Of non-negative numbers."""
+        """Only for non-negative numbers."""
         return Int(arith.divui(self.value, int_value(other)))
 
     def __mod__(self, other: "Int | int") -> "Int":
-        """Of non-negative numbers."""
+        """Only for non-negative numbers."""
         return Int(arith.remui(self.value, int_value(other)))
 
     __lt__ = _compare("slt")
@@ -120,11 +120,9 @@ class Int:
     equals = _compare("eq")
 
     def maximum(self, other: "Int | int") -> "Int":
-        """The larger of two."""
         return Int(arith.maxsi(self.value, int_value(other)))
 
     def minimum(self, other: "Int | int") -> "Int":
-        """The smaller of two."""
         return Int(arith.minsi(self.value, int_value(other)))
 
     def to_float(self) -> "Float":
@@ -132,7 +130,7 @@ class Int:
         return Float(arith.sitofp(f32(), self.value))
 
     def as_float(self) -> "Float":
-        """The same bits."""
+        """Reinterprets the bits."""
         return Float(arith.bitcast(f32(), self.value))
 
 
@@ -171,22 +169,20 @@ class Float:
         return Float(math.fma(self.value, b.value, c.value))
 
     def as_int(self) -> Int:
-        """The same bits."""
+        """Reinterprets the bits."""
         return Int(arith.bitcast(i32(), self.value))
 
 
 def integer(x: int) -> Int:
-    """A constant."""
     return Int(int_value(x))
 
 
 def number(x: float) -> Float:
-    """A constant."""
     return Float(float_value(x))
 
 
 def scalar(x: Any) -> Int:
-    """An int32 scalar of Pallas."""
+    """An int32 scalar of Pallas as `Int`."""
     [value] = x.registers.flat
     return Int(value)
 
@@ -220,13 +216,10 @@ def either(
     a: Callable[[], list[Any]],
     b: Callable[[], list[Any]],
 ) -> list[Any]:
-    """What `a` computes where `condition` holds, elsewhere what `b` does; only one of them runs.
+    """What `a` computes if `condition` holds, otherwise what `b` does; only one of them runs.
 
-    Args:
-      condition: on which the lanes of a warp agree.
-      kinds: of the results, `Int` or `Float`.
-      a: gives a list of numbers.
-      b: gives a list of as many.
+    The lanes of a warp must agree on `condition`. Both functions return a list of as many numbers,
+    whose types `kinds` are.
     """
     types = [i32() if kind is Int else f32() for kind in kinds]
     op = scf.IfOp(condition.value, types, has_else=True)
@@ -242,7 +235,7 @@ def total(values: Sequence[Any]) -> Any:
 
 
 def tree(values: Sequence[Any], op: Callable[[Any, Any], Any]) -> Any:
-    """Combines numbers pairwise, for short chains."""
+    """Combines numbers pairwise, which keeps dependency chains short."""
     values = list(values)
     while len(values) > 1:
         pairs = [op(a, b) for a, b in zip(values[::2], values[1::2], strict=False)]
@@ -251,9 +244,9 @@ def tree(values: Sequence[Any], op: Callable[[Any, Any], Any]) -> Any:
 
 
 def chain(values: Sequence[Any], op: Callable[[Any, Any], Any]) -> Any:
-    """Combines numbers two at a time, alternately into two: fewer at once than in a `tree`.
+    """Combines numbers two at a time into two alternating results: fewer at once than in a `tree`.
 
-    Two maxima of integers in a row are one instruction.
+    Two integer maxima in a row are one instruction.
     """
     totals = list(values[:2])
     for i in range(2, len(values), 2):

@@ -26,8 +26,6 @@ class Turbo4:
     """The products of a block in shared memory.
 
     Attributes:
-      head_dim: `H`.
-      s: settings.
       table: four words: the lower eight centroids, and the upper ones from the last on.
       minus: -1, in a register.
     """
@@ -39,7 +37,7 @@ class Turbo4:
 
     @classmethod
     def of(cls, head_dim: int, s: Settings) -> "Turbo4":
-        """With its table in registers."""
+        """Keeps its table in registers."""
         table = [*s.centroids[:8], *reversed(s.centroids[8:])]
         words = [int.from_bytes(bytes(table[i : i + 4]), "little") for i in range(0, 16, 4)]
         # Permutes take registers: of a constant the compiler makes a copy before every one of them.
@@ -59,11 +57,11 @@ class Turbo4:
     def query_operands(
         self, x: list[Float], here: Place
     ) -> tuple[list[Int], tuple[Any, Any], Float, Float]:
-        """A query's operand words, its columns' starts, its offset, its scale."""
+        """See `integers.query_operands`."""
         return integers.query_operands(x, self.s.middle, here)
 
     def unseen(self, slot: Pointer, begin: Int, at: Program, here: Place) -> list[Int]:
-        """Nothing: codes are finite, and norms of what is not seen are not multiplied with."""
+        """Empty: codes are finite, and norms of tokens that are not seen are not used."""
         del slot, begin, at, here
         return []
 
@@ -128,7 +126,7 @@ class Turbo4:
         return out
 
     def _value_rows(self, values: Pointer, here: Place) -> Any:
-        """Yields the operand words of two channels after the other, in the order of `channel`."""
+        """Yields operand words, two channels at a time, in the order of `channel`."""
         row, held = self.s.row_bytes(self.head_dim), self.s.held
         loaded = value_words(values, row, held, here)
         for j in range(row // 32):

@@ -41,17 +41,17 @@ class Memory(NamedTuple):
 
     @property
     def is_ahead(self) -> bool:
-        """Whether the next tile's operands are copied, and attended to, while this one ends."""
+        """Whether the next tile's operands are copied, and used, while this one ends."""
         return self.q.shape[0] > WARPGROUPS
 
     def turns(self) -> None:
-        """Lets the other warpgroup go on, and waits for it to do so."""
+        """Lets the other warpgroup go on, and waits until that does the same."""
         plgpu.barrier_arrive(self.turn)
         plgpu.barrier_wait(self.turn)
 
 
 def pieces(page_size: int, tile: int) -> int:
-    """Copies that make up a tile."""
+    """How many copies a tile takes."""
     return max(1, tile // page_size)
 
 

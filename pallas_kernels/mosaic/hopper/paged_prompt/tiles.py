@@ -20,7 +20,7 @@ _PART = 128
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """What is static in a call.
+    """A call's static settings.
 
     Attributes:
       window: how many earlier tokens a query sees, or None.
@@ -32,8 +32,8 @@ class Settings:
         by side as those of one head; 1 where heads are apart.
       registers: of a thread that attends and of one that copies.
       programs: how many run side by side, one to a multiprocessor.
-      out_dtype: of the output, ``"float32"``, with parts alone; None for the queries'.
-      has_sinks: whether there are sinks, without parts alone.
+      out_dtype: of the output, ``"float32"``, only with parts; None for the queries'.
+      has_sinks: whether there are sinks, only without parts.
 
     Raises:
       ValueError: if there are sinks with parts, or an output's dtype without.
@@ -57,17 +57,17 @@ class Settings:
 
 
 def together(group: int) -> int:
-    """Heads of a group of so many that share a tile: a power of two that divides it."""
+    """Heads of a group that share a tile: a power of two that divides `group`."""
     return min(group & -group, _MOST_TOGETHER)
 
 
 def query_slots(head_dim: int) -> int:
-    """Tiles of query rows in shared memory: this one's and, where there is room, the next one's."""
+    """Tiles of query rows in shared memory: this one's and, if there is room, the next one's."""
     return 2 if head_dim <= _PART else 1
 
 
 def tile_tokens(head_dim: int) -> int:
-    """Keys that are multiplied at once."""
+    """Keys of a tile, which are multiplied at once."""
     return 128 if head_dim <= _PART else 64
 
 
@@ -88,12 +88,12 @@ class Inputs(NamedTuple):
 
     @property
     def is_turned(self) -> bool:
-        """Whether values are tiles whose tokens lie side by side, of e4m3."""
+        """Whether values are e4m3 tiles of `turn.turn`, with their tokens side by side."""
         return self.lost is not None
 
 
 class Span(NamedTuple):
-    """Tiles of keys of a tile of queries; every query sees those from `inner` to `outer` whole."""
+    """Tiles of keys of a tile of queries; all queries see all of those from `inner` to `outer`."""
 
     begin: jax.Array
     inner: jax.Array
@@ -177,7 +177,7 @@ class Work:
             self.tiles = Span(*(jnp.clip(at, start, start + per_part) for at in self.tiles))
 
     def turned(self, j: jax.Array, x: Inputs) -> jax.Array:
-        """The number of its sequence's tile `j` among turned ones."""
+        """The number of its sequence's tile `j` among those of `turn.turn`."""
         per_sequence = x.v.shape[0] // x.q.shape[0]
         return self.b * per_sequence + j
 
@@ -190,7 +190,7 @@ class Work:
 
 
 def count_parts(tables: jax.Array, k: jax.Array, s: Settings) -> int:
-    """Parts of the tokens that tables may name; 1 if they are not taken in parts."""
+    """The number of parts of the tokens that tables may name; 1 if there are no parts."""
     return 1 if s.part is None else pl.cdiv(tables.shape[1] * k.shape[2], s.part)
 
 
@@ -207,7 +207,7 @@ def parts_seen(lengths: jax.Array, query_lengths: jax.Array, s: Settings) -> jax
 
 
 def count(q: jax.Array, kv_heads: int) -> int:
-    """How many tiles of query rows there are for ``[B, T, N, H]``."""
+    """The number of tiles of query rows for ``[B, T, N, H]``."""
     batch, tokens, heads, _ = q.shape
     each = together(heads // kv_heads)
     return batch * (heads // each) * pl.cdiv(tokens, WARPGROUPS * ROWS // each)
