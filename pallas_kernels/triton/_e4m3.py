@@ -27,11 +27,9 @@ def _rounded(magnitude: jax.Array) -> jax.Array:
 
 
 def round_normal(x: jax.Array) -> jax.Array:
-    """Rounds float32 to e4m3 values, saturating, in float32.
+    """Rounds float32 multiples of 2**-9, the smallest e4m3 value, to e4m3 values, saturating.
 
-    Args:
-      x: multiples of 2**-9, the smallest e4m3 value, or NaN, which stays: nothing is rounded below
-        the normal range.
+    Nothing is rounded below the normal range; NaN stays.
     """
     bits = jax.lax.bitcast_convert_type(x, jnp.int32)
     magnitude = bits & _MAGNITUDE
@@ -61,13 +59,7 @@ def from_bits(bits: jax.Array) -> jax.Array:
 
 
 def nibble(x: jax.Array, high: bool, interpret: bool) -> jax.Array:
-    """One of the two's complement nibbles of each byte as float16.
-
-    Args:
-      x: int8.
-      high: which one.
-      interpret: whether the kernel runs without a GPU, where there is no assembly.
-    """
+    """The high or low two's complement nibble of each int8 byte, as float16."""
     if interpret:
         wide = x.astype(jnp.int32)
         return (wide >> 4 if high else (wide << 28) >> 28).astype(jnp.float16)
@@ -98,10 +90,7 @@ def nibble(x: jax.Array, high: bool, interpret: bool) -> jax.Array:
 def round_float16(x: jax.Array, has_e4m3: bool, interpret: bool) -> jax.Array:
     """Rounds float16 multiples of 2**-9 to e4m3 values, saturating; NaN stays.
 
-    Args:
-      x: float16.
-      has_e4m3: whether the GPU converts to e4m3.
-      interpret: whether the kernel runs without a GPU.
+    `has_e4m3` says whether the GPU converts to e4m3.
     """
     if interpret or not has_e4m3:
         return round_normal(x.astype(jnp.float32)).astype(jnp.float16)

@@ -48,12 +48,12 @@ _State = tuple[jax.Array, jax.Array, jax.Array]
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """What is static in an attention call.
+    """An attention call's static settings.
 
     Attributes:
       mode: ``"int8"``, ``"int8_fp8"``, ``"fp8"`` or ``"float"``.
       exp: the softmax's exponential.
-      unit: of its argument, how many are one nat.
+      unit: how many units of its argument are one nat.
       block_q: query tokens that share a scale.
       block_kv: tokens of a key block.
       scale: factor of the scores.
@@ -82,13 +82,13 @@ class Settings:
 
 
 class Extras(NamedTuple):
-    """Arrays, in the kernel refs, that a call may have beyond its operands; None where it has none.
+    """Optional arrays of a call (in the kernel refs); None where it has none.
 
     Attributes:
       shift: int32 ``[B]``, by how much a query's position exceeds a key's of the same index.
       query_segments: int32 ``[B, T]``.
       key_segments: int32 ``[B, S]``.
-      ranges: int32 ``[B, tiles, 2]``: per tile of queries the key blocks ``first <= j < last``
+      ranges: int32 ``[B, tiles, 2]``: for each tile of queries the key blocks ``first <= j < last``
         outside which none is of their segments.
       bias: ``[B or 1, N or 1, T or 1, S]``, added to the scores.
       slopes: float32 ``[N]``: ``-slope * |distance|`` is added.
@@ -121,13 +121,13 @@ class _Query(NamedTuple):
     extras: "_Extras"
 
     def moved(self, shift: jax.Array) -> "_Query":
-        """The tile at positions that are so many past the indices."""
+        """The tile at positions that are `shift` past the indices."""
         places = {name: getattr(self, name) + shift for name in ("position", "first", "last")}
         return self._replace(**places, is_shifted=True)
 
 
 class _Extras(NamedTuple):
-    """The refs of `Extras` for a tile of queries of one head, or what they hold."""
+    """The refs of `Extras` for a tile of queries of one head, or their contents."""
 
     sequence: jax.Array  # int32 scalar
     key_segments: Ref | None
@@ -184,7 +184,7 @@ def _mask(query: _Query, position: jax.Array, length: jax.Array, s: Settings) ->
 
 
 def _added(query: _Query, position: jax.Array) -> jax.Array | None:
-    """What is added to the scores ``[tile, t]``: a bias, slopes times distances; or nothing."""
+    """What is added to the scores ``[tile, t]``: a bias, slopes times distances, or None."""
     extras, added = query.extras, None
     if extras.slope is not None:
         distance = jnp.abs(query.position[:, None] - position[None, :])
@@ -424,7 +424,7 @@ def _of_tile(extras: Extras, b: jax.Array, head: jax.Array, position: jax.Array)
 def _with_sink(
     out: jax.Array, lse: jax.Array, sink: jax.Array, real: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Outputs ``[tile, H]`` and log-sum-exps with a sink's weight in the denominator."""
+    """Outputs ``[tile, H]`` and log-sum-exps, with a sink's weight in the denominator."""
     largest = jnp.maximum(lse, sink)
     shift = jnp.where(largest == -jnp.inf, 0.0, largest)
     weight = jnp.exp(lse - shift)
@@ -450,24 +450,11 @@ def attention(
     settings: Settings,
     extras: Extras = NOTHING,
 ) -> tuple[jax.Array, jax.Array]:
-    """Attends with operands that are quantized already.
+    """Attends with operands that are already quantized, or in floating point.
 
-    Args:
-      q: ``[B, N, Tp, H]``; `Tp`, `Sp` are padded to whole blocks.
-      q_scale: float32 ``[B, N, Tp / block_q]``.
-      k: ``[B, K, Sp, H]``, q's dtype.
-      k_scale: float32 ``[B, K, Sp / block_kv]``.
-      v: ``[B, K, H, Sp]``.
-      v_scale: float32 ``[B, K, Sp / block_kv]``, in the e4m3 modes one number per head.
-      query_lengths: int32 ``[B]``.
-      key_lengths: int32 ``[B]``.
-      tokens: `T`, queries of the output.
-      dtype: of the output.
-      settings: numerics and launch.
-      extras: what else the call has.
-
-    Returns:
-      ``[B, T, N, H]`` and the float32 log-sum-exp ``[B, T, N]``.
+    As `mosaic.hopper.attention.attention`, but keys are in the order of tokens, queries always come
+    with their scales, and results are ``[B, T, N, H]`` and the float32 log-sum-exp ``[B, T, N]``.
+    Shifts, segments, slopes and sinks are in `extras`.
     """
     batch, heads, _, head_dim = q.shape
     return varying.pallas_call(

@@ -48,19 +48,10 @@ def quantize(
     has_e4m3: bool = True,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """Quantizes tokens, the numbers of `turbojax.quantizers.quantize_tokens`.
+    """As `mosaic.hopper.fp8_tokens.quantize`, for bfloat16, float16 or float32 ``[M, K]``.
 
-    Args:
-      x: bfloat16, float16 or float32 ``[M, K]``, `K` up to `LARGEST`.
-      norm_scale: optional ``[K]``: quantizes ``x / sqrt(mean(x^2) + eps) * norm_scale``, computed
-        in float32 and rounded to `x`'s dtype.
-      eps: see there.
-      has_e4m3: whether the GPU converts to e4m3.
-      interpret: run without a GPU.
-
-    Returns:
-      codes: float8_e4m3fn ``[M, K]``, NaN where a token's scale is.
-      scale: bfloat16 ``[M]``.
+    `K` is at most `LARGEST`, and there is always a norm with `norm_scale`. `has_e4m3` says whether
+    the GPU converts to e4m3.
     """
     tokens, channels = x.shape
     chunk = max(_SMALLEST_CHUNK, next_power_of_2(pl.cdiv(channels, _MOST_CHUNKS)))
@@ -87,7 +78,7 @@ def quantize(
 
 
 def _warps(values: int, chunk: int) -> int:
-    """As many as have enough to do, and 8 values of a chunk each: loads of 16 bytes."""
+    """As many as have enough to do, with 8 values of a chunk a thread: loads of 16 bytes."""
     wanted = next_power_of_2(pl.cdiv(values, 32 * _VALUES_PER_THREAD))
     return max(1, min(16, wanted, chunk // 256))
 
@@ -117,13 +108,13 @@ def _kernel(x: Ref, *refs: Ref, chunk: int, eps: float, interpret: bool) -> None
 
 
 def _place(start: int, chunk: int, channels: int) -> tuple[jax.Array, jax.Array | None]:
-    """Channels of a chunk, and which of them there are; None if all."""
+    """Channels of a chunk, and which of them exist; None if all."""
     at = start + jnp.arange(chunk, dtype=jnp.int32)
     return at, None if start + chunk <= channels else at < channels
 
 
 def _load(ref: Ref, at: tuple[jax.Array, ...], inside: jax.Array | None) -> jax.Array:
-    """float32, 0 past the last channel."""
+    """Values as float32, 0 past the last channel."""
     other = None if inside is None else 0.0
     return plgpu.load(ref.at[at], mask=inside, other=other).astype(jnp.float32)
 

@@ -45,7 +45,7 @@ _State = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """What is static in a launch.
+    """A launch's static settings.
 
     Attributes:
       level: tokens of a group: 1, 2, 4 or 8.
@@ -98,7 +98,7 @@ def _row_tile(
     channels: Span,
     s: Settings,
 ) -> tuple[_Tile, jax.Array]:
-    """The tile, and how many tokens its groups hold."""
+    """The program's tile, and how many tokens its groups hold."""
     b, h, tile = at
     local = jnp.arange(s.rows, dtype=jnp.int32)
     group = tile * s.rows + local
@@ -243,20 +243,10 @@ def key_gradient(
     settings: Settings,
     marks: Marks = UNMARKED,
 ) -> tuple[jax.Array, jax.Array]:
-    """The gradients of the pooled keys and values of one level.
+    """The gradients of one level's keys and values: float32 ``[B, K, ceil(S / level), H]``.
 
-    Args:
-      queries: queries, cotangents and what forward gave.
-      k: the keys, in the queries' dtype.
-      v: the values.
-      lists: which query blocks attend to each tile of `settings.rows` groups at this level.
-      query_lengths: int32 ``[B]``, at most `T`.
-      key_lengths: int32 ``[B]``, at most `S`.
-      settings: numerics and launch.
-      marks: as forward had them.
-
-    Returns:
-      Two of float32 ``[B, K, ceil(S / level), H]``, zeros where there is nothing.
+    `lists` are the query blocks that attend to each tile of `settings.rows` groups at this level;
+    others as `pooled_query_gradient.query_gradient`. Zeros where there is nothing.
     """
     batch, tokens, kv_heads, head_dim = k.tokens.shape
     groups = pl.cdiv(tokens, settings.level)
