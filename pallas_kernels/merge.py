@@ -158,7 +158,6 @@ def _merge_parts_kernel(
     size: int,
     left: int | None,
 ) -> None:
-    """Merges the parts of one row."""
     row, pair = pl.program_id(0), pl.program_id(1)
     batch, tokens, heads, head_dim = out_ref.shape
     kv_heads = m_ref.shape[0] // batch

@@ -102,7 +102,6 @@ def default_warpgroups(tokens: int, channels: int, values: int = VALUES_PER_LANE
 
 
 def default_tokens(channels: int) -> int:
-    """The tokens for which each lane of a warpgroup holds 64 values."""
     return _WARPGROUP * VALUES_PER_LANE // (columns(channels) * CHANNELS)
 
 
@@ -162,7 +161,6 @@ class Share:
         return [known[i : i + TOKENS] for i in range(0, len(known), TOKENS)]
 
     def floats(self, words: Sequence[Int]) -> list[Float]:
-        """A token's values as float32."""
         if self.block.dtype == "float32":
             return [w.as_float() for w in words]
         return [x for w in words for x in lane.half.unpack(w, self.block.dtype)]
@@ -233,7 +231,6 @@ class Share:
                     out.at(row * channels, place).store_words(words)
 
     def inside(self, number: int) -> Any:
-        """A context whose body runs if the lane's group `number` of codes exists."""
         inside = self.is_inside(number, self.block.channels // CHANNELS)
         return contextlib.nullcontext() if inside is None else lane.when(inside)
 

@@ -42,7 +42,6 @@ class Tile:
 
     @property
     def step(self) -> int:
-        """Tokens that the warpgroup takes at a time."""
         return _THREADS * _CHANNELS // self.channels
 
 
@@ -73,12 +72,10 @@ def quantize(raw: Any, codes: Any, scales: Any, slot: Any, count: Any, tile: Til
 
 
 def _rows(first: int, tile: Tile) -> range:
-    """The first token of each step of 64."""
     return range(first * ROWS, (first + 1) * ROWS, tile.step)
 
 
 def _read(source: Pointer, thread: Int, row: int, tile: Tile) -> Pointer:
-    """A thread's eight values of a step."""
     return source.at(row * tile.channels * 2, thread * (2 * _CHANNELS))
 
 

@@ -84,7 +84,6 @@ def next_slot(slot: jax.Array, stages: int) -> jax.Array:
 
 
 def slot_after(slot: jax.Array, steps: jax.Array | int, stages: int) -> jax.Array:
-    """The slot `steps` further on."""
     return lax.rem(slot + steps, jnp.int32(stages))
 
 
@@ -158,7 +157,6 @@ class Turns:
             plgpu.barrier_wait(self._barriers.at[self._me])
 
     def hand_on(self) -> None:
-        """Gives the turn to the next consumer."""
         if self._barriers is not None:
             plgpu.barrier_arrive(self._barriers.at[next_slot(self._me, self._count)])
 
@@ -186,12 +184,10 @@ def tile_type(ref: Ref) -> Any:
 
 
 def load(ref: Ref, layout: Any) -> jax.Array:
-    """A vector in shared memory."""
     return plgpu.layout_cast(ref[...], layout)
 
 
 def array(shape: tuple[int, ...], dtype: Any, layout: Any = plgpu.Layout.WGMMA) -> Any:
-    """The type of a register array that `inline` returns."""
     return plgpu.ShapeDtypeStruct(shape, jnp.dtype(dtype), layout)
 
 

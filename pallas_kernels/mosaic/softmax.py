@@ -35,7 +35,6 @@ class Exponential:
 
     @property
     def unit(self) -> float:
-        """Units of the arguments in one nat."""
         return 1.0 if self.kind == "polynomial" and not self.is_base_2 else LOG2_E
 
 
@@ -131,7 +130,6 @@ def _tanh(x: Float, policy: Policy) -> Float:
 
 
 def _capped(x: Float, factor: Float, policy: Policy) -> Float:
-    """``x * factor``, capped if there is a cap."""
     if policy.soft_cap is None:
         return x * factor
     inside = factor * (1 / policy.soft_cap)

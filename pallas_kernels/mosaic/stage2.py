@@ -45,12 +45,10 @@ class Layout:
 
     @property
     def rows(self) -> int:
-        """Rows of a packed block."""
         return self.channels if self.tokens_last else self.tokens
 
     @property
     def row(self) -> int:
-        """Codes of a row."""
         return self.tokens if self.tokens_last else self.channels
 
 
@@ -151,7 +149,6 @@ def _each(op: Callable[[Int, Int], Int], a: list[Int], b: list[Int]) -> list[Int
 
 
 def _as_halves(words: list[Int]) -> list[Int]:
-    """Signed bytes as pairs of 16 bits."""
     return [lane.permute_bytes(w, 0, pick) for w in words for pick in (0x9180, 0xB3A2)]
 
 
@@ -250,7 +247,6 @@ def _quotient(numerator: Float, fine: Float) -> Float:
 
 
 def _codes(share: Share, codes: Words, memory: Pointer) -> Words:
-    """Stage-2 codes, a byte each."""
     b = share.block
     kept = memory.at(blocks.MAXIMA_BYTES + b.warps * b.columns * _LANE_BYTES)
     # Lanes past the last channel have codes that nobody stores.

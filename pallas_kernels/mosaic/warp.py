@@ -60,12 +60,10 @@ class Arrays:
 
     @property
     def group(self) -> int:
-        """Query heads of a KV head."""
         return self.heads // self.kv_heads
 
     @property
     def rows(self) -> int:
-        """Queries of a KV head."""
         return self.group * self.tokens
 
     @property
@@ -164,7 +162,6 @@ def launch(
 
 
 def numbers(word: Int, dtype: str) -> list[Float]:
-    """The one or two numbers in a word."""
     if dtype == "float32":
         return [word.as_float()]
     return list(lane.half.unpack(word, dtype))
@@ -212,7 +209,6 @@ class Slots:
         count: int,
         arrivals: int = 1,
     ) -> "Slots":
-        """Those of warp `number` of the program, whose warps have `each` bytes."""
         area = memory[0].at(number * each)
         return cls(area, memory[1].at(number * (_BARRIER_BYTES * count)), size, count, arrivals)
 
@@ -324,7 +320,6 @@ Partial = tuple[list[Float], Float, Float]
 
 
 def nothing(channels: int) -> Partial:
-    """The result of no tokens."""
     zero = lane.number(0.0)
     return [zero] * channels, lane.number(float("-inf")), zero
 

@@ -37,7 +37,6 @@ class Span(NamedTuple):
         return jnp.arange(self.padded, dtype=jnp.int32) < self.size
 
     def mask(self) -> jax.Array | None:
-        """`inside`, or None if there is no padding."""
         return None if self.padded == self.size else self.inside()
 
 

@@ -78,13 +78,11 @@ class Vectors(NamedTuple):
 
     @property
     def channels(self) -> tuple[jax.Array, ...]:
-        """The head's channels that each piece holds."""
         count = 1 if self.codec is None else self.codec.pieces
         return tuple(count * self.column + j for j in range(count)) if count > 1 else (self.column,)
 
 
 def vectors(side: Side, codec: Codec | None) -> Vectors:
-    """How the vectors of a side are split into pieces."""
     width = side.data.shape[3]
     if codec is not None and codec.bits == 3:
         width = width // 3 * 2

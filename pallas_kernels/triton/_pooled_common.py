@@ -188,7 +188,6 @@ def load_rows(ref: Ref, index: Any, channels: Span, valid: jax.Array | None = No
 
 
 def load_keys(side: Side, keys: Keys, b: jax.Array, h: jax.Array, channels: Span) -> jax.Array:
-    """Keys or values of a step, ``[tile_kv, channels]``; zeros where there are none."""
     row = keys.row[:, None]
     if keys.is_pooled:
         return load_rows(side.pooled, (b, h, row), channels, keys.valid)
@@ -258,7 +257,6 @@ def _keys(
     tile: jax.Array,
     block: jax.Array,
 ) -> Keys:
-    """The pooled keys of a tile whose blocks are known."""
     place = _locate(tile, part, is_edge, offsets, s)
     rows = s.block_kv.bit_length() - 1
     group = (block << (rows - place.log)) + place.offset

@@ -65,7 +65,6 @@ class BlockLayout:
 
     @property
     def tile(self) -> tuple[int, int]:
-        """Tokens and channels of a run's array, rounded up to powers of two."""
         if self.tokens_last:
             return self.run, next_power_of_2(self.channels)
         return self.tokens, next_power_of_2(self.run)

@@ -121,7 +121,6 @@ class _Query(NamedTuple):
     extras: "_Extras"
 
     def moved(self, shift: jax.Array) -> "_Query":
-        """The tile at positions that are `shift` past the indices."""
         places = {name: getattr(self, name) + shift for name in ("position", "first", "last")}
         return self._replace(**places, is_shifted=True)
 
@@ -169,7 +168,6 @@ def _key_range(query: _Query, length: jax.Array, s: Settings) -> tuple[jax.Array
 
 
 def _mask(query: _Query, position: jax.Array, length: jax.Array, s: Settings) -> jax.Array:
-    """Visible pairs ``[tile, t]``."""
     q, k = query.position[:, None], position[None, :]
     mask = jnp.broadcast_to(k < length, (q.shape[0], k.shape[1]))
     if s.is_causal:
@@ -321,7 +319,6 @@ def _kernel(
     *,
     s: Settings,
 ) -> None:
-    """One tile of queries of one head."""
     _, heads, padded, _ = q_ref.shape
     tokens, head_dim = out_ref.shape[1], out_ref.shape[3]
     # The last tiles of a causal call have most to do: they start first.

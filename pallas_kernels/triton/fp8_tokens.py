@@ -127,7 +127,6 @@ def _normalized(
     dtype: jax.typing.DTypeLike,
     interpret: bool,
 ) -> list[jax.Array]:
-    """RMSNorm, rounded to `dtype`."""
     squares = functools.reduce(jnp.add, [x * x for x in values])
     inverse = jax.lax.rsqrt(jnp.sum(squares) / channels + eps)
     return [
@@ -137,7 +136,6 @@ def _normalized(
 
 
 def _round_to(x: jax.Array, dtype: jax.typing.DTypeLike, interpret: bool) -> jax.Array:
-    """Float32 rounded to `dtype`, as float32."""
     rounded = x.astype(dtype)
     if interpret:  # XLA would drop a conversion there and back
         rounded = jax.lax.optimization_barrier(rounded)

@@ -145,12 +145,10 @@ class _Block(NamedTuple):
         return load_tokens(x, self.sequence, self.token, self.head, channel, inside, self.length)
 
     def load_rows(self, x: Ref, other: float) -> jax.Array:
-        """A part of ``[B, T, N]``."""
         at = x.at[self.sequence, self.token, self.head]
         return plgpu.load(at, mask=self.token < x.shape[1], other=other)
 
     def store_rows(self, ref: Ref, x: jax.Array) -> None:
-        """Stores a part of ``[B, N, tokens]``."""
         at = ref.at[self.sequence, self.head, self.token]
         plgpu.store(at, x, mask=self.token < ref.shape[2])
 

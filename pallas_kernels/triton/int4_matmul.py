@@ -186,7 +186,6 @@ def _activate(x: jax.Array, kind: str | None) -> jax.Array:
 
 
 def _sigmoid_product(x: jax.Array, z: jax.Array) -> jax.Array:
-    """``x * sigmoid(z)``."""
     return x / (1.0 + jnp.exp(-z))
 
 
@@ -196,7 +195,6 @@ def rows_of(output: jax.Array, side: int, s: Settings) -> jax.Array:
 
 
 def _tile(tiles: tuple[int, int]) -> tuple[jax.Array, jax.Array]:
-    """The program's tile of tokens and of outputs."""
     # With x64, plain numbers would be 64 bits wide.
     index, across, down = pl.program_id(0), jnp.int32(tiles[0]), jnp.int32(tiles[1])
     if tiles[0] <= _NEIGHBOURS:
@@ -298,7 +296,6 @@ def sums_of(
     first, last = span
 
     def scale_of(group: jax.Array) -> list[list[jax.Array]]:
-        """For each of the sums the rows' scales, and their zeros if there are any."""
         group = jnp.minimum(group, groups - 1)
         places = [(row >> 6, group, row & 63) for row in rows]
         return [[plgpu.load(ref.at[place]) for ref in of_groups] for place in places]

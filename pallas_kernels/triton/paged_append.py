@@ -166,7 +166,6 @@ def _kernel(tables: Ref, lengths: Ref, new_lengths: Ref, *refs: Ref, s: Settings
 
 
 def _channels(head_dim: int, s: Settings) -> list[jax.Array]:
-    """The channels of each piece."""
     width = head_dim // s.pieces
     return [i * width + jnp.arange(width, dtype=jnp.int32) for i in range(s.pieces)]
 
@@ -180,7 +179,6 @@ def _find(
     codes: Ref,
     s: Settings,
 ) -> _Place:
-    """The places of vectors."""
     num_pages, heads, page_size, _ = codes.shape
     token = jax.lax.div(row, jnp.int32(heads))
     sequence = jax.lax.div(token, jnp.int32(s.tokens))
@@ -403,7 +401,6 @@ def _corrected(squares: jax.Array, levels: jax.Array) -> jax.Array:
 
 
 def _exact_root(x: jax.Array, interpret: bool) -> jax.Array:
-    """The square root, rounded to nearest."""
     if interpret:
         return jnp.sqrt(x)
     [out] = plgpu.elementwise_inline_asm(

@@ -175,7 +175,6 @@ def _kernel(
     *,
     s: Settings,
 ) -> None:
-    """One tile of groups of one KV head."""
     _, kv_heads, groups, head_dim = d_k_ref.shape
     u, h, b = pl.program_id(0), pl.program_id(1), pl.program_id(2)
     share = queries.q.shape[2] // kv_heads

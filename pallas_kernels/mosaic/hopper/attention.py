@@ -183,7 +183,6 @@ class _Memory(NamedTuple):
 
 
 def _copy_ids(work: Work, place: jax.Array, x: _Inputs, y: _Memory) -> None:
-    """Copies a tile's ids, with its queries."""
     if x.query_ids is not None:
         assert y.query_ids is not None
         source = x.query_ids.at[work.b, work.tile]
@@ -666,7 +665,6 @@ def _query_scale(
     y: _Memory,
     s: Settings,
 ) -> jax.Array:
-    """The scale of a warpgroup's queries, which begin at token `start`."""
     if y.q_scale is not None:
         return y.q_scale[quantize.PARTS + place, me]
     assert x.q_scale is not None
@@ -720,7 +718,6 @@ def _store(
     results: tuple[Ref, Ref],
     s: Settings,
 ) -> None:
-    """Normalizes and stores a warpgroup's results of a tile."""
     (halves, m, l, _), (out_ref, lse_ref) = found, results
     start = work.first + me * ROWS
     v_scale = jnp.float32(1.0) if s.mode == "int8" else x.v_scale[work.b, work.h, 0]
@@ -822,7 +819,6 @@ def _kernel(*refs: Ref, s: Settings, tiles: int, names: tuple[str, ...]) -> None
 
 
 def _allocate(f: Callable[[_Memory], None], x: _Inputs, out: Ref, s: Settings) -> None:
-    """Calls `f` with the program's shared memory."""
     quantizes, warpgroups, head_dim = x.q_scale is None, s.consumers, x.k.shape[3]
     of_each, with_ids = (warpgroups, ROWS), int(x.query_ids is not None)
     width = _out_width(out.shape[3], out.dtype)

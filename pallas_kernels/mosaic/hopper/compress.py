@@ -58,7 +58,6 @@ class Prompt(NamedTuple):
 
     @property
     def state(self) -> list[jax.Array]:
-        """The arrays that are written."""
         return [*self.codes, self.channel_scale, self.channel_zero, self.block_scale]
 
 

@@ -65,12 +65,10 @@ class Settings:
 
     @property
     def runs(self) -> int:
-        """Runs of a token."""
         return self.channels // self.run
 
     @property
     def steps(self) -> int:
-        """Runs of a token that a lane takes."""
         return -(-self.runs // (_LANES * self.warps))
 
 
@@ -184,7 +182,6 @@ def _normalized(
 
 
 def _inverse_root(runs: list[list[Int]], shared: Pointer, thread: Int, s: Settings) -> Float:
-    """``1 / sqrt(mean(x^2) + eps)`` of the token."""
     assert s.eps is not None
     squares = [lane.total([v * v for v in _numbers(run, s.dtype, s)]) for run in runs]
     own = lane.reduce_lanes(lane.total(squares), lambda a, b: a + b, (16, 8, 4, 2, 1))

@@ -67,7 +67,6 @@ class Settings:
 
     @property
     def vectors(self) -> int:
-        """Vectors of a sequence, keys and values."""
         return 2 * self.tokens * self.heads
 
     @property
@@ -81,7 +80,6 @@ class Settings:
 
     @property
     def shares(self) -> int:
-        """Programs that share a sequence."""
         return 1 if self.counts else -(-self.vectors // (4 * self.warps))
 
 
@@ -121,7 +119,6 @@ def append(
 
 
 def _program(pointers: list[Pointer], ids: list[Int], s: Settings) -> None:
-    """Stores a sequence's tokens, or a share of them."""
     key, value, asked, *rest = pointers
     lengths = rest[4] if s.counts else rest.pop(0)
     sides = (
@@ -201,7 +198,6 @@ def _load(at: Pointer, s: Settings) -> tuple[list[Float], list[Float]]:
 
 
 def _reciprocal(x: float) -> float:
-    """``1 / x`` rounded to float32."""
     return float(struct.unpack("<f", struct.pack("<f", 1 / x))[0])
 
 

@@ -97,7 +97,6 @@ class Work:
 
     @property
     def row(self) -> int:
-        """Bytes from token to token."""
         return self.shape[2] * self.shape[3] * self.block.value_bytes
 
     def program(self, index: Int, x: Pointer, lengths: Pointer, memory: Pointer) -> Program:
@@ -112,7 +111,6 @@ class Work:
         return Program(batch * heads + head, number, x, length, share, memory)
 
     def load(self, p: Program, first: Int) -> blocks.Words:
-        """A program's values from token `first` on."""
         return p.share.load(p.x, self.row, first, self.shape[1], p.length)
 
 
@@ -175,7 +173,6 @@ class Codes(Work):
         return lane.largest_of_warp(lane.tree(found, Int.maximum))
 
     def store(self, p: Program, out: Pointer, first: Int, codes: blocks.Words) -> None:
-        """Stores a block's codes."""
         if not self.tokens_last:
             self.store_rows(p, out, first, codes)
             return
@@ -185,7 +182,6 @@ class Codes(Work):
         self.store_columns(p, out, first, memory)
 
     def store_rows(self, p: Program, out: Pointer, first: Int, codes: blocks.Words) -> None:
-        """Stores a block's codes, tokens as rows."""
         tokens, channels = self.count * self.block.tokens, self.block.channels
         out = out.times(p.pair, tokens * channels).times(first, channels)
         p.share.store_rows(out, codes, permuted=self.permuted)

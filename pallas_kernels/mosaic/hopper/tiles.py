@@ -66,7 +66,6 @@ class Settings:
 
     @property
     def rows(self) -> int:
-        """Queries of a tile."""
         return self.consumers * ROWS
 
     @property

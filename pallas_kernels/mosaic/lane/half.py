@@ -17,7 +17,6 @@ def pack(low: Float, high: Float, dtype: str = "float16") -> Int:
 
 
 def unpack(word: Int, dtype: str = "float16") -> tuple[Float, Float]:
-    """The two numbers of a word."""
     if dtype == "bfloat16":
         return (word << 16).as_float(), (word & 0xFFFF0000).as_float()
     return half_to_float(word), half_to_float(word >> 16)
@@ -36,7 +35,6 @@ def twice(word: Int, which: int) -> Int:
 
 
 def fma(a: Int, b: Int, c: Int) -> Int:
-    """``a * b + c`` of two numbers each, rounded once to float16."""
     return Int(assembly("fma.rn.f16x2 $0, $1, $2, $3;", a, b, c).value)
 
 

@@ -32,7 +32,6 @@ def float_bits(x: float) -> str:
 
 
 def asm(result: Any, args: Sequence[Any], text: str, constraints: str, effects: bool) -> Any:
-    """Assembly: the compiler's values in and out."""
     return llvm.inline_asm(result, list(args), text, constraints, has_side_effects=effects)
 
 
@@ -70,7 +69,6 @@ def absolute(x: Float) -> Float:
 
 
 def with_sign_of(sign: Float, x: Float) -> Float:
-    """The magnitude of `x` with the sign of `sign`."""
     return assembly("copysign.f32 $0, $1, $2;", sign, x)
 
 
@@ -201,7 +199,6 @@ def _shuffle(x: Any, lane: Any, kind: str) -> Any:
 
 
 def from_lane(x: Any, lane: Int) -> Any:
-    """What lane `lane` of the warp holds."""
     return _shuffle(x, lane, "idx")
 
 
@@ -286,7 +283,6 @@ def act(text: str, *args: Any, constraints: str = "") -> None:
 
 
 def block_barrier() -> None:
-    """Waits for all threads of the block."""
     act("bar.sync 0;")
 
 
@@ -296,5 +292,4 @@ def named_barrier(number: Int, threads: int) -> None:
 
 
 def warp_barrier() -> None:
-    """Waits for all lanes of the warp."""
     act("bar.warp.sync 0xffffffff;")

@@ -35,7 +35,6 @@ class Pointer:
 
     @classmethod
     def choose(cls, condition: Bool, a: "Pointer", b: "Pointer") -> "Pointer":
-        """`a` where `condition` holds, `b` elsewhere."""
         return cls(arith.select(condition.value, a.value, b.value))
 
     def at(self, *offsets: Int | int) -> "Pointer":
@@ -89,11 +88,9 @@ class Pointer:
         return [Int(llvm.extractvalue(i32(), out, [i])) for i in range(count)]
 
     def word(self) -> Int:
-        """Loads 32 bits."""
         return self.words(1)[0]
 
     def float(self) -> Float:
-        """Loads a float32."""
         return Float(llvm.load(f32(), self.value, alignment=4))
 
     def floats(self) -> list[Float]:
@@ -113,7 +110,6 @@ class Pointer:
         return Int(arith.extui(i32(), llvm.load(kind, self.value, alignment=bits // 8)))
 
     def store(self, x: Int | Float) -> None:
-        """Stores 32 bits."""
         llvm.store(x.value, self.value, alignment=4)
 
     def store_words(self, words: Sequence[Int]) -> None:
@@ -166,7 +162,6 @@ class ClusterPointer:
         return Float(asm(f32(), [self.value], "ld.shared::cluster.f32 $0, [$1];", "=f,r", True))
 
     def floats(self) -> list[Float]:
-        """Loads four float32 at once, aligned to all of them."""
         kind = llvm.StructType.get_literal([f32()] * 4)
         text = "ld.shared::cluster.v4.f32 {$0, $1, $2, $3}, [$4];"
         out = asm(kind, [self.value], text, "=f,=f,=f,=f,r", True)

@@ -21,12 +21,10 @@ ir, arith, llvm, scf, math = cast(tuple[Any, ...], (_ir, _arith, _llvm, _scf, _m
 
 
 def i32() -> Any:
-    """The type of integers."""
     return ir.IntegerType.get_signless(32)
 
 
 def f32() -> Any:
-    """The type of floats."""
     return ir.F32Type.get()
 
 
@@ -126,7 +124,6 @@ class Int:
         return Int(arith.minsi(self.value, int_value(other)))
 
     def to_float(self) -> "Float":
-        """As a float32."""
         return Float(arith.sitofp(f32(), self.value))
 
     def as_float(self) -> "Float":
@@ -165,7 +162,6 @@ class Float:
         return Float(arith.maxnumf(self.value, float_value(other)))
 
     def fma(self, b: "Float", c: "Float") -> "Float":
-        """``self * b + c``, rounded once."""
         return Float(math.fma(self.value, b.value, c.value))
 
     def as_int(self) -> Int:
@@ -188,7 +184,6 @@ def scalar(x: Any) -> Int:
 
 
 def number_of(x: Float | float) -> Float:
-    """A constant, or the number itself."""
     return x if isinstance(x, Float) else number(x)
 
 
@@ -230,7 +225,6 @@ def either(
 
 
 def total(values: Sequence[Any]) -> Any:
-    """The sum of several numbers."""
     return functools.reduce(lambda a, b: a + b, values)
 
 

@@ -237,7 +237,6 @@ def _visible(
 
 
 def _pack(p: list[Float], here: Place, n: Numerics) -> Int:
-    """Four weights as the bytes of a word, in the order of their tokens."""
     # The sum's low byte is the rounded weight.
     a, b, c, d = (lane.fma(x, INT8_RANGE / n.largest, lane.ROUNDER).as_int() for x in p)
     low, high = lane.permute_bytes(a, b, 0x0040), lane.permute_bytes(c, d, 0x0040)

@@ -80,7 +80,6 @@ class Settings:
         return 32 if self.copies_words else 1
 
     def warp_bytes(self, head_dim: int) -> int:
-        """Shared memory of a warp's blocks in flight."""
         return self.stages * stage_bytes(head_dim, self.block, self.key_bits, self.value_bits)
 
 
@@ -105,7 +104,6 @@ class SidePointers:
     heads: tuple[int, ...]
 
     def slot(self, pair: Int) -> Int:
-        """A head's place among the heads of all code arrays."""
         return self.head_slots.at(pair << 2).word()
 
     def width(self, pair: Int, bits: tuple[int, ...]) -> Width:

@@ -97,7 +97,6 @@ def _kernel(*refs: Any, s: Settings) -> None:
 
 
 def _program(a: Arrays, ids: list[Int], memory: tuple[Pointer, Pointer], s: Settings) -> None:
-    """Computes the program's share of a head's units; written for single lanes."""
     at = Program.of(a, ids, s)
     _walk(a, at, memory, s)
     found = frame.Results(

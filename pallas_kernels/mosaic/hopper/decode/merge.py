@@ -56,7 +56,6 @@ class Settings:
 
     @property
     def warps(self) -> int:
-        """Warps that share a query."""
         return self.head_dim // (_LANES * _CHANNELS)
 
 
@@ -139,7 +138,6 @@ def write(arrays: list[Pointer], number: Int, place: Int, s: Settings) -> None:
 def _read(
     o: Pointer, first: Int, channel: Int, s: Settings, start: Int, count: int
 ) -> list[list[Int]]:
-    """The lane's channels of `count` parts from `start` on."""
     rows = [first + (start + j) * s.rows for j in range(count)]
     size = 4 * _CHANNELS
     return [o.times(at, 4 * s.head_dim).at(channel * size).words(_CHANNELS) for at in rows]

@@ -96,12 +96,10 @@ class Shape:
 
     @property
     def key_row(self) -> int:
-        """Bytes of a token's key codes."""
         return self.head_dim * self.key_bits // 8
 
     @property
     def value_row(self) -> int:
-        """Bytes of a channel's value codes."""
         return self.block * self.value_bits // 8
 
     @property
@@ -116,7 +114,6 @@ class Shape:
         return sum(size for _, size in self.parts)
 
     def offset(self, name: str) -> int:
-        """Where a part of a block begins."""
         names = [part for part, _ in self.parts]
         return sum(size for _, size in self.parts[: names.index(name)])
 
@@ -160,7 +157,6 @@ class Width:
         return lane.either(self.is_low, kinds, lambda: f(self.bits[1]), lambda: f(self.bits[0]))
 
     def size(self, of_one_bit: int) -> Int | int:
-        """``of_one_bit`` times the head's bits."""
         wide, *narrow = (bits * of_one_bit for bits in self.bits)
         return wide if self.is_low is None else self.is_low.where(lane.integer(narrow[0]), wide)
 
@@ -233,7 +229,6 @@ class State:
 
     @classmethod
     def empty(cls, shape: Shape) -> "State":
-        """Before the first block."""
         lowest = [lane.number(float("-inf")) for _ in range(shape.score_tiles)]
         zeros = [lane.number(0.0) for _ in range(shape.outputs + shape.score_tiles)]
         return cls(zeros[: shape.outputs], lowest, zeros[shape.outputs :])

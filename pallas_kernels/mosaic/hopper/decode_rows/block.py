@@ -100,12 +100,10 @@ class Queries:
 
     @classmethod
     def of(cls, memory: Pointer, rows: int, head_dim: int) -> "Queries":
-        """Placed in `query_bytes` bytes of shared memory."""
         size = 2 * rows * head_dim
         return cls(memory, memory.at(size), memory.at(size + 4 * rows))
 
     def words(self, tile: int, number: int, shape: Shape, here: Place) -> list[Int]:
-        """Operand words of 16 rows and channels."""
         at = (tile * (shape.head_dim // 16) + number) * 512
         return self.operands.at(((here.g << 2) + here.t) << 4, at).words(4)
 
@@ -119,7 +117,6 @@ class Queries:
 
 
 def query_bytes(rows: int, head_dim: int) -> int:
-    """Shared memory of a program's queries."""
     return rows * (2 * head_dim + 8)
 
 
@@ -139,7 +136,6 @@ class State:
 
     @classmethod
     def empty(cls, tiles: int, channels: int) -> "State":
-        """Before the first block, for a warp's channels."""
         zero, lowest = lane.number(0.0), lane.number(float("-inf"))
         rows = 2 * tiles
         return cls([zero] * (channels // 2 * tiles), [lowest] * rows, [zero] * rows)

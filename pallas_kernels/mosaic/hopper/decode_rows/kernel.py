@@ -127,7 +127,6 @@ def _kernel(*refs: Any, s: RowSettings) -> None:
 
 
 def _program(a: Arrays, ids: list[Int], memory: tuple[Pointer, Pointer], s: RowSettings) -> None:
-    """Computes the program's share of a head's units; written for single lanes."""
     at = Program.of(a, ids, s)
     _walk(a, at, memory, s)
     found = frame.Results(
@@ -142,7 +141,6 @@ def _program(a: Arrays, ids: list[Int], memory: tuple[Pointer, Pointer], s: RowS
 
 
 def _walk(a: Arrays, at: Program, smem: tuple[Pointer, Pointer], s: RowSettings) -> None:
-    """Computes a warp's share of the program's units, and stores its result."""
     shape = Shape(a.head_dim, s.block, max(s.key_bits), max(s.value_bits), s.rows)
     n = Numerics(s.exponential, s.window, s.soft_cap, a.tokens > 1 or s.window is not None)
     here, teams, tiles = Place.here(), s.teams, s.rows // 16

@@ -59,7 +59,6 @@ def signed_bytes(word: Int) -> list[Int]:
 
 
 def _numbers(word: Int, shift: int, factor: float, less: int) -> Int:
-    """``(byte - less) * factor`` of two bytes."""
     x = ((word >> shift if shift else word) & _BYTES) | _OFFSET
     constant = lane.half.constant
     return lane.half.fma(x, constant(factor), constant(-(1024 + less) * factor))

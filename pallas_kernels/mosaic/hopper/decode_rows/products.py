@@ -168,7 +168,6 @@ class Products:
         )
 
     def attend_buffer(self, a: Arrays, state: State, at: Program, number: Int) -> State:
-        """Adds block `number` of the int8 buffer."""
         here, begin = self.here, number * self.shape.block
         key, value = (x.buffer.times(at.pair, a.buffer_size * a.head_dim) for x in (a.key, a.value))
         scales = [x.buffer_scale.at(at.pair << 2).float() for x in (a.key, a.value)]

@@ -36,7 +36,6 @@ class Team:
     rows: int
 
     def sync(self) -> None:
-        """Waits for all lanes of the team."""
         if self.size == 1:
             lane.warp_barrier()
         else:

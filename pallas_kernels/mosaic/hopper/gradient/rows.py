@@ -112,7 +112,6 @@ class _Rows(quantize.Work):
     def _load_out(
         self, p: Program, out: Pointer, batch: Int, head: Int, first: Int
     ) -> list[list[Float]]:
-        """The lane's part of `out`, by token; 0 where there is nothing."""
         _, size, heads, channels = self.out_shape
         of_head = channels * self.out_block.value_bytes
         out = out.times(batch * size, heads * of_head).at(head * of_head)
@@ -160,7 +159,6 @@ class _Rows(quantize.Work):
         ]
 
     def _store(self, p: Program, y: Pointer, first: Int, own: list[Int], rows: list[Float]) -> None:
-        """Stores the numbers of the tokens that the lane takes."""
         y = y.times(p.pair, 4 * self.rows)
         for token, x in zip(own, rows, strict=True):
             is_there = (first + token < self.rows) & (token < self.block.tokens)

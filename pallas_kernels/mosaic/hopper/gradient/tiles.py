@@ -60,12 +60,10 @@ class Settings:
 
     @property
     def left(self) -> int | None:
-        """How far back a query sees."""
         return None if self.window is None else self.window[0]
 
     @property
     def right(self) -> int | None:
-        """How far ahead a query sees."""
         return 0 if self.is_causal else None if self.window is None else self.window[1]
 
 
@@ -133,7 +131,6 @@ class Operands(NamedTuple):
         return {name: x for name, x in self._asdict().items() if x is not None}
 
     def shift(self, b: jax.Array) -> jax.Array | int:
-        """The shift of a sequence's positions."""
         return 0 if self.shifts is None else self.shifts[b]
 
 
@@ -221,7 +218,6 @@ def place_of(
 
 
 def share_of(total: int, order: Ref | None) -> ring.Share:
-    """A program's share of `total` numbers of `place_of`."""
     return ring.Share(total, together=2) if order is None else ring.Share(total, turns=True)
 
 
@@ -283,7 +279,6 @@ def staging(dtype: Any) -> Any:
 
 
 def scale_at(scales: Ref, b: jax.Array, head: jax.Array, token: jax.Array, block: int) -> jax.Array:
-    """The scale of a token's block."""
     number = jnp.minimum(lax.div(token, jnp.int32(block)), scales.shape[2] - 1)
     return scales[b, head, number]
 
@@ -300,7 +295,6 @@ def store(x: jax.Array, memory: Ref, target: Ref) -> None:
 
 
 def along_rows(x: jax.Array, columns: int) -> jax.Array:
-    """Numbers of rows, repeated over the columns."""
     return lax.broadcast_in_dim(x, (ROWS, columns), (0,))
 
 

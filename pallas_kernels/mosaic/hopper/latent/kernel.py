@@ -96,7 +96,6 @@ def _transposed(ref: Ref) -> Ref:
 
 
 def _copy_queries(work: Work, x: Inputs, y: Memory) -> None:
-    """Copies the queries, once those before are no longer needed."""
     plgpu.barrier_wait(y.q_free)
     size = min(ROWS, x.q.shape[1])
     rows, to = pl.ds(work.first, size), pl.ds(0, size)
@@ -277,7 +276,6 @@ def _add(
 
 
 def _store(o: jax.Array, share: jax.Array, half: jax.Array, work: Work, out: Ref) -> None:
-    """Stores half of the channels of the rows, each times its share."""
     share = along(share, o.shape, 0)
     # Rows that see nothing may have met others' tokens.
     o = jnp.where(share == 0, 0.0, o * share)
@@ -295,7 +293,6 @@ def _follow(work: Work, slot: jax.Array, out: Ref, x: Inputs, y: Memory, s: Sett
     codes = None if s.codec is None else expand.Codes(x, s.codec, jnp.dtype(x.q.dtype).name)
 
     def factors() -> jax.Array:
-        """The factor of each row's sums, for the next weights."""
         plgpu.barrier_wait(y.p_ready)
         return ring.load(y.factor, ROW)
 

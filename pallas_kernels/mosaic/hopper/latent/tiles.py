@@ -128,6 +128,5 @@ class Work:
         return self.tiles.begin < self.tiles.end
 
     def token_of(self) -> jax.Array:
-        """The query tokens of the rows, int32 ``[64]``."""
         row = plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=ROW) + self.first
         return lax.div(row, jnp.full_like(row, self.heads))

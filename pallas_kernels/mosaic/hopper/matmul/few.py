@@ -257,7 +257,6 @@ def _write(
 
 
 def _put(sums: list[Float], weights: Weights, s: Settings) -> None:
-    """Writes a warpgroup's sums to its shared memory, ``[tokens, 64]`` with gaps."""
     weights.meet()  # all have read the tiles that were there
     row, t = lane.fragments.row_and_place()
     for k, x in enumerate(sums):
@@ -266,7 +265,6 @@ def _put(sums: list[Float], weights: Weights, s: Settings) -> None:
 
 
 def _residual(a: Arrays, item: Item, e: Epilogue) -> list[Float] | None:
-    """The residual of four outputs."""
     if a.residual is None:
         return None
     row = a.residual.times(item.token, 2 * a.width)

@@ -49,7 +49,6 @@ class Settings:
 
     @property
     def token_bytes(self) -> int:
-        """Shared memory of a group's tokens."""
         return self.tokens * GROUP
 
     def part_of(self, groups: int) -> int:
@@ -58,7 +57,6 @@ class Settings:
 
     @property
     def tiles(self) -> int:
-        """Rows of tiles that a program takes."""
         return self.warpgroups // self.splits
 
     @property
@@ -292,7 +290,6 @@ class Weights:
                 self._copy(later, slot)
 
     def meet(self) -> None:
-        """Waits for all lanes of the warpgroup."""
         lane.named_barrier(self.number + 1, THREADS)
 
 
@@ -336,7 +333,6 @@ def load_tokens(a: Arrays, first: Int, groups: int, target: Pointer, s: Settings
 
 
 def load_token_scales(a: Arrays, target: Pointer, s: Settings) -> None:
-    """The tokens' scales as float32."""
     assert a.token_scales is not None
     thread = lane.thread()
     with lane.when(thread < s.tokens):

@@ -37,7 +37,6 @@ STAGE_BYTES = TILE * GROUP
 
 
 def _start(w: Ref, x: Ref, total: jax.Array | None) -> jax.Array:
-    """Starts a group's product, added to `total`."""
     kind = ring.array((ROWS, x.shape[0]), jnp.float32)
     arrays = [] if total is None else [total]
     types = (ring.tile_type(w), ring.tile_type(x), *[plgpu.Layout.WGMMA] * len(arrays))

@@ -86,7 +86,6 @@ class Settings:
 
     @property
     def written(self) -> int:
-        """Tokens that are written at a time."""
         return min(self.tokens, _MOST_WRITTEN)
 
     @property
@@ -273,7 +272,6 @@ def _fill(me: jax.Array, p: Plan, a: Arrays, s: Settings) -> None:
 def _consume(
     me: jax.Array, share: ring.Share, p: Plan, m: Memory, a: Arrays, rows: int, s: Settings
 ) -> None:
-    """All tiles of a program, by one of the warpgroups that compute."""
     groups, across = a.codes.shape[1], pl.cdiv(rows, s.consumers * ROWS)
     steps = share.count * groups
     zeros = jnp.full((ROWS, s.tokens), 0.0, jnp.float32)

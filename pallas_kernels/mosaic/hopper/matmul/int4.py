@@ -60,7 +60,6 @@ TABLES_BYTES = TABLES * TABLE_BYTES
 
 
 def stage_bytes(scale_bytes: int) -> int:
-    """Shared memory of a stage's weights."""
     return TILE * (ROW_BYTES + scale_bytes)
 
 

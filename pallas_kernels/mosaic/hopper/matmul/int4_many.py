@@ -98,12 +98,10 @@ class Settings:
 
     @property
     def width(self) -> int:
-        """Outputs of a warpgroup."""
         return self.epilogue.outputs
 
     @property
     def columns(self) -> int:
-        """Outputs of a tile."""
         return WARPGROUPS * self.width
 
     @property
@@ -252,7 +250,6 @@ def _finish(total: jax.Array, token: int, me: jax.Array, out: Ref, m: Memory, s:
 
 
 def _store(total: jax.Array, work: Work, me: jax.Array, m: Memory, a: Arrays, s: Settings) -> None:
-    """Writes the outputs of a tile's sums."""
     columns = pl.ds(work.tile * s.columns + me * s.width, s.width)
     plgpu.barrier_wait(m.tile_ready)
     for number, token in enumerate(range(0, s.tokens, _WRITTEN)):
@@ -293,7 +290,6 @@ def _produce(
 
 
 def _memory(stages: int, scales: Any, s: Settings) -> Memory:
-    """The memory that a program allocates, with scales of this kind."""
     barrier, factors = plgpu.Barrier, 1 + s.epilogue.has_bias
     chunk = (ROWS * ROW_BYTES // int4.CHUNK, int4.CHUNK)
     return Memory(

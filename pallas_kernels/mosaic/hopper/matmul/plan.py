@@ -26,7 +26,6 @@ class Plan:
 
     @staticmethod
     def size(experts: int) -> int:
-        """How many numbers the plan has."""
         return 2 * (experts + 1) + 3
 
     def token(self, expert: Any) -> Any:
@@ -40,7 +39,6 @@ class Plan:
         return self.held[2 * (self.experts + 1) + i]
 
     def expert(self, tile: Any) -> Any:
-        """The expert of a tile of tokens."""
         low, high = jnp.int32(0), jnp.int32(self.experts - 1)
         for _ in range((self.experts - 1).bit_length()):
             middle = (low + high) >> 1

@@ -53,17 +53,14 @@ class Settings:
 
     @property
     def columns(self) -> int:
-        """Outputs of a tile."""
         return WARPGROUPS * self.width
 
     @property
     def width(self) -> int:
-        """Outputs of a warpgroup."""
         return ROWS if self.parts > 1 else self.epilogue.outputs
 
     @property
     def written(self) -> int:
-        """Tokens that are written at a time."""
         return min(self.tokens, _MOST_WRITTEN)
 
     @property
@@ -73,7 +70,6 @@ class Settings:
 
     @property
     def scaled(self) -> int:
-        """Tokens whose scales are copied."""
         unit = _COPY_UNIT // 2
         return -(-self.tokens // unit) * unit
 
@@ -88,7 +84,6 @@ class Settings:
 
     @property
     def warpgroups(self) -> int:
-        """Warpgroups that compute."""
         return WARPGROUPS * self.teams
 
     def shared_bytes(self, stage: int) -> int:

@@ -56,7 +56,6 @@ class Rounding:
 
     @property
     def steps(self) -> int:
-        """Runs of a token that a lane holds."""
         return -(-self.groups * _RUNS // _LANES)
 
     @property

@@ -109,7 +109,6 @@ class _Arrays:
 
     @property
     def tiles(self) -> int:
-        """Tiles of tokens."""
         return -(-self.tokens // TILE)
 
 
@@ -146,7 +145,6 @@ def _copy(
 
 
 def _load(a: _Arrays, slot: Pointer, number: Int) -> _Unit:
-    """A lane's part of a unit that has arrived."""
     codes = [slot.at(number * 16, 512 * half).words(4) for half in range(2)]
     row = number >> 2
     if a.scale_dtype == "e4m3":
@@ -272,7 +270,6 @@ def _put(a: _Arrays, sums: list[Float], warp: Int, number: Int) -> None:
 
 
 def _total(a: _Arrays, token: Int, row: Int) -> list[Float]:
-    """Four rows' sums of a token, added up over all warps."""
     place = (token * a.s.stride + row) << 2
     size = a.tiles * TILE * a.s.stride * 4
     found = [
@@ -282,7 +279,6 @@ def _total(a: _Arrays, token: Int, row: Int) -> list[Float]:
 
 
 def _scaled(a: _Arrays, sums: list[Float], row: Int) -> list[Float]:
-    """Sums times the rows' factors, plus the bias."""
     factors = [x.as_float() for x in a.output_scales.at(row << 2).words(4)]
     if a.bias is None:
         return [x * f for x, f in zip(sums, factors, strict=True)]

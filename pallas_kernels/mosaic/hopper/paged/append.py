@@ -111,17 +111,14 @@ class Settings:
 
     @property
     def lanes(self) -> int:
-        """Lanes that share a vector."""
         return self.head_dim // CHANNELS
 
     @property
     def together(self) -> int:
-        """Vectors that a warp takes at a time."""
         return _LANES // self.lanes
 
     @property
     def programs(self) -> int:
-        """Programs for all vectors of a side."""
         return -(-self.vectors // (lanes.WARPS * self.rounds * self.together))
 
 
@@ -298,7 +295,6 @@ def _count(lost: Pointer, at: Place, place: Int) -> None:
 
 
 def _writer(a: Arrays, side: int, place: Int, s: Settings) -> "functools.partial[None]":
-    """A function that encodes and stores one round of vectors."""
     of_side, stored = a.sides[side], s.sides[side]
     if stored is None:
         return functools.partial(_store_plain, of_side, place, s)

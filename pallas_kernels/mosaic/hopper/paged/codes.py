@@ -66,7 +66,6 @@ class Mixed:
 
     @classmethod
     def of(cls, head_dim: int, s: Settings) -> "Mixed":
-        """Keeps its tables in registers."""
         assert s.stored is not None
         key, value = s.stored
         keys: Codes | Int8 | Fp8
@@ -95,7 +94,6 @@ class Mixed:
         return []
 
     def scores(self, slot: Pointer, query: Query, here: Place) -> list[list[Float]]:
-        """Scores of each tile's query `t` with the lane's tokens."""
         if isinstance(self.key, Fp8):
             return self.key.scores(slot, query, here)
         norms = self.norms(0, slot, here)
@@ -132,7 +130,6 @@ class Mixed:
         lost: list[Int],
         here: Place,
     ) -> list[list[Float]]:
-        """``weights x values``, for each tile's query `t`."""
         del lost
         norms = self.norms(1, slot, here)
         operands = []

@@ -41,7 +41,6 @@ class Floats(abc.ABC):
 
     @property
     def row(self) -> int:
-        """Bytes of a token's key or value."""
         return self.s.row_bytes(self.head_dim)
 
     def unseen(self, slot: Pointer, begin: Int, at: Program, here: Place) -> list[Int]:
@@ -92,7 +91,6 @@ class Floats(abc.ABC):
         lost: list[Int],
         here: Place,
     ) -> list[list[Float]]:
-        """``weights x values``, for each tile's query `t`."""
         zero, nan = lane.number(0.0), lane.number(float("nan"))
         starts = [self._sees(lost, seen, here).where(nan, 0.0) for seen in visible]
         operands = [self._weight_operands(w, here) for w in weights]

@@ -24,14 +24,12 @@ class Fp8(Floats):
         return "float16"
 
     def convert(self, word: Int) -> tuple[Int, Int]:
-        """Four 8-bit floats as two words of float16."""
         half = lane.half
         return (half.from_e4m3 if self.s.kind == "fp8_e4m3" else half.from_e5m2)(word)
 
     def query_operands(
         self, x: list[Float], here: Place
     ) -> tuple[list[Int], tuple[Any, Any], Float, Float]:
-        """The query's operand words, its columns' starts, its offset, its scale."""
         x, top = scaled(x)
         pairs = [planes(x[k : k + 2], self.dtype) for k in range(0, len(x), 2)]
         is_high = (here.g & 1).equals(1)

@@ -31,7 +31,6 @@ class Stored(NamedTuple):
 
     @property
     def is_float(self) -> bool:
-        """Whether it is e4m3."""
         return not (self.centroids or self.is_int8)
 
 
@@ -96,12 +95,10 @@ class Settings:
 
     @property
     def step(self) -> int:
-        """Tokens that a program's warps take at a time, a block each."""
         return self.block * self.warps
 
     @property
     def run(self) -> int:
-        """Tokens of a program."""
         return max(self.step, self.few) if self.is_split else self.part
 
     @property
@@ -121,7 +118,6 @@ class Settings:
 
     @property
     def is_plain(self) -> bool:
-        """Whether pages hold the queries' dtype."""
         return self.kind in _PLAIN
 
     @property
@@ -138,7 +134,6 @@ class Settings:
         return 4 * self.warpgroups
 
     def row_bytes(self, head_dim: int) -> int:
-        """Bytes of one token's value."""
         if self.stored is not None:
             return (self.channels or head_dim) * self.stored[1].bits // 8
         if self.has_norms:
@@ -146,13 +141,11 @@ class Settings:
         return 2 * head_dim if self.is_plain else head_dim
 
     def key_bytes(self, head_dim: int) -> int:
-        """Bytes of one token's key."""
         if self.stored is not None:
             return (self.channels or head_dim) * self.stored[0].bits // 8
         return head_dim if self.kind == _K8V4 else self.row_bytes(head_dim)
 
     def token_bytes(self, head_dim: int) -> int:
-        """Bytes of one token's key and value, norms included."""
         codes = self.key_bytes(head_dim) + self.row_bytes(head_dim)
         if self.stored is not None:
             return codes + sum(0 if side.is_float else 2 for side in self.stored)
@@ -260,7 +253,6 @@ class Arrays(warp.Arrays):
 
 
 def table_width(tables: Any, s: Settings) -> int:
-    """Pages that a sequence may have."""
     if s.limit is not None:
         return s.limit
     return int(tables.shape[1])
@@ -367,13 +359,11 @@ class State:
 
     @classmethod
     def empty(cls, tiles: int, outputs: int) -> "State":
-        """Before the first block."""
         zero = lane.number(0.0)
         lowest = [lane.number(float("-inf"))] * tiles
         return cls([[zero] * outputs for _ in range(tiles)], lowest, [zero] * tiles)
 
     def joined(self, block: "State") -> "State":
-        """Joined with a block's state."""
         pairs = zip(self._partials(), block._partials(), strict=True)
         outputs, maxima, totals = zip(*(warp.joined(x, y) for x, y in pairs), strict=True)
         return State([*outputs], [*maxima], [*totals])

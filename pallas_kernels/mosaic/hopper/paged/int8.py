@@ -48,18 +48,15 @@ class Int8:
         return list(range(self.head_dim // 4))
 
     def key_rows(self, keys: Pointer, held: int, here: Place) -> Iterator[list[list[Int]]]:
-        """Yields operand words, two of the lane's tokens at a time."""
         rows: Iterator[list[list[Int]]] = key_rows(
             keys, self.head_dim, held, here, lambda word: [word]
         )
         return rows
 
     def channel(self, number: int, here: Place) -> Int:
-        """The channel of a lane's output `number`."""
         return here.g * (self.head_dim // 8) + number
 
     def value_rows(self, values: Pointer, held: int, here: Place) -> Iterator[list[Int]]:
-        """Yields operand words, two channels at a time, in the order of `channel`."""
         loaded = value_words(values, self.head_dim, held, here)
         for j in range(self.head_dim // 32):
             # [k-step][half of its tokens][channel of four]

@@ -330,7 +330,6 @@ def _keep(
 def _leave(
     a: Arrays, at: Program, block: Int, found: State, here: Place, channel: Any, s: Settings
 ) -> None:
-    """Writes a block's result for the merge."""
     place = at.pair * a.count(s.run) * (s.run // s.block) + block
     o, maxima, sums = a.outputs
     for tile in range(s.tiles):

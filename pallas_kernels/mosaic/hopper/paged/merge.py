@@ -67,7 +67,6 @@ class _Layout:
         return self.warps // 4
 
     def warp_bytes(self, head_dim: int) -> int:
-        """Bytes of a warp's result, and of a flag."""
         return 4 * (head_dim + 4)
 
 
@@ -123,7 +122,6 @@ class _Row:
 
     @property
     def first(self) -> Int:
-        """The first of the lane's channels."""
         return (self.slice * _LANES + self.place) * self.channels
 
     def seen(self, size: int) -> tuple[Int, Int]:
@@ -143,7 +141,6 @@ class _Row:
         return found, is_there.where(m, float("-inf")), is_there.where(l, 0.0)
 
     def part(self, number: Int) -> Partial:
-        """A part's result."""
         first, stop = self.seen(self.s.part)
         count = self.a.count(self.s.part)
         place = self.pair * count + number.minimum(count - 1)
@@ -201,7 +198,6 @@ class _Row:
 
     @property
     def needed(self) -> Int:
-        """Pages of the sequence."""
         return (self.length + (self.a.page_size - 1)) // self.a.page_size
 
     @property
@@ -276,8 +272,6 @@ def _partial(flat: list[Any]) -> Partial:
 
 
 def _kernel(*refs: Any, s: Settings, layout: _Layout) -> None:
-    """One program; its body is written for single lanes."""
-
     def body(refs: Any, inputs: Any, ids: list[Int], memory: tuple[Any, Any]) -> None:
         partials = [Pointer.to(x) for x in refs[5]]
         a = Arrays.of((*refs[:5], *refs[6:]), inputs, s)

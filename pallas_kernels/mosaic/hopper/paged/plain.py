@@ -38,7 +38,6 @@ class Plain(Floats):
     def query_operands(
         self, row: Pointer, here: Place
     ) -> tuple[list[Int], tuple[Any, Any], Float, Float]:
-        """The query's operand words, its columns' starts, its offset, its scale."""
         zero = lane.number(0.0)
         return self._runs(row, here), (zero, zero), zero, lane.number(1.0)
 
@@ -83,7 +82,6 @@ class Plain(Floats):
             ]
 
     def _in_order(self, channels: Pointer, here: Place) -> list[Int]:
-        """The words of the lane's channels of a value."""
         size = self.row // 8 // _PARTS
         parts = [channels.at((here.t ^ i) * size).words(size // 4) for i in range(_PARTS)]
         for bit in (1, 2):

@@ -22,7 +22,6 @@ def rotated(x: list[Float], signs: Pointer, lane_number: Int) -> list[Float]:
 
 
 def unrotated(x: list[Float], signs: Pointer, lane_number: Int) -> list[Float]:
-    """The inverse of `rotated`."""
     product = _hadamard(x, lane_number)
     return [v * s for v, s in zip(product, _floats(signs, len(x)), strict=True)]
 

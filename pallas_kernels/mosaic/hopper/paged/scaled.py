@@ -245,7 +245,6 @@ KINDS: dict[str, type[Scaled]] = {"kv4": Kv4, "k8v4": K8v4}
 
 
 def channel(number: int, here: Place, head_dim: int) -> Int:
-    """The channel of a lane's output `number`."""
     byte, is_upper = divmod(number, 2)
     return here.g * (head_dim // 16) + (byte + is_upper * (head_dim // 2))
 

@@ -37,7 +37,6 @@ class Turbo4:
 
     @classmethod
     def of(cls, head_dim: int, s: Settings) -> "Turbo4":
-        """Keeps its table in registers."""
         table = [*s.centroids[:8], *reversed(s.centroids[8:])]
         words = [int.from_bytes(bytes(table[i : i + 4]), "little") for i in range(0, 16, 4)]
         # Permutes take registers: of a constant the compiler makes a copy before every one of them.
@@ -66,7 +65,6 @@ class Turbo4:
         return []
 
     def scores(self, slot: Pointer, query: Query, here: Place) -> list[list[Float]]:
-        """Scores of each tile's query `t` with the lane's tokens."""
         row = self.s.row_bytes(self.head_dim)
         pairs = key_rows(slot, row, self.s.held, here, self.look_up)
         norms = self.norms(slot.at(2 * self.s.block * row), here)
@@ -102,7 +100,6 @@ class Turbo4:
         lost: list[Int],
         here: Place,
     ) -> list[list[Float]]:
-        """``weights x values``, for each tile's query `t`."""
         del lost
         row = self.s.row_bytes(self.head_dim)
         norms = self.norms(slot.at(2 * self.s.block * row + 2 * self.s.block), here)
@@ -126,7 +123,6 @@ class Turbo4:
         return out
 
     def _value_rows(self, values: Pointer, here: Place) -> Any:
-        """Yields operand words, two channels at a time, in the order of `channel`."""
         row, held = self.s.row_bytes(self.head_dim), self.s.held
         loaded = value_words(values, row, held, here)
         for j in range(row // 32):
@@ -145,7 +141,6 @@ class Turbo4:
 
 
 def channel(number: int, here: Place, head_dim: int) -> Int:
-    """The channel of a lane's output `number`."""
     word, rest = divmod(number, 8)
     pair, half = divmod(rest, 2)
     return here.g * (head_dim // 8) + (8 * word + _CHANNELS[pair][half])

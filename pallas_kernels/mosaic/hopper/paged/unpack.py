@@ -58,7 +58,6 @@ class Codes:
 
     @classmethod
     def of(cls, stored: Stored, head_dim: int, channels: int) -> "Codes":
-        """Keeps its table in registers."""
         table = [*stored.centroids[:8], *reversed(stored.centroids[8:])]
         found = [int.from_bytes(bytes(table[i : i + 4]), "little") for i in range(0, len(table), 4)]
         minus = lane.held(-1) if stored.bits == 4 else None
@@ -66,7 +65,6 @@ class Codes:
 
     @property
     def row(self) -> int:
-        """Bytes of a token."""
         return self.channels * self.bits // 8
 
     @property
@@ -127,7 +125,6 @@ class Codes:
         return self._parts(row, here.t, self.head_dim // 4)
 
     def _of_a_word(self, word: Int) -> list[Int]:
-        """Operand words of one token's word."""
         words = [word] if self.bits == 4 else [word & _FIELDS, (word >> 2) & _FIELDS]
         return [w for x in words for w in self.look_up(x)]
 
@@ -152,7 +149,6 @@ class Codes:
         return self.head_dim // 8 < _UNIT[self.bits]
 
     def channel(self, number: int, here: Place) -> Int:
-        """The channel of a lane's output `number`."""
         pairs = _VALUES[self.bits]
         if self._is_shared:
             first, last = pairs[number // 2][number % 2], (here.g & 1) * 2

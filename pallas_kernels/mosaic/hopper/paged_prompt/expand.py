@@ -61,7 +61,6 @@ class Codec:
 
     @property
     def bits(self) -> int:
-        """Bits stored of a number."""
         return len(self.centroids).bit_length() - 1 if self.centroids else 8
 
 
@@ -157,13 +156,11 @@ def centroids_of_fields(fields: Int, third: Int | None, codec: Codec) -> list[Fl
 
 
 def _table(codec: Codec) -> list[Int]:
-    """The centroids, four to a word."""
     words = [codec.centroids[i : i + 4] for i in range(0, len(codec.centroids), 4)]
     return [lane.integer(int.from_bytes(bytes(w), "little")) for w in words]
 
 
 def _floats(four: Int, codec: Codec) -> list[Float]:
-    """The numbers of four centroids."""
     words = [lane.permute_bytes(four, _BYTE_FLOAT, 0x7504 | (i << 4)) for i in range(4)]
     return [w.as_float() + -(BYTE_OFFSET + codec.middle) for w in words]
 
@@ -244,7 +241,6 @@ def _body(arrays: list[Pointer], ids: list[Int], *, shape: tuple[int, ...], s: S
 
 
 def _sides(arrays: list[Pointer], place: Place, s: Settings) -> tuple[list[Float], list[_Side]]:
-    """A thread's signs of the rotation, if there is one, and both sides."""
     arrays = list(arrays)
     is_rotated = any(codec.centroids for codec in s.codecs)
     signs: list[Float] = []

@@ -113,7 +113,6 @@ def _full(x: float, shape: tuple[int, ...], layout: Any) -> jax.Array:
 
 
 def _copy_queries(work: Work, place: jax.Array, x: Inputs, y: Memory) -> None:
-    """Copies a tile's queries, head by head, as room comes free."""
     each = work.tokens // WARPGROUPS
     for i in range(WARPGROUPS):
         at = place * WARPGROUPS + i

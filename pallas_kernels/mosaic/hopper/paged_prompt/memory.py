@@ -51,12 +51,10 @@ class Memory(NamedTuple):
 
 
 def pieces(page_size: int, tile: int) -> int:
-    """How many copies a tile takes."""
     return max(1, tile // page_size)
 
 
 def memory(x: Inputs, out: Ref, s: Settings) -> Memory:
-    """The types of a program's shared memory."""
     head_dim = x.q.shape[3]
     tile = tile_tokens(head_dim)
     copies = pieces(x.k.shape[2], tile)

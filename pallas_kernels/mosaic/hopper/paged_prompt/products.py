@@ -120,11 +120,9 @@ class Eight:
         return cls(q, factor, k, v)
 
     def scores(self, slot: jax.Array, then: Then) -> jax.Array:
-        """Float32 ``[64, t]`` of a tile of keys."""
         return self._product(self.q, self.k.at[slot], then)
 
     def prepare(self, o: jax.Array, p: jax.Array, alpha: jax.Array) -> tuple[jax.Array, ...]:
-        """The sums before, and weights as `add` takes them."""
         del alpha
         kind = ring.array(p.shape, jnp.float8_e4m3fn, plgpu.Layout.WGMMA_8BIT)
         return o, ring.inline(_packed, (_MATRIX,), kind)(p)
@@ -151,7 +149,6 @@ class Eight:
 
 
 def _packed(p: Any) -> Any:
-    """Weights as the register operand of 8 bits."""
     rows = [
         [lane.pack_e4m3(x[i : i + 4]) for i in range(0, len(x), 4)] for x in fragments.by_row(p)
     ]

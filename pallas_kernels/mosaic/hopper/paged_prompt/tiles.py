@@ -182,7 +182,6 @@ class Work:
         return self.b * per_sequence + j
 
     def token_of(self, me: jax.Array) -> jax.Array:
-        """The tokens of a warpgroup's rows, int32 ``[64]``."""
         each = self.tokens // WARPGROUPS
         row = plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=ROW)
         row = (row & (each - 1)) + (self.first + me * each)
@@ -207,7 +206,6 @@ def parts_seen(lengths: jax.Array, query_lengths: jax.Array, s: Settings) -> jax
 
 
 def count(q: jax.Array, kv_heads: int) -> int:
-    """The number of tiles of query rows for ``[B, T, N, H]``."""
     batch, tokens, heads, _ = q.shape
     each = together(heads // kv_heads)
     return batch * (heads // each) * pl.cdiv(tokens, WARPGROUPS * ROWS // each)

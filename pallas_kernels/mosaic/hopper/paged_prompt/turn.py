@@ -98,7 +98,6 @@ def _turn_group(
 
 
 def _not_finite(word: Int) -> Int:
-    """1 in each byte that is NaN in e4m3."""
     return (((word & 0x7F7F7F7F) + 0x01010101) >> 7) & 0x01010101
 
 

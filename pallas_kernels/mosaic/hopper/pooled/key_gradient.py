@@ -67,7 +67,6 @@ class _Plan:
 
     @property
     def steps(self) -> int:
-        """Copies for a block of queries."""
         return self.s.block_q // _QUERIES
 
     @property

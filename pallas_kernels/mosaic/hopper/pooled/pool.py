@@ -56,7 +56,6 @@ class Settings:
 
     @property
     def items(self) -> int:
-        """How many lanes' items there are."""
         return self.batch * self.groups * self.heads * (self.head_dim // CHANNELS)
 
 

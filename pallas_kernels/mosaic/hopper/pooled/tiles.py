@@ -67,11 +67,9 @@ class Settings:
         return TILE // self.chunk
 
     def pieces(self, level: int) -> int:
-        """Blocks of a level in a tile."""
         return TILE * level // self.block_kv
 
     def rows(self, level: int) -> int:
-        """Pooled keys of a block of a level."""
         return self.block_kv // level
 
 
@@ -87,7 +85,6 @@ class Marks(NamedTuple):
 
     @classmethod
     def of(cls, refs: Sequence[Ref], s: Settings) -> "Marks":
-        """From a kernel's last inputs."""
         queries, keys = refs[:2] if s.has_segments else (None, None)
         return cls(queries, keys, refs[-1] if s.is_shifted else None)
 
@@ -97,7 +94,6 @@ class Marks(NamedTuple):
 
 
 def segment_memory(s: Settings, *shape: int) -> list[Any]:
-    """Memory for segments, in calls that have them."""
     return [plgpu.SMEM(shape, jnp.int32)] if s.has_segments else []
 
 
@@ -135,7 +131,6 @@ def store(x: jax.Array, staging: Ref, target: Ref) -> None:
 
 
 def transposed(ref: Ref) -> Ref:
-    """The right operand of a product with the rows of `ref`."""
     return ref.transpose((1, 0)) if hasattr(ref, "transpose") else plgpu.transpose_ref(ref, (1, 0))
 
 
@@ -173,7 +168,6 @@ def add_product(total: jax.Array, a: Any, b: Any) -> jax.Array:
 
 
 def pick(level: jax.Array, values: tuple[jax.Array | int, ...]) -> jax.Array:
-    """``values[level]``."""
     first, *others = (jnp.asarray(value, jnp.int32) for value in values)
     for number, value in enumerate(others, 1):
         first = jnp.where(level == number, value, first)
@@ -246,7 +240,6 @@ def level_of(x: jax.Array, ends: tuple[jax.Array, ...]) -> jax.Array:
 
 
 def bias_of(w: Walk, t: jax.Array) -> jax.Array:
-    """``log2(level)`` of tile `t`, one of complete blocks."""
     return level_of(t, _sums(w.whole)[1:4]).astype(jnp.float32)
 
 
@@ -265,7 +258,6 @@ def barriers(query_arrivals: int, s: Settings) -> tuple[list[Any], list[Any]]:
 
 
 def column_memory(s: Settings) -> list[Any]:
-    """Memory for the columns of the edges, see `produce`."""
     memory = [plgpu.SMEM((s.stages, TILE), dtype) for dtype in (jnp.float32, jnp.int32)]
     return memory + segment_memory(s, s.stages, TILE)
 
