@@ -50,10 +50,7 @@ def largest_bits(words: Sequence[Int], dtype: str) -> Int:
 
 
 def token_scale(bits: Int, dtype: str) -> Float:
-    """The bfloat16 scale of a token whose `largest_bits` are `bits`, as `quantize_tokens` has it.
-
-    NaN unless all values are finite, 1 if all are 0.
-    """
+    """A token's bfloat16 scale from `largest_bits`: NaN unless all are finite, 1 for zeros."""
     largest = bits.as_float()
     if dtype != "float32":
         largest, _ = lane.half.unpack(bits, dtype)

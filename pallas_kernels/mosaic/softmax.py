@@ -296,10 +296,7 @@ def _finite(m: Float) -> Float:
 
 
 def weigh(x: Any, top: Any, m: Any, alpha: Any, l: Any, policy: Policy) -> tuple[Any, ...]:
-    """The rest of `step`: weights of `arguments`, new sums, and the unit of an int8 row's weights.
-
-    `top`, `m` and `alpha` are the results of `maxima`.
-    """
+    """The rest of `step`, with `maxima`'s results: weights, new sums, the unit of int8 weights."""
     rows, state = [], []
     for y, largest, new, factor, total in zip(
         fragments.by_row(x), *(fragments.scalars(a) for a in (top, m, alpha, l)), strict=True

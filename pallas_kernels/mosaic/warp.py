@@ -168,10 +168,7 @@ def numbers(word: Int, dtype: str) -> list[Float]:
 
 
 def position(base: Int, here: Place, a: Arrays, at: Program) -> Int:
-    """The position of query `t` after row `base`; -1 if it does not exist.
-
-    Row ``g * T + t`` is query `t` of the KV head's head `g`.
-    """
+    """Query `t`'s position after row `base`; rows are ``g * T + t``; -1 if it does not exist."""
     own = base + here.t
     token = own % a.tokens
     is_real = (own < a.rows) & (token < at.query_length)

@@ -50,10 +50,7 @@ def exp2(x: jax.Array, interpret: bool) -> jax.Array:
 
 
 def fma(a: jax.Array, b: jax.Array | float, c: jax.Array | float, interpret: bool) -> jax.Array:
-    """``a * b + c`` in one instruction: by itself the compiler does not fuse the two here.
-
-    All are float32; `b` and `c` broadcast to `a`, or are constants.
-    """
+    """``a * b + c`` in one instruction, all float32: the compiler does not fuse the two here."""
     if interpret:
         return a * b + c
     args, names = [a], []

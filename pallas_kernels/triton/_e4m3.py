@@ -17,10 +17,7 @@ _NAN = 0x7F
 
 
 def _rounded(magnitude: jax.Array) -> jax.Array:
-    """Bits of non-negative float32 rounded to 4 significant bits, ties to even; at most 448.
-
-    NaN, like all bit patterns above infinity, stays as it is.
-    """
+    """Bits of float32 >= 0 rounded to 4 significant bits, ties to even; at most 448. NaN stays."""
     odd = (magnitude >> _DROPPED) & 1
     rounded = (magnitude + ((1 << (_DROPPED - 1)) - 1) + odd) & -(1 << _DROPPED)
     return jnp.where(magnitude > _INFINITY, magnitude, jnp.minimum(rounded, _LARGEST))
@@ -88,10 +85,7 @@ def nibble(x: jax.Array, high: bool, interpret: bool) -> jax.Array:
 
 
 def round_float16(x: jax.Array, has_e4m3: bool, interpret: bool) -> jax.Array:
-    """Rounds float16 multiples of 2**-9 to e4m3 values, saturating; NaN stays.
-
-    `has_e4m3` says whether the GPU converts to e4m3.
-    """
+    """Rounds float16 multiples of 2**-9 to e4m3 values, saturating; NaN stays."""
     if interpret or not has_e4m3:
         return round_normal(x.astype(jnp.float32)).astype(jnp.float16)
     asm = """{

@@ -172,10 +172,7 @@ def mine(size: int, index: jax.Array) -> jax.Array:
 
 
 def load_rows(ref: Ref, index: Any, channels: Span, valid: jax.Array | None = None) -> jax.Array:
-    """Rows ``ref[index, channel]``, zeros where not `valid` and in the padding of the channels.
-
-    `index` is a function from a column of row numbers to the leading indices.
-    """
+    """Rows ``ref[index(row), channel]``, zeros where not `valid` and in the channels' padding."""
     c = jnp.arange(channels.padded, dtype=jnp.int32)
     masks = [] if channels.mask() is None else [(c < channels.size)[None, :]]
     masks += [] if valid is None else [valid[:, None]]

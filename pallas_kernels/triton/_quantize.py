@@ -128,10 +128,7 @@ def load_tokens(
     inside: jax.Array | None,
     length: jax.Array,
 ) -> jax.Array:
-    """Tokens ``[block, channels]`` of ``[B, S, K, H]``, 0 past the length and past the channels.
-
-    `channel` and `inside` are as `channels_of` returns them; `token` is int32 ``[block]``.
-    """
+    """Tokens ``[block, channels]`` of ``[B, S, K, H]``, 0 past the length and past the channels."""
     mask = jnp.broadcast_to((token < length)[:, None], (token.shape[0], channel.shape[0]))
     mask = mask if inside is None else mask & inside[None]
     return plgpu.load(x.at[sequence, token[:, None], head, channel[None]], mask=mask, other=0.0)

@@ -297,10 +297,7 @@ def decode(
     query_lengths: jax.Array,
     settings: Settings,
 ) -> tuple[jax.Array, jax.Array]:
-    """As `mosaic.hopper.decode.kernel.decode`, in both modes and without its limits on `H`.
-
-    The output's dtype is the query's, or the settings'.
-    """
+    """As `mosaic.hopper.decode.kernel.decode`, in both modes and without its limits on `H`."""
     batch, tokens, heads, head_dim = query.shape
     kv_heads = key.buffer.shape[1]
     rows, parts = (

@@ -69,10 +69,7 @@ def prepare_rows(
     num_warps: int | None = None,
     interpret: bool = False,
 ) -> GradientRows:
-    """As `mosaic.hopper.gradient.rows.prepare_rows`, for any `H` and `block` any power of two.
-
-    `num_warps` depends on the block's size by default.
-    """
+    """As `mosaic.hopper.gradient.rows.prepare_rows`, for any `H` and any power of two `block`."""
     batch, size, heads, channels = query.shape
     blocks = pl.cdiv(size, block)
     shape = (batch, heads, blocks * block, channels)

@@ -193,7 +193,6 @@ def _kernel(
     *,
     s: Settings,
 ) -> None:
-    """One of `Settings.splits` runs of tiles of one KV head."""
     kv_heads, half = key.scale.shape[1], value.codes.shape[3]
     _, tokens, heads, _ = q_ref.shape
     group = heads // kv_heads

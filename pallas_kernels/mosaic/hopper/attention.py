@@ -439,11 +439,7 @@ class _Consumer:
         return jnp.where(unit == 0, 0.0, unit * self.scales[1][(*self.at, j)])
 
     def run(self, slot: jax.Array) -> _Found:
-        """Attends to all blocks, the first of them in `slot`.
-
-        Returns the unnormalized output in parts, the maxima and sums, and the slot after the last
-        block.
-        """
+        """Attends to all blocks, from `slot` on: output in parts, maxima, sums, next slot."""
         s, blocks = self.s, self.blocks
         head_dim = self.buffers[1].shape[1]
 
@@ -510,11 +506,7 @@ class _Consumer:
         return (self.merge(o, product, next_alpha, unit_of_last),), m, l, following
 
     def run_in_halves(self, slot: jax.Array) -> _Found:
-        """As `run`, but computes one half of the channels after the other.
-
-        With 256 channels there are not enough registers for a whole block's products beside the
-        sums.
-        """
+        """As `run`, the channels in two halves: 256 are too many for registers beside the sums."""
         s, blocks = self.s, self.blocks
 
         def first(is_masked: bool) -> tuple[jax.Array, ...]:
@@ -755,10 +747,7 @@ def _out_width(channels: int, dtype: Any) -> int:
 
 
 def writes(channels: int, head_dim: int, dtype: Any) -> int:
-    """How many output channels the kernel writes: `channels`, the real ones, or all `head_dim`.
-
-    It writes only the real ones if the copies support that width.
-    """
+    """How many channels the kernel writes: the real ones if copies can, else all of `head_dim`."""
     is_one_copy = channels == _out_width(channels, dtype) and head_dim <= _PART
     return channels if is_one_copy and channels * jnp.dtype(dtype).itemsize % 32 == 0 else head_dim
 

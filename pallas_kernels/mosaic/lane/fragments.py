@@ -110,10 +110,7 @@ def row_array(pair: Sequence[Float]) -> Any:
 
 
 def operand(words: Sequence[Sequence[Int]], is_int: bool) -> Any:
-    """The 8-bit register operand ``[64, k]``, int8 or e4m3, from words of four codes.
-
-    `words` are ``k / 16`` of each row.
-    """
+    """The 8-bit register operand ``[64, k]`` of ``k / 16`` words of each row, int8 or e4m3."""
     element = ir.IntegerType.get_signless(8) if is_int else ir.Float8E4M3FNType.get()
     kind, word = ir.VectorType.get((4,), element), ir.VectorType.get((1,), i32())
     registers = np.empty((len(words[0]), 2), dtype=object)

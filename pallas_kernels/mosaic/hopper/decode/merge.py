@@ -66,10 +66,7 @@ def merge(
     result: jax.Array | jax.ShapeDtypeStruct,
     kv_heads: int,
 ) -> tuple[jax.Array, jax.Array]:
-    """`pallas_kernels.merge.merge`, whose arrays it takes and returns.
-
-    The result's dtype is the queries' or float32.
-    """
+    """As `pallas_kernels.merge.merge`; the result's dtype is the queries' or float32."""
     batch, tokens, heads, head_dim = result.shape
     parts, rows = m.shape[1:]
     queries = batch * tokens * heads

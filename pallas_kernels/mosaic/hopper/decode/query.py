@@ -22,10 +22,7 @@ def _float32(x: float) -> float:
 def load_query(
     a: warp.Arrays, at: warp.Program, shape: Shape, here: Place, factor: float, unit: float
 ) -> Query:
-    """Loads and quantizes a program's queries; row ``head * T + token`` of its KV head.
-
-    `factor` is the scores', `unit` the exponential's (`Numerics.unit`).
-    """
+    """Loads and quantizes a program's queries; row ``head * T + token`` of its KV head."""
     width = 4 if a.dtype == "float32" else 2
     codes, scales, positions = [], [], []
     for number in range(shape.score_tiles):

@@ -30,10 +30,7 @@ class _Mask(NamedTuple):
 
 
 def _visible(mask: _Mask, half: int, columns: int, rows_are_keys: bool, s: Settings) -> list[Bool]:
-    """For each of a row's columns, whether the query sees the key; queries are columns or rows.
-
-    `half` is which of the thread's two rows.
-    """
+    """Whether the query sees the key, for each of the columns of row `half` of the thread's two."""
     distance, stop, ids = mask
     row, t = fragments.row_and_place()
     two_t = t * 2

@@ -220,7 +220,6 @@ def _produce(work: _Work, slot: jax.Array, x: Operands, m: _Memory, s: Settings)
 
 
 def _kernel(*refs: Ref, total: int, s: Settings, names: tuple[str, ...]) -> None:
-    """One persistent program, which takes every `s.programs`-th tile; `names` of its operands."""
     x, (dk_ref, dv_ref) = Operands(**dict(zip(names, refs[:-2], strict=True))), refs[-2:]
     me, share = lax.axis_index("warpgroup"), tiles.share_of(total, x.key_order)
     head_dim, dtype = x.q.shape[-1], x.q.dtype

@@ -25,7 +25,7 @@ def place() -> tuple[Int, Int]:
 
 
 def first_row(tables: Pointer, numbers: list[Int], x: Inputs) -> Int:
-    """The pool's number of this warp's first token in a tile, or past the end of some token.
+    """The pool's number of this warp's first token in a tile; any number past the sequence's end.
 
     `numbers` are the sequence, the tile, and the sequence's length; only sizes of `x` are read.
     """

@@ -330,7 +330,6 @@ def _follow(work: Work, slot: jax.Array, out: Ref, x: Inputs, y: Memory, s: Sett
 
 
 def _kernel(*refs: Ref, s: Settings, heads: int, total: int, is_whole: bool) -> None:
-    """One persistent program, which takes every `s.programs`-th tile of rows of a part."""
     *inputs, out_ref, lse_ref = refs
     x, me = Inputs(*inputs), lax.axis_index("warpgroup")
     share = ring.Share(total if is_whole else total * x.parts[1])

@@ -297,10 +297,7 @@ class Weights:
 
 
 def load_tokens(a: Arrays, first: Int, groups: int, target: Pointer, s: Settings) -> None:
-    """Loads tokens of `groups` groups from `first` on, as the product's right operand.
-
-    All lanes of the program call it. Tokens and inputs that do not exist are zeros.
-    """
+    """Loads groups of tokens as the right operand, by all lanes; zeros where there are none."""
     per_token = groups * _CHUNKS
     total, threads = s.tokens * per_token, THREADS * s.warpgroups
     thread = lane.thread()

@@ -41,10 +41,7 @@ def query_operands(
 def weight_operands(
     w: list[Float], middle: float, here: Place
 ) -> tuple[list[Int], tuple[Any, Any], Float, Float]:
-    """Operand words of the lane's weights, their columns' starts, their offset, their unit.
-
-    Weights have 15 bits of the largest in the block.
-    """
+    """Words of weights, 15 bits of the block's largest, their columns' starts, offset and unit."""
     # Bits of non-negative floats are ordered like integers, with NaN the largest.
     bits = functools.reduce(lambda a, b: a.maximum(b), [x.as_int() for x in w])
     top = lane.reduce_lanes(bits, lambda a, b: a.maximum(b), (4, 8, 16)).as_float()

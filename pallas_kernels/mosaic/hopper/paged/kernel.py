@@ -166,10 +166,7 @@ def _walk(
     area: Pointer,
     s: Settings,
 ) -> State | None:
-    """Attends to all of the program's blocks that are this warp's.
-
-    `pages` are the numbers of the first blocks' pages, `area` is shared memory of all warps.
-    """
+    """Attends to this warp's blocks of the program; `pages` are those of the first blocks."""
     first = at.start + lane.uniform(lane.thread() >> 5)
     with lane.when(here.is_first):
         slots.init()

@@ -14,10 +14,7 @@ Convert = Callable[[Int], Sequence[Int]]
 
 
 def key_rows(keys: Pointer, row: int, held: int, here: Place, convert: Convert) -> Any:
-    """Yields operand words lazily, two of the lane's tokens at a time.
-
-    `keys` are a block's in shared memory, `row` bytes a token, `held` of its tokens the lane's.
-    """
+    """Yields operand words lazily, two of the lane's `held` tokens (of `row` bytes) at a time."""
     first = keys.at(here.g * (held * row) + here.t * (row // 4))
     return (
         [

@@ -13,10 +13,7 @@ _LANES = 32
 
 
 def rotated(x: list[Float], signs: Pointer, lane_number: Int) -> list[Float]:
-    """A vector rotated; `x` is this lane's run of channels, a power of two.
-
-    `signs` are the rotation's, float32, from this lane's channels on.
-    """
+    """A vector rotated; `x` is this lane's run of channels, where `signs`, float32, begin."""
     flipped = [v * s for v, s in zip(x, _floats(signs, len(x)), strict=True)]
     return _hadamard(flipped, lane_number)
 

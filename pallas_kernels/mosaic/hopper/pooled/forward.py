@@ -166,7 +166,6 @@ def _finish(
 
 
 def _kernel(*refs: Ref, s: Settings) -> None:
-    """One persistent program, which takes every `s.programs`-th tile of queries."""
     q_ref, *rest = refs
     ks, vs, (blocks, counts, query_lengths, key_lengths, *others, out_ref, lse_ref) = (
         rest[:4],

@@ -197,7 +197,6 @@ def _step(
 
 
 def _kernel(*refs: Ref, plan: _Plan) -> None:
-    """One persistent program, which takes every `programs`-th tile of pooled keys."""
     q_ref, d_o_ref, lse_ref, delta_ref, *rest = refs
     ks, vs, (entries, counts, lengths, *others) = rest[:4], rest[4:8], rest[8:-2]
     outputs, s = rest[-2:], plan.s

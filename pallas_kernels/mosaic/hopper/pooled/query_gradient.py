@@ -93,7 +93,6 @@ def _gradient(
 
 
 def _kernel(*refs: Ref, s: Settings) -> None:
-    """One persistent program, which takes every `s.programs`-th tile of queries."""
     q_ref, d_o_ref, lse_ref, delta_ref, *rest = refs
     ks, vs, (blocks, counts, key_lengths, *others, out_ref) = rest[:4], rest[4:8], rest[8:]
     marks = tiles.Marks.of(others, s)
