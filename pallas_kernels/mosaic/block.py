@@ -43,7 +43,6 @@ class Block:
       head_dim: channels in memory, a multiple of 8.
       channels: channels of the codes, a multiple of 8, at most 256.
       dtype: of the values: ``"bfloat16"``, ``"float16"`` or ``"float32"``.
-      warpgroups: of a program.
     """
 
     tokens: int

@@ -46,7 +46,6 @@ class Policy:
       is_int8: weights become int8 with a scale per row and block; else e4m3 with a static one.
       left: how far back a query sees, or None.
       right: how far ahead a query sees, or None.
-      soft_cap: the scores' cap, or None.
     """
 
     exponential: Exponential

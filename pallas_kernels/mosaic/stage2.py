@@ -63,7 +63,6 @@ class Arrays:
       channel_zero: int8 ``[B, K, n, H]``.
       block_scale: float32 ``[B, K, n]``.
       blocks: `n`.
-      layout: of a block.
     """
 
     codes: list[Pointer]

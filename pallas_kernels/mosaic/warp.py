@@ -43,9 +43,6 @@ class Arrays:
       outputs: outputs and log-sum-exps; with several parts outputs, maxima and sums of each.
       tokens: `T`.
       heads: `N`.
-      kv_heads: `K`.
-      head_dim: `H`.
-      dtype: of the queries.
     """
 
     query: Pointer
@@ -79,8 +76,6 @@ class Program:
     Attributes:
       tile: number of its queries among those of the head.
       pair: ``batch * K + head``.
-      batch: its sequence.
-      head: its KV head.
       begin: position of the first query token.
       query_length: how many are real.
       start: its first block.

@@ -25,13 +25,7 @@ class Settings:
       value_bits: widths of the values' code arrays.
       block: tokens of a cache block.
       first_tokens: the first tokens that are in the buffer's first slots, before those of blocks.
-      scale: factor of the scores.
-      window: optional (left, right).
-      soft_cap: optional cap of the scores.
       splits: programs that share a KV head's blocks.
-      num_warps: per program.
-      num_stages: of the software pipeline.
-      interpret: run without a GPU.
       out_dtype: of the output, ``"float32"``; None for the queries'.
     """
 

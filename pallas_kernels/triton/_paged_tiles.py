@@ -21,15 +21,11 @@ class Settings:
 
     Attributes:
       window: optional (left, right); queries never see past their own position.
-      soft_cap: optional cap of the scores.
       key_codec: of keys that are codes, None for others.
       value_codec: of values that are codes, None for others.
       part: tokens of a program, a power of two.
       tile: tokens taken at a time, a power of two from 16 to `part`.
       rows: queries of a program at most, a power of two from 8.
-      num_warps: per program.
-      num_stages: of the software pipeline.
-      interpret: run without a GPU.
     """
 
     window: tuple[int, int] | None

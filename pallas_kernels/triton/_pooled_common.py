@@ -28,13 +28,9 @@ class Settings:
     Attributes:
       block_q: queries to a row of the lists, a power of two.
       block_kv: keys to a block, a power of two, at least 16.
-      scale: factor of the scores.
       is_causal: a query sees a group if it sees the group's last token.
       tile: queries of a program; `block_q` if that is less.
       tile_kv: pooled keys of a step, a power of two.
-      num_warps: per program.
-      num_stages: of the software pipeline.
-      interpret: run without a GPU.
     """
 
     block_q: int

@@ -56,14 +56,7 @@ class Settings:
       unit: how many units of its argument are one nat.
       block_q: query tokens that share a scale.
       block_kv: tokens of a key block.
-      scale: factor of the scores.
-      is_causal: a query sees keys up to its own position.
-      window: optional (left, right).
-      soft_cap: optional cap of the scores.
       tile: query tokens of a program.
-      num_warps: per program.
-      num_stages: of the software pipeline.
-      interpret: run without a GPU.
     """
 
     mode: str

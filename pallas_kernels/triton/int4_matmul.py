@@ -51,12 +51,10 @@ class Settings:
       tokens: of a program, a power of two and at least 16.
       outputs: of a program, the same.
       splits: programs that share the groups of a tile.
-      num_warps: of a program.
       num_stages: steps in flight.
       gated: whether rows are gate and up, in alternating groups of eight.
       activation: None, "silu" or "gelu"; "swiglu" or "geglu" exactly for gated weights.
       has_e4m3: whether the GPU converts to e4m3.
-      interpret: run without a GPU.
     """
 
     tokens: int

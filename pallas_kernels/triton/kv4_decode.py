@@ -102,14 +102,8 @@ class Settings:
     """A call's static settings.
 
     Attributes:
-      scale: factor of the scores.
-      window: optional (left, right).
-      soft_cap: optional cap of the scores.
       tile: tokens taken at a time, a power of two from 16; the cache holds whole tiles.
       splits: programs that share a KV head's tokens.
-      num_warps: per program.
-      num_stages: of the software pipeline.
-      interpret: run without a GPU.
       out_dtype: of the output, ``"float32"``; None for the queries'.
     """
 

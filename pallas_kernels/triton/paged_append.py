@@ -69,8 +69,6 @@ class Settings:
       tokens: of a sequence in this call, `T`.
       rows: vectors of a program, a power of two.
       pieces: into which a vector is cut, a power of two.
-      num_warps: per program.
-      interpret: run without a GPU.
     """
 
     codecs: tuple[Codec | None, ...]

@@ -53,11 +53,7 @@ class Settings:
       step: queries at a time, a power of two, at most `block_q`.
       block_q: queries to a list's entry.
       block_kv: keys to a block, a power of two.
-      scale: factor of the scores.
       is_causal: a query sees a group if it sees the group's last token.
-      num_warps: per program.
-      num_stages: of the software pipeline.
-      interpret: run without a GPU.
     """
 
     level: int

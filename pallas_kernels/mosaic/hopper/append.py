@@ -48,7 +48,6 @@ class _Program(NamedTuple):
       buffer: this head's buffer.
       scale: where this head's universal scale is stored.
       share: the lane's part of a block of the buffer.
-      memory: shared memory.
     """
 
     batch: Int

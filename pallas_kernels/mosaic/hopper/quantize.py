@@ -61,8 +61,6 @@ class Program:
       number: of the block among those of the pair.
       x: the pair's first token.
       length: tokens of the sequence that count.
-      share: of the running lane.
-      memory: shared memory.
     """
 
     pair: Int

@@ -22,10 +22,6 @@ class Settings:
       exponential: the softmax's.
       block_q: query tokens that share a scale, a multiple of 64.
       block_kv: key tokens that share a scale, 64 or 128.
-      scale: factor of the scores.
-      is_causal: a query sees keys up to its own position.
-      window: optional (left, right).
-      soft_cap: optional cap of the scores.
       stages: key and value blocks in shared memory.
       ahead: whether a tile's scores are computed during the exponentials of the one before.
       tile: key tokens that are attended to at once, `block_kv` or, with `ahead` and weights in
@@ -33,7 +29,6 @@ class Settings:
       consumers: warpgroups that attend, with 64 queries each.
       in_turns: whether they compute exponentials in turns, see `ring.Turns`.
       has_segments: whether queries see only keys of their own segment.
-      has_slopes: whether scores fall with the distance.
       programs: how many run side by side, one to a multiprocessor.
     """
 

@@ -26,9 +26,6 @@ class Settings:
       key_bits: widths of the keys' code arrays.
       value_bits: widths of the values' code arrays.
       block: tokens of a cache block.
-      scale: factor of the scores.
-      window: optional (left, right).
-      soft_cap: optional cap of the scores.
       rows: queries of a program, 4 or 8.
       splits: programs that share a KV head's blocks, a multiple of `cluster`.
       cluster: how many of these merge their results among themselves, at most 8.

@@ -40,7 +40,6 @@ class Settings:
       rows: queries of a KV head, ``G * T``.
       tokens: `T`.
       heads: `N`.
-      kv_heads: `K`.
       head_dim: `H`, 64, 128 or 256.
       dtype: of the result.
     """

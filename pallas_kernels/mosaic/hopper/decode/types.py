@@ -42,8 +42,6 @@ class Numerics:
 
     Attributes:
       exponential: SAS, or None for the exact one.
-      window: optional (left, right).
-      soft_cap: optional cap of the scores.
       is_masked: whether some query may not see all tokens of a block.
     """
 

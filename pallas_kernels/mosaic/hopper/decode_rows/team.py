@@ -24,7 +24,6 @@ class Team:
     Attributes:
       size: warps, 1 or 2.
       number: of the team in its program.
-      member: number of the warp in the team.
       memory: shared memory of `exchange_bytes`.
       rows: queries.
     """

@@ -30,10 +30,6 @@ class Settings:
     """A call's static settings.
 
     Attributes:
-      scale: factor of the scores.
-      is_causal: a query sees keys up to its own position.
-      window: optional (left, right).
-      soft_cap: optional cap of the scores.
       approximate_tanh: whether the cap is the hardware's, as in a forward pass with e4m3 weights.
       block_q: queries that share a scale, a multiple of 64.
       block_kv: keys that share a scale, and values that do, a multiple of 64.

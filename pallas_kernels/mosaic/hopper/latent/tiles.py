@@ -90,7 +90,6 @@ class Work:
     latents; then all sequences, then the parts.
 
     Attributes:
-      b: its sequence.
       place: the number of its rows' tile.
       first: the first of its rows.
       rows: of each sequence.

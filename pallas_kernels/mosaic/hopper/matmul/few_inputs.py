@@ -29,7 +29,6 @@ class Settings:
 
     Attributes:
       tokens: columns of a product: 8, 16, 32 or 64.
-      warpgroups: of a program.
       parts: programs that share rows, each with part of the inputs; at most 8.
       stages: tiles of a warpgroup that are being copied or in use.
       resident: groups of inputs whose tokens are in shared memory at a time, as many for each
@@ -85,7 +84,6 @@ class Memory(NamedTuple):
       token_scales: float32.
       maxima: of tokens that are rounded here.
       barriers: eight bytes for each slot of each warpgroup.
-      size: of everything.
     """
 
     slots: int

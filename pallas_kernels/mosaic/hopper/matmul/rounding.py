@@ -38,7 +38,6 @@ class Rounding:
       columns: of the product: `M` and zeros.
       groups: of 128 inputs that a program takes at most.
       parts: programs of a cluster.
-      warpgroups: of a program.
     """
 
     dtype: str

@@ -58,7 +58,6 @@ class Settings:
 
     Attributes:
       strips: of 16 rows, of a program.
-      warpgroups: of a program.
       slots: of a warp, for units that are being copied or in use; at least 2.
       parts: programs that share the inputs of their strips, and write float32 sums.
     """

@@ -44,10 +44,7 @@ class Settings:
         scale for each token; ``"mixed"``, see `stored`.
       centroids: turbo4: 16 numbers in 0..127, from which `middle` is subtracted.
       middle: turbo4: a multiple of a half.
-      scale: factor of the scores.
       value_unit: factor of the outputs.
-      window: optional (left, right).
-      soft_cap: optional cap of the scores.
       rows: queries of a program, a multiple of 4.
       part: tokens whose blocks a warp adds up one after the other, a multiple of `step`; parts
         begin at multiples of it.
@@ -191,9 +188,7 @@ class Arrays(warp.Arrays):
 
     Attributes:
       tables: ``[B, max_pages]``, or None: sequence `b` has the `room` pages from ``b * room`` on.
-      page_size: in tokens.
       max_pages: of a sequence.
-      num_pages: of the pool.
       room: pages of the pool for each sequence.
       is_padded: whether `query_lengths` are given; otherwise all queries are real.
     """

@@ -24,7 +24,6 @@ class Settings:
 
     Attributes:
       window: how many earlier tokens a query sees, or None.
-      soft_cap: the scores' cap, or None.
       stages: tiles of keys and values in shared memory.
       part: tokens of the parts that programs take, a multiple of a tile's, to be joined; or None:
         then a program takes all that its rows see.
@@ -121,7 +120,6 @@ class Work:
     then the next part, so that programs that run together read the same keys and values.
 
     Attributes:
-      b: its sequence.
       head: the first of its `together` heads, which have `tokens` queries each, a half for either
         warpgroup.
       h: their KV head.
@@ -129,7 +127,6 @@ class Work:
       real: how many queries of the sequence are real.
       part: which part of the tokens it is, 0 if there are none.
       begin: position of the sequence's first query.
-      group: of the settings.
       is_broken: whether the sequence cannot be read.
       tiles: of keys.
     """
