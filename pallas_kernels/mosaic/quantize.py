@@ -106,7 +106,6 @@ def scale_of(bits: Int, tile: Tile) -> Float:
 def write(
     source: Pointer, target: Pointer, thread: Int, first: int, scale: Float, tile: Tile
 ) -> None:
-    """Writes the codes of 64 tokens."""
     place = _place(thread, tile)
     at = target.at(first * ROWS * tile.channels, place)
 

@@ -65,7 +65,6 @@ class Arrays:
 
     @property
     def is_final(self) -> bool:
-        """Whether the outputs are final, because there is one part."""
         return len(self.outputs) == 2
 
 

@@ -26,7 +26,6 @@ class Codec(NamedTuple):
 
     @property
     def bits(self) -> int:
-        """Bits of a code: 4, 3 or 2."""
         return len(self.table).bit_length() - 1
 
     @property

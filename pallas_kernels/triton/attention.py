@@ -129,7 +129,6 @@ class _Extras(NamedTuple):
 
 
 def _load(ref: Ref, at: tuple[jax.Array, ...], rows: jax.Array, channels: Span) -> jax.Array:
-    """Tokens ``rows`` of ``ref[at]``, channels padded with zeros."""
     mask = channels.mask()
     return plgpu.load(
         ref.at[(*at, rows[:, None], channels.positions()[None, :])],
@@ -255,7 +254,6 @@ def _step(
     is_masked: bool,
     s: Settings,
 ) -> _State:
-    """One key block of Algorithm 1."""
     k_ref, k_scale_ref, v_ref, v_scale_ref = refs
     exp = functools.partial(_common.evaluate, s.exp, interpret=s.interpret)
     o, m, l = state

@@ -227,7 +227,6 @@ def _kernel(
     *,
     s: Settings,
 ) -> None:
-    """Rows of one KV head, one part of several."""
     part, pair = pl.program_id(1), pl.program_id(2)
     rows = _rows(q_ref, key, lengths_ref, query_lengths_ref, s)
     place, tiles = _place(key), _tiles(rows, part, s)

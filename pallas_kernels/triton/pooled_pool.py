@@ -36,7 +36,6 @@ def _share(group: jax.Array, level: int, length: jax.Array) -> jax.Array:
 def _pool_kernel(
     x_ref: Ref, lengths_ref: Ref, *out_refs: Ref, rows: int, offsets: dict[int, int]
 ) -> None:
-    """`rows` groups of eight tokens of one head: loads, sums, stores."""
     _, size, _, head_dim = x_ref.shape
     tile, h, b = pl.program_id(0), pl.program_id(1), pl.program_id(2)
     length = jnp.minimum(plgpu.load(lengths_ref.at[b]), size)

@@ -39,12 +39,10 @@ def fma(a: Int, b: Int, c: Int) -> Int:
 
 
 def subtract(a: Int, b: Int, dtype: str = "float16") -> Int:
-    """``a - b`` of two numbers each, rounded."""
     return Int(assembly(f"sub.rn.{_PAIRS[dtype]} $0, $1, $2;", a, b).value)
 
 
 def multiply(a: Int, b: Int, dtype: str = "float16") -> Int:
-    """``a * b`` of two numbers each, rounded."""
     return Int(assembly(f"mul.rn.{_PAIRS[dtype]} $0, $1, $2;", a, b).value)
 
 

@@ -36,7 +36,6 @@ def int_value(x: "Int | int") -> Any:
 
 
 def float_value(x: "Float | float") -> Any:
-    """The compiler's value of a float or a constant."""
     return x.value if isinstance(x, Float) else arith.constant(f32(), float(x))
 
 
@@ -188,7 +187,6 @@ def number_of(x: Float | float) -> Float:
 
 
 def when(condition: Bool) -> Any:
-    """A context whose body runs where `condition` holds."""
     return mgpu.utils.when(condition.value)
 
 

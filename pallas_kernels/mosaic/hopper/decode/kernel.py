@@ -110,7 +110,6 @@ def _program(a: Arrays, ids: list[Int], memory: tuple[Pointer, Pointer], s: Sett
 
 
 def _walk(a: Arrays, at: Program, smem: tuple[Pointer, Pointer], s: Settings) -> None:
-    """Computes a warp's share of the program's units, and stores its result."""
     shape = Shape(a.head_dim, s.block, max(s.key_bits), max(s.value_bits), s.rows)
     is_masked = a.tokens > 1 or s.window is not None
     n = Numerics(s.exponential, s.window, s.soft_cap, is_masked)
@@ -269,7 +268,6 @@ class Products:
     def attend_buffer(
         self, a: Arrays, state: State, at: Program, number: Int, query: Query
     ) -> State:
-        """Adds block `number` of the int8 buffer."""
         here, n, begin = self.here, self.n, number * self.shape.block
         key, value = (x.buffer.times(at.pair, a.buffer_size * a.head_dim) for x in (a.key, a.value))
         scales = [x.buffer_scale.at(at.pair << 2).float() for x in (a.key, a.value)]

@@ -242,7 +242,6 @@ def _keep(
     team: Team,
     n: Numerics,
 ) -> None:
-    """Writes a team's result to shared memory: outputs, maxima in powers of two, sums."""
     totals = [lane.reduce_lanes(x, lambda x, y: x + y, (1, 2)) for x in state.totals]
     if team.size == 1:
         lane.warp_barrier()

@@ -134,7 +134,6 @@ class _Rows(quantize.Work):
         return tokens
 
     def _rows(self, x: Pointer, batch: Int, head: Int, first: Int, own: list[Int]) -> list[Float]:
-        """The tokens' numbers of float32 ``[B, T', N]``, ``-inf`` past `T'`."""
         _, size, heads, _ = self.out_shape
         x = x.times(batch * size, 4 * heads).at(head << 2)
         tokens = [first + token for token in own]

@@ -36,7 +36,6 @@ class Epilogue:
 
     @property
     def outputs(self) -> int:
-        """Outputs of a warpgroup's 64 rows."""
         return ROWS // 2 if self.gate else ROWS
 
     @property

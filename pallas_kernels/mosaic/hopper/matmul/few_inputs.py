@@ -97,7 +97,6 @@ class Memory(NamedTuple):
 
     @classmethod
     def of(cls, s: Settings, groups: int, scale_bytes: int) -> "Memory":
-        """For a weight with this many groups of inputs."""
         share = s.share_of(groups)
         sizes = (
             s.resident * s.token_bytes,
@@ -271,7 +270,6 @@ class Weights:
             lane.copy(vector.times(work.tile, ROWS * 4), target, ROWS * 4, first)
 
     def take(self, i: Int, slot: Int, parity: Int) -> Operand:
-        """Waits for tile `i` and returns it."""
         lane.wait(self.barriers.at(slot * 8), parity)
         a = self.a
         tables = None if a.tables is None else self.tables

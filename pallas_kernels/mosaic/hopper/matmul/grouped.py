@@ -247,7 +247,6 @@ def _store(
 
 
 def _fill(me: jax.Array, p: Plan, a: Arrays, s: Settings) -> None:
-    """Writes the rows behind the last expert's."""
     columns = a.out.shape[1]
     size = 2 * columns // _CHUNK
     end = a.out.shape[0] * size
@@ -333,7 +332,6 @@ def _copy_scales(source: Pointer, target: Pointer, token: Int, rows: int, tokens
 
 
 def _produce(share: ring.Share, p: Plan, m: Memory, a: Arrays, rows: int, s: Settings) -> None:
-    """Copies the groups of all tiles, as room comes free."""
     groups, across = a.codes.shape[1], pl.cdiv(rows, s.consumers * ROWS)
 
     def scales(token: Any, source: Any, target: Any) -> None:

@@ -268,7 +268,6 @@ def _store(total: jax.Array, work: Work, me: jax.Array, m: Memory, a: Arrays, s:
 def _produce(
     work: Work, slot: jax.Array, groups: int, m: Memory, a: Arrays, s: Settings
 ) -> jax.Array:
-    """Copies a tile's groups of inputs as room comes free; returns the slot after."""
     tokens, tiles = pl.ds(work.token, s.tokens), pl.ds(work.tile * WARPGROUPS, WARPGROUPS)
 
     def group(g: jax.Array, slot: jax.Array) -> jax.Array:

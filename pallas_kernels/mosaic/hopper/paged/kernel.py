@@ -342,7 +342,6 @@ def _leave(
 
 
 def _combine(a: Arrays, at: Program, area: Pointer, s: Settings) -> None:
-    """Joins the results of the program's warps and writes them."""
     lane.block_barrier()
     threads, size = 32 * s.warps, s.rows * a.head_dim
     for start in range(0, size, threads):

@@ -107,7 +107,6 @@ class Codes:
 
     @property
     def key_order(self) -> list[int]:
-        """The order of a lane's channels in operand words."""
         unit = _UNIT[self.bits]
         return [i + k for i in range(0, self.head_dim // 4, unit) for k in _KEYS[self.bits]]
 

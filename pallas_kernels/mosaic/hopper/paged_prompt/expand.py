@@ -191,7 +191,6 @@ class _Side:
 def _expand(
     side: _Side, place: Place, signs: list[Float], index: Int, row: Int, is_there: Any, dtype: str
 ) -> None:
-    """Decodes a thread's part of the pool's token `index` to row `row` of the result."""
     x = place.numbers(side.data.times(index, side.row_bytes), side.codec)
     if side.codec.is_int8:
         assert side.norm is not None
@@ -210,7 +209,6 @@ def _expand(
 
 
 def _body(arrays: list[Pointer], ids: list[Int], *, shape: tuple[int, ...], s: Settings) -> None:
-    """One program: a tile of one head of one sequence."""
     kv_heads, page_size, head_dim, max_pages, tiles = shape
     tile, head, b = ids
     tables, lengths, starts, *rest = arrays

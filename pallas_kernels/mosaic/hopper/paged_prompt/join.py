@@ -40,7 +40,6 @@ def _body(
     s: Settings,
     tile: int = WARPGROUPS * ROWS,
 ) -> None:
-    """Joins some rows, in the order of the kernel that computed the parts."""
     assert s.part is not None
     lengths, query_lengths, found, found_lse, out, out_lse = arrays
     (batch, kv_heads, per_head), (_, tokens, heads, head_dim) = rows, shape
