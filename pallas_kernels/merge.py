@@ -23,7 +23,7 @@ from pallas_kernels.layouts import LOG2_E, Ref, next_power_of_2
 
 _GROUP = 32
 _LN_2 = 1 / LOG2_E
-# An operand that the kernel indexes by itself.
+# A whole array, which the kernel indexes itself.
 _WHOLE = pl.BlockSpec(memory_space=pl.ANY)
 
 

@@ -22,16 +22,16 @@ CHANNELS, TOKENS = 8, 4
 """What a lane takes at once."""
 MOST_WARPS = 16
 SMALLEST = 16
-"""Tokens of the smallest block: of a load of codes, tokens last."""
+"""Tokens of the smallest block: one 16-byte access of codes with tokens last."""
 _WARP, _WARPGROUP = 32, 128
 VALUES_PER_LANE = 64
-"""Of a lane that does much with them."""
+"""Values of a lane in kernels that do much with them."""
 _UNIT = 16  # bytes of a load or store
 MAXIMA_BYTES = 4 * MOST_WARPS
-"""Of a program's shared memory, for what its warps tell each other."""
+"""Shared memory in which a program's warps exchange maxima."""
 
 Words = list[list[list[Int]]]
-"""Of each of a lane's groups and each of its four tokens: words of eight values or codes."""
+"""For each of a lane's groups and each of its four tokens: words of eight values or codes."""
 
 
 @dataclasses.dataclass(frozen=True)

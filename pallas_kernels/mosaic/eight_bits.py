@@ -15,7 +15,7 @@ _ROUNDER_BITS = 0x4B400000
 _MAGNITUDE, _MAGNITUDES = 0x7FFFFFFF, 0x7FFF7FFF
 _TINY = 2.0**-126
 _RECIPROCAL_MAX = float(np.float32(1 / E4M3_MAX))
-# In a number, where quotients are rounded twice.
+# Fractions of 1 to which quotients are rounded first, where they are rounded twice.
 _UNITS = 2**15
 # Bits of a float32's pattern that are 0 where a scale has no more significant bits than a value.
 _FREE_BITS = {"bfloat16": 0xFFFF, "float16": 0x1FFF}
@@ -92,7 +92,7 @@ def exact_code(x: Float, scale: Float, inverse: Float) -> Int:
 
 def clamped_code(x: Float, scale: Float) -> Int:
     """The code for a scale that was fixed before; finite values beyond its range become +-119."""
-    largest = scale * 128.0  # beyond it all is clamped anyway
+    largest = scale * 128.0  # larger quotients are clamped anyway
     x = lane.minimum(lane.maximum(x, -largest), largest)
     code = exact_code(x, scale, lane.number(1.0) / scale) - _ROUNDER_BITS
     return code.minimum(int(INT8_RANGE)).maximum(-int(INT8_RANGE))

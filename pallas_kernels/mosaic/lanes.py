@@ -23,7 +23,7 @@ from pallas_kernels.mosaic.axes import all_own, own
 from pallas_kernels.mosaic.lane import Int, Pointer
 
 WARPS = 4
-"""Of a warpgroup."""
+"""Warps of a warpgroup."""
 
 Body = Callable[[list[Pointer], list[Int]], None]
 """``body(arrays, ids)``: inputs, then what is written, then shared memory, if there is any; and the
@@ -106,7 +106,7 @@ def launch(
     return varying.typed(lambda out: call(out_type=out), list(out))(*inputs)
 
 
-# Bytes of an input that is not read where a loop's step finds it.
+# Inputs of at most this many bytes are copied before the kernel reads them, see `_apart`.
 _SMALL = 2**20
 
 

@@ -17,7 +17,7 @@ from pallas_kernels.mosaic.lane import Float, Int, Pointer
 ROWS = 64
 """Tokens whose codes are one operand of a warpgroup."""
 PARTS = 4
-"""Words for each 64 tokens, for what the warps tell each other."""
+"""Words for each 64 tokens, in which the warps exchange maxima."""
 _CHANNELS = 8
 _THREADS = 128
 

@@ -23,7 +23,7 @@ from pallas_kernels.mosaic.axes import own
 from pallas_kernels.mosaic.lane.fragments import ROWS as ROWS
 
 WARPGROUPS = 2
-"""That consume, each with its own rows."""
+"""Warpgroups that consume, each with its own rows."""
 ROW, COLUMN = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
 SCALAR = plgpu.Layout.WG_SPLAT(())
 
@@ -31,7 +31,7 @@ PROGRAM = own("program")
 """The axis of the grid."""
 
 Step = Callable[[jax.Array, jax.Array], jax.Array]
-"""``step(number, slot)`` of a tile whose first slot is `slot`; returns the slot after its last."""
+"""``step(number, slot)`` of a tile that begins at `slot`; returns the slot after its last."""
 
 
 class Share:
@@ -47,7 +47,7 @@ class Share:
         self.program, self.programs = lax.axis_index(PROGRAM), lax.axis_size(PROGRAM)
         self.together, self.turns = together, turns
         last = (total // together if isinstance(total, int) else lax.div(total, together)) - 1
-        # Of programs past the last tile, which there are where `total` is found late: none.
+        # Programs past the last tile, which exist if `total` is known late, have none.
         rounds = lax.div(last - self.program + self.programs, jnp.int32(self.programs))
         if turns:
             programs = jnp.int32(self.programs)

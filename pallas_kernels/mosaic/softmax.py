@@ -179,7 +179,7 @@ def seen(
     row sees only its own. `linear` are scalars: the slope by which scores fall with the distance,
     in the exponential's units, and the first query's position relative to the tile's first key.
     """
-    scores = mgpu.optimization_barrier(scores)  # not before the product is there
+    scores = mgpu.optimization_barrier(scores)  # not before the product is done
     bounds = None
     if limits is not None:
         [query], [length] = (fragments.scalars(x) for x in limits)
@@ -201,7 +201,7 @@ def seen(
             masks = _visible(bounds, half, len(x), policy)
             row = [k.where(v, -math.inf) for k, v in zip(masks, row, strict=True)]
         rows.append(row)
-    # Now, because they replace the products.
+    # Computed now, because they replace the products in registers.
     return mgpu.optimization_barrier(fragments.of_rows(rows))
 
 
@@ -230,7 +230,7 @@ def step(scores: Any, m: Any, l: Any, factors: Sequence[Any], policy: Policy) ->
     weights float32 ``[64, n]`` for `pack`; the new `m` and `l`; the factor of the sums before; and
     the unit of an int8 row's weights, 0 in a row that sees nothing.
     """
-    scores = mgpu.optimization_barrier(scores)  # not before the product is there
+    scores = mgpu.optimization_barrier(scores)  # not before the product is done
     rows, state = [], []
     for x, old, total in zip(
         fragments.by_row(scores), fragments.scalars(m), fragments.scalars(l), strict=True
@@ -240,14 +240,14 @@ def step(scores: Any, m: Any, l: Any, factors: Sequence[Any], policy: Policy) ->
         p, total, unit = _row_weights(y, top, new, alpha, total, policy)
         rows.append(p)
         state.append((new, total, alpha, unit))
-    # Not after the next products are started.
+    # Computed before the next products are started.
     weights = mgpu.optimization_barrier(fragments.of_rows(rows))
     return weights, *(fragments.row_array(pair) for pair in zip(*state, strict=True))
 
 
 def maxima(scores: Any, m: Any, factors: Sequence[Any], policy: Policy) -> tuple[Any, ...]:
     """The first part of `step`: a tile's maxima, the new running ones, factors of sums before."""
-    scores = mgpu.optimization_barrier(scores)  # not before the product is there
+    scores = mgpu.optimization_barrier(scores)  # not before the product is done
     state = [
         _row_maxima(x, old, factors, policy)
         for x, old in zip(fragments.by_row(scores), fragments.scalars(m), strict=True)
@@ -275,7 +275,7 @@ def arguments(scores: Any, m: Any, factors: Sequence[Any], policy: Policy) -> An
         _row_arguments(x, new, factors, policy)
         for x, new in zip(fragments.by_row(scores), fragments.scalars(m), strict=True)
     ]
-    # Here, not where they are used.
+    # Computed here, not where they are used.
     return mgpu.optimization_barrier(fragments.of_rows(rows))
 
 
@@ -303,7 +303,7 @@ def weigh(x: Any, top: Any, m: Any, alpha: Any, l: Any, policy: Policy) -> tuple
         p, *rest = _row_weights(y, largest, new, factor, total, policy)
         rows.append(p)
         state.append(rest)
-    # Not after the next products are started.
+    # Computed before the next products are started.
     weights = mgpu.optimization_barrier(fragments.of_rows(rows))
     return weights, *(fragments.row_array(pair) for pair in zip(*state, strict=True))
 
@@ -342,7 +342,7 @@ def _scale(p: list[Float], top: Float, shift: Float, policy: Policy) -> tuple[li
         return p, lane.number(1.0)
     [largest] = exponentials([top], shift, lane.number(1.0), policy)
     nothing = largest < lane.number(_TINY * INT8_RANGE if not policy.shift else _TINY)
-    # Powers of two on the way keep everything in range: weights may be as small as 2**-126.
+    # Powers of two in between keep everything in range: weights may be as small as 2**-126.
     inverse = lane.reciprocal(largest) * (INT8_RANGE / 128)
     inverse = nothing.where(0.0, inverse)
     unit = largest * (2.0 ** (-policy.shift) / INT8_RANGE)
@@ -370,7 +370,7 @@ def accumulate(output: Any, product: Any, alpha: Any, unit: Any, policy: Policy)
         if u is not None:
             new = [v.to_float() * u for v in new]
         rows.append([x.fma(a, y) for x, y in zip(old, new, strict=True)])
-    # Not later: the product's registers are needed for the next one.
+    # Computed now: the next product needs this one's registers.
     return mgpu.optimization_barrier(fragments.of_rows(rows))
 
 
@@ -395,7 +395,7 @@ def finish(
     [stop], [v_scale] = fragments.scalars(last), fragments.scalars(scale)
     row, _ = fragments.row_and_place()
     zero, infinite = lane.number(0.0), lane.number(-math.inf)
-    # A power of two on the way: sums may be as small as 2**-118.
+    # Scaled by a power of two in between: sums may be as small as 2**-118.
     power = 2.0 ** -math.floor(math.log2(policy.sum_unit))
     gain = lane.number(policy.sum_unit * power / policy.output_unit)
     rows, lse = [], []

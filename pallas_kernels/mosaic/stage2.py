@@ -18,7 +18,7 @@ from pallas_kernels.mosaic.lane import Float, Int, Pointer
 
 # Widths of the planes of a code, low bits first (see turbojax.quantizers.packing).
 _PLANES = {2: (2,), 3: (2, 1), 4: (4,)}
-# Of an integer in float32: what halves are restored with, see turbojax.quantizers.progressive.
+# Restores halves of an integer in float32, see turbojax.quantizers.progressive.
 _FINE = 4096.0
 _WARP = 32
 _LANE_BYTES = 4 * CHANNELS  # lowest and highest codes of eight channels
@@ -126,7 +126,7 @@ def tell_extremes(share: Share, codes: Words, memory: Pointer) -> None:
         low = [lane.tree(c, lane.minima_of_halves) for c in columns]
         high = [lane.tree(c, lane.maxima_of_halves) for c in columns]
         inside = share.is_inside(number, b.columns)
-        if inside is not None:  # a group that there is not has no extremes
+        if inside is not None:  # a group that does not exist has no extremes
             low = [inside.where(x, 0x7FFF7FFF) for x in low]
             high = [inside.where(x, 0x80008000) for x in high]
         lowest = _each(lane.minima_of_halves, lowest, low)
@@ -240,7 +240,7 @@ def _quotient(numerator: Float, fine: Float) -> Float:
     Exact although the reciprocal is not: see `turbojax.quantizers.progressive`.
     """
     shifted = numerator.fma(fine, lane.number(lane.ROUNDER))
-    # The first rounder leaves in the constant of the second sum.
+    # The second sum's constant takes the first rounder away again.
     offset = lane.number(lane.ROUNDER - lane.ROUNDER / _FINE)
     return shifted.fma(lane.number(1 / _FINE), offset)
 
@@ -248,7 +248,7 @@ def _quotient(numerator: Float, fine: Float) -> Float:
 def _codes(share: Share, codes: Words, memory: Pointer) -> Words:
     b = share.block
     kept = memory.at(blocks.MAXIMA_BYTES + b.warps * b.columns * _LANE_BYTES)
-    # Lanes past the last channel have codes that nobody stores.
+    # Codes of lanes past the last channel are not stored.
     column = share.column.minimum(b.channels // CHANNELS - 1)
     place = kept.at(column * (CHANNELS * _CHANNEL_BYTES))
     out: Words = [[[] for _ in group] for group in codes]
@@ -285,7 +285,7 @@ def _pack(share: Share, staged: Pointer, out: Pointer, layout: Layout, bits: int
     begin, shift = 0, 0
     for width in _PLANES[bits]:
         length = layout.row * width // 8  # bytes of the plane, in each row
-        # A lane takes as many bytes at once as planes and rows begin at multiples of.
+        # A lane takes as many bytes at once as the alignment of planes and rows allows.
         size = next(n for n in (16, 8, 4, 1) if length % n == 0 and row % n == 0)
         units = length // size
         mask = 0x01010101 * (2**width - 1) if len(_PLANES[bits]) > 1 else None

@@ -26,7 +26,7 @@ from pallas_kernels.mosaic.lane import Float, Int, Pointer
 
 _BARRIER_BYTES = 8
 Result = tuple[Float, Float, Float]
-"""Of one channel of a query: output, maximum in powers of two, sum of weights."""
+"""For one channel of a query: output, maximum in powers of two, sum of weights."""
 
 
 # Programs ----------------------------------------------------------------------------------------
@@ -307,7 +307,7 @@ def merged(
 
 
 Partial = tuple[list[Float], Float, Float]
-"""Of some channels of a query: outputs, maximum in powers of two, sum of weights."""
+"""For some channels of a query: outputs, maximum in powers of two, sum of weights."""
 
 
 def nothing(channels: int) -> Partial:

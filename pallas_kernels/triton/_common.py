@@ -15,7 +15,7 @@ from pallas_kernels.layouts import LOG2_E as LOG2_E
 from pallas_kernels.layouts import Ref as Ref
 from pallas_kernels.layouts import next_power_of_2 as next_power_of_2
 
-# An operand that the kernel indexes by itself.
+# A whole array, which the kernel indexes itself.
 WHOLE = pl.BlockSpec(memory_space=pl.ANY)
 
 # Added to float32 below 2**22 it leaves their integer, rounded half to even, in the low bits; there

@@ -10,7 +10,7 @@ from jax.experimental.pallas import triton as plgpu
 KEYS, VALUES = "keys", "values"
 
 VALUE_OFFSET = 128.0
-"""By how much operands of values made from codes are too large."""
+"""The offset of operands of values that are made from codes."""
 
 _SUBNORMAL = 2.0**-24
 

@@ -233,7 +233,7 @@ def stage1_codes(x: jax.Array, scale: jax.Array, interpret: bool) -> jax.Array:
 
 def clamped_stage1_codes(x: jax.Array, scale: jax.Array, interpret: bool) -> jax.Array:
     """`stage1_codes` for a scale that was fixed before; finite values beyond it become +-119."""
-    largest = 128 * scale  # beyond it all is clamped anyway
+    largest = 128 * scale  # larger quotients are clamped anyway
     codes = stage1_codes(jnp.clip(x, -largest, largest), scale, interpret)
     return jnp.clip(codes, -INT8_RANGE, INT8_RANGE)
 
@@ -317,7 +317,7 @@ def _shifted_quotient(numerator: jax.Array, reciprocal: jax.Array, interpret: bo
     shifted = _shift(numerator, reciprocal * 4096, interpret)
     if interpret:
         return _shift(shifted - _ROUNDER, 1 / 4096, interpret)
-    # The first `_ROUNDER` leaves in the constant of the second sum.
+    # The second sum's constant takes the first `_ROUNDER` away again.
     return fma(shifted, 1 / 4096, _ROUNDER - _ROUNDER / 4096, interpret)
 
 

@@ -52,7 +52,7 @@ from pallas_kernels.triton._common import WHOLE, Ref, parameters
 NAME = "turbojax_paged_append"
 
 _LARGEST_NORM = 65504.0
-# Sums of squares beyond which norms are 0 or no float16 whatever the codes are.
+# Sums of squares beyond which norms are 0, or too large for float16, whatever the codes are.
 _TINY, _HUGE = 2.0**-60, 2.0**40
 _SMALLEST_EXPONENT = (127 - 14) << 23  # of float16's normal numbers, as bits of float32
 _EXPONENT = 0x7F800000
@@ -189,7 +189,7 @@ def _find(
     page = plgpu.load(tables.at[sequence, jnp.minimum(jnp.maximum(entry, 0), last)])
     has_page = (entry >= 0) & (entry <= last) & (page >= 0) & (page < num_pages)
     kept = is_row & has_page & (within < plgpu.load(new_lengths.at[sequence]))
-    # Otherwise nowhere, so that interpreted it takes no other vector's place.
+    # Otherwise out of range, so that when interpreted it takes no other vector's place.
     page = jnp.where(kept, page, num_pages)
     return _Place(page, row - token * heads, position & (page_size - 1), kept)
 
@@ -264,7 +264,7 @@ def _up_to_float16(x: jax.Array) -> jax.Array:
     exponent = jnp.maximum(_bits(x) & _EXPONENT, _SMALLEST_EXPONENT) - (10 << 23)
     quantum = jax.lax.bitcast_convert_type(exponent, jnp.float32)
     scaled = x * jax.lax.bitcast_convert_type((254 << 23) - exponent, jnp.float32)
-    # What is no number has no integer; it is no float16 either way.
+    # A value that is not finite has no integer; the scale is not finite either way.
     scaled = jnp.where(scaled < 4096.0, scaled, 4096.0)
     whole = scaled.astype(jnp.int32).astype(jnp.float32)
     whole = jnp.where(whole < scaled, whole + 1.0, whole)

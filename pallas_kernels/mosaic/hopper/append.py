@@ -188,7 +188,7 @@ def _flush(p: _Program, a: Arrays, at: Target) -> None:
     scale, is_here = _or_one(p.scale.float()), at.number >= 0
 
     def compress(i: Int, state: list[Int]) -> list[Int]:
-        lane.block_barrier()  # of a block before, shared memory has been read
+        lane.block_barrier()  # shared memory of the block before has been read
         codes = _load(p, i * tokens + p.first_tokens)
         with lane.when(is_here):
             stage2.tell_extremes(p.share, codes, p.memory)
@@ -202,7 +202,7 @@ def _flush(p: _Program, a: Arrays, at: Target) -> None:
     def move(i: Int, state: list[Int]) -> list[Int]:
         to = i * tokens + p.first_tokens
         codes = _load(p, to + p.flush)
-        lane.block_barrier()  # all of them have been read
+        lane.block_barrier()  # all codes have been read
         _store(p, to, codes)
         return state
 
@@ -224,7 +224,7 @@ def _load(p: _Program, first: Int) -> Words:
     column = share.column.minimum(b.channels // CHANNELS - 1) * CHANNELS
     out = []
     for number in range(b.groups):
-        # Of a group that there is not, the last one's.
+        # A group that does not exist reads the last one's.
         group = share.group(number).minimum(b.tokens // TOKENS - 1)
         rows = [group * TOKENS + first + i for i in range(TOKENS)]
         out.append([_row(p, row, column) for row in rows])

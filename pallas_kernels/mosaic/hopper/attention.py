@@ -115,13 +115,13 @@ from pallas_kernels.mosaic.softmax import Exponential
 __all__ = ["Exponential", "Segments", "Settings", "attention"]
 
 _MATRIX = plgpu.Layout.WGMMA
-# Whether ids are compared only in tiles that have several: two programs where there was one mask.
+# Whether ids are compared only in tiles with several segments: twice the code of a masked tile.
 _SPLITS = True
-# A number of each of a warpgroup's rows.
+# A number for each of a warpgroup's rows.
 _COLUMN = ring.array((ROWS,), jnp.float32, ROW)
 # Tiles whose queries are in shared memory: this one's and the next one's.
 _QUERY_SLOTS = 2
-# Channels whose sums and products fit into the registers together.
+# Channels whose sums and products fit together into the registers.
 _PART = 128
 # Registers of a thread that attends and of one that copies, by how many warpgroups attend.
 _REGISTERS = {2: (240, 24), 3: (160, 32)}
@@ -613,7 +613,7 @@ class _Consumer:
             product = self.output(self.pack(weights), before)
             self.multiplied(slot)
 
-            @pl.when(factors[0] < 0)  # never: a loop that keeps maxima from coming between products
+            @pl.when(factors[0] < 0)  # never: a loop that keeps maxima out of the products
             def _() -> None:
                 plgpu.barrier_wait(self.ready[0].at[slot])
 
@@ -625,7 +625,7 @@ class _Consumer:
             plgpu.wgmma_wait(0)
             plgpu.barrier_arrive(self.free[1].at[before])
             o = self.merge(o, product, alpha, unit)
-            # Now, because it moves them to the registers that the product leaves.
+            # Now, because this moves them to the registers that the product frees.
             x = self.arguments(scores, m, factors)
             return o, l, x, top, m, next_alpha, slot, following
 
@@ -728,7 +728,7 @@ def _store(
             (*[ring.array((ROWS, width), o.dtype)] * (count // width), _COLUMN),
         )(o, m, l, work.query_length - start, v_scale, *sinks)
         for i, part in enumerate(parts):
-            # Until what was stored last has left the memory: as late as can be.
+            # Waits as late as possible until the last results have left the memory.
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             is_first = half == i == 0
             if is_first:
@@ -771,7 +771,7 @@ def _kernel(*refs: Ref, s: Settings, tiles: int, names: tuple[str, ...]) -> None
         def consume(i: jax.Array, slot: jax.Array) -> jax.Array:
             place = lax.rem(i, jnp.int32(_QUERY_SLOTS))
             found = _attend(work(i), place, slot, me, x, y, s)
-            # Anew, so that where the tile is takes no registers in the meantime.
+            # Computed anew, so that the tile's place takes no registers in the meantime.
             _store(work(ring.anew(i)), me, found, x, y, (out_ref, lse_ref), s)
             return found[-1]
 
@@ -819,7 +819,7 @@ def _allocate(f: Callable[[_Memory], None], x: _Inputs, out: Ref, s: Settings) -
         v=ring.tile((s.stages, head_dim, s.tile), x.v.dtype),
         out=ring.tile((*of_each, width), out.dtype),
         lse=plgpu.SMEM(of_each, jnp.float32),
-        # Who quantizes arrives once, and each copy does.
+        # The warpgroup that quantizes arrives once, and each copy does.
         q_ready=plgpu.Barrier(
             num_arrivals=(1 if quantizes else warpgroups) + with_ids, num_barriers=_QUERY_SLOTS
         ),
@@ -892,7 +892,7 @@ def attention(
     batch = q.shape[0]
     heads = q.shape[2 if q_scale is None else 1]
     tiles = pl.cdiv(tokens, s.rows)
-    written = -(-tokens // 8) * 8  # copies take tokens in eights
+    written = -(-tokens // 8) * 8  # copies take multiples of eight tokens
     given = {
         "q": q,
         "k": k,

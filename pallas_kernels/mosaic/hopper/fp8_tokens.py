@@ -30,7 +30,7 @@ from pallas_kernels.mosaic.lane import Float, Int, Pointer
 
 NAME = "turbojax_fp8_tokens_hopper"
 LARGEST = 2**15
-"""Channels that a program holds at most."""
+"""The most channels that a program holds."""
 
 _LANES = 32
 _WIDTH = {"bfloat16": 2, "float16": 2, "float32": 4}
@@ -120,7 +120,7 @@ def _program(
         assert s.norm_dtype is not None
         factors = [_read(norm, place, s.norm_dtype, s) for place in places]
         runs = _normalized(runs, factors, shared, thread, s)
-    # What the sums were exchanged in may still be read.
+    # The memory in which sums were exchanged may still be read.
     exchange = shared.at(4 * s.warps)
     found = [eight_bits.largest_bits(run, s.dtype) for run in runs]
     bits = lane.largest_of_warp(lane.tree(found, _larger))
@@ -128,7 +128,7 @@ def _program(
     scale = eight_bits.token_scale(lane.tree(words, _larger), s.dtype)
     with lane.when(thread.equals(0)):
         scales.times(token, 2).store_low(lane.half.pack(scale, scale, "bfloat16"), 16)
-    # The instruction that XLA takes: the same bits.
+    # The instruction that XLA uses, for the same bits.
     inverse = lane.divide(lane.number(1.0), scale)
     target = codes.times(token, s.channels)
     for place, run in zip(places, runs, strict=True):

@@ -36,7 +36,7 @@ NAME = "turbojax_kv4_append_hopper"
 
 _LANES, _LARGEST_CODE = 32, 7
 _WIDTH = {"bfloat16": 2, "float16": 2, "float32": 4}
-# Bits of float32: without its sign, infinity, one, the smallest normal number.
+# Bits of float32: all but the sign, infinity, one, the smallest normal number.
 _MAGNITUDE, _INFINITY, _ONE, _TINY = 0x7FFFFFFF, 0x7F800000, 0x3F800000, 0x00800000
 _NAN = 0x7FC00000
 # Of one program: vectors of both sides, and warps.

@@ -18,7 +18,7 @@ from pallas_kernels.mosaic.lane.instructions import special
 from pallas_kernels.mosaic.lane.numbers import Float, Int, f32, i32, ir
 
 ROWS = 64
-"""Of one warpgroup: the height of a matrix instruction."""
+"""Rows of a warpgroup: the height of a matrix instruction."""
 
 
 def row_and_place() -> tuple[Int, Int]:

@@ -6,7 +6,7 @@ from pallas_kernels.mosaic.lane.instructions import asm
 from pallas_kernels.mosaic.lane.memory import Pointer
 from pallas_kernels.mosaic.lane.numbers import Float, Int, f32, llvm
 
-# Of a descriptor: the stride of eight rows of 128 bytes, and rows interleaved over 128 bytes.
+# A descriptor's stride of eight rows of 128 bytes, and rows interleaved over 128 bytes.
 _HIGH = 0x40000000 | 1024 >> 4
 _LOW = 1 << 16
 _DEPTH = 32

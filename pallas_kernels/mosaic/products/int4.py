@@ -20,7 +20,7 @@ _INTEGERS = (0x44403800, 0x4E4C4A48, 0xCACCCED0, 0xB8C0C4C8)
 _MAGNITUDES = 0x7F7F7F7F
 TABLE_BYTES = 16
 CHUNK = 256
-"""Bytes of a row of a tile of 64 rows as it is copied: 16 such rows. Longer ones are fewer."""
+"""Bytes of a row as a tile of 64 rows is copied: 16 such rows, as longer rows are fewer."""
 TABLES = 128
 """Scales are e4m3 without a sign; each has a table of 16 products."""
 

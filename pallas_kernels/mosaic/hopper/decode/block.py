@@ -193,7 +193,7 @@ def softmax(
         factor = query.scale[tile] * key_scale
         x, slope = [s.to_float() for s in integers], factor
         visible = None
-        # Maxima are of integers: of a NaN and a number an instruction gives the number.
+        # Maxima of integers: of a NaN and a number, the float instruction gives the number.
         highest = x
         if is_masked:
             visible = _visible(query.position[tile], first_token, tokens, here, n)

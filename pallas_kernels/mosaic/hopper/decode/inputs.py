@@ -11,9 +11,9 @@ from pallas_kernels.mosaic import lane, warp
 from pallas_kernels.mosaic.hopper.decode.types import Shape, SparseExponential, Width
 from pallas_kernels.mosaic.lane import Int, Pointer
 
-# In programs, on every Hopper GPU.
+# Programs of a cluster, on every Hopper GPU.
 _LARGEST_CLUSTER = 8
-# That a warp's lanes copy at once without bulk copies.
+# Bytes that a warp's lanes copy at once without bulk copies.
 _BYTES_OF_WARP = 32 * 16
 
 

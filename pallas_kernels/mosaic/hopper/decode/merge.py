@@ -26,7 +26,7 @@ from pallas_kernels.mosaic.lane import Float, Int, Pointer
 
 NAME = "turbojax_decode_merge_hopper"
 _LANES = 32
-_CHANNELS = 2  # Of a lane.
+_CHANNELS = 2  # Channels of a lane.
 _ALL = (16, 8, 4, 2, 1)
 
 

@@ -31,7 +31,7 @@ from pallas_kernels.mosaic.hopper.decode_rows.team import Team
 from pallas_kernels.mosaic.lane import Bool, Float, Int, Pointer
 
 _HALVES = (0, 1)
-# The score of what a query may not see.
+# The score of a token that a query may not see.
 _HIDDEN = float("-inf")
 # A weight's code is the low byte of a float32, of which the high byte makes the float16 14 plus a
 # 128th of it.
@@ -237,7 +237,7 @@ def softmax(
             ]
             for row, of_row in enumerate(scores)
         ]
-    # Of integers: of a NaN and a number an instruction gives the number.
+    # Of integers: of a NaN and a number, the float instruction gives the number.
     tops = [lane.among_four(lane.tree(x, lane.maximum), lane.maximum) for x in scores]
     if team.size > 1:
         others = team.others(tops, here)

@@ -186,7 +186,7 @@ def _walk(a: Arrays, at: Program, smem: tuple[Pointer, Pointer], s: RowSettings)
             start_copy(unit, slot, barrier)
 
     def copy_to_slot_before(unit: Int) -> None:
-        # Every warp of the team is through with the block before.
+        # All warps of the team are done with the block before.
         before = ((unit - first) // teams + (s.stages - 1)) % s.stages
         copy_later(unit + teams * (s.stages - 1), slots.slot(before), slots.barrier(before))
 
@@ -206,7 +206,7 @@ def _walk(a: Arrays, at: Program, smem: tuple[Pointer, Pointer], s: RowSettings)
 
     carry = [*State.empty(tiles, a.head_dim // s.team).flat(), *block_scales(first)]
     place = lane.integer(0), lane.integer(0)
-    # Without a window all queries see all blocks whole but the last.
+    # Without a window all queries see all of every block but the last.
     whole = (at.begin + 1) // s.block if s.window is None else lane.integer(0)
     middle = whole.maximum(first).minimum(stop)
     rest = first + ((middle - first).maximum(0) + (teams - 1)) // teams * teams
@@ -246,7 +246,7 @@ def _keep(
     if team.size == 1:
         lane.warp_barrier()
     else:
-        team.sync()  # the exchange's numbers are those of the last block until here
+        team.sync()  # until here the exchange holds numbers of the last block
         others = team.others(totals, here)
         totals = [x + y for x, y in zip(totals, others, strict=True)]
     tiles, step = shape.rows // 16, _row(shape.head_dim)

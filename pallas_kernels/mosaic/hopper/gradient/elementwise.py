@@ -95,7 +95,7 @@ def _weigh(
     is_linear: bool,
 ) -> tuple[Any, ...]:
     linear, limits = (others[:2], others[2:]) if is_linear else ((), others)
-    scores = mgpu.optimization_barrier(scores)  # not before the product is there
+    scores = mgpu.optimization_barrier(scores)  # not before the product is done
     [c], logarithms, bounds = fragments.scalars(factor), fragments.scalars(lse), _mask(limits)
     rows, slopes = [], []
     for half, x in enumerate(fragments.by_row(scores)):
@@ -119,7 +119,7 @@ def _weigh(
     results = [fragments.of_rows(rows)]
     if slopes:
         results.append(fragments.of_rows(slopes))
-    if rows_are_keys:  # made here, by the barrier: the next product reads them
+    if rows_are_keys:  # the barrier fixes them here: the next product reads them
         words = fragments.carrier(fragments.half_words(rows, dtype))
         results.append(mgpu.optimization_barrier(words))
     return tuple(results)
@@ -135,7 +135,7 @@ def _gradients(
     rows_are_keys: bool,
     s: Settings,
 ) -> Any:
-    products = mgpu.optimization_barrier(products)  # not before they are there
+    products = mgpu.optimization_barrier(products)  # not before the products are done
     [c], deltas = fragments.scalars(factor), fragments.scalars(delta)
     slopes: Any = [None, None]
     if s.soft_cap is not None:

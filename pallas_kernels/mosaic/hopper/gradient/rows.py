@@ -119,8 +119,8 @@ class _Rows(quantize.Work):
         loaded = share.load(out, heads * of_head, first, size, p.length)
         return [share.floats(words) for group in loaded for words in group]
 
-    # Rows: numbers of a token. All lanes that have some of its channels would hold the same, so
-    # each of them takes those of some of their tokens.
+    # Rows are numbers of a token. All lanes with some of its channels would hold the same, so
+    # each of them takes the rows of some of their tokens.
 
     def _own_tokens(self, share: Share) -> list[Int]:
         """The tokens whose sums the lane takes, from its `column`-th own token on."""

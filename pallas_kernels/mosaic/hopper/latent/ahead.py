@@ -15,7 +15,7 @@ from pallas_kernels.mosaic.lane import Int, Pointer
 from pallas_kernels.mosaic.ring import SCALAR
 
 TOKENS = 16
-"""Of a tile, for each of a warpgroup's warps: all are in one page."""
+"""Tokens of a tile for each of a warpgroup's warps: all are in one page."""
 _LANES, _LINE = 32, 128
 
 

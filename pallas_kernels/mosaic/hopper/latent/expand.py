@@ -32,9 +32,9 @@ class Codes:
     def __init__(self, x: Inputs, codec: Codec, dtype: str) -> None:
         self.x, self.codec, self.dtype = x, codec, dtype
         self.words = codec.bits // 4
-        """Of eight channels."""
+        """Words of eight channels."""
         self.tokens = TOKENS // SHARES
-        """Of a warp, in a tile."""
+        """Tokens of a warp's share of a tile."""
         self.count = HALVES * self.tokens * self.words
         """Words of a lane."""
 
@@ -95,7 +95,7 @@ class Codes:
     def numbers(self, words: list[Int], unit: Float) -> list[Int]:
         """Eight channels as four words, times a token's unit."""
         if self.codec.centroids:
-            # What they are too large by is taken off as they are multiplied.
+            # The multiplication subtracts their offset, too.
             middle = unit * -(BYTE_OFFSET + self.codec.middle)
             raw = dataclasses.replace(self.codec, middle=-BYTE_OFFSET)
             x = [v.fma(unit, middle) for v in centroids(words[0], raw)]

@@ -114,7 +114,7 @@ def _copy_tile(work: Work, j: jax.Array, slot: jax.Array, x: Inputs, y: Memory) 
         first = j * TILE + i * size
         entry = lax.div(first, jnp.int32(page_size))
         page = x.tables[work.b, jnp.minimum(entry, x.tables.shape[1] - 1)]
-        # Past the end are pages that are none of the pool's, and give zeros.
+        # Past the end are numbers outside the pool, whose copies give zeros.
         page = jnp.where(first < work.length, page, pool)
         rows, to = pl.ds(within, size), pl.ds(i * size, size)
         plgpu.copy_gmem_to_smem(x.rope.at[page, rows], y.rope.at[slot, to], ready)
@@ -130,7 +130,7 @@ def _copy(work: Work, slot: jax.Array, x: Inputs, y: Memory, s: Settings) -> jax
 
     def begin(j: jax.Array, slot: jax.Array) -> None:
         _copy_tile(work, j, slot, x, y)
-        # Their room comes free later than the first tile's.
+        # The queries' memory becomes free later than the first tile's.
         pl.when(j == work.tiles.begin)(lambda: _copy_queries(work, x, y))
         if s.ahead:
             pl.when(j + s.ahead < work.tiles.end)(lambda: ahead.ask_for(work, j + s.ahead, x))
@@ -277,7 +277,7 @@ def _add(
 
 def _store(o: jax.Array, share: jax.Array, half: jax.Array, work: Work, out: Ref) -> None:
     share = along(share, o.shape, 0)
-    # Rows that see nothing may have met others' tokens.
+    # Rows that see nothing may have summed tokens of other rows.
     o = jnp.where(share == 0, 0.0, o * share)
     store.channels(o, out, work.base, work.first, work.rows, half * HALF)
 

@@ -19,7 +19,7 @@ TILE = 64
 LATENT, ROPE = 512, 64
 """Channels: of the latent, and of the rotary part of a key."""
 HALVES = 2
-"""Of the latent's channels; each is summed by a warpgroup of its own."""
+"""Halves of the latent's channels; each is summed by its own warpgroup."""
 HALF = LATENT // HALVES
 
 
@@ -60,11 +60,11 @@ def settings(
     How a sequence is cut into parts, and so the bits of its results, depends on the heads alone:
     neither on the batch nor on the number of new tokens.
     """
-    # What is written of parts grows with the heads, and the programs of a part do too.
+    # Parts' results grow with the heads, and so do the programs of a part.
     part = 1024 if heads <= ROWS else 2048
     registers = (232, 40) if codec is None else (208, 88)
-    # Latents in 16 bits fill the copies' time, and asking for them twice costs: 64 x 8k, 16 heads,
-    # 203 us with 2 tiles, 193 with 1, 180 with none. Codes wait to be expanded: 206, 207 and 210.
+    # Copies of 16-bit latents take all of the time, so prefetching costs: 64 x 8k, 16 heads, 203 us
+    # with 2 tiles, 193 with 1, 180 with none. Codes wait to be expanded: 206, 207 and 210.
     ahead = 0 if codec is None else 2
     return Settings(scale, window, part, codec, ahead, registers, programs)
 

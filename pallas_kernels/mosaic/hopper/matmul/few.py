@@ -81,7 +81,7 @@ def _program(a: Arrays, ids: list[Int], smem: Pointer, s: Settings) -> None:
     number = lane.uniform(lane.thread() >> 7)
     work = Work.of(a, ids, number, s)
     scales = s.share_of(a.groups) * ROWS * a.scale_bytes
-    # Nothing that the compiler would work out again for every tile.
+    # Hidden from the compiler, which would compute it again for every tile.
     zero = lane.held(0)
     row, t = lane.fragments.row_and_place()
     here = row + zero, t + zero
@@ -257,7 +257,7 @@ def _write(
 
 
 def _put(sums: list[Float], weights: Weights, s: Settings) -> None:
-    weights.meet()  # all have read the tiles that were there
+    weights.meet()  # all have read the tiles in this memory
     row, t = lane.fragments.row_and_place()
     for k, x in enumerate(sums):
         token = (t << 1) + (8 * (k // 4) + k % 2)

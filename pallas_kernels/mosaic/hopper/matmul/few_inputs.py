@@ -11,15 +11,15 @@ from pallas_kernels.mosaic.products import int4
 from pallas_kernels.mosaic.products.int4 import GROUP, ROW_BYTES, TABLE_BYTES, TABLES
 
 ROWS = 64
-"""Of a tile."""
+"""Rows of a tile."""
 TILE_BYTES = ROWS * ROW_BYTES
 THREADS = 128
 _TABLES_BYTES = TABLES * TABLE_BYTES
-# Numbers from one token's sums to the next: lanes that write a tile's sums meet no bank twice.
+# Numbers from one token's sums to the next, so that lanes write a tile's sums to all banks.
 PITCH = ROWS + 4
 _CHUNK = 16
 _CHUNKS = GROUP // _CHUNK
-# Loads of tokens that a lane has on their way.
+# Loads of tokens that a lane has in flight.
 _AHEAD = 8
 
 

@@ -204,7 +204,7 @@ def _write(
     on, and the warpgroup's outputs begin at `column`.
     """
     number, warp = lane.special("laneid"), (lane.special("tid.x") >> 5) & 3
-    # Of 16 bytes: a warp has 16 outputs of a token, in a gated product 8.
+    # Chunks of 16 bytes: a warp has 16 outputs of a token, in a gated product 8.
     per_token = e.outputs // 32
     size = span[1] * per_token
     for begin in range(0, size, 32):
@@ -288,7 +288,7 @@ def _consume(
             following = ring.next_slot(slot, s.stages)
             product = _start(words, m.x.at[slot], None if s.is_two_level else total)
             wait(i * groups + g + 1, following)
-            # While the product is on its way. After the very last this converts what is there.
+            # While the product is in flight. After the very last this converts stale memory.
             words, next_unit = _operand(m, following, me)
             plgpu.wgmma_wait(0)
             plgpu.barrier_arrive(m.free.at[slot])
@@ -375,7 +375,7 @@ def _kernel(*refs: Ref, rows: int, s: Settings, has_tables: bool) -> None:
     def body(m: Memory) -> None:
         @pl.when(me == s.consumers)
         def _() -> None:
-            # Its four warps, each the same.
+            # Each of its four warps does the same.
             ring.inline(run, [plgpu.RefType()] * 2)(a.sizes, m.plan)
 
         ring.inline(lambda: lane.block_barrier(), ())()

@@ -112,7 +112,7 @@ def _accumulate(
         following = ring.slot_after(slot, s.teams, s.stages)
         product = _start(words, m.x.at[slot], None if s.is_two_level else total)
         wait(begin + (g + 1) * s.teams, following)
-        # While the product is on its way. After the last group this converts whatever is there.
+        # While the product is in flight. After the last group this converts stale memory.
         words, next_unit = _operand(weights, following, half)
         plgpu.wgmma_wait(0)
         plgpu.barrier_arrive(m.free.at[slot])

@@ -221,7 +221,7 @@ def _accumulate(
         total = _start(_settle(words, slot), m.x.at[slot], total)
         turns.hand_on()
         pl.when(is_inside | has_next)(lambda: plgpu.barrier_wait(m.ready.at[following]))
-        # While the product is on its way. After the last group this converts whatever is there.
+        # While the product is in flight. After the last group this converts stale memory.
         words = _operand(m, following, me)
         # Its turn for the next product: a loop, over which the compiler moves no instructions. The
         # next tile's comes after the outputs, for the other warpgroup writes at the same time.

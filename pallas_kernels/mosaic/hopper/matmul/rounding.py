@@ -89,7 +89,7 @@ def load_rounded(
         with lane.when(number.equals(0) & (token < r.columns)):
             maxima.at(token << 2).store(bits)
     if r.parts == 1:
-        # A token is one warp's.
+        # One warp takes a token.
         lane.warp_barrier()
         areas: list[Any] = [maxima]
     else:
@@ -125,7 +125,7 @@ def _read(x: Pointer, token: Int, number: Int, first: Int, r: Rounding) -> list[
 def _store(
     runs: list[list[Int]], scale: Any, token: Int, number: Int, target: Pointer, r: Rounding
 ) -> None:
-    # The instruction that XLA takes: the same bits.
+    # The instruction that XLA uses, for the same bits.
     inverse = lane.divide(lane.number(1.0), scale)
     for i, words in enumerate(runs):
         run = number + i * _LANES

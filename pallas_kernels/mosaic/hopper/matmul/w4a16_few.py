@@ -43,12 +43,12 @@ NAME = "turbojax_w4a16_few_hopper"
 STRIP = 16
 """Rows of a warp's product."""
 TILE = 8
-"""Tokens of one."""
+"""Tokens of a warp's product."""
 BLOCK_ROWS = 64
 _GROUP, _BLOCK_BYTES, _UNIT_BYTES = 128, 4096, 1024
 _STRIPS = BLOCK_ROWS // STRIP
 _CHUNKS = 4  # Of 32 inputs of a group.
-# Of a unit: codes, then scales, then zero points.
+# Bytes of a unit: codes, then scales, then zero points.
 _SLOT_BYTES, _SCALES_AT, _ZEROS_AT = 1088, 1024, 1056
 
 
@@ -236,7 +236,7 @@ def _sums(a: _Arrays, first: Int, begin: Int, end: Int, warp: Int, number: Int) 
         following = prepared(group + s.warps)
         for i in range(s.strips):
             lane.wait_for_copies(s.slots - 2)
-            # All lanes' copies are there, and all have read the unit before, whose slot is next.
+            # All lanes' copies are done, and all have read the unit before, whose slot is next.
             lane.warp_barrier()
             free = slot.equals(0).where(s.slots - 1, slot - 1)
             copy(group, i + s.slots - 1, free)

@@ -49,12 +49,12 @@ from pallas_kernels.mosaic.lane import Bool, Float, Int, Pointer
 
 NAME = "turbojax_paged_append_hopper"
 CHANNELS = 8
-"""Of a lane."""
+"""Channels of a lane."""
 
 _LANES = 32
 _WIDTH = {"bfloat16": 2, "float16": 2, "float32": 4}
 _LARGEST_NORM, _NAN_NORM = 65504.0, 0x7E00
-# Sums of squares beyond which norms are 0 or no float16 whatever the codes are.
+# Sums of squares beyond which norms are 0, or too large for float16, whatever the codes are.
 _TINY, _HUGE = 2.0**-60, 2.0**40
 _SMALLEST_EXPONENT = (127 - 14) << 23  # of float16's normal numbers, as bits of float32
 _EXPONENT, _LOW_BITS = 0x7F800000, 0xFFF
@@ -78,7 +78,7 @@ class Int8:
 
 
 Stored = Codec | Float8 | Int8 | None
-"""How a side is stored; None: as it is."""
+"""How a side is stored; None: unchanged."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -300,7 +300,7 @@ def _writer(a: Arrays, side: int, place: Int, s: Settings) -> "functools.partial
         return functools.partial(_store_plain, of_side, place, s)
     if isinstance(stored, Float8):
         assert of_side.scale is not None
-        # The instruction that XLA takes: the same bits.
+        # The instruction that XLA uses, for the same bits.
         inverse = lane.divide(lane.number(1.0), of_side.scale.float())
         return functools.partial(_store_float8, of_side, inverse, stored, place, s)
     if isinstance(stored, Int8):

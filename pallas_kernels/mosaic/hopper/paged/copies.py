@@ -4,9 +4,9 @@ from pallas_kernels.mosaic import lane
 from pallas_kernels.mosaic.hopper.paged.inputs import Arrays, Place, Program, Settings
 from pallas_kernels.mosaic.lane import Int, Pointer
 
-# Of a contiguous cache, also of a ring, so many are one after the other.
+# Tokens that always follow each other in a contiguous cache, even in a ring.
 _RUN_OF_ROWS = 16
-# That a warp's lanes copy at once without bulk copies.
+# Bytes that a warp's lanes copy at once without bulk copies.
 _BYTES_OF_WARP = 32 * 16
 
 
@@ -17,11 +17,11 @@ def _pages_per_block(a: Arrays, s: Settings) -> int:
 def page_of(a: Arrays, at: Program, here: Place, block: Int, s: Settings) -> Int:
     """The number of the page from which this lane copies; any number if it copies nothing."""
     if a.tables is None:
-        return block  # what a page is follows from its number
+        return block  # a page's place follows from its number
     number = block * s.block // a.page_size
     if _pages_per_block(a, s) > 1:
         number = number + here.number
-    # What follows from a page that does not exist is thrown away by the merge.
+    # The merge discards the results of a page that does not exist.
     return a.page(at.batch, number).maximum(0).minimum(a.num_pages - 1)
 
 

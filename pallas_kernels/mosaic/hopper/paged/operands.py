@@ -10,7 +10,7 @@ from pallas_kernels.mosaic.lane import Float, Int, Pointer
 _DOWN, _SMALLEST = 2.0**-16, 2.0**-100
 
 Convert = Callable[[Int], Sequence[Int]]
-"""Of a word of a page: operand words."""
+"""From a word of a page to operand words."""
 
 
 def key_rows(keys: Pointer, row: int, held: int, here: Place, convert: Convert) -> Any:

@@ -52,12 +52,12 @@ from pallas_kernels.mosaic.lane import Float, Int, Pointer
 _CODES, _SIGNS = (0x000F000F, 0x00F000F0), (0x00080008, 0x00800080)
 # A two's complement code with its sign flipped is the code plus 8.
 _MIDDLE = 8
-# What float16's smallest number stands for; what an upper code is in units of a lower one.
+# The value of float16's smallest number; an upper code's unit in units of a lower one.
 _STEP, _UPPER = 2.0**-24, 16.0
-# The largest weight of a block is as large, so that what is left of weights is no subnormal number.
+# The largest weight of a block becomes this large, so that no weight's remainder is subnormal.
 _RANGE = 2.0**14
 OUTPUT_UNIT = 1 / (_RANGE * _STEP)
-"""What outputs are to be multiplied with."""
+"""Factor of the outputs."""
 _TINY = 1.1754943508222875e-38
 # Bits of 2**-110, far from where a reciprocal overflows: parts of it are as exact.
 _SMALLEST = (127 - 110) << 23

@@ -36,7 +36,7 @@ _VALUES = {
 _NEIGHBOURS, _SECONDS = (0x5140, 0x7362), (0x6240, 0x7351)
 
 Loaded = tuple[list[Int], list[Int]]
-"""Of a token's channels the words of nibbles or of fields, and those of third bits."""
+"""Words of nibbles or fields of a token's channels, and words of their third bits."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

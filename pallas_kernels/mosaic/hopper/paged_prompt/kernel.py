@@ -290,8 +290,8 @@ def _attend(
     wait_for_key(work.tiles.begin, slot)
     _keep_apart(me == 1, y, is_always=False)
     if y.is_ahead:
-        # Who sees nothing takes its turns, too: the second warpgroup could not end the tile before
-        # if the first one waited for what is only copied then.
+        # A warpgroup that sees nothing takes its turns, too: otherwise the first could wait for
+        # copies that only start once the second has ended the tile before.
         @pl.when(work.tiles.begin >= end)
         def _() -> None:
             y.turns()
@@ -340,7 +340,7 @@ def _store(
     rows = pl.ds((work.place * WARPGROUPS + me) * ROWS, ROWS)
     at = (work.b, work.set)
     for first in range(0, o.shape[1], width):
-        # What was stored last must have left: as late as can be.
+        # Waits as late as possible until the last results have left.
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         channels = pl.ds(first, width)
         y.out[me] = o[:, first : first + width].astype(y.out.dtype)

@@ -28,7 +28,7 @@ _THREADS = 128
 # Bytes that a thread looks at together, and of eight rows of 64 channels, which lie together.
 _CHUNK, _BLOCK = 16, 1024
 _INFINITY = {"bfloat16": 0x7F80, "float16": 0x7C00}
-# Words of a slot: of the tokens, and what a warpgroup's warps tell each other.
+# Words of a slot: the tokens' bits, and what a warpgroup's warps exchange.
 _WORDS, _WARPS = 4, 4
 
 

@@ -71,7 +71,7 @@ def memory(x: Inputs, out: Ref, s: Settings) -> Memory:
         lse=plgpu.SMEM(rows, jnp.float32),
         q_ready=plgpu.Barrier(num_arrivals=heads, num_barriers=queries),
         k_ready=plgpu.Barrier(num_arrivals=copies, num_barriers=s.stages),
-        # Who looks through them arrives too, or in the place of all.
+        # The warpgroup that checks values arrives too, or instead of all.
         v_ready=plgpu.Barrier(num_arrivals=1 if x.is_turned else copies + 1, num_barriers=s.stages),
         v_here=plgpu.Barrier(num_arrivals=copies),
         q_free=plgpu.Barrier(num_barriers=queries),

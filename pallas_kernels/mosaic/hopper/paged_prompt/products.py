@@ -30,7 +30,7 @@ _INFINITY_BITS = {"bfloat16": 0x7F80, "float16": 0x7C00}
 _TINY = 2.0**-126
 
 Then = Callable[[], None]
-"""What happens while a product is on its way."""
+"""Called while a product is in flight."""
 
 
 def along(x: jax.Array, shape: tuple[int, ...], axis: int) -> jax.Array:

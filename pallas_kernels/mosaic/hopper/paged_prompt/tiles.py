@@ -163,7 +163,7 @@ class Work:
         last = jnp.where(self.first < real, self.begin + last, -1)
         self.tiles = span(self.begin + first, last, tile_tokens(x.q.shape[3]), s.window)
         if x.has_lost is not None:
-            # Wherever values were lost, who sees them must be told.
+            # Wherever values were lost, rows that see them must become NaN.
             is_whole = x.has_lost[self.b, self.h] == 0
             begin, inner, outer, end = self.tiles
             inner, outer = (jnp.where(is_whole, at, begin) for at in (inner, outer))

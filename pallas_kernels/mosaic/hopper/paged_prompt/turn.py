@@ -25,7 +25,7 @@ from pallas_kernels.mosaic.lane import Int, Pointer
 TILE = 128
 _THREADS, _GROUP, _BITS = 128, 16, 32
 _WORDS = TILE // _BITS
-# Words of a channel in shared memory: so that neither way of access meets in few banks.
+# Words of a channel in shared memory, so that both ways of access use many banks.
 _STRIDE = TILE // 4 + 1
 
 

@@ -24,7 +24,7 @@ from pallas_kernels.mosaic.lane import Float, Int, Pointer
 
 NAME = "turbojax_pool_hopper"
 CHANNELS = 8
-"""Of a lane."""
+"""Channels of a lane."""
 
 _GROUP = LEVELS[-1]
 _LANES, _WIDTH = 32, 2

@@ -79,7 +79,7 @@ class Marks(NamedTuple):
     queries: Ref
     """int32 ``[B, Tp]``, the segments of queries, `T` rounded up to whole blocks."""
     keys: Ref
-    """int32, those of keys, in the order in which a kernel needs them."""
+    """int32, the segments of keys, in the order in which a kernel needs them."""
     shift: Ref
     """int32 ``[B]``, a query's position less a key's of the same index."""
 
@@ -190,7 +190,7 @@ class Walk(NamedTuple):
     """
 
     at: tuple[Any, ...]
-    """Of the query block in the lists."""
+    """The query block's place in the lists."""
     first: tuple[jax.Array, ...]
     """Where each level begins in the list."""
     whole: tuple[jax.Array, ...]
