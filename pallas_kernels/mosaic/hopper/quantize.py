@@ -303,7 +303,7 @@ def codes_of(
 
 
 def _maxima(x: jax.Array, warpgroups: int) -> Maxima:
-    """With as many tokens at a time as give each lane 64 values."""
+    """Work of `absolute_maxima`, with as many tokens at a time as give each lane 64 values."""
     size, channels = x.shape[1], x.shape[3]
     tokens = warpgroups * blocks.default_tokens(channels)
     length = pl.cdiv(size, tokens * _MOST_MAXIMA)

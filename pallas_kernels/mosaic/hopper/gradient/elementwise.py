@@ -77,7 +77,7 @@ def _to_float(x: Any) -> Float:
 
 
 def _mask(limits: tuple[Any, ...]) -> _Mask | None:
-    """Of `limits_of` in a lane, and of ids of rows and columns."""
+    """A `_Mask` from `limits_of` and the ids of rows and columns, in a lane."""
     if not limits:
         return None
     [distance], [stop], *ids = (fragments.scalars(x) for x in limits)

@@ -156,7 +156,7 @@ class Work(NamedTuple):
 
     @classmethod
     def of(cls, number: jax.Array, tiles: int, s: Settings) -> "Work":
-        """By its number among all; there are `tiles` tiles of tokens, which vary fastest."""
+        """The tile of this number; there are `tiles` tiles of tokens, which vary fastest."""
         many = jnp.int32(tiles)
         return cls(lax.rem(number, many) * s.tokens, lax.div(number, many))
 

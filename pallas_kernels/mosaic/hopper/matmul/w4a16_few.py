@@ -78,7 +78,7 @@ class Settings:
         return self.strips * STRIP + 4
 
     def shared_bytes(self, tiles: int) -> int:
-        """Of all warps' units, and later of their sums, for `tiles` tiles of tokens."""
+        """Memory of all warps' units, and later of their sums, for `tiles` tiles of tokens."""
         return self.warps * max(self.slots * _SLOT_BYTES, tiles * TILE * self.stride * 4)
 
 
@@ -362,8 +362,8 @@ def w4a16_few(
     float16 ``[M, K]``, `output_scales` and `bias` float32 ``[N]``, `residual` ``[M, columns]`` in
     `x`'s dtype.
 
-    Returns ``[M, columns]`` in `x`'s dtype, where columns are `N` or, with ``"swiglu"``, half of
-    it; with several parts float32 sums ``[parts, M, N]``, before everything that follows them.
+    Returns ``[M, columns]`` in `x`'s dtype, where columns are `N` or, of gated weights, half of it;
+    with several parts float32 sums ``[parts, M, N]``, before everything that follows them.
     """
     s = settings
     (blocks, groups), tokens = codes.shape[:2], x.shape[0]

@@ -25,7 +25,7 @@ class Floats(abc.ABC):
     @property
     @abc.abstractmethod
     def dtype(self) -> str:
-        """Of the products' operands, ``"float16"`` or ``"bfloat16"``."""
+        """The dtype of the products' operands, ``"float16"`` or ``"bfloat16"``."""
 
     @abc.abstractmethod
     def scores(self, slot: Pointer, query: Query, here: Place) -> list[list[Float]]:
