@@ -34,11 +34,11 @@ class Codec:
     """The upper half of a symmetric quantizer of ``2**bits`` levels for N(0, 1).
 
     Attributes:
-      bits: 2, 3 or 4, of a code.
-      thresholds: those of positive numbers, increasing; another one is 0.
-      squares: integers below ``2**(30 - bits)``, the squares of the positive levels in some unit;
-        sums of a vector's fit 31 bits.
-      unit: that unit over the head dim.
+      bits: bits of a code: 2, 3 or 4.
+      thresholds: the positive thresholds, increasing; there is one more at 0.
+      squares: integers below ``2**(30 - bits)``, the squares of the positive levels in multiples of
+        a common unit; their sum over a vector fits 31 bits.
+      unit: that unit divided by the head dim.
     """
 
     bits: int
@@ -51,14 +51,14 @@ class Compressed(NamedTuple):
     """What a kernel that compresses a prompt returns for one side of a cache.
 
     Attributes:
-      codes: the packed codes, uint8, one array a width.
+      codes: the packed codes, uint8, one array for each width.
       channel_scale: int8 ``[B, K, n, H]``.
       channel_zero: int8 ``[B, K, n, H]``.
       block_scale: float32 ``[B, K, n]``.
-      maximum: float32 ``[B, K, m]``, largest absolute value of each of the prompt's `m` blocks,
-        NaN if one is not finite. Undefined for blocks that were neither stored nor asked for.
-      operand: None or codes ``[B, K, m * block, H]``, ``[B, K, H, m * block]`` with tokens
-        last, and their float32 scales ``[B, K, m]``, as `quantize` makes them.
+      maximum: float32 ``[B, K, m]``, largest absolute value of each of the prompt's `m` blocks, NaN
+        if one is not finite. Undefined for blocks that were neither stored nor asked for.
+      operand: None, or codes ``[B, K, m * block, H]`` (tokens last: ``[B, K, H, m * block]``) and
+        their float32 scales ``[B, K, m]``, as `quantize` makes them.
     """
 
     codes: tuple[Ref, ...]
@@ -70,7 +70,7 @@ class Compressed(NamedTuple):
 
 
 class GradientRows(NamedTuple):
-    """What the backward pass needs of its rows, or references to it.
+    """What the backward pass needs of its query rows, or references to it.
 
     Attributes:
       q8: codes of the queries ``[B, N, Tp, H]``, `T` rounded up to whole blocks.
@@ -80,7 +80,7 @@ class GradientRows(NamedTuple):
       lse: float32 ``[B, N, tokens]``: log-sum-exps in powers of two, ``inf`` for rows that see
         nothing or do not exist.
       delta: float32 ``[B, N, tokens]``: ``rowsum(d_out * out)`` less the residual's cotangent, 0
-        for those rows. Of `d_out` as its codes stand for it, if it has codes.
+        for those rows. If `d_out` has codes, the sum is over the values that they stand for.
     """
 
     q8: Any
@@ -92,5 +92,4 @@ class GradientRows(NamedTuple):
 
 
 def next_power_of_2(n: int) -> int:
-    """The smallest power of two that is at least `n`."""
     return 1 << (n - 1).bit_length()

@@ -23,17 +23,15 @@ from pallas_kernels.layouts import LOG2_E, Ref, next_power_of_2
 
 _GROUP = 32
 _LN_2 = 1 / LOG2_E
-# An operand that the kernel indexes by itself.
+# A whole array, which the kernel indexes itself.
 _WHOLE = pl.BlockSpec(memory_space=pl.ANY)
 
 
 def finish(o: jax.Array, m: jax.Array, l: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Normalizes: the output and the log-sum-exp; 0 and ``-inf`` where nothing was seen.
+    """Normalizes sums of weighted values: the output and the log-sum-exp; 0 and ``-inf`` if empty.
 
-    Args:
-      o: float32 ``[c, ...]``, sums of weighted values.
-      m: float32 ``[...]``, finite, what was taken off the scores, in powers of two.
-      l: float32 ``[...]``, sums of weights.
+    `o` is float32 ``[c, ...]``; `l`, the sums of weights, and the finite `m`, which was subtracted
+    from the scores, in powers of two, are ``[...]``.
     """
     empty = l == 0
     total = jnp.where(empty, 1.0, l)
@@ -53,18 +51,11 @@ def merge(
     kv_heads: int,
     interpret: bool,
 ) -> tuple[jax.Array, jax.Array]:
-    """Merges splits.
+    """Merges splits: ``[B, T, N, H]`` in `result`'s dtype, and float32 log-sum-exps ``[B, T, N]``.
 
-    Args:
-      o: float32 ``[B * K, splits, G * T, H]``, unnormalized outputs.
-      m: float32 ``[B * K, splits, G * T]``, maxima in powers of two, ``-inf`` in an empty split.
-      l: float32, the same shape, sums of weights.
-      result: ``[B, T, N, H]``, for its shape and dtype.
-      kv_heads: `K`.
-      interpret: run without a GPU.
-
-    Returns:
-      ``[B, T, N, H]`` in that dtype and the float32 log-sum-exp ``[B, T, N]``.
+    Float32 inputs: unnormalized outputs `o` ``[B * K, splits, G * T, H]``; maxima `m` in powers of
+    two, ``-inf`` in an empty split, and sums of weights `l`, both ``[B * K, splits, G * T]``. Only
+    the shape and dtype of `result` are used.
     """
     batch, tokens, heads, _ = result.shape
     return varying.pallas_call(
@@ -128,27 +119,15 @@ def merge_parts(
     window: tuple[int, int] | None = None,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """Merges parts.
+    """Merges parts of `part` tokens: float32 ``[B, T, N, H]`` and the log-sum-exp ``[B, T, N]``.
 
-    Row ``g * T + t`` is query `t` of the KV head's head `g`; it is at position ``length -
-    query_length + t``, and of its parts those that hold a token it sees are read: the content of
-    the others, and in rows from ``G * T`` on, is never read and need not be written.
+    Float32 inputs: sums of weighted values `o` ``[B * K, parts, R, H]`` with ``R >= G * T``; maxima
+    `m` in powers of two, ``-inf`` where nothing is seen, and sums of weights `l`, both
+    ``[B * K, parts, R]``. `lengths`, int32 ``[B]``, include the queries' own tokens.
 
-    Args:
-      o: float32 ``[B * K, parts, R, H]`` with ``R >= G * T``, sums of weighted values.
-      m: float32 ``[B * K, parts, R]``, maxima in powers of two, ``-inf`` where nothing is seen.
-      l: float32, the same shape, sums of weights.
-      lengths: int32 ``[B]``, tokens held, the queries' own included.
-      query_lengths: int32 ``[B]``, how many of the queries are real.
-      part: tokens of a part.
-      tokens: `T`.
-      heads: `N` = ``G * K``.
-      kv_heads: `K`.
-      window: optional (left, right).
-      interpret: run without a GPU.
-
-    Returns:
-      float32 ``[B, T, N, H]`` and the log-sum-exp ``[B, T, N]``.
+    Row ``g * T + t`` is query `t` of the KV head's head `g`, at position
+    ``length - query_length + t``. Only parts that hold a token it sees are read: the others, and
+    rows from ``G * T`` on, need not be written.
     """
     batch, head_dim = o.shape[0] // kv_heads, o.shape[3]
     left = None if window is None else window[0]
@@ -179,7 +158,6 @@ def _merge_parts_kernel(
     size: int,
     left: int | None,
 ) -> None:
-    """Merges the parts of one row."""
     row, pair = pl.program_id(0), pl.program_id(1)
     batch, tokens, heads, head_dim = out_ref.shape
     kv_heads = m_ref.shape[0] // batch

@@ -24,14 +24,14 @@ def axes_of(arrays: Any) -> frozenset[str]:
 
 
 def axes_of_type(kind: Any) -> frozenset[str]:
-    """Those of an array's type, or of a `ShapeDtypeStruct` that says."""
+    """The axes along which an array's type varies, or a `ShapeDtypeStruct` that has them."""
     # Versions of jax name this differently.
     manual = getattr(kind, "manual_axis_type", None)
     return frozenset((getattr(kind, "vma", None) or ()) if manual is None else manual.varying)
 
 
 def cast(arrays: Any, axes: frozenset[str]) -> Any:
-    """A pytree whose arrays count as varying along these axes too; no operation at run time."""
+    """A pytree whose arrays count as varying along these axes, too; costs nothing at run time."""
 
     def one(x: jax.Array) -> jax.Array:
         missing = tuple(sorted(axes - axes_of(x)))
@@ -54,9 +54,8 @@ def _typed(shapes: Any, axes: frozenset[str]) -> Any:
 def typed(launch: Callable[[Any], Callable[..., Any]], shapes: Any) -> Callable[..., Any]:
     """The call of a kernel, whose results vary wherever an input does.
 
-    Args:
-      launch: of `ShapeDtypeStruct`s of what the kernel writes; returns its call.
-      shapes: the same, without axes.
+    `launch` takes the `ShapeDtypeStruct`s of what the kernel writes and returns its call; `shapes`
+    are those without axes.
     """
 
     def call(*inputs: Any) -> Any:

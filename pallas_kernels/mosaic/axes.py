@@ -8,10 +8,9 @@ from collections.abc import Iterable
 
 
 def own(name: str) -> str:
-    """The name by which a launch knows an axis of its grid or cluster."""
+    """The name that a launch uses for an axis of its grid or cluster."""
     return f"turbojax_kernel_{name}"
 
 
 def all_own(names: Iterable[str]) -> tuple[str, ...]:
-    """The same of several."""
     return tuple(own(name) for name in names)

@@ -22,28 +22,27 @@ CHANNELS, TOKENS = 8, 4
 """What a lane takes at once."""
 MOST_WARPS = 16
 SMALLEST = 16
-"""Tokens of the smallest block: of a load of codes, tokens last."""
+"""Tokens of the smallest block: one 16-byte access of codes with tokens last."""
 _WARP, _WARPGROUP = 32, 128
 VALUES_PER_LANE = 64
-"""Of a lane that does much with them."""
+"""Values of a lane in kernels that do much with them."""
 _UNIT = 16  # bytes of a load or store
 MAXIMA_BYTES = 4 * MOST_WARPS
-"""Of a program's shared memory, for what its warps tell each other."""
+"""Shared memory in which a program's warps exchange maxima."""
 
 Words = list[list[list[Int]]]
-"""Of each of a lane's groups and each of its four tokens: words of eight values or codes."""
+"""For each of a lane's groups and each of its four tokens: words of eight values or codes."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Block:
-    """What is static.
+    """A block's static sizes.
 
     Attributes:
-      tokens: of the block, a power of two and at least 16.
-      head_dim: channels that there are, a multiple of 8.
-      channels: of the codes, a multiple of 8, at most 256.
+      tokens: a power of two and at least 16.
+      head_dim: channels in memory, a multiple of 8.
+      channels: channels of the codes, a multiple of 8, at most 256.
       dtype: of the values: ``"bfloat16"``, ``"float16"`` or ``"float32"``.
-      warpgroups: of a program.
     """
 
     tokens: int
@@ -54,17 +53,14 @@ class Block:
 
     @property
     def threads(self) -> int:
-        """Of a program."""
         return _WARPGROUP * self.warpgroups
 
     @property
     def warps(self) -> int:
-        """Of a program."""
         return self.threads // _WARP
 
     @property
     def columns(self) -> int:
-        """Lanes that take a token together."""
         return columns(self.channels)
 
     @property
@@ -74,66 +70,59 @@ class Block:
 
     @property
     def value_bytes(self) -> int:
-        """Of one value."""
         return 4 if self.dtype == "float32" else 2
 
     @property
     def words(self) -> int:
-        """Of eight values."""
+        """32-bit words of eight values."""
         return CHANNELS * self.value_bytes // 4
 
     @property
     def pitch(self) -> int:
-        """Bytes of eight channels in shared memory."""
+        """Bytes of eight channels in shared memory, padding included."""
         return CHANNELS * self.tokens + _UNIT
 
     @property
     def shared_bytes(self) -> int:
-        """Of a block in shared memory, tokens last."""
+        """Shared memory of a block whose tokens are last."""
         return self.channels // CHANNELS * self.pitch
 
 
 def columns(channels: int) -> int:
-    """Lanes that take a token together."""
+    """How many lanes hold one token together."""
     return next_power_of_2(-(-channels // CHANNELS))
 
 
 def default_warpgroups(tokens: int, channels: int, values: int = VALUES_PER_LANE) -> int:
-    """So many that a lane holds this many values."""
+    """As many warpgroups as leave each lane `values` values."""
     all_values = tokens * columns(channels) * CHANNELS
     most = MOST_WARPS * _WARP // _WARPGROUP
     return min(most, max(1, all_values // (_WARPGROUP * values)))
 
 
 def default_tokens(channels: int) -> int:
-    """Tokens of which a warpgroup's lanes hold 64 values each."""
     return _WARPGROUP * VALUES_PER_LANE // (columns(channels) * CHANNELS)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Share:
-    """A lane's part of a block.
-
-    Attributes:
-      block: the block.
-      thread: the lane, among those of the program.
-    """
+    """A lane's part of a block; `thread` is the lane's number in the program."""
 
     block: Block
     thread: Int
 
     @property
     def column(self) -> Int:
-        """Which eight channels."""
+        """Which eight channels the lane holds."""
         return self.thread % self.block.columns
 
     def group(self, number: int) -> Int:
-        """Which four tokens, of the lane's group `number`."""
+        """Which four tokens the lane's group `number` is."""
         step = self.block.threads // self.block.columns
         return self.thread // self.block.columns + number * step
 
     def is_inside(self, number: int, columns: int) -> Bool | None:
-        """Whether there is such a group, of so many eights of channels; None if always."""
+        """Whether group `number` exists, for `columns` eights of channels; None if always."""
         inside: Bool | None = None
         if columns < self.block.columns:
             inside = self.column < columns
@@ -145,14 +134,10 @@ class Share:
     # Values ---------------------------------------------------------------------------------------
 
     def load(self, x: Pointer, row: int, first: Int, size: int, length: Int) -> Words:
-        """The lane's values, 0 where there are none.
+        """The lane's values; 0 past `length` tokens and past the channels.
 
-        Args:
-          x: the sequence's first token, of this head.
-          row: bytes from token to token.
-          first: token of the block.
-          size: tokens that there are in memory.
-          length: tokens that count; past it values are 0.
+        `x` points to the sequence's first token of this head, tokens are `row` bytes apart, the
+        block begins at token `first`, and memory holds `size` tokens.
         """
         b = self.block
         x = x.times(first.minimum(size - 1), row)
@@ -175,15 +160,14 @@ class Share:
         return [known[i : i + TOKENS] for i in range(0, len(known), TOKENS)]
 
     def floats(self, words: Sequence[Int]) -> list[Float]:
-        """A token's values."""
         if self.block.dtype == "float32":
             return [w.as_float() for w in words]
         return [x for w in words for x in lane.half.unpack(w, self.block.dtype)]
 
     def largest(self, values: Words) -> Int:
-        """The largest bits of absolute values of a lane, as of a float32.
+        """The largest bit pattern among the lane's absolute values, as float32.
 
-        As integers they are in the order of the values, with infinity and NaN above all.
+        As integers, bit patterns are in the order of the values, with infinity and NaN above all.
         """
         words = [w for group in values for token in group for w in token]
         if self.block.dtype == "float32":
@@ -193,19 +177,19 @@ class Share:
         return lane.half.unpack(half, self.block.dtype)[0].as_int()
 
     def tell(self, memory: Pointer, bits: Int) -> None:
-        """Lets the program know what a lane has found; a barrier must follow."""
+        """Adds a lane's maximum to those in shared memory; a barrier must follow."""
         of_warp = lane.largest_of_warp(bits)
         with lane.when((self.thread & (_WARP - 1)).equals(0)):
             memory.at((self.thread >> 5) << 2).store(of_warp)
 
     def told(self, memory: Pointer) -> Int:
-        """The largest bits that lanes have told."""
+        """The largest bits that the program's lanes passed to `tell`."""
         return lane.tree(memory.words(self.block.warps), Int.maximum)
 
     # Codes ----------------------------------------------------------------------------------------
 
     def codes(self, values: Words, scale: Float, is_int8: bool) -> Words:
-        """Codes of a lane's values, two words a token; of a scale of NaN 0, in e4m3 NaN."""
+        """Codes of a lane's values, two words a token; with a NaN scale 0 (int8) or NaN (e4m3)."""
         halves = [
             (x[:4], x[4:]) for group in values for token in group for x in [self.floats(token)]
         ]
@@ -228,14 +212,11 @@ class Share:
         return [rounding.word(x) for x in numbers]
 
     def store_rows(self, out: Pointer, codes: Words, *, permuted: bool) -> None:
-        """Stores a token's channels together.
+        """Stores the codes of each token in a row; `out` points to the block's first token.
 
-        Args:
-          out: the block's first token.
-          codes: of the lane.
-          permuted: whether tokens are in the order of Hopper's matrix units: a product's
-            accumulator, read as the 8-bit operand of the next product, permutes tokens within
-            groups of 16, and has token ``4 t + 2 h + r`` at ``8 h + 2 t + r``.
+        If `permuted`, tokens are in the order of Hopper's matrix units: a product's accumulator,
+        read as the 8-bit operand of the next product, permutes tokens within groups of 16, and has
+        token ``4 t + 2 h + r`` at ``8 h + 2 t + r``.
         """
         channels = self.block.channels
         place = self.column * CHANNELS
@@ -249,7 +230,6 @@ class Share:
                     out.at(row * channels, place).store_words(words)
 
     def inside(self, number: int) -> Any:
-        """A context whose body runs where there is the lane's group `number`, of codes."""
         inside = self.is_inside(number, self.block.channels // CHANNELS)
         return contextlib.nullcontext() if inside is None else lane.when(inside)
 
@@ -265,13 +245,7 @@ class Share:
                         here.at((4 * half + i) * self.block.tokens).store(word)
 
     def store_columns(self, out: Pointer, row: int, memory: Pointer) -> None:
-        """Stores what was transposed.
-
-        Args:
-          out: the block's first token, of the head's first channel.
-          row: tokens from channel to channel.
-          memory: as of `transpose`.
-        """
+        """Stores what `transpose` left in `memory`; channels of `out` are `row` tokens apart."""
         b = self.block
         units = b.tokens // _UNIT  # of a channel
         count = b.channels * units
@@ -288,7 +262,7 @@ class Share:
 
 
 def transposed(rows: Sequence[Int]) -> list[Int]:
-    """Four words of four bytes: byte `j` of word `i` becomes byte `i` of word `j`."""
+    """Transposes four words of four bytes: byte `j` of word `i` becomes byte `i` of word `j`."""
     a, b, c, d = rows
     out = []
     for pick in (0x5140, 0x7362):

@@ -15,14 +15,13 @@ _ROUNDER_BITS = 0x4B400000
 _MAGNITUDE, _MAGNITUDES = 0x7FFFFFFF, 0x7FFF7FFF
 _TINY = 2.0**-126
 _RECIPROCAL_MAX = float(np.float32(1 / E4M3_MAX))
-# In a number, where quotients are rounded twice.
+# Fractions of 1 to which quotients are rounded first, where they are rounded twice.
 _UNITS = 2**15
 # Bits of a float32's pattern that are 0 where a scale has no more significant bits than a value.
 _FREE_BITS = {"bfloat16": 0xFFFF, "float16": 0x1FFF}
 
 
 def is_finite(magnitude: Float) -> Bool:
-    """Of an absolute value."""
     return magnitude.as_int() < _INFINITY_BITS
 
 
@@ -40,9 +39,9 @@ def scale_of(maximum: Float, is_int8: bool) -> Float:
 
 
 def largest_bits(words: Sequence[Int], dtype: str) -> Int:
-    """The largest bits of absolute values in words of ``"float32"`` or a type of 16 bits.
+    """The largest bits of absolute values in words of ``"float32"`` or a 16-bit type.
 
-    They are in the order of the values; NaN and infinity are beyond all others.
+    They are in the order of the values; NaN and infinity are above all others.
     """
     if dtype == "float32":
         return lane.tree([w & _MAGNITUDE for w in words], lambda a, b: a.maximum(b))
@@ -51,10 +50,7 @@ def largest_bits(words: Sequence[Int], dtype: str) -> Int:
 
 
 def token_scale(bits: Int, dtype: str) -> Float:
-    """The scale of a token with this maximum, a bfloat16: NaN unless all is finite, 1 for zeros.
-
-    As `quantize_tokens` has it, of what `largest_bits` finds.
-    """
+    """A token's bfloat16 scale from `largest_bits`: NaN unless all are finite, 1 for zeros."""
     largest = bits.as_float()
     if dtype != "float32":
         largest, _ = lane.half.unpack(bits, dtype)
@@ -66,24 +62,22 @@ def token_scale(bits: Int, dtype: str) -> Float:
 
 
 def may_meet_halves(scale: Float, dtype: str) -> Bool:
-    """Whether a 16-bit value over `scale` may be half a number, so that `exact_code` is needed.
+    """Whether a 16-bit value over `scale` can be exactly halfway between integers.
 
-    A product with the reciprocal, rounded once, is on the right side of a half that the quotient
-    does not hit: it is off by less than 2**-18.1 of the scale's mantissa, and the quotient of a
-    value of at most 11 bits by a scale of 16 is at least 2**-16 over that mantissa away. It can hit
-    one only if the scale has as few bits as the value.
-
-    Args:
-      scale: of 16 significant bits.
-      dtype: of the value.
+    Then `exact_code` is needed. `scale` has 16 significant bits. A product with the reciprocal,
+    rounded once, is on the right side of a half that the quotient does not hit: it is off by less
+    than 2**-18.1 of the scale's mantissa, and the quotient of a value of at most 11 bits by a scale
+    of 16 is at least 2**-16 over that mantissa away. It can hit one only if the scale has as few
+    bits as the value.
     """
     return (scale.as_int() & _FREE_BITS[dtype]).equals(0)
 
 
 def exact_code(x: Float, scale: Float, inverse: Float) -> Int:
-    """``x / scale`` rounded half to even, in the low byte of what is `ROUNDER` plus it.
+    """``x / scale`` rounded half to even, plus `ROUNDER`: the code is the result's low byte.
 
-    The remainder of a guess, exact because the scale has 16 bits, decides whether it is right.
+    The remainder of a first guess, exact because the scale has 16 bits, decides whether it is
+    right.
     """
     shifted = x.fma(inverse, lane.number(lane.ROUNDER))
     guess = shifted + -lane.ROUNDER
@@ -97,15 +91,15 @@ def exact_code(x: Float, scale: Float, inverse: Float) -> Int:
 
 
 def clamped_code(x: Float, scale: Float) -> Int:
-    """A code of a scale fixed beforehand: finite values beyond it become +-119."""
-    largest = scale * 128.0  # beyond it all is clamped anyway
+    """The code for a scale that was fixed before; finite values beyond its range become +-119."""
+    largest = scale * 128.0  # larger quotients are clamped anyway
     x = lane.minimum(lane.maximum(x, -largest), largest)
     code = exact_code(x, scale, lane.number(1.0) / scale) - _ROUNDER_BITS
     return code.minimum(int(INT8_RANGE)).maximum(-int(INT8_RANGE))
 
 
 def int8_word(x: Sequence[Float], scale: Float, inverse: Float, exact: bool) -> Int:
-    """Codes of four numbers; exact, or as `may_meet_halves` allows."""
+    """The codes of four numbers; if not `exact`, rounded as `may_meet_halves` allows."""
     if exact:
         return lane.pack_bytes([exact_code(v, scale, inverse) for v in x])
     rounder = lane.number(lane.ROUNDER)
@@ -114,18 +108,18 @@ def int8_word(x: Sequence[Float], scale: Float, inverse: Float, exact: bool) -> 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Rounding:
-    """How 16-bit values become int8 codes, exactly and without a branch, in two sums each.
+    """Rounds 16-bit values to int8 codes, exactly and without a branch, in two sums each.
 
-    Where quotients may be halves of a number they are rounded to 15 fractional bits first, which
-    restores halves that the product with the reciprocal has missed: it is off by less than
-    120 * 2**-24, a quarter of such a unit. It makes none of what is no half: a quotient of numbers
-    of 11 bits that is not one is at least 1.6 units away. Elsewhere the factor is 1, and the second
-    sum changes nothing.
+    Where quotients may be exact halves they are rounded to 15 fractional bits first. That restores
+    halves that the product with the reciprocal has missed: it is off by less than 120 * 2**-24, a
+    quarter of such a unit. It creates no new halves: a quotient of 11-bit numbers that is not a
+    half is at least 1.6 units away from one. Elsewhere the factor is 1, and the second sum changes
+    nothing.
 
     Attributes:
       factor: the reciprocal of the scale, times `unit`.
       unit: what a quotient is multiplied by.
-      offset: what leaves `ROUNDER` in the second sum.
+      offset: added in the second sum, which leaves `ROUNDER` plus the code.
     """
 
     factor: Float
@@ -134,7 +128,7 @@ class Rounding:
 
     @classmethod
     def of(cls, scale: Float, dtype: str) -> "Rounding":
-        """For values of ``"bfloat16"`` or ``"float16"``, and a scale of 16 significant bits."""
+        """For ``"bfloat16"`` or ``"float16"`` values and a scale of 16 significant bits."""
         meets = may_meet_halves(scale, dtype)
         factor = meets.where(lane.number(float(_UNITS)), 1.0)
         offset = meets.where(lane.number(lane.ROUNDER - lane.ROUNDER / _UNITS), 0.0)
@@ -147,17 +141,15 @@ class Rounding:
         return [v.fma(self.factor, rounder).fma(self.unit, self.offset) for v in x]
 
     def word(self, x: Sequence[Float]) -> Int:
-        """Codes of four numbers."""
         return lane.pack_bytes([v.as_int() for v in self.sums(x)])
 
 
 def e4m3_word(x: Sequence[Float], inverse: Float) -> Int:
-    """Codes of four numbers, at most 448 times the scale."""
+    """The e4m3 codes of four numbers, which are at most 448 times the scale."""
     return lane.pack_e4m3([v * inverse for v in x])
 
 
 def int8_numbers(word: Int) -> list[Float]:
-    """The numbers that four codes stand for."""
     # Each byte in the low bits of `ROUNDER`.
     positive = word ^ 0x80808080
     shifted = [lane.permute_bytes(positive, _ROUNDER_BITS, 0x7650 | i) for i in range(4)]
@@ -165,7 +157,6 @@ def int8_numbers(word: Int) -> list[Float]:
 
 
 def e4m3_numbers(word: Int) -> list[Float]:
-    """The numbers that four codes stand for."""
     return [x for half in lane.half.from_e4m3(word) for x in lane.half.unpack(half)]
 
 
@@ -174,12 +165,9 @@ Rounded = tuple[Int, list[Float]]
 
 
 def rounding_of(scale: Float, is_int8: bool, dtype: str) -> Callable[[Sequence[Float]], Rounded]:
-    """What rounds four numbers; see `if_known` for a scale of NaN.
+    """A function that rounds four numbers of type `dtype`; see `if_known` for a scale of NaN.
 
-    Args:
-      scale: as `scale_of` gives it.
-      is_int8: or e4m3.
-      dtype: that the numbers had: ``"bfloat16"``, ``"float16"`` or ``"float32"``.
+    `scale` is as `scale_of` gives it; codes are e4m3 if not `is_int8`.
     """
     if is_int8:
         sums_of = _int8_sums(scale, dtype)
@@ -199,7 +187,7 @@ def rounding_of(scale: Float, is_int8: bool, dtype: str) -> Callable[[Sequence[F
 
 
 def _int8_sums(scale: Float, dtype: str) -> Callable[[Sequence[Float]], list[Float]]:
-    """What gives `ROUNDER` plus the codes of numbers."""
+    """A function that returns `ROUNDER` plus the codes of numbers."""
     if dtype != "float32":
         return Rounding.of(scale, dtype).sums
     inverse = lane.number(1.0) / scale
@@ -209,11 +197,11 @@ def _int8_sums(scale: Float, dtype: str) -> Callable[[Sequence[Float]], list[Flo
 def if_known(
     scale: Float, kinds: Sequence[type], known: Callable[[], list[Any]], unknown: list[Any]
 ) -> list[Any]:
-    """What `known` computes, or `unknown` where the scale is NaN.
+    """What `known` computes, or `unknown` where the scale is NaN; the choice is a branch.
 
-    That is a branch, and no two of them are merged: the compiler does not see that they share their
-    condition. It would unpack all of a lane's values before it rounds the first, in twice the
-    registers, of which depends how many programs run at once.
+    Two such branches are not merged, because the compiler does not see that they have the same
+    condition. Otherwise it would unpack all of a lane's values before it rounds the first, in twice
+    the registers, which determine how many programs run at once.
     """
     own = lane.uniform(scale.as_int()).as_float()
     return lane.either(is_finite(own), kinds, known, lambda: unknown)

@@ -23,7 +23,7 @@ from pallas_kernels.mosaic.axes import all_own, own
 from pallas_kernels.mosaic.lane import Int, Pointer
 
 WARPS = 4
-"""Of a warpgroup."""
+"""Warps of a warpgroup."""
 
 Body = Callable[[list[Pointer], list[Int]], None]
 """``body(arrays, ids)``: inputs, then what is written, then shared memory, if there is any; and the
@@ -36,7 +36,7 @@ _PARAMETERS = plgpu.CompilerParams(
 
 
 def _kernel(body: Body, names: Sequence[str], shared: int) -> Callable[..., None]:
-    """A kernel for Pallas of one for lanes."""
+    """A Pallas kernel from a body for single lanes."""
 
     def run(*refs: Any) -> None:
         ids = [lax.axis_index(own(name)) for name in names]
@@ -64,7 +64,7 @@ _MOST_PROGRAMS = 2**16 - 1
 
 
 def _mesh(name: str, grid: dict[str, int], warpgroups: int) -> dict[str, Any]:
-    """What Mosaic must know of a launch; the last axis is CUDA's first, and must be the longest."""
+    """A launch's parameters for Mosaic; the last axis is CUDA's first, and must be the longest."""
     ordered = dict(sorted(grid.items(), key=lambda axis: axis[1]))
     if any(size > _MOST_PROGRAMS for size in list(ordered.values())[:-1]):
         most = f"must be at most {_MOST_PROGRAMS}"
@@ -89,17 +89,10 @@ def launch(
     shared: int = 0,
     cluster: dict[str, int] | None = None,
 ) -> list[jax.Array]:
-    """Runs a kernel that writes new arrays.
+    """Runs a kernel that writes new arrays, whose types are `out`; profilers show `name`.
 
-    Args:
-      body: of a lane.
-      name: that profilers show.
-      inputs: arrays that are read.
-      out: of what is written.
-      grid: names and sizes of its axes.
-      warpgroups: of a program.
-      shared: bytes of a program's memory.
-      cluster: name and size of an axis whose programs can reach each other's memory.
+    `grid` and `cluster` are names and sizes of axes; programs along the cluster's can reach each
+    other's memory. `shared` bytes are a program's memory.
     """
     cluster = cluster or {}
     call = functools.partial(
@@ -113,16 +106,16 @@ def launch(
     return varying.typed(lambda out: call(out_type=out), list(out))(*inputs)
 
 
-# Bytes of an input that is not read where a loop's step finds it.
+# Inputs of at most this many bytes are copied before the kernel reads them, see `_apart`.
 _SMALL = 2**20
 
 
 def _apart(x: jax.Array) -> jax.Array:
-    """Keeps XLA from letting a kernel read a small slice where it is.
+    """Keeps XLA from letting a kernel read a small slice in place.
 
-    In a loop whose steps slice an array, as `lax.scan` does, that is elsewhere in every step: the
-    call is then recorded anew each time, which takes the host longer than a small copy takes the
-    device.
+    In a loop whose steps slice an array, as `lax.scan` does, the slice's address changes in every
+    step: the call is then recorded anew each time, which takes the host longer than a small copy
+    takes the device.
     """
     return lax.optimization_barrier(x) if x.size * x.dtype.itemsize <= _SMALL else x
 
@@ -137,21 +130,10 @@ def update(
     warpgroups: int,
     shared: int = 0,
 ) -> list[jax.Array]:
-    """Runs a kernel that writes to arrays it is given; others as of `launch`.
+    """Runs a kernel that reads and writes `arrays`; other arguments as `launch`.
 
-    Under `vmap` its calls follow one another.
-
-    Args:
-      body: of a lane.
-      name: that profilers show.
-      inputs: arrays that are read.
-      arrays: those that are read and written.
-      grid: names and sizes of its axes.
-      warpgroups: of a program.
-      shared: bytes of a program's memory.
-
-    Returns:
-      The arrays as they are then, in their own memory where nobody needs them as they were.
+    Under `vmap` its calls follow one another. Returns the arrays after it, in their own memory if
+    nobody needs them as they were.
     """
     count = len(inputs)
 

@@ -17,21 +17,21 @@ from pallas_kernels.mosaic.lane import Float, Int, Pointer
 ROWS = 64
 """Tokens whose codes are one operand of a warpgroup."""
 PARTS = 4
-"""Words for each 64 tokens, for what the warps tell each other."""
+"""Words for each 64 tokens, in which the warps exchange maxima."""
 _CHANNELS = 8
 _THREADS = 128
 
 
 @dataclasses.dataclass(frozen=True)
 class Tile:
-    """What is static.
+    """A tile's static settings.
 
     Attributes:
       rows: tokens, a multiple of 64.
       channels: 64 or 128.
       block: tokens that share a scale, 64 or 128; divides `rows`.
       dtype: ``"bfloat16"`` or ``"float16"``.
-      is_int8: whether codes are int8; else e4m3.
+      is_int8: int8 or e4m3 codes.
     """
 
     rows: int
@@ -42,20 +42,15 @@ class Tile:
 
     @property
     def step(self) -> int:
-        """Tokens that the warpgroup takes at a time."""
         return _THREADS * _CHANNELS // self.channels
 
 
 def quantize(raw: Any, codes: Any, scales: Any, slot: Any, count: Any, tile: Tile) -> None:
-    """Quantizes a tile.
+    """Quantizes a tile in shared memory; tokens from `count` on become 0, in `raw` too.
 
-    Args:
-      raw: 16-bit ``[rows, channels]``, contiguous; becomes 0 from `count` on.
-      codes: 8-bit ``[rows / 64, 64, channels]``, each of these tiled for matrix instructions.
-      scales: float32 ``[PARTS + n, rows / 64]``; the first of them are of use only here.
-      slot: int32 scalar: which of the `n` the scales are for.
-      count: int32 scalar: tokens that there are.
-      tile: what is static.
+    `raw` is 16-bit ``[rows, channels]``, contiguous; `codes` 8-bit ``[rows / 64, 64, channels]``,
+    each of these tiled for matrix instructions; `scales` float32 ``[PARTS + n, rows / 64]``, of
+    which the first `PARTS` are scratch, and `slot` selects one of the `n`.
     """
     source, target, told = (Pointer.to(x) for x in (raw, codes, scales))
     count_of_scales = tile.rows // ROWS
@@ -77,17 +72,15 @@ def quantize(raw: Any, codes: Any, scales: Any, slot: Any, count: Any, tile: Til
 
 
 def _rows(first: int, tile: Tile) -> range:
-    """The first token of each step of 64."""
     return range(first * ROWS, (first + 1) * ROWS, tile.step)
 
 
 def _read(source: Pointer, thread: Int, row: int, tile: Tile) -> Pointer:
-    """A thread's eight values of a step."""
     return source.at(row * tile.channels * 2, thread * (2 * _CHANNELS))
 
 
 def clear(source: Pointer, thread: Int, count: Int, tile: Tile) -> None:
-    """Zeros in place of tokens that there are not: they must not reach a scale."""
+    """Zeros tokens that do not exist: they must not reach a scale."""
     with lane.when(count < tile.rows):
         for row in range(0, tile.rows, tile.step):
             token = thread // (tile.channels // _CHANNELS) + row
@@ -96,7 +89,7 @@ def clear(source: Pointer, thread: Int, count: Int, tile: Tile) -> None:
 
 
 def largest(source: Pointer, thread: Int, first: int, tile: Tile) -> Int:
-    """The largest bits of absolute values that a thread has of 64 tokens."""
+    """The largest bits of a thread's absolute values among 64 tokens."""
     found = lane.integer(0)
     for row in _rows(first, tile):
         words = [w & 0x7FFF7FFF for w in _read(source, thread, row, tile).words(4)]
@@ -113,7 +106,6 @@ def scale_of(bits: Int, tile: Tile) -> Float:
 def write(
     source: Pointer, target: Pointer, thread: Int, first: int, scale: Float, tile: Tile
 ) -> None:
-    """Codes of 64 tokens."""
     place = _place(thread, tile)
     at = target.at(first * ROWS * tile.channels, place)
 

@@ -23,7 +23,7 @@ from pallas_kernels.mosaic.axes import own
 from pallas_kernels.mosaic.lane.fragments import ROWS as ROWS
 
 WARPGROUPS = 2
-"""That consume, each with its own rows."""
+"""Warpgroups that consume, each with its own rows."""
 ROW, COLUMN = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
 SCALAR = plgpu.Layout.WG_SPLAT(())
 
@@ -31,25 +31,23 @@ PROGRAM = own("program")
 """The axis of the grid."""
 
 Step = Callable[[jax.Array, jax.Array], jax.Array]
-"""``step(number, slot)`` of a tile whose first slot is `slot`; returns the slot after its last."""
+"""``step(number, slot)`` of a tile that begins at `slot`; returns the slot after its last."""
 
 
 class Share:
     """Which of `total` tiles are this program's.
 
-    Args:
-      total: tiles of all programs, at least one; in an array if it follows from what it holds.
-      together: how many with consecutive numbers a program takes; `total` is a multiple of it.
-      turns: whether every other round goes through the programs backwards. Where tiles get smaller
-        with their numbers, programs then have equally much to do: who takes the largest of one
-        round takes the smallest of the next.
+    `total`, at least one, is an array if it depends on what arrays hold. A program takes `together`
+    tiles with consecutive numbers, of which `total` is a multiple. With `turns` every other round
+    goes through the programs backwards. Where tiles get smaller with their numbers, programs then
+    have equally much to do: who takes the largest of one round takes the smallest of the next.
     """
 
     def __init__(self, total: int | jax.Array, *, together: int = 1, turns: bool = False) -> None:
         self.program, self.programs = lax.axis_index(PROGRAM), lax.axis_size(PROGRAM)
         self.together, self.turns = together, turns
         last = (total // together if isinstance(total, int) else lax.div(total, together)) - 1
-        # Of programs past the last tile, which there are where `total` is found late: none.
+        # Programs past the last tile, which exist if `total` is known late, have none.
         rounds = lax.div(last - self.program + self.programs, jnp.int32(self.programs))
         if turns:
             programs = jnp.int32(self.programs)
@@ -58,7 +56,7 @@ class Share:
         self.count = rounds * together
 
     def place(self, i: jax.Array) -> jax.Array:
-        """Of the program in round `i`."""
+        """The program's place in round `i`."""
         if not self.turns:
             return self.program
         return jnp.where(
@@ -66,7 +64,7 @@ class Share:
         )
 
     def number(self, i: jax.Array) -> jax.Array:
-        """Of the program's tile `i` among all."""
+        """The number of the program's tile `i` among all."""
         if self.together == 1:
             return self.place(i) + i * self.programs
         size = jnp.int32(self.together)
@@ -74,21 +72,18 @@ class Share:
         return (self.place(i) + i * self.programs) * size + which
 
     def by_index(self, step: Step) -> None:
-        """Takes them in turn: ``step(i, slot)``."""
+        """Calls ``step(i, slot)`` for each tile."""
         lax.fori_loop(jnp.int32(0), self.count, step, jnp.int32(0))
 
     def loop(self, step: Step) -> None:
-        """Takes them in turn."""
         self.by_index(lambda i, slot: step(self.number(i), slot))
 
 
 def next_slot(slot: jax.Array, stages: int) -> jax.Array:
-    """The following slot."""
     return jnp.where(slot == stages - 1, 0, slot + 1)
 
 
 def slot_after(slot: jax.Array, steps: jax.Array | int, stages: int) -> jax.Array:
-    """The slot `steps` further on."""
     return lax.rem(slot + steps, jnp.int32(stages))
 
 
@@ -99,16 +94,11 @@ def divide(
     consume: Callable[[], None],
     produce: Callable[[], None],
 ) -> None:
-    """The first warpgroups consume, the one after them produces.
+    """The first `consumers` warpgroups consume, the one after them produces; `me` is which this is.
 
-    Args:
-      me: number of the warpgroup.
-      consumers: how many consume.
-      registers: of a thread that consumes, and of one that produces; None if all have as many as
-        at the start. Together at most what they have then: a kernel that asks for more waits
-        forever.
-      consume: what the ones do.
-      produce: what the other one does.
+    `registers` are those of a thread that consumes, and of one that produces; None if all keep what
+    they have. Together they are at most what threads have at the start: a kernel that asks for more
+    waits forever.
     """
 
     @pl.when(me < consumers)
@@ -127,10 +117,8 @@ def divide(
 def free_at_first(stages: int, slots: Sequence[Ref], own: Ref | None = None) -> None:
     """A consumer's arrivals before the first tile: all memory is free.
 
-    Args:
-      stages: how many slots there are.
-      slots: barriers of each slot.
-      own: the barrier of memory that is this warpgroup's alone, if there is any.
+    `slots` are barriers of each of `stages` slots, `own` that of memory which is this warpgroup's
+    alone, if any.
     """
     if own is not None:
         plgpu.barrier_arrive(own)
@@ -145,12 +133,8 @@ class Turns:
     Such as exponentials: warpgroups that begin together stay together, all at the exponentials and
     then all at the matrix unit, one of which is idle meanwhile. Each must take as many turns as the
     others. The compiler moves instructions over neither `wait`, which is a loop, nor what a product
-    needs over its start: `hand_on` belongs after one or the other.
-
-    Args:
-      barriers: of `memory`, or None: then there are no turns to wait for.
-      me: this consumer's number.
-      count: of consumers.
+    needs over its start: `hand_on` belongs after one or the other. `barriers` are of `memory`, or
+    None for no turns; `me` is this consumer's number.
     """
 
     def __init__(self, barriers: Ref | None, me: jax.Array, count: int) -> None:
@@ -158,22 +142,21 @@ class Turns:
 
     @staticmethod
     def memory(count: int) -> Any:
-        """What a program's memory holds for so many consumers."""
+        """A program's memory for `count` consumers."""
         return plgpu.Barrier(num_barriers=count)
 
     def begin(self) -> None:
-        """Gives the first turn, to the first consumer; all of them call it, once."""
+        """Gives the first consumer the first turn; all consumers call it, once."""
         if self._barriers is not None:
             first = self._barriers.at[0]
             pl.when(self._me == 0)(lambda: plgpu.barrier_arrive(first))
 
     def wait(self) -> None:
-        """Until it is this consumer's turn."""
+        """Waits until it is this consumer's turn."""
         if self._barriers is not None:
             plgpu.barrier_wait(self._barriers.at[self._me])
 
     def hand_on(self) -> None:
-        """Gives the turn to the next consumer."""
         if self._barriers is not None:
             plgpu.barrier_arrive(self._barriers.at[next_slot(self._me, self._count)])
 
@@ -201,24 +184,22 @@ def tile_type(ref: Ref) -> Any:
 
 
 def load(ref: Ref, layout: Any) -> jax.Array:
-    """A vector in shared memory."""
     return plgpu.layout_cast(ref[...], layout)
 
 
 def array(shape: tuple[int, ...], dtype: Any, layout: Any = plgpu.Layout.WGMMA) -> Any:
-    """The type of a register array that `inline` returns."""
     return plgpu.ShapeDtypeStruct(shape, jnp.dtype(dtype), layout)
 
 
 def inline(f: Callable[..., Any], arguments: Sequence[Any], returns: Any = None) -> Any:
-    """`f`, in the language of `lane`, as a function of Pallas' arrays and references."""
+    """`f`, written with `lane`, as a function of Pallas' arrays and references."""
     return plgpu.inline_mgpu(arg_types=tuple(arguments), return_type=returns)(
         lambda context, *args: f(*args)
     )
 
 
 def anew(x: jax.Array) -> jax.Array:
-    """An integer, of which the compiler does not know that it is `x`: to be computed from again."""
+    """`x`, which the compiler does not recognize as `x`, so that it computes from it again."""
     return inline(mgpu.optimization_barrier, (SCALAR,), array((), jnp.int32, SCALAR))(x)
 
 
@@ -233,17 +214,10 @@ def launch(
     approx_math: bool = False,
     **parameters: Any,
 ) -> Any:
-    """The call of a kernel with one producer.
+    """The call of a kernel with one producer and `consumers` warpgroups that compute.
 
-    Args:
-      kernel: of references.
-      name: that profilers show.
-      out_type: of what it returns.
-      total: tiles.
-      programs: how many run side by side at most, one to a multiprocessor.
-      consumers: warpgroups that compute.
-      approx_math: whether Pallas may use approximate instructions.
-      **parameters: more of the compiler's.
+    Of `total` tiles at most `programs` run side by side, one to a multiprocessor. With
+    `approx_math` Pallas may use approximate instructions; `parameters` are more of the compiler's.
     """
     call = functools.partial(
         plgpu.kernel,

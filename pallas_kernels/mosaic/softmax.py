@@ -35,20 +35,17 @@ class Exponential:
 
     @property
     def unit(self) -> float:
-        """Units of the arguments in one nat."""
         return 1.0 if self.kind == "polynomial" and not self.is_base_2 else LOG2_E
 
 
 @dataclasses.dataclass(frozen=True)
 class Policy:
-    """What is static in a softmax.
+    """A softmax's static settings.
 
     Attributes:
-      exponential: see there.
       is_int8: weights become int8 with a scale per row and block; else e4m3 with a static one.
       left: how far back a query sees, or None.
       right: how far ahead a query sees, or None.
-      soft_cap: the scores' cap, or None.
     """
 
     exponential: Exponential
@@ -59,7 +56,7 @@ class Policy:
 
     @property
     def shift(self) -> float:
-        """Added to exponents of two, to be divided out in the end.
+        """Added to exponents of two, and divided out in the end.
 
         The hardware's powers of two below -126 are 0: SAS's threshold is moved there, and costs
         nothing. With the exact exponential of e4m3 weights it is their scale.
@@ -120,19 +117,18 @@ def _sas(y: Float, e: Exponential, gain: float) -> Float:
 
 
 def tanh(x: Float) -> Float:
-    """Within a few units in the last place of 1; the power is at most 1: nothing overflows."""
+    """Within a few units in the last place of 1. The power is at most 1, so nothing overflows."""
     t = lane.exp2(lane.absolute(x) * (-2 * LOG2_E))
     one = lane.number(1.0)
     return lane.with_sign_of(x, (one + -t) * lane.reciprocal(one + t))
 
 
 def _tanh(x: Float, policy: Policy) -> Float:
-    """In one instruction, within 2**-11, where weights have 4 bits."""
+    """`tanh`; for e4m3 weights, which have 4 bits, one instruction, within 2**-11."""
     return tanh(x) if policy.is_int8 else lane.tanh(x)
 
 
 def _capped(x: Float, factor: Float, policy: Policy) -> Float:
-    """``x * factor``, capped if there is a cap."""
     if policy.soft_cap is None:
         return x * factor
     inside = factor * (1 / policy.soft_cap)
@@ -140,15 +136,11 @@ def _capped(x: Float, factor: Float, policy: Policy) -> Float:
 
 
 def _visible(limits: tuple[Int, Int], half: int, columns: int, policy: Policy) -> list[Bool]:
-    """For each of a row's columns whether the query sees the token it stands for.
+    """For each of a row's columns, whether the query sees the token that it stands for.
 
-    Keys are permuted within groups of 16: see `attention.attention`.
-
-    Args:
-      limits: the block's first query and the end of the keys, both relative to its first key.
-      half: which of the thread's rows.
-      columns: how many the thread holds of it.
-      policy: what hides keys.
+    Keys are permuted within groups of 16: see `attention.attention`. `limits` are the block's first
+    query and the end of the keys, both relative to its first key; `half` is which of the thread's
+    rows.
     """
     query, length = limits
     row, t = fragments.row_and_place()
@@ -177,25 +169,17 @@ def seen(
     ids: tuple[Any, Any] | None = None,
     linear: tuple[Any, Any] | None = None,
 ) -> Any:
-    """Scores of a tile of keys in the exponential's units, capped, ``-inf`` where they are hidden.
+    """Scores of a tile of keys, float32 ``[64, n]``, capped, ``-inf`` where keys are hidden.
 
-    For tiles in which there is something to cap or to hide; of others, `step` and `maxima` and
-    `arguments` take the code products and scale them in passing.
-
-    Args:
-      scores: ``[64, n]``, code products.
-      factors: scalars, of the scores of equal parts of the tile, in the exponential's units; with a
-        cap in those of the scores.
-      limits: see `_visible`; None if every row sees every key.
-      policy: what is static.
-      ids: int32 ``[64]`` of the rows and ``[n]`` of the columns: a row sees those of its own alone.
-      linear: scalars: the slope by which scores fall with the distance, in the exponential's units,
-        and the first query's position relative to the tile's first key.
-
-    Returns:
-      float32 ``[64, n]``, with which the factor is 1.
+    They are in the exponential's units, so their factor is 1. For tiles in which there is something
+    to cap or to hide; in others, `step` or `maxima` and `arguments` take the code products `scores`
+    and scale them on the way. `factors` are scalars, of the scores of equal parts of the tile, in
+    the exponential's units, with a cap in those of the scores. `limits` are those of `_visible`, or
+    None if every row sees every key. With `ids`, int32 ``[64]`` of rows and ``[n]`` of columns, a
+    row sees only its own. `linear` are scalars: the slope by which scores fall with the distance,
+    in the exponential's units, and the first query's position relative to the tile's first key.
     """
-    scores = mgpu.optimization_barrier(scores)  # not before the product is there
+    scores = mgpu.optimization_barrier(scores)  # not before the product is done
     bounds = None
     if limits is not None:
         [query], [length] = (fragments.scalars(x) for x in limits)
@@ -217,7 +201,7 @@ def seen(
             masks = _visible(bounds, half, len(x), policy)
             row = [k.where(v, -math.inf) for k, v in zip(masks, row, strict=True)]
         rows.append(row)
-    # Now, because they replace the products.
+    # Computed now, because they replace the products in registers.
     return mgpu.optimization_barrier(fragments.of_rows(rows))
 
 
@@ -240,18 +224,13 @@ def _floats(x: Sequence[Any]) -> list[Float]:
 def step(scores: Any, m: Any, l: Any, factors: Sequence[Any], policy: Policy) -> tuple[Any, ...]:
     """One tile of Algorithm 1, up to the second product.
 
-    Args:
-      scores: ``[64, n]``, code products, or what `seen` returns.
-      m: ``[64]``, running maxima in the exponential's units.
-      l: ``[64]``, running sums, of each thread's own columns.
-      factors: scalars, of the scores of equal parts of the tile, in the exponential's units.
-      policy: what is static.
-
-    Returns:
-      weights float32 ``[64, n]`` for `pack`; the new `m` and `l`; the factor of what was summed
-      before; and the unit of an int8 row's weights, 0 in a row that sees nothing.
+    `scores` ``[64, n]`` are code products or what `seen` returns, `m` the running maxima in the
+    exponential's units, `l` the running sums of each thread's own columns, both ``[64]``, and
+    `factors` scalars, of the scores of equal parts of the tile, in the exponential's units. Returns
+    weights float32 ``[64, n]`` for `pack`; the new `m` and `l`; the factor of the sums before; and
+    the unit of an int8 row's weights, 0 in a row that sees nothing.
     """
-    scores = mgpu.optimization_barrier(scores)  # not before the product is there
+    scores = mgpu.optimization_barrier(scores)  # not before the product is done
     rows, state = [], []
     for x, old, total in zip(
         fragments.by_row(scores), fragments.scalars(m), fragments.scalars(l), strict=True
@@ -261,19 +240,14 @@ def step(scores: Any, m: Any, l: Any, factors: Sequence[Any], policy: Policy) ->
         p, total, unit = _row_weights(y, top, new, alpha, total, policy)
         rows.append(p)
         state.append((new, total, alpha, unit))
-    # Not after the next products are started.
+    # Computed before the next products are started.
     weights = mgpu.optimization_barrier(fragments.of_rows(rows))
     return weights, *(fragments.row_array(pair) for pair in zip(*state, strict=True))
 
 
 def maxima(scores: Any, m: Any, factors: Sequence[Any], policy: Policy) -> tuple[Any, ...]:
-    """Row maxima of a tile: the first part of `step`, which says what its arguments are.
-
-    Returns:
-      ``[64]`` each: the tile's maxima, the new running ones, and the factor of what was summed
-      before.
-    """
-    scores = mgpu.optimization_barrier(scores)  # not before the product is there
+    """The first part of `step`: a tile's maxima, the new running ones, factors of sums before."""
+    scores = mgpu.optimization_barrier(scores)  # not before the product is done
     state = [
         _row_maxima(x, old, factors, policy)
         for x, old in zip(fragments.by_row(scores), fragments.scalars(m), strict=True)
@@ -296,19 +270,12 @@ def _row_maxima(
 
 
 def arguments(scores: Any, m: Any, factors: Sequence[Any], policy: Policy) -> Any:
-    """Scores minus the running maxima, float32 ``[64, n]``, as `weigh` takes them.
-
-    Args:
-      scores: see `step`.
-      m: `maxima`'s second result.
-      factors: see `step`.
-      policy: what is static.
-    """
+    """Scores minus the new running maxima `m`, float32 ``[64, n]``, as `weigh` takes them."""
     rows = [
         _row_arguments(x, new, factors, policy)
         for x, new in zip(fragments.by_row(scores), fragments.scalars(m), strict=True)
     ]
-    # Here, not where they are used.
+    # Computed here, not where they are used.
     return mgpu.optimization_barrier(fragments.of_rows(rows))
 
 
@@ -328,12 +295,7 @@ def _finite(m: Float) -> Float:
 
 
 def weigh(x: Any, top: Any, m: Any, alpha: Any, l: Any, policy: Policy) -> tuple[Any, ...]:
-    """Weights of `arguments`, with `maxima`'s results and the sums of each thread's own columns.
-
-    Returns:
-      weights float32 ``[64, n]`` for `pack`; the new sums; and the unit of an int8 row's weights,
-      0 in a row that sees nothing.
-    """
+    """The rest of `step`, with `maxima`'s results: weights, new sums, the unit of int8 weights."""
     rows, state = [], []
     for y, largest, new, factor, total in zip(
         fragments.by_row(x), *(fragments.scalars(a) for a in (top, m, alpha, l)), strict=True
@@ -341,7 +303,7 @@ def weigh(x: Any, top: Any, m: Any, alpha: Any, l: Any, policy: Policy) -> tuple
         p, *rest = _row_weights(y, largest, new, factor, total, policy)
         rows.append(p)
         state.append(rest)
-    # Not after the next products are started.
+    # Computed before the next products are started.
     weights = mgpu.optimization_barrier(fragments.of_rows(rows))
     return weights, *(fragments.row_array(pair) for pair in zip(*state, strict=True))
 
@@ -358,10 +320,10 @@ def _row_weights(
 
 
 def pack(weights: Any, policy: Policy) -> Any:
-    """What `step` or `weigh` returns, rounded: the second product's 8-bit register operand.
+    """Rounds weights of `step` or `weigh` to the second product's 8-bit register operand.
 
-    By itself, because the compiler overlaps no product with instructions that write the registers
-    which another one reads: not before the product that uses them now is done.
+    A separate step, because the compiler overlaps no product with instructions that write the
+    registers that another product reads: not before the product that uses them now is done.
     """
     pack_four = lane.pack_bytes if policy.is_int8 else lane.pack_e4m3
     rows = []
@@ -372,7 +334,7 @@ def pack(weights: Any, policy: Policy) -> Any:
 
 
 def _scale(p: list[Float], top: Float, shift: Float, policy: Policy) -> tuple[list[Float], Float]:
-    """Weights as `pack` takes them, and what an int8 code stands for."""
+    """Weights as `pack` takes them, and the value of an int8 code."""
     if not policy.is_int8:
         if policy.exponential.kind == "hardware":
             gain = lane.number(E4M3_MAX * 2.0 ** (-policy.shift))
@@ -380,7 +342,7 @@ def _scale(p: list[Float], top: Float, shift: Float, policy: Policy) -> tuple[li
         return p, lane.number(1.0)
     [largest] = exponentials([top], shift, lane.number(1.0), policy)
     nothing = largest < lane.number(_TINY * INT8_RANGE if not policy.shift else _TINY)
-    # Powers of two on the way keep everything in range: weights may be as small as 2**-126.
+    # Powers of two in between keep everything in range: weights may be as small as 2**-126.
     inverse = lane.reciprocal(largest) * (INT8_RANGE / 128)
     inverse = nothing.where(0.0, inverse)
     unit = largest * (2.0 ** (-policy.shift) / INT8_RANGE)
@@ -391,14 +353,9 @@ def _scale(p: list[Float], top: Float, shift: Float, policy: Policy) -> tuple[li
 
 
 def accumulate(output: Any, product: Any, alpha: Any, unit: Any, policy: Policy) -> Any:
-    """What was summed before, rescaled, and the second product of one block.
+    """The sums before, rescaled by `alpha`, plus the second product of one block, both ``[64, H]``.
 
-    Args:
-      output: float32 ``[64, H]``.
-      product: ``[64, H]``.
-      alpha: ``[64]``.
-      unit: ``[64]``; None in the e4m3 modes, whose unit is left to the end.
-      policy: what is static.
+    `unit` ``[64]`` is that of int8 weights; None in the e4m3 modes, whose unit is left to the end.
     """
     product = mgpu.optimization_barrier(product)
     units = [None, None] if unit is None else fragments.scalars(unit)
@@ -413,7 +370,7 @@ def accumulate(output: Any, product: Any, alpha: Any, unit: Any, policy: Policy)
         if u is not None:
             new = [v.to_float() * u for v in new]
         rows.append([x.fma(a, y) for x, y in zip(old, new, strict=True)])
-    # Not later: the product's registers are needed for the next one.
+    # Computed now: the next product needs this one's registers.
     return mgpu.optimization_barrier(fragments.of_rows(rows))
 
 
@@ -428,29 +385,17 @@ def finish(
     width: int,
     sink: Any = None,
 ) -> tuple[Any, ...]:
-    """Normalized outputs and log-sum-exps; 0 and ``-inf`` in rows that saw nothing.
+    """Normalized outputs and log-sum-exps ``[64]``; 0 and ``-inf`` in rows that saw nothing.
 
-    With a sink, which rows that are no padding see, too, 0 and the sink in those that saw nothing
-    else.
-
-    Args:
-      output: float32 ``[64, H]``.
-      m: ``[64]``.
-      l: ``[64]``, sums of each thread's own columns.
-      last: int32 scalar: rows from there on are padding.
-      scale: float32 scalar, of the values.
-      policy: what is static.
-      channels: how many are returned, the first ones, a multiple of `width`.
-      width: of the parts that are returned.
-      sink: float32 scalar, a score that has a weight and no value.
-
-    Returns:
-      ``channels / width`` outputs ``[64, width]``, and the log-sum-exps ``[64]``.
+    The float32 `sink` is a score with a weight and no value, which all real rows see: the results
+    are 0 and the sink in those that saw nothing else. `output` is float32 ``[64, H]``, `l` holds
+    sums of each thread's own columns, rows from `last` on are padding, and `scale` is that of the
+    values. Outputs are ``channels / width`` arrays ``[64, width]`` of the first channels.
     """
     [stop], [v_scale] = fragments.scalars(last), fragments.scalars(scale)
     row, _ = fragments.row_and_place()
     zero, infinite = lane.number(0.0), lane.number(-math.inf)
-    # A power of two on the way: sums may be as small as 2**-118.
+    # Scaled by a power of two in between: sums may be as small as 2**-118.
     power = 2.0 ** -math.floor(math.log2(policy.sum_unit))
     gain = lane.number(policy.sum_unit * power / policy.output_unit)
     rows, lse = [], []
@@ -483,7 +428,7 @@ def finish(
 
 
 def _with_sink(value: Float, sink: Float) -> tuple[Float, Float]:
-    """A row's share of the weight beside a sink, and their log-sum-exp."""
+    """The share of the weights that a row keeps beside a sink, and the log-sum-exp of both."""
     distance = (sink + -value) * LOG2_E
     share = lane.reciprocal(lane.exp2(distance) + lane.number(1.0))
     rest = lane.log2_of_any(lane.exp2(-lane.absolute(distance)) + lane.number(1.0))

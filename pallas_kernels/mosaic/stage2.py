@@ -18,7 +18,7 @@ from pallas_kernels.mosaic.lane import Float, Int, Pointer
 
 # Widths of the planes of a code, low bits first (see turbojax.quantizers.packing).
 _PLANES = {2: (2,), 3: (2, 1), 4: (4,)}
-# Of an integer in float32: what halves are restored with, see turbojax.quantizers.progressive.
+# Restores halves of an integer in float32, see turbojax.quantizers.progressive.
 _FINE = 4096.0
 _WARP = 32
 _LANE_BYTES = 4 * CHANNELS  # lowest and highest codes of eight channels
@@ -45,12 +45,10 @@ class Layout:
 
     @property
     def rows(self) -> int:
-        """Rows of a packed block."""
         return self.channels if self.tokens_last else self.tokens
 
     @property
     def row(self) -> int:
-        """Codes of one."""
         return self.tokens if self.tokens_last else self.channels
 
 
@@ -59,13 +57,12 @@ class Arrays:
     """Where blocks are stored.
 
     Attributes:
-      codes: uint8, one a width: ``[B, K_i, n, block, H * bits / 8]``, with tokens last
+      codes: uint8, one for each width: ``[B, K_i, n, block, H * bits / 8]``, with tokens last
         ``[B, K_i, n, H, block * bits / 8]``.
       channel_scale: int8 ``[B, K, n, H]``.
-      channel_zero: the same.
+      channel_zero: int8 ``[B, K, n, H]``.
       block_scale: float32 ``[B, K, n]``.
       blocks: `n`.
-      layout: of a block.
     """
 
     codes: list[Pointer]
@@ -81,8 +78,6 @@ class Target:
     """The place of a block.
 
     Attributes:
-      batch: its sequence.
-      head: its head.
       heads: `K`.
       slot: the head's place among the slots of all widths.
       number: along `n`.
@@ -100,13 +95,13 @@ class Target:
 
 
 def shared_bytes(block: Block, layout: Layout) -> int:
-    """Of a program's memory, behind `blocks.MAXIMA_BYTES`."""
+    """A program's memory behind `blocks.MAXIMA_BYTES`."""
     staged = block.shared_bytes if layout.tokens_last else layout.tokens * _pitch(layout)
     return _staging(block) + staged
 
 
 def _staging(block: Block) -> int:
-    """Where codes are staged: behind what lanes and channels tell each other."""
+    """Where codes are staged: behind what lanes and channels exchange."""
     return block.warps * block.columns * _LANE_BYTES + block.channels * _CHANNEL_BYTES
 
 
@@ -121,13 +116,7 @@ def staging(block: Block, memory: Pointer) -> Pointer:
 
 
 def tell_extremes(share: Share, codes: Words, memory: Pointer) -> None:
-    """Lets the program know the lowest and highest codes of channels; a barrier must follow.
-
-    Args:
-      share: of the lane.
-      codes: of stage 1.
-      memory: shared.
-    """
+    """Puts channels' lowest and highest stage-1 codes in shared memory; a barrier must follow."""
     b = share.block
     lowest: list[Int] = []
     highest: list[Int] = []
@@ -137,7 +126,7 @@ def tell_extremes(share: Share, codes: Words, memory: Pointer) -> None:
         low = [lane.tree(c, lane.minima_of_halves) for c in columns]
         high = [lane.tree(c, lane.maxima_of_halves) for c in columns]
         inside = share.is_inside(number, b.columns)
-        if inside is not None:  # a group that there is not has no extremes
+        if inside is not None:  # a group that does not exist has no extremes
             low = [inside.where(x, 0x7FFF7FFF) for x in low]
             high = [inside.where(x, 0x80008000) for x in high]
         lowest = _each(lane.minima_of_halves, lowest, low)
@@ -159,20 +148,11 @@ def _each(op: Callable[[Int, Int], Int], a: list[Int], b: list[Int]) -> list[Int
 
 
 def _as_halves(words: list[Int]) -> list[Int]:
-    """Signed bytes as pairs of 16 bits."""
     return [lane.permute_bytes(w, 0, pick) for w in words for pick in (0x9180, 0xB3A2)]
 
 
 def write(share: Share, codes: Words, memory: Pointer, a: Arrays, at: Target) -> None:
-    """Compresses and stores a block, of which `tell_extremes` was told before a barrier.
-
-    Args:
-      share: of the lane.
-      codes: of stage 1.
-      memory: shared.
-      a: where to.
-      at: where there.
-    """
+    """Compresses and stores a block, after its `tell_extremes` and a barrier."""
     layout = a.layout
     _channels(share, memory, a, at)
     lane.block_barrier()
@@ -260,16 +240,15 @@ def _quotient(numerator: Float, fine: Float) -> Float:
     Exact although the reciprocal is not: see `turbojax.quantizers.progressive`.
     """
     shifted = numerator.fma(fine, lane.number(lane.ROUNDER))
-    # The first rounder leaves in the constant of the second sum.
+    # The second sum's constant takes the first rounder away again.
     offset = lane.number(lane.ROUNDER - lane.ROUNDER / _FINE)
     return shifted.fma(lane.number(1 / _FINE), offset)
 
 
 def _codes(share: Share, codes: Words, memory: Pointer) -> Words:
-    """Stage-2 codes, a byte each."""
     b = share.block
     kept = memory.at(blocks.MAXIMA_BYTES + b.warps * b.columns * _LANE_BYTES)
-    # Lanes past the last channel have codes that nobody stores.
+    # Codes of lanes past the last channel are not stored.
     column = share.column.minimum(b.channels // CHANNELS - 1)
     place = kept.at(column * (CHANNELS * _CHANNEL_BYTES))
     out: Words = [[[] for _ in group] for group in codes]
@@ -301,12 +280,12 @@ def _stage_rows(share: Share, codes: Words, staged: Pointer, pitch: int) -> None
 
 
 def _pack(share: Share, staged: Pointer, out: Pointer, layout: Layout, bits: int) -> None:
-    """Packs and stores what is staged; planes follow each other along a row."""
+    """Packs and stores the staged codes; planes follow each other along a row."""
     row = layout.row * bits // 8
     begin, shift = 0, 0
     for width in _PLANES[bits]:
         length = layout.row * width // 8  # bytes of the plane, in each row
-        # A lane takes as many bytes at once as planes and rows begin at multiples of.
+        # A lane takes as many bytes at once as the alignment of planes and rows allows.
         size = next(n for n in (16, 8, 4, 1) if length % n == 0 and row % n == 0)
         units = length // size
         mask = 0x01010101 * (2**width - 1) if len(_PLANES[bits]) > 1 else None

@@ -26,7 +26,7 @@ from pallas_kernels.mosaic.lane import Float, Int, Pointer
 
 _BARRIER_BYTES = 8
 Result = tuple[Float, Float, Float]
-"""Of one channel of a query: output, maximum in powers of two, sum of weights."""
+"""For one channel of a query: output, maximum in powers of two, sum of weights."""
 
 
 # Programs ----------------------------------------------------------------------------------------
@@ -43,9 +43,6 @@ class Arrays:
       outputs: outputs and log-sum-exps; with several parts outputs, maxima and sums of each.
       tokens: `T`.
       heads: `N`.
-      kv_heads: `K`.
-      head_dim: `H`.
-      dtype: of the queries.
     """
 
     query: Pointer
@@ -60,17 +57,14 @@ class Arrays:
 
     @property
     def group(self) -> int:
-        """Query heads of a KV head."""
         return self.heads // self.kv_heads
 
     @property
     def rows(self) -> int:
-        """Queries of a KV head."""
         return self.group * self.tokens
 
     @property
     def is_final(self) -> bool:
-        """Whether the outputs are final, because there is one part."""
         return len(self.outputs) == 2
 
 
@@ -81,8 +75,6 @@ class Program:
     Attributes:
       tile: number of its queries among those of the head.
       pair: ``batch * K + head``.
-      batch: its sequence.
-      head: its KV head.
       begin: position of the first query token.
       query_length: how many are real.
       start: its first block.
@@ -101,25 +93,18 @@ class Program:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Place:
-    """A lane's place in its warp's products.
-
-    Attributes:
-      g: row.
-      t: column pair.
-    """
+    """A lane's place in its warp's products: row `g`, column pair `t`."""
 
     g: Int
     t: Int
 
 
 def inline(names: Sequence[str], refs: tuple[Any, ...], body: Callable[..., None]) -> None:
-    """Runs a kernel's body, written for single lanes.
+    """Runs a kernel's body, written for single lanes; `names` are those of the grid's axes.
 
-    Args:
-      names: of the grid's axes.
-      refs: the kernel's references, the two of `launch`'s shared memory last.
-      body: ``body(refs, inputs, ids, memory)``: the references as Mosaic's, as Pallas' own, which
-        know shapes, the program's numbers, and its shared memory.
+    The last two of `refs` are `launch`'s shared memory. It calls
+    ``body(refs, inputs, ids, memory)``: the references as Mosaic's, as Pallas' own, which know
+    shapes, the program's numbers, and its shared memory.
     """
     inputs, memory = refs[:-2], refs[-2:]
     ids = tuple(lax.axis_index(own(name)) for name in names)
@@ -142,16 +127,10 @@ def launch(
     head_dim: int,
     **cluster: Any,
 ) -> Any:
-    """The call of a kernel.
+    """The call of a kernel whose warps have shared memory for slots and barriers.
 
-    Args:
-      kernel: of references, with shared memory for its warps' slots and barriers.
-      name: that profilers show.
-      out: of what it returns.
-      grid: names and sizes of its axes.
-      s: settings: has `warpgroups`, `warps`, `stages` and `warp_bytes`.
-      head_dim: `H`.
-      cluster: `cluster` and `cluster_names`, if programs share memory.
+    `s` has `warpgroups`, `warps`, `stages` and `warp_bytes`; `cluster` may be `cluster` and
+    `cluster_names`, if programs share memory.
     """
     memory = [
         plgpu.SMEM((s.warps * s.warp_bytes(head_dim),), jnp.uint8),
@@ -177,17 +156,13 @@ def launch(
 
 
 def numbers(word: Int, dtype: str) -> list[Float]:
-    """The one or two numbers in a word."""
     if dtype == "float32":
         return [word.as_float()]
     return list(lane.half.unpack(word, dtype))
 
 
 def position(base: Int, here: Place, a: Arrays, at: Program) -> Int:
-    """Of query `t` after row `base`; -1 where there is none.
-
-    Row ``g * T + t`` is query `t` of the KV head's head `g`.
-    """
+    """Query `t`'s position after row `base`; rows are ``g * T + t``; -1 if it does not exist."""
     own = base + here.t
     token = own % a.tokens
     is_real = (own < a.rows) & (token < at.query_length)
@@ -202,10 +177,10 @@ class Slots:
     """A warp's shared memory: blocks in flight, each with a barrier for its copies.
 
     Attributes:
-      area: of the blocks.
-      barriers: of the barriers.
+      area: memory of the blocks.
+      barriers: memory of the barriers.
       size: bytes of a block.
-      count: how many there are.
+      count: how many blocks there are.
       arrivals: lanes that arrive at a barrier for a block.
     """
 
@@ -225,20 +200,17 @@ class Slots:
         count: int,
         arrivals: int = 1,
     ) -> "Slots":
-        """Those of warp `number` of the program, whose warps have `each` bytes."""
         area = memory[0].at(number * each)
         return cls(area, memory[1].at(number * (_BARRIER_BYTES * count)), size, count, arrivals)
 
     def slot(self, number: Int | int) -> Pointer:
-        """A block."""
         return self.area.at(number * self.size)
 
     def barrier(self, number: Int | int) -> Pointer:
-        """Its barrier."""
         return self.barriers.at(number * _BARRIER_BYTES)
 
     def init(self) -> None:
-        """Prepares the barriers, by one lane."""
+        """Prepares the barriers; one lane calls it."""
         for i in range(self.count):
             lane.init_barrier(self.barrier(i), self.arrivals)
         lane.publish_barriers()
@@ -254,7 +226,7 @@ def over_blocks(
     attend: Callable[[Int, list[Any], Pointer, Any], list[Any]],
     refill: Callable[[Int, Pointer, Pointer, Any], None],
 ) -> list[Any]:
-    """Takes a warp's blocks in turn, as their copies arrive; of `run_of_blocks` all at once."""
+    """Takes all of a warp's blocks in turn, as their copies arrive; see `run_of_blocks`."""
     place = lane.integer(0), lane.integer(0)
     return run_of_blocks(first, stop, warps, slots, state, place, ahead, attend, refill)[0]
 
@@ -272,19 +244,11 @@ def run_of_blocks(
 ) -> tuple[list[Any], tuple[Int, Int]]:
     """Takes some of a warp's blocks in turn, as their copies arrive.
 
-    Args:
-      first: its first block, whose copies are on their way, as are those of all slots.
-      stop: past the program's last.
-      warps: how far its blocks are apart.
-      slots: its memory.
-      state: numbers that go from block to block.
-      place: slot of the first block, and its barrier's parity.
-      ahead: ``ahead(block)`` is called before the wait, and reads what is needed later.
-      attend: ``attend(block, state, slot, ahead)`` returns the new state.
-      refill: ``refill(block, slot, barrier, ahead)`` starts copies to a slot that is free again.
-
-    Returns:
-      The state, and the place of the block after the last.
+    Blocks are `warps` apart from `first`, whose copies are on their way, as are those of all slots,
+    to before `stop`. `place` is the slot of the first block, and its barrier's parity; returned are
+    the state and the place of the block after the last. ``ahead(block)`` is called before the wait,
+    and reads what is needed later; ``attend(block, state, slot, ahead)`` returns the new state;
+    ``refill(block, slot, barrier, ahead)`` starts copies to a slot that is free again.
     """
 
     def step(block: Int, carry: list[Any]) -> list[Any]:
@@ -323,15 +287,10 @@ def merged(
     head_dim: int,
     highest: Callable[[list[Float]], Float],
 ) -> Result:
-    """What several warps found for one channel of a query, together.
+    """The merged results of several warps for one channel of a query.
 
-    Args:
-      results: their memory: outputs ``[rows, H]``, maxima in powers of two, and sums ``[rows]``.
-      element: of the outputs.
-      row: of the query.
-      rows: queries of a program.
-      head_dim: `H`.
-      highest: the largest of several numbers.
+    `results` are their memory: outputs ``[rows, H]``, maxima in powers of two, and sums ``[rows]``;
+    `element` is the output's number in it.
     """
     size = rows * head_dim
     maxima = [x.at(row << 2, 4 * size).float() for x in results]
@@ -348,17 +307,16 @@ def merged(
 
 
 Partial = tuple[list[Float], Float, Float]
-"""Of some channels of a query: outputs, maximum in powers of two, sum of weights."""
+"""For some channels of a query: outputs, maximum in powers of two, sum of weights."""
 
 
 def nothing(channels: int) -> Partial:
-    """Of no tokens."""
     zero = lane.number(0.0)
     return [zero] * channels, lane.number(float("-inf")), zero
 
 
 def joined(a: Partial, b: Partial) -> Partial:
-    """What `b` found added to `a`; the same operations wherever it is done."""
+    """`a` with the result `b` added; the same operations wherever it is done."""
     top = lane.maximum(a[1], b[1])
     shift = (top > float("-inf")).where(top, 0.0)
     of_a, of_b = lane.exp2(a[1] - shift), lane.exp2(b[1] - shift)
@@ -367,7 +325,7 @@ def joined(a: Partial, b: Partial) -> Partial:
 
 
 def output_row(a: Arrays, at: Program, row: Int) -> Int:
-    """Where in ``[B, T, N]`` a query of the program's KV head is."""
+    """The index in ``[B, T, N]`` of a query of the program's KV head."""
     head, token = at.head * a.group + row // a.tokens, row % a.tokens
     return (at.batch * a.tokens + token) * a.heads + head
 
@@ -375,15 +333,9 @@ def output_row(a: Arrays, at: Program, row: Int) -> Int:
 def write_residual(
     lse: Pointer, index: Int, channel: Int, top: Float, total: Float, is_empty: lane.Bool
 ) -> None:
-    """Writes a query's log-sum-exp, by the lane that has its channel 0.
+    """Writes a query's log-sum-exp, in the lane whose `channel` is 0.
 
-    Args:
-      lse: of all queries.
-      index: of this one.
-      channel: of the lane.
-      top: maximum, in powers of two.
-      total: sum of weights, 1 where nothing was seen.
-      is_empty: whether nothing was seen.
+    `top` is the maximum in powers of two, `total` the sum of weights, 1 where nothing was seen.
     """
     with lane.when(channel.equals(0)):
         value = top * (1 / LOG2_E) + lane.log2(total) * (1 / LOG2_E)
@@ -391,14 +343,7 @@ def write_residual(
 
 
 def write_partial(a: Arrays, index: Int, channel: Int, result: Result) -> None:
-    """Writes an element of one of several results.
-
-    Args:
-      a: the call's arrays.
-      index: of the result's row among those of all results.
-      channel: of the output.
-      result: what to write.
-    """
+    """Writes an element of one of several results; `index` is its row among all results' rows."""
     o, maxima, sums = a.outputs
     o.times(index, 4 * a.head_dim).at(channel << 2).store(result[0])
     with lane.when(channel.equals(0)):

@@ -15,7 +15,7 @@ from pallas_kernels.layouts import LOG2_E as LOG2_E
 from pallas_kernels.layouts import Ref as Ref
 from pallas_kernels.layouts import next_power_of_2 as next_power_of_2
 
-# An operand that the kernel indexes by itself.
+# A whole array, which the kernel indexes itself.
 WHOLE = pl.BlockSpec(memory_space=pl.ANY)
 
 # Added to float32 below 2**22 it leaves their integer, rounded half to even, in the low bits; there
@@ -25,16 +25,15 @@ _ROUNDER_BITS = 0x4B400000
 
 
 class Exponential(Protocol):
-    """``exp`` of non-positive arguments, made of a kernel's own instructions.
+    """``exp`` of non-positive arguments, in instructions that a kernel supports.
 
-    Arguments count in units that its owner chooses (nats, or powers of two).
+    Its owner chooses the unit of arguments: nats, or powers of two.
     """
 
     def __call__(self, x: jax.Array, *, floor: Any, exp2: Any, fma: Any) -> jax.Array: ...
 
 
 def evaluate(exp: Exponential, x: jax.Array, interpret: bool) -> jax.Array:
-    """`exp` of float32 `x`."""
     return exp(
         x,
         floor=functools.partial(_floor, interpret=interpret),
@@ -51,14 +50,7 @@ def exp2(x: jax.Array, interpret: bool) -> jax.Array:
 
 
 def fma(a: jax.Array, b: jax.Array | float, c: jax.Array | float, interpret: bool) -> jax.Array:
-    """``a * b + c`` in one instruction: multiplications and additions here are not contracted.
-
-    Args:
-      a: float32.
-      b: float32 that broadcasts to `a`, or a constant.
-      c: the same.
-      interpret: whether this runs without a GPU.
-    """
+    """``a * b + c`` in one instruction, all float32: the compiler does not fuse the two here."""
     if interpret:
         return a * b + c
     args, names = [a], []
@@ -95,7 +87,7 @@ def rint(x: jax.Array) -> jax.Array:
 
 
 def round_product(x: jax.Array, factor: jax.Array | float, interpret: bool) -> jax.Array:
-    """``x * factor``, within +-127, rounded to int8, ties to even: the low byte of one sum."""
+    """``x * factor``, within +-127, rounded to int8, ties to even, as the low byte of one sum."""
     shifted = fma(x, factor, _ROUNDER, interpret)
     return jax.lax.bitcast_convert_type(shifted, jnp.int32).astype(jnp.int8)
 
@@ -105,11 +97,8 @@ def dot(
 ) -> jax.Array:
     """A matrix product to int32 or float32; float32 operands are split into three tf32 products.
 
-    Args:
-      a: int8, float8, bfloat16, float16 or float32.
-      b: the same dtype.
-      interpret: whether this runs without a GPU.
-      contracting: the axis of each that is summed over.
+    Both operands have one dtype: int8, float8, bfloat16, float16 or float32. `contracting` are the
+    axes that are summed over.
     """
     dtype, precision = jnp.float32, None  # type: Any, Any
     if a.dtype == jnp.int8:
@@ -123,12 +112,11 @@ def dot(
 
 
 def soft_cap(x: jax.Array, cap: float) -> jax.Array:
-    """``cap * tanh(x / cap)``, of infinities too; there is no `tanh` without loss here."""
+    """``cap * tanh(x / cap)``, of infinities too; Triton has no accurate `tanh`."""
     e = jnp.exp2(jnp.abs(x) * (-2 * LOG2_E / cap))
     capped = cap * ((1 - e) / (1 + e))
     return jnp.where(x < 0, -capped, capped)
 
 
 def parameters(num_warps: int, num_stages: int) -> Any:
-    """Launch settings; naming them selects the Triton lowering on every jax version."""
     return plgpu.CompilerParams(num_warps=num_warps, num_stages=num_stages)

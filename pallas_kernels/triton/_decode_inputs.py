@@ -14,24 +14,18 @@ from pallas_kernels.triton._rows import quantize_rows
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """What is static in a decode call.
+    """A decode call's static settings.
 
     Attributes:
       mode: ``"int8"``, or ``"float"``: queries and weights are not rounded.
       exp: the softmax's exponential.
-      unit: of its argument, how many are one nat.
+      unit: how many units of its argument are one nat.
       largest: its value at 0.
       key_bits: widths of the keys' code arrays.
-      value_bits: widths of the values'.
+      value_bits: widths of the values' code arrays.
       block: tokens of a cache block.
       first_tokens: the first tokens that are in the buffer's first slots, before those of blocks.
-      scale: factor of the scores.
-      window: optional (left, right).
-      soft_cap: optional cap of the scores.
       splits: programs that share a KV head's blocks.
-      num_warps: per program.
-      num_stages: of the software pipeline.
-      interpret: run without a GPU.
       out_dtype: of the output, ``"float32"``; None for the queries'.
     """
 

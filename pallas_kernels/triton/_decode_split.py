@@ -29,9 +29,8 @@ def softmax(
 ) -> tuple[list[jax.Array], jax.Array, jax.Array]:
     """A split's own softmax, over tokens, which are rows.
 
-    Returns:
-      unnormalized weights ``[t, R]``, and for each column its maximum in the exponential's units
-      (``-inf`` where nothing is visible, and perhaps where scores are NaN) and sum.
+    Returns unnormalized weights ``[t, R]``, and for each column its maximum in the exponential's
+    units (``-inf`` where nothing is visible, and perhaps where scores are NaN) and sum.
     """
     scores = products
     scale = factor * s.unit
@@ -58,7 +57,7 @@ def softmax(
 
 
 def round_weights(p: jax.Array, s: Settings) -> tuple[jax.Array, jax.Array, float]:
-    """Weights as the second product's operand, their sums over tokens, what one unit is worth."""
+    """Weights as the second product's operand, their sums over tokens, and the value of a unit."""
     if s.mode == "int8":
         unit = s.largest / _common.INT8_RANGE
         codes = _common.round_product(p, 1 / unit, s.interpret)
@@ -67,7 +66,7 @@ def round_weights(p: jax.Array, s: Settings) -> tuple[jax.Array, jax.Array, floa
 
 
 def seen_of(masks: list[jax.Array]) -> jax.Array:
-    """Which queries see something, from masks ``[t, R]``."""
+    """Which queries see anything, from masks ``[t, R]``."""
     found = [jnp.max(jnp.where(mask, 1.0, 0.0), axis=0) for mask in masks]
     return functools.reduce(jnp.maximum, found) > 0
 
@@ -81,16 +80,11 @@ def merge_split(
     seen: jax.Array | None,
     s: Settings,
 ) -> State:
-    """Adds a split's result to the running one.
+    """Adds a split's result, float32 ``[H, R]``, to the running outputs, maxima and sums.
 
-    Args:
-      state: outputs ``[H, R]``, maxima and sums ``[R]``.
-      product: float32 ``[H, R]``.
-      maximum: ``[R]``, ``-inf`` where the split shows nothing.
-      total: ``[R]``, sums of weights.
-      factor: scale of the scores, which is NaN where a key was.
-      seen: bool ``[R]``, which queries see something of the split; None if all see all of it.
-      s: settings.
+    `maximum` ``[R]`` is ``-inf`` where the split shows nothing; `total` ``[R]`` are sums of
+    weights; `factor` scales the scores, and is NaN where a key was; `seen` ``[R]`` says which
+    queries see something of the split, None if all see all of it.
     """
     o, m, l = state
     exp = functools.partial(_exp_of_units, s=s)
@@ -108,7 +102,6 @@ def merge_split(
 
 
 def _exp_of_units(x: jax.Array, s: Settings) -> jax.Array:
-    """The exact exponential of a difference of maxima."""
     return _common.exp2(x * (_common.LOG2_E / s.unit), s.interpret)
 
 

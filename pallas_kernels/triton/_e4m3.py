@@ -17,21 +17,16 @@ _NAN = 0x7F
 
 
 def _rounded(magnitude: jax.Array) -> jax.Array:
-    """Bits of non-negative float32 rounded to 4 significant bits, ties to even; at most 448.
-
-    NaN, like all bit patterns above infinity, stays as it is.
-    """
+    """Bits of float32 >= 0 rounded to 4 significant bits, ties to even; at most 448. NaN stays."""
     odd = (magnitude >> _DROPPED) & 1
     rounded = (magnitude + ((1 << (_DROPPED - 1)) - 1) + odd) & -(1 << _DROPPED)
     return jnp.where(magnitude > _INFINITY, magnitude, jnp.minimum(rounded, _LARGEST))
 
 
 def round_normal(x: jax.Array) -> jax.Array:
-    """Rounds float32 to e4m3 values, saturating, in float32.
+    """Rounds float32 multiples of 2**-9, the smallest e4m3 value, to e4m3 values, saturating.
 
-    Args:
-      x: multiples of 2**-9, the smallest e4m3 value, or NaN, which stays: nothing is rounded below
-        the normal range.
+    Nothing is rounded below the normal range; NaN stays.
     """
     bits = jax.lax.bitcast_convert_type(x, jnp.int32)
     magnitude = bits & _MAGNITUDE
@@ -61,13 +56,7 @@ def from_bits(bits: jax.Array) -> jax.Array:
 
 
 def nibble(x: jax.Array, high: bool, interpret: bool) -> jax.Array:
-    """One of the two's complement nibbles of each byte as float16.
-
-    Args:
-      x: int8.
-      high: which one.
-      interpret: whether the kernel runs without a GPU, where there is no assembly.
-    """
+    """The high or low two's complement nibble of each int8 byte, as float16."""
     if interpret:
         wide = x.astype(jnp.int32)
         return (wide >> 4 if high else (wide << 28) >> 28).astype(jnp.float16)
@@ -96,13 +85,7 @@ def nibble(x: jax.Array, high: bool, interpret: bool) -> jax.Array:
 
 
 def round_float16(x: jax.Array, has_e4m3: bool, interpret: bool) -> jax.Array:
-    """Rounds float16 multiples of 2**-9 to e4m3 values, saturating; NaN stays.
-
-    Args:
-      x: float16.
-      has_e4m3: whether the GPU converts to e4m3.
-      interpret: whether the kernel runs without a GPU.
-    """
+    """Rounds float16 multiples of 2**-9 to e4m3 values, saturating; NaN stays."""
     if interpret or not has_e4m3:
         return round_normal(x.astype(jnp.float32)).astype(jnp.float16)
     asm = """{

@@ -27,23 +27,21 @@ class Span(NamedTuple):
     padded: int
 
     def positions(self) -> jax.Array:
-        """Positions on the axis, those of the padding repeated from its beginning."""
+        """Positions on the axis; those of the padding repeat its beginning."""
         offset = jnp.arange(self.padded, dtype=jnp.int32)
         if self.padded != self.size:
             offset = jnp.where(offset < self.size, offset, 0)
         return self.start + offset
 
     def inside(self) -> jax.Array:
-        """Which are not padding."""
         return jnp.arange(self.padded, dtype=jnp.int32) < self.size
 
     def mask(self) -> jax.Array | None:
-        """`inside`, or None if there is no padding."""
         return None if self.padded == self.size else self.inside()
 
 
 def spans(size: int, bits: int) -> tuple[Span, ...]:
-    """How an axis of `size` codes is cut."""
+    """The spans into which an axis of `size` codes is cut."""
     run = size * bits // 8
     if bits == 3 or run < _NARROWEST:
         return (whole(size),)
@@ -51,7 +49,6 @@ def spans(size: int, bits: int) -> tuple[Span, ...]:
 
 
 def whole(size: int) -> Span:
-    """The axis as one span."""
     return Span(0, size, max(_NARROWEST, next_power_of_2(size)))
 
 
@@ -64,16 +61,10 @@ def load_codes(
     bits: int,
     interpret: bool,
 ) -> jax.Array:
-    """Codes as int8 ``[rows.padded, columns.padded]``; what they are in the padding is arbitrary.
+    """Codes as int8 ``[rows.padded, columns.padded]``, arbitrary in the padding.
 
-    Args:
-      ref: uint8 ``[..., rows, axis_size * bits / 8]``.
-      at: scalars, the leading indices.
-      rows: of the axis before the packed one.
-      columns: of the packed axis.
-      axis_size: its length in codes.
-      bits: 2, 3 or 4.
-      interpret: whether the kernel runs without a GPU, where there is no assembly.
+    `ref` is uint8 ``[..., rows, axis_size * bits / 8]`` and `at` its leading indices; `columns` are
+    of the packed axis, which has `axis_size` codes, and `rows` of the axis before.
     """
     codes, base, shift = None, 0, 0
     index = columns.positions()
@@ -95,7 +86,7 @@ def load_codes(
 
 
 def _field(x: jax.Array, shift: int, width: int, interpret: bool) -> jax.Array:
-    """Bits ``shift .. shift + width`` of every byte, four bytes at a time."""
+    """Bits ``shift .. shift + width`` of each byte, computed on four bytes at a time."""
     mask = 2**width - 1
     if interpret:
         return ((x.astype(jnp.int32) >> shift) & mask).astype(jnp.int8)

@@ -10,7 +10,7 @@ from jax.experimental.pallas import triton as plgpu
 KEYS, VALUES = "keys", "values"
 
 VALUE_OFFSET = 128.0
-"""By how much operands of values made from codes are too large."""
+"""The offset of operands of values that are made from codes."""
 
 _SUBNORMAL = 2.0**-24
 
@@ -26,17 +26,16 @@ class Codec(NamedTuple):
 
     @property
     def bits(self) -> int:
-        """Of a code: 4, 3 or 2."""
         return len(self.table).bit_length() - 1
 
     @property
     def pieces(self) -> int:
-        """Channels whose codes begin in one byte: those of a byte become operands each its own."""
+        """How many channels' codes begin in one byte; each becomes a separate operand."""
         return 2 if self.bits == 4 else 4
 
 
 def key_unit(interpret: bool) -> float:
-    """What keys of codes are multiplied by: as float16 subnormals their bits are the integers."""
+    """The factor of keys of codes: as float16 subnormals their bits are the integers."""
     return 1.0 if interpret else _SUBNORMAL
 
 
@@ -45,13 +44,11 @@ def look_up(
 ) -> tuple[jax.Array, ...]:
     """Table entries of packed codes: one array for each of the codes that a byte of `x` holds.
 
-    Args:
-      x: uint8 ``[t, c]``: nibbles (`codec.pieces` is 2), or the lower two bits of four codes each.
-      high: uint8 ``[t, c]`` for 3 bits: the bytes whose lower bits of each nibble (for bytes of `x`
-        at even places) or upper ones (at odd places) are the third of the codes'.
-      codec: the table.
-      kind: `KEYS`: float16, times `key_unit`; `VALUES`: bfloat16, plus `VALUE_OFFSET`.
-      interpret: run without a GPU.
+    `x` is uint8 ``[t, c]``: nibbles (`codec.pieces` is 2), or the lower two bits of four codes
+    each. For 3 bits `high` is uint8 ``[t, c]``: the bytes that have the codes' third bits in the
+    lower bits of each nibble (for bytes of `x` at even places) or in the upper ones (at odd
+    places). With `kind` `KEYS` results are float16, times `key_unit`; with `VALUES` bfloat16, plus
+    `VALUE_OFFSET`.
     """
     dtype, offset, above = jnp.float16, 0.0, 0
     if kind == VALUES:
@@ -166,7 +163,7 @@ or.b32 x, x, h;"""
 
 
 def _entries(code: jax.Array, table: tuple[int, ...]) -> jax.Array:
-    """float32 entries of int32 codes: there is no table in a kernel."""
+    """float32 entries of int32 codes; kernels cannot index a table."""
     choose = lambda value, i: jnp.where(code == i, jnp.float32(table[i]), value)  # noqa: E731
     return functools.reduce(choose, range(len(table)), jnp.zeros(code.shape, jnp.float32))
 
@@ -187,7 +184,7 @@ def fp8_to_float16(x: jax.Array, interpret: bool) -> jax.Array:
 
 
 def int8_to_16_bits(x: jax.Array, kind: str, interpret: bool) -> jax.Array:
-    """int8 of keys as float16, of values as bfloat16, exact."""
+    """int8 as float16 for keys, as bfloat16 for values; exact."""
     dtype = jnp.bfloat16 if kind == VALUES else jnp.float16
     if interpret:
         return x.astype(jnp.float32).astype(dtype)
@@ -241,13 +238,10 @@ cvt.rn.f16x2.e4m3x2 $1, high;
 
 
 def to_float16(pieces: tuple[jax.Array, ...]) -> tuple[tuple[jax.Array, ...], jax.Array]:
-    """Rows over a power of two so that they fit float16, where 11 bits of the largest are left.
+    """Rows divided by a power of two to fit float16, where 11 bits of the largest are left.
 
-    Args:
-      pieces: floating point ``[R, c]``, channels of the same rows.
-
-    Returns:
-      float16 pieces of at most 2, and the float32 powers ``[R]``, NaN for a row that is not finite.
+    `pieces` are floating point ``[R, c]``, channels of the same rows. Returns float16 pieces of at
+    most 2, and the float32 powers ``[R]``, NaN for a row that is not finite.
     """
     wide = tuple(x.astype(jnp.float32) for x in pieces)
     largest = functools.reduce(jnp.maximum, (jnp.max(jnp.abs(x), axis=1) for x in wide))

@@ -17,19 +17,15 @@ _NARROWEST = 16
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """What is static in a call.
+    """A call's static settings.
 
     Attributes:
       window: optional (left, right); queries never see past their own position.
-      soft_cap: optional cap of the scores.
       key_codec: of keys that are codes, None for others.
-      value_codec: the same of values.
+      value_codec: of values that are codes, None for others.
       part: tokens of a program, a power of two.
       tile: tokens taken at a time, a power of two from 16 to `part`.
       rows: queries of a program at most, a power of two from 8.
-      num_warps: per program.
-      num_stages: of the software pipeline.
-      interpret: run without a GPU.
     """
 
     window: tuple[int, int] | None
@@ -45,9 +41,9 @@ class Settings:
 
 
 class Side(NamedTuple):
-    """Keys or values ``[P, K, page_size, W]``; norms float16 ``[P, K, page_size]`` of codes.
+    """Keys or values ``[P, K, page_size, W]``, and of codes norms float16 ``[P, K, page_size]``.
 
-    Of int8 norms are the scales. Codes of 4 bits are two to a byte, of 2 bits four, the first in
+    For int8 the norms are scales. Codes of 4 bits are two to a byte, of 2 bits four, the first in
     the lowest bits. Of 3 bits the first two thirds of the bytes hold the lower two bits in that
     way, and the last third the third ones: those of bytes ``2 m`` and ``2 m + 1`` in byte `m`, see
     `_paged_codes.look_up`.
@@ -78,13 +74,11 @@ class Vectors(NamedTuple):
 
     @property
     def channels(self) -> tuple[jax.Array, ...]:
-        """The head's channels that each piece holds."""
         count = 1 if self.codec is None else self.codec.pieces
         return tuple(count * self.column + j for j in range(count)) if count > 1 else (self.column,)
 
 
 def vectors(side: Side, codec: Codec | None) -> Vectors:
-    """How the vectors of a side are taken."""
     width = side.data.shape[3]
     if codec is not None and codec.bits == 3:
         width = width // 3 * 2
@@ -95,7 +89,7 @@ def vectors(side: Side, codec: Codec | None) -> Vectors:
 def locate(
     i: jax.Array, token: jax.Array, tables_ref: Ref, place: Place, page_size: int, s: Settings
 ) -> tuple[jax.Array, jax.Array]:
-    """Pages (one, or each token's) and the tokens' slots in them."""
+    """The page (one, or one for each token) and the tokens' slots in it."""
     if page_size % s.tile == 0:
         in_page = page_size // s.tile
         page = plgpu.load(tables_ref.at[place.sequence, i // in_page])
@@ -139,7 +133,7 @@ def load(
 
 
 def _third_bits(x: Vectors, page: jax.Array, slot: jax.Array, place: Place) -> jax.Array:
-    """Bytes of third bits, each twice: once for each byte of lower ones that it belongs to."""
+    """Bytes of third bits, each twice: once for each byte of lower bits to which it belongs."""
     count = x.column.shape[0]
     column = jnp.arange(count // 2, dtype=jnp.int32)
     at = x.side.data.at[page, place.head, slot[:, None], x.width + column[None, :]]

@@ -23,18 +23,14 @@ from pallas_kernels.triton._packed import Span
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """What is static in a walk over lists by query.
+    """Static settings of a walk over lists by query.
 
     Attributes:
       block_q: queries to a row of the lists, a power of two.
       block_kv: keys to a block, a power of two, at least 16.
-      scale: factor of the scores.
       is_causal: a query sees a group if it sees the group's last token.
-      tile: queries of a program; `block_q` where that is less.
+      tile: queries of a program; `block_q` if that is less.
       tile_kv: pooled keys of a step, a power of two.
-      num_warps: per program.
-      num_stages: of the software pipeline.
-      interpret: run without a GPU.
     """
 
     block_q: int
@@ -63,14 +59,14 @@ class Side(NamedTuple):
 
 
 class Marks(NamedTuple):
-    """What else says which pooled keys a query sees; each empty, or one array."""
+    """Segments and shifts, which limit what a query sees; each empty, or one array."""
 
     queries: tuple[Any, ...] = ()  # int32 [B, T], the segments of queries
     keys: tuple[Any, ...] = ()  # int32 [B, S], those of keys
     shift: tuple[Any, ...] = ()  # int32 [B], a query's position less a key's of the same index
 
     def positions(self, index: jax.Array, b: jax.Array) -> jax.Array:
-        """Those of queries, counted as those of keys are."""
+        """Positions of queries, on the axis of keys."""
         return index + plgpu.load(self.shift[0].at[b]) if self.shift else index
 
     def of_queries(self, index: jax.Array, b: jax.Array) -> jax.Array | None:
@@ -108,8 +104,8 @@ class Queries(NamedTuple):
 class Keys(NamedTuple):
     """The pooled keys of one step of a walk.
 
-    `bias` is None where all stand for one token, `valid` where all are there, `last` where all are
-    visible to all queries, `segment` also where there are no segments.
+    `bias` is None if all stand for one token, `valid` if all exist, `last` if all are visible to
+    all queries, and `segment` also if there are no segments.
     """
 
     is_pooled: bool
@@ -120,7 +116,7 @@ class Keys(NamedTuple):
     segment: jax.Array | None  # int32 [tile_kv]
 
     def visible(self, position: jax.Array, segment: jax.Array | None) -> jax.Array | None:
-        """Which of the queries there see which: bool ``[queries, tile_kv]``, or None for all."""
+        """Which pooled keys each query sees: bool ``[queries, tile_kv]``, or None for all."""
         if self.valid is None:
             return None
         mask = jnp.broadcast_to(self.valid[None, :], (position.shape[0], self.valid.shape[0]))
@@ -132,7 +128,7 @@ class Keys(NamedTuple):
 
 
 class _Run(NamedTuple):
-    """Blocks of one level that follow each other in a list."""
+    """Consecutive blocks of one level in a list."""
 
     log: int  # log2 of the level
     start: jax.Array  # the first one's number among the pooled keys of the walk
@@ -140,7 +136,7 @@ class _Run(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """One part of a walk: pooled keys 0 .. total, those before `complete` need no mask."""
+    """One part of a walk: pooled keys 0 .. total, of which those before `complete` need no mask."""
 
     is_pooled: bool
     runs: tuple[_Run, ...]
@@ -149,7 +145,7 @@ class _Part(NamedTuple):
 
 
 class _Place(NamedTuple):
-    """Where pooled keys of a walk are; vectors, or constants where they have one level."""
+    """Where pooled keys of a walk are; vectors, or constants if they have one level."""
 
     position: jax.Array  # of their block in the list; a scalar if they have one block
     offset: jax.Array  # int32 [tile_kv], in the block
@@ -158,7 +154,7 @@ class _Place(NamedTuple):
 
 
 def group_offsets(tokens: int) -> dict[int, int]:
-    """Row of the first group of levels 2, 4 and 8 in `Side.pooled`, and as 16 their number."""
+    """The first group's row of levels 2, 4 and 8 in `Side.pooled`, and as 16 the number of rows."""
     offsets, row = {}, 0
     for level in LEVELS[1:]:
         offsets[level] = row
@@ -167,19 +163,12 @@ def group_offsets(tokens: int) -> dict[int, int]:
 
 
 def mine(size: int, index: jax.Array) -> jax.Array:
-    """`index`, or 0 on an axis of one that stands for all."""
+    """`index`, or 0 on an axis of size one, which stands for all."""
     return index if size > 1 else jnp.int32(0)
 
 
 def load_rows(ref: Ref, index: Any, channels: Span, valid: jax.Array | None = None) -> jax.Array:
-    """Rows ``ref[index, channel]``, zeros where not `valid` and in the padding of the channels.
-
-    Args:
-      ref: the array.
-      index: gives from a column of the rows' numbers the leading indices.
-      channels: the last axis.
-      valid: optional bool ``[rows]``.
-    """
+    """Rows ``ref[index(row), channel]``, zeros where not `valid` and in the channels' padding."""
     c = jnp.arange(channels.padded, dtype=jnp.int32)
     masks = [] if channels.mask() is None else [(c < channels.size)[None, :]]
     masks += [] if valid is None else [valid[:, None]]
@@ -192,7 +181,6 @@ def load_rows(ref: Ref, index: Any, channels: Span, valid: jax.Array | None = No
 
 
 def load_keys(side: Side, keys: Keys, b: jax.Array, h: jax.Array, channels: Span) -> jax.Array:
-    """Keys or values of a step, ``[tile_kv, channels]``; zeros where there are none."""
     row = keys.row[:, None]
     if keys.is_pooled:
         return load_rows(side.pooled, (b, h, row), channels, keys.valid)
@@ -200,7 +188,7 @@ def load_keys(side: Side, keys: Keys, b: jax.Array, h: jax.Array, channels: Span
 
 
 def _parts(counts: Ref, at: tuple[jax.Array, ...], s: Settings) -> tuple[_Part, _Part]:
-    """The tokens' part and that of the groups, where all complete blocks come first."""
+    """The part of the tokens, and that of the groups, where all complete blocks come first."""
     logs = range(len(LEVELS))
     rows = s.block_kv.bit_length() - 1  # log2 of the tokens of a block
     seen = [plgpu.load(counts.at[(*at, jnp.int32(n))]) for n in logs]
@@ -227,7 +215,7 @@ def _parts(counts: Ref, at: tuple[jax.Array, ...], s: Settings) -> tuple[_Part, 
 def _locate(
     tile: jax.Array, part: _Part, is_edge: bool, offsets: dict[int, int], s: Settings
 ) -> _Place:
-    """Where the pooled keys of a tile are; past the end as if they were the last one."""
+    """Where the pooled keys of a tile are; those past the end are treated as the last one."""
     rows = s.block_kv.bit_length() - 1
     first = tile * s.tile_kv
     if not part.is_pooled and s.tile_kv <= s.block_kv:
@@ -262,7 +250,6 @@ def _keys(
     tile: jax.Array,
     block: jax.Array,
 ) -> Keys:
-    """The pooled keys of a tile whose blocks are known."""
     place = _locate(tile, part, is_edge, offsets, s)
     rows = s.block_kv.bit_length() - 1
     group = (block << (rows - place.log)) + place.offset
@@ -294,15 +281,9 @@ def walk(
 ) -> Any:
     """Hands all pooled keys that a query block sees to `step`, tile by tile.
 
-    Args:
-      step: gives from `Keys` and a state the next state.
-      state: the first one.
-      lists: of all query blocks.
-      at: scalars, the place of this query block in the lists.
-      key_length: scalar, tokens of this sequence.
-      key_tokens: `S`.
-      s: block and tile sizes.
-      segments: those of keys at these tokens, or None.
+    ``step(keys, state)`` returns the next state. `at` is the place of this query block in the
+    lists, `key_length` the tokens of this sequence, `key_tokens` `S`; `segments` returns those of
+    keys at the given tokens, or None.
     """
     offsets = group_offsets(key_tokens)
     for part in _parts(lists.counts, at, s):
@@ -324,7 +305,7 @@ def _fetch(
     s: Settings,
     tile: jax.Array,
 ) -> jax.Array:
-    """The blocks of a tile, of the one after the last too."""
+    """The blocks of a tile, including the one after the last."""
     position = _locate(tile, part, is_edge, offsets, s).position
     return plgpu.load(blocks.at[(*at, jnp.clip(position, 0, blocks.shape[-1] - 1))])
 
@@ -336,7 +317,7 @@ def _loop(
     fetch: Callable[[jax.Array], jax.Array],
     keys: Callable[[jax.Array, jax.Array], Keys],
 ) -> Any:
-    """`step` for all tiles within the bounds.
+    """Runs `step` for all tiles within the bounds.
 
     Lists are read one step before they are needed: rows whose numbers the compiler would have to
     fetch in the same step do not fit its software pipeline.

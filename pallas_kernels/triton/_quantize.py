@@ -40,7 +40,7 @@ class BlockLayout:
     """How a block of tokens is cut into runs, and where its codes go.
 
     Attributes:
-      tokens: tokens of a block, a power of two and at least 16.
+      tokens: of a block, a power of two and at least 16.
       channels: head dim, a multiple of 8.
       bits: widths in use, widest first.
       heads: how many slots have each width.
@@ -55,7 +55,7 @@ class BlockLayout:
 
     @property
     def num_runs(self) -> int:
-        """Codes that share a byte in the narrowest plane."""
+        """How many codes share a byte in the narrowest plane."""
         return 8 // min(width for bits in self.bits for width in _PLANES[bits])
 
     @property
@@ -65,25 +65,23 @@ class BlockLayout:
 
     @property
     def tile(self) -> tuple[int, int]:
-        """Tokens and channels of a run's array, rounded up to powers of two."""
         if self.tokens_last:
             return self.run, next_power_of_2(self.channels)
         return self.tokens, next_power_of_2(self.run)
 
     def slices(self, run: int, first: jax.Array, nothing: jax.Array) -> tuple[pl.Slice, pl.Slice]:
-        """Where a run lies in an array of tokens and channels, its block beginning at `first`."""
+        """Where a run lies in an array of tokens and channels, if its block begins at `first`."""
         rows, columns = self.tile
         if self.tokens_last:
             return pl.Slice(first + run * self.run, rows), pl.Slice(nothing, columns)
         return pl.Slice(first, rows), pl.Slice(run * self.run + nothing, columns)
 
     def channel_mask(self) -> jax.Array | None:
-        """Channels of a tile that a run has; None if it has all."""
+        """Which channels of a tile a run has; None if all."""
         count = self.channels if self.tokens_last else self.run
         return None if count == self.tile[1] else jnp.arange(self.tile[1]) < count
 
     def mask(self) -> jax.Array | None:
-        """The same, broadcast to the tile."""
         channels = self.channel_mask()
         return None if channels is None else jnp.broadcast_to(channels[None], self.tile)
 
@@ -92,35 +90,29 @@ class BlockLayout:
         return x.T if self.tokens_last else x
 
     def transposed_mask(self) -> jax.Array | None:
-        """`mask` of a transposed tile."""
         mask = self.mask()
         return None if mask is None else self.transposed(mask)
 
 
 def unknown_zero(counter: jax.Array, vector: int) -> jax.Array:
-    """0, of which the compiler knows only that it is a multiple of `vector`.
+    """0, of which the compiler knows only that it is a multiple of `vector`, a power of two.
 
     Added to the first channel of a tile, it limits the channels that one thread takes: otherwise
-    16, for 16-byte accesses, which leaves few threads for the channels and many for the tokens,
-    and a reduction over tokens goes through the shuffles of all those threads. Besides, a slice
-    known to leave its array is refused, masked or not.
-
-    Args:
-      counter: int32 scalar, at least 0.
-      vector: a power of two.
+    16, for 16-byte accesses, which leaves few threads for the channels and many for the tokens, and
+    a reduction over tokens goes through the shuffles of all those threads. Besides, a slice known
+    to leave its array is refused, masked or not. `counter` is an int32 scalar, at least 0.
     """
     return jnp.minimum(counter, 0) * vector
 
 
 def default_warps(values: int) -> int:
-    """Warps of a program that holds so many values of a block."""
     return min(_MOST_WARPS, max(1, values // (32 * _VALUES_PER_THREAD)))
 
 
 def channels_of(x: Ref, padded: int | None = None) -> tuple[jax.Array, jax.Array | None]:
-    """Channels of ``[B, S, K, H]``, up to `padded` or a power of two, and which of them there are.
+    """Channels of ``[B, S, K, H]``, up to `padded` or a power of two, and which of them exist.
 
-    The latter is None if all are.
+    The latter is None if all do.
     """
     count = x.shape[3]
     channel = jnp.arange(padded or next_power_of_2(count), dtype=jnp.int32)
@@ -136,20 +128,7 @@ def load_tokens(
     inside: jax.Array | None,
     length: jax.Array,
 ) -> jax.Array:
-    """Tokens of ``[B, S, K, H]``, 0 past the length and past the channels.
-
-    Args:
-      x: of any dtype.
-      sequence: scalar.
-      token: int32 ``[block]``.
-      head: scalar.
-      channel: see `channels_of`.
-      inside: the same.
-      length: scalar, at most `S`.
-
-    Returns:
-      An array of tokens and channels.
-    """
+    """Tokens ``[block, channels]`` of ``[B, S, K, H]``, 0 past the length and past the channels."""
     mask = jnp.broadcast_to((token < length)[:, None], (token.shape[0], channel.shape[0]))
     mask = mask if inside is None else mask & inside[None]
     return plgpu.load(x.at[sequence, token[:, None], head, channel[None]], mask=mask, other=0.0)
@@ -158,17 +137,10 @@ def load_tokens(
 def block_numbers(
     x: jax.Array, bits: jax.Array, dtype: jax.typing.DTypeLike, interpret: bool
 ) -> tuple[jax.Array, jax.Array]:
-    """A block over its scale, rounded.
+    """A block over its scale, rounded, and the scale, a float32 scalar.
 
-    Args:
-      x: float32, any shape.
-      bits: int32 scalar, see `maximum_from_bits`.
-      dtype: int8 or float8_e4m3fn.
-      interpret: whether the kernel is interpreted.
-
-    Returns:
-      `x`'s shape: float32 integers for int8, else e4m3; `as_codes` makes codes of either. And the
-      scale, a float32 scalar. With a scale of NaN, integers are 0 and e4m3 NaN.
+    `x` is float32, `bits` as for `maximum_from_bits`. Numbers are float32 integers for int8, else
+    e4m3; `as_codes` makes codes of either. With a scale of NaN, integers are 0 and e4m3 NaN.
     """
     maximum = maximum_from_bits(bits)
     if dtype == jnp.int8:
@@ -180,28 +152,20 @@ def block_numbers(
 
 
 def as_codes(numbers: jax.Array) -> jax.Array:
-    """What `block_numbers` gave, as it is stored."""
     return rint(numbers).astype(jnp.int8) if numbers.dtype == jnp.float32 else numbers
 
 
 def maximum_from_bits(bits: jax.Array) -> jax.Array:
-    """The maximum of absolute values from their largest bit pattern.
+    """The float32 maximum of absolute values from their largest bits; NaN if one was not finite.
 
-    As integers, bits of absolute values are in the order of the values, with infinity and NaN
-    above all: unlike a maximum of floats, theirs loses no NaN.
-
-    Args:
-      bits: int32, a scalar, see `magnitude_bits`.
-
-    Returns:
-      A float32 scalar, NaN if a value was not finite.
+    As integers, bits of absolute values are in the order of the values, with infinity and NaN above
+    all: unlike a maximum of floats, theirs loses no NaN.
     """
     maximum = jax.lax.bitcast_convert_type(bits, jnp.float32)
     return jnp.where(bits < _INFINITY_BITS, maximum, jnp.nan)
 
 
 def magnitude_bits(x: jax.Array) -> jax.Array:
-    """int32 bits of ``abs(x)``, float32."""
     return jax.lax.bitcast_convert_type(x, jnp.int32) & 0x7FFFFFFF
 
 
@@ -220,12 +184,7 @@ def e4m3_scale_from_maximum(maximum: jax.Array) -> jax.Array:
 
 
 def e4m3_codes(x: jax.Array, scale: jax.Array) -> jax.Array:
-    """``x / scale`` in e4m3; NaN where the scale is.
-
-    Args:
-      x: float32, any shape, at most 448 times `scale`, up to rounding.
-      scale: float32 scalar.
-    """
+    """``x / scale`` in e4m3, NaN where that is; `x` is at most 448 times it, up to rounding."""
     # Selected, because a conversion need not keep a NaN.
     codes = jnp.where(scale == scale, x * (1 / scale), jnp.nan)
     return codes.astype(jnp.float8_e4m3fn)
@@ -253,18 +212,11 @@ def _shift(x: jax.Array, factor: jax.Array | float, interpret: bool) -> jax.Arra
 
 
 def stage1_codes(x: jax.Array, scale: jax.Array, interpret: bool) -> jax.Array:
-    """``rint(x / scale)``, ties to even, exactly.
+    """``rint(x / scale)``, ties to even, exactly, as float32 integers.
 
     An approximate quotient is rounded first; the remainder of the value, exact because the scale
-    has 16 bits, then decides whether it was rounded correctly.
-
-    Args:
-      x: float32, any shape, less than 2**21 times `scale`.
-      scale: float32 scalar of 16 significant bits.
-      interpret: whether the kernel is interpreted.
-
-    Returns:
-      float32 integers, `x`'s shape.
+    has 16 significant bits, then decides whether it was rounded correctly. `x` is less than 2**21
+    times `scale`.
     """
     shifted = _shift(x, 1 / scale, interpret)
     guess = shifted - _ROUNDER
@@ -280,8 +232,8 @@ def stage1_codes(x: jax.Array, scale: jax.Array, interpret: bool) -> jax.Array:
 
 
 def clamped_stage1_codes(x: jax.Array, scale: jax.Array, interpret: bool) -> jax.Array:
-    """`stage1_codes` for a scale fixed beforehand: finite values beyond it become +-119."""
-    largest = 128 * scale  # beyond it all is clamped anyway
+    """`stage1_codes` for a scale that was fixed before; finite values beyond it become +-119."""
+    largest = 128 * scale  # larger quotients are clamped anyway
     codes = stage1_codes(jnp.clip(x, -largest, largest), scale, interpret)
     return jnp.clip(codes, -INT8_RANGE, INT8_RANGE)
 
@@ -302,19 +254,11 @@ def write_block(
 ) -> None:
     """Compresses one block of stage-1 codes and stores it (Eq. 10).
 
-    Args:
-      layout: of the block.
-      runs: float32 integers, each of `layout.tile`.
-      codes: uint8 ``[B, K_i, n, block, H * bits / 8]``, or with tokens last
-        ``[B, K_i, n, H, block * bits / 8]``, one for each width.
-      channel_scale: int8 ``[B, K, n, H]``.
-      channel_zero: the same.
-      sequence: scalar, first index of all of them.
-      head: scalar.
-      slot: scalar, the head's place among the slots of all widths.
-      block: scalar, index along `n`.
-      nothing: see `unknown_zero`.
-      interpret: whether the kernel is interpreted.
+    `runs` are float32 integers, each of `layout.tile`. It writes `codes`, for each width uint8
+    ``[B, K_i, n, block, H * bits / 8]``, or with tokens last ``[B, K_i, n, H, block * bits / 8]``,
+    and `channel_scale` and `channel_zero`, int8 ``[B, K, n, H]``, at scalar indices: `sequence`,
+    `head`, `slot`, the head's place among the slots of all widths, and `block`, along `n`.
+    `nothing` is an `unknown_zero`.
     """
     top: Any
     top, *lower = (np.float32(2**bits - 1) for bits in layout.bits)
@@ -373,7 +317,7 @@ def _shifted_quotient(numerator: jax.Array, reciprocal: jax.Array, interpret: bo
     shifted = _shift(numerator, reciprocal * 4096, interpret)
     if interpret:
         return _shift(shifted - _ROUNDER, 1 / 4096, interpret)
-    # The first `_ROUNDER` leaves in the constant of the second sum.
+    # The second sum's constant takes the first `_ROUNDER` away again.
     return fma(shifted, 1 / 4096, _ROUNDER - _ROUNDER / 4096, interpret)
 
 
@@ -399,12 +343,8 @@ def _store_packed(
 def pack_runs(runs: Sequence[jax.Array], bits: int) -> list[jax.Array]:
     """Packs codes given as equal runs of an axis (the layout of `turbojax.quantizers.pack`).
 
-    Args:
-      runs: int32 codes below ``2**bits``, a multiple of 2, 8, 4 arrays for 4, 3, 2 bits.
-      bits: 2, 3 or 4.
-
-    Returns:
-      int32 bytes: the packed axis, as segments of a run's length in their order.
+    `runs` are int32 codes below ``2**bits``, a multiple of 2, 8, 4 arrays for 4, 3, 2 bits. Returns
+    int32 bytes: the packed axis, as segments of a run's length in their order.
     """
     segments, shift = [], 0
     for width in _PLANES[bits]:

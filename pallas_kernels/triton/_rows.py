@@ -18,15 +18,10 @@ from pallas_kernels.triton import _common
 def quantize_rows(
     parts: tuple[jax.Array, ...], mode: str
 ) -> tuple[tuple[jax.Array, ...], jax.Array]:
-    """Quantizes rows, cut into parts along their channels, with one scale each.
+    """Quantizes rows, cut into parts ``[R, c]`` along their channels, with one scale each.
 
-    Args:
-      parts: floating point ``[R, c]``.
-      mode: ``"int8"``, ``"fp8"`` or ``"float"``.
-
-    Returns:
-      parts: int32 codes; in mode ``"fp8"`` e4m3 values as bfloat16; in ``"float"`` the inputs.
-      scale: float32 ``[R]``, NaN where a row is not finite.
+    By `mode`, parts become int32 codes (``"int8"``), e4m3 values as bfloat16 (``"fp8"``), or stay
+    as they are (``"float"``). Scales are float32 ``[R]``, NaN where a row is not finite.
     """
     if mode == "float":
         return parts, jnp.ones(parts[0].shape[0], jnp.float32)
@@ -50,7 +45,7 @@ def _or_nan(scale: jax.Array, bad: jax.Array) -> jax.Array:
 
 
 def _round_scale(scale: jax.Array) -> jax.Array:
-    """Up to 16 significant bits."""
+    """Rounds up to 16 significant bits."""
     bits = jax.lax.bitcast_convert_type(scale, jnp.int32)
     return jax.lax.bitcast_convert_type((bits + 255) & -256, jnp.float32)
 
@@ -61,7 +56,7 @@ def _to_e4m3(x: jax.Array, scale: jax.Array) -> jax.Array:
 
 
 def _to_codes(x: jax.Array, scale: jax.Array) -> jax.Array:
-    """``rint(x / scale)``, settled by exact comparisons as in `turbojax.quantizers.int8`."""
+    """``rint(x / scale)``, made exact by comparisons as in `turbojax.quantizers.int8`."""
     limit = _common.INT8_RANGE
     code = _common.rint(jnp.minimum(jnp.maximum(x * (1 / scale), -limit), limit))
     guess = code.astype(jnp.float32)

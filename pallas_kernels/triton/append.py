@@ -59,30 +59,12 @@ def append(
     num_warps: int | None = None,
     interpret: bool = False,
 ) -> tuple[tuple[jax.Array, ...], jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Appends one token per sequence to one side of a cache.
+    """`mosaic.hopper.append.append` for one side: the arrays with the token, donated memory reused.
 
-    Args:
-      x: bfloat16, float16 or float32 ``[B, K, H]``.
-      accepted: int32 ``[B]``: 0 for a sequence that gets no token, otherwise 1.
-      row: int32 ``[B]``, tokens in the buffer.
-      start: int32 ``[B]``, the place of the next block, below `n`; after the last place the first
-        one follows.
-      slots: int32 ``[B, K]``, each head's place among the slots of `codes`.
-      codes: uint8, see `write_block`.
-      channel_scale: int8 ``[B, K, n, H]``.
-      channel_zero: int8 ``[B, K, n, H]``.
-      block_scale: float32 ``[B, K, n]``.
-      buffer: int8 ``[B, K, buffer_size, H]``, zero from `row` on.
-      buffer_scale: float32 ``[B, K]``, 0 where it is open.
-      layout: of a block.
-      flush: tokens that a full buffer compresses, whole blocks.
-      first_tokens: that stay in front of these; both are at most `buffer_size` together.
-      num_warps: warps of a program; chosen from the block's size if not given.
-      interpret: run without a GPU.
-
-    Returns:
-      codes, channel_scale, channel_zero, block_scale, buffer and buffer_scale with the token, in
-      their own memory where they were donated.
+    `x` is bfloat16, float16 or float32 ``[B, K, H]``; `slots`, int32 ``[B, K]``, are each head's
+    place among the slots of `codes`; `codes` and their scales as for `write_block`, `block_scale`
+    float32 ``[B, K, n]``. `start` is not negative here, and `num_warps` depends on the block's size
+    by default.
     """
     batch, heads, _ = x.shape
     state = (*codes, channel_scale, channel_zero, block_scale, buffer, buffer_scale)
@@ -148,7 +130,7 @@ def _kernel(
         pl.when(row[sequence] == size - 1)(functools.partial(flush_full, one))
 
     def flush_full(scale: jax.Array) -> None:
-        """Compresses what a full buffer has to give up and moves the rest down."""
+        """Compresses the oldest tokens of a full buffer and moves the rest to its front."""
         _barrier(interpret)  # other threads read what was just stored
         slot, first_block = slots[sequence, head], start[sequence]
 
@@ -181,7 +163,7 @@ def _load_block(
     first: jax.Array,
     nothing: jax.Array,
 ) -> list[jax.Array]:
-    """Runs of the block of buffered codes that begins at row `first`, 0 past the buffer."""
+    """Runs of the block of buffered codes that begins at row `first`; 0 past the buffer."""
     runs = []
     for run in range(layout.num_runs):
         slices, mask = _slices(buffer, layout, run, first, nothing)
@@ -198,7 +180,7 @@ def _store_block(
     nothing: jax.Array,
     runs: list[jax.Array],
 ) -> None:
-    """Stores runs to rows from `first` on, as far as there are any."""
+    """Stores runs to the rows from `first` on that exist."""
     for run, values in enumerate(runs):
         slices, mask = _slices(buffer, layout, run, first, nothing)
         plgpu.store(buffer.at[(sequence, head, *slices)], values, mask=mask)
@@ -207,7 +189,7 @@ def _store_block(
 def _slices(
     buffer: jax.Ref, layout: BlockLayout, run: int, first: jax.Array, nothing: jax.Array
 ) -> tuple[tuple[pl.Slice, pl.Slice], jax.Array]:
-    """Where a run of the block from row `first` on is, and what of it is in the buffer."""
+    """Where a run of the block from row `first` on is, and which of it is inside the buffer."""
     rows, columns = layout.slices(run, first, nothing)
     token = rows.start + jnp.arange(rows.size, dtype=jnp.int32)
     mask = jnp.broadcast_to((token < buffer.shape[2])[:, None], layout.tile)
@@ -216,6 +198,6 @@ def _slices(
 
 
 def _barrier(interpret: bool) -> None:
-    """Waits for the program's other threads, whose loads and stores have no order otherwise."""
+    """Waits for the program's other threads; otherwise their loads and stores have no order."""
     if not interpret:
         plgpu.debug_barrier()

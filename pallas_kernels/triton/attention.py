@@ -48,22 +48,15 @@ _State = tuple[jax.Array, jax.Array, jax.Array]
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """What is static in an attention call.
+    """An attention call's static settings.
 
     Attributes:
       mode: ``"int8"``, ``"int8_fp8"``, ``"fp8"`` or ``"float"``.
       exp: the softmax's exponential.
-      unit: of its argument, how many are one nat.
+      unit: how many units of its argument are one nat.
       block_q: query tokens that share a scale.
       block_kv: tokens of a key block.
-      scale: factor of the scores.
-      is_causal: a query sees keys up to its own position.
-      window: optional (left, right).
-      soft_cap: optional cap of the scores.
       tile: query tokens of a program.
-      num_warps: per program.
-      num_stages: of the software pipeline.
-      interpret: run without a GPU.
     """
 
     mode: str
@@ -82,13 +75,13 @@ class Settings:
 
 
 class Extras(NamedTuple):
-    """Arrays, in the kernel refs, that a call may have beyond its operands; None where it has none.
+    """Optional arrays of a call (in the kernel refs); None where it has none.
 
     Attributes:
       shift: int32 ``[B]``, by how much a query's position exceeds a key's of the same index.
       query_segments: int32 ``[B, T]``.
       key_segments: int32 ``[B, S]``.
-      ranges: int32 ``[B, tiles, 2]``: per tile of queries the key blocks ``first <= j < last``
+      ranges: int32 ``[B, tiles, 2]``: for each tile of queries the key blocks ``first <= j < last``
         outside which none is of their segments.
       bias: ``[B or 1, N or 1, T or 1, S]``, added to the scores.
       slopes: float32 ``[N]``: ``-slope * |distance|`` is added.
@@ -121,13 +114,12 @@ class _Query(NamedTuple):
     extras: "_Extras"
 
     def moved(self, shift: jax.Array) -> "_Query":
-        """The tile at positions that are so many past the indices."""
         places = {name: getattr(self, name) + shift for name in ("position", "first", "last")}
         return self._replace(**places, is_shifted=True)
 
 
 class _Extras(NamedTuple):
-    """The refs of `Extras` for a tile of queries of one head, or what they hold."""
+    """The refs of `Extras` for a tile of queries of one head, or their contents."""
 
     sequence: jax.Array  # int32 scalar
     key_segments: Ref | None
@@ -137,7 +129,6 @@ class _Extras(NamedTuple):
 
 
 def _load(ref: Ref, at: tuple[jax.Array, ...], rows: jax.Array, channels: Span) -> jax.Array:
-    """Tokens ``rows`` of ``ref[at]``, channels padded with zeros."""
     mask = channels.mask()
     return plgpu.load(
         ref.at[(*at, rows[:, None], channels.positions()[None, :])],
@@ -169,7 +160,6 @@ def _key_range(query: _Query, length: jax.Array, s: Settings) -> tuple[jax.Array
 
 
 def _mask(query: _Query, position: jax.Array, length: jax.Array, s: Settings) -> jax.Array:
-    """Visible pairs ``[tile, t]``."""
     q, k = query.position[:, None], position[None, :]
     mask = jnp.broadcast_to(k < length, (q.shape[0], k.shape[1]))
     if s.is_causal:
@@ -184,7 +174,7 @@ def _mask(query: _Query, position: jax.Array, length: jax.Array, s: Settings) ->
 
 
 def _added(query: _Query, position: jax.Array) -> jax.Array | None:
-    """What is added to the scores ``[tile, t]``: a bias, slopes times distances; or nothing."""
+    """What is added to the scores ``[tile, t]``: a bias, slopes times distances, or None."""
     extras, added = query.extras, None
     if extras.slope is not None:
         distance = jnp.abs(query.position[:, None] - position[None, :])
@@ -264,7 +254,6 @@ def _step(
     is_masked: bool,
     s: Settings,
 ) -> _State:
-    """One key block of Algorithm 1."""
     k_ref, k_scale_ref, v_ref, v_scale_ref = refs
     exp = functools.partial(_common.evaluate, s.exp, interpret=s.interpret)
     o, m, l = state
@@ -321,7 +310,6 @@ def _kernel(
     *,
     s: Settings,
 ) -> None:
-    """One tile of queries of one head."""
     _, heads, padded, _ = q_ref.shape
     tokens, head_dim = out_ref.shape[1], out_ref.shape[3]
     # The last tiles of a causal call have most to do: they start first.
@@ -424,7 +412,7 @@ def _of_tile(extras: Extras, b: jax.Array, head: jax.Array, position: jax.Array)
 def _with_sink(
     out: jax.Array, lse: jax.Array, sink: jax.Array, real: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Outputs ``[tile, H]`` and log-sum-exps with a sink's weight in the denominator."""
+    """Outputs ``[tile, H]`` and log-sum-exps, with a sink's weight in the denominator."""
     largest = jnp.maximum(lse, sink)
     shift = jnp.where(largest == -jnp.inf, 0.0, largest)
     weight = jnp.exp(lse - shift)
@@ -450,24 +438,11 @@ def attention(
     settings: Settings,
     extras: Extras = NOTHING,
 ) -> tuple[jax.Array, jax.Array]:
-    """Attends with operands that are quantized already.
+    """Attends with operands that are already quantized, or in floating point.
 
-    Args:
-      q: ``[B, N, Tp, H]``; `Tp`, `Sp` are padded to whole blocks.
-      q_scale: float32 ``[B, N, Tp / block_q]``.
-      k: ``[B, K, Sp, H]``, q's dtype.
-      k_scale: float32 ``[B, K, Sp / block_kv]``.
-      v: ``[B, K, H, Sp]``.
-      v_scale: float32 ``[B, K, Sp / block_kv]``, in the e4m3 modes one number per head.
-      query_lengths: int32 ``[B]``.
-      key_lengths: int32 ``[B]``.
-      tokens: `T`, queries of the output.
-      dtype: of the output.
-      settings: numerics and launch.
-      extras: what else the call has.
-
-    Returns:
-      ``[B, T, N, H]`` and the float32 log-sum-exp ``[B, T, N]``.
+    As `mosaic.hopper.attention.attention`, but keys are in the order of tokens, queries always come
+    with their scales, and results are ``[B, T, N, H]`` and the float32 log-sum-exp ``[B, T, N]``.
+    Shifts, segments, slopes and sinks are in `extras`.
     """
     batch, heads, _, head_dim = q.shape
     return varying.pallas_call(

@@ -77,32 +77,12 @@ def compress(
     vector: int | None = None,
     interpret: bool = False,
 ) -> Compressed:
-    """Compresses the blocks of prompts into the arrays of one side of a cache.
+    """`mosaic.hopper.compress.compress` for one side of a cache.
 
-    Args:
-      x: bfloat16, float16 or float32 ``[B, S, K, H]``.
-      lengths: int32 ``[B]``, at most `S`: tokens past it count as zero.
-      count: int32 ``[B]``: blocks to store, whole ones, block `i` in place ``i % n``; the last
-        `n` of them if there are more. The arrays keep what else they hold.
-      slots: int32 ``[B, K]``, each head's place among the slots of `codes`.
-      codes: uint8, one array a width: ``[B, K_i, n, block, H * bits / 8]``, with tokens last
-        ``[B, K_i, n, H, block * bits / 8]``.
-      channel_scale: int8 ``[B, K, n, H]``.
-      channel_zero: int8 ``[B, K, n, H]``.
-      block_scale: float32 ``[B, K, n]``.
-      layout: of a block.
-      every_block: find the maxima of all of the prompt's blocks, stored or not; otherwise `count`
-        must be at most `n`.
-      operand: also return codes of all of the prompt's blocks: int8, those of stage 1, or
-        float8_e4m3fn, with a scale of their own.
-      permuted: whether the operand's tokens are in the order of `permuted_positions`.
-      begin: the token that the first block begins with; those before it are not read.
-      num_warps: warps of a program; chosen from the block's size if not given.
-      vector: channels that a thread takes at once, a power of two; chosen if not given.
-      interpret: run without a GPU.
-
-    Returns:
-      The arrays with the blocks written, in their own memory where they were donated.
+    `x` and the arrays are the fields of its `Prompt`, `layout`, `every_block` and `operand` its
+    entries for the side. `permuted` is for the operand's tokens, see `permuted_positions`.
+    `num_warps` and `vector`, the channels that a thread takes at once, a power of two, are chosen
+    if not given.
     """
     if permuted and layout.tokens_last:
         raise ValueError("permuted=True with tokens last: only keys are stored in this order")
@@ -144,15 +124,15 @@ def compress(
 
 
 def default_warps(layout: BlockLayout) -> int:
-    """Warps that leave each thread a fixed number of values."""
+    """As many warps as leave each thread a fixed number of values."""
     values = layout.num_runs * math.prod(layout.tile)
     return min(_MOST_WARPS, max(1, next_power_of_2(values) // (32 * _VALUES_PER_THREAD)))
 
 
 def default_vector(layout: BlockLayout) -> int:
-    """Channels a thread takes at once: so many that a warp spans all channels of a run.
+    """As many channels for a thread at once as let a warp span all channels of a run.
 
-    Then a reduction over tokens stays within threads, except one step across warps.
+    Then a reduction over tokens stays within threads, except for one step across warps.
     """
     return min(16, max(2, layout.tile[1] // 32))
 
@@ -235,7 +215,7 @@ def _load_run(
     length: jax.Array,
     nothing: jax.Array,
 ) -> jax.Array:
-    """One run of the block that begins at token `first`, as float32, 0 past the length."""
+    """One run of the block that begins at token `first`, as float32; 0 past the length."""
     rows, columns = layout.slices(run, first, nothing)
     tokens = rows.start + jnp.arange(rows.size, dtype=jnp.int32)
     mask = jnp.broadcast_to((tokens < length)[:, None], layout.tile)
@@ -257,7 +237,7 @@ def _store_run(
     *,
     permuted: bool,
 ) -> None:
-    """One run of the operand's block that begins at token `first`."""
+    """Stores one run of the operand's block that begins at token `first`."""
     rows, columns = layout.slices(run, first, nothing)
     place: tuple[Any, ...] = (rows, columns)
     if permuted:  # of keys, whose runs hold all tokens of a block

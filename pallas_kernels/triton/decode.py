@@ -114,17 +114,10 @@ def _walk(
     always_visible: bool,
     s: Settings,
 ) -> State:
-    """Attends to blocks ``bounds``.
+    """Attends to the blocks from ``bounds[0]`` to before ``bounds[1]``.
 
-    Args:
-      state: running outputs, maxima, sums.
-      query: the queries.
-      sides: keys and values.
-      group: which code array of each side holds this head.
-      at: sequence and head.
-      bounds: first block, and the one past the last.
-      always_visible: whether every query sees all of these blocks.
-      s: settings.
+    `state` are running outputs, maxima, sums; `group` is which code array of each side holds this
+    head, `at` sequence and head; `always_visible` says that every query sees all of these blocks.
     """
     (key, value), head_dim = sides, sides[0].buffer.shape[-1]
     (b, h), (key_bits, value_bits) = at, (s.key_bits[group[0]], s.value_bits[group[1]])
@@ -171,7 +164,7 @@ def _walk(
 
 
 def _as_operand(codes: jax.Array, dtype: Any) -> jax.Array:
-    """Integers as another operand type, which they reach through float32."""
+    """Integers as another operand type, converted through float32."""
     return codes if codes.dtype == dtype else codes.astype(jnp.float32).astype(dtype)
 
 
@@ -304,24 +297,7 @@ def decode(
     query_lengths: jax.Array,
     settings: Settings,
 ) -> tuple[jax.Array, jax.Array]:
-    """Attends the last `T` cached tokens' queries to a cache.
-
-    With a window it may be a ring: block `i` is in place ``i % n``, and every block that a query
-    sees is there.
-
-    Args:
-      query: ``[B, T, N, H]``.
-      key: the keys.
-      value: the values.
-      lengths: int32 ``[B]``, tokens seen so far.
-      buffer_lengths: int32 ``[B]``, those of them in the buffer.
-      query_lengths: int32 ``[B]``, how many of the `T` queries are real.
-      settings: numerics and launch.
-
-    Returns:
-      ``[B, T, N, H]`` in the query's dtype, or the settings', and the float32 log-sum-exp
-      ``[B, T, N]``.
-    """
+    """As `mosaic.hopper.decode.kernel.decode`, in both modes and without its limits on `H`."""
     batch, tokens, heads, head_dim = query.shape
     kv_heads = key.buffer.shape[1]
     rows, parts = (

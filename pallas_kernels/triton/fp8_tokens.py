@@ -31,7 +31,7 @@ from pallas_kernels.triton import _e4m3
 from pallas_kernels.triton._common import E4M3_MAX, WHOLE, Ref, next_power_of_2, parameters
 
 LARGEST = 2**15
-"""Channels that a program holds at most."""
+"""The most channels that a program holds."""
 
 _RECIPROCAL_MAX = float(np.float32(1 / E4M3_MAX))
 _TINY = float(np.finfo(np.float32).tiny)
@@ -48,19 +48,10 @@ def quantize(
     has_e4m3: bool = True,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """Quantizes tokens, the numbers of `turbojax.quantizers.quantize_tokens`.
+    """As `mosaic.hopper.fp8_tokens.quantize`, for bfloat16, float16 or float32 ``[M, K]``.
 
-    Args:
-      x: bfloat16, float16 or float32 ``[M, K]``, `K` up to `LARGEST`.
-      norm_scale: optional ``[K]``: quantizes ``x / sqrt(mean(x^2) + eps) * norm_scale``, computed
-        in float32 and rounded to `x`'s dtype.
-      eps: see there.
-      has_e4m3: whether the GPU converts to e4m3.
-      interpret: run without a GPU.
-
-    Returns:
-      codes: float8_e4m3fn ``[M, K]``, NaN where a token's scale is.
-      scale: bfloat16 ``[M]``.
+    `K` is at most `LARGEST`, and there is always a norm with `norm_scale`. `has_e4m3` says whether
+    the GPU converts to e4m3.
     """
     tokens, channels = x.shape
     chunk = max(_SMALLEST_CHUNK, next_power_of_2(pl.cdiv(channels, _MOST_CHUNKS)))
@@ -87,7 +78,7 @@ def quantize(
 
 
 def _warps(values: int, chunk: int) -> int:
-    """As many as have enough to do, and 8 values of a chunk each: loads of 16 bytes."""
+    """As many as have enough to do, with 8 values of a chunk a thread: loads of 16 bytes."""
     wanted = next_power_of_2(pl.cdiv(values, 32 * _VALUES_PER_THREAD))
     return max(1, min(16, wanted, chunk // 256))
 
@@ -117,13 +108,13 @@ def _kernel(x: Ref, *refs: Ref, chunk: int, eps: float, interpret: bool) -> None
 
 
 def _place(start: int, chunk: int, channels: int) -> tuple[jax.Array, jax.Array | None]:
-    """Channels of a chunk, and which of them there are; None if all."""
+    """Channels of a chunk, and which of them exist; None if all."""
     at = start + jnp.arange(chunk, dtype=jnp.int32)
     return at, None if start + chunk <= channels else at < channels
 
 
 def _load(ref: Ref, at: tuple[jax.Array, ...], inside: jax.Array | None) -> jax.Array:
-    """float32, 0 past the last channel."""
+    """Values as float32, 0 past the last channel."""
     other = None if inside is None else 0.0
     return plgpu.load(ref.at[at], mask=inside, other=other).astype(jnp.float32)
 
@@ -136,7 +127,6 @@ def _normalized(
     dtype: jax.typing.DTypeLike,
     interpret: bool,
 ) -> list[jax.Array]:
-    """RMSNorm, rounded to `dtype`."""
     squares = functools.reduce(jnp.add, [x * x for x in values])
     inverse = jax.lax.rsqrt(jnp.sum(squares) / channels + eps)
     return [
@@ -146,7 +136,6 @@ def _normalized(
 
 
 def _round_to(x: jax.Array, dtype: jax.typing.DTypeLike, interpret: bool) -> jax.Array:
-    """Float32 rounded to `dtype`, as float32."""
     rounded = x.astype(dtype)
     if interpret:  # XLA would drop a conversion there and back
         rounded = jax.lax.optimization_barrier(rounded)

@@ -69,26 +69,7 @@ def prepare_rows(
     num_warps: int | None = None,
     interpret: bool = False,
 ) -> GradientRows:
-    """Codes of queries and of their outputs' gradients, log-sum-exps and sums of rows.
-
-    Codes have the bits of `quantize`, of `d_out` with zeros for rows whose residual is ``-inf``:
-    a NaN there spreads to nothing. A value that is not finite makes the scale NaN, and `delta` of
-    all rows of its block that see something.
-
-    Args:
-      query: bfloat16, float16 or float32 ``[B, T, N, H]``.
-      d_out: ``[B, T, N, H]``, the cotangent of `out`.
-      out: ``[B, T', N, H']``, `T'` and `H'` at most `T` and `H`: what it has not counts as 0.
-      residual: float32 ``[B, T', N]``, natural log-sum-exps, ``-inf`` for rows that see nothing.
-      d_residual: its cotangent.
-      lengths: int32 ``[B]``, at most `T'`: queries and `d_out` past it count as zero.
-      block: tokens that share a scale, a power of two.
-      query_dtype: int8 (scale of a maximum over 119) or float8_e4m3fn (over 448).
-      gradient_dtype: the same of `d_out`; None for no codes of it.
-      tokens: rows of `lse` and `delta`, at least `T'`.
-      num_warps: warps of a program; chosen from the block's size if not given.
-      interpret: run without a GPU.
-    """
+    """As `mosaic.hopper.gradient.rows.prepare_rows`, for any `H` and any power of two `block`."""
     batch, size, heads, channels = query.shape
     blocks = pl.cdiv(size, block)
     shape = (batch, heads, blocks * block, channels)
@@ -156,17 +137,15 @@ class _Block(NamedTuple):
     interpret: bool
 
     def load(self, x: Ref) -> jax.Array:
-        """Of ``[B, T, N, H]``, 0 where nothing is."""
+        """A part of ``[B, T, N, H]``, 0 where there is nothing."""
         channel, inside = channels_of(x, self.channels)
         return load_tokens(x, self.sequence, self.token, self.head, channel, inside, self.length)
 
     def load_rows(self, x: Ref, other: float) -> jax.Array:
-        """Of ``[B, T, N]``."""
         at = x.at[self.sequence, self.token, self.head]
         return plgpu.load(at, mask=self.token < x.shape[1], other=other)
 
     def store_rows(self, ref: Ref, x: jax.Array) -> None:
-        """To ``[B, N, tokens]``."""
         at = ref.at[self.sequence, self.head, self.token]
         plgpu.store(at, x, mask=self.token < ref.shape[2])
 
@@ -185,7 +164,7 @@ class _Block(NamedTuple):
 
 
 def _rows(b: _Block, x: _Inputs, y: GradientRows) -> None:
-    """All that comes of `d_out`."""
+    """Computes and stores everything that depends on `d_out`."""
     d_out, out = b.load(x.d_out), b.load(x.out)
     residual = b.load_rows(x.residual, -math.inf)
     sees = residual != -math.inf

@@ -38,22 +38,13 @@ def matmul(
 ) -> jax.Array:
     """``activation(token_scale * output_scale * (x @ weights.T) + bias)`` of each expert's tokens.
 
-    Args:
-      x: float16 ``[M, K']``, exact e4m3 values in the order of `int4_matmul`, sorted by expert.
-      codes: uint8 ``[E, N' / 64, K' / 128, 64, 64]``.
-      scales: ``[E, N' / 64, K' / 128, 64]``, of each expert as for `int4_matmul`.
-      token_scale: bfloat16 ``[M]``.
-      output_scale: float32 ``[E, N']``.
-      bias: optional float32 ``[E, N']``.
-      tiles: int32 ``[U, 5]``, of each tile of `settings.tokens` tokens of one expert, in order:
-        the expert, its first token, the token after its last, the number of its first tile, and
-        how many tiles it has.
-      bounds: int32, how many of these tiles there are, and more.
-      start: ``[M, N]``, what rows of no expert hold, which is overwritten.
-      settings: see `int4_matmul`; one split.
-
-    Returns:
-      ``[M, N]``.
+    `x` is float16 ``[M, K']``, exact e4m3 values in the order of `int4_matmul`, sorted by expert;
+    `token_scale` bfloat16 ``[M]``. `codes`, `scales`, `output_scale` and `bias` are those of
+    `int4_matmul` with a leading axis `E`. `tiles`, int32 ``[U, 5]``, are for each tile of
+    `settings.tokens` tokens of one expert, in order: the expert, its first token, the token after
+    its last, the number of its first tile, and how many tiles it has. `bounds`, int32, begins with
+    how many of these tiles there are. `start`, ``[M, N]``, which is overwritten, is what rows of no
+    expert hold. `settings` have one split. Returns ``[M, N]``.
     """
     s = settings
     experts, blocks = codes.shape[:2]

@@ -45,18 +45,16 @@ _NEIGHBOURS = 8
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """Static options of a launch.
+    """A launch's static settings.
 
     Attributes:
-      tokens: tokens of a program, a power of two and at least 16.
-      outputs: outputs of a program, the same.
+      tokens: of a program, a power of two and at least 16.
+      outputs: of a program, the same.
       splits: programs that share the groups of a tile.
-      num_warps: warps of a program.
       num_stages: steps in flight.
       gated: whether rows are gate and up, in alternating groups of eight.
       activation: None, "silu" or "gelu"; "swiglu" or "geglu" exactly for gated weights.
       has_e4m3: whether the GPU converts to e4m3.
-      interpret: run without a GPU.
     """
 
     tokens: int
@@ -84,27 +82,19 @@ def matmul(
     dtype: jax.typing.DTypeLike,
     settings: Settings,
 ) -> jax.Array:
-    """``activation(token_scale * output_scale * (x @ weights.T) + bias) + residual``.
+    """``activation(token_scale * output_scale * (x @ weights.T) + bias) + residual``, ``[M, N]``.
 
-    Args:
-      x: float16 ``[M', K']``, exact e4m3 values, or unrounded tokens in float16 or bfloat16; each
-        128 inputs in the order of the nibbles, low ones first. `M'` is a multiple of
-        `settings.tokens`.
-      codes: uint8 ``[N' / 64, K' / 128, 64, 64]``, tiles of 64 rows and 128 inputs.
-      scales: ``[N' / 64, K' / g, 64]`` of groups of `g` inputs, 32, 64 or 128: uint8, the bits of
-        e4m3 scales, by which the weights are rounded to e4m3 values; or bfloat16 or float16, by
-        which sums of groups are multiplied.
-      zeros: int8, the same shape, subtracted from the codes, or None; never with e4m3 scales.
-      token_scale: bfloat16 ``[M]``, or None for 1.
-      output_scale: float32 ``[N']``.
-      bias: optional float32 ``[N']``.
-      residual: optional ``[M, N]``.
-      shape: `M` and `N`, tokens and outputs: of gated weights at most half of `N'`, else `N'`.
-      dtype: of the result.
-      settings: see there.
+    `x` is float16 ``[M', K']``, exact e4m3 values, or unrounded tokens in float16 or bfloat16; each
+    128 inputs in the order of the nibbles, low ones first. `M'` is a multiple of `settings.tokens`.
+    `codes` are uint8 ``[N' / 64, K' / 128, 64, 64]``, tiles of 64 rows and 128 inputs. `scales` are
+    ``[N' / 64, K' / g, 64]`` of groups of `g` inputs, 32, 64 or 128: uint8, the bits of e4m3
+    scales, by which the weights are rounded to e4m3 values; or bfloat16 or float16, by which sums
+    of groups are multiplied. `zeros`, int8 of that shape, are subtracted from the codes, never with
+    e4m3 scales.
 
-    Returns:
-      ``[M, N]``.
+    `token_scale` is bfloat16 ``[M]``, or None for 1; `output_scale` and `bias` float32 ``[N']``;
+    `residual` ``[M, N]``. `shape` is `M` and `N`, tokens and outputs: of gated weights at most half
+    of `N'`, else `N'`.
     """
     s = settings
     (size, outputs), sides = shape, 2 if s.gated else 1
@@ -166,14 +156,9 @@ def finish(
 ) -> jax.Array:
     """Scales, bias, activation, residual; in float32, inside a kernel and outside.
 
-    Args:
-      sums: float32 of one rank, of gated weights gate and up.
-      token_scale: float32 that broadcasts to them.
-      output_scale: the same, for each of the sums.
-      bias: the same, or None.
-      residual: of the sums' shape, any floating-point type, or None.
-      activation: see `Settings`.
-      dtype: of the result.
+    `sums` are float32 of one rank, of gated weights gate and up. `token_scale` broadcasts to them,
+    and so do `output_scale` and `bias`, given for each of them; `residual` has their shape and any
+    floating-point type.
     """
     y = [x * token_scale * scale for x, scale in zip(sums, output_scale, strict=True)]
     if bias is not None:
@@ -199,7 +184,6 @@ def _activate(x: jax.Array, kind: str | None) -> jax.Array:
 
 
 def _sigmoid_product(x: jax.Array, z: jax.Array) -> jax.Array:
-    """``x * sigmoid(z)``."""
     return x / (1.0 + jnp.exp(-z))
 
 
@@ -209,7 +193,6 @@ def rows_of(output: jax.Array, side: int, s: Settings) -> jax.Array:
 
 
 def _tile(tiles: tuple[int, int]) -> tuple[jax.Array, jax.Array]:
-    """The program's tile of tokens and of outputs."""
     # With x64, plain numbers would be 64 bits wide.
     index, across, down = pl.program_id(0), jnp.int32(tiles[0]), jnp.int32(tiles[1])
     if tiles[0] <= _NEIGHBOURS:
@@ -274,13 +257,10 @@ def _sums(
     shape: tuple[int, ...],
     s: Settings,
 ) -> tuple[list[jax.Array], jax.Array, jax.Array, list[jax.Array]]:
-    """This program's sums of products.
+    """This program's sums of products, float32 ``[outputs, tokens]``, of gated weights gate and up.
 
-    Returns:
-      sums: float32 ``[outputs, tokens]``, of gated weights gate and up.
-      token: int32 ``[tokens]``.
-      output: int32 ``[outputs]``.
-      rows: of the weights, int32 ``[outputs]`` for each of the sums; inside the array.
+    Then its tokens and outputs, int32, and for each of the sums its rows of the weights, int32
+    ``[outputs]``, inside the array.
     """
     groups = of_groups[0].shape[1]
     column, row = _tile(tiles)
@@ -305,24 +285,15 @@ def sums_of(
 ) -> list[jax.Array]:
     """Sums of products of some tokens and rows over the groups of inputs in `span`.
 
-    Args:
-      x: as of `matmul`.
-      codes: as of `matmul`.
-      of_groups: scales, and zeros if there are any, as of `matmul`.
-      token: int32 ``[tokens]``, inside the array.
-      rows: of the weights, int32 ``[outputs]``, inside the array; of gated weights twice.
-      span: the first group, and the one after the last.
-      s: settings.
-
-    Returns:
-      float32 ``[outputs, tokens]`` for each of `rows`.
+    `of_groups` are scales, and zeros if there are any; `token` is int32 ``[tokens]``, and `rows`
+    int32 ``[outputs]``, of gated weights twice, both inside the array. Returns float32
+    ``[outputs, tokens]`` for each of `rows`.
     """
     groups = of_groups[0].shape[1]
     parts = groups // codes.shape[1]
     first, last = span
 
     def scale_of(group: jax.Array) -> list[list[jax.Array]]:
-        """Of each of the sums the rows' scales, and their zeros if there are any."""
         group = jnp.minimum(group, groups - 1)
         places = [(row >> 6, group, row & 63) for row in rows]
         return [[plgpu.load(ref.at[place]) for ref in of_groups] for place in places]
@@ -345,7 +316,7 @@ def sums_of(
 
 
 def _place(group: jax.Array, parts: int) -> tuple[jax.Array, jax.Array]:
-    """Of a group, of which a block of 128 inputs has `parts`: the block, and its bytes of a row."""
+    """A group's block of 128 inputs, which has `parts` groups, and the group's bytes of a row."""
     index = jnp.arange(_BYTES // parts, dtype=jnp.int32)
     if parts == 1:
         return group, index
@@ -356,7 +327,7 @@ def _place(group: jax.Array, parts: int) -> tuple[jax.Array, jax.Array]:
 
 
 def _tokens(x: Ref, token: jax.Array, block: jax.Array, byte: jax.Array, half: int) -> jax.Array:
-    """Some inputs of a block, those of the low or the high nibbles of these bytes."""
+    """The inputs of a block that belong to the low or the high nibbles of these bytes."""
     column = block * GROUP + half * _BYTES + byte
     return plgpu.load(x.at[token[:, None], column[None, :]])
 
@@ -370,7 +341,7 @@ def _add(
     operands: list[jax.Array],
     s: Settings,
 ) -> jax.Array:
-    """`total` plus the products of one group, whose scales come first and then, perhaps, zeros."""
+    """`total` plus the products of one group; `of_group` are its scales, and zeros if any."""
     scale, *zeros = of_group
     block, byte = place
     tile = plgpu.load(codes.at[row[:, None] >> 6, block, row[:, None] & 63, byte[None, :]])

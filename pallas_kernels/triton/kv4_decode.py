@@ -99,17 +99,11 @@ _State = tuple[tuple[jax.Array, jax.Array], jax.Array, jax.Array]
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """What is static in a call.
+    """A call's static settings.
 
     Attributes:
-      scale: factor of the scores.
-      window: optional (left, right).
-      soft_cap: optional cap of the scores.
       tile: tokens taken at a time, a power of two from 16; the cache holds whole tiles.
       splits: programs that share a KV head's tokens.
-      num_warps: per program.
-      num_stages: of the software pipeline.
-      interpret: run without a GPU.
       out_dtype: of the output, ``"float32"``; None for the queries'.
     """
 
@@ -153,20 +147,11 @@ def decode(
 ) -> tuple[jax.Array, jax.Array]:
     """Attends the last `T` cached tokens' queries to a cache.
 
-    With a window it may be a ring: token `p` is in row ``p % S``, and every token that a query sees
-    is there.
-
-    Args:
-      query: ``[B, T, N, H]``.
-      key: the keys, of `S` tokens, a multiple of the tile.
-      value: the values.
-      lengths: int32 ``[B]``, tokens seen so far; what is stored beyond is not used.
-      query_lengths: int32 ``[B]``, how many of the `T` queries are real.
-      settings: factors and launch.
-
-    Returns:
-      ``[B, T, N, H]`` in the query's dtype, or the settings', and the float32 log-sum-exp
-      ``[B, T, N]``.
+    `query` is ``[B, T, N, H]``; the cache has `S` tokens, a multiple of the tile. int32 ``[B]``:
+    `lengths`, tokens seen so far, past which what is stored is not used; `query_lengths`, how many
+    of the `T` queries are real. With a window the cache may be a ring: token `p` is in row
+    ``p % S``, and every token that a query sees is there. Returns ``[B, T, N, H]`` in the query's
+    dtype, or the settings', and the float32 log-sum-exp ``[B, T, N]``.
     """
     batch, tokens, heads, head_dim = query.shape
     kv_heads = key.scale.shape[1]
@@ -202,7 +187,6 @@ def _kernel(
     *,
     s: Settings,
 ) -> None:
-    """One of `Settings.splits` runs of tiles of one KV head."""
     kv_heads, half = key.scale.shape[1], value.codes.shape[3]
     _, tokens, heads, _ = q_ref.shape
     group = heads // kv_heads
@@ -248,7 +232,7 @@ def _load_query(
     to_operand: _ToOperand,
     s: Settings,
 ) -> _Query:
-    """A KV head's query rows, row ``g * T + t``, each as keys are multiplied with."""
+    """A KV head's query rows, row ``g * T + t``, each as the products with keys need it."""
     tokens = q_ref.shape[1]
     r = jnp.arange(rows, dtype=jnp.int32)
     is_row = r < group * tokens
@@ -337,7 +321,8 @@ def _load_operands(
     """Both halves of the channels ``[t, c]``: codes as bfloat16, e4m3 as float16.
 
     Those of the padding are multiplied with queries that are 0 there, or make rows of the output
-    that are not stored. They are masked, as an address chosen for each channel is a load for each.
+    that are not stored. They are masked, because an address chosen for each channel would be a load
+    for each.
     """
     width = side.codes.shape[3]
     half = width if side.codes.dtype == jnp.uint8 else width // 2

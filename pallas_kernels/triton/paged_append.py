@@ -52,7 +52,7 @@ from pallas_kernels.triton._common import WHOLE, Ref, parameters
 NAME = "turbojax_paged_append"
 
 _LARGEST_NORM = 65504.0
-# Sums of squares beyond which norms are 0 or no float16 whatever the codes are.
+# Sums of squares beyond which norms are 0, or too large for float16, whatever the codes are.
 _TINY, _HUGE = 2.0**-60, 2.0**40
 _SMALLEST_EXPONENT = (127 - 14) << 23  # of float16's normal numbers, as bits of float32
 _EXPONENT = 0x7F800000
@@ -62,15 +62,13 @@ _TINY_INTEGERS, _RECIPROCAL_RANGE = 2.0**-25, float(np.float32(1 / 127))
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """What is static in a call.
+    """A call's static settings.
 
     Attributes:
       codecs: of each side's codes; None for int8.
       tokens: of a sequence in this call, `T`.
       rows: vectors of a program, a power of two.
       pieces: into which a vector is cut, a power of two.
-      num_warps: per program.
-      interpret: run without a GPU.
     """
 
     codecs: tuple[Codec | None, ...]
@@ -111,17 +109,11 @@ def append(
 ) -> tuple[Pages, ...]:
     """Stores tokens; those without a page in the pool are left out.
 
-    Args:
-      vectors: of each side, bfloat16, float16 or float32 ``[B * T * K, H]``, `H` a power of two.
-      signs: float32 ``[H]``, the rotation's; None where no side has codes.
-      block_tables: int32 ``[B, entries]``.
-      lengths: int32 ``[B]``, tokens held before.
-      new_lengths: int32 ``[B]``, how many of the `T` tokens are stored, the first ones.
-      pages: of each side, the pool's.
-      settings: how, and each side's codec.
-
-    Returns:
-      The pages with the tokens, in their own memory where they were donated.
+    For each side, `vectors` are bfloat16, float16 or float32 ``[B * T * K, H]``, `H` a power of
+    two. `signs` are float32 ``[H]``, the rotation's; None if no side has codes. int32:
+    `block_tables` ``[B, entries]``; `lengths` ``[B]``, tokens held before; `new_lengths` ``[B]``,
+    how many of the `T` tokens are stored, the first ones. Returns the pages, in their own memory if
+    they were donated.
     """
     sides = len(vectors)
     stored = (*(side.codes for side in pages), *(side.norms for side in pages))
@@ -172,7 +164,6 @@ def _kernel(tables: Ref, lengths: Ref, new_lengths: Ref, *refs: Ref, s: Settings
 
 
 def _channels(head_dim: int, s: Settings) -> list[jax.Array]:
-    """The channels of each piece."""
     width = head_dim // s.pieces
     return [i * width + jnp.arange(width, dtype=jnp.int32) for i in range(s.pieces)]
 
@@ -186,7 +177,6 @@ def _find(
     codes: Ref,
     s: Settings,
 ) -> _Place:
-    """The places of vectors."""
     num_pages, heads, page_size, _ = codes.shape
     token = jax.lax.div(row, jnp.int32(heads))
     sequence = jax.lax.div(token, jnp.int32(s.tokens))
@@ -199,7 +189,7 @@ def _find(
     page = plgpu.load(tables.at[sequence, jnp.minimum(jnp.maximum(entry, 0), last)])
     has_page = (entry >= 0) & (entry <= last) & (page >= 0) & (page < num_pages)
     kept = is_row & has_page & (within < plgpu.load(new_lengths.at[sequence]))
-    # Otherwise nowhere, so that interpreted it takes no other vector's place.
+    # Otherwise out of range, so that when interpreted it takes no other vector's place.
     page = jnp.where(kept, page, num_pages)
     return _Place(page, row - token * heads, position & (page_size - 1), kept)
 
@@ -223,14 +213,9 @@ def _encode(
 ) -> tuple[list[list[jax.Array]], jax.Array]:
     """Codes and norms of vectors.
 
-    Args:
-      loaded: pieces ``[R, c]`` as they are stored.
-      flips: float32 ``[1, c]``, the signs of their channels.
-      codec: the levels.
-      interpret: run without a GPU.
-
-    Returns:
-      The bytes of all pieces, kind by kind, see `_pack`; float16 ``[R]``.
+    `loaded` are pieces ``[R, c]`` as they come in, `flips` float32 ``[1, c]``, the signs of their
+    channels. Returns the bytes of all pieces, kind by kind, see `_pack`; and norms, float16
+    ``[R]``.
     """
     is_float32 = loaded[0].dtype == jnp.float32
     x = [piece.astype(jnp.float32) for piece in loaded]
@@ -275,11 +260,11 @@ def _to_int8(loaded: list[jax.Array]) -> tuple[list[list[jax.Array]], jax.Array]
 
 
 def _up_to_float16(x: jax.Array) -> jax.Array:
-    """The smallest float16 that is not below `x`, positive, still float32; more if too large."""
+    """The smallest float16 not below positive `x`, as float32; it may exceed float16's range."""
     exponent = jnp.maximum(_bits(x) & _EXPONENT, _SMALLEST_EXPONENT) - (10 << 23)
     quantum = jax.lax.bitcast_convert_type(exponent, jnp.float32)
     scaled = x * jax.lax.bitcast_convert_type((254 << 23) - exponent, jnp.float32)
-    # What is no number has no integer; it is no float16 either way.
+    # A value that is not finite has no integer; the scale is not finite either way.
     scaled = jnp.where(scaled < 4096.0, scaled, 4096.0)
     whole = scaled.astype(jnp.int32).astype(jnp.float32)
     whole = jnp.where(whole < scaled, whole + 1.0, whole)
@@ -287,7 +272,7 @@ def _up_to_float16(x: jax.Array) -> jax.Array:
 
 
 def _quotients(x: jax.Array, scale: jax.Array, inverse: jax.Array) -> jax.Array:
-    """int32 ``x / scale``, to nearest, ties to even; a remainder decides, see `to_int8`."""
+    """int32 ``x / scale``, to nearest, ties to even; the remainder decides, see `to_int8`."""
     guess = _common.rint(x * inverse)
     number = guess.astype(jnp.float32)
     rest = x - number * scale
@@ -304,7 +289,7 @@ def _square(x: jax.Array) -> jax.Array:
 
 
 def _total(pieces: list[jax.Array]) -> jax.Array:
-    """The sums over all channels, the upper half added to the lower one until one is left."""
+    """The sums over all channels: the upper half is added to the lower one until one is left."""
     while len(pieces) > 1:
         half = len(pieces) // 2
         pieces = [a + b for a, b in zip(pieces[:half], pieces[half:], strict=True)]
@@ -324,7 +309,7 @@ def _added(x: jax.Array, half: int) -> jax.Array:
 
 
 def _hadamard(pieces: list[jax.Array]) -> list[jax.Array]:
-    """Of each pair (a, b) of channels `half` apart ``(a + b, a - b)``, for each `half` in turn."""
+    """For each pair (a, b) of channels `half` apart ``(a + b, a - b)``, for each `half` in turn."""
     width, half = pieces[0].shape[1], 1
     while half < width:
         pieces = [_stage(piece, half) for piece in pieces]
@@ -351,12 +336,9 @@ def _stage(x: jax.Array, half: int) -> jax.Array:
 def _nearest(
     x: jax.Array, thresholds: list[jax.Array], codec: Codec
 ) -> tuple[jax.Array, jax.Array]:
-    """Codes and the squares of their levels, int32.
+    """Codes and the squares of their levels, int32, of `x`, float32 ``[R, c]``.
 
-    Args:
-      x: float32 ``[R, c]``.
-      thresholds: int32 ``[R, 1]``, the bits of those of positive numbers.
-      codec: the levels.
+    `thresholds` are int32 ``[R, 1]``, the bits of the positive ones.
     """
     # Ties go up: the magnitude of a negative number must exceed a threshold. That of -0 need not.
     negative = jnp.where(x < 0, -1, 0)
@@ -393,7 +375,7 @@ def _first(count: int) -> jax.Array:
 
 
 def _joined(x: jax.Array, shifts: jax.Array) -> jax.Array:
-    """Neighbours in one number, each moved by its shift."""
+    """Neighbours in one number, each shifted by its shift."""
     rows, width = x.shape
     together = x.reshape(rows * width // len(shifts), len(shifts)) << shifts[None, :]
     joined = jnp.sum(together, axis=1, dtype=jnp.int32)
@@ -401,9 +383,9 @@ def _joined(x: jax.Array, shifts: jax.Array) -> jax.Array:
 
 
 def _corrected(squares: jax.Array, levels: jax.Array) -> jax.Array:
-    """The root of ``squares / levels`` rounded to float16, still float32; more if too large.
+    """The root of ``squares / levels`` rounded to float16, still float32; infinite if too large.
 
-    See `turbojax.polar.codec`: what is approximate here is decided by a comparison.
+    The result is approximate until a comparison decides, see `turbojax.polar.codec`.
     """
     guess = jnp.sqrt(squares / levels)
     exponent = jnp.maximum(_bits(guess) & _EXPONENT, _SMALLEST_EXPONENT) - (10 << 23)
@@ -417,7 +399,6 @@ def _corrected(squares: jax.Array, levels: jax.Array) -> jax.Array:
 
 
 def _exact_root(x: jax.Array, interpret: bool) -> jax.Array:
-    """The square root, rounded to nearest."""
     if interpret:
         return jnp.sqrt(x)
     [out] = plgpu.elementwise_inline_asm(

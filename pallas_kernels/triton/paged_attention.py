@@ -123,7 +123,7 @@ class _Query(NamedTuple):
 
 
 class _State(NamedTuple):
-    """Of an online softmax."""
+    """The state of an online softmax."""
 
     outputs: tuple[jax.Array, ...]  # float32 [c, R] for each piece of the values
     weights: jax.Array | None  # float32 [16, R]: 16 times the same sums of rounded weights
@@ -143,18 +143,11 @@ def attend(
 ) -> tuple[jax.Array, jax.Array]:
     """Attends the newest tokens' queries to their sequences' pages.
 
-    Args:
-      query: ``[B, T, N, H]``; float32 for keys that are codes, in their dtype for 16 bits or wider.
-      key: the keys.
-      value: the values.
-      block_tables: int32 ``[B, max_pages]``, all within the pool.
-      lengths: int32 ``[B]``, tokens held, the queries' own included.
-      query_lengths: int32 ``[B]``, how many of the `T` queries are real.
-      factor: float32 scalar, of the scores.
-      settings: policies and launch.
-
-    Returns:
-      float32 ``[B, T, N, H]`` and the log-sum-exp ``[B, T, N]``.
+    `query` is ``[B, T, N, H]``; float32 for keys that are codes, in their dtype for 16 bits or
+    wider. int32: `block_tables` ``[B, max_pages]``, all within the pool; `lengths` ``[B]``, tokens
+    held, the queries' own included; `query_lengths` ``[B]``, how many of the `T` queries are real.
+    `factor`, a float32 scalar, is that of the scores. Returns float32 ``[B, T, N, H]`` and the
+    log-sum-exp ``[B, T, N]``.
     """
     batch, tokens, heads, head_dim = query.shape
     _, kv_heads, page_size, _ = key.data.shape
@@ -210,7 +203,7 @@ class _Rows(NamedTuple):
 
 
 class _Tiles(NamedTuple):
-    """Numbers of tiles: first, of the first and past the last that all rows see whole, end."""
+    """Numbers of tiles: first, the first and past the last that all rows see whole, end."""
 
     first: jax.Array
     whole: jax.Array
@@ -234,7 +227,6 @@ def _kernel(
     *,
     s: Settings,
 ) -> None:
-    """Rows of one KV head, one part of several."""
     part, pair = pl.program_id(1), pl.program_id(2)
     rows = _rows(q_ref, key, lengths_ref, query_lengths_ref, s)
     place, tiles = _place(key), _tiles(rows, part, s)
@@ -264,7 +256,7 @@ def _single_kernel(
     *,
     s: Settings,
 ) -> None:
-    """Rows of one KV head, the only part: the result."""
+    """Rows of one KV head, if there is only one part: the result."""
     rows = _rows(q_ref, key, lengths_ref, query_lengths_ref, s)
     place, tiles = _place(key), _tiles(rows, pl.program_id(1), s)
     keys, values = vectors(key, s.key_codec), vectors(value, s.value_codec)
@@ -331,7 +323,7 @@ def _attend(
     factor_ref: Ref,
     s: Settings,
 ) -> _State:
-    """Attends rows to tiles; only those that some row does not see whole are masked."""
+    """Attends rows to tiles; only tiles that some row does not see whole are masked."""
     query = _load_query(q_ref, factor_ref, rows, place, key, s)
     count = rows.number.shape[0]
     empty = jnp.zeros((value.column.shape[0], count), jnp.float32)
@@ -393,17 +385,8 @@ def _step(
 ) -> _State:
     """Attends to tile `i`; tokens are rows and queries columns.
 
-    Args:
-      i: the tile's number.
-      state: of the softmax.
-      query: the queries.
-      key: the keys.
-      value: the values.
-      tables_ref: block tables.
-      place: where to read.
-      s: settings.
-      tiles: what rows see, if some row does not see the tile whole.
-      shared: whether all rows see the same tokens.
+    `tiles` says what rows see, and is None if all see the tile whole; `shared` says whether all
+    rows see the same tokens.
     """
     token = i * s.tile + jnp.arange(s.tile, dtype=jnp.int32)
     page, slot = locate(i, token, tables_ref, place, key.side.data.shape[2], s)
@@ -458,14 +441,10 @@ def _add(
     visible: jax.Array | None,
     product: Callable[[jax.Array, jax.Array], jax.Array],
 ) -> jax.Array:
-    """Adds the product of values and weights; what a row does not see does not reach it as NaN.
+    """Adds the product of values and weights; NaN in what a row does not see does not reach it.
 
-    Args:
-      o: float32 ``[c, R]``.
-      x: values ``[t, c]``.
-      weights: ``[t, R]``, 0 where not visible.
-      visible: bool ``[t, R]``, or None if all that is not visible to some row is 0 in `x`.
-      product: of the two.
+    `o` is float32 ``[c, R]``, `x` values ``[t, c]``, `weights` ``[t, R]``, 0 where not visible;
+    `visible` is bool ``[t, R]``, or None if everything that some row does not see is 0 in `x`.
     """
     if visible is None:
         return o + product(x, weights)
@@ -483,7 +462,7 @@ def _visible(query: _Query, token: jax.Array, s: Settings) -> jax.Array:
 
 
 def _centred(state: _State, s: Settings) -> tuple[jax.Array, ...]:
-    """The outputs without what the codes' operands are too large by, see `_paged_codes`."""
+    """The outputs less the offset of the codes' operands, see `_paged_codes`."""
     if s.value_codec is None or state.weights is None:
         return state.outputs
     # The rows are all the same.

@@ -66,7 +66,6 @@ class _Query(NamedTuple):
 def _step(
     keys: Keys, state: _State, *, query: _Query, k: Side, v: Side, channels: Span, s: Settings
 ) -> _State:
-    """One tile of pooled keys."""
     o, m, l = state
     at = (query.b, query.h, channels)
     factor = abs(s.scale) * _common.LOG2_E
@@ -102,7 +101,6 @@ def _kernel(
     *,
     s: Settings,
 ) -> None:
-    """One tile of queries of one head."""
     _, tokens, heads, head_dim = q_ref.shape
     # The last tiles of a causal call have most to do: they start first.
     tile = pl.num_programs(0) - 1 - pl.program_id(0)
@@ -154,22 +152,12 @@ def forward(
     marks: Marks = UNMARKED,
     out_dtype: jax.typing.DTypeLike | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Attends to pooled keys.
+    """Attends to pooled keys, ``[B, T, N, H]`` queries with keys and values of their dtype.
 
-    Args:
-      q: ``[B, T, N, H]``.
-      k: the keys, in q's dtype.
-      v: the values.
-      lists: which blocks each block of queries attends to, by level.
-      query_lengths: int32 ``[B]``, at most `T`.
-      key_lengths: int32 ``[B]``, at most `S`.
-      settings: numerics and launch.
-      marks: segments and offsets.
-      out_dtype: q's if not given.
-
-    Returns:
-      ``[B, T, N, H]`` in `out_dtype` and the float32 log-sum-exp ``[B, T, N]``; 0 and ``-inf`` for
-      queries that see nothing, NaN in rows of the lists that are marked as wrong.
+    `lists` are the blocks that each block of queries attends to, by level; lengths are int32
+    ``[B]``, at most `T` and `S`. Returns ``[B, T, N, H]`` in `out_dtype` (by default q's) and the
+    float32 log-sum-exp ``[B, T, N]``; 0 and ``-inf`` for queries that see nothing, NaN in rows of
+    the lists that are marked as wrong.
     """
     batch, tokens, heads, _ = q.shape
     arguments = (q, k, v, lists, query_lengths, key_lengths, marks)

@@ -45,7 +45,7 @@ _State = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """What is static in a launch.
+    """A launch's static settings.
 
     Attributes:
       level: tokens of a group: 1, 2, 4 or 8.
@@ -53,11 +53,7 @@ class Settings:
       step: queries at a time, a power of two, at most `block_q`.
       block_q: queries to a list's entry.
       block_kv: keys to a block, a power of two.
-      scale: factor of the scores.
       is_causal: a query sees a group if it sees the group's last token.
-      num_warps: per program.
-      num_stages: of the software pipeline.
-      interpret: run without a GPU.
     """
 
     level: int
@@ -98,7 +94,7 @@ def _row_tile(
     channels: Span,
     s: Settings,
 ) -> tuple[_Tile, jax.Array]:
-    """The tile, and how many tokens its groups hold."""
+    """The program's tile, and how many tokens its groups hold."""
     b, h, tile = at
     local = jnp.arange(s.rows, dtype=jnp.int32)
     group = tile * s.rows + local
@@ -175,7 +171,6 @@ def _kernel(
     *,
     s: Settings,
 ) -> None:
-    """One tile of groups of one KV head."""
     _, kv_heads, groups, head_dim = d_k_ref.shape
     u, h, b = pl.program_id(0), pl.program_id(1), pl.program_id(2)
     share = queries.q.shape[2] // kv_heads
@@ -243,20 +238,10 @@ def key_gradient(
     settings: Settings,
     marks: Marks = UNMARKED,
 ) -> tuple[jax.Array, jax.Array]:
-    """The gradients of the pooled keys and values of one level.
+    """The gradients of one level's keys and values: float32 ``[B, K, ceil(S / level), H]``.
 
-    Args:
-      queries: queries, cotangents and what forward gave.
-      k: the keys, in the queries' dtype.
-      v: the values.
-      lists: which query blocks attend to each tile of `settings.rows` groups at this level.
-      query_lengths: int32 ``[B]``, at most `T`.
-      key_lengths: int32 ``[B]``, at most `S`.
-      settings: numerics and launch.
-      marks: as forward had them.
-
-    Returns:
-      Two of float32 ``[B, K, ceil(S / level), H]``, zeros where there is nothing.
+    `lists` are the query blocks that attend to each tile of `settings.rows` groups at this level;
+    others as `pooled_query_gradient.query_gradient`. Zeros where there is nothing.
     """
     batch, tokens, kv_heads, head_dim = k.tokens.shape
     groups = pl.cdiv(tokens, settings.level)

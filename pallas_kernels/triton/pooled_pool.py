@@ -29,14 +29,13 @@ _WHOLE_GROUP = LEVELS[-1]
 
 
 def _share(group: jax.Array, level: int, length: jax.Array) -> jax.Array:
-    """1 over the tokens that groups of this level hold, float32 ``[groups, 1]``; of none, 1."""
+    """1 over the tokens that groups of this level hold, float32 ``[groups, 1]``; 1 if none."""
     return (1 / jnp.clip(length - group * level, 1, level).astype(jnp.float32))[:, None]
 
 
 def _pool_kernel(
     x_ref: Ref, lengths_ref: Ref, *out_refs: Ref, rows: int, offsets: dict[int, int]
 ) -> None:
-    """`rows` groups of eight tokens of one head: loads, sums, stores."""
     _, size, _, head_dim = x_ref.shape
     tile, h, b = pl.program_id(0), pl.program_id(1), pl.program_id(2)
     length = jnp.minimum(plgpu.load(lengths_ref.at[b]), size)
@@ -71,20 +70,9 @@ def pool(
     num_warps: int = 4,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The means of groups of 2, 4 and 8 tokens, each level in an array of its own.
+    """`mosaic.hopper.pooled.pool.pool` of keys or of values, in the dtype of `x`.
 
-    Args:
-      x: ``[B, S, K, H]``, keys or values; what is stored at or past a sequence's end is not used.
-      key_lengths: int32 ``[B]``.
-      multiple: `P` is the number of tokens rounded up to a multiple of this, itself a multiple of
-        8.
-      rows: groups of eight tokens to a program, a power of two.
-      num_warps: per program.
-      interpret: run without a GPU.
-
-    Returns:
-      Three of ``[B, K, P / level, H]`` in the dtype of `x`, summed in float32; a group at the end
-      of a sequence is the mean of the tokens that it holds, and 0 if it holds none.
+    `rows`, a power of two, are the groups of eight tokens to a program.
     """
     tokens = pl.cdiv(x.shape[1], multiple) * multiple
     shapes = [tokens // level for level in LEVELS[1:]]

@@ -63,7 +63,6 @@ def _step(
     v: Side,
     s: Settings,
 ) -> jax.Array:
-    """One tile of pooled keys."""
     dot = functools.partial(_common.dot, interpret=s.interpret)
     tile = load_keys(k, keys, *at)
     less = -rows.lse[:, None]
@@ -90,7 +89,6 @@ def _kernel(
     *,
     s: Settings,
 ) -> None:
-    """One tile of queries of one head."""
     _, tokens, heads, head_dim = queries.q.shape
     tile = pl.num_programs(0) - 1 - pl.program_id(0)
     head, b = pl.program_id(1), pl.program_id(2)
@@ -134,20 +132,9 @@ def query_gradient(
     settings: Settings,
     marks: Marks = UNMARKED,
 ) -> jax.Array:
-    """The gradient of the queries.
+    """The gradient of the queries, ``[B, T, N, H]`` in their dtype, summed in float32.
 
-    Args:
-      queries: queries, cotangents and what forward gave.
-      k: the keys, in the queries' dtype.
-      v: the values.
-      lists: as forward had them.
-      query_lengths: int32 ``[B]``, at most `T`.
-      key_lengths: int32 ``[B]``, at most `S`.
-      settings: numerics and launch.
-      marks: as forward had them.
-
-    Returns:
-      ``[B, T, N, H]`` in the queries' dtype, summed in float32.
+    `queries` are queries, cotangents and forward's results; others are as forward had them.
     """
     batch, tokens, heads, _ = queries.q.shape
     arguments = (queries, k, v, lists, query_lengths, key_lengths, marks)

@@ -65,28 +65,10 @@ def quantize(
     num_warps: int | None = None,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """Quantizes blocks of tokens with one scale each, or with one for all blocks of a head.
+    """As `mosaic.hopper.quantize.quantize`, for any `H`, any power of two `block`, and any `m`.
 
-    Args:
-      x: bfloat16, float16 or float32 ``[B, S, K, H]``.
-      lengths: int32 ``[B]``, at most `S`: tokens past it count as zero.
-      maxima: optional float32 ``[B, K, m]``, NaN for what is not finite. If given, the largest of
-        them sets the scale of all blocks; it must not be less than any absolute value.
-      block: tokens of a block, a power of two.
-      dtype: int8 (scale of a maximum over 119) or float8_e4m3fn (over 448).
-      multiple: what tokens are rounded up to, a multiple of `block`; that itself if not given.
-      channels: of the codes, at least `H`, zeros past it; `H` if not given.
-      tokens_last: whether codes are transposed.
-      permuted: whether tokens are in the order of `permuted_positions`; then `block` is a
-        multiple of 16.
-      num_warps: warps of a program; chosen from the block's size if not given.
-      interpret: run without a GPU.
-
-    Returns:
-      codes: ``[B, K, Sp, channels]``, or ``[B, K, channels, Sp]`` with tokens last; `Sp` is `S`
-        rounded up to `multiple`.
-      scale: float32 ``[B, K, Sp / block]``: 1 for zeros alone, NaN with a value that is not finite.
-        Codes are 0 there, in e4m3 NaN.
+    With `permuted`, `block` is a multiple of 16. `num_warps` depends on the block's size by
+    default.
     """
     batch, size, heads, head_dim = x.shape
     channels, multiple = channels or head_dim, multiple or block
@@ -120,16 +102,7 @@ def quantize(
 
 
 def absolute_maxima(x: jax.Array, lengths: jax.Array, *, interpret: bool = False) -> jax.Array:
-    """Maxima of absolute values, over some tokens and all channels each, for `quantize`.
-
-    Args:
-      x: bfloat16, float16 or float32 ``[B, S, K, H]``.
-      lengths: int32 ``[B]``, at most `S`: tokens past it count as zero.
-      interpret: run without a GPU.
-
-    Returns:
-      float32 ``[B, K, m]`` with `m` up to 128, NaN where a value is not finite.
-    """
+    """As `mosaic.hopper.quantize.absolute_maxima`, for any `H`."""
     batch, size, heads, channels = x.shape
     tiles = pl.cdiv(size, _TILE_OF_MAXIMA * _MOST_MAXIMA)
     programs = pl.cdiv(size, _TILE_OF_MAXIMA * tiles)
@@ -159,23 +132,7 @@ def keys_and_values(
     permuted: bool = False,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """`quantize` of keys, and of values with tokens last; in e4m3 values have one scale a head.
-
-    Args:
-      key: bfloat16, float16 or float32 ``[B, S, K, H]``.
-      value: its shape and dtype.
-      lengths: int32 ``[B]``.
-      block: see `quantize`.
-      key_dtype: int8 or float8_e4m3fn.
-      value_dtype: the same.
-      multiple: see `quantize`.
-      channels: the same.
-      permuted: of the keys.
-      interpret: run without a GPU.
-
-    Returns:
-      Codes and scales of keys, then of values.
-    """
+    """As `mosaic.hopper.quantize.keys_and_values`."""
     run = functools.partial(
         quantize, block=block, multiple=multiple, channels=channels, interpret=interpret
     )

@@ -83,8 +83,7 @@ class Tiling:
 def default_tiling(head_dim: int) -> Tiling:
     """The largest tile that fits registers and shared memory, for any `BLOCK_KV` on any GPU.
 
-    Args:
-      head_dim: a power of two.
+    `head_dim` is a power of two.
     """
     if head_dim > 128:
         return Tiling(rows=64, num_warps=8, num_stages=2)
@@ -113,31 +112,22 @@ def attention(
 ) -> tuple[jax.Array, jax.Array]:
     """Blockwise online attention (TurboAttention, Algorithm 1).
 
-    ``[B, N, Tp / block_q]`` scales of queries and ``[B, K, Sp / block_kv]`` scales of keys say how
-    long the blocks are. The kernel's key tile is one block: the softmax is relative to the running
-    maximum after each block. Under `vmap` the mapped axis is folded into `B`.
+    Operands are int8 or float8_e4m3fn codes, values int8 only if queries are: `q`
+    ``[B, N, Tp, H]``, `k` ``[B, K, Sp, H]`` of the same dtype, `v` ``[B, K, H, Sp]``, tokens
+    contiguous; `N` is a multiple of `K`. Float32 scales ``[B, N, Tp / block_q]`` of queries and
+    ``[B, K, Sp / block_kv]`` of keys say how long the blocks are; values have one for each block of
+    keys, all equal within a head if `v` is float8. The kernel's key tile is one block: the softmax
+    is relative to the running maximum after each block. Under `vmap` the mapped axis is folded into
+    `B`.
 
-    Args:
-      q: ``[B, N, Tp, H]``, int8 or float8_e4m3fn codes.
-      q_scale: float32 ``[B, N, Tp / block_q]``.
-      k: ``[B, K, Sp, H]``, the same dtype as `q`; `N` is a multiple of `K`.
-      k_scale: float32 ``[B, K, Sp / block_kv]``.
-      v: ``[B, K, H, Sp]``, int8 or float8_e4m3fn codes, tokens contiguous; int8 only if `q` is.
-      v_scale: float32 ``[B, K, Sp / block_kv]``; all equal within a head if `v` is float8.
-      query_length: int32 ``[B]``; queries at or past it give 0 and ``-inf``.
-      key_length: int32 ``[B]``; keys at or past it are ignored.
-      tokens: `T`, the queries without padding.
-      out_dtype: bfloat16, float16 or float32.
-      scale: factor of the scores, not negative.
-      left: a query at ``p`` sees no keys before ``p - left``; None: no bound.
-      right: it sees no keys after ``p + right``: 0 is causal; None: no bound.
-      soft_cap: optional `c`: scores become ``c * tanh(score / c)``.
-      exponential: of the softmax; None for the exact one.
-      tiling: `default_tiling` if not given.
+    Queries at or past `query_length`, int32 ``[B]``, give 0 and ``-inf``; keys at or past
+    `key_length` are ignored. `tokens` is `T`, the queries without padding; `out_dtype` is bfloat16,
+    float16 or float32. A query at ``p`` sees keys from ``p - left`` to ``p + right`` (0 is causal),
+    each unbounded if None. With a `soft_cap` `c` scores become ``c * tanh(score / c)``.
+    `exponential` None is the exact one.
 
-    Returns:
-      out ``[B, T, N, H]`` and the float32 log-sum-exp ``[B, T, N]``; 0 and ``-inf`` for queries
-      that see nothing. A NaN scale reaches the queries that see its block.
+    Returns out ``[B, T, N, H]`` and the float32 log-sum-exp ``[B, T, N]``; 0 and ``-inf`` for
+    queries that see nothing. A NaN scale reaches the queries that see its block.
 
     Raises:
       ValueError: if `scale` is negative, or the block size or head dim is not supported.
@@ -178,7 +168,7 @@ def attention(
 
 
 def _policy(exponential: SparseExponential | None) -> tuple[Any, ...] | None:
-    """The exponential as the kernel's constants: the threshold is in the unit of its argument."""
+    """The exponential as the kernel's constants, with the threshold in the unit of its argument."""
     if exponential is None:
         return None
     is_base_2 = exponential.base == "2"

@@ -40,17 +40,14 @@ class _Program(NamedTuple):
     """What a program works on.
 
     Attributes:
-      batch: its sequence.
-      head: its head.
       heads: `K`.
       row: tokens in the buffer.
       size: tokens that fill it.
-      flush: of them those that a full buffer compresses.
-      first_tokens: that stay in front of these.
-      buffer: the head's.
-      scale: where its universal scale is.
-      share: of the lane, in a block of the buffer.
-      memory: shared memory.
+      flush: how many of them a full buffer compresses.
+      first_tokens: how many stay in the buffer in front of those.
+      buffer: this head's buffer.
+      scale: where this head's universal scale is stored.
+      share: the lane's part of a block of the buffer.
     """
 
     batch: Int
@@ -77,23 +74,18 @@ def append(
     flush: int,
     first_tokens: int = 0,
 ) -> list[Side]:
-    """Appends one token per sequence to keys and values of a cache.
+    """Appends one token per sequence to keys and values of a cache, in donated memory if possible.
 
-    Args:
-      tokens: of each side, bfloat16, float16 or float32 ``[B, K, H]``, `H` a multiple of 8.
-      accepted: int32 ``[B]``: 0 for a sequence that gets no token, otherwise 1.
-      row: int32 ``[B]``, tokens in the buffer.
-      start: int32 ``[B]``, the place of the next block, below `n`; after the last place the first
-        one follows. Where it is negative, what leaves the buffer is stored nowhere: it is another
-        device's.
-      sides: int8 buffers ``[B, K, buffer_size, H]``, zero from `row` on, and their float32 scales
-        ``[B, K]``, 0 where they are open; blocks as `stage2.Arrays` says.
-      layouts: of a block of each side.
-      flush: tokens that a full buffer compresses, whole blocks.
-      first_tokens: that stay in front of these; both are at most `buffer_size` together.
+    For each side, `tokens` are bfloat16, float16 or float32 ``[B, K, H]``, `H` a multiple of 8.
+    `sides` have int8 buffers ``[B, K, buffer_size, H]``, zero from `row` on, and their float32
+    scales ``[B, K]``, 0 where they are open; blocks are as in `stage2.Arrays`.
 
-    Returns:
-      The sides with the token, in their own memory where they were donated.
+    int32 ``[B]`` each: `accepted`, 1 or 0 for a sequence that gets no token; `row`, tokens in the
+    buffer; `start`, the place of the next block, below `n` (after the last place the first one
+    follows). If `start` is negative, what leaves the buffer is not stored: it is another device's.
+
+    A full buffer compresses `flush` tokens, whole blocks; `first_tokens` stay in front of them.
+    Both together are at most `buffer_size`.
     """
     batch, heads, channels = tokens[0].shape
     # A buffer's codes are loaded as words of four, whatever the tokens' dtype.
@@ -160,7 +152,7 @@ def append(
 
 
 def _token(p: _Program, x: Pointer) -> None:
-    """Stores the token's codes, and the buffer's scale, by one warp."""
+    """Stores the token's codes and the buffer's scale; one warp does it."""
     b = p.share.block
     last = b.channels // CHANNELS - 1
     column = p.share.column.minimum(last)
@@ -186,17 +178,17 @@ def _token(p: _Program, x: Pointer) -> None:
 
 
 def _or_one(scale: Float) -> Float:
-    """What to divide by: 1 where all tokens were zero."""
+    """A divisor: 1 where the scale is 0 because all tokens were zero."""
     return scale.equals(0.0).where(1.0, scale)
 
 
 def _flush(p: _Program, a: Arrays, at: Target) -> None:
-    """Compresses what a full buffer has to give up and moves the rest down."""
+    """Compresses the oldest tokens of a full buffer and moves the rest to its front."""
     tokens, zero = a.layout.tokens, lane.integer(0)
     scale, is_here = _or_one(p.scale.float()), at.number >= 0
 
     def compress(i: Int, state: list[Int]) -> list[Int]:
-        lane.block_barrier()  # of a block before, shared memory has been read
+        lane.block_barrier()  # shared memory of the block before has been read
         codes = _load(p, i * tokens + p.first_tokens)
         with lane.when(is_here):
             stage2.tell_extremes(p.share, codes, p.memory)
@@ -210,7 +202,7 @@ def _flush(p: _Program, a: Arrays, at: Target) -> None:
     def move(i: Int, state: list[Int]) -> list[Int]:
         to = i * tokens + p.first_tokens
         codes = _load(p, to + p.flush)
-        lane.block_barrier()  # all of them have been read
+        lane.block_barrier()  # all codes have been read
         _store(p, to, codes)
         return state
 
@@ -227,12 +219,12 @@ def _times(count: int, zero: Int, step: Callable[[Int, list[Int]], list[Int]]) -
 
 
 def _load(p: _Program, first: Int) -> Words:
-    """The lane's part of a block of codes from row `first` on; past the buffer they are 0."""
+    """The lane's part of the block of codes that begins at row `first`; 0 past the buffer."""
     share, b = p.share, p.share.block
     column = share.column.minimum(b.channels // CHANNELS - 1) * CHANNELS
     out = []
     for number in range(b.groups):
-        # Of a group that there is not, the last one's.
+        # A group that does not exist reads the last one's.
         group = share.group(number).minimum(b.tokens // TOKENS - 1)
         rows = [group * TOKENS + first + i for i in range(TOKENS)]
         out.append([_row(p, row, column) for row in rows])
@@ -246,7 +238,7 @@ def _row(p: _Program, row: Int, column: Int) -> list[Int]:
 
 
 def _store(p: _Program, first: Int, codes: Words) -> None:
-    """Stores what `_load` has loaded to rows from `first` on, as far as there are any."""
+    """Stores `_load`'s codes to the rows from `first` on that exist."""
     share, b = p.share, p.share.block
     for number in range(b.groups):
         with share.inside(number):

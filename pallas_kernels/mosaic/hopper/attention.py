@@ -115,13 +115,13 @@ from pallas_kernels.mosaic.softmax import Exponential
 __all__ = ["Exponential", "Segments", "Settings", "attention"]
 
 _MATRIX = plgpu.Layout.WGMMA
-# Whether ids are compared only in tiles that have several: two programs where there was one mask.
+# Whether ids are compared only in tiles with several segments: twice the code of a masked tile.
 _SPLITS = True
-# A number of each of a warpgroup's rows.
+# A number for each of a warpgroup's rows.
 _COLUMN = ring.array((ROWS,), jnp.float32, ROW)
 # Tiles whose queries are in shared memory: this one's and the next one's.
 _QUERY_SLOTS = 2
-# Channels whose sums and products fit into the registers together.
+# Channels whose sums and products fit together into the registers.
 _PART = 128
 # Registers of a thread that attends and of one that copies, by how many warpgroups attend.
 _REGISTERS = {2: (240, 24), 3: (160, 32)}
@@ -132,11 +132,11 @@ _Found = tuple[tuple[jax.Array, ...], jax.Array, jax.Array, jax.Array]
 
 
 class _Inputs(NamedTuple):
-    """What the kernel reads, see `attention`; no scales of queries that it quantizes itself.
+    """What the kernel reads, see `attention`; `q_scale` is None if the kernel quantizes queries.
 
-    Of segments `query_ids` ``[B, tiles, consumers, 64]``, `key_ids` ``[B, Sp]`` in the order of the
-    keys, and `bounds` ``[B, 4, tiles]``, see `segments.Bounds`, and
-    `order` ``[B * tiles]``, `segments.order`.
+    With segments: `query_ids` ``[B, tiles, consumers, 64]``, `key_ids` ``[B, Sp]`` in the order of
+    the keys, `bounds` ``[B, 4, tiles]`` (`segments.Bounds`), `order` ``[B * tiles]``
+    (`segments.order`).
     """
 
     q: Ref
@@ -159,8 +159,8 @@ class _Inputs(NamedTuple):
 class _Memory(NamedTuple):
     """Shared memory, and the barriers of its slots.
 
-    Of queries that the kernel quantizes, `raw` is where they come in, and `q_scale` has the scales
-    of each slot, after what `quantize` keeps there.
+    If the kernel quantizes queries, they are copied to `raw`, and `q_scale` has the scales of each
+    slot, after what `quantize` keeps there.
     """
 
     q: Ref
@@ -183,7 +183,6 @@ class _Memory(NamedTuple):
 
 
 def _copy_ids(work: Work, place: jax.Array, x: _Inputs, y: _Memory) -> None:
-    """Copies a tile's ids, with its queries."""
     if x.query_ids is not None:
         assert y.query_ids is not None
         source = x.query_ids.at[work.b, work.tile]
@@ -201,7 +200,7 @@ def _copy_queries(work: Work, place: jax.Array, x: _Inputs, y: _Memory, s: Setti
 
 
 def _copy_raw(work: Work, x: _Inputs, y: _Memory, s: Settings) -> None:
-    """Copies a tile's queries as they are."""
+    """Copies a tile's queries that are not quantized yet."""
     assert y.raw is not None
     assert y.raw_ready is not None
     source = x.q.at[work.b, pl.ds(work.first, s.rows), work.head]
@@ -209,7 +208,7 @@ def _copy_raw(work: Work, x: _Inputs, y: _Memory, s: Settings) -> None:
 
 
 def _quantize_queries(work: Work, place: jax.Array, x: _Inputs, y: _Memory, s: Settings) -> None:
-    """Quantizes the queries that came last, as room comes free."""
+    """Quantizes the queries that were copied last, once there is room."""
     assert y.raw is not None
     assert y.raw_ready is not None
     assert y.q_scale is not None
@@ -229,7 +228,7 @@ def _quantize_queries(work: Work, place: jax.Array, x: _Inputs, y: _Memory, s: S
 
 
 def _copy_keys(work: Work, slot: jax.Array, x: _Inputs, y: _Memory, s: Settings) -> jax.Array:
-    """Copies a tile's keys and values to shared memory, as room comes free; the next slot."""
+    """Copies a tile's keys and values to shared memory as room comes free; the next slot."""
 
     def block(j: jax.Array, slot: jax.Array) -> jax.Array:
         tokens = pl.ds(j * s.tile, s.tile)
@@ -254,10 +253,10 @@ def _full(x: float, shape: tuple[int, ...], layout: Any, dtype: Any = jnp.float3
 
 @dataclasses.dataclass(frozen=True)
 class _Consumer:
-    """What a warpgroup's steps share. A block is a tile of keys.
+    """What the steps of one warpgroup share; a block is a tile of keys.
 
     `first` is the position of the first query relative to that of the first key, `ids` are the
-    segments' of its queries and of the keys in each slot, and `slope` is the head's.
+    segments of its queries and of the keys in each slot, and `slope` is the head's.
     """
 
     q: Ref
@@ -278,7 +277,7 @@ class _Consumer:
     slope: jax.Array | None = None
 
     def wait_for_key(self, j: jax.Array, slot: jax.Array) -> None:
-        """Until keys of block `j` are in shared memory, if there is such a block."""
+        """Waits until the keys of block `j`, if it exists, are in shared memory."""
 
         @pl.when(j < self.blocks.end)
         def _() -> None:
@@ -312,12 +311,12 @@ class _Consumer:
         return ring.inline(f, types, ring.array((ROWS, v.shape[0]), dtype))(p, v)
 
     def factors(self, j: jax.Array) -> tuple[jax.Array, ...]:
-        """Of the scores of each of block `j`'s parts that have a scale of their own."""
+        """The factors of the scores for each part of block `j` with its own key scale."""
         parts, scales = self.s.tile // self.s.block_kv, self.scales[0]
         return tuple(self.factor * scales[(*self.at, j * parts + i)] for i in range(parts))
 
     def multiplied(self, slot: jax.Array) -> None:
-        """The keys are not needed any more, nor their ids, if there are none."""
+        """Releases the slot's keys, and if there are no segments the ids."""
         if self.ids is None:
             plgpu.barrier_arrive(self.free[0].at[slot])
 
@@ -329,7 +328,7 @@ class _Consumer:
         slot: jax.Array,
         is_masked: bool,
     ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-        """Scores of block `j`, in `slot`, as the softmax takes them, and their factors."""
+        """Scores of block `j` in `slot` as the softmax takes them, and their factors."""
         if self.ids is None:
             return self.changed(scores, j, factors, (), is_masked)
         if not is_masked:
@@ -361,7 +360,7 @@ class _Consumer:
         ids: tuple[jax.Array, ...],
         is_masked: bool,
     ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-        """`seen`, with segments of rows and columns if these differ."""
+        """As `seen`; `ids` are the segments of rows and columns, if not all are the same."""
         if not is_masked and not self.s.changes_scores:
             return scores, factors
         key = j * self.s.tile
@@ -388,7 +387,6 @@ class _Consumer:
     def softmax(
         self, scores: jax.Array, m: jax.Array, l: jax.Array, factors: tuple[jax.Array, ...]
     ) -> tuple[jax.Array, ...]:
-        """`softmax.step`."""
         self.turns.wait()
 
         def f(scores: Any, m: Any, l: Any, *factors: Any) -> tuple[Any, ...]:
@@ -401,8 +399,6 @@ class _Consumer:
     def maxima(
         self, scores: jax.Array, m: jax.Array, factors: tuple[jax.Array, ...]
     ) -> tuple[jax.Array, ...]:
-        """`softmax.maxima`."""
-
         def f(scores: Any, m: Any, *factors: Any) -> tuple[Any, ...]:
             return softmax.maxima(scores, m, factors, self.s.policy)
 
@@ -412,8 +408,6 @@ class _Consumer:
     def arguments(
         self, scores: jax.Array, m: jax.Array, factors: tuple[jax.Array, ...]
     ) -> jax.Array:
-        """`softmax.arguments`."""
-
         def f(scores: Any, m: Any, *factors: Any) -> Any:
             return softmax.arguments(scores, m, factors, self.s.policy)
 
@@ -421,7 +415,6 @@ class _Consumer:
         return ring.inline(f, types, ring.array(scores.shape, jnp.float32))(scores, m, *factors)
 
     def pack(self, weights: jax.Array) -> jax.Array:
-        """`softmax.pack`."""
         dtype = jnp.int8 if self.s.mode == "int8" else jnp.float8_e4m3fn
         p = ring.array(weights.shape, dtype, plgpu.Layout.WGMMA_8BIT)
         f = functools.partial(softmax.pack, policy=self.s.policy)
@@ -430,7 +423,6 @@ class _Consumer:
     def merge(
         self, o: jax.Array, product: jax.Array, alpha: jax.Array, unit: jax.Array
     ) -> jax.Array:
-        """`softmax.accumulate`."""
         is_int8 = self.s.mode == "int8"
         kind = ring.array(o.shape, o.dtype)
         types = (_MATRIX, _MATRIX, ROW, ROW)
@@ -441,18 +433,13 @@ class _Consumer:
         return ring.inline(f, types, kind)(o, product, alpha, unit)
 
     def value_unit(self, unit: jax.Array, j: jax.Array) -> jax.Array:
-        """An int8 block's unit with that of its values."""
+        """An int8 block's unit of weights times the scale of its values."""
         if self.s.mode != "int8":
             return unit
         return jnp.where(unit == 0, 0.0, unit * self.scales[1][(*self.at, j)])
 
     def run(self, slot: jax.Array) -> _Found:
-        """All blocks, the first of them in `slot`.
-
-        Returns:
-          the unnormalized output in parts, the maxima and the sums, and the slot after the last
-          block's.
-        """
+        """Attends to all blocks, from `slot` on: output in parts, maxima, sums, next slot."""
         s, blocks = self.s, self.blocks
         head_dim = self.buffers[1].shape[1]
 
@@ -519,10 +506,7 @@ class _Consumer:
         return (self.merge(o, product, next_alpha, unit_of_last),), m, l, following
 
     def run_in_halves(self, slot: jax.Array) -> _Found:
-        """`run`, with the products of one half of the channels after the other's.
-
-        With 256 channels there are no registers for all of a block's products beside the sums.
-        """
+        """As `run`, the channels in two halves: 256 are too many for registers beside the sums."""
         s, blocks = self.s, self.blocks
 
         def first(is_masked: bool) -> tuple[jax.Array, ...]:
@@ -587,17 +571,16 @@ class _Consumer:
         return tuple(halves), m, l, following
 
     def weigh(self, *args: jax.Array) -> tuple[jax.Array, ...]:
-        """`softmax.weigh`."""
         types = (_MATRIX, *[ROW] * 4)
         weights = ring.array(args[0].shape, jnp.float32)
         f = functools.partial(softmax.weigh, policy=self.s.policy)
         return ring.inline(f, types, (weights, _COLUMN, _COLUMN))(*args)
 
     def run_ahead(self, slot: jax.Array) -> _Found:
-        """`run`, with the next block's scores computed under this one's exponentials.
+        """As `run`, but computes the next block's scores during the exponentials of this one.
 
-        The compiler moves instructions freely between asynchronous products, but not over a loop:
-        the waits for memory stand where it must not.
+        The compiler moves instructions freely between asynchronous products, but not across a loop:
+        the waits for memory, which are loops, stand where it must not.
         """
         s, blocks = self.s, self.blocks
         head_dim = self.buffers[1].shape[1]
@@ -630,7 +613,7 @@ class _Consumer:
             product = self.output(self.pack(weights), before)
             self.multiplied(slot)
 
-            @pl.when(factors[0] < 0)  # never: a loop that keeps maxima from coming between products
+            @pl.when(factors[0] < 0)  # never: a loop that keeps maxima out of the products
             def _() -> None:
                 plgpu.barrier_wait(self.ready[0].at[slot])
 
@@ -642,7 +625,7 @@ class _Consumer:
             plgpu.wgmma_wait(0)
             plgpu.barrier_arrive(self.free[1].at[before])
             o = self.merge(o, product, alpha, unit)
-            # Now, because it moves them to the registers that the product leaves.
+            # Now, because this moves them to the registers that the product frees.
             x = self.arguments(scores, m, factors)
             return o, l, x, top, m, next_alpha, slot, following
 
@@ -674,7 +657,6 @@ def _query_scale(
     y: _Memory,
     s: Settings,
 ) -> jax.Array:
-    """The scale of a warpgroup's queries, which begin at `start`."""
     if y.q_scale is not None:
         return y.q_scale[quantize.PARTS + place, me]
     assert x.q_scale is not None
@@ -691,7 +673,7 @@ def _attend(
     y: _Memory,
     s: Settings,
 ) -> _Found:
-    """`_Consumer.run` for a warpgroup's part of a tile."""
+    """Runs `_Consumer.run` or one of its variants for a warpgroup's part of a tile."""
     start = work.first + me * ROWS
     # With a soft cap scores are scaled to the exponential's units after it.
     unit = 1.0 if s.soft_cap is not None else s.exponential.unit
@@ -728,7 +710,6 @@ def _store(
     results: tuple[Ref, Ref],
     s: Settings,
 ) -> None:
-    """Normalizes and stores what a warpgroup has found of a tile."""
     (halves, m, l, _), (out_ref, lse_ref) = found, results
     start = work.first + me * ROWS
     v_scale = jnp.float32(1.0) if s.mode == "int8" else x.v_scale[work.b, work.h, 0]
@@ -747,7 +728,7 @@ def _store(
             (*[ring.array((ROWS, width), o.dtype)] * (count // width), _COLUMN),
         )(o, m, l, work.query_length - start, v_scale, *sinks)
         for i, part in enumerate(parts):
-            # Until what was stored last has left the memory: as late as can be.
+            # Waits as late as possible until the last results have left the memory.
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             is_first = half == i == 0
             if is_first:
@@ -761,15 +742,12 @@ def _store(
 
 
 def _out_width(channels: int, dtype: Any) -> int:
-    """Channels of the output that are written at once: up to 16 KiB of a warpgroup's rows."""
+    """Channels of the output that are stored at once: at most 16 KiB of a warpgroup's rows."""
     return min(channels, 2**14 // ROWS // jnp.dtype(dtype).itemsize)
 
 
 def writes(channels: int, head_dim: int, dtype: Any) -> int:
-    """How many channels the kernel writes of so many real ones among `head_dim`.
-
-    All, or the real ones, where copies can take them.
-    """
+    """How many channels the kernel writes: the real ones if copies can, else all of `head_dim`."""
     is_one_copy = channels == _out_width(channels, dtype) and head_dim <= _PART
     return channels if is_one_copy and channels * jnp.dtype(dtype).itemsize % 32 == 0 else head_dim
 
@@ -793,7 +771,7 @@ def _kernel(*refs: Ref, s: Settings, tiles: int, names: tuple[str, ...]) -> None
         def consume(i: jax.Array, slot: jax.Array) -> jax.Array:
             place = lax.rem(i, jnp.int32(_QUERY_SLOTS))
             found = _attend(work(i), place, slot, me, x, y, s)
-            # Anew, so that where the tile is takes no registers in the meantime.
+            # Computed anew, so that the tile's place takes no registers in the meantime.
             _store(work(ring.anew(i)), me, found, x, y, (out_ref, lse_ref), s)
             return found[-1]
 
@@ -830,7 +808,6 @@ def _kernel(*refs: Ref, s: Settings, tiles: int, names: tuple[str, ...]) -> None
 
 
 def _allocate(f: Callable[[_Memory], None], x: _Inputs, out: Ref, s: Settings) -> None:
-    """Calls `f` with the program's shared memory."""
     quantizes, warpgroups, head_dim = x.q_scale is None, s.consumers, x.k.shape[3]
     of_each, with_ids = (warpgroups, ROWS), int(x.query_ids is not None)
     width = _out_width(out.shape[3], out.dtype)
@@ -842,7 +819,7 @@ def _allocate(f: Callable[[_Memory], None], x: _Inputs, out: Ref, s: Settings) -
         v=ring.tile((s.stages, head_dim, s.tile), x.v.dtype),
         out=ring.tile((*of_each, width), out.dtype),
         lse=plgpu.SMEM(of_each, jnp.float32),
-        # Who quantizes arrives once, and each copy does.
+        # The warpgroup that quantizes arrives once, and each copy does.
         q_ready=plgpu.Barrier(
             num_arrivals=(1 if quantizes else warpgroups) + with_ids, num_barriers=_QUERY_SLOTS
         ),
@@ -888,33 +865,26 @@ def attention(
     sinks: jax.Array | None = None,
     slopes: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Attends with operands that are quantized already, or with queries that are not.
+    """Attends with 8-bit operands: ``[B, T, N, channels]`` and float32 log-sum-exps ``[B, T, N]``.
 
-    Args:
-      q: ``[B, N, Tp, H]``; `Tp`, `Sp` are padded to whole blocks, `H` is 64, 128 or 256. The sign
-        of a negative scale is in it. Without `q_scale` bfloat16 or float16 ``[B, T, N, H]``, which
-        the kernel quantizes itself; then `H` is 64 or 128 and `settings.block_q` divides its tile.
-      q_scale: float32 ``[B, N, Tp / block_q]``, or None.
-      k: ``[B, K, Sp, H]``, in 8 bits, tokens permuted within groups of 16: place
-        ``8 h + 2 t + r`` holds token ``4 t + 2 h + r`` (`t` in 0..3; `h`, `r` in 0..1). Thread `t`
-        of four holds these columns of the scores, and as the next product's operand tokens
-        ``4 t .. 4 t + 3``: so no weight changes threads. `Sp` is a multiple of `settings.tile`.
-      k_scale: float32 ``[B, K, Sp / block_kv]``.
-      v: ``[B, K, H, Sp]``.
-      v_scale: float32 ``[B, K, Sp / block_kv]``, in the e4m3 modes one number per head.
-      query_lengths: int32 ``[B]``.
-      key_lengths: int32 ``[B]``.
-      tokens: `T`, queries of the output.
-      channels: of the output, as `writes` gives them.
-      dtype: of the output.
-      settings: numerics and launch; what it says of segments and slopes is filled in here.
-      shifts: int32 ``[B]``, by how much a query's position exceeds that of the key of its number.
-      segments: ids of queries and keys, those of keys in the order of tokens.
-      sinks: float32 ``[N]``, scores that have a weight and no value.
-      slopes: float32 ``[N]``, by which scores fall with the distance.
+    Shapes, with `Tp` and `Sp` padded to whole blocks and `H` 64, 128 or 256: `q` ``[B, N, Tp, H]``
+    (it includes the sign of a negative scale), `k` ``[B, K, Sp, H]``, `v` ``[B, K, H, Sp]``; scales
+    float32 ``[B, N, Tp / block_q]`` and ``[B, K, Sp / block_kv]``, `v_scale` in the e4m3 modes one
+    number per head; lengths int32 ``[B]``. `Sp` is a multiple of `settings.tile`.
 
-    Returns:
-      ``[B, T, N, channels]`` and the float32 log-sum-exp ``[B, T, N]``.
+    If `q_scale` is None, `q` is bfloat16 or float16 ``[B, T, N, H]`` and the kernel quantizes it;
+    then `H` is 64 or 128 and `settings.block_q` divides its tile.
+
+    The tokens of `k` are permuted within groups of 16: place ``8 h + 2 t + r`` holds token
+    ``4 t + 2 h + r`` (`t` in 0..3; `h`, `r` in 0..1). Thread `t` of four holds these columns of the
+    scores, and as the next product's operand tokens ``4 t .. 4 t + 3``: so no weight changes
+    threads.
+
+    `tokens` is `T`, `channels` is as `writes` gives it, and `shifts`, int32 ``[B]``, say by how
+    much a query's position exceeds that of the key with the same index. Ids of `segments` are in
+    the order of tokens, for keys too. `sinks`, float32 ``[N]``, are scores that have a weight and
+    no value; scores fall by `slopes`, float32 ``[N]``, times the distance. What `settings` say of
+    segments and slopes is overwritten here.
     """
     s = dataclasses.replace(
         settings, has_segments=segments is not None, has_slopes=slopes is not None
@@ -922,7 +892,7 @@ def attention(
     batch = q.shape[0]
     heads = q.shape[2 if q_scale is None else 1]
     tiles = pl.cdiv(tokens, s.rows)
-    written = -(-tokens // 8) * 8  # copies take tokens in eights
+    written = -(-tokens // 8) * 8  # copies take multiples of eight tokens
     given = {
         "q": q,
         "k": k,
@@ -962,7 +932,7 @@ def _of_segments(
     shifts: jax.Array | None,
     s: Settings,
 ) -> dict[str, jax.Array]:
-    """What the kernel reads of segments, for `size` keys."""
+    """The arrays that the kernel reads for segments, with `size` keys."""
     batch = x.queries.shape[0]
     queries = packing.padded(x.queries, s.rows).reshape(batch, -1, s.consumers, ROWS)
     keys = packing.padded(x.keys, size).reshape(batch, -1, 4, 2, 2)  # t, h, r

@@ -43,7 +43,7 @@ class Prompt(NamedTuple):
     Attributes:
       x: bfloat16, float16 or float32 ``[B, S, K, H]``.
       slots: int32 ``[B, K]``, each head's place among the slots of `codes`.
-      codes: uint8, one array a width, see `pallas_kernels.mosaic.stage2.Arrays`.
+      codes: uint8, one array for each width, see `pallas_kernels.mosaic.stage2.Arrays`.
       channel_scale: int8 ``[B, K, n, H]``.
       channel_zero: int8 ``[B, K, n, H]``.
       block_scale: float32 ``[B, K, n]``.
@@ -58,21 +58,20 @@ class Prompt(NamedTuple):
 
     @property
     def state(self) -> list[jax.Array]:
-        """What is written."""
         return [*self.codes, self.channel_scale, self.channel_zero, self.block_scale]
 
 
 @dataclasses.dataclass(frozen=True)
 class _Side:
-    """Blocks of one side: what is static.
+    """One side's static settings.
 
     Attributes:
       layout: of a stored block.
-      stored: blocks that there is room for.
+      stored: how many blocks there is room for.
       operand: the codes for attention, or only the blocks' place in the prompt.
-      has_operand: which of them.
-      every_block: whether maxima of blocks that are not stored are wanted.
-      begin: the token that the first block begins with.
+      has_operand: which of the two.
+      every_block: whether to find the maxima of blocks that are not stored, too.
+      begin: the first token of the first block.
     """
 
     layout: Layout
@@ -92,7 +91,6 @@ class _Side:
         permuted: bool,
         begin: int,
     ) -> "_Side":
-        """Of a prompt; other arguments as of `compress`."""
         if layout.tokens_last and operand is not None and jnp.dtype(operand) != jnp.int8:
             raise ValueError(f"{operand=} with tokens last: values in e4m3 have one scale a head")
         size, channels = p.x.shape[1], p.x.shape[3]
@@ -110,13 +108,12 @@ class _Side:
 
     @property
     def outputs(self) -> list[jax.ShapeDtypeStruct]:
-        """Maxima of blocks; codes for attention and their scales."""
+        """Types of the maxima of blocks, the codes for attention and their scales."""
         codes, scales = self.operand.outputs
         return [scales, codes, scales] if self.has_operand else [scales]
 
     @property
     def shared_bytes(self) -> int:
-        """Of a program's memory."""
         return blocks.MAXIMA_BYTES + stage2.shared_bytes(self.operand.block, self.layout)
 
     def run(
@@ -127,7 +124,6 @@ class _Side:
         out: list[Pointer],
         memory: Pointer,
     ) -> None:
-        """Program `index`."""
         x, lengths, counts, slots = inputs
         p = self.operand.program(index, x, lengths, memory)
         heads = self.operand.shape[2]
@@ -201,23 +197,18 @@ def compress(
     permuted: bool = False,
     begin: int = 0,
 ) -> list[Compressed]:
-    """Compresses the blocks of prompts into the arrays of a cache: of keys and values at once.
+    """Compresses blocks of prompts into the arrays of a cache, keys and values in one launch.
 
-    Args:
-      prompts: of each side; blocks of the same size and shape.
-      lengths: int32 ``[B]``, at most `S`: tokens past it count as zero.
-      count: int32 ``[B]``: blocks to store, whole ones, block `i` in place ``i % n``; the last
-        `n` of them if there are more. The arrays keep what else they hold.
-      layouts: of blocks of each side.
-      operands: of each side, None or the dtype of codes for attention of all of the prompt's
-        blocks: int8, those of stage 1, or float8_e4m3fn, with a scale of their own.
-      every_block: of each side, whether to find the maxima of all blocks, stored or not.
-        Otherwise `count` must be at most `n`.
-      permuted: whether the keys' codes for attention are in the order of Hopper's products.
-      begin: the token that the first block begins with; those before it are not read.
+    `prompts`, `layouts`, `operands` and `every_block` have an entry for each side; blocks of all
+    sides have the same size and shape. `lengths`, int32 ``[B]``, are at most `S`: later tokens
+    count as zero. `count`, int32 ``[B]``, is how many blocks are stored, whole ones, block `i` in
+    place ``i % n``; if there are more than `n`, the last `n`. The arrays keep everything else, in
+    their own memory if they were donated.
 
-    Returns:
-      The arrays with the blocks written, in their own memory where they were donated.
+    An operand dtype (int8, the codes of stage 1; or float8_e4m3fn, with its own scale) asks for
+    codes for attention of all blocks, for keys in the order of Hopper's products if `permuted`.
+    `every_block` finds the maxima of all blocks, stored or not; otherwise `count` must be at most
+    `n`. Tokens before `begin` are not read.
     """
     sides = [
         _Side.of(*given, permuted, begin)

@@ -30,7 +30,7 @@ from pallas_kernels.mosaic.lane import Float, Int, Pointer
 
 NAME = "turbojax_fp8_tokens_hopper"
 LARGEST = 2**15
-"""Channels that a program holds at most."""
+"""The most channels that a program holds."""
 
 _LANES = 32
 _WIDTH = {"bfloat16": 2, "float16": 2, "float32": 4}
@@ -38,13 +38,13 @@ _WIDTH = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """What is static in a call.
+    """A call's static settings.
 
     Attributes:
       channels: of a token, `K`, at most `LARGEST`.
       dtype: of the tokens, ``"bfloat16"``, ``"float16"`` or ``"float32"``.
-      norm_dtype: of the channels' factors, one of these; None if tokens are taken as they are.
-      eps: added to the mean square; None if there are factors alone, and no norm.
+      norm_dtype: of the channels' factors, one of these; None if there are no factors.
+      eps: added to the mean square; None for factors alone, without a norm.
       warpgroups: of a program, 1 to 4.
     """
 
@@ -56,39 +56,30 @@ class Settings:
 
     @property
     def run(self) -> int:
-        """Channels that a lane reads at once: what divides `K`, so that runs are aligned."""
+        """Channels that a lane reads at once; it divides `K`, so that runs are aligned."""
         return next(n for n in (8, 4, 2, 1) if self.channels % n == 0)
 
     @property
     def warps(self) -> int:
-        """Of a program."""
         return lanes.WARPS * self.warpgroups
 
     @property
     def runs(self) -> int:
-        """Of a token."""
         return self.channels // self.run
 
     @property
     def steps(self) -> int:
-        """Runs of a lane."""
         return -(-self.runs // (_LANES * self.warps))
 
 
 def quantize(
     x: jax.Array, norm_scale: jax.Array | None, s: Settings
 ) -> tuple[jax.Array, jax.Array]:
-    """Quantizes tokens, the numbers of `turbojax.quantizers.quantize_tokens`.
+    """Quantizes tokens ``[M, K]`` to the numbers of `turbojax.quantizers.quantize_tokens`.
 
-    Args:
-      x: ``[M, K]``.
-      norm_scale: ``[K]``: quantizes ``x / sqrt(mean(x^2) + eps) * norm_scale``, computed in float32
-        and rounded to `x`'s dtype, or ``x * norm_scale`` if `eps` is None; None to quantize `x`.
-      s: settings.
-
-    Returns:
-      codes: float8_e4m3fn ``[M, K]``, NaN where a token's scale is.
-      scale: bfloat16 ``[M]``.
+    Given `norm_scale` ``[K]``, it quantizes ``x / sqrt(mean(x^2) + eps) * norm_scale``, computed in
+    float32 and rounded to `x`'s dtype, or ``x * norm_scale`` if `eps` is None. Returns codes
+    float8_e4m3fn ``[M, K]``, NaN where a token's scale is, and scales bfloat16 ``[M]``.
     """
     inputs = [x] if norm_scale is None else [x, norm_scale]
     out = [
@@ -129,7 +120,7 @@ def _program(
         assert s.norm_dtype is not None
         factors = [_read(norm, place, s.norm_dtype, s) for place in places]
         runs = _normalized(runs, factors, shared, thread, s)
-    # What the sums were exchanged in may still be read.
+    # The memory in which sums were exchanged may still be read.
     exchange = shared.at(4 * s.warps)
     found = [eight_bits.largest_bits(run, s.dtype) for run in runs]
     bits = lane.largest_of_warp(lane.tree(found, _larger))
@@ -137,7 +128,7 @@ def _program(
     scale = eight_bits.token_scale(lane.tree(words, _larger), s.dtype)
     with lane.when(thread.equals(0)):
         scales.times(token, 2).store_low(lane.half.pack(scale, scale, "bfloat16"), 16)
-    # The instruction that XLA takes: the same bits.
+    # The instruction that XLA uses, for the same bits.
     inverse = lane.divide(lane.number(1.0), scale)
     target = codes.times(token, s.channels)
     for place, run in zip(places, runs, strict=True):
@@ -149,7 +140,7 @@ def _program(
 
 
 def _read(source: Pointer, place: Int, dtype: str, s: Settings) -> list[Int]:
-    """A run as it is, zeros past the last; of one channel of 16 bits in the low half of a word."""
+    """A run as stored, zeros past the last; a single 16-bit channel is a word's low half."""
     is_full = s.runs % (_LANES * s.warps) == 0
     inside = place if is_full else place.minimum(s.runs - 1)
     size = s.run * _WIDTH[dtype]
@@ -165,7 +156,6 @@ def _numbers(words: list[Int], dtype: str, s: Settings) -> list[Float]:
 
 
 def _store(x: list[Float], to: Pointer) -> None:
-    """A run of codes."""
     padded = x + [lane.number(0.0)] * (-len(x) % 4)
     words = [lane.pack_e4m3(padded[i : i + 4]) for i in range(0, len(padded), 4)]
     if len(x) == 8:
@@ -192,7 +182,6 @@ def _normalized(
 
 
 def _inverse_root(runs: list[list[Int]], shared: Pointer, thread: Int, s: Settings) -> Float:
-    """``1 / sqrt(mean(x^2) + eps)`` of the token."""
     assert s.eps is not None
     squares = [lane.total([v * v for v in _numbers(run, s.dtype, s)]) for run in runs]
     own = lane.reduce_lanes(lane.total(squares), lambda a, b: a + b, (16, 8, 4, 2, 1))
@@ -213,7 +202,7 @@ def _packed(x: list[Float], s: Settings) -> list[Int]:
 
 
 def _exchanged(own: Int, shared: Pointer, thread: Int, s: Settings) -> list[Int]:
-    """What each warp has, a word that its lanes agree on."""
+    """The words of all warps; the lanes of a warp have the same word `own`."""
     with lane.when((thread & (_LANES - 1)).equals(0)):
         shared.at(thread >> 5 << 2).store(own)
     lane.block_barrier()

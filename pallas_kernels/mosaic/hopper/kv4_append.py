@@ -36,7 +36,7 @@ NAME = "turbojax_kv4_append_hopper"
 
 _LANES, _LARGEST_CODE = 32, 7
 _WIDTH = {"bfloat16": 2, "float16": 2, "float32": 4}
-# Bits of float32: without its sign, infinity, one, the smallest normal number.
+# Bits of float32: all but the sign, infinity, one, the smallest normal number.
 _MAGNITUDE, _INFINITY, _ONE, _TINY = 0x7FFFFFFF, 0x7F800000, 0x3F800000, 0x00800000
 _NAN = 0x7FC00000
 # Of one program: vectors of both sides, and warps.
@@ -45,7 +45,7 @@ _FEW, _MOST_WARPS, _SHARED_WARPS = 64, 32, 8
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """What is static in a call.
+    """A call's static settings.
 
     Attributes:
       dtype: of the vectors, ``"bfloat16"``, ``"float16"`` or ``"float32"``.
@@ -67,34 +67,27 @@ class Settings:
 
     @property
     def vectors(self) -> int:
-        """Of a sequence, keys and values."""
         return 2 * self.tokens * self.heads
 
     @property
     def counts(self) -> bool:
-        """Whether a sequence is one program's, which counts its tokens."""
+        """Whether one program takes a sequence, and so counts its tokens."""
         return self.vectors <= _FEW
 
     @property
     def warps(self) -> int:
-        """Of a program."""
         return min(_MOST_WARPS, -(-self.vectors // 4) * 4) if self.counts else _SHARED_WARPS
 
     @property
     def shares(self) -> int:
-        """Programs of a sequence."""
         return 1 if self.counts else -(-self.vectors // (4 * self.warps))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Side:
-    """One side's arrays.
+    """One side's arrays: vectors ``[B, T, K, H]``, scales bfloat16 ``[B, K, S]``.
 
-    Attributes:
-      vectors: ``[B, T, K, H]``.
-      codes: ``[B, K, S, H / 2]`` or ``[B, K, S, H]``.
-      scales: bfloat16 ``[B, K, S]``.
-      is_e4m3: whether codes are.
+    Codes are ``[B, K, S, H / 2]``, or e4m3 ``[B, K, S, H]``.
     """
 
     vectors: Pointer
@@ -110,19 +103,12 @@ def append(
     arrays: Sequence[jax.Array],
     s: Settings,
 ) -> list[jax.Array]:
-    """Stores tokens where there is room for them.
+    """Stores the first `new_lengths` tokens of each sequence where there is room for them.
 
-    Args:
-      key: ``[B, T, K, H]``.
-      value: the same.
-      new_lengths: int32 ``[B]``, how many of the `T` tokens are to be stored, the first ones.
-      arrays: the cache's: key codes, key scales, value codes, value scales, int32 lengths ``[B]``
-        and bool ``[B]``, whether tokens were left out.
-      s: settings.
-
-    Returns:
-      The arrays, in their own memory where they were donated; the last two as they were unless
-      `Settings.counts`.
+    `key` and `value` are ``[B, T, K, H]``, `new_lengths` int32 ``[B]``, and `arrays` the cache's:
+    key codes, key scales, value codes, value scales, int32 lengths ``[B]`` and bool ``[B]``,
+    whether tokens were left out. Returns the arrays, in their own memory if they were donated; the
+    last two are unchanged unless `Settings.counts`.
     """
     grid = {"share": s.shares, "sequence": key.shape[0]}
     body = functools.partial(_program, s=s)
@@ -133,7 +119,6 @@ def append(
 
 
 def _program(pointers: list[Pointer], ids: list[Int], s: Settings) -> None:
-    """A sequence's tokens, or a share of them."""
     key, value, asked, *rest = pointers
     lengths = rest[4] if s.counts else rest.pop(0)
     sides = (
@@ -167,7 +152,7 @@ def _program(pointers: list[Pointer], ids: list[Int], s: Settings) -> None:
 def _write(
     to: Side, sequence: Int, vector: Int, held: Int, accepted: Int, number: Int, s: Settings
 ) -> None:
-    """Vector ``token * K + head`` of a sequence."""
+    """Stores vector ``token * K + head`` of a sequence."""
     token = vector // s.heads
     head = vector - token * s.heads
     words = range(0, s.head_dim // 8, _LANES)
@@ -213,7 +198,6 @@ def _load(at: Pointer, s: Settings) -> tuple[list[Float], list[Float]]:
 
 
 def _reciprocal(x: float) -> float:
-    """Rounded to float32."""
     return float(struct.unpack("<f", struct.pack("<f", 1 / x))[0])
 
 
@@ -230,13 +214,13 @@ def _code_scale(top: Int) -> Float:
 
 
 def _e4m3_scale(top: Int) -> Float:
-    """The same of e4m3: at least the smallest normal number, but 1 for less than that."""
+    """The scale of e4m3: at least the smallest normal number; 1 if the maximum is below that."""
     bits = (top.as_float() * _reciprocal(E4M3_MAX)).as_int().maximum(_TINY)
     return (top < _TINY).where(_ONE, _rounded(bits.as_float())).as_float()
 
 
 def _code(x: Float, scale: Float, inverse: Float) -> Int:
-    """``rint(x / scale)``, within -8 and 7."""
+    """``rint(x / scale)``, clipped to -8 .. 7."""
     low, high = lane.number(-_LARGEST_CODE - 1.0), lane.number(float(_LARGEST_CODE))
     shifted = lane.minimum(lane.maximum(x * inverse, low), high) + lane.ROUNDER
     code, guess = shifted.as_int() - 0x4B400000, shifted - lane.ROUNDER

@@ -61,8 +61,6 @@ class Program:
       number: of the block among those of the pair.
       x: the pair's first token.
       length: tokens of the sequence that count.
-      share: of the running lane.
-      memory: shared memory.
     """
 
     pair: Int
@@ -75,7 +73,7 @@ class Program:
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """Blocks that programs take, one each: what is static. Kinds of it have `outputs` and `run`.
+    """Blocks that programs take, one each: static. Subclasses have `outputs` and `run`.
 
     Attributes:
       shape: of the tensor, ``[B, S, K, H]``.
@@ -89,21 +87,18 @@ class Work:
 
     @property
     def programs(self) -> int:
-        """How many there are."""
         return self.shape[0] * self.shape[2] * self.count
 
     @property
     def shared_bytes(self) -> int:
-        """Of a program's memory."""
         return blocks.MAXIMA_BYTES
 
     @property
     def row(self) -> int:
-        """Bytes from token to token."""
         return self.shape[2] * self.shape[3] * self.block.value_bytes
 
     def program(self, index: Int, x: Pointer, lengths: Pointer, memory: Pointer) -> Program:
-        """Program `index`: heads of the same tokens follow each other."""
+        """Program `index`; programs of the heads of the same tokens follow each other."""
         heads = self.shape[2]
         head, rest = index % heads, index // heads
         number, batch = rest % self.count, rest // self.count
@@ -114,19 +109,16 @@ class Work:
         return Program(batch * heads + head, number, x, length, share, memory)
 
     def load(self, p: Program, first: Int) -> blocks.Words:
-        """A program's values from token `first` on."""
         return p.share.load(p.x, self.row, first, self.shape[1], p.length)
 
 
 @dataclasses.dataclass(frozen=True)
 class Codes(Work):
-    """Blocks to codes; see `quantize`.
+    """Turns blocks to codes; see `quantize`.
 
     Attributes:
-      is_int8: or e4m3.
-      tokens_last: see `quantize`.
-      permuted: the same.
-      maxima: how many are given of each sequence and head, 0 if a block's is its own.
+      is_int8: int8 or e4m3.
+      maxima: how many are given for each sequence and head, 0 if each block has its own.
     """
 
     is_int8: bool
@@ -136,7 +128,6 @@ class Codes(Work):
 
     @property
     def outputs(self) -> list[jax.ShapeDtypeStruct]:
-        """Codes and scales."""
         batch, _, heads, _ = self.shape
         tokens, channels = self.count * self.block.tokens, self.block.channels
         order = (channels, tokens) if self.tokens_last else (tokens, channels)
@@ -148,13 +139,11 @@ class Codes(Work):
 
     @property
     def shared_bytes(self) -> int:
-        """Of a program's memory."""
         return blocks.MAXIMA_BYTES + (self.block.shared_bytes if self.tokens_last else 0)
 
     def run(
         self, index: Int, lengths: Pointer, x: list[Pointer], y: list[Pointer], memory: Pointer
     ) -> None:
-        """Program `index`."""
         if self.maxima:  # what was read last for these is in the L2 cache
             index = lane.integer(self.programs - 1) - index
         p = self.program(index, x[0], lengths, memory)
@@ -172,7 +161,7 @@ class Codes(Work):
         self.store(p, y[0], first, codes)
 
     def _given(self, maxima: Pointer, p: Program) -> Int:
-        """The largest bits of the maxima; every warp looks for itself."""
+        """The largest bits of the given maxima; each warp searches all."""
         place = p.share.thread & (_WARP - 1)
         here = maxima.times(p.pair, 4 * self.maxima)
         found = [
@@ -182,7 +171,6 @@ class Codes(Work):
         return lane.largest_of_warp(lane.tree(found, Int.maximum))
 
     def store(self, p: Program, out: Pointer, first: Int, codes: blocks.Words) -> None:
-        """Stores a block's codes."""
         if not self.tokens_last:
             self.store_rows(p, out, first, codes)
             return
@@ -192,13 +180,12 @@ class Codes(Work):
         self.store_columns(p, out, first, memory)
 
     def store_rows(self, p: Program, out: Pointer, first: Int, codes: blocks.Words) -> None:
-        """Stores a block's codes, tokens as rows."""
         tokens, channels = self.count * self.block.tokens, self.block.channels
         out = out.times(p.pair, tokens * channels).times(first, channels)
         p.share.store_rows(out, codes, permuted=self.permuted)
 
     def store_columns(self, p: Program, out: Pointer, first: Int, memory: Pointer) -> None:
-        """Stores a block's codes, tokens last, which have been transposed in shared memory."""
+        """Stores a block's codes, tokens last, which were transposed in shared memory."""
         tokens = self.count * self.block.tokens
         out = out.times(p.pair, tokens * self.block.channels).at(first)
         p.share.store_columns(out, tokens, memory)
@@ -206,24 +193,18 @@ class Codes(Work):
 
 @dataclasses.dataclass(frozen=True)
 class Maxima(Work):
-    """Maxima of absolute values over runs of blocks; see `absolute_maxima`.
-
-    Attributes:
-      run_length: blocks of a run.
-    """
+    """Maxima of absolute values over runs of `run_length` blocks; see `absolute_maxima`."""
 
     run_length: int
 
     @property
     def outputs(self) -> list[jax.ShapeDtypeStruct]:
-        """Of each run."""
         batch, _, heads, _ = self.shape
         return [jax.ShapeDtypeStruct((batch, heads, self.count), jnp.float32)]
 
     def run(
         self, index: Int, lengths: Pointer, x: list[Pointer], y: list[Pointer], memory: Pointer
     ) -> None:
-        """Program `index`."""
         p = self.program(index, x[0], lengths, memory)
         tokens = self.block.tokens
         first = p.number * (self.run_length * tokens)
@@ -252,14 +233,11 @@ def launch(
     *,
     in_turns: bool = False,
 ) -> list[list[jax.Array]]:
-    """Runs all of the work in one launch.
+    """Runs all of the given work in one launch.
 
-    Args:
-      name: that profilers show.
-      lengths: int32 ``[B]``, of all of it.
-      given: kinds of `Work`, and the arrays that they read.
-      in_turns: whether programs of all kinds, of which there are as many, alternate; else kinds
-        follow each other.
+    `given` are kinds of `Work`, each with the arrays that it reads; `lengths` are int32 ``[B]``,
+    for all of it. With `in_turns` the programs of all kinds, equally many, alternate; otherwise
+    kinds follow each other.
     """
     counts = [work.programs for work, _ in given]
     in_turns = in_turns and len(set(counts)) == 1
@@ -313,7 +291,7 @@ def codes_of(
     values: int | None = None,
     **options: Any,
 ) -> Codes:
-    """Work of `quantize`, of whose values a lane holds so many if there are as many."""
+    """Work of `quantize`; a lane holds `values` values if there are as many."""
     size, head_dim = x.shape[1], x.shape[3]
     channels, multiple = channels or head_dim, multiple or block
     count = pl.cdiv(size, multiple) * (multiple // block)
@@ -325,7 +303,7 @@ def codes_of(
 
 
 def _maxima(x: jax.Array, warpgroups: int) -> Maxima:
-    """With so many tokens at a time that a lane holds 64 values."""
+    """Work of `absolute_maxima`, with as many tokens at a time as give each lane 64 values."""
     size, channels = x.shape[1], x.shape[3]
     tokens = warpgroups * blocks.default_tokens(channels)
     length = pl.cdiv(size, tokens * _MOST_MAXIMA)
@@ -347,25 +325,18 @@ def quantize(
 ) -> tuple[jax.Array, jax.Array]:
     """Quantizes blocks of tokens with one scale each, or with one for all blocks of a head.
 
-    Args:
-      x: bfloat16, float16 or float32 ``[B, S, K, H]``, `H` a multiple of 8 up to 256.
-      lengths: int32 ``[B]``, at most `S`: tokens past it count as zero.
-      maxima: optional float32 ``[B, K, m]``, `m` up to 128, NaN for what is not finite. If given,
-        the largest of them sets the scale of all blocks; it must not be less than any absolute
-        value.
-      block: tokens of a block, a power of two from 16 to 256.
-      dtype: int8 (scale of a maximum over 119) or float8_e4m3fn (over 448).
-      multiple: what tokens are rounded up to, a multiple of `block`; that itself if not given.
-      channels: of the codes, at least `H` and a multiple of 8, zeros past it; `H` if not given.
-      tokens_last: whether codes are transposed.
-      permuted: whether tokens are in the order of Hopper's products, see
-        `pallas_kernels.mosaic.block.Share.store_rows`.
+    `x` is bfloat16, float16 or float32 ``[B, S, K, H]``, `H` a multiple of 8 up to 256; tokens past
+    `lengths`, int32 ``[B]``, at most `S`, count as zero. `block` tokens, a power of two from 16 to
+    256, become `dtype`: int8 (scale of a maximum over 119) or float8_e4m3fn (over 448). The largest
+    of `maxima`, float32 ``[B, K, m]``, `m` up to 128, NaN for what is not finite, sets the scale of
+    all blocks; no absolute value may be larger.
 
-    Returns:
-      codes: ``[B, K, Sp, channels]``, or ``[B, K, channels, Sp]`` with tokens last; `Sp` is `S`
-        rounded up to `multiple`.
-      scale: float32 ``[B, K, Sp / block]``: 1 for zeros alone, NaN with a value that is not finite.
-        Codes are 0 there, in e4m3 NaN.
+    Returns codes ``[B, K, Sp, channels]``, or ``[B, K, channels, Sp]`` if `tokens_last`; `Sp` is
+    `S` rounded up to `multiple`, a multiple of `block` and by default that; `channels`, a multiple
+    of 8, is at least `H`, with zeros past it. If `permuted`, tokens are in the order of Hopper's
+    products, see `pallas_kernels.mosaic.block.Share.store_rows`. Scales are float32
+    ``[B, K, Sp / block]``: 1 for zeros alone, NaN with a value that is not finite; codes are then
+    0, in e4m3 NaN.
     """
     count = 0 if maxima is None else maxima.shape[2]
     work = codes_of(
@@ -381,12 +352,8 @@ def quantize(
 def absolute_maxima(x: jax.Array, lengths: jax.Array) -> jax.Array:
     """Maxima of absolute values, over some tokens and all channels each, for `quantize`.
 
-    Args:
-      x: bfloat16, float16 or float32 ``[B, S, K, H]``, `H` a multiple of 8 up to 256.
-      lengths: int32 ``[B]``, at most `S`: tokens past it count as zero.
-
-    Returns:
-      float32 ``[B, K, m]`` with `m` up to 128, NaN where a value is not finite.
+    Arguments as there. Returns float32 ``[B, K, m]``, `m` up to 128, NaN where a value is not
+    finite.
     """
     [[maxima]] = launch(_MAXIMA, lengths, [(_maxima(x, 1), [x])])
     return maxima
@@ -406,19 +373,8 @@ def keys_and_values(
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """`quantize` of keys, and of values with tokens last: one launch, two with values in e4m3.
 
-    Args:
-      key: bfloat16, float16 or float32 ``[B, S, K, H]``.
-      value: its shape and dtype.
-      lengths: int32 ``[B]``.
-      block: see `quantize`.
-      key_dtype: int8 or float8_e4m3fn, with one scale for each block.
-      value_dtype: int8, with one scale for each block, or float8_e4m3fn, with one for all.
-      multiple: see `quantize`.
-      channels: the same.
-      permuted: of the keys.
-
-    Returns:
-      Codes and scales of keys, then of values.
+    int8 has one scale for each block, and so have keys in e4m3; values in e4m3 have one for all.
+    `permuted` is for the keys. Returns codes and scales of keys, then of values.
     """
     given = (block, key_dtype, multiple, channels)
     keys = codes_of(key, *given, permuted=permuted)

@@ -26,13 +26,12 @@ class Segments(NamedTuple):
 
 
 class Bounds(NamedTuple):
-    """Of each of a row's tiles, in tokens of the other side: int32 numbers, or arrays of them.
+    """For each of a row's tiles, in tokens of the other side: int32 numbers, or arrays of them.
 
     Attributes:
-      start: nothing before it has an id of the tile.
-      stop: nothing from there on has.
-      full_start: all from there on, up to `full_stop`, are of the tile's only segment.
-      full_stop: see there.
+      start: no token before it has an id of the tile.
+      stop: no token from there on has.
+      full_start: all tokens from there to `full_stop` are of the tile's only segment.
     """
 
     start: jax.Array
@@ -51,16 +50,8 @@ def bounds(
 ) -> jax.Array:
     """`Bounds` of each tile of `rows` tokens among tiles of `columns` others.
 
-    Args:
-      own: int32 ``[B, T]``.
-      own_lengths: int32 ``[B]``; tokens past it do not count.
-      rows: of a tile.
-      other: int32 ``[B, S]``.
-      other_lengths: int32 ``[B]``.
-      columns: of a tile of others.
-
-    Returns:
-      int32 ``[B, 4, ceil(T / rows)]``.
+    Ids are int32 ``[B, T]`` and ``[B, S]``; tokens past the lengths do not count. Returns int32
+    ``[B, 4, ceil(T / rows)]``.
     """
     low, high = (x[:, :, None] for x in _ranges(own, own_lengths, rows))
     least, most = (x[:, None, :] for x in _ranges(other, other_lengths, columns))
@@ -82,20 +73,12 @@ def bounds(
 def order(
     found: jax.Array, rows: int, shifts: jax.Array | None, before: int | None, after: int | None
 ) -> jax.Array:
-    """Tiles of all sequences, those first that have most to do with others.
+    """Tiles of all sequences, those with most others to attend to first: int32 ``[B * n]``.
 
     Programs that take every so many-th of them, in turns, then have equally much to do, wherever
-    the long segments are.
-
-    Args:
-      found: of `bounds`, int32 ``[B, 4, n]``.
-      rows: of a tile.
-      shifts: int32 ``[B]``, added to the tiles' positions, or None.
-      before: how far back one goes, or None.
-      after: how far ahead, or None.
-
-    Returns:
-      int32 ``[B * n]``, sequence times `n` plus tile.
+    the long segments are. `found` is of `bounds`, int32 ``[B, 4, n]``; `rows` are a tile's tokens,
+    `shifts`, int32 ``[B]``, are added to the tiles' positions, and each sees `before` back and
+    `after` ahead. A result is the sequence times `n` plus the tile.
     """
     first = (jnp.arange(found.shape[2], dtype=jnp.int32) * rows)[None]
     first = first if shifts is None else first + shifts[:, None]
@@ -121,5 +104,5 @@ def _ranges(ids: jax.Array, lengths: jax.Array, tile: int) -> tuple[jax.Array, j
 
 
 def padded(ids: jax.Array, multiple: int) -> jax.Array:
-    """Ids of whole tiles; nobody looks at those that are added."""
+    """Ids of whole tiles; those that are added are never used."""
     return jnp.pad(ids, ((0, 0), (0, pl.cdiv(ids.shape[1], multiple) * multiple - ids.shape[1])))

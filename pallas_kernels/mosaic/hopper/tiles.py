@@ -15,25 +15,20 @@ from pallas_kernels.mosaic.softmax import Exponential, Policy
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """What is static in an attention call.
+    """An attention call's static settings.
 
     Attributes:
       mode: ``"int8"``, ``"int8_fp8"`` or ``"fp8"``.
       exponential: the softmax's.
       block_q: query tokens that share a scale, a multiple of 64.
       block_kv: key tokens that share a scale, 64 or 128.
-      scale: factor of the scores.
-      is_causal: a query sees keys up to its own position.
-      window: optional (left, right).
-      soft_cap: optional cap of the scores.
       stages: key and value blocks in shared memory.
-      ahead: whether a tile's scores are computed under the exponentials of the one before.
+      ahead: whether a tile's scores are computed during the exponentials of the one before.
       tile: key tokens that are attended to at once, `block_kv` or, with `ahead` and weights in
         e4m3, a multiple of it.
       consumers: warpgroups that attend, with 64 queries each.
       in_turns: whether they compute exponentials in turns, see `ring.Turns`.
-      has_segments: whether queries see keys of their own segment alone.
-      has_slopes: whether scores fall with the distance.
+      has_segments: whether queries see only keys of their own segment.
       programs: how many run side by side, one to a multiprocessor.
     """
 
@@ -61,12 +56,11 @@ class Settings:
 
     @property
     def changes_scores(self) -> bool:
-        """Whether scores become others than their products, where nothing is hidden too."""
+        """Whether scores differ from scaled products even where nothing is hidden."""
         return self.soft_cap is not None or self.has_slopes
 
     @property
     def rows(self) -> int:
-        """Queries of a tile."""
         return self.consumers * ROWS
 
     @property
@@ -98,15 +92,10 @@ class Span(NamedTuple):
 
 
 def _span(first: jax.Array, length: jax.Array, s: Settings, segments: Bounds | None) -> Span:
-    """Key tiles that some of the queries ``first, ..`` see, and within them those that all see.
+    """Key tiles that some of the queries from position `first` on see, and those that all see.
 
-    At least one tile, whether or not there is a key.
-
-    Args:
-      first: position of the first query, relative to that of the first key.
-      length: how many keys there are.
-      s: settings.
-      segments: what those of the queries leave.
+    At least one tile, even if there is no key. `first` is relative to the first key, `length` is
+    the number of keys, and `segments` are the bounds of the queries' segments.
     """
     p = s.policy
     last = first + s.rows - 1
@@ -172,5 +161,5 @@ class Work:
         self.blocks = _span(self.position(self.first), self.length, s, self.segments)
 
     def position(self, query: jax.Array) -> jax.Array:
-        """Of a query, relative to that of the first key."""
+        """A query's position relative to that of the first key."""
         return query if self.shift is None else query + self.shift

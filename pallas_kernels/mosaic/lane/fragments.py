@@ -18,11 +18,11 @@ from pallas_kernels.mosaic.lane.instructions import special
 from pallas_kernels.mosaic.lane.numbers import Float, Int, f32, i32, ir
 
 ROWS = 64
-"""Of one warpgroup: the height of a matrix instruction."""
+"""Rows of a warpgroup: the height of a matrix instruction."""
 
 
 def row_and_place() -> tuple[Int, Int]:
-    """The first row of the lane's two within its warpgroup's 64, and its place `t` of four."""
+    """The first of the lane's two rows within its warpgroup's 64, and its place `t` of four."""
     thread = special("tid.x")
     row = ((thread >> 5) & 3) * 16 + ((thread >> 2) & 7)
     return row, thread & 3
@@ -45,13 +45,13 @@ def _number(value: Any) -> Any:
 
 
 def by_row(a: Any) -> list[list[Any]]:
-    """Of an accumulator ``[64, n]``: for each of the two rows its ``n / 4`` columns."""
+    """The ``n / 4`` columns of each of the lane's two rows of an accumulator ``[64, n]``."""
     registers = a.registers.reshape(-1, 2)
     return [[_number(x) for r in registers[:, half] for x in elements(r)] for half in range(2)]
 
 
 def scalars(a: Any) -> list[Any]:
-    """A row array's two numbers, or the one of a scalar."""
+    """The two numbers of a row array, or the one of a scalar."""
     return [_number(x) for r in a.registers.flat for x in elements(r)]
 
 
@@ -110,12 +110,7 @@ def row_array(pair: Sequence[Float]) -> Any:
 
 
 def operand(words: Sequence[Sequence[Int]], is_int: bool) -> Any:
-    """The 8-bit register operand ``[64, k]``, int8 or e4m3, of words of four codes.
-
-    Args:
-      words: of each row ``k / 16``.
-      is_int: which of the two.
-    """
+    """The 8-bit register operand ``[64, k]`` of ``k / 16`` words of each row, int8 or e4m3."""
     element = ir.IntegerType.get_signless(8) if is_int else ir.Float8E4M3FNType.get()
     kind, word = ir.VectorType.get((4,), element), ir.VectorType.get((1,), i32())
     registers = np.empty((len(words[0]), 2), dtype=object)

@@ -17,42 +17,37 @@ def pack(low: Float, high: Float, dtype: str = "float16") -> Int:
 
 
 def unpack(word: Int, dtype: str = "float16") -> tuple[Float, Float]:
-    """The two numbers of a word."""
     if dtype == "bfloat16":
         return (word << 16).as_float(), (word & 0xFFFF0000).as_float()
     return half_to_float(word), half_to_float(word >> 16)
 
 
 def constant(x: float) -> Int:
-    """A number twice."""
     [bits] = struct.unpack("<H", struct.pack("<e", x))
     return integer(bits * 0x10001)
 
 
 def twice(word: Int, which: int) -> Int:
-    """The low (0) or the high (1) of a word's two numbers, twice."""
+    """A word with the low (0) or the high (1) of a word's two numbers in both halves."""
     half = ("low", "high")[which]
     text = f"{{ .reg .b16 low, high; mov.b32 {{low, high}}, $1; mov.b32 $0, {{{half}, {half}}}; }}"
     return Int(asm(i32(), [word.value], text, "=r,r", effects=False))
 
 
 def fma(a: Int, b: Int, c: Int) -> Int:
-    """``a * b + c`` of two numbers each, rounded once to float16."""
     return Int(assembly("fma.rn.f16x2 $0, $1, $2, $3;", a, b, c).value)
 
 
 def subtract(a: Int, b: Int, dtype: str = "float16") -> Int:
-    """``a - b`` of two numbers each, rounded."""
     return Int(assembly(f"sub.rn.{_PAIRS[dtype]} $0, $1, $2;", a, b).value)
 
 
 def multiply(a: Int, b: Int, dtype: str = "float16") -> Int:
-    """``a * b`` of two numbers each, rounded."""
     return Int(assembly(f"mul.rn.{_PAIRS[dtype]} $0, $1, $2;", a, b).value)
 
 
 def clip(a: Int, most: Int, dtype: str = "float16") -> Int:
-    """Of two numbers each, those of `a` whose magnitude is no more than that in `most`."""
+    """The two numbers of `a`, clipped to the magnitudes in `most`."""
     return Int(assembly(f"min.xorsign.abs.{_PAIRS[dtype]} $0, $1, $2;", a, most).value)
 
 

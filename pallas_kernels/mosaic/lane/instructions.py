@@ -28,12 +28,10 @@ ROUNDER = 12582912.0
 
 
 def float_bits(x: float) -> str:
-    """A float32 constant in assembly."""
     return f"0f{struct.unpack('<I', struct.pack('<f', x))[0]:08X}"
 
 
 def asm(result: Any, args: Sequence[Any], text: str, constraints: str, effects: bool) -> Any:
-    """Assembly: the compiler's values in and out."""
     return llvm.inline_asm(result, list(args), text, constraints, has_side_effects=effects)
 
 
@@ -62,17 +60,15 @@ def log2(x: Float) -> Float:
 
 
 def log2_of_any(x: Float) -> Float:
-    """The logarithm of a number, subnormal or not: some instructions more."""
+    """The logarithm of a number, subnormal or not; takes some more instructions."""
     return assembly("lg2.approx.f32 $0, $1;", x)
 
 
 def absolute(x: Float) -> Float:
-    """The magnitude."""
     return assembly("abs.f32 $0, $1;", x)
 
 
 def with_sign_of(sign: Float, x: Float) -> Float:
-    """The magnitude of `x` with the sign of `sign`."""
     return assembly("copysign.f32 $0, $1, $2;", sign, x)
 
 
@@ -82,12 +78,12 @@ def tanh(x: Float) -> Float:
 
 
 def divide(a: Float, b: Float) -> Float:
-    """A quotient within two units in the last place: the instruction that Triton emits."""
+    """A quotient within two units in the last place, by the instruction that Triton emits."""
     return assembly("div.full.f32 $0, $1, $2;", a, b)
 
 
 def rounded_quotient(a: Float, b: Float) -> Float:
-    """A quotient rounded to nearest: tens of instructions."""
+    """A quotient rounded to nearest; takes tens of instructions."""
     return assembly("div.rn.f32 $0, $1, $2;", a, b)
 
 
@@ -138,18 +134,16 @@ def permute_bytes(a: Int, b: Int | int, selector: Int | int) -> Int:
 
 
 def flip_masked(a: Int, mask: int, bits: int) -> Int:
-    """``(a & mask) ^ bits`` in one instruction, which two operators with constants would not be."""
+    """``(a & mask) ^ bits`` in one instruction; two operators with constants would be two."""
     return assembly("lop3.b32 $0, $1, $2, $3, 0x6a;", a, Int(int_value(mask)), Int(int_value(bits)))
 
 
 def signed_byte(x: Int, index: int) -> Int:
-    """Byte `index`, as a number."""
     sign = 8 + index
     return permute_bytes(x, 0, index | (sign << 4) | (sign << 8) | (sign << 12))
 
 
 def pack_bytes(x: Sequence[Int]) -> Int:
-    """The low bytes of four words."""
     text = (
         "{.reg .b32 a, b; prmt.b32 a, $1, $2, 0x0040; prmt.b32 b, $3, $4, 0x0040;"
         " prmt.b32 $0, a, b, 0x5410;}"
@@ -205,17 +199,16 @@ def _shuffle(x: Any, lane: Any, kind: str) -> Any:
 
 
 def from_lane(x: Any, lane: Int) -> Any:
-    """What lane `lane` of the warp holds."""
     return _shuffle(x, lane, "idx")
 
 
 def partner(x: Any, distance: int) -> Any:
-    """What the lane holds whose number differs in this bit."""
+    """What the lane holds whose index differs in bit `distance`."""
     return _shuffle(x, distance, "bfly")
 
 
 def reduce_lanes(x: Any, op: Callable[[Any, Any], Any], distances: Sequence[int]) -> Any:
-    """Combines lanes whose numbers differ in these bits."""
+    """Combines lanes whose indices differ in the bits `distances`."""
     for distance in distances:
         x = op(x, _shuffle(x, distance, "bfly"))
     return x
@@ -240,7 +233,7 @@ def minima_of_halves(a: Int, b: Int) -> Int:
 
 
 def _of_halves(kind: str, a: Int, b: Int) -> Int:
-    """One instruction since Hopper; before it, of both halves as numbers of 32 bits."""
+    """One instruction since Hopper; before, computed on both halves as 32-bit numbers."""
     if mgpu.utils.get_arch().major >= 9:
         return assembly(f"{kind}.s16x2 $0, $1, $2;", a, b)
     text = (
@@ -265,12 +258,11 @@ def ballot(condition: Bool) -> Int:
 
 
 def thread() -> Int:
-    """The thread's number in its block."""
     return Int(arith.index_cast(i32(), gpu.thread_id(gpu.Dimension.x)))
 
 
 def special(name: str) -> Int:
-    """A register that the hardware sets, ``"tid.x"`` or ``"laneid"``; read again where needed."""
+    """A register that the hardware sets, ``"tid.x"`` or ``"laneid"``; read anew at each use."""
     return Int(asm(i32(), [], f"mov.u32 $0, %{name};", "=r", effects=False))
 
 
@@ -280,26 +272,24 @@ def uniform(x: Int) -> Int:
 
 
 def held(x: int) -> Int:
-    """A constant that stays in a register: the compiler does not know that it is one."""
+    """A constant that stays in a register, because it is hidden from the compiler."""
     own = special("laneid")
     return from_lane(own + x, own) - own
 
 
 def act(text: str, *args: Any, constraints: str = "") -> None:
-    """Assembly without a result, whose effects keep it where it is."""
+    """Assembly without a result; its side effects keep it in place."""
     asm(ir.Type.parse("!llvm.void"), args, text, constraints, effects=True)
 
 
 def block_barrier() -> None:
-    """Waits for all threads of the block."""
     act("bar.sync 0;")
 
 
 def named_barrier(number: Int, threads: int) -> None:
-    """Waits for as many threads of the block at its barrier `number`, from 1 to 15."""
+    """Waits for `threads` threads of the block at its barrier `number`, from 1 to 15."""
     act(f"bar.sync $0, {threads};", number.value, constraints="r")
 
 
 def warp_barrier() -> None:
-    """Waits for all lanes of the warp."""
     act("bar.warp.sync 0xffffffff;")

@@ -24,7 +24,7 @@ from pallas_kernels.mosaic.lane.numbers import (
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Pointer:
-    """Memory, in bytes."""
+    """A pointer to memory; offsets are in bytes."""
 
     value: Any
 
@@ -35,11 +35,10 @@ class Pointer:
 
     @classmethod
     def choose(cls, condition: Bool, a: "Pointer", b: "Pointer") -> "Pointer":
-        """`a` where `condition` holds, `b` elsewhere."""
         return cls(arith.select(condition.value, a.value, b.value))
 
     def at(self, *offsets: Int | int) -> "Pointer":
-        """Some bytes on; offsets are added with 64 bits."""
+        """The pointer some bytes on; offsets are added with 64 bits."""
         value = self.value
         byte = ir.IntegerType.get_signless(8)
         for offset in offsets:
@@ -52,7 +51,7 @@ class Pointer:
         return Pointer(value)
 
     def times(self, index: Int, size: Int | int) -> "Pointer":
-        """``index * size`` bytes on, multiplied with 64 bits."""
+        """The pointer ``index * size`` bytes on, multiplied with 64 bits."""
         i64 = ir.IntegerType.get_signless(64)
         wide = arith.muli(*(arith.extsi(i64, int_value(x)) for x in (index, size)))
         byte = ir.IntegerType.get_signless(8)
@@ -74,7 +73,8 @@ class Pointer:
     def words_once(self, count: int, condition: Bool) -> list[Int]:
         """Loads two or four words of global memory that nobody reads again, at once.
 
-        It stays where it is among other such loads. Without `condition` the words are anything.
+        The load stays in its place among other such loads. Without `condition` the words are
+        anything.
         """
         names = ", ".join(f"${i}" for i in range(count))
         text = (
@@ -88,11 +88,9 @@ class Pointer:
         return [Int(llvm.extractvalue(i32(), out, [i])) for i in range(count)]
 
     def word(self) -> Int:
-        """Loads 32 bits."""
         return self.words(1)[0]
 
     def float(self) -> Float:
-        """Loads a float32."""
         return Float(llvm.load(f32(), self.value, alignment=4))
 
     def floats(self) -> list[Float]:
@@ -112,7 +110,6 @@ class Pointer:
         return Int(arith.extui(i32(), llvm.load(kind, self.value, alignment=bits // 8)))
 
     def store(self, x: Int | Float) -> None:
-        """Stores 32 bits."""
         llvm.store(x.value, self.value, alignment=4)
 
     def store_words(self, words: Sequence[Int]) -> None:
@@ -136,7 +133,7 @@ class Pointer:
         llvm.store(narrow, self.value, alignment=bits // 8)
 
     def add(self, x: Int) -> None:
-        """Adds to a word of global memory, to which others may add at the same time."""
+        """Adds to a word of global memory, atomically."""
         act("red.global.add.u32 [$0], $1;", self.address(), x.value, constraints="l,r")
 
     def address(self) -> Any:
@@ -148,26 +145,23 @@ class Pointer:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ClusterPointer:
-    """Shared memory of some program of the cluster, in bytes."""
+    """A pointer to shared memory of a program of the cluster."""
 
     value: Any
 
     @classmethod
     def of(cls, pointer: Pointer, rank: int) -> "ClusterPointer":
-        """Where program `rank` has what `pointer` points to here."""
+        """Where program `rank` has what `pointer` points to in this one."""
         text = f"mapa.shared::cluster.u32 $0, $1, {rank};"
         return cls(asm(i32(), [pointer.address()], text, "=r,r", effects=False))
 
     def at(self, *offsets: Int | int) -> "ClusterPointer":
-        """Some bytes on."""
         return ClusterPointer(total([Int(self.value), *offsets]).value)
 
     def float(self) -> Float:
-        """Loads a float32."""
         return Float(asm(f32(), [self.value], "ld.shared::cluster.f32 $0, [$1];", "=f,r", True))
 
     def floats(self) -> list[Float]:
-        """Loads four float32 at once, aligned to all of them."""
         kind = llvm.StructType.get_literal([f32()] * 4)
         text = "ld.shared::cluster.v4.f32 {$0, $1, $2, $3}, [$4];"
         out = asm(kind, [self.value], text, "=f,=f,=f,=f,r", True)
@@ -180,17 +174,17 @@ def cluster_barrier() -> None:
 
 
 def init_barrier(barrier: Pointer, arrivals: int = 1) -> None:
-    """Prepares eight bytes of shared memory as a barrier on which so many lanes arrive."""
+    """Prepares eight bytes of shared memory as a barrier on which `arrivals` lanes arrive."""
     act(f"mbarrier.init.shared.b64 [$0], {arrivals};", barrier.address(), constraints="r")
 
 
 def has_bulk_copies() -> bool:
-    """Whether the GPU that this is lowered for has them, and what came with them: Hopper's do."""
+    """Whether the GPU that this is lowered for has bulk copies and what came with them (Hopper)."""
     return bool(mgpu.utils.get_arch().major >= 9)
 
 
 def publish_barriers() -> None:
-    """Lets the copy engine see new barriers; without one a warp's barrier is enough."""
+    """Lets the copy engine see new barriers; without the engine a warp's barrier is enough."""
     if has_bulk_copies():
         act("fence.mbarrier_init.release.cluster; fence.proxy.async.shared::cta;")
 
@@ -208,7 +202,7 @@ def expect_bytes(barrier: Pointer, size: Int | int) -> None:
 
 
 def copy(source: Pointer, target: Pointer, size: Int | int, barrier: Pointer) -> None:
-    """Copies into shared memory by the copy engine; all multiples of 16 bytes."""
+    """Copies into shared memory by the copy engine; addresses and size: multiples of 16 bytes."""
     act(
         "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [$0], [$1], $3, [$2];",
         target.address(),
@@ -220,7 +214,7 @@ def copy(source: Pointer, target: Pointer, size: Int | int, barrier: Pointer) ->
 
 
 def copy_words(source: Pointer, target: Pointer, condition: Bool) -> None:
-    """Copies 16 bytes into shared memory, by this lane; zeros, where `condition` does not hold."""
+    """Copies 16 bytes into shared memory, by this lane; zeros if `condition` does not hold."""
     act(
         "cp.async.cg.shared.global [$0], [$1], 16, $2;",
         target.address(),
@@ -231,28 +225,28 @@ def copy_words(source: Pointer, target: Pointer, condition: Bool) -> None:
 
 
 def prefetch(source: Pointer) -> None:
-    """Asks for 128 bytes of global memory in the L2 cache."""
+    """Prefetches 128 bytes of global memory into the L2 cache."""
     act("prefetch.global.L2 [$0];", source.address(), constraints="l")
 
 
 def commit_copies() -> None:
-    """Makes a group of what this lane began to copy by `copy_words` since the last one."""
+    """Makes a group of this lane's `copy_words` since the last group."""
     act("cp.async.commit_group;")
 
 
 def wait_for_copies(most: int) -> None:
-    """Waits until at most so many of this lane's groups of copies are on their way."""
+    """Waits until at most `most` of this lane's groups of copies are unfinished."""
     act(f"cp.async.wait_group {most};")
 
 
 def arrive_after_copies(barrier: Pointer) -> None:
-    """Arrives once all that this lane began to copy by `copy_words` is there."""
+    """Arrives once all of this lane's `copy_words` are done."""
     text = "cp.async.mbarrier.arrive.noinc.shared.b64 [$0];"
     act(text, barrier.address(), constraints="r")
 
 
 def join_bits(target: Pointer, bits: Int) -> None:
-    """Sets bits of a word of shared memory, as one operation among those of other lanes."""
+    """Sets bits of a word of shared memory, atomically."""
     act("red.shared.or.b32 [$0], $1;", target.address(), bits.value, constraints="r,r")
 
 
@@ -270,9 +264,8 @@ def wait(barrier: Pointer, parity: Int) -> None:
 def store_matrices(address: Int, words: Sequence[Int]) -> None:
     """Stores up to four 8 x 8 blocks of 16-bit numbers of a warp, columns as rows.
 
-    Args:
-      address: in shared memory; lane ``8 i + j`` has that of column `j` of block `i`.
-      words: of each block two rows of the lane's column pair.
+    Lane ``8 i + j`` has the `address` in shared memory of column `j` of block `i`; `words` are two
+    rows of the lane's column pair for each block.
     """
     names = ", ".join(f"${i + 1}" for i in range(len(words)))
     act(

@@ -21,12 +21,10 @@ ir, arith, llvm, scf, math = cast(tuple[Any, ...], (_ir, _arith, _llvm, _scf, _m
 
 
 def i32() -> Any:
-    """The type of integers."""
     return ir.IntegerType.get_signless(32)
 
 
 def f32() -> Any:
-    """The type of floats."""
     return ir.F32Type.get()
 
 
@@ -38,7 +36,6 @@ def int_value(x: "Int | int") -> Any:
 
 
 def float_value(x: "Float | float") -> Any:
-    """The compiler's value of a float or a constant."""
     return x.value if isinstance(x, Float) else arith.constant(f32(), float(x))
 
 
@@ -106,11 +103,11 @@ class Int:
         return Int(arith.shrui(self.value, int_value(other)))
 
     def __floordiv__(self, other: "Int | int") -> "Int":
-        """Of non-negative numbers."""
+        """Only for non-negative numbers."""
         return Int(arith.divui(self.value, int_value(other)))
 
     def __mod__(self, other: "Int | int") -> "Int":
-        """Of non-negative numbers."""
+        """Only for non-negative numbers."""
         return Int(arith.remui(self.value, int_value(other)))
 
     __lt__ = _compare("slt")
@@ -120,19 +117,16 @@ class Int:
     equals = _compare("eq")
 
     def maximum(self, other: "Int | int") -> "Int":
-        """The larger of two."""
         return Int(arith.maxsi(self.value, int_value(other)))
 
     def minimum(self, other: "Int | int") -> "Int":
-        """The smaller of two."""
         return Int(arith.minsi(self.value, int_value(other)))
 
     def to_float(self) -> "Float":
-        """As a float32."""
         return Float(arith.sitofp(f32(), self.value))
 
     def as_float(self) -> "Float":
-        """The same bits."""
+        """Reinterprets the bits."""
         return Float(arith.bitcast(f32(), self.value))
 
 
@@ -167,37 +161,32 @@ class Float:
         return Float(arith.maxnumf(self.value, float_value(other)))
 
     def fma(self, b: "Float", c: "Float") -> "Float":
-        """``self * b + c``, rounded once."""
         return Float(math.fma(self.value, b.value, c.value))
 
     def as_int(self) -> Int:
-        """The same bits."""
+        """Reinterprets the bits."""
         return Int(arith.bitcast(i32(), self.value))
 
 
 def integer(x: int) -> Int:
-    """A constant."""
     return Int(int_value(x))
 
 
 def number(x: float) -> Float:
-    """A constant."""
     return Float(float_value(x))
 
 
 def scalar(x: Any) -> Int:
-    """An int32 scalar of Pallas."""
+    """An int32 scalar of Pallas as `Int`."""
     [value] = x.registers.flat
     return Int(value)
 
 
 def number_of(x: Float | float) -> Float:
-    """A constant, or the number itself."""
     return x if isinstance(x, Float) else number(x)
 
 
 def when(condition: Bool) -> Any:
-    """A context whose body runs where `condition` holds."""
     return mgpu.utils.when(condition.value)
 
 
@@ -220,13 +209,10 @@ def either(
     a: Callable[[], list[Any]],
     b: Callable[[], list[Any]],
 ) -> list[Any]:
-    """What `a` computes where `condition` holds, elsewhere what `b` does; only one of them runs.
+    """What `a` computes if `condition` holds, otherwise what `b` does; only one of them runs.
 
-    Args:
-      condition: on which the lanes of a warp agree.
-      kinds: of the results, `Int` or `Float`.
-      a: gives a list of numbers.
-      b: gives a list of as many.
+    The lanes of a warp must agree on `condition`. Both functions return a list of as many numbers,
+    whose types `kinds` are.
     """
     types = [i32() if kind is Int else f32() for kind in kinds]
     op = scf.IfOp(condition.value, types, has_else=True)
@@ -237,12 +223,11 @@ def either(
 
 
 def total(values: Sequence[Any]) -> Any:
-    """The sum of several numbers."""
     return functools.reduce(lambda a, b: a + b, values)
 
 
 def tree(values: Sequence[Any], op: Callable[[Any, Any], Any]) -> Any:
-    """Combines numbers pairwise, for short chains."""
+    """Combines numbers pairwise, which keeps dependency chains short."""
     values = list(values)
     while len(values) > 1:
         pairs = [op(a, b) for a, b in zip(values[::2], values[1::2], strict=False)]
@@ -251,9 +236,9 @@ def tree(values: Sequence[Any], op: Callable[[Any, Any], Any]) -> Any:
 
 
 def chain(values: Sequence[Any], op: Callable[[Any, Any], Any]) -> Any:
-    """Combines numbers two at a time, alternately into two: fewer at once than in a `tree`.
+    """Combines numbers two at a time into two alternating results: fewer at once than in a `tree`.
 
-    Two maxima of integers in a row are one instruction.
+    Two integer maxima in a row are one instruction.
     """
     totals = list(values[:2])
     for i in range(2, len(values), 2):

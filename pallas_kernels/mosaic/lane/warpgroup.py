@@ -6,7 +6,7 @@ from pallas_kernels.mosaic.lane.instructions import asm
 from pallas_kernels.mosaic.lane.memory import Pointer
 from pallas_kernels.mosaic.lane.numbers import Float, Int, f32, llvm
 
-# Of a descriptor: the stride of eight rows of 128 bytes, and rows interleaved over 128 bytes.
+# A descriptor's stride of eight rows of 128 bytes, and rows interleaved over 128 bytes.
 _HIGH = 0x40000000 | 1024 >> 4
 _LOW = 1 << 16
 _DEPTH = 32
@@ -19,23 +19,18 @@ def start_product(
     kind: str = "e4m3",
     minus: Sequence[Int] = (),
 ) -> list[Float]:
-    """Starts a warpgroup's product of 8-bit floats: ``[64, k] x [k, columns]``.
+    """Starts a warpgroup's product of 8-bit floats of `kind`: ``[64, k] x [k, columns]``.
 
     Lane ``4 g + t`` of warp `w` has rows ``16 w + g`` and ``16 w + g + 8``. For 32 columns of the
-    left operand it holds four words of four bytes: of its first row from column ``4 t`` on, of its
-    second, then both from ``16 + 4 t`` on.
+    left operand it holds four `words` of four bytes: of its first row from column ``4 t`` on, of
+    its second, then both from ``16 + 4 t`` on. `minus` are words of another left operand, whose
+    product is subtracted; none or as many. `tokens` is the right operand in shared memory,
+    ``[columns, 128]`` bytes at a multiple of 1,024, whose 16-byte chunks are permuted: chunk `c` of
+    row `n` is where ``c ^ n % 8`` would be. `columns` is a multiple of 8.
 
-    Args:
-      words: four for every 32 of `k`.
-      tokens: the right operand in shared memory, ``[columns, 128]`` bytes at a multiple of 1,024,
-        whose 16-byte chunks are permuted: chunk `c` of row `n` is where ``c ^ n % 8`` would be.
-      columns: 8, 16, ..., a multiple of 8.
-      kind: of both operands.
-      minus: words of another left operand, whose product is subtracted; none or as many.
-
-    Returns:
-      Of every eight columns ``8 j`` the lane's four numbers: columns ``8 j + 2 t`` and
-      ``8 j + 2 t + 1`` of its first row, then of its second. Not to be touched before `finish`.
+    Returns for every eight columns ``8 j`` the lane's four numbers: columns ``8 j + 2 t`` and
+    ``8 j + 2 t + 1`` of its first row, then of its second. They must not be touched before
+    `finish`.
     """
     count = columns // 2
     accumulator = "{" + ",".join(f"${i}" for i in range(count)) + "}"

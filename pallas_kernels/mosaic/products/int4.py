@@ -20,7 +20,7 @@ _INTEGERS = (0x44403800, 0x4E4C4A48, 0xCACCCED0, 0xB8C0C4C8)
 _MAGNITUDES = 0x7F7F7F7F
 TABLE_BYTES = 16
 CHUNK = 256
-"""Bytes of a row of a tile of 64 rows as it is copied: 16 such rows. Longer ones are fewer."""
+"""Bytes of a row as a tile of 64 rows is copied: 16 such rows, as longer rows are fewer."""
 TABLES = 128
 """Scales are e4m3 without a sign; each has a table of 16 products."""
 
@@ -49,18 +49,13 @@ def load(
 ) -> tuple[list[list[Int]], list[Float]]:
     """A lane's part of 64 rows of a group of 128 inputs.
 
-    Args:
-      codes: shared memory, uint8, 64 bytes a row, one after the other.
-      scales: shared memory, one a row: e4m3 with tables, `dtype` without.
-      tables: shared memory, e4m3 ``[128, 16]``: of each scale its products with 0..7, -8..-1; or
-        None, for the codes themselves.
-      first: int32 scalar, the first of the rows.
-      dtype: ``"bfloat16"`` or ``"float16"``.
+    In shared memory: `codes`, uint8, 64 bytes a row, one after the other; `scales`, one a row, e4m3
+    with tables, `dtype` (16 bits) without; `tables`, e4m3 ``[128, 16]``, of each scale its products
+    with 0..7, -8..-1, or None for the codes themselves. `first` is the first of the rows.
 
-    Returns:
-      of each of its two rows eight words of e4m3, word ``2 s + h`` of inputs ``32 s + 16 h + 4 t``
-      and three more, where `t` is the lane's place of four; and the rows' scales, float32, that are
-      not in them.
+    Returns of each of its two rows eight words of e4m3, word ``2 s + h`` of inputs
+    ``32 s + 16 h + 4 t`` and three more, where `t` is the lane's place of four; and the rows'
+    scales, float32, that are not in them.
     """
     row, t = fragments.row_and_place()
     tables = None if tables is None else Pointer.to(tables)
@@ -72,7 +67,7 @@ def load(
 def _read(
     codes: Pointer, scales: Pointer, tables: Pointer | None, here: tuple[Int, Int], dtype: str
 ) -> tuple[list[tuple[list[Int], list[Int]]], list[Float]]:
-    """Of each of a lane's rows four words of codes and its table, and the scales for later."""
+    """For each of a lane's rows four words of codes and its table; and the scales for later."""
     row, t = here
     rows, rest = [], []
     for half in range(2):
@@ -92,7 +87,7 @@ def _read(
 def _split(word: Int, table: Sequence[Int]) -> list[tuple[Int, Int]]:
     """Eight codes in two operands' words: of nibbles 0 to 3, then of 4 to 7.
 
-    A selector with its fourth bit set takes a byte's sign, eight times: here a zero.
+    A selector with its fourth bit set repeats a byte's sign eight times, which is zero here.
     """
     other = word ^ -0x77777778
     return [
@@ -111,18 +106,12 @@ def load_split(
     here: tuple[Int, Int],
     dtype: str = "bfloat16",
 ) -> tuple[list[Int], list[Int], list[Float]]:
-    """As `load`, in two operands: for eight codes 7 instructions instead of 11.
+    """As `load`, in two operands: 7 instructions instead of 11 for eight codes.
 
-    Args:
-      codes: as there.
-      scales: as there.
-      tables: as there, but nothing in them is negative: see `magnitudes`.
-      here: the first of the lane's two rows, and its place of four.
-      dtype: as there.
-
-    Returns:
-      what is not negative, and what is, without its sign, each with zeros in the other's places:
-      words as `lane.start_product` takes them; and the rows' scales that are not in them.
+    Nothing in `tables` is negative, see `magnitudes`; `here` is the first of the lane's two rows
+    and its place of four. Returns the values that are not negative, and the negative ones without
+    signs, each with zeros in the other's places, as words for `lane.start_product`; and the rows'
+    scales that are not in them.
     """
     rows, rest = _read(codes, scales, tables, here, dtype)
     if tables is None:
@@ -140,11 +129,10 @@ def magnitudes(table: Sequence[Int]) -> list[Int]:
 def operand(
     codes: Any, scales: Any, tables: Any | None, first: Any, dtype: str = "bfloat16"
 ) -> tuple[Any, Any]:
-    """What `load` reads, as a register operand.
+    """What `load` reads, as a register operand, and float32 ``[64]``, the scales not in it.
 
-    Returns:
-      its words, int32 ``[64, 32]``: of every instruction both rows' first 16 inputs, then both
-      rows' others; and float32 ``[64]``, the scales that are not in them.
+    Its words are int32 ``[64, 32]``: of every instruction both rows' first 16 inputs, then both
+    rows' others.
     """
     rows, rest = load(codes, scales, tables, first, dtype)
     return fragments.carrier(

@@ -26,17 +26,15 @@ _TWICE = 0x00010001
 
 
 def twice(x: Int) -> Int:
-    """The 16 bits in both halves of a word."""
     return x * _TWICE
 
 
 def signed(byte: Int) -> Int:
-    """The number in a byte."""
     return (byte ^ 128) - 128
 
 
 def zero_word(zero: Int | None, dtype: str) -> Int:
-    """What `integers` subtracts for a zero point, a small integer; None for 0."""
+    """What `integers` subtracts for a zero point, a small integer or None for 0."""
     if zero is None:
         return lane.integer(_ZERO[dtype] * _TWICE)
     return twice(zero + _ZERO[dtype])
@@ -54,15 +52,10 @@ def integers(word: Int, zero: Int, dtype: str) -> list[Int]:
 
 
 def round_to_e4m3(nibbles: Int, scale: Int, dtype: str) -> Int:
-    """``e4m3(scale * code)``, saturating, of two codes as in `integer_pair`.
+    """``e4m3(scale * code)``, saturating, of two codes; `scale` is finite, in both halves.
 
     A product of an e4m3 scale and a code has at most eight bits. Below 2**-6, where e4m3 numbers
     are 2**-9 apart, it is a multiple of 2**-9: so rounding it to four bits is all that e4m3 does.
-
-    Args:
-      nibbles: the codes.
-      scale: finite, as a 16-bit float twice.
-      dtype: of the result.
     """
     beyond = _BEYOND_E4M3[dtype]
     x = lane.half.multiply(integer_pair(nibbles, zero_word(None, dtype), dtype), scale, dtype)
@@ -73,7 +66,7 @@ def round_to_e4m3(nibbles: Int, scale: Int, dtype: str) -> Int:
 
 
 def e4m3_scale(bits: Int, dtype: str) -> tuple[Int, Float]:
-    """A scale in e4m3 as a 16-bit float twice; and 1, or NaN where it is NaN."""
+    """An e4m3 scale as a 16-bit float twice; and 1, or NaN if the scale is NaN."""
     value = lane.half.unpack(lane.half.from_e4m3(bits)[0], "float16")[0]
     return lane.half.pack(value, value, dtype), value * 0.0 + 1.0
 
@@ -87,9 +80,7 @@ def operands(rows: Sequence[Sequence[Int]]) -> list[list[Int]]:
 def token_words(low: Sequence[Int], high: Sequence[Int]) -> list[Int]:
     """A token's inputs in the order of `integers`.
 
-    Args:
-      low: two words, inputs ``4 t`` to ``4 t + 3`` of 32.
-      high: those 16 further on.
+    `low` are two words, inputs ``4 t`` to ``4 t + 3`` of 32; `high` those 16 further on.
     """
     return [
         lane.permute_bytes(low[i // 2], high[i // 2], 0x7632 if i % 2 else 0x5410) for i in range(4)
@@ -97,17 +88,14 @@ def token_words(low: Sequence[Int], high: Sequence[Int]) -> list[Int]:
 
 
 def scale_of(bits: Int, kind: str) -> Float:
-    """A scale of 16 bits as a float32."""
     return lane.half.unpack(bits, kind)[0]
 
 
 def _spread(first: Int, second: Int, place: Int) -> list[Int]:
     """Eight codes of a lane as four pairs of neighbours, each in the low four bits of a half.
 
-    Args:
-      first: word `s` of the 16 bytes ``t // 2`` of a row, see `load`.
-      second: of the 16 bytes ``t // 2 + 2``.
-      place: the lane's `t` of four.
+    `first` and `second` are words `s` of the 16 bytes ``t // 2`` and ``t // 2 + 2`` of a row, where
+    `t` is `place`, the lane's of four; see `load`.
     """
     # Inputs 2 t and 2 t + 1 of eight: of every 16 inputs a byte of the first half and the second.
     low = lane.permute_bytes(first, second, (place & 1) * 0x1111 + 0x6240)
@@ -129,17 +117,11 @@ def load(
     Matrix instructions of a warpgroup read tokens from shared memory, where of every eight inputs a
     lane's are the `t`-th two. Those of a row are in two of its four runs of 16 bytes.
 
-    Args:
-      codes: shared memory, uint8, 64 bytes a row, one after the other.
-      scales: shared memory, one a row, of `kind`.
-      zeros: shared memory, int8, one a row, or None.
-      first: int32 scalar, the first of the rows.
-      dtype: of the operand, ``"bfloat16"`` or ``"float16"``.
-      kind: ``"e4m3"``, ``"bfloat16"`` or ``"float16"``.
-      rounds: whether scales multiply the integers, with one rounding to `dtype`.
-
-    Returns:
-      the words of eight instructions of 16 inputs, four each; and the factors of both rows' sums.
+    In shared memory: `codes`, uint8, 64 bytes a row, one after the other; one a row, `scales` of
+    `kind` (``"e4m3"``, ``"bfloat16"`` or ``"float16"``) and `zeros`, int8 or None. `first` is the
+    first of the rows. If it `rounds`, scales multiply the integers, with one rounding to `dtype`.
+    Returns the words of eight instructions of 16 inputs, four each, and the factors of both rows'
+    sums.
     """
     row, t = fragments.row_and_place()
     row = row + lane.scalar(first)

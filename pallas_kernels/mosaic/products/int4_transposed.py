@@ -20,16 +20,13 @@ _EACH = 4
 def expand(codes: Any, scales: Any, tables: Any, group: Any, out: Any) -> None:
     """128 rows of a group of 128 inputs as e4m3 ``[inputs, rows]``.
 
-    A warp's lanes store one input's 128 bytes, or four parts of four such lines: as the places `t`
-    of lanes beside each other differ, and every other lane of eight takes its rows in pairs turned
-    round, no two of them meet in a bank of shared memory when they load or store.
+    A warp's lanes store one input's 128 bytes, or four parts of four such lines. The places `t` of
+    neighbouring lanes differ, and every other lane of eight takes its rows in swapped pairs, so
+    that no two of them meet in a bank of shared memory when they load or store.
 
-    Args:
-      codes: shared memory, uint8 ``[2, groups, 64, 64]`` in any shape: tiles of 64 rows.
-      scales: shared memory, e4m3 ``[2, groups, 64]``.
-      tables: shared memory, as of `int4.load`.
-      group: int32 scalar, which of the two groups of inputs.
-      out: shared memory, uint8 ``[128, 128]``, rows of 128 bytes interleaved.
+    In shared memory: `codes` uint8 ``[2, groups, 64, 64]`` in any shape, tiles of 64 rows; `scales`
+    e4m3 ``[2, groups, 64]``; `tables` as for `int4.load`; `out` uint8 ``[128, 128]``, rows of 128
+    bytes interleaved. `group` is which of the groups of inputs.
     """
     number = lane.special("tid.x") & 127
     group = lane.scalar(group)

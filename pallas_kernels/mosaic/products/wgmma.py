@@ -28,13 +28,10 @@ def _steps(
 ) -> tuple[Value, list[int]]:
     """An operand's descriptor, and what is added to it for each instruction.
 
-    Args:
-      ref: tiled shared memory: ``[m / 8, k / w, 8, w]``, on the right ``[k / w, n / 8, w, 8]`` or
-        ``[k / 8, n / w, 8, w]``, where `w` are the numbers in `swizzle` bytes.
-      swizzle: bytes of a tile's row.
-      group: rows and depth, on the right depth and columns, of the parts that one descriptor's
-        strides reach.
-      is_left: which operand.
+    `ref` is tiled shared memory: ``[m / 8, k / w, 8, w]``, on the right ``[k / w, n / 8, w, 8]`` or
+    ``[k / 8, n / w, 8, w]``, where `w` are the numbers in `swizzle` bytes, a tile's row. `group`
+    are rows and depth, on the right depth and columns, of the parts that one descriptor's strides
+    reach.
     """
     depth = group[1 if is_left else 0]
     large = (_ROWS, depth) if is_left else (depth, depth)
@@ -69,17 +66,11 @@ def start(
 ) -> Any:
     """Starts ``a @ b`` as one group of asynchronous products.
 
-    Args:
-      a: the left operand ``[64, k]``, in registers (layout `WGMMA_8BIT`, or its words, see
-        `int4.load` and `fragments.half_words`) or in tiled shared memory.
-      b: the right one, tiled shared memory of ``[n, k]``.
-      swizzle: bytes of a row of a tile of `b`.
-      a_swizzle: the same of `a`, if that is in memory.
-      total: added to, if given: what such a call returned.
-      rows_are_depth: whether the memory of `b` is ``[k, n]`` instead; numbers of 16 bits alone.
-
-    Returns:
-      int32 or float32 ``[64, n]``, not to be touched before a wait for the group.
+    `a` ``[64, k]`` is in registers (layout `WGMMA_8BIT`, or its words, see `int4.load` and
+    `fragments.half_words`) or in tiled shared memory, rows of its tiles then `a_swizzle` bytes; `b`
+    is tiled shared memory of ``[n, k]``, of ``[k, n]`` if `rows_are_depth`, for 16-bit numbers
+    only. `total`, what such a call returned, is added to. Returns int32 or float32 ``[64, n]``, not
+    to be touched before a wait for the group.
     """
     if not rows_are_depth:
         b = mgpu.memref_transpose(b, (1, 0, 3, 2))

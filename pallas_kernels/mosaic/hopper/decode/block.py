@@ -35,7 +35,7 @@ _EVERY_BYTE, _TOP_BITS = 0x01010101, 0x04040404
 
 
 def unpack(words: list[Int], bits: int) -> list[Int]:
-    """Operand words of four codes, those of one packed word after the other."""
+    """Operand words of four codes; those of one packed word follow each other."""
     mask = (2**bits - 1) * _EVERY_BYTE
     return [
         (word >> shift if shift else word) & mask for word in words for shift in range(0, 8, bits)
@@ -43,7 +43,7 @@ def unpack(words: list[Int], bits: int) -> list[Int]:
 
 
 def load_words(pointer: Pointer, count: int) -> list[Int]:
-    """Loads words from a place that is a multiple of so many, as wide as that allows."""
+    """Loads `count` words from a place aligned to `count` words, with the widest possible loads."""
     width = count & -count
     if width == count:
         return pointer.words(count)
@@ -51,18 +51,12 @@ def load_words(pointer: Pointer, count: int) -> list[Int]:
 
 
 def code_words(area: Pointer, row: Int, here: Place, size: int, bits: int) -> list[Int]:
-    """Operand words of a lane's quarter of packed codes.
+    """Operand words of a lane's quarter of the `size` packed codes at byte `row` of `area`.
 
-    3-bit codes are a plane of their lower two bits, in the order of 2-bit ones, and then one of
-    their highest bits, eight to a byte (see `turbojax.quantizers.packing`): those of a lane's
-    quarter are every second bit of half of that plane.
-
-    Args:
-      area: of all rows.
-      row: where in it the codes of a token, or of a channel, are: one addition less than a pointer.
-      here: the lane's place.
-      size: how many there are.
-      bits: of a code.
+    `row` is an offset and not a pointer, which saves an addition. 3-bit codes are a plane of their
+    lower two bits, in the order of 2-bit ones, and then one of their highest bits, eight to a byte
+    (see `turbojax.quantizers.packing`): those of a lane's quarter are every second bit of half of
+    that plane.
     """
     low = 2 if bits == 3 else bits
     plane = size * low // 8
@@ -81,14 +75,9 @@ def code_words(area: Pointer, row: Int, here: Place, size: int, bits: int) -> li
 
 
 def channel_words(pointer: Pointer, here: Place, size: int, bits: int, scale: int = 1) -> list[Int]:
-    """A number per channel, in the order of the key operand's words.
+    """One number of `scale` bytes per channel, in the order of a key operand's words.
 
-    Args:
-      pointer: to the channels, `scale` bytes each.
-      here: the lane's place.
-      size: channels.
-      bits: of the key codes.
-      scale: bytes of one number: a word is that many words then.
+    With several bytes a number, each word is replaced by that many words.
     """
     runs = runs_of(bits)
     span = size // runs
@@ -120,7 +109,7 @@ def scaled_queries(query: Query, scale: list[Int], here: Place) -> list[list[Int
 
 
 def plain_queries(query: Query, here: Place) -> list[list[Int]]:
-    """Operand words of each score tile where scales are 1: the low plane is the codes."""
+    """Operand words of each score tile if scales are 1: the low plane is the codes."""
     is_low = (here.g & 1).equals(0)
     return [[is_low.where(a | b | c | d, 0) for a, b, c, d in tile] for tile in query.codes]
 
@@ -128,13 +117,10 @@ def plain_queries(query: Query, here: Place) -> list[list[Int]]:
 def scores(
     shape: Shape, rows: Any, queries: list[list[Int]], zero: list[Int] | None
 ) -> list[list[Int]]:
-    """Scores of each tile's query `t` with this lane's tokens, as integers.
+    """Integer scores of each tile's query `t` with this lane's tokens.
 
-    Args:
-      shape: sizes.
-      rows: gives the operand words of the lane's token number `i`.
-      queries: operand words.
-      zero: operand words of the channels' zeros.
+    ``rows(i)`` gives the operand words of the lane's token number `i`; `zero` has those of the
+    channels' zeros.
     """
     steps = range(0, len(queries[0]), 2)
     nothing = [lane.integer(0)] * 4
@@ -157,7 +143,7 @@ def scores(
 
 
 def token_words(shape: Shape, here: Place) -> list[Int]:
-    """First token of each of the lane's words of four."""
+    """The first token of each of the lane's words of four."""
     runs = runs_of(shape.value_bits)
     span, parity, pair = shape.block // runs, here.g & 1, here.g >> 1
     out = []
@@ -178,9 +164,9 @@ class Weights:
 
     Attributes:
       words: packed weights of each score tile's query `t`.
-      maxima: of the tiles' queries.
-      totals: this lane's part of the sums.
-      seen: whether a tile's query sees anything of the block; None where all see all.
+      maxima: of these queries.
+      totals: this lane's part of the sums of weights.
+      seen: whether a tile's query sees any token of the block; None if all see all.
       lost: NaN where the scale of the scores is, 0 elsewhere.
     """
 
@@ -201,13 +187,13 @@ def softmax(
     n: Numerics,
     is_masked: bool,
 ) -> Weights:
-    """The block's own softmax and its rounded weights (see `decode_reference`)."""
+    """A block's softmax relative to its own maximum, weights rounded (see `decode_reference`)."""
     words, maxima, totals, seen, lost = [], [], [], [], []
     for tile, integers in enumerate(products):
         factor = query.scale[tile] * key_scale
         x, slope = [s.to_float() for s in integers], factor
         visible = None
-        # Maxima are of integers: of a NaN and a number an instruction gives the number.
+        # Maxima of integers: of a NaN and a number, the float instruction gives the number.
         highest = x
         if is_masked:
             visible = _visible(query.position[tile], first_token, tokens, here, n)
@@ -251,7 +237,6 @@ def _visible(
 
 
 def _pack(p: list[Float], here: Place, n: Numerics) -> Int:
-    """Four weights as bytes, in the order of their tokens."""
     # The sum's low byte is the rounded weight.
     a, b, c, d = (lane.fma(x, INT8_RANGE / n.largest, lane.ROUNDER).as_int() for x in p)
     low, high = lane.permute_bytes(a, b, 0x0040), lane.permute_bytes(c, d, 0x0040)
@@ -259,7 +244,7 @@ def _pack(p: list[Float], here: Place, n: Numerics) -> Int:
 
 
 def _for_outputs(values: list[Any], tile: int, here: Place) -> tuple[Any, Any]:
-    """Numbers of score tiles' queries, for the queries ``2 t, 2 t + 1`` of an output tile."""
+    """From numbers of score tiles' queries, those of queries ``2 t, 2 t + 1`` of an output tile."""
     column = (here.t & 1) * 2
     own = here.g << 2
     pair = []
@@ -273,7 +258,7 @@ def _for_outputs(values: list[Any], tile: int, here: Place) -> tuple[Any, Any]:
 
 
 def weight_operands(shape: Shape, words: list[list[Int]], tile: int, here: Place) -> list[Int]:
-    """Operand words of an output tile's weights, for tokens as `Shape.words` orders them."""
+    """Operand words of an output tile's weights, for tokens as `token_words` orders them."""
     out = []
     for a in range(2 * shape.words):
         half, e = divmod(a, shape.words)
@@ -298,15 +283,8 @@ def add_block(
 ) -> State:
     """Adds a block's weighted values to the running softmax.
 
-    Args:
-      shape: sizes.
-      state: the softmax so far.
-      weights: of the block.
-      rows: gives the operand words of the lane's channel number `i`.
-      channels: scale and zero of the lane's channels, four to a word; None where they are 1 and 0.
-      value_scale: of the block.
-      here: the lane's place.
-      n: numerics.
+    ``rows(i)`` gives the operand words of the lane's channel number `i`; `channels` are the scales
+    and zeros of the lane's channels, four to a word, or None if they are 1 and 0.
     """
     alphas, factors, maxima, totals = [], [], [], []
     for tile, top in enumerate(weights.maxima):

@@ -25,11 +25,8 @@ def body(
 ) -> None:
     """A kernel's body, written for single lanes.
 
-    Args:
-      refs: the kernel's references.
-      run: ``run(arrays, ids, memory)``: the call's arrays, the program's numbers, and its shared
-        memory, for its warps and for their barriers.
-      s: settings.
+    It calls ``run(arrays, ids, memory)``: the call's arrays, the program's number along each axis,
+    and its shared memory for the warps and for their barriers.
     """
 
     def inner(refs: Any, inputs: Any, ids: list[Int], memory: tuple[Any, Any]) -> None:
@@ -40,10 +37,10 @@ def body(
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Results:
-    """What those who share a program's rows leave in shared memory, as `warp.merged` reads it.
+    """Where those that share a program's rows leave results in shared memory, for `warp.merged`.
 
     Attributes:
-      area: of the first result.
+      area: the first result.
       count: results of a program.
       each: bytes from one to the next.
       row: numbers from one row to the next.
@@ -123,20 +120,10 @@ def call(
     lengths: tuple[jax.Array, jax.Array, jax.Array],
     s: Settings,
 ) -> tuple[jax.Array, jax.Array]:
-    """Runs a decode kernel, and merges its parts if it has several.
+    """Runs a decode kernel and merges its parts, if several; results as `decode.kernel.decode`.
 
-    Args:
-      kernel: of references, with the settings `s`.
-      name: that profilers show.
-      query: ``[B, T, N, H]``.
-      key: the keys.
-      value: the values.
-      lengths: int32 ``[B]`` each: tokens seen, those of them in the buffer, and real queries.
-      s: settings.
-
-    Returns:
-      ``[B, T, N, H]`` in the query's dtype, or the settings', and the float32 log-sum-exp
-      ``[B, T, N]``.
+    `query` is ``[B, T, N, H]``; `lengths` are int32 ``[B]`` each: tokens seen, tokens in the
+    buffer, and real queries.
     """
     batch, tokens, of_queries, head_dim = query.shape
     kv_heads = key.buffer.shape[1]

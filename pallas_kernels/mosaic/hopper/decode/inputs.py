@@ -11,36 +11,33 @@ from pallas_kernels.mosaic import lane, warp
 from pallas_kernels.mosaic.hopper.decode.types import Shape, SparseExponential, Width
 from pallas_kernels.mosaic.lane import Int, Pointer
 
-# In programs, on every Hopper GPU.
+# Programs of a cluster, on every Hopper GPU.
 _LARGEST_CLUSTER = 8
-# That a warp's lanes copy at once without bulk copies.
+# Bytes that a warp's lanes copy at once without bulk copies.
 _BYTES_OF_WARP = 32 * 16
 
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """What is static in a decode call.
+    """A decode call's static settings.
 
     Attributes:
       exponential: SAS, or None for the exact one.
       key_bits: widths of the keys' code arrays.
-      value_bits: widths of the values'.
+      value_bits: widths of the values' code arrays.
       block: tokens of a cache block.
-      scale: factor of the scores.
-      window: optional (left, right).
-      soft_cap: optional cap of the scores.
       rows: queries of a program, 4 or 8.
       splits: programs that share a KV head's blocks, a multiple of `cluster`.
-      cluster: of them those that merge their results among themselves, at most 8.
-      warpgroups: of a program; each of their warps takes its own blocks.
+      cluster: how many of these merge their results among themselves, at most 8.
+      warpgroups: of a program; each warp takes its own blocks.
       stages: blocks in flight for each warp.
-      copies_words: whether a warp's lanes copy blocks, 16 bytes at a time, and there are no
-        clusters: for GPUs before Hopper.
+      copies_words: whether a warp's lanes copy blocks, 16 bytes at a time, without clusters: for
+        GPUs before Hopper.
       out_dtype: of the output, ``"float32"``; None for the queries'.
 
     Raises:
-      ValueError: if `splits` is not a multiple of `cluster`, or `cluster` larger than hardware
-        allows.
+      ValueError: if `splits` is not a multiple of `cluster`, or `cluster` is too large for the
+        hardware.
     """
 
     exponential: SparseExponential | None
@@ -67,34 +64,32 @@ class Settings:
 
     @property
     def parts(self) -> int:
-        """Results of a KV head's rows that are written; one if they are final."""
+        """How many results are written for a KV head's rows; 1 if they are final."""
         return self.splits // self.cluster
 
     @property
     def warps(self) -> int:
-        """Warps of a program."""
         return 4 * self.warpgroups
 
     @property
     def arrivals(self) -> int:
-        """Lanes that start the copies of a block, and arrive for it."""
+        """How many lanes start the copies of a block, and arrive at its barrier."""
         return 32 if self.copies_words else 1
 
     def warp_bytes(self, head_dim: int) -> int:
-        """Shared memory of a warp's blocks in flight."""
         return self.stages * stage_bytes(head_dim, self.block, self.key_bits, self.value_bits)
 
 
 def stage_bytes(
     head_dim: int, block: int, key_bits: tuple[int, ...], value_bits: tuple[int, ...]
 ) -> int:
-    """Shared memory of one block in flight, of the widest codes."""
+    """Shared memory of one block in flight, with the widest codes."""
     return Shape(head_dim, block, max(key_bits), max(value_bits), 4).bytes
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class SidePointers:
-    """`Side`, as pointers; `heads` counts those of each code array."""
+    """The pointers of a `Side`; `heads` is how many heads each code array has."""
 
     codes: tuple[Pointer, ...]
     channel_scale: Pointer
@@ -106,16 +101,14 @@ class SidePointers:
     heads: tuple[int, ...]
 
     def slot(self, pair: Int) -> Int:
-        """Place of a sequence's head among the heads of all code arrays."""
         return self.head_slots.at(pair << 2).word()
 
     def width(self, pair: Int, bits: tuple[int, ...]) -> Width:
-        """That of a sequence's head, where the code arrays have these."""
+        """The width of a head's codes, given those of the code arrays."""
         return Width(bits, self.slot(pair) >= self.heads[0] if len(bits) == 2 else None)
 
     @classmethod
     def of(cls, refs: Any, side: Side) -> "SidePointers":
-        """The pointers behind the references to `side`."""
         names = Side._fields
         pointers = {name: jax.tree.map(Pointer.to, getattr(refs, name)) for name in names}
         return cls(**pointers, heads=tuple(x.shape[1] for x in side.codes))
@@ -126,10 +119,8 @@ class Arrays(warp.Arrays):
     """The call's arrays.
 
     Attributes:
-      key: the keys.
-      value: the values.
-      buffered: the tokens held that are in the buffer, ``[B]``.
-      blocks: that a sequence has room for, `n`.
+      buffered: how many of the tokens held are in the buffer, ``[B]``.
+      blocks: how many a sequence has room for, `n`.
       buffer_size: in tokens.
     """
 
@@ -140,7 +131,7 @@ class Arrays(warp.Arrays):
     buffer_size: int
 
     def place(self, block: Int, s: Settings) -> Int:
-        """Where a block is, or, past the last one, another; what has a window may be a ring."""
+        """Where a block is stored, in a ring if there is a window; past the last, some block."""
         inside = block.maximum(0)
         return inside.minimum(self.blocks - 1) if s.window is None else inside % self.blocks
 
@@ -158,7 +149,7 @@ class Arrays(warp.Arrays):
 
     @classmethod
     def of(cls, refs: Any, inputs: Any) -> "Arrays":
-        """The arrays behind Mosaic's references and Pallas' own, which know shapes."""
+        """From Mosaic's references, and Pallas' own, which know shapes."""
         q, key, value = inputs[:3]
         query, key_refs, value_refs, lengths, buffered, query_lengths, *outputs = refs
         _, tokens, heads, head_dim = q.shape
@@ -182,12 +173,12 @@ class Arrays(warp.Arrays):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Program(warp.Program):
-    """What a program works on: units are blocks, and past the last one those of the buffer.
+    """What a program works on. Its units are blocks, and after the last one those of the buffer.
 
     Attributes:
       split: number of its share.
       member: its number in its cluster.
-      blocks: of the sequence.
+      blocks: compressed blocks of the sequence.
       compressed: tokens in them.
       buffered: tokens in the buffer.
     """
@@ -200,7 +191,7 @@ class Program(warp.Program):
 
     @classmethod
     def of(cls, a: Arrays, ids: list[Int], s: Settings) -> "Program":
-        """The program's place and which units are its own."""
+        """The program's place, and which units it takes."""
         tile, part, pair, *of_cluster = ids
         member = of_cluster[0] if of_cluster else lane.integer(0)
         split = part * s.cluster + member
@@ -233,7 +224,7 @@ class Program(warp.Program):
         )
 
     def of_buffer(self, first: Int, step: int, s: Settings) -> tuple[Int, Int]:
-        """The first of the buffer's units among every `step`-th from `first` on, and their end."""
+        """The first of the buffer's units among every `step`-th from `first` on, and the end."""
         begin = first + ((self.blocks - first).maximum(0) + (step - 1)) // step * step
         held = (self.buffered + (s.block - 1)) // s.block
         return begin, self.stop.minimum(self.blocks + held)
@@ -244,14 +235,8 @@ def copies_of(
 ) -> Callable[[Int, Pointer, Pointer], None]:
     """A function that starts the copies of a block to shared memory, for a barrier to wait for.
 
-    One lane calls it, or all of the warp's if `copies_words`.
-
-    Args:
-      a: the arrays.
-      at: the program.
-      shape: sizes, of the widest codes.
-      widths: of the head's keys and values.
-      s: settings.
+    One lane calls it, or all of the warp's if `copies_words`. `widths` are those of the head's keys
+    and values; `shape` has the widest codes.
     """
     sources = {}
     sizes: dict[str, Int | int] = {name: a.head_dim for name, _ in shape.parts}

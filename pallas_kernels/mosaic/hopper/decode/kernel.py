@@ -97,7 +97,6 @@ def _kernel(*refs: Any, s: Settings) -> None:
 
 
 def _program(a: Arrays, ids: list[Int], memory: tuple[Pointer, Pointer], s: Settings) -> None:
-    """Its share of a head's units, written for single lanes."""
     at = Program.of(a, ids, s)
     _walk(a, at, memory, s)
     found = frame.Results(
@@ -111,7 +110,6 @@ def _program(a: Arrays, ids: list[Int], memory: tuple[Pointer, Pointer], s: Sett
 
 
 def _walk(a: Arrays, at: Program, smem: tuple[Pointer, Pointer], s: Settings) -> None:
-    """A warp's share of the program's units, and its result."""
     shape = Shape(a.head_dim, s.block, max(s.key_bits), max(s.value_bits), s.rows)
     is_masked = a.tokens > 1 or s.window is not None
     n = Numerics(s.exponential, s.window, s.soft_cap, is_masked)
@@ -171,14 +169,12 @@ def _walk(a: Arrays, at: Program, smem: tuple[Pointer, Pointer], s: Settings) ->
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Products:
-    """What a warp computes of blocks and of the buffer, in code for each width of keys and values.
+    """What a warp computes of blocks and the buffer, with code for each width of keys and values.
 
     Attributes:
-      shape: sizes, of the widest codes.
-      key: of the head's keys.
-      value: of its values.
-      here: the lane's place.
-      n: numerics.
+      shape: sizes, with the widest codes.
+      key: width of the head's keys.
+      value: width of its values.
       tokens: the first of each of the lane's words of four.
     """
 
@@ -191,23 +187,18 @@ class Products:
 
     @classmethod
     def of(cls, shape: Shape, key: Width, value: Width, here: Place, n: Numerics) -> "Products":
-        """With the tokens that follow from the rest."""
-
         def tokens(bits: int) -> list[Int]:
             return token_words(dataclasses.replace(shape, value_bits=bits), here)
 
         return cls(shape, key, value, here, n, value.either([Int] * shape.words, tokens))
 
     def _of(self, key: int | None = None, value: int | None = None) -> Shape:
-        """Sizes with the widths of the code that is written."""
         widest = self.shape
         return dataclasses.replace(
             widest, key_bits=key or widest.key_bits, value_bits=value or widest.value_bits
         )
 
     def query(self, a: Arrays, at: Program, scale: float) -> Query:
-        """The program's queries."""
-
         def load(bits: int) -> list[Any]:
             return load_query(a, at, self._of(key=bits), self.here, scale, self.n.unit).flat()
 
@@ -215,7 +206,7 @@ class Products:
         return Query.of(self.key.either(kinds, load), self.shape.score_tiles)
 
     def _scores(self, f: Callable[[Shape], list[list[Int]]]) -> list[list[Int]]:
-        """Scores of each tile, as integers."""
+        """Integer scores of each tile, from `f` for the width of the keys."""
         tiles, count = self.shape.score_tiles, self.shape.block // 8
         flat = self.key.either(
             [Int] * (tiles * count),
@@ -224,7 +215,7 @@ class Products:
         return [flat[i * count : (i + 1) * count] for i in range(tiles)]
 
     def _add(self, state: State, f: Callable[[Shape], State]) -> State:
-        """A new state."""
+        """The new state, from `f` for the width of the values."""
         kinds = [Float] * len(state.flat())
         flat = self.value.either(kinds, lambda bits: f(self._of(value=bits)).flat())
         return State.of(flat, self.shape)
@@ -277,7 +268,6 @@ class Products:
     def attend_buffer(
         self, a: Arrays, state: State, at: Program, number: Int, query: Query
     ) -> State:
-        """Adds block `number` of the int8 buffer."""
         here, n, begin = self.here, self.n, number * self.shape.block
         key, value = (x.buffer.times(at.pair, a.buffer_size * a.head_dim) for x in (a.key, a.value))
         scales = [x.buffer_scale.at(at.pair << 2).float() for x in (a.key, a.value)]
@@ -313,7 +303,7 @@ class Products:
 def transposed(
     a: Arrays, shape: Shape, value: Pointer, group: int, here: Place, row_of: Any
 ) -> list[list[Int]]:
-    """Four channels of the buffer's values, for each operand word, from rows of tokens."""
+    """Four channels of the buffer's values for each operand word, from rows of tokens."""
     runs = runs_of(shape.value_bits)
     out = []
     for number in range(2 * shape.words):
@@ -371,21 +361,13 @@ def decode(
 ) -> tuple[jax.Array, jax.Array]:
     """Attends the last `T` cached tokens' queries to a cache; mode ``"int8"``.
 
-    With a window it may be a ring: block `i` is in place ``i % n``, and every block that a query
-    sees is there.
+    `query` is ``[B, T, N, H]``, `H` a multiple of 32 up to 256, of 64 if keys have 2- or 3-bit
+    codes. int32 ``[B]`` each: `lengths`, tokens seen so far; `buffer_lengths`, how many of them are
+    in the buffer; `query_lengths`, how many of the `T` queries are real.
 
-    Args:
-      query: ``[B, T, N, H]``, `H` a multiple of 32 up to 256, of 64 where keys have codes of 2 or 3
-        bits.
-      key: the keys.
-      value: the values.
-      lengths: int32 ``[B]``, tokens seen so far.
-      buffer_lengths: int32 ``[B]``, those of them in the buffer.
-      query_lengths: int32 ``[B]``, how many of the `T` queries are real.
-      settings: numerics and launch.
-
-    Returns:
-      ``[B, T, N, H]`` in the query's dtype and the float32 log-sum-exp ``[B, T, N]``.
+    With a window the cache may be a ring: block `i` is in place ``i % n``, and every block that a
+    query sees is there. Returns ``[B, T, N, H]`` in the query's dtype or `settings.out_dtype`, and
+    the float32 log-sum-exp ``[B, T, N]``.
     """
     lengths_of_all = lengths, buffer_lengths, query_lengths
     name = "turbojax_decode_hopper"

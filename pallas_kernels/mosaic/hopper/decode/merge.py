@@ -26,13 +26,13 @@ from pallas_kernels.mosaic.lane import Float, Int, Pointer
 
 NAME = "turbojax_decode_merge_hopper"
 _LANES = 32
-_CHANNELS = 2  # Of a lane.
+_CHANNELS = 2  # Channels of a lane.
 _ALL = (16, 8, 4, 2, 1)
 
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """What is static in a call.
+    """A call's static settings.
 
     Attributes:
       queries: of all sequences and heads, ``B * T * N``.
@@ -40,7 +40,6 @@ class Settings:
       rows: queries of a KV head, ``G * T``.
       tokens: `T`.
       heads: `N`.
-      kv_heads: `K`.
       head_dim: `H`, 64, 128 or 256.
       dtype: of the result.
     """
@@ -56,7 +55,6 @@ class Settings:
 
     @property
     def warps(self) -> int:
-        """Of a query."""
         return self.head_dim // (_LANES * _CHANNELS)
 
 
@@ -67,18 +65,7 @@ def merge(
     result: jax.Array | jax.ShapeDtypeStruct,
     kv_heads: int,
 ) -> tuple[jax.Array, jax.Array]:
-    """Merges splits.
-
-    Args:
-      o: float32 ``[B * K, splits, G * T, H]``, unnormalized outputs.
-      m: float32 ``[B * K, splits, G * T]``, maxima in powers of two, ``-inf`` in an empty split.
-      l: float32, the same shape, sums of weights.
-      result: ``[B, T, N, H]``, for its shape and dtype, as the queries or float32.
-      kv_heads: `K`.
-
-    Returns:
-      ``[B, T, N, H]`` in that dtype and the float32 log-sum-exp ``[B, T, N]``.
-    """
+    """As `pallas_kernels.merge.merge`; the result's dtype is the queries' or float32."""
     batch, tokens, heads, head_dim = result.shape
     parts, rows = m.shape[1:]
     queries = batch * tokens * heads
@@ -98,14 +85,11 @@ def merge(
 
 
 def write(arrays: list[Pointer], number: Int, place: Int, s: Settings) -> None:
-    """Some channels of a query.
+    """Merges a lane's channels of one query and writes them.
 
-    Args:
-      arrays: `o`, `m`, `l`, the output and the log-sum-exp.
-      number: of the warp: its query among all, ``(b * K + k) * G * T`` and the row, times the warps
-        of a query, and which of them it is.
-      place: of the lane.
-      s: settings.
+    `arrays` are `o`, `m`, `l`, the output and the log-sum-exp. `number` is the warp's: its query
+    among all, ``(b * K + k) * G * T`` plus the row, times the warps of a query, plus which of those
+    it is. `place` is the lane's number.
     """
     o, m, l, out, residual = arrays
     query, which = number // s.warps, number % s.warps
@@ -150,14 +134,12 @@ def write(arrays: list[Pointer], number: Int, place: Int, s: Settings) -> None:
 def _read(
     o: Pointer, first: Int, channel: Int, s: Settings, start: Int, count: int
 ) -> list[list[Int]]:
-    """A lane's channels of this many parts."""
     rows = [first + (start + j) * s.rows for j in range(count)]
     size = 4 * _CHANNELS
     return [o.times(at, 4 * s.head_dim).at(channel * size).words(_CHANNELS) for at in rows]
 
 
 def _store(x: list[Float], out: Pointer, pair: Int, s: Settings) -> None:
-    """Two channels."""
     if s.dtype == "float32":
         out.times(pair, 8).store_words([v.as_int() for v in x])
     else:

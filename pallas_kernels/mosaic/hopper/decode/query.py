@@ -16,23 +16,13 @@ _INFINITY = float("inf")
 
 
 def _float32(x: float) -> float:
-    """Rounded to float32."""
     return float(struct.unpack("<f", struct.pack("<f", x))[0])
 
 
 def load_query(
     a: warp.Arrays, at: warp.Program, shape: Shape, here: Place, factor: float, unit: float
 ) -> Query:
-    """Loads and quantizes a program's queries; row ``head * T + token`` of its KV head.
-
-    Args:
-      a: the arrays.
-      at: the program.
-      shape: sizes of the program.
-      here: the lane's place.
-      factor: of the scores.
-      unit: of the exponential.
-    """
+    """Loads and quantizes a program's queries; row ``head * T + token`` of its KV head."""
     width = 4 if a.dtype == "float32" else 2
     codes, scales, positions = [], [], []
     for number in range(shape.score_tiles):
@@ -61,7 +51,7 @@ def load_query(
 
 
 def row_scale(x: list[Float]) -> Float:
-    """Stage 1's scale of the row that four lanes share (`scale_from_maximum`)."""
+    """Stage 1's scale (`scale_from_maximum`) of the row that four lanes share."""
     magnitudes = [lane.maximum(v, -v) for v in x]
     top: Any = magnitudes[0]
     bad: Any = lane.number(0.0)
@@ -77,7 +67,7 @@ def row_scale(x: list[Float]) -> Float:
 
 
 def row_code(x: Float, scale: Float) -> Int:
-    """``rint(x / scale)``, settled by exact comparisons (`turbojax.quantizers.int8`)."""
+    """``rint(x / scale)``, made exact by comparisons (`turbojax.quantizers.int8`)."""
     limit = INT8_RANGE
     quotient = lane.minimum(lane.maximum(x / scale, lane.number(-limit)), lane.number(limit))
     shifted = quotient + lane.ROUNDER

@@ -25,7 +25,7 @@ class SparseExponential:
     unit: float
 
     def __call__(self, x: Float) -> Float:
-        """SAS of ``x <= 0``, in natural-log units times `unit`."""
+        """SAS of ``x <= 0``, which is in natural-log units times `unit`."""
         y = lane.maximum(-x, lane.number(0.0))
         whole = lane.floor(y)
         power = lane.exp2(whole * (-LOG2_E / self.unit))
@@ -42,8 +42,6 @@ class Numerics:
 
     Attributes:
       exponential: SAS, or None for the exact one.
-      window: optional (left, right).
-      soft_cap: optional cap of the scores.
       is_masked: whether some query may not see all tokens of a block.
     """
 
@@ -63,16 +61,16 @@ class Numerics:
         return 1.0 if self.exponential is None else self.exponential.coefficients[0]
 
     def exp(self, x: Float) -> Float:
-        """The exponential, of `unit` scaled arguments."""
+        """The exponential; arguments count `unit` to a nat."""
         return lane.exp2(x) if self.exponential is None else self.exponential(x)
 
     def exact_exp(self, x: Float) -> Float:
-        """The exact exponential, of differences of maxima."""
+        """The exact exponential of the same arguments, for differences of maxima."""
         return lane.exp2(x) if self.unit == LOG2_E else lane.exp2(x * (LOG2_E / self.unit))
 
 
 def runs_of(bits: int) -> int:
-    """Runs of an axis whose codes share bytes; of 3-bit codes those of the lower two bits."""
+    """Runs of an axis whose codes share bytes; with 3-bit codes, those of the lower two bits."""
     return 2 if bits == 4 else 4
 
 
@@ -81,10 +79,10 @@ class Shape:
     """Sizes of a call.
 
     Attributes:
-      head_dim: a multiple of 32, of 64 where keys have codes of 2 or 3 bits.
-      block: tokens of a cache block: 64 or 128, or 32 where all codes have 4 bits.
-      key_bits: 4, 3 or 2; in shared memory there is room for the widest.
-      value_bits: the same.
+      head_dim: a multiple of 32, of 64 if keys have 2- or 3-bit codes.
+      block: tokens of a cache block: 64 or 128, or 32 if all codes have 4 bits.
+      key_bits: 4, 3 or 2; shared memory has room for the widest.
+      value_bits: likewise.
       rows: queries of a program, 4 or a multiple of 8.
     """
 
@@ -96,28 +94,24 @@ class Shape:
 
     @property
     def key_row(self) -> int:
-        """Bytes of a token."""
         return self.head_dim * self.key_bits // 8
 
     @property
     def value_row(self) -> int:
-        """Bytes of a channel."""
         return self.block * self.value_bits // 8
 
     @property
     def parts(self) -> tuple[tuple[str, int], ...]:
-        """What a block is made of in shared memory, and how many bytes each takes."""
+        """The parts of a block in shared memory, and the bytes of each."""
         codes = (("key", self.block * self.key_row), ("value", self.head_dim * self.value_row))
         channels = ("key_scale", "key_zero", "value_scale", "value_zero")
         return codes + tuple((name, self.head_dim) for name in channels)
 
     @property
     def bytes(self) -> int:
-        """Bytes of a block."""
         return sum(size for _, size in self.parts)
 
     def offset(self, name: str) -> int:
-        """Where a part begins."""
         names = [part for part, _ in self.parts]
         return sum(size for _, size in self.parts[: names.index(name)])
 
@@ -133,12 +127,12 @@ class Shape:
 
     @property
     def words(self) -> int:
-        """Words of packed weights of a lane for each query."""
+        """Words of packed weights that a lane holds for each query."""
         return self.block // 32
 
     @property
     def outputs(self) -> int:
-        """Numbers of the output that a lane holds."""
+        """Output numbers that a lane holds."""
         return self.output_tiles * self.head_dim // 16 * 4
 
 
@@ -147,21 +141,20 @@ class Width:
     """The bits of the codes of the program's head, on one side.
 
     Attributes:
-      bits: of the side's code arrays, the wider first.
-      is_low: whether the head is in the second of two.
+      bits: widths of the side's code arrays, the wider first.
+      is_low: whether the head is in the second of two; None if there is one.
     """
 
     bits: tuple[int, ...]
     is_low: lane.Bool | None
 
     def either(self, kinds: Sequence[type], f: Callable[[int], list[Any]]) -> list[Any]:
-        """``f(bits)``: numbers of these kinds. Code for each width, of which one runs."""
+        """``f(bits)``, numbers of these kinds, with code for each width, of which one runs."""
         if self.is_low is None:
             return f(self.bits[0])
         return lane.either(self.is_low, kinds, lambda: f(self.bits[1]), lambda: f(self.bits[0]))
 
     def size(self, of_one_bit: int) -> Int | int:
-        """A size in proportion to the bits."""
         wide, *narrow = (bits * of_one_bit for bits in self.bits)
         return wide if self.is_low is None else self.is_low.where(lane.integer(narrow[0]), wide)
 
@@ -171,9 +164,9 @@ class Place(warp.Place):
     """A lane's place in its warp, and what follows from it.
 
     Attributes:
-      rotation: ``g % 4``, by which rows of one lane are permuted, so that the lanes that load at
+      rotation: ``g % 4``, by which the rows of one lane are permuted, so that lanes that load at
         the same time access different banks.
-      selector: the bytes of a word in this order.
+      selector: selects the bytes of a word in this order.
     """
 
     rotation: Int
@@ -181,7 +174,6 @@ class Place(warp.Place):
 
     @classmethod
     def here(cls) -> "Place":
-        """The running lane."""
         number = lane.thread() & 31
         g, t = number >> 2, number & 3
         rotation = g & 3
@@ -193,9 +185,9 @@ class Query:
     """A lane's part of the queries, one entry for each column tile of the first product.
 
     Attributes:
-      codes: of query ``g // 2``: words with one code each in its byte, four for each operand word.
+      codes: of query ``g // 2``: for each operand word four words, each with one code in its byte.
       scale: of query `t`, times the factor of the scores and the exponential's unit.
-      position: of query `t`; -1 where there is none.
+      position: of query `t`; -1 if it does not exist.
     """
 
     codes: list[list[list[Int]]]
@@ -204,17 +196,14 @@ class Query:
 
     @staticmethod
     def kinds(tiles: int, head_dim: int) -> Sequence[type]:
-        """The types of what `flat` gives."""
         return [Int] * (tiles * head_dim // 4) + [Float] * tiles + [Int] * tiles
 
     def flat(self) -> list[Any]:
-        """As a list, for branches."""
         codes = (code for tile in self.codes for words in tile for code in words)
         return [*codes, *self.scale, *self.position]
 
     @classmethod
     def of(cls, flat: list[Any], tiles: int) -> "Query":
-        """The inverse of `flat`."""
         codes, rest = flat[: -2 * tiles], flat[-2 * tiles :]
         words = [codes[i : i + 4] for i in range(0, len(codes), 4)]
         count = len(words) // tiles
@@ -238,17 +227,14 @@ class State:
 
     @classmethod
     def empty(cls, shape: Shape) -> "State":
-        """Before the first block."""
         lowest = [lane.number(float("-inf")) for _ in range(shape.score_tiles)]
         zeros = [lane.number(0.0) for _ in range(shape.outputs + shape.score_tiles)]
         return cls(zeros[: shape.outputs], lowest, zeros[shape.outputs :])
 
     def flat(self) -> list[Float]:
-        """As a list, for loops."""
         return [*self.outputs, *self.maxima, *self.totals]
 
     @classmethod
     def of(cls, flat: list[Any], shape: Shape) -> "State":
-        """The inverse of `flat`."""
         n, tiles = shape.outputs, shape.score_tiles
         return cls(flat[:n], flat[n : n + tiles], flat[n + tiles :])

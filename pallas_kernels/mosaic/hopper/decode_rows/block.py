@@ -31,7 +31,7 @@ from pallas_kernels.mosaic.hopper.decode_rows.team import Team
 from pallas_kernels.mosaic.lane import Bool, Float, Int, Pointer
 
 _HALVES = (0, 1)
-# The score of what a query may not see.
+# The score of a token that a query may not see.
 _HIDDEN = float("-inf")
 # A weight's code is the low byte of a float32, of which the high byte makes the float16 14 plus a
 # 128th of it.
@@ -40,12 +40,12 @@ _LOW_AND_HIGH, _LESS, _WEIGHT_UNIT = 0x7430, -14.0, 2.0**-7
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Tokens:
-    """Which tokens of a block the columns of the first product's tiles are.
+    """Which tokens of a block the columns of the first product's tiles stand for.
 
     Attributes:
-      first: where the warp's tokens begin.
-      step: tokens that a lane's words of values begin after those of the lane before.
-      offsets: of each tile's first column.
+      first: the warp's first token.
+      step: tokens between the beginnings of neighbouring lanes' words of values.
+      offsets: the token of each tile's first column, relative to `first`.
     """
 
     first: Int | int
@@ -54,7 +54,7 @@ class Tokens:
 
     @classmethod
     def of(cls, head_dim: int, block: int, value: Width, team: Team) -> "Tokens":
-        """Two tiles for each word and run of a channel's values; a warp has its team's share."""
+        """Two tiles for each word and run of a channel's values; a warp takes its share."""
         found = [_tokens(Shape(head_dim, block, bits, bits, 16), team.size) for bits in value.bits]
         first, step, *offsets = found[0]
         if value.is_low is not None:
@@ -65,16 +65,16 @@ class Tokens:
         return cls(team.member * first if team.size > 1 else 0, step, offsets)
 
     def of_column(self, here: Place) -> Int:
-        """Column `g` of the tile whose offset is 0: what a lane loads of the keys."""
+        """The token of column `g` of the tile with offset 0: the key that a lane loads."""
         return (here.g >> 1) * self.step + ((here.g & 1) << 1) + self.first
 
     def of_pair(self, here: Place) -> Int:
-        """Column ``2 t`` of the tile whose offset is 0; column ``2 t + 1`` is two tokens on."""
+        """The token of column ``2 t`` at offset 0; column ``2 t + 1`` is two tokens on."""
         return here.t * self.step + self.first
 
 
 def _tokens(shape: Shape, size: int) -> list[int]:
-    """`Tokens` of one width: tokens between a team's warps, step and offsets."""
+    """For one width: tokens between a team's warps, the step, and the offsets."""
     runs, words = 8 // shape.value_bits, shape.value_row // 16
     span = shape.block // runs
     places = itertools.product(range(words), range(runs), (0, 1))
@@ -85,13 +85,13 @@ def _tokens(shape: Shape, size: int) -> list[int]:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Queries:
-    """A program's queries, in shared memory: registers are scarce.
+    """A program's queries, in shared memory because registers are scarce.
 
     Attributes:
       operands: for each 16 rows and 16 channels four words of every lane.
-      scales: of the rows, times the factor of the scores, the exponential's unit and what makes
-        scores integers.
-      positions: of the rows; -1 where there is none.
+      scales: of the rows, times the factor of the scores, the exponential's unit and the factor
+        that turns scores into integers.
+      positions: of the rows; -1 if a row does not exist.
     """
 
     operands: Pointer
@@ -100,26 +100,23 @@ class Queries:
 
     @classmethod
     def of(cls, memory: Pointer, rows: int, head_dim: int) -> "Queries":
-        """In `query_bytes` of shared memory."""
         size = 2 * rows * head_dim
         return cls(memory, memory.at(size), memory.at(size + 4 * rows))
 
     def words(self, tile: int, number: int, shape: Shape, here: Place) -> list[Int]:
-        """Operand words of 16 rows and channels."""
         at = (tile * (shape.head_dim // 16) + number) * 512
         return self.operands.at(((here.g << 2) + here.t) << 4, at).words(4)
 
     def scale(self, row: int, here: Place) -> Float:
-        """That of row ``8 * row + g``."""
+        """The scale of row ``8 * row + g``."""
         return self.scales.at(here.g << 2, 32 * row).float()
 
     def position(self, row: int, here: Place) -> Int:
-        """That of row ``8 * row + g``."""
+        """The position of row ``8 * row + g``."""
         return self.positions.at(here.g << 2, 32 * row).word()
 
 
 def query_bytes(rows: int, head_dim: int) -> int:
-    """Shared memory of a program's queries."""
     return rows * (2 * head_dim + 8)
 
 
@@ -139,18 +136,15 @@ class State:
 
     @classmethod
     def empty(cls, tiles: int, channels: int) -> "State":
-        """Before the first block; of a warp's channels."""
         zero, lowest = lane.number(0.0), lane.number(float("-inf"))
         rows = 2 * tiles
         return cls([zero] * (channels // 2 * tiles), [lowest] * rows, [zero] * rows)
 
     def flat(self) -> list[Float]:
-        """As a list, for loops."""
         return [*self.maxima, *self.totals, *self.outputs]
 
     @classmethod
     def of(cls, flat: list[Any], tiles: int) -> "State":
-        """The inverse of `flat`."""
         rows = 2 * tiles
         return cls(flat[2 * rows :], flat[:rows], flat[rows : 2 * rows])
 
@@ -167,16 +161,11 @@ def scores(
     channels: Callable[[int], Any],
     pairs: Callable[[Any, int, Any], list[Int]],
 ) -> list[list[Float]]:
-    """Scores of each of the lane's rows with the lane's tokens, integers times `UNIT`.
+    """Scores of each of the lane's rows with the lane's tokens: integers times `UNIT`.
 
-    Args:
-      shape: sizes.
-      count: tiles of tokens.
-      queries: the queries.
-      here: the lane's place.
-      load: ``load(j)`` gives what is needed of the token of column `g` of tile `j`.
-      channels: ``channels(i)`` gives what is needed of 16 channels.
-      pairs: ``pairs(load(j), i, channels(i))`` gives their operand words.
+    There are `count` tiles of tokens. ``load(j)`` gives what is needed of the token of column `g`
+    of tile `j`, ``channels(i)`` what is needed of 16 channels, and
+    ``pairs(load(j), i, channels(i))`` their operand words.
     """
     tiles = shape.rows // 16
     at_once = min(count, 8 // tiles)
@@ -208,7 +197,7 @@ class Weights:
     Attributes:
       words: operand words of each 16 rows, four for each 16 tokens; codes times `_WEIGHT_UNIT`.
       maxima: of the rows, ``-inf`` where nothing is seen.
-      totals: this lane's part of the sums.
+      totals: this lane's part of the sums of weights.
       lost: NaN where the scale of the scores is, 0 elsewhere.
     """
 
@@ -229,18 +218,10 @@ def softmax(
     team: Team,
     n: Numerics,
 ) -> Weights:
-    """The block's own softmax and its rounded weights (see `decode_reference`).
+    """A block's softmax relative to its own maximum, weights rounded (see `decode_reference`).
 
-    Args:
-      scores: by row, as `scores` gives them.
-      queries: the queries.
-      key_scale: of the block.
-      tokens: of the columns.
-      first_token: of the block.
-      is_masked: whether some query may not see all of it.
-      here: the lane's place.
-      team: whose warps have the block's other tokens.
-      n: numerics.
+    `is_masked` says whether some query may not see all of the block; the warps of `team` have its
+    other tokens.
     """
     if is_masked:
         scores = [
@@ -256,7 +237,7 @@ def softmax(
             ]
             for row, of_row in enumerate(scores)
         ]
-    # Of integers: of a NaN and a number an instruction gives the number.
+    # Of integers: of a NaN and a number, the float instruction gives the number.
     tops = [lane.among_four(lane.tree(x, lane.maximum), lane.maximum) for x in scores]
     if team.size > 1:
         others = team.others(tops, here)
@@ -284,7 +265,7 @@ def softmax(
 def _arguments(
     x: list[Float], top: Float, factor: Float, is_masked: bool, n: Numerics
 ) -> tuple[list[Float], Float, Float]:
-    """The exponential's arguments of a row, its maximum, and NaN where `factor` is, 0 elsewhere."""
+    """The exponential's arguments of a row, its maximum, and NaN where `factor` is NaN, else 0."""
     capped, slope, is_seen = x, factor, top > _HIDDEN
     if n.soft_cap is not None:
         cap = functools.partial(warp.soft_cap, factor=factor * (1 / n.unit), cap=n.soft_cap)
@@ -300,7 +281,7 @@ def _arguments(
 
 
 def _visible(last: Int, tokens: Tokens, n: Numerics) -> list[Bool]:
-    """Whether a query at `last`, counted from the lane's first token, sees the lane's tokens."""
+    """Which of the lane's tokens a query at `last`, counted from the first of them, sees."""
     out = []
     for offset in tokens.offsets:
         for column in (0, 1):
@@ -333,13 +314,7 @@ def add_block(
 ) -> State:
     """Adds a block's weighted values to the running softmax.
 
-    Args:
-      shape: sizes.
-      state: the softmax so far.
-      weights: of the block.
-      values: gives the operand words of column `g` of tile `i`, for each 16 tokens.
-      value_scale: of the block.
-      n: numerics.
+    ``values(i)`` gives the operand words of column `g` of tile `i`, for each 16 tokens.
     """
     unit = value_scale * (n.largest / INT8_RANGE / (UNIT * _WEIGHT_UNIT))
     alphas, factors, maxima, totals = [], [], [], []
@@ -372,7 +347,7 @@ def add_block(
 
 
 def _rescaled(outputs: list[Float], alphas: list[Float]) -> list[Float]:
-    """Outputs times their rows' factors, which are mostly 1: maxima seldom grow."""
+    """Outputs times their rows' factors. Most factors are 1, because maxima seldom grow."""
     changed = functools.reduce(operator.or_, (~alpha.equals(1.0) for alpha in alphas))
     per_tile = 2 * len(alphas)
 

@@ -77,19 +77,19 @@ from pallas_kernels.mosaic.lane import Float, Int, Pointer
 
 
 def _row(head_dim: int) -> int:
-    """Numbers from one row of a result to the next: different banks for the rows of a store."""
+    """Numbers from one row of a result to the next; rows stored together differ in banks."""
     return head_dim + 8
 
 
 @dataclasses.dataclass(frozen=True)
 class RowSettings(Settings):
-    """What is static in a call: as of `decode`, with 16 or 32 rows.
+    """Static settings as of `decode`, with 16 or 32 rows.
 
     Attributes:
-      team: warps that share blocks, 1 or 2.
+      team: how many warps share blocks, 1 or 2.
 
     Raises:
-      ValueError: if there is no code for as many rows or for such a team.
+      ValueError: if this number of rows or this team is not supported.
     """
 
     team: int = 1
@@ -105,20 +105,19 @@ class RowSettings(Settings):
 
     @property
     def teams(self) -> int:
-        """Teams of a program."""
         return self.warps // self.team
 
     def slot_bytes(self, head_dim: int) -> int:
-        """Shared memory of a team's blocks in flight, in the end its result."""
+        """Shared memory of a team's blocks in flight, which holds its result in the end."""
         return max(super().warp_bytes(head_dim), self.rows * (_row(head_dim) + 2) * 4)
 
     def area_bytes(self, head_dim: int) -> int:
-        """Shared memory of a team, with what its warps exchange, and their scratch."""
+        """Shared memory of a team: its blocks, what its warps exchange, their scratch memory."""
         exchange = exchange_bytes(self.team, self.rows, self.block)
         return self.slot_bytes(head_dim) + exchange + self.team * scratch_bytes(head_dim)
 
     def warp_bytes(self, head_dim: int) -> int:
-        """A warp's part of all that, and of the queries' memory, which is behind the areas."""
+        """A warp's part of all this, and of the queries' memory, which is behind the areas."""
         total = self.teams * self.area_bytes(head_dim) + query_bytes(self.rows, head_dim)
         return -(-total // (16 * self.warps)) * 16
 
@@ -128,7 +127,6 @@ def _kernel(*refs: Any, s: RowSettings) -> None:
 
 
 def _program(a: Arrays, ids: list[Int], memory: tuple[Pointer, Pointer], s: RowSettings) -> None:
-    """Its share of a head's units, written for single lanes."""
     at = Program.of(a, ids, s)
     _walk(a, at, memory, s)
     found = frame.Results(
@@ -143,7 +141,6 @@ def _program(a: Arrays, ids: list[Int], memory: tuple[Pointer, Pointer], s: RowS
 
 
 def _walk(a: Arrays, at: Program, smem: tuple[Pointer, Pointer], s: RowSettings) -> None:
-    """A warp's share of the program's units, and its result."""
     shape = Shape(a.head_dim, s.block, max(s.key_bits), max(s.value_bits), s.rows)
     n = Numerics(s.exponential, s.window, s.soft_cap, a.tokens > 1 or s.window is not None)
     here, teams, tiles = Place.here(), s.teams, s.rows // 16
@@ -189,7 +186,7 @@ def _walk(a: Arrays, at: Program, smem: tuple[Pointer, Pointer], s: RowSettings)
             start_copy(unit, slot, barrier)
 
     def copy_to_slot_before(unit: Int) -> None:
-        # Every warp of the team is through with the block before.
+        # All warps of the team are done with the block before.
         before = ((unit - first) // teams + (s.stages - 1)) % s.stages
         copy_later(unit + teams * (s.stages - 1), slots.slot(before), slots.barrier(before))
 
@@ -209,7 +206,7 @@ def _walk(a: Arrays, at: Program, smem: tuple[Pointer, Pointer], s: RowSettings)
 
     carry = [*State.empty(tiles, a.head_dim // s.team).flat(), *block_scales(first)]
     place = lane.integer(0), lane.integer(0)
-    # Without a window all queries see all blocks whole but the last.
+    # Without a window all queries see all of every block but the last.
     whole = (at.begin + 1) // s.block if s.window is None else lane.integer(0)
     middle = whole.maximum(first).minimum(stop)
     rest = first + ((middle - first).maximum(0) + (teams - 1)) // teams * teams
@@ -245,12 +242,11 @@ def _keep(
     team: Team,
     n: Numerics,
 ) -> None:
-    """Writes a team's result to shared memory: outputs, maxima in powers of two, sums."""
     totals = [lane.reduce_lanes(x, lambda x, y: x + y, (1, 2)) for x in state.totals]
     if team.size == 1:
         lane.warp_barrier()
     else:
-        team.sync()  # the exchange's numbers are those of the last block until here
+        team.sync()  # until here the exchange holds numbers of the last block
         others = team.others(totals, here)
         totals = [x + y for x, y in zip(totals, others, strict=True)]
     tiles, step = shape.rows // 16, _row(shape.head_dim)
@@ -280,7 +276,7 @@ def decode(
     query_lengths: jax.Array,
     settings: RowSettings,
 ) -> tuple[jax.Array, jax.Array]:
-    """What `decode.kernel.decode` computes."""
+    """As `decode.kernel.decode`."""
     lengths_of_all = lengths, buffer_lengths, query_lengths
     name = "turbojax_decode_rows_hopper"
     return frame.call(_kernel, name, query, key, value, lengths_of_all, settings)

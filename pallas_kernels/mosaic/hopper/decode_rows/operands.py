@@ -12,35 +12,35 @@ from pallas_kernels.mosaic.hopper.decode.types import Place, Shape
 from pallas_kernels.mosaic.lane import Int, Pointer
 
 UNIT = 2.0**-13
-"""What dequantized codes are multiplied with: the least number that is not subnormal, and a 1."""
+"""Factor of dequantized codes, by which their 1 is a normal float16."""
 _TINY = 2.0**-24
-# Bytes among the upper bits of float16: 1,024 more than themselves.
+# A byte below the upper bits of float16's 1,024 is that plus the byte.
 _BYTES, _OFFSET, _SIGN = 0x00FF00FF, 0x64006400, 0x80808080
 _SCALE = 32.0
-"""What scales are multiplied with for codes at the highest position, 6."""
+"""Factor of the scales of codes at the highest position, 6."""
 
 
 def scratch_bytes(head_dim: int) -> int:
-    """Shared memory of a block's scales and zeros of one side as float16."""
+    """Shared memory of one side's scales and zeros of a block, as float16."""
     return 4 * head_dim
 
 
 def _position(bits: int, run: int) -> tuple[int, int]:
-    """How far a run's codes are shifted up, and where they are then.
+    """How far a run's codes are shifted up, and at which bit they are then.
 
-    At bit 0 two bits and a scale of up to 127 would leave float16's range.
+    At bit 0, two bits times a scale of up to 127 would leave float16's range.
     """
     up = 2 if bits == 2 and run == 0 else 0
     return up, bits * run + up
 
 
 def _boost(bits: int, run: int) -> float:
-    """What scales are multiplied with for codes of this run, after `_SCALE`."""
+    """The factor of scales for codes of this run, applied after `_SCALE`."""
     return UNIT / (_TINY * _SCALE * 2.0 ** _position(bits, run)[1])
 
 
 def code_pairs(word: Int, bits: int, run: int) -> tuple[Int, Int]:
-    """Codes of one run, where they are: those of bytes 0 and 2, and of bytes 1 and 3."""
+    """Codes of one run at the bits where they are: of bytes 0 and 2, and of bytes 1 and 3."""
     up, position = _position(bits, run)
     mask = ((2**bits - 1) << position) * 0x10001
     even, odd = (word << up, word >> (8 - up)) if up else (word, word >> 8)
@@ -59,7 +59,6 @@ def signed_bytes(word: Int) -> list[Int]:
 
 
 def _numbers(word: Int, shift: int, factor: float, less: int) -> Int:
-    """``(byte - less) * factor`` of two bytes."""
     x = ((word >> shift if shift else word) & _BYTES) | _OFFSET
     constant = lane.half.constant
     return lane.half.fma(x, constant(factor), constant(-(1024 + less) * factor))
@@ -80,7 +79,7 @@ def _channels(scale: Int, zero: Int, boost: Int) -> list[Int]:
 def prepare_keys(
     shape: Shape, slot: Pointer, offsets: dict[str, int], scratch: Pointer, here: Place
 ) -> None:
-    """Writes scales and zeros of all channels to `scratch`, four a lane."""
+    """Writes the scales and zeros of all channels to `scratch`; a lane writes four."""
     runs, count = 8 // shape.key_bits, shape.head_dim // 16
     span = shape.head_dim // runs
     for first in range(0, count, 8):
@@ -96,7 +95,7 @@ def prepare_keys(
 
 
 def key_channels(scratch: Pointer, number: int, here: Place) -> list[Int]:
-    """Two pairs of scales and two of zeros, for a token's word and run `number`."""
+    """Two pairs of scales and two of zeros, for word and run `number` of a token."""
     return scratch.at(here.t << 4, 64 * number).words(4)
 
 
@@ -119,16 +118,10 @@ def prepare_values(
     count: int,
     before: Int | int,
 ) -> None:
-    """Writes scales and zeros of a warp's channels to `scratch`, four a lane.
+    """Writes the scales and zeros of a warp's channels to `scratch`, `count` times four a lane.
 
-    Args:
-      shape: sizes.
-      slot: of the block.
-      offsets: of its parts.
-      scratch: of `scratch_bytes`.
-      here: the lane's place.
-      count: fours of channels that a lane has.
-      before: those that other warps have of the same.
+    `slot` holds the block, whose parts are at `offsets`; `before` is how many fours of channels
+    other warps take of the same lane.
     """
     boost = lane.half.constant(_boost(shape.value_bits, 0))
     for first in range(0, count, 4):
@@ -142,18 +135,15 @@ def prepare_values(
 
 
 def value_channels(scratch: Pointer, number: int, here: Place) -> list[Int]:
-    """Two pairs of scales and two of zeros, for channels ``4 * number`` and on of the lane's."""
+    """Two pairs of scales and two of zeros, for the lane's channels ``4 * number`` and on."""
     return scratch.at(here.g << 4, 128 * number).words(4)
 
 
 def value_pairs(shape: Shape, words: list[Int], channels: list[Int], which: int) -> list[list[Int]]:
-    """Operand words of a channel, for each of its words and runs.
+    """Operand words of one of the lane's channels, for each of its words and runs.
 
-    Args:
-      shape: sizes.
-      words: of the channel's codes.
-      channels: what `value_channels` gives for the four of which it is one.
-      which: of the four.
+    `words` hold the channel's codes; it is number `which` of the four of `channels`, which
+    `value_channels` gives.
     """
     runs, bits = 8 // shape.value_bits, shape.value_bits
     scales, zeros = channels[:2], channels[2:]
@@ -173,5 +163,5 @@ def value_pairs(shape: Shape, words: list[Int], channels: list[Int], which: int)
 
 
 def channel_of(number: Int | int, column: Int, head_dim: int) -> Int:
-    """Which channel column `column` of the second product's tile `number` is."""
+    """The channel of column `column` of the second product's tile `number`."""
     return column * (head_dim // 8) + (number // 4 * 4) + ((column & 3) ^ (number % 4))

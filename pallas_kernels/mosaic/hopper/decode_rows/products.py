@@ -34,18 +34,15 @@ from pallas_kernels.mosaic.lane import Float, Int, Pointer
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Products:
-    """What a warp computes of blocks and of the buffer, in code for each width of keys and values.
+    """What a warp computes of blocks and the buffer, with code for each width of keys and values.
 
     Attributes:
-      shape: sizes, of the widest codes.
-      key: of the head's keys.
-      value: of its values.
-      here: the lane's place.
-      n: numerics.
-      tokens: of the scores' columns.
+      shape: sizes, with the widest codes.
+      key: width of the head's keys.
+      value: width of its values.
+      tokens: those of the scores' columns.
       queries: the program's.
-      scratch: shared memory of the warp, of `scratch_bytes`.
-      team: the warp's.
+      scratch: the warp's shared memory of `scratch_bytes`.
     """
 
     shape: Shape
@@ -65,7 +62,7 @@ class Products:
         return dataclasses.replace(self.shape, value_bits=bits)
 
     def _scores(self, f: Callable[[Shape], list[list[Float]]]) -> list[list[Float]]:
-        """Scores by row, as `f` gives them for a width of keys."""
+        """Scores by row, from `f` for the width of the keys."""
         rows, count = self.shape.rows // 8, self.shape.block // (4 * self.team.size)
         flat = self.key.either(
             [Float] * (rows * count),
@@ -76,7 +73,7 @@ class Products:
     def _add(
         self, state: State, weights: Weights, scale: Float, values: Callable[[Shape], Any]
     ) -> State:
-        """Adds weighted values, whose operands ``values(shape)`` gives for a width of values."""
+        """Adds weighted values, whose operands are ``values(shape)`` for a width of values."""
         flat = self.value.either(
             [Float] * len(state.flat()),
             lambda bits: add_block(
@@ -94,16 +91,10 @@ class Products:
         is_masked: bool,
         when_alone: Callable[[], None],
     ) -> State:
-        """Adds the block in shared memory at `slot`.
+        """Adds the block in shared memory at `slot`; `scales` are those of its keys and values.
 
-        Args:
-          state: the softmax so far.
-          slot: of the block.
-          scales: of its keys and values.
-          first_token: of the block.
-          is_masked: whether some query may not see all of it.
-          when_alone: is called when the team's warps are all through with the block before, if
-            there are several.
+        `is_masked` says whether some query may not see all of it. In a team of several warps,
+        `when_alone` is called once all of them are done with the block before.
         """
         here, scratch = self.here, self.scratch
         offsets = {name: self.shape.offset(name) for name, _ in self.shape.parts}
@@ -177,7 +168,6 @@ class Products:
         )
 
     def attend_buffer(self, a: Arrays, state: State, at: Program, number: Int) -> State:
-        """Adds block `number` of the int8 buffer."""
         here, begin = self.here, number * self.shape.block
         key, value = (x.buffer.times(at.pair, a.buffer_size * a.head_dim) for x in (a.key, a.value))
         scales = [x.buffer_scale.at(at.pair << 2).float() for x in (a.key, a.value)]

@@ -22,16 +22,8 @@ def store_queries(
 ) -> None:
     """Quantizes eight of the program's queries; row ``head * T + token`` of its KV head.
 
-    Args:
-      a: the arrays.
-      at: the program.
-      shape: sizes of the program.
-      here: the lane's place.
-      queries: where to.
-      key: width of the head's keys, which their order of channels follows.
-      number: of the warp; several may do the same.
-      factor: of the scores.
-      unit: of the exponential.
+    `key` is the width of the head's keys, which determines the order of channels. `number` is the
+    warp's; several warps may store the same. `factor` is the scores', `unit` the exponential's.
     """
     eight = number & (shape.rows // 8 - 1)
     tile, half = eight >> 1, eight & 1

@@ -24,8 +24,7 @@ class Team:
     Attributes:
       size: warps, 1 or 2.
       number: of the team in its program.
-      member: number of the warp in it.
-      memory: of `exchange_bytes`.
+      memory: shared memory of `exchange_bytes`.
       rows: queries.
     """
 
@@ -36,7 +35,6 @@ class Team:
     rows: int
 
     def sync(self) -> None:
-        """Waits for all lanes of the team."""
         if self.size == 1:
             lane.warp_barrier()
         else:

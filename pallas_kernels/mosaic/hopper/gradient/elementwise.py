@@ -19,7 +19,7 @@ class _Mask(NamedTuple):
     """What hides pairs of a tile.
 
     Attributes:
-      distance: the first query relative to the first key.
+      distance: position of the first query relative to the first key.
       stop: how many columns exist.
       ids: segments of the lane's two rows and of its columns, or None.
     """
@@ -30,15 +30,7 @@ class _Mask(NamedTuple):
 
 
 def _visible(mask: _Mask, half: int, columns: int, rows_are_keys: bool, s: Settings) -> list[Bool]:
-    """For each of a row's columns whether the query sees the key.
-
-    Args:
-      mask: what hides them.
-      half: which of the thread's rows.
-      columns: how many the thread holds of it.
-      rows_are_keys: and columns queries; else the other way round.
-      s: settings.
-    """
+    """Whether the query sees the key, for each of the columns of row `half` of the thread's two."""
     distance, stop, ids = mask
     row, t = fragments.row_and_place()
     two_t = t * 2
@@ -66,7 +58,7 @@ def _visible(mask: _Mask, half: int, columns: int, rows_are_keys: bool, s: Setti
 
 
 def _distances(distance: Int, half: int, columns: int, rows_are_keys: bool) -> list[Float]:
-    """How far each of a row's columns is from it, of the first query relative to the first key."""
+    """Each column's distance from the row; `distance` is the first query's from the first key."""
     row, t = fragments.row_and_place()
     row = row + 8 * half
     first = distance + t * 2 - row if rows_are_keys else distance + row - t * 2
@@ -85,7 +77,7 @@ def _to_float(x: Any) -> Float:
 
 
 def _mask(limits: tuple[Any, ...]) -> _Mask | None:
-    """Of `limits_of` in a lane, and of ids of rows and columns."""
+    """A `_Mask` from `limits_of` and the ids of rows and columns, in a lane."""
     if not limits:
         return None
     [distance], [stop], *ids = (fragments.scalars(x) for x in limits)
@@ -102,9 +94,8 @@ def _weigh(
     s: Settings,
     is_linear: bool,
 ) -> tuple[Any, ...]:
-    """`weigh` in a lane."""
     linear, limits = (others[:2], others[2:]) if is_linear else ((), others)
-    scores = mgpu.optimization_barrier(scores)  # not before the product is there
+    scores = mgpu.optimization_barrier(scores)  # not before the product is done
     [c], logarithms, bounds = fragments.scalars(factor), fragments.scalars(lse), _mask(limits)
     rows, slopes = [], []
     for half, x in enumerate(fragments.by_row(scores)):
@@ -128,7 +119,7 @@ def _weigh(
     results = [fragments.of_rows(rows)]
     if slopes:
         results.append(fragments.of_rows(slopes))
-    if rows_are_keys:  # made here, by the barrier: the next product reads them
+    if rows_are_keys:  # the barrier fixes them here: the next product reads them
         words = fragments.carrier(fragments.half_words(rows, dtype))
         results.append(mgpu.optimization_barrier(words))
     return tuple(results)
@@ -144,8 +135,7 @@ def _gradients(
     rows_are_keys: bool,
     s: Settings,
 ) -> Any:
-    """`score_gradients` in a lane."""
-    products = mgpu.optimization_barrier(products)  # not before they are there
+    products = mgpu.optimization_barrier(products)  # not before the products are done
     [c], deltas = fragments.scalars(factor), fragments.scalars(delta)
     slopes: Any = [None, None]
     if s.soft_cap is not None:
@@ -172,9 +162,8 @@ class Tile:
     """The two elementwise steps of a tile ``[64, 64]`` of weights.
 
     Attributes:
-      rows_are_keys: and columns queries; else the other way round.
+      rows_are_keys: whether rows are keys and columns queries, or the reverse.
       dtype: of the weights and gradients as operands: ``"bfloat16"`` or ``"float16"``.
-      s: settings.
     """
 
     rows_are_keys: bool
@@ -199,14 +188,10 @@ class Tile:
     ) -> tuple[jax.Array, ...]:
         """Weights float32, with a soft cap its slopes, and if rows are keys the weights as words.
 
-        Words are those of a 16-bit operand.
-
-        Args:
-          scores: products, waited for.
-          lse: of the queries, in powers of two.
-          factor: of the scores, in powers of two; with a soft cap, in units of it.
-          limits: distance, columns and ids, see `_Mask`; none if nothing is hidden.
-          linear: the slope by which scores fall, in powers of two, and the distance; or none.
+        Words are those of a 16-bit operand. `scores` are products that were waited for, `lse` is
+        that of the queries in powers of two, and `factor` takes scores to powers of two, or with a
+        soft cap to units of it. `limits` are as of `limits_of`, none if nothing is hidden; `linear`
+        is the slope by which scores fall, in powers of two, and the distance, or none.
         """
         types = (MATRIX, self._queries, SCALAR, *[SCALAR] * len(linear), *_types(limits))
         returns = [ring.array((ROWS, ROWS), jnp.float32)] * (1 if self.s.soft_cap is None else 2)
@@ -247,7 +232,7 @@ def limits_of(
     ids: tuple[Ref, Ref] | None,
     is_masked: bool,
 ) -> tuple[jax.Array, ...]:
-    """See `_Mask`; `ids` of the rows and the columns in shared memory."""
+    """The fields of `_Mask`; `ids` of the rows and the columns are in shared memory."""
     if not is_masked:
         return ()
     limits = (query - key, columns)

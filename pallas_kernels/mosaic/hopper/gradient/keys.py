@@ -81,9 +81,9 @@ class _Work:
         self.queries = x.query_lengths[self.b]
         width = min(head_dim, _CHANNELS)
         self.channels = pl.ds(part * width, width)
-        # Where no key is, no query has anything to do.
+        # A tile without keys has no queries.
         queries = jnp.where(self.first < self.length, self.queries, 0)
-        # Of the query at the first key's position.
+        # The number of the query at the first key's position.
         number = self.first if isinstance(self.shift, int) else self.first - self.shift
         segments = tiles.bounds_at(x.key_bounds, self.b, self.tile)
         self.steps = tiles.span(number, _KEYS, queries, s.right, s.left, segments=segments)
@@ -220,7 +220,6 @@ def _produce(work: _Work, slot: jax.Array, x: Operands, m: _Memory, s: Settings)
 
 
 def _kernel(*refs: Ref, total: int, s: Settings, names: tuple[str, ...]) -> None:
-    """One persistent program, which takes every `s.programs`-th tile; `names` of its operands."""
     x, (dk_ref, dv_ref) = Operands(**dict(zip(names, refs[:-2], strict=True))), refs[-2:]
     me, share = lax.axis_index("warpgroup"), tiles.share_of(total, x.key_order)
     head_dim, dtype = x.q.shape[-1], x.q.dtype

@@ -194,7 +194,6 @@ def _produce(work: _Work, slot: jax.Array, x: Operands, m: _Memory, s: Settings)
 
 
 def _kernel(*refs: Ref, total: int, s: Settings, names: tuple[str, ...]) -> None:
-    """One persistent program, which takes every `s.programs`-th tile; `names` of its operands."""
     x = Operands(**dict(zip(names, refs, strict=False)))
     out_ref = refs[len(names)]
     me, share = lax.axis_index("warpgroup"), tiles.share_of(total, x.query_order)

@@ -62,9 +62,9 @@ class _Rows(quantize.Work):
     """Blocks of `d_out`.
 
     Attributes:
-      codes: of `d_out`; None without them.
+      codes: of `d_out`, or None.
       out_shape: of `out`, ``[B, T', N, H']``.
-      out_block: as a program holds one of `out`, of its own channels and dtype.
+      out_block: `out` as a program holds it, with its own channels and dtype.
       rows: of `lse` and `delta`.
     """
 
@@ -75,20 +75,19 @@ class _Rows(quantize.Work):
 
     @property
     def outputs(self) -> list[jax.ShapeDtypeStruct]:
-        """Log-sum-exps and D; codes and their scales."""
+        """Types of log-sum-exps, D, codes and their scales."""
         batch, _, heads, _ = self.shape
         row = jax.ShapeDtypeStruct((batch, heads, self.rows), jnp.float32)
         return [row, row, *(self.codes.outputs if self.codes else [])]
 
     @property
     def lane_tokens(self) -> int:
-        """Tokens of which a lane has some channels."""
+        """How many tokens a lane has channels of."""
         return TOKENS * self.block.groups
 
     def run(
         self, index: Int, lengths: Pointer, x: list[Pointer], y: list[Pointer], memory: Pointer
     ) -> None:
-        """Program `index`."""
         d_out, out, residual, d_residual = x
         p = self.program(index, d_out, lengths, memory)
         heads = self.shape[2]
@@ -113,7 +112,6 @@ class _Rows(quantize.Work):
     def _load_out(
         self, p: Program, out: Pointer, batch: Int, head: Int, first: Int
     ) -> list[list[Float]]:
-        """The lane's part of `out`, by token, 0 where nothing is."""
         _, size, heads, channels = self.out_shape
         of_head = channels * self.out_block.value_bytes
         out = out.times(batch * size, heads * of_head).at(head * of_head)
@@ -121,11 +119,11 @@ class _Rows(quantize.Work):
         loaded = share.load(out, heads * of_head, first, size, p.length)
         return [share.floats(words) for group in loaded for words in group]
 
-    # Rows: numbers of a token. All lanes that have some of its channels would hold the same, so
-    # each of them takes those of some of their tokens.
+    # Rows are numbers of a token. All lanes with some of its channels would hold the same, so
+    # each of them takes the rows of some of their tokens.
 
     def _own_tokens(self, share: Share) -> list[Int]:
-        """Those that the lane takes: of its own the ones numbered `column`, and so on."""
+        """The tokens whose sums the lane takes, from its `column`-th own token on."""
         columns = self.block.columns
         tokens = []
         for begin in range(0, self.lane_tokens, columns):
@@ -136,7 +134,6 @@ class _Rows(quantize.Work):
         return tokens
 
     def _rows(self, x: Pointer, batch: Int, head: Int, first: Int, own: list[Int]) -> list[Float]:
-        """Numbers of float32 ``[B, T', N]``, ``-inf`` past `T'`."""
         _, size, heads, _ = self.out_shape
         x = x.times(batch * size, 4 * heads).at(head << 2)
         tokens = [first + token for token in own]
@@ -144,7 +141,7 @@ class _Rows(quantize.Work):
         return [(t < size).where(f, -math.inf) for t, f in zip(tokens, found, strict=True)]
 
     def _seen(self, share: Share, sees: list[Bool], values: Words) -> Words:
-        """Zeros in place of values of tokens that see nothing."""
+        """Values, with zeros for tokens that see nothing."""
         columns = self.block.columns
         begin = share.thread & (_WARP - columns)
         bits = [lane.ballot(s) >> begin for s in sees]
@@ -161,7 +158,6 @@ class _Rows(quantize.Work):
         ]
 
     def _store(self, p: Program, y: Pointer, first: Int, own: list[Int], rows: list[Float]) -> None:
-        """Stores the numbers that the lane takes."""
         y = y.times(p.pair, 4 * self.rows)
         for token, x in zip(own, rows, strict=True):
             is_there = (first + token < self.rows) & (token < self.block.tokens)
@@ -173,7 +169,7 @@ class _Rows(quantize.Work):
     def _sums(
         self, p: Program, y: list[Pointer], first: Int, values: Words, outs: list[list[Float]]
     ) -> tuple[list[Float], Float | None]:
-        """Sums of rounded numbers times `out`, and what scales them; codes are stored."""
+        """Sums of rounded numbers times `out`, and their scale; stores the codes."""
         share = p.share
         scale: Float | None = None
         tokens = [share.floats(words) for group in values for words in group]
@@ -195,7 +191,7 @@ class _Rows(quantize.Work):
     def _rounded(
         self, tokens: list[list[Float]], scale: Float, outs: list[list[Float]]
     ) -> tuple[Words, list[Float]]:
-        """Codes of the lane's values, and products with `out`, of its tokens one by one."""
+        """Codes of the lane's values, and for each token the products with `out`."""
         assert self.codes is not None
         is_int8 = self.codes.is_int8
         rounded = eight_bits.rounding_of(scale, is_int8, self.block.dtype)
@@ -223,7 +219,7 @@ def _product(a: list[Float], b: list[Float]) -> Float:
 
 
 def _halved(thread: Int, distance: int, sums: list[Float]) -> list[Float]:
-    """Adds what a partner has; each of the two keeps every other sum, if there are two or more."""
+    """Adds a partner's sums; each of the two keeps every other sum, if there are at least two."""
     if len(sums) == 1:
         return [sums[0] + lane.partner(sums[0], distance)]
     is_second = ~(thread & distance).equals(0)
@@ -248,22 +244,17 @@ def prepare_rows(
 ) -> GradientRows:
     """Codes of queries and of their outputs' gradients, log-sum-exps and sums of rows.
 
-    Codes have the bits of `quantize`, of `d_out` with zeros for rows whose residual is ``-inf``:
-    a NaN there spreads to nothing. A value that is not finite makes the scale NaN, and `delta` of
-    all rows of its block that see something.
+    Codes have the bits of `quantize`, those of `d_out` with zeros for rows whose residual is
+    ``-inf``: a NaN there spreads to nothing. A value that is not finite makes the scale NaN, and
+    `delta` of all rows of its block that see something.
 
-    Args:
-      query: bfloat16, float16 or float32 ``[B, T, N, H]``, `H` a multiple of 8.
-      d_out: ``[B, T, N, H]``, the cotangent of `out`, in any of these dtypes.
-      out: ``[B, T', N, H']`` in any of them, `T'` and `H'` at most `T` and `H`: what it has not
-        counts as 0.
-      residual: float32 ``[B, T', N]``, natural log-sum-exps, ``-inf`` for rows that see nothing.
-      d_residual: its cotangent.
-      lengths: int32 ``[B]``, at most `T'`: queries and `d_out` past it count as zero.
-      block: tokens that share a scale, a power of two from 16 to 256.
-      query_dtype: int8 (scale of a maximum over 119) or float8_e4m3fn (over 448).
-      gradient_dtype: the same of `d_out`; None for no codes of it.
-      tokens: rows of `lse` and `delta`, at least `T'`.
+    `query` and `d_out`, the cotangent of `out`, are ``[B, T, N, H]``, `H` a multiple of 8; `out` is
+    ``[B, T', N, H']``, `T'` and `H'` at most `T` and `H`, and missing values count as 0; each
+    bfloat16, float16 or float32. `residual`, natural log-sum-exps, ``-inf`` for rows that see
+    nothing, and its cotangent are float32 ``[B, T', N]``. `lengths`, int32 ``[B]``, are at most
+    `T'`: queries and `d_out` past them count as zero. `block` tokens share a scale, a power of two
+    from 16 to 256. Dtypes are int8 (scale of a maximum over 119) or float8_e4m3fn (over 448), that
+    of `d_out` None for no codes. `tokens`, at least `T'`, are the rows of `lse` and `delta`.
     """
     values = blocks.VALUES_PER_LANE
     queries = quantize.codes_of(query, block, query_dtype, values=values)

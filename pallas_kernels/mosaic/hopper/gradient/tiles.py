@@ -27,13 +27,9 @@ _WIDTH = 128
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """What is static in a call.
+    """A call's static settings.
 
     Attributes:
-      scale: factor of the scores.
-      is_causal: a query sees keys up to its own position.
-      window: optional (left, right).
-      soft_cap: optional cap of the scores.
       approximate_tanh: whether the cap is the hardware's, as in a forward pass with e4m3 weights.
       block_q: queries that share a scale, a multiple of 64.
       block_kv: keys that share a scale, and values that do, a multiple of 64.
@@ -55,17 +51,15 @@ class Settings:
 
     @property
     def together(self) -> int:
-        """Slots of keys that the query gradient has in hand where nothing is hidden."""
+        """Slots of keys that the query gradient holds at once where nothing is hidden."""
         return min(self.stages, 2)
 
     @property
     def left(self) -> int | None:
-        """How far back a query sees."""
         return None if self.window is None else self.window[0]
 
     @property
     def right(self) -> int | None:
-        """How far ahead a query sees."""
         return 0 if self.is_causal else None if self.window is None else self.window[1]
 
 
@@ -130,21 +124,18 @@ class Operands(NamedTuple):
 
     @property
     def given(self) -> dict[str, Any]:
-        """Those that there are, by name."""
         return {name: x for name, x in self._asdict().items() if x is not None}
 
     def shift(self, b: jax.Array) -> jax.Array | int:
-        """Of a sequence's positions."""
         return 0 if self.shifts is None else self.shifts[b]
 
 
 def shifted(position: jax.Array, shift: jax.Array | int) -> jax.Array:
-    """Their sum, or what there was if nothing is shifted."""
     return position if isinstance(shift, int) else position + shift
 
 
 def bounds_at(bounds: Ref | None, b: jax.Array, tile: jax.Array) -> Bounds | None:
-    """Of a tile, or of the last one if there is no such tile."""
+    """Bounds of a tile, or of the last one if there is no such tile."""
     if bounds is None:
         return None
     tile = jnp.minimum(tile, bounds.shape[2] - 1)
@@ -152,13 +143,13 @@ def bounds_at(bounds: Ref | None, b: jax.Array, tile: jax.Array) -> Bounds | Non
 
 
 def rows_of(ref: Ref, b: jax.Array, head: jax.Array, rows: Any) -> Ref:
-    """Tokens of a head, of codes or of an array that is not quantized."""
+    """Tokens of a head, in an array of codes or in one that is not quantized."""
     is_16_bit = jnp.dtype(ref.dtype).itemsize == 2
     return ref.at[(b, rows, head) if is_16_bit else (b, head, rows)]
 
 
 class Span(NamedTuple):
-    """Steps of a tile, 64 others each: up to `inner` and from `outer` on something is hidden."""
+    """Steps of 64 others; those before `inner` and from `outer` on have something hidden."""
 
     begin: jax.Array
     inner: jax.Array
@@ -175,16 +166,11 @@ def span(
     together: int = 1,
     segments: Bounds | None = None,
 ) -> Span:
-    """Steps of 64 others that some of `count` positions have to do with, and all of them.
+    """Steps of 64 others that some of `count` positions from `first` on see, and that all see.
 
-    Args:
-      first: of the positions.
-      count: how many there are.
-      length: others from there on are none.
-      before: how far back one goes, or None.
-      after: how far ahead, or None.
-      together: of how many the steps in the middle are a multiple.
-      segments: what those of the positions leave.
+    Others end at `length`, and each position sees `before` back and `after` ahead, or without
+    limit. The steps in the middle are a multiple of `together`; `segments` limit what is seen
+    further.
     """
     last = first + (count - 1)
     start, stop, full_start, full_stop = jnp.int32(0), length, jnp.int32(0), length
@@ -212,14 +198,10 @@ def place_of(
 ) -> tuple[jax.Array, jax.Array]:
     """Row and tile of a number: rows in turn, which share operands, in pairs from both ends.
 
-    In a causal call one end has much to do and the other one little: all pairs have equally much.
-
-    Args:
-      number: of `2 * ceil(tiles / 2)` a row; with an odd number of tiles one of them is none.
-      tiles: of a row.
-      order: `segments.order`, or None. With it there are no pairs: all rows of a sequence take its
-        tile one after the other.
-      rows: of a sequence.
+    In a causal call one end has much to do and the other little, so all pairs have equally much.
+    There are `2 * ceil(tiles / 2)` numbers a row; with an odd number of tiles one is no tile. With
+    `order` (`segments.order`) there are no pairs: all `rows` of a sequence take its tile one after
+    the other.
     """
     if order is not None:
         entry, row = order[lax.div(number, jnp.int32(rows))], lax.rem(number, jnp.int32(rows))
@@ -232,7 +214,6 @@ def place_of(
 
 
 def share_of(total: int, order: Ref | None) -> ring.Share:
-    """A program's, of so many numbers of `place_of`."""
     return ring.Share(total, together=2) if order is None else ring.Share(total, turns=True)
 
 
@@ -244,7 +225,7 @@ def numbers(tokens: int, order: jax.Array | None) -> int:
 
 
 def product(a: Ref, b: Ref) -> jax.Array:
-    """Starts ``a @ b.T`` of tiles in shared memory."""
+    """Starts ``a @ b.T``; both are tiles in shared memory."""
     dtype = jnp.int32 if a.dtype == jnp.int8 else jnp.float32
     left, right = (ring.swizzle_of(x.shape[-1], x.dtype) for x in (a, b))
 
@@ -267,12 +248,11 @@ def add_product(total: jax.Array, words: jax.Array, b: Ref) -> jax.Array:
 
 
 def scores_factor(s: Settings) -> float:
-    """Of products of unscaled codes, see `Tile.weigh`."""
+    """The factor of products of unscaled codes, see `Tile.weigh`."""
     return s.scale * (LOG2_E if s.soft_cap is None else 1 / s.soft_cap)
 
 
 def arrived(x: jax.Array) -> jax.Array:
-    """An accumulator that was waited for; nothing that uses it moves before this."""
     return ring.inline(mgpu.optimization_barrier, (MATRIX,), ring.array(x.shape, x.dtype))(x)
 
 
@@ -287,23 +267,20 @@ def is_seen(query: jax.Array, key: jax.Array, s: Settings) -> jax.Array:
 
 
 def zeros(columns: int) -> jax.Array:
-    """An accumulator."""
     return plgpu.layout_cast(jnp.zeros((ROWS, columns), jnp.float32), MATRIX)
 
 
 def staging(dtype: Any) -> Any:
-    """Memory of results on their way out."""
     return ring.tile((WARPGROUPS, ROWS, _WIDTH // jnp.dtype(dtype).itemsize), dtype)
 
 
 def scale_at(scales: Ref, b: jax.Array, head: jax.Array, token: jax.Array, block: int) -> jax.Array:
-    """The scale of a token's block."""
     number = jnp.minimum(lax.div(token, jnp.int32(block)), scales.shape[2] - 1)
     return scales[b, head, number]
 
 
 def store(x: jax.Array, memory: Ref, target: Ref) -> None:
-    """Writes ``[64, n]`` through shared memory, some channels at a time."""
+    """Writes ``[64, n]`` through shared memory, a few channels at a time."""
     width = memory.shape[-1]
     for begin in range(0, x.shape[1], width):
         part = lax.slice(x, (0, begin), (ROWS, begin + width))
@@ -314,10 +291,8 @@ def store(x: jax.Array, memory: Ref, target: Ref) -> None:
 
 
 def along_rows(x: jax.Array, columns: int) -> jax.Array:
-    """``x[..]`` of rows, repeated over the columns."""
     return lax.broadcast_in_dim(x, (ROWS, columns), (0,))
 
 
 def iota() -> jax.Array:
-    """The numbers of a warpgroup's rows."""
     return plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=ROW)

@@ -15,23 +15,19 @@ from pallas_kernels.mosaic.lane import Int, Pointer
 from pallas_kernels.mosaic.ring import SCALAR
 
 TOKENS = 16
-"""Of a tile, for each of a warpgroup's warps: all are in one page."""
+"""Tokens of a tile for each of a warpgroup's warps: all are in one page."""
 _LANES, _LINE = 32, 128
 
 
 def place() -> tuple[Int, Int]:
-    """The warp's number in its warpgroup, and the lane's in its warp."""
     thread = lane.special("tid.x")
     return (thread >> 5) & 3, thread & (_LANES - 1)
 
 
 def first_row(tables: Pointer, numbers: list[Int], x: Inputs) -> Int:
-    """The pool's number of the first token of this warp's in a tile, or of some that there are.
+    """The pool's number of this warp's first token in a tile; any number past the sequence's end.
 
-    Args:
-      tables: the block tables.
-      numbers: the sequence, the tile, and the sequence's length.
-      x: what the kernel reads: only sizes matter.
+    `numbers` are the sequence, the tile, and the sequence's length; only sizes of `x` are read.
     """
     b, tile, length = numbers
     page_size, max_pages = x.rope.shape[1], x.tables.shape[1]
@@ -43,7 +39,7 @@ def first_row(tables: Pointer, numbers: list[Int], x: Inputs) -> Int:
 
 
 def ask_for(work: Work, j: jax.Array, x: Inputs) -> None:
-    """Asks for tile `j`; past a sequence's end it is some other one."""
+    """Prefetches tile `j`; past a sequence's end, some other tile."""
 
     def f(refs: Any, *numbers: Any) -> None:
         asked_for([Pointer.to(ref) for ref in refs], [lane.scalar(n) for n in numbers], x)
@@ -54,13 +50,7 @@ def ask_for(work: Work, j: jax.Array, x: Inputs) -> None:
 
 
 def asked_for(arrays: list[Pointer], numbers: list[Int], x: Inputs) -> None:
-    """A lane's part of `ask_for`.
-
-    Args:
-      arrays: latents, rotary parts, tables.
-      numbers: as `first_row` takes them.
-      x: likewise.
-    """
+    """A lane's part of `ask_for`; `arrays` are latents, rotary parts and tables."""
     *sources, tables = arrays
     row, (_, own) = first_row(tables, numbers, x), place()
     for source, ref in zip(sources, (x.latent, x.rope), strict=True):

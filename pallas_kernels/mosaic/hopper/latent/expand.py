@@ -27,25 +27,19 @@ SHARES = 2
 
 
 class Codes:
-    """How a warpgroup expands tiles.
-
-    Args:
-      x: what the kernel reads.
-      codec: how the latent is stored.
-      dtype: of the result, ``"bfloat16"`` or ``"float16"``.
-    """
+    """How a warpgroup expands tiles to `dtype`, ``"bfloat16"`` or ``"float16"``."""
 
     def __init__(self, x: Inputs, codec: Codec, dtype: str) -> None:
         self.x, self.codec, self.dtype = x, codec, dtype
         self.words = codec.bits // 4
-        """Of eight channels."""
+        """Words of eight channels."""
         self.tokens = TOKENS // SHARES
-        """Of a warp, in a tile."""
+        """Tokens of a warp's share of a tile."""
         self.count = HALVES * self.tokens * self.words
         """Words of a lane."""
 
     def load(self, work: Work, j: jax.Array, share: int) -> list[jax.Array]:
-        """Begins to load a share of a tile, 0 or 1; what `store` takes."""
+        """Begins to load share 0 or 1 of a tile; returns what `store` takes."""
 
         def f(refs: Any, *numbers: Any) -> tuple[Any, Any]:
             arrays = [Pointer.to(ref) for ref in refs]
@@ -63,10 +57,7 @@ class Codes:
     ) -> tuple[list[Int], Float]:
         """A lane's words of a share, and the factor of the warp's token with the lane's number.
 
-        Args:
-          arrays: latents, their scales, tables.
-          numbers: the sequence, the tile, and the sequence's length.
-          share: which of the tile's.
+        `arrays` are latents, their scales, tables; `numbers` as for `ahead.first_row`.
         """
         latent, scale, tables = arrays
         _, own = place()
@@ -91,7 +82,6 @@ class Codes:
         ring.inline(f, types)(*loaded, target)
 
     def stored(self, words: list[Int], factor: Float, target: Pointer, share: int) -> None:
-        """A lane's part of `store`; see `loaded`."""
         warp, own = place()
         for i in range(self.tokens):
             unit = lane.from_lane(factor, lane.integer(i))
@@ -105,7 +95,7 @@ class Codes:
     def numbers(self, words: list[Int], unit: Float) -> list[Int]:
         """Eight channels as four words, times a token's unit."""
         if self.codec.centroids:
-            # What they are too large by is taken off as they are multiplied.
+            # The multiplication subtracts their offset, too.
             middle = unit * -(BYTE_OFFSET + self.codec.middle)
             raw = dataclasses.replace(self.codec, middle=-BYTE_OFFSET)
             x = [v.fma(unit, middle) for v in centroids(words[0], raw)]
@@ -116,15 +106,9 @@ class Codes:
 
 
 def offset(warp: Int, token: int, half: int, own: Int) -> Int:
-    """Of a lane's 16 bytes in a slot.
+    """Where a lane's 16 bytes of a token (of its warp's 16) and half of the channels go in a slot.
 
     Eight rows of 64 channels lie together, pieces of 16 bytes interleaved.
-
-    Args:
-      warp: of the warpgroup.
-      token: of the warp's 16.
-      half: of the channels.
-      own: number of the lane, and of its piece in the half.
     """
     row, blocks = token % _EIGHT, HALF // 64
     block = (warp * 2 + token // _EIGHT) * blocks + (own >> 3)

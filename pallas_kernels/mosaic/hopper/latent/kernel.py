@@ -96,7 +96,6 @@ def _transposed(ref: Ref) -> Ref:
 
 
 def _copy_queries(work: Work, x: Inputs, y: Memory) -> None:
-    """Copies the queries, once those before are done with."""
     plgpu.barrier_wait(y.q_free)
     size = min(ROWS, x.q.shape[1])
     rows, to = pl.ds(work.first, size), pl.ds(0, size)
@@ -107,7 +106,7 @@ def _copy_queries(work: Work, x: Inputs, y: Memory) -> None:
 
 
 def _copy_tile(work: Work, j: jax.Array, slot: jax.Array, x: Inputs, y: Memory) -> None:
-    """Copies what needs no expansion of a tile of tokens, page by page."""
+    """Copies the parts of a tile of tokens that need no expansion, page by page."""
     pool, page_size, _ = x.rope.shape
     size, ready = min(page_size, TILE), y.ready.at[slot]
     within = lax.rem(j * TILE, jnp.int32(page_size)) if page_size > TILE else 0
@@ -115,7 +114,7 @@ def _copy_tile(work: Work, j: jax.Array, slot: jax.Array, x: Inputs, y: Memory) 
         first = j * TILE + i * size
         entry = lax.div(first, jnp.int32(page_size))
         page = x.tables[work.b, jnp.minimum(entry, x.tables.shape[1] - 1)]
-        # Past the end are pages that are none of the pool's, and give zeros.
+        # Past the end are numbers outside the pool, whose copies give zeros.
         page = jnp.where(first < work.length, page, pool)
         rows, to = pl.ds(within, size), pl.ds(i * size, size)
         plgpu.copy_gmem_to_smem(x.rope.at[page, rows], y.rope.at[slot, to], ready)
@@ -127,11 +126,11 @@ def _copy_tile(work: Work, j: jax.Array, slot: jax.Array, x: Inputs, y: Memory) 
 
 
 def _copy(work: Work, slot: jax.Array, x: Inputs, y: Memory, s: Settings) -> jax.Array:
-    """Brings a program's tiles to shared memory, as room comes free; the next slot."""
+    """Copies a program's tiles to shared memory as room comes free; returns the next slot."""
 
     def begin(j: jax.Array, slot: jax.Array) -> None:
         _copy_tile(work, j, slot, x, y)
-        # Their room comes free later than the first tile's.
+        # The queries' memory becomes free later than the first tile's.
         pl.when(j == work.tiles.begin)(lambda: _copy_queries(work, x, y))
         if s.ahead:
             pl.when(j + s.ahead < work.tiles.end)(lambda: ahead.ask_for(work, j + s.ahead, x))
@@ -164,7 +163,7 @@ def _expand(
     slot: jax.Array,
     y: Memory,
 ) -> list[jax.Array]:
-    """Stores a share of tile `j`, which was loaded before, and begins to load of the next tile."""
+    """Stores a share of tile `j`, which was loaded before, and begins to load the next tile's."""
     codes.store(words, y.latent.at[slot], share)
     words = codes.load(work, j + 1, share)
     plgpu.commit_smem()
@@ -176,8 +175,6 @@ def _expand(
 
 
 def _scores(slot: jax.Array, y: Memory) -> jax.Array:
-    """Products of queries and a tile of keys, float32 ``[64, 64]``."""
-
     def f(out: Ref) -> jax.Array:
         for i in range(HALVES):
             plgpu.wgmma(out, y.q.at[i], _transposed(y.latent.at[slot, i]))
@@ -190,9 +187,9 @@ def _scores(slot: jax.Array, y: Memory) -> jax.Array:
 def _hide(
     scores: jax.Array, j: jax.Array, slot: jax.Array, work: Work, y: Memory, s: Settings
 ) -> jax.Array:
-    """``-inf`` where a row does not see a token of a tile, and NaN in all of a row that sees NaN.
+    """``-inf`` where a row does not see a token of a tile, and NaN in rows that see a NaN.
 
-    What is not finite becomes 0 in shared memory: times a weight of 0 it must be nothing.
+    Values that are not finite become 0 in shared memory, because a weight of 0 must cancel them.
     """
     count = work.length - j * TILE
     for i in range(HALVES):
@@ -209,7 +206,7 @@ def _hide(
 
 
 def _hand_over(p: jax.Array, factor: jax.Array, y: Memory) -> None:
-    """Gives weights, and what sums are to be multiplied with before, to those who sum."""
+    """Hands weights, and the factors of the sums before, to the warpgroups that sum values."""
     plgpu.barrier_wait(y.p_free)
     y.p[...] = p
     y.factor[...] = factor
@@ -267,10 +264,7 @@ def _attend(
 def _add(
     o: jax.Array, p: Any, slot: jax.Array, half: jax.Array, y: Memory, then: Callable[[], None]
 ) -> jax.Array:
-    """`o` and the values of a tile times weights `p`; its slot is free after.
-
-    `then` happens while the product is on its way.
-    """
+    """`o` plus weights `p` times a tile's values; then the slot is free. `then` runs meanwhile."""
 
     def add(out: Ref) -> None:
         plgpu.wgmma(out, p, y.latent.at[slot, half])
@@ -282,9 +276,8 @@ def _add(
 
 
 def _store(o: jax.Array, share: jax.Array, half: jax.Array, work: Work, out: Ref) -> None:
-    """Stores half of the channels of the rows, each times its share."""
     share = along(share, o.shape, 0)
-    # Rows that see nothing may have met others' tokens.
+    # Rows that see nothing may have summed tokens of other rows.
     o = jnp.where(share == 0, 0.0, o * share)
     store.channels(o, out, work.base, work.first, work.rows, half * HALF)
 
@@ -293,14 +286,13 @@ def _store(o: jax.Array, share: jax.Array, half: jax.Array, work: Work, out: Ref
 
 
 def _follow(work: Work, slot: jax.Array, out: Ref, x: Inputs, y: Memory, s: Settings) -> jax.Array:
-    """The second half of the channels of a program's rows; the slot after.
+    """Computes the second half of the channels of a program's rows; returns the slot after.
 
     While the first warpgroup finds a tile's weights, this one expands its share of the next tile.
     """
     codes = None if s.codec is None else expand.Codes(x, s.codec, jnp.dtype(x.q.dtype).name)
 
     def factors() -> jax.Array:
-        """What to multiply with, of each row, as of the next weights."""
         plgpu.barrier_wait(y.p_ready)
         return ring.load(y.factor, ROW)
 
@@ -338,7 +330,6 @@ def _follow(work: Work, slot: jax.Array, out: Ref, x: Inputs, y: Memory, s: Sett
 
 
 def _kernel(*refs: Ref, s: Settings, heads: int, total: int, is_whole: bool) -> None:
-    """One persistent program, which takes every `s.programs`-th tile of rows of a part."""
     *inputs, out_ref, lse_ref = refs
     x, me = Inputs(*inputs), lax.axis_index("warpgroup")
     share = ring.Share(total if is_whole else total * x.parts[1])
@@ -347,7 +338,7 @@ def _kernel(*refs: Ref, s: Settings, heads: int, total: int, is_whole: bool) -> 
         y = Memory(**given)
 
         def each(step: Any) -> None:
-            """``step(work, slot)`` of each piece of work in which there is something to do."""
+            """Calls ``step(work, slot)`` for each piece of work that is not empty."""
 
             def one(number: jax.Array, slot: jax.Array) -> jax.Array:
                 work = Work(number, x, heads, s)
@@ -391,22 +382,16 @@ def attend(
 ) -> tuple[jax.Array, jax.Array]:
     """Attends the newest tokens' queries to pages of latents.
 
-    Args:
-      query_latent: ``[B, T, N, 512]``, bfloat16 or float16; query `t` of `n` real ones is at
-        position ``length - n + t``.
-      query_rope: ``[B, T, N, 64]``, the same dtype.
-      latent: ``[P, page_size, 512]`` of the same dtype or float8_e4m3fn, or uint8 codes
-        ``[P, page_size, 256]``; pages of 16, 32, 64 or 128 tokens.
-      scale: float32 ``[P, page_size]``, of each token's latent; None for 16 bits.
-      rope: ``[P, page_size, 64]``, the queries' dtype.
-      block_tables: int32 ``[B, max_pages]``, all within the pool.
-      lengths: int32 ``[B]``, tokens held; negative for a sequence that cannot be read: its results
-        are NaN.
-      query_length: int32 ``[B]``, the real queries.
-      settings: what is static.
+    `query_latent` is ``[B, T, N, 512]`` and `query_rope` ``[B, T, N, 64]``, both bfloat16 or
+    float16; query `t` of `n` real ones is at position ``length - n + t``. Pages of 16, 32, 64 or
+    128 tokens hold `latent` ``[P, page_size, 512]`` of the same dtype or float8_e4m3fn, or uint8
+    codes ``[P, page_size, 256]``; `scale` float32 ``[P, page_size]`` of each token's latent, None
+    for 16 bits; and `rope` ``[P, page_size, 64]`` in the queries' dtype.
 
-    Returns:
-      ``[B, T, N, 512]`` in the queries' dtype and the float32 log-sum-exp ``[B, T, N]``.
+    int32: `block_tables` ``[B, max_pages]``, all within the pool; `lengths` ``[B]``, tokens held,
+    negative for a sequence that cannot be read, whose results are NaN; `query_length` ``[B]``, the
+    real queries. Returns ``[B, T, N, 512]`` in the queries' dtype and the float32 log-sum-exp
+    ``[B, T, N]``.
     """
     batch, tokens, heads, _ = query_latent.shape
     count = tokens * heads

@@ -36,9 +36,8 @@ class Memory(NamedTuple):
 
 
 def memory(x: Inputs, s: Settings) -> Memory:
-    """The types of a program's shared memory."""
     copies, dtype = pieces(x.rope.shape[1], TILE), x.q.dtype
-    # Of the rotary part, and of either half, or of those who expand.
+    # Copies of the rotary part, and of each half; or the warpgroups that expand.
     arrivals = copies * (1 + HALVES) if s.codec is None else copies + SHARES
     return Memory(
         q=ring.tile((HALVES, ROWS, HALF), dtype),

@@ -17,15 +17,10 @@ _EIGHT = 8
 def channels(
     x: jax.Array, out: Ref, base: jax.Array, first: jax.Array, rows: int, channel: jax.Array
 ) -> None:
-    """Stores a part of the rows' channels.
+    """Stores the channels of `x`, float32 ``[64, n]``, to `out`, ``[.., rows, H]``, at `channel`.
 
-    Args:
-      x: float32 ``[64, n]``.
-      out: ``[.., rows, H]``.
-      base: number of the sequence's first row in `out`.
-      first: which of its rows is the first of `x`.
-      rows: of a sequence: those past them are not stored.
-      channel: the first one.
+    `base` is the number of the sequence's first row in `out`, and `first` that of the first row of
+    `x` in the sequence; rows past the sequence's `rows` are not stored.
     """
     width, dtype = out.shape[-1], jnp.dtype(out.dtype)
 

@@ -19,21 +19,21 @@ TILE = 64
 LATENT, ROPE = 512, 64
 """Channels: of the latent, and of the rotary part of a key."""
 HALVES = 2
-"""Of the latent's channels; each is summed by a warpgroup of its own."""
+"""Halves of the latent's channels; each is summed by its own warpgroup."""
 HALF = LATENT // HALVES
 
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """What is static in a call.
+    """A call's static settings.
 
     Attributes:
-      scale: what products are multiplied with.
+      scale: factor of the products.
       window: how many earlier tokens a query sees, or None.
       part: tokens of the parts that programs take, a multiple of a tile's.
       codec: how the latent is stored if not in the query's 16 bits.
-      ahead: how many tiles after the one that is copied is the one that is asked for in the L2
-        cache; 0 if none is.
+      ahead: prefetch to the L2 cache the tile that is so many after the one being copied; 0 for
+        none.
       registers: of a thread that attends and of one that copies.
       programs: how many run side by side, one to a multiprocessor.
     """
@@ -55,23 +55,16 @@ def settings(
     codec: Codec | None = None,
     programs: int = 132,
 ) -> Settings:
-    """Settings for a call.
+    """Settings for a call; `heads` are the queries of a token.
 
-    How a sequence is cut into parts, and so its bits, depends on the heads alone: neither on the
-    batch nor on how many tokens are new.
-
-    Args:
-      scale: what products are multiplied with.
-      heads: queries of a token.
-      window: how many earlier tokens a query sees, or None.
-      codec: how the latent is stored if not in the query's 16 bits.
-      programs: multiprocessors.
+    How a sequence is cut into parts, and so the bits of its results, depends on the heads alone:
+    neither on the batch nor on the number of new tokens.
     """
-    # What is written of parts grows with the heads, and the programs of a part do too.
+    # Parts' results grow with the heads, and so do the programs of a part.
     part = 1024 if heads <= ROWS else 2048
     registers = (232, 40) if codec is None else (208, 88)
-    # Latents in 16 bits fill the copies' time, and asking for them twice costs: 64 x 8k, 16 heads,
-    # 203 us with 2 tiles, 193 with 1, 180 with none. Codes wait to be expanded: 206, 207 and 210.
+    # Copies of 16-bit latents take all of the time, so prefetching costs: 64 x 8k, 16 heads, 203 us
+    # with 2 tiles, 193 with 1, 180 with none. Codes wait to be expanded: 206, 207 and 210.
     ahead = 0 if codec is None else 2
     return Settings(scale, window, part, codec, ahead, registers, programs)
 
@@ -91,13 +84,12 @@ class Inputs(NamedTuple):
 
 
 class Work:
-    """64 query rows of a sequence and a part of its tokens, by its number.
+    """64 query rows of a sequence and a part of its tokens, given a piece of work's number.
 
-    All rows of a part first, so that programs that run together read the same latents; then all
-    sequences, then the next part.
+    Numbers count all rows of a part first, so that programs that run together read the same
+    latents; then all sequences, then the parts.
 
     Attributes:
-      b: its sequence.
       place: the number of its rows' tile.
       first: the first of its rows.
       rows: of each sequence.
@@ -132,10 +124,8 @@ class Work:
 
     @property
     def is_any(self) -> jax.Array:
-        """Whether there is anything to attend to."""
         return self.tiles.begin < self.tiles.end
 
     def token_of(self) -> jax.Array:
-        """The query tokens of the rows, int32 ``[64]``."""
         row = plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=ROW) + self.first
         return lax.div(row, jnp.full_like(row, self.heads))

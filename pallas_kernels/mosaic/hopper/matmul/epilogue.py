@@ -19,11 +19,10 @@ _GATES = {"swiglu": "silu", "geglu": "gelu"}
 
 @dataclasses.dataclass(frozen=True)
 class Epilogue:
-    """What is static in it.
+    """The epilogue's static settings.
 
     Attributes:
       activation: None, ``"silu"``, ``"gelu"``; of gated weights ``"swiglu"`` or ``"geglu"``.
-      has_bias: whether there is a bias.
       has_residual: whether something is added at the end.
       dtype: ``"bfloat16"`` or ``"float16"``.
       swizzle: bytes over which rows of the output in shared memory are interleaved; 0 for none.
@@ -37,7 +36,6 @@ class Epilogue:
 
     @property
     def outputs(self) -> int:
-        """Of a warpgroup's 64 rows."""
         return ROWS // 2 if self.gate else ROWS
 
     @property
@@ -47,7 +45,7 @@ class Epilogue:
 
 
 def _sigmoid_times(x: Float) -> Float:
-    """``x * sigmoid(x)``; of values so negative that ``exp`` overflows, -0."""
+    """``x * sigmoid(x)``; -0 for values so negative that ``exp`` overflows."""
     e = lane.exp2(x * -LOG2_E)
     return x * lane.reciprocal(e + 1.0)
 
@@ -64,7 +62,7 @@ def activate(x: Float, kind: str | None) -> Float:
 
 
 def place(token: Int, byte: Int, e: Epilogue) -> Int:
-    """Where in shared memory ``[tokens, outputs]`` a token's 16 bytes from `byte` on are."""
+    """The offset in shared memory ``[tokens, outputs]`` of a token's 16 bytes from `byte` on."""
     line = token * (2 * e.outputs) + byte
     if e.swizzle == 0:
         return line
@@ -74,7 +72,6 @@ def place(token: Int, byte: Int, e: Epilogue) -> Int:
 
 
 def _address(out: Any, token: Int, byte: Int, e: Epilogue) -> Int:
-    """The address of `place`."""
     return Int(Pointer.to(out).address()) + place(token, byte, e)
 
 
@@ -95,18 +92,12 @@ def finish(
     first_row: Any,
     e: Epilogue,
 ) -> None:
-    """Writes a warpgroup's outputs to shared memory.
+    """Writes the outputs of a warpgroup's `sums`, float32 ``[64, tokens]``, to shared memory `out`.
 
-    Args:
-      sums: float32 ``[64, tokens]`` of weight rows and tokens.
-      span: the first of these tokens, and how many to write, a multiple of 8.
-      token_scales: shared memory, bfloat16 ``[tokens]``.
-      output_scales: global memory, float32, of all rows.
-      bias: the same, or None.
-      out: shared memory ``[span[1], outputs]`` in the output's dtype; holds the residual, if there
-        is one.
-      first_row: int32 scalar, of these rows among all.
-      e: what to do.
+    `span` is the first token and how many to write, a multiple of 8. `out` is
+    ``[span[1], outputs]`` and holds the residual, if there is one. `token_scales` are bfloat16
+    ``[tokens]`` in shared memory; `output_scales` and `bias` float32 in global memory, of all rows;
+    `first_row` is the number of the first of these rows.
     """
     row, t = fragments.row_and_place()
     at = row + lane.scalar(first_row)
@@ -145,7 +136,7 @@ def finish(
 
 
 def partial_sums(sums: Any, span: tuple[int, int], out: Any) -> None:
-    """Writes float32 sums of some tokens to shared memory ``[span[1], 64]``."""
+    """Writes float32 sums of the tokens in `span` to shared memory ``[span[1], 64]``."""
     row, t = fragments.row_and_place()
     for half, values in enumerate(fragments.by_row(sums)):
         for j in range(span[0] // 4, sum(span) // 4):
@@ -157,7 +148,7 @@ def partial_sums(sums: Any, span: tuple[int, int], out: Any) -> None:
 def _scaled(
     sums: Any, span: tuple[int, int], token_scales: Any, t: Int
 ) -> Iterator[list[list[Float]]]:
-    """Sums times the tokens' scales, eight tokens at a time: of both rows the lane's two tokens."""
+    """Sums times the tokens' scales, eight tokens at a time: the lane's two tokens of both rows."""
     rows = fragments.by_row(sums)
     for j in range(span[0] // 8, sum(span) // 8):
         word = Pointer.to(token_scales).at((t << 2) + (16 * j)).word()
@@ -166,7 +157,7 @@ def _scaled(
 
 
 def _places(sums: Any, memory: Any) -> Iterator[tuple[int, int, Pointer]]:
-    """Of an accumulator's numbers: row, place in the row, and address, contiguous over lanes."""
+    """An accumulator's numbers: row, place in the row, and address, contiguous over lanes."""
     thread = lane.special("tid.x") & 127
     base = Pointer.to(memory).at(thread << 2)
     columns = len(fragments.by_row(sums)[0])
@@ -176,14 +167,14 @@ def _places(sums: Any, memory: Any) -> Iterator[tuple[int, int, Pointer]]:
 
 
 def put(sums: Any, memory: Any) -> None:
-    """Writes a warpgroup's sums to shared memory, for `add`."""
+    """Writes a warpgroup's sums to shared memory, from where `add` reads them."""
     rows = fragments.by_row(sums)
     for half, j, place in _places(sums, memory):
         place.store(rows[half][j])
 
 
 def add(sums: Any, memory: Any) -> Any:
-    """Sums with those that another warpgroup put there."""
+    """Adds the sums that another warpgroup wrote with `put`."""
     rows = fragments.by_row(sums)
     for half, j, place in _places(sums, memory):
         rows[half][j] = rows[half][j] + place.float()

@@ -24,7 +24,6 @@ _OUTPUTS = 2
 
 
 def _expand(codes: Ref, scales: Ref, tables: Ref, row: jax.Array, out: Ref) -> None:
-    """`int4.expand`."""
     types = (SCALAR, *[plgpu.RefType()] * 3, ring.tile_type(out))
 
     def run(row: Any, codes: Any, scales: Any, tables: Any, out: Any) -> None:
@@ -34,7 +33,7 @@ def _expand(codes: Ref, scales: Ref, tables: Ref, row: jax.Array, out: Ref) -> N
 
 
 def _kernel(codes_ref: Ref, scales_ref: Ref, tables_ref: Ref, out_ref: Ref) -> None:
-    """One program; its groups of 128 rows and 128 inputs are as far apart as there are programs."""
+    """One program, which takes every ``programs``-th group of 128 rows and 128 inputs."""
     groups, me = codes_ref.shape[1], lax.axis_index("warpgroup")
     share = ring.Share(pl.cdiv(codes_ref.shape[0], WARPGROUPS) * groups)
 

@@ -29,7 +29,6 @@ _TILES = ROWS // _TILE_ROWS
 
 
 def _expand(codes: Ref, scales: Ref, tables: Ref, group: jax.Array, out: Ref) -> None:
-    """`int4_transposed.expand`."""
     types = (SCALAR, *[plgpu.RefType()] * 3, ring.tile_type(out))
 
     def run(group: Any, codes: Any, scales: Any, tables: Any, out: Any) -> None:
@@ -101,16 +100,10 @@ def _kernel(codes_ref: Ref, scales_ref: Ref, tables_ref: Ref, out_ref: Ref) -> N
 def int4_expand_transposed(
     codes: jax.Array, scales: jax.Array, tables: jax.Array, *, programs: int = 132
 ) -> jax.Array:
-    """e4m3 weights with outputs last.
+    """e4m3 weights with outputs last: float8_e4m3fn ``[K, N']``.
 
-    Args:
-      codes: uint8 ``[N / 64, K / 128, 64, 64]``.
-      scales: e4m3 ``[N / 64, K / 128, 64]``.
-      tables: uint8 ``[128, 16]``, as of `int4_matmul`.
-      programs: how many run side by side.
-
-    Returns:
-      float8_e4m3fn ``[K, N']``, `N` rounded up to a multiple of 128, zeros there.
+    `codes`, `scales` (e4m3) and `tables` are as for `int4_matmul`. `N` is rounded up to a multiple
+    of 128, with zeros there.
     """
     tiles, groups = codes.shape[:2]
     total = pl.cdiv(tiles, _TILES)

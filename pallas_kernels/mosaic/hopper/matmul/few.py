@@ -77,12 +77,11 @@ from pallas_kernels.mosaic.products.int4 import TABLE_BYTES, TABLES
 
 
 def _program(a: Arrays, ids: list[Int], smem: Pointer, s: Settings) -> None:
-    """A program, written for single lanes."""
     m = Memory.of(s, a.groups, a.scale_bytes)
     number = lane.uniform(lane.thread() >> 7)
     work = Work.of(a, ids, number, s)
     scales = s.share_of(a.groups) * ROWS * a.scale_bytes
-    # Nothing that the compiler would work out again for every tile.
+    # Hidden from the compiler, which would compute it again for every tile.
     zero = lane.held(0)
     row, t = lane.fragments.row_and_place()
     here = row + zero, t + zero
@@ -113,7 +112,7 @@ def _program(a: Arrays, ids: list[Int], smem: Pointer, s: Settings) -> None:
 
 
 def _accumulate(a: Arrays, weights: Weights, smem: Pointer, s: Settings) -> list[Float]:
-    """A warpgroup's sums over its tiles, in the order of `lane.start_product`."""
+    """A warpgroup's sums over its tiles, in the order of `lane.start_product`'s result."""
     zero = lane.integer(0)
     together = s.resident // s.splits
 
@@ -142,7 +141,7 @@ def _accumulate(a: Arrays, weights: Weights, smem: Pointer, s: Settings) -> list
 
 
 def _load(a: Arrays, work: Work, first: Int, smem: Pointer, s: Settings) -> None:
-    """Tokens of the program's groups, of each share from its `first` on, for all to see."""
+    """Loads tokens of the program's groups to shared memory, of each share from its `first` on."""
     if s.rounding is not None:
         m = Memory.of(s, a.groups, a.scale_bytes)
         places = [smem.at(lane.integer(x)) for x in (m.token_scales, m.maxima)]
@@ -165,9 +164,9 @@ def _add(
     meanwhile: Callable[[], None],
     s: Settings,
 ) -> list[Float]:
-    """Sums with the products of a tile, which are added up in float32.
+    """Adds the products of a tile to float32 sums; `meanwhile` runs while they are on their way.
 
-    No operand is written while products are on their way: the compiler would wait for each.
+    No operand is written during that time: the compiler would wait for each product.
     """
     product = lane.start_product(taken.plus, tokens, s.tokens, minus=taken.minus)
     meanwhile()
@@ -185,8 +184,8 @@ class Item:
     """Four outputs of a token that a lane writes.
 
     Attributes:
-      token: which one; past the last, the last once more.
-      row: of the tile, that of the first output; of gated weights that of its gate.
+      token: past the last token, the last once more.
+      row: row of the tile that gives the first output; of gated weights that of its gate.
       column: of the output.
       is_there: whether they exist.
     """
@@ -198,7 +197,7 @@ class Item:
 
     @classmethod
     def all_of(cls, a: Arrays, work: Work, rank: Int, s: Settings) -> "list[Item]":
-        """Those of a lane, in program `rank` of its cluster."""
+        """A lane's items, in program `rank` of its cluster."""
         is_gated = s.epilogue.gate is not None
         quads = s.epilogue.outputs // 4
         last = a.width - (4 if a.width % 4 == 0 else 1)
@@ -217,7 +216,7 @@ class Item:
 def _write(
     a: Arrays, sums: list[Float], weights: Weights, token_scales: Pointer, rank: Int, s: Settings
 ) -> None:
-    """Adds up the cluster's sums, each program some of them, and writes what becomes of them."""
+    """Adds up the cluster's sums, each program some of them, and writes the outputs."""
     e = s.epilogue
     area = weights.slots.at(weights.work.split * -s.slots_bytes)
     _put(sums, weights, s)
@@ -258,8 +257,7 @@ def _write(
 
 
 def _put(sums: list[Float], weights: Weights, s: Settings) -> None:
-    """A warpgroup's sums to its shared memory, ``[tokens, 64]`` with gaps."""
-    weights.meet()  # all have read the tiles that were there
+    weights.meet()  # all have read the tiles in this memory
     row, t = lane.fragments.row_and_place()
     for k, x in enumerate(sums):
         token = (t << 1) + (8 * (k // 4) + k % 2)
@@ -267,7 +265,6 @@ def _put(sums: list[Float], weights: Weights, s: Settings) -> None:
 
 
 def _residual(a: Arrays, item: Item, e: Epilogue) -> list[Float] | None:
-    """What is added to four outputs."""
     if a.residual is None:
         return None
     row = a.residual.times(item.token, 2 * a.width)
@@ -281,7 +278,6 @@ def _residual(a: Arrays, item: Item, e: Epilogue) -> list[Float] | None:
 
 
 def _store(a: Arrays, results: list[Float], item: Item, e: Epilogue) -> None:
-    """Writes four outputs."""
     words = [lane.half.pack(results[i], results[i + 1], e.dtype) for i in (0, 2)]
     target = a.out.times(item.token, 2 * a.width).at(item.column << 1)
     if a.width % 4 == 0:
@@ -309,24 +305,12 @@ def few_matmul(
     width: int,
     settings: Settings,
 ) -> jax.Array:
-    """Few tokens times INT4 weights.
+    """Few tokens times INT4 weights: ``[M, width]``.
 
-    Args:
-      codes: uint8 ``[N' / 64, K' / 128, 64, 64]``, tiles of 64 rows of 128 inputs.
-      scales: ``[N' / 64, K' / 128, 64]``, e4m3 (with `tables`), bfloat16 or float16.
-      tables: uint8 ``[128, 16]``: of each e4m3 scale, by its bits, e4m3 of its products with
-        0..7, -8..-1.
-      x: e4m3 ``[M, inputs]``, `M` at most `settings.tokens`, `inputs` a multiple of 16 and at most
-        ``K'``; or bfloat16 or float16, if `settings.rounding` says so, `inputs` a multiple of 8.
-      token_scales: bfloat16 ``[M]``; None of tokens that are rounded here.
-      output_scales: float32 ``[N']``.
-      bias: float32 ``[N']``.
-      residual: ``[M, width]`` in the output's dtype.
-      width: of the result.
-      settings: what is static.
-
-    Returns:
-      ``[M, width]``.
+    Arguments as `int4.int4_matmul`, but: `x` is e4m3 ``[M, inputs]``, `M` at most
+    `settings.tokens`, `inputs` a multiple of 16 and at most ``K'``; or, if there is
+    `settings.rounding`, bfloat16 or float16, `inputs` a multiple of 8, and `token_scales` are None.
+    `residual` is ``[M, width]``.
     """
     scale_dtype = scales.dtype.name if tables is None else "uint8"
     if tables is not None:

@@ -11,30 +11,28 @@ from pallas_kernels.mosaic.products import int4
 from pallas_kernels.mosaic.products.int4 import GROUP, ROW_BYTES, TABLE_BYTES, TABLES
 
 ROWS = 64
-"""Of a tile."""
+"""Rows of a tile."""
 TILE_BYTES = ROWS * ROW_BYTES
 THREADS = 128
 _TABLES_BYTES = TABLES * TABLE_BYTES
-# Numbers from one token's sums to the next: lanes that write a tile's sums meet no bank twice.
+# Numbers from one token's sums to the next, so that lanes write a tile's sums to all banks.
 PITCH = ROWS + 4
 _CHUNK = 16
 _CHUNKS = GROUP // _CHUNK
-# Loads of tokens that a lane has on their way.
+# Loads of tokens that a lane has in flight.
 _AHEAD = 8
 
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """What is static in a product.
+    """A product's static settings.
 
     Attributes:
-      epilogue: what becomes of the sums.
       tokens: columns of a product: 8, 16, 32 or 64.
-      warpgroups: of a program.
       parts: programs that share rows, each with part of the inputs; at most 8.
-      stages: tiles of a warpgroup that are on their way or in use.
-      resident: groups of inputs whose tokens are in shared memory at a time, of each warpgroup that
-        shares rows as many; or all of a program's.
+      stages: tiles of a warpgroup that are being copied or in use.
+      resident: groups of inputs whose tokens are in shared memory at a time, as many for each
+        warpgroup that shares rows; or all of a program's.
       splits: warpgroups of a program that share rows, each with part of its inputs.
       rounding: of tokens that are not e4m3 yet, or None; then all of a program's are resident.
     """
@@ -50,16 +48,14 @@ class Settings:
 
     @property
     def token_bytes(self) -> int:
-        """Shared memory of a group's tokens."""
         return self.tokens * GROUP
 
     def part_of(self, groups: int) -> int:
-        """Groups of inputs that a program has at most."""
+        """The most groups of inputs that a program has."""
         return -(-groups // self.parts)
 
     @property
     def tiles(self) -> int:
-        """Rows of tiles of a program."""
         return self.warpgroups // self.splits
 
     @property
@@ -68,7 +64,7 @@ class Settings:
         return self.parts * self.splits
 
     def share_of(self, groups: int) -> int:
-        """Groups of inputs that a warpgroup has at most."""
+        """The most groups of inputs that a warpgroup has."""
         return -(-groups // self.shares)
 
     @property
@@ -78,17 +74,16 @@ class Settings:
 
 
 class Memory(NamedTuple):
-    """Offsets in a program's shared memory.
+    """Offsets in a program's shared memory; the tokens come first.
 
     Attributes:
-      slots: of each warpgroup's tiles; before them lie the tokens.
-      scales: of each warpgroup's part of the inputs.
-      factors: float32 of each warpgroup's outputs, then their biases.
+      slots: each warpgroup's tiles.
+      scales: those of each warpgroup's part of the inputs.
+      factors: float32 scales of each warpgroup's outputs, then their biases.
       tables: of products of scales and codes.
       token_scales: float32.
       maxima: of tokens that are rounded here.
       barriers: eight bytes for each slot of each warpgroup.
-      size: of everything.
     """
 
     slots: int
@@ -102,7 +97,6 @@ class Memory(NamedTuple):
 
     @classmethod
     def of(cls, s: Settings, groups: int, scale_bytes: int) -> "Memory":
-        """For a weight with this many groups of inputs."""
         share = s.share_of(groups)
         sizes = (
             s.resident * s.token_bytes,
@@ -127,16 +121,15 @@ class Arrays:
       scales: ``[N' / 64, groups, 64]``.
       tables: of e4m3 scales, or None.
       x: e4m3 ``[M, inputs]``, or as `Settings.rounding` says.
-      token_scales: bfloat16 ``[M]``, or None of tokens that are rounded here.
+      token_scales: bfloat16 ``[M]``, or None if tokens are rounded here.
       output_scales: float32 ``[N']``.
-      bias: the same, or None.
+      bias: float32 ``[N']``, or None.
       residual: ``[M, width]``, or None.
-      out: the same.
+      out: ``[M, width]``.
       tiles: ``N' / 64``.
       groups: of 128 inputs.
       tokens: `M`.
       inputs: of a token, a multiple of 16.
-      width: of an output.
       scale_dtype: ``"uint8"`` (e4m3), ``"bfloat16"`` or ``"float16"``.
     """
 
@@ -158,19 +151,18 @@ class Arrays:
 
     @property
     def scale_bytes(self) -> int:
-        """Bytes of a scale."""
         return 1 if self.scale_dtype == "uint8" else 2
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Work:
-    """What a warpgroup works on: a row of tiles, and which of them.
+    """What a warpgroup works on: a row of tiles, and which of these.
 
     Attributes:
-      tile: number of its 64 rows among all; past the last, of the last once more.
+      tile: number of its 64 rows among all; past the last row, the last once more.
       first: the program's first group of inputs.
-      begin: its own first.
-      count: how many there are of its own.
+      begin: the warpgroup's first group.
+      count: how many groups the warpgroup has.
       split: its number among the program's warpgroups that share rows.
       part: the program's number in its cluster.
       is_real: whether the rows exist.
@@ -186,7 +178,7 @@ class Work:
 
     @classmethod
     def of(cls, a: Arrays, ids: list[Int], number: Int, s: Settings) -> "Work":
-        """Of warpgroup `number` of program ``ids = [rows, part]``."""
+        """For warpgroup `number` of program ``ids = [rows, part]``."""
         row, split = number // s.splits, number % s.splits
         tile = ids[0] * s.tiles + row
         share = ids[1] * s.splits + split
@@ -203,7 +195,7 @@ class Work:
         )
 
     def begin_of(self, a: Arrays, split: int, s: Settings) -> Int:
-        """The first group of another warpgroup of the program."""
+        """The first group of warpgroup `split` of the program."""
         return (self.part * s.splits + split) * a.groups // s.shares
 
 
@@ -214,9 +206,9 @@ class Operand(NamedTuple):
     """A tile as two left operands of a product.
 
     Attributes:
-      plus: words as `lane.start_product` takes them, of what is not negative.
-      minus: the same of what is, without its sign.
-      scales: of the lane's two rows, what is not in the words.
+      plus: words as `lane.start_product` takes them, of the values that are not negative.
+      minus: words of the negative values, without signs.
+      scales: the part of the scales of the lane's two rows that is not in the words.
     """
 
     plus: list[Int]
@@ -229,16 +221,13 @@ class Weights:
     """A warpgroup's tiles, as they arrive.
 
     Attributes:
-      a: the arrays.
-      work: which tiles.
-      slots: shared memory of tiles.
-      scales: of all scales.
-      factors: of the outputs' scales and biases.
+      slots: shared memory of the tiles.
+      scales: shared memory of all scales.
+      factors: shared memory of the outputs' scales and biases.
       tables: of e4m3 scales.
       barriers: one for each slot.
       number: of the warpgroup.
       here: the lane's first row and place.
-      s: settings.
     """
 
     a: Arrays
@@ -253,7 +242,7 @@ class Weights:
     s: Settings
 
     def _copy(self, i: Int | int, slot: Int | int, more: int | Int = 0) -> None:
-        """Starts the copy of tile `i`, by one lane."""
+        """Starts the copy of tile `i`; one lane calls it."""
         a, work = self.a, self.work
         barrier = self.barriers.at(slot * 8)
         lane.expect_bytes(barrier, lane.integer(TILE_BYTES) + more)
@@ -262,7 +251,7 @@ class Weights:
         lane.copy(source, self.slots.at(slot * TILE_BYTES), TILE_BYTES, barrier)
 
     def begin(self) -> None:
-        """Prepares the barriers and starts the first copies, by one lane."""
+        """Prepares the barriers and starts the first copies; one lane calls it."""
         a, work = self.a, self.work
         for i in range(self.s.stages):
             lane.init_barrier(self.barriers.at(8 * i))
@@ -281,7 +270,6 @@ class Weights:
             lane.copy(vector.times(work.tile, ROWS * 4), target, ROWS * 4, first)
 
     def take(self, i: Int, slot: Int, parity: Int) -> Operand:
-        """Tile `i`, once it is there."""
         lane.wait(self.barriers.at(slot * 8), parity)
         a = self.a
         tables = None if a.tables is None else self.tables
@@ -290,7 +278,7 @@ class Weights:
         return Operand(*int4.load_split(codes, scales, tables, self.here, a.scale_dtype))
 
     def refill(self, i: Int, slot: Int) -> None:
-        """Starts the next copy to the slot of tile `i`, which was taken."""
+        """Starts the next copy to the slot of tile `i`, which has been taken."""
         later = i + self.s.stages
         with lane.when(later < self.work.count):
             self.meet()
@@ -298,7 +286,6 @@ class Weights:
                 self._copy(later, slot)
 
     def meet(self) -> None:
-        """Waits for all lanes of the warpgroup."""
         lane.named_barrier(self.number + 1, THREADS)
 
 
@@ -306,10 +293,7 @@ class Weights:
 
 
 def load_tokens(a: Arrays, first: Int, groups: int, target: Pointer, s: Settings) -> None:
-    """Tokens of this many groups from `first` on, as the product's right operand.
-
-    By all lanes of the program. Tokens and inputs that do not exist are zeros.
-    """
+    """Loads groups of tokens as the right operand, by all lanes; zeros where there are none."""
     per_token = groups * _CHUNKS
     total, threads = s.tokens * per_token, THREADS * s.warpgroups
     thread = lane.thread()
@@ -342,7 +326,6 @@ def load_tokens(a: Arrays, first: Int, groups: int, target: Pointer, s: Settings
 
 
 def load_token_scales(a: Arrays, target: Pointer, s: Settings) -> None:
-    """The tokens' scales as float32."""
     assert a.token_scales is not None
     thread = lane.thread()
     with lane.when(thread < s.tokens):

@@ -37,7 +37,6 @@ STAGE_BYTES = TILE * GROUP
 
 
 def _start(w: Ref, x: Ref, total: jax.Array | None) -> jax.Array:
-    """Starts a group's product, added to `total`."""
     kind = ring.array((ROWS, x.shape[0]), jnp.float32)
     arrays = [] if total is None else [total]
     types = (ring.tile_type(w), ring.tile_type(x), *[plgpu.Layout.WGMMA] * len(arrays))
@@ -51,7 +50,7 @@ def _start(w: Ref, x: Ref, total: jax.Array | None) -> jax.Array:
 def _accumulate(
     work: Work, slot: jax.Array, me: jax.Array, m: Tile, w: Ref, s: Settings
 ) -> tuple[jax.Array, jax.Array]:
-    """A warpgroup's sums over all groups of inputs, the first in `slot`; the slot after."""
+    """A warpgroup's sums over all groups of inputs, from `slot` on; and the slot after."""
     rows = pl.ds(me * ROWS, ROWS)
 
     def step(g: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
@@ -119,20 +118,10 @@ def fp8_matmul(
     columns: int,
     settings: Settings,
 ) -> jax.Array:
-    """Tokens times e4m3 weights, summed by the matrix unit alone.
+    """Tokens times e4m3 weights, summed by the matrix unit alone: ``[M, columns]``.
 
-    Args:
-      weights: e4m3 ``[N', K']``, both multiples of 64 and of 128.
-      x: e4m3 ``[M, K']``; `M` at most 8 or a multiple of 8.
-      token_scales: bfloat16 ``[M]``.
-      output_scales: float32 ``[N']``.
-      bias: float32 ``[N']``.
-      residual: ``[M, columns]`` in the output's dtype.
-      columns: of the output, as for `int4_matmul`.
-      settings: what is static; one team, one part.
-
-    Returns:
-      ``[M, columns]``.
+    `weights` are ``[N', K']``, multiples of 64 and of 128; others as `int4.int4_matmul`. `settings`
+    have one team and one part.
     """
     kernel = functools.partial(_kernel, s=settings)
     name = "turbojax_fp8_matmul_hopper"

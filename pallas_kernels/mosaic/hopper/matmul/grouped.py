@@ -65,14 +65,14 @@ _CHUNK, _THREADS = 16, 128
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """What is static in a product.
+    """A product's static settings.
 
     Attributes:
-      epilogue: what becomes of the sums; no residual.
+      epilogue: without a residual.
       tokens: of a tile: 8, 16, 32, 64, 128 or 256.
       stages: groups of inputs in shared memory.
       consumers: warpgroups that compute, each 64 rows: 4, for up to 64 tokens, or 2.
-      is_two_level: sum every group by itself and add it in float32, instead of leaving the sum to
+      is_two_level: sum each group separately and add it in float32, instead of leaving the sum to
         the matrix unit, whose additions keep about 14 bits. Scales of 16 bits need it.
       programs: how many run side by side, one to a multiprocessor.
     """
@@ -86,12 +86,10 @@ class Settings:
 
     @property
     def written(self) -> int:
-        """Tokens that are written at a time."""
         return min(self.tokens, _MOST_WRITTEN)
 
     @property
     def registers(self) -> tuple[int, int]:
-        """Registers of a thread that computes, and of one that copies, see `ring.divide`."""
         return (112, 32) if self.consumers == 4 else (232, 40)
 
     def shared_bytes(self, experts: int, scale_bytes: int, has_tables: bool) -> int:
@@ -152,8 +150,8 @@ class Work(NamedTuple):
 def _work(number: jax.Array, p: Plan, across: int, s: Settings) -> Work:
     """A tile by its number; of one expert's, tokens vary fastest.
 
-    An expert's tiles are ``across`` times its tiles of tokens, so that the number of any of these
-    leads to it.
+    An expert has ``across`` times as many tiles as tiles of tokens, so the number of any of its
+    tiles leads to the expert.
     """
     expert = p.expert(lax.div(number, jnp.int32(across)))
     start = p.tile(expert)
@@ -164,7 +162,6 @@ def _work(number: jax.Array, p: Plan, across: int, s: Settings) -> Work:
 
 
 def _operand(m: Memory, slot: jax.Array, me: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """A warpgroup's weights of a group: `int4.operand`."""
     refs = [m.codes.at[slot], m.scales.at[slot], *m.tables]
     types = (SCALAR, *[plgpu.RefType()] * len(refs))
     words = ring.array((ROWS, GROUP // 4), jnp.int32)
@@ -178,7 +175,6 @@ def _operand(m: Memory, slot: jax.Array, me: jax.Array) -> tuple[jax.Array, jax.
 
 
 def _start(words: jax.Array, x: Ref, total: jax.Array | None) -> jax.Array:
-    """Starts a group's product, added to `total`."""
     kind = ring.array((ROWS, x.shape[0]), jnp.float32)
     arrays = [words] if total is None else [words, total]
     types = (plgpu.RefType(_SWIZZLE), *[plgpu.Layout.WGMMA] * len(arrays))
@@ -201,20 +197,14 @@ def _write(
     column: Int,
     e: Epilogue,
 ) -> None:
-    """Copies a warp's outputs of some tokens from shared to global memory.
+    """Copies a warp's outputs from shared memory to `target`, global memory ``[M, columns]``.
 
-    Args:
-      out: shared memory, ``[span[1], outputs]`` as `epilogue.finish` leaves it.
-      target: global memory ``[M, columns]``.
-      columns: of `target`.
-      span: the first of these tokens within the tile, and how many there is room for.
-      token: the tile's first token.
-      count: how many tokens the tile has.
-      column: where the warpgroup's outputs begin.
-      e: what was done.
+    `out` is ``[span[1], outputs]`` as `epilogue.finish` leaves it; `span` is the first of these
+    tokens within the tile and how many there is room for. The tile has `count` tokens from `token`
+    on, and the warpgroup's outputs begin at `column`.
     """
     number, warp = lane.special("laneid"), (lane.special("tid.x") >> 5) & 3
-    # Of 16 bytes: a warp has 16 outputs of a token, in a gated product 8.
+    # Chunks of 16 bytes: a warp has 16 outputs of a token, in a gated product 8.
     per_token = e.outputs // 32
     size = span[1] * per_token
     for begin in range(0, size, 32):
@@ -230,7 +220,7 @@ def _write(
 def _store(
     total: jax.Array, work: Work, me: jax.Array, m: Memory, a: Arrays, rows: int, s: Settings
 ) -> None:
-    """Writes a warpgroup's outputs; of rows that the experts do not have, none."""
+    """Writes a warpgroup's outputs, except for rows that the experts do not have."""
     e = s.epilogue
     row = (work.tile * s.consumers + me) * ROWS
     count = jnp.where(row < rows, work.size, 0)
@@ -257,7 +247,6 @@ def _store(
 
 
 def _fill(me: jax.Array, p: Plan, a: Arrays, s: Settings) -> None:
-    """Writes the rows behind the last expert's."""
     columns = a.out.shape[1]
     size = 2 * columns // _CHUNK
     end = a.out.shape[0] * size
@@ -282,7 +271,6 @@ def _fill(me: jax.Array, p: Plan, a: Arrays, s: Settings) -> None:
 def _consume(
     me: jax.Array, share: ring.Share, p: Plan, m: Memory, a: Arrays, rows: int, s: Settings
 ) -> None:
-    """All tiles of a program, by one of the warpgroups that compute."""
     groups, across = a.codes.shape[1], pl.cdiv(rows, s.consumers * ROWS)
     steps = share.count * groups
     zeros = jnp.full((ROWS, s.tokens), 0.0, jnp.float32)
@@ -300,7 +288,7 @@ def _consume(
             following = ring.next_slot(slot, s.stages)
             product = _start(words, m.x.at[slot], None if s.is_two_level else total)
             wait(i * groups + g + 1, following)
-            # While the product is on its way. After the very last this converts what is there.
+            # While the product is in flight. After the very last this converts stale memory.
             words, next_unit = _operand(m, following, me)
             plgpu.wgmma_wait(0)
             plgpu.barrier_arrive(m.free.at[slot])
@@ -320,7 +308,7 @@ def _consume(
 
 
 def _copy_tokens(work: Work, g: jax.Array, x: Ref, target: Ref, ready: Ref, s: Settings) -> None:
-    """Copies a group's inputs of the tile's tokens, and of few more."""
+    """Copies a group's inputs of the tile's tokens, and of a few tokens more."""
     sizes = [n for n in (s.tokens // 4, s.tokens // 2, s.tokens) if n >= _FEWEST]
     for fewer, size in zip([0, *sizes], sizes, strict=False):
 
@@ -331,16 +319,10 @@ def _copy_tokens(work: Work, g: jax.Array, x: Ref, target: Ref, ready: Ref, s: S
 
 
 def _copy_scales(source: Pointer, target: Pointer, token: Int, rows: int, tokens: int) -> None:
-    """Copies the scales of a tile's tokens, by a warpgroup.
+    """Copies the bfloat16 scales of `tokens` tokens from `token` on; one warpgroup calls it.
 
     A bulk copy of them would have to begin at a multiple of 16 bytes; tiles begin at any token.
-
-    Args:
-      source: global memory, bfloat16 ``[rows]``.
-      target: shared memory, bfloat16 ``[tokens]``.
-      token: the first of them.
-      rows: of `source`; past the last the last is read.
-      tokens: how many are copied.
+    `source` has `rows`; past the last the last is read.
     """
     for begin in range(0, tokens, _THREADS):
         number = (lane.special("tid.x") & (_THREADS - 1)) + begin
@@ -350,7 +332,6 @@ def _copy_scales(source: Pointer, target: Pointer, token: Int, rows: int, tokens
 
 
 def _produce(share: ring.Share, p: Plan, m: Memory, a: Arrays, rows: int, s: Settings) -> None:
-    """Copies the groups of all tiles, as room comes free."""
     groups, across = a.codes.shape[1], pl.cdiv(rows, s.consumers * ROWS)
 
     def scales(token: Any, source: Any, target: Any) -> None:
@@ -394,7 +375,7 @@ def _kernel(*refs: Ref, rows: int, s: Settings, has_tables: bool) -> None:
     def body(m: Memory) -> None:
         @pl.when(me == s.consumers)
         def _() -> None:
-            # Its four warps, each the same.
+            # Each of its four warps does the same.
             ring.inline(run, [plgpu.RefType()] * 2)(a.sizes, m.plan)
 
         ring.inline(lambda: lane.block_barrier(), ())()
@@ -449,19 +430,9 @@ def grouped_matmul(
 ) -> jax.Array:
     """Tokens, sorted by expert, times their experts' INT4 weights.
 
-    Args:
-      codes: uint8 ``[E, N' / 64, K' / 128, 64, 64]``, of each expert as for `int4_matmul`.
-      scales: ``[E, N' / 64, K' / 128, 64]``, e4m3 (with `tables`), bfloat16 or float16.
-      tables: uint8 ``[128, 16]``, as for `int4_matmul`, or None.
-      x: e4m3 ``[M, K']``.
-      token_scales: bfloat16 ``[M]``.
-      output_scales: float32 ``[E, N']``.
-      bias: float32 ``[E, N']``, or None.
-      group_sizes: int32 ``[E]``, tokens of each expert; where they are not valid, all rows are NaN.
-      settings: what is static.
-
-    Returns:
-      ``[M, N']``, for gated weights ``[M, N' / 2]``.
+    `codes`, `scales`, `output_scales` and `bias` are as for `int4.int4_matmul` with a leading axis
+    `E`; `x` is e4m3 ``[M, K']``. `group_sizes`, int32 ``[E]``, are the tokens of each expert; if
+    they are not valid, all rows are NaN. Returns ``[M, N']``, for gated weights ``[M, N' / 2]``.
     """
     experts, blocks, groups = codes.shape[:3]
     rows = blocks * ROWS

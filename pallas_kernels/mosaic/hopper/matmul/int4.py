@@ -60,14 +60,12 @@ TABLES_BYTES = TABLES * TABLE_BYTES
 
 
 def stage_bytes(scale_bytes: int) -> int:
-    """Shared memory that the weights of a stage take."""
     return TILE * (ROW_BYTES + scale_bytes)
 
 
 def _operand(
     weights: tuple[Ref, ...], slot: jax.Array, half: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """A warpgroup's weights of a group: `int4.operand`."""
     codes, scales, *tables = weights
     refs = [codes.at[slot], scales.at[slot], *tables]
     types = (SCALAR, *[plgpu.RefType()] * len(refs))
@@ -83,7 +81,6 @@ def _operand(
 
 
 def _start(words: jax.Array, x: Ref, total: jax.Array | None) -> jax.Array:
-    """Starts a group's product, added to `total`."""
     kind = ring.array((ROWS, x.shape[0]), jnp.float32)
     arrays = [words] if total is None else [words, total]
     types = (ring.tile_type(x), *[plgpu.Layout.WGMMA] * len(arrays))
@@ -115,7 +112,7 @@ def _accumulate(
         following = ring.slot_after(slot, s.teams, s.stages)
         product = _start(words, m.x.at[slot], None if s.is_two_level else total)
         wait(begin + (g + 1) * s.teams, following)
-        # While the product is on its way. After the last group this converts whatever is there.
+        # While the product is in flight. After the last group this converts stale memory.
         words, next_unit = _operand(weights, following, half)
         plgpu.wgmma_wait(0)
         plgpu.barrier_arrive(m.free.at[slot])
@@ -191,27 +188,20 @@ def int4_matmul(
     columns: int,
     settings: Settings,
 ) -> jax.Array:
-    """Tokens times INT4 weights.
+    """Tokens times INT4 weights: ``[M, columns]``.
 
-    Args:
-      codes: uint8 ``[N' / 64, K' / 128, 64, 64]``, tiles of 64 rows of 128 inputs in 64 bytes:
-        byte ``16 t + 4 s + b`` holds input ``32 s + 4 t + 2 b % 4 + 16 * (b // 2)`` in its low
-        nibble and the next one in its high one; signed.
-      scales: ``[N' / 64, K' / 128, 64]``, e4m3 (with `tables`), bfloat16 or float16.
-      tables: uint8 ``[128, 16]``: of each e4m3 scale, by its bits, e4m3 of its products with
-        0..7, -8..-1.
-      x: e4m3 ``[M, K']``; `M` at most 8 or a multiple of 8.
-      token_scales: bfloat16 ``[M]``.
-      output_scales: float32 ``[N']``.
-      bias: float32 ``[N']``.
-      residual: ``[M, columns]`` in the output's dtype.
-      columns: of the output: at least `N`, or half of it for gated weights, and those of one tile
-        (see `program.launch`); a multiple of 8.
-      settings: what is static.
+    `codes` are uint8 ``[N' / 64, K' / 128, 64, 64]``, tiles of 64 rows of 128 inputs in 64 bytes:
+    byte ``16 t + 4 s + b`` holds input ``32 s + 4 t + 2 b % 4 + 16 * (b // 2)`` in its low nibble
+    and the next one in its high one; signed. `scales` are ``[N' / 64, K' / 128, 64]``, e4m3 (with
+    `tables`), bfloat16 or float16. `tables`, uint8 ``[128, 16]``, hold for each e4m3 scale, by its
+    bits, e4m3 of its products with 0..7, -8..-1.
 
-    Returns:
-      ``[M, columns]``; with several parts their float32 sums, ``[parts, M, columns]``, before
-      everything that the epilogue does.
+    `x` is e4m3 ``[M, K']``, `M` at most 8 or a multiple of 8; `token_scales` bfloat16 ``[M]``;
+    `output_scales` and `bias` float32 ``[N']``; `residual` ``[M, columns]`` in the output's dtype.
+    `columns` is a multiple of 8, at least `N`, or half of it for gated weights, and at least those
+    of one tile (see `program.launch`).
+
+    With several parts it returns their float32 sums, ``[parts, M, columns]``, before the epilogue.
     """
     rows, codes = codes.shape[0] * ROWS, int4.chunks(codes)
     weights = [codes, scales]

@@ -83,10 +83,9 @@ REGISTERS = (232, 40)
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """What is static in a product.
+    """A product's static settings.
 
     Attributes:
-      epilogue: what becomes of the sums.
       tokens: of a tile, a multiple of 32, at most 256.
       stages: groups of inputs in shared memory.
       programs: how many run side by side, one to a multiprocessor.
@@ -99,17 +98,14 @@ class Settings:
 
     @property
     def width(self) -> int:
-        """Outputs of a warpgroup."""
         return self.epilogue.outputs
 
     @property
     def columns(self) -> int:
-        """Outputs of a tile."""
         return WARPGROUPS * self.width
 
     @property
     def shared_bytes(self) -> int:
-        """Shared memory that a program takes."""
         stages = (TILE * ROW_BYTES, TILE, self.tokens * GROUP)
         factors = (1 + self.epilogue.has_bias) * [4 * TILE]
         out = _PLACES * _WRITTEN * self.columns * 2
@@ -160,13 +156,12 @@ class Work(NamedTuple):
 
     @classmethod
     def of(cls, number: jax.Array, tiles: int, s: Settings) -> "Work":
-        """By its number among all; tokens, of so many tiles, vary fastest."""
+        """The tile of this number; there are `tiles` tiles of tokens, which vary fastest."""
         many = jnp.int32(tiles)
         return cls(lax.rem(number, many) * s.tokens, lax.div(number, many))
 
 
 def _operand(m: Memory, slot: jax.Array, me: jax.Array) -> jax.Array:
-    """A warpgroup's weights of a group: the words of `int4.operand`."""
     refs = [m.codes.at[slot], m.scales.at[slot], m.tables]
     types = (SCALAR, *[plgpu.RefType()] * len(refs))
     words = ring.array((ROWS, GROUP // 4), jnp.int32)
@@ -178,7 +173,7 @@ def _operand(m: Memory, slot: jax.Array, me: jax.Array) -> jax.Array:
 
 
 def _settle(words: jax.Array, slot: jax.Array) -> jax.Array:
-    """The same words in registers that are written here, where no product is on its way."""
+    """The same words in newly written registers, while no product is on its way."""
 
     def run(words: Any, slot: Any) -> Any:
         # Zero, which ptxas does not know: it would write the registers where the words are made.
@@ -195,7 +190,6 @@ def _settle(words: jax.Array, slot: jax.Array) -> jax.Array:
 
 
 def _start(words: jax.Array, x: Ref, total: jax.Array) -> jax.Array:
-    """Starts a group's product, added to `total`."""
     kind = ring.array((ROWS, x.shape[0]), jnp.float32)
     types = (ring.tile_type(x), plgpu.Layout.WGMMA, plgpu.Layout.WGMMA)
 
@@ -213,18 +207,10 @@ def _accumulate(
     m: Memory,
     s: Settings,
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    """A warpgroup's sums over all groups of inputs of a tile.
+    """A warpgroup's sums over all groups of a tile's inputs; the first operand of the next tile.
 
-    Args:
-      groups: how many.
-      operand: the first group's weights as words, and its slot.
-      has_next: whether another tile follows.
-      me: number of the warpgroup.
-      m: memory.
-      s: settings.
-
-    Returns:
-      the sums, and the operand of the tile that follows.
+    `operand` is the first group's weights as words, and its slot; `has_next` says whether another
+    tile follows.
     """
     turns = ring.Turns(m.turns, me, WARPGROUPS)
 
@@ -235,7 +221,7 @@ def _accumulate(
         total = _start(_settle(words, slot), m.x.at[slot], total)
         turns.hand_on()
         pl.when(is_inside | has_next)(lambda: plgpu.barrier_wait(m.ready.at[following]))
-        # While the product is on its way. After the last group this converts whatever is there.
+        # While the product is in flight. After the last group this converts stale memory.
         words = _operand(m, following, me)
         # Its turn for the next product: a loop, over which the compiler moves no instructions. The
         # next tile's comes after the outputs, for the other warpgroup writes at the same time.
@@ -252,7 +238,6 @@ def _accumulate(
 
 
 def _finish(total: jax.Array, token: int, me: jax.Array, out: Ref, m: Memory, s: Settings) -> None:
-    """Writes tokens from `token` on to `out`: `epilogue.finish`."""
     refs = [out, m.token_scales, *m.factors]
     types = [ring.tile_type(out), *[plgpu.RefType()] * (len(refs) - 1)]
     span = (token, min(_WRITTEN, s.tokens - token))
@@ -265,7 +250,6 @@ def _finish(total: jax.Array, token: int, me: jax.Array, out: Ref, m: Memory, s:
 
 
 def _store(total: jax.Array, work: Work, me: jax.Array, m: Memory, a: Arrays, s: Settings) -> None:
-    """What becomes of a tile's sums."""
     columns = pl.ds(work.tile * s.columns + me * s.width, s.width)
     plgpu.barrier_wait(m.tile_ready)
     for number, token in enumerate(range(0, s.tokens, _WRITTEN)):
@@ -284,7 +268,6 @@ def _store(total: jax.Array, work: Work, me: jax.Array, m: Memory, a: Arrays, s:
 def _produce(
     work: Work, slot: jax.Array, groups: int, m: Memory, a: Arrays, s: Settings
 ) -> jax.Array:
-    """Copies a tile's groups of inputs, as room comes free; the slot after."""
     tokens, tiles = pl.ds(work.token, s.tokens), pl.ds(work.tile * WARPGROUPS, WARPGROUPS)
 
     def group(g: jax.Array, slot: jax.Array) -> jax.Array:
@@ -306,7 +289,6 @@ def _produce(
 
 
 def _memory(stages: int, scales: Any, s: Settings) -> Memory:
-    """What a program allocates, with scales of this kind."""
     barrier, factors = plgpu.Barrier, 1 + s.epilogue.has_bias
     chunk = (ROWS * ROW_BYTES // int4.CHUNK, int4.CHUNK)
     return Memory(
@@ -381,23 +363,7 @@ def int4_matmul(
     columns: int,
     settings: Settings,
 ) -> jax.Array:
-    """Tokens times INT4 weights with e4m3 scales, summed by the matrix unit alone.
-
-    Args:
-      codes: uint8 ``[N' / 64, K' / 128, 64, 64]``, as for `int4.int4_matmul`.
-      scales: e4m3 ``[N' / 64, K' / 128, 64]``.
-      tables: uint8 ``[128, 16]``, as there.
-      x: e4m3 ``[M, K']``; `M` a multiple of 8.
-      token_scales: bfloat16 ``[M]``.
-      output_scales: float32 ``[N']``.
-      bias: float32 ``[N']``.
-      residual: ``[M, columns]`` in the output's dtype.
-      columns: of the output: at least `N`, or half of it for gated weights, and those of one tile;
-        a multiple of 8.
-      settings: what is static.
-
-    Returns:
-      ``[M, columns]``.
+    """`int4.int4_matmul` with e4m3 scales, summed by the matrix unit alone; `M` is a multiple of 8.
 
     Raises:
       ValueError: if there are fewer outputs than a tile has, see `program.launch`.

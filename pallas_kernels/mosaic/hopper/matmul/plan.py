@@ -13,15 +13,12 @@ _LANES = 32
 
 
 class Plan:
-    """Where experts begin, found by each program for itself: in shared memory, int32.
+    """Where each expert's tokens and tiles begin: each program computes it, in shared memory.
 
-    First of every expert and past the last one the number of tokens before it; then the same of
-    tiles of tokens; then how many tiles there are, how many tokens they hold, and the word of two
-    numbers that other rows hold. If sizes of groups are not valid, there are none.
-
-    Args:
-      held: what is indexed.
-      experts: how many.
+    `held` are int32: for every expert, and after the last one, the number of tokens before it; then
+    the same of tiles of tokens; then how many tiles there are, how many tokens they hold, and the
+    word of two numbers that the other rows are filled with. If sizes of groups are not valid, there
+    are no tiles.
     """
 
     def __init__(self, held: Any, experts: int) -> None:
@@ -29,23 +26,19 @@ class Plan:
 
     @staticmethod
     def size(experts: int) -> int:
-        """Numbers that it holds."""
         return 2 * (experts + 1) + 3
 
     def token(self, expert: Any) -> Any:
-        """The first token of an expert."""
         return self.held[expert]
 
     def tile(self, expert: Any) -> Any:
-        """The first tile of tokens of an expert."""
         return self.held[expert + (self.experts + 1)]
 
     def bound(self, i: int) -> Any:
-        """Tiles, tokens, and what rows of no expert hold."""
+        """Number of tiles, of tokens, and what rows of no expert hold."""
         return self.held[2 * (self.experts + 1) + i]
 
     def expert(self, tile: Any) -> Any:
-        """Whose a tile of tokens is."""
         low, high = jnp.int32(0), jnp.int32(self.experts - 1)
         for _ in range((self.experts - 1).bit_length()):
             middle = (low + high) >> 1
@@ -55,14 +48,10 @@ class Plan:
 
 
 def make_plan(sizes: Pointer, held: Pointer, experts: int, rows: int, tile: int) -> None:
-    """Makes a `Plan`, by one warp.
+    """Writes a `Plan` to `held`; one warp calls it.
 
-    Args:
-      sizes: global memory, int32, of each expert's group.
-      held: shared memory for the plan.
-      experts: how many.
-      rows: tokens; groups that hold more, or less than none, are not valid.
-      tile: tokens of a tile, a power of two.
+    `sizes` are int32 in global memory, of each expert's group; if they are negative or hold more
+    than `rows` tokens, they are not valid. `tile` is a tile's tokens, a power of two.
     """
     number, each = lane.special("laneid"), -(-experts // _LANES)
     tokens = tiles = lane.integer(0)
@@ -93,7 +82,7 @@ def make_plan(sizes: Pointer, held: Pointer, experts: int, rows: int, tile: int)
 
 
 def _running(x: Int, number: Int) -> Int:
-    """The sum of what this lane and those before it hold."""
+    """The sum of this lane's number and those of the lanes before it."""
     for distance in (1, 2, 4, 8, 16):
         x = x + (number >= distance).where(lane.from_lane(x, number - distance), 0)
     return x

@@ -31,15 +31,14 @@ _MOST_WRITTEN, _PLACES = 64, 2
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """What is static in a product.
+    """A product's static settings.
 
     Attributes:
-      epilogue: what becomes of the sums.
       tokens: of a tile: 8, 16, 32, 64, 128 or 256.
       stages: groups of inputs in shared memory, a multiple of `teams`.
       teams: pairs of warpgroups that take groups of inputs in turn and add up at the end: 1 or 2.
       parts: how many programs share a tile's inputs and write float32 partial sums.
-      is_two_level: sum every group by itself and add it in float32, instead of leaving the sum to
+      is_two_level: sum each group separately and add it in float32, instead of leaving the sum to
         the matrix unit, whose additions keep about 14 bits. Scales in bfloat16 need it.
       programs: how many run side by side, one to a multiprocessor.
     """
@@ -54,17 +53,14 @@ class Settings:
 
     @property
     def columns(self) -> int:
-        """Outputs of a tile."""
         return WARPGROUPS * self.width
 
     @property
     def width(self) -> int:
-        """Outputs of a warpgroup."""
         return ROWS if self.parts > 1 else self.epilogue.outputs
 
     @property
     def written(self) -> int:
-        """Tokens that are written at a time."""
         return min(self.tokens, _MOST_WRITTEN)
 
     @property
@@ -74,7 +70,6 @@ class Settings:
 
     @property
     def scaled(self) -> int:
-        """Tokens whose scales are copied."""
         unit = _COPY_UNIT // 2
         return -(-self.tokens // unit) * unit
 
@@ -89,11 +84,10 @@ class Settings:
 
     @property
     def warpgroups(self) -> int:
-        """Warpgroups that compute."""
         return WARPGROUPS * self.teams
 
     def shared_bytes(self, stage: int) -> int:
-        """Shared memory besides tables, where the weights of a stage take this many bytes."""
+        """Shared memory besides tables, if a stage's weights take `stage` bytes."""
         out = self.places * self.written * self.columns * (4 if self.parts > 1 else 2)
         sums = TILE * self.tokens * 4 * (self.teams - 1)
         return self.stages * (stage + self.tokens * GROUP) + out + sums + 2 * self.scaled + 1024
@@ -141,7 +135,7 @@ class Work:
 
 
 def tile_memory(copies: int, x: Any, s: Settings) -> Tile:
-    """What a program allocates besides its weights, of which a stage takes this many copies."""
+    """What a program allocates besides its weights, whose stage takes `copies` copies."""
     e, barrier = s.epilogue, plgpu.Barrier
     shape = (WARPGROUPS, s.places, s.written, s.width)
     if s.parts > 1:
@@ -166,7 +160,7 @@ def tile_memory(copies: int, x: Any, s: Settings) -> Tile:
 
 
 def add_teams(total: jax.Array, me: jax.Array, m: Tile, s: Settings) -> jax.Array:
-    """The first team's sums with those of the second, which it takes from shared memory."""
+    """The first team's sums plus those of the second, which come through shared memory."""
     if s.teams == 1:
         return total
     half = lax.rem(me, jnp.int32(WARPGROUPS))
@@ -212,7 +206,7 @@ def _finish(
 
 
 def store(total: jax.Array, work: Work, me: jax.Array, m: Tile, a: Arrays, s: Settings) -> None:
-    """What becomes of a tile's sums, by the first team."""
+    """Writes the outputs of a tile's sums; the first team calls it."""
     columns = pl.ds(work.tile * s.columns + me * s.width, s.width)
     target = a.out.at[work.part] if s.parts > 1 else a.out
 
@@ -242,15 +236,9 @@ def produce(
     s: Settings,
     copy: Callable[[jax.Array, jax.Array, Work], None],
 ) -> jax.Array:
-    """Copies a tile's groups of inputs, as room comes free; the slot after.
+    """Copies a tile's groups of inputs as room comes free; returns the slot after.
 
-    Args:
-      work: the tile.
-      slot: of its first group.
-      m: memory.
-      a: arrays.
-      s: settings.
-      copy: ``copy(g, slot, work)`` copies the weights.
+    `slot` is that of the first group; ``copy(g, slot, work)`` copies the weights.
     """
     tokens = pl.ds(work.token, s.tokens)
 
@@ -277,16 +265,11 @@ def run_program(
     copy: Callable[[Work, jax.Array], jax.Array],
     before: tuple[Callable[[], None], Callable[[], None]],
 ) -> None:
-    """One program, which takes every `s.programs`-th tile.
+    """Runs one program, which takes every `s.programs`-th tile.
 
-    Args:
-      tiles: of tokens, and of outputs.
-      groups: of inputs.
-      m: memory.
-      s: settings.
-      consume: ``consume(work, slot)`` of the warpgroups that compute; returns the slot after.
-      copy: the same of the one that copies.
-      before: what both do first.
+    `tiles` are how many there are of tokens and of outputs. ``consume(work, slot)`` runs in the
+    warpgroups that compute, `copy` in the one that copies; both return the slot after. `before` are
+    functions that either runs first.
     """
     me = lax.axis_index("warpgroup")
     share = ring.Share(tiles[0] * tiles[1] * s.parts)
@@ -320,7 +303,7 @@ def run_program(
 
 
 def launch(kernel: Any, name: str, tokens: int, rows: int, columns: int, s: Settings) -> Any:
-    """The call of a kernel ``kernel(*refs, tiles=)``, given the tokens, weight rows and outputs.
+    """The call of a kernel ``kernel(*refs, tiles=)`` for the given tokens, weight rows and outputs.
 
     Raises:
       ValueError: if there are fewer outputs than a tile has. Rows of one warpgroup's outputs alone

@@ -29,7 +29,7 @@ _BYTES = 2
 
 @dataclasses.dataclass(frozen=True)
 class Rounding:
-    """What is static.
+    """Static settings.
 
     Attributes:
       dtype: of the tokens, ``"bfloat16"`` or ``"float16"``.
@@ -38,7 +38,6 @@ class Rounding:
       columns: of the product: `M` and zeros.
       groups: of 128 inputs that a program takes at most.
       parts: programs of a cluster.
-      warpgroups: of a program.
     """
 
     dtype: str
@@ -51,12 +50,11 @@ class Rounding:
 
     @property
     def warps(self) -> int:
-        """Of a program; each takes every so many-th token."""
+        """Warps of a program; each takes every ``warps``-th token."""
         return _WARPS * self.warpgroups
 
     @property
     def steps(self) -> int:
-        """Runs of a token that a lane holds."""
         return -(-self.groups * _RUNS // _LANES)
 
     @property
@@ -73,17 +71,13 @@ def load_rounded(
     maxima: Pointer,
     r: Rounding,
 ) -> None:
-    """Rounds a program's part of the tokens, and finds their scales. By all lanes of a cluster.
+    """Rounds a program's part of the tokens and finds their scales; all lanes of a cluster call it.
 
-    Args:
-      x: global memory, ``[M, inputs]``.
-      first: group of inputs of the program's first, of `r.groups`.
-      target: shared memory, e4m3 ``[groups, columns, 128]``; 16 bytes from ``16 c`` on are where
-        those from ``16 (c ^ (column % 8))`` on would be. Zeros where no token or input is;
-        all of a token is NaN if something of it is not finite.
-      scales: shared memory, float32 ``[columns]``.
-      maxima: shared memory, int32 ``[columns]``, that nothing else uses.
-      r: what is static.
+    `x` is ``[M, inputs]`` in global memory, and `first` the program's first group of inputs. In
+    shared memory it writes `target`, e4m3 ``[groups, columns, 128]``, where 16 bytes from ``16 c``
+    on are where those from ``16 (c ^ (column % 8))`` on would be, zeros where no token or input is,
+    and NaN in all of a token that is not finite; and `scales`, float32 ``[columns]``. `maxima`,
+    int32 ``[columns]``, must not be used by anything else.
     """
     warp = lane.uniform(lane.thread() >> 5)
     number = lane.thread() & (_LANES - 1)
@@ -95,7 +89,7 @@ def load_rounded(
         with lane.when(number.equals(0) & (token < r.columns)):
             maxima.at(token << 2).store(bits)
     if r.parts == 1:
-        # A token is one warp's.
+        # One warp takes a token.
         lane.warp_barrier()
         areas: list[Any] = [maxima]
     else:
@@ -131,7 +125,7 @@ def _read(x: Pointer, token: Int, number: Int, first: Int, r: Rounding) -> list[
 def _store(
     runs: list[list[Int]], scale: Any, token: Int, number: Int, target: Pointer, r: Rounding
 ) -> None:
-    # The instruction that XLA takes: the same bits.
+    # The instruction that XLA uses, for the same bits.
     inverse = lane.divide(lane.number(1.0), scale)
     for i, words in enumerate(runs):
         run = number + i * _LANES

@@ -52,7 +52,6 @@ def stage_bytes(scale_bytes: int, tokens: int) -> int:
 def _operand(
     weights: tuple[Ref, ...], slot: jax.Array, me: jax.Array, dtype: str, kind: str, rounds: bool
 ) -> tuple[jax.Array, jax.Array]:
-    """A warpgroup's weights of a group: `int4_half.operand`."""
     refs = [x.at[slot] for x in weights]
     types = (SCALAR, *[plgpu.RefType()] * len(refs))
     words = ring.array((ROWS, GROUP // 2), jnp.int32)
@@ -66,7 +65,6 @@ def _operand(
 
 
 def _start(words: jax.Array, x: Ref, total: jax.Array | None) -> jax.Array:
-    """Starts a group's product, added to `total`."""
     kind = ring.array((ROWS, x.shape[0]), jnp.float32)
     arrays = [words] if total is None else [words, total]
     types = (ring.tile_type(x), *[plgpu.Layout.WGMMA] * len(arrays))
@@ -113,7 +111,7 @@ def _accumulate(
         following = ring.slot_after(slot, s.teams, s.stages)
         product = _start(words, m.x.at[slot], None if s.is_two_level else total)
         wait(begin + (g + 1) * s.teams, following)
-        # While the product is on its way. After the last group this converts whatever is there.
+        # While the product is in flight. After the last group this converts stale memory.
         words, next_unit = operand(following)
         plgpu.wgmma_wait(0)
         plgpu.barrier_arrive(m.free.at[slot])
@@ -192,21 +190,10 @@ def w4a16(
     columns: int,
     settings: Settings,
 ) -> jax.Array:
-    """Tokens times INT4 weights, as `w4a16_few`.
+    """As `w4a16_few.w4a16_few`, with `M` at most 8 or a multiple of 8.
 
-    Args:
-      codes: uint8 ``[N / 64, K / 128, 64, 64]``, see `turbojax.quantizers.int4`.
-      scales: ``[N / 64, K / 128, 64]``, e4m3, bfloat16 or float16.
-      zeros: int8, the same shape, or None.
-      x: bfloat16 or float16 ``[M, K]``; `M` at most 8 or a multiple of 8.
-      output_scales: float32 ``[N]``.
-      bias: float32 ``[N]``, or None.
-      residual: ``[M, columns]`` in `x`'s dtype, or None.
-      columns: of the output, see `int4_matmul`.
-      settings: what is static; sums have two levels.
-
-    Returns:
-      ``[M, columns]``; with several parts their float32 sums, ``[parts, M, columns]``.
+    `columns` is as for `int4.int4_matmul`, sums have two levels, and with several parts the result
+    is their float32 sums ``[parts, M, columns]``.
     """
     rows = codes.shape[0] * ROWS
     if scales.dtype == jnp.float8_e4m3fn:

@@ -43,24 +43,22 @@ NAME = "turbojax_w4a16_few_hopper"
 STRIP = 16
 """Rows of a warp's product."""
 TILE = 8
-"""Tokens of one."""
+"""Tokens of a warp's product."""
 BLOCK_ROWS = 64
 _GROUP, _BLOCK_BYTES, _UNIT_BYTES = 128, 4096, 1024
 _STRIPS = BLOCK_ROWS // STRIP
 _CHUNKS = 4  # Of 32 inputs of a group.
-# Of a unit: codes, then scales, then zero points.
+# Bytes of a unit: codes, then scales, then zero points.
 _SLOT_BYTES, _SCALES_AT, _ZEROS_AT = 1088, 1024, 1056
 
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """What is static in a call.
+    """A call's static settings.
 
     Attributes:
       strips: of 16 rows, of a program.
-      warpgroups: of a program.
-      slots: of a warp, for units that are on their way or in use; at least 2.
-      epilogue: what becomes of the sums.
+      slots: of a warp, for units that are being copied or in use; at least 2.
       parts: programs that share the inputs of their strips, and write float32 sums.
     """
 
@@ -72,7 +70,6 @@ class Settings:
 
     @property
     def warps(self) -> int:
-        """Of a program."""
         return self.warpgroups * lanes.WARPS
 
     @property
@@ -81,12 +78,11 @@ class Settings:
         return self.strips * STRIP + 4
 
     def shared_bytes(self, tiles: int) -> int:
-        """Of all warps' units, and then of their sums, for so many tiles of tokens."""
+        """Memory of all warps' units, and later of their sums, for `tiles` tiles of tokens."""
         return self.warps * max(self.slots * _SLOT_BYTES, tiles * TILE * self.stride * 4)
 
 
 def _is_gated(s: Settings) -> bool:
-    """Whether outputs are half as many as rows."""
     return s.epilogue.outputs < BLOCK_ROWS
 
 
@@ -112,13 +108,12 @@ class _Arrays:
 
     @property
     def tiles(self) -> int:
-        """Of tokens."""
         return -(-self.tokens // TILE)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Unit:
-    """What a lane holds of 16 rows and 128 inputs: of both of its rows codes, scale, zero point."""
+    """A lane's part of 16 rows and 128 inputs: codes, scale and zero point of its two rows."""
 
     codes: list[list[Int]]
     scales: list[Int]
@@ -128,9 +123,9 @@ class _Unit:
 def _copy(
     a: _Arrays, strip: Int, group: Int, slot: Pointer, number: Int, is_real: lane.Bool
 ) -> None:
-    """Starts the copies of a unit; zeros, where there is none.
+    """Starts the copies of a unit; zeros if it does not exist.
 
-    Codes a lane copies for itself. Scales and zero points come by the first lanes, 16 bytes each.
+    A lane copies its own codes. The first lanes copy scales and zero points, 16 bytes each.
     """
     block = (strip // _STRIPS) * a.groups + group
     part = strip % _STRIPS
@@ -149,7 +144,6 @@ def _copy(
 
 
 def _load(a: _Arrays, slot: Pointer, number: Int) -> _Unit:
-    """A lane's part of a unit that is there."""
     codes = [slot.at(number * 16, 512 * half).words(4) for half in range(2)]
     row = number >> 2
     if a.scale_dtype == "e4m3":
@@ -163,7 +157,7 @@ def _load(a: _Arrays, slot: Pointer, number: Int) -> _Unit:
 
 
 def _tokens(a: _Arrays, group: Int, number: Int) -> list[list[list[Int]]]:
-    """Of each tile of tokens and 32 inputs of a group the lane's token's words, as they lie."""
+    """The lane's words of its token as stored, for each tile of tokens and 32 inputs of a group."""
     out = []
     for tile in range(a.tiles):
         token = (number >> 2) + tile * TILE
@@ -179,7 +173,7 @@ def _tokens(a: _Arrays, group: Int, number: Int) -> list[list[list[Int]]]:
 
 
 def _values(a: _Arrays, unit: _Unit) -> tuple[list[list[list[Int]]], list[Float]]:
-    """Of both rows and 32 inputs the words of the left operands; and factors of their sums."""
+    """The left operands' words for both rows and each 32 inputs, and the factors of their sums."""
     if a.scale_dtype == "e4m3":
         scales, factors = zip(*[int4_half.e4m3_scale(x, a.dtype) for x in unit.scales], strict=True)
         words = [
@@ -202,7 +196,7 @@ def _values(a: _Arrays, unit: _Unit) -> tuple[list[list[list[Int]]], list[Float]
 def _multiply(
     a: _Arrays, unit: _Unit, tokens: list[list[list[Int]]], sums: list[Float]
 ) -> list[Float]:
-    """Adds a unit's products: of each tile of tokens four sums, as `lane.half.matmul` has them."""
+    """Adds a unit's products: four sums for each tile of tokens, as `lane.half.matmul` has them."""
     words, factors = _values(a, unit)
     out = []
     for tile, chunks in enumerate(tokens):
@@ -218,14 +212,14 @@ def _multiply(
 
 
 def _sums(a: _Arrays, first: Int, begin: Int, end: Int, warp: Int, number: Int) -> list[Float]:
-    """A warp's sums of its groups: of each strip and tile of tokens four."""
+    """A warp's sums over its groups: four for each strip and tile of tokens."""
     s, count = a.s, 4 * a.tiles
     last = a.rows // STRIP - 1
     strips = [(first + i).minimum(last) for i in range(s.strips)]
     area = a.memory.at(warp * (s.slots * _SLOT_BYTES))
 
     def copy(group: Int, index: int, slot: Int | int) -> None:
-        """The unit of strip `index`, counted on to the warp's next groups."""
+        """Copies the unit of strip `index`; indices go on to the warp's next groups."""
         group = group + index // s.strips * s.warps
         _copy(a, strips[index % s.strips], group, area.at(slot * _SLOT_BYTES), number, group < end)
 
@@ -242,7 +236,7 @@ def _sums(a: _Arrays, first: Int, begin: Int, end: Int, warp: Int, number: Int) 
         following = prepared(group + s.warps)
         for i in range(s.strips):
             lane.wait_for_copies(s.slots - 2)
-            # All lanes' copies are there, and all have read the unit before, whose slot is next.
+            # All lanes' copies are done, and all have read the unit before, whose slot is next.
             lane.warp_barrier()
             free = slot.equals(0).where(s.slots - 1, slot - 1)
             copy(group, i + s.slots - 1, free)
@@ -275,7 +269,6 @@ def _put(a: _Arrays, sums: list[Float], warp: Int, number: Int) -> None:
 
 
 def _total(a: _Arrays, token: Int, row: Int) -> list[Float]:
-    """Four rows' sums of a token, of all warps."""
     place = (token * a.s.stride + row) << 2
     size = a.tiles * TILE * a.s.stride * 4
     found = [
@@ -285,7 +278,6 @@ def _total(a: _Arrays, token: Int, row: Int) -> list[Float]:
 
 
 def _scaled(a: _Arrays, sums: list[Float], row: Int) -> list[Float]:
-    """Times the rows' factors, the bias added."""
     factors = [x.as_float() for x in a.output_scales.at(row << 2).words(4)]
     if a.bias is None:
         return [x * f for x, f in zip(sums, factors, strict=True)]
@@ -294,15 +286,9 @@ def _scaled(a: _Arrays, sums: list[Float], row: Int) -> list[Float]:
 
 
 def _finish(a: _Arrays, token: Int, row: Int, column: Int, first: Int, part: Int) -> None:
-    """Writes four outputs of a token.
+    """Writes four outputs of a token, from `column` of the output on.
 
-    Args:
-      a: the call.
-      token: which.
-      row: of the program's rows, the first.
-      column: of the output, the first.
-      first: of the program's rows among all.
-      part: of the inputs.
+    `row` is the first of their rows among the program's, `first` that of the program among all.
     """
     s = a.s
     sums = _total(a, token, row)
@@ -327,7 +313,6 @@ def _finish(a: _Arrays, token: Int, row: Int, column: Int, first: Int, part: Int
 
 
 def _program(a: _Arrays, program: Int, part: Int) -> None:
-    """All of a program."""
     s = a.s
     thread = lane.thread()
     warp, number = lane.uniform(thread >> 5), thread & 31
@@ -371,20 +356,14 @@ def w4a16_few(
 ) -> jax.Array:
     """Tokens times INT4 weights: ``act(o_n sum_g s_ng sum_k x_mk (q_nk - z_ng) + b_n) + r_mn``.
 
-    Args:
-      codes: uint8 ``[N / 64, K / 128, 64, 64]``, see `turbojax.quantizers.int4`.
-      scales: ``[N / 64, K / 128, 64]``, e4m3, bfloat16 or float16. With e4m3 ones weights are
-        ``e4m3(s q)``, and there are no zero points.
-      zeros: int8, the same shape, -8 to 8; or None.
-      x: bfloat16 or float16 ``[M, K]``.
-      output_scales: float32 ``[N]``.
-      bias: float32 ``[N]``, or None.
-      residual: ``[M, columns]`` in `x`'s dtype, or None.
-      settings: what is static.
+    `codes` are uint8 ``[N / 64, K / 128, 64, 64]``, see `turbojax.quantizers.int4`; `scales`
+    ``[N / 64, K / 128, 64]``, e4m3, bfloat16 or float16; `zeros` int8 of that shape, -8 to 8, or
+    None. With e4m3 scales weights are ``e4m3(s q)``, without zero points. `x` is bfloat16 or
+    float16 ``[M, K]``, `output_scales` and `bias` float32 ``[N]``, `residual` ``[M, columns]`` in
+    `x`'s dtype.
 
-    Returns:
-      ``[M, columns]`` in `x`'s dtype, where columns are `N` or, with ``"swiglu"``, half of it; with
-      several parts float32 sums ``[parts, M, N]``, before everything that follows them.
+    Returns ``[M, columns]`` in `x`'s dtype, where columns are `N` or, of gated weights, half of it;
+    with several parts float32 sums ``[parts, M, N]``, before everything that follows them.
     """
     s = settings
     (blocks, groups), tokens = codes.shape[:2], x.shape[0]

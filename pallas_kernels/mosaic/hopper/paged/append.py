@@ -49,12 +49,12 @@ from pallas_kernels.mosaic.lane import Bool, Float, Int, Pointer
 
 NAME = "turbojax_paged_append_hopper"
 CHANNELS = 8
-"""Of a lane."""
+"""Channels of a lane."""
 
 _LANES = 32
 _WIDTH = {"bfloat16": 2, "float16": 2, "float32": 4}
 _LARGEST_NORM, _NAN_NORM = 65504.0, 0x7E00
-# Sums of squares beyond which norms are 0 or no float16 whatever the codes are.
+# Sums of squares beyond which norms are 0, or too large for float16, whatever the codes are.
 _TINY, _HUGE = 2.0**-60, 2.0**40
 _SMALLEST_EXPONENT = (127 - 14) << 23  # of float16's normal numbers, as bits of float32
 _EXPONENT, _LOW_BITS = 0x7F800000, 0xFFF
@@ -62,17 +62,13 @@ _EXPONENT, _LOW_BITS = 0x7F800000, 0xFFF
 
 @dataclasses.dataclass(frozen=True)
 class Float8:
-    """A vector over the pool's scale in 8 bits.
-
-    Attributes:
-      is_e5m2: else e4m3.
-    """
+    """8-bit floats of a vector divided by the pool's scale: e5m2 if `is_e5m2`, else e4m3."""
 
     is_e5m2: bool
 
     @property
     def largest(self) -> float:
-        """The largest number; beyond it there is NaN."""
+        """The largest number; larger ones become NaN."""
         return 57344.0 if self.is_e5m2 else 448.0
 
 
@@ -82,12 +78,12 @@ class Int8:
 
 
 Stored = Codec | Float8 | Int8 | None
-"""How a side is stored; None: as it is."""
+"""How a side is stored; None: unchanged."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """What is static in a call.
+    """A call's static settings.
 
     Attributes:
       sides: how keys, and how values, are stored.
@@ -115,17 +111,14 @@ class Settings:
 
     @property
     def lanes(self) -> int:
-        """Of a vector."""
         return self.head_dim // CHANNELS
 
     @property
     def together(self) -> int:
-        """Vectors that a warp takes at a time."""
         return _LANES // self.lanes
 
     @property
     def programs(self) -> int:
-        """For all vectors of a side."""
         return -(-self.vectors // (lanes.WARPS * self.rounds * self.together))
 
 
@@ -136,7 +129,7 @@ class Side:
     Attributes:
       vectors: ``[vectors, H]``.
       data: ``[P, K, page_size, W]``.
-      norms: float16 ``[P, K, page_size]`` of codes, of int8 the scales.
+      norms: float16 ``[P, K, page_size]``: norms of codes, or scales of int8.
       scale: float32 ``[]``, of 8-bit floats.
     """
 
@@ -148,14 +141,13 @@ class Side:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Arrays:
-    """A call's.
+    """A call's arrays.
 
     Attributes:
       tables: int32 ``[B, entries]``.
       lengths: int32 ``[B]``, tokens held before.
       new_lengths: int32 ``[B]``.
       signs: float32 ``[H]``, the rotation's, if there are codes.
-      sides: keys and values.
       lost: int32 ``[]``.
     """
 
@@ -173,9 +165,10 @@ class Place:
 
     Attributes:
       index: among the pool's vectors.
-      kept: whether it goes there.
+      kept: whether it is stored there.
       lost: whether it should be stored and has no place.
-      promised: tokens that the call does not have, counted at one vector of each sequence.
+      promised: tokens that are announced but not in the call, counted at one vector of each
+        sequence.
     """
 
     index: Int
@@ -196,22 +189,13 @@ def append(
     lost: jax.Array,
     s: Settings,
 ) -> tuple[list[jax.Array], list[jax.Array | None], jax.Array]:
-    """Stores tokens; those without a page in the pool are counted.
+    """Stores tokens, and counts those without a page in the pool.
 
-    Args:
-      vectors: of keys and values, ``[B * T * K, H]``.
-      signs: float32 ``[H]``, if there are codes.
-      scales: float32 ``[1]`` of each side, None where it has none.
-      block_tables: int32 ``[B, entries]``.
-      lengths: int32 ``[B]``, tokens held before.
-      new_lengths: int32 ``[B]``, how many of the `T` tokens are stored, the first ones.
-      data: the pool's, ``[P, K, page_size, W]``.
-      norms: float16 ``[P, K, page_size]``, None where there are none.
-      lost: int32 ``[1]``.
-      s: settings.
-
-    Returns:
-      Data, norms and `lost`, in their own memory where they were donated.
+    For keys and values: `vectors` ``[B * T * K, H]``; `scales` float32 ``[1]`` or None; the pool's
+    `data` ``[P, K, page_size, W]`` and `norms` float16 ``[P, K, page_size]`` or None. `signs` are
+    float32 ``[H]`` if there are codes. int32: `block_tables` ``[B, entries]``; `lengths` ``[B]``,
+    tokens held before; `new_lengths` ``[B]``, how many of the `T` tokens are stored, the first
+    ones; `lost` ``[1]``. Returns data, norms and `lost`, in their own memory if they were donated.
     """
     optional = (signs, *scales)
     inputs = [block_tables, lengths, new_lengths, *vectors, *_there(optional)]
@@ -233,7 +217,7 @@ def _there(arrays: Sequence[jax.Array | None]) -> list[jax.Array]:
 
 
 def _arrays(pointers: list[Pointer], given: tuple[bool, ...]) -> Arrays:
-    """Pointers by name, in the order of `append`: what is optional may be missing."""
+    """Pointers by name, in the order of `append`'s arguments, some of which may be missing."""
     tables, lengths, new_lengths, key, value, *rest = pointers
     others = iter(rest)
     signs, key_scale, value_scale = (next(others) if g else None for g in given[:3])
@@ -255,14 +239,10 @@ def _program(a: Arrays, tile: Int, side: Int, s: Settings) -> None:
 
 
 def write(a: Arrays, side: int, warp: Int, number: Int, s: Settings) -> None:
-    """Vectors of a warp: all rounds are read, then each is encoded and stored.
+    """Stores a warp's vectors: reads all rounds, then encodes and stores each.
 
-    Args:
-      a: arrays.
-      side: 0 for keys, 1 for values.
-      warp: number among all warps of the side.
-      number: of the lane.
-      s: settings.
+    `side` is 0 for keys and 1 for values, `warp` the number among all warps of the side, `number`
+    the lane's.
     """
     of_side, place = a.sides[side], number % s.lanes
     first = warp * (s.rounds * s.together) + number // s.lanes
@@ -277,14 +257,14 @@ def write(a: Arrays, side: int, warp: Int, number: Int, s: Settings) -> None:
 
 
 def _load(vectors: Pointer, row: Int, place: Int, s: Settings) -> list[Int]:
-    """A lane's channels as they are; of the last vector past the end."""
+    """A lane's channels as stored; past the end those of the last vector."""
     width = _WIDTH[s.dtype]
     start = vectors.times(row.minimum(s.vectors - 1), s.head_dim * width)
     return start.at(place * (CHANNELS * width)).words(CHANNELS * width // 4)
 
 
 def find(a: Arrays, row: Int, s: Settings) -> Place:
-    """The place of vector `row` of a side, the same as `turbojax.state.pages.writing` finds."""
+    """The place of vector `row` of a side, as `turbojax.state.pages.writing` finds it."""
     is_vector = row < s.vectors
     row = row.minimum(s.vectors - 1)
     token = row // s.heads
@@ -308,20 +288,19 @@ def find(a: Arrays, row: Int, s: Settings) -> Place:
 
 
 def _count(lost: Pointer, at: Place, place: Int) -> None:
-    """Adds tokens that have no place, by one lane of one vector of each."""
+    """Counts tokens that have no place; one lane of one vector of each token does it."""
     number = at.promised + at.lost.where(lane.integer(1), 0)
     with lane.when(place.equals(0) & (number > 0)):
         lost.add(number)
 
 
 def _writer(a: Arrays, side: int, place: Int, s: Settings) -> "functools.partial[None]":
-    """What encodes and stores one round of vectors."""
     of_side, stored = a.sides[side], s.sides[side]
     if stored is None:
         return functools.partial(_store_plain, of_side, place, s)
     if isinstance(stored, Float8):
         assert of_side.scale is not None
-        # The instruction that XLA takes: the same bits.
+        # The instruction that XLA uses, for the same bits.
         inverse = lane.divide(lane.number(1.0), of_side.scale.float())
         return functools.partial(_store_float8, of_side, inverse, stored, place, s)
     if isinstance(stored, Int8):
@@ -346,7 +325,7 @@ def _store_plain(to: Side, place: Int, s: Settings, words: list[Int], at: Place)
 def _store_float8(
     to: Side, inverse: Float, kind: Float8, place: Int, s: Settings, words: list[Int], at: Place
 ) -> None:
-    """Over the scale, rounded to nearest; NaN where it does not fit."""
+    """Stores vectors divided by the scale, rounded to nearest; NaN where they do not fit."""
     x = [v * inverse for v in _numbers(words, s.dtype)]
     limit = lane.number(kind.largest)
     x = [(limit >= lane.absolute(v)).where(v, float("nan")) for v in x]
@@ -357,7 +336,6 @@ def _store_float8(
 
 
 def _store_int8(to: Side, place: Int, s: Settings, words: list[Int], at: Place) -> None:
-    """Integers, and the scale."""
     assert to.norms is not None
     integers, scale = int8.encode(words, _numbers(words, s.dtype), s.lanes, s.dtype)
     with lane.when(at.kept):
@@ -375,7 +353,6 @@ def _store_codes(
     words: list[Int],
     at: Place,
 ) -> None:
-    """Codes of rotated coordinates, and the norm."""
     assert to.norms is not None
     codes, norm = encode(_numbers(words, s.dtype), signs, codec, place, s)
     with lane.when(at.kept):
@@ -430,17 +407,17 @@ def encode(
 
 
 def _square(x: Float) -> Float:
-    """Of a float32, to the same bits whether or not products are fused with additions."""
+    """A float32's square, with the same bits whether or not the compiler fuses multiply-adds."""
     high = (x.as_int() & ~_LOW_BITS).as_float()
     low = x - high
     return high * high + ((high + high) * low + low * low)
 
 
 def _total(x: list[Float], place: Int, count: int) -> Float:
-    """The sum over a vector's channels, the upper half added to the lower one until one is left.
+    """The sum over a vector's channels: the upper half is added to the lower one until one is left.
 
-    Lanes that are half of a vector apart come first. Of what both have, each then goes on with a
-    half: a sum is that of the other lane's numbers too, whichever is added to which.
+    Lanes that are half a vector apart come first. Each then keeps one half of what both have: which
+    number is added to which makes no difference, so both compute the same sums.
     """
     shared = []
     distance = count // 2
@@ -479,9 +456,9 @@ def _nearest(x: Float, thresholds: list[Int], codec: Codec) -> tuple[Int, Int]:
 
 
 def _corrected(squares: Float, levels: Float) -> Float:
-    """The root of ``squares / levels`` rounded to float16, still float32; more if too large.
+    """The root of ``squares / levels`` rounded to float16, still float32; infinite if too large.
 
-    What is approximate is decided by a comparison, see `turbojax.polar.codec`.
+    The result is approximate until a comparison decides, see `turbojax.polar.codec`.
     """
     guess = lane.root(lane.divide(squares, levels))
     exponent = (guess.as_int() & _EXPONENT).maximum(_SMALLEST_EXPONENT) - (10 << 23)

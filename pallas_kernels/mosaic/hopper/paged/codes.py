@@ -57,14 +57,7 @@ from pallas_kernels.mosaic.lane import Float, Int, Pointer
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Mixed:
-    """The products of a block in shared memory.
-
-    Attributes:
-      head_dim: `H`.
-      s: settings.
-      key: how keys are read.
-      value: how values are.
-    """
+    """The products of a block in shared memory; `key` and `value` say how each side is read."""
 
     head_dim: int
     s: Settings
@@ -73,7 +66,6 @@ class Mixed:
 
     @classmethod
     def of(cls, head_dim: int, s: Settings) -> "Mixed":
-        """With its tables in registers."""
         assert s.stored is not None
         key, value = s.stored
         keys: Codes | Int8 | Fp8
@@ -86,7 +78,7 @@ class Mixed:
     def query_operands(
         self, x: list[Float], here: Place
     ) -> tuple[list[Int], tuple[Any, Any], Float, Float]:
-        """A query's operand words, its columns' starts, its offset, its scale."""
+        """See `integers.query_operands`."""
         if isinstance(self.key, Fp8):
             return self.key.query_operands(x, here)
         x = [x[i] for i in self.key.key_order]
@@ -97,12 +89,11 @@ class Mixed:
         return self.s.stored[side].middle
 
     def unseen(self, slot: Pointer, begin: Int, at: Program, here: Place) -> list[Int]:
-        """Nothing: values are integers, and norms of what is not seen are not multiplied with."""
+        """Empty: values are integers, and norms of tokens that are not seen are not used."""
         del slot, begin, at, here
         return []
 
     def scores(self, slot: Pointer, query: Query, here: Place) -> list[list[Float]]:
-        """Scores of each tile's query `t` with the lane's tokens."""
         if isinstance(self.key, Fp8):
             return self.key.scores(slot, query, here)
         norms = self.norms(0, slot, here)
@@ -120,7 +111,7 @@ class Mixed:
         return out
 
     def norms(self, side: int, slot: Pointer, here: Place) -> list[Float]:
-        """Norms of the lane's tokens: of keys if `side` is 0, of values if it is 1."""
+        """Norms of the lane's tokens: of keys if `side` is 0, of values if 1."""
         held, block = self.s.held, self.s.block
         first = block * (self.s.key_bytes(self.head_dim) + self.s.row_bytes(self.head_dim))
         first += 2 * block if side and not isinstance(self.key, Fp8) else 0
@@ -139,7 +130,6 @@ class Mixed:
         lost: list[Int],
         here: Place,
     ) -> list[list[Float]]:
-        """``weights x values``, for each tile's query `t`."""
         del lost
         norms = self.norms(1, slot, here)
         operands = []
@@ -163,7 +153,7 @@ def _integers(side: Stored, head_dim: int, s: Settings) -> Codes | Int8:
 
 
 def channel(number: int, here: Place, head_dim: int, bits: int) -> Int:
-    """The channel of a lane's output `number`, of values of so many bits."""
+    """The channel of a lane's output `number`, for values of `bits` bits."""
     if bits == 8:
         return Int8(head_dim).channel(number, here)
     return Codes(bits, head_dim, head_dim, []).channel(number, here)

@@ -4,9 +4,9 @@ from pallas_kernels.mosaic import lane
 from pallas_kernels.mosaic.hopper.paged.inputs import Arrays, Place, Program, Settings
 from pallas_kernels.mosaic.lane import Int, Pointer
 
-# Of a contiguous cache, also of a ring, so many are one after the other.
+# Tokens that always follow each other in a contiguous cache, even in a ring.
 _RUN_OF_ROWS = 16
-# That a warp's lanes copy at once without bulk copies.
+# Bytes that a warp's lanes copy at once without bulk copies.
 _BYTES_OF_WARP = 32 * 16
 
 
@@ -15,13 +15,13 @@ def _pages_per_block(a: Arrays, s: Settings) -> int:
 
 
 def page_of(a: Arrays, at: Program, here: Place, block: Int, s: Settings) -> Int:
-    """The number of the page from which this lane copies; any, where it copies nothing."""
+    """The number of the page from which this lane copies; any number if it copies nothing."""
     if a.tables is None:
-        return block  # what a page is follows from its number
+        return block  # a page's place follows from its number
     number = block * s.block // a.page_size
     if _pages_per_block(a, s) > 1:
         number = number + here.number
-    # What follows from a page that does not exist is thrown away by the merge.
+    # The merge discards the results of a page that does not exist.
     return a.page(at.batch, number).maximum(0).minimum(a.num_pages - 1)
 
 
@@ -34,7 +34,7 @@ def start_copies(
     target: tuple[Pointer, Pointer],
     s: Settings,
 ) -> None:
-    """Starts to copy a block of the program: its pages that hold tokens, and no others."""
+    """Starts to copy a block of the program: only the pages that hold tokens."""
     if s.is_contiguous:
         _copy_rows(a, at, here, block, target, s)
         return
@@ -62,7 +62,7 @@ def start_copies(
 
 
 def _sources(a: Arrays, s: Settings) -> list[tuple[Pointer, int]]:
-    """What a block has in memory: where it is, and its bytes a token."""
+    """A block's arrays in memory, and the bytes a token has in each."""
     rows = s.key_bytes(a.head_dim), s.row_bytes(a.head_dim)
     sources = list(zip((a.pages.key, a.pages.value), rows, strict=True))
     return sources + [(x, 2) for x in (a.pages.key_norm, a.pages.value_norm) if x is not None]
@@ -77,7 +77,7 @@ def _copy_pages(
     target: tuple[Pointer, Pointer],
     s: Settings,
 ) -> None:
-    """`start_copies` for GPUs without bulk copies: every lane copies 16 bytes at a time."""
+    """`start_copies` for GPUs without bulk copies: each lane copies 16 bytes at a time."""
     slot, barrier = target
     count, size = _pages_per_block(a, s), min(a.page_size, s.block)
     begin = block * s.block
@@ -103,7 +103,7 @@ def _copy_pages(
 def _copy_rows(
     a: Arrays, at: Program, here: Place, block: Int, target: tuple[Pointer, Pointer], s: Settings
 ) -> None:
-    """`start_copies` of a contiguous cache, whose tokens have the heads between them: by lanes."""
+    """`start_copies` of a contiguous cache, where the heads lie between tokens; lanes copy."""
     slot, barrier = target
     row, begin = s.row_bytes(a.head_dim), block * s.block
     lanes = row // 16

@@ -17,12 +17,7 @@ from pallas_kernels.mosaic.lane import Float, Int, Pointer
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Floats(abc.ABC):
-    """The products of a block in shared memory.
-
-    Attributes:
-      head_dim: `H`.
-      s: settings.
-    """
+    """The products of a block in shared memory."""
 
     head_dim: int
     s: Settings
@@ -30,7 +25,7 @@ class Floats(abc.ABC):
     @property
     @abc.abstractmethod
     def dtype(self) -> str:
-        """Of the products' operands, ``"float16"`` or ``"bfloat16"``."""
+        """The dtype of the products' operands, ``"float16"`` or ``"bfloat16"``."""
 
     @abc.abstractmethod
     def scores(self, slot: Pointer, query: Query, here: Place) -> list[list[Float]]:
@@ -38,23 +33,22 @@ class Floats(abc.ABC):
 
     @abc.abstractmethod
     def value_rows(self, values: Pointer, here: Place) -> Iterator[list[Int]]:
-        """Yields the operand words of two channels after the other, in the order of `channel`."""
+        """Yields operand words, two channels at a time, in the order of `channel`."""
 
     @abc.abstractmethod
     def lost(self, word: Int) -> Int:
-        """Positive if some number in a word is not finite, else 0."""
+        """Positive if a number in a word is not finite, else 0."""
 
     @property
     def row(self) -> int:
-        """Bytes of a token's key or value."""
         return self.s.row_bytes(self.head_dim)
 
     def unseen(self, slot: Pointer, begin: Int, at: Program, here: Place) -> list[Int]:
-        """Prepares a block of which some query may not see all: the rows of values that are lost.
+        """Prepares a block of which some query may not see all: a bit for each token not finite.
 
-        A product takes what a query does not see as 0 times it, so what is not finite there, or
+        A product counts what a query does not see as 0 times it, so what is not finite there, or
         lies past the sequence's end, is made 0 in shared memory. A query that does see it gets NaN
-        because of the bits that this returns, one for each token of the block.
+        because of the returned bits, one for each token of the block.
         """
         values = slot.at(self.s.block * self.row)
         first, last = at.begin, at.length - 1
@@ -78,7 +72,7 @@ class Floats(abc.ABC):
         return lane.loop(zero, once, 1, [zero] * words, prepare)
 
     def _clear(self, row: Pointer, is_past: lane.Bool, here: Place) -> lane.Bool:
-        """Whether a token's value is not finite; then, or if it is past the end, it is made 0."""
+        """Whether a token's value is not finite; then, or past the end, it is made 0."""
         count = self.row // 16
         # Rows begin in the same bank, so each lane begins elsewhere in its own.
         places = [row.at(((here.number + i) & (count - 1)) << 4) for i in range(count)]
@@ -97,7 +91,6 @@ class Floats(abc.ABC):
         lost: list[Int],
         here: Place,
     ) -> list[list[Float]]:
-        """``weights x values``, for each tile's query `t`."""
         zero, nan = lane.number(0.0), lane.number(float("nan"))
         starts = [self._sees(lost, seen, here).where(nan, 0.0) for seen in visible]
         operands = [self._weight_operands(w, here) for w in weights]
@@ -112,7 +105,7 @@ class Floats(abc.ABC):
         return out
 
     def _sees(self, lost: list[Int], seen: list[lane.Bool], here: Place) -> lane.Bool:
-        """Whether a query sees one of the tokens whose bits are set."""
+        """Whether a query sees any of the tokens whose bits are set."""
         first = here.g * self.s.held
         bits = lost[0] if len(lost) == 1 else (here.g < 4).where(lost[0], lost[1])
         bits = bits >> (first & 31)
@@ -121,7 +114,6 @@ class Floats(abc.ABC):
         return lane.reduce_lanes(hit, lambda a, b: a | b, (4, 8, 16)) > 0
 
     def _weight_operands(self, w: list[Float], here: Place) -> list[Int]:
-        """Operand words of weights."""
         words = []
         for k in range(0, len(w), 2):
             words += weight_words(list(planes(w[k : k + 2], self.dtype)), here)
@@ -134,7 +126,7 @@ def channel(number: int, here: Place, head_dim: int) -> Int:
 
 
 def planes(x: list[Float], dtype: str) -> tuple[Int, Int]:
-    """Two numbers in 16 bits, and what is left of them: the low word first."""
+    """Two numbers rounded to 16 bits, and the remainders, as words: the remainders first."""
     high = lane.half.pack(x[0], x[1], dtype)
     first, second = lane.half.unpack(high, dtype)
     return lane.half.pack(x[0] - first, x[1] - second, dtype), high

@@ -21,18 +21,15 @@ class Fp8(Floats):
 
     @property
     def dtype(self) -> str:
-        """See `Floats`."""
         return "float16"
 
     def convert(self, word: Int) -> tuple[Int, Int]:
-        """Four 8-bit floats as two words of float16."""
         half = lane.half
         return (half.from_e4m3 if self.s.kind == "fp8_e4m3" else half.from_e5m2)(word)
 
     def query_operands(
         self, x: list[Float], here: Place
     ) -> tuple[list[Int], tuple[Any, Any], Float, Float]:
-        """A query's operand words, its columns' starts, its offset, its scale."""
         x, top = scaled(x)
         pairs = [planes(x[k : k + 2], self.dtype) for k in range(0, len(x), 2)]
         is_high = (here.g & 1).equals(1)
@@ -40,13 +37,11 @@ class Fp8(Floats):
         return [is_high.where(high, low) for low, high in pairs], (zero, zero), zero, top
 
     def lost(self, word: Int) -> Int:
-        """See `Floats`."""
         smallest = 0x7F if self.s.kind == "fp8_e4m3" else 0x7C
         carried = (word & 0x7F7F7F7F) + (128 - smallest) * 0x01010101
         return (carried >> 7) & 0x01010101
 
     def scores(self, slot: Pointer, query: Query, here: Place) -> list[list[Float]]:
-        """See `Floats`."""
         out: list[list[Float]] = [[] for _ in query.operands]
         for pair in key_rows(slot, self.row, self.s.held, here, self.convert):
             for tile, operands in enumerate(query.operands):
@@ -58,7 +53,6 @@ class Fp8(Floats):
         return out
 
     def value_rows(self, values: Pointer, here: Place) -> Iterator[list[Int]]:
-        """See `Floats`."""
         held = self.s.held
         loaded = value_words(values, self.row, held, here)
         for j in range(self.row // 32):

@@ -14,12 +14,12 @@ _KV4, _K8V4, _MIXED = "kv4", "k8v4", "mixed"
 
 
 class Stored(NamedTuple):
-    """How one side of pages is stored whose sides are stored each in its own way.
+    """How keys, or values, of pages of the kind ``"mixed"`` are stored.
 
     Attributes:
       bits: of a code: 2, 3 or 4, with a norm for each token; 8 of int8, with a scale for each, and
-        of e4m3, which keys may be.
-      centroids: of codes, ``2**bits`` numbers in 0..127 that stand for themselves minus `middle`.
+        of e4m3, for keys only.
+      centroids: of codes, ``2**bits`` numbers in 0..127, from which `middle` is subtracted.
       middle: a multiple of a half.
       is_int8: whether 8 bits are int8.
     """
@@ -31,41 +31,37 @@ class Stored(NamedTuple):
 
     @property
     def is_float(self) -> bool:
-        """Whether it is e4m3."""
         return not (self.centroids or self.is_int8)
 
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """What is static in a call.
+    """A call's static settings.
 
     Attributes:
       kind: what pages hold: ``"turbo4"``, ``"fp8_e4m3"``, ``"fp8_e5m2"``, or ``"bfloat16"`` or
         ``"float16"``, which is the queries' dtype then; ``"kv4"`` and ``"k8v4"``, codes with a
         scale for each token; ``"mixed"``, see `stored`.
-      centroids: turbo4: 16 numbers in 0..127, each of which stands for itself minus `middle`.
+      centroids: turbo4: 16 numbers in 0..127, from which `middle` is subtracted.
       middle: turbo4: a multiple of a half.
-      scale: factor of the scores.
       value_unit: factor of the outputs.
-      window: optional (left, right).
-      soft_cap: optional cap of the scores.
       rows: queries of a program, a multiple of 4.
       part: tokens whose blocks a warp adds up one after the other, a multiple of `step`; parts
         begin at multiples of it.
-      is_split: whether a program takes a few steps, and leaves what is found in each block to the
+      is_split: whether a program takes a few steps, and leaves the result of each block to the
         merge, which adds up the same in the same order; otherwise it takes a part.
       few: tokens of such a program, or those of one step if there are more.
       block: tokens that a warp takes at a time, 16 to 64.
       warpgroups: of a program; each of their warps takes its own blocks.
       stages: blocks in flight for each warp.
       reserve: bytes of shared memory for a warp at least. With less to do at a time, the programs
-        that a multiprocessor holds end sooner, and those that are left over at the end count less.
+        that a multiprocessor holds end sooner, and those left over at the end count less.
       limit: without a table, the tokens that a sequence may have: token `p` is page ``p % n`` of
         its `n` pages of one token.
-      stored: how keys, and how values, are stored, of the kind ``"mixed"``.
+      stored: for ``"mixed"``: how keys, and how values, are stored.
       copies_words: whether lanes copy pages, 16 bytes at a time: for GPUs without bulk copies.
-      channels: of what is stored there, where they are fewer than the queries'; the queries' others
-        are 0, and those of outputs may be anything.
+      channels: channels stored, if fewer than the queries'; the queries' others are 0, and those of
+        outputs are undefined.
       out_dtype: of the output, ``"float32"``; None for the queries'.
     """
 
@@ -92,22 +88,19 @@ class Settings:
 
     @property
     def is_contiguous(self) -> bool:
-        """Whether there is no table."""
         return self.limit is not None
 
     @property
     def step(self) -> int:
-        """Tokens that a program's warps take at a time, a block each."""
         return self.block * self.warps
 
     @property
     def run(self) -> int:
-        """Tokens of a program."""
         return max(self.step, self.few) if self.is_split else self.part
 
     @property
     def has_norms(self) -> bool:
-        """Whether tokens have norms, or scales."""
+        """Whether tokens have norms or scales."""
         return self.kind in (_TURBO4, _KV4, _K8V4, _MIXED)
 
     @property
@@ -117,31 +110,27 @@ class Settings:
 
     @property
     def key_runs(self) -> int:
-        """Of channels, one for each code in a byte: neighbours in a byte are not in the head."""
+        """Runs of channels, one for each code in a byte: a byte's codes are apart in the head."""
         return 2 if self.kind == _KV4 else 1
 
     @property
     def is_plain(self) -> bool:
-        """Whether pages hold the queries' dtype."""
         return self.kind in _PLAIN
 
     @property
     def tiles(self) -> int:
-        """Column tiles."""
         return self.rows // TILE
 
     @property
     def held(self) -> int:
-        """Tokens of a block that a lane has scores of."""
+        """Tokens of a block for which a lane has scores."""
         return self.block // 8
 
     @property
     def warps(self) -> int:
-        """Warps of a program."""
         return 4 * self.warpgroups
 
     def row_bytes(self, head_dim: int) -> int:
-        """Bytes of one token's value."""
         if self.stored is not None:
             return (self.channels or head_dim) * self.stored[1].bits // 8
         if self.has_norms:
@@ -149,24 +138,22 @@ class Settings:
         return 2 * head_dim if self.is_plain else head_dim
 
     def key_bytes(self, head_dim: int) -> int:
-        """Bytes of one token's key."""
         if self.stored is not None:
             return (self.channels or head_dim) * self.stored[0].bits // 8
         return head_dim if self.kind == _K8V4 else self.row_bytes(head_dim)
 
     def token_bytes(self, head_dim: int) -> int:
-        """Bytes of one token's key and value, norms included."""
         codes = self.key_bytes(head_dim) + self.row_bytes(head_dim)
         if self.stored is not None:
             return codes + sum(0 if side.is_float else 2 for side in self.stored)
         return codes + (4 if self.has_norms else 0)
 
     def warp_bytes(self, head_dim: int) -> int:
-        """Shared memory of a warp: its blocks in flight, and later its result; a rotated query."""
+        """A warp's shared memory: its blocks in flight, later its result; and a rotated query."""
         return self.query_offset(head_dim) + (4 * head_dim if self.rotates_queries else 0)
 
     def query_offset(self, head_dim: int) -> int:
-        """Where in it the query is."""
+        """Where the rotated query is in a warp's memory."""
         flight = self.stages * self.block * self.token_bytes(head_dim)
         return max(flight, self.rows * 4 * (head_dim + 2), self.reserve)
 
@@ -178,7 +165,8 @@ class Pages(NamedTuple):
       key: uint8 codes ``[P, K, page_size, H / 2]``, or int8, or floats of 8 or 16 bits
         ``[P, K, page_size, H]``; of `Settings.stored` codes ``[P, K, page_size, H * bits / 8]``.
       value: the same.
-      key_norm: float16 ``[P, K, page_size]``, of the kinds with scales bfloat16, or None.
+      key_norm: ``[P, K, page_size]``, float16 norms, or bfloat16 for the kinds with scales, or
+        None.
       value_norm: the same.
       key_scale: float32 ``[1]``, factor of the keys, or None.
       value_scale: the same of the values.
@@ -199,11 +187,8 @@ class Arrays(warp.Arrays):
     """The call's arrays.
 
     Attributes:
-      pages: the pool.
       tables: ``[B, max_pages]``, or None: sequence `b` has the `room` pages from ``b * room`` on.
-      page_size: in tokens.
       max_pages: of a sequence.
-      num_pages: of the pool.
       room: pages of the pool for each sequence.
       is_padded: whether `query_lengths` are given; otherwise all queries are real.
     """
@@ -217,18 +202,18 @@ class Arrays(warp.Arrays):
     is_padded: bool
 
     def count(self, size: int) -> int:
-        """How often a sequence has room for so many tokens, rounded up."""
+        """How many pieces of `size` tokens a sequence has room for, rounded up."""
         return -(-self.max_pages * self.page_size // size)
 
     def page(self, batch: Int, number: Int) -> Int:
-        """The number in the pool of a sequence's page `number`; of some other past the last."""
+        """The number in the pool of a sequence's page `number`; past the last, some other."""
         number = number.minimum(self.max_pages - 1)
         if self.tables is None:
             return batch * self.room + number % self.room
         return self.tables.times(batch, 4 * self.max_pages).at(number << 2).word()
 
     def held(self, batch: Int) -> tuple[Int, Int]:
-        """Tokens of a sequence, none if it says that there are more than it can have; queries."""
+        """A sequence's tokens (0 if its length is more than it can have), and its queries."""
         length, count = self.lengths.at(batch << 2).word(), lane.integer(self.tokens)
         if self.is_padded:
             count = self.query_lengths.at(batch << 2).word().maximum(0).minimum(self.tokens)
@@ -237,7 +222,7 @@ class Arrays(warp.Arrays):
 
     @classmethod
     def of(cls, refs: Any, inputs: Any, s: Settings) -> "Arrays":
-        """The arrays behind Mosaic's references and Pallas' own, which know shapes."""
+        """From Mosaic's references, and Pallas' own, which know shapes."""
         query, pages, tables = inputs[:3]
         names = [name for name in Pages._fields if getattr(pages, name) is not None]
         found = {name: Pointer.to(getattr(refs[1], name)) for name in names}
@@ -263,7 +248,6 @@ class Arrays(warp.Arrays):
 
 
 def table_width(tables: Any, s: Settings) -> int:
-    """Pages that a sequence may have."""
     if s.limit is not None:
         return s.limit
     return int(tables.shape[1])
@@ -271,19 +255,13 @@ def table_width(tables: Any, s: Settings) -> int:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Program(warp.Program):
-    """What a program works on.
-
-    Attributes:
-      run: number of its tokens among those of the sequence.
-      length: tokens of the sequence.
-    """
+    """What a program works on; `run` is the number of its tokens among the sequence's runs."""
 
     run: Int
     length: Int
 
     @classmethod
     def of(cls, a: Arrays, ids: list[Int], s: Settings) -> "Program":
-        """The program's place."""
         tile, run, pair = ids
         batch, head = pair // a.kv_heads, pair % a.kv_heads
         length, query_length = a.held(batch)
@@ -314,15 +292,11 @@ class Program(warp.Program):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Place(warp.Place):
-    """A lane's place in its warp.
+    """A lane's place in its warp; `number` is ``4 g + t``.
 
     Of a block of ``8 n`` tokens, lane ``4 g + t`` has the scores of query `t` of a tile with tokens
-    ``n g + (i ^ odd)``, `i` from 0 to ``n - 1``: those of neighbouring `g` differ in parity, so
-    that their rows of 64 bytes are in different banks.
-
-    Attributes:
-      number: ``4 g + t``.
-      odd: parity of the bits of `g` that tell neighbours apart.
+    ``n g + (i ^ odd)``, `i` from 0 to ``n - 1``. `odd` is the parity of those bits of `g` that tell
+    neighbours apart, so that their rows of 64 bytes are in different banks.
     """
 
     number: Int
@@ -330,14 +304,12 @@ class Place(warp.Place):
 
     @classmethod
     def here(cls) -> "Place":
-        """The running lane."""
         number = lane.thread() & 31
         g = number >> 2
         return cls(g, number & 3, number, parity(g))
 
     @property
     def is_first(self) -> lane.Bool:
-        """Whether it is lane 0."""
         return self.number.equals(0)
 
 
@@ -356,7 +328,7 @@ class Query:
       start: what the sums of query `t`'s two columns start from.
       offset: added to query `t`'s scores.
       factor: of query `t`'s scores; NaN where the query is not finite.
-      position: of query `t`; -1 where there is none.
+      position: of query `t`; -1 if it does not exist.
     """
 
     operands: list[list[Int]]
@@ -382,13 +354,11 @@ class State:
 
     @classmethod
     def empty(cls, tiles: int, outputs: int) -> "State":
-        """Before the first block."""
         zero = lane.number(0.0)
         lowest = [lane.number(float("-inf"))] * tiles
         return cls([[zero] * outputs for _ in range(tiles)], lowest, [zero] * tiles)
 
     def joined(self, block: "State") -> "State":
-        """With a block's."""
         pairs = zip(self._partials(), block._partials(), strict=True)
         outputs, maxima, totals = zip(*(warp.joined(x, y) for x, y in pairs), strict=True)
         return State([*outputs], [*maxima], [*totals])
@@ -397,12 +367,10 @@ class State:
         return list(zip(self.outputs, self.maxima, self.totals, strict=True))
 
     def flat(self) -> list[Float]:
-        """As a list, for loops."""
         return [*(x for tile in self.outputs for x in tile), *self.maxima, *self.totals]
 
     @classmethod
     def of(cls, flat: list[Any], tiles: int) -> "State":
-        """The inverse of `flat`."""
         outputs, rest = flat[: -2 * tiles], flat[-2 * tiles :]
         size = len(outputs) // tiles
         split = [outputs[i * size : (i + 1) * size] for i in range(tiles)]

@@ -38,32 +38,25 @@ _EXPONENT = 0x7F800000
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Int8:
-    """How a warp reads one side of a block.
-
-    Attributes:
-      head_dim: `H`.
-    """
+    """How a warp reads one side of a block; `head_dim` is `H`."""
 
     head_dim: int
 
     @property
     def key_order(self) -> list[int]:
-        """The order in which operand words have a lane's channels: their own."""
+        """The order of a lane's channels in operand words: as they are."""
         return list(range(self.head_dim // 4))
 
     def key_rows(self, keys: Pointer, held: int, here: Place) -> Iterator[list[list[Int]]]:
-        """Yields the operand words of two of the lane's tokens after the other."""
         rows: Iterator[list[list[Int]]] = key_rows(
             keys, self.head_dim, held, here, lambda word: [word]
         )
         return rows
 
     def channel(self, number: int, here: Place) -> Int:
-        """The channel of a lane's output `number`."""
         return here.g * (self.head_dim // 8) + number
 
     def value_rows(self, values: Pointer, held: int, here: Place) -> Iterator[list[Int]]:
-        """Yields the operand words of two channels after the other, in the order of `channel`."""
         loaded = value_words(values, self.head_dim, held, here)
         for j in range(self.head_dim // 32):
             # [k-step][half of its tokens][channel of four]
@@ -99,11 +92,8 @@ def _transposed(words: list[Int]) -> list[Int]:
 def encode(words: list[Int], x: list[Float], lanes: int, dtype: str) -> tuple[list[Int], Int]:
     """A lane's channels as words of four integers, and the bits of the vector's float16 scale.
 
-    Args:
-      words: the channels as they are.
-      x: the same as numbers.
-      lanes: of a vector, next to each other.
-      dtype: of `words`.
+    `words` of type `dtype` and the numbers `x` hold the same channels; a vector has `lanes`
+    neighbouring lanes.
     """
     distances = [1 << i for i in range(lanes.bit_length() - 1)]
     bits = eight_bits.largest_bits(words, dtype)
@@ -124,7 +114,7 @@ def encode(words: list[Int], x: list[Float], lanes: int, dtype: str) -> tuple[li
 
 
 def _up_to_float16(x: Float) -> Float:
-    """The smallest float16 that is not below `x`, positive, still float32; more if too large."""
+    """The smallest float16 not below positive `x`, as float32; it may exceed float16's range."""
     exponent = (x.as_int() & _EXPONENT).maximum(_SMALLEST_EXPONENT) - (10 << 23)
     scaled = x * (lane.integer(254 << 23) - exponent).as_float()
     whole = lane.floor(scaled)

@@ -22,10 +22,8 @@ def query_operands(
 ) -> tuple[list[Int], tuple[Any, Any], Float, Float]:
     """A query's operand words, its columns' starts, its offset, its scale.
 
-    Args:
-      x: the lane's channels, in the order in which keys meet them.
-      middle: of the keys' table.
-      here: the lane's place.
+    `x` are the lane's channels in the order in which keys meet them; `middle` is that of the keys'
+    table.
     """
     x, top = scaled(x)
     is_high = here.g & 1
@@ -43,10 +41,7 @@ def query_operands(
 def weight_operands(
     w: list[Float], middle: float, here: Place
 ) -> tuple[list[Int], tuple[Any, Any], Float, Float]:
-    """Operand words of the lane's weights, their columns' starts, their offset, their unit.
-
-    Weights are of 15 bits of the largest in the block.
-    """
+    """Words of weights, 15 bits of the block's largest, their columns' starts, offset and unit."""
     # Bits of non-negative floats are ordered like integers, with NaN the largest.
     bits = functools.reduce(lambda a, b: a.maximum(b), [x.as_int() for x in w])
     top = lane.reduce_lanes(bits, lambda a, b: a.maximum(b), (4, 8, 16)).as_float()
@@ -64,17 +59,14 @@ def weight_operands(
 
 
 def joined(low: Int, high: Int, offset: Float) -> Float:
-    """What two columns' sums stand for."""
+    """The number that two columns' sums stand for."""
     return ((high << 8) + low).to_float() + offset
 
 
 def _less_middle(low: Int, high: Int, middle: float) -> tuple[tuple[Int, Int], Float]:
     """Where two columns' sums start, and what is added to their combination.
 
-    Args:
-      low: sum of the operand's low bytes.
-      high: of its high bytes.
-      middle: a multiple of a half.
+    `low` and `high` are the sums of the operand's low and high bytes.
     """
     whole = int(middle + 0.5)
     rest = ((high << 8) + low).to_float() * (whole - middle)
@@ -87,7 +79,7 @@ def _rounded(x: Float, factor: Float) -> Int:
 
 
 def _plane(x: list[Int], is_high: Int) -> Int:
-    """One byte each of four `_rounded` numbers, as signed bytes."""
+    """One byte of each of four `_rounded` numbers, as signed bytes."""
     pick = is_high * 0x11 + 0x40
     first, second = lane.permute_bytes(x[0], x[1], pick), lane.permute_bytes(x[2], x[3], pick)
     flip = is_high.equals(0).where(0x80808080 - 2**32, 0)

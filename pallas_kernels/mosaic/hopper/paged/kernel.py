@@ -125,8 +125,6 @@ _GRID = ("tile", "run", "pair")
 
 
 def _kernel(*refs: Any, s: Settings) -> None:
-    """One program; its body is written for single lanes."""
-
     def body(refs: Any, inputs: Any, ids: list[Int], memory: tuple[Any, Any]) -> None:
         a = Arrays.of(refs, inputs, s)
         at, here = Program.of(a, ids, s), Place.here()
@@ -168,18 +166,7 @@ def _walk(
     area: Pointer,
     s: Settings,
 ) -> State | None:
-    """Attends to every block of the program that is this warp's.
-
-    Args:
-      a: arrays.
-      at: the program.
-      here: the lane's place.
-      pages: where the first blocks are.
-      products: how to multiply with what pages hold.
-      slots: the warp's memory.
-      area: of all warps.
-      s: settings.
-    """
+    """Attends to this warp's blocks of the program; `pages` are those of the first blocks."""
     first = at.start + lane.uniform(lane.thread() >> 5)
     with lane.when(here.is_first):
         slots.init()
@@ -215,13 +202,8 @@ def _load_query(
 ) -> Query:
     """Loads the program's queries, row ``head * T + token`` of their KV head.
 
-    Args:
-      a: arrays.
-      at: the program.
-      here: the lane's place.
-      pages: what pages hold: gives operands for a query's numbers.
-      area: shared memory of all warps, which rotate a query each.
-      s: settings.
+    `pages` gives the operands for a query's numbers; in `area`, shared memory of all warps, each
+    warp rotates a query.
     """
     operands, starts, offsets, factors, positions = [], [], [], [], []
     unit = s.scale * (LOG2_E if s.soft_cap is None else 1.0)
@@ -250,7 +232,7 @@ def _load_query(
 
 
 def _query_row(a: Arrays, at: Program, row: Int) -> Pointer:
-    """Where a query is; any where there is no such query."""
+    """A pointer to a query; to any place if there is no such query."""
     row = row.minimum(a.rows - 1)
     token, head = row % a.tokens, at.head * a.group + row // a.tokens
     index = (at.batch * a.tokens + token) * a.heads + head
@@ -258,7 +240,7 @@ def _query_row(a: Arrays, at: Program, row: Int) -> Pointer:
 
 
 def _numbers(a: Arrays, at: Program, row: Int, first: Int, count: int) -> list[lane.Float]:
-    """Some channels of a query, from the `first` on."""
+    """`count` channels of a query, from the `first` on."""
     width = 4 if a.dtype == "float32" else 2
     words = _query_row(a, at, row).at(first * width).words(count * width // 4)
     return [number for word in words for number in warp.numbers(word, a.dtype)]
@@ -267,7 +249,7 @@ def _numbers(a: Arrays, at: Program, row: Int, first: Int, count: int) -> list[l
 def _rotated(
     a: Arrays, at: Program, base: Int, here: Place, area: Pointer, s: Settings
 ) -> list[lane.Float]:
-    """This lane's part of the four queries from row `base` on, of which each warp rotates one."""
+    """This lane's part of the four queries from row `base` on; each warp rotates one of them."""
     count, own = a.head_dim // 32, lane.uniform(lane.thread() >> 5)
     each, offset = s.warp_bytes(a.head_dim), s.query_offset(a.head_dim)
     first = here.number * count
@@ -291,7 +273,7 @@ def _attend(
     products: Products,
     s: Settings,
 ) -> State:
-    """What is found in the block in shared memory, given its place there, and its first token."""
+    """The state of one block: `place` is its place in shared memory, and its first token."""
     slot, begin = place
     lost = products.unseen(slot, begin, at, here)
     weights, masks, maxima, totals = [], [], [], []
@@ -315,7 +297,7 @@ def _attend(
 
 
 def _visible(distance: Int, here: Place, s: Settings) -> list[lane.Bool]:
-    """Which of the lane's tokens are seen by a query `distance` tokens after the first of them."""
+    """Which of the lane's tokens a query sees that is `distance` tokens after the first of them."""
     out = []
     for i in range(s.held):
         token = here.odd ^ i
@@ -345,7 +327,6 @@ def _keep(
 def _leave(
     a: Arrays, at: Program, block: Int, found: State, here: Place, channel: Any, s: Settings
 ) -> None:
-    """Writes what was found in a block for the merge."""
     place = at.pair * a.count(s.run) * (s.run // s.block) + block
     o, maxima, sums = a.outputs
     for tile in range(s.tiles):
@@ -361,7 +342,6 @@ def _leave(
 
 
 def _combine(a: Arrays, at: Program, area: Pointer, s: Settings) -> None:
-    """Joins the results of the program's warps and writes them."""
     lane.block_barrier()
     threads, size = 32 * s.warps, s.rows * a.head_dim
     for start in range(0, size, threads):
@@ -391,20 +371,14 @@ def attend(
 ) -> tuple[jax.Array, jax.Array]:
     """Attends the last `T` tokens' queries of each sequence to its pages.
 
-    Args:
-      query: ``[B, T, N, H]``, `H` 64, 128 or 256.
-      pages: the pool.
-      tables: int32 ``[B, max_pages]``, numbers of the sequences' pages; those past its length, or
-        wholly before the windows of its queries, may be anything. None for contiguous caches
-        ``[B, n, K, H]``, whose tokens are pages of their own, ``[B * n, K, 1, H]``; see
-        `Settings.limit`.
-      lengths: int32 ``[B]``, tokens held.
-      query_lengths: int32 ``[B]``, how many of the `T` queries are real; None if all are.
-      settings: numerics and launch.
+    `query` is ``[B, T, N, H]``, `H` 64, 128 or 256. int32: `tables` ``[B, max_pages]``, where
+    entries past the length or wholly before the windows of the queries may be anything; `lengths`
+    ``[B]``, tokens held; `query_lengths` ``[B]``, how many of the `T` queries are real, None if all
+    are. Without `tables` caches are contiguous, ``[B, n, K, H]``: each token is a page,
+    ``[B * n, K, 1, H]``; see `Settings.limit`.
 
-    Returns:
-      ``[B, T, N, H]`` in the query's dtype, or the settings', and the float32 log-sum-exp
-      ``[B, T, N]``; NaN for a sequence whose length, or a page that it needs, is out of range.
+    Returns ``[B, T, N, H]`` in the query's dtype, or the settings', and the float32 log-sum-exp
+    ``[B, T, N]``; NaN for a sequence whose length, or a page that it needs, is out of range.
     """
     s = settings
     if s.part % s.step:

@@ -37,13 +37,13 @@ _BLOCKS_AHEAD = 16
 
 @dataclasses.dataclass(frozen=True)
 class _Layout:
-    """How queries are shared out to warps: what `warp.launch` asks for.
+    """How queries are shared out to warps, as `warp.launch` needs it.
 
     Attributes:
       shared: warps of a query: 16 where blocks are joined, 4 to a residue; else 4, a residue each;
         1 where there are no more parts than residues, which it reads one after the other.
       rows: queries of a program.
-      slices: programs of a query, which take channels each; 1 where outputs are rotated.
+      slices: programs of a query, each with some of the channels; 1 where outputs are rotated.
     """
 
     shared: int
@@ -53,7 +53,6 @@ class _Layout:
 
     @classmethod
     def of(cls, s: Settings, parts: int, head_dim: int) -> "_Layout":
-        """For a kernel's results."""
         if s.is_split:
             slices = 1 if s.has_norms else min(_MOST_SLICES, head_dim // _LANES)
             return cls(_RESIDUES * s.warps, 1, slices)
@@ -61,16 +60,13 @@ class _Layout:
 
     @property
     def warps(self) -> int:
-        """Of a program."""
         return self.shared * self.rows
 
     @property
     def warpgroups(self) -> int:
-        """Of a program."""
         return self.warps // 4
 
     def warp_bytes(self, head_dim: int) -> int:
-        """Of a warp's result, and a flag."""
         return 4 * (head_dim + 4)
 
 
@@ -82,15 +78,13 @@ class _Row:
       a: arrays; `outputs` are the results.
       partials: outputs, maxima and sums of all programs.
       s: settings of the kernel before.
-      layout: how the query is shared out.
       number: of the query among those of its KV head.
       pair: ``batch * K + head``.
-      batch: its sequence.
-      length: tokens of that.
-      position: of the query; -1 if it is none.
+      length: tokens of the sequence.
+      position: of the query; -1 if it does not exist.
       place: of the lane in its warp.
       warp: of its warp among those of the query.
-      slice: of the channels.
+      slice: which slice of the channels.
     """
 
     a: Arrays
@@ -110,7 +104,6 @@ class _Row:
     def of(
         cls, a: Arrays, partials: list[Pointer], ids: list[Int], s: Settings, layout: _Layout
     ) -> "_Row":
-        """The running warp's."""
         tile, pair = ids
         thread = lane.thread()
         own = lane.uniform(thread >> 5)
@@ -125,23 +118,21 @@ class _Row:
 
     @property
     def channels(self) -> int:
-        """Of a lane."""
         return self.a.head_dim // (_LANES * self.layout.slices)
 
     @property
     def first(self) -> Int:
-        """The first of the lane's channels."""
         return (self.slice * _LANES + self.place) * self.channels
 
     def seen(self, size: int) -> tuple[Int, Int]:
-        """Of runs of so many tokens the first that the query sees, and the one past the last."""
+        """The first run of `size` tokens that the query sees, and the one past the last."""
         first = lane.integer(0)
         if self.s.window is not None:
             first = (self.position - self.s.window[0]).maximum(0) // size
         return first, (self.position + size) // size
 
     def load(self, number: Int, is_there: lane.Bool) -> Partial:
-        """A result, or nothing: it is read, be it there or not, before it is known which."""
+        """A result, or nothing if not `is_there`; the read is issued before that is known."""
         o, maxima, sums = self.partials
         index = number * self.a.rows + self.number
         words = o.times(index, 4 * self.a.head_dim).at(self.first << 2)
@@ -150,14 +141,13 @@ class _Row:
         return found, is_there.where(m, float("-inf")), is_there.where(l, 0.0)
 
     def part(self, number: Int) -> Partial:
-        """What a program found in a part."""
         first, stop = self.seen(self.s.part)
         count = self.a.count(self.s.part)
         place = self.pair * count + number.minimum(count - 1)
         return self.load(place, (number >= first) & (number < stop))
 
     def blocks(self, number: Int, which: Int) -> Partial:
-        """What was found in those blocks of a part that one warp of a program would take."""
+        """The results of those blocks of a part that one warp of a program would take, joined."""
         s, total = self.s, warp.nothing(self.channels)
         first, stop = self.seen(s.step)
         held = (self.length + (s.block - 1)) // s.block
@@ -174,7 +164,7 @@ class _Row:
         return total
 
     def residue(self, number: Int) -> Partial:
-        """Every fourth part."""
+        """Every fourth part, joined."""
         first, stop = self.seen(self.s.part)
         ahead = min(_AHEAD, pl.cdiv(self.a.count(self.s.part), _RESIDUES))
 
@@ -189,7 +179,7 @@ class _Row:
         return _partial(lane.loop(start, stop, _RESIDUES * ahead, nothing, add))
 
     def residue_of_blocks(self, number: Int, which: Int, memory: "_Memory") -> Partial:
-        """Every fourth part, of whose blocks this warp joins a share."""
+        """Every fourth part, joined; this warp joins a share of their blocks."""
         first, stop = self.seen(self.s.part)
 
         def add(i: Int, flat: list[Any]) -> list[Any]:
@@ -208,28 +198,26 @@ class _Row:
 
     @property
     def needed(self) -> Int:
-        """Pages of the sequence."""
         return (self.length + (self.a.page_size - 1)) // self.a.page_size
 
     @property
     def first_needed(self) -> Int:
-        """The first of these pages that holds a token in the window of some query."""
+        """The first of these pages with a token in the window of some query."""
         if self.s.window is None:
             return lane.integer(0)
         _, count = self.a.held(self.batch)
         return (self.length - count - self.s.window[0]).maximum(0) // self.a.page_size
 
     def pages(self, start: Int) -> list[Int]:
-        """The lane's pages of those from `start` on; of some other one past the last."""
+        """The lane's pages of those from `start` on; past the last, some other one."""
         step, last = self.layout.shared * _LANES, (self.needed - 1).maximum(0)
         numbers = [(start + i * step + self.place).minimum(last) for i in range(_PAGES_AHEAD)]
         return [self.a.page(self.batch, number) for number in numbers]
 
     def has_bad_page(self, first: list[Int]) -> Int:
-        """Of this warp's share of the table: not 0 if a page is needed that does not exist.
+        """Not 0 if this warp's share of the table has a page that is needed and does not exist.
 
-        Args:
-          first: the lane's first pages, read before.
+        `first` are the lane's first pages, read before.
         """
         if self.a.tables is None:
             return lane.integer(0)
@@ -258,7 +246,6 @@ class _Memory:
         return self.area.at(number * self.row.layout.warp_bytes(self.row.a.head_dim))
 
     def store(self, number: Int, found: Partial) -> None:
-        """Of a warp."""
         row, own = self.row, self._at(number)
         for i, x in enumerate(found[0]):
             own.at(row.place * (4 * row.channels), 4 * i).store(x)
@@ -267,14 +254,12 @@ class _Memory:
                 own.at(4 * row.a.head_dim + 4 * i).store(x)
 
     def load(self, number: Int | int) -> Partial:
-        """Of a warp."""
         row, kept = self.row, self._at(number)
         words = kept.at(row.place * (4 * row.channels)).words(row.channels)
         m, l = (kept.at(4 * row.a.head_dim + 4 * i).float() for i in (0, 1))
         return [x.as_float() for x in words], m, l
 
     def flag(self, number: Int | int) -> Pointer:
-        """Of a warp."""
         return self._at(number).at(4 * self.row.a.head_dim + 8)
 
 
@@ -287,8 +272,6 @@ def _partial(flat: list[Any]) -> Partial:
 
 
 def _kernel(*refs: Any, s: Settings, layout: _Layout) -> None:
-    """One program; its body is written for single lanes."""
-
     def body(refs: Any, inputs: Any, ids: list[Int], memory: tuple[Any, Any]) -> None:
         partials = [Pointer.to(x) for x in refs[5]]
         a = Arrays.of((*refs[:5], *refs[6:]), inputs, s)
@@ -317,7 +300,7 @@ def _kernel(*refs: Any, s: Settings, layout: _Layout) -> None:
 
 
 def _finish(row: _Row, residues: list[Partial], bad: Int) -> None:
-    """Joins residues, normalizes and writes what is found; `bad` is 0 if all pages exist."""
+    """Joins residues, normalizes and writes the result; `bad` is 0 if all pages exist."""
     a = row.a
     o, top, l = functools.reduce(warp.joined, residues, warp.nothing(row.channels))
     said = a.lengths.at(row.batch << 2).word()
@@ -353,22 +336,11 @@ def merge(
     partials: tuple[jax.Array, ...],
     settings: Settings,
 ) -> tuple[jax.Array, jax.Array]:
-    """Joins what programs found.
+    """Joins programs' results; arguments and result as `kernel.attend`, of the same `settings`.
 
-    Args:
-      query: ``[B, T, N, H]``, for its shape and dtype.
-      pages: the pool.
-      tables: int32 ``[B, max_pages]``, or None.
-      lengths: int32 ``[B]``.
-      query_lengths: int32 ``[B]``, or None.
-      partials: float32 ``[B * K, n, G * T, H]``, ``[B * K, n, G * T]`` twice: sums of weighted
-        values, maxima in powers of two, and sums of weights of each part, or of each block in the
-        order of the sequence's tokens; those of which a query sees nothing may be anything.
-      settings: of the kernel that found them.
-
-    Returns:
-      ``[B, T, N, H]`` in the query's dtype, or the settings', and the float32 log-sum-exp
-      ``[B, T, N]``; NaN for a sequence whose length, or a page that it needs, is out of range.
+    `partials` are float32 ``[B * K, n, G * T, H]`` and twice ``[B * K, n, G * T]``: sums of
+    weighted values, maxima in powers of two, and sums of weights of each part, or of each block in
+    the order of the sequence's tokens. Those of which a query sees nothing may be anything.
     """
     batch, tokens, heads, head_dim = query.shape
     kv_heads, page_size = pages.key.shape[1:3]

@@ -10,19 +10,11 @@ from pallas_kernels.mosaic.lane import Float, Int, Pointer
 _DOWN, _SMALLEST = 2.0**-16, 2.0**-100
 
 Convert = Callable[[Int], Sequence[Int]]
-"""Of a word of a page: operand words."""
+"""From a word of a page to operand words."""
 
 
 def key_rows(keys: Pointer, row: int, held: int, here: Place, convert: Convert) -> Any:
-    """Gives the operand words of two of the lane's tokens after the other, as they are taken.
-
-    Args:
-      keys: of a block, in shared memory.
-      row: bytes of a token.
-      held: tokens of the lane.
-      here: the lane's place.
-      convert: words of the pages.
-    """
+    """Yields operand words lazily, two of the lane's `held` tokens (of `row` bytes) at a time."""
     first = keys.at(here.g * (held * row) + here.t * (row // 4))
     return (
         [
@@ -34,7 +26,7 @@ def key_rows(keys: Pointer, row: int, held: int, here: Place, convert: Convert) 
 
 
 def value_words(values: Pointer, row: int, held: int, here: Place) -> list[list[list[Int]]]:
-    """Words of the lane's channels, of the tokens of both its lanes' scores, half after half."""
+    """Words of the lane's channels, for the tokens of both its lanes' scores, half after half."""
     loaded = []
     for half in (0, 1):
         g = (here.t << 1) + half
@@ -55,7 +47,7 @@ def weight_words(planes: list[Int], here: Place) -> list[Int]:
 
 
 def scaled(x: list[Float]) -> tuple[list[Float], Float]:
-    """A query's numbers over the largest magnitude among them, and that; NaN unless all are finite.
+    """A query's numbers divided by their largest magnitude, and that; NaN unless all are finite.
 
     Numbers below ``2**-84`` become 0, which changes no score.
     """

@@ -33,13 +33,11 @@ class Plain(Floats):
 
     @property
     def dtype(self) -> str:
-        """See `Floats`."""
         return self.s.kind
 
     def query_operands(
         self, row: Pointer, here: Place
     ) -> tuple[list[Int], tuple[Any, Any], Float, Float]:
-        """A query's operand words, its columns' starts, its offset, its scale."""
         zero = lane.number(0.0)
         return self._runs(row, here), (zero, zero), zero, lane.number(1.0)
 
@@ -49,13 +47,11 @@ class Plain(Floats):
         return [w for i in range(self.row // _RUN) for w in first.at((turn ^ i) * _RUN).words(4)]
 
     def lost(self, word: Int) -> Int:
-        """See `Floats`."""
         smallest = 0x7F80 if self.s.kind == "bfloat16" else 0x7C00
         carried = (word & 0x7FFF7FFF) + (0x8000 - smallest) * 0x00010001
         return (carried >> 15) & 0x00010001
 
     def scores(self, slot: Pointer, query: Query, here: Place) -> list[list[Float]]:
-        """See `Floats`."""
         is_odd = (here.g & 1).equals(1)
         first = slot.at(here.g * (self.s.held * self.row))
         out: list[list[Float]] = [[] for _ in query.operands]
@@ -71,7 +67,6 @@ class Plain(Floats):
         return out
 
     def value_rows(self, values: Pointer, here: Place) -> Iterator[list[Int]]:
-        """See `Floats`."""
         held, loaded = self.s.held, []
         for half in (0, 1):
             g = (here.t << 1) + half
@@ -87,7 +82,6 @@ class Plain(Floats):
             ]
 
     def _in_order(self, channels: Pointer, here: Place) -> list[Int]:
-        """The words of the lane's channels of a value."""
         size = self.row // 8 // _PARTS
         parts = [channels.at((here.t ^ i) * size).words(size // 4) for i in range(_PARTS)]
         for bit in (1, 2):

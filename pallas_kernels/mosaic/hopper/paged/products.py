@@ -13,7 +13,6 @@ Products = turbo4.Turbo4 | floats.Floats | scaled.Scaled | codes.Mixed
 
 
 def products_of(head_dim: int, s: Settings) -> Products:
-    """Those of a call's kind."""
     if s.stored is not None:
         return codes.Mixed.of(head_dim, s)
     if s.kind in scaled.KINDS:

@@ -13,19 +13,12 @@ _LANES = 32
 
 
 def rotated(x: list[Float], signs: Pointer, lane_number: Int) -> list[Float]:
-    """A vector rotated.
-
-    Args:
-      x: this lane's run of channels, a power of two.
-      signs: of the rotation, float32, from this lane's channels on.
-      lane_number: of the lane.
-    """
+    """A vector rotated; `x` is this lane's run of channels, where `signs`, float32, begin."""
     flipped = [v * s for v, s in zip(x, _floats(signs, len(x)), strict=True)]
     return _hadamard(flipped, lane_number)
 
 
 def unrotated(x: list[Float], signs: Pointer, lane_number: Int) -> list[Float]:
-    """The inverse."""
     product = _hadamard(x, lane_number)
     return [v * s for v, s in zip(product, _floats(signs, len(x)), strict=True)]
 
@@ -35,19 +28,16 @@ def _floats(pointer: Pointer, count: int) -> list[Float]:
 
 
 def _hadamard(x: list[Float], lane_number: Int) -> list[Float]:
-    """The product with Sylvester's matrix over the root of its order."""
+    """The product with Sylvester's matrix divided by the root of its order."""
     x = hadamard(x, lane_number, _LANES)
     [scale] = struct.unpack("<f", struct.pack("<f", 1 / math.sqrt(len(x) * _LANES)))
     return [v * scale for v in x]
 
 
 def hadamard(x: list[Float], place: Int, lanes: int) -> list[Float]:
-    """The product with Sylvester's matrix: additions alone.
+    """The product with Sylvester's matrix, in additions only; `x` is this lane's run of channels.
 
-    Args:
-      x: this lane's run of channels, a power of two.
-      place: of the lane among those of the vector.
-      lanes: of a vector, a power of two.
+    A vector is in `lanes` lanes, of which this is number `place`; both numbers are powers of two.
     """
     half = 1
     while half < len(x):

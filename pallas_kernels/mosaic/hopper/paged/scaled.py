@@ -52,12 +52,12 @@ from pallas_kernels.mosaic.lane import Float, Int, Pointer
 _CODES, _SIGNS = (0x000F000F, 0x00F000F0), (0x00080008, 0x00800080)
 # A two's complement code with its sign flipped is the code plus 8.
 _MIDDLE = 8
-# What float16's smallest number stands for; what an upper code is in units of a lower one.
+# The value of float16's smallest number; an upper code's unit in units of a lower one.
 _STEP, _UPPER = 2.0**-24, 16.0
-# The largest weight of a block is as large, so that what is left of weights is no subnormal number.
+# The largest weight of a block becomes this large, so that no weight's remainder is subnormal.
 _RANGE = 2.0**14
 OUTPUT_UNIT = 1 / (_RANGE * _STEP)
-"""What outputs are to be multiplied with."""
+"""Factor of the outputs."""
 _TINY = 1.1754943508222875e-38
 # Bits of 2**-110, far from where a reciprocal overflows: parts of it are as exact.
 _SMALLEST = (127 - 110) << 23
@@ -66,12 +66,10 @@ _ONE = 0x3C003C00
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Scaled(abc.ABC):
-    """The products of a block in shared memory; those with values are alike.
+    """The products of a block in shared memory; subclasses share those with values.
 
     Attributes:
-      head_dim: `H`.
-      s: settings.
-      signs: `_SIGNS`, in registers: of constants the compiler makes a copy before every use.
+      signs: `_SIGNS`, in registers: the compiler copies constants before every use.
     """
 
     head_dim: int
@@ -80,11 +78,10 @@ class Scaled(abc.ABC):
 
     @classmethod
     def of(cls, head_dim: int, s: Settings) -> Self:
-        """For these sizes."""
         return cls(head_dim, s, [lane.held(x) for x in _SIGNS])
 
     def unpacked(self, word: Int) -> list[Int]:
-        """Of bytes 0 and 2 the lower codes plus 8 and the upper ones, then of bytes 1 and 3."""
+        """The lower codes plus 8 and the upper ones of bytes 0 and 2, then of bytes 1 and 3."""
         return [
             (x & mask) ^ sign
             for x in (word, word >> 8)
@@ -102,7 +99,7 @@ class Scaled(abc.ABC):
         """Scores of each tile's query `t` with the lane's tokens."""
 
     def unseen(self, slot: Pointer, begin: Int, at: Program, here: Place) -> list[Int]:
-        """Nothing: codes are finite, and scales of what is not seen are not multiplied with."""
+        """Empty: codes are finite, and scales of tokens that are not seen are not used."""
         del slot, begin, at, here
         return []
 
@@ -112,7 +109,7 @@ class Scaled(abc.ABC):
         return self.s.block * self.s.key_bytes(self.head_dim)
 
     def scales(self, side: int, slot: Pointer, here: Place) -> list[Float]:
-        """Scales of the lane's tokens: of keys if `side` is 0, of values if it is 1."""
+        """Scales of the lane's tokens: of keys if `side` is 0, of values if 1."""
         held, block = self.s.held, self.s.block
         first = self._values + block * self.s.row_bytes(self.head_dim) + side * 2 * block
         # bfloat16 are the upper halves of float32.
@@ -175,17 +172,12 @@ class Scaled(abc.ABC):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Kv4(Scaled):
-    """The products of a block whose keys are 4-bit codes, too."""
+    """The products of a block whose keys are 4-bit codes, like its values."""
 
     def query_operands(
         self, x: list[Float], here: Place
     ) -> tuple[list[Int], tuple[Any, Any], Float, Float]:
-        """A query's operand words, its columns' starts, its offset, its scale.
-
-        Args:
-          x: its lower and its upper channels.
-          here: the lane's place: odd rows have an empty column.
-        """
+        """See `Scaled`; `x` has the lower and the upper channels; odd rows have an empty column."""
         scale = _scale(x)
         inverse = lane.number(1.0) / scale
         half = len(x) // 2
@@ -206,7 +198,6 @@ class Kv4(Scaled):
         return words, (start, zero), zero, scale
 
     def scores(self, slot: Pointer, query: Query, here: Place) -> list[list[Float]]:
-        """Scores of each tile's query `t` with the lane's tokens."""
         scales = self.scales(0, slot, here)
         out: list[list[Float]] = [[] for _ in query.operands]
         row = self.s.key_bytes(self.head_dim)
@@ -229,14 +220,12 @@ class K8v4(Scaled):
     def query_operands(
         self, x: list[Float], here: Place
     ) -> tuple[list[Int], tuple[Any, Any], Float, Float]:
-        """A query's operand words, its columns' starts, its offset, its scale."""
         x, top = scaled(x)
         pairs = [_planes(x[k : k + 2]) for k in range(0, len(x), 2)]
         is_high, zero = (here.g & 1).equals(1), lane.number(0.0)
         return [is_high.where(high, low) for low, high in pairs], (zero, zero), zero, top
 
     def scores(self, slot: Pointer, query: Query, here: Place) -> list[list[Float]]:
-        """Scores of each tile's query `t` with the lane's tokens."""
         scales, zero = self.scales(0, slot, here), lane.number(0.0)
         out: list[list[Float]] = [[] for _ in query.operands]
         row = self.s.key_bytes(self.head_dim)
@@ -256,13 +245,12 @@ KINDS: dict[str, type[Scaled]] = {"kv4": Kv4, "k8v4": K8v4}
 
 
 def channel(number: int, here: Place, head_dim: int) -> Int:
-    """The channel of a lane's output `number`."""
     byte, is_upper = divmod(number, 2)
     return here.g * (head_dim // 16) + (byte + is_upper * (head_dim // 2))
 
 
 def _scale(x: list[Float]) -> Float:
-    """The scale of the query that four lanes share, with the bits of the definition."""
+    """The scale of the query that four lanes share, with the bits of its definition."""
     top, bad = lane.number(0.0), lane.number(0.0)
     for v in x:
         top = lane.maximum(top, lane.maximum(v, -v))
@@ -275,7 +263,7 @@ def _scale(x: list[Float]) -> Float:
 
 
 def _weight_operands(w: list[Float], here: Place) -> tuple[list[Int], Float]:
-    """Operand words of weights, as parts of the largest in the block, and that."""
+    """Operand words of weights, as fractions of the largest in the block, and that."""
     # Bits of non-negative floats are ordered like integers, with NaN the largest.
     bits = functools.reduce(lambda a, b: a.maximum(b), [x.as_int() for x in w])
     top = lane.reduce_lanes(bits, lambda a, b: a.maximum(b), (4, 8, 16))
@@ -288,7 +276,7 @@ def _weight_operands(w: list[Float], here: Place) -> tuple[list[Int], Float]:
 
 
 def _planes(x: list[Float]) -> tuple[Int, Int]:
-    """Two numbers as float16, and what is left of them: the low word first."""
+    """Two numbers as float16, and the remainders, as words: the remainders first."""
     high = lane.half.pack(x[0], x[1])
     first, second = lane.half.unpack(high)
     return lane.half.pack(x[0] - first, x[1] - second), high

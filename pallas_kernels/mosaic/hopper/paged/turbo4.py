@@ -26,8 +26,6 @@ class Turbo4:
     """The products of a block in shared memory.
 
     Attributes:
-      head_dim: `H`.
-      s: settings.
       table: four words: the lower eight centroids, and the upper ones from the last on.
       minus: -1, in a register.
     """
@@ -39,7 +37,6 @@ class Turbo4:
 
     @classmethod
     def of(cls, head_dim: int, s: Settings) -> "Turbo4":
-        """With its table in registers."""
         table = [*s.centroids[:8], *reversed(s.centroids[8:])]
         words = [int.from_bytes(bytes(table[i : i + 4]), "little") for i in range(0, 16, 4)]
         # Permutes take registers: of a constant the compiler makes a copy before every one of them.
@@ -59,16 +56,15 @@ class Turbo4:
     def query_operands(
         self, x: list[Float], here: Place
     ) -> tuple[list[Int], tuple[Any, Any], Float, Float]:
-        """A query's operand words, its columns' starts, its offset, its scale."""
+        """See `integers.query_operands`."""
         return integers.query_operands(x, self.s.middle, here)
 
     def unseen(self, slot: Pointer, begin: Int, at: Program, here: Place) -> list[Int]:
-        """Nothing: codes are finite, and norms of what is not seen are not multiplied with."""
+        """Empty: codes are finite, and norms of tokens that are not seen are not used."""
         del slot, begin, at, here
         return []
 
     def scores(self, slot: Pointer, query: Query, here: Place) -> list[list[Float]]:
-        """Scores of each tile's query `t` with the lane's tokens."""
         row = self.s.row_bytes(self.head_dim)
         pairs = key_rows(slot, row, self.s.held, here, self.look_up)
         norms = self.norms(slot.at(2 * self.s.block * row), here)
@@ -104,7 +100,6 @@ class Turbo4:
         lost: list[Int],
         here: Place,
     ) -> list[list[Float]]:
-        """``weights x values``, for each tile's query `t`."""
         del lost
         row = self.s.row_bytes(self.head_dim)
         norms = self.norms(slot.at(2 * self.s.block * row + 2 * self.s.block), here)
@@ -128,7 +123,6 @@ class Turbo4:
         return out
 
     def _value_rows(self, values: Pointer, here: Place) -> Any:
-        """Yields the operand words of two channels after the other, in the order of `channel`."""
         row, held = self.s.row_bytes(self.head_dim), self.s.held
         loaded = value_words(values, row, held, here)
         for j in range(row // 32):
@@ -147,7 +141,6 @@ class Turbo4:
 
 
 def channel(number: int, here: Place, head_dim: int) -> Int:
-    """The channel of a lane's output `number`."""
     word, rest = divmod(number, 8)
     pair, half = divmod(rest, 2)
     return here.g * (head_dim // 8) + (8 * word + _CHANNELS[pair][half])

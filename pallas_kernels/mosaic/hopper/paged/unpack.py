@@ -36,7 +36,7 @@ _VALUES = {
 _NEIGHBOURS, _SECONDS = (0x5140, 0x7362), (0x6240, 0x7351)
 
 Loaded = tuple[list[Int], list[Int]]
-"""Of a token's channels the words of nibbles or of fields, and those of third bits."""
+"""Words of nibbles or fields of a token's channels, and words of their third bits."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -44,11 +44,9 @@ class Codes:
     """How a warp reads one side of a block.
 
     Attributes:
-      bits: of a code.
-      head_dim: `H`.
-      channels: of a stored vector. What is read past it is of other vectors, and of no use.
+      channels: of a stored vector. What is read past it belongs to other vectors, and is not used.
       table: the centroids, four in a word, of 4 bits the upper ones from the last on; in registers,
-        as the compiler makes a copy of a constant before every permute.
+        as the compiler copies a constant before every permute.
       minus: -1, in a register.
     """
 
@@ -60,7 +58,6 @@ class Codes:
 
     @classmethod
     def of(cls, stored: Stored, head_dim: int, channels: int) -> "Codes":
-        """With its table in registers."""
         table = [*stored.centroids[:8], *reversed(stored.centroids[8:])]
         found = [int.from_bytes(bytes(table[i : i + 4]), "little") for i in range(0, len(table), 4)]
         minus = lane.held(-1) if stored.bits == 4 else None
@@ -68,12 +65,11 @@ class Codes:
 
     @property
     def row(self) -> int:
-        """Bytes of a token."""
         return self.channels * self.bits // 8
 
     @property
     def _width(self) -> int:
-        """Bits of a code that are together: without the third of three."""
+        """Bits of a code that lie together: 3-bit codes have their third bit elsewhere."""
         return 4 if self.bits == 4 else 2
 
     def look_up(self, word: Int) -> tuple[Int, Int]:
@@ -93,14 +89,14 @@ class Codes:
         return low, high
 
     def _parts(self, row: Pointer, number: Int, channels: int) -> Loaded:
-        """Part `number` of a token's channels, of `channels` each."""
+        """Part `number` of a token's channels, in parts of `channels`."""
         low = self._load(row, 0, number, channels * self._width // 8)
         if self.bits != 3:
             return low, []
         return low, self._load(row, self.channels // 4, number, channels // 8)
 
     def _load(self, row: Pointer, first: int, number: Int, size: int) -> list[Int]:
-        """The words of `size` bytes, `number` times as many after the row's byte `first`."""
+        """The words of piece `number`, of pieces of `size` bytes from the row's byte `first` on."""
         at = row.at(number * size, first)
         if size == 2:
             return [at.half()]
@@ -111,18 +107,11 @@ class Codes:
 
     @property
     def key_order(self) -> list[int]:
-        """The order in which operand words have a lane's channels."""
         unit = _UNIT[self.bits]
         return [i + k for i in range(0, self.head_dim // 4, unit) for k in _KEYS[self.bits]]
 
     def key_rows(self, keys: Pointer, held: int, here: Place) -> Iterator[list[list[Int]]]:
-        """Yields the operand words of two of the lane's tokens after the other.
-
-        Args:
-          keys: of the block.
-          held: tokens of the lane.
-          here: its place.
-        """
+        """Yields operand words, two of the lane's `held` tokens at a time."""
         first = keys.at(here.g * (held * self.row))
         for i in range(0, held, 2):
             pair = [self._key(first.at((here.odd ^ j) * self.row), here) for j in (i, i + 1)]
@@ -132,16 +121,14 @@ class Codes:
                 yield [[w for word in low for w in self._of_a_word(word)] for low, _ in pair]
 
     def _key(self, row: Pointer, here: Place) -> Loaded:
-        """The lane's quarter of a key."""
         return self._parts(row, here.t, self.head_dim // 4)
 
     def _of_a_word(self, word: Int) -> list[Int]:
-        """Of one token."""
         words = [word] if self.bits == 4 else [word & _FIELDS, (word >> 2) & _FIELDS]
         return [w for x in words for w in self.look_up(x)]
 
     def _of_three_bits(self, pair: list[Loaded]) -> list[list[Int]]:
-        """Of two tokens at once, so that their third bits fill a word."""
+        """Operand words of two tokens at once, so that their third bits fill a word."""
         found: list[list[Int]] = [[], []]
         for i in range(len(pair[0][0])):
             (a, b), (c, d) = ([token[0][i] for token in pair], [token[1][i // 2] for token in pair])
@@ -157,11 +144,10 @@ class Codes:
 
     @property
     def _is_shared(self) -> bool:
-        """Whether two rows of lanes have the channels of a word between them."""
+        """Whether two rows of lanes share the channels of a word."""
         return self.head_dim // 8 < _UNIT[self.bits]
 
     def channel(self, number: int, here: Place) -> Int:
-        """The channel of a lane's output `number`."""
         pairs = _VALUES[self.bits]
         if self._is_shared:
             first, last = pairs[number // 2][number % 2], (here.g & 1) * 2
@@ -171,13 +157,7 @@ class Codes:
         return here.g * (self.head_dim // 8) + (_UNIT[self.bits] * unit + pairs[pair][half])
 
     def value_rows(self, values: Pointer, held: int, here: Place) -> Iterator[list[Int]]:
-        """Yields the operand words of two channels after the other, in the order of `channel`.
-
-        Args:
-          values: of the block.
-          held: tokens of a lane.
-          here: the lane's place.
-        """
+        """Yields operand words, two channels at a time, in the order of `channel`."""
         loaded = []
         for half in (0, 1):
             g = (here.t << 1) + half
@@ -198,7 +178,7 @@ class Codes:
                 ]
 
     def _value(self, row: Pointer, here: Place) -> Loaded:
-        """The lane's eighth of a value; of a word that two share, its nibbles are the low ones."""
+        """The lane's eighth of a value; in a word that two share, as the low nibbles."""
         if not self._is_shared:
             return self._parts(row, here.g, self.head_dim // 8)
         place, shift = here.g >> 1, (here.g & 1) << 2
@@ -235,10 +215,8 @@ def _merged(words: list[Int]) -> list[tuple[Int, Int]]:
 def _with_thirds(even: Int, odd: Int, third: Int) -> list[Int]:
     """Selectors from fields of 2 bits and third bits.
 
-    Args:
-      even: bytes whose third bits are the lower two of the nibbles of `third`.
-      odd: those whose third bits are the upper two.
-      third: third bits.
+    The third bits of the bytes of `even` are the lower two bits of the nibbles of `third`, those of
+    `odd` the upper two.
     """
     return [
         (even & _FIELDS) | ((third << 2) & _THIRDS),

@@ -41,9 +41,9 @@ class Codec:
 
     Attributes:
       centroids: of codes of 4, 3 or 2 bits, 16, 8 or 4 integers up to 127; empty for 8 bits.
-      middle: what they are too large by.
-      unit: what a centroid, then, is multiplied by beside its token's norm; the rotation's own
-        factor, one over the root of the channels, is in it.
+      middle: subtracted from the centroids.
+      unit: factor of the centroids then, beside their token's norm; it includes the rotation's
+        factor, one over the root of the channels.
       is_e5m2: which of the two 8-bit floats.
       is_int8: whether 8 bits are int8, with a scale for each token.
     """
@@ -56,23 +56,17 @@ class Codec:
 
     @property
     def has_norm(self) -> bool:
-        """Whether each token has a norm, or a scale."""
+        """Whether each token has a norm or a scale."""
         return bool(self.centroids) or self.is_int8
 
     @property
     def bits(self) -> int:
-        """Of what is stored of a number."""
         return len(self.centroids).bit_length() - 1 if self.centroids else 8
 
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """What is static in a call.
-
-    Attributes:
-      codecs: of keys and of values.
-      dtype: of the result, ``"bfloat16"`` or ``"float16"``.
-    """
+    """A call's static settings: the codecs of keys and values; results are `dtype`, 16 bits."""
 
     codecs: tuple[Codec, Codec]
     dtype: str
@@ -80,23 +74,17 @@ class Settings:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Place:
-    """What a thread has: a part of a token, and where that is.
-
-    Attributes:
-      part: which of `parts` threads of the token it is.
-      parts: their number, a power of two.
-    """
+    """A thread's part of a token: number `part` of `parts`, a power of two."""
 
     part: Int
     parts: int
 
     @property
     def head_dim(self) -> int:
-        """Channels of a token."""
         return self.parts * _QUARTERS * _TOGETHER
 
     def numbers(self, row: Pointer, codec: Codec) -> list[Float]:
-        """Of a stored row the thread's 32 numbers, quarter by quarter."""
+        """The thread's 32 numbers of a stored row, quarter by quarter."""
         if codec.is_int8:
             return [
                 x
@@ -126,7 +114,7 @@ class Place:
         return found
 
     def rotated_back(self, x: list[Float]) -> list[Float]:
-        """The transposed Hadamard matrix times a vector, of which each thread has a part."""
+        """The transposed Hadamard matrix times a vector, whose parts the threads hold."""
         x = _butterflies(x, 1, _TOGETHER)
         distance = 1
         while distance < self.parts:
@@ -151,12 +139,10 @@ def centroids(word: Int, codec: Codec) -> list[Float]:
 
 
 def centroids_of_fields(fields: Int, third: Int | None, codec: Codec) -> list[Float]:
-    """The numbers of eight codes of 2 bits, or of 3.
+    """The numbers of eight codes of 2 or 3 bits.
 
-    Args:
-      fields: two bytes of the lower two bits of four codes each.
-      third: a byte of third bits, see `turbojax.polar.pack`, or None.
-      codec: their table.
+    `fields` is two bytes with the lower two bits of four codes each, `third` a byte of third bits
+    (see `turbojax.polar.pack`), or None.
     """
     table = _table(codec)
     # In every nibble a code: those of even channels, those of odd ones.
@@ -170,13 +156,11 @@ def centroids_of_fields(fields: Int, third: Int | None, codec: Codec) -> list[Fl
 
 
 def _table(codec: Codec) -> list[Int]:
-    """Four centroids in a word."""
     words = [codec.centroids[i : i + 4] for i in range(0, len(codec.centroids), 4)]
     return [lane.integer(int.from_bytes(bytes(w), "little")) for w in words]
 
 
 def _floats(four: Int, codec: Codec) -> list[Float]:
-    """The numbers of four centroids."""
     words = [lane.permute_bytes(four, _BYTE_FLOAT, 0x7504 | (i << 4)) for i in range(4)]
     return [w.as_float() + -(BYTE_OFFSET + codec.middle) for w in words]
 
@@ -195,7 +179,7 @@ def _butterflies(x: list[Float], first: int, end: int) -> list[Float]:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Side:
-    """Keys or values: where they are, and where they go."""
+    """Keys or values: where they are read and written."""
 
     data: Pointer
     norm: Pointer | None
@@ -207,7 +191,6 @@ class _Side:
 def _expand(
     side: _Side, place: Place, signs: list[Float], index: Int, row: Int, is_there: Any, dtype: str
 ) -> None:
-    """Decodes a thread's part of a token, the pool's `index`-th, to row `row` of the result."""
     x = place.numbers(side.data.times(index, side.row_bytes), side.codec)
     if side.codec.is_int8:
         assert side.norm is not None
@@ -226,7 +209,6 @@ def _expand(
 
 
 def _body(arrays: list[Pointer], ids: list[Int], *, shape: tuple[int, ...], s: Settings) -> None:
-    """A program: a tile of one head of one sequence."""
     kv_heads, page_size, head_dim, max_pages, tiles = shape
     tile, head, b = ids
     tables, lengths, starts, *rest = arrays
@@ -257,7 +239,6 @@ def _body(arrays: list[Pointer], ids: list[Int], *, shape: tuple[int, ...], s: S
 
 
 def _sides(arrays: list[Pointer], place: Place, s: Settings) -> tuple[list[Float], list[_Side]]:
-    """A thread's signs of the rotation, if there is one, and both sides."""
     arrays = list(arrays)
     is_rotated = any(codec.centroids for codec in s.codecs)
     signs: list[Float] = []
@@ -289,21 +270,14 @@ def expand(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Decodes the pages of sequences.
 
-    Args:
-      key: ``[P, K, page_size, W]``, uint8 codes, int8 or 8-bit floats.
-      value: the same of values.
-      norms: float16 ``[P, K, page_size]`` of a side that holds codes, of int8 the scales; None
-        otherwise.
-      signs: float32 ``[H]``, 1 or -1, of the codes' rotation, if there are any.
-      tables: int32 ``[B, max_pages]``, all within the pool.
-      lengths: int32 ``[B]``, tokens held; none for a sequence that is not to be read.
-      starts: int32 ``[B]``: earlier tokens are of no interest.
-      head_dim: `H`, 64, 128 or 256.
-      settings: what is static.
+    `key` and `value` are ``[P, K, page_size, W]``, uint8 codes, int8 or 8-bit floats; `norms`
+    float16 ``[P, K, page_size]`` of a side with codes, of int8 the scales, otherwise None; `signs`
+    float32 ``[H]``, 1 or -1, of the codes' rotation. int32: `tables` ``[B, max_pages]``, all within
+    the pool; `lengths` ``[B]``, tokens held, 0 for a sequence that must not be read; `starts`
+    ``[B]``, before which tokens are not needed. `head_dim` is 64, 128 or 256.
 
-    Returns:
-      keys and values as pages of 128 tokens, ``[B * tiles, K, 128, H]``, and their tables int32
-      ``[B, tiles]``. What is past a sequence's end, or before its start, is arbitrary.
+    Returns keys and values as pages of 128 tokens, ``[B * tiles, K, 128, H]``, and their tables
+    int32 ``[B, tiles]``. What is past a sequence's end, or before its start, is arbitrary.
     """
     batch, max_pages = tables.shape
     _, kv_heads, page_size, _ = key.shape

@@ -24,7 +24,7 @@ _THREADS, _TOGETHER = 128, 8
 
 
 def side_by_side(q: jax.Array, s: Settings) -> jax.Array:
-    """Queries ``[B, T, N, H]`` as ``[B, T * group, K, H]``: all rows of a tile are then used."""
+    """Queries ``[B, T, N, H]`` as ``[B, T * group, K, H]``, so that all rows of a tile are used."""
     batch, tokens, heads, head_dim = q.shape
     q = q.reshape(batch, tokens, heads // s.group, s.group, head_dim)
     return q.swapaxes(2, 3).reshape(batch, tokens * s.group, heads // s.group, head_dim)
@@ -40,7 +40,6 @@ def _body(
     s: Settings,
     tile: int = WARPGROUPS * ROWS,
 ) -> None:
-    """Some rows, in the order of the kernel that found the parts."""
     assert s.part is not None
     lengths, query_lengths, found, found_lse, out, out_lse = arrays
     (batch, kv_heads, per_head), (_, tokens, heads, head_dim) = rows, shape
@@ -110,20 +109,11 @@ def join(
     *,
     tile: int = WARPGROUPS * ROWS,
 ) -> tuple[jax.Array, jax.Array]:
-    """Joins the parts of each row.
+    """Joins the parts of each row: ``[B, T, N, H]`` and the log-sum-exps ``[B, T, N]``.
 
-    Args:
-      found: float32 ``[parts, B, K, R, H]``, normalized, of the rows of `side_by_side`.
-      found_lse: float32 ``[parts, B, K, R]``, their log-sum-exps.
-      lengths: int32 ``[B]``, as `kernel.attention` takes them.
-      query_lengths: int32 ``[B]``.
-      shape: of the result, ``[B, T, N, H]``.
-      dtype: of the result, bfloat16, float16 or float32.
-      settings: of the call.
-      tile: rows that saw the same parts.
-
-    Returns:
-      ``[B, T, N, H]`` and the log-sum-exps ``[B, T, N]``.
+    `found`, float32 ``[parts, B, K, R, H]``, is normalized, of the rows of `side_by_side`;
+    `found_lse` are its log-sum-exps. Lengths are those of `kernel.attention`; `shape` and `dtype`
+    (bfloat16, float16 or float32) are the result's. The rows of a `tile` saw the same parts.
     """
     rows, head_dim = found_lse.shape[1:], shape[3]
     name = jnp.dtype(dtype).name

@@ -113,7 +113,6 @@ def _full(x: float, shape: tuple[int, ...], layout: Any) -> jax.Array:
 
 
 def _copy_queries(work: Work, place: jax.Array, x: Inputs, y: Memory) -> None:
-    """Copies a tile's queries, head by head, as room comes free."""
     each = work.tokens // WARPGROUPS
     for i in range(WARPGROUPS):
         at = place * WARPGROUPS + i
@@ -125,7 +124,7 @@ def _copy_queries(work: Work, place: jax.Array, x: Inputs, y: Memory) -> None:
 
 
 def _pages(work: Work, j: jax.Array, x: Inputs, tile: int) -> list[jax.Array]:
-    """Pages of a tile's pieces: those past the end are none of the pool's, and give zeros."""
+    """The pages of a tile's pieces; past the end numbers outside the pool, which give zeros."""
     pool, _, page_size, _ = x.k.shape
     found = []
     for i in range(pieces(page_size, tile)):
@@ -148,7 +147,7 @@ def _copy_tile(
 
 
 def _copy_keys(work: Work, slot: jax.Array, x: Inputs, y: Memory, s: Settings) -> jax.Array:
-    """Copies a tile's keys and values, as room comes free; the next slot."""
+    """Copies a tile's keys and values as room comes free; returns the next slot."""
     tile = y.k.shape[1]
     arrivals = pieces(x.k.shape[2], tile) + 1
 
@@ -186,7 +185,7 @@ def _copy_keys(work: Work, slot: jax.Array, x: Inputs, y: Memory, s: Settings) -
 
 
 def _over_tiles(tiles: Span, step: Any, carry: Any, s: Settings) -> Any:
-    """``step(j, carry, is_edge)`` of each tile of keys in order."""
+    """Runs ``step(j, carry, is_edge)`` for each tile of keys in order."""
     edge, plain = (functools.partial(step, is_edge=x) for x in (True, False))
     if s.window is not None:
         carry = lax.fori_loop(tiles.begin, tiles.inner, edge, carry)
@@ -205,7 +204,7 @@ def _weights(
     extra: float,
     s: Settings,
 ) -> tuple[jax.Array, ...]:
-    """Of the products `x`: weights, the maxima, and what the sums before are multiplied by.
+    """From products `x`: weights, the maxima, and what the sums before are multiplied by.
 
     Scores are in powers of two: `factor` (of all, or of each row) takes products there, or with a
     cap to the argument of ``1 - 2 / (2**x + 1)``, the hyperbolic tangent. Weights are ``2**extra``
@@ -231,10 +230,10 @@ def _weights(
 def _attend(
     q: Ref, slot: jax.Array, work: Work, me: jax.Array, x: Inputs, y: Memory, s: Settings
 ) -> tuple[Any, ...]:
-    """A warpgroup's rows over all tiles.
+    """Attends a warpgroup's rows to all tiles.
 
-    Returns:
-      unnormalized outputs, maxima, sums, the power of two that is in both, and the slot after.
+    Returns unnormalized outputs, maxima, sums, the power of two that both contain, and the slot
+    after.
     """
     tile, head_dim = y.k.shape[1:]
     shape, end = (ROWS, tile), work.tiles.end
@@ -249,7 +248,7 @@ def _attend(
             plgpu.barrier_wait(y.k_ready.at[slot])
 
     def seen_of(j: jax.Array) -> tuple[jax.Array, jax.Array | None]:
-        """The last token of tile `j` that each row sees, and the first one."""
+        """The last token of tile `j` that each row sees, and the first."""
         last = work.token_of(me) + (work.begin - j * tile)
         return last, None if s.window is None else last - s.window
 
@@ -291,8 +290,8 @@ def _attend(
     wait_for_key(work.tiles.begin, slot)
     _keep_apart(me == 1, y, is_always=False)
     if y.is_ahead:
-        # Who sees nothing takes its turns, too: the second warpgroup could not end the tile before
-        # if the first one waited for what is only copied then.
+        # A warpgroup that sees nothing takes its turns, too: otherwise the first could wait for
+        # copies that only start once the second has ended the tile before.
         @pl.when(work.tiles.begin >= end)
         def _() -> None:
             y.turns()
@@ -304,10 +303,10 @@ def _attend(
 
 
 def _keep_apart(is_this: jax.Array, y: Memory, *, is_always: bool) -> None:
-    """The second warpgroup's turn before its first one, or the first one's after its last one.
+    """Takes the second warpgroup's turn before its first one, or the first one's after its last.
 
-    So that the second is half a step behind: always, or only within a tile of queries, where the
-    one that copies waits for both before it goes on to the next.
+    So the second is half a step behind: always, or only within a tile of queries if the warpgroup
+    that copies waits for both before it goes on to the next.
     """
     if y.is_ahead == is_always:
         pl.when(is_this)(y.turns)
@@ -321,9 +320,9 @@ def _store(
     y: Memory,
     results: Any,
 ) -> None:
-    """Normalizes and stores: 0 and ``-inf`` in rows that saw nothing, NaN where all is broken.
+    """Normalizes and stores: 0 and ``-inf`` in rows that saw nothing, NaN in a broken sequence.
 
-    A part's results go row by row as they are here, others where `attention` returns them.
+    A part's results are stored row by row in this order, others where `attention` returns them.
     """
     o, m, l, shift = found
     out_ref, lse_ref = results
@@ -341,7 +340,7 @@ def _store(
     rows = pl.ds((work.place * WARPGROUPS + me) * ROWS, ROWS)
     at = (work.b, work.set)
     for first in range(0, o.shape[1], width):
-        # What was stored last must have left: as late as can be.
+        # Waits as late as possible until the last results have left.
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         channels = pl.ds(first, width)
         y.out[me] = o[:, first : first + width].astype(y.out.dtype)
@@ -417,24 +416,19 @@ def attention(
 ) -> tuple[jax.Array, jax.Array]:
     """Attends the newest tokens' queries to their sequences' pages.
 
-    Args:
-      q: ``[B, T, N, H]``, bfloat16 or float16; `T` a multiple of 8, `H` 64, 128 or 256.
-      k: ``[P, K, page_size, H]``, the queries' dtype, or float8_e4m3fn; pages of 16, 32, 64 or 128
-        tokens.
-      v: the same; beside e4m3 keys what `turn.turn` gives, and `H` is 64 or 128.
-      tables: int32 ``[B, max_pages]``, all within the pool.
-      lengths: int32 ``[B]``, tokens held; negative for a sequence that cannot be read: its results
-        are NaN.
-      query_lengths: int32 ``[B]``, the real queries.
-      factors: float32 ``[2]``: what products are multiplied with, not negative, see `_weights`; and
-        the outputs.
-      lost_values: `turn.turn`'s second result, beside e4m3 keys.
-      sinks: float32 ``[N]``, logits in the softmax's denominator alone; without parts.
-      settings: numerics and launch.
+    `q` is bfloat16 or float16 ``[B, T, N, H]``, `T` a multiple of 8, `H` 64, 128 or 256; `k` and
+    `v` are ``[P, K, page_size, H]`` of that dtype, or keys in float8_e4m3fn; pages have 16, 32, 64
+    or 128 tokens. With e4m3 keys `H` is 64 or 128, and `v` and `lost_values` are `turn.turn`'s
+    results.
 
-    Returns:
-      ``[B, T, N, H]`` in the queries' dtype, or the settings', and the float32 log-sum-exp
-      ``[B, T, N]``.
+    int32: `tables` ``[B, max_pages]``, all within the pool; `lengths` ``[B]``, tokens held,
+    negative for a sequence that cannot be read, whose results are NaN; `query_lengths` ``[B]``, the
+    real queries. `factors`, float32 ``[2]``, are those of the products, not negative, see
+    `_weights`, and of the outputs. `sinks`, float32 ``[N]``, are logits in the softmax's
+    denominator alone, not with parts.
+
+    Returns ``[B, T, N, H]`` in the queries' dtype, or the settings', and the float32 log-sum-exp
+    ``[B, T, N]``.
     """
     if settings.group != 1:
         raise ValueError(f"{settings.group=} must be 1: it follows from the heads")
@@ -458,7 +452,7 @@ def attention(
 def _whole(
     q: jax.Array, k: jax.Array, *rest: jax.Array, s: Settings
 ) -> tuple[jax.Array, jax.Array]:
-    """`attention` where every program takes all that its rows see."""
+    """`attention` if every program takes all that its rows see."""
     batch, tokens, heads, _ = q.shape
     each = together(heads // k.shape[1])
     out, lse = _run(q, k, *rest, s=s)
@@ -469,11 +463,10 @@ def _whole(
 
 
 def _run(q: jax.Array, k: jax.Array, *rest: jax.Array, s: Settings) -> tuple[jax.Array, jax.Array]:
-    """The kernel, of `Inputs`.
+    """Runs the kernel on `Inputs`.
 
-    Returns:
-      outputs as the queries and float32 ``[B, sets, R]`` of its rows, or with parts float32
-      ``[parts, B, sets, R, H]`` and ``[parts, B, sets, R]``.
+    Returns outputs as the queries and float32 ``[B, sets, R]`` of its rows, or with parts float32
+    ``[parts, B, sets, R, H]`` and ``[parts, B, sets, R]``.
     """
     batch, _, heads, head_dim = q.shape
     kv_heads = k.shape[1]

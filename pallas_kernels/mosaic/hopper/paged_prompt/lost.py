@@ -28,22 +28,19 @@ _THREADS = 128
 # Bytes that a thread looks at together, and of eight rows of 64 channels, which lie together.
 _CHUNK, _BLOCK = 16, 1024
 _INFINITY = {"bfloat16": 0x7F80, "float16": 0x7C00}
-# Words of a slot: of the tokens, and what a warpgroup's warps tell each other.
+# Words of a slot: the tokens' bits, and what a warpgroup's warps exchange.
 _WORDS, _WARPS = 4, 4
 
 
 def memory(stages: int) -> Any:
-    """The tokens' bits in each slot, and room for their making."""
+    """Each slot's bits of tokens, and scratch memory to compute them."""
     return plgpu.SMEM((stages, _WORDS + _WARPS), jnp.int32)
 
 
 def clean(values: Ref, found: Ref, count: jax.Array) -> None:
-    """Makes a tile of values finite.
+    """Makes a tile of values finite, 16-bit ``[t, H]`` in shared memory; zeros past `count` tokens.
 
-    Args:
-      values: ``[t, H]`` in shared memory, 16 bits each, where copies and products find it.
-      found: int32 ``[8]``, of `memory`: a bit is set for each token that had what is not finite.
-      count: int32 scalar: tokens that there are; past them all becomes 0 and is not lost.
+    `found`, int32 ``[8]`` of `memory`, gets a bit for each real token that had a value not finite.
     """
     tile, head_dim = values.shape
     dtype = jnp.dtype(values.dtype).name
@@ -81,7 +78,7 @@ def _clean(
 
 
 def _largest(at: Pointer) -> Int:
-    """The largest magnitude's bits in either half of a thread's words."""
+    """The largest magnitude's bits in each half of a thread's words."""
     return lane.tree([w & 0x7FFF7FFF for w in at.words(4)], lane.maxima_of_halves)
 
 
@@ -97,13 +94,10 @@ def _chunks(
 
 
 def spoil(o: jax.Array, found: Sequence[jax.Array], first: jax.Array, last: jax.Array) -> jax.Array:
-    """NaN in the sums of rows that see a value which was lost.
+    """Puts NaN into the sums ``[64, H]`` of rows that see a value which was not finite.
 
-    Args:
-      o: float32 ``[64, H]``.
-      found: int32 scalars, the bits of a tile's tokens.
-      first: int32 ``[64]``: the first token of the tile that a row sees, if that is not negative.
-      last: int32 ``[64]``: the last one.
+    `found` are the bits of a tile's tokens; `first` and `last`, int32 ``[64]``, the first and last
+    token of the tile that a row sees. A negative `first` is the tile's first token.
     """
 
     def spoiled(o: jax.Array) -> jax.Array:

@@ -41,22 +41,20 @@ class Memory(NamedTuple):
 
     @property
     def is_ahead(self) -> bool:
-        """Whether the next tile's operands are copied, and attended to, while this one ends."""
+        """Whether the next tile's operands are copied, and used, while this one ends."""
         return self.q.shape[0] > WARPGROUPS
 
     def turns(self) -> None:
-        """Lets the other warpgroup go on, and waits for it to do so."""
+        """Lets the other warpgroup go on, and waits until that does the same."""
         plgpu.barrier_arrive(self.turn)
         plgpu.barrier_wait(self.turn)
 
 
 def pieces(page_size: int, tile: int) -> int:
-    """Copies that make up a tile."""
     return max(1, tile // page_size)
 
 
 def memory(x: Inputs, out: Ref, s: Settings) -> Memory:
-    """The types of a program's shared memory."""
     head_dim = x.q.shape[3]
     tile = tile_tokens(head_dim)
     copies = pieces(x.k.shape[2], tile)
@@ -73,7 +71,7 @@ def memory(x: Inputs, out: Ref, s: Settings) -> Memory:
         lse=plgpu.SMEM(rows, jnp.float32),
         q_ready=plgpu.Barrier(num_arrivals=heads, num_barriers=queries),
         k_ready=plgpu.Barrier(num_arrivals=copies, num_barriers=s.stages),
-        # Who looks through them arrives too, or in the place of all.
+        # The warpgroup that checks values arrives too, or instead of all.
         v_ready=plgpu.Barrier(num_arrivals=1 if x.is_turned else copies + 1, num_barriers=s.stages),
         v_here=plgpu.Barrier(num_arrivals=copies),
         q_free=plgpu.Barrier(num_barriers=queries),

@@ -30,11 +30,11 @@ _INFINITY_BITS = {"bfloat16": 0x7F80, "float16": 0x7C00}
 _TINY = 2.0**-126
 
 Then = Callable[[], None]
-"""What happens while a product is on its way."""
+"""Called while a product is in flight."""
 
 
 def along(x: jax.Array, shape: tuple[int, ...], axis: int) -> jax.Array:
-    """``x[..]`` repeated over the other axis of a matrix."""
+    """Numbers repeated over the other axis of a matrix."""
     return lax.broadcast_in_dim(x, shape, (axis,))
 
 
@@ -44,10 +44,10 @@ def _transposed(ref: Ref) -> Ref:
 
 @dataclasses.dataclass(frozen=True)
 class Sixteen:
-    """Products of bfloat16 or float16.
+    """Products of bfloat16 or float16, with all operands in shared memory.
 
     Attributes:
-      q: a warpgroup's queries ``[64, H]`` in shared memory.
+      q: a warpgroup's queries ``[64, H]``.
       k: tiles of keys ``[stages, t, H]``.
       v: tiles of values, the same.
     """
@@ -69,13 +69,13 @@ class Sixteen:
         return pl.run_scoped(f, accumulator((ROWS, self.k.shape[1]), jnp.float32))
 
     def prepare(self, o: jax.Array, p: jax.Array, alpha: jax.Array) -> tuple[jax.Array, ...]:
-        """What was summed, rescaled, and weights as `add` takes them."""
+        """The sums before, rescaled, and weights as `add` takes them."""
         return o * along(alpha, o.shape, 0), p.astype(self.v.dtype)
 
     def add(
         self, o: jax.Array, p: jax.Array, alpha: jax.Array, slot: jax.Array, then: Then
     ) -> jax.Array:
-        """`o` and the weighted values of a tile."""
+        """`o` plus the weighted values of a tile."""
         del alpha
 
         def f(out: Ref) -> None:
@@ -87,14 +87,14 @@ class Sixteen:
 
 @dataclasses.dataclass(frozen=True)
 class Eight:
-    """Products of e4m3: queries and weights from registers, each tile summed by itself.
+    """Products of e4m3: queries and weights from registers, each tile summed separately.
 
-    The matrix unit sums such products coarsely, so what it sums of a tile of values is added to the
+    The matrix unit sums such products coarsely, so its sum over a tile of values is added to the
     rest in float32.
 
     Attributes:
       q: a warpgroup's queries, e4m3 ``[64, H]``, in registers.
-      query_factor: what they stand for multiples of, float32 ``[64]``.
+      query_factor: the value of a row's 1, float32 ``[64]``.
       k: tiles of keys ``[stages, t, H]`` in shared memory.
       v: tiles of values ``[stages, H, t]``, tokens permuted as in `turn`.
     """
@@ -108,7 +108,7 @@ class Eight:
 
     @classmethod
     def of(cls, queries: Ref, k: Ref, v: Ref) -> "Eight":
-        """Of a warpgroup's queries in 16 bits in shared memory, which it quantizes row by row."""
+        """From a warpgroup's 16-bit queries in shared memory, which it quantizes row by row."""
         rows, head_dim = queries.shape
         dtype = jnp.dtype(queries.dtype).name
         kinds = (
@@ -120,11 +120,9 @@ class Eight:
         return cls(q, factor, k, v)
 
     def scores(self, slot: jax.Array, then: Then) -> jax.Array:
-        """Float32 ``[64, t]`` of a tile of keys."""
         return self._product(self.q, self.k.at[slot], then)
 
     def prepare(self, o: jax.Array, p: jax.Array, alpha: jax.Array) -> tuple[jax.Array, ...]:
-        """What was summed, and weights as `add` takes them."""
         del alpha
         kind = ring.array(p.shape, jnp.float8_e4m3fn, plgpu.Layout.WGMMA_8BIT)
         return o, ring.inline(_packed, (_MATRIX,), kind)(p)
@@ -132,7 +130,7 @@ class Eight:
     def add(
         self, o: jax.Array, p: jax.Array, alpha: jax.Array, slot: jax.Array, then: Then
     ) -> jax.Array:
-        """`o`, rescaled, and the weighted values of a tile."""
+        """`o`, rescaled, plus the weighted values of a tile."""
         product = self._product(p, self.v.at[slot], then)
         return o * along(alpha, o.shape, 0) + product
 
@@ -151,7 +149,6 @@ class Eight:
 
 
 def _packed(p: Any) -> Any:
-    """Weights as the register operand of 8 bits."""
     rows = [
         [lane.pack_e4m3(x[i : i + 4]) for i in range(0, len(x), 4)] for x in fragments.by_row(p)
     ]
@@ -159,7 +156,7 @@ def _packed(p: Any) -> Any:
 
 
 def _quantized(queries: Any, *, head_dim: int, dtype: str) -> tuple[Any, Any]:
-    """Queries in shared memory as the register operand of 8 bits, and what a row's 1 stands for."""
+    """Queries in shared memory as an 8-bit register operand, and the value of a row's 1."""
     rows, scales = [], []
     for words in _row_words(Pointer.to(queries), head_dim):
         codes, scale = quantized_row(words, dtype)
@@ -169,7 +166,7 @@ def _quantized(queries: Any, *, head_dim: int, dtype: str) -> tuple[Any, Any]:
 
 
 def _row_words(queries: Pointer, head_dim: int) -> list[list[Int]]:
-    """Of each of a lane's two rows the words of its channels: four of every 16."""
+    """The words of the channels of each of a lane's two rows: four of every 16."""
     row, t = fragments.row_and_place()
     g, eight = row & 7, row >> 3
     found = []
@@ -185,9 +182,9 @@ def _row_words(queries: Pointer, head_dim: int) -> list[list[Int]]:
 
 
 def quantized_row(words: list[Int], dtype: str) -> tuple[list[Int], Float]:
-    """A lane's part of a row of 16-bit numbers as words of e4m3, and what 1 stands for.
+    """A lane's part of a row of 16-bit numbers as words of e4m3, and the value of 1.
 
-    NaN in both where the row is not finite. The largest number of a row becomes 448.
+    Both are NaN if the row is not finite. The largest number of a row becomes 448.
     """
     found = lane.tree([w & 0x7FFF7FFF for w in words], lane.maxima_of_halves)
     bits = (found & 0xFFFF).maximum(found >> 16)

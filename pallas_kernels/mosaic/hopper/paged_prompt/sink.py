@@ -13,15 +13,10 @@ from pallas_kernels.mosaic.ring import ROW, ROWS, WARPGROUPS
 def with_sink(
     o: jax.Array, m: jax.Array, l: jax.Array, shift: jax.Array, work: Work, sinks: Ref
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Adds its head's sink to a row.
+    """Adds each row's head's sink; returns the new outputs, maxima and sums.
 
-    Args:
-      o: outputs, not normalized.
-      m: maxima, ``-inf`` where nothing is seen.
-      l: sums, like the outputs to be multiplied with two to the power ``m - shift``.
-      shift: see there.
-      work: the tile.
-      sinks: in powers of two, ``[N]``.
+    `m` are maxima, ``-inf`` where nothing is seen; `o` and `l` are not normalized, and to be
+    multiplied by two to the power ``m - shift``. `sinks` are in powers of two, ``[N]``.
     """
     row = plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=ROW)
     each = work.tokens // WARPGROUPS

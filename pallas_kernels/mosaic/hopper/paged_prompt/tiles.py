@@ -20,11 +20,10 @@ _PART = 128
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """What is static in a call.
+    """A call's static settings.
 
     Attributes:
       window: how many earlier tokens a query sees, or None.
-      soft_cap: the scores' cap, or None.
       stages: tiles of keys and values in shared memory.
       part: tokens of the parts that programs take, a multiple of a tile's, to be joined; or None:
         then a program takes all that its rows see.
@@ -32,8 +31,8 @@ class Settings:
         by side as those of one head; 1 where heads are apart.
       registers: of a thread that attends and of one that copies.
       programs: how many run side by side, one to a multiprocessor.
-      out_dtype: of the output, ``"float32"``, with parts alone; None for the queries'.
-      has_sinks: whether there are sinks, without parts alone.
+      out_dtype: of the output, ``"float32"``, only with parts; None for the queries'.
+      has_sinks: whether there are sinks, only without parts.
 
     Raises:
       ValueError: if there are sinks with parts, or an output's dtype without.
@@ -57,17 +56,17 @@ class Settings:
 
 
 def together(group: int) -> int:
-    """Heads of a group of so many that share a tile: a power of two that divides it."""
+    """Heads of a group that share a tile: a power of two that divides `group`."""
     return min(group & -group, _MOST_TOGETHER)
 
 
 def query_slots(head_dim: int) -> int:
-    """Tiles of query rows in shared memory: this one's and, where there is room, the next one's."""
+    """Tiles of query rows in shared memory: this one's and, if there is room, the next one's."""
     return 2 if head_dim <= _PART else 1
 
 
 def tile_tokens(head_dim: int) -> int:
-    """Keys that are multiplied at once."""
+    """Keys of a tile, which are multiplied at once."""
     return 128 if head_dim <= _PART else 64
 
 
@@ -88,12 +87,12 @@ class Inputs(NamedTuple):
 
     @property
     def is_turned(self) -> bool:
-        """Whether values are tiles whose tokens lie side by side, of e4m3."""
+        """Whether values are e4m3 tiles of `turn.turn`, with their tokens side by side."""
         return self.lost is not None
 
 
 class Span(NamedTuple):
-    """Tiles of keys of a tile of queries; every query sees those from `inner` to `outer` whole."""
+    """Tiles of keys of a tile of queries; all queries see all of those from `inner` to `outer`."""
 
     begin: jax.Array
     inner: jax.Array
@@ -121,7 +120,6 @@ class Work:
     then the next part, so that programs that run together read the same keys and values.
 
     Attributes:
-      b: its sequence.
       head: the first of its `together` heads, which have `tokens` queries each, a half for either
         warpgroup.
       h: their KV head.
@@ -129,7 +127,6 @@ class Work:
       real: how many queries of the sequence are real.
       part: which part of the tokens it is, 0 if there are none.
       begin: position of the sequence's first query.
-      group: of the settings.
       is_broken: whether the sequence cannot be read.
       tiles: of keys.
     """
@@ -166,7 +163,7 @@ class Work:
         last = jnp.where(self.first < real, self.begin + last, -1)
         self.tiles = span(self.begin + first, last, tile_tokens(x.q.shape[3]), s.window)
         if x.has_lost is not None:
-            # Wherever values were lost, who sees them must be told.
+            # Wherever values were lost, rows that see them must become NaN.
             is_whole = x.has_lost[self.b, self.h] == 0
             begin, inner, outer, end = self.tiles
             inner, outer = (jnp.where(is_whole, at, begin) for at in (inner, outer))
@@ -177,12 +174,11 @@ class Work:
             self.tiles = Span(*(jnp.clip(at, start, start + per_part) for at in self.tiles))
 
     def turned(self, j: jax.Array, x: Inputs) -> jax.Array:
-        """The number of its sequence's tile `j` among turned ones."""
+        """The number of its sequence's tile `j` among those of `turn.turn`."""
         per_sequence = x.v.shape[0] // x.q.shape[0]
         return self.b * per_sequence + j
 
     def token_of(self, me: jax.Array) -> jax.Array:
-        """The tokens of a warpgroup's rows, int32 ``[64]``."""
         each = self.tokens // WARPGROUPS
         row = plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=ROW)
         row = (row & (each - 1)) + (self.first + me * each)
@@ -190,7 +186,7 @@ class Work:
 
 
 def count_parts(tables: jax.Array, k: jax.Array, s: Settings) -> int:
-    """Parts of the tokens that tables may name; 1 if they are not taken in parts."""
+    """The number of parts of the tokens that tables may name; 1 if there are no parts."""
     return 1 if s.part is None else pl.cdiv(tables.shape[1] * k.shape[2], s.part)
 
 
@@ -207,7 +203,6 @@ def parts_seen(lengths: jax.Array, query_lengths: jax.Array, s: Settings) -> jax
 
 
 def count(q: jax.Array, kv_heads: int) -> int:
-    """How many tiles of query rows there are for ``[B, T, N, H]``."""
     batch, tokens, heads, _ = q.shape
     each = together(heads // kv_heads)
     return batch * (heads // each) * pl.cdiv(tokens, WARPGROUPS * ROWS // each)

@@ -25,7 +25,7 @@ from pallas_kernels.mosaic.lane import Int, Pointer
 TILE = 128
 _THREADS, _GROUP, _BITS = 128, 16, 32
 _WORDS = TILE // _BITS
-# Words of a channel in shared memory: so that neither way of access meets in few banks.
+# Words of a channel in shared memory, so that both ways of access use many banks.
 _STRIDE = TILE // 4 + 1
 
 
@@ -73,16 +73,10 @@ def _turn_group(
     number: Int,
     head_dim: int,
 ) -> None:
-    """16 tokens by a warp: a lane turns words of four channels of four tokens.
+    """Turns a group of 16 tokens by a warp: a lane turns words of four channels of four tokens.
 
-    Args:
-      rows: the tokens' values.
-      shared: where they go.
-      found: where the lost tokens' bits go.
-      group: which of the tile's groups it is.
-      count: tokens that there are.
-      number: the lane's.
-      head_dim: channels.
+    It copies values from `rows` to `shared`, and the bits of lost tokens to `found`. `group` is
+    which of the tile's groups it is, `count` how many tokens exist, `number` the lane's.
     """
     column, quarter = number & 7, number >> 3
     tokens = [quarter * 2 + i for i in (0, 1, 8, 9)]
@@ -104,12 +98,11 @@ def _turn_group(
 
 
 def _not_finite(word: Int) -> Int:
-    """1 in each byte that is e4m3's NaN."""
     return (((word & 0x7F7F7F7F) + 0x01010101) >> 7) & 0x01010101
 
 
 def _turned(words: list[Int]) -> list[Int]:
-    """Of four words of four bytes each their first bytes, their second ones .."""
+    """Transposes four words of four bytes: their first bytes, their second ones, and so on."""
     permute = lane.permute_bytes
     pairs = [(permute(a, b, 0x5140), permute(a, b, 0x7362)) for a, b in (words[:2], words[2:])]
     (low, high), (low_2, high_2) = pairs
@@ -119,17 +112,11 @@ def _turned(words: list[Int]) -> list[Int]:
 def turn(
     value: jax.Array, tables: jax.Array, lengths: jax.Array, starts: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Turns the values of sequences.
+    """Transposes the values of sequences, float8_e4m3fn ``[P, K, page_size, H]``, `H` 64 or 128.
 
-    Args:
-      value: float8_e4m3fn ``[P, K, page_size, H]``, `H` 64 or 128.
-      tables: int32 ``[B, max_pages]``, all within the pool.
-      lengths: int32 ``[B]``, tokens held; none for a sequence that is not to be read.
-      starts: int32 ``[B]``: earlier tokens are of no interest.
-
-    Returns:
-      float8_e4m3fn ``[B * tiles, K, H, 128]``, 0 past a sequence's end, arbitrary in tiles that are
-      of no interest; and int32 ``[B * tiles, K, 4]``, the bits of tokens that were not finite.
+    `tables`, `lengths` and `starts` as for `expand.expand`. Returns float8_e4m3fn
+    ``[B * tiles, K, H, 128]``, 0 past a sequence's end, arbitrary in tiles before its start; and
+    int32 ``[B * tiles, K, 4]``, the bits of tokens that were not finite.
     """
     batch, max_pages = tables.shape
     _, kv_heads, page_size, head_dim = value.shape

@@ -65,7 +65,7 @@ class Work:
 
 
 def over_tiles(q: Ref, step: ring.Step) -> None:
-    """Takes a program's tiles of queries."""
+    """Calls `step` for each of a program's tiles of queries."""
     total = q.shape[0] * q.shape[2] * pl.cdiv(q.shape[1], WARPGROUPS * ROWS)
     ring.Share(total).loop(step)
 
@@ -81,9 +81,9 @@ def _attend(
     rows: tuple[jax.Array, Sequence[Ref]],
     s: Settings,
 ) -> tuple[jax.Array, ...]:
-    """A warpgroup's rows over all tiles: unnormalized output, maxima, sums, the slot after.
+    """Attends a warpgroup's rows to all tiles: unnormalized output, maxima, sums, the slot after.
 
-    `rows` are the position of the first, and with segments theirs.
+    `rows` are the position of the first row, and with segments the rows' segments.
     """
     q, k, v = buffers
     k_ready, v_ready, k_free, v_free, turn = barriers
@@ -99,7 +99,7 @@ def _attend(
             plgpu.barrier_wait(k_ready.at[slot])
 
     def weights(t: jax.Array, x: jax.Array, m: jax.Array, edge: Any) -> tuple[jax.Array, ...]:
-        """Of the products `x`: relative weights, the maxima, and what they are relative to."""
+        """From products `x`: relative weights, the maxima, and what the weights are relative to."""
         if edge is None:
             bias = tiles.bias_of(w, t)
             top = jnp.maximum(m, jnp.max(x, axis=1) * s.factor + bias)
@@ -166,7 +166,6 @@ def _finish(
 
 
 def _kernel(*refs: Ref, s: Settings) -> None:
-    """One persistent program, which takes every `s.programs`-th tile of queries."""
     q_ref, *rest = refs
     ks, vs, (blocks, counts, query_lengths, key_lengths, *others, out_ref, lse_ref) = (
         rest[:4],
@@ -277,26 +276,20 @@ def attention(
     marks: tuple[jax.Array, ...] = (),
     out_dtype: jax.typing.DTypeLike | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Attends to pooled keys, block by block at the level that the lists say.
+    """Attends to pooled keys, block by block at the level that the lists give.
 
-    Args:
-      q: ``[B, T, N, H]``, 16 bits each; `T` a multiple of 8, `H` 64 or 128.
-      keys: ``[B, S, K, H]``, and pooled by 2, 4 and 8, ``[B, K, G, H]``; `S` and `G` multiples of
-        8. Where there is no token, zeros.
-      values: the same.
-      blocks: int32 ``[B or 1, N or 1, T_r, T_c]``: key blocks of levels 1, 2, 4 and 8.
-      counts: int32 ``[B or 1, N or 1, T_r, 9]``: blocks of each level, how many of them are
-        complete, and whether a level is invalid.
-      query_lengths: int32 ``[B]``.
-      key_lengths: int32 ``[B]``.
-      settings: numerics and launch.
-      marks: with segments those of queries, int32 ``[B, Tp]``, `T` rounded up to 128, and those of
-        keys, int32 ``[B, 128 + Sp + 128]``, `S` rounded up to whole blocks, from 128 on; then, if
-        it `is_shifted`, int32 ``[B]``, a query's position less a key's of the same index.
-      out_dtype: q's if not given, or float32.
+    `q` is ``[B, T, N, H]`` of 16 bits, `T` a multiple of 8, `H` 64 or 128. `keys` and `values` are
+    ``[B, S, K, H]``, and pooled by 2, 4 and 8, ``[B, K, G, H]``; `S` and `G` are multiples of 8,
+    with zeros where there is no token. int32: `blocks` ``[B or 1, N or 1, T_r, T_c]``, key blocks
+    of levels 1, 2, 4 and 8; `counts` ``[B or 1, N or 1, T_r, 9]``, blocks of each level, how many
+    of them are complete, and whether a level is invalid; lengths ``[B]``.
 
-    Returns:
-      ``[B, T, N, H]`` and the float32 log-sum-exp ``[B, N, T]``, `T` rounded up to 128.
+    With segments `marks` has those of queries, int32 ``[B, Tp]``, `T` rounded up to 128, and of
+    keys, int32 ``[B, 128 + Sp + 128]``, `S` rounded up to whole blocks, from 128 on; then, if it
+    `is_shifted`, int32 ``[B]``, a query's position less a key's of the same index.
+
+    Returns ``[B, T, N, H]`` in `out_dtype` (float32, or by default q's) and the float32 log-sum-exp
+    ``[B, N, T]``, `T` rounded up to 128.
     """
     batch, tokens, heads, _ = q.shape
     per_head = pl.cdiv(tokens, WARPGROUPS * ROWS)

@@ -56,7 +56,7 @@ _PARTS = 8
 
 @dataclasses.dataclass(frozen=True)
 class _Plan:
-    """What is static: how many tiles there are, and in which order they are taken."""
+    """Static: how many tiles there are, and in which order they are taken."""
 
     batch: int
     heads: int
@@ -67,7 +67,6 @@ class _Plan:
 
     @property
     def steps(self) -> int:
-        """Copies for a block of queries."""
         return self.s.block_q // _QUERIES
 
     @property
@@ -87,7 +86,7 @@ class _Plan:
 class _Work:
     """A tile of pooled keys of one head, by its number.
 
-    The shared first tiles come first. Then the coarsest level, whose tiles most queries attend to.
+    The shared first tiles come first. Then the coarsest level, to whose tiles most queries attend.
     Those of one head, which share queries, follow each other, and every other head's are in reverse
     order: in a causal call the first ones have most to do, and all programs should have about
     equally much to do.
@@ -117,7 +116,7 @@ class _Work:
         self.shift = jnp.int32(plan.s.block_kv.bit_length() - 1) - self.kind
 
     def share(self, entries: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Which of a tile's entries are to be done: the first, and the one behind the last."""
+        """The first of a tile's entries that this piece of work has, and the end of them."""
         is_split = (self.kind == 0) & (self.tile == 0)
         first = lax.div(entries * self.part, jnp.int32(_PARTS))
         last = lax.div(entries * (self.part + 1), jnp.int32(_PARTS))
@@ -125,7 +124,7 @@ class _Work:
 
 
 class _Rows(NamedTuple):
-    """What a warpgroup knows of its pooled keys."""
+    """A warpgroup's pooled keys."""
 
     bias: jax.Array
     """float32 ``[64]``, log2 of the tokens, ``-inf`` where there are none."""
@@ -155,7 +154,7 @@ def _rows(work: _Work, me: jax.Array, key_length: jax.Array) -> _Rows:
 
 
 def _is_among(entry: jax.Array, rows: _Rows) -> jax.Array:
-    """Which of the pooled keys belong to a block that an entry, or several together, names."""
+    """Which of the pooled keys belong to a block that the entry (or several combined) names."""
     bits = jnp.broadcast_to(entry & ((1 << _BITS) - 1), rows.bit.shape)
     return (lax.shift_right_logical(bits, rows.bit) & 1) == 1
 
@@ -171,7 +170,7 @@ def _step(
     s: Settings,
     is_masked: bool,
 ) -> tuple[jax.Array, jax.Array]:
-    """Adds what 64 queries, the first at `position`, give to the gradients of 64 keys.
+    """Adds what 64 queries, the first at `position`, contribute to the gradients of 64 keys.
 
     `segments` are those of keys and of queries, or empty.
     """
@@ -198,7 +197,6 @@ def _step(
 
 
 def _kernel(*refs: Ref, plan: _Plan) -> None:
-    """One persistent program, which takes every `programs`-th tile of pooled keys."""
     q_ref, d_o_ref, lse_ref, delta_ref, *rest = refs
     ks, vs, (entries, counts, lengths, *others) = rest[:4], rest[4:8], rest[8:-2]
     outputs, s = rest[-2:], plan.s
@@ -357,28 +355,14 @@ def key_gradient(
     settings: Settings,
     marks: tuple[jax.Array, ...] = (),
 ) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
-    """The gradients of keys and values, level by level.
+    """The gradients of keys and values: by level float32 ``[B, K, G, H]``, `G` rounded up to 128.
 
-    Args:
-      q: ``[B, T, N, H]``, as in `pooled_forward.attention`.
-      d_out: ``[B, T, N, H]``, q's dtype.
-      lse: as in `query_gradient.query_gradient`, `T` rounded up to whole query blocks: a copy from
-        beyond the end would take what is the next head's.
-      delta: the same.
-      keys: as in `pooled_forward.attention`.
-      values: the same.
-      entries: int32 ``[B or 1, N or 1, tiles, T_r]``: for each tile of 128 pooled keys, those of
-        level 1 first, the query blocks `i` that attend to them, ``i << 16 | bits``; bit `p`: to
-        the tile's block `p`.
-      counts: int32 ``[B or 1, N or 1, tiles, 2]``: entries, and how many, the first ones, need a
-        mask.
-      key_lengths: int32 ``[B]``.
-      settings: numerics and launch.
-      marks: as in `pooled_forward.attention`, but segments of keys are int32 ``[B, tiles * 128]``,
-        those of the pooled keys of the tiles.
-
-    Returns:
-      of keys and of values, for each level float32 ``[B, K, G, H]``, `G` rounded up to 128.
+    Arguments as `query_gradient.query_gradient`, but `lse` and `delta` have `T` rounded up to whole
+    query blocks: a copy from beyond the end would take the next head's. int32: `entries`
+    ``[B or 1, N or 1, tiles, T_r]``: for each tile of 128 pooled keys, those of level 1 first, the
+    query blocks `i` that attend to them, ``i << 16 | bits``; bit `p`: to the tile's block `p`.
+    `counts` ``[B or 1, N or 1, tiles, 2]``: entries, and how many, the first ones, need a mask. In
+    `marks`, segments of keys are int32 ``[B, tiles * 128]``, those of the tiles' pooled keys.
     """
     batch, head_dim, kv_heads = q.shape[0], q.shape[3], keys[0].shape[2]
     if lse.shape[2] % settings.block_q or delta.shape != lse.shape:

@@ -24,7 +24,7 @@ from pallas_kernels.mosaic.lane import Float, Int, Pointer
 
 NAME = "turbojax_pool_hopper"
 CHANNELS = 8
-"""Of a lane."""
+"""Channels of a lane."""
 
 _GROUP = LEVELS[-1]
 _LANES, _WIDTH = 32, 2
@@ -36,7 +36,7 @@ Pooled = tuple[jax.Array, jax.Array, jax.Array]
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """What is static in a call.
+    """A call's static settings.
 
     Attributes:
       batch: `B`.
@@ -56,7 +56,6 @@ class Settings:
 
     @property
     def items(self) -> int:
-        """Of a lane each."""
         return self.batch * self.groups * self.heads * (self.head_dim // CHANNELS)
 
 
@@ -65,17 +64,11 @@ def pool(
 ) -> tuple[Pooled, Pooled]:
     """The means of groups of tokens, of keys and of values, each level in an array of its own.
 
-    Args:
-      key: bfloat16 or float16 ``[B, S, K, H]``, `H` a multiple of 8; what is stored at or past a
-        sequence's end is not used.
-      value: the same.
-      key_lengths: int32 ``[B]``.
-      multiple: `P` is the number of tokens rounded up to a multiple of this, itself a multiple of
-        8.
-
-    Returns:
-      For each side three of ``[B, K, P / level, H]``, summed in float32; a group at the end of a
-      sequence is the mean of the tokens that it holds, and 0 if it holds none.
+    `key` and `value` are bfloat16 or float16 ``[B, S, K, H]``, `H` a multiple of 8; what is stored
+    past `key_lengths`, int32 ``[B]``, is not used. Returns for each side three of
+    ``[B, K, P / level, H]``, summed in float32, where `P` is the number of tokens rounded up to a
+    multiple of `multiple`, itself a multiple of 8. A group at a sequence's end is the mean of the
+    tokens that it holds, and 0 if it holds none.
     """
     batch, size, heads, head_dim = key.shape
     tokens = -(-size // multiple) * multiple
@@ -103,14 +96,10 @@ _THREADS = _LANES * lanes.WARPS
 
 
 def write(x: Pointer, lengths: Pointer, out: list[Pointer], item: Int, s: Settings) -> None:
-    """A lane's group: loads, sums, stores.
+    """Loads, sums and stores a lane's group.
 
-    Args:
-      x: ``[B, S, K, H]``.
-      lengths: ``[B]``.
-      out: of each level ``[B, K, groups, H]``.
-      item: ``((b * groups + g) * K + k) * (H / 8)`` and which eight channels.
-      s: settings.
+    `x` is ``[B, S, K, H]``, `out` of each level ``[B, K, groups, H]``; `item` is
+    ``((b * groups + g) * K + k) * (H / 8)`` plus which eight channels.
     """
     is_item = item < s.items
     item = item.minimum(s.items - 1)
@@ -143,6 +132,6 @@ def write(x: Pointer, lengths: Pointer, out: list[Pointer], item: Int, s: Settin
 
 
 def _share(group: Int, level: int, length: Int) -> Float:
-    """1 over the tokens that a group of this level holds; of none, 1."""
+    """1 over the tokens that a group of this level holds; 1 if it holds none."""
     count = (length - group * level).maximum(1).minimum(level)
     return lane.number(1.0) / count.to_float()

@@ -55,7 +55,7 @@ def _gradient(
 ) -> tuple[jax.Array, jax.Array]:
     """A warpgroup's rows over all tiles: the gradient before `scale`, and the slot after.
 
-    `place` is the position of the first row, and with segments theirs.
+    `place` is the position of the first row, and with segments the rows' segments.
     """
     q, d_o, lse, delta = rows
     k, v = buffers
@@ -93,7 +93,6 @@ def _gradient(
 
 
 def _kernel(*refs: Ref, s: Settings) -> None:
-    """One persistent program, which takes every `s.programs`-th tile of queries."""
     q_ref, d_o_ref, lse_ref, delta_ref, *rest = refs
     ks, vs, (blocks, counts, key_lengths, *others, out_ref) = rest[:4], rest[4:8], rest[8:]
     marks = tiles.Marks.of(others, s)
@@ -200,24 +199,12 @@ def query_gradient(
     settings: Settings,
     marks: tuple[jax.Array, ...] = (),
 ) -> jax.Array:
-    """The gradient of the queries.
+    """The gradient of the queries, ``[B, T, N, H]`` in q's dtype.
 
-    Args:
-      q: as in `pooled_forward.attention`.
-      d_out: ``[B, T, N, H]``, q's dtype.
-      lse: float32 ``[B, N, Tp]``, `T` rounded up to 128 or more: the log-sum-exp in powers of two;
-        ``inf`` for rows that do not exist or saw nothing, in which `d_out` is 0.
-      delta: float32 ``[B, N, Tp]``: ``rowsum(d_out * out)`` less the residual's cotangent.
-      keys: as in `pooled_forward.attention`.
-      values: the same.
-      blocks: the same.
-      counts: the same.
-      key_lengths: int32 ``[B]``.
-      settings: numerics and launch.
-      marks: as in `pooled_forward.attention`.
-
-    Returns:
-      ``[B, T, N, H]`` in q's dtype.
+    Arguments as `forward.attention`, and: `d_out` ``[B, T, N, H]``, q's dtype; float32
+    ``[B, N, Tp]``, `T` rounded up to 128 or more: `lse`, the log-sum-exp in powers of two, ``inf``
+    for rows that do not exist or saw nothing, in which `d_out` is 0; and `delta`,
+    ``rowsum(d_out * out)`` less the residual's cotangent.
     """
     batch, tokens, heads, _ = q.shape
     total = batch * heads * pl.cdiv(tokens, WARPGROUPS * ROWS)

@@ -30,7 +30,7 @@ accumulator: Any = vars(plgpu)["ACC"]
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """What is static in a call.
+    """A call's static settings.
 
     Attributes:
       block_q: query tokens that share a list, a multiple of 128.
@@ -39,8 +39,8 @@ class Settings:
       is_causal: a query sees the pooled keys whose last token is not after it.
       stages: tiles in shared memory.
       programs: how many run side by side, one to a multiprocessor.
-      has_segments: a query sees the pooled keys of its segment alone.
-      is_shifted: positions of queries are not those of keys of the same index.
+      has_segments: a query sees only the pooled keys of its segment.
+      is_shifted: whether a query's position differs from that of the key with the same index.
     """
 
     block_q: int
@@ -54,51 +54,46 @@ class Settings:
 
     @property
     def factor(self) -> float:
-        """From products to scores in powers of two."""
+        """Takes products to scores in powers of two."""
         return self.scale * LOG2_E
 
     @property
     def chunk(self) -> int:
-        """Pooled keys of a block of level 8, in whose multiples tiles are put together."""
+        """Pooled keys of a block of level 8; tiles are made of multiples of it."""
         return self.block_kv // LEVELS[-1]
 
     @property
     def chunks(self) -> int:
-        """Chunks of a tile."""
         return TILE // self.chunk
 
     def pieces(self, level: int) -> int:
-        """Blocks of this level in a tile."""
         return TILE * level // self.block_kv
 
     def rows(self, level: int) -> int:
-        """Pooled keys of a block."""
         return self.block_kv // level
 
 
 class Marks(NamedTuple):
-    """What else says which pooled keys a query sees; None where a call has none."""
+    """Segments and shifts, which limit what a query sees; None where a call has none."""
 
     queries: Ref
     """int32 ``[B, Tp]``, the segments of queries, `T` rounded up to whole blocks."""
     keys: Ref
-    """int32, those of keys, in the order in which a kernel needs them."""
+    """int32, the segments of keys, in the order in which a kernel needs them."""
     shift: Ref
     """int32 ``[B]``, a query's position less a key's of the same index."""
 
     @classmethod
     def of(cls, refs: Sequence[Ref], s: Settings) -> "Marks":
-        """From a kernel's last inputs."""
         queries, keys = refs[:2] if s.has_segments else (None, None)
         return cls(queries, keys, refs[-1] if s.is_shifted else None)
 
     def position(self, first: jax.Array, b: jax.Array) -> jax.Array:
-        """That of query `first`, counted as those of keys are."""
+        """The position of query `first`, on the axis of keys."""
         return first if self.shift is None else first + self.shift[b]
 
 
 def segment_memory(s: Settings, *shape: int) -> list[Any]:
-    """For segments, in calls that have them."""
     return [plgpu.SMEM(shape, jnp.int32)] if s.has_segments else []
 
 
@@ -111,12 +106,8 @@ def hide(
 ) -> jax.Array:
     """Scores ``[64, columns]`` with ``-inf`` for what their rows do not see.
 
-    Args:
-      x: the scores.
-      first: the position of the first row.
-      segment: one of int32 ``[64]``, of the rows, with segments; empty without.
-      columns: int32, the last token of the pooled keys, and with segments theirs.
-      s: settings.
+    `first` is the position of the first row. `segment` is int32 ``[64]`` of the rows, or empty;
+    `columns` are int32: the last token of each pooled key, and with segments its segment.
     """
     last, *others = columns
     if s.is_causal:
@@ -140,7 +131,6 @@ def store(x: jax.Array, staging: Ref, target: Ref) -> None:
 
 
 def transposed(ref: Ref) -> Ref:
-    """The right operand of a product with the rows of `ref`."""
     return ref.transpose((1, 0)) if hasattr(ref, "transpose") else plgpu.transpose_ref(ref, (1, 0))
 
 
@@ -158,12 +148,12 @@ def iota(size: int, layout: Any) -> jax.Array:
 
 
 def along(x: jax.Array, shape: tuple[int, ...], axis: int) -> jax.Array:
-    """``x[..]`` repeated over the other axis of a matrix."""
+    """Numbers repeated over the other axis of a matrix."""
     return lax.broadcast_in_dim(x, shape, (axis,))
 
 
 def product(*pairs: tuple[Any, Any], columns: int) -> Any:
-    """Products of warpgroups' rows, on the way at the same time, and waited for."""
+    """Products of warpgroups' rows: all are started, then waited for."""
 
     def run(*sums: Ref) -> tuple[jax.Array, ...]:
         for out, (a, b) in zip(sums, pairs, strict=True):
@@ -174,12 +164,10 @@ def product(*pairs: tuple[Any, Any], columns: int) -> Any:
 
 
 def add_product(total: jax.Array, a: Any, b: Any) -> jax.Array:
-    """``total + a @ b``."""
     return pl.run_state(lambda out: plgpu.wgmma(out, a, b))(accumulator.init(total))
 
 
 def pick(level: jax.Array, values: tuple[jax.Array | int, ...]) -> jax.Array:
-    """``values[level]``."""
     first, *others = (jnp.asarray(value, jnp.int32) for value in values)
     for number, value in enumerate(others, 1):
         first = jnp.where(level == number, value, first)
@@ -187,7 +175,7 @@ def pick(level: jax.Array, values: tuple[jax.Array | int, ...]) -> jax.Array:
 
 
 def _sums(values: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-    """The sum of the values before each one, and the sum of all."""
+    """The sum of the values before each value, and the sum of all."""
     sums = [jnp.int32(0)]
     for value in values:
         sums.append(sums[-1] + value)
@@ -202,7 +190,7 @@ class Walk(NamedTuple):
     """
 
     at: tuple[Any, ...]
-    """Of the query block in the lists."""
+    """The query block's place in the lists."""
     first: tuple[jax.Array, ...]
     """Where each level begins in the list."""
     whole: tuple[jax.Array, ...]
@@ -252,16 +240,13 @@ def level_of(x: jax.Array, ends: tuple[jax.Array, ...]) -> jax.Array:
 
 
 def bias_of(w: Walk, t: jax.Array) -> jax.Array:
-    """``log2(level)`` of tile `t`, one of complete blocks."""
     return level_of(t, _sums(w.whole)[1:4]).astype(jnp.float32)
 
 
 def barriers(query_arrivals: int, s: Settings) -> tuple[list[Any], list[Any]]:
-    """Of queries, keys and values: what is ready, and what is free again.
+    """Barriers of queries, keys and values: for what is ready, and for what is free again.
 
-    Args:
-      query_arrivals: copies that make up a warpgroup's queries.
-      s: settings.
+    `query_arrivals` copies make up a warpgroup's queries.
     """
     # A tile is ready when its chunks are, and what belongs to it.
     tile = plgpu.Barrier(num_arrivals=s.chunks + 1, num_barriers=s.stages)
@@ -273,7 +258,6 @@ def barriers(query_arrivals: int, s: Settings) -> tuple[list[Any], list[Any]]:
 
 
 def column_memory(s: Settings) -> list[Any]:
-    """For the columns of the edges, see `produce`."""
     memory = [plgpu.SMEM((s.stages, TILE), dtype) for dtype in (jnp.float32, jnp.int32)]
     return memory + segment_memory(s, s.stages, TILE)
 
@@ -315,22 +299,13 @@ def produce(
     s: Settings,
     segments: Ref | None = None,
 ) -> jax.Array:
-    """Copies the tiles of a walk to shared memory.
+    """Copies the tiles of a walk to shared memory; returns the slot after the last tile.
 
-    Args:
-      w: the walk.
-      slot: of the first tile.
-      blocks: the list.
-      sources: keys and values, each with the barriers that say that a tile's place is free.
-      columns: ``[stages, TILE]``, for the edges: float32 log2 of a column's tokens, ``-inf`` where
-        there are none; int32 the last of them; with segments int32 theirs. They are ready with the
-        keys, and free with them.
-      key_length: int32 scalar.
-      s: settings.
-      segments: int32 ``[B, TILE + S + TILE]`` with segments: those of the tokens from `TILE` on.
-
-    Returns:
-      the slot after the last tile.
+    `slot` is the first tile's. `sources` are keys and values, each with the barriers that say that
+    a tile's place is free. `columns` are ``[stages, TILE]``, for the edges: float32 log2 of a
+    column's tokens, ``-inf`` where there are none; int32 the last of them; with segments int32
+    theirs. They are ready with the keys, and free with them. `segments` are int32
+    ``[B, TILE + S + TILE]``, those of the tokens from `TILE` on.
     """
     for number, level in enumerate(LEVELS):
 
@@ -376,7 +351,7 @@ def produce(
 
 
 def _edge_block(w: Walk, chunk: jax.Array, blocks: Ref) -> tuple[jax.Array, jax.Array]:
-    """Of a chunk of the edges: its block and its level's number.
+    """The block of a chunk of the edges, and its level's number.
 
     The number is 4 past the last chunk, and -1 where a block that began before continues; then its
     level is that of the chunks before.
@@ -438,8 +413,9 @@ def _write_segments(
 ) -> None:
     """The segments of the columns of a tile of the edges; one column per thread.
 
-    A block of means has one. Those of level 1, the first ones, begin where a block can: what a
-    column needs is as far from its block's first token as the column is from the block's first.
+    A block of means has one segment. Blocks of level 1, the first ones, begin where a block can, so
+    a column needs the segment as far from its block's first token as the column is from the block's
+    first column.
     """
     layout = plgpu.Layout.WG_STRIDED((TILE,), vec_size=1)
     column = iota(TILE, layout)
