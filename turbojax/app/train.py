@@ -252,7 +252,7 @@ def _check_memory(config: Any, settings: Any, axes: Any, fsdp: bool) -> None:
     if axes is not None:
         devices = axes.size("batch") * axes.size("sequence")
         parts = devices if fsdp else 1
-    # What every layer begins with, which even --remat keeps, and the logits in float32.
+    # The input of every layer, which even --remat keeps, and the logits in float32.
     width = config.num_layers * config.hidden_size * jnp.dtype(settings.precision).itemsize
     startup.check_memory(
         {

@@ -274,7 +274,7 @@ def serve(
             )
     numbers = {**environment(), **report.to_json()}
     last = json.dumps(numbers, indent=2) if as_json else report.summary()
-    # Beside results on standard output, numbers go where they do not mix with them.
+    # If results go to standard output, these numbers go to standard error.
     typer.echo(last, err=file is not None and out is None)
 
 
