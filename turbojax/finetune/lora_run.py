@@ -130,7 +130,7 @@ def fine_tune_adapters(
                 if is_last or (every and trainer.step % every == 0):
                     _evaluate(trainer, windows, log, report)
                 if is_last or trainer.step % rhythm.save_every == 0:
-                    # First the log: one that is ahead of the checkpoint can be rewound.
+                    # The log first: a log that is ahead of the checkpoint can be rewound.
                     log.write()
                     trainer.save(manager)
         models.save_adapters(trainer.adapters, folder / ADAPTERS_NAME, base_model=base_model)
@@ -139,10 +139,9 @@ def fine_tune_adapters(
 
 
 def _windows(tokens: np.ndarray, context: int, most: int) -> np.ndarray:
-    """int32 ``[n, context + 1]`` that do not overlap but for a token.
+    """int32 ``[n, context + 1]``, each beginning with the last token of the one before.
 
-    Raises:
-      ValueError: if there is none.
+    Raises ValueError if there is none.
     """
     count = min(most, (tokens.size - 1) // context)
     if count < 1:

@@ -11,12 +11,9 @@ import optax  # type: ignore[import-untyped]
 def clipped_adamw(
     schedule: optax.Schedule, *, weight_decay: float, clip_norm: float
 ) -> optax.GradientTransformation:
-    """AdamW with decay of matrices and embeddings, not of norms, and a clipped gradient.
+    """AdamW with decay of matrices and embeddings, not of norms.
 
-    Args:
-      schedule: step -> learning rate.
-      weight_decay: the decay.
-      clip_norm: bound on the global norm of the gradient.
+    `clip_norm` bounds the global norm of the gradient.
     """
     return optax.chain(
         optax.clip_by_global_norm(clip_norm),

@@ -167,7 +167,7 @@ def _fine_tune(
             if rhythm.evaluate_every and trainer.step % rhythm.evaluate_every == 0:
                 _evaluate(trainer, held_out, log, report)
             if trainer.step % rhythm.save_every == 0 or trainer.step == settings.steps:
-                # First the log: one that is ahead of the checkpoint can be rewound.
+                # The log first: a log that is ahead of the checkpoint can be rewound.
                 log.write()
                 trainer.save(manager)
     _export(folder / MODEL_NAME, trainer)
@@ -199,7 +199,7 @@ class Log:
 
     def __init__(self, path: Path, header: dict[str, Any], *, is_kept: bool = True) -> None:
         self._path, self._is_kept = path, is_kept
-        # As it will be read back: tuples are lists there.
+        # As JSON gives it back, with lists for tuples.
         header = json.loads(json.dumps(header))
         old = read_content(path) if is_kept and path.exists() else {}
         if old and (other := _differences(old["identity"], header["identity"])):
@@ -217,11 +217,7 @@ class Log:
         return records[-1]["seconds"] if records else 0.0
 
     def rewind(self, step: int) -> None:
-        """Forgets what lies after `step`: it will be computed again.
-
-        Raises:
-          ValueError: if there is less than that.
-        """
+        """Forgets what lies after `step`, as it will be computed again; ValueError if less is there."""
         if self._is_kept and len(self.content["losses"]) < step:
             raise ValueError(
                 f"{self._path} holds {len(self.content['losses'])} steps, must hold the {step} "
@@ -267,18 +263,10 @@ def run_interval(
     metric: str,
     name: str,
 ) -> None:
-    """Does the steps up to the next stop and logs them.
+    """Does the steps up to the next stop, and logs and reports them as a record.
 
-    Args:
-      trainer: whose steps.
-      log: gets a record.
-      rhythm: says when the next stop is.
-      report: gets the record, too.
-      metric: what the trainer's steps call their bits.
-      name: what the record calls their mean.
-
-    Raises:
-      FloatingPointError: if the loss is not finite.
+    `metric` is what the trainer's steps call their bits, `name` what the record calls their mean.
+    Raises FloatingPointError if the loss is not finite.
     """
     trainer.compile()
     log.content["compile_seconds"] = round(trainer.compile_seconds, 2)
@@ -369,7 +357,7 @@ def _report_nothing(row: dict[str, Any]) -> None:
 
 
 def sha256(parts: Iterable[bytes]) -> str:
-    """In hexadecimal digits, of these bytes one after the other."""
+    """The checksum of these bytes, one after the other, in hexadecimal digits."""
     digest = hashlib.sha256()
     for part in parts:
         digest.update(part)

@@ -13,11 +13,9 @@ some 0.2 µs each."""
 
 
 class Fields:
-    """Reads a JSON object; null is as good as no field at all.
+    """Reads a JSON object, in which null is the same as no field.
 
-    Args:
-      values: the object.
-      within: what comes before the fields' names in errors, such as ``"stream_options."``.
+    `within` comes before the fields' names in errors, such as ``"stream_options."``.
     """
 
     def __init__(self, values: dict[str, Any], within: str = "") -> None:
@@ -27,11 +25,7 @@ class Fields:
 
     @classmethod
     def of_body(cls, body: bytes) -> "Fields":
-        """The fields of a body.
-
-        Raises:
-          ApiError: if it is no JSON object, or has too many brackets.
-        """
+        """The fields of a body; ApiError if it is no JSON object, or has too many brackets."""
         if (count := body.count(b"[") + body.count(b"{")) > MOST_BRACKETS:
             raise ApiError(
                 f"the body has {count} of [ and {{, must have at most {MOST_BRACKETS}",
@@ -142,12 +136,9 @@ class Fields:
         return Fields(value, f"{self.name(name)}.")
 
     def only(self, name: str, allowed: Sequence[Any], why: str) -> None:
-        """Refuses a field but for values that ask for what is done anyway.
+        """Refuses a field unless its value is one of `allowed`, which ask for what is done anyway.
 
-        Args:
-          name: of the field.
-          allowed: the values.
-          why: what is said of others.
+        `why` is what the error says of other values.
         """
         value = self.raw(name)
         # True is 1 to Python, not to JSON.
@@ -157,7 +148,7 @@ class Fields:
             raise ApiError(f"{shown}: {why}", param=self.name(name), code="unsupported_parameter")
 
     def refuse_others(self) -> None:
-        """Refuses the first field that nobody has asked for."""
+        """Refuses the first field that no method was asked for."""
         for name in self._values:
             if name not in self._read:
                 shown = self.name(_json.shown_name(name))
