@@ -217,7 +217,7 @@ class Log:
         return records[-1]["seconds"] if records else 0.0
 
     def rewind(self, step: int) -> None:
-        """Forgets what lies after `step`, as it will be computed again; ValueError if less is there."""
+        """Forgets what lies after `step`, to be computed again; ValueError if there is less."""
         if self._is_kept and len(self.content["losses"]) < step:
             raise ValueError(
                 f"{self._path} holds {len(self.content['losses'])} steps, must hold the {step} "

@@ -40,7 +40,7 @@ class Step:
 
     Attributes:
       shift: the keys of device ``d - shift`` are on device `d`.
-      calls: in their order. In the first step each chunk has met itself before.
+      calls: in their order. In the first step each chunk has attended to its own keys before.
     """
 
     shift: int
@@ -48,17 +48,13 @@ class Step:
 
 
 def best_order(visibility: Visibility, size: int) -> Order:
-    """In which order the devices have the same to do, the natural one if it makes no difference.
+    """The order in which all devices have equal work; the natural one if it makes no difference.
 
-    Without a causal mask all have the same anyway. In a causal window of `w` of `S` tokens each
-    query past the first `w` sees `w` keys. Up to half the tokens, zig-zag order would have a device
-    with two such chunks, too: in both orders the most that one has to do then is
-    ``1 / (1 - w / (2 S))`` times the mean, 1.05 for a tenth of the tokens and 1.33 for half of
-    them.
-
-    Args:
-      visibility: of the call.
-      size: tokens of all devices.
+    Without a causal mask the work is equal anyway. In a causal window of `w` of `S` tokens each
+    query past the first `w` sees `w` keys. Up to half the tokens, zig-zag order would also give
+    some device two such chunks: in both orders the most work that a device has is then ``1 / (1 - w
+    / (2 S))`` times the mean, 1.05 for a tenth of the tokens and 1.33 for half of them. `size` is
+    the tokens of all devices.
     """
     if not visibility.is_causal:
         return "natural"
@@ -67,14 +63,7 @@ def best_order(visibility: Visibility, size: int) -> Order:
 
 
 def plan(order: Order, devices: int, size: int, visibility: Visibility) -> tuple[Step, ...]:
-    """The steps of a ring, the first with shift 0.
-
-    Args:
-      order: of the tokens.
-      devices: of the ring, `n`.
-      size: tokens of a chunk.
-      visibility: which keys a query sees.
-    """
+    """The steps of a ring, the first with shift 0; `size` is the tokens of a chunk."""
     held = chunks(order, devices)
     steps = []
     for shift in range(devices):
@@ -116,7 +105,7 @@ def _calls(
 
 
 def _distances(query: int, key: int, size: int) -> tuple[int, int]:
-    """The least and the greatest position of a query less that of a key, of two chunks."""
+    """The least and the greatest difference of a query's and a key's position, of two chunks."""
     apart = (query - key) * size
     return apart - (size - 1), apart + (size - 1)
 

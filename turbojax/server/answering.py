@@ -114,7 +114,7 @@ class Answer:
             ticket.cancel()
 
     async def whole(self) -> bytes:
-        """Waits for all texts; the answer as JSON. Raises ApiError if one could not be generated."""
+        """Waits for all texts: the answer as JSON; ApiError if one could not be generated."""
         results = list[tuple[Result, ...]]()
         try:
             with self._service.engine_errors():

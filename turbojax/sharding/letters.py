@@ -47,7 +47,7 @@ class Table:
       op: its name, for messages.
       inputs: names of its arguments that are arrays or hold arrays, in order, with their entries.
       outputs: the entry of what it returns.
-      whole: letters that this op, other than most, cannot split, with the reason.
+      whole: letters that this op, unlike most, cannot split, with the reason.
     """
 
     op: str
@@ -56,7 +56,7 @@ class Table:
     whole: tuple[tuple[str, str], ...] = ()
 
     def needs_whole(self, letters: str, reason: str) -> "Table":
-        """The same of an op that cannot split these letters, other than most."""
+        """This table, of an op that cannot split these letters, unlike most."""
         return dataclasses.replace(self, whole=(*self.whole, (letters, reason)))
 
     def refusal(self, letter: str) -> str | None:
@@ -70,13 +70,7 @@ class Table:
 
 
 def table(op: str, outputs: Entry, **inputs: Entry) -> Table:
-    """The table of an op.
-
-    Args:
-      op: its name.
-      outputs: the entry of what it returns.
-      **inputs: an entry for each argument, in order.
-    """
+    """The table of an op, with an entry for each argument, in order."""
     return Table(op, tuple(inputs.items()), outputs)
 
 
@@ -96,16 +90,10 @@ class Leaf:
 
 
 def leaves_of(name: str, entry: Entry, value: Any) -> list[Leaf]:
-    """The arrays of a value, in the order of `jax.tree.leaves`.
+    """The arrays of an argument, which may be a pytree, in the order of `jax.tree.leaves`.
 
-    Args:
-      name: of the argument.
-      entry: its entry.
-      value: an array or a pytree of arrays, or of `ShapeDtypeStruct`s.
-
-    Raises:
-      TypeError: if a class has no `AXES`.
-      ValueError: if an array has another number of axes.
+    Instead of arrays there may be `ShapeDtypeStruct`s. Raises TypeError if a class has no `AXES`,
+    ValueError if an array has another number of axes.
     """
     if value is None:
         return []
