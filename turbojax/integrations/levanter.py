@@ -231,7 +231,7 @@ class _Batch(NamedTuple):
 
 
 def _read(info: Any) -> _Batch:
-    """The batch that Levanter describes; starts past its sequences are those of the end."""
+    """The batch that Levanter describes; starts past its sequences are set to the end."""
     lengths = info.seq_lens.array
     is_there = jnp.arange(lengths.shape[0]) < info.num_seqs
     starts = info.cu_q_lens.array
@@ -268,8 +268,8 @@ def _attend_pages(
 ) -> jax.Array:
     """Attends packed tokens ``[tokens, N, H]`` to their sequences up to themselves.
 
-    Where there are no more tokens than sequences, as in decoding, each is a row of its own. A
-    prompt's are a row together.
+    Where there are no more tokens than sequences, as in decoding, each token is a row of its own.
+    Otherwise the tokens of one prompt are a row together.
     """
     tokens, sequences = query.shape[0], batch.lengths.shape[0]
     options: dict[str, Any] = {
