@@ -189,5 +189,4 @@ def _check_writable(option: str, path: Path, folder: Path) -> None:
 
 
 def _size(count: int) -> str:
-    """Bytes for people."""
     return f"{count / 1e9:,.1f} GB" if count >= 1e8 else f"{count / 1e6:,.1f} MB"

@@ -34,12 +34,9 @@ class TextModel:
 class FoundModel:
     """A model that is found but not loaded, so that what it is to do can be checked before.
 
-    Attributes:
-      dtype: of weights and computation.
-      tokenizer: what reads its text.
-      weight_bytes: of its weights in this dtype, about; on a mesh those that one device holds.
-      open: opens its checkpoint, see `models.open_decoder`; None if there is none.
-      axes: of the mesh that it will be split over, or None.
+    `weight_bytes` is about that of its weights in `dtype`, on a mesh of those that one device
+    holds; `open` opens its checkpoint, see `models.open_decoder`, None if there is none; `axes` are
+    those of the mesh that it will be split over.
     """
 
     config: models.TransformerConfig
@@ -102,18 +99,13 @@ def find_text_model(
 def load_text_model(
     path: str, dtype: np.dtype | None = None, max_length: int | None = None
 ) -> TextModel:
-    """Loads a checkpoint with what reads its text.
+    """Loads a checkpoint with what reads its text, see `load_tokenizer`.
 
-    Args:
-      path: ``"embedded"``, ``"smollm2"``, a GGUF file, or a checkpoint's folder, quantized or not.
-        For what reads its text see `load_tokenizer`.
-      dtype: of weights and computation. By default float32 on a CPU, where it is the fast one, and
-        otherwise that of the checkpoint.
-      max_length: longest sequence, by default the checkpoint's; see `models.load`.
-
-    Raises:
-      ImportError: if there is a `tokenizer.json` and the package `tokenizers` is missing.
-      OSError, ValueError, NotImplementedError: see `models.load_decoder` and `load_tokenizer`.
+    `path` is ``"embedded"``, ``"smollm2"``, a GGUF file, or a checkpoint's folder, quantized or
+    not. `dtype` is by default float32 on a CPU, where it is the fast one, and otherwise that of the
+    checkpoint; for `max_length` see `models.load`. Raises ImportError if there is a
+    `tokenizer.json` and the package `tokenizers` is missing, and what `models.load_decoder` and
+    `load_tokenizer` do.
     """
     return find_text_model(path, dtype, max_length).load()
 

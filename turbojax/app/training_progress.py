@@ -57,7 +57,6 @@ class Display:
 
 
 def _kept(out: Path, step: int | None) -> str:
-    """What an interrupted run leaves behind."""
     if step is None:
         return "no checkpoint was written yet; the same command begins anew"
     return f"the checkpoint of step {step} is in {out}; the same command goes on from there"

@@ -212,7 +212,6 @@ def _grouped(
 
 
 def _turbo(config: TurboConfig, given: Mapping[str, str]) -> TurboConfig:
-    """A configuration with other values."""
     values: dict[str, Any] = {}
     fields = dict(given)
     if "block" in fields:
@@ -260,7 +259,6 @@ def _pooled(given: Mapping[str, str]) -> PooledAttention | None:
 
 
 def _values(cls: type, given: Mapping[str, str]) -> dict[str, Any]:
-    """Values of a dataclass's fields, from texts."""
     hints = typing.get_type_hints(cls)
     return {key: _value(key, text, hints[key]) for key, text in given.items()}
 
@@ -285,7 +283,6 @@ def _value(name: str, text: str, hint: Any) -> Any:
 
 
 def _number(name: str, text: str, parse: Callable[[str], Any]) -> Any:
-    """A number."""
     try:
         return parse(text)
     except ValueError:

@@ -139,12 +139,9 @@ def _look(logits: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
 class RecallMeasure:
     """Items of all lengths and depths, to be asked of one method after the other.
 
-    `kinds`, `lengths` (tokens of the whole) and `depths` are those of `make_item`; `kinds` None for
-    all, or for bytes those in source code. `texts` are bytes or tokens, by name, and `tokenizer`
-    that of the tokens, None for bytes. There are `count` items of each kind, length and depth.
-
-    Attributes:
-      left_out: which lengths, or kinds of items, are not asked, and why.
+    `texts` are bytes or tokens, by name; `tokenizer` is None for bytes. There are `count` items of
+    each kind, length and depth, see `make_item`; `kinds` None are all, or for bytes those in source
+    code. `left_out` says which lengths, or kinds of items, are not asked, and why.
     """
 
     def __init__(

@@ -109,7 +109,6 @@ def _passage_start(text: np.ndarray, newline: int | None, rng: np.random.Generat
 
 
 def _occurrences(text: np.ndarray, part: np.ndarray) -> int:
-    """How often a part comes in a text."""
     views = np.lib.stride_tricks.sliding_window_view(text, len(part))
     return int(np.sum(np.all(views == part, axis=1)))
 

@@ -24,11 +24,9 @@ from turbojax.models.text.tokenizer import Tokenizer
 class Score:
     """A continuation to score, or several that differ only in their last token.
 
-    Attributes:
-      prompt: tokens to prefill, at least one.
-      tokens: what is decoded after them; the last one is not fed.
-      skipped: how many of `tokens` still belong to the context.
-      lasts: the last token of each continuation; `tokens` ends with the first of them.
+    `prompt` (at least one token) is prefilled, and `tokens` are decoded, of which the last is not
+    fed and the first `skipped` still belong to the context. `lasts` has the last token of each
+    continuation; `tokens` ends with the first of them.
     """
 
     prompt: tuple[int, ...]
@@ -49,13 +47,10 @@ class Score:
 
 @dataclasses.dataclass(frozen=True)
 class Continue:
-    """A context to continue greedily.
+    """A context to continue greedily, by at most `limit` tokens.
 
-    Attributes:
-      prompt: tokens to prefill, at least one.
-      last: the context's last token; empty if that is the prompt.
-      stops: texts that end a continuation and are no part of it.
-      limit: tokens of it, at most.
+    `prompt` (at least one token) is prefilled. `last` is the context's last token; empty if that is
+    the prompt. `stops` are texts that end a continuation and are no part of it.
     """
 
     prompt: tuple[int, ...]

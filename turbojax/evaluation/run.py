@@ -80,7 +80,6 @@ class Settings:
     recall_items: int = 4
 
     def __post_init__(self) -> None:
-        """Checks the values."""
         _checks.check_sizes(
             context=self.context,
             windows_per_file=self.windows_per_file,
@@ -133,13 +132,7 @@ class Further(Protocol):
     def __call__(
         self, decoder: AnyDecoder, method: Method, progress: Callable[[int, int], None]
     ) -> Json:
-        """A method's row.
-
-        Args:
-          decoder: the model.
-          method: the method.
-          progress: called with how much of how much is done.
-        """
+        """A method's row; `progress` is called with how much of how much is done."""
         ...
 
 

@@ -24,9 +24,8 @@ Trained = TypeVar("Trained")
 class BaseTrainer(abc.ABC, Generic[Trained]):
     """What is trained, its optimizer, and their jitted step; a subclass says what a step is.
 
-    Attributes:
-      step: steps done. This is also the position in the data, whose order is a function of it.
-      compile_seconds: what compiling the step took, 0 before that.
+    `step` counts the steps done: it is also the position in the data, whose order is a function of
+    it. `compile_seconds` is what compiling the step took, 0 before that.
     """
 
     def __init__(

@@ -33,13 +33,10 @@ _VENDORED = re.compile(r"(^|/)(_?vendor(ed)?|third_?party|externals?|extern)/")
 
 @dataclasses.dataclass(frozen=True)
 class Document:
-    """One source file.
+    """One source file, UTF-8.
 
-    Attributes:
-      package: `name version` of the distribution, or `python 3.x.y` for the standard library.
-      licence: the licence declared for the package.
-      name: path relative to the package's root, with forward slashes.
-      data: the content, UTF-8.
+    `package` is `name version` of the distribution, or `python 3.x.y` for the standard library;
+    `name` is the path relative to the package's root, with forward slashes.
     """
 
     package: str

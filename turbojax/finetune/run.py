@@ -126,7 +126,6 @@ def fine_tune(
 
 
 def _is_first() -> bool:
-    """Whether this process is the one that writes and reports."""
     return jax.process_index() == 0
 
 
@@ -188,13 +187,9 @@ def last_checkpoint(folder: Path) -> int | None:
 class Log:
     """The run's log, which survives interruptions.
 
-    Args:
-      path: the file; continued if it exists.
-      header: facts about the run. Those under ``"identity"`` must equal the file's.
-      is_kept: False for a log that is neither read nor written: another process keeps it.
-
-    Raises:
-      ValueError: if the file is another run's.
+    The file at `path` is continued if it exists; what `header` has under ``"identity"`` must equal
+    the file's, else it is another run's: ValueError. With `is_kept` False the log is neither read
+    nor written, as another process keeps it.
     """
 
     def __init__(self, path: Path, header: dict[str, Any], *, is_kept: bool = True) -> None:

@@ -31,15 +31,10 @@ _LAYERS = "['blocks']"
 class Split:
     """How the arrays of a run are laid over a mesh: its weights, optimizer state and sequences.
 
+    Sequences of a step are split over `axes.batch`, their tokens over `axes.sequence`, and weights
+    over both, unless `weights` is False: then they are whole on every device (data parallelism
+    alone). Layers compute in `dtype`: their matrices are cast to it before they are gathered.
     Raises ValueError if `axes` split heads, or split nothing, or have no mesh of devices.
-
-    Attributes:
-      axes: sequences of a step are split over `axes.batch`, their tokens over `axes.sequence`,
-        weights over both.
-      dtype: the name of the dtype that layers compute in: their matrices are cast to it before
-        they are gathered.
-      weights: False for weights and optimizer state that are whole on every device (data
-        parallelism alone).
     """
 
     axes: Axes
@@ -171,10 +166,8 @@ class Split:
 class Slices:
     """The arrays of a model that are slices on each device; for use inside a `shard_map` only.
 
-    Attributes:
-      names: the axes of the mesh over which they are split, the outermost first.
-      axes: the path of each such array, and the axis along which it is split.
-      dtype: see `Split`.
+    `names` are the axes of the mesh over which they are split, the outermost first; `axes` has the
+    path of each such array, and the axis along which it is split.
     """
 
     names: tuple[str, ...]

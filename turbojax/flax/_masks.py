@@ -24,12 +24,9 @@ class MaskWarning(UserWarning):
 class MaskRule:
     """What a function hides besides what lies past a length.
 
-    Attributes:
-      is_causal: a query sees keys up to its own position.
-      expects_causal: the mask itself must hide later keys: the function is causal, the call is not.
-      window: ``(left, right)`` of a local window, or None.
-      segments: whether the mask may also hide tokens of other packed sequences, and keys and
-        queries anywhere.
+    With `expects_causal` the mask itself must hide later keys: the function is causal, the call is
+    not. With `segments` the mask may also hide tokens of other packed sequences, and keys and
+    queries anywhere. `window` is ``(left, right)``.
     """
 
     is_causal: bool

@@ -49,13 +49,8 @@ class Layers(Protocol):
 class SelfAttention:
     """How a module attends, checked and completed; static under `jit`.
 
-    Attributes:
-      hidden_size: channels of a token.
-      attention: what attends within whole sequences, and within prompts; None for what the cache
-        attends to prompts with, and, where that needs the cache, exactly.
-      options: scale, window and cap.
-      implementation: of the cache's ops; None to choose.
-      dtype: of the computation.
+    `attention` attends within whole sequences and within prompts. If it is None, the latter attend
+    as the cache does with prompts, and so do the former, or exactly where that needs the cache.
     """
 
     hidden_size: int

@@ -450,7 +450,6 @@ def _refuse(**arguments: Any) -> None:
 def _promote(
     query: jax.Array, key: jax.Array, value: jax.Array, dtype: DTypeLike | None
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The operands in one dtype."""
     common = jnp.result_type(query, key, value) if dtype is None else jnp.dtype(dtype)
     query, key, value = (jnp.asarray(x, common) for x in (query, key, value))
     return query, key, value

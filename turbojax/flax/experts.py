@@ -18,13 +18,12 @@ from turbojax.routing import SoftmaxOrder, combine, dispatch, route
 
 
 class FrozenWeight(nnx.Module):
-    """An `Int4Weight` as variables that are not trained.
+    """An `Int4Weight`, of one layer or a stack of experts, as variables that are not trained.
 
     `arrays` has a `FrozenParam` for each of its arrays, in the order of its pytree.
     """
 
     def __init__(self, weight: Int4Weight):
-        """Takes a weight, of one layer or a stack of experts."""
         leaves, structure = jax.tree.flatten(weight)
         self.arrays = nnx.List([FrozenParam(x) for x in leaves])
         self._structure = structure

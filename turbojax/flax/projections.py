@@ -17,13 +17,10 @@ from turbojax.rotary import Rope
 class AttentionProjections(nnx.Module):
     """Queries, keys and values of tokens, and what becomes of the attended values.
 
-    Attributes:
-      q_proj: ``[D, N H]``; k_proj and v_proj ``[D, K H]``, o_proj ``[N H, D]``.
-      q_norm: `RMSNorm` of each head's query, or of all together, before they are rotated; or None.
-      k_norm: the same of keys.
-      sinks: float ``[N]``, a logit of each head that is only in the softmax's denominator, or None.
-      rope: how positions turn queries and keys, or None.
-      head_dim: channels of a head, `H`.
+    Kernels are ``[D, N H]`` of `q_proj`, ``[D, K H]`` of `k_proj` and `v_proj`, ``[N H, D]`` of
+    `o_proj`. `q_norm` and `k_norm` are `RMSNorm`s of each head's query or key, or of all together,
+    before they are rotated. `sinks`, float ``[N]``, are logits that are only in the softmax's
+    denominator. What is missing is None.
     """
 
     def __init__(

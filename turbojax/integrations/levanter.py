@@ -213,13 +213,10 @@ def _named(out: jax.Array, c: Any, lead: tuple[Any, ...]) -> Any:
 class _Batch(NamedTuple):
     """Levanter's batch of packed new tokens, in plain arrays.
 
-    Attributes:
-      tables: int32 ``[Q, max_pages]``, pages of each sequence.
-      lengths: int32 ``[Q]``, tokens held, the new ones included; 0 where there is no sequence.
-      starts: int32 ``[Q + 1]``, where each sequence's new tokens begin.
-      total: int32 scalar, new tokens.
-      pages: int32 ``[tokens]``, the page of each new token.
-      slots: int32 ``[tokens]``, its place there.
+    Of `Q` sequences: `tables` int32 ``[Q, max_pages]``, `lengths` int32 ``[Q]`` of tokens held, the
+    new ones included (0 where there is no sequence), and `starts` int32 ``[Q + 1]``, where each
+    one's new tokens begin. Of the `total` new tokens: `pages` and `slots` int32 ``[tokens]``, where
+    each goes.
     """
 
     tables: jax.Array

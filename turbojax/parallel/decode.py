@@ -226,11 +226,9 @@ def attend_new_tokens(axis: AxisName, implementation: str | None = None) -> Atte
 class _Attention:
     """Attention to a device's own tokens.
 
-    Attributes:
-      run: ``run(query, query_lengths, is_needed, **offsets)``, where sequences that are not needed
-        (bool ``[B]``) count as empty.
-      kv_heads: `K`.
-      lengths: int32 ``[B]``, tokens on this device. With a buffer there may be more than slots.
+    It is called as ``run(query, query_lengths, is_needed, **offsets)``, where sequences that are
+    not needed (bool ``[B]``) count as empty. `kv_heads` is `K`; `lengths` are tokens on this
+    device, int32 ``[B]``: with a buffer there may be more than slots.
     """
 
     run: Callable[..., Part]
@@ -245,7 +243,6 @@ class _Attention:
         is_needed: jax.Array | None = None,
         **offsets: jax.Array,
     ) -> Part:
-        """See `run`."""
         return self.run(query, query_lengths, is_needed, **offsets)
 
 

@@ -34,6 +34,11 @@ class ContextAttention:
         which are gathered.
       order: of the tokens.
       implementation: of `ring_attention`; a `PooledAttention` names its own.
+
+    Raises:
+      TypeError: if `axes` or `attention` is of another kind.
+      ValueError: if there is no sequence axis or no such order, or there are two implementations.
+      NotImplementedError: if the levels' policy looks at all keys.
     """
 
     axes: Axes
@@ -42,12 +47,6 @@ class ContextAttention:
     implementation: str | None = None
 
     def __post_init__(self) -> None:
-        """Checks the options.
-
-        Raises TypeError if `axes` or `attention` is of another kind, ValueError if there is no
-        sequence axis, no such order or two implementations, NotImplementedError if the levels'
-        policy looks at all keys.
-        """
         check_order(self.order)
         if not isinstance(self.axes, Axes):
             raise TypeError(f"axes is a {type(self.axes).__name__}, must be Axes")
@@ -203,5 +202,4 @@ class ContextAttention:
 
 
 def _manual_axes() -> set[str]:
-    """The axes of the mesh of the `jax.shard_map` around here."""
     return set(jax.sharding.get_abstract_mesh().manual_axes)

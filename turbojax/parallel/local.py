@@ -110,10 +110,8 @@ class Exact:
 
     That is cuDNN, whose outputs have 16 bits, where only causality and lengths say what is seen; on
     Hopper, with segments, the kernels of pooled attention, at level 1; else `turbo_attention` in
-    mode ``"float"``, which computes all gradients.
-
-    Attributes:
-      implementation: ``"cudnn"``, a name of `turbo_attention`'s, or None to choose.
+    mode ``"float"``, which computes all gradients. `implementation` is ``"cudnn"``, a name of
+    `turbo_attention`'s, or None to choose.
     """
 
     options: Options
@@ -122,7 +120,6 @@ class Exact:
     block_kv: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
-        """Checks the name."""
         check_implementation(self.implementation, ("cudnn", *IMPLEMENTATION_NAMES))
 
     def pack(

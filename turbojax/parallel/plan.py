@@ -21,11 +21,9 @@ Kind = Literal["full", "diagonal", "masked"]
 class Call:
     """One call of attention, made by all devices at once.
 
-    Attributes:
-      queries: for each device, which of its own chunks attends.
-      keys: for each device, which of the visiting chunks it attends to.
-      is_real: for each device, whether there is such a pair; it attends to nothing otherwise.
-      kind: which keys are seen.
+    For each device: which of its own chunks attends (`queries`), to which of the visiting chunks
+    (`keys`), and whether there is such a pair; otherwise it attends to nothing. `kind` says which
+    keys are seen.
     """
 
     queries: tuple[int, ...]
@@ -36,11 +34,10 @@ class Call:
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """One step of the ring.
+    """One step of the ring, in which the keys of device ``d - shift`` are on device `d`.
 
-    Attributes:
-      shift: the keys of device ``d - shift`` are on device `d`.
-      calls: in their order. In the first step each chunk has attended to its own keys before.
+    In the first step each chunk has attended to its own keys before the `calls`, which are in
+    order.
     """
 
     shift: int

@@ -35,13 +35,10 @@ Packed = Any
 class Pair(NamedTuple):
     """Chunks that meet in one call, of `C` tokens each.
 
-    Attributes:
-      kind: which keys are seen, unless positions say more.
-      query_lengths: int32 ``[B]``, real queries of the chunk; None if all are.
-      key_lengths: int32 ``[B]``, real keys of the chunk; None if all are.
-      extras: segments of the chunks and slopes. Where `kind` is ``"masked"``, or where there are
-        slopes, also the offsets of both.
-      levels: ``[B or 1, N or 1, rows, columns]`` of pooled attention.
+    `kind` says which keys are seen, unless positions say more. Lengths of real queries and keys are
+    int32 ``[B]``, None if all are. `extras` has segments of the chunks and slopes, and the offsets
+    of both chunks where `kind` is ``"masked"`` or there are slopes. `levels` of pooled attention
+    are ``[B or 1, N or 1, rows, columns]``.
     """
 
     kind: Kind
@@ -107,11 +104,9 @@ class Ring:
 class Arrays:
     """What a call has besides queries, keys and values; on every device its own part.
 
-    Attributes:
-      query_lengths: int32 ``[B]`` of whole sequences, or None; `key_lengths` the same.
-      extras: segments ``[B, T]`` of this device's tokens, slopes and sinks.
-      levels: ``[B or 1, N or 1, rows, columns]``: rows of this device's queries, in their order,
-        columns of all keys in natural order.
+    Lengths are int32 ``[B]`` of whole sequences. `extras` has segments ``[B, T]`` of this device's
+    tokens, slopes and sinks. `levels` are ``[B or 1, N or 1, rows, columns]``: rows of this
+    device's queries, in their order, columns of all keys in natural order.
     """
 
     query_lengths: jax.Array | None = None

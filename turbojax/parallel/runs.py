@@ -22,12 +22,10 @@ AxisName = str | tuple[str, ...]
 
 
 class Run(NamedTuple):
-    """The slots of a device.
+    """The `size` slots of a device, as many on every device.
 
-    Attributes:
-      first: int32 ``[]``, the token of its first slot.
-      size: how many there are, the same on every device.
-      is_last: bool ``[]``, whether no other device has later ones.
+    `first`, int32 ``[]``, is the token of the first slot; `is_last`, bool ``[]``, says whether no
+    other device has later ones.
     """
 
     first: jax.Array

@@ -71,12 +71,10 @@ _LATENT_PART = ("BRNC", "BRN")
 class _Split:
     """How an op is split.
 
-    Attributes:
-      outputs: the entry of what it returns, with the log-sum-exp.
-      arrays: entries of arguments that mean something else than in `_ARRAYS`.
-      over_tokens: what runs where tokens are split.
-      axis: the argument by which this takes their axes of the mesh.
-      renamed: other names that it has for options.
+    `outputs` is the entry of what it returns, with the log-sum-exp; `arrays` has entries of
+    arguments that mean something else than in `_ARRAYS`. Where tokens are split, `over_tokens`
+    runs, which takes their axes of the mesh as `axis` and has other names for the `renamed`
+    options.
     """
 
     outputs: Entry

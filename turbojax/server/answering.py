@@ -67,14 +67,9 @@ class Form(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """A request that was read.
+    """A request that was read: one request of the engine for each prompt.
 
-    Attributes:
-      requests: of the engine, one for each prompt.
-      options: what they have in common.
-      n: choices for each prompt.
-      samples: texts that are generated for each prompt, of which `n` are chosen.
-      form: how the answer is written.
+    For each prompt `samples` texts are generated, of which `n` are chosen.
     """
 
     requests: tuple[Request, ...]

@@ -33,13 +33,10 @@ _LABELS = ("user", "safety_identifier", "prompt_cache_key")
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """How texts are continued; those not listed are attributes of `Request`.
+    """How texts are continued; most are attributes of `Request`.
 
-    Attributes:
-      stop_tokens: of `Request`; those of stop texts and the tokenizer's ends among them.
-      stop: `stop_strings` of `Request`.
-      stream: whether tokens are sent as they come.
-      include_usage: whether a stream ends with counts of tokens.
+    `stop_tokens` include those of stop texts and the tokenizer's ends. With `stream` tokens are
+    sent as they come, with `include_usage` counts of tokens at the end.
     """
 
     sampling: Sampling

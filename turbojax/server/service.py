@@ -61,10 +61,7 @@ class Limits:
 class Service:
     """A model as a server offers it, under the name that clients ask for.
 
-    Attributes:
-      token_texts: the text of each token alone.
-      metrics: what was counted.
-      most_choices: texts that are generated for a request at most.
+    A request generates `most_choices` texts at most.
     """
 
     def __init__(

@@ -36,6 +36,10 @@ class Axes:
         parallelism).
       sequence: over which the tokens of each sequence are split (context parallelism).
       mesh: the mesh; None for the one of `jax.set_mesh`.
+
+    Raises:
+      TypeError: if an axis is no string.
+      ValueError: if the mesh has no such axis, or one is given twice.
     """
 
     batch: Names = None
@@ -44,11 +48,6 @@ class Axes:
     mesh: Mesh | AbstractMesh | None = None
 
     def __post_init__(self) -> None:
-        """Checks the names.
-
-        TypeError if an axis is no string, ValueError if the mesh has no such axis or one is given
-        twice.
-        """
         for field in ("batch", "heads", "sequence"):
             names = getattr(self, field)
             names = (names,) if isinstance(names, str) else tuple(names or ())

@@ -14,14 +14,11 @@ C = TypeVar("C")
 
 
 class Sizes(NamedTuple):
-    """Sizes of a cache on all devices together.
+    """Sizes of a cache on all devices together, or of a pool.
 
-    Attributes:
-      batch_size: sequences, or pages of a pool.
-      max_length: tokens each may grow to, or those of a page.
-      num_kv_heads: key/value heads.
-      unit: tokens of a slot; 0 for a pool, whose pages are split and not their tokens.
-      slots: that each sequence has.
+    `batch_size` counts sequences, or pages of a pool; `max_length` is tokens each may grow to, or
+    those of a page. A sequence has `slots` slots of `unit` tokens; `unit` is 0 for a pool, whose
+    pages are split and not their tokens.
     """
 
     batch_size: int

@@ -43,11 +43,9 @@ _LEADING = "abcdefgh"
 class Table:
     """The letters of an op's arrays.
 
-    Attributes:
-      op: its name, for messages.
-      inputs: names of its arguments that are arrays or hold arrays, in order, with their entries.
-      outputs: the entry of what it returns.
-      whole: letters that this op, unlike most, cannot split, with the reason.
+    `inputs` names the arguments that are arrays or hold arrays, in order, with their entries, and
+    `outputs` is the entry of what the op returns. `whole` has letters that this op, unlike most,
+    cannot split, with the reason.
     """
 
     op: str
@@ -76,12 +74,9 @@ def table(op: str, outputs: Entry, **inputs: Entry) -> Table:
 
 @dataclasses.dataclass(frozen=True)
 class Leaf:
-    """One array of a call.
+    """One array of a call, with a letter for each axis.
 
-    Attributes:
-      name: for messages.
-      letters: one for each axis.
-      summed: letters over which devices add up their parts.
+    `summed` has the letters over which devices add up their parts.
     """
 
     name: str

@@ -20,12 +20,7 @@ _GROUPS = {"K": "N"}
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """Over which axes of a mesh each letter of a call is split.
-
-    Attributes:
-      names: for each group of letters the axes of the mesh, the outermost first.
-      sizes: of the mesh.
-    """
+    """Over which axes of a mesh of these sizes each group of letters is split, outermost first."""
 
     names: Mapping[str, Names]
     sizes: Mapping[str, int]

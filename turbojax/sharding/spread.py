@@ -36,13 +36,10 @@ _MAPPED = "0123456789"
 
 @dataclasses.dataclass(frozen=True)
 class _Call:
-    """An op with its options; equal ones share their compiled programs.
+    """An op with its options, see `spread`; equal ones share their compiled programs.
 
-    Attributes:
-      run: see `spread`, as for `table`, `static` and `adding`.
-      interpret: whether kernels are interpreted.
-      capability: of the GPU.
-      is_plain: whether it is plain JAX, which the compiler can split without help.
+    `interpret` says whether kernels are interpreted, `capability` is the GPU's, and `is_plain` says
+    whether this is plain JAX, which the compiler can split without help.
     """
 
     table: Table
@@ -303,11 +300,8 @@ def _automatic(*arrays: Any, call: _Call) -> Any:
 class _Flat:
     """A call of arrays, without containers.
 
-    Attributes:
-      leaves: the call's arrays.
-      results: the arrays that it gives; known only after `run`.
-      run: takes how arrays are split, and one device's parts of them; gives results.
-      mapped: how many axes `vmap` has added.
+    `run` takes how arrays are split, and one device's parts of them; `results`, the arrays that it
+    gives, are known only after that. `mapped` counts the axes that `vmap` has added.
     """
 
     call: _Call

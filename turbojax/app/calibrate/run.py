@@ -31,22 +31,10 @@ _LOSS = 0.01
 
 @dataclasses.dataclass(frozen=True)
 class CalibrateSettings:
-    """What to choose, and by what; TypeError or ValueError if an option does not fit.
+    """What to choose, and by what: the options of the command, of the same names.
 
-    Attributes:
-      candidates: names of caches, see `turbojax.evaluation.method`.
-      loss: what the divergence may be, in bits per token; None for 0.01 if there is no `ratio`,
-        which excludes it.
-      ratio: how many times smaller than bfloat16 the caches must be; None for what `loss` gives.
-      context: tokens of a window, of which the last `decoded` ones are decoded.
-      windows: how many are cut, spread over the text.
-      batch_size: windows that run at once.
-      length: tokens that caches are sized for; None for `context`.
-      texts: files to read; modules of the standard library that are not held out if empty.
-      weights: of a GGUF file ``"float"`` or ``"int4"``; None for the default.
-      dtype: of weights and computation. It is float32 because one layer's cache may cost less than
-        rounding to bfloat16 does in the others.
-      max_length: longest sequence; None for the checkpoint's.
+    Raises TypeError if a number is of the wrong kind; ValueError if one is out of range, a
+    candidate is named twice or there is none, or both a loss and a ratio are given.
     """
 
     out: Path
@@ -65,7 +53,6 @@ class CalibrateSettings:
     max_length: int | None = None
 
     def __post_init__(self) -> None:
-        """Checks what can be checked without a model."""
         _checks.check_sizes(
             context=self.context,
             decoded=self.decoded,
@@ -128,17 +115,14 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class CalibrateReport:
-    """What one run chose and measured.
+    """What one run chose and measured; per layer where there are several numbers.
 
     Attributes:
-      layers: the name of the cache of each layer.
-      costs: by candidate, the measured divergence of each layer in bits per token, with a cache in
-        this layer alone.
-      scales: by candidate, what these were multiplied by, see `run`.
-      predicted: the scaled costs of the chosen caches, per layer.
-      nbytes: bytes of the chosen caches, per layer.
+      costs: by candidate, the measured divergence in bits per token with this cache in one layer
+        alone; `scales` are the factors that these were multiplied by, see `run`.
+      predicted: the scaled costs of the chosen caches.
+      nbytes: bytes of the chosen caches; `exact_bytes` are those of a sequence's bfloat16 cache.
       rows: by candidate, and `CHOSEN`.
-      exact_bytes: of a sequence's bfloat16 cache.
       tokens: that were decoded for each figure.
     """
 
@@ -268,7 +252,6 @@ def _layer_costs(
     kinds: Mapping[str, CacheKind],
     tell: Progress,
 ) -> np.ndarray:
-    """See `evaluation.layer_costs`."""
     batches = -(-len(tokens) // min(settings.batch_size, len(tokens)))
     done, total = 0, batches * len(kinds) * decoder.config.num_layers
 
@@ -291,7 +274,6 @@ def _layer_costs(
 def _choose(
     settings: CalibrateSettings, costs: np.ndarray, sizes: np.ndarray, exact: int
 ) -> np.ndarray:
-    """See `evaluation.choose`."""
     if settings.ratio is not None:
         return evaluation.choose(costs, sizes, size=int(exact / settings.ratio))
     try:

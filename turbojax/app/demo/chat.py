@@ -27,13 +27,9 @@ _WIDTH = 96
 
 @dataclasses.dataclass(frozen=True)
 class ChatSettings:
-    """What to run; ValueError if a number is not positive, or caches are unknown, repeated or none.
+    """What to run: the options of the command; the other caches are compared to the first.
 
-    Attributes:
-      question: what the model is asked; None for one about Paris.
-      new_tokens: of an answer, at most.
-      caches: names of the caches; the others are compared to the first.
-      uncompressed_layers: see `cache_kind`.
+    Raises ValueError if the number is not positive, or caches are unknown, named twice or none.
     """
 
     model: str
@@ -59,11 +55,10 @@ class ChatSettings:
 
 @dataclasses.dataclass(frozen=True)
 class ChatResult:
-    """One cache's row.
+    """One cache's row: what the model answers greedily, in `tokens` tokens, and what that takes.
 
     Attributes:
-      answer: what the model answers, greedily, in `tokens` tokens.
-      same_tokens: how many of them equal the first cache's, up to the first difference.
+      same_tokens: how many tokens equal the first cache's, up to the first difference.
       bits_per_token: mean of ``-log2 p(token)`` of the first cache's answer.
       nbytes: bytes of the cache, all layers.
       compression_ratio: bytes of a bfloat16 cache of the same capacity over `nbytes`.

@@ -33,15 +33,11 @@ _DEFAULT_MODULE = "mailbox.py"
 
 @dataclasses.dataclass(frozen=True)
 class DemoSettings:
-    """What to run; ValueError if a number is not positive, or caches are unknown, repeated or none.
+    """What to run: the options of the command; the other caches are compared to the first.
 
-    Attributes:
-      file: the text; its first ``prompt_bytes + new_bytes`` bytes are used.
-      prompt_bytes: bytes that are prefilled.
-      new_bytes: bytes that are decoded one by one after that, each fed its true predecessor.
-      generated_bytes: bytes of free generation after the prompt.
-      caches: names of the caches, see `cache_kind`; the others are compared to the first.
-      uncompressed_layers: see `cache_kind`.
+    The first ``prompt_bytes + new_bytes`` bytes of the file are used; in decoding each byte is fed
+    its true predecessor. Raises ValueError if a number is not positive, or caches are unknown,
+    named twice or none.
     """
 
     file: Path
@@ -78,7 +74,6 @@ class CacheResult:
       compression_ratio: bytes of a bfloat16 cache of the same capacity over `nbytes`.
       bytes_per_second: decoding speed of one sequence, compilation excluded; None if it was too
         short to tell.
-      generated: the freely generated text.
       curve: mean bits per byte after 1, 2, ... new bytes.
     """
 

@@ -59,11 +59,9 @@ _NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 class OpReport:
     """Which implementations of an op run here.
 
-    Attributes:
-      op: its name, and, where they matter, the modes (`TurboConfig.mode`) or dtypes of the cache
-        that this is about.
-      refusals: by implementation, the preferred one first: why it does not run here, or None if
-        it does.
+    `op` also names, where they matter, the modes (`TurboConfig.mode`) or dtypes of the cache that
+    this is about. `refusals` says by implementation, the preferred one first, why it does not run,
+    or None.
     """
 
     op: str
@@ -79,11 +77,8 @@ class OpReport:
 class Report:
     """What the doctor found.
 
-    Attributes:
-      versions: of the packages that matter, None where one is not installed.
-      devices: what jax sees, or the reason why it sees nothing, one line each.
-      ops: one entry per op, or several as `_examine` says.
-      advice: what to do about it, if anything.
+    Versions are None where a package is not installed; `devices` are what jax sees, or the reason
+    why it sees nothing, one line each.
     """
 
     versions: Mapping[str, str | None]

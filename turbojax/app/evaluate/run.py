@@ -28,31 +28,9 @@ _MEASURES = (*evaluation.MEASURES, "tasks")
 
 @dataclasses.dataclass(frozen=True)
 class EvalSettings:
-    """What to measure; ValueError if numbers are out of range, or options contradict each other.
+    """What to measure: the options of the command, of the same names.
 
-    Attributes:
-      model: ``"embedded"`` or a checkpoint's folder, quantized or not.
-      texts: files to read; the embedded model's held-out modules if empty.
-      methods: names, see `turbojax.evaluation.method`; None for the default ones that the model can
-        have.
-      context: tokens predicted per window; None for 1023, or fewer where model or texts are short.
-      prompt: how many of these are prefilled; None for half.
-      windows: of each text, at most.
-      batch_size: windows, or tasks, that run at once.
-      measures: some of ``"text"``, ``"layers"``, ``"recall"`` and ``"tasks"``; None for text and
-        layers, and tasks where there are some.
-      recall_lengths: in tokens.
-      recall_depths: 0 to 1.
-      tasks: names and files, see `turbojax.evaluation.TaskMeasure`.
-      limit: documents of each task, or a share of them; None for all.
-      num_fewshot: examples in the prompts of tasks; None for what they say.
-      chat: whether prompts of tasks are written by the chat template.
-      max_new_tokens: of tasks that do not say.
-      adapters: a folder of low-rank adapters.
-      mesh: devices over which heads and weights are split.
-      weights: of a GGUF file ``"float"`` or ``"int4"``.
-      out: file for the results.
-      plot: folder for plots.
+    Raises ValueError if numbers are out of range, or options contradict each other.
     """
 
     model: str = "embedded"
@@ -81,7 +59,6 @@ class EvalSettings:
     plot: Path | None = None
 
     def __post_init__(self) -> None:
-        """Checks what can be checked without a model."""
         sizes = {"context": self.context, "prompt": self.prompt, "max_length": self.max_length}
         _checks.check_sizes(
             windows=self.windows,
@@ -173,7 +150,6 @@ def _find(settings: EvalSettings) -> text_model.FoundModel:
 
 
 def _kept(out: Path) -> str:
-    """What an interrupted run leaves behind."""
     files = [str(path) for path in (out, _partial(out)) if path.exists()]
     if not files:
         return "nothing was written yet; the same command begins anew"

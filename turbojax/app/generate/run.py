@@ -30,7 +30,6 @@ class GenerationReport:
     """What one run of `generate` did.
 
     Attributes:
-      batch_size: sequences.
       prompt_tokens: of each sequence.
       new_tokens: of the first sequence. The others have as many, unless tokens are drawn and some
         sequences end sooner.
@@ -42,7 +41,6 @@ class GenerationReport:
       prefill_seconds: compilation included.
       tokens_per_second: new tokens of all sequences, without the first step, which is compiled;
         None if there were too few to tell.
-      uncompressed_layers: layers at either end whose caches were not compressed.
     """
 
     cache: str

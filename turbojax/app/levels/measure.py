@@ -45,15 +45,11 @@ SHOWN = (1, 2, 4, 8, 0)
 
 @dataclasses.dataclass(frozen=True)
 class MapSettings:
-    """What to look at; ValueError if a policy is unknown or repeated, or a number is out of range.
+    """What to look at: the options of the command; `heads` are all if None.
 
-    Attributes:
-      file: the text; its first ``tokens - 1`` bytes are used.
-      layer: whose queries and keys, from 0 on.
-      heads: which query heads; all if None.
-      policies: one or more of `POLICY_NAMES`.
-      tokens: length of the sequence, the beginning-of-file token included.
-      block: queries and keys of a block, a multiple of 8.
+    The first ``tokens - 1`` bytes of the file are used, after the beginning-of-file token; `block`
+    is a multiple of 8. Raises ValueError if a policy is unknown or named twice, there is none, or a
+    number is out of range.
     """
 
     file: Path
@@ -77,16 +73,14 @@ class MapSettings:
 
 @dataclasses.dataclass(frozen=True)
 class PolicyResult:
-    """What one policy chose, and what it costs.
+    """What one policy chose, and what it costs; `densities` and `errors` are by head.
 
     Attributes:
       levels: int8 ``[heads, T_r, T_c]``.
       shares: of the visible blocks, by level: 1, 2, 4, 8 and 0.
       density: work relative to dense causal attention, see `level_density`.
-      densities: the same for each head.
       cosine: mean over queries and heads of the cosine between the pooled and the dense output.
       relative_l1: sum of the absolute differences over the sum of the dense outputs' absolutes.
-      errors: `relative_l1` of each head.
     """
 
     name: str

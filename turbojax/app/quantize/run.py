@@ -30,19 +30,9 @@ _KEPT_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 @dataclasses.dataclass(frozen=True)
 class QuantizeSettings:
-    """What to quantize, and how; ValueError for a number out of range, or files that are not read.
+    """What to quantize, and how: the options of the command.
 
-    Attributes:
-      model: ``"embedded"`` or a checkpoint's folder.
-      out: the folder to write: new, empty, or with a quantized model, which is overwritten.
-      smoothing: this and the next three: see `models.quantize_model`.
-      calibration_files: text to calibrate RPN and CRS with; modules of the standard library if
-        empty.
-      calibration_tokens: how many tokens of it are used.
-      evaluation_files: text to measure with; the embedded model's held-out modules if empty.
-      evaluation_tokens: how many tokens are measured; 0 for none.
-      window: tokens that the model sees at once, in both.
-      max_length: longest sequence of the quantized model, by default the checkpoint's.
+    Raises ValueError if a number is out of range, or files are given that nothing would read.
     """
 
     model: str
@@ -75,16 +65,13 @@ class QuantizeReport:
     """What one run did.
 
     Attributes:
-      bytes_before: of the checkpoint's weights on disk.
-      bytes_after: of the quantized one.
+      bytes_before: of the checkpoint's weights on disk; `bytes_after` of the quantized one.
       bits_per_weight: of the quantized matrices: codes, scales and padding.
-      calibration_tokens: tokens seen in calibration.
-      evaluated_tokens: tokens that were predicted.
+      calibration_tokens: tokens seen in calibration; `evaluated_tokens` were predicted.
       unit: what bits are counted per: ``"byte"``, or ``"token"`` where tokens are numbers.
       bits: mean bits on the held-out text, ``{"before" | "after": {cache: bits}}``; empty if there
         was none. ``"exact"`` attends exactly; ``"kv4"`` as decoding does through a `Kv4Cache`, for
         every token, and is left out where the cache cannot hold the model's heads.
-      seconds: wall time.
     """
 
     settings: QuantizeSettings

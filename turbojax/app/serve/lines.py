@@ -25,15 +25,12 @@ _MOST_SAMPLES = 128
 
 @dataclasses.dataclass(frozen=True)
 class TextRequest:
-    """A text to continue.
+    """A text to continue, from a line of the file, counted from 1.
 
     Attributes:
-      id: what its result is called.
-      line: its line in the file, counted from 1.
       request: the same in tokens.
       stop: texts that end the result and are no part of it.
       count: results that are wanted, the most likely ones of `samples`.
-      samples: how many times it is continued.
       shows_logprobs: whether results show log-probabilities; `request` also computes them where
         they are only compared.
       guide: what a result must look like: the line's key, and its value as text.

@@ -25,13 +25,8 @@ _ATTEMPTS = 20  # to open a file that other processes remove meanwhile
 class ResultFile:
     """An open file of results.
 
-    Attributes:
-      path: the file.
-      held: by id, the `request` that each result in the file says it is of.
-
-    Args:
-      file: open to append.
-      size: bytes of what is kept.
+    `file` is open to append, and `size` is bytes of what is kept. `held` has by id the `request`
+    that each result in the file says it is of.
     """
 
     def __init__(self, path: Path, file: io.RawIOBase, held: Mapping[str | int, str], size: int):

@@ -33,14 +33,10 @@ class ServingReport:
     """What became of requests.
 
     Attributes:
-      requests: how many ran.
-      kv_dtype: how pages were stored.
-      page_size: tokens of a page.
-      max_sequences: requests that ran at a time, at most.
+      requests: how many ran, at most `max_sequences` at a time.
       statistics: of the engine; None where nothing was left to run.
       kept: requests that had a result already.
       skipped: bad lines.
-      uncompressed_layers: layers at either end whose pages were not compressed.
     """
 
     requests: int

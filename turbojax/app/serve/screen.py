@@ -15,10 +15,7 @@ if TYPE_CHECKING:
 class Screen(contextlib.ExitStack):
     """Both, and each whole, if they go to one terminal.
 
-    Args:
-      total: requests.
-      kept: of these, how many have a result already.
-      results: their file; None for standard output.
+    `kept` of the `total` requests have a result already; `results` is None for standard output.
     """
 
     def __init__(self, total: int, kept: int, results: "ResultFile | None") -> None:

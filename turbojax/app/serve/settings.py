@@ -28,17 +28,12 @@ SMALLER = "smaller --num-pages, --pool-bytes, --max-sequences or --max-length"
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """Options of the command that make an engine: those not listed are arguments of `Engine`.
+    """The options of the command that make an engine; most are arguments of `Engine`.
 
-    Raises TypeError if a number is not an integer, ValueError if one is out of range or options
-    exclude each other.
-
-    Attributes:
-      num_pages: of `Engine`; None for a size that follows from the requests or from the memory.
-      pool_bytes: instead, bytes that the pages of all layers take at most.
-      max_sequences: of `Engine`; None for its default, but no more than there are requests.
-      speculate: ``"ngram"`` or ``"draft"``, or None for no speculation.
-      draft_tokens: guesses at a time; None for the default of `NGram` or `Draft`.
+    `num_pages` is None for a size that follows from the requests or from the memory,
+    `max_sequences` for the default of `Engine`, but no more than there are requests. Raises
+    TypeError if a number is not an integer; ValueError if one is out of range, both sizes of the
+    pool are given, or options do not go together.
     """
 
     kv_dtype: str = "auto"
@@ -100,13 +95,7 @@ class Settings:
 
 @dataclasses.dataclass(frozen=True)
 class Pool:
-    """Sizes of an engine.
-
-    Attributes:
-      max_length: tokens of its longest request.
-      max_sequences: requests that run at a time.
-      nbytes: of the pages of all layers on a device, a draft model's included.
-    """
+    """Sizes of an engine; `nbytes` are of all pages on a device, a draft model's included."""
 
     num_pages: int
     max_length: int
