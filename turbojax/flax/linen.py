@@ -29,6 +29,7 @@ class RMSNorm(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
+        """Normalizes ``[..., size]``, in `x`'s dtype."""
         scale = self.param("scale", nn.initializers.ones, (self.size,), self.param_dtype)
         return rms_norm(x, scale, self.eps)
 

@@ -53,5 +53,6 @@ class RMSNorm(nnx.Module):
         self.centered = centered
 
     def __call__(self, x: jax.Array, over: tuple[str, ...] = ()) -> jax.Array:
+        """Normalizes ``[..., size]``, in `x`'s dtype."""
         scale = self.scale[...]
         return rms_norm(x, scale, self.eps, self.offset, centered=self.centered, over=over)

@@ -1,4 +1,4 @@
-"""What adapters are told, checked once."""
+"""The arguments of adapters, checked once."""
 
 import dataclasses
 from typing import Any

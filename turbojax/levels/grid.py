@@ -1,4 +1,4 @@
-"""The grid of blocks: which are there, which are visible, which hold the diagonal."""
+"""The grid of blocks: which exist, which are visible, which hold the diagonal."""
 
 import dataclasses
 

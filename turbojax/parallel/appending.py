@@ -1,4 +1,4 @@
-"""Writing to caches whose tokens are split over an axis of a mesh: each device what is its own.
+"""Writing to caches whose tokens are split over an axis of a mesh, each device to its own slots.
 
 All devices of the axis have all new tokens and store those of their own slots (`turbojax.parallel.
 runs`): there is no collective.

@@ -1,4 +1,4 @@
-"""Decoding where the tokens of a cache are split over an axis of a mesh: each device its own slots.
+"""Decoding where the tokens of a cache are split over an axis of a mesh.
 
 For calls inside of `jax.shard_map`. Every device attends to what is in its slots (`turbojax.
 parallel.runs`) with the kernel of the cache's kind, and the parts are merged by their log-sum-exp

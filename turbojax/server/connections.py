@@ -87,6 +87,7 @@ class EventStream(Response):
         self._chunks, self._end = chunks, end
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Sends it all."""
         try:
             await while_connected(receive, self._send(send))
         except (ClientDisconnect, OSError):

@@ -1,4 +1,4 @@
-"""The language of tables: of an op, which axis of which array is what."""
+"""The language of tables, which say what each axis of each array of an op is."""
 
 import dataclasses
 from collections.abc import Mapping
