@@ -86,7 +86,8 @@ def cache_bytes(
         options["rope_dim"] = rope_dim
         return jax.eval_shape(lambda: init_layer_cache(*sizes, **options)).nbytes
 
-    # Batches of 1 and 2 give the total: some parts, such as a rotation, do not grow with the batch.
+    # Batches of 1 and 2 give the total, so that no array is as long as the batch: some parts, such
+    # as a rotation, do not grow with it.
     kinds, total = kinds_of_layers(cache, config.num_layers), 0
     each = Counter(zip(kinds, windows_of_layers(config, kinds), strict=True))
     for (kind, window), layers in each.items():

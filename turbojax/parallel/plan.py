@@ -50,8 +50,8 @@ def best_order(visibility: Visibility, size: int) -> Order:
     Without a causal mask the work is equal anyway. In a causal window of `w` of `S` tokens each
     query past the first `w` sees `w` keys. Up to half the tokens, zig-zag order would also give
     some device two such chunks: in both orders the most work that a device has is then
-    ``1 / (1 - w / (2 S))`` times the mean, 1.05 for a tenth of the tokens and 1.33 for half of them.
-    `size` is the tokens of all devices.
+    ``1 / (1 - w / (2 S))`` times the mean, 1.05 for a tenth of the tokens and 1.33 for half of
+    them. `size` is the tokens of all devices.
     """
     if not visibility.is_causal:
         return "natural"

@@ -135,7 +135,7 @@ def _check_apart(table: Table, names: Mapping[str, Names], sources: Mapping[str,
 def _check_even(table: Table, result: Plan, leaf: Leaf, shape: Sequence[int]) -> None:
     for axis, (letter, size) in enumerate(zip(leaf.letters, shape, strict=True)):
         parts = result.parts(letter)
-        # Unlike other axes of size 1, one key/value head is not shared: it would have to be whole.
+        # Unlike other axes of size 1, one key/value head cannot stay whole on every device.
         if size % parts and (size != 1 or letter == "K"):
             raise ValueError(
                 f"{table.op} cannot be split so: {leaf.name} has {size} {meaning(letter)} (axis "

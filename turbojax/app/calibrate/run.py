@@ -31,7 +31,7 @@ _LOSS = 0.01
 
 @dataclasses.dataclass(frozen=True)
 class CalibrateSettings:
-    """What to choose, and by what: the options of the command, of the same names.
+    """What to choose, and by what: the options of the command.
 
     Raises TypeError if a number is of the wrong kind; ValueError if one is out of range, a
     candidate is named twice or there is none, or both a loss and a ratio are given.

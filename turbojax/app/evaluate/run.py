@@ -28,7 +28,7 @@ _MEASURES = (*evaluation.MEASURES, "tasks")
 
 @dataclasses.dataclass(frozen=True)
 class EvalSettings:
-    """What to measure: the options of the command, of the same names.
+    """What to measure: the options of the command.
 
     Raises ValueError if numbers are out of range, or options contradict each other.
     """
