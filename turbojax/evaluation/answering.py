@@ -26,7 +26,7 @@ DEFAULT_NEW_TOKENS = 256
 """Tokens of a continuation, where its task does not say."""
 
 Keep = Callable[[str, Callable[[], Json]], Json]
-"""From a name and what makes a value to the value, which may be known already."""
+"""Takes a name and a function that makes a value; gives the value, which may be known already."""
 
 
 def _make_it(key: str, make: Callable[[], Json]) -> Json:

@@ -33,7 +33,7 @@ NAME = "turbojax"
 
 _LIMITS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 _WITHOUT_EFFECT = ("do_sample", "temperature", "top_p", "top_k", "min_p", "seed")
-"""What of a greedy continuation changes nothing, but for the first two, which must not be set."""
+"""Options without effect on greedy continuations; the first two must not ask for sampling."""
 
 
 def language_model(answering: Answering) -> Any:

@@ -27,7 +27,7 @@ from turbojax.models import ByteTokenizer, Tokenizer
 from turbojax.models.generation.session import Progress
 
 _HALF = 32
-"""Tokens of a copy's first half, which is reported by itself."""
+"""Tokens of a copy's first half, which is also reported alone."""
 
 
 @dataclasses.dataclass(frozen=True)

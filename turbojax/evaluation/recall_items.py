@@ -12,7 +12,7 @@ Kind = Literal["copy", "key_value", "needle", "chat"]
 KINDS: tuple[Kind, ...] = ("copy", "key_value", "needle", "chat")
 
 IN_CODE: tuple[Kind, ...] = ("copy", "key_value")
-"""Those that a model of source code's bytes can do something with."""
+"""The kinds that make sense for a model that reads the bytes of source code."""
 
 PAIRS = 8
 """Lines that are planted, of which one is asked for."""

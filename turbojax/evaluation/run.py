@@ -30,13 +30,13 @@ MEASURES = ("text", "layers", "recall")
 """What `evaluate` can measure by itself."""
 
 _FILES_TO_DRAW = 5
-"""With as many texts, intervals are those of drawing texts; with fewer, of drawing windows."""
+"""From this many texts on, intervals come from drawing texts; with fewer, from drawing windows."""
 
 _MOST_BITS = 1024
-"""Perplexity, 2 to this power, is more than a float can be."""
+"""From this many bits on, perplexity, 2 to their power, does not fit a float."""
 
 _NO_WINDOWS = np.zeros((0, 0), np.int32)
-"""Of a text that is too short."""
+"""The windows of a text that is too short."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -27,7 +27,7 @@ EXACT = Method("exact", "exact")
 """What methods are compared with: keys and values in the model's dtype."""
 
 _Logits = list[tuple[int, np.ndarray]]
-"""A batch's, chunk by chunk, see `forced_logits`."""
+"""The logits of a batch, chunk by chunk, see `forced_logits`."""
 
 _MOST_KEPT = 2**31
 """Bytes of logits that `ExactRun` keeps."""

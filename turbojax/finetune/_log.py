@@ -8,7 +8,7 @@ from turbojax._checks import is_finite_number
 from turbojax._json import shown
 
 _LONGEST_LOG = 256 * 2**20
-"""Bytes: of ten million steps."""
+"""Bytes that a log may have: enough for ten million steps."""
 
 
 def read_content(path: Path) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from turbojax.sharding.axes import Axes
 Tree = TypeVar("Tree")
 
 _LAYERS = "['blocks']"
-"""In the path of arrays with a leading axis of layers: a scan takes it apart, no mesh splits it."""
+"""Part of the path of arrays with a leading axis of layers, which is scanned and never split."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -29,7 +29,7 @@ from turbojax.parallel.zigzag import positions as zigzag_positions
 from turbojax.sharding.axes import Axes
 
 Loss = Callable[[nnx.State, jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
-"""Of weights, stream and starts of windows: the mean loss, and the mean density of levels."""
+"""From weights, stream and starts of windows: the mean loss, and the mean density of levels."""
 Gradient = Callable[[nnx.State, jax.Array, jax.Array], tuple[tuple[jax.Array, jax.Array], Any]]
 """What `jax.value_and_grad` makes of a `Loss`."""
 

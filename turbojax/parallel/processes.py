@@ -29,17 +29,17 @@ import jax
 import numpy as np
 
 EXIT_CODE = 70
-"""Of a process that ends because another one is gone."""
+"""The exit code of a process that ends because another one is gone."""
 
 _GRACE = 2.0
-"""Seconds that an error waits for the news that another process is gone, of which it may be the
-consequence: a collective fails at the same moment."""
+"""Seconds that an error waits for the news that another process is gone: it may be a consequence,
+as a collective fails at the same moment."""
 _LATER = 10
-"""Seconds by which JAX's own verdict comes after the one here, which names the process."""
+"""Seconds by which JAX ends the processes later than the code here, which names the process."""
 _PROBE = 10.0
 """Seconds for one try to reach the first process."""
 _MOST_BYTES = 512
-"""Of what a process says of itself."""
+"""Bytes that a process may say of itself."""
 
 
 @dataclasses.dataclass(frozen=True)

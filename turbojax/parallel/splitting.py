@@ -59,7 +59,7 @@ _ARRAYS: Mapping[str, Entry] = {
 }
 """Letters of the arguments of attention and caches, by name."""
 _NEW = {"key": "BRKH", "value": "BRKH", "latent": "BRC", "rope": "BRR"}
-"""Of tokens that are new to a cache, which every device of a sequence's axis has."""
+"""Tokens that are new to a cache: every device of a sequence's axis has all of them."""
 _NEWEST = {"query": "BRNH", "query_latent": "BRNC", "query_rope": "BRNR"}
 _PRODUCT = {"x": "...I", "weight": OWN, "bias": "F", "residual": "...F"}
 _PART = ("BTNH", "BTN")

@@ -24,10 +24,10 @@ from turbojax.server.service import SHUTTING_DOWN, Service
 from turbojax.server.texts import ChoiceText, Piece
 
 _SHORT = 2**15
-"""Tokens, likely ones by their side included, that are written in well under a second."""
+"""Tokens, with the likely ones beside them, that are written in well under a second."""
 
 _AT_ONCE = 64
-"""Events of a client that has not read for long: between so many, others have their turn."""
+"""Events that a client which has not read for long gets at a time; then others have their turn."""
 
 
 class Form(Protocol):

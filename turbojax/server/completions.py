@@ -12,7 +12,7 @@ from turbojax.server.service import Service
 from turbojax.server.texts import Piece, TokenTexts
 
 _NEW_TOKENS = 16
-"""Of requests that do not say: OpenAI's default."""
+"""New tokens where a request does not say: OpenAI's default."""
 
 _PROMPTS = (
     "a text, a list of texts, a list of tokens within 0..{} or a list of such lists, none empty"

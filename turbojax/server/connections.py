@@ -18,7 +18,7 @@ GONE = 499
 """The status of a response that nobody reads."""
 
 _BODY_SECONDS = 60.0
-"""In which a body must be here: what there is of it takes memory."""
+"""Seconds within which a body must be here, since its beginning takes memory."""
 
 _HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 _DONE = b"data: [DONE]\n\n"

@@ -19,7 +19,7 @@ MOST_STOPS = 16
 """Stop texts of a request."""
 
 LONGEST_STOP = 256
-"""Characters of each: the engine looks for them after every token, while others wait."""
+"""Characters of a stop text: the engine looks for these after every token, while others wait."""
 
 _GUIDES = {"guided_json": "json_schema", "guided_regex": "regex", "guided_grammar": "lark"}
 _ONLY_ONE = "only one of response_format, guided_json, guided_regex and guided_grammar"

@@ -25,8 +25,8 @@ from turbojax.server.texts import TokenTexts
 _T = TypeVar("_T")
 
 _THREADS = 8
-"""That read requests and write answers, of each kind: what takes seconds, such as a grammar, waits
-for others that do, and nothing else waits for it."""
+"""Threads of each kind that read requests and write answers. Work that takes seconds, such as a
+grammar, has its own, so that it waits only for its like and nothing else waits for it."""
 
 SHUTTING_DOWN = "the server is shutting down"
 

@@ -14,7 +14,7 @@ from turbojax.models.text.tokenizer import Tokenizer
 from turbojax.server.options import Options
 
 _UNLIKELY = -9999.0
-"""What JSON, which has no infinity, says of a token that cannot come."""
+"""The log-probability of an impossible token in JSON, which has no infinity."""
 
 
 @dataclasses.dataclass(frozen=True)

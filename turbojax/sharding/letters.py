@@ -7,8 +7,8 @@ from typing import Any
 import jax
 
 OWN = "*"
-"""Stands for the letters that a class has in its attribute `AXES`, a name of a field each; letters
-before it are those of further axes of all of its arrays, the first."""
+"""Stands for the letters in a class's attribute `AXES`, which are by name of field. Letters before
+it are those of further axes that come first in all of its arrays."""
 
 Entry = str | tuple["Entry", ...]
 """What the arrays of one argument or result are: a letter for each axis, or as many entries.

@@ -12,10 +12,10 @@ from turbojax.sharding.letters import Leaf, Table, meaning
 
 Names = tuple[str, ...]
 Split = tuple[Names, ...]
-"""Of each axis of an array the axes of the mesh over which it is split."""
+"""For each axis of an array, the axes of the mesh over which it is split."""
 
 _GROUPS = {"K": "N"}
-"""Letters that are split together, as one of them."""
+"""Letters that are split together with another one, by which their group is named."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -20,7 +20,7 @@ DEFAULT_METHODS = (
     *("paged_int8", "paged_int8_v4", "turbo4"),
 )
 DEFAULT_LATENT_METHODS = LATENT_CACHE_NAMES
-"""Of models with latent attention."""
+"""The default methods of models with latent attention."""
 
 _MOST_CONTEXT = 1023
 _MEASURES = (*evaluation.MEASURES, "tasks")
