@@ -89,10 +89,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text
 
 
 def axes_of(mesh: str | None) -> "Axes | None":
-    """The axes of the devices that `--mesh` names; None without it.
-
-    Raises ValueError if it cannot be read, or there are fewer devices.
-    """
+    """The axes that `--mesh` names, or None; ValueError if unreadable or of too many devices."""
     from turbojax.sharding.meshes import mesh_of
 
     return None if mesh is None else mesh_of(mesh)

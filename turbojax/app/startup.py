@@ -74,10 +74,7 @@ def cache_bytes(
     max_length: int,
     cache: ModelCacheKind,
 ) -> int:
-    """Bytes of the caches that `models.init_caches` would make, without making them.
-
-    Raises ValueError if a size does not fit the kind of cache, or no layer would be compressed.
-    """
+    """Bytes of the caches that `models.init_caches` would make; ValueError if it could not."""
 
     def layer(kind: CacheKind, window: int | None, batch: int) -> int:
         heads, channels, rope_dim = widths_of(config, kind)

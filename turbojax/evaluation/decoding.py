@@ -72,10 +72,7 @@ def start(
 
 
 def step(session: Session, tokens: np.ndarray) -> Session:
-    """Feeds one token int32 ``[B]`` per sequence, as `Session.step`; there must be room for it.
-
-    The session's caches are donated.
-    """
+    """Feeds a token int32 ``[B]``, as `Session.step`; there must be room. Donates the caches."""
     caches, logits, lengths = _step(session.decoder, session.caches, tokens, session.lengths)
     return dataclasses.replace(
         session, caches=caches, logits=logits, lengths=lengths, longest=session.longest + 1

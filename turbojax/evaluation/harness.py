@@ -380,7 +380,7 @@ def _class() -> Any:
 
 
 def _generation(given: Mapping[str, Any], max_new_tokens: int) -> tuple[tuple[str, ...], int]:
-    """Texts that end a continuation, and its most tokens.
+    """Stop texts and most tokens of a continuation.
 
     Raises NotImplementedError if it is not to be greedy, or has an option that is not known here.
     """

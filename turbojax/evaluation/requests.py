@@ -123,10 +123,7 @@ def continuation_of(
 
 
 def batches(rows: Iterable[_Row], batch_size: int, max_length: int) -> Iterator[tuple[_Row, ...]]:
-    """Rows that run at once: of like length, and such that all fit the model together.
-
-    A function of the arguments alone.
-    """
+    """Rows that run at once, of like length, that fit the model; the arguments alone decide."""
     groups = dict[Hashable, list[_Row]]()
     for row in rows:
         groups.setdefault(row.kind, []).append(row)

@@ -170,10 +170,7 @@ def score(
 
 
 def cache_bytes(decoder: AnyDecoder, max_length: int, cache: ModelCacheKind) -> int:
-    """Bytes of one sequence's caches of all layers, as `init_caches` allocates them.
-
-    Raises ValueError if `cache` is no kind of cache, or cannot hold the model's heads.
-    """
+    """Bytes of one sequence's caches of all layers, as `init_caches` allocates them, or raises."""
     # A split decoder has equally many sequences on all devices.
     count = 1 if decoder.axes is None else decoder.axes.size("batch")
     caches = jax.eval_shape(lambda: init_caches(decoder, count, max_length, cache))

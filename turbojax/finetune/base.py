@@ -64,10 +64,7 @@ class BaseTrainer(abc.ABC, Generic[Trained]):
             return jax.jit(init, out_shardings=shardings)(self._trained)
 
     def run_step(self) -> dict[str, jax.Array]:
-        """Does one optimizer step; returns before the device is done.
-
-        The metrics are scalars on the device, see the class.
-        """
+        """Does one optimizer step; returns at once, with scalars that are still on the device."""
         self.compile()
         given = self._arguments(self.step)
         self._trained, self.opt_state, metrics = self._compiled(*given)

@@ -20,10 +20,7 @@ def checkpoint_manager(folder: Path) -> ocp.CheckpointManager:
 
 
 def last_step(folder: Path) -> int | None:
-    """The step of the latest finished checkpoint under `folder`, read from the names there.
-
-    Orbax writes a checkpoint under another name and renames it at the end.
-    """
+    """The step of the latest checkpoint; Orbax gives one this name when it is complete."""
     names = (path.name for path in folder.glob("*")) if folder.is_dir() else ()
     return max((int(name) for name in names if name.isdecimal()), default=None)
 

@@ -147,10 +147,7 @@ def select(
 
 
 def join(contents: Iterable[bytes]) -> np.ndarray:
-    """One stream of documents free of byte 0, in the given order: `[bytes]` uint8.
-
-    It holds byte 0, a document, byte 0, a document, ... and a final byte 0.
-    """
+    """A uint8 stream: byte 0, a document free of it, byte 0, a document, ... and a final byte 0."""
     return np.frombuffer(b"".join(b"\0" + data for data in contents) + b"\0", np.uint8)
 
 

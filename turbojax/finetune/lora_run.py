@@ -139,10 +139,7 @@ def fine_tune_adapters(
 
 
 def _windows(tokens: np.ndarray, context: int, most: int) -> np.ndarray:
-    """int32 ``[n, context + 1]``, each beginning with the last token of the one before.
-
-    Raises ValueError if there is none.
-    """
+    """int32 ``[n, context + 1]``, neighbours sharing a token; ValueError if there is none."""
     count = min(most, (tokens.size - 1) // context)
     if count < 1:
         raise ValueError(f"{tokens.size} held-out tokens must be more than {context=}")

@@ -18,10 +18,7 @@ from turbojax.routing import SoftmaxOrder, combine, dispatch, route
 
 
 class FrozenWeight(nnx.Module):
-    """An `Int4Weight`, of one layer or a stack of experts, as variables that are not trained.
-
-    `arrays` has a `FrozenParam` for each of its arrays, in the order of its pytree.
-    """
+    """An `Int4Weight`, of a layer or a stack of experts, as `FrozenParam`s in pytree order."""
 
     def __init__(self, weight: Int4Weight):
         leaves, structure = jax.tree.flatten(weight)

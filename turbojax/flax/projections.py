@@ -119,10 +119,7 @@ class AttentionProjections(nnx.Module):
 
 
 def check_head_dim(rope: Rope | None, head_dim: int | None) -> int:
-    """The width of a head, given as a number or by the rotary embedding.
-
-    Raises ValueError if neither gives it, or the two differ.
-    """
+    """The width of a head, from either argument; ValueError if both lack it, or they differ."""
     if rope is None:
         if head_dim is None:
             raise ValueError("head_dim=None must be given where rope=None does not say it")
@@ -154,7 +151,7 @@ def check_sharding(sharding: object) -> None:
 def rotate(
     rope: Rope | None, query: jax.Array, key: jax.Array, angles: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
-    """Queries and keys at their positions; as they are without a rotary embedding.
+    """Queries and keys at their positions; unchanged without a rotary embedding.
 
     Raises ValueError if there are angles and no rotary embedding, or the other way round.
     """

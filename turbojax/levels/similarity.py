@@ -82,8 +82,8 @@ def key_similarity(
 def similarity(key: jax.Array, key_length: jax.Array, grid: Grid) -> jax.Array:
     """`key_similarity` of checked arguments; `key_length` is int32 ``[B or 1]``.
 
-    With unit keys u, the sum of all ordered pairs of a group of 2r is that of its halves and 2 *
-    sum(first half) . sum(second half): no pair is formed, and nothing cancels.
+    With unit keys u, the sum of all ordered pairs of a group of 2r is that of its halves and
+    2 * sum(first half) . sum(second half): no pair is formed, and nothing cancels.
     """
     batch, size, kv_heads, channels = key.shape
     padding = grid.columns * grid.block_kv - size

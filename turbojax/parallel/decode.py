@@ -256,10 +256,7 @@ def _merge(
     options: Options,
     sinks: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Attends on every device, then merges.
-
-    `query` is ``[B, T, N, H]``; `lengths` are int32 ``[B]`` of whole sequences.
-    """
+    """Attends on every device, then merges; `lengths` int32 ``[B]`` are of whole sequences."""
     batch, tokens = query.shape[:2]
     real = None
     if query_lengths is not None:

@@ -89,10 +89,7 @@ def check_chunks(tokens: int, parts: int) -> None:
 
 
 def check_blocks(of: Any, tokens: int, parts: int, devices: int) -> None:
-    """Raises ValueError unless the tokens of a device are `parts` chunks of whole blocks.
-
-    The blocks are `of.block_q` and `of.block_kv`.
-    """
+    """Raises ValueError unless a device's tokens are `parts` chunks of whole blocks of `of`."""
     for name in ("block_q", "block_kv"):
         block = getattr(of, name)
         if tokens % (parts * block):

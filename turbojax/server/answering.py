@@ -93,10 +93,7 @@ class Answer:
         self._numbers = list[tuple[int, ...]]()
 
     async def begin(self) -> None:
-        """Waits until the engine has all requests.
-
-        Raises ApiError if it refuses one; the others are cancelled.
-        """
+        """Waits until the engine has all requests; if it refuses one, cancels all with ApiError."""
         try:
             self._numbers = await self._service.accepted(self._tickets)
         except BaseException:
@@ -206,10 +203,7 @@ class Answer:
 
 
 async def merged(tickets: Sequence[Ticket]) -> AsyncGenerator[tuple[int, list[Event]], None]:
-    """The events of several tickets as they come, each with its ticket's index.
-
-    Raises the first exception that a ticket raises.
-    """
+    """The events of tickets as they come, each with its ticket's index; raises the first error."""
     if len(tickets) == 1:
         async with aclosing(tickets[0].batches()) as batches:
             async for events in batches:

@@ -136,10 +136,7 @@ class Fields:
         return Fields(value, f"{self.name(name)}.")
 
     def only(self, name: str, allowed: Sequence[Any], why: str) -> None:
-        """Refuses a field unless its value is one of `allowed`, which ask for what is done anyway.
-
-        `why` is what the error says of other values.
-        """
+        """Refuses a field, saying `why`, unless its value asks for what is done anyway."""
         value = self.raw(name)
         # True is 1 to Python, not to JSON.
         same = any(type(value) is type(x) and value == x for x in allowed)

@@ -53,10 +53,7 @@ _GAUGES = {
 
 
 class Metrics:
-    """Counts requests, and shows them with the engine's own figures.
-
-    Its `registry` has these metrics, and no others.
-    """
+    """Counts requests, and shows them with the engine's figures; `registry` has nothing else."""
 
     def __init__(self, engine: AsyncEngine) -> None:
         self.registry = CollectorRegistry(auto_describe=False)

@@ -134,10 +134,7 @@ class Service:
         return room - len(prompt) if asked is None else asked
 
     def submit(self, requests: Sequence[Request], samples: int) -> list[Ticket]:
-        """Gives requests to the engine: all or none.
-
-        Raises ApiError if the queue is full or the server is shutting down.
-        """
+        """Gives all requests to the engine, or none: ApiError if the queue is full or it closes."""
         tickets = list[Ticket]()
         try:
             with self.engine_errors():
@@ -152,7 +149,7 @@ class Service:
     async def accepted(self, tickets: Sequence[Ticket]) -> list[tuple[int, ...]]:
         """Waits until the engine has the requests; the numbers of each one's samples.
 
-        Raises ApiError if the engine refuses one: that is the client's fault.
+        Raises ApiError for what the engine refuses, as that is the client's fault.
         """
         found = []
         for ticket in tickets:

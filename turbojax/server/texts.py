@@ -137,10 +137,7 @@ class TokenTexts:
         return {"content": content, "refusal": None}
 
     def for_completion(self, said: Sequence[Said], start: int) -> dict[str, Any]:
-        """Log-probabilities as completions have them.
-
-        `start` is the number of characters of the choice before its new text.
-        """
+        """As completions have them; the choice's new text begins after `start` characters."""
         return {
             "tokens": [self.text(x.token) for x in said],
             "token_logprobs": [_sendable(x.logprobs.logprob) for x in said],

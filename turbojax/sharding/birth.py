@@ -28,7 +28,7 @@ class Sizes(NamedTuple):
     slots: int = 0
 
     def own(self, axes: Axes) -> tuple[int, int, int]:
-        """The first three, of each device's own part; axes of size 1 are not split.
+        """The first three, of one device's part; axes of size 1 stay whole.
 
         Raises ValueError if devices would not have equally many slots.
         """

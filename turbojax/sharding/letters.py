@@ -74,10 +74,7 @@ def table(op: str, outputs: Entry, **inputs: Entry) -> Table:
 
 @dataclasses.dataclass(frozen=True)
 class Leaf:
-    """One array of a call, with a letter for each axis.
-
-    `summed` has the letters over which devices add up their parts.
-    """
+    """One array of a call, with a letter for each axis; devices add up parts over `summed`."""
 
     name: str
     letters: str

@@ -90,10 +90,7 @@ class ChatReport:
 
 
 def answers(model: str) -> bool:
-    """Whether a model has a chat template; only these may have tokens that are not bytes here.
-
-    Raises what `models.load_tokenizer` does.
-    """
+    """Whether a model has a chat template; without one its tokens must be bytes."""
     return models.load_tokenizer(model).chat_template is not None
 
 

@@ -113,10 +113,7 @@ class DemoReport:
 
 
 def default_file(required_bytes: int = 1) -> Path:
-    """A module of this interpreter's standard library that the embedded model never saw.
-
-    Raises FileNotFoundError if this interpreter has none of at least `required_bytes` bytes.
-    """
+    """A held-out module of the standard library; FileNotFoundError if none is long enough."""
     library = Path(sysconfig.get_path("stdlib"))
     for name in (_DEFAULT_MODULE, *held_out_modules()):
         path = library / name

@@ -28,10 +28,7 @@ _MEASURES = (*evaluation.MEASURES, "tasks")
 
 @dataclasses.dataclass(frozen=True)
 class EvalSettings:
-    """What to measure: the options of the command.
-
-    Raises ValueError if numbers are out of range, or options contradict each other.
-    """
+    """What to measure: the options of the command; ValueError if they do not fit together."""
 
     model: str = "embedded"
     texts: tuple[Path, ...] = ()
@@ -188,10 +185,7 @@ def _methods(given: Sequence[str] | None, found: text_model.FoundModel) -> tuple
 
 
 def _texts(files: Sequence[Path], tokenizer: Tokenizer) -> dict[str, Text]:
-    """The texts by name: bytes for byte-level models, tokens for others.
-
-    Raises ValueError if there is none, or it cannot be read.
-    """
+    """The texts by name, of bytes or tokens; ValueError if there is none, or it is unreadable."""
     if not files:
         if isinstance(tokenizer, NumberTokenizer):
             raise ValueError("tokens are numbers here, there is no tokenizer.json: give --text")

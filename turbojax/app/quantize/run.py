@@ -30,10 +30,7 @@ _KEPT_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 @dataclasses.dataclass(frozen=True)
 class QuantizeSettings:
-    """What to quantize, and how: the options of the command.
-
-    Raises ValueError if a number is out of range, or files are given that nothing would read.
-    """
+    """What to quantize, and how: the options of the command; ValueError if they do not fit."""
 
     model: str
     out: Path
@@ -253,10 +250,7 @@ def cut(
     length: int,
     count: int,
 ) -> tuple[np.ndarray, float]:
-    """Windows of the files or the default text, and how many bytes of it are a token.
-
-    Raises ValueError if there is not one window of it.
-    """
+    """Windows of the files or the default text, and bytes per token; ValueError if none fits."""
     place = "the standard library"
     if files:
         named = [(str(path), path.read_bytes()) for path in files]

@@ -30,10 +30,7 @@ class Address:
 
     @staticmethod
     def parse(text: str) -> "Address":
-        """Reads ``HOST:PORT``, ``[IPV6]:PORT`` or ``:PORT``, which is this machine alone.
-
-        Raises ValueError for anything else.
-        """
+        """Reads ``HOST:PORT``, ``[IPV6]:PORT`` or ``:PORT`` (this machine only), or ValueError."""
         found = re.fullmatch(r"(?:\[([0-9a-fA-F:.%\w]+)\]|([^:\[\]/\s]*)):(\d{1,5})", text)
         if found is None or int(found.group(3)) > _LARGEST_PORT:
             raise ValueError(
@@ -44,10 +41,7 @@ class Address:
 
 
 def api_keys(given: Sequence[str]) -> tuple[str, ...]:
-    """The keys of the command line, or else of the environment; none if there are none.
-
-    Raises ValueError if one is empty or has spaces in it.
-    """
+    """Keys of the command line, or else the environment; ValueError for empty ones or spaces."""
     keys = list(given) or os.environ.get(API_KEY_VARIABLE, "").split()
     for key in keys:
         if not key or key != "".join(key.split()):
@@ -56,10 +50,7 @@ def api_keys(given: Sequence[str]) -> tuple[str, ...]:
 
 
 def served_name(given: str | None, model: str | None, random_weights: str | None) -> str:
-    """What clients call the model: what the user says, or else the shape, or the folder's name.
-
-    Raises ValueError if the user says an empty name.
-    """
+    """What clients call the model: the user's name (ValueError if empty), the shape or folder."""
     if given is not None and not given.strip():
         raise ValueError(f"--served-name {given!r} must not be empty")
     if given is not None:

@@ -41,10 +41,7 @@ class ResultFile:
             self._file.truncate(self._size)
 
     def write(self, line: str) -> None:
-        """Adds a line, which is in the file even if the process ends right after.
-
-        Raises OSError, with the path, if there is no room for it.
-        """
+        """Adds a line, which stays even if the process ends right after; OSError names the path."""
         try:
             rest = line.encode() + b"\n"
             while rest:
@@ -145,10 +142,7 @@ def _opened(path: Path) -> Iterator[tuple[io.RawIOBase, bool]]:
 
 
 def _lock(path: Path, file: io.RawIOBase) -> None:
-    """Locks an open file until it is closed, where there are locks.
-
-    Raises ValueError if another process holds the lock.
-    """
+    """Locks a file until it is closed, where there are locks; ValueError if another holds it."""
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         return
     try:

@@ -153,10 +153,7 @@ def report_of(
 def plan_for(
     requests: Sequence[TextRequest], models: Models, settings: Settings, free_bytes: int | None
 ) -> Pool:
-    """The sizes of an engine for these requests, see `plan`.
-
-    Raises ValueError if there is no request, or a number does not fit.
-    """
+    """The sizes of an engine for these requests, see `plan`; ValueError if there are none."""
     if not requests:
         raise ValueError("there must be at least one request")
     return plan(

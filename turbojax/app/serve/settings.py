@@ -247,10 +247,7 @@ def make_engine(
     pool: Pool,
     draft: Decoder | QuantizedDecoder | None = None,
 ) -> Engine | Replicas:
-    """The engine; several of them as one where the model is on a mesh with an axis of data.
-
-    Raises what `Engine` does.
-    """
+    """The engine, or several as one where a mesh has an axis of data; raises what `Engine` does."""
     parts = [model] if model.axes is None else replicate(model)
     drafts: list[Decoder | QuantizedDecoder | None] = [None] * len(parts)
     if draft is not None:
