@@ -77,10 +77,10 @@ def _root(
 
 
 for _subcommand in _SUBCOMMANDS:
-    # A command is called as its function is, but for this one: Python has another `eval`.
+    # Commands have their functions' names, except `eval`, which is a builtin of Python.
     app.command("eval" if _subcommand is evaluate else None)(_subcommand)
 
 
 def main() -> NoReturn:
-    """The `turbojax` command, whose end is the process's; see `turbojax.__main__`."""
+    """Runs the `turbojax` command and exits with its code; see `turbojax.__main__`."""
     _interrupt.run(app)

@@ -95,11 +95,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text
 
 
 def axes_of(mesh: str | None) -> "Axes | None":
-    """The axes of the devices that `Mesh` names; None without it.
-
-    Raises:
-      ValueError: if it cannot be read, or there are fewer devices.
-    """
+    """The axes that `--mesh` names, or None; ValueError if unreadable or of too many devices."""
     from turbojax.sharding.meshes import mesh_of
 
     return None if mesh is None else mesh_of(mesh)
@@ -116,9 +112,8 @@ def find(
 ) -> "FoundModel":
     """The model that the options name, not loaded yet.
 
-    Raises:
-      ValueError: if two contradict each other, or there are no weights of this kind.
-      OSError, ValueError, NotImplementedError, ImportError: see `text_model.find_text_model`.
+    Raises what `text_model.find_text_model` does, and ValueError if two options contradict each
+    other or there is no such kind of weights.
     """
     from turbojax.app import text_model
     from turbojax.models.checkpoint.folder import is_gguf

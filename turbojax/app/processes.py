@@ -44,14 +44,10 @@ Heartbeat = Annotated[
 def together(
     coordinator: str | None, count: int | None, index: int | None, heartbeat: float
 ) -> Iterator[bool]:
-    """Runs what is inside with all processes that the options name; alone if they name none.
+    """Runs the body with all processes that the options name; alone if they name none.
 
-    Yields:
-      Whether this is the process that writes and prints.
-
-    Raises:
-      ValueError: if an option is missing or wrong.
-      OSError: see `turbojax.parallel.start`.
+    Yields whether this is the process that writes and prints. Raises ValueError if an option is
+    missing or wrong, OSError as `turbojax.parallel.start`.
     """
     from turbojax import parallel
 

@@ -29,7 +29,7 @@ CompilationCache = Annotated[
 MOST_BYTES = 2**30
 """What the folder may hold; the programs that were used least recently go first."""
 
-# Small programs are many: together they take seconds.
+# Small programs are kept too: there are many, which together take seconds to compile.
 _LEAST_SECONDS = 0.1
 _TROUBLE = re.compile(
     r"Error (reading|writing) persistent compilation cache entry for '(.*?)': (.*)"
@@ -40,11 +40,8 @@ def use(enabled: bool, command: str) -> None:
     """Has jax keep compiled programs, or, if not `enabled`, neither read nor write any.
 
     Where the user has chosen a folder (`JAX_COMPILATION_CACHE_DIR`), jax's settings stay as they
-    are. A folder that cannot be written to is one line on standard error.
-
-    Args:
-      enabled: the option.
-      command: what runs, as in ``"turbojax serve"``.
+    are. A folder that cannot be written to is one line on standard error, with `command`, such as
+    ``"turbojax serve"``.
     """
     import jax
 
@@ -109,8 +106,8 @@ def _processor() -> str:
 def _mend(programs: Path, command: str) -> None:
     """Removes a program that cannot be read, so that it is compiled and kept anew.
 
-    A process may have been killed while it wrote the file. jax warns, compiles, and would leave the
-    file as it is. That programs cannot be written is said once: it costs time only.
+    A process may have been killed while it wrote the file; jax would warn, compile, and leave the
+    file as it is. Programs that cannot be written are reported once: they only cost time.
     """
     show, told = warnings.showwarning, False
 
@@ -127,5 +124,5 @@ def _mend(programs: Path, command: str) -> None:
             typer.echo(f"{command}: compiled programs are not kept: {trouble[3]}", err=True)
 
     warnings.showwarning = shown
-    # Each time: by default, a warning of one place is shown once.
+    # "always", since by default a warning from one place is shown once.
     warnings.filterwarnings("always", _TROUBLE.pattern, UserWarning)

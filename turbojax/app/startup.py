@@ -22,12 +22,7 @@ from turbojax.models.generation.caching import (
 
 
 def check_output_file(option: str, path: Path | None) -> None:
-    """Raises ValueError unless a file can be written there.
-
-    Args:
-      option: that names it, such as ``"--out"``.
-      path: the file; None if there is to be none.
-    """
+    """Raises ValueError, naming the option, unless `path` is None or can be written."""
     if path is None:
         return
     if path.is_dir() or not path.parent.is_dir():
@@ -41,7 +36,7 @@ def check_output_file(option: str, path: Path | None) -> None:
 
 
 def check_input_files(*paths: Path) -> None:
-    """Raises OSError unless these can be read."""
+    """Raises OSError unless all of these files can be read."""
     for path in paths:
         path.open("rb").close()
 
@@ -57,9 +52,8 @@ def check_output_folder(option: str, path: Path) -> None:
 def check_plot(path: Path | None) -> None:
     """Raises unless a picture can be drawn to this file, if there is to be one.
 
-    Raises:
-      ImportError: if there is no matplotlib.
-      ValueError: if matplotlib does not know the ending, or the file cannot be written.
+    ImportError without matplotlib, ValueError if it does not know the ending or the file cannot be
+    written.
     """
     if path is None:
         return
@@ -80,11 +74,7 @@ def cache_bytes(
     max_length: int,
     cache: ModelCacheKind,
 ) -> int:
-    """Bytes of the caches that `models.init_caches` would make, which are not made.
-
-    Raises:
-      ValueError: if a size does not fit the kind of cache, or no layer would be compressed.
-    """
+    """Bytes of the caches that `models.init_caches` would make; ValueError if it could not."""
 
     def layer(kind: CacheKind, window: int | None, batch: int) -> int:
         heads, channels, rope_dim = widths_of(config, kind)
@@ -93,7 +83,8 @@ def cache_bytes(
         options["rope_dim"] = rope_dim
         return jax.eval_shape(lambda: init_layer_cache(*sizes, **options)).nbytes
 
-    # Some of it, such as a rotation, is there once: and no array is as long as the batch.
+    # Batches of 1 and 2 give the total, so that no array is as long as the batch: some parts, such
+    # as a rotation, do not grow with it.
     kinds, total = kinds_of_layers(cache, config.num_layers), 0
     each = Counter(zip(kinds, windows_of_layers(config, kinds), strict=True))
     for (kind, window), layers in each.items():
@@ -119,11 +110,8 @@ def prompt_bytes(config: TransformerConfig, dtype: np.dtype, batch_size: int, le
 def check_memory(needs: Mapping[str, int], smaller: str, available: int | None = None) -> None:
     """Raises ValueError if a run needs more memory than there is.
 
-    Args:
-      needs: what it needs at least: bytes by what they are for.
-      smaller: what can be done about it.
-      available: bytes that there are; by default `available_memory`. Where that is unknown, nothing
-        is refused.
+    `needs` are bytes by what they are for; `smaller` says what can be done about it. There are
+    `available` bytes, by default `available_memory`; where that is unknown, nothing is refused.
     """
     free = available_memory() if available is None else available
     total = sum(needs.values())
@@ -143,8 +131,8 @@ def check_memory(needs: Mapping[str, int], smaller: str, available: int | None =
 def available_memory() -> int | None:
     """Bytes that jax's default device can still give; None where that is not known.
 
-    Of a CPU: what Linux calls available and free swap, or less where a control group, as containers
-    have one, allows less; on other systems all memory there is.
+    For a CPU this is what Linux calls available and free swap, or less where a control group, as
+    containers have one, allows less; on other systems all memory there is.
     """
     device = jax.local_devices()[0]
     if device.platform != "cpu":
@@ -162,7 +150,7 @@ def available_memory() -> int | None:
 
 
 def _group_memory(root: Path = Path("/sys/fs/cgroup")) -> Iterator[int]:
-    """What each control group of this process may still take; cached files can be dropped."""
+    """What each control group of this process may still take; cached files count as free."""
     try:
         named = Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines()
         own = next(line[3:] for line in named if line.startswith("0::"))
@@ -199,5 +187,4 @@ def _check_writable(option: str, path: Path, folder: Path) -> None:
 
 
 def _size(count: int) -> str:
-    """Bytes for people."""
     return f"{count / 1e9:,.1f} GB" if count >= 1e8 else f"{count / 1e6:,.1f} MB"

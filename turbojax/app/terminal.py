@@ -22,12 +22,10 @@ _WIDEST = 10_000
 def one_line_errors(
     command: str, smaller: str | None = None, *, extra: str | None = None
 ) -> Iterator[None]:
-    """Makes what a user can do something about one line on standard error, and exit code 2.
+    """Turns errors that a user can do something about into one line on standard error, exit code 2.
 
-    Args:
-      command: what failed, as in ``"turbojax generate"``.
-      smaller: what to make smaller if memory runs out; None where none can.
-      extra: the extra of this package that brings what the command imports, if there is one.
+    `command` is what failed, as ``"turbojax generate"``; `smaller` what to make smaller if memory
+    runs out; `extra` the extra of this package that brings what the command imports.
     """
     import jax
 
@@ -46,21 +44,17 @@ def one_line_errors(
 
 
 def show(table: "RenderableType") -> None:
-    """Prints a table; to a pipe or a file as wide as it is, so that nothing is cut or folded."""
+    """Prints a table; to a pipe or a file at its full width, so that nothing is cut or folded."""
     console = Console()
     if not console.is_terminal:
-        # What is measured is never more than there is room for.
+        # `Measurement.get` gives at most the console's width.
         widest = Measurement.get(console, console.options.update(width=_WIDEST), table).maximum
         console.width = max(console.width, widest)
     console.print(table)
 
 
 def progress_bar(*, transient: bool = False) -> Progress:
-    """A bar on standard error, so that standard output stays clean.
-
-    Args:
-      transient: whether it goes when all is done.
-    """
+    """A bar on standard error, so that standard output stays clean."""
     return Progress(
         TextColumn("{task.description}"),
         BarColumn(),

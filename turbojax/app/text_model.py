@@ -35,16 +35,11 @@ class TextModel:
 
 @dataclasses.dataclass(frozen=True)
 class FoundModel:
-    """A model that is known and not loaded, so that what it is to do can be checked before.
+    """A model that is found but not loaded, so that what it is to do can be checked before.
 
-    Attributes:
-      config: its shape.
-      dtype: of weights and computation.
-      tokenizer: what reads its text.
-      weight_bytes: of its weights in this dtype, about; of a mesh those that one device holds.
-      load: loads it.
-      open: opens its checkpoint, see `models.open_decoder`; None if there is none.
-      axes: of the mesh that it will be split over, or None.
+    `weight_bytes` is about that of its weights in `dtype`, on a mesh of those that one device
+    holds; `open` opens its checkpoint, see `models.open_decoder`, None if there is none; `axes` are
+    those of the mesh that it will be split over.
     """
 
     config: models.TransformerConfig
@@ -66,18 +61,11 @@ def find_text_model(
 ) -> FoundModel:
     """Reads all of a checkpoint but its weights.
 
-    Args:
-      path: see `load_text_model`.
-      dtype: see there.
-      max_length: see there.
-      adapters: a folder of low-rank adapters for a model with INT4 weights, or None.
-      axes: of a mesh that the model is to be split over, or None.
-      weights: of a GGUF file ``"float"``, or ``"int4"`` to take its codes, see `models.load`; of
-        another checkpoint ``"float"``, which stands for what it has.
-
-    Raises:
-      ImportError, OSError, ValueError, NotImplementedError: see there; weights are not looked at.
-      ValueError: also if there is no such kind of weights.
+    The first three arguments as `load_text_model`. `adapters` is a folder of low-rank adapters for
+    a model with INT4 weights, and `axes` those of a mesh to split the model over. `weights` is
+    ``"float"``, which stands for what a checkpoint has, or for a GGUF file also ``"int4"``, which
+    takes its codes, see `models.load`. Raises what `load_text_model` does, except for weights,
+    which are not looked at, and ValueError if there is no such kind of weights.
     """
     int4 = _is_int4(weights)
     if int4:
@@ -126,18 +114,13 @@ def files_beside(path: str) -> tuple[dict[str, Any], dict[str, Path | bytes]]:
 def load_text_model(
     path: str, dtype: np.dtype | None = None, max_length: int | None = None
 ) -> TextModel:
-    """Loads a checkpoint with what reads its text.
+    """Loads a checkpoint with what reads its text, see `load_tokenizer`.
 
-    Args:
-      path: ``"embedded"``, ``"smollm2"``, a GGUF file, or a checkpoint's folder, quantized or not.
-        What reads its text, see `load_tokenizer`.
-      dtype: of weights and computation. By default float32 on a CPU, where it is the fast one, and
-        otherwise that of the checkpoint.
-      max_length: longest sequence, by default the checkpoint's; see `models.load`.
-
-    Raises:
-      ImportError: if there is a `tokenizer.json` and the package `tokenizers` is missing.
-      OSError, ValueError, NotImplementedError: see `models.load_decoder` and `load_tokenizer`.
+    `path` is ``"embedded"``, ``"smollm2"``, a GGUF file, or a checkpoint's folder, quantized or
+    not. `dtype` is by default float32 on a CPU, where it is the fast one, and otherwise that of the
+    checkpoint; for `max_length` see `models.load`. Raises ImportError if there is a
+    `tokenizer.json` and the package `tokenizers` is missing, and what `models.load_decoder` and
+    `load_tokenizer` do.
     """
     return find_text_model(path, dtype, max_length).load()
 
@@ -148,17 +131,11 @@ def find_random_model(
     weights: str = "float",
     axes: Axes | None = None,
 ) -> FoundModel:
-    """A model with random weights, whose tokens are numbers.
+    """A model with random weights, by default bfloat16, whose tokens are numbers.
 
-    Args:
-      shape: a name in `models.SHAPES`.
-      dtype: of weights and computation, by default bfloat16.
-      weights: ``"float"``, or ``"int4"`` for INT4 weights in the blocks' linear layers.
-      axes: of a mesh that the model is to be split over, or None.
-
-    Raises:
-      ValueError: if there is no such shape, or no such kind of weights.
-      NotImplementedError, ValueError: if so many devices cannot split it.
+    `shape` is a name in `models.SHAPES`; `weights` ``"float"``, or ``"int4"`` for INT4 weights in
+    the blocks' linear layers. Raises ValueError if there is no such shape or kind of weights, and
+    NotImplementedError or ValueError if the devices of `axes` cannot split the model.
     """
     int4 = _is_int4(weights)
     if shape not in models.SHAPES:
@@ -184,11 +161,7 @@ def _is_int4(weights: str) -> bool:
 
 
 def parse_dtype(name: str | None) -> np.dtype | None:
-    """The floating-point dtype of this name; None for None.
-
-    Raises:
-      ValueError: if it is no name of `DTYPES`.
-    """
+    """The floating-point dtype of this name, None for None; ValueError if it is not in `DTYPES`."""
     if name is None:
         return None
     if name not in DTYPES:
@@ -204,18 +177,11 @@ def read_text(content: bytes) -> str:
 def prompt_tokens(
     model: FoundModel, content: str, *, chat: bool = False, system: str | None = None
 ) -> list[int]:
-    """The tokens of a prompt.
+    """The tokens of a prompt: of a text to continue, or with `chat` of what the user says.
 
-    Args:
-      model: whose.
-      content: a text to continue, or with `chat` what the user says.
-      chat: whether to write it as a conversation, by the checkpoint's template.
-      system: the message that precedes a conversation, if there is one.
-
-    Raises:
-      ImportError: if a package is missing that this needs.
-      ValueError: if there is no token, one is not in the model's vocabulary, there is no template,
-        or no `chat` to have a `system`.
+    With `chat` the checkpoint's template writes a conversation, after the message `system` if there
+    is one. Raises ImportError if a package is missing, ValueError if there is no token, one is not
+    in the model's vocabulary, there is no template, or `system` is given without `chat`.
     """
     if system is not None and not chat:
         raise ValueError("a system message is for a conversation: it needs chat")
@@ -234,7 +200,7 @@ def prompt_tokens(
 
 
 def than_bfloat16(ratio: float) -> str:
-    """How a cache compares with one of bfloat16 that is `ratio` times as large."""
+    """How a cache compares with a bfloat16 one that is `ratio` times as large, in words."""
     times = f"{max(ratio, 1 / ratio):.2f}"
     if times == "1.00":
         return "as large as bfloat16"

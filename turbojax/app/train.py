@@ -271,7 +271,7 @@ def _check_memory(config: Any, settings: Any, axes: Any, fsdp: bool) -> None:
     if axes is not None:
         devices = axes.size("batch") * axes.size("sequence")
         parts = devices if fsdp else 1
-    # What every layer begins with, which even --remat keeps, and logits in float32.
+    # The input of every layer, which even --remat keeps, and logits in float32.
     logits = min(batch * context // devices * config.vocab_size, MOST_LOGITS)
     width = config.num_layers * config.hidden_size * jnp.dtype(settings.precision).itemsize
     startup.check_memory(

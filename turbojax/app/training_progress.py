@@ -24,11 +24,7 @@ def progress_bar(unit: str) -> Progress:
 class Display:
     """Shows records as a bar and as lines, and sets what an interrupted run says.
 
-    Args:
-      bar: of `progress_bar`.
-      steps: of the run.
-      out: its folder.
-      unit: what records give bits per, ``"byte"`` or ``"token"``.
+    `out` is the run's folder, and `unit` what bits are counted per, ``"byte"`` or ``"token"``.
     """
 
     def __init__(self, bar: Progress, steps: int, out: Path, unit: str) -> None:
@@ -39,7 +35,7 @@ class Display:
         """Shows a record or an evaluation, see `turbojax.finetune.run.Report`."""
         from turbojax import finetune
 
-        # Not before: only a run that has come to its steps is known to be the one in the folder.
+        # Not earlier: until a run takes steps, the folder may hold another run's checkpoints.
         _interrupt.say(lambda: _kept(self._out, finetune.last_checkpoint(self._out)))
         step, name = row["step"], f"bits_per_{self._unit}"
         if row.get("resumed"):
@@ -61,7 +57,6 @@ class Display:
 
 
 def _kept(out: Path, step: int | None) -> str:
-    """What an interrupted run leaves behind."""
     if step is None:
         return "no checkpoint was written yet; the same command begins anew"
     return f"the checkpoint of step {step} is in {out}; the same command goes on from there"

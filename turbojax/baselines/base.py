@@ -25,11 +25,7 @@ class BaselineCache(Split):
         return ratio
 
     def check_split(self, axes: Axes) -> None:
-        """See `Split.check_split`.
-
-        Raises:
-          ValueError: if tokens are to be split over several devices.
-        """
+        """See `Split.check_split`; ValueError if tokens are to be split over several devices."""
         if axes.size("sequence") > 1:
             raise ValueError(
                 f"{axes.sequence=} must be () for a {type(self).__name__}, whose tokens stay on "

@@ -91,7 +91,7 @@ def store_prompt(
 def _checked(
     cache: KiviCache, key: jax.Array, value: jax.Array, lengths: jax.Array | None
 ) -> jax.Array:
-    """Raises unless these are tokens for the cache; gives their numbers."""
+    """Raises unless these are tokens for the cache; gives how many are real, ``[B]``."""
     checks.check_kind(cache, KiviCache)
     checks.check_tokens(cache, key, value)
     return _checks.check_lengths("lengths", lengths, *key.shape[:2])
@@ -117,7 +117,7 @@ def _append_here(
     compressed: dict[str, Any] = {}
     for i, (side, new) in enumerate(zip(_SIDES, (key, value), strict=True)):
         run = functools.partial(_compress, side=side, of_prompt=of_prompt)
-        # Most single tokens fill nothing up: what is not due is not computed.
+        # Most single tokens complete no group: then nothing is computed.
         compressed |= jax.lax.cond(
             jnp.any(due[i] > done[i]),
             run,
@@ -153,7 +153,7 @@ def _compress(
     side: str,
     of_prompt: bool,
 ) -> dict[str, jax.Array]:
-    """A side's arrays with codes of tokens `done` to `due`, which wait or are new."""
+    """A side's arrays with codes of tokens `done` to `due`, which are in the residual or new."""
     config, tokens = cache.config, new.shape[1]
     count = tokens
     if side == "key" or config.rank:
@@ -183,7 +183,7 @@ def _compress(
 def _tokens_at(
     position: jax.Array, residual: jax.Array, new: jax.Array, before: jax.Array
 ) -> jax.Array:
-    """Tokens ``[B, n, K, H]`` at positions ``[B, n]``: of the residual, or of those to come."""
+    """Tokens ``[B, n, K, H]`` at positions ``[B, n]``: from the residual, or from the new ones."""
     size = residual.shape[1]
     joined = jnp.concatenate([residual, new], axis=1)
     offset = position - before[:, None]
@@ -192,14 +192,14 @@ def _tokens_at(
 
 
 def _rows(done: jax.Array, due: jax.Array, count: int, per: int, array: jax.Array) -> jax.Array:
-    """int32 ``[B, count]``: where rows of `per` tokens go, those that are due; others past all."""
+    """int32 ``[B, count]``: where due rows of `per` tokens go; the others go past the end."""
     row, past = jnp.arange(count)[None], array.shape[1]
     is_due = row < ((due - done) // per)[:, None]
     return jnp.where(is_due, done[:, None] // per + row, past + row)
 
 
 def _put(array: jax.Array, rows: jax.Array, new: jax.Array) -> jax.Array:
-    """The array ``[B, S, ...]`` with new rows ``[B, n, ...]``; none of them goes past its last."""
+    """The array ``[B, S, ...]`` with new rows ``[B, n, ...]``; rows past its last are dropped."""
     put = jax.vmap(lambda a, i, x: a.at[i].set(x, mode="drop", unique_indices=True))
     return put(array, rows, new)
 
@@ -215,7 +215,7 @@ def _with_factors(
     """The side's factors with those of an error ``[B, n, K, H]`` of the codes."""
     size = cache.residual_length
     is_due = jnp.arange(error.shape[1])[None] < (due - done)[:, None]
-    # What is not finite shows in the scale of its group; others must not suffer from it.
+    # Values that are not finite show in their group's scale; other groups must not change.
     error = jnp.where(is_due[:, :, None, None] & jnp.isfinite(error), error, 0)
     pairs = 1 if of_prompt else error.shape[1] // size
     parts = error.reshape(len(error), pairs, -1, *error.shape[2:]).swapaxes(2, 3)
@@ -260,7 +260,7 @@ def _dequantize(cache: KiviCache) -> tuple[jax.Array, jax.Array]:
 
 
 def _side(cache: KiviCache, side: str, compressed: jax.Array) -> jax.Array:
-    """The keys, or the values, of which so many ``[B]`` are codes."""
+    """The keys or values: the first `compressed` ``[B]`` from codes, others from the residual."""
     codes, minimum, scale, left, right, residual = (
         getattr(cache, f"{side}_{name}")
         for name in ("codes", "minimum", "scale", "left", "right", "residual")
@@ -328,13 +328,13 @@ def _quantize(x: jax.Array, side: str, config: Kivi) -> tuple[jax.Array, jax.Arr
 def _numbers(
     codes: jax.Array, minimum: jax.Array, scale: jax.Array, side: str, config: Kivi
 ) -> jax.Array:
-    """float32 ``[B, n, K, H]`` of such codes, without factors."""
+    """float32 ``[B, n, K, H]`` that such codes stand for, without low-rank factors."""
     grouped, axis = _grouped(codes, side, config)
     return numbers(grouped, minimum, scale, axis).reshape(codes.shape)
 
 
 def _grouped(x: jax.Array, side: str, config: Kivi) -> tuple[jax.Array, int]:
-    """Tokens ``[B, n, K, H]`` with an axis of those that share a scale, and which it is."""
+    """Tokens ``[B, n, K, H]`` with an axis of those that share a scale, and its number."""
     batch, tokens, heads, channels = x.shape
     if side == "key":
         return x.reshape(batch, -1, config.group_size, heads, channels), 2

@@ -26,6 +26,10 @@ class Kivi:
         channels, or the largest divisor of the head dim below.
       residual_length: tokens that are kept as they are, a multiple of `group_size`.
       rank: of the approximation of the codes' error; 0 for none.
+
+    Raises:
+      TypeError: if a value is not an integer.
+      ValueError: if one is out of range, or `residual_length` not such a multiple.
     """
 
     bits: int = 4
@@ -34,12 +38,6 @@ class Kivi:
     rank: int = 0
 
     def __post_init__(self) -> None:
-        """Checks the values.
-
-        Raises:
-          TypeError: if one is not an integer.
-          ValueError: if one is out of range, or `residual_length` not such a multiple.
-        """
         _checks.check_sizes(group_size=self.group_size, residual_length=self.residual_length)
         for name in ("bits", "rank"):
             _checks.check_integer(name, getattr(self, name))

@@ -146,7 +146,7 @@ class E4m3Cache(TokenCache):
     def quantize(x: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:
         """See `TokenCache.quantize`."""
         wide = x.astype(jnp.float32)
-        # Half a step more than the largest number: what is nearer to it than to the next.
+        # Up to half a step above the largest number, values are rounded to it.
         is_inside = jnp.abs(wide) <= E4M3_MAX + 16
         inside = jnp.clip(wide, -E4M3_MAX, E4M3_MAX)
         return round_to_e4m3(jnp.where(is_inside, inside, jnp.nan)), ()

@@ -26,7 +26,7 @@ DEFAULT_NEW_TOKENS = 256
 """Tokens of a continuation, where its task does not say."""
 
 Keep = Callable[[str, Callable[[], Json]], Json]
-"""From a name and what makes a value to the value, which may be known already."""
+"""Takes a name and a function that makes a value; gives the value, which may be known already."""
 
 
 def _make_it(key: str, make: Callable[[], Json]) -> Json:
@@ -41,24 +41,24 @@ def _tell_nobody(done: int, total: int) -> None:
 class Answering:
     """A model, its tokenizer and a method, asked in batches.
 
-    Of every context all tokens but the last are prefilled, and all others go through the cache
-    token by token.
+    Of every context all tokens but the last are prefilled; that one and the continuation go through
+    the cache token by token.
 
     Args:
       model: the model.
       tokenizer: of the model.
       method: the cache, and how prompts attend.
       batch_size: sequences that run at once.
-      max_new_tokens: of a continuation, where nothing is said.
-      progress: told how many sequences are done, of how many that were asked for so far.
+      max_new_tokens: of a continuation, where the call does not say.
+      progress: called with how many sequences are done, and how many were asked for so far.
       keep: asked for each batch's answers, plain JSON values.
 
     Attributes:
       truncated: contexts, so far, whose beginning was left out because the model takes no more.
-      nan: answers, so far, that are not there because logits held NaN. Such a likelihood is 0.
+      nan: answers, so far, that are missing because logits held NaN. Such a likelihood is 0.
 
     Raises:
-      ValueError: if a size is out of range, or nothing reads texts.
+      ValueError: if a size is out of range, or the model has no tokenizer for texts.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class Answering:
         return hashlib.sha256(json.dumps(told).encode()).hexdigest()[:16]
 
     def encode(self, text: str, add_special_tokens: bool | None = None) -> list[int]:
-        """Tokens of a text; with None, those around it are added unless it begins with one."""
+        """Tokens of a text. With None, special tokens are added unless the text begins with one."""
         if add_special_tokens is None:
             first = self.tokenizer.special_tokens.get("bos_token")
             add_special_tokens = not (first and text.startswith(first))

@@ -13,25 +13,26 @@ def choose(
 ) -> np.ndarray:
     """A choice for every layer, as if what layers cost added up.
 
-    By dynamic programming over sizes, layer by layer. The choice is the best one where the sizes'
-    differences are at most `_MOST_STEPS` of their common divisor, as they are where caches of all
-    layers are alike; elsewhere each layer's size is rounded up by so small a part of their sum.
+    By dynamic programming over sizes, layer by layer. The choice is optimal where differences of
+    sizes are at most `_MOST_STEPS` times their common divisor, as they are where the caches of all
+    layers are alike. Elsewhere each layer's size is rounded up by a correspondingly small part of
+    their sum.
 
     Args:
-      costs: float ``[C, L]``, what each of C caches costs in each of L layers; one that is not
-        finite is not chosen there.
+      costs: float ``[C, L]``, what each of C caches costs in each of L layers; a cache is not
+        chosen where its cost is not finite.
       sizes: int ``[C, L]``, bytes.
       loss: what the costs may sum up to: then the fewest bytes, and of these choices the one that
         costs least.
-      size: instead of it, what the bytes may sum up to: then the least cost, and of these choices
-        the smallest.
+      size: instead of `loss`, what the bytes may sum up to: then the least cost, and of these
+        choices the smallest.
 
     Returns:
       int ``[L]``, which of the caches.
 
     Raises:
-      ValueError: if shapes differ, not one of `loss` and `size` is given, or no choice is within
-        it; the error says what the nearest one has.
+      ValueError: if shapes differ, not exactly one of `loss` and `size` is given, or no choice is
+        within it; the error says what the nearest one has.
     """
     if costs.ndim != 2 or costs.shape != sizes.shape or 0 in costs.shape:
         raise ValueError(f"{costs.shape=} and {sizes.shape=} must be the same, [C, L]")
@@ -62,16 +63,15 @@ def _steps(extra: np.ndarray) -> tuple[np.ndarray, int]:
 
 
 def _table(costs: np.ndarray, steps: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The least cost in each size, ``[S + 1]``, and of each layer what the best so far ends with.
+    """The least cost for each size, and per layer the cache that the best choice so far ends with.
 
-    Returns:
-      float64 ``[S + 1]`` and int32 ``[L, S + 1]``.
+    As float64 ``[S + 1]`` and int32 ``[L, S + 1]``.
     """
     count = int(steps.max(axis=0).sum()) + 1
     best, picks = np.zeros(count), np.zeros((costs.shape[1], count), np.int32)
     for layer, (cost, step) in enumerate(zip(costs.T, steps.T, strict=True)):
         now = np.full(count, np.inf)
-        # The smallest first: of equal costs it stays.
+        # The smallest first: among equal costs it is kept.
         for cache in np.argsort(step, kind="stable"):
             there = np.full(count, np.inf)
             if 0 <= step[cache] < count:

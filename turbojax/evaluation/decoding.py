@@ -30,11 +30,7 @@ _MOST_LOGITS = 2**26
 
 
 def decoder_of(model: AnyModel) -> AnyDecoder:
-    """What runs: a `Transformer`'s layers apart.
-
-    Raises:
-      TypeError: if it is no model that can decode.
-    """
+    """The decoder of a model, a `Transformer`'s layers unstacked; TypeError if there is none."""
     if isinstance(model, Transformer):
         return unstack(model)
     if not isinstance(model, AnyDecoder):
@@ -56,16 +52,10 @@ def start(
 ) -> Session:
     """Prompts through the model, into a method's caches.
 
-    As `turbojax.models.start` does, by a program that is compiled alike every time.
-
-    Args:
-      decoder: the model.
-      tokens: int ``[B, T]``, prompts padded on the right.
-      max_length: tokens that each sequence will hold at most.
-      method: the caches, and what prompts attend with.
-      lengths: int ``[B]``, of the prompts; `T` if not given.
-      in_buckets: whether prompts and caches get sizes that calls of other ones share, as
-        `turbojax.models.generate` has it.
+    As `turbojax.models.start`, but by a program that `repeatable` compiles alike every time. With
+    `in_buckets`, prompts and caches are rounded up to sizes that other calls share, as
+    `turbojax.models.generate` does. `tokens` is int ``[B, T]``, padded on the right, with `lengths`
+    int ``[B]`` (all T if None); each sequence will hold at most `max_length` tokens.
     """
     tokens, lengths = check_prompts(decoder.config, tokens, lengths, max_length, None)
     warn_of_long_factors(decoder.config, int(lengths.min()), max_length, stacklevel=2)
@@ -82,10 +72,7 @@ def start(
 
 
 def step(session: Session, tokens: np.ndarray) -> Session:
-    """Feeds one token int32 ``[B]`` per sequence, as `Session.step` does, which has room for it.
-
-    The session's caches are donated.
-    """
+    """Feeds a token int32 ``[B]``, as `Session.step`; there must be room. Donates the caches."""
     caches, logits, lengths = _step(session.decoder, session.caches, tokens, session.lengths)
     return dataclasses.replace(
         session, caches=caches, logits=logits, lengths=lengths, longest=session.longest + 1
@@ -121,20 +108,16 @@ def _prompts(
 def forced_logits(session: Session, tokens: np.ndarray) -> Iterator[tuple[int, jax.Array]]:
     """The logits that precede each given token, decoded through the session's caches.
 
-    Args:
-      session: after the prompt; its caches are donated.
-      tokens: int32 ``[B, D]``, the true continuation. The last one is not fed.
-
-    Yields:
-      How many positions, up to `STEPS`, and their logits, float32 ``[more, B, V]``; what comes
-      after them means nothing.
+    `tokens` is int32 ``[B, D]``, the true continuation, whose last token is not fed; the session's
+    caches, which hold the prompt, are donated. Yields how many positions follow, up to `STEPS`, and
+    their logits, float32 ``[more, B, V]``, whose rows after these positions mean nothing.
     """
     steps, total = chunk_of(session.logits.shape), tokens.shape[1]
     caches, logits, lengths = session.caches, session.logits, session.lengths
     for first in range(0, total, steps):
         part = tokens[:, first : first + steps]
         count = part.shape[1]
-        # One shape, so that one program does for the last chunk, too, which feeds fewer.
+        # One shape, so that the same program runs the last chunk, which feeds fewer.
         full = np.pad(part, ((0, 0), (0, steps - count))).T
         feeds = count - (first + count == total)
         caches, logits, lengths, found = _chunk(
@@ -159,9 +142,8 @@ def _chunk(
 ) -> tuple[ModelCaches, jax.Array, jax.Array, jax.Array]:
     """Feeds the first `feeds` of int32 ``[steps, B]`` tokens.
 
-    Returns:
-      The caches, the last logits ``[B, V]``, the lengths, and float32 ``[steps + 1, B, V]``: the
-      logits before each token, and after the last one.
+    Returns the caches, the last logits ``[B, V]``, the lengths, and float32 ``[steps + 1, B, V]``:
+    the logits before each token, and after the last one.
     """
 
     def step(i: jax.Array, carry: Any) -> Any:
@@ -186,11 +168,7 @@ def greedy_choice(logits: jax.Array) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class Batches:
-    """Rows of one size at a time, so that one program does for all.
-
-    Attributes:
-      size: rows of a batch.
-    """
+    """Rows of `size` at a time, so that one program runs all batches."""
 
     size: int
 

@@ -33,14 +33,14 @@ NAME = "turbojax"
 
 _LIMITS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 _WITHOUT_EFFECT = ("do_sample", "temperature", "top_p", "top_k", "min_p", "seed")
-"""What of a greedy continuation changes nothing, but for the first two, which must not be set."""
+"""Options without effect on greedy continuations; the first two must not ask for sampling."""
 
 
 def language_model(answering: Answering) -> Any:
     """An ``lm_eval.api.model.TemplateLM``, for ``lm_eval.simple_evaluate(model=...)``.
 
-    Texts become tokens as lm-eval's own backend for Hugging Face has it, and so do the limits of
-    long ones; continuations are greedy.
+    Texts become tokens, and long ones are cut, as in lm-eval's own backend for Hugging Face;
+    continuations are greedy.
 
     Args:
       answering: the model, its tokenizer, and the method.
@@ -75,14 +75,14 @@ class TaskMeasure:
       num_fewshot: examples in a prompt; None for what each task says.
       chat: whether prompts are written by the tokenizer's chat template.
       max_new_tokens: of continuations of tasks that do not say.
-      partial: a file that keeps answers batch by batch, so that a method which was interrupted goes
-        on; None for none. Whoever has all results may remove it.
+      partial: a file that keeps answers batch by batch, so that an interrupted method goes on where
+        it ended; None for none. Once all results are written elsewhere, it may be removed.
 
     Raises:
       ImportError: if lm-eval is not installed.
       OSError: if a file, or a data set, cannot be read.
-      ValueError: if there is no such task, a number is out of range, or there is nothing that reads
-        texts, or no chat template.
+      ValueError: if there is no such task, a number is out of range, or the model has no tokenizer
+        for texts or no chat template.
     """
 
     def __init__(
@@ -177,7 +177,7 @@ def need_lm_eval() -> None:
 
 @contextlib.contextmanager
 def _named_errors() -> Iterator[None]:
-    """lm-eval's errors for what was asked wrongly, as `ValueError`, and no lines of defaults."""
+    """Turns lm-eval's errors about arguments into `ValueError`, and hides its lines on defaults."""
     hush = logging.Filter()
     hush.filter = _is_news  # type: ignore[method-assign]
     logger = logging.getLogger("lm_eval.api.task")
@@ -193,7 +193,7 @@ def _named_errors() -> Iterator[None]:
 
 
 def _is_news(record: logging.LogRecord) -> bool:
-    """Whether a line of its log says more than that a metric is what it always is."""
+    """Whether a log record says more than that a metric has its default."""
     return "using default" not in record.getMessage()
 
 
@@ -251,7 +251,7 @@ def _digest(tasks: Mapping[str, Any], limit: float | None) -> str:
 
 
 def _named(value: Any) -> str:
-    """What JSON has not, without addresses."""
+    """The name of a value that JSON cannot hold, without its address."""
     return str(getattr(value, "__qualname__", type(value).__name__))
 
 
@@ -380,10 +380,9 @@ def _class() -> Any:
 
 
 def _generation(given: Mapping[str, Any], max_new_tokens: int) -> tuple[tuple[str, ...], int]:
-    """What ends a continuation: texts, and a number of tokens.
+    """Stop texts and most tokens of a continuation.
 
-    Raises:
-      NotImplementedError: if it is not to be greedy, or more is asked for.
+    Raises NotImplementedError if it is not to be greedy, or has an option that is not known here.
     """
     sampled, temperature = given.get("do_sample"), given.get("temperature") or 0
     if sampled or (sampled is None and temperature > 0):

@@ -45,9 +45,9 @@ def layer_costs(
     batch_size: int = 4,
     progress: Progress | None = None,
 ) -> np.ndarray:
-    """How far a layer's cache moves predictions, if the other layers' are exact.
+    """How far a layer's cache moves predictions, if the other layers' caches are exact.
 
-    Prompts attend exactly: what a cache costs is that of decoding through it.
+    Prompts attend exactly: the cost of a cache is that of decoding through it.
 
     Args:
       model: of floating point or with INT4 weights; in float32, since one cache may cost less than
@@ -128,17 +128,11 @@ class _Compressed:
 
 
 class _Exact:
-    """The exact model on some windows: all that does not depend on the cache of a layer.
-
-    Args:
-      decoder: the model.
-      tokens: int32 ``[B, T]``.
-      prompt: how many of them are the prompt.
-    """
+    """The exact model on int32 ``[B, T]`` tokens: all that no layer's cache changes."""
 
     def __init__(self, decoder: AnyDecoder, tokens: np.ndarray, prompt: int) -> None:
         self.layers = decoder.layers
-        # What runs a layer needs the rest of the model.
+        # The model without its layers, which running one layer needs.
         self.rest = dataclasses.replace(decoder, layers=())
         self.caches = _prompts(decoder, tokens[:, :prompt], max_length=tokens.shape[1]).layers
         self.positions = jnp.broadcast_to(
@@ -218,7 +212,7 @@ def _apply(
 
 
 def _one_by_one(query, key, value, cache, options=PLAIN, sinks=None):  # type: ignore[no-untyped-def]
-    """Attention of new tokens as they come in use; what the cache is after them is dropped."""
+    """Attention of new tokens, appended one by one as in use; the cache after them is dropped."""
     attend = attend_new_tokens(REPEATABLE)
 
     def step(cache: Any, new: tuple[jax.Array, ...]) -> tuple[Any, jax.Array]:

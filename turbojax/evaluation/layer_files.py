@@ -12,16 +12,15 @@ _KEYS = ("version", "layers", "about")
 
 
 def is_name(name: str) -> bool:
-    """Whether this names such a file, among names of caches: they end with ``.json``."""
+    """Whether this names a file of layers rather than a cache: it ends with ``.json``."""
     return name.endswith(".json")
 
 
 def read_layers(path: Path) -> tuple[str, ...]:
-    """The names in a file, a cache for each layer; whether there are such caches is not looked at.
+    """The names in a file, a cache for each layer; whether such caches exist is not checked.
 
-    Raises:
-      OSError: if there is no such file.
-      ValueError: naming it, if it is of another version, or holds something else.
+    Raises OSError if there is no such file, ValueError (naming it) if it is of another version or
+    holds something else.
     """
     found = _json.read_object(path)
     version, names = found.get("version"), found.get("layers")

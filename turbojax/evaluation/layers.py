@@ -127,7 +127,7 @@ def layer_errors(
 
 
 def _errors(sums: np.ndarray) -> Errors:
-    """Of sums over tokens ``[..., 5]``, see `_measured`."""
+    """Errors from sums over tokens ``[..., 5]``, see `_measured`."""
     cosine, difference, size, square, count = np.moveaxis(sums, -1, 0)
     with np.errstate(invalid="ignore", divide="ignore"):
         return Errors(cosine / count, difference / size, np.sqrt(square / count))
@@ -160,11 +160,10 @@ def _measured(
     prompt: int,
     pooled: PooledAttention | None,
 ) -> jax.Array:
-    """A layer's errors, token by token.
+    """A layer's errors, token by token: float32 ``[B, T, 5]``.
 
-    Returns:
-      float32 ``[B, T, 5]``: the mean cosine over heads, the sums of absolute differences and of
-      absolute exact values, the mean squared difference, and 1.
+    The columns are the mean cosine over heads, the sums of absolute differences and of absolute
+    exact values, the mean squared difference, and 1.
     """
     out = _through(query, key, value, sinks, kind, window, options, prompt, pooled)
     exact = _exact(query, key, value, sinks, options)
@@ -256,7 +255,7 @@ def _exact(
 
 
 def _cosine(a: jax.Array, b: jax.Array) -> jax.Array:
-    """Of the last axis; 1 of two vectors of zeros, 0 of one."""
+    """Cosines along the last axis; 1 for two vectors of zeros, 0 for one."""
     dot, lengths = jnp.sum(a * b, axis=-1), [jnp.linalg.norm(x, axis=-1) for x in (a, b)]
     product = lengths[0] * lengths[1]
     alike = (lengths[0] == lengths[1]).astype(jnp.float32)

@@ -69,19 +69,19 @@ def method(name: str, config: TransformerConfig) -> Method:
       ``policy=window``.
     - ``pool_block=N``: tokens of a block of either, 128 if not given.
 
-    Of a cache that a configuration stands for, all of its fields: of ``4bit``, ``3bit``, ``2bit``
-    and ``2/4bit`` those of `turbojax.TurboConfig`, and
+    Caches that a configuration stands for have all of its fields as options: ``4bit``, ``3bit``,
+    ``2bit`` and ``2/4bit`` those of `turbojax.TurboConfig`, and
 
     - ``heads_per_group=N`` (see `turbojax.TurboConfig`), with which ``2/4bit`` is half of each
       group's heads at 2 bits,
-    - ``block=N`` for `block_q` and `block_kv`, which by themselves go before it,
+    - ``block=N`` for both `block_q` and `block_kv`; either of these, if given, goes before it,
     - ``low_heads=N`` for `num_low_bit_key_heads` and `num_low_bit_value_heads`,
     - ``softmax=exact``, ``sas`` or ``sas2`` (in powers of two), with the fields of `turbojax.SAS`,
       such as ``threshold=-6``, for the latter two.
 
     Args:
-      name: ``CACHE[:OPTION=VALUE[,OPTION=VALUE...]]``, `CACHE` one of `NAMES`, or a file that
-        `kinds_from_file` reads, of which there are the options of every cache.
+      name: ``CACHE[:OPTION=VALUE[,OPTION=VALUE...]]``, where `CACHE` is one of `NAMES`, or a file
+        that `kinds_from_file` reads, which takes the options of every cache.
       config: of the model.
 
     Raises:
@@ -143,8 +143,7 @@ def kinds_from_file(path: Path, config: TransformerConfig) -> tuple[CacheKind, .
 def of_one_layer(name: str, config: TransformerConfig) -> CacheKind:
     """The cache that a method's name stands for, where every layer may have its own.
 
-    Raises:
-      ValueError: see `method`; also if the name says more than the cache of one layer.
+    Raises ValueError as `method`, or if the name says more than the cache of one layer.
     """
     if layer_files.is_name(name.partition(":")[0]):
         raise ValueError(f"cache {name!r} must be one of a layer, not a file")
@@ -159,13 +158,8 @@ def top_k_of_density(density: float) -> TopK:
     """The policy `TopK` that leaves about this share of dense attention's work.
 
     A block at level r costs 1/r. Up to 0.3125 the fractions are the default's, multiplied; above,
-    all blocks are there, and ever more of them finely.
-
-    Args:
-      density: above 0 and at most 1.
-
-    Raises:
-      ValueError: if it is out of range.
+    no block is skipped, and more and more of them are fine. Raises ValueError unless the density is
+    above 0 and at most 1.
     """
     if not 0 < density <= 1:
         raise ValueError(f"pooled={density} must be above 0 and at most 1")
@@ -218,7 +212,6 @@ def _grouped(
 
 
 def _turbo(config: TurboConfig, given: Mapping[str, str]) -> TurboConfig:
-    """A configuration with other values."""
     values: dict[str, Any] = {}
     fields = dict(given)
     if "block" in fields:
@@ -239,7 +232,7 @@ def _turbo(config: TurboConfig, given: Mapping[str, str]) -> TurboConfig:
         if softmax not in _SOFTMAX:
             raise ValueError(f"softmax={softmax} must be one of exact, {', '.join(_SOFTMAX)}")
         values["softmax"] = SAS(**{"base": _SOFTMAX[softmax], **_values(SAS, sas)})
-    # A size of its own goes before that of all blocks.
+    # `block_q` or `block_kv` goes before `block`.
     values |= _values(TurboConfig, fields)
     if "block_kv" in values:
         values.setdefault("buffer_size", None)  # as many blocks as by default
@@ -266,7 +259,6 @@ def _pooled(given: Mapping[str, str]) -> PooledAttention | None:
 
 
 def _values(cls: type, given: Mapping[str, str]) -> dict[str, Any]:
-    """Values of a dataclass's fields, from texts."""
     hints = typing.get_type_hints(cls)
     return {key: _value(key, text, hints[key]) for key, text in given.items()}
 
@@ -291,7 +283,6 @@ def _value(name: str, text: str, hint: Any) -> Any:
 
 
 def _number(name: str, text: str, parse: Callable[[str], Any]) -> Any:
-    """A number."""
     try:
         return parse(text)
     except ValueError:

@@ -16,17 +16,14 @@ _ALIKE = {"xla_gpu_autotune_level": 0}
 
 @functools.cache
 def _options() -> dict[str, Any] | None:
-    """What XLA is told; None where there is no GPU, or it knows no such option."""
+    """XLA's options; None where there is no GPU, or XLA does not know them."""
     return accepted_options(_ALIKE) if jax.default_backend() == "gpu" else None
 
 
 def repeatable(**options: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Decorates a function with `jax.jit`, compiled with `_ALIKE` on a GPU.
+    """Decorates a function with `jax.jit(**options)`, compiled with `_ALIKE` on a GPU.
 
-    The device is looked for when the function is first called.
-
-    Args:
-      **options: of `jax.jit`.
+    Whether there is a GPU is checked when the function is first called.
     """
 
     def decorate(run: Callable[..., Any]) -> Callable[..., Any]:

@@ -27,7 +27,7 @@ from turbojax.models import ByteTokenizer, Tokenizer
 from turbojax.models.generation.session import Progress
 
 _HALF = 32
-"""Tokens of a copy's first half, which is reported by itself."""
+"""Tokens of a copy's first half, which is also reported alone."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,10 +35,10 @@ class Answers:
     """What a model made of items, numpy ``[n, A]``, `A` the longest answer's tokens.
 
     Attributes:
-      right: bool, the most likely token is the true one, where the true ones before it were fed. Up
-        to the first that is wrong that is what greedy decoding writes.
+      right: bool, whether the most likely token is the true one, with the true ones before it fed.
+        Up to the first that is wrong that is what greedy decoding writes.
       bits: float32, information content of the true tokens.
-      there: bool, where an answer has a token; what the others hold means nothing.
+      there: bool, whether an answer has a token; elsewhere the other arrays mean nothing.
     """
 
     right: np.ndarray
@@ -139,19 +139,9 @@ def _look(logits: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
 class RecallMeasure:
     """Items of all lengths and depths, to be asked of one method after the other.
 
-    Args:
-      texts: by name, bytes or tokens.
-      tokenizer: of the tokens; None for bytes.
-      kinds: see `make_item`; None for all, or of bytes those in source code.
-      lengths: tokens of the whole, see `make_item`.
-      depths: see `make_item`.
-      count: items of each kind, length and depth.
-      seed: of the items.
-      max_length: of the model.
-      batch_size: items that run at once.
-
-    Attributes:
-      left_out: which lengths, or kinds of items, are not asked, and why.
+    `texts` are bytes or tokens, by name; `tokenizer` is None for bytes. There are `count` items of
+    each kind, length and depth, see `make_item`; `kinds` None are all, or for bytes those in source
+    code. `left_out` says which lengths, or kinds of items, are not asked, and why.
     """
 
     def __init__(
@@ -199,7 +189,7 @@ class RecallMeasure:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """How many items there are, and a checksum: they are of whole texts, beyond windows."""
+        """The number of items, and a checksum: items are made of whole texts, not of windows."""
         digest = hashlib.sha256()
         for key, items in self._cells.items():
             for item in items:

@@ -12,7 +12,7 @@ Kind = Literal["copy", "key_value", "needle", "chat"]
 KINDS: tuple[Kind, ...] = ("copy", "key_value", "needle", "chat")
 
 IN_CODE: tuple[Kind, ...] = ("copy", "key_value")
-"""Those that a model of source code's bytes can do something with."""
+"""The kinds that make sense for a model that reads the bytes of source code."""
 
 PAIRS = 8
 """Lines that are planted, of which one is asked for."""
@@ -32,16 +32,16 @@ def make_item(
       source: the texts.
       kind: ``"copy"``: at `depth` a passage of one text stands among others; at the end its first
         `CUE` tokens come again, and the next `ANSWER` are asked for. ``"key_value"``: `PAIRS` lines
-        ``SETTING_0412 = 8375`` stand among texts, that at `depth` is asked for by
+        ``SETTING_0412 = 8375`` stand among texts, and the one at `depth` is asked for by
         ``assert SETTING_0412 ==``. ``"needle"``: a sentence, ``The password of the harbour is amber
         falcon.``, stands in a text, and a question after it asks for it. ``"chat"``: the sentence
         is told in one of `turbojax.evaluation.recall_words.TURNS` messages, each with a text and a
         reply; the first of them is the prompt, and all others go through the cache token by token,
         as in a session that goes on. The latter two are written by the tokenizer's chat template,
         if it has one; the reply begins ``The password of the harbour is``.
-      length: tokens of the whole, question and answer of ``"copy"`` included: the others have less
-        than that after their context, which is ``length - CUE - ANSWER``. It is the prompt, but of
-        ``"chat"``.
+      length: tokens of the whole. For ``"copy"`` that is with question and answer; the others
+        have a context of ``length - CUE - ANSWER`` tokens, and fewer than `length` in all. The
+        context is the prompt, except for ``"chat"``.
       depth: 0 for what comes first, and has to be remembered longest, to 1 for what comes last.
       seed: of the item.
 
@@ -109,7 +109,6 @@ def _passage_start(text: np.ndarray, newline: int | None, rng: np.random.Generat
 
 
 def _occurrences(text: np.ndarray, part: np.ndarray) -> int:
-    """How often a part comes in a text."""
     views = np.lib.stride_tricks.sliding_window_view(text, len(part))
     return int(np.sum(np.all(views == part, axis=1)))
 

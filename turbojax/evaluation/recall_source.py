@@ -35,7 +35,7 @@ class NoItem(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """Where items are taken from: a function of these and of the seed is what they are.
+    """Where items are taken from; an item is a function of these attributes and its seed.
 
     Attributes:
       texts: int32 ``[m]`` by name, without a token that begins a text.
@@ -58,8 +58,8 @@ class Source:
         return np.asarray([] if first is None else [first], np.int32)
 
     def split(self, begun: str, rest: str) -> tuple[np.ndarray, np.ndarray]:
-        """The tokens of a text, up to those that its rest has a part in, and these."""
-        # What a tokenizer makes of both at once is what a text has.
+        """The tokens of both texts together, split before the first that has a part of `rest`."""
+        # Tokenized together, as in a text: a token may span the border.
         asked, whole = self.encode(begun), self.encode(begun + rest)
         shared = 0
         while shared < min(len(asked), len(whole)) and asked[shared] == whole[shared]:
@@ -69,14 +69,15 @@ class Source:
     def filler(
         self, name: str | None, start: int, skipped: int, room: int, rng: np.random.Generator
     ) -> np.ndarray:
-        """So many tokens of other texts than `name`, or, where it is the only one, of its parts.
+        """`room` tokens of texts other than `name`, or of its other parts if it is the only text.
 
         Texts come in any order, each from anywhere to its end and then from its beginning.
 
         Args:
-          name: a text that is not to be in it; None for no such text.
-          start: where a passage of that text is,
-          skipped: and its tokens: of its only text what is before and after them is taken.
+          name: a text to leave out; None for none.
+          start: where a passage of that text begins.
+          skipped: the passage's tokens. If there is no other text, what comes before and after the
+            passage is taken.
           room: tokens.
           rng: what draws.
 

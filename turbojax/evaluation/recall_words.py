@@ -29,12 +29,7 @@ _ANIMALS = (
 
 @dataclasses.dataclass(frozen=True)
 class Fact:
-    """A password, which follows from nothing else.
-
-    Attributes:
-      place: what it is of.
-      password: two words.
-    """
+    """A password of two words, and the place that it is for; it follows from nothing else."""
 
     place: str
     password: str
@@ -79,7 +74,7 @@ def chat(source: Source, size: int, depth: float, rng: np.random.Generator) -> I
     said[told] = source.encode(f"Remember this: {fact.statement} Here is text {told + 1}:\n\n")
     reply, question = source.encode("Thank you, I have read it."), source.encode(fact.question)
     rest = size - sum(map(len, around)) - TURNS * len(reply) - len(question)
-    # Of the same size whatever the question: the first turns are prompts of one batch.
+    # Of one size for all questions: the first turns are prompts of one batch.
     share = (rest + len(question) - _OF_QUESTION) // TURNS
     sizes = [share] * (TURNS - 1) + [rest - share * (TURNS - 1)]
     fillers = [count - len(x) for count, x in zip(sizes, said, strict=True)]
@@ -115,7 +110,7 @@ def _reply(source: Source, fact: Fact) -> tuple[np.ndarray, np.ndarray]:
 def _around(source: Source, count: int) -> list[np.ndarray]:
     """What stands before, between and after so many messages: of a user, its reply, and so on.
 
-    By the chat template, where there is one; otherwise as a dialogue is written. The last ends
+    By the chat template, where there is one; otherwise as a dialogue is written. The last part ends
     where the assistant's reply begins.
     """
     marks = [f"@@{i}@@" for i in range(count)]

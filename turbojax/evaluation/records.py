@@ -24,8 +24,8 @@ class Records:
     next one is begun. ``"seconds"`` says how long each took; it is no part of the results.
 
     Args:
-      path: the file; None to keep nothing. What it holds of earlier is gone on with.
-      identity: what the results depend on. A file with another is an error.
+      path: the file; None to keep nothing. Rows that it holds already are kept and not made again.
+      identity: what the results depend on. A file with another identity is an error.
       notes: further keys, which are not compared, such as the date.
       measures: what further results depend on, by name, kept under ``"measures"``. Those that the
         file has as well must be the same; others are added to it.
@@ -34,7 +34,7 @@ class Records:
       found: how many rows the file had.
 
     Raises:
-      ValueError: naming what differs, if the file has another identity; if it is no such file.
+      ValueError: if the file has another identity, naming what differs, or is no such file.
       OSError: if it cannot be read.
     """
 
@@ -89,11 +89,7 @@ class Records:
         return place[path[-1]]
 
     def write(self) -> None:
-        """Writes the file, if there is one.
-
-        Raises:
-          OSError: if it cannot be written.
-        """
+        """Writes the file, if there is one; OSError if it cannot be written."""
         if self._path is not None:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             _writing.write_text(self._path, json.dumps(self.document, indent=2) + "\n")

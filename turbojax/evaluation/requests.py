@@ -22,13 +22,11 @@ from turbojax.models.text.tokenizer import Tokenizer
 
 @dataclasses.dataclass(frozen=True)
 class Score:
-    """A continuation to score, or several that differ in their last token alone.
+    """A continuation to score, or several that differ only in their last token.
 
-    Attributes:
-      prompt: tokens to prefill, at least one.
-      tokens: what is decoded after them; the last one is not fed.
-      skipped: how many of these are still the context.
-      lasts: what the last token is in each continuation, `tokens[-1]` in the first.
+    `prompt` (at least one token) is prefilled, and `tokens` are decoded, of which the last is not
+    fed and the first `skipped` still belong to the context. `lasts` has the last token of each
+    continuation; `tokens` ends with the first of them.
     """
 
     prompt: tuple[int, ...]
@@ -43,19 +41,16 @@ class Score:
 
     @property
     def kind(self) -> Hashable:
-        """What one batch may hold."""
+        """Rows with equal kinds may be in one batch."""
         return "score"
 
 
 @dataclasses.dataclass(frozen=True)
 class Continue:
-    """A context to continue greedily.
+    """A context to continue greedily, by at most `limit` tokens.
 
-    Attributes:
-      prompt: tokens to prefill, at least one.
-      last: the context's last token, unless it is the prompt: none, then.
-      stops: texts that end a continuation and are no part of it.
-      limit: tokens of it, at most.
+    `prompt` (at least one token) is prefilled. `last` is the context's last token; empty if that is
+    the prompt. `stops` are texts that end a continuation and are no part of it.
     """
 
     prompt: tuple[int, ...]
@@ -70,7 +65,7 @@ class Continue:
 
     @property
     def kind(self) -> Hashable:
-        """What one batch may hold."""
+        """Rows with equal kinds may be in one batch."""
         return len(self.last), self.stops, self.limit
 
 
@@ -80,15 +75,11 @@ _Row = TypeVar("_Row", Score, Continue)
 def scores_of(
     pairs: Sequence[tuple[Sequence[int], Sequence[int]]], max_length: int
 ) -> tuple[list[Score], list[tuple[int, int]], int]:
-    """What is to be run for contexts and their continuations.
+    """What to run for pairs of contexts and continuations, given as tokens, at least one of each.
 
-    Args:
-      pairs: tokens of contexts and continuations, at least one of each.
-      max_length: of the model. Of longer pairs the beginning is left out, as lm-eval has it.
-
-    Returns:
-      The rows, each once; for every pair its row and which of the row's `lasts` it is; and how many
-      pairs were cut.
+    Pairs longer than the model's `max_length` lose their beginning, as in lm-eval. Returns the
+    rows, each once; for every pair its row and which of the row's `lasts` it is; and how many pairs
+    were cut.
     """
     # By prompt, what is decoded but the last token, and how much of that is context.
     found = dict[tuple[tuple[int, ...], tuple[int, ...], int], list[int]]()
@@ -98,7 +89,7 @@ def scores_of(
         whole = (*context, *continuation)
         most = max_length + 1  # the last token is not fed
         cut += len(whole) > most
-        # Of a continuation that is too long by itself the first token is context.
+        # If the continuation alone is too long, its first kept token serves as context.
         known = max(len(context) - max(len(whole) - most, 0), 1)
         whole = whole[-most:]
         prompt = whole[: max(known - 1, 1)]
@@ -118,16 +109,9 @@ def scores_of(
 def continuation_of(
     context: Sequence[int], stops: Sequence[str], limit: int, max_length: int
 ) -> tuple[Continue, bool]:
-    """What is to be run to continue a context, and whether its beginning was left out.
+    """What to run to continue a context of at least one token, and whether its beginning was cut.
 
-    Args:
-      context: its tokens, at least one.
-      stops: texts that end it.
-      limit: tokens to add, at most.
-      max_length: of the model.
-
-    Raises:
-      ValueError: if nothing of the context would be left.
+    `limit` tokens are added at most. Raises ValueError if nothing of the context would be left.
     """
     room = max_length - limit
     if room < 1:
@@ -139,10 +123,7 @@ def continuation_of(
 
 
 def batches(rows: Iterable[_Row], batch_size: int, max_length: int) -> Iterator[tuple[_Row, ...]]:
-    """Rows that run at once: of like length, and such that all fit the model together.
-
-    They are a function of the arguments alone.
-    """
+    """Rows that run at once, of like length, that fit the model; the arguments alone decide."""
     groups = dict[Hashable, list[_Row]]()
     for row in rows:
         groups.setdefault(row.kind, []).append(row)
@@ -163,16 +144,9 @@ def score_batch(
 ) -> list[list[tuple[float, bool]]]:
     """Scores one of `batches`.
 
-    Args:
-      decoder: the model.
-      batch: the rows.
-      method: the cache, and how prompts attend.
-      batch_size: to which a smaller batch is filled up with its first row, so that all share
-        programs.
-
-    Returns:
-      For every row, and each of its `lasts`, the log-likelihood of the continuation, in nats, and
-      whether it is what greedy decoding writes. NaN where logits are.
+    The batch is filled up to `batch_size` with its first row, so that all share programs. Returns,
+    for every row and each of its `lasts`, the log-likelihood of the continuation in nats, NaN where
+    logits are, and whether it is what greedy decoding writes.
     """
     filled = _filled(batch, batch_size)
     session = _start(decoder, filled, method)
@@ -185,7 +159,7 @@ def score_batch(
     found, done = [], 0
     for taken, logits in forced_logits(session, np.ascontiguousarray(targets[..., 0].T)):
         now = targets[done : done + taken]
-        # Few sizes, so that few programs are compiled, and little is read in vain.
+        # Few sizes, so that few programs are compiled, yet little padding is read.
         size = min(_power_of_two(taken), len(logits))
         full = np.pad(now, ((0, size - taken), (0, 0), (0, 0)))
         found.append([np.asarray(x)[:taken] for x in _look(logits, full)])
@@ -204,18 +178,10 @@ def continue_batch(
     batch_size: int,
     tokenizer: Tokenizer,
 ) -> list[tuple[str, str]]:
-    """Continues one of `batches` greedily.
+    """Continues one of `batches` greedily, filled up as in `score_batch`.
 
-    Args:
-      decoder: the model.
-      batch: the rows.
-      method: see `score_batch`.
-      batch_size: see there.
-      tokenizer: of the model; the tokens that end its texts end continuations.
-
-    Returns:
-      For every row its text, and why it ended: ``"stop"``, ``"length"`` or, where logits held NaN,
-      ``"nan"``.
+    Tokens that end texts for the tokenizer end continuations. Returns for every row its text, and
+    why it ended: ``"stop"``, ``"length"`` or, where logits held NaN, ``"nan"``.
     """
     filled = _filled(batch, batch_size)
     session = _start(decoder, filled, method)
@@ -238,7 +204,7 @@ def continue_batch(
                 ended[i] = "stop" if text.stopped else None
         if None not in ended or place + 1 == filled[0].limit:
             break
-        # Where there is none, what is fed does not count: the sequence has ended.
+        # A sequence that has ended has no token; what is fed instead does not count.
         session = step(session, np.maximum(known, 0))
     for text in texts:
         text.add(None)

@@ -30,13 +30,13 @@ MEASURES = ("text", "layers", "recall")
 """What `evaluate` can measure by itself."""
 
 _FILES_TO_DRAW = 5
-"""With as many texts, intervals are those of drawing texts; with fewer, of drawing windows."""
+"""From this many texts on, intervals come from drawing texts; with fewer, from drawing windows."""
 
 _MOST_BITS = 1024
-"""Perplexity, 2 to this power, is more than a float can be."""
+"""From this many bits on, perplexity, 2 to their power, does not fit a float."""
 
 _NO_WINDOWS = np.zeros((0, 0), np.int32)
-"""Of a text that is too short."""
+"""The windows of a text that is too short."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,7 +80,6 @@ class Settings:
     recall_items: int = 4
 
     def __post_init__(self) -> None:
-        """Checks the values."""
         _checks.check_sizes(
             context=self.context,
             windows_per_file=self.windows_per_file,
@@ -123,7 +122,7 @@ class Settings:
 
 
 class Further(Protocol):
-    """A measure that `evaluate` does not have by itself, such as a file of tasks."""
+    """A measure that is not one of `MEASURES`, such as a file of tasks."""
 
     @property
     def identity(self) -> Json:
@@ -133,13 +132,7 @@ class Further(Protocol):
     def __call__(
         self, decoder: AnyDecoder, method: Method, progress: Callable[[int, int], None]
     ) -> Json:
-        """A method's row.
-
-        Args:
-          decoder: the model.
-          method: the method.
-          progress: called with how much of how much is done.
-        """
+        """A method's row; `progress` is called with how much of how much is done."""
         ...
 
 
@@ -205,7 +198,7 @@ def evaluate(
             "texts": identity.of_texts({name: cut.get(name, _NO_WINDOWS) for name in texts}),
         },
         dates,
-        # By name, so that a file can be gone on with by further ones.
+        # By name, so that a later run can add further measures to the file.
         {
             **{x: measures[x].identity for x in settings.measures if x not in work.measures},
             **{one.name: _layers_of(one.cache) for one in methods if isinstance(one.cache, tuple)},
@@ -220,14 +213,14 @@ def evaluate(
 
 
 def _layers_of(kinds: tuple[CacheKind, ...]) -> Json:
-    """What a method's file said, which may say something else later."""
+    """The layers that a method's file names: the file may change later."""
     return {"layers": [str(kind) for kind in kinds]}
 
 
 def _row_of(
     measure: Further, decoder: AnyDecoder, method: Method, tell: Callable[[int, int], None]
 ) -> Json:
-    """A row, or in words why there is none."""
+    """A row, or the reason why there is none."""
     try:
         return measure(decoder, method, tell)
     except NotImplementedError as error:
@@ -259,14 +252,7 @@ def _tell_nobody(method: str, measure: str, done: int, total: int) -> None:
 
 
 class _Work:
-    """What the measures of one evaluation share.
-
-    Args:
-      decoder: the model.
-      cut: the windows of every text.
-      settings: of the evaluation.
-      unit: ``"byte"`` or ``"token"``.
-    """
+    """What the measures of one evaluation share: decoder, windows of every text, settings, unit."""
 
     def __init__(
         self, decoder: AnyDecoder, cut: Mapping[str, np.ndarray], settings: Settings, unit: str
@@ -369,7 +355,7 @@ def text_row(
         return bootstrap(values, groups, seed=seed, samples=samples)
 
     bits, exact = (x.mean(axis=1, dtype=np.float64) for x in (found.bits, found.exact_bits))
-    # Of each token first: where there is none, windows differ by exactly nothing.
+    # Differences per token first: where tokens do not differ, the result is exactly 0.
     cost = (found.bits.astype(np.float64) - found.exact_bits).mean(axis=1)
     divergence = found.divergence.mean(axis=1, dtype=np.float64)
     agree = (found.choices == found.exact_choices) & (found.choices >= 0)

@@ -27,7 +27,7 @@ EXACT = Method("exact", "exact")
 """What methods are compared with: keys and values in the model's dtype."""
 
 _Logits = list[tuple[int, np.ndarray]]
-"""A batch's, chunk by chunk, see `forced_logits`."""
+"""The logits of a batch, chunk by chunk, see `forced_logits`."""
 
 _MOST_KEPT = 2**31
 """Bytes of logits that `ExactRun` keeps."""
@@ -63,8 +63,8 @@ class Scores:
 class ExactRun:
     """The exact cache's logits of some windows, for one method after the other.
 
-    They are computed as the first method's are, and kept on the host if they are few enough; if
-    not, they are computed anew each time. Bits are the same either way.
+    They are computed with the first method's, and kept on the host if they are few enough; if not,
+    they are computed anew each time. Bits are the same either way.
 
     Args:
       model: the model.
@@ -146,7 +146,7 @@ def score(
     for batch, (rows, tokens) in enumerate(run.batches.of(run.tokens)):
         session = start(decoder, tokens[:, :prompt], run.max_length, method)
         targets, done, found = tokens[:, prompt:], 0, []
-        # One after the other, not at once: of the exact method both are one program's results.
+        # In turn, not in one program: so for the exact method both are results of the same program.
         ours, exactly = forced_logits(session, targets), run.logits(batch, tokens)
         for (count, logits), (_, reference) in zip(ours, exactly, strict=True):
             now = targets[:, done : done + count]
@@ -170,12 +170,8 @@ def score(
 
 
 def cache_bytes(decoder: AnyDecoder, max_length: int, cache: ModelCacheKind) -> int:
-    """Bytes of one sequence's caches of all layers, as `init_caches` allocates them.
-
-    Raises:
-      ValueError: if `cache` is no kind of cache, or cannot hold the model's heads.
-    """
-    # A split decoder has as many sequences on all devices.
+    """Bytes of one sequence's caches of all layers, as `init_caches` allocates them, or raises."""
+    # A split decoder has equally many sequences on all devices.
     count = 1 if decoder.axes is None else decoder.axes.size("batch")
     caches = jax.eval_shape(lambda: init_caches(decoder, count, max_length, cache))
     return int(caches.nbytes) // count
@@ -202,9 +198,8 @@ def checked_windows(
 ) -> np.ndarray:
     """The windows, int32 ``[n, T + 1]``.
 
-    Raises:
-      TypeError: if tokens or sizes are not integers.
-      ValueError: if a shape or a size does not fit, or a token is not in the vocabulary.
+    Raises TypeError if tokens or sizes are not integers, ValueError if a shape or a size does not
+    fit, or a token is not in the vocabulary.
     """
     _checks.check_sizes(prompt=prompt, batch_size=batch_size)
     found = np.asarray(check_tokens(tokens, decoder.config.vocab_size))

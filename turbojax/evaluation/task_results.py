@@ -12,13 +12,12 @@ from turbojax.evaluation.intervals import bootstrap
 def row_of(found: Mapping[str, Any]) -> dict[str, Any]:
     """A method's row, from what ``lm_eval.simple_evaluate`` returns.
 
-    Returns:
-      ``"tasks"`` and ``"groups"``, by name: ``"metrics"``, each with its ``"value"``, standard
-      error ``"stderr"`` (None where there is none) and ``"higher_is_better"``; of tasks the numbers
-      ``"items"``, of documents, and ``"fewshot"``, and the ``"version"``. A metric of a filter is
-      called ``"exact_match (strict-match)"``. ``"subtasks"`` names those of every group, and
-      ``"items"`` has every document of a task: its ``"id"``, ``"answers"`` (the continuation, or
-      each choice's log-likelihood and whether it is what greedy decoding writes), and its metrics.
+    It has ``"tasks"`` and ``"groups"``, by name: ``"metrics"``, each with its ``"value"``, standard
+    error ``"stderr"`` (None where there is none) and ``"higher_is_better"``; for tasks also the
+    number of documents ``"items"``, ``"fewshot"``, and the ``"version"``. A metric of a filter is
+    called ``"exact_match (strict-match)"``. ``"subtasks"`` names those of every group, and
+    ``"items"`` has every document of a task: its ``"id"``, ``"answers"`` (the continuation, or each
+    choice's log-likelihood and whether it is what greedy decoding writes), and its metrics.
     """
     tasks, groups = found["samples"], found.get("groups") or {}
     better = found.get("higher_is_better") or {}
@@ -119,7 +118,7 @@ def _name(metric: str, filtered: str) -> str:
 def _choice(answers: Sequence[Any]) -> tuple[Any, ...]:
     """What was answered: texts; the most likely choice; of one text whether it is greedy.
 
-    Nothing where a whole text was scored.
+    Empty where a whole text was scored.
     """
     if all(isinstance(x, str) for x in answers):
         return tuple(answers)
@@ -135,7 +134,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    """Numbers of numpy as Python's, and what JSON has not as text."""
+    """Numbers of numpy as Python's, and what JSON cannot hold as text."""
     if isinstance(value, np.generic):
         return _plain(value.item())
     if isinstance(value, np.ndarray):

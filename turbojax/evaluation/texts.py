@@ -43,11 +43,7 @@ def windows(texts: Mapping[str, Text], context: int, per_text: int) -> dict[str,
 
 
 def tokens_of(name: str, text: Text) -> np.ndarray:
-    """A text's tokens, int32 ``[m]``, see `windows`.
-
-    Raises:
-      TypeError: if they are not integers of one axis.
-    """
+    """A text's tokens, int32 ``[m]``, see `windows`; TypeError unless integers of one axis."""
     if isinstance(text, bytes):
         return np.frombuffer(bytes([BEGINNING_OF_FILE]) + text, np.uint8).astype(np.int32)
     tokens = np.asarray(text)

@@ -8,16 +8,11 @@ from turbojax._checks import is_finite_number
 from turbojax._json import shown
 
 _LONGEST_LOG = 256 * 2**20
-"""Bytes: of ten million steps."""
+"""Bytes that a log may have: enough for ten million steps."""
 
 
 def read_content(path: Path) -> dict[str, Any]:
-    """What the log of a run holds.
-
-    Raises:
-      OSError: if there is none.
-      ValueError: naming the file, if it is no such log.
-    """
+    """The log of a run; OSError if there is none, ValueError naming the file if it is no log."""
     content = _json.read_object(path, most=_LONGEST_LOG)
     kinds = {"identity": dict, "losses": list, "records": list}
     if not all(isinstance(content.get(name), kind) for name, kind in kinds.items()):

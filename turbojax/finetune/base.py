@@ -24,26 +24,17 @@ Trained = TypeVar("Trained")
 class BaseTrainer(abc.ABC, Generic[Trained]):
     """What is trained, its optimizer, and their jitted step; a subclass says what a step is.
 
-    Attributes:
-      settings: see `Settings`.
-      opt_state: the optimizer's state.
-      step: steps done. It is the position in the data, too: their order is a function of it.
-      compile_seconds: what compiling the step took, 0 before that.
+    `step` counts the steps done: it is also the position in the data, whose order is a function of
+    it. `compile_seconds` is what compiling the step took, 0 before that.
     """
 
     def __init__(
         self, trained: Trained, settings: Settings, stream: np.ndarray, split: Split | None = None
     ) -> None:
-        """Takes up what is to be trained.
+        """Copies the arrays to train, and puts the stream into the accelerator's memory.
 
-        Args:
-          trained: arrays, which are copied.
-          settings: see `Settings`.
-          stream: ``[n]`` integers, kept in the accelerator's memory.
-          split: over which devices; None for one.
-
-        Raises:
-          ValueError: if the stream is too short or too long, or devices do not divide a step.
+        `stream` is ``[n]`` integers; `split` says over which devices, None for one. Raises
+        ValueError if the stream is too short or too long, or devices do not divide a step.
         """
         self.settings = settings
         self._split = split
@@ -51,7 +42,7 @@ class BaseTrainer(abc.ABC, Generic[Trained]):
             split.check(settings)
         self._num_tokens = stream.size
         self._starts(0)
-        # A copy even where they are float32 already: the step donates them.
+        # Copied even if they are float32 already: the step donates them.
         self._trained: Trained = (
             jax.tree.map(lambda x: jnp.array(x, jnp.float32, copy=True), trained)
             if split is None
@@ -73,11 +64,7 @@ class BaseTrainer(abc.ABC, Generic[Trained]):
             return jax.jit(init, out_shardings=shardings)(self._trained)
 
     def run_step(self) -> dict[str, jax.Array]:
-        """Does one optimizer step; returns before the device is done.
-
-        Returns:
-          Scalars on the device, see the class.
-        """
+        """Does one optimizer step; returns at once, with scalars that are still on the device."""
         self.compile()
         given = self._arguments(self.step)
         self._trained, self.opt_state, metrics = self._compiled(*given)
@@ -91,7 +78,7 @@ class BaseTrainer(abc.ABC, Generic[Trained]):
         begun = time.perf_counter()
         given, where = self._arguments(0), None
         if self._split is not None:
-            # State stays where the next step looks for it; metrics are the same on every device.
+            # State stays where the next step expects it; metrics are the same on every device.
             state = (self._trained, self.opt_state)
             where = (*self._split.shardings(state), self._split.whole)
         step = jax.jit(self._make_step(), donate_argnums=(0, 1), out_shardings=where)
@@ -114,8 +101,8 @@ class BaseTrainer(abc.ABC, Generic[Trained]):
     def _make_step(self) -> Callable[..., tuple[Trained, Any, dict[str, jax.Array]]]:
         """The function that is compiled.
 
-        Its arguments are what is trained, the optimizer's state, what is `_frozen`, the stream, and
-        where windows begin. It returns the first two as they are afterwards, and metrics.
+        Its arguments are what is trained, the optimizer's state, those of `_frozen`, the stream,
+        and where windows begin. It returns the first two as they are afterwards, and metrics.
         """
 
     def _frozen(self) -> tuple[Any, ...]:

@@ -9,7 +9,7 @@ import orbax.checkpoint as ocp
 from turbojax import _json
 from turbojax._sums import checksums
 
-# What Orbax stores of the arrays has no checksum.
+# Orbax stores arrays without a checksum.
 _SUMS = "sums"
 
 
@@ -20,10 +20,7 @@ def checkpoint_manager(folder: Path) -> ocp.CheckpointManager:
 
 
 def last_step(folder: Path) -> int | None:
-    """The step of the latest checkpoint under `folder`, by the names of what is finished alone.
-
-    Orbax writes a checkpoint under another name and renames it at the end.
-    """
+    """The step of the latest checkpoint; Orbax gives one this name when it is complete."""
     names = (path.name for path in folder.glob("*")) if folder.is_dir() else ()
     return max((int(name) for name in names if name.isdecimal()), default=None)
 
@@ -35,17 +32,10 @@ def save_tree(manager: ocp.CheckpointManager, step: int, tree: Any) -> None:
 
 
 def restore_tree(manager: ocp.CheckpointManager, like: Any) -> tuple[int, Any] | None:
-    """Reads the latest checkpoint.
+    """Reads the latest checkpoint: its step and the tree, or None if there is no checkpoint.
 
-    Args:
-      manager: where.
-      like: a tree of the same structure, shapes and dtypes.
-
-    Returns:
-      Its step and the tree, or None if there is no checkpoint.
-
-    Raises:
-      ValueError: naming the checkpoint, if it is damaged, or one of another tree.
+    `like` has the same structure, shapes and dtypes. Raises ValueError, naming the checkpoint, if
+    it is damaged, or one of another tree.
     """
     step = manager.latest_step()
     if step is None:

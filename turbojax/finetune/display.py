@@ -14,15 +14,10 @@ _COLOURS = ("#3182bd", "#d94801", "#31a354")
 
 
 def draw(logs: Sequence[Mapping[str, Any]], *, width: int = 20) -> "Figure":
-    """The losses of runs, over steps and over time in steps, and their held-out scores.
+    """The losses of at most three runs, over steps and over time in steps, and held-out scores.
 
-    Args:
-      logs: of the runs, at most three.
-      width: steps over which the curves are averaged; single steps are drawn pale.
-
-    Raises:
-      ValueError: if there are no runs or too many.
-      ImportError: if matplotlib is not installed.
+    Curves are averaged over `width` steps; single steps are drawn pale. Raises ValueError for no
+    runs or too many, ImportError without matplotlib.
     """
     _extras.need_matplotlib()
     from matplotlib.figure import Figure
@@ -47,7 +42,7 @@ def draw(logs: Sequence[Mapping[str, Any]], *, width: int = 20) -> "Figure":
     by_time.set_xlabel("seconds in training steps")
     for axes in (by_step, by_time):
         axes.grid(alpha=0.3)
-    # Below: the curves leave no room.
+    # Below the plots: the curves leave no room inside.
     figure.legend(loc="outside lower center", ncols=2 * len(logs), frameon=False)
     settings = logs[0]["identity"]["settings"]
     figure.suptitle(
@@ -58,16 +53,16 @@ def draw(logs: Sequence[Mapping[str, Any]], *, width: int = 20) -> "Figure":
 
 
 def save_plot(logs: Sequence[Mapping[str, Any]], path: Path, *, width: int = 20) -> None:
-    """Saves what `draw` draws.
+    """Saves a picture of the losses of runs, over steps and over time, and their held-out scores.
 
     Args:
-      logs: see `draw`.
+      logs: of the runs, at most three.
       path: the picture; its ending decides the format.
-      width: see `draw`.
+      width: steps over which the curves are averaged; single steps are drawn pale.
 
     Raises:
       ValueError: if there are no runs or too many, or matplotlib does not know the format.
-      ImportError: if it is not installed.
+      ImportError: if matplotlib is not installed.
     """
     with _writing.replacing(path) as draft:
         draw(logs, width=width).savefig(draft)

@@ -33,13 +33,10 @@ _VENDORED = re.compile(r"(^|/)(_?vendor(ed)?|third_?party|externals?|extern)/")
 
 @dataclasses.dataclass(frozen=True)
 class Document:
-    """One source file.
+    """One source file, UTF-8.
 
-    Attributes:
-      package: `name version` of the distribution, or `python 3.x.y` for the standard library.
-      licence: the licence declared for the package.
-      name: path relative to the package's root, with forward slashes.
-      data: the content, UTF-8.
+    `package` is `name version` of the distribution, or `python 3.x.y` for the standard library;
+    `name` is the path relative to the package's root, with forward slashes.
     """
 
     package: str
@@ -65,11 +62,7 @@ def long_lines(data: bytes) -> frozenset[bytes]:
 
 
 class HeldOut:
-    """Recognizes held-out modules and files that resemble them.
-
-    Args:
-      modules: file name -> content of the held-out modules.
-    """
+    """Recognizes held-out modules, given by file name, and files that resemble them."""
 
     def __init__(self, modules: dict[str, bytes]) -> None:
         self._names = frozenset(modules)
@@ -130,15 +123,10 @@ _NO_LETTERS = {ord(c): None for c in "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOP
 def select(
     documents: Iterable[Document], held_out: HeldOut
 ) -> tuple[list[Document], dict[str, int], list[str]]:
-    """Filters and deduplicates.
+    """Filters and deduplicates; of equal contents the first is kept.
 
-    Args:
-      documents: the candidates; of equal contents the first is kept.
-      held_out: what must not be trained on.
-
-    Returns:
-      The documents kept; how many were dropped for which reason; and the files dropped because
-      they resemble a held-out module.
+    Returns the documents kept; how many were dropped for which reason; and the files dropped
+    because they resemble a held-out module.
     """
     kept, seen, resembling = [], set(), []
     dropped: collections.Counter[str] = collections.Counter()
@@ -159,14 +147,7 @@ def select(
 
 
 def join(contents: Iterable[bytes]) -> np.ndarray:
-    """One stream of documents in the given order.
-
-    Args:
-      contents: the documents, free of byte 0.
-
-    Returns:
-      `[bytes]` uint8: byte 0, a document, byte 0, a document, ... and a final byte 0.
-    """
+    """A uint8 stream: byte 0, a document free of it, byte 0, a document, ... and a final byte 0."""
     return np.frombuffer(b"".join(b"\0" + data for data in contents) + b"\0", np.uint8)
 
 
@@ -179,15 +160,10 @@ def read_held_out(names: Iterable[str]) -> dict[str, bytes]:
 def read_texts(paths: Iterable[Path]) -> list[bytes]:
     """Contents of text files, in the order of their paths within each folder.
 
-    Neighbours in a folder stay neighbours: at a long context they are what a model can use.
-
-    Args:
-      paths: files, which must be text, and folders, of which all text files are read at any depth;
-        hidden files and empty ones are left out.
-
-    Raises:
-      FileNotFoundError: if a path does not exist.
-      ValueError: if a named file is not UTF-8 text without byte 0.
+    Of folders all text files are read, at any depth, except hidden and empty ones. Neighbours in a
+    folder stay neighbours: at a long context they are what a model can use. Raises
+    FileNotFoundError if a path does not exist, ValueError if a named file is not UTF-8 text without
+    byte 0.
     """
     contents = []
     for path in paths:

@@ -14,20 +14,11 @@ from turbojax.models import BEGINNING_OF_FILE, Attend, Transformer, causal_atten
 
 
 def windows(data: bytes, context: int) -> np.ndarray:
-    """Cuts a file into windows that do not overlap.
+    """Cuts a file into windows that do not overlap: `[n, context + 1]` int32.
 
-    Args:
-      data: the file.
-      context: bytes predicted per window.
-
-    Returns:
-      `[n, context + 1]` int32: each window's inputs are `[:, :-1]`, its targets `[:, 1:]`. The
-      first window begins with `BEGINNING_OF_FILE`, every other one with the byte before its
-      first target. Bytes after the last full window are left out; a file shorter than `context`
-      has none and is an error.
-
-    Raises:
-      ValueError: if the file is shorter than `context`.
+    Each window's inputs are `[:, :-1]`, its targets `[:, 1:]`. The first window begins with
+    `BEGINNING_OF_FILE`, every other one with the byte before its first target. Bytes after the last
+    full window are left out. Raises ValueError if the file is shorter than `context`.
     """
     if len(data) < context:
         raise ValueError(f"a file of {len(data)} bytes must have at least {context=} bytes")
@@ -43,7 +34,7 @@ def _bits(graph: Any, state: Any, tokens: jax.Array, attend: Attend) -> jax.Arra
 
 
 def target_bits(logits: jax.Array, tokens: jax.Array) -> jax.Array:
-    """The same, given logits `[n, T, 256]` of all of these tokens but the last."""
+    """As `_bits`, given logits `[n, T, 256]` of all of these tokens but the last."""
     log_p = jax.nn.log_softmax(logits, axis=-1)
     chosen = jnp.take_along_axis(log_p, tokens[:, 1:, None], axis=-1)[..., 0]
     return chosen * (-1.0 / math.log(2.0))
@@ -57,17 +48,10 @@ def bits_per_byte(
     attend: Attend = causal_attention,
     batch_size: int = 16,
 ) -> dict[str, float]:
-    """Mean bits per byte of each file over all of its windows.
+    """Mean bits per byte of each file over all of its windows, by name.
 
-    Args:
-      model: a byte-level model.
-      files: name -> content; files shorter than `context` are left out.
-      context: bytes per window.
-      attend: how the model attends.
-      batch_size: windows evaluated at once.
-
-    Returns:
-      name -> bits per byte, and under ``"all"`` the mean over all bytes of all files.
+    Files shorter than `context` are left out. ``"all"`` is the mean over all bytes of all files.
+    `batch_size` windows are evaluated at once.
     """
     graph, state = nnx.split(model)
 

@@ -84,7 +84,7 @@ def fine_tune_adapters(
                 if is_last or (every and trainer.step % every == 0):
                     _evaluate(trainer, windows, log, report)
                 if is_last or trainer.step % rhythm.save_every == 0:
-                    # First the log: one that is ahead of the checkpoint can be rewound.
+                    # The log first: a log that is ahead of the checkpoint can be rewound.
                     log.write()
                     trainer.save(manager)
         models.save_adapters(trainer.adapters, folder / ADAPTERS_NAME, base_model=base_model)

@@ -11,13 +11,7 @@ import optax  # type: ignore[import-untyped]
 def clipped_adamw(
     schedule: optax.Schedule, *, weight_decay: float, clip_norm: float
 ) -> optax.GradientTransformation:
-    """AdamW with decay of matrices and embeddings, not of norms, and a clipped gradient.
-
-    Args:
-      schedule: step -> learning rate.
-      weight_decay: the decay.
-      clip_norm: bound on the global norm of the gradient.
-    """
+    """AdamW with decay of matrices and embeddings, not norms, and the gradient's norm clipped."""
     return optax.chain(
         optax.clip_by_global_norm(clip_norm),
         optax.adamw(schedule, b1=0.9, b2=0.95, weight_decay=weight_decay, mask=_is_matrix),

@@ -6,21 +6,11 @@ import numpy as np
 
 
 def window_starts(index: np.ndarray, *, num_bytes: int, context: int, seed: int) -> np.ndarray:
-    """Where windows begin, given their number in an endless sequence.
+    """Where windows begin, int32 ``[n]``, given their numbers from 0 in an endless sequence.
 
-    Every epoch visits all windows once, in a new order and cut at a new offset.
-
-    Args:
-      index: ``[n]`` integers from 0.
-      num_bytes: length of the stream.
-      context: bytes predicted per window.
-      seed: of orders and offsets.
-
-    Returns:
-      ``[n]`` int32.
-
-    Raises:
-      ValueError: if the stream holds no two windows, or its positions do not fit int32.
+    Every epoch visits all windows once, in a new order and cut at a new offset, both by `seed`. The
+    stream has `num_bytes` bytes, of which a window predicts `context`. Raises ValueError if the
+    stream holds no two windows, or its positions do not fit int32.
     """
     # One window is lost to the offset, one byte to the shift between inputs and targets.
     num_windows = (num_bytes - 1) // context - 1

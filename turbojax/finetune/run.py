@@ -136,7 +136,6 @@ def fine_tune(
 
 
 def _is_first() -> bool:
-    """Whether this process is the one that writes and reports."""
     return jax.process_index() == 0
 
 
@@ -177,7 +176,7 @@ def _trained(
             if rhythm.evaluate_every and trainer.step % rhythm.evaluate_every == 0:
                 _evaluate(trainer, held_out, log, report)
             if trainer.step % rhythm.save_every == 0 or trainer.step == settings.steps:
-                # First the log: one that is ahead of the checkpoint can be rewound.
+                # The log first: a log that is ahead of the checkpoint can be rewound.
                 log.write()
                 trainer.save(manager)
     log.content[f"held_out_bits_per_{unit}"] = {
@@ -218,18 +217,14 @@ def last_checkpoint(folder: Path) -> int | None:
 class Log:
     """The run's log, which survives interruptions.
 
-    Args:
-      path: the file; continued if it exists.
-      header: facts about the run. Those under ``"identity"`` must equal the file's.
-      is_kept: False for a log that is neither read nor written: another process keeps it.
-
-    Raises:
-      ValueError: if the file is another run's.
+    The file at `path` is continued if it exists; what `header` has under ``"identity"`` must equal
+    the file's, else it is another run's: ValueError. With `is_kept` False the log is neither read
+    nor written, as another process keeps it.
     """
 
     def __init__(self, path: Path, header: dict[str, Any], *, is_kept: bool = True) -> None:
         self._path, self._is_kept = path, is_kept
-        # As it will be read back: tuples are lists there.
+        # As JSON gives it back, with lists for tuples.
         header = json.loads(json.dumps(header))
         old = read_content(path) if is_kept and path.exists() else {}
         if old and (other := _differences(old["identity"], header["identity"])):
@@ -247,11 +242,7 @@ class Log:
         return records[-1]["seconds"] if records else 0.0
 
     def rewind(self, step: int) -> None:
-        """Forgets what lies after `step`: it will be computed again.
-
-        Raises:
-          ValueError: if there is less than that.
-        """
+        """Forgets what lies after `step`, to be computed again; ValueError if there is less."""
         if self._is_kept and len(self.content["losses"]) < step:
             raise ValueError(
                 f"{self._path} holds {len(self.content['losses'])} steps, must hold the {step} "
@@ -295,18 +286,10 @@ def run_interval(
     metric: str,
     name: str,
 ) -> None:
-    """Does the steps up to the next stop and logs them.
+    """Does the steps up to the next stop, and logs and reports them as a record.
 
-    Args:
-      trainer: whose steps.
-      log: gets a record.
-      rhythm: says when the next stop is.
-      report: gets the record, too.
-      metric: what the trainer's steps call their bits.
-      name: what the record calls their mean.
-
-    Raises:
-      FloatingPointError: if the loss is not finite.
+    `metric` is what the trainer's steps call their bits, `name` what the record calls their mean.
+    Raises FloatingPointError if the loss is not finite.
     """
     trainer.compile()
     log.content["compile_seconds"] = round(trainer.compile_seconds, 2)
@@ -403,7 +386,7 @@ def _report_nothing(row: dict[str, Any]) -> None:
 
 
 def sha256(parts: Iterable[bytes]) -> str:
-    """In hexadecimal digits, of these bytes one after the other."""
+    """The checksum of these bytes, one after the other, in hexadecimal digits."""
     digest = hashlib.sha256()
     for part in parts:
         digest.update(part)

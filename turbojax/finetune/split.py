@@ -24,23 +24,17 @@ from turbojax.sharding.axes import Axes
 Tree = TypeVar("Tree")
 
 _LAYERS = "['blocks']"
-"""In the path of arrays with a leading axis of layers: a scan takes it apart, no mesh splits it."""
+"""Part of the path of arrays with a leading axis of layers, which is scanned and never split."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Split:
     """How the arrays of a run are laid over a mesh: its weights, optimizer state and sequences.
 
-    Attributes:
-      axes: sequences of a step are split over `axes.batch`, their tokens over `axes.sequence`,
-        weights over both.
-      dtype: the name of the dtype that layers compute in: their matrices are cast to it before
-        they are gathered.
-      weights: False for weights and optimizer state that are whole on every device (data
-        parallelism alone).
-
-    Raises:
-      ValueError: if `axes` split heads, or split nothing, or have no mesh of devices.
+    Sequences of a step are split over `axes.batch`, their tokens over `axes.sequence`, and weights
+    over both, unless `weights` is False: then they are whole on every device (data parallelism
+    alone). Layers compute in `dtype`: their matrices are cast to it before they are gathered.
+    Raises ValueError if `axes` split heads, or split nothing, or have no mesh of devices.
     """
 
     axes: Axes
@@ -76,9 +70,9 @@ class Split:
         return math.prod(self.mesh.shape[name] for name in self.names)
 
     def check(self, settings: Settings) -> None:
-        """Raises ValueError unless each device gets as much of a step as every other.
+        """Raises ValueError unless a step splits evenly over the devices.
 
-        That is as many sequences, and of each two chunks of tokens of the same size.
+        Each gets as many sequences, and of each sequence two chunks of tokens of the same size.
         """
         batch, context, axes = settings.batch_size, settings.context, self.axes
         parts = axes.size("batch")
@@ -95,14 +89,11 @@ class Split:
             )
 
     def axis(self, path: str, shape: tuple[int, ...]) -> int | None:
-        """Along which axis an array is split.
+        """Along which axis an array is split: the first that the devices divide, or None.
 
-        The first one that the devices divide, so that slices lie one after the other; none of
-        vectors (of a layer), which are small.
-
-        Args:
-          path: as of `jax.tree_util.keystr`, of a weight or of a moment of it.
-          shape: of the whole array.
+        So slices lie one after the other. Vectors (of a layer) are small and are not split. `path`
+        is `jax.tree_util.keystr` of a weight or of one of its moments, `shape` that of the whole
+        array.
         """
         first = 1 if _LAYERS in path else 0
         if not self.weights or len(shape) < first + 2:
@@ -110,7 +101,7 @@ class Split:
         return next((i for i in range(first, len(shape)) if shape[i] % self.count == 0), None)
 
     def specs(self, tree: Any) -> Any:
-        """How arrays are split: a tree of `PartitionSpec` for one of arrays, or of their shapes."""
+        """A tree of `PartitionSpec` for a tree of arrays or of their shapes."""
 
         def spec(path: Any, x: Any) -> PartitionSpec:
             axis = self.axis(jax.tree_util.keystr(path), x.shape)
@@ -119,14 +110,13 @@ class Split:
         return jax.tree.map_with_path(spec, tree)
 
     def shardings(self, tree: Any) -> Any:
-        """The same as shardings."""
+        """The `NamedSharding` of each, see `specs`."""
         return jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), self.specs(tree))
 
     def placed(self, tree: Tree) -> Tree:
-        """A copy of these arrays in float32 on the mesh, of which a device gets its slices alone.
+        """A copy of these arrays in float32 on the mesh, where each device gets only its slices.
 
-        Args:
-          tree: arrays of this process, the same in each, or such as lie on several already.
+        The arrays are this process's, the same in each, or lie on several processes already.
         """
 
         def place(x: Any, sharding: NamedSharding) -> jax.Array:
@@ -142,15 +132,15 @@ class Split:
 
     @property
     def whole(self) -> NamedSharding:
-        """Of an array that every device has the whole of."""
+        """The sharding of an array that every device has the whole of."""
         return NamedSharding(self.mesh, PartitionSpec())
 
     def everywhere(self, x: np.ndarray) -> jax.Array:
-        """An array of this process, the same in each, whole on every device."""
+        """An array of this process, the same in each process, whole on every device."""
         return self._made(x, PartitionSpec())
 
     def over_batch(self, x: np.ndarray) -> jax.Array:
-        """An array of this process, the same in each, split along its first axis as sequences."""
+        """An array of this process, the same in each, split along its first axis (sequences)."""
         return self._made(x, self.axes.spec("B" + "." * (x.ndim - 1)))
 
     def _made(self, x: np.ndarray, spec: PartitionSpec) -> jax.Array:
@@ -159,12 +149,12 @@ class Split:
 
     def on_host(self, tree: Tree) -> Tree:
         """The whole arrays, numpy's; all processes must ask for them."""
-        # One after the other: no device holds two whole ones.
+        # One after the other, so that no device holds two whole arrays.
         whole = jax.jit(lambda x: x, out_shardings=self.whole)
         return jax.tree.map(lambda x: np.asarray(whole(x)), tree)
 
     def slices(self, tree: Any) -> "Slices":
-        """What makes the slices of these whole arrays whole again."""
+        """Puts the slices of these whole arrays together again."""
         leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
         named = {jax.tree_util.keystr(path): x.shape for path, x in leaves}
         axes = {path: self.axis(path, shape) for path, shape in named.items()}
@@ -174,12 +164,10 @@ class Split:
 
 @dataclasses.dataclass(frozen=True)
 class Slices:
-    """The arrays of a model that are slices on each device; all is for inside of a `shard_map`.
+    """The arrays of a model that are slices on each device; for use inside a `shard_map` only.
 
-    Attributes:
-      names: the axes of the mesh over which they are split, the outermost first.
-      axes: the path of each such array, and the axis along which it is split.
-      dtype: see `Split`.
+    `names` are the axes of the mesh over which they are split, the outermost first; `axes` has the
+    path of each such array, and the axis along which it is split.
     """
 
     names: tuple[str, ...]
@@ -210,7 +198,7 @@ class Slices:
         return self._map(tree, whole, lambda x: x)
 
     def own(self, tree: Tree) -> Tree:
-        """The arrays, those that are whole anyway as each device's own.
+        """The arrays, where those that are not split become each device's own.
 
         A gradient with respect to these is what this device adds to it, for `summed`.
         """

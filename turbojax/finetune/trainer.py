@@ -30,7 +30,7 @@ from turbojax.parallel.zigzag import positions as zigzag_positions
 from turbojax.sharding.axes import Axes
 
 Loss = Callable[[nnx.State, jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
-"""Of weights, stream and starts of windows: the mean loss, and the mean density of levels."""
+"""From weights, stream and starts of windows: the mean loss, and the mean density of levels."""
 Gradient = Callable[[nnx.State, jax.Array, jax.Array], tuple[tuple[jax.Array, jax.Array], Any]]
 """What `jax.value_and_grad` makes of a `Loss`."""
 
@@ -258,12 +258,10 @@ def segments(tokens: jax.Array, separator: int) -> jax.Array:
 
 
 class _MeasuredAttention:
-    """An `Attend` whose cache is a number: the density of the layer's levels goes out there.
+    """An `Attend` whose cache is a number: the density of the layer's levels is returned there.
 
-    Args:
-      attend: what attends.
-      segment_ids: of packed documents, int32 ``[B, T]``.
-      axes: where they split tokens, these attend over a ring; no density is known then.
+    `segment_ids` are those of packed documents, int32 ``[B, T]``. Tokens that `axes` split attend
+    over a ring; their density is not known.
     """
 
     def __init__(
@@ -322,7 +320,7 @@ class _Measured:
 class _Loss:
     """The mean loss of the windows that begin at `starts`, in nats, and the density of levels.
 
-    Inside of a `shard_map` over a sequence axis it is that of the device's own tokens.
+    Inside a `shard_map` over a sequence axis it is that of the device's own tokens.
     """
 
     graph: Any
@@ -369,11 +367,7 @@ class _Loss:
 def over_devices(loss: Loss, split: Split, slices: Slices, params: nnx.State) -> Gradient:
     """`jax.value_and_grad` of the mean loss of all devices, each of which has some sequences.
 
-    Args:
-      loss: of a device's sequences, given weights of which layers are slices.
-      split: of the run.
-      slices: of its weights.
-      params: these.
+    `loss` is that of a device's sequences, given weights (`params`) of which layers are slices.
     """
     outside = slices.outside()
 

@@ -24,12 +24,9 @@ class MaskWarning(UserWarning):
 class MaskRule:
     """What a function hides besides what lies past a length.
 
-    Attributes:
-      is_causal: a query sees keys up to its own position.
-      expects_causal: the mask must hide that as well: the function is causal, but not the call.
-      window: ``(left, right)`` of a local window, or None.
-      segments: whether the mask may also hide what is of another packed sequence, and keys and
-        queries anywhere.
+    With `expects_causal` the mask itself must hide later keys: the function is causal, the call is
+    not. With `segments` the mask may also hide tokens of other packed sequences, and keys and
+    queries anywhere. `window` is ``(left, right)``.
     """
 
     is_causal: bool
@@ -63,10 +60,9 @@ _MUST_BE_CAUSAL = (
 def as_mask(mask: jax.Array, query: jax.Array, key: jax.Array) -> jax.Array:
     """A mask as bool ``[B or 1, N or 1, T or 1, S]``.
 
-    Raises:
-      TypeError: if it is not an array of numbers or bool.
-      ValueError: if it cannot be broadcast to ``[batch..., N, T, S]``; outside `jit`, if it has
-        negative numbers, as masks have that are added to scores.
+    Raises TypeError if it is not an array of numbers or bool; ValueError if it cannot be broadcast
+    to ``[batch..., N, T, S]``, or, outside `jit`, has negative numbers, as masks have that are
+    added to scores.
     """
     mask = jnp.asarray(mask)
     if not (mask.dtype == jnp.bool_ or jnp.issubdtype(mask.dtype, jnp.number)):
@@ -91,22 +87,15 @@ def as_mask(mask: jax.Array, query: jax.Array, key: jax.Array) -> jax.Array:
 def read_mask(
     mask: jax.Array, batch: int, tokens: int, rule: MaskRule, warn_for: Hashable | None
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The lengths that a mask stands for; one that stands for none is reported.
+    """The lengths that a mask stands for; a mask that stands for none is reported.
 
-    Args:
-      mask: bool ``[B or 1, N or 1, T or 1, S]``.
-      batch: sequences `B`.
-      tokens: queries `T`.
-      rule: what is hidden besides.
-      warn_for: under `jit`, whose masks are warned about, once; None for no warning.
+    `mask` is bool ``[B or 1, N or 1, T or 1, S]``, `tokens` is `T`. Under `jit` masks are warned
+    about, once for each `warn_for`; None for no warning.
 
-    Returns:
-      Lengths of queries and of keys, int32 ``[B]``, and bool ``[B]``: whether exactly what they and
-      the rule show is what the mask shows. False only under `jit`.
-
-    Raises:
-      ValueError: outside `jit`, if the mask stands for no lengths; also under it, if its shape
-        says that it shows later keys, and it must be causal.
+    Returns lengths of queries and of keys, int32 ``[B]``, and bool ``[B]``: whether they and the
+    rule show exactly what the mask shows. False only under `jit`: outside of it such a mask is a
+    ValueError. Under `jit`, too, one is raised if the mask's shape says that it shows later keys,
+    and the rule expects it to be causal.
     """
     _check_rows(mask, tokens, rule)
     read = _read_lengths(mask, tokens, rule)
@@ -118,25 +107,14 @@ def read_mask(
 def read_segments(
     mask: jax.Array, batch: int, tokens: int, rule: MaskRule, warn_for: Hashable | None
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The segments that a mask stands for; one that stands for none is reported.
+    """The segments that a mask stands for; one that stands for none is reported, see `read_mask`.
 
     Queries that share a key are of one segment, and a key is of the segment of those that see it.
     So a mask may hide other packed sequences, in a row or interleaved, and keys and queries
     anywhere, as padding on either side.
 
-    Args:
-      mask: see `read_mask`.
-      batch: see `read_mask`.
-      tokens: see `read_mask`.
-      rule: see `read_mask`.
-      warn_for: see `read_mask`.
-
-    Returns:
-      Segments of queries, int32 ``[B, T]``, and of keys, ``[B, S]``, -1 for those that nobody sees;
-      and whether they fit, as in `read_mask`.
-
-    Raises:
-      ValueError: see `read_mask`.
+    Returns segments of queries, int32 ``[B, T]``, and of keys, ``[B, S]``, -1 for those that no
+    query sees; and whether they fit, as in `read_mask`.
     """
     _check_rows(mask, tokens, rule)
     queries, keys, fits = _read_segments(mask, tokens, rule)
@@ -155,7 +133,7 @@ def _check_rows(mask: jax.Array, tokens: int, rule: MaskRule) -> None:
 
 
 def _check_fits(fits: jax.Array, rule: MaskRule, warn_for: Hashable | None) -> None:
-    """Raises ValueError where masks do not fit, or, under `jit`, has it reported."""
+    """Raises ValueError where masks do not fit; under `jit` reports them at run time instead."""
     if _checks.is_concrete(fits):
         if wrong := np.flatnonzero(~np.asarray(fits)).tolist():
             raise ValueError(f"mask of sequences {wrong} {rule}")
@@ -194,10 +172,11 @@ def _read_segments(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Segments of queries and of keys, and whether they fit, as `read_segments`.
 
-    A segment's name is its first query. Of a query's keys the first one leads to the first query
-    that sees it, which is of the same segment; where no window hides keys, it is the segment's
-    first. Elsewhere its own first key leads on, until a query leads to itself. Two queries that
-    share a key arrive at the same one: the earlier sees the later one's first key, too.
+    A segment is named by its first query. From a query, take the first key that it sees, and from
+    there the first query that sees this key, which is of the same segment. Without a window that is
+    the segment's first query. With one, this step is repeated until a query leads to itself. Two
+    queries that share a key arrive at the same one: the earlier sees the later one's first key,
+    too.
     """
     batch, _, rows, size = mask.shape
     visibility = _visibility(rule, rows)
@@ -218,7 +197,7 @@ def _read_segments(
 
 
 def _visibility(rule: MaskRule, rows: int) -> Visibility:
-    """What a mask of so many rows shows beside what it says itself."""
+    """What a mask of so many rows shows besides what it says itself."""
     if rows == 1:  # of keys alone: all queries see the same, as far as the mask knows
         return Visibility(is_causal=False, window=None)
     return Visibility(rule.is_causal, rule.window)
@@ -234,7 +213,7 @@ def _shows_later(mask: jax.Array, rule: MaskRule) -> jax.Array:
 
 
 def _report(fits: jax.Array, rule: MaskRule, warn_for: Hashable | None) -> None:
-    """Says at run time which masks do not fit: to `checkify`, and as a warning.
+    """Reports at run time which masks do not fit: to `checkify`, and as a warning.
 
     `fits` is reduced to numbers first, which lie on every device of a mesh.
     """
@@ -245,7 +224,7 @@ def _report(fits: jax.Array, rule: MaskRule, warn_for: Hashable | None) -> None:
         return
     text = text.replace("{batch}", str(fits.size))
 
-    # The host hears of it only then, except under `vmap`, which makes both branches run.
+    # So the host is called only for a bad mask, except under `vmap`, which runs both branches.
     def call(count: jax.Array, first: jax.Array) -> None:
         jax.debug.callback(functools.partial(_warn, warn_for, text), count, first)
 
@@ -263,7 +242,7 @@ def _warn(warn_for: Hashable, text: str, count: jax.Array, first: jax.Array) -> 
     with _lock:
         if warn_for in _warned:
             return
-        # A filter may turn it into an error, which the next call should raise again.
+        # Marked as warned only after this: a filter may make it an error, to be raised again.
         warnings.warn(
             f"{text.format(count=count, first=first)}. Under jit the outputs of such sequences "
             "are NaN. This is said once; warn=False leaves it out of the compiled program",

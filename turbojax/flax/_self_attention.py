@@ -28,7 +28,7 @@ from turbojax.rotary import Rope
 
 
 class Layers(Protocol):
-    """A module's parameters at work, see `AttentionProjections`."""
+    """A module's parameters in use, see `AttentionProjections`."""
 
     def given_sinks(self) -> tuple[jax.Array, ...]:
         """The sinks, if there are any."""
@@ -49,17 +49,8 @@ class Layers(Protocol):
 class SelfAttention:
     """How a module attends, checked and completed; static under `jit`.
 
-    Attributes:
-      hidden_size: channels of a token.
-      cache: kind of the cache.
-      attention: what attends within whole sequences, and within prompts; None for what the cache
-        attends to prompts with, and, where that needs the cache, exactly.
-      options: scale, window and cap.
-      rope: rotary embedding, or None.
-      head_dim: channels of a head.
-      num_kv_heads: key/value heads.
-      implementation: of the cache's ops; None to choose.
-      dtype: of the computation.
+    `attention` attends within whole sequences and within prompts. If it is None, the latter attend
+    as the cache does with prompts, and so do the former, or exactly where that needs the cache.
     """
 
     hidden_size: int
@@ -73,7 +64,7 @@ class SelfAttention:
     dtype: Any
 
     def init_cache(self, batch_size: int, max_length: int) -> LayerCache:
-        """An empty cache, which keeps what a window needs, if there is one."""
+        """An empty cache; with a window it holds only what the window needs, if the kind can."""
         return init_layer_cache(
             batch_size,
             max_length,
@@ -155,9 +146,8 @@ class SelfAttention:
     ) -> tuple[jax.Array, jax.Array | None]:
         """Checked tokens, 0 in the padding, and int32 lengths within ``0..T``.
 
-        Raises:
-          TypeError: if dtypes are not supported.
-          ValueError: if a shape or length does not fit, or the cache is of another batch.
+        Raises TypeError if dtypes are not supported, ValueError if a shape or length does not fit,
+        or the cache is of another batch.
         """
         if x.ndim != 3 or x.shape[2] != self.hidden_size or 0 in x.shape:
             raise ValueError(f"{x.shape=} must be [B, T, {self.hidden_size}], no axis empty")
@@ -194,13 +184,11 @@ def make_self_attention(
     implementation: str | None,
     dtype: DTypeLike,
 ) -> SelfAttention:
-    """What a module's arguments ask for, see `TurboAttention`.
+    """Checks and completes a module's arguments, see `TurboAttention`.
 
-    Raises:
-      TypeError: if a size is not an integer, or another argument of another kind.
-      ValueError: if sizes do not fit, the cache is of no known kind, or there is no such
-        implementation.
-      NotImplementedError: if pooled attention cannot attend with the options.
+    Raises TypeError if a size is not an integer, or another argument of another kind; ValueError if
+    sizes do not fit, the cache is of no known kind, or there is no such implementation;
+    NotImplementedError if pooled attention cannot attend with the options.
     """
     num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
     _checks.check_sizes(hidden_size=hidden_size, num_heads=num_heads, num_kv_heads=num_kv_heads)

@@ -24,13 +24,9 @@ from turbojax.ops.turbo_attention import turbo_attention
 
 
 class _Given(NamedTuple):
-    """What a call's keys and queries are told by, each None where all are there.
+    """The lengths or segments of a call's queries and keys; None where all tokens are real.
 
-    Attributes:
-      query_seq_lengths: int32 ``[B]``.
-      key_value_seq_lengths: int32 ``[B]``.
-      query_segment_ids: int32 ``[B, T]``.
-      key_value_segment_ids: int32 ``[B, S]``.
+    Lengths are int32 ``[B]``, segments of queries ``[B, T]`` and of keys ``[B, S]``.
     """
 
     query_seq_lengths: jax.Array | None = None
@@ -152,8 +148,8 @@ class _AttentionFn:
     ) -> jax.Array:
         """Attends to what a mask ``[B or 1, N or 1, T or 1, S]`` shows.
 
-        Causality of the call is added to the mask, as Flax does; that of the function alone must
-        be in the mask.
+        Causality of the call is added to the mask, as Flax does; a function that is causal where
+        the call is not needs a mask that says so, too.
         """
         expects_causal = self.is_causal and not is_causal
         is_causal = is_causal or self.is_causal
@@ -184,7 +180,7 @@ class _AttentionFn:
                 which = ("query_seq_lengths", "key_value_seq_lengths")
             given = given._replace(**dict(zip(which, (of_query, of_key), strict=True)))
             out = self._attend(query, key, value, is_causal, given)
-        # A product, so that gradients become NaN as well.
+        # Multiplied, not selected, so that gradients become NaN as well.
         broken = jnp.where(fits, 1, jnp.nan).astype(out.dtype)
         return out * broken[:, None, None, None]
 
@@ -281,7 +277,7 @@ class TurboAttentionFn(_AttentionFn):
         _check_switches(is_causal=self.is_causal, warn=self.warn, segments=self.segments)
         check_implementation(self.implementation)
         _checks.check_number("scale", self.scale)
-        # One form, so that functions with equal windows are equal.
+        # Windows in one form, so that functions with equal windows are equal.
         window = _checks.normalize_window(self.local_window_size)
         object.__setattr__(self, "local_window_size", window)
         _checks.check_number("logits_soft_cap", self.logits_soft_cap)
@@ -384,7 +380,7 @@ class PooledAttentionFn(_AttentionFn):
     ) -> jax.Array:
         blocks: dict[str, Any] = {"block_q": self.block_q, "block_kv": self.block_kv}
         if isinstance(self.policy, Pattern) and given.query_segment_ids is None:
-            # Positions alone: a constant of the program, which `pooled_attention` can check.
+            # From positions alone: a constant of the program, which `pooled_attention` can check.
             with jax.ensure_compile_time_eval():
                 levels = self.policy.levels(
                     query.shape[1], key.shape[1], is_causal=is_causal, **blocks
@@ -454,14 +450,13 @@ def _refuse(**arguments: Any) -> None:
 def _promote(
     query: jax.Array, key: jax.Array, value: jax.Array, dtype: DTypeLike | None
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The operands in one dtype."""
     common = jnp.result_type(query, key, value) if dtype is None else jnp.dtype(dtype)
     query, key, value = (jnp.asarray(x, common) for x in (query, key, value))
     return query, key, value
 
 
 def _check_shapes(query: jax.Array, key: jax.Array, value: jax.Array) -> tuple[int, ...]:
-    """The shape of the result; the rest is checked where attention takes place."""
+    """The shape of the result; the attention itself checks the rest."""
     for name, x in (("query", query), ("key", key), ("value", value)):
         if x.ndim < 3:
             raise ValueError(f"{name}.shape={x.shape} must be [batch..., tokens, heads, channels]")

@@ -18,14 +18,9 @@ from turbojax.routing import SoftmaxOrder, combine, dispatch, route
 
 
 class FrozenWeight(nnx.Module):
-    """An `Int4Weight` as variables that are not trained.
-
-    Attributes:
-      arrays: `FrozenParam` of each of its arrays, in the order of its pytree.
-    """
+    """An `Int4Weight`, of a layer or a stack of experts, as `FrozenParam`s in pytree order."""
 
     def __init__(self, weight: Int4Weight):
-        """Takes a weight, of one layer or a stack of experts."""
         leaves, structure = jax.tree.flatten(weight)
         self.arrays = nnx.List([FrozenParam(x) for x in leaves])
         self._structure = structure
@@ -178,7 +173,7 @@ class Int4Experts(nnx.Module):
         """
         router = self.router.get_value()
         tokens = x.reshape(-1, x.shape[-1])
-        # As checkpoints' own layers: in the activations' dtype, sums in float32.
+        # As in the checkpoints' original models: in the activations' dtype, sums in float32.
         logits = jnp.dot(tokens, router.astype(x.dtype), preferred_element_type=jnp.float32)
         routing = route(logits, self.top_k, softmax=self.softmax, normalize=self.normalize)
         sorted_by = dispatch(routing.experts, self.num_experts)

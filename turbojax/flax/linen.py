@@ -21,13 +21,7 @@ _COLLECTION, _NAME = "cache", "kv_cache"
 
 
 class RMSNorm(nn.Module):
-    """`turbojax.flax.norms.rms_norm` with its scale.
-
-    Attributes:
-      size: channels.
-      eps: see `rms_norm`.
-      param_dtype: of the scale, a parameter ``[size]``.
-    """
+    """`turbojax.flax.norms.rms_norm` with its scale, a parameter ``[size]``."""
 
     size: int
     eps: float

@@ -17,17 +17,10 @@ def rms_norm(
 ) -> jax.Array:
     """``x / sqrt(mean(x^2) + eps) * (offset + scale)`` over the last axis, computed in float32.
 
-    Args:
-      x: ``[..., size]``.
-      scale: ``[size]``, or with further axes of `x` before it, such as a factor of each head.
-      eps: added to the mean square.
-      offset: added to the scale; Gemma's checkpoints hold the scale less one.
-      centered: whether `x` is taken less its mean, which makes it LayerNorm without a bias.
-      over: axes of a mesh over which the channels are split in equal parts, within `shard_map`; not
-        with `centered`.
-
-    Returns:
-      ``[..., size]`` in `x`'s dtype.
+    `scale` is ``[size]``, or has further axes of `x` before it, such as a factor of each head.
+    Gemma's checkpoints hold the scale less one: there `offset` is 1. With `centered` the mean of
+    `x` is subtracted first, which makes it LayerNorm without a bias. Within `shard_map`, `over` are
+    axes of a mesh over which the channels are split in equal parts; not with `centered`.
     """
     wide = x.astype(jnp.float32)
     if centered:
@@ -43,14 +36,7 @@ def rms_norm(
 
 
 class RMSNorm(nnx.Module):
-    """`rms_norm` with its scale.
-
-    Attributes:
-      scale: `nnx.Param` ``[size]``; initialized so that ``offset + scale`` is 1.
-      eps: see `rms_norm`.
-      offset: see `rms_norm`.
-      centered: see `rms_norm`.
-    """
+    """`rms_norm` with its scale, an `nnx.Param` ``[size]``; at first ``offset + scale`` is 1."""
 
     def __init__(
         self,
@@ -67,6 +53,6 @@ class RMSNorm(nnx.Module):
         self.centered = centered
 
     def __call__(self, x: jax.Array, over: tuple[str, ...] = ()) -> jax.Array:
-        """Normalizes ``[..., size]``, in `x`'s dtype; see `rms_norm`."""
+        """Normalizes ``[..., size]``, in `x`'s dtype."""
         scale = self.scale[...]
         return rms_norm(x, scale, self.eps, self.offset, centered=self.centered, over=over)

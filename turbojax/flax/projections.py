@@ -17,17 +17,10 @@ from turbojax.rotary import Rope
 class AttentionProjections(nnx.Module):
     """Queries, keys and values of tokens, and what becomes of the attended values.
 
-    Attributes:
-      q_proj: ``[D, N H]``.
-      k_proj: ``[D, K H]``.
-      v_proj: ``[D, K H]``.
-      o_proj: ``[N H, D]``.
-      q_norm: `RMSNorm` of each head's query, or of all together, before they are rotated; or None.
-      k_norm: the same of keys.
-      sinks: float ``[N]``, a logit of each head that takes part in the softmax's denominator
-        alone, or None.
-      rope: how positions turn queries and keys, or None.
-      head_dim: channels of a head, `H`.
+    Kernels are ``[D, N H]`` of `q_proj`, ``[D, K H]`` of `k_proj` and `v_proj`, ``[N H, D]`` of
+    `o_proj`. `q_norm` and `k_norm` are `RMSNorm`s of each head's query or key, or of all together,
+    before they are rotated. `sinks`, float ``[N]``, are logits that are only in the softmax's
+    denominator. What is missing is None.
     """
 
     def __init__(
@@ -50,32 +43,18 @@ class AttentionProjections(nnx.Module):
         param_dtype: DTypeLike,
         rngs: nnx.Rngs,
     ) -> None:
-        """Initializes random parameters.
+        """Initializes random parameters; those of `TurboAttention` mean the same here.
 
-        Args:
-          hidden_size: width `D` of the residual stream.
-          num_heads: query heads `N`.
-          num_kv_heads: key/value heads `K`.
-          rope: rotary embedding, which knows the width `H` of a head; None for no positions.
-          head_dim: `H`; needed without a rotary embedding.
-          qkv_bias: whether queries, keys and values have biases.
-          output_bias: whether the output has one.
-          qk_norm_eps: epsilon of norms of queries and keys; None for no such norms.
-          norm_offset: of these norms, see `rms_norm`.
-          joint_qk_norm: whether all heads of a token are normed together, not each by itself.
-          output_gain: of the output's initial weights.
-          use_sinks: whether there are sinks; they begin at 0, each as a key of score 0.
-          sharding: mesh axes, or logical ones, over which the residual stream and the heads are
-            split, such as ``(None, "model")``; None for no annotations. With them Flax needs a mesh
-            where parameters are made.
-          dtype: of the computation.
-          param_dtype: of the parameters.
-          rngs: source of the initial parameters (stream `params`).
+        `head_dim` is needed without a rotary embedding. `norm_offset` is that of `rms_norm` for the
+        norms of queries and keys, and with `joint_qk_norm` all heads of a token are normed
+        together, not each alone. `output_gain` is that of the output's initial weights, see
+        `linear`. Sinks begin at 0, each as a key of score 0. `sharding` names mesh axes, or logical
+        ones, over which the residual stream and the heads are split, such as ``(None, "model")``;
+        None for no annotations. With them Flax needs a mesh where parameters are made.
 
-        Raises:
-          TypeError: if `qk_norm_eps` is not a number, or `sharding` holds no names.
-          ValueError: if `head_dim` is missing, or another one than the rotary embedding's,
-            `qk_norm_eps` is negative or `sharding` no pair.
+        Raises TypeError if `qk_norm_eps` is not a number, or `sharding` holds no names; ValueError
+        if `head_dim` is missing, or another one than the rotary embedding's, `qk_norm_eps` is
+        negative or `sharding` no pair.
         """
         check_norm_eps(qk_norm_eps)
         check_sharding(sharding)
@@ -110,21 +89,14 @@ class AttentionProjections(nnx.Module):
         rotates: bool = True,
         over: tuple[tuple[str, ...], tuple[str, ...]] = ((), ()),
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Queries, keys and values.
+        """Query ``[B, T, N, H]`` and key ``[B, T, K, H]``, rotated, and value ``[B, T, K, H]``.
 
-        Args:
-          x: ``[B, T, D]``.
-          angles: float32 ``[B, T, 1, R/2]``, see `Rope.angles`; None without a rotary embedding.
-          rope: the one that the angles are of, if it is not the module's own.
-          rotates: False for queries and keys that no position turns, whatever the module has.
-          over: within `shard_map`, axes of a mesh over which query heads are split, and those of
-            KV heads.
+        `x` is ``[B, T, D]``, and `angles` float32 ``[B, T, 1, R/2]``, see `Rope.angles`; `rope` is
+        given if they are of another one than the module's own. Without `rotates`, no position turns
+        queries and keys, whatever the module has. Within `shard_map`, `over` are the axes of a mesh
+        over which query heads, and those over which KV heads are split.
 
-        Returns:
-          Query ``[B, T, N, H]`` and key ``[B, T, K, H]``, rotated, and value ``[B, T, K, H]``.
-
-        Raises:
-          ValueError: if there are angles and no rotary embedding, or the other way round.
+        Raises ValueError if there are angles and no rotary embedding, or the other way round.
         """
         shape = (*x.shape[:2], -1, self.head_dim)
         query, key = self.q_proj(x), self.k_proj(x)
@@ -147,11 +119,7 @@ class AttentionProjections(nnx.Module):
 
 
 def check_head_dim(rope: Rope | None, head_dim: int | None) -> int:
-    """The width of a head, given by itself or by the rotary embedding.
-
-    Raises:
-      ValueError: if neither gives it, or the two differ.
-    """
+    """The width of a head, from either argument; ValueError if both lack it, or they differ."""
     if rope is None:
         if head_dim is None:
             raise ValueError("head_dim=None must be given where rope=None does not say it")
@@ -183,10 +151,9 @@ def check_sharding(sharding: object) -> None:
 def rotate(
     rope: Rope | None, query: jax.Array, key: jax.Array, angles: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
-    """Queries and keys at their positions; as they are without a rotary embedding.
+    """Queries and keys at their positions; unchanged without a rotary embedding.
 
-    Raises:
-      ValueError: if there are angles and no rotary embedding, or the other way round.
+    Raises ValueError if there are angles and no rotary embedding, or the other way round.
     """
     if (rope is None) != (angles is None):
         raise ValueError(f"{rope=} must have angles if and only if it is not None")
@@ -206,18 +173,9 @@ def linear(
     param_dtype: DTypeLike,
     rngs: nnx.Rngs,
 ) -> nnx.Linear:
-    """A linear layer whose weights have variance ``gain**2 / in_size``.
+    """A linear layer whose initial weights have variance ``gain**2 / in_size``.
 
-    Args:
-      in_size: inputs.
-      out_size: outputs.
-      sharding: names of the axes over which inputs and outputs are split, see
-        `AttentionProjections`.
-      gain: of the initial weights.
-      use_bias: whether there is a bias.
-      dtype: of the computation.
-      param_dtype: of the parameters.
-      rngs: source of the initial parameters.
+    `sharding` names the axes over which inputs and outputs are split, see `AttentionProjections`.
     """
     metadata: dict[str, Any] = {}
     if sharding is not None:
@@ -239,16 +197,10 @@ def linear(
 def summed(layer: nnx.Linear, x: jax.Array, over: tuple[str, ...]) -> jax.Array:
     """A linear layer of which each device has some of the inputs.
 
-    What the devices compute is added in the layer's dtype, then the bias, once.
-
-    Args:
-      layer: made by `linear`, with the device's rows of the kernel and a whole bias.
-      x: ``[..., in]``, the device's inputs.
-      over: within `shard_map`, the axes of a mesh over which the inputs are split; none where the
-        layer is whole.
-
-    Returns:
-      ``[..., out]``, the same on all of those devices.
+    What the devices compute is added in the layer's dtype, then the bias, once. `layer`, made by
+    `linear`, has the device's rows of the kernel and a whole bias; `x` is ``[..., in]``. `over` are
+    the axes of a mesh, within `shard_map`, over which the inputs are split: none where the layer is
+    whole. The result ``[..., out]`` is the same on all of those devices.
     """
     if not over:
         return layer(x)
@@ -259,7 +211,7 @@ def summed(layer: nnx.Linear, x: jax.Array, over: tuple[str, ...]) -> jax.Array:
 
 
 def without_bias(layer: nnx.Linear, x: jax.Array) -> jax.Array:
-    """What a layer made by `linear` computes of ``[..., in]`` before its bias."""
+    """What a layer made by `linear` computes from ``[..., in]`` before its bias."""
     kernel = layer.kernel[...].astype(layer.dtype)
     contract = (((x.ndim - 1,), (0,)), ((), ()))
     return jax.lax.dot_general(x.astype(layer.dtype), kernel, contract, precision=layer.precision)

@@ -22,22 +22,13 @@ def attend_padded_prompt(
     """Attends within prompts with padding on either side, and stores them without it.
 
     A cache holds a sequence from its first token on, so prompts are moved to the left first, and
-    what they attended to is moved back.
+    the result is moved back. Queries and keys are rotated, and the cache must be empty. `mask`
+    ``[B, T, S]`` says what the tokens see of `S` places of a cache, of which the first `T` are
+    their own: it is causal, except that no token sees padding.
 
-    Args:
-      query: ``[B, T, N, H]``, rotated.
-      key: ``[B, T, K, H]``, rotated.
-      value: ``[B, T, K, H]``.
-      cache: an empty cache of the layer.
-      mask: ``[B, T, S]``, what the tokens see of `S` places of a cache, of which the first `T` are
-        their own: causal, but for the padding, which nobody sees.
-      options: of the layer.
-      implementation: of the cache's ops; None to choose.
-
-    Returns:
-      ``[B, T, N, H]``, where rows of padding mean nothing, and the cache. Sequences with another
-      mask become NaN, which a `turbojax.flax.MaskWarning` reports, and so do those whose cache was
-      not empty.
+    Returns ``[B, T, N, H]``, where rows of padding mean nothing, and the cache. Sequences with
+    another mask become NaN, which a `turbojax.flax.MaskWarning` reports, and so do those whose
+    cache was not empty.
     """
     batch, tokens = query.shape[:2]
     mask = as_mask(mask[:, None], query, jnp.zeros((batch, mask.shape[2], 1, 1)))
@@ -65,18 +56,8 @@ def attend_next_token(
 ) -> tuple[jax.Array, Any]:
     """Stores a token where it is new, and attends to all that is held.
 
-    Args:
-      query: ``[B, 1, N, H]``, rotated.
-      key: ``[B, 1, K, H]``, rotated.
-      value: ``[B, 1, K, H]``.
-      cache: of the layer.
-      new: bool ``[B]``, False where the token is not to be stored: then its query is that of the
-        newest token held.
-      options: of the layer.
-      implementation: of the cache's ops; None to choose.
-
-    Returns:
-      ``[B, 1, N, H]`` and the cache.
+    Query and key, ``[B, 1, N or K, H]``, are rotated. Where `new`, bool ``[B]``, is False, the
+    token is not stored, and its query is that of the newest token held.
     """
     kind = kind_of(cache)
     lengths = new.astype(jnp.int32)

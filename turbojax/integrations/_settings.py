@@ -1,4 +1,4 @@
-"""What adapters are told, checked once."""
+"""The arguments of adapters, checked once."""
 
 import dataclasses
 from typing import Any
@@ -17,14 +17,9 @@ TRAINING = TurboAttentionFn(is_causal=True, segments=True)
 class Settings:
     """How a model attends; hashable, so that what is compiled is shared.
 
-    Attributes:
-      attention: what attends where there is no cache; None for the model's own attention.
-      cache: kind of the caches.
-      implementation: of the caches' ops; None to choose.
-
-    Raises:
-      TypeError: if `attention` is no `TurboAttentionFn`.
-      ValueError: if it is not causal, or there is no such cache or implementation.
+    `attention` attends where there is no cache; None for the model's own attention. Raises
+    TypeError if it is no `TurboAttentionFn`; ValueError if it is not causal, or there is no such
+    cache or implementation.
     """
 
     attention: TurboAttentionFn | None
@@ -39,7 +34,7 @@ class Settings:
     def init_cache(
         self, batch: int, tokens: int, heads: int, channels: int, dtype: Any, window: int | None
     ) -> Any:
-        """An empty cache of a layer, of what its window reaches if caches of this kind can."""
+        """An empty cache of a layer, only as long as its window reaches if the kind can do that."""
         return init_layer_cache(
             batch,
             tokens,

@@ -110,13 +110,10 @@ def _model_class(base: Any, settings: Settings) -> Any:
 )
 @dataclasses.dataclass(frozen=True)
 class _Held:
-    """A turbojax cache where gemma's sampler looks for an array of keys ``[B, S, K, H]``.
+    """A turbojax cache in the place of an array of keys ``[B, S, K, H]`` in gemma's sampler.
 
-    The sampler cuts arrays to the prompt's length and puts them back; this stays whole.
-
-    Attributes:
-      cache: the layer's.
-      shown_length: `S`, as the sampler has cut it.
+    The sampler cuts arrays to the prompt's length (`shown_length` becomes `S`) and puts them back;
+    the cache stays whole.
     """
 
     cache: Any
@@ -128,7 +125,7 @@ class _Held:
         return batch, self.shown_length, self.cache.num_kv_heads, self.cache.head_dim
 
     def __getitem__(self, key: tuple[Any, ...]) -> "_Held":
-        """What a prompt is about to be stored in, ``[:, :length, :, :]``."""
+        """What a prompt will be stored in, ``[:, :length, :, :]``."""
         lengths = self.cache.lengths
         if _checks.is_concrete(lengths) and (lengths > 0).any():
             raise NotImplementedError(
@@ -144,7 +141,7 @@ class _Held:
 
 @dataclasses.dataclass(frozen=True)
 class _Place:
-    """``held.at[:, :length, :, :].set(new)``: what has taken the prompt, at its full length."""
+    """``held.at[:, :length, :, :].set(new)``: the cache that took the prompt, at full length."""
 
     held: _Held
 
@@ -195,8 +192,8 @@ def _attend(
         if x.shape[1] > 1:
             out, held = attend_padded_prompt(query, key, value, held, attn_mask, **how)
         else:
-            # The sampler begins with the prompt's last token again, and repeats tokens of sequences
-            # that have ended; positions tell.
+            # The sampler gives the prompt's last token again, and repeats tokens of sequences that
+            # have ended; positions tell which tokens are new.
             new = segment_pos[:, 0] >= held.lengths
             out, held = attend_next_token(query, key, value, held, new, **how)
         cache = {

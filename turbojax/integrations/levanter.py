@@ -213,13 +213,10 @@ def _named(out: jax.Array, c: Any, lead: tuple[Any, ...]) -> Any:
 class _Batch(NamedTuple):
     """Levanter's batch of packed new tokens, in plain arrays.
 
-    Attributes:
-      tables: int32 ``[Q, max_pages]``, pages of each sequence.
-      lengths: int32 ``[Q]``, tokens held, the new ones included; 0 where there is no sequence.
-      starts: int32 ``[Q + 1]``, where each sequence's new tokens begin.
-      total: int32 scalar, new tokens.
-      pages: int32 ``[tokens]``, the page of each new token.
-      slots: int32 ``[tokens]``, its place there.
+    Of `Q` sequences: `tables` int32 ``[Q, max_pages]``, `lengths` int32 ``[Q]`` of tokens held, the
+    new ones included (0 where there is no sequence), and `starts` int32 ``[Q + 1]``, where each
+    one's new tokens begin. Of the `total` new tokens: `pages` and `slots` int32 ``[tokens]``, where
+    each goes.
     """
 
     tables: jax.Array
@@ -231,7 +228,7 @@ class _Batch(NamedTuple):
 
 
 def _read(info: Any) -> _Batch:
-    """The batch that Levanter describes; starts past its sequences are those of the end."""
+    """The batch that Levanter describes; starts past its sequences are set to the end."""
     lengths = info.seq_lens.array
     is_there = jnp.arange(lengths.shape[0]) < info.num_seqs
     starts = info.cu_q_lens.array
@@ -268,8 +265,8 @@ def _attend_pages(
 ) -> jax.Array:
     """Attends packed tokens ``[tokens, N, H]`` to their sequences up to themselves.
 
-    Where there are no more tokens than sequences, as in decoding, each is a row of its own. A
-    prompt's are a row together.
+    Where there are no more tokens than sequences, as in decoding, each token is a row of its own.
+    Otherwise the tokens of one prompt are a row together.
     """
     tokens, sequences = query.shape[0], batch.lengths.shape[0]
     options: dict[str, Any] = {

@@ -60,12 +60,12 @@ def use_turbojax(
 
 
 def _become(module: object, cls: type) -> None:
-    """Gives a module of Flax, which watches over its attributes, another class."""
+    """Changes a module's class without the check of Flax, which watches attributes."""
     object.__setattr__(module, "__class__", cls)
 
 
 def _layers(model: Any) -> list[Any]:
-    """The decoder layers of a model that is known."""
+    """The decoder layers of a model of a known family."""
     known = [f"tunix.models.{family}.model" for family in FAMILIES]
     module = type(model).__module__
     layers = list(getattr(model, "layers", ()))
@@ -126,7 +126,7 @@ def _attention_class(base: Any, settings: Settings) -> Any:
 
 
 def _named(new: type, base: type) -> type:
-    """A class that goes by the base's name, as in repr and in names of scopes."""
+    """Gives a class the base's names, which appear in repr and in names of scopes."""
     new.__name__, new.__qualname__, new.__doc__ = base.__name__, base.__qualname__, base.__doc__
     return new
 
@@ -220,6 +220,6 @@ def _sample(
     }
     if query.shape[1] > 1:
         return attend_padded_prompt(query, key, value, cache, mask, **how)
-    # The sampler hides tokens of padding, also those that the model itself has written.
+    # The sampler hides padding tokens, even those that the model has generated.
     new = mask[:, 0].sum(1) > cache.lengths
     return attend_next_token(query, key, value, cache, new, **how)

@@ -162,13 +162,10 @@ def importance(
 def _sample_queries(
     query: jax.Array, query_length: jax.Array | None, grid: Grid, samples: int
 ) -> tuple[jax.Array, jax.Array]:
-    """The last query of each of a block's equal parts.
+    """The last query of each of a block's equal parts, or of the sequence where that ends earlier.
 
-    Where a sequence ends earlier, its last query is used instead.
-
-    Returns:
-      sampled: ``[B, N, T_r * samples, H]``, the heads of a key/value head next to each other.
-      position: int32 ``[B or 1, T_r * samples]``.
+    As ``[B, N, T_r * samples, H]``, the heads of a key/value head next to each other; and their
+    positions, int32 ``[B or 1, T_r * samples]``.
     """
     parts = (np.arange(1, samples + 1) * grid.block_q) // samples - 1
     wanted = (np.arange(grid.rows)[:, None] * grid.block_q + parts[None, :]).reshape(-1)
@@ -186,8 +183,8 @@ def _sample_queries(
 def mean_keys(key: jax.Array, key_length: jax.Array | None, grid: Grid, means: int) -> jax.Array:
     """Means of a key block's equal parts, ``[B, K, means, T_c, H]`` in the keys' dtype.
 
-    The blocks are side by side for each part: what is done to the scores over a block's means is
-    then elementwise work on rows of `T_c`.
+    For each part the blocks are side by side: then operations on the scores over a block's means
+    are elementwise, on rows of `T_c`.
     """
     batch, size, kv_heads, channels = key.shape
     part = grid.block_kv // means
@@ -236,17 +233,9 @@ def _block_log_mass(
 ) -> jax.Array:
     """Log-sum-exp of a sample's scores over each block, written out over the block's means.
 
-    Args:
-      scores: float32 ``[B, N, P, means, T_c]``.
-      scale: factor of the scores.
-      position: int32 ``[B or 1, P]`` of the samples.
-      key_length: int32 ``[B]`` or None.
-      grid: the blocks.
-      extras: segments and offsets.
-
-    Returns:
-      float32 ``[B, N, P, T_c]``: -inf where nothing is visible, NaN where a visible score is not
-      finite.
+    `scores` is float32 ``[B, N, P, means, T_c]``, `position` of the samples int32 ``[B or 1, P]``.
+    The result is float32 ``[B, N, P, T_c]``: -inf where nothing is visible, NaN where a visible
+    score is not finite.
     """
     means = scores.shape[3]
     count = _counts(key_length, grid, means)

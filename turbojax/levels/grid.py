@@ -1,4 +1,4 @@
-"""The grid of blocks: which are there, which are visible, which hold the diagonal."""
+"""The grid of blocks: which exist, which are visible, which hold the diagonal."""
 
 import dataclasses
 
@@ -16,19 +16,10 @@ _MOST_COLUMNS = 2**16
 
 @dataclasses.dataclass(frozen=True)
 class Grid:
-    """Queries in rows of `block_q`, keys in columns of `block_kv` tokens.
+    """Queries in rows of `block_q`, keys in columns of `block_kv` tokens, a multiple of 8.
 
-    Attributes:
-      query_tokens: T.
-      key_tokens: S.
-      block_q: queries of a row.
-      block_kv: keys of a column, a multiple of 8.
-      is_causal: a query sees the keys up to its own position.
-
-    Raises:
-      TypeError: if a number is not an integer.
-      ValueError: if one is not positive, `block_kv` not a multiple of 8, or there are more than
-        65536 columns.
+    Raises TypeError if a number is not an integer; ValueError if one is not positive, `block_kv`
+    not a multiple of 8, or there are more than 65536 columns.
     """
 
     query_tokens: int
@@ -95,7 +86,7 @@ class Grid:
     ) -> jax.Array:
         """Blocks of which some query of the row sees some key: bool ``[B or 1, T_r, T_c]``.
 
-        By position, and by what segments they have: not by both together.
+        Positions and segments are tested each alone, not together.
         """
         column = jnp.arange(self.columns, dtype=jnp.int32)[None, None]
         lengths = (query_length, key_length)
@@ -110,8 +101,8 @@ class Grid:
     def forced(self, extras: Extras = NOTHING, visible: jax.Array | None = None) -> jax.Array:
         """Blocks at level 1 whatever their importance, if visible: bool ``[B or 1, T_r, T_c]``.
 
-        Causal: the first block, of those that are `visible` if they are given, and those that hold
-        the position of a query of the row.
+        With causality that is the first block (of the `visible` ones, if given), and those that
+        hold the position of a query of the row.
         """
         if not self.is_causal:
             return jnp.zeros((1, self.rows, self.columns), bool)
@@ -128,7 +119,7 @@ class Grid:
         return jnp.maximum(0, jnp.maximum(past, future))
 
     def _first_query(self, extras: Extras) -> jax.Array:
-        """Its position in a row, counted as those of keys are: int32 ``[B or 1, T_r, 1]``."""
+        """Position of a row's first query, counted as those of keys: int32 ``[B or 1, T_r, 1]``."""
         index = jnp.arange(self.rows, dtype=jnp.int32)[None, :, None] * self.block_q
         shift = extras.shift()
         return index if shift is None else index + shift[:, None, None]

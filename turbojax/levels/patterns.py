@@ -51,14 +51,14 @@ class Pattern:
     ) -> jax.Array:
         """The map for sequences with these lengths: int8 ``[B or 1, T_r, T_c]``.
 
-        With segments the first tokens, as sinks are, are those of the first block that a row sees.
+        With segments, a row's first tokens (the sinks) are those of the first block that it sees.
         """
         visible = grid.visible(query_length, key_length, extras)
         distance = jnp.broadcast_to(grid.distance(extras), visible.shape)
         has_segments = extras.query_segment_ids is not None
         first = grid.first(visible) if has_segments else None
         level = jnp.where(visible, self._wanted(grid, grid.distance(extras), first), 0)
-        # A row that sees something attends to something: at least to what is nearest.
+        # A row that sees something attends to something: at least to the nearest blocks.
         has_fine = jnp.any(level == 1, axis=-1, keepdims=True)
         hidden = jnp.iinfo(jnp.int32).max
         nearest = jnp.min(jnp.where(visible, distance, hidden), axis=-1, keepdims=True)
@@ -66,15 +66,10 @@ class Pattern:
         return level.astype(jnp.int8)
 
     def _wanted(self, grid: Grid, distance: jax.Array, first: jax.Array | None) -> jax.Array:
-        """Levels without regard to what is visible.
+        """Levels int32 ``[B or 1, T_r, T_c]``, without regard to what is visible.
 
-        Args:
-          grid: the blocks.
-          distance: int32 ``[B or 1, T_r, T_c]``, see `Grid.distance`.
-          first: int32 ``[B, T_r, 1]``, the block where a row's first tokens are; 0 if not given.
-
-        Returns:
-          int32 ``[B or 1, T_r, T_c]``.
+        `distance` is that of `Grid.distance`; `first`, int32 ``[B, T_r, 1]``, is the block with a
+        row's first tokens, 0 if not given.
         """
         raise NotImplementedError
 

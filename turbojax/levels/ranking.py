@@ -158,27 +158,17 @@ def assign(
     grid: Grid,
     extras: Extras = NOTHING,
 ) -> jax.Array:
-    """Ranks each row's blocks and gives them levels.
+    """Ranks each row's blocks and gives them levels, int8 ``[B, N, T_r, T_c]``.
 
     One sort of int32 keys that are all different, without a payload: a block's level follows from
     comparing its key with the last key of each level. Equal importances (up to the bits that the
-    block's number takes) are ranked by position, the later block first.
-
-    Args:
-      importance: float32 ``[B, N, T_r, T_c]``, at least 0.
-      policy: how many of each level.
-      query_length: int32 ``[B or 1]``.
-      key_length: int32 ``[B or 1]``.
-      grid: the blocks.
-      extras: segments and offsets.
-
-    Returns:
-      int8 ``[B, N, T_r, T_c]``.
+    block's number takes) are ranked by position, the later block first. `importance` is float32
+    ``[B, N, T_r, T_c]``, at least 0; the lengths are int32 ``[B or 1]``.
     """
     number = (1 << max(0, grid.columns - 1).bit_length()) - 1
     count, visible, forced = _sight(grid, query_length, key_length, extras)
     if policy.near:
-        # Blocks that no query of the row sees have a negative rank, whatever is forced.
+        # Blocks that no query of the row sees have a negative rank, even if forced.
         forced = forced | (grid.distance(extras) <= policy.near)[:, None]
     column = jnp.arange(grid.columns, dtype=jnp.int32)[None, None, None]
     value = jnp.where(jnp.isfinite(importance), jnp.minimum(importance, 1.0), _NOT_FINITE)
@@ -206,8 +196,7 @@ def _sight(
 ) -> tuple[jax.Array, jax.Array | None, jax.Array]:
     """How many blocks a row sees, which if not the first ones, and which are forced.
 
-    Returns:
-      int32 ``[B or 1, 1, T_r, 1]``; None, or bool ``[B, 1, T_r, T_c]``; bool of this shape.
+    As int32 ``[B or 1, 1, T_r, 1]``; None, or bool ``[B, 1, T_r, T_c]``; bool of this shape.
     """
     lengths = (query_length, key_length)
     if extras.query_segment_ids is None:

@@ -94,7 +94,7 @@ def similarity(key: jax.Array, key_length: jax.Array, grid: Grid) -> jax.Array:
     token = jnp.arange(grid.columns * grid.block_kv, dtype=jnp.int32)[None]
     there = (token < key_length[:, None]).reshape(-1, grid.columns, octets, LEVELS[-1], 1)
 
-    # One reduction for all norms: written per token, it would be read eight times.
+    # One reduction for all norms: written per token, XLA would read the keys eight times.
     wide = jnp.where(there[..., None], x.astype(jnp.float32), 0.0)
     square = jnp.sum(wide * wide, axis=-1)
     norm = jnp.where(square == 0, 0.0, jax.lax.rsqrt(square))
@@ -120,20 +120,14 @@ def similarity(key: jax.Array, key_length: jax.Array, grid: Grid) -> jax.Array:
 
 
 def cap(levels: jax.Array, alike: jax.Array, limits: tuple[float, ...]) -> jax.Array:
-    """Makes levels finer where keys differ.
+    """Makes levels int8 ``[B, N, T_r, T_c]`` finer where keys differ.
 
-    Args:
-      levels: int8 ``[B, N, T_r, T_c]``.
-      alike: float32 ``[3, B, K, T_c]``, see `key_similarity`.
-      limits: of the levels 2, 4 and 8.
-
-    Returns:
-      int8 ``[B, N, T_r, T_c]``.
+    `alike` is float32 ``[3, B, K, T_c]``, see `key_similarity`; `limits` are of the levels 2, 4, 8.
     """
     batch, heads, rows, columns = levels.shape
     kv_heads = alike.shape[2]
     grouped = levels.reshape(batch, kv_heads, heads // kv_heads, rows, columns)
-    # What a block that is to be pooled by r gets, from the finest r on.
+    # The level that a block wanted at level r gets, from the finest r on.
     allowed = jnp.ones((batch, kv_heads, columns), jnp.int8)
     result = jnp.where(grouped > 0, jnp.int8(1), jnp.int8(0))
     for r, mean, limit in zip(LEVELS[1:], alike, limits, strict=True):

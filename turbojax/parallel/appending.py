@@ -1,4 +1,4 @@
-"""Writing to caches whose tokens are split over an axis of a mesh: each device what is its own.
+"""Writing to caches whose tokens are split over an axis of a mesh, each device to its own slots.
 
 All devices of the axis have all new tokens and store those of their own slots (`turbojax.parallel.
 runs`): there is no collective.
@@ -39,7 +39,7 @@ def append(
       value: the same shape; latents ``[B, T, 1, C]``.
       axis: of the mesh, or several.
       lengths: optional int ``[B]``, how many of the `T` tokens are real, the first ones.
-      implementation: what `decode` is asked for beside it; None to choose.
+      implementation: the same as that of the `decode` that reads the cache; None to choose.
 
     Returns:
       The device's part of the extended cache. Tokens past `max_length` are left out, and
@@ -47,7 +47,7 @@ def append(
 
     Raises:
       TypeError: if `cache` is no cache of a layer, or a dtype does not fit.
-      ValueError: if a shape does not fit, or the cache keeps a window alone.
+      ValueError: if a shape does not fit, or the cache keeps only a window.
       NotImplementedError: if the implementation asked for cannot run this, or when it is
         differentiated.
     """
@@ -60,7 +60,7 @@ def append(
     begin, count = run.new(cache.lengths, accepted, tokens)
     key, value = (_from(x, begin) for x in (key, value))
     new = kind.append(of_run(cache, run), key, value, lengths=count, implementation=implementation)
-    # What is of whole sequences is computed from that alone: all devices have the same.
+    # Computed from numbers of whole sequences only, so that all devices get the same.
     changes = {"lengths": cache.lengths + accepted}
     changes["overflowed"] = cache.overflowed | (lengths > accepted)
     if isinstance(cache, PagedLayer):
@@ -158,7 +158,7 @@ def append_to_pages(
 
 
 def _from(x: jax.Array, begin: jax.Array) -> jax.Array:
-    """``x [B, T, K, H]`` from each sequence's token `begin` on; what is past the last is any."""
+    """``x [B, T, K, H]`` from each sequence's token `begin` on; what follows its last is any."""
     if x.shape[1] == 1:
         return x
     token = jnp.minimum(begin[:, None] + jnp.arange(x.shape[1])[None], x.shape[1] - 1)

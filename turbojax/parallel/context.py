@@ -219,7 +219,7 @@ def _attend(
     order: Order,
     return_residual: bool,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
-    """Checks what is common, brings tokens into the order in which they are attended, and back."""
+    """Checks what is common; brings tokens into the order in which they are attended, and back."""
     devices = jax.lax.axis_size(axis_name)
     whole = query.shape[1] * devices
     check_order(order)
@@ -254,7 +254,7 @@ def _attend(
 
 
 def _moved(arrays: rings.Arrays, axis_name: Names) -> rings.Arrays:
-    """What there is of each token, in zig-zag order."""
+    """All arrays with an axis of tokens, in zig-zag order."""
     extras = arrays.extras
     names = ("query_segment_ids", "key_value_segment_ids")
     moved: dict[str, Any] = {

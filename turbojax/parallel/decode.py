@@ -1,4 +1,4 @@
-"""Decoding where the tokens of a cache are split over an axis of a mesh: each device its own slots.
+"""Decoding where the tokens of a cache are split over an axis of a mesh.
 
 For calls inside of `jax.shard_map`. Every device attends to what is in its slots (`turbojax.
 parallel.runs`) with the kernel of the cache's kind, and the parts are merged by their log-sum-exp
@@ -118,7 +118,7 @@ def attend_cache(
     sinks: jax.Array | None = None,
     implementation: str | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """`decode` for callers that have `Options`, causal ones; gives the log-sum-exp too."""
+    """`decode` for callers that have `Options`, causal ones; also gives the log-sum-exp."""
     _require_order(cache, axis, query.shape[1], options)
     run = run_of_cache(cache, axis)
     local = of_run(cache, run)
@@ -127,7 +127,7 @@ def attend_cache(
 
 
 def _require_order(cache: Any, axis: AxisName, tokens: int, options: Options) -> None:
-    """Raises NotImplementedError if places of tokens do not say what so many queries see."""
+    """Raises NotImplementedError if the places of tokens do not tell what so many queries see."""
     if not isinstance(cache, ProgressiveCache):
         return
     if refusal := cache.why_not_in_order(tokens, options.window):
@@ -196,8 +196,8 @@ def attend_new_tokens(axis: AxisName, implementation: str | None = None) -> Atte
 
     Args:
       axis: of the mesh, or several.
-      implementation: of `decode`, and of `append` if it can write caches; None to choose, and
-        ``"repeatable"`` the same: parts with a log-sum-exp are never cuDNN's.
+      implementation: of `decode`, and of `append` if it can write caches. None chooses, and so does
+        ``"repeatable"``: parts with a log-sum-exp are never cuDNN's.
     """
     if implementation == REPEATABLE:
         implementation = None
@@ -226,11 +226,9 @@ def attend_new_tokens(axis: AxisName, implementation: str | None = None) -> Atte
 class _Attention:
     """Attention to a device's own tokens.
 
-    Attributes:
-      run: ``run(query, query_lengths, is_needed, **offsets)``, where sequences that are not needed
-        (bool ``[B]``) count as empty.
-      kv_heads: `K`.
-      lengths: int32 ``[B]``, tokens that are here. A buffer's may be more than there are slots.
+    It is called as ``run(query, query_lengths, is_needed, **offsets)``, where sequences that are
+    not needed (bool ``[B]``) count as empty. `kv_heads` is `K`; `lengths` are tokens on this
+    device, int32 ``[B]``: with a buffer there may be more than slots.
     """
 
     run: Callable[..., Part]
@@ -245,7 +243,6 @@ class _Attention:
         is_needed: jax.Array | None = None,
         **offsets: jax.Array,
     ) -> Part:
-        """See `run`."""
         return self.run(query, query_lengths, is_needed, **offsets)
 
 
@@ -259,18 +256,7 @@ def _merge(
     options: Options,
     sinks: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Attends on every device, then merges.
-
-    Args:
-      query: ``[B, T, N, H]``.
-      lengths: int32 ``[B]``, of whole sequences.
-      query_lengths: optional int ``[B]``.
-      run: the device's slots.
-      axis: of the mesh.
-      attend: to what is in them.
-      options: of the call.
-      sinks: optional ``[N]``.
-    """
+    """Attends on every device, then merges; `lengths` int32 ``[B]`` are of whole sequences."""
     batch, tokens = query.shape[:2]
     real = None
     if query_lengths is not None:
@@ -280,7 +266,7 @@ def _merge(
         real = jnp.arange(tokens)[None] < query_lengths[:, None]
     count = jnp.full(batch, tokens, jnp.int32) if query_lengths is None else query_lengths
     if tokens == 1 and options.window is None:
-        # The query is behind all that is here: it may as well be that of the last token.
+        # The query sees all tokens here, as a query at the last one does.
         out, residual = attend(query, query_lengths)
     elif options.window is None:
         out, residual = _within_and_behind(query, lengths - count, count, run, axis, attend)
@@ -305,19 +291,15 @@ def _within_and_behind(
     axis: AxisName,
     attend: _Attention,
 ) -> Part:
-    """Several queries without a window, by what attends to a cache's newest tokens alone.
+    """Several queries without a window, by ops whose queries are always a cache's newest tokens.
 
-    Of each sequence those that are not behind the device's tokens are queries of its newest ones.
-    The others see all of them, whatever their positions: they may as well be more heads of a single
-    token. Mostly a device has one sort of a sequence's queries, and reads what is held once.
+    Of each sequence, the queries at positions of this device's tokens attend as its newest ones.
+    The later ones see all of these tokens, whatever their positions, so they are given to the op as
+    more heads of a single token. Mostly a device has only one of the two sorts in a sequence, so
+    that it reads the cache once.
 
-    Args:
-      query: ``[B, T, N, H]``.
-      begin: int32 ``[B]``, the first query's position.
-      count: int32 ``[B]``, real queries.
-      run: the device's slots.
-      axis: of the mesh.
-      attend: to what is in them.
+    `query` is ``[B, T, N, H]``; `begin` (the first query's position) and `count` (real queries) are
+    int32 ``[B]``.
     """
     batch, tokens, heads, channels = query.shape
     within = jnp.clip(attend.lengths - (begin - run.first), 0, count)
@@ -366,7 +348,7 @@ def _attention_to(cache: Any, options: Options, implementation: Any) -> _Attenti
 
 
 def _needed(cache: Any, is_needed: jax.Array) -> Any:
-    """A cache, of which other sequences are empty."""
+    """A cache in which the other sequences are empty."""
     counts = [x for x in ("lengths", "buffer_lengths") if hasattr(cache, x)]
     return dataclasses.replace(
         cache, **{name: jnp.where(is_needed, getattr(cache, name), 0) for name in counts}
@@ -374,7 +356,7 @@ def _needed(cache: Any, is_needed: jax.Array) -> Any:
 
 
 def _static(options: Options, implementation: Any) -> dict[str, Any]:
-    """The options as arguments of an op that gives a part."""
+    """The options as keyword arguments of an op that gives a part."""
     return {
         "scale": options.scale,
         "local_window_size": options.window,
@@ -413,7 +395,7 @@ def _to_codes(query: jax.Array, cache: Any, real: jax.Array | None, **given: Any
 
 
 def _to_exact(query: jax.Array, cache: ExactCache, real: jax.Array | None, **given: Any) -> Part:
-    """There are no padded queries there: the real ones have to be the last."""
+    """Attention to an exact cache, which knows no padding: real queries are moved to the end."""
     op: Any = exact_attention.decode
     tokens = query.shape[1]
     if real is None or tokens == 1 or "query_offset" in given:

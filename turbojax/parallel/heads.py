@@ -98,20 +98,20 @@ def _to_tokens(x: jax.Array, axis_name: Names) -> jax.Array:
 
 
 def _everywhere(x: jax.Array, axis_name: Names, axis: int = 1) -> jax.Array:
-    """What all devices have along an axis, on each of them."""
+    """What all devices have, joined along an axis, on each of them."""
     copies = jnp.broadcast_to(x[None], (jax.lax.axis_size(axis_name), *x.shape))
     parts = jax.lax.all_to_all(copies, axis_name, split_axis=0, concat_axis=axis + 1, tiled=True)
     return parts[0]
 
 
 def _own_heads(x: jax.Array, axis_name: Names) -> jax.Array:
-    """Those of ``[N]`` that are this device's."""
+    """This device's part of ``[N]``."""
     size = x.shape[0] // jax.lax.axis_size(axis_name)
     return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(axis_name) * size, size)
 
 
 def _own_levels(levels: jax.Array, axis_name: Names) -> jax.Array:
-    """All rows, of this device's heads."""
+    """All rows of levels, of this device's heads."""
     if levels.shape[1] == 1:
         return _everywhere(levels, axis_name, axis=2)
     return jax.lax.all_to_all(levels, axis_name, split_axis=1, concat_axis=2, tiled=True)

@@ -20,9 +20,9 @@ from turbojax.sharding.axes import Axes
 class ContextAttention:
     """Causal attention over a ring, within a model: an `Attend` whose cache passes through.
 
-    Inside `jax.shard_map` over the sequence axes it attends by itself. Elsewhere it opens one for
-    the attention alone: the rest of the model then is split by jax, as its tokens are. Packed
-    documents: ``functools.partial(attention, segment_ids=ids)`` is an `Attend`, too.
+    Inside `jax.shard_map` over the sequence axes it is called as it is. Elsewhere it opens a
+    `shard_map` for the attention alone: the rest of the model then is split by jax, as its tokens
+    are. For packed documents ``functools.partial(attention, segment_ids=ids)`` is an `Attend`, too.
 
     With ``order="zigzag"`` the model's tokens are in this order and their positions are
     `positions`; the result is of the same tokens, and nothing is moved but keys and values.
@@ -34,6 +34,11 @@ class ContextAttention:
         which are gathered.
       order: of the tokens.
       implementation: of `ring_attention`; a `PooledAttention` names its own.
+
+    Raises:
+      TypeError: if `axes` or `attention` is of another kind.
+      ValueError: if there is no sequence axis or no such order, or there are two implementations.
+      NotImplementedError: if the levels' policy looks at all keys.
     """
 
     axes: Axes
@@ -42,14 +47,6 @@ class ContextAttention:
     implementation: str | None = None
 
     def __post_init__(self) -> None:
-        """Checks the options.
-
-        Raises:
-          TypeError: if `axes` or `attention` is of another kind.
-          ValueError: if there is no sequence axis or no such order, or there are two
-            implementations.
-          NotImplementedError: if the levels' policy looks at all keys.
-        """
         check_order(self.order)
         if not isinstance(self.axes, Axes):
             raise TypeError(f"axes is a {type(self.axes).__name__}, must be Axes")
@@ -181,7 +178,7 @@ class ContextAttention:
     ) -> jax.Array:
         """Keys ``[B, S, K, H]`` of all devices, as far as levels depend on them.
 
-        In place of each stands the mean that is made of it and its neighbours. Patterns read none.
+        Each key is replaced by the mean of its group of neighbours. Patterns read no keys.
         """
         batch, tokens, kv_heads, channels = key.shape
         if isinstance(found.policy, Pattern):
@@ -205,5 +202,4 @@ class ContextAttention:
 
 
 def _manual_axes() -> set[str]:
-    """The axes of the mesh inside whose `jax.shard_map` this is."""
     return set(jax.sharding.get_abstract_mesh().manual_axes)

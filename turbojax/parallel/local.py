@@ -31,13 +31,7 @@ _Gradients = tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]
 
 @dataclasses.dataclass(frozen=True)
 class Turbo:
-    """`turbo_attention`.
-
-    Attributes:
-      config: numerics.
-      options: of the call.
-      implementation: what was asked for, or None.
-    """
+    """`turbo_attention`."""
 
     config: TurboConfig
     options: Options
@@ -55,7 +49,7 @@ class Turbo:
 
     def pack(self, key: jax.Array, value: jax.Array, lengths: jax.Array | None) -> Stage1 | None:
         """Codes and scales, in the order of tokens that the chosen implementation takes."""
-        # Which one does not depend on the pair: the first that takes offsets takes none, too.
+        # The choice does not depend on the pair: the first that takes offsets also runs without.
         permuted = self._choose(key, key, value).name == "mosaic_gpu"
         lengths = _or_whole(lengths, key)
         return quantize_keys_and_values(key, value, lengths, self.config, permuted=permuted)
@@ -63,7 +57,7 @@ class Turbo:
     def attend(
         self, query: jax.Array, key: jax.Array, value: jax.Array, packed: Stage1 | None, pair: Pair
     ) -> tuple[jax.Array, jax.Array]:
-        """See `Op.attend`; without `packed`, keys and values are what they seem."""
+        """See `Op.attend`; without `packed`, the values of keys and values are used."""
         lengths = _or_whole(pair.query_lengths, query), _or_whole(pair.key_lengths, key)
         chosen = self._choose(query, key, value)
         out, residual = chosen.run(
@@ -112,15 +106,12 @@ class Turbo:
 
 @dataclasses.dataclass(frozen=True)
 class Exact:
-    """Exact attention, of each pair by what is fastest for it.
+    """Exact attention, of each pair of chunks by what is fastest for it.
 
-    That is cuDNN where nothing but causality and lengths says what is seen, whose outputs have 16
-    bits; on Hopper, with segments, the kernels of pooled attention, at level 1; else
-    `turbo_attention` in mode ``"float"``, which computes all gradients.
-
-    Attributes:
-      options: of the call.
-      implementation: ``"cudnn"``, a name of `turbo_attention`'s, or None to choose.
+    That is cuDNN, whose outputs have 16 bits, where only causality and lengths say what is seen; on
+    Hopper, with segments, the kernels of pooled attention, at level 1; else `turbo_attention` in
+    mode ``"float"``, which computes all gradients. `implementation` is ``"cudnn"``, a name of
+    `turbo_attention`'s, or None to choose.
     """
 
     options: Options
@@ -129,7 +120,6 @@ class Exact:
     block_kv: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
-        """Checks the name."""
         check_implementation(self.implementation, ("cudnn", *IMPLEMENTATION_NAMES))
 
     def pack(
@@ -163,7 +153,7 @@ class Exact:
     def _inner(
         self, query: jax.Array, key: jax.Array, value: jax.Array, pair: Pair
     ) -> tuple[jax.Array, jax.Array]:
-        """Without cuDNN."""
+        """Attention without cuDNN."""
         blocks = -(-query.shape[1] // _TILE), -(-key.shape[1] // _TILE)
         levels = jnp.ones((1, 1, *blocks), jnp.int8)
         by_levels = pair._replace(levels=levels)
@@ -173,7 +163,7 @@ class Exact:
         return self._turbo.attend(query, key, value, None, pair)
 
     def _by_levels(self, pair: Pair) -> "Pooled | None":
-        """The kernels of pooled attention, if they know all that this call asks for."""
+        """The kernels of pooled attention, if they can run all that this call asks for."""
         options = _part(self.options, pair)
         asks = options.window, options.logits_soft_cap, pair.extras.alibi_slopes
         if self.implementation not in (None, "mosaic_gpu") or any(x is not None for x in asks):
@@ -217,7 +207,7 @@ def _cudnn_refusal(
 def _without_padding(
     out: jax.Array, residual: jax.Array, lengths: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
-    """What attention without queries' lengths gives, with 0 and ``-inf`` past them."""
+    """Results of attention without queries' lengths, set to 0 and ``-inf`` past them."""
     if lengths is None:
         return out, residual
     there = (jnp.arange(out.shape[1], dtype=jnp.int32)[None] < lengths[:, None])[..., None]
@@ -226,12 +216,7 @@ def _without_padding(
 
 @dataclasses.dataclass(frozen=True)
 class Pooled:
-    """`pooled_attention`.
-
-    Attributes:
-      options: of the call, and its blocks.
-      implementation: what was asked for, or None.
-    """
+    """`pooled_attention`."""
 
     options: PooledOptions
     implementation: str | None = None
@@ -306,7 +291,7 @@ def _part(options: Any, pair: Pair) -> Any:
 
 
 def _or_whole(lengths: jax.Array | None, x: jax.Array) -> jax.Array:
-    """int32 ``[B]``."""
+    """The lengths, or that of `x` for every sequence: int32 ``[B]``."""
     if lengths is not None:
         return lengths
     return jnp.full(x.shape[0], x.shape[1], jnp.int32)

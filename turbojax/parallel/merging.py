@@ -22,21 +22,16 @@ def merged(
     Its size is that of the results, whatever the context. Every device adds the parts in the order
     of the devices, so that all have the same bits.
 
-    Args:
-      out: float32 ``[B, T, N, H]``, of this device.
-      residual: float32 ``[B, T, N]``, its log-sum-exp; ``-inf`` where it saw nothing.
-      axis: of the mesh, over which keys are split.
-      sinks: optional float32 ``[N]``, see `turbojax.decode`; no part has them.
-      real: optional bool ``[B, T]``, queries that are no padding, which gives 0 and ``-inf``.
-
-    Returns:
-      float32 ``[B, T, N, H]`` and the log-sum-exp ``[B, T, N]``, the same on every device.
+    `out` (float32 ``[B, T, N, H]``) and `residual` (the log-sum-exp, float32 ``[B, T, N]``,
+    ``-inf`` where nothing was seen) are this device's, without `sinks` (float32 ``[N]``, see
+    `turbojax.decode`). Queries that are not `real` (bool ``[B, T]``) give 0 and ``-inf``. Returns
+    both for all keys, the same on every device.
     """
     packed = jnp.concatenate([out.reshape(-1), residual.reshape(-1)])
     parts = jax.lax.all_gather(packed, axis, to="invarying")
     outs = [part[: out.size].reshape(out.shape) for part in parts]
     residuals = [part[out.size :].reshape(residual.shape) for part in parts]
-    # A chain, not a reduction: with it all that follows is one kernel.
+    # A chain, not a reduction, so that XLA makes one kernel of all that follows.
     largest = functools.reduce(jnp.maximum, residuals)
     shift = jnp.where(jnp.isneginf(largest), 0, largest)
     weights = [jnp.exp(x - shift) for x in residuals]

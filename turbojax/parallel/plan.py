@@ -21,11 +21,9 @@ Kind = Literal["full", "diagonal", "masked"]
 class Call:
     """One call of attention, made by all devices at once.
 
-    Attributes:
-      queries: for each device, which of its own chunks attends.
-      keys: for each device, which of the visiting chunks it attends to.
-      is_real: for each device, whether there is such a pair; it attends to nothing otherwise.
-      kind: which keys are seen.
+    For each device: which of its own chunks attends (`queries`), to which of the visiting chunks
+    (`keys`), and whether there is such a pair; otherwise it attends to nothing. `kind` says which
+    keys are seen.
     """
 
     queries: tuple[int, ...]
@@ -36,11 +34,10 @@ class Call:
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """One step of the ring.
+    """One step of the ring, in which the keys of device ``d - shift`` are on device `d`.
 
-    Attributes:
-      shift: the keys of device ``d - shift`` are on device `d`.
-      calls: in their order. In the first step each chunk has met itself before.
+    In the first step each chunk has attended to its own keys before the `calls`, which are in
+    order.
     """
 
     shift: int
@@ -48,17 +45,13 @@ class Step:
 
 
 def best_order(visibility: Visibility, size: int) -> Order:
-    """In which order the devices have the same to do, the natural one if it makes no difference.
+    """The order in which all devices have equal work; the natural one if it makes no difference.
 
-    Without a causal mask all have the same anyway. In a causal window of `w` of `S` tokens each
-    query past the first `w` sees `w` keys. Up to half the tokens, zig-zag order would have a device
-    with two such chunks, too: in both orders the most that one has to do then is
+    Without a causal mask the work is equal anyway. In a causal window of `w` of `S` tokens each
+    query past the first `w` sees `w` keys. Up to half the tokens, zig-zag order would also give
+    some device two such chunks: in both orders the most work that a device has is then
     ``1 / (1 - w / (2 S))`` times the mean, 1.05 for a tenth of the tokens and 1.33 for half of
-    them.
-
-    Args:
-      visibility: of the call.
-      size: tokens of all devices.
+    them. `size` is the tokens of all devices.
     """
     if not visibility.is_causal:
         return "natural"
@@ -67,14 +60,7 @@ def best_order(visibility: Visibility, size: int) -> Order:
 
 
 def plan(order: Order, devices: int, size: int, visibility: Visibility) -> tuple[Step, ...]:
-    """The steps of a ring, the first with shift 0.
-
-    Args:
-      order: of the tokens.
-      devices: of the ring, `n`.
-      size: tokens of a chunk.
-      visibility: which keys a query sees.
-    """
+    """The steps of a ring, the first with shift 0; `size` is the tokens of a chunk."""
     held = chunks(order, devices)
     steps = []
     for shift in range(devices):
@@ -116,7 +102,7 @@ def _calls(
 
 
 def _distances(query: int, key: int, size: int) -> tuple[int, int]:
-    """The least and the greatest position of a query less that of a key, of two chunks."""
+    """The least and the greatest difference of a query's and a key's position, of two chunks."""
     apart = (query - key) * size
     return apart - (size - 1), apart + (size - 1)
 

@@ -29,28 +29,22 @@ import jax
 import numpy as np
 
 EXIT_CODE = 70
-"""Of a process that ends because another one is gone."""
+"""The exit code of a process that ends because another one is gone."""
 
 _GRACE = 2.0
-"""Seconds that an error waits for the news that another process is gone, of which it may be the
-consequence: a collective fails at the same moment."""
+"""Seconds that an error waits for the news that another process is gone: it may be a consequence,
+as a collective fails at the same moment."""
 _LATER = 10
-"""Seconds by which JAX's own verdict comes after the one here, which names the process."""
+"""Seconds by which JAX ends the processes later than the code here, which names the process."""
 _PROBE = 10.0
 """Seconds for one try to reach the first process."""
 _MOST_BYTES = 512
-"""Of what a process says of itself."""
+"""Bytes that a process may say of itself."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Member:
-    """One of the processes.
-
-    Attributes:
-      index: its number.
-      host: the name of its machine.
-      pid: its number there.
-    """
+    """One of the processes: its number, its machine's name, and its pid there."""
 
     index: int
     host: str
@@ -84,7 +78,7 @@ class Processes:
             self._watch.leave("done")
 
     def fail(self, code: int = 1) -> None:
-        """Tells the others that this process has failed, which ends them, and ends it, too.
+        """Tells the others that this process has failed, which ends them, and ends this one, too.
 
         Not at once: when Python's interpreter ends, after it has shown what went wrong.
 
@@ -126,17 +120,17 @@ def start(
 ) -> Processes:
     """Brings this process together with the others of a run; call it before anything else of JAX.
 
-    Each process then sees all devices (`jax.devices`), runs the same program, and holds its part
-    of arrays. Where one ends early, be it killed, or is not heard of for `heartbeat` seconds, each
-    other one writes a line that names it to standard error, and exits with `EXIT_CODE`.
+    Each process then sees all devices (`jax.devices`), runs the same program, and holds its part of
+    arrays. Where one ends early, even if killed, or is not heard of for `heartbeat` seconds, each
+    of the others writes a line that names it to standard error, and exits with `EXIT_CODE`.
 
     Args:
       coordinator: ``"host:port"`` of the first process, which listens there; None where JAX finds
-        out by itself, under Slurm or Open MPI, and then count and index, too.
+        it, and also count and index, without help, under Slurm or Open MPI.
       count: how many processes there are.
       index: the number of this one, from 0.
       heartbeat: seconds.
-      patience: seconds that processes wait for each other at the start. Should one not come, JAX
+      patience: seconds that processes wait for each other at the start. If one does not come, JAX
         then aborts those that have found the first one.
 
     Returns:
@@ -221,7 +215,7 @@ def _reach(coordinator: str, patience: float) -> None:
 
 
 def _exchanged(mine: dict[str, Any]) -> list[dict[str, Any]]:
-    """What each process says of itself, in their order."""
+    """What each process says of itself, in the order of their numbers."""
     from jax.experimental import multihost_utils
 
     data = json.dumps(mine).encode()
@@ -237,7 +231,7 @@ def _exchanged(mine: dict[str, Any]) -> list[dict[str, Any]]:
 
 @contextlib.contextmanager
 def _stdout_to_stderr() -> Iterator[None]:
-    """What is written to standard output meanwhile, be it by C++, goes to standard error."""
+    """Sends what is written to standard output meanwhile, even by C++, to standard error."""
     sys.stdout.flush()
     kept = os.dup(1)
     os.dup2(2, 1)
@@ -272,7 +266,7 @@ def _accept(
             except TimeoutError:
                 missing = [str(x) for x in members[1:] if x.index not in links]
                 raise TimeoutError(f"no connection from {', '.join(missing)}") from None
-            # The others, who wait, hear nothing of this process meanwhile.
+            # Short, since the others wait and hear nothing of this process meanwhile.
             connection.settimeout(heartbeat / 4)
             with contextlib.suppress(OSError, ValueError):
                 line = connection.makefile("rb", buffering=0).readline(128)
@@ -310,11 +304,7 @@ class _Link:
         self._connection.close()
 
     def listen(self, heard: Callable[[str], None]) -> str | None:
-        """Reads lines to the end.
-
-        Returns:
-          Why the other one is gone, or None where it has left in good order.
-        """
+        """Reads lines to the end: why the other one is gone, or None if it left in good order."""
         while True:
             try:
                 line = self._lines.readline(_MOST_BYTES).decode().strip()
@@ -332,7 +322,7 @@ class _Link:
 
 
 class _Watch:
-    """Threads that say that this process is there, and listen to others."""
+    """Threads that tell the others that this process runs, and listen to them."""
 
     def __init__(self, me: Member, links: list[_Link]) -> None:
         self._me, self._links = me, links
@@ -347,7 +337,7 @@ class _Watch:
         threading.Thread(target=run, args=given, name="turbojax processes", daemon=True).start()
 
     def leave(self, word: str) -> None:
-        """Says a last word: that this process is ``"done"``, or has ``"failed"``."""
+        """Sends a last word: that this process is ``"done"``, or has ``"failed"``."""
         self._left.set()
         for link in self._links:
             link.send(word)
@@ -361,7 +351,7 @@ class _Watch:
 
     def _listen(self, link: _Link) -> None:
         def heard(line: str) -> None:
-            # The first process hears of all others, and passes on who is gone.
+            # The first process hears from all others, and tells them who is gone.
             if line.startswith("gone "):
                 self._end(line.removeprefix("gone "), link)
 
@@ -371,21 +361,21 @@ class _Watch:
         link.close()
 
     def _end(self, news: str, source: _Link) -> None:
-        """Ends this process, unless it has left already; the first news is told."""
+        """Ends this process, unless it has left already; only the first cause is printed."""
         with self._lock:
             if self._left.is_set():
                 return
             for link in self._links:
                 if link is not source:
                     link.send(f"gone {news}")
-            # Not by `sys.stderr`, which the main thread may hold.
+            # Not through `sys.stderr`, whose lock the main thread may hold.
             line = f"turbojax: {news}; process {self._me.index} ends, too\n"
             os.write(2, line.encode(errors="replace"))
             _end(EXIT_CODE)
 
 
 def _end(code: int) -> NoReturn:
-    """Ends the process without JAX's goodbyes, which wait for those who are gone."""
+    """Ends the process without JAX's shutdown, which waits for processes that are gone."""
     flush = threading.Thread(target=_flush, daemon=True)
     flush.start()
     flush.join(1.0)
@@ -399,10 +389,10 @@ def _flush() -> None:
 
 
 def _exit_code(error: BaseException | None, otherwise: int) -> int:
-    """What a process exits with that ends by this error; 0 for an end in good order."""
+    """The exit code of a process that ends by this error; 0 for an end in good order."""
     if error is None:
         return 0
     if not isinstance(error, SystemExit):
-        # The command has a way of its own to end (`typer.Exit`).
+        # The command ends in its own way (`typer.Exit`).
         return getattr(error, "exit_code", otherwise)
     return error.code if isinstance(error.code, int) else int(error.code is not None)

@@ -35,13 +35,10 @@ Packed = Any
 class Pair(NamedTuple):
     """Chunks that meet in one call, of `C` tokens each.
 
-    Attributes:
-      kind: which keys are seen, if positions say nothing else.
-      query_lengths: int32 ``[B]``, real queries of the chunk; None if all are.
-      key_lengths: int32 ``[B]``, real keys of the chunk; None if all are.
-      extras: segments of the chunks and slopes. Where `kind` is ``"masked"``, or where there are
-        slopes, also the offsets of both.
-      levels: ``[B or 1, N or 1, rows, columns]`` of pooled attention.
+    `kind` says which keys are seen, unless positions say more. Lengths of real queries and keys are
+    int32 ``[B]``, None if all are. `extras` has segments of the chunks and slopes, and the offsets
+    of both chunks where `kind` is ``"masked"`` or there are slopes. `levels` of pooled attention
+    are ``[B or 1, N or 1, rows, columns]``.
     """
 
     kind: Kind
@@ -74,7 +71,7 @@ class Op(Protocol):
     ) -> tuple[jax.Array, jax.Array]:
         """float32 ``[B, C, N, H]`` and the log-sum-exp ``[B, C, N]``, without sinks.
 
-        `key` and `value` are of the right shapes and dtypes; what they hold is in `packed`.
+        `key` and `value` only give shapes and dtypes; their content is in `packed`.
         """
 
     def gradient(
@@ -87,22 +84,14 @@ class Op(Protocol):
     ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
         """Float32 gradients of query, key and value, and of slopes if there are any.
 
-        `results` are the output, the log-sum-exp (``-inf`` for queries that see no key at all) and
-        the cotangents of both, of attention to all keys.
+        `results` are of attention to all keys: the output, the log-sum-exp (``-inf`` for queries
+        that see no key at all) and the cotangents of both.
         """
 
 
 @dataclasses.dataclass(frozen=True)
 class Ring:
-    """Attention of one op over a ring; static under `jit`.
-
-    Attributes:
-      op: what attends.
-      axis_name: of the mesh, over which tokens are split.
-      order: of the tokens.
-      steps: see `plan`.
-      dtype: of the output.
-    """
+    """Attention of one op over a ring; static under `jit`. `dtype` is that of the output."""
 
     op: Op
     axis_name: Names
@@ -113,14 +102,11 @@ class Ring:
 
 @dataclasses.dataclass(frozen=True)
 class Arrays:
-    """What a call has beside queries, keys and values; on every device its own part.
+    """What a call has besides queries, keys and values; on every device its own part.
 
-    Attributes:
-      query_lengths: int32 ``[B]`` of whole sequences, or None.
-      key_lengths: the same.
-      extras: segments ``[B, T]`` of this device's tokens, slopes and sinks.
-      levels: ``[B or 1, N or 1, rows, columns]``: rows of this device's queries, in their order,
-        columns of all keys in natural order.
+    Lengths are int32 ``[B]`` of whole sequences. `extras` has segments ``[B, T]`` of this device's
+    tokens, slopes and sinks. `levels` are ``[B or 1, N or 1, rows, columns]``: rows of this
+    device's queries, in their order, columns of all keys in natural order.
     """
 
     query_lengths: jax.Array | None = None
@@ -139,15 +125,7 @@ def attend(
 ) -> tuple[jax.Array, jax.Array]:
     """Attention of this device's queries to the keys of all; differentiable in reverse mode.
 
-    Args:
-      ring: how.
-      query: ``[B, T, N, H]``.
-      key: ``[B, T, K, H]``.
-      value: ``[B, T, K, Hv]``.
-      arrays: the others.
-
-    Returns:
-      ``[B, T, N, Hv]`` in the ring's dtype, and the float32 log-sum-exp ``[B, T, N]``.
+    ``[B, T, N, Hv]`` in the ring's dtype, and the float32 log-sum-exp ``[B, T, N]``.
     """
     differentiate_once = refuse_gradients(
         lambda *saved: _backward(ring, *saved),
@@ -184,7 +162,7 @@ class _Chunks:
         self.held = jnp.asarray(held, jnp.int32)
 
     def numbers(self, shift: int) -> jax.Array:
-        """int32 ``[parts]``: the chunks that are here after so many steps."""
+        """int32 ``[parts]``: the numbers of the chunks that are here after so many steps."""
         return self.held[(self.device - shift) % self.devices]
 
     def cut(self, x: jax.Array) -> jax.Array:
@@ -209,7 +187,7 @@ class _Chunks:
         return jnp.asarray(table, jnp.int32)[self.device]
 
     def lengths(self, lengths: jax.Array | None, number: jax.Array) -> jax.Array | None:
-        """int32 ``[B]``: tokens of a chunk that are there."""
+        """int32 ``[B]``: real tokens of a chunk."""
         if lengths is None:
             return None
         return jnp.clip(lengths - number * self.size, 0, self.size)
@@ -237,7 +215,7 @@ def _unfolded(x: Any, parts: int) -> Any:
 
 
 def _own_pair(here: _Chunks, batch: int) -> Pair:
-    """Each chunk meets itself: all in one call, as if they were of different sequences."""
+    """Each chunk with itself: all in one call, as if they were of different sequences."""
     arrays, numbers = here.arrays, here.numbers(0)
 
     def lengths(of_all: jax.Array | None) -> jax.Array | None:
@@ -266,7 +244,7 @@ def _own_pair(here: _Chunks, batch: int) -> Pair:
 
 
 def _pair(here: _Chunks, step: Step, call: Call, segments: Any, batch: int) -> Pair:
-    """The chunks of a call of a step, of whose keys these are the segments ``[parts, B, C]``."""
+    """The chunks of one call of a step; the keys' segments are ``[parts, B, C]``."""
     arrays, extras = here.arrays, here.arrays.extras
     q, k = here.number(call.queries), here.number(call.keys)
     of_queries, of_keys = take(here.numbers(0), q), take(here.numbers(step.shift), k)
@@ -317,10 +295,10 @@ def _merged(state: _Part, part: _Part) -> _Part:
 
 
 def _with_part(states: list[_Part], part: _Part, index: int | jax.Array) -> list[_Part]:
-    """The states of all chunks of queries, with another part of the keys of one of them."""
+    """The states of all chunks of queries, one of them merged with another part of the keys."""
     if isinstance(index, int):
         return [_merged(x, part) if i == index else x for i, x in enumerate(states)]
-    # A part of which a chunk sees nothing, for all but one: all is one pass over the chunk.
+    # All other chunks get a part that saw nothing: one pass over each, without branches.
     return [
         _merged(x, (jnp.where(index == i, part[0], 0.0), jnp.where(index == i, part[1], -jnp.inf)))
         for i, x in enumerate(states)
@@ -352,7 +330,7 @@ def _forward(
             part = op.attend(take(q, i), k[0], v[0], chunk, pair)
             states = _with_part(states, part, i)
         if after is not None:
-            # Merged now: fused with what is merged later, all parts would be kept until then.
+            # Merged now: if XLA fused this with later merges, all parts would be kept until then.
             states = jax.lax.optimization_barrier(states)
         visiting = coming
     out, residual = (here.joined(jnp.stack(x)) for x in zip(*states, strict=True))

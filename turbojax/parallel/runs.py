@@ -22,12 +22,10 @@ AxisName = str | tuple[str, ...]
 
 
 class Run(NamedTuple):
-    """The slots of a device.
+    """The `size` slots of a device, as many on every device.
 
-    Attributes:
-      first: int32 ``[]``, the token of its first slot.
-      size: how many there are, the same on every device.
-      is_last: bool ``[]``, whether no other device has later ones.
+    `first`, int32 ``[]``, is the token of the first slot; `is_last`, bool ``[]``, says whether no
+    other device has later ones.
     """
 
     first: jax.Array
@@ -36,11 +34,7 @@ class Run(NamedTuple):
 
     @classmethod
     def of(cls, size: int, axis: AxisName) -> "Run":
-        """The run of `size` slots of this device.
-
-        Raises:
-          NameError: outside of a `jax.shard_map` with this axis.
-        """
+        """This device's run of `size` slots; NameError outside a `jax.shard_map` with this axis."""
         index = jax.lax.axis_index(axis).astype(jnp.int32)
         return cls(index * size, size, index == jax.lax.axis_size(axis) - 1)
 
@@ -49,15 +43,9 @@ class Run(NamedTuple):
         return jnp.clip(lengths - self.first, 0, self.size)
 
     def new(self, lengths: jax.Array, count: jax.Array, most: int) -> tuple[jax.Array, jax.Array]:
-        """Which of new tokens belong here.
+        """Which of `count` new tokens, of at most `most`, belong here, after `lengths` older ones.
 
-        Args:
-          lengths: int32 ``[B]``, tokens before.
-          count: int32 ``[B]``, the new ones.
-          most: how many there may be.
-
-        Returns:
-          The first one, and how many from there on: int32 ``[B]``.
+        The first one, and how many from there on; all are int32 ``[B]``.
         """
         begin = jnp.clip(self.first - lengths, 0, most)
         end = jnp.clip(self.first + self.size - lengths, 0, count)
@@ -67,11 +55,9 @@ class Run(NamedTuple):
 def run_of_cache(cache: Any, axis: AxisName) -> Run:
     """The slots of a layer's cache that this device has.
 
-    Raises:
-      TypeError: if it is no cache of a layer.
-      NotImplementedError: if tokens of its kind cannot be split.
-      ValueError: if the devices of the axis have fewer slots together than a sequence may grow to:
-        a cache that keeps a window alone cannot be split.
+    Raises TypeError if it is no cache of a layer, NotImplementedError if tokens of its kind cannot
+    be split, ValueError if the devices of the axis have fewer slots together than a sequence may
+    grow to: a cache that keeps only a window cannot be split.
     """
     if not kind_of(cache).splits_tokens:
         raise NotImplementedError(
@@ -106,17 +92,17 @@ def _slots(cache: Any) -> int:
 
 
 def of_run(cache: Any, run: Run) -> Any:
-    """A cache of the tokens in this device's slots alone, as if they were a text's first."""
+    """A cache of only the tokens in this device's slots, as if they were a text's first."""
     held, changes = run.held(cache.lengths), dict[str, Any]()
     if isinstance(cache, ExactCache):
         return dataclasses.replace(cache, lengths=held, window=None, limit=None)
     if isinstance(cache, ProgressiveCache):
-        # All devices have the buffer, and the one attends to it whose slots are next.
+        # All devices have the buffer; the device whose slots come next attends to it.
         compressed = cache.lengths - cache.buffer_lengths
         is_next = (compressed >= run.first) & ((compressed < run.first + run.size) | run.is_last)
         buffered = jnp.where(is_next, cache.buffer_lengths, 0)
         held, changes = run.held(compressed) + buffered, {"buffer_lengths": buffered}
-        # Places stand for positions here, see `ProgressiveCache.why_not_in_order`.
+        # Places are used as positions here, see `ProgressiveCache.why_not_in_order`.
         changes["config"] = dataclasses.replace(cache.config, first_tokens=0)
     if any(field.name == "window" for field in dataclasses.fields(cache)):
         changes["window"] = None

@@ -59,7 +59,7 @@ _ARRAYS: Mapping[str, Entry] = {
 }
 """Letters of the arguments of attention and caches, by name."""
 _NEW = {"key": "BRKH", "value": "BRKH", "latent": "BRC", "rope": "BRR"}
-"""Of tokens that are new to a cache, which every device of a sequence's axis has."""
+"""Tokens that are new to a cache: every device of a sequence's axis has all of them."""
 _NEWEST = {"query": "BRNH", "query_latent": "BRNC", "query_rope": "BRNR"}
 _PRODUCT = {"x": "...I", "weight": OWN, "bias": "F", "residual": "...F"}
 _PART = ("BTNH", "BTN")
@@ -71,12 +71,10 @@ _LATENT_PART = ("BRNC", "BRN")
 class _Split:
     """How an op is split.
 
-    Attributes:
-      outputs: the entry of what it returns, with the log-sum-exp.
-      arrays: entries of arguments that mean something else than in `_ARRAYS`.
-      over_tokens: what runs where tokens are split.
-      axis: by which name it takes their axes of the mesh.
-      renamed: other names that it has for options.
+    `outputs` is the entry of what it returns, with the log-sum-exp; `arrays` has entries of
+    arguments that mean something else than in `_ARRAYS`. Where tokens are split, `over_tokens`
+    runs, which takes their axes of the mesh as `axis` and has other names for the `renamed`
+    options.
     """
 
     outputs: Entry
@@ -133,8 +131,8 @@ def split(op: Callable[..., Any], axes: Axes) -> Callable[..., Any]:
     that are new to a cache are whole then. Axes of size 1 are whole. A pool of pages is split as
     `partition_specs` says: each device has pages of its own, which its tables count from 0.
 
-    Nothing is gathered, but for what those functions say. It has the gradient that the op has.
-    Call it under `jit`: by itself it is compiled anew every time.
+    Nothing is gathered, except as those functions say. It has the gradient that the op has. Call it
+    under `jit`: outside of one it is compiled anew every time.
 
     Args:
       op: a public one of turbojax: `turbo_attention`, `prefill`, `decode`, `append`,
@@ -144,7 +142,7 @@ def split(op: Callable[..., Any], axes: Axes) -> Callable[..., Any]:
       axes: of the mesh.
 
     Returns:
-      A function of the op's arguments, that returns what the op does.
+      A function of the op's arguments that returns what the op does.
 
     Raises:
       ValueError: if the op is another one; when it is called, if an array cannot be split evenly.
@@ -186,9 +184,9 @@ def split(op: Callable[..., Any], axes: Axes) -> Callable[..., Any]:
 
 
 def _with_bias_by_device(arrays: dict[str, Any], devices: int) -> dict[str, Any]:
-    """Arguments in which each device's part of a bias belongs to its part of a gated weight.
+    """Arguments with a gated weight's bias reordered to match the devices' parts of the weight.
 
-    All of a gate's outputs come first in such a bias, and in that of a device its own do.
+    All of a gate's outputs come first in such a bias, and likewise in each device's part.
     """
     weight, bias = arrays.get("weight"), arrays.get("bias")
     if bias is None or not getattr(weight, "gated", False):
@@ -251,12 +249,12 @@ def _spec(op: Callable[..., Any], name: str, how: _Split, x: Any, axes: Axes) ->
 
 
 def _letters(letters: str) -> str:
-    """The first of any number of leading axes is that of sequences."""
+    """The letters with the first of the leading axes, however many, as that of sequences."""
     return letters.replace("a", "B", 1)
 
 
 def _kept(arrays: Mapping[str, Any], how: _Split) -> str:
-    """Letters of which some array has more than one."""
+    """Letters that some array has with a size above 1."""
     found = []
     for name, x in arrays.items():
         if not isinstance(x, Split) and (dataclasses.is_dataclass(x) or x.ndim):

@@ -24,16 +24,9 @@ def check_order(order: object) -> None:
 
 
 def chunks(order: Order, devices: int) -> tuple[tuple[int, ...], ...]:
-    """The numbers of the chunks that each device holds, in the order in which it holds them.
+    """The numbers of the chunks that each of `n` devices holds, in its order: `n` tuples.
 
     In natural order a device holds one chunk, in zig-zag order two of half the size.
-
-    Args:
-      order: of the tokens.
-      devices: how many there are, `n`.
-
-    Returns:
-      `n` tuples, of one or two numbers.
     """
     if order == "natural":
         return tuple((d,) for d in range(devices))
@@ -96,14 +89,7 @@ def check_chunks(tokens: int, parts: int) -> None:
 
 
 def check_blocks(of: Any, tokens: int, parts: int, devices: int) -> None:
-    """Raises ValueError unless the tokens of a device are `parts` chunks of whole blocks.
-
-    Args:
-      of: has `block_q` and `block_kv`.
-      tokens: of a device.
-      parts: chunks that it holds.
-      devices: how many there are.
-    """
+    """Raises ValueError unless a device's tokens are `parts` chunks of whole blocks of `of`."""
     for name in ("block_q", "block_kv"):
         block = getattr(of, name)
         if tokens % (parts * block):

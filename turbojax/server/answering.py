@@ -24,10 +24,10 @@ from turbojax.server.service import SHUTTING_DOWN, Service
 from turbojax.server.texts import ChoiceText, Piece
 
 _SHORT = 2**15
-"""Tokens, likely ones by their side included, that are written in well under a second."""
+"""Tokens, with the likely ones beside them, that are written in well under a second."""
 
 _AT_ONCE = 64
-"""Events of a client that has not read for long: between so many, others have their turn."""
+"""Events that a client which has not read for long gets at a time; then others have their turn."""
 
 
 class Form(Protocol):
@@ -35,21 +35,21 @@ class Form(Protocol):
 
     @property
     def prefix(self) -> str:
-        """Of the answers' ids."""
+        """How the answers' ids begin."""
         ...
 
     @property
     def whole(self) -> str:
-        """What `object` says of whole answers."""
+        """The value of `object` in whole answers."""
         ...
 
     @property
     def chunk(self) -> str:
-        """And of chunks."""
+        """The value of `object` in chunks."""
         ...
 
     def choice(self, prompt: int, piece: Piece) -> dict[str, Any]:
-        """A whole choice, but for its index and why it ends."""
+        """A whole choice, without its index and why it ends."""
         ...
 
     def first(self, prompt: int) -> dict[str, Any] | None:
@@ -57,7 +57,7 @@ class Form(Protocol):
         ...
 
     def delta(self, prompt: int, piece: Piece) -> dict[str, Any]:
-        """What a choice has more."""
+        """What a choice has more than before."""
         ...
 
     def last(self) -> dict[str, Any]:
@@ -67,14 +67,9 @@ class Form(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """A request that was read.
+    """A request that was read: one request of the engine for each prompt.
 
-    Attributes:
-      requests: of the engine, one for each prompt.
-      options: what they have in common.
-      n: choices for each prompt.
-      samples: texts that are generated for each prompt, of which `n` are chosen.
-      form: how the answer is written.
+    For each prompt `samples` texts are generated, of which `n` are chosen.
     """
 
     requests: tuple[Request, ...]
@@ -85,12 +80,7 @@ class Job:
 
 
 class Answer:
-    """An answer that is under way.
-
-    Args:
-      service: the model.
-      job: what is asked.
-    """
+    """An answer that is under way."""
 
     def __init__(self, service: Service, job: Job) -> None:
         self._service, self._job = service, job
@@ -103,11 +93,7 @@ class Answer:
         self._numbers = list[tuple[int, ...]]()
 
     async def begin(self) -> None:
-        """Waits until the engine has all requests.
-
-        Raises:
-          ApiError: if it refuses one; the others are cancelled.
-        """
+        """Waits until the engine has all requests; if it refuses one, cancels all with ApiError."""
         try:
             self._numbers = await self._service.accepted(self._tickets)
         except BaseException:
@@ -120,14 +106,7 @@ class Answer:
             ticket.cancel()
 
     async def whole(self) -> bytes:
-        """Waits for all texts.
-
-        Returns:
-          The answer as JSON.
-
-        Raises:
-          ApiError: if one could not be generated.
-        """
+        """Waits for all texts: the answer as JSON; ApiError if one could not be generated."""
         results = list[tuple[Result, ...]]()
         try:
             with self._service.engine_errors():
@@ -137,7 +116,7 @@ class Answer:
             self.cancel()
         tokens = sum(len(result.tokens) for of_prompt in results for result in of_prompt)
         said = 1 + MOST_LOGPROBS * (self._job.requests[0].logprobs is not None)
-        # Many tokens are a lot of text to decode, and of JSON to write.
+        # For many tokens, decoding the text and writing the JSON take long.
         return await self._service.beside(tokens * said > _SHORT, self._written, results)
 
     def _written(self, results: Sequence[tuple[Result, ...]]) -> bytes:
@@ -152,17 +131,13 @@ class Answer:
                 text = ChoiceText(self._service.tokenizer, request.tokens, job.options)
                 choice = job.form.choice(prompt, text.whole(result))
                 index, reason = len(choices), result.finish_reason
-                # Each by itself: while Python writes JSON no other thread runs.
+                # One choice at a time: while Python writes JSON no other thread runs.
                 choices.append(to_json({"index": index, **choice, "finish_reason": reason}))
         rest = to_json({**self._head, "object": job.form.whole, "usage": _usage(results)})
         return b'{"choices":[' + b",".join(choices) + b"]," + rest.removeprefix(b"{")
 
     async def chunks(self) -> AsyncGenerator[dict[str, Any], None]:
-        """The answer in chunks, as tokens come.
-
-        Raises:
-          ApiError: if a text could not be generated.
-        """
+        """The answer in chunks, as tokens come; ApiError if a text could not be generated."""
         job, tokenizer = self._job, self._service.tokenizer
         results: list[dict[int, Result]] = [{} for _ in job.requests]
         texts = [
@@ -228,11 +203,7 @@ class Answer:
 
 
 async def merged(tickets: Sequence[Ticket]) -> AsyncGenerator[tuple[int, list[Event]], None]:
-    """The events of several tickets as they come, each with whose they are.
-
-    Raises:
-      Exception: the first that a ticket raises.
-    """
+    """The events of tickets as they come, each with its ticket's index; raises the first error."""
     if len(tickets) == 1:
         async with aclosing(tickets[0].batches()) as batches:
             async for events in batches:

@@ -31,7 +31,7 @@ Endpoint = Callable[[Request], Awaitable[Response]]
 Reader = Callable[[Service, bytes], Job]
 
 _SHORT = 2**18
-# Names of fields, or letters written so that they may be one.
+# Names of these fields, or escapes that may spell one.
 _GUIDE = re.compile(rb"guided_|response_format|\\u00[2-7]")
 _METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -150,7 +150,7 @@ def _with_key(endpoint: Endpoint, keys: Collection[bytes]) -> Endpoint:
         kind, _, key = request.headers.get("authorization", "").partition(" ")
         # Starlette reads headers as Latin-1, whatever was sent.
         given = key.strip(" \t").encode("latin-1") if kind.lower() == "bearer" else b""
-        # All are compared, each in a time that does not tell how much of it fits.
+        # All keys are compared, each in a time that does not tell how much of it matches.
         fitting = [key for key in keys if hmac.compare_digest(given, key)]
         if keys and not fitting:
             raise ApiError(
@@ -165,7 +165,7 @@ def _with_key(endpoint: Endpoint, keys: Collection[bytes]) -> Endpoint:
 
 
 class _Counted:
-    """Counts responses by path and status; what is no path of ours counts as one."""
+    """Counts responses by path and status; all unknown paths count as one."""
 
     def __init__(self, app: ASGIApp, service: Service) -> None:
         self._app, self._service = app, service
@@ -185,7 +185,7 @@ class _Counted:
         try:
             await self._app(scope, receive, send_and_look)
         finally:
-            # Starlette writes down the endpoint that it found.
+            # Starlette stores the endpoint that it found in the scope.
             path = scope["path"] if "endpoint" in scope else "unknown"
             path = "/v1/models/" if path.startswith("/v1/models/") else path
             self._service.metrics.responded(path, status)

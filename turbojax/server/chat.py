@@ -15,7 +15,7 @@ from turbojax.server.texts import Piece, TokenTexts
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 _NO_TOOLS = "functions are not called here: describe in a message what the answer must look like"
 _ONLY_TEXT = "conversations are text"
-# Fields of OpenAI's that say what is the case here anyway, or are refused.
+# Fields of OpenAI's API that must ask for what is done here anyway; else they are refused.
 _FIXED: dict[str, tuple[tuple[Any, ...], str]] = {
     "tools": (([],), _NO_TOOLS),
     "functions": (([],), _NO_TOOLS),
@@ -34,12 +34,7 @@ _FIXED: dict[str, tuple[tuple[Any, ...], str]] = {
 
 @dataclasses.dataclass(frozen=True)
 class ChatForm:
-    """How messages are written, see `Form`.
-
-    Attributes:
-      token_texts: tokens by themselves.
-      logprobs: whether log-probabilities are shown.
-    """
+    """How messages are written, see `Form`; `logprobs` says whether log-probabilities are shown."""
 
     token_texts: TokenTexts
     logprobs: bool
@@ -70,15 +65,7 @@ class ChatForm:
 
 
 def read_chat(service: Service, body: bytes) -> Job:
-    """Reads a request.
-
-    Args:
-      service: the model.
-      body: the request's JSON.
-
-    Raises:
-      ApiError: if a field is wrong.
-    """
+    """Reads a request from its JSON; ApiError if a field is wrong."""
     fields = Fields.of_body(body)
     service.check_model(fields)
     for name, (allowed, why) in _FIXED.items():
@@ -138,7 +125,7 @@ def _message(message: object, name: str) -> dict[str, Any]:
         raise ApiError(
             f"{where}={_json.shown(role)} must be one of {', '.join(_ROLES)}", param=where
         )
-    # The name that OpenAI gave to system messages later, which templates do not know.
+    # OpenAI's later name for system messages, which templates do not know.
     role = "system" if role == "developer" else role
     content = message.get("content")
     if content is None and message.get("tool_calls"):

@@ -12,7 +12,7 @@ from turbojax.server.service import Service
 from turbojax.server.texts import Piece, TokenTexts
 
 _NEW_TOKENS = 16
-"""Of requests that do not say: OpenAI's default."""
+"""New tokens where a request does not say: OpenAI's default."""
 
 _PROMPTS = (
     "a text, a list of texts, a list of tokens within 0..{} or a list of such lists, none empty"
@@ -23,10 +23,8 @@ _PROMPTS = (
 class CompletionForm:
     """How completions are written, see `Form`.
 
-    Attributes:
-      token_texts: tokens by themselves.
-      echoes: of each prompt what stands before its new text.
-      logprobs: whether log-probabilities are shown.
+    `echoes` has for each prompt what stands before its new text; `logprobs` says whether
+    log-probabilities are shown.
     """
 
     token_texts: TokenTexts
@@ -59,15 +57,7 @@ class CompletionForm:
 
 
 def read_completion(service: Service, body: bytes) -> Job:
-    """Reads a request.
-
-    Args:
-      service: the model.
-      body: the request's JSON.
-
-    Raises:
-      ApiError: if a field is wrong.
-    """
+    """Reads a request from its JSON; ApiError if a field is wrong."""
     fields = Fields.of_body(body)
     service.check_model(fields)
     prompts = _prompts(fields, service)
@@ -88,7 +78,7 @@ def read_completion(service: Service, body: bytes) -> Job:
     fields.refuse_others()
     if logprobs is not None:
         service.token_texts.prepare()
-    # Those of several are chosen by what the model thinks of them.
+    # Samples are chosen by their log-probabilities.
     needed = 0 if logprobs is None and samples > n else logprobs
     count = _NEW_TOKENS if asked is None else asked
     requests = []

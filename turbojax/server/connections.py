@@ -18,22 +18,17 @@ GONE = 499
 """The status of a response that nobody reads."""
 
 _BODY_SECONDS = 60.0
-"""In which a body must be here: what there is of it takes memory."""
+"""Seconds within which a body must be here, since its beginning takes memory."""
 
 _HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 _DONE = b"data: [DONE]\n\n"
 
 
 async def read_body(request: Request, most: int) -> bytes:
-    """A request's body.
+    """A request's body, of at most `most` bytes.
 
-    Args:
-      request: the request.
-      most: bytes that it may have.
-
-    Raises:
-      ApiError: if it has more, which are not read; or if it takes longer than a minute to come.
-      ClientDisconnect: if the client hangs up.
+    Raises ApiError if it has more, which are not read, or takes longer than a minute to come;
+    ClientDisconnect if the client hangs up.
     """
     error = ApiError(f"the body must have at most {most} bytes", status=413, code="body_too_large")
     if int(request.headers.get("content-length", "0")) > most:
@@ -52,14 +47,9 @@ async def read_body(request: Request, most: int) -> bytes:
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, _T]) -> _T:
-    """Does something as long as somebody waits for it.
+    """Runs `work`, and cancels it with ClientDisconnect when the client hangs up.
 
-    Args:
-      receive: of the connection, whose request has been read.
-      work: what to do; it is cancelled when the client hangs up.
-
-    Raises:
-      ClientDisconnect: if the client hung up.
+    `receive` is of the connection, whose request has been read.
     """
     task = asyncio.ensure_future(work)
     watcher = asyncio.ensure_future(_disconnected(receive))
@@ -82,9 +72,8 @@ async def _disconnected(receive: Receive) -> None:
 class EventStream(Response):
     """Server-sent events: chunks of JSON as they come, then ``[DONE]``.
 
-    Args:
-      chunks: what to send; it is closed when the client hangs up.
-      end: called at the end, whatever it was, also where nothing was sent.
+    `chunks` is closed when the client hangs up; `end` is called at the end in any case, also where
+    nothing was sent.
     """
 
     media_type = "text/event-stream"

@@ -15,12 +15,8 @@ _TYPES = {401: "authentication_error", 429: "rate_limit_error"}
 class ApiError(Exception):
     """What a client is told instead of an answer.
 
-    Args:
-      message: what is wrong: the field, its value, and the requirement.
-      status: of HTTP.
-      param: the field that is wrong.
-      code: a word for programs.
-      headers: further ones of the response.
+    `message` says what is wrong: the field, its value, and the requirement. `param` is the field,
+    `code` a word for programs, and `headers` are further ones of the response.
     """
 
     def __init__(
@@ -57,7 +53,7 @@ class ApiError(Exception):
 
 @contextlib.contextmanager
 def blamed_on(param: str | None) -> Iterator[None]:
-    """Has what the library refuses inside be the fault of a field."""
+    """Turns errors that the library raises in the body into errors of a field."""
     try:
         yield
     except (ValueError, TypeError, NotImplementedError) as error:

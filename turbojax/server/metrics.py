@@ -53,14 +53,7 @@ _GAUGES = {
 
 
 class Metrics:
-    """Counts requests, and shows them with the engine's own figures.
-
-    Args:
-      engine: whose results are counted.
-
-    Attributes:
-      registry: of these metrics, and no others.
-    """
+    """Counts requests, and shows them with the engine's figures; `registry` has nothing else."""
 
     def __init__(self, engine: AsyncEngine) -> None:
         self.registry = CollectorRegistry(auto_describe=False)
@@ -91,7 +84,7 @@ class Metrics:
     async def page(self) -> bytes:
         """All metrics in Prometheus' text format.
 
-        The engine's are those of before where it does not answer within two seconds, or has ended.
+        If the engine has ended or does not answer within two seconds, its last figures are shown.
         """
         with contextlib.suppress(TimeoutError, EngineEnded):
             self._figures.statistics = await asyncio.wait_for(self._engine.astatistics(), _PATIENCE)
@@ -112,11 +105,7 @@ class Metrics:
 
 
 class EngineFigures(Collector):
-    """An engine's statistics as metrics.
-
-    Attributes:
-      statistics: the last that were taken.
-    """
+    """An engine's statistics, as last taken, as metrics."""
 
     def __init__(self) -> None:
         self.statistics: EngineStatistics | None = None

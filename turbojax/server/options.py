@@ -19,11 +19,11 @@ MOST_STOPS = 16
 """Stop texts of a request."""
 
 LONGEST_STOP = 256
-"""Characters of each: the engine looks for them after every token, while others wait."""
+"""Characters of a stop text: the engine looks for these after every token, while others wait."""
 
 _GUIDES = {"guided_json": "json_schema", "guided_regex": "regex", "guided_grammar": "lark"}
 _ONLY_ONE = "only one of response_format, guided_json, guided_regex and guided_grammar"
-# Fields of OpenAI's that say what is the case here anyway, or are refused.
+# Fields of OpenAI's API that must ask for what is done here anyway; else they are refused.
 _FIXED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "store": ((False,), "nothing is stored"),
     "service_tier": (("auto", "default"), "there is one tier"),
@@ -33,19 +33,10 @@ _LABELS = ("user", "safety_identifier", "prompt_cache_key")
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """How texts are continued.
+    """How texts are continued; most are attributes of `Request`.
 
-    Attributes:
-      sampling: see `Request`.
-      penalties: see there.
-      logit_bias: see there.
-      stop_tokens: see there; those of stop texts and the tokenizer's ends among them.
-      stop: see `Request.stop_strings`.
-      constraint: see there.
-      priority: see there.
-      timeout: see there.
-      stream: whether tokens are sent as they come.
-      include_usage: whether a stream ends with counts of tokens.
+    `stop_tokens` include those of stop texts and the tokenizer's ends. With `stream` tokens are
+    sent as they come, with `include_usage` counts of tokens at the end.
     """
 
     sampling: Sampling
@@ -77,15 +68,7 @@ class Options:
 
 
 def read_options(fields: Fields, tokenizer: Tokenizer) -> Options:
-    """Reads these fields.
-
-    Args:
-      fields: of the body.
-      tokenizer: of the model.
-
-    Raises:
-      ApiError: naming the first field that is wrong.
-    """
+    """Reads these fields of a body; ApiError names the first that is wrong."""
     for name, (allowed, why) in _FIXED.items():
         fields.only(name, allowed, why)
     for name in _LABELS:
@@ -120,7 +103,7 @@ def _sampling(fields: Fields) -> Sampling:
     top_k = fields.integer("top_k", -1, 2**31 - 1)
     min_p = fields.number("min_p", 0.0, 0.0, 1.0)
     seed = fields.integer("seed", -(2**63), 2**63 - 1)
-    # A greedy token is among the most likely ones, whatever is asked of those.
+    # A greedy token is among the most likely ones, whatever top-k, top-p and min-p say.
     drawn = temperature > 0
     with blamed_on("temperature"):
         return Sampling(
@@ -128,7 +111,7 @@ def _sampling(fields: Fields) -> Sampling:
             top_k=top_k if drawn and top_k is not None and top_k > 0 else None,
             top_p=top_p if drawn and top_p < 1 else None,
             min_p=min_p if drawn and min_p > 0 else None,
-            # One of 64 bits has its own number of 32; who gives none gets another each time.
+            # A seed of 64 bits is mapped to 32; without one each request gets another seed.
             seed=secrets.randbits(32) if seed is None else seed % 2**32,
         )
 
@@ -173,7 +156,7 @@ def _include_usage(fields: Fields, stream: bool) -> bool:
     if not stream:
         raise fields.error("stream_options", "given with stream=true only")
     include = options.boolean("include_usage")
-    # Against the sizes of packets: there is nothing of that here.
+    # OpenAI's padding hides sizes of packets; there is none here.
     options.only("include_obfuscation", (False,), "chunks are not padded")
     options.refuse_others()
     return include

@@ -19,10 +19,10 @@ from turbojax.server.service import Limits
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _BACKLOG = 2048
-# Aborted requests are told so within a step or two; connections that stay open then are cut.
+# Aborted requests are answered within a step or two; connections still open then are cut.
 _LAST_SECONDS = 5.0
 _LOOK_SECONDS = 0.25
-# Python lets a thread run for 5 ms while others wait, which is much beside a step of the engine.
+# By default Python lets a thread run for 5 ms while others wait, long beside an engine's step.
 _SWITCH_SECONDS = 0.0005
 
 
@@ -110,7 +110,7 @@ class Server:
             log_level="warning",
             access_log=False,
             ws="none",
-            # It limits what a client may send as headers.
+            # h11 limits what a client may send as headers.
             http="h11",
             lifespan="on",
             server_header=False,
@@ -161,7 +161,7 @@ class _Uvicorn(uvicorn.Server):
             self.ready()
 
     async def on_tick(self, counter: int) -> bool:
-        # Ten times a second. Without an engine there is nothing to serve.
+        # Called ten times a second. Without an engine there is nothing to serve.
         return await super().on_tick(counter) or self._engine.error is not None
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
@@ -188,7 +188,7 @@ class _Uvicorn(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        # Uvicorn's own raises the signal once more at the end: `run` is to return instead.
+        # Uvicorn's own version raises the signal again at the end, but `run` should return.
         if threading.current_thread() is not threading.main_thread():
             yield
             return

@@ -25,8 +25,8 @@ from turbojax.server.texts import TokenTexts
 _T = TypeVar("_T")
 
 _THREADS = 8
-"""That read requests and write answers, of each kind: what takes seconds, such as a grammar, waits
-for others that do, and nothing else waits for it."""
+"""Threads of each kind that read requests and write answers. Work that takes seconds, such as a
+grammar, has its own, so that it waits only for its like and nothing else waits for it."""
 
 SHUTTING_DOWN = "the server is shutting down"
 
@@ -59,22 +59,9 @@ class Limits:
 
 
 class Service:
-    """A model as a server offers it.
+    """A model as a server offers it, under the name that clients ask for.
 
-    Args:
-      engine: what runs its requests.
-      tokenizer: of the model.
-      name: of the model, as clients ask for it.
-      limits: of a request.
-
-    Attributes:
-      engine: see above.
-      tokenizer: see above.
-      name: see above.
-      limits: see above.
-      token_texts: tokens by themselves.
-      metrics: what was counted.
-      most_choices: texts that are generated for a request.
+    A request generates `most_choices` texts at most.
     """
 
     def __init__(
@@ -85,18 +72,15 @@ class Service:
         self.metrics = Metrics(engine)
         self._quick = concurrent.futures.ThreadPoolExecutor(_THREADS, "turbojax-server")
         self._slow = concurrent.futures.ThreadPoolExecutor(_THREADS, "turbojax-server-slow")
-        # Those of one request wait together.
+        # The prompts of one request wait together.
         self.most_choices = min(limits.choices, engine.max_waiting)
-        # What a request that names no limit may come to, prompt included.
+        # Tokens, with the prompt, of a request that names no limit.
         self._longest = min(engine.max_length, engine.statistics().token_capacity)
 
     async def beside(self, takes_long: bool, work: Callable[..., _T], *values: Any) -> _T:
-        """Does what takes a while in a thread, beside the event loop.
+        """Calls `work` in a thread beside the event loop.
 
-        Args:
-          takes_long: whether it may be seconds.
-          work: what to call.
-          values: with what.
+        Work that `takes_long`, perhaps seconds, has threads of its own.
         """
         pool = self._slow if takes_long else self._quick
         return await asyncio.get_running_loop().run_in_executor(pool, work, *values)
@@ -107,11 +91,7 @@ class Service:
             pool.shutdown(cancel_futures=True)
 
     def check_model(self, fields: Fields) -> None:
-        """Refuses requests for other models.
-
-        Raises:
-          ApiError: if the field `model` names none or another one.
-        """
+        """Raises ApiError if the field `model` is missing or names another model."""
         name = fields.text("model")
         if name is None:
             raise fields.error("model", f"{self.name!r}, the model that is served")
@@ -130,13 +110,8 @@ class Service:
     def new_tokens(self, prompt: Sequence[int], asked: int | None, param: str) -> int:
         """How many tokens a prompt is continued by at most.
 
-        Args:
-          prompt: its tokens.
-          asked: how many the request asks for; None for as many as there is room for.
-          param: the field that the prompt came in.
-
-        Raises:
-          ApiError: if the prompt is empty or too long.
+        `asked` is None for as many as there is room for; `param` is the field that the prompt came
+        in. Raises ApiError if the prompt is empty or too long.
         """
         most = self.limits.prompt_tokens
         if not prompt:
@@ -159,11 +134,7 @@ class Service:
         return room - len(prompt) if asked is None else asked
 
     def submit(self, requests: Sequence[Request], samples: int) -> list[Ticket]:
-        """Gives requests to the engine: all or none.
-
-        Raises:
-          ApiError: if the queue is full or the server is shutting down.
-        """
+        """Gives all requests to the engine, or none: ApiError if the queue is full or it closes."""
         tickets = list[Ticket]()
         try:
             with self.engine_errors():
@@ -176,13 +147,9 @@ class Service:
         return tickets
 
     async def accepted(self, tickets: Sequence[Ticket]) -> list[tuple[int, ...]]:
-        """Waits until the engine has them.
+        """Waits until the engine has the requests; the numbers of each one's samples.
 
-        Returns:
-          The numbers of each one's samples.
-
-        Raises:
-          ApiError: what the engine refuses is the client's fault.
+        Raises ApiError for what the engine refuses, as that is the client's fault.
         """
         found = []
         for ticket in tickets:

@@ -14,18 +14,12 @@ from turbojax.models.text.tokenizer import Tokenizer
 from turbojax.server.options import Options
 
 _UNLIKELY = -9999.0
-"""What JSON, which has no infinity, says of a token that cannot come."""
+"""The log-probability of an impossible token in JSON, which has no infinity."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Said:
-    """What is said of a token.
-
-    Attributes:
-      token: which.
-      offset: characters of the choice's text before it.
-      logprobs: how likely it was.
-    """
+    """What is said of a token; `offset` is how many characters of the choice come before it."""
 
     token: int
     offset: int
@@ -34,12 +28,7 @@ class Said:
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """What a choice has more than before.
-
-    Attributes:
-      text: its text.
-      said: of its tokens, where log-probabilities were asked for.
-    """
+    """What a choice has more than before; `said` only where log-probabilities were asked for."""
 
     text: str
     said: tuple[Said, ...]
@@ -48,13 +37,8 @@ class Piece:
 class ChoiceText:
     """The text of one result, without the stop text or stop token that ended it.
 
-    What cannot be certain yet, such as half a character or the beginning of a stop text, is held
-    back, and what is said of its tokens with it.
-
-    Args:
-      tokenizer: of the model.
-      prompt: tokens before the first.
-      options: of the request.
+    What is not certain yet, such as half a character or the beginning of a stop text, is held back
+    together with what is said of its tokens. `prompt` has the tokens before the first.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], options: Options) -> None:
@@ -66,11 +50,11 @@ class ChoiceText:
 
     @property
     def text(self) -> str:
-        """All of it so far, what is held back included."""
+        """The whole text so far, with what is held back."""
         return self._stream.text
 
     def add(self, token: int, logprobs: TokenLogprobs | None) -> None:
-        """Adds a token; one that stops the text is none of it."""
+        """Adds a token, unless it stops the text."""
         if token in self._stop_tokens or self._stream.stopped:
             return
         if logprobs is not None:
@@ -84,7 +68,7 @@ class ChoiceText:
             self._shown += 1  # of tokens without a text, too, is said what there is
 
     def take(self) -> Piece:
-        """What is certain and was not taken before."""
+        """The certain text that was not taken before."""
         text = "".join(self._pieces)
         self._pieces.clear()
         said = []
@@ -105,17 +89,13 @@ class ChoiceText:
 
 
 class TokenTexts:
-    """Tokens by themselves, as answers name them.
-
-    Args:
-      tokenizer: of the model.
-    """
+    """The text of each token alone, as answers name it."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
 
     def prepare(self) -> None:
-        """Does now what takes a second for a large vocabulary."""
+        """Does in advance what takes a second for a large vocabulary."""
         _ = self._known
 
     @functools.cached_property
@@ -136,7 +116,7 @@ class TokenTexts:
         return None if "\N{REPLACEMENT CHARACTER}" in text else text.encode()
 
     def text(self, token: int) -> str:
-        r"""The same as text; what is no whole character as in ``"bytes:\xe2\x82"``."""
+        r"""The same as text; an incomplete character is shown as in ``"bytes:\xe2\x82"``."""
         found = self.bytes(token)
         if found is None:
             return self._tokenizer.decode([token])
@@ -157,12 +137,7 @@ class TokenTexts:
         return {"content": content, "refusal": None}
 
     def for_completion(self, said: Sequence[Said], start: int) -> dict[str, Any]:
-        """Log-probabilities as completions have them.
-
-        Args:
-          said: of each token.
-          start: characters of the choice before its new text.
-        """
+        """As completions have them; the choice's new text begins after `start` characters."""
         return {
             "tokens": [self.text(x.token) for x in said],
             "token_logprobs": [_sendable(x.logprobs.logprob) for x in said],

@@ -31,11 +31,15 @@ class Axes:
     """The axes of a mesh over which sequences, heads and tokens are split.
 
     Attributes:
-      batch: over which sequences are.
-      heads: over which heads are, and with them the hidden sizes of a model's layers (tensor
+      batch: over which sequences are split.
+      heads: over which heads are split, and with them the hidden sizes of a model's layers (tensor
         parallelism).
-      sequence: over which the tokens of each sequence are (context parallelism).
+      sequence: over which the tokens of each sequence are split (context parallelism).
       mesh: the mesh; None for the one of `jax.set_mesh`.
+
+    Raises:
+      TypeError: if an axis is no string.
+      ValueError: if the mesh has no such axis, or one is given twice.
     """
 
     batch: Names = None
@@ -44,12 +48,6 @@ class Axes:
     mesh: Mesh | AbstractMesh | None = None
 
     def __post_init__(self) -> None:
-        """Checks the names.
-
-        Raises:
-          TypeError: if an axis is no string.
-          ValueError: if the mesh has no such axis, or one is given twice.
-        """
         for field in ("batch", "heads", "sequence"):
             names = getattr(self, field)
             names = (names,) if isinstance(names, str) else tuple(names or ())
@@ -116,10 +114,10 @@ class Axes:
         return math.prod(mesh.shape[name] for name in names) if mesh is not None else 1
 
     def spec(self, letters: str, shape: Iterable[int] | None = None) -> PartitionSpec:
-        """How an array is split, each of whose axes has a letter of `DIMENSIONS`, or another.
+        """How an array is split whose axes have these letters; those of `DIMENSIONS` split it.
 
         Args:
-          letters: one for each axis.
+          letters: one for each axis; any other letter is allowed, too.
           shape: of the array, if known: axes of size 1 are not split.
         """
         sizes = [0] * len(letters) if shape is None else list(shape)

@@ -14,14 +14,11 @@ C = TypeVar("C")
 
 
 class Sizes(NamedTuple):
-    """Of a cache on all devices together.
+    """Sizes of a cache on all devices together, or of a pool.
 
-    Attributes:
-      batch_size: sequences, or pages of a pool.
-      max_length: tokens each may grow to, or those of a page.
-      num_kv_heads: key/value heads.
-      unit: tokens of a slot; 0 of a pool, whose pages are split and not their tokens.
-      slots: that each sequence has.
+    `batch_size` counts sequences, or pages of a pool; `max_length` is tokens each may grow to, or
+    those of a page. A sequence has `slots` slots of `unit` tokens; `unit` is 0 for a pool, whose
+    pages are split and not their tokens.
     """
 
     batch_size: int
@@ -31,10 +28,9 @@ class Sizes(NamedTuple):
     slots: int = 0
 
     def own(self, axes: Axes) -> tuple[int, int, int]:
-        """The first three of each device's own part; axes of size 1 are not split.
+        """The first three, of one device's part; axes of size 1 stay whole.
 
-        Raises:
-          ValueError: if slots are not as many on every device.
+        Raises ValueError if devices would not have equally many slots.
         """
         batch, length, heads = self[:3]
         # `partition_specs` has refused what does not divide.
@@ -58,14 +54,9 @@ class Sizes(NamedTuple):
 def born(make: Callable[..., C], axes: Axes, sizes: Sizes, **static: Any) -> C:
     """An empty cache, split over a mesh.
 
-    Args:
-      make: ``make(batch_size, max_length, num_kv_heads, **static)`` gives one of one device.
-      axes: of the mesh.
-      sizes: of all devices together.
-      **static: hashable.
-
-    Raises:
-      ValueError: if a size cannot be split, or tokens of a cache that keeps a window alone.
+    `make(batch_size, max_length, num_kv_heads, **static)` makes one on one device; `static` must be
+    hashable, and `sizes` are those of all devices together. Raises ValueError if a size cannot be
+    split, or tokens of a cache that keeps only a window.
     """
     found: C = program(make, axes, sizes, **static)()
     return found
@@ -100,7 +91,7 @@ def _program(
 
 
 def widened(cache: Any, devices: int) -> Any:
-    """Shapes of a cache with room for what so many devices have alike, see `Split.COPIES`."""
+    """Shapes of a cache with room for the copies of so many devices, see `Split.COPIES`."""
     changes = {}
     for field in dataclasses.fields(cache):
         x = getattr(cache, field.name)

@@ -1,4 +1,4 @@
-"""The language of tables: of an op, which axis of which array is what."""
+"""The language of tables, which say what each axis of each array of an op is."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -7,8 +7,8 @@ from typing import Any
 import jax
 
 OWN = "*"
-"""Stands for the letters that a class has in its attribute `AXES`, a name of a field each; letters
-before it are those of further axes of all of its arrays, the first."""
+"""Stands for the letters in a class's attribute `AXES`, which are by name of field. Letters before
+it are those of further axes that come first in all of its arrays."""
 
 Entry = str | tuple["Entry", ...]
 """What the arrays of one argument or result are: a letter for each axis, or as many entries.
@@ -43,11 +43,9 @@ _LEADING = "abcdefgh"
 class Table:
     """The letters of an op's arrays.
 
-    Attributes:
-      op: its name, for messages.
-      inputs: names of its arguments that are arrays or hold arrays, in order, with their entries.
-      outputs: the entry of what it returns.
-      whole: letters that this op, other than most, cannot split, with the reason.
+    `inputs` names the arguments that are arrays or hold arrays, in order, with their entries, and
+    `outputs` is the entry of what the op returns. `whole` has letters that this op, unlike most,
+    cannot split, with the reason.
     """
 
     op: str
@@ -56,7 +54,7 @@ class Table:
     whole: tuple[tuple[str, str], ...] = ()
 
     def needs_whole(self, letters: str, reason: str) -> "Table":
-        """The same of an op that cannot split these letters, other than most."""
+        """This table, of an op that cannot split these letters, unlike most."""
         return dataclasses.replace(self, whole=(*self.whole, (letters, reason)))
 
     def refusal(self, letter: str) -> str | None:
@@ -70,25 +68,13 @@ class Table:
 
 
 def table(op: str, outputs: Entry, **inputs: Entry) -> Table:
-    """The table of an op.
-
-    Args:
-      op: its name.
-      outputs: the entry of what it returns.
-      **inputs: an entry for each argument, in order.
-    """
+    """The table of an op, with an entry for each argument, in order."""
     return Table(op, tuple(inputs.items()), outputs)
 
 
 @dataclasses.dataclass(frozen=True)
 class Leaf:
-    """One array of a call.
-
-    Attributes:
-      name: for messages.
-      letters: one for each axis.
-      summed: letters over which devices add up their parts.
-    """
+    """One array of a call, with a letter for each axis; devices add up parts over `summed`."""
 
     name: str
     letters: str
@@ -96,16 +82,10 @@ class Leaf:
 
 
 def leaves_of(name: str, entry: Entry, value: Any) -> list[Leaf]:
-    """The arrays of a value, in the order of `jax.tree.leaves`.
+    """The arrays of an argument, which may be a pytree, in the order of `jax.tree.leaves`.
 
-    Args:
-      name: of the argument.
-      entry: its entry.
-      value: an array or a pytree of arrays, or of `ShapeDtypeStruct`s.
-
-    Raises:
-      TypeError: if a class has no `AXES`.
-      ValueError: if an array has another number of axes.
+    Instead of arrays there may be `ShapeDtypeStruct`s. Raises TypeError if a class has no `AXES`,
+    ValueError if an array has another number of axes.
     """
     if value is None:
         return []

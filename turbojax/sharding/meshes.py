@@ -1,4 +1,4 @@
-"""Meshes from a text such as ``data=2,model=4``, what commands are given."""
+"""Meshes from a text such as ``data=2,model=4``, an option of commands."""
 
 import math
 

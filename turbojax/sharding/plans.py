@@ -12,33 +12,28 @@ from turbojax.sharding.letters import Leaf, Table, meaning
 
 Names = tuple[str, ...]
 Split = tuple[Names, ...]
-"""Of each axis of an array the axes of the mesh over which it is split."""
+"""For each axis of an array, the axes of the mesh over which it is split."""
 
 _GROUPS = {"K": "N"}
-"""Letters that are split together, as one of them."""
+"""Letters that are split together with another one, by which their group is named."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """Over which axes of a mesh each letter of a call is split.
-
-    Attributes:
-      names: of each group of letters the axes of the mesh, the first is the outermost.
-      sizes: of the mesh.
-    """
+    """Over which axes of a mesh of these sizes each group of letters is split, outermost first."""
 
     names: Mapping[str, Names]
     sizes: Mapping[str, int]
 
     def split(self, leaf: Leaf, shape: Sequence[int]) -> Split:
-        """That of an array; axes of size 1 stand for all and are whole."""
+        """How an array is split; axes of size 1 stand for all and are whole."""
         return tuple(
             self.names.get(_group(letter), ()) if size != 1 else ()
             for letter, size in zip(leaf.letters, shape, strict=True)
         )
 
     def spec(self, leaf: Leaf, shape: Sequence[int]) -> PartitionSpec:
-        """`split` as jax writes it."""
+        """`split` as a `PartitionSpec`."""
         return PartitionSpec(*(_entry(names) for names in self.split(leaf, shape)))
 
     def parts(self, letter: str) -> int:
@@ -78,21 +73,12 @@ def plan(
     *,
     wanted: Sequence[tuple[Leaf, Split]] = (),
 ) -> Plan:
-    """What the splits of a call's arrays come to.
+    """How each letter is split, from the splits of a call's arrays.
 
-    An array that is split less than another is cut further, which costs no communication.
-
-    Args:
-      table: of the op.
-      leaves: its arrays.
-      shapes: theirs.
-      splits: theirs.
-      sizes: of the mesh.
-      wanted: results and how whoever uses them would have them; what does not fit is left out.
-
-    Raises:
-      NotImplementedError: if an axis is split that the op needs whole.
-      ValueError: if arrays are split in different ways, or not evenly.
+    An array that is split less than another is cut further, which costs no communication. `wanted`
+    has results with the splits that their users would like; what does not fit is left out. Raises
+    NotImplementedError if an axis is split that the op needs whole, ValueError if arrays are split
+    in different ways, or not evenly.
     """
     names: dict[str, Names] = {}
     sources: dict[str, str] = {}
@@ -149,7 +135,7 @@ def _check_apart(table: Table, names: Mapping[str, Names], sources: Mapping[str,
 def _check_even(table: Table, result: Plan, leaf: Leaf, shape: Sequence[int]) -> None:
     for axis, (letter, size) in enumerate(zip(leaf.letters, shape, strict=True)):
         parts = result.parts(letter)
-        # One key/value head cannot stand for all: each device would need it whole.
+        # Unlike other axes of size 1, one key/value head cannot stay whole on every device.
         if size % parts and (size != 1 or letter == "K"):
             raise ValueError(
                 f"{table.op} cannot be split so: {leaf.name} has {size} {meaning(letter)} (axis "
@@ -164,7 +150,7 @@ def _with_wanted(
     shapes: Sequence[Sequence[int]],
     wanted: Sequence[tuple[Leaf, Split]],
 ) -> Plan:
-    """A plan that also splits what results are wanted split by, where nothing speaks against."""
+    """A plan that also splits as results are wanted, where that fits."""
     names = dict(result.names)
     for leaf, split in wanted:
         for letter, over in zip(leaf.letters, split, strict=True):
@@ -188,9 +174,9 @@ def sharding_rule(
 ) -> SdyShardingRule:
     """The rule by which the compiler carries splits from arrays to others of the same call.
 
-    Arrays that a letter gives different sizes (query and key/value heads; outputs and their tiles)
-    share what divides all of them. What cannot be split has a factor of its own in each array, so
-    that nobody splits one for the sake of another.
+    Arrays in which a letter has different sizes (query and key/value heads; outputs and their
+    tiles) share a factor that divides all of them. An axis that cannot be split has its own factor
+    in each array, so that none is split because another is.
     """
     common: dict[str, int] = {}
     for leaf, shape in (*inputs, *outputs):

@@ -15,11 +15,11 @@ class Split:
     """A dataclass that says which axis of its arrays is what.
 
     Attributes:
-      AXES: a letter for every axis of every array, see `turbojax.sharding.axes`; they also hold for
-        each of a tuple of arrays. Fields that hold another `Split`, or several, are not named.
-      COPIES: of arrays that all devices of a sequence's axis have alike the axis along which theirs
-        lie side by side in the whole array. To JAX they are different arrays, since each device
-        makes its own, along with what is not alike.
+      AXES: a letter for every axis of every array, see `turbojax.sharding.axes`; for a tuple of
+        arrays they hold for each. Fields that hold another `Split`, or several, are not named.
+      COPIES: for arrays that are equal on all devices of a sequence's axis: the axis along which
+        these copies lie side by side in the whole array. To JAX they are different arrays, since
+        each device computes its own, together with what differs.
     """
 
     AXES: ClassVar[dict[str, str]]
@@ -33,12 +33,8 @@ class Split:
         split over sequences' and tokens' axes, since every device has pages of its own, which its
         tables count from 0. Axes of size 1 are not split.
 
-        Args:
-          axes: the axes of the mesh.
-
-        Raises:
-          ValueError: if an axis cannot be split evenly, or heads are ranked among those of several
-            devices, see `turbojax.TurboConfig.heads_per_group`.
+        Raises ValueError if an axis cannot be split evenly, or heads are ranked among those of
+        several devices, see `turbojax.TurboConfig.heads_per_group`.
         """
         return partition_specs(self, axes)
 
@@ -55,7 +51,8 @@ def partition_specs(cache: Any, axes: Axes) -> Any:
 
     Raises:
       TypeError: if it is no cache.
-      ValueError: see there.
+      ValueError: if an axis cannot be split evenly, or heads are ranked among those of several
+        devices, see `turbojax.TurboConfig.heads_per_group`.
     """
     if not isinstance(cache, Split) or not dataclasses.is_dataclass(cache):
         raise TypeError(f"cache is a {type(cache).__name__}, must be a cache or those of a model")
@@ -83,16 +80,10 @@ def _of_field(cache: Split, name: str, x: Any, axes: Axes) -> Any:
 def spec_of(
     letters: str, shape: tuple[int, ...], axes: Axes, copies: int | None = None
 ) -> PartitionSpec:
-    """How an array is split.
+    """How an array is split; ValueError if an axis cannot be split evenly.
 
-    Args:
-      letters: of its axes, of layers that are stacked before them without.
-      shape: of the array of all devices together.
-      axes: the axes of the mesh.
-      copies: see `Split.COPIES`.
-
-    Raises:
-      ValueError: if an axis cannot be split evenly.
+    `letters` are those of the last axes: layers may be stacked before them. `shape` is that of all
+    devices together, and for `copies` see `Split.COPIES`.
     """
     stacked = len(shape) - len(letters)
     names: list[tuple[str, ...]] = [()] * stacked + [

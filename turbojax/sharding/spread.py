@@ -28,7 +28,7 @@ from turbojax._gradient import refuse_gradients
 from turbojax.sharding.letters import Leaf, Table, leaves_of
 from turbojax.sharding.plans import WHOLE, Names, Plan, Split, plan, sharding_rule
 
-# Whether the arrays at hand are one device's already, or whole ones in their place.
+# Whether arrays are one device's parts already (or whole ones that stand for them).
 _LOCAL: contextvars.ContextVar[bool] = contextvars.ContextVar("turbojax_local", default=False)
 # Letters of axes that `vmap` adds, the innermost first.
 _MAPPED = "0123456789"
@@ -36,16 +36,10 @@ _MAPPED = "0123456789"
 
 @dataclasses.dataclass(frozen=True)
 class _Call:
-    """An op with its options; equal ones share their compiled programs.
+    """An op with its options, see `spread`; equal ones share their compiled programs.
 
-    Attributes:
-      table: of the op.
-      run: see `spread`.
-      static: its options.
-      interpret: whether kernels are interpreted.
-      capability: of the GPU.
-      adding: see `spread`.
-      is_plain: whether it is JAX that the compiler splits by itself.
+    `interpret` says whether kernels are interpreted, `capability` is the GPU's, and `is_plain` says
+    whether this is plain JAX, which the compiler can split without help.
     """
 
     table: Table
@@ -95,17 +89,11 @@ def spread(
 ) -> Callable[..., Any]:
     """`run` with its options bound, on arrays that a mesh may split.
 
-    Args:
-      table: what the axes of the arrays are.
-      run: a function of a module, of these arrays and options. It is called with whole arrays, or
-        with those that one device has.
-      adding: runs instead where inputs of a product are split: its first argument adds up an array
-        over the devices.
-      **static: hashable keyword arguments.
-
-    Returns:
-      A function of the table's arguments, all of them by position. It cannot be differentiated
-      where axes are automatic: call it inside a `custom_vjp` rule.
+    `run` is a module's function of the table's arrays and hashable options, called with whole
+    arrays or with those that one device has. `adding` runs instead where inputs of a product are
+    split; its first argument adds up an array over the devices. Returns a function of the table's
+    arguments, all by position. It cannot be differentiated where axes are automatic: call it inside
+    a `custom_vjp` rule.
     """
 
     def call(*arrays: Any) -> Any:
@@ -123,7 +111,7 @@ def spread(
 
 
 def spread_explicit(table: Table, run: Callable[..., Any], **static: Any) -> Callable[..., Any]:
-    """`spread` for plain JAX with derivatives of its own, which the compiler splits by itself.
+    """`spread` for plain JAX with its own derivatives, which the compiler can split without help.
 
     With explicit axes it is `shard_map`, which has derivatives; otherwise `run` is called.
     """
@@ -138,7 +126,7 @@ def spread_explicit(table: Table, run: Callable[..., Any], **static: Any) -> Cal
 
 
 def like(values: Any, wanted: Any) -> Any:
-    """Values split as others with explicit axes are; for cotangents, which must be."""
+    """Values split like others with explicit axes; cotangents must be."""
 
     def one(value: Any, want: Any) -> Any:
         sharding = jax.typeof(want).sharding
@@ -171,9 +159,9 @@ def _call(
 
 
 def localized(value: Any, parts: Callable[[str], int]) -> Any:
-    """A value whose arrays are one device's, with what its classes say of their sizes.
+    """A value whose arrays are one device's, with the sizes in its classes made to match.
 
-    Classes have ``local(parts)`` for it, where they have something to say.
+    Classes that keep sizes have ``local(parts)`` for this.
     """
 
     def is_leaf(x: Any) -> bool:
@@ -189,7 +177,7 @@ def localized(value: Any, parts: Callable[[str], int]) -> Any:
 
 
 def _axis_types(leaves: Sequence[Any]) -> set[AxisType]:
-    """The kinds of axes that these arrays' mesh has, and the mesh of the context."""
+    """The kinds of axes that the meshes of these arrays and of the context have."""
     meshes = [jax.typeof(x).sharding.mesh for x in leaves]
     meshes.append(jax.sharding.get_abstract_mesh())
     return {kind for mesh in meshes if not mesh.empty for kind in mesh.axis_types}
@@ -268,7 +256,7 @@ def _explicit_mesh(values: Sequence[Any]) -> Mesh | AbstractMesh:
 
 
 def _result(call: _Call, arrays: Sequence[Any]) -> Any:
-    """What the call gives for whole arrays, in shapes and dtypes."""
+    """Shapes and dtypes of what the call gives for whole arrays."""
     plain = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tuple(arrays))
     with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
         return jax.eval_shape(call, plain)
@@ -281,7 +269,7 @@ def _output_leaves(call: _Call, result: Any) -> list[Leaf]:
 def _added(
     found: Plan, leaves: Sequence[Leaf], shapes: Sequence[Sequence[int]], results: Sequence[Any]
 ) -> tuple[Any, ...]:
-    """Results of which the devices' parts are added up, where they are sums."""
+    """Results, with the devices' parts added up where they are sums."""
     out = []
     for leaf, shape, x in zip(leaves, shapes, results, strict=True):
         over = found.added(leaf, shape)
@@ -312,12 +300,8 @@ def _automatic(*arrays: Any, call: _Call) -> Any:
 class _Flat:
     """A call of arrays, without containers.
 
-    Attributes:
-      call: what it is of.
-      leaves: its arrays.
-      results: those that it gives; known once `run` was.
-      run: from how they are split, and one device's part of the arrays, to results.
-      mapped: how many axes `vmap` has added.
+    `run` takes how arrays are split, and one device's parts of them; `results`, the arrays that it
+    gives, are known only after that. `mapped` counts the axes that `vmap` has added.
     """
 
     call: _Call
@@ -349,10 +333,10 @@ class _Flat:
 
 
 def _partitioned(flat: _Flat) -> Callable[..., tuple[Any, ...]]:
-    """The call as the compiler can split it, and `vmap` map it."""
+    """The call in a form that the compiler can split and `vmap` can map."""
 
     def run(*values: Any) -> tuple[Any, ...]:
-        # Arrays that the op has of its own become operands: there may be no others.
+        # Constants of the op become operands: `custom_partitioning` allows no closed-over arrays.
         whole = jax.make_jaxpr(functools.partial(flat.run, WHOLE))(*values)
         own = tuple(Leaf("a constant", "R" * x.ndim) for x in whole.consts)
         operands = (*flat.leaves, *own)
@@ -406,7 +390,7 @@ def _partition(
     )
 
     def local(*values: Any) -> tuple[Any, ...]:
-        # The compiler may call from a thread of its own.
+        # The compiler may call this from another thread, which lacks the context.
         context: Any = contextlib.nullcontext()
         if flat.call.interpret and not _device.interpreting():
             context = _device.interpret_kernels()

@@ -19,7 +19,7 @@ Tree = TypeVar("Tree")
 def varying_like(x: Tree, *like: Any) -> Tree:
     """A pytree whose arrays count as varying wherever one of `like` does, too.
 
-    No operation at run time. What starts a loop has the type of what the loop adds to it then.
+    No operation at run time. It gives the start of a loop the type of what the loop adds to it.
 
     Args:
       x: pytree of arrays.
@@ -41,8 +41,8 @@ def together(*arrays: Any) -> tuple[Any, ...]:
 def as_carried(step: Callable[..., tuple[Tree, Any]], carry: Tree, *inputs: Any) -> Tree:
     """The carry of a `jax.lax.scan` in the type in which `step` returns it.
 
-    For carries with arrays of several kinds, such as caches: each varies where it must alone.
-    Traces `step`, if inside `shard_map`, once or a few times.
+    For carries with several kinds of arrays, such as caches: each array varies only where it must.
+    Inside `shard_map`, traces `step` once or a few times.
 
     Args:
       step: ``step(carry, *inputs)`` returns the next carry, and something else.

@@ -9,11 +9,7 @@ from turbojax._programs import one_program
 
 
 def widened(name: str, x: jax.Array) -> jax.Array:
-    """`x` in float32, or in float64 if that is what it is.
-
-    Raises:
-      TypeError: if `x` is not floating point.
-    """
+    """`x` in float32, or in float64 if it has that dtype; TypeError if not floating point."""
     x = jnp.asarray(x)
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise TypeError(f"{name}.dtype={x.dtype} must be floating point")
@@ -30,10 +26,8 @@ def check_finite(name: str, *arrays: jax.Array) -> None:
 def check_maxima(name: str, x: jax.Array, rank: int = 2) -> jax.Array:
     """The widened `x` if it can be maxima of absolute values.
 
-    Raises:
-      TypeError: if `x` is not floating point.
-      ValueError: another rank, an empty axis, or (outside `jit`) a value that is negative, NaN or
-        infinite.
+    Raises TypeError if `x` is not floating point, ValueError for another rank, an empty axis, or
+    (outside `jit`) a value that is negative, NaN or infinite.
     """
     x = widened(name, x)
     if x.ndim != rank or 0 in x.shape:
@@ -48,8 +42,7 @@ def check_maxima(name: str, x: jax.Array, rank: int = 2) -> jax.Array:
 def factor_or_one(factor: jax.Array) -> jax.Array:
     """`factor`, and 1 where it or its reciprocal is not a normal finite number.
 
-    So a channel of zeros, or of numbers almost as small, stays as it is. NaN
-    stays NaN.
+    So a channel of zeros, or of numbers almost as small, stays as it is. NaN stays NaN.
     """
     tiny = jnp.finfo(factor.dtype).tiny
     usable = (factor >= tiny) & (factor <= 1 / tiny)

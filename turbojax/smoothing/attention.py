@@ -22,16 +22,9 @@ def split_pairs(
 ) -> tuple[jax.Array, jax.Array]:
     """The first and the second channel of each pair, those that RoPE turns before the others.
 
-    Args:
-      x: ``[..., H]``, H even.
-      rotary_dim: channels that RoPE turns, even; all if None.
-      interleaved: whether it turns channels 2i and 2i + 1 together.
-
-    Returns:
-      Two of ``[..., H/2]``.
-
-    Raises:
-      ValueError: if there are not so many channels, or an odd number.
+    `x` is ``[..., H]``, the two results ``[..., H/2]``. RoPE turns `rotary_dim` of the channels,
+    all if None, and with `interleaved` channels 2i and 2i + 1 together. Raises ValueError if there
+    are not so many channels, or an odd number.
     """
     size = x.shape[-1]
     turned = size if rotary_dim is None else rotary_dim
@@ -185,7 +178,7 @@ def _multiply(name: str, x: jax.Array, factor: jax.Array) -> jax.Array:
 def _common_size(absmax: jax.Array, chosen: jax.Array) -> jax.Array:
     """``[K, 1]``: median over a head's channels that are neither chosen nor zero.
 
-    Where there are none it is over the chosen ones, and 1 where all are zero.
+    Where there are none, the median is over the chosen ones; it is 1 where all are zero.
     """
 
     def median(mask: jax.Array) -> jax.Array:

@@ -95,7 +95,7 @@ def _smallest_power(weight: jax.Array) -> jax.Array:
     magnitude = jnp.abs(weight)
     magnitude = jnp.where(magnitude < jnp.finfo(weight.dtype).tiny, 0, magnitude)
     largest = jnp.max(magnitude)
-    # Without weights but zeros nothing underflows, as if the smallest were large.
+    # If all weights are zeros nothing underflows, as if the smallest were large.
     smallest = jnp.min(jnp.where(magnitude > 0, magnitude, 1))
     enough = _LOW_EXPONENT - exponent(smallest) + 1
     most = _HIGH_EXPONENT - exponent(largest)

@@ -31,29 +31,10 @@ _LOSS = 0.01
 
 @dataclasses.dataclass(frozen=True)
 class CalibrateSettings:
-    """What to choose, and by what.
+    """What to choose, and by what: the options of the command.
 
-    Attributes:
-      out: the file to write.
-      model: ``"embedded"``, a checkpoint's folder or file.
-      candidates: names of caches, see `turbojax.evaluation.method`.
-      loss: what the divergence may be, in bits per token; None for 0.01, if there is no `ratio`.
-      ratio: how many times smaller than bfloat16 the caches must be; None for what `loss` gives.
-      context: tokens of a window.
-      decoded: how many of them are decoded, the last ones.
-      windows: of the text, spread over it.
-      batch_size: windows that run at once.
-      length: tokens that caches are sized for; None for `context`.
-      texts: files to read; modules of the standard library that are not held out if empty.
-      weights: of a GGUF file ``"float"`` or ``"int4"``; None for the default.
-      dtype: of weights and computation, by name. What one layer's cache costs may be less than what
-        bfloat16 rounds in the others.
-      max_length: longest sequence; None for the checkpoint's.
-
-    Raises:
-      TypeError: if a number is of the wrong kind.
-      ValueError: if one is out of range, a candidate is named twice or there is none, or both a
-        loss and a ratio are given.
+    Raises TypeError if a number is of the wrong kind; ValueError if one is out of range, a
+    candidate is named twice or there is none, or both a loss and a ratio are given.
     """
 
     out: Path
@@ -72,7 +53,6 @@ class CalibrateSettings:
     max_length: int | None = None
 
     def __post_init__(self) -> None:
-        """Checks what can be checked without a model."""
         _checks.check_sizes(
             context=self.context,
             decoded=self.decoded,
@@ -135,18 +115,14 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class CalibrateReport:
-    """What one run chose and measured.
+    """What one run chose and measured; per layer where there are several numbers.
 
     Attributes:
-      settings: what was run.
-      layers: the name of the cache of each layer.
-      costs: by candidate, of each layer: divergence in bits per token with this layer's cache
-        alone, as measured.
-      scales: by candidate, what these were multiplied by, see `run`.
-      predicted: of each layer with its cache, after that.
-      nbytes: of each layer with its cache.
+      costs: by candidate, the measured divergence in bits per token with this cache in one layer
+        alone; `scales` are the factors that these were multiplied by, see `run`.
+      predicted: the scaled costs of the chosen caches.
+      nbytes: bytes of the chosen caches; `exact_bytes` are those of a sequence's bfloat16 cache.
       rows: by candidate, and `CHOSEN`.
-      exact_bytes: of a sequence's bfloat16 cache.
       tokens: that were decoded for each figure.
     """
 
@@ -171,19 +147,13 @@ class CalibrateReport:
 def run(settings: CalibrateSettings, progress: Progress | None = None) -> CalibrateReport:
     """Chooses a cache for every layer, measures the choice, and writes it.
 
-    What layers cost alone adds up roughly: errors of several layers meet, and prompts are left out.
-    So a candidate's costs are scaled, alike in all layers, to sum up to what is measured of the
-    candidate in all layers at once. The choice is made by these, and then measured, too.
+    The costs of single layers add up only roughly: errors of several layers meet, and prompts are
+    left out. So all costs of a candidate are scaled by one factor, to sum up to the divergence that
+    is measured with this candidate in all layers. The choice is made by these scaled costs, and is
+    then measured itself.
 
-    Args:
-      settings: what to do.
-      progress: told how far it is.
-
-    Raises:
-      OSError: if a file cannot be read or written.
-      ValueError, NotImplementedError, ImportError: see `text_model.find_text_model`,
-        `evaluation.layer_costs` and `evaluation.choose`; if the text is too short, or the run needs
-        more memory than there is.
+    Raises what `text_model.find_text_model`, `evaluation.layer_costs` and `evaluation.choose` do,
+    OSError for files, and ValueError if the text is too short or the run needs too much memory.
     """
     startup.check_output_file("--out", settings.out)
     startup.check_input_files(*settings.texts)
@@ -267,7 +237,7 @@ class _Measure:
         scores = evaluation.score(
             self._decoder, run.tokens, method, prompt=run.prompt, exact=run, progress=advance
         )
-        # The first of the targets follows the prompt, which no cache was read for.
+        # The first target follows the prompt: it is predicted without reading the cache.
         bits, exact, divergence = (
             x[:, 1:].mean(dtype=np.float64)
             for x in (scores.bits, scores.exact_bits, scores.divergence)
@@ -282,7 +252,6 @@ def _layer_costs(
     kinds: Mapping[str, CacheKind],
     tell: Progress,
 ) -> np.ndarray:
-    """See `evaluation.layer_costs`."""
     batches = -(-len(tokens) // min(settings.batch_size, len(tokens)))
     done, total = 0, batches * len(kinds) * decoder.config.num_layers
 
@@ -305,7 +274,6 @@ def _layer_costs(
 def _choose(
     settings: CalibrateSettings, costs: np.ndarray, sizes: np.ndarray, exact: int
 ) -> np.ndarray:
-    """See `evaluation.choose`."""
     if settings.ratio is not None:
         return evaluation.choose(costs, sizes, size=int(exact / settings.ratio))
     try:
@@ -325,7 +293,7 @@ def _check_ratio(settings: CalibrateSettings, sizes: np.ndarray, exact: int) -> 
 
 
 def _sizes(config: Any, kind: CacheKind, settings: CalibrateSettings) -> np.ndarray:
-    # As where caches matter: a CPU computes in float32, and some scales have the model's dtype.
+    # As on GPUs, in bfloat16: a CPU computes in float32, and some scales have the model's dtype.
     return evaluation.layer_bytes(config, kind, settings.sized_for, jnp.bfloat16)
 
 
@@ -335,17 +303,13 @@ def _row(predicted: float, measured: _Measured, nbytes: int, exact: int) -> Row:
 
 
 def _windows(settings: CalibrateSettings, found: text_model.FoundModel) -> np.ndarray:
-    """int32 ``[n, context + 1]``, spread over the text.
-
-    Raises:
-      ValueError: if there is not one.
-    """
+    """int32 ``[n, context + 1]``, spread over the text; ValueError if it has not one window."""
     if isinstance(found.tokenizer, NumberTokenizer) and not settings.texts:
         raise ValueError("tokens are numbers here, there is no tokenizer.json: give --text")
     length = settings.context + 1
 
     def default() -> Sequence[bytes]:
-        # A token is eight bytes at most, on average.
+        # On average a token is at most eight bytes.
         return calibration_text(8 * length * settings.windows)
 
     found_windows, _ = cut(

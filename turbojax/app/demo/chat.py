@@ -27,17 +27,9 @@ _WIDTH = 96
 
 @dataclasses.dataclass(frozen=True)
 class ChatSettings:
-    """What to run.
+    """What to run: the options of the command; the other caches are compared to the first.
 
-    Attributes:
-      model: its name, file or folder.
-      question: what it is asked; None for one about Paris.
-      new_tokens: of an answer, at most.
-      caches: names of the caches; the first is what others are compared to.
-      uncompressed_layers: see `cache_kind`.
-
-    Raises:
-      ValueError: if the number is not positive, or caches are unknown, named twice or none.
+    Raises ValueError if the number is not positive, or caches are unknown, named twice or none.
     """
 
     model: str
@@ -63,13 +55,10 @@ class ChatSettings:
 
 @dataclasses.dataclass(frozen=True)
 class ChatResult:
-    """One cache's row.
+    """One cache's row: what the model answers greedily, in `tokens` tokens, and what that takes.
 
     Attributes:
-      name: its name.
-      answer: what the model answers, greedily.
-      tokens: how many tokens that are.
-      same_tokens: how many of them are the first cache's, until one differs.
+      same_tokens: how many tokens equal the first cache's, up to the first difference.
       bits_per_token: mean of ``-log2 p(token)`` of the first cache's answer.
       nbytes: bytes of the cache, all layers.
       compression_ratio: bytes of a bfloat16 cache of the same capacity over `nbytes`.
@@ -88,14 +77,7 @@ class ChatResult:
 
 @dataclasses.dataclass(frozen=True)
 class ChatReport:
-    """Everything that is shown.
-
-    Attributes:
-      settings: what was run.
-      prompt_tokens: of the question, by the chat template.
-      results: one per cache, in the order asked for.
-      seconds: wall time of the whole run.
-    """
+    """Everything that is shown: results in the order asked for, and the whole run's wall time."""
 
     settings: ChatSettings
     prompt_tokens: int
@@ -108,24 +90,15 @@ class ChatReport:
 
 
 def answers(model: str) -> bool:
-    """Whether a model has a chat template; no other may have tokens that are no bytes.
-
-    Raises:
-      OSError, ImportError, NotImplementedError, ValueError: see `models.load_tokenizer`.
-    """
+    """Whether a model has a chat template; without one its tokens must be bytes."""
     return models.load_tokenizer(model).chat_template is not None
 
 
 def run(settings: ChatSettings, progress: Progress | None = None) -> ChatReport:
-    """Asks the model once for every cache.
+    """Asks the model once for every cache; `progress` is called as tokens are done.
 
-    Args:
-      settings: what to run.
-      progress: called as tokens are done.
-
-    Raises:
-      OSError, ImportError, NotImplementedError, ValueError: see `text_model.load_text_model`; also
-        if question and answer are longer than the model's context.
+    Raises what `text_model.load_text_model` does, and ValueError if question and answer are longer
+    than the model's context.
     """
     begun = time.perf_counter()
     found = text_model.find_text_model(settings.model, jnp.dtype(jnp.float32))

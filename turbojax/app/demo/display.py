@@ -26,7 +26,7 @@ def render(report: DemoReport) -> RenderableType:
     )
     if settings.uncompressed_layers:
         title += f", {settings.uncompressed_layers} layers at either end uncompressed"
-    # As wide as names are long, and no wider: 80 columns hold it.
+    # Columns are no wider than their names, so that the table fits 80 columns.
     table = Table(title=title, pad_edge=False)
     table.add_column("cache")
     for column in (
@@ -80,15 +80,8 @@ def _generated_panel(result: CacheResult, first: CacheResult) -> Panel:
 def save_plot(report: DemoReport, model: Transformer, path: Path) -> None:
     """Draws memory against context length, and what each cache costs along the text.
 
-    Args:
-      report: what was measured.
-      model: whose caches are drawn.
-      path: the picture's file; its ending chooses the format.
-
-    Raises:
-      OSError: if the file cannot be written.
-      ValueError: if matplotlib does not know the format.
-      ImportError: if it is not installed.
+    The ending of `path` chooses the format. Raises OSError if the file cannot be written,
+    ValueError for a format that matplotlib does not know, ImportError without matplotlib.
     """
     _extras.need_matplotlib()
     # Imported here: it takes a second that a run without a plot need not wait. A bare `Figure`

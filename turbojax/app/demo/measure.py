@@ -33,18 +33,11 @@ _DEFAULT_MODULE = "mailbox.py"
 
 @dataclasses.dataclass(frozen=True)
 class DemoSettings:
-    """What to run.
+    """What to run: the options of the command; the other caches are compared to the first.
 
-    Attributes:
-      file: the text; its first ``prompt_bytes + new_bytes`` bytes are used.
-      prompt_bytes: bytes that are prefilled.
-      new_bytes: bytes that are decoded one by one after that, each fed its true predecessor.
-      generated_bytes: bytes of free generation after the prompt.
-      caches: names of the caches, see `cache_kind`; the first is what others are compared to.
-      uncompressed_layers: see there.
-
-    Raises:
-      ValueError: if a number is not positive, a cache is unknown or named twice, or there is none.
+    The first ``prompt_bytes + new_bytes`` bytes of the file are used; in decoding each byte is fed
+    its true predecessor. Raises ValueError if a number is not positive, or caches are unknown,
+    named twice or none.
     """
 
     file: Path
@@ -75,14 +68,12 @@ class CacheResult:
     """One cache's row.
 
     Attributes:
-      name: its name.
       bits_per_byte: mean of ``-log2 p(byte)`` over the new bytes.
       agreement: share of the new bytes at which the greedy prediction equals the first cache's.
       nbytes: bytes of the cache, all layers.
       compression_ratio: bytes of a bfloat16 cache of the same capacity over `nbytes`.
       bytes_per_second: decoding speed of one sequence, compilation excluded; None if it was too
         short to tell.
-      generated: the freely generated text.
       curve: mean bits per byte after 1, 2, ... new bytes.
     """
 
@@ -98,13 +89,7 @@ class CacheResult:
 
 @dataclasses.dataclass(frozen=True)
 class DemoReport:
-    """Everything the demo shows.
-
-    Attributes:
-      settings: what was run.
-      results: one per cache, in the order asked for.
-      seconds: wall time of the whole run.
-    """
+    """Everything the demo shows: results in the order asked for, and the whole run's wall time."""
 
     settings: DemoSettings
     results: tuple[CacheResult, ...]
@@ -128,14 +113,7 @@ class DemoReport:
 
 
 def default_file(required_bytes: int = 1) -> Path:
-    """A module of this interpreter's standard library that the embedded model never saw.
-
-    Args:
-      required_bytes: how long it must be at least.
-
-    Raises:
-      FileNotFoundError: if this interpreter ships none that is long enough.
-    """
+    """A held-out module of the standard library; FileNotFoundError if none is long enough."""
     library = Path(sysconfig.get_path("stdlib"))
     for name in (_DEFAULT_MODULE, *held_out_modules()):
         path = library / name
@@ -151,17 +129,10 @@ def cache_kind(
 ) -> ModelCacheKind:
     """The cache of a name that `cache_by_name` takes, in the sizes that models are served with.
 
-    The demo computes in float32, which suits CPUs, but an exact cache of bfloat16 is what others
-    are worth comparing to.
-
-    Args:
-      name: of the cache.
-      model: whose caches.
-      uncompressed_layers: how many layers at either end have exact caches of bfloat16; of a cache
-        that compresses, so that others can be compared to one that does not.
-
-    Raises:
-      ValueError: as `cache_by_name`; if no layer is left to compress.
+    The demo computes in float32, which suits CPUs, but an exact cache is in bfloat16: that is what
+    the others are worth comparing to. `uncompressed_layers` layers at either end have exact caches
+    of bfloat16 too, if the named cache compresses. Raises ValueError as `cache_by_name`, or if no
+    layer is left to compress.
     """
     kind = cache_by_name(name, model.config.num_kv_heads)
     if kind == "exact":
@@ -174,16 +145,10 @@ def cache_kind(
 
 
 def run(model: Transformer, settings: DemoSettings, progress: Progress | None = None) -> DemoReport:
-    """Measures every cache on the file.
+    """Measures every cache on the file, with a byte-level model.
 
-    Args:
-      model: a byte-level model.
-      settings: what to run.
-      progress: called as bytes are done.
-
-    Raises:
-      OSError: if the file cannot be read.
-      ValueError: if it is too short, the model's context is, or a cache's name is unknown.
+    `progress` is called as bytes are done. Raises OSError if the file cannot be read, ValueError if
+    it or the model's context is too short, or a cache's name is unknown.
     """
     begun = time.perf_counter()
     kinds = {

@@ -50,7 +50,7 @@ PACKAGES = (
 _BATCH, _LENGTH, _HEADS, _KV_HEADS, _HEAD_DIM = 1, 1024, 32, 8, 128
 _PAGE_SIZE = 64
 _EXPERTS = 8
-# What the variants of an op's call are, if not modes.
+# The option whose values are the variants of an op, where that is not the mode.
 _VARIANTS = {"paged_attention": "kv_dtype", "latent_attention": "kv_dtype"}
 _NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 
@@ -59,10 +59,9 @@ _NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 class OpReport:
     """Which implementations of an op run here.
 
-    Attributes:
-      op: its name, and the modes (`TurboConfig.mode`) or dtypes of the cache that this is about,
-        where they matter.
-      refusals: None, or the reason why not, by implementation, the preferred one first.
+    `op` also names, where they matter, the modes (`TurboConfig.mode`) or dtypes of the cache that
+    this is about. `refusals` says by implementation, the preferred one first, why it does not run,
+    or None.
     """
 
     op: str
@@ -78,11 +77,8 @@ class OpReport:
 class Report:
     """What the doctor found.
 
-    Attributes:
-      versions: of the packages that matter, None where one is not installed.
-      devices: what jax sees, or the reason why it sees nothing, one line each.
-      ops: one entry per op.
-      advice: what to do about it, if anything.
+    Versions are None where a package is not installed; `devices` are what jax sees, or the reason
+    why it sees nothing, one line each.
     """
 
     versions: Mapping[str, str | None]
@@ -135,15 +131,15 @@ def registries() -> list[Registry]:
         if name.startswith("turbojax."):
             for value in vars(module).values():
                 if isinstance(value, Registry):
-                    # Of an op that has one for parts of caches, too, that of whole ones is first.
+                    # Some ops have a second registry, for parts of caches: the first is kept.
                     found.setdefault(value.op, value)
     return list(found.values())
 
 
 def _examine(registry: Registry) -> list[OpReport]:
-    """One report, or several if the modes or dtypes are not treated alike.
+    """One report per op, or several if its modes or dtypes are refused for different reasons.
 
-    Refusals that differ in nothing but the variant that they name are alike.
+    Two refusals are the same if they differ only in the mode or dtype that they name.
     """
     calls = _representative_calls().get(registry.op, {"": None})
     groups: dict[tuple[tuple[str, str | None], ...], list[str]] = {}
@@ -170,7 +166,7 @@ def _refusal(call: _Call | None, name: str) -> str | None:
     try:
         call(name)
     except NotImplementedError as error:
-        # An op's gradient is refused in the op's name.
+        # A refusal of an op's gradient names the op.
         return str(error).split(" cannot run here: ", 1)[-1].removeprefix(f"{name}: ")
     except Exception as error:  # whatever is broken here: to say so is what the doctor is for
         return f"fails: {type(error).__name__}: {_first_line(error)}"
@@ -195,7 +191,7 @@ def _representative_calls() -> dict[str, dict[str, _Call]]:
         return call
 
     def select(config: TurboConfig) -> _Call:
-        # By itself: the forward pass has more names, and refuses some of what this can run.
+        # Not through the forward pass, which has more names and refuses some calls that run here.
         query, key, value = prompt
         options = Options(is_causal=True, scale=1.0)
         arguments: dict[str, Any] = {"query": query, "key": key, "value": value}
@@ -243,7 +239,7 @@ def _representative_calls() -> dict[str, dict[str, _Call]]:
         "the gradient of turbo_attention": {config.mode: select(config) for config in configs},
         "decode": {config.mode: trace(decode, query, cache(config)) for config in configs},
         "append": {"": trace(append, default, key, value)},
-        # Named for the forward pass, an implementation runs the backward pass too, or neither.
+        # An implementation named for the forward pass runs the backward pass too, or neither.
         "pooled_attention": pooled,
         "the gradient of pooled_attention": pooled,
         "store_prompt": {"": trace(store_prompt, default, *prompt[1:], lengths)},

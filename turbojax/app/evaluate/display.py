@@ -35,7 +35,7 @@ class Bars:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        # Where nothing was begun it would print an empty line.
+        # Without a task, `stop` would print an empty line.
         if self._tasks:
             self._progress.stop()
 
@@ -118,7 +118,7 @@ def _text_table(result: Result) -> Table:
         f"{files} texts in windows of {settings['context']} tokens, {settings['prompt']} of them "
         "prefilled, the others decoded"
     )
-    # Of bytes nobody speaks of perplexity.
+    # Perplexity is not usual for bytes.
     of_tokens = ["perplexity"] if unit == "token" else []
     table = _table(
         title,

@@ -15,19 +15,11 @@ _PANELS = 4
 
 
 def save_plots(result: Result, folder: Path) -> list[str]:
-    """Draws what was measured.
+    """Draws what was measured; the folder is made if need be.
 
-    Args:
-      result: of `turbojax.evaluation.evaluate`, or its JSON.
-      folder: where the pictures go; it is made if need be.
-
-    Returns:
-      The files' names: ``"cost.png"``, ``"layers.png"``, ``"recall.png"`` and
-      ``"recall_bits.png"``, those of them for which there is a measure.
-
-    Raises:
-      OSError: if a file cannot be written.
-      ImportError: if matplotlib is not installed.
+    `result` is what `turbojax.evaluation.evaluate` returns, or its JSON. Returns the names of the
+    files: those of ``"cost.png"``, ``"layers.png"``, ``"recall.png"`` and ``"recall_bits.png"`` for
+    which there is a measure. Raises OSError, or ImportError without matplotlib.
     """
     _extras.need_matplotlib("--plot")
     # Imported here: it takes a second, and a bare `Figure` needs no display.
@@ -54,13 +46,9 @@ def save_plots(result: Result, folder: Path) -> list[str]:
 
 
 def pareto(points: Sequence[tuple[float, float]]) -> list[int]:
-    """Which points no other one beats: none is at most as large in both and smaller in one.
+    """Indices of the ``(bytes, loss)`` points that no other point beats, by rising bytes.
 
-    Args:
-      points: bytes and loss of each; NaN is beaten by everything.
-
-    Returns:
-      Their indices, by rising bytes.
+    A point beats another if it is at most as large in both and smaller in one; all beat NaN.
     """
     kept = list[int]()
     best = float("inf")

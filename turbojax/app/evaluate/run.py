@@ -20,7 +20,7 @@ DEFAULT_METHODS = (
     *("paged_int8", "paged_int8_v4", "turbo4"),
 )
 DEFAULT_LATENT_METHODS = LATENT_CACHE_NAMES
-"""Of models with latent attention."""
+"""The default methods of models with latent attention."""
 
 _MOST_CONTEXT = 1023
 _MEASURES = (*evaluation.MEASURES, "tasks")
@@ -28,39 +28,7 @@ _MEASURES = (*evaluation.MEASURES, "tasks")
 
 @dataclasses.dataclass(frozen=True)
 class EvalSettings:
-    """What to measure.
-
-    Attributes:
-      model: ``"embedded"`` or a checkpoint's folder, quantized or not.
-      texts: files to read; the embedded model's held-out modules if empty.
-      methods: names, see `turbojax.evaluation.method`; None for the default ones that the model can
-        have.
-      context: tokens predicted per window; None for 1023, or fewer where model or texts are short.
-      prompt: of these how many are prefilled; None for half.
-      windows: of each text, at most.
-      batch_size: windows, or tasks, that run at once.
-      seed: of what is drawn.
-      measures: some of ``"text"``, ``"layers"``, ``"recall"`` and ``"tasks"``; None for text and
-        layers, and tasks where there are some.
-      recall_kinds: what is asked for; None for the default.
-      recall_lengths: tokens; None for the default.
-      recall_depths: 0 to 1; None for the default.
-      tasks: names and files, see `turbojax.evaluation.TaskMeasure`.
-      limit: documents of each task, or a share of them; None for all.
-      num_fewshot: examples in the prompts of tasks; None for what they say.
-      chat: whether prompts of tasks are written by the chat template.
-      max_new_tokens: of tasks that do not say.
-      adapters: a folder of low-rank adapters, or None.
-      mesh: devices over which heads and weights are split, or None.
-      weights: of a GGUF file ``"float"`` or ``"int4"``; None for the default.
-      dtype: of weights and computation, by name; None for the default.
-      max_length: longest sequence; None for the checkpoint's.
-      out: file for the results, or None.
-      plot: folder for plots, or None.
-
-    Raises:
-      ValueError: if numbers are out of range, or options contradict each other.
-    """
+    """What to measure: the options of the command; ValueError if they do not fit together."""
 
     model: str = "embedded"
     texts: tuple[Path, ...] = ()
@@ -88,7 +56,6 @@ class EvalSettings:
     plot: Path | None = None
 
     def __post_init__(self) -> None:
-        """Checks what can be checked without a model."""
         sizes = {"context": self.context, "prompt": self.prompt, "max_length": self.max_length}
         _checks.check_sizes(
             windows=self.windows,
@@ -127,19 +94,10 @@ class EvalSettings:
 
 
 def run(settings: EvalSettings, progress: Progress | None = None) -> dict[str, Any]:
-    """Measures everything.
+    """Measures everything; returns what `turbojax.evaluation.evaluate` does.
 
-    Args:
-      settings: what.
-      progress: told how far it is.
-
-    Returns:
-      What `turbojax.evaluation.evaluate` returns.
-
-    Raises:
-      OSError: if a file cannot be read or written.
-      ValueError, NotImplementedError, ImportError: see `evaluate`, `TaskMeasure` and
-        `text_model.find_text_model`; if the run needs more memory than there is.
+    Raises what `evaluate`, `TaskMeasure` and `text_model.find_text_model` do, OSError for files,
+    and ValueError if the run needs more memory than there is.
     """
     startup.check_output_file("--out", settings.out)
     if settings.plot is not None:
@@ -173,11 +131,7 @@ def _partial(out: Path) -> Path:
 
 
 def _find(settings: EvalSettings) -> text_model.FoundModel:
-    """The model, not loaded yet.
-
-    Raises:
-      ValueError: if it is to be split in another way than over its heads.
-    """
+    """The model, not loaded yet; ValueError if a mesh splits anything else than heads."""
     found = options.find(
         settings.model,
         None,
@@ -193,7 +147,6 @@ def _find(settings: EvalSettings) -> text_model.FoundModel:
 
 
 def _kept(out: Path) -> str:
-    """What an interrupted run leaves behind."""
     files = [str(path) for path in (out, _partial(out)) if path.exists()]
     if not files:
         return "nothing was written yet; the same command begins anew"
@@ -202,7 +155,7 @@ def _kept(out: Path) -> str:
 
 def _report(progress: Progress | None, out: Path | None) -> evaluation.Report:
     def tell(method: str, measure: str, done: int, total: int) -> None:
-        # Not before: only a run that has begun is known to be the one in the file.
+        # Not earlier: until a run has begun, the file may hold another run's results.
         if out is not None:
             _interrupt.say(lambda: _kept(out))
         if progress is not None:
@@ -232,11 +185,7 @@ def _methods(given: Sequence[str] | None, found: text_model.FoundModel) -> tuple
 
 
 def _texts(files: Sequence[Path], tokenizer: Tokenizer) -> dict[str, Text]:
-    """The texts by name: bytes for byte-level models, tokens for others.
-
-    Raises:
-      ValueError: if there is none, or it cannot be read.
-    """
+    """The texts by name, of bytes or tokens; ValueError if there is none, or it is unreadable."""
     if not files:
         if isinstance(tokenizer, NumberTokenizer):
             raise ValueError("tokens are numbers here, there is no tokenizer.json: give --text")
@@ -263,13 +212,9 @@ def _texts(files: Sequence[Path], tokenizer: Tokenizer) -> dict[str, Text]:
 
 
 def _context(settings: EvalSettings, max_length: int, texts: Mapping[str, Text]) -> int:
-    """Tokens of a window.
-
-    Raises:
-      ValueError: if the model takes fewer.
-    """
+    """Tokens of a window; ValueError if the model takes fewer."""
     if settings.context is None:
-        # The first token of a text is fed, not predicted; of bytes it is one more.
+        # The first token of a text is fed, not predicted. Texts of bytes get an extra one for that.
         longest = max(len(text) - (not isinstance(text, bytes)) for text in texts.values())
         return max(1, min(_MOST_CONTEXT, max_length, longest))
     if settings.context > max_length:
@@ -327,7 +272,7 @@ def _check_memory(
 ) -> None:
     """Raises ValueError if windows, or weights, need more memory than there is."""
     config, batch = found.config, settings.batch_size
-    # Of one device: latents have no heads to split.
+    # On one device; latents have no heads to split.
     heads = 1 if found.axes is None or config.latent else found.axes.size("heads")
     largest = max(
         startup.cache_bytes(config, found.dtype, batch, context, one.cache) for one in methods

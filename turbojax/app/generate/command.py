@@ -225,7 +225,7 @@ def _is_terminal() -> bool:
 
 
 def _show(piece: str) -> None:
-    # A pipe buffers what is written to it.
+    # Output to a pipe is buffered.
     typer.echo(piece, nl=False)
     sys.stdout.flush()
 
@@ -274,7 +274,7 @@ def _check_fit(
         )
     kind = cache_kind(cache, config, found.axes, uncompressed_layers)
     rows, of_tokens = _check_batch(found, batch_size, at_a_time)
-    # Of one device.
+    # From here on, the numbers of one device.
     batch_size, at_a_time = batch_size // rows, -(-at_a_time // rows)
     startup.check_memory(
         {

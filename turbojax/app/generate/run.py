@@ -20,7 +20,7 @@ from turbojax.models.generation.sampling import GREEDY
 from turbojax.models.generation.stopping import TextStream, check_stop_strings, check_stops
 from turbojax.sharding.axes import Axes
 
-# Stands for the next token of a sequence that has ended.
+# In place of the next token of a sequence that has ended.
 _ENDED = -1
 _ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "\\": "\\"}
 
@@ -30,11 +30,9 @@ class GenerationReport:
     """What one run of `generate` did.
 
     Attributes:
-      cache: name of the cache.
-      batch_size: sequences.
-      prompt_tokens: of each.
-      new_tokens: of the first; the others have as many, or fewer or more if they are drawn and
-        some end.
+      prompt_tokens: of each sequence.
+      new_tokens: of the first sequence. The others have as many, unless tokens are drawn and some
+        sequences end sooner.
       finish_reason: of the first: ``"length"``, or ``"stop"`` at a token or text that ends it.
       text: what the first sequence was continued with.
       cache_bytes: of all layers and sequences, as allocated: room for prompt and new tokens is
@@ -43,7 +41,6 @@ class GenerationReport:
       prefill_seconds: compilation included.
       tokens_per_second: new tokens of all sequences, without the first step, which is compiled;
         None if there were too few to tell.
-      uncompressed_layers: layers at either end whose caches were not compressed.
     """
 
     cache: str
@@ -83,13 +80,9 @@ def parse_prefill(
 ) -> models.PooledAttention | None:
     """How prompts attend, from what a command line says; None for dense attention.
 
-    Args:
-      name: ``"dense"``, or a policy of `models.pooled_by_name`.
-      window: see there; None for its default.
-      block_size: see there; None for its default.
-
-    Raises:
-      ValueError: if there is no such name, a number does not fit, or it has no effect.
+    `name` is ``"dense"`` or a policy of `models.pooled_by_name`, whose defaults stand for a
+    `window` or `block_size` of None. Raises ValueError for another name, or a number that does not
+    fit or has no effect.
     """
     if name not in ("dense", *models.POLICY_NAMES):
         names = ", ".join(("dense", *models.POLICY_NAMES))
@@ -107,15 +100,8 @@ def check_options(
 ) -> None:
     """Checks what can be checked without a model, which may take minutes to load.
 
-    Args:
-      max_new_tokens: see `run`.
-      cache: see `run`.
-      stop_strings: see `run`.
-      **sizes: numbers that must be at least 1, where they are given.
-
-    Raises:
-      OSError: if `cache` is a file that is not there.
-      ValueError: if one does not fit.
+    Arguments as `run`; `sizes` are numbers that must be at least 1 where they are given. Raises
+    OSError if `cache` is a file that does not exist, ValueError if an option does not fit.
     """
     given = {name: size for name, size in sizes.items() if size is not None}
     _checks.check_sizes(max_new_tokens=max_new_tokens, **given)
@@ -135,18 +121,10 @@ def unescape(text: str) -> str:
 def cache_kind(
     name: str, config: models.TransformerConfig, axes: Axes | None, uncompressed_layers: int
 ) -> ModelCacheKind:
-    """The caches of a name, over a mesh with as many heads of each width on every device.
+    """The caches of a name; each device of a mesh has equally many heads of each bit width.
 
-    Args:
-      name: see `models.cache_by_name`, or a file's, see `evaluation.kinds_from_file`.
-      config: of the model.
-      axes: over which it is split, or None.
-      uncompressed_layers: see `models.UncompressedEdges`; 0 for none, as with a file.
-
-    Raises:
-      OSError: if there is no such file.
-      ValueError: see `models.cache_by_name`, `models.UncompressedEdges` and
-        `evaluation.kinds_from_file`.
+    `name` is one of `models.cache_by_name`, or a file, see `evaluation.kinds_from_file`, which
+    excludes `uncompressed_layers` (see `models.UncompressedEdges`). Raises what these three do.
     """
     if layer_files.is_name(name):
         if uncompressed_layers:
@@ -186,21 +164,10 @@ def run(
 ) -> GenerationReport:
     """Continues prompts and measures it; a text ends where its tokenizer says that texts end.
 
-    Args:
-      model: what generates.
-      tokens: int32 ``[B, T]``.
-      max_new_tokens: to add to each, at most.
-      cache: its name, see `cache_kind`.
-      uncompressed_layers: see `models.UncompressedEdges`; 0 for none.
-      sampling: how tokens are chosen, see `models.generate`.
-      stop_strings: texts that end a text and are no part of it.
-      prefill_batch_size: see `models.start`.
-      implementation: see `models.start`.
-      pooled_prefill: see `models.start`.
-      show: called with the first sequence's text, piece by piece.
-
-    Raises:
-      ValueError, NotImplementedError: see `models.start` and `models.generate`.
+    `tokens` is int32 ``[B, T]``, and `cache` a name, see `cache_kind`. `stop_strings` end a text
+    and are no part of it. `show` is called with the first sequence's text, piece by piece. The
+    other arguments are those of `models.start`, `models.generate` and `models.UncompressedEdges`;
+    raises what the first two do.
     """
     # Before the prompts run, which may take long.
     _checks.check_sizes(max_new_tokens=max_new_tokens)

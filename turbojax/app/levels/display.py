@@ -51,14 +51,8 @@ def render(report: MapReport) -> RenderableType:
 def save_plot(report: MapReport, path: Path) -> None:
     """Draws the level maps: a row per policy, a column per head (the first four).
 
-    Args:
-      report: what was chosen.
-      path: the picture's file; its ending chooses the format.
-
-    Raises:
-      OSError: if the file cannot be written.
-      ValueError: if matplotlib does not know the format.
-      ImportError: if it is not installed.
+    The ending of `path` chooses the format. Raises OSError if the file cannot be written,
+    ValueError for a format that matplotlib does not know, ImportError without matplotlib.
     """
     _extras.need_matplotlib()
     # Imported here, as in the demo: it takes a second, and a bare `Figure` needs no display.

@@ -45,18 +45,11 @@ SHOWN = (1, 2, 4, 8, 0)
 
 @dataclasses.dataclass(frozen=True)
 class MapSettings:
-    """What to look at.
+    """What to look at: the options of the command; `heads` are all if None.
 
-    Attributes:
-      file: the text; its first ``tokens - 1`` bytes are used.
-      layer: whose queries and keys, from 0 on.
-      heads: which query heads; all if None.
-      policies: names among `POLICY_NAMES`.
-      tokens: length of the sequence, the beginning-of-file token included.
-      block: queries and keys of a block, a multiple of 8.
-
-    Raises:
-      ValueError: if a policy is unknown or named twice or none is, or a number is out of range.
+    The first ``tokens - 1`` bytes of the file are used, after the beginning-of-file token; `block`
+    is a multiple of 8. Raises ValueError if a policy is unknown or named twice, there is none, or a
+    number is out of range.
     """
 
     file: Path
@@ -80,17 +73,14 @@ class MapSettings:
 
 @dataclasses.dataclass(frozen=True)
 class PolicyResult:
-    """What one policy chose, and what it costs.
+    """What one policy chose, and what it costs; `densities` and `errors` are by head.
 
     Attributes:
-      name: its name.
       levels: int8 ``[heads, T_r, T_c]``.
       shares: of the visible blocks, by level: 1, 2, 4, 8 and 0.
       density: work relative to dense causal attention, see `level_density`.
-      densities: the same for each head.
       cosine: mean over queries and heads of the cosine between the pooled and the dense output.
       relative_l1: sum of the absolute differences over the sum of the dense outputs' absolutes.
-      errors: `relative_l1` of each head.
     """
 
     name: str
@@ -111,13 +101,7 @@ class PolicyResult:
 
 @dataclasses.dataclass(frozen=True)
 class MapReport:
-    """Everything the command shows.
-
-    Attributes:
-      settings: what was run, `heads` filled in.
-      results: one per policy, in the order asked for.
-      seconds: wall time of the whole run.
-    """
+    """Everything the command shows; `settings` have `heads` filled in, `results` are by policy."""
 
     settings: MapSettings
     results: tuple[PolicyResult, ...]
@@ -134,16 +118,10 @@ class MapReport:
 
 
 def run(model: Transformer, settings: MapSettings) -> MapReport:
-    """Chooses levels for one layer of the model on the file, and attends with them.
+    """Chooses levels for one layer of a byte-level model on the file, and attends with them.
 
-    Args:
-      model: a byte-level model.
-      settings: what to look at.
-
-    Raises:
-      OSError: if the file cannot be read.
-      ValueError: if it is too short, or the model has another vocabulary, a shorter context or no
-        such layer or head.
+    Raises OSError if the file cannot be read, ValueError if it is too short, or the model has
+    another vocabulary, a shorter context or no such layer or head.
     """
     begun = time.perf_counter()
     settings = _fit(model, settings)

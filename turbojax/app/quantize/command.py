@@ -153,7 +153,7 @@ class _Bars:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        # Where nothing was begun it would print an empty line.
+        # Without a task, `stop` would print an empty line.
         if self._tasks:
             self._progress.stop()
 

@@ -26,26 +26,7 @@ Progress = Callable[[str, int, int], None]
 
 @dataclasses.dataclass(frozen=True)
 class QuantizeSettings:
-    """What to quantize, and how.
-
-    Attributes:
-      model: ``"embedded"`` or a checkpoint's folder.
-      out: the folder to write: new, empty, or with a quantized model, which is overwritten.
-      smoothing: see `models.quantize_model`.
-      scale_dtype: see there.
-      quantize_embedding: see there.
-      quantize_head: see there.
-      calibration_files: text to calibrate RPN and CRS with; modules of the standard library if
-        empty.
-      calibration_tokens: how many tokens of it are used.
-      evaluation_files: text to measure with; the embedded model's held-out modules if empty.
-      evaluation_tokens: how many tokens are measured; 0 for none.
-      window: tokens that the model sees at once, in both.
-      max_length: longest sequence of the quantized model, by default the checkpoint's.
-
-    Raises:
-      ValueError: if a number is out of range, or files are given that nothing would read.
-    """
+    """What to quantize, and how: the options of the command; ValueError if they do not fit."""
 
     model: str
     out: Path
@@ -77,17 +58,13 @@ class QuantizeReport:
     """What one run did.
 
     Attributes:
-      settings: what was run.
-      bytes_before: of the checkpoint's weights on disk.
-      bytes_after: of the quantized one.
+      bytes_before: of the checkpoint's weights on disk; `bytes_after` of the quantized one.
       bits_per_weight: of the quantized matrices: codes, scales and padding.
-      calibration_tokens: tokens seen in calibration.
-      evaluated_tokens: tokens that were predicted.
+      calibration_tokens: tokens seen in calibration; `evaluated_tokens` were predicted.
       unit: what bits are counted per: ``"byte"``, or ``"token"`` where tokens are numbers.
       bits: mean bits on the held-out text, ``{"before" | "after": {cache: bits}}``; empty if there
         was none. ``"exact"`` attends exactly; ``"kv4"`` as decoding does through a `Kv4Cache`, for
         every token, and is left out where the cache cannot hold the model's heads.
-      seconds: wall time.
     """
 
     settings: QuantizeSettings
@@ -115,15 +92,10 @@ class QuantizeReport:
 def run(settings: QuantizeSettings, progress: Progress | None = None) -> QuantizeReport:
     """Quantizes a model, writes it, and measures what that costs.
 
-    Args:
-      settings: what to do.
-      progress: called as calibration, layers and evaluation are done.
-
-    Raises:
-      OSError: if a file cannot be read or written.
-      ValueError, NotImplementedError, ImportError: see `models.quantize_model` and
-        `text_model.load_text_model`; also if the model is quantized already, the text too short, or
-        something else lies in the folder to write.
+    `progress` is called as calibration, layers and evaluation are done. Raises what
+    `models.quantize_model` and `text_model.load_text_model` do, OSError for files, and ValueError
+    if the model is quantized already, the text too short, or something else lies in the folder to
+    write.
     """
     begun = time.perf_counter()
     _check_out(settings)
@@ -137,7 +109,7 @@ def run(settings: QuantizeSettings, progress: Progress | None = None) -> Quantiz
     tables = (1 if config.tie_embeddings else 2) * config.vocab_size * config.hidden_size
     layers = config.num_parameters - tables
     startup.check_memory(
-        # Four bits of a number at least, and one layer in float32, of which folding makes copies.
+        # At least four bits of each number, and one layer in float32, which folding copies.
         {
             "quantized weights": layers // 2 + tables // 2,
             "three times a layer": 3 * 4 * layers // config.num_layers,
@@ -187,11 +159,7 @@ def run(settings: QuantizeSettings, progress: Progress | None = None) -> Quantiz
 def calibration_text(num_bytes: int) -> list[bytes]:
     """Modules of this interpreter's standard library that are not held out, in a fixed order.
 
-    Args:
-      num_bytes: how much is needed.
-
-    Returns:
-      Whole files, together at least this many bytes unless there are no more.
+    Whole files, together at least `num_bytes` bytes unless there are no more.
     """
     held_out = set(models.held_out_modules())
     library = Path(sysconfig.get_path("stdlib"))
@@ -213,18 +181,9 @@ def evaluation_text() -> list[bytes]:
 
 
 def windows(tokens: Sequence[int], length: int, count: int) -> np.ndarray:
-    """Windows that do not overlap, spread evenly over a stream.
+    """At most `count` windows that do not overlap, spread evenly: int32 ``[n, length]``, n >= 1.
 
-    Args:
-      tokens: the stream.
-      length: of a window.
-      count: how many at most.
-
-    Returns:
-      int32 ``[n, length]``, n at least 1.
-
-    Raises:
-      ValueError: if the stream is shorter than one window.
+    Raises ValueError if the stream is shorter than one window.
     """
     whole = len(tokens) // length
     if whole < 1:
@@ -287,11 +246,7 @@ def cut(
     length: int,
     count: int,
 ) -> tuple[np.ndarray, float]:
-    """Windows of the files or the default text, and how many bytes of it are a token.
-
-    Raises:
-      ValueError: if there is not one window of it.
-    """
+    """Windows of the files or the default text, and bytes per token; ValueError if none fits."""
     place = "the standard library"
     if files:
         named = [(str(path), path.read_bytes()) for path in files]
@@ -319,7 +274,7 @@ def _calibration_windows(
     length = min(window, wanted)
 
     def default() -> list[bytes]:
-        # A token is eight bytes at most, on average.
+        # On average a token is at most eight bytes.
         return calibration_text(8 * wanted)
 
     return cut("calibration", tokenizer, files, default, length, wanted // length)[0]

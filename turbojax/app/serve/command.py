@@ -274,7 +274,7 @@ def serve(
             )
     numbers = {**environment(), **report.to_json()}
     last = json.dumps(numbers, indent=2) if as_json else report.summary()
-    # Beside results on standard output, numbers go where they do not mix with them.
+    # If results go to standard output, these numbers go to standard error.
     typer.echo(last, err=file is not None and out is None)
 
 
@@ -293,7 +293,6 @@ def _check_mode(
 def _find_draft(
     speculate: str | None, folder: str | None, dtype: str | None, mesh: str | None
 ) -> Any:
-    """The draft model; None if there is to be none."""
     if (speculate == "draft") != (folder is not None):
         raise ValueError("--speculate draft and --draft-model DIR need each other")
     return None if folder is None else options.find(folder, None, None, dtype, None, mesh=mesh)

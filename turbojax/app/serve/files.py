@@ -20,7 +20,7 @@ from turbojax.app.serve.settings import Models, Settings, pages_asked_for
 from turbojax.app.text_model import FoundModel
 from turbojax.models.engine.groups import Sizes
 
-# Bad lines that are named; of more, how many there are.
+# This many bad lines are named; the others are counted.
 _NAMED = 20
 _STANDARD_INPUT = "-"
 
@@ -43,18 +43,11 @@ def serve_file(
     skip_bad: bool,
     max_new_tokens: int,
 ) -> ServingReport:
-    """Runs the requests of a file.
+    """Runs the requests of a file, or of standard input if `file` is ``-``.
 
-    Args:
-      file: the file; ``-`` for standard input.
-      output: where results go.
-      find: finds the model, and the draft model if there is one.
-      chosen: how the engine is made.
-      skip_bad: whether the other requests run if lines are bad.
-      max_new_tokens: of lines that do not say.
-
-    Raises:
-      OSError, ValueError, NotImplementedError, ImportError: saying what is wrong.
+    `find` finds the model, and the draft model if there is one; `max_new_tokens` is for lines that
+    do not say. With `skip_bad` the other requests run where lines are bad. Raises OSError,
+    ValueError, NotImplementedError or ImportError, saying what is wrong.
     """
     with contextlib.ExitStack() as stack:
         _check_files(file, output.path, output.resume, output.overwrite)
@@ -97,7 +90,7 @@ def _run(
                 found.load(),
                 lines.requests,
                 chosen,
-                # In ASCII, which every terminal takes; an `id` may be no Unicode text at all.
+                # As ASCII, which every terminal shows; an `id` may not even be valid Unicode.
                 emit=lambda result: screen.write(
                     json.dumps({**result, "request": digests[result["id"]]})
                 ),
@@ -204,12 +197,10 @@ def _check_memory(
     lines: RequestFile,
     chosen: Settings,
 ) -> int | None:
-    """Raises ValueError if models, pool and logits are more than there is memory for.
+    """Bytes that pages may take; None for any number.
 
-    Or if the pages for which there is room are less than one of the requests needs.
-
-    Returns:
-      Bytes that pages may take; None for any number.
+    Raises ValueError if models, pool and logits are more than there is memory for, or the pages for
+    which there is room are less than one of the requests needs.
     """
     needs = settings.bytes_besides(found, draft, chosen, _sizes(found, lines, chosen))
     free = settings.free_for_pages(needs)

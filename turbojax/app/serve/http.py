@@ -23,23 +23,14 @@ _LARGEST_PORT = 2**16 - 1
 
 @dataclasses.dataclass(frozen=True)
 class Address:
-    """Where clients connect.
-
-    Attributes:
-      host: a name or an address, in IPv4 or IPv6.
-      port: 0 for any that is free.
-    """
+    """Where clients connect: a name or an IPv4 or IPv6 address, and a port, 0 for any free one."""
 
     host: str
     port: int
 
     @staticmethod
     def parse(text: str) -> "Address":
-        """Reads ``HOST:PORT``, ``[IPV6]:PORT`` or ``:PORT``, which is this machine alone.
-
-        Raises:
-          ValueError: if it is nothing of these.
-        """
+        """Reads ``HOST:PORT``, ``[IPV6]:PORT`` or ``:PORT`` (this machine only), or ValueError."""
         found = re.fullmatch(r"(?:\[([0-9a-fA-F:.%\w]+)\]|([^:\[\]/\s]*)):(\d{1,5})", text)
         if found is None or int(found.group(3)) > _LARGEST_PORT:
             raise ValueError(
@@ -50,11 +41,7 @@ class Address:
 
 
 def api_keys(given: Sequence[str]) -> tuple[str, ...]:
-    """The keys of the command line, or else of the environment; none if there are none.
-
-    Raises:
-      ValueError: if one is empty or has spaces in it.
-    """
+    """Keys of the command line, or else the environment; ValueError for empty ones or spaces."""
     keys = list(given) or os.environ.get(API_KEY_VARIABLE, "").split()
     for key in keys:
         if not key or key != "".join(key.split()):
@@ -63,16 +50,7 @@ def api_keys(given: Sequence[str]) -> tuple[str, ...]:
 
 
 def served_name(given: str | None, model: str | None, random_weights: str | None) -> str:
-    """What clients call the model.
-
-    Args:
-      given: by the user, if so.
-      model: its folder; None for the embedded model.
-      random_weights: the shape, where there is no model.
-
-    Raises:
-      ValueError: if the name is empty.
-    """
+    """What clients call the model: the user's name (ValueError if empty), the shape or folder."""
     if given is not None and not given.strip():
         raise ValueError(f"--served-name {given!r} must not be empty")
     if given is not None:
@@ -81,11 +59,7 @@ def served_name(given: str | None, model: str | None, random_weights: str | None
 
 
 def plan_server(found: FoundModel, draft: FoundModel | None, settings: Settings) -> Pool:
-    """The sizes of the engine.
-
-    Raises:
-      ValueError: if a number does not fit, or all of it into the memory.
-    """
+    """The sizes of the engine; ValueError if a number or the whole does not fit."""
     sizes = settings.sizes(found.config.max_length)
     needs = making.bytes_besides(found, draft, settings, sizes)
     pool = making.plan(
@@ -107,20 +81,12 @@ def serve_http(
     keys: Sequence[str] = (),
     max_waiting: int = 1024,
 ) -> ServingReport:
-    """Serves a model until SIGINT or SIGTERM, and what runs then comes to its end.
+    """Serves a model until SIGINT or SIGTERM; requests that run then come to their end.
 
-    Args:
-      address: where clients connect; it is taken before the model is loaded.
-      find: finds the model, and the draft model if there is one.
-      settings: of the engine.
-      name: of the model.
-      keys: of which clients must show one, if there are any.
-      max_waiting: requests that may wait.
-
-    Raises:
-      OSError: if the address is in use, or not this machine's.
-      ValueError, NotImplementedError: if an option does not fit.
-      ImportError: if a package is missing.
+    The address is taken before the model is loaded. `find` finds the model, and the draft model if
+    there is one. Clients must show one of `keys`, if there are any; `max_waiting` requests may
+    wait. Raises OSError if the address is in use or not this machine's, ValueError or
+    NotImplementedError if an option does not fit, ImportError if a package is missing.
     """
     from turbojax.server import listen, serve
 
@@ -136,7 +102,7 @@ def serve_http(
         def ready(url: str) -> None:
             typer.echo(f"turbojax serve: {name} on {url}, Ctrl-C ends it", err=True)
 
-        # The server itself ends at a signal, after what it has begun.
+        # The server handles signals itself: it ends after the requests that it has begun.
         with _interrupt.elsewhere():
             serve(
                 engine,

@@ -25,17 +25,14 @@ _MOST_SAMPLES = 128
 
 @dataclasses.dataclass(frozen=True)
 class TextRequest:
-    """A text to continue.
+    """A text to continue, from a line of the file, counted from 1.
 
     Attributes:
-      id: what its result is called.
-      line: its line in the file, counted from 1.
       request: the same in tokens.
       stop: texts that end the result and are no part of it.
       count: results that are wanted, the most likely ones of `samples`.
-      samples: how many times it is continued.
-      shows_logprobs: whether results have log-probabilities; `request` also has them where they
-        are only compared.
+      shows_logprobs: whether results show log-probabilities; `request` also computes them where
+        they are only compared.
       guide: what a result must look like: the line's key, and its value as text.
     """
 
@@ -50,18 +47,10 @@ class TextRequest:
 
 
 def parse_line(line: bytes, number: int, tokenizer: Tokenizer, max_new_tokens: int) -> TextRequest:
-    """Reads a line.
+    """Reads line `number` (from 1), UTF-8 text; `max_new_tokens` is for lines that do not say.
 
-    Args:
-      line: UTF-8 text.
-      number: of the line, from 1.
-      tokenizer: what turns its prompt into tokens.
-      max_new_tokens: of lines that do not say.
-
-    Raises:
-      TypeError, ValueError, NotImplementedError: saying what is wrong.
-      RecursionError: if it is nested too deep.
-      ImportError: if a package is missing that a grammar needs.
+    Raises TypeError, ValueError or NotImplementedError saying what is wrong, RecursionError if the
+    line is nested too deep, ImportError if a grammar needs a package that is missing.
     """
     values = _object(line)
     if not isinstance(values.get("prompt"), str):
@@ -147,7 +136,7 @@ def _bias(given: Any) -> dict[int, float]:
     if not isinstance(given, dict):
         raise TypeError(f"logit_bias={given!r} must be an object of numbers by token")
     for token in given:
-        # Nor is "01" one: beside "1" it would be the same token twice.
+        # "01" is refused, since with "1" it would name the same token twice.
         if not (token.isascii() and token.isdecimal() and len(token) < 11) or (
             token != str(int(token))
         ):
@@ -168,7 +157,7 @@ def _guide(
 
     [name], value = given, values[given[0]]
     if name == "json_schema":
-        # Unsorted: properties come in the schema's order.
+        # Keys are not sorted: properties come in the schema's order.
         return (name, json.dumps(value)), grammar.json_schema(tokenizer, value)
     make = grammar.regex if name == "regex" else grammar.lark
     return (name, value), make(tokenizer, value)

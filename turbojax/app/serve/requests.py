@@ -13,7 +13,7 @@ from turbojax.models.engine.requests import check_vocabulary
 from turbojax.models.generation.penalties import NO_PENALTIES
 from turbojax.models.text.tokenizer import Tokenizer
 
-# What requests have that ask for nothing of this.
+# The values of a request that uses none of these options.
 _PLAIN: Mapping[str, Any] = {
     "penalties": dataclasses.astuple(NO_PENALTIES),
     "logit_bias": [],
@@ -22,7 +22,7 @@ _PLAIN: Mapping[str, Any] = {
     "samples": (1, 1),
     "guide": None,
 }
-# What is wrong with a line may quote it.
+# A reason may quote its line, so it is cut to this many characters.
 _LONGEST_REASON = 300
 
 
@@ -39,19 +39,14 @@ class BadLine:
 
 @dataclasses.dataclass(frozen=True)
 class RequestFile:
-    """The lines of a file, without the empty ones, in their order.
-
-    Attributes:
-      requests: what can run.
-      bad: what cannot.
-    """
+    """The lines of a file in their order, without the empty ones: what can run and what cannot."""
 
     requests: tuple[TextRequest, ...]
     bad: tuple[BadLine, ...] = ()
 
 
 def read_requests(content: bytes, tokenizer: Tokenizer, max_new_tokens: int) -> RequestFile:
-    r"""The requests of a file in JSON lines.
+    """The requests of a file in JSON lines, UTF-8 text.
 
     A line is an object with `prompt`, and optionally `id` (a string or an integer; by default the
     line's number), `max_new_tokens`, `stop` (texts, and tokens as integers, in addition to those
@@ -62,11 +57,6 @@ def read_requests(content: bytes, tokenizer: Tokenizer, max_new_tokens: int) -> 
     that are wanted, and samples of which these are the most likely), and one of `json_schema`,
     `regex` and `grammar` (Lark's; see `models.text.grammar`). Empty lines are skipped. A line is
     bad if it is no such object, its values do not fit, or a line before it has its id.
-
-    Args:
-      content: UTF-8 text.
-      tokenizer: what turns prompts into tokens.
-      max_new_tokens: of lines that do not say.
     """
     requests, bad, lines = list[TextRequest](), list[BadLine](), dict[str | int, int]()
     for number, line in enumerate(content.split(b"\n"), start=1):
@@ -98,14 +88,9 @@ def fitting(
     page_size: int,
     step_tokens: int,
 ) -> RequestFile:
-    """The same lines; what an engine would refuse is bad.
+    """The same lines, where requests that an engine of these sizes would refuse are bad.
 
-    Args:
-      file: the requests.
-      config: of the model.
-      num_pages: of the pool, where that does not follow from the requests.
-      page_size: tokens of a page.
-      step_tokens: see `Engine`.
+    `num_pages` is None where the pool's size follows from the requests.
     """
     requests, bad = [], list(file.bad)
     for found in file.requests:
@@ -120,9 +105,7 @@ def fitting(
 def digest(found: TextRequest, model: str) -> str:
     """What a result's `request` says: equal where the same model continues the same.
 
-    Args:
-      found: the request; neither its id nor its line counts.
-      model: a text that tells models apart.
+    `model` is a text that tells models apart. The request's id and line do not count.
     """
     request = found.request
     options: list[Any] = [
@@ -133,11 +116,11 @@ def digest(found: TextRequest, model: str) -> str:
         dataclasses.astuple(request.sampling),
         found.stop,
     ]
-    # Results of earlier versions are those of requests that have nothing of this.
+    # Defaults are left out, so that digests in the results of earlier versions still match.
     more = {
         "penalties": dataclasses.astuple(request.penalties),
         "logit_bias": sorted(request.logit_bias.items()),
-        # Those that are only compared are no part of the result.
+        # Log-probabilities that only choose among samples are not in the result.
         "logprobs": request.logprobs if found.shows_logprobs else None,
         "timeout": request.timeout,
         "samples": (found.count, found.samples),

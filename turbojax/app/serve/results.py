@@ -25,15 +25,8 @@ _ATTEMPTS = 20  # to open a file that other processes remove meanwhile
 class ResultFile:
     """An open file of results.
 
-    Attributes:
-      path: the file.
-      held: what each result in the file was of (its `request`), by id.
-
-    Args:
-      path: see above.
-      file: the file, open to append.
-      held: see above.
-      size: bytes of what is kept.
+    `file` is open to append, and `size` is bytes of what is kept. `held` has by id the `request`
+    that each result in the file says it is of.
     """
 
     def __init__(self, path: Path, file: io.RawIOBase, held: Mapping[str | int, str], size: int):
@@ -42,17 +35,13 @@ class ResultFile:
         self.path, self._file, self._size = path, file, size
 
     def begin(self) -> None:
-        """Drops what is not kept: before the first result is written, when nothing can be wrong."""
+        """Drops what is not kept: called before the first result, after all checks."""
         self.begun = True
         if self.path.is_file():
             self._file.truncate(self._size)
 
     def write(self, line: str) -> None:
-        """Adds a line: it is in the file even if the process ends right after.
-
-        Raises:
-          OSError: with the path, if there is no room for it.
-        """
+        """Adds a line, which stays even if the process ends right after; OSError names the path."""
         try:
             rest = line.encode() + b"\n"
             while rest:
@@ -63,18 +52,11 @@ class ResultFile:
 
 @contextlib.contextmanager
 def open_results(path: Path, *, resume: bool, overwrite: bool) -> Iterator[ResultFile]:
-    """Opens a file for results, for this process alone.
+    """Opens a file for results, for this process alone; it need not exist.
 
-    Nothing in it is changed before `ResultFile.begin`.
-
-    Args:
-      path: the file, which need not exist.
-      resume: whether the results in it are kept.
-      overwrite: whether they are dropped.
-
-    Raises:
-      ValueError: if it holds something, and neither is asked for; if it is to be kept and is not
-        made of results; if another process writes to it, where the file system has locks.
+    Nothing in the file is changed before `ResultFile.begin`. Raises ValueError if it holds
+    something and neither `resume` nor `overwrite` is given, if `resume` is given and it does not
+    hold results, or if another process writes to it, where the file system has locks.
     """
     with _opened(path) as (file, made):
         size = path.stat().st_size if path.is_file() else 0
@@ -99,13 +81,8 @@ def unfinished(
 ) -> tuple[TextRequest, ...]:
     """The requests that have no result yet.
 
-    Args:
-      requests: all.
-      held: see `ResultFile`.
-      digests: what the result of each request says as its `request`, by id.
-
-    Raises:
-      ValueError: naming the first, if a result is of another request than that with its id.
+    `held` as in `ResultFile`; `digests` is what the result of each request says as its `request`.
+    Raises ValueError, naming the first, if a result with a request's id is of another request.
     """
     left = []
     for found in requests:
@@ -129,7 +106,7 @@ def _read(path: Path) -> tuple[dict[str | int, str], int]:
             if not line.endswith(b"\n") and len(line) < _LONGEST_LINE:
                 break
             result = _result(path, number, line)
-            # One that was aborted runs again; of two with an id the later one counts.
+            # An aborted request runs again; of two results with one id the later one counts.
             if result["finish_reason"] != "aborted":
                 held[result["id"]] = result["request"]
             size += len(line)
@@ -165,11 +142,7 @@ def _opened(path: Path) -> Iterator[tuple[io.RawIOBase, bool]]:
 
 
 def _lock(path: Path, file: io.RawIOBase) -> None:
-    """Locks an open file, until it is closed, where there are locks.
-
-    Raises:
-      ValueError: if another process holds it.
-    """
+    """Locks a file until it is closed, where there are locks; ValueError if another holds it."""
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         return
     try:

@@ -33,14 +33,10 @@ class ServingReport:
     """What became of requests.
 
     Attributes:
-      requests: how many ran.
-      kv_dtype: how pages were stored.
-      page_size: tokens of a page.
-      max_sequences: requests that ran at a time, at most.
+      requests: how many ran, at most `max_sequences` at a time.
       statistics: of the engine; None where nothing was left to run.
       kept: requests that had a result already.
       skipped: bad lines.
-      uncompressed_layers: layers at either end whose pages were not compressed.
     """
 
     requests: int
@@ -103,27 +99,17 @@ def serve(
     draft: Decoder | QuantizedDecoder | None = None,
     free_bytes: int | None = None,
 ) -> ServingReport:
-    """Runs requests through an engine.
+    """Runs requests through an engine, which is made for all of them, those in `done` included.
 
-    A result's `tokens` are all that were generated: those of the stop text, which its `text` leaves
-    out, included.
+    A result's `tokens` are all that were generated, with those of the stop text, which its `text`
+    leaves out. `emit` is called with each result as soon as there is one, as plain JSON values;
+    `accepted` once, when nothing was wrong with any request and before the first one runs; and
+    `progress` after each step of the engine, the first of which compiles, with the number of new
+    tokens, and of requests done, since the last call. Requests whose ids are in `done` do not run.
+    For `free_bytes` see `plan`.
 
-    Args:
-      model: what generates.
-      requests: what to continue.
-      settings: of the engine; its defaults if not given.
-      emit: called with each result as soon as there is one, as plain JSON values.
-      progress: called after each step of the engine, the first of which compiles, with the number
-        of new tokens, and of requests done, since the last call.
-      accepted: called once, when nothing was wrong with any request and before the first one runs.
-      done: ids of requests that do not run. The engine is made for all.
-      draft: the draft model, if `settings` ask for one.
-      free_bytes: see `plan`.
-
-    Raises:
-      ValueError: if there is no request to run, a number does not fit, or a request is too long;
-        the message names its line.
-      NotImplementedError: if the implementation asked for cannot run this.
+    Raises ValueError if there is no request to run, a number does not fit, or a request is too long
+    (the message names its line); NotImplementedError if `implementation` cannot run this.
     """
     chosen = Settings() if settings is None else settings
     running = [request for request in requests if request.id not in done]
@@ -152,15 +138,7 @@ def serve(
 def report_of(
     engine: Engine | Replicas, settings: Settings, pool: Pool, requests: int, kept: int = 0
 ) -> ServingReport:
-    """What an engine did.
-
-    Args:
-      engine: the engine.
-      settings: of the engine.
-      pool: its sizes.
-      requests: how many ran.
-      kept: requests that had a result before.
-    """
+    """What an engine did with so many requests, beside those that had a result before (`kept`)."""
     return ServingReport(
         requests,
         settings.kv_dtype,
@@ -175,11 +153,7 @@ def report_of(
 def plan_for(
     requests: Sequence[TextRequest], models: Models, settings: Settings, free_bytes: int | None
 ) -> Pool:
-    """The sizes of an engine for these requests, see `plan`.
-
-    Raises:
-      ValueError: if there is no request, or a number does not fit.
-    """
+    """The sizes of an engine for these requests, see `plan`; ValueError if there are none."""
     if not requests:
         raise ValueError("there must be at least one request")
     return plan(
@@ -192,15 +166,10 @@ def plan_for(
 
 
 def model_name(found: FoundModel, requests: Sequence[TextRequest], settings: Settings) -> str:
-    """A text that differs where texts of equal requests may: for `requests.digest`.
+    """A text that differs where the results of equal requests may: for `requests.digest`.
 
     Models are told apart by shape and size. With LongRoPE it also counts which factors the engine
-    takes, which follows from the longest request.
-
-    Args:
-      found: the model.
-      requests: all that the engine is made for.
-      settings: of the engine.
+    takes, which follows from the longest of all requests.
     """
     config = found.config
     name = f"{_shape(config)} {found.dtype} {found.weight_bytes} {settings.kv_dtype}"
@@ -217,8 +186,8 @@ def model_name(found: FoundModel, requests: Sequence[TextRequest], settings: Set
 def _shape(config: TransformerConfig) -> str:
     """A model's configuration in words that stay the same from one version to the next.
 
-    Results that an earlier version wrote hold a digest of them, and --resume must go on from these.
-    So the configuration goes by the name that it had when the first such file was written.
+    Results that an earlier version wrote hold a digest of this text, and --resume must accept them.
+    So the configuration keeps the name that it had when the first such file was written.
     """
     return f"LlamaConfig({', '.join(f'{name}={x!r}' for name, x in config.told().items())})"
 
@@ -298,5 +267,5 @@ def _logprobs(given: Sequence[TokenLogprobs], top: int) -> dict[str, Any]:
 
 
 def _rounded(number: float | None) -> float | None:
-    # JSON has no infinity: what is impossible has no number.
+    # JSON has no infinity: an impossible token's log-probability is null.
     return round(number, _DIGITS) if number is not None and math.isfinite(number) else None

@@ -15,17 +15,14 @@ if TYPE_CHECKING:
 class Screen(contextlib.ExitStack):
     """Both, and each whole, if they go to one terminal.
 
-    Args:
-      total: requests.
-      kept: of these, how many have a result already.
-      results: their file; None for standard output.
+    `kept` of the `total` requests have a result already; `results` is None for standard output.
     """
 
     def __init__(self, total: int, kept: int, results: "ResultFile | None") -> None:
         super().__init__()
         self._total, self._done, self._written = total, kept, kept
         self._results, self._tokens = results, 0
-        # A terminal shows results above the bar. Elsewhere results are alone.
+        # A terminal shows results above the bar; a file or pipe gets the results alone.
         self._shared = results is None and sys.stdout.isatty()
         columns: Any = (
             TextColumn("{task.description}"),
@@ -35,7 +32,7 @@ class Screen(contextlib.ExitStack):
             TimeElapsedColumn(),
         )
         console = Console() if self._shared else Console(stderr=True)
-        # Otherwise rich would show on the bar's terminal what is meant for standard output.
+        # If always on, rich would redirect standard output to the terminal of the bar.
         self._bar = Progress(
             *columns, console=console, transient=True, redirect_stdout=self._shared
         )
@@ -51,7 +48,7 @@ class Screen(contextlib.ExitStack):
             typer.echo("compiling", err=True)
 
     def advance(self, new_tokens: int, done: int) -> None:
-        """Counts; whoever calls this has run a step, and so compiled it."""
+        """Counts results and tokens; the caller has run a step, so programs are compiled by now."""
         self._tokens += new_tokens
         self._done += done
         self._bar.update(

@@ -19,7 +19,7 @@ from turbojax.models.tensor_parallel.layout import local_config
 from turbojax.models.text.tokenizer import Tokenizer
 
 SPECULATIONS = ("ngram", "draft")
-# Of the memory that a device has left; the rest is for what XLA needs beside, and for fragments.
+# Share of a device's free memory that is used; the rest is for XLA's own needs and fragmentation.
 _SHARE = 0.9
 _CPU_BYTES = 2**29
 
@@ -28,26 +28,12 @@ SMALLER = "smaller --num-pages, --pool-bytes, --max-sequences or --max-length"
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """Options of the command that make an engine.
+    """The options of the command that make an engine; most are arguments of `Engine`.
 
-    Attributes:
-      kv_dtype: see `Engine`, for the default as well.
-      uncompressed_layers: see `Engine`.
-      page_size: see there.
-      num_pages: see there; None for a size that follows from the requests or from the memory.
-      pool_bytes: instead, bytes that the pages of all layers take at most.
-      max_sequences: see `Engine`; None for its default, but no more than there are requests.
-      step_tokens: see there; None for its default.
-      reproducible: see there.
-      speculate: ``"ngram"`` or ``"draft"``, or None for no speculation.
-      draft_tokens: guesses at a time; None for what `NGram` and `Draft` have.
-      cache_results: see `Engine`.
-      implementation: see there.
-
-    Raises:
-      TypeError: if a number is not an integer.
-      ValueError: if one is out of range, both sizes of the pool are given, or options do not go
-        together.
+    `num_pages` is None for a size that follows from the requests or from the memory,
+    `max_sequences` for the default of `Engine`, but no more than there are requests. Raises
+    TypeError if a number is not an integer; ValueError if one is out of range, both sizes of the
+    pool are given, or options do not go together.
     """
 
     kv_dtype: str = "auto"
@@ -82,12 +68,7 @@ class Settings:
             raise ValueError("--reproducible and --speculate do not go together")
 
     def sizes(self, max_length: int, requests: int | None = None) -> groups.Sizes:
-        """What pages follow from.
-
-        Args:
-          max_length: tokens of the longest request.
-          requests: how many there are, where that is known.
-        """
+        """What pages follow from; `requests` is None where their number is not known."""
         usual = usual_sizes(reproducible=self.reproducible)
         sequences = usual.max_sequences
         if requests is not None and not self.reproducible:
@@ -105,11 +86,7 @@ class Settings:
         return {"kv_dtype": self.kv_dtype, "uncompressed_layers": self.uncompressed_layers}
 
     def speculation(self, draft: Decoder | QuantizedDecoder | None) -> Speculation | None:
-        """What the engine guesses with.
-
-        Args:
-          draft: the draft model, if there is one.
-        """
+        """What the engine guesses with."""
         more = {} if self.draft_tokens is None else {"tokens": self.draft_tokens}
         if self.speculate == "ngram":
             return NGram(**more)
@@ -118,15 +95,7 @@ class Settings:
 
 @dataclasses.dataclass(frozen=True)
 class Pool:
-    """Sizes of an engine.
-
-    Attributes:
-      num_pages: of the pool.
-      max_length: of its longest request.
-      max_sequences: requests that run at a time.
-      step_tokens: see `Engine`.
-      nbytes: of the pages of all layers on a device, a draft model's included.
-    """
+    """Sizes of an engine; `nbytes` are of all pages on a device, a draft model's included."""
 
     num_pages: int
     max_length: int
@@ -137,14 +106,7 @@ class Pool:
 
 @dataclasses.dataclass(frozen=True)
 class Models:
-    """The shapes of the models of an engine, or of what one of its devices has of them.
-
-    Attributes:
-      config: of the model.
-      dtype: of the model.
-      draft: of the draft model, if there is one.
-      draft_dtype: of it.
-    """
+    """The shapes of an engine's models, or of the part of them that one of its devices holds."""
 
     config: TransformerConfig
     dtype: np.dtype
@@ -153,7 +115,7 @@ class Models:
 
     @staticmethod
     def of(found: FoundModel, draft: FoundModel | None = None) -> "Models":
-        """Of models that are found, and not loaded."""
+        """The shapes of models that are found, and not loaded."""
         config = local_config(found.config, found.axes)
         if draft is None:
             return Models(config, found.dtype)
@@ -163,14 +125,14 @@ class Models:
     def of_loaded(
         decoder: Decoder | QuantizedDecoder, draft: Decoder | QuantizedDecoder | None = None
     ) -> "Models":
-        """Of models that are loaded."""
+        """The shapes of models that are loaded."""
         config = local_config(decoder.config, decoder.axes)
         if draft is None:
             return Models(config, decoder.dtype)
         return Models(config, decoder.dtype, local_config(draft.config, draft.axes), draft.dtype)
 
     def page_bytes(self, settings: Settings, max_length: int) -> list[int]:
-        """Of each group of layers the bytes of a page of all of them."""
+        """For each group of layers, the bytes of one page in all of its layers."""
         windows = groups.windows_of(self.config, max_length)
 
         def of_groups(config: TransformerConfig, dtype: np.dtype, stored: Any) -> list[int]:
@@ -192,15 +154,8 @@ def pages_asked_for(models: Models, settings: Settings, sizes: groups.Sizes) -> 
     """How many pages the pool is asked to have; None where the options do not say.
 
     With `pool_bytes`, layers with a window get what they need at most, see `Engine`, and the others
-    the rest.
-
-    Args:
-      models: of the engine.
-      settings: of the engine.
-      sizes: of the engine; of requests that are not known yet, at most.
-
-    Raises:
-      ValueError: if a size does not fit, or not one page fits into the bytes.
+    the rest. `sizes` are upper bounds where requests are not known yet. Raises ValueError if a size
+    does not fit, or not one page fits into the bytes.
     """
     needed = models.page_bytes(settings, sizes.max_length)  # which looks at the page's size
     if settings.pool_bytes is None:
@@ -222,21 +177,11 @@ def plan(
     requests: int | None = None,
     free_bytes: int | None = None,
 ) -> Pool:
-    """The sizes of an engine, without making one.
+    """The sizes of an engine, without making one; ValueError if a number does not fit.
 
-    Args:
-      models: of the engine.
-      settings: of the engine.
-      max_length: tokens of the longest request.
-      requests: how many there are; None where nobody knows, as with a server.
-      free_bytes: that pages may take, where `settings` do not say how many; None for any number.
-
-    Returns:
-      The sizes. Where the settings do not say, there are pages for `max_sequences` of the longest
-      requests, or as many as fit.
-
-    Raises:
-      ValueError: if a number does not fit.
+    Where the settings do not say, there are pages for `max_sequences` of the longest requests, or
+    as many as fit into `free_bytes` (None for any number). `requests` is None where nobody knows
+    how many come, as with a server.
     """
     sizes = settings.sizes(max_length, requests)
     needed = models.page_bytes(settings, max_length)
@@ -259,7 +204,7 @@ def plan(
 def bytes_besides(
     found: FoundModel, draft: FoundModel | None, settings: Settings, sizes: groups.Sizes
 ) -> Mapping[str, int]:
-    """What an engine needs beside its pages, at least: bytes by what they are for."""
+    """What an engine needs besides its pages, at least: bytes by what they are for."""
     rows = sizes.max_sequences
     # Logits of every guess, and as many again in float32 where more than the likeliest is wanted.
     logits = rows * (1 if settings.speculate is None else (settings.draft_tokens or 4) + 1)
@@ -278,11 +223,9 @@ def bytes_besides(
 
 
 def free_for_pages(needs: Mapping[str, int], *, modest: bool = False) -> int | None:
-    """Bytes that pages may take beside what else an engine needs; None where nobody knows.
+    """Bytes that pages may take beside the `needs` of `bytes_besides`; None where nobody knows.
 
-    Args:
-      needs: see `bytes_besides`.
-      modest: whether to take no more than half a GiB on a CPU, whose memory is everybody's.
+    If `modest`, no more than half a GiB on a CPU, whose memory others use too.
     """
     free = startup.available_memory()
     left = None if free is None else int(_SHARE * free) - sum(needs.values())
@@ -304,18 +247,7 @@ def make_engine(
     pool: Pool,
     draft: Decoder | QuantizedDecoder | None = None,
 ) -> Engine | Replicas:
-    """The engine; several of them as one where the model is on a mesh with an axis of data.
-
-    Args:
-      model: what generates.
-      tokenizer: of the model.
-      settings: of the engine.
-      pool: its sizes.
-      draft: the draft model, if there is one.
-
-    Raises:
-      ValueError, NotImplementedError: see `Engine`.
-    """
+    """The engine, or several as one where a mesh has an axis of data; raises what `Engine` does."""
     parts = [model] if model.axes is None else replicate(model)
     drafts: list[Decoder | QuantizedDecoder | None] = [None] * len(parts)
     if draft is not None:
