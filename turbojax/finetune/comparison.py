@@ -114,7 +114,7 @@ def mean_density(log: Log) -> float:
 
 def unit(log: Log) -> str:
     """What a run's bits are of: ``"byte"`` or ``"token"``."""
-    return "token" if "tokens" in log["data"] else "byte"
+    return "token" if "tokens" in log.get("data", ()) else "byte"
 
 
 def _held_out_ratio(first: Log, second: Log) -> float | None:
