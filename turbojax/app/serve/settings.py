@@ -206,7 +206,7 @@ def bytes_besides(
 ) -> Mapping[str, int]:
     """What an engine needs besides its pages, at least: bytes by what they are for."""
     rows = sizes.max_sequences
-    # Logits of every guess, and as many again in float32 where more than the likeliest is wanted.
+    # Float32 logits of every guess; sampling may take as many again, which is not counted.
     logits = rows * (1 if settings.speculate is None else (settings.draft_tokens or 4) + 1)
     pages = -(-sizes.max_length // settings.page_size)
     needs = {
