@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from turbojax.ops import rows
-from turbojax.ops.extras import Extras
+from turbojax.ops.optional_arrays import Extras
 from turbojax.ops.pooled_attention import lists, operands, pooling, segments
 from turbojax.ops.pooled_attention.static import LEVELS, PooledOptions
 

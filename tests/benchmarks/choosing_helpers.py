@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from turbojax.models import AllowedTokens, Request
-from turbojax.models.engine.choosing import Chosen, Wanted, choose, no_extras, wanted_of
+from turbojax.models.engine.sampler import Chosen, Wanted, choose, no_extras, wanted_of
 from turbojax.models.generation.constraints import pack
 from turbojax.models.generation.sampling import greedy_rows
 

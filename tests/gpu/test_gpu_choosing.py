@@ -9,7 +9,7 @@ import pytest
 
 from tests.benchmarks.choosing_helpers import Row, everything, run
 from turbojax.models import Penalties, Request, Sampling
-from turbojax.models.engine.choosing import Wanted
+from turbojax.models.engine.sampler import Wanted
 
 pytestmark = pytest.mark.gpu
 

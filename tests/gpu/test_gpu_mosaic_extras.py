@@ -16,7 +16,7 @@ from tests.gpu.gpu_helpers import EIGHT_BIT_MODES as MODES
 from tests.gpu.gpu_helpers import error
 from tests.grids import pairwise
 from turbojax import _device
-from turbojax.ops.extras import Extras
+from turbojax.ops.optional_arrays import Extras
 from turbojax.ops.options import Options
 from turbojax.ops.turbo_attention import (
     gradient_reference,

@@ -21,7 +21,7 @@ from tests.kernels.kernel_helpers import OFFSETS, SEGMENTS, extras_of, lower_for
 from tests.oracles import warp
 from tests.oracles.fragments import fragments
 from turbojax import _device
-from turbojax.ops.extras import NOTHING, Extras
+from turbojax.ops.optional_arrays import NOTHING, Extras
 from turbojax.ops.options import Options
 from turbojax.ops.turbo_attention import gradient, mosaic_gradient
 

@@ -14,7 +14,7 @@ import turbojax as tj
 from tests.kernels.kernel_helpers import lower_for_cuda
 from turbojax import _device
 from turbojax.ops import rows
-from turbojax.ops.extras import Extras
+from turbojax.ops.optional_arrays import Extras
 from turbojax.ops.pooled_attention import api, mosaic_gpu
 from turbojax.ops.pooled_attention.static import PooledOptions
 

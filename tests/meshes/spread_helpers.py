@@ -14,7 +14,7 @@ import turbojax as tj
 from turbojax import fireq, paged
 from turbojax.ops import exact_attention
 from turbojax.sharding.axes import Axes
-from turbojax.sharding.letters import leaves_of
+from turbojax.sharding.notation import leaves_of
 from turbojax.state import exact
 
 COLLECTIVES = r"all-gather|all-reduce|collective-permute|all-to-all"

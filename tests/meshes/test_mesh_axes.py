@@ -5,7 +5,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from turbojax.parallel import Axes
-from turbojax.sharding.letters import Leaf
+from turbojax.sharding.notation import Leaf
 from turbojax.sharding.plans import Plan
 
 pytestmark = pytest.mark.mesh

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 import turbojax as tj
 from turbojax import fireq, k8v4, paged, parallel
 from turbojax.kv.kinds import init_layer_cache
-from turbojax.sharding import birth
+from turbojax.sharding import creation
 from turbojax.state import exact
 from turbojax.state.progressive.update import store_prompt
 
@@ -52,13 +52,13 @@ def make(axes):
 
 def test_devices_make_their_own_parts(axes, monkeypatch):
     programs = []
-    program = birth.program
+    program = creation.program
 
     def kept(*args, **given):
         programs.append(program(*args, **given))
         return programs[-1]
 
-    monkeypatch.setattr(birth, "program", kept)
+    monkeypatch.setattr(creation, "program", kept)
     for cache, whole in zip(make(axes), make(None), strict=True):
         assert jax.tree.structure(cache) == jax.tree.structure(whole)
         arrays = jax.tree.leaves(cache)

@@ -33,14 +33,14 @@ from turbojax.models.engine import (
     Draft,
     Engine,
     NGram,
-    choosing,
+    build,
     device,
-    making,
+    sampler,
     speculation,
     state,
     swap,
 )
-from turbojax.models.engine.choosing import Chosen
+from turbojax.models.engine.sampler import Chosen
 from turbojax.models.engine.step import unpack
 from turbojax.models.generation.sampling import NOTHING
 
@@ -428,7 +428,7 @@ def make(
     if guesses:
         how = Draft(_model(windows), guesses) if drafts else NGram(guesses)
     no_reason = None if dense else "not here"
-    with mock.patch.object(making, "needs_gpu", return_value=no_reason):
+    with mock.patch.object(build, "needs_gpu", return_value=no_reason):
         made = Engine(
             _model(windows),
             num_pages=pages,
@@ -453,7 +453,7 @@ def on(fake: FakeDevice) -> Iterator[None]:
             (device, "run_step", fake.run_step),
             (state, "enter", fake.enter),
             (state, "change", fake.change),
-            (choosing, "choose", fake.choose),
+            (sampler, "choose", fake.choose),
             (speculation, "look_up", fake.look_up),
             (speculation, "draft", fake.draft),
             (speculation, "catch_up", fake.catch_up),

@@ -95,7 +95,7 @@ class Watched:
     def step(self):
         """A second goes by, and a step."""
         self.now += 1.0
-        late = {n for n, x in self.engine._book._deadlines.items() if x <= self.now}
+        late = {n for n, x in self.engine._tracker._deadlines.items() if x <= self.now}
         self.ended |= dict.fromkeys(late - self.ended.keys(), "timeout")
         self.late += len(late)
         with on(self.device), self.at_this_time():
@@ -129,7 +129,7 @@ class Watched:
 
     def nothing_is_left(self):
         made = self.engine
-        after, book = made.statistics(), made._book
+        after, book = made.statistics(), made._tracker
         for held in after.groups:
             assert held.free_pages + held.cached_pages == held.pages
         assert (after.running, after.waiting, after.swapped, after.swapped_bytes) == (0, 0, 0, 0)
@@ -172,7 +172,7 @@ class Watched:
             assert sum(s.prefilling for s in scheduler.running) <= 1
         slots = [s.slot for s in scheduler.running]
         assert len(set(slots)) == len(slots)
-        assert set(made._book.swapped) == {s.request_id for s in scheduler.swapped}
+        assert set(made._tracker.swapped) == {s.request_id for s in scheduler.swapped}
         for sequence in scheduler.running:
             assert sequence.status is Status.RUNNING
             assert sequence.held - sequence.unsure < sequence.request.total

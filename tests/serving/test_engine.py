@@ -238,10 +238,10 @@ def test_abort_of_running_and_swapped_requests(model, prompts):
     made = make(model, num_pages=11, prefix_caching=False)
     numbers = [made.add(request) for request in requests_of(prompts, 0.0)]
     for _ in range(200):
-        if any(s.status is Status.SWAPPED for s in made._book.sequences.values()):
+        if any(s.status is Status.SWAPPED for s in made._tracker.sequences.values()):
             break
         made.step()
-    away = next(n for n, s in made._book.sequences.items() if s.status is Status.SWAPPED)
+    away = next(n for n, s in made._tracker.sequences.items() if s.status is Status.SWAPPED)
     made.abort(away)
     made.abort(numbers[0], reason="stop")
     results = made.run()

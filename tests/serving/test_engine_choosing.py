@@ -10,7 +10,7 @@ import pytest
 
 from tests.benchmarks.choosing_helpers import LENGTH, SLOTS, Row, V, changed, everything, run
 from turbojax.models import Penalties, Request, Sampling
-from turbojax.models.engine.choosing import (
+from turbojax.models.engine.sampler import (
     Wanted,
     biased,
     choose,

@@ -89,7 +89,7 @@ class Fuzz:
                     number = made.add(request)
                     live[number], tokens[number] = request, []
                 todo -= 1
-            pending = [number for number in live if number in made._book.sequences]
+            pending = [number for number in live if number in made._tracker.sequences]
             if pending and rng.random() < 0.02:
                 made.abort(rng.choice(pending))
             self.step(made, live, tokens)
@@ -114,9 +114,9 @@ class Fuzz:
 
     def check_empty(self, made: Engine, pages: int) -> None:
         left = (
-            made._book.sequences,
-            made._book._times,
-            made._book.swapped,
+            made._tracker.sequences,
+            made._tracker._times,
+            made._tracker.swapped,
             made._groups[0].allocator.sequences,
         )
         assert not any(left)

@@ -17,8 +17,8 @@ from tests.tools.interrupting import Lines, ctrl_c, lines_of, points, seconds_of
 from turbojax import models
 from turbojax.models import Finished, NewToken, Request, Sampling
 from turbojax.models.engine import guard
-from turbojax.models.engine.choosing import Wanted
 from turbojax.models.engine.programs import PromptProgram
+from turbojax.models.engine.sampler import Wanted
 from turbojax.models.engine.split import Vocabulary
 
 WAYS = ("step", "stream", "run")

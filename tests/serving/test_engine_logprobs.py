@@ -8,8 +8,8 @@ import pytest
 
 from tests.benchmarks.choosing_helpers import Row, V, log_softmax, run
 from turbojax.models import Penalties, Request, Sampling
-from turbojax.models.engine.choosing import Chosen, most_likely
 from turbojax.models.engine.requests import MOST_LOGPROBS
+from turbojax.models.engine.sampler import Chosen, most_likely
 
 
 @pytest.mark.quick(1, slow=0)

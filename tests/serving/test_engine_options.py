@@ -124,7 +124,7 @@ def test_requests_end_when_their_time_is_over(mode):
         before = set(watched.pending)
         watched.step()
         ended |= dict.fromkeys(before - set(watched.pending), watched.now - 1000.0)
-        where = {n: s.status.value for n, s in watched.engine._book.sequences.items()}
+        where = {n: s.status.value for n, s in watched.engine._tracker.sequences.items()}
         if watched.now == 1007.0:
             assert where[3] == "waiting"
     # A second is a step: the first one that begins when it is too late.
@@ -137,7 +137,7 @@ def test_a_request_that_is_done_has_no_time_limit():
     made, device = make(8, 2, 16, prefixes=False)
     made.add(Request([1] * 4, 3, timeout=1e9))
     assert run(made, device)[0].finish_reason == "length"
-    assert not made._book._deadlines
+    assert not made._tracker._deadlines
 
 
 # What leaving costs -------------------------------------------------------------------------------

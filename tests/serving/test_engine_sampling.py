@@ -6,7 +6,7 @@ import pytest
 
 from tests.models.sampling_helpers import KINDS, SIZE, rows
 from turbojax.models import Request, Sampling
-from turbojax.models.engine.choosing import Wanted, choose, no_extras
+from turbojax.models.engine.sampler import Wanted, choose, no_extras
 
 
 def chosen(logits, sampling, wanted):

@@ -176,7 +176,7 @@ def test_private_copies_of_a_known_prefix_do_not_block_the_pool():
     prefixes.insert(tokens[:32], allocator.pages(handle))
     allocator.free(handle)
     number = made.add(Request(tokens[:33], 60))
-    sequence = made._book.sequences[number]
+    sequence = made._tracker.sequences[number]
     with mock.patch.object(prefixes, "lookup", return_value=((), 0)):
         while sequence.held < 48:
             step(made, device)
@@ -194,7 +194,9 @@ def test_aborting_at_every_moment():
         numbers = [made.add(Request([i] * 30, 30)) for i in range(3)]
         for _ in range(moment):
             step(made, device)
-        seen = {n: made._book.sequences[n].status for n in numbers if n in made._book.sequences}
+        seen = {
+            n: made._tracker.sequences[n].status for n in numbers if n in made._tracker.sequences
+        }
         for number in seen:
             made.abort(number)
         while not made.idle:
@@ -216,7 +218,9 @@ def _statuses_over_time() -> set[Status]:
     found = set()
     for _ in range(40):
         step(made, device)
-        found |= {made._book.sequences[n].status for n in numbers if n in made._book.sequences}
+        found |= {
+            made._tracker.sequences[n].status for n in numbers if n in made._tracker.sequences
+        }
     return found
 
 
@@ -227,7 +231,7 @@ def test_nobody_overtakes_who_had_to_leave():
     met = 0
     while not made.idle:
         step(made, device)
-        status = {n: sequence.status for n, sequence in made._book.sequences.items()}
+        status = {n: sequence.status for n, sequence in made._tracker.sequences.items()}
         if status.get(1) is Status.SWAPPED:
             met += 1
             assert status[2] is Status.WAITING
@@ -261,7 +265,7 @@ def test_who_would_not_fit_as_a_prompt_is_not_computed_again(pages):
         step(made, device)
     first = Request([1] * 4, 5)
     run_all(made, device, [first])
-    assert last not in made._book.sequences
+    assert last not in made._tracker.sequences
     assert (made.statistics().swaps, made.statistics().recomputations) == (1, 0)
 
 
@@ -281,7 +285,7 @@ def test_pages_that_were_just_taken_are_not_reserved_once_more():
 
 def test_who_ends_while_it_leaves_is_not_fetched_and_leaving_costs_what_copies_take():
     made, device = make(8, 1, 16, prefixes=False)
-    clock, book, seconds = mock.Mock(now=0.0), made._book, []
+    clock, book, seconds = mock.Mock(now=0.0), made._tracker, []
     collect = book.collect
 
     def slow(of_step):

@@ -15,7 +15,7 @@ from tests.serving.engine_watching import check_belief
 from turbojax import models
 from turbojax.models import Request, Sampling
 from turbojax.models.config import LatentConfig
-from turbojax.models.engine import Draft, NGram, costs, making, programs, speculation, state
+from turbojax.models.engine import Draft, NGram, build, costs, programs, speculation, state
 
 FORMATS = (
     "turbo4",
@@ -49,7 +49,7 @@ def model(seed: int = 0) -> models.Decoder:
 def one_size():
     """Programs of one size, as each takes a second to compile; guesses whatever they cost."""
     with (
-        mock.patch.object(making, "decode_sizes", side_effect=lambda slots: (slots,)),
+        mock.patch.object(build, "decode_sizes", side_effect=lambda slots: (slots,)),
         mock.patch.object(costs.Costs, "guessing_pays", return_value=True),
     ):
         yield

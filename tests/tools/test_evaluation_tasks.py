@@ -278,7 +278,7 @@ class TestTasks:
         assert value == pytest.approx(bits, rel=2e-5)
         # All answers are kept: nothing runs again.
         again = self.measure(files, "choose", "say", "roll", partial=tmp_path / "partial")
-        monkeypatch.setattr("turbojax.evaluation.answering.score_batch", None)
+        monkeypatch.setattr("turbojax.evaluation.responses.score_batch", None)
         assert again(model, exact, lambda done, total: None) == row
 
     def test_a_compressed_cache_answers_otherwise(self, files, model):

@@ -32,7 +32,7 @@ from turbojax.baselines.kivi_cache import init_cache as init_cache
 from turbojax.ops import exact_attention
 from turbojax.quantizers import pack, unpack
 from turbojax.sharding import tables
-from turbojax.sharding.spread import spread_explicit
+from turbojax.sharding.per_device import spread_explicit
 from turbojax.state import checks, ring
 from turbojax.state.exact import ExactCache
 

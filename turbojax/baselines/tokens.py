@@ -19,7 +19,7 @@ from turbojax.baselines.codes import quantize, rounded, stored_dtype
 from turbojax.quantizers import E4M3_MAX, absolute_maximum, pack, unpack
 from turbojax.quantizers.fp8 import round_to_e4m3
 from turbojax.sharding import tables
-from turbojax.sharding.spread import spread_explicit
+from turbojax.sharding.per_device import spread_explicit
 from turbojax.state import checks, ring
 
 _INT8_RANGE = 127

@@ -1,12 +1,11 @@
 """What caches cost on real text: scored through the cache, layer by layer, and by recall."""
 
-from turbojax.evaluation.answering import Answering as Answering
-from turbojax.evaluation.choosing import choose as choose
 from turbojax.evaluation.harness import TaskMeasure as TaskMeasure
 from turbojax.evaluation.harness import language_model as language_model
 from turbojax.evaluation.harness import register as register
 from turbojax.evaluation.intervals import Interval as Interval
 from turbojax.evaluation.intervals import bootstrap as bootstrap
+from turbojax.evaluation.layer_choice import choose as choose
 from turbojax.evaluation.layer_costs import layer_bytes as layer_bytes
 from turbojax.evaluation.layer_costs import layer_costs as layer_costs
 from turbojax.evaluation.layer_files import write_layers as write_layers
@@ -22,6 +21,7 @@ from turbojax.evaluation.recall_items import make_item as make_item
 from turbojax.evaluation.recall_source import Item as Item
 from turbojax.evaluation.recall_source import Source as Source
 from turbojax.evaluation.records import Records as Records
+from turbojax.evaluation.responses import Answering as Answering
 from turbojax.evaluation.run import MEASURES as MEASURES
 from turbojax.evaluation.run import Further as Further
 from turbojax.evaluation.run import Report as Report

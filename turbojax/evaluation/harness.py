@@ -19,10 +19,10 @@ import jax.numpy as jnp
 
 from turbojax import _checks, _extras
 from turbojax.evaluation import identity
-from turbojax.evaluation.answering import DEFAULT_NEW_TOKENS, Answering
 from turbojax.evaluation.decoding import AnyDecoder
 from turbojax.evaluation.methods import Method, method
 from turbojax.evaluation.records import Records
+from turbojax.evaluation.responses import DEFAULT_NEW_TOKENS, Answering
 from turbojax.evaluation.task_results import row_of
 from turbojax.models import load_decoder
 from turbojax.models.text.chat import render_chat

@@ -26,7 +26,7 @@ from turbojax.models.generation.caching import kinds_of_layers, windows_of_layer
 from turbojax.models.generation.session import Progress
 from turbojax.ops.exact_attention import REPEATABLE
 from turbojax.ops.exact_attention.reference import masked_part
-from turbojax.ops.extras import of_layer
+from turbojax.ops.optional_arrays import of_layer
 from turbojax.ops.options import PLAIN
 from turbojax.ops.sinks import with_sinks
 

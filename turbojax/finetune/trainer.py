@@ -22,7 +22,7 @@ from turbojax.kv.layered import FirstLayers
 from turbojax.models import BEGINNING_OF_FILE, Attend, PooledAttention, Transformer
 from turbojax.models.text.tokenizer import BYTES
 from turbojax.ops import exact_attention
-from turbojax.ops.extras import of_layer
+from turbojax.ops.optional_arrays import of_layer
 from turbojax.ops.options import PLAIN, AttentionOptions
 from turbojax.parallel.layers import ContextAttention
 from turbojax.parallel.zigzag import from_zigzag

@@ -8,7 +8,7 @@ import jax
 from turbojax.kv.base import C, Kind
 from turbojax.kv.whole import attend_within
 from turbojax.ops import exact_attention
-from turbojax.ops.extras import of_layer
+from turbojax.ops.optional_arrays import of_layer
 from turbojax.ops.options import PLAIN, AttentionOptions
 from turbojax.state.exact import ExactCache
 

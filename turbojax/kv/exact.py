@@ -10,7 +10,7 @@ import numpy as np
 from turbojax.kv.base import ROWS, Counts, Grows, Kind, rows_in_use, sides_of
 from turbojax.kv.whole import attend_within, causal_attention
 from turbojax.ops import exact_attention
-from turbojax.ops.extras import of_layer
+from turbojax.ops.optional_arrays import of_layer
 from turbojax.ops.options import PLAIN, AttentionOptions
 from turbojax.state import exact
 

@@ -21,7 +21,7 @@ from turbojax.kv.pages import PAGES, POOL, PagedKind
 from turbojax.kv.progressive import PROGRESSIVE
 from turbojax.kv.tokens import E4M3, INT4, INT8
 from turbojax.sharding.axes import Axes
-from turbojax.sharding.birth import Sizes, born
+from turbojax.sharding.creation import Sizes, born
 
 KINDS: tuple[Kind[Any], ...] = (
     EXACT,

@@ -20,7 +20,7 @@ from turbojax.kv.base import (
 )
 from turbojax.kv.whole import causal_attention
 from turbojax.ops import kv4_attention
-from turbojax.ops.extras import of_layer
+from turbojax.ops.optional_arrays import of_layer
 from turbojax.ops.options import PLAIN, AttentionOptions
 from turbojax.quantizers.fp8 import quantize_fp8
 from turbojax.state import kv4

@@ -10,7 +10,7 @@ import numpy as np
 
 from turbojax import _checks
 from turbojax.sharding.axes import Axes
-from turbojax.sharding.birth import Sizes, born
+from turbojax.sharding.creation import Sizes, born
 from turbojax.sharding.specs import Split
 from turbojax.state.pages.pool import KV_DTYPES, PagedCache, init_paged_cache
 from turbojax.state.pages.pool import append as append_to_pages

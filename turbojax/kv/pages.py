@@ -37,7 +37,7 @@ from turbojax.kv.paged_layer import PagedKind as PagedKind
 from turbojax.kv.paged_layer import PagedLayer as PagedLayer
 from turbojax.kv.paged_layer import append as append
 from turbojax.kv.paged_layer import init_layer as init_layer
-from turbojax.ops.extras import of_layer
+from turbojax.ops.optional_arrays import of_layer
 from turbojax.ops.options import PLAIN, AttentionOptions
 from turbojax.ops.paged_attention import attend_pages
 from turbojax.sharding import as_carried

@@ -16,7 +16,7 @@ from turbojax.levels import (
     select_levels,
 )
 from turbojax.ops import pooled_attention
-from turbojax.ops.extras import of_layer
+from turbojax.ops.optional_arrays import of_layer
 from turbojax.ops.options import PLAIN, AttentionOptions, check_implementation, require_plain
 from turbojax.ops.pooled_attention.static import PooledOptions
 

@@ -18,7 +18,7 @@ from turbojax.kv.base import (
     validate_layers,
 )
 from turbojax.ops import turbo_attention
-from turbojax.ops.extras import of_layer
+from turbojax.ops.optional_arrays import of_layer
 from turbojax.ops.options import PLAIN, AttentionOptions
 from turbojax.sas import SAS
 from turbojax.state.progressive import ProgressiveCache, append, init_cache

@@ -10,7 +10,7 @@ from turbojax.config import TurboConfig
 from turbojax.kv.base import Attend, Cache
 from turbojax.kv.pooled import PooledAttention
 from turbojax.ops import cudnn, exact_attention, turbo_attention
-from turbojax.ops.extras import of_layer
+from turbojax.ops.optional_arrays import of_layer
 from turbojax.ops.options import PLAIN, AttentionOptions
 
 WholeAttention = Literal["exact"] | TurboConfig | PooledAttention

@@ -13,8 +13,8 @@ from turbojax.levels.grid import LEVELS, Grid
 from turbojax.levels.patterns import LocalWindow, Pattern, Strided
 from turbojax.levels.ranking import Threshold, TopK, assign
 from turbojax.levels.similarity import SimilarityCap, cap, similarity
-from turbojax.ops import extras as given
-from turbojax.ops.extras import Extras
+from turbojax.ops import optional_arrays as given
+from turbojax.ops.optional_arrays import Extras
 from turbojax.ops.pooled_attention import segments
 
 Policy = TopK | Threshold | LocalWindow | Strided | SimilarityCap

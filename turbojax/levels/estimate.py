@@ -10,8 +10,8 @@ import numpy as np
 
 from turbojax import _checks
 from turbojax.levels.grid import Grid
-from turbojax.ops import extras as given
-from turbojax.ops.extras import NOTHING, Extras
+from turbojax.ops import optional_arrays as given
+from turbojax.ops.optional_arrays import NOTHING, Extras
 from turbojax.ops.pooled_attention import segments
 
 # Sums of at most this many tokens are written out. XLA then reads the keys in wide loads, which it

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from turbojax import _checks
-from turbojax.ops.extras import NOTHING, Extras
+from turbojax.ops.optional_arrays import NOTHING, Extras
 from turbojax.ops.pooled_attention import segments
 from turbojax.ops.pooled_attention.static import LEVELS as LEVELS
 

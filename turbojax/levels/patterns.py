@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from turbojax import _checks
 from turbojax.levels.grid import LEVELS, Grid
-from turbojax.ops.extras import NOTHING, Extras
+from turbojax.ops.optional_arrays import NOTHING, Extras
 
 
 class Pattern:

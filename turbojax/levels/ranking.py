@@ -10,7 +10,7 @@ import numpy as np
 
 from turbojax import _checks
 from turbojax.levels.grid import LEVELS, Grid
-from turbojax.ops.extras import NOTHING, Extras
+from turbojax.ops.optional_arrays import NOTHING, Extras
 
 MASS_UNIT = 2**24
 """Masses are added up as integers in this unit: sums of integers have no order."""

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from turbojax.ops.extras import Extras
+from turbojax.ops.optional_arrays import Extras
 from turbojax.ops.options import Options
 
 

@@ -8,8 +8,8 @@ import jax
 from turbojax import _checks
 from turbojax._registry import ImplementationName
 from turbojax.config import TurboConfig
-from turbojax.ops import extras as given
-from turbojax.ops.extras import Extras
+from turbojax.ops import optional_arrays as given
+from turbojax.ops.optional_arrays import Extras
 from turbojax.ops.options import Options, check_output_dtype, plain_scale
 from turbojax.ops.pooled_attention import api as pooled_api
 from turbojax.ops.pooled_attention.static import PooledOptions

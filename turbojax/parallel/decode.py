@@ -21,7 +21,7 @@ from turbojax.ops import exact_attention, kv4_attention, turbo_attention
 from turbojax.ops import latent_attention as latent_op
 from turbojax.ops import paged_attention as paged_op
 from turbojax.ops.exact_attention import REPEATABLE
-from turbojax.ops.extras import of_layer
+from turbojax.ops.optional_arrays import of_layer
 from turbojax.ops.options import PLAIN, Options
 from turbojax.parallel.appending import append
 from turbojax.parallel.merging import merged

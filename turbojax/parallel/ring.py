@@ -19,7 +19,7 @@ import jax.numpy as jnp
 
 from turbojax._gradient import refuse_gradients
 from turbojax.ops import rows
-from turbojax.ops.extras import NOTHING, Extras
+from turbojax.ops.optional_arrays import NOTHING, Extras
 from turbojax.ops.options import Options
 from turbojax.ops.sinks import sink_gradient, with_sinks
 from turbojax.parallel.plan import Call, Kind, Step

@@ -25,9 +25,9 @@ from turbojax.parallel.appending import append, append_to_pages
 from turbojax.parallel.context import ring_attention, ring_pooled_attention
 from turbojax.parallel.decode import decode, paged_attention
 from turbojax.sharding.axes import DIMENSIONS, Axes
-from turbojax.sharding.letters import OWN, Entry, leaves_of, meaning
+from turbojax.sharding.notation import OWN, Entry, leaves_of, meaning
+from turbojax.sharding.per_device import localized
 from turbojax.sharding.specs import Split, partition_specs
-from turbojax.sharding.spread import localized
 from turbojax.state import exact, kv4
 from turbojax.state.latent import cache as latents
 from turbojax.state.latent import pages as latent_pages

@@ -65,7 +65,7 @@ class Fp8Tokens:
     dtype: np.dtype = dataclasses.field(metadata={"static": True})
 
     AXES: ClassVar[dict[str, str]] = {"codes": "...I", "scale": "..."}
-    """The letter of every axis of every array, see `turbojax.sharding.letters`."""
+    """The letter of every axis of every array, see `turbojax.sharding.notation`."""
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -15,7 +15,6 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from turbojax.models.engine.asynchronous import AsyncEngine
 from turbojax.models.text.tokenizer import Tokenizer
-from turbojax.server.answering import Answer, Job
 from turbojax.server.chat import read_chat
 from turbojax.server.completions import read_completion
 from turbojax.server.connections import GONE, EventStream, read_body, while_connected
@@ -25,6 +24,7 @@ from turbojax.server.errors import (
     answer_exception,
     answer_http_exception,
 )
+from turbojax.server.responses import Answer, Job
 from turbojax.server.service import SHUTTING_DOWN, Limits, Service
 
 Endpoint = Callable[[Request], Awaitable[Response]]

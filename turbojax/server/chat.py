@@ -5,10 +5,10 @@ from typing import Any
 
 from turbojax import _json
 from turbojax.models.text.chat import chat_tokens
-from turbojax.server.answering import Job
 from turbojax.server.errors import ApiError, blamed_on
 from turbojax.server.fields import Fields
 from turbojax.server.options import read_options, read_top_logprobs
+from turbojax.server.responses import Job
 from turbojax.server.service import Service
 from turbojax.server.texts import Piece, TokenTexts
 

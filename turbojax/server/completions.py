@@ -4,10 +4,10 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from turbojax.server.answering import Job
 from turbojax.server.errors import ApiError, blamed_on
 from turbojax.server.fields import Fields, is_token
 from turbojax.server.options import read_options, read_top_logprobs
+from turbojax.server.responses import Job
 from turbojax.server.service import Service
 from turbojax.server.texts import Piece, TokenTexts
 

@@ -14,8 +14,8 @@ from turbojax.models.engine.asynchronous import (
     EngineEnded,
     QueueFull,
 )
+from turbojax.models.engine.handles import Ticket
 from turbojax.models.engine.requests import Request
-from turbojax.models.engine.tickets import Ticket
 from turbojax.models.text.tokenizer import Tokenizer
 from turbojax.server.errors import ApiError
 from turbojax.server.fields import Fields

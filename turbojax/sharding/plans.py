@@ -8,7 +8,7 @@ from typing import Any
 from jax.experimental.custom_partitioning import ArrayMapping, CompoundFactor, SdyShardingRule
 from jax.sharding import PartitionSpec
 
-from turbojax.sharding.letters import Leaf, Table, meaning
+from turbojax.sharding.notation import Leaf, Table, meaning
 
 Names = tuple[str, ...]
 Split = tuple[Names, ...]

@@ -1,6 +1,6 @@
 """One table per op: a letter for every axis of every array."""
 
-from turbojax.sharding.letters import OWN, table
+from turbojax.sharding.notation import OWN, table
 
 _QKV = {"query": "BTNH", "key": "BSKH", "value": "BSKH"}
 _PART = ("BTNH", "BTN")

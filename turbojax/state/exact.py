@@ -10,9 +10,9 @@ import numpy as np
 from turbojax import _checks
 from turbojax.sharding import tables
 from turbojax.sharding.axes import Axes
-from turbojax.sharding.birth import Sizes, born
+from turbojax.sharding.creation import Sizes, born
+from turbojax.sharding.per_device import spread_explicit
 from turbojax.sharding.specs import Split
-from turbojax.sharding.spread import spread_explicit
 from turbojax.state import checks, ring
 
 _UNIT = 16

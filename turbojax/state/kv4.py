@@ -19,9 +19,9 @@ from turbojax._gradient import refuse_gradients
 from turbojax._registry import Implementation, ImplementationName, Registry
 from turbojax.sharding import tables
 from turbojax.sharding.axes import Axes
-from turbojax.sharding.birth import Sizes, born
+from turbojax.sharding.creation import Sizes, born
+from turbojax.sharding.per_device import spread
 from turbojax.sharding.specs import Split
-from turbojax.sharding.spread import spread
 from turbojax.state import checks, kv4_mosaic, ring
 from turbojax.state.kv4_codes import numbers as numbers
 from turbojax.state.kv4_codes import quantize as quantize

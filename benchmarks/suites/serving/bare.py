@@ -15,7 +15,7 @@ from benchmarks.tables import Row
 from turbojax import models, paged
 from turbojax.kv import causal_attention
 from turbojax.models.generation.steps import decode_step
-from turbojax.ops.extras import of_layer
+from turbojax.ops.optional_arrays import of_layer
 from turbojax.ops.options import PLAIN
 from turbojax.ops.paged_attention import attend_pages
 

@@ -12,7 +12,7 @@ from turbojax.app import startup
 from turbojax.app.text_model import FoundModel
 from turbojax.models import Decoder, QuantizedDecoder, TransformerConfig
 from turbojax.models.engine import Draft, Engine, NGram, Replicas, groups, replicate
-from turbojax.models.engine.making import usual_sizes
+from turbojax.models.engine.build import usual_sizes
 from turbojax.models.engine.pools import page_bytes
 from turbojax.models.engine.speculation import Speculation
 from turbojax.models.tensor_parallel.layout import local_config

@@ -5,6 +5,7 @@ from turbojax.models.engine.asynchronous import EngineClosed as EngineClosed
 from turbojax.models.engine.asynchronous import EngineEnded as EngineEnded
 from turbojax.models.engine.asynchronous import QueueFull as QueueFull
 from turbojax.models.engine.engine import Engine as Engine
+from turbojax.models.engine.handles import Ticket as Ticket
 from turbojax.models.engine.placement import replicate as replicate
 from turbojax.models.engine.replicas import Replicas as Replicas
 from turbojax.models.engine.requests import Event as Event
@@ -17,5 +18,4 @@ from turbojax.models.engine.requests import best_of as best_of
 from turbojax.models.engine.speculation import Draft as Draft
 from turbojax.models.engine.speculation import NGram as NGram
 from turbojax.models.engine.statistics import EngineStatistics as EngineStatistics
-from turbojax.models.engine.tickets import Ticket as Ticket
 from turbojax.models.generation.sampling import Sampling as Sampling

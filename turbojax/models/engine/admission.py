@@ -7,9 +7,9 @@ from typing import Any
 from turbojax import _checks
 from turbojax.models.config import TransformerConfig
 from turbojax.models.engine import requests
-from turbojax.models.engine.choosing import wanted_of
 from turbojax.models.engine.groups import Group
 from turbojax.models.engine.requests import Request
+from turbojax.models.engine.sampler import wanted_of
 from turbojax.models.engine.sequence import Sequence
 from turbojax.models.generation.stopping import TextStream, check_stops
 from turbojax.models.text.tokenizer import Tokenizer

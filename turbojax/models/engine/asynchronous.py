@@ -12,9 +12,9 @@ from types import TracebackType
 from typing import Literal, Protocol
 
 from turbojax import _checks
+from turbojax.models.engine.handles import Mailbox, Reason, Ticket
 from turbojax.models.engine.requests import Event, Finished, Request, Result
 from turbojax.models.engine.statistics import EngineStatistics
-from turbojax.models.engine.tickets import Mailbox, Reason, Ticket
 from turbojax.models.engine.waiting import Signal, wake
 
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from turbojax.config import TurboConfig
 from turbojax.ops import turbo_attention
-from turbojax.ops.extras import Extras
+from turbojax.ops.optional_arrays import Extras
 from turbojax.ops.options import Options
 
 

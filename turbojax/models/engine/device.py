@@ -11,12 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from turbojax.config import TurboConfig
-from turbojax.models.engine import choosing, speculation, state, swap
-from turbojax.models.engine.access import Pool
-from turbojax.models.engine.choosing import Chosen, no_extras, wanted_of
+from turbojax.models.engine import sampler, speculation, state, swap
 from turbojax.models.engine.groups import Windows
 from turbojax.models.engine.plan import Piece, Plan
+from turbojax.models.engine.pool_access import Pool
 from turbojax.models.engine.programs import PromptProgram, decode_program
+from turbojax.models.engine.sampler import Chosen, no_extras, wanted_of
 from turbojax.models.engine.sequence import Sequence
 from turbojax.models.engine.speculation import Draft, NGram, Speculation
 from turbojax.models.engine.split import vocabulary_of
@@ -240,7 +240,7 @@ class Device:
             sampling.set(row, sequence.request.sampling, 0)
             _set_extras(extras, row, sequence)
         slots = self._state
-        history, chosen = choosing.choose(
+        history, chosen = sampler.choose(
             logits,
             slots.history,
             slots.lengths,
@@ -349,8 +349,8 @@ class Device:
         for outputs in sorted({program.rows + program.pieces for program in programs}):
             logits = vocabulary.logits(outputs)
             owners = np.zeros(outputs, np.int32)
-            for wanted in choosing.USUAL:
-                yield choosing.choose.lower(
+            for wanted in sampler.USUAL:
+                yield sampler.choose.lower(
                     logits,
                     slots.history,
                     slots.lengths,
@@ -420,7 +420,7 @@ def check_programs(
             check_implementation(programs.implementation, program, pool, max_pages, num_heads)
 
 
-def _set_extras(extras: choosing.Extras, row: int, sequence: Sequence) -> None:
+def _set_extras(extras: sampler.Extras, row: int, sequence: Sequence) -> None:
     """Fills in a row; a constraint that fails allows nothing, which ends its own request alone."""
     if sequence.constraint is None:
         extras.set(row, sequence.request)

@@ -8,9 +8,8 @@ from typing import Any, Literal
 import numpy as np
 
 from turbojax.models.decoder import Decoder, warn_of_long_factors
-from turbojax.models.engine import compilation, costs, making
+from turbojax.models.engine import build, compilation, costs
 from turbojax.models.engine.admission import Admission
-from turbojax.models.engine.book import Book
 from turbojax.models.engine.device import Step
 from turbojax.models.engine.guard import Guard
 from turbojax.models.engine.plan import Plan
@@ -19,6 +18,7 @@ from turbojax.models.engine.scheduler import Scheduler
 from turbojax.models.engine.sequence import Sequence, Status
 from turbojax.models.engine.speculation import Speculation
 from turbojax.models.engine.statistics import Counts, EngineStatistics, statistics_of
+from turbojax.models.engine.tracker import RequestTracker
 from turbojax.models.quantized import QuantizedDecoder
 from turbojax.models.text.tokenizer import Tokenizer
 from turbojax.models.transformer import Transformer
@@ -139,11 +139,11 @@ class Engine:
         implementation: str | None = None,
         tokenizer: Tokenizer | None = None,
     ) -> None:
-        making.check_model(model)
-        usual = making.usual_sizes(reproducible=reproducible)
-        made = making.make(
+        build.check_model(model)
+        usual = build.usual_sizes(reproducible=reproducible)
+        made = build.make(
             model,
-            making.Settings(
+            build.Settings(
                 page_size=page_size,
                 max_sequences=usual.max_sequences if max_sequences is None else max_sequences,
                 max_length=model.config.max_length if max_length is None else max_length,
@@ -179,7 +179,7 @@ class Engine:
             guesses=self._costs.guessing_pays,
         )
         self._counts = Counts()
-        self._book = Book(self._scheduler, self._counts)
+        self._tracker = RequestTracker(self._scheduler, self._counts)
         self._in_flight: Step | None = None
         self._busy_since = 0.0
         self._guard = Guard()
@@ -192,7 +192,7 @@ class Engine:
           RuntimeError: if the engine has ended or is in use by another thread.
         """
         self._guard.check()
-        return not self._book.sequences and not self._book.events and self._in_flight is None
+        return not self._tracker.sequences and not self._tracker.events and self._in_flight is None
 
     def add(self, request: Request) -> int:
         """Queues a request.
@@ -240,7 +240,7 @@ class Engine:
         Raises:
           RuntimeError: if the engine has ended or is in use by another thread.
         """
-        return self._guard.change("add", lambda: self._book.queue(sequences, added))
+        return self._guard.change("add", lambda: self._tracker.queue(sequences, added))
 
     def abort(self, request_id: int, *, reason: Literal["aborted", "stop"] = "aborted") -> None:
         """Ends a request now; it keeps the tokens announced so far.
@@ -283,13 +283,13 @@ class Engine:
           RuntimeError: if the engine has ended or is in use by another thread.
         """
         while not self.idle:
-            if not self._book.events:
+            if not self._tracker.events:
                 self._guard.change("stream", self._advance)
-            while self._book.events:
+            while self._tracker.events:
                 self._guard.check()
-                event = self._book.events[0]
+                event = self._tracker.events[0]
                 # Nothing can interrupt between these two, see `Guard`.
-                del self._book.events[0]; yield event  # fmt: skip  # noqa: E702
+                del self._tracker.events[0]; yield event  # fmt: skip  # noqa: E702
 
     def run(self, progress: Callable[[int], None] | None = None) -> dict[int, Result]:
         """Steps until all requests are done.
@@ -309,7 +309,7 @@ class Engine:
           RuntimeError: if the engine has ended or is in use by another thread.
         """
         done = self._guard.keep_others_out("run", lambda: self._run(progress))
-        results, self._book.events = done; return results  # fmt: skip  # noqa: E702
+        results, self._tracker.events = done; return results  # fmt: skip  # noqa: E702
 
     def compile(
         self, progress: Callable[[int, int], None] | None = None, *, only_greedy: bool = False
@@ -344,38 +344,38 @@ class Engine:
             self._scheduler,
             self._groups,
             self._device.caches,
-            list(self._book.swapped.values()),
+            list(self._tracker.swapped.values()),
         )
 
     def _abort(self, request_id: int, reason: FinishReason) -> bool:
-        sequence = self._book.sequences.get(request_id)
+        sequence = self._tracker.sequences.get(request_id)
         if sequence is not None:
-            self._book.finish(sequence, reason)
+            self._tracker.finish(sequence, reason)
         return sequence is not None
 
     def _step(self) -> list[Event]:
         self._advance()
-        events = list(self._book.events)
-        self._book.events.clear()
+        events = list(self._tracker.events)
+        self._tracker.events.clear()
         return events
 
     def _run(
         self, progress: Callable[[int], None] | None
     ) -> tuple[dict[int, Result], collections.deque[Event]]:
         """The results, and the events that are left once these are handed out."""
-        while self._book.sequences or self._in_flight is not None:
+        while self._tracker.sequences or self._in_flight is not None:
             tokens, finished = self._counts.new_tokens, self._counts.finished
             self._guard.change("run", self._advance)
             if self._counts.finished > finished:
                 # So that the waiting events do not grow with the number of requests.
-                self._book.events = collections.deque(
+                self._tracker.events = collections.deque(
                     event
-                    for event in self._book.events
-                    if isinstance(event, Finished) or event.request_id in self._book.sequences
+                    for event in self._tracker.events
+                    if isinstance(event, Finished) or event.request_id in self._tracker.sequences
                 )
             if progress is not None:
                 progress(self._counts.new_tokens - tokens)
-        results = {e.request_id: e.result for e in self._book.events if isinstance(e, Finished)}
+        results = {e.request_id: e.result for e in self._tracker.events if isinstance(e, Finished)}
         return results, collections.deque()
 
     def _advance(self) -> None:
@@ -383,7 +383,7 @@ class Engine:
         begun, compiled = time.perf_counter(), compilation.seen()
         tokens = self._counts.new_tokens
         waited = self._counts.wait_seconds
-        self._book.end_late(begun)
+        self._tracker.end_late(begun)
         plan = self._scheduler.plan()
         self._note_idling(plan)
         # Nothing waits for the device before it has the next step.
@@ -391,10 +391,10 @@ class Engine:
         self._enter(plan)
         previous, self._in_flight = self._in_flight, self._dispatch(plan)
         if previous is not None:
-            self._book.collect(previous)
+            self._tracker.collect(previous)
         for sequence, copies in leaving:
             if sequence.status is Status.SWAPPED:  # and has not ended just now
-                self._costs.swapped(*self._book.fetch(sequence, copies))
+                self._costs.swapped(*self._tracker.fetch(sequence, copies))
         self._busy_since = time.perf_counter()
         for sequence in [x for x in self._scheduler.running if _is_over(x)]:
             # Nothing is left to feed; the last token is on its way.
@@ -435,7 +435,7 @@ class Engine:
     def _enter(self, plan: Plan) -> None:
         """Writes pages that come back from host memory, and fills slots of entering sequences."""
         for sequence, pages in plan.returning:
-            self._device.write(pages, self._book.swapped.pop(sequence.request_id))
+            self._device.write(pages, self._tracker.swapped.pop(sequence.request_id))
         begins = {piece.sequence: piece.begin for piece in plan.pieces}
         for sequence in plan.entering:
             held = begins.get(sequence, sequence.held)
@@ -444,7 +444,7 @@ class Engine:
                 for group, handle in zip(self._groups, sequence.handles, strict=True)
             ]
             self._device.enter(sequence, held, np.stack(tables))
-            self._book.started(sequence)
+            self._tracker.started(sequence)
 
     def _dispatch(self, plan: Plan) -> Step | None:
         """Gives the device a step, None if the plan is empty."""

@@ -20,15 +20,15 @@ from turbojax import _checks
 from turbojax.kv import Attend
 from turbojax.models.decoder import Decoder
 from turbojax.models.engine import compilation, split
-from turbojax.models.engine.access import Pool, access_to
 from turbojax.models.engine.groups import Windows, group_of, layers_of
+from turbojax.models.engine.pool_access import Pool, access_to
 from turbojax.models.engine.state import State, apply
 from turbojax.models.engine.step import append_at, pages_at
 from turbojax.models.generation.sampling import NOTHING, Array, Kind, SamplingRows
 from turbojax.models.quantized import QuantizedDecoder
 from turbojax.models.tensor_parallel.programs import on_mesh
 from turbojax.models.transformer import Transformer
-from turbojax.ops.extras import of_layer
+from turbojax.ops.optional_arrays import of_layer
 from turbojax.ops.options import PLAIN
 
 MOST_GUESSES = 15

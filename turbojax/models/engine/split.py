@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from turbojax.models.engine.access import Pool
+from turbojax.models.engine.pool_access import Pool
 from turbojax.models.generation.sampling import NOTHING, Kind, SamplingRows, sample
 from turbojax.models.tensor_parallel.layout import hidden_axes, share
 from turbojax.models.tensor_parallel.specs import cache_specs

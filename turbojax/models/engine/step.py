@@ -18,14 +18,14 @@ from turbojax.config import TurboConfig
 from turbojax.kv import Attend, holds_latents
 from turbojax.models.decoder import Decoder
 from turbojax.models.engine import compilation, dense, split
-from turbojax.models.engine.access import Pool, access_to, check_call
 from turbojax.models.engine.groups import Windows, group_of, layers_of
+from turbojax.models.engine.pool_access import Pool, access_to, check_call
 from turbojax.models.engine.programs import PromptProgram
 from turbojax.models.engine.state import State, apply, no_changes
 from turbojax.models.generation.sampling import greedy_rows
 from turbojax.models.quantized import QuantizedDecoder
 from turbojax.models.tensor_parallel.programs import on_mesh, step_program
-from turbojax.ops.extras import of_layer
+from turbojax.ops.optional_arrays import of_layer
 from turbojax.ops.options import PLAIN
 
 CHANGES = 64

@@ -8,7 +8,7 @@ import numpy as np
 
 from turbojax import paged
 from turbojax.models.engine import compilation, split
-from turbojax.models.engine.access import Pool
+from turbojax.models.engine.pool_access import Pool
 from turbojax.sharding import Axes
 
 Content = list[tuple[dict[str, np.ndarray], ...]]

@@ -9,15 +9,15 @@ import jax.numpy as jnp
 
 from turbojax import _checks
 from turbojax.config import TurboConfig
-from turbojax.ops import cudnn, newest, turbo_attention
-from turbojax.ops import extras as given
+from turbojax.ops import cudnn, new_tokens, turbo_attention
+from turbojax.ops import optional_arrays as given
 from turbojax.ops import sinks as sinks_of_call
 from turbojax.ops.exact_attention import mosaic_gpu, reference
-from turbojax.ops.extras import NOTHING, Extras
+from turbojax.ops.optional_arrays import NOTHING, Extras
 from turbojax.ops.options import Options, require_causal
 from turbojax.sharding import tables, together
-from turbojax.sharding.letters import Table
-from turbojax.sharding.spread import spread, spread_explicit
+from turbojax.sharding.notation import Table
+from turbojax.sharding.per_device import spread, spread_explicit
 from turbojax.state import checks, ring
 from turbojax.state.exact import ExactCache
 
@@ -261,11 +261,11 @@ def _decode_part(
 ) -> tuple[jax.Array, jax.Array]:
     """`decode` of checked arguments with every option, and the log-sum-exp."""
     ring.check_visible(cache, options.window, query.shape[1])
-    newest.check_whole(cache, extras)
+    new_tokens.check_whole(cache, extras)
     if extras.query_offset is not None:
         real = jnp.full(query.shape[0], query.shape[1], jnp.int32)
-        lengths, extras = newest.as_newest(query, cache.lengths, real, extras, options)
-        cache = newest.shortened(cache, lengths)
+        lengths, extras = new_tokens.as_newest(query, cache.lengths, real, extras, options)
+        cache = new_tokens.shortened(cache, lengths)
 
     def run(extras: Extras, options: Options) -> tuple[jax.Array, jax.Array]:
         chosen = _choose_decode(

@@ -10,7 +10,7 @@ from turbojax._registry import Implementation, ImplementationName, Registry
 from turbojax.ops.fp8_tokens import mosaic_gpu, reference, triton
 from turbojax.quantizers import Fp8Tokens
 from turbojax.sharding import tables, together
-from turbojax.sharding.spread import spread
+from turbojax.sharding.per_device import spread
 
 QUANTIZE = Registry(
     "fp8_tokens",

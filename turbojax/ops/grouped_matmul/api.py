@@ -18,7 +18,7 @@ from turbojax.ops.int4_matmul.static import Activation, Precision
 from turbojax.quantizers import Fp8Tokens, Int4Weight
 from turbojax.quantizers.int4 import pad_rows
 from turbojax.sharding import tables, together
-from turbojax.sharding.spread import like, spread
+from turbojax.sharding.per_device import like, spread
 
 GROUPED_MATMUL = Registry(
     "grouped_matmul",

@@ -30,7 +30,7 @@ from turbojax.ops.int4_matmul.static import (
 from turbojax.quantizers import Fp8Tokens, Int4Weight
 from turbojax.quantizers.int4 import in_blocks, pad_rows
 from turbojax.sharding import tables, together
-from turbojax.sharding.spread import like, spread
+from turbojax.sharding.per_device import like, spread
 
 MATMUL = Registry(
     "int4_matmul",

@@ -10,14 +10,14 @@ from turbojax import _checks
 from turbojax._gradient import refuse_gradients
 from turbojax._registry import Implementation, ImplementationName, Registry
 from turbojax.config import TurboConfig
-from turbojax.ops import extras as given
-from turbojax.ops import newest
-from turbojax.ops.extras import NOTHING, Extras
+from turbojax.ops import new_tokens
+from turbojax.ops import optional_arrays as given
 from turbojax.ops.kv4_attention import mosaic_gpu, reference, triton
+from turbojax.ops.optional_arrays import NOTHING, Extras
 from turbojax.ops.options import Options, require_causal
 from turbojax.ops.turbo_attention import attend
 from turbojax.sharding import tables
-from turbojax.sharding.spread import spread
+from turbojax.sharding.per_device import spread
 from turbojax.state import checks, kv4
 from turbojax.state.kv4 import CacheT, TokenScaledCache
 
@@ -29,7 +29,7 @@ DECODE = Registry(
         Implementation("xla", reference.decode),
     ),
 )
-_decode = functools.partial(newest.decode, DECODE, tables.FIREQ_DECODE, shortens=True)
+_decode = functools.partial(new_tokens.decode, DECODE, tables.FIREQ_DECODE, shortens=True)
 PREFILL = TurboConfig(mode="fp8", softmax="exact", block_q=128, block_kv=128, buffer_size=128)
 """Numerics of attention within a prompt: e4m3 products and the exact exponential."""
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from turbojax._device import has_bulk_copies, needs_e4m3, needs_mosaic
-from turbojax.ops.extras import NOTHING, Extras
+from turbojax.ops.optional_arrays import NOTHING, Extras
 from turbojax.ops.options import Options
 from turbojax.ops.paged_attention import mosaic_gpu as paged
 from turbojax.state.kv4 import TokenScaledCache

@@ -6,7 +6,7 @@ import math
 import jax
 
 from turbojax._device import interpreting, needs_gpu, unindexable
-from turbojax.ops.extras import NOTHING, Extras
+from turbojax.ops.optional_arrays import NOTHING, Extras
 from turbojax.ops.options import Options
 from turbojax.state.kv4 import ALLOCATION, TokenScaledCache
 

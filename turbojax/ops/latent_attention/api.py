@@ -11,12 +11,12 @@ from turbojax import _checks, polar
 from turbojax._device import interpreting
 from turbojax._gradient import refuse_gradients
 from turbojax._registry import Implementation, ImplementationName, Registry
-from turbojax.ops.extras import NOTHING, Extras, of_cache
 from turbojax.ops.latent_attention import mosaic_gpu, reference
+from turbojax.ops.optional_arrays import NOTHING, Extras, of_cache
 from turbojax.ops.options import Options, require_causal
 from turbojax.ops.sinks import with_sinks
 from turbojax.sharding import tables, together
-from turbojax.sharding.spread import spread
+from turbojax.sharding.per_device import spread
 from turbojax.state import checks
 from turbojax.state.latent.cache import LatentCache, as_pages
 from turbojax.state.latent.pages import LatentPages

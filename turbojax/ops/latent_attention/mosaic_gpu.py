@@ -9,7 +9,7 @@ import jax
 
 from turbojax import polar
 from turbojax._device import multiprocessors, needs_hopper
-from turbojax.ops.extras import NOTHING, Extras
+from turbojax.ops.optional_arrays import NOTHING, Extras
 from turbojax.ops.options import Options
 from turbojax.state.latent.pages import LatentPages
 from turbojax.state.pages.formats import Codes

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from turbojax.ops import numerics
-from turbojax.ops.extras import NOTHING, Extras
+from turbojax.ops.optional_arrays import NOTHING, Extras
 from turbojax.ops.options import Options
 from turbojax.sharding import varying_like
 from turbojax.state.latent.formats import Tokens

@@ -11,14 +11,14 @@ from turbojax import _checks, polar
 from turbojax._device import interpreting
 from turbojax._gradient import refuse_gradients
 from turbojax._registry import Implementation, ImplementationName, Registry
-from turbojax.ops import extras as given
-from turbojax.ops import newest
+from turbojax.ops import new_tokens
+from turbojax.ops import optional_arrays as given
 from turbojax.ops import sinks as sinks_of_call
-from turbojax.ops.extras import NOTHING, Extras
+from turbojax.ops.optional_arrays import NOTHING, Extras
 from turbojax.ops.options import Options, require_causal
 from turbojax.ops.paged_attention import hopper, reference, triton
 from turbojax.sharding import tables, together
-from turbojax.sharding.spread import spread
+from turbojax.sharding.per_device import spread
 from turbojax.state import checks
 from turbojax.state.pages import checks as page_checks
 from turbojax.state.pages.pool import PagedCache
@@ -259,7 +259,7 @@ def _run_here(
             query_lengths = jnp.full(len(query), query.shape[1], jnp.int32)
         query_lengths = jnp.clip(query_lengths, 0, query.shape[1])
         held, capacity = lengths, block_tables.shape[1] * cache.page_size
-        lengths, extras = newest.as_newest(query, held, query_lengths, extras, options)
+        lengths, extras = new_tokens.as_newest(query, held, query_lengths, extras, options)
         lengths = jnp.where(held > capacity, held, lengths)  # so that it is found out of range
 
     def run(extras: Extras, options: Options) -> tuple[jax.Array, jax.Array]:

@@ -2,7 +2,7 @@
 
 import jax
 
-from turbojax.ops.extras import NOTHING, Extras
+from turbojax.ops.optional_arrays import NOTHING, Extras
 from turbojax.ops.options import Options
 from turbojax.ops.paged_attention import mosaic_gpu, mosaic_prompt
 from turbojax.state.pages.pool import PagedCache

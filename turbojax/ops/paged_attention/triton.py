@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from turbojax import polar
 from turbojax._device import interpreting, needs_gpu, unindexable
-from turbojax.ops.extras import NOTHING, Extras
+from turbojax.ops.optional_arrays import NOTHING, Extras
 from turbojax.ops.options import Options
 from turbojax.state.pages.formats import Codes, Format
 from turbojax.state.pages.pool import PagedCache

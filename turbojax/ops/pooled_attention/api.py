@@ -11,15 +11,15 @@ import numpy as np
 from turbojax import _checks
 from turbojax._gradient import refuse_gradients
 from turbojax._registry import Implementation, ImplementationName, Registry
-from turbojax.ops import extras as given
+from turbojax.ops import optional_arrays as given
 from turbojax.ops import rows
-from turbojax.ops.extras import NOTHING, Extras
+from turbojax.ops.optional_arrays import NOTHING, Extras
 from turbojax.ops.options import check_output_dtype, plain_scale
 from turbojax.ops.pooled_attention import mosaic_gpu, reference, segments, triton
 from turbojax.ops.pooled_attention.static import LEVELS, PooledOptions
 from turbojax.ops.sinks import sink_gradient, with_sinks
 from turbojax.sharding import tables, together
-from turbojax.sharding.spread import like, spread, spread_explicit
+from turbojax.sharding.per_device import like, spread, spread_explicit
 
 FORWARD = Registry(
     "pooled_attention",

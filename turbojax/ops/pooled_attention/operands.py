@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from turbojax.ops import rows
-from turbojax.ops.extras import Extras
+from turbojax.ops.optional_arrays import Extras
 from turbojax.ops.pooled_attention.pooling import group_counts
 from turbojax.ops.pooled_attention.static import LEVELS
 

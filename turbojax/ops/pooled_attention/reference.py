@@ -12,7 +12,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from turbojax.ops.extras import NOTHING, Extras
+from turbojax.ops.optional_arrays import NOTHING, Extras
 from turbojax.ops.pooled_attention.pooling import group_counts, pool, spread, sum_dtype
 from turbojax.ops.pooled_attention.static import LEVELS, PooledOptions
 from turbojax.sharding import varying_like

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from turbojax.ops.extras import Extras
+from turbojax.ops.optional_arrays import Extras
 from turbojax.ops.pooled_attention.static import LEVELS
 
 _LIMITS = jnp.iinfo(jnp.int32)

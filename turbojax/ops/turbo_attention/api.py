@@ -14,8 +14,8 @@ from turbojax._registry import (
     Registry,
 )
 from turbojax.config import TurboConfig
-from turbojax.ops import extras as given
-from turbojax.ops.extras import NOTHING, Extras
+from turbojax.ops import optional_arrays as given
+from turbojax.ops.optional_arrays import NOTHING, Extras
 from turbojax.ops.options import Options
 from turbojax.ops.turbo_attention import (
     jax_triton,
@@ -26,7 +26,7 @@ from turbojax.ops.turbo_attention import (
 )
 from turbojax.ops.turbo_attention.gradient import straight_through
 from turbojax.sharding import tables, together
-from turbojax.sharding.spread import spread
+from turbojax.sharding.per_device import spread
 from turbojax.state.progressive.cache import ProgressiveCache
 from turbojax.state.progressive.update import (
     SHARES_CODES,

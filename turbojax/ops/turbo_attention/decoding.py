@@ -7,9 +7,9 @@ import jax
 
 from turbojax import _checks
 from turbojax._registry import Implementation, ImplementationName, Registry
-from turbojax.ops import extras as given
-from turbojax.ops import newest
-from turbojax.ops.extras import NOTHING, Extras
+from turbojax.ops import new_tokens
+from turbojax.ops import optional_arrays as given
+from turbojax.ops.optional_arrays import NOTHING, Extras
 from turbojax.ops.options import Options, require_causal
 from turbojax.ops.turbo_attention import decode_reference, mosaic_decode, triton
 from turbojax.sharding import tables
@@ -24,7 +24,7 @@ DECODE = Registry(
         Implementation("xla", decode_reference.decode),
     ),
 )
-_decode = functools.partial(newest.decode, DECODE, tables.DECODE)
+_decode = functools.partial(new_tokens.decode, DECODE, tables.DECODE)
 
 
 def decode(

@@ -10,12 +10,12 @@ import jax.numpy as jnp
 from turbojax._gradient import refuse_gradients
 from turbojax._registry import Implementation, Registry
 from turbojax.config import TurboConfig
-from turbojax.ops.extras import Extras
+from turbojax.ops.optional_arrays import Extras
 from turbojax.ops.options import Options
 from turbojax.ops.sinks import sees_only_sink, sink_gradient
 from turbojax.ops.turbo_attention import gradient_reference, mosaic_gradient
 from turbojax.sharding import tables
-from turbojax.sharding.spread import like, spread
+from turbojax.sharding.per_device import like, spread
 
 GRADIENT = Registry(
     "the gradient of turbo_attention",

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from turbojax.config import Mode, TurboConfig
 from turbojax.ops import numerics
-from turbojax.ops.extras import NOTHING, Extras
+from turbojax.ops.optional_arrays import NOTHING, Extras
 from turbojax.ops.options import Options
 from turbojax.ops.sinks import sees_only_sink
 from turbojax.ops.turbo_attention.operands import blocks

@@ -9,7 +9,7 @@ import jax
 from turbojax import _extras
 from turbojax._device import interpreting, needs_gpu
 from turbojax.config import TurboConfig
-from turbojax.ops.extras import NOTHING, Extras
+from turbojax.ops.optional_arrays import NOTHING, Extras
 from turbojax.ops.options import Options
 from turbojax.ops.turbo_attention.operands import Stage1, plain_refusal, quantize_operands
 from turbojax.sas import SAS

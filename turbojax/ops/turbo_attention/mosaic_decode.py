@@ -12,7 +12,7 @@ from turbojax._device import (
     too_much_memory,
 )
 from turbojax.config import TurboConfig
-from turbojax.ops.extras import NOTHING, Extras
+from turbojax.ops.optional_arrays import NOTHING, Extras
 from turbojax.ops.options import Options
 from turbojax.sas import SAS
 from turbojax.state.progressive.cache import CacheSide, ProgressiveCache

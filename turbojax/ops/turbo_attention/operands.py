@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from turbojax._device import interpreting, needs_gpu, needs_hopper, unindexable
 from turbojax.config import TurboConfig
 from turbojax.ops import numerics
-from turbojax.ops.extras import Extras
+from turbojax.ops.optional_arrays import Extras
 from turbojax.ops.options import Options
 
 _AMPERE, _ADA = 8.0, 8.9

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from turbojax.config import TurboConfig
 from turbojax.ops import numerics
-from turbojax.ops.extras import NOTHING, Extras
+from turbojax.ops.optional_arrays import NOTHING, Extras
 from turbojax.ops.options import Options
 from turbojax.ops.sinks import with_sinks
 from turbojax.ops.turbo_attention.operands import Stage1, blocks

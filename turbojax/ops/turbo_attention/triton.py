@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from turbojax._device import interpreting, needs_gpu, unindexable
 from turbojax.config import TurboConfig
 from turbojax.ops import numerics, segments
-from turbojax.ops.extras import NOTHING, Extras
+from turbojax.ops.optional_arrays import NOTHING, Extras
 from turbojax.ops.options import Options
 from turbojax.ops.turbo_attention.operands import (
     Operands,

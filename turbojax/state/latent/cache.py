@@ -12,9 +12,9 @@ from turbojax import _checks
 from turbojax._gradient import refuse_gradients
 from turbojax.sharding import tables
 from turbojax.sharding.axes import Axes
-from turbojax.sharding.birth import Sizes, born
+from turbojax.sharding.creation import Sizes, born
+from turbojax.sharding.per_device import spread
 from turbojax.sharding.specs import Split
-from turbojax.sharding.spread import spread
 from turbojax.state import checks
 from turbojax.state.latent import formats
 from turbojax.state.latent.pages import LatentPages

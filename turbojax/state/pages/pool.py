@@ -18,9 +18,9 @@ from turbojax._gradient import refuse_gradients
 from turbojax._registry import Implementation, ImplementationName, Registry
 from turbojax.sharding import tables
 from turbojax.sharding.axes import Axes
-from turbojax.sharding.birth import Sizes, born
+from turbojax.sharding.creation import Sizes, born
+from turbojax.sharding.per_device import spread
 from turbojax.sharding.specs import Split
-from turbojax.sharding.spread import spread
 from turbojax.state import checks
 from turbojax.state.pages import checks as page_checks
 from turbojax.state.pages import mosaic_gpu as paged_mosaic

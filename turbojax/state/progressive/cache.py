@@ -19,7 +19,7 @@ from turbojax import _checks
 from turbojax.config import TurboConfig
 from turbojax.quantizers import INT8_RANGE, packed_size, round_scale
 from turbojax.sharding.axes import Axes
-from turbojax.sharding.birth import Sizes, born
+from turbojax.sharding.creation import Sizes, born
 from turbojax.sharding.specs import Split, spec_of
 from turbojax.sharding.varying import varying_like
 from turbojax.state import ring

@@ -9,7 +9,7 @@ from turbojax import _checks
 from turbojax._gradient import refuse_gradients
 from turbojax._registry import Implementation, ImplementationName, Registry
 from turbojax.sharding import tables
-from turbojax.sharding.spread import spread
+from turbojax.sharding.per_device import spread
 from turbojax.state import checks
 from turbojax.state.progressive import mosaic_gpu, reference, triton
 from turbojax.state.progressive.cache import ProgressiveCache

@@ -9,7 +9,7 @@ from turbojax import paged
 from turbojax.kv import holds_latents
 from turbojax.kv.latent import split_query, tokens_of
 from turbojax.ops import latent_attention, paged_attention
-from turbojax.ops.extras import NOTHING, Extras
+from turbojax.ops.optional_arrays import NOTHING, Extras
 from turbojax.ops.options import PLAIN, Options
 
 Pool = paged.PagedCache | paged.LatentPages

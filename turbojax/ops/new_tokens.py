@@ -14,11 +14,11 @@ import jax.numpy as jnp
 from turbojax._gradient import refuse_gradients
 from turbojax._registry import Registry
 from turbojax.ops import sinks
-from turbojax.ops.extras import Extras
+from turbojax.ops.optional_arrays import Extras
 from turbojax.ops.options import Options
 from turbojax.sharding import together
-from turbojax.sharding.letters import Table
-from turbojax.sharding.spread import spread
+from turbojax.sharding.notation import Table
+from turbojax.sharding.per_device import spread
 from turbojax.state import ring
 
 C = TypeVar("C", bound=Any)

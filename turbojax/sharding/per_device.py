@@ -25,7 +25,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from turbojax import _device
 from turbojax._gradient import refuse_gradients
-from turbojax.sharding.letters import Leaf, Table, leaves_of
+from turbojax.sharding.notation import Leaf, Table, leaves_of
 from turbojax.sharding.plans import WHOLE, Names, Plan, Split, plan, sharding_rule
 
 # Whether arrays are one device's parts already (or whole ones that stand for them).

@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
 from typing import Any, Protocol
 
+from turbojax.models.engine.handles import Ticket
 from turbojax.models.engine.requests import (
     MOST_LOGPROBS,
     Event,
@@ -16,7 +17,6 @@ from turbojax.models.engine.requests import (
     Result,
     best_of,
 )
-from turbojax.models.engine.tickets import Ticket
 from turbojax.server.connections import to_json
 from turbojax.server.errors import ApiError
 from turbojax.server.options import Options

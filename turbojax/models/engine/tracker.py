@@ -23,7 +23,7 @@ from turbojax.models.generation.constraints import ConstraintState, is_over
 from turbojax.models.generation.sampling import NOTHING
 
 
-class Book:
+class RequestTracker:
     """Unfinished requests, by number, and the events that were not handed out.
 
     `swapped` are the pages in host memory, of each group.
