@@ -185,7 +185,7 @@ def test_parts_are_merged_as_merge_attention_does():
     residuals = jnp.asarray(rng.normal(size=(2, 1, 1, 4)), jnp.float32).at[0, 0, 0, 0].set(-jnp.inf)
 
     def several(outs, residuals):
-        from turbojax.parallel.merging import merged
+        from turbojax.parallel.decode import merged
 
         return merged(outs[0], residuals[0], AXIS)
 

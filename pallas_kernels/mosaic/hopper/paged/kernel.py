@@ -94,6 +94,7 @@ Rows: `benchmarks/results/paged_versions_2026-11-24.json`, of v3 `bytes_tuning_2
 
 import functools
 import operator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -102,8 +103,9 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.layouts import LOG2_E
 from pallas_kernels.mosaic import lane, warp
-from pallas_kernels.mosaic.hopper.paged import merge
+from pallas_kernels.mosaic.hopper.paged import codes, floats, merge, scaled, turbo4
 from pallas_kernels.mosaic.hopper.paged.copies import page_of, start_copies
+from pallas_kernels.mosaic.hopper.paged.fp8 import Fp8
 from pallas_kernels.mosaic.hopper.paged.inputs import (
     TILE,
     Arrays,
@@ -116,10 +118,31 @@ from pallas_kernels.mosaic.hopper.paged.inputs import (
 from pallas_kernels.mosaic.hopper.paged.inputs import Pages as Pages
 from pallas_kernels.mosaic.hopper.paged.inputs import Settings as Settings
 from pallas_kernels.mosaic.hopper.paged.inputs import Stored as Stored
-from pallas_kernels.mosaic.hopper.paged.products import Products, channel_of
-from pallas_kernels.mosaic.hopper.paged.products import products_of as products_of
+from pallas_kernels.mosaic.hopper.paged.plain import Plain
 from pallas_kernels.mosaic.hopper.paged.rotation import rotated
 from pallas_kernels.mosaic.lane import Int, Pointer
+
+Products = turbo4.Turbo4 | floats.Floats | scaled.Scaled | codes.Mixed
+
+
+def products_of(head_dim: int, s: Settings) -> Products:
+    if s.stored is not None:
+        return codes.Mixed.of(head_dim, s)
+    if s.kind in scaled.KINDS:
+        return scaled.KINDS[s.kind].of(head_dim, s)
+    if s.has_norms:
+        return turbo4.Turbo4.of(head_dim, s)
+    return (Plain if s.is_plain else Fp8)(head_dim, s)
+
+
+def channel_of(s: Settings) -> Callable[[int, Place, int], Int]:
+    """Which channels a lane's outputs are: ``channel(number, here, H)``."""
+    if s.stored is not None:
+        return functools.partial(codes.channel, bits=s.stored[1].bits)
+    if s.kind in scaled.KINDS:
+        return scaled.channel
+    return turbo4.channel if s.has_norms else floats.channel
+
 
 _GRID = ("tile", "run", "pair")
 
