@@ -96,6 +96,7 @@ def test_full_lengths_are_no_lengths(policy):
     assert np.array_equal(select(), select(**lengths))
 
 
+@pytest.mark.slow
 @pytest.mark.optimized
 def test_transforms_give_the_same_bits():
     policy = PATHS[2]  # which goes through the first path, too

@@ -98,6 +98,7 @@ def test_bad_numbers_of_dense_layers(options, message):
         finetune.Trainer(tiny_model(), SETTINGS, corpus().stream, **options)
 
 
+@pytest.mark.slow
 def test_packed_runs_have_no_dense_layers():
     model = models.Transformer(CONFIG, rngs=nnx.Rngs(1))
     with pytest.raises(ValueError, match="must be 0 with packed=True"):

@@ -86,6 +86,7 @@ def test_greedy_texts_are_the_engines(client, alone):
     assert found.usage.prompt_tokens == len(tokens)
 
 
+@pytest.mark.slow
 def test_samples_are_the_engines(client, alone):
     sampling = Sampling(0.9, top_k=50, top_p=0.95, min_p=0.01, seed=11)
     options = {"temperature": 0.9, "top_p": 0.95, "seed": 11, "n": 3}

@@ -90,6 +90,7 @@ def test_losses_in_chunks_are_those_of_all_logits(most):
     np.testing.assert_allclose(d_table, d_logits.T @ rows, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("packed", [False, True])
 def test_a_step_has_the_loss_of_its_windows(packed):
     """In float64; packed documents each by themselves."""
