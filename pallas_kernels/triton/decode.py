@@ -297,7 +297,7 @@ def decode(
     query_lengths: jax.Array,
     settings: Settings,
 ) -> tuple[jax.Array, jax.Array]:
-    """As `mosaic.hopper.decode.kernel.decode`, in both modes and without its limits on `H`."""
+    """As `mosaic.hopper.decode.kernel.decode`, for every GPU that Triton compiles for."""
     batch, tokens, heads, head_dim = query.shape
     kv_heads = key.buffer.shape[1]
     rows, parts = (

@@ -303,7 +303,7 @@ def accept(
     """Accepts guesses as long as they are what is chosen, and chooses one token more.
 
     `logits`, `counts` and `lost` are what `verify` returned, `guesses` int32 ``[R, k]``; the
-    `index` of `rows` is ignored, `vocabulary` is as in `choosing.choose`, and `state` is donated.
+    `index` of `rows` is ignored, `vocabulary` is as in `sampler.choose`, and `state` is donated.
     Returns the new state and int32 ``[R * (k + 3) + 1]``: for each row how many tokens were fed,
     how many are new, and k + 1 tokens, of which the new ones come first; then `lost`.
     """

@@ -95,7 +95,7 @@ def check_implementation(
     max_pages: int,
     num_heads: int,
 ) -> None:
-    """Checks that attention to pages can run a program's calls, see `access.check_call`."""
+    """Checks that attention to pages can run a program's calls, see `pool_access.check_call`."""
     for rows, tokens in ((program.rows, 1), (program.parts, program.part)):
         if rows:
             tables = jax.ShapeDtypeStruct((rows, max_pages), jnp.int32)
@@ -118,7 +118,7 @@ def run_step(
     prompts: TurboConfig | None = None,
     is_draft: bool = False,
 ) -> tuple[tuple[Pool, ...], State, jax.Array | None, jax.Array | None]:
-    """A step up to the greedy choice; `choosing.choose` goes on where more is asked for.
+    """A step up to the greedy choice; `sampler.choose` goes on where more is asked for.
 
     `caches` are donated, `packed` is the `Work`, and `prompts` says how prompts attend among
     themselves in a dense program. With `is_draft` the weights and pools are a draft model's, which
