@@ -48,6 +48,26 @@ def tokens(seed=0, documents=12, size=90) -> np.ndarray:
     return np.concatenate(texts).astype(np.uint16)
 
 
+def chat_folder(path):
+    """A tokenizer whose template writes conversations as SmolLM2 and Qwen do."""
+    template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    config = {"bos_token": "<s>", "eos_token": "</s>", "chat_template": template}
+    made = tokenizer_helpers.KINDS["byte_level"]()
+    return tokenizer_helpers.save(made, path, {"tokenizer_config.json": config})
+
+
+CHAT = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "Which dog?"},
+    {"role": "assistant", "content": "The lazy one."},
+    {"role": "user", "content": "And which fox <|im_end|>?"},
+    {"role": "assistant", "content": "The quick one."},
+]
+
+
 def token_corpus() -> finetune.TokenCorpus:
     return finetune.TokenCorpus(tokens(), tokens(1), "words", SEPARATOR)
 
@@ -114,6 +134,91 @@ def test_a_step_has_the_loss_of_its_windows(packed):
     found = finetune.Trainer(model, SETTINGS, stream, **options).run_step()
     assert set(found) >= {"bits_per_token", "grad_norm"}
     assert float(found["bits_per_token"]) == pytest.approx(np.mean(losses) / np.log(2), abs=1e-5)
+
+
+def marks(size, seed=3) -> np.ndarray:
+    return np.random.default_rng(seed).random(size) < 0.3
+
+
+def test_tokens_that_do_not_count_are_only_read():
+    """The mean in float64 over those that do; a step without any moves nothing."""
+    stream, model = tokens(), word_model()
+    learn = marks(stream.size)
+    trainer = finetune.Trainer(model, SETTINGS, stream, learn=learn)
+    losses = []
+    for start in trainer._starts(0):
+        window = stream[start : start + SETTINGS.context + 1].astype(np.int32)
+        found = oracle(model(jnp.asarray(window[None, :-1]))[0], window[1:])
+        losses += list(found[learn[start + 1 : start + SETTINGS.context + 1]])
+    found = trainer.run_step()
+    assert float(found["bits_per_token"]) == pytest.approx(np.mean(losses) / np.log(2), abs=1e-5)
+    nothing = finetune.Trainer(model, SETTINGS, stream, learn=np.zeros(stream.size, bool))
+    found = nothing.run_step()
+    assert float(found["bits_per_token"]) == float(found["grad_norm"]) == 0
+    with pytest.raises(TypeError, match="learn.dtype=int64 must be bool"):
+        finetune.Trainer(model, SETTINGS, stream, learn=learn.astype(int))
+    with pytest.raises(ValueError, match="must be that of the tokens"):
+        finetune.Trainer(model, SETTINGS, stream, learn=learn[1:])
+
+
+def test_adapters_learn_what_counts():
+    config = dataclasses.replace(WORDS, hidden_size=32, intermediate_size=64)
+    decoder = models.random_quantized_decoder(config, dtype=jnp.float32)
+    stream = tokens()
+    learn = marks(stream.size)
+    adapters = models.init_adapters(decoder, rank=2)
+    trainer = finetune.LoraTrainer(decoder, adapters, SETTINGS, stream, learn=learn)
+    starts = trainer._starts(0)[:, None] + np.arange(SETTINGS.context + 1)
+    losses = finetune.token_losses(trainer.model(), jnp.asarray(stream[starts].astype(np.int32)))
+    want = np.asarray(losses, np.float64)[learn[starts[:, 1:]]].mean() / np.log(2)
+    assert float(trainer.run_step()["bits"]) == pytest.approx(want, abs=1e-5)
+
+
+def test_of_a_conversation_the_answers_count(tmp_path):
+    tokenizer = models.load_tokenizer(chat_folder(tmp_path / "model"))
+    rows = [{"text": "The dog"}, {"messages": CHAT}]
+    file = tmp_path / "rows.jsonl"
+    file.write_text("\n\n".join(map(json.dumps, rows)), encoding="utf-8")
+    given = finetune.tokens_of(tokenizer, [file], [file], separator=1)
+    first = [1, *tokenizer.encode("The dog", add_special_tokens=False)]
+    assert given.stream[: len(first)].tolist() == first
+    assert given.learn[: len(first)].all()
+    rest, learn = given.stream[len(first) :], given.learn[len(first) :]
+    assert rest[0] == 1
+    assert not learn[0]
+    # Runs of tokens that count, as text: each answer, and what ends it.
+    edges = np.flatnonzero(np.diff(learn.astype(int), prepend=0, append=0)).reshape(-1, 2)
+    end = tokenizer.encode("<|im_end|>", add_special_tokens=False)
+    said = []
+    for begin, stop in edges:
+        run = rest[begin:stop].tolist()
+        assert run[-len(end) - 1 : -1] == end
+        said.append(tokenizer.decode(run[: -len(end) - 1]))
+    assert said == ["The lazy one.", "The quick one."]
+    np.testing.assert_array_equal(given.held_out_learn, given.learn)
+    windows = given.held_out_windows(8, 99)[:, 1:]
+    counts = given.learn[1 : windows.size + 1].reshape(windows.shape)
+    np.testing.assert_array_equal(windows >= 0, counts)
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ("[1]", 'must be an object with "text" or "messages"'),
+        ('{"text": "a", "messages": []}', 'must be an object with "text" or "messages"'),
+        ('{"text": 3}', "text=3 must be a string"),
+        ('{"messages": 3}', "messages=3 must be a list of objects"),
+        ('{"messages": [{"role": "user", "content": "a"}]}', "must hold an assistant's answer"),
+        ("{", "line 2"),
+    ],
+)
+def test_a_line_that_is_neither_is_named(tmp_path, row, message):
+    tokenizer = models.load_tokenizer(chat_folder(tmp_path / "model"))
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"text": "a"}\n' + row + "\n", encoding="utf-8")
+    with pytest.raises(ValueError, match="rows.jsonl, line 2: ") as error:
+        finetune.tokens_of(tokenizer, [file], [file])
+    assert message in str(error.value)
 
 
 def test_an_interrupted_run_ends_with_the_same_bits_and_its_model_loads(tmp_path):

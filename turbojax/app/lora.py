@@ -15,7 +15,10 @@ def lora(
     ],
     data: Annotated[
         list[Path],
-        typer.Option(help="A text file, or a folder of them, to train on; may be repeated."),
+        typer.Option(
+            help="A text file, a folder of them, or a .jsonl file of texts or conversations to "
+            "train on; may be repeated."
+        ),
     ],
     held_out: Annotated[
         list[Path] | None,

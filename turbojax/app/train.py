@@ -13,8 +13,9 @@ def train(
     data: Annotated[
         list[Path] | None,
         typer.Option(
-            help="A text file, or a folder of them, to train on; may be repeated. Default of a "
-            "byte-level model: this Python's standard library.",
+            help="A text file, a folder of them, or, where tokens are not bytes, a .jsonl file of "
+            "texts or conversations to train on; may be repeated. Default of a byte-level model: "
+            "this Python's standard library.",
             show_default=False,
         ),
     ] = None,

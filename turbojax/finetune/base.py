@@ -13,6 +13,7 @@ import orbax.checkpoint as ocp
 
 from turbojax.finetune import order
 from turbojax.finetune.checkpoint import restore_tree, save_tree
+from turbojax.finetune.losses import with_marks
 from turbojax.finetune.optimizer import default_promotion
 from turbojax.finetune.settings import Settings
 from turbojax.finetune.split import Split
@@ -29,18 +30,25 @@ class BaseTrainer(abc.ABC, Generic[Trained]):
     """
 
     def __init__(
-        self, trained: Trained, settings: Settings, stream: np.ndarray, split: Split | None = None
+        self,
+        trained: Trained,
+        settings: Settings,
+        stream: np.ndarray,
+        split: Split | None = None,
+        learn: np.ndarray | None = None,
     ) -> None:
         """Copies the arrays to train, and puts the stream into the accelerator's memory.
 
-        `stream` is ``[n]`` integers; `split` says over which devices, None for one. Raises
-        ValueError if the stream is too short or too long, or devices do not divide a step.
+        `stream` is ``[n]`` integers, `learn` bool ``[n]``, which of them count in the loss, None
+        for all; `split` says over which devices, None for one. Raises ValueError if the stream is
+        too short or too long, `learn` has another shape, or devices do not divide a step.
         """
         self.settings = settings
         self._split = split
         if split is not None:
             split.check(settings)
-        self._num_tokens = stream.size
+        self._num_tokens, self._is_marked = stream.size, learn is not None
+        stream = with_marks(stream, learn)
         self._starts(0)
         # Copied even if they are float32 already: the step donates them.
         self._trained: Trained = (

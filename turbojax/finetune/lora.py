@@ -11,7 +11,7 @@ import numpy as np
 import optax  # type: ignore[import-untyped]
 
 from turbojax.finetune.base import BaseTrainer, check_stream, updated, windows
-from turbojax.finetune.losses import cross_entropy
+from turbojax.finetune.losses import cross_entropy, marked, mean_of_learned
 from turbojax.finetune.settings import Settings
 from turbojax.finetune.trainer import dense_attention
 from turbojax.models import Attend
@@ -60,6 +60,7 @@ class LoraTrainer(BaseTrainer[Adapters]):
         settings: Settings,
         stream: np.ndarray,
         *,
+        learn: np.ndarray | None = None,
         gradient: Gradient = "e4m3",
         attend: Attend = dense_attention,
     ) -> None:
@@ -70,6 +71,7 @@ class LoraTrainer(BaseTrainer[Adapters]):
           adapters: of its sizes.
           settings: see `Settings`; `precision` must be the decoder's dtype.
           stream: ``[n]`` integers, the tokens to train on, kept in the accelerator's memory.
+          learn: see `Trainer`.
           gradient: see `with_adapters`.
           attend: how the model attends.
 
@@ -92,7 +94,7 @@ class LoraTrainer(BaseTrainer[Adapters]):
                 f"{decoder.config.max_length}"
             )
         self.decoder = for_length(decoder, settings.context)
-        super().__init__(adapters, settings, stream)
+        super().__init__(adapters, settings, stream, learn=learn)
         self._gradient: Gradient = gradient
         self._attend = attend
 
@@ -111,7 +113,11 @@ class LoraTrainer(BaseTrainer[Adapters]):
 
     def _make_step(self) -> Callable[..., tuple[Adapters, Any, dict[str, jax.Array]]]:
         return functools.partial(
-            _train_step, gradient=self._gradient, attend=self._attend, settings=self.settings
+            _train_step,
+            gradient=self._gradient,
+            attend=self._attend,
+            settings=self.settings,
+            is_marked=self._is_marked,
         )
 
     def _frozen(self) -> tuple[QuantizedDecoder]:
@@ -128,13 +134,17 @@ def _train_step(
     gradient: Gradient,
     attend: Attend,
     settings: Settings,
+    is_marked: bool,
 ) -> tuple[Adapters, Any, dict[str, jax.Array]]:
     """One optimizer step on the windows that begin at `starts`."""
-    tokens = windows(stream, starts, settings.context)
+    tokens, learn = marked(windows(stream, starts, settings.context))
 
     def loss(adapters: Adapters) -> jax.Array:
         model = with_adapters(decoder, adapters, gradient=gradient)
-        return jnp.mean(token_losses(model, tokens, attend=attend))
+        losses, learned = token_losses(model, tokens, attend=attend), learn[:, 1:]
+        if not is_marked:
+            return jnp.mean(losses)
+        return mean_of_learned(losses, learned, jnp.sum(learned))
 
     value, grads = jax.value_and_grad(loss)(adapters)
     adapters, opt_state = updated(adapters, opt_state, grads, settings)

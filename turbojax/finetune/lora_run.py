@@ -10,8 +10,9 @@ import numpy as np
 from turbojax import _writing, models
 from turbojax._environment import environment
 from turbojax.finetune.checkpoint import checkpoint_manager
-from turbojax.finetune.data import TokenCorpus, token_windows
+from turbojax.finetune.data import TokenCorpus
 from turbojax.finetune.lora import LoraTrainer
+from turbojax.finetune.losses import marked, with_marks
 from turbojax.finetune.run import (
     CHECKPOINTS_NAME,
     LOG_NAME,
@@ -66,8 +67,10 @@ def fine_tune_adapters(
     """
     folder.mkdir(parents=True, exist_ok=True)
     with _writing.exclusive(folder):
-        windows = token_windows(corpus.held_out, settings.context, rhythm.evaluate_windows)
-        trainer = LoraTrainer(decoder, adapters, settings, corpus.stream, gradient=gradient)
+        windows = corpus.held_out_windows(settings.context, rhythm.evaluate_windows)
+        trainer = LoraTrainer(
+            decoder, adapters, settings, corpus.stream, learn=corpus.learn, gradient=gradient
+        )
         header = _describe(trainer, corpus, windows, gradient, base_model)
         log = Log(folder / LOG_NAME, header)
         with checkpoint_manager(folder / CHECKPOINTS_NAME) as manager:
@@ -94,8 +97,10 @@ def fine_tune_adapters(
 
 def _evaluate(trainer: LoraTrainer, windows: np.ndarray, log: Log, report: Report) -> None:
     size = trainer.settings.batch_size
-    bits = models.token_bits(trainer.model(), windows, batch_size=size).mean(dtype=np.float64)
-    row = {"step": trainer.step, "held_out_bits_per_token": round(float(bits), 5)}
+    tokens, learned = (np.asarray(x) for x in marked(windows))
+    bits = models.token_bits(trainer.model(), tokens, batch_size=size)
+    mean = bits.mean(dtype=np.float64, where=learned[:, 1:])
+    row = {"step": trainer.step, "held_out_bits_per_token": round(float(mean), 5)}
     log.content["evaluations"].append(row)
     report(row)
 
@@ -116,7 +121,7 @@ def _describe(
             "scale": trainer.adapters.scale,
             "start_sha256": _digest(*jax.tree.leaves(trainer.adapters)),
             "model_sha256": _digest(*jax.tree.leaves(trainer.decoder)),
-            "stream_sha256": _digest(corpus.stream),
+            "stream_sha256": _digest(with_marks(corpus.stream, corpus.learn)),
             "held_out_sha256": _digest(windows),
         },
         "source": base_model,

@@ -1,13 +1,44 @@
 """Cross-entropy of tokens, of a large vocabulary without all logits at a time."""
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax  # type: ignore[import-untyped]
 
 MOST_LOGITS = 2**26
 """Float32 logits that a step holds at a time: 256 MB, and as much for their gradient."""
+
+
+def with_marks(tokens: np.ndarray, learn: np.ndarray | None) -> np.ndarray:
+    """Tokens of which those that are only read stand as their complement ``~token``.
+
+    So a stream on the device says both. `marked` takes it apart.
+
+    Raises:
+      TypeError: if `learn` is not bool.
+      ValueError: if it has another shape.
+    """
+    if learn is None:
+        return tokens
+    if learn.dtype != np.bool_:
+        raise TypeError(f"learn.dtype={learn.dtype} must be bool")
+    if learn.shape != tokens.shape:
+        raise ValueError(f"learn.shape={learn.shape} must be that of the tokens, {tokens.shape}")
+    wide = tokens.astype(np.int32)
+    return np.where(learn, wide, ~wide)
+
+
+def marked(tokens: Any) -> tuple[Any, Any]:
+    """The tokens, and whether each is learned, of what `with_marks` made or of plain tokens."""
+    return jnp.where(tokens < 0, ~tokens, tokens), tokens >= 0
+
+
+def mean_of_learned(losses: jax.Array, learned: jax.Array, total: jax.Array) -> jax.Array:
+    """The sum of the losses that count over `total`, how many there are; 0 where there are none."""
+    return jnp.sum(jnp.where(learned, losses, 0.0)) / jnp.maximum(total, 1).astype(losses.dtype)
 
 
 def cross_entropy(

@@ -19,8 +19,9 @@ from turbojax._json import shown
 from turbojax.finetune._log import read_content
 from turbojax.finetune.base import BaseTrainer
 from turbojax.finetune.checkpoint import checkpoint_manager, last_step
-from turbojax.finetune.data import Corpus, TokenCorpus, token_windows
+from turbojax.finetune.data import Corpus, TokenCorpus
 from turbojax.finetune.evaluate import windows
+from turbojax.finetune.losses import marked, with_marks
 from turbojax.finetune.settings import Settings
 from turbojax.finetune.trainer import Trainer, dense_attention
 from turbojax.kv.layered import FirstLayers
@@ -156,12 +157,12 @@ def _trained(
         report = _report_nothing
     held_out = _held_out(corpus, model, settings.context, rhythm.evaluate_windows)
     if isinstance(corpus, TokenCorpus):
-        how["separator"] = corpus.separator
+        how |= {"separator": corpus.separator, "learn": corpus.learn}
     trainer = Trainer(model, settings, corpus.stream, pooled=pooled, **how)
     unit = trainer.unit
     start = sha256(np.asarray(x).tobytes() for x in jax.tree.leaves(trainer.exported_params()))
-    text = corpus.held_out[: rhythm.evaluate_windows * settings.context]
-    header = _describe(trainer, corpus, text, pooled, source, start)
+    digests = _digests(corpus, held_out, rhythm.evaluate_windows * settings.context)
+    header = _describe(trainer, corpus, digests, pooled, source, start)
     log = Log(folder / LOG_NAME, header, is_kept=_is_first())
     with checkpoint_manager(folder / CHECKPOINTS_NAME) as manager:
         trainer.restore(manager)
@@ -196,7 +197,7 @@ def _held_out(
       ValueError: if there is none, or the corpus is of other tokens than the model's.
     """
     if isinstance(corpus, TokenCorpus):
-        return token_windows(corpus.held_out, context, most)
+        return corpus.held_out_windows(context, most)
     if model.config.vocab_size != BYTES:
         raise ValueError(
             f"vocab_size={model.config.vocab_size} must be {BYTES} for a Corpus, which holds "
@@ -270,11 +271,16 @@ def _differences(held: Any, wanted: Any, name: str = "") -> list[str]:
 
 
 def held_out_bits(trainer: Trainer, held_out: np.ndarray, attend: Attend) -> float:
-    """Bits per byte, or token, of windows ``[n, context + 1]``, under a way to attend."""
+    """Bits per byte, or token, of windows ``[n, context + 1]``, under a way to attend.
+
+    Of tokens that do not count, see `losses.with_marks`, the bits are left out of the mean.
+    """
     size = trainer.settings.batch_size
-    padded = np.pad(held_out, ((0, -len(held_out) % size), (0, 0)))
-    batches = [trainer.bits(x, attend) for x in padded.reshape(-1, size, held_out.shape[1])]
-    return float(np.concatenate(batches)[: len(held_out)].mean(dtype=np.float64))
+    tokens, learned = (np.asarray(x) for x in marked(held_out))
+    padded = np.pad(tokens, ((0, -len(tokens) % size), (0, 0)))
+    batches = [trainer.bits(x, attend) for x in padded.reshape(-1, size, tokens.shape[1])]
+    bits = np.concatenate(batches)[: len(tokens)]
+    return float(bits.mean(dtype=np.float64, where=learned[:, 1:]))
 
 
 def run_interval(
@@ -342,7 +348,7 @@ def _export(
 def _describe(
     trainer: Trainer,
     corpus: Corpus | TokenCorpus,
-    held_out: bytes | np.ndarray,
+    digests: dict[str, str],
     pooled: PooledAttention | None,
     source: str,
     start: str,
@@ -362,8 +368,7 @@ def _describe(
             "attention": attention,
             "model": {**config.described(), "parameters": config.num_parameters},
             "start_sha256": start,
-            "stream_sha256": sha256([corpus.stream.tobytes()]),
-            "held_out_sha256": sha256([bytes(held_out)]),
+            **digests,
         },
         "source": source,
         "data": {
@@ -379,6 +384,15 @@ def _describe(
             },
         },
     }
+
+
+def _digests(corpus: Corpus | TokenCorpus, windows: np.ndarray, most: int) -> dict[str, str]:
+    """Checksums of what is trained on and, up to `most` bytes, measured with, as logs have them."""
+    if isinstance(corpus, TokenCorpus):
+        stream, held_out = with_marks(corpus.stream, corpus.learn).tobytes(), windows.tobytes()
+    else:
+        stream, held_out = corpus.stream.tobytes(), corpus.held_out[:most]
+    return {"stream_sha256": sha256([stream]), "held_out_sha256": sha256([held_out])}
 
 
 def _report_nothing(row: dict[str, Any]) -> None:

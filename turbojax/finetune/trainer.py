@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec
 
 from turbojax import _checks
 from turbojax.finetune.base import BaseTrainer, check_stream, updated, windows
-from turbojax.finetune.losses import cross_entropy
+from turbojax.finetune.losses import cross_entropy, marked, mean_of_learned
 from turbojax.finetune.settings import Settings, for_context
 from turbojax.finetune.split import Slices, Split
 from turbojax.kv.layered import FirstLayers
@@ -82,6 +82,7 @@ class Trainer(BaseTrainer[nnx.State]):
         dense_layers: int = 0,
         packed: bool = False,
         separator: int | None = None,
+        learn: np.ndarray | None = None,
         remat: bool = False,
         axes: Axes | None = None,
         fsdp: bool = True,
@@ -96,6 +97,8 @@ class Trainer(BaseTrainer[nnx.State]):
           pooled: how to attend; exactly, if not given.
           dense_layers: how many of the first layers attend exactly all the same.
           packed: whether a sequence's documents, each after a `separator`, do not see each other.
+          learn: bool ``[n]``, which tokens of the stream count in the loss, such as those of
+            answers; all if not given. The loss is the mean over those of a step.
           separator: the token before each document; by default byte 0 of a byte-level model, and
             nothing of others.
           remat: recompute layers in the backward pass to save memory.
@@ -128,7 +131,7 @@ class Trainer(BaseTrainer[nnx.State]):
         self.config = for_context(model.config, settings.context)
         params = nnx.state(model, nnx.Param)
         split = None if axes is None else Split(axes, settings.precision, fsdp)
-        super().__init__(params, settings, stream, split)
+        super().__init__(params, settings, stream, split, learn)
         self.attend: Attend = dense_attention if pooled is None else pooled
         if dense_layers:
             self.attend = FirstLayers(dense_attention, self.attend, dense_layers)
@@ -192,7 +195,7 @@ class Trainer(BaseTrainer[nnx.State]):
         loss = dataclasses.replace(self._make_loss(), attend=attending, separator=None)
 
         def local(params: nnx.State, tokens: jax.Array) -> jax.Array:
-            losses, _ = loss.of_tokens(slices.outside()(params), tokens)
+            losses, *_ = loss.of_tokens(slices.outside()(params), tokens)
             names, bits = split.axes.of_dimension("sequence"), losses * (1.0 / math.log(2.0))
             return from_zigzag(bits, names) if names else bits
 
@@ -220,6 +223,7 @@ class Trainer(BaseTrainer[nnx.State]):
             context=self.settings.context,
             num_layers=self.config.num_layers,
             separator=self.separator if self.packed else None,
+            is_marked=self._is_marked,
             axes=None if self._split is None else self._split.axes,
         )
 
@@ -328,6 +332,7 @@ class _Loss:
     context: int
     num_layers: int
     separator: int | None  # between documents that do not see each other; None if all do
+    is_marked: bool  # whether some tokens of the stream do not count, see `with_marks`
     axes: Axes | None = None
 
     @property
@@ -338,16 +343,29 @@ class _Loss:
     def __call__(
         self, params: nnx.State, stream: jax.Array, starts: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        losses, density = self.of_tokens(params, windows(stream, starts, self.context))
-        return jnp.mean(losses), density
+        tokens = windows(stream, starts, self.context)
+        losses, learned, density = self.of_tokens(params, tokens)
+        if not self.is_marked:
+            return jnp.mean(losses), density
+        total = jnp.sum(learned)
+        if self.axes is not None:  # so that the mean of the devices' losses is that of all tokens
+            names = self.axes.names
+            total = jax.lax.psum(total, names) / jax.lax.axis_size(names)
+        return mean_of_learned(losses, learned, total), density
 
-    def of_tokens(self, params: nnx.State, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Losses at ``[B, context + 1]`` tokens, ``[B, T]`` of this device's own, in its order."""
-        inputs, targets, positions = tokens[:, :-1], tokens[:, 1:], None
+    def of_tokens(
+        self, params: nnx.State, tokens: jax.Array
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Losses at ``[B, context + 1]`` tokens, ``[B, T]`` of this device's own, in its order.
+
+        Also which of them count, bool ``[B, T]``, and the density.
+        """
+        tokens, learn = marked(tokens)
+        inputs, targets, learned, positions = tokens[:, :-1], tokens[:, 1:], learn[:, 1:], None
         ids = None if self.separator is None else segments(inputs, self.separator)
         if self.axes is not None and self.axes.sequence:
             own = self._own_positions(self.axes)
-            inputs, targets = inputs[:, own], targets[:, own]
+            inputs, targets, learned = inputs[:, own], targets[:, own], learned[:, own]
             ids = None if ids is None else ids[:, own]
             positions = jnp.broadcast_to(own[None], inputs.shape)
         attend = self.attend.within(ids, self.axes)
@@ -357,7 +375,7 @@ class _Loss:
             inputs, positions=positions, attend=attend, caches=densities
         )
         losses = cross_entropy(model.logits, hidden, targets, model.config.vocab_size)
-        return losses, jnp.mean(densities)
+        return losses, learned, jnp.mean(densities)
 
     def _own_positions(self, axes: Axes) -> jax.Array:
         names = axes.of_dimension("sequence")
