@@ -326,6 +326,7 @@ def test_encoded_bytes_are_pinned():
 # Transforms --------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.optimized
 def test_bits_do_not_depend_on_the_array_around():
     head_dim = 80

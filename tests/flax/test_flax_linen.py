@@ -107,6 +107,7 @@ def test_caches_under_jit():
     assert cache["cache"]["kv_cache"].overflowed.all()
 
 
+@pytest.mark.slow
 def test_initial_parameters():
     """Variance 1 over the inputs; norms and biases begin as they do in nnx."""
     made = twin(qkv_bias=True, qk_norm_eps=1e-3).init(jax.random.key(0), tokens(2))["params"]

@@ -90,6 +90,7 @@ def test_generation_is_greedy(shallow):
     np.testing.assert_array_equal(generated[0], likeliest)
 
 
+@pytest.mark.slow
 def test_a_step_is_given_to_the_device_before_its_token_is_read(shallow, monkeypatch):
     steps, read = [], []
     step, choose = generation.decode_step, generation.choose

@@ -114,6 +114,7 @@ def test_a_reason_is_never_longer_than_a_few_lines(tiny_folder, tmp_path):
     assert len(result.stderr) < 1000
 
 
+@pytest.mark.slow
 def test_requests_from_standard_input(tiny_folder, tmp_path):
     file = tmp_path / "-"
     file.write_text("not this file")

@@ -334,6 +334,7 @@ def test_an_index_that_names_no_tensor(tiny_folder, tmp_path):
     assert "model.safetensors.index.json must hold a weight_map" in result.stderr
 
 
+@pytest.mark.slow
 def test_bits_that_are_no_numbers_are_null(tiny_folder, tmp_path, monkeypatch):
     nan = np.full((2, 64), np.nan, np.float32)
     monkeypatch.setattr(models, "token_bits", lambda *_, **__: nan)

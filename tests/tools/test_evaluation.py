@@ -89,6 +89,7 @@ def test_the_exact_method_costs_nothing_and_all_repeats(model, monkeypatch):
     np.testing.assert_array_equal(kept.exact_bits, first.bits)
 
 
+@pytest.mark.slow
 def test_bytes_are_those_allocated(model):
     found = scored(model, "kv4")
     caches = models.init_caches(model, 1, CONTEXT, "kv4")

@@ -242,11 +242,11 @@ def _train(
     from turbojax.app import text_model
     from turbojax.finetune import split
 
-    corpus = _corpus(model, *text)
-    unit = "token" if isinstance(corpus, finetune.TokenCorpus) else "byte"
     axes = options.axes_of(mesh)
     if axes is not None:
         split.Split(axes, settings.precision, how["fsdp"]).check(settings)
+    corpus = _corpus(model, *text)
+    unit = "token" if isinstance(corpus, finetune.TokenCorpus) else "byte"
     start = models.load_transformer(model, mesh=axes)
     _check_memory(start.config, settings, axes, how["fsdp"])
     how = {**how, "axes": axes, "rhythm": rhythm, "source": model}
