@@ -17,12 +17,12 @@ ROOT = Path(__file__).resolve().parents[1]
 TIMES = ROOT / ".cache" / "times"
 TABLE = ROOT / "tests" / "times.tsv"
 BUDGETS = {
-    "test": 11.0,
-    "test-mesh": 1.5,
-    "test-optimized": 1.5,
-    "test-slow": 25.0,
-    "test-slow-mesh": 5.0,
-    "test-slow-optimized": 7.0,
+    "test": 10.0,
+    "test-mesh": 1.0,
+    "test-optimized": 1.0,
+    "test-slow": 18.0,
+    "test-slow-mesh": 4.0,
+    "test-slow-optimized": 5.5,
 }
 """Minutes of the runs that CI makes, on two cores and with nothing compiled before."""
 
