@@ -152,9 +152,14 @@ def test_tokens_that_do_not_count_are_only_read():
         losses += list(found[learn[start + 1 : start + SETTINGS.context + 1]])
     found = trainer.run_step()
     assert float(found["bits_per_token"]) == pytest.approx(np.mean(losses) / np.log(2), abs=1e-5)
-    nothing = finetune.Trainer(model, SETTINGS, stream, learn=np.zeros(stream.size, bool))
-    found = nothing.run_step()
+    # One token counts, and no window of the step has it.
+    seen = (trainer._starts(0)[:, None] + np.arange(SETTINGS.context + 1)).ravel()
+    elsewhere = ~np.isin(np.arange(stream.size), seen)
+    elsewhere &= np.cumsum(elsewhere) == 1
+    found = finetune.Trainer(model, SETTINGS, stream, learn=elsewhere).run_step()
     assert float(found["bits_per_token"]) == float(found["grad_norm"]) == 0
+    with pytest.raises(ValueError, match="must have a token that counts"):
+        finetune.Trainer(model, SETTINGS, stream, learn=np.zeros(stream.size, bool))
     with pytest.raises(TypeError, match="learn.dtype=int64 must be bool"):
         finetune.Trainer(model, SETTINGS, stream, learn=learn.astype(int))
     with pytest.raises(ValueError, match="must be that of the tokens"):
@@ -176,11 +181,12 @@ def test_adapters_learn_what_counts():
 
 def test_of_a_conversation_the_answers_count(tmp_path):
     tokenizer = models.load_tokenizer(chat_folder(tmp_path / "model"))
-    rows = [{"text": "The dog"}, {"messages": CHAT}]
+    rows = [{"text": "The\u2028dog"}, {"messages": CHAT}]
     file = tmp_path / "rows.jsonl"
-    file.write_text("\n\n".join(map(json.dumps, rows)), encoding="utf-8")
+    lines = (json.dumps(row, ensure_ascii=False) for row in rows)
+    file.write_text("\r\n\n".join(lines), encoding="utf-8", newline="")
     given = finetune.tokens_of(tokenizer, [file], [file], separator=1)
-    first = [1, *tokenizer.encode("The dog", add_special_tokens=False)]
+    first = [1, *tokenizer.encode("The\u2028dog", add_special_tokens=False)]
     assert given.stream[: len(first)].tolist() == first
     assert given.learn[: len(first)].all()
     rest, learn = given.stream[len(first) :], given.learn[len(first) :]

@@ -180,7 +180,8 @@ def _examples(tokenizer: Tokenizer, path: Path, separator: int | None) -> Iterat
     if path.suffix != ".jsonl":
         yield from (of_text(data.decode("utf-8")) for data in documents.read_texts([path]))
         return
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    # Not `splitlines`: JSON's strings may hold what else ends lines, such as U+2028.
+    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), 1):
         if not line.strip():
             continue
         try:

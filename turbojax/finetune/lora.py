@@ -144,7 +144,7 @@ def _train_step(
         losses, learned = token_losses(model, tokens, attend=attend), learn[:, 1:]
         if not is_marked:
             return jnp.mean(losses)
-        return mean_of_learned(losses, learned, jnp.sum(learned))
+        return mean_of_learned(losses, learned)
 
     value, grads = jax.value_and_grad(loss)(adapters)
     adapters, opt_state = updated(adapters, opt_state, grads, settings)

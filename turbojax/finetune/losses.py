@@ -19,7 +19,7 @@ def with_marks(tokens: np.ndarray, learn: np.ndarray | None) -> np.ndarray:
 
     Raises:
       TypeError: if `learn` is not bool.
-      ValueError: if it has another shape.
+      ValueError: if it has another shape, or no token counts.
     """
     if learn is None:
         return tokens
@@ -27,6 +27,8 @@ def with_marks(tokens: np.ndarray, learn: np.ndarray | None) -> np.ndarray:
         raise TypeError(f"learn.dtype={learn.dtype} must be bool")
     if learn.shape != tokens.shape:
         raise ValueError(f"learn.shape={learn.shape} must be that of the tokens, {tokens.shape}")
+    if not learn.any():
+        raise ValueError("learn must have a token that counts")
     wide = tokens.astype(np.int32)
     return np.where(learn, wide, ~wide)
 
@@ -36,9 +38,19 @@ def marked(tokens: Any) -> tuple[Any, Any]:
     return jnp.where(tokens < 0, ~tokens, tokens), tokens >= 0
 
 
-def mean_of_learned(losses: jax.Array, learned: jax.Array, total: jax.Array) -> jax.Array:
-    """The sum of the losses that count over `total`, how many there are; 0 where there are none."""
-    return jnp.sum(jnp.where(learned, losses, 0.0)) / jnp.maximum(total, 1).astype(losses.dtype)
+def mean_of_learned(
+    losses: jax.Array, learned: jax.Array, names: tuple[str, ...] = ()
+) -> jax.Array:
+    """The mean of the losses that count; 0 where none does.
+
+    Inside a `shard_map` over the axes `names` the mean of what devices get is that of all tokens.
+    """
+    total, devices = jnp.sum(learned), 1
+    if names:
+        total, devices = jax.lax.psum(total, names), jax.lax.axis_size(names)
+    # One at least before the division: a device's share of a few tokens is less than one.
+    share = jnp.maximum(total, 1).astype(losses.dtype) / devices
+    return jnp.sum(jnp.where(learned, losses, 0.0)) / share
 
 
 def cross_entropy(

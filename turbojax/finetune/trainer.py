@@ -347,11 +347,8 @@ class _Loss:
         losses, learned, density = self.of_tokens(params, tokens)
         if not self.is_marked:
             return jnp.mean(losses), density
-        total = jnp.sum(learned)
-        if self.axes is not None:  # so that the mean of the devices' losses is that of all tokens
-            names = self.axes.names
-            total = jax.lax.psum(total, names) / jax.lax.axis_size(names)
-        return mean_of_learned(losses, learned, total), density
+        names = () if self.axes is None else self.axes.names
+        return mean_of_learned(losses, learned, names), density
 
     def of_tokens(
         self, params: nnx.State, tokens: jax.Array
