@@ -171,6 +171,7 @@ def test_half_precision(dtype, name):
         assert (np.abs(np.asarray(x, np.float64) - y) <= allowed).all()
 
 
+@pytest.mark.quick(2)
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
 def test_on_a_gpu(dtype):

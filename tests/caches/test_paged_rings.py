@@ -118,6 +118,7 @@ def test_it_attends_as_a_layer_that_holds_all_tokens(kind):
     check_attention(kind)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["turbo4", "fp8_e4m3", "paged"])
 def test_it_attends_on_a_gpu_as_a_layer_that_holds_all_tokens(kind):

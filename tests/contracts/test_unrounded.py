@@ -222,7 +222,7 @@ def test_mapped_axes_are_part_of_the_batch(calls, axes):
         np.testing.assert_array_equal(got[i], call(*one))
 
 
-@pytest.mark.quick(7)
+@pytest.mark.quick(5)
 @pytest.mark.gpu
 @pytest.mark.skipif(_device.needs_hopper() is not None, reason=str(_device.needs_hopper()))
 @pytest.mark.parametrize(

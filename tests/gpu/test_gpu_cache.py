@@ -75,7 +75,7 @@ def append_all(cache, key, value, implementation):
     return cache
 
 
-@pytest.mark.quick(5)
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("name", CASES)
 def test_a_prompt_and_then_tokens(name, implementation):
@@ -91,7 +91,7 @@ def test_a_prompt_and_then_tokens(name, implementation):
     assert_same_bits(append_all(got, *more, implementation), append_all(expected, *more, "xla"))
 
 
-@pytest.mark.quick(5)
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("name", CASES)
 def test_stage_1_operands(name, implementation):

@@ -53,7 +53,7 @@ def check(kind, tokens, kernel, **options):
     assert np.abs(x - y).sum() <= share * np.abs(y).sum()
 
 
-@pytest.mark.quick(15)
+@pytest.mark.quick(8)
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("kind", KINDS)
@@ -66,7 +66,7 @@ def test_decoding(kind, kernel, case):
     check(kind, tokens, kernel, **options)
 
 
-@pytest.mark.quick(11)
+@pytest.mark.quick(4)
 @on_hopper
 @pytest.mark.parametrize("window", [None, (70, 0)])
 @pytest.mark.parametrize("tokens", PROMPTS.values(), ids=PROMPTS)

@@ -175,7 +175,7 @@ def assert_as_good(ours, truth, plain):
     assert ours.max() <= 2 * plain.max() + 0.05 * spread, (ours.max(), plain.max(), spread)
 
 
-@pytest.mark.quick(5)
+@pytest.mark.quick(3)
 @pytest.mark.parametrize(("family", "kind"), CASES)
 def test_kernels_are_as_good_as_xla(family, kind, tmp_path):
     truth, plain = on_a_cpu((family, kind), tmp_path / "xla.npz")
@@ -183,7 +183,7 @@ def test_kernels_are_as_good_as_xla(family, kind, tmp_path):
     assert_as_good(model_logits(family, kind, jnp.bfloat16, None), truth, plain)
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_flax_module_is_as_good_as_xla(kind, tmp_path):
     truth, plain = on_a_cpu((kind,), tmp_path / "xla.npz")

@@ -108,7 +108,7 @@ def test_equals_the_oracle(implementation, name, precision):
     check(implementation, name, precision)
 
 
-@pytest.mark.quick(5)
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("scale_dtype", ["e4m3", "bf16"])
 @pytest.mark.parametrize("shape", [(4288, 4096), (200, 1300), (320, 14336)])
 def test_bits_of_few_tokens(shape, scale_dtype):

@@ -70,7 +70,7 @@ def extras_of(names, batch=3, tokens=700, heads=8):
     return {k: v for name in names for k, v in all_of_them[name].items()}
 
 
-@pytest.mark.quick(11)
+@pytest.mark.quick(7)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(
     "names",
@@ -105,7 +105,7 @@ def models_and_blocks():
             yield same[i % len(same)], blocks[i % len(blocks)]
 
 
-@pytest.mark.quick(9)
+@pytest.mark.quick(7)
 @pytest.mark.parametrize(("name", "block"), list(models_and_blocks()))
 def test_attention_of_real_models(name, block):
     heads = MODELS[name]
@@ -170,7 +170,7 @@ DECODE = {
 }
 
 
-@pytest.mark.quick(7)
+@pytest.mark.quick(5)
 @pytest.mark.parametrize("name", CACHES)
 @pytest.mark.parametrize("mode", MODES)
 def test_decode(name, mode):
@@ -185,7 +185,7 @@ def test_decode(name, mode):
     assert_near(got[1], want[1], jnp.float32, 1e-5)
 
 
-@pytest.mark.quick(7)
+@pytest.mark.quick(5)
 @pytest.mark.parametrize("case", DECODE)
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
 def test_decode_options_and_dtypes(case, dtype):
@@ -207,7 +207,7 @@ def test_decode_of_real_models(name):
     assert_near(got[0], want[0], query.dtype, 1e-4)
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("mode", MODES)
 def test_prefill_shares_its_codes_with_the_cache(mode):
     """Whatever `None` chooses stores the bits of plain JAX and attends like it."""

@@ -32,7 +32,7 @@ CASES = {
 }
 
 
-@pytest.mark.quick(7)
+@pytest.mark.quick(6)
 @pytest.mark.parametrize("name", helpers.FORMATS)
 @pytest.mark.parametrize("case", list(CASES))
 def test_equals_the_oracle(case, name):
@@ -45,6 +45,7 @@ def test_equals_the_oracle(case, name):
         np.testing.assert_array_equal(np.asarray(a, np.float32), np.asarray(b, np.float32))
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("name", helpers.FORMATS)
 def test_bits_do_not_depend_on_others(name):
     case = helpers.make(name, (1500, 700), heads=128)
@@ -55,6 +56,7 @@ def test_bits_do_not_depend_on_others(name):
         np.testing.assert_array_equal(a[0], b[0])
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("name", helpers.FORMATS)
 def test_nan_reaches_those_who_see_it(name):
     """In the newest token but one: queries before it are as they were."""

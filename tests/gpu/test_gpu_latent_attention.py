@@ -33,7 +33,7 @@ def pool_of(kv_dtype, tables, latent, rope):
 filled = jax.jit(pool_of, static_argnums=0)
 
 
-@pytest.mark.quick(5)
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("kv_dtype", helpers.FORMATS)
 @pytest.mark.parametrize(("heads", "window"), [(16, None), (128, (200, 0))])
 def test_the_kernel_equals_plain_jax(kv_dtype, heads, window):

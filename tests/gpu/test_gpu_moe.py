@@ -38,7 +38,7 @@ def test_logits_are_those_of_the_cpu(folder, length):
     assert moe.relative(got, want) < 1e-3
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("length", [1, 40])
 def test_logits_of_int4_are_those_of_xla(folder, length, monkeypatch):
     decoder = models.quantize_model(models.load_decoder(folder), smoothing=PLAIN)

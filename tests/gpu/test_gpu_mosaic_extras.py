@@ -86,7 +86,7 @@ def rms(x):
     return np.sqrt(np.mean(np.square(x))) if x.size else 0.0
 
 
-@pytest.mark.quick(8)
+@pytest.mark.quick(6)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case[:9])))
 def test_attention_equals_the_definition(case):
     *what, mode, softmax, _, dtype = case
@@ -137,7 +137,7 @@ def test_gradients_equal_the_definition(case):
         np.testing.assert_allclose(ours, theirs, rtol=0, atol=2.0**-8 * of_rows)
 
 
-@pytest.mark.quick(5)
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_packed_sequences_are_those_by_themselves(mode, head_dim):

@@ -125,6 +125,7 @@ def test_without_rounding(case):
     check(got, gradient_reference.gradient(*arrays, **static), UNIT["bfloat16"])
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.float32], ids=["f16", "f32"])
 @pytest.mark.parametrize(("mode", "gradient"), [("int8", "8bit"), ("fp8", "float")])
 def test_dtypes_and_a_negative_scale(dtype, mode, gradient):
@@ -133,7 +134,7 @@ def test_dtypes_and_a_negative_scale(dtype, mode, gradient):
     check(got, gradient_reference.gradient(*arrays, **static), UNIT[jnp.dtype(dtype).name])
 
 
-@pytest.mark.quick(5)
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("gradient", ["float", "8bit"])
 @pytest.mark.parametrize(
     "dtype", [jnp.bfloat16, jnp.float16, jnp.float32], ids=["bf16", "f16", "f32"]
@@ -186,6 +187,7 @@ def test_lengths_beyond_the_arrays(mode):
     jax.tree.map(np.testing.assert_array_equal, got, want)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("gradient", ["float", "8bit"])
 def test_bits_are_the_same_in_every_run_and_batch(gradient):
     """Also of a sequence by itself: no sum knows what else is in the batch."""
@@ -197,7 +199,7 @@ def test_bits_are_the_same_in_every_run_and_batch(gradient):
         np.testing.assert_array_equal(x[0], y[1])
 
 
-@pytest.mark.quick(5)
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("case", ["ragged", "everything", "more queries"])
 @pytest.mark.parametrize("mode", MODES)
 def test_padding_and_blind_rows_have_no_gradient_and_no_say(case, mode):
@@ -246,6 +248,7 @@ def test_bad_values_reach_those_who_see_them(which, gradient):
         assert (np.isnan(d_v[0]) if which == 1 else np.isfinite(d_v[0])).all()
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("softmax", [EXACT, SAS_E], ids=["exact", "sas"])
 def test_training_by_the_public_call(softmax):
     """The default path: kernels forward and backward, near the gradient of exact attention."""
@@ -265,6 +268,7 @@ def test_training_by_the_public_call(softmax):
             assert np.linalg.norm(x - y) <= bound * np.linalg.norm(y)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("mode", MODES)
 def test_weights_of_a_capped_forward_pass_sum_to_one(mode):
     """Gradients of the values then sum to those of the outputs, over all tokens."""

@@ -88,7 +88,7 @@ def matches(kernel, query, cache, tables, lengths, **options):
     assert_matches_oracle(query, cache, tables, lengths, units=units, call=call, **options)
 
 
-@pytest.mark.quick(17)
+@pytest.mark.quick(11)
 @pytest.mark.parametrize(("name", "kv_dtype", "kernel"), grid(SHAPES))
 def test_equals_the_oracle(name, kv_dtype, kernel):
     lengths, kv_heads, dim, heads, count = SHAPES[name]
@@ -98,7 +98,7 @@ def test_equals_the_oracle(name, kv_dtype, kernel):
         matches(kernel, query, cache, tables, lengths)
 
 
-@pytest.mark.quick(15)
+@pytest.mark.quick(9)
 @pytest.mark.parametrize(("kv_dtype", "kernel"), FEWER)
 @pytest.mark.parametrize("name", OPTIONS)
 def test_options(name, kv_dtype, kernel):
@@ -119,7 +119,7 @@ LARGE = {
 }
 
 
-@pytest.mark.quick(17)
+@pytest.mark.quick(11)
 @pytest.mark.parametrize(("name", "kv_dtype", "kernel"), grid(LARGE))
 def test_full_sizes(name, kv_dtype, kernel):
     """Twice the same bits, and plain JAX's numbers but for the rounding of weights and queries."""
@@ -137,7 +137,7 @@ def test_full_sizes(name, kv_dtype, kernel):
     assert_near(got[1], want[1], jnp.float32, 1e-3 if is_integer else 2e-5)
 
 
-@pytest.mark.quick(5)
+@pytest.mark.quick(3)
 @pytest.mark.parametrize(("kv_dtype", "kernel"), FEWER)
 def test_page_sizes_do_not_matter(kv_dtype, kernel):
     lengths, query = (1300, 17), normal(6, (2, 2, 4, 128), jnp.bfloat16)
@@ -228,7 +228,7 @@ def test_how_programs_are_cut_changes_no_bit(kv_dtype, head_dim, tokens, options
     assert_near(other[0], whole[0], jnp.bfloat16, 2.0**-8)
 
 
-@pytest.mark.quick(7)
+@pytest.mark.quick(5)
 @pytest.mark.parametrize(("kv_dtype", "kernel"), FEWER)
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_chunks_do_not_matter(head_dim, kv_dtype, kernel):
@@ -243,7 +243,7 @@ def test_what_is_not_finite_reaches_what_attends_to_it(kv_dtype, kernel):
     check_nan(runs(kernel, kv_dtype, 64, dtype), kv_dtype, dtype, head_dim=64)
 
 
-@pytest.mark.quick(15)
+@pytest.mark.quick(9)
 @pytest.mark.parametrize(("kv_dtype", "kernel"), FEWER)
 @pytest.mark.parametrize("width", [4, 200], ids=["one part", "several"])
 def test_padding_gives_0_beside_what_is_not_finite(width, kv_dtype, kernel):
@@ -267,7 +267,7 @@ def test_padding_gives_0_beside_what_is_not_finite(width, kv_dtype, kernel):
     assert np.all(lse[1:] == -np.inf)
 
 
-@pytest.mark.quick(17)
+@pytest.mark.quick(10)
 @pytest.mark.parametrize(("kv_dtype", "kernel"), FEWER)
 @pytest.mark.parametrize("size", [1e-39, 1e-30, 1e30])
 def test_queries_of_any_size_are_finite(size, kv_dtype, kernel):
@@ -278,7 +278,7 @@ def test_queries_of_any_size_are_finite(size, kv_dtype, kernel):
     assert np.isfinite(np.asarray(out.astype(jnp.float32))).all()
 
 
-@pytest.mark.quick(11)
+@pytest.mark.quick(9)
 @pytest.mark.parametrize(("kv_dtype", "kernel"), FEWER)
 @pytest.mark.parametrize("width", [4, 200], ids=["one part", "several"])
 def test_several_pools_at_once(width, kv_dtype, kernel):

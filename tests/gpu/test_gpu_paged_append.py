@@ -44,7 +44,7 @@ def same(implementation):
     return functools.partial(assert_stores_the_same, run=compiled(implementation))
 
 
-@pytest.mark.quick(11)
+@pytest.mark.quick(7)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("head_dim", [16, 32, 64, 128, 256])
 @pytest.mark.parametrize("page_size", [16, 64])
@@ -56,7 +56,7 @@ def test_ragged_tokens(same, page_size, head_dim, dtype):
     same(cache, *tokens(1, head_dim, dtype, seed=1), TABLES, before + count, **given)
 
 
-@pytest.mark.quick(11)
+@pytest.mark.quick(7)
 @pytest.mark.parametrize("kv_dtype", MIXES)
 @pytest.mark.parametrize(("head_dim", "dtype"), [(16, jnp.float32), (128, jnp.bfloat16)])
 def test_every_number_of_bits(same, head_dim, dtype, kv_dtype):
@@ -91,7 +91,7 @@ def test_every_launch_of_every_number_of_bits(same, kv_dtype, count):
     assert np.asarray(cache.value_norm).any()
 
 
-@pytest.mark.quick(17)
+@pytest.mark.quick(5)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("head_dim", [16, 64, 128, 256])
 def test_strange_vectors(same, head_dim, dtype):

@@ -55,7 +55,7 @@ def test_equals_the_oracle(name, kind, dtype):
     assert_right(query, cache, tables, lengths, mosaic)
 
 
-@pytest.mark.quick(11)
+@pytest.mark.quick(8)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", ["scale", "negative scale", "soft cap", "window", "padding"])
 def test_options(name, kind):
@@ -91,13 +91,13 @@ def test_what_is_not_finite_reaches_what_attends_to_it(head_dim, kind):
     check_nan(mosaic, kind, jnp.bfloat16, head_dim)
 
 
-@pytest.mark.quick(5)
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("kind", KINDS)
 def test_neighbours_and_places_do_not_matter(kind):
     check_neighbours_and_places(mosaic, kind, jnp.bfloat16, 128)
 
 
-@pytest.mark.quick(5)
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("option", ["plain", "window"])
 def test_chunks_do_not_matter(option, kind):

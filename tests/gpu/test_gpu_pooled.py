@@ -121,7 +121,7 @@ def expected(case, dtype, head_dim):
     )
 
 
-@pytest.mark.quick(7)
+@pytest.mark.quick(5)
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("name", LARGE)
@@ -147,7 +147,7 @@ def test_dtypes_and_head_dims(implementation, dtype, head_dim):
     check(implementation, LARGE["causal"], dtype, head_dim)
 
 
-@pytest.mark.quick(7)
+@pytest.mark.quick(5)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["f32", "bf16"])
 @pytest.mark.parametrize("name", KERNEL_CASES)
 def test_small_blocks_through_triton(name, dtype):
@@ -169,7 +169,7 @@ REAL = {
 }
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("name", REAL)
 def test_real_sizes(implementation, name):
@@ -190,6 +190,7 @@ def test_real_sizes(implementation, name):
         assert relative(got, want) <= 2 * relative(plainly, want) + floor
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_repetition_gives_the_same_bits(implementation):
     case = REAL["odd length"]
@@ -200,6 +201,7 @@ def test_repetition_gives_the_same_bits(implementation):
         np.testing.assert_array_equal(a.astype(jnp.float32), b.astype(jnp.float32))
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_padding_changes_nothing(implementation):
     """NaN past the ends, in operands and cotangents: the same bits, and zeros."""
@@ -250,6 +252,7 @@ def test_nan_reaches_the_blocks_that_attend_to_it(implementation, name):
     assert not found[:, :, 2:].any()
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_cotangents_of_what_sees_nothing_are_not_looked_at(implementation):
     case = LARGE["mostly skipped"]
@@ -296,6 +299,7 @@ def test_nan_in_skipped_blocks_has_no_gradient(implementation, position):
         np.testing.assert_array_equal(a.astype(jnp.float32), b.astype(jnp.float32))
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("rest", [0, 1])
 def test_an_invalid_level_under_jit_gives_nan(implementation, rest):

@@ -28,7 +28,7 @@ KERNELS = [
 ]
 
 
-@pytest.mark.quick(11)
+@pytest.mark.quick(5)
 @pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("mode", ["int8", "int8_fp8", "fp8"])
 @pytest.mark.parametrize(
@@ -60,6 +60,7 @@ def test_kernels_and_plain_jax_give_the_same_bits(monkeypatch, mode, head_dim, d
             np.testing.assert_array_equal(a, b, err_msg=name)
 
 
+@pytest.mark.quick(15)
 @pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize(
     "dtypes",

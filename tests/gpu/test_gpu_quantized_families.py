@@ -39,7 +39,7 @@ def logits(decoder, tokens) -> np.ndarray:
     return np.asarray(run(decoder, tokens, positions), np.float64)
 
 
-@pytest.mark.quick(7)
+@pytest.mark.quick(5)
 @pytest.mark.parametrize(("activations", "allowed"), [("bf16", 0.02), ("e4m3", 0.1)])
 @pytest.mark.parametrize("length", [5, 70])
 @pytest.mark.parametrize("family", FAMILIES)

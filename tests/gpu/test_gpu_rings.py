@@ -58,7 +58,7 @@ def filled(name, window=SIDES, implementation="xla"):
     return append_all(cache, *tokens(150, 3), implementation)
 
 
-@pytest.mark.quick(5)
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_kernels_store_the_bits_of_plain_jax(name, kernel):
@@ -68,7 +68,7 @@ def test_kernels_store_the_bits_of_plain_jax(name, kernel):
     assert_same_bits(cache, filled(name))
 
 
-@pytest.mark.quick(5)
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("queries", [1, 8])
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("name", CONFIGS)

@@ -63,7 +63,7 @@ def compiled(implementation, activation):
     return jax.jit(functools.partial(call, implementation=implementation))
 
 
-@pytest.mark.quick(17)
+@pytest.mark.quick(14)
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 @pytest.mark.parametrize("implementation", KERNELS)
 @pytest.mark.parametrize("name", CASES)

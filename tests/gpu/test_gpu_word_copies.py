@@ -54,7 +54,7 @@ def test_decode(twice, name, tokens):
     twice(lambda: decode(query, cache, **options))
 
 
-@pytest.mark.quick(11)
+@pytest.mark.quick(7)
 @pytest.mark.parametrize("kv_dtype", ["turbo4", "k8v4", "int8", "turbo_k3v4", "fp8_e4m3", "auto"])
 @pytest.mark.parametrize("page_size", [16, 128])
 def test_pages(twice, kv_dtype, page_size):

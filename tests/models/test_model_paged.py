@@ -350,7 +350,7 @@ def test_a_step_needs_no_copy_of_the_pages_on_a_gpu(kind):
     assert growth < (large - small) / 10
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(2)
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_kernel_gives_the_logits_of_the_definition(kind):

@@ -14,7 +14,7 @@ from turbojax.models.engine import groups
 pytestmark = pytest.mark.gpu
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("kv_dtype", ["auto", "fp8_e4m3", "int8", "turbo4", "k8v4"])
 def test_text_does_not_depend_on_what_else_happens(kv_dtype, temperature):
@@ -43,7 +43,7 @@ def _check(model, wanted, kv_dtype):
     assert made.statistics().preemptions > 0
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("kv_dtype", ["auto", "fp8_e4m3", "turbo4"])
 def test_texts_stay_the_same_where_pages_behind_windows_are_freed(kv_dtype):
     config = dataclasses.replace(
@@ -63,7 +63,7 @@ def test_texts_stay_the_same_where_pages_behind_windows_are_freed(kv_dtype):
     assert [group.window for group in made.statistics().groups] == [None, 24]
 
 
-@pytest.mark.quick(4)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("kv_dtype", ["auto", "fp8_e4m3", "int8", "turbo4", "k8v4"])
 @pytest.mark.parametrize("windows", [(24, None), (24, 24), (64, 64)])
 def test_nan_in_pages_that_a_window_has_left_reaches_nobody(kv_dtype, windows):

@@ -65,7 +65,7 @@ def run_all(made: Engine, wanted: list[Request]) -> list:
     return [results[number] for number in numbers]
 
 
-@pytest.mark.quick(5)
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("speculation", [None, "ngram", "draft"])
 @pytest.mark.parametrize("kv_dtype", list(OFF))
 def test_greedy_tokens_are_about_the_most_likely(model, prompts, kv_dtype, speculation):
