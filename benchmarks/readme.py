@@ -9,6 +9,7 @@ import argparse
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from benchmarks import choosing
 from benchmarks.stored import dated, newest
@@ -17,6 +18,12 @@ from turbojax import _writing
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 _LINK = "benchmarks/results/"
+# Of a record of the GPU tests, what runs them.
+_GPU_TIERS = {
+    "gpu_tests": "test-gpu",
+    "gpu_tests_several": "test-gpus",
+    "gpu_tests_all": "test-gpu-all",
+}
 
 
 def figures_table() -> str:
@@ -25,25 +32,26 @@ def figures_table() -> str:
 
 
 def gpu_tests_line() -> str:
-    """The last full run of the GPU tests, or calls that ran most of them, or that there is none."""
-    found = newest(RESULTS, ("gpu_tests",))
-    if found is None:
-        return "No full run of the GPU tests is recorded yet."
-    name, record = found
+    """The last run of each tier of the GPU tests, or that there is none."""
+    parts = []
+    for kind, target in _GPU_TIERS.items():
+        found = newest(RESULTS, (kind,))
+        if found is not None:
+            parts.append(_gpu_tests_part(target, *found))
+    return "; ".join(parts) + "." if parts else "No run of the GPU tests is recorded yet."
+
+
+def _gpu_tests_part(target: str, name: str, record: Mapping[str, Any]) -> str:
     commit, _, changed = (record["commit"] or "unknown").partition(", ")
-    state = commit[:10] + (" with changes" if changed else "")
     counts = ", ".join(f"{record[what]:,} {what}" for what in ("passed", "failed", "skipped"))
     if "of" in record:  # calls that did not reach all tests
         counts = counts.replace(" passed", f" of {record['of']:,} passed", 1)
-    calls = record.get("calls", ())
-    run = f"GPU tests, in {len(calls)} calls" if calls else "The last full run of the GPU tests"
-    if calls:
-        state += " and before: the record says which call ran what at which commit"
+    calls = f" and before, in {len(record['calls'])} calls" if "calls" in record else ""
     return (
-        f"{run}: {counts}, in {record['seconds'] / 60:.1f} minutes "
-        f"with {record['workers']} processes; {record['device']}, driver {record['driver']}, jax "
-        f"{record['jax']}, {record['date']}, commit {state} "
-        f"([{name}]({_LINK}{name}))."
+        f"`make {target}`: {counts}, in {record['seconds'] / 60:.1f} minutes "
+        f"with {record['workers']} processes ({record['device']}, driver {record['driver']}, "
+        f"jax {record['jax']}, {record['date']}, commit {commit[:10]}{' with changes' if changed else ''}{calls}: "
+        f"[{name}]({_LINK}{name}))"
     )
 
 

@@ -73,7 +73,7 @@ def test_figures_need_their_results(tmp_path, monkeypatch):
 
 def test_the_last_run_of_the_gpu_tests(tmp_path, monkeypatch):
     monkeypatch.setattr(readme, "RESULTS", tmp_path)
-    assert readme.gpu_tests_line() == "No full run of the GPU tests is recorded yet."
+    assert readme.gpu_tests_line() == "No run of the GPU tests is recorded yet."
     record = {
         "date": "2000-01-02",
         "device": "a device",
@@ -89,20 +89,26 @@ def test_the_last_run_of_the_gpu_tests(tmp_path, monkeypatch):
     (tmp_path / "gpu_tests_2000-01-01.json").write_text("{}")
     (tmp_path / "gpu_tests_2000-01-02.json").write_text(json.dumps(record))
     assert readme.gpu_tests_line() == (
-        "The last full run of the GPU tests: 1,234 passed, 1 failed, 2 skipped, in 7.0 minutes "
-        "with 16 processes; a device, driver 1.2, jax 0.1, 2000-01-02, commit 0123456789 "
-        "([gpu_tests_2000-01-02.json](benchmarks/results/gpu_tests_2000-01-02.json))."
+        "`make test-gpu`: 1,234 passed, 1 failed, 2 skipped, in 7.0 minutes with 16 processes "
+        "(a device, driver 1.2, jax 0.1, 2000-01-02, commit 0123456789: "
+        "[gpu_tests_2000-01-02.json](benchmarks/results/gpu_tests_2000-01-02.json))."
     )
     for commit, shown in (("0123456789ab, changed", "0123456789 with changes"), (None, "unknown")):
         (tmp_path / "gpu_tests_2000-01-03.json").write_text(
             json.dumps({**record, "commit": commit})
         )
-        assert f"commit {shown} ([gpu" in readme.gpu_tests_line()
+        assert f"commit {shown}: [gpu" in readme.gpu_tests_line()
     of_parts = {**record, "of": 1300, "calls": ["some", "the others"]}
-    (tmp_path / "gpu_tests_2000-01-03.json").write_text(json.dumps(of_parts))
-    line = readme.gpu_tests_line()
-    assert line.startswith("GPU tests, in 2 calls: 1,234 of 1,300 passed, 1 failed")
-    assert "commit 0123456789 and before: the record says which call ran what" in line
+    (tmp_path / "gpu_tests_all_2000-01-01.json").write_text(json.dumps(of_parts))
+    (tmp_path / "gpu_tests_several_2000-01-01.json").write_text(json.dumps(record))
+    tiers = readme.gpu_tests_line().split("; ")
+    assert [tier.partition(":")[0] for tier in tiers] == [
+        "`make test-gpu`",
+        "`make test-gpus`",
+        "`make test-gpu-all`",
+    ]
+    assert ": 1,234 of 1,300 passed, 1 failed" in tiers[2]
+    assert "commit 0123456789 and before, in 2 calls: [gpu_tests_all_2000" in tiers[2]
 
 
 def test_a_figure_that_was_not_measured_is_named(tmp_path):
