@@ -50,7 +50,8 @@ def _gpu_tests_part(target: str, name: str, record: Mapping[str, Any]) -> str:
     return (
         f"`make {target}`: {counts}, in {record['seconds'] / 60:.1f} minutes "
         f"with {record['workers']} processes ({record['device']}, driver {record['driver']}, "
-        f"jax {record['jax']}, {record['date']}, commit {commit[:10]}{' with changes' if changed else ''}{calls}: "
+        f"jax {record['jax']}, {record['date']}, "
+        f"commit {commit[:10]}{' with changes' if changed else ''}{calls}: "
         f"[{name}]({_LINK}{name}))"
     )
 
