@@ -275,7 +275,7 @@ GENERATED = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.fuzz
 def test_report_round_trip(result_file, tmp_path):
     result = _with_gpu_rows(json.loads(result_file.read_text()))
     (tmp_path / result_file.name).write_text(json.dumps(result))

@@ -79,7 +79,7 @@ def test_windows_are_real_text_and_held_out_text_is_apart(text):
 
 
 @pytest.mark.optimized
-@pytest.mark.slow
+@pytest.mark.fuzz
 def test_smoothing_gives_back_what_outliers_cost(decoder):
     text = ablation.Text.of_library(window=512, calibrated=2, evaluated=3)
     options = smoothing.Smoothing(cas_inputs="all")

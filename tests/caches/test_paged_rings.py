@@ -111,9 +111,9 @@ def test_published_models_hold_a_fraction_of_32k_tokens(name, share):
 # What is computed --------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
+@pytest.mark.quick(slow=1)
 @pytest.mark.optimized
-@pytest.mark.parametrize("kind", ["turbo4", pytest.param("paged", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", ["turbo4", "paged"])
 def test_it_attends_as_a_layer_that_holds_all_tokens(kind):
     check_attention(kind)
 

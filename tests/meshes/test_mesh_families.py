@@ -130,7 +130,7 @@ QUANTIZED = {
 
 
 @pytest.mark.parametrize("name", QUANTIZED)
-@pytest.mark.slow
+@pytest.mark.quick(slow=2)
 def test_int4_decoders(name):
     """Tokens of 16 bits or more, which devices round alike."""
     config = dataclasses.replace(QUANTIZED[name], num_layers=1)
@@ -152,7 +152,7 @@ def test_int4_decoders(name):
             assert np.array_equal(x, y)
 
 
-@pytest.mark.slow
+@pytest.mark.quick(slow=1)
 @pytest.mark.parametrize("name", ["qwen3-moe", "gpt-oss"])
 def test_int4_experts(name):
     """In e4m3, where a device's tokens have scales of their own: as near to the exact weights."""

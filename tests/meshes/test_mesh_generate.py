@@ -26,7 +26,7 @@ def test_a_mesh_changes_no_text(tiny_folder):
     assert texts[0] == texts[1]
 
 
-@pytest.mark.slow
+@pytest.mark.fuzz
 def test_half_of_the_heads_of_each_device(tiny_folder):
     """Of one head a device the keys have 4 bits and the values 2: as many bytes as without it."""
     found = []

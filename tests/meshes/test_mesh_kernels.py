@@ -169,7 +169,7 @@ def test_kernels_get_local_shapes(name, monkeypatch, tmp_path):
     check(name, monkeypatch, tmp_path)
 
 
-@pytest.mark.quick(slow=2)
+@pytest.mark.quick(slow=1)
 @pytest.mark.parametrize("name", NAMES)
 def test_other_kernels_get_local_shapes(name, monkeypatch, tmp_path):
     check(name, monkeypatch, tmp_path)

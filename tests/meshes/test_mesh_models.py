@@ -124,7 +124,7 @@ def collectives(jaxpr):
                 yield from collectives(inner)
 
 
-@pytest.mark.slow
+@pytest.mark.quick(slow=1)
 @pytest.mark.parametrize(("cache", "shape"), [("kv4", (1, 4)), ("paged", (2, 2)), (GEAR, (2, 2))])
 def test_other_caches_give_the_same_tokens(cache, shape):
     given = {"max_new_tokens": 4, "lengths": LENGTHS, "cache": cache}
@@ -168,7 +168,7 @@ def test_caches_are_split_as_they_are_made_over_a_mesh(tmp_path, name):
         assert np.array_equal(x, y)
 
 
-@pytest.mark.slow
+@pytest.mark.quick(slow=2)
 @pytest.mark.parametrize("name", STORED)
 def test_sessions_are_stored_as_one_device_has_them(tmp_path, name):
     """Files of one device go on over a mesh, and those of a mesh on one device and over it."""
@@ -195,7 +195,7 @@ def test_sessions_that_cannot_be_split_are_refused(tmp_path):
         models.load_session(tmp_path / "three", models.shard(decoder(), axes_of(2, 1)))
 
 
-@pytest.mark.slow
+@pytest.mark.fuzz
 def test_windows_over_slots():
     """Devices share a KV head's tokens; a layer with a window keeps no first ones apart."""
     config = dataclasses.replace(TINY, local_windows=(10, None))

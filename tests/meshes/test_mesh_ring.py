@@ -286,7 +286,7 @@ def test_what_does_not_fit_is_named():
         run(2, attention="exact", implementation="cudnn")
 
 
-@pytest.mark.slow
+@pytest.mark.quick(slow=2)
 @pytest.mark.parametrize("mode", ["float", "int8", "int8_fp8", "fp8"])
 def test_modes_and_windows(mode):
     q, k, v, sinks, _, _ = operands()
@@ -302,7 +302,7 @@ def test_modes_and_windows(mode):
         assert jnp.max(jnp.abs(x - z)) <= 2 * jnp.max(jnp.abs(y - z))
 
 
-@pytest.mark.slow
+@pytest.mark.quick(slow=2)
 @pytest.mark.parametrize("devices", [1, 2, 4, 8])
 def test_numbers_of_devices(devices):
     q, k, v, sinks, ids, _ = operands()
@@ -313,7 +313,7 @@ def test_numbers_of_devices(devices):
     assert_close(got, wanted, devices)
 
 
-@pytest.mark.slow
+@pytest.mark.quick(slow=1)
 @pytest.mark.parametrize(
     ("order", "options"),
     [

@@ -175,7 +175,7 @@ def test_caches_of_four_bits_are_near(decoder, name):
         assert 1e-3 < error(name, kind) < 1.1 * error("llama3.1", kind)
 
 
-@pytest.mark.quick(slow=1)
+@pytest.mark.fuzz
 @pytest.mark.parametrize("name", MOST)
 def test_engine_of_a_quantized_model(quantized, name):
     """Texts are those of sequences by themselves."""

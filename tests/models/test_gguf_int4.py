@@ -209,7 +209,7 @@ def test_commands_refuse_other_weights(readable, arguments, message):
         assert message in result.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.fuzz
 def test_generate_says_the_same(readable):
     arguments = ["generate", "hello", "--max-new-tokens", "3", "--json", "--model", readable]
     texts = []

@@ -47,7 +47,7 @@ def test_absorbed_over_latents_is_expanded_over_keys_and_values():
     assert texts("latent") == texts("exact")
 
 
-@pytest.mark.quick(slow=1)
+@pytest.mark.fuzz
 @pytest.mark.parametrize("kv_dtype", ["auto", "turbo4"])
 def test_the_engine_gives_the_texts_of_single_sequences(kv_dtype):
     """Pages that are shared, kept and swapped; `generate` stores the same latents."""

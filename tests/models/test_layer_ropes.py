@@ -92,7 +92,7 @@ def test_each_layer_turns_by_its_own(model, form):
             assert np.abs(unturned).max() > 1
 
 
-@pytest.mark.slow
+@pytest.mark.fuzz
 def test_stacked_layers_and_layers_one_by_one_agree(model):
     """With gradients of both, and of layers that are computed anew."""
     nothing = (None,) * CONFIG.num_layers

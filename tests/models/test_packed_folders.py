@@ -263,7 +263,7 @@ def test_tokens_in_8_bits(folders):
         loaded.with_activations("f16")
 
 
-@pytest.mark.quick(slow=1)
+@pytest.mark.fuzz
 @pytest.mark.parametrize("command", ["generate", "serve"])
 def test_commands_take_such_folders(tmp_path, command):
     folder, _ = write(tmp_path, "llama", "awq", vocab_size=256)

@@ -47,7 +47,7 @@ def ours(tmp_path_factory):
 
 
 # `test_parity_cache.py` has the others, against what is recorded.
-@pytest.mark.quick(slow=2)
+@pytest.mark.quick(slow=1)
 @pytest.mark.parametrize("name", ["llama3.1", "qwen2-window", "gemma2", "gemma3"])
 def test_as_one_pass_over_the_whole_text(ours, theirs, name):
     expected = texts.after_prompts(theirs.logits(theirs.reference(name), texts.cached()))

@@ -149,7 +149,7 @@ def test_prompts_attend_to_themselves_as_they_are(windows, options):
     assert run.errors(kv_dtype, again, skipped=count).max() < 2e-4
 
 
-@pytest.mark.slow
+@pytest.mark.fuzz
 def test_a_prompt_longer_than_a_step_goes_on_from_pages():
     run = Run(model(), prompts_of(), kv_dtype="turbo_k2v2", step_tokens=40)
     counts = [alone.sum() for alone in run.alone]

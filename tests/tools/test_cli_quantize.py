@@ -160,7 +160,7 @@ def test_tokens_that_are_numbers(tmp_path):
     assert f"calibration text '{numbers}': there is no tokenizer.json" in result.stderr
 
 
-@pytest.mark.quick(slow=1)
+@pytest.mark.fuzz
 @pytest.mark.parametrize("name", ["gemma3", "qwen2", "phi3"])
 def test_other_families(name, tmp_path):
     """Read and measured layer by layer; what is written generates."""

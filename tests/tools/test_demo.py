@@ -22,7 +22,7 @@ def _run(*arguments: str):
     return CliRunner().invoke(app, ["demo", *arguments], env={"COLUMNS": "120"})
 
 
-@pytest.mark.slow
+@pytest.mark.fuzz
 def test_json_report(tiny_folder, tmp_path):
     plot = tmp_path / "demo.png"
     # More than the 8-bit buffer of a compressed cache takes by itself.

@@ -172,7 +172,7 @@ def test_what_decodes_is_what_repeats(model, monkeypatch):
     assert set(asked) == {"repeatable"}
 
 
-@pytest.mark.slow
+@pytest.mark.fuzz
 def test_int4_weights_are_those_of_both(model):
     """The exact cache is the same model's: what its weights cost is not counted."""
     sizes = {"hidden_size": 128, "intermediate_size": 128, "head_dim": 32, "num_layers": 1}
@@ -200,7 +200,7 @@ def test_prompts_attend_as_the_method_says(model):
 
 
 @pytest.mark.mesh
-@pytest.mark.slow
+@pytest.mark.fuzz
 def test_a_split_model_scores_alike(model):
     mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     from turbojax.sharding import Axes

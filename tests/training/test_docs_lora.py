@@ -13,7 +13,7 @@ EXAMPLES = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
 
 
 @pytest.mark.optimized
-@pytest.mark.slow
+@pytest.mark.fuzz
 def test_examples():
     """A text unlike what the model knows: adapters of 5 % of its size learn from it in 20 steps."""
     names, out = {"__name__": "docs"}, io.StringIO()

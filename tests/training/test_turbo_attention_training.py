@@ -59,7 +59,7 @@ CONFIGS = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.fuzz
 def test_training_with_8_bit_attention_learns_like_exact_attention():
     """The loss falls as far in as many steps."""
     exact = train(None)
