@@ -5,6 +5,7 @@ from benchmarks import (
     demo,
     gradient_error,
     gradient_training,
+    model_training,
     pooled_training,
     throughput,
 )
@@ -59,6 +60,7 @@ SHOWN = (
     throughput.SHOWN,
     pooled_training.SHOWN,
     pooled_training.POLICIES,
+    model_training.SHOWN,
     evidence.SHOWN,
     evidence.SMOLLM2,
     *attribution.SHOWN,

@@ -19,6 +19,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 
 from benchmarks import tables
@@ -95,6 +96,7 @@ class Contest:
             learning_rate=1e-4,
             warmup_steps=10,
             seed=seed,
+            precision="float32" if jax.default_backend() == "cpu" else "bfloat16",
         )
         pooled = self.pooled if kind == POOLED else None
         return finetune.Trainer(self._model, settings, self._stream, pooled=pooled)
@@ -233,7 +235,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, required=True, help="the result's file")
     given = parser.parse_args(arguments)
     result = measure(given.model, given.plan or PLANS, given.out)
-    print(section(given.out.stem, result))
+    print(section(given.out.name, result))
 
 
 if __name__ == "__main__":
