@@ -75,11 +75,12 @@ class Split:
         Each gets as many sequences, and of each sequence two chunks of tokens of the same size.
         """
         batch, context, axes = settings.batch_size, settings.context, self.axes
-        parts = axes.size("batch")
-        if batch % parts:
+        parts, accumulate = axes.size("batch"), settings.accumulate
+        if batch % (parts * accumulate):
+            beside = "" if accumulate == 1 else f", in {accumulate=} parts each"
             raise ValueError(
-                f"batch_size={batch} must be a multiple of {parts}, into which "
-                f"axes={axes.batch} split it"
+                f"batch_size={batch} must be a multiple of {parts * accumulate}, into which "
+                f"axes={axes.batch} split it{beside}"
             )
         parts = axes.size("sequence")
         if parts > 1 and context % (2 * parts):
