@@ -61,8 +61,8 @@ def each_sequence(run: finetune.Trainer, mask: np.ndarray | None):
 
 
 class TestParts:
-    @pytest.mark.quick(first=1, slow=3)
-    @pytest.mark.parametrize(("is_marked", "parts"), [(True, 2), (True, 4), (False, 2), (False, 1)])
+    @pytest.mark.quick(first=1, slow=1)
+    @pytest.mark.parametrize(("is_marked", "parts"), [(True, 2), (False, 2), (True, 4), (False, 1)])
     def test_loss_and_gradient_of_the_whole_batch(self, is_marked, parts):
         stream = corpus().stream
         mask = learn(stream.size) if is_marked else None

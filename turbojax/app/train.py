@@ -151,8 +151,9 @@ def train(
         str | None,
         typer.Option(
             metavar="AXES",
-            help="Devices to train on: data=4,sequence=2 splits the sequences of a step over 4, "
-            "the tokens of each over 2, and weights over all. Default: one device.",
+            help="Devices to train on: data=4,model=2,sequence=2 splits the sequences of a step "
+            "over 4, heads and inner sizes of layers over 2, the tokens of each sequence over 2, "
+            "and weights over all. Default: one device.",
             show_default=False,
         ),
     ] = None,
@@ -324,12 +325,12 @@ def _check_memory(config: Any, settings: Any, axes: Any, fsdp: bool) -> None:
     batch, context = settings.part_size, settings.context
     # Weights, their gradient and what the optimizer keeps, all float32; a gradient of a part.
     numbers = 2 + MOMENTS[settings.optimizer_name] + int(settings.accumulate > 1)
-    devices, parts = 1, 1
+    devices, heads, parts = 1, 1, 1
     if axes is not None:
-        devices = axes.size("batch") * axes.size("sequence")
-        parts = devices if fsdp else 1
+        devices, heads = axes.size("batch") * axes.size("sequence"), axes.size("heads")
+        parts = heads * (devices if fsdp else 1)
     # The input of every layer, which even --remat keeps, and logits in float32.
-    logits = min(batch * context // devices * config.vocab_size, MOST_LOGITS)
+    logits = min(batch * context // (devices * heads) * config.vocab_size, MOST_LOGITS)
     width = config.num_layers * config.hidden_size * jnp.dtype(settings.precision).itemsize
     startup.check_memory(
         {

@@ -19,7 +19,14 @@ from turbojax.finetune.losses import cross_entropy, marked, mean_of_learned, sha
 from turbojax.finetune.settings import Settings, for_context
 from turbojax.finetune.split import Slices, Split
 from turbojax.kv.layered import FirstLayers
-from turbojax.models import BEGINNING_OF_FILE, Attend, PooledAttention, Transformer
+from turbojax.models import (
+    BEGINNING_OF_FILE,
+    Attend,
+    PooledAttention,
+    Transformer,
+    TransformerConfig,
+)
+from turbojax.models.tensor_parallel.layout import local_config
 from turbojax.models.text.tokenizer import BYTES
 from turbojax.ops import exact_attention
 from turbojax.ops.optional_arrays import of_layer
@@ -103,8 +110,9 @@ class Trainer(BaseTrainer[nnx.State]):
           separator: the token before each document; by default byte 0 of a byte-level model, and
             nothing of others.
           remat: recompute layers in the backward pass to save memory.
-          axes: the devices to train on: sequences are split over `axes.batch`, and the tokens of
-            each over `axes.sequence`, in zig-zag order, with attention over a ring
+          axes: the devices to train on: sequences are split over `axes.batch`, heads and inner
+            sizes of layers over `axes.heads` (tensor parallelism), and the tokens of each sequence
+            over `axes.sequence`, in zig-zag order, with attention over a ring
             (`turbojax.parallel.ContextAttention`). The losses are those of one device but for the
             order of sums.
           fsdp: whether weights and the optimizer's state are split over these devices, too, see
@@ -114,8 +122,8 @@ class Trainer(BaseTrainer[nnx.State]):
           TypeError: if the stream is not one array of integers.
           ValueError: if the stream is too short, or holds what is no token; if it is packed, but
             not `pooled`, without a `separator`, or has `dense_layers`; if there are some without
-            `pooled`, or no layer is left; if `axes` split something else, or do not divide batch
-            or context.
+            `pooled`, or no layer is left; if `axes` split nothing, or do not divide batch,
+            context, heads or inner sizes.
         """
         if packed and pooled is None:
             raise ValueError(
@@ -131,22 +139,27 @@ class Trainer(BaseTrainer[nnx.State]):
             raise ValueError("packed=True needs a separator: the token before each document")
         self.config = for_context(model.config, settings.context)
         params = nnx.state(model, nnx.Param)
-        split = None if axes is None else Split(axes, settings.precision, fsdp)
+        split = None if axes is None else Split(axes, settings.precision, fsdp, self.config)
         super().__init__(params, settings, stream, split, learn)
         self.attend: Attend = dense_attention if pooled is None else pooled
         if dense_layers:
             self.attend = FirstLayers(dense_attention, self.attend, dense_layers)
         self.packed, self.separator = packed, separator
         unroll = self.config.num_layers
-        make = functools.partial(Transformer, self.config, dtype=settings.precision)
-        shapes = nnx.eval_shape(lambda: make(remat=remat, unroll=unroll, rngs=nnx.Rngs(0)))
-        self._graph = nnx.graphdef(shapes)
+
+        def made(config: TransformerConfig) -> Transformer:
+            make = functools.partial(Transformer, config, dtype=settings.precision)
+            return nnx.eval_shape(lambda: make(remat=remat, unroll=unroll, rngs=nnx.Rngs(0)))
+
+        self._graph = self._step_graph = nnx.graphdef(made(self.config))
         self._scores: dict[Attend, Callable[..., jax.Array]] = {}
         self._slices: Slices | None = None
         if split is not None:
             self._slices = split.slices(params)
+            shapes = made(local_config(self.config, split.of_heads))
             shapes.gather = self._slices.of_layer()
-        self._step_graph = nnx.graphdef(shapes)
+            shapes.axes = split.of_heads
+            self._step_graph = nnx.graphdef(shapes)
 
     @property
     def params(self) -> nnx.State:
@@ -198,6 +211,8 @@ class Trainer(BaseTrainer[nnx.State]):
         def local(params: nnx.State, tokens: jax.Array) -> jax.Array:
             losses, *_ = loss.of_tokens(slices.outside()(params), tokens)
             names, bits = split.axes.of_dimension("sequence"), losses * (1.0 / math.log(2.0))
+            if split.axes.heads:
+                bits = jax.lax.all_gather(bits, split.axes.heads, axis=1, tiled=True)
             return from_zigzag(bits, names) if names else bits
 
         spread = jax.shard_map(
@@ -283,7 +298,8 @@ class _MeasuredAttention:
             if not (attend is dense_attention or isinstance(attend, PooledAttention)):
                 raise ValueError(f"{attend=} must be dense or pooled where tokens are split")
             pooled: Any = attend if isinstance(attend, PooledAttention) else "exact"
-            self._ring = ContextAttention(axes, pooled, order="zigzag")
+            of_tokens = dataclasses.replace(axes, heads=None)  # heads are the device's own
+            self._ring = ContextAttention(of_tokens, pooled, order="zigzag")
 
     def __call__(
         self,
@@ -354,14 +370,15 @@ class _Loss:
         if not self.is_marked:
             return None
         names = () if self.axes is None else self.axes.names
-        return share_of_learned(self._own(marked(tokens)[1][:, 1:]), names)
+        return share_of_learned(self._scored(self._own(marked(tokens)[1][:, 1:])), names)
 
     def of_tokens(
         self, params: nnx.State, tokens: jax.Array
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Losses at ``[B, context + 1]`` tokens, ``[B, T]`` of this device's own, in its order.
 
-        Also which of them count, bool ``[B, T]``, and the density.
+        Of the devices that split heads each takes some of these tokens, ``[B, T / n]``. Also which
+        of them count, bool of that shape, and the density.
         """
         tokens, learn = marked(tokens)
         inputs, targets, learned = tokens[:, :-1], tokens[:, 1:], self._own(learn[:, 1:])
@@ -376,6 +393,7 @@ class _Loss:
         hidden, densities = model.hidden(
             inputs, positions=positions, attend=attend, caches=densities
         )
+        hidden, targets, learned = (self._scored(x) for x in (hidden, targets, learned))
         losses = cross_entropy(model.logits, hidden, targets, model.config.vocab_size)
         return losses, learned, jnp.mean(densities)
 
@@ -385,6 +403,14 @@ class _Loss:
             return x
         names = self.axes.of_dimension("sequence")
         return x[:, zigzag_positions(self.context // self.axes.size("sequence"), names)]
+
+    def _scored(self, x: jax.Array) -> jax.Array:
+        """Of ``[B, T, ...]`` the tokens that this one of the devices of heads has logits of."""
+        if self.axes is None or not self.axes.heads:
+            return x
+        count = x.shape[1] // self.axes.size("heads")
+        first = jax.lax.axis_index(self.axes.heads) * count
+        return jax.lax.dynamic_slice_in_dim(x, first, count, axis=1)
 
 
 def _in_parts(
