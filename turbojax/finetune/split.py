@@ -109,7 +109,7 @@ class Split:
         if (context // parts) % axes.size("heads"):
             raise ValueError(
                 f"{context=} must be a multiple of {parts * axes.size('heads')}, the devices of "
-                f"axes={(*axes.sequence, *axes.heads)}"
+                f"axes={(*axes.of_dimension('sequence'), *axes.of_dimension('heads'))}"
             )
 
     def place(self, path: str, shape: tuple[int, ...]) -> "_Place":
@@ -122,10 +122,10 @@ class Split:
         array.
         """
         first = 1 if _LAYERS in path else 0
-        heads = self._axis_of_heads(path, shape)
+        heads, over = self._axis_of_heads(path, shape), self.axes.of_dimension("heads")
         names = self.names
         if heads is not None:
-            names = tuple(name for name in names if name not in self.axes.heads)
+            names = tuple(name for name in names if name not in over)
         found = None
         if self.weights and names and len(shape) >= first + 2:
             count = self._count(names)
@@ -142,7 +142,7 @@ class Split:
         inner = tuple(names[names.index("blocks") + 1 :])
         spec = spec_of(inner, len(shape) - 1, self.config, self.of_heads)
         axis = next((1 + i for i, name in enumerate(spec) if name is not None), None)
-        is_even = axis is not None and shape[axis] % self._count(self.axes.heads) == 0
+        is_even = axis is not None and shape[axis] % self.axes.size("heads") == 0
         return axis if is_even else None
 
     def specs(self, tree: Any) -> Any:
