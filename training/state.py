@@ -14,10 +14,9 @@ import orbax.checkpoint as ocp
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from training.optimizer import clipped_muon
 from turbojax.finetune import order
 from turbojax.finetune.checkpoint import restore_tree, save_tree
-from turbojax.finetune.optimizer import clipped_adamw, default_promotion
+from turbojax.finetune.optimizer import clipped_adamw, clipped_muon, default_promotion
 from turbojax.finetune.trainer import dense_attention
 from turbojax.models import Attend, Transformer, TransformerConfig
 
@@ -48,7 +47,7 @@ class Settings:
       clip_norm: bound on the global norm of the gradient.
       seed: of initial weights and data order.
       precision: compute dtype; master weights and optimizer state are float32.
-      optimizer: "adamw", or "muon" of the layers' matrices, see `training.optimizer`.
+      optimizer: "adamw", or "muon" of the layers' matrices, see `turbojax.finetune.optimizer`.
 
     Raises:
       ValueError: if a value is out of range.

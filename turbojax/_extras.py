@@ -22,6 +22,8 @@ EXTRAS = {
     "tasks": ("lm-eval>=0.4.13,<0.5",),
     "demo": ("matplotlib>=3.9",),
     "qwix": ("qwix>=0.1.5",),
+    "tensorboard": ("tensorboardX>=2.6.2",),
+    "wandb": ("wandb>=0.18",),
     "train": ("optax>=0.2.8", "orbax-checkpoint>=0.11"),
 }
 """The project's extras, as in `pyproject.toml`."""

@@ -13,8 +13,10 @@ from tests.training.finetune_helpers import SETTINGS, TINY, command, corpus, tex
 from training import state
 from turbojax import finetune, models
 from turbojax.finetune import checkpoint
+from turbojax.finetune import trainer as steps
 from turbojax.models import pooled_by_name
-from turbojax.parallel import Axes
+from turbojax.models.config import ExpertsConfig
+from turbojax.parallel import Axes, mesh_of
 
 pytestmark = [
     pytest.mark.mesh,
@@ -184,11 +186,121 @@ def test_the_command_refuses_before_it_loads(tmp_path):
     assert "batch_size=8 must be a multiple of 3" in result.stderr
 
 
+# Of everything that is split over heads or is not: biases, norms of queries and keys.
+HEADS = dataclasses.replace(
+    TINY,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    qkv_bias=True,
+    output_bias=True,
+    mlp_bias=True,
+    qk_norm=True,
+)
+EXPERTS = dataclasses.replace(
+    HEADS,
+    num_layers=2,
+    family="qwen3_moe",
+    qkv_bias=False,
+    output_bias=False,
+    mlp_bias=False,
+    experts=ExpertsConfig(4, 2, 8, normalize=True),
+)
+
+
+def random(config: models.TransformerConfig) -> models.Transformer:
+    """A model all of whose weights are drawn: biases and norms, too."""
+    model = models.Transformer(config, rngs=nnx.Rngs(1))
+    state, rng = nnx.state(model, nnx.Param), np.random.default_rng(0)
+    moved = jax.tree.map(
+        lambda x: x + np.float32(0.1) * rng.normal(size=x.shape).astype("f"), state
+    )
+    nnx.update(model, moved)
+    return model
+
+
+def gradient(run: finetune.Trainer) -> tuple[float, list[np.ndarray]]:
+    """Loss and gradient of the first step, whole."""
+    _, _, *given = run._arguments(0)
+    loss, parts = run._make_loss(), run.settings.accumulate
+    find = steps._in_parts(loss, parts)
+    if run._split is not None:
+        find = steps._over_devices(loss, parts, run._split, run._slices, run.params)
+    (value, _), grads = jax.jit(find)(run.params, *given)
+    return float(value), [np.asarray(x) for x in jax.tree.leaves(grads)]
+
+
+@pytest.mark.quick(first=1, slow=3)
+@pytest.mark.parametrize(
+    ("mesh", "config", "options"),
+    [
+        ("data=2,model=2", HEADS, {"learn": True, "accumulate": 2}),
+        ("model=2", HEADS, {"fsdp": False}),
+        ("data=2,model=2,sequence=2", HEADS, {"learn": True, "remat": True}),
+        ("data=2,model=2", EXPERTS, {}),
+        ("data=4,model=2", HEADS, {"fsdp": False, "pooled": POOLED, "packed": True}),
+    ],
+)
+def test_heads_over_devices(mesh, config, options):
+    """Loss and gradient of one device, of weights of which each device has its share."""
+    options = dict(options)
+    settings = dataclasses.replace(SETTINGS, accumulate=options.pop("accumulate", 1))
+    if options.get("learn"):
+        options["learn"] = np.random.default_rng(0).random(corpus().stream.size) < 0.3
+    stream, fsdp = corpus().stream, options.pop("fsdp", True)
+    one = finetune.Trainer(random(config), SETTINGS, stream, **options)
+    run = finetune.Trainer(
+        random(config), settings, stream, axes=mesh_of(mesh), fsdp=fsdp, **options
+    )
+    (value, expected), (found, grads) = gradient(one), gradient(run)
+    close(found, value)
+    for one_grad, grad in zip(expected, grads, strict=True):
+        # As `close`, through the norms and softmax of two layers, whose errors add up.
+        atol = 4 * SETTINGS.tokens_per_step * 2.0**-24 * np.abs(one_grad).max()
+        np.testing.assert_allclose(grad, one_grad, rtol=0, atol=atol)
+    kernel = run.params["blocks"]["attention"]["q_proj"]["kernel"].get_value()
+    shares = run._split.count if fsdp else 2
+    assert kernel.addressable_shards[0].data.size * shares == kernel.size
+
+
+@pytest.mark.slow
+def test_operations_and_bits_where_heads_are_split():
+    """A device has its share of the operations, and held-out text is scored alike."""
+    one, two = (
+        finetune.Trainer(random(HEADS), SETTINGS, corpus().stream, axes=axes)
+        for axes in (None, mesh_of("data=2,model=2"))
+    )
+    np.testing.assert_allclose(of_bits(two), of_bits(one), atol=1e-4)
+    # Norms, and the residual stream, are computed by every device of `model`.
+    assert flops(two) * 4 / flops(one) == pytest.approx(1, abs=0.1)
+    close(losses(two, 3), losses(one, 3))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["adafactor", "muon"])
+def test_optimizers_on_a_mesh(name):
+    """In parts, with heads split: losses of one device."""
+    settings = dataclasses.replace(SETTINGS, optimizer_name=name, learning_rate=1e-3)
+    one = finetune.Trainer(random(HEADS), settings, corpus().stream)
+    axes = mesh_of("data=2,model=2")
+    parts = dataclasses.replace(settings, accumulate=2)
+    run = finetune.Trainer(random(HEADS), parts, corpus().stream, axes=axes)
+    close(losses(run, 3), losses(one, 3))
+
+
 def test_refusals():
     mesh = jax.make_mesh((2, 4), ("data", "model"))
-    with pytest.raises(ValueError, match=r"heads=\('model',\) must not split heads"):
+    with pytest.raises(ValueError, match="num_heads=2 must be a multiple of 4"):
         trainer(Axes.of(mesh))
-    with pytest.raises(ValueError, match="must split batch or sequence"):
+    odd = dataclasses.replace(HEADS, intermediate_size=25)
+    with pytest.raises(ValueError, match="intermediate_size=25 must be a multiple of 2"):
+        finetune.Trainer(
+            models.Transformer(odd, rngs=nnx.Rngs(1)),
+            SETTINGS,
+            corpus().stream,
+            axes=mesh_of("model=2"),
+        )
+    with pytest.raises(ValueError, match="must split batch, heads or sequence"):
         trainer(Axes(mesh=mesh))
     with pytest.raises(ValueError, match="context=100 must be a multiple of 8"):
         finetune.Trainer(

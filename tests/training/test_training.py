@@ -14,12 +14,11 @@ import pytest
 from flax import nnx
 
 from training import pace, report, state, train_embedded_model
-from training.optimizer import clipped_muon
 from training.shapes import EMBEDDED, SHAPES
 from training.state import Settings, Trainer, window_starts
 from turbojax.finetune.checkpoint import checkpoint_manager
 from turbojax.finetune.evaluate import bits_per_byte, windows
-from turbojax.finetune.optimizer import default_promotion
+from turbojax.finetune.optimizer import clipped_muon, default_promotion
 from turbojax.models import Transformer, TransformerConfig, embedded_path, load
 
 TINY = TransformerConfig(

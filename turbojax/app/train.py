@@ -1,5 +1,7 @@
 """The command `turbojax train`: its options; `turbojax.finetune` trains."""
 
+import contextlib
+import dataclasses
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -97,9 +99,43 @@ def train(
         int, typer.Option(help="Tokens per sequence; bytes of a byte-level model.")
     ] = 16384,
     batch: Annotated[int, typer.Option(help="Sequences per step.")] = 8,
+    accumulate: Annotated[
+        int,
+        typer.Option(
+            help="Parts that the sequences of a step are taken in, one after the other: the same "
+            "step with the memory of a part."
+        ),
+    ] = 1,
     steps: Annotated[int, typer.Option(help="Optimizer steps.")] = 300,
+    optimizer: Annotated[
+        str, typer.Option(help="adamw, lion, adafactor, sgd (with momentum) or muon.")
+    ] = "adamw",
     learning_rate: Annotated[float, typer.Option(help="Peak of the schedule.")] = 3e-4,
     warmup_steps: Annotated[int, typer.Option(help="Steps of linear rise.")] = 20,
+    schedule: Annotated[
+        str,
+        typer.Option(
+            help="After the rise: cosine, linear, constant, or wsd (constant, then linear)."
+        ),
+    ] = "cosine",
+    final_rate: Annotated[
+        float | None,
+        typer.Option(
+            help="Where cosine, linear and wsd end, a share of the peak. Default: 0.1.",
+            show_default=False,
+        ),
+    ] = None,
+    decay_fraction: Annotated[
+        float | None,
+        typer.Option(
+            help="Of --schedule wsd: the share of the steps after the rise in which the rate "
+            "falls. Default: 0.1.",
+            show_default=False,
+        ),
+    ] = None,
+    weight_decay: Annotated[
+        float, typer.Option(help="Of matrices and embeddings, times the rate.")
+    ] = 0.1,
     seed: Annotated[int, typer.Option(help="Of the order of the data.")] = 0,
     precision: Annotated[
         str | None,
@@ -115,8 +151,9 @@ def train(
         str | None,
         typer.Option(
             metavar="AXES",
-            help="Devices to train on: data=4,sequence=2 splits the sequences of a step over 4, "
-            "the tokens of each over 2, and weights over all. Default: one device.",
+            help="Devices to train on: data=4,model=2,sequence=2 splits the sequences of a step "
+            "over 4, heads and inner sizes of layers over 2, the tokens of each sequence over 2, "
+            "and weights over all. Default: one device.",
             show_default=False,
         ),
     ] = None,
@@ -145,6 +182,14 @@ def train(
     evaluate_windows: Annotated[
         int, typer.Option(help="Sequences of the held-out text that are scored, at most.")
     ] = 64,
+    log_to: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Send what is logged there, too: tensorboard (event files in OUT/tensorboard) or "
+            "wandb; may be repeated.",
+            show_default=False,
+        ),
+    ] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw the loss to this file.")] = None,
     compilation_cache: programs.CompilationCache = True,
 ) -> None:
@@ -167,14 +212,21 @@ def train(
             _writing.require_free(out)
             startup.check_output_folder("--out", out)
             startup.check_plot(plot)
+            finetune.check_trackers(tuple(log_to or ()))
         settings = finetune.Settings(
             steps=steps,
             context=context,
             batch_size=batch,
+            accumulate=accumulate,
+            optimizer_name=optimizer,
             learning_rate=learning_rate,
             warmup_steps=warmup_steps,
+            schedule_name=schedule,
+            decay_fraction=decay_fraction,
+            weight_decay=weight_decay,
             seed=seed,
             precision=precision or _usual_precision(),
+            **({} if final_rate is None else {"final_rate": final_rate}),
         )
         rhythm = finetune.Rhythm(log_every, save_every, evaluate_every, evaluate_windows)
         choice = {"window": window, "bounds": _bounds(bounds), "near": near, "samples": samples}
@@ -185,9 +237,8 @@ def train(
             raise ValueError("--no-fsdp is for --mesh")
         how = {"pooled": pooled, "packed": packed, "remat": remat, "fsdp": fsdp}
         how["dense_layers"] = dense_layers
-        log = _train(
-            out, model, settings, (data, held_out), rhythm, mesh, is_first=is_first, how=how
-        )
+        sinks = tuple(log_to or ()) if is_first else None
+        log = _train(out, model, settings, (data, held_out), rhythm, mesh, sinks, how=how)
         if plot is not None and is_first:
             finetune.save_plot([log], plot)
     if not is_first:
@@ -233,11 +284,11 @@ def _train(
     text: tuple[list[Path] | None, list[Path] | None],
     rhythm: Any,
     mesh: str | None,
+    sinks: tuple[str, ...] | None,
     *,
-    is_first: bool,
     how: dict[str, Any],
 ) -> dict[str, Any]:
-    """The run, and what it shows as it trains."""
+    """The run, and what it shows as it trains: nothing with `sinks` None, else to those, too."""
     from turbojax import finetune, models
     from turbojax.app import text_model
     from turbojax.finetune import split
@@ -252,11 +303,14 @@ def _train(
     how = {**how, "axes": axes, "rhythm": rhythm, "source": model}
     if unit == "token":
         how["extra_config"], how["companions"] = text_model.files_beside(model)
-    if not is_first:
+    if sinks is None:
         return finetune.fine_tune(out, start, settings, corpus, **how)
     typer.echo(f"{corpus.stream.size:,} {unit}s of text; {start.config.num_parameters:,} weights")
-    with training_progress.progress_bar(unit) as bar:
-        report = training_progress.Display(bar, settings.steps, out, unit)
+    config = dataclasses.asdict(settings) | {"model": model}
+    with training_progress.progress_bar(unit) as bar, contextlib.ExitStack() as stack:
+        shown = training_progress.Display(bar, settings.steps, out, unit)
+        sent = [stack.enter_context(finetune.tracker(name, out, config)) for name in sinks]
+        report = finetune.reports(shown, *sent)
         return finetune.fine_tune(out, start, settings, corpus, report=report, **how)
 
 
@@ -266,19 +320,21 @@ def _check_memory(config: Any, settings: Any, axes: Any, fsdp: bool) -> None:
 
     from turbojax.app import startup
     from turbojax.finetune.losses import MOST_LOGITS
+    from turbojax.finetune.optimizer import MOMENTS
 
-    batch, context = settings.batch_size, settings.context
-    devices, parts = 1, 1
+    batch, context = settings.part_size, settings.context
+    # Weights, their gradient and what the optimizer keeps, all float32; a gradient of a part.
+    numbers = 2 + MOMENTS[settings.optimizer_name] + int(settings.accumulate > 1)
+    devices, heads, parts = 1, 1, 1
     if axes is not None:
-        devices = axes.size("batch") * axes.size("sequence")
-        parts = devices if fsdp else 1
+        devices, heads = axes.size("batch") * axes.size("sequence"), axes.size("heads")
+        parts = heads * (devices if fsdp else 1)
     # The input of every layer, which even --remat keeps, and logits in float32.
-    logits = min(batch * context // devices * config.vocab_size, MOST_LOGITS)
+    logits = min(batch * context // (devices * heads) * config.vocab_size, MOST_LOGITS)
     width = config.num_layers * config.hidden_size * jnp.dtype(settings.precision).itemsize
     startup.check_memory(
         {
-            # Weights, their gradient and two moments, all float32.
-            "weights and optimizer": 16 * config.num_parameters // parts,
+            "weights and optimizer": 4 * numbers * config.num_parameters // parts,
             f"{batch:,} sequences of {context:,}": batch * context * width // devices + 4 * logits,
         },
         "smaller --batch or --context",

@@ -23,5 +23,9 @@ from turbojax.finetune.run import fine_tune as fine_tune
 from turbojax.finetune.run import last_checkpoint as last_checkpoint
 from turbojax.finetune.settings import Settings as Settings
 from turbojax.finetune.settings import for_context as for_context
+from turbojax.finetune.trackers import TRACKERS as TRACKERS
+from turbojax.finetune.trackers import check_trackers as check_trackers
+from turbojax.finetune.trackers import reports as reports
+from turbojax.finetune.trackers import tracker as tracker
 from turbojax.finetune.trainer import Trainer as Trainer
 from turbojax.finetune.trainer import dense_attention as dense_attention

@@ -8,6 +8,7 @@ import numpy as np
 
 from turbojax.finetune._log import read_content
 from turbojax.finetune.run import LOG_NAME
+from turbojax.finetune.settings import with_defaults
 
 # What runs must have in common for losses at the same step, and held-out scores, to be comparable.
 _SAME = ("settings", "model", "start_sha256", "stream_sha256", "held_out_sha256")
@@ -67,8 +68,9 @@ def compare(first: Log, second: Log, *, width: int = 20) -> dict[str, Any]:
     """
     if width < 1:
         raise ValueError(f"{width=} must be at least 1")
+    identities = [with_defaults(log["identity"]) for log in (first, second)]
     for name in _SAME:
-        one, two = (_known(log["identity"].get(name)) for log in (first, second))
+        one, two = (_known(identity.get(name)) for identity in identities)
         if one != two:
             raise ValueError(f"{name} of the runs must be the same: {one} and {two}")
     steps = min(len(first["losses"]), len(second["losses"]))

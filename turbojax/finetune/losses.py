@@ -38,18 +38,28 @@ def marked(tokens: Any) -> tuple[Any, Any]:
     return jnp.where(tokens < 0, ~tokens, tokens), tokens >= 0
 
 
-def mean_of_learned(
-    losses: jax.Array, learned: jax.Array, names: tuple[str, ...] = ()
-) -> jax.Array:
-    """The mean of the losses that count; 0 where none does.
+def share_of_learned(learned: jax.Array, names: tuple[str, ...] = ()) -> jax.Array:
+    """How many tokens count, at least 1, float32: what a sum of losses is divided by.
 
-    Inside a `shard_map` over the axes `names` the mean of what devices get is that of all tokens.
+    `learned` is bool of any shape. Inside a `shard_map` over the axes `names` it is the mean over
+    the devices, which may be less than 1.
     """
     total, devices = jnp.sum(learned), 1
     if names:
         total, devices = jax.lax.psum(total, names), jax.lax.axis_size(names)
     # One at least before the division: a device's share of a few tokens is less than one.
-    share = jnp.maximum(total, 1).astype(losses.dtype) / devices
+    return jnp.maximum(total, 1).astype(jnp.float32) / devices
+
+
+def mean_of_learned(
+    losses: jax.Array, learned: jax.Array, share: jax.Array | None = None
+) -> jax.Array:
+    """The mean of the losses that count; 0 where none does.
+
+    With a `share`, see `share_of_learned`, these are some of the tokens that it counts: the sum of
+    what parts of a batch get is the batch's mean, and the mean of what devices get that of all.
+    """
+    share = share_of_learned(learned) if share is None else share
     return jnp.sum(jnp.where(learned, losses, 0.0)) / share
 
 

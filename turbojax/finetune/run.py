@@ -22,7 +22,7 @@ from turbojax.finetune.checkpoint import checkpoint_manager, last_step
 from turbojax.finetune.data import Corpus, TokenCorpus
 from turbojax.finetune.evaluate import windows
 from turbojax.finetune.losses import marked, with_marks
-from turbojax.finetune.settings import Settings
+from turbojax.finetune.settings import Settings, with_defaults
 from turbojax.finetune.trainer import Trainer, dense_attention
 from turbojax.kv.layered import FirstLayers
 from turbojax.models import BEGINNING_OF_FILE, Attend, PooledAttention, Transformer, save
@@ -114,7 +114,7 @@ def fine_tune(
       extra_config: further keys of the exported model's `config.json`, see `models.save`; of a
         byte-level model its `bos_token_id` and `eos_token_id` by default.
       companions: files of the exported model beside its weights, such as the tokenizer's.
-      report: see `Report`.
+      report: see `Report`; `tracker` gives one for TensorBoard and W&B.
 
     Returns:
       The log, see `docs/training.md`.
@@ -228,7 +228,7 @@ class Log:
         # As JSON gives it back, with lists for tuples.
         header = json.loads(json.dumps(header))
         old = read_content(path) if is_kept and path.exists() else {}
-        if old and (other := _differences(old["identity"], header["identity"])):
+        if old and (other := _differences(with_defaults(old["identity"]), header["identity"])):
             raise ValueError(
                 f"{str(path.parent)!r} holds another run, with {'; '.join(other)}: "
                 "choose another folder, or the same settings, model and data"
@@ -275,7 +275,7 @@ def held_out_bits(trainer: Trainer, held_out: np.ndarray, attend: Attend) -> flo
 
     Of tokens that do not count, see `losses.with_marks`, the bits are left out of the mean.
     """
-    size = trainer.settings.batch_size
+    size = trainer.settings.part_size
     tokens, learned = (np.asarray(x) for x in marked(held_out))
     padded = np.pad(tokens, ((0, -len(tokens) % size), (0, 0)))
     batches = [trainer.bits(x, attend) for x in padded.reshape(-1, size, tokens.shape[1])]

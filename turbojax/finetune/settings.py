@@ -2,16 +2,19 @@
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax  # type: ignore[import-untyped]
 
-from turbojax.finetune.optimizer import clipped_adamw
+from turbojax.finetune.optimizer import OPTIMIZERS
+from turbojax.finetune.schedules import SCHEDULES, shape_of
 from turbojax.models import TransformerConfig
 
 PRECISIONS = ("float32", "bfloat16", "float16")
+_FINAL_RATE = 0.1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,10 +25,19 @@ class Settings:
       steps: optimizer steps in all.
       context: bytes per sequence.
       batch_size: sequences per step.
+      accumulate: into how many parts of as many sequences a step is taken apart, one after the
+        other: a step has the loss and the gradient of the whole batch and needs the memory of a
+        part, and that of a second gradient.
+      optimizer_name: ``"adamw"``, ``"lion"``, ``"adafactor"``, ``"sgd"`` or ``"muon"``, see
+        `turbojax.finetune.optimizer`.
+      schedule_name: ``"cosine"``, ``"linear"``, ``"constant"`` or ``"wsd"``, after the warm-up.
+      decay_fraction: of ``"wsd"``: in which share of the steps after the warm-up the rate falls;
+        None for a tenth.
       learning_rate: peak of the schedule.
       warmup_steps: linear rise from 0.
-      final_rate: where the cosine ends, a share of `learning_rate`.
-      weight_decay: of matrices and embeddings, not of norms.
+      final_rate: where the schedule ends, a share of `learning_rate`; none of ``"constant"``.
+      weight_decay: of matrices and embeddings, not of norms; with ``"muon"`` of the layers' kernels
+        alone.
       clip_norm: bound on the global norm of the gradient.
       seed: of the data's order, the only thing that is random.
       precision: compute dtype; master weights and optimizer state are float32.
@@ -39,14 +51,18 @@ class Settings:
     batch_size: int = 8
     learning_rate: float = 3e-4
     warmup_steps: int = 20
-    final_rate: float = 0.1
+    final_rate: float = _FINAL_RATE
     weight_decay: float = 0.1
     clip_norm: float = 1.0
     seed: int = 0
     precision: str = "bfloat16"
+    accumulate: int = 1
+    optimizer_name: str = "adamw"
+    schedule_name: str = "cosine"
+    decay_fraction: float | None = None
 
     def __post_init__(self) -> None:
-        for name in ("steps", "context", "batch_size"):
+        for name in ("steps", "context", "batch_size", "accumulate"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
         for name in ("learning_rate", "warmup_steps", "weight_decay", "seed"):
@@ -56,31 +72,71 @@ class Settings:
             raise ValueError(f"clip_norm={self.clip_norm} must be positive and finite")
         if not 0 <= self.final_rate <= 1:
             raise ValueError(f"final_rate={self.final_rate} must be between 0 and 1")
-        if self.precision not in PRECISIONS:
-            raise ValueError(f"precision={self.precision!r} must be one of {', '.join(PRECISIONS)}")
+        if self.batch_size % self.accumulate:
+            raise ValueError(
+                f"batch_size={self.batch_size} must be a multiple of accumulate={self.accumulate}"
+            )
+        names = {
+            "precision": PRECISIONS,
+            "optimizer_name": tuple(OPTIMIZERS),
+            "schedule_name": SCHEDULES,
+        }
+        for name, known in names.items():
+            if getattr(self, name) not in known:
+                raise ValueError(
+                    f"{name}={getattr(self, name)!r} must be one of {', '.join(known)}"
+                )
+        if self.schedule_name == "constant" and self.final_rate != _FINAL_RATE:
+            raise ValueError(f"final_rate={self.final_rate} must not be given with 'constant'")
+        if self.decay_fraction is None:
+            return
+        if self.schedule_name != "wsd":
+            raise ValueError(
+                f"decay_fraction={self.decay_fraction} must be None with {self.schedule_name!r}: "
+                "it is of 'wsd'"
+            )
+        if not 0 < self.decay_fraction <= 1:
+            raise ValueError(f"decay_fraction={self.decay_fraction} must be above 0 and at most 1")
 
     @property
     def tokens_per_step(self) -> int:
         """Bytes predicted per step."""
         return self.context * self.batch_size
 
+    @property
+    def part_size(self) -> int:
+        """Sequences that are in memory at a time."""
+        return self.batch_size // self.accumulate
+
     def schedule(self) -> optax.Schedule:
-        """Linear warm-up, then a cosine to `final_rate` of the peak."""
+        """Linear warm-up, then what `schedule_name` says: step -> rate, a float32 scalar."""
+        shape = shape_of(
+            self.schedule_name, self.steps - self.warmup_steps, self.final_rate, self.decay_fraction
+        )
 
         def rate(step: Any) -> jax.Array:
             step = jnp.asarray(step, jnp.float32)
             rise = jnp.minimum(1.0, (step + 1.0) / max(1, self.warmup_steps))
-            done = (step - self.warmup_steps) / max(1, self.steps - self.warmup_steps)
-            cosine = 0.5 + 0.5 * jnp.cos(jnp.pi * jnp.clip(done, 0.0, 1.0))
-            return self.learning_rate * rise * (self.final_rate + (1 - self.final_rate) * cosine)
+            return self.learning_rate * rise * shape(step - self.warmup_steps)
 
         return rate
 
     def optimizer(self) -> optax.GradientTransformation:
-        """Clipped AdamW at the rate of `schedule`."""
-        return clipped_adamw(
+        """The optimizer of `optimizer_name` at the rate of `schedule`, with a clipped gradient."""
+        return OPTIMIZERS[self.optimizer_name](
             self.schedule(), weight_decay=self.weight_decay, clip_norm=self.clip_norm
         )
+
+
+def with_defaults(identity: Mapping[str, Any]) -> dict[str, Any]:
+    """What a log says of a run under "identity", with settings that there were not yet.
+
+    A run that was begun before a setting was added has its default.
+    """
+    settings = identity.get("settings")
+    if not isinstance(settings, dict):
+        return dict(identity)
+    return {**identity, "settings": {**dataclasses.asdict(Settings()), **settings}}
 
 
 def for_context(config: TransformerConfig, context: int) -> TransformerConfig:

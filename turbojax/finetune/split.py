@@ -5,11 +5,18 @@ layer gathers the slices of its matrices, cast to the dtype that it computes in,
 again in the backward pass; the sum of what the devices add to a gradient arrives as slices, too
 (ZeRO, Rajbhandari et al., 2020, stage 3). So a layer's weights are whole on a device for as long as
 that layer runs, and no longer.
+
+Over an axis of heads layers are split as a decoder's are (tensor parallelism, Shoeybi et al.,
+2019): a device has some heads and some of the inner size, and gathers no more than these. Each
+device of that axis differentiates its own copy of what they all have, such as the residual stream,
+so that what they add to a gradient is summed wherever the forward pass sums, and for weights at the
+end.
 """
 
 import dataclasses
 import functools
 import math
+import re
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -19,6 +26,9 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from turbojax.finetune.settings import Settings
+from turbojax.models import TransformerConfig
+from turbojax.models.tensor_parallel.layout import check_axes
+from turbojax.models.tensor_parallel.specs import spec_of
 from turbojax.sharding.axes import Axes
 
 Tree = TypeVar("Tree")
@@ -33,24 +43,28 @@ class Split:
 
     Sequences of a step are split over `axes.batch`, their tokens over `axes.sequence`, and weights
     over both, unless `weights` is False: then they are whole on every device (data parallelism
-    alone). Layers compute in `dtype`: their matrices are cast to it before they are gathered.
-    Raises ValueError if `axes` split heads, or split nothing, or have no mesh of devices.
+    alone). Layers of the model of `config` are also split over `axes.heads`, in any case. Layers
+    compute in `dtype`: their matrices are cast to it before they are gathered. Raises ValueError if
+    `axes` split nothing, or have no mesh of devices, or heads and inner sizes cannot be split.
     """
 
     axes: Axes
     dtype: str
     weights: bool = True
+    config: TransformerConfig | None = None
 
     def __post_init__(self) -> None:
-        if self.axes.heads:
-            raise ValueError(
-                f"{self.axes.heads=} must not split heads: training splits sequences over batch, "
-                "tokens over sequence, and weights over both"
-            )
         if not self.axes.names:
-            raise ValueError(f"axes={self.axes} must split batch or sequence")
+            raise ValueError(f"axes={self.axes} must split batch, heads or sequence")
         if not isinstance(self.axes.require_mesh(), Mesh):
             raise ValueError(f"the mesh of axes={self.axes} must be one of devices")
+        if self.axes.heads and self.config is not None:
+            _check_sizes(self.config, self.of_heads)
+
+    @property
+    def of_heads(self) -> Axes:
+        """The axes of heads alone, over which layers are split."""
+        return Axes(heads=self.axes.heads, mesh=self.axes.mesh)
 
     @property
     def mesh(self) -> Mesh:
@@ -61,25 +75,30 @@ class Split:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The axes of the mesh over which weights are split."""
+        """The axes of the mesh over which something is split: all devices that take part."""
         return self.axes.names
 
     @property
     def count(self) -> int:
-        """Into how many slices."""
-        return math.prod(self.mesh.shape[name] for name in self.names)
+        """How many devices take part."""
+        return self._count(self.names)
+
+    def _count(self, names: tuple[str, ...]) -> int:
+        return math.prod(self.mesh.shape[name] for name in names)
 
     def check(self, settings: Settings) -> None:
         """Raises ValueError unless a step splits evenly over the devices.
 
-        Each gets as many sequences, and of each sequence two chunks of tokens of the same size.
+        Each gets as many sequences, of each sequence two chunks of tokens of the same size, and of
+        those as many to compute logits of.
         """
         batch, context, axes = settings.batch_size, settings.context, self.axes
-        parts = axes.size("batch")
-        if batch % parts:
+        parts, accumulate = axes.size("batch"), settings.accumulate
+        if batch % (parts * accumulate):
+            beside = "" if accumulate == 1 else f", in {accumulate=} parts each"
             raise ValueError(
-                f"batch_size={batch} must be a multiple of {parts}, into which "
-                f"axes={axes.batch} split it"
+                f"batch_size={batch} must be a multiple of {parts * accumulate}, into which "
+                f"axes={axes.batch} split it{beside}"
             )
         parts = axes.size("sequence")
         if parts > 1 and context % (2 * parts):
@@ -87,25 +106,58 @@ class Split:
                 f"{context=} must be a multiple of {2 * parts}: two chunks for each of the {parts} "
                 f"devices of axes={axes.sequence}"
             )
+        if (context // parts) % axes.size("heads"):
+            raise ValueError(
+                f"{context=} must be a multiple of {parts * axes.size('heads')}, the devices of "
+                f"axes={(*axes.of_dimension('sequence'), *axes.of_dimension('heads'))}"
+            )
 
-    def axis(self, path: str, shape: tuple[int, ...]) -> int | None:
-        """Along which axis an array is split: the first that the devices divide, or None.
+    def place(self, path: str, shape: tuple[int, ...]) -> "_Place":
+        """Along which axes an array is split, and over what.
 
-        So slices lie one after the other. Vectors (of a layer) are small and are not split. `path`
+        Over heads as a decoder's, see `spec_of`, and over all other devices along the first axis
+        that is left and that they divide; what heads do not split over all devices. So slices lie
+        one after the other. Vectors (of a layer) are small and are not split but over heads. `path`
         is `jax.tree_util.keystr` of a weight or of one of its moments, `shape` that of the whole
         array.
         """
         first = 1 if _LAYERS in path else 0
-        if not self.weights or len(shape) < first + 2:
+        heads, over = self._axis_of_heads(path, shape), self.axes.of_dimension("heads")
+        names = self.names
+        if heads is not None:
+            names = tuple(name for name in names if name not in over)
+        found = None
+        if self.weights and names and len(shape) >= first + 2:
+            count = self._count(names)
+            free = (i for i in range(first, len(shape)) if i != heads and shape[i] % count == 0)
+            found = next(free, None)
+        return _Place(heads, found, names)
+
+    def _axis_of_heads(self, path: str, shape: tuple[int, ...]) -> int | None:
+        names = re.findall(r"\['(\w+)'\]", path)
+        # Embeddings are split over all devices. Of optimizers some arrays are not like the weight.
+        if not self.axes.heads or "blocks" not in names or len(shape) < 2:
             return None
-        return next((i for i in range(first, len(shape)) if shape[i] % self.count == 0), None)
+        assert self.config is not None
+        inner = tuple(names[names.index("blocks") + 1 :])
+        spec = spec_of(inner, len(shape) - 1, self.config, self.of_heads)
+        axis = next((1 + i for i, name in enumerate(spec) if name is not None), None)
+        is_even = axis is not None and shape[axis] % self.axes.size("heads") == 0
+        return axis if is_even else None
 
     def specs(self, tree: Any) -> Any:
         """A tree of `PartitionSpec` for a tree of arrays or of their shapes."""
 
         def spec(path: Any, x: Any) -> PartitionSpec:
-            axis = self.axis(jax.tree_util.keystr(path), x.shape)
-            return PartitionSpec() if axis is None else PartitionSpec(*[None] * axis, self.names)
+            place = self.place(jax.tree_util.keystr(path), x.shape)
+            found: list[Any] = [None] * len(x.shape)
+            if place.heads is not None:
+                found[place.heads] = self.axes.heads
+            if place.slices is not None:
+                found[place.slices] = place.names
+            while found and found[-1] is None:
+                found.pop()
+            return PartitionSpec(*found)
 
         return jax.tree.map_with_path(spec, tree)
 
@@ -157,72 +209,109 @@ class Split:
         """Puts the slices of these whole arrays together again."""
         leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
         named = {jax.tree_util.keystr(path): x.shape for path, x in leaves}
-        axes = {path: self.axis(path, shape) for path, shape in named.items()}
-        found = tuple((path, axis) for path, axis in axes.items() if axis is not None)
-        return Slices(self.names, found, self.dtype)
+        places = tuple((path, self.place(path, shape)) for path, shape in named.items())
+        return Slices(places, self.dtype)
+
+
+def _check_sizes(config: TransformerConfig, axes: Axes) -> None:
+    """Raises ValueError unless heads and inner sizes are the same on all devices of the heads."""
+    count, experts = axes.size("heads"), config.experts
+    check_axes(config, axes)
+    sizes = {"intermediate_size": config.intermediate_size}
+    if experts is not None:
+        sizes = {
+            "experts.intermediate_size": experts.intermediate_size,
+            "experts.shared_size": experts.shared_size or 0,
+        }
+    for name, size in sizes.items():
+        if size % count:
+            raise ValueError(
+                f"{name}={size} must be a multiple of {count}, the devices of the axes {axes.heads}"
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Place:
+    """How an array is split: see `Split.place`.
+
+    `heads` is its axis that is split over heads, `slices` the one that is split over `names` and
+    gathered where it is used; None if there is none. `names` are all axes of the mesh but those of
+    heads where these split it: over them a gradient is summed.
+    """
+
+    heads: int | None
+    slices: int | None
+    names: tuple[str, ...]
+
+    def of_layer(self) -> "_Place":
+        """Without the axis of layers."""
+        heads, slices = (None if x is None else x - 1 for x in (self.heads, self.slices))
+        return dataclasses.replace(self, heads=heads, slices=slices)
 
 
 @dataclasses.dataclass(frozen=True)
 class Slices:
     """The arrays of a model that are slices on each device; for use inside a `shard_map` only.
 
-    `names` are the axes of the mesh over which they are split, the outermost first; `axes` has the
-    path of each such array, and the axis along which it is split.
+    `places` has the path of each array and how it is split; of `of_layer` without the axis of
+    layers.
     """
 
-    names: tuple[str, ...]
-    axes: tuple[tuple[str, int], ...]
+    places: tuple[tuple[str, _Place], ...]
     dtype: str
 
     def of_layer(self) -> "Slices":
         """Those of the layers, without their leading axis of layers."""
         inner = tuple(
-            (path.removeprefix(_LAYERS), axis - 1)
-            for path, axis in self.axes
+            (path.removeprefix(_LAYERS), place.of_layer())
+            for path, place in self.places
             if path.startswith(_LAYERS)
         )
-        return dataclasses.replace(self, axes=inner)
+        return dataclasses.replace(self, places=inner)
 
     def outside(self) -> "Slices":
         """Those that no layer holds."""
-        outer = tuple(x for x in self.axes if not x[0].startswith(_LAYERS))
-        return dataclasses.replace(self, axes=outer)
+        outer = tuple(x for x in self.places if not x[0].startswith(_LAYERS))
+        return dataclasses.replace(self, places=outer)
 
     def __call__(self, tree: Tree) -> Tree:
         """The whole arrays, those of layers and embeddings in `dtype`; others as they are."""
 
-        def whole(path: str, axis: int, x: jax.Array) -> jax.Array:
+        def whole(path: str, place: _Place, x: jax.Array) -> jax.Array:
+            if place.slices is None:
+                return x
             dtype = self.dtype if _is_cast(path) else str(x.dtype)
-            return _gathered(x, axis, self.names, dtype)
+            return _gathered(x, place.slices, place.names, dtype)
 
-        return self._map(tree, whole, lambda x: x)
+        return self._map(tree, whole)
 
     def own(self, tree: Tree) -> Tree:
         """The arrays, where those that are not split become each device's own.
 
         A gradient with respect to these is what this device adds to it, for `summed`.
         """
-        return self._map(
-            tree,
-            lambda path, axis, x: x,
-            lambda x: jax.lax.pcast(x, self.names, to="varying"),
-        )
+
+        def one(path: str, place: _Place, x: jax.Array) -> jax.Array:
+            is_shared = place.slices is None and place.names
+            return jax.lax.pcast(x, place.names, to="varying") if is_shared else x
+
+        return self._map(tree, one)
 
     def summed(self, grads: Tree) -> Tree:
         """Gradients over all devices: those of slices are summed as they arrive."""
-        return self._map(grads, lambda path, axis, x: x, lambda x: jax.lax.psum(x, self.names))
 
-    def _map(
-        self,
-        tree: Tree,
-        split: Callable[[str, int, jax.Array], jax.Array],
-        whole: Callable[[jax.Array], jax.Array],
-    ) -> Tree:
-        axes = dict(self.axes)
+        def one(path: str, place: _Place, x: jax.Array) -> jax.Array:
+            is_shared = place.slices is None and place.names
+            return jax.lax.psum(x, place.names) if is_shared else x
+
+        return self._map(grads, one)
+
+    def _map(self, tree: Tree, change: Callable[[str, _Place, jax.Array], jax.Array]) -> Tree:
+        places = dict(self.places)
 
         def one(path: Any, x: jax.Array) -> jax.Array:
             name = jax.tree_util.keystr(path)
-            return split(name, axes[name], x) if name in axes else whole(x)
+            return change(name, places[name], x) if name in places else x
 
         return jax.tree.map_with_path(one, tree)
 

@@ -15,11 +15,18 @@ from jax.sharding import PartitionSpec
 
 from turbojax import _checks
 from turbojax.finetune.base import BaseTrainer, check_stream, updated, windows
-from turbojax.finetune.losses import cross_entropy, marked, mean_of_learned
+from turbojax.finetune.losses import cross_entropy, marked, mean_of_learned, share_of_learned
 from turbojax.finetune.settings import Settings, for_context
 from turbojax.finetune.split import Slices, Split
 from turbojax.kv.layered import FirstLayers
-from turbojax.models import BEGINNING_OF_FILE, Attend, PooledAttention, Transformer
+from turbojax.models import (
+    BEGINNING_OF_FILE,
+    Attend,
+    PooledAttention,
+    Transformer,
+    TransformerConfig,
+)
+from turbojax.models.tensor_parallel.layout import local_config
 from turbojax.models.text.tokenizer import BYTES
 from turbojax.ops import exact_attention
 from turbojax.ops.optional_arrays import of_layer
@@ -29,10 +36,9 @@ from turbojax.parallel.zigzag import from_zigzag
 from turbojax.parallel.zigzag import positions as zigzag_positions
 from turbojax.sharding.axes import Axes
 
-Loss = Callable[[nnx.State, jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
-"""From weights, stream and starts of windows: the mean loss, and the mean density of levels."""
 Gradient = Callable[[nnx.State, jax.Array, jax.Array], tuple[tuple[jax.Array, jax.Array], Any]]
-"""What `jax.value_and_grad` makes of a `Loss`."""
+"""From weights, stream and starts of windows what `jax.value_and_grad` gives: the mean loss with
+the mean density of levels, and the gradient."""
 
 
 def dense_attention(
@@ -72,6 +78,8 @@ class Trainer(BaseTrainer[nnx.State]):
       compile_seconds: what compiling the step took, 0 before that.
     """
 
+    _accumulates = True
+
     def __init__(
         self,
         model: Transformer,
@@ -102,8 +110,9 @@ class Trainer(BaseTrainer[nnx.State]):
           separator: the token before each document; by default byte 0 of a byte-level model, and
             nothing of others.
           remat: recompute layers in the backward pass to save memory.
-          axes: the devices to train on: sequences are split over `axes.batch`, and the tokens of
-            each over `axes.sequence`, in zig-zag order, with attention over a ring
+          axes: the devices to train on: sequences are split over `axes.batch`, heads and inner
+            sizes of layers over `axes.heads` (tensor parallelism), and the tokens of each sequence
+            over `axes.sequence`, in zig-zag order, with attention over a ring
             (`turbojax.parallel.ContextAttention`). The losses are those of one device but for the
             order of sums.
           fsdp: whether weights and the optimizer's state are split over these devices, too, see
@@ -113,8 +122,8 @@ class Trainer(BaseTrainer[nnx.State]):
           TypeError: if the stream is not one array of integers.
           ValueError: if the stream is too short, or holds what is no token; if it is packed, but
             not `pooled`, without a `separator`, or has `dense_layers`; if there are some without
-            `pooled`, or no layer is left; if `axes` split something else, or do not divide batch
-            or context.
+            `pooled`, or no layer is left; if `axes` split nothing, or do not divide batch,
+            context, heads or inner sizes.
         """
         if packed and pooled is None:
             raise ValueError(
@@ -130,22 +139,27 @@ class Trainer(BaseTrainer[nnx.State]):
             raise ValueError("packed=True needs a separator: the token before each document")
         self.config = for_context(model.config, settings.context)
         params = nnx.state(model, nnx.Param)
-        split = None if axes is None else Split(axes, settings.precision, fsdp)
+        split = None if axes is None else Split(axes, settings.precision, fsdp, self.config)
         super().__init__(params, settings, stream, split, learn)
         self.attend: Attend = dense_attention if pooled is None else pooled
         if dense_layers:
             self.attend = FirstLayers(dense_attention, self.attend, dense_layers)
         self.packed, self.separator = packed, separator
         unroll = self.config.num_layers
-        make = functools.partial(Transformer, self.config, dtype=settings.precision)
-        shapes = nnx.eval_shape(lambda: make(remat=remat, unroll=unroll, rngs=nnx.Rngs(0)))
-        self._graph = nnx.graphdef(shapes)
+
+        def made(config: TransformerConfig) -> Transformer:
+            make = functools.partial(Transformer, config, dtype=settings.precision)
+            return nnx.eval_shape(lambda: make(remat=remat, unroll=unroll, rngs=nnx.Rngs(0)))
+
+        self._graph = self._step_graph = nnx.graphdef(made(self.config))
         self._scores: dict[Attend, Callable[..., jax.Array]] = {}
         self._slices: Slices | None = None
         if split is not None:
             self._slices = split.slices(params)
+            shapes = made(local_config(self.config, split.of_heads))
             shapes.gather = self._slices.of_layer()
-        self._step_graph = nnx.graphdef(shapes)
+            shapes.axes = split.of_heads
+            self._step_graph = nnx.graphdef(shapes)
 
     @property
     def params(self) -> nnx.State:
@@ -197,6 +211,8 @@ class Trainer(BaseTrainer[nnx.State]):
         def local(params: nnx.State, tokens: jax.Array) -> jax.Array:
             losses, *_ = loss.of_tokens(slices.outside()(params), tokens)
             names, bits = split.axes.of_dimension("sequence"), losses * (1.0 / math.log(2.0))
+            if split.axes.heads:
+                bits = jax.lax.all_gather(bits, split.axes.heads, axis=1, tiled=True)
             return from_zigzag(bits, names) if names else bits
 
         spread = jax.shard_map(
@@ -229,9 +245,10 @@ class Trainer(BaseTrainer[nnx.State]):
 
     def _make_step(self) -> Callable[..., tuple[nnx.State, Any, dict[str, jax.Array]]]:
         loss = self._make_loss()
-        gradient: Gradient = jax.value_and_grad(loss, has_aux=True)
+        parts = self.settings.accumulate
+        gradient = _in_parts(loss, parts)
         if self._split is not None and self._slices is not None:
-            gradient = over_devices(loss, self._split, self._slices, self.params)
+            gradient = _over_devices(loss, parts, self._split, self._slices, self.params)
         return functools.partial(
             _train_step,
             gradient=gradient,
@@ -281,7 +298,8 @@ class _MeasuredAttention:
             if not (attend is dense_attention or isinstance(attend, PooledAttention)):
                 raise ValueError(f"{attend=} must be dense or pooled where tokens are split")
             pooled: Any = attend if isinstance(attend, PooledAttention) else "exact"
-            self._ring = ContextAttention(axes, pooled, order="zigzag")
+            of_tokens = dataclasses.replace(axes, heads=None)  # heads are the device's own
+            self._ring = ContextAttention(of_tokens, pooled, order="zigzag")
 
     def __call__(
         self,
@@ -341,57 +359,110 @@ class _Loss:
         return self.axes is None or not self.axes.sequence
 
     def __call__(
-        self, params: nnx.State, stream: jax.Array, starts: jax.Array
+        self, params: nnx.State, tokens: jax.Array, share: jax.Array | None
     ) -> tuple[jax.Array, jax.Array]:
-        tokens = windows(stream, starts, self.context)
         losses, learned, density = self.of_tokens(params, tokens)
+        loss = jnp.mean(losses) if share is None else mean_of_learned(losses, learned, share)
+        return loss, density
+
+    def share(self, tokens: jax.Array) -> jax.Array | None:
+        """How many of a step's tokens count, see `share_of_learned`; None where all do."""
         if not self.is_marked:
-            return jnp.mean(losses), density
+            return None
         names = () if self.axes is None else self.axes.names
-        return mean_of_learned(losses, learned, names), density
+        return share_of_learned(self._scored(self._own(marked(tokens)[1][:, 1:])), names)
 
     def of_tokens(
         self, params: nnx.State, tokens: jax.Array
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Losses at ``[B, context + 1]`` tokens, ``[B, T]`` of this device's own, in its order.
 
-        Also which of them count, bool ``[B, T]``, and the density.
+        Of the devices that split heads each takes some of these tokens, ``[B, T / n]``. Also which
+        of them count, bool of that shape, and the density.
         """
         tokens, learn = marked(tokens)
-        inputs, targets, learned, positions = tokens[:, :-1], tokens[:, 1:], learn[:, 1:], None
-        ids = None if self.separator is None else segments(inputs, self.separator)
-        if self.axes is not None and self.axes.sequence:
-            own = self._own_positions(self.axes)
-            inputs, targets, learned = inputs[:, own], targets[:, own], learned[:, own]
-            ids = None if ids is None else ids[:, own]
-            positions = jnp.broadcast_to(own[None], inputs.shape)
+        inputs, targets, learned = tokens[:, :-1], tokens[:, 1:], self._own(learn[:, 1:])
+        ids = None if self.separator is None else self._own(segments(inputs, self.separator))
+        positions = None
+        if not self.tokens_are_whole:
+            positions = self._own(jnp.broadcast_to(jnp.arange(self.context)[None], inputs.shape))
+        inputs, targets = self._own(inputs), self._own(targets)
         attend = self.attend.within(ids, self.axes)
         densities = jnp.ones(self.num_layers, jnp.float32)
         model: Transformer = nnx.merge(self.graph, params)
         hidden, densities = model.hidden(
             inputs, positions=positions, attend=attend, caches=densities
         )
+        hidden, targets, learned = (self._scored(x) for x in (hidden, targets, learned))
         losses = cross_entropy(model.logits, hidden, targets, model.config.vocab_size)
         return losses, learned, jnp.mean(densities)
 
-    def _own_positions(self, axes: Axes) -> jax.Array:
-        names = axes.of_dimension("sequence")
-        return zigzag_positions(self.context // axes.size("sequence"), names)
+    def _own(self, x: jax.Array) -> jax.Array:
+        """Of ``[B, context]`` what belongs to this device's tokens, in its order."""
+        if self.axes is None or self.tokens_are_whole:
+            return x
+        names = self.axes.of_dimension("sequence")
+        return x[:, zigzag_positions(self.context // self.axes.size("sequence"), names)]
+
+    def _scored(self, x: jax.Array) -> jax.Array:
+        """Of ``[B, T, ...]`` the tokens that this one of the devices of heads has logits of."""
+        if self.axes is None or not self.axes.heads:
+            return x
+        count = x.shape[1] // self.axes.size("heads")
+        first = jax.lax.axis_index(self.axes.heads) * count
+        return jax.lax.dynamic_slice_in_dim(x, first, count, axis=1)
 
 
-def over_devices(loss: Loss, split: Split, slices: Slices, params: nnx.State) -> Gradient:
-    """`jax.value_and_grad` of the mean loss of all devices, each of which has some sequences.
+def _in_parts(
+    loss: _Loss,
+    parts: int,
+    devices: int = 1,
+    whole: Callable[[nnx.State], nnx.State] = lambda params: params,
+) -> Gradient:
+    """`jax.value_and_grad` of the mean loss of windows, of which one part is in memory at a time.
 
-    `loss` is that of a device's sequences, given weights (`params`) of which layers are slices.
+    Loss and gradient are divided by `devices`, each of which has as many windows. `whole` makes the
+    weights of what the gradient is of, in each part anew.
     """
-    outside = slices.outside()
+
+    def of_part(
+        params: nnx.State, tokens: jax.Array, share: jax.Array | None
+    ) -> tuple[jax.Array, jax.Array]:
+        value, density = loss(whole(params), tokens, share)
+        # A share counts the tokens of all parts already.
+        return value / (devices * parts if share is None else devices), density
+
+    step = jax.value_and_grad(of_part, has_aux=True)
+
+    def gradient(params: nnx.State, stream: jax.Array, starts: jax.Array) -> Any:
+        tokens = windows(stream, starts, loss.context)
+        share = loss.share(tokens)
+        if parts == 1:
+            return step(params, tokens, share)
+
+        def add(total: Any, tokens: jax.Array) -> tuple[Any, None]:
+            return jax.tree.map(jnp.add, total, step(params, tokens, share)), None
+
+        zero = jnp.zeros((), jnp.float32)
+        nothing = (zero, zero), jax.tree.map(jnp.zeros_like, params)
+        total, _ = jax.lax.scan(add, nothing, tokens.reshape(parts, -1, tokens.shape[1]))
+        (value, density), grads = total
+        return (value, density / parts), grads
+
+    return gradient
+
+
+def _over_devices(
+    loss: _Loss, parts: int, split: Split, slices: Slices, params: nnx.State
+) -> Gradient:
+    """`_in_parts` of the windows of all devices, each of which has some of every part.
+
+    `loss` is that of a device's windows, given weights (`params`) of which layers are slices.
+    """
+    gradient = _in_parts(loss, parts, split.count, slices.outside())
 
     def local(params: nnx.State, stream: jax.Array, starts: jax.Array) -> Any:
-        def share(params: nnx.State) -> tuple[jax.Array, jax.Array]:
-            value, density = loss(outside(params), stream, starts)
-            return value / split.count, density
-
-        (value, density), grads = jax.value_and_grad(share, has_aux=True)(slices.own(params))
+        (value, density), grads = gradient(slices.own(params), stream, starts)
         value = jax.lax.psum(value, split.names)
         return (value, jax.lax.pmean(density, split.names)), slices.summed(grads)
 

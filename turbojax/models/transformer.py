@@ -204,6 +204,8 @@ class Transformer(nnx.Module):
       gather: makes a layer's parameters whole when the layer runs, if a device holds only slices of
         them; None where they are whole. What it gathers (`jax.lax.all_gather`) is not kept for the
         backward pass, but gathered again.
+      axes: whose `heads` split heads and inner sizes of the layers, within `shard_map`; None where
+        a device has all of them.
     """
 
     def __init__(
@@ -235,6 +237,7 @@ class Transformer(nnx.Module):
         self.remat = remat
         self.unroll = unroll
         self.gather: Callable[[Any], Any] | None = None
+        self.axes: Axes | None = None
         init = nnx.initializers.normal(config.hidden_size**-0.5)
         table = (config.vocab_size, config.hidden_size)
         self.embedding = nnx.Param(init(rngs.params(), table, param_dtype))
@@ -371,7 +374,7 @@ class Transformer(nnx.Module):
                 params = self.gather(params)
             block, (attend, options, rope) = nnx.merge(graph, params), kinds[kind]
             turned = None if rope is None else angles[rope]
-            return block(hidden, turned, attend, cache, options, rope)
+            return block(hidden, turned, attend, cache, options, rope, self.axes)
 
         if self.remat:
             apply_block = jax.checkpoint(apply_block, static_argnums=3)
