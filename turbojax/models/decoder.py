@@ -17,6 +17,7 @@ import numpy as np
 from flax import nnx
 
 from turbojax.flax.norms import rms_norm
+from turbojax.flax.projections import AdaptedLinear
 from turbojax.kv import Attend, AttentionOptions
 from turbojax.kv.base import Cache
 from turbojax.kv.layered import attend_of
@@ -28,7 +29,10 @@ from turbojax.rotary import LongRopeScaling, Rope
 from turbojax.sharding import Axes
 
 LayerParams = Any
-"""Nested dicts of one layer's arrays, named as in `Block`."""
+"""Nested dicts of one layer's arrays, named as in `Block`.
+
+A linear layer may have `lora_a` and `lora_b` beside its kernel, see `AdaptedLinear`.
+"""
 
 
 @jax.tree_util.register_dataclass
@@ -126,8 +130,19 @@ def apply_block(
 ) -> tuple[jax.Array, Cache]:
     """Applies a layer of a `Decoder`, within `shard_map` with a device's arrays and config."""
     has_experts = "router" in params["mlp"]
-    graph = _block_graph(config, has_experts, dtype, jax.tree.leaves(params)[0].dtype)
+    adapted = tuple(adapted_linears(params))
+    graph = _block_graph(config, has_experts, dtype, jax.tree.leaves(params)[0].dtype, adapted)
     return nnx.merge(graph, params)(hidden, angles, attend, cache, options, rope, axes)
+
+
+def adapted_linears(params: LayerParams) -> list[tuple[str, str]]:
+    """The linear layers with an adapter, by their paths, such as ``("attention", "q_proj")``."""
+    return [
+        (part, name)
+        for part in ("attention", "mlp")
+        for name, arrays in params[part].items()
+        if isinstance(arrays, dict) and "lora_a" in arrays
+    ]
 
 
 def final_norm(
@@ -254,10 +269,22 @@ def _rows(array: jax.Array) -> tuple[jax.Array, ...]:
 
 @functools.cache
 def _block_graph(
-    config: TransformerConfig, has_experts: bool, dtype: np.dtype, param_dtype: np.dtype
+    config: TransformerConfig,
+    has_experts: bool,
+    dtype: np.dtype,
+    param_dtype: np.dtype,
+    adapted: tuple[tuple[str, str], ...],
 ) -> Any:
     """The graph definition of a `Block` of this shape, without its arrays."""
-    make = functools.partial(
-        Block, config, has_experts=has_experts, dtype=dtype, param_dtype=param_dtype
-    )
-    return nnx.graphdef(nnx.eval_shape(lambda: make(rngs=nnx.Rngs(0))))
+
+    def make() -> Block:
+        rngs = nnx.Rngs(0)
+        block = Block(
+            config, has_experts=has_experts, dtype=dtype, param_dtype=param_dtype, rngs=rngs
+        )
+        for part, name in adapted:
+            module = getattr(block, part)
+            setattr(module, name, AdaptedLinear(getattr(module, name), rngs=rngs))
+        return block
+
+    return nnx.graphdef(nnx.eval_shape(make))

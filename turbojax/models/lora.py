@@ -1,16 +1,16 @@
-"""Low-rank adapters (LoRA, Hu et al., 2021) beside the INT4 weights of a decoder.
+"""Low-rank adapters (LoRA, Hu et al., 2021) beside the weights of a decoder, INT4 or floats.
 
-A linear layer with an adapter computes ``x W^T + bias + alpha / rank * (x A^T) B^T``: `W` has 4
-bits and is frozen, `A` and `B` are float32 and are trained. Adapters are a pytree of their own, so
-that `jax.grad` and an optimizer take them directly; `with_adapters` puts them into a decoder,
-which then runs like any other.
+A linear layer with an adapter computes ``x W^T + bias + alpha / rank * (x A^T) B^T``: `W` is
+frozen, `A` and `B` are float32 and are trained. Adapters are a pytree of their own, so that
+`jax.grad` and an optimizer take them directly; `with_adapters` puts them into a decoder, which then
+runs like any other.
 """
 
 import dataclasses
 import functools
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -19,19 +19,25 @@ from jax.sharding import PartitionSpec
 
 from turbojax import _checks
 from turbojax.flax.norms import rms_norm
+from turbojax.models import float_adapters
 from turbojax.models.config import TransformerConfig
+from turbojax.models.decoder import Decoder
 from turbojax.models.quantized import QuantizedDecoder
 from turbojax.models.quantized_experts import QuantizedExperts
 from turbojax.models.quantized_layer import LINEARS, QuantizedLayer, QuantizedLinear, QuantizedMlp
 from turbojax.models.tensor_parallel.assembling import assemble
 from turbojax.models.tensor_parallel.layout import hidden_axes
 from turbojax.models.tensor_parallel.shares import channels, picked, qkv_outputs
+from turbojax.models.transformer import Transformer
 from turbojax.ops.int4_matmul.reference import activate
 from turbojax.ops.int4_matmul.static import GRADIENTS, Activation, Gradient
 from turbojax.quantizers.int4 import pad_rows
 from turbojax.sharding import Axes
 
 RANK, ALPHA = 8, 16.0
+
+AnyDecoder = TypeVar("AnyDecoder", Decoder, QuantizedDecoder)
+Mergeable = TypeVar("Mergeable", Decoder, Transformer)
 
 
 @jax.tree_util.register_dataclass
@@ -134,7 +140,7 @@ class LoraLinear:
 
 
 def init_adapters(
-    decoder: QuantizedDecoder,
+    decoder: Decoder | QuantizedDecoder,
     *,
     rank: int = RANK,
     alpha: float = ALPHA,
@@ -144,7 +150,7 @@ def init_adapters(
     """New adapters, which change nothing yet: `B` is zero.
 
     Args:
-      decoder: the model that they are for.
+      decoder: the model that they are for; its weights are not looked at.
       rank: of each.
       alpha: outputs are multiplied by ``alpha / rank``.
       targets: which linear layers have one, some of ``("q", "k", "v", "o", "gate", "up", "down")``;
@@ -158,9 +164,10 @@ def init_adapters(
       TypeError: if the decoder or a number is of another type.
       ValueError: if `rank` or `alpha` is not positive, or a target is unknown, named twice, or
         there is none.
-      NotImplementedError: if a target is a linear layer of experts.
+      NotImplementedError: if a target is a linear layer of experts, or attention is latent.
     """
     _check_decoder(decoder)
+    _refuse_latents(decoder.config)
     _checks.check_sizes(rank=rank)
     _checks.check_number("alpha", alpha)
     if not alpha > 0:
@@ -186,39 +193,67 @@ def init_adapters(
 
 
 def with_adapters(
-    decoder: QuantizedDecoder, adapters: Adapters, *, gradient: Gradient = "e4m3"
-) -> QuantizedDecoder:
+    decoder: AnyDecoder, adapters: Adapters, *, gradient: Gradient | None = None
+) -> AnyDecoder:
     """A decoder with these adapters beside its linear layers, in place of any that it had.
 
     It shares the weights, and can be made anew in every training step. Its layers read tokens as
-    floats, so gradients reach the adapters of all layers.
+    floats, so gradients reach the adapters of all layers. Products with `A` and `B` are in the
+    decoder's dtype.
 
     Args:
       decoder: the frozen model.
       adapters: of its sizes.
       gradient: of the products with weights whose scales are e4m3, see `turbojax.fireq.matmul`:
-        ``"e4m3"`` for speed, or ``"exact"``.
+        ``"e4m3"`` for speed, the default, or ``"exact"``. None of a `Decoder`, whose gradients
+        are exact.
 
     Returns:
       The decoder, for `generate`, `score`, the engine, and for training.
 
     Raises:
       TypeError: if an argument is of another type.
-      ValueError: if adapters have other sizes, or the gradient is unknown.
-      NotImplementedError: if there are adapters of experts, or a layer has something other than
-        gated feed-forward layers and experts.
+      ValueError: if adapters have other sizes, or the gradient is unknown, or given of a
+        `Decoder`.
+      NotImplementedError: if there are adapters of experts, attention is latent, or a layer has
+        something other than gated feed-forward layers and experts.
     """
     _check_decoder(decoder)
-    if not isinstance(adapters, Adapters):
-        raise TypeError(f"adapters is a {type(adapters).__name__}, must be Adapters")
-    if gradient not in GRADIENTS:
-        raise ValueError(f"{gradient=} must be one of {GRADIENTS}")
+    _check_kind(adapters)
+    gradient = usual_gradient(decoder, gradient)
     check_adapters(adapters, decoder.config)
+    config, axes = decoder.config, decoder.axes
+    if isinstance(decoder, Decoder):
+        for i, own in enumerate(adapters.layers):
+            _refuse_experts(config, i, tuple(own))
+        scaled = [_scaled(own, adapters.scale) for own in adapters.layers]
+        add = functools.partial(float_adapters.added, config=config, axes=axes)
+        floats = tuple(map(add, decoder.layers, scaled))
+        return dataclasses.replace(decoder, layers=floats)
+    assert gradient is not None
     layers = tuple(
-        layer_with_adapters(layer, i, adapters, decoder.config, gradient, decoder.axes)
+        layer_with_adapters(layer, i, adapters, config, gradient, axes)
         for i, layer in enumerate(decoder.layers)
     )
     return dataclasses.replace(decoder, layers=layers)
+
+
+def usual_gradient(
+    decoder: Decoder | QuantizedDecoder, gradient: Gradient | None
+) -> Gradient | None:
+    """The gradient of products with INT4 weights, ``"e4m3"`` by default; None of float weights.
+
+    Raises ValueError if it is unknown, or given of float weights.
+    """
+    if isinstance(decoder, Decoder):
+        if gradient is not None:
+            raise ValueError(f"{gradient=} is for INT4 weights: must be None of others")
+        return None
+    if gradient is None:
+        return "e4m3"
+    if gradient not in GRADIENTS:
+        raise ValueError(f"{gradient=} must be one of {GRADIENTS}")
+    return gradient
 
 
 def layer_with_adapters(
@@ -250,9 +285,47 @@ def layer_with_adapters(
     return dataclasses.replace(layer, qkv=qkv, o=o, mlp=mlp)
 
 
-def without_adapters(decoder: QuantizedDecoder) -> QuantizedDecoder:
+def merge_adapters(model: Mergeable, adapters: Adapters) -> Mergeable:
+    """A model whose weights are ``W + scale * B A``: it computes the same without adapters.
+
+    Sums are float32, and are rounded once to the weights' dtype.
+
+    Args:
+      model: a `Decoder` without adapters, or a `Transformer`, which `save` writes. It is left as it
+        is; the result shares all arrays that have no adapter.
+      adapters: of its sizes.
+
+    Raises:
+      TypeError: if an argument is of another type, such as a `QuantizedDecoder`: its 4 bits would
+        round adapters away.
+      ValueError: if adapters have other sizes, or the decoder has adapters, or is split over a
+        mesh: merge before `shard`.
+      NotImplementedError: as `with_adapters`.
+    """
+    if not isinstance(model, Decoder | Transformer):
+        raise TypeError(
+            f"model is a {type(model).__name__}, must be a Decoder or a Transformer: adapters are "
+            "merged into floating-point weights alone"
+        )
+    _check_kind(adapters)
+    check_adapters(adapters, model.config)
+    for i, own in enumerate(adapters.layers):
+        _refuse_experts(model.config, i, tuple(own))
+    scaled = [_scaled(own, adapters.scale) for own in adapters.layers]
+    if isinstance(model, Transformer):
+        return float_adapters.merged_transformer(model, scaled)
+    if model.axes is not None:
+        raise ValueError(f"decoder.axes={model.axes} must be None: merge before shard")
+    layers = tuple(map(float_adapters.merged, model.layers, scaled))
+    return dataclasses.replace(model, layers=layers)
+
+
+def without_adapters(decoder: AnyDecoder) -> AnyDecoder:
     """The frozen decoder without its adapters: what `with_adapters` was given."""
     _check_decoder(decoder)
+    if isinstance(decoder, Decoder):
+        floats = tuple(map(float_adapters.removed, decoder.layers))
+        return dataclasses.replace(decoder, layers=floats)
 
     def plain(layer: QuantizedLayer) -> QuantizedLayer:
         if not isinstance(layer.qkv, LoraLinear):
@@ -282,7 +355,11 @@ def linear_sizes(config: TransformerConfig) -> dict[str, tuple[int, int]]:
 
 
 def check_adapters(adapters: Adapters, config: TransformerConfig) -> None:
-    """Raises TypeError unless adapters are floating point, ValueError unless they fit the model."""
+    """Raises TypeError unless adapters are floating point, ValueError unless they fit the model.
+
+    NotImplementedError if the model's attention is latent.
+    """
+    _refuse_latents(config)
     if not math.isfinite(adapters.scale):
         raise ValueError(f"{adapters.scale=} must be finite")
     if len(adapters.layers) != config.num_layers:
@@ -310,6 +387,20 @@ def _refuse_experts(config: TransformerConfig, layer: int, names: Sequence[str])
             f"adapters of {', '.join(inside)} in layer {layer} are not supported: it has experts, "
             f"beside which adapters must be of {', '.join(LINEARS[:4])}"
         )
+
+
+def _refuse_latents(config: TransformerConfig) -> None:
+    if config.latent is not None:
+        raise NotImplementedError(
+            f"adapters beside latent attention are not supported: {config.latent} must be None"
+        )
+
+
+def _scaled(
+    adapters: Mapping[str, Adapter], scale: float
+) -> dict[str, tuple[jax.Array, jax.Array]]:
+    """``[in, R]`` and ``[R, out]``, scaled, as a layer of a `Decoder` has them."""
+    return {name: (x.a.T, x.b.T * scale) for name, x in adapters.items()}
 
 
 def _join(
@@ -380,8 +471,13 @@ def _product(x: jax.Array, w: jax.Array) -> jax.Array:
 
 
 def _check_decoder(decoder: Any) -> None:
-    if not isinstance(decoder, QuantizedDecoder):
+    if not isinstance(decoder, Decoder | QuantizedDecoder):
         raise TypeError(
-            f"decoder is a {type(decoder).__name__}, must be a QuantizedDecoder, as quantize_model "
-            "returns it"
+            f"decoder is a {type(decoder).__name__}, must be a QuantizedDecoder, or a Decoder, as "
+            "load_decoder and unstack return it"
         )
+
+
+def _check_kind(adapters: Any) -> None:
+    if not isinstance(adapters, Adapters):
+        raise TypeError(f"adapters is a {type(adapters).__name__}, must be Adapters")
