@@ -19,12 +19,13 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from turbojax.finetune.settings import Settings
+from turbojax.models.config import STACKS
 from turbojax.sharding.axes import Axes
 
 Tree = TypeVar("Tree")
 
-_LAYERS = "['blocks']"
-"""Part of the path of arrays with a leading axis of layers, which is scanned and never split."""
+_LAYERS = tuple(f"['{name}']" for name in STACKS)
+"""Parts of the paths of arrays with a leading axis of layers, which is scanned and never split."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,7 +96,7 @@ class Split:
         is `jax.tree_util.keystr` of a weight or of one of its moments, `shape` that of the whole
         array.
         """
-        first = 1 if _LAYERS in path else 0
+        first = 1 if any(name in path for name in _LAYERS) else 0
         if not self.weights or len(shape) < first + 2:
             return None
         return next((i for i in range(first, len(shape)) if shape[i] % self.count == 0), None)
@@ -175,12 +176,8 @@ class Slices:
     dtype: str
 
     def of_layer(self) -> "Slices":
-        """Those of the layers, without their leading axis of layers."""
-        inner = tuple(
-            (path.removeprefix(_LAYERS), axis - 1)
-            for path, axis in self.axes
-            if path.startswith(_LAYERS)
-        )
+        """Those of the layers, without their leading axis of layers; paths begin with the stack."""
+        inner = tuple((path, axis - 1) for path, axis in self.axes if path.startswith(_LAYERS))
         return dataclasses.replace(self, axes=inner)
 
     def outside(self) -> "Slices":

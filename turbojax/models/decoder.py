@@ -245,21 +245,29 @@ def unstack(model: Transformer, *, consume: bool = False) -> Decoder:
     Returns:
       The decoder. It shares the arrays that are not stacked with the model.
     """
-    stacked, tree = jax.tree.flatten(nnx.to_pure_dict(nnx.state(model.blocks)))
+    config = model.config
+    places = [config.stack_of(layer) for layer in range(config.num_layers)]
+    names = dict.fromkeys(name for name, _ in places)
+    stacks = {name: _layers(getattr(model, name), consume) for name in names}
+    return Decoder(
+        embedding=model.embedding.get_value(),
+        layers=tuple(stacks[name][number] for name, number in places),
+        norm=model.norm.scale.get_value(),
+        lm_head=None if model.lm_head is None else model.lm_head.get_value(),
+        config=model.config,
+        dtype=model.dtype,
+    )
+
+
+def _layers(stack: Block, consume: bool) -> list[LayerParams]:
+    stacked, tree = jax.tree.flatten(nnx.to_pure_dict(nnx.state(stack)))
     columns = []
     while stacked:
         array = stacked.pop(0)
         columns.append(_rows(array))
         if consume:
             array.delete()
-    return Decoder(
-        embedding=model.embedding.get_value(),
-        layers=tuple(jax.tree.unflatten(tree, leaves) for leaves in zip(*columns, strict=True)),
-        norm=model.norm.scale.get_value(),
-        lm_head=None if model.lm_head is None else model.lm_head.get_value(),
-        config=model.config,
-        dtype=model.dtype,
-    )
+    return [jax.tree.unflatten(tree, leaves) for leaves in zip(*columns, strict=True)]
 
 
 @jax.jit

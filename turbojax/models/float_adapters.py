@@ -74,10 +74,11 @@ def merged_transformer(model: Transformer, layers: Sequence[Pairs]) -> Transform
     """The same of a `Transformer`, of which `layers` has the adapters of each layer."""
     graph, state = nnx.split(model)
     state = jax.tree.map(lambda x: x, state)  # The model's own variables stay as they are.
-    for number, pairs in enumerate(layers):
+    for layer, pairs in enumerate(layers):
+        stack, number = model.config.stack_of(layer)
         for name, pair in pairs.items():
             part, linear = _path(name)
-            kernel = state["blocks"][part][linear]["kernel"]
+            kernel = state[stack][part][linear]["kernel"]
             stacked = kernel.get_value()
             kernel.set_value(stacked.at[number].set(_sum(stacked[number], *pair)))
     whole: Transformer = nnx.merge(graph, state)

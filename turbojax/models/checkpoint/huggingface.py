@@ -32,7 +32,7 @@ from turbojax.models.checkpoint.gguf import smollm2
 from turbojax.models.checkpoint.stored import StoredDecoder
 from turbojax.models.config import TransformerConfig, config_json, model_config, stored_dtype
 from turbojax.models.decoder import Decoder
-from turbojax.models.families.tensors import LAYERS, TensorSpec, checkpoint_tensors
+from turbojax.models.families.tensors import LAYERS, TensorSpec, checkpoint_tensors, stacked
 from turbojax.models.lora import Adapters, check_adapters, with_adapters
 from turbojax.models.quantized import QuantizedDecoder
 from turbojax.models.text.tokenizer import BEGINNING_OF_FILE as BEGINNING_OF_FILE
@@ -387,13 +387,15 @@ def _tensors(model: Transformer, dtype: DTypeLike | None) -> list[_folder.Tensor
                     transpose=x.transpose,
                 )
             )
-            for x in spec.placements
+            for x in (stacked(place, model.config) for place in spec.placements)
         ]
         return _folder.cast(spec.joined(rows), stored, spec.name)
 
     tensors = []
     for spec in checkpoint_tensors(model.config):
-        given = part(spec.placements[0].path).dtype if dtype is None else dtype
+        given = (
+            part(stacked(spec.placements[0], model.config).path).dtype if dtype is None else dtype
+        )
         stored = spec.dtype(loading.check_dtype(given))
         tensors.append(
             _folder.Tensor(spec.name, stored, spec.shape, functools.partial(make, spec, stored))
