@@ -85,3 +85,19 @@ def test_two_steps_and_the_folder(family, tmp_path):
     assert decoder.config == config
     short = for_length(decoder, 12)
     np.testing.assert_allclose(moe_helpers.logits(short, np.asarray(tokens)), want, atol=1e-4)
+
+
+def test_long_rope_trains_with_the_factors_of_its_context():
+    """Those of short texts, as generation has them; the exported config is that of long ones."""
+    config = config_of("phi3")
+    context, original = SETTINGS.context, config.rope_scaling.original_max_length
+    assert context <= original < config.max_length
+    model = models.Transformer(config, rngs=nnx.Rngs(0))
+    trainer = Trainer(model, SETTINGS, stream())
+    starts = trainer._starts(0)
+    windows = np.stack([stream()[i : i + context + 1] for i in starts]).astype(np.int32)
+    bits = models.token_bits(models.unstack(model), windows, batch_size=2).mean()
+    np.testing.assert_allclose(trainer.run_step()["bits_per_token"], bits, rtol=1e-5)
+    assert trainer.model().config == config
+    long = moe_helpers.logits(models.unstack(model), windows[:, :-1])
+    assert np.abs(long - np.asarray(model(jnp.asarray(windows[:, :-1])))).max() > 1e-2

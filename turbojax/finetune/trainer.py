@@ -20,6 +20,7 @@ from turbojax.finetune.settings import Settings, for_context
 from turbojax.finetune.split import Slices, Split
 from turbojax.kv.layered import FirstLayers
 from turbojax.models import BEGINNING_OF_FILE, Attend, PooledAttention, Transformer
+from turbojax.models.decoder import config_for_length
 from turbojax.models.text.tokenizer import BYTES
 from turbojax.ops import exact_attention
 from turbojax.ops.optional_arrays import of_layer
@@ -137,9 +138,14 @@ class Trainer(BaseTrainer[nnx.State]):
             self.attend = FirstLayers(dense_attention, self.attend, dense_layers)
         self.packed, self.separator = packed, separator
         unroll = self.config.num_layers
-        make = functools.partial(Transformer, self.config, dtype=settings.precision)
-        shapes = nnx.eval_shape(lambda: make(remat=remat, unroll=unroll, rngs=nnx.Rngs(0)))
-        self._graph = nnx.graphdef(shapes)
+        more: Any = {"dtype": settings.precision, "remat": remat, "unroll": unroll}
+        # A run's steps have LongRoPE's factors for its context, as texts of that length have.
+        configs = self.config, config_for_length(self.config, settings.context)
+        kept, shapes = (
+            nnx.eval_shape(lambda c=config: Transformer(c, **more, rngs=nnx.Rngs(0)))
+            for config in configs
+        )
+        self._graph = nnx.graphdef(kept)
         self._scores: dict[Attend, Callable[..., jax.Array]] = {}
         self._slices: Slices | None = None
         if split is not None:

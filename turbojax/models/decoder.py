@@ -202,13 +202,19 @@ def for_length(decoder: AnyDecoder, max_length: int) -> AnyDecoder:
     They get LongRoPE's short factors if these sequences need them and the config has the long ones;
     otherwise the decoder itself is returned.
     """
-    config, scaling = decoder.config, decoder.config.rope_scaling
+    config = config_for_length(decoder.config, max_length)
+    return decoder if config is decoder.config else dataclasses.replace(decoder, config=config)
+
+
+def config_for_length(config: TransformerConfig, max_length: int) -> TransformerConfig:
+    """What `for_length` makes of a decoder's config."""
+    scaling = config.rope_scaling
     if not isinstance(scaling, LongRopeScaling):
-        return decoder
+        return config
     original = scaling.original_max_length
     if not max_length <= original < config.max_length:
-        return decoder
-    return dataclasses.replace(decoder, config=dataclasses.replace(config, max_length=original))
+        return config
+    return dataclasses.replace(config, max_length=original)
 
 
 def warn_of_long_factors(
