@@ -7,11 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from safetensors.numpy import load_file
 
+from tests.models import hf_helpers
 from tests.training.test_lora import CONFIG, SETTINGS, TOKENS, logits, normal, text, trained, wide
 from turbojax import finetune, models
 from turbojax.finetune.lora import LoraTrainer, token_losses
-from turbojax.models.config import LatentConfig
 from turbojax.models.lora import (
     Adapters,
     init_adapters,
@@ -22,7 +23,6 @@ from turbojax.models.lora import (
 from turbojax.models.quantized_layer import LINEARS
 
 BIASED = dataclasses.replace(CONFIG, qkv_bias=True, output_bias=True, mlp_bias=True)
-_KERNELS = {name: ("mlp" if name in LINEARS[4:] else "attention") for name in LINEARS}
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +39,7 @@ def by_hand(decoder, adapters):
     for params, own in zip(decoder.layers, adapters.layers, strict=True):
         params = jax.tree.map(lambda x: x, params)
         for name, adapter in own.items():
-            linear = params[_KERNELS[name]][f"{name}_proj"]
+            linear = params["mlp" if name in LINEARS[4:] else "attention"][f"{name}_proj"]
             product = (adapters.scale * wide(adapter.b) @ wide(adapter.a)).T
             linear["kernel"] = jnp.asarray(wide(linear["kernel"]) + product, jnp.float32)
         layers.append(params)
@@ -76,7 +76,8 @@ def test_gradients_are_those_of_the_merged_weights(decoder):
     for own, given, weights in zip(found.layers, adapters.layers, of_weights, strict=True):
         assert set(own) == set(LINEARS)
         for name, adapter in own.items():
-            weight = wide(weights[_KERNELS[name]][f"{name}_proj"]["kernel"]).T * adapters.scale
+            part = weights["mlp" if name in LINEARS[4:] else "attention"]
+            weight = wide(part[f"{name}_proj"]["kernel"]).T * adapters.scale
             for got, want in (
                 (adapter.a, wide(given[name].b).T @ weight),
                 (adapter.b, weight @ wide(given[name].a).T),
@@ -85,7 +86,7 @@ def test_gradients_are_those_of_the_merged_weights(decoder):
                 assert np.linalg.norm(want) > 1e-4
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.slow)])
 def test_new_adapters_change_nothing(decoder, dtype):
     """Not a bit: `B` is zero, so the first loss is the base model's."""
     base = jax.tree.map(lambda x: x.astype(dtype), decoder)
@@ -107,6 +108,32 @@ def test_new_adapters_change_nothing(decoder, dtype):
     limit = 1e-5 if dtype == "float32" else 1e-2
     with jax.numpy_dtype_promotion("standard"):  # logits are float32, what they are made of not
         np.testing.assert_allclose(trainer.run_step()["bits"], bits, rtol=limit)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["deepseek-v3", "deepseek-v2-lite"])
+def test_latent_attention(name, tmp_path):
+    """In both of its forms; files have the names of its own linear layers."""
+    file = {**hf_helpers.config(name), "first_k_dense_replace": 1, "num_hidden_layers": 2}
+    base = models.random_decoder(models.TransformerConfig.from_hf(file), dtype=jnp.float32)
+    with pytest.raises(NotImplementedError, match="must be of q.*, kv_a, kv_b, o"):
+        init_adapters(base, targets=("gate",))
+    queries = ("q",) if base.config.latent.query_rank is None else ("q_a", "q_b")
+    assert set(init_adapters(base).targets) == {*queries, "kv_a", "kv_b", "o"}
+    adapters = trained(base, rank=2)
+    merged, beside = by_hand(base, adapters), with_adapters(base, adapters)
+    tokens = TOKENS % base.config.vocab_size
+    np.testing.assert_allclose(logits(beside, tokens), logits(merged, tokens), atol=1e-3)
+    assert np.abs(logits(base, tokens) - logits(merged, tokens)).max() > 0.1
+    prompt = np.asarray(tokens[:1, :5])
+    for model in (beside, merged):
+        session = models.start(model, prompt, max_length=32, cache="latent")
+        np.testing.assert_allclose(session.logits, logits(merged, prompt)[:, -1], atol=1e-3)
+    models.save_adapters(adapters, tmp_path)
+    tensors = load_file(tmp_path / "adapter_model.safetensors")
+    assert "base_model.model.model.layers.1.self_attn.kv_a_proj_with_mqa.lora_A.weight" in tensors
+    loaded = models.load_adapters(tmp_path, 2)
+    jax.tree.map(np.testing.assert_array_equal, loaded, adapters)
 
 
 @pytest.mark.slow
@@ -179,7 +206,5 @@ def test_refusals(decoder):
         models.quantize_model(with_adapters(decoder, adapters), TOKENS)
     with pytest.raises(TypeError, match="adapters is a tuple, must be Adapters"):
         merge_adapters(decoder, adapters.layers)
-    latent = LatentConfig(8, 8, 8, 8)
-    config = dataclasses.replace(CONFIG, latent=latent, num_kv_heads=4, family="deepseek_v3")
-    with pytest.raises(NotImplementedError, match="beside latent attention are not supported"):
-        init_adapters(models.random_decoder(config, dtype=jnp.float32))
+    with pytest.raises(ValueError, match="'kv_a',\\) must be some of \\('q', 'k', 'v'"):
+        init_adapters(decoder, targets=("kv_a",))

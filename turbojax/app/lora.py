@@ -39,8 +39,9 @@ def lora(
     target: Annotated[
         list[str] | None,
         typer.Option(
-            help="A linear layer that gets adapters: q, k, v, o, gate, up or down; may be "
-            "repeated. Default: all, in a model with experts those of attention.",
+            help="A linear layer that gets adapters: q, k, v, o, gate, up or down, of latent "
+            "attention q or q_a and q_b, kv_a, kv_b or o; may be repeated. Default: all, in a "
+            "model with experts those of attention.",
             show_default=False,
         ),
     ] = None,

@@ -213,6 +213,11 @@ class AdaptedLinear(nnx.Linear):
         y: jax.Array = super().__call__(inputs, out_sharding)
         return y + self.low_rank(inputs).astype(y.dtype)
 
+    def merged_kernel(self) -> jax.Array:
+        """``W + A B`` in the layer's dtype."""
+        kernel = self.kernel[...].astype(self.dtype)
+        return kernel + _product(self.lora_a[...], self.lora_b[...], self)
+
     def low_rank(self, x: jax.Array) -> jax.Array:
         """What the adapter adds to the output for ``[..., in]``."""
         for matrix in (self.lora_a, self.lora_b):

@@ -20,11 +20,6 @@ from turbojax.sharding import Axes
 
 Pairs = Mapping[str, tuple[jax.Array, jax.Array]]
 
-_PARTS = {
-    **dict.fromkeys(("q", "k", "v", "o"), "attention"),
-    **dict.fromkeys(("gate", "up", "down"), "mlp"),
-}
-
 
 def added(
     params: LayerParams, pairs: Pairs, *, config: TransformerConfig, axes: Axes | None
@@ -86,7 +81,7 @@ def merged_transformer(model: Transformer, layers: Sequence[Pairs]) -> Transform
 
 
 def _path(name: str) -> tuple[str, str]:
-    return _PARTS[name], f"{name}_proj"
+    return "mlp" if name in ("gate", "up", "down") else "attention", f"{name}_proj"
 
 
 def _sum(kernel: jax.Array, a: jax.Array, b: jax.Array) -> Any:

@@ -35,6 +35,9 @@ from turbojax.quantizers.int4 import pad_rows
 from turbojax.sharding import Axes
 
 RANK, ALPHA = 8, 16.0
+LATENT_LINEARS = ("q_a", "q_b", "kv_a", "kv_b")
+"""Names of linear layers of latent attention that other attention does not have."""
+_OF_MLP = LINEARS[4:]
 
 AnyDecoder = TypeVar("AnyDecoder", Decoder, QuantizedDecoder)
 Mergeable = TypeVar("Mergeable", Decoder, Transformer)
@@ -60,7 +63,8 @@ class Adapters:
     """The adapters of a decoder: what is trained, saved and loaded.
 
     Attributes:
-      layers: for each layer its adapters by the names of linear layers, some of `LINEARS`.
+      layers: for each layer its adapters by the names of linear layers, some of `LINEARS` and
+        `LATENT_LINEARS`.
       scale: factor of every adapter's output, ``alpha / rank``.
     """
 
@@ -75,7 +79,8 @@ class Adapters:
     @property
     def targets(self) -> tuple[str, ...]:
         """Names of the linear layers that have an adapter in at least one layer."""
-        return tuple(name for name in LINEARS if any(name in layer for layer in self.layers))
+        names = (*LINEARS, *LATENT_LINEARS)
+        return tuple(name for name in names if any(name in layer for layer in self.layers))
 
 
 @jax.tree_util.register_dataclass
@@ -153,8 +158,10 @@ def init_adapters(
       decoder: the model that they are for; its weights are not looked at.
       rank: of each.
       alpha: outputs are multiplied by ``alpha / rank``.
-      targets: which linear layers have one, some of ``("q", "k", "v", "o", "gate", "up", "down")``;
-        None for all of them, or with experts for those of attention.
+      targets: which linear layers have one, some of ``("q", "k", "v", "o", "gate", "up", "down")``,
+        or of latent attention ``"q"``, or ``"q_a"`` and ``"q_b"`` where queries have a latent,
+        ``"kv_a"``, ``"kv_b"`` and ``"o"``; None for all of them, or with experts for those of
+        attention.
       seed: of `A`, whose numbers are uniform within ``1 / sqrt(in)``, as in PEFT.
 
     Returns:
@@ -164,22 +171,22 @@ def init_adapters(
       TypeError: if the decoder or a number is of another type.
       ValueError: if `rank` or `alpha` is not positive, or a target is unknown, named twice, or
         there is none.
-      NotImplementedError: if a target is a linear layer of experts, or attention is latent.
+      NotImplementedError: if a target is a linear layer of experts.
     """
     _check_decoder(decoder)
-    _refuse_latents(decoder.config)
     _checks.check_sizes(rank=rank)
     _checks.check_number("alpha", alpha)
     if not alpha > 0:
         raise ValueError(f"{alpha=} must be positive")
+    sizes = linear_sizes(decoder.config)
     if targets is None:
-        targets = LINEARS if decoder.config.experts is None else LINEARS[:4]
+        inside = () if decoder.config.experts is None else _OF_MLP
+        targets = [name for name in sizes if name not in inside]
     names = tuple(targets)
-    if not names or len(set(names)) < len(names) or not set(names) <= set(LINEARS):
-        raise ValueError(f"targets={names} must be some of {LINEARS}, each once")
+    if not names or len(set(names)) < len(names) or not set(names) <= set(sizes):
+        raise ValueError(f"targets={names} must be some of {tuple(sizes)}, each once")
     for i in range(len(decoder.layers)):
         _refuse_experts(decoder.config, i, names)
-    sizes = linear_sizes(decoder.config)
     keys = iter(jax.random.split(jax.random.key(seed), len(names) * len(decoder.layers)))
 
     def adapter(name: str) -> Adapter:
@@ -215,8 +222,8 @@ def with_adapters(
       TypeError: if an argument is of another type.
       ValueError: if adapters have other sizes, or the gradient is unknown, or given of a
         `Decoder`.
-      NotImplementedError: if there are adapters of experts, attention is latent, or a layer has
-        something other than gated feed-forward layers and experts.
+      NotImplementedError: if there are adapters of experts, or a layer has something other than
+        gated feed-forward layers and experts.
     """
     _check_decoder(decoder)
     _check_kind(adapters)
@@ -342,24 +349,23 @@ def without_adapters(decoder: AnyDecoder) -> AnyDecoder:
 def linear_sizes(config: TransformerConfig) -> dict[str, tuple[int, int]]:
     """Outputs and inputs of each linear layer by its name."""
     size, inner = config.hidden_size, config.intermediate_size
-    query, key = (n * config.head_dim for n in (config.num_heads, config.num_kv_heads))
+    heads, latent = config.num_heads, config.latent
+    query, key = (n * config.head_dim for n in (heads, config.num_kv_heads))
+    mlp = {"gate": (inner, size), "up": (inner, size), "down": (size, inner)}
+    if latent is None:
+        return {"q": (query, size), "k": (key, size), "v": (key, size), "o": (size, query), **mlp}
+    rank = latent.query_rank
     return {
-        "q": (query, size),
-        "k": (key, size),
-        "v": (key, size),
-        "o": (size, query),
-        "gate": (inner, size),
-        "up": (inner, size),
-        "down": (size, inner),
+        **({"q": (query, size)} if rank is None else {"q_a": (rank, size), "q_b": (query, rank)}),
+        "kv_a": (latent.rank + latent.rope_dim, size),
+        "kv_b": (heads * (latent.nope_dim + latent.value_dim), latent.rank),
+        "o": (size, heads * latent.value_dim),
+        **mlp,
     }
 
 
 def check_adapters(adapters: Adapters, config: TransformerConfig) -> None:
-    """Raises TypeError unless adapters are floating point, ValueError unless they fit the model.
-
-    NotImplementedError if the model's attention is latent.
-    """
-    _refuse_latents(config)
+    """Raises TypeError unless adapters are floating point, ValueError unless they fit the model."""
     if not math.isfinite(adapters.scale):
         raise ValueError(f"{adapters.scale=} must be finite")
     if len(adapters.layers) != config.num_layers:
@@ -368,7 +374,9 @@ def check_adapters(adapters: Adapters, config: TransformerConfig) -> None:
     for i, layer in enumerate(adapters.layers):
         for name, adapter in layer.items():
             if name not in sizes:
-                raise ValueError(f"layers[{i}] has an adapter of {name!r}, must be of {LINEARS}")
+                raise ValueError(
+                    f"layers[{i}] has an adapter of {name!r}, must be of {tuple(sizes)}"
+                )
             for x in (adapter.a, adapter.b):
                 _checks.check_float_dtype(f"layers[{i}].{name}", x)
             found = adapter.b.shape[:1] + adapter.a.shape[1:]
@@ -381,18 +389,12 @@ def check_adapters(adapters: Adapters, config: TransformerConfig) -> None:
 
 def _refuse_experts(config: TransformerConfig, layer: int, names: Sequence[str]) -> None:
     """Raises NotImplementedError if linear layers of these names are those of experts."""
-    inside = sorted(set(names) - set(LINEARS[:4]))
+    inside = sorted(set(names) & set(_OF_MLP))
     if inside and config.has_experts(layer):
+        of_all = linear_sizes(config)
         raise NotImplementedError(
             f"adapters of {', '.join(inside)} in layer {layer} are not supported: it has experts, "
-            f"beside which adapters must be of {', '.join(LINEARS[:4])}"
-        )
-
-
-def _refuse_latents(config: TransformerConfig) -> None:
-    if config.latent is not None:
-        raise NotImplementedError(
-            f"adapters beside latent attention are not supported: {config.latent} must be None"
+            f"beside which adapters must be of {', '.join(x for x in of_all if x not in _OF_MLP)}"
         )
 
 
