@@ -21,7 +21,7 @@ SETTINGS = finetune.Settings(
 MIXED = dataclasses.replace(
     moe_helpers.CONFIGS["qwen3-moe-mixed"],
     num_layers=2,
-    local_windows=(9, None),
+    local_windows=(9, 9),
     experts=ExpertsConfig(6, 2, 40, dense_layers=(0,)),
 )
 # One variant of each family, those with windows, several ropes, and layers of both kinds.
@@ -94,6 +94,7 @@ def test_two_steps_and_the_folder(family, tmp_path):
     np.testing.assert_allclose(moe_helpers.logits(short, np.asarray(tokens)), want, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_long_rope_trains_with_the_factors_of_its_context():
     """Those of short texts, as generation has them; the exported config is that of long ones."""
     config = config_of("phi3")
