@@ -152,6 +152,28 @@ def test_int4_decoders(name):
             assert np.array_equal(x, y)
 
 
+@pytest.mark.quick(1)
+@pytest.mark.parametrize("shape", MESHES)
+def test_adapters_beside_floats(shape):
+    """Each device has its part of them, whether they come before the splitting or after it."""
+    tiny = models.SHAPES["tiny"]
+    # Parts of the inner size have zeros at their end.
+    inner = tiny.intermediate_size + 2
+    config = dataclasses.replace(tiny, num_layers=1, intermediate_size=inner, mlp_bias=True)
+    whole = models.random_decoder(config, dtype="float32")
+    adapters = blurred(models.init_adapters(whole, rank=2))
+    beside, axes = models.with_adapters(whole, adapters), axes_of(*shape)
+    split = models.shard(beside, axes)
+    later = models.with_adapters(models.shard(whole, axes), adapters)
+    assert jax.tree.structure(later) == jax.tree.structure(split)
+    for x, y in zip(jax.tree.leaves(later), jax.tree.leaves(split), strict=True):
+        assert x.sharding == y.sharding
+        assert np.array_equal(x, y)
+    want = run(beside, TOKENS)
+    assert relative(run(split, TOKENS), want) < bound(config)
+    assert relative(run(whole, TOKENS), want) > 0.1
+
+
 @pytest.mark.quick(slow=1)
 @pytest.mark.parametrize("name", ["qwen3-moe", "gpt-oss"])
 def test_int4_experts(name):

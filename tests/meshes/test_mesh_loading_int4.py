@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import pytest
 
 from tests.meshes.test_mesh_loading import assert_same, stored_bytes
-from tests.models import hf_helpers
 from tests.models.test_gguf_int4 import write_q4_0
 from tests.models.test_packed_folders import write
 from turbojax import models
@@ -144,10 +143,3 @@ def test_adapters_are_split_beside_the_weights(name, folders, tmp_path):
     found = models.load_decoder(path, mesh=axes, adapters=adapters)
     assert_same(found, shard(models.with_adapters(whole, adapters), axes))
     assert_same(found, models.with_adapters(shard(whole, axes), adapters))
-
-
-def test_adapters_are_for_quantized_checkpoints(tmp_path):
-    path = hf_helpers.write("qwen2", tmp_path)
-    adapters = models.Adapters(({},) * 3, 1.0)
-    with pytest.raises(ValueError, match="adapters are for models with INT4 weights"):
-        models.load_decoder(path, adapters=adapters)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from tests.models import moe_helpers
 from tests.training.finetune_helpers import SETTINGS, TINY, command, corpus, text
 from training import state
 from turbojax import finetune, models
@@ -122,6 +123,26 @@ def test_pooled_and_packed():
         run = trainer(mesh, **options)
         close(losses(run, 3), first)
         np.testing.assert_allclose(of_bits(run), of_bits(expected), atol=1e-4)
+
+
+@pytest.mark.slow
+def test_layers_with_experts_and_layers_without(tmp_path):
+    """In two stacks, whose matrices are split along other axes; also read onto the mesh."""
+    mixed = moe_helpers.CONFIGS["qwen3-moe-mixed"]
+    config = dataclasses.replace(mixed, vocab_size=256)
+    settings = dataclasses.replace(SETTINGS, batch_size=2, context=32, warmup_steps=0)
+    models.save(models.Transformer(config, rngs=nnx.Rngs(1)), tmp_path)
+
+    def found(axes: Axes | None) -> list[float]:
+        model = models.load_transformer(tmp_path, mesh=axes)
+        if axes is not None:
+            kernel = model.dense_blocks.mlp.up_proj.kernel.get_value()
+            assert kernel.addressable_shards[0].data.size * 2 == kernel.size
+        return losses(finetune.Trainer(model, settings, corpus().stream, axes=axes), 3)
+
+    expected = found(None)
+    assert expected[-1] < expected[0]
+    np.testing.assert_allclose(found(axes(2)), expected, rtol=1e-4)
 
 
 def test_layers_are_gathered_again_in_the_backward_pass():

@@ -141,8 +141,10 @@ def test_adapters_are_put_beside_the_codes(llama):
     found = models.load_decoder(path, int4=True, adapters=adapters)
     expected = models.with_adapters(model, adapters)
     assert jax.tree.structure(found) == jax.tree.structure(expected)
-    with pytest.raises(ValueError, match="adapters are for models with INT4 weights"):
-        models.load_decoder(path, adapters=adapters)
+    floats = models.load_decoder(path, adapters=adapters)
+    assert (
+        floats.layers[0]["mlp"]["down_proj"]["lora_b"].shape == adapters.layers[0]["down"].b.T.shape
+    )
 
 
 @pytest.mark.parametrize(

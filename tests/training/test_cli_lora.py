@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from typer.testing import CliRunner
 
 from turbojax import finetune, models
@@ -62,9 +63,13 @@ def run(command, *options):
 
 
 @pytest.mark.slow
-def test_from_text_to_texts(model, text, tmp_path):
+@pytest.mark.parametrize("weights", ["int4", "float"])
+def test_from_text_to_texts(model, text, tmp_path, weights):
     """It learns; another run with more steps goes on; adapters change what is generated."""
     out = tmp_path / "out"
+    if weights == "float":
+        model = tmp_path / "floats"
+        models.save(models.Transformer(CONFIG, rngs=nnx.Rngs(0)), model, extra_config=BYTES)
     given = ("--model", model, "--data", text, "--out", out, *SIZES)
     result = run("lora", *given, "--steps=12", "--log-every=6", "--save-every=6")
     assert result.exit_code == 0, result.output
@@ -103,11 +108,11 @@ def test_wrong_calls(model, text, tmp_path):
     models.save_adapters(jax.tree.map(lambda x: x[:, :8], wrong), tmp_path / "wrong")
     given = ("--data", text, "--out", tmp_path / "out", *SIZES)
     for command, options, words in (
-        ("lora", ("--model=embedded", *given), "must be quantized"),
+        ("lora", ("--model=embedded", *given, "--gradient=exact"), "must be None of others"),
         ("lora", (f"--model={model}", *given, "--target=x"), "must be some of"),
         ("lora", (f"--model={model}", *given, "--context=999"), "must be more than context=999"),
         ("lora", (f"--model={model}", *given, "--gradient=bf16"), "must be one of"),
-        ("generate", ("x", f"--adapters={tmp_path / 'good'}"), "models with INT4 weights"),
+        ("generate", ("x", f"--adapters={tmp_path / 'good'}"), "layer 2 lacks"),
         ("generate", ("x", f"--model={model}", f"--adapters={tmp_path}"), "adapter_config.json"),
         ("generate", ("x", f"--model={model}", f"--adapters={tmp_path / 'wrong'}"), "layers[0].q"),
         ("generate", ("--random-weights=tiny", "--adapters=x"), "takes no --adapters"),

@@ -97,7 +97,10 @@ class TestSettings:
         ratio = (longer.rope_theta / TINY.rope_theta) ** exponent
         np.testing.assert_allclose(ratio[[0, -1]], [1.0, 1 / 4], rtol=1e-12)
         assert finetune.for_context(TINY, 64) is TINY
-        with pytest.raises(ValueError, match="head_dim=2 must be at least 4"):
+        some = finetune.for_context(dataclasses.replace(TINY, rotary_dim=8), 256)
+        ratio = (some.rope_theta / TINY.rope_theta) ** (-np.arange(4) / 4)
+        np.testing.assert_allclose(ratio[[0, -1]], [1.0, 1 / 4], rtol=1e-12)
+        with pytest.raises(ValueError, match="2 rotated channels must be at least 4"):
             finetune.for_context(dataclasses.replace(TINY, head_dim=2), 256)
 
     def test_rhythm(self):

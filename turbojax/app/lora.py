@@ -11,7 +11,11 @@ from turbojax.app import options, programs, terminal, training_progress
 def lora(
     out: Annotated[Path, typer.Option(help="Folder of log, checkpoints and adapters.")],
     model: Annotated[
-        str, typer.Option(help="The folder of a quantized model, see turbojax quantize.")
+        str,
+        typer.Option(
+            help="embedded, smollm2, a GGUF file, or a checkpoint's folder, with floating-point "
+            "or INT4 weights (see turbojax quantize)."
+        ),
     ],
     data: Annotated[
         list[Path],
@@ -35,17 +39,20 @@ def lora(
     target: Annotated[
         list[str] | None,
         typer.Option(
-            help="A linear layer that gets adapters: q, k, v, o, gate, up or down; may be "
-            "repeated. Default: all, in a model with experts those of attention.",
+            help="A linear layer that gets adapters: q, k, v, o, gate, up or down, of latent "
+            "attention q or q_a and q_b, kv_a, kv_b or o; may be repeated. Default: all, in a "
+            "model with experts those of attention.",
             show_default=False,
         ),
     ] = None,
     gradient: Annotated[
-        str,
+        str | None,
         typer.Option(
-            help="Of the INT4 products: e4m3, at the speed of the products on Hopper, or exact."
+            help="Of products with INT4 weights: e4m3, at the speed of the products on Hopper, or "
+            "exact. Default: e4m3.",
+            show_default=False,
         ),
-    ] = "e4m3",
+    ] = None,
     context: Annotated[int, typer.Option(help="Tokens per sequence.")] = 1024,
     batch: Annotated[int, typer.Option(help="Sequences per step.")] = 4,
     steps: Annotated[int, typer.Option(help="Optimizer steps.")] = 100,
@@ -63,7 +70,7 @@ def lora(
     ] = 64,
     compilation_cache: programs.CompilationCache = True,
 ) -> None:
-    """Train low-rank adapters (LoRA) beside the INT4 weights of a quantized model.
+    """Train low-rank adapters (LoRA) beside the weights of a model, INT4 or floating-point ones.
 
     Run the same command again to go on after an interruption. At the end OUT/adapters holds them
     as PEFT stores them, for `turbojax generate --adapters`, and OUT/log.json the log.
@@ -91,8 +98,6 @@ def lora(
         rhythm = finetune.Rhythm(log_every, save_every, evaluate_every, evaluate_windows)
         corpus = finetune.tokens_of(found.tokenizer, data, held_out or ())
         decoder = found.load().decoder
-        if not isinstance(decoder, models.QuantizedDecoder):
-            raise ValueError(f"model {model!r} must be quantized: see turbojax quantize")
         targets = tuple(target) if target else None
         adapters = models.init_adapters(decoder, rank=rank, alpha=alpha, targets=targets, seed=seed)
         typer.echo(f"{corpus.stream.size:,} tokens; {adapters.num_parameters:,} numbers to train")

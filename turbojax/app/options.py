@@ -61,7 +61,7 @@ MaxLength = Annotated[
 Adapters = Annotated[
     str | None,
     typer.Option(
-        help="A folder with low-rank adapters for a quantized --model, as turbojax lora writes it.",
+        help="A folder with low-rank adapters for --model, as turbojax lora writes it.",
         show_default=False,
     ),
 ]

@@ -62,7 +62,7 @@ def find_text_model(
     """Reads all of a checkpoint but its weights.
 
     The first three arguments as `load_text_model`. `adapters` is a folder of low-rank adapters for
-    a model with INT4 weights, and `axes` those of a mesh to split the model over. `weights` is
+    the model, and `axes` those of a mesh to split the model over. `weights` is
     ``"float"``, which stands for what a checkpoint has, or for a GGUF file also ``"int4"``, which
     takes its codes, see `models.load`. Raises what `load_text_model` does, except for weights,
     which are not looked at, and ValueError if there is no such kind of weights.
@@ -78,8 +78,6 @@ def find_text_model(
     axes = None if axes is None else axes_of_model(config, axes)
     stored = stored_dtype(hf) or jnp.dtype(jnp.bfloat16)
     used = stored if dtype is None else dtype
-    if adapters is not None and not int4 and "quantization_config" not in hf:
-        raise ValueError(f"adapters are for models with INT4 weights, {path!r} has none")
     if "quantization_config" in hf:
         size = sum(file.stat().st_size for file in models.weight_files(path))
     else:

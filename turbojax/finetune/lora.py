@@ -1,4 +1,4 @@
-"""Training of low-rank adapters beside the INT4 weights of a decoder."""
+"""Training of low-rank adapters beside the weights of a decoder, INT4 or floats."""
 
 import functools
 import math
@@ -15,14 +15,14 @@ from turbojax.finetune.losses import cross_entropy, marked, mean_of_learned
 from turbojax.finetune.settings import Settings
 from turbojax.finetune.trainer import dense_attention
 from turbojax.models import Attend
-from turbojax.models.decoder import for_length
-from turbojax.models.lora import Adapters, check_adapters, with_adapters
+from turbojax.models.decoder import Decoder, for_length
+from turbojax.models.lora import Adapters, check_adapters, usual_gradient, with_adapters
 from turbojax.models.quantized import QuantizedDecoder
-from turbojax.ops.int4_matmul.static import GRADIENTS, Gradient
+from turbojax.ops.int4_matmul.static import Gradient
 
 
 def token_losses(
-    decoder: QuantizedDecoder, tokens: jax.Array, *, attend: Attend = dense_attention
+    decoder: Decoder | QuantizedDecoder, tokens: jax.Array, *, attend: Attend = dense_attention
 ) -> jax.Array:
     """The loss of every token but the first of each sequence, differentiable with adapters.
 
@@ -55,19 +55,19 @@ class LoraTrainer(BaseTrainer[Adapters]):
 
     def __init__(
         self,
-        decoder: QuantizedDecoder,
+        decoder: Decoder | QuantizedDecoder,
         adapters: Adapters,
         settings: Settings,
         stream: np.ndarray,
         *,
         learn: np.ndarray | None = None,
-        gradient: Gradient = "e4m3",
+        gradient: Gradient | None = None,
         attend: Attend = dense_attention,
     ) -> None:
         """Takes up adapters, new ones or loaded ones.
 
         Args:
-          decoder: the frozen model.
+          decoder: the frozen model, on one device.
           adapters: of its sizes.
           settings: see `Settings`; `precision` must be the decoder's dtype.
           stream: ``[n]`` integers, the tokens to train on, kept in the accelerator's memory.
@@ -81,8 +81,7 @@ class LoraTrainer(BaseTrainer[Adapters]):
             not fit.
         """
         check_stream(stream, decoder.config.vocab_size)
-        if gradient not in GRADIENTS:
-            raise ValueError(f"{gradient=} must be one of {GRADIENTS}")
+        gradient = usual_gradient(decoder, gradient)
         check_adapters(adapters, decoder.config)
         if settings.precision != decoder.dtype.name:
             raise ValueError(
@@ -93,9 +92,9 @@ class LoraTrainer(BaseTrainer[Adapters]):
                 f"context={settings.context} must be at most the decoder's max_length, "
                 f"{decoder.config.max_length}"
             )
-        self.decoder = for_length(decoder, settings.context)
+        self.decoder: Decoder | QuantizedDecoder = for_length(decoder, settings.context)
         super().__init__(adapters, settings, stream, learn=learn)
-        self._gradient: Gradient = gradient
+        self._gradient = gradient
         self._attend = attend
 
     @property
@@ -107,9 +106,13 @@ class LoraTrainer(BaseTrainer[Adapters]):
     def adapters(self, adapters: Adapters) -> None:
         self._trained = adapters
 
-    def model(self) -> QuantizedDecoder:
+    def model(self) -> Decoder | QuantizedDecoder:
         """The decoder with the adapters as they are now."""
-        return with_adapters(self.decoder, jax.tree.map(jnp.copy, self.adapters))
+        decoder: Any = self.decoder
+        model: Decoder | QuantizedDecoder = with_adapters(
+            decoder, jax.tree.map(jnp.copy, self.adapters)
+        )
+        return model
 
     def _make_step(self) -> Callable[..., tuple[Adapters, Any, dict[str, jax.Array]]]:
         return functools.partial(
@@ -120,18 +123,18 @@ class LoraTrainer(BaseTrainer[Adapters]):
             is_marked=self._is_marked,
         )
 
-    def _frozen(self) -> tuple[QuantizedDecoder]:
+    def _frozen(self) -> tuple[Decoder | QuantizedDecoder]:
         return (self.decoder,)
 
 
 def _train_step(
     adapters: Adapters,
     opt_state: Any,
-    decoder: QuantizedDecoder,
+    decoder: Any,
     stream: jax.Array,
     starts: jax.Array,
     *,
-    gradient: Gradient,
+    gradient: Gradient | None,
     attend: Attend,
     settings: Settings,
     is_marked: bool,

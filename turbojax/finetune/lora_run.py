@@ -23,7 +23,8 @@ from turbojax.finetune.run import (
     sha256,
 )
 from turbojax.finetune.settings import Settings
-from turbojax.models.lora import Adapters
+from turbojax.models.decoder import Decoder
+from turbojax.models.lora import Adapters, usual_gradient
 from turbojax.models.quantized import QuantizedDecoder
 from turbojax.ops.int4_matmul.static import Gradient
 
@@ -33,12 +34,12 @@ _RHYTHM = Rhythm()
 
 def fine_tune_adapters(
     folder: Path,
-    decoder: QuantizedDecoder,
+    decoder: Decoder | QuantizedDecoder,
     adapters: Adapters,
     settings: Settings,
     corpus: TokenCorpus,
     *,
-    gradient: Gradient = "e4m3",
+    gradient: Gradient | None = None,
     rhythm: Rhythm = _RHYTHM,
     base_model: str | None = None,
     report: Report = lambda row: None,
@@ -109,14 +110,14 @@ def _describe(
     trainer: LoraTrainer,
     corpus: TokenCorpus,
     windows: np.ndarray,
-    gradient: Gradient,
+    gradient: Gradient | None,
     base_model: str | None,
 ) -> dict[str, Any]:
     """Facts about the run; those that decide its figures under "identity"."""
     return {
         "identity": {
             "settings": dataclasses.asdict(trainer.settings),
-            "gradient": gradient,
+            "gradient": usual_gradient(trainer.decoder, gradient),
             "targets": list(trainer.adapters.targets),
             "scale": trainer.adapters.scale,
             "start_sha256": _digest(*jax.tree.leaves(trainer.adapters)),

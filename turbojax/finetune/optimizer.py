@@ -127,8 +127,14 @@ MOMENTS = {"adamw": 2, "lion": 1, "adafactor": 0, "sgd": 1, "muon": 1}
 
 
 def _is_matrix(params: Any) -> Any:
-    """True for kernels and embeddings, False for the scales of norms (stacked ones too)."""
-    return jax.tree.map_with_path(lambda path, _: "scale" not in jax.tree_util.keystr(path), params)
+    """True for kernels and embeddings, False for scales of norms and routers' corrections."""
+
+    def of(path: Any, _: Any) -> bool:
+        name = jax.tree_util.keystr(path)
+        # A correction has no gradient: with decay alone it would drift away from its experts.
+        return "scale" not in name and "correction" not in name
+
+    return jax.tree.map_with_path(of, params)
 
 
 def _by_path(tree: Any) -> dict[str, Any]:

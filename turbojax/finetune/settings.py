@@ -143,9 +143,9 @@ def for_context(config: TransformerConfig, context: int) -> TransformerConfig:
     """The configuration of a model that is to be fine-tuned at a longer context.
 
     Where the context grows by a factor s, the base of the rotary frequencies grows to
-    ``theta * s**(H / (H - 2))`` for heads of H channels: the slowest pair of channels then turns
-    over the new context as far as it turned over the old one, while the fastest, which tells
-    neighbours apart, keeps its speed ("NTK-aware" scaling).
+    ``theta * s**(R / (R - 2))`` where R channels of a head are rotated: the slowest pair of
+    channels then turns over the new context as far as it turned over the old one, while the
+    fastest, which tells neighbours apart, keeps its speed ("NTK-aware" scaling).
 
     Args:
       config: of the model as it is.
@@ -156,12 +156,13 @@ def for_context(config: TransformerConfig, context: int) -> TransformerConfig:
       `max_length` suffices. A base of its own of layers with a window stays: they see no further.
 
     Raises:
-      ValueError: if the heads have two channels, of which none turns more slowly.
+      ValueError: if two channels are rotated, of which none turns more slowly.
     """
     if context <= config.max_length:
         return config
-    if config.head_dim < 4:
-        raise ValueError(f"head_dim={config.head_dim} must be at least 4 to lengthen the context")
+    width = config.rope.channels
+    if width < 4:
+        raise ValueError(f"{width} rotated channels must be at least 4 to lengthen the context")
     growth = context / config.max_length
-    theta = config.rope_theta * growth ** (config.head_dim / (config.head_dim - 2))
+    theta = config.rope_theta * growth ** (width / (width - 2))
     return dataclasses.replace(config, max_length=context, rope_theta=theta)

@@ -27,14 +27,15 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from turbojax.finetune.settings import Settings
 from turbojax.models import TransformerConfig
+from turbojax.models.config import STACKS
 from turbojax.models.tensor_parallel.layout import check_axes
 from turbojax.models.tensor_parallel.specs import spec_of
 from turbojax.sharding.axes import Axes
 
 Tree = TypeVar("Tree")
 
-_LAYERS = "['blocks']"
-"""Part of the path of arrays with a leading axis of layers, which is scanned and never split."""
+_LAYERS = tuple(f"['{name}']" for name in STACKS)
+"""Parts of the paths of arrays with a leading axis of layers, which is scanned and never split."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,7 +122,7 @@ class Split:
         is `jax.tree_util.keystr` of a weight or of one of its moments, `shape` that of the whole
         array.
         """
-        first = 1 if _LAYERS in path else 0
+        first = 1 if any(name in path for name in _LAYERS) else 0
         heads, over = self._axis_of_heads(path, shape), self.axes.of_dimension("heads")
         names = self.names
         if heads is not None:
@@ -135,12 +136,12 @@ class Split:
 
     def _axis_of_heads(self, path: str, shape: tuple[int, ...]) -> int | None:
         names = re.findall(r"\['(\w+)'\]", path)
+        stack = next((i for i, name in enumerate(names) if name in STACKS), None)
         # Embeddings are split over all devices. Of optimizers some arrays are not like the weight.
-        if not self.axes.heads or "blocks" not in names or len(shape) < 2:
+        if not self.axes.heads or stack is None or len(shape) < 2:
             return None
         assert self.config is not None
-        inner = tuple(names[names.index("blocks") + 1 :])
-        spec = spec_of(inner, len(shape) - 1, self.config, self.of_heads)
+        spec = spec_of(tuple(names[stack + 1 :]), len(shape) - 1, self.config, self.of_heads)
         axis = next((1 + i for i, name in enumerate(spec) if name is not None), None)
         is_even = axis is not None and shape[axis] % self.axes.size("heads") == 0
         return axis if is_even else None
@@ -261,12 +262,8 @@ class Slices:
     dtype: str
 
     def of_layer(self) -> "Slices":
-        """Those of the layers, without their leading axis of layers."""
-        inner = tuple(
-            (path.removeprefix(_LAYERS), place.of_layer())
-            for path, place in self.places
-            if path.startswith(_LAYERS)
-        )
+        """Those of the layers, without their leading axis of layers; paths begin with the stack."""
+        inner = tuple((x, place.of_layer()) for x, place in self.places if x.startswith(_LAYERS))
         return dataclasses.replace(self, places=inner)
 
     def outside(self) -> "Slices":

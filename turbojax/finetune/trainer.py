@@ -26,6 +26,7 @@ from turbojax.models import (
     Transformer,
     TransformerConfig,
 )
+from turbojax.models.decoder import config_for_length
 from turbojax.models.tensor_parallel.layout import local_config
 from turbojax.models.text.tokenizer import BYTES
 from turbojax.ops import exact_attention
@@ -146,20 +147,24 @@ class Trainer(BaseTrainer[nnx.State]):
             self.attend = FirstLayers(dense_attention, self.attend, dense_layers)
         self.packed, self.separator = packed, separator
         unroll = self.config.num_layers
+        more: Any = {"dtype": settings.precision, "remat": remat, "unroll": unroll}
 
         def made(config: TransformerConfig) -> Transformer:
-            make = functools.partial(Transformer, config, dtype=settings.precision)
-            return nnx.eval_shape(lambda: make(remat=remat, unroll=unroll, rngs=nnx.Rngs(0)))
+            return nnx.eval_shape(lambda: Transformer(config, **more, rngs=nnx.Rngs(0)))
 
-        self._graph = self._step_graph = nnx.graphdef(made(self.config))
+        self._graph = nnx.graphdef(made(self.config))
+        # A run's steps have LongRoPE's factors for its context, as texts of that length have.
+        running = config_for_length(self.config, settings.context)
         self._scores: dict[Attend, Callable[..., jax.Array]] = {}
         self._slices: Slices | None = None
-        if split is not None:
+        if split is None:
+            shapes = made(running)
+        else:
             self._slices = split.slices(params)
-            shapes = made(local_config(self.config, split.of_heads))
+            shapes = made(local_config(running, split.of_heads))
             shapes.gather = self._slices.of_layer()
             shapes.axes = split.of_heads
-            self._step_graph = nnx.graphdef(shapes)
+        self._step_graph = nnx.graphdef(shapes)
 
     @property
     def params(self) -> nnx.State:

@@ -194,6 +194,37 @@ def linear(
     )
 
 
+class AdaptedLinear(nnx.Linear):
+    """A linear layer with a low-rank adapter beside it: ``x W + bias + (x A) B``.
+
+    `lora_a` is ``[in, R]`` and `lora_b` ``[R, out]``; both are cast to the layer's dtype.
+    """
+
+    def __init__(self, base: nnx.Linear, *, rngs: nnx.Rngs) -> None:
+        """Initializes a layer of `base`'s sizes and dtypes, whose adapter adds nothing."""
+        inputs, outputs = base.in_features, base.out_features
+        dtypes: dict[str, Any] = {"dtype": base.dtype, "param_dtype": base.param_dtype}
+        super().__init__(inputs, outputs, use_bias=base.use_bias, rngs=rngs, **dtypes)
+        self.lora_a = nnx.Param(jnp.zeros((inputs, 1), jnp.float32))
+        self.lora_b = nnx.Param(jnp.zeros((1, outputs), jnp.float32))
+
+    def __call__(self, inputs: jax.Array, out_sharding: Any = None) -> jax.Array:
+        """Maps ``[..., in]`` to ``[..., out]``."""
+        y: jax.Array = super().__call__(inputs, out_sharding)
+        return y + self.low_rank(inputs).astype(y.dtype)
+
+    def merged_kernel(self) -> jax.Array:
+        """``W + A B`` in the layer's dtype."""
+        kernel = self.kernel[...].astype(self.dtype)
+        return kernel + _product(self.lora_a[...], self.lora_b[...], self)
+
+    def low_rank(self, x: jax.Array) -> jax.Array:
+        """What the adapter adds to the output for ``[..., in]``."""
+        for matrix in (self.lora_a, self.lora_b):
+            x = _product(x, matrix[...], self)
+        return x
+
+
 def summed(layer: nnx.Linear, x: jax.Array, over: tuple[str, ...]) -> jax.Array:
     """A linear layer of which each device has some of the inputs.
 
@@ -212,9 +243,15 @@ def summed(layer: nnx.Linear, x: jax.Array, over: tuple[str, ...]) -> jax.Array:
 
 def without_bias(layer: nnx.Linear, x: jax.Array) -> jax.Array:
     """What a layer made by `linear` computes from ``[..., in]`` before its bias."""
-    kernel = layer.kernel[...].astype(layer.dtype)
+    y = _product(x, layer.kernel[...], layer)
+    return y + layer.low_rank(x) if isinstance(layer, AdaptedLinear) else y
+
+
+def _product(x: jax.Array, matrix: jax.Array, layer: nnx.Linear) -> jax.Array:
+    """``[..., in]`` times ``[in, out]`` in the layer's dtype and precision."""
     contract = (((x.ndim - 1,), (0,)), ((), ()))
-    return jax.lax.dot_general(x.astype(layer.dtype), kernel, contract, precision=layer.precision)
+    operands = x.astype(layer.dtype), matrix.astype(layer.dtype)
+    return jax.lax.dot_general(*operands, contract, precision=layer.precision)
 
 
 def kernel_init(gain: float) -> jax.nn.initializers.Initializer:

@@ -69,6 +69,7 @@ from turbojax.models.generation.session import stream as stream
 from turbojax.models.lora import Adapter as Adapter
 from turbojax.models.lora import Adapters as Adapters
 from turbojax.models.lora import init_adapters as init_adapters
+from turbojax.models.lora import merge_adapters as merge_adapters
 from turbojax.models.lora import with_adapters as with_adapters
 from turbojax.models.lora import without_adapters as without_adapters
 from turbojax.models.quantize import quantize_model as quantize_model

@@ -21,6 +21,9 @@ from turbojax.rotary import LongRopeScaling, Rope, RopeScaling
 # Keys that `to_hf` leaves open.
 _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
+STACKS = ("blocks", "dense_blocks")
+"""Names of a `Transformer`'s stacks of layers."""
+
 DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -228,6 +231,15 @@ class TransformerConfig:
     def has_experts(self, layer: int) -> bool:
         """Whether this layer's feed-forward layer is one of experts."""
         return self.experts is not None and layer not in self.experts.dense_layers
+
+    def stack_of(self, layer: int) -> tuple[str, int]:
+        """Which of a `Transformer`'s `STACKS` has this layer, and its number there.
+
+        Layers with experts and layers without have other arrays; where all are alike there is one.
+        """
+        dense = () if self.experts is None else self.experts.dense_layers
+        before = sum(x < layer for x in dense)
+        return (STACKS[1], before) if layer in dense else (STACKS[0], layer - before)
 
     @property
     def rope(self) -> Rope:

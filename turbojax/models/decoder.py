@@ -17,6 +17,7 @@ import numpy as np
 from flax import nnx
 
 from turbojax.flax.norms import rms_norm
+from turbojax.flax.projections import AdaptedLinear
 from turbojax.kv import Attend, AttentionOptions
 from turbojax.kv.base import Cache
 from turbojax.kv.layered import attend_of
@@ -28,7 +29,10 @@ from turbojax.rotary import LongRopeScaling, Rope
 from turbojax.sharding import Axes
 
 LayerParams = Any
-"""Nested dicts of one layer's arrays, named as in `Block`."""
+"""Nested dicts of one layer's arrays, named as in `Block`.
+
+A linear layer may have `lora_a` and `lora_b` beside its kernel, see `AdaptedLinear`.
+"""
 
 
 @jax.tree_util.register_dataclass
@@ -126,8 +130,19 @@ def apply_block(
 ) -> tuple[jax.Array, Cache]:
     """Applies a layer of a `Decoder`, within `shard_map` with a device's arrays and config."""
     has_experts = "router" in params["mlp"]
-    graph = _block_graph(config, has_experts, dtype, jax.tree.leaves(params)[0].dtype)
+    adapted = tuple(adapted_linears(params))
+    graph = _block_graph(config, has_experts, dtype, jax.tree.leaves(params)[0].dtype, adapted)
     return nnx.merge(graph, params)(hidden, angles, attend, cache, options, rope, axes)
+
+
+def adapted_linears(params: LayerParams) -> list[tuple[str, str]]:
+    """The linear layers with an adapter, by their paths, such as ``("attention", "q_proj")``."""
+    return [
+        (part, name)
+        for part in ("attention", "mlp")
+        for name, arrays in params[part].items()
+        if isinstance(arrays, dict) and "lora_a" in arrays
+    ]
 
 
 def final_norm(
@@ -187,13 +202,19 @@ def for_length(decoder: AnyDecoder, max_length: int) -> AnyDecoder:
     They get LongRoPE's short factors if these sequences need them and the config has the long ones;
     otherwise the decoder itself is returned.
     """
-    config, scaling = decoder.config, decoder.config.rope_scaling
+    config = config_for_length(decoder.config, max_length)
+    return decoder if config is decoder.config else dataclasses.replace(decoder, config=config)
+
+
+def config_for_length(config: TransformerConfig, max_length: int) -> TransformerConfig:
+    """What `for_length` makes of a decoder's config."""
+    scaling = config.rope_scaling
     if not isinstance(scaling, LongRopeScaling):
-        return decoder
+        return config
     original = scaling.original_max_length
     if not max_length <= original < config.max_length:
-        return decoder
-    return dataclasses.replace(decoder, config=dataclasses.replace(config, max_length=original))
+        return config
+    return dataclasses.replace(config, max_length=original)
 
 
 def warn_of_long_factors(
@@ -230,21 +251,29 @@ def unstack(model: Transformer, *, consume: bool = False) -> Decoder:
     Returns:
       The decoder. It shares the arrays that are not stacked with the model.
     """
-    stacked, tree = jax.tree.flatten(nnx.to_pure_dict(nnx.state(model.blocks)))
+    config = model.config
+    places = [config.stack_of(layer) for layer in range(config.num_layers)]
+    names = dict.fromkeys(name for name, _ in places)
+    stacks = {name: _layers(getattr(model, name), consume) for name in names}
+    return Decoder(
+        embedding=model.embedding.get_value(),
+        layers=tuple(stacks[name][number] for name, number in places),
+        norm=model.norm.scale.get_value(),
+        lm_head=None if model.lm_head is None else model.lm_head.get_value(),
+        config=model.config,
+        dtype=model.dtype,
+    )
+
+
+def _layers(stack: Block, consume: bool) -> list[LayerParams]:
+    stacked, tree = jax.tree.flatten(nnx.to_pure_dict(nnx.state(stack)))
     columns = []
     while stacked:
         array = stacked.pop(0)
         columns.append(_rows(array))
         if consume:
             array.delete()
-    return Decoder(
-        embedding=model.embedding.get_value(),
-        layers=tuple(jax.tree.unflatten(tree, leaves) for leaves in zip(*columns, strict=True)),
-        norm=model.norm.scale.get_value(),
-        lm_head=None if model.lm_head is None else model.lm_head.get_value(),
-        config=model.config,
-        dtype=model.dtype,
-    )
+    return [jax.tree.unflatten(tree, leaves) for leaves in zip(*columns, strict=True)]
 
 
 @jax.jit
@@ -254,10 +283,22 @@ def _rows(array: jax.Array) -> tuple[jax.Array, ...]:
 
 @functools.cache
 def _block_graph(
-    config: TransformerConfig, has_experts: bool, dtype: np.dtype, param_dtype: np.dtype
+    config: TransformerConfig,
+    has_experts: bool,
+    dtype: np.dtype,
+    param_dtype: np.dtype,
+    adapted: tuple[tuple[str, str], ...],
 ) -> Any:
     """The graph definition of a `Block` of this shape, without its arrays."""
-    make = functools.partial(
-        Block, config, has_experts=has_experts, dtype=dtype, param_dtype=param_dtype
-    )
-    return nnx.graphdef(nnx.eval_shape(lambda: make(rngs=nnx.Rngs(0))))
+
+    def make() -> Block:
+        rngs = nnx.Rngs(0)
+        block = Block(
+            config, has_experts=has_experts, dtype=dtype, param_dtype=param_dtype, rngs=rngs
+        )
+        for part, name in adapted:
+            module = getattr(block, part)
+            setattr(module, name, AdaptedLinear(getattr(module, name), rngs=rngs))
+        return block
+
+    return nnx.graphdef(nnx.eval_shape(make))

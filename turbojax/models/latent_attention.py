@@ -18,7 +18,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from turbojax.flax.norms import RMSNorm
-from turbojax.flax.projections import linear, summed
+from turbojax.flax.projections import AdaptedLinear, linear, summed
 from turbojax.kv import Attend, AttentionOptions, attend_latents, holds_latents
 from turbojax.kv.base import Cache
 from turbojax.models.config import TransformerConfig
@@ -150,7 +150,11 @@ class LatentAttention(nnx.Module):
 
     def _up(self) -> tuple[jax.Array, jax.Array]:
         """``W_UK`` ``[C, N, nope]`` and ``W_UV`` ``[C, N, value]`` in the computation's dtype."""
-        kernel = self.kv_b_proj.kernel.get_value().astype(self.kv_b_proj.dtype)
+        layer = self.kv_b_proj
+        if isinstance(layer, AdaptedLinear):
+            kernel = layer.merged_kernel()
+        else:
+            kernel = layer.kernel[...].astype(layer.dtype)
         each = kernel.reshape(self.latent.rank, self.num_heads, -1)
         key, value = jnp.split(each, [self.latent.nope_dim], axis=-1)
         return key, value

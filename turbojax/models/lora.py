@@ -1,16 +1,16 @@
-"""Low-rank adapters (LoRA, Hu et al., 2021) beside the INT4 weights of a decoder.
+"""Low-rank adapters (LoRA, Hu et al., 2021) beside the weights of a decoder, INT4 or floats.
 
-A linear layer with an adapter computes ``x W^T + bias + alpha / rank * (x A^T) B^T``: `W` has 4
-bits and is frozen, `A` and `B` are float32 and are trained. Adapters are a pytree of their own, so
-that `jax.grad` and an optimizer take them directly; `with_adapters` puts them into a decoder,
-which then runs like any other.
+A linear layer with an adapter computes ``x W^T + bias + alpha / rank * (x A^T) B^T``: `W` is
+frozen, `A` and `B` are float32 and are trained. Adapters are a pytree of their own, so that
+`jax.grad` and an optimizer take them directly; `with_adapters` puts them into a decoder, which then
+runs like any other.
 """
 
 import dataclasses
 import functools
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -19,19 +19,28 @@ from jax.sharding import PartitionSpec
 
 from turbojax import _checks
 from turbojax.flax.norms import rms_norm
+from turbojax.models import float_adapters
 from turbojax.models.config import TransformerConfig
+from turbojax.models.decoder import Decoder
 from turbojax.models.quantized import QuantizedDecoder
 from turbojax.models.quantized_experts import QuantizedExperts
 from turbojax.models.quantized_layer import LINEARS, QuantizedLayer, QuantizedLinear, QuantizedMlp
 from turbojax.models.tensor_parallel.assembling import assemble
 from turbojax.models.tensor_parallel.layout import hidden_axes
 from turbojax.models.tensor_parallel.shares import channels, picked, qkv_outputs
+from turbojax.models.transformer import Transformer
 from turbojax.ops.int4_matmul.reference import activate
 from turbojax.ops.int4_matmul.static import GRADIENTS, Activation, Gradient
 from turbojax.quantizers.int4 import pad_rows
 from turbojax.sharding import Axes
 
 RANK, ALPHA = 8, 16.0
+LATENT_LINEARS = ("q_a", "q_b", "kv_a", "kv_b")
+"""Names of linear layers of latent attention that other attention does not have."""
+_OF_MLP = LINEARS[4:]
+
+AnyDecoder = TypeVar("AnyDecoder", Decoder, QuantizedDecoder)
+Mergeable = TypeVar("Mergeable", Decoder, Transformer)
 
 
 @jax.tree_util.register_dataclass
@@ -54,7 +63,8 @@ class Adapters:
     """The adapters of a decoder: what is trained, saved and loaded.
 
     Attributes:
-      layers: for each layer its adapters by the names of linear layers, some of `LINEARS`.
+      layers: for each layer its adapters by the names of linear layers, some of `LINEARS` and
+        `LATENT_LINEARS`.
       scale: factor of every adapter's output, ``alpha / rank``.
     """
 
@@ -69,7 +79,8 @@ class Adapters:
     @property
     def targets(self) -> tuple[str, ...]:
         """Names of the linear layers that have an adapter in at least one layer."""
-        return tuple(name for name in LINEARS if any(name in layer for layer in self.layers))
+        names = (*LINEARS, *LATENT_LINEARS)
+        return tuple(name for name in names if any(name in layer for layer in self.layers))
 
 
 @jax.tree_util.register_dataclass
@@ -134,7 +145,7 @@ class LoraLinear:
 
 
 def init_adapters(
-    decoder: QuantizedDecoder,
+    decoder: Decoder | QuantizedDecoder,
     *,
     rank: int = RANK,
     alpha: float = ALPHA,
@@ -144,11 +155,13 @@ def init_adapters(
     """New adapters, which change nothing yet: `B` is zero.
 
     Args:
-      decoder: the model that they are for.
+      decoder: the model that they are for; its weights are not looked at.
       rank: of each.
       alpha: outputs are multiplied by ``alpha / rank``.
-      targets: which linear layers have one, some of ``("q", "k", "v", "o", "gate", "up", "down")``;
-        None for all of them, or with experts for those of attention.
+      targets: which linear layers have one, some of ``("q", "k", "v", "o", "gate", "up", "down")``,
+        or of latent attention ``"q"``, or ``"q_a"`` and ``"q_b"`` where queries have a latent,
+        ``"kv_a"``, ``"kv_b"`` and ``"o"``; None for all of them, or with experts for those of
+        attention.
       seed: of `A`, whose numbers are uniform within ``1 / sqrt(in)``, as in PEFT.
 
     Returns:
@@ -165,14 +178,15 @@ def init_adapters(
     _checks.check_number("alpha", alpha)
     if not alpha > 0:
         raise ValueError(f"{alpha=} must be positive")
+    sizes = linear_sizes(decoder.config)
     if targets is None:
-        targets = LINEARS if decoder.config.experts is None else LINEARS[:4]
+        inside = () if decoder.config.experts is None else _OF_MLP
+        targets = [name for name in sizes if name not in inside]
     names = tuple(targets)
-    if not names or len(set(names)) < len(names) or not set(names) <= set(LINEARS):
-        raise ValueError(f"targets={names} must be some of {LINEARS}, each once")
+    if not names or len(set(names)) < len(names) or not set(names) <= set(sizes):
+        raise ValueError(f"targets={names} must be some of {tuple(sizes)}, each once")
     for i in range(len(decoder.layers)):
         _refuse_experts(decoder.config, i, names)
-    sizes = linear_sizes(decoder.config)
     keys = iter(jax.random.split(jax.random.key(seed), len(names) * len(decoder.layers)))
 
     def adapter(name: str) -> Adapter:
@@ -186,39 +200,67 @@ def init_adapters(
 
 
 def with_adapters(
-    decoder: QuantizedDecoder, adapters: Adapters, *, gradient: Gradient = "e4m3"
-) -> QuantizedDecoder:
+    decoder: AnyDecoder, adapters: Adapters, *, gradient: Gradient | None = None
+) -> AnyDecoder:
     """A decoder with these adapters beside its linear layers, in place of any that it had.
 
     It shares the weights, and can be made anew in every training step. Its layers read tokens as
-    floats, so gradients reach the adapters of all layers.
+    floats, so gradients reach the adapters of all layers. Products with `A` and `B` are in the
+    decoder's dtype.
 
     Args:
       decoder: the frozen model.
       adapters: of its sizes.
       gradient: of the products with weights whose scales are e4m3, see `turbojax.fireq.matmul`:
-        ``"e4m3"`` for speed, or ``"exact"``.
+        ``"e4m3"`` for speed, the default, or ``"exact"``. None of a `Decoder`, whose gradients
+        are exact.
 
     Returns:
       The decoder, for `generate`, `score`, the engine, and for training.
 
     Raises:
       TypeError: if an argument is of another type.
-      ValueError: if adapters have other sizes, or the gradient is unknown.
+      ValueError: if adapters have other sizes, or the gradient is unknown, or given of a
+        `Decoder`.
       NotImplementedError: if there are adapters of experts, or a layer has something other than
         gated feed-forward layers and experts.
     """
     _check_decoder(decoder)
-    if not isinstance(adapters, Adapters):
-        raise TypeError(f"adapters is a {type(adapters).__name__}, must be Adapters")
-    if gradient not in GRADIENTS:
-        raise ValueError(f"{gradient=} must be one of {GRADIENTS}")
+    _check_kind(adapters)
+    gradient = usual_gradient(decoder, gradient)
     check_adapters(adapters, decoder.config)
+    config, axes = decoder.config, decoder.axes
+    if isinstance(decoder, Decoder):
+        for i, own in enumerate(adapters.layers):
+            _refuse_experts(config, i, tuple(own))
+        scaled = [_scaled(own, adapters.scale) for own in adapters.layers]
+        add = functools.partial(float_adapters.added, config=config, axes=axes)
+        floats = tuple(map(add, decoder.layers, scaled))
+        return dataclasses.replace(decoder, layers=floats)
+    assert gradient is not None
     layers = tuple(
-        layer_with_adapters(layer, i, adapters, decoder.config, gradient, decoder.axes)
+        layer_with_adapters(layer, i, adapters, config, gradient, axes)
         for i, layer in enumerate(decoder.layers)
     )
     return dataclasses.replace(decoder, layers=layers)
+
+
+def usual_gradient(
+    decoder: Decoder | QuantizedDecoder, gradient: Gradient | None
+) -> Gradient | None:
+    """The gradient of products with INT4 weights, ``"e4m3"`` by default; None of float weights.
+
+    Raises ValueError if it is unknown, or given of float weights.
+    """
+    if isinstance(decoder, Decoder):
+        if gradient is not None:
+            raise ValueError(f"{gradient=} is for INT4 weights: must be None of others")
+        return None
+    if gradient is None:
+        return "e4m3"
+    if gradient not in GRADIENTS:
+        raise ValueError(f"{gradient=} must be one of {GRADIENTS}")
+    return gradient
 
 
 def layer_with_adapters(
@@ -250,9 +292,47 @@ def layer_with_adapters(
     return dataclasses.replace(layer, qkv=qkv, o=o, mlp=mlp)
 
 
-def without_adapters(decoder: QuantizedDecoder) -> QuantizedDecoder:
+def merge_adapters(model: Mergeable, adapters: Adapters) -> Mergeable:
+    """A model whose weights are ``W + scale * B A``: it computes the same without adapters.
+
+    Sums are float32, and are rounded once to the weights' dtype.
+
+    Args:
+      model: a `Decoder` without adapters, or a `Transformer`, which `save` writes. It is left as it
+        is; the result shares all arrays that have no adapter.
+      adapters: of its sizes.
+
+    Raises:
+      TypeError: if an argument is of another type, such as a `QuantizedDecoder`: its 4 bits would
+        round adapters away.
+      ValueError: if adapters have other sizes, or the decoder has adapters, or is split over a
+        mesh: merge before `shard`.
+      NotImplementedError: as `with_adapters`.
+    """
+    if not isinstance(model, Decoder | Transformer):
+        raise TypeError(
+            f"model is a {type(model).__name__}, must be a Decoder or a Transformer: adapters are "
+            "merged into floating-point weights alone"
+        )
+    _check_kind(adapters)
+    check_adapters(adapters, model.config)
+    for i, own in enumerate(adapters.layers):
+        _refuse_experts(model.config, i, tuple(own))
+    scaled = [_scaled(own, adapters.scale) for own in adapters.layers]
+    if isinstance(model, Transformer):
+        return float_adapters.merged_transformer(model, scaled)
+    if model.axes is not None:
+        raise ValueError(f"decoder.axes={model.axes} must be None: merge before shard")
+    layers = tuple(map(float_adapters.merged, model.layers, scaled))
+    return dataclasses.replace(model, layers=layers)
+
+
+def without_adapters(decoder: AnyDecoder) -> AnyDecoder:
     """The frozen decoder without its adapters: what `with_adapters` was given."""
     _check_decoder(decoder)
+    if isinstance(decoder, Decoder):
+        floats = tuple(map(float_adapters.removed, decoder.layers))
+        return dataclasses.replace(decoder, layers=floats)
 
     def plain(layer: QuantizedLayer) -> QuantizedLayer:
         if not isinstance(layer.qkv, LoraLinear):
@@ -269,15 +349,18 @@ def without_adapters(decoder: QuantizedDecoder) -> QuantizedDecoder:
 def linear_sizes(config: TransformerConfig) -> dict[str, tuple[int, int]]:
     """Outputs and inputs of each linear layer by its name."""
     size, inner = config.hidden_size, config.intermediate_size
-    query, key = (n * config.head_dim for n in (config.num_heads, config.num_kv_heads))
+    heads, latent = config.num_heads, config.latent
+    query, key = (n * config.head_dim for n in (heads, config.num_kv_heads))
+    mlp = {"gate": (inner, size), "up": (inner, size), "down": (size, inner)}
+    if latent is None:
+        return {"q": (query, size), "k": (key, size), "v": (key, size), "o": (size, query), **mlp}
+    rank = latent.query_rank
     return {
-        "q": (query, size),
-        "k": (key, size),
-        "v": (key, size),
-        "o": (size, query),
-        "gate": (inner, size),
-        "up": (inner, size),
-        "down": (size, inner),
+        **({"q": (query, size)} if rank is None else {"q_a": (rank, size), "q_b": (query, rank)}),
+        "kv_a": (latent.rank + latent.rope_dim, size),
+        "kv_b": (heads * (latent.nope_dim + latent.value_dim), latent.rank),
+        "o": (size, heads * latent.value_dim),
+        **mlp,
     }
 
 
@@ -291,7 +374,9 @@ def check_adapters(adapters: Adapters, config: TransformerConfig) -> None:
     for i, layer in enumerate(adapters.layers):
         for name, adapter in layer.items():
             if name not in sizes:
-                raise ValueError(f"layers[{i}] has an adapter of {name!r}, must be of {LINEARS}")
+                raise ValueError(
+                    f"layers[{i}] has an adapter of {name!r}, must be of {tuple(sizes)}"
+                )
             for x in (adapter.a, adapter.b):
                 _checks.check_float_dtype(f"layers[{i}].{name}", x)
             found = adapter.b.shape[:1] + adapter.a.shape[1:]
@@ -304,12 +389,20 @@ def check_adapters(adapters: Adapters, config: TransformerConfig) -> None:
 
 def _refuse_experts(config: TransformerConfig, layer: int, names: Sequence[str]) -> None:
     """Raises NotImplementedError if linear layers of these names are those of experts."""
-    inside = sorted(set(names) - set(LINEARS[:4]))
+    inside = sorted(set(names) & set(_OF_MLP))
     if inside and config.has_experts(layer):
+        of_all = linear_sizes(config)
         raise NotImplementedError(
             f"adapters of {', '.join(inside)} in layer {layer} are not supported: it has experts, "
-            f"beside which adapters must be of {', '.join(LINEARS[:4])}"
+            f"beside which adapters must be of {', '.join(x for x in of_all if x not in _OF_MLP)}"
         )
+
+
+def _scaled(
+    adapters: Mapping[str, Adapter], scale: float
+) -> dict[str, tuple[jax.Array, jax.Array]]:
+    """``[in, R]`` and ``[R, out]``, scaled, as a layer of a `Decoder` has them."""
+    return {name: (x.a.T, x.b.T * scale) for name, x in adapters.items()}
 
 
 def _join(
@@ -380,8 +473,13 @@ def _product(x: jax.Array, w: jax.Array) -> jax.Array:
 
 
 def _check_decoder(decoder: Any) -> None:
-    if not isinstance(decoder, QuantizedDecoder):
+    if not isinstance(decoder, Decoder | QuantizedDecoder):
         raise TypeError(
-            f"decoder is a {type(decoder).__name__}, must be a QuantizedDecoder, as quantize_model "
-            "returns it"
+            f"decoder is a {type(decoder).__name__}, must be a QuantizedDecoder, or a Decoder, as "
+            "load_decoder and unstack return it"
         )
+
+
+def _check_kind(adapters: Any) -> None:
+    if not isinstance(adapters, Adapters):
+        raise TypeError(f"adapters is a {type(adapters).__name__}, must be Adapters")

@@ -15,7 +15,7 @@ from turbojax import _checks
 from turbojax.models.calibration import Calibration
 from turbojax.models.checkpoint.stored import StoredDecoder
 from turbojax.models.config import TransformerConfig
-from turbojax.models.decoder import Decoder, LayerParams, unstack
+from turbojax.models.decoder import Decoder, LayerParams, adapted_linears, unstack
 from turbojax.models.quantized import QuantizedDecoder, check_quantizable
 from turbojax.models.quantized_experts import QuantizedExperts
 from turbojax.models.quantized_layer import (
@@ -92,9 +92,9 @@ def quantize_model(
       NotImplementedError: see `check_quantizable`.
       TypeError: if the model is of another type, such as a quantized one, or tokens or the batch
         size are not integers.
-      ValueError: if the model is split over a mesh, tokens are needed and missing or do not fit, a
-        head has fewer pairs than CRS is to scale, `batch_size` is not positive, or a weight is not
-        finite; the message names the layer.
+      ValueError: if the model is split over a mesh or has adapters, tokens are needed and missing
+        or do not fit, a head has fewer pairs than CRS is to scale, `batch_size` is not positive, or
+        a weight is not finite; the message names the layer.
     """
     if not isinstance(model, Transformer | Decoder | StoredDecoder):
         raise TypeError(
@@ -185,7 +185,12 @@ def _quantize(
 
 
 def layer_weights(params: LayerParams, config: TransformerConfig) -> LayerWeights:
-    """A layer of a `Decoder` as smoothing sees it, in float32 and ``[out, in]``."""
+    """A layer of a `Decoder` as smoothing sees it, in float32 and ``[out, in]``.
+
+    Raises ValueError if it has adapters, which are no part of its weights.
+    """
+    if found := adapted_linears(params):
+        raise ValueError(f"the model has adapters of {found}, must have none: see merge_adapters")
     attention = params["attention"]
 
     def projection(part: str, name: str) -> Projection:

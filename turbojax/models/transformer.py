@@ -1,7 +1,8 @@
 """A decoder in Flax nnx: RMSNorm, RoPE, grouped queries, gated feed-forward layers.
 
 The layers are one `Block` whose parameters carry a leading layer axis, applied with
-`jax.lax.scan`: compile time does not grow with depth. For generation `turbojax.models.decoder`
+`jax.lax.scan`: compile time does not grow with depth. Where some layers have experts and some have
+none, those are two `Block`s. For generation `turbojax.models.decoder`
 takes the layers apart.
 """
 
@@ -192,7 +193,9 @@ class Transformer(nnx.Module):
     The longest text of each call decides LongRoPE's factors, with caches the config's `max_length`.
 
     Invariants:
-      - Every parameter under `blocks` has a leading axis of `config.num_layers`.
+      - Every parameter under `blocks` has a leading axis of `config.num_layers`. Where some layers
+        have experts and some have none, `blocks` are the layers with, and `dense_blocks`, otherwise
+        None, those without; see `TransformerConfig.stack_of`.
       - `lm_head` is None if and only if `config.tie_embeddings`.
       - Norms, RoPE and logits are computed in float32, everything else in `dtype`.
 
@@ -201,9 +204,9 @@ class Transformer(nnx.Module):
       dtype: compute dtype; the parameters are cast to it where they are used.
       remat: whether training recomputes each layer in the backward pass to save memory.
       unroll: layers per iteration of the scan. More compile time, less copying in training.
-      gather: makes a layer's parameters whole when the layer runs, if a device holds only slices of
-        them; None where they are whole. What it gathers (`jax.lax.all_gather`) is not kept for the
-        backward pass, but gathered again.
+      gather: makes a layer's parameters, ``{stack: parameters}``, whole when the layer runs, if a
+        device holds only slices of them; None where they are whole. What it gathers
+        (`jax.lax.all_gather`) is not kept for the backward pass, but gathered again.
       axes: whose `heads` split heads and inner sizes of the layers, within `shard_map`; None where
         a device has all of them.
     """
@@ -227,11 +230,7 @@ class Transformer(nnx.Module):
           remat: see the class.
           unroll: see the class.
           rngs: source of the initial parameters (stream `params`).
-
-        Raises:
-          NotImplementedError: if some layers have experts and some have none.
         """
-        check_alike(config)
         self.config = config
         self.dtype = jnp.dtype(param_dtype if dtype is None else dtype)
         self.remat = remat
@@ -242,18 +241,24 @@ class Transformer(nnx.Module):
         table = (config.vocab_size, config.hidden_size)
         self.embedding = nnx.Param(init(rngs.params(), table, param_dtype))
 
-        @nnx.split_rngs(splits=config.num_layers)
-        @nnx.vmap(in_axes=(0,), out_axes=0)
-        def create_blocks(rngs: nnx.Rngs) -> Block:
-            return Block(
-                config,
-                has_experts=config.has_experts(0),
-                dtype=self.dtype,
-                param_dtype=param_dtype,
-                rngs=rngs,
-            )
+        def create(layers: int, has_experts: bool) -> Block:
+            @nnx.split_rngs(splits=layers)
+            @nnx.vmap(in_axes=(0,), out_axes=0)
+            def create_blocks(rngs: nnx.Rngs) -> Block:
+                return Block(
+                    config,
+                    has_experts=has_experts,
+                    dtype=self.dtype,
+                    param_dtype=param_dtype,
+                    rngs=rngs,
+                )
 
-        self.blocks = create_blocks(rngs)
+            blocks: Block = create_blocks(rngs)
+            return blocks
+
+        dense = 0 if config.experts is None else len(config.experts.dense_layers)
+        self.blocks = create(config.num_layers - dense, config.experts is not None)
+        self.dense_blocks = create(dense, False) if dense else None
         self.norm = RMSNorm(
             config.hidden_size,
             config.norm_eps,
@@ -352,17 +357,20 @@ class Transformer(nnx.Module):
         """Scans the stacked layers over the residual stream `[B, T, D]`.
 
         An iteration applies one period of layers: as many as it takes until what they attend by,
-        their options and their rotary embeddings repeat.
+        their options, their rotary embeddings and their stacks repeat.
         """
         config, count = self.config, self.config.num_layers
+        places = [config.stack_of(i) for i in range(count)]
         kinds = [
-            (attend_of(attend, i), config.attention_options(i), config.rope_of(i))
+            (attend_of(attend, i), config.attention_options(i), config.rope_of(i), places[i][0])
             for i in range(count)
         ]
         period = next(
             p for p in range(1, count + 1) if count % p == 0 and kinds == kinds[:p] * (count // p)
         )
-        graph, params = nnx.split(self.blocks)
+        repeats = count // period
+        names = dict.fromkeys(name for name, _ in places)
+        stacks = {name: nnx.split(getattr(self, name)) for name in names}
 
         def apply_block(
             hidden: jax.Array,
@@ -370,9 +378,10 @@ class Transformer(nnx.Module):
             cache: Cache,
             kind: int,
         ) -> tuple[jax.Array, Cache]:
+            attend, options, rope, name = kinds[kind]
             if self.gather is not None:
-                params = self.gather(params)
-            block, (attend, options, rope) = nnx.merge(graph, params), kinds[kind]
+                params = self.gather({name: params})[name]
+            block = nnx.merge(stacks[name][0], params)
             turned = None if rope is None else angles[rope]
             return block(hidden, turned, attend, cache, options, rope, self.axes)
 
@@ -382,16 +391,19 @@ class Transformer(nnx.Module):
             apply_block = jax.checkpoint(apply_block, static_argnums=3, policy=_not_gathered)
 
         def apply_period(hidden: jax.Array, layers: tuple[Any, Cache]) -> tuple[jax.Array, Cache]:
+            params, caches = layers
             new_caches = []
-            for i in range(period):
-                params, cache = jax.tree.map(lambda x, i=i: x[i], layers)
-                hidden, new_cache = apply_block(hidden, params, cache, i)
+            for i, (name, number) in enumerate(places[:period]):
+                own = jax.tree.map(lambda x, number=number: x[number], params[name])
+                cache = jax.tree.map(lambda x, i=i: x[i], caches)
+                hidden, new_cache = apply_block(hidden, own, cache, i)
                 new_caches.append(new_cache)
             return hidden, jax.tree.map(lambda *x: jnp.stack(x), *new_caches)
 
         def group(x: jax.Array) -> jax.Array:
-            return x.reshape(count // period, period, *x.shape[1:])
+            return x.reshape(repeats, x.shape[0] // repeats, *x.shape[1:])
 
+        params = {name: state for name, (_, state) in stacks.items()}
         layers = jax.tree.map(group, (params, caches))
         unroll = max(self.unroll // period, 1)
         hidden, new_caches = jax.lax.scan(apply_period, hidden, layers, unroll=unroll)
@@ -429,15 +441,6 @@ def _not_gathered(primitive: Any, *args: Any, **params: Any) -> bool:
     inner = (getattr(value, "jaxpr", None) for value in params.values())
     names = [eqn.primitive.name for jaxpr in inner if jaxpr is not None for eqn in jaxpr.eqns]
     return not any("all_gather" in name for name in (primitive.name, *names))
-
-
-def check_alike(config: TransformerConfig) -> None:
-    """Raises NotImplementedError unless all layers have the same arrays, which are stacked."""
-    if config.experts is not None and config.experts.dense_layers:
-        raise NotImplementedError(
-            f"experts.dense_layers={config.experts.dense_layers} is not supported: must be () in a "
-            "Transformer, whose layers are stacked; load_decoder and open_decoder read such models"
-        )
 
 
 def _check_mask(mask: jax.Array, tokens: jax.Array, attend: Attend) -> jax.Array:

@@ -30,6 +30,10 @@ _MODULES = {
     "k": "self_attn.k_proj",
     "v": "self_attn.v_proj",
     "o": "self_attn.o_proj",
+    "q_a": "self_attn.q_a_proj",
+    "q_b": "self_attn.q_b_proj",
+    "kv_a": "self_attn.kv_a_proj_with_mqa",
+    "kv_b": "self_attn.kv_b_proj",
     "gate": "mlp.gate_proj",
     "up": "mlp.up_proj",
     "down": "mlp.down_proj",
@@ -119,8 +123,8 @@ def load_adapters(path: str | os.PathLike[str], num_layers: int) -> Adapters:
 
     Raises:
       FileNotFoundError: if there are none.
-      NotImplementedError: if they are not plain LoRA of the linear layers that a `QuantizedDecoder`
-        has.
+      NotImplementedError: if they are not plain LoRA of linear layers of attention and of gated
+        feed-forward layers.
       ValueError: if a file cannot be parsed, an adapter that the configuration names or half of one
         is missing, or one is not floating point or has another rank than the configuration says.
     """

@@ -32,8 +32,8 @@ from turbojax.models.checkpoint.gguf import smollm2
 from turbojax.models.checkpoint.stored import StoredDecoder
 from turbojax.models.config import TransformerConfig, config_json, model_config, stored_dtype
 from turbojax.models.decoder import Decoder
-from turbojax.models.families.tensors import LAYERS, TensorSpec, checkpoint_tensors
-from turbojax.models.lora import Adapters, check_adapters
+from turbojax.models.families.tensors import LAYERS, TensorSpec, checkpoint_tensors, stacked
+from turbojax.models.lora import Adapters, check_adapters, with_adapters
 from turbojax.models.quantized import QuantizedDecoder
 from turbojax.models.text.tokenizer import BEGINNING_OF_FILE as BEGINNING_OF_FILE
 from turbojax.models.transformer import Transformer
@@ -204,14 +204,13 @@ def load_decoder(
       max_length: see `load`.
       progress: see `load`.
       mesh: see `load`.
-      adapters: for a model with INT4 weights, to be put beside them as `with_adapters` does; on a
+      adapters: to be put beside the weights as `with_adapters` does; on a
         mesh each device has its part of them.
       int4: see `load`.
 
     Raises:
       OSError, NotImplementedError, TypeError, ValueError: as `load` and `with_adapters`; also if
-        the model's heads cannot be split over so many devices, or adapters are given for a
-        checkpoint whose weights are floating point.
+        the model's heads cannot be split over so many devices.
     """
     read = loading.read_decoder
     return _load(path_or_name, read, dtype, max_length, progress, mesh, adapters, int4)
@@ -243,12 +242,13 @@ def _load(
             method = hf["quantization_config"]["quant_method"]
             read_quantized = packed.read if method in packed.METHODS else quantized_checkpoint.read
             return read_quantized(folder, hf, **options)
-        if adapters is not None:
-            raise ValueError(
-                f"adapters are for models with INT4 weights, {str(path_or_name)!r} has none"
-            )
         config = model_config(folder, hf, max_length)
-        return read_floats(folder, hf, config, **options)
+        if adapters is not None:
+            check_adapters(adapters, config)
+        model = read_floats(folder, hf, config, **options)
+        if adapters is not None and isinstance(model, Decoder):
+            return with_adapters(model, adapters)
+        return model
 
     return _folder.steady(checkpoint_folder(path_or_name), read)
 
@@ -387,13 +387,15 @@ def _tensors(model: Transformer, dtype: DTypeLike | None) -> list[_folder.Tensor
                     transpose=x.transpose,
                 )
             )
-            for x in spec.placements
+            for x in (stacked(place, model.config) for place in spec.placements)
         ]
         return _folder.cast(spec.joined(rows), stored, spec.name)
 
     tensors = []
     for spec in checkpoint_tensors(model.config):
-        given = part(spec.placements[0].path).dtype if dtype is None else dtype
+        given = (
+            part(stacked(spec.placements[0], model.config).path).dtype if dtype is None else dtype
+        )
         stored = spec.dtype(loading.check_dtype(given))
         tensors.append(
             _folder.Tensor(spec.name, stored, spec.shape, functools.partial(make, spec, stored))

@@ -12,9 +12,14 @@ from jax.sharding import PartitionSpec as P
 from turbojax.models.checkpoint import folder as _folder
 from turbojax.models.checkpoint import placing
 from turbojax.models.checkpoint.placing import Progress, Target
-from turbojax.models.config import TransformerConfig
+from turbojax.models.config import STACKS, TransformerConfig
 from turbojax.models.decoder import Decoder
-from turbojax.models.families.tensors import Placement, TensorSpec, checkpoint_tensors
+from turbojax.models.families.tensors import (
+    Placement,
+    TensorSpec,
+    checkpoint_tensors,
+    stacked,
+)
 from turbojax.models.tensor_parallel.layout import axes_of_model, stored_config
 from turbojax.models.tensor_parallel.specs import spec_of
 from turbojax.models.transformer import Transformer
@@ -94,7 +99,8 @@ def read_transformer(
     sources: dict[tuple[str, ...], list[Any]] = {}
     dtypes = {}
     for spec in checkpoint_tensors(config):
-        for place in spec.placements:
+        for one in spec.placements:
+            place = stacked(one, config)
             sources.setdefault(place.path, []).append((_index(place), spec.name, place))
             dtypes[place.path] = spec.dtype(dtype)
     targets: dict[tuple[str, ...], Target] = {}
@@ -116,9 +122,9 @@ def transformer_spec(
     Over `axes.heads` it is split as in a `Decoder`. A matrix is also split over all other axes,
     along its first dimension that is not split yet, as in `Trainer`. Dimensions that the number of
     devices does not divide stay whole. `path` is the array's path in the model's state; arrays of
-    blocks, whose path begins with ``"blocks"``, have a leading axis of layers.
+    blocks, whose path begins with one of `STACKS`, have a leading axis of layers.
     """
-    lead = 1 if path[0] == "blocks" else 0
+    lead = 1 if path[0] in STACKS else 0
     heads = Axes(heads=axes.heads, mesh=axes.mesh)
     one = spec_of(path[lead:], len(shape) - lead, config, heads)
     found: list[Names] = [*[None] * lead, *one]

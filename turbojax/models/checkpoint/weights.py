@@ -33,9 +33,10 @@ from turbojax.models.families.tensors import (
     checkpoint_tensors,
     experts_tensors,
     is_ignored,
+    stacked,
     text_tensors,
 )
-from turbojax.models.transformer import Transformer, check_alike
+from turbojax.models.transformer import Transformer
 from turbojax.sharding.axes import Axes
 
 FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
@@ -56,22 +57,22 @@ def read_transformer(
     mesh: Mesh | Axes | None = None,
 ) -> Transformer:
     """Reads a folder's weights into a `Transformer`; `config` is what `hf` describes."""
-    check_alike(config)
     axes = None if mesh is None else on_mesh.axes_of(mesh)
     tensors, target = prepare(folder, hf, config, dtype)
     if axes is not None:
         return on_mesh.read_transformer(tensors, config, target, axes, progress)
     model = nnx.eval_shape(lambda: Transformer(config, param_dtype=target, rngs=nnx.Rngs(0)))
     state = nnx.state(model)
-    stacked = {
-        placement.path: spec.dtype(target)
+    dtypes = {
+        stacked(placement, config).path: spec.dtype(target)
         for spec in checkpoint_tensors(config)
         for placement in spec.placements
         if placement.layer is not None
     }
-    arrays = {path: jnp.zeros(_shape(state, path), stacked[path]) for path in sorted(stacked)}
+    arrays = {path: jnp.zeros(_shape(state, path), dtypes[path]) for path in sorted(dtypes)}
 
     def put(placement: Placement, tensor: np.ndarray) -> None:
+        placement = stacked(placement, config)
         path, layer = placement.path, placement.layer
         if layer is None:
             array = jnp.asarray(tensor)

@@ -30,8 +30,8 @@ class Placement:
     """Where a tensor, or some of its rows or columns, goes.
 
     Attributes:
-      path: in the state of a `Transformer`.
-      layer: index into the leading axis of the array there; None outside the blocks.
+      path: in the state of a `Transformer` whose layers are alike; see `stacked` for others.
+      layer: the layer's number; None outside the blocks.
       expert: index into the next axis; None where there are no experts.
       rows: the first row and the one after the last; None for all.
       columns: the first column and the step to the next one; None for all.
@@ -76,6 +76,14 @@ class TensorSpec:
         if self.placements[0].columns is not None:
             return np.stack(parts, axis=-1).reshape(self.shape)
         return np.concatenate(parts)
+
+
+def stacked(place: Placement, config: TransformerConfig) -> Placement:
+    """The place in a `Transformer`'s state: the path of its stack, and the layer's number there."""
+    if place.layer is None:
+        return place
+    name, number = config.stack_of(place.layer)
+    return dataclasses.replace(place, path=(name, *place.path[1:]), layer=number)
 
 
 @functools.lru_cache(maxsize=2)

@@ -80,8 +80,8 @@ def spec_of(
     if path[-1] == "sinks" or (config.joint_qk_norm and layer in ("q_norm", "k_norm")):
         return _split(0, ndim, names)
     if layer in _OUTPUTS or layer in ("k_proj", "v_proj"):
-        return _split(ndim - 1, ndim, names)
-    if layer in _INPUTS and path[-1] == "kernel":
+        return PartitionSpec() if path[-1] == "lora_a" else _split(ndim - 1, ndim, names)
+    if layer in _INPUTS and path[-1] in ("kernel", "lora_a"):
         return _split(ndim - 2, ndim, names)
     return PartitionSpec()
 
