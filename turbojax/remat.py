@@ -22,7 +22,7 @@ ATTENTION_LEVELS = "turbojax_attention_levels"
 save_attention = jax.checkpoint_policies.save_only_these_names(
     ATTENTION_OUTPUT, ATTENTION_LSE, ATTENTION_LEVELS
 )
-"""A policy that saves what attention keeps and nothing else: ``jax.checkpoint(layer, policy=...)``."""
+"""A policy of `jax.checkpoint` that saves what attention keeps, and nothing else."""
 
 Remat = bool | Literal["attention"]
 """What of a layer is computed again in the backward pass: nothing, all, or all but attention."""

@@ -1,4 +1,4 @@
-"""`turbojax.remat`: what a policy of `jax.checkpoint` saves, the backward pass does not make anew."""
+"""`turbojax.remat`: what a policy of `jax.checkpoint` saves is not made anew."""
 
 import collections
 import functools
@@ -89,7 +89,7 @@ def test_attention_is_not_computed_again(attend):
 @pytest.mark.quick(1, slow=2)
 @pytest.mark.parametrize("attend", [turbo, pooled, ring])
 def test_gradients_are_the_same_bits(attend):
-    """As those of a layer that keeps everything; what is computed twice, XLA may round otherwise."""
+    """As where everything is kept; XLA may round otherwise what it computes twice."""
     kept = jax.checkpoint_policies.everything_saveable
     every, saved = (gradient(attend, x) for x in (kept, remat.save_attention))
     for one, other in zip(*(jax.jit(x)(*operands()) for x in (every, saved)), strict=True):

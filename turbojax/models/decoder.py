@@ -16,6 +16,7 @@ import jax
 import numpy as np
 from flax import nnx
 
+from turbojax._pytrees import pytree
 from turbojax.flax.norms import rms_norm
 from turbojax.kv import Attend, AttentionOptions
 from turbojax.kv.base import Cache
@@ -31,7 +32,7 @@ LayerParams = Any
 """Nested dicts of one layer's arrays, named as in `Block`."""
 
 
-@jax.tree_util.register_dataclass
+@pytree
 @dataclasses.dataclass(frozen=True)
 class Decoder:
     """The weights of a `Transformer`, layer by layer: what `start` and `generate` run.

@@ -18,6 +18,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from turbojax import _checks
+from turbojax._pytrees import pytree
 from turbojax.flax.norms import rms_norm
 from turbojax.models.config import TransformerConfig
 from turbojax.models.quantized import QuantizedDecoder
@@ -34,7 +35,7 @@ from turbojax.sharding import Axes
 RANK, ALPHA = 8, 16.0
 
 
-@jax.tree_util.register_dataclass
+@pytree
 @dataclasses.dataclass(frozen=True)
 class Adapter:
     """A low-rank addition to a linear layer.
@@ -48,7 +49,7 @@ class Adapter:
     b: jax.Array
 
 
-@jax.tree_util.register_dataclass
+@pytree
 @dataclasses.dataclass(frozen=True)
 class Adapters:
     """The adapters of a decoder: what is trained, saved and loaded.
@@ -72,7 +73,7 @@ class Adapters:
         return tuple(name for name in LINEARS if any(name in layer for layer in self.layers))
 
 
-@jax.tree_util.register_dataclass
+@pytree
 @dataclasses.dataclass(frozen=True)
 class LoraLinear:
     """A `QuantizedLinear` with adapters, or none, which is differentiable: its tokens are floats.

@@ -287,8 +287,9 @@ def _differentiable(
     """The op with its options bound, differentiable in reverse mode.
 
     Kept for the backward pass: query, key, value, levels, lengths, extras, the output and the
-    residual; those made here under the names of `turbojax.remat`. Implementations know nothing of sinks: the weights and all gradients follow from the
-    log-sum-exp with them. It is kept as ``-inf`` where a query sees nothing but a sink.
+    residual; what is made here under the names of `turbojax.remat`. Implementations know nothing
+    of sinks: the weights and all gradients follow from the log-sum-exp with them. It is kept as
+    ``-inf`` where a query sees nothing but a sink.
     """
     static: dict[str, Any] = {"options": options, "implementation": implementation}
     attend = spread(tables.POOLED, _forward, **static)

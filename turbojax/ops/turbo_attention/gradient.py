@@ -38,8 +38,9 @@ def straight_through(
     """Binds the options of `run` and makes it differentiable in reverse mode.
 
     The forward pass is `run`, a module's function, which keeps its inputs and its results, these
-    under the names of `turbojax.remat`. The backward pass is what `gradient_reference` describes, by
-    the implementation of the same name, or a chosen one where the gradient has none of that name.
+    under the names of `turbojax.remat`. The backward pass is what `gradient_reference` describes,
+    by the implementation of the same name, or a chosen one where the gradient has none of that
+    name.
 
     Gradients have the dtype of the input they belong to. A second derivative raises
     NotImplementedError, forward mode (`jvp`) raises jax's TypeError about `custom_vjp`.

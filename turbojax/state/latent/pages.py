@@ -10,6 +10,7 @@ import numpy as np
 
 from turbojax import _checks
 from turbojax._gradient import refuse_gradients
+from turbojax._pytrees import pytree
 from turbojax.sharding import tables
 from turbojax.sharding.axes import Axes
 from turbojax.sharding.creation import Sizes, born
@@ -22,7 +23,7 @@ from turbojax.state.pages.pool import PAGE_SIZES
 from turbojax.state.pages.writing import find_places
 
 
-@jax.tree_util.register_dataclass
+@pytree
 @dataclasses.dataclass(frozen=True)
 class LatentPages(formats.Holder, Split):
     """A pool of `P` pages for the latents of any number of sequences (MLA, DeepSeek-V2, 2024).

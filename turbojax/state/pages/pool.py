@@ -15,6 +15,7 @@ import numpy as np
 
 from turbojax import _checks, polar
 from turbojax._gradient import refuse_gradients
+from turbojax._pytrees import pytree
 from turbojax._registry import Implementation, ImplementationName, Registry
 from turbojax.sharding import tables
 from turbojax.sharding.axes import Axes
@@ -45,7 +46,7 @@ APPEND = Registry(
 )
 
 
-@jax.tree_util.register_dataclass
+@pytree
 @dataclasses.dataclass(frozen=True)
 class PagedCache(Split):
     """A pool of `P` pages for the keys and values of any number of sequences.
