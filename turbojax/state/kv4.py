@@ -422,7 +422,7 @@ def _store_prompt(cache: CacheT, key: jax.Array, value: jax.Array, lengths: jax.
     stored = jnp.arange(size)[None] < kept[:, None]
 
     def put(old: jax.Array, new: jax.Array) -> jax.Array:
-        mask = stored[:, None].reshape(len(kept), 1, size, *[1] * (old.ndim - 3))
+        mask = jnp.expand_dims(stored, (1, *range(3, old.ndim)))
         return old.at[:, :, :size].set(jnp.where(mask, new, old[:, :, :size]))
 
     return _with_tokens(cache, put, key, value, lengths, kept)

@@ -234,7 +234,7 @@ def gather_latents(
     """
     checks.check_kind(cache, LatentPages)
     block_tables = page_checks.check_block_tables(block_tables)
-    lengths = page_checks.check_lengths("lengths", lengths, len(block_tables))
+    lengths = page_checks.check_lengths("lengths", lengths, block_tables.shape[0])
     page_checks.check_readable(cache, block_tables, lengths)
     return _gather(cache, block_tables, lengths)
 
@@ -267,7 +267,7 @@ def _gather(
 ) -> tuple[jax.Array, jax.Array]:
     readable = page_checks.readable(cache, block_tables, lengths)
     pages = jnp.clip(block_tables, 0, cache.num_pages - 1)
-    batch, size = len(pages), pages.shape[1] * cache.page_size
+    batch, size = pages.shape[0], pages.shape[1] * cache.page_size
     held = (jnp.arange(size)[None] < lengths[:, None])[..., None]
     stored = jax.tree.map(lambda x: x[pages].reshape(batch, size, *x.shape[2:]), cache.tokens)
 

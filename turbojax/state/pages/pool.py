@@ -356,7 +356,7 @@ def gather(
     """
     checks.check_kind(cache, PagedCache)
     block_tables = page_checks.check_block_tables(block_tables)
-    lengths = page_checks.check_lengths("lengths", lengths, len(block_tables))
+    lengths = page_checks.check_lengths("lengths", lengths, block_tables.shape[0])
     page_checks.check_readable(cache, block_tables, lengths)
     wanted = cache.dtype if dtype is None else jnp.dtype(dtype)
     if not jnp.issubdtype(wanted, jnp.floating):
@@ -381,8 +381,8 @@ def _check_arguments(
         )
     if key.dtype != cache.dtype:
         raise TypeError(f"key.dtype={key.dtype} must equal cache.dtype={cache.dtype}")
-    block_tables = page_checks.check_block_tables(block_tables, len(key))
-    return block_tables, page_checks.check_lengths("lengths", lengths, len(key))
+    block_tables = page_checks.check_block_tables(block_tables, key.shape[0])
+    return block_tables, page_checks.check_lengths("lengths", lengths, key.shape[0])
 
 
 def _check_scale(side: str, scale: float, kv_dtype: str) -> None:
@@ -434,7 +434,7 @@ def _gather(
     readable = page_checks.readable(cache, block_tables, lengths)
     rotation = cache.rotation if cache.formats.is_rotated else None
     pages = jnp.clip(block_tables, 0, cache.num_pages - 1)
-    batch, size = len(pages), pages.shape[1] * cache.page_size
+    batch, size = pages.shape[0], pages.shape[1] * cache.page_size
     held = jnp.arange(size)[None] < lengths[:, None]
 
     def tokens(x: jax.Array) -> jax.Array:
