@@ -23,6 +23,9 @@ VERSION = 1
 
 T = TypeVar("T")
 
+PYTREES: dict[str, type] = {}
+"""The classes that can go in and out of exported functions, by their names there."""
+
 _STATIC: dict[str, Any] = {}
 
 
@@ -33,14 +36,21 @@ def pytree(cls: type[T]) -> type[T]:
     not imported have not registered theirs.
     """
     jax.tree_util.register_dataclass(cls)
-    fields = tuple(x for x in dataclasses.fields(cls) if x.metadata.get("static"))  # type: ignore[arg-type]
+    fields = static_fields(cls)
+    name = f"turbojax.{cls.__name__}"
     export.register_pytree_node_serialization(
         cls,
-        serialized_name=f"turbojax.{cls.__name__}",
-        serialize_auxdata=functools.partial(_write, cls.__name__, fields),
-        deserialize_auxdata=functools.partial(_read, cls.__name__, fields),
+        serialized_name=name,
+        serialize_auxdata=functools.partial(_write, name, fields),
+        deserialize_auxdata=functools.partial(_read, name, fields),
     )
+    PYTREES[name] = cls
     return cls
+
+
+def static_fields(cls: Any) -> tuple[dataclasses.Field[Any], ...]:
+    """Those that are no arrays."""
+    return tuple(x for x in dataclasses.fields(cls) if x.metadata.get("static"))
 
 
 def static(cls: type[T]) -> type[T]:
@@ -62,10 +72,10 @@ def _read(name: str, fields: tuple[dataclasses.Field[Any], ...], data: bytes) ->
     version = content.get("version") if isinstance(content, dict) else None
     if version != VERSION:
         raise ValueError(
-            f"turbojax.{name} of an exported function has version {_json.shown(version)}, must "
+            f"{name} of an exported function has version {_json.shown(version)}, must "
             f"have {VERSION}: another version of turbojax wrote it"
         )
-    found = _arguments(f"turbojax.{name}", fields, content.get("static"))
+    found = _arguments(name, fields, content.get("static"))
     return tuple(found[field.name] for field in fields)
 
 
