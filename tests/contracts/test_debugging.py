@@ -88,23 +88,14 @@ def drawn(implementation):
     with jax.default_prng_impl(implementation):
         logits = jnp.asarray(np.random.default_rng(0).normal(size=(4, 32)), jnp.float32)
         rows = sampling_rows([Sampling(temperature=1.0, seed=i) for i in range(4)])
-        model = models.Transformer(decoder().config, rngs=nnx.Rngs(0))
-        return (
-            sample(logits, rows, "draw"),
-            tj.polar.rotation(64, seed=3).signs,
-            model.embedding[...],
-        )
+        return sample(logits, rows, "draw"), tj.polar.rotation(64, seed=3).signs
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS[1:])
 def test_samples_and_rotations_do_not_depend_on_the_kind_of_keys(implementation):
-    """Random weights do, as jax's own numbers; nobody's text and no file may."""
-    *found, weights = drawn(implementation)
-    *wanted, others = drawn(IMPLEMENTATIONS[0])
-    for one, other in zip(found, wanted, strict=True):
+    """Random weights do, as jax's own numbers; nobody's text and no codes may."""
+    for one, other in zip(*map(drawn, (implementation, IMPLEMENTATIONS[0])), strict=True):
         np.testing.assert_array_equal(one, other)
-    assert np.all(np.isfinite(weights))
-    assert np.any(np.asarray(weights) != np.asarray(others))
 
 
 @pytest.mark.quick(1, slow=1)
@@ -120,10 +111,11 @@ def test_modules_take_keys_of_any_kind(implementation):
             np.testing.assert_array_equal(one, other)
 
 
-@pytest.mark.quick(1, slow=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS[1:])
 def test_random_models_are_made_with_any_kind(implementation):
     with jax.default_prng_impl(implementation):
         made = models.random_decoder(decoder().config, seed=1)
-    for x in jax.tree.leaves(made):
+        drawn = models.Transformer(decoder().config, rngs=nnx.Rngs(0))
+    for x in jax.tree.leaves((made, nnx.to_pure_dict(nnx.state(drawn)))):
         assert np.all(np.isfinite(np.asarray(x, np.float32)))
