@@ -9,6 +9,7 @@ from turbojax import levels as levels
 from turbojax import paged as paged
 from turbojax import polar as polar
 from turbojax import quantizers as quantizers
+from turbojax import remat as remat
 from turbojax.config import TurboConfig as TurboConfig
 from turbojax.levels import level_density as level_density
 from turbojax.levels import select_levels as select_levels
@@ -81,6 +82,7 @@ __all__ = [
     "pooled_attention",
     "prefill",
     "quantizers",
+    "remat",
     "sas_softmax",
     "select_levels",
     "turbo_attention",

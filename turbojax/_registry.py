@@ -4,6 +4,8 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, Literal
 
+import jax
+
 from turbojax import _device
 
 ImplementationName = Literal["xla", "triton", "mosaic_gpu", "jax_triton"]
@@ -58,9 +60,13 @@ class Registry:
             raise NotImplementedError(
                 f"{self.op} has no implementation={requested!r}; it has {names}"
             )
+        symbol = _symbolic_size(arguments)
         refusals = []
         for candidate in candidates:
-            refusal = candidate.unsupported(**arguments)
+            if symbol is not None and candidate.name != "xla":
+                refusal: str | None = f"kernels take no symbolic sizes, such as {symbol}"
+            else:
+                refusal = candidate.unsupported(**arguments)
             if refusal is None:
                 return candidate
             refusals.append(f"{candidate.name}: {refusal}")
@@ -76,3 +82,12 @@ class Registry:
         known = attending in IMPLEMENTATION_NAMES
         has_it = any(i.name == attending for i in self.implementations)
         return None if known and not has_it else attending
+
+
+def _symbolic_size(arguments: Any) -> str | None:
+    """A size of an array that `jax.export` leaves open, or None."""
+    for x in jax.tree.leaves(arguments):
+        for size in getattr(x, "shape", ()):
+            if not isinstance(size, int):
+                return str(size)
+    return None

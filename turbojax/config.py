@@ -5,6 +5,7 @@ from typing import Any, Literal, Self, get_args
 
 from turbojax import _device
 from turbojax._checks import check_integer
+from turbojax._pytrees import static
 from turbojax.sas import SAS
 
 Mode = Literal["int8", "int8_fp8", "fp8", "float"]
@@ -17,6 +18,7 @@ SUPPORTED_BITS = (2, 3, 4)
 _BLOCK_MULTIPLE = 8
 
 
+@static
 @dataclasses.dataclass(frozen=True)
 class TurboConfig:
     """Numerics of `turbo_attention` and layout of a `ProgressiveCache` (TurboAttention).

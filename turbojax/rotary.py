@@ -17,8 +17,10 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from turbojax import _checks
+from turbojax._pytrees import static
 
 
+@static
 @dataclasses.dataclass(frozen=True)
 class LinearScaling:
     """Positions divided by a factor (Chen et al., 2023, "position interpolation").
@@ -33,6 +35,7 @@ class LinearScaling:
         _check_at_least("factor", self.factor, 1)
 
 
+@static
 @dataclasses.dataclass(frozen=True)
 class Llama3Scaling:
     """Low frequencies divided by a factor, high ones kept, a ramp between (Llama 3.1).
@@ -61,6 +64,7 @@ class Llama3Scaling:
             )
 
 
+@static
 @dataclasses.dataclass(frozen=True)
 class YarnScaling:
     """YaRN (Peng et al., 2023): a ramp over channels, and larger rotated vectors.
@@ -95,6 +99,7 @@ class YarnScaling:
             )
 
 
+@static
 @dataclasses.dataclass(frozen=True)
 class LongRopeScaling:
     """LongRoPE (Ding et al., 2024): every frequency divided by a factor of its own.

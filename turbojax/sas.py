@@ -11,6 +11,8 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
+from turbojax._pytrees import static
+
 # Least-squares cubics on [0, 1), constant term first: exp(-f) as the paper prints it (Eq. 15),
 # and 2**-f refitted the same way.
 _POLYNOMIALS = {
@@ -22,6 +24,7 @@ _POLYNOMIALS = {
 _SMALLEST_THRESHOLD = -87.0
 
 
+@static
 @dataclasses.dataclass(frozen=True)
 class SAS:
     """The SAS approximation of ``exp`` on non-positive arguments (Eqs. 13-15).

@@ -218,7 +218,7 @@ def _with_factors(
     # Values that are not finite show in their group's scale; other groups must not change.
     error = jnp.where(is_due[:, :, None, None] & jnp.isfinite(error), error, 0)
     pairs = 1 if of_prompt else error.shape[1] // size
-    parts = error.reshape(len(error), pairs, -1, *error.shape[2:]).swapaxes(2, 3)
+    parts = error.reshape(error.shape[0], pairs, -1, *error.shape[2:]).swapaxes(2, 3)
     left, right = low_rank.factors(parts, cache.config.rank, stored_dtype(cache.dtype))
     old_left, old_right = (getattr(cache, f"{side}_{x}") for x in ("left", "right"))
     rows = _rows(done, due, error.shape[1], 1, old_left)

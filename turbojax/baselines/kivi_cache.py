@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from turbojax import _checks
+from turbojax._pytrees import pytree, static
 from turbojax.baselines.base import BaselineCache
 from turbojax.baselines.codes import stored_dtype
 from turbojax.quantizers import packed_size
@@ -16,6 +17,7 @@ SUPPORTED_BITS = (2, 3, 4)
 _LARGEST_GROUP = 1024
 
 
+@static
 @dataclasses.dataclass(frozen=True)
 class Kivi:
     """How KIVI (`rank` 0) or GEAR compress a cache. Static under `jit`.
@@ -60,7 +62,7 @@ class Kivi:
         return keys, keys if self.rank else (lengths - self.residual_length).clip(0)
 
 
-@jax.tree_util.register_dataclass
+@pytree
 @dataclasses.dataclass(frozen=True)
 class KiviCache(BaselineCache):
     """Keys and values of `B` sequences in asymmetric codes, and the newest tokens as they are.

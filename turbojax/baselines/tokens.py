@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from turbojax import _checks
+from turbojax._pytrees import pytree
 from turbojax.baselines.base import BaselineCache
 from turbojax.baselines.codes import dequantize as numbers
 from turbojax.baselines.codes import quantize, rounded, stored_dtype
@@ -89,7 +90,7 @@ class TokenCache(BaselineCache):
         return self.key_codes.shape[-2]
 
 
-@jax.tree_util.register_dataclass
+@pytree
 @dataclasses.dataclass(frozen=True)
 class Int4Cache(TokenCache):
     """Asymmetric 4-bit codes: ``x = minimum + code * scale``, both per token and head.
@@ -110,7 +111,7 @@ class Int4Cache(TokenCache):
         return numbers(unpack(codes, 4), minimum, scale, codes.ndim - 1)
 
 
-@jax.tree_util.register_dataclass
+@pytree
 @dataclasses.dataclass(frozen=True)
 class Int8Cache(TokenCache):
     """Symmetric 8-bit codes: ``x = code * scale``, a scale per token and head.
@@ -134,7 +135,7 @@ class Int8Cache(TokenCache):
         return codes.astype(jnp.float32) * scale.astype(jnp.float32)[..., None]
 
 
-@jax.tree_util.register_dataclass
+@pytree
 @dataclasses.dataclass(frozen=True)
 class E4m3Cache(TokenCache):
     """8-bit floats at scale 1; what would not be within 448 is NaN.

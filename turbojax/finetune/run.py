@@ -27,6 +27,7 @@ from turbojax.finetune.trainer import Trainer, dense_attention
 from turbojax.kv.layered import FirstLayers
 from turbojax.models import BEGINNING_OF_FILE, Attend, PooledAttention, Transformer, save
 from turbojax.models.text.tokenizer import BYTES
+from turbojax.remat import Remat
 from turbojax.sharding.axes import Axes
 
 LOG_NAME = "log.json"
@@ -77,7 +78,7 @@ def fine_tune(
     pooled: PooledAttention | None = None,
     dense_layers: int = 0,
     packed: bool = False,
-    remat: bool = False,
+    remat: Remat = False,
     axes: Axes | None = None,
     fsdp: bool = True,
     rhythm: Rhythm = Rhythm(),

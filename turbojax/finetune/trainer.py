@@ -35,6 +35,7 @@ from turbojax.ops.options import PLAIN, AttentionOptions
 from turbojax.parallel.layers import ContextAttention
 from turbojax.parallel.zigzag import from_zigzag
 from turbojax.parallel.zigzag import positions as zigzag_positions
+from turbojax.remat import Remat
 from turbojax.sharding.axes import Axes
 
 Gradient = Callable[[nnx.State, jax.Array, jax.Array], tuple[tuple[jax.Array, jax.Array], Any]]
@@ -92,7 +93,7 @@ class Trainer(BaseTrainer[nnx.State]):
         packed: bool = False,
         separator: int | None = None,
         learn: np.ndarray | None = None,
-        remat: bool = False,
+        remat: Remat = False,
         axes: Axes | None = None,
         fsdp: bool = True,
     ) -> None:
@@ -110,7 +111,8 @@ class Trainer(BaseTrainer[nnx.State]):
             answers; all if not given. The loss is the mean over those of a step.
           separator: the token before each document; by default byte 0 of a byte-level model, and
             nothing of others.
-          remat: recompute layers in the backward pass to save memory.
+          remat: recompute layers in the backward pass to save memory; ``"attention"`` for all of
+            them but pooled attention, whose results are kept (`turbojax.remat`).
           axes: the devices to train on: sequences are split over `axes.batch`, heads and inner
             sizes of layers over `axes.heads` (tensor parallelism), and the tokens of each sequence
             over `axes.sequence`, in zig-zag order, with attention over a ring
@@ -124,13 +126,16 @@ class Trainer(BaseTrainer[nnx.State]):
           ValueError: if the stream is too short, or holds what is no token; if it is packed, but
             not `pooled`, without a `separator`, or has `dense_layers`; if there are some without
             `pooled`, or no layer is left; if `axes` split nothing, or do not divide batch,
-            context, heads or inner sizes.
+            context, heads or inner sizes; if `remat` is unknown, or ``"attention"`` without
+            `pooled`.
         """
         if packed and pooled is None:
             raise ValueError(
                 "packed=True needs pooled attention; LocalWindow(window=context) has every block "
                 "at level 1, which is exact"
             )
+        if remat == "attention" and pooled is None:
+            raise ValueError(f"{remat=} must be True or False without pooled attention")
         _check_dense_layers(dense_layers, model.config.num_layers, pooled, packed)
         check_stream(stream, model.config.vocab_size)
         self.unit = "byte" if model.config.vocab_size == BYTES else "token"

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from turbojax import _checks
+from turbojax._pytrees import pytree
 from turbojax.sharding.axes import Axes
 from turbojax.sharding.creation import Sizes, born
 from turbojax.sharding.specs import Split
@@ -37,7 +38,7 @@ NEW_TOKENS = 128
 many as prompts take at a time, see `turbojax.kv.pages.query_chunk`, with 64 query rows or more."""
 
 
-@jax.tree_util.register_dataclass
+@pytree
 @dataclasses.dataclass(frozen=True)
 class PagedLayer(Split):
     """A layer's KV cache in pages, for `B` sequences that come and go together.

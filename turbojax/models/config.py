@@ -11,6 +11,7 @@ import numpy as np
 
 from turbojax import _checks
 from turbojax._json import shown
+from turbojax._pytrees import static
 from turbojax.kv import AttentionOptions
 from turbojax.models import families
 from turbojax.models.families import Activation as Activation
@@ -27,6 +28,7 @@ STACKS = ("blocks", "dense_blocks")
 DTYPES = ("float32", "bfloat16", "float16")
 
 
+@static
 @dataclasses.dataclass(frozen=True)
 class TransformerConfig:
     """Sizes and constants of a `Transformer`.

@@ -16,6 +16,7 @@ import jax
 import numpy as np
 from flax import nnx
 
+from turbojax._pytrees import pytree
 from turbojax.flax.norms import rms_norm
 from turbojax.flax.projections import AdaptedLinear
 from turbojax.kv import Attend, AttentionOptions
@@ -35,7 +36,7 @@ A linear layer may have `lora_a` and `lora_b` beside its kernel, see `AdaptedLin
 """
 
 
-@jax.tree_util.register_dataclass
+@pytree
 @dataclasses.dataclass(frozen=True)
 class Decoder:
     """The weights of a `Transformer`, layer by layer: what `start` and `generate` run.

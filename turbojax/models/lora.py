@@ -18,6 +18,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from turbojax import _checks
+from turbojax._pytrees import pytree
 from turbojax.flax.norms import rms_norm
 from turbojax.models import float_adapters
 from turbojax.models.config import TransformerConfig
@@ -43,7 +44,7 @@ AnyDecoder = TypeVar("AnyDecoder", Decoder, QuantizedDecoder)
 Mergeable = TypeVar("Mergeable", Decoder, Transformer)
 
 
-@jax.tree_util.register_dataclass
+@pytree
 @dataclasses.dataclass(frozen=True)
 class Adapter:
     """A low-rank addition to a linear layer.
@@ -57,7 +58,7 @@ class Adapter:
     b: jax.Array
 
 
-@jax.tree_util.register_dataclass
+@pytree
 @dataclasses.dataclass(frozen=True)
 class Adapters:
     """The adapters of a decoder: what is trained, saved and loaded.
@@ -83,7 +84,7 @@ class Adapters:
         return tuple(name for name in names if any(name in layer for layer in self.layers))
 
 
-@jax.tree_util.register_dataclass
+@pytree
 @dataclasses.dataclass(frozen=True)
 class LoraLinear:
     """A `QuantizedLinear` with adapters, or none, which is differentiable: its tokens are floats.

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from turbojax._pytrees import pytree
 from turbojax.kv import Attend
 from turbojax.kv.base import Cache
 from turbojax.models.config import TransformerConfig
@@ -40,7 +41,7 @@ from turbojax.quantizers.int4_layout import OUT_MULTIPLE, code_tiles, scale_tile
 from turbojax.sharding import Axes
 
 
-@jax.tree_util.register_dataclass
+@pytree
 @dataclasses.dataclass(frozen=True)
 class QuantizedDecoder:
     """A decoder with INT4 weights, made by `quantize_model` or `random_quantized_decoder`.

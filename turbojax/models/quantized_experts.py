@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from turbojax._pytrees import pytree
 from turbojax.flax.norms import rms_norm
 from turbojax.models.config import TransformerConfig
 from turbojax.models.feed_forward import apply_experts, gated
@@ -15,7 +16,7 @@ from turbojax.ops.int4_matmul.static import Activation
 from turbojax.quantizers.int4 import Int4Weight
 
 
-@jax.tree_util.register_dataclass
+@pytree
 @dataclasses.dataclass(frozen=True)
 class QuantizedExperts:
     """``sum_k w_k down_k(activation(gate_k(x)) * up_k(x))`` over a token's experts.

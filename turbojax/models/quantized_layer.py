@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from turbojax._pytrees import pytree
 from turbojax.flax.norms import rms_norm
 from turbojax.kv import Attend, AttentionOptions
 from turbojax.kv.base import Cache
@@ -33,7 +34,7 @@ NORMS = (
 """Names of the norms of a `QuantizedLayer`."""
 
 
-@jax.tree_util.register_dataclass
+@pytree
 @dataclasses.dataclass(frozen=True)
 class QuantizedLinear:
     """``act(x W^T + bias) + residual``: the only place where a layer multiplies with a weight.
@@ -87,7 +88,7 @@ class QuantizedLinear:
         return _take(x, self.inputs)
 
 
-@jax.tree_util.register_dataclass
+@pytree
 @dataclasses.dataclass(frozen=True)
 class QuantizedMlp:
     """A gated feed-forward layer; `gate_up` is gated, of ``[F, D]`` each, `down` ``[D, F]``."""
@@ -112,7 +113,7 @@ class QuantizedMlp:
         return self.down(inner, residual=residual)
 
 
-@jax.tree_util.register_dataclass
+@pytree
 @dataclasses.dataclass(frozen=True)
 class QuantizedLayer:
     """One layer of a `QuantizedDecoder`.

@@ -25,6 +25,7 @@ from turbojax.models.config import TransformerConfig
 from turbojax.models.feed_forward import Experts, FeedForward, output_gain
 from turbojax.models.latent_attention import LatentAttention
 from turbojax.models.tensor_parallel.layout import hidden_axes
+from turbojax.remat import Remat, save_attention
 from turbojax.rotary import Rope
 from turbojax.sharding import Axes
 
@@ -202,7 +203,9 @@ class Transformer(nnx.Module):
     Attributes:
       config: the shape.
       dtype: compute dtype; the parameters are cast to it where they are used.
-      remat: whether training recomputes each layer in the backward pass to save memory.
+      remat: whether training recomputes each layer in the backward pass to save memory;
+        ``"attention"`` for all of it but rounded, pooled or ring attention, whose results are kept
+        (`turbojax.remat`). Exact attention is recomputed all the same.
       unroll: layers per iteration of the scan. More compile time, less copying in training.
       gather: makes a layer's parameters, ``{stack: parameters}``, whole when the layer runs, if a
         device holds only slices of them; None where they are whole. What it gathers
@@ -217,7 +220,7 @@ class Transformer(nnx.Module):
         *,
         dtype: DTypeLike | None = None,
         param_dtype: DTypeLike = jnp.float32,
-        remat: bool = False,
+        remat: Remat = False,
         unroll: int = 1,
         rngs: nnx.Rngs,
     ) -> None:
@@ -230,7 +233,12 @@ class Transformer(nnx.Module):
           remat: see the class.
           unroll: see the class.
           rngs: source of the initial parameters (stream `params`).
+
+        Raises:
+          ValueError: if `remat` is none of these.
         """
+        if remat not in (False, True, "attention"):
+            raise ValueError(f"{remat=} must be True, False or 'attention'")
         self.config = config
         self.dtype = jnp.dtype(param_dtype if dtype is None else dtype)
         self.remat = remat
@@ -386,7 +394,8 @@ class Transformer(nnx.Module):
             return block(hidden, turned, attend, cache, options, rope, self.axes)
 
         if self.remat:
-            apply_block = jax.checkpoint(apply_block, static_argnums=3)
+            policy = save_attention if self.remat == "attention" else None
+            apply_block = jax.checkpoint(apply_block, static_argnums=3, policy=policy)
         elif self.gather is not None:
             apply_block = jax.checkpoint(apply_block, static_argnums=3, policy=_not_gathered)
 

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from turbojax._gradient import refuse_gradients
 from turbojax.ops import rows
@@ -24,6 +25,7 @@ from turbojax.ops.options import Options
 from turbojax.ops.sinks import sink_gradient, with_sinks
 from turbojax.parallel.plan import Call, Kind, Step
 from turbojax.parallel.zigzag import Order, chunks
+from turbojax.remat import ATTENTION_LSE, named_results
 from turbojax.sharding.axes import Names
 
 _Part = tuple[jax.Array, jax.Array]
@@ -139,6 +141,8 @@ def attend(
 
     def forward(*operands: Any) -> Any:
         out, residual, kept = call(*operands)
+        out, kept = named_results(out, kept)
+        residual = checkpoint_name(residual, ATTENTION_LSE)
         return (out, residual, kept), (*operands, out, kept)
 
     def backward(saved: Any, cotangents: Any) -> Any:

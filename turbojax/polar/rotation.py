@@ -14,12 +14,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from turbojax import _checks
+from turbojax._pytrees import pytree
 
 _SMALL_ORDERS = {1: 1, 3: 12, 5: 20, 7: 28}
 """The order of the small Hadamard matrix, by the odd part of the head dim."""
 
 
-@jax.tree_util.register_dataclass
+@pytree
 @dataclasses.dataclass(frozen=True)
 class Rotation:
     """The orthogonal map ``R = H / sqrt(d) @ diag(signs)`` of ``d`` channels.

@@ -10,6 +10,7 @@ import numpy as np
 
 from turbojax import _checks
 from turbojax._programs import one_program
+from turbojax._pytrees import pytree
 from turbojax.quantizers.int8 import absolute_maximum
 
 E4M3_MAX = 448.0
@@ -49,7 +50,7 @@ def _blocks(x: jax.Array, axes: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
     return codes, jnp.squeeze(scale, axis=axes)
 
 
-@jax.tree_util.register_dataclass
+@pytree
 @dataclasses.dataclass(frozen=True)
 class Fp8Tokens:
     """Activations in e4m3, one scale per token (FireQ, section 3.1).

@@ -90,6 +90,6 @@ def rank_heads(priority: jax.Array, group: int | None = None) -> jax.Array:
       further.
     """
     finite = jnp.where(jnp.isnan(priority), jnp.inf, priority)
-    finite = finite.reshape(len(finite), -1, group or finite.shape[1])
+    finite = finite.reshape(finite.shape[0], -1, group or finite.shape[1])
     order = jnp.argsort(-finite, axis=-1, stable=True)
     return jnp.argsort(order, axis=-1).astype(jnp.int32).reshape(priority.shape)

@@ -21,6 +21,7 @@ import numpy as np
 
 from turbojax import _checks
 from turbojax._programs import one_program
+from turbojax._pytrees import pytree
 from turbojax.quantizers.fp8 import E4M3_MAX
 from turbojax.quantizers.int4_layout import BLOCK as BLOCK
 from turbojax.quantizers.int4_layout import GATED_ROWS as GATED_ROWS
@@ -58,7 +59,7 @@ _RANGES = {"e4m3": E4M3_SCALES, "f16": FLOAT16_SCALES}
 _RECIPROCAL_RANGE = float(np.float32(1 / INT4_RANGE))
 
 
-@jax.tree_util.register_dataclass
+@pytree
 @dataclasses.dataclass(frozen=True)
 class Int4Weight:
     """A weight ``[out, in]`` in 4 bits (FireQ, section 3.1).

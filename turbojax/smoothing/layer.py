@@ -5,10 +5,11 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from turbojax._pytrees import pytree
 from turbojax.smoothing._values import check_finite, widened
 
 
-@jax.tree_util.register_dataclass
+@pytree
 @dataclasses.dataclass(frozen=True)
 class Projection:
     """A linear layer ``y = (x @ weight.T) * output_scale + bias``.
@@ -49,7 +50,7 @@ PROJECTIONS = ("q", "k", "v", "o", "gate", "up", "down")
 """Names of the projections of a `LayerWeights`."""
 
 
-@jax.tree_util.register_dataclass
+@pytree
 @dataclasses.dataclass(frozen=True)
 class LayerWeights:
     """One decoder layer with RoPE, grouped queries and a gated feed-forward layer.

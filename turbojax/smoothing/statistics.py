@@ -6,12 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from turbojax._pytrees import pytree
 from turbojax.quantizers import absolute_maximum
 from turbojax.smoothing._values import check_maxima, widened
 from turbojax.smoothing.attention import split_pairs
 
 
-@jax.tree_util.register_dataclass
+@pytree
 @dataclasses.dataclass(frozen=True)
 class KeyStatistics:
     """Largest values of one layer's keys. A pytree; start from `init`, then `update`.

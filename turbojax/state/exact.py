@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from turbojax import _checks
+from turbojax._pytrees import pytree
 from turbojax.sharding import tables
 from turbojax.sharding.axes import Axes
 from turbojax.sharding.creation import Sizes, born
@@ -19,7 +20,7 @@ _UNIT = 16
 """Rows of a ring are a multiple of this."""
 
 
-@jax.tree_util.register_dataclass
+@pytree
 @dataclasses.dataclass(frozen=True)
 class ExactCache(Split):
     """Keys and values as they are, in one floating-point dtype.

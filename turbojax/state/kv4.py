@@ -16,6 +16,7 @@ import numpy as np
 
 from turbojax import _checks
 from turbojax._gradient import refuse_gradients
+from turbojax._pytrees import pytree
 from turbojax._registry import Implementation, ImplementationName, Registry
 from turbojax.sharding import tables
 from turbojax.sharding.axes import Axes
@@ -114,7 +115,7 @@ class TokenScaledCache(Split):
             _validate_values(self)
 
 
-@jax.tree_util.register_dataclass
+@pytree
 @dataclasses.dataclass(frozen=True)
 class Kv4Cache(TokenScaledCache):
     """Keys and values of `B` sequences in symmetric 4-bit codes (FireQ, Baek et al., 2025).
@@ -149,7 +150,7 @@ class Kv4Cache(TokenScaledCache):
     KEY_CODES = np.dtype(np.uint8)
 
 
-@jax.tree_util.register_dataclass
+@pytree
 @dataclasses.dataclass(frozen=True)
 class K8v4Cache(TokenScaledCache):
     """Keys in 8-bit floats (e4m3), values in 4-bit codes, with a scale per token and head of each.
@@ -421,7 +422,7 @@ def _store_prompt(cache: CacheT, key: jax.Array, value: jax.Array, lengths: jax.
     stored = jnp.arange(size)[None] < kept[:, None]
 
     def put(old: jax.Array, new: jax.Array) -> jax.Array:
-        mask = stored[:, None].reshape(len(kept), 1, size, *[1] * (old.ndim - 3))
+        mask = jnp.expand_dims(stored, (1, *range(3, old.ndim)))
         return old.at[:, :, :size].set(jnp.where(mask, new, old[:, :, :size]))
 
     return _with_tokens(cache, put, key, value, lengths, kept)

@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from turbojax import _checks
 from turbojax._json import shown
+from turbojax._pytrees import static
 from turbojax.models.families.keys import LARGEST_SIZE, integer
 from turbojax.routing import check_groups
 
@@ -13,6 +14,7 @@ MOST_EXPERTS = 10_000
 """No known layer has a tenth of it; a limit because each expert has tensors of its own."""
 
 
+@static
 @dataclasses.dataclass(frozen=True)
 class ExpertsConfig:
     """Feed-forward layers of experts, in place of one: a router chooses some for each token.

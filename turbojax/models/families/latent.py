@@ -6,10 +6,12 @@ from typing import Any
 
 from turbojax import _checks
 from turbojax._json import shown
+from turbojax._pytrees import static
 from turbojax.models.families.keys import LARGEST_SIZE
 from turbojax.rotary import RopeScaling, YarnScaling
 
 
+@static
 @dataclasses.dataclass(frozen=True)
 class LatentConfig:
     """Attention whose heads share a latent and a rotary key of each token (DeepSeek-V2, 2024).

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 
 from turbojax import _checks
+from turbojax._pytrees import pytree
 from turbojax.config import TurboConfig
 from turbojax.kv import (
     CacheKind,
@@ -143,7 +144,7 @@ def kinds_of_layers(cache: ModelCacheKind, num_layers: int) -> tuple[CacheKind, 
     return cache
 
 
-@jax.tree_util.register_dataclass
+@pytree
 @dataclasses.dataclass(frozen=True)
 class ModelCaches(Split):
     """The KV caches of all layers of a model.

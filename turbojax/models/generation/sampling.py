@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from turbojax import _checks
+from turbojax._pytrees import pytree
 
 Kind = Literal["greedy", "draw", "restrict"]
 """What the rows of a step need at most."""
@@ -90,7 +91,7 @@ GREEDY = Sampling()
 """The most likely token, always."""
 
 
-@jax.tree_util.register_dataclass
+@pytree
 @dataclasses.dataclass(frozen=True)
 class SamplingRows:
     """How each of R rows is sampled, see `Sampling`: arrays ``[R]``.

@@ -139,7 +139,7 @@ def latent_attention(
         differentiated: `expanded_latent_attention` has a gradient.
     """
     checks.check_kind(cache, LatentCache)
-    if query_latent.ndim == 4 and len(query_latent) != cache.batch_size:
+    if query_latent.ndim == 4 and query_latent.shape[0] != cache.batch_size:
         raise ValueError(
             f"{query_latent.shape=} must have {cache.batch_size} sequences, as the cache has"
         )

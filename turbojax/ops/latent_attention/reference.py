@@ -71,14 +71,14 @@ def _in_tiles(block_tables: jax.Array, page_size: int) -> jax.Array:
     per_tile = _TILE // page_size
     missing = -block_tables.shape[1] % per_tile
     padded = jnp.pad(block_tables, ((0, 0), (0, missing)))
-    return padded.reshape(len(padded), -1, per_tile)
+    return padded.reshape(padded.shape[0], -1, per_tile)
 
 
 def _read(cache: LatentPages, pages: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Latents ``[B, t, C]``, rotated if stored so, and rotary keys, float32; NaN if not finite."""
 
     def take(x: jax.Array) -> jax.Array:
-        return x[pages].reshape(len(pages), _TILE, *x.shape[2:])
+        return x[pages].reshape(pages.shape[0], _TILE, *x.shape[2:])
 
     stored = Tokens(*jax.tree.map(take, tuple(cache.tokens)))
     latent = cache.format.read(stored.latent) * cache.format.factor(cache.latent_dim, None)

@@ -39,7 +39,7 @@ def _sheltered(
     """Runs an implementation: hides sequences that cannot be read from it, and rotates for it."""
     first = _first_seen(query, lengths, query_lengths, extras, options)
     if query_lengths is None:
-        query_lengths = jnp.full(len(query), query.shape[1], jnp.int32)
+        query_lengths = jnp.full(query.shape[:1], query.shape[1], jnp.int32)
     ok = page_checks.readable(cache, block_tables, lengths, first)
     formats = cache.formats
     seen = polar.rotate(query, cache.rotation) if formats.key.is_rotated else query
@@ -256,7 +256,7 @@ def _run_here(
     """`paged_attention` by the implementation for these arrays."""
     if extras.query_offset is not None:
         if query_lengths is None:
-            query_lengths = jnp.full(len(query), query.shape[1], jnp.int32)
+            query_lengths = jnp.full(query.shape[:1], query.shape[1], jnp.int32)
         query_lengths = jnp.clip(query_lengths, 0, query.shape[1])
         held, capacity = lengths, block_tables.shape[1] * cache.page_size
         lengths, extras = new_tokens.as_newest(query, held, query_lengths, extras, options)

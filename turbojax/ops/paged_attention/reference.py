@@ -110,7 +110,7 @@ def attend(
         jnp.zeros(rows, jnp.float32),
     )
     empty = varying_like(empty, query, cache, block_tables, lengths, query_lengths, extras)
-    count = jax.lax.optimization_barrier(jnp.int32(batch))
+    count = jax.lax.optimization_barrier(jnp.asarray(batch, jnp.int32))
     out, residual = numerics.finish(*jax.lax.fori_loop(0, count, sequence, empty))
     out = (out * value_factor).reshape(query.shape)
     return out, residual.reshape(batch, tokens, heads)
@@ -121,7 +121,7 @@ def _in_tiles(block_tables: jax.Array, page_size: int) -> jax.Array:
     per_tile = _TILE // page_size
     missing = -block_tables.shape[1] % per_tile
     padded = jnp.pad(block_tables, ((0, 0), (0, missing)))
-    return padded.reshape(len(padded), -1, per_tile)
+    return padded.reshape(padded.shape[0], -1, per_tile)
 
 
 def _read(cache: PagedCache, pages: jax.Array) -> _Tile:

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 
 from turbojax import _checks
 from turbojax._gradient import refuse_gradients
@@ -18,6 +19,7 @@ from turbojax.ops.options import check_output_dtype, plain_scale
 from turbojax.ops.pooled_attention import mosaic_gpu, reference, segments, triton
 from turbojax.ops.pooled_attention.static import LEVELS, PooledOptions
 from turbojax.ops.sinks import sink_gradient, with_sinks
+from turbojax.remat import ATTENTION_LEVELS, ATTENTION_LSE, named_results
 from turbojax.sharding import tables, together
 from turbojax.sharding.per_device import like, spread, spread_explicit
 
@@ -285,8 +287,9 @@ def _differentiable(
     """The op with its options bound, differentiable in reverse mode.
 
     Kept for the backward pass: query, key, value, levels, lengths, extras, the output and the
-    residual. Implementations know nothing of sinks: the weights and all gradients follow from the
-    log-sum-exp with them. It is kept as ``-inf`` where a query sees nothing but a sink.
+    residual; what is made here under the names of `turbojax.remat`. Implementations know nothing
+    of sinks: the weights and all gradients follow from the log-sum-exp with them. It is kept as
+    ``-inf`` where a query sees nothing but a sink.
     """
     static: dict[str, Any] = {"options": options, "implementation": implementation}
     attend = spread(tables.POOLED, _forward, **static)
@@ -303,11 +306,14 @@ def _differentiable(
 
     def forward(*arrays: Any) -> Any:
         # `call`, not `attend`: a second derivative must not find a way through the implementation.
-        results = call(*arrays)
-        out, residual, without = results
+        arrays = *arrays[:3], checkpoint_name(arrays[3], ATTENTION_LEVELS), *arrays[4:]
+        *results, without = call(*arrays)
+        out, residual = named_results(*results)
+        kept = residual
         if without is not None:
-            residual = jnp.where(without == -jnp.inf, -jnp.inf, residual)
-        return results, (*arrays, out, residual)
+            kept = jnp.where(without == -jnp.inf, -jnp.inf, residual)
+            kept = checkpoint_name(kept, ATTENTION_LSE)
+        return (out, residual, without), (*arrays, out, kept)
 
     def backward(saved: Any, cotangents: Any) -> Any:
         *gradients, d_extras = differentiate_once(*saved, *cotangents[:2])

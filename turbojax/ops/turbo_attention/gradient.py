@@ -14,6 +14,7 @@ from turbojax.ops.optional_arrays import Extras
 from turbojax.ops.options import Options
 from turbojax.ops.sinks import sees_only_sink, sink_gradient
 from turbojax.ops.turbo_attention import gradient_reference, mosaic_gradient
+from turbojax.remat import named_results
 from turbojax.sharding import tables
 from turbojax.sharding.per_device import like, spread
 
@@ -36,9 +37,10 @@ def straight_through(
 ) -> Callable[..., tuple[jax.Array, jax.Array]]:
     """Binds the options of `run` and makes it differentiable in reverse mode.
 
-    The forward pass is `run`, a module's function, which keeps its inputs and its results. The
-    backward pass is what `gradient_reference` describes, by the implementation of the same name, or
-    a chosen one where the gradient has none of that name.
+    The forward pass is `run`, a module's function, which keeps its inputs and its results, these
+    under the names of `turbojax.remat`. The backward pass is what `gradient_reference` describes,
+    by the implementation of the same name, or a chosen one where the gradient has none of that
+    name.
 
     Gradients have the dtype of the input they belong to. A second derivative raises
     NotImplementedError, forward mode (`jvp`) raises jax's TypeError about `custom_vjp`.
@@ -60,7 +62,7 @@ def straight_through(
 
     def forward(*arrays: Any) -> Any:
         # `call`, not `run`: a second derivative must not find its own way through the rounding.
-        results = call(*arrays)
+        results = named_results(*call(*arrays))
         return results, (*arrays, *results)
 
     def backward(arrays: Any, cotangents: Any) -> Any:

@@ -10,6 +10,7 @@ import numpy as np
 
 from turbojax import _checks
 from turbojax._gradient import refuse_gradients
+from turbojax._pytrees import pytree
 from turbojax.sharding import tables
 from turbojax.sharding.axes import Axes
 from turbojax.sharding.creation import Sizes, born
@@ -23,7 +24,7 @@ PAGE_SIZE = 64
 """Rows of a sequence are a multiple of this: they are read as pages of so many tokens."""
 
 
-@jax.tree_util.register_dataclass
+@pytree
 @dataclasses.dataclass(frozen=True)
 class LatentCache(formats.Holder, Split):
     """Latents and rotary keys of `B` sequences (MLA, DeepSeek-V2, 2024).

@@ -10,6 +10,7 @@ import numpy as np
 
 from turbojax import _checks
 from turbojax._gradient import refuse_gradients
+from turbojax._pytrees import pytree
 from turbojax.sharding import tables
 from turbojax.sharding.axes import Axes
 from turbojax.sharding.creation import Sizes, born
@@ -22,7 +23,7 @@ from turbojax.state.pages.pool import PAGE_SIZES
 from turbojax.state.pages.writing import find_places
 
 
-@jax.tree_util.register_dataclass
+@pytree
 @dataclasses.dataclass(frozen=True)
 class LatentPages(formats.Holder, Split):
     """A pool of `P` pages for the latents of any number of sequences (MLA, DeepSeek-V2, 2024).
@@ -233,7 +234,7 @@ def gather_latents(
     """
     checks.check_kind(cache, LatentPages)
     block_tables = page_checks.check_block_tables(block_tables)
-    lengths = page_checks.check_lengths("lengths", lengths, len(block_tables))
+    lengths = page_checks.check_lengths("lengths", lengths, block_tables.shape[0])
     page_checks.check_readable(cache, block_tables, lengths)
     return _gather(cache, block_tables, lengths)
 
@@ -266,7 +267,7 @@ def _gather(
 ) -> tuple[jax.Array, jax.Array]:
     readable = page_checks.readable(cache, block_tables, lengths)
     pages = jnp.clip(block_tables, 0, cache.num_pages - 1)
-    batch, size = len(pages), pages.shape[1] * cache.page_size
+    batch, size = pages.shape[0], pages.shape[1] * cache.page_size
     held = (jnp.arange(size)[None] < lengths[:, None])[..., None]
     stored = jax.tree.map(lambda x: x[pages].reshape(batch, size, *x.shape[2:]), cache.tokens)
 

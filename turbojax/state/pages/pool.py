@@ -15,6 +15,7 @@ import numpy as np
 
 from turbojax import _checks, polar
 from turbojax._gradient import refuse_gradients
+from turbojax._pytrees import pytree
 from turbojax._registry import Implementation, ImplementationName, Registry
 from turbojax.sharding import tables
 from turbojax.sharding.axes import Axes
@@ -45,7 +46,7 @@ APPEND = Registry(
 )
 
 
-@jax.tree_util.register_dataclass
+@pytree
 @dataclasses.dataclass(frozen=True)
 class PagedCache(Split):
     """A pool of `P` pages for the keys and values of any number of sequences.
@@ -355,7 +356,7 @@ def gather(
     """
     checks.check_kind(cache, PagedCache)
     block_tables = page_checks.check_block_tables(block_tables)
-    lengths = page_checks.check_lengths("lengths", lengths, len(block_tables))
+    lengths = page_checks.check_lengths("lengths", lengths, block_tables.shape[0])
     page_checks.check_readable(cache, block_tables, lengths)
     wanted = cache.dtype if dtype is None else jnp.dtype(dtype)
     if not jnp.issubdtype(wanted, jnp.floating):
@@ -380,8 +381,8 @@ def _check_arguments(
         )
     if key.dtype != cache.dtype:
         raise TypeError(f"key.dtype={key.dtype} must equal cache.dtype={cache.dtype}")
-    block_tables = page_checks.check_block_tables(block_tables, len(key))
-    return block_tables, page_checks.check_lengths("lengths", lengths, len(key))
+    block_tables = page_checks.check_block_tables(block_tables, key.shape[0])
+    return block_tables, page_checks.check_lengths("lengths", lengths, key.shape[0])
 
 
 def _check_scale(side: str, scale: float, kv_dtype: str) -> None:
@@ -433,7 +434,7 @@ def _gather(
     readable = page_checks.readable(cache, block_tables, lengths)
     rotation = cache.rotation if cache.formats.is_rotated else None
     pages = jnp.clip(block_tables, 0, cache.num_pages - 1)
-    batch, size = len(pages), pages.shape[1] * cache.page_size
+    batch, size = pages.shape[0], pages.shape[1] * cache.page_size
     held = jnp.arange(size)[None] < lengths[:, None]
 
     def tokens(x: jax.Array) -> jax.Array:

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from turbojax import _checks
+from turbojax._pytrees import pytree
 from turbojax.config import TurboConfig
 from turbojax.quantizers import INT8_RANGE, packed_size, round_scale
 from turbojax.sharding.axes import Axes
@@ -25,7 +26,7 @@ from turbojax.sharding.varying import varying_like
 from turbojax.state import ring
 
 
-@jax.tree_util.register_dataclass
+@pytree
 @dataclasses.dataclass(frozen=True)
 class CacheSide(Split):
     """The keys, or the values, of a `ProgressiveCache`.
@@ -95,7 +96,7 @@ class CacheSide(Split):
     """Where blocks are split over devices, all have the newest tokens, and what they tell."""
 
 
-@jax.tree_util.register_dataclass
+@pytree
 @dataclasses.dataclass(frozen=True)
 class ProgressiveCache(Split):
     """Keys and values of `B` sequences, compressed progressively.
