@@ -15,7 +15,12 @@ from jax.sharding import PartitionSpec
 
 from turbojax import _checks
 from turbojax.finetune.base import BaseTrainer, check_stream, updated, windows
-from turbojax.finetune.losses import cross_entropy, marked, mean_of_learned
+from turbojax.finetune.losses import (
+    cross_entropy,
+    marked,
+    mean_of_learned,
+    scaled_value_and_grad,
+)
 from turbojax.finetune.settings import Settings, for_context
 from turbojax.finetune.split import Slices, Split
 from turbojax.kv.layered import FirstLayers
@@ -229,9 +234,10 @@ class Trainer(BaseTrainer[nnx.State]):
 
     def _make_step(self) -> Callable[..., tuple[nnx.State, Any, dict[str, jax.Array]]]:
         loss = self._make_loss()
-        gradient: Gradient = jax.value_and_grad(loss, has_aux=True)
+        scale = self.settings.loss_scale
+        gradient: Gradient = scaled_value_and_grad(loss, scale)
         if self._split is not None and self._slices is not None:
-            gradient = over_devices(loss, self._split, self._slices, self.params)
+            gradient = over_devices(loss, self._split, self._slices, self.params, scale)
         return functools.partial(
             _train_step,
             gradient=gradient,
@@ -379,8 +385,10 @@ class _Loss:
         return zigzag_positions(self.context // axes.size("sequence"), names)
 
 
-def over_devices(loss: Loss, split: Split, slices: Slices, params: nnx.State) -> Gradient:
-    """`jax.value_and_grad` of the mean loss of all devices, each of which has some sequences.
+def over_devices(
+    loss: Loss, split: Split, slices: Slices, params: nnx.State, scale: float = 1.0
+) -> Gradient:
+    """`scaled_value_and_grad` of the mean loss of all devices, each of which has some sequences.
 
     `loss` is that of a device's sequences, given weights (`params`) of which layers are slices.
     """
@@ -391,7 +399,7 @@ def over_devices(loss: Loss, split: Split, slices: Slices, params: nnx.State) ->
             value, density = loss(outside(params), stream, starts)
             return value / split.count, density
 
-        (value, density), grads = jax.value_and_grad(share, has_aux=True)(slices.own(params))
+        (value, density), grads = scaled_value_and_grad(share, scale)(slices.own(params))
         value = jax.lax.psum(value, split.names)
         return (value, jax.lax.pmean(density, split.names)), slices.summed(grads)
 
