@@ -7,6 +7,7 @@ from benchmarks import (
     gradient_training,
     pooled_training,
     throughput,
+    video,
 )
 from benchmarks.attribution import rows as attribution
 from benchmarks.device import first_calls
@@ -66,6 +67,7 @@ SHOWN = (
     gradient_training.SHOWN,
     gradient_training.TUNED,
     first_calls.SHOWN,
+    video.SHOWN,
     # Two models on another device than the suite's own result.
     Shown(("families_h200",), {"families h200": families_tables.families_summary}),
 )
