@@ -8,6 +8,7 @@ from benchmarks import (
     model_training,
     pooled_training,
     throughput,
+    video,
 )
 from benchmarks.attribution import rows as attribution
 from benchmarks.device import first_calls
@@ -68,6 +69,7 @@ SHOWN = (
     gradient_training.SHOWN,
     gradient_training.TUNED,
     first_calls.SHOWN,
+    video.SHOWN,
     # Two models on another device than the suite's own result.
     Shown(("families_h200",), {"families h200": families_tables.families_summary}),
 )

@@ -33,6 +33,12 @@ def lacks_e4m3() -> bool:
     return found is not None and found < _ADA
 
 
+def has_bfloat16() -> bool:
+    """Whether the default device multiplies bfloat16; False for NVIDIA GPUs before Ampere."""
+    found = gpu_compute_capability()
+    return found is None or found >= _AMPERE
+
+
 def multiprocessors() -> int:
     """Number of multiprocessors of the default GPU; that of an H100 where there is no GPU."""
     return getattr(jax.devices()[0], "core_count", None) or _MULTIPROCESSORS

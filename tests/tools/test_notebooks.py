@@ -76,6 +76,25 @@ def _tier(path):
     indirect=True,
 )
 def test_it_runs_from_top_to_bottom(notebook, tmp_path, monkeypatch):
+    _run(notebook, tmp_path, monkeypatch)
+    _assert_ran(notebook)
+
+
+@pytest.mark.optimized
+@pytest.mark.fuzz
+def test_it_runs_as_on_a_t4(notebook, tmp_path, monkeypatch):
+    """In float16, as if the CPU were a GPU of that capability: without bfloat16 and kernels."""
+    pretence = "from turbojax import _device\n_device.gpu_compute_capability = lambda: 7.5"
+    notebook.cells.insert(2, nbformat.v4.new_code_cell(pretence))
+    _run(notebook, tmp_path, monkeypatch)
+    _assert_ran(notebook)
+    said = _text(notebook)
+    assert "(compute capability 7.5): no kernels and no bfloat16 units" in said
+    assert not re.search(r"\b(nan|inf)\b", said)
+
+
+def _run(notebook, tmp_path, monkeypatch):
+    """Runs all cells in a process of their own, on the CPU, without the outputs they had."""
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     # The kernel is a process of its own, and finds turbojax as it is here.
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -91,7 +110,13 @@ def test_it_runs_from_top_to_bottom(notebook, tmp_path, monkeypatch):
         kernel_name="python3",
         resources={"metadata": {"path": str(tmp_path)}},
     ).execute()
-    _assert_ran(notebook)
+
+
+def test_it_says_what_the_gpu_runs_and_asks_it_for_its_dtype(notebook):
+    """No cell names bfloat16 as a dtype, which a T4 lacks."""
+    code = [cell.source for cell in _code(notebook)]
+    assert "print(tj.device.kernels())" in code[1]
+    assert not [x for x in code if "jnp.bfloat16" in x or 'dtype="bfloat16"' in x]
 
 
 def test_it_is_valid_and_opens_anywhere(notebook):

@@ -45,7 +45,8 @@ Dtype = Annotated[
     str | None,
     typer.Option(
         help="float32, bfloat16 or float16. Default: float32 on a CPU, otherwise that of the "
-        "checkpoint; bfloat16 for random weights.",
+        "checkpoint; bfloat16 for random weights. GPUs before Ampere, such as a T4, get float16 "
+        "for bfloat16, or float32 for Gemma 2 and 3, which overflow float16.",
         show_default=False,
     ),
 ]

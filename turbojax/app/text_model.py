@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from turbojax import models
+from turbojax import device, models
 from turbojax.models.checkpoint.folder import find_companions, is_gguf
 from turbojax.models.checkpoint.huggingface import checkpoint_folder, float_bytes, require_gguf
 from turbojax.models.config import DTYPES, model_config, stored_dtype
@@ -23,6 +23,8 @@ from turbojax.models.text.tokenizer import NumberTokenizer, Tokenizer, load_toke
 from turbojax.sharding.axes import Axes
 
 WEIGHTS = ("float", "int4")
+# Families whose residual streams are known to pass float16's 65,504.
+_BEYOND_FLOAT16 = ("gemma2", "gemma3_text")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,14 +72,13 @@ def find_text_model(
     int4 = _is_int4(weights)
     if int4:
         require_gguf(path)
-    if dtype is None and jax.default_backend() == "cpu":
-        dtype = jnp.dtype(jnp.float32)
     tokenizer = load_tokenizer(path)
     hf = models.read_config(path)
     config = model_config(checkpoint_folder(path), hf, max_length)
     axes = None if axes is None else axes_of_model(config, axes)
-    stored = stored_dtype(hf) or jnp.dtype(jnp.bfloat16)
-    used = stored if dtype is None else dtype
+    if dtype is None:
+        dtype = usual_dtype(stored_dtype(hf), config)
+    used = dtype or stored_dtype(hf) or jnp.dtype(jnp.bfloat16)
     if "quantization_config" in hf:
         size = sum(file.stat().st_size for file in models.weight_files(path))
     else:
@@ -95,6 +96,18 @@ def find_text_model(
 
     open_it = functools.partial(models.open_decoder, path, **options)
     return FoundModel(config, used, tokenizer, size // parts(axes), load, open_it, axes)
+
+
+def usual_dtype(stored: np.dtype | None, config: models.TransformerConfig) -> np.dtype | None:
+    """What a model is computed in on this device where nobody says; None for `stored`, its own.
+
+    Float32 on a CPU. On GPUs without bfloat16, a model in it, or in no dtype that its checkpoint
+    names, is computed in float16, or in float32 where float16 is known to overflow.
+    """
+    usual = device.compute_dtype()
+    if usual == jnp.float16 and stored in (None, jnp.bfloat16):
+        return jnp.dtype(jnp.float32) if config.family in _BEYOND_FLOAT16 else usual
+    return usual if usual == jnp.float32 else None
 
 
 def files_beside(path: str) -> tuple[dict[str, Any], dict[str, Path | bytes]]:
@@ -116,7 +129,8 @@ def load_text_model(
 
     `path` is ``"embedded"``, ``"smollm2"``, a GGUF file, or a checkpoint's folder, quantized or
     not. `dtype` is by default float32 on a CPU, where it is the fast one, and otherwise that of the
-    checkpoint; for `max_length` see `models.load`. Raises ImportError if there is a
+    checkpoint, or float16 for bfloat16 on a GPU that lacks it (float32 of Gemma 2 and 3, which
+    overflow it); for `max_length` see `models.load`. Raises ImportError if there is a
     `tokenizer.json` and the package `tokenizers` is missing, and what `models.load_decoder` and
     `load_tokenizer` do.
     """
@@ -129,7 +143,9 @@ def find_random_model(
     weights: str = "float",
     axes: Axes | None = None,
 ) -> FoundModel:
-    """A model with random weights, by default bfloat16, whose tokens are numbers.
+    """A model with random weights, whose tokens are numbers; by default in 16 bits.
+
+    That is bfloat16, or float16 on a GPU that lacks it.
 
     `shape` is a name in `models.SHAPES`; `weights` ``"float"``, or ``"int4"`` for INT4 weights in
     the blocks' linear layers. Raises ValueError if there is no such shape or kind of weights, and
@@ -138,7 +154,7 @@ def find_random_model(
     int4 = _is_int4(weights)
     if shape not in models.SHAPES:
         raise ValueError(f"random weights {shape!r} must be one of {', '.join(models.SHAPES)}")
-    config, used = models.SHAPES[shape], jnp.dtype(dtype or jnp.bfloat16)
+    config, used = models.SHAPES[shape], jnp.dtype(dtype or device.half_dtype())
     axes = None if axes is None else axes_of_model(config, axes)
     make = models.random_quantized_decoder if int4 else models.random_decoder
     tokenizer = NumberTokenizer(config.vocab_size)

@@ -140,7 +140,8 @@ def train(
     precision: Annotated[
         str | None,
         typer.Option(
-            help="bfloat16, float16 or float32. Default: float32 on a CPU, otherwise bfloat16.",
+            help="bfloat16, float16 or float32. Default: float32 on a CPU, otherwise bfloat16; "
+            "float16 on GPUs before Ampere, such as a T4, or float32 there for Gemma 2 and 3.",
             show_default=False,
         ),
     ] = None,
@@ -225,7 +226,7 @@ def train(
             decay_fraction=decay_fraction,
             weight_decay=weight_decay,
             seed=seed,
-            precision=precision or _usual_precision(),
+            precision=precision or _usual_precision(model),
             **({} if final_rate is None else {"final_rate": final_rate}),
         )
         rhythm = finetune.Rhythm(log_every, save_every, evaluate_every, evaluate_windows)
@@ -250,10 +251,13 @@ def train(
     typer.echo(f"wrote {out / finetune.MODEL_NAME}")
 
 
-def _usual_precision() -> str:
-    import jax
+def _usual_precision(model: str) -> str:
+    """The dtype to compute in here, whatever the weights are stored in."""
+    from turbojax import device
+    from turbojax.app import text_model
 
-    return "float32" if jax.default_backend() == "cpu" else "bfloat16"
+    config = text_model.find_text_model(model).config
+    return (text_model.usual_dtype(None, config) or device.half_dtype()).name
 
 
 def _corpus(model: str, data: list[Path] | None, held_out: list[Path] | None) -> Any:

@@ -11,7 +11,12 @@ import numpy as np
 import optax  # type: ignore[import-untyped]
 
 from turbojax.finetune.base import BaseTrainer, check_stream, updated, windows
-from turbojax.finetune.losses import cross_entropy, marked, mean_of_learned
+from turbojax.finetune.losses import (
+    cross_entropy,
+    marked,
+    mean_of_learned,
+    scaled_value_and_grad,
+)
 from turbojax.finetune.settings import Settings
 from turbojax.finetune.trainer import dense_attention
 from turbojax.models import Attend
@@ -142,14 +147,14 @@ def _train_step(
     """One optimizer step on the windows that begin at `starts`."""
     tokens, learn = marked(windows(stream, starts, settings.context))
 
-    def loss(adapters: Adapters) -> jax.Array:
+    def loss(adapters: Adapters) -> tuple[jax.Array, None]:
         model = with_adapters(decoder, adapters, gradient=gradient)
         losses, learned = token_losses(model, tokens, attend=attend), learn[:, 1:]
         if not is_marked:
-            return jnp.mean(losses)
-        return mean_of_learned(losses, learned)
+            return jnp.mean(losses), None
+        return mean_of_learned(losses, learned), None
 
-    value, grads = jax.value_and_grad(loss)(adapters)
+    (value, _), grads = scaled_value_and_grad(loss, settings.loss_scale)(adapters)
     adapters, opt_state = updated(adapters, opt_state, grads, settings)
     metrics = {"bits": value / math.log(2.0), "grad_norm": optax.tree.norm(grads)}
     return adapters, opt_state, metrics

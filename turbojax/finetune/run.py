@@ -307,7 +307,8 @@ def run_interval(
     losses = [float(row[metric]) for row in metrics]
     seconds = time.perf_counter() - begun
     if not np.isfinite(losses).all():
-        raise FloatingPointError(f"the loss is not finite between steps {first} and {stop}")
+        hint = "; float16 ends at 65,504: try float32" if settings.precision == "float16" else ""
+        raise FloatingPointError(f"the loss is not finite between steps {first} and {stop}{hint}")
     log.content["losses"] += [round(loss, 6) for loss in losses]
     record = {
         "step": stop,

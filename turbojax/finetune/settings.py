@@ -15,6 +15,8 @@ from turbojax.models import TransformerConfig
 
 PRECISIONS = ("float32", "bfloat16", "float16")
 _FINAL_RATE = 0.1
+# Gradients of weights, which float16 rounds too, then have room up to 65,504 / 4096 = 16.
+_MOST_LOSS_SCALE_BITS = 12
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +42,8 @@ class Settings:
         alone.
       clip_norm: bound on the global norm of the gradient.
       seed: of the data's order, the only thing that is random.
-      precision: compute dtype; master weights and optimizer state are float32.
+      precision: compute dtype; master weights and optimizer state are float32. In float16 the loss
+        is scaled, see `loss_scale`.
 
     Raises:
       ValueError: if a value is out of range.
@@ -107,6 +110,17 @@ class Settings:
     def part_size(self) -> int:
         """Sequences that are in memory at a time."""
         return self.batch_size // self.accumulate
+
+    @property
+    def loss_scale(self) -> float:
+        """What the loss is multiplied by for its gradient, which is divided by it in float32.
+
+        A power of two of at most the tokens of a step, and at most 4096; 1 unless the precision is
+        float16: gradients of a mean over many tokens are smaller than its smallest numbers.
+        """
+        if self.precision != "float16":
+            return 1.0
+        return 2.0 ** min(int(math.log2(self.tokens_per_step)), _MOST_LOSS_SCALE_BITS)
 
     def schedule(self) -> optax.Schedule:
         """Linear warm-up, then what `schedule_name` says: step -> rate, a float32 scalar."""

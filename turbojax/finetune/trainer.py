@@ -15,7 +15,13 @@ from jax.sharding import PartitionSpec
 
 from turbojax import _checks
 from turbojax.finetune.base import BaseTrainer, check_stream, updated, windows
-from turbojax.finetune.losses import cross_entropy, marked, mean_of_learned, share_of_learned
+from turbojax.finetune.losses import (
+    cross_entropy,
+    marked,
+    mean_of_learned,
+    scaled_value_and_grad,
+    share_of_learned,
+)
 from turbojax.finetune.settings import Settings, for_context
 from turbojax.finetune.split import Slices, Split
 from turbojax.kv.layered import FirstLayers
@@ -255,10 +261,10 @@ class Trainer(BaseTrainer[nnx.State]):
 
     def _make_step(self) -> Callable[..., tuple[nnx.State, Any, dict[str, jax.Array]]]:
         loss = self._make_loss()
-        parts = self.settings.accumulate
-        gradient = _in_parts(loss, parts)
+        parts, scale = self.settings.accumulate, self.settings.loss_scale
+        gradient = _in_parts(loss, parts, scale)
         if self._split is not None and self._slices is not None:
-            gradient = _over_devices(loss, parts, self._split, self._slices, self.params)
+            gradient = _over_devices(loss, parts, scale, self._split, self._slices, self.params)
         return functools.partial(
             _train_step,
             gradient=gradient,
@@ -426,10 +432,11 @@ class _Loss:
 def _in_parts(
     loss: _Loss,
     parts: int,
+    scale: float,
     devices: int = 1,
     whole: Callable[[nnx.State], nnx.State] = lambda params: params,
 ) -> Gradient:
-    """`jax.value_and_grad` of the mean loss of windows, of which one part is in memory at a time.
+    """`scaled_value_and_grad` of the mean loss of windows, one part in memory at a time.
 
     Loss and gradient are divided by `devices`, each of which has as many windows. `whole` makes the
     weights of what the gradient is of, in each part anew.
@@ -442,7 +449,7 @@ def _in_parts(
         # A share counts the tokens of all parts already.
         return value / (devices * parts if share is None else devices), density
 
-    step = jax.value_and_grad(of_part, has_aux=True)
+    step = scaled_value_and_grad(of_part, scale)
 
     def gradient(params: nnx.State, stream: jax.Array, starts: jax.Array) -> Any:
         tokens = windows(stream, starts, loss.context)
@@ -463,13 +470,13 @@ def _in_parts(
 
 
 def _over_devices(
-    loss: _Loss, parts: int, split: Split, slices: Slices, params: nnx.State
+    loss: _Loss, parts: int, scale: float, split: Split, slices: Slices, params: nnx.State
 ) -> Gradient:
     """`_in_parts` of the windows of all devices, each of which has some of every part.
 
     `loss` is that of a device's windows, given weights (`params`) of which layers are slices.
     """
-    gradient = _in_parts(loss, parts, split.count, slices.outside())
+    gradient = _in_parts(loss, parts, scale, split.count, slices.outside())
 
     def local(params: nnx.State, stream: jax.Array, starts: jax.Array) -> Any:
         (value, density), grads = gradient(slices.own(params), stream, starts)

@@ -3,13 +3,15 @@
 A level map is data for `turbojax.pooled_attention`: `r` averages a block's keys and values over
 groups of `r` tokens, 0 skips it. `select_levels` makes one, by a policy: from an estimate of where
 the attention goes (`TopK`, `Threshold`), from how alike the keys are (`SimilarityCap` around
-another policy), or from positions alone (`LocalWindow`, `Strided`).
+another policy), or from positions alone (`LocalWindow`, `Strided`). `grid_order` is for tokens of
+images and videos: it makes blocks of neighbours.
 """
 
 from turbojax.levels.api import Policy as Policy
 from turbojax.levels.api import level_density as level_density
 from turbojax.levels.api import select_levels as select_levels
 from turbojax.levels.estimate import block_importance as block_importance
+from turbojax.levels.order import grid_order as grid_order
 from turbojax.levels.patterns import LocalWindow as LocalWindow
 from turbojax.levels.patterns import Pattern as Pattern
 from turbojax.levels.patterns import Strided as Strided

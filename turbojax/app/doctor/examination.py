@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 import turbojax
-from turbojax import _device, _extras
+from turbojax import _device, _extras, device
 from turbojax._registry import Registry
 from turbojax.config import Mode, TurboConfig
 from turbojax.ops import cudnn, fp8_tokens, int4_matmul, kv4_attention
@@ -120,7 +120,7 @@ def examine() -> Report:
         versions=versions,
         devices=_devices(),
         ops=(*(op for registry in registries() for op in _examine(registry)), _examine_exact()),
-        advice=_advice(),
+        advice=(*_kernels(), *_advice()),
     )
 
 
@@ -294,6 +294,14 @@ def _describe(device: jax.Device) -> str:
     if memory:
         parts.append(f"{memory / 2**30:.1f} GiB for jax")
     return ", ".join(parts)
+
+
+def _kernels() -> tuple[str, ...]:
+    """One line about the device, or nothing where `devices` says what is wrong."""
+    try:
+        return (device.kernels(),)
+    except Exception:  # a plugin that does not start
+        return ()
 
 
 def _advice() -> tuple[str, ...]:
