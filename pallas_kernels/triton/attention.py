@@ -83,8 +83,8 @@ class Extras(NamedTuple):
       key_segments: int32 ``[B, S]``.
       ranges: int32 ``[B, tiles, 2]``: for each tile of queries the key blocks ``first <= j < last``
         outside which none is of their segments.
-      starts: int32 ``[B, T]``: keys of lower numbers are hidden from a query.
-      ends: int32 ``[B, T]`` beside them, at most 2**30: so are keys from there on.
+      starts: int32 ``[B, T]``, 0 to `S`: keys of lower numbers are hidden from a query.
+      ends: int32 ``[B, T]`` beside them: so are keys from there on.
       bias: ``[B or 1, N or 1, T or 1, S]``, added to the scores.
       slopes: float32 ``[N]``: ``-slope * |distance|`` is added.
       sinks: float32 ``[N]``, logits in the denominators.
@@ -175,12 +175,12 @@ def _within_bounds(
     start, end = bounds
     far = jnp.int32(2**30)
     some = real & (start < end)
-    least = jnp.min(jnp.where(some, jnp.maximum(start, 0), far))
+    least = jnp.min(jnp.where(some, start, far))
     most = jnp.max(jnp.where(some, end, 0))
     first = jnp.maximum(first, least // block)
     last = jnp.maximum(jnp.minimum(last, (most + block - 1) // block), first)
     latest = jnp.max(jnp.where(real, start, 0))
-    earliest = jnp.maximum(jnp.min(jnp.where(real, end, far)), 0)
+    earliest = jnp.min(jnp.where(real, end, far))
     full_first = jnp.clip(jnp.maximum(full_first, (latest + block - 1) // block), first, last)
     full_last = jnp.clip(jnp.minimum(full_last, earliest // block), full_first, last)
     return first, full_first, full_last, last

@@ -44,7 +44,7 @@ class Extras:
       query_segment_ids: int32 ``[B, T]``; a query sees keys of its own segment alone.
       key_value_segment_ids: int32 ``[B, S]``, there if and only if those of queries are.
       key_bounds: int32 ``[B, T]`` twice; a query sees keys from the first to before the second
-        alone. Unlike the user's they count keys of this call, whatever `key_offset`.
+        alone. Unlike the user's, which are any positions, they are numbers of keys: from 0 to `S`.
       bias: ``[B or 1, N or 1, T or 1, S]``, float32 or the queries' dtype, added to the scores
         after their scale and cap; ``-inf`` hides a key.
       alibi_slopes: float32 ``[N]``: ``-slope * |query position - key position|`` is added (Press et
@@ -187,7 +187,7 @@ def complete(query: jax.Array, key: jax.Array, *, sinks: Any = None, **arrays: A
         key_offset=key_offset,
         query_segment_ids=check_segment_ids("query_segment_ids", one, batch, tokens),
         key_value_segment_ids=check_segment_ids("key_value_segment_ids", other, batch, size),
-        key_bounds=_check_key_bounds(extras.key_bounds, (batch, tokens), key_offset),
+        key_bounds=_check_key_bounds(extras.key_bounds, (batch, tokens), size, key_offset),
         bias=_check_bias(extras.bias, (batch, heads, tokens, size)),
         alibi_slopes=_check_heads("alibi_slopes", extras.alibi_slopes, heads),
         sinks=check_sinks(sinks, heads),
@@ -219,9 +219,9 @@ def check_segment_ids(name: str, ids: Any, batch: int, tokens: int) -> jax.Array
 
 
 def _check_key_bounds(
-    bounds: Any, shape: tuple[int, int], key_offset: jax.Array | None
+    bounds: Any, shape: tuple[int, int], size: int, key_offset: jax.Array | None
 ) -> tuple[jax.Array, jax.Array] | None:
-    """The user's bounds, of positions, as int32 ``[B, T]`` twice that count keys from 0."""
+    """The user's bounds, of positions, as int32 ``[B, T]`` twice: numbers of keys, 0 to `size`."""
     if bounds is None:
         return None
     if not isinstance(bounds, tuple | list) or len(bounds) != 2:
@@ -232,9 +232,10 @@ def _check_key_bounds(
         x = _checks.as_int32(f"{name} of key_bounds", x, saturate=True)
         if x.shape != shape:
             raise ValueError(f"{name} of key_bounds has shape {x.shape}, must be {shape}, [B, T]")
-        # So that differences stay within int32: no key is this far.
-        x = jnp.clip(x, -2 * _FARTHEST, 2 * _FARTHEST)
-        found.append(x if key_offset is None else x - key_offset[:, None])
+        if key_offset is not None:
+            # Clipped first, so that the difference stays within int32: no key is this far.
+            x = jnp.clip(x, -2 * _FARTHEST, 2 * _FARTHEST) - key_offset[:, None]
+        found.append(jnp.clip(x, 0, size))  # what is beyond all keys shows no more, and no less
     start, end = found
     return start, end
 
