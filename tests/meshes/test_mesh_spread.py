@@ -30,8 +30,8 @@ pytestmark = pytest.mark.mesh
 
 NAMES = (
     "turbo", "turbo gradient", "turbo bounds", "prefill", "append", "decode", "kv4 append",
-    "kv4 decode", "pages", "pages append", "exact", "exact append", "latents", "latents append", "pooled",
-    "pooled gradient", "int4", "tokens",
+    "kv4 decode", "pages", "pages append", "exact", "exact append", "latents", "latents append",
+    "pooled", "pooled gradient", "int4", "tokens",
 )  # fmt: skip
 FAST = ("turbo gradient", "append", "decode", "pages", "int4")
 
