@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING
 
 # First, so that Ctrl-C works while the command is still importing.
 from turbojax import _interrupt as _interrupt
+from turbojax import bounds as bounds
 from turbojax import device as device
 from turbojax import fireq as fireq
 from turbojax import levels as levels

@@ -135,12 +135,18 @@ def _capped(x: Float, factor: Float, policy: Policy) -> Float:
     return _tanh(x * inside, policy) * (policy.soft_cap * policy.exponential.unit)
 
 
-def _visible(limits: tuple[Int, Int], half: int, columns: int, policy: Policy) -> list[Bool]:
+def _visible(
+    limits: tuple[Int, Int],
+    half: int,
+    columns: int,
+    policy: Policy,
+    own: tuple[Sequence[Int], Sequence[Int], Int] | None = None,
+) -> list[Bool]:
     """For each of a row's columns, whether the query sees the token that it stands for.
 
     Keys are permuted within groups of 16: see `attention.attention`. `limits` are the block's first
     query and the end of the keys, both relative to its first key; `half` is which of the thread's
-    rows.
+    rows. `own` are each row's own first key and the one after its last, and the block's first.
     """
     query, length = limits
     row, t = fragments.row_and_place()
@@ -149,13 +155,19 @@ def _visible(limits: tuple[Int, Int], half: int, columns: int, policy: Policy) -
     stop = length
     if policy.right is not None:
         stop = stop.minimum(position + (policy.right + 1))
+    first = None if policy.left is None else position - policy.left
+    if own is not None:
+        starts, ends, key = own
+        start = starts[half] - key
+        first = start if first is None else first.maximum(start)
+        stop = stop.minimum(ends[half] - key)
     stop = stop - four_t
+    first = None if first is None else first - four_t
     masks = []
     for c in range(columns):
         token = lane.integer(16 * (c // 4) + c % 4)
         mask = token < stop
-        if policy.left is not None:
-            first = position - policy.left - four_t
+        if first is not None:
             mask = mask & (token >= first)
         masks.append(mask)
     return masks
@@ -168,6 +180,7 @@ def seen(
     policy: Policy,
     ids: tuple[Any, Any] | None = None,
     linear: tuple[Any, Any] | None = None,
+    of_rows: tuple[Any, Any, Any] | None = None,
 ) -> Any:
     """Scores of a tile of keys, float32 ``[64, n]``, capped, ``-inf`` where keys are hidden.
 
@@ -178,12 +191,17 @@ def seen(
     None if every row sees every key. With `ids`, int32 ``[64]`` of rows and ``[n]`` of columns, a
     row sees only its own. `linear` are scalars: the slope by which scores fall with the distance,
     in the exponential's units, and the first query's position relative to the tile's first key.
+    With `of_rows`, beside `limits`, rows see keys from the first number to before the second alone,
+    int32 ``[64]`` each; the third is the number of the tile's first key, a scalar.
     """
     scores = mgpu.optimization_barrier(scores)  # not before the product is done
     bounds = None
     if limits is not None:
         [query], [length] = (fragments.scalars(x) for x in limits)
         bounds = (query, length)
+    if of_rows is not None:
+        starts, ends, [key] = (fragments.scalars(x) for x in of_rows)
+        of_rows = starts, ends, key
     rows = []
     for half, x in enumerate(fragments.by_row(scores)):
         size, row = len(x) // len(factors), []
@@ -198,7 +216,7 @@ def seen(
                 own[half].equals(k).where(v, -math.inf) for k, v in zip(others, row, strict=True)
             ]
         if bounds is not None:
-            masks = _visible(bounds, half, len(x), policy)
+            masks = _visible(bounds, half, len(x), policy, of_rows)
             row = [k.where(v, -math.inf) for k, v in zip(masks, row, strict=True)]
         rows.append(row)
     # Computed now, because they replace the products in registers.

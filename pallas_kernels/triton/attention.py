@@ -83,6 +83,8 @@ class Extras(NamedTuple):
       key_segments: int32 ``[B, S]``.
       ranges: int32 ``[B, tiles, 2]``: for each tile of queries the key blocks ``first <= j < last``
         outside which none is of their segments.
+      starts: int32 ``[B, T]``, 0 to `S`: keys of lower numbers are hidden from a query.
+      ends: int32 ``[B, T]`` beside them: so are keys from there on.
       bias: ``[B or 1, N or 1, T or 1, S]``, added to the scores.
       slopes: float32 ``[N]``: ``-slope * |distance|`` is added.
       sinks: float32 ``[N]``, logits in the denominators.
@@ -92,6 +94,8 @@ class Extras(NamedTuple):
     query_segments: Ref | None = None
     key_segments: Ref | None = None
     ranges: Ref | None = None
+    starts: Ref | None = None
+    ends: Ref | None = None
     bias: Ref | None = None
     slopes: Ref | None = None
     sinks: Ref | None = None
@@ -111,6 +115,7 @@ class _Query(NamedTuple):
     last: jax.Array  # int32 scalar, the last one that is real
     is_shifted: bool  # whether positions are not indices
     segment: jax.Array | None  # int32 [tile]
+    bounds: tuple[jax.Array, jax.Array] | None  # int32 [tile], of key numbers
     extras: "_Extras"
 
     def moved(self, shift: jax.Array) -> "_Query":
@@ -159,6 +164,28 @@ def _key_range(query: _Query, length: jax.Array, s: Settings) -> tuple[jax.Array
     return first, full_first, full_last, last
 
 
+def _within_bounds(
+    found: tuple[jax.Array, ...], bounds: tuple[jax.Array, jax.Array], real: jax.Array, block: int
+) -> tuple[jax.Array, ...]:
+    """The blocks that `_key_range` found, less those that bounds hide from all or some queries.
+
+    Only `real` queries count, and for the blocks that some see those that see a key at all.
+    """
+    first, full_first, full_last, last = found
+    start, end = bounds
+    far = jnp.int32(2**30)
+    some = real & (start < end)
+    least = jnp.min(jnp.where(some, start, far))
+    most = jnp.max(jnp.where(some, end, 0))
+    first = jnp.maximum(first, least // block)
+    last = jnp.maximum(jnp.minimum(last, (most + block - 1) // block), first)
+    latest = jnp.max(jnp.where(real, start, 0))
+    earliest = jnp.min(jnp.where(real, end, far))
+    full_first = jnp.clip(jnp.maximum(full_first, (latest + block - 1) // block), first, last)
+    full_last = jnp.clip(jnp.minimum(full_last, earliest // block), full_first, last)
+    return first, full_first, full_last, last
+
+
 def _mask(query: _Query, position: jax.Array, length: jax.Array, s: Settings) -> jax.Array:
     q, k = query.position[:, None], position[None, :]
     mask = jnp.broadcast_to(k < length, (q.shape[0], k.shape[1]))
@@ -170,6 +197,9 @@ def _mask(query: _Query, position: jax.Array, length: jax.Array, s: Settings) ->
     if segments is not None and query.segment is not None:
         at = query.extras.sequence, jnp.minimum(position, segments.shape[1] - 1)
         mask = mask & (query.segment[:, None] == plgpu.load(segments.at[at])[None, :])
+    if query.bounds is not None:
+        start, end = query.bounds
+        mask = mask & (k >= start[:, None]) & (k < end[:, None])
     return mask
 
 
@@ -325,6 +355,10 @@ def _kernel(
     shift = None if extras.shift is None else plgpu.load(extras.shift.at[b])
     segments = extras.query_segments
     last = jnp.minimum(first + s.tile, query_length) - 1
+    bounds = None
+    if extras.starts is not None and extras.ends is not None:
+        row = jnp.minimum(position, extras.starts.shape[1] - 1)
+        bounds = plgpu.load(extras.starts.at[b, row]), plgpu.load(extras.ends.at[b, row])
     codes = _load(q_ref, (b, head), inside, channels)
     query = _Query(
         # The factor of the scores stays positive, so that it does not move the maximum.
@@ -337,6 +371,7 @@ def _kernel(
         segment=None
         if segments is None
         else plgpu.load(segments.at[b, jnp.minimum(position, segments.shape[1] - 1)]),
+        bounds=bounds,
         extras=_of_tile(extras, b, head, position),
     )
     if shift is not None:
@@ -350,7 +385,10 @@ def _kernel(
         channels=channels,
         s=s,
     )
-    start, full_start, full_stop, stop = _key_range(query, length, s)
+    found = _key_range(query, length, s)
+    if bounds is not None:
+        found = _within_bounds(found, bounds, position < query_length, s.block_kv)
+    start, full_start, full_stop, stop = found
     # Nothing to see for a tile of padding.
     stop = jnp.where(last < first, start, stop)
     if extras.ranges is not None:
@@ -366,7 +404,7 @@ def _kernel(
         jnp.full((s.tile,), -jnp.inf, jnp.float32),
         jnp.zeros((s.tile,), jnp.float32),
     )
-    if s.window is not None:
+    if s.window is not None or bounds is not None:
         before = functools.partial(step, is_masked=True)
         state = jax.lax.fori_loop(start, jnp.minimum(full_start, stop), before, state)
     state = jax.lax.fori_loop(
@@ -442,7 +480,7 @@ def attention(
 
     As `mosaic.hopper.attention.attention`, but keys are in the order of tokens, queries always come
     with their scales, and results are ``[B, T, N, H]`` and the float32 log-sum-exp ``[B, T, N]``.
-    Shifts, segments, slopes and sinks are in `extras`.
+    Shifts, segments, bounds, slopes and sinks are in `extras`.
     """
     batch, heads, _, head_dim = q.shape
     return varying.pallas_call(

@@ -66,6 +66,8 @@ def extras_of(names, batch=3, tokens=700, heads=8):
         "offsets": {"query_offset": jnp.array([300, 5, 0]), "key_offset": jnp.array([0, 0, 40])},
         "bias": {"bias": jnp.asarray(rng.normal(size=(1, heads, tokens, tokens)), jnp.bfloat16)},
         "slopes": {"alibi_slopes": jnp.asarray(2.0 ** -np.arange(heads), jnp.float32)},
+        "images": {"key_bounds": tj.bounds.image_blocks((ids % 2) * ids)},
+        "bounds": {"key_bounds": tuple(jnp.asarray(rng.integers(-9, 800, (2, batch, tokens))))},
     }
     return {k: v for name in names for k, v in all_of_them[name].items()}
 
@@ -81,12 +83,15 @@ def extras_of(names, batch=3, tokens=700, heads=8):
         ("bias",),
         ("slopes",),
         ("segments", "sinks", "offsets", "bias", "slopes"),
+        ("images",),
+        ("bounds", "segments", "sinks", "offsets", "bias", "slopes"),
     ],
     ids=" ".join,
 )
 def test_attention_with_extras(mode, names):
     q, k, v = normal(1, (3, 700, 8, 128)), normal(2, (3, 700, 2, 128)), normal(3, (3, 700, 2, 128))
-    options = {"config": tj.TurboConfig(mode=mode), "is_causal": True, "output_dtype": jnp.float32}
+    options = {"config": tj.TurboConfig(mode=mode), "output_dtype": jnp.float32}
+    options["is_causal"] = "images" not in names
     options["key_value_seq_lengths"] = jnp.array([700, 130, 0])
     got, want = both(attend, q, k, v, **options, **extras_of(names))
     assert got[0].dtype == jnp.float32

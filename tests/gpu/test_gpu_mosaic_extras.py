@@ -1,4 +1,4 @@
-"""Segments, offsets, slopes, sinks, float32 parts and narrower values on a Hopper GPU.
+"""Segments, bounds, offsets, slopes, sinks, float32 parts and narrower values on a Hopper GPU.
 
 Prefill and its gradient through Mosaic GPU against the definition in XLA, all options in pairs.
 """
@@ -38,7 +38,7 @@ OPTIONS = {
     "window, cap": {"window": (90, 60), "logits_soft_cap": 5.0},
 }
 CASES = pairwise(
-    segments=("packed", "shuffled", "none"),
+    segments=("packed", "shuffled", "none", "images", "any bounds"),
     offsets=("none", "both"),
     slopes=(False, True),
     sinks=(False, True),
@@ -64,7 +64,12 @@ def call_of(segments, offsets, slopes, sinks, seen, ragged, head_dim, out_dtype,
     rng = np.random.default_rng(7)
     q, k, v = tensors(7, BATCH, TOKENS, SIZE, HEADS, KV_HEADS, head_dim[0], dtype)
     given = {}
-    if segments != "none":
+    if segments == "images":
+        types = ids(rng, "packed", TOKENS)
+        given["key_bounds"] = tj.bounds.image_blocks((types % 2) * types)
+    elif segments == "any bounds":
+        given["key_bounds"] = tuple(jnp.asarray(rng.integers(0, SIZE + 1, (2, BATCH, TOKENS))))
+    elif segments != "none":
         given["query_segment_ids"] = ids(rng, segments, TOKENS)
         given["key_value_segment_ids"] = ids(rng, segments, SIZE)
     if offsets == "both":
@@ -110,7 +115,7 @@ def test_attention_equals_the_definition(case):
 def test_gradients_equal_the_definition(case):
     *what, mode, _, rounding, dtype = case
     arrays, options, extras = call_of(*what, dtype)
-    if arrays[0].shape[3] > 128 and extras.query_segment_ids is not None:
+    if arrays[0].shape[3] > 128 and {"query_segment_ids", "key_bounds"} & set(extras.given):
         rounding = "8bit"  # what is refused otherwise
     config = tj.TurboConfig(mode=mode, softmax=EXACT, gradient=rounding)
     static = {"config": config, "options": options, "extras": extras}
@@ -160,3 +165,28 @@ def test_packed_sequences_are_those_by_themselves(mode, head_dim):
     for x, y in zip((out, *pull(d_out)), (want, *pull_apart(apart[3])), strict=True):
         x, y = (np.asarray(a, np.float64).ravel() for a in (x, y))
         assert np.linalg.norm(x - y) <= 2.0**-8 * np.linalg.norm(y)
+
+
+@pytest.mark.quick(3)
+@pytest.mark.parametrize("mode", MODES)
+def test_bounds_say_what_segments_say(mode):
+    """Of packed sequences with a window, forward and backward, as the kernels have segments."""
+    q, k, v = tensors(9, 2, 700, 700, 4, 2, 128, jnp.bfloat16)
+    packed = ids(np.random.default_rng(2), "packed", 700)[:2]
+    call = functools.partial(
+        tj.turbo_attention,
+        config=tj.TurboConfig(mode=mode, softmax=EXACT, gradient="8bit"),
+        is_causal=True,
+        local_window_size=(300, 0),
+        implementation="mosaic_gpu",
+    )
+    results = []
+    for given in (
+        {"query_segment_ids": packed, "key_value_segment_ids": packed},
+        {"key_bounds": tj.bounds.segments(packed)},
+    ):
+        out, pull = jax.vjp(functools.partial(call, **given), q, k, v)
+        results.append((out, *pull(jnp.cos(out))))
+    for x, y in zip(*results, strict=True):
+        x, y = (np.asarray(a, np.float64).ravel() for a in (x, y))
+        assert np.linalg.norm(x - y) <= 2.0**-10 * np.linalg.norm(y)

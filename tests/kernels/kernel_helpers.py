@@ -47,8 +47,12 @@ def extras_of(names, batch, tokens, size, heads):
         "key_offset": ((batch,), jnp.int32),
         "query_segment_ids": ((batch, tokens), jnp.int32),
         "key_value_segment_ids": ((batch, size), jnp.int32),
+        "key_bounds": ((batch, tokens), jnp.int32),
         "bias": ((batch, heads, tokens, size), jnp.float32),
         "alibi_slopes": ((heads,), jnp.float32),
         "sinks": ((heads,), jnp.float32),
     }
-    return Extras(**{name: jax.ShapeDtypeStruct(*kinds[name]) for name in names})
+    given = {name: jax.ShapeDtypeStruct(*kinds[name]) for name in names}
+    if "key_bounds" in given:
+        given["key_bounds"] = (given["key_bounds"],) * 2
+    return Extras(**given)

@@ -70,6 +70,10 @@ def test_which_extras_it_has():
     every = ("query_offset", "key_offset", *SEGMENTS, "alibi_slopes", "sinks")
     assert refusal(extras=extras_of(every, 1, 8, 8, 2)) is None
     assert refusal(extras=extras_of((*every, "bias"), 1, 8, 8, 2)) == "it has no bias"
+    others = ("key_bounds", *OFFSETS, "alibi_slopes", "sinks")
+    assert refusal(extras=extras_of(others, 1, 8, 8, 2)) is None
+    words = "it has no key_bounds beside segments"
+    assert words in refusal(extras=extras_of((*SEGMENTS, "key_bounds"), 1, 8, 8, 2))
     assert refusal(of_values=48) is None
     words = "head_dim=80 of values must be at most that of keys, 64"
     assert refusal(of_values=80) == words
@@ -157,6 +161,8 @@ EXTRAS = pairwise(
         (*OFFSETS, "alibi_slopes"),
         ("query_offset", "sinks"),
         ("alibi_slopes", "sinks"),
+        ("key_bounds",),
+        ("key_bounds", *OFFSETS, "alibi_slopes", "sinks"),
     ],
     feature=list(FEATURES),
     head_dim=[(128, 128), (64, 64), (192, 128), (80, 40)],

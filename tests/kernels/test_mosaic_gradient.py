@@ -89,6 +89,12 @@ def test_which_extras_it_has():
     words = "head_dim=256 must be at most 128 with segments, or gradient='8bit'"
     assert refusal(tj.TurboConfig(), 256, extras=SEGMENTS) == words
     assert refusal(tj.TurboConfig(gradient="8bit"), 256, extras=SEGMENTS) is None
+    others = ("key_bounds", *OFFSETS, "alibi_slopes", "sinks")
+    assert refusal(tj.TurboConfig(), extras=others) is None
+    assert refusal(tj.TurboConfig(gradient="8bit"), 256, extras=others) is None
+    words = "head_dim=256 must be at most 128 with key_bounds, or gradient='8bit'"
+    assert refusal(tj.TurboConfig(), 256, extras=others) == words
+    assert "no key_bounds beside segments" in refusal(tj.TurboConfig(), extras=(*every, *others))
 
 
 def test_it_needs_hopper(monkeypatch):
@@ -170,6 +176,8 @@ EXTRAS = pairwise(
         ("sinks",),
         (*SEGMENTS, "alibi_slopes"),
         ("alibi_slopes", "query_offset"),
+        ("key_bounds",),
+        ("key_bounds", *OFFSETS, "alibi_slopes", "sinks"),
     ],
     feature=list(FEATURES),
     rounding=["float", "8bit"],
@@ -187,7 +195,7 @@ EXTRAS = pairwise(
 def test_extras_lower(extras, feature, rounding, head_dim, mode, dtypes, is_ragged):
     """Each of them, with all else, in pairs."""
     dtype, out_dtype = dtypes
-    if head_dim[0] > 128 and SEGMENTS[0] in extras:
+    if head_dim[0] > 128 and {SEGMENTS[0], "key_bounds"} & set(extras):
         rounding = "8bit"  # what is refused otherwise
     if mode == "float" and (head_dim[0] > 128 or dtype == jnp.float32 or rounding == "8bit"):
         mode = "int8"
@@ -254,13 +262,14 @@ class accumulator(fragments):
         return cls.of_rows(rows)
 
 
+@pytest.mark.parametrize("hides", ["segments", "bounds"])
 @pytest.mark.parametrize("rows_are_keys", [False, True])
 @pytest.mark.parametrize(
     ("left", "right", "cap", "slope"),
     [(None, 0, None, 0.1), (20, 5, 3.0, None), (7, None, None, None), (None, None, 2.0, 0.3)],
 )
-def test_weights_and_score_gradients(monkeypatch, rows_are_keys, left, right, cap, slope):
-    """Of a tile in which segments, ends and a window hide pairs, against float64."""
+def test_weights_and_score_gradients(monkeypatch, rows_are_keys, left, right, cap, slope, hides):
+    """Of a tile in which segments or bounds, ends and a window hide pairs, against float64."""
     barrier = types.SimpleNamespace(optimization_barrier=lambda x: x)
     fakes = {"lane": warp, "fragments": accumulator, "mgpu": barrier}
     for name, fake in (fakes | {"Float": warp.Float, "Int": warp.Int}).items():
@@ -277,7 +286,14 @@ def test_weights_and_score_gradients(monkeypatch, rows_are_keys, left, right, ca
         return np.repeat(x[:, None], 4, axis=1)
 
     of_queries = [x if rows_are_keys else of_rows(x) for x in (lse, delta)]
-    limits = np.int32(distance), np.int32(stop), of_rows(ids[0]), ids[1]
+    of_tile = np.int32(distance), np.int32(stop)
+    limits = *of_tile, of_rows(ids[0]), ids[1]
+    first = 70  # the tile's first key
+    starts = first + rng.integers(-20, 40, queries)
+    ends = starts + rng.integers(0, 60, queries)
+    if hides == "bounds":
+        own = [x if rows_are_keys else of_rows(x) for x in (starts, ends)]
+        limits = *of_tile, *own, np.int32(first)
     s = types.SimpleNamespace(left=left, right=right, soft_cap=cap, approximate_tanh=False)
     static = {"dtype": "bfloat16", "rows_are_keys": rows_are_keys, "s": s}
     linear = () if slope is None else (np.float32(slope), np.int32(distance))
@@ -291,7 +307,11 @@ def test_weights_and_score_gradients(monkeypatch, rows_are_keys, left, right, ca
     row, column = np.indices(shape)
     query, key = (column, row) if rows_are_keys else (row, column)
     query = query + distance
-    seen = (column < stop) & (ids[0][:, None] == ids[1])
+    seen = ids[0][:, None] == ids[1]
+    if hides == "bounds":
+        start, end = (x if rows_are_keys else x[:, None] for x in (starts, ends))
+        seen = (start <= first + key) & (first + key < end)
+    seen &= column < stop
     seen &= (left is None) | (key >= query - (left or 0))
     seen &= (right is None) | (key <= query + (right or 0))
     x, bend = scores * np.float64(factor), 1.0

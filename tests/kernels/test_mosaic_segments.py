@@ -1,10 +1,11 @@
-"""Which tiles the Hopper kernels load of packed segments: plain JAX, held to a search in numpy."""
+"""Which tiles the Hopper kernels load, of segments or bounds: plain JAX, held to numpy's search."""
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from pallas_kernels.mosaic.hopper import segments
+from turbojax.bounds import image_blocks
 
 
 def search(own, own_length, rows, other, other_length, columns):
@@ -91,3 +92,43 @@ def test_tiles_with_most_to_do_come_first(shift, before, after):
     start = start if before is None else np.maximum(start, first - before)
     counts = np.maximum(stop - start, 0).ravel()[order]
     assert (np.diff(counts) <= 0).all()
+
+
+@pytest.mark.parametrize("is_image", [True, False])
+@pytest.mark.parametrize("of_keys", [False, True])
+def test_tiles_of_bounds(of_keys, is_image):
+    """All that is visible, no tile more than needed in a row of images, and full tiles are full."""
+    tokens, size, rows, columns = 700, 700, 128, 64
+    rng = np.random.default_rng(4)
+    if is_image:
+        types = np.zeros((3, tokens), np.int32)
+        types[0, 70:400] = types[1, 600:] = 1
+        x = image_blocks(jnp.asarray(types))
+    else:
+        x = tuple(jnp.asarray(rng.integers(0, size + 1, (2, 3, tokens)), jnp.int32))
+    lengths = np.array([tokens, 300, 0])
+    given = (x, jnp.asarray(lengths, jnp.int32), rows, size, columns)
+    found = np.asarray((segments.of_bound_keys if of_keys else segments.of_key_bounds)(*given))
+    start, end = (np.asarray(a)[:, :, None] for a in x)
+    seen = (start <= np.arange(size)) & (np.arange(size) < end)
+    seen &= (np.arange(tokens) < lengths[:, None])[:, :, None]
+    real = np.broadcast_to((np.arange(tokens) < lengths[:, None])[:, :, None], seen.shape)
+    if of_keys:
+        seen, real, rows, columns = (*(np.swapaxes(a, 1, 2) for a in (seen, real)), columns, rows)
+    assert found.shape == (3, 4, -(-seen.shape[1] // rows))
+    for b in range(3):
+        for tile, (first, stop, full_first, full_stop) in enumerate(found[b].T):
+            mine = slice(tile * rows, (tile + 1) * rows)
+            some = np.flatnonzero(seen[b, mine].any(0))
+            if len(some):
+                assert first <= some[0]
+                assert stop > some[-1]
+                if is_image:
+                    assert some[0] - first < columns
+                    assert stop - some[-1] <= columns
+            else:
+                assert stop <= first
+            inside = slice(full_first, full_stop)
+            assert (seen | ~real)[b, mine, inside].all()
+    if is_image and not of_keys:  # the second tile of queries is within the first image
+        np.testing.assert_array_equal(found[0, :, 1], [0, 448, 0, 384])

@@ -201,19 +201,23 @@ def test_nan_stays_in_its_row(one):
 @pytest.mark.usefixtures("lanes")
 @pytest.mark.parametrize("one", [by_step, ahead])
 @pytest.mark.parametrize("cap", [None, 3.0])
-@pytest.mark.parametrize("has_segments", [True, False])
+@pytest.mark.parametrize("hides", ["segments", "bounds", "window and bounds", None])
 @pytest.mark.parametrize("has_slope", [True, False])
 @pytest.mark.parametrize("sink", [None, -1.0, 60.0, -np.inf])
-def test_segments_slopes_and_sinks(one, cap, has_segments, has_slope, sink):
+def test_segments_bounds_slopes_and_sinks(one, cap, hides, has_slope, sink):
     """Against float64, with a row that sees nothing but the sink, and one of padding."""
     rng = np.random.default_rng(2)
-    policy = softmax.Policy(softmax.Exponential(), True, None, None, cap)
+    sees = (25, 15) if hides == "window and bounds" else (None, None)
+    policy = softmax.Policy(softmax.Exponential(), True, *sees, cap)
     blocks, first, scale, slope = 2, 40, 2e-3, 0.125
     size = blocks * BLOCK
     scores = rng.integers(-900, 900, (ROWS, size)).astype(np.int32)
     values = rng.normal(size=(size, HEAD_DIM))
     own = np.sort(rng.integers(0, 4, ROWS)).astype(np.int32)
     own[3] = 9
+    start, end = np.sort(rng.integers(0, size, (2, ROWS)), axis=0).astype(np.int32)
+    start[3] = end[3]
+    start[:2], end[:2] = ((0, 20), (BLOCK, size)) if sees[0] is None else ((0, 20), (70, size))
     others = np.sort(rng.integers(0, 4, size)).astype(np.int32)
     factor = np.float32(scale if cap is not None else scale * policy.exponential.unit)
     m, l = np.full((ROWS, 4), -np.inf, np.float32), np.zeros((ROWS, 4), np.float32)
@@ -221,10 +225,14 @@ def test_segments_slopes_and_sinks(one, cap, has_segments, has_slope, sink):
     for j in range(blocks):
         span = slice(j * BLOCK, (j + 1) * BLOCK)
         relative = np.int32(first - j * BLOCK)
-        ids = (np.repeat(own[:, None], 4, 1), others[span]) if has_segments else None
+        ids = (np.repeat(own[:, None], 4, 1), others[span]) if hides == "segments" else None
+        of_rows = None
+        if hides and hides.endswith("bounds"):
+            of_rows = *(np.repeat(x[:, None], 4, 1) for x in (start, end)), np.int32(j * BLOCK)
         linear = (np.float32(slope * policy.exponential.unit), relative) if has_slope else None
         limits = (relative, np.int32(size - j * BLOCK))
-        weights, m, l, alpha, unit = one(scores[:, span], m, l, factor, limits, policy, ids, linear)
+        given = (scores[:, span], m, l, factor, limits, policy, ids, linear, of_rows)
+        weights, m, l, alpha, unit = one(*given)
         product = softmax.pack(weights, policy) @ values[span]
         out = out * alpha[:, :1] + product * np.where(unit == 0, 0, unit)[:, :1]
     last, sizes = np.int32(ROWS - 1), (HEAD_DIM, HEAD_DIM)
@@ -237,8 +245,13 @@ def test_segments_slopes_and_sinks(one, cap, has_segments, has_slope, sink):
     if has_slope:
         distance = first + np.arange(ROWS)[:, None] - np.arange(size)[None]
         x = x - slope * np.abs(distance)
-    if has_segments:
+    row, key = first + np.arange(ROWS)[:, None], np.arange(size)[None]
+    if hides == "segments":
         x = np.where(own[:, None] == others[None], x, -np.inf)
+    elif hides:
+        x = np.where((key >= start[:, None]) & (key < end[:, None]), x, -np.inf)
+    if sees[0] is not None:
+        x = np.where((key >= row - sees[0]) & (key <= row + sees[1]), x, -np.inf)
     want_lse = np.logaddexp.reduce(x, axis=1)
     if sink is not None:
         want_lse = np.logaddexp(want_lse, sink)
@@ -248,6 +261,6 @@ def test_segments_slopes_and_sinks(one, cap, has_segments, has_slope, sink):
     np.testing.assert_allclose(lse[:, 0], want_lse, rtol=1e-6, atol=2e-5)
     error = np.linalg.norm(found - weights @ values, axis=1)
     assert (error <= 0.03 * np.linalg.norm(weights @ values, axis=1) + 1e-7).all()
-    if has_segments:
+    if hides:
         assert (found[3] == 0).all()
     assert (found[-1] == 0).all()

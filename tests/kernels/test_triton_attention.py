@@ -23,9 +23,8 @@ from tests.attention.attention_helpers import (
     tensors,
 )
 from tests.grids import pairwise
-from tests.kernels.kernel_helpers import lower_for_cuda
+from tests.kernels.kernel_helpers import extras_of, lower_for_cuda
 from turbojax._device import interpret_kernels
-from turbojax.ops.optional_arrays import Extras
 from turbojax.ops.options import Options
 from turbojax.ops.turbo_attention import triton
 
@@ -178,6 +177,7 @@ EXTRAS = (
     "sinks",
     "bias",
     "alibi_slopes",
+    "key_bounds",
 )
 LOWERED = pairwise(mode=MODES, softmax=[SAS_E, SAS_2, EXACT], dim=[128, 96])[::2]
 DTYPES = {128: jnp.bfloat16, 96: jnp.float32}
@@ -203,20 +203,15 @@ def test_lowers_for_cuda(mode, softmax, dim):
     assert "turbojax_attention" in text
 
 
-@pytest.mark.parametrize("names", [EXTRAS, EXTRAS[:4]], ids=["all", "without additions"])
+@pytest.mark.parametrize(
+    "names",
+    [EXTRAS, EXTRAS[:4], ("key_bounds",)],
+    ids=["all", "without additions", "bounds alone"],
+)
 def test_lowers_for_cuda_with_extras(names):
     def of(*shape, dtype=jnp.int32):
         return jax.ShapeDtypeStruct(shape, dtype)
 
-    arrays = {
-        "query_offset": of(2),
-        "key_offset": of(2),
-        "query_segment_ids": of(2, 200),
-        "key_value_segment_ids": of(2, 200),
-        "sinks": of(4, dtype=jnp.float32),
-        "bias": of(1, 4, 200, 200, dtype=jnp.bfloat16),
-        "alibi_slopes": of(4, dtype=jnp.float32),
-    }
     call = functools.partial(
         triton._attention,
         config=tj.TurboConfig(mode="int8"),
@@ -224,6 +219,6 @@ def test_lowers_for_cuda_with_extras(names):
         interpret=False,
     )
     x, kv = of(2, 200, 4, 128, dtype=jnp.bfloat16), of(2, 200, 2, 128, dtype=jnp.bfloat16)
-    extras = Extras(**{name: arrays[name] for name in names})
+    extras = extras_of(names, 2, 200, 200, 4)
     text = lower_for_cuda(call, x, kv, kv, of(2), of(2), extras=extras)
     assert "turbojax_attention" in text

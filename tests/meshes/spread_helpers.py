@@ -157,6 +157,11 @@ def calls(dtype="float32", channels=H):
     return {
         "turbo": Call(turbo, (query, key, value), QKV),
         "turbo gradient": Call(gradient(turbo, 3), (query, key, value), QKV),
+        "turbo bounds": Call(
+            gradient(lambda q, k, v, *bounds: turbo(q, k, v, key_bounds=bounds), 3),
+            (query, key, value, *tj.bounds.window(B, TOKENS, (40, 9))),
+            (*QKV, "BT", "BT"),
+        ),
         "prefill": Call(
             functools.partial(tj.prefill, **part), (query, key, value, empty), (*QKV, "*")
         ),

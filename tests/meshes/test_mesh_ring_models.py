@@ -53,10 +53,12 @@ def test_heads_for_tokens(devices):
     q, k, v, sinks, ids, _ = operands()
     static = {"config": config_of("fp8"), "is_causal": True, "sinks": sinks}
     given = {"query_segment_ids": ids, "key_value_segment_ids": ids}
+    given["key_bounds"] = (ids, 20 + 30 * ids)
     wanted = tj.turbo_attention(q, k, v, **given, **static)
 
     def call(q, k, v, ids):
         given = {"query_segment_ids": ids, "key_value_segment_ids": ids}
+        given["key_bounds"] = (ids, 20 + 30 * ids)
         op = tj.turbo_attention
         return heads_attention(op, q, k, v, axis_name="sequence", **given, **static)
 

@@ -29,9 +29,9 @@ from turbojax.sharding.axes import Axes
 pytestmark = pytest.mark.mesh
 
 NAMES = (
-    "turbo", "turbo gradient", "prefill", "append", "decode", "kv4 append", "kv4 decode", "pages",
-    "pages append", "exact", "exact append", "latents", "latents append", "pooled",
-    "pooled gradient", "int4", "tokens",
+    "turbo", "turbo gradient", "turbo bounds", "prefill", "append", "decode", "kv4 append",
+    "kv4 decode", "pages", "pages append", "exact", "exact append", "latents", "latents append",
+    "pooled", "pooled gradient", "int4", "tokens",
 )  # fmt: skip
 FAST = ("turbo gradient", "append", "decode", "pages", "int4")
 
@@ -172,6 +172,17 @@ def test_split_gives_each_device_the_bias_of_its_gates():
         np.testing.assert_array_equal(found, jax.jit(call(op))(*given))
 
 
+def test_split_gives_each_device_its_bounds():
+    query = calls()["turbo"].arrays[0]
+    bounds = tj.bounds.prefix_lm(jnp.array([3, 0, 50, 7]), query.shape[1])
+    split_op = tj.parallel.split(
+        tj.turbo_attention, Axes(batch="data", heads="model", mesh=mesh_of(2, 4, AUTO))
+    )
+    found = jax.jit(split_op)(query, query, query, key_bounds=bounds)
+    want = jax.jit(tj.turbo_attention)(query, query, query, key_bounds=bounds)
+    np.testing.assert_allclose(found, want, rtol=0, atol=1e-5)
+
+
 def test_split_refuses_by_name():
     mesh = mesh_of(2, 4, AUTO)
     with pytest.raises(ValueError, match="must be one of"):
@@ -182,6 +193,10 @@ def test_split_refuses_by_name():
     with pytest.raises(NotImplementedError, match="no bias where tokens are split"):
         tj.parallel.split(tj.turbo_attention, Axes(sequence="model", mesh=mesh))(
             query, query, query, bias=jnp.zeros((1, 1, 1, 8))
+        )
+    with pytest.raises(NotImplementedError, match="no key_bounds where tokens are split"):
+        tj.parallel.split(tj.turbo_attention, Axes(sequence="model", mesh=mesh))(
+            query, query, query, key_bounds=tj.bounds.window(3, 8, 2)
         )
 
 

@@ -1,4 +1,4 @@
-"""Attention with segments, offsets, bias, slopes and sinks in float64, and its gradients.
+"""Attention with segments, bounds, offsets, bias, slopes and sinks in float64, and its gradients.
 
 All scores at once, from the formulas. Rounding is left to the callers: operands come as they are.
 """
@@ -32,6 +32,7 @@ def scores_of(
     key_value_seq_lengths=None,
     query_segment_ids=None,
     key_value_segment_ids=None,
+    key_bounds=None,
     query_offset=0,
     key_offset=0,
     bias=None,
@@ -55,6 +56,9 @@ def scores_of(
     if query_segment_ids is not None:
         same = np.asarray(query_segment_ids)[:, :, None], np.asarray(key_value_segment_ids)[:, None]
         mask &= same[0] == same[1]
+    if key_bounds is not None:
+        start, end = (np.asarray(x, np.int64)[:, :, None] for x in key_bounds)
+        mask &= (start <= k) & (k < end)
     distance = np.abs(p - k)[:, None].astype(np.float64)
     added = np.zeros((1, 1, tokens, size))
     if bias is not None:

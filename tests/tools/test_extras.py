@@ -1,4 +1,4 @@
-"""Segments, offsets, bias, slopes, sinks, float32 parts and values of another head dim.
+"""Segments, bounds, offsets, bias, slopes, sinks, float32 parts and values of another head dim.
 
 In mode "float" with the exact softmax the result is exact attention, held to a float64 oracle in
 all pairs of options, gradients too. What rounding modes do with an option is held to calls
@@ -40,6 +40,7 @@ BIASES = {
 }
 GRID = pairwise(
     segments=("none", "packed", "shuffled"),
+    bounds=("none", "prefix", "any"),
     offsets=("none", "of queries", "both"),
     bias=tuple(BIASES),
     slopes=(False, True),
@@ -50,7 +51,7 @@ GRID = pairwise(
 )
 
 
-def options_of(segments, offsets, bias, slopes, sinks, seen, cap, lengths):
+def options_of(segments, bounds, offsets, bias, slopes, sinks, seen, cap, lengths):
     """A case of the grid as arguments, in numpy: those that are static, and arrays."""
     rng = np.random.default_rng(5)
     static = {"logits_soft_cap": cap, "is_causal": seen.startswith("causal")}
@@ -62,6 +63,13 @@ def options_of(segments, offsets, bias, slopes, sinks, seen, cap, lengths):
         if segments == "packed":
             ids = [np.sort(x) for x in ids]
         arrays |= dict(zip(("query_segment_ids", "key_value_segment_ids"), ids, strict=True))
+    if bounds == "prefix":
+        ends = np.maximum(np.arange(TOKENS) + 1, np.array([[30], [77]]))
+        arrays["key_bounds"] = np.zeros_like(ends), ends
+    elif bounds == "any":  # empty ones, and some beyond all keys, on either side
+        arrays["key_bounds"] = tuple(rng.integers(-30, 150, (2, BATCH, TOKENS)))
+        arrays["key_bounds"][1][:, ::7] = np.iinfo(np.int32).max
+        arrays["key_bounds"][0][:, ::5] = np.iinfo(np.int32).min
     if offsets != "none":
         arrays["query_offset"] = np.array([20, 3])
     if offsets == "both":
@@ -80,7 +88,8 @@ def options_of(segments, offsets, bias, slopes, sinks, seen, cap, lengths):
         }
     floats = ("bias", "alibi_slopes", "sinks")
     return static, {
-        k: np.asarray(v, np.float32 if k in floats else np.int32) for k, v in arrays.items()
+        k: jax.tree.map(lambda x, k=k: np.asarray(x, np.float32 if k in floats else np.int32), v)
+        for k, v in arrays.items()
     }
 
 
@@ -131,7 +140,7 @@ def test_equals_the_oracle(case):
     @jax.jit
     def run(values, d_out, d_residual):
         def call(values):
-            given = {n: jnp.asarray(x) for n, x in arrays.items()} | values
+            given = jax.tree.map(jnp.asarray, arrays) | values
             return tj.turbo_attention(config=FLOAT, return_residual=True, **static, **given)
 
         results, pull = jax.vjp(call, values)
@@ -158,7 +167,7 @@ def test_triton_equals_the_oracle(case):
     q, k, v, *_ = operands()
     scores, rest = oracle_arguments(q, k, static, arrays)
     want = oracles.attention_with_extras(q, k, v, scores, **rest)
-    given = {n: jnp.asarray(x) for n, x in arrays.items()}
+    given = jax.tree.map(jnp.asarray, arrays)
     with interpreted("triton"):
         out, lse = attend(
             q, k, v, config=FLOAT, implementation="triton", return_residual=True, **static, **given
@@ -171,11 +180,11 @@ def test_triton_equals_the_oracle(case):
 @pytest.mark.parametrize("implementation", ["xla", "triton"])
 def test_slopes_where_nothing_is_masked(implementation):
     """Whole blocks without a mask have additions too."""
-    static, arrays = options_of("none", "none", "no bias", True, "none", "all", None, False)
+    static, arrays = options_of("none", "none", "none", "no bias", True, "none", "all", None, False)
     q, k, v, *_ = operands()
     scores, rest = oracle_arguments(q, k, static, arrays)
     want, _ = oracles.attention_with_extras(q, k, v, scores, **rest)
-    given = {n: jnp.asarray(x) for n, x in arrays.items()}
+    given = jax.tree.map(jnp.asarray, arrays)
     with interpreted(implementation):
         out = attend(q, k, v, config=FLOAT, implementation=implementation, **static, **given)
     assert_near(out, want, np.abs(v).max())
@@ -183,7 +192,9 @@ def test_slopes_where_nothing_is_masked(implementation):
 
 def test_gradients_of_the_oracle_are_differences():
     """The oracle itself: directional derivatives, by finite differences in float64."""
-    static, arrays = options_of("packed", "both", "of keys", True, "some", "causal", 3.0, False)
+    static, arrays = options_of(
+        "packed", "none", "both", "of keys", True, "some", "causal", 3.0, False
+    )
     arrays["bias"] = np.where(np.isinf(arrays["bias"]), 0, arrays["bias"])
     q, k, v, d_out, d_residual = operands()
     q, k, v, d_out, d_residual = (x[:, :20] for x in (q, k, v, d_out, d_residual))
@@ -333,6 +344,21 @@ def test_values_of_another_head_dim():
             TypeError,
             "float64|float32",
         ),
+        (
+            {"key_bounds": (np.zeros((1, 4), int),) * 3},
+            TypeError,
+            r"must be a pair \(start, end\) of integer arrays",
+        ),
+        (
+            {"key_bounds": (np.zeros((1, 4), int), np.zeros((4,), int))},
+            ValueError,
+            r"end of key_bounds has shape \(4,\), must be \(1, 4\)",
+        ),
+        (
+            {"key_bounds": (np.zeros((1, 4)), np.zeros((1, 4), int))},
+            TypeError,
+            "start of key_bounds.dtype=float",
+        ),
         ({"query_offset": -1}, ValueError, r"query_offset=-1 must be between 0 and 536870912"),
         ({"key_offset": np.array([1, 2])}, ValueError, r"key_offset\.shape=\(2,\) must be \(\) or"),
         ({"query_offset": 1.5}, TypeError, "query_offset"),
@@ -408,6 +434,7 @@ def test_under_vmap_and_scan():
             is_causal=True,
             query_segment_ids=ids,
             key_value_segment_ids=ids,
+            key_bounds=(ids, 30 + 5 * ids),
             query_offset=offset,
             sinks=sinks,
         )[0]

@@ -1,4 +1,4 @@
-"""Masks of Flax's modules, read as lengths or segments and compared with what is computed."""
+"""Masks of Flax's modules, read as lengths, segments or bounds, compared with what is computed."""
 
 import dataclasses
 import functools
@@ -26,26 +26,31 @@ class MaskRule:
 
     With `expects_causal` the mask itself must hide later keys: the function is causal, the call is
     not. With `segments` the mask may also hide tokens of other packed sequences, and keys and
-    queries anywhere. `window` is ``(left, right)``.
+    queries anywhere; with `bounds` of each query all keys but some that follow each other. `window`
+    is ``(left, right)``.
     """
 
     is_causal: bool
     expects_causal: bool
     window: tuple[int, int] | None
     segments: bool = False
+    bounds: bool = False
 
     def __str__(self) -> str:
-        parts = (
-            "keys of other segments than the query's, or keys or queries altogether"
-            if self.segments
-            else "keys and queries past a length"
-        )
+        parts = "keys and queries past a length"
+        if self.segments:
+            parts = "keys of other segments than the query's, or keys or queries altogether"
+        elif self.bounds:
+            parts = "keys before and after some that follow each other, for each query"
         text = (
             f"must hide {parts}, for all heads alike, and nothing else but "
             f"what is_causal={self.is_causal} and local_window_size={self.window} hide"
         )
-        if not self.segments:
-            text += " (for packed sequences and padding elsewhere take one with segments=True)"
+        if not (self.segments or self.bounds):
+            text += (
+                " (for packed sequences and padding elsewhere take one with segments=True, for "
+                "prefix-LMs and images TurboAttentionFn with bounds=True)"
+            )
         if self.expects_causal:
             return f"{text}; it {_MUST_BE_CAUSAL}"
         return text if self.is_causal else f"{text}; a causal mask needs is_causal=True"
@@ -124,6 +129,22 @@ def read_segments(
     return queries, keys, fits
 
 
+def read_bounds(
+    mask: jax.Array, batch: int, tokens: int, rule: MaskRule, warn_for: Hashable | None
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The bounds that a mask stands for; one that stands for none is reported, see `read_mask`.
+
+    Returns the first key of each query and the one after its last, int32 ``[B, T]`` each, both 0
+    for a query that sees nothing; and whether the mask shows exactly what is between.
+    """
+    _check_rows(mask, tokens, rule)
+    start, end, fits = _read_bounds(mask, tokens, rule)
+    fits = jnp.broadcast_to(fits, (batch,))
+    _check_fits(fits, rule, warn_for)
+    start, end = (jnp.broadcast_to(x, (batch, x.shape[1])) for x in (start, end))
+    return start, end, fits
+
+
 def _check_rows(mask: jax.Array, tokens: int, rule: MaskRule) -> None:
     if rule.expects_causal and mask.shape[2] == 1 < tokens and mask.shape[3] > 1:
         raise ValueError(
@@ -194,6 +215,26 @@ def _read_segments(
     fits = (seen == (shown & alike)[:, None]).all((1, 2, 3)) & ~_shows_later(mask, rule)
     queries = jnp.broadcast_to(queries, (batch, tokens if rows == 1 else rows))
     return queries.astype(jnp.int32), keys.astype(jnp.int32), fits
+
+
+@functools.partial(jax.jit, static_argnames=("tokens", "rule"))
+def _read_bounds(
+    mask: jax.Array, tokens: int, rule: MaskRule
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Starts and ends of what queries see, and whether they fit, as `read_bounds`."""
+    batch, _, rows, size = mask.shape
+    shown = _visibility(rule, rows).mask(
+        jnp.arange(rows)[None], jnp.arange(size)[None], jnp.full(batch, size)
+    )
+    seen = mask & shown[:, None]
+    pairs, key = seen.any(1), jnp.arange(size)[None, None]
+    start = jnp.argmax(pairs, axis=2)
+    end = jnp.max(jnp.where(pairs, key + 1, 0), axis=2)
+    between = (start[:, :, None] <= key) & (key < end[:, :, None])
+    fits = (seen == between[:, None]).all((1, 2, 3)) & ~_shows_later(mask, rule)
+    if rows == 1:
+        start, end = (jnp.broadcast_to(x, (batch, tokens)) for x in (start, end))
+    return start.astype(jnp.int32), end.astype(jnp.int32), fits
 
 
 def _visibility(rule: MaskRule, rows: int) -> Visibility:

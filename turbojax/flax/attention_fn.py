@@ -1,7 +1,7 @@
 """Attention functions for Flax's own modules, nnx's and linen's.
 
 Flax hands over a mask; the kernels know lengths, causality and windows. So lengths are read from
-the mask, and the mask is compared with what they and the static options imply.
+the mask, or segments or bounds, and it is compared with what they and the static options imply.
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ from jax.typing import DTypeLike
 from turbojax import _checks
 from turbojax._registry import ImplementationName
 from turbojax.config import TurboConfig
-from turbojax.flax._masks import MaskRule, as_mask, read_mask, read_segments
+from turbojax.flax._masks import MaskRule, as_mask, read_bounds, read_mask, read_segments
 from turbojax.kv.pooled import check_pooled
 from turbojax.levels import Pattern, Policy, select_levels
 from turbojax.ops.options import check_implementation
@@ -24,19 +24,21 @@ from turbojax.ops.turbo_attention import turbo_attention
 
 
 class _Given(NamedTuple):
-    """The lengths or segments of a call's queries and keys; None where all tokens are real.
+    """The lengths, segments or bounds of a call; None where all tokens are real.
 
-    Lengths are int32 ``[B]``, segments of queries ``[B, T]`` and of keys ``[B, S]``.
+    Lengths are int32 ``[B]``, segments of queries ``[B, T]`` and of keys ``[B, S]``, and bounds two
+    of ``[B, T]``.
     """
 
     query_seq_lengths: jax.Array | None = None
     key_value_seq_lengths: jax.Array | None = None
     query_segment_ids: jax.Array | None = None
     key_value_segment_ids: jax.Array | None = None
+    key_bounds: tuple[jax.Array, jax.Array] | None = None
 
     def arguments(self) -> dict[str, Any]:
         """As keyword arguments of an op."""
-        return self._asdict()
+        return {name: x for name, x in self._asdict().items() if x is not None}
 
 
 class _AttentionFn:
@@ -45,6 +47,7 @@ class _AttentionFn:
     is_causal: bool
     warn: bool
     segments: bool
+    bounds: bool = False
     local_window_size: int | tuple[int, int] | None = None
 
     def __call__(
@@ -80,7 +83,8 @@ class _AttentionFn:
           mask: optional, broadcastable to ``[batch..., N, T, S]``, True or nonzero for what is
             visible. It may hide keys and queries past a length per sequence, and what causality and
             the window hide; with `segments` also keys and queries anywhere, and keys of other
-            packed sequences; the same for all heads. Where the function is causal, and not the
+            packed sequences; with `bounds` of each query all keys before and after some; the same
+            for all heads. Where the function is causal, and not the
             call, it must hide what causality hides; a window hides more than the mask does. Any
             other mask raises outside `jit`. Under it, its sequences become NaN, which `checkify`
             and a warning report. A single query under a mask is the newest token that it shows, as
@@ -168,17 +172,19 @@ class _AttentionFn:
         if newest and has_ids:
             raise NotImplementedError("a single query under a mask has no segments")
         window = _checks.normalize_window(self.local_window_size)
-        segments = self.segments and not (newest or has_ids)
-        rule = MaskRule(is_causal, expects_causal, window, segments)
-        read = read_segments if segments else read_mask
-        of_query, of_key, fits = read(mask, batch, tokens, rule, self if self.warn else None)
+        segments, bounds = self.segments and not (newest or has_ids), self.bounds and not newest
+        rule = MaskRule(is_causal, expects_causal, window, segments, bounds)
+        read = read_segments if segments else read_bounds if bounds else read_mask
+        one, other, fits = read(mask, batch, tokens, rule, self if self.warn else None)
         if newest:
-            out = self._attend_newest(query, key, value, of_key)
+            out = self._attend_newest(query, key, value, other)
         else:
-            which = ("query_segment_ids", "key_value_segment_ids")
-            if not segments:
-                which = ("query_seq_lengths", "key_value_seq_lengths")
-            given = given._replace(**dict(zip(which, (of_query, of_key), strict=True)))
+            if segments:
+                given = given._replace(query_segment_ids=one, key_value_segment_ids=other)
+            elif bounds:
+                given = given._replace(key_bounds=(one, other))
+            else:
+                given = given._replace(query_seq_lengths=one, key_value_seq_lengths=other)
             out = self._attend(query, key, value, is_causal, given)
         # Multiplied, not selected, so that gradients become NaN as well.
         broken = jnp.where(fits, 1, jnp.nan).astype(out.dtype)
@@ -251,15 +257,19 @@ class TurboAttentionFn(_AttentionFn):
         lengths, and blocks without a common one take no time. That a mask may have them cannot
         follow from its values under `jit`. A single query still is the newest token; in a call
         with ids, the mask is one of lengths.
+      bounds: whether masks may show each query any keys that follow each other, as those of
+        prefix-LMs and images do, where tokens see each other in both directions: in place of
+        lengths the first and the last of them are read, as `key_bounds`. Not with `segments`. Give
+        no `is_causal` then: the mask says what is causal.
       warn: whether programs under `jit` issue a `MaskWarning` when a mask makes NaN, once for each
         function. The warning is a callback, so jax can neither export such a program nor keep it
         in its persistent cache.
 
     Raises:
-      TypeError: if `config` is not a `TurboConfig`, `is_causal`, `segments` or `warn` not a bool,
-        or the scale or the cap not a number.
-      ValueError: if the window, the scale or the cap is out of range, or there is no such
-        implementation.
+      TypeError: if `config` is not a `TurboConfig`, `is_causal`, `segments`, `bounds` or `warn` not
+        a bool, or the scale or the cap not a number.
+      ValueError: if the window, the scale or the cap is out of range, there is no such
+        implementation, or both `segments` and `bounds` are True.
     """
 
     config: TurboConfig = TurboConfig()
@@ -270,11 +280,15 @@ class TurboAttentionFn(_AttentionFn):
     warn: bool = True
     scale: float | None = None
     segments: bool = False
+    bounds: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.config, TurboConfig):
             raise TypeError(f"config={self.config!r} must be a TurboConfig")
-        _check_switches(is_causal=self.is_causal, warn=self.warn, segments=self.segments)
+        switches = {"segments": self.segments, "bounds": self.bounds}
+        _check_switches(is_causal=self.is_causal, warn=self.warn, **switches)
+        if self.segments and self.bounds:
+            raise ValueError(f"{switches} must not both be True: a mask is read as one of them")
         check_implementation(self.implementation)
         _checks.check_number("scale", self.scale)
         # Windows in one form, so that functions with equal windows are equal.

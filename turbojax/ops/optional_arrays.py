@@ -27,6 +27,7 @@ _FARTHEST = 2**29
         "key_offset",
         "query_segment_ids",
         "key_value_segment_ids",
+        "key_bounds",
         "bias",
         "alibi_slopes",
         "sinks",
@@ -42,6 +43,8 @@ class Extras:
       key_offset: int32 ``[B]``, the position of the first key.
       query_segment_ids: int32 ``[B, T]``; a query sees keys of its own segment alone.
       key_value_segment_ids: int32 ``[B, S]``, there if and only if those of queries are.
+      key_bounds: int32 ``[B, T]`` twice; a query sees keys from the first to before the second
+        alone. Unlike the user's, which are any positions, they are numbers of keys: from 0 to `S`.
       bias: ``[B or 1, N or 1, T or 1, S]``, float32 or the queries' dtype, added to the scores
         after their scale and cap; ``-inf`` hides a key.
       alibi_slopes: float32 ``[N]``: ``-slope * |query position - key position|`` is added (Press et
@@ -53,6 +56,7 @@ class Extras:
     key_offset: jax.Array | None = None
     query_segment_ids: jax.Array | None = None
     key_value_segment_ids: jax.Array | None = None
+    key_bounds: tuple[jax.Array, jax.Array] | None = None
     bias: jax.Array | None = None
     alibi_slopes: jax.Array | None = None
     sinks: jax.Array | None = None
@@ -62,6 +66,7 @@ class Extras:
         "key_offset": "B",
         "query_segment_ids": "BT",
         "key_value_segment_ids": "BS",
+        "key_bounds": "BT",
         "bias": "BNTS",
         "alibi_slopes": "N",
         "sinks": "N",
@@ -98,15 +103,23 @@ class Extras:
         return self.begin(length, query_length) + query_length
 
     def visible(self, queries: jax.Array, keys: jax.Array) -> jax.Array | None:
-        """Which of these queries and keys share a segment: bool ``[B, t, s]``, or None.
+        """Which of these keys segments and bounds show these queries: bool ``[B, t, s]``, or None.
 
-        Indices past the end count as the last token. None if there are no segments.
+        Indices past the end count as the last token. None if there are neither.
         """
-        if self.query_segment_ids is None or self.key_value_segment_ids is None:
-            return None
-        one = jnp.take(self.query_segment_ids, queries, axis=1, mode="clip")
-        other = jnp.take(self.key_value_segment_ids, keys, axis=1, mode="clip")
-        return one[:, :, None] == other[:, None, :]
+        found = None
+        if self.query_segment_ids is not None and self.key_value_segment_ids is not None:
+            one = jnp.take(self.query_segment_ids, queries, axis=1, mode="clip")
+            other = jnp.take(self.key_value_segment_ids, keys, axis=1, mode="clip")
+            found = one[:, :, None] == other[:, None, :]
+        if self.key_bounds is not None:
+            start, end = (
+                jnp.take(x, queries, axis=1, mode="clip")[:, :, None] for x in self.key_bounds
+            )
+            keys = keys[None, None]
+            inside = (start <= keys) & (keys < end)
+            found = inside if found is None else found & inside
+        return found
 
     def added(self, queries: jax.Array, keys: jax.Array) -> jax.Array | None:
         """What is added to these scores, float32 ``[B or 1, N or 1, t, s]``, or None."""
@@ -168,11 +181,13 @@ def complete(query: jax.Array, key: jax.Array, *, sinks: Any = None, **arrays: A
         if one is None:
             given, missing = missing, given
         raise ValueError(f"{given} need {missing} beside them")
+    key_offset = check_offset("key_offset", extras.key_offset, batch)
     return Extras(
         query_offset=check_offset("query_offset", extras.query_offset, batch),
-        key_offset=check_offset("key_offset", extras.key_offset, batch),
+        key_offset=key_offset,
         query_segment_ids=check_segment_ids("query_segment_ids", one, batch, tokens),
         key_value_segment_ids=check_segment_ids("key_value_segment_ids", other, batch, size),
+        key_bounds=_check_key_bounds(extras.key_bounds, (batch, tokens), size, key_offset),
         bias=_check_bias(extras.bias, (batch, heads, tokens, size)),
         alibi_slopes=_check_heads("alibi_slopes", extras.alibi_slopes, heads),
         sinks=check_sinks(sinks, heads),
@@ -201,6 +216,28 @@ def check_segment_ids(name: str, ids: Any, batch: int, tokens: int) -> jax.Array
     if ids.shape != (batch, tokens):
         raise ValueError(f"{name}.shape={ids.shape} must be ({batch}, {tokens}), one per token")
     return ids
+
+
+def _check_key_bounds(
+    bounds: Any, shape: tuple[int, int], size: int, key_offset: jax.Array | None
+) -> tuple[jax.Array, jax.Array] | None:
+    """The user's bounds, of positions, as int32 ``[B, T]`` twice: numbers of keys, 0 to `size`."""
+    if bounds is None:
+        return None
+    if not isinstance(bounds, tuple | list) or len(bounds) != 2:
+        raise TypeError(f"key_bounds={bounds!r} must be a pair (start, end) of integer arrays")
+    found = []
+    for name, x in zip(("start", "end"), bounds, strict=True):
+        # Every value beyond int32 is beyond every key, too.
+        x = _checks.as_int32(f"{name} of key_bounds", x, saturate=True)
+        if x.shape != shape:
+            raise ValueError(f"{name} of key_bounds has shape {x.shape}, must be {shape}, [B, T]")
+        if key_offset is not None:
+            # Clipped first, so that the difference stays within int32: no key is this far.
+            x = jnp.clip(x, -2 * _FARTHEST, 2 * _FARTHEST) - key_offset[:, None]
+        found.append(jnp.clip(x, 0, size))  # what is beyond all keys shows no more, and no less
+    start, end = found
+    return start, end
 
 
 def check_sinks(sinks: Any, heads: int) -> jax.Array | None:

@@ -10,7 +10,7 @@ from turbojax import _checks
 from turbojax.sharding.axes import Names
 from turbojax.sharding.varying import together
 
-_OF_TOKENS = ("query_segment_ids", "key_value_segment_ids")
+_OF_TOKENS = ("query_segment_ids", "key_value_segment_ids", "key_bounds")
 _OF_HEADS = ("alibi_slopes", "sinks")
 
 
@@ -44,8 +44,8 @@ def heads_attention(
       value: ``[B, T, K, Hv]``.
       levels: optional ``[B or 1, N or 1, rows, columns]``: the rows of this device's queries.
       axis_name: of the mesh, one or several, over which tokens are split.
-      **arguments: those of the op. Segments are this device's; slopes and sinks are of all heads,
-        lengths of whole sequences.
+      **arguments: those of the op. Segments and bounds are of this device's tokens; slopes and
+        sinks are of all heads, lengths of whole sequences.
 
     Returns:
       What the op gives, for this device's tokens.
@@ -68,7 +68,7 @@ def heads_attention(
     for name, x in arrays.items():
         if x is not None:
             split = _everywhere if name in _OF_TOKENS else _own_heads
-            arguments[name] = split(x, axis_name)
+            arguments[name] = jax.tree.map(lambda a, split=split: split(a, axis_name), x)
     operands: tuple[jax.Array, ...] = (query, key, value)
     if levels is not None:
         operands = (*operands, _own_levels(levels, axis_name))

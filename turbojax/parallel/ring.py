@@ -257,7 +257,7 @@ def _pair(here: _Chunks, step: Step, call: Call, segments: Any, batch: int) -> P
         there = jnp.asarray(call.is_real)[here.device]
         whole = jnp.full(batch, here.size, jnp.int32)
         key_lengths = jnp.where(there, whole if key_lengths is None else key_lengths, 0)
-    offsets = {}
+    offsets: dict[str, Any] = {}
     if call.kind == "masked" or extras.alibi_slopes is not None:
         for name, number in (("query_offset", of_queries), ("key_offset", of_keys)):
             offsets[name] = jnp.broadcast_to(number * here.size, (batch,))

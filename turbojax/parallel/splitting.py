@@ -46,6 +46,7 @@ _ARRAYS: Mapping[str, Entry] = {
     "key_value_seq_lengths": "B",
     "query_segment_ids": "BT",
     "key_value_segment_ids": "BS",
+    "key_bounds": ("BT", "BT"),
     "query_offset": "B",
     "key_offset": "B",
     "bias": "BNTS",
@@ -158,9 +159,7 @@ def split(op: Callable[..., Any], axes: Axes) -> Callable[..., Any]:
     def call(*args: Any, **options: Any) -> Any:
         given = signature.bind(*args, **options).arguments
         arrays = {k: x for k, x in given.items() if how.entry(k) is not None and x is not None}
-        arrays = {
-            k: x if dataclasses.is_dataclass(x) else jnp.asarray(x) for k, x in arrays.items()
-        }
+        arrays = {k: x if _holds_arrays(x) else jnp.asarray(x) for k, x in arrays.items()}
         static = {k: x for k, x in given.items() if k not in arrays}
         run = op
         if axes.sequence:
@@ -198,6 +197,11 @@ def _with_bias_by_device(arrays: dict[str, Any], devices: int) -> dict[str, Any]
     return {**arrays, "bias": jnp.swapaxes(parts, -3, -2).reshape(bias.shape)}
 
 
+def _holds_arrays(x: Any) -> bool:
+    """Whether an argument is a tree of arrays rather than one."""
+    return dataclasses.is_dataclass(x) or isinstance(x, tuple)
+
+
 def _parts(letter: str, axes: Axes) -> int:
     """Into how many parts an axis is split."""
     return axes.size(DIMENSIONS[letter]) if letter in DIMENSIONS else 1
@@ -232,7 +236,7 @@ def _spec(op: Callable[..., Any], name: str, how: _Split, x: Any, axes: Axes) ->
     if isinstance(x, Split):
         return partition_specs(x, axes)
     entry = how.entry(name)
-    is_scalar = not dataclasses.is_dataclass(x) and x.ndim == 0
+    is_scalar = not _holds_arrays(x) and x.ndim == 0
     leaves = leaves_of(name, "" if is_scalar or entry is None else entry, x)
     specs = []
     for leaf, array in zip(leaves, jax.tree.leaves(x), strict=True):
@@ -257,7 +261,7 @@ def _kept(arrays: Mapping[str, Any], how: _Split) -> str:
     """Letters that some array has with a size above 1."""
     found = []
     for name, x in arrays.items():
-        if not isinstance(x, Split) and (dataclasses.is_dataclass(x) or x.ndim):
+        if not isinstance(x, Split) and (_holds_arrays(x) or x.ndim):
             leaves = leaves_of(name, how.entry(name) or "", x)
             for leaf, array in zip(leaves, jax.tree.leaves(x), strict=True):
                 pairs = zip(_letters(leaf.letters), array.shape, strict=True)

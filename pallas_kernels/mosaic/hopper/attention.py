@@ -136,7 +136,8 @@ class _Inputs(NamedTuple):
 
     With segments: `query_ids` ``[B, tiles, consumers, 64]``, `key_ids` ``[B, Sp]`` in the order of
     the keys, `bounds` ``[B, 4, tiles]`` (`segments.Bounds`), `order` ``[B * tiles]``
-    (`segments.order`).
+    (`segments.order`). With `own`, int32 ``[B, tiles, 2, consumers, 64]``, which say from which key
+    each query sees, and up to which, the last two as well.
     """
 
     q: Ref
@@ -152,6 +153,7 @@ class _Inputs(NamedTuple):
     key_ids: Ref | None = None
     bounds: Ref | None = None
     order: Ref | None = None
+    own: Ref | None = None
     sinks: Ref | None = None
     slopes: Ref | None = None
 
@@ -180,13 +182,16 @@ class _Memory(NamedTuple):
     turns: Ref | None = None
     query_ids: Ref | None = None
     key_ids: Ref | None = None
+    own: Ref | None = None
 
 
 def _copy_ids(work: Work, place: jax.Array, x: _Inputs, y: _Memory) -> None:
-    if x.query_ids is not None:
-        assert y.query_ids is not None
-        source = x.query_ids.at[work.b, work.tile]
-        plgpu.copy_gmem_to_smem(source, y.query_ids.at[place], y.q_ready.at[place])
+    """Copies the segments of a tile's queries, or the bounds of their keys."""
+    for ref, target in ((x.query_ids, y.query_ids), (x.own, y.own)):
+        if ref is not None:
+            assert target is not None
+            source = ref.at[work.b, work.tile]
+            plgpu.copy_gmem_to_smem(source, target.at[place], y.q_ready.at[place])
 
 
 def _copy_queries(work: Work, place: jax.Array, x: _Inputs, y: _Memory, s: Settings) -> None:
@@ -256,7 +261,8 @@ class _Consumer:
     """What the steps of one warpgroup share; a block is a tile of keys.
 
     `first` is the position of the first query relative to that of the first key, `ids` are the
-    segments of its queries and of the keys in each slot, and `slope` is the head's.
+    segments of its queries and of the keys in each slot, `own` the bounds of its queries' keys, and
+    `slope` is the head's.
     """
 
     q: Ref
@@ -275,6 +281,7 @@ class _Consumer:
     ids: tuple[Ref, Ref] | None = None
     segments: packing.Bounds | None = None
     slope: jax.Array | None = None
+    own: tuple[Ref, Ref] | None = None
 
     def wait_for_key(self, j: jax.Array, slot: jax.Array) -> None:
         """Waits until the keys of block `j`, if it exists, are in shared memory."""
@@ -366,23 +373,26 @@ class _Consumer:
         key = j * self.s.tile
         limits = (self.first - key, self.length - key) if is_masked else ()
         linear = () if self.slope is None else (self.slope, self.first - key)
-        given = [factors, limits, ids, linear]
+        own: tuple[jax.Array, ...] = ()
+        if is_masked and self.own is not None:
+            own = (*(ring.load(ref, ROW) for ref in self.own), key)
+        given = [factors, limits, ids, linear, own]
 
         def f(scores: Any, *rest: Any) -> Any:
             parts = []
             for part in given:
                 parts.append(rest[: len(part)])
                 rest = rest[len(part) :]
-            factors, limits, ids, linear = parts
-            return softmax.seen(
-                scores, factors, limits or None, self.s.policy, ids or None, linear or None
-            )
+            factors, *others = parts
+            limits, *optional = (part or None for part in others)
+            return softmax.seen(scores, factors, limits, self.s.policy, *optional)
 
         scalars = [[SCALAR] * len(part) for part in (factors, limits, linear)]
         of_ids = [ROW, COLUMN] if ids else []
-        types = (_MATRIX, *scalars[0], *scalars[1], *of_ids, *scalars[2])
+        of_own = [ROW, ROW, SCALAR] if own else []
+        types = (_MATRIX, *scalars[0], *scalars[1], *of_ids, *scalars[2], *of_own)
         found = ring.inline(f, types, ring.array(scores.shape, jnp.float32))
-        return found(scores, *factors, *limits, *ids, *linear), (jnp.float32(1.0),)
+        return found(scores, *factors, *limits, *ids, *linear, *own), (jnp.float32(1.0),)
 
     def softmax(
         self, scores: jax.Array, m: jax.Array, l: jax.Array, factors: tuple[jax.Array, ...]
@@ -695,6 +705,7 @@ def _attend(
         ids=None if y.query_ids is None else (y.query_ids.at[place, me], y.key_ids),
         segments=work.segments,
         slope=None if x.slopes is None else x.slopes[work.head] * s.exponential.unit,
+        own=None if y.own is None else (y.own.at[place, 0, me], y.own.at[place, 1, me]),
     )
     if y.v.shape[1] > _PART:
         return consumer.run_in_halves(slot)
@@ -810,8 +821,9 @@ def _kernel(*refs: Ref, s: Settings, tiles: int, names: tuple[str, ...]) -> None
 def _allocate(f: Callable[[_Memory], None], x: _Inputs, out: Ref, s: Settings) -> None:
     quantizes, warpgroups, head_dim = x.q_scale is None, s.consumers, x.k.shape[3]
     of_each, with_ids = (warpgroups, ROWS), int(x.query_ids is not None)
+    with_own = int(x.own is not None)
     width = _out_width(out.shape[3], out.dtype)
-    if with_ids and head_dim > _PART:  # to have room for them
+    if with_ids + with_own and head_dim > _PART:  # to have room for them
         width //= 2
     memory = _Memory(
         q=ring.tile((_QUERY_SLOTS, *of_each, head_dim), x.k.dtype),
@@ -821,7 +833,8 @@ def _allocate(f: Callable[[_Memory], None], x: _Inputs, out: Ref, s: Settings) -
         lse=plgpu.SMEM(of_each, jnp.float32),
         # The warpgroup that quantizes arrives once, and each copy does.
         q_ready=plgpu.Barrier(
-            num_arrivals=(1 if quantizes else warpgroups) + with_ids, num_barriers=_QUERY_SLOTS
+            num_arrivals=(1 if quantizes else warpgroups) + with_ids + with_own,
+            num_barriers=_QUERY_SLOTS,
         ),
         k_ready=plgpu.Barrier(num_arrivals=1 + with_ids, num_barriers=s.stages),
         v_ready=plgpu.Barrier(num_barriers=s.stages),
@@ -842,6 +855,8 @@ def _allocate(f: Callable[[_Memory], None], x: _Inputs, out: Ref, s: Settings) -
             query_ids=plgpu.SMEM((_QUERY_SLOTS, *of_each), jnp.int32),
             key_ids=plgpu.SMEM((s.stages, s.tile), jnp.int32),
         )
+    if with_own:
+        memory = memory._replace(own=plgpu.SMEM((_QUERY_SLOTS, 2, *of_each), jnp.int32))
     given = {name: kind for name, kind in memory._asdict().items() if kind is not None}
     pl.run_scoped(lambda **refs: f(_Memory(**refs)), collective_axes="warpgroup", **given)
 
@@ -862,6 +877,7 @@ def attention(
     settings: Settings,
     shifts: jax.Array | None = None,
     segments: Segments | None = None,
+    key_bounds: tuple[jax.Array, jax.Array] | None = None,
     sinks: jax.Array | None = None,
     slopes: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
@@ -882,12 +898,15 @@ def attention(
 
     `tokens` is `T`, `channels` is as `writes` gives it, and `shifts`, int32 ``[B]``, say by how
     much a query's position exceeds that of the key with the same index. Ids of `segments` are in
-    the order of tokens, for keys too. `sinks`, float32 ``[N]``, are scores that have a weight and
-    no value; scores fall by `slopes`, float32 ``[N]``, times the distance. What `settings` say of
-    segments and slopes is overwritten here.
+    the order of tokens, for keys too; or else `key_bounds`, int32 ``[B, T]`` twice, say from which
+    key each query sees, and up to which. `sinks`, float32 ``[N]``, are scores that have a weight
+    and no value; scores fall by `slopes`, float32 ``[N]``, times the distance. What `settings` say
+    of segments and slopes is overwritten here.
     """
     s = dataclasses.replace(
-        settings, has_segments=segments is not None, has_slopes=slopes is not None
+        settings,
+        has_segments=segments is not None or key_bounds is not None,
+        has_slopes=slopes is not None,
     )
     batch = q.shape[0]
     heads = q.shape[2 if q_scale is None else 1]
@@ -908,6 +927,8 @@ def attention(
     }
     if segments is not None:
         given |= _of_segments(segments, query_lengths, key_lengths, k.shape[2], shifts, s)
+    if key_bounds is not None:
+        given |= _of_key_bounds(key_bounds, query_lengths, k.shape[2], shifts, s)
     given = {name: x for name, x in given.items() if x is not None}
     run = ring.launch(
         functools.partial(_kernel, s=s, tiles=tiles, names=tuple(given)),
@@ -943,3 +964,17 @@ def _of_segments(
         "bounds": bounds,
         "order": packing.order(bounds, s.rows, shifts, s.policy.left, s.policy.right),
     }
+
+
+def _of_key_bounds(
+    x: tuple[jax.Array, jax.Array],
+    query_lengths: jax.Array,
+    size: int,
+    shifts: jax.Array | None,
+    s: Settings,
+) -> dict[str, jax.Array]:
+    """The arrays that the kernel reads for bounds of each query's keys, of `size` keys."""
+    own = [packing.padded(a, s.rows).reshape(a.shape[0], -1, s.consumers, ROWS) for a in x]
+    bounds = packing.of_key_bounds(x, query_lengths, s.rows, size, s.tile)
+    order = packing.order(bounds, s.rows, shifts, s.policy.left, s.policy.right)
+    return {"own": jnp.stack(own, axis=2), "bounds": bounds, "order": order}

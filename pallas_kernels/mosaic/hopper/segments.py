@@ -1,9 +1,10 @@
-"""Which tiles of keys a tile of queries has to do with, by ids of packed segments, in plain JAX.
+"""Which tiles of keys a tile of queries has to do with, by segments or bounds, in plain JAX.
 
 A tile of tokens has the ids from its least to its largest one. Tiles of queries and keys whose
 ranges do not meet have no pair of one segment: a kernel walks from the first tile that meets its
 own to the last one, and masks those of which something is hidden. With sorted ids, as packing gives
-them, no other tile is loaded.
+them, no other tile is loaded. Where each query has bounds of its keys, the same is known from the
+least and the greatest of a tile's.
 """
 
 from typing import NamedTuple
@@ -29,9 +30,10 @@ class Bounds(NamedTuple):
     """For each of a row's tiles, in tokens of the other side: int32 numbers, or arrays of them.
 
     Attributes:
-      start: no token before it has an id of the tile.
-      stop: no token from there on has.
-      full_start: all tokens from there to `full_stop` are of the tile's only segment.
+      start: no token before it has an id of the tile, or is within bounds of it.
+      stop: no token from there on has, or is.
+      full_start: all tokens from there to `full_stop` are of the tile's only segment, or within
+        the bounds of all.
     """
 
     start: jax.Array
@@ -57,13 +59,78 @@ def bounds(
     least, most = (x[:, None, :] for x in _ranges(other, other_lengths, columns))
     meets = (low <= most) & (least <= high)
     is_full = (low == high) & (least == most) & (low == least)
-    number = jnp.arange(least.shape[2], dtype=jnp.int32)[None, None]
+    return _ranges_of(meets, is_full, columns)
+
+
+def of_key_bounds(
+    key_bounds: tuple[jax.Array, jax.Array],
+    query_lengths: jax.Array,
+    rows: int,
+    size: int,
+    columns: int,
+) -> jax.Array:
+    """`Bounds` of each tile of `rows` queries among tiles of `columns` keys.
+
+    Of all queries int32 ``[B, T]`` each say from which of `size` keys, and up to which, they see;
+    those past the lengths do not count. Returns int32 ``[B, 4, ceil(T / rows)]``.
+    """
+    return _ranges_of(*_pairs(key_bounds, query_lengths, rows, size, columns), columns)
+
+
+def of_bound_keys(
+    key_bounds: tuple[jax.Array, jax.Array],
+    query_lengths: jax.Array,
+    rows: int,
+    size: int,
+    columns: int,
+) -> jax.Array:
+    """The reverse: `Bounds` of each tile of `columns` keys among tiles of `rows` queries.
+
+    Returns int32 ``[B, 4, ceil(size / columns)]``.
+    """
+    pairs = _pairs(key_bounds, query_lengths, rows, size, columns)
+    meets, is_full = (jnp.swapaxes(x, 1, 2) for x in pairs)
+    return _ranges_of(meets, is_full, rows)
+
+
+def _pairs(
+    key_bounds: tuple[jax.Array, jax.Array],
+    query_lengths: jax.Array,
+    rows: int,
+    size: int,
+    columns: int,
+) -> tuple[jax.Array, jax.Array]:
+    """Which tiles of queries may see one of keys, and which see all: bool ``[B, n, m]`` twice."""
+    start, end = key_bounds
+    batch, tokens = start.shape
+    is_real = jnp.arange(tokens, dtype=jnp.int32)[None] < query_lengths[:, None]
+    sees_some = is_real & (start < end)
+
+    def tiles(x: jax.Array, counts: jax.Array, nothing: int) -> jax.Array:
+        x = jnp.where(counts, x, nothing)
+        x = jnp.pad(x, ((0, 0), (0, -tokens % rows)), constant_values=nothing)
+        return x.reshape(batch, -1, rows)
+
+    least = jnp.min(tiles(start, sees_some, _FAR), axis=2)
+    most = jnp.max(tiles(end, sees_some, 0), axis=2)
+    latest = jnp.max(tiles(start, is_real, 0), axis=2)
+    earliest = jnp.min(tiles(end, is_real, _FAR), axis=2)
+    first = jnp.arange(pl.cdiv(size, columns), dtype=jnp.int32)[None, None] * columns
+    last = jnp.minimum(first + columns, size)
+    meets = (least[:, :, None] < last) & (most[:, :, None] > first)
+    return meets, (latest[:, :, None] <= first) & (earliest[:, :, None] >= last)
+
+
+def _ranges_of(meets: jax.Array, is_full: jax.Array, columns: int) -> jax.Array:
+    """`Bounds` of tiles, int32 ``[B, 4, n]``, from bool ``[B, n, m]``, of `columns` tokens each."""
+    count = meets.shape[2]
+    number = jnp.arange(count, dtype=jnp.int32)[None, None]
     start = jnp.min(jnp.where(meets, number * columns, _FAR), axis=2)
     stop = jnp.max(jnp.where(meets, (number + 1) * columns, 0), axis=2)
     # The first full tiles that follow each other: with sorted ids there are no others.
     first = jnp.min(jnp.where(is_full, number, _FAR), axis=2)
     is_after = ~is_full & (number > first[:, :, None])
-    last = jnp.min(jnp.where(is_after, number, least.shape[2]), axis=2)
+    last = jnp.min(jnp.where(is_after, number, count), axis=2)
     has_full = first < _FAR
     full_start = jnp.where(has_full, first * columns, _FAR)
     full_stop = jnp.where(has_full, last * columns, 0)

@@ -28,7 +28,7 @@ class Settings:
         e4m3, a multiple of it.
       consumers: warpgroups that attend, with 64 queries each.
       in_turns: whether they compute exponentials in turns, see `ring.Turns`.
-      has_segments: whether queries see only keys of their own segment.
+      has_segments: whether queries see only keys of their own segment, or within their own bounds.
       programs: how many run side by side, one to a multiprocessor.
     """
 

@@ -60,6 +60,7 @@ def turbo_attention(
     logits_soft_cap: float | None = None,
     query_segment_ids: jax.Array | None = None,
     key_value_segment_ids: jax.Array | None = None,
+    key_bounds: tuple[jax.Array, jax.Array] | None = None,
     query_offset: jax.Array | int | None = None,
     key_offset: jax.Array | int | None = None,
     bias: jax.Array | None = None,
@@ -98,6 +99,12 @@ def turbo_attention(
         equal id only. Blocks without a common id take no time in kernels. All tokens of a block
         share its scales, whatever their segments.
       key_value_segment_ids: integers ``[B, S]`` beside them.
+      key_bounds: optional ``(start, end)``, integers ``[B, T]`` each: query `i` sees keys at
+        positions from ``start[b, i]`` to before ``end[b, i]``, of those that causality, window,
+        lengths and segments show it; all must. Any integers, under `jit` too: none is changed, and
+        ``end <= start`` shows nothing. `turbojax.bounds` makes them, of prefix-LMs and images,
+        which need ``is_causal=False``: the bounds are causal where they should be. Blocks that all
+        bounds of a block of queries hide take no time in kernels.
       query_offset: optional int ``[B]`` or scalar, the position of the first query, for parts of a
         longer sequence. Under `jit` values outside ``0..2**29`` act as the nearest bound.
       key_offset: the same of the first key.
@@ -115,8 +122,8 @@ def turbo_attention(
         names it uses the first of these that can run. With None, calls in 16 bits that are too
         short for rounding to pay are exact attention by cuDNN on Hopper, and so is mode
         ``"float"``; not with lengths, a soft cap, SAS, a window unless it is causal, causal calls
-        with ``T != S``, segments, offsets, a bias, slopes, sinks, an `output_dtype`, values of
-        another head dim, or the residual. When differentiated, all calls are rounded: a short
+        with ``T != S``, segments, bounds, offsets, a bias, slopes, sinks, an `output_dtype`, values
+        of another head dim, or the residual. When differentiated, all calls are rounded: a short
         call's value then differs from its value without a gradient by what rounding costs.
       return_residual: also return the log-sum-exp of the scores.
 
@@ -149,6 +156,7 @@ def turbo_attention(
         key,
         query_segment_ids=query_segment_ids,
         key_value_segment_ids=key_value_segment_ids,
+        key_bounds=key_bounds,
         query_offset=query_offset,
         key_offset=key_offset,
         bias=bias,

@@ -13,9 +13,8 @@ from turbojax.ops.optional_arrays import NOTHING, Extras
 from turbojax.ops.options import Options
 from turbojax.ops.rows import pad_axis
 from turbojax.ops.turbo_attention.operands import (
-    HOPPER_EXTRAS,
     Stage1,
-    plain_refusal,
+    hopper_refusal,
     quantize_keys_and_values,
     quantize_queries,
 )
@@ -42,7 +41,7 @@ def attention_unsupported(
     extras: Extras = NOTHING,
 ) -> str | None:
     """Why `turbo_attention` cannot run this here; None if it can."""
-    refusal = plain_refusal(key, value, options, extras, HOPPER_EXTRAS)
+    refusal = hopper_refusal(key, value, options, extras)
     if refusal is not None:
         return refusal
     head_dim = query.shape[-1]
@@ -96,9 +95,8 @@ def attention(
 
     if options.scale < 0:  # the kernel takes the maximum of scores before it scales them
         query, options = -query, dataclasses.replace(options, scale=-options.scale)
-    launch = launch or default_launch(
-        query, config, has_segments=extras.query_segment_ids is not None
-    )
+    has_segments = extras.query_segment_ids is not None or extras.key_bounds is not None
+    launch = launch or default_launch(query, config, has_segments=has_segments)
     of_values, value = value.shape[3], pad_axis(value, 3, key.shape[3])
     head_dim, size = query.shape[-1], _padded_head_dim(query.shape[-1])
     stage1 = stage1 or quantize_keys_and_values(
@@ -143,6 +141,7 @@ def attention(
         ),
         shifts=extras.shift(),
         segments=segments,
+        key_bounds=extras.key_bounds,
         sinks=extras.sinks,
         slopes=extras.alibi_slopes,
     )
@@ -167,7 +166,7 @@ def default_launch(query: jax.Array, config: TurboConfig, *, has_segments: bool 
         stages = 3 if tile < _TILE else 2
     else:
         stages = 4 if is_narrow or is_block or config.mode != "fp8" else 3
-        if has_segments and tile == _TILE and not is_narrow:  # the ids need some room, too
+        if has_segments and tile == _TILE and not is_narrow:  # ids or bounds need some room, too
             stages = 3
     return Launch(
         stages=stages,

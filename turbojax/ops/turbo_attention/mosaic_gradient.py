@@ -16,8 +16,7 @@ from turbojax.ops.options import Options
 from turbojax.ops.sinks import sees_only_sink
 from turbojax.ops.turbo_attention import gradient_reference
 from turbojax.ops.turbo_attention.operands import (
-    HOPPER_EXTRAS,
-    plain_refusal,
+    hopper_refusal,
     prepare_rows,
     quantize_queries,
     quantize_values,
@@ -53,7 +52,7 @@ def unsupported(
 ) -> str | None:
     """Why the gradient cannot be computed by these kernels here; None if it can."""
     head_dim = query.shape[-1]
-    refusal = plain_refusal(key, value, options, extras, HOPPER_EXTRAS)
+    refusal = hopper_refusal(key, value, options, extras)
     if refusal is not None:
         return refusal
     if config.mode == "float" and query.dtype == jnp.float32:
@@ -65,9 +64,10 @@ def unsupported(
         return f"{head_dim=} must be at most {_HEAD_DIMS[-1]}"
     if config.mode == "float" and head_dim > _HEAD_DIMS[-2]:
         return f"{head_dim=} must be at most {_HEAD_DIMS[-2]} where config.mode='float'"
-    is_wide, has_segments = head_dim > _HEAD_DIMS[-2], extras.query_segment_ids is not None
-    if is_wide and has_segments and config.gradient != "8bit":
-        return f"{head_dim=} must be at most {_HEAD_DIMS[-2]} with segments, or gradient='8bit'"
+    if head_dim > _HEAD_DIMS[-2] and config.gradient != "8bit":
+        given = {"segments": extras.query_segment_ids, "key_bounds": extras.key_bounds}
+        for name in (name for name, x in given.items() if x is not None):
+            return f"{head_dim=} must be at most {_HEAD_DIMS[-2]} with {name}, or gradient='8bit'"
     return needs_hopper()
 
 
@@ -129,10 +129,11 @@ def gradient(
     d8 = d8 or _as_it_is(d_o)
     x = tiles.Operands(*q8, *k8, *d8, *v8, q, k, d_o, lse, delta, query_length, key_length)
     x = x._replace(shifts=extras.shift(), **_of_segments(extras, query_length, key_length, options))
+    x = x._replace(**_of_key_bounds(extras, query_length, size, options))
     if extras.alibi_slopes is not None:
         x = x._replace(slopes=extras.alibi_slopes * math.log2(math.e))
     launch = launch or default_launch(
-        q.shape[-1], config, is_plain=x.query_ids is None and x.slopes is None
+        q.shape[-1], config, is_plain=x.query_order is None and x.slopes is None
     )
     settings = functools.partial(_settings, config, options)
     wanted = dtype or query.dtype
@@ -166,20 +167,47 @@ def _of_segments(
     extras: Extras, query_length: jax.Array, key_length: jax.Array, options: Options
 ) -> dict[str, jax.Array]:
     """The kernels' arguments about segments; none without segments."""
-    from pallas_kernels.mosaic.hopper.segments import bounds, order, padded
+    from pallas_kernels.mosaic.hopper.segments import bounds, padded
 
     queries, keys = extras.query_segment_ids, extras.key_value_segment_ids
     if queries is None or keys is None:
         return {}
     of_queries, of_keys = (queries, query_length), (keys, key_length)
-    left, right = options.window or (None, None)
-    right, shift = 0 if options.is_causal else right, extras.shift()
-    back = None if shift is None else -shift
     query_bounds = bounds(*of_queries, _TILE, *of_keys, _ROWS)
     key_bounds = bounds(*of_keys, _TILE, *of_queries, _ROWS)
     return {
         "query_ids": padded(queries, _TILE),
         "key_ids": padded(keys, _TILE),
+        **_in_order(query_bounds, key_bounds, extras.shift(), options),
+    }
+
+
+def _of_key_bounds(
+    extras: Extras, query_length: jax.Array, size: int, options: Options
+) -> dict[str, jax.Array]:
+    """The kernels' arguments about bounds of each query's keys; none without these."""
+    from pallas_kernels.mosaic.hopper.segments import of_bound_keys, of_key_bounds, padded
+
+    if extras.key_bounds is None:
+        return {}
+    x = extras.key_bounds, query_length
+    query_bounds = of_key_bounds(*x, _TILE, size, _ROWS)
+    key_bounds = of_bound_keys(*x, _ROWS, size, _TILE)
+    return {
+        "own": jnp.stack([padded(a, _TILE) for a in extras.key_bounds], axis=1),
+        **_in_order(query_bounds, key_bounds, extras.shift(), options),
+    }
+
+
+def _in_order(
+    query_bounds: jax.Array, key_bounds: jax.Array, shift: jax.Array | None, options: Options
+) -> dict[str, jax.Array]:
+    """Bounds of tiles as the kernels take them, with the order in which these do the tiles."""
+    from pallas_kernels.mosaic.hopper.segments import order
+
+    left, right = options.window or (None, None)
+    right, back = 0 if options.is_causal else right, None if shift is None else -shift
+    return {
         "query_bounds": query_bounds,
         "key_bounds": key_bounds,
         "query_order": order(query_bounds, _TILE, shift, left, right),

@@ -17,11 +17,12 @@ from turbojax.ops.options import Options
 _AMPERE, _ADA = 8.0, 8.9
 _LARGEST_HEAD_DIM = 256
 # What Hopper's kernels support, forward and backward, in `plain_refusal`'s names: all but a bias.
-HOPPER_EXTRAS = (
+_HOPPER_EXTRAS = (
     "query_offset",
     "key_offset",
     "query_segment_ids",
     "key_value_segment_ids",
+    "key_bounds",
     "alibi_slopes",
     "sinks",
     "output_dtype",
@@ -229,6 +230,18 @@ def plain_refusal(
     if options.out_dtype is not None and "output_dtype" not in supported:
         return f"it has no output_dtype={options.out_dtype}"
     return extras.refusal(supported)
+
+
+def hopper_refusal(
+    key: jax.Array | jax.ShapeDtypeStruct,
+    value: jax.Array | jax.ShapeDtypeStruct,
+    options: Options,
+    extras: Extras,
+) -> str | None:
+    """`plain_refusal` of Hopper's kernels, forward and backward."""
+    if extras.key_bounds is not None and extras.query_segment_ids is not None:
+        return "it has no key_bounds beside segments: turbojax.bounds.segments makes bounds of them"
+    return plain_refusal(key, value, options, extras, _HOPPER_EXTRAS)
 
 
 def permute_tokens(x: jax.Array) -> jax.Array:

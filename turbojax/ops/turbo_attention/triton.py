@@ -166,6 +166,7 @@ def attend_operands(
     if extras.query_segment_ids is not None and extras.key_value_segment_ids is not None:
         ids = extras.query_segment_ids, extras.key_value_segment_ids
         ranges = segments.key_blocks(*ids, tile, config.block_kv)
+    starts, ends = extras.key_bounds or (None, None)
     return kernel.attention(
         *operands,
         query_length,
@@ -178,6 +179,8 @@ def attend_operands(
             extras.query_segment_ids,
             extras.key_value_segment_ids,
             ranges,
+            starts,
+            ends,
             extras.bias,
             extras.alibi_slopes,
             extras.sinks,

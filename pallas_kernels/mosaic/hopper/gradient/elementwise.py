@@ -22,16 +22,19 @@ class _Mask(NamedTuple):
       distance: position of the first query relative to the first key.
       stop: how many columns exist.
       ids: segments of the lane's two rows and of its columns, or None.
+      own: from which key on the lane's queries see them, up to which, and the tile's first key; or
+        None.
     """
 
     distance: Int
     stop: Int
-    ids: tuple[list[Int], list[Int]] | None
+    ids: tuple[list[Int], list[Int]] | None = None
+    own: tuple[list[Int], list[Int], Int] | None = None
 
 
 def _visible(mask: _Mask, half: int, columns: int, rows_are_keys: bool, s: Settings) -> list[Bool]:
     """Whether the query sees the key, for each of the columns of row `half` of the thread's two."""
-    distance, stop, ids = mask
+    distance, stop, ids, own = mask
     row, t = fragments.row_and_place()
     two_t = t * 2
     row = row + 8 * half
@@ -53,6 +56,14 @@ def _visible(mask: _Mask, half: int, columns: int, rows_are_keys: bool, s: Setti
                 seen = seen & (column >= row + distance - s.left - two_t)
         if ids is not None:
             seen = seen & ids[0][half].equals(ids[1][c])
+        if own is not None:
+            starts, ends, first = own
+            if rows_are_keys:
+                key = row + first
+                seen = seen & (key >= starts[c]) & (key < ends[c])
+            else:
+                seen = seen & (column >= starts[half] - first - two_t)
+                seen = seen & (column < ends[half] - first - two_t)
         masks.append(seen)
     return masks
 
@@ -77,11 +88,14 @@ def _to_float(x: Any) -> Float:
 
 
 def _mask(limits: tuple[Any, ...]) -> _Mask | None:
-    """A `_Mask` from `limits_of` and the ids of rows and columns, in a lane."""
+    """A `_Mask` in a lane, from what `limits_of` gives."""
     if not limits:
         return None
-    [distance], [stop], *ids = (fragments.scalars(x) for x in limits)
-    return _Mask(distance, stop, (ids[0], ids[1]) if ids else None)
+    [distance], [stop], *rest = (fragments.scalars(x) for x in limits)
+    if len(rest) == 3:
+        starts, ends, [first] = rest
+        return _Mask(distance, stop, own=(starts, ends, first))
+    return _Mask(distance, stop, (rest[0], rest[1]) if rest else None)
 
 
 def _weigh(
@@ -193,7 +207,7 @@ class Tile:
         soft cap to units of it. `limits` are as of `limits_of`, none if nothing is hidden; `linear`
         is the slope by which scores fall, in powers of two, and the distance, or none.
         """
-        types = (MATRIX, self._queries, SCALAR, *[SCALAR] * len(linear), *_types(limits))
+        types = (MATRIX, self._queries, SCALAR, *[SCALAR] * len(linear), *self._types(limits))
         returns = [ring.array((ROWS, ROWS), jnp.float32)] * (1 if self.s.soft_cap is None else 2)
         if self.rows_are_keys:
             returns.append(ring.array((ROWS, 32), jnp.int32))
@@ -213,27 +227,35 @@ class Tile:
     ) -> jax.Array:
         """Words of ``weights * (factor * products - delta)``, times the soft cap's slopes."""
         types = [MATRIX, MATRIX, self._queries, SCALAR]
-        types += [MATRIX] * len(slopes) + _types(limits)
+        types += [MATRIX] * len(slopes) + self._types(limits)
         f = functools.partial(_gradients, **self._static)
         words: jax.Array = ring.inline(f, tuple(types), ring.array((ROWS, 32), jnp.int32))(
             weights, products, delta, factor, *slopes, *limits
         )
         return words
 
+    def limits_of(
+        self,
+        query: jax.Array,
+        key: jax.Array,
+        columns: jax.Array,
+        ids: tuple[Ref, Ref] | None,
+        own: tuple[Ref, Ref] | None,
+        is_masked: bool,
+    ) -> tuple[jax.Array, ...]:
+        """The fields of `_Mask`: `ids` of the rows and the columns, or `own`, in shared memory.
 
-def _types(limits: tuple[jax.Array, ...]) -> list[Any]:
-    return [SCALAR, SCALAR, ROW, COLUMN][: len(limits)]
+        `query` is the position of the tile's first query relative to the first key of all.
+        """
+        if not is_masked:
+            return ()
+        limits = (query - key, columns)
+        if own is not None:
+            return (*limits, *(ring.load(ref, self._queries) for ref in own), key)
+        if ids is not None:
+            return (*limits, ring.load(ids[0], ROW), ring.load(ids[1], COLUMN))
+        return limits
 
-
-def limits_of(
-    query: jax.Array,
-    key: jax.Array,
-    columns: jax.Array,
-    ids: tuple[Ref, Ref] | None,
-    is_masked: bool,
-) -> tuple[jax.Array, ...]:
-    """The fields of `_Mask`; `ids` of the rows and the columns are in shared memory."""
-    if not is_masked:
-        return ()
-    limits = (query - key, columns)
-    return limits if ids is None else (*limits, ring.load(ids[0], ROW), ring.load(ids[1], COLUMN))
+    def _types(self, limits: tuple[jax.Array, ...]) -> list[Any]:
+        rest = [self._queries, self._queries, SCALAR] if len(limits) == 5 else [ROW, COLUMN]
+        return [SCALAR, SCALAR, *rest][: len(limits)]

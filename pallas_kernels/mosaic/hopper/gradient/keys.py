@@ -90,7 +90,7 @@ class _Work:
 
 
 class _Memory(NamedTuple):
-    """Shared memory: keys and values of each warpgroup, and what steps need; ids of both."""
+    """Shared memory: keys and values of each warpgroup, and what steps need."""
 
     k8: Ref
     v8: Ref
@@ -107,6 +107,7 @@ class _Memory(NamedTuple):
     free: Ref
     turns: Ref | None
     ids: tuple[Ref, Ref] | None
+    own: Ref | None
 
 
 def _consume(
@@ -140,7 +141,8 @@ def _consume(
         plgpu.wgmma_wait(1)
         position = tiles.shifted(query, work.shift)
         ids = None if m.ids is None else (m.ids[0].at[me], m.ids[1].at[slot])
-        limits = elementwise.limits_of(position, first, work.queries - query, ids, is_masked)
+        own = None if m.own is None else (m.own.at[slot, 0], m.own.at[slot, 1])
+        limits = tile.limits_of(position, first, work.queries - query, ids, own, is_masked)
         linear = () if x.slopes is None else (x.slopes[head], position - first)
         weights, *slopes, words = tile.weigh(scores, lse, q_factor, limits, linear)
         d_v = tiles.add_product(d_v, words, m.d_out.at[slot])
@@ -212,6 +214,9 @@ def _produce(work: _Work, slot: jax.Array, x: Operands, m: _Memory, s: Settings)
             if m.ids is not None:
                 source = x.query_ids.at[work.b, rows]
                 plgpu.copy_gmem_to_smem(source, m.ids[1].at[slot], m.ready.at[slot])
+            if m.own is not None:
+                source = x.own.at[work.b, slice(None), rows]
+                plgpu.copy_gmem_to_smem(source, m.own.at[slot], m.ready.at[slot])
             return ring.next_slot(slot, s.stages)
 
         return lax.fori_loop(work.steps.begin, work.steps.end, step, slot)
@@ -224,15 +229,17 @@ def _kernel(*refs: Ref, total: int, s: Settings, names: tuple[str, ...]) -> None
     me, share = lax.axis_index("warpgroup"), tiles.share_of(total, x.key_order)
     head_dim, dtype = x.q.shape[-1], x.q.dtype
     width, has_ids = min(head_dim, _CHANNELS), x.key_ids is not None
+    has_own = x.own is not None
     # The same memory serves two products where it can.
-    own = [ref.dtype != dtype or head_dim != width for ref in (x.q8, x.d8)]
+    apart = [ref.dtype != dtype or head_dim != width for ref in (x.q8, x.d8)]
 
     def body(*memory: Any) -> None:
-        k8, v8, q, d_out, lse, delta, out, ready, free, eights, turns, ids = memory
-        q8, d8 = (eights.pop(0) if mine else x for mine, x in zip(own, (q, d_out), strict=True))
+        k8, v8, q, d_out, lse, delta, out, ready, free, eights, turns, ids, own = memory
+        q8, d8 = (eights.pop(0) if mine else x for mine, x in zip(apart, (q, d_out), strict=True))
         rows = (k8, v8, q8, d8, q, d_out, lse, delta, out)
         of_slots = (ready[0], free[0], ready[1], free[1])
-        m = _Memory(*rows, *of_slots, turns[0] if turns else None, tuple(ids) or None)
+        turns, own = (x[0] if x else None for x in (turns, own))
+        m = _Memory(*rows, *of_slots, turns, tuple(ids) or None, own)
 
         def over_tiles(f: Any) -> None:
             share.loop(lambda number, slot: f(_Work(number, x, s), slot))
@@ -264,7 +271,7 @@ def _kernel(*refs: Ref, total: int, s: Settings, names: tuple[str, ...]) -> None
         tiles.staging(dk_ref.dtype),
         [
             plgpu.Barrier(num_arrivals=2 + has_ids, num_barriers=WARPGROUPS),
-            plgpu.Barrier(num_arrivals=4 + sum(own) + has_ids, num_barriers=s.stages),
+            plgpu.Barrier(num_arrivals=4 + sum(apart) + has_ids + has_own, num_barriers=s.stages),
         ],
         [
             plgpu.Barrier(num_barriers=WARPGROUPS),
@@ -272,11 +279,12 @@ def _kernel(*refs: Ref, total: int, s: Settings, names: tuple[str, ...]) -> None
         ],
         [
             ring.tile((s.stages, ROWS, head_dim), ref.dtype)
-            for mine, ref in zip(own, (x.q8, x.d8), strict=True)
+            for mine, ref in zip(apart, (x.q8, x.d8), strict=True)
             if mine
         ],
         [ring.Turns.memory(WARPGROUPS)] * s.in_turns,
         [plgpu.SMEM((n, ROWS), jnp.int32) for n in (WARPGROUPS, s.stages) if has_ids],
+        [plgpu.SMEM((s.stages, 2, ROWS), jnp.int32)] * has_own,
         collective_axes="warpgroup",
     )
 

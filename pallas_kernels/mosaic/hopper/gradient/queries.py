@@ -86,6 +86,7 @@ class _Memory(NamedTuple):
     ready: Ref
     free: Ref
     ids: tuple[Ref, Ref] | None
+    own: Ref | None
 
 
 def _consume(
@@ -102,6 +103,7 @@ def _consume(
     q_scale = q_scale * tiles.scores_factor(s)
     plgpu.barrier_wait(m.query_ready.at[me])
     lse, delta = (ring.load(ref.at[me], ROW) for ref in (m.lse, m.delta))
+    own = None if m.own is None else (m.own.at[me, 0], m.own.at[me, 1])
 
     def factors(key: jax.Array) -> tuple[jax.Array, jax.Array]:
         k_scale = tiles.scale_at(x.k_scale, work.b, work.h, key, s.block_kv)
@@ -122,7 +124,7 @@ def _consume(
             # Left: the other slot's two products, or the sum that was started last.
             plgpu.wgmma_wait(1 if n else 2 * (len(slots) - 1))
             ids = None if m.ids is None else (m.ids[0].at[me], m.ids[1].at[slots[n]])
-            limits = elementwise.limits_of(position, key, work.keys - key, ids, is_masked)
+            limits = tile.limits_of(position, key, work.keys - key, ids, own, is_masked)
             linear = () if x.slopes is None else (x.slopes[work.head], position - key)
             weights, *slopes = tile.weigh(products[n][0], lse, scales[n][0], limits, linear)
             rest = (delta, scales[n][1], tuple(slopes), limits)
@@ -175,6 +177,9 @@ def _produce(work: _Work, slot: jax.Array, x: Operands, m: _Memory, s: Settings)
         if m.ids is not None:
             source = x.query_ids.at[work.b, rows]
             plgpu.copy_gmem_to_smem(source, m.ids[0].at[i], m.query_ready.at[i])
+        if m.own is not None:
+            source = x.own.at[work.b, slice(None), rows]
+            plgpu.copy_gmem_to_smem(source, m.own.at[i], m.query_ready.at[i])
 
     def step(i: jax.Array, slot: jax.Array) -> jax.Array:
         rows = pl.ds(i * ROWS, ROWS)
@@ -199,12 +204,13 @@ def _kernel(*refs: Ref, total: int, s: Settings, names: tuple[str, ...]) -> None
     me, share = lax.axis_index("warpgroup"), tiles.share_of(total, x.query_order)
     head_dim = x.q.shape[-1]
     has_k8 = x.k8.dtype != x.k.dtype  # else the same memory serves both products
-    has_ids = x.query_ids is not None
+    has_ids, has_own = x.query_ids is not None, x.own is not None
 
     def body(*memory: Any) -> None:
-        q8, d8, lse, delta, v8, k, out, ready, free, k8, ids = memory
+        q8, d8, lse, delta, v8, k, out, ready, free, k8, ids, own = memory
         rows = (q8, d8, lse, delta, k8[0] if k8 else k, v8, k, out)
-        m = _Memory(*rows, ready[0], free[0], ready[1], free[1], tuple(ids) or None)
+        of_slots = (ready[0], free[0], ready[1], free[1])
+        m = _Memory(*rows, *of_slots, tuple(ids) or None, own[0] if own else None)
 
         def over_tiles(f: Any) -> None:
             share.loop(lambda number, slot: f(_Work(number, x, s), slot))
@@ -233,7 +239,7 @@ def _kernel(*refs: Ref, total: int, s: Settings, names: tuple[str, ...]) -> None
         *[ring.tile((s.stages, ROWS, head_dim), ref.dtype) for ref in (x.v8, x.k)],
         tiles.staging(out_ref.dtype),
         [
-            plgpu.Barrier(num_arrivals=4 + has_ids, num_barriers=WARPGROUPS),
+            plgpu.Barrier(num_arrivals=4 + has_ids + has_own, num_barriers=WARPGROUPS),
             plgpu.Barrier(num_arrivals=2 + has_k8 + has_ids, num_barriers=s.stages),
         ],
         [
@@ -242,6 +248,7 @@ def _kernel(*refs: Ref, total: int, s: Settings, names: tuple[str, ...]) -> None
         ],
         [ring.tile((s.stages, ROWS, head_dim), x.k8.dtype)] * has_k8,
         [plgpu.SMEM((n, ROWS), jnp.int32) for n in (WARPGROUPS, s.stages) if has_ids],
+        [plgpu.SMEM((WARPGROUPS, 2, ROWS), jnp.int32)] * has_own,
         collective_axes="warpgroup",
     )
 

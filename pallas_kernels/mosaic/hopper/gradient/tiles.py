@@ -89,9 +89,12 @@ class Operands(NamedTuple):
       key_lengths: int32 ``[B]``.
       shifts: int32 ``[B]``, by how much a query's position exceeds that of the key of its number;
         None if nowhere.
-      query_ids: int32 ``[B, Tq]``, segments; with them the three that follow, else None.
-      key_ids: int32 ``[B, Sk]``, `S` rounded up to 128.
-      query_bounds: int32 ``[B, 4, Tq / 128]``, `segments.bounds` of queries among 64 keys each.
+      query_ids: int32 ``[B, Tq]``, segments; None where there are none.
+      key_ids: int32 ``[B, Sk]`` beside them, `S` rounded up to 128.
+      own: int32 ``[B, 2, Tq]``, instead of segments: from which key on each query sees them, and
+        up to which.
+      query_bounds: int32 ``[B, 4, Tq / 128]``, `segments.Bounds` of queries among 64 keys each;
+        with segments or `own`, and so are the three that follow.
       key_bounds: int32 ``[B, 4, Sk / 128]``, of keys among 64 queries each.
       query_order: int32 ``[B * Tq / 128]``, `segments.order` of tiles of queries.
       key_order: int32 ``[B * Sk / 128]``, of keys.
@@ -116,6 +119,7 @@ class Operands(NamedTuple):
     shifts: Any = None
     query_ids: Any = None
     key_ids: Any = None
+    own: Any = None
     query_bounds: Any = None
     key_bounds: Any = None
     query_order: Any = None
