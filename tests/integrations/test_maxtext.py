@@ -166,7 +166,13 @@ def test_refusals():
     ):
         with turbojax_attention(tj.TurboConfig()):
             op = attention_op.AttentionOp(
-                config, mesh, "dot_product", T, 4, 4, attention_type=attention_op.AttentionType(kind)
+                config,
+                mesh,
+                "dot_product",
+                T,
+                4,
+                4,
+                attention_type=kind,
             )
         with pytest.raises(NotImplementedError, match=match):
             op(heads, heads, heads, None, None, "train", **given)
