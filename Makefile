@@ -41,7 +41,7 @@ export PYTHONPYCACHEPREFIX := $(CURDIR)/.cache/bytecode
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-slow test-fuzz test-integrations test-times test-all test-gpu test-gpu-all test-gpus checks lint format format-check types notebooks docs clean
+.PHONY: help demo test test-slow test-fuzz test-integrations test-maxtext test-times test-all test-gpu test-gpu-all test-gpus checks lint format format-check types notebooks docs clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-17s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -78,9 +78,20 @@ IN_PACKAGES = TURBOJAX_INTEGRATIONS=1 $(INTEGRATIONS)/bin/python -m pytest -m in
 
 test-integrations: export JAX_PLATFORMS := cpu
 test-integrations: $(INTEGRATIONS)/.installed ## run turbojax inside tunix, gemma, levanter, beside tokamax
-	$(IN_PACKAGES) --ignore tests/integrations/test_tokamax.py tests/integrations $(PYTEST) $(OR_NONE)
+	$(IN_PACKAGES) --ignore tests/integrations/test_tokamax.py \
+		--ignore tests/integrations/test_maxtext.py tests/integrations $(PYTEST) $(OR_NONE)
 	PYTHONPATH=$(INTEGRATIONS)/tokamax $(IN_PACKAGES) \
 		tests/integrations/test_tokamax.py $(PYTEST) $(OR_NONE)
+
+# MaxText needs Python 3.12 and a newer jax: another environment, and not part of test-all.
+MAXTEXT := .venv-integrations-maxtext
+PYTHON_MAXTEXT ?= $(shell for p in python3.12 python3.13 python3 $(PYTHON); do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 12))' 2>/dev/null && echo $$p && break; done)
+
+test-maxtext: export JAX_PLATFORMS := cpu
+test-maxtext: $(MAXTEXT)/.installed ## run turbojax inside maxtext; needs Python 3.12
+	TURBOJAX_INTEGRATIONS=1 TURBOJAX_DEVICES=2 $(MAXTEXT)/bin/python -m pytest -m integrations \
+		-W ignore tests/integrations/test_maxtext.py $(PYTEST) $(OR_NONE)
 
 test-times: ## what the last runs of the tests took, against their budgets; names what grew
 	@$(BIN)/python -m tests.clock $(CLOCK)
@@ -123,7 +134,7 @@ docs: $(VENV)/.installed-dev ## build docs/_build/html; a warning is an error
 	@echo "open docs/_build/html/index.html"
 
 clean: ## remove the environment, caches and built docs
-	rm -rf $(VENV) $(INTEGRATIONS) .cache build dist docs/_build .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(INTEGRATIONS) $(MAXTEXT) .cache build dist docs/_build .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 $(BIN)/python:
 	@test -n "$(PYTHON)" || { echo "turbojax needs Python 3.11 or newer on the path, or PYTHON=/path/to/python" >&2; exit 1; }
@@ -137,6 +148,14 @@ $(INTEGRATIONS)/.installed: pyproject.toml tests/integrations/requirements.txt
 	$(INTEGRATIONS)/bin/python -m pip install --quiet --no-compile --no-deps \
 		--upgrade --target $(INTEGRATIONS)/tokamax typeguard==2.13.3
 	$(INTEGRATIONS)/bin/python -m pip install --quiet --no-compile --no-deps --editable .
+	@touch $@
+
+$(MAXTEXT)/.installed: pyproject.toml tests/integrations/requirements_maxtext.txt
+	@test -n "$(PYTHON_MAXTEXT)" || { echo "maxtext needs Python 3.12 or newer on the path, or PYTHON_MAXTEXT=/path/to/python" >&2; exit 1; }
+	$(PYTHON_MAXTEXT) -m venv $(MAXTEXT)
+	$(MAXTEXT)/bin/python -m pip install --quiet --no-compile --no-deps \
+		--requirement tests/integrations/requirements_maxtext.txt
+	$(MAXTEXT)/bin/python -m pip install --quiet --no-compile --no-deps --editable .
 	@touch $@
 
 # Without what it depends on: one of these is compiled, and nothing but its file is used.
