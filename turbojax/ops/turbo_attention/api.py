@@ -101,8 +101,8 @@ def turbo_attention(
       key_value_segment_ids: integers ``[B, S]`` beside them.
       key_bounds: optional ``(start, end)``, integers ``[B, T]`` each: query `i` sees keys at
         positions from ``start[b, i]`` to before ``end[b, i]``, of those that causality, window,
-        lengths and segments show it; all must. Any integers, under `jit` too: none is changed, and
-        ``end <= start`` shows nothing. `turbojax.bounds` makes them, of prefix-LMs and images,
+        lengths and segments show it; all must. Any integers will do, under `jit` too; where
+        ``end <= start`` it sees nothing. `turbojax.bounds` makes them, of prefix-LMs and images,
         which need ``is_causal=False``: the bounds are causal where they should be. Blocks that all
         bounds of a block of queries hide take no time in kernels.
       query_offset: optional int ``[B]`` or scalar, the position of the first query, for parts of a
