@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from turbojax._device import interpreting, needs_gpu, needs_hopper, unindexable
 from turbojax.config import TurboConfig
 from turbojax.ops import numerics
-from turbojax.ops.optional_arrays import Extras
+from turbojax.ops.optional_arrays import NOTHING, Extras
 from turbojax.ops.options import Options
 
 _AMPERE, _ADA = 8.0, 8.9
@@ -230,6 +230,11 @@ def plain_refusal(
     if options.out_dtype is not None and "output_dtype" not in supported:
         return f"it has no output_dtype={options.out_dtype}"
     return extras.refusal(supported)
+
+
+def hopper_is_untried(*, extras: Extras = NOTHING, **_: Any) -> bool:
+    """Whether Hopper's kernels were only compiled for such a call so far, see `Implementation`."""
+    return extras.key_bounds is not None
 
 
 def hopper_refusal(
