@@ -208,9 +208,9 @@ class AdaptedLinear(nnx.Linear):
         self.lora_a = nnx.Param(jnp.zeros((inputs, 1), jnp.float32))
         self.lora_b = nnx.Param(jnp.zeros((1, outputs), jnp.float32))
 
-    def __call__(self, inputs: jax.Array, **options: Any) -> jax.Array:
-        """Maps ``[..., in]`` to ``[..., out]``; `options` are those of `nnx.Linear`."""
-        y: jax.Array = super().__call__(inputs, **options)
+    def __call__(self, inputs: jax.Array, out_sharding: Any = None) -> jax.Array:
+        """Maps ``[..., in]`` to ``[..., out]``; for `out_sharding` see `nnx.Linear`."""
+        y: jax.Array = super().__call__(inputs, out_sharding)
         return y + self.low_rank(inputs).astype(y.dtype)
 
     def merged_kernel(self) -> jax.Array:
