@@ -209,7 +209,7 @@ class AdaptedLinear(nnx.Linear):
         self.lora_b = nnx.Param(jnp.zeros((1, outputs), jnp.float32))
 
     def __call__(self, inputs: jax.Array, out_sharding: Any = None) -> jax.Array:
-        """Maps ``[..., in]`` to ``[..., out]``."""
+        """Maps ``[..., in]`` to ``[..., out]``; for `out_sharding` see `nnx.Linear`."""
         y: jax.Array = super().__call__(inputs, out_sharding)
         return y + self.low_rank(inputs).astype(y.dtype)
 
