@@ -270,7 +270,7 @@ def _side(cache: KiviCache, side: str, compressed: jax.Array) -> jax.Array:
         block = jnp.arange(right.shape[1])[None]
         slots = _slot(block, cache.prompt_blocks[:, None])
         of_block = jax.vmap(lambda x, i: jnp.take(x, i, axis=0, mode="clip"))(right, slots)
-        parts = left.reshape(len(left), block.shape[1], -1, *left.shape[2:])
+        parts = left.reshape(left.shape[0], block.shape[1], -1, *left.shape[2:])
         added = low_rank.product(parts.swapaxes(2, 3), of_block).swapaxes(2, 3)
         out = out + added.reshape(out.shape)
     length, size = cache.max_length, residual.shape[1]
