@@ -104,7 +104,7 @@ class TestParts:
 
 
 CLIP, DECAY = 0.5, 0.1
-PARAMS = {"a": {"kernel": (2, 128, 130)}, "scale": (2, 3)}
+PARAMS = {"a": {"kernel": (2, 128, 130)}, "bias": (2, 5), "scale": (2, 3)}
 
 
 def rate(step):
@@ -154,11 +154,11 @@ def adafactor(g, state, step):
 class TestOptimizers:
     @pytest.mark.parametrize("oracle", [adamw, lion, sgd, adafactor])
     def test_against_float64(self, oracle):
-        """Three steps; norms have no decay, and it is the rate times the weights."""
+        """Three steps; matrices alone decay, by the rate times the weights."""
         optimizer = OPTIMIZERS[oracle.__name__](rate, weight_decay=DECAY, clip_norm=CLIP)
-        begun, names = drawn(0), ("kernel", "scale")
+        begun, names = drawn(0), ("kernel", "bias", "scale")
         params = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), begun)
-        wanted, states = jax.tree.leaves(begun), [{}, {}]
+        wanted, states = jax.tree.leaves(begun), [{}, {}, {}]
         with default_promotion():
             opt_state, update = optimizer.init(params), jax.jit(optimizer.update)
             for step in range(3):

@@ -127,12 +127,12 @@ MOMENTS = {"adamw": 2, "lion": 1, "adafactor": 0, "sgd": 1, "muon": 1}
 
 
 def _is_matrix(params: Any) -> Any:
-    """True for kernels and embeddings, False for scales of norms and routers' corrections."""
+    """True for kernels and embeddings; False for scales of norms, biases, sinks and corrections."""
 
     def of(path: Any, _: Any) -> bool:
         name = jax.tree_util.keystr(path)
-        # A correction has no gradient: with decay alone it would drift away from its experts.
-        return "scale" not in name and "correction" not in name
+        # A router's correction has no gradient: with decay alone it would leave its experts.
+        return not any(other in name for other in ("scale", "bias", "sinks", "correction"))
 
     return jax.tree.map_with_path(of, params)
 
