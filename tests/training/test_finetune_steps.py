@@ -34,7 +34,7 @@ def learn(size: int) -> np.ndarray:
 def gradient(run: finetune.Trainer, parts: int):
     """Loss and gradient of the first step in so many parts."""
     _, _, *given = run._arguments(0)
-    find = jax.jit(trainer._in_parts(run._make_loss(), parts))
+    find = jax.jit(trainer._in_parts(run._make_loss(), parts, run.settings.loss_scale))
     (value, _), grads = find(run.params, *given)
     return float(value), jax.tree.leaves(grads)
 

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from turbojax import device, models
+from turbojax.models import families
 from turbojax.models.checkpoint.folder import find_companions, is_gguf
 from turbojax.models.checkpoint.huggingface import checkpoint_folder, float_bytes, require_gguf
 from turbojax.models.config import DTYPES, model_config, stored_dtype
@@ -23,8 +24,6 @@ from turbojax.models.text.tokenizer import NumberTokenizer, Tokenizer, load_toke
 from turbojax.sharding.axes import Axes
 
 WEIGHTS = ("float", "int4")
-# Families whose residual streams are known to pass float16's 65,504.
-_BEYOND_FLOAT16 = ("gemma2", "gemma3_text")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,7 +105,8 @@ def usual_dtype(stored: np.dtype | None, config: models.TransformerConfig) -> np
     """
     usual = device.compute_dtype()
     if usual == jnp.float16 and stored in (None, jnp.bfloat16):
-        return jnp.dtype(jnp.float32) if config.family in _BEYOND_FLOAT16 else usual
+        overflows = families.FAMILIES[config.family].overflows_float16
+        return jnp.dtype(jnp.float32) if overflows else usual
     return usual if usual == jnp.float32 else None
 
 

@@ -80,6 +80,7 @@ class Family:
       has_predictors: whether files may hold a further layer, which predicts tokens beyond the next
         one and is not read.
       norms: stored norms by name, and the model's; a model has all or some of them.
+      overflows_float16: whether residual streams are known to pass float16's largest number.
     """
 
     name: str
@@ -96,6 +97,7 @@ class Family:
     experts: Mapping[str, Path] = dataclasses.field(default_factory=dict)
     experts_in_one: bool = False
     has_predictors: bool = False
+    overflows_float16: bool = False
 
     def read(self, hf: Mapping[str, Any]) -> dict[str, Any]:
         """The fields of the `TransformerConfig` that a `config.json` of this family describes."""

@@ -86,5 +86,6 @@ GEMMA2 = Gemma2(
     idle={"hidden_act": "gelu_pytorch_tanh"},
     activation_key="hidden_activation",
     chooses_layers=True,
+    overflows_float16=True,
     norms=NORMS,
 )

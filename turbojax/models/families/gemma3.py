@@ -120,5 +120,6 @@ GEMMA3 = Gemma3(
     refused={"Gemma3ForConditionalGeneration": _TEXT_ALONE, "gemma3": _TEXT_ALONE},
     activation_key="hidden_activation",
     chooses_layers=True,
+    overflows_float16=True,
     norms=NORMS,
 )
