@@ -243,10 +243,10 @@ def random(config: models.TransformerConfig) -> models.Transformer:
 def gradient(run: finetune.Trainer) -> tuple[float, list[np.ndarray]]:
     """Loss and gradient of the first step, whole."""
     _, _, *given = run._arguments(0)
-    loss, parts = run._make_loss(), run.settings.accumulate
-    find = steps._in_parts(loss, parts)
+    given_loss = run._make_loss(), run.settings.accumulate, run.settings.loss_scale
+    find = steps._in_parts(*given_loss)
     if run._split is not None:
-        find = steps._over_devices(loss, parts, run._split, run._slices, run.params)
+        find = steps._over_devices(*given_loss, run._split, run._slices, run.params)
     (value, _), grads = jax.jit(find)(run.params, *given)
     return float(value), [np.asarray(x) for x in jax.tree.leaves(grads)]
 

@@ -256,8 +256,11 @@ def _usual_precision(model: str) -> str:
     from turbojax import device
     from turbojax.app import text_model
 
-    config = text_model.find_text_model(model).config
-    return (text_model.usual_dtype(None, config) or device.half_dtype()).name
+    usual = device.compute_dtype()
+    if usual != "float16":  # which alone depends on the model
+        return usual.name
+    found = text_model.usual_dtype(None, text_model.find_text_model(model).config)
+    return (found or usual).name
 
 
 def _corpus(model: str, data: list[Path] | None, held_out: list[Path] | None) -> Any:
