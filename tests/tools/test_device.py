@@ -16,6 +16,7 @@ from turbojax.app import text_model
 from turbojax.app import train as train_command
 from turbojax.app.doctor import examination
 from turbojax.app.main import app
+from turbojax.finetune.base import windows
 from turbojax.finetune.losses import scaled_value_and_grad
 from turbojax.ops import cudnn, exact_attention
 
@@ -183,13 +184,14 @@ def test_a_gradient_in_float16_is_that_in_float32():
     def gradient(precision, scale):
         trainer = _trainer(precision)
         mean = trainer._make_loss()
+        tokens = windows(trainer._stream, trainer._starts(0), mean.context)
 
         def loss(*arguments):
             value, density = mean(*arguments)
             return value / more, density
 
         run = jax.jit(scaled_value_and_grad(loss, scale))
-        (value, _), grads = run(trainer.params, trainer._stream, trainer._starts(0))
+        (value, _), grads = run(trainer.params, tokens, mean.share(tokens))
         return float(value), np.concatenate([np.ravel(x) for x in jax.tree.leaves(grads)])
 
     value, exact = gradient("float32", 1.0)
