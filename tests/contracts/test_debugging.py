@@ -17,7 +17,7 @@ from turbojax.models.generation.sampling import Sampling, sample, sampling_rows
 IMPLEMENTATIONS = ("threefry2x32", "rbg", "unsafe_rbg")
 
 
-@pytest.mark.quick(1, slow=4)
+@pytest.mark.quick(1, slow=2)
 @pytest.mark.parametrize("name", CASES)
 def test_no_nan_is_made_and_thrown_away(name):
     """Outside `jit`, where jax looks at what every operation gives."""
@@ -33,7 +33,7 @@ def test_nan_trips():
         tj.sas_softmax(jnp.full((1, 4), jnp.nan))
 
 
-@pytest.mark.quick(1, slow=3)
+@pytest.mark.quick(1, slow=1)
 @pytest.mark.parametrize("name", CASES)
 def test_infinite_results_alone_trip(name):
     """Under `jit`: the log-sum-exp of a query that sees nothing is -inf, and nothing else is."""
@@ -57,7 +57,7 @@ def abstract(call, arguments):
     return jax.tree.map(lambda x: (x.shape, x.dtype), traced)
 
 
-@pytest.mark.quick(2, slow=6)
+@pytest.mark.quick(2, slow=2)
 @pytest.mark.parametrize("name", CASES)
 def test_no_tracer_leaks_and_64_bits_change_no_dtype(name):
     call, arguments = CASES[name]()
@@ -111,7 +111,7 @@ def test_modules_take_keys_of_any_kind(implementation):
             np.testing.assert_array_equal(one, other)
 
 
-@pytest.mark.slow
+@pytest.mark.quick(slow=1)
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS[1:])
 def test_random_models_are_made_with_any_kind(implementation):
     with jax.default_prng_impl(implementation):

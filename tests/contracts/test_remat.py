@@ -115,7 +115,7 @@ def test_models_keep_what_attention_keeps():
     assert every["sort"] == 2 * few["sort"] == 2
 
 
-@pytest.mark.slow
+@pytest.mark.fuzz
 def test_models_gradients_are_the_same_bits():
     found = [jax.jit(of)(params) for of, params in map(model_gradient, (True, "attention"))]
     for one, other in zip(*map(jax.tree.leaves, found), strict=True):

@@ -253,7 +253,7 @@ def test_nan_in_skipped_blocks_has_no_gradient():
 
 
 @pytest.mark.optimized
-@pytest.mark.slow
+@pytest.mark.fuzz
 def test_vmap_scan_and_repetition_give_the_same_bits():
     case = Case(40, 56, batch=2, block_q=16, block_kv=16)
     static = static_of(case)

@@ -131,7 +131,7 @@ def _oracle(decoder: models.QuantizedDecoder, tokens: jax.Array, round_tokens=_r
     return hidden @ wide(head).T
 
 
-@pytest.mark.slow
+@pytest.mark.fuzz
 def test_tables_and_bfloat16_scales_compute_what_they_say(model, calibration):
     options = {"scale_dtype": "bf16", "quantize_embedding": True, "quantize_head": True}
     decoder = _first_layer(models.unstack(model))

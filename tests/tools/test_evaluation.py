@@ -186,7 +186,7 @@ def test_int4_weights_are_those_of_both(model):
     assert 1e-6 < np.mean(found.divergence) < 0.5
 
 
-@pytest.mark.slow
+@pytest.mark.fuzz
 def test_prompts_attend_as_the_method_says(model):
     """Pooled, and through layers of which the first and last are exact."""
     windows = tokens()[:BATCH]

@@ -342,7 +342,7 @@ class TestResuming:
         ):
             np.testing.assert_array_equal(one, two)
 
-    @pytest.mark.slow
+    @pytest.mark.quick(slow=1)
     @pytest.mark.parametrize("optimizer", ["muon", "adafactor"])
     def test_a_run_in_parts_ends_with_the_same_bits(self, tmp_path, optimizer):
         settings = dataclasses.replace(

@@ -152,7 +152,7 @@ class TestRefusals:
             finetune.check_trackers(("wandb", "wandb"))
 
 
-@pytest.mark.slow
+@pytest.mark.fuzz
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
 def test_the_command(tmp_path):
     """The rows are those of the log."""

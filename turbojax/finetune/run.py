@@ -229,9 +229,8 @@ class Log:
         # As JSON gives it back, with lists for tuples.
         header = json.loads(json.dumps(header))
         old = read_content(path) if is_kept and path.exists() else {}
-        if old and (
-            other := _differences(*map(with_defaults, (old["identity"], header["identity"])))
-        ):
+        held, wanted = (with_defaults(x["identity"]) for x in (old or header, header))
+        if other := _differences(held, wanted):
             raise ValueError(
                 f"{str(path.parent)!r} holds another run, with {'; '.join(other)}: "
                 "choose another folder, or the same settings, model and data"
