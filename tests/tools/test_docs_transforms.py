@@ -9,7 +9,7 @@ EXAMPLES = examples(DOCS / "transforms.md")
 
 
 @pytest.mark.optimized
-@pytest.mark.slow
+@pytest.mark.fuzz
 def test_export_example():
     """The text is what the model says without being exported."""
     pytest.importorskip("flatbuffers")
