@@ -232,8 +232,8 @@ def plain_refusal(
     return extras.refusal(supported)
 
 
-def hopper_is_untried(*, extras: Extras = NOTHING, **_: Any) -> bool:
-    """Whether Hopper's kernels were only compiled for such a call so far, see `Implementation`."""
+def kernel_is_untried(*, extras: Extras = NOTHING, **_: Any) -> bool:
+    """Whether kernels never ran on a GPU with such a call so far, see `Implementation`."""
     return extras.key_bounds is not None
 
 
