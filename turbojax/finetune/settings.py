@@ -38,8 +38,8 @@ class Settings:
       learning_rate: peak of the schedule.
       warmup_steps: linear rise from 0.
       final_rate: where the schedule ends, a share of `learning_rate`; none of ``"constant"``.
-      weight_decay: of matrices and embeddings, not of norms; with ``"muon"`` of the layers' kernels
-        alone.
+      weight_decay: of matrices and embeddings, not of norms, biases and sinks; with ``"muon"`` of
+        the layers' kernels alone.
       clip_norm: bound on the global norm of the gradient.
       seed: of the data's order, the only thing that is random.
       precision: compute dtype; master weights and optimizer state are float32. In float16 the loss
