@@ -5,6 +5,7 @@ from benchmarks import (
     demo,
     gradient_error,
     gradient_training,
+    masks,
     model_training,
     pooled_training,
     throughput,
@@ -25,6 +26,7 @@ from benchmarks.suites.loading import suite as loading
 from benchmarks.suites.paged import suite as paged
 from benchmarks.suites.parallel import suite as parallel
 from benchmarks.suites.pooled import suite as pooled
+from benchmarks.suites.pooled import tables as pooled_tables
 from benchmarks.suites.serving import suite as serving
 from benchmarks.suites.verdict import suite as verdict
 
@@ -70,6 +72,9 @@ SHOWN = (
     gradient_training.TUNED,
     first_calls.SHOWN,
     video.SHOWN,
+    masks.SHOWN,
+    # Some rows of the suite, of a later day than its own result.
+    Shown(("pooled_video",), {"pooled video": pooled_tables.video_section}),
     # Two models on another device than the suite's own result.
     Shown(("families_h200",), {"families h200": families_tables.families_summary}),
 )

@@ -131,6 +131,12 @@ def _by_method(result: Result, operation: str) -> dict[tuple[Any, str], Row]:
     return best
 
 
+def video_section(name: str, result: Result) -> str:
+    """Both passes without a mask, as docs/video.md shows them, and where the figures come from."""
+    passes = [attention_table(result, operation) for operation in (FORWARD, GRADIENT)]
+    return "\n\nWith the backward pass:\n\n".join(passes) + f"\n\n{tables.source(name, result)}"
+
+
 def page_section(name: str, result: Result, operation: str) -> str:
     """A table of docs/benchmarks and where its figures come from."""
     table = selection_table(result) if operation == SELECT else attention_table(result, operation)
