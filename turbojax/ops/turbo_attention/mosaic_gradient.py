@@ -16,6 +16,7 @@ from turbojax.ops.options import Options
 from turbojax.ops.sinks import sees_only_sink
 from turbojax.ops.turbo_attention import gradient_reference
 from turbojax.ops.turbo_attention.operands import (
+    bias_of_hopper,
     hopper_refusal,
     prepare_rows,
     quantize_queries,
@@ -130,6 +131,7 @@ def gradient(
     x = tiles.Operands(*q8, *k8, *d8, *v8, q, k, d_o, lse, delta, query_length, key_length)
     x = x._replace(shifts=extras.shift(), **_of_segments(extras, query_length, key_length, options))
     x = x._replace(**_of_key_bounds(extras, query_length, size, options))
+    x = x._replace(bias=bias_of_hopper(extras))
     if extras.alibi_slopes is not None:
         x = x._replace(slopes=extras.alibi_slopes * math.log2(math.e))
     launch = launch or default_launch(
@@ -144,14 +146,14 @@ def gradient(
     d_k, d_v = d_k[:, :size, :, :head_dim], d_v[:, :size, :, :of_values]
     if unit is not None:
         d_q, d_k, d_v = ((y / unit).astype(wanted) for y in (d_q, d_k, d_v))
-    if extras.alibi_slopes is None:
+    if extras.alibi_slopes is None and extras.bias is None:
         return d_q, d_k, d_v, NOTHING
-    # In plain JAX: slopes are usually constants, and under `jit` an unused gradient is not
-    # computed.
+    # In plain JAX: slopes and biases are usually constants, and under `jit` an unused gradient is
+    # not computed.
     *_, of_extras = gradient_reference.gradient(
         *given, config=config, options=options, extras=extras
     )
-    return d_q, d_k, d_v, Extras(alibi_slopes=of_extras.alibi_slopes)
+    return d_q, d_k, d_v, Extras(alibi_slopes=of_extras.alibi_slopes, bias=of_extras.bias)
 
 
 def _of_seeing(d_out: jax.Array, out: jax.Array, residual: jax.Array, extras: Extras) -> jax.Array:
