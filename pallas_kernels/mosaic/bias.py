@@ -1,16 +1,16 @@
 """A bias of attention scores in a warpgroup's registers: each lane loads what it adds.
 
 Floor, for 2 sequences of 8,192 tokens, 16 heads of 128, and a bfloat16 bias of all queries, the
-same for both sequences: 2 bytes a score, 2.1 GB from memory (H200, 4.3 TB/s: 0.5 ms) and 4.3 GB from
-the L2 cache (some 5.5 TB/s: 0.8 ms), under 1.1 T operations, 1.2 ms of the forward kernel without a
-bias. So bytes fit beside the products, and instructions do not: unpack, scale, compare and select
-are 4 to 5 for each score beside 8. Target: 1.6 times the time without a bias.
+same for both sequences: 2 bytes a score, 2.1 GB from memory (H200, 4.3 TB/s: 0.5 ms) and 4.3 GB
+from the L2 cache (some 5.5 TB/s: 0.8 ms), under 1.1 T operations, 1.2 ms of the forward kernel
+without a bias. So bytes fit beside the products, and instructions do not: to unpack, scale, compare
+and select are 4 to 5 for each score, beside 8. Target: 1.6 times the time without a bias.
 
-Lanes load for themselves, not the copy engine: shared memory is full in most launches; any `T` is
-taken, and `S` needs to be a multiple of 4 alone; and there is no barrier to be wrong about. A warp's
-load covers whole sectors of memory where keys are permuted (`_in_fours`), and otherwise two loads
-that follow each other share them. Loads are started before what they are added to is computed. Axes
-of 1 are index maps, and one row for all queries costs a load where others cost two.
+Lanes load for themselves, not the copy engine: shared memory is full in most launches; `T` may be
+anything and `S` a multiple of 4; and there is no barrier to be wrong about. A warp's load covers
+whole sectors of memory where keys are permuted (`_in_fours`), and otherwise two loads that follow
+each other share them. Loads are started before what they are added to is computed. Axes of 1 are
+index maps, and one row for all queries costs a load where others cost two.
 """
 
 import dataclasses
@@ -121,6 +121,39 @@ def _load(f: Callable[..., list[Int]], ref: Ref, tile: int, *scalars: jax.Array)
 
     types = (plgpu.RefType(), *[SCALAR] * len(scalars))
     return ring.inline(run, types, ring.array((ROWS, 2 * count), jnp.int32))(ref, *scalars)
+
+
+def store(ref: Ref, x: jax.Array, line: jax.Array, query: jax.Array, key: jax.Array) -> None:
+    """Writes float32 ``[64, 64]``, rows are queries, rounded, to an array in a bias' shape.
+
+    What is past its queries and keys is left out.
+    """
+    kind = Bias.of(ref)
+
+    def run(ref: Any, values: Any, *scalars: Any) -> None:
+        given = (lane.scalar(a) for a in scalars)
+        _store(Pointer.to(ref), fragments.by_row(values), *given, x=kind)
+
+    types = (plgpu.RefType(), plgpu.Layout.WGMMA, *[SCALAR] * 3)
+    ring.inline(run, types)(ref, x, line, query, key)
+
+
+def _store(
+    start: Any, rows: list[list[Float]], line: Int, query: Int, key: Int, *, x: Bias
+) -> None:
+    row, t = fragments.row_and_place()
+    first = key + t * 2
+    for half, values in enumerate(rows):
+        number = query + row + 8 * half
+        at = start.times(line + number, x.stride)
+        for i in range(0, len(values), 2):
+            token = first + 4 * i
+            with lane.when((number < x.shape[2]) & (token < x.shape[3])):
+                target, pair = at.at(token * x.size), values[i : i + 2]
+                if x.size == 4:
+                    target.store_words([v.as_int() for v in pair])
+                else:
+                    target.store(lane.half.pack(*pair, x.dtype))
 
 
 def _in_fours(

@@ -5,6 +5,7 @@ Lanes load from arrays of bytes, as they do from global memory; the rest as in
 """
 
 import functools
+import itertools
 import types
 
 import jax
@@ -16,7 +17,8 @@ import pytest
 import turbojax as tj
 from pallas_kernels.mosaic import bias as biases
 from pallas_kernels.mosaic import softmax
-from pallas_kernels.mosaic.hopper.gradient import elementwise
+from pallas_kernels.mosaic.hopper.gradient import bias as of_bias
+from pallas_kernels.mosaic.hopper.gradient import elementwise, tiles
 from tests.attention.attention_helpers import EXACT
 from tests.kernels.kernel_helpers import lower_for_cuda
 from tests.kernels.test_mosaic_gradient import accumulator
@@ -188,6 +190,12 @@ def test_weights_and_score_gradients(monkeypatch, kind, dtype, rows_are_keys, ca
     slopes = rest[:1] if cap is not None else []
     given = (p, products, of_rows[1], np.float32(factor), *slopes, *limits)
     d = elementwise._gradients(*given, has_bias=True, **options)
+    added = None
+    if not rows_are_keys:
+        before = np.full(shape, 0.25, np.float32)
+        of_rows[0][5] = np.inf  # a query that sees nothing
+        given = (before, p, products, *of_rows[::-1], np.float32(factor), np.float32(0.5))
+        added = elementwise._add_gradients(*given, *limits, s=s)
 
     row, column = np.indices(shape)
     q, k = (column, row) if rows_are_keys else (row, column)
@@ -201,8 +209,58 @@ def test_weights_and_score_gradients(monkeypatch, kind, dtype, rows_are_keys, ca
         want = np.where(seen, np.exp2(v - lse), 0)
         assert 0.5 < seen.mean() < 0.9
         np.testing.assert_allclose(p, want, rtol=1e-4, atol=1e-6)
-        want = np.where(seen, want * (factor * products - delta) * bend, 0)
-    np.testing.assert_allclose(d, want, rtol=2e-4, atol=1e-4)
+        whole = np.where(seen, want * (factor * products - delta), 0)
+    np.testing.assert_allclose(d, whole * np.where(seen, bend, 1), rtol=2e-4, atol=1e-4)
+    if added is not None:  # before the cap's derivative
+        whole[5] = 0
+        np.testing.assert_allclose(added, 0.25 + 0.5 * whole, rtol=2e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("query", "key"), [(64, 64), (70, 128)])
+def test_what_lanes_store(monkeypatch, query, key, dtype):
+    """Of tiles in the middle, and past the last query and key: there nothing."""
+    patch(monkeypatch, accumulator)
+    shape = (BATCH, HEADS, TOKENS, SIZE)
+    kind = biases.Bias(shape, dtype)
+    memory = np.frombuffer(np.full(shape, 9, DTYPES[dtype]).tobytes(), np.uint8).copy()
+    values = np.random.default_rng(0).normal(size=(16, 64)).astype(np.float32)
+    line = int(kind.line(jnp.int32(B), jnp.int32(HEAD)))
+    given = [warp.Int(np.full(32, n)) for n in (line, query, key)]
+    biases._store(warp.Pointer(memory), accumulator.by_row(values), *given, x=kind)
+    got = memory.view(DTYPES[dtype]).reshape(shape)
+    want = np.full(shape, 9, DTYPES[dtype])
+    rows, columns = min(16, TOKENS - query), min(64, SIZE - key)
+    want[B, HEAD, query : query + rows, key : key + columns] = values[:rows, :columns]
+    np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize("kind", [(2, 4, 300, 8), (1, 4, 300, 8), (1, 1, 300, 8), (2, 1, 1, 300)])
+def test_every_pair_is_added_to_one_tile_of_the_gradient(kind):
+    """Of all sequences, heads, queries and keys, where their bias is."""
+    batch, heads, tokens = 2, 4, 300
+    x = dict.fromkeys(tiles.Operands._fields)
+    x["q"], x["k"] = jnp.zeros((batch, tokens, heads, 1)), jnp.zeros((batch, 300, 2, 1))
+    x["query_lengths"] = x["key_lengths"] = jnp.asarray([300, 200])
+    x["bias"] = jnp.zeros(kind)
+    s = types.SimpleNamespace(left=None, right=0)
+    count = kind[0] * kind[1] * -(-kind[2] // 128) * -(-kind[3] // 128)
+    seen = []
+    for number in range(count):
+        work = of_bias._Work(jnp.int32(number), tiles.Operands(**x), s)
+        for i in range(work.steps):
+            step = work.step(jnp.int32(i))
+            b, head, h, query, key = (int(a) for a in step[:5])
+            assert h == head // 2
+            assert int(work.key) == key
+            assert (int(work.b), int(work.head)) == (b % kind[0], head % kind[1])
+            assert kind[2] == 1 or int(work.row) * 128 == query
+            length = (300, 200)[b]
+            assert bool(step.is_seen) == (query < length and key < length and key <= query + 127)
+            seen.append((b, head, query, key))
+    keys = range(0, kind[3], 128)
+    every = itertools.product(range(batch), range(heads), (0, 128, 256), keys)
+    assert sorted(seen) == list(every)
 
 
 def operands(shape, dtype, head_dim, size):

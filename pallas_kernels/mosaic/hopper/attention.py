@@ -326,10 +326,11 @@ class _Consumer:
         parts, scales = self.s.tile // self.s.block_kv, self.scales[0]
         return tuple(self.factor * scales[(*self.at, j * parts + i)] for i in range(parts))
 
-    def added(self, j: jax.Array) -> tuple[jax.Array, ...]:
-        """Starts to load the bias of block `j`, if both exist: its words."""
+    def added(self, j: jax.Array, after: int = 0) -> tuple[jax.Array, ...]:
+        """Starts to load the bias of block ``j + after``, if both exist: its words."""
         if self.bias is None:
             return ()
+        j = j + after
         ref, line, query = self.bias
         stop = jnp.where(j < self.blocks.end, jnp.int32(ref.shape[3]), 0)
         return (biases.of_scores(ref, line, query, j * self.s.tile, stop, self.s.tile),)
@@ -510,7 +511,7 @@ class _Consumer:
             self.multiplied(slot)
             alpha, unit = next_alpha, value_unit
             scores, factors = self.seen(scores, j, factors, slot, is_masked, tuple(added))
-            added = self.added(j + 1)  # on its way until the next block's scores are there
+            added = self.added(j, 1)  # on its way until the next block's scores are there
             p, m, l, next_alpha, next_unit = self.softmax(scores, m, l, factors)
             # Loops over which the compiler moves no instructions: the softmax stays before them.
             self.wait_for_key(j + 1, following)
@@ -523,7 +524,7 @@ class _Consumer:
             return *carry, *added
 
         carry = (o, product, alpha, unit, m, l, next_alpha, next_unit, p, slot, following)
-        carry = (*carry, *self.added(blocks.begin + 1))
+        carry = (*carry, *self.added(blocks.begin, 1))
         masked, plain = (functools.partial(step, is_masked=x) for x in (True, False))
         if s.hides_first:
             carry = lax.fori_loop(blocks.begin + 1, blocks.inner, masked, carry)
@@ -934,7 +935,7 @@ def attention(
     the order of tokens, for keys too; or else `key_bounds`, int32 ``[B, T]`` twice, say from which
     key each query sees, and up to which. `sinks`, float32 ``[N]``, are scores that have a weight
     and no value; scores fall by `slopes`, float32 ``[N]``, times the distance. `bias`, ``[B or 1, N
-    or 1, T or 1, S']`` of which `S'` is `S` rounded up to `biases.MULTIPLE`, is added to scores, and
+    or 1, T or 1, S']`` of which `S'` is `S` rounded up to `biases.MULTIPLE`, is added to scores and
     hides keys where it is ``-inf``. What `settings` say of segments, slopes and a bias is
     overwritten here.
     """

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -146,14 +147,28 @@ def gradient(
     d_k, d_v = d_k[:, :size, :, :head_dim], d_v[:, :size, :, :of_values]
     if unit is not None:
         d_q, d_k, d_v = ((y / unit).astype(wanted) for y in (d_q, d_k, d_v))
-    if extras.alibi_slopes is None and extras.bias is None:
-        return d_q, d_k, d_v, NOTHING
-    # In plain JAX: slopes and biases are usually constants, and under `jit` an unused gradient is
-    # not computed.
+    # Slopes and biases are usually constants: under `jit` a gradient that is not used is not
+    # computed, neither in plain JAX nor by a kernel.
+    d_bias = None
+    if extras.bias is not None:
+        gains = None if unit is None else 1 / unit[:, 0, 0, 0]
+        d_bias = _of_bias(x._replace(gains=gains), extras.bias, settings)
+    if extras.alibi_slopes is None:
+        return d_q, d_k, d_v, Extras(bias=d_bias)
     *_, of_extras = gradient_reference.gradient(
         *given, config=config, options=options, extras=extras
     )
-    return d_q, d_k, d_v, Extras(alibi_slopes=of_extras.alibi_slopes, bias=of_extras.bias)
+    return d_q, d_k, d_v, Extras(alibi_slopes=of_extras.alibi_slopes, bias=d_bias)
+
+
+def _of_bias(x: Any, bias: jax.Array, settings: Callable[..., Any]) -> jax.Array:
+    """The gradient of a bias, in its shape and dtype, from the operands of the other kernels."""
+    from pallas_kernels.mosaic.hopper.gradient.bias import bias_gradient, stages_of
+
+    found = bias_gradient(x, settings(stages_of(x)))
+    if bias.shape[2] == 1:  # a tile's rows are left
+        found = jnp.sum(found, axis=2, keepdims=True).astype(bias.dtype)
+    return found[..., : bias.shape[3]]
 
 
 def _of_seeing(d_out: jax.Array, out: jax.Array, residual: jax.Array, extras: Extras) -> jax.Array:

@@ -189,6 +189,34 @@ def _gradients(
     return mgpu.optimization_barrier(fragments.carrier(fragments.half_words(rows, dtype)))
 
 
+def _add_gradients(
+    sums: Any,
+    weights: Any,
+    products: Any,
+    delta: Any,
+    lse: Any,
+    factor: Any,
+    gain: Any,
+    *limits: Any,
+    s: Settings,
+) -> Any:
+    products = mgpu.optimization_barrier(products)  # not before the products are done
+    [c], [share] = fragments.scalars(factor), fragments.scalars(gain)
+    bounds, rows = _mask(limits), []
+    of_rows = zip(fragments.scalars(delta), fragments.scalars(lse), strict=True)
+    arrays = (fragments.by_row(a) for a in (sums, weights, products))
+    for half, (total, p, x, (e, l)) in enumerate(zip(*arrays, of_rows, strict=True)):
+        d = [_to_float(v).fma(c, -e) * w for v, w in zip(x, p, strict=True)]
+        # A query that sees nothing, or a pair that is hidden, adds nothing, not even a NaN.
+        blind = l.equals(math.inf)
+        d = [(blind | (w.as_int() < 0)).where(0.0, v) for w, v in zip(p, d, strict=True)]
+        if bounds is not None:
+            masks = _visible(bounds, half, len(x), False, s)
+            d = [m.where(v, 0.0) for m, v in zip(masks, d, strict=True)]
+        rows.append([v.fma(share, old) for v, old in zip(d, total, strict=True)])
+    return mgpu.optimization_barrier(fragments.of_rows(rows))
+
+
 @dataclasses.dataclass(frozen=True)
 class Tile:
     """The two elementwise steps of a tile ``[64, 64]`` of weights.
@@ -256,6 +284,28 @@ class Tile:
             weights, products, delta, factor, *slopes, *limits
         )
         return words
+
+    def add_gradients(
+        self,
+        sums: jax.Array,
+        weights: jax.Array,
+        products: jax.Array,
+        delta: jax.Array,
+        lse: jax.Array,
+        factor: jax.Array,
+        gain: jax.Array,
+        limits: tuple[jax.Array, ...],
+    ) -> jax.Array:
+        """`sums` plus `gain` times what `score_gradients` has without a cap's slopes, in float32.
+
+        Rows are queries.
+        """
+        types = (MATRIX, MATRIX, MATRIX, ROW, ROW, SCALAR, SCALAR, *self._types(limits))
+        f = functools.partial(_add_gradients, s=self.s)
+        found: jax.Array = ring.inline(f, types, ring.array((ROWS, ROWS), jnp.float32))(
+            sums, weights, products, delta, lse, factor, gain, *limits
+        )
+        return found
 
     def limits_of(
         self,

@@ -102,6 +102,8 @@ class Operands(NamedTuple):
       slopes: float32 ``[N]``, by which scores fall with the distance, in powers of two.
       bias: ``[B or 1, N or 1, T' or 1, S']``, added to scores; `T'` and `S'` are at least the
         numbers of queries and of keys, `S'` is a multiple of 4.
+      gains: float32 ``[B]``, by which a sequence's share of the bias' gradient is multiplied; None
+        for 1.
     """
 
     q8: Any
@@ -129,6 +131,7 @@ class Operands(NamedTuple):
     key_order: Any = None
     slopes: Any = None
     bias: Any = None
+    gains: Any = None
 
     @property
     def given(self) -> dict[str, Any]:
