@@ -149,11 +149,11 @@ def _store(
         for i in range(0, len(values), 2):
             token = first + 4 * i
             with lane.when((number < x.shape[2]) & (token < x.shape[3])):
-                target, pair = at.at(token * x.size), values[i : i + 2]
+                target, low, high = at.at(token * x.size), values[i], values[i + 1]
                 if x.size == 4:
-                    target.store_words([v.as_int() for v in pair])
+                    target.store_words([low.as_int(), high.as_int()])
                 else:
-                    target.store(lane.half.pack(*pair, x.dtype))
+                    target.store(lane.half.pack(low, high, x.dtype))
 
 
 def _in_fours(

@@ -511,7 +511,7 @@ class _Consumer:
             self.multiplied(slot)
             alpha, unit = next_alpha, value_unit
             scores, factors = self.seen(scores, j, factors, slot, is_masked, tuple(added))
-            added = self.added(j, 1)  # on its way until the next block's scores are there
+            following_added = self.added(j, 1)  # on its way until the next scores are there
             p, m, l, next_alpha, next_unit = self.softmax(scores, m, l, factors)
             # Loops over which the compiler moves no instructions: the softmax stays before them.
             self.wait_for_key(j + 1, following)
@@ -521,7 +521,7 @@ class _Consumer:
             plgpu.barrier_arrive(self.free[1].at[before])
             p = self.pack(p)
             carry = (o, product, alpha, unit, m, l, next_alpha, next_unit, p, slot, following)
-            return *carry, *added
+            return *carry, *following_added
 
         carry = (o, product, alpha, unit, m, l, next_alpha, next_unit, p, slot, following)
         carry = (*carry, *self.added(blocks.begin, 1))

@@ -193,7 +193,8 @@ def _kernel(*refs: Ref, total: int, s: Settings, names: tuple[str, ...]) -> None
 
     def body(*memory: Any) -> None:
         *arrays, ids, own = memory
-        m = _Memory(*arrays, tuple(ids) or None, own[0] if own else None)
+        rows, barriers = arrays[:6], arrays[6:]
+        m = _Memory(*rows, *barriers, tuple(ids) or None, own[0] if own else None)
 
         def consume(number: jax.Array, slot: jax.Array) -> jax.Array:
             work = _Work(number, x, s)
