@@ -192,9 +192,9 @@ def _kernel(*refs: Ref, total: int, s: Settings, names: tuple[str, ...]) -> None
     head_dim, has_ids, has_own = x.q.shape[-1], x.query_ids is not None, x.own is not None
 
     def body(*memory: Any) -> None:
-        *arrays, ids, own = memory
-        rows, barriers = arrays[:6], arrays[6:]
-        m = _Memory(*rows, *barriers, tuple(ids) or None, own[0] if own else None)
+        q8, d8, k8, v8, lse, delta, ready, free, ids, own = memory
+        arrays = (q8, d8, k8, v8, lse, delta)
+        m = _Memory(*arrays, ready, free, tuple(ids) or None, own[0] if own else None)
 
         def consume(number: jax.Array, slot: jax.Array) -> jax.Array:
             work = _Work(number, x, s)
