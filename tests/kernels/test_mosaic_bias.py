@@ -303,13 +303,13 @@ def test_gradients_lower(case):
     assert "mosaic_gpu" in lower_for_cuda(lambda *x: run(*x[:-1], extras=x[-1]), *arrays)
 
 
-def test_launches_of_a_bias():
-    """With one for pairs the next tile's is in registers, so scores are not computed ahead."""
-    query, config = jax.ShapeDtypeStruct((2, 300, 4, 128), jnp.bfloat16), tj.TurboConfig()
-    plain = mosaic_gpu.default_launch(query, config)
-    of_pairs = mosaic_gpu.default_launch(query, config, of_pairs=True)
-    assert plain.ahead
-    assert (of_pairs.ahead, of_pairs.tile, of_pairs.in_turns) == (False, config.block_kv, False)
+@pytest.mark.parametrize("block_kv", [64, 128])
+def test_launches_of_a_bias(block_kv):
+    """Tiles of one block; ahead where a tile's bias has registers, in turns never."""
+    query = jax.ShapeDtypeStruct((2, 300, 4, 128), jnp.bfloat16)
+    config = tj.TurboConfig(block_kv=block_kv, buffer_size=block_kv)
+    found = mosaic_gpu.default_launch(query, config, has_bias=True)
+    assert (found.tile, found.ahead, found.in_turns) == (block_kv, block_kv == 64, False)
 
 
 def test_keys_are_padded_only_where_they_must_be():

@@ -99,7 +99,7 @@ def attention(
     has_segments = extras.query_segment_ids is not None or extras.key_bounds is not None
     bias = bias_of_hopper(extras)
     launch = launch or default_launch(
-        query, config, has_segments=has_segments, of_pairs=bias is not None and bias.shape[2] > 1
+        query, config, has_segments=has_segments, has_bias=bias is not None
     )
     of_values, value = value.shape[3], pad_axis(value, 3, key.shape[3])
     head_dim, size = query.shape[-1], _padded_head_dim(query.shape[-1])
@@ -154,7 +154,7 @@ def attention(
 
 
 def default_launch(
-    query: jax.Array, config: TurboConfig, *, has_segments: bool = False, of_pairs: bool = False
+    query: jax.Array, config: TurboConfig, *, has_segments: bool = False, has_bias: bool = False
 ) -> Launch:
     """The fastest launch in the measurements of `pallas_kernels.mosaic.hopper.attention`.
 
@@ -162,14 +162,14 @@ def default_launch(
     out is relative to the maximum up to a weight's block. Computing scores ahead takes more
     registers than there are in mode ``"int8"``, whose second products are converted too, and with
     256 channels. With 64 channels a third warpgroup fits instead, if a sequence has queries for it.
-    Taking turns is slower there, and in mode ``"int8"``. With a bias of pairs of queries and keys
-    the next tile's is in registers: as in mode ``"int8"`` there are none to compute scores ahead.
+    Taking turns is slower there, and in mode ``"int8"``. A bias of a tile of 64 keys has registers,
+    also ahead; with one of 128, as blocks of 128 need it, hundreds of bytes are spilled.
     """
     head_dim, is_int8 = _padded_head_dim(query.shape[-1]), config.mode == "int8"
     is_narrow, is_wide = head_dim == _HEAD_DIMS[0], head_dim == _HEAD_DIMS[-1]
-    is_full = is_int8 or of_pairs
-    is_block = is_full or is_wide or isinstance(config.softmax, SAS)
-    consumers = 3 if is_narrow and not is_full and query.shape[1] > 2 * _ROWS else 2
+    is_block = is_int8 or has_bias or is_wide or isinstance(config.softmax, SAS)
+    may_be_three = is_narrow and not is_int8 and not has_bias
+    consumers = 3 if may_be_three and query.shape[1] > 2 * _ROWS else 2
     tile = config.block_kv if is_block else _TILE
     if is_wide:
         stages = 3 if tile < _TILE else 2
@@ -179,11 +179,11 @@ def default_launch(
             stages = 3
     return Launch(
         stages=stages,
-        ahead=consumers == 2 and not is_full and not is_wide,
+        ahead=consumers == 2 and not is_int8 and not is_wide and not (has_bias and tile == _TILE),
         tile=tile,
         consumers=consumers,
         quantizes=quantizes_queries(query, config, consumers),
-        in_turns=is_wide or not (is_narrow or is_full),
+        in_turns=is_wide or not (is_narrow or is_int8 or has_bias),
     )
 
 
