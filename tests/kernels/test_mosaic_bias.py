@@ -303,13 +303,22 @@ def test_gradients_lower(case):
     assert "mosaic_gpu" in lower_for_cuda(lambda *x: run(*x[:-1], extras=x[-1]), *arrays)
 
 
-@pytest.mark.parametrize("block_kv", [64, 128])
-def test_launches_of_a_bias(block_kv):
+@pytest.mark.parametrize(
+    ("block_kv", "rows", "dtype", "ahead"),
+    [
+        (64, 300, jnp.bfloat16, True),
+        (64, 1, jnp.float32, True),
+        (64, 300, jnp.float32, False),
+        (128, 300, jnp.bfloat16, False),
+    ],
+)
+def test_launches_of_a_bias(block_kv, rows, dtype, ahead):
     """Tiles of one block; ahead where a tile's bias has registers, in turns never."""
     query = jax.ShapeDtypeStruct((2, 300, 4, 128), jnp.bfloat16)
+    bias = jax.ShapeDtypeStruct((1, 4, rows, 300), dtype)
     config = tj.TurboConfig(block_kv=block_kv, buffer_size=block_kv)
-    found = mosaic_gpu.default_launch(query, config, has_bias=True)
-    assert (found.tile, found.ahead, found.in_turns) == (block_kv, block_kv == 64, False)
+    found = mosaic_gpu.default_launch(query, config, bias=bias)
+    assert (found.tile, found.ahead, found.in_turns) == (block_kv, ahead, False)
 
 
 def test_keys_are_padded_only_where_they_must_be():

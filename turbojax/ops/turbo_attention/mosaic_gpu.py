@@ -98,9 +98,7 @@ def attention(
         query, options = -query, dataclasses.replace(options, scale=-options.scale)
     has_segments = extras.query_segment_ids is not None or extras.key_bounds is not None
     bias = bias_of_hopper(extras)
-    launch = launch or default_launch(
-        query, config, has_segments=has_segments, has_bias=bias is not None
-    )
+    launch = launch or default_launch(query, config, has_segments=has_segments, bias=bias)
     of_values, value = value.shape[3], pad_axis(value, 3, key.shape[3])
     head_dim, size = query.shape[-1], _padded_head_dim(query.shape[-1])
     stage1 = stage1 or quantize_keys_and_values(
@@ -154,7 +152,11 @@ def attention(
 
 
 def default_launch(
-    query: jax.Array, config: TurboConfig, *, has_segments: bool = False, has_bias: bool = False
+    query: jax.Array,
+    config: TurboConfig,
+    *,
+    has_segments: bool = False,
+    bias: jax.Array | None = None,
 ) -> Launch:
     """The fastest launch in the measurements of `pallas_kernels.mosaic.hopper.attention`.
 
@@ -162,11 +164,13 @@ def default_launch(
     out is relative to the maximum up to a weight's block. Computing scores ahead takes more
     registers than there are in mode ``"int8"``, whose second products are converted too, and with
     256 channels. With 64 channels a third warpgroup fits instead, if a sequence has queries for it.
-    Taking turns is slower there, and in mode ``"int8"``. A bias of a tile of 64 keys has registers,
-    also ahead; with one of 128, as blocks of 128 need it, hundreds of bytes are spilled.
+    Taking turns is slower there, and in mode ``"int8"``. A bias of tiles of 64 keys has registers,
+    also ahead, but not one of all pairs in float32 (see `pallas_kernels.mosaic.bias`).
     """
     head_dim, is_int8 = _padded_head_dim(query.shape[-1]), config.mode == "int8"
     is_narrow, is_wide = head_dim == _HEAD_DIMS[0], head_dim == _HEAD_DIMS[-1]
+    has_bias = bias is not None
+    is_large = bias is not None and bias.shape[2] > 1 and bias.dtype.itemsize > 2
     is_block = is_int8 or has_bias or is_wide or isinstance(config.softmax, SAS)
     may_be_three = is_narrow and not is_int8 and not has_bias
     consumers = 3 if may_be_three and query.shape[1] > 2 * _ROWS else 2
@@ -179,7 +183,9 @@ def default_launch(
             stages = 3
     return Launch(
         stages=stages,
-        ahead=consumers == 2 and not is_int8 and not is_wide and not (has_bias and tile == _TILE),
+        ahead=consumers == 2
+        and not (is_int8 or is_wide or is_large)
+        and not (has_bias and tile == _TILE),
         tile=tile,
         consumers=consumers,
         quantizes=quantizes_queries(query, config, consumers),
