@@ -77,6 +77,22 @@ def _gradient(mode: Any, gradient: Any, dim: int = 64) -> Any:
     return call, _prompt(dim=dim)
 
 
+def _bias(rows: int) -> Any:
+    """Attention with a bias, of keys that are no multiple of 4, and all its gradients."""
+    config = tj.TurboConfig(mode="fp8", gradient="8bit")
+
+    def call(*arrays: jax.Array) -> Any:
+        options: dict[str, Any] = {"is_causal": True, "implementation": "mosaic_gpu"}
+
+        def attend(query: jax.Array, key: jax.Array, value: jax.Array, bias: jax.Array) -> Any:
+            return tj.turbo_attention(query, key, value, bias=bias, config=config, **options)
+
+        out, pull = jax.vjp(attend, *arrays)
+        return pull(jnp.ones_like(out))
+
+    return call, (*_prompt(dim=128), _normal(3, 1, 2, rows, 150))
+
+
 def _stage1() -> Any:
     """Keys in int8, values in e4m3, and rows of a gradient: by kernels for Triton."""
 
@@ -293,6 +309,8 @@ def _case(kernels: str, build: Callable[..., Any], *arguments: Any) -> Case:
     return Case(names, functools.partial(build, *arguments))
 
 
+_BIAS = "attention_hopper query_gradient_hopper key_gradient_hopper bias_gradient_hopper"
+
 CASES = {
     # On Hopper what is quantized before attention is by its own kernels.
     "attention, int8": _case("attention", _attention, "triton", "int8"),
@@ -356,6 +374,8 @@ CASES = {
     "gradient, Hopper": _case(
         "gradient_rows_hopper query_gradient_hopper key_gradient_hopper", _gradient, "fp8", "float"
     ),
+    "bias, Hopper": _case(_BIAS, _bias, 150),
+    "bias, one row, Hopper": _case(_BIAS, _bias, 1),
     "cache, decode, Hopper": _case("decode_hopper", _decode, "mosaic_gpu"),
     # So long that programs are too many to merge among themselves.
     "cache, decode, merged, Hopper": _case(

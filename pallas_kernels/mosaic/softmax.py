@@ -9,7 +9,7 @@ from typing import Any, Literal
 import jax.experimental.mosaic.gpu as mgpu
 
 from pallas_kernels.layouts import E4M3_MAX, INT8_RANGE, LOG2_E
-from pallas_kernels.mosaic import lane
+from pallas_kernels.mosaic import bias, lane
 from pallas_kernels.mosaic.lane import Bool, Float, Int, fragments
 
 _TINY = 2.0**-126
@@ -181,6 +181,7 @@ def seen(
     ids: tuple[Any, Any] | None = None,
     linear: tuple[Any, Any] | None = None,
     of_rows: tuple[Any, Any, Any] | None = None,
+    of_pairs: tuple[Any, bias.Bias] | None = None,
 ) -> Any:
     """Scores of a tile of keys, float32 ``[64, n]``, capped, ``-inf`` where keys are hidden.
 
@@ -192,7 +193,8 @@ def seen(
     row sees only its own. `linear` are scalars: the slope by which scores fall with the distance,
     in the exponential's units, and the first query's position relative to the tile's first key.
     With `of_rows`, beside `limits`, rows see keys from the first number to before the second alone,
-    int32 ``[64]`` each; the third is the number of the tile's first key, a scalar.
+    int32 ``[64]`` each; the third is the number of the tile's first key, a scalar. `of_pairs` are a
+    bias' words, as `bias.of_scores` loads them.
     """
     scores = mgpu.optimization_barrier(scores)  # not before the product is done
     bounds = None
@@ -202,6 +204,7 @@ def seen(
     if of_rows is not None:
         starts, ends, [key] = (fragments.scalars(x) for x in of_rows)
         of_rows = starts, ends, key
+    biases = None if of_pairs is None else bias.numbers(*of_pairs)
     rows = []
     for half, x in enumerate(fragments.by_row(scores)):
         size, row = len(x) // len(factors), []
@@ -210,6 +213,8 @@ def seen(
             row += [_capped(v, c, policy) for v in _floats(x[i * size : (i + 1) * size])]
         if linear is not None:
             row = _fallen(row, linear, half)
+        if biases is not None:
+            row = bias.added(row, biases[half], policy.exponential.unit)
         if ids is not None:
             own, others = (fragments.scalars(x) for x in ids)
             row = [

@@ -1,4 +1,4 @@
-"""Segments, bounds, offsets, slopes, sinks, float32 parts and narrower values on a Hopper GPU.
+"""Segments, bounds, biases, slopes, sinks, float32 parts, narrower values on a Hopper GPU.
 
 Prefill and its gradient through Mosaic GPU against the definition in XLA, all options in pairs.
 """
@@ -37,9 +37,20 @@ OPTIONS = {
     "causal window": {"is_causal": True, "window": (150, 0)},
     "window, cap": {"window": (90, 60), "logits_soft_cap": 5.0},
 }
+# Shapes of a bias, and whether it has the queries' dtype.
+BIASES = {
+    "none": None,
+    "full": ((BATCH, HEADS, TOKENS, SIZE), False),
+    "full, own dtype": ((BATCH, HEADS, TOKENS, SIZE), True),
+    "one for sequences": ((1, HEADS, TOKENS, SIZE), True),
+    "one for all": ((1, 1, TOKENS, SIZE), False),
+    "row": ((1, HEADS, 1, SIZE), False),
+    "row for heads": ((BATCH, 1, 1, SIZE), True),
+}
 CASES = pairwise(
     segments=("packed", "shuffled", "none", "images", "any bounds"),
     offsets=("none", "both"),
+    bias=list(BIASES),
     slopes=(False, True),
     sinks=(False, True),
     seen=list(OPTIONS),
@@ -59,7 +70,18 @@ def ids(rng, kind, tokens):
     return jnp.asarray(np.sort(x, axis=1) if kind == "packed" else x, jnp.int32)
 
 
-def call_of(segments, offsets, slopes, sinks, seen, ragged, head_dim, out_dtype, dtype):
+def a_bias(kind, dtype):
+    """Some of it hides keys, and for one query of a head all."""
+    shape, is_own = BIASES[kind]
+    rng = np.random.default_rng(5)
+    x = rng.normal(size=shape) * 2
+    x[rng.random(shape) < 0.1] = -np.inf
+    if shape[2] > 1:
+        x[0, -1, 40] = -np.inf
+    return jnp.asarray(x, dtype if is_own else jnp.float32)
+
+
+def call_of(segments, offsets, bias, slopes, sinks, seen, ragged, head_dim, out_dtype, dtype):
     """Queries, keys, values and lengths; options and extras."""
     rng = np.random.default_rng(7)
     q, k, v = tensors(7, BATCH, TOKENS, SIZE, HEADS, KV_HEADS, head_dim[0], dtype)
@@ -75,6 +97,8 @@ def call_of(segments, offsets, slopes, sinks, seen, ragged, head_dim, out_dtype,
     if offsets == "both":
         given["query_offset"] = jnp.asarray([100, 0, 7], jnp.int32)
         given["key_offset"] = jnp.asarray([3, 50, 0], jnp.int32)
+    if bias != "none":
+        given["bias"] = a_bias(bias, dtype)
     if slopes:
         given["alibi_slopes"] = jnp.asarray(2.0 ** -np.arange(4, 4 + HEADS), jnp.float32)
     if sinks:
@@ -92,7 +116,7 @@ def rms(x):
 
 
 @pytest.mark.quick(6)
-@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case[:9])))
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case[:10])))
 def test_attention_equals_the_definition(case):
     *what, mode, softmax, _, dtype = case
     arrays, options, extras = call_of(*what, dtype)
@@ -111,7 +135,7 @@ def test_attention_equals_the_definition(case):
 
 
 @pytest.mark.quick(4)
-@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case[:9])))
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case[:10])))
 def test_gradients_equal_the_definition(case):
     *what, mode, _, rounding, dtype = case
     arrays, options, extras = call_of(*what, dtype)
@@ -135,6 +159,12 @@ def test_gradients_equal_the_definition(case):
         assert (x.shape, x.dtype) == (y.shape, y.dtype)
         x, y = (np.asarray(a, np.float64) for a in (x, y))
         assert np.linalg.norm(x - y) <= 1.5 * unit * np.linalg.norm(y) + 1e-6
+    ours, theirs = (x[3].bias for x in (got, want))
+    assert (ours is None) == (theirs is None)
+    if ours is not None:
+        assert (ours.shape, ours.dtype) == (theirs.shape, theirs.dtype)
+        ours, theirs = (np.asarray(a, np.float64) for a in (ours, theirs))
+        assert np.linalg.norm(ours - theirs) <= 1.5 * unit * np.linalg.norm(theirs) + 1e-6
     ours, theirs = (x[3].alibi_slopes for x in (got, want))
     assert (ours is None) == (theirs is None)
     if ours is not None:
@@ -190,3 +220,53 @@ def test_bounds_say_what_segments_say(mode):
     for x, y in zip(*results, strict=True):
         x, y = (np.asarray(a, np.float64).ravel() for a in (x, y))
         assert np.linalg.norm(x - y) <= 2.0**-10 * np.linalg.norm(y)
+
+
+@pytest.mark.quick(3)
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("kind", ["full", "row"])
+@pytest.mark.parametrize("tokens", [699, 1000])
+def test_a_bias_says_what_bounds_say(mode, kind, tokens):
+    """Minus infinity hides keys, the same results where bounds hide them."""
+    q, k, v = tensors(9, 2, tokens, tokens, 4, 2, 128, jnp.bfloat16)
+    place = jnp.arange(tokens)
+    if kind == "row":
+        hides = place >= tokens - 100
+        end = jnp.full((2, tokens), tokens - 100)
+    else:
+        hides = place[None] >= 300 + place[:, None] // 2
+        end = jnp.broadcast_to(300 + place // 2, (2, tokens))
+    hides = hides.reshape(1, 1, -1, tokens)
+    call = functools.partial(
+        tj.turbo_attention,
+        config=tj.TurboConfig(mode=mode, softmax=EXACT, gradient="8bit"),
+        implementation="mosaic_gpu",
+    )
+    results = []
+    for given in (
+        {"bias": jnp.where(hides, -jnp.inf, 0).astype(jnp.bfloat16)},
+        {"key_bounds": (jnp.zeros_like(end), end)},
+    ):
+        out, pull = jax.vjp(functools.partial(call, **given), q, k, v)
+        results.append((out, *pull(jnp.cos(out))))
+    # With a bias tiles are smaller, and e4m3 rounds weights relative to other maxima.
+    for x, y in zip(*results, strict=True):
+        x, y = (np.asarray(a, np.float64).ravel() for a in (x, y))
+        assert np.linalg.norm(x - y) <= 2.0**-4 * np.linalg.norm(y)
+
+
+@pytest.mark.quick(2)
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("kind", ["full", "row"])
+def test_nan_of_a_bias_stays_in_its_rows(mode, kind):
+    """As in the definition: where a NaN is, and nowhere else."""
+    arrays, options, _ = call_of(
+        "none", "none", "none", False, False, "all", False, (128, 128), None, jnp.bfloat16
+    )
+    bias = a_bias(kind, jnp.bfloat16).at[0, 1, -1, 77].set(jnp.nan)
+    config = tj.TurboConfig(mode=mode, softmax=EXACT)
+    static = {"config": config, "options": options, "extras": Extras(bias=bias)}
+    got, want = mosaic_gpu.attention(*arrays, **static), reference.attention(*arrays, **static)
+    for x, y in zip(got, want, strict=True):
+        np.testing.assert_array_equal(np.isnan(x), np.isnan(y))
+    assert 0 < np.isnan(want[1]).sum() < np.asarray(want[1]).size

@@ -67,9 +67,8 @@ def test_refusals_in_words(config, shape, words):
 
 @pytest.mark.usefixtures("hopper")
 def test_which_extras_it_has():
-    every = ("query_offset", "key_offset", *SEGMENTS, "alibi_slopes", "sinks")
+    every = ("query_offset", "key_offset", *SEGMENTS, "alibi_slopes", "bias", "sinks")
     assert refusal(extras=extras_of(every, 1, 8, 8, 2)) is None
-    assert refusal(extras=extras_of((*every, "bias"), 1, 8, 8, 2)) == "it has no bias"
     others = ("key_bounds", *OFFSETS, "alibi_slopes", "sinks")
     assert refusal(extras=extras_of(others, 1, 8, 8, 2)) is None
     words = "it has no key_bounds beside segments"
@@ -163,6 +162,8 @@ EXTRAS = pairwise(
         ("alibi_slopes", "sinks"),
         ("key_bounds",),
         ("key_bounds", *OFFSETS, "alibi_slopes", "sinks"),
+        ("bias",),
+        (*SEGMENTS, *OFFSETS, "bias", "alibi_slopes", "sinks"),
     ],
     feature=list(FEATURES),
     head_dim=[(128, 128), (64, 64), (192, 128), (80, 40)],

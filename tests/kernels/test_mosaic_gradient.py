@@ -83,9 +83,9 @@ def test_refusals_in_words(config, head_dim, dtype, words):
 
 @pytest.mark.usefixtures("hopper")
 def test_which_extras_it_has():
-    every = (*OFFSETS, *SEGMENTS, "alibi_slopes", "sinks")
+    every = (*OFFSETS, *SEGMENTS, "alibi_slopes", "bias", "sinks")
     assert refusal(tj.TurboConfig(), extras=every) is None
-    assert refusal(tj.TurboConfig(), extras=("bias",)) == "it has no bias"
+    assert refusal(tj.TurboConfig(), 256, extras=("bias",)) is None
     words = "head_dim=256 must be at most 128 with segments, or gradient='8bit'"
     assert refusal(tj.TurboConfig(), 256, extras=SEGMENTS) == words
     assert refusal(tj.TurboConfig(gradient="8bit"), 256, extras=SEGMENTS) is None
@@ -178,6 +178,8 @@ EXTRAS = pairwise(
         ("alibi_slopes", "query_offset"),
         ("key_bounds",),
         ("key_bounds", *OFFSETS, "alibi_slopes", "sinks"),
+        ("bias",),
+        (*SEGMENTS, *OFFSETS, "bias", "alibi_slopes", "sinks"),
     ],
     feature=list(FEATURES),
     rounding=["float", "8bit"],

@@ -104,6 +104,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.layouts import Ref
+from pallas_kernels.mosaic import bias as biases
 from pallas_kernels.mosaic import quantize, ring, softmax
 from pallas_kernels.mosaic.hopper import segments as packing
 from pallas_kernels.mosaic.hopper.segments import Segments
@@ -137,7 +138,8 @@ class _Inputs(NamedTuple):
     With segments: `query_ids` ``[B, tiles, consumers, 64]``, `key_ids` ``[B, Sp]`` in the order of
     the keys, `bounds` ``[B, 4, tiles]`` (`segments.Bounds`), `order` ``[B * tiles]``
     (`segments.order`). With `own`, int32 ``[B, tiles, 2, consumers, 64]``, which say from which key
-    each query sees, and up to which, the last two as well.
+    each query sees, and up to which, the last two as well. `bias` is ``[B or 1, N or 1, T or 1,
+    S]``, `S` rounded up to `biases.MULTIPLE`.
     """
 
     q: Ref
@@ -156,6 +158,7 @@ class _Inputs(NamedTuple):
     own: Ref | None = None
     sinks: Ref | None = None
     slopes: Ref | None = None
+    bias: Ref | None = None
 
 
 class _Memory(NamedTuple):
@@ -262,7 +265,7 @@ class _Consumer:
 
     `first` is the position of the first query relative to that of the first key, `ids` are the
     segments of its queries and of the keys in each slot, `own` the bounds of its queries' keys, and
-    `slope` is the head's.
+    `slope` is the head's. `bias` is with the number of the head's first row and the first query's.
     """
 
     q: Ref
@@ -282,6 +285,7 @@ class _Consumer:
     segments: packing.Bounds | None = None
     slope: jax.Array | None = None
     own: tuple[Ref, Ref] | None = None
+    bias: tuple[Ref, jax.Array, jax.Array] | None = None
 
     def wait_for_key(self, j: jax.Array, slot: jax.Array) -> None:
         """Waits until the keys of block `j`, if it exists, are in shared memory."""
@@ -322,6 +326,15 @@ class _Consumer:
         parts, scales = self.s.tile // self.s.block_kv, self.scales[0]
         return tuple(self.factor * scales[(*self.at, j * parts + i)] for i in range(parts))
 
+    def added(self, j: jax.Array, after: int = 0) -> tuple[jax.Array, ...]:
+        """Starts to load the bias of block ``j + after``, if both exist: its words."""
+        if self.bias is None:
+            return ()
+        j = j + after
+        ref, line, query = self.bias
+        stop = jnp.where(j < self.blocks.end, jnp.int32(ref.shape[3]), 0)
+        return (biases.of_scores(ref, line, query, j * self.s.tile, stop, self.s.tile),)
+
     def multiplied(self, slot: jax.Array) -> None:
         """Releases the slot's keys, and if there are no segments the ids."""
         if self.ids is None:
@@ -334,23 +347,24 @@ class _Consumer:
         factors: tuple[jax.Array, ...],
         slot: jax.Array,
         is_masked: bool,
+        added: tuple[jax.Array, ...],
     ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
         """Scores of block `j` in `slot` as the softmax takes them, and their factors."""
         if self.ids is None:
-            return self.changed(scores, j, factors, (), is_masked)
+            return self.changed(scores, j, factors, (), is_masked, added)
         if not is_masked:
             plgpu.barrier_arrive(self.free[0].at[slot])
-            return self.changed(scores, j, factors, (), is_masked)
+            return self.changed(scores, j, factors, (), is_masked, added)
         rows, columns = self.ids
 
         def of_several() -> jax.Array:
             ids = ring.load(rows, ROW), ring.load(columns.at[slot], COLUMN)
             plgpu.barrier_arrive(self.free[0].at[slot])
-            return self.changed(scores, j, factors, ids, is_masked)[0]
+            return self.changed(scores, j, factors, ids, is_masked, added)[0]
 
         def of_one() -> jax.Array:
             plgpu.barrier_arrive(self.free[0].at[slot])
-            return self.changed(scores, j, factors, (), is_masked)[0]
+            return self.changed(scores, j, factors, (), is_masked, added)[0]
 
         if not _SPLITS:
             return of_several(), (jnp.float32(1.0),)
@@ -366,6 +380,7 @@ class _Consumer:
         factors: tuple[jax.Array, ...],
         ids: tuple[jax.Array, ...],
         is_masked: bool,
+        added: tuple[jax.Array, ...],
     ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
         """As `seen`; `ids` are the segments of rows and columns, if not all are the same."""
         if not is_masked and not self.s.changes_scores:
@@ -376,7 +391,8 @@ class _Consumer:
         own: tuple[jax.Array, ...] = ()
         if is_masked and self.own is not None:
             own = (*(ring.load(ref, ROW) for ref in self.own), key)
-        given = [factors, limits, ids, linear, own]
+        given = [factors, limits, ids, linear, own, added]
+        kind = None if self.bias is None else biases.Bias.of(self.bias[0])
 
         def f(scores: Any, *rest: Any) -> Any:
             parts = []
@@ -384,15 +400,19 @@ class _Consumer:
                 parts.append(rest[: len(part)])
                 rest = rest[len(part) :]
             factors, *others = parts
-            limits, *optional = (part or None for part in others)
+            limits, *optional, words = (part or None for part in others)
+            if words is not None:
+                optional.append((*words, kind))
             return softmax.seen(scores, factors, limits, self.s.policy, *optional)
 
         scalars = [[SCALAR] * len(part) for part in (factors, limits, linear)]
         of_ids = [ROW, COLUMN] if ids else []
         of_own = [ROW, ROW, SCALAR] if own else []
         types = (_MATRIX, *scalars[0], *scalars[1], *of_ids, *scalars[2], *of_own)
+        types = (*types, *[_MATRIX] * len(added))
         found = ring.inline(f, types, ring.array(scores.shape, jnp.float32))
-        return found(scores, *factors, *limits, *ids, *linear, *own), (jnp.float32(1.0),)
+        scores = found(scores, *factors, *limits, *ids, *linear, *own, *added)
+        return scores, (jnp.float32(1.0),)
 
     def softmax(
         self, scores: jax.Array, m: jax.Array, l: jax.Array, factors: tuple[jax.Array, ...]
@@ -454,6 +474,7 @@ class _Consumer:
         head_dim = self.buffers[1].shape[1]
 
         factors = self.factors(blocks.begin)
+        added = self.added(blocks.begin)
         self.wait_for_key(blocks.begin, slot)
         scores = self.scores(slot)
         plgpu.wgmma_wait(0)
@@ -462,7 +483,7 @@ class _Consumer:
         alpha, unit = _full(1.0, (ROWS,), ROW), _full(0.0, (ROWS,), ROW)
 
         def first(is_masked: bool) -> tuple[jax.Array, ...]:
-            y, c = self.seen(scores, blocks.begin, factors, slot, is_masked)
+            y, c = self.seen(scores, blocks.begin, factors, slot, is_masked, added)
             return self.softmax(y, m, l, c)
 
         p, m, l, next_alpha, next_unit = lax.cond(
@@ -478,7 +499,7 @@ class _Consumer:
         product = _full(0, (ROWS, head_dim), _MATRIX, dtype)
 
         def step(j: jax.Array, carry: tuple[jax.Array, ...], is_masked: bool) -> Any:
-            o, product, alpha, unit, m, l, next_alpha, next_unit, p, before, slot = carry
+            o, product, alpha, unit, m, l, next_alpha, next_unit, p, before, slot, *added = carry
             following = ring.next_slot(slot, s.stages)
             factors = self.factors(j)
             value_unit = self.value_unit(next_unit, j - 1)
@@ -489,7 +510,8 @@ class _Consumer:
             plgpu.wgmma_wait(1)
             self.multiplied(slot)
             alpha, unit = next_alpha, value_unit
-            scores, factors = self.seen(scores, j, factors, slot, is_masked)
+            scores, factors = self.seen(scores, j, factors, slot, is_masked, tuple(added))
+            following_added = self.added(j, 1)  # on its way until the next scores are there
             p, m, l, next_alpha, next_unit = self.softmax(scores, m, l, factors)
             # Loops over which the compiler moves no instructions: the softmax stays before them.
             self.wait_for_key(j + 1, following)
@@ -498,15 +520,17 @@ class _Consumer:
             plgpu.wgmma_wait(0)
             plgpu.barrier_arrive(self.free[1].at[before])
             p = self.pack(p)
-            return o, product, alpha, unit, m, l, next_alpha, next_unit, p, slot, following
+            carry = (o, product, alpha, unit, m, l, next_alpha, next_unit, p, slot, following)
+            return *carry, *following_added
 
         carry = (o, product, alpha, unit, m, l, next_alpha, next_unit, p, slot, following)
+        carry = (*carry, *self.added(blocks.begin, 1))
         masked, plain = (functools.partial(step, is_masked=x) for x in (True, False))
         if s.hides_first:
             carry = lax.fori_loop(blocks.begin + 1, blocks.inner, masked, carry)
         carry = lax.fori_loop(blocks.inner, blocks.outer, plain, carry)
         carry = lax.fori_loop(blocks.outer, blocks.end, masked, carry)
-        o, product, alpha, unit, m, l, next_alpha, next_unit, p, slot, following = carry
+        o, product, alpha, unit, m, l, next_alpha, next_unit, p, slot, following, *_ = carry
         plgpu.barrier_arrive(self.query_free)
         unit_of_last = self.value_unit(next_unit, blocks.end - 1)
         o = self.merge(o, product, alpha, unit)
@@ -520,10 +544,11 @@ class _Consumer:
         s, blocks = self.s, self.blocks
 
         def first(is_masked: bool) -> tuple[jax.Array, ...]:
-            y, c = self.seen(scores, blocks.begin, factors, slot, is_masked)
+            y, c = self.seen(scores, blocks.begin, factors, slot, is_masked, added)
             return self.softmax(y, _full(-jnp.inf, (ROWS,), ROW), _full(0.0, (ROWS,), ROW), c)
 
         factors = self.factors(blocks.begin)
+        added = self.added(blocks.begin)
         self.wait_for_key(blocks.begin, slot)
         scores = self.scores(slot)
         plgpu.wgmma_wait(0)
@@ -544,11 +569,12 @@ class _Consumer:
             following = ring.next_slot(slot, s.stages)
             factors = self.factors(j)
             value_unit = self.value_unit(unit, j - 1)
+            added = self.added(j)
             scores = self.scores(slot)
             product = self.output(p, before, 0)
             plgpu.wgmma_wait(1)
             self.multiplied(slot)
-            scores, factors = self.seen(scores, j, factors, slot, is_masked)
+            scores, factors = self.seen(scores, j, factors, slot, is_masked, added)
             weights, m, l, next_alpha, unit = self.softmax(scores, m, l, factors)
             # A loop, over which the compiler moves no instructions, as in `run`.
             self.wait_for_key(j + 1, following)
@@ -596,11 +622,12 @@ class _Consumer:
         head_dim = self.buffers[1].shape[1]
 
         def first(is_masked: bool) -> tuple[jax.Array, ...]:
-            y, c = self.seen(scores, blocks.begin, factors, slot, is_masked)
+            y, c = self.seen(scores, blocks.begin, factors, slot, is_masked, added)
             top, m, alpha = self.maxima(y, _full(-jnp.inf, (ROWS,), ROW), c)
             return self.arguments(y, m, c), top, m, alpha
 
         factors = self.factors(blocks.begin)
+        added = self.added(blocks.begin)
         self.wait_for_key(blocks.begin, slot)
         scores = self.scores(slot)
         plgpu.wgmma_wait(0)
@@ -614,6 +641,7 @@ class _Consumer:
             """Weights of block ``j - 1``, scores of `j`."""
             o, l, x, top, m, alpha, before, slot = carry
             factors = self.factors(j)
+            added = self.added(j)
             self.turns.wait()
             scores = self.scores(slot)
             weights, l, unit = self.weigh(x, top, m, alpha, l)
@@ -627,7 +655,7 @@ class _Consumer:
             def _() -> None:
                 plgpu.barrier_wait(self.ready[0].at[slot])
 
-            scores, factors = self.seen(scores, j, factors, slot, is_masked)
+            scores, factors = self.seen(scores, j, factors, slot, is_masked, added)
             top, m, next_alpha = self.maxima(scores, m, factors)
             unit = self.value_unit(unit, j - 1)
             following = ring.next_slot(slot, s.stages)
@@ -674,6 +702,10 @@ def _query_scale(
     return x.q_scale[work.b, work.head, block]
 
 
+def _line(bias: Ref, work: Work) -> jax.Array:
+    return biases.Bias.of(bias).line(work.b, work.head)
+
+
 def _attend(
     work: Work,
     place: jax.Array,
@@ -706,6 +738,7 @@ def _attend(
         segments=work.segments,
         slope=None if x.slopes is None else x.slopes[work.head] * s.exponential.unit,
         own=None if y.own is None else (y.own.at[place, 0, me], y.own.at[place, 1, me]),
+        bias=None if x.bias is None else (x.bias, _line(x.bias, work), start),
     )
     if y.v.shape[1] > _PART:
         return consumer.run_in_halves(slot)
@@ -880,6 +913,7 @@ def attention(
     key_bounds: tuple[jax.Array, jax.Array] | None = None,
     sinks: jax.Array | None = None,
     slopes: jax.Array | None = None,
+    bias: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Attends with 8-bit operands: ``[B, T, N, channels]`` and float32 log-sum-exps ``[B, T, N]``.
 
@@ -900,13 +934,16 @@ def attention(
     much a query's position exceeds that of the key with the same index. Ids of `segments` are in
     the order of tokens, for keys too; or else `key_bounds`, int32 ``[B, T]`` twice, say from which
     key each query sees, and up to which. `sinks`, float32 ``[N]``, are scores that have a weight
-    and no value; scores fall by `slopes`, float32 ``[N]``, times the distance. What `settings` say
-    of segments and slopes is overwritten here.
+    and no value; scores fall by `slopes`, float32 ``[N]``, times the distance. `bias`, ``[B or 1, N
+    or 1, T or 1, S']`` of which `S'` is `S` rounded up to `biases.MULTIPLE`, is added to scores and
+    hides keys where it is ``-inf``. What `settings` say of segments, slopes and a bias is
+    overwritten here.
     """
     s = dataclasses.replace(
         settings,
         has_segments=segments is not None or key_bounds is not None,
         has_slopes=slopes is not None,
+        has_bias=bias is not None,
     )
     batch = q.shape[0]
     heads = q.shape[2 if q_scale is None else 1]
@@ -924,6 +961,7 @@ def attention(
         "shifts": shifts,
         "sinks": sinks,
         "slopes": slopes,
+        "bias": bias,
     }
     if segments is not None:
         given |= _of_segments(segments, query_lengths, key_lengths, k.shape[2], shifts, s)

@@ -48,6 +48,7 @@ class Settings:
     in_turns: bool = False
     has_segments: bool = False
     has_slopes: bool = False
+    has_bias: bool = False
 
     @property
     def hides_first(self) -> bool:
@@ -57,7 +58,7 @@ class Settings:
     @property
     def changes_scores(self) -> bool:
         """Whether scores differ from scaled products even where nothing is hidden."""
-        return self.soft_cap is not None or self.has_slopes
+        return self.soft_cap is not None or self.has_slopes or self.has_bias
 
     @property
     def rows(self) -> int:

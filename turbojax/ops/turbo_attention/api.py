@@ -25,7 +25,7 @@ from turbojax.ops.turbo_attention import (
     unrounded,
 )
 from turbojax.ops.turbo_attention.gradient import straight_through
-from turbojax.ops.turbo_attention.operands import kernel_is_untried
+from turbojax.ops.turbo_attention.operands import hopper_is_untried, kernel_is_untried
 from turbojax.sharding import tables, together
 from turbojax.sharding.per_device import spread
 from turbojax.state.progressive.cache import ProgressiveCache
@@ -43,7 +43,7 @@ ATTENTION = Registry(
             "mosaic_gpu",
             mosaic_gpu.attention,
             mosaic_gpu.attention_unsupported,
-            kernel_is_untried,
+            hopper_is_untried,
         ),
         Implementation("jax_triton", jax_triton.attention, jax_triton.unsupported),
         Implementation("triton", triton.attention, triton.attention_unsupported, kernel_is_untried),

@@ -14,6 +14,7 @@ from turbojax.ops.options import Options
 from turbojax.ops.rows import pad_axis
 from turbojax.ops.turbo_attention.operands import (
     Stage1,
+    bias_of_hopper,
     hopper_refusal,
     quantize_keys_and_values,
     quantize_queries,
@@ -96,7 +97,8 @@ def attention(
     if options.scale < 0:  # the kernel takes the maximum of scores before it scales them
         query, options = -query, dataclasses.replace(options, scale=-options.scale)
     has_segments = extras.query_segment_ids is not None or extras.key_bounds is not None
-    launch = launch or default_launch(query, config, has_segments=has_segments)
+    bias = bias_of_hopper(extras)
+    launch = launch or default_launch(query, config, has_segments=has_segments, bias=bias)
     of_values, value = value.shape[3], pad_axis(value, 3, key.shape[3])
     head_dim, size = query.shape[-1], _padded_head_dim(query.shape[-1])
     stage1 = stage1 or quantize_keys_and_values(
@@ -144,23 +146,34 @@ def attention(
         key_bounds=extras.key_bounds,
         sinks=extras.sinks,
         slopes=extras.alibi_slopes,
+        bias=bias,
     )
     return out[..., :of_values], residual
 
 
-def default_launch(query: jax.Array, config: TurboConfig, *, has_segments: bool = False) -> Launch:
+def default_launch(
+    query: jax.Array,
+    config: TurboConfig,
+    *,
+    has_segments: bool = False,
+    bias: jax.Array | None = None,
+) -> Launch:
     """The fastest launch in the measurements of `pallas_kernels.mosaic.hopper.attention`.
 
     Weights in e4m3 have a static scale, so tiles of keys need not be blocks; but what SAS leaves
     out is relative to the maximum up to a weight's block. Computing scores ahead takes more
     registers than there are in mode ``"int8"``, whose second products are converted too, and with
     256 channels. With 64 channels a third warpgroup fits instead, if a sequence has queries for it.
-    Taking turns is slower there, and in mode ``"int8"``.
+    Taking turns is slower there, and in mode ``"int8"``. A bias of tiles of 64 keys has registers,
+    also ahead, but not one of all pairs in float32 (see `pallas_kernels.mosaic.bias`).
     """
     head_dim, is_int8 = _padded_head_dim(query.shape[-1]), config.mode == "int8"
     is_narrow, is_wide = head_dim == _HEAD_DIMS[0], head_dim == _HEAD_DIMS[-1]
-    is_block = is_int8 or is_wide or isinstance(config.softmax, SAS)
-    consumers = 3 if is_narrow and not is_int8 and query.shape[1] > 2 * _ROWS else 2
+    has_bias = bias is not None
+    is_large = bias is not None and bias.shape[2] > 1 and bias.dtype.itemsize > 2
+    is_block = is_int8 or has_bias or is_wide or isinstance(config.softmax, SAS)
+    may_be_three = is_narrow and not is_int8 and not has_bias
+    consumers = 3 if may_be_three and query.shape[1] > 2 * _ROWS else 2
     tile = config.block_kv if is_block else _TILE
     if is_wide:
         stages = 3 if tile < _TILE else 2
@@ -170,11 +183,13 @@ def default_launch(query: jax.Array, config: TurboConfig, *, has_segments: bool 
             stages = 3
     return Launch(
         stages=stages,
-        ahead=consumers == 2 and not is_int8 and not is_wide,
+        ahead=consumers == 2
+        and not (is_int8 or is_wide or is_large)
+        and not (has_bias and tile == _TILE),
         tile=tile,
         consumers=consumers,
         quantizes=quantizes_queries(query, config, consumers),
-        in_turns=is_wide or not (is_narrow or is_int8),
+        in_turns=is_wide or not (is_narrow or is_int8 or has_bias),
     )
 
 

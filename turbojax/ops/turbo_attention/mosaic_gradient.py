@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -16,6 +17,7 @@ from turbojax.ops.options import Options
 from turbojax.ops.sinks import sees_only_sink
 from turbojax.ops.turbo_attention import gradient_reference
 from turbojax.ops.turbo_attention.operands import (
+    bias_of_hopper,
     hopper_refusal,
     prepare_rows,
     quantize_queries,
@@ -130,6 +132,7 @@ def gradient(
     x = tiles.Operands(*q8, *k8, *d8, *v8, q, k, d_o, lse, delta, query_length, key_length)
     x = x._replace(shifts=extras.shift(), **_of_segments(extras, query_length, key_length, options))
     x = x._replace(**_of_key_bounds(extras, query_length, size, options))
+    x = x._replace(bias=bias_of_hopper(extras))
     if extras.alibi_slopes is not None:
         x = x._replace(slopes=extras.alibi_slopes * math.log2(math.e))
     launch = launch or default_launch(
@@ -144,14 +147,28 @@ def gradient(
     d_k, d_v = d_k[:, :size, :, :head_dim], d_v[:, :size, :, :of_values]
     if unit is not None:
         d_q, d_k, d_v = ((y / unit).astype(wanted) for y in (d_q, d_k, d_v))
+    # Slopes and biases are usually constants: under `jit` a gradient that is not used is not
+    # computed, neither in plain JAX nor by a kernel.
+    d_bias = None
+    if extras.bias is not None:
+        gains = None if unit is None else 1 / unit[:, 0, 0, 0]
+        d_bias = _of_bias(x._replace(gains=gains), extras.bias, settings)
     if extras.alibi_slopes is None:
-        return d_q, d_k, d_v, NOTHING
-    # In plain JAX: slopes are usually constants, and under `jit` an unused gradient is not
-    # computed.
+        return d_q, d_k, d_v, Extras(bias=d_bias)
     *_, of_extras = gradient_reference.gradient(
         *given, config=config, options=options, extras=extras
     )
-    return d_q, d_k, d_v, Extras(alibi_slopes=of_extras.alibi_slopes)
+    return d_q, d_k, d_v, Extras(alibi_slopes=of_extras.alibi_slopes, bias=d_bias)
+
+
+def _of_bias(x: Any, bias: jax.Array, settings: Callable[..., Any]) -> jax.Array:
+    """The gradient of a bias, in its shape and dtype, from the operands of the other kernels."""
+    from pallas_kernels.mosaic.hopper.gradient.bias import bias_gradient, stages_of
+
+    found = bias_gradient(x, settings(stages_of(x)))
+    if bias.shape[2] == 1:  # a tile's rows are left
+        found = jnp.sum(found, axis=2, keepdims=True).astype(bias.dtype)
+    return found[..., : bias.shape[3]]
 
 
 def _of_seeing(d_out: jax.Array, out: jax.Array, residual: jax.Array, extras: Extras) -> jax.Array:

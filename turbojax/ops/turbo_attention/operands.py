@@ -13,21 +13,26 @@ from turbojax.config import TurboConfig
 from turbojax.ops import numerics
 from turbojax.ops.optional_arrays import NOTHING, Extras
 from turbojax.ops.options import Options
+from turbojax.ops.rows import pad_axis
 
 _AMPERE, _ADA = 8.0, 8.9
 _LARGEST_HEAD_DIM = 256
-# What Hopper's kernels support, forward and backward, in `plain_refusal`'s names: all but a bias.
+# What Hopper's kernels support, forward and backward, in `plain_refusal`'s names: all there is.
 _HOPPER_EXTRAS = (
     "query_offset",
     "key_offset",
     "query_segment_ids",
     "key_value_segment_ids",
     "key_bounds",
+    "bias",
     "alibi_slopes",
     "sinks",
     "output_dtype",
     "value_head_dim",
 )
+_DTYPES_OF_BIAS = ("float32", "bfloat16", "float16")
+# Lanes load as many keys of a bias at once.
+_KEYS_OF_BIAS = 4
 _LARGEST_BLOCK = 256
 # The limit of a launch's second axis.
 _MOST_BLOCKS = 2**16 - 1
@@ -237,6 +242,11 @@ def kernel_is_untried(*, extras: Extras = NOTHING, **_: Any) -> bool:
     return extras.key_bounds is not None
 
 
+def hopper_is_untried(*, extras: Extras = NOTHING, **arguments: Any) -> bool:
+    """`kernel_is_untried` of Hopper's kernels, forward and backward."""
+    return extras.bias is not None or kernel_is_untried(extras=extras, **arguments)
+
+
 def hopper_refusal(
     key: jax.Array | jax.ShapeDtypeStruct,
     value: jax.Array | jax.ShapeDtypeStruct,
@@ -246,7 +256,16 @@ def hopper_refusal(
     """`plain_refusal` of Hopper's kernels, forward and backward."""
     if extras.key_bounds is not None and extras.query_segment_ids is not None:
         return "it has no key_bounds beside segments: turbojax.bounds.segments makes bounds of them"
+    if extras.bias is not None and jnp.dtype(extras.bias.dtype).name not in _DTYPES_OF_BIAS:
+        return f"{extras.bias.dtype=} must be one of {_DTYPES_OF_BIAS}"
     return plain_refusal(key, value, options, extras, _HOPPER_EXTRAS)
+
+
+def bias_of_hopper(extras: Extras) -> jax.Array | None:
+    """A bias as Hopper's kernels take it: a copy only if its keys are no multiple of 4."""
+    if extras.bias is None:
+        return None
+    return pad_axis(extras.bias, 3, -(-extras.bias.shape[3] // _KEYS_OF_BIAS) * _KEYS_OF_BIAS)
 
 
 def permute_tokens(x: jax.Array) -> jax.Array:

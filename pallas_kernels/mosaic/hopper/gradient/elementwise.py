@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -9,6 +10,7 @@ import jax.experimental.mosaic.gpu as mgpu
 import jax.numpy as jnp
 
 from pallas_kernels.layouts import LOG2_E, Ref
+from pallas_kernels.mosaic import bias as biases
 from pallas_kernels.mosaic import lane, ring, softmax
 from pallas_kernels.mosaic.hopper.gradient.tiles import MATRIX, Settings
 from pallas_kernels.mosaic.lane import Bool, Float, Int, fragments
@@ -107,10 +109,18 @@ def _weigh(
     rows_are_keys: bool,
     s: Settings,
     is_linear: bool,
+    bias: biases.Bias | None = None,
 ) -> tuple[Any, ...]:
     linear, limits = (others[:2], others[2:]) if is_linear else ((), others)
+    if bias is not None:
+        words, *limits = limits  # type: ignore[assignment]
+        added = biases.numbers(words, bias, rows_are_keys=rows_are_keys)
     scores = mgpu.optimization_barrier(scores)  # not before the product is done
-    [c], logarithms, bounds = fragments.scalars(factor), fragments.scalars(lse), _mask(limits)
+    [c], logarithms, bounds = (
+        fragments.scalars(factor),
+        fragments.scalars(lse),
+        _mask(tuple(limits)),
+    )
     rows, slopes = [], []
     for half, x in enumerate(fragments.by_row(scores)):
         each = _of_each(logarithms, half, len(x), rows_are_keys)
@@ -125,7 +135,12 @@ def _weigh(
             [slope], [distance] = (fragments.scalars(a) for a in linear)
             away = _distances(distance, half, len(x), rows_are_keys)
             each = [d.fma(slope, l) for d, l in zip(away, each, strict=True)]
+        if bias is not None:
+            down = lane.number(-LOG2_E)
+            each = [b.fma(down, l) for b, l in zip(added[half], each, strict=True)]
         p = [lane.exp2(v.fma(unit, -l)) for v, l in zip(x, each, strict=True)]
+        if bias is not None:  # whatever the score; `_gradients` knows -0
+            p = [b.equals(-math.inf).where(-0.0, v) for b, v in zip(added[half], p, strict=True)]
         if bounds is not None:
             masks = _visible(bounds, half, len(x), rows_are_keys, s)
             p = [m.where(v, 0.0) for m, v in zip(masks, p, strict=True)]
@@ -148,6 +163,7 @@ def _gradients(
     dtype: str,
     rows_are_keys: bool,
     s: Settings,
+    has_bias: bool = False,
 ) -> Any:
     products = mgpu.optimization_barrier(products)  # not before the products are done
     [c], deltas = fragments.scalars(factor), fragments.scalars(delta)
@@ -164,11 +180,41 @@ def _gradients(
         d = [v * w for v, w in zip(d, p, strict=True)]
         if slope is not None:
             d = [v * w for v, w in zip(d, slope, strict=True)]
+        if has_bias:  # a weight of -0 is that of a pair which the bias hides
+            d = [(w.as_int() < 0).where(0.0, v) for w, v in zip(p, d, strict=True)]
         if bounds is not None:
             masks = _visible(bounds, half, len(x), rows_are_keys, s)
             d = [m.where(v, 0.0) for m, v in zip(masks, d, strict=True)]
         rows.append(d)
     return mgpu.optimization_barrier(fragments.carrier(fragments.half_words(rows, dtype)))
+
+
+def _add_gradients(
+    sums: Any,
+    weights: Any,
+    products: Any,
+    delta: Any,
+    lse: Any,
+    factor: Any,
+    gain: Any,
+    *limits: Any,
+    s: Settings,
+) -> Any:
+    products = mgpu.optimization_barrier(products)  # not before the products are done
+    [c], [share] = fragments.scalars(factor), fragments.scalars(gain)
+    bounds, rows = _mask(limits), []
+    of_rows = zip(fragments.scalars(delta), fragments.scalars(lse), strict=True)
+    arrays = (fragments.by_row(a) for a in (sums, weights, products))
+    for half, (total, p, x, (e, l)) in enumerate(zip(*arrays, of_rows, strict=True)):
+        d = [_to_float(v).fma(c, -e) * w for v, w in zip(x, p, strict=True)]
+        # A query that sees nothing, or a pair that is hidden, adds nothing, not even a NaN.
+        blind = l.equals(math.inf)
+        d = [(blind | (w.as_int() < 0)).where(0.0, v) for w, v in zip(p, d, strict=True)]
+        if bounds is not None:
+            masks = _visible(bounds, half, len(x), False, s)
+            d = [m.where(v, 0.0) for m, v in zip(masks, d, strict=True)]
+        rows.append([v.fma(share, old) for v, old in zip(d, total, strict=True)])
+    return mgpu.optimization_barrier(fragments.of_rows(rows))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -178,11 +224,13 @@ class Tile:
     Attributes:
       rows_are_keys: whether rows are keys and columns queries, or the reverse.
       dtype: of the weights and gradients as operands: ``"bfloat16"`` or ``"float16"``.
+      bias: what is static of a bias, or None.
     """
 
     rows_are_keys: bool
     dtype: str
     s: Settings
+    bias: biases.Bias | None = None
 
     @property
     def _queries(self) -> Any:
@@ -199,21 +247,24 @@ class Tile:
         factor: jax.Array,
         limits: tuple[jax.Array, ...],
         linear: tuple[jax.Array, ...] = (),
+        added: tuple[jax.Array, ...] = (),
     ) -> tuple[jax.Array, ...]:
         """Weights float32, with a soft cap its slopes, and if rows are keys the weights as words.
 
         Words are those of a 16-bit operand. `scores` are products that were waited for, `lse` is
         that of the queries in powers of two, and `factor` takes scores to powers of two, or with a
         soft cap to units of it. `limits` are as of `limits_of`, none if nothing is hidden; `linear`
-        is the slope by which scores fall, in powers of two, and the distance, or none.
+        is the slope by which scores fall, in powers of two, and the distance, or none; `added` are
+        the bias' words, of `biases.of_keys` or `of_queries`, or none.
         """
-        types = (MATRIX, self._queries, SCALAR, *[SCALAR] * len(linear), *self._types(limits))
+        types = (MATRIX, self._queries, SCALAR, *[SCALAR] * len(linear), *[MATRIX] * len(added))
+        types = (*types, *self._types(limits))
         returns = [ring.array((ROWS, ROWS), jnp.float32)] * (1 if self.s.soft_cap is None else 2)
         if self.rows_are_keys:
             returns.append(ring.array((ROWS, 32), jnp.int32))
-        f = functools.partial(_weigh, **self._static, is_linear=bool(linear))
-        results: tuple[jax.Array, ...]
-        results = ring.inline(f, types, tuple(returns))(scores, lse, factor, *linear, *limits)
+        f = functools.partial(_weigh, **self._static, is_linear=bool(linear), bias=self.bias)
+        given = (scores, lse, factor, *linear, *added, *limits)
+        results: tuple[jax.Array, ...] = ring.inline(f, types, tuple(returns))(*given)
         return results
 
     def score_gradients(
@@ -228,11 +279,33 @@ class Tile:
         """Words of ``weights * (factor * products - delta)``, times the soft cap's slopes."""
         types = [MATRIX, MATRIX, self._queries, SCALAR]
         types += [MATRIX] * len(slopes) + self._types(limits)
-        f = functools.partial(_gradients, **self._static)
+        f = functools.partial(_gradients, **self._static, has_bias=self.bias is not None)
         words: jax.Array = ring.inline(f, tuple(types), ring.array((ROWS, 32), jnp.int32))(
             weights, products, delta, factor, *slopes, *limits
         )
         return words
+
+    def add_gradients(
+        self,
+        sums: jax.Array,
+        weights: jax.Array,
+        products: jax.Array,
+        delta: jax.Array,
+        lse: jax.Array,
+        factor: jax.Array,
+        gain: jax.Array,
+        limits: tuple[jax.Array, ...],
+    ) -> jax.Array:
+        """`sums` plus `gain` times what `score_gradients` has without a cap's slopes, in float32.
+
+        Rows are queries.
+        """
+        types = (MATRIX, MATRIX, MATRIX, ROW, ROW, SCALAR, SCALAR, *self._types(limits))
+        f = functools.partial(_add_gradients, s=self.s)
+        found: jax.Array = ring.inline(f, types, ring.array((ROWS, ROWS), jnp.float32))(
+            sums, weights, products, delta, lse, factor, gain, *limits
+        )
+        return found
 
     def limits_of(
         self,

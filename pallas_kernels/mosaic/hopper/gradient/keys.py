@@ -50,6 +50,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.mosaic import bias as biases
 from pallas_kernels.mosaic import ring
 from pallas_kernels.mosaic.hopper.gradient import elementwise, tiles
 from pallas_kernels.mosaic.hopper.gradient.tiles import (
@@ -115,7 +116,8 @@ def _consume(
 ) -> Any:
     """Sums over all queries of a warpgroup's 64 keys; the slot after the last."""
     first, width = work.first + me * ROWS, m.q.shape[-1]
-    tile = elementwise.Tile(True, str(m.q.dtype), s)
+    kind = x.kind_of_bias
+    tile = elementwise.Tile(True, str(m.q.dtype), s, kind)
     k_scale, v_scale = (
         tiles.scale_at(scales, work.b, work.h, first, s.block_kv)
         for scales in (x.k_scale, x.v_scale)
@@ -137,6 +139,9 @@ def _consume(
         scores = tiles.product(m.k8.at[me], m.q8.at[slot])
         products = tiles.product(m.v8.at[me], m.d8.at[slot])
         lse = ring.load(m.lse.at[slot], COLUMN)
+        added: tuple[jax.Array, ...] = ()
+        if kind is not None:
+            added = (biases.of_keys(x.bias, kind.line(work.b, head), query, first),)
         turns.wait()
         plgpu.wgmma_wait(1)
         position = tiles.shifted(query, work.shift)
@@ -144,7 +149,7 @@ def _consume(
         own = None if m.own is None else (m.own.at[slot, 0], m.own.at[slot, 1])
         limits = tile.limits_of(position, first, work.queries - query, ids, own, is_masked)
         linear = () if x.slopes is None else (x.slopes[head], position - first)
-        weights, *slopes, words = tile.weigh(scores, lse, q_factor, limits, linear)
+        weights, *slopes, words = tile.weigh(scores, lse, q_factor, limits, linear, added)
         d_v = tiles.add_product(d_v, words, m.d_out.at[slot])
         turns.hand_on()
         delta = ring.load(m.delta.at[slot], COLUMN)

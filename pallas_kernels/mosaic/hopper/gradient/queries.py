@@ -37,6 +37,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.mosaic import bias as biases
 from pallas_kernels.mosaic import ring
 from pallas_kernels.mosaic.hopper.gradient import elementwise, tiles
 from pallas_kernels.mosaic.hopper.gradient.tiles import (
@@ -95,7 +96,8 @@ def _consume(
     """The sums of a warpgroup's 64 queries, and which of them see nothing; the next slot."""
     first = work.first + me * ROWS
     position = tiles.shifted(first, work.shift)
-    tile = elementwise.Tile(False, str(m.k.dtype), s)
+    kind = x.kind_of_bias
+    tile = elementwise.Tile(False, str(m.k.dtype), s, kind)
     q_scale, d_scale = (
         tiles.scale_at(scales, work.b, work.head, first, s.block_q)
         for scales in (x.q_scale, x.d_scale)
@@ -110,6 +112,12 @@ def _consume(
         v_scale = tiles.scale_at(x.v_scale, work.b, work.h, key, s.block_kv)
         return q_scale * k_scale, d_scale * v_scale
 
+    def added(key: jax.Array) -> tuple[jax.Array, ...]:
+        """Starts to load the bias."""
+        if kind is None:
+            return ()
+        return (biases.of_queries(x.bias, kind.line(work.b, work.head), first, key),)
+
     def start(slot: jax.Array) -> tuple[jax.Array, jax.Array]:
         scores = tiles.product(m.q8.at[me], m.k8.at[slot])
         return scores, tiles.product(m.d8.at[me], m.v8.at[slot])
@@ -120,13 +128,17 @@ def _consume(
         keys = [begin + n * ROWS for n in range(len(slots))]
         scales = [factors(key) for key in keys]
         products = [start(slot) for slot in slots]
+        of_pairs = added(begin)
         for n, key in enumerate(keys):
             # Left: the other slot's two products, or the sum that was started last.
             plgpu.wgmma_wait(1 if n else 2 * (len(slots) - 1))
             ids = None if m.ids is None else (m.ids[0].at[me], m.ids[1].at[slots[n]])
             limits = tile.limits_of(position, key, work.keys - key, ids, own, is_masked)
             linear = () if x.slopes is None else (x.slopes[work.head], position - key)
-            weights, *slopes = tile.weigh(products[n][0], lse, scales[n][0], limits, linear)
+            found = tile.weigh(products[n][0], lse, scales[n][0], limits, linear, of_pairs)
+            weights, *slopes = found
+            if n + 1 < len(keys):
+                of_pairs = added(keys[n + 1])
             rest = (delta, scales[n][1], tuple(slopes), limits)
             words = tile.score_gradients(weights, products[n][1], *rest)
             total = tiles.add_product(total, words, m.k.at[slots[n]])

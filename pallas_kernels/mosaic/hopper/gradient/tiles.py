@@ -12,6 +12,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.layouts import LOG2_E
 from pallas_kernels.layouts import Ref as Ref
+from pallas_kernels.mosaic import bias as biases
 from pallas_kernels.mosaic import ring
 from pallas_kernels.mosaic.hopper.segments import Bounds
 from pallas_kernels.mosaic.products import wgmma
@@ -99,6 +100,10 @@ class Operands(NamedTuple):
       query_order: int32 ``[B * Tq / 128]``, `segments.order` of tiles of queries.
       key_order: int32 ``[B * Sk / 128]``, of keys.
       slopes: float32 ``[N]``, by which scores fall with the distance, in powers of two.
+      bias: ``[B or 1, N or 1, T' or 1, S']``, added to scores; `T'` and `S'` are at least the
+        numbers of queries and of keys, `S'` is a multiple of 4.
+      gains: float32 ``[B]``, by which a sequence's share of the bias' gradient is multiplied; None
+        for 1.
     """
 
     q8: Any
@@ -125,10 +130,16 @@ class Operands(NamedTuple):
     query_order: Any = None
     key_order: Any = None
     slopes: Any = None
+    bias: Any = None
+    gains: Any = None
 
     @property
     def given(self) -> dict[str, Any]:
         return {name: x for name, x in self._asdict().items() if x is not None}
+
+    @property
+    def kind_of_bias(self) -> biases.Bias | None:
+        return None if self.bias is None else biases.Bias.of(self.bias)
 
     def shift(self, b: jax.Array) -> jax.Array | int:
         return 0 if self.shifts is None else self.shifts[b]
