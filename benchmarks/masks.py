@@ -9,7 +9,7 @@ backward pass. `docs/attention_options.md` shows the table.
 import argparse
 import functools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -128,12 +128,14 @@ def microseconds(function: Callable[..., Any], *arrays: Any) -> float | str:
         return f"{type(error).__name__}: {str(error)[:300]}"
 
 
-def rows(tokens: int, seconds: float) -> Iterator[Row]:
-    """One for each mask and method, while there is time."""
+def rows(tokens: int, seconds: float, known: Collection[tuple[str, str]] = ()) -> Iterator[Row]:
+    """One for each mask and method that is not known, while there is time."""
     started = time.monotonic()
     query, key, value, d_out = tensors(tokens)
     for name, is_causal, given in masks(tokens, HEADS):
         for method in METHODS:
+            if (name, method) in known:
+                continue
             if time.monotonic() - started > seconds:
                 return
             attend, mask = call_of(method, is_causal, given, tokens)
@@ -195,9 +197,13 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="JSON to write")
     parser.add_argument("--tokens", type=int, default=TOKENS, help="of a sequence")
     parser.add_argument("--seconds", type=float, default=500.0, help="begin no row after this time")
+    parser.add_argument("--resume", action="store_true", help="keep the rows that --out holds")
     options = parser.parse_args()
     result: Result = {**describe(), "rows": []}
-    for row in rows(options.tokens, options.seconds):
+    if options.resume and (old := stored.previous(options.out, result)):
+        result["rows"] = old["rows"]
+    known = [(row["mask"], row["method"]) for row in result["rows"]]
+    for row in rows(options.tokens, options.seconds, known):
         print(row, flush=True)
         result["rows"].append(row)
         stored.write(options.out, result)

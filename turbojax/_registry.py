@@ -16,23 +16,17 @@ def _supports_everything(**_: Any) -> str | None:
     return None
 
 
-def _is_tried(**_: Any) -> bool:
-    return False
-
-
 @dataclasses.dataclass(frozen=True)
 class Implementation:
     """One way to run an op, `run`, on checked arguments.
 
     Given these by name (arrays or `ShapeDtypeStruct`s), `unsupported` returns None, or the reason
-    why `run` cannot take them here; and `is_untried` whether it takes them but never ran so on a
-    device: then it is chosen only where it is asked for by name.
+    why `run` cannot take them here.
     """
 
     name: ImplementationName
     run: Callable[..., Any]
     unsupported: Callable[..., str | None] = _supports_everything
-    is_untried: Callable[..., bool] = _is_tried
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,8 +65,6 @@ class Registry:
         for candidate in candidates:
             if symbol is not None and candidate.name != "xla":
                 refusal: str | None = f"kernels take no symbolic sizes, such as {symbol}"
-            elif requested is None and candidate.is_untried(**arguments):
-                refusal = "it never ran so on a GPU, and must be asked for by name"
             else:
                 refusal = candidate.unsupported(**arguments)
             if refusal is None:

@@ -42,14 +42,6 @@ def test_kernels_of_mosaic_that_were_never_run_here_go_after_others(monkeypatch)
     assert registry.select("mosaic_gpu").name == "mosaic_gpu"
 
 
-def test_what_never_ran_must_be_asked_for_by_name():
-    new = Implementation("mosaic_gpu", lambda: None, is_untried=lambda *, size: size > 8)
-    registry = Registry("op", (new, Implementation("xla", lambda: None)))
-    assert registry.select(None, size=8).name == "mosaic_gpu"
-    assert registry.select(None, size=9).name == "xla"
-    assert registry.select("mosaic_gpu", size=9).name == "mosaic_gpu"
-
-
 def test_a_named_implementation_never_falls_back():
     with pytest.raises(NotImplementedError, match="op cannot run here: mosaic_gpu: needs Hopper$"):
         _registry().select("mosaic_gpu", size=2)

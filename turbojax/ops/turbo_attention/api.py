@@ -25,7 +25,6 @@ from turbojax.ops.turbo_attention import (
     unrounded,
 )
 from turbojax.ops.turbo_attention.gradient import straight_through
-from turbojax.ops.turbo_attention.operands import hopper_is_untried, kernel_is_untried
 from turbojax.sharding import tables, together
 from turbojax.sharding.per_device import spread
 from turbojax.state.progressive.cache import ProgressiveCache
@@ -39,14 +38,9 @@ from turbojax.state.progressive.update import (
 ATTENTION = Registry(
     "turbo_attention",
     (
-        Implementation(
-            "mosaic_gpu",
-            mosaic_gpu.attention,
-            mosaic_gpu.attention_unsupported,
-            hopper_is_untried,
-        ),
+        Implementation("mosaic_gpu", mosaic_gpu.attention, mosaic_gpu.attention_unsupported),
         Implementation("jax_triton", jax_triton.attention, jax_triton.unsupported),
-        Implementation("triton", triton.attention, triton.attention_unsupported, kernel_is_untried),
+        Implementation("triton", triton.attention, triton.attention_unsupported),
         Implementation("xla", reference.attention),
     ),
 )

@@ -14,7 +14,6 @@ from turbojax.ops.optional_arrays import Extras
 from turbojax.ops.options import Options
 from turbojax.ops.sinks import sees_only_sink, sink_gradient
 from turbojax.ops.turbo_attention import gradient_reference, mosaic_gradient
-from turbojax.ops.turbo_attention.operands import hopper_is_untried
 from turbojax.remat import named_results
 from turbojax.sharding import tables
 from turbojax.sharding.per_device import like, spread
@@ -22,12 +21,7 @@ from turbojax.sharding.per_device import like, spread
 GRADIENT = Registry(
     "the gradient of turbo_attention",
     (
-        Implementation(
-            "mosaic_gpu",
-            mosaic_gradient.gradient,
-            mosaic_gradient.unsupported,
-            hopper_is_untried,
-        ),
+        Implementation("mosaic_gpu", mosaic_gradient.gradient, mosaic_gradient.unsupported),
         Implementation("xla", gradient_reference.gradient),
     ),
 )

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from turbojax._device import interpreting, needs_gpu, needs_hopper, unindexable
 from turbojax.config import TurboConfig
 from turbojax.ops import numerics
-from turbojax.ops.optional_arrays import NOTHING, Extras
+from turbojax.ops.optional_arrays import Extras
 from turbojax.ops.options import Options
 from turbojax.ops.rows import pad_axis
 
@@ -235,16 +235,6 @@ def plain_refusal(
     if options.out_dtype is not None and "output_dtype" not in supported:
         return f"it has no output_dtype={options.out_dtype}"
     return extras.refusal(supported)
-
-
-def kernel_is_untried(*, extras: Extras = NOTHING, **_: Any) -> bool:
-    """Whether kernels never ran on a GPU with such a call so far, see `Implementation`."""
-    return extras.key_bounds is not None
-
-
-def hopper_is_untried(*, extras: Extras = NOTHING, **arguments: Any) -> bool:
-    """`kernel_is_untried` of Hopper's kernels, forward and backward."""
-    return extras.bias is not None or kernel_is_untried(extras=extras, **arguments)
 
 
 def hopper_refusal(
