@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from turbojax.kv.base import Attend, Kind
 from turbojax.kv.kinds import kind_of
-from turbojax.kv.whole import WholeAttention, attend_within, within_implementation
+from turbojax.kv.whole import PromptAttention, attend_within, within_implementation
 from turbojax.ops.exact_attention import REPEATABLE
 from turbojax.ops.options import PLAIN
 
@@ -16,7 +16,7 @@ def attend_prompt(
     lengths: jax.Array,
     first: jax.Array | int = 0,
     implementation: str | None = None,
-    attention: WholeAttention | None = None,
+    attention: PromptAttention | None = None,
 ) -> Attend:
     """Attention within prompts, which also fills their part of the layer's cache.
 

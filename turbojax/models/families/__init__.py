@@ -49,8 +49,7 @@ def _family(hf: Mapping[str, Any]) -> Family:
         )
     if architectures and (len(architectures) > 1 or architectures[0] not in supported):
         raise NotImplementedError(
-            f"architectures={shown(architectures)} is not supported: must be one of "
-            f"{known}{_advice(architectures[0])}"
+            f"architectures={shown(architectures)} is not supported: must be one of {known}"
         )
     name = supported[architectures[0]] if architectures else model_type
     # It may be anything, such as a list, which cannot be looked up in a dictionary.
@@ -59,14 +58,5 @@ def _family(hf: Mapping[str, Any]) -> Family:
         expected = f"{name!r}, as {architectures=}" if architectures else names
         raise NotImplementedError(
             f"model_type={shown(model_type)} is not supported: must be {expected}"
-            f"{'' if architectures else _advice(model_type)}"
         )
     return FAMILIES[name]
-
-
-def _advice(name: object) -> str:
-    """What to do about an unsupported name that is easily taken for a supported one."""
-    for family in FAMILIES.values():
-        if isinstance(name, str) and name in family.refused:
-            return f"; {family.refused[name]}"
-    return ""
