@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import re
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -215,6 +217,33 @@ def test_gradients_are_those_of_transformers(model, vision):
         want = recordings.arrays()[f"d {name}"]
         error = np.abs(np.asarray(found[name]) - want).max() / np.abs(want).max()
         assert error < 2e-4, name
+
+
+class _Letters:
+    """Letters are their numbers in the alphabet, and special texts single tokens."""
+
+    special: ClassVar = {"<start_of_image>": 61, "<image_soft_token>": 64, "<end_of_image>": 62}
+    special_tokens: ClassVar = {"boi_token": "<start_of_image>"}
+
+    def encode(self, text, *, add_special_tokens=True):
+        pieces = re.findall("|".join([*self.special, "(?s:.)"]), text)
+        return [2] * add_special_tokens + [
+            self.special[x] if x in self.special else ord(x) % 32 for x in pieces
+        ]
+
+
+def test_prompts_of_texts(vision, monkeypatch):
+    """What the processor of transformers writes for an image: line breaks on either side."""
+    one = [10, 10, 61, *[64] * 9, 62, 10, 10]
+    tokens = models.image_prompt(_Letters(), "a<start_of_image>b<start_of_image>", vision.config)
+    assert tokens == [2, 1, *one, 2, *one]
+    alone = models.image_prompt(_Letters(), "ab", vision.config, add_special_tokens=False)
+    assert alone == [1, 2]
+    with pytest.raises(ValueError, match="text must not hold '<image_soft_token>'"):
+        models.image_prompt(_Letters(), "<image_soft_token>", vision.config)
+    monkeypatch.setattr(_Letters, "special", {})
+    with pytest.raises(ValueError, match="must have the token 61, as config.json says, for '<sta"):
+        models.image_prompt(_Letters(), "<start_of_image>", vision.config)
 
 
 def test_files_of_all_versions(tmp_path, vision):

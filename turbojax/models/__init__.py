@@ -93,4 +93,5 @@ from turbojax.models.vision.checkpoint import load_vision as load_vision
 from turbojax.models.vision.checkpoint import save_vision as save_vision
 from turbojax.models.vision.config import VisionConfig as VisionConfig
 from turbojax.models.vision.model import VisionModel as VisionModel
+from turbojax.models.vision.prompts import image_prompt as image_prompt
 from turbojax.models.vision.soft_tokens import Images as Images

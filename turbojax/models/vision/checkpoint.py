@@ -14,13 +14,15 @@ from jax.typing import DTypeLike
 from turbojax.models.checkpoint import folder as _folder
 from turbojax.models.checkpoint.weights import check_dtype, require_floats
 from turbojax.models.config import stored_dtype
+from turbojax.models.families.gemma3 import GEMMA3_WITH_IMAGES
+from turbojax.models.families.table import whole_of
 from turbojax.models.families.whole import VISION_PARTS
 from turbojax.models.vision.config import VISION, VisionConfig
 from turbojax.models.vision.model import VisionModel
 from turbojax.models.vision.preprocessing import read_preprocessing
 
 FOLDER = "vision"
-"""The folder, within one of a text model alone, in which `save_vision` is asked to write."""
+"""The folder within that of a text model alone in which `load_vision` looks for images' part."""
 
 _TOWER, _PROJECTOR = VISION_PARTS
 _LINEARS = {
@@ -54,11 +56,16 @@ def load_vision(path: str | os.PathLike[str], *, dtype: DTypeLike | None = None)
       ValueError: naming it, if a tensor is missing, unexpected or mis-shaped, or too large for
         `dtype`; or if a file cannot be parsed.
     """
-    folder = Path(path)
-    beside = folder / FOLDER
-    if VISION not in _folder.read_config(folder) and (beside / _folder.CONFIG_NAME).is_file():
-        folder = beside
-    return _folder.steady(folder, functools.partial(_read, dtype=dtype))
+    return _folder.steady(_own_folder(Path(path)), functools.partial(_read, dtype=dtype))
+
+
+def has_vision(path: str | os.PathLike[str]) -> bool:
+    """Whether a checkpoint, a folder or a GGUF file, has a part that `load_vision` may read.
+
+    Raises OSError or ValueError if there is no `config.json`, or it cannot be parsed.
+    """
+    hf = _folder.read_config(_own_folder(Path(path)))
+    return VISION in hf and whole_of(hf) is GEMMA3_WITH_IMAGES
 
 
 def save_vision(
@@ -181,6 +188,13 @@ def from_tensors(
         config=config,
         **others,
     )
+
+
+def _own_folder(folder: Path) -> Path:
+    """Where a checkpoint's vision model is: in its folder, or in one within that."""
+    beside = folder / FOLDER
+    is_beside = (beside / _folder.CONFIG_NAME).is_file()
+    return beside if is_beside and VISION not in _folder.read_config(folder) else folder
 
 
 def _read(folder: Path, *, dtype: DTypeLike | None) -> VisionModel:

@@ -7,13 +7,13 @@ from typing import Any
 
 from turbojax._json import shown, shown_name
 from turbojax._pytrees import static
+from turbojax.models.families.gemma3 import GEMMA3, GEMMA3_WITH_IMAGES
 from turbojax.models.families.keys import HARMLESS, integer, number
 from turbojax.models.families.table import whole_of
 from turbojax.models.families.whole import TEXT
 
 VISION = "vision_config"
 """The key of `config.json` that holds the tower's own."""
-_ARCHITECTURE = "Gemma3ForConditionalGeneration"
 _TOWER = "siglip_vision_model"
 _TEXT_WIDTH = 2304
 # What transformers takes where a key is missing.
@@ -92,11 +92,10 @@ class VisionConfig:
           NotImplementedError: naming it, if the architecture or a key's value is not supported.
           ValueError: if there is no `vision_config`, or a value is out of range.
         """
-        whole = whole_of(hf)
-        if whole is None or whole.architecture != _ARCHITECTURE:
+        if whole_of(hf) is not GEMMA3_WITH_IMAGES:
             raise NotImplementedError(
                 f"architectures={shown(hf.get('architectures'))} has no images here: must be "
-                f"{_ARCHITECTURE!r}"
+                f"{GEMMA3_WITH_IMAGES.architecture!r}"
             )
         part, text = hf.get(VISION), hf.get(TEXT)
         for key, value in ((VISION, part), (TEXT, text)):
@@ -123,9 +122,9 @@ class VisionConfig:
     def to_hf(self) -> dict[str, Any]:
         """The content of a `config.json` that `from_hf` reads back; its text model has a width."""
         return {
-            "architectures": [_ARCHITECTURE],
-            "model_type": "gemma3",
-            TEXT: {"model_type": "gemma3_text", "hidden_size": self.text_size},
+            "architectures": [GEMMA3_WITH_IMAGES.architecture],
+            "model_type": GEMMA3_WITH_IMAGES.name,
+            TEXT: {"model_type": GEMMA3.name, "hidden_size": self.text_size},
             VISION: {
                 **_FIXED,
                 "hidden_size": self.hidden_size,
