@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax import export
 from PIL import Image
 
 from tests.models import image_helpers as tiny
@@ -20,6 +21,7 @@ from turbojax.models.checkpoint.huggingface import to_hf_tensors
 from turbojax.models.vision.checkpoint import to_tensors
 from turbojax.models.vision.model import project
 from turbojax.models.vision.preprocessing import Preprocessing
+from turbojax.parallel import Axes
 
 # Float32 logits of these models have a standard deviation of about 1.
 TOLERANCE = 1e-4
@@ -219,6 +221,18 @@ def test_gradients_are_those_of_transformers(model, vision):
         assert error < 2e-4, name
 
 
+@pytest.mark.slow
+def test_the_tower_is_exported(vision):
+    """With its configuration, and with any number of images."""
+    pytest.importorskip("flatbuffers")
+    number = export.symbolic_shape("n")[0]
+    pixels = jax.ShapeDtypeStruct((number, 24, 24, 3), jnp.float32)
+    whole = export.export(jax.jit(lambda v, x: v(x)))(vision, pixels)
+    found = export.deserialize(whole.serialize())
+    got = found.call(vision, jnp.asarray(recordings.arrays()["pixels"]))
+    np.testing.assert_allclose(got, recordings.arrays()["soft"], rtol=0, atol=2e-5)
+
+
 class _Letters:
     """Letters are their numbers in the alphabet, and special texts single tokens."""
 
@@ -262,6 +276,22 @@ def test_saved_beside_another_model(tmp_path, model, vision):
     assert found.preprocessing == vision.preprocessing
     half = models.load_vision(tmp_path, dtype="bfloat16")
     assert {x.dtype for x in jax.tree.leaves(half)} == {jnp.dtype(jnp.bfloat16)}
+
+
+@pytest.mark.slow
+@pytest.mark.mesh
+def test_over_a_mesh(decoder, images):
+    """Sequences and heads over devices: each has its prompts' images, in parts and at once."""
+    tokens, lengths = (np.concatenate([x, x[:1]]) for x in tiny.batch())
+    again = jnp.concatenate([images.embeddings, images.embeddings[:2]])
+    options = {"max_length": 64, "lengths": lengths, "cache": "exact"}
+    options["images"] = dataclasses.replace(images, embeddings=again)
+    want = models.start(decoder, tokens, **options).logits
+    axes = Axes.of(jax.make_mesh((2, 2), ("data", "model")))
+    split = models.shard(decoder, axes)
+    for size in (None, 2):
+        got = models.start(split, tokens, prefill_batch_size=size, **options)
+        np.testing.assert_allclose(got.logits, want, rtol=0, atol=TOLERANCE)
 
 
 @pytest.mark.slow
