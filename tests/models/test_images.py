@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import re
 from typing import ClassVar
 
@@ -18,7 +19,7 @@ from tests.recordings import image_recordings as recordings
 from turbojax import models
 from turbojax.kv import CACHE_NAMES, cache_by_name
 from turbojax.models.checkpoint.huggingface import to_hf_tensors
-from turbojax.models.vision.checkpoint import to_tensors
+from turbojax.models.vision.checkpoint import expected_shapes, to_tensors
 from turbojax.models.vision.model import project
 from turbojax.models.vision.preprocessing import Preprocessing
 from turbojax.parallel import Axes
@@ -258,6 +259,35 @@ def test_prompts_of_texts(vision, monkeypatch):
     monkeypatch.setattr(_Letters, "special", {})
     with pytest.raises(ValueError, match="must have the token 61, as config.json says, for '<sta"):
         models.image_prompt(_Letters(), "<start_of_image>", vision.config)
+
+
+def test_the_published_file():
+    """Of google/gemma-3-4b-it: text model and tower have 4,300,079,472 numbers together."""
+    text = {"hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34}
+    text |= {"model_type": "gemma3_text", "sliding_window": 1024}
+    text["rope_scaling"] = {"factor": 8.0, "rope_type": "linear"}
+    tower = {"hidden_size": 1152, "intermediate_size": 4304, "num_hidden_layers": 27}
+    tower |= {"model_type": "siglip_vision_model", "image_size": 896, "patch_size": 14}
+    tower |= {"num_attention_heads": 16, "vision_use_head": False}
+    file = {**tiny.config(), "text_config": text, "vision_config": tower}
+    for key in ("boi_token_index", "eoi_token_index", "image_token_index", "mm_tokens_per_image"):
+        del file[key]
+    config, vision = models.TransformerConfig.from_hf(file), models.VisionConfig.from_hf(file)
+    shapes = expected_shapes(vision).values()
+    assert config.num_parameters + sum(map(math.prod, shapes)) == 4_300_079_472
+    assert config.local_windows[:6] == (1024, 1024, 1024, 1024, 1024, None)
+    assert (vision.tokens_per_image, vision.patches_per_side) == (256, 64)
+    tokens = (vision.begin_token_id, vision.end_token_id, vision.image_token_id)
+    assert tokens == (255999, 256000, 262144)
+
+
+@pytest.mark.slow
+def test_bfloat16_is_close(folder, vision):
+    """A tower in 16 bits: 2 layers, each sum some units of 2**-9 off."""
+    low = models.load_vision(folder, dtype="bfloat16")
+    exact = recordings.arrays()["soft"]
+    got = np.asarray(low.images(tiny.images()).embeddings, np.float32)
+    assert np.linalg.norm(got - exact) / np.linalg.norm(exact) < 16 * 2.0**-9
 
 
 def test_files_of_all_versions(tmp_path, vision):
