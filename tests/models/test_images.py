@@ -466,6 +466,10 @@ class TestRefused:
         narrow = dataclasses.replace(images, embeddings=images.embeddings[..., :8])
         with pytest.raises(ValueError, match=r"\(3, 9, 8\) must be \[n, M, 32\]"):
             start(tokens, narrow)
+        with pytest.raises(NotImplementedError, match="cudnn: it has no key_bounds, which prompts"):
+            start(tokens, implementation="cudnn")
+        with pytest.raises(ValueError, match="implementation='triton' must be None or one of"):
+            start(tokens, implementation="triton")
         pooled = models.pooled_by_name("window", window=1024)
         with pytest.raises(NotImplementedError, match="pooled_prefill must be None with images"):
             start(tokens, pooled_prefill=pooled)

@@ -29,7 +29,8 @@ def attend_prompt(
       first: the prompts' first sequence in the cache, which may hold more than `b`.
       implementation: of `prefill`, or of the exact cache's attention; None to choose, as is
         ``"repeatable"``, which names a way to decode. With
-        `attention` it writes the cache, where it can, and attends as `attend_within` says.
+        `attention` it writes the cache, where it can, and attends as `attend_within` says; with
+        `ImageBlocks`, as `turbojax.kv.images.own_implementation` does.
       attention: attend with this instead, to the prompts' own keys and values; not with a cache of
         latents, whose layers have no keys and values.
     """

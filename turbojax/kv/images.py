@@ -10,7 +10,7 @@ from turbojax.config import TurboConfig
 from turbojax.kv.base import Attend
 from turbojax.ops import optional_arrays as given
 from turbojax.ops import turbo_attention
-from turbojax.ops.options import PLAIN, AttentionOptions, Options
+from turbojax.ops.options import PLAIN, AttentionOptions, Options, check_implementation
 
 _EXACT = TurboConfig(mode="float", softmax="exact")
 
@@ -72,6 +72,22 @@ class ImageBlocks:
             extras=extras,
             implementation=implementation,
         )
+
+
+def own_implementation(implementation: str | None, names: tuple[str, ...]) -> str | None:
+    """The implementation for `ImageBlocks`, given that of a cache's ops, whose names are `names`.
+
+    ``"xla"`` and ``"triton"`` can attend so. The others name what writes caches and decodes; which
+    implementation attends is chosen then. Raises ValueError unless the name is None or one of
+    these, NotImplementedError for cuDNN, which is asked for to attend.
+    """
+    check_implementation(implementation, names)
+    if implementation == "cudnn":
+        raise NotImplementedError(
+            "exact attention cannot run here: cudnn: it has no key_bounds, which prompts with "
+            "images need"
+        )
+    return implementation if implementation in ("xla", "triton") else None
 
 
 def image_attention(types: jax.Array, mask: jax.Array | None = None) -> Attend:

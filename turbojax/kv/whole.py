@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from turbojax._registry import IMPLEMENTATION_NAMES
 from turbojax.config import TurboConfig
 from turbojax.kv.base import Attend, Cache
-from turbojax.kv.images import ImageBlocks
+from turbojax.kv.images import ImageBlocks, own_implementation
 from turbojax.kv.pooled import PooledAttention
 from turbojax.ops import cudnn, exact_attention, turbo_attention
 from turbojax.ops.optional_arrays import of_layer
@@ -81,8 +81,11 @@ def within_implementation(
 ) -> str | None:
     """The implementation for `attend_within`, given that of a cache's ops, whose names are `names`.
 
-    It is the same; or None, to choose, where the attention and the cache share no names.
+    It is the same; or None, to choose, where the attention and the cache share no names. For images
+    it raises ValueError or NotImplementedError, see `own_implementation` there.
     """
+    if isinstance(attention, ImageBlocks):
+        return own_implementation(implementation, names)
     own = exact_attention.IMPLEMENTATIONS if attention == "exact" else IMPLEMENTATION_NAMES
     return implementation if own == names else None
 
