@@ -165,3 +165,28 @@ def batch() -> tuple[np.ndarray, np.ndarray]:
     for row, prompt in zip(tokens, PROMPTS, strict=True):
         row[: len(prompt)] = prompt
     return tokens, lengths
+
+
+TEMPLATE = (
+    "{{ bos_token }}{% for x in messages[0]['content'] %}"
+    "{{ '<start_of_image>' if x['type'] == 'image' else x['text'] }}{% endfor %}"
+)
+
+
+def write_tokenizer(folder: Path) -> None:
+    """Words, and the special tokens of images under the numbers of the config."""
+    import tokenizers
+
+    special = {"<bos>": 2, "<start_of_image>": 61, "<end_of_image>": 62, "<image_soft_token>": 64}
+    words = {f"w{i}": i for i in range(61) if i not in (2, 3, 4, 5)} | {
+        "what": 3,
+        "is": 4,
+        "this": 5,
+    }
+    model = tokenizers.models.WordLevel({**words, **special}, unk_token="w0")
+    tokenizer = tokenizers.Tokenizer(model)
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    tokenizer.add_special_tokens([tokenizers.AddedToken(x, special=True) for x in special])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {"bos_token": "<bos>", "chat_template": TEMPLATE}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")

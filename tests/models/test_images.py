@@ -281,6 +281,24 @@ def test_the_published_file():
     assert tokens == (255999, 256000, 262144)
 
 
+def test_prompts_of_conversations(tmp_path, vision):
+    """Images are those of the template; what a user says is none, or is refused."""
+    tiny.write_tokenizer(tmp_path)
+    tokenizer = models.JsonTokenizer(tmp_path)
+
+    def tokens(*said, **options):
+        content = [{"type": "text", "text": x} if x else {"type": "image"} for x in said]
+        messages = [{"role": "user", "content": content}]
+        return models.chat_tokens(tokenizer, messages, images=vision.config, **options)
+
+    image = [tiny.BEGIN, *[tiny.IMAGE] * tiny.TOKENS, tiny.END]
+    assert tokens(None, "what", None) == tokens(None, "what", None, allow_special=True)
+    assert tokens(None, "what", None) == [2, *image, 3, *image]
+    with pytest.raises(ValueError, match="a message is written like a special token"):
+        tokens(None, "<start_of_image>")
+    assert tokens("<start_of_image>", allow_special=True) == [2, *image]
+
+
 @pytest.mark.slow
 def test_bfloat16_is_close(folder, vision):
     """A tower in 16 bits: 2 layers, each sum some units of 2**-9 off."""

@@ -1,6 +1,9 @@
 """Texts with images: the places of their soft tokens among the tokens of a prompt."""
 
-from turbojax.models.text.tokenizer import Tokenizer
+from collections.abc import Sequence
+
+from turbojax.models.text.special_text import Segment
+from turbojax.models.text.tokenizer import JsonTokenizer, Tokenizer
 from turbojax.models.vision.config import VisionConfig
 
 _TEXTS = {
@@ -17,9 +20,9 @@ def image_prompt(
 ) -> list[int]:
     """The tokens of a text with images, as Gemma 3's processor in transformers makes them.
 
-    Each ``"<start_of_image>"`` in the text, which is what chat templates write for an image,
-    becomes two line breaks, that token, `tokens_per_image` soft tokens, ``"<end_of_image>"`` and
-    two line breaks. What a user says may hold these texts, too.
+    Each ``"<start_of_image>"`` in the text becomes two line breaks, that token, `tokens_per_image`
+    soft tokens, ``"<end_of_image>"`` and two line breaks. All that is written like a special token
+    is one; for conversations `chat_tokens` takes `images`, and tells them apart.
 
     Args:
       tokenizer: of the checkpoint; names of its own for the three tokens count.
@@ -34,21 +37,53 @@ def image_prompt(
       ValueError: if the text holds one of the other two, or the tokenizer has other tokens for
         these texts than `config` says.
     """
-    begin, soft, end = (tokenizer.special_tokens.get(x, usual) for x, usual in _TEXTS.items())
+    begin, soft, end = _texts(tokenizer)
     if wrong := next((x for x in (soft, end) if x in text), None):
         raise ValueError(f"text must not hold {wrong!r}: it is written for each {begin!r}")
-    count = text.count(begin)
-    image = f"\n\n{begin}{soft * config.tokens_per_image}{end}\n\n"
-    tokens = tokenizer.encode(text.replace(begin, image), add_special_tokens=add_special_tokens)
-    wanted = {
-        begin: (config.begin_token_id, count),
-        soft: (config.image_token_id, count * config.tokens_per_image),
-        end: (config.end_token_id, count),
-    }
-    for name, (token, number) in wanted.items():
-        if tokens.count(token) != number:
+    whole = "".join(piece for piece, _ in _image(tokenizer, config))
+    written = text.replace(begin, whole)
+    tokens = tokenizer.encode(written, add_special_tokens=add_special_tokens)
+    _check_tokens(tokenizer, tokens, text.count(begin), config)
+    return tokens
+
+
+def encode_with_images(
+    tokenizer: JsonTokenizer, segments: Sequence[Segment], config: VisionConfig
+) -> list[int]:
+    """The tokens of a text in pieces, see `JsonTokenizer.encode_segments`.
+
+    Each special token ``"<start_of_image>"`` becomes what `image_prompt` makes of it. Raises
+    ValueError as both.
+    """
+    meant = _texts(tokenizer)[0], True
+    image = _image(tokenizer, config)
+    whole = [new for piece in segments for new in (image if piece == meant else [piece])]
+    tokens = tokenizer.encode_segments(whole)
+    _check_tokens(tokenizer, tokens, segments.count(meant), config)
+    return tokens
+
+
+def _check_tokens(
+    tokenizer: Tokenizer, tokens: Sequence[int], count: int, config: VisionConfig
+) -> None:
+    """Raises ValueError unless these are tokens of a text with so many images."""
+    numbers = config.begin_token_id, config.image_token_id, config.end_token_id
+    sizes = 1, config.tokens_per_image, 1
+    for name, token, size in zip(_texts(tokenizer), numbers, sizes, strict=True):
+        if tokens.count(token) != count * size:
             raise ValueError(
                 f"the tokenizer must have the token {token}, as config.json says, for {name!r}: "
-                f"the prompt holds {tokens.count(token)} of them, must hold {number}"
+                f"the prompt holds {tokens.count(token)} of them, must hold {count * size}"
             )
-    return tokens
+
+
+def _texts(tokenizer: Tokenizer) -> tuple[str, str, str]:
+    begin, soft, end = (tokenizer.special_tokens.get(x, usual) for x, usual in _TEXTS.items())
+    return begin, soft, end
+
+
+def _image(tokenizer: Tokenizer, config: VisionConfig) -> list[Segment]:
+    """What stands for an image, in pieces."""
+    begin, soft, end = _texts(tokenizer)
+    special = [(begin, True), *[(soft, True)] * config.tokens_per_image, (end, True)]
+    return [("\n\n", False), *special, ("\n\n", False)]
