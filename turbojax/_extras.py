@@ -20,6 +20,7 @@ EXTRAS = {
     ),
     "gguf": ("gguf>=0.17", "tokenizers>=0.20", "jinja2>=3.1.6"),
     "tasks": ("lm-eval>=0.4.13,<0.5",),
+    "images": ("pillow>=10",),
     "demo": ("matplotlib>=3.9",),
     "qwix": ("qwix>=0.1.5",),
     "tensorboard": ("tensorboardX>=2.6.2",),

@@ -55,8 +55,9 @@ def image_blocks(token_types: jax.Array, *, local_window_size: int | None = None
         number are of one image, so images side by side need different ones; `token_type_ids` of
         Transformers' processors, all 1, have text between images.
       local_window_size: optional: a token sees so many before its own, and of its image the others
-        however far they are, as in Gemma 3's layers with windows. The window of `turbo_attention`
-        would cut images.
+        however far they are. The window of `turbo_attention` would cut images on both sides. Where
+        it shall cut them on the left, as in Gemma 3's layers with windows since Transformers 5,
+        `intersect` these bounds without a window with ``window(batch, tokens, (left, tokens))``.
 
     Raises:
       TypeError: if the types are not integers.

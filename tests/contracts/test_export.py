@@ -27,10 +27,10 @@ TRITON = export.DisabledSafetyCheck.custom_call("__gpu$xla.gpu.triton")
 
 # Files that were written once must be read: these names never change.
 NAMES = """
-Adapter Adapters CacheSide Decoder E4m3Cache ExactCache Fp8Tokens Int4Cache Int4Weight Int8Cache
-K8v4Cache KeyStatistics KiviCache Kv4Cache LatentCache LatentPages LayerWeights LoraLinear
+Adapter Adapters CacheSide Decoder E4m3Cache ExactCache Fp8Tokens Images Int4Cache Int4Weight
+Int8Cache K8v4Cache KeyStatistics KiviCache Kv4Cache LatentCache LatentPages LayerWeights LoraLinear
 ModelCaches PagedCache PagedLayer ProgressiveCache Projection QuantizedDecoder QuantizedExperts
-QuantizedLayer QuantizedLinear QuantizedMlp Rotation SamplingRows
+QuantizedLayer QuantizedLinear QuantizedMlp Rotation SamplingRows SoftTokens VisionModel
 """
 PROGRESSIVE = (
     '{"static": {"config": {"class": "TurboConfig", "fields": {"block_kv": 16, "block_q": 16, '

@@ -101,16 +101,6 @@ from turbojax.rotary import LinearScaling
         ),
         (
             "gemma3_text",
-            {"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3"},
-            "'Gemma3ForConditionalGeneration'.* save the text model by itself, as Gemma3ForC",
-        ),
-        (
-            "gemma3_text",
-            {"architectures": None, "model_type": "gemma3"},
-            "model_type='gemma3' is not supported.* save the text model by itself",
-        ),
-        (
-            "gemma3_text",
             {"use_bidirectional_attention": True},
             "use_bidirectional_attention=True is not supported: must be left out",
         ),

@@ -9,7 +9,10 @@ from tests.recordings import parity_recordings as recordings
 ROOT = Path(__file__).resolve().parents[2]
 REFERENCE = {"torch", "transformers"}
 # They import the reference when they are imported.
-MAKERS = {"torch_helpers", "make_recordings", "make_packed_recordings"}
+MAKERS = {
+    *("torch_helpers", "make_recordings"),
+    *("make_packed_recordings", "make_image_recordings"),
+}
 
 
 def imports(tree: ast.AST) -> Iterator[str]:

@@ -141,7 +141,7 @@ CHATS = [
     (
         "messages",
         [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}],
-        "must be of type text: conversations are text",
+        "must be of type text: conversations are text; images are for turbojax.models.generate",
     ),
     ("messages", [{"role": "user", "content": "a" * 1000}], "must have at most 1000"),
     ("tools", [{"type": "function"}], "functions are not called here"),

@@ -2,6 +2,7 @@
 
 import json
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ from flax import nnx
 from typer.testing import CliRunner
 
 from tests.models import hf_helpers as hf
+from tests.models import image_helpers
 from turbojax import models
 from turbojax.app import text_model
 from turbojax.app.main import app
@@ -175,6 +177,23 @@ def test_other_families(name, tmp_path):
     assert all(3 < x < 14 for row in bits.values() for x in row.values())
     text = _run("generate", "3 5 7", "--model", str(out), "--max-new-tokens", "3", "--cache", "kv4")
     assert text.exit_code == 0, text.stderr
+
+
+@pytest.mark.slow
+def test_a_vision_tower_is_kept(tiny_folder, tmp_path):
+    """Bit for bit, beside the INT4 text model."""
+    source, out, numbers = tmp_path / "model", tmp_path / "out", tmp_path / "numbers"
+    image_helpers.write(source)
+    numbers.write_text(" ".join(str(i * i % 60) for i in range(200)))
+    files = ("--calibration-file", str(numbers), "--evaluation-tokens", "0")
+    result = _quantize(str(source), out, *files)
+    assert result.exit_code == 0, result.stderr
+    found, want = models.load_vision(out), models.load_vision(source)
+    jax.tree.map(np.testing.assert_array_equal, found, want)
+    assert isinstance(models.load(out), models.QuantizedDecoder)
+    result = _quantize(tiny_folder, out, "--evaluation-tokens", "0")
+    assert result.exit_code == 2
+    assert "holds 'vision' of another model" in result.stderr
 
 
 @pytest.mark.slow

@@ -73,7 +73,6 @@ def test_every_package_that_is_imported_is_one_that_is_asked_for():
     asked_for = [PROJECT["dependencies"], *PROJECT["optional-dependencies"].values()]
     names = [re.match(r"[\w.-]+", one).group() for group in asked_for for one in group]
     declared = {name.lower().replace("_", "-") for name in names}
-    declared.add("pillow")  # matplotlib's, of whose pictures it tells when they were made
     found = importlib.metadata.packages_distributions()
     imported = re.compile(r"^ *(?:from|import) (\w+)", re.MULTILINE)
     for path in [x for folder in ("turbojax", "benchmarks", "tests") for x in _files(folder)]:

@@ -57,7 +57,7 @@ def start(
     `turbojax.models.generate` does. `tokens` is int ``[B, T]``, padded on the right, with `lengths`
     int ``[B]`` (all T if None); each sequence will hold at most `max_length` tokens.
     """
-    tokens, lengths = check_prompts(decoder.config, tokens, lengths, max_length, None)
+    tokens, lengths, *_ = check_prompts(decoder.config, tokens, lengths, max_length, None)
     warn_of_long_factors(decoder.config, int(lengths.min()), max_length, stacklevel=2)
     decoder, room, longest = for_length(decoder, max_length), max_length, int(lengths.max())
     if in_buckets:

@@ -5,6 +5,8 @@ from turbojax.kv.attend import attend_prompt as attend_prompt
 from turbojax.kv.base import Attend as Attend
 from turbojax.kv.base import Kind as Kind
 from turbojax.kv.base import LayerCache as LayerCache
+from turbojax.kv.images import ImageBlocks as ImageBlocks
+from turbojax.kv.images import image_attention as image_attention
 from turbojax.kv.kinds import CACHE_NAMES as CACHE_NAMES
 from turbojax.kv.kinds import LATENT_CACHE_NAMES as LATENT_CACHE_NAMES
 from turbojax.kv.kinds import CacheKind as CacheKind

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from turbojax.kv.base import Attend, Kind
 from turbojax.kv.kinds import kind_of
-from turbojax.kv.whole import WholeAttention, attend_within, within_implementation
+from turbojax.kv.whole import PromptAttention, attend_within, within_implementation
 from turbojax.ops.exact_attention import REPEATABLE
 from turbojax.ops.options import PLAIN
 
@@ -16,7 +16,7 @@ def attend_prompt(
     lengths: jax.Array,
     first: jax.Array | int = 0,
     implementation: str | None = None,
-    attention: WholeAttention | None = None,
+    attention: PromptAttention | None = None,
 ) -> Attend:
     """Attention within prompts, which also fills their part of the layer's cache.
 
@@ -29,7 +29,8 @@ def attend_prompt(
       first: the prompts' first sequence in the cache, which may hold more than `b`.
       implementation: of `prefill`, or of the exact cache's attention; None to choose, as is
         ``"repeatable"``, which names a way to decode. With
-        `attention` it writes the cache, where it can, and attends as `attend_within` says.
+        `attention` it writes the cache, where it can, and attends as `attend_within` says; with
+        `ImageBlocks`, as `turbojax.kv.images.own_implementation` does.
       attention: attend with this instead, to the prompts' own keys and values; not with a cache of
         latents, whose layers have no keys and values.
     """

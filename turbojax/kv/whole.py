@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from turbojax._registry import IMPLEMENTATION_NAMES
 from turbojax.config import TurboConfig
 from turbojax.kv.base import Attend, Cache
+from turbojax.kv.images import ImageBlocks, own_implementation
 from turbojax.kv.pooled import PooledAttention
 from turbojax.ops import cudnn, exact_attention, turbo_attention
 from turbojax.ops.optional_arrays import of_layer
@@ -15,6 +16,9 @@ from turbojax.ops.options import PLAIN, AttentionOptions
 
 WholeAttention = Literal["exact"] | TurboConfig | PooledAttention
 """What attends within whole sequences."""
+
+PromptAttention = WholeAttention | ImageBlocks
+"""The same within prompts, which may hold images."""
 
 
 def causal_attention(
@@ -73,12 +77,15 @@ def padded_attention(mask: jax.Array) -> Attend:
 
 
 def within_implementation(
-    implementation: str | None, attention: WholeAttention, names: tuple[str, ...]
+    implementation: str | None, attention: PromptAttention, names: tuple[str, ...]
 ) -> str | None:
     """The implementation for `attend_within`, given that of a cache's ops, whose names are `names`.
 
-    It is the same; or None, to choose, where the attention and the cache share no names.
+    It is the same; or None, to choose, where the attention and the cache share no names. For images
+    it raises ValueError or NotImplementedError, see `own_implementation` there.
     """
+    if isinstance(attention, ImageBlocks):
+        return own_implementation(implementation, names)
     own = exact_attention.IMPLEMENTATIONS if attention == "exact" else IMPLEMENTATION_NAMES
     return implementation if own == names else None
 
@@ -88,12 +95,12 @@ def attend_within(
     key: jax.Array,
     value: jax.Array,
     lengths: jax.Array | None,
-    attention: WholeAttention,
+    attention: PromptAttention,
     options: AttentionOptions = PLAIN,
     implementation: str | None = None,
     sinks: jax.Array | None = None,
 ) -> jax.Array:
-    """Causal attention within whole sequences, without a cache.
+    """Causal attention within whole sequences, without a cache; within images both ways.
 
     What lies past `lengths` (optional int32 ``[B]``) is padding, which reaches no other token; its
     rows of the result mean nothing. The implementation is one of `exact_attention.attention` or
@@ -102,6 +109,11 @@ def attend_within(
     if isinstance(attention, PooledAttention):
         levels = attention.levels(query, key, lengths, options)
         return attention.attend(query, key, value, levels, lengths, options, sinks)
+    if isinstance(attention, ImageBlocks):
+        arrays = {"lengths": lengths, "sinks": sinks}
+        return attention.attend(
+            query, key, value, **arrays, options=options, implementation=implementation
+        )
     static: dict[str, Any] = {
         "options": options.complete(query.shape[3]),
         "extras": of_layer(query, sinks),

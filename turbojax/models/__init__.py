@@ -89,3 +89,9 @@ from turbojax.models.text.tokenizer import NumberTokenizer as NumberTokenizer
 from turbojax.models.text.tokenizer import Tokenizer as Tokenizer
 from turbojax.models.text.tokenizer import load_tokenizer as load_tokenizer
 from turbojax.models.transformer import Transformer as Transformer
+from turbojax.models.vision.checkpoint import load_vision as load_vision
+from turbojax.models.vision.checkpoint import save_vision as save_vision
+from turbojax.models.vision.config import VisionConfig as VisionConfig
+from turbojax.models.vision.model import VisionModel as VisionModel
+from turbojax.models.vision.prompts import image_prompt as image_prompt
+from turbojax.models.vision.soft_tokens import Images as Images

@@ -26,6 +26,7 @@ from turbojax.models.config import TransformerConfig
 from turbojax.models.tensor_parallel.layout import hidden_axes, local_config
 from turbojax.models.tensor_parallel.vocabulary import gather_logits, mask_padding
 from turbojax.models.transformer import Block, Transformer, embed, project
+from turbojax.models.vision.soft_tokens import SoftTokens, embedded
 from turbojax.rotary import LongRopeScaling, Rope
 from turbojax.sharding import Axes
 
@@ -70,7 +71,12 @@ class Decoder:
         return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self))
 
     def hidden(
-        self, tokens: jax.Array, positions: jax.Array, attend: Attend, caches: tuple[Cache, ...]
+        self,
+        tokens: jax.Array,
+        positions: jax.Array,
+        attend: Attend,
+        caches: tuple[Cache, ...],
+        images: SoftTokens | None = None,
     ) -> tuple[jax.Array, tuple[Cache, ...]]:
         """The normed residual stream after the last layer, before the projection to logits.
 
@@ -80,12 +86,14 @@ class Decoder:
             factors for the config's `max_length`, see `for_length`.
           attend: called once per layer, after RoPE.
           caches: one per layer.
+          images: what stands in place of some tokens' embeddings; `attend` must know them, too.
 
         Returns:
           ``[B, T, D]`` in `dtype`, and the new caches.
         """
+        hidden = embedded(self.embed(tokens), images)
         hidden, caches = apply_layers(
-            self.apply, self.layers, self.embed(tokens), positions, attend, caches, self.config
+            self.apply, self.layers, hidden, positions, attend, caches, self.config
         )
         return self.finish(hidden), caches
 

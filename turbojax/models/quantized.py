@@ -30,6 +30,7 @@ from turbojax.models.transformer import (
     project,
     scale_embeddings,
 )
+from turbojax.models.vision.soft_tokens import SoftTokens, embedded
 from turbojax.ops.int4_matmul import matmul
 from turbojax.ops.int4_matmul.api import check_token_kind
 from turbojax.ops.int4_matmul.static import TokenKind
@@ -112,11 +113,17 @@ class QuantizedDecoder:
         return dataclasses.replace(self, layers=layers)
 
     def hidden(
-        self, tokens: jax.Array, positions: jax.Array, attend: Attend, caches: tuple[Cache, ...]
+        self,
+        tokens: jax.Array,
+        positions: jax.Array,
+        attend: Attend,
+        caches: tuple[Cache, ...],
+        images: SoftTokens | None = None,
     ) -> tuple[jax.Array, tuple[Cache, ...]]:
         """The normed residual stream after the last layer; see `Decoder.hidden`."""
+        hidden = embedded(self.embed(tokens), images)
         hidden, caches = apply_layers(
-            self.apply, self.layers, self.embed(tokens), positions, attend, caches, self.config
+            self.apply, self.layers, hidden, positions, attend, caches, self.config
         )
         return self.finish(hidden), caches
 

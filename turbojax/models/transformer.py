@@ -18,13 +18,20 @@ from jax.typing import DTypeLike
 from turbojax import _checks
 from turbojax.flax.norms import RMSNorm
 from turbojax.flax.projections import AttentionProjections
-from turbojax.kv import Attend, AttentionOptions, causal_attention, padded_attention
+from turbojax.kv import (
+    Attend,
+    AttentionOptions,
+    causal_attention,
+    image_attention,
+    padded_attention,
+)
 from turbojax.kv.base import Cache
 from turbojax.kv.layered import attend_of
 from turbojax.models.config import TransformerConfig
 from turbojax.models.feed_forward import Experts, FeedForward, output_gain
 from turbojax.models.latent_attention import LatentAttention
 from turbojax.models.tensor_parallel.layout import hidden_axes
+from turbojax.models.vision.soft_tokens import Images, among, embedded
 from turbojax.remat import Remat, save_attention
 from turbojax.rotary import Rope
 from turbojax.sharding import Axes
@@ -286,6 +293,7 @@ class Transformer(nnx.Module):
         attention_mask: jax.Array | None = None,
         attend: Attend = causal_attention,
         caches: Cache = None,
+        images: Images | None = None,
     ) -> Any:
         """Predicts the next token at every position.
 
@@ -298,15 +306,20 @@ class Transformer(nnx.Module):
             no token attends to it, and its own logits mean nothing. Only with exact attention.
           attend: called once per layer, after RoPE, see `Attend`.
           caches: any pytree whose leaves have a leading layer axis; each layer gets its slice.
+          images: optional, what stands in the places of the tokens ``images.token_id``, see
+            `turbojax.models.vision.soft_tokens`: of a Gemma 3. A token of an image sees all of it.
+            Only with exact attention and without caches; gradients reach the images, too. Under
+            `jit` their number is not checked: a place beyond the last image has NaN.
 
         Returns:
           Logits `[B, T, vocab_size]` float32; with `caches` the pair of logits and new caches.
 
         Raises:
-          TypeError: if tokens or positions are not integers.
+          TypeError: if tokens or positions are not integers, or `images` of another type.
           ValueError: if tokens are not `[B, T]` with T at most `max_length`, or positions or the
             mask have another shape, or a cache leaf has no leading axis of `num_layers`, or a mask
-            is given with another `attend`.
+            or images are given with another `attend`, or images with caches, or the tokens have
+            not the places of these images.
         """
         hidden, new_caches = self.hidden(
             tokens,
@@ -314,6 +327,7 @@ class Transformer(nnx.Module):
             attention_mask=attention_mask,
             attend=attend,
             caches=caches,
+            images=images,
         )
         logits = self.logits(hidden)
         return logits if caches is None else (logits, new_caches)
@@ -326,6 +340,7 @@ class Transformer(nnx.Module):
         attention_mask: jax.Array | None = None,
         attend: Attend = causal_attention,
         caches: Cache = None,
+        images: Images | None = None,
     ) -> tuple[jax.Array, Cache]:
         """What the logits of every position are made of; arguments and errors as of a call.
 
@@ -335,6 +350,7 @@ class Transformer(nnx.Module):
         if not isinstance(tokens, jax.Array):
             tokens = _checks.as_int32("tokens", tokens)
         self._check(tokens, positions, caches)
+        soft, mask = None, None
         if attention_mask is not None:
             mask = _check_mask(attention_mask, tokens, attend)
             # Padding may hold any number; its value, times a weight of 0, must not be NaN.
@@ -350,7 +366,11 @@ class Transformer(nnx.Module):
         # Cached keys were rotated before, with the factors for the longest sequence.
         within = longest if caches is None else None
         angles = {rope: rope.angles(positions, within) for rope in self.config.ropes}
-        hidden = embed(self.embedding[...], tokens, self.config, self.dtype)
+        if images is not None:
+            _check_alone(attend, mask, caches)
+            tokens, soft = among(images, tokens, self.config.hidden_size)
+            attend = image_attention(soft.types, mask)
+        hidden = embedded(embed(self.embedding[...], tokens, self.config, self.dtype), soft)
         hidden, new_caches = self._apply_blocks(hidden, angles, attend, caches)
         return self.norm(hidden), new_caches
 
@@ -464,3 +484,11 @@ def _check_mask(mask: jax.Array, tokens: jax.Array, attend: Attend) -> jax.Array
             "attention_mask has no use with another attend: it must get lengths itself"
         )
     return mask.astype(jnp.bool_)
+
+
+def _check_alone(attend: Attend, mask: jax.Array | None, caches: Cache) -> None:
+    """Raises ValueError if images come with an `attend` of the caller's, or with caches."""
+    if mask is None and attend is not causal_attention:
+        raise ValueError("images have no use with another attend: it must show them itself")
+    if caches is not None:
+        raise ValueError("caches must be None with images: see turbojax.models.start")

@@ -15,6 +15,7 @@ from turbojax.server.texts import Piece, TokenTexts
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 _NO_TOOLS = "functions are not called here: describe in a message what the answer must look like"
 _ONLY_TEXT = "conversations are text"
+_NO_IMAGES = "images are for turbojax.models.generate, the engine's prompts have none"
 # Fields of OpenAI's API that must ask for what is done here anyway; else they are refused.
 _FIXED: dict[str, tuple[tuple[Any, ...], str]] = {
     "tools": (([],), _NO_TOOLS),
@@ -146,7 +147,8 @@ def _content(content: object, name: str) -> str:
         if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(text, str):
             where = f"{name}[{i}]"
             raise ApiError(
-                f"{where}={_json.shown(part)} must be of type text: {_ONLY_TEXT}", param=where
+                f"{where}={_json.shown(part)} must be of type text: {_ONLY_TEXT}; {_NO_IMAGES}",
+                param=where,
             )
         texts.append(text)
     return "".join(texts)

@@ -17,6 +17,7 @@ from turbojax.models.config import stored_dtype
 from turbojax.models.evaluation import caches_of
 from turbojax.models.quantize import EVERYTHING
 from turbojax.models.text.tokenizer import TOKENIZER_NAME, ByteTokenizer, NumberTokenizer, Tokenizer
+from turbojax.models.vision import checkpoint as vision
 from turbojax.quantizers.int4 import ScaleDtype
 from turbojax.smoothing import Smoothing
 
@@ -216,6 +217,12 @@ def _check_out(settings: QuantizeSettings) -> None:
         raise ValueError(f"out={str(out)!r} must be a folder, {str(existing)!r} is a file")
     startup.check_output_folder("out", out)
     _writing.require_free(out)
+    beside = out / vision.FOLDER
+    if beside.exists() and not vision.has_vision(models.checkpoint_folder(settings.model)):
+        raise ValueError(
+            f"out={str(out)!r} holds {vision.FOLDER!r} of another model, and this one reads no "
+            "images: remove it, or choose a new folder"
+        )
     if not ((out / "config.json").exists() or any(out.glob("*.safetensors*"))):
         return
     hf = models.read_config(out) if (out / "config.json").is_file() else {}
@@ -333,6 +340,8 @@ def _write(settings: QuantizeSettings, model: models.QuantizedDecoder) -> tuple[
         extra_config=extra_config,
         companions=companions,
     )
+    if vision.has_vision(source):
+        models.save_vision(models.load_vision(source), out / vision.FOLDER)
     sizes = [
         sum(file.stat().st_size for file in models.weight_files(folder)) for folder in (source, out)
     ]

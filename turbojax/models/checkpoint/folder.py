@@ -223,11 +223,11 @@ def write(
     names = [f"model-{i + 1:05}-of-{count:05}.safetensors" for i in range(count)]
     if count == 1:
         names = [WEIGHTS_NAME]
-    texts = {CONFIG_NAME: _encode(config)}
+    texts = {CONFIG_NAME: encode(config)}
     if count > 1:
         places = {x.name: n for n, shard in zip(names, shards, strict=True) for x in shard}
         total = {"total_size": sum(x.nbytes for x in tensors)}
-        texts[INDEX_NAME] = _encode({"metadata": total, "weight_map": places})
+        texts[INDEX_NAME] = encode({"metadata": total, "weight_map": places})
     files = (*names, *texts, *(companions or ()))
     owned = (*_CHECKPOINT, *(() if companions is None else _COMPANIONS))
     with _writing.replacing_files(path, files=files, owned=owned, last=CONFIG_NAME) as draft:
@@ -341,5 +341,6 @@ def _split(tensors: Sequence[Tensor], max_bytes: int) -> list[list[Tensor]]:
     return shards
 
 
-def _encode(content: Mapping[str, Any]) -> bytes:
+def encode(content: Mapping[str, Any]) -> bytes:
+    """A JSON file's content; TypeError if JSON cannot express it."""
     return (json.dumps(content, indent=2) + "\n").encode()

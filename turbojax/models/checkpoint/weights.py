@@ -214,6 +214,16 @@ def check_rotation(config: TransformerConfig, folder: Path) -> None:
         )
 
 
+def require_floats(tensors: Mapping[str, _folder.Stored]) -> None:
+    """Raises NotImplementedError if a tensor's dtype is not one of `FLOATS`."""
+    for name, stored in tensors.items():
+        if stored.dtype not in FLOATS:
+            raise NotImplementedError(
+                f"{stored.file}: {name} has dtype {stored.dtype}, which is not supported: must "
+                f"be {', '.join(sorted(FLOATS))}"
+            )
+
+
 def prepare(
     folder: Path,
     hf: Mapping[str, Any],
@@ -238,12 +248,7 @@ def prepare(
     expected = {spec.name: spec.shape for spec in checkpoint_tensors(config)}
     _folder.require_tensors(tensors, expected, folder)
     check_rotation(config, folder)
-    for name, stored in tensors.items():
-        if stored.dtype not in FLOATS:
-            raise NotImplementedError(
-                f"{stored.file}: {name} has dtype {stored.dtype}, which is not supported: must "
-                f"be {', '.join(sorted(FLOATS))}"
-            )
+    require_floats(tensors)
     if repeated is not None:
         rows = None if axes is None else on_mesh.table_rows(config, axes)
         require_equal(tensors[EMBEDDING], repeated, rows)

@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from turbojax._json import shown
-from turbojax.models.families import mistral3
 from turbojax.models.families.base import Family as Family
 from turbojax.models.families.experts import ExpertsConfig as ExpertsConfig
 from turbojax.models.families.keys import LARGEST_SIZE as LARGEST_SIZE
@@ -13,6 +12,7 @@ from turbojax.models.families.keys import Activation as Activation
 from turbojax.models.families.keys import strings
 from turbojax.models.families.latent import LatentConfig as LatentConfig
 from turbojax.models.families.table import FAMILIES as FAMILIES
+from turbojax.models.families.table import WHOLES, whole_of
 
 
 def read(hf: Mapping[str, Any]) -> dict[str, Any]:
@@ -26,8 +26,9 @@ def read(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def text_part(hf: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The text model's `config.json` in that of a model that also reads pictures, or else `hf`."""
-    return mistral3.text_config(hf) if mistral3.is_whole(hf) else hf
+    """The text model's `config.json` in that of a model that also reads images, or else `hf`."""
+    whole = whole_of(hf)
+    return hf if whole is None else whole.text_config(hf)
 
 
 def write(fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -41,32 +42,21 @@ def _family(hf: Mapping[str, Any]) -> Family:
     if architectures is not None:
         strings("architectures", architectures)
     supported = {family.architecture: name for name, family in FAMILIES.items()}
-    others = (mistral3.ARCHITECTURE, mistral3.NAME)
+    known = ", ".join((*supported, *(whole.architecture for whole in WHOLES)))
     if not architectures and model_type is None:
         raise NotImplementedError(
-            "config.json names no architecture, which is not supported: must be one of "
-            f"{', '.join((*supported, others[0]))}"
+            f"config.json names no architecture, which is not supported: must be one of {known}"
         )
     if architectures and (len(architectures) > 1 or architectures[0] not in supported):
         raise NotImplementedError(
-            f"architectures={shown(architectures)} is not supported: must be one of "
-            f"{', '.join((*supported, others[0]))}{_advice(architectures[0])}"
+            f"architectures={shown(architectures)} is not supported: must be one of {known}"
         )
     name = supported[architectures[0]] if architectures else model_type
     # It may be anything, such as a list, which cannot be looked up in a dictionary.
     if model_type not in (None, name) or name not in tuple(FAMILIES):
-        names = ", ".join((*FAMILIES, others[1]))
+        names = ", ".join((*FAMILIES, *(whole.name for whole in WHOLES)))
         expected = f"{name!r}, as {architectures=}" if architectures else names
         raise NotImplementedError(
             f"model_type={shown(model_type)} is not supported: must be {expected}"
-            f"{'' if architectures else _advice(model_type)}"
         )
     return FAMILIES[name]
-
-
-def _advice(name: object) -> str:
-    """What to do about an unsupported name that is easily taken for a supported one."""
-    for family in FAMILIES.values():
-        if isinstance(name, str) and name in family.refused:
-            return f"; {family.refused[name]}"
-    return ""

@@ -63,7 +63,6 @@ class Family:
       defaults: keys that are read, besides the sizes and those of RoPE, and what transformers takes
         where they are missing; files leave out those whose value all models of a family share.
       idle: keys of other models, or of older versions, with the one value that changes nothing.
-      refused: similar, unsupported architectures or model types, and what to do about each.
       activation_key: the key that names the activation.
       norm_eps_key: the key of the norms' epsilon.
       writes_head_dim: whether the family has a key `head_dim`; if not, it is written only where it
@@ -87,7 +86,6 @@ class Family:
     architecture: str
     defaults: Mapping[str, Any]
     idle: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    refused: Mapping[str, str] = dataclasses.field(default_factory=dict)
     activation_key: str = "hidden_act"
     norm_eps_key: str = "rms_norm_eps"
     writes_head_dim: bool = True

@@ -1,4 +1,4 @@
-"""Gemma 3, text: a RoPE of its own for layers with a window, normed heads, no cap on the scores."""
+"""Gemma 3: a RoPE of its own for layers with a window, normed heads, no cap on the scores."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -8,6 +8,7 @@ from turbojax.models.families import rope
 from turbojax.models.families.base import layer_types
 from turbojax.models.families.gemma2 import DEFAULTS, NORMS, Gemma2
 from turbojax.models.families.keys import FULL, SLIDING, integer, number
+from turbojax.models.families.whole import Whole
 
 _PATTERN, _LOCAL_THETA = "sliding_window_pattern", "rope_local_base_freq"
 _SCORE_CAP = "attn_logit_softcapping"
@@ -101,10 +102,6 @@ def _by_kind(parameters: Any) -> Mapping[str, Any]:
     return parameters or {}
 
 
-_TEXT_ALONE = (
-    "of a Gemma 3 that also reads pictures, save the text model by itself, as Gemma3ForCausalLM"
-)
-
 GEMMA3 = Gemma3(
     "gemma3_text",
     "Gemma3ForCausalLM",
@@ -117,9 +114,20 @@ GEMMA3 = Gemma3(
     },
     # transformers reads a cap of the scores and does not apply it.
     idle={"hidden_act": "gelu_pytorch_tanh", _SCORE_CAP: None},
-    refused={"Gemma3ForConditionalGeneration": _TEXT_ALONE, "gemma3": _TEXT_ALONE},
     activation_key="hidden_activation",
     chooses_layers=True,
     overflows_float16=True,
     norms=NORMS,
 )
+
+GEMMA3_WITH_IMAGES = Whole(
+    "gemma3",
+    "Gemma3ForConditionalGeneration",
+    GEMMA3,
+    others=(
+        *("vision_config", "mm_tokens_per_image", "boi_token_index", "eoi_token_index"),
+        *("image_token_index", "boi_token_id", "eoi_token_id", "image_token_id"),
+    ),
+    defaults={"vocab_size": 262208, "num_attention_heads": 8},
+)
+"""The checkpoints that also read images, see `turbojax.models.vision`."""

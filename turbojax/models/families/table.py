@@ -1,19 +1,21 @@
 """The families there are. A new one is a file of its own and a line here."""
 
 from collections.abc import Mapping
+from typing import Any
 
 from turbojax.models.families.base import Family
 from turbojax.models.families.cohere2 import COHERE2
 from turbojax.models.families.deepseek_v2 import DEEPSEEK_V2
 from turbojax.models.families.deepseek_v3 import DEEPSEEK_V3
 from turbojax.models.families.gemma2 import GEMMA2
-from turbojax.models.families.gemma3 import GEMMA3
+from turbojax.models.families.gemma3 import GEMMA3, GEMMA3_WITH_IMAGES
 from turbojax.models.families.glm import GLM
 from turbojax.models.families.glm4 import GLM4
 from turbojax.models.families.gpt_oss import GPT_OSS
 from turbojax.models.families.granite import GRANITE
 from turbojax.models.families.llama import LLAMA
 from turbojax.models.families.mistral import MISTRAL
+from turbojax.models.families.mistral3 import MISTRAL3
 from turbojax.models.families.mixtral import MIXTRAL
 from turbojax.models.families.olmo2 import OLMO2
 from turbojax.models.families.phi3 import PHI3
@@ -21,6 +23,7 @@ from turbojax.models.families.qwen2 import QWEN2
 from turbojax.models.families.qwen3 import QWEN3
 from turbojax.models.families.qwen3_moe import QWEN3_MOE
 from turbojax.models.families.smollm3 import SMOLLM3
+from turbojax.models.families.whole import Whole
 
 FAMILIES: Mapping[str, Family] = {
     family.name: family
@@ -46,3 +49,11 @@ FAMILIES: Mapping[str, Family] = {
     )
 }
 """By `model_type`, in the order in which errors list them."""
+
+WHOLES: tuple[Whole, ...] = (MISTRAL3, GEMMA3_WITH_IMAGES)
+"""Checkpoints that have a part for images beside a text model of one of these families."""
+
+
+def whole_of(hf: Mapping[str, Any]) -> Whole | None:
+    """Which of `WHOLES` a `config.json` is that of; None for a text model's."""
+    return next((whole for whole in WHOLES if whole.describes(hf)), None)

@@ -12,10 +12,10 @@ from typing import Any, TypeVar
 import numpy as np
 
 from turbojax.models.config import TransformerConfig
-from turbojax.models.families import mistral3
 from turbojax.models.families.base import Path
 from turbojax.models.families.latent import LatentConfig
-from turbojax.models.families.table import FAMILIES
+from turbojax.models.families.table import FAMILIES, whole_of
+from turbojax.models.families.whole import text_tensors as tensors_of_text
 
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
@@ -117,7 +117,7 @@ def experts_tensors(config: TransformerConfig) -> int:
 
 def text_tensors(hf: Mapping[str, Any], tensors: Mapping[str, _Stored]) -> dict[str, _Stored]:
     """The text model's tensors by their names in `checkpoint_tensors`; usually those they have."""
-    return mistral3.text_tensors(tensors) if mistral3.is_whole(hf) else dict(tensors)
+    return dict(tensors) if whole_of(hf) is None else tensors_of_text(tensors)
 
 
 def is_ignored(name: str, config: TransformerConfig) -> bool:

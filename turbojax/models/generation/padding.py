@@ -1,12 +1,29 @@
 """Prompts with padding anywhere: checked, in host memory, and padded on the right."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from turbojax import _checks
 from turbojax.models.config import TransformerConfig
+from turbojax.models.vision.soft_tokens import Images, check_images, placed
+
+
+class Prompts(NamedTuple):
+    """Checked prompts in host memory.
+
+    Attributes:
+      tokens: int32 ``[B, T]``, padded on the right; 0 in the places of images.
+      lengths: int32 ``[B]``, at least 1.
+      images: what stands in these places, or None.
+      places: int32 ``[B, T]`` beside them, see `places_of`.
+    """
+
+    tokens: np.ndarray
+    lengths: np.ndarray
+    images: Images | None = None
+    places: np.ndarray | None = None
 
 
 def align(tokens: Any, attention_mask: Any) -> tuple[jax.Array, jax.Array]:
@@ -84,8 +101,9 @@ def check_prompts(
     lengths: Any,
     max_length: int,
     prefill_batch_size: int | None,
-) -> tuple[np.ndarray, np.ndarray]:
-    """Prompts and their lengths in host memory, int32 ``[B, T]`` and ``[B]``.
+    images: Images | None = None,
+) -> Prompts:
+    """Prompts in host memory.
 
     The arguments, and the errors raised, are those of `turbojax.models.start`.
     """
@@ -93,7 +111,8 @@ def check_prompts(
     if host.ndim != 2 or 0 in host.shape:
         raise ValueError(f"tokens.shape={host.shape} must be [B, T], no axis empty")
     batch, size = host.shape
-    check_tokens(host, config.vocab_size)
+    if images is None:
+        check_tokens(host, config.vocab_size)
     if size > max_length:
         raise ValueError(f"prompts of {size} tokens must be at most {max_length=}")
     if max_length > config.max_length:
@@ -106,7 +125,18 @@ def check_prompts(
         raise ValueError(f"lengths={held.tolist()} must be at least 1")
     if prefill_batch_size is not None:
         _checks.check_sizes(prefill_batch_size=prefill_batch_size)
-    return host, held
+    if images is None:
+        return Prompts(host, held)
+    check_images(images, config.hidden_size)
+    host, places = placed(images, host, held)
+    check_tokens(host, config.vocab_size)
+    return Prompts(host, held, images, places)
+
+
+def prompts_of_width(prompts: Prompts, width: int) -> Prompts:
+    """The same with `pad_prompts` of all arrays ``[B, T]``."""
+    places = None if prompts.places is None else pad_prompts(prompts.places, width)
+    return prompts._replace(tokens=pad_prompts(prompts.tokens, width), places=places)
 
 
 def pad_prompts(tokens: np.ndarray, width: int) -> np.ndarray:

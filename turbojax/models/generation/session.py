@@ -14,12 +14,13 @@ from turbojax.models.decoder import Decoder, for_length, unstack, warn_of_long_f
 from turbojax.models.generation.buckets import cache_bucket, prompt_bucket
 from turbojax.models.generation.caching import ModelCacheKind, ModelCaches, init_caches
 from turbojax.models.generation.padding import (
+    Prompts,
     align,
     check_pad_token,
     check_prompts,
     check_tokens,
     host_int32,
-    pad_prompts,
+    prompts_of_width,
 )
 from turbojax.models.generation.parts import choose, joined, parts
 from turbojax.models.generation.sampling import (
@@ -34,6 +35,7 @@ from turbojax.models.generation.stopping import Endings, check_stops
 from turbojax.models.quantized import QuantizedDecoder
 from turbojax.models.text.tokenizer import Tokenizer
 from turbojax.models.transformer import Transformer
+from turbojax.models.vision.soft_tokens import Images, SoftTokens, soft_tokens
 
 Progress = Callable[[int], None]
 """Called with the number of tokens done since the last call."""
@@ -105,6 +107,7 @@ def start(
     prefill_batch_size: int | None = None,
     implementation: str | None = None,
     pooled_prefill: PooledAttention | None = None,
+    images: Images | None = None,
 ) -> Session:
     """Runs prompts through the model and fills its caches.
 
@@ -117,7 +120,8 @@ def start(
         twice as long as the session lives: for large models give ``unstack(model, consume=True)``.
         With a decoder that is split over a mesh the prompts' number is a multiple of the devices
         over which sequences are split.
-      tokens: int ``[B, T]``, prompts padded on the right.
+      tokens: int ``[B, T]``, prompts padded on the right. With `images` they hold the places of
+        these, see `turbojax.models.Images`.
       max_length: tokens each sequence will hold at most.
       cache: what `init_caches` takes: ``"exact"``, ``"turbo4"``, a `TurboConfig`,
         `UncompressedEdges`, a tuple with one for every layer, ...
@@ -130,21 +134,26 @@ def start(
       pooled_prefill: how the prompts attend to themselves, instead of exactly (or, for a
         compressed cache, with its codes). It has an `implementation` of its own. Their keys and
         values are cached one by one, and decoding attends to all of them.
+      images: of all prompts, for a model that reads images: what `VisionModel.images` returns.
+        A token of an image sees all of it. The prompts of this call attend exactly then, whatever
+        the cache; later tokens attend to what the cache holds, as always.
 
     Returns:
       The session after the prompts.
 
     Raises:
-      TypeError: if tokens or lengths are not integers.
+      TypeError: if tokens or lengths are not integers, or `images` of another type.
       ValueError: if a shape does not fit, a token is not in the vocabulary, a length is outside
-        ``1..T``, a prompt is longer than `max_length`, that is more than the model's, or
-        `prefill_batch_size` is not positive.
-      NotImplementedError: if the implementation asked for cannot run this.
+        ``1..T``, a prompt is longer than `max_length`, that is more than the model's,
+        `prefill_batch_size` is not positive, or the prompts have not the places of these images.
+      NotImplementedError: if the implementation asked for cannot run this, or images are to attend
+        with `pooled_prefill`.
     """
-    tokens, lengths = check_prompts(model.config, tokens, lengths, max_length, prefill_batch_size)
-    warn_of_long_factors(model.config, int(lengths.min()), max_length, stacklevel=2)
+    _check_not_pooled(images, pooled_prefill)
+    prompts = check_prompts(model.config, tokens, lengths, max_length, prefill_batch_size, images)
+    warn_of_long_factors(model.config, int(prompts.lengths.min()), max_length, stacklevel=2)
     options = (prefill_batch_size, implementation, pooled_prefill)
-    return _run(model, tokens, lengths, cache, max_length, max_length, *options)
+    return _run(model, prompts, cache, max_length, max_length, *options)
 
 
 def start_in_bucket(
@@ -157,6 +166,7 @@ def start_in_bucket(
     prefill_batch_size: int | None = None,
     implementation: str | None = None,
     pooled_prefill: PooledAttention | None = None,
+    images: Images | None = None,
 ) -> Session:
     """`start` for so many new tokens, with sizes that other calls share, see `generate`.
 
@@ -167,21 +177,30 @@ def start_in_bucket(
     tokens, limit = host_int32("tokens", tokens), model.config.max_length
     size = tokens.shape[-1] if tokens.ndim else 1
     asked = size + max_new_tokens
-    tokens, lengths = check_prompts(model.config, tokens, lengths, asked, prefill_batch_size)
+    _check_not_pooled(images, pooled_prefill)
+    prompts = check_prompts(model.config, tokens, lengths, asked, prefill_batch_size, images)
     # The warning points at the caller of what calls this, such as `generate`.
-    warn_of_long_factors(model.config, int(lengths.min()), asked, stacklevel=3)
+    warn_of_long_factors(model.config, int(prompts.lengths.min()), asked, stacklevel=3)
     if pooled_prefill is None:
-        size = int(lengths.max())
-        tokens = pad_prompts(tokens, prompt_bucket(size, limit))
+        size = int(prompts.lengths.max())
+        prompts = prompts_of_width(prompts, prompt_bucket(size, limit))
     room = cache_bucket(size, max_new_tokens, limit)
     options = (prefill_batch_size, implementation, pooled_prefill)
-    return _run(model, tokens, lengths, cache, asked, room, *options)
+    return _run(model, prompts, cache, asked, room, *options)
+
+
+def _check_not_pooled(images: Images | None, pooled: PooledAttention | None) -> None:
+    """Raises NotImplementedError if prompts with images are to attend by pooled attention."""
+    if images is not None and pooled is not None:
+        raise NotImplementedError(
+            "pooled_prefill must be None with images: pooled attention is causal, and the tokens "
+            "of an image see all of it"
+        )
 
 
 def _run(
     model: Transformer | Decoder | QuantizedDecoder,
-    tokens: np.ndarray,
-    lengths: np.ndarray,
+    prompts: Prompts,
     cache: ModelCacheKind,
     max_length: int,
     room: int,
@@ -191,16 +210,18 @@ def _run(
 ) -> Session:
     """Runs checked prompts through a model for `max_length` tokens, with caches for `room`."""
     decoder = for_length(unstack(model) if isinstance(model, Transformer) else model, max_length)
-    caches = init_caches(decoder, len(tokens), room, cache)
+    batch, lengths = len(prompts.tokens), prompts.lengths
+    caches = init_caches(decoder, batch, room, cache)
     logits = []
-    for first, rows in parts(len(tokens), prefill_batch_size, decoder.axes):
+    for first, rows in parts(batch, prefill_batch_size, decoder.axes):
         # Cut on the host: on the device every length would be a program of its own.
         part, caches = run_prompts(
             decoder,
             caches,
-            tokens[rows],
+            prompts.tokens[rows],
             lengths[rows],
             np.int32(first),
+            _images_of(prompts, rows),
             implementation=implementation,
             pooled=pooled,
         )
@@ -213,6 +234,17 @@ def _run(
         int(lengths.max()),
         implementation,
     )
+
+
+def _images_of(prompts: Prompts, rows: slice | np.ndarray) -> SoftTokens | None:
+    """The images of some of the prompts, in their places."""
+    if prompts.images is None or prompts.places is None:
+        return None
+    # A program of its own: that of the prompts does not depend on how many images there are.
+    return _soft_tokens(prompts.images, prompts.places[rows])
+
+
+_soft_tokens = jax.jit(soft_tokens)
 
 
 def score(session: Session, tokens: Any, progress: Progress | None = None) -> jax.Array:
@@ -348,6 +380,7 @@ def generate(
     prefill_batch_size: int | None = None,
     implementation: str | None = None,
     pooled_prefill: PooledAttention | None = None,
+    images: Images | None = None,
 ) -> jax.Array:
     """Continues prompts through a KV cache.
 
@@ -385,15 +418,17 @@ def generate(
       prefill_batch_size: how many prompts run at a time, see `start`.
       implementation: what runs attention and cache, see `start`.
       pooled_prefill: how the prompts attend to themselves, see `start`.
+      images: of all prompts, see `start`.
 
     Returns:
       int32 ``[B, max_new_tokens]``.
 
     Raises:
-      TypeError: if tokens, lengths, mask or stops are of the wrong kind.
+      TypeError: if tokens, lengths, mask, stops or images are of the wrong kind.
       ValueError: if a shape or a number does not fit, a prompt is longer than the model's context
-        allows, the mask has holes, or where logits hold NaN, see `stream`.
-      NotImplementedError: if the implementation asked for cannot run this.
+        allows, the mask has holes, the prompts have not the places of these images, or where logits
+        hold NaN, see `stream`.
+      NotImplementedError: see `start`.
     """
     _checks.check_sizes(max_new_tokens=max_new_tokens)
     # Before the prompts run, which may take long.
@@ -423,6 +458,7 @@ def generate(
         prefill_batch_size=prefill_batch_size,
         implementation=implementation,
         pooled_prefill=pooled_prefill,
+        images=images,
     )
     new = stream(
         session,

@@ -6,12 +6,13 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from turbojax.kv import PooledAttention
+from turbojax.kv import ImageBlocks, PooledAttention
 from turbojax.models.decoder import Decoder
 from turbojax.models.generation.caching import ModelCaches
 from turbojax.models.quantized import QuantizedDecoder
 from turbojax.models.tensor_parallel.attending import new_tokens_of, prompts_of
 from turbojax.models.tensor_parallel.programs import on_mesh, step_program
+from turbojax.models.vision.soft_tokens import SoftTokens
 from turbojax.sharding import Axes
 from turbojax.sharding.specs import partition_specs
 
@@ -60,6 +61,7 @@ def run_prompts(
     tokens: jax.Array,
     lengths: jax.Array,
     first: jax.Array,
+    images: SoftTokens | None = None,
     *,
     implementation: str | None,
     pooled: PooledAttention | None,
@@ -68,8 +70,9 @@ def run_prompts(
 
     `tokens` is int32 ``[b, T]``, padded on the right, `lengths` int32 ``[b]``, at least 1. `first`
     is the first prompt's place in the caches, or for a decoder that is split over sequences its
-    place in the caches of each device. `pooled` is the `pooled_prefill` of `start`. Returns logits
-    float32 ``[b, V]`` after each prompt, and the new caches.
+    place in the caches of each device. With `images` prompts attend exactly, as `ImageBlocks` says,
+    whatever the caches. `pooled` is the `pooled_prefill` of `start`. Returns logits float32 ``[b,
+    V]`` after each prompt, and the new caches.
     """
 
     def run(
@@ -78,17 +81,19 @@ def run_prompts(
         tokens: jax.Array,
         lengths: jax.Array,
         first: jax.Array,
+        images: SoftTokens | None,
     ) -> tuple[jax.Array, ModelCaches]:
-        attend = prompts_of(decoder.axes, lengths, first, implementation, pooled)
+        attention = pooled if images is None else ImageBlocks(images.types)
+        attend = prompts_of(decoder.axes, lengths, first, implementation, attention)
         positions = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None], tokens.shape)
-        hidden, layers = decoder.hidden(tokens, positions, attend, caches.layers)
+        hidden, layers = decoder.hidden(tokens, positions, attend, caches.layers, images)
         # Logits of all positions would be the largest array of all.
         last = jnp.take_along_axis(hidden, (lengths - 1)[:, None, None], axis=1)
         return decoder.logits(last[:, 0]), ModelCaches(layers)
 
     rows, held = _specs(decoder.axes, caches)
-    specs = (held, rows, rows, PartitionSpec())
-    return on_mesh(run, decoder, specs, (rows, held))(caches, tokens, lengths, first)
+    specs = (held, rows, rows, PartitionSpec(), rows)
+    return on_mesh(run, decoder, specs, (rows, held))(caches, tokens, lengths, first, images)
 
 
 def _specs(axes: Axes | None, caches: ModelCaches) -> tuple[PartitionSpec, Any]:

@@ -16,7 +16,7 @@ from turbojax import parallel
 from turbojax.kv import attend_new_tokens, attend_prompt
 from turbojax.kv.base import Attend
 from turbojax.kv.kinds import kind_of
-from turbojax.kv.whole import WholeAttention
+from turbojax.kv.whole import PromptAttention
 from turbojax.ops.options import PLAIN
 from turbojax.sharding import Axes
 
@@ -45,7 +45,7 @@ def prompts_of(
     lengths: jax.Array,
     first: jax.Array | int,
     implementation: str | None,
-    attention: WholeAttention | None,
+    attention: PromptAttention | None,
 ) -> Attend:
     """`attend_prompt` on a device of a mesh; `axes` are those of the decoder.
 

@@ -9,6 +9,8 @@ from typing import Any, NoReturn
 from turbojax import _extras, _json
 from turbojax.models.text.special_text import Segment, SpecialTexts
 from turbojax.models.text.tokenizer import ChatTemplate, JsonTokenizer, Tokenizer
+from turbojax.models.vision.config import VisionConfig
+from turbojax.models.vision.prompts import encode_with_images, image_prompt
 
 Message = Mapping[str, Any]
 """``{"role": "user", "content": "Hello"}``, and whatever else a template looks at."""
@@ -62,6 +64,7 @@ def chat_tokens(
     variables: Mapping[str, Any] | None = None,
     chat_template: str | None = None,
     allow_special: bool = False,
+    images: VisionConfig | None = None,
 ) -> list[int]:
     """The tokens of a conversation.
 
@@ -78,12 +81,14 @@ def chat_tokens(
       chat_template: see `render_chat`.
       allow_special: whether text that looks like a special token is one everywhere, as in
         transformers.
+      images: `VisionModel.config`, for messages with images, ``{"type": "image"}`` among the parts
+        of a content: each becomes the tokens that `image_prompt` makes of what the template writes.
 
     Raises:
       ImportError, TypeError: see `render_chat`.
       ValueError: see `render_chat`; or if messages hold text that looks like a special token and
         cannot be kept apart, because the template changes it or the tokenizer has no other tokens
-        for it.
+        for it; or as `image_prompt`.
     """
 
     def render(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None) -> str:
@@ -101,8 +106,12 @@ def chat_tokens(
     if not allow_special and isinstance(tokenizer, JsonTokenizer):
         special = tokenizer.special_texts
         segments = _segments(special, text, messages, tools, render)
+        if images is not None:
+            return encode_with_images(tokenizer, segments, images)
         if segments != special.split(text):
             return tokenizer.encode_segments(segments)
+    if images is not None:
+        return image_prompt(tokenizer, text, images, add_special_tokens=False)
     return tokenizer.encode(text, add_special_tokens=False)
 
 

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 from turbojax import _checks, _json
 from turbojax.models.checkpoint import folder as _folder
 from turbojax.models.checkpoint.gguf import smollm2
+from turbojax.models.families import text_part
 from turbojax.models.text import gguf_tokenizer as _gguf_tokenizer
 from turbojax.models.text import tokenizer_file as _tokenizer_file
 from turbojax.models.text import tokenizer_settings as _settings
@@ -348,7 +349,7 @@ def _load_tokenizer(folder: Path, place: Path, vocab_size: int | None) -> Tokeni
             "the package transformers writes one"
         )
     if vocab_size is None:
-        vocab_size = _vocab_size(place, _folder.read_config(place))
+        vocab_size = _vocab_size(place, text_part(_folder.read_config(place)))
     if vocab_size is None:
         raise ValueError(
             f"{str(folder)!r} must hold {TOKENIZER_NAME}, or a vocab_size in its config.json"
