@@ -148,9 +148,10 @@ def test_layers_with_experts_and_layers_without(tmp_path):
 def test_layers_are_gathered_again_in_the_backward_pass():
     """No layer's weights are whole for longer than it runs, with `remat` and without."""
     config = dataclasses.replace(TINY, num_layers=2)
-    for remat in (False, True):
+    for remat in ("none", "full"):
         model = models.Transformer(config, rngs=nnx.Rngs(1))
-        run = finetune.Trainer(model, SETTINGS, corpus().stream, axes=axes(8), remat=remat)
+        settings = dataclasses.replace(SETTINGS, remat=remat)
+        run = finetune.Trainer(model, settings, corpus().stream, axes=axes(8))
         text = jax.jit(run._make_step()).lower(*run._arguments(0)).as_text()
         # Forward and backward have a function of a layer each, with its seven matrices.
         assert text.count("stablehlo.all_gather") == 1 + 2 * 7
@@ -257,7 +258,7 @@ def gradient(run: finetune.Trainer) -> tuple[float, list[np.ndarray]]:
     [
         ("data=2,model=2", HEADS, {"learn": True, "accumulate": 2}),
         ("model=2", HEADS, {"fsdp": False}),
-        ("data=2,model=2,sequence=2", HEADS, {"learn": True, "remat": True}),
+        ("data=2,model=2,sequence=2", HEADS, {"learn": True, "remat": "full"}),
         ("data=2,model=2", EXPERTS, {}),
         ("data=4,model=2", HEADS, {"fsdp": False, "pooled": POOLED, "packed": True}),
     ],
@@ -265,7 +266,8 @@ def gradient(run: finetune.Trainer) -> tuple[float, list[np.ndarray]]:
 def test_heads_over_devices(mesh, config, options):
     """Loss and gradient of one device, of weights of which each device has its share."""
     options = dict(options)
-    settings = dataclasses.replace(SETTINGS, accumulate=options.pop("accumulate", 1))
+    steps = {name: options.pop(name) for name in ("accumulate", "remat") if name in options}
+    settings = dataclasses.replace(SETTINGS, **steps)
     if options.get("learn"):
         options["learn"] = np.random.default_rng(0).random(corpus().stream.size) < 0.3
     stream, fsdp = corpus().stream, options.pop("fsdp", True)

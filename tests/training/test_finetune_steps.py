@@ -22,6 +22,8 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::U
 
 SETTINGS = dataclasses.replace(SETTINGS, context=64, batch_size=4, steps=4)
 STEPS = 4
+EXACT = models.pooled_by_name("window", window=SETTINGS.context, block_size=32)
+"""Pooled attention that pools nothing."""
 ROOT = Path(__file__).parents[2]
 
 
@@ -62,11 +64,17 @@ def each_sequence(run: finetune.Trainer, mask: np.ndarray | None):
 
 class TestParts:
     @pytest.mark.quick(first=1, slow=1)
-    @pytest.mark.parametrize(("is_marked", "parts"), [(True, 2), (False, 2), (True, 4), (False, 1)])
-    def test_loss_and_gradient_of_the_whole_batch(self, is_marked, parts):
+    @pytest.mark.parametrize(
+        ("is_marked", "parts", "remat"),
+        [(True, 2, "full"), (False, 2, "attention"), (True, 4, "none"), (False, 1, "none")],
+    )
+    def test_loss_and_gradient_of_the_whole_batch(self, is_marked, parts, remat):
+        """In parts, and with layers that are computed again in the backward pass."""
         stream = corpus().stream
         mask = learn(stream.size) if is_marked else None
-        run = finetune.Trainer(tiny_model(), SETTINGS, stream, learn=mask)
+        settings = dataclasses.replace(SETTINGS, remat=remat)
+        pooled = EXACT if remat == "attention" else None
+        run = finetune.Trainer(tiny_model(), settings, stream, learn=mask, pooled=pooled)
         if mask is not None:
             counts = [mask[x + 1 : x + 1 + SETTINGS.context].sum() for x in run._starts(0)]
             assert len(set(counts)) > 1  # else the parts' means would do
@@ -252,6 +260,8 @@ class TestSchedules:
             ("--schedule best", "schedule_name='best' must be one of"),
             ("--decay-fraction 0.2", "decay_fraction=0.2 must be None with 'cosine'"),
             ("--accumulate 3", "batch_size=8 must be a multiple of accumulate=3"),
+            ("--remat all", "remat='all' must be one of none, full, attention"),
+            ("--remat attention", "remat='attention' must be 'none' or 'full' without pooled"),
         ],
     )
     def test_the_command_refuses(self, tmp_path, options, message):
@@ -260,7 +270,7 @@ class TestSchedules:
         assert message in result.stderr
 
 
-NEW = ("accumulate", "optimizer_name", "schedule_name", "decay_fraction")
+NEW = ("accumulate", "optimizer_name", "schedule_name", "decay_fraction", "remat")
 
 
 class TestIdentity:
@@ -272,6 +282,8 @@ class TestIdentity:
         file.write_text(json.dumps({"identity": {"settings": old}, **kept}))
         log = Log(file, {"identity": {"settings": settings}})
         assert log.content["losses"] == [1.0]
+        # What the backward pass keeps may change: a run that had too little memory goes on.
+        assert Log(file, {"identity": {"settings": {**settings, "remat": "full"}}})
         other = {"identity": {"settings": {**settings, "optimizer_name": "lion"}}}
         with pytest.raises(ValueError, match=r"settings\.optimizer_name='adamw' instead of 'lion'"):
             Log(file, other)
@@ -343,11 +355,16 @@ class TestResuming:
             np.testing.assert_array_equal(one, two)
 
     @pytest.mark.quick(slow=1)
-    @pytest.mark.parametrize("optimizer", ["muon", "adafactor"])
-    def test_a_run_in_parts_ends_with_the_same_bits(self, tmp_path, optimizer):
+    @pytest.mark.parametrize(("optimizer", "remat"), [("adafactor", "attention"), ("muon", "full")])
+    def test_a_run_in_parts_ends_with_the_same_bits(self, tmp_path, optimizer, remat):
         settings = dataclasses.replace(
-            SETTINGS, accumulate=2, optimizer_name=optimizer, schedule_name="linear"
+            SETTINGS,
+            accumulate=2,
+            optimizer_name=optimizer,
+            schedule_name="linear",
+            remat=remat,
         )
+        pooled = EXACT if remat == "attention" else None
         rhythm = finetune.Rhythm(log_every=1, save_every=2, evaluate_every=0)
 
         class Stop(Exception):
@@ -359,7 +376,7 @@ class TestResuming:
 
         def tune(folder: Path, **more) -> dict:
             return finetune.fine_tune(
-                folder, tiny_model(), settings, corpus(), rhythm=rhythm, **more
+                folder, tiny_model(), settings, corpus(), pooled=pooled, rhythm=rhythm, **more
             )
 
         expected = tune(tmp_path / "whole")

@@ -92,6 +92,13 @@ Mesh = Annotated[
         show_default=False,
     ),
 ]
+Remat = Annotated[
+    str,
+    typer.Option(
+        help="What the backward pass computes again, for less memory: none, full (layers), or "
+        "attention (layers but for pooled attention, whose results are kept)."
+    ),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 
 

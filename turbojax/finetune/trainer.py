@@ -22,7 +22,7 @@ from turbojax.finetune.losses import (
     scaled_value_and_grad,
     share_of_learned,
 )
-from turbojax.finetune.settings import Settings, for_context
+from turbojax.finetune.settings import REMATS, Settings, for_context
 from turbojax.finetune.split import Slices, Split
 from turbojax.kv.layered import FirstLayers
 from turbojax.models import (
@@ -41,7 +41,6 @@ from turbojax.ops.options import PLAIN, AttentionOptions
 from turbojax.parallel.layers import ContextAttention
 from turbojax.parallel.zigzag import from_zigzag
 from turbojax.parallel.zigzag import positions as zigzag_positions
-from turbojax.remat import Remat
 from turbojax.sharding.axes import Axes
 
 Gradient = Callable[[nnx.State, jax.Array, jax.Array], tuple[tuple[jax.Array, jax.Array], Any]]
@@ -99,7 +98,6 @@ class Trainer(BaseTrainer[nnx.State]):
         packed: bool = False,
         separator: int | None = None,
         learn: np.ndarray | None = None,
-        remat: Remat = False,
         axes: Axes | None = None,
         fsdp: bool = True,
     ) -> None:
@@ -117,8 +115,6 @@ class Trainer(BaseTrainer[nnx.State]):
             answers; all if not given. The loss is the mean over those of a step.
           separator: the token before each document; by default byte 0 of a byte-level model, and
             nothing of others.
-          remat: recompute layers in the backward pass to save memory; ``"attention"`` for all of
-            them but pooled attention, whose results are kept (`turbojax.remat`).
           axes: the devices to train on: sequences are split over `axes.batch`, heads and inner
             sizes of layers over `axes.heads` (tensor parallelism), and the tokens of each sequence
             over `axes.sequence`, in zig-zag order, with attention over a ring
@@ -132,16 +128,14 @@ class Trainer(BaseTrainer[nnx.State]):
           ValueError: if the stream is too short, or holds what is no token; if it is packed, but
             not `pooled`, without a `separator`, or has `dense_layers`; if there are some without
             `pooled`, or no layer is left; if `axes` split nothing, or do not divide batch,
-            context, heads or inner sizes; if `remat` is unknown, or ``"attention"`` without
-            `pooled`.
+            context, heads or inner sizes; if `settings.remat` is ``"attention"`` without `pooled`.
         """
         if packed and pooled is None:
             raise ValueError(
                 "packed=True needs pooled attention; LocalWindow(window=context) has every block "
                 "at level 1, which is exact"
             )
-        if remat == "attention" and pooled is None:
-            raise ValueError(f"{remat=} must be True or False without pooled attention")
+        check_remat(settings.remat, is_pooled=pooled is not None)
         _check_dense_layers(dense_layers, model.config.num_layers, pooled, packed)
         check_stream(stream, model.config.vocab_size)
         self.unit = "byte" if model.config.vocab_size == BYTES else "token"
@@ -158,7 +152,11 @@ class Trainer(BaseTrainer[nnx.State]):
             self.attend = FirstLayers(dense_attention, self.attend, dense_layers)
         self.packed, self.separator = packed, separator
         unroll = self.config.num_layers
-        more: Any = {"dtype": settings.precision, "remat": remat, "unroll": unroll}
+        more: Any = {
+            "dtype": settings.precision,
+            "remat": REMATS[settings.remat],
+            "unroll": unroll,
+        }
 
         def made(config: TransformerConfig) -> Transformer:
             return nnx.eval_shape(lambda: Transformer(config, **more, rngs=nnx.Rngs(0)))
@@ -272,6 +270,12 @@ class Trainer(BaseTrainer[nnx.State]):
             metric=f"bits_per_{self.unit}",
             has_density=loss.tokens_are_whole or self.attend is dense_attention,
         )
+
+
+def check_remat(remat: str, *, is_pooled: bool) -> None:
+    """Raises ValueError if attention's results are to be kept, and none are named."""
+    if remat == "attention" and not is_pooled:
+        raise ValueError(f"{remat=} must be 'none' or 'full' without pooled attention")
 
 
 def _check_dense_layers(
