@@ -2,6 +2,7 @@
 
 import sys
 import types
+from pathlib import Path
 from typing import ClassVar
 
 import pytest
@@ -24,7 +25,10 @@ class Writer:
 
     folders: ClassVar[dict[str, list]] = {}
 
-    def __init__(self, logdir, purge_step=None):
+    def __init__(self, logdir, filename_suffix, purge_step=None):
+        # As the writer does; what begins in the same second must have another suffix.
+        Path(logdir).mkdir(exist_ok=True)
+        (Path(logdir) / f"events{filename_suffix}").touch(exist_ok=False)
         self.kept = Writer.folders.setdefault(logdir, [])
         if purge_step is not None:
             self.kept[:] = [event for event in self.kept if event[2] < purge_step]
@@ -104,7 +108,6 @@ class TestTensorBoard:
     @pytest.mark.parametrize("step", [0, 2])
     def test_no_step_twice(self, tmp_path, step):
         """A run is killed after step 4 and goes on from an earlier checkpoint."""
-        (tmp_path / "tensorboard").mkdir()
         interrupted("tensorboard", tmp_path, [FIRST, *ROWS])
         assert Writer.before_closing == {str(tmp_path / "tensorboard"): SCALARS}
         again = [row for row in ROWS if row["step"] > step or step == 0]

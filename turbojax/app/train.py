@@ -99,17 +99,9 @@ def train(
         int, typer.Option(help="Tokens per sequence; bytes of a byte-level model.")
     ] = 16384,
     batch: Annotated[int, typer.Option(help="Sequences per step.")] = 8,
-    accumulate: Annotated[
-        int,
-        typer.Option(
-            help="Parts that the sequences of a step are taken in, one after the other: the same "
-            "step with the memory of a part."
-        ),
-    ] = 1,
+    accumulate: options.Accumulate = 1,
     steps: Annotated[int, typer.Option(help="Optimizer steps.")] = 300,
-    optimizer: Annotated[
-        str, typer.Option(help="adamw, lion, adafactor, sgd (with momentum) or muon.")
-    ] = "adamw",
+    optimizer: options.Optimizer = "adamw",
     learning_rate: Annotated[float, typer.Option(help="Peak of the schedule.")] = 3e-4,
     warmup_steps: Annotated[int, typer.Option(help="Steps of linear rise.")] = 20,
     schedule: Annotated[
@@ -156,13 +148,7 @@ def train(
             show_default=False,
         ),
     ] = None,
-    fsdp: Annotated[
-        bool,
-        typer.Option(
-            "--fsdp/--no-fsdp",
-            help="Of --mesh: split weights and the optimizer's state over its devices, too.",
-        ),
-    ] = True,
+    fsdp: options.Fsdp = True,
     coordinator: processes.Coordinator = None,
     count: processes.Count = None,
     index: processes.Index = None,

@@ -105,7 +105,11 @@ class _TensorBoard:
         if "resumed" in row:
             # At step 0 the held-out text is scored, at others it was.
             void = {"purge_step": step + 1 if step else 0} if self._folder.exists() else {}
-            self._writer = _module("tensorboard").SummaryWriter(str(self._folder), **void)
+            # Files have the second in which they begin for a name, and replace each other.
+            files = len(list(self._folder.iterdir())) if void else 0
+            self._writer = _module("tensorboard").SummaryWriter(
+                str(self._folder), filename_suffix=f".{files}", **void
+            )
             if step == 0:
                 self._writer.add_text("config", json.dumps(dict(self._config), indent=2), step)
         for name, value in _numbers(row).items():

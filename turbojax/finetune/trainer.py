@@ -14,14 +14,14 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from turbojax import _checks
-from turbojax.finetune.base import BaseTrainer, check_stream, updated, windows
+from turbojax.finetune.base import BaseTrainer, check_stream, updated
 from turbojax.finetune.losses import (
     cross_entropy,
     marked,
     mean_of_learned,
-    scaled_value_and_grad,
     share_of_learned,
 )
+from turbojax.finetune.parts import Gradient, in_parts
 from turbojax.finetune.settings import REMATS, Settings, for_context
 from turbojax.finetune.split import Slices, Split
 from turbojax.kv.layered import FirstLayers
@@ -42,10 +42,6 @@ from turbojax.parallel.layers import ContextAttention
 from turbojax.parallel.zigzag import from_zigzag
 from turbojax.parallel.zigzag import positions as zigzag_positions
 from turbojax.sharding.axes import Axes
-
-Gradient = Callable[[nnx.State, jax.Array, jax.Array], tuple[tuple[jax.Array, jax.Array], Any]]
-"""From weights, stream and starts of windows what `jax.value_and_grad` gives: the mean loss with
-the mean density of levels, and the gradient."""
 
 
 def dense_attention(
@@ -84,8 +80,6 @@ class Trainer(BaseTrainer[nnx.State]):
       step: steps done, see `BaseTrainer`.
       compile_seconds: what compiling the step took, 0 before that.
     """
-
-    _accumulates = True
 
     def __init__(
         self,
@@ -260,7 +254,7 @@ class Trainer(BaseTrainer[nnx.State]):
     def _make_step(self) -> Callable[..., tuple[nnx.State, Any, dict[str, jax.Array]]]:
         loss = self._make_loss()
         parts, scale = self.settings.accumulate, self.settings.loss_scale
-        gradient = _in_parts(loss, parts, scale)
+        gradient = in_parts(loss, parts, scale, beside=_no_density())
         if self._split is not None and self._slices is not None:
             gradient = _over_devices(loss, parts, scale, self._split, self._slices, self.params)
         return functools.partial(
@@ -433,54 +427,20 @@ class _Loss:
         return jax.lax.dynamic_slice_in_dim(x, first, count, axis=1)
 
 
-def _in_parts(
-    loss: _Loss,
-    parts: int,
-    scale: float,
-    devices: int = 1,
-    whole: Callable[[nnx.State], nnx.State] = lambda params: params,
-) -> Gradient:
-    """`scaled_value_and_grad` of the mean loss of windows, one part in memory at a time.
-
-    Loss and gradient are divided by `devices`, each of which has as many windows. `whole` makes the
-    weights of what the gradient is of, in each part anew.
-    """
-
-    def of_part(
-        params: nnx.State, tokens: jax.Array, share: jax.Array | None
-    ) -> tuple[jax.Array, jax.Array]:
-        value, density = loss(whole(params), tokens, share)
-        # A share counts the tokens of all parts already.
-        return value / (devices * parts if share is None else devices), density
-
-    step = scaled_value_and_grad(of_part, scale)
-
-    def gradient(params: nnx.State, stream: jax.Array, starts: jax.Array) -> Any:
-        tokens = windows(stream, starts, loss.context)
-        share = loss.share(tokens)
-        if parts == 1:
-            return step(params, tokens, share)
-
-        def add(total: Any, tokens: jax.Array) -> tuple[Any, None]:
-            return jax.tree.map(jnp.add, total, step(params, tokens, share)), None
-
-        zero = jnp.zeros((), jnp.float32)
-        nothing = (zero, zero), jax.tree.map(jnp.zeros_like, params)
-        total, _ = jax.lax.scan(add, nothing, tokens.reshape(parts, -1, tokens.shape[1]))
-        (value, density), grads = total
-        return (value, density / parts), grads
-
-    return gradient
+def _no_density() -> jax.Array:
+    """What parts' densities of levels are added to."""
+    return jnp.zeros((), jnp.float32)
 
 
 def _over_devices(
     loss: _Loss, parts: int, scale: float, split: Split, slices: Slices, params: nnx.State
 ) -> Gradient:
-    """`_in_parts` of the windows of all devices, each of which has some of every part.
+    """`in_parts` of the windows of all devices, each of which has some of every part.
 
     `loss` is that of a device's windows, given weights (`params`) of which layers are slices.
     """
-    gradient = _in_parts(loss, parts, scale, split.count, slices.outside())
+    more: Any = {"devices": split.count, "whole": slices.outside(), "beside": _no_density()}
+    gradient = in_parts(loss, parts, scale, **more)
 
     def local(params: nnx.State, stream: jax.Array, starts: jax.Array) -> Any:
         (value, density), grads = gradient(slices.own(params), stream, starts)
