@@ -1,15 +1,19 @@
 """Adapters trained over a mesh: loss, gradient and steps are those of one device."""
 
 import dataclasses
+import logging
+import shutil
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
-from tests.meshes.test_mesh_families import tiny
+from tests.meshes.test_mesh_training import LATENT
+from tests.training.finetune_helpers import command
 from tests.training.test_lora import CONFIG, SETTINGS, text, trained
-from turbojax import models
+from turbojax import finetune, models
 from turbojax.finetune.lora import LoraTrainer
 from turbojax.parallel import mesh_of
 
@@ -27,8 +31,7 @@ LEARN = np.random.default_rng(0).random(600) < 0.3
 def base(name: str) -> models.Decoder | models.QuantizedDecoder:
     if name == "int4":
         return models.random_quantized_decoder(CONFIG, dtype=jnp.float32)
-    config = CONFIG if name == "float" else dataclasses.replace(tiny(name), num_layers=2)
-    return models.random_decoder(config, dtype=jnp.float32)
+    return models.random_decoder(CONFIG if name == "float" else LATENT, dtype=jnp.float32)
 
 
 def gradient(run: LoraTrainer) -> tuple[float, list[np.ndarray]]:
@@ -46,25 +49,82 @@ def gradient(run: LoraTrainer) -> tuple[float, list[np.ndarray]]:
         ("int4", "data=4", {"remat": "full"}, {"learn": LEARN, "gradient": "exact"}),
         # Two KV heads: of four devices of heads two go to the axis of the sequence.
         ("float", "data=2,model=4", {"remat": "full"}, {"fsdp": False}),
-        ("deepseek_v3", "data=2,model=2", {}, {}),
+        ("latent", "data=2,model=2", {}, {}),
         ("float", "model=2", {}, {}),
     ],
 )
 def test_loss_and_gradient_are_those_of_one_device(name, mesh, settings, options):
-    one_options = {k: x for k, x in options.items() if k != "fsdp"}
+    options = dict(options)
     decoder = base(name)
     adapters, stream = trained(decoder, rank=2), STREAM % decoder.config.vocab_size
-    one = LoraTrainer(decoder, adapters, SETTINGS, stream, **one_options)
-    split = models.shard(decoder, mesh_of(mesh))
     settings = dataclasses.replace(SETTINGS, **settings)
+    split = models.shard(decoder, mesh_of(mesh))
     run = LoraTrainer(split, adapters, settings, stream, **options)
+    # Products of so many tokens as a device has: other shapes have sums in another order.
+    devices = split.axes.size("batch")
+    alike = dataclasses.replace(SETTINGS, accumulate=devices * settings.accumulate)
+    is_sliced = options.pop("fsdp", True)
+    one = LoraTrainer(decoder, adapters, alike, stream, **options)
     (value, expected), (found, grads) = gradient(one), gradient(run)
     # Units of rounding of sums over a step's tokens and, forward and backward, over the inputs of
-    # the four products of each layer, of 32 to 64 numbers.
-    units = (SETTINGS.tokens_per_step + 2 * decoder.config.num_layers * 4 * 64) * 2.0**-24
+    # the four products of each layer.
+    widest = max(max(x.shape) for x in jax.tree.leaves(decoder.layers))
+    units = (SETTINGS.tokens_per_step + 2 * decoder.config.num_layers * 4 * widest) * 2.0**-24
     assert found == pytest.approx(value, rel=units)
     for one_grad, grad in zip(expected, grads, strict=True):
         np.testing.assert_allclose(grad, one_grad, rtol=0, atol=units * np.abs(one_grad).max())
     matrices = [x for x in jax.tree.leaves(run.decoder.layers) if x.ndim > 1]
     parts = [x.size // x.addressable_shards[0].data.size for x in matrices]
-    assert min(parts) >= (run._split.axes.size("batch") if options.get("fsdp", True) else 1)
+    assert min(parts) >= (devices if is_sliced else 1)
+
+
+def test_refusals():
+    decoder = base("int4")
+    split = models.shard(decoder, mesh_of("model=2"))
+    adapters = models.init_adapters(decoder)
+    with pytest.raises(NotImplementedError, match=r"INT4 weights are not trained over \('model',"):
+        LoraTrainer(split, adapters, SETTINGS, STREAM)
+    three = models.shard(decoder, mesh_of("data=3"))
+    with pytest.raises(ValueError, match="batch_size=4 must be a multiple of 3"):
+        LoraTrainer(three, adapters, SETTINGS, STREAM)
+    with pytest.raises(ValueError, match="decoder.axes=None must be those of a mesh"):
+        finetune.sliced(decoder)
+
+
+@pytest.fixture
+def no_orbax_log():
+    """No log from orbax's threads, which outlives the test's streams."""
+    logging.disable(logging.WARNING)
+    yield
+    logging.disable(logging.NOTSET)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("no_orbax_log")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+def test_the_command(tmp_path):
+    """A run over a mesh, of weights that are cut as they are read, goes on on one device."""
+    data, model = tmp_path / "words.txt", tmp_path / "model"
+    data.write_bytes(text(900).tobytes())
+    config = dataclasses.replace(CONFIG, intermediate_size=48, max_length=64)
+    ends = {"bos_token_id": 0, "eos_token_id": 0}
+    models.save(models.Transformer(config, rngs=nnx.Rngs(0)), model, extra_config=ends)
+    given = f"lora --data {data} --model {model} --context 16 --batch 4 --rank 2 --steps 4"
+    given += " --accumulate 2 --log-every 1 --save-every 2 --target q --target down --remat full"
+
+    def losses(out: str, *options: str) -> list[float]:
+        result = command(*given.split(), "--out", str(tmp_path / out), *options)
+        assert result.exit_code == 0, result.output
+        return finetune.read_log(tmp_path / out)["losses"]
+
+    mesh = ("--mesh", "data=2,model=2")
+    one, found = losses("one"), losses("two", *mesh)
+    # Losses of some bits, rounded to six digits.
+    np.testing.assert_allclose(found, one, atol=1e-4)
+    assert one[-1] < one[0]
+    shutil.rmtree(tmp_path / "two" / "checkpoints" / "4")
+    assert losses("two")[:2] == found[:2]
+    np.testing.assert_allclose(losses("two"), one, atol=1e-4)
+    refused = command(*given.split(), "--out", str(tmp_path / "x"), "--no-fsdp")
+    assert refused.exit_code == 2
+    assert "--no-fsdp is for --mesh" in refused.stderr

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from tests.models import moe_helpers
+from tests.models import hf_helpers, moe_helpers
 from tests.training.finetune_helpers import SETTINGS, TINY, command, corpus, text
 from training import state
 from turbojax import finetune, models
@@ -231,6 +231,18 @@ EXPERTS = dataclasses.replace(
     experts=ExpertsConfig(4, 2, 8, normalize=True),
 )
 
+# DeepSeek-V2: a dense layer and one with experts and shared ones, latent attention in both.
+LATENT = dataclasses.replace(
+    models.TransformerConfig.from_hf(
+        {
+            **hf_helpers.config("deepseek-v2-lite"),
+            "first_k_dense_replace": 1,
+            "num_hidden_layers": 2,
+        }
+    ),
+    vocab_size=256,
+)
+
 
 def random(config: models.TransformerConfig) -> models.Transformer:
     """A model all of whose weights are drawn: biases and norms, too."""
@@ -254,7 +266,7 @@ def gradient(run: finetune.Trainer) -> tuple[float, list[np.ndarray]]:
     return float(value), [np.asarray(x) for x in jax.tree.leaves(grads)]
 
 
-@pytest.mark.quick(first=1, slow=3)
+@pytest.mark.quick(first=1, slow=4)
 @pytest.mark.parametrize(
     ("mesh", "config", "options"),
     [
@@ -262,6 +274,7 @@ def gradient(run: finetune.Trainer) -> tuple[float, list[np.ndarray]]:
         ("model=2", HEADS, {"fsdp": False}),
         ("data=2,model=2,sequence=2", HEADS, {"learn": True, "remat": "full"}),
         ("data=2,model=2", EXPERTS, {}),
+        ("data=2,model=2", LATENT, {}),
         ("data=4,model=2", HEADS, {"fsdp": False, "pooled": POOLED, "packed": True}),
     ],
 )
@@ -283,7 +296,7 @@ def test_heads_over_devices(mesh, config, options):
         # As `close`, through the norms and softmax of two layers, whose errors add up.
         atol = 4 * SETTINGS.tokens_per_step * 2.0**-24 * np.abs(one_grad).max()
         np.testing.assert_allclose(grad, one_grad, rtol=0, atol=atol)
-    kernel = run.params["blocks"]["attention"]["q_proj"]["kernel"].get_value()
+    kernel = run.params["blocks"]["attention"]["o_proj"]["kernel"].get_value()
     shares = run._split.count if fsdp else 2
     assert kernel.addressable_shards[0].data.size * shares == kernel.size
 
