@@ -73,9 +73,24 @@ def test_loss_and_gradient_are_those_of_one_device(name, mesh, settings, options
     assert found == pytest.approx(value, rel=units)
     for one_grad, grad in zip(expected, grads, strict=True):
         np.testing.assert_allclose(grad, one_grad, rtol=0, atol=units * np.abs(one_grad).max())
+    window = stream[: settings.context + 1][None].repeat(4, 0)
+    bits = one.bits(window)
+    np.testing.assert_allclose(run.bits(window), bits, rtol=0, atol=units * bits.max())
     matrices = [x for x in jax.tree.leaves(run.decoder.layers) if x.ndim > 1]
     parts = [x.size // x.addressable_shards[0].data.size for x in matrices]
     assert min(parts) >= (devices if is_sliced else 1)
+
+
+@pytest.mark.slow
+def test_layers_are_gathered_again_in_the_backward_pass():
+    """No layer's weights are whole for longer than it runs, though they have no gradient."""
+    decoder = models.random_decoder(dataclasses.replace(CONFIG, num_layers=3), dtype=jnp.float32)
+    run = LoraTrainer(models.shard(decoder, mesh_of("data=4")), trained(decoder), SETTINGS, STREAM)
+    text = jax.jit(run._make_step()).lower(*run._arguments(0)).as_text()
+    # The table of embeddings, and the seven matrices of a layer, forward and backward. The first
+    # layer has functions of its own: tokens before it have no gradient, so that q, k and v are not
+    # needed again. All others share theirs.
+    assert text.count("stablehlo.all_gather") == 1 + (7 + 4) + (7 + 7)
 
 
 def test_refusals():

@@ -143,6 +143,33 @@ class LoraTrainer(BaseTrainer[Adapters]):
         )
         return model
 
+    def bits(self, tokens: np.ndarray) -> np.ndarray:
+        """Information content of every target of ``[n, T + 1]`` tokens: ``[n, T]`` float32 bits.
+
+        On a mesh layers are gathered one after the other, and `n` must be a multiple of the devices
+        that sequences are split over.
+        """
+        given: Any = jnp.asarray(tokens) if self._split is None else self._split.over_batch(tokens)
+        return np.asarray(self._score(self.decoder, self.adapters, given))
+
+    @functools.cached_property
+    def _score(self) -> Callable[..., jax.Array]:
+        def local(decoder: Any, adapters: Adapters, tokens: jax.Array) -> jax.Array:
+            loss = self._make_loss(self._layout.with_whole_ends(decoder))
+            return loss.of_tokens(adapters, tokens) * (1.0 / math.log(2.0))
+
+        if self._split is None:
+            return jax.jit(local)
+        rows = self._split.axes.spec("B")
+        spread = jax.shard_map(
+            local,
+            mesh=self._split.mesh,
+            in_specs=(self._layout.specs, PartitionSpec(), rows),
+            out_specs=rows,
+            check_vma=False,
+        )
+        return jax.jit(spread, out_shardings=self._split.whole)
+
     def _make_step(self) -> Callable[..., tuple[Adapters, Any, dict[str, jax.Array]]]:
         return functools.partial(
             _train_step, gradient=self._value_and_grad(), settings=self.settings

@@ -13,13 +13,14 @@ from turbojax.finetune.checkpoint import checkpoint_manager
 from turbojax.finetune.data import TokenCorpus
 from turbojax.finetune.frozen import sliced
 from turbojax.finetune.lora import LoraTrainer
-from turbojax.finetune.losses import marked, with_marks
+from turbojax.finetune.losses import with_marks
 from turbojax.finetune.run import (
     CHECKPOINTS_NAME,
     LOG_NAME,
     Log,
     Report,
     Rhythm,
+    mean_bits,
     run_interval,
     sha256,
 )
@@ -103,11 +104,8 @@ def fine_tune_adapters(
 
 
 def _evaluate(trainer: LoraTrainer, windows: np.ndarray, log: Log, report: Report) -> None:
-    size = trainer.settings.part_size
-    tokens, learned = (np.asarray(x) for x in marked(windows))
-    bits = models.token_bits(trainer.model(), tokens, batch_size=size)
-    mean = bits.mean(dtype=np.float64, where=learned[:, 1:])
-    row = {"step": trainer.step, "held_out_bits_per_token": round(float(mean), 5)}
+    mean = mean_bits(trainer.bits, windows, trainer.settings.part_size)
+    row = {"step": trainer.step, "held_out_bits_per_token": round(mean, 5)}
     log.content["evaluations"].append(row)
     report(row)
 

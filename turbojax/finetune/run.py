@@ -274,10 +274,16 @@ def held_out_bits(trainer: Trainer, held_out: np.ndarray, attend: Attend) -> flo
 
     Of tokens that do not count, see `losses.with_marks`, the bits are left out of the mean.
     """
-    size = trainer.settings.part_size
+    return mean_bits(lambda x: trainer.bits(x, attend), held_out, trainer.settings.part_size)
+
+
+def mean_bits(
+    bits_of: Callable[[np.ndarray], np.ndarray], held_out: np.ndarray, size: int
+) -> float:
+    """The mean over windows ``[n, context + 1]``, of which `bits_of` takes `size` at a time."""
     tokens, learned = (np.asarray(x) for x in marked(held_out))
     padded = np.pad(tokens, ((0, -len(tokens) % size), (0, 0)))
-    batches = [trainer.bits(x, attend) for x in padded.reshape(-1, size, tokens.shape[1])]
+    batches = [bits_of(x) for x in padded.reshape(-1, size, tokens.shape[1])]
     bits = np.concatenate(batches)[: len(tokens)]
     return float(bits.mean(dtype=np.float64, where=learned[:, 1:]))
 
