@@ -99,6 +99,7 @@ def lora(
     programs.use(compilation_cache, "turbojax lora")
     with terminal.one_line_errors("turbojax lora", smaller="--batch or --context", extra="train"):
         from turbojax import _writing, finetune
+        from turbojax.finetune.frozen import check_frozen
         from turbojax.finetune.split import check_batch
         from turbojax.finetune.trainer import check_remat
 
@@ -123,6 +124,7 @@ def lora(
         )
         rhythm = finetune.Rhythm(log_every, save_every, evaluate_every, evaluate_windows)
         check_remat(remat, is_pooled=False)
+        check_frozen(found.axes, is_quantized=found.is_quantized)
         if found.axes is not None:
             check_batch(settings, found.axes)
         corpus = finetune.tokens_of(found.tokenizer, data, held_out or ())
@@ -147,8 +149,9 @@ def lora(
 
 
 def _frozen(found: Any, *, is_sliced: bool) -> Any:
-    """The model to train beside; floating-point weights that are to be slices are cut when read."""
+    """The model to train beside, in slices if they are wanted; what is whole is dropped."""
     from turbojax import finetune
 
-    is_cut = is_sliced and found.axes is not None and found.axes.batch and not found.is_quantized
-    return finetune.sliced(found.open()) if is_cut else found.load().decoder
+    if found.axes is None or not found.axes.batch or not is_sliced:
+        return found.load().decoder
+    return finetune.sliced(found.load().decoder if found.is_quantized else found.open())

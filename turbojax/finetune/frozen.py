@@ -43,14 +43,14 @@ class AdapterSplit(Split):
         check_batch(settings, self.axes)
 
 
-def check_frozen(decoder: Decoder | QuantizedDecoder) -> None:
+def check_frozen(axes: Axes | None, *, is_quantized: bool) -> None:
     """Raises NotImplementedError for INT4 weights whose heads are split."""
-    over = hidden_axes(decoder.axes)
-    if isinstance(decoder, QuantizedDecoder) and over:
+    over = hidden_axes(axes)
+    if is_quantized and over:
         raise NotImplementedError(
             f"adapters beside INT4 weights are not trained over {over}, the axes of heads: there "
-            "each device rounds its own share of a token, so that the gradient would not be that "
-            "of one device. Split sequences alone (data), or take floating-point weights"
+            "joined layers have their rows in another order, and each device rounds its own share "
+            "of a token, so that the gradient would not be that of one device. Split sequences alone (data), or take floating-point weights"
         )
 
 

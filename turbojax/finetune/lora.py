@@ -116,7 +116,7 @@ class LoraTrainer(BaseTrainer[Adapters]):
                 f"{decoder.config.max_length}"
             )
         check_remat(settings.remat, is_pooled=isinstance(attend, PooledAttention))
-        check_frozen(decoder)
+        check_frozen(decoder.axes, is_quantized=isinstance(decoder, QuantizedDecoder))
         axes, decoder = decoder.axes, for_length(decoder, settings.context)
         split = None if axes is None else AdapterSplit(axes, settings.precision)
         super().__init__(adapters, settings, stream, split, learn)
