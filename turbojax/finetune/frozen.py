@@ -50,7 +50,8 @@ def check_frozen(axes: Axes | None, *, is_quantized: bool) -> None:
         raise NotImplementedError(
             f"adapters beside INT4 weights are not trained over {over}, the axes of heads: there "
             "joined layers have their rows in another order, and each device rounds its own share "
-            "of a token, so that the gradient would not be that of one device. Split sequences alone (data), or take floating-point weights"
+            "of a token, so that the gradient would not be that of one device. Split sequences "
+            "alone (data), or take floating-point weights"
         )
 
 
