@@ -5,7 +5,7 @@ In `turbojax.turbo_attention`, `turbojax.pooled_attention` and attention over a 
 saves them, the backward pass does not attend again; queries, keys and values it makes anew.
 """
 
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
@@ -31,3 +31,13 @@ Remat = bool | Literal["attention"]
 def named_results(out: jax.Array, lse: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The output and the log-sum-exp under their names."""
     return checkpoint_name(out, ATTENTION_OUTPUT), checkpoint_name(lse, ATTENTION_LSE)
+
+
+def save_all_but_gathered(primitive: Any, *args: Any, **params: Any) -> bool:
+    """A policy of `jax.checkpoint` that saves everything except what is gathered from devices.
+
+    The gathering may be inside a function with a gradient of its own.
+    """
+    inner = (getattr(value, "jaxpr", None) for value in params.values())
+    names = [eqn.primitive.name for jaxpr in inner if jaxpr is not None for eqn in jaxpr.eqns]
+    return not any("all_gather" in name for name in (primitive.name, *names))

@@ -1,6 +1,7 @@
 """`turbojax.remat`: what a policy of `jax.checkpoint` saves is not made anew."""
 
 import collections
+import dataclasses
 import functools
 
 import jax
@@ -125,5 +126,8 @@ def test_models_gradients_are_the_same_bits():
 def test_what_cannot_be_kept_is_refused():
     with pytest.raises(ValueError, match="remat='all' must be True, False or 'attention'"):
         models.Transformer(TINY, remat="all", rngs=nnx.Rngs(0))
-    with pytest.raises(ValueError, match="remat='attention' must be True or False without pooled"):
-        finetune.Trainer(tiny_model(), SETTINGS, corpus().stream, remat="attention")
+    settings = dataclasses.replace(SETTINGS, remat="attention")
+    with pytest.raises(ValueError, match="remat='attention' must be 'none' or 'full' without poo"):
+        finetune.Trainer(tiny_model(), settings, corpus().stream)
+    with pytest.raises(ValueError, match="remat='layers' must be one of none, full, attention"):
+        dataclasses.replace(SETTINGS, remat="layers")

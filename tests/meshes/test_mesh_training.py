@@ -5,16 +5,18 @@ import logging
 import re
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 
-from tests.models import moe_helpers
+from tests.models import hf_helpers, moe_helpers
 from tests.training.finetune_helpers import SETTINGS, TINY, command, corpus, text
 from training import state
 from turbojax import finetune, models
 from turbojax.finetune import checkpoint
 from turbojax.finetune import trainer as steps
+from turbojax.finetune.parts import in_parts
 from turbojax.models import pooled_by_name
 from turbojax.models.config import ExpertsConfig
 from turbojax.parallel import Axes, mesh_of
@@ -148,9 +150,10 @@ def test_layers_with_experts_and_layers_without(tmp_path):
 def test_layers_are_gathered_again_in_the_backward_pass():
     """No layer's weights are whole for longer than it runs, with `remat` and without."""
     config = dataclasses.replace(TINY, num_layers=2)
-    for remat in (False, True):
+    for remat in ("none", "full"):
         model = models.Transformer(config, rngs=nnx.Rngs(1))
-        run = finetune.Trainer(model, SETTINGS, corpus().stream, axes=axes(8), remat=remat)
+        settings = dataclasses.replace(SETTINGS, remat=remat)
+        run = finetune.Trainer(model, settings, corpus().stream, axes=axes(8))
         text = jax.jit(run._make_step()).lower(*run._arguments(0)).as_text()
         # Forward and backward have a function of a layer each, with its seven matrices.
         assert text.count("stablehlo.all_gather") == 1 + 2 * 7
@@ -228,6 +231,18 @@ EXPERTS = dataclasses.replace(
     experts=ExpertsConfig(4, 2, 8, normalize=True),
 )
 
+# DeepSeek-V2: a dense layer and one with experts and shared ones, latent attention in both.
+LATENT = dataclasses.replace(
+    models.TransformerConfig.from_hf(
+        {
+            **hf_helpers.config("deepseek-v2-lite"),
+            "first_k_dense_replace": 1,
+            "num_hidden_layers": 2,
+        }
+    ),
+    vocab_size=256,
+)
+
 
 def random(config: models.TransformerConfig) -> models.Transformer:
     """A model all of whose weights are drawn: biases and norms, too."""
@@ -244,28 +259,30 @@ def gradient(run: finetune.Trainer) -> tuple[float, list[np.ndarray]]:
     """Loss and gradient of the first step, whole."""
     _, _, *given = run._arguments(0)
     given_loss = run._make_loss(), run.settings.accumulate, run.settings.loss_scale
-    find = steps._in_parts(*given_loss)
+    find = in_parts(*given_loss, beside=jnp.zeros(()))
     if run._split is not None:
         find = steps._over_devices(*given_loss, run._split, run._slices, run.params)
     (value, _), grads = jax.jit(find)(run.params, *given)
     return float(value), [np.asarray(x) for x in jax.tree.leaves(grads)]
 
 
-@pytest.mark.quick(first=1, slow=3)
+@pytest.mark.quick(first=1, slow=4)
 @pytest.mark.parametrize(
     ("mesh", "config", "options"),
     [
         ("data=2,model=2", HEADS, {"learn": True, "accumulate": 2}),
         ("model=2", HEADS, {"fsdp": False}),
-        ("data=2,model=2,sequence=2", HEADS, {"learn": True, "remat": True}),
+        ("data=2,model=2,sequence=2", HEADS, {"learn": True, "remat": "full"}),
         ("data=2,model=2", EXPERTS, {}),
+        ("data=2,model=2", LATENT, {}),
         ("data=4,model=2", HEADS, {"fsdp": False, "pooled": POOLED, "packed": True}),
     ],
 )
 def test_heads_over_devices(mesh, config, options):
     """Loss and gradient of one device, of weights of which each device has its share."""
     options = dict(options)
-    settings = dataclasses.replace(SETTINGS, accumulate=options.pop("accumulate", 1))
+    steps = {name: options.pop(name) for name in ("accumulate", "remat") if name in options}
+    settings = dataclasses.replace(SETTINGS, **steps)
     if options.get("learn"):
         options["learn"] = np.random.default_rng(0).random(corpus().stream.size) < 0.3
     stream, fsdp = corpus().stream, options.pop("fsdp", True)
@@ -279,7 +296,7 @@ def test_heads_over_devices(mesh, config, options):
         # As `close`, through the norms and softmax of two layers, whose errors add up.
         atol = 4 * SETTINGS.tokens_per_step * 2.0**-24 * np.abs(one_grad).max()
         np.testing.assert_allclose(grad, one_grad, rtol=0, atol=atol)
-    kernel = run.params["blocks"]["attention"]["q_proj"]["kernel"].get_value()
+    kernel = run.params["blocks"]["attention"]["o_proj"]["kernel"].get_value()
     shares = run._split.count if fsdp else 2
     assert kernel.addressable_shards[0].data.size * shares == kernel.size
 

@@ -218,7 +218,9 @@ class TestMemory:
         _refused(_run(*arguments, *options), "this needs at least", "smaller --num-pages")
         assert not out.exists()
 
-    @pytest.mark.parametrize("options", [["--batch", "1000000"], ["--batch", "1000000", "--remat"]])
+    @pytest.mark.parametrize(
+        "options", [["--batch", "1000000"], ["--batch", "1000000", "--remat=full"]]
+    )
     def test_a_training_step_that_does_not_fit(self, tiny_folder, tmp_path, options):
         words = tmp_path / "words"
         words.write_text("some words " * 1000)

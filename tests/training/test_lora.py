@@ -268,14 +268,49 @@ def test_training_by_hand(decoder, gradient):
     assert [np.asarray(x).tobytes() for x in jax.tree.leaves(decoder)] == before
 
 
+@pytest.mark.quick(first=1, slow=1)
+@pytest.mark.parametrize(("weights", "parts"), [("float", 2), ("int4", 2), ("int4", 1)])
+def test_loss_and_gradient_of_the_whole_batch(weights, parts):
+    """In parts, of which each has another share of what counts: as added over sequences."""
+    config = dataclasses.replace(CONFIG, num_layers=1)
+    random = models.random_decoder if weights == "float" else models.random_quantized_decoder
+    decoder, options = random(config, dtype=jnp.float32), {}
+    if weights == "int4":
+        options["gradient"] = "exact"
+    adapters, stream = trained(decoder, rank=2), text(600)
+    settings = dataclasses.replace(SETTINGS, batch_size=4, accumulate=parts)
+    learn = np.random.default_rng(0).random(600) < np.arange(600) // settings.context % 4 / 4
+    run = LoraTrainer(decoder, adapters, settings, stream, learn=learn, **options)
+
+    def total(adapters, tokens, counts):
+        model = with_adapters(decoder, adapters, **options)
+        return jnp.sum(jnp.where(counts, token_losses(model, tokens[None])[0], 0.0))
+
+    find, found = jax.jit(jax.value_and_grad(total)), []
+    windows = [slice(i, i + settings.context + 1) for i in run._starts(0)]
+    for window in windows:
+        tokens = jnp.asarray(stream[window], jnp.int32)
+        found.append(find(adapters, tokens, jnp.asarray(learn[window][1:])))
+    counts = [learn[window][1:].sum() for window in windows]
+    assert len(set(counts)) > 1  # else the parts' means would do
+    _, _, frozen, *given = run._arguments(0)
+    (value, _), grads = jax.jit(run._value_and_grad())(frozen, adapters, *given)
+    # A float32 sum of n numbers is off by n units of rounding of their size at most.
+    units = 4 * settings.tokens_per_step * 2.0**-24
+    assert float(value) == pytest.approx(sum(float(x) for x, _ in found) / sum(counts), rel=units)
+    for grad, *each in zip(*map(jax.tree.leaves, (grads, *(x for _, x in found))), strict=True):
+        wanted = sum(map(wide, each)) / sum(counts)
+        np.testing.assert_allclose(grad, wanted, rtol=0, atol=units * np.abs(wanted).max())
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
 def test_the_trainer_resumes(decoder, tmp_path):
     """Adapters of a run that was interrupted are those of one that was not, bit for bit."""
-    stream = text(600)
+    stream, settings = text(600), dataclasses.replace(SETTINGS, accumulate=2)
 
     def trainer():
-        return LoraTrainer(decoder, init_adapters(decoder, rank=2), SETTINGS, stream)
+        return LoraTrainer(decoder, init_adapters(decoder, rank=2), settings, stream)
 
     whole = trainer()
     losses = [float(whole.run_step()["bits"]) for _ in range(SETTINGS.steps)]

@@ -139,16 +139,18 @@ def test_latent_attention(name, tmp_path):
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
 def test_a_run_resumes_to_the_bit(decoder, tmp_path):
-    """Learned tokens alone count; what was interrupted ends with the bits of what was not."""
+    """In parts, by Muon, with layers that are computed again and tokens that do not count."""
     tokens, learn = text(600), np.arange(600) % 3 > 0
     corpus = finetune.TokenCorpus(tokens, text(200, 1), learn=learn)
     rhythm = finetune.Rhythm(2, 2, 3, 2)
-    adapters = init_adapters(decoder, rank=2)
+    adapters = init_adapters(decoder, rank=2, targets=("q", "down"))
+    more = {"accumulate": 2, "optimizer_name": "muon", "remat": "full"}
+    settings = dataclasses.replace(SETTINGS, **more)
     one, two = tmp_path / "one", tmp_path / "two"
 
     def run(folder, report=lambda row: None):
         return finetune.fine_tune_adapters(
-            folder, decoder, adapters, SETTINGS, corpus, rhythm=rhythm, report=report
+            folder, decoder, adapters, settings, corpus, rhythm=rhythm, report=report
         )
 
     log = run(one)
@@ -194,6 +196,8 @@ def test_refusals(decoder):
         with_adapters(decoder, adapters, gradient="exact")
     with pytest.raises(ValueError, match="gradient='e4m3' is for INT4 weights"):
         LoraTrainer(decoder, adapters, SETTINGS, text(600), gradient="e4m3")
+    with pytest.raises(ValueError, match="remat='attention' must be 'none' or 'full'"):
+        LoraTrainer(decoder, adapters, dataclasses.replace(SETTINGS, remat="attention"), text(600))
     with pytest.raises(ValueError, match="must be the decoder's dtype, float32"):
         LoraTrainer(
             decoder, adapters, dataclasses.replace(SETTINGS, precision="bfloat16"), text(600)

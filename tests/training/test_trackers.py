@@ -1,7 +1,9 @@
 """Rows of a run sent to TensorBoard and W&B, of which modules with the same calls stand here."""
 
+import dataclasses
 import sys
 import types
+from pathlib import Path
 from typing import ClassVar
 
 import pytest
@@ -19,23 +21,42 @@ ROWS = [
 SCALARS = [(n, v, row["step"]) for row in ROWS for n, v in row.items() if n != "step"]
 
 
+@dataclasses.dataclass
+class Event:
+    """TensorBoard's: a summary, here a pair of a name and a value, or the start of a session."""
+
+    step: int
+    wall_time: float
+    summary: tuple[str, object] | None = None
+    session_log: object = None
+
+
+class SessionLog:
+    START = 1
+
+    def __init__(self, status):
+        assert status == SessionLog.START
+
+
 class Writer:
-    """tensorboardX's writer: what a reader of its folder's files would see."""
+    """tensorboardX's writer of one file: what a reader of its folder's files would see."""
 
     folders: ClassVar[dict[str, list]] = {}
 
-    def __init__(self, logdir, purge_step=None):
-        self.kept = Writer.folders.setdefault(logdir, [])
-        if purge_step is not None:
-            self.kept[:] = [event for event in self.kept if event[2] < purge_step]
-        self.pending, self.texts = [], []
+    def __init__(self, file_prefix, filename_suffix):
+        folder = Path(file_prefix).parent
+        # As the writer does; what begins in the same second must have another suffix.
+        (folder / f"events{filename_suffix}").touch(exist_ok=False)
+        self.kept = Writer.folders.setdefault(str(folder), [])
+        self.pending = []
 
-    def add_text(self, tag, text_string, global_step):
-        self.texts.append((tag, text_string, global_step))
-        Writer.last_text = text_string
-
-    def add_scalar(self, tag, scalar_value, global_step):
-        self.pending.append((tag, scalar_value, global_step))
+    def write_event(self, event):
+        if event.session_log is not None:
+            self.kept[:] = [kept for kept in self.kept if kept[2] < event.step]
+        elif event.summary[0] == "config":
+            Writer.last_text = event.summary[1]
+        else:
+            self.pending.append((*event.summary, event.step))
 
     def flush(self):
         self.kept += self.pending
@@ -69,7 +90,14 @@ class Run:
 @pytest.fixture(autouse=True)
 def fakes(monkeypatch):
     Writer.folders, Writer.closed, Run.server, Run.exit_codes = {}, False, {}, []
-    for name, parts in (("tensorboardX", {"SummaryWriter": Writer}), ("wandb", {"init": Run})):
+    pair = {"scalar": lambda *x: x, "text": lambda *x: x}
+    for name, parts in (
+        ("tensorboardX", {}),
+        ("tensorboardX.event_file_writer", {"EventsWriter": Writer}),
+        ("tensorboardX.proto.event_pb2", {"Event": Event, "SessionLog": SessionLog}),
+        ("tensorboardX.summary", pair),
+        ("wandb", {"init": Run}),
+    ):
         module = types.ModuleType(name)
         module.__dict__.update(parts)
         monkeypatch.setitem(sys.modules, name, module)
@@ -104,7 +132,6 @@ class TestTensorBoard:
     @pytest.mark.parametrize("step", [0, 2])
     def test_no_step_twice(self, tmp_path, step):
         """A run is killed after step 4 and goes on from an earlier checkpoint."""
-        (tmp_path / "tensorboard").mkdir()
         interrupted("tensorboard", tmp_path, [FIRST, *ROWS])
         assert Writer.before_closing == {str(tmp_path / "tensorboard"): SCALARS}
         again = [row for row in ROWS if row["step"] > step or step == 0]

@@ -55,11 +55,29 @@ def lora(
     ] = None,
     context: Annotated[int, typer.Option(help="Tokens per sequence.")] = 1024,
     batch: Annotated[int, typer.Option(help="Sequences per step.")] = 4,
+    accumulate: options.Accumulate = 1,
     steps: Annotated[int, typer.Option(help="Optimizer steps.")] = 100,
+    optimizer: options.Optimizer = "adamw",
     learning_rate: Annotated[float, typer.Option(help="Peak of the schedule.")] = 1e-3,
     warmup_steps: Annotated[int, typer.Option(help="Steps of linear rise.")] = 10,
     seed: Annotated[int, typer.Option(help="Of new adapters, and the order of the data.")] = 0,
     dtype: options.Dtype = None,
+    remat: Annotated[
+        str,
+        typer.Option(
+            help="What the backward pass computes again, for less memory: none or full (layers)."
+        ),
+    ] = "none",
+    mesh: Annotated[
+        str | None,
+        typer.Option(
+            metavar="AXES",
+            help="Devices to train on: data=4,model=2 splits the sequences of a step over 4, and "
+            "heads and inner sizes of floating-point layers over 2. Default: one device.",
+            show_default=False,
+        ),
+    ] = None,
+    fsdp: options.Fsdp = True,
     log_every: Annotated[int, typer.Option(help="Steps between lines of the log.")] = 10,
     save_every: Annotated[int, typer.Option(help="Steps between checkpoints.")] = 100,
     evaluate_every: Annotated[
@@ -81,14 +99,23 @@ def lora(
     programs.use(compilation_cache, "turbojax lora")
     with terminal.one_line_errors("turbojax lora", smaller="--batch or --context", extra="train"):
         from turbojax import _writing, finetune
+        from turbojax.finetune.frozen import check_frozen
+        from turbojax.finetune.split import check_batch
+        from turbojax.finetune.trainer import check_remat
 
         _writing.require_free(out)
         startup.check_output_folder("--out", out)
-        found = text_model.find_text_model(model, text_model.parse_dtype(dtype))
+        if mesh is None and not fsdp:
+            raise ValueError("--no-fsdp is for --mesh")
+        axes = options.axes_of(mesh)
+        found = text_model.find_text_model(model, text_model.parse_dtype(dtype), axes=axes)
         settings = finetune.Settings(
             steps=steps,
             context=context,
             batch_size=batch,
+            accumulate=accumulate,
+            optimizer_name=optimizer,
+            remat=remat,
             learning_rate=learning_rate,
             warmup_steps=warmup_steps,
             weight_decay=0.0,
@@ -96,8 +123,12 @@ def lora(
             precision=found.dtype.name,
         )
         rhythm = finetune.Rhythm(log_every, save_every, evaluate_every, evaluate_windows)
+        check_remat(remat, is_pooled=False)
+        check_frozen(found.axes, is_quantized=found.is_quantized)
+        if found.axes is not None:
+            check_batch(settings, found.axes)
         corpus = finetune.tokens_of(found.tokenizer, data, held_out or ())
-        decoder = found.load().decoder
+        decoder = _frozen(found, is_sliced=fsdp)
         targets = tuple(target) if target else None
         adapters = models.init_adapters(decoder, rank=rank, alpha=alpha, targets=targets, seed=seed)
         typer.echo(f"{corpus.stream.size:,} tokens; {adapters.num_parameters:,} numbers to train")
@@ -109,8 +140,18 @@ def lora(
                 settings,
                 corpus,
                 gradient=cast(Any, gradient),
+                fsdp=fsdp,
                 rhythm=rhythm,
                 base_model=model,
                 report=training_progress.Display(bar, steps, out, "token"),
             )
     typer.echo(f"wrote {out / finetune.ADAPTERS_NAME}")
+
+
+def _frozen(found: Any, *, is_sliced: bool) -> Any:
+    """The model to train beside, in slices if they are wanted; what is whole is dropped."""
+    from turbojax import finetune
+
+    if found.axes is None or not found.axes.batch or not is_sliced:
+        return found.load().decoder
+    return finetune.sliced(found.load().decoder if found.is_quantized else found.open())

@@ -92,6 +92,31 @@ Mesh = Annotated[
         show_default=False,
     ),
 ]
+Accumulate = Annotated[
+    int,
+    typer.Option(
+        help="Parts that the sequences of a step are taken in, one after the other: the same "
+        "step with the memory of a part."
+    ),
+]
+Optimizer = Annotated[
+    str, typer.Option(help="adamw, lion, adafactor, sgd (with momentum) or muon.")
+]
+Fsdp = Annotated[
+    bool,
+    typer.Option(
+        "--fsdp/--no-fsdp",
+        help="Of --mesh: split weights, and what is kept for those that are trained, over its "
+        "devices, too.",
+    ),
+]
+Remat = Annotated[
+    str,
+    typer.Option(
+        help="What the backward pass computes again, for less memory: none, full (layers), or "
+        "attention (layers but for pooled attention, whose results are kept)."
+    ),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 
 

@@ -13,6 +13,7 @@ import numpy as np
 
 from turbojax import device, models
 from turbojax.models import families
+from turbojax.models.checkpoint import quantized as quantized_checkpoint
 from turbojax.models.checkpoint.folder import find_companions, is_gguf
 from turbojax.models.checkpoint.huggingface import checkpoint_folder, float_bytes, require_gguf
 from turbojax.models.config import DTYPES, model_config, stored_dtype
@@ -40,7 +41,7 @@ class FoundModel:
 
     `weight_bytes` is about that of its weights in `dtype`, on a mesh of those that one device
     holds; `open` opens its checkpoint, see `models.open_decoder`, None if there is none; `axes` are
-    those of the mesh that it will be split over.
+    those of the mesh that it will be split over; `is_quantized` says whether its weights are INT4.
     """
 
     config: models.TransformerConfig
@@ -50,6 +51,7 @@ class FoundModel:
     load: Callable[[], TextModel]
     open: Callable[[], models.StoredDecoder] | None = None
     axes: Axes | None = None
+    is_quantized: bool = False
 
 
 def find_text_model(
@@ -94,7 +96,16 @@ def find_text_model(
         return TextModel(decoder, tokenizer)
 
     open_it = functools.partial(models.open_decoder, path, **options)
-    return FoundModel(config, used, tokenizer, size // parts(axes), load, open_it, axes)
+    return FoundModel(
+        config,
+        used,
+        tokenizer,
+        size // parts(axes),
+        load,
+        open_it,
+        axes,
+        is_quantized=int4 or quantized_checkpoint.is_quantized(hf),
+    )
 
 
 def usual_dtype(stored: np.dtype | None, config: models.TransformerConfig) -> np.dtype | None:

@@ -99,17 +99,9 @@ def train(
         int, typer.Option(help="Tokens per sequence; bytes of a byte-level model.")
     ] = 16384,
     batch: Annotated[int, typer.Option(help="Sequences per step.")] = 8,
-    accumulate: Annotated[
-        int,
-        typer.Option(
-            help="Parts that the sequences of a step are taken in, one after the other: the same "
-            "step with the memory of a part."
-        ),
-    ] = 1,
+    accumulate: options.Accumulate = 1,
     steps: Annotated[int, typer.Option(help="Optimizer steps.")] = 300,
-    optimizer: Annotated[
-        str, typer.Option(help="adamw, lion, adafactor, sgd (with momentum) or muon.")
-    ] = "adamw",
+    optimizer: options.Optimizer = "adamw",
     learning_rate: Annotated[float, typer.Option(help="Peak of the schedule.")] = 3e-4,
     warmup_steps: Annotated[int, typer.Option(help="Steps of linear rise.")] = 20,
     schedule: Annotated[
@@ -145,9 +137,7 @@ def train(
             show_default=False,
         ),
     ] = None,
-    remat: Annotated[
-        bool, typer.Option("--remat", help="Recompute layers in the backward pass: less memory.")
-    ] = False,
+    remat: options.Remat = "none",
     mesh: Annotated[
         str | None,
         typer.Option(
@@ -158,13 +148,7 @@ def train(
             show_default=False,
         ),
     ] = None,
-    fsdp: Annotated[
-        bool,
-        typer.Option(
-            "--fsdp/--no-fsdp",
-            help="Of --mesh: split weights and the optimizer's state over its devices, too.",
-        ),
-    ] = True,
+    fsdp: options.Fsdp = True,
     coordinator: processes.Coordinator = None,
     count: processes.Count = None,
     index: processes.Index = None,
@@ -202,12 +186,13 @@ def train(
     programs.use(compilation_cache, "turbojax train")
     with (
         terminal.one_line_errors(
-            "turbojax train", smaller="--batch or --context, or --remat", extra="train"
+            "turbojax train", smaller="--batch or --context, or --remat full", extra="train"
         ),
         processes.together(coordinator, count, index, heartbeat) as is_first,
     ):
         from turbojax import _writing, finetune
         from turbojax.app import startup
+        from turbojax.finetune.trainer import check_remat
 
         if is_first:
             _writing.require_free(out)
@@ -227,16 +212,18 @@ def train(
             weight_decay=weight_decay,
             seed=seed,
             precision=precision or _usual_precision(model),
+            remat=remat,
             **({} if final_rate is None else {"final_rate": final_rate}),
         )
         rhythm = finetune.Rhythm(log_every, save_every, evaluate_every, evaluate_windows)
         choice = {"window": window, "bounds": _bounds(bounds), "near": near, "samples": samples}
         pooled = _pooled(attention, policy, block_size, implementation, choice)
+        check_remat(remat, is_pooled=pooled is not None)
         if packed and pooled is None:
             raise ValueError("--packed is for --attention pooled, not dense")
         if mesh is None and not fsdp:
             raise ValueError("--no-fsdp is for --mesh")
-        how = {"pooled": pooled, "packed": packed, "remat": remat, "fsdp": fsdp}
+        how = {"pooled": pooled, "packed": packed, "fsdp": fsdp}
         how["dense_layers"] = dense_layers
         sinks = tuple(log_to or ()) if is_first else None
         log = _train(out, model, settings, (data, held_out), rhythm, mesh, sinks, how=how)
@@ -336,7 +323,7 @@ def _check_memory(config: Any, settings: Any, axes: Any, fsdp: bool) -> None:
     if axes is not None:
         devices, heads = axes.size("batch") * axes.size("sequence"), axes.size("heads")
         parts = heads * (devices if fsdp else 1)
-    # The input of every layer, which even --remat keeps, and logits in float32.
+    # The input of every layer, which even --remat full keeps, and logits in float32.
     logits = min(batch * context // (devices * heads) * config.vocab_size, MOST_LOGITS)
     width = config.num_layers * config.hidden_size * jnp.dtype(settings.precision).itemsize
     startup.check_memory(

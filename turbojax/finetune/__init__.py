@@ -1,4 +1,4 @@
-"""Fine-tuning: of all weights, at a long context too, and of adapters beside INT4 weights.
+"""Fine-tuning: of all weights, at a long context too, and of adapters beside frozen weights.
 
 Needs optax and orbax-checkpoint, which come with Flax; plots need matplotlib.
 """
@@ -13,6 +13,7 @@ from turbojax.finetune.data import corpus_of as corpus_of
 from turbojax.finetune.data import standard_library_corpus as standard_library_corpus
 from turbojax.finetune.data import tokens_of as tokens_of
 from turbojax.finetune.display import save_plot as save_plot
+from turbojax.finetune.frozen import sliced as sliced
 from turbojax.finetune.lora import LoraTrainer as LoraTrainer
 from turbojax.finetune.lora import token_losses as token_losses
 from turbojax.finetune.lora_run import ADAPTERS_NAME as ADAPTERS_NAME

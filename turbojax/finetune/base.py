@@ -29,9 +29,6 @@ class BaseTrainer(abc.ABC, Generic[Trained]):
     it. `compile_seconds` is what compiling the step took, 0 before that.
     """
 
-    _accumulates = False
-    """Whether a step can be done in parts, see `Settings.accumulate`."""
-
     def __init__(
         self,
         trained: Trained,
@@ -44,13 +41,8 @@ class BaseTrainer(abc.ABC, Generic[Trained]):
 
         `stream` is ``[n]`` integers, `learn` bool ``[n]``, which of them count in the loss, None
         for all; `split` says over which devices, None for one. Raises ValueError if the stream is
-        too short or too long, `learn` has another shape, devices do not divide a step, or this
-        trainer does no step in parts.
+        too short or too long, `learn` has another shape, or devices do not divide a step.
         """
-        if settings.accumulate > 1 and not self._accumulates:
-            raise ValueError(
-                f"accumulate={settings.accumulate} must be 1 for a {type(self).__name__}"
-            )
         self.settings = settings
         self._split = split
         if split is not None:

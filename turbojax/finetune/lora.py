@@ -1,5 +1,6 @@
 """Training of low-rank adapters beside the weights of a decoder, INT4 or floats."""
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable
@@ -9,21 +10,30 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax  # type: ignore[import-untyped]
+from jax.sharding import PartitionSpec
 
-from turbojax.finetune.base import BaseTrainer, check_stream, updated, windows
-from turbojax.finetune.losses import (
-    cross_entropy,
-    marked,
-    mean_of_learned,
-    scaled_value_and_grad,
-)
+from turbojax.finetune.base import BaseTrainer, check_stream, updated
+from turbojax.finetune.frozen import AdapterSplit, Cuts, Layout, check_frozen, sliced
+from turbojax.finetune.losses import cross_entropy, marked, mean_of_learned, share_of_learned
+from turbojax.finetune.parts import in_parts
 from turbojax.finetune.settings import Settings
-from turbojax.finetune.trainer import dense_attention
-from turbojax.models import Attend
-from turbojax.models.decoder import Decoder, for_length
-from turbojax.models.lora import Adapters, check_adapters, usual_gradient, with_adapters
+from turbojax.finetune.split import Split
+from turbojax.finetune.trainer import check_remat, dense_attention
+from turbojax.models import Attend, PooledAttention
+from turbojax.models.decoder import Decoder, apply_layers, for_length
+from turbojax.models.float_adapters import added, added_on_device
+from turbojax.models.lora import (
+    Adapter,
+    Adapters,
+    check_adapters,
+    joined_layer,
+    scaled_pairs,
+    usual_gradient,
+    with_adapters,
+)
 from turbojax.models.quantized import QuantizedDecoder
 from turbojax.ops.int4_matmul.static import Gradient
+from turbojax.remat import save_all_but_gathered, save_attention
 
 
 def token_losses(
@@ -68,22 +78,30 @@ class LoraTrainer(BaseTrainer[Adapters]):
         learn: np.ndarray | None = None,
         gradient: Gradient | None = None,
         attend: Attend = dense_attention,
+        fsdp: bool = True,
     ) -> None:
         """Takes up adapters, new ones or loaded ones.
 
         Args:
-          decoder: the frozen model, on one device.
+          decoder: the frozen model, on one device or a mesh (`models.shard`, or
+            `models.load_decoder` with a mesh): then sequences of a step are split over its
+            `axes.batch`, and the adapters, whole on every device, end as on one device but for the
+            order of sums.
           adapters: of its sizes.
           settings: see `Settings`; `precision` must be the decoder's dtype.
           stream: ``[n]`` integers, the tokens to train on, kept in the accelerator's memory.
           learn: see `Trainer`.
           gradient: see `with_adapters`.
           attend: how the model attends.
+          fsdp: of a decoder on a mesh: whether its matrices are slices over `axes.batch`, too, see
+            `sliced`; otherwise each of these devices holds them whole.
 
         Raises:
           TypeError: if the stream is not one array of integers.
           ValueError: if the adapters, the stream, the context, the precision or the gradient does
-            not fit.
+            not fit, `settings.remat` is ``"attention"`` without pooled attention, or a mesh does
+            not divide a step.
+          NotImplementedError: if there are adapters of experts, or heads of INT4 weights are split.
         """
         check_stream(stream, decoder.config.vocab_size)
         gradient = usual_gradient(decoder, gradient)
@@ -97,8 +115,14 @@ class LoraTrainer(BaseTrainer[Adapters]):
                 f"context={settings.context} must be at most the decoder's max_length, "
                 f"{decoder.config.max_length}"
             )
-        self.decoder: Decoder | QuantizedDecoder = for_length(decoder, settings.context)
-        super().__init__(adapters, settings, stream, learn=learn)
+        check_remat(settings.remat, is_pooled=isinstance(attend, PooledAttention))
+        check_frozen(decoder.axes, is_quantized=isinstance(decoder, QuantizedDecoder))
+        axes, decoder = decoder.axes, for_length(decoder, settings.context)
+        split = None if axes is None else AdapterSplit(axes, settings.precision)
+        super().__init__(adapters, settings, stream, split, learn)
+        is_sliced = fsdp and axes is not None
+        self.decoder: Decoder | QuantizedDecoder = sliced(decoder) if is_sliced else decoder
+        self._layout = Layout.of(self.decoder, is_sliced=is_sliced)
         self._gradient = gradient
         self._attend = attend
 
@@ -119,17 +143,187 @@ class LoraTrainer(BaseTrainer[Adapters]):
         )
         return model
 
+    def bits(self, tokens: np.ndarray) -> np.ndarray:
+        """Information content of every target of ``[n, T + 1]`` tokens: ``[n, T]`` float32 bits.
+
+        On a mesh layers are gathered one after the other, and `n` must be a multiple of the devices
+        that sequences are split over.
+        """
+        given: Any = jnp.asarray(tokens) if self._split is None else self._split.over_batch(tokens)
+        return np.asarray(self._score(self.decoder, self.adapters, given))
+
+    @functools.cached_property
+    def _score(self) -> Callable[..., jax.Array]:
+        def local(decoder: Any, adapters: Adapters, tokens: jax.Array) -> jax.Array:
+            loss = self._make_loss(self._layout.with_whole_ends(decoder))
+            return loss.of_tokens(adapters, tokens) * (1.0 / math.log(2.0))
+
+        if self._split is None:
+            return jax.jit(local)
+        rows = self._split.axes.spec("B")
+        spread = jax.shard_map(
+            local,
+            mesh=self._split.mesh,
+            in_specs=(self._layout.specs, PartitionSpec(), rows),
+            out_specs=rows,
+            check_vma=False,
+        )
+        return jax.jit(spread, out_shardings=self._split.whole)
+
     def _make_step(self) -> Callable[..., tuple[Adapters, Any, dict[str, jax.Array]]]:
         return functools.partial(
-            _train_step,
-            gradient=self._gradient,
+            _train_step, gradient=self._value_and_grad(), settings=self.settings
+        )
+
+    def _value_and_grad(self) -> Callable[..., Any]:
+        """From decoder, adapters, stream and starts of windows loss and gradient."""
+        parts, scale = self.settings.accumulate, self.settings.loss_scale
+        if self._split is not None:
+            return _over_devices(self._make_loss, parts, scale, self._split, self._layout)
+
+        def find(decoder: Any, *arrays: Any) -> Any:
+            return in_parts(self._make_loss(decoder), parts, scale)(*arrays)
+
+        return find
+
+    def _make_loss(self, decoder: Any) -> "_Loss":
+        return _Loss(
+            decoder,
+            self._layout,
             attend=self._attend,
-            settings=self.settings,
+            gradient=self._gradient,
+            context=self.settings.context,
+            remat=self.settings.remat,
             is_marked=self._is_marked,
         )
 
     def _frozen(self) -> tuple[Decoder | QuantizedDecoder]:
         return (self.decoder,)
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=("weights", "adapters"),
+    meta_fields=("cuts",),
+)
+@dataclasses.dataclass(frozen=True)
+class _Layer:
+    """A frozen layer, as a device has it, with its adapters; `cuts` are those of its arrays."""
+
+    weights: Any
+    adapters: dict[str, Adapter]
+    cuts: Cuts
+
+
+@dataclasses.dataclass(frozen=True)
+class _Loss:
+    """The mean loss of windows, in nats, as a function of the adapters beside `decoder`.
+
+    On a mesh for use within `shard_map`: `decoder` is what a device has of it, as `layout` says,
+    with whole embeddings, and the loss is that of the device's own sequences.
+    """
+
+    decoder: Any
+    layout: Layout
+    attend: Attend
+    gradient: Gradient | None
+    context: int
+    remat: str
+    is_marked: bool
+
+    def __call__(
+        self, adapters: Adapters, tokens: jax.Array, share: jax.Array | None
+    ) -> tuple[jax.Array, None]:
+        tokens, learn = marked(tokens)
+        losses = self.of_tokens(adapters, tokens)
+        if share is None:
+            return jnp.mean(losses), None
+        return mean_of_learned(losses, learn[:, 1:], share), None
+
+    def share(self, tokens: jax.Array) -> jax.Array | None:
+        """How many of a step's tokens count, see `share_of_learned`; None where all do."""
+        if not self.is_marked:
+            return None
+        axes = self.decoder.axes
+        return share_of_learned(marked(tokens)[1][:, 1:], () if axes is None else axes.names)
+
+    def of_tokens(self, adapters: Adapters, tokens: jax.Array) -> jax.Array:
+        """`token_losses` of ``[B, T + 1]`` tokens."""
+        decoder, inputs = self.decoder, tokens[:, :-1]
+        each = zip(decoder.layers, adapters.layers, self.layout.layers, strict=True)
+        layers = [_Layer(*x) for x in each]
+        positions = jnp.broadcast_to(jnp.arange(inputs.shape[1])[None], inputs.shape)
+        hidden, _ = apply_layers(
+            functools.partial(self._apply, adapters.scale),
+            layers,
+            decoder.embed(inputs),
+            positions,
+            self.attend,
+            (None,) * len(layers),
+            decoder.config,
+        )
+        hidden, vocabulary = decoder.finish(hidden), decoder.config.vocab_size
+        return cross_entropy(decoder.logits, hidden, tokens[:, 1:], vocabulary)
+
+    def _apply(
+        self,
+        scale: float,
+        layer: _Layer,
+        hidden: jax.Array,
+        angles: jax.Array | None,
+        attend: Attend,
+        cache: Any,
+        *options: Any,
+    ) -> tuple[jax.Array, Any]:
+        """One layer; the backward pass computes again what `remat` says, and what is gathered."""
+
+        def run(layer: _Layer, hidden: jax.Array, angles: jax.Array | None) -> jax.Array:
+            weights = self.layout.gathered(layer.weights, layer.cuts)
+            whole = self._beside(weights, layer.adapters, scale)
+            out, _ = self.decoder.apply(whole, hidden, angles, attend, cache, *options)
+            return out
+
+        if self.remat != "none":
+            policy = save_attention if self.remat == "attention" else None
+            run = jax.checkpoint(run, policy=policy)
+        elif any(cut is not None for cut in layer.cuts):
+            run = jax.checkpoint(run, policy=save_all_but_gathered)
+        return run(layer, hidden, angles), cache
+
+    def _beside(self, weights: Any, adapters: dict[str, Adapter], scale: float) -> Any:
+        """A layer, whole or a device's part of it, with these adapters."""
+        config, axes = self.decoder.config, self.decoder.axes
+        if self.gradient is not None:
+            return joined_layer(weights, adapters, scale, config, self.gradient)
+        pairs = scaled_pairs(adapters, scale)
+        if axes is None:
+            return added(weights, pairs, config=config, axes=None)
+        return added_on_device(weights, pairs, config=config, axes=axes)
+
+
+def _over_devices(
+    given: Callable[[Any], _Loss], parts: int, scale: float, split: Split, layout: Layout
+) -> Callable[..., Any]:
+    """The gradient of adapters beside a decoder over a mesh, from that of each device's windows.
+
+    `given` makes the loss beside what a device has of the decoder.
+    """
+
+    def local(decoder: Any, adapters: Adapters, stream: jax.Array, starts: jax.Array) -> Any:
+        loss = given(layout.with_whole_ends(decoder))
+        find = in_parts(loss, parts, scale, devices=split.count)
+        (value, _), grads = find(adapters, stream, starts)
+        # Each device differentiates its own copy of the adapters, see `Split`.
+        return (jax.lax.psum(value, split.names), None), jax.lax.psum(grads, split.names)
+
+    whole = PartitionSpec()
+    return jax.shard_map(
+        local,
+        mesh=split.mesh,
+        in_specs=(layout.specs, whole, whole, split.axes.spec("B")),
+        out_specs=((whole, None), whole),
+        check_vma=False,
+    )
 
 
 def _train_step(
@@ -139,22 +333,11 @@ def _train_step(
     stream: jax.Array,
     starts: jax.Array,
     *,
-    gradient: Gradient | None,
-    attend: Attend,
+    gradient: Callable[..., Any],
     settings: Settings,
-    is_marked: bool,
 ) -> tuple[Adapters, Any, dict[str, jax.Array]]:
     """One optimizer step on the windows that begin at `starts`."""
-    tokens, learn = marked(windows(stream, starts, settings.context))
-
-    def loss(adapters: Adapters) -> tuple[jax.Array, None]:
-        model = with_adapters(decoder, adapters, gradient=gradient)
-        losses, learned = token_losses(model, tokens, attend=attend), learn[:, 1:]
-        if not is_marked:
-            return jnp.mean(losses), None
-        return mean_of_learned(losses, learned), None
-
-    (value, _), grads = scaled_value_and_grad(loss, settings.loss_scale)(adapters)
+    (value, _), grads = gradient(decoder, adapters, stream, starts)
     adapters, opt_state = updated(adapters, opt_state, grads, settings)
     metrics = {"bits": value / math.log(2.0), "grad_norm": optax.tree.norm(grads)}
     return adapters, opt_state, metrics

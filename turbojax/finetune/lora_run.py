@@ -11,18 +11,21 @@ from turbojax import _writing, models
 from turbojax._environment import environment
 from turbojax.finetune.checkpoint import checkpoint_manager
 from turbojax.finetune.data import TokenCorpus
+from turbojax.finetune.frozen import sliced
 from turbojax.finetune.lora import LoraTrainer
-from turbojax.finetune.losses import marked, with_marks
+from turbojax.finetune.losses import with_marks
 from turbojax.finetune.run import (
     CHECKPOINTS_NAME,
     LOG_NAME,
     Log,
     Report,
     Rhythm,
+    mean_bits,
     run_interval,
     sha256,
 )
 from turbojax.finetune.settings import Settings
+from turbojax.models import StoredDecoder
 from turbojax.models.decoder import Decoder
 from turbojax.models.lora import Adapters, usual_gradient
 from turbojax.models.quantized import QuantizedDecoder
@@ -34,12 +37,13 @@ _RHYTHM = Rhythm()
 
 def fine_tune_adapters(
     folder: Path,
-    decoder: Decoder | QuantizedDecoder,
+    decoder: Decoder | QuantizedDecoder | StoredDecoder,
     adapters: Adapters,
     settings: Settings,
     corpus: TokenCorpus,
     *,
     gradient: Gradient | None = None,
+    fsdp: bool = True,
     rhythm: Rhythm = _RHYTHM,
     base_model: str | None = None,
     report: Report = lambda row: None,
@@ -49,11 +53,13 @@ def fine_tune_adapters(
     Args:
       folder: gets `log.json`, checkpoints and, at the end, the adapters as PEFT stores them, in
         `ADAPTERS_NAME`. Created if it does not exist.
-      decoder: the frozen model.
+      decoder: the frozen model, on one device or a mesh, see `LoraTrainer`; also a `StoredDecoder`
+        over a mesh, whose layers are cut as they are read, see `sliced`.
       adapters: to start from.
       settings: see `LoraTrainer`.
       corpus: training and held-out tokens.
       gradient: see `with_adapters`.
+      fsdp: see `LoraTrainer`.
       rhythm: see `Rhythm`.
       base_model: where the model came from, for the log and the adapters.
       report: see `Report`; bits are per token.
@@ -69,9 +75,10 @@ def fine_tune_adapters(
     folder.mkdir(parents=True, exist_ok=True)
     with _writing.exclusive(folder):
         windows = corpus.held_out_windows(settings.context, rhythm.evaluate_windows)
-        trainer = LoraTrainer(
-            decoder, adapters, settings, corpus.stream, learn=corpus.learn, gradient=gradient
-        )
+        if isinstance(decoder, StoredDecoder):
+            decoder = sliced(decoder)
+        more: Any = {"learn": corpus.learn, "gradient": gradient, "fsdp": fsdp}
+        trainer = LoraTrainer(decoder, adapters, settings, corpus.stream, **more)
         header = _describe(trainer, corpus, windows, gradient, base_model)
         log = Log(folder / LOG_NAME, header)
         with checkpoint_manager(folder / CHECKPOINTS_NAME) as manager:
@@ -97,11 +104,8 @@ def fine_tune_adapters(
 
 
 def _evaluate(trainer: LoraTrainer, windows: np.ndarray, log: Log, report: Report) -> None:
-    size = trainer.settings.batch_size
-    tokens, learned = (np.asarray(x) for x in marked(windows))
-    bits = models.token_bits(trainer.model(), tokens, batch_size=size)
-    mean = bits.mean(dtype=np.float64, where=learned[:, 1:])
-    row = {"step": trainer.step, "held_out_bits_per_token": round(float(mean), 5)}
+    mean = mean_bits(trainer.bits, windows, trainer.settings.part_size)
+    row = {"step": trainer.step, "held_out_bits_per_token": round(mean, 5)}
     log.content["evaluations"].append(row)
     report(row)
 

@@ -77,11 +77,14 @@ def clipped_muon(
 ) -> optax.GradientTransformation:
     """Muon with decay of matrices; Adam without decay of embeddings and norms; a clipped gradient.
 
+    Matrices are the kernels of layers, or both of each adapter.
+
     Both with Nesterov's momentum.
 
     Muon (Jordan, 2024) moves a matrix by its momentum with all singular values near 1, by five
     Newton-Schulz iterations; here times ``0.2 * sqrt(max(rows, columns))``. Stacked matrices are
-    taken one by one. Its `init` raises ValueError if there are no kernels of layers.
+    taken one by one. Its `init` raises ValueError if there are neither kernels of layers nor
+    adapters.
 
     Args:
       schedule: step -> learning rate, of both.
@@ -102,7 +105,9 @@ def clipped_muon(
     def init(params: Any) -> Any:
         named = _by_path(params)
         if not any(_is_kernel(name) for name in named):
-            raise ValueError("optimizer 'muon' must be another one: there are no kernels of layers")
+            raise ValueError(
+                "optimizer 'muon' must be another one: there are no kernels of layers or adapters"
+            )
         return inner.init(named)
 
     def update(grads: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
@@ -144,7 +149,8 @@ def _by_path(tree: Any) -> dict[str, Any]:
 
 
 def _is_kernel(name: str) -> bool:
-    return "kernel" in name
+    """Whether this is the path of a kernel, or of `a` or `b` of an `Adapter`."""
+    return "kernel" in name or name.endswith((".a", ".b"))
 
 
 def _axes_of_matrices(params: dict[str, Any]) -> dict[str, Any]:

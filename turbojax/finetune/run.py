@@ -27,7 +27,6 @@ from turbojax.finetune.trainer import Trainer, dense_attention
 from turbojax.kv.layered import FirstLayers
 from turbojax.models import BEGINNING_OF_FILE, Attend, PooledAttention, Transformer, save
 from turbojax.models.text.tokenizer import BYTES
-from turbojax.remat import Remat
 from turbojax.sharding.axes import Axes
 
 LOG_NAME = "log.json"
@@ -78,7 +77,6 @@ def fine_tune(
     pooled: PooledAttention | None = None,
     dense_layers: int = 0,
     packed: bool = False,
-    remat: Remat = False,
     axes: Axes | None = None,
     fsdp: bool = True,
     rhythm: Rhythm = Rhythm(),
@@ -107,7 +105,6 @@ def fine_tune(
       pooled: how to attend; exactly, if not given.
       dense_layers: see `Trainer`.
       packed: see `Trainer`; the held-out text is read without it.
-      remat: see `Trainer`.
       axes: see `Trainer`.
       fsdp: see `Trainer`.
       rhythm: see `Rhythm`.
@@ -127,7 +124,7 @@ def fine_tune(
       FloatingPointError: if the loss is not finite.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    how: dict[str, Any] = {"pooled": pooled, "packed": packed, "remat": remat}
+    how: dict[str, Any] = {"pooled": pooled, "packed": packed}
     how |= {"dense_layers": dense_layers}
     how |= {"axes": axes, "fsdp": fsdp}
     with _writing.exclusive(folder) if _is_first() else contextlib.nullcontext():
@@ -277,10 +274,16 @@ def held_out_bits(trainer: Trainer, held_out: np.ndarray, attend: Attend) -> flo
 
     Of tokens that do not count, see `losses.with_marks`, the bits are left out of the mean.
     """
-    size = trainer.settings.part_size
+    return mean_bits(lambda x: trainer.bits(x, attend), held_out, trainer.settings.part_size)
+
+
+def mean_bits(
+    bits_of: Callable[[np.ndarray], np.ndarray], held_out: np.ndarray, size: int
+) -> float:
+    """The mean over windows ``[n, context + 1]``, of which `bits_of` takes `size` at a time."""
     tokens, learned = (np.asarray(x) for x in marked(held_out))
     padded = np.pad(tokens, ((0, -len(tokens) % size), (0, 0)))
-    batches = [trainer.bits(x, attend) for x in padded.reshape(-1, size, tokens.shape[1])]
+    batches = [bits_of(x) for x in padded.reshape(-1, size, tokens.shape[1])]
     bits = np.concatenate(batches)[: len(tokens)]
     return float(bits.mean(dtype=np.float64, where=learned[:, 1:]))
 

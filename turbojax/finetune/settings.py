@@ -12,8 +12,11 @@ import optax  # type: ignore[import-untyped]
 from turbojax.finetune.optimizer import OPTIMIZERS
 from turbojax.finetune.schedules import SCHEDULES, shape_of
 from turbojax.models import TransformerConfig
+from turbojax.remat import Remat
 
 PRECISIONS = ("float32", "bfloat16", "float16")
+REMATS: dict[str, Remat] = {"none": False, "full": True, "attention": "attention"}
+"""Names of what the backward pass computes again, and what `Transformer` calls it."""
 _FINAL_RATE = 0.1
 # Gradients of weights, which float16 rounds too, then have room up to 65,504 / 4096 = 16.
 _MOST_LOSS_SCALE_BITS = 12
@@ -44,6 +47,9 @@ class Settings:
       seed: of the data's order, the only thing that is random.
       precision: compute dtype; master weights and optimizer state are float32. In float16 the loss
         is scaled, see `loss_scale`.
+      remat: what the backward pass computes again instead of keeping it: ``"none"``; ``"full"``,
+        whole layers; or ``"attention"``, layers but for pooled attention, whose results are kept
+        (`turbojax.remat`). The gradient is the same but for rounding.
 
     Raises:
       ValueError: if a value is out of range.
@@ -63,6 +69,7 @@ class Settings:
     optimizer_name: str = "adamw"
     schedule_name: str = "cosine"
     decay_fraction: float | None = None
+    remat: str = "none"
 
     def __post_init__(self) -> None:
         for name in ("steps", "context", "batch_size", "accumulate"):
@@ -83,6 +90,7 @@ class Settings:
             "precision": PRECISIONS,
             "optimizer_name": tuple(OPTIMIZERS),
             "schedule_name": SCHEDULES,
+            "remat": tuple(REMATS),
         }
         for name, known in names.items():
             if getattr(self, name) not in known:
@@ -145,12 +153,15 @@ class Settings:
 def with_defaults(identity: Mapping[str, Any]) -> dict[str, Any]:
     """What a log says of a run under "identity", with settings that there were not yet.
 
-    A run that was begun before a setting was added has its default.
+    A run that was begun before a setting was added has its default. Without `remat`, which like a
+    mesh decides what a step keeps, not what it computes: a run may go on with another one.
     """
     settings = identity.get("settings")
     if not isinstance(settings, dict):
         return dict(identity)
-    return {**identity, "settings": {**dataclasses.asdict(Settings()), **settings}}
+    complete = {**dataclasses.asdict(Settings()), **settings}
+    del complete["remat"]
+    return {**identity, "settings": complete}
 
 
 def for_context(config: TransformerConfig, context: int) -> TransformerConfig:

@@ -93,14 +93,8 @@ class Split:
         Each gets as many sequences, of each sequence two chunks of tokens of the same size, and of
         those as many to compute logits of.
         """
-        batch, context, axes = settings.batch_size, settings.context, self.axes
-        parts, accumulate = axes.size("batch"), settings.accumulate
-        if batch % (parts * accumulate):
-            beside = "" if accumulate == 1 else f", in {accumulate=} parts each"
-            raise ValueError(
-                f"batch_size={batch} must be a multiple of {parts * accumulate}, into which "
-                f"axes={axes.batch} split it{beside}"
-            )
+        check_batch(settings, self.axes)
+        context, axes = settings.context, self.axes
         parts = axes.size("sequence")
         if parts > 1 and context % (2 * parts):
             raise ValueError(
@@ -212,6 +206,17 @@ class Split:
         named = {jax.tree_util.keystr(path): x.shape for path, x in leaves}
         places = tuple((path, self.place(path, shape)) for path, shape in named.items())
         return Slices(places, self.dtype)
+
+
+def check_batch(settings: Settings, axes: Axes) -> None:
+    """Raises ValueError unless each device gets as many sequences in each part of a step."""
+    batch, parts, accumulate = settings.batch_size, axes.size("batch"), settings.accumulate
+    if batch % (parts * accumulate):
+        beside = "" if accumulate == 1 else f", in {accumulate=} parts each"
+        raise ValueError(
+            f"batch_size={batch} must be a multiple of {parts * accumulate}, into which "
+            f"axes={axes.batch} split it{beside}"
+        )
 
 
 def _check_sizes(config: TransformerConfig, axes: Axes) -> None:

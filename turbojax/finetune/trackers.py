@@ -7,6 +7,7 @@ the first row, which says at which step the run goes on: by then the folder is t
 import contextlib
 import importlib
 import json
+import time
 import uuid
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -54,7 +55,7 @@ def tracker(name: str, folder: Path, config: Mapping[str, Any]) -> Iterator[Repo
     """A report that sends rows to a tracker, under the names and steps that the log has.
 
     A run that goes on does not log steps twice: TensorBoard is told the step from which earlier
-    rows are void (`purge_step`), and of a W&B run that goes on, the rows of steps that it has
+    rows are void, and of a W&B run that goes on, the rows of steps that it has
     already are left out. (One that is offline does not know its steps.)
 
     Args:
@@ -94,23 +95,44 @@ def reports(*each: Report) -> Report:
 
 
 class _TensorBoard:
-    """Event files, which are flushed with every row: a checkpoint never is ahead of them."""
+    """Event files. Rows are in the file when a call returns: a checkpoint never is ahead of them.
+
+    `tensorboardX.SummaryWriter` hands events to a thread, for which its `flush` does not wait: a
+    process that is killed loses the last ones. So they are written here.
+    """
 
     def __init__(self, folder: Path, config: Mapping[str, Any]) -> None:
         self._folder, self._config = folder / TENSORBOARD_NAME, config
+        self._events = _module("tensorboard", "proto.event_pb2")
+        self._summary = _module("tensorboard", "summary")
         self._writer: Any = None
 
     def __call__(self, row: dict[str, Any]) -> None:
         step = row["step"]
         if "resumed" in row:
-            # At step 0 the held-out text is scored, at others it was.
-            void = {"purge_step": step + 1 if step else 0} if self._folder.exists() else {}
-            self._writer = _module("tensorboard").SummaryWriter(str(self._folder), **void)
-            if step == 0:
-                self._writer.add_text("config", json.dumps(dict(self._config), indent=2), step)
+            self._begin(step)
         for name, value in _numbers(row).items():
-            self._writer.add_scalar(name, value, step)
+            self._write(step, summary=self._summary.scalar(name, value))
         self._writer.flush()
+
+    def _begin(self, step: int) -> None:
+        """Opens another file; what earlier ones have of steps that come again is void."""
+        self._folder.mkdir(exist_ok=True)
+        # Files have the second in which they begin for a name, and replace each other.
+        files = len(list(self._folder.iterdir()))
+        module = _module("tensorboard", "event_file_writer")
+        self._writer = module.EventsWriter(str(self._folder / "events"), f".{files}")
+        if files:
+            begins = self._events.SessionLog(status=self._events.SessionLog.START)
+            # At step 0 the held-out text is scored, at others it was.
+            self._write(step + 1 if step else 0, session_log=begins)
+        if step == 0:
+            text = json.dumps(dict(self._config), indent=2)
+            self._write(step, summary=self._summary.text("config", text))
+
+    def _write(self, step: int, **content: Any) -> None:
+        event = self._events.Event(step=step, wall_time=time.time(), **content)
+        self._writer.write_event(event)
 
     def close(self, *, is_whole: bool) -> None:
         if self._writer is not None:
@@ -153,10 +175,11 @@ def _numbers(row: Mapping[str, Any]) -> dict[str, float]:
     return {name: value for name, value in row.items() if name not in ("step", "resumed")}
 
 
-def _module(name: str) -> ModuleType:
-    """A tracker's package; MissingError without it."""
+def _module(name: str, part: str = "") -> ModuleType:
+    """A tracker's package, or a module of it; MissingError without it."""
     try:
-        return importlib.import_module(_MODULES[name])
+        package = importlib.import_module(_MODULES[name])
+        return importlib.import_module(f"{_MODULES[name]}.{part}") if part else package
     except ModuleNotFoundError as error:
         raise _extras.MissingError(
             f"{name} needs the package {_MODULES[name]} of the extra {name!r}: "

@@ -14,15 +14,15 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from turbojax import _checks
-from turbojax.finetune.base import BaseTrainer, check_stream, updated, windows
+from turbojax.finetune.base import BaseTrainer, check_stream, updated
 from turbojax.finetune.losses import (
     cross_entropy,
     marked,
     mean_of_learned,
-    scaled_value_and_grad,
     share_of_learned,
 )
-from turbojax.finetune.settings import Settings, for_context
+from turbojax.finetune.parts import Gradient, in_parts
+from turbojax.finetune.settings import REMATS, Settings, for_context
 from turbojax.finetune.split import Slices, Split
 from turbojax.kv.layered import FirstLayers
 from turbojax.models import (
@@ -41,12 +41,7 @@ from turbojax.ops.options import PLAIN, AttentionOptions
 from turbojax.parallel.layers import ContextAttention
 from turbojax.parallel.zigzag import from_zigzag
 from turbojax.parallel.zigzag import positions as zigzag_positions
-from turbojax.remat import Remat
 from turbojax.sharding.axes import Axes
-
-Gradient = Callable[[nnx.State, jax.Array, jax.Array], tuple[tuple[jax.Array, jax.Array], Any]]
-"""From weights, stream and starts of windows what `jax.value_and_grad` gives: the mean loss with
-the mean density of levels, and the gradient."""
 
 
 def dense_attention(
@@ -86,8 +81,6 @@ class Trainer(BaseTrainer[nnx.State]):
       compile_seconds: what compiling the step took, 0 before that.
     """
 
-    _accumulates = True
-
     def __init__(
         self,
         model: Transformer,
@@ -99,7 +92,6 @@ class Trainer(BaseTrainer[nnx.State]):
         packed: bool = False,
         separator: int | None = None,
         learn: np.ndarray | None = None,
-        remat: Remat = False,
         axes: Axes | None = None,
         fsdp: bool = True,
     ) -> None:
@@ -117,8 +109,6 @@ class Trainer(BaseTrainer[nnx.State]):
             answers; all if not given. The loss is the mean over those of a step.
           separator: the token before each document; by default byte 0 of a byte-level model, and
             nothing of others.
-          remat: recompute layers in the backward pass to save memory; ``"attention"`` for all of
-            them but pooled attention, whose results are kept (`turbojax.remat`).
           axes: the devices to train on: sequences are split over `axes.batch`, heads and inner
             sizes of layers over `axes.heads` (tensor parallelism), and the tokens of each sequence
             over `axes.sequence`, in zig-zag order, with attention over a ring
@@ -132,16 +122,14 @@ class Trainer(BaseTrainer[nnx.State]):
           ValueError: if the stream is too short, or holds what is no token; if it is packed, but
             not `pooled`, without a `separator`, or has `dense_layers`; if there are some without
             `pooled`, or no layer is left; if `axes` split nothing, or do not divide batch,
-            context, heads or inner sizes; if `remat` is unknown, or ``"attention"`` without
-            `pooled`.
+            context, heads or inner sizes; if `settings.remat` is ``"attention"`` without `pooled`.
         """
         if packed and pooled is None:
             raise ValueError(
                 "packed=True needs pooled attention; LocalWindow(window=context) has every block "
                 "at level 1, which is exact"
             )
-        if remat == "attention" and pooled is None:
-            raise ValueError(f"{remat=} must be True or False without pooled attention")
+        check_remat(settings.remat, is_pooled=pooled is not None)
         _check_dense_layers(dense_layers, model.config.num_layers, pooled, packed)
         check_stream(stream, model.config.vocab_size)
         self.unit = "byte" if model.config.vocab_size == BYTES else "token"
@@ -158,7 +146,11 @@ class Trainer(BaseTrainer[nnx.State]):
             self.attend = FirstLayers(dense_attention, self.attend, dense_layers)
         self.packed, self.separator = packed, separator
         unroll = self.config.num_layers
-        more: Any = {"dtype": settings.precision, "remat": remat, "unroll": unroll}
+        more: Any = {
+            "dtype": settings.precision,
+            "remat": REMATS[settings.remat],
+            "unroll": unroll,
+        }
 
         def made(config: TransformerConfig) -> Transformer:
             return nnx.eval_shape(lambda: Transformer(config, **more, rngs=nnx.Rngs(0)))
@@ -262,7 +254,7 @@ class Trainer(BaseTrainer[nnx.State]):
     def _make_step(self) -> Callable[..., tuple[nnx.State, Any, dict[str, jax.Array]]]:
         loss = self._make_loss()
         parts, scale = self.settings.accumulate, self.settings.loss_scale
-        gradient = _in_parts(loss, parts, scale)
+        gradient = in_parts(loss, parts, scale, beside=_no_density())
         if self._split is not None and self._slices is not None:
             gradient = _over_devices(loss, parts, scale, self._split, self._slices, self.params)
         return functools.partial(
@@ -272,6 +264,12 @@ class Trainer(BaseTrainer[nnx.State]):
             metric=f"bits_per_{self.unit}",
             has_density=loss.tokens_are_whole or self.attend is dense_attention,
         )
+
+
+def check_remat(remat: str, *, is_pooled: bool) -> None:
+    """Raises ValueError if attention's results are to be kept, and none are named."""
+    if remat == "attention" and not is_pooled:
+        raise ValueError(f"{remat=} must be 'none' or 'full' without pooled attention")
 
 
 def _check_dense_layers(
@@ -429,54 +427,20 @@ class _Loss:
         return jax.lax.dynamic_slice_in_dim(x, first, count, axis=1)
 
 
-def _in_parts(
-    loss: _Loss,
-    parts: int,
-    scale: float,
-    devices: int = 1,
-    whole: Callable[[nnx.State], nnx.State] = lambda params: params,
-) -> Gradient:
-    """`scaled_value_and_grad` of the mean loss of windows, one part in memory at a time.
-
-    Loss and gradient are divided by `devices`, each of which has as many windows. `whole` makes the
-    weights of what the gradient is of, in each part anew.
-    """
-
-    def of_part(
-        params: nnx.State, tokens: jax.Array, share: jax.Array | None
-    ) -> tuple[jax.Array, jax.Array]:
-        value, density = loss(whole(params), tokens, share)
-        # A share counts the tokens of all parts already.
-        return value / (devices * parts if share is None else devices), density
-
-    step = scaled_value_and_grad(of_part, scale)
-
-    def gradient(params: nnx.State, stream: jax.Array, starts: jax.Array) -> Any:
-        tokens = windows(stream, starts, loss.context)
-        share = loss.share(tokens)
-        if parts == 1:
-            return step(params, tokens, share)
-
-        def add(total: Any, tokens: jax.Array) -> tuple[Any, None]:
-            return jax.tree.map(jnp.add, total, step(params, tokens, share)), None
-
-        zero = jnp.zeros((), jnp.float32)
-        nothing = (zero, zero), jax.tree.map(jnp.zeros_like, params)
-        total, _ = jax.lax.scan(add, nothing, tokens.reshape(parts, -1, tokens.shape[1]))
-        (value, density), grads = total
-        return (value, density / parts), grads
-
-    return gradient
+def _no_density() -> jax.Array:
+    """What parts' densities of levels are added to."""
+    return jnp.zeros((), jnp.float32)
 
 
 def _over_devices(
     loss: _Loss, parts: int, scale: float, split: Split, slices: Slices, params: nnx.State
 ) -> Gradient:
-    """`_in_parts` of the windows of all devices, each of which has some of every part.
+    """`in_parts` of the windows of all devices, each of which has some of every part.
 
     `loss` is that of a device's windows, given weights (`params`) of which layers are slices.
     """
-    gradient = _in_parts(loss, parts, scale, split.count, slices.outside())
+    more: Any = {"devices": split.count, "whole": slices.outside(), "beside": _no_density()}
+    gradient = in_parts(loss, parts, scale, **more)
 
     def local(params: nnx.State, stream: jax.Array, starts: jax.Array) -> Any:
         (value, density), grads = gradient(slices.own(params), stream, starts)

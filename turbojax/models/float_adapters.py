@@ -14,6 +14,8 @@ from jax.sharding import NamedSharding
 
 from turbojax.models.config import TransformerConfig
 from turbojax.models.decoder import LayerParams, adapted_linears
+from turbojax.models.tensor_parallel.assembling import axes_named
+from turbojax.models.tensor_parallel.layout import share
 from turbojax.models.tensor_parallel.specs import spec_of
 from turbojax.models.transformer import Transformer
 from turbojax.sharding import Axes
@@ -24,7 +26,10 @@ Pairs = Mapping[str, tuple[jax.Array, jax.Array]]
 def added(
     params: LayerParams, pairs: Pairs, *, config: TransformerConfig, axes: Axes | None
 ) -> LayerParams:
-    """A layer with these adapters in place of any it had, split like its weights over `axes`."""
+    """A layer with these adapters in place of any it had, split like its weights over `axes`.
+
+    Outside of `shard_map`; for a device's arrays see `added_on_device`.
+    """
     changed = removed(params)
     for name, pair in pairs.items():
         part, linear = _path(name)
@@ -41,6 +46,38 @@ def added(
             arrays[leaf] = matrix
         changed[part] = {**changed[part], linear: arrays}
     return changed
+
+
+def added_on_device(
+    params: LayerParams, pairs: Pairs, *, config: TransformerConfig, axes: Axes
+) -> LayerParams:
+    """A device's arrays of a layer with its part of these adapters, which it has whole.
+
+    For use within `shard_map` over `axes`; differentiable in the adapters.
+    """
+    changed = removed(params)
+    for name, pair in pairs.items():
+        part, linear = _path(name)
+        arrays = dict(changed[part][linear])
+        for leaf, matrix in zip(("lora_a", "lora_b"), pair, strict=True):
+            spec = spec_of((part, linear, leaf), 2, config, axes)
+            for axis, names in enumerate(spec):
+                matrix = _own(matrix, axis, axes_named(names))
+            arrays[leaf] = matrix
+        changed[part] = {**changed[part], linear: arrays}
+    return changed
+
+
+def _own(matrix: jax.Array, axis: int, names: tuple[str, ...]) -> jax.Array:
+    """This device's part of a matrix along an axis, with zeros where all are used up."""
+    if not names:
+        return matrix
+    count = jax.lax.axis_size(names)
+    each = share(matrix.shape[axis], count)
+    widths = [(0, 0)] * matrix.ndim
+    widths[axis] = (0, count * each - matrix.shape[axis])
+    first = jax.lax.axis_index(names) * each
+    return jax.lax.dynamic_slice_in_dim(jnp.pad(matrix, widths), first, each, axis)
 
 
 def removed(params: LayerParams) -> LayerParams:

@@ -232,9 +232,7 @@ def with_adapters(
     check_adapters(adapters, decoder.config)
     config, axes = decoder.config, decoder.axes
     if isinstance(decoder, Decoder):
-        for i, own in enumerate(adapters.layers):
-            _refuse_experts(config, i, tuple(own))
-        scaled = [_scaled(own, adapters.scale) for own in adapters.layers]
+        scaled = [scaled_pairs(own, adapters.scale) for own in adapters.layers]
         add = functools.partial(float_adapters.added, config=config, axes=axes)
         floats = tuple(map(add, decoder.layers, scaled))
         return dataclasses.replace(decoder, layers=floats)
@@ -273,22 +271,35 @@ def layer_with_adapters(
     axes: Axes | None = None,
 ) -> QuantizedLayer:
     """One layer with its adapters, see `with_adapters`; `axes` are those it is split over."""
-    own, sizes = adapters.layers[number], linear_sizes(config)
+    own, mlp = adapters.layers[number], layer.mlp
     _refuse_experts(config, number, tuple(own))
+    if not isinstance(mlp, QuantizedMlp | QuantizedExperts):
+        raise NotImplementedError(
+            f"layers[{number}].mlp is a {type(mlp).__name__}: must be a QuantizedMlp or "
+            "QuantizedExperts"
+        )
+    return joined_layer(layer, own, adapters.scale, config, gradient, axes)
+
+
+def joined_layer(
+    layer: QuantizedLayer,
+    adapters: Mapping[str, Adapter],
+    scale: float,
+    config: TransformerConfig,
+    gradient: Gradient,
+    axes: Axes | None = None,
+) -> QuantizedLayer:
+    """A layer with these adapters, which fit it; see `layer_with_adapters`."""
+    sizes = linear_sizes(config)
 
     def join(linear: Any, *names: str) -> Any:
-        joined = _join(own, sizes, adapters.scale, gradient, linear, *names)
+        joined = _join(adapters, sizes, scale, gradient, linear, *names)
         return _split(joined, names, config, axes)
 
     mlp = layer.mlp
     if isinstance(mlp, QuantizedMlp):
         gate_up, down = join(mlp.gate_up, "gate", "up"), join(mlp.down, "down")
         mlp = dataclasses.replace(mlp, gate_up=gate_up, down=down)
-    elif not isinstance(mlp, QuantizedExperts):
-        raise NotImplementedError(
-            f"layers[{number}].mlp is a {type(mlp).__name__}: must be a QuantizedMlp or "
-            "QuantizedExperts"
-        )
     qkv, o = join(layer.qkv, "q", "k", "v"), join(layer.o, "o")
     return dataclasses.replace(layer, qkv=qkv, o=o, mlp=mlp)
 
@@ -317,9 +328,7 @@ def merge_adapters(model: Mergeable, adapters: Adapters) -> Mergeable:
         )
     _check_kind(adapters)
     check_adapters(adapters, model.config)
-    for i, own in enumerate(adapters.layers):
-        _refuse_experts(model.config, i, tuple(own))
-    scaled = [_scaled(own, adapters.scale) for own in adapters.layers]
+    scaled = [scaled_pairs(own, adapters.scale) for own in adapters.layers]
     if isinstance(model, Transformer):
         return float_adapters.merged_transformer(model, scaled)
     if model.axes is not None:
@@ -366,7 +375,10 @@ def linear_sizes(config: TransformerConfig) -> dict[str, tuple[int, int]]:
 
 
 def check_adapters(adapters: Adapters, config: TransformerConfig) -> None:
-    """Raises TypeError unless adapters are floating point, ValueError unless they fit the model."""
+    """Raises TypeError unless adapters are floating point, ValueError unless they fit the model.
+
+    Raises NotImplementedError if there are adapters of experts.
+    """
     if not math.isfinite(adapters.scale):
         raise ValueError(f"{adapters.scale=} must be finite")
     if len(adapters.layers) != config.num_layers:
@@ -386,6 +398,7 @@ def check_adapters(adapters: Adapters, config: TransformerConfig) -> None:
                     f"layers[{i}].{name}: a.shape={adapter.a.shape} and b.shape={adapter.b.shape} "
                     f"must be [rank, {sizes[name][1]}] and [{sizes[name][0]}, rank]"
                 )
+        _refuse_experts(config, i, tuple(layer))
 
 
 def _refuse_experts(config: TransformerConfig, layer: int, names: Sequence[str]) -> None:
@@ -399,10 +412,10 @@ def _refuse_experts(config: TransformerConfig, layer: int, names: Sequence[str])
         )
 
 
-def _scaled(
+def scaled_pairs(
     adapters: Mapping[str, Adapter], scale: float
 ) -> dict[str, tuple[jax.Array, jax.Array]]:
-    """``[in, R]`` and ``[R, out]``, scaled, as a layer of a `Decoder` has them."""
+    """``[in, R]`` and ``[R, out]``, scaled, as a layer of a `Decoder` has them; see `Pairs`."""
     return {name: (x.a.T, x.b.T * scale) for name, x in adapters.items()}
 
 

@@ -32,7 +32,7 @@ from turbojax.models.feed_forward import Experts, FeedForward, output_gain
 from turbojax.models.latent_attention import LatentAttention
 from turbojax.models.tensor_parallel.layout import hidden_axes
 from turbojax.models.vision.soft_tokens import Images, among, embedded
-from turbojax.remat import Remat, save_attention
+from turbojax.remat import Remat, save_all_but_gathered, save_attention
 from turbojax.rotary import Rope
 from turbojax.sharding import Axes
 
@@ -417,7 +417,9 @@ class Transformer(nnx.Module):
             policy = save_attention if self.remat == "attention" else None
             apply_block = jax.checkpoint(apply_block, static_argnums=3, policy=policy)
         elif self.gather is not None:
-            apply_block = jax.checkpoint(apply_block, static_argnums=3, policy=_not_gathered)
+            apply_block = jax.checkpoint(
+                apply_block, static_argnums=3, policy=save_all_but_gathered
+            )
 
         def apply_period(hidden: jax.Array, layers: tuple[Any, Cache]) -> tuple[jax.Array, Cache]:
             params, caches = layers
@@ -460,16 +462,6 @@ class Transformer(nnx.Module):
                     f"a cache leaf of shape {jnp.shape(leaf)} must have a leading axis of "
                     f"num_layers={self.config.num_layers}"
                 )
-
-
-def _not_gathered(primitive: Any, *args: Any, **params: Any) -> bool:
-    """A policy of `jax.checkpoint`: keeps everything for the backward pass except what is gathered.
-
-    The gathering may be inside a function with a gradient of its own.
-    """
-    inner = (getattr(value, "jaxpr", None) for value in params.values())
-    names = [eqn.primitive.name for jaxpr in inner if jaxpr is not None for eqn in jaxpr.eqns]
-    return not any("all_gather" in name for name in (primitive.name, *names))
 
 
 def _check_mask(mask: jax.Array, tokens: jax.Array, attend: Attend) -> jax.Array:
