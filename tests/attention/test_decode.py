@@ -316,7 +316,7 @@ def test_constant_values_come_back(implementation, mode, softmax, limit):
 # What must not matter ----------------------------------------------------------------------------
 
 
-@pytest.mark.quick(1)
+@pytest.mark.quick(1, slow=0)
 @modes([("xla", "int8"), ("triton", "float")])
 def test_several_queries_equal_one_at_a_time(implementation, mode):
     """Decoding four tokens at once equals decoding after each of four appends.
@@ -374,7 +374,7 @@ def test_what_lies_past_the_lengths_never_changes_a_bit(implementation, mode):
         np.testing.assert_array_equal(a, b)
 
 
-@pytest.mark.slow
+@pytest.mark.fuzz
 def test_the_room_left_does_not_matter():
     """The same tokens in a longer cache: grouped otherwise, merged to the same result."""
     short, long = (

@@ -178,7 +178,7 @@ def test_merged_parts_are_the_whole():
         np.testing.assert_allclose(got, expected, rtol=2e-6, atol=2e-6)
 
 
-@pytest.mark.parametrize("implementation", ["xla", pytest.param("triton", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("implementation", ["xla", pytest.param("triton", marks=pytest.mark.fuzz)])
 def test_nothing_reaches_what_does_not_see_it(implementation):
     """NaN in padding, in blocks of other documents, in cotangents of what sees but a sink."""
     case = CASES["sinks, segments, offsets, lengths"]

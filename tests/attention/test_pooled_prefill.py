@@ -95,7 +95,7 @@ def test_logits_are_those_of_a_forward_pass_with_pooled_attention(shallow):
         np.testing.assert_array_equal(one.lengths, two.lengths)
 
 
-@pytest.mark.slow
+@pytest.mark.fuzz
 def test_a_padded_prompt_generates_what_it_generates_alone(shallow):
     tokens, lengths = _tokens(2, 100), (100, 7)
     pooled = PooledAttention(SimilarityCap(LocalWindow(16, (32, 64, None))), 16, 16)

@@ -378,7 +378,7 @@ def test_lengths_have_no_gradient():
     assert gradient.dtype == jax.dtypes.float0
 
 
-@pytest.mark.slow
+@pytest.mark.fuzz
 def test_vmap():
     """Over queries, keys and lengths at once, and with shared keys."""
     q, k, v = tensors(35, 6, 40, 40, 2, 1, 16)

@@ -198,7 +198,7 @@ def test_a_quick_run_of_decoding(decode_result):
         assert rows["kv4-decode/tiny/b2-s192/cudnn"]["status"] == "not run"
 
 
-@pytest.mark.slow
+@pytest.mark.fuzz
 def test_a_quick_run_of_models(model_result):
     assert [row["family"] for row in model_result["rows"]] == ["bf16", "int4-kv4"]
     for row in model_result["rows"]:

@@ -29,7 +29,7 @@ def test_every_example_of_the_docs_is_run():
     pages = {path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md") if examples(path)}
     tested = {"attention_options.md", "flax.md", "latent.md", "lora.md", "models.md"}
     tested |= {"evaluation.md", "paged.md", "parallel.md", "quickstart.md", "serving.md"}
-    tested |= {"transforms.md", "video.md", "your_trainer.md"}
+    tested |= {"images.md", "transforms.md", "video.md", "your_trainer.md"}
     others = {page for page in pages if page.startswith("integrations/")}
     assert {page for page in pages - others if not page.startswith("_build")} == tested
     for page in others:

@@ -90,7 +90,7 @@ def test_append_stores_what_the_oracle_stores(implementation, config):
         assert_holds(cache, oracle, deeply=step == 3)
 
 
-@pytest.mark.slow
+@pytest.mark.fuzz
 def test_half_precision():
     """Stored numbers do not depend on the dtype's own arithmetic; what is read has that dtype."""
     dtype = jnp.float16
@@ -268,7 +268,7 @@ def test_any_split_stores_the_same_bits(split, with_prompt, seed):
     assert_holds(cache, oracle, deeply=False)
 
 
-@pytest.mark.slow
+@pytest.mark.fuzz
 def test_calls_of_different_shapes():
     """Static lengths of 1 and 32, without padding."""
     key, value = tokens(40, seed=32)

@@ -277,7 +277,7 @@ def test_a_layer_comes_back_from_a_file(tmp_path, kind):
     assert_same_leaves(found, long)
 
 
-@pytest.mark.slow
+@pytest.mark.fuzz
 def test_flax_module_holds_its_window_and_takes_any_number_of_tokens():
     attention = TurboAttention(
         32, num_heads=4, num_kv_heads=2, cache="paged", options=OPTIONS, rngs=nnx.Rngs(0)

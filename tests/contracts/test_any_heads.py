@@ -117,7 +117,7 @@ def test_what_is_stored_is_the_oracles(heads):
         assert not np.array_equal(filled(heads).key.head_slots[0], np.arange(heads))
 
 
-@pytest.mark.quick(slow=1)
+@pytest.mark.fuzz
 @heads_of_one_case
 def test_triton_stores_the_same_bits(heads):
     assert_same_bits(filled(heads, "triton"), filled(heads))

@@ -158,7 +158,7 @@ def test_overflow_is_per_sequence():
     np.testing.assert_array_equal(cache.lengths, [40, 26, 16])
 
 
-@pytest.mark.slow
+@pytest.mark.fuzz
 def test_prefill_into_a_used_cache():
     """An error outside jit; inside, used sequences stay as they are and say so."""
     key, value = tokens(30, seed=59)

@@ -64,7 +64,7 @@ def test_a_cache_comes_back_and_goes_on_bit_for_bit(tmp_path, name):
     assert_same_contents(append(loaded, *more), append(cache, *more))
 
 
-@pytest.mark.quick(slow=2)
+@pytest.mark.quick(slow=1)
 @pytest.mark.parametrize(
     ("kind", "dtype"),
     [
@@ -123,7 +123,7 @@ def test_priorities_of_heads_come_back(tmp_path):
     assert_same_contents(loaded, cache)
 
 
-@pytest.mark.quick(slow=2)
+@pytest.mark.quick(slow=1)
 @pytest.mark.parametrize("kind", ["exact", "mixed"])
 def test_stacked_layers_come_back(tmp_path, kind):
     layers = [filled(KINDS[kind]), append(filled(KINDS[kind]), *tokens(9, 6))]

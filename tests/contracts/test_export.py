@@ -194,7 +194,7 @@ def test_there_may_be_any_number_of_sequences(name):
     assert any("sequences" in str(x.shape) for x in found.out_avals)
 
 
-@pytest.mark.slow
+@pytest.mark.fuzz
 @pytest.mark.parametrize("name", ["turbo", "kv4"])
 def test_any_number_gives_the_same_bits(name):
     """Of sequences that lie in no pool, which are independent of each other."""
@@ -251,7 +251,7 @@ def test_kernels_of_hopper_are_exported_from_a_cpu(name):
     assert "mosaic_gpu" in found.mlir_module()
 
 
-@pytest.mark.quick(1, slow=2)
+@pytest.mark.quick(1, slow=1)
 @pytest.mark.parametrize("name", ["fp8 tokens", "kv4, decode", "pooled"])
 def test_kernels_of_triton_are_exported_where_they_may(name):
     """jax promises nothing of their format, so that it must be told to go on."""

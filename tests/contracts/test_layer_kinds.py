@@ -182,7 +182,7 @@ def test_what_nothing_reaches_is_refused_with_what_would():
         evaluation.choose(costs * np.array([[1], [np.nan]]) * np.array([1, np.inf]), sizes, size=9)
 
 
-@pytest.mark.slow
+@pytest.mark.fuzz
 def test_costs_of_the_last_layer_are_those_of_scoring_through_the_cache(tiny_folder):
     """There nothing that prompts have attended with comes after it."""
     # Sizes are those of the command's test, which shares most programs.

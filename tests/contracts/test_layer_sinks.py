@@ -144,7 +144,7 @@ def test_generation_through_a_cache_and_the_engine_say_what_the_model_says():
     assert list(engine.run()[number].tokens) == text[-count:]
 
 
-@pytest.mark.quick(slow=1)
+@pytest.mark.fuzz
 @pytest.mark.parametrize("cache", ["exact", CONFIG], ids=["exact", "4bit"])
 def test_flax_modules_have_sinks(cache):
     sizes = {"num_heads": HEADS, "num_kv_heads": KV_HEADS, "head_dim": HEAD_DIM}

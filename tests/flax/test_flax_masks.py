@@ -328,7 +328,7 @@ print("reported")
 """
 
 
-@pytest.mark.slow
+@pytest.mark.fuzz
 def test_over_a_mesh():
     root = Path(__file__).parents[2]
     environment = {

@@ -216,7 +216,7 @@ def ring():
     "store",
     [
         mosaic_gpu.store_prompt,
-        pytest.param(mosaic_gpu.store_prompt_with_operands, marks=pytest.mark.slow),
+        pytest.param(mosaic_gpu.store_prompt_with_operands, marks=pytest.mark.fuzz),
     ],
 )
 def test_prompts_in_rings(store):
@@ -262,7 +262,7 @@ def test_a_buffer_that_gives_up_all_of_its_blocks(append):
     assert got.num_blocks.tolist() == [room + 1, 2, 0]
 
 
-@pytest.mark.slow
+@pytest.mark.fuzz
 @pytest.mark.usefixtures("emulated")
 def test_scales_of_tokens():
     """Given ones that clamp, tiny and huge ones; values that are not finite; the first blocks."""

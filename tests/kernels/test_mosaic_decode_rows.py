@@ -399,7 +399,7 @@ def test_programs_share_blocks_and_the_buffer(programs, length, appended, team, 
     check_programs(programs, cache, team, stages, window)
 
 
-@pytest.mark.quick(slow=1)
+@pytest.mark.fuzz
 @pytest.mark.parametrize("heads", [1, 3, 5, 7])
 def test_programs_of_odd_numbers_of_heads(programs, heads):
     """``"2/4bit"``: each head's keys and values in the codes that hold them."""

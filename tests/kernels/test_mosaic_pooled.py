@@ -103,7 +103,7 @@ def test_rows_of_the_gradient_fill_whole_blocks(tokens, block_q, padded, monkeyp
     assert asked == [padded]
 
 
-@pytest.mark.quick(slow=1)
+@pytest.mark.fuzz
 @pytest.mark.parametrize(
     ("head_dim", "block_q", "block_kv", "scale", "is_causal", "with_lengths"),
     [
@@ -126,7 +126,7 @@ def test_lowers_for_cuda(head_dim, block_q, block_kv, scale, is_causal, with_len
         assert f"turbojax_pooled_{name}_gradient_hopper" in backward
 
 
-@pytest.mark.quick(slow=1)
+@pytest.mark.fuzz
 @pytest.mark.parametrize(("block_kv", "out_dtype"), [(64, "float32"), (128, None)])
 def test_extras_lower_for_cuda(block_kv, out_dtype):
     query, key, value, levels = shapes(block_kv=block_kv)

@@ -138,7 +138,7 @@ def test_levels_shared_by_sequences_of_different_lengths():
     check(dataclasses.replace(CASES["one level array"], **lengths), jnp.float16, 80)
 
 
-@pytest.mark.quick(slow=1)
+@pytest.mark.fuzz
 @pytest.mark.parametrize(("tile", "tile_kv"), [(64, 128), (16, 16)])
 def test_launches_agree(tile, tile_kv):
     """Tiles that hold part of a block, and several."""

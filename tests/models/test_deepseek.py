@@ -159,7 +159,7 @@ def test_sessions_are_stored(load, tmp_path):
         models.load_session(tmp_path / "session", other)
 
 
-@pytest.mark.slow
+@pytest.mark.fuzz
 def test_the_engine_serves_them(load):
     """Expanded, over pages of every head's keys and values."""
     model = load("deepseek-v3")

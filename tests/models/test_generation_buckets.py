@@ -211,7 +211,7 @@ def test_errors_name_the_sizes_that_were_given(model):
         text.run(TextModel(model, NumberTokenizer(64)), tokens, **run)
 
 
-@pytest.mark.slow
+@pytest.mark.fuzz
 def test_longrope_has_the_factors_of_the_tokens_asked_for(tmp_path):
     """The tiny Phi-3 was made for 32 tokens, and caches for 20 and 10 of them hold 64."""
     decoder = models.load_decoder(hf.write("phi3-longrope", tmp_path))

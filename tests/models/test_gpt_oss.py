@@ -252,7 +252,7 @@ def test_quantized_saved_and_loaded(folder, tmp_path):
     assert jax.tree.structure(shapes) == jax.tree.structure(quantized)
 
 
-@pytest.mark.slow
+@pytest.mark.fuzz
 def test_adapters_of_attention(folder):
     quantized = models.quantize_model(models.load_decoder(folder), smoothing=NOTHING)
     text = moe.tokens(1, 10)

@@ -242,7 +242,7 @@ def test_every_paged_cache_stays_close_to_one_forward_pass(model, one_pass, name
         assert error > 1e-4
 
 
-@pytest.mark.slow
+@pytest.mark.fuzz
 @pytest.mark.parametrize("kind", ["fp8_e4m3"])
 def test_ragged_prompts_generate_what_each_generates_alone(model, kind):
     tokens, lengths = _tokens(2, 70), (70, 7)

@@ -187,7 +187,7 @@ def test_gradients_reach_router_and_experts(folder):
         assert np.abs(found[part]["kernel"]).max() > 0
 
 
-@pytest.mark.slow
+@pytest.mark.fuzz
 @pytest.mark.parametrize("name", FEW)
 def test_smoothing_is_exact(decoder, name):
     """CAS, PTS, RPN, folded into experts and router: the float decoder's logits."""
@@ -303,7 +303,7 @@ def test_scales_of_16_bits(decoder, tmp_path):
     jax.tree.map(np.testing.assert_array_equal, models.load(tmp_path), decoder)
 
 
-@pytest.mark.quick(slow=1)
+@pytest.mark.fuzz
 @pytest.mark.parametrize("name", FEW)
 @pytest.mark.parametrize("kind", ["float", "quantized"])
 def test_texts_continue_through_caches_as_in_one_pass(decoder, quantized, name, kind):

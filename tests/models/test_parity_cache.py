@@ -79,7 +79,7 @@ def test_prompts_of_different_lengths_and_new_tokens(load, name):
     continues("exact", model, name, "right")
 
 
-@pytest.mark.quick(slow=1)
+@pytest.mark.fuzz
 @pytest.mark.parametrize("name", ["gemma2", "gemma3-odd", "cohere2", "olmo2", "gpt-oss"])
 def test_pages(load, name):
     """Windows and caps in the kernels' definition for pages."""

@@ -147,6 +147,7 @@ def test_bits_of_windows_are_those_of_their_length(decoder):
     np.testing.assert_allclose(ours, bits, rtol=0, atol=3 * TOLERANCE)
 
 
+@pytest.mark.fuzz
 def test_the_commands_take_the_length(folder, tmp_path):
     """`--max-length` takes the short factors, and bounds what may be asked for."""
     ids = " ".join(map(str, hf.tokens(1, 20)[0]))

@@ -216,7 +216,7 @@ def test_a_checkpoint_is_read_back_bit_for_bit(quantized, name, tmp_path):
         assert (a.dtype, np.asarray(a).tobytes()) == (b.dtype, np.asarray(b).tobytes())
 
 
-@pytest.mark.quick(slow=1)
+@pytest.mark.fuzz
 @pytest.mark.parametrize("name", [*FIRST[1:], pytest.param(FIRST[0], marks=pytest.mark.slow)])
 def test_texts_continue_through_caches_as_in_one_pass(quantized, name):
     """Each layer's window, rotary embedding and caps reach its cache, at every step."""

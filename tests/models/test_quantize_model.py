@@ -239,7 +239,7 @@ def test_taking_rows_of_a_quantized_table():
     np.testing.assert_array_equal(jax.jit(take_rows)(table, index), expected)
 
 
-@pytest.mark.slow
+@pytest.mark.fuzz
 def test_ragged_prompts_generate_what_each_generates_alone(quantized):
     decoder, tokens = _first_layer(quantized), _tokens(2, 40)
     options = {"max_new_tokens": 8, "cache": "kv4"}

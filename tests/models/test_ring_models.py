@@ -225,7 +225,7 @@ def test_hostile_windows_in_files_are_refused(tmp_path, window):
 # Flax's module -----------------------------------------------------------------------------------
 
 
-@pytest.mark.quick(slow=1)
+@pytest.mark.fuzz
 @pytest.mark.parametrize("kind", ["exact", "4bit"])
 def test_the_module_holds_its_window_and_takes_any_number_of_tokens(kind):
     attention = TurboAttention(

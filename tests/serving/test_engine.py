@@ -164,7 +164,7 @@ def _random(shape, dtype) -> jax.Array:
     return jnp.asarray(np.abs(values) if dtype == jnp.uint8 else values).astype(dtype)
 
 
-@pytest.mark.slow
+@pytest.mark.fuzz
 def test_a_llama_is_unstacked(tiny_folder):
     llama = models.load_transformer(tiny_folder, dtype=jnp.float32)
     options = {"num_pages": 4, "max_length": 32, "page_size": 16}

@@ -167,7 +167,7 @@ def test_operands_of_8_bits(mode):
     assert errors.mean() < 0.6 * run.errors("turbo4", run.results, is_dense=False).mean()
 
 
-@pytest.mark.quick(slow=1)
+@pytest.mark.fuzz
 @pytest.mark.parametrize("mode", ["float", pytest.param("fp8", marks=pytest.mark.slow)])
 def test_nan_does_not_reach_another_prompt_of_the_step(mode):
     plain = model()

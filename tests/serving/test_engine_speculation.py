@@ -129,7 +129,7 @@ def latent_model(seed: int) -> models.Decoder:
     return models.random_decoder(config, seed=seed, dtype=jnp.float32)
 
 
-@pytest.mark.quick(slow=1)
+@pytest.mark.fuzz
 @pytest.mark.parametrize("how", ["ngram", "draft"])
 @pytest.mark.parametrize("kv_dtype", ["turbo4", "auto"])
 def test_texts_of_latents_are_those_without_guesses(kv_dtype, how):

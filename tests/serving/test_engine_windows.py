@@ -69,7 +69,7 @@ def test_texts_are_those_of_an_engine_that_frees_nothing(windows, kv_dtype):
         assert small.statistics().preemptions > 0
 
 
-@pytest.mark.slow
+@pytest.mark.fuzz
 def test_pages_of_a_window_are_freed_as_it_moves_on():
     """Of layers with a window 3 pages of a text, and 4 of a prompt; of the others all it has."""
     options = {"prefix_caching": False, "max_sequences": 2, "reproducible": True}

@@ -112,7 +112,7 @@ def test_greedy_texts_are_those_of_the_definition(model):
     assert all(x >= 10 and (x + i) % 2 == constrained[0] % 2 for i, x in enumerate(constrained))
 
 
-@pytest.mark.quick(slow=1)
+@pytest.mark.fuzz
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.9, top_p=0.95)])
 def test_texts_do_not_depend_on_the_wishes_of_others(model, sampling):
     """Alone and together, in an engine whose texts are reproducible, and in a pool too small."""

@@ -103,7 +103,7 @@ def test_tokens_are_those_of_one_process_until_another_is_killed(tiny_folder):
     assert [x.splitlines()[0] for x in wrote] == [tokens, tokens]
 
 
-@pytest.mark.quick(slow=1)
+@pytest.mark.fuzz
 @pytest.mark.parametrize(
     ("victim", "end", "reason"),
     [

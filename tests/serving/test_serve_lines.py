@@ -78,7 +78,7 @@ def test_bad_lines_can_be_skipped(tiny_folder, tmp_path):
     assert result.stderr.splitlines()[-1].endswith("; 5 bad lines skipped")
 
 
-@pytest.mark.slow
+@pytest.mark.fuzz
 def test_skipping_changes_no_text(tiny_folder, tmp_path):
     """A seed is the line's number, whatever the lines before."""
     drawn = '{"prompt": "abc", "temperature": 1.0, "max_new_tokens": 9}'

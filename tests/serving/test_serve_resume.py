@@ -366,7 +366,7 @@ def test_a_checkpoint_that_names_no_dtype(tiny_folder, tmp_path):
     assert "5 had results already" in result.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.fuzz
 def test_other_factors_of_longrope_are_refused(tmp_path):
     """A longer request makes the engine take the long factors, and texts of the others differ."""
     folder = str(hf_helpers.write("phi3-longrope", tmp_path / "model"))

@@ -227,7 +227,7 @@ def test_a_timeout_and_the_refusals_of_the_engine(served, client):
         assert "301 tokens, which with 16 new ones must be at most 256" in error["message"]
 
 
-@pytest.mark.slow
+@pytest.mark.fuzz
 def test_a_pool_smaller_than_the_longest_request(model):
     smaller = real_engine(model, num_pages=8)
     with running(smaller, tokenizer_with_chats()) as served, served.client() as client:

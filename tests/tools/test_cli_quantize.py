@@ -123,7 +123,7 @@ def test_the_quantized_model_generates(quantized, cache):
     assert report["cache"] == cache
 
 
-@pytest.mark.slow
+@pytest.mark.fuzz
 def test_random_int4_weights_generate():
     options = ("--random-weights", "tiny", "--weights", "int4", "--cache", "kv4")
     result = _run("generate", *options, "--max-new-tokens", "3", "--prompt-tokens", "5", "--json")
@@ -362,7 +362,7 @@ def test_bits_that_are_no_numbers_are_null(tiny_folder, tmp_path, monkeypatch):
     assert json.loads(result.stdout)["bits"]["after"] == {"exact": None, "kv4": None, "k8v4": None}
 
 
-@pytest.mark.slow
+@pytest.mark.fuzz
 def test_caches_that_cannot_hold_the_heads_are_left_out(tmp_path):
     config = models.TransformerConfig(
         vocab_size=256,

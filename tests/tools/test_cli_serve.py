@@ -90,7 +90,7 @@ def test_a_file_for_the_results_and_numbers_as_json(tiny_folder, tmp_path):
     assert [len(json.loads(x)["tokens"]) for x in out.read_text().splitlines()] == [4, 4]
 
 
-@pytest.mark.slow
+@pytest.mark.fuzz
 def test_equal_prompts_are_drawn_differently_and_again_the_same(tiny_folder, tmp_path):
     lines = [{"prompt": "abc", "temperature": 1.0, "max_new_tokens": 12}] * 2
     file = _write(tmp_path, *lines, {**lines[0], "seed": 1})
@@ -100,7 +100,7 @@ def test_equal_prompts_are_drawn_differently_and_again_the_same(tiny_folder, tmp
     assert tokens[1] == tokens[3] != tokens[2]
 
 
-@pytest.mark.slow
+@pytest.mark.fuzz
 def test_the_default_pool_holds_as_many_as_run_at_a_time(model):
     lines = [{"prompt": "a" * 39, "max_new_tokens": 24}] * 16
     requests = serve_requests.read_requests(
@@ -174,7 +174,7 @@ def test_results_do_not_overwrite_the_requests(tiny_folder, tmp_path):
     assert json.loads(link.read_text()) == {"prompt": "a"}
 
 
-@pytest.mark.quick(slow=1)
+@pytest.mark.fuzz
 @pytest.mark.parametrize("results", [False, True])
 def test_the_next_turn_finds_a_result_if_asked_for(tmp_path, results):
     """Prompts and results are numbers, so that a result can be a prompt."""

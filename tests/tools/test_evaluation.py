@@ -40,7 +40,7 @@ def log2_p(logits):
     return (shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))) / np.log(2)
 
 
-@pytest.mark.slow
+@pytest.mark.fuzz
 def test_scores_are_those_of_single_steps(model):
     windows = tokens()[:BATCH]
     found = scored(model, "kv4", windows)
@@ -154,7 +154,7 @@ def test_programs_are_compiled_alike(monkeypatch):
     assert given == [1]
 
 
-@pytest.mark.slow
+@pytest.mark.fuzz
 def test_what_decodes_is_what_repeats(model, monkeypatch):
     """Exact caches and those that are dequantized: cuDNN, which would be chosen, does not."""
     asked, choose = [], api._choose_decode

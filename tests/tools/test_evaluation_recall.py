@@ -134,7 +134,7 @@ def test_templates_that_cannot_be_filled(template, message, tokenizer, monkeypat
         make("needle", tokenizer)
 
 
-@pytest.mark.slow
+@pytest.mark.fuzz
 def test_a_chat_goes_through_the_session_that_its_first_turn_began(monkeypatch):
     """Bits and choices are those of a session that is fed turn after turn by hand."""
     monkeypatch.setattr(recall_words, "TURNS", 2)

@@ -110,7 +110,7 @@ def test_new_adapters_change_nothing(decoder, dtype):
         np.testing.assert_allclose(trainer.run_step()["bits"], bits, rtol=limit)
 
 
-@pytest.mark.quick(slow=1)
+@pytest.mark.fuzz
 @pytest.mark.parametrize("name", ["deepseek-v3", "deepseek-v2-lite"])
 def test_latent_attention(name, tmp_path):
     """In both of its forms; files have the names of its own linear layers."""
