@@ -12,7 +12,16 @@ whole sectors of memory where keys are permuted (`_in_fours`), and otherwise two
 each other share them. Loads are started before what they are added to is computed. Axes of 1 are
 index maps, and one row for all queries costs a load where others cost two.
 
-Bytes that ptxas spills (jax 0.10.2, sm_90a, mode fp8, 128 channels; no time was measured):
+Milliseconds on an H200 (jax 0.11.2, `benchmarks/results/masks_2026-11-30.json`), at that shape, but
+with 4 KV heads and causal, where half of the pairs are seen:
+                                   no bias   of all pairs   same for heads   one row
+  forward                            0.60       1.59            1.51           1.07
+  with dQ, dK, dV                    3.37       6.21            5.75           4.32
+  with the bias' gradient, too                  9.26            7.82           6.74
+cuDNN forward, of all pairs: 1.87. The target is missed by 1.6 times: one row, which loads little,
+takes 1.8 times as long as no bias, so instructions and the smaller tiles are what it costs.
+
+Bytes that ptxas spills (jax 0.10.2, sm_90a, mode fp8, 128 channels):
                                               bfloat16   float32   one row, either
   forward, tiles of 64 keys, ahead                 0        456            0
            the same, not ahead                    16         24
