@@ -32,7 +32,7 @@ def masks(tokens: int, heads: int) -> Iterator[tuple[str, bool, dict[str, Any]]]
     """Names, whether the call is causal, and what it is given."""
     position = jnp.arange(tokens, dtype=jnp.int32)
     packed = jnp.tile(position // (tokens // 8), (BATCH, 1))
-    # One image of 256 tokens in each 1,024.
+    # An image of 256 tokens begins each 1,024.
     images = jnp.tile(jnp.where(position % 1024 < 256, 1 + position // 1024, 0), (BATCH, 1))
     yield "causal", True, {}
     ids = {"query_segment_ids": packed, "key_value_segment_ids": packed}
