@@ -22,7 +22,7 @@ def run(names: dict[str, Any], *examples: str) -> list[str]:
 
 
 @pytest.mark.optimized
-@pytest.mark.slow
+@pytest.mark.fuzz
 def test_by_hand():
     lines = run({"__name__": "docs"}, *EXAMPLES)
     assert re.fullmatch(r"0\.009\d of the squares is lost", lines[0])

@@ -22,7 +22,7 @@ def _run(*arguments: str):
     return CliRunner().invoke(app, ["levels", *arguments], env={"COLUMNS": "160"})
 
 
-@pytest.mark.slow
+@pytest.mark.fuzz
 def test_json_report_and_picture(tiny_folder, tmp_path):
     plot = tmp_path / "levels.png"
     names = [name for name in measure.POLICY_NAMES if name not in IN_TABLE]

@@ -256,7 +256,7 @@ def test_two_runs_have_equal_bits(implementation):
     jax.tree.map(np.testing.assert_array_equal, first, second)
 
 
-@pytest.mark.quick(slow=1)
+@pytest.mark.fuzz
 @kernel_is_slow
 def test_transforms(implementation):
     """vmap over everything at once, and over the levels alone; scan; eager equals jit.

@@ -66,7 +66,7 @@ def assert_close(got, want, has_codes):
 # What is stored ----------------------------------------------------------------------------------
 
 
-@pytest.mark.quick(slow=3)
+@pytest.mark.quick(slow=1)
 @pytest.mark.parametrize(
     ("dtype", "kind"),
     [

@@ -111,7 +111,7 @@ def test_published_models_hold_a_fraction_of_32k_tokens(name, share):
 # What is computed --------------------------------------------------------------------------------
 
 
-@pytest.mark.quick(slow=1)
+@pytest.mark.fuzz
 @pytest.mark.optimized
 @pytest.mark.parametrize("kind", ["turbo4", "paged"])
 def test_it_attends_as_a_layer_that_holds_all_tokens(kind):
@@ -223,7 +223,7 @@ def started(family, kind):
     )
 
 
-@pytest.mark.quick(slow=1)
+@pytest.mark.fuzz
 @pytest.mark.parametrize(("family", "kind"), [("gemma2", "turbo4"), ("mistral", "paged")])
 def test_texts_are_those_of_caches_that_hold_all(family, kind, monkeypatch, tmp_path):
     """Of whole models, also from a file; and the caches hold what windows need, to the byte."""

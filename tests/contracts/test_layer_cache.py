@@ -223,7 +223,7 @@ def test_gradients_with_a_cap():
         np.testing.assert_allclose(a, b, atol=2e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.fuzz
 def test_pooled_attention_refuses_windows_and_caps():
     pooled = layer_cache.pooled_by_name("window", window=16, block_size=16)
     query, key, value = map(jnp.asarray, operands())

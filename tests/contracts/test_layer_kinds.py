@@ -25,7 +25,7 @@ def same(one, other) -> bool:
     return all(np.array_equal(x, y) for x, y in leaves)
 
 
-@pytest.mark.slow
+@pytest.mark.fuzz
 def test_layers_hold_what_they_hold_of_one_kind_up_to_the_first_other_layer():
     """Ragged prompts, and a session that goes on, whose buffer is compressed on the way."""
     decoder = helpers.decoder(num_layers=2)

@@ -361,7 +361,7 @@ def test_kernels_lower_for_a_gpu(op):
     assert f"turbojax_{name}" in lower_for_cuda(run, cache, *operands)
 
 
-@pytest.mark.quick(slow=1)
+@pytest.mark.fuzz
 @pytest.mark.parametrize("kind", ["4bit", "mixed"])
 def test_interpreted_kernels_store_the_bits_of_plain_jax(kind):
     """A prompt longer than the ring, and tokens that fill it several times over."""

@@ -59,7 +59,7 @@ def test_is_the_sum_over_experts(order, normalize):
     np.testing.assert_array_equal(layer(x), got)
 
 
-@pytest.mark.slow
+@pytest.mark.fuzz
 def test_a_token_does_not_depend_on_others():
     layer, x = make(), tokens((5, SIZE), dtype=jnp.bfloat16)
     got = layer(x)

@@ -155,7 +155,7 @@ def test_under_jit_a_warning_says_what_is_hidden():
         run()
 
 
-@pytest.mark.quick(slow=1)
+@pytest.mark.fuzz
 @pytest.mark.parametrize("fn", [CAUSAL, POOLED], ids=["turbo", "pooled"])
 def test_ids_as_arguments(fn):
     arrays, ids = operands(), jnp.asarray(IDS)

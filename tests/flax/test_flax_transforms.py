@@ -162,7 +162,7 @@ def test_gradient_of_turbo_attention():
         assert np.vdot(a, b) > 0.99 * np.linalg.norm(a) * np.linalg.norm(b)
 
 
-@pytest.mark.slow
+@pytest.mark.fuzz
 def test_stacked_layers():
     """Made by `nnx.vmap`, applied by `nnx.scan`, caches and all: as one after the other."""
     count, x = 2, tokens(12)

@@ -104,7 +104,7 @@ def int32(*values):
         ("4/3 and 2", 40, (40, 16, 3)),
         ("3 bits", 70, (70, 64, 3)),
         ("3 bits, blocks of 16", 40, (40, 16, 3)),
-        pytest.param("3 bits, head dim 128", 70, (70, 64, 3), marks=pytest.mark.slow),
+        pytest.param("3 bits, head dim 128", 70, (70, 64, 3), marks=pytest.mark.fuzz),
     ],
 )
 def test_a_prompt(name, size, lengths):
@@ -140,7 +140,7 @@ def test_prompts_of_first_tokens_alone(size, kernels):
     assert stored.buffer_lengths.tolist() == [size, 1, 0]
 
 
-@pytest.mark.quick(slow=1)
+@pytest.mark.fuzz
 @pytest.mark.usefixtures("emulated")
 @pytest.mark.parametrize("name", CASES)
 def test_tokens(name):

@@ -99,7 +99,7 @@ def assert_appends_the_same(cache, key, value, lengths=None):
 # Bits --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
+@pytest.mark.fuzz
 def test_a_prompt_and_then_tokens():
     """Ragged, through full buffers; blocks that are not stored keep what stood there."""
     # Its operands are the cache's codes.

@@ -40,7 +40,7 @@ def run(*arguments, **options):
 same = functools.partial(assert_stores_the_same, run=run)
 
 
-@pytest.mark.quick(slow=2)
+@pytest.mark.quick(slow=1)
 @pytest.mark.parametrize(
     ("head_dim", "dtype", "page_size"),
     [(32, jnp.float32, 32), (256, jnp.bfloat16, 128)],

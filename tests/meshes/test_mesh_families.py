@@ -79,7 +79,7 @@ def blurred(tree):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.quick(slow=2)
+@pytest.mark.quick(slow=1)
 def test_families(family):
     config = tiny(family)
     one = blurred(models.random_decoder(config, dtype="float32"))
@@ -130,7 +130,7 @@ QUANTIZED = {
 
 
 @pytest.mark.parametrize("name", QUANTIZED)
-@pytest.mark.quick(slow=2)
+@pytest.mark.quick(slow=1)
 def test_int4_decoders(name):
     """Tokens of 16 bits or more, which devices round alike."""
     config = dataclasses.replace(QUANTIZED[name], num_layers=1)

@@ -61,7 +61,7 @@ def folders(tmp_path_factory):
     return found
 
 
-@pytest.mark.quick(slow=1)
+@pytest.mark.fuzz
 @pytest.mark.parametrize(("name", "text"), [("dense", "data=2,model=4"), ("experts", "model=2")])
 def test_a_quantized_decoder_is_read_as_it_would_be_split(name, text, folders, monkeypatch):
     path, axes = folders[name], mesh_of(text)

@@ -41,7 +41,7 @@ def gradient(run: LoraTrainer) -> tuple[float, list[np.ndarray]]:
     return float(value), [np.asarray(x) for x in jax.tree.leaves(grads)]
 
 
-@pytest.mark.quick(first=1, slow=3)
+@pytest.mark.quick(first=1, slow=1)
 @pytest.mark.parametrize(
     ("name", "mesh", "settings", "options"),
     [

@@ -168,7 +168,7 @@ def test_caches_are_split_as_they_are_made_over_a_mesh(tmp_path, name):
         assert np.array_equal(x, y)
 
 
-@pytest.mark.quick(slow=2)
+@pytest.mark.quick(slow=1)
 @pytest.mark.parametrize("name", STORED)
 def test_sessions_are_stored_as_one_device_has_them(tmp_path, name):
     """Files of one device go on over a mesh, and those of a mesh on one device and over it."""
@@ -211,7 +211,7 @@ def test_windows_over_slots():
     assert relative(*logits) < 1e-3
 
 
-@pytest.mark.slow
+@pytest.mark.fuzz
 def test_the_embedded_model_says_the_same():
     embedded = models.load_decoder(models.embedded_path())
     tokens = np.frombuffer(b"The house stood in ", np.uint8)[None]

@@ -215,7 +215,7 @@ def test_exact_with_lengths_in_zigzag_order():
     assert_close(got, wanted, 4)
 
 
-@pytest.mark.slow
+@pytest.mark.fuzz
 def test_pooled_sends_nothing_but_keys():
     q, k, v, sinks, _, _ = operands()
     blocks = {"block_q": BLOCK, "block_kv": BLOCK, "is_causal": True}
@@ -286,7 +286,7 @@ def test_what_does_not_fit_is_named():
         run(2, attention="exact", implementation="cudnn")
 
 
-@pytest.mark.quick(slow=2)
+@pytest.mark.quick(slow=1)
 @pytest.mark.parametrize("mode", ["float", "int8", "int8_fp8", "fp8"])
 def test_modes_and_windows(mode):
     q, k, v, sinks, _, _ = operands()
@@ -302,7 +302,7 @@ def test_modes_and_windows(mode):
         assert jnp.max(jnp.abs(x - z)) <= 2 * jnp.max(jnp.abs(y - z))
 
 
-@pytest.mark.quick(slow=2)
+@pytest.mark.quick(slow=1)
 @pytest.mark.parametrize("devices", [1, 2, 4, 8])
 def test_numbers_of_devices(devices):
     q, k, v, sinks, ids, _ = operands()

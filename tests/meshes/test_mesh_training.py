@@ -104,7 +104,7 @@ def test_tokens_over_a_ring(one):
     np.testing.assert_allclose(of_bits(run), of_bits(one[0]), atol=1e-4)
 
 
-@pytest.mark.slow
+@pytest.mark.fuzz
 def test_tokens_that_do_not_count():
     """Their share differs between devices; the mean is over those of all."""
     size = corpus().stream.size
@@ -115,7 +115,7 @@ def test_tokens_that_do_not_count():
             close(losses(trainer(mesh, learn=learn), 3), expected)
 
 
-@pytest.mark.slow
+@pytest.mark.fuzz
 def test_pooled_and_packed():
     """With levels that are chosen in the step, within documents, also where these are split."""
     options = {"pooled": POOLED, "packed": True}
@@ -266,7 +266,7 @@ def gradient(run: finetune.Trainer) -> tuple[float, list[np.ndarray]]:
     return float(value), [np.asarray(x) for x in jax.tree.leaves(grads)]
 
 
-@pytest.mark.quick(first=1, slow=4)
+@pytest.mark.quick(first=1, slow=2)
 @pytest.mark.parametrize(
     ("mesh", "config", "options"),
     [

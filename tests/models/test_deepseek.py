@@ -128,7 +128,7 @@ def test_a_layer_against_an_oracle(load):
     np.testing.assert_allclose(np.asarray(out)[0], want, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.slow
+@pytest.mark.fuzz
 def test_gradients_reach_all_weights(folder):
     """Training computes in expanded form; the correction is chosen by, and has none."""
     model = models.load(folder("deepseek-v3"))

@@ -301,7 +301,7 @@ def test_a_pooled_prompt_fills_the_pages(model):
         np.testing.assert_array_equal(a, b)
 
 
-@pytest.mark.slow
+@pytest.mark.fuzz
 def test_a_quantized_model_decodes_through_pages():
     config = dataclasses.replace(models.SHAPES["tiny"], num_layers=1)
     decoder = models.random_quantized_decoder(config)

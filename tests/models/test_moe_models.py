@@ -78,7 +78,7 @@ def test_a_layer_is_as_the_oracle(decoder, name, count):
     np.testing.assert_allclose(got[0], want, atol=2e-5 * np.abs(want).max())
 
 
-@pytest.mark.quick(slow=1)
+@pytest.mark.fuzz
 @pytest.mark.parametrize("sizes", [(0, 7, 0, 21, 1, 0), (29, 0, 0, 0, 0, 0), (5, 5, 5, 5, 5, 4)])
 def test_tiles_compute_what_ragged_products_do(decoder, sizes):
     """And their gradients; NaN stays in its row."""
@@ -259,7 +259,7 @@ def test_quantized_experts_compute_what_their_weights_say(quantized, name):
     assert relative(got, want) < 0.5 * relative(unrounded, want)
 
 
-@pytest.mark.quick(slow=1)
+@pytest.mark.fuzz
 @pytest.mark.parametrize("count", [1, 40])
 def test_rounded_experts_are_near(decoder, count):
     """One layer by itself: INT4 weights and e4m3 tokens cost some percent, smoothed or not."""

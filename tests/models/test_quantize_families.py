@@ -190,7 +190,7 @@ def noisy(decoder: models.Decoder) -> models.Decoder:
     return dataclasses.replace(decoder, layers=layers)
 
 
-@pytest.mark.quick(slow=1)
+@pytest.mark.fuzz
 @pytest.mark.parametrize("name", NAMES)
 def test_a_quantized_decoder_is_near_the_float_one(decoder, quantized, name):
     """As near as one with as much noise in its weights: these models are made for large effects."""

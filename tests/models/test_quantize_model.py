@@ -268,7 +268,7 @@ def test_one_pass_equals_decoding_token_by_token_through_the_cache(quantized):
     assert np.linalg.norm(difference) < 0.1 * np.linalg.norm(expected - exact)
 
 
-@pytest.mark.slow
+@pytest.mark.fuzz
 def test_prompts_of_kv4_are_attended_in_e4m3_and_cached_in_4_bits(quantized):
     tokens = _tokens(2, 40)
     session = models.start(quantized, tokens, max_length=50, cache="kv4")

@@ -17,7 +17,7 @@ PAGE = DOCS / "serving.md"
 
 
 @pytest.mark.optimized
-@pytest.mark.slow
+@pytest.mark.fuzz
 def test_examples():
     names = {"__name__": "docs"}
     engine, samples, interrupted, guesses, schema, threads, server = (

@@ -71,7 +71,7 @@ def test_one_program_runs_every_mix(prompts, monkeypatch):
     assert len(traces) == 1
 
 
-@pytest.mark.slow
+@pytest.mark.fuzz
 def test_a_quantized_model(prompts):
     sizes = {"hidden_size": 64, "intermediate_size": 64, "head_dim": 32, "num_layers": 1}
     config = dataclasses.replace(TINY, **sizes)

@@ -264,7 +264,7 @@ class Model(stateful.RuleBasedStateMachine):
             np.testing.assert_array_equal(got, x)
 
 
-@pytest.mark.quick(slow=2)
+@pytest.mark.quick(slow=1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_against_dense_arrays(kind):
     """A thousand operations where they are cheap, and hundreds on codes and their norms."""

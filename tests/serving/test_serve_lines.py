@@ -187,7 +187,7 @@ def test_a_pipe_gets_results_while_the_bar_is_on_a_terminal(monkeypatch):
     assert "requests" in terminal.getvalue()
 
 
-@pytest.mark.quick(slow=1)
+@pytest.mark.fuzz
 @pytest.mark.parametrize("piped", [False, True])
 def test_results_and_progress_on_a_real_terminal(tiny_folder, tmp_path, piped):
     """Standard output and error are one terminal, or the terminal shows progress alone."""

@@ -210,7 +210,7 @@ def test_errors_are_one_clear_line(arguments, message, tiny_folder, texts):
     assert result.stderr.count("\n") == 1
 
 
-@pytest.mark.slow
+@pytest.mark.fuzz
 def test_int4_weights_of_a_folder(texts, tmp_path):
     """Exact is then the same weights with an exact cache."""
     config = models.TransformerConfig(
@@ -235,7 +235,7 @@ def test_int4_weights_of_a_folder(texts, tmp_path):
     assert found["methods"]["kv4"]["text"]["divergence"] > 0
 
 
-@pytest.mark.slow
+@pytest.mark.fuzz
 @pytest.mark.filterwarnings("ignore")
 def test_a_checkpoint_with_a_tokenizer_and_a_chat_template(texts, tasks, tmp_path):
     config = models.TransformerConfig(

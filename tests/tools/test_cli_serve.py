@@ -69,7 +69,7 @@ def test_results_are_those_of_generate(tiny_folder, model, tmp_path):
     assert "(2.00x larger than bfloat16)" in result.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.fuzz
 def test_a_file_for_the_results_and_numbers_as_json(tiny_folder, tmp_path):
     file = _write(tmp_path, {"prompt": "abc"}, {"prompt": "abd", "temperature": 0.7, "top_k": 4})
     out = tmp_path / "results.jsonl"
@@ -197,7 +197,7 @@ class Letters(ByteTokenizer):
         return lambda token: "" if token is None else f"{token % 10}{token // 10 % 10}"
 
 
-@pytest.mark.slow
+@pytest.mark.fuzz
 def test_a_stop_text_ends_the_result_wherever_it_begins(model):
     letters = text_model.TextModel(model.decoder, Letters())
     whole = _serve(letters, [{"prompt": "abc", "max_new_tokens": 10}])[1]

@@ -178,7 +178,7 @@ def test_kinds_are_those_that_a_model_can_read(tokenizer):
         evaluation.Settings(("exact",), recall_kinds=("hay",))
 
 
-@pytest.mark.slow
+@pytest.mark.fuzz
 def test_the_measure_of_words():
     model = models.random_decoder(CONFIG, dtype=jnp.float32)
     measure = RecallMeasure(

@@ -62,7 +62,7 @@ def run(command, *options):
     return CliRunner().invoke(app, [command, *map(str, options)])
 
 
-@pytest.mark.fuzz
+@pytest.mark.quick(slow=1)
 @pytest.mark.parametrize("weights", ["int4", "float"])
 def test_from_text_to_texts(model, text, tmp_path, weights):
     """It learns; another run with more steps goes on; adapters change what is generated."""

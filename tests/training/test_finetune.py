@@ -404,7 +404,7 @@ class TestCommands:
         assert chosen(bounds=bounds) == Threshold(bounds)
         assert chosen("topk") == TopK()
 
-    @pytest.mark.slow
+    @pytest.mark.fuzz
     def test_train_twice_and_compare(self, tmp_path):
         models.save(tiny_model(), tmp_path / "start")
         (tmp_path / "words.txt").write_bytes(text(0, 6000))
