@@ -11,7 +11,7 @@ PAGE = DOCS / "video.md"
 
 
 @pytest.mark.optimized
-@pytest.mark.slow
+@pytest.mark.fuzz
 def test_examples():
     names = {"__name__": "docs"}
     with default_promotion():  # optax relies on it

@@ -310,7 +310,7 @@ def test_report_round_trip(result_file, tmp_path):
     assert {"benchmarks/attention.md", "decode_speed.png"} <= set(report.stale(tmp_path, docs))
 
 
-@pytest.mark.slow
+@pytest.mark.fuzz
 def test_summaries_appear_with_their_results(result_file, tmp_path, monkeypatch):
     result = _with_gpu_rows(json.loads(result_file.read_text()))
     (tmp_path / "hopper_2000-01-01.json").write_text(json.dumps(result))

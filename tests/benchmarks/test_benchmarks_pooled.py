@@ -219,7 +219,7 @@ def test_policies_beside_one_dense_run(tmp_path):
         pooled_training.policies([dense, near])
 
 
-@pytest.mark.slow
+@pytest.mark.fuzz
 def test_report_round_trip(result, tmp_path, monkeypatch):
     from turbojax import finetune
 

@@ -180,7 +180,7 @@ def model():
     return models.random_decoder(models.SHAPES["tiny"])
 
 
-@pytest.mark.slow
+@pytest.mark.fuzz
 def test_texts_are_those_of_exact_sizes(model):
     """Through GEAR, ragged, in caches that are larger than the texts, and in those that are not."""
     rng = np.random.default_rng(0)

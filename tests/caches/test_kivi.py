@@ -108,7 +108,7 @@ def test_what_is_exact_follows_the_paper():
     assert exact_values == [1, 2, 3, 4, 4, 4, 4, 4, 4, 4]
 
 
-@pytest.mark.quick(slow=2)
+@pytest.mark.quick(slow=1)
 @pytest.mark.parametrize("config", [GEAR, CONFIG], ids=["gear", "kivi"])
 def test_pieces_equal_one_call(config):
     """Of GEAR, what is appended; a prompt's factors are another matter."""
@@ -138,6 +138,7 @@ def _codes_alone(cache, side):
     return minimum + codes * scale
 
 
+@pytest.mark.slow
 def test_factors_are_those_of_a_singular_value_decomposition():
     """One pair for 64 tokens of the prompt, one for the 32 after them; none is nearer."""
     key, value = _tokens(100, 3)

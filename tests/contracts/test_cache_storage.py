@@ -123,7 +123,7 @@ def test_priorities_of_heads_come_back(tmp_path):
     assert_same_contents(loaded, cache)
 
 
-@pytest.mark.quick(slow=1)
+@pytest.mark.fuzz
 @pytest.mark.parametrize("kind", ["exact", "mixed"])
 def test_stacked_layers_come_back(tmp_path, kind):
     layers = [filled(KINDS[kind]), append(filled(KINDS[kind]), *tokens(9, 6))]
@@ -314,7 +314,7 @@ def test_a_rewritten_file_must_be_consistent(stored, tmp_path):
     refused("must be", change=describe(num_kv_heads=8))
 
 
-@pytest.mark.slow
+@pytest.mark.fuzz
 def test_like_must_fit(stored):
     wanted = filled(MIXED, 300)
     loaded, _ = load_cache(stored, like=wanted)

@@ -208,7 +208,7 @@ def run(*arguments):
         jax.config.update("jax_enable_compilation_cache", True)
 
 
-@pytest.mark.slow
+@pytest.mark.fuzz
 def test_the_command_writes_what_eval_takes(tmp_path, tiny_folder):
     text, out, results = (tmp_path / x for x in ("text.py", "cache.json", "eval.json"))
     text.write_text("def f(x):\n    return x + 1\n\n\n" * 8)

@@ -165,7 +165,7 @@ def test_many_new_tokens_attend_in_parts(kind):
         np.testing.assert_allclose(out, want, atol=2e-6)
 
 
-@pytest.mark.quick(1, slow=1)
+@pytest.mark.quick(slow=1)
 @kernel_is_slow
 @pytest.mark.parametrize("kind", ["kv4", "k8v4", "4bit", "mixed"])
 def test_several_queries_attend_at_once(kind, implementation):

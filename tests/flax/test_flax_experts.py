@@ -41,7 +41,7 @@ def exact(layer, x, routing):
     return out
 
 
-@pytest.mark.quick(slow=1)
+@pytest.mark.fuzz
 @pytest.mark.parametrize(
     ("order", "normalize"), [("before", True), ("before", False), ("after", False)]
 )
@@ -72,7 +72,7 @@ def test_a_token_does_not_depend_on_others():
     np.testing.assert_allclose(one, np.asarray(got[1].astype(jnp.float32)), rtol=2**-7, atol=1e-3)
 
 
-@pytest.mark.slow
+@pytest.mark.fuzz
 def test_what_is_trained():
     """The router, and nothing of the experts; the gradient reaches the tokens, too."""
     layer, x = make(normalize=True), tokens((9, SIZE))

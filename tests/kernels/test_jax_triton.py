@@ -276,7 +276,7 @@ def test_older_jax_triton_is_told_the_shape_by_its_old_name():
     assert (out.shape, residual.shape) == ((2, 40, 4, 48), (2, 40, 4))
 
 
-@pytest.mark.slow
+@pytest.mark.fuzz
 def test_vmap_folds_the_axis_into_the_batch():
     config = tj.TurboConfig(mode="int8", softmax=EXACT, block_q=16, block_kv=32, buffer_size=32)
     q, k, v, query_length, key_length = small()

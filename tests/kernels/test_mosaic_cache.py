@@ -94,7 +94,7 @@ def int32(*values):
     return jnp.array(values, jnp.int32)
 
 
-@pytest.mark.quick(slow=1)
+@pytest.mark.fuzz
 @pytest.mark.usefixtures("emulated")
 @pytest.mark.parametrize(
     ("name", "size", "lengths"),
@@ -211,6 +211,7 @@ def ring():
     return case, empty
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("emulated")
 @pytest.mark.parametrize(
     "store",
@@ -244,6 +245,7 @@ def test_tokens_in_rings():
     assert expected.num_blocks.tolist() == [4, 4, 0]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.usefixtures("emulated")
 @pytest.mark.parametrize("append", [mosaic_gpu.append, triton.append])
 def test_a_buffer_that_gives_up_all_of_its_blocks(append):

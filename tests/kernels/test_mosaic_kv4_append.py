@@ -84,7 +84,7 @@ def test_vectors_that_are_hard_to_round(append, kind, dim):
         np.testing.assert_array_equal(a, b)
 
 
-@pytest.mark.quick(slow=1)
+@pytest.mark.fuzz
 @pytest.mark.parametrize("tokens", [3, 40])
 def test_what_has_no_room_is_left_out_and_told(append, tokens):
     x = normal(5, (2, tokens, 2, 16))
@@ -98,7 +98,7 @@ def test_what_has_no_room_is_left_out_and_told(append, tokens):
     assert full.overflowed.tolist() == [tokens > 6, True]
 
 
-@pytest.mark.quick(first=1, slow=0)
+@pytest.mark.quick(slow=1)
 @pytest.mark.parametrize("tokens", [150, 13])
 def test_rings(append, tokens):
     """Of 128 rows more are written than there are, or they are taken in turn."""

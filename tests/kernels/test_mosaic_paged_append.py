@@ -70,7 +70,7 @@ def test_ragged_tokens(same, kv_dtype, head_dim, dtype):
     same(cache, *x, TABLES, before + count, new_lengths=integers(1, 0, 1))
 
 
-@pytest.mark.quick(first=2, slow=0)
+@pytest.mark.quick(first=1, slow=1)
 @pytest.mark.parametrize(
     ("kv_dtype", "head_dim", "dtype"),
     [("turbo_k3v2", 128, jnp.bfloat16), *pairwise(

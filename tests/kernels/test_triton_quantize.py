@@ -228,7 +228,7 @@ def test_more_padding_changes_nothing(mode):
             assert (rest == 0).all() or a.ndim == 3
 
 
-@pytest.mark.slow
+@pytest.mark.fuzz
 def test_prefill_shares_its_codes_with_the_cache():
     """The same output as attention by itself, and the cache of plain JAX."""
     query, key, value, _, lengths = tensors("head dim 80")

@@ -266,7 +266,7 @@ def _linear(kernel):
     return linear
 
 
-@pytest.mark.slow
+@pytest.mark.fuzz
 def test_a_model_of_tiny_weights_is_kept(tmp_path):
     """Powers of two between weights of a layer leave a model the same, and its quantized one near.
 

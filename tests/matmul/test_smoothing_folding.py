@@ -124,7 +124,7 @@ def difference(a: np.ndarray, b: np.ndarray) -> float:
 # Equality.
 
 
-@pytest.mark.quick(2, slow=0)
+@pytest.mark.quick(1, slow=1)
 @pytest.mark.parametrize(
     ("inputs", "cas", "pts", "rpn", "crs"),
     [

@@ -16,7 +16,7 @@ from turbojax.app.main import app
 PAGE = DOCS / "parallel.md"
 
 
-@pytest.mark.slow
+@pytest.mark.fuzz
 def test_examples():
     """In a process of its own: the number of devices is known before JAX starts."""
     code = "\n".join(examples(PAGE))

@@ -77,7 +77,7 @@ print("equal")
 """
 
 
-@pytest.mark.slow
+@pytest.mark.fuzz
 def test_over_a_mesh():
     """Heads over two devices and sequences over two: what one device computes."""
     root = Path(__file__).resolve().parents[2]

@@ -81,12 +81,12 @@ def test_several_tokens_of_codes(tokens, window):
     check(case, case.decode(case.query(np.random.default_rng(8), tokens), window, None))
 
 
-@pytest.mark.slow
+@pytest.mark.fuzz
 @pytest.mark.parametrize(
     ("devices", "max_length", "buffer_size", "stored", "is_prompt"),
     [
         (2, 100, 16, [98, 20], True),
-        pytest.param(4, 128, 48, [47, 20], False, marks=pytest.mark.slow),
+        pytest.param(4, 128, 48, [47, 20], False, marks=pytest.mark.fuzz),
     ],
     ids=["of the last device", "of the first"],
 )

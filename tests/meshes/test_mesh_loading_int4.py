@@ -130,7 +130,7 @@ def test_act_order_of_attention_cannot_be_split(tmp_path):
         models.load_decoder(path, mesh=mesh_of("model=2"))
 
 
-@pytest.mark.quick(slow=1)
+@pytest.mark.fuzz
 @pytest.mark.parametrize("name", ["dense", pytest.param("awq", marks=pytest.mark.slow)])
 def test_adapters_are_split_beside_the_weights(name, folders, tmp_path):
     path = folders["dense"]

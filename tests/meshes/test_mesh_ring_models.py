@@ -174,7 +174,7 @@ def test_a_transformer_trains_on_split_texts():
     assert_close(got, wanted, 4)
 
 
-@pytest.mark.quick(slow=1)
+@pytest.mark.fuzz
 @pytest.mark.parametrize("policy", [TopK(), LocalWindow(16)], ids=["topk", "window"])
 def test_a_transformer_with_pooled_attention_in_zigzag_order(policy):
     tokens, ids = _texts()

@@ -99,7 +99,7 @@ def test_errors_name_the_file(quantized, tmp_path):
         models.save_quantized(quantized, tmp_path, max_shard_bytes=0)
 
 
-@pytest.mark.quick(slow=1)
+@pytest.mark.fuzz
 @pytest.mark.parametrize(
     "changes",
     [

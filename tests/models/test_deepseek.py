@@ -172,6 +172,7 @@ def test_the_engine_serves_them(load):
         assert found[number].tokens == tuple(int(x) for x in want)
 
 
+@pytest.mark.slow
 def test_first_layers_without_experts_and_layers_that_predict(folder, tmp_path):
     """Files of DeepSeek-V3 hold a layer behind the last one; nothing reads it."""
     tensors = load_file(folder("deepseek-v3") / "model.safetensors")

@@ -14,7 +14,7 @@ PAGE = (Path(__file__).parents[2] / "docs" / "images.md").read_text(encoding="ut
 EXAMPLES = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
 
 
-@pytest.mark.slow
+@pytest.mark.fuzz
 def test_examples(tmp_path, monkeypatch):
     """With a tiny model under the name of a published one."""
     monkeypatch.chdir(tmp_path)

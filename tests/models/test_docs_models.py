@@ -12,7 +12,7 @@ EXAMPLES = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
 
 
 @pytest.mark.optimized
-@pytest.mark.slow
+@pytest.mark.fuzz
 def test_examples():
     names, lines = {"__name__": "docs"}, []
     for example in EXAMPLES:

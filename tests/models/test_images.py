@@ -181,14 +181,14 @@ def _check_close(decoder, images, name):
 USUAL = ("kv4", "4bit", "turbo4")
 
 
-@pytest.mark.slow
+@pytest.mark.fuzz
 @pytest.mark.parametrize("name", USUAL)
 def test_usual_caches(decoder, images, name):
     """Prompts attend exactly, whatever the cache; what it holds of them is close."""
     _check_close(decoder, images, name)
 
 
-@pytest.mark.quick(slow=2)
+@pytest.mark.quick(slow=1)
 @pytest.mark.parametrize("name", sorted({*CACHE_NAMES} - {*USUAL, "exact"}))
 def test_other_caches(decoder, images, name):
     _check_close(decoder, images, name)

@@ -235,7 +235,7 @@ class PlainExperts:
         return out if residual is None else out + residual
 
 
-@pytest.mark.quick(slow=1)
+@pytest.mark.fuzz
 @pytest.mark.parametrize("name", FEW)
 def test_quantized_experts_compute_what_their_weights_say(quantized, name):
     decoder, text = quantized(name), moe.tokens(2, 30, 3)
@@ -364,6 +364,7 @@ def test_adapters_of_attention_beside_experts(quantized):
         models.with_adapters(decoder, models.Adapters(wrong, 1.0))
 
 
+@pytest.mark.slow
 def test_unrounded_tokens_are_refused(quantized):
     with pytest.raises(NotImplementedError, match="activations='bf16' is not supported of a dec"):
         quantized(MIXED).with_activations("bf16")

@@ -47,13 +47,14 @@ def ours(tmp_path_factory):
 
 
 # `test_parity_cache.py` has the others, against what is recorded.
-@pytest.mark.quick(slow=1)
+@pytest.mark.fuzz
 @pytest.mark.parametrize("name", ["llama3.1", "qwen2-window", "gemma2", "gemma3"])
 def test_as_one_pass_over_the_whole_text(ours, theirs, name):
     expected = texts.after_prompts(theirs.logits(theirs.reference(name), texts.cached()))
     np.testing.assert_allclose(ours(name), expected, rtol=0, atol=texts.TOLERANCE)
 
 
+@pytest.mark.quick(slow=1)
 @pytest.mark.parametrize("name", ["mistral", "gemma2", "gemma3", "gemma3-odd"])
 def test_as_transformers_does_with_its_own_cache(ours, theirs, name):
     """Its prompt and its steps, left-padded as it wants them; the same prompts without padding."""

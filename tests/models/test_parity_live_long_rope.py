@@ -61,6 +61,7 @@ def test_a_plain_load_takes_the_factors_of_the_text(folder, length):
     np.testing.assert_allclose(logits, expected, rtol=0, atol=TOLERANCE)
 
 
+@pytest.mark.fuzz
 @pytest.mark.parametrize("longest", [20, 40])
 def test_padding_does_not_make_a_text_long(folder, longest):
     """By the longest text of the batch, as transformers has it, and not by the batch's width."""

@@ -20,7 +20,7 @@ def theirs():
     return torch_helpers
 
 
-@pytest.mark.quick(slow=2)
+@pytest.mark.quick(slow=1)
 @pytest.mark.parametrize("name", moe.CONFIGS)
 def test_logits_and_greedy_texts(theirs, name, tmp_path):
     decoder = moe.load(name, tmp_path)
@@ -35,6 +35,7 @@ def test_logits_and_greedy_texts(theirs, name, tmp_path):
     np.testing.assert_array_equal(got, want)
 
 
+@pytest.mark.quick(slow=1)
 @pytest.mark.parametrize("name", moe.CONFIGS)
 def test_folders_of_each_other(theirs, name, tmp_path):
     """What `transformers` writes is read, and all of what is written here."""

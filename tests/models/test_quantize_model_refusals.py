@@ -38,6 +38,7 @@ def quantized(model, calibration) -> models.QuantizedDecoder:
     return models.quantize_model(model, calibration)
 
 
+@pytest.mark.slow
 def test_bad_calls_say_what_is_wrong(model, quantized, calibration, tmp_path):
     with pytest.raises(ValueError, match="tokens=None: RPN and CRS need text"):
         models.quantize_model(model)

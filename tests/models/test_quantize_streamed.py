@@ -129,6 +129,7 @@ def test_tables_of_an_opened_decoder_are_read_once(folder, tokens, monkeypatch):
     np.testing.assert_allclose(got, models.token_bits(loaded, tokens), atol=1e-3)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_that_changes_meanwhile_is_refused(folder, tokens, tmp_path):
     models.save(models.load_transformer(folder), tmp_path)
     opened = models.open_decoder(tmp_path)

@@ -103,6 +103,7 @@ def test_samples_are_the_engines(client, alone):
     assert [c.message.content for c in found.choices] == [text_of(result) for result in results]
 
 
+@pytest.mark.slow
 def test_penalties_bias_and_stops_are_the_engines(client, alone):
     request = Request(
         tokens_of(PROMPTS[0]),

@@ -89,7 +89,7 @@ def test_the_oldest_go_first(tmp_path):
     cli_programs.remove_oldest(tmp_path / "nowhere", 0)
 
 
-@pytest.mark.quick(slow=1)
+@pytest.mark.fuzz
 @pytest.mark.parametrize("broken", [b"", b"no program", None])
 def test_a_broken_program_is_compiled_and_kept_anew(
     broken, settings, tmp_path, monkeypatch, capsys

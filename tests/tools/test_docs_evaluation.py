@@ -27,7 +27,7 @@ def test_the_task_of_the_page(tmp_path):
     assert len(tasks.identity["checksum"]) == 16
 
 
-@pytest.mark.slow
+@pytest.mark.fuzz
 def test_python():
     exact, kv4 = run(PYTHON).splitlines()
     assert exact == "exact +0.000 100%"

@@ -350,6 +350,7 @@ def no_orbax_log():
 
 @pytest.mark.usefixtures("no_orbax_log")
 class TestResuming:
+    @pytest.mark.quick(2)
     @pytest.mark.parametrize("name", OPTIMIZERS)
     def test_the_state_of_each_optimizer(self, tmp_path, name):
         settings = dataclasses.replace(SETTINGS, optimizer_name=name, schedule_name="wsd")

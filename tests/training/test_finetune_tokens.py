@@ -140,6 +140,7 @@ def marks(size, seed=3) -> np.ndarray:
     return np.random.default_rng(seed).random(size) < 0.3
 
 
+@pytest.mark.slow
 def test_tokens_that_do_not_count_are_only_read():
     """The mean in float64 over those that do; a step without any moves nothing."""
     stream, model = tokens(), word_model()
@@ -166,6 +167,7 @@ def test_tokens_that_do_not_count_are_only_read():
         finetune.Trainer(model, SETTINGS, stream, learn=learn[1:])
 
 
+@pytest.mark.slow
 def test_adapters_learn_what_counts():
     config = dataclasses.replace(WORDS, hidden_size=32, intermediate_size=64)
     decoder = models.random_quantized_decoder(config, dtype=jnp.float32)

@@ -86,6 +86,7 @@ def test_gradients_are_those_of_the_merged_weights(decoder):
                 assert np.linalg.norm(want) > 1e-4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.fuzz)])
 def test_new_adapters_change_nothing(decoder, dtype):
     """Not a bit: `B` is zero, so the first loss is the base model's."""
@@ -168,7 +169,7 @@ def test_a_run_resumes_to_the_bit(decoder, tmp_path):
     assert files[0].read_bytes() == files[1].read_bytes()
 
 
-@pytest.mark.slow
+@pytest.mark.fuzz
 def test_folders_take_adapters(tmp_path):
     """`load_decoder` puts them beside the weights; merged into a Transformer they are a folder."""
     model = models.Transformer(BIASED, rngs=nnx.Rngs(2))

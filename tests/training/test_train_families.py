@@ -67,7 +67,7 @@ def test_no_family_is_left_out():
         assert config_of(family).family == family
 
 
-@pytest.mark.quick(first=1, slow=1)
+@pytest.mark.quick(slow=2)
 @pytest.mark.parametrize("family", VARIANTS)
 def test_two_steps_and_the_folder(family, tmp_path):
     """The loss falls, every weight gets a gradient, and what is saved has the same logits."""
