@@ -66,3 +66,11 @@ def test_prose_agrees_with_the_record():
     exact = last.pop("exact")
     assert max(last.values()) < 1.01 * min(last.values())
     assert min(last.values()) > 1.05 * exact
+
+
+def test_prose_agrees_with_the_times():
+    """docs/video.md: what choosing the levels took."""
+    _, result = newest(readme.RESULTS, ("pooled_video",))
+    chosen = [row["us"] for row in result["rows"] if row["operation"] == "pooled-select"]
+    text = f"took {min(chosen):.0f} to {max(chosen):.0f} us"
+    assert text in " ".join((readme.ROOT / "docs" / "video.md").read_text().split())
