@@ -307,7 +307,7 @@ def test_what_stands_beyond_the_length_is_not_seen(implementation):
     check_beyond_the_length(run(implementation))
 
 
-@pytest.mark.quick(slow=1)
+@pytest.mark.fuzz
 @kernel_is_slow
 def test_transforms(implementation):
     """Eager and jitted, vmap over layers, scan: the same numbers; twice the same bits.

@@ -42,7 +42,7 @@ def _visible(shape, blocks, is_causal, query_length, key_length):
     return seen.reshape(shape[0], blocks[0], shape[1], blocks[1]).any((1, 3))
 
 
-@pytest.mark.slow
+@pytest.mark.fuzz
 @hypothesis.settings(max_examples=12)
 @hypothesis.given(
     data=st.data(),

@@ -148,7 +148,7 @@ def test_half_precision(implementation, kv_dtype):
     matches(implementation, normal(5, (2, 2, 4, 64), dtype), cache, tables, lengths)
 
 
-@pytest.mark.quick(slow=1)
+@pytest.mark.fuzz
 @kernel_and_reference
 def test_page_sizes_do_not_matter(implementation, kv_dtype):
     """Tiles of several pages, of one, and of a part of one; a table that ends within a tile."""

@@ -248,7 +248,7 @@ def test_levels_and_lengths_have_no_gradient():
             assert gradient.dtype == jax.dtypes.float0
 
 
-@pytest.mark.slow
+@pytest.mark.fuzz
 def test_vmap():
     """Over everything at once, and over queries and levels with shared keys."""
     q, k, v, levels, *_ = operands(SMALL)

@@ -229,7 +229,7 @@ def test_a_sink_of_minus_infinity_is_none():
     assert not np.asarray(got[1][-1]).any()
 
 
-@pytest.mark.slow
+@pytest.mark.fuzz
 def test_vmap_and_second_derivatives():
     case = CASES["segments"]
     arrays = operands(case)

@@ -60,7 +60,7 @@ def test_level_1_everywhere_generates_what_exact_attention_does(shallow):
     np.testing.assert_array_equal(one, two)
 
 
-@pytest.mark.slow
+@pytest.mark.fuzz
 def test_prompt_is_cached_token_by_token(model):
     """What the first layer caches does not depend on attention, whatever the levels are."""
     tokens = _tokens(1, 200)
@@ -76,7 +76,7 @@ def test_prompt_is_cached_token_by_token(model):
     assert float(jnp.max(jnp.abs(pooled.logits - dense.logits))) > 1e-3
 
 
-@pytest.mark.slow
+@pytest.mark.fuzz
 def test_logits_are_those_of_a_forward_pass_with_pooled_attention(shallow):
     """All prompts at once, or in turn."""
     tokens = _tokens(2, 150)

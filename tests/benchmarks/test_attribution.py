@@ -59,7 +59,7 @@ def test_an_exact_variant_is_causal_attention() -> None:
     np.testing.assert_allclose(found, wanted, atol=2e-4)
 
 
-@pytest.mark.slow
+@pytest.mark.fuzz
 def test_what_is_rounded_shows_after_the_prompt_alone() -> None:
     query, key, value = _numbers(2, heads=4), _numbers(3), _numbers(4)
     exact, _ = _EXACT(query, key, value, jnp.ones((), bool))

@@ -160,7 +160,7 @@ def model_result(tmp_path_factory):
     return _run(tmp_path_factory.mktemp("run"), "fireq_model")
 
 
-@pytest.mark.slow
+@pytest.mark.fuzz
 def test_a_quick_run_measures_and_compares(result):
     rows = {row["name"]: row for row in result["rows"]}
     assert set(result["ceilings"]) == {"copy", "bf16", "fp8"}
@@ -208,7 +208,7 @@ def test_a_quick_run_of_models(model_result):
         assert row["tokens_per_second"] == pytest.approx(2 * 24 / (1e-6 * row["us"]))
 
 
-@pytest.mark.slow
+@pytest.mark.fuzz
 def test_the_prefill_is_that_of_start():
     call = _build(fireq_model.prefill("tiny", 4, 24), "int4-kv4")
     call = dataclasses.replace(call, count=2)
@@ -264,7 +264,7 @@ def test_failures_are_rows(monkeypatch):
     assert {row["reason"] for row in late} == {tables.OUT_OF_TIME}
 
 
-@pytest.mark.slow
+@pytest.mark.fuzz
 def test_report_round_trip(result, decode_result, model_result, tmp_path, monkeypatch):
     docs = copied_docs(tmp_path)
     page = "benchmarks/int4.md"

@@ -148,7 +148,7 @@ def test_a_step_is_that_of_generation():
     assert TINY.held + families._STEPS + families._OTHER_STEPS <= TINY.tokens
 
 
-@pytest.mark.slow
+@pytest.mark.fuzz
 def test_layers_go_on_from_full_caches():
     """Of flax's; the quick run below compares ours with it."""
     layer, method = TINY_LAYER, "nnx"
@@ -371,7 +371,7 @@ def test_other_weights_are_noticed(tmp_path):
         loading_worker._check("load_decoder", tmp_path, model)
 
 
-@pytest.mark.slow
+@pytest.mark.fuzz
 def test_a_process_that_fails_is_a_failed_row(monkeypatch, tmp_path):
     def truncated(group, folder):
         (folder / "model.safetensors").write_bytes(b"short")

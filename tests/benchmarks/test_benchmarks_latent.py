@@ -38,7 +38,7 @@ def test_what_is_counted():
         assert needs.operations == 2 * s.batch * s.heads * s.length * (s.latent * 2 + s.rope)
 
 
-@pytest.mark.slow
+@pytest.mark.fuzz
 def test_a_quick_run_measures_and_compares(tmp_path):
     out = tmp_path / "latent.json"
     options = ["--quick", "--repetitions", "2", "--filter", "^(?!.*mosaic)"]

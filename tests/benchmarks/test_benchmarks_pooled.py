@@ -127,7 +127,7 @@ def test_a_quick_run_measures_and_compares(result):
         assert "mosaic_gpu: needs" in refused["reason"]
 
 
-@pytest.mark.slow
+@pytest.mark.fuzz
 def test_a_wrong_output_is_a_failed_row(monkeypatch):
     """NaN in a head that is not compared is found too."""
     rows = pooled.SUITE.rows("pooled/.*384/all-1/xla|select.*384/top-k", quick=True)

@@ -124,7 +124,7 @@ class TestModels:
             token = after[token]
             assert np.array_equal(found[:, step], token)
 
-    @pytest.mark.slow
+    @pytest.mark.fuzz
     def test_by_hand_tokens_are_those_of_a_session(self):
         group = dataclasses.replace(QUICK["batch"], prompts_at_a_time=2)
         model = models.random_decoder(group.config, dtype=jnp.float32)
@@ -268,7 +268,7 @@ class TestMeasuring:
         assert stock.engine(*_row("int4/engine")) is not first
         assert made == [("bf16", 8192), 8192, 131072, ("int4", 8192), 8192]
 
-    @pytest.mark.slow
+    @pytest.mark.fuzz
     def test_what_fails_leaves_no_engine(self, monkeypatch):
         dropped, found = [], []
 

@@ -38,7 +38,7 @@ def _ignore(count: int) -> None:
     pass
 
 
-@pytest.mark.quick(slow=1)
+@pytest.mark.fuzz
 @pytest.mark.parametrize("name", PLANTED)
 def test_planting_changes_nothing_but_makes_keys_and_weights_uneven(shallow, text, name):
     planted = ablation.plant(shallow, ablation.OUTLIERS[name])

@@ -163,7 +163,7 @@ def test_a_cache_comes_back_from_a_file(tmp_path):
     assert (tmp_path / "cache").stat().st_size < 24 * 2 * (16 + 2 + 8 + 2) + 4096
 
 
-@pytest.mark.slow
+@pytest.mark.fuzz
 def test_in_one_pass_is_what_decoding_attends_to():
     """Prompts aside, a model is scored at once as it would decode token by token."""
     query, key, value = (normal(30 + i, (2, 12, heads, 16)) for i, heads in enumerate((4, 2, 2)))

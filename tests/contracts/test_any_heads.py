@@ -208,7 +208,7 @@ def test_storing_lowers(monkeypatch, implementation, heads):
 # Models ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.quick(slow=1)
+@pytest.mark.fuzz
 @pytest.mark.parametrize("heads", [1, 3])
 def test_models_generate_through_it(heads):
     """Prompts in blocks, and steps; near the exact cache, within what the codes lose."""

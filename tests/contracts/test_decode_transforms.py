@@ -29,7 +29,7 @@ def test_eager_equals_jit():
     np.testing.assert_allclose(eager, decode(query, stored(), "xla")[0], atol=2e-6)
 
 
-@pytest.mark.slow
+@pytest.mark.fuzz
 def test_generation_under_scan():
     """Append and decode in a scanned loop, the cache carried and donated, across a flush."""
     steps, implementation = 40, "triton"

@@ -24,7 +24,7 @@ from turbojax.kv import PooledAttention, attend_new_tokens, attend_prompt, init_
 from turbojax.rotary import Rope
 
 
-@pytest.mark.quick(slow=1)
+@pytest.mark.fuzz
 @pytest.mark.parametrize("kind", ["exact", "4bit", "kv4", "k8v4", "turbo4"])
 def test_caches_are_those_of_the_package(kind):
     """Bit for bit the same as by hand: heads, a prompt, new tokens across a block's end."""

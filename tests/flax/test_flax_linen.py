@@ -60,7 +60,7 @@ def equal(a, b):
         np.testing.assert_array_equal(x, y)
 
 
-@pytest.mark.quick(slow=1)
+@pytest.mark.fuzz
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_same_parameters_same_results(variant):
     """Bit for bit, both ways, whole and through a cache."""

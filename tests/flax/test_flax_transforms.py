@@ -116,7 +116,7 @@ def test_donation():
     equal(layer.cache, other.cache)
 
 
-@pytest.mark.slow
+@pytest.mark.fuzz
 def test_gradient_is_the_slope():
     """Of exact attention: against differences of the float64 oracle along random directions."""
     layer, x = module(cache="exact", qkv_bias=True, qk_norm_eps=1e-3), tokens(6)

@@ -211,7 +211,7 @@ def ring():
     return case, empty
 
 
-@pytest.mark.slow
+@pytest.mark.fuzz
 @pytest.mark.usefixtures("emulated")
 @pytest.mark.parametrize(
     "store",

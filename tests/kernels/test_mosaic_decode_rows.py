@@ -232,7 +232,7 @@ def test_options(here, case, size):
     compare(here, cache, q, rows=16, size=size, **OPTIONS[case])
 
 
-@pytest.mark.quick(slow=1)
+@pytest.mark.fuzz
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize(("softmax", "dtype"), [("sas", jnp.bfloat16), ("sas-2", jnp.float16)])
 def test_other_softmaxes_blocks_and_dtypes(here, softmax, dtype, size):
@@ -388,7 +388,7 @@ def arrays(cache, q, query_length, parts):
     )  # fmt: skip
 
 
-@pytest.mark.quick(slow=1)
+@pytest.mark.fuzz
 @pytest.mark.parametrize("window", [None, (100, 0)])
 @pytest.mark.parametrize(("team", "stages"), [(1, 1), (2, 2), (1, 2), (2, 3)])
 @pytest.mark.parametrize(("length", "appended"), [(9 * 64, 3), (700, 3)])

@@ -98,7 +98,7 @@ def test_what_has_no_room_is_left_out_and_told(append, tokens):
     assert full.overflowed.tolist() == [tokens > 6, True]
 
 
-@pytest.mark.quick(slow=1)
+@pytest.mark.fuzz
 @pytest.mark.parametrize("tokens", [150, 13])
 def test_rings(append, tokens):
     """Of 128 rows more are written than there are, or they are taken in turn."""

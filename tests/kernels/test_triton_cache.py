@@ -144,7 +144,7 @@ def test_an_empty_cache_fixes_its_scales_by_the_first_tokens(name):
     assert_appends_the_same(new(case), key, value.at[0, :20].set(0))
 
 
-@pytest.mark.slow
+@pytest.mark.fuzz
 def test_given_scales():
     case = CASES["4 bits"]
     cache = new(case, key_scale=0.011, value_scale=jnp.array([0.01, 0.5, 1e-37, 3e36]))

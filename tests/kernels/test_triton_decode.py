@@ -32,7 +32,7 @@ TAKEN = [name for name, heads in MODELS.items() if heads.query // heads.kv <= 64
 
 
 @pytest.mark.optimized
-@pytest.mark.slow
+@pytest.mark.fuzz
 def test_odd_groups_and_the_largest_head_dim():
     cache = under(filled((), (150,), (3,), 2, 256))
     assert_matches_reference(queries(1, 2, 1, 6, 256), cache)

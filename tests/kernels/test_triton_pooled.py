@@ -101,7 +101,7 @@ RAGGED = Case(203, 71, block_q=64, block_kv=32, is_causal=True, scale=-0.4)
 
 
 # All levels at once are in `test_equals_the_oracle`.
-@pytest.mark.quick(slow=1)
+@pytest.mark.fuzz
 @pytest.mark.parametrize("level", [8, 2, 0])
 def test_each_level_causal_with_a_partial_group(level):
     check(dataclasses.replace(RAGGED, probabilities=CASES[f"level {level}"].probabilities))

@@ -120,7 +120,7 @@ def int4(w: np.ndarray) -> np.ndarray:
 KEYS_ONLY = {"cas": False, "pts": False}
 
 
-@pytest.mark.slow
+@pytest.mark.fuzz
 def test_smoothing_lowers_the_error_of_int4_keys(samples):
     sample = samples[-1]
     planted = sm.plant_outliers(sample.layer, seed=1)

@@ -276,7 +276,7 @@ def test_zero_columns_pairs_and_projections_stay_finite():
 # Dtypes, transforms, refusals.
 
 
-@pytest.mark.slow
+@pytest.mark.fuzz
 def test_narrow_weights_are_folded_in_float32():
     layer = random_layer(dtype=jnp.bfloat16)
     wide = jax.tree.map(lambda x: np.asarray(x, np.float32), layer)

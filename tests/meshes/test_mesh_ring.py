@@ -313,7 +313,7 @@ def test_numbers_of_devices(devices):
     assert_close(got, wanted, devices)
 
 
-@pytest.mark.quick(slow=1)
+@pytest.mark.fuzz
 @pytest.mark.parametrize(
     ("order", "options"),
     [

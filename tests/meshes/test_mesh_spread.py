@@ -50,7 +50,7 @@ def test_others_have_the_bits_of_one_device(name, kind):
     check(calls()[name], mesh_of(2, 4, kind))
 
 
-@pytest.mark.quick(slow=1)
+@pytest.mark.fuzz
 @pytest.mark.parametrize("shape", [(1, 1), (2, 1), (1, 2), (4, 2), (4, 1), (1, 4)])
 def test_on_other_meshes(shape):
     for kind, name in itertools.product((AUTO, EXPLICIT), ("append", "decode")):

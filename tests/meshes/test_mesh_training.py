@@ -94,7 +94,7 @@ def of_bits(run: finetune.Trainer) -> np.ndarray:
     return run.bits(tokens, run.attend)
 
 
-@pytest.mark.slow
+@pytest.mark.fuzz
 def test_tokens_over_a_ring(one):
     """Sequences over two devices, and the tokens of each over two: attention is a ring."""
     run = trainer(Axes.of(jax.make_mesh((2, 2), ("data", "sequence"))))
@@ -127,7 +127,7 @@ def test_pooled_and_packed():
         np.testing.assert_allclose(of_bits(run), of_bits(expected), atol=1e-4)
 
 
-@pytest.mark.slow
+@pytest.mark.fuzz
 def test_layers_with_experts_and_layers_without(tmp_path):
     """In two stacks, whose matrices are split along other axes; also read onto the mesh."""
     mixed = moe_helpers.CONFIGS["qwen3-moe-mixed"]

@@ -33,7 +33,7 @@ def load(folder):
     return functools.cache(lambda name: models.load_decoder(folder(name)))
 
 
-@pytest.mark.quick(slow=1)
+@pytest.mark.fuzz
 @pytest.mark.parametrize("name", NAMES[::-1])
 def test_absorbed_form_is_the_expanded_one(load, name):
     """Through caches of latents, token by token: what transformers computes, as recorded."""

@@ -143,7 +143,7 @@ def test_batches_of_other_lengths_compile_nothing(model, compiled, options):
     assert compiled() == begun
 
 
-@pytest.mark.quick(slow=1)
+@pytest.mark.fuzz
 @pytest.mark.parametrize("length", [5, 45, 70])
 @pytest.mark.parametrize("cache", CACHES)
 def test_texts_are_those_of_exact_sizes(model, cache, length):
@@ -228,7 +228,7 @@ def test_longrope_has_the_factors_of_the_tokens_asked_for(tmp_path):
     assert not np.array_equal(short, long[:, :12])
 
 
-@pytest.mark.quick(slow=1)
+@pytest.mark.fuzz
 @pytest.mark.parametrize("policy", ["window", "topk"])
 def test_prompts_of_pooled_attention_keep_their_size(model, policy):
     pooled = models.pooled_by_name(policy, window=16 if policy == "window" else None, block_size=16)

@@ -78,7 +78,7 @@ def test_seeds_make_equal_prompts_differ_and_runs_repeat(model, tokens):
     )
 
 
-@pytest.mark.slow
+@pytest.mark.fuzz
 def test_draws_are_those_of_an_engine(model, tokens):
     made = models.Engine(
         model, num_pages=12, page_size=16, max_sequences=2, max_length=32, step_tokens=16

@@ -200,7 +200,7 @@ def test_experts_against_an_oracle(folder, count):
     )
 
 
-@pytest.mark.quick(slow=1)
+@pytest.mark.fuzz
 @pytest.mark.parametrize("kind", ["floats", "mxfp4"])
 def test_int4_experts_are_close(folder, packed, kind):
     """MXFP4 rounded again to INT4 with e4m3 tokens loses what floats lose, and no more."""

@@ -204,7 +204,7 @@ def _losses(graph, state, vision, tokens, pixels):
     return -jnp.sum(picked[..., 0] * text) / jnp.sum(text)
 
 
-@pytest.mark.slow
+@pytest.mark.fuzz
 def test_gradients_are_those_of_transformers(model, vision):
     """Of the text tokens' loss, by weights of text model, projector and tower."""
     graph, state = nnx.split(model)

@@ -275,7 +275,7 @@ def test_rounded_experts_are_near(decoder, count):
         assert 0.02 < relative(np.asarray(got), np.asarray(exact)) < 0.25
 
 
-@pytest.mark.slow
+@pytest.mark.fuzz
 @pytest.mark.parametrize("name", FEW)
 def test_quantized_layer_by_layer_saved_and_loaded(folder, quantized, name, tmp_path):
     decoder = quantized(name)
@@ -314,7 +314,7 @@ def test_texts_continue_through_caches_as_in_one_pass(decoder, quantized, name, 
     np.testing.assert_array_equal(texts, logits(model, whole).argmax(-1)[:, 11:-1])
 
 
-@pytest.mark.quick(slow=1)
+@pytest.mark.fuzz
 @pytest.mark.parametrize("kind", ["float", "quantized"])
 def test_the_engine_serves_them(decoder, quantized, kind):
     """Prompts of other lengths, side by side, and in chunks: the texts of `generate`."""

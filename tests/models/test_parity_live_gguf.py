@@ -104,6 +104,7 @@ def test_smollm2_reads_and_computes_as_in_transformers(torch, transformers):
     assert differs(found, expected) < 2e-5
 
 
+@pytest.mark.fuzz
 def test_openais_client_chats_with_a_gguf_file(tmp_path):
     """The template, ends and tokens of the file, through the server; guesses change nothing."""
     metadata = filled(byte_level_metadata())

@@ -83,6 +83,7 @@ def test_factors_are_seen():
     assert np.abs(apart).max() > 100 * TOLERANCE
 
 
+@pytest.mark.fuzz
 def test_greedy_texts(decoder):
     """Prompt and new tokens together on one side of the border: exactly those of transformers."""
     ids = hf.tokens(2, 22)
@@ -114,6 +115,7 @@ def test_a_session_across_the_border_has_the_long_factors_and_says_so(decoder):
     models.start(short, jnp.asarray(ids[:, :20]), max_length=ORIGINAL)
 
 
+@pytest.mark.fuzz
 def test_an_engine_chooses_by_its_longest_request(decoder):
     def engine(max_length):
         return Engine(decoder, num_pages=8, page_size=16, max_sequences=2, max_length=max_length)

@@ -394,7 +394,7 @@ def test_progress_is_told(model, calibration):
     assert told == ([("calibration", 40)] * 3 + [("layers", 1)]) * 2
 
 
-@pytest.mark.slow
+@pytest.mark.fuzz
 def test_random_quantized_decoders():
     config = dataclasses.replace(models.SHAPES["tiny"], intermediate_size=100)
     decoder = models.random_quantized_decoder(config, scale_dtype="bf16", quantize_head=True)

@@ -145,7 +145,7 @@ def test_a_row_depends_on_itself_alone():
                 assert one[i].tobytes() == other[i].tobytes()
 
 
-@pytest.mark.slow
+@pytest.mark.fuzz
 @pytest.mark.optimized
 def test_a_row_does_not_depend_on_what_else_the_program_could_do():
     """A row that wants nothing, and one that wants log-probabilities, in every program."""

@@ -116,7 +116,7 @@ def oracle(made, prompts, results, kv_dtype, alone) -> list[np.ndarray]:
     ]
 
 
-@pytest.mark.quick(slow=1)
+@pytest.mark.fuzz
 @pytest.mark.parametrize(
     ("windows", "options"),
     [

@@ -168,7 +168,7 @@ def ends(runs: list[subprocess.Popen], victim: int, *reasons: str) -> list[str]:
     return [out, first + rest]
 
 
-@pytest.mark.slow
+@pytest.mark.fuzz
 def test_training_and_an_end_in_good_order(tmp_path):
     """By the command: the losses of one process, whose checkpoints are the same."""
     models.save(tiny_model(), tmp_path / "start")

@@ -176,7 +176,7 @@ def test_the_loss_is_scaled_in_float16_alone():
     assert finetune.Settings(precision="float16").loss_scale == 4096
 
 
-@pytest.mark.slow
+@pytest.mark.fuzz
 def test_a_gradient_in_float16_is_that_in_float32():
     """To a few roundings of 2**-11, where tokens are many; without a scale most of it is lost."""
     more = 2**14  # times the 64 tokens that there are

@@ -82,7 +82,7 @@ def test_broken_and_unknown_things_are_reported(monkeypatch):
     assert (fails.chosen, runs.chosen) == (None, "xla")
 
 
-@pytest.mark.slow
+@pytest.mark.fuzz
 def test_what_was_not_measured_is_marked(monkeypatch):
     """On Blackwell Mosaic's decode runs, and its prefill does not."""
     monkeypatch.setattr(_device, "gpu_compute_capability", lambda: 10.0)

@@ -99,7 +99,7 @@ def test_bytes_are_those_allocated(model):
     assert scoring.cache_bytes(model, CONTEXT, "exact") > 1.9 * found.exact_cache_bytes
 
 
-@pytest.mark.slow
+@pytest.mark.fuzz
 def test_nan_stays_in_its_window(model):
     """And where there is no next token, none agrees."""
     windows = np.where(tokens() == 7, 8, tokens())

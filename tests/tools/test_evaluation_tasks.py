@@ -248,6 +248,7 @@ class TestTasks:
         paths = [str(files / f"{name}.yaml") for name in names]
         return evaluation.TaskMeasure(paths, ByteTokenizer([0]), batch_size=2, **options)
 
+    @pytest.mark.fuzz
     def test_values_are_those_of_the_exact_model(self, files, model, monkeypatch, tmp_path):
         """Of a file and its data, read by lm-eval and answered through exact caches."""
         monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")

@@ -372,7 +372,7 @@ class TestResuming:
         ):
             np.testing.assert_array_equal(one, two)
 
-    @pytest.mark.quick(slow=1)
+    @pytest.mark.fuzz
     @pytest.mark.parametrize(("optimizer", "remat"), [("adafactor", "attention"), ("muon", "full")])
     def test_a_run_in_parts_ends_with_the_same_bits(self, tmp_path, optimizer, remat):
         settings = dataclasses.replace(

@@ -161,7 +161,7 @@ def requests(tmp_path):
     return file
 
 
-@pytest.mark.slow
+@pytest.mark.fuzz
 def test_while_serve_compiles(requests, tmp_path):
     out = tmp_path / "out.jsonl"
     command = turbojax("serve", str(requests), "--out", str(out), "--no-compilation-cache")

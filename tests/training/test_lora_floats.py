@@ -137,7 +137,7 @@ def test_latent_attention(name, tmp_path):
     jax.tree.map(np.testing.assert_array_equal, loaded, adapters)
 
 
-@pytest.mark.slow
+@pytest.mark.fuzz
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
 def test_a_run_resumes_to_the_bit(decoder, tmp_path):
     """In parts, by Muon, with layers that are computed again and tokens that do not count."""

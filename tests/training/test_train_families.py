@@ -94,7 +94,7 @@ def test_two_steps_and_the_folder(family, tmp_path):
     np.testing.assert_allclose(moe_helpers.logits(short, np.asarray(tokens)), want, atol=1e-4)
 
 
-@pytest.mark.slow
+@pytest.mark.fuzz
 def test_long_rope_trains_with_the_factors_of_its_context():
     """Those of short texts, as generation has them; the exported config is that of long ones."""
     config = config_of("phi3")
