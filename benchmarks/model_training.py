@@ -55,7 +55,7 @@ class Plan:
 
 
 # Of a step's 65,536 tokens each.
-PLANS = [Plan(8192, 8, 60, 3), Plan(16384, 4, 60, 3), Plan(32768, 2, 30, 1)]
+PLANS = [Plan(8192, 8, 120, 3), Plan(16384, 4, 60, 3), Plan(32768, 2, 90, 3)]
 
 
 def library_tokens(tokenizer: Any, separator: int) -> tuple[np.ndarray, np.ndarray]:

@@ -21,8 +21,6 @@ NAMES = (
     "06_packed_finetuning",
 )
 SECONDS = 600  # a cell, while other tests run beside it
-# Those whose committed outputs are not a GPU's: the session's time on one ended while it ran.
-RAN_ON_A_CPU = {"04_paged_turbo4", "06_packed_finetuning"}
 # Folders of one machine: an output that names one came from somewhere else than it should say.
 MACHINE = re.compile(r"/(?:home|root|work|tmp|Users|usr|opt|var)/\w")
 
@@ -197,10 +195,9 @@ def test_the_install_cells_differ_in_their_extras_alone():
         assert re.search(rf"^{name} = \[", project, re.MULTILINE)
 
 
-def test_it_is_committed_as_it_ran(notebook, request):
+def test_it_is_committed_as_it_ran_on_a_gpu(notebook):
     _assert_ran(notebook)
-    name = request.node.callspec.id
-    assert ("NVIDIA" in _text(notebook)) == (name not in RAN_ON_A_CPU)
+    assert "NVIDIA" in _text(notebook)
 
 
 def test_its_outputs_name_no_folder_of_a_machine(notebook):
