@@ -152,7 +152,7 @@ def test_sinks_take_their_share(kind, tokens):
         close((got, lse), (want_out, want))
 
 
-@pytest.mark.quick(2, slow=2)
+@pytest.mark.quick(slow=1)
 @pytest.mark.parametrize("kind", SOME)
 def test_outputs_are_rounded_once(kind):
     """In 16 bits, sinks are applied to what was not rounded yet; float32 is on request."""
@@ -232,6 +232,7 @@ def test_exact_decode_has_a_gradient_with_sinks():
     assert d_sinks[3] == 0
 
 
+@pytest.mark.slow
 def test_kivi_takes_sinks():
     key, value = tensors()
     empty = kivi.init_cache(len(LENGTHS), ROOM, KV_HEADS, HEAD_DIM, dtype=jnp.float32)

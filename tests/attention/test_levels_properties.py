@@ -111,6 +111,7 @@ def test_transforms_give_the_same_bits():
     assert np.array_equal(eager, scanned)
 
 
+@pytest.mark.slow
 def test_sequences_and_heads_do_not_matter_to_each_other():
     query, key = _normal(4, (2, 64, 4, 8)), _normal(5, (2, 64, 2, 8))
     options = {**BLOCKS, "is_causal": True}

@@ -320,6 +320,7 @@ def temporary_bytes(tokens, is_causal=True):
     return jax.jit(call).lower(x, levels).compile().memory_analysis().temp_size_in_bytes
 
 
+@pytest.mark.slow
 def test_memory_grows_with_tokens_not_with_their_square():
     small, large = temporary_bytes(4096), temporary_bytes(8192)
     assert large <= 2.3 * small

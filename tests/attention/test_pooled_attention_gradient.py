@@ -113,6 +113,7 @@ def test_float64(name):
         assert worst(x, y) < 1e-12
 
 
+@pytest.mark.slow
 def test_float32_where_64_bits_are_enabled():
     case = CASES["both lengths, causal"]
     arrays = operands(case)
@@ -238,6 +239,7 @@ def test_grad_outside_and_inside_jit():
     assert_all_close(inside, want)
 
 
+@pytest.mark.slow
 def test_levels_and_lengths_have_no_gradient():
     """Integers: jax's float0, not zeros of some dtype."""
     q, k, v, levels, *_ = operands(SMALL)
@@ -320,6 +322,7 @@ def temporary_bytes(tokens):
     return jax.jit(jax.grad(of)).lower(x, levels).compile().memory_analysis().temp_size_in_bytes
 
 
+@pytest.mark.slow
 def test_memory_grows_with_tokens_not_with_their_square():
     small, large = temporary_bytes(4096), temporary_bytes(8192)
     assert large <= 2.3 * small

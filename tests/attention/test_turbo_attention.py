@@ -130,7 +130,7 @@ BLOCKS = [
 ]
 
 
-@pytest.mark.quick(1)
+@pytest.mark.quick(slow=1)
 @pytest.mark.parametrize(("implementation", "mode", "softmax", "block_q", "block_kv"), BLOCKS)
 def test_other_block_sizes(implementation, mode, softmax, block_q, block_kv):
     """Scales follow the blocks; a program's tile of queries may hold several, or part of one."""
@@ -163,7 +163,7 @@ def test_scales_that_are_not_positive(implementation, scale):
     assert_matches_oracle(q, k, v, tj.TurboConfig.paper(softmax=EXACT), implementation, scale=scale)
 
 
-@pytest.mark.quick(1)
+@pytest.mark.quick(slow=1)
 @pytest.mark.parametrize(
     ("threshold", "implementation"),
     [(-2.0, "xla"), (-12.0, "triton")],

@@ -56,6 +56,7 @@ def test_the_table_has_speed_error_and_cost(tmp_path):
     assert "cpu: `attention_quality_2026-01-02.json`. H: `hopper_2026-01-02.json`." in text
 
 
+@pytest.mark.fuzz
 def test_the_default_keeps_its_error_bound_on_normal_tensors():
     """And the float64 softmax agrees with what it is measured against."""
     empty = tuple(jnp.zeros((0, 400, heads, 64), jnp.bfloat16) for heads in (4, 2, 2))

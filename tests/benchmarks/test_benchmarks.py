@@ -115,6 +115,7 @@ def test_errors_are_those_of_numpy():
         samples.errors(jnp.asarray(got).at[0, 0, 0].set(jnp.nan), jnp.asarray(want))
 
 
+@pytest.mark.fuzz
 def test_inputs_of_decode_use_the_buffer_and_have_outliers():
     inputs = decode.Inputs(TINY)
     cache = inputs.turbo(tj.TurboConfig())
@@ -136,6 +137,7 @@ def test_rotation_is_what_the_profiler_calls_as_it_is():
     assert [int(rotation()) for _ in range(3)] == [2, 6, 2]
 
 
+@pytest.mark.fuzz
 def test_device_time_is_the_sum_of_the_kernels(monkeypatch):
     """With a profiler that reports two kernels, one of them launched twice."""
     from jax.experimental.mosaic.gpu import profiler

@@ -22,6 +22,7 @@ def test_rows_are_named_once_and_come_with_what_they_are_compared_with():
         assert families == {*experts_tables.BASELINES, "int4"}
 
 
+@pytest.mark.fuzz
 def test_weights_of_experts_without_tokens_are_not_counted():
     def needs(tokens, method):
         group = experts.product(experts.TINY, tokens, implementations=("xla",))

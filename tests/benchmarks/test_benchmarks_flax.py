@@ -339,6 +339,7 @@ def test_a_quick_run_of_loading(loading_result):
         assert set(row["speedup_over"]) == bases
 
 
+@pytest.mark.fuzz
 def test_what_is_written_is_a_checkpoint(tmp_path):
     loading.write(loading.Group("tiny", 3), tmp_path)
     assert len(list(tmp_path.glob("*.safetensors"))) == 3
@@ -387,6 +388,7 @@ def test_a_process_that_fails_is_a_failed_row(monkeypatch, tmp_path):
         loading._to_disk([tmp_path])
 
 
+@pytest.mark.fuzz
 def test_host_memory():
     before = loading_worker._own_bytes()
     if before is None:  # a system without /proc

@@ -19,6 +19,7 @@ def seen(name, i, j):
     return True
 
 
+@pytest.mark.fuzz
 def test_cudnn_is_given_the_same_mask():
     for name, is_causal, given in masks.masks(TOKENS, 2):
         bias = masks.as_bias(given, TOKENS)

@@ -396,6 +396,7 @@ def test_tables_of_a_made_up_result():
     assert any("pool holds 127,040" in line for line in lines)
 
 
+@pytest.mark.fuzz
 def test_report_round_trip(tmp_path):
     docs, page = copied_docs(tmp_path), "benchmarks/paged.md"
     # Without results nothing is asked of the pages.

@@ -17,6 +17,7 @@ def test_rows_are_compared_with_cudnn_and_with_one_token():
     assert len(names) == 1 + len(several.CACHES) * len(several.TOKENS) == len(set(names))
 
 
+@pytest.mark.fuzz
 def test_errors_are_those_of_every_token():
     """Rounding to 4 bits leaves some; tokens in the wrong order are far off."""
     inputs = several.Inputs(TINY)

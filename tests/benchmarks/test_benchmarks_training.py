@@ -42,6 +42,7 @@ def test_work_is_seven_products(gradient):
     assert needed.shares == pytest.approx({"int8": 2 / 7, "fp8": fp8 / 7, "bf16": (5 - fp8) / 7})
 
 
+@pytest.mark.fuzz
 def test_errors_are_those_of_the_querys_gradient():
     """Of exact attention in bfloat16 what rounding leaves; of a wrong gradient far more."""
     inputs = training.Inputs(TINY)

@@ -55,6 +55,7 @@ def test_sas_of_a_degree_against_float64():
     )
 
 
+@pytest.mark.fuzz
 @pytest.mark.parametrize("rotates", [True, False])
 def test_polar_rounding_against_float64(rotates):
     x = np.random.default_rng(0).standard_t(3, (5, 64)).astype(np.float32)
@@ -83,6 +84,7 @@ def test_polar_rounding_is_the_codec():
     assert np.mean(np.abs(np.asarray(got - want)) > 0.01) < 0.005
 
 
+@pytest.mark.fuzz
 def test_output_errors_against_float64():
     """As `layer_errors` has them: the cosine is the mean over queries and heads."""
     rng = np.random.default_rng(2)

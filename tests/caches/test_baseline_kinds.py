@@ -206,6 +206,7 @@ def test_a_model_says_why_its_logits_are_nan(model):
         models.generate(model, prompt, max_new_tokens=2, cache="e4m3")
 
 
+@pytest.mark.slow
 def test_an_exact_cache_is_what_they_are_compared_to():
     """What the exact cache gives, they give of tokens that still wait to be quantized."""
     query = _numbers(1, 5)[0]

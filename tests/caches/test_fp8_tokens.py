@@ -140,7 +140,7 @@ def test_zeros_and_limits(implementation):
     np.testing.assert_array_equal(wide(got.codes)[2:], [[1, 0, 0], [448, -1, 5.5]])
 
 
-@pytest.mark.quick(1, slow=0)
+@pytest.mark.quick(slow=1)
 def test_transforms(implementation):
     x, scale = activations((3, 2, 300), jnp.bfloat16), norm_scale(300, jnp.bfloat16)
 

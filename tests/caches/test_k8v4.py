@@ -331,6 +331,7 @@ def test_what_is_not_finite_reaches_what_attends_to_it(implementation):
     check_not_finite(run(implementation))
 
 
+@pytest.mark.slow
 def test_decode_is_closer_to_exact_attention_than_kv4():
     """4 bits instead of e4m3's mantissa and exponent cost keys most."""
     shapes = ((3, 40, heads, 16) for heads in (4, 2, 2))

@@ -200,6 +200,7 @@ def test_bytes_are_those_of_the_codes(bits):
     assert nbytes(rank=4) == 2 * key * (bits + 32 / 64 + 64 / 128 + 64 / 128) / 8 + rest
 
 
+@pytest.mark.slow
 def test_constant_groups_and_bad_values():
     key = jnp.full((BATCH, 2 * RESIDUAL, HEADS, CHANNELS), 0.3)
     cache = append(_empty(), key, key)

@@ -167,6 +167,7 @@ def same(got, want):
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kv_dtype", ["bfloat16", "turbo4"])
 def test_pages_are_copied_and_moved(kv_dtype):
     pool, tables = filled(kv_dtype, (37, 5))

@@ -192,7 +192,7 @@ def test_decoding_lowers(implementation, heads):
     assert name in lower_for_cuda(run, query, cache, lengths)
 
 
-@pytest.mark.quick(first=1, slow=0)
+@pytest.mark.fuzz
 @heads_of_one_case
 @pytest.mark.parametrize("implementation", ["mosaic_gpu", "triton"])
 def test_storing_lowers(monkeypatch, implementation, heads):

@@ -207,7 +207,7 @@ def test_a_loaded_cache_may_have_more_room(tmp_path, kind):
 
 
 @pytest.mark.optimized
-@pytest.mark.quick(1, slow=0)
+@pytest.mark.quick(slow=1)
 @pytest.mark.parametrize("kind", SOME.values(), ids=SOME)
 def test_it_may_have_less_room_but_not_too_little(tmp_path, kind):
     save_cache(tmp_path / "cache", filled(kind, 300))

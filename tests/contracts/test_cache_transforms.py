@@ -46,6 +46,7 @@ def test_vmap():
         assert_same_bits(jax.tree.map(lambda x, i=i: x[i], got), append(caches[i], *news[i]))
 
 
+@pytest.mark.slow
 def test_scan():
     """One token per step, the cache carried along."""
     key, value = tokens(40, seed=74)
@@ -59,6 +60,7 @@ def test_scan():
     np.testing.assert_array_equal(lengths[:, 0], np.arange(60, 100))
 
 
+@pytest.mark.slow
 def test_orbax_round_trip(tmp_path):
     """Saved and restored into an empty cache's shapes, bit for bit."""
     ocp = pytest.importorskip("orbax.checkpoint")

@@ -57,7 +57,7 @@ def abstract(call, arguments):
     return jax.tree.map(lambda x: (x.shape, x.dtype), traced)
 
 
-@pytest.mark.quick(1, slow=1)
+@pytest.mark.quick(slow=1)
 @pytest.mark.parametrize("name", CASES)
 def test_no_tracer_leaks_and_64_bits_change_no_dtype(name):
     call, arguments = CASES[name]()

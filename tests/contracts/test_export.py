@@ -106,7 +106,7 @@ def exported(name, arguments=None):
     return export.export(jax.jit(call))(*(given if arguments is None else arguments))
 
 
-@pytest.mark.quick(2, slow=6)
+@pytest.mark.quick(slow=4)
 @pytest.mark.parametrize("name", CASES)
 def test_pytrees_come_back(name):
     pytest.importorskip("flatbuffers")

@@ -76,7 +76,7 @@ def test_a_mask_need_not_be_a_prefix(method):
     np.testing.assert_allclose(np.asarray(got), oracles.head_priority(x, method, mask), rtol=1e-5)
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(slow=1)
 def test_sequences_do_not_mix(method):
     x = heads(seed=4)
     alone = jnp.concatenate([tj.head_priority(x[b : b + 1], method) for b in range(3)])

@@ -335,7 +335,7 @@ def test_rows_by_counting():
 # Kernels -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.quick(3, slow=0)
+@pytest.mark.fuzz
 @pytest.mark.parametrize("op", ["mosaic_gpu", "triton", "store_prompt", "append", "kv4"])
 def test_kernels_lower_for_a_gpu(op):
     """With blocks, or tiles of tokens, found modulo the ring's size."""

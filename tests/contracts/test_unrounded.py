@@ -160,6 +160,7 @@ def test_calls_that_stay_rounded(calls, changes):
     assert calls == []
 
 
+@pytest.mark.slow
 def test_a_gradient_is_that_of_the_rounded_call(calls):
     arrays = tensors(2, 2, 40, 40, 4, 2, 16, jnp.bfloat16)
     d_out = jnp.ones(arrays[0].shape, jnp.bfloat16)
@@ -192,6 +193,7 @@ def test_a_short_prompt_is_stored_as_any_other(calls):
     assert 0 < error < 0.1 * np.abs(np.asarray(rounded, np.float32)).mean()
 
 
+@pytest.mark.slow
 def test_a_module_attends_to_short_sequences_exactly(calls):
     module = tj.flax.TurboAttention(
         64, num_heads=4, num_kv_heads=2, dtype=jnp.bfloat16, rngs=nnx.Rngs(0)
@@ -205,7 +207,7 @@ def test_a_module_attends_to_short_sequences_exactly(calls):
     assert 0 < error < 0.1 * np.abs(np.asarray(rounded, np.float32)).mean()
 
 
-@pytest.mark.quick(3, slow=0)
+@pytest.mark.quick(slow=1)
 @pytest.mark.parametrize("axes", [(0, 0, 0), (0, None, None), (None, 1, 0), (3, None, 2)], ids=str)
 def test_mapped_axes_are_part_of_the_batch(calls, axes):
     """For cuDNN, which takes four axes; a mapped call is the stack of its calls."""

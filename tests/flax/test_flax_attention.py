@@ -89,6 +89,7 @@ def test_prompt_then_new_tokens(variant):
     assert not layer.cache.overflowed.any()
 
 
+@pytest.mark.slow
 def test_positions():
     layer = module(cache="exact")
     x, positions = tokens(7), np.array([[0, 1, 2, 3, 4, 5, 6], [3, 5, 6, 10, 11, 12, 39]])
@@ -112,6 +113,7 @@ def test_grouped_queries_need_not_be():
     assert shapes == {f"{name}_proj": (WIDTH, WIDTH) for name in "qkvo"}
 
 
+@pytest.mark.slow
 def test_attention_is_chosen_apart_from_the_cache():
     x = tokens(20)
     exact = module(cache=SMALL, attention="exact")

@@ -277,6 +277,7 @@ def test_construction(make, kind, message):
         make()
 
 
+@pytest.mark.slow
 def test_equal_functions_share_a_program():
     fns = [TurboAttentionFn(local_window_size=w) for w in (4, (4, 4), [4, 4])]
     assert len(set(fns)) == 1
@@ -369,6 +370,7 @@ def linen_layer(fn=nn.dot_product_attention, **options):
     return nn.MultiHeadDotProductAttention(num_heads=4, attention_fn=fn, **options)
 
 
+@pytest.mark.slow
 def test_linen():
     x = tokens()
     exact, ours = linen_layer(), linen_layer(CAUSAL)
@@ -408,6 +410,7 @@ def test_linen_decodes_what_the_whole_pass_gives():
     np.testing.assert_allclose(jnp.concatenate(out, 1), whole, rtol=0, atol=MODULE_ROUNDING)
 
 
+@pytest.mark.slow
 def test_the_default_is_turbo_attention():
     """Bit for bit, quantization and all."""
     query, key, value = operands(tokens=150)

@@ -62,6 +62,7 @@ def test_packed_images_have_ids_beside_the_mask():
     np.testing.assert_allclose(out, want, rtol=0, atol=ROUNDING)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["a hole", "heads that differ"])
 def test_masks_that_are_no_bounds(kind):
     mask = np.broadcast_to(MASKS["prefix"][:, None], (2, 4, T, T)).copy()
@@ -85,6 +86,7 @@ def test_masks_that_are_no_bounds(kind):
         run()
 
 
+@pytest.mark.slow
 def test_of_a_module_and_in_words():
     mask = jnp.asarray(MASKS["image"])[:, None]
     options = {"num_heads": 4, "in_features": 32, "decode": False}

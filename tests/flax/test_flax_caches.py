@@ -156,7 +156,7 @@ def test_under_jit_it_is_reported(kind):
     assert layer.cache.lengths.tolist() == [24, 12]
 
 
-@pytest.mark.quick(1)
+@pytest.mark.quick(slow=1)
 @pytest.mark.parametrize("kind", ["4bit", "kv4", "turbo4"])
 def test_compressed_caches_have_no_gradient(kind):
     layer, x = module(cache=KINDS[kind]), tokens(8)
@@ -197,7 +197,7 @@ def test_implementations_are_those_of_the_caches_ops():
     np.testing.assert_array_equal(layer(x), module(cache=SMALL)(x))
 
 
-@pytest.mark.quick(2, slow=0)
+@pytest.mark.quick(slow=1)
 @pytest.mark.parametrize("kind", ["exact", "4bit", "kv4", "paged"])
 @pytest.mark.parametrize("attention", ["exact", SMALL], ids=["exactly", "turbo"])
 def test_prompts_attend_as_asked(kind, attention):

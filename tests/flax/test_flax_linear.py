@@ -147,6 +147,7 @@ def test_low_rank_adapters():
     assert frozen_bytes(network) == before
 
 
+@pytest.mark.slow
 def test_layers_in_a_scan():
     """Stacked layers, as `turbojax.models` holds them."""
     layers = [tj.flax.Int4Linear.from_linear(linear(64, 64, True, seed)) for seed in range(3)]

@@ -89,6 +89,7 @@ def test_same_parameters_same_results(variant):
     np.testing.assert_array_equal(ours(x), other.apply(made, x))
 
 
+@pytest.mark.slow
 def test_caches_under_jit():
     ours, other = module(cache="exact"), twin(cache="exact")
     variables = {"params": params_of(ours)}
@@ -127,6 +128,7 @@ def test_gradient():
     equal(got, nnx.to_pure_dict(want))
 
 
+@pytest.mark.slow
 def test_annotations():
     """`sharding` boxes parameters; boxed ones work like others."""
     other, x = twin(sharding=("embed", "heads"), qkv_bias=True, output_bias=True), tokens(4)

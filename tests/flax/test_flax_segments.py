@@ -126,6 +126,7 @@ def test_encoders_and_cross_attention():
     np.testing.assert_allclose(out, expected(*operands(), keys_alone), rtol=0, atol=ROUNDING)
 
 
+@pytest.mark.slow
 def test_other_masks_are_refused():
     hole = (LOWER & alike(IDS, IDS)).copy()
     hole[1, 12, 9] = False
@@ -201,6 +202,7 @@ def test_scale():
         TurboAttentionFn(scale="1")
 
 
+@pytest.mark.slow
 def test_in_modules_of_flax():
     """A packed batch through nnx and linen, as their examples train it."""
     x = jax.random.normal(jax.random.key(0), (2, T, 16))

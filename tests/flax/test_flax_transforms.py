@@ -44,7 +44,7 @@ def filled(kind="4bit", length=20, **options):
     return layer
 
 
-@pytest.mark.quick(1)
+@pytest.mark.quick(slow=1)
 @pytest.mark.parametrize("kind", ["exact", "4bit"])
 def test_jit(kind):
     """One program for all steps, which give what steps outside `jit` give, state included."""

@@ -103,6 +103,7 @@ def test_it_cannot_be_interpreted(machine):
         assert refusal() == "its kernel cannot be interpreted"
 
 
+@pytest.mark.slow
 def test_importing_does_not_import_triton():
     modules = f"turbojax, {jax_triton.__name__}, {launcher.__name__}"
     wanted = "sorted({'triton', 'jax_triton'} & set(sys.modules))"

@@ -175,7 +175,7 @@ EXTRAS = pairwise(
 )
 
 
-@pytest.mark.quick(1, slow=0)
+@pytest.mark.fuzz
 @pytest.mark.parametrize(
     ("extras", "feature", "head_dim", "mode", "softmax", "dtype", "out_dtype", "block_kv"),
     EXTRAS[::3],

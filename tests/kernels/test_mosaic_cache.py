@@ -128,7 +128,7 @@ def test_a_prompt(name, size, lengths):
 
 
 @pytest.mark.usefixtures("emulated")
-@pytest.mark.quick(1, slow=0)
+@pytest.mark.quick(slow=1)
 @pytest.mark.parametrize("kernels", [mosaic_gpu, triton])
 @pytest.mark.parametrize("size", [1, 3])
 def test_prompts_of_first_tokens_alone(size, kernels):
@@ -281,7 +281,7 @@ def test_scales_of_tokens():
     assert_same_bits(cache, expected)
 
 
-@pytest.mark.quick(2, slow=0)
+@pytest.mark.fuzz
 @pytest.mark.parametrize("bits", [(4, 4), (3, 2)])
 @pytest.mark.parametrize("mode", ["int8", "int8_fp8", "fp8"])
 @pytest.mark.parametrize(("dim", "block"), [(128, 64), (256, 128), (80, 16)])

@@ -190,7 +190,7 @@ CASES = {
 }
 
 
-@pytest.mark.quick(1, slow=0)
+@pytest.mark.quick(slow=1)
 @pytest.mark.parametrize("name", CASES)
 def test_programs(product, name):
     (count, out_size, in_size), scales, activation, launch = CASES[name]
@@ -202,6 +202,7 @@ def test_programs(product, name):
     assert_equals_oracle(got, tokens, weight, bias, residual, activation, BLOCK)
 
 
+@pytest.mark.slow
 def test_another_number_of_tokens(product):
     """The same bits, with other columns and slots."""
     rng = np.random.default_rng(1)

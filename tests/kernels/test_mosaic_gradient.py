@@ -190,7 +190,7 @@ EXTRAS = pairwise(
 )
 
 
-@pytest.mark.quick(1, slow=0)
+@pytest.mark.fuzz
 @pytest.mark.parametrize(
     ("extras", "feature", "rounding", "head_dim", "mode", "dtypes", "is_ragged"), EXTRAS[::2]
 )

@@ -69,6 +69,7 @@ def test_an_output_of_another_dtype(dtype):
     check(got, expected(case, arrays, E4M3, None))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("emulated")
 def test_an_output_of_fewer_tokens_and_channels():
     """What it has not counts as zero."""
@@ -88,6 +89,7 @@ def test_an_output_of_fewer_tokens_and_channels():
         np.testing.assert_array_equal(np.asarray(a, np.float32), np.asarray(b, np.float32))
 
 
+@pytest.mark.fuzz
 @pytest.mark.parametrize(("head_dim", "is_on_hopper"), [(128, True), (36, False)])
 def test_the_gradient_lowers_with_it(monkeypatch, head_dim, is_on_hopper):
     """Heads are padded before; outputs are not, and their channels are what it may refuse."""

@@ -115,7 +115,7 @@ def d_x(x, weight, d_out, **options):
     return jax.vjp(lambda x: matmul(x, weight, **options), x)[1](d_out)[0]
 
 
-@pytest.mark.quick(first=2, slow=0)
+@pytest.mark.fuzz
 @pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize(
     ("rows", "outputs", "inputs", "activation", "dtype"),

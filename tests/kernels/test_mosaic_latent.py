@@ -45,7 +45,7 @@ def lower(name, *, window=None, **shape):
     return lower_for_cuda(functools.partial(kernel.attend, settings=s), *arrays)
 
 
-@pytest.mark.quick(1, slow=0)
+@pytest.mark.fuzz
 @pytest.mark.parametrize(
     ("name", "shape", "is_joined"),
     [

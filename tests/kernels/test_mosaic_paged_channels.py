@@ -43,6 +43,7 @@ def test_a_warp_attends_to_fewer_channels(lanes, kind, channels, padded):
     np.testing.assert_allclose(out[:, :channels] / totals[:, None], want, rtol=0, atol=bound)
 
 
+@pytest.mark.fuzz
 @pytest.mark.parametrize(
     ("kind", "head_dim"),
     [("turbo4", 80), ("turbo4", 96), ("turbo_k3v2", 96), ("turbo_k4v2", 112), ("turbo4", 160)],

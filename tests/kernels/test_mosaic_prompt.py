@@ -51,7 +51,7 @@ LOWERED = pairwise(
 )
 
 
-@pytest.mark.quick(first=3, slow=0)
+@pytest.mark.fuzz
 @pytest.mark.parametrize(("queries", "page_size", "kind", "head_dim", "dtype", "options"), LOWERED)
 def test_it_lowers(queries, page_size, kind, head_dim, dtype, options):
     heads, tokens = queries

@@ -42,7 +42,7 @@ def run(query, key, value, config, **options):
     return attend(query, key, value, config=config, **options)
 
 
-@pytest.mark.quick(1, slow=0)
+@pytest.mark.quick(slow=1)
 @pytest.mark.parametrize("name", ["falcon-7b", "gemma2-9b", "stablelm-3b"])
 def test_heads_of_real_models(name):
     """Odd groups, 71 heads to one, head dims 64 to 256: against the reference."""
@@ -203,6 +203,7 @@ def test_lowers_for_cuda(mode, softmax, dim):
     assert "turbojax_attention" in text
 
 
+@pytest.mark.fuzz
 @pytest.mark.parametrize(
     "names",
     [EXTRAS, EXTRAS[:4], ("key_bounds",)],

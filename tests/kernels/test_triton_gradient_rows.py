@@ -31,7 +31,7 @@ def run(case, arrays, query_dtype=INT8, gradient_dtype=INT8, **options):
     return jax.jit(call)(*arrays)
 
 
-@pytest.mark.quick(1, slow=0)
+@pytest.mark.quick(slow=1)
 @pytest.mark.optimized
 @pytest.mark.parametrize(
     ("case", "dtypes"),

@@ -43,7 +43,7 @@ def operands(shape, scale_dtype, activation, dtype=jnp.bfloat16, seed=0):
     return tokens, weight, *random_epilogue(rng, count, weight, dtype)
 
 
-@pytest.mark.quick(1)
+@pytest.mark.quick(slow=1)
 @pytest.mark.parametrize(("dtype", "has_bias"), [(jnp.float16, False), (jnp.float32, True)])
 def test_dtypes_without_a_part_of_the_epilogue(dtype, has_bias):
     tokens, weight, bias, residual = operands((9, 40, 200), "e4m3", None, dtype)
@@ -103,7 +103,7 @@ def test_the_largest_values_saturate():
     assert_equals_oracle(run(tokens, weight), tokens, weight, None, None, None)
 
 
-@pytest.mark.quick(1)
+@pytest.mark.quick(slow=1)
 @pytest.mark.parametrize("scale_dtype", ["e4m3", "bf16"])
 def test_outputs_are_those_of_each_input(scale_dtype):
     """One hot tokens pick the weights out one by one: the order of inputs, and every value."""
@@ -137,6 +137,7 @@ def test_the_public_function_runs_it():
         np.testing.assert_array_equal(wide(matmul(x, weight, **options)), wide(want))
 
 
+@pytest.mark.slow
 def test_twice_the_same_bits():
     arrays = operands((33, 70, 600), "e4m3", "swiglu")
     first, second = (wide(run(*arrays, "swiglu", splits=2)) for _ in range(2))

@@ -92,7 +92,7 @@ def stored_norms(cache, count):
 LAUNCHES = [(1, 1, jnp.float32), (64, 8, jnp.bfloat16)]
 
 
-@pytest.mark.quick(1, slow=0)
+@pytest.mark.quick(slow=1)
 @pytest.mark.parametrize(("rows", "pieces", "dtype"), LAUNCHES)
 def test_how_vectors_are_cut_does_not_matter(rows, pieces, dtype):
     cache, lengths = new(128, dtype), integers(5, 14, 0)

@@ -275,6 +275,7 @@ def test_quantized_tokens_and_leading_axes():
     assert one.shape == (40,)
 
 
+@pytest.mark.slow
 def test_transforms():
     """jit, vmap over tokens and over weights, scan over layers: the same values, twice the same."""
     calls = [make(6, 200, 200)]

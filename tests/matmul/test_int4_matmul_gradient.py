@@ -196,6 +196,7 @@ def test_a_bias_in_its_own_dtype():
     assert (half.dtype, half.shape) == (jnp.bfloat16, bias.shape)
 
 
+@pytest.mark.slow
 def test_transforms():
     x, weight, bias, residual, d_out, _ = problem("silu", "e4m3")
     want = gradients(x, weight, bias, residual, d_out, "silu")

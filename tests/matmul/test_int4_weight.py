@@ -188,7 +188,7 @@ def test_the_largest_e4m3_scale():
     assert_equals_oracle(bf16, large)
 
 
-@pytest.mark.quick(1)
+@pytest.mark.quick(slow=1)
 @pytest.mark.parametrize("scale_dtype", SCALE_DTYPES)
 def test_transforms(scale_dtype):
     w = random_weight((3, 20, 200))

@@ -93,6 +93,7 @@ def test_layers_are_gathered_again_in_the_backward_pass():
     assert text.count("stablehlo.all_gather") == 1 + (7 + 4) + (7 + 7)
 
 
+@pytest.mark.slow
 def test_refusals():
     decoder = base("int4")
     split = models.shard(decoder, mesh_of("model=2"))

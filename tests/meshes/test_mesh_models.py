@@ -283,6 +283,7 @@ def test_what_cannot_be_split_is_named():
         models.quantize_model(split, smoothing=plain)
 
 
+@pytest.mark.slow
 def test_split_int4_weights_are_not_saved(tmp_path):
     config = dataclasses.replace(TINY, num_layers=1)
     split = models.shard(models.random_quantized_decoder(config), axes_of(1, 2))

@@ -53,6 +53,7 @@ def test_no_device_makes_more_than_its_part():
     assert part.temp_size_in_bytes < 0.55 * whole.temp_size_in_bytes
 
 
+@pytest.mark.slow
 def test_each_device_rounds_its_own_weights():
     axes = mesh_of("data=2,model=4")
     decoder = models.random_quantized_decoder(CONFIG, axes=axes, quantize_head=True)

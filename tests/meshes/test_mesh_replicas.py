@@ -155,6 +155,7 @@ def test_a_server_s_engine_may_be_replicas(model, alone):
         assert shared.statistics(60).finished == len(PROMPTS) + 1
 
 
+@pytest.mark.slow
 def test_all_programs_are_compiled_ahead_on_every_device(model):
     made = replicas(model, max_sequences=2, step_tokens=16, max_length=48)
     shown = []

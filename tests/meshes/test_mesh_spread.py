@@ -135,7 +135,7 @@ def test_inputs_of_a_product_are_added_up():
         jax.jit(lambda x, w: fireq.matmul(x, w, activation="silu")).lower(*given).compile()
 
 
-@pytest.mark.quick(1, slow=0)
+@pytest.mark.quick(slow=1)
 @pytest.mark.parametrize("name", ["append", "decode"])
 def test_split_wraps_public_ops(name):
     """`tj.parallel.split`: the bits of each device's slices, as with any `shard_map`."""

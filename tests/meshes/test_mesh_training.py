@@ -147,6 +147,7 @@ def test_layers_with_experts_and_layers_without(tmp_path):
     np.testing.assert_allclose(found(axes(2)), expected, rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_layers_are_gathered_again_in_the_backward_pass():
     """No layer's weights are whole for longer than it runs, with `remat` and without."""
     config = dataclasses.replace(TINY, num_layers=2)

@@ -79,6 +79,7 @@ def test_where_splitting_stops_to_pay(costs):
     assert costs.least_tokens(64) > 5 * costs.least_tokens(8)
 
 
+@pytest.mark.fuzz
 def test_table_and_plot():
     text = parallel_costs.table("parallel_2000-01-01.json", result())
     assert "| all-gather | 20.0 us | 250 GB/s |" in text

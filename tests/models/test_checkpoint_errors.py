@@ -72,6 +72,7 @@ class TestPaths:
         with pytest.raises(FileNotFoundError, match="there is no such folder"):
             weight_files(tmp_path / "nowhere")
 
+    @pytest.mark.slow
     def test_a_file(self, one):
         file = one / "model.safetensors"
         refused(file, NotADirectoryError, "model.safetensors' must be .* a folder.*, not a file")

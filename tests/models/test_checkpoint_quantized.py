@@ -78,6 +78,7 @@ def test_version_1(quantized, tmp_path):
     assert same(load(tmp_path), quantized)
 
 
+@pytest.mark.slow
 def test_errors_name_the_file(quantized, tmp_path):
     models.save_quantized(quantized, tmp_path, max_shard_bytes=4000)
     places = json.loads((tmp_path / INDEX).read_text())["weight_map"]

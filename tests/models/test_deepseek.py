@@ -61,6 +61,7 @@ def test_sizes_of_caches(load):
     assert latent.nbytes < exact.nbytes / 5
 
 
+@pytest.mark.slow
 def test_latents_of_models_without():
     config = dataclasses.replace(TransformerConfig.from_hf(hf.config("llama2")), num_layers=1)
     decoder = models.random_decoder(config, dtype=jnp.float32)

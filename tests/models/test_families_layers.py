@@ -134,6 +134,7 @@ def test_weights_of_a_layer_go_back(decoder, name):
     assert relative(logits(smoothed, tokens), logits(model, tokens)) < 1e-4
 
 
+@pytest.mark.slow
 def test_inputs_that_no_norm_makes_are_not_folded(decoder):
     model = decoder("olmo2")
     weights = layer_weights(model.layers[0], model.config)

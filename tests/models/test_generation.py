@@ -231,6 +231,7 @@ def test_an_unstacked_model_computes_the_same(model, config):
     assert decoder.nbytes == 4 * llama.config.num_parameters
 
 
+@pytest.mark.slow
 def test_a_consumed_model_gives_its_memory_back(model):
     llama = models.Transformer(model.config, rngs=nnx.Rngs(1))
     kernel = llama.blocks.mlp.gate_proj.kernel.get_value()

@@ -123,7 +123,7 @@ def test_twenty_lengths_compile_one_pair_of_programs_for_each_size(model, cache,
     assert compiled() == begun
 
 
-@pytest.mark.quick(2, slow=0)
+@pytest.mark.quick(slow=1)
 @pytest.mark.parametrize("options", ["lengths", "attention_mask", "prefill_batch_size"])
 def test_batches_of_other_lengths_compile_nothing(model, compiled, options):
     def run(first, second, width):

@@ -194,7 +194,7 @@ def test_on_the_device_they_give_nan_in_their_own_sequence(model, wrong):
     np.testing.assert_array_equal(logits[0], expected[0])
 
 
-@pytest.mark.quick(1)
+@pytest.mark.quick(slow=1)
 @pytest.mark.parametrize("wrong", [64, -1])
 def test_a_forward_pass_gives_nan_for_them_but_not_for_padding(wrong):
     llama = models.Transformer(

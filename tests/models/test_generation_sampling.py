@@ -64,6 +64,7 @@ def test_a_row_does_not_depend_on_the_others(model, tokens, sampling, cache):
         np.testing.assert_array_equal(alone[0], together[row])
 
 
+@pytest.mark.slow
 def test_seeds_make_equal_prompts_differ_and_runs_repeat(model, tokens):
     same = jnp.tile(tokens[:1], (3, 1))
     first = run(model, same, sampling=WARM)

@@ -106,6 +106,7 @@ def test_logits_are_those_of_transformers(model, images):
             np.testing.assert_allclose(got[i][mask[i]], want, rtol=0, atol=TOLERANCE)
 
 
+@pytest.mark.slow
 def test_greedy_texts_of_a_ragged_batch(decoder, images):
     """Token by token those of transformers, which has each prompt by itself."""
     tokens, lengths = tiny.batch()

@@ -71,6 +71,7 @@ def test_the_engine_gives_the_texts_of_single_sequences(kv_dtype):
     assert found.token_bytes == 3 * ({"auto": 4 * 64, "turbo4": 36}[kv_dtype] + 4 * 8)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["latent_fp8_e4m3", "latent_turbo4"])
 def test_layers_at_either_end_keep_latents_as_they_are(kind):
     """And not keys and values, which would take more than all else."""

@@ -162,6 +162,7 @@ def test_longer_contexts_leave_windows_as_they_are():
     assert longer.rope_theta > THETA
 
 
+@pytest.mark.slow
 def test_sessions_of_one_rope_say_nothing_of_a_second(tmp_path, model):
     """So those from before there was the field can be read; others are told apart."""
     one = dataclasses.replace(CONFIG, rope_scaling=None, local_rope_theta=None)

@@ -21,6 +21,7 @@ def decoder(tmp_path_factory):
     return models.load_decoder(hf.write("phi3-longrope", tmp_path_factory.mktemp("phi3")))
 
 
+@pytest.mark.slow
 def test_a_session_that_may_cross_the_border_says_so(decoder):
     ids = jnp.asarray(hf.tokens(2, 20))
     with pytest.warns(UserWarning, match=r"(?s)up to 32 tokens.*max_length=32") as caught:
@@ -31,6 +32,7 @@ def test_a_session_that_may_cross_the_border_says_so(decoder):
         models.start(decoder, ids, max_length=ORIGINAL)
 
 
+@pytest.mark.slow
 def test_a_stored_session_keeps_its_factors(decoder, tmp_path):
     ids = hf.tokens(1, 20)
     session = models.start(decoder, jnp.asarray(ids), max_length=30)

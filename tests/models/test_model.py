@@ -341,6 +341,7 @@ class TestCheckpoint:
 
 
 class TestEmbedded:
+    @pytest.mark.slow
     def test_fits(self):
         assert sum(file.stat().st_size for file in embedded_path().iterdir()) <= 16_000_000
         model = load("embedded")

@@ -77,7 +77,7 @@ def test_a_layer_attends_to_what_was_appended():
         np.testing.assert_allclose(out[row], _dense(query[row, :1], *held), atol=1e-5)
 
 
-@pytest.mark.quick(1)
+@pytest.mark.quick(slow=1)
 @pytest.mark.optimized
 @pytest.mark.parametrize(("kind", "is_ragged"), [("turbo4", True), ("paged", False)])
 def test_chunks_of_a_prompt_change_no_bit(monkeypatch, kind, is_ragged):
@@ -124,6 +124,7 @@ def test_a_part_of_the_sequences_is_filled_alone(kind):
     )
 
 
+@pytest.mark.slow
 def test_tokens_past_the_end():
     layer = paged.init_layer(2, 20, 1, 16, kind="paged", dtype=jnp.float32, page_size=16)
     key, value = _normal(0, 2, 18, 1, 16), _normal(1, 2, 18, 1, 16)
@@ -256,7 +257,7 @@ def test_ragged_prompts_generate_what_each_generates_alone(model, kind):
         np.testing.assert_array_equal(together[row], alone[0])
 
 
-@pytest.mark.quick(1)
+@pytest.mark.quick(slow=1)
 @pytest.mark.parametrize("factor", [1, 3e4])
 def test_keys_beyond_the_range_of_pages_end_generation(model, factor):
     """They become NaN under `jit`; the most likely token of NaN logits would be some token."""
@@ -276,6 +277,7 @@ def test_keys_beyond_the_range_of_pages_end_generation(model, factor):
     models.generate(decoder, tokens, **{**options, "cache": "paged"})
 
 
+@pytest.mark.slow
 def test_what_stands_in_the_padding_does_not_matter(model):
     lengths = jnp.array([9, 70])
     tokens = _tokens(2, 70)

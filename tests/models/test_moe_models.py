@@ -143,11 +143,12 @@ def test_a_token_that_is_not_finite_changes_no_other(decoder):
     np.testing.assert_array_equal(np.delete(one, 4, 0), np.delete(other, 4, 0))
 
 
+@pytest.mark.slow
 def test_no_tokens(decoder):
     assert experts_of(decoder("mixtral"), 0)(jnp.zeros((1, 0, 64))).shape == (1, 0, 64)
 
 
-@pytest.mark.quick(1, slow=0)
+@pytest.mark.quick(slow=1)
 @pytest.mark.parametrize("name", NAMES)
 def test_the_three_ways_to_read_a_folder_agree(folder, decoder, name, tmp_path):
     """Layer by layer, and stacked, in two stacks if layers are unlike; saved and read again."""
@@ -296,6 +297,7 @@ def test_quantized_layer_by_layer_saved_and_loaded(folder, quantized, name, tmp_
         models.load(tmp_path)
 
 
+@pytest.mark.slow
 def test_scales_of_16_bits(decoder, tmp_path):
     decoder = models.quantize_model(decoder(MIXED), smoothing=NOTHING, scale_dtype="bf16")
     assert decoder.layers[1].mlp.gate_up.scale_dtype == "bf16"

@@ -103,6 +103,7 @@ def changed(folders, path, *, config=None, tensors=None, drop=()):
 Q = "model.layers.0.self_attn.q_proj"
 
 
+@pytest.mark.slow
 def test_what_is_the_same_model(folders, tmp_path):
     tensors = load_file(folders[0] / "model.safetensors")
     expected = models.load(folders[0])
@@ -228,7 +229,7 @@ def test_refused_awq():
         formats.parse(packed.awq_config(128)).parts(64, 192)
 
 
-@pytest.mark.quick(2, slow=0)
+@pytest.mark.quick(slow=1)
 @pytest.mark.parametrize("stored", ["gptq-act-order", "compressed", "gptq-sym"])
 def test_saved_as_our_own(tmp_path, stored):
     folder, _ = write(tmp_path, "qwen2", stored)

@@ -59,7 +59,7 @@ def test_logits_of_short_texts_without_a_mask(load, name):
     assert 0.8 < recorded.columns.std() < 3
 
 
-@pytest.mark.quick(1)
+@pytest.mark.quick(slow=1)
 @pytest.mark.parametrize("name", ["llama3.1", "gemma2", "gemma3"])
 def test_bfloat16_is_as_close_as_that_of_transformers(load, name):
     ids = jnp.asarray(recordings.arrays()["short/tokens"].astype(np.int32))

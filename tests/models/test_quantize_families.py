@@ -205,7 +205,7 @@ def test_a_quantized_decoder_is_near_the_float_one(decoder, quantized, name):
     assert abs(after - before) < 2 * abs(shaken - before) + 0.03 * before
 
 
-@pytest.mark.quick(2, slow=0)
+@pytest.mark.quick(slow=1)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_checkpoint_is_read_back_bit_for_bit(quantized, name, tmp_path):
     decoder = quantized(name)

@@ -68,6 +68,7 @@ def test_bad_calls_say_what_is_wrong(model, quantized, calibration, tmp_path):
         quantize_layer(dataclasses.replace(weights, q=biased))
 
 
+@pytest.mark.slow
 def test_models_of_another_kind_are_refused(model, quantized, calibration, tmp_path):
     for call, message in [
         (

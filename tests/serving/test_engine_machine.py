@@ -204,7 +204,7 @@ def test_a_crowd(mode, count, record_property):
     )
 
 
-@pytest.mark.quick(1, slow=0)
+@pytest.mark.quick(slow=1)
 @pytest.mark.parametrize("mode", ["ngram", "draft"])
 def test_guesses_at_the_end_of_the_longest_texts(mode):
     """They need no page after the last one: wrong ones on their way do not count as tokens."""

@@ -74,6 +74,7 @@ def test_generation_goes_on_from_a_file(tmp_path, model, kind):
     np.testing.assert_array_equal(greedy, _next(session))
 
 
+@pytest.mark.slow
 def test_a_session_may_get_more_room(tmp_path, model):
     save_session(tmp_path / "session", _started(model, "exact", 41))
     session, _ = load_session(tmp_path / "session", model, max_length=80)
@@ -169,6 +170,7 @@ def test_a_change_of_one_weight_is_noticed(tmp_path, model, place):
         load_session(path, swapped)
 
 
+@pytest.mark.slow
 def test_the_models_longest_sequence_may_be_another(tmp_path, model):
     path = tmp_path / "session"
     save_session(path, _started(model, "exact"))

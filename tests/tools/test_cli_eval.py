@@ -116,6 +116,7 @@ def test_tasks_beside_the_exact_cache(tiny_folder, texts, tasks, tmp_path):
     assert "'no_such_task' is not a registered task" in missing.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [0, 1])
 def test_an_interrupted_run_says_where_it_goes_on(rows, tiny_folder, texts, tmp_path, monkeypatch):
     out = tmp_path / "out.json"

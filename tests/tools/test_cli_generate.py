@@ -55,6 +55,7 @@ def _json(*arguments: str) -> dict:
     return json.loads(result.stdout)
 
 
+@pytest.mark.slow
 def test_text_and_a_last_line(byte_model):
     result = _run("abc", "--model", byte_model, "--cache", "exact", "--max-new-tokens", "6")
     assert result.exit_code == 0, result.stderr
@@ -95,6 +96,7 @@ def test_random_weights():
     assert all(0 <= token < models.SHAPES["tiny"].vocab_size for token in tokens)
 
 
+@pytest.mark.slow
 def test_tokens_are_numbers_without_a_tokenizer(number_model):
     report = _json("1 17 4", "--model", number_model, "--max-new-tokens", "3")
     assert report["prompt_tokens"] == 3
@@ -126,6 +128,7 @@ def _greedy(folder: str, tokens: list[int], count: int) -> list[int]:
     return models.generate(model, jnp.array([tokens]), max_new_tokens=count)[0].tolist()
 
 
+@pytest.mark.slow
 def test_a_folder_with_a_tokenizer(chat_model, monkeypatch):
     tokenizer = load_tokenizer(chat_model)
     tokens = tokenizer.encode("The dog")

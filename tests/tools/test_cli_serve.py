@@ -215,6 +215,7 @@ def test_a_stop_text_ends_the_result_wherever_it_begins(model):
     assert results[1]["tokens"] == whole["tokens"][: (cut + 2) // 2 + 1]
 
 
+@pytest.mark.slow
 def test_a_stop_text_in_the_last_token(model):
     letters = text_model.TextModel(model.decoder, Letters())
     whole = _serve(letters, [{"prompt": "abd", "max_new_tokens": 3}])[1]
@@ -224,6 +225,7 @@ def test_a_stop_text_in_the_last_token(model):
     assert (got["text"], got["finish_reason"]) == (whole["text"][:3], "stop")
 
 
+@pytest.mark.slow
 def test_a_stop_token_is_no_part_of_the_text(model):
     whole = _serve(model, [{"prompt": "abc", "max_new_tokens": 9}])[1]
     stop = whole["tokens"][4]

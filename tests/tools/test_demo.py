@@ -96,6 +96,7 @@ def test_a_file_that_is_too_short(tiny_folder, tmp_path):
     assert "has 3 bytes, must have at least 78" in result.stderr
 
 
+@pytest.mark.slow
 def test_a_run_too_short_to_time_is_still_json(tiny_folder):
     result = _run("--model", tiny_folder, *SMALL, "--new-bytes", "1", "--cache", "exact", "--json")
     assert json.loads(result.stdout)["results"][0]["bytes_per_second"] is None
@@ -133,6 +134,7 @@ def test_help_and_version():
     assert CliRunner().invoke(app, ["--version"]).stdout.startswith("turbojax 0.")
 
 
+@pytest.mark.slow
 def test_without_the_extra_the_command_says_what_to_install():
     code = "import sys; sys.modules['typer'] = None; import turbojax.__main__ as m; {}"
     wanted = "the turbojax command needs typer: pip install 'typer>=0.15' 'rich>=13' "

@@ -138,6 +138,7 @@ def test_what_overflows_float16_is_computed_in_float32(gpu, tiny_folder):
         assert text_model.usual_dtype(jnp.dtype(jnp.bfloat16), gemma) == jnp.float32
 
 
+@pytest.mark.slow
 def test_generate_on_a_t4(gpu, tiny_folder):
     """The command, from a bfloat16 checkpoint, in float16."""
     gpu(T4)

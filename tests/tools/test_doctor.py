@@ -55,6 +55,7 @@ def test_versions_and_devices(report):
     assert any(jax.devices()[0].device_kind in device for device in report.devices)
 
 
+@pytest.mark.slow
 def test_text_and_json_hold_the_same(report):
     text = report.to_text()
     for op in report.ops:
@@ -129,6 +130,7 @@ def test_formats_of_pages_are_few_groups(report):
     assert len(paged) <= 5
 
 
+@pytest.mark.slow
 def test_a_backend_that_does_not_start(monkeypatch, tmp_path):
     def no_backend(*_, **__):
         raise RuntimeError("Unable to initialize backend 'cuda'")

@@ -88,6 +88,7 @@ def _parts():
     return slice(None, PROMPT), slice(PROMPT, None)
 
 
+@pytest.mark.slow
 def test_layers_that_are_not_compressed(model):
     """Only the one between the first and the last is off."""
     method = evaluation.method("kv4:uncompressed_layers=1", CONFIG)

@@ -68,6 +68,7 @@ def test_likelihoods_are_those_of_one_pass_without_a_cache(model):
     assert told[-1] == (6, 6)
 
 
+@pytest.mark.slow
 def test_a_greedy_continuation_is_found_to_be_one(model):
     context = ByteTokenizer().encode("abc")
     new = models.generate(model, np.array([context] * 2), max_new_tokens=4)[0].tolist()

@@ -421,6 +421,7 @@ def test_nan_flows_back_to_nothing_from_what_sees_but_a_sink(gradient):
         np.testing.assert_array_equal(got, x)
 
 
+@pytest.mark.slow
 def test_under_vmap_and_scan():
     q, k, v = tensors(13, 2, 40, 40, 2, 2, 16)
     ids = jnp.asarray(np.sort(np.random.default_rng(1).integers(0, 3, (2, 40))), jnp.int32)

@@ -228,6 +228,7 @@ def test_readers_see_one_checkpoint(tmp_path, count, reads):
     count(f"readers: {reads} loads while somebody saves, {sum(seen)} of one, the rest of the other")
 
 
+@pytest.mark.slow
 def test_another_program_finds_no_mixture(tmp_path):
     """After a kill in the middle of the last step, the next load sets the folder right."""
     writer = Checkpoint()

@@ -77,6 +77,7 @@ class TestSizes:
         with pytest.raises(ValueError, match=f"{key}=10*\\.\\.\\.0* must be"):
             TransformerConfig.from_hf(least("llama", **{key: 10**400}))
 
+    @pytest.mark.slow
     def test_frequencies_that_are_not_finite(self, folders, tmp_path):
         folder = shutil.copytree(folders / "float", tmp_path / "float")
         change(folder, "config.json", rope_theta=1e-300, rope_parameters=None)

@@ -138,7 +138,7 @@ def test_train_without_orbax():
     assert "pip install 'optax>=0.2.8' 'orbax-checkpoint>=0.11'" in done.stderr
 
 
-@pytest.mark.quick(1, slow=0)
+@pytest.mark.quick(slow=1)
 @pytest.mark.parametrize("package", ["starlette", "uvicorn", "prometheus_client"])
 def test_a_server_without_its_packages_says_what_to_install(package):
     code = f"import sys; sys.modules[{package!r}] = None\nimport turbojax.server\n"

@@ -192,6 +192,7 @@ class TestOptimizers:
         with pytest.raises(ValueError, match="'muon' must be another one: there are no kernels"):
             muon.init({"scale": jnp.ones(3)})
 
+    @pytest.mark.slow
     def test_muon_takes_both_matrices_of_an_adapter(self):
         """Moves have singular values near 1, times the size that fits Adam's; a zero gradient none.
 
@@ -208,6 +209,7 @@ class TestOptimizers:
         values = np.linalg.svd(np.asarray(moved.b), compute_uv=False)
         assert (np.abs(values / (0.5 * 0.2 * np.sqrt(9)) - 1) < 0.45).all()
 
+    @pytest.mark.slow
     def test_muon_decays_kernels_alone_and_takes_experts_one_by_one(self):
         rng = np.random.default_rng(0)
         params = {"kernel": jnp.ones((2, 3, 4, 6)), "embedding": jnp.ones((5, 4))}

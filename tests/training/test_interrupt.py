@@ -89,6 +89,7 @@ def test_ends_while_the_main_thread_is_in_c():
     assert ended.seconds >= _interrupt.GRACE
 
 
+@pytest.mark.slow
 def test_ends_although_the_exception_is_swallowed():
     assert alone(LOST, delay=0.2).check() == LINE
 
@@ -135,6 +136,7 @@ def test_only_the_command_handles_signals(arguments, argv, expected, monkeypatch
     assert _interrupt._is_command() == expected
 
 
+@pytest.mark.slow
 def test_the_library_leaves_signals_alone():
     code = (
         "import signal; old = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)\n"

@@ -111,7 +111,7 @@ def test_a_gated_layer_in_float64():
     assert np.linalg.norm(got - base) > 0.1 * np.linalg.norm(base)
 
 
-@pytest.mark.quick(1, slow=0)
+@pytest.mark.quick(slow=1)
 @pytest.mark.parametrize("scale_dtype", ["e4m3", "bf16"])
 def test_joined_layers(scale_dtype):
     """Of q, k and v two with adapters, of other ranks; the residual is added once."""
@@ -241,7 +241,7 @@ def test_wrong_calls(decoder):
 # Training -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.quick(1, slow=0)
+@pytest.mark.quick(slow=1)
 @pytest.mark.parametrize("gradient", ["e4m3", "exact"])
 def test_training_by_hand(decoder, gradient):
     """`jax.value_and_grad` and optax on the adapters, all under `jit`; the model stays as it is."""

@@ -55,6 +55,7 @@ class TestShapes:
             assert turned <= small.max_length * small.rope_theta ** (2 / small.head_dim - 1)
 
 
+@pytest.mark.fuzz
 def test_muon_moves_matrices_by_orthogonal_updates():
     """Against numpy's singular vectors: all singular values between those of five iterations."""
     rng = np.random.default_rng(0)

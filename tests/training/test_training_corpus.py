@@ -121,6 +121,7 @@ class TestSelection:
         twice = corpus.pack([document("a.py", code(1))], repeats={"package 1.0": 2})
         assert twice.tobytes() == (b"\0" + code(1)) * 2 + b"\0"
 
+    @pytest.mark.slow
     def test_standard_library_and_packages_are_found(self):
         names = {d.name for d, _ in zip(standard_library(), range(50), strict=False)}
         assert all(name.endswith(".py") and "site-packages" not in name for name in names)
