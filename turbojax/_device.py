@@ -9,7 +9,9 @@ from collections.abc import Iterator
 
 import jax
 
-_AMPERE, _ADA, _HOPPER, _BLACKWELL = 8.0, 8.9, 9.0, 10.0
+AMPERE, ADA, HOPPER, BLACKWELL = 8.0, 8.9, 9.0, 10.0
+"""Compute capabilities of NVIDIA's GPUs, the first of each."""
+
 _MULTIPROCESSORS = 132
 _INTERPRETING: contextvars.ContextVar[bool] = contextvars.ContextVar(
     "turbojax_interpret_kernels", default=False
@@ -30,13 +32,13 @@ def gpu_compute_capability() -> float | None:
 def lacks_e4m3() -> bool:
     """Whether the default GPU is NVIDIA's and too old to multiply e4m3, such as an Ampere."""
     found = gpu_compute_capability()
-    return found is not None and found < _ADA
+    return found is not None and found < ADA
 
 
 def has_bfloat16() -> bool:
     """Whether the default device multiplies bfloat16; False for NVIDIA GPUs before Ampere."""
     found = gpu_compute_capability()
-    return found is None or found >= _AMPERE
+    return found is None or found >= AMPERE
 
 
 def multiprocessors() -> int:
@@ -90,7 +92,7 @@ def needs_hopper() -> str | None:
     Kernels with products of warpgroups are compiled for ``sm_90a``, whose matrix instructions no
     other GPU has, newer ones included; and no interpreter can run them.
     """
-    return _needs_one_of(_HOPPER)
+    return _needs_one_of(HOPPER)
 
 
 def needs_mosaic() -> str | None:
@@ -99,18 +101,18 @@ def needs_mosaic() -> str | None:
     They compile for data centers' GPUs from Ampere to Blackwell, and for Ada, but were run on
     Hopper only, see `is_measured`.
     """
-    return _needs_one_of(_AMPERE, _ADA, _HOPPER, _BLACKWELL)
+    return _needs_one_of(AMPERE, ADA, HOPPER, BLACKWELL)
 
 
 def has_bulk_copies() -> bool:
     """Whether the default GPU copies in bulk, as GPUs since Hopper do; True where there is none."""
     found = gpu_compute_capability()
-    return found is None or found >= _HOPPER
+    return found is None or found >= HOPPER
 
 
 def shared_memory() -> int:
     """Bytes of shared memory that a program can have on the default GPU; an H100's without one."""
-    kib = {_AMPERE: 163, _ADA: 99}.get(gpu_compute_capability() or _HOPPER, 227)
+    kib = {AMPERE: 163, ADA: 99}.get(gpu_compute_capability() or HOPPER, 227)
     return kib * 2**10
 
 
@@ -122,12 +124,12 @@ def too_much_memory(size: int) -> str | None:
 
 def needs_e4m3() -> str | None:
     """Why the default GPU cannot convert from and to 8-bit floats; None if it can."""
-    return f"needs compute capability {_ADA} for 8-bit floats" if lacks_e4m3() else None
+    return f"needs compute capability {ADA} for 8-bit floats" if lacks_e4m3() else None
 
 
 def is_measured() -> bool:
     """Whether Mosaic's kernels were run, checked and timed on such GPUs; True where is none."""
-    return gpu_compute_capability() in (None, _HOPPER)
+    return gpu_compute_capability() in (None, HOPPER)
 
 
 def _needs_one_of(*capabilities: float) -> str | None:

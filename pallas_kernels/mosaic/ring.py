@@ -178,6 +178,11 @@ def tile(shape: tuple[int, ...], dtype: Any) -> Any:
     return plgpu.SMEM(shape, dtype, transforms=transforms)
 
 
+def transposed(ref: Ref) -> Ref:
+    """A matrix in memory, read with its axes swapped, by whichever name this jax has for it."""
+    return ref.transpose((1, 0)) if hasattr(ref, "transpose") else plgpu.transpose_ref(ref, (1, 0))
+
+
 def tile_type(ref: Ref) -> Any:
     """The type of `tile`'s memory as an argument of `inline`."""
     return plgpu.RefType(_transforms(swizzle_of(ref.shape[-1], ref.dtype), ref.dtype))

@@ -28,7 +28,7 @@ from tests.attention.pooled_helpers import (
 )
 from tests.contracts.implementations import interpreted, kernel_is_slow
 from turbojax.ops.pooled_attention import reference
-from turbojax.ops.pooled_attention.pooling import group_counts, pool, spread
+from turbojax.ops.pooled_attention.pooling import group_counts, pool, unpool
 from turbojax.ops.pooled_attention.static import PooledOptions
 
 BLOCKS = {"block_q": 32, "block_kv": 32}
@@ -329,8 +329,8 @@ def test_memory_grows_with_tokens_not_with_their_square():
 
 @pytest.mark.quick(1, slow=0)
 @pytest.mark.parametrize(("size", "level"), [(29, 8), (29, 1), (29, 4), (24, 2)])
-def test_pool_and_spread(size, level):
-    """Means of the tokens that are there, and the adjoint: <pool(x), d> = <x, spread(d)>."""
+def test_pool_and_unpool(size, level):
+    """Means of the tokens that are there, and the adjoint: <pool(x), d> = <x, unpool(d)>."""
     rng = np.random.default_rng(2)
     lengths = np.array([size, 13, 0, 1], np.int32)
     x = rng.normal(size=(4, size, 2, 3)).astype(np.float32)
@@ -349,7 +349,7 @@ def test_pool_and_spread(size, level):
     np.testing.assert_array_equal(group_counts(length, size, level), counts)
     got = pool(dirty, length, level)
     np.testing.assert_allclose(got, want, atol=1e-6)
-    back = np.asarray(spread(jnp.asarray(d), length, size, level))
+    back = np.asarray(unpool(jnp.asarray(d), length, size, level))
     assert back.dtype == np.float32
     assert (back[past] == 0).all()
     sides = (want * np.nan_to_num(d)).sum((1, 2, 3)), (np.where(past[..., None, None], 0, x) * back)

@@ -101,7 +101,7 @@ def test_a_level_that_is_none_is_counted():
 by_every_key = jax.jit(lists.by_every_key, static_argnums=(1, 2, 3, 6))
 by_key = jax.jit(lists.by_key, static_argnums=(1, 2, 3, 4, 7))
 merge_gradients = jax.jit(operands.merge_gradients, static_argnums=(2, 3))
-spread = jax.jit(pooling.spread, static_argnums=(2, 3))
+unpool = jax.jit(pooling.unpool, static_argnums=(2, 3))
 
 
 # A tile holds at most 16 blocks, so that of 64 rows wants blocks of 32.
@@ -188,7 +188,7 @@ def test_merged_gradients_are_the_sum_of_the_adjoints(size, lengths):
     want = 0
     for level, part in zip(LEVELS, parts, strict=True):
         there = np.swapaxes(part[:, :, : -(-size // level)], 1, 2)
-        want = want + spread(there, operands.lengths(key_length, 2, size), size, level)
+        want = want + unpool(there, operands.lengths(key_length, 2, size), size, level)
     assert got.shape == (2, size, 3, 8)
     np.testing.assert_allclose(got, want, rtol=2e-6, atol=2e-6)
 

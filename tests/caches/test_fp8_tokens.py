@@ -114,7 +114,6 @@ def test_the_norm_is_the_models(shape, dtype):
             assert np.count_nonzero(difference) <= 0.002 * x.size
 
 
-@pytest.mark.quick(1, slow=0)
 @pytest.mark.parametrize("bad", [np.nan, -np.inf])
 def test_what_is_not_finite_marks_its_token(implementation, bad):
     x = activations((4, 2000), jnp.float32).at[1, 1990].set(bad).at[2, 0].set(bad)

@@ -150,7 +150,6 @@ def test_too_many_tokens_inside_jit():
     np.testing.assert_array_equal(cache.overflowed, [True, True, True])
 
 
-@pytest.mark.slow
 def test_overflow_is_per_sequence():
     cache = prefill(new(MIXED, max_length=40), *tokens(30, seed=57), (30, 10, 0))
     cache = append(cache, *tokens(16, seed=58))

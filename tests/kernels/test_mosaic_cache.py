@@ -74,8 +74,10 @@ def tokens(case, count, seed=0, heads=HEADS):
     rng = np.random.default_rng(seed)
     loud = np.where(rng.random((BATCH, 1, heads, channels)) < 0.15, 4.0, 1.0)
     loud = loud * np.geomspace(0.4, 3.0, heads)[:, None]
+    # Of some channels all values are positive: 0, which is nowhere, must not count among them.
+    shift = np.where(np.arange(channels) % 5 == 2, 20.0, 0.0)
     shape = (BATCH, count, heads, channels)
-    return tuple(jnp.asarray(rng.normal(size=shape) * loud, dtype) for _ in range(2))
+    return tuple(jnp.asarray(rng.normal(size=shape) * loud + shift, dtype) for _ in range(2))
 
 
 def litter(side, rng):
@@ -94,16 +96,16 @@ def int32(*values):
     return jnp.array(values, jnp.int32)
 
 
-@pytest.mark.fuzz
 @pytest.mark.usefixtures("emulated")
 @pytest.mark.parametrize(
     ("name", "size", "lengths"),
     [
-        ("4 bits", 150, (150, 130, 0)),
-        ("mixed", 40, (40, 33, 15)),
-        ("4/3 and 2", 40, (40, 16, 3)),
-        ("3 bits", 70, (70, 64, 3)),
+        # Blocks for which a warp has too many lanes.
         ("3 bits, blocks of 16", 40, (40, 16, 3)),
+        pytest.param("4 bits", 150, (150, 130, 0), marks=pytest.mark.fuzz),
+        pytest.param("mixed", 40, (40, 33, 15), marks=pytest.mark.fuzz),
+        pytest.param("4/3 and 2", 40, (40, 16, 3), marks=pytest.mark.fuzz),
+        pytest.param("3 bits", 70, (70, 64, 3), marks=pytest.mark.fuzz),
         pytest.param("3 bits, head dim 128", 70, (70, 64, 3), marks=pytest.mark.fuzz),
     ],
 )

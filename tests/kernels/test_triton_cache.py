@@ -153,7 +153,6 @@ def test_given_scales():
     assert_appends_the_same(cache, *tokens(case, 18, seed=6))
 
 
-@pytest.mark.slow
 def test_values_that_are_not_finite():
     """In a block, in the rest of a prompt, in padding; and in tokens that come later."""
     case, bad = CASES["4 bits"], jnp.nan

@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, NamedSharding
 
 import turbojax as tj
-from tests.meshes.spread_helpers import AUTO, BOTH, EXPLICIT, HEADS, QKV, Call, mesh_of, specs
+from tests.meshes.per_device_helpers import AUTO, BOTH, EXPLICIT, HEADS, QKV, Call, mesh_of, specs
 from turbojax import _device, fireq, paged
 from turbojax.ops import exact_attention
 from turbojax.state import exact

@@ -143,14 +143,14 @@ def test_run_stream_and_samples(model, alone):
 
 def test_a_server_s_engine_may_be_replicas(model, alone):
     async def all_of(shared):
-        tickets = [shared.submit(request) for request in requests_of(PROMPTS, 0.8)]
-        return [(await ticket.results())[0].tokens for ticket in tickets]
+        handles = [shared.submit(request) for request in requests_of(PROMPTS, 0.8)]
+        return [(await handle.results())[0].tokens for handle in handles]
 
     with AsyncEngine(replicas(model)) as shared:
         assert asyncio.run(all_of(shared)) == alone
-        ticket = shared.submit(Request([1, 2], NEW))
-        ticket.cancel()
-        [result] = ticket.wait_results(60)
+        handle = shared.submit(Request([1, 2], NEW))
+        handle.cancel()
+        [result] = handle.wait_results(60)
         assert result.finish_reason in ("aborted", "length")
         assert shared.statistics(60).finished == len(PROMPTS) + 1
 

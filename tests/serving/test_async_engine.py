@@ -62,31 +62,31 @@ def test_events_come_in_order_and_end():
 
 def test_a_thread_reads_without_a_loop():
     with AsyncEngine(FakeEngine()) as engine:
-        ticket = engine.submit(prompt("one"))
-        [number] = ticket.wait_accepted()
-        assert told(ticket) == (expected(prompt("one")), ["length"])
-        [result] = ticket.wait_results()
-        assert ticket.done
+        handle = engine.submit(prompt("one"))
+        [number] = handle.wait_accepted()
+        assert told(handle) == (expected(prompt("one")), ["length"])
+        [result] = handle.wait_results()
+        assert handle.done
         assert (number, result.finish_reason) == (0, "length")
         # What was read is gone, the results are not.
-        assert list(ticket) == []
+        assert list(handle) == []
         # Who stops reading and begins again misses nothing.
-        ticket = engine.submit(prompt("one"))
-        first = next(iter(ticket))
-        assert told([first, *ticket]) == (expected(prompt("one")), ["length"])
+        handle = engine.submit(prompt("one"))
+        first = next(iter(handle))
+        assert told([first, *handle]) == (expected(prompt("one")), ["length"])
 
 
 def test_samples_are_told_apart():
     request = prompt("one", sampling=Sampling(temperature=1.0, seed=3))
     with AsyncEngine(FakeEngine()) as engine:
-        ticket = engine.submit(request, samples=3)
-        numbers = ticket.wait_accepted()
-        events = list(ticket)
+        handle = engine.submit(request, samples=3)
+        numbers = handle.wait_accepted()
+        events = list(handle)
         for i, number in enumerate(numbers):
             tokens, ends = told(event for event in events if event.request_id == number)
             wanted = prompt("one", sampling=Sampling(temperature=1.0, seed=3 + i))
             assert (tokens, ends) == (expected(wanted), ["length"])
-        assert [result.tokens for result in ticket.wait_results()] == [
+        assert [result.tokens for result in handle.wait_results()] == [
             tuple(expected(prompt("one", sampling=Sampling(temperature=1.0, seed=3 + i))))
             for i in range(3)
         ]
@@ -125,13 +125,13 @@ def test_many_threads_and_loops_at_a_time():
 
 def test_what_the_engine_refuses_comes_from_the_ticket():
     with AsyncEngine(FakeEngine(max_length=20)) as engine:
-        ticket = engine.submit(prompt("one", 100))
+        handle = engine.submit(prompt("one", 100))
         with pytest.raises(ValueError, match="must be at most 20"):
-            ticket.wait_accepted()
+            handle.wait_accepted()
         with pytest.raises(ValueError, match="must be at most 20"):
-            ticket.wait_results()
+            handle.wait_results()
         with pytest.raises(ValueError, match="must be at most 20"):
-            list(ticket)
+            list(handle)
         with pytest.raises(ValueError, match="must be at most 20"):
             asyncio.run(collect(engine, prompt("one", 100)))
         # It goes on, and nothing of the refused ones waits.
@@ -155,19 +155,19 @@ def test_no_more_than_max_waiting():
     fake = FakeEngine(max_sequences=2)
     fake.gate.clear()
     with AsyncEngine(fake, max_waiting=3) as engine:
-        tickets = [engine.submit(prompt("one")), engine.submit(prompt("two"), samples=2)]
+        handles = [engine.submit(prompt("one")), engine.submit(prompt("two"), samples=2)]
         assert engine.waiting == 3
         with pytest.raises(QueueFull, match="3 requests wait, 1 more must be at most max_waiting"):
             engine.submit(prompt("three"))
         fake.gate.set()
         until(lambda: engine.waiting < 3)
-        tickets.append(engine.submit(prompt("three")))
-        for ticket in tickets:
-            assert {result.finish_reason for result in ticket.wait_results()} == {"length"}
+        handles.append(engine.submit(prompt("three")))
+        for handle in handles:
+            assert {result.finish_reason for result in handle.wait_results()} == {"length"}
         assert engine.waiting == 0
 
 
-@pytest.mark.parametrize("how", ["break", "cancel the task", "cancel the ticket", "with"])
+@pytest.mark.parametrize("how", ["break", "cancel the task", "cancel the handle", "with"])
 def test_leaving_aborts(how):
     fake = FakeEngine(delay=0.001)
     request = prompt("one", 4000)
@@ -182,16 +182,16 @@ def test_leaving_aborts(how):
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task
-        elif how == "cancel the ticket":
-            ticket = engine.submit(request)
-            await ticket.accepted()
-            ticket.cancel("stop")
-            [result] = await ticket.results()
+        elif how == "cancel the handle":
+            handle = engine.submit(request)
+            await handle.accepted()
+            handle.cancel("stop")
+            [result] = await handle.results()
             assert result.finish_reason == "stop"
-            ticket.cancel()  # it is done: nothing
+            handle.cancel()  # it is done: nothing
         else:
-            with engine.submit(request) as ticket:
-                await ticket.accepted()
+            with engine.submit(request) as handle:
+                await handle.accepted()
         await asyncio.sleep(0)
         gc.collect()
         while (await engine.astatistics()).finished == 0:
@@ -235,14 +235,14 @@ def test_the_death_of_the_engine_reaches_everybody():
     fake.gate.clear()
     cause = ArithmeticError("the device is gone")
 
-    async def wait(ticket):
+    async def wait(handle):
         with pytest.raises(EngineEnded, match="ArithmeticError: the device is gone") as found:
-            await ticket.results()
+            await handle.results()
         assert found.value.__cause__ is cause
 
     engine = AsyncEngine(fake)
-    tickets = [engine.submit(prompt(name)) for name in ("one", "two", "three")]
-    tickets[0].wait_accepted()
+    handles = [engine.submit(prompt(name)) for name in ("one", "two", "three")]
+    handles[0].wait_accepted()
     late = engine.submit(prompt("late"))
     question = []
 
@@ -255,11 +255,11 @@ def test_the_death_of_the_engine_reaches_everybody():
     asking.start()
     fake.fail = cause
     fake.gate.set()
-    for ticket in (*tickets, late):
-        asyncio.run(wait(ticket))
+    for handle in (*handles, late):
+        asyncio.run(wait(handle))
         with pytest.raises(EngineEnded):
-            list(ticket)
-        ticket.cancel()
+            list(handle)
+        handle.cancel()
     asking.join(10)
     assert question
     with pytest.raises(EngineEnded, match="the device is gone"):
@@ -299,10 +299,10 @@ def test_closing_drains_or_aborts():
     before = threading.active_count()
     for drain, reasons in ((True, {"length"}), (False, {"aborted"})):
         engine = AsyncEngine(FakeEngine(max_sequences=1, delay=0.001))
-        tickets = [engine.submit(prompt(f"text {i}", 30)) for i in range(5)]
+        handles = [engine.submit(prompt(f"text {i}", 30)) for i in range(5)]
         engine.close(drain=drain)
         assert threading.active_count() == before
-        assert {ticket.wait_results()[0].finish_reason for ticket in tickets} == reasons
+        assert {handle.wait_results()[0].finish_reason for handle in handles} == reasons
         with pytest.raises(EngineClosed):
             engine.submit(prompt("late"))
         assert engine.statistics().finished == 5
@@ -311,10 +311,10 @@ def test_closing_drains_or_aborts():
 
 def test_draining_has_a_limit():
     engine = AsyncEngine(FakeEngine(delay=0.01))
-    ticket = engine.submit(prompt("long", 4000))
-    next(iter(ticket))
+    handle = engine.submit(prompt("long", 4000))
+    next(iter(handle))
     engine.close(timeout=0.1)
-    [result] = ticket.wait_results()
+    [result] = handle.wait_results()
     assert result.finish_reason == "aborted"
     assert 0 < len(result.tokens) < 100
 
@@ -322,23 +322,23 @@ def test_draining_has_a_limit():
 def test_closing_in_a_loop():
     async def drained():
         async with AsyncEngine(FakeEngine(delay=0.001)) as engine:
-            ticket = engine.submit(prompt("one", 50))
-        assert (await ticket.results())[0].finish_reason == "length"
+            handle = engine.submit(prompt("one", 50))
+        assert (await handle.results())[0].finish_reason == "length"
         assert (await engine.astatistics()).finished == 1
 
     async def left_by_an_exception():
         engine = AsyncEngine(FakeEngine(delay=0.001))
-        ticket = engine.submit(prompt("one", 4000))
+        handle = engine.submit(prompt("one", 4000))
         with contextlib.suppress(KeyError):
             async with engine:
                 raise KeyError("what the user did")
-        assert (await ticket.results())[0].finish_reason == "aborted"
+        assert (await handle.results())[0].finish_reason == "aborted"
 
     async def limited():
         engine = AsyncEngine(FakeEngine(delay=0.01))
-        ticket = engine.submit(prompt("one", 4000))
+        handle = engine.submit(prompt("one", 4000))
         await engine.aclose(timeout=0.1)
-        assert (await ticket.results())[0].finish_reason == "aborted"
+        assert (await handle.results())[0].finish_reason == "aborted"
 
     async def all_of_them():
         await drained()
@@ -354,10 +354,10 @@ def test_waiting_has_a_limit():
     fake = FakeEngine()
     fake.gate.clear()
     with AsyncEngine(fake) as engine:
-        ticket = engine.submit(prompt("one"))
-        ticket.wait_accepted(10)
+        handle = engine.submit(prompt("one"))
+        handle.wait_accepted(10)
         with pytest.raises(TimeoutError, match="not ready after 0.01 seconds"):
-            ticket.wait_results(0.01)
+            handle.wait_results(0.01)
         with pytest.raises(TimeoutError):
             engine.statistics(0.01)
         fake.gate.set()
@@ -377,15 +377,15 @@ def test_a_loop_that_is_gone_disturbs_nobody():
     fake = FakeEngine()
     fake.gate.clear()
     with AsyncEngine(fake) as engine:
-        ticket = engine.submit(prompt("one"))
+        handle = engine.submit(prompt("one"))
         loop = asyncio.new_event_loop()
-        waiting = loop.create_task(ticket.results())
+        waiting = loop.create_task(handle.results())
         loop.run_until_complete(asyncio.sleep(0.01))
         loop.close()
         fake.gate.set()
         assert told(engine.submit(prompt("two")))[1] == ["length"]
         waiting._log_destroy_pending = False
-        ticket.wait_results()
+        handle.wait_results()
 
 
 @pytest.mark.slow
@@ -395,8 +395,8 @@ def test_a_program_that_does_not_close_it_ends(left):
         "from tests.serving.fake_engine import FakeEngine\n"
         "from turbojax.models import AsyncEngine, Request\n"
         "engine = AsyncEngine(FakeEngine(delay=0.01))\n"
-        "ticket = engine.submit(Request([97], 4000))\n"
-        "ticket.wait_accepted()\n"
+        "handle = engine.submit(Request([97], 4000))\n"
+        "handle.wait_accepted()\n"
         "print('begun', flush=True)\n"
     )
     code += "" if left.startswith("requests") else "raise KeyError('what the user did')\n"

@@ -14,7 +14,7 @@ from flax import nnx
 from tests.serving.server_helpers import NAME, real_engine, running, tokenizer_with_chats, until
 from turbojax import models
 from turbojax.models import Request, Sampling
-from turbojax.models.engine.handles import Ticket
+from turbojax.models.engine.handles import RequestHandle
 
 CLIENTS, ROUNDS, NEW = 200, 4, 20
 TINY = models.TransformerConfig(
@@ -116,11 +116,11 @@ def test_nothing_is_left_of_clients_and_everybody_gets_their_own(count):
             assert (held.waiting, held.running, held.swapped, held.tokens_held) == (0, 0, 0, 0)
             assert held.free_pages + held.cached_pages == held.pages
             assert inside.waiting == 0
-            assert not inside._tickets
+            assert not inside._handles
             assert not inside._untouched
             gc.collect()
             # Of their own type: others' objects may warn when they are asked for theirs.
-            assert not [x for x in gc.get_objects() if issubclass(type(x), Ticket)]
+            assert not [x for x in gc.get_objects() if issubclass(type(x), RequestHandle)]
             memory.append(tracemalloc.get_traced_memory()[0])
         tracemalloc.stop()
         with served.http() as http:
@@ -131,7 +131,7 @@ def test_nothing_is_left_of_clients_and_everybody_gets_their_own(count):
         assert 'outcome="aborted"' in told
     assert set(threading.enumerate()) == before
     assert served.errors == []
-    # The first rounds fill caches of Python's; a ticket that stays would have some kilobytes.
+    # The first rounds fill caches of Python's; a handle that stays would have some kilobytes.
     # What grows from round to round does so in each; what others allocate once does not.
     growth = min(after - before for before, after in itertools.pairwise(memory[1:]))
     assert growth < CLIENTS * 256, memory

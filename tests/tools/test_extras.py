@@ -160,7 +160,7 @@ def test_equals_the_oracle(case):
         assert_near(gradients[name], wanted[name], largest * max(1, np.abs(wanted[name]).max()))
 
 
-@pytest.mark.quick(1, slow=0)
+@pytest.mark.quick(4, slow=4)
 @pytest.mark.parametrize("case", GRID, ids=lambda case: " ".join(map(str, case)))
 def test_triton_equals_the_oracle(case):
     static, arrays = options_of(*case)

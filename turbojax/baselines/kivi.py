@@ -32,7 +32,7 @@ from turbojax.baselines.kivi_cache import init_cache as init_cache
 from turbojax.ops import exact_attention
 from turbojax.quantizers import pack, unpack
 from turbojax.sharding import tables
-from turbojax.sharding.per_device import spread_explicit
+from turbojax.sharding.per_device import per_device_explicit
 from turbojax.state import checks, ring
 from turbojax.state.exact import ExactCache
 
@@ -98,7 +98,7 @@ def _checked(
 
 
 def _append(cache: KiviCache, *arrays: jax.Array, of_prompt: bool) -> KiviCache:
-    run = spread_explicit(tables.APPEND, _append_here, of_prompt=of_prompt)
+    run = per_device_explicit(tables.APPEND, _append_here, of_prompt=of_prompt)
     extended: KiviCache = run(cache, *arrays)
     return extended
 
@@ -249,7 +249,7 @@ def dequantize(cache: KiviCache) -> tuple[jax.Array, jax.Array]:
       TypeError: if `cache` is another kind.
     """
     checks.check_kind(cache, KiviCache)
-    key, value = spread_explicit(tables.DEQUANTIZE, _dequantize)(cache)
+    key, value = per_device_explicit(tables.DEQUANTIZE, _dequantize)(cache)
     return key, value
 
 

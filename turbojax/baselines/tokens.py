@@ -20,7 +20,7 @@ from turbojax.baselines.codes import quantize, rounded, stored_dtype
 from turbojax.quantizers import E4M3_MAX, absolute_maximum, pack, unpack
 from turbojax.quantizers.fp8 import round_to_e4m3
 from turbojax.sharding import tables
-from turbojax.sharding.per_device import spread_explicit
+from turbojax.sharding.per_device import per_device_explicit
 from turbojax.state import checks, ring
 
 _INT8_RANGE = 127
@@ -231,7 +231,7 @@ def append(cache: C, key: jax.Array, value: jax.Array, *, lengths: jax.Array | N
     checks.check_tokens(cache, key, value)
     lengths = _checks.check_lengths("lengths", lengths, *key.shape[:2])
     checks.check_room(cache, lengths)
-    extended: C = spread_explicit(tables.APPEND, _append)(cache, key, value, lengths)
+    extended: C = per_device_explicit(tables.APPEND, _append)(cache, key, value, lengths)
     return extended
 
 
@@ -270,7 +270,7 @@ def dequantize(cache: TokenCache) -> tuple[jax.Array, jax.Array]:
       TypeError: if `cache` is another kind.
     """
     checks.check_kind(cache, TokenCache)
-    key, value = spread_explicit(tables.DEQUANTIZE, _dequantize)(cache)
+    key, value = per_device_explicit(tables.DEQUANTIZE, _dequantize)(cache)
     return key, value
 
 

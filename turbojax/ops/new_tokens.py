@@ -18,7 +18,7 @@ from turbojax.ops.optional_arrays import Extras
 from turbojax.ops.options import Options
 from turbojax.sharding import together
 from turbojax.sharding.notation import Table
-from turbojax.sharding.per_device import spread
+from turbojax.sharding.per_device import per_device
 from turbojax.state import ring
 
 C = TypeVar("C", bound=Any)
@@ -45,7 +45,7 @@ def decode(
     """
     ring.check_visible(cache, options.window, query.shape[1])
     check_whole(cache, extras)
-    run = spread(
+    run = per_device(
         table,
         _decode,
         registry=registry,

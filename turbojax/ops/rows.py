@@ -6,6 +6,10 @@ import jax
 import jax.numpy as jnp
 
 _LOG2_E = math.log2(math.e)
+HEAD_DIMS = (64, 128, 256)
+"""Head dims of the kernels of Mosaic GPU."""
+# Tokens that copies of these kernels take together.
+_COPY = 8
 
 
 def without_padding(x: jax.Array, length: jax.Array | None) -> jax.Array:
@@ -23,6 +27,17 @@ def pad_axis(x: jax.Array, axis: int, size: int, value: float = 0.0) -> jax.Arra
         return x
     widths = [(0, extra) if i == axis else (0, 0) for i in range(x.ndim)]
     return jnp.pad(x, widths, constant_values=value)
+
+
+def padded_head_dim(head_dim: int) -> int:
+    """The smallest of `HEAD_DIMS` that is no smaller."""
+    return next(n for n in HEAD_DIMS if n >= head_dim)
+
+
+def padded(x: jax.Array) -> jax.Array:
+    """``[B, T, heads, H]`` with zeros up to a multiple of 8 tokens and one of `HEAD_DIMS`."""
+    x = pad_axis(x, 1, -(-x.shape[1] // _COPY) * _COPY)
+    return pad_axis(x, 3, padded_head_dim(x.shape[-1]))
 
 
 def without_blind(x: jax.Array, residual: jax.Array) -> jax.Array:

@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
 from typing import Any, Protocol
 
-from turbojax.models.engine.handles import Ticket
+from turbojax.models.engine.handles import RequestHandle
 from turbojax.models.engine.requests import (
     MOST_LOGPROBS,
     Event,
@@ -89,29 +89,29 @@ class Answer:
             "created": int(time.time()),
             "model": service.name,
         }
-        self._tickets = service.submit(job.requests, job.samples)
+        self._handles = service.submit(job.requests, job.samples)
         self._numbers = list[tuple[int, ...]]()
 
     async def begin(self) -> None:
         """Waits until the engine has all requests; if it refuses one, cancels all with ApiError."""
         try:
-            self._numbers = await self._service.accepted(self._tickets)
+            self._numbers = await self._service.accepted(self._handles)
         except BaseException:
             self.cancel()
             raise
 
     def cancel(self) -> None:
         """Ends what is not done: nobody wants it any more."""
-        for ticket in self._tickets:
-            ticket.cancel()
+        for handle in self._handles:
+            handle.cancel()
 
     async def whole(self) -> bytes:
         """Waits for all texts: the answer as JSON; ApiError if one could not be generated."""
         results = list[tuple[Result, ...]]()
         try:
             with self._service.engine_errors():
-                for ticket in self._tickets:
-                    results.append(await ticket.results())
+                for handle in self._handles:
+                    results.append(await handle.results())
         finally:
             self.cancel()
         tokens = sum(len(result.tokens) for of_prompt in results for result in of_prompt)
@@ -161,7 +161,7 @@ class Answer:
 
     async def _events(self) -> AsyncGenerator[tuple[int, list[Event]], None]:
         with self._service.engine_errors():
-            async with aclosing(merged(self._tickets)) as batches:
+            async with aclosing(merged(self._handles)) as batches:
                 async for prompt, events in batches:
                     for begin in range(0, len(events), _AT_ONCE):
                         if begin:
@@ -202,24 +202,24 @@ class Answer:
         return {**chunk, "usage": None} if self._job.options.include_usage else chunk
 
 
-async def merged(tickets: Sequence[Ticket]) -> AsyncGenerator[tuple[int, list[Event]], None]:
-    """The events of tickets as they come, each with its ticket's index; raises the first error."""
-    if len(tickets) == 1:
-        async with aclosing(tickets[0].batches()) as batches:
+async def merged(handles: Sequence[RequestHandle]) -> AsyncGenerator[tuple[int, list[Event]], None]:
+    """The events of handles as they come, each with its handle's index; raises the first error."""
+    if len(handles) == 1:
+        async with aclosing(handles[0].batches()) as batches:
             async for events in batches:
                 yield 0, events
         return
-    queue: asyncio.Queue[tuple[int, list[Event] | Exception]] = asyncio.Queue(len(tickets))
+    queue: asyncio.Queue[tuple[int, list[Event] | Exception]] = asyncio.Queue(len(handles))
 
-    async def read(place: int, ticket: Ticket) -> None:
+    async def read(place: int, handle: RequestHandle) -> None:
         try:
-            async for events in ticket.batches():
+            async for events in handle.batches():
                 await queue.put((place, events))
             await queue.put((place, []))
         except Exception as error:
             await queue.put((place, error))
 
-    tasks = [asyncio.ensure_future(read(i, ticket)) for i, ticket in enumerate(tickets)]
+    tasks = [asyncio.ensure_future(read(i, handle)) for i, handle in enumerate(handles)]
     running = len(tasks)
     try:
         while running:

@@ -14,7 +14,7 @@ from turbojax.models.engine.asynchronous import (
     EngineEnded,
     QueueFull,
 )
-from turbojax.models.engine.handles import Ticket
+from turbojax.models.engine.handles import RequestHandle
 from turbojax.models.engine.requests import Request
 from turbojax.models.text.tokenizer import Tokenizer
 from turbojax.server.errors import ApiError
@@ -133,29 +133,29 @@ class Service:
             )
         return room - len(prompt) if asked is None else asked
 
-    def submit(self, requests: Sequence[Request], samples: int) -> list[Ticket]:
+    def submit(self, requests: Sequence[Request], samples: int) -> list[RequestHandle]:
         """Gives all requests to the engine, or none: ApiError if the queue is full or it closes."""
-        tickets = list[Ticket]()
+        handles = list[RequestHandle]()
         try:
             with self.engine_errors():
                 for request in requests:
-                    tickets.append(self.engine.submit(request, samples))
+                    handles.append(self.engine.submit(request, samples))
         except ApiError:
-            for ticket in tickets:
-                ticket.cancel()
+            for handle in handles:
+                handle.cancel()
             raise
-        return tickets
+        return handles
 
-    async def accepted(self, tickets: Sequence[Ticket]) -> list[tuple[int, ...]]:
+    async def accepted(self, handles: Sequence[RequestHandle]) -> list[tuple[int, ...]]:
         """Waits until the engine has the requests; the numbers of each one's samples.
 
         Raises ApiError for what the engine refuses, as that is the client's fault.
         """
         found = []
-        for ticket in tickets:
+        for handle in handles:
             try:
                 with self.engine_errors():
-                    found.append(await ticket.accepted())
+                    found.append(await handle.accepted())
             except (ValueError, TypeError, NotImplementedError) as error:
                 raise ApiError(_json.line(str(error))) from error
         return found

@@ -1,4 +1,4 @@
-"""`spread`: runs an op on each device's part of its arrays, however a mesh splits them.
+"""`per_device`: runs an op on each device's part of its arrays, however a mesh splits them.
 
 Three readers of an op's table (`turbojax.sharding.tables`):
 
@@ -36,7 +36,7 @@ _MAPPED = "0123456789"
 
 @dataclasses.dataclass(frozen=True)
 class _Call:
-    """An op with its options, see `spread`; equal ones share their compiled programs.
+    """An op with its options, see `per_device`; equal ones share their compiled programs.
 
     `interpret` says whether kernels are interpreted, `capability` is the GPU's, and `is_plain` says
     whether this is plain JAX, which the compiler can split without help.
@@ -80,7 +80,7 @@ class _Call:
         return [leaf for (name, entry), x in named for leaf in leaves_of(name, entry, x)]
 
 
-def spread(
+def per_device(
     table: Table,
     run: Callable[..., Any],
     *,
@@ -110,8 +110,8 @@ def spread(
     return call
 
 
-def spread_explicit(table: Table, run: Callable[..., Any], **static: Any) -> Callable[..., Any]:
-    """`spread` for plain JAX with its own derivatives, which the compiler can split without help.
+def per_device_explicit(table: Table, run: Callable[..., Any], **static: Any) -> Callable[..., Any]:
+    """`per_device` for plain JAX with its own derivatives, which compilers split without help.
 
     With explicit axes it is `shard_map`, which has derivatives; otherwise `run` is called.
     """

@@ -12,7 +12,7 @@ from turbojax._pytrees import pytree
 from turbojax.sharding import tables
 from turbojax.sharding.axes import Axes
 from turbojax.sharding.creation import Sizes, born
-from turbojax.sharding.per_device import spread_explicit
+from turbojax.sharding.per_device import per_device_explicit
 from turbojax.sharding.specs import Split
 from turbojax.state import checks, ring
 
@@ -141,7 +141,9 @@ def append(
             f"appending would give lengths {np.asarray(total).tolist()}, "
             f"which must be at most max_length={cache.max_length}"
         )
-    extended: ExactCache = spread_explicit(tables.EXACT_APPEND, _append)(cache, key, value, lengths)
+    extended: ExactCache = per_device_explicit(tables.EXACT_APPEND, _append)(
+        cache, key, value, lengths
+    )
     return extended
 
 

@@ -21,7 +21,7 @@ from turbojax._registry import Implementation, ImplementationName, Registry
 from turbojax.sharding import tables
 from turbojax.sharding.axes import Axes
 from turbojax.sharding.creation import Sizes, born
-from turbojax.sharding.per_device import spread
+from turbojax.sharding.per_device import per_device
 from turbojax.sharding.specs import Split
 from turbojax.state import checks, kv4_mosaic, ring
 from turbojax.state.kv4_codes import numbers as numbers
@@ -265,7 +265,7 @@ def append(
     batch, tokens = key.shape[:2]
     lengths = _checks.check_lengths("lengths", lengths, batch, tokens)
     checks.check_room(cache, lengths)
-    run = spread(tables.FIREQ_APPEND, _append_here, implementation=implementation)
+    run = per_device(tables.FIREQ_APPEND, _append_here, implementation=implementation)
     return refuse_gradients(run, "append")(cache, key, value, lengths)
 
 
@@ -277,7 +277,7 @@ def store_prompt(cache: CacheT, key: jax.Array, value: jax.Array, lengths: jax.A
     both turn `overflowed`.
     """
     check_prompt(cache, key, value, lengths)
-    run = spread(tables.FIREQ_APPEND, _store_prompt)
+    run = per_device(tables.FIREQ_APPEND, _store_prompt)
     return refuse_gradients(run, "prefill")(cache, key, value, lengths)
 
 

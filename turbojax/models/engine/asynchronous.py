@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import Literal, Protocol
 
 from turbojax import _checks
-from turbojax.models.engine.handles import Mailbox, Reason, Ticket
+from turbojax.models.engine.handles import Mailbox, Reason, RequestHandle
 from turbojax.models.engine.requests import Event, Finished, Request, Result
 from turbojax.models.engine.statistics import EngineStatistics
 from turbojax.models.engine.waiting import Signal, wake
@@ -106,13 +106,13 @@ class AsyncEngine:
         # Guards what follows. `_over` is signalled once, at the end.
         self._condition = threading.Condition()
         self._calls: collections.deque[_Call] = collections.deque()
-        self._live: dict[Ticket, Mailbox] = {}
+        self._live: dict[RequestHandle, Mailbox] = {}
         self._waiting = 0
         self._closing: Literal["drain", "abort"] | None = None
         self._ended: EngineStatistics | BaseException | None = None
         self._over = Signal()
         # Of the engine's thread alone.
-        self._tickets: dict[int, Ticket] = {}
+        self._handles: dict[int, RequestHandle] = {}
         self._untouched: set[int] = set()
         self._observers: list[Callable[[Result], None]] = []
         self._thread = threading.Thread(target=self._run, name="turbojax-engine", daemon=True)
@@ -156,10 +156,10 @@ class AsyncEngine:
         """Requests that wait for their first token."""
         return self._waiting
 
-    def submit(self, request: Request, samples: int = 1) -> Ticket:
+    def submit(self, request: Request, samples: int = 1) -> RequestHandle:
         """Gives a request to the engine, and does not wait.
 
-        What the engine refuses comes from the ticket, see `Ticket.accepted`.
+        What the engine refuses comes from the handle, see `RequestHandle.accepted`.
 
         Args:
           request: what to continue, and how.
@@ -176,7 +176,7 @@ class AsyncEngine:
         if samples > self.max_waiting:
             raise ValueError(f"{samples=} must be at most max_waiting={self.max_waiting}")
         box = Mailbox()
-        ticket = Ticket(request, samples, box, self._cancel)
+        handle = RequestHandle(request, samples, box, self._cancel)
         with self._condition:
             if self.error is not None:
                 raise _ended(self.error)
@@ -188,10 +188,10 @@ class AsyncEngine:
                     f"max_waiting={self.max_waiting}"
                 )
             self._waiting += samples
-            self._live[ticket] = box
-            self._calls.append(_Call(lambda: self._add(ticket, box)))
+            self._live[handle] = box
+            self._calls.append(_Call(lambda: self._add(handle, box)))
             self._condition.notify()
-        return ticket
+        return handle
 
     async def generate(self, request: Request) -> AsyncGenerator[Event, None]:
         """A request's events as they come.
@@ -205,10 +205,10 @@ class AsyncEngine:
           Its tokens, and its end.
 
         Raises:
-          Exception: see `submit` and `Ticket.accepted`.
+          Exception: see `submit` and `RequestHandle.accepted`.
         """
-        with self.submit(request) as ticket:
-            async for events in ticket.batches():
+        with self.submit(request) as handle:
+            async for events in handle.batches():
                 for event in events:
                     yield event
 
@@ -242,9 +242,9 @@ class AsyncEngine:
     def abort_all(self) -> None:
         """Ends all requests that are not done, soon."""
         with self._condition:
-            tickets = list(self._live)
-        for ticket in tickets:
-            ticket.cancel()
+            handles = list(self._live)
+        for handle in handles:
+            handle.cancel()
 
     def close(self, *, drain: bool = True, timeout: float | None = None) -> None:
         """Takes no more requests, and waits until the thread has ended; it may be called again.
@@ -297,9 +297,9 @@ class AsyncEngine:
         if self.error is not None:
             call.fail(_ended(self.error))
 
-    def _cancel(self, ticket: Ticket, reason: Reason) -> None:
+    def _cancel(self, handle: RequestHandle, reason: Reason) -> None:
         # Calls run in order: the request has been added by then.
-        self._call(_Call(lambda: self._abort(ticket, reason)))
+        self._call(_Call(lambda: self._abort(handle, reason)))
 
     def _ask(self) -> "concurrent.futures.Future[EngineStatistics]":
         future: concurrent.futures.Future[EngineStatistics] = concurrent.futures.Future()
@@ -339,7 +339,7 @@ class AsyncEngine:
             # One by one: where one raises, the others are told so.
             self._calls.popleft().run()
         if closing == "abort":
-            for number in list(self._tickets):
+            for number in list(self._handles):
                 self._abort_one(number, "aborted")
         if not self._engine.idle:
             self._deliver(self._engine.step())
@@ -355,23 +355,23 @@ class AsyncEngine:
     def _has_work(self) -> bool:
         return bool(self._calls) or self._closing is not None or not self._engine.idle
 
-    def _add(self, ticket: Ticket, box: Mailbox) -> None:
+    def _add(self, handle: RequestHandle, box: Mailbox) -> None:
         try:
-            if ticket.samples == 1:
-                numbers: tuple[int, ...] = (self._engine.add(ticket.request),)
+            if handle.samples == 1:
+                numbers: tuple[int, ...] = (self._engine.add(handle.request),)
             else:
-                numbers = self._engine.add_samples(ticket.request, ticket.samples)
+                numbers = self._engine.add_samples(handle.request, handle.samples)
         except Exception as error:
             # Refused. If the error has ended the engine, the engine's next call raises that.
-            self._forget(ticket, ticket.samples)
+            self._forget(handle, handle.samples)
             wake(box.fail(error))
             return
-        self._tickets.update(dict.fromkeys(numbers, ticket))
+        self._handles.update(dict.fromkeys(numbers, handle))
         self._untouched.update(numbers)
         wake(box.accept(numbers))
 
-    def _abort(self, ticket: Ticket, reason: Reason) -> None:
-        for number in self._live[ticket].ids if ticket in self._live else ():
+    def _abort(self, handle: RequestHandle, reason: Reason) -> None:
+        for number in self._live[handle].ids if handle in self._live else ():
             self._abort_one(number, reason)
 
     def _abort_one(self, number: int, reason: Reason) -> None:
@@ -380,33 +380,33 @@ class AsyncEngine:
             self._engine.abort(number, reason=reason)
 
     def _deliver(self, events: list[Event]) -> None:
-        boxes: dict[Ticket, list[Event]] = {}
+        boxes: dict[RequestHandle, list[Event]] = {}
         begun = 0
         for event in events:
-            ticket = self._tickets.get(event.request_id)
-            if ticket is None:
+            handle = self._handles.get(event.request_id)
+            if handle is None:
                 continue  # of a request that was added before this was made
-            boxes.setdefault(ticket, []).append(event)
+            boxes.setdefault(handle, []).append(event)
             if event.request_id in self._untouched:
                 self._untouched.remove(event.request_id)
                 begun += 1
             if isinstance(event, Finished):
-                del self._tickets[event.request_id]
+                del self._handles[event.request_id]
                 for observer in self._observers:
                     observer(event.result)
         waiters = []
-        for ticket, of_ticket in boxes.items():
-            box = self._live[ticket]
-            waiters += box.put(of_ticket)
+        for handle, of_handle in boxes.items():
+            box = self._live[handle]
+            waiters += box.put(of_handle)
             if box.is_done():
-                self._forget(ticket, 0)
+                self._forget(handle, 0)
         with self._condition:
             self._waiting -= begun
         wake(waiters)
 
-    def _forget(self, ticket: Ticket, waiting: int) -> None:
+    def _forget(self, handle: RequestHandle, waiting: int) -> None:
         with self._condition:
-            del self._live[ticket]
+            del self._live[handle]
             self._waiting -= waiting
 
     def _die(self, error: BaseException) -> None:
@@ -416,7 +416,7 @@ class AsyncEngine:
             calls, self._calls = self._calls, collections.deque()
             boxes, self._live = list(self._live.values()), {}
             self._waiting = 0
-        self._tickets.clear()
+        self._handles.clear()
         self._untouched.clear()
         for call in calls:
             call.fail(_ended(error))

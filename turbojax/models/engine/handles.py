@@ -1,4 +1,4 @@
-"""`Ticket`: a request that was given to an `AsyncEngine`, and what is heard of it."""
+"""`RequestHandle`: a request that was given to an `AsyncEngine`, and what is heard of it."""
 
 import collections
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
@@ -69,12 +69,12 @@ class Mailbox(Signal):
             return events
 
 
-class Ticket:
+class RequestHandle:
     """A request that was given to an `AsyncEngine`, or several samples of it.
 
-    Its events are for one reader, in any thread (``for event in ticket``) or event loop
-    (``async for event in ticket``). A request that nobody reads runs to its end all the same:
-    whoever loses interest calls `cancel`, or leaves a ``with`` block of the ticket, which does.
+    Its events are for one reader, in any thread (``for event in handle``) or event loop
+    (``async for event in handle``). A request that nobody reads runs to its end all the same:
+    whoever loses interest calls `cancel`, or leaves a ``with`` block of the handle, which does.
 
     Attributes:
       request: the request.
@@ -86,14 +86,14 @@ class Ticket:
         request: Request,
         samples: int,
         box: Mailbox,
-        cancel: Callable[["Ticket", Reason], None],
+        cancel: Callable[["RequestHandle", Reason], None],
     ) -> None:
         self.request = request
         self.samples = samples
         self._box = box
         self._cancel = cancel
 
-    def __enter__(self) -> "Ticket":
+    def __enter__(self) -> "RequestHandle":
         return self
 
     def __exit__(

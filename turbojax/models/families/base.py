@@ -264,6 +264,25 @@ class Family:
         return tuple(window if kind == SLIDING else None for kind in types)
 
 
+class Alternating(Family):
+    """A family that always has a window: in every other layer, where a file does not say."""
+
+    def usual_layers(self, keys: Mapping[str, Any], window: int | None) -> list[str]:
+        """See `Family`."""
+        del window
+        return [FULL if i % 2 else SLIDING for i in range(keys["num_hidden_layers"])]
+
+    def write_windows(
+        self, windows: Sequence[int | None], fields: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """See `Family`."""
+        # transformers asks for a window even where no layer has one.
+        return {
+            "sliding_window": first_window(windows) or fields["max_length"],
+            "layer_types": layer_types(windows, fields["num_layers"]),
+        }
+
+
 def first_window(windows: Sequence[int | None]) -> int | None:
     """The first layer's window, or None; files cannot express a second size."""
     return next((size for size in windows if size is not None), None)

@@ -1,15 +1,15 @@
 """Cohere 2: parallel layers, LayerNorm, and positions only in the layers with a window."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-from turbojax.models.families.base import Family, first_window, layer_types
+from turbojax.models.families.base import Alternating
 from turbojax.models.families.keys import COMMON, FULL, SLIDING, even_share, integer, number
 
 _PATTERN, _LOGITS, _EPS = "sliding_window_pattern", "logit_scale", "layer_norm_eps"
 
 
-class Cohere2(Family):
+class Cohere2(Alternating):
     """One LayerNorm without a bias serves attention and feed-forward layer, which are parallel."""
 
     def read(self, hf: Mapping[str, Any]) -> dict[str, Any]:
@@ -48,16 +48,6 @@ class Cohere2(Family):
         del window
         pattern = integer(keys, _PATTERN)
         return [FULL if i % pattern == 0 else SLIDING for i in _numbers(keys["num_hidden_layers"])]
-
-    def write_windows(
-        self, windows: Sequence[int | None], fields: Mapping[str, Any]
-    ) -> dict[str, Any]:
-        """See `Family`."""
-        # transformers asks for a window even where no layer has one.
-        return {
-            "sliding_window": first_window(windows) or fields["max_length"],
-            "layer_types": layer_types(windows, fields["num_layers"]),
-        }
 
 
 def _numbers(count: int) -> range:

@@ -1,13 +1,13 @@
 """Gemma 2: soft caps, a window in every other layer, scaled embeddings, norms after sublayers."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-from turbojax.models.families.base import HEAD_NORMS, Family, first_window, layer_types
-from turbojax.models.families.keys import COMMON, FULL, SLIDING, number
+from turbojax.models.families.base import HEAD_NORMS, Alternating
+from turbojax.models.families.keys import COMMON, number
 
 
-class Gemma2(Family):
+class Gemma2(Alternating):
     """Scales embeddings by the root of their width, and stores the scales of norms minus one."""
 
     def read_mathematics(self, keys: Mapping[str, Any]) -> dict[str, Any]:
@@ -35,22 +35,6 @@ class Gemma2(Family):
             "query_pre_attn_scalar": whole if whole and whole**-0.5 == scale else scalar,
             "final_logit_softcapping": fields["final_soft_cap"],
             "attn_logit_softcapping": fields["attention_soft_cap"],
-        }
-
-    def usual_layers(self, keys: Mapping[str, Any], window: int | None) -> list[str]:
-        """See `Family`."""
-        del window
-        return [FULL if i % 2 else SLIDING for i in range(keys["num_hidden_layers"])]
-
-    def write_windows(
-        self, windows: Sequence[int | None], fields: Mapping[str, Any]
-    ) -> dict[str, Any]:
-        """See `Family`."""
-        # transformers asks for a window even where no layer has one.
-        window = first_window(windows) or fields["max_length"]
-        return {
-            "sliding_window": window,
-            "layer_types": layer_types(windows, fields["num_layers"]),
         }
 
 

@@ -1,13 +1,13 @@
 """gpt-oss: sinks, a window in every other layer, biases, experts with a clamped SwiGLU."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from turbojax._json import shown
 from turbojax.models.families import rope
-from turbojax.models.families.base import Family, first_window, layer_types
+from turbojax.models.families.base import Alternating
 from turbojax.models.families.experts import ExpertsConfig, read_count, read_per_token
-from turbojax.models.families.keys import COMMON, FULL, SLIDING, number
+from turbojax.models.families.keys import COMMON, number
 
 _EXPERTS = 128
 _THETA = 150_000.0
@@ -22,7 +22,7 @@ _USUAL_ROPE = {
 }
 
 
-class GptOss(Family):
+class GptOss(Alternating):
     """Has experts in all layers; a tensor holds all of them, gate and partner in turns."""
 
     def read_mathematics(self, keys: Mapping[str, Any]) -> dict[str, Any]:
@@ -67,22 +67,6 @@ class GptOss(Family):
         found = rope.parse(given, max_length, theta=_THETA)
         self._require_whole(found)
         return {"rope_theta": found.theta, "rope_scaling": found.scaling, "rotary_dim": None}
-
-    def usual_layers(self, keys: Mapping[str, Any], window: int | None) -> list[str]:
-        """See `Family`."""
-        del window
-        return [FULL if i % 2 else SLIDING for i in range(keys["num_hidden_layers"])]
-
-    def write_windows(
-        self, windows: Sequence[int | None], fields: Mapping[str, Any]
-    ) -> dict[str, Any]:
-        """See `Family`."""
-        # transformers asks for a window even where no layer has one.
-        window = first_window(windows) or fields["max_length"]
-        return {
-            "sliding_window": window,
-            "layer_types": layer_types(windows, fields["num_layers"]),
-        }
 
 
 def _agreeing(keys: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -208,7 +208,8 @@ def init_caches(
     kinds = kinds_of_layers(cache, config.num_layers)
     if config.latent is not None and axes is not None and axes.size("sequence") > 1:
         _require_latents(kinds, axes)
-    max_length = whole_slots(max_length, kinds, axes)
+    slots = (kind_for(kind).slots(kind, max_length)[0] for kind in kinds)
+    max_length = whole_slots(max_length, slots, axes)
     # Says what is wrong before `jit` says that it cannot hash it.
     middle = kinds[len(kinds) // 2]
     sizes = [(batch_size, max_length, *widths_of(config, kind)) for kind in kinds]

@@ -12,14 +12,14 @@ import numpy as np
 
 from turbojax import _checks
 from turbojax._json import line, shown, shown_name
-from turbojax.kv import LayerCache
+from turbojax.kv import LayerCache, kind_of
 from turbojax.kv import files as layers
 from turbojax.models.decoder import Decoder, for_length, unstack
 from turbojax.models.generation.caching import ModelCaches
 from turbojax.models.generation.session import Session
 from turbojax.models.quantized import QuantizedDecoder
-from turbojax.models.tensor_parallel.caches import check_batch
-from turbojax.models.tensor_parallel.storing import joined, length_to_split, split
+from turbojax.models.tensor_parallel.caches import check_batch, whole_slots
+from turbojax.models.tensor_parallel.storing import joined, split
 from turbojax.models.transformer import Transformer
 from turbojax.rotary import LongRopeScaling
 from turbojax.sharding import Axes
@@ -238,7 +238,9 @@ def _pack(
 def _length_to_split(path: Path, description: Any, max_length: int | None, axes: Axes) -> int:
     """The length of caches that can be split: at least `max_length`, or what is described."""
     found = [layers.described(path, layer) for layer in _layers(path, description)]
-    return length_to_split(found, max_length or found[0].max_length, axes)
+    length = max_length or found[0].max_length
+    slots = (kind_of(x).slots(getattr(x, "config", None), length)[0] for x in found)
+    return whole_slots(length, slots, axes)
 
 
 def _of_sequences(x: np.ndarray, axes: Axes | None) -> jax.Array:

@@ -2,12 +2,11 @@
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
 
-from turbojax.kv import CacheKind, kind_for
 from turbojax.models.tensor_parallel.specs import cache_specs
 from turbojax.sharding import Axes
 
@@ -28,13 +27,15 @@ def init_split(make: Callable[[], Any], axes: Axes) -> Any:
     )()
 
 
-def whole_slots(max_length: int, kinds: Sequence[CacheKind], axes: Axes | None) -> int:
-    """The next length of caches that gives all devices of the sequence's axis as many slots."""
+def whole_slots(max_length: int, slots: Iterable[int], axes: Axes | None) -> int:
+    """The next length of caches that gives all devices of the sequence's axis as many slots.
+
+    `slots` says how many tokens a slot of each layer holds.
+    """
     count = 1 if axes is None else axes.size("sequence")
     if count == 1:
         return max_length
-    units = {kind_for(kind).slots(kind, max_length)[0] for kind in kinds}
-    multiple = count * math.lcm(*units)
+    multiple = count * math.lcm(*slots)
     return -(-max_length // multiple) * multiple
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from turbojax.kv import PagedLayer, kind_of
+from turbojax.kv import PagedLayer
 from turbojax.sharding import Axes
 from turbojax.sharding.specs import axes_of, shardings
 from turbojax.state.progressive.cache import CacheSide, ProgressiveCache
@@ -39,7 +39,7 @@ def joined(cache: Any, axes: Axes) -> Any:
 def split(cache: Any, axes: Axes) -> Any:
     """The inverse of `joined`: the cache of one device on the devices of a mesh.
 
-    Its pages are in the order of sequences, and its length is one of `length_to_split`. Raises
+    Its pages are in the order of sequences, and its length is one of `caches.whole_slots`. Raises
     ValueError if it cannot be split evenly, or keeps only a window where tokens are split.
     """
     if axes.size("sequence") > 1 and getattr(cache, "is_ring", False):
@@ -54,19 +54,6 @@ def split(cache: Any, axes: Axes) -> Any:
         cache = _with_copies(cache, axes)
     placed: Any = jax.device_put(cache, shardings(cache, axes))
     return placed
-
-
-def length_to_split(caches: Any, max_length: int, axes: Axes) -> int:
-    """The next length that gives all devices of the sequence's axis equally many slots.
-
-    `caches` are those of the layers; their arrays may be abstract.
-    """
-    count = axes.size("sequence")
-    if count == 1:
-        return max_length
-    units = {kind_of(x).slots(getattr(x, "config", None), max_length)[0] for x in caches}
-    multiple = count * math.lcm(*units)
-    return -(-max_length // multiple) * multiple
 
 
 def _first_pages(cache: PagedLayer, axes: Axes) -> np.ndarray:

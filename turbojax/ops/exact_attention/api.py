@@ -17,7 +17,7 @@ from turbojax.ops.optional_arrays import NOTHING, Extras
 from turbojax.ops.options import Options, require_causal
 from turbojax.sharding import tables, together
 from turbojax.sharding.notation import Table
-from turbojax.sharding.per_device import spread, spread_explicit
+from turbojax.sharding.per_device import per_device, per_device_explicit
 from turbojax.state import checks, ring
 from turbojax.state.exact import ExactCache
 
@@ -100,7 +100,7 @@ def _attend(
 ) -> jax.Array:
     """`attention` of checked arguments."""
     static: dict[str, Any] = {"options": options, "implementation": implementation}
-    run = spread_explicit(tables.EXACT, _attend_here, **static)
+    run = per_device_explicit(tables.EXACT, _attend_here, **static)
     out: jax.Array = run(query, key, value, extras)
     return out
 
@@ -217,7 +217,7 @@ def _decode_any(
     query: jax.Array, cache: ExactCache, extras: Extras, **static: Any
 ) -> tuple[jax.Array, Any]:
     """`decode` of checked arguments; a log-sum-exp only where a part is wanted."""
-    out, residual = spread_explicit(tables.EXACT_DECODE, _decode_here, **static)(
+    out, residual = per_device_explicit(tables.EXACT_DECODE, _decode_here, **static)(
         query, cache, extras
     )
     return out, residual
@@ -328,7 +328,7 @@ def _with_gradient(
 
     @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
     def call(options: Options, query: jax.Array, cache: ExactCache) -> Any:
-        return spread(table, kernel, options=options)(query, cache)
+        return per_device(table, kernel, options=options)(query, cache)
 
     def forward(options: Options, *saved: Any) -> tuple[Any, tuple[Any, ...]]:
         return call(options, *saved), saved

@@ -10,7 +10,7 @@ from turbojax._registry import Implementation, ImplementationName, Registry
 from turbojax.ops.fp8_tokens import mosaic_gpu, reference, triton
 from turbojax.quantizers import Fp8Tokens
 from turbojax.sharding import tables, together
-from turbojax.sharding.per_device import spread
+from turbojax.sharding.per_device import per_device
 
 QUANTIZE = Registry(
     "fp8_tokens",
@@ -109,7 +109,7 @@ def _quantize(
     _checks.check_float_dtype("x", x)
     if x.ndim == 0 or 0 in x.shape:
         raise ValueError(f"{x.shape=} must be [..., K], no axis empty")
-    run = spread(tables.QUANTIZE, _quantize_here, eps=eps, implementation=implementation)
+    run = per_device(tables.QUANTIZE, _quantize_here, eps=eps, implementation=implementation)
     tokens: Fp8Tokens = refuse_gradients(run, op)(x, scale)
     return tokens
 

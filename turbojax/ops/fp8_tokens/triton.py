@@ -5,11 +5,17 @@ import functools
 import jax
 import numpy as np
 
-from turbojax._device import gpu_compute_capability, interpreting, needs_gpu, unindexable
+from turbojax._device import (
+    ADA,
+    AMPERE,
+    gpu_compute_capability,
+    interpreting,
+    needs_gpu,
+    unindexable,
+)
 from turbojax.ops.fp8_tokens import reference
 from turbojax.quantizers import Fp8Tokens
 
-_AMPERE, _ADA = 8.0, 8.9
 _LARGEST = 2**15
 
 
@@ -18,7 +24,7 @@ def unsupported(*, x: jax.Array, scale: jax.Array | None) -> str | None:
     del scale
     if x.shape[1] > _LARGEST:
         return f"{x.shape[1]} channels must be at most {_LARGEST}"
-    return unindexable(x.size * x.dtype.itemsize, x.size) or needs_gpu(_AMPERE)
+    return unindexable(x.size * x.dtype.itemsize, x.size) or needs_gpu(AMPERE)
 
 
 def quantize(x: jax.Array, scale: jax.Array | None, *, eps: float | None) -> Fp8Tokens:
@@ -26,7 +32,7 @@ def quantize(x: jax.Array, scale: jax.Array | None, *, eps: float | None) -> Fp8
     if eps is None and scale is not None:
         x, scale = reference.scaled(x, scale, None), None
     capability = gpu_compute_capability()
-    has_e4m3 = capability is None or capability >= _ADA
+    has_e4m3 = capability is None or capability >= ADA
     return _quantize(x, scale, eps=eps or 0.0, has_e4m3=has_e4m3, interpret=interpreting())
 
 

@@ -18,7 +18,7 @@ from turbojax.ops.int4_matmul.static import Activation, Precision
 from turbojax.quantizers import Fp8Tokens, Int4Weight
 from turbojax.quantizers.int4 import pad_rows
 from turbojax.sharding import tables, together
-from turbojax.sharding.per_device import like, spread
+from turbojax.sharding.per_device import like, per_device
 
 GROUPED_MATMUL = Registry(
     "grouped_matmul",
@@ -90,7 +90,7 @@ def grouped_matmul(
         "implementation": implementation,
     }
     if isinstance(x, Fp8Tokens):
-        run = spread(tables.GROUPED_MATMUL, _product, adding=_product_of_parts, **static)
+        run = per_device(tables.GROUPED_MATMUL, _product, adding=_product_of_parts, **static)
         call = refuse_gradients(run, "grouped_matmul of quantized tokens")
     else:
         call = _differentiable(**static)
@@ -199,9 +199,9 @@ def _gradients(*saved: Any, activation: Activation | None) -> tuple[jax.Array, A
 
 def _differentiable(**static: Any) -> Callable[..., jax.Array]:
     """Quantization and product, differentiable in reverse mode straight through the rounding."""
-    multiply = spread(tables.GROUPED_MATMUL, _product, adding=_product_of_parts, **static)
+    multiply = per_device(tables.GROUPED_MATMUL, _product, adding=_product_of_parts, **static)
     differentiate_once = refuse_gradients(
-        spread(tables.GROUPED_MATMUL_GRADIENT, _gradients, activation=static["activation"]),
+        per_device(tables.GROUPED_MATMUL_GRADIENT, _gradients, activation=static["activation"]),
         "the gradient of grouped_matmul",
         because="only first derivatives are supported",
     )

@@ -30,7 +30,7 @@ from turbojax.ops.int4_matmul.static import (
 from turbojax.quantizers import Fp8Tokens, Int4Weight
 from turbojax.quantizers.int4 import in_blocks, pad_rows
 from turbojax.sharding import tables, together
-from turbojax.sharding.per_device import like, spread
+from turbojax.sharding.per_device import like, per_device
 
 MATMUL = Registry(
     "int4_matmul",
@@ -115,7 +115,7 @@ def matmul(
         "implementation": implementation,
     }
     if isinstance(x, Fp8Tokens):
-        run = spread(tables.MATMUL, _product, adding=_product_of_parts, **static)
+        run = per_device(tables.MATMUL, _product, adding=_product_of_parts, **static)
         call = refuse_gradients(run, "matmul of quantized tokens")
     else:
         call = _differentiable(gradient=gradient, **static)
@@ -401,9 +401,9 @@ def _gradients(
 
 def _differentiable(*, gradient: Gradient, **static: Any) -> Callable[..., jax.Array]:
     """Quantization and product with a gradient; keeps the activations, the weight and the bias."""
-    multiply = spread(tables.MATMUL, _product, adding=_product_of_parts, **static)
+    multiply = per_device(tables.MATMUL, _product, adding=_product_of_parts, **static)
     differentiate_once = refuse_gradients(
-        spread(tables.MATMUL_GRADIENT, _gradients, gradient=gradient, **static),
+        per_device(tables.MATMUL_GRADIENT, _gradients, gradient=gradient, **static),
         "the gradient of matmul",
         because="only first derivatives are supported",
     )

@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 
 from turbojax._device import (
+    ADA,
+    AMPERE,
     gpu_compute_capability,
     interpreting,
     multiprocessors,
@@ -17,7 +19,6 @@ from turbojax._device import (
 from turbojax.ops.int4_matmul.static import Activation
 from turbojax.quantizers import Fp8Tokens, Int4Weight
 
-_AMPERE, _ADA = 8.0, 8.9
 # Dtypes of tokens that are multiplied unrounded.
 _UNROUNDED = (jnp.bfloat16, jnp.float16)
 # Compute capabilities whose matrix units read shared memory, so that a warp needs fewer registers.
@@ -49,7 +50,7 @@ def unsupported(
     # Tokens have 16 bits on the way, and sums are float32 (no more than that at a time).
     sizes = [(rows + MOST_TOKENS) * columns * 2, math.prod(weight.codes.shape)]
     sizes.append(rows * weight.result_size * 4)
-    return unindexable(*sizes) or needs_gpu(_AMPERE)
+    return unindexable(*sizes) or needs_gpu(AMPERE)
 
 
 def matmul(
@@ -74,7 +75,7 @@ def is_large(capability: float | None) -> bool:
 
 def has_e4m3(capability: float | None) -> bool:
     """Whether the GPU converts to e4m3."""
-    return capability is None or capability >= _ADA
+    return capability is None or capability >= ADA
 
 
 def _launch(rows: int, weight: Int4Weight, activation: Activation | None, interpret: bool) -> Any:

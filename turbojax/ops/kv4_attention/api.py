@@ -17,7 +17,7 @@ from turbojax.ops.optional_arrays import NOTHING, Extras
 from turbojax.ops.options import Options, require_causal
 from turbojax.ops.turbo_attention import attend
 from turbojax.sharding import tables
-from turbojax.sharding.per_device import spread
+from turbojax.sharding.per_device import per_device
 from turbojax.state import checks, kv4
 from turbojax.state.kv4 import CacheT, TokenScaledCache
 
@@ -142,7 +142,7 @@ def _prefill(
     implementation: str | None,
 ) -> tuple[tuple[jax.Array, jax.Array], CacheT]:
     static: dict[str, Any] = {"options": options, "implementation": implementation}
-    run = spread(tables.FIREQ_PREFILL, _attend_and_store, **static)
+    run = per_device(tables.FIREQ_PREFILL, _attend_and_store, **static)
     return refuse_gradients(run, "fireq.prefill")(query, key, value, cache, lengths, extras)
 
 

@@ -11,17 +11,11 @@ from turbojax._device import has_bulk_copies, needs_e4m3, needs_mosaic
 from turbojax.ops.optional_arrays import NOTHING, Extras
 from turbojax.ops.options import Options
 from turbojax.ops.paged_attention import mosaic_gpu as paged
+from turbojax.ops.rows import HEAD_DIMS
 from turbojax.state.kv4 import TokenScaledCache
 
 if TYPE_CHECKING:
     from pallas_kernels.mosaic.hopper.paged.kernel import Settings
-
-_HEAD_DIMS = (64, 128, 256)
-_MOST_QUERY_ROWS = 64
-# Where a program takes few tokens, its results are as large as what it reads.
-_MOST_SPLIT_ROWS = 16
-# Fewer programs than this, each with a part, leave half of an H100 idle.
-_FEW_PROGRAMS = 64
 
 
 class Launch(NamedTuple):
@@ -53,7 +47,7 @@ def default_launch(query: jax.Array, cache: TokenScaledCache) -> Launch:
     rows = query.shape[1] * query.shape[2] // cache.num_kv_heads
     parts = -(-cache.max_length // Launch(False).part)
     programs = parts * cache.batch_size * cache.num_kv_heads
-    is_split = rows <= _MOST_SPLIT_ROWS and programs < _FEW_PROGRAMS
+    is_split = rows <= paged.MOST_SPLIT_ROWS and programs < paged.FEW_PROGRAMS
     bytes_of_token = sum(x.shape[-1] for x in (cache.key_codes, cache.value_codes))
     return Launch(is_split, block=64 if bytes_of_token <= 128 else 32)
 
@@ -71,10 +65,10 @@ def decode_unsupported(
     if refusal is not None:
         return refusal
     rows = query.shape[1] * query.shape[2] // cache.num_kv_heads
-    if cache.head_dim not in _HEAD_DIMS:
-        return f"head_dim={cache.head_dim} must be one of {_HEAD_DIMS}"
-    if rows > _MOST_QUERY_ROWS:
-        return f"{rows} queries of a KV head must be at most {_MOST_QUERY_ROWS}"
+    if cache.head_dim not in HEAD_DIMS:
+        return f"head_dim={cache.head_dim} must be one of {HEAD_DIMS}"
+    if rows > paged.MOST_QUERY_ROWS:
+        return f"{rows} queries of a KV head must be at most {paged.MOST_QUERY_ROWS}"
     return needs_mosaic() or needs_e4m3()
 
 

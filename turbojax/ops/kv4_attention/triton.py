@@ -5,13 +5,12 @@ import math
 
 import jax
 
-from turbojax._device import interpreting, needs_gpu, unindexable
+from turbojax._device import ADA, interpreting, needs_gpu, unindexable
 from turbojax.ops.optional_arrays import NOTHING, Extras
 from turbojax.ops.options import Options
 from turbojax.state.kv4 import ALLOCATION, TokenScaledCache
 
 # Compute capability with conversions to e4m3.
-_ADA = 8.9
 _LARGEST_HEAD_DIM = 256
 _MOST_QUERY_ROWS = 64
 
@@ -36,7 +35,7 @@ def decode_unsupported(
         )
     if cache.head_dim > _LARGEST_HEAD_DIM:
         return f"head_dim={cache.head_dim} must be at most {_LARGEST_HEAD_DIM}"
-    return unindexable(math.prod(cache.key_codes.shape)) or needs_gpu(_ADA)
+    return unindexable(math.prod(cache.key_codes.shape)) or needs_gpu(ADA)
 
 
 def decode(

@@ -16,7 +16,7 @@ from turbojax.ops.optional_arrays import NOTHING, Extras, of_cache
 from turbojax.ops.options import Options, require_causal
 from turbojax.ops.sinks import with_sinks
 from turbojax.sharding import tables, together
-from turbojax.sharding.per_device import spread
+from turbojax.sharding.per_device import per_device
 from turbojax.state import checks
 from turbojax.state.latent.cache import LatentCache, as_pages
 from turbojax.state.latent.pages import LatentPages
@@ -145,7 +145,7 @@ def latent_attention(
         )
     options = _options(scale, local_window_size, output_dtype)
     given = {"sinks": sinks, "query_offset": query_offset, "key_offset": key_offset}
-    run = spread(tables.LATENT, _attend_cache, options=options, implementation=implementation)
+    run = per_device(tables.LATENT, _attend_cache, options=options, implementation=implementation)
     extras = _extras(query_latent, given)
     out, residual = run(query_latent, query_rope, cache, query_seq_lengths, extras)
     return (out, residual) if return_residual else out
@@ -259,7 +259,9 @@ def attend_latents(
     if _checks.is_concrete(block_tables, lengths):
         first = _first_seen(lengths, query_lengths, tokens, options, extras)
         page_checks.check_readable(cache, block_tables, lengths, first)
-    run = spread(tables.PAGED_LATENT, _attend_pages, options=options, implementation=implementation)
+    run = per_device(
+        tables.PAGED_LATENT, _attend_pages, options=options, implementation=implementation
+    )
     arrays = (query_latent, query_rope, cache, block_tables, lengths, query_lengths, extras)
     out, residual = run(*arrays)
     return out, residual

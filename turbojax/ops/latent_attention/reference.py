@@ -14,6 +14,7 @@ from turbojax.ops.options import Options
 from turbojax.sharding import varying_like
 from turbojax.state.latent.formats import Tokens
 from turbojax.state.latent.pages import LatentPages
+from turbojax.state.pages.checks import in_tiles
 
 # Tokens taken at a time, whole pages of any size.
 _TILE = 256
@@ -40,7 +41,7 @@ def attend(
     pages of `block_tables` must be within the pool. Sinks are left to the caller.
     """
     rows, tokens = query_latent.shape[:3], query_latent.shape[1]
-    tables = _in_tiles(block_tables, cache.page_size)
+    tables = in_tiles(block_tables, cache.page_size, _TILE)
     offset = jnp.arange(tokens, dtype=jnp.int32)[None]
     begin = extras.begin(lengths, query_lengths)
     position = begin[:, None] + offset
@@ -64,14 +65,6 @@ def attend(
     )
     empty = varying_like(empty, queries, cache, tables, lengths, query_lengths, extras)
     return numerics.finish(*jax.lax.fori_loop(*bounds, tile, empty))
-
-
-def _in_tiles(block_tables: jax.Array, page_size: int) -> jax.Array:
-    """Page ids ``[B, tiles, pages of a tile]``; page 0 past the table's end."""
-    per_tile = _TILE // page_size
-    missing = -block_tables.shape[1] % per_tile
-    padded = jnp.pad(block_tables, ((0, 0), (0, missing)))
-    return padded.reshape(padded.shape[0], -1, per_tile)
 
 
 def _read(cache: LatentPages, pages: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -18,7 +18,7 @@ from turbojax.ops.optional_arrays import NOTHING, Extras
 from turbojax.ops.options import Options, require_causal
 from turbojax.ops.paged_attention import hopper, reference, triton
 from turbojax.sharding import tables, together
-from turbojax.sharding.per_device import spread
+from turbojax.sharding.per_device import per_device
 from turbojax.state import checks
 from turbojax.state.pages import checks as page_checks
 from turbojax.state.pages.pool import PagedCache
@@ -236,7 +236,7 @@ def _run(
     implementation: str | None,
 ) -> tuple[jax.Array, jax.Array]:
     """`paged_attention` of checked arguments."""
-    run = spread(tables.PAGED, _run_here, options=options, implementation=implementation)
+    run = per_device(tables.PAGED, _run_here, options=options, implementation=implementation)
     arrays = (query, cache, block_tables, lengths, query_lengths, extras)
     results: tuple[jax.Array, jax.Array] = run(*arrays)
     return results

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from turbojax import polar
 from turbojax._device import has_bulk_copies, needs_e4m3, needs_mosaic, shared_memory
 from turbojax.ops.options import Options
+from turbojax.ops.rows import HEAD_DIMS
 from turbojax.state.pages.formats import Codes, Float8, Format, Int8
 from turbojax.state.pages.pool import PagedCache
 
@@ -20,12 +21,11 @@ if TYPE_CHECKING:
 # Kinds of pages whose keys and values are read alike; in others each side is read in its own way.
 _ALIKE = ("turbo4", "fp8_e4m3", "fp8_e5m2", "auto")
 _PLAIN_DTYPES = ("bfloat16", "float16")
-_HEAD_DIMS = (64, 128, 256)
-_MOST_QUERY_ROWS = 64
+MOST_QUERY_ROWS = 64
 # Where a program takes few tokens, its results are as large as what it reads.
-_MOST_SPLIT_ROWS = 16
+MOST_SPLIT_ROWS = 16
 # Fewer programs than this, each with a part, leave half of an H100 idle.
-_FEW_PROGRAMS = 64
+FEW_PROGRAMS = 64
 
 
 # Bytes of a warp's keys in 16 bits.
@@ -92,7 +92,7 @@ def default_launch(call: Call) -> Launch:
     seen = call.tokens if call.window is None else min(call.tokens, sum(call.window) + call.rows)
     programs = -(-seen // launch.part) * call.pairs
     found = call.tokens // 16 * call.pairs * call.rows * call.head_dim * 4
-    is_split = call.rows <= _MOST_SPLIT_ROWS and programs < _FEW_PROGRAMS and found <= _MOST_FOUND
+    is_split = call.rows <= MOST_SPLIT_ROWS and programs < FEW_PROGRAMS and found <= _MOST_FOUND
     launch = launch._replace(is_split=is_split)
     if is_split:
         programs = -(-seen // launch.few) * call.pairs
@@ -137,15 +137,15 @@ def unsupported(
     channels = _channels(cache)
     if channels is None:
         step = _step(cache)
-        others = f", or a multiple of {step} below {_HEAD_DIMS[-1]}" if step else ""
-        return f"head_dim={cache.head_dim} must be one of {_HEAD_DIMS}{others}"
+        others = f", or a multiple of {step} below {HEAD_DIMS[-1]}" if step else ""
+        return f"head_dim={cache.head_dim} must be one of {HEAD_DIMS}{others}"
     given = jax.ShapeDtypeStruct((*query.shape[:3], channels), query.dtype)
     has_float8 = any(isinstance(side, Float8) for side in cache.formats)
     return refusal(given, cache.num_kv_heads) or (needs_e4m3() if has_float8 else None)
 
 
 def _step(cache: PagedCache) -> int | None:
-    """What head dims other than `_HEAD_DIMS` must be multiples of; None if there can be no others.
+    """What head dims other than `HEAD_DIMS` must be multiples of; None if there can be no others.
 
     A vector's codes, and the third bits of 3-bit codes, must begin where words do. With floats,
     what is read in the place of missing channels might be NaN.
@@ -161,18 +161,18 @@ def _channels(cache: PagedCache) -> int | None:
     to other codes.
     """
     step = _step(cache)
-    if cache.head_dim not in _HEAD_DIMS and (step is None or cache.head_dim % step):
+    if cache.head_dim not in HEAD_DIMS and (step is None or cache.head_dim % step):
         return None
-    return next((n for n in _HEAD_DIMS if n >= cache.head_dim), None)
+    return next((n for n in HEAD_DIMS if n >= cache.head_dim), None)
 
 
 def refusal(query: jax.Array | jax.ShapeDtypeStruct, kv_heads: int) -> str | None:
     """Why the kernel cannot take so many queries or heads of such a size; None if it can."""
     rows, head_dim = query.shape[1] * query.shape[2] // kv_heads, query.shape[3]
-    if head_dim not in _HEAD_DIMS:
-        return f"head_dim={head_dim} must be one of {_HEAD_DIMS}"
-    if rows > _MOST_QUERY_ROWS:
-        return f"{rows} queries of a KV head must be at most {_MOST_QUERY_ROWS}"
+    if head_dim not in HEAD_DIMS:
+        return f"head_dim={head_dim} must be one of {HEAD_DIMS}"
+    if rows > MOST_QUERY_ROWS:
+        return f"{rows} queries of a KV head must be at most {MOST_QUERY_ROWS}"
     return needs_mosaic()
 
 
@@ -233,7 +233,7 @@ def settings_of(
     rows = query.shape[1] * query.shape[2] // cache.num_kv_heads
     if cache.kv_dtype == "auto":
         return plain_settings(cache.dtype.name, rows, cache.head_dim, options, launch)
-    if cache.kv_dtype not in _ALIKE or cache.head_dim not in _HEAD_DIMS:
+    if cache.kv_dtype not in _ALIKE or cache.head_dim not in HEAD_DIMS:
         return _mixed_settings(cache, rows, options, launch)
     centroids: tuple[int, ...] = ()
     middle, unit = 0.0, 1.0
@@ -265,7 +265,7 @@ def _mixed_settings(cache: PagedCache, rows: int, options: Options, launch: Laun
         value_unit=value_unit,
         block=_block(token_bytes),
         stored=(key, value),
-        channels=None if cache.head_dim in _HEAD_DIMS else cache.head_dim,
+        channels=None if cache.head_dim in HEAD_DIMS else cache.head_dim,
         **_common(rows, options, launch),
     )
 

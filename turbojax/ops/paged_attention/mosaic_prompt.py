@@ -10,6 +10,7 @@ from turbojax import polar
 from turbojax._device import multiprocessors, needs_hopper
 from turbojax.ops import rows
 from turbojax.ops.options import Options
+from turbojax.ops.rows import HEAD_DIMS
 from turbojax.state.pages import checks as page_checks
 from turbojax.state.pages.formats import Codes, Float8, Format, Int8
 from turbojax.state.pages.pool import PagedCache
@@ -17,7 +18,6 @@ from turbojax.state.pages.pool import PagedCache
 if TYPE_CHECKING:
     from pallas_kernels.mosaic.hopper.paged_prompt import expand
 
-_HEAD_DIMS = (64, 128, 256)
 # Copies move queries in multiples of eight.
 _COPY = 8
 _MOST_E4M3_CHANNELS = 128
@@ -58,8 +58,8 @@ def unsupported(
         )
     if cache.dtype.itemsize != 2:
         return f"dtype={cache.dtype} must be bfloat16 or float16"
-    if cache.head_dim not in _HEAD_DIMS:
-        return f"head_dim={cache.head_dim} must be one of {_HEAD_DIMS}"
+    if cache.head_dim not in HEAD_DIMS:
+        return f"head_dim={cache.head_dim} must be one of {HEAD_DIMS}"
     return needs_hopper()
 
 

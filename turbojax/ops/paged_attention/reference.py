@@ -16,6 +16,7 @@ from turbojax.ops import numerics
 from turbojax.ops.optional_arrays import NOTHING, Extras
 from turbojax.ops.options import Options
 from turbojax.sharding import varying_like
+from turbojax.state.pages.checks import in_tiles
 from turbojax.state.pages.pool import PagedCache
 
 # Tokens taken at a time, whole pages of any size.
@@ -67,7 +68,7 @@ def attend(
     kv_heads = cache.num_kv_heads
     rows = (batch, tokens, kv_heads, heads // kv_heads)
     q = query.astype(jnp.float32).reshape(*rows, channels)
-    tables = _in_tiles(block_tables, cache.page_size)
+    tables = in_tiles(block_tables, cache.page_size, _TILE)
     key_factor = cache.formats.key.factor(channels, cache.key_scale)
     value_factor = cache.formats.value.factor(channels, cache.value_scale)
     score = functools.partial(
@@ -114,14 +115,6 @@ def attend(
     out, residual = numerics.finish(*jax.lax.fori_loop(0, count, sequence, empty))
     out = (out * value_factor).reshape(query.shape)
     return out, residual.reshape(batch, tokens, heads)
-
-
-def _in_tiles(block_tables: jax.Array, page_size: int) -> jax.Array:
-    """Page ids ``[B, tiles, pages of a tile]``; page 0 past the table's end."""
-    per_tile = _TILE // page_size
-    missing = -block_tables.shape[1] % per_tile
-    padded = jnp.pad(block_tables, ((0, 0), (0, missing)))
-    return padded.reshape(padded.shape[0], -1, per_tile)
 
 
 def _read(cache: PagedCache, pages: jax.Array) -> _Tile:

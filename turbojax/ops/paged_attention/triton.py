@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from turbojax import polar
-from turbojax._device import interpreting, needs_gpu, unindexable
+from turbojax._device import ADA, AMPERE, interpreting, needs_gpu, unindexable
 from turbojax.ops.optional_arrays import NOTHING, Extras
 from turbojax.ops.options import Options
 from turbojax.state.pages.formats import Codes, Format
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from pallas_kernels.triton import paged_attention as kernels
 
 # Compute capabilities: with conversions from e4m3, and with bfloat16 and what else is needed.
-_ADA, _AMPERE = 8.9, 8.0
 _SMALLEST_HEAD_DIM, _LARGEST_HEAD_DIM = 16, 256
 
 
@@ -43,7 +42,7 @@ def unsupported(
     sides = cache.key, cache.value
     sizes = [math.prod(x.shape) for x in sides if x.dtype.itemsize == 1]
     has_e4m3 = any(x.dtype == jnp.float8_e4m3fn for x in sides)
-    return unindexable(*sizes) or needs_gpu(_ADA if has_e4m3 else _AMPERE)
+    return unindexable(*sizes) or needs_gpu(ADA if has_e4m3 else AMPERE)
 
 
 def attend(

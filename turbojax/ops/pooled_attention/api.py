@@ -21,7 +21,7 @@ from turbojax.ops.pooled_attention.static import LEVELS, PooledOptions
 from turbojax.ops.sinks import sink_gradient, with_sinks
 from turbojax.remat import ATTENTION_LEVELS, ATTENTION_LSE, named_results
 from turbojax.sharding import tables, together
-from turbojax.sharding.per_device import like, spread, spread_explicit
+from turbojax.sharding.per_device import like, per_device, per_device_explicit
 
 FORWARD = Registry(
     "pooled_attention",
@@ -195,7 +195,7 @@ def _attend(
 ) -> tuple[jax.Array, jax.Array]:
     """`pooled_attention` of checked arguments."""
     sizes = {"block_q": options.block_q, "block_kv": options.block_kv}
-    attended = spread_explicit(tables.POOLED_LEVELS, segments.attended, **sizes)
+    attended = per_device_explicit(tables.POOLED_LEVELS, segments.attended, **sizes)
     levels = attended(levels, query_length, key_length, extras)
     call = _differentiable(options, implementation)
     out, residual, *_ = call(*together(query, key, value, levels, query_length, key_length, extras))
@@ -292,9 +292,9 @@ def _differentiable(
     ``-inf`` where a query sees nothing but a sink.
     """
     static: dict[str, Any] = {"options": options, "implementation": implementation}
-    attend = spread(tables.POOLED, _forward, **static)
+    attend = per_device(tables.POOLED, _forward, **static)
     differentiate_once = refuse_gradients(
-        spread(tables.POOLED_GRADIENT, _gradient, **static),
+        per_device(tables.POOLED_GRADIENT, _gradient, **static),
         "the gradient of pooled_attention",
         because="only first derivatives are supported",
     )

@@ -12,14 +12,11 @@ from turbojax.ops.optional_arrays import NOTHING, Extras
 from turbojax.ops.pooled_attention import lists, operands
 from turbojax.ops.pooled_attention.static import LEVELS, PooledOptions
 
-# Head dims of the kernels; others are padded with zeros up to one of these.
-_HEAD_DIMS = (64, 128)
+_LARGEST_HEAD_DIM = 128
 _DTYPES = (jnp.bfloat16, jnp.float16)
 _BLOCK_KV = (64, 128)
 # Queries of a program, and pooled keys of a tile.
 _TILE = 128
-# Copies move tokens in multiples of eight.
-_COPY = 8
 # An entry of the lists by key holds the number of a query block in 15 bits.
 _MOST_QUERY_BLOCKS = 2**15
 
@@ -39,8 +36,8 @@ def unsupported(
         return refusal
     if query.dtype not in _DTYPES:
         return f"query.dtype={query.dtype} must be bfloat16 or float16"
-    if query.shape[-1] > _HEAD_DIMS[-1]:
-        return f"head_dim={query.shape[-1]} must be at most {_HEAD_DIMS[-1]}"
+    if query.shape[-1] > _LARGEST_HEAD_DIM:
+        return f"head_dim={query.shape[-1]} must be at most {_LARGEST_HEAD_DIM}"
     if options.block_q % _TILE:
         return f"block_q={options.block_q} must be a multiple of {_TILE}, its query tile"
     if options.block_kv not in _BLOCK_KV:
@@ -60,7 +57,7 @@ class Launch(NamedTuple):
 
 def default_launch(head_dim: int) -> Launch:
     """As many tiles as fit."""
-    return Launch(4, 4, 6) if head_dim <= _HEAD_DIMS[0] else Launch(2, 2, 4)
+    return Launch(4, 4, 6) if head_dim <= rows.HEAD_DIMS[0] else Launch(2, 2, 4)
 
 
 class _Operands(NamedTuple):
@@ -87,17 +84,10 @@ def _operands(
     tokens = operands.lengths(query_length, *query.shape[:2])
     length = operands.lengths(key_length, *key.shape[:2])
 
-    key, value = (_padded(rows.without_padding(x, key_length)) for x in (key, value))
+    key, value = (rows.padded(rows.without_padding(x, key_length)) for x in (key, value))
     keys, values = pool(key, value, length, multiple=options.block_kv)
-    query = _signed(_padded(query), options)
+    query = _signed(rows.padded(query), options)
     return _Operands(query, (key, *keys), (value, *values), tokens, length)
-
-
-def _padded(x: jax.Array) -> jax.Array:
-    """``[B, T, heads, H]`` with zeros up to a multiple of 8 tokens and a supported head dim."""
-    head_dim = next(n for n in _HEAD_DIMS if n >= x.shape[-1])
-    x = rows.pad_axis(x, 1, -(-x.shape[1] // _COPY) * _COPY)
-    return rows.pad_axis(x, 3, head_dim)
 
 
 def _signed(query: jax.Array, options: PooledOptions) -> jax.Array:
@@ -202,7 +192,7 @@ def gradient(
     # Whole blocks: copies beyond the end would read the next head's.
     padded = -(-sizes[0] // options.block_q) * options.block_q
     d_out, lse, delta = rows.gradient_rows(out, residual, d_out, d_residual, padded)
-    queries = (x.query, _padded(d_out.astype(query.dtype)), lse, delta)
+    queries = (x.query, rows.padded(d_out.astype(query.dtype)), lse, delta)
     given: tuple[Any, ...] = (query_length, key_length, options, extras)
     found = lists.by_query(levels, *sizes, *given)
     settings = _settings(options, launch.query_gradient, extras)

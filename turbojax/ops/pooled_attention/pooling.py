@@ -37,7 +37,7 @@ def pool(x: jax.Array, key_length: jax.Array, level: int) -> jax.Array:
     return (sums / counts[..., None, None]).astype(x.dtype)
 
 
-def spread(d: jax.Array, key_length: jax.Array, size: int, level: int) -> jax.Array:
+def unpool(d: jax.Array, key_length: jax.Array, size: int, level: int) -> jax.Array:
     """The adjoint of `pool`: each token of a group gets the group's gradient over its count.
 
     The gradient of a group without a token is not used. Returns ``[B, S, K, H]`` in float32

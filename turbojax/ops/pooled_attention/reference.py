@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from turbojax.ops.optional_arrays import NOTHING, Extras
-from turbojax.ops.pooled_attention.pooling import group_counts, pool, spread, sum_dtype
+from turbojax.ops.pooled_attention.pooling import group_counts, pool, sum_dtype, unpool
 from turbojax.ops.pooled_attention.static import LEVELS, PooledOptions
 from turbojax.sharding import varying_like
 
@@ -203,7 +203,7 @@ def _unpooled(d: jax.Array, key_length: jax.Array, size: int) -> jax.Array:
     """The adjoint of `_pooled`."""
     ends = itertools.accumulate(-(-size // level) for level in LEVELS[:-1])
     parts = jnp.split(jnp.swapaxes(d, 1, 2), list(ends), axis=1)
-    tokens = [spread(part, key_length, size, r) for part, r in zip(parts, LEVELS, strict=True)]
+    tokens = [unpool(part, key_length, size, r) for part, r in zip(parts, LEVELS, strict=True)]
     return functools.reduce(jnp.add, tokens)
 
 

@@ -7,13 +7,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from turbojax._device import interpreting, needs_gpu, unindexable
+from turbojax._device import AMPERE, interpreting, needs_gpu, unindexable
 from turbojax.ops import rows
 from turbojax.ops.optional_arrays import NOTHING, Extras
 from turbojax.ops.pooled_attention import lists, operands
 from turbojax.ops.pooled_attention.static import LEVELS, PooledOptions
 
-_AMPERE = 8.0
 _LARGEST_HEAD_DIM = 256
 # An entry of the lists by key holds the number of a query block in 15 bits, and 16 blocks of keys.
 _MOST_QUERY_BLOCKS, _MOST_BLOCKS = 2**15, 16
@@ -43,7 +42,7 @@ def unsupported(
         return f"{levels.shape[2]} blocks of queries must be at most {_MOST_QUERY_BLOCKS}"
     # Gradients of the keys are float32 on the way.
     sizes = [math.prod(query.shape) * query.dtype.itemsize, math.prod(key.shape) * 4]
-    return unindexable(*sizes, math.prod(levels.shape) * 4) or needs_gpu(_AMPERE)
+    return unindexable(*sizes, math.prod(levels.shape) * 4) or needs_gpu(AMPERE)
 
 
 # Bytes of an operand that a program keeps, and of one that each step loads: keys, or queries.

@@ -26,7 +26,7 @@ from turbojax.ops.turbo_attention import (
 )
 from turbojax.ops.turbo_attention.gradient import straight_through
 from turbojax.sharding import tables, together
-from turbojax.sharding.per_device import spread
+from turbojax.sharding.per_device import per_device
 from turbojax.state.progressive.cache import ProgressiveCache
 from turbojax.state.progressive.update import (
     SHARES_CODES,
@@ -366,7 +366,7 @@ def _prefill(
     may_be_exact: bool = False,
 ) -> tuple[tuple[jax.Array, Any], ProgressiveCache]:
     """`prefill` of checked arguments; no log-sum-exp where attention may be exact, and is."""
-    run = spread(
+    run = per_device(
         tables.PREFILL,
         _attend_and_store,
         options=options,

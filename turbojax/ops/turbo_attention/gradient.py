@@ -16,7 +16,7 @@ from turbojax.ops.sinks import sees_only_sink, sink_gradient
 from turbojax.ops.turbo_attention import gradient_reference, mosaic_gradient
 from turbojax.remat import named_results
 from turbojax.sharding import tables
-from turbojax.sharding.per_device import like, spread
+from turbojax.sharding.per_device import like, per_device
 
 GRADIENT = Registry(
     "the gradient of turbo_attention",
@@ -48,12 +48,12 @@ def straight_through(
     static: dict[str, Any] = {"config": config, "options": options}
     static["implementation"] = implementation
     differentiate_once = refuse_gradients(
-        spread(tables.TURBO_GRADIENT, _gradient, **static, is_ragged=is_ragged),
+        per_device(tables.TURBO_GRADIENT, _gradient, **static, is_ragged=is_ragged),
         "the gradient of turbo_attention",
         because="only first derivatives are supported",
     )
 
-    attend = spread(tables.TURBO, run, **static)
+    attend = per_device(tables.TURBO, run, **static)
 
     @jax.custom_vjp
     def call(*arrays: Any) -> tuple[jax.Array, jax.Array]:

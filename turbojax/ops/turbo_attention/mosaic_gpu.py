@@ -11,7 +11,7 @@ from turbojax._device import multiprocessors, needs_hopper
 from turbojax.config import TurboConfig
 from turbojax.ops.optional_arrays import NOTHING, Extras
 from turbojax.ops.options import Options
-from turbojax.ops.rows import pad_axis
+from turbojax.ops.rows import HEAD_DIMS, pad_axis, padded_head_dim
 from turbojax.ops.turbo_attention.operands import (
     Stage1,
     bias_of_hopper,
@@ -21,8 +21,6 @@ from turbojax.ops.turbo_attention.operands import (
 )
 from turbojax.sas import SAS
 
-# Head dims of the kernels; others are padded with zeros up to one of these.
-_HEAD_DIMS = (64, 128, 256)
 _BLOCK_KV = (64, 128)
 # Key tokens of a tile where the block size does not set it.
 _TILE = 128
@@ -52,8 +50,8 @@ def attention_unsupported(
         return f"config.block_kv={config.block_kv} must be one of {_BLOCK_KV}, its key tile"
     if config.block_q % _ROWS:
         return f"config.block_q={config.block_q} must be a multiple of {_ROWS}, its query tile"
-    if head_dim > _HEAD_DIMS[-1]:
-        return f"{head_dim=} must be at most {_HEAD_DIMS[-1]}"
+    if head_dim > HEAD_DIMS[-1]:
+        return f"{head_dim=} must be at most {HEAD_DIMS[-1]}"
     return needs_hopper()
 
 
@@ -100,7 +98,7 @@ def attention(
     bias = bias_of_hopper(extras)
     launch = launch or default_launch(query, config, has_segments=has_segments, bias=bias)
     of_values, value = value.shape[3], pad_axis(value, 3, key.shape[3])
-    head_dim, size = query.shape[-1], _padded_head_dim(query.shape[-1])
+    head_dim, size = query.shape[-1], padded_head_dim(query.shape[-1])
     stage1 = stage1 or quantize_keys_and_values(
         key, value, key_length, config, permuted=True, multiple=launch.tile, channels=size
     )
@@ -167,8 +165,8 @@ def default_launch(
     Taking turns is slower there, and in mode ``"int8"``. A bias of tiles of 64 keys has registers,
     also ahead, but not one of all pairs in float32 (see `pallas_kernels.mosaic.bias`).
     """
-    head_dim, is_int8 = _padded_head_dim(query.shape[-1]), config.mode == "int8"
-    is_narrow, is_wide = head_dim == _HEAD_DIMS[0], head_dim == _HEAD_DIMS[-1]
+    head_dim, is_int8 = padded_head_dim(query.shape[-1]), config.mode == "int8"
+    is_narrow, is_wide = head_dim == HEAD_DIMS[0], head_dim == HEAD_DIMS[-1]
     has_bias = bias is not None
     is_large = bias is not None and bias.shape[2] > 1 and bias.dtype.itemsize > 2
     is_block = is_int8 or has_bias or is_wide or isinstance(config.softmax, SAS)
@@ -199,15 +197,11 @@ def quantizes_queries(query: jax.Array, config: TurboConfig, consumers: int) -> 
     They must be in 16 bits, to fit into memory unrounded, and their blocks must divide its tiles.
     """
     return (
-        query.shape[-1] in _HEAD_DIMS[:-1]
+        query.shape[-1] in HEAD_DIMS[:-1]
         and query.dtype in (jnp.bfloat16, jnp.float16)
         and config.block_q in (_ROWS, 2 * _ROWS)
         and consumers * _ROWS % config.block_q == 0
     )
-
-
-def _padded_head_dim(head_dim: int) -> int:
-    return next(n for n in _HEAD_DIMS if n >= head_dim)
 
 
 def _exponential(config: TurboConfig, make):  # type: ignore[no-untyped-def]

@@ -24,10 +24,8 @@ from turbojax.ops.turbo_attention.operands import (
     quantize_values,
 )
 
-# Head dims of the kernels; others are padded with zeros up to one of these.
-_HEAD_DIMS = (64, 128, 256)
-# Tokens that copies take together, and queries of a program.
-_COPY, _TILE = 8, 128
+# Queries of a program.
+_TILE = 128
 _ROWS = 64
 
 
@@ -62,14 +60,15 @@ def unsupported(
     for name in ("block_q", "block_kv"):
         if getattr(config, name) % _ROWS:
             return f"config.{name}={getattr(config, name)} must be a multiple of {_ROWS}"
-    if head_dim > _HEAD_DIMS[-1]:
-        return f"{head_dim=} must be at most {_HEAD_DIMS[-1]}"
-    if config.mode == "float" and head_dim > _HEAD_DIMS[-2]:
-        return f"{head_dim=} must be at most {_HEAD_DIMS[-2]} where config.mode='float'"
-    if head_dim > _HEAD_DIMS[-2] and config.gradient != "8bit":
+    _, narrower, widest = rows.HEAD_DIMS
+    if head_dim > widest:
+        return f"{head_dim=} must be at most {widest}"
+    if config.mode == "float" and head_dim > narrower:
+        return f"{head_dim=} must be at most {narrower} where config.mode='float'"
+    if head_dim > narrower and config.gradient != "8bit":
         given = {"segments": extras.query_segment_ids, "key_bounds": extras.key_bounds}
         for name in (name for name, x in given.items() if x is not None):
-            return f"{head_dim=} must be at most {_HEAD_DIMS[-2]} with {name}, or gradient='8bit'"
+            return f"{head_dim=} must be at most {narrower} with {name}, or gradient='8bit'"
     return needs_hopper()
 
 
@@ -120,7 +119,7 @@ def gradient(
         # The kernels load padding, too, and weight it with 0, which does not remove a NaN.
         query = rows.without_padding(query, query_length)
         key, value = (rows.without_padding(x, key_length) for x in (key, value))
-    q, k, v, d_o = (_padded(x) for x in (query, key, value, d_out))
+    q, k, v, d_o = (rows.padded(x) for x in (query, key, value, d_out))
     of_rows = (out, residual, d_residual, query_length)
     # Operands without codes are multiplied in 16 bits; `delta` is computed from the same numbers.
     d_weighed = d_o if config.gradient == "8bit" else _in_16_bits(d_o)
@@ -265,18 +264,11 @@ def default_launch(head_dim: int, config: TurboConfig, *, is_plain: bool = True)
     Turns were faster with 128 channels and 8 bits; with 64 or 256 they were not timed.
     """
     is_8bit = config.gradient == "8bit"
-    if head_dim == _HEAD_DIMS[-1]:
+    if head_dim == rows.HEAD_DIMS[-1]:
         return Launch(2, 2) if is_8bit else Launch(1, 1)
     # Four steps of codes and of two operands in 16 bits fill the shared memory.
     is_full = not is_plain and not is_8bit and config.mode != "float"
-    return Launch(3 if is_full else 4, 3, in_turns=is_8bit and head_dim == _HEAD_DIMS[1])
-
-
-def _padded(x: jax.Array) -> jax.Array:
-    """``[B, T, heads, H]`` with zeros up to a multiple of 8 tokens and a supported head dim."""
-    head_dim = next(n for n in _HEAD_DIMS if n >= x.shape[-1])
-    x = rows.pad_axis(x, 1, -(-x.shape[1] // _COPY) * _COPY)
-    return rows.pad_axis(x, 3, head_dim)
+    return Launch(3 if is_full else 4, 3, in_turns=is_8bit and head_dim == rows.HEAD_DIMS[1])
 
 
 def _in_16_bits(x: jax.Array) -> jax.Array:
@@ -311,7 +303,7 @@ def _row_operands(
     """Codes of queries and, with 8-bit gradients, of `d_out`; `lse` and `delta` of `rows`.
 
     One kernel computes them where it can, otherwise several do, with the same bits except for the
-    sums in `delta`. `query` and `d_out` are `_padded`, with zeros in `d_out` for rows that saw
+    sums in `delta`. `query` and `d_out` are `rows.padded`, with zeros in `d_out` for rows that saw
     nothing; the other arrays are not. `tokens` is the number of rows of `lse` and `delta`.
     """
     x = prepare_rows(query, d_out, out, residual, d_residual, length, config, tokens)

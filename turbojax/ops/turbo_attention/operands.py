@@ -8,14 +8,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from turbojax._device import interpreting, needs_gpu, needs_hopper, unindexable
+from turbojax._device import ADA, AMPERE, interpreting, needs_gpu, needs_hopper, unindexable
 from turbojax.config import TurboConfig
 from turbojax.ops import numerics
 from turbojax.ops.optional_arrays import Extras
 from turbojax.ops.options import Options
 from turbojax.ops.rows import pad_axis
 
-_AMPERE, _ADA = 8.0, 8.9
 _LARGEST_HEAD_DIM = 256
 # What Hopper's kernels support, forward and backward, in `plain_refusal`'s names: all there is.
 _HOPPER_EXTRAS = (
@@ -294,7 +293,7 @@ def _kernels_unsupported(
     if count > _MOST_BLOCKS:
         return f"{count} blocks must be at most {_MOST_BLOCKS}"
     return unindexable(batch * heads * channels * count * block) or needs_gpu(
-        _AMPERE if config.mode == "int8" else _ADA
+        AMPERE if config.mode == "int8" else ADA
     )
 
 

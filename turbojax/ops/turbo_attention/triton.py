@@ -8,7 +8,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from turbojax._device import interpreting, needs_gpu, unindexable
+from turbojax._device import ADA, AMPERE, interpreting, needs_gpu, unindexable
 from turbojax.config import TurboConfig
 from turbojax.ops import numerics, segments
 from turbojax.ops.optional_arrays import NOTHING, Extras
@@ -23,7 +23,6 @@ from turbojax.sas import SAS
 from turbojax.state.progressive.cache import CacheSide, ProgressiveCache
 
 # Compute capabilities: int8 matrix units with asynchronous copies, and e4m3 conversions.
-_AMPERE, _ADA = 8.0, 8.9
 _LARGEST_HEAD_DIM = 256
 _MOST_QUERY_ROWS = 64
 _SHORTEST_8_BIT_BLOCK = 32
@@ -59,7 +58,7 @@ def attention_unsupported(
             f"shared memory, must be at most {_LARGEST_TILE}"
         )
     sizes = [math.prod(x.shape) * bytes_each for x in (query, key)]
-    needed = _ADA if config.mode in ("int8_fp8", "fp8") else _AMPERE
+    needed = ADA if config.mode in ("int8_fp8", "fp8") else AMPERE
     return _unsupported(config, query.shape[-1], sizes, needed)
 
 
@@ -227,7 +226,7 @@ def decode_unsupported(
         )
     sides = (cache.key, cache.value)
     sizes = [math.prod(x.shape) for side in sides for x in (*side.codes, side.buffer)]
-    return _unsupported(cache.config, cache.head_dim, sizes, _AMPERE)
+    return _unsupported(cache.config, cache.head_dim, sizes, AMPERE)
 
 
 def decode(

@@ -14,7 +14,7 @@ from turbojax._pytrees import pytree
 from turbojax.sharding import tables
 from turbojax.sharding.axes import Axes
 from turbojax.sharding.creation import Sizes, born
-from turbojax.sharding.per_device import spread
+from turbojax.sharding.per_device import per_device
 from turbojax.sharding.specs import Split
 from turbojax.state import checks
 from turbojax.state.latent import formats
@@ -200,7 +200,7 @@ def append_latents(
         )
     lengths = _checks.check_lengths("lengths", lengths, batch, tokens)
     checks.check_room(cache, lengths)
-    run = spread(tables.LATENT_APPEND, _append)
+    run = per_device(tables.LATENT_APPEND, _append)
     cache, scale = refuse_gradients(run, "append")(cache, latent, rope, lengths)
     formats.check_range(latent, scale, lengths)
     return cache

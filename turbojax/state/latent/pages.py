@@ -14,7 +14,7 @@ from turbojax._pytrees import pytree
 from turbojax.sharding import tables
 from turbojax.sharding.axes import Axes
 from turbojax.sharding.creation import Sizes, born
-from turbojax.sharding.per_device import spread
+from turbojax.sharding.per_device import per_device
 from turbojax.sharding.specs import Split
 from turbojax.state import checks
 from turbojax.state.latent import formats
@@ -205,7 +205,7 @@ def append_latents(
     lengths = page_checks.check_lengths("lengths", lengths, batch)
     new_lengths = _checks.check_lengths("new_lengths", new_lengths, batch, tokens)
     page_checks.check_places(cache, block_tables, lengths, new_lengths)
-    run = spread(tables.PAGED_LATENT_APPEND, _append)
+    run = per_device(tables.PAGED_LATENT_APPEND, _append)
     cache, scale = refuse_gradients(run, "append_latents")(
         cache, latent, rope, block_tables, lengths, new_lengths
     )

@@ -190,3 +190,11 @@ def _check_entries(pool: Pool, tables: np.ndarray, needed: np.ndarray) -> None:
             f"block_tables[{b}, {entry}]={tables[b, entry]} is needed and must be within "
             f"0..{pool.num_pages - 1}"
         )
+
+
+def in_tiles(block_tables: jax.Array, page_size: int, tile: int) -> jax.Array:
+    """Page ids ``[B, tiles, pages of a tile]`` of `tile` tokens; page 0 past the table's end."""
+    per_tile = tile // page_size
+    missing = -block_tables.shape[1] % per_tile
+    padded = jnp.pad(block_tables, ((0, 0), (0, missing)))
+    return padded.reshape(padded.shape[0], -1, per_tile)

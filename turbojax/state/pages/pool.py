@@ -20,7 +20,7 @@ from turbojax._registry import Implementation, ImplementationName, Registry
 from turbojax.sharding import tables
 from turbojax.sharding.axes import Axes
 from turbojax.sharding.creation import Sizes, born
-from turbojax.sharding.per_device import spread
+from turbojax.sharding.per_device import per_device
 from turbojax.sharding.specs import Split
 from turbojax.state import checks
 from turbojax.state.pages import checks as page_checks
@@ -302,7 +302,7 @@ def append(
     batch, tokens = key.shape[:2]
     new_lengths = _checks.check_lengths("new_lengths", new_lengths, batch, tokens)
     page_checks.check_places(cache, block_tables, lengths, new_lengths)
-    run = spread(tables.PAGED_APPEND, _append, implementation=implementation)
+    run = per_device(tables.PAGED_APPEND, _append, implementation=implementation)
     cache, content = refuse_gradients(run, "append")(
         cache, key, value, block_tables, lengths, new_lengths
     )

@@ -7,15 +7,13 @@ from typing import TYPE_CHECKING
 
 import jax
 
-from turbojax._device import interpreting, needs_gpu, unindexable
+from turbojax._device import AMPERE, interpreting, needs_gpu, unindexable
 from turbojax.state.pages import kernels, writing
 from turbojax.state.pages.checks import Pool
 from turbojax.state.pages.formats import Codes, Int8
 
 if TYPE_CHECKING:
     from pallas_kernels.triton.paged_append import Settings
-
-_AMPERE = 8.0
 
 
 def append_unsupported(*, cache: Pool, key: jax.Array, block_tables: jax.Array) -> str | None:
@@ -25,7 +23,7 @@ def append_unsupported(*, cache: Pool, key: jax.Array, block_tables: jax.Array) 
         return f"kv_dtype={cache.kv_dtype!r} must store keys or values as codes or int8"
     arrays = [key, block_tables, *(getattr(cache, side) for side in sides)]
     sizes = [math.prod(x.shape) * x.dtype.itemsize for x in arrays]
-    return kernels.unsupported(cache, key) or unindexable(*sizes) or needs_gpu(_AMPERE)
+    return kernels.unsupported(cache, key) or unindexable(*sizes) or needs_gpu(AMPERE)
 
 
 def append(

@@ -8,15 +8,13 @@ from typing import TYPE_CHECKING
 import jax
 import jax.numpy as jnp
 
-from turbojax._device import interpreting, needs_gpu, unindexable
+from turbojax._device import AMPERE, interpreting, needs_gpu, unindexable
 from turbojax.config import TurboConfig
 from turbojax.state.progressive import kernels
 from turbojax.state.progressive.cache import CacheSide, ProgressiveCache
 
 if TYPE_CHECKING:
     from pallas_kernels.layouts import Compressed
-
-_AMPERE = 8.0
 
 
 def store_prompt_unsupported(*, cache: ProgressiveCache, key: jax.Array) -> str | None:
@@ -35,7 +33,7 @@ def _unsupported(cache: ProgressiveCache, key: jax.Array) -> str | None:
     sizes = [batch * heads * channels * (-(-size // block) * block)]
     for side in (cache.key, cache.value):
         sizes += [x.size * x.dtype.itemsize for x in (*side.codes, side.channel_scale, side.buffer)]
-    return unindexable(*sizes) or needs_gpu(_AMPERE)
+    return unindexable(*sizes) or needs_gpu(AMPERE)
 
 
 def store_prompt(

@@ -9,7 +9,7 @@ from turbojax import _checks
 from turbojax._gradient import refuse_gradients
 from turbojax._registry import Implementation, ImplementationName, Registry
 from turbojax.sharding import tables
-from turbojax.sharding.per_device import spread
+from turbojax.sharding.per_device import per_device
 from turbojax.state import checks
 from turbojax.state.progressive import mosaic_gpu, reference, triton
 from turbojax.state.progressive.cache import ProgressiveCache
@@ -94,7 +94,7 @@ def append(
     batch, tokens = key.shape[:2]
     lengths = _checks.check_lengths("lengths", lengths, batch, tokens)
     checks.check_room(cache, lengths)
-    run = spread(tables.APPEND, _append, implementation=implementation)
+    run = per_device(tables.APPEND, _append, implementation=implementation)
     return refuse_gradients(run, "append")(cache, key, value, lengths)
 
 
@@ -126,7 +126,7 @@ def store_prompt(
     same bits. Sequences that are not empty stay as they are and turn `overflowed`.
     """
     check_prompt(cache, key, value, lengths)
-    run = spread(tables.STORE_PROMPT, _store_prompt, implementation=implementation)
+    run = per_device(tables.STORE_PROMPT, _store_prompt, implementation=implementation)
     return refuse_gradients(run, "prefill")(cache, key, value, lengths)
 
 

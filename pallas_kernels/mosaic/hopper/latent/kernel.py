@@ -132,10 +132,6 @@ def _full(x: float, shape: tuple[int, ...], layout: Any) -> jax.Array:
     return plgpu.layout_cast(jnp.full(shape, x, jnp.float32), layout)
 
 
-def _transposed(ref: Ref) -> Ref:
-    return ref.transpose((1, 0)) if hasattr(ref, "transpose") else plgpu.transpose_ref(ref, (1, 0))
-
-
 # What copies --------------------------------------------------------------------------------------
 
 
@@ -221,8 +217,8 @@ def _expand(
 def _scores(slot: jax.Array, y: Memory) -> jax.Array:
     def f(out: Ref) -> jax.Array:
         for i in range(HALVES):
-            plgpu.wgmma(out, y.q.at[i], _transposed(y.latent.at[slot, i]))
-        plgpu.wgmma(out, y.q_rope, _transposed(y.rope.at[slot]))
+            plgpu.wgmma(out, y.q.at[i], ring.transposed(y.latent.at[slot, i]))
+        plgpu.wgmma(out, y.q_rope, ring.transposed(y.rope.at[slot]))
         return out[...]
 
     return pl.run_scoped(f, accumulator((ROWS, TILE), jnp.float32))

@@ -38,10 +38,6 @@ def along(x: jax.Array, shape: tuple[int, ...], axis: int) -> jax.Array:
     return lax.broadcast_in_dim(x, shape, (axis,))
 
 
-def _transposed(ref: Ref) -> Ref:
-    return ref.transpose((1, 0)) if hasattr(ref, "transpose") else plgpu.transpose_ref(ref, (1, 0))
-
-
 @dataclasses.dataclass(frozen=True)
 class Sixteen:
     """Products of bfloat16 or float16, with all operands in shared memory.
@@ -62,7 +58,7 @@ class Sixteen:
         """Float32 ``[64, t]`` of a tile of keys."""
 
         def f(out: Ref) -> jax.Array:
-            plgpu.wgmma(out, self.q, _transposed(self.k.at[slot]))
+            plgpu.wgmma(out, self.q, ring.transposed(self.k.at[slot]))
             then()
             return out[...]
 

@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import turbojax as tj
-from tests.meshes.spread_helpers import (
+from tests.meshes.per_device_helpers import (
     AUTO,
     BATCH,
     BOTH,
