@@ -46,7 +46,7 @@ import hypothesis
 import jax
 import pytest
 
-from tests.grids import tiers
+from tests.grids import one_of_each, tiers
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -139,7 +139,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def _leave_few_cases(items: list[pytest.Item]) -> None:
-    """Marks as slow, or as fuzz, all but a few cases of a test with `quick`; see `grids.tiers`."""
+    """Marks as slow, or as fuzz, all but a few cases of a test with `quick`; see `grids.tiers`.
+
+    Besides those, `make test-slow` gets a case of each implementation that has none.
+    """
     cases: dict[str, tuple[list[pytest.Item], list[pytest.Item]]] = {}
     for item in items:
         if item.get_closest_marker("quick") and not item.get_closest_marker("fuzz"):
@@ -150,9 +153,16 @@ def _leave_few_cases(items: list[pytest.Item]) -> None:
         mark = group[0].get_closest_marker("quick")
         turn = zlib.crc32(name.rpartition("/")[2].encode())
         quick, slow = tiers(len(some), *mark.args, **mark.kwargs, turn=turn, more=len(slow_ones))
+        slow |= one_of_each(quick | slow, [_implementation(item) for item in group])
         for i, item in enumerate(group):
             if i not in quick:
                 item.add_marker(pytest.mark.slow if i in slow else pytest.mark.fuzz)
+
+
+def _implementation(item: pytest.Item) -> object:
+    """The implementation that a case is about; None where it has no such parameter."""
+    callspec = getattr(item, "callspec", None)
+    return None if callspec is None else callspec.params.get("implementation")
 
 
 class _GpuTestsRan:

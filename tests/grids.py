@@ -82,5 +82,11 @@ def tiers(
     return quick, {others[i] for i in _spread(len(others), slow, turn)}
 
 
+def one_of_each(chosen: set[int], kinds: Sequence[object]) -> set[int]:
+    """The first case of each kind of which none is chosen; `kinds` has one for every case."""
+    there = {kinds[i] for i in chosen}
+    return {kinds.index(kind) for kind in set(kinds) - there}
+
+
 def _spread(total: int, count: int, turn: int) -> set[int]:
     return {(turn + i * total // min(count, total)) % total for i in range(min(count, total))}

@@ -254,7 +254,7 @@ ROUNDED = [
 ]
 
 
-@pytest.mark.quick(1, slow=0)
+@pytest.mark.quick(slow=1)
 @pytest.mark.parametrize(("name", "mode", "softmax", "gradient"), ROUNDED)
 def test_straight_through_the_rounding(name, mode, softmax, gradient):
     """Weights from the forward pass' own codes and log-sum-exp; `dP` rounded where asked for."""

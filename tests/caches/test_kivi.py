@@ -254,7 +254,7 @@ def test_overflow_is_an_error_and_under_jit_a_status():
         np.testing.assert_array_equal(getattr(after, name), getattr(cache, name))
 
 
-@pytest.mark.slow
+@pytest.mark.fuzz
 def test_it_costs_no_more_than_its_codes_say():
     """On the same data two bits lose more than four; and with a rank they lose less."""
     key, value = _tokens(64, 5)

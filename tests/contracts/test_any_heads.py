@@ -136,7 +136,7 @@ def test_attention_to_it_is_the_oracles(implementation, heads):
     assert_matches_oracle(query, cache, implementation)
 
 
-@pytest.mark.quick(slow=3)
+@pytest.mark.quick(slow=1)
 @heads_of_one_case
 @pytest.mark.parametrize("method", ["entropy", "min_max", "variation"])
 def test_every_priority_ranks_them(heads, method):

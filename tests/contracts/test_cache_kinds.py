@@ -295,7 +295,7 @@ def test_prompts_in_parts_are_the_same_cache(name):
         assert_same(take_sequences(back, i, 1), take_sequences(same, i, 1))
 
 
-@pytest.mark.quick(2, slow=2)
+@pytest.mark.quick(slow=1)
 @every_kind
 def test_something_else_attends_to_the_prompt(name):
     """The cache is filled as if it had attended itself."""

@@ -103,7 +103,7 @@ def test_a_window_wider_than_any_sequence_is_none():
     )
 
 
-@pytest.mark.quick(slow=1)
+@pytest.mark.fuzz
 @pytest.mark.parametrize(("name", "zeros"), [("mixed", 15), ("mixed", 40)])
 def test_a_head_that_begins_with_zeros_keeps_its_scale_open(name, zeros):
     """Its scale comes from the first token that says something, in any split."""

@@ -120,7 +120,7 @@ def test_a_wrong_choice_says_what_is_wrong(decoder, name):
         call(decoder)
 
 
-@pytest.mark.slow
+@pytest.mark.fuzz
 def test_a_session_of_mixed_layers_goes_on_from_a_file(tmp_path, decoder):
     """And its caches are told from those of other layers."""
     kind, path = UncompressedEdges("kv4", 1), tmp_path / "session"

@@ -92,7 +92,7 @@ def test_caches_come_close_to_exact_attention(kind):
         assert error > ROUNDING
 
 
-@pytest.mark.slow
+@pytest.mark.fuzz
 def test_pooled_attention_within_sequences_and_prompts():
     pooled = PooledAttention(tj.levels.LocalWindow(8), 8, 8)
     layer, x = module(cache=SMALL, attention=pooled), jnp.asarray(tokens(40))

@@ -231,6 +231,7 @@ def test_prompts_in_rings(store):
     assert_same_bits(stored, store_xla(*given))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("emulated")
 def test_tokens_in_rings():
     """A buffer of two blocks gives up the first one, which takes a fourth one's place.

@@ -17,6 +17,7 @@ from tests.kernels.gradient_rows_helpers import CASES, check, expected, tensors
 from tests.kernels.kernel_helpers import lower_for_cuda
 from turbojax import _device
 from turbojax._device import interpret_kernels
+from turbojax.ops import rows
 from turbojax.ops.options import Options
 from turbojax.ops.turbo_attention import mosaic_gradient
 
@@ -132,7 +133,7 @@ def test_the_kernel_and_plain_jax_give_the_gradient_the_same(mode, rounding, hea
     there = jnp.arange(75)[None] < lengths[:, None]
     residual = jnp.where(there[..., None], residual, -jnp.inf).at[0, 3].set(-jnp.inf)
     d_out = mosaic_gradient.rows.without_blind(d_out, residual)
-    query, d_out = mosaic_gradient._padded(query), mosaic_gradient._padded(d_out)
+    query, d_out = rows.padded(query), rows.padded(d_out)
     config = tj.TurboConfig(mode=mode, gradient=rounding, block_q=64)
 
     def prepared():  # a new function each time: nothing is kept of the other choice

@@ -148,7 +148,7 @@ def test_replicas_of_several_devices_each(model, alone):
         models.replicate(split_already, axes_of(data=2))
 
 
-@pytest.mark.quick(slow=1)
+@pytest.mark.fuzz
 @pytest.mark.parametrize(
     "kind", ["int4", "latent", "windows", "turbo4", "ngram", "draft", "padded vocabulary"]
 )

@@ -20,7 +20,7 @@ def run(model, text, *options):
         jax.config.update("jax_enable_compilation_cache", True)
 
 
-@pytest.mark.slow
+@pytest.mark.fuzz
 def test_split_over_heads(tiny_folder, tmp_path):
     text = tmp_path / "text.py"
     text.write_text("def f(x):\n    return x + 1\n\n\n" * 4)

@@ -267,7 +267,7 @@ def gradient(run: finetune.Trainer) -> tuple[float, list[np.ndarray]]:
     return float(value), [np.asarray(x) for x in jax.tree.leaves(grads)]
 
 
-@pytest.mark.quick(first=1, slow=2)
+@pytest.mark.quick(slow=1)
 @pytest.mark.parametrize(
     ("mesh", "config", "options"),
     [
@@ -315,7 +315,7 @@ def test_operations_and_bits_where_heads_are_split():
     close(losses(two, 3), losses(one, 3))
 
 
-@pytest.mark.slow
+@pytest.mark.fuzz
 @pytest.mark.parametrize("name", ["adafactor", "muon"])
 def test_optimizers_on_a_mesh(name):
     """In parts, with heads split: losses of one device."""

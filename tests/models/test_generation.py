@@ -254,7 +254,7 @@ def test_a_random_decoder_has_the_shape_of_its_config():
     assert 8.02e9 < parameters < 8.04e9
 
 
-@pytest.mark.quick(slow=2)
+@pytest.mark.quick(slow=1)
 @pytest.mark.parametrize("kind", ["exact", tj.TurboConfig(block_kv=16, buffer_size=16, block_q=16)])
 def test_prompts_in_microbatches_give_the_same_session(shallow, kind):
     tokens, lengths = _tokens(5, 20), jnp.array([20, 3, 17, 16, 1])

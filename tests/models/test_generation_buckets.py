@@ -95,7 +95,7 @@ def test_sizes_are_few_and_not_much_larger():
     assert bucket(np.int32(70)) == 128
 
 
-@pytest.mark.quick(slow=1)
+@pytest.mark.fuzz
 @pytest.mark.parametrize("cache", ["exact", "4bit", "paged"])
 def test_twenty_lengths_compile_one_pair_of_programs_for_each_size(model, cache, compiled):
     def run(length, new):

@@ -366,7 +366,7 @@ def test_adapters_of_attention_beside_experts(quantized):
         models.with_adapters(decoder, models.Adapters(wrong, 1.0))
 
 
-@pytest.mark.slow
+@pytest.mark.fuzz
 def test_unrounded_tokens_are_refused(quantized):
     with pytest.raises(NotImplementedError, match="activations='bf16' is not supported of a dec"):
         quantized(MIXED).with_activations("bf16")

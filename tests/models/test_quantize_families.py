@@ -142,7 +142,7 @@ def dequantized(decoder: models.QuantizedDecoder, *, rounds: bool) -> models.Qua
     return dataclasses.replace(decoder, layers=tuple(map(layer, decoder.layers)))
 
 
-@pytest.mark.quick(slow=1)
+@pytest.mark.fuzz
 @pytest.mark.parametrize("name", NAMES)
 def test_smoothing_and_the_layers_are_exact(decoder, name):
     """All of CAS, PTS, RPN and CRS, and none: the float decoder's logits, but for float32."""

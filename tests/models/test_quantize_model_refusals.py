@@ -87,6 +87,7 @@ def test_models_of_another_kind_are_refused(model, quantized, calibration, tmp_p
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_only_uniform_layers_are_saved(quantized, tmp_path):
     first, second = quantized.layers
     bare = dataclasses.replace(second, key_channel_scale=None)

@@ -388,7 +388,7 @@ def test_a_loop_that_is_gone_disturbs_nobody():
         handle.wait_results()
 
 
-@pytest.mark.slow
+@pytest.mark.fuzz
 @pytest.mark.parametrize("left", ["requests that run", "an exception"])
 def test_a_program_that_does_not_close_it_ends(left):
     code = (

@@ -115,6 +115,7 @@ def test_the_best_samples_are_the_most_likely(results, samples):
     assert "logprobs" not in found
 
 
+@pytest.mark.slow
 def test_logprobs(results):
     found = results["logprobs"]
     assert found["tokens"] == results["plain"]["tokens"] == results["no top"]["tokens"]

@@ -195,7 +195,7 @@ def test_a_key_in_the_environment_is_no_option_of_a_file(tmp_path, monkeypatch):
     assert "'prompt' must be a string" in result.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.fuzz
 def test_int4_weights_four_bit_pages_and_speculation_in_one_command(tmp_path):
     options = ["--random-weights", "tiny", "--weights", "int4", "--kv-dtype", "turbo4"]
     lines = [{"prompt": "1 2 3 1 2 3 1 2", "max_new_tokens": 40} for _ in range(3)]

@@ -286,7 +286,7 @@ def test_bodies_of_many_objects_are_not_read():
     assert Fields.of_body(b'{"a": [' + b"[]," * (MOST_BRACKETS - 2) + b"0]}").raw("a")[-1] == 0
 
 
-@pytest.mark.slow
+@pytest.mark.fuzz
 def test_bodies_that_do_not_come(served, http, monkeypatch):
     monkeypatch.setattr("turbojax.server.connections._BODY_SECONDS", 0.1)
     with socket.create_connection(("127.0.0.1", int(served.url.rpartition(":")[2]))) as slow:

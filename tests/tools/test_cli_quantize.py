@@ -36,7 +36,7 @@ def quantized(tiny_folder, tmp_path_factory) -> tuple[str, dict]:
     return str(out), json.loads(result.stdout)
 
 
-@pytest.mark.slow
+@pytest.mark.fuzz
 def test_json_says_what_was_done_and_what_it_costs(tiny_folder, quantized):
     out, report = quantized
     decoder = models.load(out)

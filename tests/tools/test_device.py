@@ -205,7 +205,7 @@ def test_a_gradient_in_float16_is_that_in_float32():
     assert np.linalg.norm(lost - exact) > 0.1 * length
 
 
-@pytest.mark.slow
+@pytest.mark.fuzz
 def test_the_step_uses_the_scale(monkeypatch):
     """With one that overflows, the gradient is not finite."""
     found = _trainer("float16").run_step()

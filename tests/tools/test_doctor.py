@@ -49,6 +49,7 @@ def test_without_a_gpu_kernels_are_refused_in_words(report):
     assert sum("of compute capability 9.0, for which alone" in refusal for refusal in mosaic) >= 2
 
 
+@pytest.mark.slow
 def test_versions_and_devices(report):
     assert report.versions["jax"] == jax.__version__
     assert report.versions["flax"] is not None

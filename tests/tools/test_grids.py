@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from tests.grids import pairwise, tiers
+from tests.grids import one_of_each, pairwise, tiers
 
 AXES = {"a": "xyz", "b": [1, 2, 3, 4], "c": [None, True], "d": [0.5, 1.5, 2.5]}
 
@@ -52,3 +52,10 @@ def test_tiers():
     for wrong in ({}, {"spread": 2, "first": 1}, {"spread": -1}, {"first": 1, "slow": -1}):
         with pytest.raises(ValueError, match="one of them alone"):
             tiers(9, **wrong)
+
+
+def test_one_of_each():
+    kinds = ["xla", "triton", "xla", "mosaic_gpu", "triton"]
+    assert one_of_each({2}, kinds) == {1, 3}
+    assert one_of_each({0, 3, 4}, kinds) == set()
+    assert one_of_each(set(), [None, None]) == {0}

@@ -209,7 +209,7 @@ def start(script: str, folder: Path, **options) -> subprocess.Popen:
 
 
 class TestRun:
-    @pytest.mark.slow
+    @pytest.mark.fuzz
     def test_log_and_model(self, whole):
         folder, log = whole
         assert json.loads((folder / "log.json").read_text()) == log

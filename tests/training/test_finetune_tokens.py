@@ -167,7 +167,7 @@ def test_tokens_that_do_not_count_are_only_read():
         finetune.Trainer(model, SETTINGS, stream, learn=learn[1:])
 
 
-@pytest.mark.slow
+@pytest.mark.fuzz
 def test_adapters_learn_what_counts():
     config = dataclasses.replace(WORDS, hidden_size=32, intermediate_size=64)
     decoder = models.random_quantized_decoder(config, dtype=jnp.float32)

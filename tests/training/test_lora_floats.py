@@ -86,7 +86,7 @@ def test_gradients_are_those_of_the_merged_weights(decoder):
                 assert np.linalg.norm(want) > 1e-4
 
 
-@pytest.mark.slow
+@pytest.mark.fuzz
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.fuzz)])
 def test_new_adapters_change_nothing(decoder, dtype):
     """Not a bit: `B` is zero, so the first loss is the base model's."""
