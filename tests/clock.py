@@ -17,12 +17,12 @@ ROOT = Path(__file__).resolve().parents[1]
 TIMES = ROOT / ".cache" / "times"
 TABLE = ROOT / "tests" / "times.tsv"
 BUDGETS = {
-    "test": 11.0,
-    "test-mesh": 1.2,
+    "test": 9.5,
+    "test-mesh": 1.1,
     "test-optimized": 1.1,
-    "test-slow": 16.5,
-    "test-slow-mesh": 3.0,
-    "test-slow-optimized": 3.5,
+    "test-slow": 15.5,
+    "test-slow-mesh": 2.0,
+    "test-slow-optimized": 2.8,
 }
 """Minutes of the runs that CI makes, on two cores and with nothing compiled before."""
 
