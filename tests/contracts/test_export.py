@@ -152,7 +152,7 @@ def same_elsewhere(names, folder):
             np.testing.assert_array_equal(one, other, name)
 
 
-@pytest.mark.fuzz
+@pytest.mark.slow
 def test_a_models_step_is_the_same_in_another_process(tmp_path):
     same_elsewhere(["a model's step", "kv4", "pages of codes"], tmp_path)
 

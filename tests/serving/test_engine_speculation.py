@@ -168,7 +168,7 @@ def distribution(decoder, temperature: float, length: int) -> np.ndarray:
     return found
 
 
-@pytest.mark.fuzz
+@pytest.mark.quick(slow=1)
 @pytest.mark.parametrize("how", ["ngram", pytest.param("draft", marks=pytest.mark.slow)])
 def test_what_is_drawn_has_the_models_distribution(how, monkeypatch):
     """Of four tokens, of which two are guessed; the draft model is another one."""

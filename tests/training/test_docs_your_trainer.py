@@ -12,7 +12,7 @@ from tests.tools.docs_helpers import DOCS, ROOT, examples
 PAGE = DOCS / "your_trainer.md"
 
 
-@pytest.mark.fuzz
+@pytest.mark.slow
 def test_examples():
     """In a process of its own with 2 devices, over which one of the examples trains."""
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=2"

@@ -1,4 +1,4 @@
-"""Checks of block tables, lengths and page numbers against the pool they are for."""
+"""Block tables, lengths and page numbers: checked against the pool they are for, cut into tiles."""
 
 from collections.abc import Mapping
 from typing import Any
