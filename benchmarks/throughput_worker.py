@@ -18,11 +18,11 @@ import numpy as np
 
 from turbojax import models
 from turbojax._environment import environment
-from turbojax.config import TurboConfig
-from turbojax.kv import LayerCache, kind_of
+from turbojax.caches import LayerCache, kind_of
+from turbojax.caches.progressive import append_reference
 from turbojax.models.generation import session as generation
 from turbojax.models.generation.caching import init_caches
-from turbojax.state.progressive import reference
+from turbojax.numerics.config import TurboConfig
 
 WARM_UP_STEPS = 2
 
@@ -129,9 +129,9 @@ def _flushes(kind: models.CacheKind, length: int, steps: int) -> int | None:
     """How often the measured steps compressed a part of the buffer; None of a cache without one."""
     if not isinstance(kind, TurboConfig):
         return None
-    kept = length - int(reference.stored_blocks(kind, length)) * kind.block_kv
+    kept = length - int(append_reference.stored_blocks(kind, length)) * kind.block_kv
     before, after = (
-        int(reference.flushes(kind, kept + taken))
+        int(append_reference.flushes(kind, kept + taken))
         for taken in (WARM_UP_STEPS, WARM_UP_STEPS + steps)
     )
     return after - before

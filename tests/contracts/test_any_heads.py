@@ -20,9 +20,10 @@ from tests.caches.cache_helpers import (
 )
 from tests.kernels.kernel_helpers import lower_for_cuda
 from turbojax import _device, kv, models
-from turbojax.ops.options import Options
-from turbojax.ops.turbo_attention import mosaic_decode, triton
-from turbojax.state.progressive.update import store_prompt
+from turbojax.attention.options import Options
+from turbojax.attention.turbo import triton
+from turbojax.caches.progressive import decode_mosaic
+from turbojax.caches.progressive.update import store_prompt
 
 HEAD_DIM, BLOCK, MAX_LENGTH = 16, 16, 96
 # Blocks and a buffer; a block and a buffer that a token more than fills; one token alone.
@@ -187,7 +188,7 @@ def test_decoding_lowers(implementation, heads):
     if implementation == "triton":
         run = functools.partial(triton._decode, options=options, interpret=False)
     else:
-        run = functools.partial(mosaic_decode.decode, options=options)
+        run = functools.partial(decode_mosaic.decode, options=options)
     name = {"triton": "turbojax_decode", "mosaic_gpu": "mosaic_gpu"}[implementation]
     assert name in lower_for_cuda(run, query, cache, lengths)
 

@@ -8,19 +8,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from turbojax.kv import AttentionOptions
-from turbojax.ops import (
-    exact_attention,
-    kv4_attention,
-    paged_attention,
-    pooled_attention,
-    turbo_attention,
-)
-from turbojax.ops.options import Options, Visibility
-from turbojax.ops.pooled_attention.static import PooledOptions
-from turbojax.state import exact, kv4
-from turbojax.state.pages.pool import init_paged_cache
-from turbojax.state.progressive import init_cache
+from turbojax.attention import pooled as pooled_attention
+from turbojax.attention import turbo as turbo_attention
+from turbojax.attention.options import Options, Visibility
+from turbojax.attention.pooled.static import PooledOptions
+from turbojax.caches import AttentionOptions, progressive
+from turbojax.caches import exact as exact_attention
+from turbojax.caches import paged as paged_attention
+from turbojax.caches import token_scaled as kv4_attention
+from turbojax.caches.exact import cache as exact
+from turbojax.caches.paged.pool import init_paged_cache
+from turbojax.caches.progressive import init_cache
+from turbojax.caches.token_scaled import cache as kv4
 
 
 def complete(head_dim=64, **given):
@@ -153,7 +152,7 @@ def test_pooled_options_refuse_what_pooled_attention_cannot():
 QUERY = jnp.ones((1, 2, 2, 64))
 TABLES, LENGTHS = jnp.zeros((1, 1), jnp.int32), jnp.array([2])
 ENTRIES = {
-    "turbo": lambda o: turbo_attention.attend_cache(
+    "turbo": lambda o: progressive.attend_cache(
         QUERY, init_cache(1, 64, 2, 64, dtype=jnp.float32), options=o
     ),
     "kv4": lambda o: kv4_attention.attend_cache(
@@ -181,7 +180,7 @@ def test_arrays_are_checked_by_the_entries_too():
     cache = init_cache(1, 64, 2, 64, dtype=jnp.float32)
     options = Options(True, scale=1.0)
     with pytest.raises(TypeError, match="query.dtype=bfloat16"):
-        turbo_attention.attend_cache(half, cache, options=options)
+        progressive.attend_cache(half, cache, options=options)
     with pytest.raises(TypeError, match="key.dtype=float32 must equal query.dtype=bfloat16"):
         turbo_attention.attend(half, QUERY, QUERY, config=cache.config, options=options)
     blocks = PooledOptions(True, scale=1.0, block_q=8, block_kv=8)

@@ -10,9 +10,9 @@ import turbojax as tj
 from benchmarks.device import registers
 from benchmarks.device.sanitizer_cases import CASES
 from turbojax import _device
-from turbojax.ops.options import Options
-from turbojax.ops.paged_attention import mosaic_gpu as paged
-from turbojax.ops.turbo_attention import mosaic_decode
+from turbojax.attention.options import Options
+from turbojax.caches.paged import mosaic_gpu as paged
+from turbojax.caches.progressive import decode_mosaic
 
 # One case of each kernel without products of warpgroups, and the GPUs that it is offered on.
 LOWERED = {
@@ -51,13 +51,13 @@ def test_default_launches_fit_the_shared_memory(monkeypatch, capability):
             )
         )
         query = jax.ShapeDtypeStruct((batch, tokens, 2, head_dim), jnp.bfloat16)
-        refusal = mosaic_decode.decode_unsupported(
+        refusal = decode_mosaic.decode_unsupported(
             query=query, cache=cache, options=Options(True, scale=1.0)
         )
         if refusal is not None:
             assert refusal.endswith(f"must be at most {_device.shared_memory()}"), refusal
             refused.add((head_dim, bits, block, tokens))
-        assert mosaic_decode.default_launch(query, cache).cluster == 1 or capability >= 9
+        assert decode_mosaic.default_launch(query, cache).cluster == 1 or capability >= 9
     # A block of so many channels is more than an Ada holds for each of four warps.
     of_one = {x[:3] for x in refused if x[3] == 1}
     assert of_one == ({(256, 4, 128)} if capability == 8.9 else set())

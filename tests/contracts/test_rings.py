@@ -12,14 +12,15 @@ import turbojax as tj
 from tests import oracles
 from tests.contracts.implementations import interpreted, kernel_is_slow
 from tests.kernels.kernel_helpers import lower_for_cuda
-from turbojax.kv import AttentionOptions, attend_new_tokens, init_layer_cache, kind_of
-from turbojax.ops import exact_attention, kv4_attention
-from turbojax.ops.kv4_attention import triton as triton_kv4
-from turbojax.ops.options import Options
-from turbojax.ops.turbo_attention import mosaic_decode
-from turbojax.ops.turbo_attention import triton as triton_decode
-from turbojax.state import exact, kv4, ring
-from turbojax.state.progressive import triton
+from turbojax.attention.options import Options
+from turbojax.attention.turbo import triton as triton_decode
+from turbojax.caches import AttentionOptions, attend_new_tokens, init_layer_cache, kind_of, ring
+from turbojax.caches import exact as exact_attention
+from turbojax.caches import token_scaled as kv4_attention
+from turbojax.caches.exact import cache as exact
+from turbojax.caches.progressive import append_triton, decode_mosaic
+from turbojax.caches.token_scaled import cache as kv4
+from turbojax.caches.token_scaled import triton as triton_kv4
 
 BATCH, HEADS, KV_HEADS, CHANNELS = 3, 4, 2, 16
 KINDS = {
@@ -346,10 +347,10 @@ def test_kernels_lower_for_a_gpu(op):
     lengths = jax.ShapeDtypeStruct((2,), jnp.int32)
     options = Options(True, SIDES, scale=0.1)
     module, name, *operands = {
-        "mosaic_gpu": (mosaic_decode, "decode_hopper", query, lengths),
+        "mosaic_gpu": (decode_mosaic, "decode_hopper", query, lengths),
         "triton": (triton_decode, "decode", query, lengths),
-        "store_prompt": (triton, "compress", prompt, prompt, lengths),
-        "append": (triton, "append", one, one, lengths),
+        "store_prompt": (append_triton, "compress", prompt, prompt, lengths),
+        "append": (append_triton, "append", one, one, lengths),
         "kv4": (triton_kv4, "kv4_decode", query, lengths),
     }[op]
     if len(operands) == 2:

@@ -12,8 +12,8 @@ from benchmarks.shapes import MODELS
 from tests.gpu.gpu_helpers import SOFTMAXES, assert_near, decode, filled, normal
 from tests.gpu.gpu_helpers import both as both_kernels
 from turbojax._device import needs_hopper
-from turbojax.ops.options import Options
-from turbojax.ops.turbo_attention import mosaic_decode
+from turbojax.attention.options import Options
+from turbojax.caches.progressive import decode_mosaic
 
 pytestmark = [
     pytest.mark.gpu,
@@ -104,9 +104,9 @@ def test_no_launch_changes_more_than_rounding(launch):
     cache = filled(2, 128, tj.TurboConfig(), LENGTHS)
     query = normal(9, (5, 1, 8, 128))
     options = {"options": Options(True, scale=0.1)}
-    chosen = mosaic_decode.Launch(*launch)
+    chosen = decode_mosaic.Launch(*launch)
     ones = jnp.ones(5, jnp.int32)
-    got = mosaic_decode.decode(query, cache, ones, launch=chosen, **options)
+    got = decode_mosaic.decode(query, cache, ones, launch=chosen, **options)
     want = decode(query, cache, scale=0.1, implementation="xla", return_residual=True)
     assert_near(got[0], want[0], jnp.bfloat16, 1e-4)
     assert_near(got[1], want[1], jnp.float32, 1e-5)
@@ -156,8 +156,8 @@ def test_no_launch_of_many_queries_changes_more_than_rounding(launch):
     cache = filled(2, 128, tj.TurboConfig(), LENGTHS, appended=5)
     query, lengths = normal(9, (5, 5, 8, 128)), jnp.minimum(cache.lengths, 5)
     options = {"options": Options(True, scale=0.1)}
-    chosen = mosaic_decode.Launch(*launch)
-    got = mosaic_decode.decode(query, cache, lengths, launch=chosen, **options)
+    chosen = decode_mosaic.Launch(*launch)
+    got = decode_mosaic.decode(query, cache, lengths, launch=chosen, **options)
     want = decode(
         query, cache, scale=0.1, query_seq_lengths=lengths, implementation="xla",
         return_residual=True,

@@ -11,11 +11,11 @@ import turbojax as tj
 from tests.caches.cache_helpers import assert_same_bits
 from tests.gpu.gpu_helpers import assert_near, normal
 from turbojax._device import needs_hopper
-from turbojax.ops import kv4_attention
-from turbojax.ops.options import Options
-from turbojax.ops.turbo_attention import mosaic_decode
-from turbojax.state import kv4
-from turbojax.state.progressive.update import store_prompt
+from turbojax.attention.options import Options
+from turbojax.caches import token_scaled as kv4_attention
+from turbojax.caches.progressive import decode_mosaic
+from turbojax.caches.progressive.update import store_prompt
+from turbojax.caches.token_scaled import cache as kv4
 
 pytestmark = pytest.mark.gpu
 
@@ -96,10 +96,10 @@ def test_kernels_attend_as_to_a_cache_that_holds_all_tokens(name, kernel, querie
 def test_where_blocks_lie_changes_no_bit():
     """The same launch on a ring, and on a cache that holds all blocks."""
     options = Options(True, SIDES, scale=0.1)
-    launch = mosaic_decode.Launch(splits=4, warpgroups=1, stages=2)
+    launch = decode_mosaic.Launch(splits=4, warpgroups=1, stages=2)
     query, one = normal(9, (BATCH, 1, HEADS, CHANNELS)), jnp.ones(BATCH, jnp.int32)
     ring, whole = (
-        mosaic_decode.decode(query, filled("4 bits", w), one, options=options, launch=launch)
+        decode_mosaic.decode(query, filled("4 bits", w), one, options=options, launch=launch)
         for w in (SIDES, None)
     )
     for x, y in zip(ring, whole, strict=True):

@@ -9,9 +9,9 @@ import turbojax as tj
 from tests.gpu.gpu_helpers import decode, filled, normal
 from turbojax import fireq
 from turbojax._device import needs_hopper
-from turbojax.ops.kv4_attention import mosaic_gpu as kv4
-from turbojax.ops.paged_attention import mosaic_gpu as paged
-from turbojax.ops.turbo_attention import mosaic_decode
+from turbojax.caches.paged import mosaic_gpu as paged
+from turbojax.caches.progressive import decode_mosaic
+from turbojax.caches.token_scaled import mosaic_gpu as kv4
 
 pytestmark = [
     pytest.mark.gpu,
@@ -26,7 +26,7 @@ def twice(monkeypatch):
     def run(call):
         with_bulk_copies = jax.block_until_ready(call())
         jax.clear_caches()
-        for module in (kv4, paged, mosaic_decode):
+        for module in (kv4, paged, decode_mosaic):
             monkeypatch.setattr(module, "has_bulk_copies", lambda: False)
         for got, want in zip(call(), with_bulk_copies, strict=True):
             assert np.isfinite(np.asarray(want, np.float32)).any()

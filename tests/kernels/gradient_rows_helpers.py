@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from turbojax.ops import numerics
-from turbojax.ops.turbo_attention.operands import blocks
+from turbojax.attention.turbo.operands import blocks
+from turbojax.numerics import rounding
 
 # Batch, tokens, heads, head dim; block, rows of the results, dtype.
 CASES = {
@@ -50,7 +50,7 @@ def expected(case, arrays, query_dtype, gradient_dtype):
         def codes(dtype):
             mode = "int8" if dtype == jnp.int8 else "fp8"
             x_blocks = blocks(x, length, block)
-            found, scale = numerics.quantize_scores_operand(x_blocks, mode, axis=(-2, -1))
+            found, scale = rounding.quantize_scores_operand(x_blocks, mode, axis=(-2, -1))
             return found.reshape(*found.shape[:2], -1, found.shape[-1]), scale
 
         return codes(jnp.int8), codes(jnp.float8_e4m3fn)

@@ -18,11 +18,11 @@ from tests.oracles import lanes as oracle
 from tests.oracles import warp
 from turbojax import _device
 from turbojax._device import interpret_kernels
-from turbojax.kv import cache_by_name
-from turbojax.kv.progressive import PROGRESSIVE
-from turbojax.ops.turbo_attention import operands
-from turbojax.state.progressive import mosaic_gpu, reference, triton
-from turbojax.state.progressive.update import store_prompt
+from turbojax.attention.turbo import operands
+from turbojax.caches import cache_by_name
+from turbojax.caches.progressive import append_mosaic, append_reference, append_triton
+from turbojax.caches.progressive.kind import PROGRESSIVE
+from turbojax.caches.progressive.update import store_prompt
 
 BATCH, HEADS = 3, 2
 CASES = {
@@ -117,7 +117,7 @@ def test_a_prompt(name, size, lengths):
     key, value = tokens(case, size, seed=1)
     key = key.at[1, 3, 1, 5].set(jnp.nan)
     expected = store_xla(old, key, value, int32(*lengths))
-    got, codes = mosaic_gpu.store_prompt_with_operands(
+    got, codes = append_mosaic.store_prompt_with_operands(
         old, key, value, int32(*lengths), permuted=True
     )
     assert_same_bits(got, expected)
@@ -131,7 +131,7 @@ def test_a_prompt(name, size, lengths):
 
 @pytest.mark.usefixtures("emulated")
 @pytest.mark.quick(slow=1)
-@pytest.mark.parametrize("kernels", [mosaic_gpu, triton])
+@pytest.mark.parametrize("kernels", [append_mosaic, append_triton])
 @pytest.mark.parametrize("size", [1, 3])
 def test_prompts_of_first_tokens_alone(size, kernels):
     """No block can come of them: there is nothing to launch."""
@@ -156,7 +156,7 @@ def test_tokens(name):
     for t in range(3):
         given = key[:, t : t + 1], value[:, t : t + 1], int32(t < 2, 1, t != 1)
         expected = append_xla(expected, *given[:2], lengths=given[2])
-        cache = mosaic_gpu.append(cache, *given)
+        cache = append_mosaic.append(cache, *given)
     assert_same_bits(cache, expected)
 
 
@@ -170,10 +170,10 @@ def test_odd_numbers_of_heads(heads):
     cache = new(case, 64, heads)
     given = tokens(case, 31, seed=1, heads=heads)
     expected = store_xla(cache, *given, lengths)
-    cache = mosaic_gpu.store_prompt(cache, *given, lengths)
+    cache = append_mosaic.store_prompt(cache, *given, lengths)
     assert_same_bits(cache, expected)
     given = tokens(case, 1, seed=2, heads=heads)
-    cache = mosaic_gpu.append(cache, *given, int32(1, 1, 1))
+    cache = append_mosaic.append(cache, *given, int32(1, 1, 1))
     assert_same_bits(cache, append_xla(expected, *given))
     assert expected.num_blocks.tolist() == [1, 0, 0]
     assert cache.num_blocks.tolist() == [2, 1, 0]
@@ -188,14 +188,14 @@ def test_parts_of_caches():
     part = dataclasses.replace(new(case, 48), max_length=160)
     key, value = tokens(case, 79, seed=1)
     lengths = int32(79, 31, 15)
-    cache = mosaic_gpu.store_part_of_prompt(part, key, value, lengths, first)
-    expected = jax.jit(reference.store_prompt)(part, key, value, lengths, first)
+    cache = append_mosaic.store_part_of_prompt(part, key, value, lengths, first)
+    expected = jax.jit(append_reference.store_prompt)(part, key, value, lengths, first)
     assert_same_bits(cache, expected)
-    append = jax.jit(reference.append)
+    append = jax.jit(append_reference.append)
     for seed in range(2):
         given = *tokens(case, 1, seed=seed), int32(1, 1, 1)
         expected = append(expected, *given, first)
-        cache = mosaic_gpu.append(cache, *given, first)
+        cache = append_mosaic.append(cache, *given, first)
         assert_same_bits(cache, expected)
     assert expected.num_blocks.tolist() == [5, 2, 1]
     whole = append_xla(store_xla(new(case, 160), key, value, lengths), *tokens(case, 1, seed=0))
@@ -218,8 +218,8 @@ def ring():
 @pytest.mark.parametrize(
     "store",
     [
-        mosaic_gpu.store_prompt,
-        pytest.param(mosaic_gpu.store_prompt_with_operands, marks=pytest.mark.fuzz),
+        append_mosaic.store_prompt,
+        pytest.param(append_mosaic.store_prompt_with_operands, marks=pytest.mark.fuzz),
     ],
 )
 def test_prompts_in_rings(store):
@@ -243,14 +243,14 @@ def test_tokens_in_rings():
     for seed in range(2, 5):
         given = tokens(case, 1, seed=seed)
         expected = append_xla(expected, *given)
-        cache = mosaic_gpu.append(cache, *given, int32(1, 1, 1))
+        cache = append_mosaic.append(cache, *given, int32(1, 1, 1))
         assert_same_bits(cache, expected)
     assert expected.num_blocks.tolist() == [4, 4, 0]
 
 
 @pytest.mark.quick(1)
 @pytest.mark.usefixtures("emulated")
-@pytest.mark.parametrize("append", [mosaic_gpu.append, triton.append])
+@pytest.mark.parametrize("append", [append_mosaic.append, append_triton.append])
 def test_a_buffer_that_gives_up_all_of_its_blocks(append):
     """Two at once, of which the second begins a ring anew; nothing stays behind."""
     config = tj.TurboConfig(block_q=16, block_kv=16, buffer_size=32, flush="all")
@@ -280,7 +280,7 @@ def test_scales_of_tokens():
     for t in (size - 2, size - 1):
         given = key[:, t : t + 1], value[:, t : t + 1]
         expected = append_xla(expected, *given)
-        cache = mosaic_gpu.append(cache, *given, int32(1, 1, 1))
+        cache = append_mosaic.append(cache, *given, int32(1, 1, 1))
     assert_same_bits(cache, expected)
 
 
@@ -296,7 +296,7 @@ def test_it_lowers(monkeypatch, mode, bits, dim, block):
     cache = jax.eval_shape(lambda: tj.init_cache(2, 512, 2, dim, config=config))
     x = jax.ShapeDtypeStruct((2, 300, 2, dim), jnp.bfloat16)
     lengths = jax.ShapeDtypeStruct((2,), jnp.int32)
-    text = lower_for_cuda(mosaic_gpu.store_prompt_with_operands, cache, x, x, lengths)
+    text = lower_for_cuda(append_mosaic.store_prompt_with_operands, cache, x, x, lengths)
     assert text.count("mosaic_gpu_v2") == (1 if mode == "int8" else 2)
     assert text.count("output_operand_alias<") >= 8
     new = x.update(shape=(2, 1, 2, dim))

@@ -9,8 +9,8 @@ from benchmarks.shapes import MODELS
 from tests.grids import pairwise
 from tests.kernels.kernel_helpers import lower_for_cuda
 from turbojax import _device
-from turbojax.ops.options import Options
-from turbojax.ops.turbo_attention import mosaic_decode
+from turbojax.attention.options import Options
+from turbojax.caches.progressive import decode_mosaic
 
 
 def abstract_cache(config=tj.TurboConfig(), *, batch=2, length=1024, kv_heads=2, head_dim=128):
@@ -27,7 +27,7 @@ def abstract_query(cache, *, tokens=1, group=4, dtype=jnp.bfloat16):
 
 def lower(query, cache, *, options=CAUSAL, launch=None):
     def run(query, cache, lengths):
-        return mosaic_decode.decode(
+        return decode_mosaic.decode(
             query,
             cache,
             lengths,
@@ -77,7 +77,7 @@ def test_it_lowers_with_window_cap_mixed_widths_and_long_blocks():
 @pytest.mark.parametrize(("splits", "cluster"), [(3, 1), (8, 8), (1, 1), (3, 3), (8, 4)])
 def test_only_clusters_apart_need_a_second_kernel(splits, cluster):
     cache = abstract_cache()
-    launch = mosaic_decode.Launch(splits, warpgroups=2, stages=3, cluster=cluster)
+    launch = decode_mosaic.Launch(splits, warpgroups=2, stages=3, cluster=cluster)
     text = lower(abstract_query(cache), cache, launch=launch)
     assert ("turbojax_decode_merge_hopper" in text) == (splits > cluster)
 
@@ -88,13 +88,13 @@ def test_only_clusters_apart_need_a_second_kernel(splits, cluster):
 )
 def test_a_launch_that_would_lose_blocks_is_refused(splits, cluster, words):
     cache = abstract_cache()
-    launch = mosaic_decode.Launch(splits, warpgroups=1, stages=2, cluster=cluster)
+    launch = decode_mosaic.Launch(splits, warpgroups=1, stages=2, cluster=cluster)
     with pytest.raises(ValueError, match=words):
         lower(abstract_query(cache), cache, launch=launch)
 
 
 def refusal(query, cache):
-    return mosaic_decode.decode_unsupported(
+    return decode_mosaic.decode_unsupported(
         query=query,
         cache=cache,
         options=Options(True, scale=1.0),
@@ -172,7 +172,7 @@ def test_windows_are_taken_of_caches_without_first_tokens(hopper):
     options = Options(True, scale=1.0, window=(9, 0))
     for config, is_taken in ((tj.TurboConfig(), False), (tj.TurboConfig(first_tokens=0), True)):
         cache = abstract_cache(config)
-        found = mosaic_decode.decode_unsupported(
+        found = decode_mosaic.decode_unsupported(
             query=abstract_query(cache), cache=cache, options=options
         )
         assert found is None if is_taken else "window=(9, 0) must be None" in found
@@ -193,7 +193,7 @@ def test_only_what_it_is_compiled_for_is_taken(monkeypatch, capability):
 )
 def test_short_caches_fill_the_gpu_and_long_ones_are_cut_evenly(batch, length, splits):
     cache = abstract_cache(batch=batch, length=length, kv_heads=8)
-    launch = mosaic_decode.default_launch(abstract_query(cache), cache)
+    launch = decode_mosaic.default_launch(abstract_query(cache), cache)
     assert launch.splits == splits
     assert launch.cluster == (4 if (batch, length) == (1, 1024) else 1)
 
@@ -214,7 +214,7 @@ def test_blocks_in_flight_and_results_fit_shared_memory(head_dim, block, bits, b
 
     config = tj.TurboConfig(key_bits=bits, value_bits=bits, block_kv=block, buffer_size=block)
     cache = abstract_cache(config, batch=batch, length=32768, head_dim=head_dim)
-    launch = mosaic_decode.default_launch(abstract_query(cache, group=8), cache)
+    launch = decode_mosaic.default_launch(abstract_query(cache, group=8), cache)
     stage = stage_bytes(head_dim, block, (bits,), (bits,))
     assert 4 * launch.warpgroups * launch.stages * stage <= 227 * 1024
     # A warp leaves 8 queries' results where its blocks were.
@@ -234,8 +234,8 @@ def test_blocks_in_flight_and_results_fit_shared_memory(head_dim, block, bits, b
 )
 def test_many_queries_have_programs_that_run_at_once(shape, tokens, launch):
     cache = abstract_cache(batch=shape[0], length=shape[1], kv_heads=8)
-    got = mosaic_decode.default_launch(abstract_query(cache, tokens=tokens), cache)
-    assert got == mosaic_decode.Launch(*launch)
+    got = decode_mosaic.default_launch(abstract_query(cache, tokens=tokens), cache)
+    assert got == decode_mosaic.Launch(*launch)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
@@ -247,8 +247,8 @@ def test_many_queries_fit_shared_memory(head_dim, block, bits, tokens):
 
     config = tj.TurboConfig(key_bits=bits, value_bits=bits, block_kv=block, buffer_size=block)
     cache = abstract_cache(config, batch=16, length=32768, head_dim=head_dim)
-    launch = mosaic_decode.default_launch(abstract_query(cache, tokens=tokens), cache)
-    s = RowSettings(**mosaic_decode._settings(cache, launch))
+    launch = decode_mosaic.default_launch(abstract_query(cache, tokens=tokens), cache)
+    s = RowSettings(**decode_mosaic._settings(cache, launch))
     assert s.warps * s.warp_bytes(head_dim) <= 227 * 1024
     # A team leaves its results where its blocks were.
     assert launch.rows * (head_dim + 10) * 4 <= s.slot_bytes(head_dim)
@@ -265,10 +265,10 @@ def test_a_launch_without_code_is_refused(launch, words):
     cache = abstract_cache()
     query = abstract_query(cache, tokens=8)
     with pytest.raises(ValueError, match=words):
-        lower(query, cache, launch=mosaic_decode.Launch(*launch))
+        lower(query, cache, launch=decode_mosaic.Launch(*launch))
 
 
 def test_an_unsplit_short_cache_has_blocks_for_one_stage_only():
     cache = abstract_cache(length=64)
-    launch = mosaic_decode.default_launch(abstract_query(cache), cache)
-    assert launch == mosaic_decode.Launch(splits=1, warpgroups=1, stages=1, cluster=1)
+    launch = decode_mosaic.default_launch(abstract_query(cache), cache)
+    assert launch == decode_mosaic.Launch(splits=1, warpgroups=1, stages=1, cluster=1)

@@ -14,7 +14,8 @@ from tests.caches.cache_helpers import assert_same_bits
 from tests.caches.test_kv4_cache import awkward
 from tests.kernels.kernel_helpers import lower_for_cuda
 from tests.oracles import warp
-from turbojax.state import kv4, kv4_mosaic
+from turbojax.caches.token_scaled import append_mosaic
+from turbojax.caches.token_scaled import cache as kv4
 
 INIT = {"kv4": kv4.init_cache, "k8v4": kv4.init_k8v4_cache}
 xla = functools.partial(kv4.append, implementation="xla")
@@ -49,7 +50,7 @@ def append(monkeypatch):
     for module in (kv4_append, frame):
         monkeypatch.setattr(module, "lane", warp)
     monkeypatch.setattr(kv4_append.lanes, "update", update)
-    monkeypatch.setattr(kv4_mosaic, "needs_mosaic", lambda: None)
+    monkeypatch.setattr(append_mosaic, "needs_mosaic", lambda: None)
     return functools.partial(kv4.append, implementation="mosaic_gpu")
 
 
@@ -120,7 +121,7 @@ def test_what_is_refused_and_chosen():
         kv4.append(cache, x, x, implementation="triton")
     # What attends by another name still appends.
     assert kv4.APPEND.beside("triton") is None
-    assert kv4_mosaic.append_unsupported(cache=cache, key=x[:, :0]) == (
+    assert append_mosaic.append_unsupported(cache=cache, key=x[:, :0]) == (
         "key.shape=(1, 0, 2, 16) is empty"
     )
 
@@ -138,7 +139,7 @@ def test_what_is_refused_and_chosen():
 def test_it_lowers_in_place(kind, tokens, head_dim, dtype):
     cache = jax.eval_shape(lambda: INIT[kind](4, 400, 8, head_dim, dtype=dtype))
     x = jax.ShapeDtypeStruct((4, tokens, 8, head_dim), dtype)
-    text = lower_for_cuda(kv4_mosaic.append, cache, x, x, jax.ShapeDtypeStruct((4,), jnp.int32))
+    text = lower_for_cuda(append_mosaic.append, cache, x, x, jax.ShapeDtypeStruct((4,), jnp.int32))
     assert "mosaic_gpu" in text
     assert text.count("output_operand_alias<") == (6 if tokens < 5 else 4)
 
@@ -149,4 +150,4 @@ def test_it_lowers_under_vmap():
     x = jax.ShapeDtypeStruct((2, 1, 2, 64), jnp.bfloat16)
     one = cache, x, x, jax.ShapeDtypeStruct((2,), jnp.int32)
     many = jax.tree.map(lambda y: jax.ShapeDtypeStruct((3, *y.shape), y.dtype), one)
-    assert "mosaic_gpu" in lower_for_cuda(jax.vmap(kv4_mosaic.append), *many)
+    assert "mosaic_gpu" in lower_for_cuda(jax.vmap(append_mosaic.append), *many)

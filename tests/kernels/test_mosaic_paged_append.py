@@ -23,8 +23,8 @@ from tests.grids import pairwise
 from tests.kernels.kernel_helpers import lower_for_cuda
 from tests.oracles import lanes
 from turbojax import _device
-from turbojax.state.pages import mosaic_gpu
-from turbojax.state.pages import pool as paged
+from turbojax.caches.paged import append_mosaic
+from turbojax.caches.paged import pool as paged
 
 DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
 FORMATS = ("turbo4", "auto", "fp8_e4m3", "fp8_e5m2", *MIXES)
@@ -37,7 +37,7 @@ def same(monkeypatch):
 
     @jax.jit
     def append(cache, key, value, tables, lengths, new_lengths):
-        run = mosaic_gpu.append.__wrapped__
+        run = append_mosaic.append.__wrapped__
         return run(cache, key, value, jnp.asarray(tables), lengths, new_lengths)[0]
 
     def run(cache, key, value, tables, lengths, new_lengths=None):
@@ -96,10 +96,10 @@ def test_what_has_no_place_is_lost(same, kv_dtype):
 
 
 def test_several_rounds_of_a_warp(same, monkeypatch):
-    monkeypatch.setattr(mosaic_gpu, "_MANY", 100)
+    monkeypatch.setattr(append_mosaic, "_MANY", 100)
     cache = new(64, jnp.bfloat16, kv_dtype="turbo_k4v2")
     x = tokens(21, 64, jnp.bfloat16, seed=3)
-    assert mosaic_gpu.settings(cache, x[0], 4).rounds > 1
+    assert append_mosaic.settings(cache, x[0], 4).rounds > 1
     same(cache, *x, TABLES, integers(14, 0, 3), new_lengths=integers(21, 5, 0))
 
 
@@ -187,7 +187,7 @@ def test_elsewhere_it_is_chosen_after_others(monkeypatch):
 
 def test_settings_divide_the_work():
     cache, key, _, _, _ = specification("turbo4", head_dim=64, tokens=5)
-    s = mosaic_gpu.settings(cache, key, 40)
+    s = append_mosaic.settings(cache, key, 40)
     assert (s.lanes, s.together, s.rounds) == (8, 4, 1)
     assert s.programs == 4 * 5 * 8 // 16
     assert np.prod(key.shape[:3]) == s.vectors

@@ -26,9 +26,9 @@ from tests.oracles import int4 as oracle
 from tests.oracles import lanes as emulated
 from tests.oracles import warp
 from turbojax import _device
-from turbojax.ops.int4_matmul import mosaic_gpu, w4a16_mosaic
-from turbojax.ops.int4_matmul.w4a16_mosaic import FewLaunch, Launch
-from turbojax.quantizers import Int4Weight, int4_layout
+from turbojax.matmul.int4 import layout, mosaic_gpu, w4a16_mosaic
+from turbojax.matmul.int4.w4a16_mosaic import FewLaunch, Launch
+from turbojax.quantizers import Int4Weight
 
 SHARED_BYTES = 227 * 1024
 DTYPES = {"e4m3": jnp.float8_e4m3fn, "bf16": jnp.bfloat16, "f16": jnp.float16, "zeros": jnp.float16}
@@ -155,7 +155,7 @@ def test_register_operand(kind, dtype, monkeypatch):
 
 def specification(rows, outputs, inputs, kind="zeros", gated=False, dtype=jnp.bfloat16):
     """Tokens and a weight that are shapes alone."""
-    stored, size = int4_layout.stored_rows(outputs, gated), int4_layout.stored_inputs(inputs)
+    stored, size = layout.stored_rows(outputs, gated), layout.stored_inputs(inputs)
     by_group = stored // 64, size // 128, 64
     weight = Int4Weight(
         jax.ShapeDtypeStruct((stored // 64, size // 128, 64, 64), jnp.uint8),

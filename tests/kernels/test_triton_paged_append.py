@@ -25,8 +25,8 @@ from tests.caches.paged_append_helpers import (
 from tests.grids import pairwise
 from tests.kernels.kernel_helpers import lower_for_cuda
 from turbojax._device import interpret_kernels
-from turbojax.state.pages import pool as paged
-from turbojax.state.pages import triton as paged_triton
+from turbojax.caches.paged import append_triton
+from turbojax.caches.paged import pool as paged
 
 DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
 _RUN = compiled("triton")
@@ -97,7 +97,7 @@ LAUNCHES = [(1, 1, jnp.float32), (64, 8, jnp.bfloat16)]
 def test_how_vectors_are_cut_does_not_matter(rows, pieces, dtype):
     cache, lengths = new(128, dtype), integers(5, 14, 0)
     x = tokens(7, 128, dtype, seed=rows)
-    taken = paged_triton.settings(63, 7, 128, (4, 4), True)
+    taken = append_triton.settings(63, 7, 128, (4, 4), True)
     cut = dataclasses.replace(taken, rows=rows, pieces=pieces)
     pages = (
         kernel.Pages(cache.key, cache.key_norm),
@@ -121,13 +121,13 @@ def test_how_vectors_are_cut_does_not_matter(rows, pieces, dtype):
 def test_all_launches_fit_all_shapes():
     for head_dim in (16, 32, 64, 128, 256):
         for vectors in (1, 2048, 2049, 16384, 16385, 10**6):
-            s = paged_triton.settings(vectors, 1, head_dim, (2, 3, 4), True)
+            s = append_triton.settings(vectors, 1, head_dim, (2, 3, 4), True)
             width = head_dim // s.pieces
             assert s.pieces * width == head_dim
             assert s.pieces & (s.pieces - 1) == 0
             assert s.rows & (s.rows - 1) == 0
             assert width >= 16
-            assert paged_triton.settings(vectors, 1, head_dim, (8, 2), True).codecs[0] is None
+            assert append_triton.settings(vectors, 1, head_dim, (8, 2), True).codecs[0] is None
             for codec in s.codecs:
                 assert all(0 < square < 2 ** (30 - codec.bits) for square in codec.squares)
             # What one thread holds.
@@ -253,7 +253,7 @@ def test_arrays_whose_offsets_overflow_are_refused():
         cache = jax.eval_shape(functools.partial(paged.init_paged_cache, pages, 64, 8, 128))
         with interpret_kernels():
             refusals.append(
-                paged_triton.append_unsupported(cache=cache, key=key, block_tables=tables)
+                append_triton.append_unsupported(cache=cache, key=key, block_tables=tables)
             )
     assert refusals[0] is None
     assert "cannot be indexed" in refusals[1]
@@ -282,7 +282,7 @@ def test_lowers_for_a_gpu(page, dtype, count, kv_dtype):
     x = jax.ShapeDtypeStruct((batch, count, 8, head_dim), dtype)
     lengths = jax.ShapeDtypeStruct((batch,), jnp.int32)
     tables = jax.ShapeDtypeStruct((batch, 70), jnp.int32)
-    call = functools.partial(paged_triton._append, interpret=False)
+    call = functools.partial(append_triton._append, interpret=False)
     text = lower_for_cuda(call, cache, x, x, tables, lengths, lengths)
     assert text.count(kernel.NAME) >= 1
     assert "output_operand_alias" in text

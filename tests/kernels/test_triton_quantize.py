@@ -15,11 +15,11 @@ from tests.caches.cache_helpers import assert_same_bits
 from tests.kernels.kernel_helpers import lower_for_cuda
 from turbojax import _device
 from turbojax._device import interpret_kernels
-from turbojax.ops import numerics
-from turbojax.ops.options import Options
-from turbojax.ops.turbo_attention import operands, triton
-from turbojax.state.progressive import triton as cache_triton
-from turbojax.state.progressive.update import store_prompt
+from turbojax.attention.options import Options
+from turbojax.attention.turbo import operands, triton
+from turbojax.caches.progressive import append_triton
+from turbojax.caches.progressive.update import store_prompt
+from turbojax.numerics import rounding
 
 MODES = ("int8", "int8_fp8", "fp8")
 # Batch, queries, keys, query heads, KV heads, head dim, block_q, block_kv, dtype.
@@ -69,9 +69,9 @@ def expected(query, key, value, query_length, key_length, config, permuted=False
 
     q = cut(query, query_length, config.block_q)
     k, v = (cut(x, key_length, config.block_kv) for x in (key, value))
-    q, q_scale = numerics.quantize_scores_operand(q, config.mode, axis=(3, 4))
-    k, k_scale = numerics.quantize_scores_operand(k, config.mode, axis=(3, 4))
-    v, v_scale = numerics.quantize_values(v, config.mode)
+    q, q_scale = rounding.quantize_scores_operand(q, config.mode, axis=(3, 4))
+    k, k_scale = rounding.quantize_scores_operand(k, config.mode, axis=(3, 4))
+    v, v_scale = rounding.quantize_values(v, config.mode)
     q, k, v = (x.reshape(*x.shape[:2], -1, x.shape[4]) for x in (q, k, v))
     if permuted:
         row = np.arange(k.shape[2])
@@ -196,7 +196,7 @@ def test_a_prompt_that_is_stored_gives_the_same_operands(mode, permuted):
     config = config_of("head dim 80", mode)
     cache = tj.init_cache(2, 20, 2, 80, config=config)
     with kernels():
-        _, got = cache_triton.store_prompt_with_operands(
+        _, got = append_triton.store_prompt_with_operands(
             cache, key, value, lengths, with_operands=True, permuted=permuted
         )
     want = definition(key, key, value, lengths, lengths, config, permuted)
@@ -320,7 +320,7 @@ def test_a_permuted_prompt_lowers(mode, dim):
     x = jax.ShapeDtypeStruct((2, 300, 4, dim), jnp.bfloat16)
     lengths = jax.ShapeDtypeStruct((2,), jnp.int32)
     options = {"with_operands": True, "permuted": True, "interpret": False}
-    store = functools.partial(cache_triton._store_prompt, **options)
+    store = functools.partial(append_triton._store_prompt, **options)
     text = lower_for_cuda(store, cache, x, x, lengths)
     assert "turbojax_compress" in text
     assert ("turbojax_quantize" in text) == (mode != "int8")

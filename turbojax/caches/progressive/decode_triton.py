@@ -1,0 +1,118 @@
+"""The Triton kernel behind `decode`: what it takes, and its launch."""
+
+import functools
+import math
+
+import jax
+
+from turbojax._device import AMPERE, interpreting
+from turbojax.attention.optional_arrays import NOTHING, Extras
+from turbojax.attention.options import Options
+from turbojax.attention.turbo.triton import exponential
+from turbojax.attention.turbo.triton import unsupported as kernels_unsupported
+from turbojax.caches.progressive.cache import CacheSide, ProgressiveCache
+from turbojax.numerics import rounding
+
+_MOST_QUERY_ROWS = 64
+
+
+def unsupported(
+    *,
+    query: jax.Array,
+    cache: ProgressiveCache,
+    options: Options,
+    extras: Extras = NOTHING,
+) -> str | None:
+    """Why `decode` cannot run this here; None if it can."""
+    del options
+    refusal = extras.refusal()
+    if refusal is not None:
+        return refusal
+    group = query.shape[2] // cache.num_kv_heads
+    if query.shape[1] * group > _MOST_QUERY_ROWS:
+        return (
+            f"{query.shape[1]} query tokens times {group} heads per KV head must be at most "
+            f"{_MOST_QUERY_ROWS}"
+        )
+    sides = (cache.key, cache.value)
+    sizes = [math.prod(x.shape) for side in sides for x in (*side.codes, side.buffer)]
+    return kernels_unsupported(cache.config, cache.head_dim, sizes, AMPERE)
+
+
+def decode(
+    query: jax.Array,
+    cache: ProgressiveCache,
+    query_length: jax.Array,
+    extras: Extras = NOTHING,
+    *,
+    options: Options,
+) -> tuple[jax.Array, jax.Array]:
+    """`decode_reference.decode` as one kernel and a merge."""
+    del extras  # see `unsupported`
+    return _decode(
+        query,
+        cache,
+        query_length,
+        options=options,
+        interpret=interpreting(),
+    )
+
+
+@functools.partial(jax.jit, static_argnames=("options", "interpret"))
+def _decode(
+    query: jax.Array,
+    cache: ProgressiveCache,
+    query_length: jax.Array,
+    *,
+    options: Options,
+    interpret: bool,
+) -> tuple[jax.Array, jax.Array]:
+    from pallas_kernels.triton import decode as kernel
+
+    config = cache.config
+    exp, unit = exponential(config)
+    pairs = cache.batch_size * cache.num_kv_heads
+    settings = kernel.Settings(
+        mode=rounding.stored_mode(config.mode),
+        exp=exp,
+        unit=unit,
+        largest=rounding.largest_weight(config),
+        key_bits=cache.key.bits,
+        value_bits=cache.value.bits,
+        block=config.block_kv,
+        first_tokens=config.num_first_tokens,
+        scale=options.scale,
+        window=options.window,
+        soft_cap=options.logits_soft_cap,
+        out_dtype=options.out_dtype,
+        splits=_splits(pairs, cache.key.block_scale.shape[2]),
+        num_warps=_DECODE_WARPS,
+        num_stages=_DECODE_STAGES,
+        interpret=interpret,
+    )
+    return kernel.decode(
+        query,
+        _side(kernel.Side, cache.key),
+        _side(kernel.Side, cache.value),
+        cache.lengths,
+        cache.buffer_lengths,
+        query_length,
+        settings,
+    )
+
+
+# With more warps, they wait for each other; more stages take shared memory from other programs.
+_DECODE_WARPS, _DECODE_STAGES = 1, 2
+# Programs that fill a large GPU several times over, and blocks that are worth a program.
+_ENOUGH_PROGRAMS, _FEWEST_BLOCKS = 1024, 1
+
+
+def _splits(pairs: int, blocks: int) -> int:
+    """Programs per KV head."""
+    wanted = math.ceil(_ENOUGH_PROGRAMS / pairs)
+    return max(1, min(wanted, blocks // _FEWEST_BLOCKS))
+
+
+def _side(make, side: CacheSide):  # type: ignore[no-untyped-def]
+    fields = {name: getattr(side, name) for name in make._fields}
+    return make(**{**fields, "head_slots": side.places})
