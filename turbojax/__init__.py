@@ -29,11 +29,11 @@ from turbojax.caches.paged.pool import PagedCache as PagedCache
 from turbojax.caches.paged.pool import init_paged_cache as init_paged_cache
 from turbojax.caches.progressive import CacheSide as CacheSide
 from turbojax.caches.progressive import ProgressiveCache as ProgressiveCache
-from turbojax.caches.progressive import append as append
-from turbojax.caches.progressive import decode as decode
-from turbojax.caches.progressive import dequantize as dequantize
 from turbojax.caches.progressive import init_cache as init_cache
-from turbojax.caches.progressive import prefill as prefill
+from turbojax.caches.verbs import append as append
+from turbojax.caches.verbs import decode as decode
+from turbojax.caches.verbs import dequantize as dequantize
+from turbojax.caches.verbs import prefill as prefill
 from turbojax.levels import level_density as level_density
 from turbojax.levels import select_levels as select_levels
 from turbojax.numerics.config import TurboConfig as TurboConfig

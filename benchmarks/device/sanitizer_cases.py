@@ -22,8 +22,6 @@ from pallas_kernels.mosaic.hopper.paged_prompt.expand import Codec
 from pallas_kernels.triton import gradient_rows
 from pallas_kernels.triton import quantize as stage1
 from pallas_kernels.triton._common import WHOLE, parameters
-from turbojax.caches import exact as exact_attention
-from turbojax.caches import token_scaled as kv4_attention
 from turbojax.caches.exact import cache as exact
 from turbojax.caches.paged import paged_attention
 from turbojax.caches.paged import pool as paged
@@ -149,7 +147,7 @@ def _kv4(init: Callable[..., Any], implementation: str) -> Any:
     def call(cache: Any, query: jax.Array, key: jax.Array, value: jax.Array) -> Any:
         for x in (key, value), (key[:, :1], value[:, :1]):
             cache = kv4.append(cache, *x, implementation=name)
-        return kv4_attention.decode(query, cache, implementation=implementation)
+        return tj.decode(query, cache, implementation=implementation)
 
     arguments = (_normal(3, 1, 1, 4, 64), *_prompt(330)[1:])
     return call, (init(1, 400, 1, 64), *arguments)
@@ -235,9 +233,7 @@ def _paged(implementation: str, kv_dtype: Any, width: int) -> Any:
 def _exact() -> Any:
     def call(cache: Any, query: jax.Array, key: jax.Array, value: jax.Array) -> Any:
         cache = exact.append(cache, key, value)
-        return exact_attention.decode(
-            query, cache, local_window_size=(60, 0), implementation="mosaic_gpu"
-        )
+        return tj.decode(query, cache, local_window_size=(60, 0), implementation="mosaic_gpu")
 
     return call, (exact.init_cache(1, 333, 1, 64), _normal(3, 1, 2, 4, 64), *_prompt(330)[1:])
 

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import turbojax as tj
 from tests import oracles
 from turbojax.caches import exact as exact_attention
 from turbojax.caches.exact import cache as exact
@@ -21,7 +22,7 @@ def test_decode_equals_attention_over_the_ragged_history():
     key, value, query = _tensors(2, 9, 2), _tensors(2, 9, 2, 1), _tensors(2, 3, 4, 2)
     cache = exact.init_cache(2, 12, 2, 16, dtype=jnp.float32)
     cache = exact.append(cache, key, value, lengths=jnp.array([9, 5]))
-    out = exact_attention.decode(query, cache)
+    out = tj.decode(query, cache)
     # The last query stands at the last token.
     positions = np.array([9, 5])[:, None] - 3 + np.arange(3)
     mask = np.arange(9) <= positions[..., None]
@@ -40,7 +41,7 @@ def test_compiled_in_half_precision(dtype):
     cache = exact.append(exact.init_cache(1, 9, 2, 16, dtype=dtype), key, value)
     outs = (
         jax.jit(exact_attention.attention)(query, key, value),
-        jax.jit(exact_attention.decode)(query, cache),
+        jax.jit(tj.decode)(query, cache),
     )
     for out in outs:
         assert out.dtype == dtype
@@ -90,12 +91,12 @@ def test_bad_calls_say_what_is_wrong():
     with pytest.raises(ValueError, match="must fit"):
         exact.append(cache, _tensors(1, 1, 3), _tensors(1, 1, 3))
     with pytest.raises(ValueError, match="3 query heads must be a multiple of 2"):
-        exact_attention.decode(_tensors(1, 1, 3), cache)
+        tj.decode(_tensors(1, 1, 3), cache)
     for query in (_tensors(2, 1, 2), _tensors(1, 1, 2)[..., :8]):
         with pytest.raises(ValueError, match=r"must be \[1, T, N, 16\], as the cache was made for"):
-            exact_attention.decode(query, cache)
+            tj.decode(query, cache)
     other = kv4.init_cache(1, 6, 2, 16)
     with pytest.raises(TypeError, match="cache is a Kv4Cache, must be a ExactCache"):
-        exact_attention.decode(_tensors(1, 1, 2), other)
+        tj.decode(_tensors(1, 1, 2), other)
     with pytest.raises(TypeError, match="cache is a Kv4Cache, must be a ExactCache"):
         exact.append(other, _tensors(1, 1, 2), _tensors(1, 1, 2))

@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from turbojax.caches import exact as exact_attention
+import turbojax as tj
 from turbojax.caches.comparison import Kivi, kivi
 from turbojax.caches.comparison.codes import rounded, stored_dtype
 from turbojax.caches.exact import cache as exact
@@ -169,7 +169,7 @@ def test_decode_attends_to_the_dequantized_cache():
     query = _tokens(2, 3)[0]
     query = jnp.concatenate([query, query[..., ::-1]], axis=2)
     cache = append(_empty(), key, value, lengths=jnp.array(LENGTHS))
-    out = np.asarray(jax.jit(kivi.decode)(query, cache))
+    out = np.asarray(jax.jit(tj.decode)(query, cache))
     keys, values = (np.asarray(x, np.float64) for x in dequantize(cache))
     for row, length in enumerate(LENGTHS[:2]):
         for t in range(2):
@@ -262,12 +262,12 @@ def test_it_costs_no_more_than_its_codes_say():
         exact.init_cache(BATCH, 64, HEADS, CHANNELS, dtype=jnp.float32), key, value
     )
     query = _tokens(1, 6)[0]
-    want = jax.jit(exact_attention.decode)(query, plain)
+    want = jax.jit(tj.decode)(query, plain)
     errors = {}
     for bits, rank in ((4, 0), (2, 0), (4, 4), (2, 4)):
         config = dataclasses.replace(CONFIG, bits=bits, rank=rank)
         cache = store_prompt(_empty(config, max_length=64), key, value)
-        difference = jax.jit(kivi.decode)(query, cache) - want
+        difference = jax.jit(tj.decode)(query, cache) - want
         errors[bits, rank] = float(jnp.linalg.norm(difference) / jnp.linalg.norm(want))
     assert errors[4, 0] < 0.1
     assert errors[4, 0] < errors[2, 0] < 1

@@ -178,8 +178,8 @@ def _progressive_of_two_bits() -> Built:
 def _exact_cache() -> Built:
     def call(cache: Any, query: Any, key: Any, value: Any, size: Any) -> Any:
         cache = exact.append(cache, key, value, lengths=size)
-        out = exact_attention.decode(query[:, :1], cache, local_window_size=9)
-        return cache, out, exact_attention.decode(query[:, :3], cache, logits_soft_cap=5.0)
+        out = tj.decode(query[:, :1], cache, local_window_size=9)
+        return cache, out, tj.decode(query[:, :3], cache, logits_soft_cap=5.0)
 
     return call, (exact.init_cache(B, 50, K, H), *prompt(), lengths())
 

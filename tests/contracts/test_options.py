@@ -15,10 +15,12 @@ from turbojax.attention.pooled.static import PooledOptions
 from turbojax.caches import AttentionOptions, progressive
 from turbojax.caches import exact as exact_attention
 from turbojax.caches import paged as paged_attention
-from turbojax.caches import token_scaled as kv4_attention
+from turbojax.caches.exact import api as exact_api
 from turbojax.caches.exact import cache as exact
 from turbojax.caches.paged.pool import init_paged_cache
+from turbojax.caches.progressive import api as progressive
 from turbojax.caches.progressive import init_cache
+from turbojax.caches.token_scaled import api as token_scaled
 from turbojax.caches.token_scaled import cache as kv4
 
 
@@ -152,13 +154,13 @@ def test_pooled_options_refuse_what_pooled_attention_cannot():
 QUERY = jnp.ones((1, 2, 2, 64))
 TABLES, LENGTHS = jnp.zeros((1, 1), jnp.int32), jnp.array([2])
 ENTRIES = {
-    "turbo": lambda o: progressive.attend_cache(
+    "turbo": lambda o: progressive.decode(
         QUERY, init_cache(1, 64, 2, 64, dtype=jnp.float32), options=o
     ),
-    "kv4": lambda o: kv4_attention.attend_cache(
+    "kv4": lambda o: token_scaled.decode(
         QUERY, kv4.init_cache(1, 64, 2, 64, dtype=jnp.float32), options=o
     ),
-    "exact": lambda o: exact_attention.attend_cache(
+    "exact": lambda o: exact_api.decode(
         QUERY, exact.init_cache(1, 64, 2, 64, dtype=jnp.float32), options=o
     ),
     "exact prompt": lambda o: exact_attention.attend(QUERY, QUERY, QUERY, options=o),
@@ -180,7 +182,7 @@ def test_arrays_are_checked_by_the_entries_too():
     cache = init_cache(1, 64, 2, 64, dtype=jnp.float32)
     options = Options(True, scale=1.0)
     with pytest.raises(TypeError, match="query.dtype=bfloat16"):
-        progressive.attend_cache(half, cache, options=options)
+        progressive.decode(half, cache, options=options)
     with pytest.raises(TypeError, match="key.dtype=float32 must equal query.dtype=bfloat16"):
         turbo_attention.attend(half, QUERY, QUERY, config=cache.config, options=options)
     blocks = PooledOptions(True, scale=1.0, block_q=8, block_kv=8)

@@ -15,8 +15,6 @@ from tests.kernels.kernel_helpers import lower_for_cuda
 from turbojax.attention.options import Options
 from turbojax.attention.turbo import triton as triton_decode
 from turbojax.caches import AttentionOptions, attend_new_tokens, init_layer_cache, kind_of, ring
-from turbojax.caches import exact as exact_attention
-from turbojax.caches import token_scaled as kv4_attention
 from turbojax.caches.exact import cache as exact
 from turbojax.caches.progressive import append_triton, decode_mosaic
 from turbojax.caches.token_scaled import cache as kv4
@@ -172,7 +170,7 @@ def test_many_new_tokens_attend_in_parts(kind):
 def test_several_queries_attend_at_once(kind, implementation):
     """As to a cache that holds all tokens, padding among the queries included."""
     query, key, value = (x[:, :8] for x in added())
-    decode = tj.decode if kind in ("4bit", "mixed") else kv4_attention.decode
+    decode = tj.decode
     real = np.array([8, 3, 8], np.int32)
 
     def run(window, name):
@@ -262,8 +260,8 @@ def test_max_length_is_still_the_longest_text(kind):
 # Refusals ----------------------------------------------------------------------------------------
 
 DECODES = {
-    "exact": exact_attention.decode,
-    "kv4": kv4_attention.decode,
+    "exact": tj.decode,
+    "kv4": tj.decode,
     "4bit": tj.decode,
 }
 
@@ -290,8 +288,7 @@ def test_queries_that_would_see_what_is_gone_are_refused(kind, window, queries, 
 def test_a_smaller_window_is_served():
     query = tokens(1, 7, HEADS)
     got, want = (
-        exact_attention.decode(query, prompted("exact", w), local_window_size=(4, 0))
-        for w in (WINDOW, None)
+        tj.decode(query, prompted("exact", w), local_window_size=(4, 0)) for w in (WINDOW, None)
     )
     # The empty sequence sees nothing, which is the mean of whatever is there.
     np.testing.assert_allclose(got[:2], want[:2], atol=2e-6)
@@ -384,7 +381,7 @@ def test_interpreted_kernels_store_the_bits_of_plain_jax(kind):
 def test_interpreted_kernels_attend_as_plain_jax(kind):
     _, cache = step_by_step(prompted(kind), *added())
     query = tokens(1, 9, HEADS)
-    decode = functools.partial(kv4_attention.decode, local_window_size=SIDES)
+    decode = functools.partial(tj.decode, local_window_size=SIDES)
     want = decode(query, cache, implementation="xla")
     with interpreted("triton"):
         got = decode(query, cache, implementation="triton")

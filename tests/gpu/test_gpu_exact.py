@@ -7,11 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import turbojax as tj
 from tests import oracles
 from tests.attention.paged_helpers import equal, normal
 from turbojax._device import needs_hopper
 from turbojax.attention.options import Options
-from turbojax.caches import exact as exact_attention
+from turbojax.caches.exact import api
 from turbojax.caches.exact import cache as exact
 from turbojax.caches.paged import attend_pages
 from turbojax.caches.paged import pool as paged
@@ -19,7 +20,7 @@ from turbojax.caches.paged import pool as paged
 pytestmark = pytest.mark.gpu
 
 STATIC = ("local_window_size", "logits_soft_cap", "implementation")
-decode = jax.jit(exact_attention.decode, static_argnames=STATIC)
+decode = jax.jit(tj.decode, static_argnames=STATIC)
 LENGTHS = (3000, 2049, 700, 33, 1, 0)
 
 
@@ -90,7 +91,7 @@ def test_bits_are_those_of_pages():
     want, _ = attend_pages(
         query, pool, tables, lengths, counts, options=options, implementation="mosaic_gpu"
     )
-    got = exact_attention.attend_cache(query, cache, options=options, implementation="mosaic_gpu")
+    got = api.decode(query, cache, options=options, implementation="mosaic_gpu")[0]
     # The one before the first token is padding there, at another place.
     equal([got[:4], got[4, 1]], [want[:4], want[4, 0]])
 

@@ -12,7 +12,6 @@ from tests.caches.cache_helpers import assert_same_bits
 from tests.gpu.gpu_helpers import assert_near, normal
 from turbojax._device import needs_hopper
 from turbojax.attention.options import Options
-from turbojax.caches import token_scaled as kv4_attention
 from turbojax.caches.progressive import decode_mosaic
 from turbojax.caches.progressive.update import store_prompt
 from turbojax.caches.token_scaled import cache as kv4
@@ -115,7 +114,7 @@ def test_codes_with_scales(init):
         cache = jax.jit(kv4.store_prompt)(cache, *tokens(5000, 1), LENGTHS)
         cache = jax.jit(kv4.append)(cache, *tokens(150, 3))
         decode = functools.partial(
-            kv4_attention.decode, local_window_size=SIDES, implementation=implementation
+            tj.decode, local_window_size=SIDES, implementation=implementation
         )
         return jax.jit(decode)(query, cache)
 

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import turbojax as tj
 from pallas_kernels.mosaic.hopper.paged import copies, inputs, kernel
 from tests.kernels.kernel_helpers import lower_for_cuda
 from tests.oracles import warp
@@ -78,9 +79,7 @@ def test_what_repeats_is_plain_jax_where_there_is_no_kernel():
     key, value = (jnp.asarray(rng.normal(size=(2, 9, 2, 64)), jnp.float32) for _ in "kv")
     cache = exact.append(exact.init_cache(2, 12, 2, 64, dtype=jnp.float32), key, value)
     query = jnp.asarray(rng.normal(size=(2, 1, 4, 64)), jnp.float32)
-    found, plain = (
-        exact_attention.decode(query, cache, implementation=i) for i in ("repeatable", "xla")
-    )
+    found, plain = (tj.decode(query, cache, implementation=i) for i in ("repeatable", "xla"))
     np.testing.assert_array_equal(found, plain)
 
 
@@ -106,7 +105,7 @@ def test_other_dtypes_than_the_cache_are_refused(hopper):
 def test_it_is_refused_where_there_is_no_hopper():
     query, cache = (jnp.zeros((1, 1, 2, 64), jnp.bfloat16), exact.init_cache(1, 8, 2, 64))
     with pytest.raises(NotImplementedError, match=r"mosaic_gpu: needs an NVIDIA GPU of .* 9\.0"):
-        exact_attention.decode(query, cache, implementation="mosaic_gpu")
+        tj.decode(query, cache, implementation="mosaic_gpu")
 
 
 def test_prompts_are_left_to_what_attends_to_them():

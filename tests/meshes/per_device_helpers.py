@@ -12,7 +12,6 @@ from jax.sharding import AxisType, NamedSharding
 
 import turbojax as tj
 from turbojax import fireq, paged
-from turbojax.caches import exact as exact_attention
 from turbojax.caches.exact import cache as exact
 from turbojax.sharding.axes import Axes
 from turbojax.sharding.notation import leaves_of
@@ -177,9 +176,7 @@ def calls(dtype="float32", channels=H):
         "pages append": Call(
             paged.append, (pool, new, new, tables, lengths), ("*", "BTKH", "BTKH", "BL", "B"), HEADS
         ),
-        "exact": Call(
-            functools.partial(exact_attention.decode, **part), (newest, tokens), ("BTNH", "*")
-        ),
+        "exact": Call(functools.partial(tj.decode, **part), (newest, tokens), ("BTNH", "*")),
         "exact append": Call(exact.append, (tokens, new, new), ("*", "BSKH", "BSKH")),
         "latents": Call(
             functools.partial(tj.latent_attention, scale=0.1, **part),

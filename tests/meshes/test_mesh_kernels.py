@@ -11,7 +11,6 @@ from jax.sharding import AbstractDevice, AbstractMesh, NamedSharding
 import turbojax as tj
 from tests.meshes.per_device_helpers import AUTO, BOTH, EXPLICIT, HEADS, QKV, Call, mesh_of, specs
 from turbojax import _device, fireq, paged
-from turbojax.caches import exact as exact_attention
 from turbojax.caches.exact import cache as exact
 
 pytestmark = pytest.mark.mesh
@@ -84,7 +83,7 @@ def calls():
             ("*", "BTKH", "BTKH", "BL", "B"),
             "64x2x64x64",
         ),
-        "exact": (bind(exact_attention.decode, **kernel), (newest, tokens), ("BTNH", "*"), of_one),
+        "exact": (bind(tj.decode, **kernel), (newest, tokens), ("BTNH", "*"), of_one),
         "latents": (
             bind(tj.latent_attention, scale=0.1, **kernel),
             (shape(B, 1, 64, 512), shape(B, 1, 64, 64), latents),

@@ -206,7 +206,7 @@ def test_cudnn_decodes_ragged_exact_caches():
         exact.init_cache(3, 130, 2, 128), key, value, lengths=jnp.array([100, 1, 37])
     )
     assert cudnn.unsupported(query, cache.key, decoding=True) is None
-    results = [exact_attention.decode(query, cache, implementation=i) for i in ("xla", "cudnn")]
+    results = [tj.decode(query, cache, implementation=i) for i in ("xla", "cudnn")]
     # bfloat16 outputs, and weights rounded to it: 2 ** -8 of values of about 1.
     np.testing.assert_allclose(*(r.astype(jnp.float32) for r in results), atol=0.03, rtol=2**-7)
     results = [

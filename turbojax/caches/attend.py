@@ -5,7 +5,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from turbojax.attention.options import PLAIN
+from turbojax.attention.optional_arrays import of_layer
+from turbojax.attention.options import PLAIN, AttentionOptions
 from turbojax.caches.base import Attend, Kind
 from turbojax.caches.exact import REPEATABLE
 from turbojax.caches.kinds import kind_of
@@ -40,16 +41,8 @@ def attend_prompt(
         name = _name_for(kind, implementation)
         part = kind.take(cache, first, query.shape[0])
         if attention is None:
-            out, part = kind.prefill(
-                query,
-                key,
-                value,
-                part,
-                lengths,
-                options=options,
-                sinks=sinks,
-                implementation=name,
-            )
+            given = of_call(query, options, sinks, name)
+            (out, _), part = kind.prefill(query, key, value, part, lengths, **given)
         elif kind.has_latents:
             raise NotImplementedError(
                 "attention within prompts must be None with a cache of latents, which has no keys "
@@ -81,11 +74,25 @@ def attend_new_tokens(implementation: str | None = None) -> Attend:
         name, outs = _name_for(kind, implementation), []
         for first in range(0, tokens, most):
             q, k, v = (x[:, first : first + most] for x in (query, key, value))
-            cache = kind.append(cache, k, v, implementation=name)
-            outs.append(kind.decode(q, cache, options=options, sinks=sinks, implementation=name))
+            cache = kind.append(cache, k, v, implementation=kind.writer(name, k.shape[1]))
+            outs.append(kind.decode(q, cache, **of_call(q, options, sinks, name))[0])
         return outs[0] if len(outs) == 1 else jnp.concatenate(outs, axis=1), cache
 
     return attend
+
+
+def of_call(
+    query: jax.Array,
+    options: AttentionOptions,
+    sinks: jax.Array | None,
+    implementation: str | None,
+) -> dict[str, Any]:
+    """A layer's options and sinks as arguments of `Kind.prefill` and `Kind.decode`."""
+    return {
+        "options": options.complete(query.shape[3]),
+        "extras": of_layer(query, sinks),
+        "implementation": implementation,
+    }
 
 
 def _name_for(kind: Kind[Any], implementation: str | None) -> str | None:

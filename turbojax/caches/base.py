@@ -10,11 +10,15 @@ import numpy as np
 
 from turbojax import _checks
 from turbojax._registry import IMPLEMENTATION_NAMES
-from turbojax.attention.options import PLAIN, AttentionOptions
+from turbojax.attention.optional_arrays import NOTHING, Extras
+from turbojax.attention.options import PLAIN, AttentionOptions, Options
 from turbojax.caches import ring
 from turbojax.numerics.config import TurboConfig
 
 Cache = Any
+
+Attended = tuple[jax.Array, jax.Array | None]
+"""Outputs ``[B, T, N, H]`` and their log-sum-exp, float32 ``[B, T, N]``."""
 
 C = TypeVar("C")
 """The class of a kind's caches."""
@@ -247,24 +251,22 @@ class Kind(Stored[C]):
         lengths: jax.Array | None = None,
         implementation: Any = None,
     ) -> C:
-        """The cache with new tokens, one or many per sequence.
+        """See `turbojax.append`; a kind with one way to write takes None and ``"xla"``."""
 
-        Args:
-          cache: the cache to extend.
-          key: ``[B, T, K, H]`` in the cache's dtype, after the rotary embedding.
-          value: the same.
-          lengths: optional int ``[B]``, how many of the `T` tokens are real, the first ones.
-          implementation: the name that `decode` or `prefill` is asked for at the same time; a kind
-            without a choice of writers ignores it.
+    def writer(self, implementation: Any, tokens: int) -> Any:
+        """The `implementation` of `append` for so many tokens beside one of `decode` or `prefill`.
 
-        Returns:
-          The extended cache; under `jit`, tokens past `max_length` are left out and reported in
-          `overflowed`.
-
-        Raises:
-          ValueError: if a shape does not fit, or, outside `jit`, a sequence would exceed
-            `max_length`.
+        The same where it writes too; None, to choose, where it only attends.
         """
+        del implementation, tokens
+        return None
+
+    def dequantize(
+        self, cache: C, *, dtype: jax.typing.DTypeLike | None = None
+    ) -> tuple[jax.Array, jax.Array]:
+        """See `turbojax.dequantize`."""
+        del dtype
+        raise NotImplementedError(f"a {type(cache).__name__} holds no keys and values of heads")
 
     def slots(self, kind: Any, max_length: int) -> tuple[int, int]:
         """How a sequence's tokens can be split over devices, which have whole slots of them.
@@ -298,27 +300,30 @@ class Kind(Stored[C]):
         key: jax.Array,
         value: jax.Array,
         cache: C,
-        lengths: jax.Array,
+        lengths: jax.Array | None = None,
         *,
-        options: AttentionOptions = PLAIN,
-        sinks: jax.Array | None = None,
+        options: Options,
+        extras: Extras = NOTHING,
         implementation: Any = None,
-    ) -> tuple[jax.Array, C]:
-        """Attends causally within prompts and stores them in empty sequences.
+        residual: bool = False,
+    ) -> tuple[Attended, C]:
+        """`turbojax.prefill` of checked options: attends within prompts and stores them.
 
         Args:
           query: ``[B, T, N, H]``.
           key: ``[B, T, K, H]``.
           value: ``[B, T, K, H]``.
           cache: the cache.
-          lengths: int32 ``[B]``, of the prompts; what lies past them is padding, which reaches
-            neither other tokens nor the cache.
-          options: of the layer.
-          sinks: float ``[N]`` of the layer, or None.
+          lengths: optional int32 ``[B]``, of the prompts; what lies past them is padding, which
+            reaches neither other tokens nor the cache.
+          options: of the call.
+          extras: of the call; only sinks.
           implementation: what attends; None to choose.
+          residual: whether the log-sum-exp is wanted.
 
         Returns:
-          ``[B, T, N, H]`` in the query's dtype, where rows of padding mean nothing, and the cache.
+          The output ``[B, T, N, H]`` in the query's dtype, where rows of padding mean nothing, with
+          the log-sum-exp, which may be None unless it is wanted; and the cache.
 
         Raises:
           ValueError: if a shape does not fit or there is no such implementation.
@@ -330,15 +335,17 @@ class Kind(Stored[C]):
         self,
         query: jax.Array,
         cache: C,
+        query_lengths: jax.Array | None = None,
         *,
-        options: AttentionOptions = PLAIN,
-        sinks: jax.Array | None = None,
+        options: Options,
+        extras: Extras = NOTHING,
         implementation: Any = None,
-    ) -> jax.Array:
-        """Attends the last `T` tokens' queries ``[B, T, N, H]`` to all that the cache holds.
+        residual: bool = False,
+    ) -> Attended:
+        """`turbojax.decode` of checked, causal options: the last `T` tokens attend to all held.
 
-        The cache already holds the queries' own keys and values. Arguments, result and errors are
-        those of `prefill`.
+        The cache already holds the queries' own keys and values. Arguments, results and errors are
+        those of `prefill`; `query_lengths` are optional int ``[B]``, the real queries.
         """
 
     def most_new_tokens(self, cache: C, options: AttentionOptions) -> int | None:

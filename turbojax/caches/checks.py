@@ -65,3 +65,27 @@ def check_query(cache: Cache, query: jax.Array) -> None:
             "as the cache was made for"
         )
     _checks.check_head_groups(query.shape[2], cache.num_kv_heads)
+
+
+def check_newest(cache: Cache, query: jax.Array, query_lengths: jax.Array | None) -> jax.Array:
+    """Raises unless newest tokens' queries fit this cache; gives the real ones, int32 ``[B]``."""
+    check_query(cache, query)
+    return _checks.check_lengths("query_seq_lengths", query_lengths, query.shape[0], query.shape[1])
+
+
+def check_prompt(
+    cache: Cache,
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    lengths: jax.Array | None,
+) -> jax.Array:
+    """Raises unless a prompt's arrays fit together and into this cache; gives int32 lengths."""
+    check_tokens(cache, key, value)
+    batch, size = key.shape[:2]
+    if query.ndim != 4 or query.shape[1] != size:
+        raise ValueError(f"{query.shape=} must be [B, {size}, N, H]: one query per key")
+    _checks.check_query_key_value(query, key, value)
+    lengths = _checks.check_lengths("key_value_seq_lengths", lengths, batch, size)
+    check_prompt_lengths(cache, lengths)
+    return lengths

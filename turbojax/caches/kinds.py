@@ -10,15 +10,13 @@ import jax.numpy as jnp
 
 from turbojax import _checks
 from turbojax.caches.base import Kind, LayerCache, Stored
+from turbojax.caches.comparison.kinds import E4M3, INT4, INT8, KIVI
 from turbojax.caches.comparison.kivi import Kivi
-from turbojax.caches.comparison.kivi_kind import KIVI
-from turbojax.caches.comparison.tokens_kind import E4M3, INT4, INT8
 from turbojax.caches.exact.kind import EXACT
 from turbojax.caches.latent.kind import LATENT, LATENT_NAMES, LatentKind
 from turbojax.caches.paged.kind import PAGES, POOL, PagedKind
 from turbojax.caches.progressive.kind import PROGRESSIVE
-from turbojax.caches.token_scaled.k8v4 import K8V4
-from turbojax.caches.token_scaled.kv4 import KV4
+from turbojax.caches.token_scaled.kind import K8V4, KV4
 from turbojax.numerics.config import TurboConfig
 from turbojax.sharding.axes import Axes
 from turbojax.sharding.creation import Sizes, born

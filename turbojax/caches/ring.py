@@ -29,6 +29,12 @@ class Ring(Protocol):
     """
 
     @property
+    def lengths(self) -> jax.Array: ...  # noqa: D102
+
+    @property
+    def max_length(self) -> int: ...  # noqa: D102
+
+    @property
     def window(self) -> int | None: ...  # noqa: D102
 
     @property
@@ -65,6 +71,14 @@ def positions_of_rows(lengths: jax.Array, rows: int) -> jax.Array:
     """The newest token of each row, int32 ``[B, rows]``; negative where there was none."""
     newest = lengths[:, None] - 1
     return newest - (newest - jnp.arange(rows)[None]) % rows
+
+
+def held(cache: Ring) -> tuple[jax.Array, jax.Array]:
+    """Which of all tokens a cache of rows holds, bool ``[B, max_length]``, and in which rows."""
+    position = jnp.arange(cache.max_length)
+    is_held = position[None] < cache.lengths[:, None]
+    is_held = is_held & (position[None] >= cache.lengths[:, None] - cache.room)
+    return is_held, position % cache.room
 
 
 def newest(x: jax.Array, kept: jax.Array, rows: int) -> jax.Array:

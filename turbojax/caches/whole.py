@@ -122,16 +122,7 @@ def attend_within(
         "implementation": implementation,
     }
     if attention == "exact":
-        key, value = (_hide_padding(x, lengths) for x in (key, value))
-        return exact_attention.attend(query, key, value, **static)
+        return exact_attention.attend(query, key, value, lengths, **static)
     return turbo_attention.attend_output(
         query, key, value, lengths, lengths, config=attention, **static
     )
-
-
-def _hide_padding(x: jax.Array, lengths: jax.Array | None) -> jax.Array:
-    """``[B, T, K, H]`` with 0 past the lengths: a masked NaN would still be 0 times NaN."""
-    if lengths is None:
-        return x
-    real = jnp.arange(x.shape[1])[None] < lengths[:, None]
-    return jnp.where(real[:, :, None, None], x, 0)

@@ -2,11 +2,11 @@
 
 from typing import TYPE_CHECKING
 
-from turbojax.caches.token_scaled import decode as decode
-from turbojax.caches.token_scaled import prefill as prefill
 from turbojax.caches.token_scaled.cache import Kv4Cache as Kv4Cache
-from turbojax.caches.token_scaled.cache import append as append
 from turbojax.caches.token_scaled.cache import init_cache as init_cache
+from turbojax.caches.verbs import append as append
+from turbojax.caches.verbs import decode as decode
+from turbojax.caches.verbs import prefill as prefill
 from turbojax.matmul.fp8_tokens import quantize_activation as quantize_activation
 from turbojax.matmul.fp8_tokens import rms_norm_quantize as rms_norm_quantize
 from turbojax.matmul.grouped import grouped_matmul as grouped_matmul

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from turbojax.caches import AttentionOptions, attend_prompt, kind_of
+from turbojax.caches.attend import of_call
 from turbojax.flax._masks import MaskRule, as_mask, read_mask
 
 
@@ -61,8 +62,10 @@ def attend_next_token(
     """
     kind = kind_of(cache)
     lengths = new.astype(jnp.int32)
-    cache = kind.append(cache, key, value, lengths=lengths, implementation=implementation)
-    return kind.decode(query, cache, options=options, implementation=implementation), cache
+    writer = kind.writer(implementation, 1)
+    cache = kind.append(cache, key, value, lengths=lengths, implementation=writer)
+    out, _ = kind.decode(query, cache, **of_call(query, options, None, implementation))
+    return out, cache
 
 
 def _roll(x: jax.Array, shift: jax.Array, axis: int) -> jax.Array:

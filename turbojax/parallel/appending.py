@@ -59,7 +59,8 @@ def append(
     accepted = jnp.clip(lengths, 0, jnp.minimum(length_limit(cache, axis) - cache.lengths, tokens))
     begin, count = run.new(cache.lengths, accepted, tokens)
     key, value = (_from(x, begin) for x in (key, value))
-    new = kind.append(of_run(cache, run), key, value, lengths=count, implementation=implementation)
+    writer = kind.writer(implementation, tokens)
+    new = kind.append(of_run(cache, run), key, value, lengths=count, implementation=writer)
     # Computed from numbers of whole sequences only, so that all devices get the same.
     changes = {"lengths": cache.lengths + accepted}
     changes["overflowed"] = cache.overflowed | (lengths > accepted)

@@ -15,23 +15,19 @@ import jax
 import jax.numpy as jnp
 
 from turbojax import _checks
-from turbojax.attention import turbo as turbo_attention
-from turbojax.attention.optional_arrays import of_layer
+from turbojax.attention.optional_arrays import of_cache, of_layer
 from turbojax.attention.options import PLAIN, Options
 from turbojax.attention.sinks import with_sinks
-from turbojax.caches import exact as exact_attention
 from turbojax.caches import latent as latent_op
-from turbojax.caches import paged as paged_op
-from turbojax.caches import token_scaled as kv4_attention
 from turbojax.caches.base import Attend
 from turbojax.caches.exact import REPEATABLE
-from turbojax.caches.exact.cache import ExactCache
 from turbojax.caches.kinds import kind_of
 from turbojax.caches.latent.cache import LatentCache
+from turbojax.caches.latent.kind import split_query
+from turbojax.caches.paged import attend_pages
 from turbojax.caches.paged.layer import PagedLayer
 from turbojax.caches.paged.pool import PagedCache
 from turbojax.caches.progressive.cache import ProgressiveCache
-from turbojax.caches.token_scaled.cache import TokenScaledCache
 from turbojax.parallel.appending import append
 from turbojax.parallel.runs import AxisName, Run, of_run, run_of_cache
 
@@ -370,21 +366,22 @@ def _attention_to(cache: Any, options: Options, implementation: Any) -> _Attenti
     """Attention to a cache of the device's own tokens, as `of_run` gives it."""
     if isinstance(cache, PagedLayer):
         return _to_pages(cache.pages, cache.block_tables, cache.lengths, options, implementation)
-    static = _static(options, implementation)
-    attend: Any = _to_codes
-    if isinstance(cache, LatentCache):
-        if options.logits_soft_cap is not None:
-            raise NotImplementedError(f"{options.logits_soft_cap=} must be None with latents")
-        del static["logits_soft_cap"]
-        attend = _to_latents
-    elif isinstance(cache, ExactCache):
-        attend = _to_exact
+    kind = kind_of(cache)
+    if kind.has_latents and options.logits_soft_cap is not None:
+        raise NotImplementedError(f"{options.logits_soft_cap=} must be None with latents")
+    static: Any = {
+        "options": dataclasses.replace(options, out_dtype="float32"),
+        "implementation": implementation,
+    }
 
     def run(
         query: jax.Array, real: jax.Array | None, is_needed: jax.Array | None, **offsets: Any
     ) -> Part:
         needed = cache if is_needed is None else _needed(cache, is_needed)
-        part: Part = attend(query, needed, real, **static, **offsets)
+        if kind.has_latents:
+            return _to_latents(query, needed, real, options, implementation, **offsets)
+        extras = of_cache(query, **offsets)
+        part: Any = kind.decode(query, needed, real, extras=extras, residual=True, **static)
         return part
 
     return _Attention(run, cache.num_kv_heads, cache.lengths)
@@ -398,18 +395,6 @@ def _needed(cache: Any, is_needed: jax.Array) -> Any:
     )
 
 
-def _static(options: Options, implementation: Any) -> dict[str, Any]:
-    """The options as keyword arguments of an op that gives a part."""
-    return {
-        "scale": options.scale,
-        "local_window_size": options.window,
-        "logits_soft_cap": options.logits_soft_cap,
-        "output_dtype": jnp.float32,
-        "return_residual": True,
-        "implementation": implementation,
-    }
-
-
 def _to_pages(
     cache: PagedCache,
     block_tables: jax.Array,
@@ -417,49 +402,44 @@ def _to_pages(
     options: Options,
     implementation: Any,
 ) -> _Attention:
-    static: Any = _static(options, implementation)
-    op: Any = paged_op.paged_attention
+    static: Any = {
+        "options": dataclasses.replace(options, out_dtype="float32"),
+        "implementation": implementation,
+    }
 
     def run(
         query: jax.Array, real: jax.Array | None, is_needed: jax.Array | None, **offsets: Any
     ) -> Part:
         held = lengths if is_needed is None else jnp.where(is_needed, lengths, 0)
-        given = (query, cache, block_tables, held)
-        part: Part = op(*given, query_seq_lengths=real, **static, **offsets)
-        return part
+        extras = of_cache(query, **offsets)
+        return attend_pages(query, cache, block_tables, held, real, extras=extras, **static)
 
     return _Attention(run, cache.num_kv_heads, lengths)
 
 
-def _to_codes(query: jax.Array, cache: Any, real: jax.Array | None, **given: Any) -> Part:
-    op: Any = kv4_attention if isinstance(cache, TokenScaledCache) else turbo_attention
-    part: Part = op.decode(query, cache, query_seq_lengths=real, **given)
-    return part
-
-
-def _to_exact(query: jax.Array, cache: ExactCache, real: jax.Array | None, **given: Any) -> Part:
-    """Attention to an exact cache, which knows no padding: real queries are moved to the end."""
-    op: Any = exact_attention.decode
-    tokens = query.shape[1]
-    if real is None or tokens == 1 or "query_offset" in given:
-        part: Part = op(query, cache, **given)
-        return part
-    shift = (tokens - real)[:, None]
-    index = jnp.arange(tokens)[None]
-    moved = jnp.maximum(index - shift, 0)[:, :, None, None]
-    out, residual = op(jnp.take_along_axis(query, moved, axis=1), cache, **given)
-    back = jnp.minimum(index + shift, tokens - 1)[:, :, None]
-    out = jnp.take_along_axis(out, back[..., None], axis=1)
-    return out, jnp.take_along_axis(residual, back, axis=1)
-
-
-def _to_latents(query: jax.Array, cache: LatentCache, real: jax.Array | None, **given: Any) -> Part:
+def _to_latents(
+    query: jax.Array,
+    cache: LatentCache,
+    real: jax.Array | None,
+    options: Options,
+    implementation: Any,
+    **offsets: Any,
+) -> Part:
     channels = cache.latent_dim + cache.rope_dim
     if query.shape[3] != channels:
         raise ValueError(
             f"{query.shape=} must be [B, T, N, {channels}]: the parts of latent and rotary key"
         )
-    latent, rope = query[..., : cache.latent_dim], query[..., cache.latent_dim :]
     op: Any = latent_op.latent_attention
-    part: Part = op(latent, rope, cache, query_seq_lengths=real, **given)
+    part: Part = op(
+        *split_query(query, cache.latent_dim),
+        cache,
+        query_seq_lengths=real,
+        scale=options.scale,
+        local_window_size=options.window,
+        output_dtype=jnp.float32,
+        return_residual=True,
+        implementation=implementation,
+        **offsets,
+    )
     return part

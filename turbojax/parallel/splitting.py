@@ -14,14 +14,10 @@ from turbojax.attention import pooled as pooled_attention
 from turbojax.attention import turbo
 from turbojax.caches import exact as exact_attention
 from turbojax.caches import latent as latent_attention
-from turbojax.caches import paged, progressive
-from turbojax.caches import token_scaled as kv4_attention
-from turbojax.caches.exact import cache as exact
+from turbojax.caches import paged, verbs
 from turbojax.caches.latent import cache as latents
 from turbojax.caches.latent import pages as latent_pages
 from turbojax.caches.paged import pool
-from turbojax.caches.progressive import update
-from turbojax.caches.token_scaled import cache as kv4
 from turbojax.matmul import fp8_tokens
 from turbojax.matmul import grouped as grouped_matmul
 from turbojax.matmul import int4 as int4_matmul
@@ -97,14 +93,9 @@ _OPS: Mapping[Callable[..., Any], _Split] = {
         functools.partial(ring_attention, attention="exact"),
         "axis_name",
     ),
-    progressive.prefill: _Split((_PART, OWN)),
-    progressive.decode: _Split(_NEWEST_PART, _NEWEST, decode),
-    update.append: _Split(OWN, _NEW, append),
-    kv4_attention.prefill: _Split((_PART, OWN)),
-    kv4_attention.decode: _Split(_NEWEST_PART, _NEWEST, decode),
-    kv4.append: _Split(OWN, _NEW, append),
-    exact_attention.decode: _Split(_NEWEST_PART, _NEWEST, decode),
-    exact.append: _Split(OWN, _NEW, append),
+    verbs.prefill: _Split((_PART, OWN)),
+    verbs.decode: _Split(_NEWEST_PART, _NEWEST, decode),
+    verbs.append: _Split(OWN, _NEW, append),
     paged.paged_attention: _Split(_NEWEST_PART, _NEWEST, paged_attention),
     pool.append: _Split(OWN, _NEW, append_to_pages),
     latent_attention.latent_attention: _Split(_LATENT_PART, _NEWEST),

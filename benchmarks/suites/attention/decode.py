@@ -131,7 +131,7 @@ def _kivi(inputs: Inputs, bits: int) -> Call:
     cache = jax.jit(kivi.append)(empty, inputs.key, inputs.value, lengths=inputs.lengths)
     held = work.kivi_bytes(shape, inputs.length, config)
     return Call(
-        kivi.decode,
+        tj.decode,
         (inputs.query, cache),
         work.decode_work(shape, held),
         inputs.error,

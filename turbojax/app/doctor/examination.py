@@ -19,7 +19,6 @@ from turbojax.attention.options import Options
 from turbojax.attention.pooled import pooled_attention
 from turbojax.attention.turbo import turbo_attention
 from turbojax.attention.turbo.gradient import GRADIENT
-from turbojax.caches import token_scaled as kv4_attention
 from turbojax.caches.exact import cache as exact
 from turbojax.caches.exact import mosaic_gpu as exact_decode
 from turbojax.caches.latent import paged_latent_attention
@@ -28,9 +27,10 @@ from turbojax.caches.latent.pages import LatentPages, init_latent_pages
 from turbojax.caches.paged import paged_attention
 from turbojax.caches.paged.pool import KV_DTYPES, PagedCache, init_paged_cache
 from turbojax.caches.paged.pool import append as append_to_pages
-from turbojax.caches.progressive import ProgressiveCache, append, decode, init_cache
+from turbojax.caches.progressive import ProgressiveCache, append, init_cache
 from turbojax.caches.progressive.update import store_prompt
 from turbojax.caches.token_scaled import cache as kv4
+from turbojax.caches.verbs import decode
 from turbojax.matmul import fp8_tokens
 from turbojax.matmul import int4 as int4_matmul
 from turbojax.matmul.grouped import grouped_matmul
@@ -252,7 +252,7 @@ def _representative_calls() -> dict[str, dict[str, _Call]]:
         "grouped_matmul": {
             "": trace(grouped_matmul, hidden.update(shape=(_LENGTH, width)), experts, sizes)
         },
-        "fireq.decode": {"": trace(kv4_attention.decode, query, kv4_cache)},
+        "fireq.decode": {"": trace(decode, query, kv4_cache)},
         "fireq.append": {"": trace(kv4.append, kv4_cache, key, value)},
         # The others need no kernel.
         "paged.append": {"": trace(append_to_pages, paged("turbo4"), key, value, tables, lengths)},

@@ -23,15 +23,14 @@ import jax
 import jax.numpy as jnp
 
 from turbojax import _checks
+from turbojax.attention.options import check_implementation
 from turbojax.caches import checks, ring
-from turbojax.caches import exact as exact_attention
 from turbojax.caches.comparison import low_rank
 from turbojax.caches.comparison.codes import dequantize as numbers
 from turbojax.caches.comparison.codes import quantize, stored_dtype
 from turbojax.caches.comparison.kivi_cache import Kivi as Kivi
 from turbojax.caches.comparison.kivi_cache import KiviCache as KiviCache
 from turbojax.caches.comparison.kivi_cache import init_cache as init_cache
-from turbojax.caches.exact.cache import ExactCache
 from turbojax.numerics.packing import pack, unpack
 from turbojax.sharding import tables
 from turbojax.sharding.per_device import per_device_explicit
@@ -40,25 +39,15 @@ _SIDES = ("key", "value")
 
 
 def append(
-    cache: KiviCache, key: jax.Array, value: jax.Array, *, lengths: jax.Array | None = None
+    cache: KiviCache,
+    key: jax.Array,
+    value: jax.Array,
+    *,
+    lengths: jax.Array | None = None,
+    implementation: str | None = None,
 ) -> KiviCache:
-    """Adds new tokens; the result does not depend on how they are split into calls.
-
-    Args:
-      cache: the cache to extend.
-      key: ``[B, T, K, H]`` in `cache.dtype`.
-      value: the same.
-      lengths: optional int ``[B]``, how many of the `T` tokens are real, the first ones.
-
-    Returns:
-      The extended cache; under `jit`, tokens past `max_length` are left out and reported in
-      `overflowed`.
-
-    Raises:
-      TypeError: if `cache` is another kind or a dtype is not `cache.dtype`.
-      ValueError: if a shape does not fit, or, outside `jit`, a sequence would exceed
-        `max_length`.
-    """
+    """See `turbojax.append`; the result does not depend on how tokens are split into calls."""
+    check_implementation(implementation, ("xla",))
     lengths = _checked(cache, key, value, lengths)
     checks.check_room(cache, lengths)
     return _append(cache, key, value, lengths, of_prompt=False)
@@ -236,21 +225,13 @@ def _slot(block: jax.Array, prompt_blocks: jax.Array) -> jax.Array:
     return jnp.maximum(block + 1 - jnp.maximum(prompt_blocks, 1), 0)
 
 
-def dequantize(cache: KiviCache) -> tuple[jax.Array, jax.Array]:
-    """The keys and values that the cache stands for.
-
-    Args:
-      cache: the cache.
-
-    Returns:
-      key, value: ``[B, max_length, K, H]`` in `cache.dtype`, zero past each length.
-
-    Raises:
-      TypeError: if `cache` is another kind.
-    """
+def dequantize(
+    cache: KiviCache, *, dtype: jax.typing.DTypeLike | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """See `turbojax.dequantize`."""
     checks.check_kind(cache, KiviCache)
     key, value = per_device_explicit(tables.DEQUANTIZE, _dequantize)(cache)
-    return key, value
+    return (key, value) if dtype is None else (key.astype(dtype), value.astype(dtype))
 
 
 def _dequantize(cache: KiviCache) -> tuple[jax.Array, jax.Array]:
@@ -280,42 +261,6 @@ def _side(cache: KiviCache, side: str, compressed: jax.Array) -> jax.Array:
     is_code, is_held = (position[None] < x[:, None] for x in (compressed, cache.lengths))
     out = jnp.where(is_code[:, :, None, None], out.astype(residual.dtype), newest)
     return jnp.where(is_held[:, :, None, None], out, jnp.zeros((), out.dtype))
-
-
-def decode(
-    query: jax.Array,
-    cache: KiviCache,
-    *,
-    sinks: jax.Array | None = None,
-    implementation: str | None = None,
-    return_residual: bool = False,
-) -> jax.Array | tuple[jax.Array, jax.Array]:
-    """Exact attention over the dequantized cache; see `turbojax.caches.exact.decode`.
-
-    Args:
-      query: ``[B, T, N, H]``, those of the last `T` tokens.
-      cache: the cache, which already holds the queries' own keys and values.
-      sinks: optional floating-point ``[N]``, see `turbojax.turbo_attention`.
-      implementation: of the attention.
-      return_residual: also return the log-sum-exp of the scores.
-
-    Returns:
-      ``[B, T, N, H]`` in the query's dtype; with `return_residual` also float32 ``[B, T, N]``.
-
-    Raises:
-      TypeError: if `cache` is another kind or the query's dtype is not supported.
-      ValueError: if a shape or the name does not fit.
-      NotImplementedError: if the implementation asked for cannot run this here.
-    """
-    key, value = dequantize(cache)
-    plain = ExactCache(key=key, value=value, lengths=cache.lengths, overflowed=cache.overflowed)
-    return exact_attention.decode(
-        query,
-        plain,
-        sinks=sinks,
-        implementation=implementation,
-        return_residual=return_residual,
-    )
 
 
 def _quantize(x: jax.Array, side: str, config: Kivi) -> tuple[jax.Array, jax.Array, jax.Array]:

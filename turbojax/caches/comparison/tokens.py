@@ -14,6 +14,7 @@ import numpy as np
 
 from turbojax import _checks
 from turbojax._pytrees import pytree
+from turbojax.attention.options import check_implementation
 from turbojax.caches import checks, ring
 from turbojax.caches.comparison.base import BaselineCache
 from turbojax.caches.comparison.codes import dequantize as numbers
@@ -210,24 +211,16 @@ def init_cache(
     )
 
 
-def append(cache: C, key: jax.Array, value: jax.Array, *, lengths: jax.Array | None = None) -> C:
-    """Adds a prompt or new tokens; the result does not depend on how they are split into calls.
-
-    Args:
-      cache: the cache to extend.
-      key: ``[B, T, K, H]`` in `cache.dtype`.
-      value: the same.
-      lengths: optional int ``[B]``, how many of the `T` tokens are real, the first ones.
-
-    Returns:
-      The extended cache; under `jit`, tokens past `max_length` are left out and reported in
-      `overflowed`.
-
-    Raises:
-      TypeError: if `cache` is another kind or a dtype is not `cache.dtype`.
-      ValueError: if a shape does not fit, or, outside `jit`, a sequence would exceed
-        `max_length`.
-    """
+def append(
+    cache: C,
+    key: jax.Array,
+    value: jax.Array,
+    *,
+    lengths: jax.Array | None = None,
+    implementation: str | None = None,
+) -> C:
+    """See `turbojax.append`; the result does not depend on how tokens are split into calls."""
+    check_implementation(implementation, ("xla",))
     checks.check_kind(cache, TokenCache)
     checks.check_tokens(cache, key, value)
     lengths = _checks.check_lengths("lengths", lengths, *key.shape[:2])
@@ -258,21 +251,13 @@ def _append(cache: C, key: jax.Array, value: jax.Array, lengths: jax.Array) -> C
     )
 
 
-def dequantize(cache: TokenCache) -> tuple[jax.Array, jax.Array]:
-    """The keys and values that the cache stands for.
-
-    Args:
-      cache: the cache.
-
-    Returns:
-      key, value: ``[B, max_length, K, H]`` in `cache.dtype`, zero past each length.
-
-    Raises:
-      TypeError: if `cache` is another kind.
-    """
+def dequantize(
+    cache: TokenCache, *, dtype: jax.typing.DTypeLike | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """See `turbojax.dequantize`."""
     checks.check_kind(cache, TokenCache)
     key, value = per_device_explicit(tables.DEQUANTIZE, _dequantize)(cache)
-    return key, value
+    return (key, value) if dtype is None else (key.astype(dtype), value.astype(dtype))
 
 
 def _dequantize(cache: TokenCache) -> tuple[jax.Array, ...]:

@@ -15,8 +15,10 @@ from turbojax.attention import turbo as turbo_attention
 from turbojax.attention.optional_arrays import NOTHING, Extras
 from turbojax.attention.options import Options, require_causal
 from turbojax.caches import checks, new_tokens, ring
+from turbojax.caches.base import Attended
 from turbojax.caches.exact import mosaic_gpu, reference
-from turbojax.caches.exact.cache import ExactCache
+from turbojax.caches.exact.cache import ExactCache, append
+from turbojax.numerics import rows
 from turbojax.numerics.config import TurboConfig
 from turbojax.sharding import tables, together
 from turbojax.sharding.notation import Table
@@ -78,14 +80,21 @@ def attend(
     query: jax.Array,
     key: jax.Array,
     value: jax.Array,
+    lengths: jax.Array | None = None,
     *,
     options: Options,
     extras: Extras = NOTHING,
     implementation: str | None = None,
 ) -> jax.Array:
-    """`attention` for callers that have `Options`, causal ones."""
+    """`attention` for callers that have `Options`, causal ones.
+
+    What lies past `lengths` (optional int32 ``[B]``) reaches no other token; its own rows of the
+    result mean nothing.
+    """
     require_causal(options)
     _checks.check_query_key_value(query, key, value)
+    if lengths is not None:  # a masked NaN would still be 0 times NaN
+        key, value = (rows.without_padding(x, lengths) for x in (key, value))
     static: dict[str, Any] = {"options": options, "implementation": implementation}
     return _attend(query, key, value, extras=extras, **static)
 
@@ -126,84 +135,75 @@ def _attend_here(
     return cudnn.attend(query, key, value, options=options, implementation=chosen)
 
 
-def decode(
+def prefill(
     query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
     cache: ExactCache,
-    *,
-    scale: float | None = None,
-    local_window_size: int | tuple[int, int] | None = None,
-    logits_soft_cap: float | None = None,
-    query_offset: jax.Array | int | None = None,
-    key_offset: jax.Array | int | None = None,
-    sinks: jax.Array | None = None,
-    output_dtype: jax.typing.DTypeLike | None = None,
-    implementation: str | None = None,
-    return_residual: bool = False,
-) -> jax.Array | tuple[jax.Array, jax.Array]:
-    """Exact attention of the last `T` cached tokens' queries; see `turbojax.decode`.
-
-    Args:
-      query: ``[B, T, N, H]``.
-      cache: the cache, which already holds the queries' own keys and values.
-      scale: factor of the scores; ``1 / sqrt(H)`` if not given.
-      local_window_size: see `turbojax.decode`; of a ring (`turbojax.caches.ring`) at most its own.
-      logits_soft_cap: see `turbojax.decode`.
-      query_offset: the same; one query without a window stays with the kernel.
-      key_offset: see `turbojax.decode`.
-      sinks: the same.
-      output_dtype: the same.
-      implementation: ``"cudnn"`` (one query per sequence, an output in its own dtype alone, neither
-        window nor cap nor sinks, at most 128 channels), ``"mosaic_gpu"`` (Ampere to
-        Blackwell, bfloat16 or float16, 64, 128 or 256 channels, at most 64 queries of a KV head;
-        with a window it reads only that),
-        ``"xla"``, or None for the first of them that can; ``"repeatable"`` for the first but
-        cuDNN, whose last bits may differ from run to run. The kernel's gradient is XLA's.
-      return_residual: also return the log-sum-exp of the scores.
-
-    Returns:
-      ``[B, T, N, H]`` in the query's dtype or `output_dtype`; with `return_residual` also float32
-      ``[B, T, N]``. A query before its sequence's first token gives 0 and ``-inf``, or the sink;
-      with ``"xla"`` and nothing but an output in the query's dtype asked for, it means nothing.
-
-    Raises:
-      TypeError: if `cache` is another kind or the query's dtype is not supported.
-      ValueError: if a shape, an option or the name does not fit.
-      NotImplementedError: if what is asked for cannot run this here.
-    """
-    _check_newest(query, cache)
-    options = Options.complete(
-        query.shape[3],
-        scale=scale,
-        is_causal=True,
-        local_window_size=local_window_size,
-        logits_soft_cap=logits_soft_cap,
-        output_dtype=output_dtype,
-    )
-    extras = given.of_cache(query, sinks=sinks, query_offset=query_offset, key_offset=key_offset)
-    static: dict[str, Any] = {"options": options, "implementation": implementation}
-    gives_part = return_residual or bool(extras.given) or options.out_dtype is not None
-    out, residual = _decode_any(query, cache, extras, gives_part=gives_part, **static)
-    return (out, residual) if return_residual else out
-
-
-def attend_cache(
-    query: jax.Array,
-    cache: ExactCache,
+    lengths: jax.Array | None = None,
     *,
     options: Options,
     extras: Extras = NOTHING,
     implementation: str | None = None,
-) -> jax.Array:
-    """`decode` for callers that have `Options`, causal ones; gives no log-sum-exp."""
+    residual: bool = False,
+) -> tuple[Attended, ExactCache]:
+    """See `turbojax.caches.base.Kind.prefill`; it gives no log-sum-exp."""
+    refuse_residual(residual)
+    static: dict[str, Any] = {"options": options, "implementation": implementation}
+    out = attend(query, key, value, lengths, extras=extras, **static)
+    return (out, None), append(cache, key, value, lengths=lengths)
+
+
+def refuse_residual(residual: bool) -> None:
+    """Raises NotImplementedError where exact attention is asked for a prompt's log-sum-exp."""
+    if residual:
+        raise NotImplementedError(
+            "return_residual=True must be False: exact attention within prompts has no log-sum-exp"
+        )
+
+
+def decode(
+    query: jax.Array,
+    cache: ExactCache,
+    query_lengths: jax.Array | None = None,
+    *,
+    options: Options,
+    extras: Extras = NOTHING,
+    implementation: str | None = None,
+    residual: bool = False,
+) -> Attended:
+    """See `turbojax.caches.base.Kind.decode`; the log-sum-exp is there where it is wanted.
+
+    Where nothing but an output in the query's dtype is asked for, ``"xla"`` gives queries before
+    their sequence's first token no meaning.
+    """
     require_causal(options)
     _check_newest(query, cache)
     static: dict[str, Any] = {"options": options, "implementation": implementation}
-    gives_part = bool(extras.given) or options.out_dtype is not None
-    return _decode_any(query, cache, extras, gives_part=gives_part, **static)[0]
+    gives_part = residual or bool(extras.given) or options.out_dtype is not None
+    if query_lengths is None:
+        return _decode_any(query, cache, extras, gives_part=gives_part, **static)
+    tokens = query.shape[1]
+    real = _checks.check_lengths("query_seq_lengths", query_lengths, query.shape[0], tokens)
+    real = jnp.clip(real, 0, tokens)
+    moves = tokens > 1 and extras.query_offset is None
+    if moves:  # the implementations know no padding: real queries go to the end
+        query = _moved(query, real - tokens)
+    found = _decode_any(query, cache, extras, gives_part=True, **static)
+    out, lse = (_moved(x, tokens - real) for x in found) if moves else found
+    is_real = jnp.arange(tokens)[None] < real[:, None]
+    out = jnp.where(is_real[..., None, None], out, 0)
+    return out, jnp.where(is_real[..., None], lse, -jnp.inf)
+
+
+def _moved(x: jax.Array, by: jax.Array) -> jax.Array:
+    """``x [B, T, ...]`` with token ``t + by`` in the place of `t`, or the nearest there is."""
+    index = jnp.clip(jnp.arange(x.shape[1])[None] + by[:, None], 0, x.shape[1] - 1)
+    return jnp.take_along_axis(x, index.reshape(*index.shape, *(1,) * (x.ndim - 2)), axis=1)
 
 
 def _check_newest(query: jax.Array, cache: ExactCache) -> None:
-    """Raises unless the queries fit the cache."""
+    """Raises unless the queries fit the cache; their dtype may be another."""
     checks.check_kind(cache, ExactCache)
     _checks.check_query(query)
     batch, channels = cache.key.shape[0], cache.head_dim

@@ -9,6 +9,7 @@ import numpy as np
 
 from turbojax import _checks
 from turbojax._pytrees import pytree
+from turbojax.attention.options import check_implementation
 from turbojax.caches import checks, ring
 from turbojax.sharding import tables
 from turbojax.sharding.axes import Axes
@@ -126,10 +127,16 @@ def init_cache(
 
 
 def append(
-    cache: ExactCache, key: jax.Array, value: jax.Array, *, lengths: jax.Array | None = None
+    cache: ExactCache,
+    key: jax.Array,
+    value: jax.Array,
+    *,
+    lengths: jax.Array | None = None,
+    implementation: str | None = None,
 ) -> ExactCache:
     """Adds new tokens, rounded to the cache's dtype; see `turbojax.append`."""
     checks.check_kind(cache, ExactCache)
+    check_implementation(implementation, ("xla",))
     _checks.check_key_value(key, value)
     batch, tokens = key.shape[:2]
     if (batch, *key.shape[2:]) != (cache.key.shape[0], *cache.key.shape[2:]):
@@ -162,3 +169,17 @@ def _append(cache: ExactCache, key: jax.Array, value: jax.Array, lengths: jax.Ar
         lengths=cache.lengths + accepted,
         overflowed=cache.overflowed | (total > cache.max_length),
     )
+
+
+def dequantize(
+    cache: ExactCache, *, dtype: jax.typing.DTypeLike | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """See `turbojax.dequantize`: what is held, in the order of tokens."""
+    checks.check_kind(cache, ExactCache)
+    held, row = ring.held(cache)
+
+    def side(x: jax.Array) -> jax.Array:
+        tokens = jnp.take(x, row, axis=1)
+        return jnp.where(held[:, :, None, None], tokens, 0).astype(dtype or cache.dtype)
+
+    return side(cache.key), side(cache.value)

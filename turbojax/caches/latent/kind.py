@@ -18,9 +18,19 @@ import jax.numpy as jnp
 import numpy as np
 
 from turbojax import _checks
-from turbojax.attention.options import PLAIN, AttentionOptions
+from turbojax.attention.optional_arrays import NOTHING, Extras
+from turbojax.attention.options import AttentionOptions, Options, check_implementation
 from turbojax.caches import latent as latent_attention
-from turbojax.caches.base import Attend, Cache, Description, Grows, Kind, dtype_of, validate_layers
+from turbojax.caches.base import (
+    Attend,
+    Attended,
+    Cache,
+    Description,
+    Grows,
+    Kind,
+    dtype_of,
+    validate_layers,
+)
 from turbojax.caches.latent import cache as state
 from turbojax.caches.latent.cache import LatentCache
 from turbojax.caches.latent.pages import LatentPages
@@ -135,7 +145,7 @@ class Latent(Kind[LatentCache]):
         implementation: Any = None,
     ) -> LatentCache:
         """See `Kind.append`: rotary keys ``[B, T, 1, R]`` and latents ``[B, T, 1, C]``."""
-        del implementation  # there is one way to store them
+        check_implementation(implementation, ("xla",))
         latent, rope = tokens_of(key, value)
         return state.append_latents(cache, latent, rope, lengths=lengths)
 
@@ -145,29 +155,34 @@ class Latent(Kind[LatentCache]):
         key: jax.Array,
         value: jax.Array,
         cache: LatentCache,
-        lengths: jax.Array,
+        lengths: jax.Array | None = None,
         *,
-        options: AttentionOptions = PLAIN,
-        sinks: jax.Array | None = None,
+        options: Options,
+        extras: Extras = NOTHING,
         implementation: Any = None,
-    ) -> tuple[jax.Array, LatentCache]:
-        """See `Kind.prefill`. There are no sinks."""
-        _refuse_sinks(sinks)
+        residual: bool = False,
+    ) -> tuple[Attended, LatentCache]:
+        """See `Kind.prefill`; it gives no log-sum-exp."""
         cache = self.append(cache, key, value, lengths=lengths)
-        return attend_cache(query, cache, lengths, options, implementation), cache
+        given: Any = {"options": options, "extras": extras, "implementation": implementation}
+        return self.decode(query, cache, lengths, residual=residual, **given), cache
 
     def decode(
         self,
         query: jax.Array,
         cache: LatentCache,
+        query_lengths: jax.Array | None = None,
         *,
-        options: AttentionOptions = PLAIN,
-        sinks: jax.Array | None = None,
+        options: Options,
+        extras: Extras = NOTHING,
         implementation: Any = None,
-    ) -> jax.Array:
-        """See `Kind.decode`. There are no sinks."""
-        _refuse_sinks(sinks)
-        return attend_cache(query, cache, None, options, implementation)
+        residual: bool = False,
+    ) -> Attended:
+        """See `Kind.decode`; it gives no log-sum-exp."""
+        if extras.given or residual:
+            what = ", ".join(extras.given) or "return_residual"
+            raise NotImplementedError(f"a cache of latents cannot attend with {what}")
+        return attend_cache(query, cache, query_lengths, options, implementation), None
 
     def why_nan(self, cache: LatentCache) -> str | None:
         """See `Kind.why_nan`."""
@@ -202,11 +217,6 @@ class Latent(Kind[LatentCache]):
         validate_layers(cache)
 
 
-def _refuse_sinks(sinks: jax.Array | None) -> None:
-    if sinks is not None:
-        raise NotImplementedError("a cache of latents cannot attend with sinks: must be None")
-
-
 def tokens_of(key: jax.Array, value: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Latents ``[B, T, C]`` and rotary keys ``[B, T, R]`` of a layer's one head."""
     for name, x in (("key", key), ("value", value)):
@@ -222,7 +232,7 @@ def attend_cache(
     query: jax.Array,
     cache: LatentCache,
     query_lengths: jax.Array | None,
-    options: AttentionOptions,
+    options: Options,
     implementation: Any,
 ) -> jax.Array:
     """Attention of the newest tokens' queries to all that is held; many are taken in chunks.
@@ -232,13 +242,12 @@ def attend_cache(
     """
     _checks.check_query(query)
     batch, tokens, heads, channels = query.shape
-    static = options.complete(channels)
     pages, tables = state.as_pages(cache)
 
     def run(queries: jax.Array, lengths: jax.Array, real: jax.Array | None) -> jax.Array:
         parts = split_query(queries, cache.latent_dim)
         out, _ = latent_attention.attend_latents(
-            *parts, pages, tables, lengths, real, options=static, implementation=implementation
+            *parts, pages, tables, lengths, real, options=options, implementation=implementation
         )
         return out
 

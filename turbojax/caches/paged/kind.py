@@ -12,12 +12,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from turbojax._registry import ImplementationName
-from turbojax.attention.optional_arrays import of_layer
-from turbojax.attention.options import PLAIN, AttentionOptions
-from turbojax.caches import ring
+from turbojax.attention.optional_arrays import NOTHING, Extras
+from turbojax.attention.options import Options, require_causal
+from turbojax.caches import new_tokens, ring
 from turbojax.caches.base import (
     ROWS,
+    Attended,
     Counts,
     Description,
     Grows,
@@ -35,7 +35,7 @@ from turbojax.caches.paged.layer import PagedKind as PagedKind
 from turbojax.caches.paged.layer import PagedLayer as PagedLayer
 from turbojax.caches.paged.layer import append as append
 from turbojax.caches.paged.layer import init_layer as init_layer
-from turbojax.caches.paged.pool import PagedCache, init_paged_cache, page_arrays
+from turbojax.caches.paged.pool import PagedCache, gather, init_paged_cache, page_arrays
 from turbojax.sharding import as_carried
 
 QUERY_CHUNK = 512
@@ -47,41 +47,34 @@ def attend(
     layer: PagedLayer,
     *,
     query_lengths: jax.Array | None = None,
-    options: AttentionOptions = PLAIN,
-    sinks: jax.Array | None = None,
-    implementation: ImplementationName | None = None,
-) -> jax.Array:
-    """Causal attention of the newest tokens to all that is held, themselves included.
+    options: Options,
+    extras: Extras = NOTHING,
+    implementation: str | None = None,
+) -> Attended:
+    """Causal attention of the newest tokens to all that is held, with the log-sum-exp.
 
     They attend to the pages, in the precision in which these are kept, whether they come as a
     prompt or one by one. Long prompts are taken in chunks, see `query_chunk`. Queries past
     `query_lengths` are padding and give zero.
     """
     batch, tokens, heads, channels = query.shape
-    static, extras = options.complete(channels), of_layer(query, sinks)
-    ring.check_visible(layer, static.window, tokens)
+    ring.check_visible(layer, options.window, tokens)
+    new_tokens.check_whole(layer, extras)
 
-    def run(queries: jax.Array, lengths: jax.Array, real: jax.Array | None) -> jax.Array:
-        out, _ = attend_pages(
-            queries,
-            layer.pages,
-            layer.block_tables,
-            lengths,
-            real,
-            options=static,
-            extras=extras,
-            implementation=implementation,
-        )
-        return out
+    def run(queries: jax.Array, lengths: jax.Array, real: jax.Array | None) -> Any:
+        arrays = (queries, layer.pages, layer.block_tables, lengths, real)
+        static: Any = {"options": options, "implementation": implementation}
+        return attend_pages(*arrays, extras=extras, **static)
 
     size = query_chunk(batch, heads // layer.pages.num_kv_heads)
-    if tokens <= size:
-        return run(query, layer.lengths, query_lengths)
+    if tokens <= size or extras.query_offset is not None:
+        found: Attended = run(query, layer.lengths, query_lengths)
+        return found
     if query_lengths is None:
         query_lengths = jnp.full(batch, tokens, jnp.int32)
     before = layer.lengths - query_lengths
 
-    def chunk(item: tuple[jax.Array, jax.Array]) -> jax.Array:
+    def chunk(item: tuple[jax.Array, jax.Array]) -> Any:
         first, queries = item
         held = before + jnp.minimum(query_lengths, first + size)
         return run(queries, held, jnp.clip(query_lengths - first, 0, size))
@@ -91,8 +84,15 @@ def attend(
     parts = jnp.pad(query, ((0, 0), (0, padding), (0, 0), (0, 0)))
     parts = jnp.moveaxis(parts.reshape(batch, count, size, heads, channels), 1, 0)
     firsts = size * jnp.arange(count, dtype=jnp.int32)
-    out = jnp.moveaxis(jax.lax.map(chunk, (firsts, parts)), 0, 1)
-    return out.reshape(batch, -1, heads, channels)[:, :tokens]
+    chunks: tuple[jax.Array, jax.Array] = jax.lax.map(chunk, (firsts, parts))
+    out, residual = (_joined(x)[:, :tokens] for x in chunks)
+    return out, residual
+
+
+def _joined(chunks: Any) -> jax.Array:
+    """Chunks ``[n, B, size, ...]`` of tokens one after the other: ``[B, n * size, ...]``."""
+    x = jnp.moveaxis(chunks, 0, 1)
+    return x.reshape(x.shape[0], -1, *x.shape[3:])
 
 
 def append_and_attend(
@@ -102,16 +102,16 @@ def append_and_attend(
     layer: PagedLayer,
     lengths: jax.Array,
     *,
-    options: AttentionOptions = PLAIN,
-    sinks: jax.Array | None = None,
-    implementation: ImplementationName | None = None,
-) -> tuple[jax.Array, PagedLayer]:
+    options: Options,
+    extras: Extras = NOTHING,
+    implementation: str | None = None,
+) -> tuple[Attended, PagedLayer]:
     """Stores tokens and attends to all that is held; in parts if the layer keeps too little."""
-    batch, tokens, heads, channels = query.shape
+    batch, tokens, heads, _ = query.shape
     attend_to = functools.partial(
-        attend, options=options, sinks=sinks, implementation=implementation
+        attend, options=options, extras=extras, implementation=implementation
     )
-    most = ring.most_new_tokens(layer, options.local_window_size)
+    most = ring.most_new_tokens(layer, ring.window_of(options.window))
     if most is None or tokens <= most:
         layer = append(layer, key, value, lengths=lengths)
         return attend_to(query, layer, query_lengths=lengths), layer
@@ -123,7 +123,7 @@ def append_and_attend(
         x = jnp.pad(x, ((0, 0), (0, count * size - tokens), (0, 0), (0, 0)))
         return jnp.moveaxis(x.reshape(batch, count, size, *x.shape[2:]), 1, 0)
 
-    def chunk(layer: PagedLayer, item: tuple[jax.Array, ...]) -> tuple[PagedLayer, jax.Array]:
+    def chunk(layer: PagedLayer, item: tuple[jax.Array, ...]) -> tuple[PagedLayer, Attended]:
         first, q, k, v = item
         new = jnp.clip(lengths - first, 0, size)
         layer = append(layer, k, v, lengths=new)
@@ -132,9 +132,19 @@ def append_and_attend(
     firsts = size * jnp.arange(count, dtype=jnp.int32)
     items = (firsts, *map(parts, (query, key, value)))
     layer = as_carried(chunk, layer, jax.tree.map(lambda x: x[0], items))
-    layer, out = jax.lax.scan(chunk, layer, items)
-    out = jnp.moveaxis(out, 0, 1).reshape(batch, -1, heads, channels)
-    return out[:, :tokens], layer
+    layer, chunks = jax.lax.scan(chunk, layer, items)
+    out, residual = (_joined(x)[:, :tokens] for x in chunks)
+    return (out, residual), layer
+
+
+def dequantize(
+    cache: PagedLayer, *, dtype: jax.typing.DTypeLike | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """See `turbojax.dequantize`; of codes what attention works with, see `gather`."""
+    held, _ = ring.held(cache)
+    sides = gather(cache.pages, cache.block_tables, cache.lengths, dtype=dtype)
+    key, value = (jnp.where(held[:, :, None, None], x[:, : cache.max_length], 0) for x in sides)
+    return key, value
 
 
 def query_chunk(batch_size: int, group: int) -> int:
@@ -210,18 +220,7 @@ class Pages(Kind[PagedLayer]):
         del kind
         return PAGE_SIZE, -(-max_length // PAGE_SIZE)
 
-    def append(
-        self,
-        cache: PagedLayer,
-        key: jax.Array,
-        value: jax.Array,
-        *,
-        lengths: jax.Array | None = None,
-        implementation: Any = None,
-    ) -> PagedLayer:
-        """See `Kind.append`."""
-        del implementation  # what writes pages is always chosen
-        return append(cache, key, value, lengths=lengths)
+    append = staticmethod(append)
 
     def prefill(
         self,
@@ -229,27 +228,38 @@ class Pages(Kind[PagedLayer]):
         key: jax.Array,
         value: jax.Array,
         cache: PagedLayer,
-        lengths: jax.Array,
+        lengths: jax.Array | None = None,
         *,
-        options: AttentionOptions = PLAIN,
-        sinks: jax.Array | None = None,
+        options: Options,
+        extras: Extras = NOTHING,
         implementation: Any = None,
-    ) -> tuple[jax.Array, PagedLayer]:
+        residual: bool = False,
+    ) -> tuple[Attended, PagedLayer]:
         """See `Kind.prefill`."""
-        static: dict[str, Any] = {"options": options, "implementation": implementation}
-        return append_and_attend(query, key, value, cache, lengths, sinks=sinks, **static)
+        del residual
+        require_causal(options)
+        if lengths is None:
+            lengths = jnp.full(key.shape[:1], key.shape[1], jnp.int32)
+        static: Any = {"options": options, "extras": extras, "implementation": implementation}
+        return append_and_attend(query, key, value, cache, lengths, **static)
 
     def decode(
         self,
         query: jax.Array,
         cache: PagedLayer,
+        query_lengths: jax.Array | None = None,
         *,
-        options: AttentionOptions = PLAIN,
-        sinks: jax.Array | None = None,
+        options: Options,
+        extras: Extras = NOTHING,
         implementation: Any = None,
-    ) -> jax.Array:
+        residual: bool = False,
+    ) -> Attended:
         """See `Kind.decode`."""
-        return attend(query, cache, options=options, sinks=sinks, implementation=implementation)
+        del residual
+        static: Any = {"options": options, "extras": extras, "implementation": implementation}
+        return attend(query, cache, query_lengths=query_lengths, **static)
+
+    dequantize = staticmethod(dequantize)
 
     def take(self, cache: PagedLayer, first: jax.Array | int, count: int) -> PagedLayer:
         """See `take_sequences`."""

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -216,25 +216,27 @@ def empty_layer(
 
 
 def append(
-    layer: PagedLayer, key: jax.Array, value: jax.Array, *, lengths: jax.Array | None = None
+    cache: PagedLayer,
+    key: jax.Array,
+    value: jax.Array,
+    *,
+    lengths: jax.Array | None = None,
+    implementation: Any = None,
 ) -> PagedLayer:
-    """Adds new tokens, one or many per sequence; see `turbojax.append`.
-
-    Keys come after the rotary embedding. Under `jit`, tokens past `max_length` are left out and
-    `overflowed` turns True for their sequence; nothing that was stored changes.
-    """
-    total = check_room(layer, key, value, lengths)
-    kept = jnp.minimum(total, layer.max_length)
-    first, counts = layer.lengths, kept - layer.lengths
-    size = layer.ring_pages * layer.pages.page_size
-    if layer.is_ring and key.shape[1] > size:
+    """See `turbojax.append`; `implementation` is that of `turbojax.paged.append`."""
+    total = check_room(cache, key, value, lengths)
+    kept = jnp.minimum(total, cache.max_length)
+    first, counts = cache.lengths, kept - cache.lengths
+    size = cache.ring_pages * cache.pages.page_size
+    if cache.is_ring and key.shape[1] > size:
         # If there are more tokens than room, only the newest are stored.
         skipped = jnp.maximum(counts - size, 0)
         token = skipped[:, None] + jnp.arange(size, dtype=jnp.int32)[None]
         token = jnp.minimum(token, key.shape[1] - 1)[:, :, None, None]
         key, value = (jnp.take_along_axis(x, token, axis=1) for x in (key, value))
         first, counts = first + skipped, counts - skipped
-    pages = append_to_pages(layer.pages, key, value, layer.block_tables, first, new_lengths=counts)
+    where: Any = {"new_lengths": counts, "implementation": implementation}
+    pages = append_to_pages(cache.pages, key, value, cache.block_tables, first, **where)
     return dataclasses.replace(
-        layer, pages=pages, lengths=kept, overflowed=layer.overflowed | (total > kept)
+        cache, pages=pages, lengths=kept, overflowed=cache.overflowed | (total > kept)
     )

@@ -1,9 +1,5 @@
 """The progressively compressed cache (FlashQ): state, what writes and reads it, attention."""
 
-from turbojax.caches.progressive.api import attend_cache as attend_cache
-from turbojax.caches.progressive.api import attend_prompt as attend_prompt
-from turbojax.caches.progressive.api import decode as decode
-from turbojax.caches.progressive.api import prefill as prefill
 from turbojax.caches.progressive.cache import CacheSide as CacheSide
 from turbojax.caches.progressive.cache import ProgressiveCache as ProgressiveCache
 from turbojax.caches.progressive.cache import init_cache as init_cache

@@ -7,9 +7,6 @@ from typing import Any, ClassVar
 import jax
 import numpy as np
 
-from turbojax.attention.optional_arrays import of_layer
-from turbojax.attention.options import PLAIN, AttentionOptions
-from turbojax.caches import progressive
 from turbojax.caches.base import (
     Counts,
     Description,
@@ -19,7 +16,13 @@ from turbojax.caches.base import (
     sides_of,
     validate_layers,
 )
-from turbojax.caches.progressive import ProgressiveCache, append, init_cache
+from turbojax.caches.progressive import (
+    ProgressiveCache,
+    append,
+    dequantize,
+    init_cache,
+)
+from turbojax.caches.progressive.api import decode, prefill
 from turbojax.caches.progressive.update import APPEND, STORE_PROMPT, store_prompt
 from turbojax.numerics.config import TurboConfig
 from turbojax.numerics.sas import SAS
@@ -93,20 +96,16 @@ class Progressive(Kind[ProgressiveCache]):
         """See `Kind.slots`: blocks; tokens that fill none stay in the buffer."""
         return kind.block_kv, max_length // kind.block_kv
 
-    def append(
-        self,
-        cache: ProgressiveCache,
-        key: jax.Array,
-        value: jax.Array,
-        *,
-        lengths: jax.Array | None = None,
-        implementation: Any = None,
-    ) -> ProgressiveCache:
-        """See `Kind.append`."""
+    append = staticmethod(append)
+    prefill = staticmethod(prefill)
+    decode = staticmethod(decode)
+    dequantize = staticmethod(dequantize)
+
+    def writer(self, implementation: Any, tokens: int) -> Any:
+        """See `Kind.writer`."""
         name = APPEND.beside(implementation)
-        if name == "mosaic_gpu" and key.shape[1] > 1:  # it attends to several tokens, appends one
-            name = None
-        return append(cache, key, value, lengths=lengths, implementation=name)
+        # It attends to several tokens, but appends one.
+        return None if name == "mosaic_gpu" and tokens > 1 else name
 
     def store_prompt(
         self,
@@ -120,50 +119,6 @@ class Progressive(Kind[ProgressiveCache]):
         """See `Kind.store_prompt`: tokens that the buffer does not keep are compressed at once."""
         name = STORE_PROMPT.beside(implementation)
         return store_prompt(cache, key, value, lengths, implementation=name)
-
-    def prefill(
-        self,
-        query: jax.Array,
-        key: jax.Array,
-        value: jax.Array,
-        cache: ProgressiveCache,
-        lengths: jax.Array,
-        *,
-        options: AttentionOptions = PLAIN,
-        sinks: jax.Array | None = None,
-        implementation: Any = None,
-    ) -> tuple[Any, ProgressiveCache]:
-        """See `Kind.prefill`."""
-        (out, _), cache = progressive.attend_prompt(
-            query,
-            key,
-            value,
-            cache,
-            lengths,
-            options=options.complete(query.shape[3]),
-            extras=of_layer(query, sinks),
-            implementation=implementation,
-        )
-        return out, cache
-
-    def decode(
-        self,
-        query: jax.Array,
-        cache: ProgressiveCache,
-        *,
-        options: AttentionOptions = PLAIN,
-        sinks: jax.Array | None = None,
-        implementation: Any = None,
-    ) -> Any:
-        """See `Kind.decode`."""
-        out, _ = progressive.attend_cache(
-            query,
-            cache,
-            options=options.complete(query.shape[3]),
-            extras=of_layer(query, sinks),
-            implementation=implementation,
-        )
-        return out
 
     def whole_attention(self, kind: TurboConfig) -> TurboConfig:
         """See `Kind.whole_attention`: `turbo_attention` needs no cache."""

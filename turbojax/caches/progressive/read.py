@@ -3,35 +3,19 @@
 import jax
 import jax.numpy as jnp
 
-from turbojax import _checks
 from turbojax._gradient import refuse_gradients
+from turbojax.caches import checks
 from turbojax.caches.progressive.blocks import read_blocks
 from turbojax.caches.progressive.cache import CacheSide, ProgressiveCache
 
 
 def dequantize(
-    cache: ProgressiveCache, dtype: jax.typing.DTypeLike | None = None
+    cache: ProgressiveCache, *, dtype: jax.typing.DTypeLike | None = None
 ) -> tuple[jax.Array, jax.Array]:
-    """The keys and values that the cache stands for, for tests and debugging.
-
-    Args:
-      cache: the cache.
-      dtype: floating point; `cache.dtype` if not given. float32 shows the stored numbers exactly.
-
-    Returns:
-      key, value: ``[B, max_length, K, H]``, zero past each sequence's length, and where a ring
-      holds newer tokens instead.
-
-    Raises:
-      TypeError: if `cache` is another kind or `dtype` none of bfloat16, float16, float32.
-    """
-    if not isinstance(cache, ProgressiveCache):
-        raise TypeError(f"cache is a {type(cache).__name__}, must be a ProgressiveCache")
-    dtype = jnp.dtype(cache.dtype if dtype is None else dtype)
-    if dtype not in _checks.FLOAT_DTYPES:
-        raise TypeError(f"{dtype=!s} must be bfloat16, float16 or float32")
+    """See `turbojax.dequantize`; in float32 these are exactly the numbers stored."""
+    checks.check_kind(cache, ProgressiveCache)
     key, value = refuse_gradients(_dequantize, "dequantize")(cache)
-    return key.astype(dtype), value.astype(dtype)
+    return key.astype(dtype or cache.dtype), value.astype(dtype or cache.dtype)
 
 
 @jax.jit

@@ -65,35 +65,7 @@ def append(
     lengths: jax.Array | None = None,
     implementation: ImplementationName | None = None,
 ) -> ProgressiveCache:
-    """Adds new tokens, one or many per sequence.
-
-    Tokens go to the int8 buffer with the universal scale, clamped to +-119 codes; when it is full,
-    its oldest block is compressed, or all of it (`TurboConfig.flush`). Without a prefill or a given
-    scale, a head's universal scale is twice the maximum of its first token that is not all zero,
-    over 119. The result does not depend, bit for bit, on how a run of tokens is split into calls.
-
-    Args:
-      cache: the cache to extend.
-      key: ``[B, T, K, H]`` in `cache.dtype`.
-      value: the same shape and dtype.
-      lengths: optional int ``[B]``: how many of the `T` tokens belong to each sequence, the first
-        ones; all of them if not given. `decode` takes the same as `query_seq_lengths`. Under
-        `jit` values outside ``0..T`` act as the nearest bound, and more than `T` as overflow.
-      implementation: ``"mosaic_gpu"`` (one token, one kernel), ``"triton"``
-        (one token, one kernel for keys and one for values), ``"xla"``, or None to choose. All store
-        the same bits. Names that only attend are refused.
-
-    Returns:
-      The extended cache. Under `jit`, tokens past `max_length` are left out and `overflowed`
-      turns True for their sequence; nothing that was stored changes.
-
-    Raises:
-      TypeError: if a dtype differs from `cache.dtype`, or `lengths` are not integers.
-      ValueError: if a shape does not fit, or, outside `jit`, a sequence would exceed
-        `max_length` or a length is outside ``0..T``.
-      NotImplementedError: if the implementation asked for cannot run this, or when it is
-        differentiated.
-    """
+    """See `turbojax.append`: to the int8 buffer, whose full blocks are compressed."""
     check_cache_arguments(cache, key, value)
     batch, tokens = key.shape[:2]
     lengths = _checks.check_lengths("lengths", lengths, batch, tokens)
@@ -129,7 +101,8 @@ def store_prompt(
     ``flush="all"`` what fills no block), the blocks get the rest. All implementations store the
     same bits. Sequences that are not empty stay as they are and turn `overflowed`.
     """
-    check_prompt(cache, key, value, lengths)
+    check_cache_arguments(cache, key, value)
+    checks.check_prompt_lengths(cache, lengths)
     run = per_device(tables.STORE_PROMPT, _store_prompt, implementation=implementation)
     return refuse_gradients(run, "prefill")(cache, key, value, lengths)
 
@@ -181,18 +154,11 @@ def store_prompt_part(
     implementation: str | None = None,
 ) -> ProgressiveCache:
     """`store_prompt` of a part of a cache, see `append_part`."""
-    check_prompt(cache, key, value, lengths)
+    check_cache_arguments(cache, key, value)
+    checks.check_prompt_lengths(cache, lengths)
     chosen = STORE_PART.select(STORE_PART.beside(implementation), cache=cache, key=key)
     number = first // cache.config.block_kv
     return refuse_gradients(chosen.run, "prefill")(cache, key, value, lengths, number)
-
-
-def check_prompt(
-    cache: ProgressiveCache, key: jax.Array, value: jax.Array, lengths: jax.Array
-) -> None:
-    """Raises unless this prompt fits this cache; under `jit`, lengths cannot be seen."""
-    check_cache_arguments(cache, key, value)
-    checks.check_prompt_lengths(cache, lengths)
 
 
 def check_cache_arguments(cache: ProgressiveCache, key: jax.Array, value: jax.Array) -> None:

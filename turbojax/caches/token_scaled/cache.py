@@ -238,30 +238,7 @@ def append(
     lengths: jax.Array | None = None,
     implementation: ImplementationName | None = None,
 ) -> CacheT:
-    """Adds new tokens, one or many per sequence, each rounded by itself.
-
-    Args:
-      cache: the cache to extend.
-      key: ``[B, T, K, H]`` in `cache.dtype`, after the rotary embedding.
-      value: the same shape and dtype.
-      lengths: optional int ``[B]``: how many of the `T` tokens belong to each sequence, the first
-        ones; all of them if not given. `decode` takes the same as `query_seq_lengths`. Under
-        `jit` values outside ``0..T`` act as the nearest bound, and more than `T` as overflow.
-      implementation: ``"mosaic_gpu"`` (one kernel; Ada to Blackwell), ``"xla"``, or None to choose.
-        Both store the same bits. Names that only attend are refused.
-
-    Returns:
-      The extended cache. Under `jit`, tokens past `max_length` are left out and `overflowed`
-      turns True for their sequence; nothing that was stored changes.
-
-    Raises:
-      TypeError: if `cache` is another kind, a dtype differs from `cache.dtype`, or `lengths` are no
-        integers.
-      ValueError: if a shape does not fit, or, outside `jit`, a sequence would exceed `max_length`
-        or a length is outside ``0..T``.
-      NotImplementedError: if the implementation asked for cannot run this, or when it is
-        differentiated.
-    """
+    """See `turbojax.append`; each token is rounded by itself."""
     check_cache_arguments(cache, key, value)
     batch, tokens = key.shape[:2]
     lengths = _checks.check_lengths("lengths", lengths, batch, tokens)
@@ -277,7 +254,8 @@ def store_prompt(cache: CacheT, key: jax.Array, value: jax.Array, lengths: jax.A
     not empty stay as they are, of prompts that exceed `max_length` the beginning is stored, and
     both turn `overflowed`.
     """
-    check_prompt(cache, key, value, lengths)
+    check_cache_arguments(cache, key, value)
+    checks.check_prompt_lengths(cache, lengths)
     run = per_device(tables.FIREQ_APPEND, _store_prompt)
     return refuse_gradients(run, "prefill")(cache, key, value, lengths)
 
@@ -285,24 +263,13 @@ def store_prompt(cache: CacheT, key: jax.Array, value: jax.Array, lengths: jax.A
 def dequantize(
     cache: TokenScaledCache, *, dtype: jax.typing.DTypeLike | None = None
 ) -> tuple[jax.Array, jax.Array]:
-    """The keys and values that the cache stands for, for tests and debugging.
-
-    Args:
-      cache: the cache.
-      dtype: of the result, `cache.dtype` if not given. In float32 the products of codes and scales
-        are exact.
-
-    Returns:
-      key, value: ``[B, max_length, K, H]``, zero past each length, and where a ring holds newer
-      tokens instead.
-    """
-    position = jnp.arange(cache.max_length)
-    held = position[None] < cache.lengths[:, None]
-    held = held & (position[None] >= cache.lengths[:, None] - cache.room)
+    """See `turbojax.dequantize`; in float32 the products of codes and scales are exact."""
+    check_cache(cache)
+    held, row = ring.held(cache)
 
     def side(codes: jax.Array, scale: jax.Array) -> jax.Array:
         x = numbers(codes).astype(jnp.float32) * scale[..., None].astype(jnp.float32)
-        x = jnp.take(jnp.swapaxes(x, 1, 2), position % cache.room, axis=1)
+        x = jnp.take(jnp.swapaxes(x, 1, 2), row, axis=1)
         return jnp.where(held[:, :, None, None], x, 0).astype(dtype or cache.dtype)
 
     return (
@@ -321,14 +288,6 @@ def check_cache_arguments(cache: TokenScaledCache, key: jax.Array, value: jax.Ar
     """Raises unless `key` and `value` are tokens for this cache."""
     check_cache(cache)
     checks.check_tokens(cache, key, value)
-
-
-def check_prompt(
-    cache: TokenScaledCache, key: jax.Array, value: jax.Array, lengths: jax.Array
-) -> None:
-    """Raises unless this prompt fits this cache; under `jit`, lengths cannot be seen."""
-    check_cache_arguments(cache, key, value)
-    checks.check_prompt_lengths(cache, lengths)
 
 
 def _init_cache(

@@ -1,4 +1,4 @@
-"""The kind ``"kv4"``: 4 bits and a scale per token and head (FireQ); and what `k8v4` shares."""
+"""The kinds ``"kv4"`` (FireQ: 4 bits, a scale per token and head) and ``"k8v4"`` (keys in e4m3)."""
 
 from collections.abc import Mapping
 from typing import Any, ClassVar
@@ -8,9 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from turbojax.attention.optional_arrays import of_layer
 from turbojax.attention.options import PLAIN, AttentionOptions
-from turbojax.caches import token_scaled as kv4_attention
 from turbojax.caches.base import (
     ROWS,
     Cache,
@@ -22,6 +20,7 @@ from turbojax.caches.base import (
     validate_layers,
 )
 from turbojax.caches.token_scaled import cache as kv4
+from turbojax.caches.token_scaled.api import decode, prefill
 from turbojax.caches.whole import causal_attention
 from turbojax.numerics.fp8 import quantize_fp8
 
@@ -43,6 +42,20 @@ def through_kv4(
     out, cache = causal_attention(
         rounded, held(key, jnp.uint8), held(value, jnp.uint8), cache, options, sinks
     )
+    return out.astype(query.dtype), cache
+
+
+def through_k8v4(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    cache: Cache = None,
+    options: AttentionOptions = PLAIN,
+    sinks: jax.Array | None = None,
+) -> tuple[jax.Array, Cache]:
+    """The result of decoding token by token through a `K8v4Cache`, for all tokens at once."""
+    keys, values = held(key, jnp.float8_e4m3fn), held(value, jnp.uint8)
+    out, cache = causal_attention(query.astype(jnp.float32), keys, values, cache, options, sinks)
     return out.astype(query.dtype), cache
 
 
@@ -68,62 +81,15 @@ class TokenScaled(Kind[kv4.CacheT]):
         del kind
         return kv4.ALLOCATION, -(-max_length // kv4.ALLOCATION)
 
-    def append(
-        self,
-        cache: kv4.CacheT,
-        key: jax.Array,
-        value: jax.Array,
-        *,
-        lengths: jax.Array | None = None,
-        implementation: Any = None,
-    ) -> kv4.CacheT:
-        """See `Kind.append`."""
-        name = kv4.APPEND.beside(implementation)
-        return kv4.append(cache, key, value, lengths=lengths, implementation=name)
+    append = staticmethod(kv4.append)
+    prefill = staticmethod(prefill)
+    decode = staticmethod(decode)
+    dequantize = staticmethod(kv4.dequantize)
 
-    def prefill(
-        self,
-        query: jax.Array,
-        key: jax.Array,
-        value: jax.Array,
-        cache: kv4.CacheT,
-        lengths: jax.Array,
-        *,
-        options: AttentionOptions = PLAIN,
-        sinks: jax.Array | None = None,
-        implementation: Any = None,
-    ) -> tuple[Any, kv4.CacheT]:
-        """See `Kind.prefill`."""
-        (out, _), cache = kv4_attention.attend_prompt(
-            query,
-            key,
-            value,
-            cache,
-            lengths,
-            options=options.complete(query.shape[3]),
-            extras=of_layer(query, sinks),
-            implementation=implementation,
-        )
-        return out, cache
-
-    def decode(
-        self,
-        query: jax.Array,
-        cache: kv4.CacheT,
-        *,
-        options: AttentionOptions = PLAIN,
-        sinks: jax.Array | None = None,
-        implementation: Any = None,
-    ) -> Any:
-        """See `Kind.decode`."""
-        out, _ = kv4_attention.attend_cache(
-            query,
-            cache,
-            options=options.complete(query.shape[3]),
-            extras=of_layer(query, sinks),
-            implementation=implementation,
-        )
-        return out
+    def writer(self, implementation: Any, tokens: int) -> Any:
+        """See `Kind.writer`."""
+        del tokens
+        return kv4.APPEND.beside(implementation)
 
     def counts(self, lengths: Counts, cache: kv4.CacheT) -> Counts:
         """See `Stored.counts`."""
@@ -160,4 +126,30 @@ class Kv4(TokenScaled[kv4.Kv4Cache]):
         return kv4.init_cache(*sizes, dtype=dtype, local_window_size=sides)
 
 
-KV4 = Kv4()
+class K8v4(TokenScaled[kv4.K8v4Cache]):
+    """`K8v4Cache`."""
+
+    cls = kv4.K8v4Cache
+    names = ("k8v4",)
+    takes = ("k8v4",)
+    in_one_pass = staticmethod(through_k8v4)
+    stored_as = "k8v4"
+
+    def init(
+        self,
+        batch_size: int,
+        max_length: int,
+        num_kv_heads: int,
+        head_dim: int,
+        *,
+        kind: Any,
+        dtype: np.dtype,
+        local_window_size: int | None = None,
+    ) -> kv4.K8v4Cache:
+        """See `Kind.init`."""
+        del kind
+        sizes, sides = (batch_size, max_length, num_kv_heads, head_dim), sides_of(local_window_size)
+        return kv4.init_k8v4_cache(*sizes, dtype=dtype, local_window_size=sides)
+
+
+KV4, K8V4 = Kv4(), K8v4()
