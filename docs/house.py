@@ -17,9 +17,9 @@ Arrows = Mapping[str, set[str]]
 """The rooms that each room imports from."""
 
 LEAVES = "leaves"
-_FRONTS = ("turbojax.fireq", "turbojax.k8v4", "turbojax.paged")
+_FRONTS = ("turbojax.fireq", "turbojax.k8v4", "turbojax.paged", "turbojax.quantizers")
 """Public names of what stands in several rooms."""
-_BESIDE = ("turbojax", "turbojax.__init__", "turbojax.__main__", "turbojax._moved")
+_BESIDE = ("turbojax", "turbojax.__init__", "turbojax.__main__")
 _GROUPS = {
     "app": "#f6d6ad",
     "training": "#f6d6ad",

@@ -12,7 +12,7 @@ from turbojax.attention import pooled as pooled_attention
 from turbojax.attention import turbo as turbo_attention
 from turbojax.attention.options import Options, Visibility
 from turbojax.attention.pooled.static import PooledOptions
-from turbojax.caches import AttentionOptions, progressive
+from turbojax.caches import AttentionOptions
 from turbojax.caches import exact as exact_attention
 from turbojax.caches import paged as paged_attention
 from turbojax.caches.exact import api as exact_api
