@@ -11,7 +11,6 @@ import pytest
 import turbojax as tj
 from tests import oracles
 from tests.contracts.implementations import interpreted, kernel_is_slow
-from turbojax.caches.token_scaled import api
 from turbojax.caches.token_scaled import cache as kv4
 
 UNIT = 2.0**-24
@@ -20,8 +19,8 @@ ADDED = 18 * UNIT
 # The most tokens that Hopper's kernel multiplies at once.
 BLOCK = 64
 STATIC = ("scale", "local_window_size", "logits_soft_cap", "implementation", "return_residual")
-decode = jax.jit(api.decode, static_argnames=STATIC)
-prefill = jax.jit(api.prefill, static_argnames=(*STATIC, "is_causal"))
+decode = jax.jit(tj.decode, static_argnames=STATIC)
+prefill = jax.jit(tj.prefill, static_argnames=(*STATIC, "is_causal"))
 append = jax.jit(kv4.append)
 
 
@@ -317,7 +316,7 @@ def test_transforms(implementation):
     caches = [filled(2, 16, lengths, room=8) for lengths in ((20, 4), (20, 9))]
     stacked = jax.tree.map(lambda *x: np.stack(x), *caches)
     query = normal(9, (2, 2, 1, 4, 16))
-    call, one = run(implementation), functools.partial(api.decode, implementation=implementation)
+    call, one = run(implementation), functools.partial(tj.decode, implementation=implementation)
     want = [np.asarray(call(q, c)) for q, c in zip(query, caches, strict=True)]
     np.testing.assert_array_equal(call(query[0], caches[0]), want[0])
     with interpreted(implementation):
@@ -390,9 +389,9 @@ def test_gradients_are_refused():
     query, key, value = prompt()
     cache = kv4.init_cache(3, 64, 2, 16, dtype=jnp.float32)
     with pytest.raises(NotImplementedError, match="fireq.decode has no gradient"):
-        jax.grad(lambda q: api.decode(q, cache).sum())(query)
+        jax.grad(lambda q: tj.decode(q, cache).sum())(query)
     with pytest.raises(NotImplementedError, match="fireq.prefill has no gradient"):
-        jax.grad(lambda q: api.prefill(q, key, value, cache)[0].sum())(query)
+        jax.grad(lambda q: tj.prefill(q, key, value, cache)[0].sum())(query)
 
 
 QUERY = jnp.zeros((2, 1, 4, 16))
@@ -400,7 +399,7 @@ QUERY = jnp.zeros((2, 1, 4, 16))
 
 def ask(query=QUERY, cache=None, **options):
     cache = kv4.init_cache(2, 9, 2, 16, dtype=jnp.float32) if cache is None else cache
-    return api.decode(query, cache, **options)
+    return tj.decode(query, cache, **options)
 
 
 WRONG = {
@@ -425,7 +424,7 @@ WRONG = {
     ),
     "queries of a prompt": (
         ValueError,
-        lambda: api.prefill(
+        lambda: tj.prefill(
             QUERY, *[jnp.zeros((2, 3, 2, 16))] * 2, kv4.init_cache(2, 9, 2, 16, dtype=jnp.float32)
         ),
         r"\(2, 1, 4, 16\).*one query per key",

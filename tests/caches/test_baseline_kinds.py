@@ -8,7 +8,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from turbojax import kv, models, parallel
+from turbojax import caches as kv
+from turbojax import models, parallel
 from turbojax.caches.comparison import Kivi, kivi, tokens
 from turbojax.caches.comparison.codes import stored_dtype
 from turbojax.caches.exact.cache import init_cache as init_exact

@@ -30,7 +30,7 @@ from turbojax import fireq, k8v4, models
 from turbojax.attention.options import Options
 from turbojax.caches.token_scaled import api, triton
 from turbojax.caches.token_scaled import cache as kv4
-from turbojax.caches.token_scaled.k8v4 import K8V4
+from turbojax.caches.token_scaled.kind import K8V4
 
 append = jax.jit(k8v4.append)
 E4M3 = ml_dtypes.float8_e4m3fn

@@ -9,9 +9,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+import turbojax as tj
 from tests.caches.cache_helpers import assert_same_bits
 from turbojax.caches.token_scaled import cache as kv4
-from turbojax.caches.token_scaled import prefill
 
 BATCH, HEADS, HEAD_DIM = 3, 2, 16
 
@@ -173,7 +173,7 @@ def test_how_tokens_are_split_into_calls_does_not_matter(jitted):
 def test_prefill_stores_what_append_stores():
     key, value = random_tokens(20, 5)
     count = lengths(20, 7, 0)
-    _, cache = prefill(key, key, value, new(), key_value_seq_lengths=count)
+    _, cache = tj.prefill(key, key, value, new(), key_value_seq_lengths=count)
     assert_same_bits(cache, append(new(), key, value, lengths=count))
 
 

@@ -14,7 +14,8 @@ from tests.attention.paged_helpers import normal
 from tests.caches.latent_cache_helpers import FORMATS, LATENT, ROPE, append, content, filled, stored
 from tests.oracles import paged as oracle
 from tests.oracles.polar import signs
-from turbojax import kv, models, paged
+from turbojax import caches as kv
+from turbojax import models, paged
 from turbojax.caches.latent.cache import as_pages
 
 LENGTHS = (37, 1, 0)
@@ -312,8 +313,12 @@ def test_layers_caches_that_cannot_be(given, words):
 
 def test_sinks_are_refused():
     cache = kv.init_layer_cache(2, 16, 1, 80, kind="latent", rope_dim=16, dtype=jnp.float32)
+    attend = kv.attend_new_tokens()
+    tokens = normal(0, (2, 1, 1, 16)), normal(0, (2, 1, 1, 64))
     with pytest.raises(NotImplementedError, match="cannot attend with sinks"):
-        kv.kind_of(cache).decode(normal(0, (2, 1, 4, 80)), cache, sinks=jnp.zeros(4))
+        attend(normal(0, (2, 1, 4, 80)), *tokens, cache, sinks=jnp.zeros(4))
+    with pytest.raises(TypeError, match="must hold keys and values of heads"):
+        tj.decode(normal(0, (2, 1, 4, 80)), cache)
 
 
 def test_keys_and_values_of_several_heads_are_refused():

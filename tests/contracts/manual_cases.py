@@ -15,7 +15,6 @@ from jax.sharding import PartitionSpec as P
 
 import turbojax as tj
 from turbojax import fireq, k8v4, paged, polar
-from turbojax.attention.options import AttentionOptions
 from turbojax.caches import exact as exact_attention
 from turbojax.caches.exact import cache as exact
 from turbojax.caches.paged import kind as kv_pages
@@ -238,10 +237,8 @@ def _window_of_pages() -> Built:
     def call(query: Any, key: Any, value: Any, size: Any) -> Any:
         sizes = query.shape[0], 300, key.shape[2], H
         layer = kv_pages.init_layer(*sizes, kind="fp8_e4m3", page_size=16, local_window_size=9)
-        options = AttentionOptions(local_window_size=9)
-        return kv_pages.append_and_attend(query, key, value, layer, lengths=size, options=options)[
-            0
-        ]
+        given = {"key_value_seq_lengths": size, "local_window_size": (8, 0)}
+        return tj.prefill(query, key, value, layer, **given)[0]
 
     return call, (*prompt(160), lengths(0, 160))
 

@@ -19,7 +19,8 @@ from tests.caches.cache_helpers import (
     prefill,
 )
 from tests.kernels.kernel_helpers import lower_for_cuda
-from turbojax import _device, kv, models
+from turbojax import _device, models
+from turbojax import caches as kv
 from turbojax.attention.options import Options
 from turbojax.attention.turbo import triton
 from turbojax.caches.progressive import decode_mosaic

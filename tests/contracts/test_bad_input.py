@@ -270,9 +270,15 @@ KINDS = {
         r"lengths.dtype=float32.*integer",
     ),
     "no cache to prefill": (lambda: prefill(into={"a": 1}), r"dict.*ProgressiveCache"),
-    "no cache to append to": (lambda: append(into=(KEY, KEY)), r"tuple.*ProgressiveCache"),
-    "no cache to decode": (lambda: decode(into=(KEY, KEY)), r"tuple.*ProgressiveCache"),
-    "no cache to dequantize": (lambda: tj.dequantize(KEY), r"must be a ProgressiveCache"),
+    "no cache to append to": (
+        lambda: append(into=(KEY, KEY)),
+        r"tuple.*Progressive",
+    ),
+    "no cache to decode": (
+        lambda: decode(into=(KEY, KEY)),
+        r"tuple.*Progressive",
+    ),
+    "no cache to dequantize": (lambda: tj.dequantize(KEY), r"must be one of .*ProgressiveCache"),
     "dequantized to integers": (
         lambda: tj.dequantize(cache(), jnp.int32),
         r"int32.*bfloat16, float16 or float32",

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from turbojax import kv
+from turbojax import caches as kv
 from turbojax.app.options import CACHES
 from turbojax.caches import (
     AttentionOptions,

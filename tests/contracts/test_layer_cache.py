@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import turbojax as tj
-from turbojax import kv as layer_cache
+from turbojax import caches as layer_cache
 from turbojax.caches import AttentionOptions, attend_new_tokens, attend_prompt
 from turbojax.caches import exact as exact_attention
 from turbojax.caches.comparison import Kivi

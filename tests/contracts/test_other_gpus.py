@@ -51,7 +51,7 @@ def test_default_launches_fit_the_shared_memory(monkeypatch, capability):
             )
         )
         query = jax.ShapeDtypeStruct((batch, tokens, 2, head_dim), jnp.bfloat16)
-        refusal = decode_mosaic.decode_unsupported(
+        refusal = decode_mosaic.unsupported(
             query=query, cache=cache, options=Options(True, scale=1.0)
         )
         if refusal is not None:

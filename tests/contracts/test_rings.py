@@ -61,7 +61,8 @@ def store(cache, key, value, lengths, implementation="xla"):
 @functools.partial(jax.jit, static_argnames="implementation")
 def append(cache, key, value, lengths=None, implementation="xla"):
     kind = kind_of(cache)
-    return kind.append(cache, key, value, lengths=lengths, implementation=implementation)
+    writer = kind.writer(implementation, key.shape[1])
+    return kind.append(cache, key, value, lengths=lengths, implementation=writer)
 
 
 @functools.partial(jax.jit, static_argnames="implementation")

@@ -313,5 +313,6 @@ def test_beside_attention_that_is_named(monkeypatch, count, is_a_kernel):
     case = CASES["4 bits"]
     cache = jax.eval_shape(lambda: new(case))
     x = jax.ShapeDtypeStruct((BATCH, count, HEADS, 128), jnp.bfloat16)
-    run = functools.partial(PROGRESSIVE.append, implementation="mosaic_gpu")
+    writer = PROGRESSIVE.writer("mosaic_gpu", count)
+    run = functools.partial(PROGRESSIVE.append, implementation=writer)
     assert ("turbojax_append_hopper" in str(jax.make_jaxpr(run)(cache, x, x))) == is_a_kernel

@@ -94,7 +94,7 @@ def test_a_launch_that_would_lose_blocks_is_refused(splits, cluster, words):
 
 
 def refusal(query, cache):
-    return decode_mosaic.decode_unsupported(
+    return decode_mosaic.unsupported(
         query=query,
         cache=cache,
         options=Options(True, scale=1.0),
@@ -172,9 +172,7 @@ def test_windows_are_taken_of_caches_without_first_tokens(hopper):
     options = Options(True, scale=1.0, window=(9, 0))
     for config, is_taken in ((tj.TurboConfig(), False), (tj.TurboConfig(first_tokens=0), True)):
         cache = abstract_cache(config)
-        found = decode_mosaic.decode_unsupported(
-            query=abstract_query(cache), cache=cache, options=options
-        )
+        found = decode_mosaic.unsupported(query=abstract_query(cache), cache=cache, options=options)
         assert found is None if is_taken else "window=(9, 0) must be None" in found
 
 

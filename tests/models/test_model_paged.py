@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+import turbojax as tj
 from turbojax import models
 from turbojax.caches import kinds
 from turbojax.caches.paged import kind as paged
@@ -59,7 +60,7 @@ def test_a_layer_attends_to_what_was_appended():
     key, value, query = _normal(0, 3, 70, 2, 16), _normal(1, 3, 70, 2, 16), _normal(2, 3, 70, 4, 16)
     lengths = jnp.array([70, 0, 33])
     layer = paged.append(layer, key, value, lengths=lengths)
-    out = paged.attend(query, layer, query_lengths=lengths)
+    out = tj.decode(query, layer, query_seq_lengths=lengths)
     for row, length in enumerate(lengths.tolist()):
         if length:
             expected = _dense(query[row, :length], key[row, :length], value[row, :length])
@@ -68,7 +69,7 @@ def test_a_layer_attends_to_what_was_appended():
     new = _normal(3, 3, 1, 2, 16), _normal(4, 3, 1, 2, 16)
     layer = paged.append(layer, *new)
     np.testing.assert_array_equal(layer.lengths, lengths + 1)
-    out = paged.attend(query[:, :1], layer)
+    out = tj.decode(query[:, :1], layer)
     for row, length in enumerate(lengths.tolist()):
         held = [
             np.concatenate([x[row, :length], y[row]])
@@ -89,9 +90,9 @@ def test_chunks_of_a_prompt_change_no_bit(monkeypatch, kind, is_ragged):
     if is_ragged:
         layer = append(layer, key[:, :5], value[:, :5])
     layer = append(layer, key, value, lengths=lengths)
-    whole = paged.attend(query, layer, query_lengths=lengths)
+    whole = tj.decode(query, layer, query_seq_lengths=lengths)
     monkeypatch.setattr(paged, "QUERY_CHUNK", 16)
-    parts = paged.attend(query, layer, query_lengths=lengths)
+    parts = tj.decode(query, layer, query_seq_lengths=lengths)
     np.testing.assert_array_equal(parts, whole)
     assert np.any(np.asarray(parts[0]) != 0)
 
@@ -110,7 +111,7 @@ def test_a_part_of_the_sequences_is_filled_alone(kind):
         rows = (jax.lax.dynamic_slice_in_dim(x, first, 2) for x in (key, value, lengths, query))
         k, v, n, q = rows
         part = paged.append(part, k, v, lengths=n)
-        out = paged.attend(q, part, query_lengths=n)
+        out = tj.decode(q, part, query_seq_lengths=n)
         return kinds.put_sequences(layer, part, first), out
 
     second, out_second = fill(layer, 2)
@@ -120,7 +121,7 @@ def test_a_part_of_the_sequences_is_filled_alone(kind):
         np.testing.assert_array_equal(np.asarray(a, np.float32), np.asarray(b, np.float32))
     np.testing.assert_array_equal(
         jnp.concatenate([out_first, out_second]),
-        paged.attend(query, whole, query_lengths=lengths),
+        tj.decode(query, whole, query_seq_lengths=lengths),
     )
 
 

@@ -10,7 +10,7 @@ from flax import nnx
 
 from turbojax import models, smoothing
 from turbojax.caches.token_scaled import cache as kv4
-from turbojax.caches.token_scaled.kv4 import through_kv4
+from turbojax.caches.token_scaled.kind import through_kv4
 from turbojax.matmul.int4.weight import Int4Weight, dequantize, quantize_weight
 from turbojax.models import causal_attention
 from turbojax.models.calibration import calibrate

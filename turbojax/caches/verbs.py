@@ -250,7 +250,7 @@ def decode(
 
 
 def dequantize(
-    cache: Any, *, dtype: jax.typing.DTypeLike | None = None
+    cache: Any, dtype: jax.typing.DTypeLike | None = None
 ) -> tuple[jax.Array, jax.Array]:
     """The keys and values that a cache stands for, for tests and debugging.
 
