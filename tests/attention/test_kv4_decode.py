@@ -403,7 +403,7 @@ def ask(query=QUERY, cache=None, **options):
 
 
 WRONG = {
-    "cache": (TypeError, lambda: ask(cache=tj.init_cache(2, 9, 2, 16)), "must be a Kv4Cache"),
+    "cache": (TypeError, lambda: ask(cache=QUERY), "must be one of ExactCache"),
     "rank": (ValueError, lambda: ask(QUERY[0]), r"\(1, 4, 16\).*\[B, T, N, H\]"),
     "dtype": (TypeError, lambda: ask(QUERY.astype(jnp.bfloat16)), "bfloat16.*float32"),
     "batch": (ValueError, lambda: ask(QUERY[:1]), r"\(1, 1, 4, 16\).*\[2, T, N, 16\]"),
