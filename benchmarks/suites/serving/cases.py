@@ -212,7 +212,21 @@ def groups() -> list[Group]:
             ),
         ),
         *_speculation(llama, Setting(slots=32, max_length=1024, num_pages=32 * 16 + 16), 32, 512),
+        _grid(128, 2048, 26221.0),
+        _grid(1000, 1000, 17744.0),
     ]
+
+
+def _grid(prompt: int, new: int, published: float) -> Group:
+    """Lengths of the grid that TensorRT-LLM publishes, with its figure for fp8 weights on an H200.
+
+    INT4 weights and 4-bit pages leave room for 1,024 sequences at a time.
+    """
+    tokens, at_a_time = prompt + new, 1024
+    setting = Setting(at_a_time, tokens, num_pages=at_a_time * -(-tokens // 64) + 64)
+    asked = (("generated_per_second", published),)
+    cases = (Case("engine", 160, weights="int4", asked=asked),)
+    return Group(f"grid-{prompt}-{new}", "llama-3.1-8b", setting, 2048, prompt, new, cases)
 
 
 def _one() -> tuple[Case, ...]:
