@@ -33,10 +33,10 @@ from benchmarks import choosing, tables
 from benchmarks.cache_quality import held_out_windows, mean_and_error
 from turbojax import SAS, TurboConfig, _writing, models
 from turbojax._environment import environment
-from turbojax.config import Mode
-from turbojax.kv.whole import WholeAttention, attend_within
-from turbojax.ops.options import PLAIN
-from turbojax.ops.turbo_attention.api import ATTENTION
+from turbojax.attention.options import PLAIN
+from turbojax.attention.turbo.api import ATTENTION
+from turbojax.caches.whole import WholeAttention, attend_within
+from turbojax.numerics.config import Mode
 
 SOFTMAXES: dict[str, Any] = {"exact": "exact", "sas": SAS(), "sas2": SAS(base="2")}
 BLOCKS = (64, 128)

@@ -32,11 +32,11 @@ from benchmarks.suite import Shown
 from benchmarks.tables import Result
 from turbojax import _writing, models
 from turbojax._environment import environment
+from turbojax.attention.options import PLAIN, AttentionOptions
 from turbojax.finetune.data import Corpus, standard_library_corpus
 from turbojax.finetune.evaluate import bits_per_byte
 from turbojax.finetune.settings import Settings
 from turbojax.finetune.trainer import Trainer, dense_attention
-from turbojax.ops.options import PLAIN, AttentionOptions
 
 SETTINGS = Settings(steps=1000, context=2048, batch_size=16, learning_rate=1e-3, warmup_steps=50)
 # From the embedded model's weights.

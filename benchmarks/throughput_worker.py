@@ -18,11 +18,11 @@ import numpy as np
 
 from turbojax import models
 from turbojax._environment import environment
-from turbojax.config import TurboConfig
-from turbojax.kv import LayerCache, kind_of
+from turbojax.caches import LayerCache, kind_of
+from turbojax.caches.progressive import append_reference as reference
 from turbojax.models.generation import session as generation
 from turbojax.models.generation.caching import init_caches
-from turbojax.state.progressive import reference
+from turbojax.numerics.config import TurboConfig
 
 WARM_UP_STEPS = 2
 

@@ -12,36 +12,34 @@ from turbojax import paged as paged
 from turbojax import polar as polar
 from turbojax import quantizers as quantizers
 from turbojax import remat as remat
-from turbojax.config import TurboConfig as TurboConfig
+from turbojax.attention.merging import merge_attention as merge_attention
+from turbojax.attention.pooled import pooled_attention as pooled_attention
+from turbojax.attention.turbo import turbo_attention as turbo_attention
+from turbojax.caches.latent import expanded_latent_attention as expanded_latent_attention
+from turbojax.caches.latent import latent_attention as latent_attention
+from turbojax.caches.latent.cache import LatentCache as LatentCache
+from turbojax.caches.latent.cache import append_latents as append_latents
+from turbojax.caches.latent.cache import dequantize_latents as dequantize_latents
+from turbojax.caches.latent.cache import init_latent_cache as init_latent_cache
+from turbojax.caches.latent.pages import LatentPages as LatentPages
+from turbojax.caches.latent.pages import init_latent_pages as init_latent_pages
+from turbojax.caches.paged import paged_attention as paged_attention
+from turbojax.caches.paged.allocator import PageAllocator as PageAllocator
+from turbojax.caches.paged.pool import PagedCache as PagedCache
+from turbojax.caches.paged.pool import init_paged_cache as init_paged_cache
+from turbojax.caches.progressive import CacheSide as CacheSide
+from turbojax.caches.progressive import ProgressiveCache as ProgressiveCache
+from turbojax.caches.progressive import append as append
+from turbojax.caches.progressive import decode as decode
+from turbojax.caches.progressive import dequantize as dequantize
+from turbojax.caches.progressive import init_cache as init_cache
+from turbojax.caches.progressive import prefill as prefill
 from turbojax.levels import level_density as level_density
 from turbojax.levels import select_levels as select_levels
-from turbojax.ops.latent_attention import (
-    expanded_latent_attention as expanded_latent_attention,
-)
-from turbojax.ops.latent_attention import latent_attention as latent_attention
-from turbojax.ops.merging import merge_attention as merge_attention
-from turbojax.ops.paged_attention import paged_attention as paged_attention
-from turbojax.ops.pooled_attention import pooled_attention as pooled_attention
-from turbojax.ops.turbo_attention import decode as decode
-from turbojax.ops.turbo_attention import prefill as prefill
-from turbojax.ops.turbo_attention import turbo_attention as turbo_attention
+from turbojax.numerics.config import TurboConfig as TurboConfig
+from turbojax.numerics.sas import SAS as SAS
+from turbojax.numerics.sas import sas_softmax as sas_softmax
 from turbojax.quantizers import head_priority as head_priority
-from turbojax.sas import SAS as SAS
-from turbojax.sas import sas_softmax as sas_softmax
-from turbojax.state.latent.cache import LatentCache as LatentCache
-from turbojax.state.latent.cache import append_latents as append_latents
-from turbojax.state.latent.cache import dequantize_latents as dequantize_latents
-from turbojax.state.latent.cache import init_latent_cache as init_latent_cache
-from turbojax.state.latent.pages import LatentPages as LatentPages
-from turbojax.state.latent.pages import init_latent_pages as init_latent_pages
-from turbojax.state.pages.allocator import PageAllocator as PageAllocator
-from turbojax.state.pages.pool import PagedCache as PagedCache
-from turbojax.state.pages.pool import init_paged_cache as init_paged_cache
-from turbojax.state.progressive import CacheSide as CacheSide
-from turbojax.state.progressive import ProgressiveCache as ProgressiveCache
-from turbojax.state.progressive import append as append
-from turbojax.state.progressive import dequantize as dequantize
-from turbojax.state.progressive import init_cache as init_cache
 
 if TYPE_CHECKING:
     from turbojax import flax as flax

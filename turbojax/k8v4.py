@@ -1,10 +1,10 @@
 """The cache of e4m3 keys and 4-bit values: `init_cache`, `prefill`, `append`, `decode`."""
 
-from turbojax.ops.kv4_attention import decode as decode
-from turbojax.ops.kv4_attention import prefill as prefill
-from turbojax.state.kv4 import K8v4Cache as K8v4Cache
-from turbojax.state.kv4 import append as append
-from turbojax.state.kv4 import dequantize as dequantize
-from turbojax.state.kv4 import init_k8v4_cache as init_cache
+from turbojax.caches.token_scaled import decode as decode
+from turbojax.caches.token_scaled import prefill as prefill
+from turbojax.caches.token_scaled.cache import K8v4Cache as K8v4Cache
+from turbojax.caches.token_scaled.cache import append as append
+from turbojax.caches.token_scaled.cache import dequantize as dequantize
+from turbojax.caches.token_scaled.cache import init_k8v4_cache as init_cache
 
 __all__ = ["K8v4Cache", "append", "decode", "dequantize", "init_cache", "prefill"]

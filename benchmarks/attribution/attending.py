@@ -70,7 +70,7 @@ class Variant:
         options: Any = None,
         sinks: Any = None,
     ) -> tuple[jax.Array, jax.Array]:
-        """Attends as `turbojax.kv.Attend` has it; `cache` is whether the layer is one of `layers`.
+        """Attends as `turbojax.caches.Attend` has it; `cache` is whether the layer is one of `layers`.
 
         The number of tokens is a multiple of 128.
         """

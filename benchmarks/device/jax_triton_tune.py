@@ -23,9 +23,9 @@ from benchmarks.timing import measure
 from pallas_kernels.upstream_triton.attention import SparseExponential, Tiling, attention
 from turbojax import _writing
 from turbojax._environment import environment
-from turbojax.ops.options import Options
-from turbojax.ops.turbo_attention import jax_triton, reference
-from turbojax.ops.turbo_attention.operands import quantize_operands
+from turbojax.attention.options import Options
+from turbojax.attention.turbo import jax_triton, reference
+from turbojax.attention.turbo.operands import quantize_operands
 
 MODES = ("fp8", "int8_fp8", "int8")
 SOFTMAXES = {"exact": "exact", "sas": tj.SAS(), "sas2": tj.SAS(base="2")}

@@ -24,8 +24,8 @@ from benchmarks import machine, stored, timing
 from benchmarks.shapes import Shape
 from benchmarks.suite import timing_facts
 from benchmarks.suites.attention import cudnn_fp8, prefill
-from turbojax.ops.options import Options
-from turbojax.ops.turbo_attention import mosaic_gpu, mosaic_gradient
+from turbojax.attention.options import Options
+from turbojax.attention.turbo import mosaic_gpu, mosaic_gradient
 
 Row = dict[str, Any]
 

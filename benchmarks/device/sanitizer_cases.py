@@ -22,17 +22,19 @@ from pallas_kernels.mosaic.hopper.paged_prompt.expand import Codec
 from pallas_kernels.triton import gradient_rows
 from pallas_kernels.triton import quantize as stage1
 from pallas_kernels.triton._common import WHOLE, parameters
-from turbojax.ops import exact_attention, kv4_attention
-from turbojax.ops.fp8_tokens import quantize_activation, rms_norm_quantize
-from turbojax.ops.grouped_matmul import grouped_matmul
-from turbojax.ops.int4_matmul.api import matmul
-from turbojax.ops.paged_attention import paged_attention
+from turbojax.caches import exact as exact_attention
+from turbojax.caches import token_scaled as kv4_attention
+from turbojax.caches.exact import cache as exact
+from turbojax.caches.paged import paged_attention
+from turbojax.caches.paged import pool as paged
+from turbojax.caches.progressive.update import store_prompt
+from turbojax.caches.token_scaled import cache as kv4
+from turbojax.matmul.fp8_tokens import quantize_activation, rms_norm_quantize
+from turbojax.matmul.grouped import grouped_matmul
+from turbojax.matmul.int4.api import matmul
+from turbojax.matmul.int4.codes import from_codes
+from turbojax.matmul.int4.experts import quantize_experts
 from turbojax.quantizers import Fp8Tokens, quantize_weight
-from turbojax.quantizers.int4_codes import from_codes
-from turbojax.quantizers.int4_experts import quantize_experts
-from turbojax.state import exact, kv4
-from turbojax.state.pages import pool as paged
-from turbojax.state.progressive.update import store_prompt
 
 
 @dataclasses.dataclass(frozen=True)

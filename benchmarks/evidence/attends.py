@@ -14,11 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from turbojax import polar
-from turbojax.config import TurboConfig
-from turbojax.kv import PooledAttention
-from turbojax.kv.whole import attend_within, causal_attention
-from turbojax.ops.options import PLAIN, AttentionOptions
-from turbojax.sas import SAS
+from turbojax.attention.options import PLAIN, AttentionOptions
+from turbojax.caches import PooledAttention
+from turbojax.caches.whole import attend_within, causal_attention
+from turbojax.numerics.config import TurboConfig
+from turbojax.numerics.sas import SAS
 
 Rounding = Any
 """A hashable function from keys or values ``[B, T, K, H]`` to what is left of them."""
@@ -36,7 +36,7 @@ class Whole(Protocol):
         options: AttentionOptions = PLAIN,
         sinks: jax.Array | None = None,
     ) -> tuple[jax.Array, Any]:
-        """See `turbojax.kv.Attend`."""
+        """See `turbojax.caches.Attend`."""
 
     def marks(self, num_layers: int) -> tuple[jax.Array | None, ...]:
         """What stands for each layer's cache: None, or a float32 scalar that it writes."""

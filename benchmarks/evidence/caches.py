@@ -12,7 +12,7 @@ from benchmarks.evidence.subject import Subject
 from benchmarks.evidence.writing import Entries, EvidenceTable, found, measured
 from benchmarks.plots import wide_figure
 from benchmarks.tables import Result
-from turbojax.config import PriorityMethod
+from turbojax.numerics.config import PriorityMethod
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

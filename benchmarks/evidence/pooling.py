@@ -11,8 +11,8 @@ from benchmarks.evidence.subject import Subject
 from benchmarks.evidence.writing import EvidenceTable, found
 from benchmarks.plots import wide_figure
 from benchmarks.tables import Result, Row
+from turbojax.caches import PooledAttention, pooled_by_name
 from turbojax.evaluation.methods import top_k_of_density
-from turbojax.kv import PooledAttention, pooled_by_name
 from turbojax.levels import LocalWindow, Policy, SimilarityCap, Strided, Threshold, TopK
 
 if TYPE_CHECKING:

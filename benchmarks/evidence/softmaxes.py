@@ -17,8 +17,8 @@ from benchmarks.evidence.subject import Subject
 from benchmarks.evidence.writing import EvidenceTable, measured
 from benchmarks.plots import wide_figure
 from benchmarks.tables import Result, Row
-from turbojax.config import TurboConfig
-from turbojax.sas import SAS
+from turbojax.numerics.config import TurboConfig
+from turbojax.numerics.sas import SAS
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

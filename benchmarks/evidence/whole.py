@@ -8,12 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.evidence.attends import Exact, Whole
-from turbojax.config import TurboConfig
+from turbojax.caches.whole import attend_within
 from turbojax.evaluation import Scores
 from turbojax.evaluation.decoding import greedy_choice
 from turbojax.evaluation.programs import repeatable
-from turbojax.kv.whole import attend_within
 from turbojax.models import Decoder
+from turbojax.numerics.config import TurboConfig
 
 _WIDE = TurboConfig(mode="float", softmax="exact", block_q=512, block_kv=512, buffer_size=512)
 

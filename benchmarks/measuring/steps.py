@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from benchmarks import timing
 from benchmarks.measuring.compiling import Lower, lowered
-from turbojax.kv import LayerCache, kind_of
+from turbojax.caches import LayerCache, kind_of
 
 Future = concurrent.futures.Future[Any]
 

@@ -8,8 +8,8 @@ import numpy as np
 
 from benchmarks.shapes import Shape
 from turbojax import TurboConfig
-from turbojax.baselines import Kivi
-from turbojax.state.progressive.reference import stored_blocks
+from turbojax.caches.comparison import Kivi
+from turbojax.caches.progressive.append_reference import stored_blocks
 
 _BFLOAT16 = 2
 

@@ -22,9 +22,9 @@ from benchmarks.suite import Suite, over_baselines
 from benchmarks.suites.fireq.tables import one_line
 from benchmarks.tables import Result
 from turbojax import paged
-from turbojax.ops.latent_attention import attend_latents
-from turbojax.ops.options import Options
-from turbojax.state.latent.formats import LATENT_DTYPES
+from turbojax.attention.options import Options
+from turbojax.caches.latent import attend_latents
+from turbojax.caches.latent.formats import LATENT_DTYPES
 
 OPERATION = "latent"
 _BASELINE = "bf16"

@@ -4,7 +4,7 @@ Lanes find the extremes of their eight channels, two channels at once; a thread 
 then finds its scale and zero, and what a code needs of them, which lanes read again. Codes go
 through shared memory to be packed: a byte has codes of channels, or of tokens, that are far apart.
 
-Numbers are those of `turbojax.quantizers.progressive`. Integers live in float32, where an addition
+Numbers are those of `turbojax.numerics.progressive`. Integers live in float32, where an addition
 rounds, and are read from its bits.
 """
 
@@ -16,9 +16,9 @@ from pallas_kernels.mosaic import eight_bits, lane
 from pallas_kernels.mosaic.block import CHANNELS, Block, Share, Words
 from pallas_kernels.mosaic.lane import Float, Int, Pointer
 
-# Widths of the planes of a code, low bits first (see turbojax.quantizers.packing).
+# Widths of the planes of a code, low bits first (see turbojax.numerics.packing).
 _PLANES = {2: (2,), 3: (2, 1), 4: (4,)}
-# Restores halves of an integer in float32, see turbojax.quantizers.progressive.
+# Restores halves of an integer in float32, see turbojax.numerics.progressive.
 _FINE = 4096.0
 _WARP = 32
 _LANE_BYTES = 4 * CHANNELS  # lowest and highest codes of eight channels
@@ -237,7 +237,7 @@ def _channel(
 def _quotient(numerator: Float, fine: Float) -> Float:
     """Half-to-even rounding of an integer over a channel's scale, plus `ROUNDER`.
 
-    Exact although the reciprocal is not: see `turbojax.quantizers.progressive`.
+    Exact although the reciprocal is not: see `turbojax.numerics.progressive`.
     """
     shifted = numerator.fma(fine, lane.number(lane.ROUNDER))
     # The second sum's constant takes the first rounder away again.

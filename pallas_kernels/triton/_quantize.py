@@ -22,7 +22,7 @@ from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels.triton._common import E4M3_MAX, INT8_RANGE, Ref, fma, next_power_of_2, rint
 
-# Widths of the planes of a code, low bits first (see turbojax.quantizers.packing).
+# Widths of the planes of a code, low bits first (see turbojax.numerics.packing).
 _PLANES = {2: (2,), 3: (2, 1), 4: (4,)}
 # Adding it to float32 within +-2**22 leaves them, rounded half to even, in the low bits.
 _ROUNDER = 12582912.0
@@ -312,7 +312,7 @@ def write_block(
 def _shifted_quotient(numerator: jax.Array, reciprocal: jax.Array, interpret: bool) -> jax.Array:
     """Half-to-even rounding of an integer over a channel's scale, plus `_ROUNDER`.
 
-    Exact although the reciprocal is not: see `turbojax.quantizers.progressive`.
+    Exact although the reciprocal is not: see `turbojax.numerics.progressive`.
     """
     shifted = _shift(numerator, reciprocal * 4096, interpret)
     if interpret:

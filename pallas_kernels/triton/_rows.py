@@ -56,7 +56,7 @@ def _to_e4m3(x: jax.Array, scale: jax.Array) -> jax.Array:
 
 
 def _to_codes(x: jax.Array, scale: jax.Array) -> jax.Array:
-    """``rint(x / scale)``, made exact by comparisons as in `turbojax.quantizers.int8`."""
+    """``rint(x / scale)``, made exact by comparisons as in `turbojax.numerics.int8`."""
     limit = _common.INT8_RANGE
     code = _common.rint(jnp.minimum(jnp.maximum(x * (1 / scale), -limit), limit))
     guess = code.astype(jnp.float32)

@@ -11,7 +11,7 @@ Weights are the rows of the products, tokens the columns: weights are converted 
 which the matrix units take their first operand, and few tokens are a narrow product. Both operands
 are float16, which holds every e4m3 value: products are exact, sums those of float32. A byte tile of
 a group gives two operands of 64 inputs, low and high nibbles; the tokens come in that order
-(`turbojax.ops.int4_matmul.triton`). Where tiles are few, programs share a tile's groups and leave
+(`turbojax.matmul.int4.triton`). Where tiles are few, programs share a tile's groups and leave
 float32 sums, which XLA adds up and finishes.
 
 H100, jax 0.11.2, microseconds of 14336 x 4096 (`fireq_2026-11-21.json`), of tokens

@@ -10,7 +10,7 @@ Roofline, both in 4 bits, for 4 sequences of 4,096 tokens, 8 KV heads, head dim 
   One token of 64 sequences moves 0.3 MB: a launch, and a chain of loads to find the place.
 Target: 150 us for the first, 10 us for the second.
 
-The numbers are those of `turbojax.polar.encode`, and of `turbojax.state.pages.formats.to_int8`, bit
+The numbers are those of `turbojax.polar.encode`, and of `turbojax.caches.paged.formats.to_int8`, bit
 for bit: the same additions in the same order,
 squares whose sums do not depend on contraction, and a norm that comparisons decide.
 

@@ -16,7 +16,7 @@ import turbojax as tj
 from tests import oracles
 from tests.attention.attention_helpers import EXACT, SAS_2, SAS_E, assert_agrees, oracle_softmax
 from tests.contracts.implementations import interpreted
-from turbojax.state.progressive.update import store_prompt
+from turbojax.caches.progressive.update import store_prompt
 
 SOFTMAXES = {"exact": EXACT, "sas-e": SAS_E, "sas-2": SAS_2}
 BATCH, HEADS, KV_HEADS, HEAD_DIM = 3, 4, 2, 64

@@ -9,8 +9,8 @@ import numpy as np
 
 import tests.oracles.paged as stored_oracle
 from tests.oracles.paged import code_bits, fp8_names, has_codes, int8_sides
-from turbojax.ops.paged_attention import paged_attention
-from turbojax.state.pages import pool as paged
+from turbojax.caches.paged import paged_attention
+from turbojax.caches.paged import pool as paged
 
 UNIT = 2.0**-24
 # Sides stored unlike each other: between them, codes of all numbers of bits on either.

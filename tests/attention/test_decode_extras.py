@@ -9,11 +9,11 @@ import pytest
 
 import turbojax as tj
 from turbojax import fireq, k8v4, paged
-from turbojax.baselines import kivi
-from turbojax.kv import init_layer_cache
-from turbojax.ops import exact_attention
-from turbojax.ops.options import Options
-from turbojax.state import exact
+from turbojax.attention.options import Options
+from turbojax.caches import exact as exact_attention
+from turbojax.caches import init_layer_cache
+from turbojax.caches.comparison import kivi
+from turbojax.caches.exact import cache as exact
 
 HEADS, KV_HEADS, HEAD_DIM, ROOM, PAGE = 4, 2, 64, 192, 64
 LENGTHS = (150, 70, 0)

@@ -11,8 +11,8 @@ import pytest
 import turbojax as tj
 from tests import oracles
 from tests.contracts.implementations import interpreted, kernel_is_slow
-from turbojax.ops.kv4_attention import api
-from turbojax.state import kv4
+from turbojax.caches.token_scaled import api
+from turbojax.caches.token_scaled import cache as kv4
 
 UNIT = 2.0**-24
 # Of the largest: 16 terms and the sum cut off, and the new sum.

@@ -23,8 +23,8 @@ from tests.caches.latent_cache_helpers import (
     queries,
 )
 from turbojax import paged
-from turbojax.ops.latent_attention.api import LATENT as REGISTRY
-from turbojax.ops.options import Options
+from turbojax.attention.options import Options
+from turbojax.caches.latent.api import LATENT as REGISTRY
 
 LENGTHS = (300, 17, 1, 0)
 
@@ -307,7 +307,7 @@ def test_refusals_of_the_expanded_form(shapes, words):
 
 def test_what_the_kernel_takes(monkeypatch):
     """Chosen where it can run; the widths it was not written for are refused in words."""
-    from turbojax.ops.latent_attention import mosaic_gpu
+    from turbojax.caches.latent import mosaic_gpu
 
     monkeypatch.setattr(mosaic_gpu, "_has_kernel", lambda: True)
     monkeypatch.setattr(mosaic_gpu, "needs_hopper", lambda: None)
@@ -335,7 +335,7 @@ def test_what_the_kernel_takes(monkeypatch):
 @pytest.mark.quick(1)
 @pytest.mark.parametrize("kv_dtype", FORMATS)
 def test_the_kernel_is_lowered_for_what_the_op_gives_it(monkeypatch, kv_dtype):
-    from turbojax.ops.latent_attention import mosaic_gpu
+    from turbojax.caches.latent import mosaic_gpu
 
     monkeypatch.setattr(mosaic_gpu, "needs_hopper", lambda: None)
     pool = jax.eval_shape(lambda: paged.init_latent_pages(8, 64, kv_dtype=kv_dtype))
@@ -354,7 +354,7 @@ def test_the_kernel_is_lowered_for_what_the_op_gives_it(monkeypatch, kv_dtype):
 
 
 def test_caps_of_scores_are_refused():
-    from turbojax.ops.latent_attention import attend_latents
+    from turbojax.caches.latent import attend_latents
 
     pool, tables = filled("bfloat16", LENGTHS)
     options = Options(is_causal=True, scale=1.0, logits_soft_cap=3.0)

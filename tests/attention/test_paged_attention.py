@@ -25,8 +25,8 @@ from tests.attention.paged_helpers import (
     options_of,
 )
 from tests.contracts.implementations import interpreted
-from turbojax.ops.paged_attention import paged_attention
-from turbojax.state.pages import pool as paged
+from turbojax.caches.paged import paged_attention
+from turbojax.caches.paged import pool as paged
 
 
 def run(implementation):

@@ -27,9 +27,9 @@ from tests.attention.pooled_helpers import (
     worst,
 )
 from tests.contracts.implementations import interpreted, kernel_is_slow
-from turbojax.ops.pooled_attention import reference
-from turbojax.ops.pooled_attention.pooling import group_counts, pool, unpool
-from turbojax.ops.pooled_attention.static import PooledOptions
+from turbojax.attention.pooled import reference
+from turbojax.attention.pooled.pooling import group_counts, pool, unpool
+from turbojax.attention.pooled.static import PooledOptions
 
 BLOCKS = {"block_q": 32, "block_kv": 32}
 

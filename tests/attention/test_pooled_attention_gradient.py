@@ -26,8 +26,8 @@ from tests.attention.pooled_helpers import (
     random_levels,
     worst,
 )
-from turbojax.ops.pooled_attention import reference
-from turbojax.ops.pooled_attention.static import PooledOptions
+from turbojax.attention.pooled import reference
+from turbojax.attention.pooled.static import PooledOptions
 
 NAMES = [
     *(f"level {r}, causal, ragged" for r in (1, 2, 4, 8)),

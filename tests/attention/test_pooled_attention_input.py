@@ -7,7 +7,7 @@ import pytest
 
 import turbojax as tj
 from turbojax._registry import Implementation, Registry
-from turbojax.ops.pooled_attention import api
+from turbojax.attention.pooled import api
 
 QUERY, KEY = jnp.zeros((2, 40, 4, 16)), jnp.zeros((2, 70, 2, 16))
 LEVELS = jnp.ones((2, 4, 2, 3), jnp.int8)

@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from turbojax.ops import rows
-from turbojax.ops.optional_arrays import Extras
-from turbojax.ops.pooled_attention import lists, operands, pooling, segments
-from turbojax.ops.pooled_attention.static import LEVELS, PooledOptions
+from turbojax.attention.optional_arrays import Extras
+from turbojax.attention.pooled import lists, operands, pooling, segments
+from turbojax.attention.pooled.static import LEVELS, PooledOptions
+from turbojax.numerics import rows
 
 # Query tokens, key tokens, block_q, block_kv, is_causal, query lengths, key lengths.
 SHAPES = [

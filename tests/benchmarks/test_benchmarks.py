@@ -22,7 +22,7 @@ from benchmarks.suites.attention import suite as attention
 from benchmarks.suites.attention import tables as attention_tables
 from benchmarks.suites.attention.rows import alone
 from tests.tools.docs_helpers import copied_docs, docs_text
-from turbojax.baselines import kivi
+from turbojax.caches.comparison import kivi
 
 # Two sequences of 192 tokens, four query heads on two KV heads of 64 channels.
 TINY = Shape("tiny", 2, 192)

@@ -26,7 +26,7 @@ from benchmarks.suites.loading import tables as loading_tables
 from benchmarks.suites.loading import weights as loading_weights
 from benchmarks.suites.loading import worker as loading_worker
 from turbojax import models
-from turbojax.kv import init_layer_cache
+from turbojax.caches import init_layer_cache
 from turbojax.models.generation import session as generation
 
 SUITES = {"flax": flax.SUITE, "families": families.SUITE, "loading": loading.SUITE}

@@ -13,7 +13,7 @@ from benchmarks.suites.verdict import cases, plots, suite, tables
 from benchmarks.suites.verdict.methods import CACHES, DECODE, FULL, METHODS, PROMPT, TEXT
 from benchmarks.suites.verdict.texts import Texts
 from tests.tools.docs_helpers import docs_text
-from turbojax.kv import CACHE_NAMES
+from turbojax.caches import CACHE_NAMES
 
 TINY = Shape("tiny", 2, 192)
 

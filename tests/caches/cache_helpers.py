@@ -7,7 +7,7 @@ import numpy as np
 import turbojax as tj
 from tests import oracles
 from tests.contracts.implementations import interpreted
-from turbojax.state.progressive.update import store_prompt
+from turbojax.caches.progressive.update import store_prompt
 
 BATCH, HEADS, HEAD_DIM = 3, 4, 16
 CONFIGS = {

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tests.caches.cache_helpers import assert_same_bits
-from turbojax.state.pages import pool as paged
+from turbojax.caches.paged import pool as paged
 
 # Each number of bits on either side, and keys without codes.
 MIXES = ("k8v4", "int8", "turbo_k4v2", "turbo_k2v3", "int8_v4", "turbo_k3v4")

@@ -8,11 +8,12 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from turbojax import kv, models, parallel
-from turbojax.baselines import Kivi, kivi, tokens
-from turbojax.baselines.codes import stored_dtype
+from turbojax import caches as kv
+from turbojax import models, parallel
+from turbojax.caches.comparison import Kivi, kivi, tokens
+from turbojax.caches.comparison.codes import stored_dtype
+from turbojax.caches.exact.cache import init_cache as init_exact
 from turbojax.sharding.axes import Axes
-from turbojax.state.exact import init_cache as init_exact
 
 BATCH, HEADS, CHANNELS, ROOM = 2, 2, 32, 24
 CLASSES = {"int8": tokens.Int8Cache, "int4": tokens.Int4Cache, "e4m3": tokens.E4m3Cache}

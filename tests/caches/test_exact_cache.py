@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from tests import oracles
-from turbojax.ops import exact_attention
-from turbojax.state import exact, kv4
+from turbojax.caches import exact as exact_attention
+from turbojax.caches.exact import cache as exact
+from turbojax.caches.token_scaled import cache as kv4
 
 
 def _tensors(batch: int, length: int, heads: int, seed: int = 0) -> jax.Array:

@@ -13,7 +13,7 @@ from tests.kernels.kernel_helpers import lower_for_cuda
 from tests.oracles import int4 as oracle
 from turbojax._device import interpret_kernels
 from turbojax.flax.norms import rms_norm
-from turbojax.ops.fp8_tokens import quantize_activation, rms_norm_quantize, triton
+from turbojax.matmul.fp8_tokens import quantize_activation, rms_norm_quantize, triton
 from turbojax.quantizers import quantize_tokens
 
 DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)

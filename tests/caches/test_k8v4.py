@@ -27,10 +27,10 @@ from tests.caches.test_kv4_cache import awkward, oracle_pack, oracle_quantize
 from tests.contracts.implementations import interpreted
 from tests.kernels.kernel_helpers import lower_for_cuda
 from turbojax import fireq, k8v4, models
-from turbojax.kv.k8v4 import K8V4
-from turbojax.ops.kv4_attention import api, triton
-from turbojax.ops.options import Options
-from turbojax.state import kv4
+from turbojax.attention.options import Options
+from turbojax.caches.token_scaled import api, triton
+from turbojax.caches.token_scaled import cache as kv4
+from turbojax.caches.token_scaled.k8v4 import K8V4
 
 append = jax.jit(k8v4.append)
 E4M3 = ml_dtypes.float8_e4m3fn

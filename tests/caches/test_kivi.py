@@ -8,11 +8,11 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from turbojax.baselines import Kivi, kivi
-from turbojax.baselines.codes import rounded, stored_dtype
-from turbojax.ops import exact_attention
+from turbojax.caches import exact as exact_attention
+from turbojax.caches.comparison import Kivi, kivi
+from turbojax.caches.comparison.codes import rounded, stored_dtype
+from turbojax.caches.exact import cache as exact
 from turbojax.quantizers import unpack
-from turbojax.state import exact
 
 BATCH, HEADS, CHANNELS, GROUP, RESIDUAL, ROOM = 3, 2, 32, 16, 32, 100
 LENGTHS = (90, 37, 0)

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from tests.caches.cache_helpers import assert_same_bits
-from turbojax.ops.kv4_attention import prefill
-from turbojax.state import kv4
+from turbojax.caches.token_scaled import cache as kv4
+from turbojax.caches.token_scaled import prefill
 
 BATCH, HEADS, HEAD_DIM = 3, 2, 16
 

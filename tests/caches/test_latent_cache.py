@@ -14,8 +14,9 @@ from tests.attention.paged_helpers import normal
 from tests.caches.latent_cache_helpers import FORMATS, LATENT, ROPE, append, content, filled, stored
 from tests.oracles import paged as oracle
 from tests.oracles.polar import signs
-from turbojax import kv, models, paged
-from turbojax.state.latent.cache import as_pages
+from turbojax import caches as kv
+from turbojax import models, paged
+from turbojax.caches.latent.cache import as_pages
 
 LENGTHS = (37, 1, 0)
 START = jnp.zeros(3, jnp.int32)
@@ -269,7 +270,7 @@ def test_as_a_layers_cache(kind, tmp_path, monkeypatch):
         return kv.attend_latents(attend, query, latent, rope, cache, options)
 
     out, held = prompt()
-    monkeypatch.setattr("turbojax.kv.latent._QUERY_ROWS", 40)
+    monkeypatch.setattr("turbojax.caches.latent.kind._QUERY_ROWS", 40)
     np.testing.assert_allclose(prompt()[0], out, atol=1e-6)
     single, outs = cache, []
     step = jax.jit(

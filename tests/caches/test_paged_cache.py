@@ -10,8 +10,8 @@ import pytest
 import tests.oracles.paged as oracle
 from tests.caches.cache_helpers import assert_same_bits
 from turbojax import polar
-from turbojax.state.pages import formats
-from turbojax.state.pages import pool as paged
+from turbojax.caches.paged import formats
+from turbojax.caches.paged import pool as paged
 
 KINDS = ("auto", "fp8_e4m3", "fp8_e5m2", "int8", "turbo4", "k8v4", "int8_v4", "turbo_k3v2")
 BATCH, HEADS, HEAD_DIM, PAGES, SIZE = 3, 2, 32, 12, 16

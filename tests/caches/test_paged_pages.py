@@ -9,7 +9,7 @@ import pytest
 
 from tests.caches.cache_helpers import assert_same_bits
 from turbojax import paged
-from turbojax.state.pages.pool import page_arrays
+from turbojax.caches.paged.pool import page_arrays
 
 PAGES, SIZE, HEADS, HEAD_DIM = 8, 16, 2, 16
 KV_DTYPES = ("auto", "fp8_e4m3", "fp8_e5m2", "int8", "turbo4", "k8v4", "turbo_k3v2")

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tests.caches.test_paged_cache import BATCH, HEAD_DIM, HEADS, TABLES, new
-from turbojax.state.pages import pool as paged
+from turbojax.caches.paged import pool as paged
 
 BROKEN = {
     "norm": ("turbo4", {"key_norm": None}, "cache.key_norm is None, must be float16"),

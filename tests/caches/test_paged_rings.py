@@ -13,9 +13,10 @@ from tests.contracts.storage_helpers import assert_same_leaves
 from tests.models.family_helpers import least
 from turbojax import models, paged
 from turbojax.app import startup
+from turbojax.caches import AttentionOptions, init_layer_cache, kind_of
+from turbojax.caches.paged import kind as layers
+from turbojax.caches.paged import layer as paged_layer
 from turbojax.flax import TurboAttention
-from turbojax.kv import AttentionOptions, init_layer_cache, kind_of, paged_layer
-from turbojax.kv import pages as layers
 from turbojax.models.generation import caching
 from turbojax.models.generation.saving import load_cache, load_session, save_cache, save_session
 from turbojax.models.shapes import SHAPES

@@ -15,10 +15,11 @@ from jax.sharding import PartitionSpec as P
 
 import turbojax as tj
 from turbojax import fireq, k8v4, paged, polar
-from turbojax.kv import pages as kv_pages
-from turbojax.ops import exact_attention
-from turbojax.ops.options import AttentionOptions
-from turbojax.state import exact, kv4
+from turbojax.attention.options import AttentionOptions
+from turbojax.caches import exact as exact_attention
+from turbojax.caches.exact import cache as exact
+from turbojax.caches.paged import kind as kv_pages
+from turbojax.caches.token_scaled import cache as kv4
 
 B, K, N, H = 8, 4, 12, 32
 TOKENS, PAGES = 40, 5

@@ -14,11 +14,12 @@ from flax import nnx
 import turbojax as tj
 from tests.contracts import manual_cases
 from tests.contracts.manual_cases import TOKENS, B, Built, H, K, N, lengths, normal, pages, prompt
-from turbojax import kv, models, paged, smoothing
-from turbojax.config import PriorityMethod
-from turbojax.kv import attend_new_tokens, attend_prompt
-from turbojax.state.latent.formats import LATENT_DTYPES
-from turbojax.state.pages.formats import FORMATS
+from turbojax import caches as kv
+from turbojax import models, paged, smoothing
+from turbojax.caches import attend_new_tokens, attend_prompt
+from turbojax.caches.latent.formats import LATENT_DTYPES
+from turbojax.caches.paged.formats import FORMATS
+from turbojax.numerics.config import PriorityMethod
 
 CASES: dict[str, Callable[[], Built]] = dict(manual_cases.CASES)
 """By name: what makes a function and its arguments."""

@@ -10,10 +10,11 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 
 import turbojax as tj
-from turbojax.kv import init_layer_cache
-from turbojax.kv import pages as paged
-from turbojax.state import exact, kv4
-from turbojax.state import stored_file as files
+from turbojax.caches import init_layer_cache
+from turbojax.caches import stored_file as files
+from turbojax.caches.exact import cache as exact
+from turbojax.caches.paged import kind as paged
+from turbojax.caches.token_scaled import cache as kv4
 
 MIXED = tj.TurboConfig(
     num_low_bit_key_heads=1,

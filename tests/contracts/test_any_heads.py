@@ -19,10 +19,12 @@ from tests.caches.cache_helpers import (
     prefill,
 )
 from tests.kernels.kernel_helpers import lower_for_cuda
-from turbojax import _device, kv, models
-from turbojax.ops.options import Options
-from turbojax.ops.turbo_attention import mosaic_decode, triton
-from turbojax.state.progressive.update import store_prompt
+from turbojax import _device, models
+from turbojax import caches as kv
+from turbojax.attention.options import Options
+from turbojax.attention.turbo import triton
+from turbojax.caches.progressive import decode_mosaic as mosaic_decode
+from turbojax.caches.progressive.update import store_prompt
 
 HEAD_DIM, BLOCK, MAX_LENGTH = 16, 16, 96
 # Blocks and a buffer; a block and a buffer that a token more than fills; one token alone.

@@ -15,16 +15,23 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from turbojax import kv
+from turbojax import caches as kv
 from turbojax.app.options import CACHES
-from turbojax.baselines import Kivi
-from turbojax.config import TurboConfig
-from turbojax.kv import AttentionOptions, attend_new_tokens, attend_prompt, files, kind_for, kind_of
-from turbojax.kv.kinds import ALL_KINDS, KINDS, STORED, CacheKind, put_sequences, take_sequences
-from turbojax.kv.pages import PAGED_KINDS
+from turbojax.caches import (
+    AttentionOptions,
+    attend_new_tokens,
+    attend_prompt,
+    files,
+    kind_for,
+    kind_of,
+)
+from turbojax.caches.comparison import Kivi
+from turbojax.caches.exact import REPEATABLE
+from turbojax.caches.kinds import ALL_KINDS, KINDS, STORED, CacheKind, put_sequences, take_sequences
+from turbojax.caches.paged.kind import PAGED_KINDS
+from turbojax.caches.progressive.update import APPEND, STORE_PROMPT
 from turbojax.models import load_cache, save_cache
-from turbojax.ops.exact_attention import REPEATABLE
-from turbojax.state.progressive.update import APPEND, STORE_PROMPT
+from turbojax.numerics.config import TurboConfig
 
 BATCH, ROOM, HEADS, KV_HEADS, CHANNELS = 3, 20, 4, 2, 16
 LENGTHS = np.array([13, 6, 1])

@@ -28,11 +28,11 @@ from tests.contracts.storage_helpers import (
     rewrite,
     tokens,
 )
-from turbojax.baselines import kivi
-from turbojax.kv import init_layer_cache
-from turbojax.kv.kinds import take_sequences
+from turbojax.caches import init_layer_cache
+from turbojax.caches import stored_file as files
+from turbojax.caches.comparison import kivi
+from turbojax.caches.kinds import take_sequences
 from turbojax.models.generation.saving import load_cache, save_cache
-from turbojax.state import stored_file as files
 
 # What comes back ---------------------------------------------------------------------------------
 

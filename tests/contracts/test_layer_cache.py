@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 import turbojax as tj
-from turbojax import kv as layer_cache
-from turbojax.baselines import Kivi
-from turbojax.kv import AttentionOptions, attend_new_tokens, attend_prompt
-from turbojax.ops import exact_attention
+from turbojax import caches as layer_cache
+from turbojax.caches import AttentionOptions, attend_new_tokens, attend_prompt
+from turbojax.caches import exact as exact_attention
+from turbojax.caches.comparison import Kivi
 
 BATCH, TOKENS, HEADS, KV_HEADS, CHANNELS = 2, 13, 4, 2, 16
 LENGTHS = np.array([13, 6])

@@ -9,7 +9,7 @@ from flax import nnx
 import turbojax as tj
 from turbojax import flax as tj_flax
 from turbojax import models
-from turbojax.kv import (
+from turbojax.caches import (
     AttentionOptions,
     PooledAttention,
     attend_new_tokens,

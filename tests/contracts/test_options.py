@@ -8,19 +8,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from turbojax.kv import AttentionOptions
-from turbojax.ops import (
-    exact_attention,
-    kv4_attention,
-    paged_attention,
-    pooled_attention,
-    turbo_attention,
-)
-from turbojax.ops.options import Options, Visibility
-from turbojax.ops.pooled_attention.static import PooledOptions
-from turbojax.state import exact, kv4
-from turbojax.state.pages.pool import init_paged_cache
-from turbojax.state.progressive import init_cache
+from turbojax.attention import pooled as pooled_attention
+from turbojax.attention import turbo as turbo_attention
+from turbojax.attention.options import Options, Visibility
+from turbojax.attention.pooled.static import PooledOptions
+from turbojax.caches import AttentionOptions
+from turbojax.caches import exact as exact_attention
+from turbojax.caches import paged as paged_attention
+from turbojax.caches import token_scaled as kv4_attention
+from turbojax.caches.exact import cache as exact
+from turbojax.caches.paged.pool import init_paged_cache
+from turbojax.caches.progressive import init_cache
+from turbojax.caches.token_scaled import cache as kv4
 
 
 def complete(head_dim=64, **given):

@@ -10,9 +10,9 @@ import turbojax as tj
 from benchmarks.device import registers
 from benchmarks.device.sanitizer_cases import CASES
 from turbojax import _device
-from turbojax.ops.options import Options
-from turbojax.ops.paged_attention import mosaic_gpu as paged
-from turbojax.ops.turbo_attention import mosaic_decode
+from turbojax.attention.options import Options
+from turbojax.caches.paged import mosaic_gpu as paged
+from turbojax.caches.progressive import decode_mosaic as mosaic_decode
 
 # One case of each kernel without products of warpgroups, and the GPUs that it is offered on.
 LOWERED = {

@@ -12,9 +12,9 @@ from tests.kernels.kernel_helpers import lower_for_cuda
 from turbojax import _device
 from turbojax._device import interpret_kernels
 from turbojax._registry import Implementation, Registry
-from turbojax.ops.options import Options
-from turbojax.ops.turbo_attention.api import ATTENTION
-from turbojax.ops.turbo_attention.decoding import DECODE
+from turbojax.attention.options import Options
+from turbojax.attention.turbo.api import ATTENTION
+from turbojax.caches.progressive.api import DECODE
 
 
 def _registry() -> Registry:

@@ -12,14 +12,16 @@ import turbojax as tj
 from tests import oracles
 from tests.contracts.implementations import interpreted, kernel_is_slow
 from tests.kernels.kernel_helpers import lower_for_cuda
-from turbojax.kv import AttentionOptions, attend_new_tokens, init_layer_cache, kind_of
-from turbojax.ops import exact_attention, kv4_attention
-from turbojax.ops.kv4_attention import triton as triton_kv4
-from turbojax.ops.options import Options
-from turbojax.ops.turbo_attention import mosaic_decode
-from turbojax.ops.turbo_attention import triton as triton_decode
-from turbojax.state import exact, kv4, ring
-from turbojax.state.progressive import triton
+from turbojax.attention.options import Options
+from turbojax.attention.turbo import triton as triton_decode
+from turbojax.caches import AttentionOptions, attend_new_tokens, init_layer_cache, kind_of, ring
+from turbojax.caches import exact as exact_attention
+from turbojax.caches import token_scaled as kv4_attention
+from turbojax.caches.exact import cache as exact
+from turbojax.caches.progressive import append_triton as triton
+from turbojax.caches.progressive import decode_mosaic as mosaic_decode
+from turbojax.caches.token_scaled import cache as kv4
+from turbojax.caches.token_scaled import triton as triton_kv4
 
 BATCH, HEADS, KV_HEADS, CHANNELS = 3, 4, 2, 16
 KINDS = {

@@ -11,9 +11,9 @@ from flax import nnx
 import turbojax as tj
 from tests.attention.attention_helpers import SAS_E, tensors
 from turbojax import _device
-from turbojax.ops import cudnn
-from turbojax.ops.options import Options
-from turbojax.ops.turbo_attention import unrounded
+from turbojax.attention import cudnn
+from turbojax.attention.options import Options
+from turbojax.attention.turbo import unrounded
 
 CAUSAL = Options(True, scale=0.1)
 

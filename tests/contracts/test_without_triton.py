@@ -14,10 +14,10 @@ import pytest
 import turbojax as tj
 from tests.kernels.kernel_helpers import lower_for_cuda
 from turbojax import _device, fireq, k8v4, models, paged
+from turbojax.attention import cudnn
+from turbojax.caches.token_scaled import cache as kv4
 from turbojax.models.engine import programs, state, step
-from turbojax.ops import cudnn
 from turbojax.quantizers import quantize_weight
-from turbojax.state import kv4
 
 TRITON = "custom_call @__gpu$xla.gpu.triton"
 CASES = {}

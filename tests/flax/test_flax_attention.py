@@ -18,7 +18,7 @@ from tests.flax.flax_helpers import (
     params,
     tokens,
 )
-from turbojax.kv import AttentionOptions, PooledAttention
+from turbojax.caches import AttentionOptions, PooledAttention
 from turbojax.rotary import Rope
 
 VARIANTS = {

@@ -20,7 +20,7 @@ from tests.flax.flax_helpers import (
     params,
     tokens,
 )
-from turbojax.kv import PooledAttention, attend_new_tokens, attend_prompt, init_layer_cache
+from turbojax.caches import PooledAttention, attend_new_tokens, attend_prompt, init_layer_cache
 from turbojax.rotary import Rope
 
 

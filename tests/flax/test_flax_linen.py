@@ -23,8 +23,8 @@ from tests.flax.flax_helpers import (
     module,
     tokens,
 )
+from turbojax.caches import AttentionOptions
 from turbojax.flax import linen
-from turbojax.kv import AttentionOptions
 from turbojax.rotary import Rope
 
 VARIANTS = {

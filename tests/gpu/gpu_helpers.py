@@ -9,7 +9,7 @@ import pytest
 
 import turbojax as tj
 from tests.attention.attention_helpers import EXACT, SAS_2, SAS_E
-from turbojax.state.progressive.update import store_prompt
+from turbojax.caches.progressive.update import store_prompt
 
 MODES = ("int8", "int8_fp8", "fp8", "float")
 SOFTMAXES = {"exact": "exact", "sas": tj.SAS(), "sas-2": tj.SAS(base="2")}

@@ -11,9 +11,10 @@ import pytest
 import turbojax as tj
 from tests.caches.cache_helpers import assert_same_bits
 from turbojax import _device
-from turbojax.ops.numerics import quantize_scores_operand, quantize_values
-from turbojax.state.progressive import mosaic_gpu, triton
-from turbojax.state.progressive.update import store_prompt
+from turbojax.caches.progressive import append_mosaic as mosaic_gpu
+from turbojax.caches.progressive import append_triton as triton
+from turbojax.caches.progressive.update import store_prompt
+from turbojax.numerics.rounding import quantize_scores_operand, quantize_values
 
 pytestmark = pytest.mark.gpu
 MODULES = {"triton": triton, "mosaic_gpu": mosaic_gpu}

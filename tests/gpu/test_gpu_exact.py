@@ -10,11 +10,11 @@ import pytest
 from tests import oracles
 from tests.attention.paged_helpers import equal, normal
 from turbojax._device import needs_hopper
-from turbojax.ops import exact_attention
-from turbojax.ops.options import Options
-from turbojax.ops.paged_attention import attend_pages
-from turbojax.state import exact
-from turbojax.state.pages import pool as paged
+from turbojax.attention.options import Options
+from turbojax.caches import exact as exact_attention
+from turbojax.caches.exact import cache as exact
+from turbojax.caches.paged import attend_pages
+from turbojax.caches.paged import pool as paged
 
 pytestmark = pytest.mark.gpu
 

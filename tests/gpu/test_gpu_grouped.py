@@ -11,8 +11,8 @@ import turbojax as tj
 from tests.matmul.experts_helpers import assert_equals_experts, operands
 from tests.matmul.int4_helpers import wide
 from turbojax._device import needs_hopper
-from turbojax.ops.grouped_matmul import mosaic_gpu
-from turbojax.quantizers.int4 import BLOCK
+from turbojax.matmul.grouped import mosaic_gpu
+from turbojax.matmul.int4.weight import BLOCK
 
 pytestmark = pytest.mark.gpu
 

@@ -22,10 +22,10 @@ from tests.matmul.int4_helpers import (
     wide,
 )
 from turbojax._device import needs_hopper
-from turbojax.ops.fp8_tokens import quantize_activation, rms_norm_quantize
-from turbojax.ops.int4_matmul.api import MATMUL, matmul
+from turbojax.matmul.fp8_tokens import quantize_activation, rms_norm_quantize
+from turbojax.matmul.int4.api import MATMUL, matmul
+from turbojax.matmul.int4.weight import BLOCK
 from turbojax.quantizers import Fp8Tokens
-from turbojax.quantizers.int4 import BLOCK
 
 pytestmark = pytest.mark.gpu
 

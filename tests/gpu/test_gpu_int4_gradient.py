@@ -11,11 +11,11 @@ import turbojax as tj
 from tests.matmul.int4_helpers import random_weight, wide
 from tests.oracles import int4 as oracle
 from turbojax._device import needs_hopper
+from turbojax.matmul.fp8_tokens import scale_quantize
+from turbojax.matmul.int4 import mosaic_operands
+from turbojax.matmul.int4.weight import scaled_values
 from turbojax.models import lora
-from turbojax.ops.fp8_tokens import scale_quantize
-from turbojax.ops.int4_matmul import mosaic_operands
 from turbojax.quantizers import quantize_tokens
-from turbojax.quantizers.int4 import scaled_values
 
 pytestmark = pytest.mark.gpu
 

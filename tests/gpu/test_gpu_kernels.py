@@ -23,7 +23,7 @@ from tests.gpu.gpu_helpers import (
     normal,
 )
 from turbojax._device import gpu_compute_capability
-from turbojax.ops.options import Options
+from turbojax.attention.options import Options
 
 pytestmark = pytest.mark.gpu
 
@@ -281,8 +281,8 @@ def test_nan_reaches_what_it_reaches_in_the_definition():
 
 def test_none_takes_the_kernels_here():
     """Those for Hopper there, for Triton on other GPUs."""
-    from turbojax.ops.turbo_attention.decoding import DECODE as DECODE_REGISTRY
-    from turbojax.state.progressive.update import APPEND, STORE_PROMPT
+    from turbojax.caches.progressive.api import DECODE as DECODE_REGISTRY
+    from turbojax.caches.progressive.update import APPEND, STORE_PROMPT
 
     best = "mosaic_gpu" if gpu_compute_capability() == 9.0 else "triton"
     cache = tj.init_cache(1, 128, 2, 64, config=tj.TurboConfig.paper())

@@ -24,9 +24,9 @@ from tests.attention.test_kv4_decode import (
 from tests.caches.test_kv4_cache import awkward, oracle_pack, oracle_quantize
 from tests.gpu.gpu_helpers import assert_near, both
 from turbojax._device import needs_hopper
-from turbojax.ops.kv4_attention import mosaic_gpu
-from turbojax.ops.options import Options
-from turbojax.state import kv4
+from turbojax.attention.options import Options
+from turbojax.caches.token_scaled import cache as kv4
+from turbojax.caches.token_scaled import mosaic_gpu
 
 pytestmark = pytest.mark.gpu
 # Of implementations, those that run here.

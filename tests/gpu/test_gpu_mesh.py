@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 import turbojax as tj
 from tests.meshes.per_device_helpers import AUTO, EXPLICIT, calls, check, mesh_of
 from turbojax import models, parallel
-from turbojax.kv.kinds import init_layer_cache, kind_for
+from turbojax.caches.kinds import init_layer_cache, kind_for
 from turbojax.sharding import Axes
 
 pytestmark = [pytest.mark.gpu, pytest.mark.gpus]

@@ -9,9 +9,9 @@ import pytest
 
 from tests.models import moe_helpers as moe
 from turbojax import models, smoothing
+from turbojax.matmul.grouped import grouped_matmul
+from turbojax.matmul.int4 import matmul
 from turbojax.models import quantized_experts, quantized_layer
-from turbojax.ops.grouped_matmul import grouped_matmul
-from turbojax.ops.int4_matmul import matmul
 
 pytestmark = pytest.mark.gpu
 PLAIN = smoothing.Smoothing(cas=False, pts=False, rpn=False, crs=False)

@@ -12,8 +12,8 @@ from tests.attention.attention_helpers import EXACT, FLOAT, SAS_2, SAS_E, attend
 from tests.gpu.gpu_helpers import CASES, GRID, error
 from tests.gpu.gpu_helpers import EIGHT_BIT_MODES as MODES
 from turbojax import _device
-from turbojax.ops.options import Options
-from turbojax.ops.turbo_attention import mosaic_gpu
+from turbojax.attention.options import Options
+from turbojax.attention.turbo import mosaic_gpu
 
 pytestmark = [
     pytest.mark.gpu,

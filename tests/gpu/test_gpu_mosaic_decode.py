@@ -12,8 +12,8 @@ from benchmarks.shapes import MODELS
 from tests.gpu.gpu_helpers import SOFTMAXES, assert_near, decode, filled, normal
 from tests.gpu.gpu_helpers import both as both_kernels
 from turbojax._device import needs_hopper
-from turbojax.ops.options import Options
-from turbojax.ops.turbo_attention import mosaic_decode
+from turbojax.attention.options import Options
+from turbojax.caches.progressive import decode_mosaic as mosaic_decode
 
 pytestmark = [
     pytest.mark.gpu,

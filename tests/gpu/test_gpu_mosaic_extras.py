@@ -16,14 +16,9 @@ from tests.gpu.gpu_helpers import EIGHT_BIT_MODES as MODES
 from tests.gpu.gpu_helpers import error
 from tests.grids import pairwise
 from turbojax import _device
-from turbojax.ops.optional_arrays import Extras
-from turbojax.ops.options import Options
-from turbojax.ops.turbo_attention import (
-    gradient_reference,
-    mosaic_gpu,
-    mosaic_gradient,
-    reference,
-)
+from turbojax.attention.optional_arrays import Extras
+from turbojax.attention.options import Options
+from turbojax.attention.turbo import gradient_reference, mosaic_gpu, mosaic_gradient, reference
 
 pytestmark = [
     pytest.mark.gpu,

@@ -14,8 +14,8 @@ import pytest
 import turbojax as tj
 from tests.attention.attention_helpers import EXACT, SAS_E, tensors
 from turbojax import _device
-from turbojax.ops.options import Options
-from turbojax.ops.turbo_attention import gradient_reference, mosaic_gradient, reference
+from turbojax.attention.options import Options
+from turbojax.attention.turbo import gradient_reference, mosaic_gradient, reference
 
 pytestmark = [
     pytest.mark.gpu,

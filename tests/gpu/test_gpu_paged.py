@@ -29,8 +29,8 @@ from tests.attention.paged_helpers import (
 from tests.gpu.gpu_helpers import assert_near
 from tests.oracles.paged import code_bits, int8_sides
 from turbojax._device import needs_hopper
-from turbojax.ops.options import Options
-from turbojax.state.pages import pool as paged
+from turbojax.attention.options import Options
+from turbojax.caches.paged import pool as paged
 
 pytestmark = pytest.mark.gpu
 
@@ -65,7 +65,7 @@ def takes(kv_dtype, dim):
 
 def implementation(kernel, query, cache, tables):
     """A call of `kernel`; where the GPU is no Hopper perhaps a skip that says so."""
-    from turbojax.ops.paged_attention import api
+    from turbojax.caches.paged import api
 
     [chosen] = [i for i in api.PAGED.implementations if i.name == kernel]
     refusal = chosen.unsupported(
@@ -205,7 +205,7 @@ def test_a_merge_of_one_part_changes_no_bit(kv_dtype, kernel):
 )
 def test_how_programs_are_cut_changes_no_bit(kv_dtype, head_dim, tokens, options):
     """On Hopper: a few blocks a program, a part, and with other parts the same numbers."""
-    from turbojax.ops.paged_attention import mosaic_gpu
+    from turbojax.caches.paged import mosaic_gpu
 
     lengths = (9000, 2049, 255, 1, 0)
     cache, tables = filled(kv_dtype, lengths, 2, head_dim, dtype=jnp.bfloat16)

@@ -23,8 +23,8 @@ from tests.caches.paged_append_helpers import (
 )
 from turbojax import polar
 from turbojax._device import needs_hopper
-from turbojax.state.pages import formats
-from turbojax.state.pages import pool as paged
+from turbojax.caches.paged import formats
+from turbojax.caches.paged import pool as paged
 
 pytestmark = pytest.mark.gpu
 

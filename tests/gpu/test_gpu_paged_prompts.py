@@ -110,8 +110,8 @@ def test_chunks_do_not_matter(option, kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_sequence_after_the_other(kind, monkeypatch):
     """Where expanded pages would take too much memory: the same bits."""
-    from turbojax.ops.options import Options
-    from turbojax.ops.paged_attention import mosaic_prompt
+    from turbojax.attention.options import Options
+    from turbojax.caches.paged import mosaic_prompt
 
     query, cache, tables, lengths, counts = large("chunks of two", kind)
     arrays = query, cache, jnp.asarray(tables), jnp.asarray(lengths), jnp.asarray(counts)
@@ -127,8 +127,8 @@ def test_one_sequence_after_the_other(kind, monkeypatch):
 @pytest.mark.parametrize("part", [None, 128])
 def test_programs_go_on_past_tiles_that_see_nothing(part, kind):
     """Several tiles a program, some of empty sequences and some of padding alone."""
-    from turbojax.ops.options import Options
-    from turbojax.ops.paged_attention import mosaic_prompt
+    from turbojax.attention.options import Options
+    from turbojax.caches.paged import mosaic_prompt
 
     lengths = [290 if b % 4 == 0 else 3 * (b % 4 == 1) for b in range(64)]
     cache, tables = filled(kind, tuple(lengths), 2, 128, 32, dtype=jnp.bfloat16)

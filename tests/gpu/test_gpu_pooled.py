@@ -25,8 +25,8 @@ from tests.attention.pooled_helpers import (
     plain_gradient,
 )
 from turbojax._device import needs_hopper
-from turbojax.ops.pooled_attention.api import FORWARD
-from turbojax.ops.pooled_attention.static import PooledOptions
+from turbojax.attention.pooled.api import FORWARD
+from turbojax.attention.pooled.static import PooledOptions
 
 pytestmark = pytest.mark.gpu
 

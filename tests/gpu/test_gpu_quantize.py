@@ -14,7 +14,7 @@ from pallas_kernels.triton import gradient_rows
 from tests.gpu.gpu_helpers import normal
 from tests.kernels.gradient_rows_helpers import CASES, check, expected, tensors
 from turbojax import _device
-from turbojax.ops.turbo_attention import operands
+from turbojax.attention.turbo import operands
 
 pytestmark = pytest.mark.gpu
 KERNELS = [

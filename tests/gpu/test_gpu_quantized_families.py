@@ -10,8 +10,8 @@ import pytest
 
 from tests.gpu.test_gpu_families import FAMILIES
 from turbojax import models
+from turbojax.matmul.int4 import matmul
 from turbojax.models import causal_attention, quantized_layer
-from turbojax.ops.int4_matmul import matmul
 
 pytestmark = pytest.mark.gpu
 

@@ -11,11 +11,11 @@ import turbojax as tj
 from tests.caches.cache_helpers import assert_same_bits
 from tests.gpu.gpu_helpers import assert_near, normal
 from turbojax._device import needs_hopper
-from turbojax.ops import kv4_attention
-from turbojax.ops.options import Options
-from turbojax.ops.turbo_attention import mosaic_decode
-from turbojax.state import kv4
-from turbojax.state.progressive.update import store_prompt
+from turbojax.attention.options import Options
+from turbojax.caches import token_scaled as kv4_attention
+from turbojax.caches.progressive import decode_mosaic as mosaic_decode
+from turbojax.caches.progressive.update import store_prompt
+from turbojax.caches.token_scaled import cache as kv4
 
 pytestmark = pytest.mark.gpu
 

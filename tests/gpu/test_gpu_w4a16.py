@@ -20,8 +20,8 @@ from tests.matmul.int4_helpers import (
     wide,
 )
 from turbojax._device import needs_hopper
-from turbojax.ops.int4_matmul.api import MATMUL
-from turbojax.quantizers.int4 import in_blocks
+from turbojax.matmul.int4.api import MATMUL
+from turbojax.matmul.int4.weight import in_blocks
 
 pytestmark = pytest.mark.gpu
 

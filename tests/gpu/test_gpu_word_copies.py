@@ -9,9 +9,9 @@ import turbojax as tj
 from tests.gpu.gpu_helpers import decode, filled, normal
 from turbojax import fireq
 from turbojax._device import needs_hopper
-from turbojax.ops.kv4_attention import mosaic_gpu as kv4
-from turbojax.ops.paged_attention import mosaic_gpu as paged
-from turbojax.ops.turbo_attention import mosaic_decode
+from turbojax.caches.paged import mosaic_gpu as paged
+from turbojax.caches.progressive import decode_mosaic as mosaic_decode
+from turbojax.caches.token_scaled import mosaic_gpu as kv4
 
 pytestmark = [
     pytest.mark.gpu,

@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from turbojax.ops import numerics
-from turbojax.ops.turbo_attention.operands import blocks
+from turbojax.attention.turbo.operands import blocks
+from turbojax.numerics import rounding as numerics
 
 # Batch, tokens, heads, head dim; block, rows of the results, dtype.
 CASES = {

@@ -39,9 +39,9 @@ from tests.attention.pooled_helpers import (
     plain,
     plain_gradient,
 )
-from turbojax.ops.pooled_attention import mosaic_gpu as pooled
-from turbojax.ops.pooled_attention import pooling
-from turbojax.ops.pooled_attention.static import LEVELS, PooledOptions
+from turbojax.attention.pooled import mosaic_gpu as pooled
+from turbojax.attention.pooled import pooling
+from turbojax.attention.pooled.static import LEVELS, PooledOptions
 
 
 def plain_pool(key, value, lengths, *, multiple):

@@ -20,8 +20,8 @@ from pallas_kernels.mosaic.hopper.paged_prompt import join, kernel, lost, produc
 from tests.attention.paged_helpers import assert_matches_oracle, check_nan, filled, normal
 from tests.attention.paged_prompt_helpers import with_many
 from tests.kernels import interpreted_pooled as interpreted
-from turbojax.ops.options import Options
-from turbojax.ops.paged_attention import mosaic_prompt
+from turbojax.attention.options import Options
+from turbojax.caches.paged import mosaic_prompt
 
 
 def clean(values, found, count):

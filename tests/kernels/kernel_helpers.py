@@ -5,7 +5,7 @@ import contextlib
 import jax
 import jax.numpy as jnp
 
-from turbojax.ops.optional_arrays import Extras
+from turbojax.attention.optional_arrays import Extras
 
 # The name by which newer versions of jax look up what a GPU can do.
 _GPU = "NVIDIA H100 80GB HBM3"

@@ -24,9 +24,9 @@ from pallas_kernels.upstream_triton import attention as launcher
 from tests.attention.attention_helpers import EXACT, SAS_2, SAS_E, tensors
 from tests.oracles.softmax import exponential as oracle_exponential
 from turbojax import _device
-from turbojax.ops.options import Options
-from turbojax.ops.turbo_attention import jax_triton, reference
-from turbojax.ops.turbo_attention.operands import quantize_operands
+from turbojax.attention.options import Options
+from turbojax.attention.turbo import jax_triton, reference
+from turbojax.attention.turbo.operands import quantize_operands
 
 KERNEL = "pallas_kernels.upstream_triton._kernel"
 MODES = ("int8", "int8_fp8", "fp8")

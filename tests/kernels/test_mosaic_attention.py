@@ -17,10 +17,10 @@ from tests.attention.attention_helpers import EXACT, SAS_2, SAS_E
 from tests.grids import pairwise
 from tests.kernels.kernel_helpers import OFFSETS, SEGMENTS, extras_of, lower_for_cuda
 from turbojax import _device
-from turbojax.ops.optional_arrays import NOTHING
-from turbojax.ops.options import Options
-from turbojax.ops.turbo_attention import mosaic_gpu
-from turbojax.ops.turbo_attention.operands import permute_tokens, quantize_queries
+from turbojax.attention.optional_arrays import NOTHING
+from turbojax.attention.options import Options
+from turbojax.attention.turbo import mosaic_gpu
+from turbojax.attention.turbo.operands import permute_tokens, quantize_queries
 
 MODES = ("int8", "int8_fp8", "fp8")
 SEES_ALL = Options(False, scale=0.1)

@@ -24,12 +24,12 @@ from tests.kernels.kernel_helpers import lower_for_cuda
 from tests.kernels.test_mosaic_gradient import accumulator
 from tests.oracles import warp
 from tests.oracles.fragments import fragments
-from turbojax.ops.optional_arrays import Extras
-from turbojax.ops.options import Options
-from turbojax.ops.turbo_attention import mosaic_gpu, mosaic_gradient
-from turbojax.ops.turbo_attention.api import ATTENTION
-from turbojax.ops.turbo_attention.gradient import GRADIENT
-from turbojax.ops.turbo_attention.operands import bias_of_hopper
+from turbojax.attention.optional_arrays import Extras
+from turbojax.attention.options import Options
+from turbojax.attention.turbo import mosaic_gpu, mosaic_gradient
+from turbojax.attention.turbo.api import ATTENTION
+from turbojax.attention.turbo.gradient import GRADIENT
+from turbojax.attention.turbo.operands import bias_of_hopper
 
 BATCH, HEADS, TOKENS, SIZE = 2, 3, 75, 140
 DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}

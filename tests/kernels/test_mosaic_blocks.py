@@ -16,7 +16,7 @@ from tests.kernels.kernel_helpers import lower_for_cuda
 from tests.oracles import lanes as oracle
 from tests.oracles import quantizers, warp
 from turbojax import _device
-from turbojax.ops.turbo_attention import operands
+from turbojax.attention.turbo import operands
 
 DTYPES = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16, "float32": np.float32}
 

@@ -18,11 +18,13 @@ from tests.oracles import lanes as oracle
 from tests.oracles import warp
 from turbojax import _device
 from turbojax._device import interpret_kernels
-from turbojax.kv import cache_by_name
-from turbojax.kv.progressive import PROGRESSIVE
-from turbojax.ops.turbo_attention import operands
-from turbojax.state.progressive import mosaic_gpu, reference, triton
-from turbojax.state.progressive.update import store_prompt
+from turbojax.attention.turbo import operands
+from turbojax.caches import cache_by_name
+from turbojax.caches.progressive import append_mosaic as mosaic_gpu
+from turbojax.caches.progressive import append_reference as reference
+from turbojax.caches.progressive import append_triton as triton
+from turbojax.caches.progressive.kind import PROGRESSIVE
+from turbojax.caches.progressive.update import store_prompt
 
 BATCH, HEADS = 3, 2
 CASES = {

@@ -9,8 +9,8 @@ from benchmarks.shapes import MODELS
 from tests.grids import pairwise
 from tests.kernels.kernel_helpers import lower_for_cuda
 from turbojax import _device
-from turbojax.ops.options import Options
-from turbojax.ops.turbo_attention import mosaic_decode
+from turbojax.attention.options import Options
+from turbojax.caches.progressive import decode_mosaic as mosaic_decode
 
 
 def abstract_cache(config=tj.TurboConfig(), *, batch=2, length=1024, kv_heads=2, head_dim=128):

@@ -16,11 +16,12 @@ from pallas_kernels.mosaic.hopper.paged import copies, inputs, kernel
 from tests.kernels.kernel_helpers import lower_for_cuda
 from tests.oracles import warp
 from turbojax import _device
-from turbojax.ops import cudnn, exact_attention
-from turbojax.ops.exact_attention import api, mosaic_gpu
-from turbojax.ops.options import Options
-from turbojax.ops.paged_attention import mosaic_gpu as paged
-from turbojax.state import exact
+from turbojax.attention import cudnn
+from turbojax.attention.options import Options
+from turbojax.caches import exact as exact_attention
+from turbojax.caches.exact import api, mosaic_gpu
+from turbojax.caches.exact import cache as exact
+from turbojax.caches.paged import mosaic_gpu as paged
 
 
 def shapes(*, batch=2, tokens=1, heads=8, kv_heads=2, head_dim=128, room=300, dtype=jnp.bfloat16):

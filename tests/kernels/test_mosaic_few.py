@@ -26,10 +26,10 @@ from tests.matmul.int4_helpers import (
 )
 from tests.oracles import programs, warp
 from turbojax import _device
-from turbojax.ops.int4_matmul import few_mosaic, mosaic_operands, reference
-from turbojax.ops.int4_matmul.static import GATED
+from turbojax.matmul.int4 import few_mosaic, mosaic_operands, reference
+from turbojax.matmul.int4.static import GATED
+from turbojax.matmul.int4.weight import BLOCK
 from turbojax.quantizers import Fp8Tokens, quantize_tokens
-from turbojax.quantizers.int4 import BLOCK
 
 ROWS = (1, 7, 8, 9, 16, 17, 33, 64)
 SHAPES = (

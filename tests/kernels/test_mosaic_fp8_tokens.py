@@ -14,7 +14,7 @@ from tests.grids import pairwise
 from tests.kernels.kernel_helpers import lower_for_cuda
 from tests.oracles import lanes
 from turbojax import _device
-from turbojax.ops.fp8_tokens import (
+from turbojax.matmul.fp8_tokens import (
     mosaic_gpu,
     quantize_activation,
     rms_norm_quantize,

@@ -21,9 +21,9 @@ from tests.kernels.kernel_helpers import OFFSETS, SEGMENTS, extras_of, lower_for
 from tests.oracles import warp
 from tests.oracles.fragments import fragments
 from turbojax import _device
-from turbojax.ops.optional_arrays import NOTHING, Extras
-from turbojax.ops.options import Options
-from turbojax.ops.turbo_attention import gradient, mosaic_gradient
+from turbojax.attention.optional_arrays import NOTHING, Extras
+from turbojax.attention.options import Options
+from turbojax.attention.turbo import gradient, mosaic_gradient
 
 SEES_ALL = Options(False, scale=0.1)
 FEATURES = {

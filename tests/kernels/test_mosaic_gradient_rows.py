@@ -17,8 +17,8 @@ from tests.kernels.kernel_helpers import lower_for_cuda
 from tests.oracles import lanes as oracle
 from tests.oracles import warp
 from turbojax import _device
-from turbojax.ops.options import Options
-from turbojax.ops.turbo_attention import mosaic_gradient
+from turbojax.attention.options import Options
+from turbojax.attention.turbo import mosaic_gradient
 
 INT8, E4M3 = jnp.int8, jnp.float8_e4m3fn
 

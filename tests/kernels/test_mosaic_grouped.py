@@ -15,10 +15,11 @@ from pallas_kernels.mosaic.hopper.matmul import epilogue, grouped, plan
 from tests.kernels.kernel_helpers import lower_for_cuda
 from tests.oracles import warp
 from turbojax import _device
-from turbojax.ops.grouped_matmul import mosaic_gpu
-from turbojax.ops.grouped_matmul.api import GROUPED_MATMUL
-from turbojax.ops.grouped_matmul.tiles import cut
-from turbojax.quantizers import Fp8Tokens, Int4Weight, int4
+from turbojax.matmul.grouped import mosaic_gpu
+from turbojax.matmul.grouped.api import GROUPED_MATMUL
+from turbojax.matmul.grouped.tiles import cut
+from turbojax.matmul.int4 import weight as int4
+from turbojax.quantizers import Fp8Tokens, Int4Weight
 
 KINDS = {"e4m3": jnp.float8_e4m3fn, "bf16": jnp.bfloat16, "f16": jnp.float16}
 

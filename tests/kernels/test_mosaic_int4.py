@@ -20,9 +20,10 @@ from tests.kernels.kernel_helpers import lower_for_cuda
 from tests.matmul.int4_helpers import random_tokens, wide
 from tests.oracles import int4 as oracle
 from turbojax import _device
-from turbojax.ops.int4_matmul import matmul, mosaic_gpu, mosaic_operands
-from turbojax.ops.int4_matmul.api import MATMUL
-from turbojax.quantizers import Fp8Tokens, Int4Weight, int4
+from turbojax.matmul.int4 import matmul, mosaic_gpu, mosaic_operands
+from turbojax.matmul.int4 import weight as int4
+from turbojax.matmul.int4.api import MATMUL
+from turbojax.quantizers import Fp8Tokens, Int4Weight
 
 ROWS = (1, 7, 8, 9, 16, 33, 64, 65, 128, 129, 256, 257, 1000, 2048, 4097)
 SHARED_BYTES = 227 * 1024

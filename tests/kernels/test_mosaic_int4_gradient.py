@@ -18,7 +18,7 @@ from tests.kernels.test_mosaic_int4 import hopper as hopper
 from tests.kernels.test_mosaic_int4 import specification
 from tests.oracles import int4 as oracle
 from tests.oracles import warp
-from turbojax.ops.int4_matmul import matmul, mosaic_gradient, mosaic_operands
+from turbojax.matmul.int4 import matmul, mosaic_gradient, mosaic_operands
 
 EXPAND, PRODUCT = "turbojax_int4_expand_transposed_hopper", "turbojax_fp8_matmul_hopper"
 SHARED_BYTES = 227 * 1024

@@ -24,7 +24,7 @@ from tests.kernels import (
     test_mosaic_prompt,
 )
 from tests.kernels.kernel_helpers import lower_for_cuda
-from turbojax.ops.int4_matmul import mosaic_gpu as int4
+from turbojax.matmul.int4 import mosaic_gpu as int4
 
 if not hasattr(plgpu, "force_gpu_interpret_mode"):
     pytest.skip(

@@ -22,10 +22,10 @@ from tests.caches import test_k8v4
 from tests.kernels.kernel_helpers import lower_for_cuda
 from tests.oracles import warp
 from turbojax import _device
-from turbojax.ops.kv4_attention import mosaic_gpu
-from turbojax.ops.options import Options
+from turbojax.attention.options import Options
+from turbojax.caches.token_scaled import cache as kv4
+from turbojax.caches.token_scaled import mosaic_gpu
 from turbojax.quantizers import quantize_fp8
-from turbojax.state import kv4
 
 KINDS = {"kv4": kv4.init_cache, "k8v4": kv4.init_k8v4_cache}
 SHARED_BYTES = 227 * 1024

@@ -14,7 +14,8 @@ from tests.caches.cache_helpers import assert_same_bits
 from tests.caches.test_kv4_cache import awkward
 from tests.kernels.kernel_helpers import lower_for_cuda
 from tests.oracles import warp
-from turbojax.state import kv4, kv4_mosaic
+from turbojax.caches.token_scaled import append_mosaic as kv4_mosaic
+from turbojax.caches.token_scaled import cache as kv4
 
 INIT = {"kv4": kv4.init_cache, "k8v4": kv4.init_k8v4_cache}
 xla = functools.partial(kv4.append, implementation="xla")

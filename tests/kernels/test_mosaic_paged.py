@@ -34,9 +34,9 @@ from tests.kernels.kernel_helpers import lower_for_cuda
 from tests.kernels.mosaic_paged_helpers import MIXED, STORED_BITS, mixed_block, norms_of, stored
 from tests.oracles import warp
 from turbojax import _device, polar
-from turbojax.ops.options import Options
-from turbojax.ops.paged_attention import mosaic_gpu
-from turbojax.state.pages.pool import init_paged_cache
+from turbojax.attention.options import Options
+from turbojax.caches.paged import mosaic_gpu
+from turbojax.caches.paged.pool import init_paged_cache
 
 # Of ``kv_dtype="auto"`` by dtype, which is the queries' too.
 PLAIN = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16}

@@ -23,8 +23,8 @@ from tests.grids import pairwise
 from tests.kernels.kernel_helpers import lower_for_cuda
 from tests.oracles import lanes
 from turbojax import _device
-from turbojax.state.pages import mosaic_gpu
-from turbojax.state.pages import pool as paged
+from turbojax.caches.paged import append_mosaic as mosaic_gpu
+from turbojax.caches.paged import pool as paged
 
 DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
 FORMATS = ("turbo4", "auto", "fp8_e4m3", "fp8_e5m2", *MIXES)

@@ -10,7 +10,7 @@ import pytest
 from pallas_kernels.mosaic import warp as frame
 from pallas_kernels.mosaic.hopper.paged import inputs, merge
 from tests.oracles import warp
-from turbojax.state.pages import checks
+from turbojax.caches.paged import checks
 
 
 @pytest.mark.quick(5, slow=0)

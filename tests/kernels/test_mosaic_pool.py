@@ -10,8 +10,8 @@ import pytest
 from pallas_kernels.mosaic.hopper.pooled import pool as kernel
 from tests.kernels.kernel_helpers import lower_for_cuda
 from tests.oracles import lanes
-from turbojax.ops.pooled_attention import pooling
-from turbojax.ops.pooled_attention.static import LEVELS
+from turbojax.attention.pooled import pooling
+from turbojax.attention.pooled.static import LEVELS
 
 EPS = float(np.finfo(np.float32).eps)
 

@@ -13,10 +13,10 @@ import pytest
 import turbojax as tj
 from tests.kernels.kernel_helpers import lower_for_cuda
 from turbojax import _device
-from turbojax.ops import rows
-from turbojax.ops.optional_arrays import Extras
-from turbojax.ops.pooled_attention import api, mosaic_gpu
-from turbojax.ops.pooled_attention.static import PooledOptions
+from turbojax.attention.optional_arrays import Extras
+from turbojax.attention.pooled import api, mosaic_gpu
+from turbojax.attention.pooled.static import PooledOptions
+from turbojax.numerics import rows
 
 
 def shapes(head_dim=128, dtype=jnp.bfloat16, tokens=1000, size=1003, block_q=128, block_kv=128):

@@ -24,9 +24,9 @@ from tests.kernels.test_mosaic_paged import specification
 from tests.oracles import warp
 from tests.oracles.turns import Turns
 from turbojax import _device
-from turbojax.ops.options import Options
-from turbojax.ops.paged_attention import hopper, mosaic_prompt
-from turbojax.state.pages.pool import gather
+from turbojax.attention.options import Options
+from turbojax.caches.paged import hopper, mosaic_prompt
+from turbojax.caches.paged.pool import gather
 
 KINDS = ("auto", "turbo4", "fp8_e4m3", "fp8_e5m2", "k8v4", "int8", "turbo_k3v2")
 

@@ -26,9 +26,10 @@ from tests.oracles import int4 as oracle
 from tests.oracles import lanes as emulated
 from tests.oracles import warp
 from turbojax import _device
-from turbojax.ops.int4_matmul import mosaic_gpu, w4a16_mosaic
-from turbojax.ops.int4_matmul.w4a16_mosaic import FewLaunch, Launch
-from turbojax.quantizers import Int4Weight, int4_layout
+from turbojax.matmul.int4 import layout as int4_layout
+from turbojax.matmul.int4 import mosaic_gpu, w4a16_mosaic
+from turbojax.matmul.int4.w4a16_mosaic import FewLaunch, Launch
+from turbojax.quantizers import Int4Weight
 
 SHARED_BYTES = 227 * 1024
 DTYPES = {"e4m3": jnp.float8_e4m3fn, "bf16": jnp.bfloat16, "f16": jnp.float16, "zeros": jnp.float16}

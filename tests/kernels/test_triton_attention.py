@@ -25,8 +25,8 @@ from tests.attention.attention_helpers import (
 from tests.grids import pairwise
 from tests.kernels.kernel_helpers import extras_of, lower_for_cuda
 from turbojax._device import interpret_kernels
-from turbojax.ops.options import Options
-from turbojax.ops.turbo_attention import triton
+from turbojax.attention.options import Options
+from turbojax.attention.turbo import triton
 
 
 @pytest.fixture(autouse=True)

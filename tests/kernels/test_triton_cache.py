@@ -14,9 +14,9 @@ from tests.caches.cache_helpers import assert_same_bits
 from tests.grids import pairwise
 from tests.kernels.kernel_helpers import lower_for_cuda
 from turbojax._device import interpret_kernels
+from turbojax.caches.progressive import append_triton as triton
+from turbojax.caches.progressive.update import store_prompt
 from turbojax.quantizers import pack, quantize_int8, quantize_with_scale, round_scale
-from turbojax.state.progressive import triton
-from turbojax.state.progressive.update import store_prompt
 
 BATCH, HEADS = 4, 4
 # Configuration, head dim, dtype: every width, heads that are no power of two, blocks in a buffer.

@@ -25,8 +25,8 @@ from tests.attention.decode_helpers import (
 from tests.grids import pairwise
 from tests.kernels.kernel_helpers import lower_for_cuda
 from turbojax._device import interpret_kernels
-from turbojax.ops.options import Options
-from turbojax.ops.turbo_attention import triton
+from turbojax.attention.options import Options
+from turbojax.attention.turbo import triton
 
 TAKEN = [name for name, heads in MODELS.items() if heads.query // heads.kv <= 64]
 

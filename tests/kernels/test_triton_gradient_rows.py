@@ -17,9 +17,9 @@ from tests.kernels.gradient_rows_helpers import CASES, check, expected, tensors
 from tests.kernels.kernel_helpers import lower_for_cuda
 from turbojax import _device
 from turbojax._device import interpret_kernels
-from turbojax.ops import rows
-from turbojax.ops.options import Options
-from turbojax.ops.turbo_attention import mosaic_gradient
+from turbojax.attention.options import Options
+from turbojax.attention.turbo import mosaic_gradient
+from turbojax.numerics import rows
 
 INT8, E4M3 = jnp.int8, jnp.float8_e4m3fn
 

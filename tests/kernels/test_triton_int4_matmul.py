@@ -21,9 +21,10 @@ from tests.matmul.int4_helpers import (
 )
 from tests.oracles import int4 as oracle
 from turbojax._device import interpret_kernels
-from turbojax.ops.int4_matmul import matmul, triton
-from turbojax.ops.int4_matmul.api import MATMUL
-from turbojax.quantizers import Fp8Tokens, Int4Weight, int4
+from turbojax.matmul.int4 import matmul, triton
+from turbojax.matmul.int4 import weight as int4
+from turbojax.matmul.int4.api import MATMUL
+from turbojax.quantizers import Fp8Tokens, Int4Weight
 
 
 def run(x, weight, bias=None, residual=None, activation=None, **launch):

@@ -12,9 +12,9 @@ import pytest
 from tests.attention.test_kv4_decode import WEIGHT_UNIT, assert_matches_oracle, filled, normal
 from tests.kernels.kernel_helpers import lower_for_cuda
 from turbojax._device import interpret_kernels
-from turbojax.ops.kv4_attention import api, triton
-from turbojax.ops.options import Options
-from turbojax.state import kv4
+from turbojax.attention.options import Options
+from turbojax.caches.token_scaled import api, triton
+from turbojax.caches.token_scaled import cache as kv4
 
 
 @pytest.fixture(autouse=True)

@@ -24,9 +24,9 @@ from tests.grids import pairwise
 from tests.kernels.kernel_helpers import lower_for_cuda
 from tests.oracles.paged import code_bits
 from turbojax._device import interpret_kernels
-from turbojax.ops.options import Options
-from turbojax.ops.paged_attention import paged_attention, triton
-from turbojax.state.pages import pool as paged
+from turbojax.attention.options import Options
+from turbojax.caches.paged import paged_attention, triton
+from turbojax.caches.paged import pool as paged
 
 run = functools.partial(attend, implementation="triton")
 

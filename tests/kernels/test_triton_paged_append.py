@@ -25,8 +25,8 @@ from tests.caches.paged_append_helpers import (
 from tests.grids import pairwise
 from tests.kernels.kernel_helpers import lower_for_cuda
 from turbojax._device import interpret_kernels
-from turbojax.state.pages import pool as paged
-from turbojax.state.pages import triton as paged_triton
+from turbojax.caches.paged import append_triton as paged_triton
+from turbojax.caches.paged import pool as paged
 
 DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
 _RUN = compiled("triton")

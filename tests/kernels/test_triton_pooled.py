@@ -35,9 +35,9 @@ from tests.attention.pooled_helpers import (
 )
 from tests.kernels.kernel_helpers import lower_for_cuda
 from turbojax._device import interpret_kernels
-from turbojax.ops import rows as rows_of
-from turbojax.ops.pooled_attention import lists, pooling, reference, triton
-from turbojax.ops.pooled_attention.static import PooledOptions
+from turbojax.attention.pooled import lists, pooling, reference, triton
+from turbojax.attention.pooled.static import PooledOptions
+from turbojax.numerics import rows as rows_of
 
 
 @pytest.fixture(autouse=True)

@@ -15,11 +15,11 @@ from tests.caches.cache_helpers import assert_same_bits
 from tests.kernels.kernel_helpers import lower_for_cuda
 from turbojax import _device
 from turbojax._device import interpret_kernels
-from turbojax.ops import numerics
-from turbojax.ops.options import Options
-from turbojax.ops.turbo_attention import operands, triton
-from turbojax.state.progressive import triton as cache_triton
-from turbojax.state.progressive.update import store_prompt
+from turbojax.attention.options import Options
+from turbojax.attention.turbo import operands, triton
+from turbojax.caches.progressive import append_triton as cache_triton
+from turbojax.caches.progressive.update import store_prompt
+from turbojax.numerics import rounding as numerics
 
 MODES = ("int8", "int8_fp8", "fp8")
 # Batch, queries, keys, query heads, KV heads, head dim, block_q, block_kv, dtype.

@@ -7,8 +7,9 @@ import numpy as np
 
 import turbojax as tj
 from tests.oracles import int4 as oracle
-from turbojax.quantizers import Fp8Tokens, int4, quantize_tokens
-from turbojax.quantizers.int4_layout import scale_rows, scale_tiles
+from turbojax.matmul.int4 import weight as int4
+from turbojax.matmul.int4.layout import scale_rows, scale_tiles
+from turbojax.quantizers import Fp8Tokens, quantize_tokens
 
 
 def random_weight(rng, out_size, in_size, scale_dtype, *, gated=False):

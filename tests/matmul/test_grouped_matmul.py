@@ -12,8 +12,8 @@ import turbojax as tj
 from tests.contracts.implementations import interpreted
 from tests.kernels.kernel_helpers import lower_for_cuda
 from tests.matmul.experts_helpers import assert_equals_experts, operands, random_experts
-from turbojax.ops.grouped_matmul.api import GROUPED_MATMUL
-from turbojax.ops.grouped_matmul.tiles import cut, most_tiles
+from turbojax.matmul.grouped.api import GROUPED_MATMUL
+from turbojax.matmul.grouped.tiles import cut, most_tiles
 from turbojax.quantizers import Fp8Tokens
 
 jitted_cut = jax.jit(cut, static_argnums=(1, 2))
@@ -220,7 +220,7 @@ def test_implementations():
 def test_the_triton_kernel_lowers(gated, monkeypatch):
     tokens, weight, sizes, bias = operands(70, [40, 0, 13], 40, 200, gated=gated)
     monkeypatch.setattr("turbojax._device.gpu_compute_capability", lambda: 8.0)
-    monkeypatch.setattr("turbojax.ops.int4_matmul.triton.needs_gpu", lambda _: None)
+    monkeypatch.setattr("turbojax.matmul.int4.triton.needs_gpu", lambda _: None)
     call = functools.partial(
         grouped_matmul, activation="swiglu" if gated else None, implementation="triton"
     )

@@ -23,7 +23,7 @@ from tests.matmul.test_int4_matmul_gradient import (
     wide,
 )
 from tests.oracles import int4 as oracle
-from turbojax.ops.fp8_tokens import quantize_activation, scale_quantize
+from turbojax.matmul.fp8_tokens import quantize_activation, scale_quantize
 
 DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 

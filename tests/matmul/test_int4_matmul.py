@@ -15,7 +15,7 @@ from tests.contracts.implementations import ON_CPU, interpreted
 from tests.grids import pairwise
 from tests.kernels.kernel_helpers import lower_for_cuda
 from tests.oracles import int4 as oracle
-from turbojax.ops.int4_matmul.api import MATMUL
+from turbojax.matmul.int4.api import MATMUL
 
 SCALE_DTYPES = ("e4m3", "bf16", "f16")
 DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)

@@ -9,7 +9,7 @@ import safetensors.numpy
 
 import turbojax as tj
 from tests.matmul.test_int4_weight import SCALE_DTYPES, assert_same_bits, random_weight
-from turbojax.quantizers.int4_layout import code_rows, scale_rows
+from turbojax.matmul.int4.layout import code_rows, scale_rows
 
 
 @pytest.mark.quick(1)

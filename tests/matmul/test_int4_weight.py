@@ -10,8 +10,8 @@ import pytest
 
 import turbojax as tj
 from tests.oracles import int4 as oracle
-from turbojax.quantizers import int4
-from turbojax.quantizers.int4_layout import code_rows, code_tiles, scale_rows
+from turbojax.matmul.int4 import weight as int4
+from turbojax.matmul.int4.layout import code_rows, code_tiles, scale_rows
 
 SCALE_DTYPES = ("e4m3", "bf16", "f16")
 DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)

@@ -18,9 +18,9 @@ from tests.matmul.int4_helpers import (
 )
 from tests.matmul.test_int4_matmul_gradient import oracle_gradient
 from tests.matmul.test_int4_weight import assert_same_bits, random_weight
+from turbojax.matmul.int4 import weight as int4
+from turbojax.matmul.int4.layout import code_rows, scale_rows
 from turbojax.models.quantized import take_rows
-from turbojax.quantizers import int4
-from turbojax.quantizers.int4_layout import code_rows, scale_rows
 
 
 @pytest.mark.quick(slow=1)

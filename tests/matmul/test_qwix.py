@@ -65,7 +65,7 @@ def test_there_and_back(case, monkeypatch):
     values = values.T if axis == 0 else values
     assert values.astype(array.scale.dtype).tobytes() == array.values().tobytes()
 
-    monkeypatch.setattr("turbojax.quantizers.int4_qwix._qarray_type", lambda: QArray)
+    monkeypatch.setattr("turbojax.matmul.int4.qwix._qarray_type", lambda: QArray)
     back = fireq.to_qwix(weight, in_axis=axis)
     assert back.scale.dtype == array.scale.dtype
     assert back.values().tobytes() == array.values().tobytes()
@@ -76,7 +76,7 @@ def test_there_and_back(case, monkeypatch):
 
 
 def test_our_own_weights(monkeypatch):
-    monkeypatch.setattr("turbojax.quantizers.int4_qwix._qarray_type", lambda: QArray)
+    monkeypatch.setattr("turbojax.matmul.int4.qwix._qarray_type", lambda: QArray)
     w = jax.random.normal(jax.random.key(0), (40, 256))
     for kind, dtype in (("bf16", jnp.bfloat16), ("f16", jnp.float16)):
         weight = fireq.quantize_weight(w, scale_dtype=kind)

@@ -24,8 +24,8 @@ from tests.matmul.int4_helpers import (
 )
 from tests.matmul.test_int4_matmul_gradient import oracle_gradient
 from turbojax.flax import Int4Linear
-from turbojax.ops.int4_matmul.api import MATMUL
-from turbojax.quantizers import int4
+from turbojax.matmul.int4 import weight as int4
+from turbojax.matmul.int4.api import MATMUL
 
 matmul = functools.partial(tj.fireq.matmul, activations="bf16")
 

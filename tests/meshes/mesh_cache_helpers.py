@@ -12,8 +12,8 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from turbojax import TurboConfig, parallel
-from turbojax.kv.kinds import init_layer_cache, kind_of
-from turbojax.ops.options import AttentionOptions
+from turbojax.attention.options import AttentionOptions
+from turbojax.caches.kinds import init_layer_cache, kind_of
 
 BATCH, HEADS, CHANNELS, ROPE = 2, 2, 32, 16
 AXIS = "sequence"

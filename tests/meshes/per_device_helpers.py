@@ -12,10 +12,10 @@ from jax.sharding import AxisType, NamedSharding
 
 import turbojax as tj
 from turbojax import fireq, paged
-from turbojax.ops import exact_attention
+from turbojax.caches import exact as exact_attention
+from turbojax.caches.exact import cache as exact
 from turbojax.sharding.axes import Axes
 from turbojax.sharding.notation import leaves_of
-from turbojax.state import exact
 
 COLLECTIVES = r"all-gather|all-reduce|collective-permute|all-to-all"
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit

@@ -12,10 +12,10 @@ from jax.sharding import PartitionSpec as P
 
 import turbojax as tj
 from turbojax import fireq, k8v4, paged, parallel
-from turbojax.kv.kinds import init_layer_cache
+from turbojax.caches.exact import cache as exact
+from turbojax.caches.kinds import init_layer_cache
+from turbojax.caches.progressive.update import store_prompt
 from turbojax.sharding import creation
-from turbojax.state import exact
-from turbojax.state.progressive.update import store_prompt
 
 pytestmark = pytest.mark.mesh
 

@@ -17,7 +17,7 @@ from tests.meshes.mesh_cache_helpers import (
     mesh_of,
 )
 from turbojax import paged, paged_attention, parallel
-from turbojax.ops.merging import merge_attention
+from turbojax.attention.merging import merge_attention
 
 pytestmark = pytest.mark.mesh
 
@@ -198,7 +198,7 @@ def test_parts_are_merged_as_merge_attention_does():
 
 def test_a_window_alone_cannot_be_split():
     axes = parallel.Axes(sequence=AXIS, mesh=mesh_of(2))
-    from turbojax.kv.kinds import init_layer_cache
+    from turbojax.caches.kinds import init_layer_cache
 
     with pytest.raises(ValueError, match="keeps a window of 9 tokens"):
         init_layer_cache(1, 64, 2, 16, kind="exact", local_window_size=9, axes=axes)

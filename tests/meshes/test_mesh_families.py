@@ -11,19 +11,14 @@ from jax.sharding import PartitionSpec as P
 
 from tests.models import family_helpers, moe_helpers
 from turbojax import models
-from turbojax.kv import causal_attention
+from turbojax.caches import causal_attention
+from turbojax.matmul.int4.parts import NOTHING, split_group_size, take_inputs, take_outputs
+from turbojax.matmul.int4.weight import dequantize, gate_and_up, quantize_weight
 from turbojax.models.families import ExpertsConfig
 from turbojax.models.quantized_layer import QuantizedLinear
 from turbojax.models.tensor_parallel.programs import on_mesh
 from turbojax.models.tensor_parallel.quantized_parts import local_layer
 from turbojax.parallel import Axes
-from turbojax.quantizers.int4 import dequantize, gate_and_up, quantize_weight
-from turbojax.quantizers.int4_parts import (
-    NOTHING,
-    split_group_size,
-    take_inputs,
-    take_outputs,
-)
 from turbojax.smoothing import Smoothing
 
 pytestmark = pytest.mark.mesh

@@ -11,8 +11,8 @@ from jax.sharding import AbstractDevice, AbstractMesh, NamedSharding
 import turbojax as tj
 from tests.meshes.per_device_helpers import AUTO, BOTH, EXPLICIT, HEADS, QKV, Call, mesh_of, specs
 from turbojax import _device, fireq, paged
-from turbojax.ops import exact_attention
-from turbojax.state import exact
+from turbojax.caches import exact as exact_attention
+from turbojax.caches.exact import cache as exact
 
 pytestmark = pytest.mark.mesh
 

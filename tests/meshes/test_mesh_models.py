@@ -11,8 +11,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from turbojax import TurboConfig, models
-from turbojax.baselines import Kivi
-from turbojax.kv import PagedLayer, causal_attention, init_layer_cache, kind_of
+from turbojax.caches import PagedLayer, causal_attention, init_layer_cache, kind_of
+from turbojax.caches.comparison import Kivi
 from turbojax.models.generation.saving import save_cache
 from turbojax.models.generation.steps import decode_step, run_prompts
 from turbojax.models.tensor_parallel import layout, programs, storing, vocabulary

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from turbojax import models
+from turbojax.matmul.int4.weight import dequantize
 from turbojax.models import random_weights
 from turbojax.models.tensor_parallel.specs import shardings
 from turbojax.parallel import mesh_of
-from turbojax.quantizers.int4 import dequantize
 
 pytestmark = pytest.mark.mesh
 

@@ -25,8 +25,8 @@ from tests.contracts.ring_helpers import (
     operands,
     over,
 )
-from turbojax.ops import cudnn
-from turbojax.ops.options import Visibility
+from turbojax.attention import cudnn
+from turbojax.attention.options import Visibility
 from turbojax.parallel import (
     from_zigzag,
     permutation,

@@ -11,9 +11,9 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from turbojax import fireq, models, smoothing
+from turbojax.matmul.int4.layout import code_rows, scale_rows
 from turbojax.models.checkpoint.huggingface import load, load_decoder, weight_files
 from turbojax.models.lora import init_adapters, with_adapters, without_adapters
-from turbojax.quantizers.int4_layout import code_rows, scale_rows
 from turbojax.rotary import LinearScaling, YarnScaling
 
 CONFIG = models.TransformerConfig(

@@ -11,9 +11,10 @@ from flax import nnx
 
 import turbojax as tj
 from turbojax import _device, models
+from turbojax.attention import cudnn
+from turbojax.caches import exact as exact_attention
+from turbojax.caches.exact import cache as exact
 from turbojax.models.generation import session as generation
-from turbojax.ops import cudnn, exact_attention
-from turbojax.state import exact
 
 CACHES = ("exact", "4bit", "2/4bit", "3bit", "2bit")
 

@@ -15,7 +15,7 @@ from tests.models import hf_helpers as hf
 from turbojax import models
 from turbojax.app.generate import run as text
 from turbojax.app.text_model import TextModel
-from turbojax.kv.kivi import KIVI
+from turbojax.caches.comparison.kivi_kind import KIVI
 from turbojax.models import GREEDY, Sampling
 from turbojax.models.generation import session as generation
 from turbojax.models.generation import steps

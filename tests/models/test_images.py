@@ -17,7 +17,7 @@ from PIL import Image
 from tests.models import image_helpers as tiny
 from tests.recordings import image_recordings as recordings
 from turbojax import models
-from turbojax.kv import CACHE_NAMES, cache_by_name
+from turbojax.caches import CACHE_NAMES, cache_by_name
 from turbojax.models.checkpoint.huggingface import to_hf_tensors
 from turbojax.models.vision.checkpoint import expected_shapes, to_tensors
 from turbojax.models.vision.model import project

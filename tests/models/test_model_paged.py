@@ -9,10 +9,10 @@ import pytest
 from flax import nnx
 
 from turbojax import models
-from turbojax.kv import kinds
-from turbojax.kv import pages as paged
+from turbojax.caches import kinds
+from turbojax.caches.paged import kind as paged
+from turbojax.caches.paged.pool import KV_DTYPES
 from turbojax.models.generation import session as generation
-from turbojax.state.pages.pool import KV_DTYPES
 
 KINDS = ("paged", "fp8_e4m3", "fp8_e5m2", "paged_int8", "turbo4", "paged_k8v4", "turbo_k3v2")
 

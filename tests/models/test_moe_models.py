@@ -15,6 +15,9 @@ from tests.models import moe_helpers as moe
 from tests.models.moe_helpers import CONFIGS, logits, relative
 from turbojax import models, smoothing
 from turbojax.flax.norms import rms_norm
+from turbojax.matmul.grouped.tiles import most_tiles
+from turbojax.matmul.int4.experts import expert_of
+from turbojax.matmul.int4.weight import dequantize
 from turbojax.models import TransformerConfig
 from turbojax.models.calibration import calibrate
 from turbojax.models.families import ExpertsConfig
@@ -22,10 +25,7 @@ from turbojax.models.feed_forward import Experts, apply_experts, tile_of
 from turbojax.models.quantize import layer_params, layer_weights
 from turbojax.models.quantized_experts import QuantizedExperts
 from turbojax.models.quantized_layer import QuantizedMlp
-from turbojax.ops.grouped_matmul.tiles import most_tiles
 from turbojax.quantizers import quantize_tokens
-from turbojax.quantizers.int4 import dequantize
-from turbojax.quantizers.int4_experts import expert_of
 
 MIXED = "qwen3-moe-mixed"
 NAMES = [*CONFIGS]

@@ -15,13 +15,13 @@ import pytest
 from tests.models import hf_helpers as hf
 from turbojax import models, smoothing
 from turbojax.flax.norms import rms_norm
+from turbojax.matmul.int4.weight import dequantize
 from turbojax.models import causal_attention
 from turbojax.models.calibration import calibrate
 from turbojax.models.decoder import for_length
 from turbojax.models.quantize import layer_weights
 from turbojax.models.quantized_layer import QuantizedLayer, QuantizedMlp
 from turbojax.quantizers import quantize_tokens
-from turbojax.quantizers.int4 import dequantize
 
 # Those whose layers have most of what Llama's have not, and the others.
 FIRST = ("qwen3-window", "phi3-longrope", "gemma2", "gemma3", "olmo2", "cohere2")

@@ -9,14 +9,14 @@ import pytest
 from flax import nnx
 
 from turbojax import models, smoothing
-from turbojax.kv.kv4 import through_kv4
+from turbojax.caches.token_scaled import cache as kv4
+from turbojax.caches.token_scaled.kv4 import through_kv4
+from turbojax.matmul.int4.weight import Int4Weight, dequantize, quantize_weight
 from turbojax.models import causal_attention
 from turbojax.models.calibration import calibrate
 from turbojax.models.generation import session as generation
 from turbojax.models.quantize import layer_params, layer_weights, quantize_from
 from turbojax.models.quantized import take_rows
-from turbojax.quantizers.int4 import Int4Weight, dequantize, quantize_weight
-from turbojax.state import kv4
 
 NO_SMOOTHING = smoothing.Smoothing(cas=False, pts=False, rpn=False, crs=False)
 

@@ -14,8 +14,8 @@ from tests.contracts.storage_helpers import assert_same_leaves, rewrite
 from tests.models.family_helpers import least
 from turbojax import models
 from turbojax.app import startup
+from turbojax.caches import init_layer_cache, kind_of
 from turbojax.flax import AttentionOptions, TurboAttention
-from turbojax.kv import init_layer_cache, kind_of
 from turbojax.models.generation import caching
 from turbojax.models.generation.saving import load_cache, load_session, save_cache, save_session
 from turbojax.models.shapes import SHAPES

@@ -6,9 +6,9 @@ import random
 import pytest
 
 from tests.tools.interrupting import Lines, lines_of
-from turbojax.state.pages import allocator
-from turbojax.state.pages.allocator import PageAllocator, PoolExhausted
-from turbojax.state.pages.prefix import PrefixCache
+from turbojax.caches.paged import allocator
+from turbojax.caches.paged.allocator import PageAllocator, PoolExhausted
+from turbojax.caches.paged.prefix import PrefixCache
 
 PAGES, SIZE = 24, 4
 PREFIXES = ("insert", "evict", "clear", "lookup")
@@ -146,9 +146,9 @@ def test_any_operation_interrupted_at_any_line(count, window, record_property):
         whole = copy.deepcopy(pool)
         before, known = pool.held(), pool.remembered()
         if rng.random() < 0.5:
-            lines = lines_of(lambda call=call, whole=whole: attempt(call, whole), "turbojax/state")
+            lines = lines_of(lambda call=call, whole=whole: attempt(call, whole), "turbojax/caches")
             where = (
-                Lines(rng.randrange(lines), where="turbojax/state")
+                Lines(rng.randrange(lines), where="turbojax/caches")
                 if lines
                 else Lines(0, where="-")
             )

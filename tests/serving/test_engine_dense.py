@@ -11,9 +11,9 @@ import pytest
 
 from tests.serving.engine_helpers import TINY, held, make
 from turbojax import TurboConfig, models
+from turbojax.attention.options import PLAIN
 from turbojax.models import Request, Result, causal_attention
 from turbojax.models.engine import build
-from turbojax.ops.options import PLAIN
 
 NEW = 8
 SIZES = {"num_pages": 24, "max_sequences": 4, "max_length": 96, "step_tokens": 128}

@@ -8,7 +8,7 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 
-from turbojax.state.pages.allocator import PageAllocator, PageCopy, PoolExhausted, PoolStatistics
+from turbojax.caches.paged.allocator import PageAllocator, PageCopy, PoolExhausted, PoolStatistics
 
 SIZE = 16
 

@@ -6,8 +6,8 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 
-from turbojax.state.pages.allocator import PageAllocator, PoolExhausted
-from turbojax.state.pages.prefix import PrefixCache
+from turbojax.caches.paged.allocator import PageAllocator, PoolExhausted
+from turbojax.caches.paged.prefix import PrefixCache
 
 SIZE = 4
 

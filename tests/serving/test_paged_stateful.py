@@ -17,7 +17,7 @@ import pytest
 
 import tests.oracles.paged as oracle
 from turbojax import paged, polar
-from turbojax.state.pages.pool import page_arrays
+from turbojax.caches.paged.pool import page_arrays
 
 PAGES, SIZE, HEADS, HEAD_DIM = 11, 16, 2, 16
 MAX_PAGES, CHUNK, ROWS, SEQUENCES = 5, 24, 4, 8

@@ -9,10 +9,10 @@ from flax import nnx
 
 from tests.contracts.storage_helpers import KINDS, assert_same_contents, rewrite
 from turbojax import models
+from turbojax.caches import stored_file as files
 from turbojax.models.generation.caching import ModelCaches, init_caches
 from turbojax.models.generation.saving import load_cache, load_session, save_cache, save_session
 from turbojax.rotary import LongRopeScaling
-from turbojax.state import stored_file as files
 
 CONFIG = models.TransformerConfig(
     vocab_size=64,

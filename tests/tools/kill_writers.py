@@ -17,8 +17,8 @@ import numpy as np
 
 from turbojax import _writing
 from turbojax.app.serve import results as serve_results
+from turbojax.caches import stored_file as storage
 from turbojax.models.checkpoint import folder as _folder
-from turbojax.state import stored_file as storage
 
 
 def tensors(kind):

@@ -9,9 +9,9 @@ import pytest
 import turbojax as tj
 from turbojax import _device
 from turbojax.app.doctor import examination
+from turbojax.caches import cache_by_name
+from turbojax.caches.progressive.kind import PROGRESSIVE
 from turbojax.flax import TurboAttentionFn
-from turbojax.kv import cache_by_name
-from turbojax.kv.progressive import PROGRESSIVE
 
 # What caches of version 0.1 say of themselves: all fields, the defaults of that time included.
 OLD = {

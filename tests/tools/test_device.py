@@ -16,9 +16,10 @@ from turbojax.app import text_model
 from turbojax.app import train as train_command
 from turbojax.app.doctor import examination
 from turbojax.app.main import app
+from turbojax.attention import cudnn
+from turbojax.caches import exact as exact_attention
 from turbojax.finetune.base import windows
 from turbojax.finetune.losses import scaled_value_and_grad
-from turbojax.ops import cudnn, exact_attention
 
 T4 = 7.5
 

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 from turbojax import _device, _registry
 from turbojax.app.doctor import examination as doctor
 from turbojax.app.main import app
-from turbojax.state.pages.pool import KV_DTYPES
+from turbojax.caches.paged.pool import KV_DTYPES
 
 
 @pytest.fixture(scope="module")

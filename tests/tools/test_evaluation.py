@@ -9,8 +9,8 @@ import pytest
 
 from tests.tools.evaluation_helpers import BATCH, CONFIG, CONTEXT, PROMPT, decoder, tokens
 from turbojax import evaluation, models
+from turbojax.caches.exact import api
 from turbojax.evaluation import decoding, programs, scoring
-from turbojax.ops.exact_attention import api
 
 
 @pytest.fixture(autouse=True)

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from tests.tools.evaluation_helpers import CONFIG, CONTEXT, PROMPT, decoder, texts, tokens
-from turbojax import evaluation, kv, models
+from turbojax import caches as kv
+from turbojax import evaluation, models
 from turbojax.evaluation import layers, recall_items, recall_source
 from turbojax.evaluation.recall import RecallMeasure
 

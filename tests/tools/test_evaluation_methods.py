@@ -8,8 +8,8 @@ import pytest
 
 from tests.tools.evaluation_helpers import CONFIG
 from turbojax import SAS, TurboConfig, models
+from turbojax.caches import PooledAttention
 from turbojax.evaluation import bootstrap, method, methods
-from turbojax.kv import PooledAttention
 from turbojax.levels import LocalWindow, TopK
 
 

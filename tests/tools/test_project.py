@@ -85,7 +85,7 @@ def import_graph() -> dict[str, set[str]]:
 def component(module: str) -> str:
     """The part of the layout that a module belongs to.
 
-    `turbojax.state`, `training`, `benchmarks.tables`, `benchmarks.suites.paged`, ...
+    `turbojax.caches`, `training`, `benchmarks.tables`, `benchmarks.suites.paged`, ...
     """
     parts = module.split(".")
     depth = {"turbojax": 2, "training": 1, "benchmarks": 3 if "suites" in parts[1:2] else 2}

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from turbojax import _writing
-from turbojax.state import stored_file as storage
+from turbojax.caches import stored_file as storage
 
 OWNED = {"config", "a", "b"}
 

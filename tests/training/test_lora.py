@@ -15,11 +15,11 @@ from turbojax import models
 from turbojax.finetune import Settings
 from turbojax.finetune.checkpoint import checkpoint_manager
 from turbojax.finetune.lora import LoraTrainer, token_losses
+from turbojax.matmul.int4.weight import concatenate, dequantize, gate_and_up, quantize_weight
 from turbojax.models import lora
 from turbojax.models.checkpoint.adapters import load_adapters, save_adapters
 from turbojax.models.lora import Adapter, Adapters, LoraLinear, init_adapters, with_adapters
 from turbojax.models.quantized_layer import LINEARS, QuantizedLinear
-from turbojax.quantizers.int4 import concatenate, dequantize, gate_and_up, quantize_weight
 
 CONFIG = models.TransformerConfig(
     vocab_size=256,

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from turbojax import _device, _extras
-from turbojax.kv import CacheKind, init_layer_cache
+from turbojax.caches import CacheKind, init_layer_cache
 from turbojax.models import TransformerConfig
 from turbojax.models.generation.caching import (
     ModelCacheKind,

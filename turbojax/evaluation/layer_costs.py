@@ -16,10 +16,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from turbojax.evaluation.decoding import AnyDecoder, AnyModel, Batches, decoder_of
-from turbojax.evaluation.programs import repeatable
-from turbojax.evaluation.scoring import checked_windows
-from turbojax.kv import (
+from turbojax.attention.options import PLAIN
+from turbojax.caches import (
     AttentionOptions,
     CacheKind,
     attend_new_tokens,
@@ -27,12 +25,14 @@ from turbojax.kv import (
     init_layer_cache,
     kind_for,
 )
+from turbojax.caches.exact import REPEATABLE
+from turbojax.evaluation.decoding import AnyDecoder, AnyModel, Batches, decoder_of
+from turbojax.evaluation.programs import repeatable
+from turbojax.evaluation.scoring import checked_windows
 from turbojax.models import ModelCaches, TransformerConfig
 from turbojax.models.decoder import for_length
 from turbojax.models.generation.caching import widths_of, windows_of_layers
 from turbojax.models.generation.session import Progress
-from turbojax.ops.exact_attention import REPEATABLE
-from turbojax.ops.options import PLAIN
 from turbojax.rotary import Rope
 
 

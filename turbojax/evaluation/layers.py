@@ -7,11 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from turbojax.evaluation.decoding import AnyDecoder, AnyModel, Batches, decoder_of
-from turbojax.evaluation.methods import Method
-from turbojax.evaluation.programs import repeatable
-from turbojax.evaluation.scoring import checked_windows
-from turbojax.kv import (
+from turbojax.attention.optional_arrays import of_layer
+from turbojax.attention.options import PLAIN
+from turbojax.attention.sinks import with_sinks
+from turbojax.caches import (
     AttentionOptions,
     CacheKind,
     PooledAttention,
@@ -21,14 +20,15 @@ from turbojax.kv import (
     init_layer_cache,
     kind_for,
 )
+from turbojax.caches.exact import REPEATABLE
+from turbojax.caches.exact.reference import masked_part
+from turbojax.evaluation.decoding import AnyDecoder, AnyModel, Batches, decoder_of
+from turbojax.evaluation.methods import Method
+from turbojax.evaluation.programs import repeatable
+from turbojax.evaluation.scoring import checked_windows
 from turbojax.models.decoder import for_length
 from turbojax.models.generation.caching import kinds_of_layers, windows_of_layers
 from turbojax.models.generation.session import Progress
-from turbojax.ops.exact_attention import REPEATABLE
-from turbojax.ops.exact_attention.reference import masked_part
-from turbojax.ops.optional_arrays import of_layer
-from turbojax.ops.options import PLAIN
-from turbojax.ops.sinks import with_sinks
 
 _BLOCK = 128
 """Queries that the definition attends with at once."""

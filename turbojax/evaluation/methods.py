@@ -12,9 +12,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from turbojax.config import TurboConfig
-from turbojax.evaluation import layer_files
-from turbojax.kv import (
+from turbojax.caches import (
     CACHE_NAMES,
     LATENT_CACHE_NAMES,
     POLICY_NAMES,
@@ -23,6 +21,7 @@ from turbojax.kv import (
     cache_by_name,
     pooled_by_name,
 )
+from turbojax.evaluation import layer_files
 from turbojax.levels import TopK
 from turbojax.models.config import TransformerConfig
 from turbojax.models.generation.caching import (
@@ -32,7 +31,8 @@ from turbojax.models.generation.caching import (
     widths_of,
     with_uncompressed,
 )
-from turbojax.sas import SAS
+from turbojax.numerics.config import TurboConfig
+from turbojax.numerics.sas import SAS
 
 NAMES = (*CACHE_NAMES, "bfloat16", *LATENT_CACHE_NAMES)
 """The caches that a method can begin with."""
@@ -65,7 +65,7 @@ def method(name: str, config: TransformerConfig) -> Method:
     - ``uncompressed_layers=N``: the first and the last N layers are not compressed.
     - ``pooled=DENSITY``: prompts attend by pooled attention, the most important blocks finely, with
       about this share of dense attention's work, see `top_k_of_density`.
-    - ``policy=NAME``: the same with the settings of `turbojax.kv.pooled_by_name`; ``window=N`` for
+    - ``policy=NAME``: the same with the settings of `turbojax.caches.pooled_by_name`; ``window=N`` for
       ``policy=window``.
     - ``pool_block=N``: tokens of a block of either, 128 if not given.
 

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from turbojax import _checks
+from turbojax.caches import CacheKind
 from turbojax.evaluation import identity
 from turbojax.evaluation.decoding import AnyDecoder, AnyModel, decoder_of
 from turbojax.evaluation.intervals import bootstrap
@@ -20,7 +21,6 @@ from turbojax.evaluation.recall_items import KINDS, Kind
 from turbojax.evaluation.records import Json, Records
 from turbojax.evaluation.scoring import ExactRun, Scores, cache_bytes, score
 from turbojax.evaluation.texts import Text, windows
-from turbojax.kv import CacheKind
 from turbojax.models import Tokenizer
 
 Report = Callable[[str, str, int, int], None]

@@ -19,6 +19,7 @@ from turbojax.finetune.parts import in_parts
 from turbojax.finetune.settings import Settings
 from turbojax.finetune.split import Split
 from turbojax.finetune.trainer import check_remat, dense_attention
+from turbojax.matmul.int4.static import Gradient
 from turbojax.models import Attend, PooledAttention
 from turbojax.models.decoder import Decoder, apply_layers, for_length
 from turbojax.models.float_adapters import added, added_on_device
@@ -32,7 +33,6 @@ from turbojax.models.lora import (
     with_adapters,
 )
 from turbojax.models.quantized import QuantizedDecoder
-from turbojax.ops.int4_matmul.static import Gradient
 from turbojax.remat import save_all_but_gathered, save_attention
 
 

@@ -25,11 +25,11 @@ from turbojax.finetune.run import (
     sha256,
 )
 from turbojax.finetune.settings import Settings
+from turbojax.matmul.int4.static import Gradient
 from turbojax.models import StoredDecoder
 from turbojax.models.decoder import Decoder
 from turbojax.models.lora import Adapters, usual_gradient
 from turbojax.models.quantized import QuantizedDecoder
-from turbojax.ops.int4_matmul.static import Gradient
 
 ADAPTERS_NAME = "adapters"
 _RHYTHM = Rhythm()

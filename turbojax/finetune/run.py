@@ -16,6 +16,7 @@ import numpy as np
 from turbojax import _writing
 from turbojax._environment import environment
 from turbojax._json import shown
+from turbojax.caches.layered import FirstLayers
 from turbojax.finetune._log import read_content
 from turbojax.finetune.base import BaseTrainer
 from turbojax.finetune.checkpoint import checkpoint_manager, last_step
@@ -24,7 +25,6 @@ from turbojax.finetune.evaluate import windows
 from turbojax.finetune.losses import marked, with_marks
 from turbojax.finetune.settings import Settings, with_defaults
 from turbojax.finetune.trainer import Trainer, dense_attention
-from turbojax.kv.layered import FirstLayers
 from turbojax.models import BEGINNING_OF_FILE, Attend, PooledAttention, Transformer, save
 from turbojax.models.text.tokenizer import BYTES
 from turbojax.sharding.axes import Axes

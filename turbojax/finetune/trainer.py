@@ -14,6 +14,10 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from turbojax import _checks
+from turbojax.attention.optional_arrays import of_layer
+from turbojax.attention.options import PLAIN, AttentionOptions
+from turbojax.caches import exact as exact_attention
+from turbojax.caches.layered import FirstLayers
 from turbojax.finetune.base import BaseTrainer, check_stream, updated
 from turbojax.finetune.losses import (
     cross_entropy,
@@ -24,7 +28,6 @@ from turbojax.finetune.losses import (
 from turbojax.finetune.parts import Gradient, in_parts
 from turbojax.finetune.settings import REMATS, Settings, for_context
 from turbojax.finetune.split import Slices, Split
-from turbojax.kv.layered import FirstLayers
 from turbojax.models import (
     BEGINNING_OF_FILE,
     Attend,
@@ -35,9 +38,6 @@ from turbojax.models import (
 from turbojax.models.decoder import config_for_length
 from turbojax.models.tensor_parallel.layout import local_config
 from turbojax.models.text.tokenizer import BYTES
-from turbojax.ops import exact_attention
-from turbojax.ops.optional_arrays import of_layer
-from turbojax.ops.options import PLAIN, AttentionOptions
 from turbojax.parallel.layers import ContextAttention
 from turbojax.parallel.zigzag import from_zigzag
 from turbojax.parallel.zigzag import positions as zigzag_positions

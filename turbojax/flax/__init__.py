@@ -1,5 +1,6 @@
 """Flax modules and attention functions: for nnx, and in `turbojax.flax.linen` for linen."""
 
+from turbojax.attention.options import AttentionOptions as AttentionOptions
 from turbojax.flax import linen as linen
 from turbojax.flax._masks import MaskWarning as MaskWarning
 from turbojax.flax.attention import TurboAttention as TurboAttention
@@ -9,7 +10,6 @@ from turbojax.flax.attention_fn import attention_fn as attention_fn
 from turbojax.flax.experts import Int4Experts as Int4Experts
 from turbojax.flax.linear import FrozenParam as FrozenParam
 from turbojax.flax.linear import Int4Linear as Int4Linear
-from turbojax.ops.options import AttentionOptions as AttentionOptions
 from turbojax.rotary import Rope as Rope
 
 __all__ = [

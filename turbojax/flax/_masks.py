@@ -13,7 +13,7 @@ import numpy as np
 from jax.experimental import checkify
 
 from turbojax import _checks
-from turbojax.ops.options import Visibility
+from turbojax.attention.options import Visibility
 
 
 class MaskWarning(UserWarning):

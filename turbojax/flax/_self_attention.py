@@ -9,9 +9,8 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from turbojax import _checks
-from turbojax.config import TurboConfig
-from turbojax.flax.projections import check_head_dim
-from turbojax.kv import (
+from turbojax.attention.options import check_implementation, require_plain
+from turbojax.caches import (
     AttentionOptions,
     CacheKind,
     LayerCache,
@@ -22,8 +21,9 @@ from turbojax.kv import (
     kind_for,
     window_to_keep,
 )
-from turbojax.kv.whole import WholeAttention, attend_within, within_implementation
-from turbojax.ops.options import check_implementation, require_plain
+from turbojax.caches.whole import WholeAttention, attend_within, within_implementation
+from turbojax.flax.projections import check_head_dim
+from turbojax.numerics.config import TurboConfig
 from turbojax.rotary import Rope
 
 

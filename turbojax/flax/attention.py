@@ -7,12 +7,12 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
-from turbojax.config import TurboConfig
+from turbojax.attention.options import PLAIN
+from turbojax.caches import AttentionOptions, CacheKind, LayerCache
+from turbojax.caches.whole import WholeAttention
 from turbojax.flax._self_attention import make_self_attention
 from turbojax.flax.projections import AttentionProjections
-from turbojax.kv import AttentionOptions, CacheKind, LayerCache
-from turbojax.kv.whole import WholeAttention
-from turbojax.ops.options import PLAIN
+from turbojax.numerics.config import TurboConfig
 from turbojax.rotary import Rope
 
 
@@ -72,7 +72,7 @@ class TurboAttention(AttentionProjections):
           num_heads: query heads `N`.
           num_kv_heads: key/value heads `K`, of which `N` is a multiple; `N` if not given.
           head_dim: channels `H` of a head; those of `rope`, or ``D / N``, if not given.
-          cache: kind of the cache, see `turbojax.kv.init_layer_cache`.
+          cache: kind of the cache, see `turbojax.caches.init_layer_cache`.
           attention: what attends within whole sequences and within prompts, to their own keys and
             values: ``"exact"``, `turbo_attention` of a config, or pooled attention. If not given,
             both attend with the cache's config, or exactly. Prompts differ with two kinds of cache:

@@ -14,13 +14,13 @@ from jax.typing import DTypeLike
 
 from turbojax import _checks
 from turbojax._registry import ImplementationName
-from turbojax.config import TurboConfig
+from turbojax.attention.options import check_implementation
+from turbojax.attention.pooled import pooled_attention
+from turbojax.attention.turbo import turbo_attention
+from turbojax.caches.pooled import check_pooled
 from turbojax.flax._masks import MaskRule, as_mask, read_bounds, read_mask, read_segments
-from turbojax.kv.pooled import check_pooled
 from turbojax.levels import Pattern, Policy, select_levels
-from turbojax.ops.options import check_implementation
-from turbojax.ops.pooled_attention import pooled_attention
-from turbojax.ops.turbo_attention import turbo_attention
+from turbojax.numerics.config import TurboConfig
 
 
 class _Given(NamedTuple):

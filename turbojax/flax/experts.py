@@ -9,12 +9,12 @@ from flax import nnx
 from turbojax import _checks
 from turbojax._registry import ImplementationName
 from turbojax.flax.linear import FrozenParam
-from turbojax.ops.grouped_matmul.api import check_stack, grouped_matmul
-from turbojax.ops.int4_matmul.api import check_precision
-from turbojax.ops.int4_matmul.static import Precision
-from turbojax.quantizers.int4 import BLOCK, Int4Weight, ScaleDtype
-from turbojax.quantizers.int4_experts import quantize_experts
-from turbojax.routing import SoftmaxOrder, combine, dispatch, route
+from turbojax.matmul.grouped.api import check_stack, grouped_matmul
+from turbojax.matmul.int4.api import check_precision
+from turbojax.matmul.int4.experts import quantize_experts
+from turbojax.matmul.int4.static import Precision
+from turbojax.matmul.int4.weight import BLOCK, Int4Weight, ScaleDtype
+from turbojax.matmul.routing import SoftmaxOrder, combine, dispatch, route
 
 
 class FrozenWeight(nnx.Module):

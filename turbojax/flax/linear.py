@@ -6,7 +6,7 @@ import jax
 from flax import nnx
 
 from turbojax._registry import ImplementationName
-from turbojax.ops.int4_matmul.api import (
+from turbojax.matmul.int4.api import (
     check_activation,
     check_bias,
     check_gradient,
@@ -14,9 +14,9 @@ from turbojax.ops.int4_matmul.api import (
     check_token_kind,
     matmul,
 )
-from turbojax.ops.int4_matmul.static import Activation, Gradient, Precision, TokenKind
-from turbojax.quantizers import Fp8Tokens
-from turbojax.quantizers.int4 import BLOCK, Int4Weight, ScaleDtype, quantize_weight
+from turbojax.matmul.int4.static import Activation, Gradient, Precision, TokenKind
+from turbojax.matmul.int4.weight import BLOCK, Int4Weight, ScaleDtype, quantize_weight
+from turbojax.numerics.fp8 import Fp8Tokens
 
 
 class FrozenParam(nnx.Variable):

@@ -8,13 +8,13 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jax.typing import DTypeLike
 
-from turbojax.config import TurboConfig
+from turbojax.attention.options import PLAIN
+from turbojax.caches import AttentionOptions, CacheKind, LayerCache
+from turbojax.caches.whole import WholeAttention
 from turbojax.flax._self_attention import make_self_attention
 from turbojax.flax.norms import rms_norm
 from turbojax.flax.projections import check_norm_eps, check_sharding, kernel_init, rotate
-from turbojax.kv import AttentionOptions, CacheKind, LayerCache
-from turbojax.kv.whole import WholeAttention
-from turbojax.ops.options import PLAIN
+from turbojax.numerics.config import TurboConfig
 from turbojax.rotary import Rope
 
 _COLLECTION, _NAME = "cache", "kv_cache"

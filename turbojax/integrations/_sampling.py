@@ -5,8 +5,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from turbojax.caches import AttentionOptions, attend_prompt, kind_of
 from turbojax.flax._masks import MaskRule, as_mask, read_mask
-from turbojax.kv import AttentionOptions, attend_prompt, kind_of
 
 
 def attend_padded_prompt(

@@ -5,9 +5,9 @@ from typing import Any
 
 import jax
 
+from turbojax.attention.options import check_implementation
+from turbojax.caches import AttentionOptions, CacheKind, init_layer_cache, kind_for, window_to_keep
 from turbojax.flax import TurboAttentionFn
-from turbojax.kv import AttentionOptions, CacheKind, init_layer_cache, kind_for, window_to_keep
-from turbojax.ops.options import check_implementation
 
 TRAINING = TurboAttentionFn(is_causal=True, segments=True)
 """Attention of the training step if no other is asked for."""

@@ -15,10 +15,10 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from turbojax import _checks
+from turbojax.caches import AttentionOptions, CacheKind
 from turbojax.flax import TurboAttentionFn
 from turbojax.integrations._sampling import attend_next_token, attend_padded_prompt
 from turbojax.integrations._settings import TRAINING, Settings
-from turbojax.kv import AttentionOptions, CacheKind
 
 Model = TypeVar("Model")
 

@@ -13,10 +13,10 @@ import jax.numpy as jnp
 
 from turbojax import paged
 from turbojax._registry import ImplementationName
-from turbojax.config import TurboConfig
-from turbojax.ops.options import check_implementation
-from turbojax.ops.turbo_attention import turbo_attention
-from turbojax.state.pages.pool import KV_DTYPES
+from turbojax.attention.options import check_implementation
+from turbojax.attention.turbo import turbo_attention
+from turbojax.caches.paged.pool import KV_DTYPES
+from turbojax.numerics.config import TurboConfig
 
 Model = TypeVar("Model")
 

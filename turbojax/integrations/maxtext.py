@@ -16,9 +16,9 @@ import jax
 import jax.numpy as jnp
 
 from turbojax._registry import ImplementationName
-from turbojax.config import TurboConfig
-from turbojax.ops.options import check_implementation
-from turbojax.ops.turbo_attention import turbo_attention
+from turbojax.attention.options import check_implementation
+from turbojax.attention.turbo import turbo_attention
+from turbojax.numerics.config import TurboConfig
 
 _MODULES = ("maxtext.layers.attention_op", "maxtext.layers.attentions", "maxtext.models.gpt3")
 """Where MaxText's models find the name ``AttentionOp``."""

@@ -12,10 +12,10 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 
+from turbojax.caches import AttentionOptions, CacheKind
 from turbojax.flax import TurboAttentionFn
 from turbojax.integrations._sampling import attend_next_token, attend_padded_prompt
 from turbojax.integrations._settings import TRAINING, Settings
-from turbojax.kv import AttentionOptions, CacheKind
 
 Model = TypeVar("Model")
 

@@ -8,14 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from turbojax import _checks
+from turbojax.attention import optional_arrays as given
+from turbojax.attention.optional_arrays import Extras
+from turbojax.attention.pooled import segments
 from turbojax.levels import estimate
 from turbojax.levels.grid import LEVELS, Grid
 from turbojax.levels.patterns import LocalWindow, Pattern, Strided
 from turbojax.levels.ranking import Threshold, TopK, assign
 from turbojax.levels.similarity import SimilarityCap, cap, similarity
-from turbojax.ops import optional_arrays as given
-from turbojax.ops.optional_arrays import Extras
-from turbojax.ops.pooled_attention import segments
 
 Policy = TopK | Threshold | LocalWindow | Strided | SimilarityCap
 """What chooses levels: frozen, hashable, static under `jit`."""

@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from turbojax import _checks
+from turbojax.attention import optional_arrays as given
+from turbojax.attention.optional_arrays import NOTHING, Extras
+from turbojax.attention.pooled import segments
 from turbojax.levels.grid import Grid
-from turbojax.ops import optional_arrays as given
-from turbojax.ops.optional_arrays import NOTHING, Extras
-from turbojax.ops.pooled_attention import segments
 
 # Sums of at most this many tokens are written out. XLA then reads the keys in wide loads, which it
 # does not for a reduction over few rows.

@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 
 from turbojax import _checks
-from turbojax.ops.optional_arrays import NOTHING, Extras
-from turbojax.ops.pooled_attention import segments
-from turbojax.ops.pooled_attention.static import LEVELS as LEVELS
+from turbojax.attention.optional_arrays import NOTHING, Extras
+from turbojax.attention.pooled import segments
+from turbojax.attention.pooled.static import LEVELS as LEVELS
 
 # A block's number goes into the low bits of its rank, next to what is left of its importance.
 _MOST_COLUMNS = 2**16

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 
 from turbojax import _checks
+from turbojax.attention.optional_arrays import NOTHING, Extras
 from turbojax.levels.grid import LEVELS, Grid
-from turbojax.ops.optional_arrays import NOTHING, Extras
 
 
 class Pattern:

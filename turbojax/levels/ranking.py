@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from turbojax import _checks
+from turbojax.attention.optional_arrays import NOTHING, Extras
 from turbojax.levels.grid import LEVELS, Grid
-from turbojax.ops.optional_arrays import NOTHING, Extras
 
 MASS_UNIT = 2**24
 """Masses are added up as integers in this unit: sums of integers have no order."""

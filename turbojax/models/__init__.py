@@ -1,15 +1,15 @@
 """Decoders in Flax nnx, its checkpoints, and the model shipped with turbojax."""
 
-from turbojax.kv import CACHE_NAMES as CACHE_NAMES
-from turbojax.kv import POLICY_NAMES as POLICY_NAMES
-from turbojax.kv import Attend as Attend
-from turbojax.kv import AttentionOptions as AttentionOptions
-from turbojax.kv import CacheKind as CacheKind
-from turbojax.kv import FirstLayers as FirstLayers
-from turbojax.kv import PooledAttention as PooledAttention
-from turbojax.kv import cache_by_name as cache_by_name
-from turbojax.kv import causal_attention as causal_attention
-from turbojax.kv import pooled_by_name as pooled_by_name
+from turbojax.caches import CACHE_NAMES as CACHE_NAMES
+from turbojax.caches import POLICY_NAMES as POLICY_NAMES
+from turbojax.caches import Attend as Attend
+from turbojax.caches import AttentionOptions as AttentionOptions
+from turbojax.caches import CacheKind as CacheKind
+from turbojax.caches import FirstLayers as FirstLayers
+from turbojax.caches import PooledAttention as PooledAttention
+from turbojax.caches import cache_by_name as cache_by_name
+from turbojax.caches import causal_attention as causal_attention
+from turbojax.caches import pooled_by_name as pooled_by_name
 from turbojax.models.checkpoint.adapters import load_adapters as load_adapters
 from turbojax.models.checkpoint.adapters import save_adapters as save_adapters
 from turbojax.models.checkpoint.huggingface import BEGINNING_OF_FILE as BEGINNING_OF_FILE

@@ -4,14 +4,14 @@ import jax
 import numpy as np
 
 from turbojax import _checks
-from turbojax.kv import AttentionOptions, causal_attention
-from turbojax.kv.base import Cache
+from turbojax.attention.options import PLAIN
+from turbojax.caches import AttentionOptions, causal_attention
+from turbojax.caches.base import Cache
 from turbojax.models.checkpoint.stored import StoredDecoder
 from turbojax.models.decoder import Decoder, LayerParams
 from turbojax.models.generation.padding import check_tokens
 from turbojax.models.generation.session import Progress
 from turbojax.models.layer_by_layer import LayerByLayer
-from turbojax.ops.options import PLAIN
 from turbojax.smoothing import KeyStatistics
 
 

@@ -12,7 +12,7 @@ import numpy as np
 from turbojax import _checks
 from turbojax._json import shown
 from turbojax._pytrees import static
-from turbojax.kv import AttentionOptions
+from turbojax.caches import AttentionOptions
 from turbojax.models import families
 from turbojax.models.families import Activation as Activation
 from turbojax.models.families import ExpertsConfig as ExpertsConfig

@@ -17,11 +17,11 @@ import numpy as np
 from flax import nnx
 
 from turbojax._pytrees import pytree
+from turbojax.caches import Attend, AttentionOptions
+from turbojax.caches.base import Cache
+from turbojax.caches.layered import attend_of
 from turbojax.flax.norms import rms_norm
 from turbojax.flax.projections import AdaptedLinear
-from turbojax.kv import Attend, AttentionOptions
-from turbojax.kv.base import Cache
-from turbojax.kv.layered import attend_of
 from turbojax.models.config import TransformerConfig
 from turbojax.models.tensor_parallel.layout import hidden_axes, local_config
 from turbojax.models.tensor_parallel.vocabulary import gather_logits, mask_padding

@@ -9,8 +9,8 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from turbojax import _checks
-from turbojax.kv import cache_by_name, init_layer_cache
-from turbojax.kv.kinds import KINDS
+from turbojax.caches import cache_by_name, init_layer_cache
+from turbojax.caches.kinds import KINDS
 from turbojax.models.checkpoint.stored import StoredDecoder
 from turbojax.models.config import TransformerConfig
 from turbojax.models.decoder import Decoder, final_norm, for_length
@@ -59,7 +59,7 @@ def token_bits(
         the next one is read.
       tokens: int ``[n, T + 1]``.
       cache: ``"exact"``, or ``"kv4"`` for keys, values and queries as decoding through a `Kv4Cache`
-        has them: any name whose kind has `turbojax.kv.Kind.in_one_pass`.
+        has them: any name whose kind has `turbojax.caches.Kind.in_one_pass`.
       batch_size: windows that run at once.
       progress: called after each batch, or each layer, with how many tokens were done since the
         last call.

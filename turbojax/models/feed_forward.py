@@ -10,9 +10,9 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from turbojax.flax.projections import linear, summed, without_bias
+from turbojax.matmul.grouped.tiles import cut, most_tiles
+from turbojax.matmul.routing import combine, dispatch, route
 from turbojax.models.config import ExpertsConfig, TransformerConfig
-from turbojax.ops.grouped_matmul.tiles import cut, most_tiles
-from turbojax.routing import combine, dispatch, route
 
 
 def activate(x: jax.Array, config: TransformerConfig) -> jax.Array:

@@ -17,10 +17,10 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
+from turbojax.caches import Attend, AttentionOptions, attend_latents, holds_latents
+from turbojax.caches.base import Cache
 from turbojax.flax.norms import RMSNorm
 from turbojax.flax.projections import AdaptedLinear, linear, summed
-from turbojax.kv import Attend, AttentionOptions, attend_latents, holds_latents
-from turbojax.kv.base import Cache
 from turbojax.models.config import TransformerConfig
 from turbojax.models.families import LatentConfig
 from turbojax.rotary import Rope

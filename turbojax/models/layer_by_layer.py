@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from turbojax.kv import Attend, AttentionOptions
-from turbojax.kv.base import Cache
+from turbojax.caches import Attend, AttentionOptions
+from turbojax.caches.base import Cache
 from turbojax.models.checkpoint.stored import StoredDecoder
 from turbojax.models.config import TransformerConfig
 from turbojax.models.decoder import Decoder, LayerParams, apply_block, for_length

@@ -20,6 +20,9 @@ from jax.sharding import PartitionSpec
 from turbojax import _checks
 from turbojax._pytrees import pytree
 from turbojax.flax.norms import rms_norm
+from turbojax.matmul.int4.reference import activate
+from turbojax.matmul.int4.static import GRADIENTS, Activation, Gradient
+from turbojax.matmul.int4.weight import pad_rows
 from turbojax.models import float_adapters
 from turbojax.models.config import TransformerConfig
 from turbojax.models.decoder import Decoder
@@ -30,9 +33,6 @@ from turbojax.models.tensor_parallel.assembling import assemble
 from turbojax.models.tensor_parallel.layout import hidden_axes
 from turbojax.models.tensor_parallel.shares import channels, picked, qkv_outputs
 from turbojax.models.transformer import Transformer
-from turbojax.ops.int4_matmul.reference import activate
-from turbojax.ops.int4_matmul.static import GRADIENTS, Activation, Gradient
-from turbojax.quantizers.int4 import pad_rows
 from turbojax.sharding import Axes
 
 RANK, ALPHA = 8, 16.0

@@ -12,6 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from turbojax import _checks
+from turbojax.matmul.int4.weight import (
+    Int4Weight,
+    ScaleDtype,
+    concatenate,
+    gate_and_up,
+    quantize_weight,
+)
 from turbojax.models.calibration import Calibration
 from turbojax.models.checkpoint.stored import StoredDecoder
 from turbojax.models.config import TransformerConfig
@@ -26,14 +33,7 @@ from turbojax.models.quantized_layer import (
     join_layer,
 )
 from turbojax.models.transformer import Transformer
-from turbojax.quantizers.fp8 import E4M3_MAX
-from turbojax.quantizers.int4 import (
-    Int4Weight,
-    ScaleDtype,
-    concatenate,
-    gate_and_up,
-    quantize_weight,
-)
+from turbojax.numerics.fp8 import E4M3_MAX
 from turbojax.smoothing import (
     KeyStatistics,
     LayerWeights,

@@ -16,8 +16,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from turbojax._pytrees import pytree
-from turbojax.kv import Attend
-from turbojax.kv.base import Cache
+from turbojax.caches import Attend
+from turbojax.caches.base import Cache
+from turbojax.matmul.int4 import matmul
+from turbojax.matmul.int4.api import check_token_kind
+from turbojax.matmul.int4.layout import OUT_MULTIPLE, code_tiles, scale_tiles
+from turbojax.matmul.int4.static import TokenKind
+from turbojax.matmul.int4.weight import Int4Weight, dequantize
 from turbojax.models.config import TransformerConfig
 from turbojax.models.decoder import apply_layers, final_norm
 from turbojax.models.quantized_layer import QuantizedLayer, QuantizedLinear
@@ -31,14 +36,6 @@ from turbojax.models.transformer import (
     scale_embeddings,
 )
 from turbojax.models.vision.soft_tokens import SoftTokens, embedded
-from turbojax.ops.int4_matmul import matmul
-from turbojax.ops.int4_matmul.api import check_token_kind
-from turbojax.ops.int4_matmul.static import TokenKind
-from turbojax.quantizers.int4 import (
-    Int4Weight,
-    dequantize,
-)
-from turbojax.quantizers.int4_layout import OUT_MULTIPLE, code_tiles, scale_tiles
 from turbojax.sharding import Axes
 
 

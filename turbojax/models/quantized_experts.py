@@ -9,11 +9,11 @@ import jax.numpy as jnp
 
 from turbojax._pytrees import pytree
 from turbojax.flax.norms import rms_norm
+from turbojax.matmul.grouped import grouped_matmul
+from turbojax.matmul.int4.static import Activation
+from turbojax.matmul.int4.weight import Int4Weight
 from turbojax.models.config import TransformerConfig
 from turbojax.models.feed_forward import apply_experts, gated
-from turbojax.ops.grouped_matmul import grouped_matmul
-from turbojax.ops.int4_matmul.static import Activation
-from turbojax.quantizers.int4 import Int4Weight
 
 
 @pytree

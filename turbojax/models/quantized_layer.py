@@ -9,18 +9,18 @@ import jax
 import jax.numpy as jnp
 
 from turbojax._pytrees import pytree
+from turbojax.caches import Attend, AttentionOptions
+from turbojax.caches.base import Cache
 from turbojax.flax.norms import rms_norm
-from turbojax.kv import Attend, AttentionOptions
-from turbojax.kv.base import Cache
+from turbojax.matmul.fp8_tokens import rms_norm_quantize
+from turbojax.matmul.int4 import matmul
+from turbojax.matmul.int4.static import Activation, Gradient, TokenKind
+from turbojax.matmul.int4.weight import Int4Weight, concatenate, gate_and_up
 from turbojax.models.config import TransformerConfig
 from turbojax.models.quantized_experts import QuantizedExperts
 from turbojax.models.tensor_parallel.layout import hidden_axes
 from turbojax.models.transformer import scale_added
-from turbojax.ops.fp8_tokens import rms_norm_quantize
-from turbojax.ops.int4_matmul import matmul
-from turbojax.ops.int4_matmul.static import Activation, Gradient, TokenKind
-from turbojax.quantizers import Fp8Tokens
-from turbojax.quantizers.int4 import Int4Weight, concatenate, gate_and_up
+from turbojax.numerics.fp8 import Fp8Tokens
 from turbojax.rotary import Rope
 from turbojax.sharding import Axes
 from turbojax.smoothing import scale_rotated

@@ -17,6 +17,14 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
+from turbojax.matmul.int4.weight import (
+    BLOCK,
+    Int4Weight,
+    ScaleDtype,
+    concatenate,
+    gate_and_up,
+    quantize_weight,
+)
 from turbojax.models.config import ExpertsConfig, TransformerConfig
 from turbojax.models.decoder import Decoder
 from turbojax.models.feed_forward import output_gain
@@ -32,14 +40,6 @@ from turbojax.models.tensor_parallel.layout import (
 )
 from turbojax.models.tensor_parallel.specs import partition_specs, spec_of
 from turbojax.models.transformer import Block
-from turbojax.quantizers.int4 import (
-    BLOCK,
-    Int4Weight,
-    ScaleDtype,
-    concatenate,
-    gate_and_up,
-    quantize_weight,
-)
 from turbojax.sharding.axes import Axes
 
 _Part = Literal["embedding", "lm_head", "norm", "dense", "experts"]

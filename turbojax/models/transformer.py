@@ -16,17 +16,17 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from turbojax import _checks
-from turbojax.flax.norms import RMSNorm
-from turbojax.flax.projections import AttentionProjections
-from turbojax.kv import (
+from turbojax.caches import (
     Attend,
     AttentionOptions,
     causal_attention,
     image_attention,
     padded_attention,
 )
-from turbojax.kv.base import Cache
-from turbojax.kv.layered import attend_of
+from turbojax.caches.base import Cache
+from turbojax.caches.layered import attend_of
+from turbojax.flax.norms import RMSNorm
+from turbojax.flax.projections import AttentionProjections
 from turbojax.models.config import TransformerConfig
 from turbojax.models.feed_forward import Experts, FeedForward, output_gain
 from turbojax.models.latent_attention import LatentAttention

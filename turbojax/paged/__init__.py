@@ -4,24 +4,24 @@
 them and `attention` reads them.
 """
 
-from turbojax.ops.latent_attention import paged_latent_attention as paged_latent_attention
-from turbojax.ops.paged_attention import paged_attention as paged_attention
-from turbojax.state.latent.pages import LatentPages as LatentPages
-from turbojax.state.latent.pages import append_latents as append_latents
-from turbojax.state.latent.pages import gather_latents as gather_latents
-from turbojax.state.latent.pages import init_latent_pages as init_latent_pages
-from turbojax.state.pages.allocator import PageAllocator as PageAllocator
-from turbojax.state.pages.allocator import PageCopy as PageCopy
-from turbojax.state.pages.allocator import PoolExhausted as PoolExhausted
-from turbojax.state.pages.allocator import PoolStatistics as PoolStatistics
-from turbojax.state.pages.pool import PagedCache as PagedCache
-from turbojax.state.pages.pool import append as append
-from turbojax.state.pages.pool import gather as gather
-from turbojax.state.pages.pool import init_paged_cache as init_paged_cache
-from turbojax.state.pages.prefix import PrefixCache as PrefixCache
-from turbojax.state.pages.transfer import copy_pages as copy_pages
-from turbojax.state.pages.transfer import read_pages as read_pages
-from turbojax.state.pages.transfer import write_pages as write_pages
+from turbojax.caches.latent import paged_latent_attention as paged_latent_attention
+from turbojax.caches.latent.pages import LatentPages as LatentPages
+from turbojax.caches.latent.pages import append_latents as append_latents
+from turbojax.caches.latent.pages import gather_latents as gather_latents
+from turbojax.caches.latent.pages import init_latent_pages as init_latent_pages
+from turbojax.caches.paged import paged_attention as paged_attention
+from turbojax.caches.paged.allocator import PageAllocator as PageAllocator
+from turbojax.caches.paged.allocator import PageCopy as PageCopy
+from turbojax.caches.paged.allocator import PoolExhausted as PoolExhausted
+from turbojax.caches.paged.allocator import PoolStatistics as PoolStatistics
+from turbojax.caches.paged.pool import PagedCache as PagedCache
+from turbojax.caches.paged.pool import append as append
+from turbojax.caches.paged.pool import gather as gather
+from turbojax.caches.paged.pool import init_paged_cache as init_paged_cache
+from turbojax.caches.paged.prefix import PrefixCache as PrefixCache
+from turbojax.caches.paged.transfer import copy_pages as copy_pages
+from turbojax.caches.paged.transfer import read_pages as read_pages
+from turbojax.caches.paged.transfer import write_pages as write_pages
 
 init_cache = init_paged_cache
 attention = paged_attention

@@ -11,13 +11,13 @@ import jax
 import jax.numpy as jnp
 
 from turbojax import _checks
-from turbojax.kv.kinds import kind_of
-from turbojax.kv.paged_layer import PagedLayer
+from turbojax.caches import checks
+from turbojax.caches.kinds import kind_of
+from turbojax.caches.paged import pool
+from turbojax.caches.paged.layer import PagedLayer
+from turbojax.caches.progressive.cache import ProgressiveCache
+from turbojax.caches.progressive.update import append_part, store_prompt_part
 from turbojax.parallel.runs import AxisName, Run, length_limit, of_run, run_of_cache
-from turbojax.state import checks
-from turbojax.state.pages import pool
-from turbojax.state.progressive.cache import ProgressiveCache
-from turbojax.state.progressive.update import append_part, store_prompt_part
 
 
 def append(

@@ -7,12 +7,12 @@ import jax
 
 from turbojax import _checks
 from turbojax._registry import ImplementationName
-from turbojax.config import TurboConfig
-from turbojax.ops import optional_arrays as given
-from turbojax.ops.optional_arrays import Extras
-from turbojax.ops.options import Options, check_output_dtype, plain_scale
-from turbojax.ops.pooled_attention import api as pooled_api
-from turbojax.ops.pooled_attention.static import PooledOptions
+from turbojax.attention import optional_arrays as given
+from turbojax.attention.optional_arrays import Extras
+from turbojax.attention.options import Options, check_output_dtype, plain_scale
+from turbojax.attention.pooled import api as pooled_api
+from turbojax.attention.pooled.static import PooledOptions
+from turbojax.numerics.config import TurboConfig
 from turbojax.parallel import ring as rings
 from turbojax.parallel.local import Exact, Pooled, Turbo
 from turbojax.parallel.plan import best_order, plan

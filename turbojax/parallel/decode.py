@@ -15,23 +15,25 @@ import jax
 import jax.numpy as jnp
 
 from turbojax import _checks
-from turbojax.kv.base import Attend
-from turbojax.kv.kinds import kind_of
-from turbojax.kv.paged_layer import PagedLayer
-from turbojax.ops import exact_attention, kv4_attention, turbo_attention
-from turbojax.ops import latent_attention as latent_op
-from turbojax.ops import paged_attention as paged_op
-from turbojax.ops.exact_attention import REPEATABLE
-from turbojax.ops.optional_arrays import of_layer
-from turbojax.ops.options import PLAIN, Options
-from turbojax.ops.sinks import with_sinks
+from turbojax.attention import turbo as turbo_attention
+from turbojax.attention.optional_arrays import of_layer
+from turbojax.attention.options import PLAIN, Options
+from turbojax.attention.sinks import with_sinks
+from turbojax.caches import exact as exact_attention
+from turbojax.caches import latent as latent_op
+from turbojax.caches import paged as paged_op
+from turbojax.caches import token_scaled as kv4_attention
+from turbojax.caches.base import Attend
+from turbojax.caches.exact import REPEATABLE
+from turbojax.caches.exact.cache import ExactCache
+from turbojax.caches.kinds import kind_of
+from turbojax.caches.latent.cache import LatentCache
+from turbojax.caches.paged.layer import PagedLayer
+from turbojax.caches.paged.pool import PagedCache
+from turbojax.caches.progressive.cache import ProgressiveCache
+from turbojax.caches.token_scaled.cache import TokenScaledCache
 from turbojax.parallel.appending import append
 from turbojax.parallel.runs import AxisName, Run, of_run, run_of_cache
-from turbojax.state.exact import ExactCache
-from turbojax.state.kv4 import TokenScaledCache
-from turbojax.state.latent.cache import LatentCache
-from turbojax.state.pages.pool import PagedCache
-from turbojax.state.progressive.cache import ProgressiveCache
 
 
 def merged(

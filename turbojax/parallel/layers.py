@@ -6,11 +6,11 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from turbojax.config import TurboConfig
-from turbojax.kv.pooled import PooledAttention
+from turbojax.attention.optional_arrays import of_layer
+from turbojax.attention.options import PLAIN, AttentionOptions, require_plain
+from turbojax.caches.pooled import PooledAttention
 from turbojax.levels import Pattern, SimilarityCap, estimate, select_levels
-from turbojax.ops.optional_arrays import of_layer
-from turbojax.ops.options import PLAIN, AttentionOptions, require_plain
+from turbojax.numerics.config import TurboConfig
 from turbojax.parallel.context import ring_attention, ring_pooled_attention
 from turbojax.parallel.zigzag import Order, check_blocks, check_order, chunks
 from turbojax.sharding.axes import Axes

@@ -7,15 +7,16 @@ import jax
 import jax.numpy as jnp
 
 from turbojax._registry import IMPLEMENTATION_NAMES
-from turbojax.config import TurboConfig
-from turbojax.ops import cudnn, rows
-from turbojax.ops.options import Options, check_implementation
-from turbojax.ops.pooled_attention import api as pooled_api
-from turbojax.ops.pooled_attention import segments as pooled_segments
-from turbojax.ops.pooled_attention.static import PooledOptions
-from turbojax.ops.turbo_attention import api as turbo_api
-from turbojax.ops.turbo_attention import gradient as turbo_gradient
-from turbojax.ops.turbo_attention.operands import Stage1, quantize_keys_and_values
+from turbojax.attention import cudnn
+from turbojax.attention.options import Options, check_implementation
+from turbojax.attention.pooled import api as pooled_api
+from turbojax.attention.pooled import segments as pooled_segments
+from turbojax.attention.pooled.static import PooledOptions
+from turbojax.attention.turbo import api as turbo_api
+from turbojax.attention.turbo import gradient as turbo_gradient
+from turbojax.attention.turbo.operands import Stage1, quantize_keys_and_values
+from turbojax.numerics import rows
+from turbojax.numerics.config import TurboConfig
 from turbojax.parallel.ring import Pair
 
 EXACT = TurboConfig(mode="float", softmax="exact")

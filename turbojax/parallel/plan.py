@@ -9,7 +9,7 @@ once.
 import dataclasses
 from typing import Literal
 
-from turbojax.ops.options import Visibility
+from turbojax.attention.options import Visibility
 from turbojax.parallel.zigzag import Order, chunks
 
 Kind = Literal["full", "diagonal", "masked"]

@@ -19,10 +19,10 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from turbojax._gradient import refuse_gradients
-from turbojax.ops import rows
-from turbojax.ops.optional_arrays import NOTHING, Extras
-from turbojax.ops.options import Options
-from turbojax.ops.sinks import sink_gradient, with_sinks
+from turbojax.attention.optional_arrays import NOTHING, Extras
+from turbojax.attention.options import Options
+from turbojax.attention.sinks import sink_gradient, with_sinks
+from turbojax.numerics import rows
 from turbojax.parallel.plan import Call, Kind, Step
 from turbojax.parallel.zigzag import Order, chunks
 from turbojax.remat import ATTENTION_LSE, named_results

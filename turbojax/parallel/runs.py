@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from turbojax.kv.kinds import kind_of
-from turbojax.kv.paged_layer import PagedLayer
-from turbojax.state.exact import ExactCache
-from turbojax.state.progressive.cache import ProgressiveCache
+from turbojax.caches.exact.cache import ExactCache
+from turbojax.caches.kinds import kind_of
+from turbojax.caches.paged.layer import PagedLayer
+from turbojax.caches.progressive.cache import ProgressiveCache
 
 AxisName = str | tuple[str, ...]
 """An axis of the mesh, or several that split the tokens together, the first the outermost."""

@@ -10,17 +10,21 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from turbojax.ops import (
-    exact_attention,
-    fp8_tokens,
-    grouped_matmul,
-    int4_matmul,
-    kv4_attention,
-    latent_attention,
-    pooled_attention,
-)
-from turbojax.ops import paged_attention as paged
-from turbojax.ops import turbo_attention as turbo
+from turbojax.attention import pooled as pooled_attention
+from turbojax.attention import turbo as turbo
+from turbojax.caches import exact as exact_attention
+from turbojax.caches import latent as latent_attention
+from turbojax.caches import paged as paged
+from turbojax.caches import token_scaled as kv4_attention
+from turbojax.caches.exact import cache as exact
+from turbojax.caches.latent import cache as latents
+from turbojax.caches.latent import pages as latent_pages
+from turbojax.caches.paged import pool
+from turbojax.caches.progressive import update
+from turbojax.caches.token_scaled import cache as kv4
+from turbojax.matmul import fp8_tokens
+from turbojax.matmul import grouped as grouped_matmul
+from turbojax.matmul import int4 as int4_matmul
 from turbojax.parallel.appending import append, append_to_pages
 from turbojax.parallel.context import ring_attention, ring_pooled_attention
 from turbojax.parallel.decode import decode, paged_attention
@@ -28,11 +32,6 @@ from turbojax.sharding.axes import DIMENSIONS, Axes
 from turbojax.sharding.notation import OWN, Entry, leaves_of, meaning
 from turbojax.sharding.per_device import localized
 from turbojax.sharding.specs import Split, partition_specs
-from turbojax.state import exact, kv4
-from turbojax.state.latent import cache as latents
-from turbojax.state.latent import pages as latent_pages
-from turbojax.state.pages import pool
-from turbojax.state.progressive import update
 
 _ARRAYS: Mapping[str, Entry] = {
     "query": "BTNH",

@@ -12,7 +12,7 @@ import numpy as np
 
 from turbojax import _checks
 from turbojax._programs import one_program
-from turbojax.quantizers.row_powers import LARGEST_POWER, exponent, power_of_two
+from turbojax.matmul.int4.row_powers import LARGEST_POWER, exponent, power_of_two
 from turbojax.smoothing._values import check_finite, factor_or_one, widened
 
 # An INT4 group's scale is max|w| / 7, and e4m3 has no positive number below 2^-9. Both limits of

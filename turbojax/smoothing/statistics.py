@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from turbojax._pytrees import pytree
-from turbojax.quantizers import absolute_maximum
+from turbojax.numerics.int8 import absolute_maximum
 from turbojax.smoothing._values import check_maxima, widened
 from turbojax.smoothing.attention import split_pairs
 

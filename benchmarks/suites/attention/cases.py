@@ -8,7 +8,7 @@ from benchmarks.measuring.samples import Error
 from benchmarks.measuring.work import Work
 from benchmarks.shapes import Shape
 from turbojax import TurboConfig
-from turbojax.kv.progressive import PROGRESSIVE
+from turbojax.caches.progressive.kind import PROGRESSIVE
 
 Choice = Literal["short", "thorough", "hopper", "hopper-short", "default"]
 """Which rows of a shape: some or all, those of the suite of Hopper's kernels, or the default."""

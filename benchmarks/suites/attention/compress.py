@@ -10,7 +10,7 @@ from benchmarks.measuring import work
 from benchmarks.measuring.samples import Error, errors, sample_all
 from benchmarks.shapes import Shape
 from benchmarks.suites.attention.cases import Call, Case, Choice, turbo_configs
-from turbojax.state.progressive.update import store_prompt
+from turbojax.caches.progressive.update import store_prompt
 
 OPERATION = "compress"
 

@@ -18,8 +18,8 @@ from benchmarks.suites.attention.cases import (
     Choice,
     turbo_configs,
 )
-from turbojax.baselines import kivi
-from turbojax.state.progressive.update import store_prompt
+from turbojax.caches.comparison import kivi
+from turbojax.caches.progressive.update import store_prompt
 
 OPERATION = "decode"
 # The sequences end in the middle of a block, so that the buffer is read too.

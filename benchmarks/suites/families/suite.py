@@ -25,7 +25,7 @@ from benchmarks.suite import Ceilings, Latest, Suite, attempt, kernel_facts
 from benchmarks.suites.families import tables
 from benchmarks.tables import Row
 from turbojax import models
-from turbojax.kv import LayerCache, cache_by_name, init_layer_cache
+from turbojax.caches import LayerCache, cache_by_name, init_layer_cache
 from turbojax.models.generation import session as generation
 from turbojax.models.generation.caching import init_caches, windows_of_layers
 

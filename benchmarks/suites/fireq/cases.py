@@ -17,9 +17,9 @@ from benchmarks.suites.attention.cases import Case as AttentionCase
 from benchmarks.suites.fireq import inputs, mixed
 from benchmarks.suites.fireq import tables as fireq_tables
 from turbojax import fireq, k8v4
+from turbojax.caches.token_scaled import cache as kv4
 from turbojax.fireq import Fp8Tokens, Int4Weight
 from turbojax.quantizers import quantize_tokens
-from turbojax.state import kv4
 
 MATMUL, FFN = fireq_tables.MATMUL, fireq_tables.FFN
 QUANTIZE, DECODE = fireq_tables.QUANTIZE, fireq_tables.DECODE

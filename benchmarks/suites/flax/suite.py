@@ -27,10 +27,10 @@ from benchmarks.suite import Ceilings, Suite, attempt, timing_facts
 from benchmarks.suites.flax import tables as flax_tables
 from benchmarks.tables import Row
 from turbojax import levels
-from turbojax.config import TurboConfig
+from turbojax.caches import cache_by_name, init_layer_cache
 from turbojax.flax.attention import TurboAttention
 from turbojax.flax.attention_fn import PooledAttentionFn, TurboAttentionFn
-from turbojax.kv import cache_by_name, init_layer_cache
+from turbojax.numerics.config import TurboConfig
 
 DECODE, TRAINING = flax_tables.DECODE, flax_tables.TRAINING
 

@@ -14,7 +14,7 @@ from benchmarks.shapes import Shape
 from benchmarks.suites.parallel.timing import exchanges, timed
 from benchmarks.suites.pooled.inputs import random_levels
 from benchmarks.tables import Row
-from turbojax.kv.kinds import init_layer_cache, kind_for
+from turbojax.caches.kinds import init_layer_cache, kind_for
 from turbojax.parallel import Axes
 
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128

@@ -13,11 +13,11 @@ import numpy as np
 from benchmarks.suites.serving.cases import Case, Group
 from benchmarks.tables import Row
 from turbojax import models, paged
-from turbojax.kv import causal_attention
+from turbojax.attention.optional_arrays import of_layer
+from turbojax.attention.options import PLAIN
+from turbojax.caches import causal_attention
+from turbojax.caches.paged import attend_pages
 from turbojax.models.generation.steps import decode_step
-from turbojax.ops.optional_arrays import of_layer
-from turbojax.ops.options import PLAIN
-from turbojax.ops.paged_attention import attend_pages
 
 Model = models.Decoder | models.QuantizedDecoder
 Pools = tuple[paged.PagedCache, ...]

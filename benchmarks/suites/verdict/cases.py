@@ -21,8 +21,8 @@ from benchmarks.measuring.work import Needs, attention_operations
 from benchmarks.shapes import Shape
 from benchmarks.suites.verdict.methods import CACHES, DECODE, FULL, METHODS, PROMPT, TRITON, family
 from benchmarks.tables import Row
-from turbojax.kv import LayerCache, cache_by_name, init_layer_cache, kind_for, kind_of
-from turbojax.kv.paged_layer import PagedLayer
+from turbojax.caches import LayerCache, cache_by_name, init_layer_cache, kind_for, kind_of
+from turbojax.caches.paged.layer import PagedLayer
 
 # Sequences end in the middle of a page, a block and a group, so that what is newest is read too.
 _SHORT_OF_FULL = 27

@@ -17,7 +17,7 @@ Versions, H200, jax 0.11.2, us of an append in a scan, with what adds to lengths
   K8V4    3.3 (12.6), 4.3 (13.2), 6.8 (16.4); the kernel alone 1.8, 2.7 to 3.1, 5.2 to 6.5
 Rows: `benchmarks/results/bytes_versions_2026-11-24.json`.
 
-The bits are those of `turbojax.state.kv4_codes`: scales are rounded to bfloat16 first, and a code
+The bits are those of `turbojax.caches.token_scaled.codes`: scales are rounded to bfloat16 first, and a code
 is settled by comparisons of numbers that float32 holds exactly.
 """
 

@@ -13,9 +13,9 @@ from turbojax import _checks, evaluation
 from turbojax._environment import environment
 from turbojax.app import options, startup, text_model
 from turbojax.app.quantize.run import calibration_text, cut
+from turbojax.caches import CacheKind
 from turbojax.evaluation import Method
 from turbojax.evaluation.methods import of_one_layer
-from turbojax.kv import CacheKind
 from turbojax.models.text.tokenizer import NumberTokenizer
 
 Progress = Callable[[str, int, int], None]

@@ -17,7 +17,7 @@ from turbojax import models
 from turbojax._environment import environment
 from turbojax.app import text_model
 from turbojax.app.demo.measure import Progress, bits_of, cache_kind
-from turbojax.kv import CACHE_NAMES
+from turbojax.caches import CACHE_NAMES
 from turbojax.models.generation import session as generation
 
 _QUESTION = "What is the capital of France, and what is it known for?"

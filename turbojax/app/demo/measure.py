@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from turbojax._environment import environment
-from turbojax.kv import CACHE_NAMES, cache_by_name
+from turbojax.caches import CACHE_NAMES, cache_by_name
 from turbojax.models import (
     BEGINNING_OF_FILE,
     Decoder,

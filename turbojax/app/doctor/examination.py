@@ -14,25 +14,29 @@ import jax.numpy as jnp
 import turbojax
 from turbojax import _device, _extras, device
 from turbojax._registry import Registry
-from turbojax.config import Mode, TurboConfig
-from turbojax.ops import cudnn, fp8_tokens, int4_matmul, kv4_attention
-from turbojax.ops.exact_attention import mosaic_gpu as exact_decode
-from turbojax.ops.grouped_matmul import grouped_matmul
-from turbojax.ops.latent_attention import paged_latent_attention
-from turbojax.ops.options import Options
-from turbojax.ops.paged_attention import paged_attention
-from turbojax.ops.pooled_attention import pooled_attention
-from turbojax.ops.turbo_attention import decode, turbo_attention
-from turbojax.ops.turbo_attention.gradient import GRADIENT
-from turbojax.quantizers import quantize_weight
-from turbojax.quantizers.int4_experts import quantize_experts
-from turbojax.state import exact, kv4
-from turbojax.state.latent.formats import LATENT_DTYPES
-from turbojax.state.latent.pages import LatentPages, init_latent_pages
-from turbojax.state.pages.pool import KV_DTYPES, PagedCache, init_paged_cache
-from turbojax.state.pages.pool import append as append_to_pages
-from turbojax.state.progressive import ProgressiveCache, append, init_cache
-from turbojax.state.progressive.update import store_prompt
+from turbojax.attention import cudnn
+from turbojax.attention.options import Options
+from turbojax.attention.pooled import pooled_attention
+from turbojax.attention.turbo import turbo_attention
+from turbojax.attention.turbo.gradient import GRADIENT
+from turbojax.caches import token_scaled as kv4_attention
+from turbojax.caches.exact import cache as exact
+from turbojax.caches.exact import mosaic_gpu as exact_decode
+from turbojax.caches.latent import paged_latent_attention
+from turbojax.caches.latent.formats import LATENT_DTYPES
+from turbojax.caches.latent.pages import LatentPages, init_latent_pages
+from turbojax.caches.paged import paged_attention
+from turbojax.caches.paged.pool import KV_DTYPES, PagedCache, init_paged_cache
+from turbojax.caches.paged.pool import append as append_to_pages
+from turbojax.caches.progressive import ProgressiveCache, append, decode, init_cache
+from turbojax.caches.progressive.update import store_prompt
+from turbojax.caches.token_scaled import cache as kv4
+from turbojax.matmul import fp8_tokens
+from turbojax.matmul import int4 as int4_matmul
+from turbojax.matmul.grouped import grouped_matmul
+from turbojax.matmul.int4.experts import quantize_experts
+from turbojax.matmul.int4.weight import quantize_weight
+from turbojax.numerics.config import Mode, TurboConfig
 
 _Call = Callable[[str], Any]
 

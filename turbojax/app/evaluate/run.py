@@ -8,8 +8,8 @@ from typing import Any
 
 from turbojax import _checks, _extras, _interrupt, evaluation, models
 from turbojax.app import options, startup, text_model
+from turbojax.caches import LATENT_CACHE_NAMES
 from turbojax.evaluation import Method, Text
-from turbojax.kv import LATENT_CACHE_NAMES
 from turbojax.models.text.tokenizer import ByteTokenizer, JsonTokenizer, NumberTokenizer, Tokenizer
 
 Progress = Callable[[str, int, int], None]

@@ -12,8 +12,8 @@ import numpy as np
 
 from turbojax import _checks, models
 from turbojax.app.text_model import TextModel, than_bfloat16
+from turbojax.caches import LATENT_CACHE_NAMES
 from turbojax.evaluation import kinds_from_file, layer_files
-from turbojax.kv import LATENT_CACHE_NAMES
 from turbojax.models.generation import session as generation
 from turbojax.models.generation.caching import ModelCacheKind, with_uncompressed
 from turbojax.models.generation.sampling import GREEDY

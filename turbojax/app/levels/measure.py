@@ -11,6 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from turbojax._environment import environment
+from turbojax.attention.options import PLAIN, AttentionOptions, require_plain
+from turbojax.attention.pooled import pooled_attention
 from turbojax.levels import (
     LocalWindow,
     Policy,
@@ -23,8 +25,6 @@ from turbojax.levels import (
 )
 from turbojax.models import BEGINNING_OF_FILE, Transformer, causal_attention, unstack
 from turbojax.models.decoder import for_length
-from turbojax.ops.options import PLAIN, AttentionOptions, require_plain
-from turbojax.ops.pooled_attention import pooled_attention
 
 # Patterns in blocks, so that they fit short texts as well as long ones.
 _POLICIES: dict[str, Callable[[int], Policy]] = {

@@ -12,13 +12,13 @@ import numpy as np
 
 from turbojax import _checks, _writing, models
 from turbojax.app import startup, text_model
+from turbojax.matmul.int4.weight import ScaleDtype
 from turbojax.models.checkpoint.quantized import QUANT_METHOD, is_quantized
 from turbojax.models.config import stored_dtype
 from turbojax.models.evaluation import caches_of
 from turbojax.models.quantize import EVERYTHING
 from turbojax.models.text.tokenizer import TOKENIZER_NAME, ByteTokenizer, NumberTokenizer, Tokenizer
 from turbojax.models.vision import checkpoint as vision
-from turbojax.quantizers.int4 import ScaleDtype
 from turbojax.smoothing import Smoothing
 
 Progress = Callable[[str, int, int], None]

@@ -13,6 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from turbojax.matmul.int4.layout import BLOCK, GATED_ROWS, OUT_MULTIPLE, stored_inputs
+from turbojax.matmul.int4.weight import Int4Weight
 from turbojax.models.checkpoint.folder import Stored
 from turbojax.models.checkpoint.placing import Progress
 from turbojax.models.checkpoint.sparse import Sparse, on_host, own_numbers, wanted_bytes
@@ -24,8 +26,6 @@ from turbojax.models.tensor_parallel import placing
 from turbojax.models.tensor_parallel.layout import parts, share
 from turbojax.models.tensor_parallel.quantized_parts import local_layer, local_table
 from turbojax.models.tensor_parallel.specs import specs_of_part
-from turbojax.quantizers.int4 import Int4Weight
-from turbojax.quantizers.int4_layout import BLOCK, GATED_ROWS, OUT_MULTIPLE, stored_inputs
 from turbojax.sharding.axes import Axes
 
 TILED = ("codes", "scales", "zeros")

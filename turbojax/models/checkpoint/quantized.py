@@ -20,6 +20,9 @@ from jax.typing import DTypeLike
 
 from turbojax import _checks
 from turbojax._json import shown
+from turbojax.matmul.int4.static import TOKEN_KINDS
+from turbojax.matmul.int4.storage import tiles_of_version_1
+from turbojax.matmul.int4.weight import Int4Weight
 from turbojax.models.checkpoint import folder as _folder
 from turbojax.models.checkpoint import int4_on_mesh, mxfp4, on_mesh
 from turbojax.models.checkpoint.packed.formats import METHODS
@@ -29,9 +32,6 @@ from turbojax.models.lora import Adapters, LoraLinear, with_adapters
 from turbojax.models.quantized import QuantizedDecoder
 from turbojax.models.quantized_layer import QuantizedLayer, QuantizedLinear
 from turbojax.models.random_weights import random_quantized_decoder, random_weight
-from turbojax.ops.int4_matmul.static import TOKEN_KINDS
-from turbojax.quantizers.int4 import Int4Weight
-from turbojax.quantizers.int4_storage import tiles_of_version_1
 from turbojax.sharding.axes import Axes
 
 QUANT_METHOD = "turbojax-fireq"

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import jax
 
 from turbojax._device import needs_gpu
-from turbojax.config import TurboConfig
 from turbojax.models.config import TransformerConfig
 from turbojax.models.decoder import Decoder, for_length, unstack
 from turbojax.models.engine import groups, placement, pools, state
@@ -27,6 +26,7 @@ from turbojax.models.tensor_parallel.caches import init_split
 from turbojax.models.tensor_parallel.layout import local_config
 from turbojax.models.text.tokenizer import Tokenizer
 from turbojax.models.transformer import Transformer
+from turbojax.numerics.config import TurboConfig
 
 Model = Transformer | Decoder | QuantizedDecoder
 

@@ -12,10 +12,10 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from turbojax.config import TurboConfig
-from turbojax.ops import turbo_attention
-from turbojax.ops.optional_arrays import Extras
-from turbojax.ops.options import Options
+from turbojax.attention import turbo as turbo_attention
+from turbojax.attention.optional_arrays import Extras
+from turbojax.attention.options import Options
+from turbojax.numerics.config import TurboConfig
 
 
 def segments_of(slots: jax.Array, positions: jax.Array) -> jax.Array:

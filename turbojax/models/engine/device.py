@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from turbojax.config import TurboConfig
 from turbojax.models.engine import sampler, speculation, state, swap
 from turbojax.models.engine.groups import Windows
 from turbojax.models.engine.plan import Piece, Plan
@@ -22,6 +21,7 @@ from turbojax.models.engine.speculation import Draft, NGram, Speculation
 from turbojax.models.engine.split import vocabulary_of
 from turbojax.models.engine.step import CHANGES, Work, check_implementation, idle_work, run_step
 from turbojax.models.generation.sampling import Kind, greedy_rows, kind_of
+from turbojax.numerics.config import TurboConfig
 
 Weights = Any
 """A `Decoder` or a `QuantizedDecoder`."""

@@ -6,11 +6,12 @@ from typing import Any
 import jax
 
 from turbojax import paged
-from turbojax.kv import holds_latents
-from turbojax.kv.latent import split_query, tokens_of
-from turbojax.ops import latent_attention, paged_attention
-from turbojax.ops.optional_arrays import NOTHING, Extras
-from turbojax.ops.options import PLAIN, Options
+from turbojax.attention.optional_arrays import NOTHING, Extras
+from turbojax.attention.options import PLAIN, Options
+from turbojax.caches import holds_latents
+from turbojax.caches import latent as latent_attention
+from turbojax.caches import paged as paged_attention
+from turbojax.caches.latent.kind import split_query, tokens_of
 
 Pool = paged.PagedCache | paged.LatentPages
 """The pages of a layer."""
@@ -22,8 +23,8 @@ def access_to(pool: Pool) -> tuple[_Access, _Access]:
     """What appends to such a pool, and what attends to it.
 
     Their arguments are those of `turbojax.paged.append` and
-    `turbojax.ops.paged_attention.attend_pages`; queries, keys and values of latents are as
-    `turbojax.kv.latent` says.
+    `turbojax.caches.paged.attend_pages`; queries, keys and values of latents are as
+    `turbojax.caches.latent.kind` says.
     """
     if holds_latents(pool):
         return _append_latents, _attend_latents

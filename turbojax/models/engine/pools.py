@@ -10,11 +10,11 @@ import jax
 import numpy as np
 
 from turbojax import _checks, paged
+from turbojax.caches.latent.formats import LATENT_DTYPES
 from turbojax.models.config import LatentConfig, TransformerConfig
 from turbojax.models.engine.groups import Windows, layers_of
 from turbojax.models.engine.pool_access import Pool
 from turbojax.models.generation.caching import with_edges
-from turbojax.state.latent.formats import LATENT_DTYPES
 
 Pools = tuple[Pool, ...]
 

@@ -17,7 +17,9 @@ import jax
 import jax.numpy as jnp
 
 from turbojax import _checks
-from turbojax.kv import Attend
+from turbojax.attention.optional_arrays import of_layer
+from turbojax.attention.options import PLAIN
+from turbojax.caches import Attend
 from turbojax.models.decoder import Decoder
 from turbojax.models.engine import compilation, split
 from turbojax.models.engine.groups import Windows, group_of, layers_of
@@ -28,8 +30,6 @@ from turbojax.models.generation.sampling import NOTHING, Array, Kind, SamplingRo
 from turbojax.models.quantized import QuantizedDecoder
 from turbojax.models.tensor_parallel.programs import on_mesh
 from turbojax.models.transformer import Transformer
-from turbojax.ops.optional_arrays import of_layer
-from turbojax.ops.options import PLAIN
 
 MOST_GUESSES = 15
 """Guesses at a time: with one more token they are a call for few queries."""

@@ -14,8 +14,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from turbojax.config import TurboConfig
-from turbojax.kv import Attend, holds_latents
+from turbojax.attention.optional_arrays import of_layer
+from turbojax.attention.options import PLAIN
+from turbojax.caches import Attend, holds_latents
 from turbojax.models.decoder import Decoder
 from turbojax.models.engine import compilation, dense, split
 from turbojax.models.engine.groups import Windows, group_of, layers_of
@@ -25,8 +26,7 @@ from turbojax.models.engine.state import State, apply, no_changes
 from turbojax.models.generation.sampling import greedy_rows
 from turbojax.models.quantized import QuantizedDecoder
 from turbojax.models.tensor_parallel.programs import on_mesh, step_program
-from turbojax.ops.optional_arrays import of_layer
-from turbojax.ops.options import PLAIN
+from turbojax.numerics.config import TurboConfig
 
 CHANGES = 64
 """Entries of tables that a step's own program changes; more are changed before it."""

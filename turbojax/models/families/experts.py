@@ -7,8 +7,8 @@ from typing import Any, Literal
 from turbojax import _checks
 from turbojax._json import shown
 from turbojax._pytrees import static
+from turbojax.matmul.routing import check_groups
 from turbojax.models.families.keys import LARGEST_SIZE, integer
-from turbojax.routing import check_groups
 
 MOST_EXPERTS = 10_000
 """No known layer has a tenth of it; a limit because each expert has tensors of its own."""

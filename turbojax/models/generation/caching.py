@@ -10,8 +10,7 @@ import numpy as np
 
 from turbojax import _checks
 from turbojax._pytrees import pytree
-from turbojax.config import TurboConfig
-from turbojax.kv import (
+from turbojax.caches import (
     CacheKind,
     LayerCache,
     PagedLayer,
@@ -24,6 +23,7 @@ from turbojax.models.decoder import Decoder
 from turbojax.models.quantized import QuantizedDecoder
 from turbojax.models.tensor_parallel.caches import check_batch, whole_slots
 from turbojax.models.transformer import Transformer
+from turbojax.numerics.config import TurboConfig
 from turbojax.sharding import Axes
 from turbojax.sharding.specs import Split
 
@@ -185,7 +185,7 @@ def init_caches(
 ) -> ModelCaches:
     """Empty caches for all layers of a model.
 
-    A layer with a window keeps what that needs and not all tokens, see `turbojax.state.ring`.
+    A layer with a window keeps what that needs and not all tokens, see `turbojax.caches.ring`.
 
     Args:
       model: the model. Of a split decoder each device makes caches of its own sequences, KV heads
@@ -193,7 +193,7 @@ def init_caches(
         tokens, and `max_length` is rounded up so that devices have as many slots.
       batch_size: sequences, of a split decoder as many on all devices.
       max_length: tokens each sequence may grow to.
-      cache: the kind of cache, see `turbojax.kv.init_layer_cache`, `UncompressedEdges`, or a tuple
+      cache: the kind of cache, see `turbojax.caches.init_layer_cache`, `UncompressedEdges`, or a tuple
         with a kind for every layer.
 
     Raises:

@@ -12,8 +12,10 @@ import numpy as np
 
 from turbojax import _checks
 from turbojax._json import line, shown, shown_name
-from turbojax.kv import LayerCache, kind_of
-from turbojax.kv import files as layers
+from turbojax.caches import LayerCache, kind_of
+from turbojax.caches import files as layers
+from turbojax.caches import stored_file as files
+from turbojax.caches.paged.pool import PagedCache
 from turbojax.models.decoder import Decoder, for_length, unstack
 from turbojax.models.generation.caching import ModelCaches
 from turbojax.models.generation.session import Session
@@ -23,8 +25,6 @@ from turbojax.models.tensor_parallel.storing import joined, split
 from turbojax.models.transformer import Transformer
 from turbojax.rotary import LongRopeScaling
 from turbojax.sharding import Axes
-from turbojax.state import stored_file as files
-from turbojax.state.pages.pool import PagedCache
 
 StorableCache = LayerCache | PagedCache | ModelCaches
 """A layer's cache of any kind, a pool of pages, or the caches of a model."""

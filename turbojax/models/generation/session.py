@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from turbojax import _checks
-from turbojax.kv import PooledAttention, kinds
+from turbojax.caches import PooledAttention, kinds
 from turbojax.models.decoder import Decoder, for_length, unstack, warn_of_long_factors
 from turbojax.models.generation.buckets import cache_bucket, prompt_bucket
 from turbojax.models.generation.caching import ModelCacheKind, ModelCaches, init_caches

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from turbojax.kv import ImageBlocks, PooledAttention
+from turbojax.caches import ImageBlocks, PooledAttention
 from turbojax.models.decoder import Decoder
 from turbojax.models.generation.caching import ModelCaches
 from turbojax.models.quantized import QuantizedDecoder

@@ -13,11 +13,11 @@ from typing import Any
 import jax
 
 from turbojax import parallel
-from turbojax.kv import attend_new_tokens, attend_prompt
-from turbojax.kv.base import Attend
-from turbojax.kv.kinds import kind_of
-from turbojax.kv.whole import PromptAttention
-from turbojax.ops.options import PLAIN
+from turbojax.attention.options import PLAIN
+from turbojax.caches import attend_new_tokens, attend_prompt
+from turbojax.caches.base import Attend
+from turbojax.caches.kinds import kind_of
+from turbojax.caches.whole import PromptAttention
 from turbojax.sharding import Axes
 
 

@@ -7,14 +7,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from turbojax.matmul.int4.parts import NOTHING, split_group_size, take_inputs, take_outputs
+from turbojax.matmul.int4.weight import Int4Weight
 from turbojax.models.config import TransformerConfig
 from turbojax.models.lora import LoraLinear
 from turbojax.models.quantized_experts import QuantizedExperts
 from turbojax.models.quantized_layer import QuantizedLayer, QuantizedLinear, QuantizedMlp
 from turbojax.models.tensor_parallel.layout import check_axes, parts, share
 from turbojax.models.tensor_parallel.shares import channels, picked, qkv_outputs
-from turbojax.quantizers.int4 import Int4Weight
-from turbojax.quantizers.int4_parts import NOTHING, split_group_size, take_inputs, take_outputs
 from turbojax.sharding import Axes
 
 

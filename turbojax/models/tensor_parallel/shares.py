@@ -4,9 +4,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from turbojax.matmul.int4.parts import NOTHING
 from turbojax.models.config import TransformerConfig
 from turbojax.models.tensor_parallel.layout import parts
-from turbojax.quantizers.int4_parts import NOTHING
 from turbojax.sharding import Axes
 
 

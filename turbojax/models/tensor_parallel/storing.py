@@ -13,10 +13,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from turbojax.kv import PagedLayer
+from turbojax.caches import PagedLayer
+from turbojax.caches.progressive.cache import CacheSide, ProgressiveCache
 from turbojax.sharding import Axes
 from turbojax.sharding.specs import axes_of, shardings
-from turbojax.state.progressive.cache import CacheSide, ProgressiveCache
 
 
 def joined(cache: Any, axes: Axes) -> Any:

@@ -10,12 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from turbojax._pytrees import pytree
-from turbojax.config import TurboConfig
+from turbojax.attention.turbo import turbo_attention
 from turbojax.flax.norms import rms_norm
 from turbojax.models.vision.config import VisionConfig
 from turbojax.models.vision.preprocessing import Preprocessing
 from turbojax.models.vision.soft_tokens import Images
-from turbojax.ops.turbo_attention import turbo_attention
+from turbojax.numerics.config import TurboConfig
 
 Arrays = Mapping[str, jax.Array]
 _EXACT = TurboConfig(mode="float", softmax="exact")

@@ -55,7 +55,7 @@ def code_words(area: Pointer, row: Int, here: Place, size: int, bits: int) -> li
 
     `row` is an offset and not a pointer, which saves an addition. 3-bit codes are a plane of their
     lower two bits, in the order of 2-bit ones, and then one of their highest bits, eight to a byte
-    (see `turbojax.quantizers.packing`): those of a lane's quarter are every second bit of half of
+    (see `turbojax.numerics.packing`): those of a lane's quarter are every second bit of half of
     that plane.
     """
     low = 2 if bits == 3 else bits

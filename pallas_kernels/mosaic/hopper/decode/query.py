@@ -67,7 +67,7 @@ def row_scale(x: list[Float]) -> Float:
 
 
 def row_code(x: Float, scale: Float) -> Int:
-    """``rint(x / scale)``, made exact by comparisons (`turbojax.quantizers.int8`)."""
+    """``rint(x / scale)``, made exact by comparisons (`turbojax.numerics.int8`)."""
     limit = INT8_RANGE
     quotient = lane.minimum(lane.maximum(x / scale, lane.number(-limit)), lane.number(limit))
     shifted = quotient + lane.ROUNDER

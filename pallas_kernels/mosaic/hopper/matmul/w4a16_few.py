@@ -356,7 +356,7 @@ def w4a16_few(
 ) -> jax.Array:
     """Tokens times INT4 weights: ``act(o_n sum_g s_ng sum_k x_mk (q_nk - z_ng) + b_n) + r_mn``.
 
-    `codes` are uint8 ``[N / 64, K / 128, 64, 64]``, see `turbojax.quantizers.int4`; `scales`
+    `codes` are uint8 ``[N / 64, K / 128, 64, 64]``, see `turbojax.matmul.int4.weight`; `scales`
     ``[N / 64, K / 128, 64]``, e4m3, bfloat16 or float16; `zeros` int8 of that shape, -8 to 8, or
     None. With e4m3 scales weights are ``e4m3(s q)``, without zero points. `x` is bfloat16 or
     float16 ``[M, K]``, `output_scales` and `bias` float32 ``[N]``, `residual` ``[M, columns]`` in

@@ -15,7 +15,7 @@ A lane has eight channels, so that a vector of 128 bfloat16 is 16 lanes' loads o
 codes of any width fill whole bytes. Lanes of a warp work on 1 to 16 vectors. Several rounds of them
 are loaded before the first is computed.
 
-The bits are those of `turbojax.polar.encode` and `turbojax.state.pages.formats`: sums in the same
+The bits are those of `turbojax.polar.encode` and `turbojax.caches.paged.formats`: sums in the same
 order, squares whose sums do not depend on contraction, norms that comparisons decide.
 
 Versions, H200, jax 0.11.2, device time of the whole call, us; what there was before in brackets
@@ -264,7 +264,7 @@ def _load(vectors: Pointer, row: Int, place: Int, s: Settings) -> list[Int]:
 
 
 def find(a: Arrays, row: Int, s: Settings) -> Place:
-    """The place of vector `row` of a side, as `turbojax.state.pages.writing` finds it."""
+    """The place of vector `row` of a side, as `turbojax.caches.paged.writing` finds it."""
     is_vector = row < s.vectors
     row = row.minimum(s.vectors - 1)
     token = row // s.heads

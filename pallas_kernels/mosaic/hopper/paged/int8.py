@@ -86,7 +86,7 @@ def _transposed(words: list[Int]) -> list[Int]:
     ]
 
 
-# Writing: the arithmetic of `turbojax.state.pages.formats.to_int8` --------------------------------
+# Writing: the arithmetic of `turbojax.caches.paged.formats.to_int8` --------------------------------
 
 
 def encode(words: list[Int], x: list[Float], lanes: int, dtype: str) -> tuple[list[Int], Int]:

@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from turbojax.quantizers.int4 import Int4Weight
-from turbojax.quantizers.int4_codes import from_codes
+from turbojax.matmul.int4.codes import from_codes
+from turbojax.matmul.int4.weight import Int4Weight
 
 PER_WORD = 8
 """Codes of four bits in an int32."""

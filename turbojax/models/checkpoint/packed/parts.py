@@ -9,13 +9,13 @@ from collections.abc import Iterable, Mapping
 
 import numpy as np
 
+from turbojax.matmul.int4.layout import BLOCK, stored_inputs
 from turbojax.models.checkpoint.int4_on_mesh import inner_rows
 from turbojax.models.checkpoint.packed.codes import PackedFormat, Places
 from turbojax.models.checkpoint.sparse import Sparse
 from turbojax.models.config import TransformerConfig
 from turbojax.models.families.tensors import TensorSpec
 from turbojax.models.tensor_parallel.layout import parts, share
-from turbojax.quantizers.int4_layout import BLOCK, stored_inputs
 from turbojax.sharding.axes import Axes
 
 _INDEX = ("g_idx", "weight_g_idx")

@@ -1,0 +1,406 @@
+"""`turbo_attention` and `prefill`: arguments, checks and the choice of implementation."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from turbojax import _checks
+from turbojax._gradient import refuse_gradients
+from turbojax._registry import (
+    Implementation,
+    ImplementationName,
+    Registry,
+)
+from turbojax.attention import optional_arrays as given
+from turbojax.attention.optional_arrays import NOTHING, Extras
+from turbojax.attention.options import Options
+from turbojax.attention.turbo import jax_triton, mosaic_gpu, reference, triton, unrounded
+from turbojax.attention.turbo.gradient import straight_through
+from turbojax.caches.progressive.cache import ProgressiveCache
+from turbojax.caches.progressive.update import (
+    SHARES_CODES,
+    STORE_PROMPT,
+    check_cache_arguments,
+    check_prompt,
+)
+from turbojax.numerics.config import TurboConfig
+from turbojax.sharding import tables, together
+from turbojax.sharding.per_device import per_device
+
+ATTENTION = Registry(
+    "turbo_attention",
+    (
+        Implementation("mosaic_gpu", mosaic_gpu.attention, mosaic_gpu.attention_unsupported),
+        Implementation("jax_triton", jax_triton.attention, jax_triton.unsupported),
+        Implementation("triton", triton.attention, triton.attention_unsupported),
+        Implementation("xla", reference.attention),
+    ),
+)
+
+
+def turbo_attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    *,
+    config: TurboConfig = TurboConfig(),
+    scale: float | None = None,
+    is_causal: bool = False,
+    query_seq_lengths: jax.Array | None = None,
+    key_value_seq_lengths: jax.Array | None = None,
+    local_window_size: int | tuple[int, int] | None = None,
+    logits_soft_cap: float | None = None,
+    query_segment_ids: jax.Array | None = None,
+    key_value_segment_ids: jax.Array | None = None,
+    key_bounds: tuple[jax.Array, jax.Array] | None = None,
+    query_offset: jax.Array | int | None = None,
+    key_offset: jax.Array | int | None = None,
+    bias: jax.Array | None = None,
+    alibi_slopes: jax.Array | None = None,
+    sinks: jax.Array | None = None,
+    output_dtype: jax.typing.DTypeLike | None = None,
+    implementation: ImplementationName | None = None,
+    return_residual: bool = False,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """Attention with quantized products (TurboAttention, Algorithm 1).
+
+    Arguments mean what they mean in `jax.nn.dot_product_attention`. Lengths need not be multiples
+    of a block; memory grows with ``T + S``, also for the gradient.
+
+    Gradients are straight through the rounding, with the weights of the forward pass and the exact
+    exponential; `config.gradient` says what else is rounded. There are no second derivatives and
+    no forward mode (`jax.jvp`).
+
+    Args:
+      query: ``[B, T, N, H]``, bfloat16, float16 or float32.
+      key: ``[B, S, K, H]``, the same dtype; `N` is a multiple of `K`.
+      value: ``[B, S, K, Hv]``; `Hv` is usually `H`.
+      config: numerics and block sizes; the default is the fastest one with little error. Its bits
+        concern caches only.
+      scale: factor of the scores; ``1 / sqrt(H)`` if not given.
+      is_causal: a query at position `p` sees keys up to `p`; query and key `t` are at `t` (aligned
+        at the first token), unless offsets say otherwise.
+      query_seq_lengths: optional int ``[B]``: queries at or past it are padding, which gives 0
+        and ``-inf`` and changes no other query.
+      key_value_seq_lengths: optional int ``[B]``: keys at or past it are ignored. Under `jit`
+        values outside the array act as the nearest bound, of queries too.
+      local_window_size: optional `w` or ``(left, right)``: a query at `p` sees keys in
+        ``[p - left, p + right]``.
+      logits_soft_cap: optional `c`: scores become ``c * tanh(score / c)``.
+      query_segment_ids: optional integers ``[B, T]``, of packed sequences: a query sees keys of an
+        equal id only. Blocks without a common id take no time in kernels. All tokens of a block
+        share its scales, whatever their segments.
+      key_value_segment_ids: integers ``[B, S]`` beside them.
+      key_bounds: optional ``(start, end)``, integers ``[B, T]`` each: query `i` sees keys at
+        positions from ``start[b, i]`` to before ``end[b, i]``, of those that causality, window,
+        lengths and segments show it; all must. Any integers will do, under `jit` too; where
+        ``end <= start`` it sees nothing. `turbojax.bounds` makes them, of prefix-LMs and images,
+        which need ``is_causal=False``: the bounds are causal where they should be. Blocks that all
+        bounds of a block of queries hide take no time in kernels.
+      query_offset: optional int ``[B]`` or scalar, the position of the first query, for parts of a
+        longer sequence. Under `jit` values outside ``0..2**29`` act as the nearest bound.
+      key_offset: the same of the first key.
+      bias: optional ``[B or 1, N or 1, T or 1, S]``, floating-point, added to the scores after
+        their scale and cap; ``-inf`` hides a key. Its gradient has its shape.
+      alibi_slopes: optional floating-point ``[N]``: ``-slope * |p - k|`` is added too, for a query
+        at `p` and a key at `k` (Press et al., 2022).
+      sinks: optional floating-point ``[N]``, a logit of each head that takes part only in the
+        softmax's denominator, as in gpt-oss; it is the log-sum-exp of a query that sees nothing.
+      output_dtype: float32 for the output of a part that will be merged, see
+        `turbojax.merge_attention`; the query's if not given.
+      implementation: ``"mosaic_gpu"`` (compute capability 9.0 alone), ``"jax_triton"``,
+        ``"triton"`` or ``"xla"``, or None for the first of them that can run this. A name never
+        falls back to another. The gradient has ``"mosaic_gpu"`` and ``"xla"``; with the other two
+        names it uses the first of these that can run. With None, calls in 16 bits that are too
+        short for rounding to pay are exact attention by cuDNN on Hopper, and so is mode
+        ``"float"``; not with lengths, a soft cap, SAS, a window unless it is causal, causal calls
+        with ``T != S``, segments, bounds, offsets, a bias, slopes, sinks, an `output_dtype`, values
+        of another head dim, or the residual. When differentiated, all calls are rounded: a short
+        call's value then differs from its value without a gradient by what rounding costs.
+      return_residual: also return the log-sum-exp of the scores.
+
+    Returns:
+      ``[B, T, N, Hv]`` in the query's dtype or `output_dtype`; with `return_residual` also float32
+      ``[B, T, N]``, the log-sum-exp. A query that sees nothing gives 0 and ``-inf``. NaN or
+      infinity in a key or value makes every query NaN that sees its block (in mode ``"float"``
+      what exact attention gives; e4m3 values share one scale, so there a bad value reaches all
+      queries of its KV head). In exact short calls it reaches at least those that see it.
+
+    Raises:
+      TypeError: if dtypes are not supported or differ.
+      ValueError: if a shape, length, window, cap or name does not fit.
+      NotImplementedError: if the implementation asked for cannot run this, or when it is
+        differentiated twice.
+    """
+    if not isinstance(config, TurboConfig):
+        raise TypeError(f"config={config!r} must be a TurboConfig")
+    _checks.check_query_key_value(query, key, value, one_head_dim=False)
+    options = Options.complete(
+        query.shape[3],
+        scale=scale,
+        is_causal=is_causal,
+        local_window_size=local_window_size,
+        logits_soft_cap=logits_soft_cap,
+        output_dtype=output_dtype,
+    )
+    extras = given.complete(
+        query,
+        key,
+        query_segment_ids=query_segment_ids,
+        key_value_segment_ids=key_value_segment_ids,
+        key_bounds=key_bounds,
+        query_offset=query_offset,
+        key_offset=key_offset,
+        bias=bias,
+        alibi_slopes=alibi_slopes,
+        sinks=sinks,
+    )
+    lengths = query_seq_lengths, key_value_seq_lengths
+    static: dict[str, Any] = {"config": config, "options": options}
+    run: Any = attend if return_residual else attend_output
+    out: jax.Array | tuple[jax.Array, jax.Array] = run(
+        query, key, value, *lengths, **static, extras=extras, implementation=implementation
+    )
+    return out
+
+
+def attend_output(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    query_lengths: jax.Array | None = None,
+    key_lengths: jax.Array | None = None,
+    *,
+    config: TurboConfig,
+    options: Options,
+    extras: Extras = NOTHING,
+    implementation: str | None = None,
+) -> jax.Array:
+    """`turbo_attention` for callers that have `Options` and do not need the log-sum-exp."""
+    _checks.check_query_key_value(query, key, value, one_head_dim=False)
+    run = functools.partial(
+        attend,
+        query_lengths=query_lengths,
+        key_lengths=key_lengths,
+        config=config,
+        options=options,
+        extras=extras,
+        implementation=implementation,
+    )
+    is_ragged = query_lengths is not None or key_lengths is not None
+    is_plain = not extras.given and options.out_dtype is None and key.shape == value.shape
+    may_be_exact = implementation is None and not is_ragged and is_plain
+    if may_be_exact and unrounded.is_faster(query, key, config, options):
+        return unrounded.attend(lambda *x: run(*x)[0], query, key, value, options)
+    return run(query, key, value)[0]
+
+
+def attend(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    query_lengths: jax.Array | None = None,
+    key_lengths: jax.Array | None = None,
+    *,
+    config: TurboConfig,
+    options: Options,
+    extras: Extras = NOTHING,
+    implementation: str | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """`attend_output` with the log-sum-exp; it always rounds, also where that is slower."""
+    _checks.check_query_key_value(query, key, value, one_head_dim=False)
+    is_ragged = query_lengths is not None or key_lengths is not None
+    batch, size = key.shape[:2]
+    keys = _checks.check_lengths("key_value_seq_lengths", key_lengths, batch, size)
+    queries = _checks.check_lengths("query_seq_lengths", query_lengths, batch, query.shape[1])
+    static: dict[str, Any] = {"config": config, "options": options}
+    static["implementation"] = implementation
+    call = straight_through(_rounded, **static, is_ragged=is_ragged)
+    queries, keys = jnp.clip(queries, 0, query.shape[1]), jnp.clip(keys, 0, size)
+    return call(*together(query, key, value, queries, keys, extras))
+
+
+def _rounded(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    query_lengths: jax.Array,
+    key_lengths: jax.Array,
+    extras: Extras,
+    *,
+    implementation: str | None,
+    **static: Any,
+) -> tuple[jax.Array, jax.Array]:
+    """`attend` by the implementation for these arrays."""
+    static["extras"] = extras
+    chosen = ATTENTION.select(implementation, query=query, key=key, value=value, **static)
+    out, residual = chosen.run(query, key, value, query_lengths, key_lengths, **static)
+    return out, residual
+
+
+def prefill(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    cache: ProgressiveCache,
+    *,
+    scale: float | None = None,
+    is_causal: bool = True,
+    key_value_seq_lengths: jax.Array | None = None,
+    local_window_size: int | tuple[int, int] | None = None,
+    logits_soft_cap: float | None = None,
+    sinks: jax.Array | None = None,
+    implementation: ImplementationName | None = None,
+    return_residual: bool = False,
+) -> tuple[jax.Array | tuple[jax.Array, jax.Array], ProgressiveCache]:
+    """Attends within a prompt and stores its keys and values (Algorithm 1).
+
+    Attention uses the stage-1 codes, or is exact if the prompt is short (see `implementation` of
+    `turbo_attention`); the cache gets the stage-2 codes of all whole blocks, and
+    the remaining tokens in its int8 buffer.
+
+    Args:
+      query: ``[B, S, N, H]`` in `cache.dtype`.
+      key: ``[B, S, K, H]``.
+      value: ``[B, S, K, H]``.
+      cache: an empty cache for these shapes; its config sets the numerics.
+      scale: see `turbo_attention`.
+      is_causal: see `turbo_attention`, but causal if not given.
+      key_value_seq_lengths: optional int ``[B]``, the prompts' lengths (padding on the right). The
+        content of the padding changes nothing; its outputs are 0 and ``-inf``.
+      local_window_size: see `turbo_attention`.
+      logits_soft_cap: see `turbo_attention`.
+      sinks: see `turbo_attention`.
+      implementation: see `turbo_attention`; it also names what writes the cache, except for
+        ``"mosaic_gpu"`` and ``"jax_triton"``, which only attend: what writes is chosen then.
+      return_residual: see `turbo_attention`.
+
+    Returns:
+      The result of `turbo_attention`, and the filled cache. Under `jit`, sequences that were not
+      empty, or whose prompt exceeds `max_length`, turn `overflowed`: the former keep what they
+      hold, the latter the prompt's beginning.
+
+    Raises:
+      TypeError: if dtypes are not `cache.dtype`.
+      ValueError: as `turbo_attention`; if the cache was made for other shapes; outside `jit`, if
+        a sequence is not empty or a prompt longer than `max_length`.
+      NotImplementedError: as `turbo_attention`, or when it is differentiated, by the query alone
+        too: train with `turbo_attention`.
+    """
+    lengths = _check_prompt(query, key, value, cache, key_value_seq_lengths)
+    options = Options.complete(
+        query.shape[3],
+        scale=scale,
+        is_causal=is_causal,
+        local_window_size=local_window_size,
+        logits_soft_cap=logits_soft_cap,
+    )
+    is_plain = key_value_seq_lengths is None and sinks is None and not return_residual
+    (out, residual), filled = _prefill(
+        query,
+        key,
+        value,
+        cache,
+        lengths,
+        options=options,
+        extras=given.of_layer(query, sinks),
+        implementation=implementation,
+        may_be_exact=implementation is None and is_plain,
+    )
+    return ((out, residual) if return_residual else out), filled
+
+
+def attend_prompt(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    cache: ProgressiveCache,
+    lengths: jax.Array | None = None,
+    *,
+    options: Options,
+    extras: Extras = NOTHING,
+    implementation: ImplementationName | None = None,
+) -> tuple[tuple[jax.Array, jax.Array], ProgressiveCache]:
+    """`prefill` for callers that have `Options`; gives ``(output, log-sum-exp), cache``."""
+    lengths = _check_prompt(query, key, value, cache, lengths)
+    static: dict[str, Any] = {"options": options, "implementation": implementation}
+    return _prefill(query, key, value, cache, lengths, extras=extras, **static)
+
+
+def _check_prompt(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    cache: ProgressiveCache,
+    lengths: jax.Array | None,
+) -> jax.Array:
+    """Raises unless the arrays fit together and into the cache; gives int32 lengths."""
+    check_cache_arguments(cache, key, value)
+    batch, size = key.shape[:2]
+    if query.ndim != 4 or query.shape[1] != size:
+        raise ValueError(f"{query.shape=} must be [B, {size}, N, H]: one query per key")
+    _checks.check_query_key_value(query, key, value)
+    lengths = _checks.check_lengths("key_value_seq_lengths", lengths, batch, size)
+    check_prompt(cache, key, value, lengths)
+    return lengths
+
+
+def _prefill(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    cache: ProgressiveCache,
+    lengths: jax.Array,
+    *,
+    options: Options,
+    extras: Extras,
+    implementation: ImplementationName | None,
+    may_be_exact: bool = False,
+) -> tuple[tuple[jax.Array, Any], ProgressiveCache]:
+    """`prefill` of checked arguments; no log-sum-exp where attention may be exact, and is."""
+    run = per_device(
+        tables.PREFILL,
+        _attend_and_store,
+        options=options,
+        implementation=implementation,
+        may_be_exact=may_be_exact,
+    )
+    return refuse_gradients(run, "prefill")(query, key, value, cache, lengths, extras)
+
+
+def _attend_and_store(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    cache: ProgressiveCache,
+    lengths: jax.Array,
+    extras: Extras,
+    *,
+    options: Options,
+    implementation: ImplementationName | None,
+    may_be_exact: bool,
+) -> tuple[tuple[jax.Array, Any], ProgressiveCache]:
+    """`prefill` by the implementation for these arrays."""
+    static: dict[str, Any] = {"config": cache.config, "options": options}
+    is_exact = may_be_exact and unrounded.is_faster(query, key, **static)
+    attend = ATTENTION.select(
+        implementation, query=query, key=key, value=value, extras=extras, **static
+    )
+    store = STORE_PROMPT.select(STORE_PROMPT.beside(implementation), cache=cache, key=key)
+    attends_to_codes = attend.name != "xla" and cache.config.mode != "float" and not is_exact
+    inside = jnp.clip(lengths, 0, key.shape[1])
+    # One pass over keys and values serves both, unless first tokens move the cache's blocks.
+    if store.name in SHARES_CODES and attends_to_codes:
+        permuted = attend.name == "mosaic_gpu"
+        store_both = SHARES_CODES[store.name]
+        filled, codes = store_both(cache, key, value, lengths, permuted=permuted)
+        extra = {"stage1": codes and tuple(codes)}
+    else:
+        filled, extra = store.run(cache, key, value, lengths), {}
+    query, key, value, inside, extras = together(query, key, value, inside, extras)
+    if is_exact:
+        return (unrounded.exact(query, key, value, options), None), filled
+    out = attend.run(query, key, value, inside, inside, extras=extras, **static, **extra)
+    return out, filled

@@ -1,0 +1,117 @@
+"""Gradients of `turbo_attention` straight through its rounding, and what computes them."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from turbojax._gradient import refuse_gradients
+from turbojax._registry import Implementation, Registry
+from turbojax.attention.optional_arrays import Extras
+from turbojax.attention.options import Options
+from turbojax.attention.sinks import sees_only_sink, sink_gradient
+from turbojax.attention.turbo import gradient_reference, mosaic_gradient
+from turbojax.numerics.config import TurboConfig
+from turbojax.remat import named_results
+from turbojax.sharding import tables
+from turbojax.sharding.per_device import like, per_device
+
+GRADIENT = Registry(
+    "the gradient of turbo_attention",
+    (
+        Implementation("mosaic_gpu", mosaic_gradient.gradient, mosaic_gradient.unsupported),
+        Implementation("xla", gradient_reference.gradient),
+    ),
+)
+
+
+def straight_through(
+    run: Callable[..., tuple[jax.Array, jax.Array]],
+    *,
+    config: TurboConfig,
+    options: Options,
+    implementation: str | None = None,
+    is_ragged: bool = True,
+) -> Callable[..., tuple[jax.Array, jax.Array]]:
+    """Binds the options of `run` and makes it differentiable in reverse mode.
+
+    The forward pass is `run`, a module's function, which keeps its inputs and its results, these
+    under the names of `turbojax.remat`. The backward pass is what `gradient_reference` describes,
+    by the implementation of the same name, or a chosen one where the gradient has none of that
+    name.
+
+    Gradients have the dtype of the input they belong to. A second derivative raises
+    NotImplementedError, forward mode (`jvp`) raises jax's TypeError about `custom_vjp`.
+    """
+    static: dict[str, Any] = {"config": config, "options": options}
+    static["implementation"] = implementation
+    differentiate_once = refuse_gradients(
+        per_device(tables.TURBO_GRADIENT, _gradient, **static, is_ragged=is_ragged),
+        "the gradient of turbo_attention",
+        because="only first derivatives are supported",
+    )
+
+    attend = per_device(tables.TURBO, run, **static)
+
+    @jax.custom_vjp
+    def call(*arrays: Any) -> tuple[jax.Array, jax.Array]:
+        results: tuple[jax.Array, jax.Array] = attend(*arrays)
+        return results
+
+    def forward(*arrays: Any) -> Any:
+        # `call`, not `run`: a second derivative must not find its own way through the rounding.
+        results = named_results(*call(*arrays))
+        return results, (*arrays, *results)
+
+    def backward(arrays: Any, cotangents: Any) -> Any:
+        *gradients, d_extras = differentiate_once(*arrays, *cotangents)
+        *gradients, d_extras = like((*gradients, d_extras), (*arrays[:3], arrays[5]))
+        return *gradients, None, None, d_extras  # lengths are integers
+
+    call.defvjp(forward, backward)
+    return call
+
+
+def _gradient(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    query_length: jax.Array,
+    key_length: jax.Array,
+    extras: Extras,
+    *results: jax.Array,
+    config: TurboConfig,
+    options: Options,
+    implementation: str | None,
+    is_ragged: bool,
+) -> tuple[jax.Array, jax.Array, jax.Array, Extras]:
+    """The backward pass, from what was kept and the cotangents."""
+    static: dict[str, Any] = {"config": config, "options": options, "extras": extras}
+    name = GRADIENT.beside(implementation)
+    chosen = GRADIENT.select(name, query=query, key=key, value=value, **static)
+    lengths = query_length, key_length
+    *gradients, d_extras = chosen.run(
+        query, key, value, *lengths, *results, **static, is_ragged=is_ragged
+    )
+    if extras.sinks is not None:
+        sinks = _of_sinks(extras.sinks, query_length, *results)
+        d_extras = dataclasses.replace(d_extras, sinks=sinks)
+    d_query, d_key, d_value = gradients
+    return d_query, d_key, d_value, d_extras
+
+
+def _of_sinks(
+    sinks: jax.Array,
+    query_length: jax.Array,
+    out: jax.Array,
+    residual: jax.Array,
+    d_out: jax.Array,
+    d_residual: jax.Array,
+) -> jax.Array:
+    """The sinks' gradient, so that implementations need not know sinks."""
+    real = jnp.arange(out.shape[1])[None] < query_length[:, None]
+    delta = jnp.sum(d_out.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)
+    delta = jnp.where(sees_only_sink(out, residual, sinks), 0, delta) - d_residual
+    return sink_gradient(residual, sinks, delta, real)

@@ -1,0 +1,417 @@
+"""`attention` and `decode` of exact keys and values: arguments, checks, XLA, cuDNN or a kernel."""
+
+import functools
+from collections.abc import Callable
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+
+from turbojax import _checks
+from turbojax.attention import cudnn
+from turbojax.attention import optional_arrays as given
+from turbojax.attention import sinks as sinks_of_call
+from turbojax.attention import turbo as turbo_attention
+from turbojax.attention.optional_arrays import NOTHING, Extras
+from turbojax.attention.options import Options, require_causal
+from turbojax.caches import checks, new_tokens, ring
+from turbojax.caches.exact import mosaic_gpu, reference
+from turbojax.caches.exact.cache import ExactCache
+from turbojax.numerics.config import TurboConfig
+from turbojax.sharding import tables, together
+from turbojax.sharding.notation import Table
+from turbojax.sharding.per_device import per_device, per_device_explicit
+
+REPEATABLE = "repeatable"
+"""The name of what gives the same bits every time, which cuDNN's decode does not."""
+IMPLEMENTATIONS = ("xla", "cudnn", "mosaic_gpu", REPEATABLE)
+_FLOAT = TurboConfig(mode="float", softmax="exact")
+
+
+def attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    *,
+    scale: float | None = None,
+    local_window_size: int | tuple[int, int] | None = None,
+    logits_soft_cap: float | None = None,
+    sinks: jax.Array | None = None,
+    implementation: str | None = None,
+) -> jax.Array:
+    """Exact causal attention within prompts.
+
+    Args:
+      query: ``[B, T, N, H]``.
+      key: ``[B, T, K, H]``.
+      value: ``[B, T, K, H]``.
+      scale: factor of the scores; ``1 / sqrt(H)`` if not given.
+      local_window_size: see `turbojax.turbo_attention`.
+      logits_soft_cap: the same; with one, `turbojax.turbo_attention` attends, in mode ``"float"``
+        and with the exact softmax.
+      sinks: the same; with sinks too `turbojax.turbo_attention` attends.
+      implementation: ``"xla"``, ``"cudnn"``, or None for cuDNN where it can; ``"mosaic_gpu"``,
+        and ``"repeatable"``, which only decode, are None here.
+
+    Returns:
+      ``[B, T, N, H]`` in the query's dtype.
+
+    Raises:
+      TypeError: if dtypes are not supported or differ.
+      ValueError: if a shape, an option or the name does not fit.
+      NotImplementedError: if cuDNN is asked for and cannot run this here.
+    """
+    _checks.check_query_key_value(query, key, value)
+    options = Options.complete(
+        query.shape[3],
+        scale=scale,
+        is_causal=True,
+        local_window_size=local_window_size,
+        logits_soft_cap=logits_soft_cap,
+    )
+    extras = given.of_layer(query, sinks)
+    static: dict[str, Any] = {"options": options, "implementation": implementation}
+    return _attend(query, key, value, extras=extras, **static)
+
+
+def attend(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    *,
+    options: Options,
+    extras: Extras = NOTHING,
+    implementation: str | None = None,
+) -> jax.Array:
+    """`attention` for callers that have `Options`, causal ones."""
+    require_causal(options)
+    _checks.check_query_key_value(query, key, value)
+    static: dict[str, Any] = {"options": options, "implementation": implementation}
+    return _attend(query, key, value, extras=extras, **static)
+
+
+def _attend(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    *,
+    options: Options,
+    extras: Extras,
+    implementation: str | None,
+) -> jax.Array:
+    """`attention` of checked arguments."""
+    static: dict[str, Any] = {"options": options, "implementation": implementation}
+    run = per_device_explicit(tables.EXACT, _attend_here, **static)
+    out: jax.Array = run(query, key, value, extras)
+    return out
+
+
+def _attend_here(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    extras: Extras,
+    *,
+    options: Options,
+    implementation: str | None,
+) -> jax.Array:
+    """`attention` by the implementation for these arrays."""
+    chosen = _choose(implementation, query, key, options, extras)
+    if options.logits_soft_cap is not None or options.out_dtype is not None or extras.given:
+        name = "xla" if implementation == "xla" else None
+        out, _ = turbo_attention.attend(
+            query, key, value, config=_FLOAT, options=options, extras=extras, implementation=name
+        )
+        return out
+    return cudnn.attend(query, key, value, options=options, implementation=chosen)
+
+
+def decode(
+    query: jax.Array,
+    cache: ExactCache,
+    *,
+    scale: float | None = None,
+    local_window_size: int | tuple[int, int] | None = None,
+    logits_soft_cap: float | None = None,
+    query_offset: jax.Array | int | None = None,
+    key_offset: jax.Array | int | None = None,
+    sinks: jax.Array | None = None,
+    output_dtype: jax.typing.DTypeLike | None = None,
+    implementation: str | None = None,
+    return_residual: bool = False,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """Exact attention of the last `T` cached tokens' queries; see `turbojax.decode`.
+
+    Args:
+      query: ``[B, T, N, H]``.
+      cache: the cache, which already holds the queries' own keys and values.
+      scale: factor of the scores; ``1 / sqrt(H)`` if not given.
+      local_window_size: see `turbojax.decode`; of a ring (`turbojax.caches.ring`) at most its own.
+      logits_soft_cap: see `turbojax.decode`.
+      query_offset: the same; one query without a window stays with the kernel.
+      key_offset: see `turbojax.decode`.
+      sinks: the same.
+      output_dtype: the same.
+      implementation: ``"cudnn"`` (one query per sequence, an output in its own dtype alone, neither
+        window nor cap nor sinks, at most 128 channels), ``"mosaic_gpu"`` (Ampere to
+        Blackwell, bfloat16 or float16, 64, 128 or 256 channels, at most 64 queries of a KV head;
+        with a window it reads only that),
+        ``"xla"``, or None for the first of them that can; ``"repeatable"`` for the first but
+        cuDNN, whose last bits may differ from run to run. The kernel's gradient is XLA's.
+      return_residual: also return the log-sum-exp of the scores.
+
+    Returns:
+      ``[B, T, N, H]`` in the query's dtype or `output_dtype`; with `return_residual` also float32
+      ``[B, T, N]``. A query before its sequence's first token gives 0 and ``-inf``, or the sink;
+      with ``"xla"`` and nothing but an output in the query's dtype asked for, it means nothing.
+
+    Raises:
+      TypeError: if `cache` is another kind or the query's dtype is not supported.
+      ValueError: if a shape, an option or the name does not fit.
+      NotImplementedError: if what is asked for cannot run this here.
+    """
+    _check_newest(query, cache)
+    options = Options.complete(
+        query.shape[3],
+        scale=scale,
+        is_causal=True,
+        local_window_size=local_window_size,
+        logits_soft_cap=logits_soft_cap,
+        output_dtype=output_dtype,
+    )
+    extras = given.of_cache(query, sinks=sinks, query_offset=query_offset, key_offset=key_offset)
+    static: dict[str, Any] = {"options": options, "implementation": implementation}
+    gives_part = return_residual or bool(extras.given) or options.out_dtype is not None
+    out, residual = _decode_any(query, cache, extras, gives_part=gives_part, **static)
+    return (out, residual) if return_residual else out
+
+
+def attend_cache(
+    query: jax.Array,
+    cache: ExactCache,
+    *,
+    options: Options,
+    extras: Extras = NOTHING,
+    implementation: str | None = None,
+) -> jax.Array:
+    """`decode` for callers that have `Options`, causal ones; gives no log-sum-exp."""
+    require_causal(options)
+    _check_newest(query, cache)
+    static: dict[str, Any] = {"options": options, "implementation": implementation}
+    gives_part = bool(extras.given) or options.out_dtype is not None
+    return _decode_any(query, cache, extras, gives_part=gives_part, **static)[0]
+
+
+def _check_newest(query: jax.Array, cache: ExactCache) -> None:
+    """Raises unless the queries fit the cache."""
+    checks.check_kind(cache, ExactCache)
+    _checks.check_query(query)
+    batch, channels = cache.key.shape[0], cache.head_dim
+    if (query.shape[0], query.shape[3]) != (batch, channels):
+        raise ValueError(
+            f"{query.shape=} must be [{batch}, T, N, {channels}], as the cache was made for"
+        )
+    _checks.check_head_groups(query.shape[2], cache.num_kv_heads)
+
+
+def _decode_any(
+    query: jax.Array, cache: ExactCache, extras: Extras, **static: Any
+) -> tuple[jax.Array, Any]:
+    """`decode` of checked arguments; a log-sum-exp only where a part is wanted."""
+    out, residual = per_device_explicit(tables.EXACT_DECODE, _decode_here, **static)(
+        query, cache, extras
+    )
+    return out, residual
+
+
+def _decode_here(
+    query: jax.Array, cache: ExactCache, extras: Extras, *, gives_part: bool, **static: Any
+) -> tuple[jax.Array, Any]:
+    if gives_part:
+        return _decode_part(query, cache, extras=extras, **static)
+    return _decode(query, cache, **static), None
+
+
+def _decode(
+    query: jax.Array, cache: ExactCache, *, options: Options, implementation: str | None
+) -> jax.Array:
+    """`decode` of checked arguments, where only an output in the query's dtype is wanted."""
+    ring.check_visible(cache, options.window, query.shape[1])
+    chosen = _choose_decode(implementation, query, cache, options)
+    if chosen == "cudnn":
+        return cudnn.dot_product_attention(
+            query,
+            cache.key,
+            cache.value,
+            scale=options.scale,
+            key_value_seq_lengths=cache.lengths,
+            implementation="cudnn",
+        )
+    if chosen == "mosaic_gpu":
+        return _by_kernel(options, *together(query, cache))
+    return _by_xla(query, cache, options=options)
+
+
+def _decode_part(
+    query: jax.Array,
+    cache: ExactCache,
+    *,
+    options: Options,
+    extras: Extras,
+    implementation: str | None,
+) -> tuple[jax.Array, jax.Array]:
+    """`decode` of checked arguments with every option, and the log-sum-exp."""
+    ring.check_visible(cache, options.window, query.shape[1])
+    new_tokens.check_whole(cache, extras)
+    if extras.query_offset is not None:
+        real = jnp.full(query.shape[0], query.shape[1], jnp.int32)
+        lengths, extras = new_tokens.as_newest(query, cache.lengths, real, extras, options)
+        cache = new_tokens.shortened(cache, lengths)
+
+    def run(extras: Extras, options: Options) -> tuple[jax.Array, jax.Array]:
+        chosen = _choose_decode(
+            implementation, query, cache, options, extras=extras, gives_part=True
+        )
+        if chosen == "mosaic_gpu":
+            return _part_by_kernel(options, *together(query, cache))
+        return _part_by_xla(query, cache, extras, options=options)
+
+    return sinks_of_call.after(run, query, None, extras, options)
+
+
+def _by_xla(query: jax.Array, cache: ExactCache, *, options: Options) -> jax.Array:
+    return reference.masked_attention(
+        query,
+        cache.key.astype(query.dtype),
+        cache.value.astype(query.dtype),
+        _mask(query, cache, options),
+        scale=options.scale,
+        logits_soft_cap=options.logits_soft_cap,
+    )
+
+
+@functools.partial(jax.jit, static_argnames="options")
+def _part_by_xla(
+    query: jax.Array, cache: ExactCache, extras: Extras = NOTHING, *, options: Options
+) -> tuple[jax.Array, jax.Array]:
+    begin = None
+    if extras.query_offset is not None:
+        real = jnp.full(query.shape[0], query.shape[1], jnp.int32)
+        begin = extras.begin(cache.lengths, real)
+    out, residual = reference.masked_part(
+        query,
+        cache.key,
+        cache.value,
+        _mask(query, cache, options, begin),
+        scale=options.scale,
+        logits_soft_cap=options.logits_soft_cap,
+    )
+    return out.astype(options.dtype_of_output(query)), residual
+
+
+def _mask(
+    query: jax.Array, cache: ExactCache, options: Options, begin: jax.Array | None = None
+) -> jax.Array:
+    """Which rows of the cache queries see, the first at `begin`: bool ``[B, T, S]``."""
+    tokens = query.shape[1]
+    first = cache.lengths[:, None] - tokens if begin is None else begin[:, None]
+    position = first + jnp.arange(tokens)[None]
+    if cache.is_ring:
+        held = ring.positions_of_rows(cache.lengths, cache.room)
+        return options.mask(position, held, cache.lengths) & (held >= 0)[:, None]
+    return options.mask(position, jnp.arange(cache.room)[None], cache.lengths)
+
+
+def _with_gradient(
+    table: Table, kernel: Callable[..., Any], xla: Callable[..., Any]
+) -> Callable[..., Any]:
+    """The kernel, with XLA's gradient; only ``implementation="xla"`` has forward mode."""
+
+    @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+    def call(options: Options, query: jax.Array, cache: ExactCache) -> Any:
+        return per_device(table, kernel, options=options)(query, cache)
+
+    def forward(options: Options, *saved: Any) -> tuple[Any, tuple[Any, ...]]:
+        return call(options, *saved), saved
+
+    def backward(options: Options, saved: tuple[Any, ...], cotangents: Any) -> Any:
+        _, pull = jax.vjp(functools.partial(xla, options=options), *saved)
+        return pull(cotangents)
+
+    call.defvjp(forward, backward)
+    return call
+
+
+def _kernel_output(query: jax.Array, cache: ExactCache, *, options: Options) -> jax.Array:
+    return mosaic_gpu.attend(query, cache, options=options)[0]
+
+
+_by_kernel = _with_gradient(tables.EXACT_KERNEL, _kernel_output, _by_xla)
+_part_by_kernel = _with_gradient(tables.EXACT_KERNEL_PART, mosaic_gpu.attend, _part_by_xla)
+
+
+def _choose_decode(
+    implementation: str | None,
+    query: jax.Array,
+    cache: ExactCache,
+    options: Options,
+    *,
+    extras: Extras = NOTHING,
+    gives_part: bool = False,
+) -> str:
+    """The name of what decodes: the one asked for, or the first of cuDNN, kernel and XLA that can.
+
+    `gives_part`: more is wanted than an output in the query's dtype. Sinks are not in `extras`.
+    """
+    _check_name(implementation)
+    refusals = {
+        "cudnn": lambda: (
+            "it gives no log-sum-exp and no float32 output, and has no sinks and no query_offset"
+            if gives_part
+            else cudnn.unsupported(
+                query,
+                cache.key,
+                decoding=True,
+                windowed=options.window is not None,
+                logits_soft_cap=options.logits_soft_cap,
+            )
+        ),
+        "mosaic_gpu": lambda: extras.refusal() or mosaic_gpu.unsupported(query, cache),
+        "xla": lambda: None,
+    }
+    if implementation == REPEATABLE:
+        del refusals["cudnn"]
+    if implementation in (None, REPEATABLE):
+        return next(name for name, refusal in refusals.items() if refusal() is None)
+    refusal = refusals[implementation]()
+    if refusal is not None:
+        raise NotImplementedError(f"exact attention cannot run here: {implementation}: {refusal}")
+    return implementation
+
+
+def _check_name(implementation: str | None) -> None:
+    if implementation not in (None, *IMPLEMENTATIONS):
+        raise ValueError(
+            f"{implementation=} must be None or one of {IMPLEMENTATIONS} for an exact cache"
+        )
+
+
+def _choose(
+    implementation: str | None,
+    query: jax.Array,
+    key: jax.Array,
+    options: Options,
+    extras: Extras,
+) -> Literal["xla", "cudnn"]:
+    """The name of what attends within prompts."""
+    _check_name(implementation)
+    if implementation == "xla":
+        return "xla"
+    refusal = extras.refusal() or cudnn.unsupported(
+        query, key, logits_soft_cap=options.logits_soft_cap
+    )
+    if options.out_dtype is not None:
+        refusal = f"it has no output_dtype={options.out_dtype}"
+    if implementation == "cudnn" and refusal is not None:
+        raise NotImplementedError(f"exact attention cannot run here: cudnn: {refusal}")
+    return "xla" if refusal is not None else "cudnn"

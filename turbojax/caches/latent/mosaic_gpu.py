@@ -1,0 +1,100 @@
+"""The Mosaic GPU kernel behind `latent_attention` on Hopper: what it takes, how it is launched."""
+
+import functools
+import importlib.util
+import math
+from typing import TYPE_CHECKING
+
+import jax
+
+from turbojax import polar
+from turbojax._device import multiprocessors, needs_hopper
+from turbojax.attention.optional_arrays import NOTHING, Extras
+from turbojax.attention.options import Options
+from turbojax.caches.latent.pages import LatentPages
+from turbojax.caches.paged.formats import Codes
+
+if TYPE_CHECKING:
+    from pallas_kernels.mosaic.hopper.paged_prompt.expand import Codec
+
+_KERNEL = "pallas_kernels.mosaic.hopper.latent"
+_DTYPES = ("bfloat16", "float16")
+_LATENT_DIM, _ROPE_DIM = 512, 64
+
+
+@functools.cache
+def _has_kernel() -> bool:
+    return importlib.util.find_spec(_KERNEL) is not None
+
+
+def unsupported(
+    *,
+    query_latent: jax.Array,
+    query_rope: jax.Array,
+    cache: LatentPages,
+    block_tables: jax.Array,
+    options: Options,
+    extras: Extras = NOTHING,
+) -> str | None:
+    """Why `attend` cannot run this here; None if it can."""
+    del query_latent, query_rope, block_tables
+    if options.out_dtype is not None or extras.given:
+        return extras.refusal() or f"it has no output_dtype={options.out_dtype}"
+    if not _has_kernel():
+        return "this version has no such kernel"
+    if (cache.latent_dim, cache.rope_dim) != (_LATENT_DIM, _ROPE_DIM):
+        return (
+            f"latent_dim={cache.latent_dim} and rope_dim={cache.rope_dim} must be {_LATENT_DIM} "
+            f"and {_ROPE_DIM}"
+        )
+    if cache.dtype.name not in _DTYPES:
+        return f"cache.dtype={cache.dtype} must be bfloat16 or float16"
+    return needs_hopper()
+
+
+def attend(
+    query_latent: jax.Array,
+    query_rope: jax.Array,
+    cache: LatentPages,
+    block_tables: jax.Array,
+    lengths: jax.Array,
+    query_lengths: jax.Array,
+    *,
+    options: Options,
+    extras: Extras = NOTHING,
+) -> tuple[jax.Array, jax.Array]:
+    """`reference.attend` as a kernel; queries, weights and latents are rounded to `cache.dtype`."""
+    from pallas_kernels.mosaic.hopper.latent import kernel
+
+    del extras  # see `unsupported`
+    settings = kernel.settings(
+        options.scale,
+        query_latent.shape[2],
+        window=None if options.window is None else options.window[0],
+        codec=codec_of(cache),
+        programs=multiprocessors(),
+    )
+    out, lse = kernel.attend(
+        query_latent.astype(cache.dtype),
+        query_rope,
+        cache.latent,
+        cache.scale,
+        cache.rope,
+        block_tables,
+        lengths,
+        query_lengths,
+        settings,
+    )
+    return out, lse
+
+
+def codec_of(cache: LatentPages) -> "Codec | None":
+    """How the kernel expands what is stored; None for latents in their own dtype."""
+    from pallas_kernels.mosaic.hopper.paged_prompt.expand import Codec
+
+    if cache.scale is None:
+        return None
+    if not isinstance(cache.format, Codes):
+        return Codec()
+    table, middle, step = polar.integer_centroids(cache.format.bits)
+    return Codec(tuple(table), middle, step / math.sqrt(cache.latent_dim))

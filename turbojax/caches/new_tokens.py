@@ -1,0 +1,118 @@
+"""Newest tokens that attend to a cache, and queries at other positions, by offsets.
+
+Queries are those of a cache's last tokens. With `query_offset` they are elsewhere: where a text's
+keys lie in several caches, each is attended to separately, with the position of its first token as
+`key_offset`, and the results are merged.
+"""
+
+import dataclasses
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+
+from turbojax._gradient import refuse_gradients
+from turbojax._registry import Registry
+from turbojax.attention import sinks
+from turbojax.attention.optional_arrays import Extras
+from turbojax.attention.options import Options
+from turbojax.caches import ring
+from turbojax.sharding import together
+from turbojax.sharding.notation import Table
+from turbojax.sharding.per_device import per_device
+
+C = TypeVar("C", bound=Any)
+
+
+def decode(
+    registry: Registry,
+    table: Table,
+    query: jax.Array,
+    cache: Any,
+    query_lengths: jax.Array,
+    *,
+    options: Options,
+    extras: Extras,
+    implementation: str | None,
+    shortens: bool = False,
+) -> tuple[jax.Array, jax.Array]:
+    """Attends to a contiguous cache of codes, by what a registry has for these arguments.
+
+    `shortens` says that a token is stored alike wherever the cache ends, so that `as_newest`
+    applies. The registry's name is the one in the message that refuses gradients. Raises ValueError
+    as `ring.check_visible`, NotImplementedError as `check_whole` or if what is asked for cannot run
+    this.
+    """
+    ring.check_visible(cache, options.window, query.shape[1])
+    check_whole(cache, extras)
+    run = per_device(
+        table,
+        _decode,
+        registry=registry,
+        options=options,
+        implementation=implementation,
+        shortens=shortens,
+    )
+    results: tuple[jax.Array, jax.Array] = run(query, cache, query_lengths, extras)
+    return results
+
+
+def _decode(
+    query: jax.Array,
+    cache: Any,
+    query_lengths: jax.Array,
+    extras: Extras,
+    *,
+    registry: Registry,
+    options: Options,
+    implementation: str | None,
+    shortens: bool,
+) -> tuple[jax.Array, jax.Array]:
+    """`decode` by the implementation for these arrays."""
+    real = jnp.clip(query_lengths, 0, query.shape[1])
+    if shortens:
+        lengths, extras = as_newest(query, cache.lengths, real, extras, options)
+        cache = shortened(cache, lengths)
+
+    def run(extras: Extras, options: Options) -> tuple[jax.Array, jax.Array]:
+        chosen = registry.select(
+            implementation, query=query, cache=cache, options=options, extras=extras
+        )
+        call = refuse_gradients(chosen.run, registry.op, options=options)
+        out, residual = call(*together(query, cache, real, extras))
+        return out, residual
+
+    return sinks.after(run, query, real, extras, options)
+
+
+def check_whole(cache: Any, extras: Extras) -> None:
+    """Raises NotImplementedError for queries elsewhere than at the end of a window's cache."""
+    if extras.query_offset is not None and cache.is_ring:
+        raise NotImplementedError(
+            f"query_offset must be None: the cache keeps the newest {cache.room} tokens alone, for "
+            f"a window of {cache.window}"
+        )
+
+
+def as_newest(
+    query: jax.Array, lengths: jax.Array, query_lengths: jax.Array, extras: Extras, options: Options
+) -> tuple[jax.Array, Extras]:
+    """Turns a call into one of newest tokens where possible: every implementation can run these.
+
+    A single query without a window sees a cache's tokens up to its own position: it is the newest
+    token of a cache that ends there. Returns that cache's lengths, int32 ``[B]``, and the extras
+    that are left.
+    """
+    if extras.query_offset is None or query.shape[1] != 1 or options.window is not None:
+        return lengths, extras
+    seen = extras.begin(lengths, query_lengths) + 1
+    left = dataclasses.replace(extras, query_offset=None, key_offset=None)
+    return jnp.minimum(lengths, jnp.maximum(seen, 0)), left
+
+
+def shortened(cache: C, lengths: jax.Array) -> C:
+    """A cache with so many tokens; its arrays stay the same."""
+    if lengths is cache.lengths:
+        return cache
+    changed: C = dataclasses.replace(cache, lengths=lengths)
+    return changed

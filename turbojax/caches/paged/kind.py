@@ -1,0 +1,369 @@
+"""The kinds ``"paged"``, ``"fp8_e4m3"``, ``"turbo4"`` ..: a layer's cache in pages.
+
+One pool, in which each sequence has its own pages.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from turbojax._registry import ImplementationName
+from turbojax.attention.optional_arrays import of_layer
+from turbojax.attention.options import PLAIN, AttentionOptions
+from turbojax.caches import ring
+from turbojax.caches.base import (
+    ROWS,
+    Counts,
+    Description,
+    Grows,
+    Kind,
+    Stored,
+    dtype_of,
+    is_split,
+    rows_in_use,
+    sizes_of,
+)
+from turbojax.caches.paged import attend_pages
+from turbojax.caches.paged.layer import PAGE_SIZE, check_room, empty_layer, ring_pages, ring_tables
+from turbojax.caches.paged.layer import PAGED_KINDS as PAGED_KINDS
+from turbojax.caches.paged.layer import PagedKind as PagedKind
+from turbojax.caches.paged.layer import PagedLayer as PagedLayer
+from turbojax.caches.paged.layer import append as append
+from turbojax.caches.paged.layer import init_layer as init_layer
+from turbojax.caches.paged.pool import PagedCache, init_paged_cache, page_arrays
+from turbojax.sharding import as_carried
+
+QUERY_CHUNK = 512
+"""Queries of all sequences together that attend at a time, see `query_chunk`."""
+
+
+def attend(
+    query: jax.Array,
+    layer: PagedLayer,
+    *,
+    query_lengths: jax.Array | None = None,
+    options: AttentionOptions = PLAIN,
+    sinks: jax.Array | None = None,
+    implementation: ImplementationName | None = None,
+) -> jax.Array:
+    """Causal attention of the newest tokens to all that is held, themselves included.
+
+    They attend to the pages, in the precision in which these are kept, whether they come as a
+    prompt or one by one. Long prompts are taken in chunks, see `query_chunk`. Queries past
+    `query_lengths` are padding and give zero.
+    """
+    batch, tokens, heads, channels = query.shape
+    static, extras = options.complete(channels), of_layer(query, sinks)
+    ring.check_visible(layer, static.window, tokens)
+
+    def run(queries: jax.Array, lengths: jax.Array, real: jax.Array | None) -> jax.Array:
+        out, _ = attend_pages(
+            queries,
+            layer.pages,
+            layer.block_tables,
+            lengths,
+            real,
+            options=static,
+            extras=extras,
+            implementation=implementation,
+        )
+        return out
+
+    size = query_chunk(batch, heads // layer.pages.num_kv_heads)
+    if tokens <= size:
+        return run(query, layer.lengths, query_lengths)
+    if query_lengths is None:
+        query_lengths = jnp.full(batch, tokens, jnp.int32)
+    before = layer.lengths - query_lengths
+
+    def chunk(item: tuple[jax.Array, jax.Array]) -> jax.Array:
+        first, queries = item
+        held = before + jnp.minimum(query_lengths, first + size)
+        return run(queries, held, jnp.clip(query_lengths - first, 0, size))
+
+    count = -(-tokens // size)
+    padding = count * size - tokens
+    parts = jnp.pad(query, ((0, 0), (0, padding), (0, 0), (0, 0)))
+    parts = jnp.moveaxis(parts.reshape(batch, count, size, heads, channels), 1, 0)
+    firsts = size * jnp.arange(count, dtype=jnp.int32)
+    out = jnp.moveaxis(jax.lax.map(chunk, (firsts, parts)), 0, 1)
+    return out.reshape(batch, -1, heads, channels)[:, :tokens]
+
+
+def append_and_attend(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    layer: PagedLayer,
+    lengths: jax.Array,
+    *,
+    options: AttentionOptions = PLAIN,
+    sinks: jax.Array | None = None,
+    implementation: ImplementationName | None = None,
+) -> tuple[jax.Array, PagedLayer]:
+    """Stores tokens and attends to all that is held; in parts if the layer keeps too little."""
+    batch, tokens, heads, channels = query.shape
+    attend_to = functools.partial(
+        attend, options=options, sinks=sinks, implementation=implementation
+    )
+    most = ring.most_new_tokens(layer, options.local_window_size)
+    if most is None or tokens <= most:
+        layer = append(layer, key, value, lengths=lengths)
+        return attend_to(query, layer, query_lengths=lengths), layer
+    check_room(layer, key, value, lengths)
+    size = min(query_chunk(batch, heads // layer.pages.num_kv_heads), most // 16 * 16)
+    count = -(-tokens // size)
+
+    def parts(x: jax.Array) -> jax.Array:
+        x = jnp.pad(x, ((0, 0), (0, count * size - tokens), (0, 0), (0, 0)))
+        return jnp.moveaxis(x.reshape(batch, count, size, *x.shape[2:]), 1, 0)
+
+    def chunk(layer: PagedLayer, item: tuple[jax.Array, ...]) -> tuple[PagedLayer, jax.Array]:
+        first, q, k, v = item
+        new = jnp.clip(lengths - first, 0, size)
+        layer = append(layer, k, v, lengths=new)
+        return layer, attend_to(q, layer, query_lengths=new)
+
+    firsts = size * jnp.arange(count, dtype=jnp.int32)
+    items = (firsts, *map(parts, (query, key, value)))
+    layer = as_carried(chunk, layer, jax.tree.map(lambda x: x[0], items))
+    layer, out = jax.lax.scan(chunk, layer, items)
+    out = jnp.moveaxis(out, 0, 1).reshape(batch, -1, heads, channels)
+    return out[:, :tokens], layer
+
+
+def query_chunk(batch_size: int, group: int) -> int:
+    """Queries per sequence that attend at a time; more are taken one chunk after the other.
+
+    Fewer for more sequences, because kernels keep results of every 1,024 tokens of the table's
+    width until they are merged, 4 bytes for each channel of each query and head. But always enough
+    that a KV head has more than 64 rows of queries (`group` for each query): all prompts longer
+    than a chunk then run in the kernel made for many rows, whatever the batch, and no bit depends
+    on where they are cut.
+    """
+    least = 64 // group + 1
+    return max(QUERY_CHUNK // batch_size // 16, -(-least // 16)) * 16
+
+
+def take_sequences(layer: PagedLayer, first: jax.Array | int, count: int) -> PagedLayer:
+    """Sequences ``first`` to ``first + count - 1``, with the whole pool: no page is copied."""
+    tables, lengths, overflowed = (
+        jax.lax.dynamic_slice_in_dim(x, first, count)
+        for x in (layer.block_tables, layer.lengths, layer.overflowed)
+    )
+    return dataclasses.replace(layer, block_tables=tables, lengths=lengths, overflowed=overflowed)
+
+
+def put_sequences(layer: PagedLayer, part: PagedLayer, first: jax.Array | int) -> PagedLayer:
+    """The layer with the sequences of `part`, made from it by `take_sequences` and `append`."""
+    lengths, overflowed = (
+        jax.lax.dynamic_update_slice_in_dim(x, new, first, 0)
+        for x, new in ((layer.lengths, part.lengths), (layer.overflowed, part.overflowed))
+    )
+    return dataclasses.replace(layer, pages=part.pages, lengths=lengths, overflowed=overflowed)
+
+
+class Pages(Kind[PagedLayer]):
+    """`PagedLayer`. Prompts too attend to what the pages hold, as later tokens will."""
+
+    cls = PagedLayer
+    names = PAGED_KINDS
+    takes = PAGED_KINDS
+    stored_as = "paged_layer"
+    grows: ClassVar[Mapping[str, Grows]] = {
+        "key": Grows(-2, ROWS),
+        "value": Grows(-2, ROWS),
+        "key_norm": Grows(-1, ROWS),
+        "value_norm": Grows(-1, ROWS),
+    }
+    has_rings = True
+
+    def init(
+        self,
+        batch_size: int,
+        max_length: int,
+        num_kv_heads: int,
+        head_dim: int,
+        *,
+        kind: PagedKind,
+        dtype: np.dtype,
+        local_window_size: int | None = None,
+    ) -> PagedLayer:
+        """See `Kind.init`."""
+        return init_layer(
+            batch_size,
+            max_length,
+            num_kv_heads,
+            head_dim,
+            kind=kind,
+            dtype=dtype,
+            local_window_size=local_window_size,
+        )
+
+    def slots(self, kind: Any, max_length: int) -> tuple[int, int]:
+        """See `Kind.slots`: pages."""
+        del kind
+        return PAGE_SIZE, -(-max_length // PAGE_SIZE)
+
+    def append(
+        self,
+        cache: PagedLayer,
+        key: jax.Array,
+        value: jax.Array,
+        *,
+        lengths: jax.Array | None = None,
+        implementation: Any = None,
+    ) -> PagedLayer:
+        """See `Kind.append`."""
+        del implementation  # what writes pages is always chosen
+        return append(cache, key, value, lengths=lengths)
+
+    def prefill(
+        self,
+        query: jax.Array,
+        key: jax.Array,
+        value: jax.Array,
+        cache: PagedLayer,
+        lengths: jax.Array,
+        *,
+        options: AttentionOptions = PLAIN,
+        sinks: jax.Array | None = None,
+        implementation: Any = None,
+    ) -> tuple[jax.Array, PagedLayer]:
+        """See `Kind.prefill`."""
+        static: dict[str, Any] = {"options": options, "implementation": implementation}
+        return append_and_attend(query, key, value, cache, lengths, sinks=sinks, **static)
+
+    def decode(
+        self,
+        query: jax.Array,
+        cache: PagedLayer,
+        *,
+        options: AttentionOptions = PLAIN,
+        sinks: jax.Array | None = None,
+        implementation: Any = None,
+    ) -> jax.Array:
+        """See `Kind.decode`."""
+        return attend(query, cache, options=options, sinks=sinks, implementation=implementation)
+
+    def take(self, cache: PagedLayer, first: jax.Array | int, count: int) -> PagedLayer:
+        """See `take_sequences`."""
+        return take_sequences(cache, first, count)
+
+    def put(self, cache: PagedLayer, part: PagedLayer, first: jax.Array | int) -> PagedLayer:
+        """See `put_sequences`."""
+        return put_sequences(cache, part, first)
+
+    def why_nan(self, cache: PagedLayer) -> str | None:
+        """See `Kind.why_nan`."""
+        if cache.pages.kv_dtype == "auto":
+            return None
+        return f"keys or values beyond the range of {cache.pages.kv_dtype} pages become NaN"
+
+    def describe(self, cache: PagedLayer) -> dict[str, Any]:
+        """See `Stored.describe`."""
+        return {**super().describe(cache), **_describe_pages(cache.pages)}
+
+    def make(self, description: Description) -> PagedLayer:
+        """See `Stored.make`."""
+        batch, max_length, *_ = sizes_of(description)
+        window = description.get("local_window_size")
+        count = ring_pages(max_length, window, description["page_size"])
+        pages = _make_pool(batch * count, description)
+        return self.to_rows(empty_layer(pages, batch, max_length, window))
+
+    def counts(self, lengths: Counts, cache: PagedLayer) -> Counts:
+        """See `Stored.counts`."""
+        if cache.block_tables.shape[1]:
+            return rows_in_use(lengths, cache.ring_pages * cache.pages.page_size)
+        return rows_in_use(lengths, cache.pages.key.shape[2])  # as `to_rows` gives it
+
+    def to_rows(self, cache: PagedLayer) -> PagedLayer:
+        """See `Stored.to_rows`: page arrays become ``[B, K, S, ...]``, in the order of tokens.
+
+        Tables are dropped: where pages lay does not matter. Raises ValueError if layers are
+        stacked, or tables count each device's own pages.
+        """
+        if is_split(cache.block_tables):
+            raise ValueError(
+                f"tables split over {cache.block_tables.sharding} count each device's own pages: "
+                "such a cache is stored by save_session alone"
+            )
+        if cache.lengths.ndim > 1:
+            raise ValueError("stacked layers of pages cannot be stored together, only one by one")
+        pages, batch, entries = cache.pages, cache.batch_size, cache.ring_pages
+        # Entries past a sequence's pages may be anything; what is read there is not used.
+        tables = jnp.clip(cache.block_tables[:, :entries], 0, pages.num_pages - 1)
+
+        def rows(x: jax.Array) -> jax.Array:
+            x = jnp.moveaxis(x[tables], 1, 2)  # [B, K, entries, page_size, ...]
+            return x.reshape(batch, x.shape[1], entries * pages.page_size, *x.shape[4:])
+
+        return dataclasses.replace(cache, pages=_map_pages(rows, pages), block_tables=tables[:, :0])
+
+    def from_rows(self, cache: PagedLayer, description: Description) -> PagedLayer:
+        """See `Stored.from_rows`: the pages of each sequence come in order."""
+        batch, entries = cache.batch_size, cache.pages.key.shape[2] // description["page_size"]
+        size = description["page_size"]
+        tables = ring_tables(batch, entries, cache.max_length, size)
+
+        def split(x: jax.Array) -> jax.Array:
+            x = x.reshape(batch, x.shape[1], entries, -1, *x.shape[3:])
+            return jnp.moveaxis(x, 2, 1).reshape(batch * entries, *x.shape[1:2], *x.shape[3:])
+
+        return dataclasses.replace(cache, pages=_map_pages(split, cache.pages), block_tables=tables)
+
+
+class Pool(Stored[PagedCache]):
+    """A bare pool, without tables and lengths: all its pages are stored."""
+
+    cls = PagedCache
+    stored_as = "paged_pool"
+    counting = ()
+
+    def describe(self, cache: PagedCache) -> dict[str, Any]:
+        """See `Stored.describe`."""
+        return {
+            "num_pages": cache.num_pages,
+            "num_kv_heads": cache.num_kv_heads,
+            "head_dim": cache.head_dim,
+            "dtype": cache.dtype.name,
+            **_describe_pages(cache),
+        }
+
+    def make(self, description: Description) -> PagedCache:
+        """See `Stored.make`."""
+        return _make_pool(description["num_pages"], description)
+
+    def validate(self, cache: PagedCache) -> None:
+        """See `Stored.validate`."""
+        cache.validate()
+
+
+def _describe_pages(pages: PagedCache) -> dict[str, Any]:
+    return {"page_size": pages.page_size, "kv_dtype": pages.kv_dtype, "seed": pages.seed}
+
+
+def _make_pool(num_pages: int, description: Description) -> PagedCache:
+    return init_paged_cache(
+        num_pages,
+        description["page_size"],
+        description["num_kv_heads"],
+        description["head_dim"],
+        kv_dtype=description["kv_dtype"],
+        dtype=dtype_of(description),
+        seed=description["seed"],
+    )
+
+
+def _map_pages(change: Callable[[jax.Array], jax.Array], pages: PagedCache) -> PagedCache:
+    changed: dict[str, Any] = {name: change(x) for name, x in page_arrays(pages).items()}
+    return dataclasses.replace(pages, **changed)
+
+
+PAGES, POOL = Pages(), Pool()

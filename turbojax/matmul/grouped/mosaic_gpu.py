@@ -1,0 +1,130 @@
+"""The Mosaic GPU kernel behind `grouped_matmul` on Hopper: what it takes, how it is launched."""
+
+import functools
+from typing import NamedTuple
+
+import jax
+
+from turbojax._device import multiprocessors, unindexable
+from turbojax.matmul.int4 import mosaic_gpu
+from turbojax.matmul.int4.mosaic_operands import padded, tables_of
+from turbojax.matmul.int4.static import Activation
+from turbojax.matmul.int4.weight import Int4Weight
+from turbojax.numerics.fp8 import Fp8Tokens
+
+# Tokens that a tile may have. Up to the second number four warpgroups convert weights, where
+# memory bandwidth is the limit; beyond it two, which have more registers for sums.
+_TOKENS, _FEW = (8, 16, 32, 64, 128, 256), 64
+# Largest number of tokens in a tile with sums in two levels, which take twice the registers.
+_TWO_LEVELS = 128
+# Experts are taken to have up to this many times the average number of tokens.
+_UNEVEN = 2
+# Outputs of a tile of four warpgroups.
+_LARGEST_TILE = 256
+_MOST_STAGES = 12
+_SHARED_BYTES = 227 * 1024
+
+
+def unsupported(
+    *,
+    tokens: Fp8Tokens,
+    weight: Int4Weight,
+    group_sizes: jax.Array,
+    bias: jax.Array | None,
+    activation: Activation | None,
+) -> str | None:
+    """Why the kernel cannot run this here; None if it can."""
+    [experts] = group_sizes.shape
+    refusal = mosaic_gpu.unsupported(
+        tokens=tokens, weight=weight, bias=bias, residual=None, activation=activation
+    )
+    rows, inputs = weight.padded_shape
+    return refusal or unindexable(tokens.codes.shape[0] * max(rows, inputs, experts))
+
+
+class Launch(NamedTuple):
+    """How the kernel is launched; `is_two_level`: every group's sum is added in float32.
+
+    `consumers` are warpgroups that compute, `stages` groups of inputs in shared memory.
+    """
+
+    tokens: int
+    consumers: int
+    stages: int
+    is_two_level: bool
+
+
+def default_launch(rows: int, weight: Int4Weight, *, is_precise: bool = False) -> Launch:
+    """The launch for this many tokens; with `is_precise`, sums always have two levels."""
+    from pallas_kernels.mosaic.hopper.matmul import grouped
+
+    [experts] = weight.stack
+    is_e4m3 = weight.scale_dtype == "e4m3"
+    most = _TWO_LEVELS if is_precise or not is_e4m3 else _TOKENS[-1]
+    wanted = min(rows, -(-_UNEVEN * rows // experts))
+    tokens = next((n for n in _TOKENS if n >= wanted and n <= most), most)
+    # Where tiles are few, smaller ones, so that more programs have one.
+    tiles = min(rows, experts) * -(-weight.padded_shape[0] // _LARGEST_TILE)
+    consumers = 4 if tokens <= _FEW and tiles > multiprocessors() // 2 else 2
+
+    def settings(stages: int) -> grouped.Settings:
+        epilogue = grouped.Epilogue(None, False, False, "bfloat16", 128)
+        return grouped.Settings(epilogue, tokens, stages, consumers, tokens <= _TWO_LEVELS)
+
+    def fits(stages: int) -> bool:
+        return settings(stages).shared_bytes(experts, 1 if is_e4m3 else 2, is_e4m3) <= _SHARED_BYTES
+
+    stages = max(n for n in range(2, _MOST_STAGES + 1) if fits(n))
+    return Launch(tokens, consumers, stages, tokens <= _TWO_LEVELS)
+
+
+def matmul(
+    tokens: Fp8Tokens,
+    weight: Int4Weight,
+    group_sizes: jax.Array,
+    bias: jax.Array | None,
+    *,
+    activation: Activation | None,
+    is_precise: bool,
+) -> jax.Array:
+    """`reference.matmul` as one kernel.
+
+    Sums of tiles of up to 128 tokens are float32 from group to group. Others, of experts that have
+    more than 64 tokens on average, stay in the matrix unit, whose additions keep about 14 bits.
+    """
+    launch = default_launch(tokens.codes.shape[0], weight, is_precise=is_precise)
+    return _matmul(tokens, weight, group_sizes, bias, activation=activation, launch=launch)
+
+
+@functools.partial(jax.jit, static_argnames=("activation", "launch"))
+def _matmul(
+    tokens: Fp8Tokens,
+    weight: Int4Weight,
+    group_sizes: jax.Array,
+    bias: jax.Array | None,
+    *,
+    activation: Activation | None,
+    launch: Launch,
+) -> jax.Array:
+    from pallas_kernels.mosaic.hopper.matmul import grouped
+
+    epilogue = grouped.Epilogue(
+        activation=activation,
+        has_bias=bias is not None,
+        has_residual=False,
+        dtype=str(tokens.dtype),
+        swizzle=64 if weight.gated else 128,
+    )
+    settings = grouped.Settings(epilogue=epilogue, programs=multiprocessors(), **launch._asdict())
+    out = grouped.grouped_matmul(
+        weight.codes,
+        weight.scales,
+        tables_of(weight),
+        padded(tokens.codes, (tokens.codes.shape[0], weight.padded_shape[1])),
+        tokens.scale,
+        weight.output_scale,
+        bias,
+        group_sizes,
+        settings=settings,
+    )
+    return out[:, : weight.result_size]

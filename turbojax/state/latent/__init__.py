@@ -1,1 +1,0 @@
-"""Latents of tokens, kept for latent attention: a contiguous cache, and pages of a pool."""

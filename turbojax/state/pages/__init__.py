@@ -1,1 +1,0 @@
-"""Pages of tokens: the pool, who holds which page, and what is read and written."""
