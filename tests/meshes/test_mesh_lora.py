@@ -37,7 +37,7 @@ def base(name: str) -> models.Decoder | models.QuantizedDecoder:
 def gradient(run: LoraTrainer) -> tuple[float, list[np.ndarray]]:
     """Loss and gradient of the first step, whole."""
     adapters, _, decoder, *given = run._arguments(0)
-    (value, _), grads = jax.jit(run._value_and_grad())(decoder, adapters, *given)
+    (value, _), grads = jax.jit(run._value_and_grad())(adapters, decoder, *given)
     return float(value), [np.asarray(x) for x in jax.tree.leaves(grads)]
 
 

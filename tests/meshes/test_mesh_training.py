@@ -5,7 +5,6 @@ import logging
 import re
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
@@ -15,8 +14,6 @@ from tests.training.finetune_helpers import SETTINGS, TINY, command, corpus, tex
 from training import state
 from turbojax import finetune, models
 from turbojax.finetune import checkpoint
-from turbojax.finetune import trainer as steps
-from turbojax.finetune.parts import in_parts
 from turbojax.models import pooled_by_name
 from turbojax.models.config import ExpertsConfig
 from turbojax.parallel import Axes, mesh_of
@@ -259,11 +256,7 @@ def random(config: models.TransformerConfig) -> models.Transformer:
 def gradient(run: finetune.Trainer) -> tuple[float, list[np.ndarray]]:
     """Loss and gradient of the first step, whole."""
     _, _, *given = run._arguments(0)
-    given_loss = run._make_loss(), run.settings.accumulate, run.settings.loss_scale
-    find = in_parts(*given_loss, beside=jnp.zeros(()))
-    if run._split is not None:
-        find = steps._over_devices(*given_loss, run._split, run._slices, run.params)
-    (value, _), grads = jax.jit(find)(run.params, *given)
+    (value, _), grads = jax.jit(run._value_and_grad())(run.params, *given)
     return float(value), [np.asarray(x) for x in jax.tree.leaves(grads)]
 
 

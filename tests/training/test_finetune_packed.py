@@ -9,7 +9,7 @@ from flax import nnx
 
 from tests.training.finetune_helpers import SETTINGS, TINY, corpus, tiny_model
 from turbojax import finetune, models
-from turbojax.finetune import order
+from turbojax.finetune import base
 from turbojax.models import pooled_by_name
 
 # Every block at level 1, so that only what documents do not see of each other can differ.
@@ -25,7 +25,7 @@ def first_step(**options) -> dict:
 def test_loss_is_that_of_documents_by_themselves():
     """Each alone, in float64; a run that sees across is another one."""
     stream = corpus().stream
-    starts = order.window_starts(
+    starts = base.window_starts(
         np.arange(SETTINGS.batch_size),
         num_bytes=stream.size,
         context=SETTINGS.context,

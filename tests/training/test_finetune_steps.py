@@ -14,9 +14,9 @@ from flax import nnx
 from tests.training.finetune_helpers import SETTINGS, command, corpus, tiny_model
 from turbojax import finetune, models
 from turbojax.finetune import base, checkpoint
+from turbojax.finetune.base import in_parts
+from turbojax.finetune.log import Log
 from turbojax.finetune.optimizer import OPTIMIZERS, default_promotion
-from turbojax.finetune.parts import in_parts
-from turbojax.finetune.run import Log
 from turbojax.finetune.settings import with_defaults
 from turbojax.models.lora import Adapter
 
@@ -38,8 +38,8 @@ def learn(size: int) -> np.ndarray:
 def gradient(run: finetune.Trainer, parts: int):
     """Loss and gradient of the first step in so many parts."""
     _, _, *given = run._arguments(0)
-    loss, scale = run._make_loss(), run.settings.loss_scale
-    find = jax.jit(in_parts(loss, parts, scale, beside=jnp.zeros(())))
+    settings = dataclasses.replace(run.settings, accumulate=parts)
+    find = jax.jit(in_parts(run._make_loss(), settings, beside=jnp.zeros(())))
     (value, _), grads = find(run.params, *given)
     return float(value), jax.tree.leaves(grads)
 
@@ -331,15 +331,13 @@ class Counter(base.BaseTrainer):
         model = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), drawn(0))
         super().__init__(model, settings, np.zeros(1000, np.uint8))
 
-    def _make_step(self):
+    def _value_and_grad(self):
         goal = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), drawn(1))
 
-        def step(params, opt_state, stream, starts):
-            grads = jax.tree.map(jnp.subtract, params, goal)
-            params, opt_state = base.updated(params, opt_state, grads, self.settings)
-            return params, opt_state, {}
+        def gradient(params, stream, starts):
+            return (jnp.zeros(()), None), jax.tree.map(jnp.subtract, params, goal)
 
-        return step
+        return gradient
 
 
 @pytest.fixture

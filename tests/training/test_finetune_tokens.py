@@ -13,7 +13,7 @@ from flax import nnx
 from tests.models import tokenizer_helpers
 from tests.training.finetune_helpers import SETTINGS, TINY, command, corpus, text
 from turbojax import finetune, models
-from turbojax.finetune import order
+from turbojax.finetune import base
 from turbojax.finetune.losses import cross_entropy
 from turbojax.models import pooled_by_name
 
@@ -115,7 +115,7 @@ def test_losses_in_chunks_are_those_of_all_logits(most):
 def test_a_step_has_the_loss_of_its_windows(packed):
     """In float64; packed documents each by themselves."""
     stream, model = tokens(), word_model()
-    starts = order.window_starts(
+    starts = base.window_starts(
         np.arange(SETTINGS.batch_size),
         num_bytes=stream.size,
         context=SETTINGS.context,

@@ -294,7 +294,7 @@ def test_loss_and_gradient_of_the_whole_batch(weights, parts):
     counts = [learn[window][1:].sum() for window in windows]
     assert len(set(counts)) > 1  # else the parts' means would do
     _, _, frozen, *given = run._arguments(0)
-    (value, _), grads = jax.jit(run._value_and_grad())(frozen, adapters, *given)
+    (value, _), grads = jax.jit(run._value_and_grad())(adapters, frozen, *given)
     # A float32 sum of n numbers is off by n units of rounding of their size at most.
     units = 4 * settings.tokens_per_step * 2.0**-24
     assert float(value) == pytest.approx(sum(float(x) for x, _ in found) / sum(counts), rel=units)

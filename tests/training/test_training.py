@@ -18,7 +18,7 @@ from training.shapes import EMBEDDED, SHAPES
 from training.state import Settings, Trainer, window_starts
 from turbojax.finetune.checkpoint import checkpoint_manager
 from turbojax.finetune.evaluate import bits_per_byte, windows
-from turbojax.finetune.optimizer import clipped_muon, default_promotion
+from turbojax.finetune.optimizer import OPTIMIZERS, default_promotion
 from turbojax.models import Transformer, TransformerConfig, embedded_path, load
 
 TINY = TransformerConfig(
@@ -62,7 +62,7 @@ def test_muon_moves_matrices_by_orthogonal_updates():
     kernel = rng.normal(size=(2, 6, 12)).astype(np.float32)
     scale = rng.normal(size=(2, 6)).astype(np.float32)
     params = {"a": {"kernel": jnp.zeros((2, 6, 12))}, "scale": jnp.zeros((2, 6))}
-    optimizer = clipped_muon(lambda step: 0.5, weight_decay=0.0, clip_norm=1e9)
+    optimizer = OPTIMIZERS["muon"](lambda step: 0.5, weight_decay=0.0, clip_norm=1e9)
     with default_promotion():
         updates, _ = optimizer.update(
             {"a": {"kernel": jnp.asarray(kernel)}, "scale": jnp.asarray(scale)},

@@ -177,6 +177,14 @@ class Split:
 
         return jax.tree.map(place, tree, self.shardings(tree))
 
+    def run(self, local: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+        """`jax.shard_map` over the mesh.
+
+        That results are equal on all devices is not checked: gradients are summed by `Slices`.
+        """
+        more: Any = {"in_specs": in_specs, "out_specs": out_specs, "check_vma": False}
+        return jax.shard_map(local, mesh=self.mesh, **more)
+
     @property
     def whole(self) -> NamedSharding:
         """The sharding of an array that every device has the whole of."""
