@@ -10,16 +10,20 @@ from typing import Any, Protocol
 import numpy as np
 
 from turbojax import _checks
-from turbojax.evaluation import identity
-from turbojax.evaluation.decoding import AnyDecoder, AnyModel, decoder_of
-from turbojax.evaluation.intervals import bootstrap
+from turbojax.evaluation.decoding import AnyDecoder, AnyModel, counted, decoder_of
 from turbojax.evaluation.layers import Errors, LayerErrors, layer_errors
 from turbojax.evaluation.methods import Method, method
 from turbojax.evaluation.recall import RecallMeasure
 from turbojax.evaluation.recall_items import KINDS, Kind
-from turbojax.evaluation.records import Json, Records
+from turbojax.evaluation.records import (
+    Json,
+    Records,
+    describe_machine,
+    describe_model,
+    describe_texts,
+)
 from turbojax.evaluation.scoring import ExactRun, Scores, cache_bytes, score
-from turbojax.evaluation.texts import Text, windows
+from turbojax.evaluation.texts import Text, bootstrap, windows
 from turbojax.kv import CacheKind
 from turbojax.models import Tokenizer
 
@@ -185,17 +189,18 @@ def evaluate(
     measures = {**work.measures, **further}
     if "recall" in settings.measures:
         measures["recall"] = _recall(decoder, texts, settings, tokenizer)
-    machine, dates = identity.of_machine()
+    machine, dates = describe_machine()
+    asked, kept_by_row = dataclasses.asdict(settings), ("methods", "measures")
     records = Records(
         out,
         {
             **machine,
-            "model": identity.of_model(decoder),
+            "model": describe_model(decoder),
             "settings": {
-                **identity.of_settings(settings, ("methods", "measures")),
+                **{name: value for name, value in asked.items() if name not in kept_by_row},
                 "prompt": settings.prompt_length,
             },
-            "texts": identity.of_texts({name: cut.get(name, _NO_WINDOWS) for name in texts}),
+            "texts": describe_texts({name: cut.get(name, _NO_WINDOWS) for name in texts}),
         },
         dates,
         # By name, so that a later run can add further measures to the file.
@@ -277,20 +282,13 @@ class _Work:
     ) -> Json:
         """What text costs, see `text_row`."""
         settings, prompt = self.settings, self.settings.prompt_length
-        total, done = self.tokens[:, prompt:].size, 0
-
-        def advance(count: int) -> None:
-            nonlocal done
-            done += count
-            progress(done, total)
-
         found = score(
             decoder,
             self.tokens,
             method,
             prompt=prompt,
             batch_size=settings.batch_size,
-            progress=advance,
+            progress=counted(progress, self.tokens[:, prompt:].size),
             exact=self.exact,
         )
         return text_row(found, self.owners, self.unit, seed=settings.seed, samples=settings.samples)
@@ -301,21 +299,15 @@ class _Work:
         """How far every layer is off, see `layer_errors`."""
         count = min(self.settings.layer_windows, len(self.tokens))
         chosen = np.unique(np.linspace(0, len(self.tokens) - 1, count).astype(int))
-        size, done = min(2, count), 0
+        size = min(2, count)
         total = -(-len(chosen) // size) * decoder.config.num_layers
-
-        def advance(steps: int) -> None:
-            nonlocal done
-            done += steps
-            progress(done, total)
-
         found = layer_errors(
             decoder,
             self.tokens[chosen, :-1],
             method,
             prompt=self.settings.prompt_length,
             batch_size=size,
-            progress=advance,
+            progress=counted(progress, total),
         )
         return layers_row(found, len(chosen))
 
