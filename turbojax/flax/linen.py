@@ -55,24 +55,6 @@ class TurboAttention(nn.Module):
     >>> out, cache = attention.apply({**variables, **cache}, new, method="decode", **change)
     >>> out.shape, cache["cache"]["kv_cache"].lengths
     ((2, 1, 64), Array([11, 11], dtype=int32))
-
-    Attributes:
-      hidden_size: channels `D` of a token.
-      num_heads: query heads `N`.
-      num_kv_heads: key/value heads `K`; `N` if not given.
-      head_dim: channels `H` of a head; those of `rope`, or ``D / N``, if not given.
-      cache: kind of the cache.
-      attention: what attends within whole sequences and prompts.
-      options: scale, window and cap of scores.
-      rope: rotary embedding; None for none.
-      qkv_bias: whether queries, keys and values have biases.
-      output_bias: whether the output has one.
-      qk_norm_eps: epsilon of RMSNorms of queries and keys; None for no such norms.
-      use_sinks: whether there are sinks.
-      sharding: names of the axes over which the residual stream and the heads are split.
-      implementation: of the cache's ops; None to choose.
-      dtype: of the computation and the output, `param_dtype` if not given.
-      param_dtype: of the parameters.
     """
 
     hidden_size: int

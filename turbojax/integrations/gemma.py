@@ -16,8 +16,12 @@ from flax import linen as nn
 
 from turbojax import _checks
 from turbojax.flax import TurboAttentionFn
-from turbojax.integrations._sampling import attend_next_token, attend_padded_prompt
-from turbojax.integrations._settings import TRAINING, Settings
+from turbojax.integrations._shared import (
+    TRAINING,
+    Settings,
+    attend_next_token,
+    attend_padded_prompt,
+)
 from turbojax.kv import AttentionOptions, CacheKind
 
 Model = TypeVar("Model")

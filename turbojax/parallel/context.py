@@ -1,7 +1,7 @@
 """Attention to sequences whose tokens are split over devices: arguments, checks, the order."""
 
 import dataclasses
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 
@@ -15,7 +15,6 @@ from turbojax.ops.pooled_attention import api as pooled_api
 from turbojax.ops.pooled_attention.static import PooledOptions
 from turbojax.parallel import ring as rings
 from turbojax.parallel.local import Exact, Pooled, Turbo
-from turbojax.parallel.plan import best_order, plan
 from turbojax.parallel.zigzag import (
     Order,
     check_blocks,
@@ -225,9 +224,9 @@ def _attend(
     check_order(order)
     if key.shape[1] != query.shape[1]:
         raise ValueError(f"{key.shape=} must have the queries' {query.shape[1]} tokens")
-    run_in = order if order == "zigzag" or devices == 1 else best_order(op.options, whole)
+    run_in = order if order == "zigzag" or devices == 1 else rings.best_order(op.options, whole)
     parts = len(chunks(run_in, devices)[0])
-    check_blocks(op, query.shape[1], parts, devices)
+    check_blocks(op.blocks, query.shape[1], parts, devices)
     size = query.shape[1] // parts
     names = ("query_seq_lengths", "key_value_seq_lengths")
     of_all = [
@@ -243,7 +242,7 @@ def _attend(
         op,
         axis_name,
         run_in,
-        plan(run_in, devices, size, op.options),
+        rings.plan(run_in, devices, size, op.options),
         op.options.dtype_of_output(query).name,
     )
     out, residual = rings.attend(ring, *together(query, key, value, arrays))
@@ -255,14 +254,13 @@ def _attend(
 
 def _moved(arrays: rings.Arrays, axis_name: Names) -> rings.Arrays:
     """All arrays with an axis of tokens, in zig-zag order."""
-    extras = arrays.extras
-    names = ("query_segment_ids", "key_value_segment_ids")
-    moved: dict[str, Any] = {
-        name: to_zigzag(getattr(extras, name), axis_name)
-        for name in names
-        if getattr(extras, name) is not None
-    }
-    levels = arrays.levels
-    if levels is not None:
-        levels = to_zigzag(levels, axis_name, axis=2)
-    return dataclasses.replace(arrays, extras=dataclasses.replace(extras, **moved), levels=levels)
+
+    def moved(x: jax.Array | None, axis: int = 1) -> jax.Array | None:
+        return None if x is None else to_zigzag(x, axis_name, axis=axis)
+
+    extras = dataclasses.replace(
+        arrays.extras,
+        query_segment_ids=moved(arrays.extras.query_segment_ids),
+        key_value_segment_ids=moved(arrays.extras.key_value_segment_ids),
+    )
+    return dataclasses.replace(arrays, extras=extras, levels=moved(arrays.levels, 2))

@@ -1,9 +1,8 @@
 """Decoding where the tokens of a cache are split over an axis of a mesh.
 
-For calls inside of `jax.shard_map`. Every device attends to what is in its slots (`turbojax.
-parallel.runs`) with the kernel of the cache's kind, and the parts are merged by their log-sum-exp
-(`merged`): one collective for each call, whose size does not depend on the
-context.
+For calls inside of `jax.shard_map`. Every device attends to what is in its slots with the kernel
+of the cache's kind, and the parts are merged by their log-sum-exp (`merged`): one collective for
+each call, whose size does not depend on the context.
 """
 
 import dataclasses
@@ -25,8 +24,7 @@ from turbojax.ops.exact_attention import REPEATABLE
 from turbojax.ops.optional_arrays import of_layer
 from turbojax.ops.options import PLAIN, Options
 from turbojax.ops.sinks import with_sinks
-from turbojax.parallel.appending import append
-from turbojax.parallel.runs import AxisName, Run, of_run, run_of_cache
+from turbojax.parallel.appending import AxisName, Run, append, of_run, run_of_cache
 from turbojax.state.exact import ExactCache
 from turbojax.state.kv4 import TokenScaledCache
 from turbojax.state.latent.cache import LatentCache
@@ -137,15 +135,8 @@ def decode(
         logits_soft_cap=logits_soft_cap,
         output_dtype=output_dtype,
     )
-    out, residual = attend_cache(
-        query,
-        cache,
-        axis,
-        query_seq_lengths,
-        options=options,
-        sinks=sinks,
-        implementation=implementation,
-    )
+    how: Any = {"options": options, "sinks": sinks, "implementation": implementation}
+    out, residual = attend_cache(query, cache, axis, query_seq_lengths, **how)
     return (out, residual) if return_residual else out
 
 
@@ -247,14 +238,9 @@ def attend_new_tokens(axis: AxisName, implementation: str | None = None) -> Atte
         options = options.complete(query.shape[3])
         _require_order(cache, axis, query.shape[1], options)
         cache = append(cache, key, value, axis, implementation=implementation)
-        out, _ = attend_cache(
-            query,
-            cache,
-            axis,
-            options=options,
-            sinks=of_layer(query, sinks).sinks,
-            implementation=implementation,
-        )
+        sinks = of_layer(query, sinks).sinks
+        how: Any = {"options": options, "sinks": sinks, "implementation": implementation}
+        out, _ = attend_cache(query, cache, axis, **how)
         return out, cache
 
     return attend
@@ -268,23 +254,13 @@ class _Attention:
     """Attention to a device's own tokens.
 
     It is called as ``run(query, query_lengths, is_needed, **offsets)``, where sequences that are
-    not needed (bool ``[B]``) count as empty. `kv_heads` is `K`; `lengths` are tokens on this
-    device, int32 ``[B]``: with a buffer there may be more than slots.
+    not needed (bool ``[B]``, None for all) count as empty. `kv_heads` is `K`; `lengths` are tokens
+    on this device, int32 ``[B]``: with a buffer there may be more than slots.
     """
 
     run: Callable[..., Part]
     kv_heads: int
     lengths: jax.Array
-
-    def __call__(
-        self,
-        query: jax.Array,
-        query_lengths: jax.Array | None,
-        *,
-        is_needed: jax.Array | None = None,
-        **offsets: jax.Array,
-    ) -> Part:
-        return self.run(query, query_lengths, is_needed, **offsets)
 
 
 def _merge(
@@ -308,16 +284,13 @@ def _merge(
     count = jnp.full(batch, tokens, jnp.int32) if query_lengths is None else query_lengths
     if tokens == 1 and options.window is None:
         # The query sees all tokens here, as a query at the last one does.
-        out, residual = attend(query, query_lengths)
+        out, residual = attend.run(query, query_lengths, None)
     elif options.window is None:
         out, residual = _within_and_behind(query, lengths - count, count, run, axis, attend)
     else:
-        out, residual = attend(
-            query,
-            query_lengths,
-            query_offset=lengths - count,
-            key_offset=jnp.broadcast_to(run.first, (batch,)),
-        )
+        first = jnp.broadcast_to(run.first, (batch,))
+        offsets = {"query_offset": lengths - count, "key_offset": first}
+        out, residual = attend.run(query, query_lengths, None, **offsets)
     dtype = options.dtype_of_output(query)
     given = of_layer(query, sinks).sinks
     out, residual = merged(out, residual, axis, sinks=given, real=real)
@@ -344,9 +317,9 @@ def _within_and_behind(
     """
     batch, tokens, heads, channels = query.shape
     within = jnp.clip(attend.lengths - (begin - run.first), 0, count)
-    newest = attend(query, within, is_needed=within > 0)
+    last = attend.run(query, within, within > 0)
     if jax.lax.axis_size(axis) == 1:
-        return newest
+        return last
     kv_heads = attend.kv_heads
     rows = (batch, tokens, kv_heads, heads // kv_heads)
 
@@ -357,11 +330,11 @@ def _within_and_behind(
         x = x.reshape(batch, kv_heads, tokens, heads // kv_heads, *x.shape[3:])
         return jnp.swapaxes(x, 1, 2).reshape(batch, tokens, heads, *x.shape[4:])
 
-    behind = attend(to_heads(query), None, is_needed=within < count)
+    behind = attend.run(to_heads(query), None, within < count)
     is_within = (jnp.arange(tokens)[None] < within[:, None])[:, :, None]
     out, residual = (to_tokens(x) for x in behind)
-    out = jnp.where(is_within[..., None], newest[0], out)
-    return out, jnp.where(is_within, newest[1], residual)
+    out = jnp.where(is_within[..., None], last[0], out)
+    return out, jnp.where(is_within, last[1], residual)
 
 
 def _attention_to(cache: Any, options: Options, implementation: Any) -> _Attention:
