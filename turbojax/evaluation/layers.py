@@ -82,18 +82,10 @@ def layer_errors(
     over layers. A prompt goes through the cache as the method prefills, the rest is appended and
     attends token by token.
 
-    Args:
-      model: as `score`.
-      tokens: int ``[n, T]``.
-      method: as `score`.
-      prompt: tokens of each window that are prefilled, 1 to T - 1.
-      batch_size: windows whose queries, keys and values of all layers are held at once.
-      progress: called after each layer of each batch, with 1.
-
-    Raises:
-      TypeError, ValueError: as `score`.
-      NotImplementedError: as `score`, or if the cache is one of latents, or the model is split over
-        a mesh.
+    The arguments and errors of `score` are the same here, but that tokens are int ``[n, T]``, of
+    which 1 to T - 1 are the `prompt`. Of `batch_size` windows the queries, keys and values of all
+    layers are held at once; `progress` is called after each layer of each batch, with 1. Raises
+    NotImplementedError, too, if the cache is one of latents, or the model is split over a mesh.
     """
     decoder = decoder_of(model)
     tokens = checked_windows(decoder, tokens, prompt, batch_size)
@@ -253,22 +245,15 @@ def layer_costs(
     to exact keys and values. A layer's weights are arguments of a program, so that a cache is
     compiled once for all layers that are alike.
 
-    Args:
-      model: as `score`; in float32, since one cache may cost less than what 16 bits round in the
-        layers after it.
-      tokens: int ``[n, T + 1]``; the last one of a window is not fed.
-      kinds: the caches, C of them.
-      prompt: tokens of each window that are in the caches before, 1 to T - 1.
-      batch_size: windows that run at once.
-      progress: called after each layer of each cache, with 1.
+    The arguments and errors of `score` are the same here, but that `kinds` are C caches and the
+    last one of a window's T + 1 tokens is not fed: 1 to T - 1 are the `prompt`. The model should be
+    in float32, since one cache may cost less than what 16 bits round in the layers after it.
+    `progress` is called after each layer of each cache, with 1. Raises NotImplementedError, too, if
+    the model has latent attention or is split over a mesh.
 
     Returns:
       float64 ``[C, L]``, the mean divergence of the next token's distribution from the exact one's,
       in bits, see `turbojax.evaluation.Scores`; NaN where logits were.
-
-    Raises:
-      TypeError, ValueError: as `score`.
-      NotImplementedError: as `score`, or if the model has latent attention or is split over a mesh.
     """
     decoder = decoder_of(model)
     tokens = checked_windows(decoder, tokens, prompt, batch_size)
@@ -298,14 +283,8 @@ def layer_bytes(
 ) -> np.ndarray:
     """Bytes of one sequence's cache of this kind in every layer, int64 ``[L]``.
 
-    Args:
-      config: of the model.
-      kind: the cache.
-      max_length: tokens of the sequence.
-      dtype: of the model.
-
-    Raises:
-      ValueError: if the cache cannot hold the model's heads.
+    For `max_length` tokens, in a model of this configuration and dtype. Raises ValueError if the
+    cache cannot hold the model's heads.
     """
     heads, channels, rope_dim = widths_of(config, kind)
     windows = windows_of_layers(config, [kind] * config.num_layers)

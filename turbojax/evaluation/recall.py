@@ -85,17 +85,9 @@ def recall(
 ) -> Answers:
     """Asks items through a method's cache: prompts prefilled, questions and answers decoded.
 
-    Args:
-      model: as `score`.
-      items: with prompts of one length.
-      method: as `score`.
-      batch_size: items that run at once.
-      progress: called after each batch with its items.
-
-    Raises:
-      TypeError, NotImplementedError: as `score`.
-      ValueError: if there are no items, or prompts differ in size or are too long for the model,
-        or the cache cannot hold the model's heads.
+    The arguments and errors of `score` are the same here, but that `progress` is called after each
+    batch with its items. Raises ValueError, too, if there are no items, or prompts differ in size
+    or are too long for the model.
     """
     decoder = decoder_of(model)
     sizes = {len(x.prompt) for x in items}

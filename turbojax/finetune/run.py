@@ -168,22 +168,11 @@ def fine_tune_adapters(
 ) -> dict[str, Any]:
     """Trains adapters and writes them; continues where `folder` holds checkpoints, bit for bit.
 
-    Args:
-      folder: gets `log.json`, checkpoints and, at the end, the adapters as PEFT stores them, in
-        `ADAPTERS_NAME`. Created if it does not exist.
-      decoder: the frozen model, on one device or a mesh, see `LoraTrainer`; also a `StoredDecoder`
-        over a mesh, whose layers are cut as they are read, see `sliced`.
-      adapters: to start from.
-      settings: see `LoraTrainer`.
-      corpus: training and held-out tokens.
-      gradient: see `with_adapters`.
-      fsdp: see `LoraTrainer`.
-      rhythm: see `Rhythm`.
-      base_model: where the model came from, for the log and the adapters.
-      report: see `Report`; bits are per token.
-
-    Returns:
-      The log: `records` with bits per token, `evaluations` of the held-out tokens.
+    As `fine_tune`, with the arguments of `LoraTrainer`. At the end `folder` gets the adapters as
+    PEFT stores them, in `ADAPTERS_NAME`. The decoder may also be a `StoredDecoder` over a mesh,
+    whose layers are cut as they are read, see `sliced`. `base_model` says where the model came
+    from, for the log and the adapters. Returns the log: `records` with bits per token,
+    `evaluations` of the held-out tokens.
 
     Raises:
       BlockingIOError: if another run is writing into `folder`.

@@ -35,7 +35,7 @@ class _AttentionFn:
     bounds: bool = False
     local_window_size: int | tuple[int, int] | None = None
 
-    def __call__(
+    def __call__(  # noqa: D417
         self,
         query: jax.Array,
         key: jax.Array,
@@ -60,6 +60,10 @@ class _AttentionFn:
     ) -> jax.Array:
         """Attends; the arguments are those that Flax's modules pass, in their order.
 
+        Those that are not named here must be None, or have no meaning: weights never exist as a
+        whole, so that `module` cannot keep them, the kernels have a precision of their own, and a
+        softmax in float32. Queries and keys are rotated before, instead of `input_positions`.
+
         Args:
           query: ``[batch..., T, N, H]``.
           key: ``[batch..., S, K, H]``; `N` is a multiple of `K`.
@@ -69,24 +73,14 @@ class _AttentionFn:
             visible. It may hide keys and queries past a length per sequence, and what causality and
             the window hide; with `segments` also keys and queries anywhere, and keys of other
             packed sequences; with `bounds` of each query all keys before and after some; the same
-            for all heads. Where the function is causal, and not the
-            call, it must hide what causality hides; a window hides more than the mask does. Any
-            other mask raises outside `jit`. Under it, its sequences become NaN, which `checkify`
-            and a warning report. A single query under a mask is the newest token that it shows, as
-            in decoding.
-          broadcast_dropout: has no meaning without dropout.
-          dropout_rng: the same.
+            for all heads. Where the function is causal, and not the call, it must hide what
+            causality hides; a window hides more than the mask does. Any other mask raises outside
+            `jit`. Under it, its sequences become NaN, which `checkify` and a warning report. A
+            single query under a mask is the newest token that it shows, as in decoding.
           dropout_rate: 0, unless `deterministic`.
           deterministic: whether there is no dropout.
           dtype: of the computation; that of the operands, promoted, if not given.
-          precision: None: the kernels have their own.
-          module: None: the weights, which it would keep, never exist as a whole.
           is_causal: whether query `t` sees only keys up to `t` of those that the mask shows.
-          force_fp32_for_softmax: the softmax is in float32 in either case.
-          einsum_dot_general: None.
-          qk_attn_weights_einsum: None.
-          attn_weights_value_einsum: None.
-          input_positions: None: rotate queries and keys before.
           query_segment_ids: optional integers ``[batch..., T]``, of packed sequences: a query sees
             keys of an equal id alone, of those that the mask shows. Flax's modules do not pass
             them; a function with them bound may be given to a module that is called once.
@@ -100,7 +94,7 @@ class _AttentionFn:
           ValueError: if a shape does not fit, or, outside `jit`, a mask that is not as above; if
             the function is causal, and the mask has one row for many queries, or there is none and
             the number of keys is not that of queries.
-          NotImplementedError: for active dropout, and for what must be None above.
+          NotImplementedError: for active dropout, and for what must be None.
         """
         if dropout_rate > 0 and not deterministic:
             raise NotImplementedError(

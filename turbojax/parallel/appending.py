@@ -178,19 +178,9 @@ def store_prompt(
 ) -> Any:
     """Stores prompts that something else attended to, in empty sequences of a split cache.
 
-    Args:
-      cache: see `append`.
-      key: ``[B, S, K, H]``, the same on all devices of the axis.
-      value: the same.
-      lengths: int32 ``[B]``, tokens of each prompt.
-      axis: of the mesh, or several.
-      implementation: what `prefill` is asked for beside it; None to choose.
-
-    Returns:
-      The device's part of the cache with the prompts, as one device would have stored them.
-
-    Raises:
-      TypeError, ValueError, NotImplementedError: see `append`.
+    As `append`, with `lengths` int32 ``[B]`` of the prompts and the `implementation` that `prefill`
+    is asked for beside it. Returns the device's part of the cache with the prompts, as one device
+    would have stored them.
     """
     if not isinstance(cache, ProgressiveCache):
         return append(cache, key, value, axis, lengths=lengths, implementation=implementation)
@@ -211,23 +201,13 @@ def append_to_pages(
 ) -> pool.PagedCache:
     """Writes new tokens to pages, of which each device has its own pool: `turbojax.paged.append`.
 
-    Args:
-      cache: the device's pool.
-      key: ``[B, T, K, H]``, the same on all devices of the axis.
-      value: the same.
-      block_tables: integer ``[B, max_pages]``, the device's part, see
-        `turbojax.parallel.paged_attention`.
-      lengths: integer ``[B]``, tokens held before, on all devices together.
-      axis: of the mesh, or several.
-      new_lengths: optional integer ``[B]``, how many of the `T` tokens are real, the first ones.
-      implementation: of `turbojax.paged.append`.
+    Arguments and errors are those of `turbojax.paged.append`, but that `cache` is the device's
+    pool, `block_tables` (integer ``[B, max_pages]``) the device's part, see `paged_attention`, and
+    `lengths` are of all devices together; keys and values are the same on all devices of `axis`.
 
     Returns:
       The device's pool. `lost` counts the tokens that are past the table, on all devices alike. One
       without a page is left out and not counted: what attends to it gives NaN.
-
-    Raises:
-      TypeError, ValueError, NotImplementedError: see `turbojax.paged.append`.
     """
     checks.check_kind(cache, pool.PagedCache)
     batch, tokens = key.shape[:2]

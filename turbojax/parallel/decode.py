@@ -166,7 +166,7 @@ def _require_order(cache: Any, axis: AxisName, tokens: int, options: Options) ->
         raise NotImplementedError(f"a cache split over {axis=}: {refusal}")
 
 
-def paged_attention(
+def paged_attention(  # noqa: D417
     query: jax.Array,
     cache: PagedCache,
     block_tables: jax.Array,
@@ -184,8 +184,11 @@ def paged_attention(
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Attends to pages, of which each device has its own pool: `turbojax.paged_attention`.
 
-    Every device has a part of each sequence's table, of `max_pages` entries: those of tokens ``d *
-    max_pages * page_size`` on, for device `d`. They are numbers of pages of the device's own pool.
+    Every device has a part of each sequence's table, of `max_pages` entries: those of tokens
+    ``d * max_pages * page_size`` on, for device `d`. They are numbers of pages of the device's own
+    pool.
+
+    The arguments of `decode` mean the same here; errors are `turbojax.paged_attention`'s.
 
     Args:
       query: ``[B, T, N, H]``, the same on all devices of the axis.
@@ -193,20 +196,10 @@ def paged_attention(
       block_tables: integer ``[B, max_pages]``, the device's part.
       lengths: integer ``[B]``, tokens held on all devices together.
       axis: of the mesh, or several.
-      query_seq_lengths: see `decode`, as all that follow.
-      scale: factor of the scores.
-      local_window_size: optional window.
-      logits_soft_cap: optional cap.
-      sinks: optional logits ``[N]``.
-      output_dtype: float32, or None.
       implementation: of `turbojax.paged_attention`.
-      return_residual: also return the log-sum-exp of the scores.
 
     Returns:
       As `decode`; NaN for a sequence a needed page of which is not in its device's pool.
-
-    Raises:
-      TypeError, ValueError, NotImplementedError: see `turbojax.paged_attention`.
     """
     options = Options.complete(
         query.shape[3],
