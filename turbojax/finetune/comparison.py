@@ -157,11 +157,7 @@ def summary(result: Mapping[str, Any]) -> str:
 
 
 def draw(logs: Sequence[Log], *, width: int = 20) -> "Figure":
-    """The losses of at most three runs, over steps and over time in steps, and held-out scores.
-
-    Curves are averaged over `width` steps; single steps are drawn pale. Raises ValueError for no
-    runs or too many, ImportError without matplotlib.
-    """
+    """The picture that `save_plot` saves."""
     _extras.need_matplotlib()
     from matplotlib.figure import Figure
 

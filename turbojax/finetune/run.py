@@ -111,11 +111,11 @@ def fine_tune(
       settings: see `Settings`.
       corpus: training and held-out text: a `Corpus` for a byte-level model, see `corpus_of`, a
         `TokenCorpus` for others, see `tokens_of`.
-      pooled: how to attend; exactly, if not given.
-      dense_layers: see `Trainer`.
-      packed: see `Trainer`; the held-out text is read without it.
-      axes: see `Trainer`.
-      fsdp: see `Trainer`.
+      pooled: see `Trainer`, as the next four.
+      dense_layers: the same.
+      packed: the same; the held-out text is read without it.
+      axes: the same.
+      fsdp: the same.
       rhythm: see `Rhythm`.
       source: where the model came from, for the log.
       extra_config: further keys of the exported model's `config.json`, see `models.save`; of a

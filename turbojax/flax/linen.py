@@ -1,5 +1,6 @@
 """`TurboAttention` for Flax linen: the same computation, parameters and names as in nnx."""
 
+import dataclasses
 import functools
 from typing import Any, Literal
 
@@ -9,7 +10,7 @@ from flax import linen as nn
 from jax.typing import DTypeLike
 
 from turbojax.config import TurboConfig
-from turbojax.flax._self_attention import make_self_attention
+from turbojax.flax._self_attention import SelfAttention
 from turbojax.flax.norms import rms_norm
 from turbojax.flax.projections import check_norm_eps, check_sharding, kernel_init, rotate
 from turbojax.kv import AttentionOptions, CacheKind, LayerCache
@@ -79,18 +80,9 @@ class TurboAttention(nn.Module):
         check_norm_eps(self.qk_norm_eps)
         check_sharding(self.sharding)
         dtype = self.param_dtype if self.dtype is None else self.dtype
-        self.core = core = make_self_attention(
-            self.hidden_size,
-            self.num_heads,
-            self.num_kv_heads,
-            self.head_dim,
-            rope=self.rope,
-            cache=self.cache,
-            attention=self.attention,
-            options=self.options,
-            implementation=self.implementation,
-            dtype=dtype,
-        )
+        names = [field.name for field in dataclasses.fields(SelfAttention)]
+        given = {name: getattr(self, name) for name in names}
+        self.core = core = SelfAttention(**{**given, "dtype": dtype})
         inward = outward = None
         if self.sharding is not None:
             inward, outward = tuple(self.sharding), tuple(self.sharding[::-1])
