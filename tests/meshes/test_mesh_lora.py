@@ -1,7 +1,6 @@
 """Adapters trained over a mesh: loss, gradient and steps are those of one device."""
 
 import dataclasses
-import logging
 import shutil
 
 import jax
@@ -105,14 +104,6 @@ def test_refusals():
         LoraTrainer(three, adapters, SETTINGS, STREAM)
     with pytest.raises(ValueError, match="decoder.axes=None must be those of a mesh"):
         finetune.sliced(decoder)
-
-
-@pytest.fixture
-def no_orbax_log():
-    """No log from orbax's threads, which outlives the test's streams."""
-    logging.disable(logging.WARNING)
-    yield
-    logging.disable(logging.NOTSET)
 
 
 @pytest.mark.slow

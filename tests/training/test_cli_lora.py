@@ -1,7 +1,6 @@
 """`turbojax lora` and `--adapters`: from a quantized folder and text to adapters that generate."""
 
 import json
-import logging
 
 import jax
 import jax.numpy as jnp
@@ -31,14 +30,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning"),
     pytest.mark.usefixtures("no_orbax_log"),
 ]
-
-
-@pytest.fixture
-def no_orbax_log():
-    """No log from orbax's threads, which outlives the test's streams."""
-    logging.disable(logging.WARNING)
-    yield
-    logging.disable(logging.NOTSET)
 
 
 @pytest.fixture(scope="module")

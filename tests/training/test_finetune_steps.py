@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import logging
 from pathlib import Path
 
 import jax
@@ -338,14 +337,6 @@ class Counter(base.BaseTrainer):
             return (jnp.zeros(()), None), jax.tree.map(jnp.subtract, params, goal)
 
         return gradient
-
-
-@pytest.fixture
-def no_orbax_log():
-    """No log from orbax's threads, which outlives the test's streams."""
-    logging.disable(logging.WARNING)
-    yield
-    logging.disable(logging.NOTSET)
 
 
 @pytest.mark.usefixtures("no_orbax_log")

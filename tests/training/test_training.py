@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import hashlib
 import json
-import logging
 from pathlib import Path
 
 import jax
@@ -163,14 +162,6 @@ def code(seed: int, lines: int = 40) -> bytes:
         f"    result_{seed}_{i} = function_of_module(seed_{seed}, line_{i})" for i in range(lines)
     )
     return "\n".join(rows).encode()
-
-
-@pytest.fixture
-def no_orbax_log():
-    """No log from orbax's threads, which outlives the test's streams."""
-    logging.disable(logging.WARNING)
-    yield
-    logging.disable(logging.NOTSET)
 
 
 @pytest.fixture(scope="module")
