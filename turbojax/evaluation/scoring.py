@@ -3,6 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -154,10 +155,9 @@ def score(
             if progress is not None:
                 progress(rows * count)
         parts.append([np.concatenate(x).T[:rows] for x in zip(*found, strict=True)])
-    found_all = [np.concatenate(x) for x in zip(*parts, strict=True)]
-    ours_and_exact = (method.cache, "bfloat16")
-    sizes = [cache_bytes(decoder, run.max_length, cache) for cache in ours_and_exact]
-    return Scores(*found_all, *sizes)
+    arrays: Any = [np.concatenate(x) for x in zip(*parts, strict=True)]
+    sizes = [cache_bytes(decoder, run.max_length, x) for x in (method.cache, "bfloat16")]
+    return Scores(*arrays, *sizes)
 
 
 def cache_bytes(decoder: AnyDecoder, max_length: int, cache: ModelCacheKind) -> int:

@@ -112,8 +112,8 @@ class Exact:
         if self.implementation in (None, "cudnn"):
             refusal = _cudnn_refusal(operands, options, pair)
             if refusal is None:
-                found = cudnn.attend_part(*operands, pair.key_lengths, options=options)
-                return _without_padding(*found, pair.query_lengths)
+                out, residual = cudnn.attend_part(*operands, pair.key_lengths, options=options)
+                return _without_padding(out, residual, pair.query_lengths)
             if self.implementation is not None:
                 raise NotImplementedError(f"exact attention cannot run here: cudnn: {refusal}")
         blocks = [-(-x.shape[1] // _TILE) for x in operands[:2]]
