@@ -111,13 +111,14 @@ class TaskMeasure:
         self._limit = int(limit) if limit is not None and limit >= 1 else limit
         self._options = {"num_fewshot": num_fewshot, "chat": chat}
         self._records: Records | None = None
-        self._manager = _manager(self._tasks)
-        with _named_errors():
-            self._digest = _digest(self._manager.load(self._specs())["tasks"], self._limit)
+        from lm_eval.tasks import TaskManager
 
-    def _specs(self) -> list[Any]:
-        """What lm-eval loads, anew for each method: tasks have state."""
-        return [_spec(name) for name in self._tasks]
+        # The index of all tasks takes seconds, and files need none.
+        self._manager = TaskManager(include_defaults=not all(map(_is_file, self._tasks)))
+        with _named_errors():
+            self._digest = _digest(
+                self._manager.load(list(map(_spec, tasks)))["tasks"], self._limit
+            )
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -157,7 +158,7 @@ class TaskMeasure:
         with _named_errors():
             found = lm_eval.simple_evaluate(
                 model=language_model(answering),
-                tasks=self._specs(),
+                tasks=list(map(_spec, self._tasks)),  # anew for each method: tasks have state
                 task_manager=self._manager,
                 limit=self._limit,
                 num_fewshot=self._options["num_fewshot"],
@@ -194,13 +195,6 @@ def _named_errors() -> Iterator[None]:
 def _is_news(record: logging.LogRecord) -> bool:
     """Whether a log record says more than that a metric has its default."""
     return "using default" not in record.getMessage()
-
-
-def _manager(tasks: Sequence[str]) -> Any:
-    from lm_eval.tasks import TaskManager
-
-    # The index of all tasks takes seconds, and files need none.
-    return TaskManager(include_defaults=not all(map(_is_file, tasks)))
 
 
 def _is_file(task: str) -> bool:

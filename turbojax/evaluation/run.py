@@ -24,7 +24,6 @@ from turbojax.evaluation.records import (
 )
 from turbojax.evaluation.scoring import ExactRun, Scores, cache_bytes, score
 from turbojax.evaluation.texts import Text, bootstrap, windows
-from turbojax.kv import CacheKind
 from turbojax.models import Tokenizer
 
 Report = Callable[[str, str, int, int], None]
@@ -186,9 +185,20 @@ def evaluate(
     cut = windows(texts, settings.context, settings.windows_per_file)
     is_bytes = all(isinstance(texts[name], bytes) for name in cut)
     work = _Work(decoder, cut, settings, "byte" if is_bytes else "token")
-    measures = {**work.measures, **further}
+    own = {"text": work.text, "layers": work.layers}
+    measures: dict[str, Any] = {**own, **further}
     if "recall" in settings.measures:
-        measures["recall"] = _recall(decoder, texts, settings, tokenizer)
+        measures["recall"] = RecallMeasure(
+            texts,
+            tokenizer,
+            kinds=settings.recall_kinds,
+            lengths=settings.recall_lengths,
+            depths=settings.recall_depths,
+            count=settings.recall_items,
+            seed=settings.seed,
+            max_length=decoder.config.max_length,
+            batch_size=settings.batch_size,
+        )
     machine, dates = describe_machine()
     asked, kept_by_row = dataclasses.asdict(settings), ("methods", "measures")
     records = Records(
@@ -205,8 +215,13 @@ def evaluate(
         dates,
         # By name, so that a later run can add further measures to the file.
         {
-            **{x: measures[x].identity for x in settings.measures if x not in work.measures},
-            **{one.name: _layers_of(one.cache) for one in methods if isinstance(one.cache, tuple)},
+            **{x: measures[x].identity for x in settings.measures if x not in own},
+            # The layers that a method's file names: the file may change later.
+            **{
+                one.name: {"layers": [str(kind) for kind in one.cache]}
+                for one in methods
+                if isinstance(one.cache, tuple)
+            },
         },
     )
     for one in methods:
@@ -217,11 +232,6 @@ def evaluate(
     return records.document
 
 
-def _layers_of(kinds: tuple[CacheKind, ...]) -> Json:
-    """The layers that a method's file names: the file may change later."""
-    return {"layers": [str(kind) for kind in kinds]}
-
-
 def _row_of(
     measure: Further, decoder: AnyDecoder, method: Method, tell: Callable[[int, int], None]
 ) -> Json:
@@ -230,26 +240,6 @@ def _row_of(
         return measure(decoder, method, tell)
     except NotImplementedError as error:
         return {"refused": str(error)}
-
-
-def _recall(
-    decoder: AnyDecoder,
-    texts: Mapping[str, Text],
-    settings: Settings,
-    tokenizer: Tokenizer | None,
-) -> RecallMeasure:
-    """Recall's items, the same for all methods."""
-    return RecallMeasure(
-        texts,
-        tokenizer,
-        kinds=settings.recall_kinds,
-        lengths=settings.recall_lengths,
-        depths=settings.recall_depths,
-        count=settings.recall_items,
-        seed=settings.seed,
-        max_length=decoder.config.max_length,
-        batch_size=settings.batch_size,
-    )
 
 
 def _tell_nobody(method: str, measure: str, done: int, total: int) -> None:
@@ -271,11 +261,6 @@ class _Work:
             prompt=settings.prompt_length,
             batch_size=settings.batch_size,
         )
-
-    @property
-    def measures(self) -> dict[str, Any]:
-        """Those of `MEASURES`, each called as a `Further`."""
-        return {"text": self.text, "layers": self.layers}
 
     def text(
         self, decoder: AnyDecoder, method: Method, progress: Callable[[int, int], None]
