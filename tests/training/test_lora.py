@@ -171,6 +171,14 @@ def test_new_adapters_change_nothing(decoder):
         assert a is b
 
 
+def assert_all_have_gradients(decoder, adapters):
+    def loss(adapters):
+        return jnp.mean(token_losses(with_adapters(decoder, adapters), TOKENS))
+
+    for leaf in jax.tree.leaves(jax.jit(jax.grad(loss))(adapters)):
+        assert np.linalg.norm(leaf) > 0
+
+
 @pytest.mark.quick(slow=1)
 @pytest.mark.parametrize("target", LINEARS)
 def test_every_target_counts(decoder, target):
@@ -179,11 +187,7 @@ def test_every_target_counts(decoder, target):
     changed = logits(with_adapters(decoder, adapters), TOKENS)
     assert np.abs(changed - logits(decoder, TOKENS)).max() > 1e-2
 
-    def loss(adapters):
-        return jnp.mean(token_losses(with_adapters(decoder, adapters), TOKENS))
-
-    for leaf in jax.tree.leaves(jax.jit(jax.grad(loss))(adapters)):
-        assert np.linalg.norm(leaf) > 0
+    assert_all_have_gradients(decoder, adapters)
 
 
 @pytest.mark.slow
@@ -191,11 +195,7 @@ def test_a_quantized_head_has_a_gradient():
     decoder = models.random_quantized_decoder(CONFIG, dtype=jnp.float32, quantize_head=True)
     adapters = trained(decoder, targets=("q",))
 
-    def loss(adapters):
-        return jnp.mean(token_losses(with_adapters(decoder, adapters), TOKENS))
-
-    for leaf in jax.tree.leaves(jax.jit(jax.grad(loss))(adapters)):
-        assert np.linalg.norm(leaf) > 0
+    assert_all_have_gradients(decoder, adapters)
 
 
 @pytest.mark.slow

@@ -284,15 +284,6 @@ Keep = Callable[[str, Callable[[], Json]], Json]
 """Takes a name and a function that makes a value; gives the value, which may be known already."""
 
 
-def _make_it(key: str, make: Callable[[], Json]) -> Json:
-    del key
-    return make()
-
-
-def _tell_nobody(done: int, total: int) -> None:
-    del done, total
-
-
 class Answering:
     """A model, its tokenizer and a method, asked in batches.
 
@@ -333,7 +324,8 @@ class Answering:
         self.tokenizer, self.method, self.max_new_tokens = tokenizer, method, max_new_tokens
         self.truncated = self.nan = 0
         self._decoder, self._batch_size = decoder_of(model), batch_size
-        self._progress, self._keep = progress or _tell_nobody, keep or _make_it
+        self._progress = progress or (lambda done, total: None)
+        self._keep: Keep = keep or (lambda key, make: make())
         self._done = self._total = 0
 
     @property

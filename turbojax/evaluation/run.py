@@ -199,6 +199,7 @@ def evaluate(
             max_length=decoder.config.max_length,
             batch_size=settings.batch_size,
         )
+    tell = progress or (lambda method, measure, done, total: None)
     machine, dates = describe_machine()
     asked, kept_by_row = dataclasses.asdict(settings), ("methods", "measures")
     records = Records(
@@ -226,8 +227,8 @@ def evaluate(
     )
     for one in methods:
         for name in settings.measures:
-            tell = functools.partial(progress or _tell_nobody, one.name, name)
-            make = functools.partial(_row_of, measures[name], decoder, one, tell)
+            told = functools.partial(tell, one.name, name)
+            make = functools.partial(_row_of, measures[name], decoder, one, told)
             records.row(("methods", one.name, name), make)
     return records.document
 
@@ -240,10 +241,6 @@ def _row_of(
         return measure(decoder, method, tell)
     except NotImplementedError as error:
         return {"refused": str(error)}
-
-
-def _tell_nobody(method: str, measure: str, done: int, total: int) -> None:
-    del method, measure, done, total
 
 
 class _Work:

@@ -300,21 +300,19 @@ class Slices:
 
         A gradient with respect to these is what this device adds to it, for `summed`.
         """
-
-        def one(path: str, place: _Place, x: jax.Array) -> jax.Array:
-            is_shared = place.slices is None and place.names
-            return jax.lax.pcast(x, place.names, to="varying") if is_shared else x
-
-        return self._map(tree, one)
+        return self._map_shared(tree, lambda x, names: jax.lax.pcast(x, names, to="varying"))
 
     def summed(self, grads: Tree) -> Tree:
         """Gradients over all devices: those of slices are summed as they arrive."""
+        return self._map_shared(grads, jax.lax.psum)
+
+    def _map_shared(self, tree: Tree, change: Callable[..., jax.Array]) -> Tree:
+        """The arrays, with those changed that several devices have."""
 
         def one(path: str, place: _Place, x: jax.Array) -> jax.Array:
-            is_shared = place.slices is None and place.names
-            return jax.lax.psum(x, place.names) if is_shared else x
+            return change(x, place.names) if place.slices is None and place.names else x
 
-        return self._map(grads, one)
+        return self._map(tree, one)
 
     def _map(self, tree: Tree, change: Callable[[str, _Place, jax.Array], jax.Array]) -> Tree:
         places = dict(self.places)

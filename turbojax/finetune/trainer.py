@@ -195,8 +195,7 @@ class Trainer(BaseTrainer[nnx.State]):
                 return losses * (1.0 / math.log(2.0))
 
             return jax.jit(score)
-        attending = _Measured(attend)
-        loss = dataclasses.replace(self._make_loss(), attend=attending, separator=None)
+        loss = dataclasses.replace(self._make_loss(), attend=attend, separator=None)
 
         def local(params: nnx.State, tokens: jax.Array) -> jax.Array:
             losses, *_ = loss.of_tokens(slices.outside()(params), tokens)
@@ -219,7 +218,7 @@ class Trainer(BaseTrainer[nnx.State]):
     def _make_loss(self) -> "_Loss":
         return _Loss(
             graph=self._step_graph,
-            attend=_Measured(self.attend),
+            attend=self.attend,
             context=self.settings.context,
             num_layers=self.config.num_layers,
             separator=self.separator if self.packed else None,
@@ -286,8 +285,8 @@ class _MeasuredAttention:
     def __init__(
         self,
         attend: Attend,
-        segment_ids: jax.Array | None = None,
-        axes: Axes | None = None,
+        segment_ids: jax.Array | None,
+        axes: Axes | None,
     ) -> None:
         self._attend = attend
         self._segment_ids = segment_ids
@@ -319,21 +318,12 @@ class _MeasuredAttention:
         return out, self._attend.density(levels).astype(cache.dtype)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Measured:
-    """Makes a `_MeasuredAttention` of an `Attend`, or two of `FirstLayers`."""
-
-    attend: Attend
-
-    def within(self, segment_ids: jax.Array | None, axes: Axes | None = None) -> Attend:
-        """The attention within segments, and of tokens that `axes` split."""
-        attend = self.attend
-        if not isinstance(attend, FirstLayers):
-            return _MeasuredAttention(attend, segment_ids, axes)
-        first, others = (
-            _Measured(a).within(segment_ids, axes) for a in (attend.first, attend.others)
-        )
-        return FirstLayers(first, others, attend.count)
+def _measured(attend: Attend, segment_ids: jax.Array | None, axes: Axes | None) -> Attend:
+    """A `_MeasuredAttention` within segments, of tokens that `axes` split; two of `FirstLayers`."""
+    if not isinstance(attend, FirstLayers):
+        return _MeasuredAttention(attend, segment_ids, axes)
+    first, others = (_measured(a, segment_ids, axes) for a in (attend.first, attend.others))
+    return FirstLayers(first, others, attend.count)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -344,7 +334,7 @@ class _Loss(Loss):
     """
 
     graph: Any
-    attend: _Measured
+    attend: Attend
     num_layers: int
     separator: int | None  # between documents that do not see each other; None if all do
     axes: Axes | None = None
@@ -373,7 +363,7 @@ class _Loss(Loss):
         if not self.tokens_are_whole:
             positions = self._own(jnp.broadcast_to(jnp.arange(self.context)[None], inputs.shape))
         inputs, targets = self._own(inputs), self._own(targets)
-        attend = self.attend.within(ids, self.axes)
+        attend = _measured(self.attend, ids, self.axes)
         densities = jnp.ones(self.num_layers, jnp.float32)
         model: Transformer = nnx.merge(self.graph, params)
         hidden, densities = model.hidden(

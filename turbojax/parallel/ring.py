@@ -96,10 +96,11 @@ def _calls(
         own, visiting = held[device], held[(device - shift) % devices]
         by_device.append(
             [
-                (q, k, _is_full(own[q], visiting[k], size, visibility))
+                (q, k, is_full)
                 for q in reversed(range(len(own)))  # the late chunk sees most: it is first
                 for k in range(len(visiting))
-                if own[q] != visiting[k] and _sees(own[q], visiting[k], size, visibility)
+                for is_any, is_full in [_seen(own[q], visiting[k], size, visibility)]
+                if own[q] != visiting[k] and is_any
             ]
         )
     calls = []
@@ -118,32 +119,18 @@ def _calls(
     return tuple(calls)
 
 
-def _distances(query: int, key: int, size: int) -> tuple[int, int]:
-    """The least and the greatest difference of a query's and a key's position, of two chunks."""
+def _seen(query: int, key: int, size: int, visibility: Visibility) -> tuple[bool, bool]:
+    """Whether any query of a chunk sees any key of another, and whether all see all."""
+    # The least and the greatest difference of a query's and a key's position.
     apart = (query - key) * size
-    return apart - (size - 1), apart + (size - 1)
-
-
-def _sees(query: int, key: int, size: int, visibility: Visibility) -> bool:
-    """Whether any query of a chunk sees any key of another."""
-    least, most = _distances(query, key, size)
+    least, most = apart - (size - 1), apart + (size - 1)
     if visibility.is_causal and most < 0:
-        return False
+        return False, False
+    is_full = least >= 0 or not visibility.is_causal
     if visibility.window is None:
-        return True
+        return True, is_full
     left, right = visibility.window
-    return least <= left and -most <= right
-
-
-def _is_full(query: int, key: int, size: int, visibility: Visibility) -> bool:
-    """Whether every query of a chunk sees every key of another."""
-    least, most = _distances(query, key, size)
-    if visibility.is_causal and least < 0:
-        return False
-    if visibility.window is None:
-        return True
-    left, right = visibility.window
-    return most <= left and -least <= right
+    return least <= left and -most <= right, is_full and most <= left and -least <= right
 
 
 _Part = tuple[jax.Array, jax.Array]
