@@ -1,5 +1,6 @@
 """What the tests of `TurboAttention` share: a float64 oracle and the module's parameters."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
@@ -40,6 +41,17 @@ def module(seed=0, **options):
             noise = rng.standard_normal(x.shape) * 0.3
             x.set_value(x.get_value() + np.asarray(noise, np.dtype(x.dtype)))
     return layer
+
+
+def leaves(state):
+    return [np.asarray(x) for x in jax.tree.leaves(state)]
+
+
+def equal(a, b):
+    """Of the same arrays, to the bit."""
+    for x, y in zip(leaves(a), leaves(b), strict=True):
+        assert x.dtype == y.dtype
+        np.testing.assert_array_equal(x, y)
 
 
 def tokens(length, batch=2, seed=0, dtype=np.float32):

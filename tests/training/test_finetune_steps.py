@@ -356,12 +356,8 @@ class TestResuming:
             assert second.restore(manager)
         for _ in range(STEPS - 2):
             second.run_step()
-        for one, two in zip(
-            jax.tree.leaves((whole._trained, whole.opt_state)),
-            jax.tree.leaves((second._trained, second.opt_state)),
-            strict=True,
-        ):
-            np.testing.assert_array_equal(one, two)
+        ends = ((run._trained, run.opt_state) for run in (whole, second))
+        jax.tree.map(np.testing.assert_array_equal, *ends)
 
     @pytest.mark.fuzz
     @pytest.mark.parametrize(("optimizer", "remat"), [("adafactor", "attention"), ("muon", "full")])

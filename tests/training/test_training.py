@@ -281,10 +281,7 @@ def test_command_trains_exports_and_starts_from_an_export(tmp_path, monkeypatch,
     assert [row["context"] for row in second_log["records"]] == [32]
     assert len(second_log["init_sha256"]) == 64
     assert f"--init {exported}" in second_log["command"]
-    for a, b in zip(
-        jax.tree.leaves(nnx.state(model)), jax.tree.leaves(nnx.state(second)), strict=True
-    ):
-        np.testing.assert_array_equal(a, b)
+    jax.tree.map(np.testing.assert_array_equal, nnx.state(model), nnx.state(second))
 
     folder = tmp_path / "second" / "model"
     report.write(folder, [log, second_log], manifest)
