@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from benchmarks import tables
 from benchmarks.suite import Shown
 from turbojax import _writing, finetune
-from turbojax.finetune import display
+from turbojax.finetune import comparison
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -73,7 +73,7 @@ def _bits(value: float | None) -> str:
 
 def training_plot(result: Mapping[str, Any]) -> "Figure":
     """Smoothed losses over steps and over time in steps."""
-    return display.draw(result["runs"], width=result["comparison"]["smoothing"])
+    return comparison.draw(result["runs"], width=result["comparison"]["smoothing"])
 
 
 SHOWN = Shown(("pooled_training",), {"pooled training": training_section}, {PLOT[0]: training_plot})

@@ -99,24 +99,12 @@ def _curve(
 def model_card(logs: Sequence[Log], manifest: Mapping[str, Any]) -> str:
     """The model card, every figure taken from logs and manifest."""
     parts = (
-        _front_matter(),
         _description(logs[-1]),
         _results(logs[-1]),
         _data(manifest),
         _training(logs, manifest),
     )
     return "\n".join(line for part in parts for line in part)
-
-
-def _front_matter() -> list[str]:
-    return [
-        "---",
-        "license: apache-2.0",
-        "library_name: transformers",
-        "tags: [byte-level, code, python, llama]",
-        "---",
-        "",
-    ]
 
 
 def _description(log: Mapping[str, Any]) -> list[str]:
@@ -127,6 +115,12 @@ def _description(log: Mapping[str, Any]) -> list[str]:
         title = f"turbojax model {shape}, to measure with"
         purpose = "measured on real text with errors that stand out of the noise"
     return [
+        "---",
+        "license: apache-2.0",
+        "library_name: transformers",
+        "tags: [byte-level, code, python, llama]",
+        "---",
+        "",
         f"# {title}",
         "",
         "A small byte-level language model of Python source code, in the ordinary Hugging Face "
@@ -165,33 +159,28 @@ def _results(log: Mapping[str, Any]) -> list[str]:
     for name in [*names, "all"]:
         cells = (f"{scores[c][name]:.3f}" if name in scores[c] else "-" for c in contexts)
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
-    return [*lines, "", *_beside_embedded(log), *_comparison(log)]
-
-
-def _beside_embedded(log: Log) -> list[str]:
-    """What the shipped model makes of the same files, where that was measured."""
-    scores = log.get("embedded_bits_per_byte")
-    if scores is None:
-        return []
-    text = ", ".join(f"{scores[c]['all']:.3f} at {c}" for c in sorted(scores, key=int))
-    return [f"The embedded model, on the same files and machine: {text}.", ""]
-
-
-def _comparison(log: Log) -> list[str]:
-    """How far another implementation's logits are away, where that was measured."""
-    row = log.get("transformers_comparison")
-    if row is None:
-        return []
-    return [
-        f"`LlamaForCausalLM` of transformers {row['transformers']} reads the folder as it is: on "
-        f"{row['bytes']} bytes of {row['file']} ({row['dtype']}, CPU) its logits, up to "
-        f"{row['max_abs_logit']:.1f} in size, differ by at most {row['max_abs_difference']:.1g}.",
-        "",
-    ]
+    lines.append("")
+    if (beside := log.get("embedded_bits_per_byte")) is not None:
+        text = ", ".join(f"{beside[c]['all']:.3f} at {c}" for c in sorted(beside, key=int))
+        lines += [f"The embedded model, on the same files and machine: {text}.", ""]
+    if (row := log.get("transformers_comparison")) is not None:
+        lines += [
+            f"`LlamaForCausalLM` of transformers {row['transformers']} reads the folder as it is: "
+            f"on {row['bytes']} bytes of {row['file']} ({row['dtype']}, CPU) its logits, up to "
+            f"{row['max_abs_logit']:.1f} in size, differ by at most "
+            f"{row['max_abs_difference']:.1g}.",
+            "",
+        ]
+    return lines
 
 
 def _data(manifest: Mapping[str, Any]) -> list[str]:
     packages = manifest["packages"]
+    often = "".join(
+        f"{name} occurs {count} times in that. "
+        for name, count in manifest["repeats"].items()
+        if count > 1
+    )
     lines = [
         "## Data",
         "",
@@ -200,7 +189,7 @@ def _data(manifest: Mapping[str, Any]) -> list[str]:
         "Left out: copyleft, proprietary and unknown licences, vendored code, files with a "
         "copyleft notice, copies, generated tables, the modules of the table above, and every "
         "file named like one of them or sharing more than 20 % of its long lines. "
-        f"{_repeats(manifest)}"
+        f"{often}"
         f"The ten largest sources; all of them, and what was dropped, are in `{DATA_NAME}`.",
         "",
         "| source | licence | files | bytes |",
@@ -218,12 +207,15 @@ def _training(logs: Sequence[Log], manifest: Mapping[str, Any]) -> list[str]:
     minutes = sum(log["seconds"] for log in logs) / 60
     last = logs[-1]
     phases = "" if len(logs) == 1 else f" in {len(logs)} phases"
+    optimizer = "Muon for the layers' matrices, Adam for the rest"
+    if last["settings"].get("optimizer", "adamw") == "adamw":
+        optimizer = "AdamW"
     return [
         "## Training",
         "",
         f"{tokens:,} bytes seen ({tokens / manifest['total_bytes']:.1f} passes over the data) in "
         f"{minutes:.1f} minutes{phases} on {_machines(logs)}"
-        f", {last['date']}. {_optimizer(last)}, {last['settings']['tokens_per_step']:,} bytes "
+        f", {last['date']}. {optimizer}, {last['settings']['tokens_per_step']:,} bytes "
         "per step, "
         "bfloat16 compute, float32 master weights.",
         "",
@@ -244,12 +236,6 @@ def _machines(logs: Sequence[Log]) -> str:
     if counts == {1}:
         return f"one {' and one '.join(devices)}"
     return f"{' and '.join(str(count) for count in sorted(counts))} x {' and '.join(devices)}"
-
-
-def _optimizer(log: Log) -> str:
-    if log["settings"].get("optimizer", "adamw") == "adamw":
-        return "AdamW"
-    return "Muon for the layers' matrices, Adam for the rest"
 
 
 def _phase(number: int, log: Log) -> list[str]:
@@ -315,11 +301,6 @@ def _contexts(log: Log) -> str:
         )
     text = ", then ".join(parts)
     return text[0].upper() + text[1:] + "."
-
-
-def _repeats(manifest: Mapping[str, Any]) -> str:
-    often = {name: count for name, count in manifest["repeats"].items() if count > 1}
-    return "".join(f"{name} occurs {count} times in that. " for name, count in often.items())
 
 
 def read_logs(path: Path) -> list[Log]:

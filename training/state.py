@@ -14,15 +14,15 @@ import orbax.checkpoint as ocp
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from turbojax.finetune import order
+from turbojax.finetune import base
 from turbojax.finetune.checkpoint import restore_tree, save_tree
-from turbojax.finetune.optimizer import clipped_adamw, clipped_muon, default_promotion
+from turbojax.finetune.optimizer import OPTIMIZERS, default_promotion
 from turbojax.finetune.trainer import dense_attention
 from turbojax.models import Attend, Transformer, TransformerConfig
 
 # How far the rate has fallen, from 0 to 1, over the share of the decay that is done.
 _DECAY_SHAPES = {"sqrt": jnp.sqrt, "linear": lambda done: done}
-_OPTIMIZERS = {"adamw": clipped_adamw, "muon": clipped_muon}
+_OPTIMIZERS = {name: OPTIMIZERS[name] for name in ("adamw", "muon")}
 # The axis of a mesh over which the windows of a step are split.
 _DATA = "data"
 
@@ -152,7 +152,7 @@ def window_starts(settings: Settings, step: int, num_bytes: int) -> np.ndarray:
     context, steps = settings.phase(step)
     batch_size = settings.tokens_per_step // context
     index = (step - steps.start) * batch_size + np.arange(batch_size)
-    return order.window_starts(index, num_bytes=num_bytes, context=context, seed=settings.seed)
+    return base.window_starts(index, num_bytes=num_bytes, context=context, seed=settings.seed)
 
 
 @functools.partial(jax.jit, static_argnames=("graph", "attend", "context", "mesh"))

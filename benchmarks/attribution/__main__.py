@@ -27,7 +27,7 @@ from benchmarks.attribution.attending import Variant
 from benchmarks.attribution.caches import CACHES, DECODED, RECALLED, Caches, Recall
 from benchmarks.attribution.rows import GROUPS
 from turbojax import models
-from turbojax.evaluation.intervals import bootstrap
+from turbojax.evaluation.texts import bootstrap
 from turbojax.models.text.tokenizer import load_tokenizer
 
 

@@ -15,7 +15,8 @@ from benchmarks.evidence.rows import Spec
 from benchmarks.evidence.subject import Subject
 from benchmarks.suite import failure
 from benchmarks.tables import OUT_OF_TIME, Result, Row
-from turbojax.evaluation import Records, identity
+from turbojax.evaluation import Records
+from turbojax.evaluation.records import describe_machine
 
 OnRow = Callable[[str, Row | None, str, float], None]
 """Called with a row's key, its figures or None, why there are none, and the seconds it took."""
@@ -66,7 +67,7 @@ def measure(
     """
     if workers > 1 and prepare is None:
         raise ValueError(f"{workers=} must be 1 without `prepare`")
-    machine, dates = identity.of_machine()
+    machine, dates = describe_machine()
     records = Records(out, {**machine, **subject.identity()}, dates)
     failures = dict[str, str]()
 

@@ -16,7 +16,8 @@ from benchmarks.evidence import whole
 from turbojax import TurboConfig, models
 from turbojax.app import text_model
 from turbojax.app.quantize import run as quantizing
-from turbojax.evaluation import ExactRun, identity, windows
+from turbojax.evaluation import ExactRun, windows
+from turbojax.evaluation.records import describe_model, describe_texts
 from turbojax.models.text.tokenizer import ByteTokenizer, Tokenizer
 
 T = TypeVar("T")
@@ -216,13 +217,13 @@ class Subject:
 
     def identity(self) -> dict[str, Any]:
         """What must be the same where a result is continued, but for the machine."""
-        model = {**identity.of_model(self.decoder), "name": self.name}
+        model = {**describe_model(self.decoder), "name": self.name}
         texts = {"owners": list(self.owners), "long_owners": list(self.long_owners)}
         every = {"windows": self.tokens, "long_windows": self.long_tokens}
         return {
             "model": {**model, "parameters": self.decoder.config.num_parameters},
             "settings": dataclasses.asdict(self.sizes) | self._default(),
-            "texts": {**texts, **identity.of_texts(every), "unit": self.unit},
+            "texts": {**texts, **describe_texts(every), "unit": self.unit},
         }
 
 

@@ -10,8 +10,7 @@ import numpy as np
 from benchmarks.evidence.attends import Exact, Whole
 from turbojax.caches.whole import attend_within
 from turbojax.evaluation import Scores
-from turbojax.evaluation.decoding import greedy_choice
-from turbojax.evaluation.programs import repeatable
+from turbojax.evaluation.decoding import greedy_choice, repeatable
 from turbojax.models import Decoder
 from turbojax.numerics.config import TurboConfig
 

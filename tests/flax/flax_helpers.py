@@ -1,9 +1,16 @@
 """What the tests of `TurboAttention` share: a float64 oracle and the module's parameters."""
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
 import turbojax as tj
+
+# Attention without quantization, so that a mask's effect is seen to float32's last digits.
+FLOAT = tj.TurboConfig(mode="float", softmax="exact", block_q=16, block_kv=16, buffer_size=16)
+# Of it: sums of up to 50 products of order 1, weights that add up to 1, in either computation.
+MASK_ROUNDING = 64 * 2.0**-24
 
 WIDTH, HEADS, KV_HEADS, CHANNELS = 24, 4, 2, 8
 
@@ -36,9 +43,31 @@ def module(seed=0, **options):
     return layer
 
 
+def leaves(state):
+    return [np.asarray(x) for x in jax.tree.leaves(state)]
+
+
+def equal(a, b):
+    """Of the same arrays, to the bit."""
+    for x, y in zip(leaves(a), leaves(b), strict=True):
+        assert x.dtype == y.dtype
+        np.testing.assert_array_equal(x, y)
+
+
 def tokens(length, batch=2, seed=0, dtype=np.float32):
     rng = np.random.default_rng(seed)
     return np.asarray(rng.standard_normal((batch, length, WIDTH)), np.float32).astype(dtype)
+
+
+def operands(batch=(2,), tokens=21, keys=None, heads=4, kv_heads=None, channels=8, seed=0):
+    """Query, key and value of an attention function."""
+    rng = np.random.default_rng(seed)
+    keys, kv_heads = keys or tokens, kv_heads or heads
+    shapes = [(tokens, heads), (keys, kv_heads), (keys, kv_heads)]
+    return [
+        jnp.asarray(rng.standard_normal((*batch, *shape, channels)), jnp.float32)
+        for shape in shapes
+    ]
 
 
 def params(layer):

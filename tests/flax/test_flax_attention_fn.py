@@ -11,24 +11,12 @@ import pytest
 from flax import nnx
 
 import turbojax as tj
+from tests.flax.flax_helpers import FLOAT, operands
+from tests.flax.flax_helpers import MASK_ROUNDING as ROUNDING
 from turbojax.flax import PooledAttentionFn, TurboAttentionFn, attention_fn
 
-# Attention without quantization, so that a mask's effect is seen to float32's last digits.
-FLOAT = tj.TurboConfig(mode="float", softmax="exact", block_q=16, block_kv=16, buffer_size=16)
 PLAIN = TurboAttentionFn(FLOAT)
 CAUSAL = TurboAttentionFn(FLOAT, is_causal=True)
-# Sums of up to 50 products of order 1, weights that add up to 1: some tens of units of rounding.
-ROUNDING = 64 * 2.0**-24
-
-
-def operands(batch=(2,), tokens=21, keys=None, heads=4, kv_heads=None, channels=8, seed=0):
-    rng = np.random.default_rng(seed)
-    keys, kv_heads = keys or tokens, kv_heads or heads
-    shapes = [(tokens, heads), (keys, kv_heads), (keys, kv_heads)]
-    return [
-        jnp.asarray(rng.standard_normal((*batch, *shape, channels)), jnp.float32)
-        for shape in shapes
-    ]
 
 
 def oracle(query, key, value, mask, cap=None):

@@ -2,7 +2,6 @@
 
 import functools
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -15,6 +14,8 @@ from tests.flax.flax_helpers import (
     KV_HEADS,
     ROUNDING,
     SMALL,
+    equal,
+    leaves,
     module,
     oracle,
     params,
@@ -45,8 +46,7 @@ def test_caches_are_those_of_the_package(kind):
         heads = layer.heads(x[:, t : t + 1], rope.angles(cache.lengths[:, None]))
         want, cache = attend_new_tokens()(*heads, cache)
         np.testing.assert_array_equal(out, layer.output(want))
-    for got, held in zip(*map(jax.tree.leaves, (layer.cache, cache)), strict=True):
-        np.testing.assert_array_equal(got, held)
+    equal(layer.cache, cache)
     assert layer.cache.nbytes == cache.nbytes
     assert layer.cache.compression_ratio == cache.compression_ratio
 
@@ -120,14 +120,13 @@ def test_what_does_not_fit_the_cache():
     with pytest.raises(ValueError, match="must have 2 sequences, as the cache has"):
         layer.prefill(tokens(4, batch=3))
     layer.prefill(x)
-    before = jax.tree.leaves(layer.cache)
+    before = leaves(layer.cache)
     with pytest.raises(ValueError, match=r"cache.lengths=\[20, 20\] must be 0 before a prompt"):
         layer.prefill(x)
     with pytest.raises(ValueError, match="max_length=24"):
         layer.decode(x[:, :5])
     # What raised has changed nothing.
-    for was, now in zip(before, jax.tree.leaves(layer.cache), strict=True):
-        np.testing.assert_array_equal(was, now)
+    equal(before, layer.cache)
     layer.init_cache(2, 16)
     with pytest.raises(ValueError, match="16"):
         layer.prefill(x)
@@ -211,5 +210,4 @@ def test_prompts_attend_as_asked(kind, attention):
     own = {"exact": "exact", "paged": "exact", "4bit": SMALL}.get(kind)
     if attention != own:
         assert jnp.abs(out - other).max() > 16 * ROUNDING
-    for a, b in zip(*map(jax.tree.leaves, (asked.cache, plain.cache)), strict=True):
-        np.testing.assert_array_equal(a, b)
+    equal(asked.cache, plain.cache)

@@ -20,6 +20,7 @@ from tests.flax.flax_helpers import (
     ROUNDING,
     SMALL,
     WIDTH,
+    equal,
     module,
     tokens,
 )
@@ -53,11 +54,6 @@ def twin(**options):
 def params_of(layer):
     """An nnx module's parameters as linen's."""
     return nnx.to_pure_dict(nnx.state(layer, nnx.Param))
-
-
-def equal(a, b):
-    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
-        np.testing.assert_array_equal(x, y)
 
 
 @pytest.mark.fuzz

@@ -1,10 +1,6 @@
 """Masks in Flax's modules: what Flax computes under them, or an error, or a report and NaN."""
 
 import dataclasses
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import flax.linen as nn
 import jax
@@ -15,21 +11,18 @@ from flax import nnx
 from jax.experimental import checkify
 
 import turbojax as tj
+from tests.flax import flax_helpers
+from tests.flax.flax_helpers import FLOAT
+from tests.flax.flax_helpers import MASK_ROUNDING as ROUNDING
 from turbojax.flax import MaskWarning, PooledAttentionFn, TurboAttentionFn, _masks
 
 T, S = 9, 13  # queries, and the keys of cross-attention
-# Without quantization, so that what Flax computes is met to float32's last digits.
-FLOAT = tj.TurboConfig(mode="float", softmax="exact", block_q=16, block_kv=16, buffer_size=16)
 FNS = {causal: TurboAttentionFn(FLOAT, is_causal=causal) for causal in (False, True)}
 QUIET = {causal: dataclasses.replace(fn, warn=False) for causal, fn in FNS.items()}
-# Sums of up to 13 products of order 1, weights that add up to 1, in either computation.
-ROUNDING = 64 * 2.0**-24
 
 
-def operands(tokens=T, keys=T, seed=0):
-    rng = np.random.default_rng(seed)
-    shapes = [(2, tokens, 2, 8), (2, keys, 2, 8), (2, keys, 2, 8)]
-    return [jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in shapes]
+def operands(tokens=T, keys=T):
+    return flax_helpers.operands(tokens=tokens, keys=keys, heads=2)
 
 
 def valid(lengths, tokens=T):
@@ -294,52 +287,3 @@ def test_checkify_finds_it(name):
     error, _ = checked(*arrays, jnp.asarray(LEFT))
     with pytest.raises(checkify.JaxRuntimeError, match="mask of 1 of 2 sequences, the first one"):
         error.throw()
-
-
-# Run by a process of its own: how many devices a CPU is, jax asks once.
-MESH = """
-import warnings
-import jax, jax.numpy as jnp, numpy as np
-from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
-import turbojax as tj
-from tests.flax.test_flax_masks import FNS, KEYS, LEFT, finish, operands
-
-assert len(jax.devices()) == 4
-warnings.simplefilter("always")
-mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
-arrays = operands()
-good, bad = jnp.asarray(KEYS), jnp.asarray(LEFT)
-call = lambda q, k, v, mask: FNS[False](q, k, v, mask=mask)
-with jax.set_mesh(mesh):
-    split = lambda x: jax.device_put(x, NamedSharding(mesh, P("data")))
-    specs = {"in_specs": P("data"), "out_specs": P("data"), "check_vma": False}
-    spread = jax.shard_map(call, mesh=mesh, **specs)
-    for program, first in ((jax.jit(call), 1), (jax.jit(spread), 0)):
-        tj.flax._masks._warned.clear()
-        for mask, said in ((good, 0), (bad, 1), (bad, 0)):
-            with warnings.catch_warnings(record=True) as caught:
-                out = finish(program, *map(split, arrays), split(mask))
-            found = [str(w.message) for w in caught if w.category is tj.flax.MaskWarning]
-            assert len(found) == said, found
-            assert all(f"the first one is {first}" in text for text in found), found
-            assert jnp.isfinite(out[0]).all()
-            assert jnp.isnan(out[1]).all() == (mask is bad)
-print("reported")
-"""
-
-
-@pytest.mark.fuzz
-def test_over_a_mesh():
-    root = Path(__file__).parents[2]
-    environment = {
-        **os.environ,
-        "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=4",
-        "PYTHONPATH": str(root),
-    }
-    run = subprocess.run(
-        [sys.executable, "-c", MESH], env=environment, capture_output=True, text=True, timeout=600
-    )
-    assert run.returncode == 0, run.stderr
-    assert run.stdout.strip() == "reported"
-    assert "rematerialization" not in run.stderr

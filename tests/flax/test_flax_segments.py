@@ -10,18 +10,17 @@ import pytest
 from flax import nnx
 
 import turbojax as tj
+from tests.flax import flax_helpers
+from tests.flax.flax_helpers import FLOAT
+from tests.flax.flax_helpers import MASK_ROUNDING as ROUNDING
 from turbojax.flax import MaskWarning, PooledAttentionFn, TurboAttentionFn
 
 T, S = 24, 31
-FLOAT = tj.TurboConfig(mode="float", softmax="exact", block_q=16, block_kv=16, buffer_size=16)
 CAUSAL = TurboAttentionFn(FLOAT, is_causal=True, segments=True, warn=False)
 # Every key by itself: what has segments is exact then, too.
 POOLED = PooledAttentionFn(
     tj.levels.Strided(level=1, others=1), 8, 8, is_causal=True, segments=True, warn=False
 )
-# Sums of up to 31 products of order 1, weights that add up to 1, in either computation; gradients
-# are sums of as many of these.
-ROUNDING = 64 * 2.0**-24
 PLACE = np.arange(T)
 LOWER = PLACE[None] <= PLACE[:, None]
 LEFT = np.array([[0], [5]]) <= PLACE
@@ -48,10 +47,8 @@ MASKS = {
 }
 
 
-def operands(tokens=T, keys=T, seed=0):
-    rng = np.random.default_rng(seed)
-    shapes = [(2, tokens, 4, 8), (2, keys, 2, 8), (2, keys, 2, 8)]
-    return [jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in shapes]
+def operands(tokens=T, keys=T):
+    return flax_helpers.operands(tokens=tokens, keys=keys, kv_heads=2)
 
 
 def expected(query, key, value, mask):

@@ -16,22 +16,13 @@ from tests.flax.flax_helpers import (
     ROUNDING,
     SMALL,
     WIDTH,
+    equal,
+    leaves,
     module,
     oracle,
     params,
     tokens,
 )
-
-
-def leaves(state):
-    return [np.asarray(x) for x in jax.tree.leaves(state)]
-
-
-def equal(a, b):
-    for x, y in zip(leaves(a), leaves(b), strict=True):
-        assert x.dtype == y.dtype
-        np.testing.assert_array_equal(x, y)
-
 
 prefill = nnx.jit(lambda layer, x, lengths: layer.prefill(x, lengths))
 decode = nnx.jit(lambda layer, x: layer.decode(x))

@@ -5,8 +5,11 @@ that is missing is an error.
 """
 
 import os
+from collections.abc import Iterator
 
 import pytest
+
+from tests.integrations.helpers import as_they_please
 
 if os.environ.get("TURBOJAX_INTEGRATIONS") != "1":
     collect_ignore_glob = ["test_*.py"]
@@ -17,3 +20,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("integrations"):
             item.add_marker(pytest.mark.filterwarnings("ignore"))
+
+
+@pytest.fixture(autouse=True)
+def _permissive() -> Iterator[None]:
+    with as_they_please():
+        yield

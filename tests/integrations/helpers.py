@@ -19,6 +19,10 @@ FLOAT = tj.TurboConfig(mode="float", softmax="exact")
 ROUNDING = 2.0**-24
 """Half a unit in the last place of float32, over 1."""
 
+CLOSE_TO_EXACT, CLOSE_TO_CODES = 3000 * ROUNDING, 4**0.5 / 10
+"""Relative errors of logits. Codes of 4 bits are off by about a tenth of a vector. There are four
+roundings, of keys and values of two layers, whose errors add up in squares."""
+
 
 @contextlib.contextmanager
 def as_they_please() -> Iterator[None]:
@@ -43,6 +47,23 @@ def relative_error(ours: Any, theirs: Any) -> float:
         float(np.linalg.norm(np.asarray(x - y)) / max(np.linalg.norm(np.asarray(y)), 1e-30))
         for x, y in pairs
     )
+
+
+def assert_trains_alike(theirs: Any, exact: Any, eight: Any = None) -> None:
+    """Pairs of loss and gradients: to float32's digits without quantization, else to some steps."""
+    loss, grads = theirs
+    assert np.isfinite(loss)
+    our_loss, our_grads = exact
+    # Either way some hundred roundings in a row, which caps, norms and softmax make more by their
+    # slopes, up to ten each.
+    assert abs(our_loss - loss) < 100 * ROUNDING * abs(loss)
+    assert relative_error(our_grads, grads) < 3000 * ROUNDING
+    if eight is None:
+        return
+    # Numbers in 8 bits are off by up to 1/16; the loss, a mean, by less than one of them.
+    our_loss, our_grads = eight
+    assert 0 < abs(our_loss - loss) < abs(loss) / 16
+    assert relative_error(our_grads, grads) < 1 / 3
 
 
 class Letters:

@@ -4,11 +4,17 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 import turbojax as tj
-from tests.integrations.helpers import FLOAT, ROUNDING, as_they_please, random_like, relative_error
+from tests.integrations.helpers import (
+    CLOSE_TO_CODES,
+    CLOSE_TO_EXACT,
+    FLOAT,
+    assert_trains_alike,
+    random_like,
+    relative_error,
+)
 from turbojax.flax import TurboAttentionFn
 from turbojax.integrations.gemma import with_turbojax
 
@@ -16,12 +22,6 @@ pytestmark = pytest.mark.integrations
 
 B, T = 2, 20
 PROMPTS = ["Hello", "My name is", "hello world ! My name is Morgane"]
-
-
-@pytest.fixture(autouse=True)
-def _permissive():
-    with as_they_please():
-        yield
 
 
 @pytest.fixture(scope="module")
@@ -84,24 +84,16 @@ def step(model, params, tokens):
 
 @pytest.mark.parametrize("name", CHANGES)
 def test_training_step(gm, name):
-    """Loss and gradients: to float32's digits without quantization, to a few of its steps with."""
     model = make_model(gm, **CHANGES[name])
     params = make_params(model)
     tokens = jax.random.randint(jax.random.key(0), (B, T), 3, 14)
     tokens = jnp.where(jnp.arange(T) < jnp.array([[T], [13]]), tokens, 0)
-    loss, grads = step(model, params, tokens)
-    assert np.isfinite(loss)
-    exact = TurboAttentionFn(FLOAT, is_causal=True, segments=True, warn=False)
-    our_loss, our_grads = step(with_turbojax(model, attention=exact), params, tokens)
-    # Either way some hundred roundings in a row, which caps, norms and softmax make more by their
-    # slopes, up to ten each.
-    assert abs(our_loss - loss) < 100 * ROUNDING * abs(loss)
-    assert relative_error(our_grads, grads) < 3000 * ROUNDING
-    # Numbers in 8 bits are off by up to 1/16; the loss, a mean, by less than one of them.
-    eight = TurboAttentionFn(is_causal=True, segments=True, warn=False)
-    our_loss, our_grads = step(with_turbojax(model, attention=eight), params, tokens)
-    assert 0 < abs(our_loss - loss) < abs(loss) / 16
-    assert relative_error(our_grads, grads) < 1 / 3
+    given = {"is_causal": True, "segments": True, "warn": False}
+    exact, eight = TurboAttentionFn(FLOAT, **given), TurboAttentionFn(**given)
+    assert_trains_alike(
+        step(model, params, tokens),
+        *(step(with_turbojax(model, attention=x), params, tokens) for x in (exact, eight)),
+    )
 
 
 def sample(gm, model, params, prompt, **options):
@@ -153,9 +145,7 @@ def test_logits_of_a_cache(gm, cache):
     params = make_params(model)
     theirs = first_logits(gm, model, params)
     ours = first_logits(gm, with_turbojax(model, cache=cache), params)
-    # Codes of 4 bits are off by about a tenth of a vector. There are four roundings, of keys and
-    # values of two layers, whose errors add up in squares.
-    bound = 3000 * ROUNDING if cache == "exact" else 4**0.5 / 10
+    bound = CLOSE_TO_EXACT if cache == "exact" else CLOSE_TO_CODES
     assert relative_error(ours, theirs) < bound
 
 

@@ -13,7 +13,14 @@ from levanter.inference.jit_scheduler import SeqDecodingParams
 from levanter.layers.attention import AttentionBackend, AttentionMask
 from levanter.models.llama import LlamaConfig, LlamaLMHeadModel
 
-from tests.integrations.helpers import FLOAT, ROUNDING, as_they_please, random_like, relative_error
+from tests.integrations.helpers import (
+    CLOSE_TO_CODES,
+    CLOSE_TO_EXACT,
+    FLOAT,
+    assert_trains_alike,
+    random_like,
+    relative_error,
+)
 from turbojax.integrations.levanter import with_turbojax
 
 pytestmark = pytest.mark.integrations
@@ -32,12 +39,6 @@ CONFIG = LlamaConfig(
 )
 VOCAB = hax.Axis("vocab", 32)
 BATCH = hax.Axis("batch", B)
-
-
-@pytest.fixture(autouse=True)
-def _permissive():
-    with as_they_please():
-        yield
 
 
 def make_model(**changes):
@@ -78,22 +79,10 @@ def step(model, mask):
 
 @pytest.mark.parametrize("name", ["causal", "segments", "window", "explicit", "none"])
 def test_training_step(name):
-    """Loss and gradients: to float32's digits without quantization, to a few of its steps with."""
     mask = masks()[name]
     model = make_model()
-    loss, grads = step(model, mask)
-    assert np.isfinite(loss)
-    our_loss, our_grads = step(with_turbojax(model, config=FLOAT), mask)
-    # Either way some hundred roundings in a row, which caps, norms and softmax make more by their
-    # slopes, up to ten each.
-    assert abs(our_loss - loss) < 100 * ROUNDING * abs(loss)
-    assert relative_error(our_grads, grads) < 3000 * ROUNDING
-    if name != "segments":
-        return
-    # Numbers in 8 bits are off by up to 1/16; the loss, a mean, by less than one of them.
-    our_loss, our_grads = step(with_turbojax(model), mask)
-    assert 0 < abs(our_loss - loss) < abs(loss) / 16
-    assert relative_error(our_grads, grads) < 1 / 3
+    eight = step(with_turbojax(model), mask) if name == "segments" else None
+    assert_trains_alike(step(model, mask), step(with_turbojax(model, config=FLOAT), mask), eight)
 
 
 def generate(model, page_size=16, count=16):
@@ -175,9 +164,7 @@ def test_logits_of_pages(kv_dtype):
     theirs = prompt_logits(model, model)
     changed = with_turbojax(model, kv_dtype=kv_dtype)
     ours = prompt_logits(changed, changed)
-    # Codes of 4 bits are off by about a tenth of a vector. There are four roundings, of keys and
-    # values of two layers, whose errors add up in squares.
-    bound = 3000 * ROUNDING if kv_dtype == "auto" else 4**0.5 / 10
+    bound = CLOSE_TO_EXACT if kv_dtype == "auto" else CLOSE_TO_CODES
     assert relative_error(ours, theirs) < bound
 
 

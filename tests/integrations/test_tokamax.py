@@ -13,18 +13,12 @@ import tokamax
 from absl import flags
 
 import turbojax as tj
-from tests.integrations.helpers import FLOAT, ROUNDING, as_they_please, relative_error
+from tests.integrations.helpers import FLOAT, ROUNDING, relative_error
 
 pytestmark = pytest.mark.integrations
 
 flags.FLAGS(["tokamax"])  # it would read them from pytest's command line
 B, T, S, N, K, H = 2, 24, 40, 4, 2, 32
-
-
-@pytest.fixture(autouse=True)
-def _permissive():
-    with as_they_please():
-        yield
 
 
 def operands(value_dim=H, keys=S):

@@ -10,10 +10,12 @@ from flax import nnx
 
 import turbojax as tj
 from tests.integrations.helpers import (
+    CLOSE_TO_CODES,
+    CLOSE_TO_EXACT,
     FLOAT,
     ROUNDING,
     Letters,
-    as_they_please,
+    assert_trains_alike,
     random_like,
     relative_error,
 )
@@ -42,12 +44,6 @@ NAMES = {
     "gemma": "Gemma",
     "gemma3": "Gemma3",
 }
-
-
-@pytest.fixture(autouse=True)
-def _permissive():
-    with as_they_please():
-        yield
 
 
 def make_model(family):
@@ -107,24 +103,17 @@ def step(model, inputs):
 
 @pytest.mark.parametrize("family", adapter.FAMILIES)
 def test_training_step(family):
-    """Loss and gradients: to float32's digits without quantization, to a few of its steps with."""
     inputs = batch(PADDING_RIGHT if family == "gemma" else PADDING)
-    loss, grads = step(make_model(family), inputs)
-    assert np.isfinite(loss)
-    exact = TurboAttentionFn(FLOAT, is_causal=True, segments=True, warn=False)
-    model = adapter.use_turbojax(make_model(family), attention=exact)
-    our_loss, our_grads = step(model, inputs)
-    # Either way some hundred roundings in a row, which caps, norms and softmax make more by their
-    # slopes, up to ten each.
-    assert abs(our_loss - loss) < 100 * ROUNDING * abs(loss)
-    assert relative_error(our_grads, grads) < 3000 * ROUNDING
-    # Numbers in 8 bits are off by up to 1/16; the loss, a mean, by less than one of them.
-    eight = TurboAttentionFn(is_causal=True, segments=True, warn=False)
-    our_loss, our_grads = step(adapter.use_turbojax(make_model(family), attention=eight), inputs)
-    assert abs(our_loss - loss) < abs(loss) / 16
-    assert relative_error(our_grads, grads) < 1 / 3
+    given = {"is_causal": True, "segments": True, "warn": False}
+    exact, eight = (
+        adapter.use_turbojax(make_model(family), attention=x)
+        for x in (TurboAttentionFn(FLOAT, **given), TurboAttentionFn(**given))
+    )
+    assert_trains_alike(
+        step(make_model(family), inputs), *(step(model, inputs) for model in (exact, eight))
+    )
     paths = [
-        jax.tree.structure(nnx.to_pure_dict(nnx.state(x))) for x in (model, make_model(family))
+        jax.tree.structure(nnx.to_pure_dict(nnx.state(x))) for x in (exact, make_model(family))
     ]
     assert paths[0] == paths[1]
 
@@ -194,9 +183,7 @@ def test_logits_of_a_cache(cache):
     theirs = sample(make_model("llama3"), steps=2, return_logits=True).logits
     model = adapter.use_turbojax(make_model("llama3"), cache=cache)
     ours = sample(model, steps=2, return_logits=True).logits
-    # Codes of 4 bits are off by about a tenth of a vector. There are four roundings, of keys and
-    # values of two layers, whose errors add up in squares.
-    bound = 3000 * ROUNDING if cache == "exact" else 4**0.5 / 10
+    bound = CLOSE_TO_EXACT if cache == "exact" else CLOSE_TO_CODES
     for x, y in zip(ours, theirs, strict=True):
         assert relative_error(x[:2], y[:2]) < bound
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
+from tests.meshes.test_mesh_models import axes_of, relative
 from tests.models import family_helpers, moe_helpers
 from turbojax import models
 from turbojax.caches import causal_attention
@@ -29,10 +30,6 @@ MESHES = ((1, 2), (2, 2), (1, 4))
 FAMILIES = sorted(family_helpers.ARCHITECTURES, key=lambda name: name != "gpt_oss")
 
 
-def axes_of(data: int, model: int) -> Axes:
-    return Axes.of(jax.make_mesh((data, model), ("data", "model")))
-
-
 def logits(model, tokens):
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None], tokens.shape)
     nothing = (None,) * model.config.num_layers
@@ -44,11 +41,6 @@ def logits(model, tokens):
 def run(model, tokens):
     rows = P() if model.axes is None else model.axes.spec("B")
     return on_mesh(logits, model, (rows,), rows)(tokens)
-
-
-def relative(got, want) -> float:
-    got, want = (np.asarray(x, np.float64) for x in (got, want))
-    return float(np.linalg.norm(got - want) / np.linalg.norm(want))
 
 
 def bound(config) -> float:

@@ -1,7 +1,6 @@
 """Adapters trained over a mesh: loss, gradient and steps are those of one device."""
 
 import dataclasses
-import logging
 import shutil
 
 import jax
@@ -37,7 +36,7 @@ def base(name: str) -> models.Decoder | models.QuantizedDecoder:
 def gradient(run: LoraTrainer) -> tuple[float, list[np.ndarray]]:
     """Loss and gradient of the first step, whole."""
     adapters, _, decoder, *given = run._arguments(0)
-    (value, _), grads = jax.jit(run._value_and_grad())(decoder, adapters, *given)
+    (value, _), grads = jax.jit(run._value_and_grad())(adapters, decoder, *given)
     return float(value), [np.asarray(x) for x in jax.tree.leaves(grads)]
 
 
@@ -105,14 +104,6 @@ def test_refusals():
         LoraTrainer(three, adapters, SETTINGS, STREAM)
     with pytest.raises(ValueError, match="decoder.axes=None must be those of a mesh"):
         finetune.sliced(decoder)
-
-
-@pytest.fixture
-def no_orbax_log():
-    """No log from orbax's threads, which outlives the test's streams."""
-    logging.disable(logging.WARNING)
-    yield
-    logging.disable(logging.NOTSET)
 
 
 @pytest.mark.slow

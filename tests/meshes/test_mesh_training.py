@@ -1,11 +1,9 @@
 """Training over a mesh: losses, operations and memory of a device, checkpoints on other meshes."""
 
 import dataclasses
-import logging
 import re
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
@@ -15,8 +13,6 @@ from tests.training.finetune_helpers import SETTINGS, TINY, command, corpus, tex
 from training import state
 from turbojax import finetune, models
 from turbojax.finetune import checkpoint
-from turbojax.finetune import trainer as steps
-from turbojax.finetune.parts import in_parts
 from turbojax.models import pooled_by_name
 from turbojax.models.config import ExpertsConfig
 from turbojax.parallel import Axes, mesh_of
@@ -162,8 +158,8 @@ def test_layers_are_gathered_again_in_the_backward_pass():
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("no_orbax_log")
 def test_a_checkpoint_goes_on_on_another_mesh(one, tmp_path):
-    logging.disable(logging.WARNING)
     with checkpoint.checkpoint_manager(tmp_path) as manager:
         first = trainer(axes(8))
         losses(first, 2)
@@ -180,13 +176,12 @@ def test_a_checkpoint_goes_on_on_another_mesh(one, tmp_path):
             ):
                 np.testing.assert_array_equal(a, b)
             close(losses(second, 2), one[1][2:])
-    logging.disable(logging.NOTSET)
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("no_orbax_log")
 def test_a_run_over_a_mesh(tmp_path):
     """From start to the exported model: what it scores on held-out text, whole again."""
-    logging.disable(logging.WARNING)
     settings = dataclasses.replace(SETTINGS, steps=2)
     model = models.Transformer(TINY, rngs=nnx.Rngs(1))
     text = dataclasses.replace(corpus(), held_out=corpus().held_out * 3)
@@ -199,7 +194,6 @@ def test_a_run_over_a_mesh(tmp_path):
     close(*(np.array(log["held_out_bits_per_byte"]["run"]) for log in logs))
     saved = models.load(tmp_path / "eight" / "model")
     assert saved.config.max_length == SETTINGS.context
-    logging.disable(logging.NOTSET)
 
 
 def test_the_command_refuses_before_it_loads(tmp_path):
@@ -259,11 +253,7 @@ def random(config: models.TransformerConfig) -> models.Transformer:
 def gradient(run: finetune.Trainer) -> tuple[float, list[np.ndarray]]:
     """Loss and gradient of the first step, whole."""
     _, _, *given = run._arguments(0)
-    given_loss = run._make_loss(), run.settings.accumulate, run.settings.loss_scale
-    find = in_parts(*given_loss, beside=jnp.zeros(()))
-    if run._split is not None:
-        find = steps._over_devices(*given_loss, run._split, run._slices, run.params)
-    (value, _), grads = jax.jit(find)(run.params, *given)
+    (value, _), grads = jax.jit(run._value_and_grad())(run.params, *given)
     return float(value), [np.asarray(x) for x in jax.tree.leaves(grads)]
 
 
@@ -331,30 +321,20 @@ def test_refusals():
     mesh = jax.make_mesh((2, 4), ("data", "model"))
     with pytest.raises(ValueError, match="num_heads=2 must be a multiple of 4"):
         trainer(Axes.of(mesh))
-    odd = dataclasses.replace(HEADS, intermediate_size=25)
-    with pytest.raises(ValueError, match="intermediate_size=25 must be a multiple of 2"):
-        finetune.Trainer(
-            models.Transformer(odd, rngs=nnx.Rngs(1)),
-            SETTINGS,
-            corpus().stream,
-            axes=mesh_of("model=2"),
-        )
     with pytest.raises(ValueError, match="must split batch, heads or sequence"):
         trainer(Axes(mesh=mesh))
-    with pytest.raises(ValueError, match="context=100 must be a multiple of 8"):
-        finetune.Trainer(
-            models.Transformer(TINY, rngs=nnx.Rngs(1)),
-            dataclasses.replace(SETTINGS, context=100),
-            corpus().stream,
-            axes=Axes(sequence="model", mesh=mesh),
+    ring, data = Axes(sequence="model", mesh=mesh), axes(4)
+    for config, change, axes_given, words in (
+        ({"intermediate_size": 25}, {}, mesh_of("model=2"), "intermediate_size=25 must be a multi"),
+        ({}, {"context": 100}, ring, "context=100 must be a multiple of 8"),
+        ({}, {"batch_size": 6}, data, "batch_size=6 must be a multiple of 4"),
+    ):
+        model = models.Transformer(
+            dataclasses.replace(HEADS if config else TINY, **config), rngs=nnx.Rngs(1)
         )
-    with pytest.raises(ValueError, match="batch_size=6 must be a multiple of 4"):
-        finetune.Trainer(
-            models.Transformer(TINY, rngs=nnx.Rngs(1)),
-            dataclasses.replace(SETTINGS, batch_size=6),
-            corpus().stream,
-            axes=axes(4),
-        )
+        settings = dataclasses.replace(SETTINGS, **change)
+        with pytest.raises(ValueError, match=words):
+            finetune.Trainer(model, settings, corpus().stream, axes=axes_given)
 
 
 @pytest.mark.slow

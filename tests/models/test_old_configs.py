@@ -11,7 +11,7 @@ import pytest
 
 from turbojax import models
 from turbojax.app.serve.run import _shape
-from turbojax.finetune.run import Log
+from turbojax.finetune.log import Log
 from turbojax.models import TransformerConfig
 
 _EVER = (

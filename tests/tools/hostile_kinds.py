@@ -24,7 +24,7 @@ from turbojax import models
 from turbojax.app.serve import requests as serve_requests
 from turbojax.app.serve import results as serve_results
 from turbojax.finetune import checkpoint, comparison
-from turbojax.finetune.run import Log
+from turbojax.finetune.log import Log
 
 Use = Callable[[Path], object]
 Kind = tuple[Path, list[Case], Use]

@@ -1,5 +1,6 @@
 """The `turbojax eval` command: what it prints, how it goes on, and what it says when it cannot."""
 
+import dataclasses
 import json
 
 import jax
@@ -10,6 +11,7 @@ from flax import nnx
 from typer.testing import CliRunner
 
 from tests.models.tokenizer_helpers import byte_level, save
+from tests.tools.evaluation_helpers import CONFIG
 from turbojax import evaluation, models
 from turbojax.app.evaluate.command import split_methods
 from turbojax.app.main import app
@@ -214,17 +216,7 @@ def test_errors_are_one_clear_line(arguments, message, tiny_folder, texts):
 @pytest.mark.fuzz
 def test_int4_weights_of_a_folder(texts, tmp_path):
     """Exact is then the same weights with an exact cache."""
-    config = models.TransformerConfig(
-        vocab_size=256,
-        hidden_size=32,
-        intermediate_size=48,
-        num_layers=2,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=16,
-        max_length=64,
-        tie_embeddings=True,
-    )
+    config = dataclasses.replace(CONFIG, num_layers=2, max_length=64, tie_embeddings=True)
     decoder = models.random_quantized_decoder(config, dtype=jnp.float32)
     models.save_quantized(decoder, tmp_path, extra_config={"bos_token_id": 0, "eos_token_id": 0})
     options = ("--measures", "text", "--json", "--dtype", "float32")
@@ -239,16 +231,7 @@ def test_int4_weights_of_a_folder(texts, tmp_path):
 @pytest.mark.fuzz
 @pytest.mark.filterwarnings("ignore")
 def test_a_checkpoint_with_a_tokenizer_and_a_chat_template(texts, tasks, tmp_path):
-    config = models.TransformerConfig(
-        vocab_size=320,
-        hidden_size=32,
-        intermediate_size=48,
-        num_layers=2,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=16,
-        max_length=64,
-    )
+    config = dataclasses.replace(CONFIG, vocab_size=320, num_layers=2, max_length=64)
     models.save(models.Transformer(config, rngs=nnx.Rngs(0)), tmp_path)
     template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
     settings = {"bos_token": "<s>", "eos_token": "<|im_end|>", "chat_template": template}

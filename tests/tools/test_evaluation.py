@@ -10,7 +10,7 @@ import pytest
 from tests.tools.evaluation_helpers import BATCH, CONFIG, CONTEXT, PROMPT, decoder, tokens
 from turbojax import evaluation, models
 from turbojax.caches.exact import api
-from turbojax.evaluation import decoding, programs, scoring
+from turbojax.evaluation import decoding, scoring
 
 
 @pytest.fixture(autouse=True)
@@ -145,11 +145,11 @@ def test_other_windows_are_refused(model):
 
 def test_programs_are_compiled_alike(monkeypatch):
     """XLA knows the option that takes timing out of its choices, and is told on a GPU alone."""
-    assert programs.accepted_options(programs._ALIKE) == programs._ALIKE
-    assert programs._options() is None
+    assert decoding.accepted_options(decoding._ALIKE) == decoding._ALIKE
+    assert decoding._options() is None
     given = []
-    monkeypatch.setattr(programs, "_options", lambda: given.append(1) or programs._ALIKE)
-    double = programs.repeatable(static_argnames="factor")(lambda x, *, factor: x * factor)
+    monkeypatch.setattr(decoding, "_options", lambda: given.append(1) or decoding._ALIKE)
+    double = decoding.repeatable(static_argnames="factor")(lambda x, *, factor: x * factor)
     assert not given  # a decorator looks for no device
     assert double(jnp.float32(3), factor=2.0) == double(jnp.float32(6), factor=1.0) == 6
     assert given == [1]

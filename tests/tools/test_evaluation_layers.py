@@ -9,10 +9,10 @@ import pytest
 from tests.tools.evaluation_helpers import CONFIG, CONTEXT, PROMPT, decoder, texts, tokens
 from turbojax import caches as kv
 from turbojax import evaluation, models
-from turbojax.evaluation import layers, recall_items, recall_source
+from turbojax.evaluation import layers, recall_items
 from turbojax.evaluation.recall import RecallMeasure
 
-ANSWER, CUE, PAIRS = recall_source.ANSWER, recall_source.CUE, recall_items.PAIRS
+ANSWER, CUE, PAIRS = recall_items.ANSWER, recall_items.CUE, recall_items.PAIRS
 
 
 @pytest.fixture(scope="module")
@@ -108,7 +108,7 @@ def test_what_layers_refuse(model):
 
 def source(count=3):
     plain = {name: np.frombuffer(x, np.uint8).astype(np.int32) for name, x in texts(count).items()}
-    return recall_source.Source(plain, models.ByteTokenizer(), ord("\n"))
+    return recall_items.Source(plain, models.ByteTokenizer(), ord("\n"))
 
 
 def make(kind, length=600, depth=0.5, seed=(0, 1), **options):
@@ -164,15 +164,15 @@ def test_items_follow_from_the_seed():
 
 
 def test_texts_that_give_no_items():
-    with pytest.raises(recall_source.NoItem, match="must have room for a passage"):
+    with pytest.raises(recall_items.NoItem, match="must have room for a passage"):
         make("copy", length=300)
-    with pytest.raises(recall_source.NoItem, match="must have room for 8 lines"):
+    with pytest.raises(recall_items.NoItem, match="must have room for 8 lines"):
         make("key_value", length=200)
-    with pytest.raises(recall_source.NoItem, match="the texts hold .* tokens beside a passage"):
+    with pytest.raises(recall_items.NoItem, match="the texts hold .* tokens beside a passage"):
         make("copy", length=20000)
     same = {"a": np.full(2000, 65, np.int32), "b": np.full(2000, 65, np.int32)}
-    alike = recall_source.Source(same, models.ByteTokenizer(), None)
-    with pytest.raises(recall_source.NoItem, match="come nowhere else"):
+    alike = recall_items.Source(same, models.ByteTokenizer(), None)
+    with pytest.raises(recall_items.NoItem, match="come nowhere else"):
         evaluation.make_item(alike, "copy", length=600, depth=0, seed=(0,))
 
 

@@ -7,11 +7,9 @@ import pytest
 from tests.models.tokenizer_helpers import byte_level, save
 from tests.tools.evaluation_helpers import CONFIG, decoder, texts
 from turbojax import evaluation, models
-from turbojax.evaluation import recall_words
+from turbojax.evaluation import recall_items
 from turbojax.evaluation.recall import RecallMeasure
-from turbojax.evaluation.recall_items import KINDS
-from turbojax.evaluation.recall_source import CUE, ROOM, NoItem
-from turbojax.evaluation.recall_words import TURNS
+from turbojax.evaluation.recall_items import CUE, KINDS, ROOM, TURNS, NoItem
 from turbojax.models.text.tokenizer import JsonTokenizer
 
 TEMPLATE = (
@@ -137,7 +135,7 @@ def test_templates_that_cannot_be_filled(template, message, tokenizer, monkeypat
 @pytest.mark.fuzz
 def test_a_chat_goes_through_the_session_that_its_first_turn_began(monkeypatch):
     """Bits and choices are those of a session that is fed turn after turn by hand."""
-    monkeypatch.setattr(recall_words, "TURNS", 2)
+    monkeypatch.setattr(recall_items, "TURNS", 2)
     model = decoder(max_length=512)
     method = evaluation.method("kv4", model.config)
     items = [make("chat", models.ByteTokenizer(), 512, depth) for depth in (0.0, 0.7)]

@@ -11,9 +11,8 @@ import pytest
 
 from tests.tools.evaluation_helpers import decoder
 from turbojax import evaluation, models
-from turbojax.evaluation.harness import _generation, need_lm_eval
-from turbojax.evaluation.requests import batches, continuation_of, scores_of
-from turbojax.evaluation.task_results import compare_tasks
+from turbojax.evaluation.harness import _generation, compare_tasks, need_lm_eval
+from turbojax.evaluation.responses import batches, continuation_of, scores_of
 from turbojax.models.text.tokenizer import ByteTokenizer, NumberTokenizer
 
 PAIRS = [

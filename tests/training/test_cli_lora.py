@@ -1,7 +1,7 @@
 """`turbojax lora` and `--adapters`: from a quantized folder and text to adapters that generate."""
 
+import dataclasses
 import json
-import logging
 
 import jax
 import jax.numpy as jnp
@@ -10,20 +10,11 @@ import pytest
 from flax import nnx
 from typer.testing import CliRunner
 
+from tests.training import test_lora
 from turbojax import finetune, models
 from turbojax.app.main import app
 
-CONFIG = models.TransformerConfig(
-    vocab_size=256,
-    hidden_size=32,
-    intermediate_size=48,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=16,
-    max_length=128,
-    tie_embeddings=True,
-)
+CONFIG = dataclasses.replace(test_lora.CONFIG, max_length=128)
 BYTES = {"bos_token_id": 0, "eos_token_id": 0}
 SIZES = ("--context=32", "--batch=2", "--warmup-steps=1", "--rank=2", "--learning-rate=0.02")
 
@@ -31,14 +22,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning"),
     pytest.mark.usefixtures("no_orbax_log"),
 ]
-
-
-@pytest.fixture
-def no_orbax_log():
-    """No log from orbax's threads, which outlives the test's streams."""
-    logging.disable(logging.WARNING)
-    yield
-    logging.disable(logging.NOTSET)
 
 
 @pytest.fixture(scope="module")

@@ -34,14 +34,6 @@ pytestmark = [
 ]
 
 
-@pytest.fixture
-def no_orbax_log():
-    """No log from orbax's threads, which outlives the test's streams."""
-    logging.disable(logging.WARNING)
-    yield
-    logging.disable(logging.NOTSET)
-
-
 def weights(folder: Path) -> list[np.ndarray]:
     model = models.load(folder / "model")
     return [np.asarray(x) for x in jax.tree.leaves(nnx.state(model))]

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import logging
 from pathlib import Path
 
 import jax
@@ -14,9 +13,9 @@ from flax import nnx
 from tests.training.finetune_helpers import SETTINGS, command, corpus, tiny_model
 from turbojax import finetune, models
 from turbojax.finetune import base, checkpoint
+from turbojax.finetune.base import in_parts
+from turbojax.finetune.log import Log
 from turbojax.finetune.optimizer import OPTIMIZERS, default_promotion
-from turbojax.finetune.parts import in_parts
-from turbojax.finetune.run import Log
 from turbojax.finetune.settings import with_defaults
 from turbojax.models.lora import Adapter
 
@@ -38,8 +37,8 @@ def learn(size: int) -> np.ndarray:
 def gradient(run: finetune.Trainer, parts: int):
     """Loss and gradient of the first step in so many parts."""
     _, _, *given = run._arguments(0)
-    loss, scale = run._make_loss(), run.settings.loss_scale
-    find = jax.jit(in_parts(loss, parts, scale, beside=jnp.zeros(())))
+    settings = dataclasses.replace(run.settings, accumulate=parts)
+    find = jax.jit(in_parts(run._make_loss(), settings, beside=jnp.zeros(())))
     (value, _), grads = find(run.params, *given)
     return float(value), jax.tree.leaves(grads)
 
@@ -331,23 +330,13 @@ class Counter(base.BaseTrainer):
         model = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), drawn(0))
         super().__init__(model, settings, np.zeros(1000, np.uint8))
 
-    def _make_step(self):
+    def _value_and_grad(self):
         goal = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), drawn(1))
 
-        def step(params, opt_state, stream, starts):
-            grads = jax.tree.map(jnp.subtract, params, goal)
-            params, opt_state = base.updated(params, opt_state, grads, self.settings)
-            return params, opt_state, {}
+        def gradient(params, stream, starts):
+            return (jnp.zeros(()), None), jax.tree.map(jnp.subtract, params, goal)
 
-        return step
-
-
-@pytest.fixture
-def no_orbax_log():
-    """No log from orbax's threads, which outlives the test's streams."""
-    logging.disable(logging.WARNING)
-    yield
-    logging.disable(logging.NOTSET)
+        return gradient
 
 
 @pytest.mark.usefixtures("no_orbax_log")
@@ -367,12 +356,8 @@ class TestResuming:
             assert second.restore(manager)
         for _ in range(STEPS - 2):
             second.run_step()
-        for one, two in zip(
-            jax.tree.leaves((whole._trained, whole.opt_state)),
-            jax.tree.leaves((second._trained, second.opt_state)),
-            strict=True,
-        ):
-            np.testing.assert_array_equal(one, two)
+        ends = ((run._trained, run.opt_state) for run in (whole, second))
+        jax.tree.map(np.testing.assert_array_equal, *ends)
 
     @pytest.mark.fuzz
     @pytest.mark.parametrize(("optimizer", "remat"), [("adafactor", "attention"), ("muon", "full")])

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import logging
 
 import jax
 import jax.numpy as jnp
@@ -11,9 +10,9 @@ import pytest
 from flax import nnx
 
 from tests.models import tokenizer_helpers
-from tests.training.finetune_helpers import SETTINGS, TINY, command, corpus, text
+from tests.training.finetune_helpers import SETTINGS, TINY, command, corpus, text, tiny_model
 from turbojax import finetune, models
-from turbojax.finetune import order
+from turbojax.finetune import base
 from turbojax.finetune.losses import cross_entropy
 from turbojax.models import pooled_by_name
 
@@ -27,14 +26,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning"),
     pytest.mark.usefixtures("no_orbax_log"),
 ]
-
-
-@pytest.fixture
-def no_orbax_log():
-    """No log from orbax's threads, which outlives the test's streams."""
-    logging.disable(logging.WARNING)
-    yield
-    logging.disable(logging.NOTSET)
 
 
 def word_model() -> models.Transformer:
@@ -111,29 +102,43 @@ def test_losses_in_chunks_are_those_of_all_logits(most):
 
 
 @pytest.mark.quick(1)
-@pytest.mark.parametrize("packed", [False, True])
-def test_a_step_has_the_loss_of_its_windows(packed):
-    """In float64; packed documents each by themselves."""
-    stream, model = tokens(), word_model()
-    starts = order.window_starts(
+@pytest.mark.parametrize(
+    ("unit", "packed"), [("token", False), ("token", True), ("byte", True)], ids=str
+)
+def test_a_step_has_the_loss_of_its_windows(unit, packed):
+    """In float64; packed documents each by themselves, of bytes after byte 0."""
+    stream, model, separator = tokens(), word_model(), SEPARATOR
+    options = {"pooled": EXACT, "packed": True, "separator": SEPARATOR} if packed else {}
+    if unit == "byte":
+        stream, separator = corpus().stream, 0
+        del options["separator"]
+        model = models.Transformer(finetune.for_context(TINY, 256), rngs=nnx.Rngs(1))
+    starts = base.window_starts(
         np.arange(SETTINGS.batch_size),
         num_bytes=stream.size,
         context=SETTINGS.context,
         seed=SETTINGS.seed,
     )
-    losses = []
+    losses, cut = [], 0
     for start in starts:
         window = stream[start : start + SETTINGS.context + 1].astype(np.int32)
-        cuts = np.flatnonzero(window[1:-1] == SEPARATOR) + 1 if packed else []
+        cuts = np.flatnonzero(window[1:-1] == separator) + 1 if packed else []
+        cut += len(cuts)
         for begin, end in zip([0, *cuts], [*cuts, SETTINGS.context], strict=True):
             # Of one length: what comes after a token does not change its logits.
             alone = np.pad(window[begin:end], (0, SETTINGS.context - (end - begin)))
             logits = model(jnp.asarray(alone[None]))[0, : end - begin]
             losses += list(oracle(logits, window[begin + 1 : end + 1]))
-    options = {"pooled": EXACT, "packed": True, "separator": SEPARATOR} if packed else {}
-    found = finetune.Trainer(model, SETTINGS, stream, **options).run_step()
-    assert set(found) >= {"bits_per_token", "grad_norm"}
-    assert float(found["bits_per_token"]) == pytest.approx(np.mean(losses) / np.log(2), abs=1e-5)
+    given = tiny_model() if unit == "byte" else model
+    found = finetune.Trainer(given, SETTINGS, stream, **options).run_step()
+    name = f"bits_per_{unit}"
+    assert set(found) >= {name, "grad_norm"}
+    assert float(found[name]) == pytest.approx(np.mean(losses) / np.log(2), abs=1e-5)
+    assert (cut > 0) == packed
+    if unit == "byte":
+        across = finetune.Trainer(given, SETTINGS, stream, pooled=EXACT).run_step()
+        assert abs(float(across[name]) - float(found[name])) > 1e-4
+        assert float(found["density"]) <= float(across["density"])
 
 
 def marks(size, seed=3) -> np.ndarray:
@@ -260,6 +265,8 @@ def test_what_does_not_fit_is_refused(tmp_path):
         finetune.fine_tune(tmp_path, word_model(), SETTINGS, corpus())
     with pytest.raises(ValueError, match="token 320 must be below 320"):
         finetune.Trainer(word_model(), SETTINGS, np.full(600, 320, np.int32))
+    with pytest.raises(ValueError, match="packed=True needs pooled attention"):
+        finetune.Trainer(tiny_model(), SETTINGS, corpus().stream, packed=True)
     with pytest.raises(ValueError, match="packed=True needs a separator"):
         finetune.Trainer(word_model(), SETTINGS, tokens(), pooled=EXACT, packed=True)
     few = finetune.TokenCorpus(tokens(), tokens()[:256])

@@ -1,25 +1,24 @@
 """What caches cost on real text: scored through the cache, layer by layer, and by recall."""
 
 from turbojax.evaluation.harness import TaskMeasure as TaskMeasure
+from turbojax.evaluation.harness import compare_tasks as compare_tasks
 from turbojax.evaluation.harness import language_model as language_model
 from turbojax.evaluation.harness import register as register
-from turbojax.evaluation.intervals import Interval as Interval
-from turbojax.evaluation.intervals import bootstrap as bootstrap
-from turbojax.evaluation.layer_choice import choose as choose
-from turbojax.evaluation.layer_costs import layer_bytes as layer_bytes
-from turbojax.evaluation.layer_costs import layer_costs as layer_costs
 from turbojax.evaluation.layer_files import write_layers as write_layers
 from turbojax.evaluation.layers import Errors as Errors
 from turbojax.evaluation.layers import LayerErrors as LayerErrors
+from turbojax.evaluation.layers import choose as choose
+from turbojax.evaluation.layers import layer_bytes as layer_bytes
+from turbojax.evaluation.layers import layer_costs as layer_costs
 from turbojax.evaluation.layers import layer_errors as layer_errors
 from turbojax.evaluation.methods import Method as Method
 from turbojax.evaluation.methods import kinds_from_file as kinds_from_file
 from turbojax.evaluation.methods import method as method
 from turbojax.evaluation.recall import Answers as Answers
 from turbojax.evaluation.recall import recall as recall
+from turbojax.evaluation.recall_items import Item as Item
+from turbojax.evaluation.recall_items import Source as Source
 from turbojax.evaluation.recall_items import make_item as make_item
-from turbojax.evaluation.recall_source import Item as Item
-from turbojax.evaluation.recall_source import Source as Source
 from turbojax.evaluation.records import Records as Records
 from turbojax.evaluation.responses import Answering as Answering
 from turbojax.evaluation.run import MEASURES as MEASURES
@@ -31,6 +30,7 @@ from turbojax.evaluation.run import text_row as text_row
 from turbojax.evaluation.scoring import ExactRun as ExactRun
 from turbojax.evaluation.scoring import Scores as Scores
 from turbojax.evaluation.scoring import score as score
-from turbojax.evaluation.task_results import compare_tasks as compare_tasks
+from turbojax.evaluation.texts import Interval as Interval
 from turbojax.evaluation.texts import Text as Text
+from turbojax.evaluation.texts import bootstrap as bootstrap
 from turbojax.evaluation.texts import windows as windows

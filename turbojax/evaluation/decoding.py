@@ -1,7 +1,8 @@
 """Teacher-forced decoding in chunks: many steps of a model through its caches in one program."""
 
 import dataclasses
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -11,13 +12,45 @@ import numpy as np
 from turbojax.caches import PooledAttention
 from turbojax.caches.exact import REPEATABLE
 from turbojax.evaluation.methods import Method
-from turbojax.evaluation.programs import repeatable
 from turbojax.models import Decoder, ModelCaches, QuantizedDecoder, Session, Transformer
 from turbojax.models.decoder import for_length, unstack, warn_of_long_factors
 from turbojax.models.generation.buckets import cache_bucket, prompt_bucket
 from turbojax.models.generation.caching import init_caches
 from turbojax.models.generation.padding import check_prompts, pad_prompts
 from turbojax.models.generation.steps import decode_step, run_prompts
+from turbojax.models.tensor_parallel.programs import accepted_options
+
+# On a GPU XLA measures several ways to multiply matrices and takes the fastest: in another process
+# that may be another one, which adds in another order. The first that fits is always the same, and
+# compiles sooner; steps of few tokens are bound by memory either way.
+_ALIKE = {"xla_gpu_autotune_level": 0}
+
+
+@functools.cache
+def _options() -> dict[str, Any] | None:
+    """XLA's options; None where there is no GPU, or XLA does not know them."""
+    return accepted_options(_ALIKE) if jax.default_backend() == "gpu" else None
+
+
+def repeatable(**options: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Decorates a function with `jax.jit(**options)`, compiled with `_ALIKE` on a GPU.
+
+    Whether there is a GPU is checked when the function is first called.
+    """
+
+    def decorate(run: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.cache
+        def program() -> Any:
+            return jax.jit(run, compiler_options=_options(), **options)
+
+        @functools.wraps(run)
+        def call(*arrays: Any, **static: Any) -> Any:
+            return program()(*arrays, **static)
+
+        return call
+
+    return decorate
+
 
 AnyDecoder = Decoder | QuantizedDecoder
 AnyModel = Transformer | AnyDecoder
@@ -124,6 +157,29 @@ def forced_logits(session: Session, tokens: np.ndarray) -> Iterator[tuple[int, j
             session.decoder, caches, logits, lengths, full, np.int32(feeds)
         )
         yield count, found
+
+
+def with_targets(
+    chunks: Iterator[tuple[int, jax.Array]], tokens: np.ndarray
+) -> Iterator[tuple[int, jax.Array, np.ndarray]]:
+    """The chunks of `forced_logits`, with their tokens, int32 ``[more, B]``, filled up with 0."""
+    done = 0
+    for count, logits in chunks:
+        now = tokens[:, done : done + count]
+        yield count, logits, np.pad(now, ((0, 0), (0, len(logits) - count))).T
+        done += count
+
+
+def counted(progress: Callable[[int, int], None], total: int) -> Callable[[int], None]:
+    """A `Progress` that tells how much is done since the beginning, and of how much."""
+    done = 0
+
+    def advance(count: int) -> None:
+        nonlocal done
+        done += count
+        progress(done, total)
+
+    return advance
 
 
 def chunk_of(shape: tuple[int, ...]) -> int:

@@ -1,8 +1,6 @@
 """Tasks of lm-eval, the Language Model Evaluation Harness, answered through a cache.
 
-`language_model` makes what lm-eval calls an ``LM``, and `register` names it ``"turbojax"`` there.
-`TaskMeasure` runs tasks as a measure of `turbojax.evaluation.evaluate`. lm-eval is imported when it
-is needed.
+lm-eval is imported when it is needed.
 """
 
 import contextlib
@@ -11,19 +9,20 @@ import hashlib
 import importlib.util
 import json
 import logging
+import numbers
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 
 from turbojax import _checks, _extras
-from turbojax.evaluation import identity
 from turbojax.evaluation.decoding import AnyDecoder
 from turbojax.evaluation.methods import Method, method
-from turbojax.evaluation.records import Records
+from turbojax.evaluation.records import Records, describe_machine, describe_model
 from turbojax.evaluation.responses import DEFAULT_NEW_TOKENS, Answering
-from turbojax.evaluation.task_results import row_of
+from turbojax.evaluation.texts import bootstrap
 from turbojax.models import load_decoder
 from turbojax.models.text.chat import render_chat
 from turbojax.models.text.tokenizer import Tokenizer, load_tokenizer
@@ -112,13 +111,14 @@ class TaskMeasure:
         self._limit = int(limit) if limit is not None and limit >= 1 else limit
         self._options = {"num_fewshot": num_fewshot, "chat": chat}
         self._records: Records | None = None
-        self._manager = _manager(self._tasks)
-        with _named_errors():
-            self._digest = _digest(self._manager.load(self._specs())["tasks"], self._limit)
+        from lm_eval.tasks import TaskManager
 
-    def _specs(self) -> list[Any]:
-        """What lm-eval loads, anew for each method: tasks have state."""
-        return [_spec(name) for name in self._tasks]
+        # The index of all tasks takes seconds, and files need none.
+        self._manager = TaskManager(include_defaults=not all(map(_is_file, self._tasks)))
+        with _named_errors():
+            self._digest = _digest(
+                self._manager.load(list(map(_spec, tasks)))["tasks"], self._limit
+            )
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -138,12 +138,12 @@ class TaskMeasure:
     def __call__(
         self, decoder: AnyDecoder, method: Method, progress: Callable[[int, int], None]
     ) -> dict[str, Any]:
-        """A method's row, see `turbojax.evaluation.task_results.row_of`."""
+        """A method's row, see `row_of`."""
         import lm_eval
 
         if self._records is None:
-            machine, dates = identity.of_machine()
-            told = {**machine, "model": identity.of_model(decoder), "tasks": self.identity}
+            machine, dates = describe_machine()
+            told = {**machine, "model": describe_model(decoder), "tasks": self.identity}
             self._records = Records(self._partial, told, dates)
         records = self._records
         answering = Answering(
@@ -158,7 +158,7 @@ class TaskMeasure:
         with _named_errors():
             found = lm_eval.simple_evaluate(
                 model=language_model(answering),
-                tasks=self._specs(),
+                tasks=list(map(_spec, self._tasks)),  # anew for each method: tasks have state
                 task_manager=self._manager,
                 limit=self._limit,
                 num_fewshot=self._options["num_fewshot"],
@@ -195,13 +195,6 @@ def _named_errors() -> Iterator[None]:
 def _is_news(record: logging.LogRecord) -> bool:
     """Whether a log record says more than that a metric has its default."""
     return "using default" not in record.getMessage()
-
-
-def _manager(tasks: Sequence[str]) -> Any:
-    from lm_eval.tasks import TaskManager
-
-    # The index of all tasks takes seconds, and files need none.
-    return TaskManager(include_defaults=not all(map(_is_file, tasks)))
 
 
 def _is_file(task: str) -> bool:
@@ -396,3 +389,142 @@ def _generation(given: Mapping[str, Any], max_new_tokens: int) -> tuple[tuple[st
     stops = tuple(dict.fromkeys(x for x in ([until] if isinstance(until, str) else until) if x))
     limit = next((given[key] for key in _LIMITS if given.get(key) is not None), max_new_tokens)
     return stops, int(limit)
+
+
+def row_of(found: Mapping[str, Any]) -> dict[str, Any]:
+    """A method's row, from what ``lm_eval.simple_evaluate`` returns.
+
+    It has ``"tasks"`` and ``"groups"``, by name: ``"metrics"``, each with its ``"value"``, standard
+    error ``"stderr"`` (None where there is none) and ``"higher_is_better"``; for tasks also the
+    number of documents ``"items"``, ``"fewshot"``, and the ``"version"``. A metric of a filter is
+    called ``"exact_match (strict-match)"``. ``"subtasks"`` names those of every group, and
+    ``"items"`` has every document of a task: its ``"id"``, ``"answers"`` (the continuation, or each
+    choice's log-likelihood and whether it is what greedy decoding writes), and its metrics.
+    """
+    tasks, groups = found["samples"], found.get("groups") or {}
+    better = found.get("higher_is_better") or {}
+    subtasks = {
+        name: list(below)
+        for name, below in (found.get("group_subtasks") or {}).items()
+        if name in groups and below
+    }
+    return {
+        "tasks": {
+            name: {
+                "items": found["n-samples"][name]["effective"],
+                "fewshot": found["n-shot"].get(name),
+                "version": found["versions"].get(name),
+                "metrics": _metrics(found["results"][name], better.get(name) or {}),
+            }
+            for name in tasks
+        },
+        "groups": {
+            name: {"metrics": _metrics(values, better.get(name) or {})}
+            for name, values in groups.items()
+        },
+        "subtasks": subtasks,
+        "items": {name: _items(samples) for name, samples in tasks.items()},
+    }
+
+
+def compare_tasks(
+    row: Mapping[str, Any], exact: Mapping[str, Any], *, seed: int = 0
+) -> dict[str, dict[str, Any]]:
+    """How a method's answers differ from those of another one, document by document.
+
+    Args:
+      row: of `row_of`.
+      exact: the same of the method to compare with, and of the same tasks.
+      seed: of the intervals.
+
+    Returns:
+      By task ``{"same_answers": SHARE, "metrics": {NAME: {"difference", "interval"}}}``: the share
+      of equal continuations, or of equal choices, None where whole texts were scored; and the
+      metrics' differences, with 95 % intervals where they are means over documents.
+    """
+    found = dict[str, dict[str, Any]]()
+    for task, items in row["items"].items():
+        pairs = list(zip(items, exact["items"][task], strict=True))
+        metrics = {}
+        for name in row["tasks"][task]["metrics"]:
+            both = [
+                (one["metrics"][name], other["metrics"][name])
+                for one, other in pairs
+                if _is_number(one["metrics"].get(name)) and _is_number(other["metrics"].get(name))
+            ]
+            whole = [x["tasks"][task]["metrics"][name]["value"] for x in (row, exact)]
+            if both:
+                mean = bootstrap([float(a) - float(b) for a, b in both], seed=seed)
+                metrics[name] = {"difference": mean.mean, "interval": mean.ends}
+            elif all(map(_is_number, whole)):
+                metrics[name] = {"difference": float(whole[0] - whole[1]), "interval": None}
+        same = [a == b for a, b in ([_choice(x["answers"]) for x in y] for y in pairs) if a]
+        found[task] = {"same_answers": float(np.mean(same)) if same else None, "metrics": metrics}
+    return found
+
+
+def _metrics(values: Mapping[str, Any], better: Mapping[str, Any]) -> dict[str, Any]:
+    """The metrics of a task: lm-eval writes ``"acc,none"`` and ``"acc_stderr,none"``."""
+    metrics = dict[str, Any]()
+    for key, value in values.items():
+        metric, comma, filtered = key.partition(",")
+        if not comma or metric.endswith("_stderr"):
+            continue
+        error = values.get(f"{metric}_stderr,{filtered}")
+        metrics[_name(metric, filtered)] = {
+            "value": _plain(value),
+            "stderr": _plain(error) if _is_number(error) else None,
+            "higher_is_better": better.get(metric),
+        }
+    return metrics
+
+
+def _items(samples: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Each document once, with the metrics of all filters."""
+    items = dict[int, dict[str, Any]]()
+    for sample in samples:
+        number = int(sample["doc_id"])
+        item = items.setdefault(
+            number,
+            {"id": number, "answers": _plain([x[0] for x in sample["resps"]]), "metrics": {}},
+        )
+        for metric in sample["metrics"]:
+            item["metrics"][_name(metric, sample["filter"])] = _plain(sample[metric])
+    return [items[number] for number in sorted(items)]
+
+
+def _name(metric: str, filtered: str) -> str:
+    return metric if filtered == "none" else f"{metric} ({filtered})"
+
+
+def _choice(answers: Sequence[Any]) -> tuple[Any, ...]:
+    """What was answered: texts; the most likely choice; of one text whether it is greedy.
+
+    Empty where a whole text was scored.
+    """
+    if all(isinstance(x, str) for x in answers):
+        return tuple(answers)
+    if not all(isinstance(x, list) and len(x) == 2 for x in answers):
+        return ()
+    if len(answers) == 1:
+        return (answers[0][1],)
+    return (int(np.argmax([-np.inf if x[0] is None else x[0] for x in answers])),)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, numbers.Real)
+
+
+def _plain(value: Any) -> Any:
+    """Numbers of numpy as Python's, and what JSON cannot hold as text."""
+    if isinstance(value, np.generic):
+        return _plain(value.item())
+    if isinstance(value, np.ndarray):
+        return _plain(value.tolist())
+    if isinstance(value, Mapping):
+        return {str(key): _plain(x) for key, x in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [_plain(x) for x in value]
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    return str(value)

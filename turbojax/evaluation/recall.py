@@ -3,7 +3,7 @@
 import dataclasses
 import hashlib
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -14,14 +14,24 @@ from turbojax.evaluation.decoding import (
     AnyDecoder,
     AnyModel,
     Batches,
+    counted,
     decoder_of,
     forced_logits,
     greedy_choice,
     start,
+    with_targets,
 )
 from turbojax.evaluation.methods import Method
-from turbojax.evaluation.recall_items import IN_CODE, KINDS, Kind, make_item
-from turbojax.evaluation.recall_source import ROOM, Item, NoItem, Source
+from turbojax.evaluation.recall_items import (
+    IN_CODE,
+    KINDS,
+    ROOM,
+    Item,
+    Kind,
+    NoItem,
+    Source,
+    make_item,
+)
 from turbojax.evaluation.texts import Text
 from turbojax.models import ByteTokenizer, Tokenizer
 from turbojax.models.generation.session import Progress
@@ -75,25 +85,16 @@ def recall(
 ) -> Answers:
     """Asks items through a method's cache: prompts prefilled, questions and answers decoded.
 
-    Args:
-      model: of floating point or with INT4 weights.
-      items: with prompts of one length.
-      method: see `turbojax.evaluation.method`.
-      batch_size: items that run at once.
-      progress: called after each batch with its items.
-
-    Raises:
-      TypeError: if the model is another.
-      ValueError: if there are no items, or prompts differ in size or are too long for the model,
-        or the cache cannot hold the model's heads.
-      NotImplementedError: if a layer's attention cannot run through the cache.
+    The arguments and errors of `score` are the same here, but that `progress` is called after each
+    batch with its items. Raises ValueError, too, if there are no items, or prompts differ in size
+    or are too long for the model.
     """
     decoder = decoder_of(model)
     sizes = {len(x.prompt) for x in items}
     if len(sizes) != 1:
         raise ValueError(f"prompts of {sorted(sizes)} tokens must be some, and of one size")
     (prompt,) = sizes
-    asked, answer = (np.array([len(x) for x in y]) for y in zip(*_ends(items), strict=True))
+    asked, answer = (np.array([len(getattr(x, y)) for x in items]) for y in ("asked", "answer"))
     longest = int((asked + answer).max())
     # Room for the longest questions, so that those of all kinds share programs.
     room = prompt + max(ROOM, longest)
@@ -104,12 +105,9 @@ def recall(
     right, bits = [], []
     for count, batch in Batches(min(batch_size, len(rows))).of(rows):
         session = start(decoder, batch[:, :prompt], room, method)
-        forced, found, done = batch[:, prompt:], [], 0
-        for taken, logits in forced_logits(session, forced):
-            now = forced[:, done : done + taken]
-            full = np.pad(now, ((0, 0), (0, len(logits) - taken))).T
-            found.append([np.asarray(x)[:taken] for x in _look(logits, full)])
-            done += taken
+        forced, found = batch[:, prompt:], []
+        for taken, logits, targets in with_targets(forced_logits(session, forced), forced):
+            found.append([np.asarray(x)[:taken] for x in _look(logits, targets)])
         choices, costs = (np.concatenate(x).T[:count] for x in zip(*found, strict=True))
         right.append(choices == forced[:count])
         bits.append(costs)
@@ -121,11 +119,6 @@ def recall(
     index = np.where(there, asked[:, None] + place, 0)
     rights, costs = (np.take_along_axis(np.concatenate(x), index, axis=1) for x in (right, bits))
     return Answers(rights, costs, there)
-
-
-def _ends(items: Sequence[Item]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    for item in items:
-        yield item.asked, item.answer
 
 
 @jax.jit
@@ -204,13 +197,7 @@ class RecallMeasure:
         self, decoder: AnyDecoder, method: Method, progress: Callable[[int, int], None]
     ) -> dict[str, Any]:
         """A method's rows: of each kind, by length and depth, and over all."""
-        total, done = sum(map(len, self._cells.values())), 0
-
-        def advance(count: int) -> None:
-            nonlocal done
-            done += count
-            progress(done, total)
-
+        advance = counted(progress, sum(map(len, self._cells.values())))
         row: dict[str, Any] = {}
         for kind in KINDS:
             cells, found = [], []

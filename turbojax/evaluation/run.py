@@ -10,17 +10,20 @@ from typing import Any, Protocol
 import numpy as np
 
 from turbojax import _checks
-from turbojax.caches import CacheKind
-from turbojax.evaluation import identity
-from turbojax.evaluation.decoding import AnyDecoder, AnyModel, decoder_of
-from turbojax.evaluation.intervals import bootstrap
+from turbojax.evaluation.decoding import AnyDecoder, AnyModel, counted, decoder_of
 from turbojax.evaluation.layers import Errors, LayerErrors, layer_errors
 from turbojax.evaluation.methods import Method, method
 from turbojax.evaluation.recall import RecallMeasure
 from turbojax.evaluation.recall_items import KINDS, Kind
-from turbojax.evaluation.records import Json, Records
+from turbojax.evaluation.records import (
+    Json,
+    Records,
+    describe_machine,
+    describe_model,
+    describe_texts,
+)
 from turbojax.evaluation.scoring import ExactRun, Scores, cache_bytes, score
-from turbojax.evaluation.texts import Text, windows
+from turbojax.evaluation.texts import Text, bootstrap, windows
 from turbojax.models import Tokenizer
 
 Report = Callable[[str, str, int, int], None]
@@ -182,39 +185,52 @@ def evaluate(
     cut = windows(texts, settings.context, settings.windows_per_file)
     is_bytes = all(isinstance(texts[name], bytes) for name in cut)
     work = _Work(decoder, cut, settings, "byte" if is_bytes else "token")
-    measures = {**work.measures, **further}
+    own = {"text": work.text, "layers": work.layers}
+    measures: dict[str, Any] = {**own, **further}
     if "recall" in settings.measures:
-        measures["recall"] = _recall(decoder, texts, settings, tokenizer)
-    machine, dates = identity.of_machine()
+        measures["recall"] = RecallMeasure(
+            texts,
+            tokenizer,
+            kinds=settings.recall_kinds,
+            lengths=settings.recall_lengths,
+            depths=settings.recall_depths,
+            count=settings.recall_items,
+            seed=settings.seed,
+            max_length=decoder.config.max_length,
+            batch_size=settings.batch_size,
+        )
+    tell = progress or (lambda method, measure, done, total: None)
+    machine, dates = describe_machine()
+    asked, kept_by_row = dataclasses.asdict(settings), ("methods", "measures")
     records = Records(
         out,
         {
             **machine,
-            "model": identity.of_model(decoder),
+            "model": describe_model(decoder),
             "settings": {
-                **identity.of_settings(settings, ("methods", "measures")),
+                **{name: value for name, value in asked.items() if name not in kept_by_row},
                 "prompt": settings.prompt_length,
             },
-            "texts": identity.of_texts({name: cut.get(name, _NO_WINDOWS) for name in texts}),
+            "texts": describe_texts({name: cut.get(name, _NO_WINDOWS) for name in texts}),
         },
         dates,
         # By name, so that a later run can add further measures to the file.
         {
-            **{x: measures[x].identity for x in settings.measures if x not in work.measures},
-            **{one.name: _layers_of(one.cache) for one in methods if isinstance(one.cache, tuple)},
+            **{x: measures[x].identity for x in settings.measures if x not in own},
+            # The layers that a method's file names: the file may change later.
+            **{
+                one.name: {"layers": [str(kind) for kind in one.cache]}
+                for one in methods
+                if isinstance(one.cache, tuple)
+            },
         },
     )
     for one in methods:
         for name in settings.measures:
-            tell = functools.partial(progress or _tell_nobody, one.name, name)
-            make = functools.partial(_row_of, measures[name], decoder, one, tell)
+            told = functools.partial(tell, one.name, name)
+            make = functools.partial(_row_of, measures[name], decoder, one, told)
             records.row(("methods", one.name, name), make)
     return records.document
-
-
-def _layers_of(kinds: tuple[CacheKind, ...]) -> Json:
-    """The layers that a method's file names: the file may change later."""
-    return {"layers": [str(kind) for kind in kinds]}
 
 
 def _row_of(
@@ -225,30 +241,6 @@ def _row_of(
         return measure(decoder, method, tell)
     except NotImplementedError as error:
         return {"refused": str(error)}
-
-
-def _recall(
-    decoder: AnyDecoder,
-    texts: Mapping[str, Text],
-    settings: Settings,
-    tokenizer: Tokenizer | None,
-) -> RecallMeasure:
-    """Recall's items, the same for all methods."""
-    return RecallMeasure(
-        texts,
-        tokenizer,
-        kinds=settings.recall_kinds,
-        lengths=settings.recall_lengths,
-        depths=settings.recall_depths,
-        count=settings.recall_items,
-        seed=settings.seed,
-        max_length=decoder.config.max_length,
-        batch_size=settings.batch_size,
-    )
-
-
-def _tell_nobody(method: str, measure: str, done: int, total: int) -> None:
-    del method, measure, done, total
 
 
 class _Work:
@@ -267,30 +259,18 @@ class _Work:
             batch_size=settings.batch_size,
         )
 
-    @property
-    def measures(self) -> dict[str, Any]:
-        """Those of `MEASURES`, each called as a `Further`."""
-        return {"text": self.text, "layers": self.layers}
-
     def text(
         self, decoder: AnyDecoder, method: Method, progress: Callable[[int, int], None]
     ) -> Json:
         """What text costs, see `text_row`."""
         settings, prompt = self.settings, self.settings.prompt_length
-        total, done = self.tokens[:, prompt:].size, 0
-
-        def advance(count: int) -> None:
-            nonlocal done
-            done += count
-            progress(done, total)
-
         found = score(
             decoder,
             self.tokens,
             method,
             prompt=prompt,
             batch_size=settings.batch_size,
-            progress=advance,
+            progress=counted(progress, self.tokens[:, prompt:].size),
             exact=self.exact,
         )
         return text_row(found, self.owners, self.unit, seed=settings.seed, samples=settings.samples)
@@ -301,21 +281,15 @@ class _Work:
         """How far every layer is off, see `layer_errors`."""
         count = min(self.settings.layer_windows, len(self.tokens))
         chosen = np.unique(np.linspace(0, len(self.tokens) - 1, count).astype(int))
-        size, done = min(2, count), 0
+        size = min(2, count)
         total = -(-len(chosen) // size) * decoder.config.num_layers
-
-        def advance(steps: int) -> None:
-            nonlocal done
-            done += steps
-            progress(done, total)
-
         found = layer_errors(
             decoder,
             self.tokens[chosen, :-1],
             method,
             prompt=self.settings.prompt_length,
             batch_size=size,
-            progress=advance,
+            progress=counted(progress, total),
         )
         return layers_row(found, len(chosen))
 

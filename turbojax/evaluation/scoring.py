@@ -3,6 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +18,7 @@ from turbojax.evaluation.decoding import (
     forced_logits,
     greedy_choice,
     start,
+    with_targets,
 )
 from turbojax.evaluation.methods import Method
 from turbojax.models.generation.caching import ModelCacheKind, init_caches
@@ -145,28 +147,17 @@ def score(
     parts: list[list[np.ndarray]] = []
     for batch, (rows, tokens) in enumerate(run.batches.of(run.tokens)):
         session = start(decoder, tokens[:, :prompt], run.max_length, method)
-        targets, done, found = tokens[:, prompt:], 0, []
+        targets, found = tokens[:, prompt:], []
         # In turn, not in one program: so for the exact method both are results of the same program.
-        ours, exactly = forced_logits(session, targets), run.logits(batch, tokens)
-        for (count, logits), (_, reference) in zip(ours, exactly, strict=True):
-            now = targets[:, done : done + count]
-            full = np.pad(now, ((0, 0), (0, len(logits) - count))).T
-            found.append([np.asarray(x)[:count] for x in _compare(logits, reference, full)])
-            done += count
+        ours = with_targets(forced_logits(session, targets), targets)
+        for (count, logits, now), (_, exactly) in zip(ours, run.logits(batch, tokens), strict=True):
+            found.append([np.asarray(x)[:count] for x in _compare(logits, exactly, now)])
             if progress is not None:
                 progress(rows * count)
         parts.append([np.concatenate(x).T[:rows] for x in zip(*found, strict=True)])
-    found_all = [np.concatenate(x) for x in zip(*parts, strict=True)]
-    bits, exact_bits, choices, exact_choices, divergence = found_all
-    return Scores(
-        bits,
-        exact_bits,
-        choices,
-        exact_choices,
-        divergence,
-        cache_bytes(decoder, run.max_length, method.cache),
-        cache_bytes(decoder, run.max_length, "bfloat16"),
-    )
+    arrays: Any = [np.concatenate(x) for x in zip(*parts, strict=True)]
+    sizes = [cache_bytes(decoder, run.max_length, x) for x in (method.cache, "bfloat16")]
+    return Scores(*arrays, *sizes)
 
 
 def cache_bytes(decoder: AnyDecoder, max_length: int, cache: ModelCacheKind) -> int:

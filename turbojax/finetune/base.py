@@ -1,6 +1,9 @@
-"""What trainers share: the state of a run, its compiled step, and the checkpoints of both."""
+"""What trainers share: a run's state, the order of its data, its compiled step, checkpoints."""
 
 import abc
+import dataclasses
+import functools
+import math
 import time
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
@@ -11,9 +14,13 @@ import numpy as np
 import optax  # type: ignore[import-untyped]
 import orbax.checkpoint as ocp
 
-from turbojax.finetune import order
 from turbojax.finetune.checkpoint import restore_tree, save_tree
-from turbojax.finetune.losses import with_marks
+from turbojax.finetune.losses import (
+    mean_of_learned,
+    scaled_value_and_grad,
+    share_of_learned,
+    with_marks,
+)
 from turbojax.finetune.optimizer import default_promotion
 from turbojax.finetune.settings import Settings
 from turbojax.finetune.split import Split
@@ -22,12 +29,44 @@ Trained = TypeVar("Trained")
 """A pytree of float32 arrays."""
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Loss(abc.ABC):
+    """The mean loss of some sequences of a step, in nats, of `context` predicted tokens each."""
+
+    context: int
+    is_marked: bool  # whether some tokens of the stream do not count, see `with_marks`
+
+    @abc.abstractmethod
+    def of_tokens(self, trained: Any, tokens: jax.Array) -> tuple[jax.Array, jax.Array, Any]:
+        """Losses at ``[B, context + 1]`` tokens, which of them count, and what else is wanted."""
+
+    @abc.abstractmethod
+    def learned(self, tokens: jax.Array) -> tuple[jax.Array, tuple[str, ...]]:
+        """Which losses of these tokens count, and the axes of the mesh that they are split over."""
+
+    def __call__(
+        self, trained: Any, tokens: jax.Array, share: jax.Array | None
+    ) -> tuple[jax.Array, Any]:
+        """The mean loss; with a `share` the sum of what counts, divided by it."""
+        losses, learned, more = self.of_tokens(trained, tokens)
+        loss = jnp.mean(losses) if share is None else mean_of_learned(losses, learned, share)
+        return loss, more
+
+    def share(self, tokens: jax.Array) -> jax.Array | None:
+        """How many of a step's tokens count, see `share_of_learned`; None if all do."""
+        return share_of_learned(*self.learned(tokens)) if self.is_marked else None
+
+
 class BaseTrainer(abc.ABC, Generic[Trained]):
     """What is trained, its optimizer, and their jitted step; a subclass says what a step is.
 
     `step` counts the steps done: it is also the position in the data, whose order is a function of
-    it. `compile_seconds` is what compiling the step took, 0 before that.
+    it. `compile_seconds` is what compiling the step took, 0 before that. Steps call their bits
+    `metric`; they are of a `unit`.
     """
+
+    metric: str = "bits"
+    unit: str = "token"
 
     def __init__(
         self,
@@ -39,9 +78,7 @@ class BaseTrainer(abc.ABC, Generic[Trained]):
     ) -> None:
         """Copies the arrays to train, and puts the stream into the accelerator's memory.
 
-        `stream` is ``[n]`` integers, `learn` bool ``[n]``, which of them count in the loss, None
-        for all; `split` says over which devices, None for one. Raises ValueError if the stream is
-        too short or too long, `learn` has another shape, or devices do not divide a step.
+        `split` says over which devices, None for one; the others are as `Trainer`'s.
         """
         self.settings = settings
         self._split = split
@@ -63,7 +100,7 @@ class BaseTrainer(abc.ABC, Generic[Trained]):
         self._compiled: Any = None
 
     def _init_optimizer(self) -> Any:
-        """The optimizer's state, born where it stays."""
+        """The optimizer's state, made where it stays."""
         init = self.settings.optimizer().init
         with default_promotion():
             if self._split is None:
@@ -106,31 +143,106 @@ class BaseTrainer(abc.ABC, Generic[Trained]):
         return True
 
     @abc.abstractmethod
-    def _make_step(self) -> Callable[..., tuple[Trained, Any, dict[str, jax.Array]]]:
-        """The function that is compiled.
+    def _value_and_grad(self) -> Callable[..., Any]:
+        """From what is trained, those of `_frozen`, the stream and the starts of windows.
 
-        Its arguments are what is trained, the optimizer's state, those of `_frozen`, the stream,
-        and where windows begin. It returns the first two as they are afterwards, and metrics.
+        To what `jax.value_and_grad` gives: the loss with what else it returns, and the gradient.
         """
+
+    def _metrics(self, bits: jax.Array, more: Any) -> dict[str, jax.Array]:
+        """What a step returns beside the gradient's norm, from what the loss returned."""
+        return {self.metric: bits}
 
     def _frozen(self) -> tuple[Any, ...]:
         """Further arguments of a step, which it leaves as they are."""
         return ()
 
+    def _make_step(self) -> Callable[..., tuple[Trained, Any, dict[str, jax.Array]]]:
+        return functools.partial(
+            _train_step,
+            gradient=self._value_and_grad(),
+            metrics=self._metrics,
+            settings=self.settings,
+        )
+
+    def _on_devices(self, tokens: np.ndarray) -> jax.Array:
+        """Rows of sequences, on one device or split over those of `split`."""
+        return jnp.asarray(tokens) if self._split is None else self._split.over_batch(tokens)
+
     def _arguments(self, step: int) -> tuple[Any, ...]:
-        starts: Any = self._starts(step)
-        starts = jnp.asarray(starts) if self._split is None else self._split.over_batch(starts)
+        starts = self._on_devices(self._starts(step))
         return self._trained, self.opt_state, *self._frozen(), self._stream, starts
 
     def _starts(self, step: int) -> np.ndarray:
         """Where the windows of a step begin, int32 ``[batch_size]``."""
         size = self.settings.batch_size
-        return order.window_starts(
+        return window_starts(
             step * size + np.arange(size),
             num_bytes=self._num_tokens,
             context=self.settings.context,
             seed=self.settings.seed,
         )
+
+
+def _train_step(
+    trained: Trained,
+    opt_state: Any,
+    *rest: Any,
+    gradient: Callable[..., Any],
+    metrics: Callable[[jax.Array, Any], dict[str, jax.Array]],
+    settings: Settings,
+) -> tuple[Trained, Any, dict[str, jax.Array]]:
+    """One optimizer step on the windows that begin at the last of `rest`."""
+    (value, more), grads = gradient(trained, *rest)
+    trained, opt_state = updated(trained, opt_state, grads, settings)
+    found = {"grad_norm": optax.tree.norm(grads), **metrics(value / math.log(2.0), more)}
+    return trained, opt_state, found
+
+
+def in_parts(
+    loss: Loss,
+    settings: Settings,
+    *,
+    devices: int = 1,
+    whole: Callable[[Any], Any] = lambda trained: trained,
+    beside: Any = None,
+) -> Callable[[Any, jax.Array, jax.Array], Any]:
+    """`scaled_value_and_grad` of the mean loss of windows, one part in memory at a time.
+
+    Args:
+      loss: see `Loss`.
+      settings: say into how many parts the windows are taken apart, and the scale of the loss.
+      devices: what loss and gradient are divided by, each of which has as many windows.
+      whole: makes what the loss takes of what the gradient is of, in each part anew.
+      beside: zeros of what else the loss returns, which is averaged over the parts.
+
+    Returns:
+      A function of what is trained, the stream and the starts of windows.
+    """
+    parts = settings.accumulate
+
+    def of_part(trained: Any, tokens: jax.Array, share: jax.Array | None) -> tuple[jax.Array, Any]:
+        value, more = loss(whole(trained), tokens, share)
+        # A share counts the tokens of all parts already.
+        return value / (devices * parts if share is None else devices), more
+
+    step = scaled_value_and_grad(of_part, settings.loss_scale)
+
+    def gradient(trained: Any, stream: jax.Array, starts: jax.Array) -> Any:
+        tokens = windows(stream, starts, loss.context)
+        share = loss.share(tokens)
+        if parts == 1:
+            return step(trained, tokens, share)
+
+        def add(total: Any, tokens: jax.Array) -> tuple[Any, None]:
+            return jax.tree.map(jnp.add, total, step(trained, tokens, share)), None
+
+        nothing = (jnp.zeros((), jnp.float32), beside), jax.tree.map(jnp.zeros_like, trained)
+        total, _ = jax.lax.scan(add, nothing, tokens.reshape(parts, -1, tokens.shape[1]))
+        (value, more), grads = total
+        return (value, jax.tree.map(lambda x: x / parts, more)), grads
+
+    return gradient
 
 
 def check_stream(stream: np.ndarray, vocab_size: int) -> None:
@@ -148,6 +260,33 @@ def windows(stream: jax.Array, starts: jax.Array, context: int) -> jax.Array:
     """The tokens of the windows that begin at `starts`, int32 ``[B, context + 1]``."""
     indices = starts[:, None] + jnp.arange(context + 1, dtype=jnp.int32)[None, :]
     return stream[indices].astype(jnp.int32)
+
+
+def window_starts(index: np.ndarray, *, num_bytes: int, context: int, seed: int) -> np.ndarray:
+    """Where windows begin, int32 ``[n]``, given their numbers from 0 in an endless sequence.
+
+    Every epoch visits all windows once, in a new order and cut at a new offset, both by `seed`. The
+    stream has `num_bytes` bytes, of which a window predicts `context`. Raises ValueError if the
+    stream holds no two windows, or its positions do not fit int32.
+    """
+    # One window is lost to the offset, one byte to the shift between inputs and targets.
+    num_windows = (num_bytes - 1) // context - 1
+    if num_windows < 1:
+        raise ValueError(f"{num_bytes=} must be more than twice {context=}")
+    if num_bytes >= 2**31:
+        raise ValueError(f"{num_bytes=} must be below 2**31")
+    starts = np.empty(index.shape, np.int32)
+    for epoch in np.unique(index // num_windows):
+        order, offset = _epoch(seed, context, int(epoch), num_windows)
+        here = index // num_windows == epoch
+        starts[here] = order[index[here] % num_windows] * context + offset
+    return starts
+
+
+@functools.lru_cache(maxsize=4)
+def _epoch(seed: int, context: int, epoch: int, num_windows: int) -> tuple[np.ndarray, int]:
+    generator = np.random.default_rng([seed, context, epoch])
+    return generator.permutation(num_windows), int(generator.integers(context))
 
 
 def updated(

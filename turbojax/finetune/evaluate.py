@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -30,11 +30,7 @@ def windows(data: bytes, context: int) -> np.ndarray:
 @functools.partial(jax.jit, static_argnums=(0, 3))
 def _bits(graph: Any, state: Any, tokens: jax.Array, attend: Attend) -> jax.Array:
     """Information content of every target of `[n, T + 1]` tokens: `[n, T]` float32 bits."""
-    return target_bits(nnx.merge(graph, state)(tokens[:, :-1], attend=attend), tokens)
-
-
-def target_bits(logits: jax.Array, tokens: jax.Array) -> jax.Array:
-    """As `_bits`, given logits `[n, T, 256]` of all of these tokens but the last."""
+    logits = nnx.merge(graph, state)(tokens[:, :-1], attend=attend)
     log_p = jax.nn.log_softmax(logits, axis=-1)
     chosen = jnp.take_along_axis(log_p, tokens[:, 1:, None], axis=-1)[..., 0]
     return chosen * (-1.0 / math.log(2.0))
@@ -54,20 +50,6 @@ def bits_per_byte(
     `batch_size` windows are evaluated at once.
     """
     graph, state = nnx.split(model)
-
-    def score(tokens: np.ndarray) -> np.ndarray:
-        return np.asarray(_bits(graph, state, jnp.asarray(tokens), attend))
-
-    return mean_bits(score, files, context, batch_size)
-
-
-def mean_bits(
-    score: Callable[[np.ndarray], np.ndarray],
-    files: Mapping[str, bytes],
-    context: int,
-    batch_size: int,
-) -> dict[str, float]:
-    """`bits_per_byte`, given what a model makes of `[batch_size, T + 1]` tokens: `[n, T]` bits."""
     results: dict[str, float] = {}
     total = count = 0.0
     for name, data in files.items():
@@ -76,7 +58,7 @@ def mean_bits(
         cut = windows(data, context)
         padded = np.pad(cut, ((0, -len(cut) % batch_size), (0, 0)))
         batches = padded.reshape(-1, batch_size, context + 1)
-        scores = [score(b) for b in batches]
+        scores = [np.asarray(_bits(graph, state, jnp.asarray(x), attend)) for x in batches]
         kept = np.concatenate(scores)[: len(cut)].astype(np.float64)
         results[name] = float(kept.mean())
         total, count = total + float(kept.sum()), count + kept.size

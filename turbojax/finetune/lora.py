@@ -9,15 +9,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax  # type: ignore[import-untyped]
 from jax.sharding import PartitionSpec
 
-from turbojax.finetune.base import BaseTrainer, check_stream, updated
+from turbojax.finetune.base import BaseTrainer, Loss, check_stream, in_parts
 from turbojax.finetune.frozen import AdapterSplit, Cuts, Layout, check_frozen, sliced
-from turbojax.finetune.losses import cross_entropy, marked, mean_of_learned, share_of_learned
-from turbojax.finetune.parts import in_parts
+from turbojax.finetune.losses import cross_entropy, marked
 from turbojax.finetune.settings import Settings
-from turbojax.finetune.split import Split
 from turbojax.finetune.trainer import check_remat, dense_attention
 from turbojax.matmul.int4.static import Gradient
 from turbojax.models import Attend, PooledAttention
@@ -61,11 +58,8 @@ class LoraTrainer(BaseTrainer[Adapters]):
     `run_step` returns `bits`, per token of the batch, and `grad_norm`.
 
     Attributes:
-      settings: see `Settings`.
       decoder: the frozen model.
-      opt_state: the optimizer's state.
-      step: steps done, see `BaseTrainer`.
-      compile_seconds: what compiling the step took, 0 before that.
+      settings, opt_state, step, compile_seconds: as of `Trainer`.
     """
 
     def __init__(
@@ -149,47 +143,42 @@ class LoraTrainer(BaseTrainer[Adapters]):
         On a mesh layers are gathered one after the other, and `n` must be a multiple of the devices
         that sequences are split over.
         """
-        given: Any = jnp.asarray(tokens) if self._split is None else self._split.over_batch(tokens)
-        return np.asarray(self._score(self.decoder, self.adapters, given))
+        return np.asarray(self._score(self.decoder, self.adapters, self._on_devices(tokens)))
 
     @functools.cached_property
     def _score(self) -> Callable[..., jax.Array]:
         def local(decoder: Any, adapters: Adapters, tokens: jax.Array) -> jax.Array:
             loss = self._make_loss(self._layout.with_whole_ends(decoder))
-            return loss.of_tokens(adapters, tokens) * (1.0 / math.log(2.0))
+            return loss.losses(adapters, tokens) * (1.0 / math.log(2.0))
 
         if self._split is None:
             return jax.jit(local)
         rows = self._split.axes.spec("B")
-        spread = jax.shard_map(
-            local,
-            mesh=self._split.mesh,
-            in_specs=(self._layout.specs, PartitionSpec(), rows),
-            out_specs=rows,
-            check_vma=False,
-        )
-        return jax.jit(spread, out_shardings=self._split.whole)
-
-    def _make_step(self) -> Callable[..., tuple[Adapters, Any, dict[str, jax.Array]]]:
-        return functools.partial(
-            _train_step, gradient=self._value_and_grad(), settings=self.settings
-        )
+        given = self._layout.specs, PartitionSpec(), rows
+        return jax.jit(self._split.run(local, given, rows), out_shardings=self._split.whole)
 
     def _value_and_grad(self) -> Callable[..., Any]:
-        """From decoder, adapters, stream and starts of windows loss and gradient."""
-        parts, scale = self.settings.accumulate, self.settings.loss_scale
-        if self._split is not None:
-            return _over_devices(self._make_loss, parts, scale, self._split, self._layout)
+        split, layout = self._split, self._layout
+        if split is None:
+            return lambda adapters, decoder, *rest: in_parts(
+                self._make_loss(decoder), self.settings
+            )(adapters, *rest)
 
-        def find(decoder: Any, *arrays: Any) -> Any:
-            return in_parts(self._make_loss(decoder), parts, scale)(*arrays)
+        def local(adapters: Adapters, decoder: Any, stream: jax.Array, starts: jax.Array) -> Any:
+            loss = self._make_loss(layout.with_whole_ends(decoder))
+            find = in_parts(loss, self.settings, devices=split.count)
+            (value, _), grads = find(adapters, stream, starts)
+            # Each device differentiates its own copy of the adapters, see `Split`.
+            return (jax.lax.psum(value, split.names), None), jax.lax.psum(grads, split.names)
 
-        return find
+        whole = PartitionSpec()
+        given = whole, layout.specs, whole, split.axes.spec("B")
+        return split.run(local, given, ((whole, None), whole))
 
     def _make_loss(self, decoder: Any) -> "_Loss":
         return _Loss(
-            decoder,
-            self._layout,
+            decoder=decoder,
+            layout=self._layout,
             attend=self._attend,
             gradient=self._gradient,
             context=self.settings.context,
@@ -215,9 +204,9 @@ class _Layer:
     cuts: Cuts
 
 
-@dataclasses.dataclass(frozen=True)
-class _Loss:
-    """The mean loss of windows, in nats, as a function of the adapters beside `decoder`.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Loss(Loss):
+    """The mean loss of windows as a function of the adapters beside `decoder`.
 
     On a mesh for use within `shard_map`: `decoder` is what a device has of it, as `layout` says,
     with whole embeddings, and the loss is that of the device's own sequences.
@@ -227,27 +216,17 @@ class _Loss:
     layout: Layout
     attend: Attend
     gradient: Gradient | None
-    context: int
     remat: str
-    is_marked: bool
 
-    def __call__(
-        self, adapters: Adapters, tokens: jax.Array, share: jax.Array | None
-    ) -> tuple[jax.Array, None]:
+    def of_tokens(self, adapters: Adapters, tokens: jax.Array) -> tuple[jax.Array, jax.Array, None]:
         tokens, learn = marked(tokens)
-        losses = self.of_tokens(adapters, tokens)
-        if share is None:
-            return jnp.mean(losses), None
-        return mean_of_learned(losses, learn[:, 1:], share), None
+        return self.losses(adapters, tokens), learn[:, 1:], None
 
-    def share(self, tokens: jax.Array) -> jax.Array | None:
-        """How many of a step's tokens count, see `share_of_learned`; None where all do."""
-        if not self.is_marked:
-            return None
+    def learned(self, tokens: jax.Array) -> tuple[jax.Array, tuple[str, ...]]:
         axes = self.decoder.axes
-        return share_of_learned(marked(tokens)[1][:, 1:], () if axes is None else axes.names)
+        return marked(tokens)[1][:, 1:], () if axes is None else axes.names
 
-    def of_tokens(self, adapters: Adapters, tokens: jax.Array) -> jax.Array:
+    def losses(self, adapters: Adapters, tokens: jax.Array) -> jax.Array:
         """`token_losses` of ``[B, T + 1]`` tokens."""
         decoder, inputs = self.decoder, tokens[:, :-1]
         each = zip(decoder.layers, adapters.layers, self.layout.layers, strict=True)
@@ -299,45 +278,3 @@ class _Loss:
         if axes is None:
             return added(weights, pairs, config=config, axes=None)
         return added_on_device(weights, pairs, config=config, axes=axes)
-
-
-def _over_devices(
-    given: Callable[[Any], _Loss], parts: int, scale: float, split: Split, layout: Layout
-) -> Callable[..., Any]:
-    """The gradient of adapters beside a decoder over a mesh, from that of each device's windows.
-
-    `given` makes the loss beside what a device has of the decoder.
-    """
-
-    def local(decoder: Any, adapters: Adapters, stream: jax.Array, starts: jax.Array) -> Any:
-        loss = given(layout.with_whole_ends(decoder))
-        find = in_parts(loss, parts, scale, devices=split.count)
-        (value, _), grads = find(adapters, stream, starts)
-        # Each device differentiates its own copy of the adapters, see `Split`.
-        return (jax.lax.psum(value, split.names), None), jax.lax.psum(grads, split.names)
-
-    whole = PartitionSpec()
-    return jax.shard_map(
-        local,
-        mesh=split.mesh,
-        in_specs=(layout.specs, whole, whole, split.axes.spec("B")),
-        out_specs=((whole, None), whole),
-        check_vma=False,
-    )
-
-
-def _train_step(
-    adapters: Adapters,
-    opt_state: Any,
-    decoder: Any,
-    stream: jax.Array,
-    starts: jax.Array,
-    *,
-    gradient: Callable[..., Any],
-    settings: Settings,
-) -> tuple[Adapters, Any, dict[str, jax.Array]]:
-    """One optimizer step on the windows that begin at `starts`."""
-    (value, _), grads = gradient(decoder, adapters, stream, starts)
-    adapters, opt_state = updated(adapters, opt_state, grads, settings)
-    metrics = {"bits": value / math.log(2.0), "grad_norm": optax.tree.norm(grads)}
-    return adapters, opt_state, metrics

@@ -4,34 +4,43 @@ import contextlib
 import dataclasses
 import hashlib
 import importlib.metadata
-import json
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
-from turbojax import _writing
+from turbojax import _writing, models
 from turbojax._environment import environment
-from turbojax._json import shown
 from turbojax.caches.layered import FirstLayers
-from turbojax.finetune._log import read_content
-from turbojax.finetune.base import BaseTrainer
 from turbojax.finetune.checkpoint import checkpoint_manager, last_step
 from turbojax.finetune.data import Corpus, TokenCorpus
 from turbojax.finetune.evaluate import windows
+from turbojax.finetune.frozen import sliced
+from turbojax.finetune.log import LOG_NAME, Log
+from turbojax.finetune.lora import LoraTrainer
 from turbojax.finetune.losses import marked, with_marks
-from turbojax.finetune.settings import Settings, with_defaults
+from turbojax.finetune.settings import Settings
 from turbojax.finetune.trainer import Trainer, dense_attention
-from turbojax.models import BEGINNING_OF_FILE, Attend, PooledAttention, Transformer, save
+from turbojax.matmul.int4.static import Gradient
+from turbojax.models import (
+    BEGINNING_OF_FILE,
+    Attend,
+    PooledAttention,
+    StoredDecoder,
+    Transformer,
+)
+from turbojax.models.decoder import Decoder
+from turbojax.models.lora import Adapters, usual_gradient
+from turbojax.models.quantized import QuantizedDecoder
 from turbojax.models.text.tokenizer import BYTES
 from turbojax.sharding.axes import Axes
 
-LOG_NAME = "log.json"
 CHECKPOINTS_NAME = "checkpoints"
 MODEL_NAME = "model"
+ADAPTERS_NAME = "adapters"
 
 Report = Callable[[dict[str, Any]], None]
 """Called with the step that a run begins at, then with every record and evaluation of the log."""
@@ -102,11 +111,11 @@ def fine_tune(
       settings: see `Settings`.
       corpus: training and held-out text: a `Corpus` for a byte-level model, see `corpus_of`, a
         `TokenCorpus` for others, see `tokens_of`.
-      pooled: how to attend; exactly, if not given.
-      dense_layers: see `Trainer`.
-      packed: see `Trainer`; the held-out text is read without it.
-      axes: see `Trainer`.
-      fsdp: see `Trainer`.
+      pooled: see `Trainer`, as the next four.
+      dense_layers: the same.
+      packed: the same; the held-out text is read without it.
+      axes: the same.
+      fsdp: the same.
       rhythm: see `Rhythm`.
       source: where the model came from, for the log.
       extra_config: further keys of the exported model's `config.json`, see `models.save`; of a
@@ -124,12 +133,75 @@ def fine_tune(
       FloatingPointError: if the loss is not finite.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    how: dict[str, Any] = {"pooled": pooled, "packed": packed}
-    how |= {"dense_layers": dense_layers}
+    how: dict[str, Any] = {"packed": packed, "dense_layers": dense_layers}
     how |= {"axes": axes, "fsdp": fsdp}
+    if isinstance(corpus, TokenCorpus):
+        how |= {"separator": corpus.separator, "learn": corpus.learn}
     with _writing.exclusive(folder) if _is_first() else contextlib.nullcontext():
-        trainer, log = _trained(folder, model, settings, corpus, rhythm, source, report, **how)
+        held_out = _held_out(corpus, model, settings.context, rhythm.evaluate_windows)
+        trainer = Trainer(model, settings, corpus.stream, pooled=pooled, **how)
+        digests = _digests(corpus, held_out, rhythm.evaluate_windows * settings.context)
+        header = _describe(trainer, corpus, digests, pooled, source)
+        log = _train(folder, trainer, header, held_out, rhythm, report)
+        log.content[f"held_out_bits_per_{trainer.unit}"] = {
+            name: mean_bits(trainer, held_out, attend)
+            for name, attend in {"run": trainer.attend, "dense": dense_attention}.items()
+            if name == "run" or pooled is not None
+        }
         _export(folder / MODEL_NAME, trainer, extra_config, companions)
+        log.write()
+    return log.content
+
+
+def fine_tune_adapters(
+    folder: Path,
+    decoder: Decoder | QuantizedDecoder | StoredDecoder,
+    adapters: Adapters,
+    settings: Settings,
+    corpus: TokenCorpus,
+    *,
+    gradient: Gradient | None = None,
+    fsdp: bool = True,
+    rhythm: Rhythm = Rhythm(),
+    base_model: str | None = None,
+    report: Report = lambda row: None,
+) -> dict[str, Any]:
+    """Trains adapters and writes them; continues where `folder` holds checkpoints, bit for bit.
+
+    As `fine_tune`, with the arguments of `LoraTrainer`. At the end `folder` gets the adapters as
+    PEFT stores them, in `ADAPTERS_NAME`. The decoder may also be a `StoredDecoder` over a mesh,
+    whose layers are cut as they are read, see `sliced`. `base_model` says where the model came
+    from, for the log and the adapters. Returns the log: `records` with bits per token,
+    `evaluations` of the held-out tokens.
+
+    Raises:
+      BlockingIOError: if another run is writing into `folder`.
+      ValueError: if something does not fit, see `LoraTrainer`, or `folder` holds another run.
+      FloatingPointError: if the loss is not finite.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with _writing.exclusive(folder):
+        windows = corpus.held_out_windows(settings.context, rhythm.evaluate_windows)
+        if isinstance(decoder, StoredDecoder):
+            decoder = sliced(decoder)
+        more: Any = {"learn": corpus.learn, "gradient": gradient, "fsdp": fsdp}
+        trainer = LoraTrainer(decoder, adapters, settings, corpus.stream, **more)
+        header = {
+            "identity": {
+                "settings": dataclasses.asdict(settings),
+                "gradient": usual_gradient(trainer.decoder, gradient),
+                "targets": list(adapters.targets),
+                "scale": adapters.scale,
+                "start_sha256": _digest(trainer.adapters),
+                "model_sha256": _digest(trainer.decoder),
+                **_digests(corpus, windows, 0),
+            },
+            "source": base_model,
+            "parameters": adapters.num_parameters,
+            "environment": environment(),
+        }
+        log = _train(folder, trainer, header, windows, rhythm, report)
+        models.save_adapters(trainer.adapters, folder / ADAPTERS_NAME, base_model=base_model)
         log.write()
     return log.content
 
@@ -138,52 +210,40 @@ def _is_first() -> bool:
     return jax.process_index() == 0
 
 
-def _trained(
+def _train(
     folder: Path,
-    model: Transformer,
-    settings: Settings,
-    corpus: Corpus | TokenCorpus,
+    trainer: Trainer | LoraTrainer,
+    header: dict[str, Any],
+    held_out: np.ndarray,
     rhythm: Rhythm,
-    source: str,
     report: Report,
-    *,
-    pooled: PooledAttention | None,
-    **how: Any,
-) -> "tuple[Trainer, Log]":
-    """A run to its last step, alone in the folder; its log is yet to be written."""
+) -> Log:
+    """A run to its last step, alone in the folder; its log is yet to be written.
+
+    Adapters are evaluated before the first step and after the last one in any case.
+    """
     if not _is_first():
-        report = _report_nothing
-    held_out = _held_out(corpus, model, settings.context, rhythm.evaluate_windows)
-    if isinstance(corpus, TokenCorpus):
-        how |= {"separator": corpus.separator, "learn": corpus.learn}
-    trainer = Trainer(model, settings, corpus.stream, pooled=pooled, **how)
-    unit = trainer.unit
-    start = sha256(np.asarray(x).tobytes() for x in jax.tree.leaves(trainer.exported_params()))
-    digests = _digests(corpus, held_out, rhythm.evaluate_windows * settings.context)
-    header = _describe(trainer, corpus, digests, pooled, source, start)
+        report = lambda row: None  # noqa: E731
+    has_ends, steps = isinstance(trainer, LoraTrainer), trainer.settings.steps
     log = Log(folder / LOG_NAME, header, is_kept=_is_first())
     with checkpoint_manager(folder / CHECKPOINTS_NAME) as manager:
         trainer.restore(manager)
         log.rewind(trainer.step)
         report({"step": trainer.step, "resumed": trainer.step > 0})
-        if trainer.step == 0 and rhythm.evaluate_every:
+        every = rhythm.evaluate_every
+        if trainer.step == 0 and (every or has_ends):
             log.content["evaluations"] = []
             _evaluate(trainer, held_out, log, report)
-        while trainer.step < settings.steps:
-            name = f"bits_per_{unit}"
-            run_interval(trainer, log, rhythm, report, metric=name, name=name)
-            if rhythm.evaluate_every and trainer.step % rhythm.evaluate_every == 0:
+        while trainer.step < steps:
+            _run_interval(trainer, log, rhythm, report)
+            is_last = trainer.step == steps
+            if (every and trainer.step % every == 0) or (is_last and has_ends):
                 _evaluate(trainer, held_out, log, report)
-            if trainer.step % rhythm.save_every == 0 or trainer.step == settings.steps:
+            if is_last or trainer.step % rhythm.save_every == 0:
                 # The log first: a log that is ahead of the checkpoint can be rewound.
                 log.write()
                 trainer.save(manager)
-    log.content[f"held_out_bits_per_{unit}"] = {
-        name: held_out_bits(trainer, held_out, attend)
-        for name, attend in {"run": trainer.attend, "dense": dense_attention}.items()
-        if name == "run" or pooled is not None
-    }
-    return trainer, log
+    return log
 
 
 def _held_out(
@@ -213,93 +273,24 @@ def last_checkpoint(folder: Path) -> int | None:
     return last_step(folder / CHECKPOINTS_NAME)
 
 
-class Log:
-    """The run's log, which survives interruptions.
-
-    The file at `path` is continued if it exists; what `header` has under ``"identity"`` must equal
-    the file's, else it is another run's: ValueError. With `is_kept` False the log is neither read
-    nor written, as another process keeps it.
-    """
-
-    def __init__(self, path: Path, header: dict[str, Any], *, is_kept: bool = True) -> None:
-        self._path, self._is_kept = path, is_kept
-        # As JSON gives it back, with lists for tuples.
-        header = json.loads(json.dumps(header))
-        old = read_content(path) if is_kept and path.exists() else {}
-        held, wanted = (with_defaults(x["identity"]) for x in (old or header, header))
-        if other := _differences(held, wanted):
-            raise ValueError(
-                f"{str(path.parent)!r} holds another run, with {'; '.join(other)}: "
-                "choose another folder, or the same settings, model and data"
-            )
-        empty: dict[str, Any] = {"losses": [], "records": [], "evaluations": []}
-        self.content = {**empty, **old, **header}
-
-    @property
-    def seconds(self) -> float:
-        """Time in training steps so far, without compilation, evaluation and saving."""
-        records = self.content["records"]
-        return records[-1]["seconds"] if records else 0.0
-
-    def rewind(self, step: int) -> None:
-        """Forgets what lies after `step`, to be computed again; ValueError if there is less."""
-        if self._is_kept and len(self.content["losses"]) < step:
-            raise ValueError(
-                f"{self._path} holds {len(self.content['losses'])} steps, must hold the {step} "
-                "of the checkpoint beside it"
-            )
-        self.content["losses"] = self.content["losses"][:step]
-        for name in ("records", "evaluations"):
-            self.content[name] = [row for row in self.content[name] if row["step"] <= step]
-
-    def write(self) -> None:
-        """Writes the file, so that there is always a whole one."""
-        if self._is_kept:
-            _writing.write_text(self._path, json.dumps(self.content) + "\n")
-
-
-def _differences(held: Any, wanted: Any, name: str = "") -> list[str]:
-    """What differs between two descriptions of a run, by the names of the single values."""
-    if isinstance(held, dict) and isinstance(wanted, dict):
-        keys = dict.fromkeys((*held, *wanted))
-        found = [
-            _differences(held.get(k), wanted.get(k), f"{name}.{k}" if name else k) for k in keys
-        ]
-        return [line for lines in found for line in lines]
-    return [] if held == wanted else [f"{name}={shown(held)} instead of {shown(wanted)}"]
-
-
-def held_out_bits(trainer: Trainer, held_out: np.ndarray, attend: Attend) -> float:
-    """Bits per byte, or token, of windows ``[n, context + 1]``, under a way to attend.
+def mean_bits(
+    trainer: Trainer | LoraTrainer, held_out: np.ndarray, attend: Attend | None = None
+) -> float:
+    """Bits per byte, or token, of windows ``[n, context + 1]``, under the trainer's way to attend.
 
     Of tokens that do not count, see `losses.with_marks`, the bits are left out of the mean.
     """
-    return mean_bits(lambda x: trainer.bits(x, attend), held_out, trainer.settings.part_size)
-
-
-def mean_bits(
-    bits_of: Callable[[np.ndarray], np.ndarray], held_out: np.ndarray, size: int
-) -> float:
-    """The mean over windows ``[n, context + 1]``, of which `bits_of` takes `size` at a time."""
+    size, how = trainer.settings.part_size, () if attend is None else (attend,)
     tokens, learned = (np.asarray(x) for x in marked(held_out))
     padded = np.pad(tokens, ((0, -len(tokens) % size), (0, 0)))
-    batches = [bits_of(x) for x in padded.reshape(-1, size, tokens.shape[1])]
+    batches = [trainer.bits(x, *how) for x in padded.reshape(-1, size, tokens.shape[1])]
     bits = np.concatenate(batches)[: len(tokens)]
     return float(bits.mean(dtype=np.float64, where=learned[:, 1:]))
 
 
-def run_interval(
-    trainer: BaseTrainer[Any],
-    log: Log,
-    rhythm: Rhythm,
-    report: Report,
-    *,
-    metric: str,
-    name: str,
-) -> None:
+def _run_interval(trainer: Trainer | LoraTrainer, log: Log, rhythm: Rhythm, report: Report) -> None:
     """Does the steps up to the next stop, and logs and reports them as a record.
 
-    `metric` is what the trainer's steps call their bits, `name` what the record calls their mean.
     Raises FloatingPointError if the loss is not finite.
     """
     trainer.compile()
@@ -308,7 +299,7 @@ def run_interval(
     stop = rhythm.next_stop(first, settings.steps)
     begun = time.perf_counter()
     metrics = [trainer.run_step() for _ in range(stop - first)]
-    losses = [float(row[metric]) for row in metrics]
+    losses = [float(row[trainer.metric]) for row in metrics]
     seconds = time.perf_counter() - begun
     if not np.isfinite(losses).all():
         hint = "; float16 ends at 65,504: try float32" if settings.precision == "float16" else ""
@@ -316,7 +307,7 @@ def run_interval(
     log.content["losses"] += [round(loss, 6) for loss in losses]
     record = {
         "step": stop,
-        name: round(float(np.mean(losses)), 5),
+        f"bits_per_{trainer.unit}": round(float(np.mean(losses)), 5),
         "grad_norm": round(float(metrics[-1]["grad_norm"]), 4),
     }
     if "density" in metrics[-1]:
@@ -330,8 +321,10 @@ def run_interval(
     report(record)
 
 
-def _evaluate(trainer: Trainer, held_out: np.ndarray, log: Log, report: Report) -> None:
-    bits = held_out_bits(trainer, held_out, trainer.attend)
+def _evaluate(
+    trainer: Trainer | LoraTrainer, held_out: np.ndarray, log: Log, report: Report
+) -> None:
+    bits = mean_bits(trainer, held_out)
     row = {"step": trainer.step, f"held_out_bits_per_{trainer.unit}": round(bits, 5)}
     log.content["evaluations"].append(row)
     report(row)
@@ -347,8 +340,8 @@ def _export(
         extra_config = {"bos_token_id": BEGINNING_OF_FILE, "eos_token_id": BEGINNING_OF_FILE}
     model = trainer.exported()  # which takes all processes
     if _is_first():
-        precision = trainer.settings.precision
-        save(model, folder, dtype=precision, extra_config=extra_config, companions=companions)
+        more: Any = {"extra_config": extra_config, "companions": companions}
+        models.save(model, folder, dtype=trainer.settings.precision, **more)
 
 
 def _describe(
@@ -357,10 +350,9 @@ def _describe(
     digests: dict[str, str],
     pooled: PooledAttention | None,
     source: str,
-    start: str,
 ) -> dict[str, Any]:
     """Facts about run, machine and versions; those that decide the figures under "identity"."""
-    config = trainer.config
+    config, start = trainer.config, _digest(trainer.exported_params())
     attention: dict[str, Any] = {"kind": "dense"}
     if pooled is not None:
         attention = {"kind": "pooled", **pooled.describe()}
@@ -395,19 +387,17 @@ def _describe(
 def _digests(corpus: Corpus | TokenCorpus, windows: np.ndarray, most: int) -> dict[str, str]:
     """Checksums of what is trained on and, up to `most` bytes, measured with, as logs have them."""
     if isinstance(corpus, TokenCorpus):
-        stream, held_out = with_marks(corpus.stream, corpus.learn).tobytes(), windows.tobytes()
-    else:
-        stream, held_out = corpus.stream.tobytes(), corpus.held_out[:most]
-    return {"stream_sha256": sha256([stream]), "held_out_sha256": sha256([held_out])}
+        return {
+            "stream_sha256": _digest(with_marks(corpus.stream, corpus.learn)),
+            "held_out_sha256": _digest(windows),
+        }
+    held_out = hashlib.sha256(corpus.held_out[:most]).hexdigest()
+    return {"stream_sha256": _digest(corpus.stream), "held_out_sha256": held_out}
 
 
-def _report_nothing(row: dict[str, Any]) -> None:
-    """The report of a process that shows nothing."""
-
-
-def sha256(parts: Iterable[bytes]) -> str:
-    """The checksum of these bytes, one after the other, in hexadecimal digits."""
+def _digest(tree: Any) -> str:
+    """The checksum of the bytes of all arrays, one after the other, in hexadecimal digits."""
     digest = hashlib.sha256()
-    for part in parts:
-        digest.update(part)
+    for array in jax.tree.leaves(tree):
+        digest.update(np.asarray(array).tobytes())
     return digest.hexdigest()

@@ -9,8 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax  # type: ignore[import-untyped]
 
-from turbojax.finetune.optimizer import OPTIMIZERS
-from turbojax.finetune.schedules import SCHEDULES, shape_of
+from turbojax.finetune.optimizer import OPTIMIZERS, SCHEDULES, shape_of
 from turbojax.models import TransformerConfig
 from turbojax.remat import Remat
 

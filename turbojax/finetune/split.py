@@ -177,6 +177,14 @@ class Split:
 
         return jax.tree.map(place, tree, self.shardings(tree))
 
+    def run(self, local: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+        """`jax.shard_map` over the mesh.
+
+        That results are equal on all devices is not checked: gradients are summed by `Slices`.
+        """
+        more: Any = {"in_specs": in_specs, "out_specs": out_specs, "check_vma": False}
+        return jax.shard_map(local, mesh=self.mesh, **more)
+
     @property
     def whole(self) -> NamedSharding:
         """The sharding of an array that every device has the whole of."""
@@ -292,21 +300,19 @@ class Slices:
 
         A gradient with respect to these is what this device adds to it, for `summed`.
         """
-
-        def one(path: str, place: _Place, x: jax.Array) -> jax.Array:
-            is_shared = place.slices is None and place.names
-            return jax.lax.pcast(x, place.names, to="varying") if is_shared else x
-
-        return self._map(tree, one)
+        return self._map_shared(tree, lambda x, names: jax.lax.pcast(x, names, to="varying"))
 
     def summed(self, grads: Tree) -> Tree:
         """Gradients over all devices: those of slices are summed as they arrive."""
+        return self._map_shared(grads, jax.lax.psum)
+
+    def _map_shared(self, tree: Tree, change: Callable[..., jax.Array]) -> Tree:
+        """The arrays, with those changed that several devices have."""
 
         def one(path: str, place: _Place, x: jax.Array) -> jax.Array:
-            is_shared = place.slices is None and place.names
-            return jax.lax.psum(x, place.names) if is_shared else x
+            return change(x, place.names) if place.slices is None and place.names else x
 
-        return self._map(grads, one)
+        return self._map(tree, one)
 
     def _map(self, tree: Tree, change: Callable[[str, _Place, jax.Array], jax.Array]) -> Tree:
         places = dict(self.places)

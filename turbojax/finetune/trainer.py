@@ -1,7 +1,6 @@
 """Training of all weights of a model, at a long context, on bytes or any tokens."""
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -9,7 +8,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax  # type: ignore[import-untyped]
 from flax import nnx
 from jax.sharding import PartitionSpec
 
@@ -18,23 +16,11 @@ from turbojax.attention.optional_arrays import of_layer
 from turbojax.attention.options import PLAIN, AttentionOptions
 from turbojax.caches import exact as exact_attention
 from turbojax.caches.layered import FirstLayers
-from turbojax.finetune.base import BaseTrainer, check_stream, updated
-from turbojax.finetune.losses import (
-    cross_entropy,
-    marked,
-    mean_of_learned,
-    share_of_learned,
-)
-from turbojax.finetune.parts import Gradient, in_parts
+from turbojax.finetune.base import BaseTrainer, Loss, check_stream, in_parts
+from turbojax.finetune.losses import cross_entropy, marked
 from turbojax.finetune.settings import REMATS, Settings, for_context
 from turbojax.finetune.split import Slices, Split
-from turbojax.models import (
-    BEGINNING_OF_FILE,
-    Attend,
-    PooledAttention,
-    Transformer,
-    TransformerConfig,
-)
+from turbojax.models import BEGINNING_OF_FILE, Attend, PooledAttention, Transformer
 from turbojax.models.decoder import config_for_length
 from turbojax.models.tensor_parallel.layout import local_config
 from turbojax.models.text.tokenizer import BYTES
@@ -74,10 +60,10 @@ class Trainer(BaseTrainer[nnx.State]):
       config: the model's, at the run's context.
       unit: ``"byte"`` or ``"token"``, what the model reads.
       attend: how the model attends.
-      packed: whether documents of a sequence do not see each other.
+      packed: as given.
       separator: the token that stands before each document; None if nothing marks them.
       opt_state: the optimizer's state.
-      step: steps done, see `BaseTrainer`.
+      step: steps done.
       compile_seconds: what compiling the step took, 0 before that.
     """
 
@@ -133,6 +119,7 @@ class Trainer(BaseTrainer[nnx.State]):
         _check_dense_layers(dense_layers, model.config.num_layers, pooled, packed)
         check_stream(stream, model.config.vocab_size)
         self.unit = "byte" if model.config.vocab_size == BYTES else "token"
+        self.metric = f"bits_per_{self.unit}"
         if separator is None and self.unit == "byte":
             separator = BEGINNING_OF_FILE
         if packed and separator is None:
@@ -145,14 +132,10 @@ class Trainer(BaseTrainer[nnx.State]):
         if dense_layers:
             self.attend = FirstLayers(dense_attention, self.attend, dense_layers)
         self.packed, self.separator = packed, separator
-        unroll = self.config.num_layers
-        more: Any = {
-            "dtype": settings.precision,
-            "remat": REMATS[settings.remat],
-            "unroll": unroll,
-        }
+        more: Any = {"dtype": settings.precision, "remat": REMATS[settings.remat]}
+        more["unroll"] = self.config.num_layers
 
-        def made(config: TransformerConfig) -> Transformer:
+        def made(config: Any) -> Transformer:
             return nnx.eval_shape(lambda: Transformer(config, **more, rngs=nnx.Rngs(0)))
 
         self._graph = nnx.graphdef(made(self.config))
@@ -189,17 +172,16 @@ class Trainer(BaseTrainer[nnx.State]):
         """The same with its weights in the host's memory where they are split, to be saved."""
         return self._merged(self.exported_params())
 
-    def bits(self, tokens: np.ndarray, attend: Attend) -> np.ndarray:
+    def bits(self, tokens: np.ndarray, attend: Attend | None = None) -> np.ndarray:
         """Information content of every target of `[n, T + 1]` tokens: `[n, T]` float32 bits.
 
-        On a mesh all processes must ask for it, and `n` must be a multiple of the devices that
-        sequences are split over.
+        `attend` is the trainer's, if not given. On a mesh all processes must ask for it, and `n`
+        must be a multiple of the devices that sequences are split over.
         """
+        attend = attend or self.attend
         if attend not in self._scores:
             self._scores[attend] = self._make_score(attend)
-        if self._split is not None:
-            return np.asarray(self._scores[attend](self.params, self._split.over_batch(tokens)))
-        return np.asarray(self._scores[attend](self.params, jnp.asarray(tokens)))
+        return np.asarray(self._scores[attend](self.params, self._on_devices(tokens)))
 
     def _make_score(self, attend: Attend) -> Callable[..., jax.Array]:
         graph, split, slices = self._step_graph, self._split, self._slices
@@ -213,8 +195,7 @@ class Trainer(BaseTrainer[nnx.State]):
                 return losses * (1.0 / math.log(2.0))
 
             return jax.jit(score)
-        attending = _Measured(attend)
-        loss = dataclasses.replace(self._make_loss(), attend=attending, separator=None)
+        loss = dataclasses.replace(self._make_loss(), attend=attend, separator=None)
 
         def local(params: nnx.State, tokens: jax.Array) -> jax.Array:
             losses, *_ = loss.of_tokens(slices.outside()(params), tokens)
@@ -223,14 +204,8 @@ class Trainer(BaseTrainer[nnx.State]):
                 bits = jax.lax.all_gather(bits, split.axes.heads, axis=1, tiled=True)
             return from_zigzag(bits, names) if names else bits
 
-        spread = jax.shard_map(
-            local,
-            mesh=split.mesh,
-            in_specs=(split.specs(self.params), split.axes.spec("B.")),
-            out_specs=split.axes.spec("BT"),
-            check_vma=False,
-        )
-        return jax.jit(spread, out_shardings=split.whole)
+        given = split.specs(self.params), split.axes.spec("B.")
+        return jax.jit(split.run(local, given, split.axes.spec("BT")), out_shardings=split.whole)
 
     def exported_params(self) -> nnx.State:
         """`params`, whole in the host's memory where they are split; all processes must ask."""
@@ -243,7 +218,7 @@ class Trainer(BaseTrainer[nnx.State]):
     def _make_loss(self) -> "_Loss":
         return _Loss(
             graph=self._step_graph,
-            attend=_Measured(self.attend),
+            attend=self.attend,
             context=self.settings.context,
             num_layers=self.config.num_layers,
             separator=self.separator if self.packed else None,
@@ -251,19 +226,27 @@ class Trainer(BaseTrainer[nnx.State]):
             axes=None if self._split is None else self._split.axes,
         )
 
-    def _make_step(self) -> Callable[..., tuple[nnx.State, Any, dict[str, jax.Array]]]:
-        loss = self._make_loss()
-        parts, scale = self.settings.accumulate, self.settings.loss_scale
-        gradient = in_parts(loss, parts, scale, beside=_no_density())
-        if self._split is not None and self._slices is not None:
-            gradient = _over_devices(loss, parts, scale, self._split, self._slices, self.params)
-        return functools.partial(
-            _train_step,
-            gradient=gradient,
-            settings=self.settings,
-            metric=f"bits_per_{self.unit}",
-            has_density=loss.tokens_are_whole or self.attend is dense_attention,
-        )
+    def _value_and_grad(self) -> Callable[..., Any]:
+        loss, split, slices = self._make_loss(), self._split, self._slices
+        beside = jnp.zeros((), jnp.float32)  # what parts' densities of levels are added to
+        if split is None or slices is None:
+            return in_parts(loss, self.settings, beside=beside)
+        more: Any = {"devices": split.count, "whole": slices.outside(), "beside": beside}
+        gradient = in_parts(loss, self.settings, **more)
+
+        def local(params: nnx.State, stream: jax.Array, starts: jax.Array) -> Any:
+            (value, density), grads = gradient(slices.own(params), stream, starts)
+            value = jax.lax.psum(value, split.names)
+            return (value, jax.lax.pmean(density, split.names)), slices.summed(grads)
+
+        whole, specs = PartitionSpec(), split.specs(self.params)
+        return split.run(local, (specs, whole, split.axes.spec("B")), ((whole, whole), specs))
+
+    def _metrics(self, bits: jax.Array, more: jax.Array) -> dict[str, jax.Array]:
+        found = super()._metrics(bits, more)
+        if self._make_loss().tokens_are_whole or self.attend is dense_attention:
+            found["density"] = more
+        return found
 
 
 def check_remat(remat: str, *, is_pooled: bool) -> None:
@@ -302,8 +285,8 @@ class _MeasuredAttention:
     def __init__(
         self,
         attend: Attend,
-        segment_ids: jax.Array | None = None,
-        axes: Axes | None = None,
+        segment_ids: jax.Array | None,
+        axes: Axes | None,
     ) -> None:
         self._attend = attend
         self._segment_ids = segment_ids
@@ -335,36 +318,25 @@ class _MeasuredAttention:
         return out, self._attend.density(levels).astype(cache.dtype)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Measured:
-    """Makes a `_MeasuredAttention` of an `Attend`, or two of `FirstLayers`."""
-
-    attend: Attend
-
-    def within(self, segment_ids: jax.Array | None, axes: Axes | None = None) -> Attend:
-        """The attention within segments, and of tokens that `axes` split."""
-        attend = self.attend
-        if not isinstance(attend, FirstLayers):
-            return _MeasuredAttention(attend, segment_ids, axes)
-        first, others = (
-            _Measured(a).within(segment_ids, axes) for a in (attend.first, attend.others)
-        )
-        return FirstLayers(first, others, attend.count)
+def _measured(attend: Attend, segment_ids: jax.Array | None, axes: Axes | None) -> Attend:
+    """A `_MeasuredAttention` within segments, of tokens that `axes` split; two of `FirstLayers`."""
+    if not isinstance(attend, FirstLayers):
+        return _MeasuredAttention(attend, segment_ids, axes)
+    first, others = (_measured(a, segment_ids, axes) for a in (attend.first, attend.others))
+    return FirstLayers(first, others, attend.count)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Loss:
-    """The mean loss of the windows that begin at `starts`, in nats, and the density of levels.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Loss(Loss):
+    """The mean loss of windows, and the density of levels.
 
     Inside a `shard_map` over a sequence axis it is that of the device's own tokens.
     """
 
     graph: Any
-    attend: _Measured
-    context: int
+    attend: Attend
     num_layers: int
     separator: int | None  # between documents that do not see each other; None if all do
-    is_marked: bool  # whether some tokens of the stream do not count, see `with_marks`
     axes: Axes | None = None
 
     @property
@@ -372,19 +344,9 @@ class _Loss:
         """Whether a device has all tokens of its sequences."""
         return self.axes is None or not self.axes.sequence
 
-    def __call__(
-        self, params: nnx.State, tokens: jax.Array, share: jax.Array | None
-    ) -> tuple[jax.Array, jax.Array]:
-        losses, learned, density = self.of_tokens(params, tokens)
-        loss = jnp.mean(losses) if share is None else mean_of_learned(losses, learned, share)
-        return loss, density
-
-    def share(self, tokens: jax.Array) -> jax.Array | None:
-        """How many of a step's tokens count, see `share_of_learned`; None where all do."""
-        if not self.is_marked:
-            return None
+    def learned(self, tokens: jax.Array) -> tuple[jax.Array, tuple[str, ...]]:
         names = () if self.axes is None else self.axes.names
-        return share_of_learned(self._scored(self._own(marked(tokens)[1][:, 1:])), names)
+        return self._scored(self._own(marked(tokens)[1][:, 1:])), names
 
     def of_tokens(
         self, params: nnx.State, tokens: jax.Array
@@ -401,7 +363,7 @@ class _Loss:
         if not self.tokens_are_whole:
             positions = self._own(jnp.broadcast_to(jnp.arange(self.context)[None], inputs.shape))
         inputs, targets = self._own(inputs), self._own(targets)
-        attend = self.attend.within(ids, self.axes)
+        attend = _measured(self.attend, ids, self.axes)
         densities = jnp.ones(self.num_layers, jnp.float32)
         model: Transformer = nnx.merge(self.graph, params)
         hidden, densities = model.hidden(
@@ -425,54 +387,3 @@ class _Loss:
         count = x.shape[1] // self.axes.size("heads")
         first = jax.lax.axis_index(self.axes.heads) * count
         return jax.lax.dynamic_slice_in_dim(x, first, count, axis=1)
-
-
-def _no_density() -> jax.Array:
-    """What parts' densities of levels are added to."""
-    return jnp.zeros((), jnp.float32)
-
-
-def _over_devices(
-    loss: _Loss, parts: int, scale: float, split: Split, slices: Slices, params: nnx.State
-) -> Gradient:
-    """`in_parts` of the windows of all devices, each of which has some of every part.
-
-    `loss` is that of a device's windows, given weights (`params`) of which layers are slices.
-    """
-    more: Any = {"devices": split.count, "whole": slices.outside(), "beside": _no_density()}
-    gradient = in_parts(loss, parts, scale, **more)
-
-    def local(params: nnx.State, stream: jax.Array, starts: jax.Array) -> Any:
-        (value, density), grads = gradient(slices.own(params), stream, starts)
-        value = jax.lax.psum(value, split.names)
-        return (value, jax.lax.pmean(density, split.names)), slices.summed(grads)
-
-    whole, specs = PartitionSpec(), split.specs(params)
-    return jax.shard_map(
-        local,
-        mesh=split.mesh,
-        in_specs=(specs, whole, split.axes.spec("B")),
-        out_specs=((whole, whole), specs),
-        check_vma=False,  # gradients are summed by `slices`, so that no types are needed
-    )
-
-
-def _train_step(
-    params: nnx.State,
-    opt_state: Any,
-    stream: jax.Array,
-    starts: jax.Array,
-    *,
-    gradient: Gradient,
-    settings: Settings,
-    metric: str,
-    has_density: bool,
-) -> tuple[nnx.State, Any, dict[str, jax.Array]]:
-    """One optimizer step on the windows that begin at `starts`."""
-    (value, density), grads = gradient(params, stream, starts)
-    params, opt_state = updated(params, opt_state, grads, settings)
-    norm = optax.tree.norm(grads)
-    metrics = {metric: value / math.log(2.0), "grad_norm": norm}
-    if has_density:
-        metrics["density"] = density
-    return params, opt_state, metrics

@@ -92,81 +92,43 @@ def as_mask(mask: jax.Array, query: jax.Array, key: jax.Array) -> jax.Array:
 def read_mask(
     mask: jax.Array, batch: int, tokens: int, rule: MaskRule, warn_for: Hashable | None
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The lengths that a mask stands for; a mask that stands for none is reported.
+    """What a mask stands for by its rule: lengths, segments or bounds.
 
-    `mask` is bool ``[B or 1, N or 1, T or 1, S]``, `tokens` is `T`. Under `jit` masks are warned
-    about, once for each `warn_for`; None for no warning.
+    `mask` is bool ``[B or 1, N or 1, T or 1, S]``, `tokens` is `T`. Under `jit` masks that stand
+    for no such thing are warned about, once for each `warn_for`; None for no warning.
 
-    Returns lengths of queries and of keys, int32 ``[B]``, and bool ``[B]``: whether they and the
-    rule show exactly what the mask shows. False only under `jit`: outside of it such a mask is a
-    ValueError. Under `jit`, too, one is raised if the mask's shape says that it shows later keys,
-    and the rule expects it to be causal.
+    Returns two arrays of int32, and bool ``[B]``: whether they and the rule show exactly what the
+    mask shows. False only under `jit`: outside of it such a mask is a ValueError. Under `jit`, too,
+    one is raised if the mask's shape says that it shows later keys, and the rule expects it to be
+    causal. The arrays are
+
+    - lengths of queries and of keys, ``[B]``;
+    - segments of queries, ``[B, T]``, and of keys, ``[B, S]``, -1 for those that no query sees.
+      Queries that share a key are of one segment, and a key is of the segment of those that see it.
+      So a mask may hide other packed sequences, in a row or interleaved, and keys and queries
+      anywhere, as padding on either side;
+    - the first key of each query and the one after its last, ``[B, T]`` each, both 0 for a query
+      that sees nothing.
     """
-    _check_rows(mask, tokens, rule)
-    read = _read_lengths(mask, tokens, rule)
-    query_length, key_length, fits = (jnp.broadcast_to(x, (batch,)) for x in read)
-    _check_fits(fits, rule, warn_for)
-    return query_length, key_length, fits
-
-
-def read_segments(
-    mask: jax.Array, batch: int, tokens: int, rule: MaskRule, warn_for: Hashable | None
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The segments that a mask stands for; one that stands for none is reported, see `read_mask`.
-
-    Queries that share a key are of one segment, and a key is of the segment of those that see it.
-    So a mask may hide other packed sequences, in a row or interleaved, and keys and queries
-    anywhere, as padding on either side.
-
-    Returns segments of queries, int32 ``[B, T]``, and of keys, ``[B, S]``, -1 for those that no
-    query sees; and whether they fit, as in `read_mask`.
-    """
-    _check_rows(mask, tokens, rule)
-    queries, keys, fits = _read_segments(mask, tokens, rule)
-    fits = jnp.broadcast_to(fits, (batch,))
-    _check_fits(fits, rule, warn_for)
-    queries, keys = (jnp.broadcast_to(x, (batch, x.shape[1])) for x in (queries, keys))
-    return queries, keys, fits
-
-
-def read_bounds(
-    mask: jax.Array, batch: int, tokens: int, rule: MaskRule, warn_for: Hashable | None
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The bounds that a mask stands for; one that stands for none is reported, see `read_mask`.
-
-    Returns the first key of each query and the one after its last, int32 ``[B, T]`` each, both 0
-    for a query that sees nothing; and whether the mask shows exactly what is between.
-    """
-    _check_rows(mask, tokens, rule)
-    start, end, fits = _read_bounds(mask, tokens, rule)
-    fits = jnp.broadcast_to(fits, (batch,))
-    _check_fits(fits, rule, warn_for)
-    start, end = (jnp.broadcast_to(x, (batch, x.shape[1])) for x in (start, end))
-    return start, end, fits
-
-
-def _check_rows(mask: jax.Array, tokens: int, rule: MaskRule) -> None:
     if rule.expects_causal and mask.shape[2] == 1 < tokens and mask.shape[3] > 1:
         raise ValueError(
             f"mask of {tokens} queries and {mask.shape[3]} keys shows the same keys to every "
             f"query; it {_MUST_BE_CAUSAL}"
         )
-
-
-def _check_fits(fits: jax.Array, rule: MaskRule, warn_for: Hashable | None) -> None:
-    """Raises ValueError where masks do not fit; under `jit` reports them at run time instead."""
-    if _checks.is_concrete(fits):
-        if wrong := np.flatnonzero(~np.asarray(fits)).tolist():
-            raise ValueError(f"mask of sequences {wrong} {rule}")
-    else:
+    read = _read_segments if rule.segments else _read_bounds if rule.bounds else _read_lengths
+    found = read(mask, tokens, rule)
+    one, other, fits = (jnp.broadcast_to(x, (batch, *x.shape[1:])) for x in found)
+    if not _checks.is_concrete(fits):
         _report(fits, rule, warn_for)
+    elif wrong := np.flatnonzero(~np.asarray(fits)).tolist():
+        raise ValueError(f"mask of sequences {wrong} {rule}")
+    return one, other, fits
 
 
 @functools.partial(jax.jit, static_argnames=("tokens", "rule"))
 def _read_lengths(
     mask: jax.Array, tokens: int, rule: MaskRule
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Lengths of queries and of keys, int32 ``[B]``, and whether they fit, as `read_mask`."""
     batch, _, rows, size = mask.shape
     row, column = jnp.arange(rows)[None], jnp.arange(size)[None]
     visibility = _visibility(rule, rows)
@@ -191,13 +153,12 @@ def _read_lengths(
 def _read_segments(
     mask: jax.Array, tokens: int, rule: MaskRule
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Segments of queries and of keys, and whether they fit, as `read_segments`.
+    """A segment is named by its first query.
 
-    A segment is named by its first query. From a query, take the first key that it sees, and from
-    there the first query that sees this key, which is of the same segment. Without a window that is
-    the segment's first query. With one, this step is repeated until a query leads to itself. Two
-    queries that share a key arrive at the same one: the earlier sees the later one's first key,
-    too.
+    From a query, take the first key that it sees, and from there the first query that sees this
+    key, which is of the same segment. Without a window that is the segment's first query. With one,
+    this step is repeated until a query leads to itself. Two queries that share a key arrive at the
+    same one: the earlier sees the later one's first key, too.
     """
     batch, _, rows, size = mask.shape
     visibility = _visibility(rule, rows)
@@ -221,7 +182,6 @@ def _read_segments(
 def _read_bounds(
     mask: jax.Array, tokens: int, rule: MaskRule
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Starts and ends of what queries see, and whether they fit, as `read_bounds`."""
     batch, _, rows, size = mask.shape
     shown = _visibility(rule, rows).mask(
         jnp.arange(rows)[None], jnp.arange(size)[None], jnp.full(batch, size)

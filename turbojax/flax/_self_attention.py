@@ -1,12 +1,11 @@
 """What self-attention with a cache does, whichever Flax module holds its parameters."""
 
 import dataclasses
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import DTypeLike
 
 from turbojax import _checks
 from turbojax.attention.options import check_implementation, require_plain
@@ -45,23 +44,55 @@ class Layers(Protocol):
         ...
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class SelfAttention:
     """How a module attends, checked and completed; static under `jit`.
 
-    `attention` attends within whole sequences and within prompts. If it is None, the latter attend
-    as the cache does with prompts, and so do the former, or exactly where that needs the cache.
+    Fields are arguments of `TurboAttention`, completed by those that were not given. `attention`
+    attends within whole sequences and within prompts. If it is None, the latter attend as the cache
+    does with prompts, and so do the former, or exactly where that needs the cache.
+
+    Raises TypeError if a size is not an integer, or another argument of another kind; ValueError if
+    sizes do not fit, the cache is of no known kind, or there is no such implementation;
+    NotImplementedError if pooled attention cannot attend with the options.
     """
 
     hidden_size: int
+    num_heads: int
+    num_kv_heads: Any
+    head_dim: Any
+    rope: Any
     cache: CacheKind
     attention: WholeAttention | None
     options: AttentionOptions
-    rope: Rope | None
-    head_dim: int
-    num_kv_heads: int
     implementation: Any
     dtype: Any
+
+    def __post_init__(self) -> None:
+        hidden_size, num_heads, rope = self.hidden_size, self.num_heads, self.rope
+        num_kv_heads = num_heads if self.num_kv_heads is None else self.num_kv_heads
+        sizes = {"hidden_size": hidden_size, "num_heads": num_heads}
+        _checks.check_sizes(**sizes, num_kv_heads=num_kv_heads)
+        _checks.check_head_groups(num_heads, num_kv_heads)
+        if rope not in ("default", None) and not isinstance(rope, Rope):
+            raise TypeError(f"rope={rope!r} must be a Rope, 'default' or None")
+        head_dim = self.head_dim
+        if isinstance(rope, Rope):
+            head_dim = check_head_dim(rope, head_dim)
+        elif head_dim is None:
+            if hidden_size % num_heads:
+                raise ValueError(
+                    f"{hidden_size=} must be a multiple of {num_heads=} without head_dim"
+                )
+            head_dim = hidden_size // num_heads
+        _checks.check_sizes(head_dim=head_dim)
+        _check_attention(self.attention, self.options)
+        complete = {"num_kv_heads": num_kv_heads, "head_dim": head_dim}
+        complete |= {"rope": Rope(head_dim) if rope == "default" else rope}
+        for name, value in (complete | {"dtype": jnp.dtype(self.dtype)}).items():
+            object.__setattr__(self, name, value)
+        jax.eval_shape(lambda: self.init_cache(1, 1))  # refuses unknown kinds now
+        check_implementation(self.implementation, kind_for(self.cache).implementations)
 
     def init_cache(self, batch_size: int, max_length: int) -> LayerCache:
         """An empty cache; with a window it holds only what the window needs, if the kind can."""
@@ -171,56 +202,7 @@ class SelfAttention:
         return positions
 
 
-def make_self_attention(
-    hidden_size: int,
-    num_heads: int,
-    num_kv_heads: int | None,
-    head_dim: int | None,
-    *,
-    rope: Rope | Literal["default"] | None,
-    cache: CacheKind,
-    attention: WholeAttention | None,
-    options: AttentionOptions,
-    implementation: str | None,
-    dtype: DTypeLike,
-) -> SelfAttention:
-    """Checks and completes a module's arguments, see `TurboAttention`.
-
-    Raises TypeError if a size is not an integer, or another argument of another kind; ValueError if
-    sizes do not fit, the cache is of no known kind, or there is no such implementation;
-    NotImplementedError if pooled attention cannot attend with the options.
-    """
-    num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-    _checks.check_sizes(hidden_size=hidden_size, num_heads=num_heads, num_kv_heads=num_kv_heads)
-    _checks.check_head_groups(num_heads, num_kv_heads)
-    if rope not in ("default", None) and not isinstance(rope, Rope):
-        raise TypeError(f"rope={rope!r} must be a Rope, 'default' or None")
-    if isinstance(rope, Rope):
-        head_dim = check_head_dim(rope, head_dim)
-    elif head_dim is None:
-        if hidden_size % num_heads:
-            raise ValueError(f"{hidden_size=} must be a multiple of {num_heads=} without head_dim")
-        head_dim = hidden_size // num_heads
-    _checks.check_sizes(head_dim=head_dim)
-    made = SelfAttention(
-        hidden_size=hidden_size,
-        cache=cache,
-        attention=_check_attention(attention, options),
-        options=options,
-        rope=Rope(head_dim) if rope == "default" else rope,
-        head_dim=head_dim,
-        num_kv_heads=num_kv_heads,
-        implementation=implementation,
-        dtype=jnp.dtype(dtype),
-    )
-    jax.eval_shape(lambda: made.init_cache(1, 1))  # refuses unknown kinds now
-    check_implementation(implementation, kind_for(cache).implementations)
-    return made
-
-
-def _check_attention(
-    attention: WholeAttention | None, options: AttentionOptions
-) -> WholeAttention | None:
+def _check_attention(attention: object, options: object) -> None:
     if not isinstance(options, AttentionOptions):
         raise TypeError(f"options={options!r} must be AttentionOptions")
     if isinstance(attention, PooledAttention):
@@ -229,7 +211,6 @@ def _check_attention(
         raise TypeError(
             f"attention={attention!r} must be 'exact', a TurboConfig or PooledAttention"
         )
-    return attention
 
 
 def _hide_padding(x: jax.Array, lengths: jax.Array | None) -> jax.Array:

@@ -10,7 +10,7 @@ from jax.typing import DTypeLike
 from turbojax.attention.options import PLAIN
 from turbojax.caches import AttentionOptions, CacheKind, LayerCache
 from turbojax.caches.whole import WholeAttention
-from turbojax.flax._self_attention import make_self_attention
+from turbojax.flax._self_attention import SelfAttention
 from turbojax.flax.projections import AttentionProjections
 from turbojax.numerics.config import TurboConfig
 from turbojax.rotary import Rope
@@ -104,11 +104,11 @@ class TurboAttention(AttentionProjections):
           NotImplementedError: if pooled attention cannot attend with the options.
         """
         dtype = param_dtype if dtype is None else dtype
-        self.core = make_self_attention(
-            hidden_size,
-            num_heads,
-            num_kv_heads,
-            head_dim,
+        self.core = SelfAttention(
+            hidden_size=hidden_size,
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
             rope=rope,
             cache=cache,
             attention=attention,

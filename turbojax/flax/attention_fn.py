@@ -5,7 +5,7 @@ the mask, or segments or bounds, and it is compared with what they and the stati
 """
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,27 +18,12 @@ from turbojax.attention.options import check_implementation
 from turbojax.attention.pooled import pooled_attention
 from turbojax.attention.turbo import turbo_attention
 from turbojax.caches.pooled import check_pooled
-from turbojax.flax._masks import MaskRule, as_mask, read_bounds, read_mask, read_segments
+from turbojax.flax._masks import MaskRule, as_mask, read_mask
 from turbojax.levels import Pattern, Policy, select_levels
 from turbojax.numerics.config import TurboConfig
 
-
-class _Given(NamedTuple):
-    """The lengths, segments or bounds of a call; None where all tokens are real.
-
-    Lengths are int32 ``[B]``, segments of queries ``[B, T]`` and of keys ``[B, S]``, and bounds two
-    of ``[B, T]``.
-    """
-
-    query_seq_lengths: jax.Array | None = None
-    key_value_seq_lengths: jax.Array | None = None
-    query_segment_ids: jax.Array | None = None
-    key_value_segment_ids: jax.Array | None = None
-    key_bounds: tuple[jax.Array, jax.Array] | None = None
-
-    def arguments(self) -> dict[str, Any]:
-        """As keyword arguments of an op."""
-        return {name: x for name, x in self._asdict().items() if x is not None}
+_Operands = tuple[jax.Array, jax.Array, jax.Array]
+"""Query ``[B, T, N, H]``, key and value ``[B, S, K, H]``."""
 
 
 class _AttentionFn:
@@ -50,7 +35,7 @@ class _AttentionFn:
     bounds: bool = False
     local_window_size: int | tuple[int, int] | None = None
 
-    def __call__(
+    def __call__(  # noqa: D417
         self,
         query: jax.Array,
         key: jax.Array,
@@ -75,6 +60,10 @@ class _AttentionFn:
     ) -> jax.Array:
         """Attends; the arguments are those that Flax's modules pass, in their order.
 
+        Those that are not named here must be None, or have no meaning: weights never exist as a
+        whole, so that `module` cannot keep them, the kernels have a precision of their own, and a
+        softmax in float32. Queries and keys are rotated before, instead of `input_positions`.
+
         Args:
           query: ``[batch..., T, N, H]``.
           key: ``[batch..., S, K, H]``; `N` is a multiple of `K`.
@@ -84,24 +73,14 @@ class _AttentionFn:
             visible. It may hide keys and queries past a length per sequence, and what causality and
             the window hide; with `segments` also keys and queries anywhere, and keys of other
             packed sequences; with `bounds` of each query all keys before and after some; the same
-            for all heads. Where the function is causal, and not the
-            call, it must hide what causality hides; a window hides more than the mask does. Any
-            other mask raises outside `jit`. Under it, its sequences become NaN, which `checkify`
-            and a warning report. A single query under a mask is the newest token that it shows, as
-            in decoding.
-          broadcast_dropout: has no meaning without dropout.
-          dropout_rng: the same.
+            for all heads. Where the function is causal, and not the call, it must hide what
+            causality hides; a window hides more than the mask does. Any other mask raises outside
+            `jit`. Under it, its sequences become NaN, which `checkify` and a warning report. A
+            single query under a mask is the newest token that it shows, as in decoding.
           dropout_rate: 0, unless `deterministic`.
           deterministic: whether there is no dropout.
           dtype: of the computation; that of the operands, promoted, if not given.
-          precision: None: the kernels have their own.
-          module: None: the weights, which it would keep, never exist as a whole.
           is_causal: whether query `t` sees only keys up to `t` of those that the mask shows.
-          force_fp32_for_softmax: the softmax is in float32 in either case.
-          einsum_dot_general: None.
-          qk_attn_weights_einsum: None.
-          attn_weights_value_einsum: None.
-          input_positions: None: rotate queries and keys before.
           query_segment_ids: optional integers ``[batch..., T]``, of packed sequences: a query sees
             keys of an equal id alone, of those that the mask shows. Flax's modules do not pass
             them; a function with them bound may be given to a module that is called once.
@@ -115,7 +94,7 @@ class _AttentionFn:
           ValueError: if a shape does not fit, or, outside `jit`, a mask that is not as above; if
             the function is causal, and the mask has one row for many queries, or there is none and
             the number of keys is not that of queries.
-          NotImplementedError: for active dropout, and for what must be None above.
+          NotImplementedError: for active dropout, and for what must be None.
         """
         if dropout_rate > 0 and not deterministic:
             raise NotImplementedError(
@@ -135,20 +114,15 @@ class _AttentionFn:
         if mask is not None:
             mask = as_mask(mask, query, key)
         query, key, value = (x.reshape(-1, *x.shape[-3:]) for x in (query, key, value))
-        given = _Given(
-            query_segment_ids=_flat("query_segment_ids", query_segment_ids, shape[:-3]),
-            key_value_segment_ids=_flat("key_value_segment_ids", key_value_segment_ids, shape[:-3]),
-        )
-        return self._masked(query, key, value, mask, bool(is_causal), given).reshape(shape)
+        ids = {
+            "query_segment_ids": query_segment_ids,
+            "key_value_segment_ids": key_value_segment_ids,
+        }
+        given = {k: _flat(k, x, shape[:-3]) for k, x in ids.items() if x is not None}
+        return self._masked((query, key, value), mask, bool(is_causal), given).reshape(shape)
 
     def _masked(
-        self,
-        query: jax.Array,
-        key: jax.Array,
-        value: jax.Array,
-        mask: jax.Array | None,
-        is_causal: bool,
-        given: _Given,
+        self, operands: _Operands, mask: jax.Array | None, is_causal: bool, given: dict[str, Any]
     ) -> jax.Array:
         """Attends to what a mask ``[B or 1, N or 1, T or 1, S]`` shows.
 
@@ -156,7 +130,7 @@ class _AttentionFn:
         the call is not needs a mask that says so, too.
         """
         expects_causal = self.is_causal and not is_causal
-        is_causal = is_causal or self.is_causal
+        is_causal, (query, key, _) = is_causal or self.is_causal, operands
         if mask is None:
             if expects_causal and query.shape[1] != key.shape[1]:
                 raise ValueError(
@@ -165,45 +139,34 @@ class _AttentionFn:
                     "lets query t see keys up to t; for cross-attention take a function with "
                     "is_causal=False"
                 )
-            return self._attend(query, key, value, is_causal, given)
-        has_ids = any(ids is not None for ids in given)
+            return self._attend(operands, is_causal, given)
         batch, tokens = query.shape[:2]
-        newest = tokens == 1 < key.shape[1]
-        if newest and has_ids:
+        is_newest = tokens == 1 < key.shape[1]
+        if is_newest and given:
             raise NotImplementedError("a single query under a mask has no segments")
         window = _checks.normalize_window(self.local_window_size)
-        segments, bounds = self.segments and not (newest or has_ids), self.bounds and not newest
+        segments, bounds = self.segments and not (is_newest or given), self.bounds and not is_newest
         rule = MaskRule(is_causal, expects_causal, window, segments, bounds)
-        read = read_segments if segments else read_bounds if bounds else read_mask
-        one, other, fits = read(mask, batch, tokens, rule, self if self.warn else None)
-        if newest:
-            out = self._attend_newest(query, key, value, other)
+        one, other, fits = read_mask(mask, batch, tokens, rule, self if self.warn else None)
+        if is_newest:
+            out = self._attend_newest(operands, other)
         else:
             if segments:
-                given = given._replace(query_segment_ids=one, key_value_segment_ids=other)
+                given |= {"query_segment_ids": one, "key_value_segment_ids": other}
             elif bounds:
-                given = given._replace(key_bounds=(one, other))
+                given |= {"key_bounds": (one, other)}
             else:
-                given = given._replace(query_seq_lengths=one, key_value_seq_lengths=other)
-            out = self._attend(query, key, value, is_causal, given)
+                given |= {"query_seq_lengths": one, "key_value_seq_lengths": other}
+            out = self._attend(operands, is_causal, given)
         # Multiplied, not selected, so that gradients become NaN as well.
         broken = jnp.where(fits, 1, jnp.nan).astype(out.dtype)
         return out * broken[:, None, None, None]
 
-    def _attend(
-        self,
-        query: jax.Array,
-        key: jax.Array,
-        value: jax.Array,
-        is_causal: bool,
-        given: _Given,
-    ) -> jax.Array:
-        """Attends ``[B, T, N, H]`` to ``[B, S, K, H]``."""
+    def _attend(self, operands: _Operands, is_causal: bool, given: dict[str, Any]) -> jax.Array:
+        """Attends, with further arguments of the op: lengths, segments or bounds."""
         raise NotImplementedError
 
-    def _attend_newest(
-        self, query: jax.Array, key: jax.Array, value: jax.Array, key_length: jax.Array
-    ) -> jax.Array:
+    def _attend_newest(self, operands: _Operands, key_length: jax.Array) -> jax.Array:
         """Attends the token at ``key_length - 1``, ``[B, 1, N, H]``."""
         raise NotImplementedError
 
@@ -214,10 +177,8 @@ def _check_switches(**switches: object) -> None:
             raise TypeError(f"{name}={switch!r} must be a bool")
 
 
-def _flat(name: str, ids: Any, batch: tuple[int, ...]) -> jax.Array | None:
-    """Segments ``[batch..., T]`` as int32 ``[B, T]``, None as None; the op checks the rest."""
-    if ids is None:
-        return None
+def _flat(name: str, ids: Any, batch: tuple[int, ...]) -> jax.Array:
+    """Segments ``[batch..., T]`` as int32 ``[B, T]``; the op checks the rest."""
     ids = _checks.as_int32(name, ids)
     if ids.ndim != len(batch) + 1 or ids.shape[:-1] != batch:
         raise ValueError(
@@ -297,22 +258,13 @@ class TurboAttentionFn(_AttentionFn):
         _checks.check_number("logits_soft_cap", self.logits_soft_cap)
         _checks.check_positive("logits_soft_cap", self.logits_soft_cap)
 
-    def _attend(
-        self,
-        query: jax.Array,
-        key: jax.Array,
-        value: jax.Array,
-        is_causal: bool,
-        given: _Given,
-    ) -> jax.Array:
+    def _attend(self, operands: _Operands, is_causal: bool, given: dict[str, Any]) -> jax.Array:
         out = turbo_attention(
-            query,
-            key,
-            value,
+            *operands,
             config=self.config,
             scale=self.scale,
             is_causal=is_causal,
-            **given.arguments(),
+            **given,
             local_window_size=self.local_window_size,
             logits_soft_cap=self.logits_soft_cap,
             implementation=self.implementation,
@@ -320,14 +272,13 @@ class TurboAttentionFn(_AttentionFn):
         assert isinstance(out, jax.Array)
         return out
 
-    def _attend_newest(
-        self, query: jax.Array, key: jax.Array, value: jax.Array, key_length: jax.Array
-    ) -> jax.Array:
+    def _attend_newest(self, operands: _Operands, key_length: jax.Array) -> jax.Array:
+        query, key, value = operands
         window = _checks.normalize_window(self.local_window_size)
         if window is not None:
             key, value, key_length = _take_newest(key, value, key_length, window[0] + 1)
         whole = dataclasses.replace(self, local_window_size=None)
-        return whole._attend(query, key, value, False, _Given(None, key_length))
+        return whole._attend((query, key, value), False, {"key_value_seq_lengths": key_length})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -384,16 +335,10 @@ class PooledAttentionFn(_AttentionFn):
         )
         _check_switches(is_causal=self.is_causal, warn=self.warn, segments=self.segments)
 
-    def _attend(
-        self,
-        query: jax.Array,
-        key: jax.Array,
-        value: jax.Array,
-        is_causal: bool,
-        given: _Given,
-    ) -> jax.Array:
+    def _attend(self, operands: _Operands, is_causal: bool, given: dict[str, Any]) -> jax.Array:
+        query, key, _ = operands
         blocks: dict[str, Any] = {"block_q": self.block_q, "block_kv": self.block_kv}
-        if isinstance(self.policy, Pattern) and given.query_segment_ids is None:
+        if isinstance(self.policy, Pattern) and "query_segment_ids" not in given:
             # From positions alone: a constant of the program, which `pooled_attention` can check.
             with jax.ensure_compile_time_eval():
                 levels = self.policy.levels(
@@ -406,37 +351,26 @@ class PooledAttentionFn(_AttentionFn):
                 self.policy,
                 **blocks,
                 is_causal=is_causal,
-                **given.arguments(),
+                **given,
                 query_samples=self.query_samples,
                 key_means=self.key_means,
             )
-        return self._pooled(query, key, value, levels, is_causal, given)
+        return self._pooled(operands, levels, is_causal, given)
 
-    def _attend_newest(
-        self, query: jax.Array, key: jax.Array, value: jax.Array, key_length: jax.Array
-    ) -> jax.Array:
+    def _attend_newest(self, operands: _Operands, key_length: jax.Array) -> jax.Array:
         # A constant, like a pattern's levels.
-        levels = np.ones((1, 1, 1, -(-key.shape[1] // self.block_kv)), np.int8)
-        return self._pooled(query, key, value, levels, False, _Given(None, key_length))
+        levels = np.ones((1, 1, 1, -(-operands[1].shape[1] // self.block_kv)), np.int8)
+        return self._pooled(operands, levels, False, {"key_value_seq_lengths": key_length})
 
     def _pooled(
-        self,
-        query: jax.Array,
-        key: jax.Array,
-        value: jax.Array,
-        levels: Any,
-        is_causal: bool,
-        given: _Given,
+        self, operands: _Operands, levels: Any, is_causal: bool, given: dict[str, Any]
     ) -> jax.Array:
         out = pooled_attention(
-            query,
-            key,
-            value,
-            levels,
+            *(*operands, levels),
             block_q=self.block_q,
             block_kv=self.block_kv,
             is_causal=is_causal,
-            **given.arguments(),
+            **given,
             implementation=self.implementation,
         )
         assert isinstance(out, jax.Array)

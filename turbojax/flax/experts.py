@@ -68,15 +68,9 @@ class Int4Experts(nnx.Module):
     ):
         """Takes quantized weights; `from_kernels` quantizes some.
 
-        Args:
-          router: bfloat16, float16 or float32 ``[in, E]``.
-          gate_up: gated, ``[2 inner, in]``, with a leading axis of `E` experts.
-          down: ``[in, inner]``, the same.
-          top_k: experts of a token.
-          softmax: as in `route`.
-          normalize: as in `route`.
-          precision: as in `matmul`.
-          implementation: as in `grouped_matmul`.
+        `router` is bfloat16, float16 or float32 ``[in, E]``, `gate_up` gated, ``[2 inner, in]``
+        with a leading axis of `E` experts, and `down` ``[in, inner]`` with the same. For the other
+        arguments see the attributes.
 
         Raises:
           TypeError: if a weight is of another kind or dtype.
@@ -128,18 +122,9 @@ class Int4Experts(nnx.Module):
     ) -> Self:
         """Quantizes the experts' kernels; the router stays as it is.
 
-        Args:
-          router: ``[in, E]``.
-          gate: ``[E, in, inner]``, kernels as Flax has them: inputs first.
-          up: ``[E, in, inner]``.
-          down: ``[E, inner, in]``.
-          top_k: experts of a token.
-          softmax: as in `route`.
-          normalize: as in `route`.
-          group_size: as in `quantize_weight`.
-          scale_dtype: as in `quantize_weight`.
-          precision: as in `matmul`.
-          implementation: as in `grouped_matmul`.
+        `router` is ``[in, E]``; `gate` and `up` are ``[E, in, inner]`` and `down`
+        ``[E, inner, in]``, kernels as Flax has them, inputs first. `group_size` and `scale_dtype`
+        are `quantize_weight`'s; for the other arguments see the attributes.
 
         Raises:
           TypeError: if a dtype is not supported.
@@ -180,9 +165,7 @@ class Int4Experts(nnx.Module):
 
         def product(x: jax.Array, weight: FrozenWeight, activation: object) -> jax.Array:
             return grouped_matmul(
-                x,
-                weight.get_value(),
-                sorted_by.group_sizes,
+                *(x, weight.get_value(), sorted_by.group_sizes),
                 activation="swiglu" if activation else None,
                 precision=self.precision,
                 implementation=self.implementation,

@@ -27,8 +27,9 @@ class Int4Linear(nnx.Module):
     """``act(x W^T + bias)`` with an INT4 weight (FireQ, section 3.1; see `matmul`).
 
     The gradient passes through the activations; the weight is frozen and the bias an `nnx.Param`.
-    Low-rank adapters go beside it: ``nnx.LoRA(in_features, rank, out_features, base_module=layer,
-    rngs=rngs)``, trained with ``nnx.DiffState(0, nnx.LoRAParam)``.
+    Low-rank adapters go beside it:
+    ``nnx.LoRA(in_features, rank, out_features, base_module=layer, rngs=rngs)``, trained with
+    ``nnx.DiffState(0, nnx.LoRAParam)``.
 
     Attributes:
       codes: `FrozenParam`, see `Int4Weight`, as are the next three.
@@ -58,14 +59,8 @@ class Int4Linear(nnx.Module):
     ):
         """Takes a quantized weight; `from_linear` quantizes one.
 
-        Args:
-          weight: ``[out, in]``, or gated.
-          bias: floating point ``[out]``; of a gated weight that of the gate first.
-          activation: as in `matmul`.
-          activations: as in `matmul`.
-          precision: as in `matmul`.
-          gradient: as in `matmul`.
-          implementation: as in `matmul`.
+        `weight` is ``[out, in]``, or gated, `bias` floating point ``[out]``, of a gated weight that
+        of the gate first. The other arguments are `matmul`'s.
 
         Raises:
           TypeError: if the weight or the bias is of another kind or dtype.
@@ -107,15 +102,8 @@ class Int4Linear(nnx.Module):
     ) -> Self:
         """Quantizes a layer's kernel; its bias is kept as it is.
 
-        Args:
-          linear: a layer with a kernel ``[in, out]``.
-          group_size: as in `quantize_weight`.
-          scale_dtype: as in `quantize_weight`.
-          activation: as in `matmul`.
-          activations: as in `matmul`.
-          precision: as in `matmul`.
-          gradient: as in `matmul`.
-          implementation: as in `matmul`.
+        `linear` has a kernel ``[in, out]``. `group_size` and `scale_dtype` are `quantize_weight`'s,
+        and the other arguments `matmul`'s.
 
         Raises:
           TypeError: if it is not an `nnx.Linear`, or of another dtype.

@@ -1,5 +1,6 @@
 """`TurboAttention` for Flax linen: the same computation, parameters and names as in nnx."""
 
+import dataclasses
 import functools
 from typing import Any, Literal
 
@@ -11,7 +12,7 @@ from jax.typing import DTypeLike
 from turbojax.attention.options import PLAIN
 from turbojax.caches import AttentionOptions, CacheKind, LayerCache
 from turbojax.caches.whole import WholeAttention
-from turbojax.flax._self_attention import make_self_attention
+from turbojax.flax._self_attention import SelfAttention
 from turbojax.flax.norms import rms_norm
 from turbojax.flax.projections import check_norm_eps, check_sharding, kernel_init, rotate
 from turbojax.numerics.config import TurboConfig
@@ -55,24 +56,6 @@ class TurboAttention(nn.Module):
     >>> out, cache = attention.apply({**variables, **cache}, new, method="decode", **change)
     >>> out.shape, cache["cache"]["kv_cache"].lengths
     ((2, 1, 64), Array([11, 11], dtype=int32))
-
-    Attributes:
-      hidden_size: channels `D` of a token.
-      num_heads: query heads `N`.
-      num_kv_heads: key/value heads `K`; `N` if not given.
-      head_dim: channels `H` of a head; those of `rope`, or ``D / N``, if not given.
-      cache: kind of the cache.
-      attention: what attends within whole sequences and prompts.
-      options: scale, window and cap of scores.
-      rope: rotary embedding; None for none.
-      qkv_bias: whether queries, keys and values have biases.
-      output_bias: whether the output has one.
-      qk_norm_eps: epsilon of RMSNorms of queries and keys; None for no such norms.
-      use_sinks: whether there are sinks.
-      sharding: names of the axes over which the residual stream and the heads are split.
-      implementation: of the cache's ops; None to choose.
-      dtype: of the computation and the output, `param_dtype` if not given.
-      param_dtype: of the parameters.
     """
 
     hidden_size: int
@@ -97,18 +80,9 @@ class TurboAttention(nn.Module):
         check_norm_eps(self.qk_norm_eps)
         check_sharding(self.sharding)
         dtype = self.param_dtype if self.dtype is None else self.dtype
-        self.core = core = make_self_attention(
-            self.hidden_size,
-            self.num_heads,
-            self.num_kv_heads,
-            self.head_dim,
-            rope=self.rope,
-            cache=self.cache,
-            attention=self.attention,
-            options=self.options,
-            implementation=self.implementation,
-            dtype=dtype,
-        )
+        names = [field.name for field in dataclasses.fields(SelfAttention)]
+        given = {name: getattr(self, name) for name in names}
+        self.core = core = SelfAttention(**{**given, "dtype": dtype})
         inward = outward = None
         if self.sharding is not None:
             inward, outward = tuple(self.sharding), tuple(self.sharding[::-1])

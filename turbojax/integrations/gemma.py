@@ -17,8 +17,12 @@ from flax import linen as nn
 from turbojax import _checks
 from turbojax.caches import AttentionOptions, CacheKind
 from turbojax.flax import TurboAttentionFn
-from turbojax.integrations._sampling import attend_next_token, attend_padded_prompt
-from turbojax.integrations._settings import TRAINING, Settings
+from turbojax.integrations._shared import (
+    TRAINING,
+    Settings,
+    attend_next_token,
+    attend_padded_prompt,
+)
 
 Model = TypeVar("Model")
 
@@ -34,10 +38,8 @@ def with_turbojax(
 
     Args:
       model: a ``gm.nn.Transformer``, which are those of Gemma 2 and 3, for text.
-      attention: what attends where there is no cache, which is in training. Masks must be causal,
-        so there are no images; with its `segments`, which is the default, they may also hide
-        padding on either side and packed sequences. Scale, window and cap are the layer's own.
-        None leaves the model's own attention there.
+      attention: as `turbojax.integrations.tunix.use_turbojax`. Masks must be causal, so there are
+        no images.
       cache: kind of the caches that the sampler gets, as in `turbojax.flax.TurboAttention`. They
         serve one turn of a conversation.
       implementation: of the cache's ops; None to choose.

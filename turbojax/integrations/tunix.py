@@ -14,8 +14,12 @@ import jax.numpy as jnp
 
 from turbojax.caches import AttentionOptions, CacheKind
 from turbojax.flax import TurboAttentionFn
-from turbojax.integrations._sampling import attend_next_token, attend_padded_prompt
-from turbojax.integrations._settings import TRAINING, Settings
+from turbojax.integrations._shared import (
+    TRAINING,
+    Settings,
+    attend_next_token,
+    attend_padded_prompt,
+)
 
 Model = TypeVar("Model")
 
@@ -113,14 +117,11 @@ def _attention_class(base: Any, settings: Settings) -> Any:
             if given["cache"] is None and settings.attention is None:
                 out: tuple[Any, jax.Array] = super().block(*args, **kwargs)
                 return out
-            query, key, value = _heads(self, sys.modules[base.__module__], given)
-            if given["cache"] is None:
-                attended, cache = _train(self, settings, query, key, value, given), None
-            else:
-                attended, cache = _sample(self, settings, query, key, value, given)
+            heads = _heads(self, sys.modules[base.__module__], given)
+            attended, cache = _attend(self, settings, heads, given)
             project = self.o_proj if hasattr(self, "o_proj") else self.attn_vec_einsum
             shard = _shard(sys.modules[base.__module__])
-            return cache, shard(project(attended.astype(query.dtype)), self.shd_config.act_btd)
+            return cache, shard(project(attended.astype(heads[0].dtype)), self.shd_config.act_btd)
 
     return _named(TurboAttention, base)
 
@@ -147,11 +148,9 @@ def _heads(attn: Any, module: Any, given: dict[str, Any]) -> tuple[jax.Array, ja
             for y, bias in zip(heads, biases, strict=True)
         ]
     query, key, value = (shard(y, attn.shd_config.act_btnh) for y in heads)
-    for norm in ("norm", "_norm"):
-        names = ("q", "k") if norm == "norm" else ("_query", "_key")
-        if hasattr(attn, f"{names[0]}_norm"):
-            query = getattr(attn, f"{names[0]}_norm")(query)
-            key = getattr(attn, f"{names[1]}_norm")(key)
+    for names in (("q_norm", "k_norm"), ("_query_norm", "_key_norm")):
+        if hasattr(attn, names[0]):
+            query, key = getattr(attn, names[0])(query), getattr(attn, names[1])(key)
     return _rotate(attn, module, query, given), _rotate(attn, module, key, given), value
 
 
@@ -187,39 +186,24 @@ def _options(attn: Any) -> AttentionOptions:
     )
 
 
-def _train(
+def _attend(
     attn: Any,
     settings: Settings,
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    given: dict[str, Any],
-) -> jax.Array:
-    """Attends within whole sequences, under the mask ``[B, T, T]`` that the trainer gives."""
-    mask, segments = given["attn_mask"], given.get("segment_ids")
-    if mask is None:  # to the model: everything; attention says that it must be causal
-        mask = jnp.ones((1, query.shape[1], key.shape[1]), bool)
-    if segments is not None:
-        mask = mask.astype(bool) & (segments[:, :, None] == segments[:, None])
-    return settings.attend(query, key, value, mask, _options(attn))
-
-
-def _sample(
-    attn: Any,
-    settings: Settings,
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
+    heads: tuple[jax.Array, jax.Array, jax.Array],
     given: dict[str, Any],
 ) -> tuple[jax.Array, Any]:
-    """Attends to a prompt, or to all that the cache holds, and stores the new tokens."""
-    cache, mask = given["cache"], given["attn_mask"]
-    how: dict[str, Any] = {
-        "options": _options(attn),
-        "implementation": settings.implementation,
-    }
-    if query.shape[1] > 1:
-        return attend_padded_prompt(query, key, value, cache, mask, **how)
+    """Attends within whole sequences, or through a cache, which stores the new tokens."""
+    cache, mask, tokens = given["cache"], given["attn_mask"], heads[0].shape[1]
+    if cache is None:
+        segments = given.get("segment_ids")
+        if mask is None:  # to the model: everything; attention says that it must be causal
+            mask = jnp.ones((1, tokens, tokens), bool)
+        if segments is not None:
+            mask = mask.astype(bool) & (segments[:, :, None] == segments[:, None])
+        return settings.attend(*heads, mask, _options(attn)), None
+    how: Any = {"options": _options(attn), "implementation": settings.implementation}
+    if tokens > 1:
+        return attend_padded_prompt(*heads, cache, mask, **how)
     # The sampler hides padding tokens, even those that the model has generated.
     new = mask[:, 0].sum(1) > cache.lengths
-    return attend_next_token(query, key, value, cache, new, **how)
+    return attend_next_token(*heads, cache, new, **how)

@@ -1,7 +1,7 @@
 """Attention to sequences whose tokens are split over devices: arguments, checks, the order."""
 
 import dataclasses
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 
@@ -15,7 +15,6 @@ from turbojax.attention.pooled.static import PooledOptions
 from turbojax.numerics.config import TurboConfig
 from turbojax.parallel import ring as rings
 from turbojax.parallel.local import Exact, Pooled, Turbo
-from turbojax.parallel.plan import best_order, plan
 from turbojax.parallel.zigzag import (
     Order,
     check_blocks,
@@ -28,7 +27,7 @@ from turbojax.sharding.axes import Names
 from turbojax.sharding.varying import together
 
 
-def ring_attention(
+def ring_attention(  # noqa: D417
     query: jax.Array,
     key: jax.Array,
     value: jax.Array,
@@ -66,6 +65,11 @@ def ring_attention(
     Differentiable in reverse mode once, as `turbo_attention` is. The keys' and values' gradients
     are summed in float32 while they travel.
 
+    Arguments that are not named here are `turbojax.turbo_attention`'s. Positions (`is_causal`, the
+    window) and lengths are of whole sequences, lengths equal on all devices; segments are
+    ``[B, T]``, of this device's queries and of its keys. Keys that no device's queries can reach
+    are not waited for: steps without any are left out.
+
     Args:
       query: ``[B, T, N, H]``, this device's tokens; bfloat16, float16 or float32.
       key: ``[B, T, K, H]``, of the same tokens.
@@ -74,29 +78,15 @@ def ring_attention(
       attention: numerics, or ``"exact"``.
       order: of the tokens; all of a sequence's, and segments, are in this order, and so is the
         output.
-      scale: see `turbojax.turbo_attention`.
-      is_causal: the same, by positions in the whole sequence.
-      query_seq_lengths: the same, of whole sequences; equal on all devices.
-      key_value_seq_lengths: the same.
-      local_window_size: see `turbojax.turbo_attention`. Keys that no device's queries can reach are
-        not waited for: steps without any are left out.
-      logits_soft_cap: the same.
-      query_segment_ids: ``[B, T]``, of this device's queries.
-      key_value_segment_ids: the same of its keys.
-      alibi_slopes: see `turbojax.turbo_attention`.
-      sinks: the same.
-      output_dtype: the same.
-      implementation: the same, of what each device runs; of exact attention also ``"cudnn"``.
-      return_residual: also return the log-sum-exp.
+      implementation: of what each device runs; of exact attention also ``"cudnn"``.
 
     Returns:
       What `turbojax.turbo_attention` gives, for this device's queries.
 
     Raises:
-      TypeError: as `turbojax.turbo_attention`.
+      TypeError, NotImplementedError: as `turbojax.turbo_attention`.
       ValueError: the same; if the number of tokens is not a multiple of what the order needs, or
         keys are not those of the queries' tokens.
-      NotImplementedError: as `turbojax.turbo_attention`.
     """
     if attention != "exact" and not isinstance(attention, TurboConfig):
         raise TypeError(f"{attention=} must be a TurboConfig or 'exact'")
@@ -149,38 +139,12 @@ def ring_pooled_attention(
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """`turbojax.pooled_attention` of sequences that are split over devices.
 
-    As `ring_attention`; keys and values travel as they are, and their means are made where they are
-    attended to. How even the work is depends on the levels.
-
-    Args:
-      query: ``[B, T, N, H]``, this device's tokens.
-      key: ``[B, T, K, H]``, of the same tokens.
-      value: ``[B, T, K, H]``.
-      levels: integers ``[B or 1, N or 1, T / block_q, S / block_kv]``: the rows of this device's
-        blocks of queries, in their order; the columns of all `S` keys, in natural order.
-      axis_name: see `ring_attention`.
-      order: the same.
-      block_q: see `turbojax.pooled_attention`.
-      block_kv: the same.
-      scale: the same.
-      is_causal: the same, by positions in the whole sequence.
-      query_seq_lengths: the same, of whole sequences; equal on all devices.
-      key_value_seq_lengths: the same.
-      query_segment_ids: ``[B, T]``, of this device's queries.
-      key_value_segment_ids: the same of its keys.
-      sinks: see `turbojax.pooled_attention`.
-      output_dtype: the same.
-      implementation: the same, of what each device runs.
-      return_residual: also return the log-sum-exp.
-
-    Returns:
-      What `turbojax.pooled_attention` gives, for this device's queries.
-
-    Raises:
-      TypeError: as `turbojax.pooled_attention`.
-      ValueError: the same; if the number of tokens is not a multiple of what the order and the
-        blocks need, or keys are not those of the queries' tokens.
-      NotImplementedError: as `turbojax.pooled_attention`.
+    As `ring_attention`, with its arguments and errors, and those of `turbojax.pooled_attention`.
+    Keys and values travel as they are, and their means are made where they are attended to. How
+    even the work is depends on the `levels`, integers
+    ``[B or 1, N or 1, T / block_q, S / block_kv]``: the rows of this device's blocks of queries, in
+    their order, and the columns of all `S` keys, in natural order. The number of tokens must be a
+    multiple of what the order and the blocks need.
     """
     _checks.check_query_key_value(query, key, value)
     options = PooledOptions(
@@ -225,9 +189,9 @@ def _attend(
     check_order(order)
     if key.shape[1] != query.shape[1]:
         raise ValueError(f"{key.shape=} must have the queries' {query.shape[1]} tokens")
-    run_in = order if order == "zigzag" or devices == 1 else best_order(op.options, whole)
+    run_in = order if order == "zigzag" or devices == 1 else rings.best_order(op.options, whole)
     parts = len(chunks(run_in, devices)[0])
-    check_blocks(op, query.shape[1], parts, devices)
+    check_blocks(op.blocks, query.shape[1], parts, devices)
     size = query.shape[1] // parts
     names = ("query_seq_lengths", "key_value_seq_lengths")
     of_all = [
@@ -243,7 +207,7 @@ def _attend(
         op,
         axis_name,
         run_in,
-        plan(run_in, devices, size, op.options),
+        rings.plan(run_in, devices, size, op.options),
         op.options.dtype_of_output(query).name,
     )
     out, residual = rings.attend(ring, *together(query, key, value, arrays))
@@ -255,14 +219,13 @@ def _attend(
 
 def _moved(arrays: rings.Arrays, axis_name: Names) -> rings.Arrays:
     """All arrays with an axis of tokens, in zig-zag order."""
-    extras = arrays.extras
-    names = ("query_segment_ids", "key_value_segment_ids")
-    moved: dict[str, Any] = {
-        name: to_zigzag(getattr(extras, name), axis_name)
-        for name in names
-        if getattr(extras, name) is not None
-    }
-    levels = arrays.levels
-    if levels is not None:
-        levels = to_zigzag(levels, axis_name, axis=2)
-    return dataclasses.replace(arrays, extras=dataclasses.replace(extras, **moved), levels=levels)
+
+    def moved(x: jax.Array | None, axis: int = 1) -> jax.Array | None:
+        return None if x is None else to_zigzag(x, axis_name, axis=axis)
+
+    extras = dataclasses.replace(
+        arrays.extras,
+        query_segment_ids=moved(arrays.extras.query_segment_ids),
+        key_value_segment_ids=moved(arrays.extras.key_value_segment_ids),
+    )
+    return dataclasses.replace(arrays, extras=extras, levels=moved(arrays.levels, 2))

@@ -1,9 +1,8 @@
 """Decoding where the tokens of a cache are split over an axis of a mesh.
 
-For calls inside of `jax.shard_map`. Every device attends to what is in its slots (`turbojax.
-parallel.runs`) with the kernel of the cache's kind, and the parts are merged by their log-sum-exp
-(`merged`): one collective for each call, whose size does not depend on the
-context.
+For calls inside of `jax.shard_map`. Every device attends to what is in its slots with the kernel
+of the cache's kind, and the parts are merged by their log-sum-exp (`merged`): one collective for
+each call, whose size does not depend on the context.
 """
 
 import dataclasses
@@ -28,8 +27,7 @@ from turbojax.caches.paged import attend_pages
 from turbojax.caches.paged.layer import PagedLayer
 from turbojax.caches.paged.pool import PagedCache
 from turbojax.caches.progressive.cache import ProgressiveCache
-from turbojax.parallel.appending import append
-from turbojax.parallel.runs import AxisName, Run, of_run, run_of_cache
+from turbojax.parallel.appending import AxisName, Run, append, of_run, run_of_cache
 
 
 def merged(
@@ -135,15 +133,8 @@ def decode(
         logits_soft_cap=logits_soft_cap,
         output_dtype=output_dtype,
     )
-    out, residual = attend_cache(
-        query,
-        cache,
-        axis,
-        query_seq_lengths,
-        options=options,
-        sinks=sinks,
-        implementation=implementation,
-    )
+    how: Any = {"options": options, "sinks": sinks, "implementation": implementation}
+    out, residual = attend_cache(query, cache, axis, query_seq_lengths, **how)
     return (out, residual) if return_residual else out
 
 
@@ -173,7 +164,7 @@ def _require_order(cache: Any, axis: AxisName, tokens: int, options: Options) ->
         raise NotImplementedError(f"a cache split over {axis=}: {refusal}")
 
 
-def paged_attention(
+def paged_attention(  # noqa: D417
     query: jax.Array,
     cache: PagedCache,
     block_tables: jax.Array,
@@ -191,8 +182,11 @@ def paged_attention(
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Attends to pages, of which each device has its own pool: `turbojax.paged_attention`.
 
-    Every device has a part of each sequence's table, of `max_pages` entries: those of tokens ``d *
-    max_pages * page_size`` on, for device `d`. They are numbers of pages of the device's own pool.
+    Every device has a part of each sequence's table, of `max_pages` entries: those of tokens
+    ``d * max_pages * page_size`` on, for device `d`. They are numbers of pages of the device's own
+    pool.
+
+    The arguments of `decode` mean the same here; errors are `turbojax.paged_attention`'s.
 
     Args:
       query: ``[B, T, N, H]``, the same on all devices of the axis.
@@ -200,20 +194,10 @@ def paged_attention(
       block_tables: integer ``[B, max_pages]``, the device's part.
       lengths: integer ``[B]``, tokens held on all devices together.
       axis: of the mesh, or several.
-      query_seq_lengths: see `decode`, as all that follow.
-      scale: factor of the scores.
-      local_window_size: optional window.
-      logits_soft_cap: optional cap.
-      sinks: optional logits ``[N]``.
-      output_dtype: float32, or None.
       implementation: of `turbojax.paged_attention`.
-      return_residual: also return the log-sum-exp of the scores.
 
     Returns:
       As `decode`; NaN for a sequence a needed page of which is not in its device's pool.
-
-    Raises:
-      TypeError, ValueError, NotImplementedError: see `turbojax.paged_attention`.
     """
     options = Options.complete(
         query.shape[3],
@@ -245,14 +229,9 @@ def attend_new_tokens(axis: AxisName, implementation: str | None = None) -> Atte
         options = options.complete(query.shape[3])
         _require_order(cache, axis, query.shape[1], options)
         cache = append(cache, key, value, axis, implementation=implementation)
-        out, _ = attend_cache(
-            query,
-            cache,
-            axis,
-            options=options,
-            sinks=of_layer(query, sinks).sinks,
-            implementation=implementation,
-        )
+        sinks = of_layer(query, sinks).sinks
+        how: Any = {"options": options, "sinks": sinks, "implementation": implementation}
+        out, _ = attend_cache(query, cache, axis, **how)
         return out, cache
 
     return attend
@@ -266,23 +245,13 @@ class _Attention:
     """Attention to a device's own tokens.
 
     It is called as ``run(query, query_lengths, is_needed, **offsets)``, where sequences that are
-    not needed (bool ``[B]``) count as empty. `kv_heads` is `K`; `lengths` are tokens on this
-    device, int32 ``[B]``: with a buffer there may be more than slots.
+    not needed (bool ``[B]``, None for all) count as empty. `kv_heads` is `K`; `lengths` are tokens
+    on this device, int32 ``[B]``: with a buffer there may be more than slots.
     """
 
     run: Callable[..., Part]
     kv_heads: int
     lengths: jax.Array
-
-    def __call__(
-        self,
-        query: jax.Array,
-        query_lengths: jax.Array | None,
-        *,
-        is_needed: jax.Array | None = None,
-        **offsets: jax.Array,
-    ) -> Part:
-        return self.run(query, query_lengths, is_needed, **offsets)
 
 
 def _merge(
@@ -306,16 +275,13 @@ def _merge(
     count = jnp.full(batch, tokens, jnp.int32) if query_lengths is None else query_lengths
     if tokens == 1 and options.window is None:
         # The query sees all tokens here, as a query at the last one does.
-        out, residual = attend(query, query_lengths)
+        out, residual = attend.run(query, query_lengths, None)
     elif options.window is None:
         out, residual = _within_and_behind(query, lengths - count, count, run, axis, attend)
     else:
-        out, residual = attend(
-            query,
-            query_lengths,
-            query_offset=lengths - count,
-            key_offset=jnp.broadcast_to(run.first, (batch,)),
-        )
+        first = jnp.broadcast_to(run.first, (batch,))
+        offsets = {"query_offset": lengths - count, "key_offset": first}
+        out, residual = attend.run(query, query_lengths, None, **offsets)
     dtype = options.dtype_of_output(query)
     given = of_layer(query, sinks).sinks
     out, residual = merged(out, residual, axis, sinks=given, real=real)
@@ -342,9 +308,9 @@ def _within_and_behind(
     """
     batch, tokens, heads, channels = query.shape
     within = jnp.clip(attend.lengths - (begin - run.first), 0, count)
-    newest = attend(query, within, is_needed=within > 0)
+    last = attend.run(query, within, within > 0)
     if jax.lax.axis_size(axis) == 1:
-        return newest
+        return last
     kv_heads = attend.kv_heads
     rows = (batch, tokens, kv_heads, heads // kv_heads)
 
@@ -355,11 +321,11 @@ def _within_and_behind(
         x = x.reshape(batch, kv_heads, tokens, heads // kv_heads, *x.shape[3:])
         return jnp.swapaxes(x, 1, 2).reshape(batch, tokens, heads, *x.shape[4:])
 
-    behind = attend(to_heads(query), None, is_needed=within < count)
+    behind = attend.run(to_heads(query), None, within < count)
     is_within = (jnp.arange(tokens)[None] < within[:, None])[:, :, None]
     out, residual = (to_tokens(x) for x in behind)
-    out = jnp.where(is_within[..., None], newest[0], out)
-    return out, jnp.where(is_within, newest[1], residual)
+    out = jnp.where(is_within[..., None], last[0], out)
+    return out, jnp.where(is_within, last[1], residual)
 
 
 def _attention_to(cache: Any, options: Options, implementation: Any) -> _Attention:

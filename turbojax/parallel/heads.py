@@ -57,12 +57,19 @@ def heads_attention(
     devices = jax.lax.axis_size(axis_name)
     if arguments.get("bias") is not None:
         raise NotImplementedError("heads_attention has no bias, whose queries are on all devices")
-    _check_heads(query, key, devices)
-    repeats = max(devices // key.shape[2], 1)
+    _checks.check_query(query)
+    heads, kv_heads = query.shape[2], key.shape[2]
+    if heads % devices:
+        raise ValueError(f"{heads} query heads must be a multiple of {devices} devices")
+    if kv_heads % devices and devices % kv_heads:
+        raise ValueError(
+            f"{kv_heads} KV heads must be a multiple of {devices} devices, or a divisor"
+        )
+    repeats = max(devices // kv_heads, 1)
     arrays = {name: arguments[name] for name in (*_OF_TOKENS, *_OF_HEADS) if name in arguments}
     query, key, value, levels, arrays = together(query, key, value, levels, arrays)
     query, key, value = (
-        _to_heads(x, axis_name)
+        jax.lax.all_to_all(x, axis_name, split_axis=2, concat_axis=1, tiled=True)
         for x in (query, *(jnp.repeat(x, repeats, axis=2) for x in (key, value)))
     )
     for name, x in arrays.items():
@@ -73,28 +80,9 @@ def heads_attention(
     if levels is not None:
         operands = (*operands, _own_levels(levels, axis_name))
     out = op(*operands, **arguments)
-    return jax.tree.map(lambda x: _to_tokens(x, axis_name), out)
-
-
-def _check_heads(query: jax.Array, key: jax.Array, devices: int) -> None:
-    _checks.check_query(query)
-    heads, kv_heads = query.shape[2], key.shape[2]
-    if heads % devices:
-        raise ValueError(f"{heads} query heads must be a multiple of {devices} devices")
-    if kv_heads % devices and devices % kv_heads:
-        raise ValueError(
-            f"{kv_heads} KV heads must be a multiple of {devices} devices, or a divisor"
-        )
-
-
-def _to_heads(x: jax.Array, axis_name: Names) -> jax.Array:
-    """``[B, T, N, ...]`` with all tokens of this device's heads."""
-    return jax.lax.all_to_all(x, axis_name, split_axis=2, concat_axis=1, tiled=True)
-
-
-def _to_tokens(x: jax.Array, axis_name: Names) -> jax.Array:
-    """The inverse of `_to_heads`."""
-    return jax.lax.all_to_all(x, axis_name, split_axis=1, concat_axis=2, tiled=True)
+    return jax.tree.map(
+        lambda x: jax.lax.all_to_all(x, axis_name, split_axis=1, concat_axis=2, tiled=True), out
+    )
 
 
 def _everywhere(x: jax.Array, axis_name: Names, axis: int = 1) -> jax.Array:

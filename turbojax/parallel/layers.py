@@ -151,7 +151,7 @@ class ContextAttention:
         devices = jax.lax.axis_size(names)
         held = jnp.asarray(chunks(self.order, devices), jnp.int32)
         own, size = held[jax.lax.axis_index(names)], query.shape[1] // held.shape[1]
-        check_blocks(found, query.shape[1], held.shape[1], devices)
+        check_blocks((found.block_q, found.block_kv), query.shape[1], held.shape[1], devices)
         whole = self._keys(found, query, key, names)
         ids = None if segment_ids is None else self._natural(segment_ids, names)
         parts = []

@@ -17,7 +17,7 @@ from turbojax.attention.turbo import gradient as turbo_gradient
 from turbojax.attention.turbo.operands import Stage1, quantize_keys_and_values
 from turbojax.numerics import rows
 from turbojax.numerics.config import TurboConfig
-from turbojax.parallel.ring import Pair
+from turbojax.parallel.ring import Operands, Pair
 
 EXACT = TurboConfig(mode="float", softmax="exact")
 """Exact attention, by `turbo_attention`."""
@@ -26,6 +26,7 @@ _FLOAT32 = "float32"
 # Tokens of a block of pooled attention where every block is at level 1.
 _TILE = 128
 
+_Part = tuple[jax.Array, jax.Array]
 _Results = tuple[jax.Array, ...]
 _Gradients = tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]
 
@@ -39,30 +40,21 @@ class Turbo:
     implementation: str | None = None
 
     @property
-    def block_q(self) -> int:
-        """Queries of a block."""
-        return self.config.block_q
-
-    @property
-    def block_kv(self) -> int:
-        """Keys of a block."""
-        return self.config.block_kv
+    def blocks(self) -> tuple[int, int]:
+        """Queries and keys of a block."""
+        return self.config.block_q, self.config.block_kv
 
     def pack(self, key: jax.Array, value: jax.Array, lengths: jax.Array | None) -> Stage1 | None:
         """Codes and scales, in the order of tokens that the chosen implementation takes."""
         # The choice does not depend on the pair: the first that takes offsets also runs without.
-        permuted = self._choose(key, key, value).name == "mosaic_gpu"
+        permuted = self._choose((key, key, value)).name == "mosaic_gpu"
         lengths = _or_whole(lengths, key)
         return quantize_keys_and_values(key, value, lengths, self.config, permuted=permuted)
 
-    def attend(
-        self, query: jax.Array, key: jax.Array, value: jax.Array, packed: Stage1 | None, pair: Pair
-    ) -> tuple[jax.Array, jax.Array]:
+    def attend(self, operands: Operands, packed: Stage1 | None, pair: Pair) -> _Part:
         """See `Op.attend`; without `packed`, the values of keys and values are used."""
-        lengths = _or_whole(pair.query_lengths, query), _or_whole(pair.key_lengths, key)
-        chosen = self._choose(query, key, value)
-        out, residual = chosen.run(
-            *(query, key, value, *lengths),
+        out, residual = self._choose(operands).run(
+            *(*operands, *_lengths(operands, pair)),
             config=self.config,
             options=_part(self.options, pair),
             extras=pair.extras,
@@ -70,39 +62,27 @@ class Turbo:
         )
         return out, residual
 
-    def gradient(
-        self, query: jax.Array, key: jax.Array, value: jax.Array, results: _Results, pair: Pair
-    ) -> _Gradients:
+    def gradient(self, operands: Operands, results: _Results, pair: Pair) -> _Gradients:
         """See `Op.gradient`."""
-        is_ragged = pair.query_lengths is not None or pair.key_lengths is not None
-        lengths = _or_whole(pair.query_lengths, query), _or_whole(pair.key_lengths, key)
         registry = turbo_gradient.GRADIENT
         static: dict[str, Any] = {
             "config": self.config,
             "options": dataclasses.replace(_part(self.options, pair), out_dtype=None),
             "extras": pair.extras,
         }
-        chosen = registry.select(
-            registry.beside(self.implementation), query=query, key=key, value=value, **static
-        )
-        *gradients, d_extras = chosen.run(
-            *(query, key, value, *lengths, *results),
+        name = registry.beside(self.implementation)
+        *gradients, d_extras = registry.select(name, **_named(operands), **static).run(
+            *(*operands, *_lengths(operands, pair), *results),
             **static,
-            is_ragged=is_ragged,
+            is_ragged=pair.query_lengths is not None or pair.key_lengths is not None,
             dtype=_FLOAT32,
         )
         return *gradients, d_extras.alibi_slopes
 
-    def _choose(self, query: Any, key: Any, value: Any) -> Any:
+    def _choose(self, operands: Operands) -> Any:
         options = dataclasses.replace(self.options, out_dtype=_FLOAT32)
-        return turbo_api.ATTENTION.select(
-            self.implementation,
-            query=query,
-            key=key,
-            value=value,
-            config=self.config,
-            options=options,
-        )
+        static = {"config": self.config, "options": options}
+        return turbo_api.ATTENTION.select(self.implementation, **_named(operands), **static)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,51 +97,32 @@ class Exact:
 
     options: Options
     implementation: str | None = None
-    block_q: ClassVar[int] = 1
-    block_kv: ClassVar[int] = 1
+    blocks: ClassVar[tuple[int, int]] = (1, 1)
 
     def __post_init__(self) -> None:
         check_implementation(self.implementation, ("cudnn", *IMPLEMENTATION_NAMES))
 
-    def pack(
-        self, key: jax.Array, value: jax.Array, lengths: jax.Array | None
-    ) -> tuple[jax.Array, jax.Array]:
+    def pack(self, key: jax.Array, value: jax.Array, lengths: jax.Array | None) -> _Part:
         """Keys and values as they are, padding hidden: a weight of 0 does not remove a NaN."""
         return rows.without_padding(key, lengths), rows.without_padding(value, lengths)
 
-    def attend(
-        self,
-        query: jax.Array,
-        key: jax.Array,
-        value: jax.Array,
-        packed: tuple[jax.Array, jax.Array],
-        pair: Pair,
-    ) -> tuple[jax.Array, jax.Array]:
+    def attend(self, operands: Operands, packed: _Part, pair: Pair) -> _Part:
         """See `Op.attend`."""
-        key, value = packed
+        operands = (operands[0], *packed)
         options = dataclasses.replace(_part(self.options, pair), out_dtype=None)
         if self.implementation in (None, "cudnn"):
-            refusal = _cudnn_refusal(query, key, value, options, pair)
+            refusal = _cudnn_refusal(operands, options, pair)
             if refusal is None:
-                out, residual = cudnn.attend_part(
-                    query, key, value, pair.key_lengths, options=options
-                )
+                out, residual = cudnn.attend_part(*operands, pair.key_lengths, options=options)
                 return _without_padding(out, residual, pair.query_lengths)
             if self.implementation is not None:
                 raise NotImplementedError(f"exact attention cannot run here: cudnn: {refusal}")
-        return self._inner(query, key, value, pair)
-
-    def _inner(
-        self, query: jax.Array, key: jax.Array, value: jax.Array, pair: Pair
-    ) -> tuple[jax.Array, jax.Array]:
-        """Attention without cuDNN."""
-        blocks = -(-query.shape[1] // _TILE), -(-key.shape[1] // _TILE)
-        levels = jnp.ones((1, 1, *blocks), jnp.int8)
-        by_levels = pair._replace(levels=levels)
+        blocks = [-(-x.shape[1] // _TILE) for x in operands[:2]]
+        by_levels = pair._replace(levels=jnp.ones((1, 1, *blocks), jnp.int8))
         pooled = self._by_levels(pair)
-        if pooled is not None and pooled.runs(query, key, value, by_levels):
-            return pooled.attend(query, key, value, (key, value), by_levels)
-        return self._turbo.attend(query, key, value, None, pair)
+        if pooled is not None and pooled.runs(operands, by_levels):
+            return pooled.attend(operands, packed, by_levels)
+        return self._turbo.attend(operands, None, pair)
 
     def _by_levels(self, pair: Pair) -> "Pooled | None":
         """The kernels of pooled attention, if they can run all that this call asks for."""
@@ -174,11 +135,9 @@ class Exact:
         )
         return Pooled(wanted, "mosaic_gpu")
 
-    def gradient(
-        self, query: jax.Array, key: jax.Array, value: jax.Array, results: _Results, pair: Pair
-    ) -> _Gradients:
+    def gradient(self, operands: Operands, results: _Results, pair: Pair) -> _Gradients:
         """See `Op.gradient`."""
-        return self._turbo.gradient(query, key, value, results, pair)
+        return self._turbo.gradient(operands, results, pair)
 
     @property
     def _turbo(self) -> Turbo:
@@ -186,10 +145,9 @@ class Exact:
         return Turbo(EXACT, self.options, name)
 
 
-def _cudnn_refusal(
-    query: jax.Array, key: jax.Array, value: jax.Array, options: Options, pair: Pair
-) -> str | None:
+def _cudnn_refusal(operands: Operands, options: Options, pair: Pair) -> str | None:
     """Why cuDNN cannot attend to a pair of chunks here; None if it can."""
+    query, key, value = operands
     if value.shape != key.shape:
         return f"{value.shape=} must equal {key.shape=}"
     if refusal := pair.extras.refusal():
@@ -205,9 +163,7 @@ def _cudnn_refusal(
     return cudnn.no_part() if refusal is None else refusal
 
 
-def _without_padding(
-    out: jax.Array, residual: jax.Array, lengths: jax.Array | None
-) -> tuple[jax.Array, jax.Array]:
+def _without_padding(out: jax.Array, residual: jax.Array, lengths: jax.Array | None) -> _Part:
     """Results of attention without queries' lengths, set to 0 and ``-inf`` past them."""
     if lengths is None:
         return out, residual
@@ -223,62 +179,41 @@ class Pooled:
     implementation: str | None = None
 
     @property
-    def block_q(self) -> int:
-        """Queries of a block."""
-        return self.options.block_q
+    def blocks(self) -> tuple[int, int]:
+        """Queries and keys of a block."""
+        return self.options.block_q, self.options.block_kv
 
-    @property
-    def block_kv(self) -> int:
-        """Keys of a block."""
-        return self.options.block_kv
-
-    def pack(
-        self, key: jax.Array, value: jax.Array, lengths: jax.Array | None
-    ) -> tuple[jax.Array, jax.Array]:
+    def pack(self, key: jax.Array, value: jax.Array, lengths: jax.Array | None) -> _Part:
         """Keys and values as they are: means of them are made where they are attended to."""
         del lengths
         return key, value
 
-    def attend(
-        self,
-        query: jax.Array,
-        key: jax.Array,
-        value: jax.Array,
-        packed: tuple[jax.Array, jax.Array],
-        pair: Pair,
-    ) -> tuple[jax.Array, jax.Array]:
+    def attend(self, operands: Operands, packed: _Part, pair: Pair) -> _Part:
         """See `Op.attend`."""
-        del key, value
-        arrays, static = self._arguments(query, *packed, pair)
-        out, residual = pooled_api.FORWARD.select(
-            self.implementation, **_named(arrays), **static
-        ).run(*arrays, **static)
+        arrays, static = self._arguments((operands[0], *packed), pair)
+        chosen = pooled_api.FORWARD.select(self.implementation, **_named(arrays), **static)
+        out, residual = chosen.run(*arrays, **static)
         return out, residual
 
-    def gradient(
-        self, query: jax.Array, key: jax.Array, value: jax.Array, results: _Results, pair: Pair
-    ) -> _Gradients:
+    def gradient(self, operands: Operands, results: _Results, pair: Pair) -> _Gradients:
         """See `Op.gradient`."""
-        arrays, static = self._arguments(query, key, value, pair)
+        arrays, static = self._arguments(operands, pair)
         chosen = pooled_api.GRADIENT.select(self.implementation, **_named(arrays), **static)
         d_q, d_k, d_v = chosen.run(*arrays, *results, **static, dtype=_FLOAT32)
         return d_q, d_k, d_v, None
 
-    def runs(self, query: jax.Array, key: jax.Array, value: jax.Array, pair: Pair) -> bool:
+    def runs(self, operands: Operands, pair: Pair) -> bool:
         """Whether the implementation that was asked for can do this here."""
-        arrays, static = self._arguments(query, key, value, pair)
+        arrays, static = self._arguments(operands, pair)
         found = [x for x in pooled_api.FORWARD.implementations if x.name == self.implementation]
         return all(x.unsupported(**_named(arrays), **static) is None for x in found)
 
-    def _arguments(
-        self, query: jax.Array, key: jax.Array, value: jax.Array, pair: Pair
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def _arguments(self, operands: Operands, pair: Pair) -> tuple[tuple[Any, ...], dict[str, Any]]:
         lengths = pair.query_lengths, pair.key_lengths
-        sizes = self.options.block_q, self.options.block_kv
         assert pair.levels is not None
-        levels = pooled_segments.attended(pair.levels, *lengths, pair.extras, *sizes)
+        levels = pooled_segments.attended(pair.levels, *lengths, pair.extras, *self.blocks)
         static = {"options": _part(self.options, pair), "extras": pair.extras}
-        return (query, key, value, levels, *lengths), static
+        return (*operands, levels, *lengths), static
 
 
 def _named(arrays: tuple[Any, ...]) -> dict[str, Any]:
@@ -289,6 +224,11 @@ def _part(options: Any, pair: Pair) -> Any:
     """The options of a part: a float32 output, and no mask where everything is seen."""
     seen = {"is_causal": False, "window": None} if pair.kind == "full" else {}
     return dataclasses.replace(options, out_dtype=_FLOAT32, **seen)
+
+
+def _lengths(operands: Operands, pair: Pair) -> _Part:
+    """Lengths of queries and keys, those of whole chunks where none are given."""
+    return _or_whole(pair.query_lengths, operands[0]), _or_whole(pair.key_lengths, operands[1])
 
 
 def _or_whole(lengths: jax.Array | None, x: jax.Array) -> jax.Array:

@@ -2,9 +2,11 @@
 
 Queries stay; keys and values go round, as what attention multiplies: codes with their scales, which
 are made once, or 16-bit numbers. In every step a device sends on what it has got and, meanwhile,
-attends to it; `plan` says which chunks meet. Parts are in float32 with their log-sum-exps and are
-merged in the order of the steps, which begin with a device's own keys and go on with those of the
-devices before it: the same inputs give the same bits.
+attends to it. In step `i` the keys of device ``d - i`` are on device `d`. Of the pairs of a chunk
+of queries and one of keys that meet there, causality and windows leave some (`plan`, static); a
+step has as many calls as the device that has most of them, and a step without any is left out: keys
+go on to the next one at once. Parts are in float32 with their log-sum-exps and are merged in the
+order of the steps, which begin with a device's own keys: the same inputs give the same bits.
 
 In the backward pass keys and values go round once more, as they are, and their gradients with them,
 summed in float32 in the order of the steps; after the last one they go home. What travels at a step
@@ -12,7 +14,7 @@ is not needed before its end, so that it overlaps with the step's attention.
 """
 
 import dataclasses
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -20,13 +22,116 @@ from jax.ad_checkpoint import checkpoint_name
 
 from turbojax._gradient import refuse_gradients
 from turbojax.attention.optional_arrays import NOTHING, Extras
-from turbojax.attention.options import Options
+from turbojax.attention.options import Options, Visibility
 from turbojax.attention.sinks import sink_gradient, with_sinks
 from turbojax.numerics import rows
-from turbojax.parallel.plan import Call, Kind, Step
 from turbojax.parallel.zigzag import Order, chunks
 from turbojax.remat import ATTENTION_LSE, named_results
 from turbojax.sharding.axes import Names
+
+Kind = Literal["full", "diagonal", "masked"]
+"""``"full"``: every query sees every key, on all devices; ``"diagonal"``: a chunk meets itself;
+``"masked"``: positions decide."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """One call of attention, made by all devices at once.
+
+    For each device: which of its own chunks attends (`queries`), to which of the visiting chunks
+    (`keys`), and whether there is such a pair; otherwise it attends to nothing. `kind` says which
+    keys are seen.
+    """
+
+    queries: tuple[int, ...]
+    keys: tuple[int, ...]
+    is_real: tuple[bool, ...]
+    kind: Kind
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """One step of the ring, in which the keys of device ``d - shift`` are on device `d`.
+
+    In the first step each chunk has attended to its own keys before the `calls`, which are in
+    order.
+    """
+
+    shift: int
+    calls: tuple[Call, ...]
+
+
+def best_order(visibility: Visibility, size: int) -> Order:
+    """The order in which all devices have equal work; the natural one if it makes no difference.
+
+    Without a causal mask the work is equal anyway. In a causal window of `w` of `S` tokens each
+    query past the first `w` sees `w` keys. Up to half the tokens, zig-zag order would also give
+    some device two such chunks: in both orders the most work that a device has is then
+    ``1 / (1 - w / (2 S))`` times the mean, 1.05 for a tenth of the tokens and 1.33 for half of
+    them. `size` is the tokens of all devices.
+    """
+    if not visibility.is_causal:
+        return "natural"
+    window = size if visibility.window is None else visibility.window[0] + 1
+    return "natural" if 2 * window <= size else "zigzag"
+
+
+def plan(order: Order, devices: int, size: int, visibility: Visibility) -> tuple[Step, ...]:
+    """The steps of a ring, the first with shift 0; `size` is the tokens of a chunk."""
+    held = chunks(order, devices)
+    steps = []
+    for shift in range(devices):
+        calls = _calls(held, shift, size, visibility)
+        if calls or shift == 0:
+            steps.append(Step(shift, calls))
+    return tuple(steps)
+
+
+def _calls(
+    held: tuple[tuple[int, ...], ...], shift: int, size: int, visibility: Visibility
+) -> tuple[Call, ...]:
+    devices = len(held)
+    by_device = []
+    for device in range(devices):
+        own, visiting = held[device], held[(device - shift) % devices]
+        by_device.append(
+            [
+                (q, k, is_full)
+                for q in reversed(range(len(own)))  # the late chunk sees most: it is first
+                for k in range(len(visiting))
+                for is_any, is_full in [_seen(own[q], visiting[k], size, visibility)]
+                if own[q] != visiting[k] and is_any
+            ]
+        )
+    calls = []
+    for number in range(max(len(pairs) for pairs in by_device)):
+        chosen = [pairs[number] if number < len(pairs) else None for pairs in by_device]
+        real = [pair for pair in chosen if pair is not None]
+        filled = [real[0] if pair is None else pair for pair in chosen]
+        calls.append(
+            Call(
+                queries=tuple(q for q, _, _ in filled),
+                keys=tuple(k for _, k, _ in filled),
+                is_real=tuple(pair is not None for pair in chosen),
+                kind="full" if all(is_full for _, _, is_full in real) else "masked",
+            )
+        )
+    return tuple(calls)
+
+
+def _seen(query: int, key: int, size: int, visibility: Visibility) -> tuple[bool, bool]:
+    """Whether any query of a chunk sees any key of another, and whether all see all."""
+    # The least and the greatest difference of a query's and a key's position.
+    apart = (query - key) * size
+    least, most = apart - (size - 1), apart + (size - 1)
+    if visibility.is_causal and most < 0:
+        return False, False
+    is_full = least >= 0 or not visibility.is_causal
+    if visibility.window is None:
+        return True, is_full
+    left, right = visibility.window
+    return least <= left and -most <= right, is_full and most <= left and -least <= right
+
 
 _Part = tuple[jax.Array, jax.Array]
 
@@ -50,16 +155,16 @@ class Pair(NamedTuple):
     levels: jax.Array | None = None
 
 
+Operands = tuple[jax.Array, jax.Array, jax.Array]
+"""Query ``[B, C, N, H]``, key and value ``[B, C, K, H]`` of chunks that meet."""
+
+
 class Op(Protocol):
     """What a ring asks of an op; static under `jit`."""
 
     @property
-    def block_q(self) -> int:
-        """Queries of a block; chunks are whole blocks."""
-
-    @property
-    def block_kv(self) -> int:
-        """Keys of a block."""
+    def blocks(self) -> tuple[int, int]:
+        """Queries and keys of a block; chunks are whole blocks."""
 
     @property
     def options(self) -> Options:
@@ -68,21 +173,14 @@ class Op(Protocol):
     def pack(self, key: jax.Array, value: jax.Array, lengths: jax.Array | None) -> Packed:
         """Keys and values ``[B, C, K, H]`` as they travel in the forward pass."""
 
-    def attend(
-        self, query: jax.Array, key: jax.Array, value: jax.Array, packed: Packed, pair: Pair
-    ) -> tuple[jax.Array, jax.Array]:
+    def attend(self, operands: Operands, packed: Packed, pair: Pair) -> _Part:
         """float32 ``[B, C, N, H]`` and the log-sum-exp ``[B, C, N]``, without sinks.
 
-        `key` and `value` only give shapes and dtypes; their content is in `packed`.
+        Key and value only give shapes and dtypes; their content is in `packed`.
         """
 
     def gradient(
-        self,
-        query: jax.Array,
-        key: jax.Array,
-        value: jax.Array,
-        results: tuple[jax.Array, ...],
-        pair: Pair,
+        self, operands: Operands, results: tuple[jax.Array, ...], pair: Pair
     ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
         """Float32 gradients of query, key and value, and of slopes if there are any.
 
@@ -277,7 +375,7 @@ def _levels(here: _Chunks, query_chunk: int | jax.Array, key_chunk: jax.Array) -
     """The levels of one chunk of this device's queries and one of all keys."""
     op, levels = here.ring.op, here.arrays.levels
     assert levels is not None
-    count, columns = here.size // op.block_q, here.size // op.block_kv
+    count, columns = (here.size // block for block in op.blocks)
     of_rows = jax.lax.dynamic_slice_in_dim(levels, query_chunk * count, count, axis=2)
     return jax.lax.dynamic_slice_in_dim(of_rows, key_chunk * columns, columns, axis=3)
 
@@ -317,7 +415,7 @@ def _forward(
     q, k, v = (here.cut(x) for x in (query, key, value))
     pair = _own_pair(here, batch)
     packed = op.pack(folded(k), folded(v), pair.key_lengths)
-    own = _unfolded(op.attend(folded(q), folded(k), folded(v), packed, pair), here.parts)
+    own = _unfolded(op.attend((folded(q), folded(k), folded(v)), packed, pair), here.parts)
     states = list(zip(*own, strict=True))
     segments = arrays.extras.key_value_segment_ids
     visiting: Any = (
@@ -331,7 +429,7 @@ def _forward(
             pair = _pair(here, step, call, visiting[1], batch)
             i, j = here.number(call.queries), here.number(call.keys)
             chunk = jax.tree.map(lambda x, j=j: take(x, j), visiting[0])
-            part = op.attend(take(q, i), k[0], v[0], chunk, pair)
+            part = op.attend((take(q, i), k[0], v[0]), chunk, pair)
             states = _with_part(states, part, i)
         if after is not None:
             # Merged now: if XLA fused this with later merges, all parts would be kept until then.
@@ -376,9 +474,8 @@ def _backward(
     of_rows = (query, out, residual, d_out, d_residual)
     q, *results = (here.cut(x) for x in of_rows)
     k, v = here.cut(key), here.cut(value)
-    own = op.gradient(
-        folded(q), folded(k), folded(v), tuple(folded(results)), _own_pair(here, batch)
-    )
+    whole = (folded(q), folded(k), folded(v))
+    own = op.gradient(whole, tuple(folded(results)), _own_pair(here, batch))
     d_q, *d_visiting = _unfolded(own[:3], here.parts)
     d_slopes = own[3]
     segments = arrays.extras.key_value_segment_ids
@@ -390,7 +487,8 @@ def _backward(
             pair = _pair(here, step, call, visiting[2], batch)
             i, j = here.number(call.queries), here.number(call.keys)
             of_call = tuple(take(x, i) for x in results)
-            d = op.gradient(take(q, i), take(visiting[0], j), take(visiting[1], j), of_call, pair)
+            operands = (take(q, i), take(visiting[0], j), take(visiting[1], j))
+            d = op.gradient(operands, of_call, pair)
             d_q = put(d_q, i, take(d_q, i) + d[0])
             d_visiting = [
                 put(x, j, take(x, j) + y) for x, y in zip(d_visiting, d[1:3], strict=True)

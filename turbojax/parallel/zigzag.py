@@ -6,7 +6,7 @@ all devices then have the same to do; in the natural order, where device `d` hol
 ``2 d`` and ``2 d + 1``, the last one has nearly twice the mean.
 """
 
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -88,10 +88,9 @@ def check_chunks(tokens: int, parts: int) -> None:
         raise ValueError(f"{tokens} tokens must be a multiple of {parts}, chunks of equal size")
 
 
-def check_blocks(of: Any, tokens: int, parts: int, devices: int) -> None:
-    """Raises ValueError unless a device's tokens are `parts` chunks of whole blocks of `of`."""
-    for name in ("block_q", "block_kv"):
-        block = getattr(of, name)
+def check_blocks(blocks: tuple[int, int], tokens: int, parts: int, devices: int) -> None:
+    """Raises ValueError unless a device's tokens are `parts` chunks of whole blocks."""
+    for name, block in zip(("block_q", "block_kv"), blocks, strict=True):
         if tokens % (parts * block):
             kind = "two chunks, an early and a late one," if parts == 2 else "one chunk"
             raise ValueError(
@@ -116,9 +115,11 @@ def to_zigzag(x: jax.Array, axis_name: Names, axis: int = 1) -> jax.Array:
     """
     devices, early, late = _halves(x, axis_name, axis)
     # Chunk 2 d is at home on the device that holds it in zig-zag order, and so is 2 d + 1.
-    homes = [(_home(2 * d, devices), _home(2 * d + 1, devices)) for d in range(devices)]
-    even = jax.lax.ppermute(early, axis_name, [(d, homes[d][0]) for d in range(devices)])
-    odd = jax.lax.ppermute(late, axis_name, [(d, homes[d][1]) for d in range(devices)])
+    homes = _homes(devices)
+    even, odd = (
+        jax.lax.ppermute(x, axis_name, [(d, homes[d][i]) for d in range(devices)])
+        for i, x in enumerate((early, late))
+    )
     # Device d holds the chunks d and 2 n - 1 - d, one of which is even.
     is_even = _is_even(axis_name)
     return jnp.concatenate(
@@ -131,15 +132,18 @@ def from_zigzag(x: jax.Array, axis_name: Names, axis: int = 1) -> jax.Array:
     devices, early, late = _halves(x, axis_name, axis)
     is_even = _is_even(axis_name)
     even, odd = jnp.where(is_even, early, late), jnp.where(is_even, late, early)
-    homes = [(_home(2 * d, devices), _home(2 * d + 1, devices)) for d in range(devices)]
-    first = jax.lax.ppermute(even, axis_name, [(homes[d][0], d) for d in range(devices)])
-    second = jax.lax.ppermute(odd, axis_name, [(homes[d][1], d) for d in range(devices)])
+    homes = _homes(devices)
+    first, second = (
+        jax.lax.ppermute(x, axis_name, [(homes[d][i], d) for d in range(devices)])
+        for i, x in enumerate((even, odd))
+    )
     return jnp.concatenate([first, second], axis=axis)
 
 
-def _home(chunk: int, devices: int) -> int:
-    """The device that holds a chunk in zig-zag order."""
-    return min(chunk, 2 * devices - 1 - chunk)
+def _homes(devices: int) -> list[tuple[int, int]]:
+    """For each device the two that hold its chunks of natural order in zig-zag order."""
+    held = [min(chunk, 2 * devices - 1 - chunk) for chunk in range(2 * devices)]
+    return list(zip(held[::2], held[1::2], strict=True))
 
 
 def _halves(x: jax.Array, axis_name: Names, axis: int) -> tuple[int, jax.Array, jax.Array]:
