@@ -78,16 +78,21 @@ def draw_bars(figure: "Figure", groups: dict[str, dict[str, Bar]], width: float)
     return axes
 
 
+Ratios = dict[str, dict[str, tuple[float, str]]]
+"""Figures and the texts over them, by group and series."""
+
+
 def of_ratios(
-    bars: dict[str, dict[str, tuple[float, str]]],
+    bars: Ratios,
     title: str,
     label: str,
     *,
     width: float = 12,
     bar: float = 0.17,
     margin: float = 0.2,
+    line: bool = True,
 ) -> "Figure":
-    """Bars of ratios with a line at 1.
+    """Bars of ratios, or of other figures.
 
     Args:
       bars: by group and series the ratio, and the text over it.
@@ -96,6 +101,7 @@ def of_ratios(
       width: of the plot, in inches.
       bar: width of a bar; the groups are 1 apart.
       margin: above the highest bar, for its text.
+      line: whether there is one at 1.
     """
     groups = {
         place: {name: Bar(*height_and_text) for name, height_and_text in found.items()}
@@ -103,7 +109,8 @@ def of_ratios(
     }
     figure = wide_figure(width)
     axes = draw_bars(figure, groups, bar)
-    axes.axhline(1, color="black", linewidth=1, zorder=0.5)
+    if line:
+        axes.axhline(1, color="black", linewidth=1, zorder=0.5)
     axes.margins(y=margin)
     axes.set_title(title)
     axes.set_ylabel(label)

@@ -25,7 +25,7 @@ from typing import Any
 
 from benchmarks import tables
 from benchmarks.suite import Shown
-from benchmarks.suites.families.tables import CACHES as CACHE_NAMES
+from benchmarks.suites.families import CACHES as CACHE_NAMES
 from benchmarks.tables import Result
 from turbojax import _writing
 from turbojax._environment import environment

@@ -23,7 +23,7 @@ import turbojax as tj
 from benchmarks import machine, stored, timing
 from benchmarks.shapes import Shape
 from benchmarks.suite import timing_facts
-from benchmarks.suites.attention import cudnn_fp8, prefill
+from benchmarks.suites.attention import prefill
 from turbojax.ops.options import Options
 from turbojax.ops.turbo_attention import mosaic_gpu, mosaic_gradient
 
@@ -101,9 +101,9 @@ def _peer(name: str, inputs: prefill.Inputs) -> tuple[Callable[..., Any], tuple[
         return prefill.exact_attention(inputs.shape, "cudnn"), arrays, lambda out: out
     heads = inputs.shape.heads
     query, *others = arrays
-    codes = [cudnn_fp8.quantized(x, heads.query // heads.kv) for x in others]
-    attend = functools.partial(cudnn_fp8.attend, is_causal=inputs.shape.is_causal)
-    return attend, (cudnn_fp8.quantized(query), *codes), cudnn_fp8.dequantized
+    codes = [prefill.quantized(x, heads.query // heads.kv) for x in others]
+    attend = functools.partial(prefill.attend_in_e4m3, is_causal=inputs.shape.is_causal)
+    return attend, (prefill.quantized(query), *codes), prefill.dequantized
 
 
 def _ours(

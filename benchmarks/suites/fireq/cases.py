@@ -2,11 +2,11 @@
 
 import functools
 import itertools
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from benchmarks import timing
 from benchmarks.measuring.calls import Arrays, Call, Case, Group, close, compared_rows
@@ -14,18 +14,21 @@ from benchmarks.measuring.work import Needs, decode_work
 from benchmarks.shapes import Shape
 from benchmarks.suites.attention import decode
 from benchmarks.suites.attention.cases import Case as AttentionCase
-from benchmarks.suites.fireq import inputs, mixed
-from benchmarks.suites.fireq import tables as fireq_tables
+from benchmarks.suites.fireq import inputs
 from turbojax import fireq, k8v4
+from turbojax._device import needs_hopper
 from turbojax.fireq import Fp8Tokens, Int4Weight
 from turbojax.quantizers import quantize_tokens
 from turbojax.state import kv4
 
-MATMUL, FFN = fireq_tables.MATMUL, fireq_tables.FFN
-QUANTIZE, DECODE = fireq_tables.QUANTIZE, fireq_tables.DECODE
+# The operations of the suites, as they begin the rows' names.
+MATMUL, FFN, QUANTIZE, DECODE = "matmul", "feed-forward", "quantize", "kv4-decode"
 KERNELS = ("mosaic_gpu", "triton")
 _BFLOAT16 = 2
 _EPS = 1e-5
+# Of jax's kernel: tokens of a tile are at least as many.
+_FEWEST = 16
+_ONE_TILE = 64
 
 
 def matmul(
@@ -45,7 +48,7 @@ def matmul(
     cases = [
         Case("bf16", None, "bf16", functools.partial(_dense_product, sizes, unit="bf16")),
         Case("fp8", None, "fp8", functools.partial(_dense_product, sizes, unit="fp8")),
-        Case("jax-int8", None, "int8", functools.partial(mixed.product, sizes)),
+        Case("jax-int8", None, "int8", functools.partial(mixed_product, sizes)),
     ]
     for i, implementation in enumerate(implementations):
         ours = functools.partial(_int4_product, sizes, implementation)
@@ -94,6 +97,58 @@ def _int4_product(
     needs = inputs.product_needs(sizes, (x, w), "fp8")
     multiply = functools.partial(fireq.matmul, implementation=implementation)
     return Call(multiply, (x, w), needs, inputs.check_product, (x8, w))
+
+
+def mixed_product(sizes: tuple[int, int, int], arrays: Arrays) -> Call:
+    """``W x^T`` of ``(inputs, outputs, tokens)`` by jax's own kernel; of few tokens 16 columns.
+
+    It takes weights of plain int8, twice the bytes of INT4, without scales, and tokens as columns.
+    """
+    refusal = needs_hopper()
+    if refusal is not None:
+        raise NotImplementedError(refusal)
+    from jax.experimental.pallas.ops.gpu import hopper_mixed_type_matmul_mgpu as kernel
+
+    size, outputs, tokens = sizes
+    w = arrays.get(_weights, outputs, size)
+    x = arrays.get(_columns, max(tokens, _FEWEST), size)
+    config = kernel.TuningConfig(**mixed_settings(kernel, x.shape[1]))
+
+    def multiply(w: jax.Array, x: jax.Array) -> jax.Array:
+        return kernel.mixed_matmul_kernel(w, x, out_dtype=jnp.bfloat16, config=config)
+
+    needs = inputs.product_needs(sizes, (w, x), "bf16")
+    return Call(multiply, (w, x), needs, _check_mixed, (w, x))
+
+
+def mixed_settings(kernel: Any, tokens: int) -> dict[str, Any]:
+    """Few tokens in one tile, with the faster of two settings on an H200; many in tiles of 128."""
+    rows, columns = kernel.MatmulDimension.M, kernel.MatmulDimension.N
+    if tokens <= _ONE_TILE:
+        few = {"tile_m": 64, "tile_n": tokens, "tile_k": 128, "epi_tile_n": tokens}
+        return {**few, "max_concurrent_steps": 6, "wg_dimension": rows, "grid_minor_dim": rows}
+    many = {"tile_m": 128, "tile_n": 128, "tile_k": 64, "max_concurrent_steps": 4}
+    width = 8 if tokens > 2 * 128 else 1
+    return {**many, "wg_dimension": rows, "grid_minor_dim": columns, "grid_tile_width": width}
+
+
+def _weights(outputs: int, size: int) -> jax.Array:
+    """int8 ``[outputs, size]``: the weights of the others, times 32."""
+    w = inputs.dense_fp8(outputs, size).astype(jnp.float32) * 32
+    return jnp.clip(jnp.round(w), -127, 127).astype(jnp.int8)
+
+
+def _columns(tokens: int, size: int) -> jax.Array:
+    """bfloat16 ``[size, tokens]``."""
+    return inputs.activations(tokens, size).T
+
+
+def _check_mixed(
+    out: jax.Array, w: jax.Array, x: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    rows = np.unique(compared_rows(out.shape[1]))
+    want = inputs.product(inputs.values(x.T[rows]), inputs.values(w))
+    return out.T[rows], want, jnp.all(jnp.isfinite(out))
 
 
 def _w4a16_product(sizes: tuple[int, int, int], implementation: str, arrays: Arrays) -> Call:
@@ -248,11 +303,9 @@ def _decode_of(shape: Shape, case: AttentionCase, arrays: Arrays) -> Call:
     """A row of the attention suite."""
     call = case.build(arrays.get(decode.Inputs, shape))
     needs = Needs(call.work.amount, 0.0, "bf16")
-    return Call(call.function, call.arguments, needs, errors=_of_exact(call.error))
-
-
-def _of_exact(errors: Callable[[Any], dict[str, float]]) -> Callable[[Any], dict[str, Any]]:
-    return lambda out: {"against_exact": errors(out)}
+    return Call(
+        call.function, call.arguments, needs, errors=lambda out: {"against_exact": call.error(out)}
+    )
 
 
 def _decode_scaled(shape: Shape, kind: str, implementation: str, arrays: Arrays) -> Call:

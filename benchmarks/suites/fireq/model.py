@@ -15,12 +15,11 @@ from benchmarks import timing
 from benchmarks.measuring.calls import Arrays, Call, Case, Group
 from benchmarks.measuring.work import Needs
 from benchmarks.suite import kernel_facts
-from benchmarks.suites.fireq import tables
 from benchmarks.tables import Row
 from turbojax import models
 from turbojax.models.generation.steps import run_prompts
 
-OPERATION = tables.MODEL
+OPERATION = "model-prefill"
 # Prompts that run together hold about this many tokens in all: enough for every unit, little
 # compared with the weights.
 _TOKENS_AT_A_TIME = 16384
@@ -73,7 +72,7 @@ def _prefill(
     model = arrays.get(kind.make, config)
     prompts = arrays.get(_prompts, config.vocab_size, batch, tokens)
     return Prefill(
-        function=_run,
+        function=run_prompts,  # what `models.start` calls for each part of the batch
         arguments=(model, prompts),
         needs=_needs(model, kind, batch, tokens),
         kind=kind,
@@ -97,10 +96,6 @@ def _needs(model: Model, kind: Kind, batch: int, tokens: int) -> Needs:
     moved = timing.nbytes(model) + timing.nbytes(caches)
     operations = batch * config.num_layers * (2.0 * tokens * linear + attention)
     return Needs(moved, operations, kind.unit)
-
-
-# What `models.start` calls for each part of the batch.
-_run = run_prompts
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType
 
-from benchmarks.suites.parallel.timing import exchanges
+from benchmarks.suites.parallel.ops import exchanges
 from benchmarks.tables import Row
 from turbojax import models
 from turbojax.models.engine import Engine, Replicas, Request, replicate

@@ -1,6 +1,10 @@
-"""Attention and caches on one device and on several: the same arrays, whole or split."""
+"""Attention, caches and collectives on one device and on several: the same arrays, whole or split.
+
+In wall time of programs.
+"""
 
 import functools
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -9,9 +13,9 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import turbojax as tj
+from benchmarks import timing
 from benchmarks.measuring import steps
 from benchmarks.shapes import Shape
-from benchmarks.suites.parallel.timing import exchanges, timed
 from benchmarks.suites.pooled.inputs import random_levels
 from benchmarks.tables import Row
 from turbojax.kv.kinds import init_layer_cache, kind_for
@@ -25,6 +29,37 @@ DENSITY = 0.25
 _CACHES: dict[str, Any] = {"4bit": tj.TurboConfig(), "turbo4": "turbo4", "exact": "exact"}
 _DTYPE = jnp.dtype(jnp.bfloat16)
 _SPLITS = {"batch": "data", "heads": "model", "sequence": "sequence"}
+
+
+def timed(
+    call: Callable[..., Any], *arguments: Any, loops: int = 1, seconds: float = 0.5
+) -> dict[str, Any]:
+    """Microseconds of one of the `loops` rounds in a call: the best of several measurements.
+
+    The best, because what else the host does only takes time.
+    """
+    with timing.alone():
+        jax.block_until_ready(call(*arguments))
+        once = _wall(call, arguments, 1)
+        repetitions = max(1, min(50, round(seconds / once)))
+        times = [_wall(call, arguments, repetitions) / loops * 1e6 for _ in range(4)]
+    return {"us": min(times), "us_of_runs": times, "repetitions": repetitions, "loops": loops}
+
+
+def _wall(call: Callable[..., Any], arguments: tuple[Any, ...], repetitions: int) -> float:
+    start = time.perf_counter()
+    for _ in range(repetitions):
+        out = call(*arguments)
+    jax.block_until_ready(out)
+    return (time.perf_counter() - start) / repetitions
+
+
+def exchanges(compiled: jax.stages.Compiled) -> dict[str, int]:
+    """How often a compiled program has each collective."""
+    text = compiled.as_text() or ""
+    kinds = ("all-gather", "all-reduce", "collective-permute", "all-to-all", "reduce-scatter")
+    counts = {kind: text.count(f" {kind}(") + text.count(f" {kind}-start(") for kind in kinds}
+    return {kind: count for kind, count in counts.items() if count}
 
 
 def axes_of(split: str, devices: int) -> Axes:
@@ -202,3 +237,45 @@ def pooled_training(tokens: int, devices: int) -> Row:
         "density": DENSITY,
         "exchanges": exchanges(compiled),
     }
+
+
+# Collectives --------------------------------------------------------------------------------------
+
+_AXIS = "devices"
+
+
+def _gather(x: jax.Array, n: int) -> jax.Array:
+    del n
+    return jax.lax.all_gather(x, _AXIS)[-1]
+
+
+def _sum(x: jax.Array, n: int) -> jax.Array:
+    return jax.lax.psum(x, _AXIS) / n
+
+
+def _permute(x: jax.Array, n: int) -> jax.Array:
+    return jax.lax.ppermute(x, _AXIS, [(i, (i + 1) % n) for i in range(n)])
+
+
+COLLECTIVES: dict[str, Callable[[jax.Array, int], jax.Array]] = {
+    "all-gather": _gather,
+    "all-reduce": _sum,
+    "collective-permute": _permute,
+}
+
+
+def collective(kind: str, size: int, loops: int, devices: int) -> Row:
+    """One exchange of float32 arrays of `size` bytes on each device."""
+    mesh = jax.make_mesh((devices,), (_AXIS,), axis_types=(AxisType.Auto,))
+
+    def run(x: jax.Array) -> jax.Array:
+        def step(_: Any, x: jax.Array) -> jax.Array:
+            return COLLECTIVES[kind](x, devices) + 1
+
+        return jax.lax.fori_loop(0, loops, step, x)
+
+    spec = PartitionSpec(_AXIS)
+    call = jax.jit(jax.shard_map(run, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False))
+    x = jnp.zeros((devices, size // 4), jnp.float32, device=jax.NamedSharding(mesh, spec))
+    found = timed(call, x, loops=loops)
+    return {**found, "gigabytes_per_second": size / found["us"] / 1e3}

@@ -11,24 +11,40 @@ import functools
 import sys
 import time
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 import turbojax as tj
-from benchmarks import timing
+from benchmarks import tables, timing
 from benchmarks.measuring import work
 from benchmarks.measuring.compiling import compile_side_by_side, require_gpu
 from benchmarks.measuring.samples import errors
 from benchmarks.shapes import Shape
-from benchmarks.suite import Ceilings, Latest, Suite, attempt, over_cudnn, timing_facts
+from benchmarks.suite import (
+    Asked,
+    Latest,
+    Measure,
+    Rows,
+    Suite,
+    Table,
+    each,
+    joined,
+    over_cudnn,
+    parted,
+    temporary_bytes,
+    timing_facts,
+)
 from benchmarks.suites.pooled import inputs as pooled_inputs
-from benchmarks.suites.pooled import tables as pooled_tables
 from benchmarks.suites.pooled.inputs import MIXTURE_DENSITY
-from benchmarks.tables import Row
+from benchmarks.tables import Column, Result, Row
 
-FORWARD, GRADIENT, SELECT = pooled_tables.FORWARD, pooled_tables.GRADIENT, pooled_tables.SELECT
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+# The operations of the suite, as they begin the rows' names.
+FORWARD, GRADIENT, SELECT = "pooled", "pooled-gradient", "pooled-select"
 # Two products forward; backward the scores again, and a product for each gradient and for dP.
 _PRODUCTS = {FORWARD: 1.0, GRADIENT: 3.5}
 # Dense bfloat16 TFLOP/s by the maker's data sheet.
@@ -95,7 +111,6 @@ class Group:
 
     @property
     def cases(self) -> list[Case]:
-        """Its rows, what others are compared with first."""
         cases = [Case(operation, "cudnn") for operation in (FORWARD, GRADIENT)]
         cases += [Case(SELECT, policy) for policy in POLICIES]
         for i, implementation in enumerate(self.implementations):
@@ -106,8 +121,15 @@ class Group:
 
     def name(self, case: Case) -> str:
         """``pooled/mha-16/b1-s16384/top-k/mosaic_gpu``."""
-        parts = (case.operation, self.shape.label, case.method, case.implementation)
-        return "/".join(part for part in parts if part)
+        return joined(case.operation, self.shape.label, case.method, case.implementation)
+
+    def describe(self, case: Case) -> Row:
+        return {
+            "operation": case.operation,
+            "method": case.method,
+            "implementation": case.implementation,
+            **self.shape.facts,
+        }
 
     def maps(self) -> dict[str, Callable[[], jax.Array]]:
         """Maps that do not depend on what is attended to."""
@@ -123,41 +145,10 @@ class Group:
         return maps
 
 
-def _groups() -> list[Group]:
-    """What matters most first: a run may be stopped by the clock."""
-    both = ("mosaic_gpu", "triton")
-    return [
-        Group(Shape("mha-16", 1, 16384), both, 0),
-        Group(Shape("mha-16", 1, 16384, is_causal=True), both, 0),
-        Group(Shape("mha-16", 1, 32768)),
-        Group(Shape("mha-16", 1, 32768, is_causal=True)),
-        Group(Shape("llama3-8b", 1, 16384, is_causal=True), both),
-        Group(Shape("mha-16-narrow", 1, 16384), both),
-    ]
-
-
-def _quick_groups() -> list[Group]:
-    """Tiny shapes: whether everything runs, and nothing about speed."""
-    shapes = (Shape("tiny", 1, 384, is_causal=is_causal) for is_causal in (False, True))
-    return [Group(shape, ("xla", "mosaic_gpu", "triton"), 0) for shape in shapes]
-
-
-def run(
-    rows: list[tuple[Group, Case]],
-    ceilings: Ceilings,
-    on_row: Callable[[Row], None],
-    *,
-    repetitions: int | None = None,
-    deadline: float = float("inf"),
-) -> None:
-    """See `benchmarks.suite.Run`."""
-    for stage in dict.fromkeys(group.stage for group, _ in rows):
-        here = [(group, case) for group, case in rows if group.stage == stage]
-        compiled = compile_jobs(here) if time.monotonic() <= deadline else {}
-        inputs = Latest(functools.partial(Inputs, compiled=compiled))
-        for group, case in here:
-            measure = functools.partial(_measure, group, case, inputs, ceilings, repetitions)
-            attempt(describe(group, case), measure, on_row, deadline)
+def begin(rows: Rows, asked: Asked) -> Measure:
+    """See `suite.each`."""
+    inputs = Latest(functools.partial(Inputs, compiled=compile_jobs(rows)))
+    return lambda group, case: _measure(inputs.of(group), case, asked)
 
 
 def compile_jobs(
@@ -312,10 +303,7 @@ def _like(got: Any, want: Any) -> tuple[jax.Array, tuple[jax.Array, ...], jax.Ar
     return out, gradients, jnp.all(jnp.stack(is_finite))
 
 
-def _measure(
-    group: Group, case: Case, latest: Latest, ceilings: Ceilings, repetitions: int | None
-) -> Row:
-    inputs: Inputs = latest.of(group)
+def _measure(inputs: Inputs, case: Case, asked: Asked) -> Row:
     compiled = inputs.function(case.job)
     density = inputs.density(case.method)
     facts: Row = {"density": density}
@@ -326,7 +314,7 @@ def _measure(
         if case.implementation is not None:
             arguments = (*arguments, inputs.levels(case.method))
         facts |= inputs.error(case.method, compiled(*arguments))
-    taken = timing.measure(compiled, arguments, repetitions=repetitions)
+    taken = timing.measure(compiled, arguments, repetitions=asked.repetitions)
     if case.operation != SELECT:
         amount = work.attention_operations(inputs.group.shape) * density
         needed = work.Work(amount * _PRODUCTS[case.operation], {"bf16": 1.0})
@@ -335,36 +323,246 @@ def _measure(
         facts |= {
             "work": needed.amount,
             "tflops_per_second": rate,
-            "percent_of_ceiling": needed.percent_of_ceiling(taken.microseconds, ceilings),
+            "percent_of_ceiling": needed.percent_of_ceiling(taken.microseconds, asked.ceilings),
             "percent_of_peak": None if peak is None else 100 * rate / peak,
         }
     return {
         "status": "ok",
         **timing_facts(taken),
         **facts,
-        "temporary_bytes": getattr(compiled.memory_analysis(), "temp_size_in_bytes", None),
+        **temporary_bytes(compiled),
     }
 
 
-def describe(group: Group, case: Case) -> Row:
-    """What is known of a row before it runs."""
-    return {
-        "name": group.name(case),
-        "operation": case.operation,
-        "method": case.method,
-        "implementation": case.implementation,
-        **group.shape.facts,
-    }
+# What the docs show -------------------------------------------------------------------------------
+
+SUMMARY_METHODS = ("mixture-0.156", "mixture-0.05")
+SUMMARY_MODEL = "mha-16"
+_SHAPE = ("model", "batch", "tokens", "is_causal")
 
 
+def _shape_of(row: Row) -> tuple[Any, ...]:
+    return tuple(row[name] for name in _SHAPE)
+
+
+def label(row: Row) -> str:
+    """``16 heads of 128, 1 x 16k causal``."""
+    model, size = tables.shape_label(row).split(" ", 1)
+    heads = f"{row['heads']} heads of {row['head_dim']}" if model.startswith("mha") else model
+    return f"{heads}, {size}"
+
+
+def ordered(rows: Iterable[Row]) -> list[Row]:
+    """Rows shape by shape, in the order of the tables."""
+    return [row for group in tables.shapes(rows).values() for row in group]
+
+
+def share_of_ideal(row: Row) -> float | None:
+    """The speed over cuDNN, of the inverse of the density."""
+    ratio = row.get("speedup_over_cudnn")
+    return None if ratio is None else ratio * row["density"]
+
+
+def _share(value: float | None) -> str:
+    return "-" if value is None else f"{value:.0f} %"
+
+
+def _milliseconds(row: Row) -> str:
+    return tables.number(row["us"] / 1e3)
+
+
+def _of_ideal(row: Row) -> str:
+    ideal = share_of_ideal(row)
+    return _share(None if ideal is None or row["implementation"] is None else 100 * ideal)
+
+
+def _gradient_error(name: str, form: str) -> tables.Cell:
+    return lambda row: ", ".join(f"{e[name]:{form}}" for e in row["gradient_errors"].values())
+
+
+_NAMES = (
+    ("shape", label),
+    ("levels", lambda row: row["method"]),
+    ("kernel", lambda row: row["implementation"] or "cuDNN"),
+)
+_COLUMNS = (
+    ("density", tables.shown_as("density", "{:.4f}")),
+    ("ms", _milliseconds),
+    ("over cuDNN", tables.shown_as("speedup_over_cudnn", "{:.2f}x")),
+    ("ideal", lambda row: tables.times(1 / row["density"]) if row["implementation"] else "-"),
+    ("of ideal", _of_ideal),
+    ("TFLOP/s", tables.significant("tflops_per_second")),
+    ("of 989", tables.shown_as("percent_of_peak", "{:.0f} %")),
+)
+_ERRORS: dict[str, tuple[Column, ...]] = {
+    FORWARD: (
+        ("cosine", tables.shown_as("cosine", "{:.5f}")),
+        ("relative L1, RMSE", lambda row: f"{row['relative_l1']:.4f}, {row['rmse']:.2g}"),
+    ),
+    GRADIENT: (
+        ("cosine of dQ, dK, dV", _gradient_error("cosine", ".5f")),
+        ("relative L1", _gradient_error("relative_l1", ".4f")),
+        ("RMSE", _gradient_error("rmse", ".2g")),
+    ),
+}
+
+
+def attention_table(result: Result, operation: str) -> str:
+    """Every row of the forward pass, or of both passes; those that did not run with the reason."""
+    rows = ordered(tables.shown(result, operation))
+    text = tables.rows_table(rows, _NAMES, (*_COLUMNS, *_ERRORS[operation]))
+    return tables.with_cut(text, result, operation)
+
+
+def selection_table(result: Result) -> str:
+    """What choosing levels takes, compared with the forward pass that uses them."""
+    forward = _by_method(result, FORWARD)
+    both = _by_method(result, GRADIENT)
+    lines = []
+    for row in ordered(tables.finished(result, SELECT)):
+        line = [label(row), row["method"], f"{row['density']:.3f}", tables.number(row["us"])]
+        key = (_shape_of(row), row["method"])
+        steered, trained = forward.get(key), both.get(key)
+        if steered is None:
+            lines.append([*line, *["-"] * 5])
+            continue
+        dense = forward.get((_shape_of(row), "cudnn"))
+        total = row["us"] + steered["us"]
+        far = steered["out_against_dense"]
+        lines.append(
+            [
+                *line,
+                _milliseconds(steered),
+                f"{100 * row['us'] / steered['us']:.1f} %",
+                "-" if trained is None else f"{100 * row['us'] / trained['us']:.1f} %",
+                tables.times(None if dense is None else dense["us"] / total),
+                f"{far['cosine']:.4f}, {far['relative_l1']:.3f}",
+            ]
+        )
+    header = ["shape", "policy", "density", "choosing, us", "forward, ms", "choosing / forward"]
+    header += ["choosing / forward and backward", "both over cuDNN forward"]
+    return tables.table([*header, "output against dense: cosine, relative L1"], lines)
+
+
+def _by_method(result: Result, operation: str) -> dict[tuple[Any, str], Row]:
+    """Rows by shape and levels, of the fastest implementation."""
+    best: dict[tuple[Any, str], Row] = {}
+    for row in tables.finished(result, operation):
+        key = (_shape_of(row), row["method"])
+        if key not in best or row["us"] < best[key]["us"]:
+            best[key] = row
+    return best
+
+
+def video_section(name: str, result: Result) -> str:
+    """Both passes without a mask, as docs/video.md shows them, and where the figures come from."""
+    passes = [attention_table(result, operation) for operation in (FORWARD, GRADIENT)]
+    return "\n\nWith the backward pass:\n\n".join(passes) + f"\n\n{tables.source(name, result)}"
+
+
+def _matmul(result: Result) -> str:
+    rate = result["ceilings"].get("bf16")
+    return "" if rate is None else f"A bfloat16 matrix product through XLA: {rate:.0f} TFLOP/s. "
+
+
+def _section(operation: str, plot: tuple[str, str] | None = None) -> Table:
+    table = functools.partial(attention_table, operation=operation)
+    return tables.section(table, plot=plot, note=_matmul)
+
+
+PLOT = ("pooled_speed.png", "Pooled attention: speed over cuDNN against the density")
+
+
+def summary_table(result: Result) -> str:
+    """A few rows: the fastest of ours, forward and with the backward pass, against cuDNN."""
+    forward, both = (_by_method(result, operation) for operation in (FORWARD, GRADIENT))
+    lines = []
+    for row in ordered(row for row in forward.values() if row["method"] in SUMMARY_METHODS):
+        if row["model"] != SUMMARY_MODEL:
+            continue
+        trained = both.get((_shape_of(row), row["method"]))
+        cells = [_time_and_ratio(row), "-" if trained is None else _time_and_ratio(trained)]
+        lines.append([label(row), f"{row['density']:.3f}", *cells])
+    header = ["batch x tokens", "density", "forward, ms", "forward and backward, ms"]
+    return tables.table(header, lines)
+
+
+_SUMMARY = (
+    "Time of the kernels on the device; in brackets the speed over that of cuDNN's dense "
+    "attention in bfloat16. The ideal is the inverse of the density. "
+)
+
+
+def _time_and_ratio(row: Row) -> str:
+    return f"{_milliseconds(row)} ({tables.times(row.get('speedup_over_cudnn'))})"
+
+
+_DENSITY_TICKS = (0.05, 0.1, 0.2, 0.5, 1)
+
+
+def speed_plot(result: Result) -> "Figure":
+    """Speed over cuDNN against the density, with the ideal line: the fastest of ours."""
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import NullLocator
+
+    figure = Figure(figsize=(11, 5), layout="constrained")
+    panels = figure.subplots(1, 2, sharex=True, sharey=True)
+    densities = []
+    for axes, operation, title in zip(
+        panels, (FORWARD, GRADIENT), ("forward", "forward and backward"), strict=True
+    ):
+        by_shape: dict[str, list[Row]] = {}
+        for row in ordered(_by_method(result, operation).values()):
+            is_shown = row["implementation"] is not None and row["model"] == SUMMARY_MODEL
+            if is_shown and "speedup_over_cudnn" in row:
+                densities.append(row["density"])
+                by_shape.setdefault(label(row), []).append(row)
+        for i, (name, rows) in enumerate(by_shape.items()):
+            rows = sorted(rows, key=lambda row: row["density"])
+            x, y = [r["density"] for r in rows], [r["speedup_over_cudnn"] for r in rows]
+            style = "--" if rows[0]["is_causal"] else "-"
+            axes.plot(x, y, "o" + style, color=f"C{i // 2}", ms=4, lw=1, label=name)
+        axes.set_title(title)
+    least = min([*densities, 0.5])
+    for axes in panels:
+        axes.plot([least, 1], [1 / least, 1], color="black", lw=1, label="ideal, 1 / density")
+        axes.axhline(1, color="black", lw=0.5, ls=":")
+        axes.set_xscale("log")
+        axes.set_yscale("log", base=2)
+        axes.set_xticks(_DENSITY_TICKS)
+        axes.xaxis.set_major_formatter("{x:g}")
+        axes.xaxis.set_minor_locator(NullLocator())
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.set_xlabel("density: share of dense attention's work")
+        axes.grid(alpha=0.3, which="both")
+        axes.legend(fontsize=8, frameon=False)
+    panels[0].set_ylabel("times as fast as cuDNN bf16, dense")
+    figure.suptitle(f"Pooled attention on {result['device']}")
+    return figure
+
+
+_BOTH, _THREE = ("mosaic_gpu", "triton"), ("xla", "mosaic_gpu", "triton")
 SUITE = Suite(
     name="pooled",
-    groups=_groups,
-    quick_groups=_quick_groups,
-    run=run,
+    groups=lambda: [
+        Group(Shape("mha-16", 1, 16384), _BOTH, 0),
+        Group(Shape("mha-16", 1, 16384, is_causal=True), _BOTH, 0),
+        Group(Shape("mha-16", 1, 32768)),
+        Group(Shape("mha-16", 1, 32768, is_causal=True)),
+        Group(Shape("llama3-8b", 1, 16384, is_causal=True), _BOTH),
+        Group(Shape("mha-16-narrow", 1, 16384), _BOTH),
+    ],
+    quick_groups=lambda: [
+        Group(Shape("tiny", 1, 384, is_causal=is_causal), _THREE, 0) for is_causal in (False, True)
+    ],
+    run=each(begin, parted(lambda group: group.stage)),
     with_ratios=over_cudnn,
-    one_line=pooled_tables.one_line,
     formats=("bf16",),
-    tables=pooled_tables.TABLES,
-    plots=pooled_tables.PLOTS,
+    tables={
+        "pooled summary": tables.section(summary_table, note=_SUMMARY),
+        "pooled forward": _section(FORWARD, PLOT),
+        "pooled gradient": _section(GRADIENT),
+        "pooled selection": tables.section(selection_table, note=_matmul),
+    },
+    plots={PLOT[0]: speed_plot},
 )

@@ -11,10 +11,14 @@ from typing import Literal
 import jax
 import numpy as np
 
+from benchmarks.suite import joined
+from benchmarks.tables import Row
 from turbojax import models, paged
 from turbojax.models.engine import Request
 
 OPERATION = "serving"
+STOPPED = "stopped"
+"""Status of a row that the clock ended."""
 LOOP = 32
 """Tokens after which text of the weights ``"looping"`` repeats that begins in the lower half of the
 vocabulary; what begins in the upper one goes through all of it first."""
@@ -117,7 +121,29 @@ class Group:
 
     def name(self, case: Case) -> str:
         """``serving/llama-3-8b/batch/engine``."""
-        return f"{OPERATION}/{self.model}/{self.label}/{case.name}"
+        return joined(OPERATION, self.model, self.label, case.name)
+
+    def describe(self, case: Case) -> Row:
+        setting = self.setting_of(case)
+        return {
+            "operation": OPERATION,
+            "label": self.label,
+            "method": case.name,
+            "model": self.model,
+            "runs": case.runs,
+            "weights": case.weights,
+            "kv_dtype": case.kv_dtype,
+            "speculates": case.speculates,
+            "requests": self.requests,
+            "prompt": self.prompt,
+            "new": self.new,
+            "clients": self.clients,
+            "setting": dataclasses.asdict(setting),
+            "num_pages": setting.pages(self.config, case.kv_dtype),
+            "expected_seconds": case.expected,
+            "asked": dict(case.asked),
+            "over": dict(case.over),
+        }
 
     def setting_of(self, case: Case) -> Setting:
         """The engine's sizes in this row."""
