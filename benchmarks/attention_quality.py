@@ -155,17 +155,7 @@ def measure(
     pattern: str = "",
     on_row: Callable[[str, dict[str, Any]], None] = lambda *_: None,
 ) -> dict[str, Any]:
-    """Costs and errors of every row.
-
-    Args:
-      context: bytes of a window.
-      per_file: windows of each held-out module at most.
-      batch: windows that run at once, at most.
-      dtype: of the model.
-      progress: shows how far it is.
-      pattern: regular expression; rows whose names it finds are measured.
-      on_row: called with each finished row.
-    """
+    """Costs and errors of every row."""
     model = models.load(dtype=dtype)
     cut = held_out_windows(context, per_file)
     tokens = np.concatenate(list(cut.values()))
@@ -219,7 +209,6 @@ def measure(
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Parses the command line, measures, writes JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, help="JSON file to write; printed if not given")
     parser.add_argument("--context", type=int, default=4096, help="bytes of a window")

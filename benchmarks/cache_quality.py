@@ -103,7 +103,6 @@ def measure(
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Parses the command line, measures, writes JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, help="JSON file to write; printed if not given")
     parser.add_argument("--context", type=int, default=4095, help="bytes predicted per window")

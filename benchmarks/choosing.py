@@ -48,7 +48,6 @@ class Figures:
         self.sources: dict[str, Result] = {}
 
     def result(self, prefix: str) -> Result:
-        """The newest result of this name."""
         found = newest(self._results, (prefix,))
         if found is None:
             raise FileNotFoundError(f"{self._results} holds no result called {prefix}")
@@ -56,7 +55,6 @@ class Figures:
         return found[1]
 
     def row(self, prefix: str, name: str) -> Row:
-        """The measured row of this name."""
         rows = [row for row in self.result(prefix)["rows"] if row.get("name") == name]
         if len(rows) != 1 or rows[0]["status"] != "ok":
             raise ValueError(f"the newest result called {prefix} has no figures of {name}")
@@ -68,14 +66,12 @@ class Figures:
         return tables.times(rows[0].get("speedup_over_cudnn") if rows else None)
 
     def over_cudnn(self, prefix: str, name: str) -> str:
-        """The speed over cuDNN."""
         row = self.row(prefix, name)
         if "speedup_over_cudnn" in row:
             return tables.times(row["speedup_over_cudnn"])
         return tables.times(row["speedup_over"]["cudnn"])
 
     def over(self, prefix: str, name: str, base: str) -> str:
-        """The speed over another row."""
         return tables.times(self.row(prefix, name)["speedup_over"][base])
 
     def real(self, cache: str) -> Row:
@@ -84,7 +80,6 @@ class Figures:
         return row
 
     def loss(self, cache: str) -> str:
-        """The same in bits per token."""
         return f"{self.real(cache)['cost']:+.4f} bits per token"
 
     def buffers(self, cache: str) -> str:
@@ -143,12 +138,7 @@ _PRODUCT = "matmul/k4096-n14336/"
 
 
 def figures_table(results: Path, link: str) -> str:
-    """The three figures of README.md, each with its device.
-
-    Args:
-      results: the folder of the results.
-      link: what stands before a file's name in its link.
-    """
+    """The three figures of README.md, each with its device."""
     figures = Figures(results)
     decode = figures.row("hopper", f"{_LONG}turbo-4bit/mosaic_gpu")
     whole = figures.result("generate")

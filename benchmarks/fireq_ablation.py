@@ -118,16 +118,7 @@ def measure(
     columns: tuple[str, ...] = tuple(COLUMNS),
     scale_dtype: Any = "e4m3",
 ) -> dict[str, float]:
-    """Bits per byte of each column.
-
-    Args:
-      decoder: the model, as it is or with outliers.
-      text: calibration and held-out windows.
-      options: constants of smoothing; which of its parts are used, the column says.
-      advance: called as windows are done.
-      columns: which.
-      scale_dtype: of the weights' groups.
-    """
+    """Bits per byte of each column."""
     statistics = calibrate(decoder, text.calibration)
     rows = {}
     for name in columns:
@@ -139,16 +130,7 @@ def measure(
 
 
 def recovered(exact: float, as_is: dict[str, float], planted: dict[str, float]) -> dict[str, float]:
-    """Shares of what the planted outliers cost that smoothing recovers.
-
-    Returns:
-      against_unsmoothed: of the loss that planting adds to the quantized, unsmoothed model:
-        ``(none_planted - all_planted) / (none_planted - none_as_is)``. 1 is as if there were no
-        outliers; more than 1 is possible, because smoothing also helps the model as it is.
-      against_smoothed: as the first, but the goal is the model as it is with the same smoothing.
-      against_exact: of the whole loss of quantizing the planted model without smoothing, the part
-        included that 4 bits cost whatever the outliers.
-    """
+    """Shares of what the planted outliers cost that smoothing recovers."""
     gain = planted["none"] - planted["all"]
     return {
         "against_unsmoothed": gain / (planted["none"] - as_is["none"]),
@@ -263,7 +245,6 @@ def save_plot(result: dict[str, Any], path: Path) -> None:
 
 
 def main() -> None:
-    """Parses the command line, measures, writes JSON and the plot."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, help="JSON file to write; printed if not given")
     parser.add_argument("--plot", type=Path, help="PNG file to draw")

@@ -180,7 +180,6 @@ class Recorder:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Where to."""
     parser.addoption("--gpu-record", type=Path, default=RESULTS, metavar="FOLDER")
 
 

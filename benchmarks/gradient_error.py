@@ -88,13 +88,11 @@ def _distance(got: Sequence[Any], want: Sequence[Any]) -> float:
 
 
 def measure(windows: int, context: int) -> dict[str, Any]:
-    """Both."""
     model = {"windows": windows, "context": context, "errors": of_the_model(windows, context)}
     return {**environment(), "random": of_random_tensors(), "model": model}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Parses the command line, measures, writes JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
     parser.add_argument("--quick", action="store_true", help="a small sample")

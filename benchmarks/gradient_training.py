@@ -110,7 +110,6 @@ def train(
 def measure(
     names: Sequence[str], settings: Settings, seeds: Sequence[int], *, embedded: bool
 ) -> dict[str, Any]:
-    """All runs, one after the other: by name, by seed."""
     corpus = standard_library_corpus()
     with Progress() as progress:
         runs = {
@@ -132,11 +131,7 @@ def measure(
 
 
 def merged(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Runs of several files as one result, in the order of `RUNS`.
-
-    Raises:
-      ValueError: if they differ in device, versions or settings.
-    """
+    """Runs of several files as one result, in the order of `RUNS`."""
     first = dict(parts[0])
     for part in parts[1:]:
         for name in ("device", "jax", "settings", "weights"):
@@ -151,7 +146,6 @@ def merged(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Parses the command line, trains, writes JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
     parser.add_argument("--only", default=",".join(RUNS), help="names of runs")
@@ -200,7 +194,6 @@ def _change(values: Sequence[float]) -> str:
 
 
 def training_table(name: str, result: Result) -> str:
-    """Losses at the end, beside those of exact attention."""
     lines = []
     for label, by_seed in result["runs"].items():
         mode, _, gradient = label.partition("-")

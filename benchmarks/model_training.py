@@ -228,7 +228,6 @@ def measure(model: str, plans: Sequence[Plan], out: Path) -> dict[str, Any]:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Runs the plans and prints their table."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--model", default="smollm2", help="as of turbojax train")
     parser.add_argument("--plan", type=Plan.of, action="append", help="CONTEXT:BATCH:STEPS:SEEDS")

@@ -53,13 +53,7 @@ class Link:
     gigabytes: float
 
     def time(self, size: float, devices: int, *, to_neighbours: bool = False) -> float:
-        """Microseconds for `size` bytes that each device sends, between so many devices.
-
-        Args:
-          size: bytes.
-          devices: how many take part.
-          to_neighbours: whether each sends to one other alone, however many there are.
-        """
+        """Microseconds for `size` bytes that each device sends, between so many devices."""
         inside = 0.0 if to_neighbours else math.log2(max(min(devices, HOST) / 2, 1))
         outside = math.log2(max(devices / HOST, 1))
         hops = HOP * inside + NETWORK_HOP * (min(outside, 1) if to_neighbours else outside)
@@ -68,11 +62,7 @@ class Link:
 
 
 def fit(rows: Sequence[Row], kind: str) -> Link:
-    """Latency and bandwidth of a collective, by least squares of relative errors.
-
-    Raises:
-      ValueError: if fewer than two sizes were measured.
-    """
+    """Latency and bandwidth of a collective, by least squares of relative errors."""
     found = [(row["bytes"], row["us"]) for row in rows if _is_ok(row) and row.get("kind") == kind]
     if len({size for size, _ in found}) < 2:
         raise ValueError(f"collective {kind!r} needs times of two sizes, has {found}")
@@ -117,11 +107,7 @@ class Costs:
 
     @classmethod
     def of(cls, rows: Sequence[Row]) -> "Costs":
-        """Fitted to the rows of a result.
-
-        Raises:
-          ValueError: if one that is needed is not there.
-        """
+        """Fitted to the rows of a result."""
         gather, reduce, permute = (
             fit(rows, kind) for kind in ("all-gather", "all-reduce", "collective-permute")
         )

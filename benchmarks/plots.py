@@ -8,7 +8,6 @@ if TYPE_CHECKING:
 
 
 def wide_figure(width: float) -> "Figure":
-    """An empty figure of this width, in inches."""
     # Imported here: tables need no matplotlib. A bare `Figure` needs no display.
     from matplotlib.figure import Figure
 

@@ -84,15 +84,7 @@ _MOST_LOSS, _LEAST_SPEED = 1.02, 1.8
 
 
 def policies(logs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Several pooled runs against one dense run: a JSON object.
-
-    Args:
-      logs: of the dense run, then of the others: same settings, start and data.
-
-    Raises:
-      ValueError: if there are not two, the first is not dense or another is, one has not ended or
-        ran on another device, or they cannot be compared, see `turbojax.finetune.compare`.
-    """
+    """Several pooled runs against one dense run: a JSON object."""
     if len(logs) < 2:
         raise ValueError(f"{len(logs)} runs must be at least 2: a dense one, and others")
     kinds = [log["identity"]["attention"]["kind"] for log in logs]
@@ -162,7 +154,6 @@ POLICIES = Shown(("pooled_training_policies",), {"pooled training policies": pol
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Writes the result of several runs."""
     parser = argparse.ArgumentParser(description=policies.__doc__)
     parser.add_argument("--out", type=Path, required=True, help="the result's file")
     parser.add_argument("runs", type=Path, nargs="+", help="folders or logs, the dense one first")

@@ -86,15 +86,7 @@ def pages(docs: Path) -> dict[str, str]:
 
 
 def fill_pages(texts: Mapping[str, str], chosen: Mapping[str, Callable[[], str]]) -> dict[str, str]:
-    """The pages with every marked region replaced by its table.
-
-    Args:
-      texts: pages by name.
-      chosen: tables by name.
-
-    Raises:
-      ValueError: if not exactly one page has the markers of a table.
-    """
+    """The pages with every marked region replaced by its table."""
     filled = dict(texts)
     for name, table in chosen.items():
         holders = [page for page, text in filled.items() if f"<!-- {name} table -->" in text]
@@ -127,7 +119,6 @@ def write(results: Path, docs: Path) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """The command `report`."""
     path = readme.ROOT / "README.md"
     old = path.read_text(encoding="utf-8")
     if arguments.check:

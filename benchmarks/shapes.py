@@ -66,12 +66,10 @@ class Shape:
 
     @property
     def heads(self) -> Heads:
-        """The model's heads."""
         return (MODELS | PLAIN)[self.model]
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What its rows say of it."""
         return {
             "model": self.model,
             "batch": self.batch,

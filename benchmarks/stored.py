@@ -34,11 +34,7 @@ def write(path: Path, result: Result) -> None:
 
 
 def previous(path: Path, machine: dict[str, Any]) -> Result | None:
-    """The result to continue, or to take figures from, or None.
-
-    Raises:
-      SystemExit: if it comes from another machine or other versions.
-    """
+    """The result to continue, or to take figures from, or None."""
     if not path.exists():
         return None
     old: Result = json.loads(path.read_text(encoding="utf-8"))

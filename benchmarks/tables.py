@@ -60,7 +60,6 @@ def cut(result: Result, operation: str) -> str:
 
 
 def table(header: list[str], rows: list[list[str]]) -> str:
-    """A Markdown table."""
     lines = [header, ["---"] * len(header), *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
@@ -104,7 +103,6 @@ def with_cut(text: str, result: Result, operation: str) -> str:
 
 
 def times(ratio: float | None) -> str:
-    """``3.43x``."""
     return "-" if ratio is None else f"{ratio:.2f}x"
 
 
@@ -125,12 +123,7 @@ def share_of_ceiling(row: Row) -> str:
 
 
 def ceilings_sentence(result: Result, ending: Mapping[str, str]) -> str:
-    """What the device reached at best in the same run.
-
-    Args:
-      result: of a suite.
-      ending: what follows each rate; rates that are not named here, or not measured, are left out.
-    """
+    """What the device reached at best in the same run."""
     names = {
         "copy": "Reading and writing 1 GiB: {:,.0f} GB/s",
         "bf16": "A product of 8192 x 8192 x 8192 through XLA: {:,.0f} TFLOP/s in bfloat16",

@@ -128,15 +128,7 @@ def _empty_row(settings: dict[str, Any], cache: str, batch: int, status: str, no
 def sweep(
     worker: Worker, settings: dict[str, Any], cache: str, batches: list[int], deadline: float
 ) -> Iterator[Row]:
-    """Rows of one cache: each batch until one fails, then the largest that fits.
-
-    Args:
-      worker: measures.
-      settings: of the run.
-      cache: its name.
-      batches: ascending.
-      deadline: on `time.monotonic`'s clock; no row is begun after it.
-    """
+    """Rows of one cache: each batch until one fails, then the largest that fits."""
     rows: list[Row] = []
 
     def measure(batch: int) -> Row:
@@ -327,7 +319,6 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def main() -> None:
-    """Parses the command line, measures, writes JSON."""
     arguments = parse()
     if arguments.out is not None:
         arguments.out.parent.mkdir(parents=True, exist_ok=True)

@@ -50,10 +50,6 @@ BLOCKS = {"block_q": BLOCK, "block_kv": BLOCK}
 def scene(grid: Grid, pixels: float) -> np.ndarray:
     """A camera moves to the right and half as fast down over matplotlib's sample photograph.
 
-    Args:
-      grid: frames, and patches in a column and in a row of a frame.
-      pixels: it moves in a frame.
-
     Returns:
       float32 ``[frames, rows * 8, columns * 8, 3]`` from 0 to 1, between pixels bilinear.
     """
@@ -214,7 +210,6 @@ def measure(grid: Grid, small: Grid, steps: int, budgets: Sequence[float]) -> Re
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Parses the command line, measures, writes JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
     parser.add_argument("--quick", action="store_true", help="a small sample")

@@ -81,7 +81,6 @@ def _prompt_rows(shape: Shape) -> Iterator[tuple[str, str, Any]]:
 
 
 def run(out: Path, shapes: tuple[Shape, ...], implementation: str) -> None:
-    """Measures, and writes after each row."""
     result: Row = {**machine.describe(), "steps_of_append": _STEPS, "rows": []}
     for shape in shapes:
         with timing.alone():
@@ -101,7 +100,6 @@ def run(out: Path, shapes: tuple[Shape, ...], implementation: str) -> None:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Parses the command line and measures."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="JSON to write")
     parser.add_argument("--implementation", default="mosaic_gpu", help="of our caches")

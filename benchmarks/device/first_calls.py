@@ -137,7 +137,6 @@ def _path(tree: Path) -> str:
 
 
 def main() -> None:
-    """Measures and writes the result."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--before", type=Path, help="a tree with another version")

@@ -253,7 +253,6 @@ def agreement(got: Six, want: Six) -> Row:
 
 
 def rows(tokens: int, deadline: float) -> list[Row]:
-    """All measurements at one length."""
     x, weights, cos, sin = inputs(tokens)
     operations = 2.0 * tokens * HIDDEN * ALL_HEADS * DIM
     found: list[Row] = []

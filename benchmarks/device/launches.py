@@ -145,14 +145,7 @@ def _in_one(gradients: tuple[Any, ...]) -> jax.Array:
 
 
 def measure(inputs: prefill.Inputs, name: str, change: Row | None, first: dict[str, Any]) -> Row:
-    """A row's figures.
-
-    Args:
-      inputs: of its shape.
-      name: what attends.
-      change: of the default launch; None for cuDNN.
-      first: the outputs of default launches, by name, kept for the others of a shape.
-    """
+    """A row's figures."""
     with timing.alone():
         if change is None:
             call, arguments, output = _peer(name, inputs)
@@ -184,7 +177,6 @@ def measure(inputs: prefill.Inputs, name: str, change: Row | None, first: dict[s
 
 
 def run(pattern: str, out: Path) -> None:
-    """Measures, and writes after each row."""
     result = {**machine.describe(), "rows": []}
     inputs, first = None, {}
     for shape, name, change in rows(pattern):
@@ -204,7 +196,6 @@ def run(pattern: str, out: Path) -> None:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Parses the command line and measures."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="JSON to write")
     parser.add_argument("--filter", default="", help="regular expression on shape, name and launch")

@@ -112,7 +112,6 @@ def measure() -> dict[str, Any]:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Writes the record, and prints its rows."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="JSON to write")
     out = parser.parse_args(arguments).out

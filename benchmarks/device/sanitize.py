@@ -105,11 +105,7 @@ def cases() -> dict[str, Any]:
 
 
 def lower(name: str) -> tuple[Any, tuple[Any, ...]]:
-    """The lowered program of a case, and its arguments.
-
-    Raises:
-      LookupError: if it has not the kernels that it says.
-    """
+    """The lowered program of a case, and its arguments."""
     import jax
 
     case = cases()[name]
@@ -164,8 +160,6 @@ def run_case(name: str) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """A case under a tool."""
-
     name: str
     tool: str
 
@@ -306,7 +300,6 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(given: list[str] | None = None) -> None:
-    """Parses the command line and runs what it asks for."""
     arguments = _parser().parse_args(given)
     if arguments.case is not None:
         run_case(arguments.case)

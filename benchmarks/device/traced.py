@@ -103,7 +103,6 @@ def _text(call: Callable[..., Any], arguments: tuple[Any, ...]) -> str:
 
 
 def path_of(folder: Path, name: str) -> Path:
-    """A case's file."""
     return folder / (re.sub(r"[^\w.-]+", "_", name) + ".txt")
 
 
@@ -134,7 +133,6 @@ def compare(folder: Path, pattern: str) -> int:
 
 
 def main(given: list[str] | None = None) -> None:
-    """Writes or compares."""
     parser = argparse.ArgumentParser(description=__doc__)
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--write", type=Path, metavar="FOLDER")

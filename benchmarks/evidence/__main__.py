@@ -55,7 +55,6 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def one_line(key: str, row: Row | None, reason: str, seconds: float) -> str:
-    """A row for a terminal."""
     if row is None:
         return f"{key}: {reason}"
     parts = [f"{seconds:.1f} s"]
@@ -69,7 +68,6 @@ def one_line(key: str, row: Row | None, reason: str, seconds: float) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measures, and writes the file."""
     # Both are read when jax first asks for the device. Processes share its memory; and each would
     # choose other ways to multiply matrices, which quantized weights and their rows would show.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, get_args
 
 from benchmarks import tables
-from benchmarks.evidence import causes, drawing, writing
+from benchmarks.evidence import writing
 from benchmarks.evidence.attends import PolarRounding, Rounded
 from benchmarks.evidence.choices import PAPER, Choices, Methods, of_result
 from benchmarks.evidence.rows import NEWEST, Spec, cached, cached_int4, layers, within
@@ -61,7 +61,7 @@ def methods_section(name: str, result: Result) -> str:
         every,
         "Ours in bold. Against the baselines, window by window:",
         versus,
-        causes.section(result, chosen.causes),
+        _causes_section(result, chosen.causes),
         _newest(result, entries, chosen.newest),
         writing.note(name, result, list(dict.fromkeys([*entries.values(), *of_causes]))),
     )
@@ -82,7 +82,6 @@ def _newest(result: Result, entries: Entries, labels: Sequence[str]) -> str:
 
 
 def methods_plot(result: Result) -> "Figure":
-    """Cost against bytes."""
     chosen = of_result(result)
     every = {"this library": _keys(chosen.ours), "for comparison": _keys(chosen.baselines)}
     families = {
@@ -92,7 +91,7 @@ def methods_plot(result: Result) -> "Figure":
         for family, keys in every.items()
     }
     above = ("turbo4", "turbo 3 bits", "2/4 bits")
-    return drawing.against_bytes(result, families, "Caches: cost against bytes", above)
+    return writing.against_bytes(result, families, "Caches: cost against bytes", above)
 
 
 # (c) Block sizes ----------------------------------------------------------------------------------
@@ -104,7 +103,6 @@ def _blocks_specs(subject: Subject) -> list[Spec]:
 
 
 def blocks_section(name: str, result: Result) -> str:
-    """Table 3 in form."""
     chosen = of_result(result)
     blocks = _keys(chosen.blocks)
     lines = writing.exact_lines(result, "exact", "16.00", "1.00x")
@@ -123,8 +121,7 @@ def blocks_section(name: str, result: Result) -> str:
 
 
 def blocks_plot(result: Result) -> "Figure":
-    """Costs by block size."""
-    return drawing.costs(result, _keys(of_result(result).blocks), "Block sizes (B_r, B_c)")
+    return writing.costs(result, _keys(of_result(result).blocks), "Block sizes (B_r, B_c)")
 
 
 # (d) Heads of 2 bits ------------------------------------------------------------------------------
@@ -197,9 +194,9 @@ def heads_plot(result: Result) -> "Figure":
         ]
         for priority, by_count in _heads_keys(result).items()
     }
-    drawing.curves(axes, points)
+    writing.curves(axes, points)
     axes.set_xticks(range(result["model"]["kv_heads"] + 1))
-    axes.set(title="Which heads have 2 bits", ylabel=drawing.cost_label(result))
+    axes.set(title="Which heads have 2 bits", ylabel=writing.cost_label(result))
     axes.set_xlabel("heads of 2 bits, of keys and of values each; the others have 4")
     return figure
 
@@ -278,9 +275,8 @@ def polar_section(name: str, result: Result) -> str:
 
 
 def polar_plot(result: Result) -> "Figure":
-    """Costs of both tables."""
     simulated, through = _polar_entries()
-    return drawing.costs(result, simulated | through, "Rotated codes; uncompressed edges")
+    return writing.costs(result, simulated | through, "Rotated codes; uncompressed edges")
 
 
 # (j) INT4 weights ---------------------------------------------------------------------------------
@@ -334,11 +330,10 @@ def int4_section(name: str, result: Result) -> str:
 
 
 def int4_plot(result: Result) -> "Figure":
-    """Costs of caches with float and with INT4 weights."""
     chosen = of_result(result).int4
     both = {f"float, {label}": key for label, key in _keys(chosen).items()}
     both |= {f"INT4, {label}": key for label, key in _keys(chosen, "int4").items()}
-    return drawing.costs(result, both, "Caches with float and with INT4 weights")
+    return writing.costs(result, both, "Caches with float and with INT4 weights")
 
 
 METHODS = EvidenceTable(
@@ -352,3 +347,37 @@ BLOCKS = EvidenceTable("c", "blocks", _blocks_specs, blocks_section, blocks_plot
 HEADS = EvidenceTable("d", "heads", _heads_specs, heads_section, heads_plot)
 POLAR = EvidenceTable("h", "polar", _polar_specs, polar_section, polar_plot)
 INT4 = EvidenceTable("j", "int4", _int4_specs, int4_section, int4_plot)
+
+
+_AGAINST = {"KIVI 4": "cache/kivi4", "GEAR-L 4": "cache/gear4"}
+
+
+def _causes_section(result: Result, variants: Methods) -> str:
+    """A table of some methods, each beside two baselines of 4 bits; nothing if none was measured.
+
+    Of the same keys and values a cache has the same codes in every mode.
+    """
+    lines = []
+    for label, name in variants.items():
+        key = f"cache/{name}"
+        row = found(result, key)
+        if row is None:
+            continue
+        apart = [writing.difference(result, key, other) for other in _AGAINST.values()]
+        cells = ["-" if x is None else writing.interval(x) for x in apart]
+        kl = row["divergence"]
+        lines.append(
+            [
+                label,
+                tables.times(writing.smaller(row)),
+                writing.spread(row),
+                *cells,
+                "-" if kl is None else f"{kl:.5f}",
+            ]
+        )
+    if not lines:
+        return ""
+    header = ["4 bits with", "smaller than bfloat16", "cost [95 %]"]
+    header += [f"minus that of {name}" for name in _AGAINST]
+    about = "Where the cost of 4 bits comes from, window by window:"
+    return f"{about}\n\n{tables.table([*header, 'KL, bits'], lines)}"

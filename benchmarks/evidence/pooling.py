@@ -4,7 +4,7 @@ import dataclasses
 from typing import TYPE_CHECKING
 
 from benchmarks import tables
-from benchmarks.evidence import drawing, writing
+from benchmarks.evidence import writing
 from benchmarks.evidence.attends import Pooled
 from benchmarks.evidence.rows import Spec, within
 from benchmarks.evidence.subject import Subject
@@ -32,12 +32,7 @@ _FAMILIES = {
 
 
 def policies(context: int, block: int) -> dict[str, Pooled]:
-    """What is measured, by name: a family, a slash, and what sets the row apart.
-
-    Args:
-      context: tokens of a window; distances are shares of it.
-      block: tokens of a block of queries, and of keys.
-    """
+    """What is measured, by name: a family, a slash, and what sets the row apart."""
 
     def pooled(policy: Policy) -> PooledAttention:
         return PooledAttention(policy, block, block)
@@ -104,7 +99,6 @@ def beaten(result: Result, rows: dict[str, Row]) -> dict[str, str]:
 
 
 def section(name: str, result: Result) -> str:
-    """Density against loss."""
     rows = dict(sorted(_rows(result).items(), key=lambda item: float(item[1]["density"])))
     lost = beaten(result, rows)
     lines = [
@@ -135,15 +129,14 @@ def section(name: str, result: Result) -> str:
 
 
 def plot(result: Result) -> "Figure":
-    """Cost against density, a line for each family."""
     figure = wide_figure(9)
     axes = figure.subplots()
     points: dict[str, list[tuple[float, Row]]] = {x: [] for x in _FAMILIES.values()}
     for name, row in _rows(result).items():
         points[_FAMILIES[name.partition("/")[0]]].append((row["density"], row))
-    drawing.curves(axes, {k: sorted(v, key=lambda x: x[0]) for k, v in points.items() if v})
+    writing.curves(axes, {k: sorted(v, key=lambda x: x[0]) for k, v in points.items() if v})
     axes.set_yscale("symlog", linthresh=0.002)
-    axes.set(title="Pooled attention", xlabel="density", ylabel=drawing.cost_label(result))
+    axes.set(title="Pooled attention", xlabel="density", ylabel=writing.cost_label(result))
     return figure
 
 

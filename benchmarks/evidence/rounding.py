@@ -6,8 +6,7 @@ import numpy as np
 
 from benchmarks import fireq_ablation, tables
 from benchmarks.evidence import writing
-from benchmarks.evidence.channels import BITS
-from benchmarks.evidence.rows import Spec, channel_errors
+from benchmarks.evidence.rows import BITS, Spec, channel_errors
 from benchmarks.evidence.subject import Subject
 from benchmarks.evidence.writing import EvidenceTable, found
 from benchmarks.plots import Bar, draw_bars, wide_figure
@@ -27,7 +26,6 @@ def _channel_specs(subject: Subject) -> list[Spec]:
 
 
 def channel_section(name: str, result: Result) -> str:
-    """Figure 10 in form."""
     row = found(result, _CHANNELS)
     lines = []
     for side, errors in () if row is None else row["relative_l2"].items():

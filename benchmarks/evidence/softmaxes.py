@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import tables
-from benchmarks.evidence import drawing, writing
+from benchmarks.evidence import writing
 from benchmarks.evidence.attends import OfDegree, Turbo
 from benchmarks.evidence.caches import QUICK
 from benchmarks.evidence.choices import Choices, of_result
@@ -50,7 +50,6 @@ def _parts_entries(result: Result) -> dict[str, str]:
 
 
 def parts_section(name: str, result: Result) -> str:
-    """Table 4 in form."""
     entries = _parts_entries(result)
     lines = writing.exact_lines(result, "exact")
     lines += [
@@ -68,8 +67,7 @@ def parts_section(name: str, result: Result) -> str:
 
 
 def parts_plot(result: Result) -> "Figure":
-    """Costs of the parts."""
-    return drawing.costs(result, _parts_entries(result), "FlashQ and SAS")
+    return writing.costs(result, _parts_entries(result), "FlashQ and SAS")
 
 
 # (f) Threshold and degree of SAS ------------------------------------------------------------------
@@ -88,11 +86,7 @@ _BY_DEGREE = {x: f"whole/{_sas_name(_DEFAULT, x)}" for x in _DEGREES}
 
 
 def function_errors(softmax: SAS) -> Row:
-    """Largest errors of an exponential on 200,001 points of [-20, 0], against float64.
-
-    Returns:
-      `function_error` above the threshold, and `cut`, the largest value that is made 0 below it.
-    """
+    """Largest errors of an exponential on 200,001 points of [-20, 0], against float64."""
     x = np.linspace(-20, 0, 200001).astype(np.float32)
     got, want = np.asarray(jax.jit(softmax)(jnp.asarray(x))), np.exp(x.astype(np.float64))
     above = x >= softmax.threshold
@@ -152,8 +146,8 @@ def sas_plot(result: Result) -> "Figure":
         (right, _BY_DEGREE, f"degree of its polynomial, threshold {_DEFAULT:g}"),
     ):
         rows = [(x, row) for x, key in keys.items() if (row := writing.found(result, key))]
-        drawing.curves(axes, {name: rows})
-        axes.set(xlabel=name, ylabel=drawing.cost_label(result))
+        writing.curves(axes, {name: rows})
+        axes.set(xlabel=name, ylabel=writing.cost_label(result))
     return figure
 
 

@@ -246,17 +246,7 @@ def name_of(model: str) -> str:
 
 
 def load(model: str, dtype: str | None, sizes: Sizes | None = None) -> Subject:
-    """A model by name or path, with the held-out modules.
-
-    Args:
-      model: see `text_model.load_text_model`.
-      dtype: of weights and computation; None for float32 on a CPU, elsewhere bfloat16.
-      sizes: how much is measured; None for `TOKENS`, of byte-level models `Sizes`.
-
-    Raises:
-      OSError, ValueError, NotImplementedError: see `text_model.load_text_model`; ValueError also if
-        its weights are INT4 already.
-    """
+    """A model by name or path, with the held-out modules."""
     if dtype is None:
         dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
     loaded = text_model.load_text_model(model, text_model.parse_dtype(dtype))

@@ -2,14 +2,15 @@
 
 import dataclasses
 import re
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Container, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from benchmarks import tables
 from benchmarks.evidence.rows import Spec
 from benchmarks.evidence.subject import Subject
+from benchmarks.plots import wide_figure
 from benchmarks.suite import Table
 from benchmarks.tables import Result, Row
 from turbojax.evaluation import Interval, bootstrap
@@ -121,12 +122,7 @@ def exact_bits(result: Result) -> float | None:
 
 
 def exact_lines(result: Result, *label: str) -> list[list[str]]:
-    """The line that the costs of rows through caches are above, or none; see `text_header`.
-
-    Args:
-      result: the result.
-      *label: the cells before bits.
-    """
+    """The line that the costs of rows through caches are above, or none; see `text_header`."""
     bits = exact_bits(result)
     return [] if bits is None else [[*label, f"{bits:.4f}", "-", "-", "-"]]
 
@@ -160,12 +156,7 @@ def interval(apart: Interval) -> str:
 
 
 def word(apart: Interval, share: float) -> str:
-    """What an interval of a difference of bits says.
-
-    Args:
-      apart: ours less the baseline's; without an interval its mean is taken for it.
-      share: bytes of ours over the baseline's, less 1.
-    """
+    """What an interval of a difference of bits says."""
     low, high = apart.ends or (apart.mean, apart.mean)
     if high < 0:
         return "better" if share <= 0 else "better, with more bytes"
@@ -175,12 +166,7 @@ def word(apart: Interval, share: float) -> str:
 
 
 def comparison(result: Result, pairs: Sequence[tuple[str, str, str, str]]) -> str:
-    """A table of ours against baselines, and what of ours is worse.
-
-    Args:
-      result: the result.
-      pairs: label and key of ours, label and key of the baseline.
-    """
+    """A table of ours against baselines, and what of ours is worse."""
     lines, worse, heavy = [], 0, []
     for label, key, base, other in pairs:
         apart = difference(result, key, other)
@@ -264,3 +250,100 @@ def section(name: str, word: str, description: str, *parts: str) -> str:
     called = re.sub(r"(_\d{4}-\d\d-\d\d)?\.json$", "", name)
     picture = tables.picture(f"{called}_{word}.png", description)
     return picture + "\n\n".join(part for part in parts if part)
+
+
+# Plots --------------------------------------------------------------------------------------------
+
+_LINEAR = 0.002
+"""Bits up to which a logarithmic axis is linear."""
+_FAR = 20
+"""Times the median that a cost may be where an axis is linear."""
+
+
+def bars_of(row: Row) -> list[list[float]]:
+    """Distances from a row's cost to the ends of its interval, as `errorbar` takes them."""
+    if row["cost_interval"] is None:
+        return [[0.0], [0.0]]
+    low, high = row["cost_interval"]
+    return [[row["cost"] - low], [high - row["cost"]]]
+
+
+def costs(result: Result, entries: Entries, title: str) -> "Figure":
+    """A line per row: what it costs, with its interval."""
+    figure = wide_figure(9)
+    axes = figure.subplots()
+    rows = {k: row for k, row in measured(result, entries).items() if row["cost"] is not None}
+    for i, row in enumerate(rows.values()):
+        axes.errorbar(row["cost"], i, xerr=bars_of(row), fmt="o", color="C0", capsize=3)
+    axes.set_yticks(range(len(rows)), list(rows))
+    axes.invert_yaxis()
+    axes.axvline(0, color="black", linewidth=1, zorder=0.5)
+    axes.set(title=title, xlabel=cost_label(result))
+    sizes = [abs(row["cost"]) for row in rows.values()]
+    if sizes and max(sizes) > _FAR * float(np.median(sizes)):
+        axes.set_xscale("symlog", linthresh=_LINEAR)
+    axes.grid(axis="x", alpha=0.3)
+    return figure
+
+
+def cost_label(result: Result) -> str:
+    """What an axis of costs counts."""
+    return f"bits per {result['texts']['unit']} above exact attention"
+
+
+def against_bytes(
+    result: Result, families: Mapping[str, Entries], title: str, above: Container[str] = ()
+) -> "Figure":
+    """Cost against bytes: down and left is better, a color for each family."""
+    figure = wide_figure(9)
+    axes = figure.subplots()
+    for i, (family, entries) in enumerate(families.items()):
+        first = True
+        for label, row in measured(result, entries).items():
+            if row["cost"] is None:
+                continue
+            axes.errorbar(
+                1 / smaller(row),
+                row["cost"],
+                yerr=bars_of(row),
+                fmt="os^Dv"[i % 5],
+                color=f"C{i}",
+                capsize=3,
+                label=family if first else None,
+            )
+            spot = (1 / smaller(row), row["cost"])
+            # Two families may have nearly the same bytes: their names are on different sides.
+            shift, side = ((-6, 3), "right") if i % 2 == 0 else ((6, -9), "left")
+            if label in above:
+                shift, side = (0, 9), "center"
+            axes.annotate(label, spot, shift, textcoords="offset points", fontsize=7, ha=side)
+            first = False
+    axes.margins(x=0.15)
+    axes.set_yscale("symlog", linthresh=_LINEAR)
+    axes.axhline(0, color="black", linewidth=1, zorder=0.5)
+    axes.set(title=title, xlabel="bytes, relative to a bfloat16 cache", ylabel=cost_label(result))
+    axes.grid(alpha=0.3)
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(fontsize=8)
+    return figure
+
+
+def curves(
+    axes: Any,
+    points: Mapping[str, Sequence[tuple[float, Row]]],
+    *,
+    styles: Mapping[str, str] | None = None,
+) -> None:
+    """Costs against a number, a line per name; rows without a figure are left out."""
+    for i, (name, pairs) in enumerate(points.items()):
+        there = [(x, row) for x, row in pairs if row["cost"] is not None]
+        if not there:
+            continue
+        x, rows = zip(*there, strict=True)
+        ends = [[bars_of(row)[side][0] for row in rows] for side in (0, 1)]
+        style = (styles or {}).get(name, "o-")
+        cost = [row["cost"] for row in rows]
+        axes.errorbar(x, cost, yerr=ends, fmt=style, color=f"C{i}", capsize=3, label=name)
+    axes.grid(alpha=0.3)
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(fontsize=8)

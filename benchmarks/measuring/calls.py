@@ -88,11 +88,7 @@ class Call:
     def measure(
         self, compiled: Callable[..., Any], check: Any, repetitions: int | None
     ) -> tuple[float, Row]:
-        """Microseconds, and facts for the row.
-
-        Raises:
-          ArithmeticError: if the output is wrong.
-        """
+        """Microseconds, and facts for the row."""
         with timing.alone():
             facts = self._errors(compiled(*self.arguments), check)
             taken = timing.measure(compiled, self.arguments, repetitions=repetitions)
@@ -108,11 +104,7 @@ class Call:
 
 
 def close(got: jax.Array, want: jax.Array) -> Row:
-    """The errors of an output.
-
-    Raises:
-      ArithmeticError: if they are more than rounding makes.
-    """
+    """The errors of an output."""
     errors = relative_errors(got, want)
     if not errors["relative_l1"] <= _WRONG:
         raise ArithmeticError(f"the output is wrong: its relative L1 error is {errors}")

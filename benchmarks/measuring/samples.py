@@ -17,16 +17,7 @@ Error = dict[str, float]
 def sample(
     seed: int, *, batch: int, tokens: int, heads: int, dim: int, outliers: bool = False
 ) -> jax.Array:
-    """Normal numbers ``[batch, tokens, heads, dim]``, sampled in float32, as bfloat16.
-
-    Args:
-      seed: of the numbers.
-      batch: first axis.
-      tokens: second axis.
-      heads: third axis.
-      dim: last axis.
-      outliers: whether a few channels of each head are larger.
-    """
+    """Normal numbers ``[batch, tokens, heads, dim]``, sampled in float32, as bfloat16."""
     key = jax.random.key(seed)
     x = jax.random.normal(key, (batch, tokens, heads, dim), jnp.float32)
     if outliers:
@@ -125,11 +116,7 @@ def _errors(got: jax.Array, want: jax.Array) -> tuple[jax.Array, dict[str, jax.A
 
 
 def errors(got: jax.Array, want: jax.Array) -> Error:
-    """Cosine similarity, relative L1 and root mean squared error, over all elements.
-
-    Raises:
-      ArithmeticError: if the output is not finite.
-    """
+    """Cosine similarity, relative L1 and root mean squared error, over all elements."""
     if got.shape != want.shape:
         raise ValueError(f"{got.shape=} must equal {want.shape=}")
     is_finite, found = _errors(got, want)

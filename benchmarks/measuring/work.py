@@ -39,12 +39,7 @@ class Work:
     def percent_of_ceiling(
         self, microseconds: float, ceilings: Mapping[str, float | None]
     ) -> float | None:
-        """The time that the ceilings allow, in percent of the time taken.
-
-        Args:
-          microseconds: taken.
-          ceilings: GB/s under ``"copy"``, TFLOP/s under number formats; None if not measured.
-        """
+        """The time that the ceilings allow, in percent of the time taken."""
         rates = {unit: ceilings.get(unit) for unit in self.shares}
         if any(rate is None for rate in rates.values()):
             return None
@@ -82,14 +77,7 @@ def prefill_work(shape: Shape, mode: str) -> Work:
 
 
 def training_work(shape: Shape, mode: str, gradient: str) -> Work:
-    """The two products of the forward pass and five of the backward pass.
-
-    Args:
-      shape: of the call.
-      mode: of the forward pass' products, as in `prefill_work`; also of the scores that the
-        backward pass computes again.
-      gradient: what multiplies the values there: ``"float"`` (bfloat16) or ``"8bit"``.
-    """
+    """The two products of the forward pass and five of the backward pass."""
     scores, values = _UNITS[mode]
     shares: dict[str, float] = {}
     for unit in (scores, values, scores, values if gradient == "8bit" else "bf16", *["bf16"] * 3):
@@ -160,11 +148,7 @@ class Needs:
     unit: str
 
     def floor(self, ceilings: Mapping[str, float | None]) -> tuple[float, str] | None:
-        """The microseconds that the ceilings allow, and which of them sets the time.
-
-        Args:
-          ceilings: GB/s under ``"copy"``, TFLOP/s under number formats; None if not measured.
-        """
+        """The microseconds that the ceilings allow, and which of them sets the time."""
         amounts = {"copy": self.nbytes / 1e3}
         if self.operations:
             amounts[self.unit] = self.operations / 1e6

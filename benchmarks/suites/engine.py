@@ -95,7 +95,6 @@ class Group:
         }
 
     def make(self) -> list[Request]:
-        """The requests."""
         rng = np.random.default_rng(0)
         vocabulary = models.SHAPES[self.setting.model].vocab_size
         sizes = [
@@ -127,11 +126,7 @@ def begin(rows: Rows, asked: Asked) -> Measure:
 
 
 def measure(model: models.Decoder, group: Group, kv_dtype: str, deadline: float) -> Row:
-    """All requests through a new engine, or as many steps as there is time for.
-
-    Raises:
-      ArithmeticError: if a result is not what was asked for.
-    """
+    """All requests through a new engine, or as many steps as there is time for."""
     setting = group.setting
     begun = time.perf_counter()
     engine = Engine(

@@ -17,7 +17,7 @@ import numpy as np
 
 from benchmarks import plots, tables, timing
 from benchmarks.measuring import steps
-from benchmarks.measuring.compiling import Lower
+from benchmarks.measuring.steps import Lower
 from benchmarks.measuring.work import Needs
 from benchmarks.suite import (
     Asked,
@@ -112,7 +112,6 @@ class Group:
 
     @property
     def config(self) -> models.TransformerConfig:
-        """The model's."""
         return models.SHAPES[self.model]
 
     @property
@@ -121,7 +120,6 @@ class Group:
         return self.tokens - _STEPS - _OTHER_STEPS
 
     def kind(self, cache: str) -> models.CacheKind:
-        """The cache of this name."""
         return cache_by_name(cache, self.config.num_kv_heads)
 
 
@@ -253,11 +251,7 @@ def measure(
     fill: Fill,
     asked: Asked,
 ) -> Row:
-    """Times steps of the model through a full cache.
-
-    Raises:
-      ArithmeticError: if the logits are not finite, or far from those of the exact cache.
-    """
+    """Times steps of the model through a full cache."""
     group = inputs.group
     caches = inputs.caches(cache, fill)
     cache_bytes, lengths = caches.nbytes, jnp.full(group.batch, group.held, jnp.int32)

@@ -18,8 +18,8 @@ from flax import nnx
 
 from benchmarks import plots, tables, timing
 from benchmarks.measuring import steps
-from benchmarks.measuring.compiling import require_gpu
 from benchmarks.measuring.samples import sample
+from benchmarks.measuring.steps import require_gpu
 from benchmarks.measuring.work import Needs
 from benchmarks.suite import (
     Asked,
@@ -297,12 +297,7 @@ def _measure_decode(
 
 
 def _error(out: Any, expected: dict[str, Any], method: str) -> Row:
-    """The difference from the first output of its kind, which is kept.
-
-    Raises:
-      ArithmeticError: if it is not finite, or so large that it is wrong; pooled attention is meant
-        to differ.
-    """
+    """The difference from the first output of its kind, which is kept."""
     name, want = next(iter(expected.items()), (method, out))
     errors = [
         steps.difference(a, b)

@@ -112,7 +112,6 @@ def filled(x: Latents, s: Shape, kv_dtype: str) -> paged.LatentPages:
 
 
 def decoding(s: Shape, *, implementations: tuple[str, ...] = ("mosaic_gpu",)) -> Group:
-    """The rows of a shape."""
     cases = [Case(_BASELINE, None, _BASELINE, functools.partial(_plain, s))]
     for kv_dtype in LATENT_DTYPES:
         for name in implementations:

@@ -157,11 +157,7 @@ def _write_shard(
 
 
 def measure(group: Group, case: Case, folder: Path) -> Row:
-    """Loads in a process of its own.
-
-    Raises:
-      RuntimeError: with its last words, if it fails.
-    """
+    """Loads in a process of its own."""
     files = sorted(folder.glob("*.safetensors"))
     _to_disk(files) if case.files == "disk" else _to_memory(files)
     # The other process allocates memory as it does by default.
@@ -192,11 +188,7 @@ def _to_memory(files: list[Path]) -> None:
 
 
 def _to_disk(files: list[Path]) -> None:
-    """Drops the files from the page cache.
-
-    Raises:
-      NotImplementedError: if this system cannot.
-    """
+    """Drops the files from the page cache."""
     if not hasattr(os, "posix_fadvise"):
         raise NotImplementedError("dropping files from the page cache needs posix_fadvise")
     for path in files:

@@ -20,7 +20,7 @@ from benchmarks.suites.attention import cases as attention_cases
 from benchmarks.suites.attention import decode, prefill
 from benchmarks.suites.attention import suite as attention
 from benchmarks.suites.attention import tables as attention_tables
-from benchmarks.suites.attention.rows import alone
+from benchmarks.suites.attention.tables import alone
 from tests.tools.docs_helpers import copied_docs, docs_text
 from turbojax.baselines import kivi
 

@@ -8,8 +8,7 @@ import pytest
 
 from benchmarks import __main__ as command
 from benchmarks.measuring import calls
-from benchmarks.suites.experts import suite as experts
-from benchmarks.suites.experts import tables as experts_tables
+from benchmarks.suites import experts
 
 
 def test_rows_are_named_once_and_come_with_what_they_are_compared_with():
@@ -19,7 +18,7 @@ def test_rows_are_named_once_and_come_with_what_they_are_compared_with():
     assert "experts/deepseek-v3-down/m512/int4/mosaic_gpu" in names
     for group in experts.SUITE.groups():
         families = {case.family for case in group.cases}
-        assert families == {*experts_tables.BASELINES, "int4"}
+        assert families == {*experts.BASELINES, "int4"}
 
 
 @pytest.mark.fuzz
@@ -58,7 +57,7 @@ def test_a_quick_run_measures_and_compares(tmp_path):
     ours = rows["experts/tiny/m7/int4/xla"]
     assert set(ours["speedup_over"]) == {"bf16", "fp8"}
     assert ours["relative_l1"] < 0.01
-    text = experts_tables.table(result)
+    text = experts.table(result)
     assert "| tiny (5 experts, 2 a token, 192 to 72) | 7 | INT4 | xla |" in text
 
 

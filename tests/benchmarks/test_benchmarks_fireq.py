@@ -13,12 +13,11 @@ from benchmarks import __main__ as command
 from benchmarks import readme, report, tables, timing
 from benchmarks.measuring import calls
 from benchmarks.measuring.work import Needs
+from benchmarks.suite import describe
 from benchmarks.suites.fireq import cases as fireq_cases
 from benchmarks.suites.fireq import inputs as fireq_inputs
-from benchmarks.suites.fireq import mixed
 from benchmarks.suites.fireq import model as fireq_model
 from benchmarks.suites.fireq import suite as fireq
-from benchmarks.suites.fireq import tables as fireq_tables
 from tests.tools.docs_helpers import copied_docs, docs_text
 from turbojax import models
 
@@ -38,7 +37,7 @@ def test_rows_are_named_once_and_come_with_what_they_are_compared_with():
     for suite in (fireq.FIREQ, fireq.KV4, fireq.FIREQ_MODEL):
         for group in suite.groups():
             families = {case.family for case in group.cases}
-            assert families > set(fireq_tables.BASELINES[group.operation])
+            assert families > set(fireq.BASELINES[group.operation])
     models_ = fireq.FIREQ_MODEL.rows()
     assert [group.facts["prefill_batch_size"] for group, _ in models_[::2]] == [16, 8, 4]
 
@@ -101,10 +100,10 @@ def test_products_fit_the_tiles_of_the_kernel_of_int8():
     """Of two warpgroups, side by side along the weight's rows; it refuses others."""
     from jax.experimental.pallas.ops.gpu import hopper_mixed_type_matmul_mgpu as kernel
 
-    groups = [g for g in fireq.FIREQ.groups() if g.operation == fireq_tables.MATMUL]
+    groups = [g for g in fireq.FIREQ.groups() if g.operation == fireq.MATMUL]
     for facts in (group.facts for group in groups):
         tokens = max(16, facts["tokens"])
-        config = kernel.TuningConfig(**mixed._settings(kernel, tokens))
+        config = kernel.TuningConfig(**fireq_cases.mixed_settings(kernel, tokens))
         assert config.wg_dimension == kernel.MatmulDimension.M
         assert facts["outputs"] % (2 * config.tile_m) == 0
         assert facts["inputs"] % config.tile_k == tokens % config.tile_n == 0
@@ -114,7 +113,7 @@ def test_products_fit_the_tiles_of_the_kernel_of_int8():
 @pytest.mark.skipif(timing.on_gpu(), reason="about a machine without a GPU")
 def test_the_kernel_of_int8_is_refused_in_words():
     with pytest.raises(NotImplementedError, match="compute capability"):
-        mixed.product((128, 128, 16), calls.Arrays())
+        fireq_cases.mixed_product((128, 128, 16), calls.Arrays())
 
 
 def test_methods_have_the_same_weights():
@@ -268,10 +267,10 @@ def test_failures_are_rows(monkeypatch):
 def test_report_round_trip(result, decode_result, model_result, tmp_path, monkeypatch):
     docs = copied_docs(tmp_path)
     page = "benchmarks/int4.md"
-    monkeypatch.setattr(fireq_tables, "SUMMARY_PRODUCT", (192, 72))
+    monkeypatch.setattr(fireq, "SUMMARY_PRODUCT", (192, 72))
     result = copy.deepcopy(result)
     for row in result["rows"]:
-        if row["operation"] in (fireq_tables.MATMUL, fireq_tables.FFN) and row["status"] == "ok":
+        if row["operation"] in (fireq.MATMUL, fireq.FFN) and row["status"] == "ok":
             row["us"] = {"bf16": 60.0, "fp8": 30.0, "int4": 15.0}[row["family"]]
     result["rows"] = fireq.FIREQ.with_ratios(result["rows"])
     (tmp_path / "fireq_2000-01-01.json").write_text(json.dumps(result))
@@ -300,17 +299,17 @@ def test_report_round_trip(result, decode_result, model_result, tmp_path, monkey
 
 def test_tables_say_what_did_not_run():
     group, case = fireq.FIREQ.rows("int4/triton", quick=True)[0]
-    base = calls.describe(group, case)
+    base = describe(group, case)
     refused = {**base, "status": "not run", "reason": "a | b"}
     late = {**base, "status": "not run", "reason": tables.OUT_OF_TIME}
-    table = fireq_tables.operation_table({"rows": [refused, late]}, base["operation"])
+    table = fireq.operation_table({"rows": [refused, late]}, base["operation"])
     assert "| triton | not run: a \\| b |" in table
     assert table.endswith(f"1 of 2 rows were not run: {tables.OUT_OF_TIME}.")
     assert len({line.count(" | ") for line in table.splitlines()[:3]}) == 1
-    assert fireq_tables.one_line(refused) == f"{base['name']}: not run: a | b"
+    assert tables.one_line(refused) == f"{base['name']}: not run: a | b"
     group, case = fireq.FIREQ_MODEL.rows("", quick=True)[0]
-    failed = {**calls.describe(group, case), "status": "failed", "reason": "no memory"}
-    assert "| failed: no memory |" in fireq_tables.model_table({"rows": [failed]})
+    failed = {**describe(group, case), "status": "failed", "reason": "no memory"}
+    assert "| failed: no memory |" in fireq.model_table({"rows": [failed]})
 
 
 def test_prose_agrees_with_the_results():

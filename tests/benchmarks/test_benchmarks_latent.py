@@ -49,7 +49,7 @@ def test_a_quick_run_measures_and_compares(tmp_path):
     ours = rows["latent/tiny/b2-s100/turbo4/xla"]
     assert set(ours["speedup_over"]) == {"bf16"}
     assert ours["relative_l1"] < 0.02
-    text = latent.page_section("latent.json", result)
+    text = latent.SUITE.tables["latent"]("latent.json", result)
     assert "| tiny (4 heads) | 2 x 100 | turbo4, xla |" in text
 
 

@@ -9,9 +9,9 @@ from benchmarks import __main__ as command
 from benchmarks import readme, report, throughput
 from benchmarks.shapes import Shape
 from benchmarks.suites import latency
-from benchmarks.suites.verdict import cases, plots, suite, tables
+from benchmarks.suites.verdict import cases, suite, tables
 from benchmarks.suites.verdict.methods import CACHES, DECODE, FULL, METHODS, PROMPT, TEXT
-from benchmarks.suites.verdict.texts import Texts
+from benchmarks.suites.verdict.suite import Texts
 from tests.tools.docs_helpers import docs_text
 from turbojax.kv import CACHE_NAMES
 
@@ -189,7 +189,7 @@ def test_logits_that_are_nan_are_told(result):
     assert "| NaN | NaN | 98.0% | NaN |" in tables.summary("verdict.json", nan)
     assert ["turbo4 pages", "held-out text", METHODS["kivi4"], "NaN"] in tables.worse(nan)
     assert "| turbo4 pages | NaN | NaN |" in tables.layers_table(nan)
-    assert len(plots.side_by_side(nan).axes[2].containers) == 2
+    assert len(tables.side_by_side(nan).axes[2].containers) == 2
     assert tables.interval(0.01, None) == "+0.0100"
 
 
@@ -204,7 +204,7 @@ def test_of_two_kernels_for_fp8_the_faster_one_is_the_baseline():
 
 @pytest.mark.slow
 def test_plots_show_speed_and_cost(result):
-    speed, error, cost = plots.side_by_side(result).axes
+    speed, error, cost = tables.side_by_side(result).axes
     points, errors = (
         {tuple(line.get_xydata()[0]) for line in axes.lines if len(line.get_xydata()) == 1}
         for axes in (speed, error)

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import turbojax as tj
 from benchmarks import timing
 from benchmarks.measuring import work
-from benchmarks.measuring.compiling import require_gpu
 from benchmarks.measuring.samples import Error, errors, exact_rows, sample_all
+from benchmarks.measuring.steps import require_gpu
 from benchmarks.shapes import Shape
 from benchmarks.suites.attention.cases import Call, Case, Choice, Operation, turbo_configs
 from turbojax.baselines import kivi

@@ -11,7 +11,6 @@ import turbojax as tj
 from benchmarks import timing
 from benchmarks._compat import cudnn_attention
 from benchmarks.measuring import work
-from benchmarks.measuring.compiling import require_gpu
 from benchmarks.measuring.samples import (
     Error,
     errors,
@@ -20,6 +19,7 @@ from benchmarks.measuring.samples import (
     sample,
     sample_all,
 )
+from benchmarks.measuring.steps import require_gpu
 from benchmarks.shapes import Shape
 from benchmarks.suites.attention.cases import Call, Case, Choice, Operation
 

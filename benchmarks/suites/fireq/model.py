@@ -158,12 +158,7 @@ class Prefill(Call):
 
 
 class _Steps(timing.Rotation):
-    """Calls a compiled prefill with the next prompts, over and over, handing its caches on.
-
-    Args:
-      compiled: of `call`.
-      call: the prefill.
-    """
+    """Calls a compiled prefill with the next prompts, over and over, handing its caches on."""
 
     def __init__(self, compiled: Callable[..., Any], call: Prefill) -> None:
         model, prompts = call.arguments

@@ -83,7 +83,6 @@ def _tokens(count: int) -> str:
 
 
 def method(row: Row) -> str:
-    """A row's method in words."""
     return _METHODS.get(row["method"], row["method"])
 
 
@@ -109,7 +108,6 @@ def _over(operation: str) -> list[tables.Column]:
 
 
 def operation_table(result: Result, operation: str) -> str:
-    """Every row of an operation; those that did not run with the reason."""
     columns = (
         *(tables.US, *_over(operation), tables.GIGABYTES),
         ("TFLOP/s", lambda row: _OPERATIONS(row) if row["operations"] else "-"),

@@ -10,7 +10,7 @@ import numpy as np
 
 from benchmarks._compat import cudnn_attention
 from benchmarks.measuring.calls import Arrays, Case, Group
-from benchmarks.measuring.compiling import require_gpu
+from benchmarks.measuring.steps import require_gpu
 from benchmarks.measuring.work import Needs
 from benchmarks.shapes import Shape
 from benchmarks.suites.paged import inputs

@@ -56,7 +56,6 @@ class Problem:
 
     @property
     def facts(self) -> Row:
-        """For its rows."""
         shape = self.shape
         return {
             "model": shape.model,
@@ -227,17 +226,7 @@ def check_dense(
     *,
     causal: bool = True,
 ) -> Compared:
-    """An output ``[B, T, N, H]`` against exact attention of some of its rows.
-
-    Args:
-      out: to be checked.
-      query: all of them.
-      key: of all sequences.
-      value: of all sequences.
-      lengths: tokens held.
-      causal: query `t` of `T` sees the tokens up to its own, the last but ``T - 1 - t``; otherwise
-        all that are held.
-    """
+    """An output ``[B, T, N, H]`` against exact attention of some of its rows."""
     some = compared(len(query))
     return _against(out, query, key[some], value[some], lengths, causal)
 
@@ -278,11 +267,7 @@ def _errors(got: jax.Array, want: jax.Array) -> dict[str, jax.Array]:
 
 
 def close(compared: Compared, limit: float) -> Row:
-    """Relative L2 and cosine similarity.
-
-    Raises:
-      ArithmeticError: if not everything is finite, or the error is above the limit.
-    """
+    """Relative L2 and cosine similarity."""
     got, want, is_finite = compared
     if not is_finite:
         raise ArithmeticError("the output is not finite")
@@ -328,11 +313,7 @@ class Append(Checked):
     def measure(
         self, compiled: Callable[..., Any], check: Any, repetitions: int | None
     ) -> tuple[float, Row]:
-        """Microseconds, and facts for the row.
-
-        Raises:
-          ArithmeticError: if the output is wrong.
-        """
+        """Microseconds, and facts for the row."""
         return super().measure(Appending(compiled, self.make(), self.starts), check, repetitions)
 
     def _errors(self, output: Any, check: Any) -> Row:
@@ -340,13 +321,7 @@ class Append(Checked):
 
 
 class Appending:
-    """Hands a donated cache on from call to call. What a call returns can only be waited for.
-
-    Args:
-      compiled: an `Append`'s function.
-      cache: the first one.
-      starts: of the calls, over and over.
-    """
+    """Hands a donated cache on from call to call. What a call returns can only be waited for."""
 
     def __init__(
         self, compiled: Callable[..., Any], cache: Any, starts: tuple[jax.Array, ...]

@@ -156,7 +156,6 @@ def label(row: Row) -> str:
 
 
 def method(row: Row) -> str:
-    """A row's method in words."""
     if row["operation"] == PAGES:
         return f"{KV_DTYPES[row['kv_dtype']]}, {row['method'].removeprefix('page-')} tokens"
     return KV_DTYPES.get(row["method"]) or _METHODS.get(row["method"], row["method"])

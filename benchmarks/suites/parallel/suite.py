@@ -13,7 +13,7 @@ import jax
 
 from benchmarks import parallel_costs, plots, tables
 from benchmarks.suite import Asked, Measure, Rows, Suite, each, joined
-from benchmarks.suites.parallel import models, ops
+from benchmarks.suites.parallel import ops
 from benchmarks.tables import Result, Row
 
 if TYPE_CHECKING:
@@ -161,7 +161,7 @@ def _step(model: str, batch: int, tokens: int) -> list[Group]:
         Group(
             f"step/{weights}/{cache}",
             "heads and hidden sizes (tensor parallel)",
-            functools.partial(models.step, model, weights, cache, batch, tokens),
+            functools.partial(ops.step, model, weights, cache, batch, tokens),
             asked=asked[weights].get(cache),
             facts={**sizes, "weights": weights, "cache": cache},
         )
@@ -175,7 +175,7 @@ def _replicas(model: str) -> list[Group]:
         Group(
             f"engine/{how}",
             words,
-            functools.partial(models.engine, model, how),
+            functools.partial(ops.engine, model, how),
             asked=1.9 if how == "replicas" else None,
             facts={"model": model},
         )

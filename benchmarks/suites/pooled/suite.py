@@ -15,12 +15,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 import turbojax as tj
 from benchmarks import tables, timing
 from benchmarks.measuring import work
-from benchmarks.measuring.compiling import compile_side_by_side, require_gpu
 from benchmarks.measuring.samples import errors
+from benchmarks.measuring.steps import compile_side_by_side, require_gpu
 from benchmarks.shapes import Shape
 from benchmarks.suite import (
     Asked,
@@ -36,8 +37,6 @@ from benchmarks.suite import (
     temporary_bytes,
     timing_facts,
 )
-from benchmarks.suites.pooled import inputs as pooled_inputs
-from benchmarks.suites.pooled.inputs import MIXTURE_DENSITY
 from benchmarks.tables import Column, Result, Row
 
 if TYPE_CHECKING:
@@ -49,6 +48,96 @@ FORWARD, GRADIENT, SELECT = "pooled", "pooled-gradient", "pooled-select"
 _PRODUCTS = {FORWARD: 1.0, GRADIENT: 3.5}
 # Dense bfloat16 TFLOP/s by the maker's data sheet.
 _PEAKS = {"H100": 989.4, "H200": 989.4}
+
+# What is attended to -----------------------------------------------------------------------------
+
+BLOCK = 128
+"""Queries, and keys, that share a level."""
+LEVELS = (1, 2, 4, 8)
+# Fractions of the visible blocks at each level, as the default of `TopK` chooses them.
+MIXTURE = (0.05, 0.10, 0.10, 0.25)
+MIXTURE_DENSITY = sum(share / level for share, level in zip(MIXTURE, LEVELS, strict=True))
+# Tokens of a segment share a topic; how many topics a head knows; how much of a token is topic.
+_SEGMENT, _TOPICS, _STRENGTH = 256, 32, (0.6, 0.98)
+
+
+@functools.partial(jax.jit, static_argnames="shape")
+def sample(shape: Shape) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """Query, key, value and the output's cotangent, in bfloat16.
+
+    Each segment of 256 tokens has, in every KV head, one of 32 random directions and a strength s
+    between 0.6 and 0.98. A key is s times the direction plus sqrt(1 - s**2) times noise, and so
+    are the queries of its heads: neighbours are alike (cosine s**2), more in some segments
+    than in others, and queries look for segments of their topic. Values are independent normal
+    numbers.
+    """
+    heads, batch = shape.heads, shape.batch
+    segments = -(-shape.tokens // _SEGMENT)
+    places = (batch, segments, heads.kv)
+    keys = jax.random.split(jax.random.key(0), 7)
+    directions = jax.random.normal(keys[0], (_TOPICS, heads.kv, heads.dim), jnp.float32)
+    topics = jax.random.randint(keys[1], places, 0, _TOPICS)
+    strength = jax.random.uniform(keys[2], (*places, 1), jnp.float32, *_STRENGTH)
+    common = strength * directions[topics, jnp.arange(heads.kv)[None, None]]
+
+    def tokens(key: jax.Array, group: int) -> jax.Array:
+        signal, weight = (
+            jnp.repeat(jnp.repeat(x, _SEGMENT, 1)[:, : shape.tokens], group, 2)
+            for x in (common, jnp.sqrt(1 - strength**2))
+        )
+        noise = jax.random.normal(key, signal.shape, jnp.float32)
+        return (signal + weight * noise).astype(jnp.bfloat16)
+
+    def normal(key: jax.Array, count: int) -> jax.Array:
+        size = (batch, shape.tokens, count, heads.dim)
+        return jax.random.normal(key, size, jnp.float32).astype(jnp.bfloat16)
+
+    query = tokens(keys[3], heads.query // heads.kv)
+    return query, tokens(keys[4], 1), normal(keys[5], heads.kv), normal(keys[6], heads.query)
+
+
+def random_levels(shape: Shape, density: float, *, sink: bool = False) -> jax.Array:
+    """A mixture of levels, at random places of every row and head.
+
+    The mixture's fractions are scaled to the density, and what a row's whole blocks cannot express
+    is carried over to the next rows. Causal: fractions of the visible blocks, the diagonal is one
+    of those at level 1.
+
+    Returns:
+      int8 ``[1, N, T_r, T_c]``.
+    """
+    rows = columns = -(-shape.tokens // BLOCK)
+    row, column = np.arange(rows)[:, None], np.arange(columns)[None]
+    visible = column <= row if shape.is_causal else np.ones((rows, columns), bool)
+    forced = (column == row) & shape.is_causal
+    if sink:
+        forced |= column == 0
+    shares = np.array(MIXTURE) * (density / MIXTURE_DENSITY)
+    bounds = np.cumsum(_counts(visible.sum(1), forced.sum(1), shares), axis=1)
+    place = np.random.default_rng(0).random((shape.heads.query, rows, columns))
+    order = np.argsort(place - forced + 2.0 * ~visible, axis=-1)
+    rank = np.argsort(order, axis=-1)
+    levels = np.zeros(rank.shape, np.int8)
+    for i, level in reversed(list(enumerate(LEVELS))):
+        levels[rank < bounds[:, i, None]] = level
+    return jnp.asarray(levels[None])
+
+
+def _counts(visible: np.ndarray, forced: np.ndarray, shares: np.ndarray) -> np.ndarray:
+    """Blocks of each level in each row: int ``[T_r, 4]``."""
+    counts = np.zeros((len(visible), len(LEVELS)), int)
+    carried = np.zeros(len(LEVELS))
+    for i, blocks in enumerate(visible):
+        wanted, left = shares * blocks + carried, int(blocks)
+        for j, share in enumerate(wanted):
+            least = int(forced[i]) if j == 0 else 0
+            counts[i, j] = np.clip(round(share), least, left)
+            left -= counts[i, j]
+        carried = wanted - counts[i]
+    return counts
+
+
+# Rows ---------------------------------------------------------------------------------------------
 
 POLICIES: dict[str, tj.levels.Policy] = {
     "top-k": tj.levels.TopK(),
@@ -133,8 +222,8 @@ class Group:
 
     def maps(self) -> dict[str, Callable[[], jax.Array]]:
         """Maps that do not depend on what is attended to."""
-        blocks, heads = -(-self.shape.tokens // pooled_inputs.BLOCK), self.shape.heads.query
-        make = functools.partial(pooled_inputs.random_levels, self.shape)
+        blocks, heads = -(-self.shape.tokens // BLOCK), self.shape.heads.query
+        make = functools.partial(random_levels, self.shape)
         maps: dict[str, Callable[[], jax.Array]] = {
             "mixture-0.156": functools.partial(make, MIXTURE_DENSITY),
             "mixture-0.05": functools.partial(make, 0.05),
@@ -170,7 +259,7 @@ def compile_jobs(
 
 def _lower(group: Group, job: Job) -> jax.stages.Lowered:
     """A job for arrays of the group's shape."""
-    query, key, value, d_out = jax.eval_shape(lambda: pooled_inputs.sample(group.shape))
+    query, key, value, d_out = jax.eval_shape(lambda: sample(group.shape))
     if job.operation == SELECT:
         return jax.jit(_select(group.shape, job.by)).lower(query, key)
     levels = jax.eval_shape(group.maps()["all-1"])
@@ -191,7 +280,7 @@ def _select(shape: Shape, policy: str) -> Callable[..., jax.Array]:
     )
 
 
-_BLOCKS = {"block_q": pooled_inputs.BLOCK, "block_kv": pooled_inputs.BLOCK}
+_BLOCKS = {"block_q": BLOCK, "block_kv": BLOCK}
 
 
 def _attend(shape: Shape, job: Job) -> Callable[..., Any]:
@@ -233,19 +322,14 @@ def _first_head(
 
 
 class Inputs:
-    """The arrays of a shape, its maps, and what should come out.
-
-    Args:
-      group: the shape and its rows.
-      compiled: see `compile_jobs`.
-    """
+    """The arrays of a shape, its maps, and what should come out."""
 
     def __init__(
         self, group: Group, compiled: dict[tuple[Group, Job], concurrent.futures.Future[Any]]
     ) -> None:
         self.group = group
         self._compiled = compiled
-        self.arrays = pooled_inputs.sample(group.shape)
+        self.arrays = sample(group.shape)
         self._maps: dict[str, jax.Array] = {}
         self._expected: dict[str, Any] = {}
 

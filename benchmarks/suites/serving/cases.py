@@ -116,7 +116,6 @@ class Group:
 
     @property
     def config(self) -> models.TransformerConfig:
-        """The model's."""
         return models.SHAPES[self.model]
 
     def name(self, case: Case) -> str:
@@ -157,7 +156,6 @@ class Group:
         return rng.integers(low, high, size=size, dtype=np.int32)
 
     def make(self) -> list[Request]:
-        """The requests."""
         return [Request(tokens, max_new_tokens=self.new) for tokens in self.prompts().tolist()]
 
     def warm_up(self) -> list[Request]:

@@ -39,11 +39,7 @@ class Load:
 
 
 async def answer(load: Load, port: int, prompt: list[int]) -> dict[str, Any]:
-    """Sends one request and reads its stream.
-
-    Raises:
-      RuntimeError: if the server refuses it.
-    """
+    """Sends one request and reads its stream."""
     asked = json.dumps(
         {
             "model": load.model,
@@ -110,7 +106,6 @@ async def run(load: Load, port: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Standard input to standard output."""
     load = Load(**json.loads(sys.stdin.read()))
     print(json.dumps(asyncio.run(run(load, int(sys.argv[1])))))
 

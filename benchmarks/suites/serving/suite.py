@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from benchmarks import plots, tables
 from benchmarks.suite import Asked, Measure, Rows, Suite, each
 from benchmarks.suites.paged.suite import KV_DTYPES as DTYPE_NAMES
-from benchmarks.suites.serving import bare, cases, engines
+from benchmarks.suites.serving import cases, engines
 from benchmarks.suites.serving.cases import OPERATION, STOPPED, Case, Group
 from benchmarks.tables import Result, Row
 
@@ -39,13 +39,12 @@ def begin(rows: Rows, asked: Asked) -> Measure:
 
 
 def measure(stock: engines.Stock, group: Group, case: Case, deadline: float) -> Row:
-    """One row."""
     begun = time.monotonic()
     if case.runs == "bare":
         stock.drop()  # its pools are as large as an engine's
-        row = bare.measure(stock.model(group, case), group, case)
+        row = engines.measure_bare(stock.model(group, case), group, case)
     elif case.runs == "steps":
-        row = bare.measure_steps(stock.model(group, case), group, case)
+        row = engines.measure_steps(stock.model(group, case), group, case)
     elif case.runs == "http":
         try:
             made = stock.engine(group, case)
@@ -213,8 +212,11 @@ def plot(result: Result) -> "Figure":
 
 def one_line(row: Row) -> str:
     """A row for a terminal, with what was asked of it."""
-    more = comparisons(row) if row["status"] in ("ok", STOPPED) else []
-    return ", ".join([tables.one_line(row), *more])
+    line = tables.one_line(row)
+    if row["status"] not in ("ok", STOPPED):
+        return line
+    seconds = f"all of it {row['all_seconds']:.0f}, expected {row['expected_seconds']:.0f}"
+    return ", ".join([line, seconds, *comparisons(row)])
 
 
 SUITE = Suite(

@@ -15,8 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.measuring.calls import Arrays, Call, Case, Group, compared_rows
-from benchmarks.measuring.compiling import require_gpu
 from benchmarks.measuring.samples import errors, exact_rows, sample_all
+from benchmarks.measuring.steps import require_gpu
 from benchmarks.measuring.work import Needs, attention_operations
 from benchmarks.shapes import Shape
 from benchmarks.suites.verdict.methods import CACHES, DECODE, FULL, METHODS, PROMPT, TRITON, family
@@ -213,11 +213,7 @@ def bits_per_number(shape: Shape, nbytes: int) -> float:
 
 
 def compared(got: jax.Array, want: jax.Array) -> Row:
-    """Cosine similarity, relative L1 and RMSE against exact attention to the tokens themselves.
-
-    Raises:
-      ArithmeticError: if not everything is finite, or the error is more than 4 bits make.
-    """
+    """Cosine similarity, relative L1 and RMSE against exact attention to the tokens themselves."""
     found = errors(got, want)
     if not found["relative_l1"] <= _WRONG:
         raise ArithmeticError(f"the output is wrong: {found}, relative_l1 must be <= {_WRONG}")

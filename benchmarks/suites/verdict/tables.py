@@ -225,7 +225,6 @@ _FIGURES = (
 
 
 def rows_table(result: Result, operation: str) -> str:
-    """Every row of an operation; those that did not run with the reason."""
     return tables.operation_table(result, operation, _NAMES, _FIGURES)
 
 
@@ -338,5 +337,8 @@ TABLES: Mapping[str, Callable[[str, Result], str]] = {
 
 def one_line(row: Row) -> str:
     """A row for a terminal; of text what the cache costs."""
-    costs = _text_cells(row)[:2] if "text" in row else []
-    return ", ".join([tables.one_line(row), *costs])
+    line = tables.one_line(row)
+    if "text" not in row:
+        return line
+    bits, cost, *_ = _text_cells(row)
+    return f"{line}, {bits} bits per byte, {cost}"
