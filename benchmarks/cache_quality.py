@@ -9,9 +9,7 @@ is in bfloat16 where it is ``exact``. Uncompressed pages, ``paged``, are in the 
 `--quick` is a small sample of the same: does everything run?
 """
 
-import argparse
 import functools
-import json
 import math
 import sysconfig
 from collections.abc import Sequence
@@ -22,10 +20,10 @@ import jax.numpy as jnp
 import numpy as np
 from rich.progress import Progress
 
-from benchmarks import tables
+from benchmarks import stored, tables
 from benchmarks.suite import Shown
 from benchmarks.tables import Result
-from turbojax import _writing, evaluation, models
+from turbojax import evaluation, models
 from turbojax._environment import environment
 
 DEFAULT_CACHES = (
@@ -103,13 +101,11 @@ def measure(
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, help="JSON file to write; printed if not given")
+    parser = stored.parser(__doc__.splitlines()[0], required=False, quick=True)
     parser.add_argument("--context", type=int, default=4095, help="bytes predicted per window")
     parser.add_argument("--windows-per-file", type=int, default=4)
     parser.add_argument("--caches", default=",".join(DEFAULT_CACHES))
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
-    parser.add_argument("--quick", action="store_true", help="a small sample")
     given = parser.parse_args(arguments)
     sizes = {"context": given.context, "per_file": given.windows_per_file}
     with Progress() as progress:
@@ -119,16 +115,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
             dtype=given.dtype,
             progress=progress,
         )
-    text = json.dumps({**environment(), **result}, indent=2) + "\n"
-    if given.out is None:
-        print(text)
-    else:
-        given.out.parent.mkdir(parents=True, exist_ok=True)
-        _writing.write_text(given.out, text)
+    stored.save(given.out, {**environment(), **result})
 
 
 def quality_table(name: str, report: Result) -> str:
-    """What caches cost over all held-out files."""
     caches = report["caches"]
     base = caches["exact"]
     lines = []

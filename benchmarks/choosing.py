@@ -37,11 +37,7 @@ NEEDED = (
 
 
 class Figures:
-    """Figures of the newest results, and a note of which results were read.
-
-    Attributes:
-      sources: name and content of every result that a figure was taken from.
-    """
+    """Figures of the newest results, and a note of which results were read."""
 
     def __init__(self, results: Path) -> None:
         self._results = results
@@ -75,7 +71,6 @@ class Figures:
         return tables.times(self.row(prefix, name)["speedup_over"][base])
 
     def real(self, cache: str) -> Row:
-        """What a cache costs a real language model."""
         row: Row = self.result("real_caches")["caches"][cache]
         return row
 
@@ -173,7 +168,6 @@ def figures_table(results: Path, link: str) -> str:
 
 
 def headline_table(results: Path) -> str:
-    """One line for each area."""
     figures = Figures(results)
     engine = [
         figures.row("engine", f"engine/llama-3-8b/short/{pages}")["token_capacity"]

@@ -8,7 +8,6 @@ from benchmarks.tables import Result
 
 
 def demo_table(name: str, report: Result) -> str:
-    """What `make demo` printed."""
     settings = report["settings"]
     first = report["results"][0]
     lines = []

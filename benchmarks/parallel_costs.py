@@ -107,7 +107,6 @@ class Costs:
 
     @classmethod
     def of(cls, rows: Sequence[Row]) -> "Costs":
-        """Fitted to the rows of a result."""
         gather, reduce, permute = (
             fit(rows, kind) for kind in ("all-gather", "all-reduce", "collective-permute")
         )
@@ -204,7 +203,6 @@ def strategies(costs: Costs) -> dict[str, tuple[Time, tuple[str, ...]]]:
 
 
 def speedup(time: Time, tokens: int, devices: int) -> float:
-    """Times the speed of one GPU."""
     return time(tokens, 1) / time(tokens, devices)
 
 
@@ -252,7 +250,6 @@ def _times(x: float) -> str:
 
 
 def plot(result: Result) -> "Figure":
-    """Speed over one GPU, by the number of GPUs."""
     costs = Costs.of(result["rows"])
     figure = plots.wide_figure(12)
     axes = figure.subplots()

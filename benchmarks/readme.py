@@ -62,7 +62,6 @@ _RESULTS_OF = {"figures": choosing.NEEDED}
 
 
 def active() -> dict[str, Callable[[], str]]:
-    """The tables whose results are there."""
     return {
         name: table
         for name, table in TABLES.items()

@@ -31,13 +31,11 @@ _DIGEST = "Source"
 
 
 def digest(result: Result) -> str:
-    """A short fingerprint of a result."""
     text = json.dumps(result, sort_keys=True).encode()
     return hashlib.sha256(text).hexdigest()[:16]
 
 
 def page_tables(results: Path) -> dict[str, Callable[[], str]]:
-    """The tables of the docs whose results are there."""
     found: dict[str, Callable[[], str]] = {}
     for shown in SHOWN:
         if result := newest(results, shown.results):
@@ -61,7 +59,6 @@ def plots(results: Path) -> dict[str, tuple[Callable[[Result], "Figure"], Result
 
 
 def _drawn_from(path: Path) -> str | None:
-    """The digest that a plot carries."""
     from PIL import Image
 
     if not path.exists():

@@ -19,7 +19,6 @@ from benchmarks.catalogue import SUITES
 
 
 def count(text: str) -> int:
-    """A number of processes."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} must be a positive number")
     return int(text)
@@ -72,7 +71,6 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _start(arguments: argparse.Namespace, which: str, out: Path) -> "subprocess.Popen[bytes]":
-    """A process that runs one share."""
     command = [sys.executable, "-m", "benchmarks", "run", "--suite", arguments.suite]
     command += ["--filter", arguments.filter, "--seconds", str(arguments.seconds)]
     command += ["--quick"] if arguments.quick else []
@@ -88,7 +86,6 @@ def _start(arguments: argparse.Namespace, which: str, out: Path) -> "subprocess.
 
 
 def _runs(row: dict[str, Any]) -> int:
-    """How often a row was measured."""
     return len(row.get("us_of_runs", [0])) if row["status"] == "ok" else 0
 
 

@@ -48,7 +48,6 @@ class Group(Protocol):
 
 
 def joined(*parts: str | None) -> str:
-    """The name of a row: its parts, those that there are."""
     return "/".join(part for part in parts if part)
 
 
@@ -172,7 +171,6 @@ def each(
             for group, case in part:
                 one = functools.partial(_measure, measure, group, case)
                 attempt(describe(group, case), one, on_row, deadline)
-                gc.collect()
 
     return run
 
@@ -230,7 +228,6 @@ class Latest:
         self._made: Any = None
 
     def of(self, key: Any) -> Any:
-        """What is made of this key."""
         if self._key is None or key != self._key:
             self._key = self._made = None
             gc.collect()
@@ -255,7 +252,6 @@ def timing_facts(taken: Timing) -> Row:
 
 
 def kernel_facts(kernels: Iterable[tuple[str, float]]) -> list[Row]:
-    """The longest kernels."""
     return [{"name": name[:80], "us": us} for name, us in list(kernels)[:8]]
 
 
@@ -294,7 +290,6 @@ def over_cudnn(rows: list[Row]) -> list[Row]:
 
 
 def shape_of(row: Row) -> tuple[Any, ...]:
-    """The operation and the shape of a row."""
     names = ("operation", "model", "batch", "tokens", "is_causal", "window")
     return tuple(row.get(name) for name in names)
 

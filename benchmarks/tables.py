@@ -11,7 +11,6 @@ OUT_OF_TIME = "the time given to this run was over"
 
 
 def finished(result: Result, operation: str) -> list[Row]:
-    """The rows of an operation that were measured."""
     rows = result["rows"]
     return [row for row in rows if row["operation"] == operation and row["status"] == "ok"]
 
@@ -48,7 +47,6 @@ def short(count: int) -> str:
 
 
 def fastest(rows: Iterable[Row], matches: Callable[[Row], bool]) -> Row | None:
-    """The fastest row that matches, or None."""
     return min(filter(matches, rows), key=lambda row: row["us"], default=None)
 
 
@@ -123,7 +121,6 @@ def share_of_ceiling(row: Row) -> str:
 
 
 def ceilings_sentence(result: Result, ending: Mapping[str, str]) -> str:
-    """What the device reached at best in the same run."""
     names = {
         "copy": "Reading and writing 1 GiB: {:,.0f} GB/s",
         "bf16": "A product of 8192 x 8192 x 8192 through XLA: {:,.0f} TFLOP/s in bfloat16",
@@ -275,7 +272,7 @@ _FIGURES = {
 def one_line(row: Row) -> str:
     """A row for a terminal: the figures that it has, and why it has no others."""
     parts = [form.format(row[x]) for x, form in _FIGURES.items() if row.get(x) is not None]
-    if not parts:
+    if not parts or row["status"] in ("failed", "not run"):
         return f"{row['name']}: {row['status']}: {row['reason']}"
     parts += [f"{ratio:.2f}x {name}" for name, ratio in row.get("speedup_over", {}).items()]
     parts += [f"{count} {kind}" for kind, count in row.get("exchanges", {}).items()]

@@ -90,7 +90,6 @@ def rotated(arguments: tuple[Any, ...]) -> list[tuple[Any, ...]]:
 def measure(
     compiled: Callable[..., Any], arguments: tuple[Any, ...], *, repetitions: int | None = None
 ) -> Timing:
-    """Times a compiled function."""
     return measure_call(Rotation(compiled, rotated(arguments)), repetitions=repetitions)
 
 

@@ -9,11 +9,9 @@ and with pooled attention. In plain JAX, in float32. `--quick` is a small sample
 run?
 """
 
-import argparse
 import functools
 import math
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -123,7 +121,6 @@ def orders(grid: Grid) -> dict[str, np.ndarray]:
 def pooled(
     query: jax.Array, key: jax.Array, value: jax.Array, *, policy: tj.levels.Policy
 ) -> tuple[jax.Array, jax.Array]:
-    """Output and levels."""
     levels = tj.select_levels(query, key, policy, is_causal=False, **BLOCKS)
     out = tj.pooled_attention(query, key, value, levels, is_causal=False, **BLOCKS)
     return out, levels
@@ -210,9 +207,7 @@ def measure(grid: Grid, small: Grid, steps: int, budgets: Sequence[float]) -> Re
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
-    parser.add_argument("--quick", action="store_true", help="a small sample")
+    parser = stored.parser(__doc__.splitlines()[0], quick=True)
     given = parser.parse_args(arguments)
     full = ((8, 32, 32), (8, 16, 16), 60, BUDGETS)
     stored.write(given.out, measure(*(((4, 8, 16), (4, 8, 8), 2, (1.0,)) if given.quick else full)))
@@ -226,7 +221,6 @@ _NAMES = {
 
 
 def video_table(name: str, result: Result) -> str:
-    """Error by order and density, and the last losses."""
     first = next(iter(result["errors"].values()))
     budgets = list(dict.fromkeys(row["budget"] for row in first))
     density = {row["budget"]: row["density"] for row in first}

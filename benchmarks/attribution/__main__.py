@@ -8,7 +8,6 @@ these caches, as they are used, in place of simulations; a name may be a file's 
 `turbojax calibrate` wrote. With ``--recall`` the rows are what is found again through them.
 """
 
-import argparse
 import functools
 import math
 import sysconfig
@@ -188,7 +187,6 @@ class Subject:
         self._exact: dict[tuple[str, int], np.ndarray] = {}
 
     def row(self, variant: Variant, samples: int = 2000) -> dict[str, Any]:
-        """What a variant costs in bits per token, paired window by window."""
         is_on = jnp.asarray([not variant.layers or i in variant.layers for i in range(self.layers)])
         run = functools.partial(_log_probabilities, self.graph, self.state)
         exact = Variant("exact", key="exact", value="exact", products=False)
@@ -231,9 +229,8 @@ def _measure(
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = stored.parser(__doc__)
     parser.add_argument("--model", default="smollm2")
-    parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--tokens", type=int, default=4096, help="of a window; a multiple of 128")
     parser.add_argument("--windows", type=int, default=24, help="of each text, at most")
     parser.add_argument("--skip", type=int, default=0, help="the first windows of each text")

@@ -95,7 +95,6 @@ class Variant:
         return out.reshape(batch, tokens, heads, channels), cache
 
     def _decoded(self, q: jax.Array, k: jax.Array, v: jax.Array, prompt: int) -> jax.Array:
-        """The steps after the prompt."""
         stored = []
         for x, form, bits in ((k, self.key, self.key_bits), (v, self.value, self.value_bits)):
             compressed, buffered = FORMATS[form](x, bits, prompt, self.fine)
@@ -113,7 +112,6 @@ class Variant:
         return sum(_sums(part, x) for part, x in zip(parts, stored[2:], strict=True))
 
     def _prompt(self, exact: Any, smooth: Any, restored: Any, prompt: int) -> jax.Array:
-        """The prompt within itself."""
         position = jnp.arange(prompt)
         mask = position[None] <= position[:, None]
         if self.prompt == "exact":

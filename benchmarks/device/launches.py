@@ -8,7 +8,6 @@ change a bit. Several processes with filters of their own compile side by side, 
 time.
 """
 
-import argparse
 import functools
 import re
 from collections.abc import Callable, Iterator
@@ -98,7 +97,7 @@ def _peer(name: str, inputs: prefill.Inputs) -> tuple[Callable[..., Any], tuple[
     """cuDNN, its arguments, and what makes its output comparable."""
     arrays = (inputs.query, inputs.key, inputs.value)
     if name == "cudnn":
-        return prefill.exact_attention(inputs.shape, "cudnn"), arrays, lambda out: out
+        return prefill.exact_of(inputs.shape, "cudnn"), arrays, lambda out: out
     heads = inputs.shape.heads
     query, *others = arrays
     codes = [prefill.quantized(x, heads.query // heads.kv) for x in others]
@@ -145,7 +144,6 @@ def _in_one(gradients: tuple[Any, ...]) -> jax.Array:
 
 
 def measure(inputs: prefill.Inputs, name: str, change: Row | None, first: dict[str, Any]) -> Row:
-    """A row's figures."""
     with timing.alone():
         if change is None:
             call, arguments, output = _peer(name, inputs)
@@ -196,8 +194,7 @@ def run(pattern: str, out: Path) -> None:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, required=True, help="JSON to write")
+    parser = stored.parser(__doc__)
     parser.add_argument("--filter", default="", help="regular expression on shape, name and launch")
     parsed = parser.parse_args(arguments)
     run(parsed.filter, parsed.out)

@@ -107,7 +107,6 @@ def path_of(folder: Path, name: str) -> Path:
 
 
 def write(folder: Path, pattern: str) -> None:
-    """Writes the cases' texts."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, make in cases():
         if re.search(pattern, name):

@@ -51,20 +51,13 @@ class _Unmarked:
 
 @dataclasses.dataclass(frozen=True)
 class Exact(_Unmarked):
-    """Exact causal attention in the model's dtype."""
-
     def __call__(self, query, key, value, cache=None, options=PLAIN, sinks=None):  # type: ignore[no-untyped-def]
         return causal_attention(query, key, value, cache, options, sinks)
 
 
 @dataclasses.dataclass(frozen=True)
 class Turbo(_Unmarked):
-    """`turbo_attention` without a cache.
-
-    Attributes:
-      config: its numerics.
-      implementation: None to choose; ``"xla"`` is the definition, which takes any `SAS`.
-    """
+    """`turbo_attention` without a cache."""
 
     config: TurboConfig
     implementation: str | None = None
@@ -76,11 +69,7 @@ class Turbo(_Unmarked):
 
 @dataclasses.dataclass(frozen=True)
 class Rounded(_Unmarked):
-    """Exact attention to rounded keys and values: a cache that rounds each token by itself.
-
-    Attributes:
-      rounding: of keys and of values.
-    """
+    """Exact attention to rounded keys and values: a cache that rounds each token by itself."""
 
     rounding: Rounding
 

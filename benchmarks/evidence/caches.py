@@ -185,7 +185,6 @@ def heads_section(name: str, result: Result) -> str:
 
 
 def heads_plot(result: Result) -> "Figure":
-    """Cost against the number of 2-bit heads."""
     figure = wide_figure(8)
     axes = figure.subplots()
     points = {
@@ -288,7 +287,6 @@ def _int4_specs(subject: Subject) -> list[Spec]:
 
 
 def int4_section(name: str, result: Result) -> str:
-    """Table 5 in form: INT4 weights alone, and with caches."""
     unit = result["texts"]["unit"]
     chosen = of_result(result).int4
     entries: Entries = {"bfloat16": "int4/bfloat16"} | _keys(chosen, "int4")

@@ -72,7 +72,6 @@ def measure(
 
 
 def _by_key(specs: Sequence[Spec]) -> dict[str, Spec]:
-    """The first of each key, in order."""
     found = dict[str, Spec]()
     for spec in specs:
         found.setdefault(spec.key, spec)

@@ -113,7 +113,6 @@ _TITLES = {"as_is": "the model as it is", "planted": "with moderate outliers pla
 
 
 def fireq_section(name: str, result: Result) -> str:
-    """FireQ's eight columns, above the exact model."""
     rows = {x: found(result, f"fireq/{x}") for x in _MODELS}
     columns = list(fireq_ablation.COLUMNS)
     lines = []
@@ -148,7 +147,6 @@ def fireq_section(name: str, result: Result) -> str:
 
 
 def fireq_plot(result: Result) -> "Figure":
-    """A bar for each column and model."""
     groups: dict[str, dict[str, Bar]] = {column: {} for column in fireq_ablation.COLUMNS}
     for model in _MODELS:
         row = found(result, f"fireq/{model}")

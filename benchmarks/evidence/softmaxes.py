@@ -113,7 +113,6 @@ def _sas_specs(subject: Subject) -> list[Spec]:
 
 
 def sas_section(name: str, result: Result) -> str:
-    """What threshold and degree cost."""
     entries = {(f"{x:g}", "3"): key for x, key in _BY_THRESHOLD.items()}
     entries |= {(f"{_DEFAULT:g}", str(x)): key for x, key in _BY_DEGREE.items()}
     lines = []
@@ -138,7 +137,6 @@ def sas_section(name: str, result: Result) -> str:
 
 
 def sas_plot(result: Result) -> "Figure":
-    """Cost against the threshold, and against the degree."""
     figure = wide_figure(10)
     left, right = figure.subplots(1, 2)
     for axes, keys, name in (

@@ -148,7 +148,6 @@ class Subject:
 
     @property
     def long_first(self) -> int:
-        """The same of the long windows."""
         return self.sizes.long_context // 2
 
     @property
@@ -158,7 +157,6 @@ class Subject:
 
     @property
     def quantized_run(self) -> ExactRun:
-        """The same with INT4 weights."""
         return self._once("quantized run", lambda: self._run(self.quantized))
 
     def _run(self, model: Any) -> ExactRun:
@@ -227,7 +225,6 @@ class Subject:
 
 
 def _joined(cut: Mapping[str, np.ndarray]) -> tuple[np.ndarray, tuple[str, ...]]:
-    """All windows, and the file of each."""
     owners = [file for file, rows in cut.items() for _ in rows]
     return np.concatenate(list(cut.values())), tuple(owners)
 

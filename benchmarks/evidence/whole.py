@@ -22,13 +22,7 @@ HeadTensors = tuple[jax.Array, jax.Array, jax.Array]
 
 
 class WholeScores(NamedTuple):
-    """What `score_whole` finds.
-
-    Attributes:
-      scores: of each target that counts; its bytes are 0, since there is no cache.
-      reports: float32 ``[layers]``, what layers reported, the mean over windows; NaN for those that
-        report nothing.
-    """
+    """What `score_whole` finds."""
 
     scores: Scores
     reports: np.ndarray

@@ -45,13 +45,11 @@ class EvidenceTable:
 
 
 def found(result: Result, key: str) -> Row | None:
-    """A row that was measured, or None."""
     row: Row | None = result.get("rows", {}).get(key)
     return row
 
 
 def measured(result: Result, entries: Entries) -> dict[str, Row]:
-    """The rows that were measured, by label."""
     rows = {label: found(result, key) for label, key in entries.items()}
     return {label: row for label, row in rows.items() if row is not None}
 
@@ -199,7 +197,6 @@ def _verdict(pairs: int, worse: int, heavy: Sequence[str]) -> str:
 
 
 def _times_kl(ours: Row, theirs: Row) -> str:
-    """Our divergence over theirs."""
     one, two = ours["divergence"], theirs["divergence"]
     return tables.times(one / two) if one is not None and two else "-"
 
@@ -287,7 +284,6 @@ def costs(result: Result, entries: Entries, title: str) -> "Figure":
 
 
 def cost_label(result: Result) -> str:
-    """What an axis of costs counts."""
     return f"bits per {result['texts']['unit']} above exact attention"
 
 

@@ -76,11 +76,9 @@ class Call:
     errors: Callable[[Any], Row] | None = None
 
     def lower(self) -> jax.stages.Lowered:
-        """The function for these arguments."""
         return jax.jit(self.function).lower(*self.arguments)
 
     def lower_check(self, output: Any) -> jax.stages.Lowered | None:
-        """The check of an output of these shapes and dtypes."""
         if self.check is None:
             return None
         return jax.jit(self.check).lower(output, *self.against)
@@ -88,7 +86,6 @@ class Call:
     def measure(
         self, compiled: Callable[..., Any], check: Any, repetitions: int | None
     ) -> tuple[float, Row]:
-        """Microseconds, and facts for the row."""
         with timing.alone():
             facts = self._errors(compiled(*self.arguments), check)
             taken = timing.measure(compiled, self.arguments, repetitions=repetitions)
@@ -104,7 +101,6 @@ class Call:
 
 
 def close(got: jax.Array, want: jax.Array) -> Row:
-    """The errors of an output."""
     errors = relative_errors(got, want)
     if not errors["relative_l1"] <= _WRONG:
         raise ArithmeticError(f"the output is wrong: its relative L1 error is {errors}")
@@ -135,14 +131,7 @@ class Case:
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """The rows of one shape.
-
-    Attributes:
-      operation: groups of one operation are compiled together.
-      label: the shape, as in the rows' names.
-      facts: for its rows.
-      cases: what others are compared with first.
-    """
+    """The rows of one shape."""
 
     operation: str
     label: str

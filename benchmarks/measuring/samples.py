@@ -1,16 +1,25 @@
 """Inputs of attention, exact results, and errors against them."""
 
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from benchmarks import timing
 from benchmarks.shapes import Shape
 
 # Channels of a KV head that are larger in keys, as in trained models, and how much.
 _OUTLIER_CHANNELS, _OUTLIER_FACTOR = 3, 5.0
 
 Error = dict[str, float]
+
+
+def require_gpu(what: str) -> None:
+    """Raises NotImplementedError without a GPU."""
+    if not timing.on_gpu():
+        raise NotImplementedError(f"{what} needs a GPU, not {jax.default_backend()}")
 
 
 @functools.partial(jax.jit, static_argnames=("batch", "tokens", "heads", "dim", "outliers"))
@@ -35,6 +44,23 @@ def sample_all(shape: Shape, queries: int) -> tuple[jax.Array, jax.Array, jax.Ar
         make(1, tokens=shape.tokens, heads=heads.kv, outliers=True),
         make(2, tokens=shape.tokens, heads=heads.kv),
     )
+
+
+def exact_attention(implementation: str, **options: Any) -> Callable[..., jax.Array]:
+    """jax's own attention of query, key, value and, if they are given, lengths of sequences."""
+    if implementation == "cudnn":
+        require_gpu("cuDNN")
+
+    def attend(
+        q: jax.Array, k: jax.Array, v: jax.Array, lengths: jax.Array | None = None
+    ) -> jax.Array:
+        # jax's own function promotes bfloat16 with float32 inside.
+        with jax.numpy_dtype_promotion("standard"):
+            return jax.nn.dot_product_attention(
+                q, k, v, key_value_seq_lengths=lengths, implementation=implementation, **options
+            )
+
+    return attend
 
 
 # Without XLA's trials of several kernels, on a device where another process measures.

@@ -16,12 +16,6 @@ from turbojax.kv import LayerCache, kind_of
 Lower = Callable[[], jax.stages.Lowered]
 
 
-def require_gpu(what: str) -> None:
-    """Raises NotImplementedError without a GPU."""
-    if not timing.on_gpu():
-        raise NotImplementedError(f"{what} needs a GPU, not {jax.default_backend()}")
-
-
 def compile_side_by_side(lowerings: Iterable[Lower]) -> list[concurrent.futures.Future[Any]]:
     """Compiles side by side, and waits: nothing compiles while something is timed."""
     with concurrent.futures.ThreadPoolExecutor() as pool:
@@ -138,7 +132,6 @@ def random_tokens(
 
 
 def difference(got: jax.Array, want: jax.Array) -> float:
-    """Relative L2 error."""
     got, want = got.astype(jnp.float32), want.astype(jnp.float32)
     if not jnp.all(jnp.isfinite(got)):
         raise ArithmeticError("the output is not finite")

@@ -29,7 +29,6 @@ class Work:
 
     @property
     def is_bytes(self) -> bool:
-        """Whether it counts bytes."""
         return "copy" in self.shares
 
     def rate(self, microseconds: float) -> float:
@@ -90,7 +89,6 @@ def _query_and_output(shape: Shape) -> int:
 
 
 def bfloat16_bytes(shape: Shape, length: int) -> int:
-    """Bytes of `length` keys and values per sequence in bfloat16."""
     return 2 * shape.batch * length * shape.heads.kv * shape.heads.dim * _BFLOAT16
 
 
@@ -158,7 +156,6 @@ class Needs:
         return max((amount / rates[name], name) for name, amount in amounts.items())
 
     def facts(self, microseconds: float, ceilings: Mapping[str, float | None]) -> dict[str, Any]:
-        """Rates, and the share of the time that the ceilings allow."""
         floor = self.floor(ceilings)
         return {
             "bytes": self.nbytes,

@@ -5,6 +5,7 @@ All programs are compiled before the clock starts.
 """
 
 import dataclasses
+import gc
 import time
 from typing import TYPE_CHECKING
 
@@ -14,31 +15,23 @@ import numpy as np
 from benchmarks import plots, tables
 from benchmarks.suite import Asked, Latest, Measure, Rows, Suite, each, joined
 from benchmarks.suites.paged.suite import KV_DTYPES as DTYPE_NAMES
+from benchmarks.suites.serving import cases
+from benchmarks.suites.serving.cases import STOPPED
+from benchmarks.suites.serving.engines import status_of
 from benchmarks.tables import Result, Row
-from turbojax import models, paged
+from turbojax import models
 from turbojax.models.engine import Engine, Finished, Request
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 OPERATION = "engine"
-STOPPED = "stopped"
-"""Status of a row that the clock ended."""
 KV_DTYPES = ("auto", "fp8_e4m3", "turbo4")
 
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """A model and its engine.
-
-    Attributes:
-      model: a name of `models.SHAPES`.
-      pool_bytes: of the pages of all layers.
-      slots: sequences at a time.
-      page_size: tokens of a page.
-      max_length: of prompt and result.
-      step_tokens: of a step at most.
-    """
+    """A model and its engine."""
 
     model: str
     pool_bytes: int
@@ -48,27 +41,15 @@ class Setting:
     step_tokens: int
 
     def num_pages(self, kv_dtype: str) -> int:
-        """Pages of each layer's pool."""
-        config = models.SHAPES[self.model]
-        page = jax.eval_shape(
-            lambda: paged.init_cache(
-                1, self.page_size, config.num_kv_heads, config.head_dim, kv_dtype=kv_dtype
-            )
+        sizes = cases.Setting(
+            self.slots, self.max_length, pool_bytes=self.pool_bytes, page_size=self.page_size
         )
-        return self.pool_bytes // (config.num_layers * page.page_bytes)
+        return sizes.pages(models.SHAPES[self.model], kv_dtype)
 
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """Requests of random tokens and random lengths, the same for every kind of pages.
-
-    Attributes:
-      label: as in the rows' names.
-      setting: what they run through.
-      requests: how many.
-      prompt: tokens of a prompt, from and to.
-      new: tokens of a result, from and to.
-    """
+    """Requests of random tokens and random lengths, the same for every kind of pages."""
 
     label: str
     setting: Setting
@@ -117,6 +98,7 @@ def begin(rows: Rows, asked: Asked) -> Measure:
     weights = Latest(lambda name: jax.block_until_ready(models.random_decoder(models.SHAPES[name])))
 
     def measured(group: Group, kv_dtype: str) -> Row:
+        gc.collect()  # what the last row made
         del left[: left.index((group, kv_dtype))]
         now = time.monotonic()
         until = now + (asked.deadline - now) / sum(other is group for other, _ in left)
@@ -161,7 +143,7 @@ def measure(model: models.Decoder, group: Group, kv_dtype: str, deadline: float)
     new, prompts = after.new_tokens - before.new_tokens, after.prompt_tokens - before.prompt_tokens
     first = [r.first_token_seconds for r in done.values() if r.first_token_seconds is not None]
     return {
-        **_status(len(done), group.requests),
+        **status_of(len(done), group.requests),
         "seconds": seconds,
         "compile_seconds": compiled,
         "finished": len(done),
@@ -178,15 +160,6 @@ def measure(model: models.Decoder, group: Group, kv_dtype: str, deadline: float)
         "token_bytes": after.token_bytes,
         "held_bytes": after.pool_bytes,
         "weight_bytes": model.nbytes,
-    }
-
-
-def _status(done: int, requests: int) -> Row:
-    if done == requests:
-        return {"status": "ok"}
-    return {
-        "status": STOPPED,
-        "reason": f"{done} of {requests} requests done: {tables.OUT_OF_TIME}",
     }
 
 
@@ -243,7 +216,6 @@ _COLUMNS = (
 
 
 def engine_table(result: Result) -> str:
-    """Requests through the engine, by workload and kind of pages."""
     return tables.rows_table(result["rows"], _NAMES, _COLUMNS, measured=("ok", STOPPED))
 
 
@@ -266,7 +238,6 @@ def engine_bars(result: Result) -> plots.Ratios:
 
 
 def plot(result: Result) -> "Figure":
-    """What the engine does with a pool of one size, relative to bfloat16 pages."""
     title = f"One pool size on {result['device']}; over the bars the figures"
     return plots.of_ratios(engine_bars(result), title, "times bf16 pages", width=8, bar=0.25)
 

@@ -31,16 +31,7 @@ _LARGEST_DENSE = 12 * 2**30
 
 
 class Product(NamedTuple):
-    """One of the products of a layer of experts.
-
-    Attributes:
-      name: of the model and the product.
-      experts: how many there are.
-      top_k: experts of each token.
-      inputs: of each expert.
-      outputs: of each expert; of a gated product those after the gate.
-      gated: whether it is gate and up in one.
-    """
+    """One of the products of a layer of experts."""
 
     name: str
     experts: int
@@ -105,7 +96,6 @@ def _normal(seed: Any, p: Product) -> jax.Array:
 
 
 def product(p: Product, tokens: int, *, implementations: tuple[str, ...] = KERNELS) -> Group:
-    """The rows of a product and a number of tokens."""
     cases = [
         Case(unit, None, unit, functools.partial(_dense_product, p, tokens, unit))
         for unit in BASELINES

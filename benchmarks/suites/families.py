@@ -8,6 +8,7 @@ XLA) and of pages of tokens as they are (Triton).
 
 import dataclasses
 import functools
+import gc
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -151,6 +152,7 @@ def begin(rows: Rows, asked: Asked) -> Measure:
     inputs = Latest(Inputs)
 
     def measured(group: Group, cache: str) -> Row:
+        gc.collect()  # what the last row made
         made: Inputs = inputs.of(group)
         step, *found = (future.result() for future in compiled.pop((group, cache)))
         fill = dict(zip(dict.fromkeys(_windows(group, cache)), found, strict=True))
@@ -177,7 +179,6 @@ def _lowerings(group: Group, caches: list[str]) -> list[tuple[str, Lower]]:
 
 
 def _lower(group: Group, cache: str) -> jax.stages.Lowered:
-    """A step of the model through this cache."""
 
     def arguments() -> tuple[Any, ...]:
         model = models.random_decoder(group.config)
@@ -188,7 +189,6 @@ def _lower(group: Group, cache: str) -> jax.stages.Lowered:
 
 
 def _lower_fill(group: Group, cache: str, window: int | None) -> jax.stages.Lowered:
-    """What fills some sequences of a layer's cache."""
     layer = jax.eval_shape(functools.partial(_empty, group, group.kind(cache), window))
     number, first = jnp.uint32(0), jnp.int32(0)
     return steps.fill.lower(
@@ -233,7 +233,6 @@ class Inputs:
         self.exact: jax.Array | None = None
 
     def caches(self, cache: str, fill: Fill) -> models.ModelCaches:
-        """Full ones."""
         group = self.group
         layers = []
         for number, window in enumerate(_windows(group, cache)):
@@ -411,7 +410,6 @@ def _over_uncompressed(row: Row) -> float:
 
 
 def _by_model(result: Result) -> dict[str, dict[str, Row]]:
-    """The decode steps that were measured, by model and cache."""
     rows = tables.finished(result, OPERATION)
     return tables.nested(rows, lambda row: row["model"], lambda row: row["method"])
 
@@ -429,7 +427,6 @@ def families_bars(result: Result) -> plots.Ratios:
 
 
 def speed_plot(result: Result) -> "Figure":
-    """Speed of decode steps over the faster uncompressed cache by model, one bar per cache."""
     title = f"One decode step of the whole model on {result['device']}"
     label = "times as fast as the faster uncompressed cache"
     return plots.of_ratios(families_bars(result), title, label, bar=0.2)

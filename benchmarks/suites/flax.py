@@ -8,6 +8,7 @@ functions as its `attention_fn`.
 import contextlib
 import dataclasses
 import functools
+import gc
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -18,8 +19,7 @@ from flax import nnx
 
 from benchmarks import plots, tables, timing
 from benchmarks.measuring import steps
-from benchmarks.measuring.samples import sample
-from benchmarks.measuring.steps import require_gpu
+from benchmarks.measuring.samples import require_gpu, sample
 from benchmarks.measuring.work import Needs
 from benchmarks.suite import (
     Asked,
@@ -57,15 +57,7 @@ _WRONG = 0.5
 
 @dataclasses.dataclass(frozen=True)
 class Layer:
-    """An attention layer and what it is given.
-
-    Attributes:
-      heads: query heads.
-      kv_heads: key/value heads.
-      head_dim: channels; the layer is `heads` times as wide.
-      batch: sequences.
-      tokens: of each sequence, in training; that a cache can hold, in decoding.
-    """
+    """An attention layer and what it is given."""
 
     heads: int
     kv_heads: int
@@ -91,8 +83,6 @@ class Layer:
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """The rows of one layer, decoding or in training."""
-
     operation: str
     layer: Layer
 
@@ -141,6 +131,7 @@ def begin(rows: Rows, asked: Asked) -> Measure:
     expected: dict[Group, dict[str, Any]] = {}
 
     def measured(group: Group, method: str) -> Row:
+        gc.collect()  # what the last row made
         function = compiled.pop((group, method)).result()
         measure = _measure_decode if group.operation == DECODE else _measure_training
         if group not in expected:
@@ -247,13 +238,11 @@ def _params(layer: Layer, ours: bool) -> Any:
 
 
 def _tokens(layer: Layer, count: int, seed: int = 0) -> jax.Array:
-    """Normal numbers ``[B, count, D]``."""
     [x] = sample(seed, batch=1, tokens=layer.batch, heads=count, dim=layer.size)
     return x
 
 
 def _lower(group: Group, method: str) -> jax.stages.Lowered:
-    """A decode step, or a forward and a backward pass."""
     layer = group.layer
     if group.operation == TRAINING:
         graph, arguments = _training_arguments(layer, method, abstract=True)
@@ -443,7 +432,6 @@ def training_table(result: Result) -> str:
 
 
 def _by_layer(result: Result, operation: str) -> dict[str, dict[str, Row]]:
-    """The rows that were measured, by layer and method."""
     return tables.nested(tables.finished(result, operation), layer, lambda row: row["method"])
 
 
@@ -490,7 +478,6 @@ def bars(result: Result) -> plots.Ratios:
 
 
 def speed_plot(result: Result) -> "Figure":
-    """Speed over Flax's own module by layer, one bar per module and cache."""
     title = f"One attention layer in nnx on {result['device']}"
     label = "times as fast as nnx.MultiHeadAttention"
     return plots.of_ratios(bars(result), title, label, bar=0.2, margin=0.35)

@@ -54,7 +54,6 @@ class Group(attention.Group):
 
 
 def speeds(result: Result, operation: str) -> dict[str, dict[str, float]]:
-    """Speed over the fastest cuDNN, by shape and by what the columns are called."""
     found: dict[str, dict[str, float]] = {}
     rows = [row for row in tables.finished(result, operation) if not is_cudnn(row)]
     for row in rows:
@@ -117,7 +116,6 @@ def claims(result: Result) -> str:
 
 
 def section(name: str, result: Result) -> str:
-    """Both tables, the claims, and where the figures come from."""
     parts = [tables.picture(*PLOT).strip(), "Decoding, one token of each sequence:"]
     parts += [speed_table(result, "decode"), "Causal prompts, the fastest block of each mode:"]
     parts.append(speed_table(result, "prefill"))

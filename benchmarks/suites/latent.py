@@ -193,7 +193,6 @@ _COLUMNS = (
 
 
 def table(result: Result) -> str:
-    """Every row that ran."""
     text = tables.rows_table(tables.finished(result, OPERATION), _NAMES, _COLUMNS)
     return tables.with_cut(text, result, OPERATION)
 

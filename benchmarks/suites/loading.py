@@ -50,12 +50,7 @@ _SECONDS = 300
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One row.
-
-    Attributes:
-      method: of `METHODS`.
-      files: ``"memory"``, in the page cache, or ``"disk"``.
-    """
+    """One row."""
 
     method: str
     files: str
@@ -93,7 +88,6 @@ class Group:
 
     @property
     def model_bytes(self) -> int:
-        """Of all tensors."""
         return models.SHAPES[self.model].num_parameters * _BYTES
 
 
@@ -157,7 +151,6 @@ def _write_shard(
 
 
 def measure(group: Group, case: Case, folder: Path) -> Row:
-    """Loads in a process of its own."""
     files = sorted(folder.glob("*.safetensors"))
     _to_disk(files) if case.files == "disk" else _to_memory(files)
     # The other process allocates memory as it does by default.
@@ -188,7 +181,6 @@ def _to_memory(files: list[Path]) -> None:
 
 
 def _to_disk(files: list[Path]) -> None:
-    """Drops the files from the page cache."""
     if not hasattr(os, "posix_fadvise"):
         raise NotImplementedError("dropping files from the page cache needs posix_fadvise")
     for path in files:
@@ -201,7 +193,6 @@ def _to_disk(files: list[Path]) -> None:
 
 
 def _times(key: str) -> tables.Cell:
-    """Bytes over the model's."""
     return lambda row: "-" if row.get(key) is None else f"{row[key] / row['model_bytes']:.3f}x"
 
 
@@ -248,7 +239,6 @@ def loading_bars(result: Result) -> plots.Ratios:
 
 
 def memory_plot(result: Result) -> "Figure":
-    """Most memory over the checkpoint's size, one bar per way to load it."""
     row = result["rows"][0]
     title = f"Loading {row['model']}, {row['model_bytes'] / 1e9:.1f} GB, on {result['device']}"
     bars = loading_bars(result)

@@ -73,7 +73,6 @@ def _own_bytes() -> int | None:
 
 
 def main() -> None:
-    """Loads, checks some of the weights, and prints."""
     method, folder = sys.argv[1], Path(sys.argv[2])
     if method == "read":
         begun = time.perf_counter()

@@ -238,7 +238,7 @@ def test_an_engine_stops_in_time(monkeypatch):
     assert limits == [20.0, 25.0, 40.0]
     engine.SUITE.run(rows, {}, found.append, deadline=9.0)
     assert {row.get("reason") for row in found[3:]} == {tables.OUT_OF_TIME}
-    stopped = engine._status(2, 5)
+    stopped = engine.status_of(2, 5)
     assert stopped["status"] == engine.STOPPED
     assert stopped["reason"].startswith("2 of 5 requests done")
 
@@ -362,7 +362,7 @@ def _engine_result():
         row |= {"preemptions": 7, "steps": 1234, "compile_seconds": 30.0}
         rows.append(row)
     rows[-1] |= {"status": "failed", "reason": "no | memory"}
-    rows[-2] |= engine._status(10, 48)
+    rows[-2] |= engine.status_of(10, 48)
     return {**_made_up(engine), "rows": engine.with_ratios(rows)}
 
 

@@ -237,7 +237,7 @@ class TestMeasuring:
         group = QUICK["many"]
         row = _measure(FakeEngine(12), group, deadline=time.monotonic() - 1)
         assert row == {"status": "not run", "reason": tables.OUT_OF_TIME}
-        assert engines._status(2, 4)["status"] == cases.STOPPED
+        assert engines.status_of(2, 4)["status"] == cases.STOPPED
 
     @pytest.mark.fuzz
     def test_weights_and_engines_are_kept_for_the_next_row(self, monkeypatch):
@@ -364,7 +364,7 @@ def _result():
         rows.append(row)
     by_name = {f"{row['label']}/{row['method']}": row for row in rows}
     by_name["http/http"] |= {"status": "failed", "reason": "no | server"}
-    by_name["no-loops/none"] |= engines._status(10, 32) | {"finished": 10}
+    by_name["no-loops/none"] |= engines.status_of(10, 32) | {"finished": 10}
     made = {"device": "NVIDIA H200", "jax": "0.11.2", "date": "2000-01-01", "quick": False}
     made |= {"turbojax": "0", "platform": "p", "suite": "serving", "ceilings": {}}
     return {**made, "rows": suite.with_ratios(rows)}

@@ -32,15 +32,7 @@ Choice = Literal["short", "thorough", "hopper", "hopper-short", "default"]
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """Something to time.
-
-    Attributes:
-      function: jitted by the caller; arrays and pytrees in and out.
-      arguments: what it is called with.
-      work: what it must do.
-      error: of its output, against exact float32 arithmetic on the same inputs.
-      facts: more for the row.
-    """
+    """Something to time."""
 
     function: Callable[..., Any]
     arguments: tuple[Any, ...]
@@ -51,13 +43,7 @@ class Call:
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One row to be measured.
-
-    Attributes:
-      method: what runs, a part of the row's name: ``"cudnn"``, ``"turbo-4bit"``.
-      implementation: of ours, or None.
-      build: makes the call from the group's inputs. Raises NotImplementedError if it cannot.
-    """
+    """One row to be measured."""
 
     method: str
     implementation: str | None
@@ -75,8 +61,6 @@ class Operation(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """Rows of an operation and a shape, which share their inputs."""
-
     operation: Operation
     shape: Shape
     choice: Choice = "short"

@@ -9,8 +9,14 @@ import jax.numpy as jnp
 import turbojax as tj
 from benchmarks import timing
 from benchmarks.measuring import work
-from benchmarks.measuring.samples import Error, errors, exact_rows, sample_all
-from benchmarks.measuring.steps import require_gpu
+from benchmarks.measuring.samples import (
+    Error,
+    errors,
+    exact_attention,
+    exact_rows,
+    require_gpu,
+    sample_all,
+)
 from benchmarks.shapes import Shape
 from benchmarks.suites.attention.cases import Call, Case, Choice, Operation, turbo_configs
 from turbojax.baselines import kivi
@@ -70,26 +76,13 @@ def _fill(
 
 def exact(inputs: Inputs, implementation: str, masked: bool = True) -> Call:
     """jax's own attention; with `masked` it is told the lengths, otherwise it reads all tokens."""
-    if implementation == "cudnn":
-        require_gpu("cuDNN")
+    attend = exact_attention(implementation)
     length = inputs.length if masked else inputs.shape.tokens
-
-    def attend(q: jax.Array, k: jax.Array, v: jax.Array, lengths: jax.Array) -> jax.Array:
-        # jax's own function promotes bfloat16 with float32 inside.
-        with jax.numpy_dtype_promotion("standard"):
-            return jax.nn.dot_product_attention(
-                q,
-                k,
-                v,
-                key_value_seq_lengths=lengths if masked else None,
-                implementation=implementation,
-            )
-
     # The unmasked one reads a few tokens more, which is no error of its own.
     full = jnp.array([inputs.shape.tokens])
     first = [x[:_COMPARED] for x in (inputs.query, inputs.key, inputs.value)]
     return Call(
-        attend,
+        attend if masked else lambda q, k, v, lengths: attend(q, k, v),
         (inputs.query[:, -1:], inputs.key, inputs.value, inputs.lengths),
         work.decode_work(inputs.shape, work.bfloat16_bytes(inputs.shape, length)),
         inputs.error if masked else lambda out: errors(out[:_COMPARED], exact_rows(*first, full)),
@@ -247,8 +240,6 @@ SEVERAL = Operation("several", SeveralInputs, several_cases)
 
 
 class CompressInputs:
-    """A prompt's key and value."""
-
     def __init__(self, shape: Shape):
         self.shape = shape
         _, self.key, self.value = sample_all(shape, queries=1)

@@ -14,12 +14,13 @@ from benchmarks.measuring import work
 from benchmarks.measuring.samples import (
     Error,
     errors,
+    exact_attention,
     exact_gradient,
     exact_rows,
+    require_gpu,
     sample,
     sample_all,
 )
-from benchmarks.measuring.steps import require_gpu
 from benchmarks.shapes import Shape
 from benchmarks.suites.attention.cases import Call, Case, Choice, Operation
 
@@ -34,8 +35,6 @@ SOFTMAXES = {"sas": tj.SAS(), "sas2": tj.SAS(base="2"), "exact": "exact"}
 
 
 class Inputs:
-    """A prompt's query, key and value."""
-
     def __init__(self, shape: Shape):
         self.shape = shape
         self.query, self.key, self.value = sample_all(shape, queries=shape.tokens)
@@ -63,23 +62,13 @@ class Inputs:
         return errors(out[:1, self.rows], self.expected)
 
 
-def exact_attention(shape: Shape, implementation: str) -> Callable[..., jax.Array]:
-    """jax's own attention of query, key and value."""
-    if implementation == "cudnn":
-        require_gpu("cuDNN")
-
+def exact_of(shape: Shape, implementation: str) -> Callable[..., jax.Array]:
     options = {"is_causal": shape.is_causal, "local_window_size": shape.local_window}
-
-    def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        # jax's own function promotes bfloat16 with float32 inside.
-        with jax.numpy_dtype_promotion("standard"):
-            return jax.nn.dot_product_attention(q, k, v, implementation=implementation, **options)
-
-    return attend
+    return exact_attention(implementation, **options)
 
 
 def _exact(inputs: Inputs, implementation: str) -> Call:
-    attend = exact_attention(inputs.shape, implementation)
+    attend = exact_of(inputs.shape, implementation)
     needed = work.prefill_work(inputs.shape, "bf16")
     return Call(attend, (inputs.query, inputs.key, inputs.value), needed, inputs.error)
 
@@ -119,7 +108,6 @@ def attend_in_e4m3(q: jax.Array, k: jax.Array, v: jax.Array, *, is_causal: bool)
 
 
 def _cudnn_fp8(inputs: Inputs) -> Call:
-    """The peer of the 8-bit modes."""
     require_gpu("cuDNN")
     shape = inputs.shape
     group = shape.heads.query // shape.heads.kv
@@ -288,7 +276,6 @@ class TrainingInputs(Inputs):
         return exact_gradient(query, *self.seen, d_out)
 
     def gradient_error(self, results: tuple[jax.Array, ...]) -> Error:
-        """Of the query's gradient."""
         return errors(results[1][:1, self.rows], self.expected_gradient)
 
 
@@ -309,8 +296,7 @@ def _both(
 
 
 def _cudnn_both(inputs: TrainingInputs) -> Call:
-    require_gpu("cuDNN")
-    return _both(inputs, exact_attention(inputs.shape, "cudnn"), "bf16", "float")
+    return _both(inputs, exact_of(inputs.shape, "cudnn"), "bf16", "float")
 
 
 def _turbo_both(inputs: TrainingInputs, config: tj.TurboConfig) -> Call:
@@ -325,7 +311,6 @@ def _turbo_both(inputs: TrainingInputs, config: tj.TurboConfig) -> Call:
 
 
 def training_cases(shape: Shape, choice: Choice) -> list[Case]:
-    """The rows of one shape, what others are compared with first."""
     del shape
     modes = [("fp8", "float"), ("fp8", "8bit")]
     if choice == "hopper":

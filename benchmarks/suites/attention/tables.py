@@ -202,7 +202,6 @@ def _reason(row: Row) -> str:
 
 
 def details_table(result: Result, operation: str) -> str:
-    """Every row of an operation, those that did not run with the reason."""
     columns = (
         tables.US,
         ("longest kernel", _longest),
@@ -293,7 +292,6 @@ def _shapes_cudnn(rows: Iterable[Row], like: Row) -> float:
 
 
 def ceilings_table(result: Result) -> str:
-    """What the device reached at best in the same run."""
     names = {
         "copy": ("reading and writing 1 GiB", "GB/s"),
         "bf16": ("matrix product, bfloat16", "TFLOP/s"),
@@ -309,7 +307,6 @@ def ceilings_table(result: Result) -> str:
 
 
 def default_table(result: Result) -> str:
-    """A call without options, beside cuDNN's."""
     rows = tables.finished(result, "prefill")
     models = list(dict.fromkeys(row["model"] for row in rows))
     rows.sort(key=lambda row: (models.index(row["model"]), row["tokens"]))
@@ -327,7 +324,6 @@ PREFILL = ("prefill_speed.png", "Prefill: TFLOP/s by shape, mode and softmax")
 
 
 def decode_plot(result: Result) -> "Figure":
-    """Speed over cuDNN by shape, one bar per cache."""
     ours = ("turbo-4bit", "turbo-2/4bit", "turbo-3bit", "turbo-2bit", "kivi-4bit")
     groups: dict[str, dict[str, tuple[float, str]]] = {}
     for label, rows in tables.shapes(tables.finished(result, "decode")).items():
@@ -360,7 +356,6 @@ def prefill_plot(result: Result) -> "Figure":
 
 
 def default_plot(result: Result) -> "Figure":
-    """Speed over cuDNN by tokens, one line per kind of heads."""
     lines: dict[str, list[tuple[int, float]]] = {}
     for row in tables.finished(result, "prefill"):
         ratio = row.get("speedup_over_cudnn")

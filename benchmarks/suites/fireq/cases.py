@@ -300,7 +300,6 @@ def decode_kv4(shape: Shape, *, implementations: tuple[str, ...] = KERNELS) -> G
 
 
 def _decode_of(shape: Shape, case: AttentionCase, arrays: Arrays) -> Call:
-    """A row of the attention suite."""
     call = case.build(arrays.get(decode.Inputs, shape))
     needs = Needs(call.work.amount, 0.0, "bf16")
     return Call(

@@ -29,14 +29,7 @@ Model = models.Decoder | models.QuantizedDecoder
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-    """A model and how it attends.
-
-    Attributes:
-      make: the model from its shape.
-      cache: what it fills.
-      implementation: of the attention, where there is a GPU; None to choose.
-      unit: the number format of its products.
-    """
+    """A model and how it attends."""
 
     make: Callable[[models.TransformerConfig], Model]
     cache: models.CacheKind
@@ -100,18 +93,12 @@ def _needs(model: Model, kind: Kind, batch: int, tokens: int) -> Needs:
 
 @dataclasses.dataclass(frozen=True)
 class Prefill(Call):
-    """Prompts through a model, some at a time, into caches that are made before.
-
-    Attributes:
-      kind: the model's.
-      count: prompts at a time.
-    """
+    """Prompts through a model, some at a time, into caches that are made before."""
 
     kind: Kind = KINDS["bf16"]
     count: int = 1
 
     def caches(self) -> models.ModelCaches:
-        """Empty ones for all prompts."""
         model, prompts = self.arguments
         return models.init_caches(model, *prompts.shape, self.kind.cache)
 
@@ -144,7 +131,6 @@ class Prefill(Call):
         }
 
     def _run_all(self, compiled: Callable[..., Any]) -> float:
-        """Seconds for all prompts."""
         steps = _Steps(compiled, self)
         jax.block_until_ready(steps.caches)
         parts = self.arguments[1].shape[0] // self.count
@@ -175,7 +161,6 @@ class _Steps(timing.Rotation):
 
 
 def _kernels(steps: _Steps) -> Row:
-    """Time of one step on the device, and its kernels."""
     if not timing.on_gpu():
         return {}
     from jax.experimental.mosaic.gpu import profiler

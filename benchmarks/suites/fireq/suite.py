@@ -119,7 +119,6 @@ def operation_table(result: Result, operation: str) -> str:
 
 
 def model_table(result: Result) -> str:
-    """Prefill of whole models in tokens per second."""
     names = (
         ("prompts x tokens", label),
         ("what", method),

@@ -10,7 +10,7 @@ import numpy as np
 
 from benchmarks._compat import cudnn_attention
 from benchmarks.measuring.calls import Arrays, Case, Group
-from benchmarks.measuring.steps import require_gpu
+from benchmarks.measuring.samples import exact_attention, require_gpu
 from benchmarks.measuring.work import Needs
 from benchmarks.shapes import Shape
 from benchmarks.suites.paged import inputs
@@ -106,22 +106,13 @@ def _cudnn(problem: Problem, arrays: Arrays, *, masked: bool = True) -> Checked:
     Otherwise it hides nothing from the earlier ones of several queries: causal, it would take them
     for the first ones. Unmasked it is not told the lengths, and reads all tokens.
     """
-    require_gpu("cuDNN")
+    exact = exact_attention("cudnn", is_causal=problem.is_whole)
     key, value = arrays.get(inputs.dense, problem.shape)
     lengths = jnp.asarray(problem.lengths)
     operands = (arrays.get(inputs.query, problem), key, value, lengths)
 
     def attend(q: jax.Array, k: jax.Array, v: jax.Array, lengths: jax.Array) -> jax.Array:
-        # jax's own function promotes bfloat16 with float32 inside.
-        with jax.numpy_dtype_promotion("standard"):
-            return jax.nn.dot_product_attention(
-                q,
-                k,
-                v,
-                key_value_seq_lengths=lengths if masked else None,
-                is_causal=problem.is_whole,
-                implementation="cudnn",
-            )
+        return exact(q, k, v, lengths if masked else None)
 
     seen = lengths if masked else jnp.full_like(lengths, problem.shape.tokens)
     check = functools.partial(inputs.check_dense, causal=problem.is_whole)

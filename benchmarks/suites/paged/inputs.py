@@ -138,7 +138,6 @@ def dense(shape: Shape) -> tuple[jax.Array, jax.Array]:
 
 
 def pages_of(shape: Shape, page_size: int) -> int:
-    """Pages of a sequence."""
     return -(-shape.tokens // page_size)
 
 
@@ -151,7 +150,6 @@ def empty(shape: Shape, page_size: int, kv_dtype: str) -> PagedCache:
 
 
 def pool(shape: Shape, page_size: int, kv_dtype: str) -> PagedCache:
-    """The pool full of random content."""
     cache = jax.eval_shape(lambda: empty(shape, page_size, kv_dtype))
     arrays = {
         name: random(i % 2, leaf.shape, leaf.dtype)
@@ -267,7 +265,6 @@ def _errors(got: jax.Array, want: jax.Array) -> dict[str, jax.Array]:
 
 
 def close(compared: Compared, limit: float) -> Row:
-    """Relative L2 and cosine similarity."""
     got, want, is_finite = compared
     if not is_finite:
         raise ArithmeticError("the output is not finite")
@@ -281,11 +278,7 @@ def close(compared: Compared, limit: float) -> Row:
 
 @dataclasses.dataclass(frozen=True)
 class Checked(Call):
-    """A call whose output is compared by relative L2.
-
-    Attributes:
-      limit: of the error.
-    """
+    """A call whose output is compared by relative L2."""
 
     limit: float = _WRONG
 
@@ -295,25 +288,18 @@ class Checked(Call):
 
 @dataclasses.dataclass(frozen=True)
 class Append(Checked):
-    """A function that gets a cache as its first argument, donated, and gives it back.
-
-    Attributes:
-      make: the first cache.
-      starts: the last argument, another one in each call, so that each writes elsewhere.
-    """
+    """A function that gets a cache as its first argument, donated, and gives it back."""
 
     make: Callable[[], Any] = tuple
     starts: tuple[jax.Array, ...] = ()
 
     def lower(self) -> jax.stages.Lowered:
-        """The function for these arguments."""
         donating = jax.jit(self.function, donate_argnums=0)
         return donating.lower(jax.eval_shape(self.make), *self.arguments, self.starts[0])
 
     def measure(
         self, compiled: Callable[..., Any], check: Any, repetitions: int | None
     ) -> tuple[float, Row]:
-        """Microseconds, and facts for the row."""
         return super().measure(Appending(compiled, self.make(), self.starts), check, repetitions)
 
     def _errors(self, output: Any, check: Any) -> Row:

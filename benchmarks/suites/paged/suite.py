@@ -196,7 +196,6 @@ def _fastest(rows: list[Row], family: str) -> Row | None:
 
 
 def by_place(result: Result) -> dict[str, list[Row]]:
-    """The decode rows that were measured, by shape."""
     places: dict[str, list[Row]] = {}
     for row in tables.finished(result, DECODE):
         places.setdefault(label(row), []).append(row)
@@ -245,7 +244,6 @@ def speed_bars(result: Result) -> dict[str, dict[str, float]]:
 
 
 def speed_plot(result: Result) -> "Figure":
-    """Speed over cuDNN by shape, one bar per kind of pages."""
     bars = {
         place: {name: (ratio, f"{ratio:.2f}") for name, ratio in found.items()}
         for place, found in speed_bars(result).items()

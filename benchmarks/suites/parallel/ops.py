@@ -69,7 +69,6 @@ def exchanges(compiled: jax.stages.Compiled) -> dict[str, int]:
 
 
 def axes_of(split: str, devices: int) -> Axes:
-    """All devices along one axis."""
     mesh = jax.make_mesh((devices,), (_SPLITS[split],), axis_types=(AxisType.Auto,))
     return Axes.of(mesh)
 

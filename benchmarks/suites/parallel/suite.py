@@ -6,6 +6,7 @@ Rows of one device come first in each group; `speedup` is over them, in the same
 
 import dataclasses
 import functools
+import gc
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -66,10 +67,10 @@ class Group:
 
 
 def begin(rows: Rows, asked: Asked) -> Measure:
-    """See `suite.each`."""
     del rows, asked
 
     def measure(group: Group, devices: int) -> Row:
+        gc.collect()  # what the last row made
         there = len(jax.devices())
         if devices > there:
             raise NotImplementedError(f"{devices} devices are asked for, there are {there}")
@@ -256,7 +257,6 @@ def parallel_table(result: Result) -> str:
 
 
 def collectives_table(result: Result) -> str:
-    """How long devices take to exchange so many bytes."""
     names = (
         ("collective", lambda row: row["kind"]),
         ("bytes of each GPU", tables.shown_as("bytes", "{:,}")),
@@ -266,7 +266,6 @@ def collectives_table(result: Result) -> str:
 
 
 def bars(result: Result) -> plots.Ratios:
-    """Times the speed of one device, by work and number of devices."""
     found: plots.Ratios = {}
     for row in result["rows"]:
         if row["status"] == "ok" and "speedup" in row:

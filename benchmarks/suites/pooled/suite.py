@@ -20,8 +20,8 @@ import numpy as np
 import turbojax as tj
 from benchmarks import tables, timing
 from benchmarks.measuring import work
-from benchmarks.measuring.samples import errors
-from benchmarks.measuring.steps import compile_side_by_side, require_gpu
+from benchmarks.measuring.samples import errors, require_gpu
+from benchmarks.measuring.steps import compile_side_by_side
 from benchmarks.shapes import Shape
 from benchmarks.suite import (
     Asked,
@@ -158,13 +158,7 @@ _REFERENCE = Job("reference", "xla")
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One row.
-
-    Attributes:
-      operation: forward, forward and backward, or the choice of levels.
-      method: ``"cudnn"``, or which levels.
-      implementation: of ours, or None.
-    """
+    """One row."""
 
     operation: str
     method: str
@@ -172,12 +166,10 @@ class Case:
 
     @property
     def job(self) -> Job:
-        """The compiled function that is timed."""
         return Job(self.operation, self.implementation or self.method)
 
     @property
     def needs(self) -> tuple[Job, ...]:
-        """Everything that must be compiled for it."""
         if self.operation == SELECT:
             return (self.job,)
         chosen = (Job(SELECT, self.method),) if self.method in POLICIES else ()
@@ -235,7 +227,6 @@ class Group:
 
 
 def begin(rows: Rows, asked: Asked) -> Measure:
-    """See `suite.each`."""
     inputs = Latest(functools.partial(Inputs, compiled=compile_jobs(rows)))
     return lambda group, case: _measure(inputs.of(group), case, asked)
 
@@ -243,7 +234,6 @@ def begin(rows: Rows, asked: Asked) -> Measure:
 def compile_jobs(
     rows: Iterable[tuple[Group, Case]],
 ) -> dict[tuple[Group, Job], concurrent.futures.Future[Any]]:
-    """Compiles what rows need, side by side."""
     jobs = list(dict.fromkeys((group, job) for group, case in rows for job in case.needs))
     start = time.monotonic()
     done = compile_side_by_side(functools.partial(_lower, *job) for job in jobs)
@@ -258,7 +248,6 @@ def compile_jobs(
 
 
 def _lower(group: Group, job: Job) -> jax.stages.Lowered:
-    """A job for arrays of the group's shape."""
     query, key, value, d_out = jax.eval_shape(lambda: sample(group.shape))
     if job.operation == SELECT:
         return jax.jit(_select(group.shape, job.by)).lower(query, key)
@@ -492,7 +481,6 @@ _ERRORS: dict[str, tuple[Column, ...]] = {
 
 
 def attention_table(result: Result, operation: str) -> str:
-    """Every row of the forward pass, or of both passes; those that did not run with the reason."""
     rows = ordered(tables.shown(result, operation))
     text = tables.rows_table(rows, _NAMES, (*_COLUMNS, *_ERRORS[operation]))
     return tables.with_cut(text, result, operation)

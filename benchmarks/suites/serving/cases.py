@@ -31,16 +31,7 @@ Weights = Literal["bf16", "int4", "looping"]
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """An engine's sizes.
-
-    Attributes:
-      slots: sequences at a time.
-      max_length: of prompt and result.
-      num_pages: of each layer's pool; None where `pool_bytes` says it.
-      pool_bytes: of the pages of all layers.
-      page_size: tokens of a page.
-      step_tokens: of prompts in a step at most.
-    """
+    """An engine's sizes."""
 
     slots: int
     max_length: int
@@ -50,7 +41,6 @@ class Setting:
     step_tokens: int = 8192
 
     def pages(self, config: models.TransformerConfig, kv_dtype: str) -> int:
-        """Pages of each layer's pool."""
         if self.pool_bytes is None:
             assert self.num_pages is not None
             return self.num_pages
@@ -145,7 +135,6 @@ class Group:
         }
 
     def setting_of(self, case: Case) -> Setting:
-        """The engine's sizes in this row."""
         return case.setting or self.setting
 
     def prompts(self, use: str = "measured") -> np.ndarray:

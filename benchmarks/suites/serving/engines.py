@@ -85,7 +85,6 @@ class Stock:
         return dataclasses.replace(self._model, config=group.config)
 
     def engine(self, group: Group, case: Case) -> Made:
-        """The engine of a row."""
         model, setting = self.model(group, case), group.setting_of(case)
         key = engine_key(group, case)
         if self._made is None or key != self._engine_key:
@@ -105,7 +104,6 @@ class Stock:
 
 
 def new_engine(model: Any, setting: Setting, kv_dtype: str, *, speculates: bool) -> Engine:
-    """An engine of these sizes."""
     return Engine(
         model,
         num_pages=setting.pages(model.config, kv_dtype),
@@ -175,7 +173,7 @@ def measure(made: Made, group: Group, case: Case, deadline: float) -> Row:
     if not counts["steps"]:
         return {"status": "not run", "reason": shared.OUT_OF_TIME}
     row = {
-        **_status(len(done), group.requests),
+        **status_of(len(done), group.requests),
         "finished": len(done),
         "us": 1e6 * seconds,
         "seconds": seconds,
@@ -258,7 +256,7 @@ def memory() -> Row:
     }
 
 
-def _status(done: int, requests: int) -> Row:
+def status_of(done: int, requests: int) -> Row:
     if done == requests:
         return {"status": "ok"}
     return {
@@ -526,7 +524,6 @@ def _block_tables(group: Group, page_size: int) -> np.ndarray:
 
 
 def _compile(*lower: Callable[[], Any]) -> list[Any]:
-    """Programs, compiled side by side."""
     lowered = [one() for one in lower]
     with ThreadPoolExecutor(len(lowered)) as threads:
         return list(threads.map(lambda one: one.compile(), lowered))

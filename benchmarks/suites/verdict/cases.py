@@ -15,8 +15,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.measuring.calls import Arrays, Call, Case, Group, compared_rows
-from benchmarks.measuring.samples import errors, exact_rows, sample_all
-from benchmarks.measuring.steps import require_gpu
+from benchmarks.measuring.samples import (
+    errors,
+    exact_attention,
+    exact_rows,
+    sample_all,
+)
 from benchmarks.measuring.work import Needs, attention_operations
 from benchmarks.shapes import Shape
 from benchmarks.suites.verdict.methods import CACHES, DECODE, FULL, METHODS, PROMPT, TRITON, family
@@ -143,15 +147,9 @@ def _decode(shape: Shape, arrays: Arrays, *, name: str) -> Call:
 
 def _full(shape: Shape, arrays: Arrays) -> Call:
     """cuDNN on all tokens there is room for: faster than with lengths, and no more to be seen."""
-    require_gpu("cuDNN")
+    attend = exact_attention("cudnn")
     query, key, value = arrays.get(sample_all, shape, 1)
     want = arrays.get(_decoded, shape, shape.tokens, arrays)
-
-    def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        # jax's own function promotes bfloat16 with float32 inside.
-        with jax.numpy_dtype_promotion("standard"):
-            return jax.nn.dot_product_attention(q, k, v, implementation="cudnn")
-
     nbytes = key.nbytes + value.nbytes
     facts = {"cache_bytes": nbytes, "bits_per_number": bits_per_number(shape, nbytes)}
     return Call(

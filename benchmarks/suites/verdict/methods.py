@@ -43,5 +43,4 @@ BASELINES = dict.fromkeys((DECODE, PROMPT), ("bf16", "bf16-pages", "fp8-pages"))
 
 
 def family(method: str) -> str:
-    """The family of a method."""
     return _FAMILIES.get(method, method)

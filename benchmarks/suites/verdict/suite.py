@@ -76,7 +76,6 @@ class Texts:
 
     @property
     def label(self) -> str:
-        """What the model is called."""
         return self.model or Path(_folder()).name
 
     def describe(self, case: str) -> Row:
@@ -89,7 +88,6 @@ class Texts:
         }
 
     def measure(self, case: str) -> Row:
-        """What a cache costs the model."""
         begun, name = time.perf_counter(), _EVALUATED.get(case, case)
         model = _random(self.model) if self.model else _loaded(_folder(), self.context)
         settings = evaluation.Settings(

@@ -98,7 +98,6 @@ def interval(mean: float | None, ends: Any) -> str:
 
 
 def summary(name: str, result: Result) -> str:
-    """The table, what it says, and where its figures come from."""
     notes = (
         "Microseconds of one layer for one query token of each sequence, and in brackets the speed "
         "over fp8 pages; relative L1 error against float32 attention to the tokens themselves, "
@@ -312,7 +311,6 @@ def _color(method: str) -> str:
 
 
 def _legend(axes: Any) -> tuple[list[Any], list[str]]:
-    """Shapes by marker, caches by color."""
     from matplotlib.lines import Line2D
 
     handles, labels = axes.get_legend_handles_labels()
