@@ -9,7 +9,7 @@ from benchmarks.evidence.attends import PolarRounding, Rounded
 from benchmarks.evidence.choices import PAPER, Choices, Methods, of_result
 from benchmarks.evidence.rows import NEWEST, Spec, cached, cached_int4, layers, within
 from benchmarks.evidence.subject import Subject
-from benchmarks.evidence.writing import Entries, EvidenceTable, found, measured
+from benchmarks.evidence.writing import Entries, EvidenceTable, Section, found, measured
 from benchmarks.plots import wide_figure
 from benchmarks.tables import Result
 from turbojax.config import PriorityMethod
@@ -37,7 +37,7 @@ def _methods_specs(subject: Subject) -> list[Spec]:
     return sorted(every, key=lambda spec: "gear" in spec.key)
 
 
-def methods_section(name: str, result: Result) -> str:
+def methods_section(result: Result) -> Section:
     """Table 2 in form: every method, the largest cache first, and ours against the baselines."""
     chosen = of_result(result)
     entries = _keys(chosen.ours) | _keys(chosen.baselines)
@@ -54,16 +54,16 @@ def methods_section(name: str, result: Result) -> str:
     every = tables.table([*header, "output error (worst layer)"], lines)
     pairs = [(one, entries[one], other, entries[other]) for one, other in chosen.pairs]
     versus = writing.comparison(result, pairs)
-    return writing.section(
-        name,
-        "methods",
-        "What each cache costs against its bytes",
-        every,
-        "Ours in bold. Against the baselines, window by window:",
-        versus,
-        _causes_section(result, chosen.causes),
-        _newest(result, entries, chosen.newest),
-        writing.note(name, result, list(dict.fromkeys([*entries.values(), *of_causes]))),
+    return Section(
+        [
+            every,
+            "Ours in bold. Against the baselines, window by window:",
+            versus,
+            _causes_section(result, chosen.causes),
+            _newest(result, entries, chosen.newest),
+        ],
+        "",
+        list(dict.fromkeys([*entries.values(), *of_causes])),
     )
 
 
@@ -102,7 +102,7 @@ def _blocks_specs(subject: Subject) -> list[Spec]:
     return [cached(name, quick=size == "(64, 64)") for size, name in by_size.items()]
 
 
-def blocks_section(name: str, result: Result) -> str:
+def blocks_section(result: Result) -> Section:
     chosen = of_result(result)
     blocks = _keys(chosen.blocks)
     lines = writing.exact_lines(result, "exact", "16.00", "1.00x")
@@ -111,13 +111,7 @@ def blocks_section(name: str, result: Result) -> str:
         for label, row in measured(result, blocks).items()
     ]
     header = ["(B_r, B_c)", *writing.BYTES_HEADER, *writing.text_header(result)]
-    return writing.section(
-        name,
-        "blocks",
-        "What each block size costs",
-        tables.table(header, lines),
-        f"{chosen.about_blocks} {writing.note(name, result, list(blocks.values()))}",
-    )
+    return Section([tables.table(header, lines)], chosen.about_blocks, list(blocks.values()))
 
 
 def blocks_plot(result: Result) -> "Figure":
@@ -154,7 +148,7 @@ def _heads_keys(result: Result) -> dict[str, dict[int, str]]:
     }
 
 
-def heads_section(name: str, result: Result) -> str:
+def heads_section(result: Result) -> Section:
     """Figure 7b in form: costs by number of 2-bit heads and by what chooses them."""
     keys = _heads_keys(result)
     counts = list(next(iter(keys.values())))
@@ -175,13 +169,7 @@ def heads_section(name: str, result: Result) -> str:
         else f"`gap_std`, the default, is not told to be worse in any of {compared} comparisons."
     )
     every = list(dict.fromkeys(key for by_count in keys.values() for key in by_count.values()))
-    return writing.section(
-        name,
-        "heads",
-        "Cost against the number of 2-bit heads, by what chooses them",
-        tables.table(header, lines),
-        f"{against} {writing.note(name, result, every)}",
-    )
+    return Section([tables.table(header, lines)], against, every)
 
 
 def heads_plot(result: Result) -> "Figure":
@@ -244,7 +232,7 @@ def _what_rotating_does(result: Result, simulated: Entries) -> str:
     return f"Rotated less not rotated: {'; '.join(said)}." if said else ""
 
 
-def polar_section(name: str, result: Result) -> str:
+def polar_section(result: Result) -> Section:
     """The codec of turbo4 by bits, with its rotation and without; uncompressed edges."""
     simulated, through = _polar_entries()
     lines = [
@@ -262,14 +250,8 @@ def polar_section(name: str, result: Result) -> str:
         "caches; edges are the first and the last layer."
     )
     every = [*simulated.values(), *through.values()]
-    return writing.section(
-        name,
-        "polar",
-        "What codes with and without a rotation cost, and caches with uncompressed edges",
-        first,
-        _what_rotating_does(result, simulated),
-        tables.table(header, lines),
-        f"{about} {writing.note(name, result, every)}",
+    return Section(
+        [first, _what_rotating_does(result, simulated), tables.table(header, lines)], about, every
     )
 
 
@@ -286,7 +268,7 @@ def _int4_specs(subject: Subject) -> list[Spec]:
     return [cached_int4(name, quick=name == "kv4") for name in names]
 
 
-def int4_section(name: str, result: Result) -> str:
+def int4_section(result: Result) -> Section:
     unit = result["texts"]["unit"]
     chosen = of_result(result).int4
     entries: Entries = {"bfloat16": "int4/bfloat16"} | _keys(chosen, "int4")
@@ -317,13 +299,10 @@ def int4_section(name: str, result: Result) -> str:
     about = "INT4 weights and e4m3 activations, smoothed; each cache beside an exact one with them."
     *ours, kivi = chosen
     pairs = [(one, entries[one], kivi, entries[kivi]) for one in ours]
-    return writing.section(
-        name,
-        "int4",
-        "What caches cost a model with INT4 weights",
-        tables.table(header, lines),
-        writing.comparison(result, pairs),
-        f"{about} {writing.note(name, result, list(entries.values()))}",
+    return Section(
+        [tables.table(header, lines), writing.comparison(result, pairs)],
+        about,
+        list(entries.values()),
     )
 
 
@@ -337,14 +316,33 @@ def int4_plot(result: Result) -> "Figure":
 METHODS = EvidenceTable(
     "a",
     "methods",
+    "What each cache costs against its bytes",
     _methods_specs,
     methods_section,
     methods_plot,
 )
-BLOCKS = EvidenceTable("c", "blocks", _blocks_specs, blocks_section, blocks_plot)
-HEADS = EvidenceTable("d", "heads", _heads_specs, heads_section, heads_plot)
-POLAR = EvidenceTable("h", "polar", _polar_specs, polar_section, polar_plot)
-INT4 = EvidenceTable("j", "int4", _int4_specs, int4_section, int4_plot)
+BLOCKS = EvidenceTable(
+    "c", "blocks", "What each block size costs", _blocks_specs, blocks_section, blocks_plot
+)
+HEADS = EvidenceTable(
+    "d",
+    "heads",
+    "Cost against the number of 2-bit heads, by what chooses them",
+    _heads_specs,
+    heads_section,
+    heads_plot,
+)
+POLAR = EvidenceTable(
+    "h",
+    "polar",
+    "What codes with and without a rotation cost, and caches with uncompressed edges",
+    _polar_specs,
+    polar_section,
+    polar_plot,
+)
+INT4 = EvidenceTable(
+    "j", "int4", "What caches cost a model with INT4 weights", _int4_specs, int4_section, int4_plot
+)
 
 
 _AGAINST = {"KIVI 4": "cache/kivi4", "GEAR-L 4": "cache/gear4"}

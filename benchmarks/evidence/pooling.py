@@ -8,7 +8,7 @@ from benchmarks.evidence import writing
 from benchmarks.evidence.attends import Pooled
 from benchmarks.evidence.rows import Spec, within
 from benchmarks.evidence.subject import Subject
-from benchmarks.evidence.writing import EvidenceTable, found
+from benchmarks.evidence.writing import EvidenceTable, Section, found
 from benchmarks.plots import wide_figure
 from benchmarks.tables import Result, Row
 from turbojax.evaluation.methods import top_k_of_density
@@ -98,7 +98,7 @@ def beaten(result: Result, rows: dict[str, Row]) -> dict[str, str]:
     return lost
 
 
-def section(name: str, result: Result) -> str:
+def section(result: Result) -> Section:
     rows = dict(sorted(_rows(result).items(), key=lambda item: float(item[1]["density"])))
     lost = beaten(result, rows)
     lines = [
@@ -119,13 +119,7 @@ def section(name: str, result: Result) -> str:
         "beaten where the interval of the difference, window by window, is on the other's side."
     )
     every = [f"long/{x}" for x in policies(context, block)]
-    return writing.section(
-        name,
-        "pooled",
-        "Density of pooled attention against what it costs",
-        tables.table(header, lines),
-        f"{about} {writing.note(name, result, every)}",
-    )
+    return Section([tables.table(header, lines)], about, every)
 
 
 def plot(result: Result) -> "Figure":
@@ -140,4 +134,6 @@ def plot(result: Result) -> "Figure":
     return figure
 
 
-POOLING = EvidenceTable("i", "pooled", _specs, section, plot)
+POOLING = EvidenceTable(
+    "i", "pooled", "Density of pooled attention against what it costs", _specs, section, plot
+)

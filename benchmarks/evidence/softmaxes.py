@@ -14,7 +14,7 @@ from benchmarks.evidence.caches import QUICK
 from benchmarks.evidence.choices import Choices, of_result
 from benchmarks.evidence.rows import Spec, cached, within
 from benchmarks.evidence.subject import Subject
-from benchmarks.evidence.writing import EvidenceTable, measured
+from benchmarks.evidence.writing import EvidenceTable, Section, measured
 from benchmarks.plots import wide_figure
 from benchmarks.tables import Result, Row
 from turbojax.config import TurboConfig
@@ -49,7 +49,7 @@ def _parts_entries(result: Result) -> dict[str, str]:
     return {k: f"whole/{_SAS_ALONE}" if name is None else f"cache/{name}" for k, name in parts}
 
 
-def parts_section(name: str, result: Result) -> str:
+def parts_section(result: Result) -> Section:
     entries = _parts_entries(result)
     lines = writing.exact_lines(result, "exact")
     lines += [
@@ -57,12 +57,10 @@ def parts_section(name: str, result: Result) -> str:
         for label, row in measured(result, entries).items()
     ]
     about = "SAS alone is within whole windows, since there is nothing to cache but exact tokens."
-    return writing.section(
-        name,
-        "parts",
-        "What FlashQ, SAS and both cost",
-        tables.table(["method", *writing.text_header(result)], lines),
-        f"{about} {writing.note(name, result, list(entries.values()))}",
+    return Section(
+        [tables.table(["method", *writing.text_header(result)], lines)],
+        about,
+        list(entries.values()),
     )
 
 
@@ -112,7 +110,7 @@ def _sas_specs(subject: Subject) -> list[Spec]:
     return [*by_degree, *(_sas_spec(threshold, 3) for threshold in _THRESHOLDS)]
 
 
-def sas_section(name: str, result: Result) -> str:
+def sas_section(result: Result) -> Section:
     entries = {(f"{x:g}", "3"): key for x, key in _BY_THRESHOLD.items()}
     entries |= {(f"{_DEFAULT:g}", str(x)): key for x, key in _BY_DEGREE.items()}
     lines = []
@@ -127,12 +125,10 @@ def sas_section(name: str, result: Result) -> str:
         "Nothing else is rounded, within whole windows; polynomials are least-squares fits on "
         "[0, 1), of degree 3 the paper's."
     )
-    return writing.section(
-        name,
-        "sas",
-        "What threshold and degree of SAS cost",
-        tables.table([*header, *writing.whole_header(result)], lines),
-        f"{about} {writing.note(name, result, list(entries.values()))}",
+    return Section(
+        [tables.table([*header, *writing.whole_header(result)], lines)],
+        about,
+        list(entries.values()),
     )
 
 
@@ -149,5 +145,9 @@ def sas_plot(result: Result) -> "Figure":
     return figure
 
 
-PARTS = EvidenceTable("b", "parts", _parts_specs, parts_section, parts_plot)
-SAS_TABLE = EvidenceTable("f", "sas", _sas_specs, sas_section, sas_plot)
+PARTS = EvidenceTable(
+    "b", "parts", "What FlashQ, SAS and both cost", _parts_specs, parts_section, parts_plot
+)
+SAS_TABLE = EvidenceTable(
+    "f", "sas", "What threshold and degree of SAS cost", _sas_specs, sas_section, sas_plot
+)

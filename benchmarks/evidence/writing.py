@@ -3,7 +3,7 @@
 import dataclasses
 import re
 from collections.abc import Callable, Container, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -11,7 +11,6 @@ from benchmarks import tables
 from benchmarks.evidence.rows import Spec
 from benchmarks.evidence.subject import Subject
 from benchmarks.plots import wide_figure
-from benchmarks.suite import Table
 from benchmarks.tables import Result, Row
 from turbojax.evaluation import Interval, bootstrap
 
@@ -25,6 +24,14 @@ Entries = Mapping[str, str]
 """Keys of rows by their labels, in the order of the table."""
 
 
+class Section(NamedTuple):
+    """What a table shows: parts, of which empty ones are left out; words; the rows' keys."""
+
+    parts: Sequence[str]
+    about: str
+    keys: Sequence[str]
+
+
 @dataclasses.dataclass(frozen=True)
 class EvidenceTable:
     """A table of the evidence, and the rows that it needs.
@@ -32,16 +39,26 @@ class EvidenceTable:
     Attributes:
       letter: what ``--tables`` calls it.
       word: of its markers in the docs, and of its plot's file, after what results are called.
+      title: what its plot shows.
       specs: its rows, what matters most first.
-      render: the Markdown, of any result that has some of its rows.
+      section: what it shows of any result that has some of its rows.
       draw: draws its plot, of the same.
     """
 
     letter: str
     word: str
+    title: str
     specs: Callable[[Subject], list[Spec]]
-    render: Table
+    section: Callable[[Result], Section]
     draw: Callable[[Result], "Figure"]
+
+    def render(self, name: str, result: Result) -> str:
+        """Markdown: the plot, whose file is called as the result is, then tables and notes."""
+        called = re.sub(r"(_\d{4}-\d\d-\d\d)?\.json$", "", name)
+        shown = self.section(result)
+        last = f"{shown.about} {note(name, result, shown.keys)}".strip()
+        parts = [part for part in (*shown.parts, last) if part]
+        return tables.picture(f"{called}_{self.word}.png", self.title) + "\n\n".join(parts)
 
 
 def found(result: Result, key: str) -> Row | None:
@@ -233,20 +250,6 @@ def note(name: str, result: Result, keys: Sequence[str]) -> str:
     )
     about = about[0].upper() + about[1:]
     return f"{about} {tables.source(name, result)}{not_measured(result, keys)}"
-
-
-def section(name: str, word: str, description: str, *parts: str) -> str:
-    """A plot, then tables and notes.
-
-    Args:
-      name: of the result's file, without whose date and ending the plot's file begins.
-      word: of the table.
-      description: of the plot.
-      *parts: what follows; empty ones are left out.
-    """
-    called = re.sub(r"(_\d{4}-\d\d-\d\d)?\.json$", "", name)
-    picture = tables.picture(f"{called}_{word}.png", description)
-    return picture + "\n\n".join(part for part in parts if part)
 
 
 # Plots --------------------------------------------------------------------------------------------

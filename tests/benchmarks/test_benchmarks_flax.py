@@ -4,7 +4,6 @@ import concurrent.futures
 import dataclasses
 import functools
 import gc
-import json
 import mmap
 import time
 
@@ -14,10 +13,10 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from benchmarks import __main__ as command
 from benchmarks import tables, timing
 from benchmarks.measuring import steps
 from benchmarks.suites import families, flax, loading, loading_worker
+from tests.benchmarks.quick_runs import quick_run
 from turbojax import models
 from turbojax.kv import init_layer_cache
 from turbojax.models.generation import session as generation
@@ -32,10 +31,6 @@ def _names(suite):
 
 
 def test_rows_are_named_once_and_come_with_what_they_are_compared_with():
-    for suite in SUITES.values():
-        names = _names(suite)
-        assert len(set(names)) == len(names)
-        assert suite.rows(quick=True)
     names = _names(families.SUITE)
     assert names[:2] == [f"model-decode/llama-3.1-8b/b16-s8192/{x}" for x in ("exact", "paged")]
     assert "model-decode/gemma-2-9b/b16-s8192/4bit" in names
@@ -252,30 +247,20 @@ def test_no_row_is_begun_late(suite, monkeypatch):
 # Whole runs ---------------------------------------------------------------------------------------
 
 
-def _run(folder, suite, pattern=""):
-    out = folder / f"{suite}.json"
-    options = ["--quick", "--repetitions", "2", "--filter", pattern, "--out", str(out)]
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in SUITES[suite].environment.items():
-            patch.setenv(name, value)
-        command.main(["run", "--suite", suite, *options])
-    return json.loads(out.read_text())
-
-
 @pytest.fixture(scope="module")
 def flax_result(tmp_path_factory):
     pattern = "nnx|decode.*(exact|turbo4)|training.*(turbo-int8|pooled)"
-    return _run(tmp_path_factory.mktemp("run"), "flax", pattern)
+    return quick_run(tmp_path_factory.mktemp("run"), "flax", pattern)
 
 
 @pytest.fixture(scope="module")
 def families_result(tmp_path_factory):
-    return _run(tmp_path_factory.mktemp("run"), "families")
+    return quick_run(tmp_path_factory.mktemp("run"), "families")
 
 
 @pytest.fixture(scope="module")
 def loading_result(tmp_path_factory):
-    return _run(tmp_path_factory.mktemp("run"), "loading")
+    return quick_run(tmp_path_factory.mktemp("run"), "loading")
 
 
 @pytest.mark.fuzz

@@ -1,17 +1,15 @@
 """Tables and plots of Flax's modules, of families of models and of loading."""
 
 import copy
-import json
 from pathlib import Path
 
 import pytest
 
-from benchmarks import report, tables
+from benchmarks import tables
 from benchmarks.device import first_calls
 from benchmarks.suite import describe
 from benchmarks.suites import families, flax, loading
 from benchmarks.suites.attention import tables as attention_tables
-from tests.tools.docs_helpers import copied_docs
 
 SUITES = {"flax": flax.SUITE, "families": families.SUITE, "loading": loading.SUITE}
 
@@ -72,7 +70,11 @@ def _loading_result():
 
 
 MADE_UP = {"flax": _flax_result, "families": _families_result, "loading": _loading_result}
-PICTURES = ("flax_speed.png", "families_speed.png", "loading.png")
+PICTURES = {
+    "flax decode": "flax_speed.png",
+    "families": "families_speed.png",
+    "loading": "loading.png",
+}
 
 
 def test_tables_of_a_made_up_result():
@@ -113,22 +115,18 @@ def test_lines_of_a_made_up_result():
     assert any("8.00 s, 2.01 GB/s" in line and "5.00x naive" in line for line in lines["loading"])
 
 
-@pytest.mark.slow
-def test_report_round_trip(tmp_path):
-    docs, page = copied_docs(tmp_path), "benchmarks/models.md"
-    assert report.stale(tmp_path, docs) == []
+def test_sections_of_a_made_up_result():
+    sections = {}
     for name, make in MADE_UP.items():
-        (tmp_path / f"{name}_2000-01-01.json").write_text(json.dumps(make()))
-    assert set(report.stale(tmp_path, docs)) == {page, *PICTURES}
-    report.write(tmp_path, docs)
-    assert report.stale(tmp_path, docs) == []
-    text = (docs / page).read_text(encoding="utf-8")
-    for picture in PICTURES:
-        assert f"]({picture})" in text
-    assert "| 32 heads on 8 of 128, 16 x 8k | 800, 537 MB | 700 (1.14x), 537 MB |" in text
+        result = make()
+        sections |= {x: table("x.json", result) for x, table in SUITES[name].tables.items()}
+    for name, picture in PICTURES.items():
+        assert f"]({picture})" in sections[name]
+    line = "| 32 heads on 8 of 128, 16 x 8k | 800, 537 MB | 700 (1.14x), 537 MB |"
+    assert line in sections["flax summary"]
     # Over the faster uncompressed cache.
     place = "| llama-3.1-8b, 16 x 8k | 20.0 ms, 16.0 GB | 15.0 ms | 12.5 ms (1.20x), 2.0x smaller |"
-    assert place in text
+    assert place in sections["families summary"]
 
 
 def test_bars_of_a_result_that_is_not_complete():

@@ -2,15 +2,13 @@
 
 import copy
 import dataclasses
-import json
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import __main__ as command
-from benchmarks import report, tables, timing
+from benchmarks import tables, timing
 from benchmarks.measuring import calls
 from benchmarks.measuring.calls import Arrays
 from benchmarks.shapes import Shape
@@ -20,7 +18,7 @@ from benchmarks.suites.paged import cases as paged_cases
 from benchmarks.suites.paged import inputs as paged_inputs
 from benchmarks.suites.paged import suite as paged
 from benchmarks.suites.paged.inputs import Problem
-from tests.tools.docs_helpers import copied_docs
+from tests.benchmarks.quick_runs import WITHOUT_HOPPER, quick_run
 from turbojax.models.engine import Request
 
 TINY = Shape("tiny", 2, 192)
@@ -29,7 +27,6 @@ TINY = Shape("tiny", 2, 192)
 def test_rows_are_named_once_and_come_with_what_they_are_compared_with():
     rows = paged.SUITE.rows()
     names = [group.name(case) for group, case in rows]
-    assert len(set(names)) == len(names)
     assert names[0] == "paged-decode/llama3-8b/b16-s32768/cudnn"
     for name in (
         "paged-decode/llama3-8b/b64-s4096/turbo4/mosaic_gpu",
@@ -51,7 +48,6 @@ def test_rows_are_named_once_and_come_with_what_they_are_compared_with():
     assert operations == sorted(operations, key=list(dict.fromkeys(operations)).index)
     rows = paged.FORMATS.rows()
     names = [group.name(case) for group, case in rows]
-    assert len(set(names)) == len(names)
     assert "paged-decode/llama3-8b/b1-s1024/turbo_k3v2/mosaic_gpu" in names
     assert "paged-append/llama3-8b/b64-s4096/k8v4" in names
     for kind in ("int8", "int8_v4"):
@@ -114,17 +110,9 @@ def test_exact_is_softmax_of_what_is_seen():
         np.testing.assert_allclose(got[b, r, n], want, rtol=1e-4, atol=1e-6)
 
 
-def _run(folder, suite):
-    """A quick run on this device, without the rows of Hopper's kernels."""
-    out = folder / f"{suite}.json"
-    options = ["--quick", "--repetitions", "2", "--out", str(out)]
-    command.main(["run", "--suite", suite, "--filter", "^(?!.*mosaic)", *options])
-    return json.loads(out.read_text())
-
-
 @pytest.mark.fuzz
 def test_a_quick_run_of_formats(tmp_path):
-    rows = _run(tmp_path, "paged_formats")["rows"]
+    rows = quick_run(tmp_path, "paged_formats", WITHOUT_HOPPER)["rows"]
     assert {row["status"] for row in rows if row["family"] != "cudnn"} == {"ok"}
     errors = {row["name"]: row["relative_l2"] for row in rows if row["status"] == "ok"}
     kinds = ("auto", "fp8_e4m3", "int8", "k8v4", "int8_v4", "turbo_k4v2", "turbo_k3v2")
@@ -139,7 +127,7 @@ def test_a_quick_run_of_formats(tmp_path):
 @pytest.mark.fuzz
 def test_a_quick_run_measures_and_compares(tmp_path):
     """And can be reported."""
-    result = _run(tmp_path, "paged")
+    result = quick_run(tmp_path, "paged", WITHOUT_HOPPER)
     rows = {row["name"]: row for row in result["rows"]}
     assert set(result["ceilings"]) == {"copy", "bf16"}
     place = "paged-decode/tiny/b2-s192"
@@ -177,7 +165,7 @@ def test_a_quick_run_measures_and_compares(tmp_path):
 
 @pytest.mark.fuzz
 def test_a_quick_run_of_the_engine(tmp_path):
-    result = _run(tmp_path, "engine")
+    result = quick_run(tmp_path, "engine")
     rows = result["rows"]
     assert [row["kv_dtype"] for row in rows] == list(engine.KV_DTYPES)
     [group] = engine.SUITE.quick_groups()
@@ -395,21 +383,15 @@ def test_tables_of_a_made_up_result():
     assert any("pool holds 127,040" in line for line in lines)
 
 
-@pytest.mark.fuzz
-def test_report_round_trip(tmp_path):
-    docs, page = copied_docs(tmp_path), "benchmarks/paged.md"
-    # Without results nothing is asked of the pages.
-    assert report.stale(tmp_path, docs) == []
-    for name, made in (("paged", _paged_result()), ("engine", _engine_result())):
-        (tmp_path / f"{name}_2000-01-01.json").write_text(json.dumps(made))
-    assert set(report.stale(tmp_path, docs)) == {page, "paged_speed.png", "engine.png"}
-    report.write(tmp_path, docs)
-    assert report.stale(tmp_path, docs) == []
-    text = (docs / page).read_text(encoding="utf-8")
-    for picture in ("paged_speed.png", "engine.png"):
-        assert f"]({picture})" in text
-    assert "Reading and writing 1 GiB: 3,000 GB/s. A product" in text
-    assert "| 64 x 4k | 700 | 750 (0.93x) | 400 (1.75x) | 200 (3.50x) |" in text
+def test_sections_of_a_made_up_result():
+    sections = {
+        name: table("x.json", _paged_result()) for name, table in paged.SUITE.tables.items()
+    }
+    assert "](paged_speed.png)" in sections["paged decode"]
+    assert "Reading and writing 1 GiB: 3,000 GB/s. A product" in sections["paged append"]
+    line = "| 64 x 4k | 700 | 750 (0.93x) | 400 (1.75x) | 200 (3.50x) |"
+    assert line in sections["paged summary"]
+    assert "](engine.png)" in engine.SUITE.tables["engine"]("x.json", _engine_result())
 
 
 def test_bars_of_a_result_that_is_not_complete():

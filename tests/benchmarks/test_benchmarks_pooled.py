@@ -64,7 +64,6 @@ def test_neighbours_are_alike_and_queries_look_for_their_topic():
 def test_rows_need_few_compiled_functions():
     rows = pooled.SUITE.rows()
     names = [group.name(case) for group, case in rows]
-    assert len(set(names)) == len(names)
     assert names[0] == "pooled/mha-16/b1-s16384/cudnn"
     assert "pooled-gradient/mha-16/b1-s32768-causal/top-k/mosaic_gpu" in names
     assert not any("triton" in name and "s32768" in name for name in names)

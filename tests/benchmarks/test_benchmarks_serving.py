@@ -9,12 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import __main__ as command
-from benchmarks import report, tables
+from benchmarks import tables
 from benchmarks.suite import describe
 from benchmarks.suites.serving import cases, client, engines, suite
 from benchmarks.suites.serving.cases import LOOP, Case, Group, Setting
-from tests.tools.docs_helpers import copied_docs
+from tests.benchmarks.quick_runs import quick_run
 from turbojax import models
 from turbojax.models.engine import Finished, Result
 
@@ -413,25 +412,12 @@ class TestTables:
         assert bars["pages: 104 x 8,192 + 1,024"].keys() == {"engine", "engine, bf16 pages"}
         suite.plot(result)
         suite.plot({**result, "rows": []})
-
-    def test_report_round_trip(self, tmp_path):
-        docs, page = copied_docs(tmp_path), "benchmarks/serving.md"
-        region = "<!-- serving table -->\n<!-- end of serving table -->\n"
-        text = (docs / page).read_text(encoding="utf-8")
-        if region.splitlines()[0] not in text:  # it comes with the first result
-            (docs / page).write_text(f"{text}\n{region}", encoding="utf-8")
-        (tmp_path / "serving_2000-01-01.json").write_text(json.dumps(_result()))
-        assert set(report.stale(tmp_path, docs)) == {page, "serving.png"}
-        report.write(tmp_path, docs)
-        assert report.stale(tmp_path, docs) == []
-        assert "](serving.png)" in (docs / page).read_text(encoding="utf-8")
+        assert "](serving.png)" in suite.SUITE.tables["serving"]("x.json", result)
 
 
 @pytest.mark.fuzz
 def test_a_quick_run(tmp_path):
-    out = tmp_path / "serving.json"
-    command.main(["run", "--suite", "serving", "--quick", "--out", str(out)])
-    rows = json.loads(out.read_text())["rows"]
+    rows = quick_run(tmp_path, "serving")["rows"]
     assert len(rows) == len(suite.SUITE.rows(quick=True))
     for row in rows:
         assert row["status"] == "ok", row
