@@ -2,7 +2,6 @@
 
 from benchmarks import (
     cache_quality,
-    demo,
     gradient_error,
     gradient_training,
     masks,
@@ -51,7 +50,7 @@ SUITES = {
 
 SHOWN = (
     *(suite.shown for suite in SUITES.values()),
-    demo.SHOWN,
+    cache_quality.DEMO,
     cache_quality.SHOWN,
     cache_quality.FORMATS,
     throughput.SHOWN,

@@ -33,13 +33,7 @@ _COLORS = (*(f"C{i}" for i in range(10)), "black", "gold", "navy", "darkgreen")
 
 
 def draw_bars(figure: "Figure", groups: dict[str, dict[str, Bar]], width: float) -> Any:
-    """Grouped bars, each group as wide as the bars it has.
-
-    Args:
-      figure: to draw into.
-      groups: the bars of each group by the names of their series.
-      width: of a bar; the groups are 1 apart.
-    """
+    """Grouped bars of this width, each group as wide as the bars it has; the groups are 1 apart."""
     axes = figure.subplots()
     names = list(dict.fromkeys(name for group in groups.values() for name in group))
     for i, name in enumerate(names):
@@ -91,17 +85,7 @@ def of_ratios(
     margin: float = 0.2,
     line: bool = True,
 ) -> "Figure":
-    """Bars of ratios, or of other figures.
-
-    Args:
-      bars: by group and series the ratio, and the text over it.
-      title: of the plot.
-      label: what is relative to what.
-      width: of the plot, in inches.
-      bar: width of a bar; the groups are 1 apart.
-      margin: above the highest bar, for its text.
-      line: whether there is one at 1.
-    """
+    """Bars of ratios, or of other figures, and the texts over them; `line`: with one at 1."""
     groups = {
         place: {name: Bar(*height_and_text) for name, height_and_text in found.items()}
         for place, found in bars.items()

@@ -241,6 +241,7 @@ def section(
 # What a terminal shows of a row, in this order.
 _FIGURES = {
     "us": "{:,.1f} us",
+    "clock": "by {}",
     "seconds": "{:.2f} s",
     "compile_seconds": "compiled in {:.0f} s",
     "wall_us": "wall {:.1f}",

@@ -48,8 +48,7 @@ BLOCKS = {"block_q": BLOCK, "block_kv": BLOCK}
 def scene(grid: Grid, pixels: float) -> np.ndarray:
     """A camera moves to the right and half as fast down over matplotlib's sample photograph.
 
-    Returns:
-      float32 ``[frames, rows * 8, columns * 8, 3]`` from 0 to 1, between pixels bilinear.
+    float32 ``[frames, rows * 8, columns * 8, 3]`` from 0 to 1, between pixels bilinear.
     """
     from matplotlib import cbook
     from PIL import Image

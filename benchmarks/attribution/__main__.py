@@ -51,11 +51,7 @@ LENGTHS = (2048, 8192)
 class Recall:
     """Copies, values by key, sentences in long texts and in chats, asked of caches.
 
-    Args:
-      decoder: the model, in the dtype that it is used in.
-      tokenizer: its own.
-      windows: int32 ``[n, T + 1]`` by the text's name; joined they are the texts that items are in.
-      count: items of each kind, length and depth.
+    The texts that they are in are the windows joined, int32 ``[n, T + 1]`` by the text's name.
     """
 
     def __init__(
@@ -84,14 +80,7 @@ class Recall:
 
 
 class Caches:
-    """A model's exact runs over windows by the text's name, shared by all caches.
-
-    Args:
-      decoder: the model, in the dtype that it is used in.
-      windows: int32 ``[n, T + 1]`` by the text's name.
-      decoded: tokens of each that are decoded.
-      batch: windows that run at once.
-    """
+    """A model's exact runs over windows ``[n, T + 1]`` by the text's name, shared by all caches."""
 
     def __init__(
         self,

@@ -292,19 +292,11 @@ def pair_norms(x: jax.Array) -> jax.Array:
 def smoothed(
     x: jax.Array, shift: str, scale: str, prompt: int, query: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """``(x - shift) / scale``, both of the prompt but for its first four tokens.
+    """``(x - shift) / scale`` and both, which are of the prompt but for its first four tokens.
 
-    Args:
-      x: ``[B, T, K, H]``.
-      shift: ``"no"``, or ``"mean"`` or ``"first"``: the mean, or the first token.
-      scale: ``"no"``; ``"channel"``: the largest value of each channel; ``"pair"`` or ``"pair
-        rms"``: that of each pair's norms; ``"balanced"``: the root of a pair's size over that of
-        the queries', which makes equal errors of all channels count alike.
-      prompt: its tokens.
-      query: ``[B, T, K, G, H]``.
-
-    Returns:
-      The numbers, the shift, and the scale ``[B, 1, K, H]``.
+    The shift is the mean or the first token. A scale of each ``"channel"`` is its largest value;
+    of each ``"pair"`` or ``"pair rms"`` that of its norms; ``"balanced"``: the root of a pair's
+    size over that of the queries', which makes equal errors of all channels count alike.
     """
     seen = x[:, 4:prompt]
     moved = {"no": jnp.zeros_like(x[:, :1]), "first": x[:, :1], "mean": None}[shift]

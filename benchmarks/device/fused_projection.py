@@ -184,18 +184,8 @@ def fused(
 ) -> Six:
     """One sequence ``[T, HIDDEN]``: codes and scales as `separate`, without the batch.
 
-    Args:
-      x: bfloat16, `T` a multiple of `tile`.
-      w: bfloat16 ``[HIDDEN, ALL_HEADS * DIM]``: queries, keys, values.
-      turn: see `quarter_turn`.
-      cos: see `angles`.
-      sin: the same.
-      tile: tokens of a block.
-      heads: of a program.
-      num_warps: of a program.
-      num_stages: of the software pipeline.
-      epilogue: without it: the product alone, bfloat16.
-      interpret: run without a GPU.
+    The weights are ``[HIDDEN, ALL_HEADS * DIM]``: queries, keys, values. Without `epilogue` the
+    product alone, in bfloat16.
     """
     tokens = x.shape[0]
     shapes: list[Any] = []

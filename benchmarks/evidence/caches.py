@@ -105,13 +105,9 @@ def _blocks_specs(subject: Subject) -> list[Spec]:
 def blocks_section(result: Result) -> Section:
     chosen = of_result(result)
     blocks = _keys(chosen.blocks)
-    lines = writing.exact_lines(result, "exact", "16.00", "1.00x")
-    lines += [
-        [label, *writing.byte_cells(row), *writing.text_cells(result, row)]
-        for label, row in measured(result, blocks).items()
-    ]
-    header = ["(B_r, B_c)", *writing.BYTES_HEADER, *writing.text_header(result)]
-    return Section([tables.table(header, lines)], chosen.about_blocks, list(blocks.values()))
+    above = writing.exact_lines(result, "exact", "16.00", "1.00x")
+    table = writing.cached_table(result, "(B_r, B_c)", blocks, above)
+    return Section([table], chosen.about_blocks, list(blocks.values()))
 
 
 def blocks_plot(result: Result) -> "Figure":
@@ -239,20 +235,14 @@ def polar_section(result: Result) -> Section:
         writing.whole_line(result, label, row) for label, row in measured(result, simulated).items()
     ]
     first = tables.table(["codes", *writing.whole_header(result)], lines)
-    lines = [
-        [label, *writing.byte_cells(row), *writing.text_cells(result, row)]
-        for label, row in measured(result, through).items()
-    ]
-    header = ["cache", *writing.BYTES_HEADER, *writing.text_header(result)]
+    second = writing.cached_table(result, "cache", through)
     about = (
         "The first table simulates the codec in float32, every token encoded by itself and "
         "attended to exactly: without the rotation there is no cache. The second one is through "
         "caches; edges are the first and the last layer."
     )
     every = [*simulated.values(), *through.values()]
-    return Section(
-        [first, _what_rotating_does(result, simulated), tables.table(header, lines)], about, every
-    )
+    return Section([first, _what_rotating_does(result, simulated), second], about, every)
 
 
 def polar_plot(result: Result) -> "Figure":

@@ -121,14 +121,7 @@ def _by_newest(by_token: np.ndarray, prompt: int) -> np.ndarray:
 
 
 def within(name: str, attend: Whole, *, long: bool = False, quick: bool = False) -> Spec:
-    """Bits of attention within whole windows, and its errors.
-
-    Args:
-      name: of the row.
-      attend: what attends.
-      long: in the long windows, and without errors.
-      quick: see `Spec`.
-    """
+    """Bits of attention within whole windows, and its errors; of `long` ones bits alone."""
 
     def measure(subject: Subject) -> Row:
         tokens = subject.long_tokens if long else subject.tokens
@@ -197,19 +190,11 @@ def group_size(size: int, largest: int = 64) -> int:
 
 @functools.partial(jax.jit, static_argnames=("bits", "axis", "group"))
 def group_errors(x: jax.Array, *, bits: int, axis: int, group: int) -> jax.Array:
-    """Relative L2 error of each layer when codes share minimum and scale along an axis.
+    """Relative L2 error of each layer of ``[L, n, T, K, H]``, a minimum and a scale for a group.
 
     ``code = round((x - minimum) / scale)``, ``scale = (maximum - minimum) / (2**bits - 1)``, with
-    minimum and scale in float32.
-
-    Args:
-      x: ``[L, n, T, K, H]``.
-      bits: of a code.
-      axis: 2 for groups of tokens of a channel, 4 for groups of channels of a token.
-      group: elements of a group, a divisor of that axis.
-
-    Returns:
-      float32 ``[L]``: ``|rounded - x| / |x|`` over all of a layer.
+    minimum and scale in float32; groups along axis 2 are tokens of a channel, along 4 channels of a
+    token.
     """
     shape = x.shape
     wide = x.astype(jnp.float32)
@@ -223,14 +208,9 @@ def group_errors(x: jax.Array, *, bits: int, axis: int, group: int) -> jax.Array
 
 
 def errors_by_layer(key: jax.Array, value: jax.Array) -> dict[str, dict[str, list[float]]]:
-    """Errors of keys and values of all layers.
+    """Of ``[L, n, T, K, H]``: ``{"key" | "value": {"channel-2" ..: [error of each layer]}}``.
 
-    Args:
-      key: ``[L, n, T, K, H]``; tokens past the last whole group of 64 are left out.
-      value: the same.
-
-    Returns:
-      ``{"key" | "value": {"channel-2" ..: [error of each layer]}}``.
+    Tokens past the last whole group of 64 are left out.
     """
     group = group_size(key.shape[-1])
     tokens = key.shape[2] // group * group

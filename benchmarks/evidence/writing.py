@@ -142,6 +142,17 @@ def exact_lines(result: Result, *label: str) -> list[list[str]]:
     return [] if bits is None else [[*label, f"{bits:.4f}", "-", "-", "-"]]
 
 
+def cached_table(
+    result: Result, title: str, entries: Entries, above: Sequence[Sequence[str]] = ()
+) -> str:
+    """Rows through caches: what they take, and what they cost; below the lines `above`."""
+    lines = [
+        [label, *byte_cells(row), *text_cells(result, row)]
+        for label, row in measured(result, entries).items()
+    ]
+    return tables.table([title, *BYTES_HEADER, *text_header(result)], [*map(list, above), *lines])
+
+
 def whole_line(result: Result, label: str, row: Row, *more: str) -> list[str]:
     """Cells of a row without a cache; see `whole_header`."""
     return [label, *more, *text_cells(result, row), error_cell(row)]

@@ -96,17 +96,9 @@ def exact_rows(
     visible: jax.Array,
     window: int | None = None,
 ) -> jax.Array:
-    """Attention of some rows in float32 at full precision.
+    """Attention of some rows in float32 at full precision: ``[B, R, N, H]``.
 
-    Args:
-      query: ``[B, R, N, H]``.
-      key: ``[B, S, K, H]``.
-      value: ``[B, S, K, H]``.
-      visible: int32 ``[R]``; row `r` sees the first ``visible[r]`` keys.
-      window: of these only so many before the last one; all if None.
-
-    Returns:
-      float32 ``[B, R, N, H]``.
+    Row `r` sees the first ``visible[r]`` keys, of these only `window` before the last one.
     """
     return _exact_rows(query, key, value, visible, window)
 

@@ -16,7 +16,7 @@ from benchmarks.measuring import calls
 from benchmarks.measuring.calls import Arrays, Call, Case, Group, compared_rows
 from benchmarks.measuring.work import Needs
 from benchmarks.suite import Suite, over_baselines
-from benchmarks.suites.fireq import inputs as fireq_inputs
+from benchmarks.suites.fireq import cases as fireq_cases
 from benchmarks.tables import Result, Row
 from turbojax import fireq
 from turbojax.fireq import Int4Weight
@@ -121,9 +121,9 @@ def _dense_product(p: Product, tokens: int, unit: str, arrays: Arrays) -> Call:
         raise NotImplementedError(f"weights in {unit} would take more than 12 GiB")
     rows = tokens * p.top_k
     if unit == "bf16":
-        x = arrays.get(fireq_inputs.activations, rows, p.inputs)
+        x = arrays.get(fireq_cases.activations, rows, p.inputs)
     else:
-        x = arrays.get(fireq_inputs.tokens_of, rows, p.inputs).codes
+        x = arrays.get(fireq_cases.tokens_of, rows, p.inputs).codes
     w, sizes = arrays.get(dense, p, dtype), group_sizes(p, tokens)
 
     def multiply(x: jax.Array, w: jax.Array, sizes: jax.Array) -> jax.Array:
@@ -137,7 +137,7 @@ def _dense_product(p: Product, tokens: int, unit: str, arrays: Arrays) -> Call:
 
 
 def _int4_product(p: Product, tokens: int, implementation: str, arrays: Arrays) -> Call:
-    x = arrays.get(fireq_inputs.tokens_of, tokens * p.top_k, p.inputs)
+    x = arrays.get(fireq_cases.tokens_of, tokens * p.top_k, p.inputs)
     w, sizes = arrays.get(int4, p), group_sizes(p, tokens)
 
     def multiply(x: Any, w: Int4Weight, sizes: jax.Array) -> jax.Array:
@@ -149,7 +149,7 @@ def _int4_product(p: Product, tokens: int, implementation: str, arrays: Arrays) 
         def weight_of(expert: Any) -> jax.Array:
             return fireq.dequantize(fireq.expert_of(w, expert))
 
-        return _check(p, out, sizes, fireq_inputs.values(x), weight_of)
+        return _check(p, out, sizes, fireq_cases.values(x), weight_of)
 
     return Call(multiply, (x, w, sizes), _needs(p, sizes, x, w, "fp8"), check, (x, w))
 
@@ -165,7 +165,7 @@ def _check(p: Product, out: jax.Array, sizes: jax.Array, x: jax.Array, weight_of
     experts = np.searchsorted(np.cumsum(np.asarray(sizes)), rows, side="right")
 
     def one(row: jax.Array) -> jax.Array:
-        y = fireq_inputs.product(x[row[0]][None], weight_of(row[1]))[0]
+        y = fireq_cases.product(x[row[0]][None], weight_of(row[1]))[0]
         return _gated(y) if p.gated else y
 
     want = jax.lax.map(one, jnp.asarray(np.stack([rows, experts], axis=1)))

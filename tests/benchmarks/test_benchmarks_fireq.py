@@ -14,7 +14,6 @@ from benchmarks.measuring import calls
 from benchmarks.measuring.work import Needs
 from benchmarks.suite import describe
 from benchmarks.suites.fireq import cases as fireq_cases
-from benchmarks.suites.fireq import inputs as fireq_inputs
 from benchmarks.suites.fireq import model as fireq_model
 from benchmarks.suites.fireq import suite as fireq
 from tests.benchmarks.quick_runs import WITHOUT_HOPPER, quick_run
@@ -119,18 +118,18 @@ def test_methods_have_the_same_weights():
     x, bf16, fp8 = (
         np.asarray(a, np.float64)
         for a in (
-            fireq_inputs.values(fireq_inputs.int4(40, 192)),
-            fireq_inputs.dense(40, 192),
-            fireq_inputs.dense_fp8(40, 192),
+            fireq_cases.values(fireq_cases.int4(40, 192)),
+            fireq_cases.dense(40, 192),
+            fireq_cases.dense_fp8(40, 192),
         )
     )
     assert np.abs(fp8 * 192**-0.5 - bf16).mean() < 0.04 * np.abs(bf16).mean()
     # Steps of 4 bits: a seventh of the largest of 128 numbers.
     assert np.abs(x - bf16).mean() < 0.15 * np.abs(bf16).mean()
-    gate, up = np.split(np.asarray(fireq_inputs.dense_gate_and_up(40, 192), np.float64), 2)
+    gate, up = np.split(np.asarray(fireq_cases.dense_gate_and_up(40, 192), np.float64), 2)
     np.testing.assert_array_equal(gate, bf16)
     assert np.abs(gate - up).mean() > np.abs(gate).mean()
-    gated = np.asarray(fireq_inputs.values(fireq_inputs.gate_and_up(40, 192)), np.float64)
+    gated = np.asarray(fireq_cases.values(fireq_cases.gate_and_up(40, 192)), np.float64)
     np.testing.assert_array_equal(gated[:40], x)
     assert np.abs(gated[40:] - up).mean() < 0.15 * np.abs(up).mean()
 

@@ -10,8 +10,8 @@ from benchmarks import readme, report, throughput
 from benchmarks.shapes import Shape
 from benchmarks.suites import latency
 from benchmarks.suites.verdict import cases, suite, tables
-from benchmarks.suites.verdict.methods import CACHES, DECODE, FULL, METHODS, PROMPT, TEXT
 from benchmarks.suites.verdict.suite import Texts
+from benchmarks.suites.verdict.tables import CACHES, DECODE, FULL, METHODS, PROMPT, TEXT
 from tests.tools.docs_helpers import docs_text
 from turbojax.kv import CACHE_NAMES
 
@@ -173,8 +173,10 @@ def test_rows_that_failed_are_shown(result):
 
 def test_a_line_for_a_terminal(result):
     lines = [tables.one_line(row) for row in result["rows"]]
-    assert lines[3].endswith("10.0 us (cupti), 3.00x bf16, 2.00x fp8-pages, L1 0.0100")
-    assert "+0.0100 (+0.0090 to +0.0110), 2 s" in lines[-1]
+    assert ": 10.0 us, by cupti" in lines[3]
+    assert lines[3].endswith("L1 0.0100, 3.00x bf16, 2.00x fp8-pages")
+    assert "2.00 s, " in lines[-1]
+    assert lines[-1].endswith("+0.0100 (+0.0090 to +0.0110)")
     assert "failed" in lines[8]
 
 

@@ -193,14 +193,7 @@ def compared(count: int) -> np.ndarray:
 def exact(query: jax.Array, key: jax.Array, value: jax.Array, visible: jax.Array) -> jax.Array:
     """Attention in float32 of a few queries; sums and no products, so that nothing is rounded.
 
-    Args:
-      query: ``[B, R, N, H]``.
-      key: ``[B, S, K, H]``.
-      value: ``[B, S, K, H]``.
-      visible: int ``[B, R]``; query `r` sees the first ``visible[r]`` keys.
-
-    Returns:
-      float32 ``[B, R, N, H]``.
+    Row `r` of ``[B, R, N, H]`` sees the first ``visible[b, r]`` keys.
     """
     batch, rows, heads, dim = query.shape
     kv_heads = key.shape[2]

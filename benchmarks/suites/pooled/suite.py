@@ -97,14 +97,11 @@ def sample(shape: Shape) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
 
 
 def random_levels(shape: Shape, density: float, *, sink: bool = False) -> jax.Array:
-    """A mixture of levels, at random places of every row and head.
+    """A mixture of levels, int8 ``[1, N, T_r, T_c]``, at random places of every row and head.
 
     The mixture's fractions are scaled to the density, and what a row's whole blocks cannot express
     is carried over to the next rows. Causal: fractions of the visible blocks, the diagonal is one
-    of those at level 1.
-
-    Returns:
-      int8 ``[1, N, T_r, T_c]``.
+    of those at level 1; and so is the first block, if it is a `sink`.
     """
     rows = columns = -(-shape.tokens // BLOCK)
     row, column = np.arange(rows)[:, None], np.arange(columns)[None]

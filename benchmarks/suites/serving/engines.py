@@ -356,17 +356,7 @@ _WARM_UP_STEPS = 2
 def run_prompts(
     model: Model, pools: Pools, tokens: jax.Array, tables: jax.Array
 ) -> tuple[Pools, jax.Array]:
-    """Prompts of one length, which attend to their own keys and values and are written to pages.
-
-    Args:
-      model: the weights.
-      pools: the layers' pages, donated.
-      tokens: int32 ``[B, T]``.
-      tables: int32 ``[B, P]``, the sequences' pages.
-
-    Returns:
-      The new pools, and the tokens that follow, int32 ``[B]``.
-    """
+    """Prompts ``[B, T]``, which attend to themselves and are written to pages."""
     nothing = jnp.zeros(tokens.shape[0], jnp.int32)
 
     def attend(query, key, value, cache, options=PLAIN, sinks=None):  # type: ignore[no-untyped-def]
@@ -382,15 +372,7 @@ def run_prompts(
 def decode(
     model: Model, pools: Pools, tokens: jax.Array, lengths: jax.Array, tables: jax.Array
 ) -> tuple[Pools, jax.Array, jax.Array]:
-    """One token of every sequence.
-
-    Args:
-      model: the weights.
-      pools: the layers' pages, donated.
-      tokens: int32 ``[B]``, the newest ones.
-      lengths: int32 ``[B]``, tokens in the pages.
-      tables: int32 ``[B, P]``.
-    """
+    """One token of every sequence: the pools, the tokens that follow and the new lengths."""
 
     def attend(query, key, value, cache, options=PLAIN, sinks=None):  # type: ignore[no-untyped-def]
         cache = paged.append(cache, key, value, tables, lengths)

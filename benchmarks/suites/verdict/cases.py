@@ -23,7 +23,7 @@ from benchmarks.measuring.samples import (
 )
 from benchmarks.measuring.work import Needs, attention_operations
 from benchmarks.shapes import Shape
-from benchmarks.suites.verdict.methods import CACHES, DECODE, FULL, METHODS, PROMPT, TRITON, family
+from benchmarks.suites.verdict.tables import CACHES, DECODE, FULL, METHODS, PROMPT, TRITON, family
 from benchmarks.tables import Row
 from turbojax.kv import LayerCache, cache_by_name, init_layer_cache, kind_for, kind_of
 from turbojax.kv.paged_layer import PagedLayer

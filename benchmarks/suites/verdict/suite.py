@@ -21,7 +21,7 @@ from benchmarks.measuring.calls import Group
 from benchmarks.shapes import Shape
 from benchmarks.suite import Asked, Measure, Rows, Suite, each, joined, over_baselines, parted
 from benchmarks.suites.verdict import cases, tables
-from benchmarks.suites.verdict.methods import (
+from benchmarks.suites.verdict.tables import (
     BASELINES,
     BF16,
     CACHES,
