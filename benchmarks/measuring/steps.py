@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks import timing
+from benchmarks.suite import Rows, parted
 from turbojax.kv import LayerCache, kind_of
 
 Lower = Callable[[], jax.stages.Lowered]
@@ -62,6 +63,20 @@ def compile_groups(groups: Sequence[Sequence[Lower]]) -> list[list[Future]]:
     seconds = time.monotonic() - begun
     print(f"compiled {count} functions in {seconds:.0f} s", file=sys.stderr, flush=True)
     return found
+
+
+def compile_rows(
+    rows: Rows, lowerings: Callable[[Any, Any], Sequence[Lower]]
+) -> dict[tuple[Any, Any], list[Future]]:
+    """What each row needs, compiled group by group; by group and case."""
+    parts = list(parted(lambda group: group)(rows))
+    wanted = [[(row, lower) for row in part for lower in lowerings(*row)] for part in parts]
+    compiled: dict[tuple[Any, Any], list[Future]] = {}
+    groups = compile_groups([[lower for _, lower in group] for group in wanted])
+    for group, futures in zip(wanted, groups, strict=True):
+        for (row, _), future in zip(group, futures, strict=True):
+            compiled.setdefault(row, []).append(future)
+    return compiled
 
 
 def _after(first: Future, compile_it: Callable[[], Any]) -> Any:

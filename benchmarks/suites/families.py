@@ -142,13 +142,7 @@ def begin(rows: Rows, asked: Asked) -> Measure:
 
     `repetitions` are steps that are timed, at most 64.
     """
-    groups = list(dict.fromkeys(group for group, _ in rows))
-    wanted = {g: _lowerings(g, [c for c in g.cases if (g, c) in rows]) for g in groups}
-    lowerings = [[lower for _, lower in wanted[g]] for g in groups]
-    compiled: dict[tuple[Group, str], list[Any]] = {}
-    for group, found in zip(groups, steps.compile_groups(lowerings), strict=True):
-        for (cache, _), future in zip(wanted[group], found, strict=True):
-            compiled.setdefault((group, cache), []).append(future)
+    compiled = steps.compile_rows(rows, _lowerings)
     inputs = Latest(Inputs)
 
     def measured(group: Group, cache: str) -> Row:
@@ -167,15 +161,13 @@ def _windows(group: Group, cache: str) -> tuple[int | None, ...]:
     return windows_of_layers(config, (group.kind(cache),) * config.num_layers)
 
 
-def _lowerings(group: Group, caches: list[str]) -> list[tuple[str, Lower]]:
-    """What lowers the step of each cache, and what fills its layers, one for each window."""
-    all_steps = [(cache, functools.partial(_lower, group, cache)) for cache in caches]
+def _lowerings(group: Group, cache: str) -> list[Lower]:
+    """What lowers a step, and what fills its layers' caches, one for each window."""
     fills = [
-        (cache, functools.partial(_lower_fill, group, cache, window))
-        for cache in caches
+        functools.partial(_lower_fill, group, cache, window)
         for window in dict.fromkeys(_windows(group, cache))
     ]
-    return [*all_steps, *fills]
+    return [functools.partial(_lower, group, cache), *fills]
 
 
 def _lower(group: Group, cache: str) -> jax.stages.Lowered:

@@ -122,17 +122,12 @@ _OURS = {
 
 def begin(rows: Rows, asked: Asked) -> Measure:
     """Compiles everything before anything is measured, see `suite.each`."""
-    groups = list(dict.fromkeys(group for group, _ in rows))
-    chosen = {group: [method for other, method in rows if other == group] for group in groups}
-    lowerings = [[functools.partial(_lower, g, m) for m in chosen[g]] for g in groups]
-    compiled: dict[tuple[Group, str], Any] = {}
-    for group, found in zip(groups, steps.compile_groups(lowerings), strict=True):
-        compiled |= dict(zip([(group, m) for m in chosen[group]], found, strict=True))
+    compiled = steps.compile_rows(rows, lambda *row: [functools.partial(_lower, *row)])
     expected: dict[Group, dict[str, Any]] = {}
 
     def measured(group: Group, method: str) -> Row:
         gc.collect()  # what the last row made
-        function = compiled.pop((group, method)).result()
+        [function] = (future.result() for future in compiled.pop((group, method)))
         measure = _measure_decode if group.operation == DECODE else _measure_training
         if group not in expected:
             expected.clear()

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from benchmarks import plots, tables
+from benchmarks.loading_worker import begin_of, weights
 from benchmarks.suite import Asked, Latest, Measure, Rows, Suite, each, joined, over_baselines
-from benchmarks.suites.loading_worker import begin_of, weights
 from benchmarks.tables import Result, Row
 from turbojax import models
 from turbojax.models.families.tensors import checkpoint_tensors
@@ -155,7 +155,7 @@ def measure(group: Group, case: Case, folder: Path) -> Row:
     _to_disk(files) if case.files == "disk" else _to_memory(files)
     # The other process allocates memory as it does by default.
     environment = {k: v for k, v in os.environ.items() if k not in _ENVIRONMENT}
-    command = [sys.executable, "-m", "benchmarks.suites.loading_worker"]
+    command = [sys.executable, "-m", "benchmarks.loading_worker"]
     done = subprocess.run(
         [*command, case.method, str(folder)],
         capture_output=True,

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from benchmarks import tables, timing
+from benchmarks import loading_worker, tables, timing
 from benchmarks.measuring import steps
-from benchmarks.suites import families, flax, loading, loading_worker
+from benchmarks.suites import families, flax, loading
 from tests.benchmarks.quick_runs import quick_run
 from turbojax import models
 from turbojax.kv import init_layer_cache
