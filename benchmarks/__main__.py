@@ -125,7 +125,6 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Parses the command line and runs the command."""
     parsed = _parser().parse_args(arguments)
     parsed.command(parsed)
 

@@ -12,11 +12,9 @@ Kernels are those that dispatch takes, so a result is of its device. `--quick` i
 the same: does everything run?
 """
 
-import argparse
 import concurrent.futures
 import functools
 import itertools
-import json
 import math
 import re
 from collections.abc import Callable, Sequence
@@ -29,9 +27,9 @@ import numpy as np
 from flax import nnx
 from rich.progress import Progress
 
-from benchmarks import choosing, tables
+from benchmarks import choosing, stored, tables
 from benchmarks.cache_quality import held_out_windows, mean_and_error
-from turbojax import SAS, TurboConfig, _writing, models
+from turbojax import SAS, TurboConfig, models
 from turbojax._environment import environment
 from turbojax.attention.options import PLAIN
 from turbojax.attention.turbo.api import ATTENTION
@@ -66,7 +64,6 @@ def exact_attention(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.A
 
 
 def attend_by(attention: WholeAttention | None) -> models.Attend:
-    """Attention of every layer; None for `exact_attention`."""
 
     def attend(query, key, value, cache=None, options=None):  # type: ignore[no-untyped-def]
         del options  # the embedded model's layers have neither windows nor caps
@@ -155,17 +152,6 @@ def measure(
     pattern: str = "",
     on_row: Callable[[str, dict[str, Any]], None] = lambda *_: None,
 ) -> dict[str, Any]:
-    """Costs and errors of every row.
-
-    Args:
-      context: bytes of a window.
-      per_file: windows of each held-out module at most.
-      batch: windows that run at once, at most.
-      dtype: of the model.
-      progress: shows how far it is.
-      pattern: regular expression; rows whose names it finds are measured.
-      on_row: called with each finished row.
-    """
     model = models.load(dtype=dtype)
     cut = held_out_windows(context, per_file)
     tokens = np.concatenate(list(cut.values()))
@@ -219,15 +205,12 @@ def measure(
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Parses the command line, measures, writes JSON."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, help="JSON file to write; printed if not given")
+    parser = stored.parser(__doc__.splitlines()[0], required=False, quick=True)
     parser.add_argument("--context", type=int, default=4096, help="bytes of a window")
     parser.add_argument("--windows-per-file", type=int, default=4)
     parser.add_argument("--batch", type=int, default=8, help="windows that run at once")
     parser.add_argument("--dtype", default="bfloat16", choices=("float32", "bfloat16"))
     parser.add_argument("--rows", default="", help="only rows whose names this expression finds")
-    parser.add_argument("--quick", action="store_true", help="a small sample")
     given = parser.parse_args(arguments)
     sizes = {"context": given.context, "per_file": given.windows_per_file}
     with Progress() as progress:
@@ -245,12 +228,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 highlight=False,
             ),
         )
-    text = json.dumps({**environment(), **result}, indent=2) + "\n"
-    if given.out is None:
-        print(text)
-    else:
-        given.out.parent.mkdir(parents=True, exist_ok=True)
-        _writing.write_text(given.out, text)
+    stored.save(given.out, {**environment(), **result})
 
 
 def numerics_table(results: Path) -> str:

@@ -9,9 +9,7 @@ is in bfloat16 where it is ``exact``. Uncompressed pages, ``paged``, are in the 
 `--quick` is a small sample of the same: does everything run?
 """
 
-import argparse
 import functools
-import json
 import math
 import sysconfig
 from collections.abc import Sequence
@@ -22,10 +20,10 @@ import jax.numpy as jnp
 import numpy as np
 from rich.progress import Progress
 
-from benchmarks import tables
+from benchmarks import stored, tables
 from benchmarks.suite import Shown
 from benchmarks.tables import Result
-from turbojax import _writing, evaluation, models
+from turbojax import evaluation, models
 from turbojax._environment import environment
 
 DEFAULT_CACHES = (
@@ -103,14 +101,11 @@ def measure(
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Parses the command line, measures, writes JSON."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, help="JSON file to write; printed if not given")
+    parser = stored.parser(__doc__.splitlines()[0], required=False, quick=True)
     parser.add_argument("--context", type=int, default=4095, help="bytes predicted per window")
     parser.add_argument("--windows-per-file", type=int, default=4)
     parser.add_argument("--caches", default=",".join(DEFAULT_CACHES))
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
-    parser.add_argument("--quick", action="store_true", help="a small sample")
     given = parser.parse_args(arguments)
     sizes = {"context": given.context, "per_file": given.windows_per_file}
     with Progress() as progress:
@@ -120,16 +115,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
             dtype=given.dtype,
             progress=progress,
         )
-    text = json.dumps({**environment(), **result}, indent=2) + "\n"
-    if given.out is None:
-        print(text)
-    else:
-        given.out.parent.mkdir(parents=True, exist_ok=True)
-        _writing.write_text(given.out, text)
+    stored.save(given.out, {**environment(), **result})
 
 
 def quality_table(name: str, report: Result) -> str:
-    """What caches cost over all held-out files."""
     caches = report["caches"]
     base = caches["exact"]
     lines = []
@@ -180,6 +169,33 @@ def pages_sentence(name: str, result: Result) -> str:
 SHOWN = Shown(("cache_quality",), {"quality": quality_table, "page costs": pages_sentence})
 FORMATS = Shown(("format_quality",), {"format costs": quality_table})
 """Of pages whose keys and values are stored unlike each other, and those that they are made of."""
+
+
+def demo_table(name: str, report: Result) -> str:
+    settings = report["settings"]
+    first = report["results"][0]
+    lines = []
+    for row in report["results"]:
+        difference = row["bits_per_byte"] - first["bits_per_byte"]
+        cost = "" if row is first else f" ({difference:+.4f})"
+        lines.append(
+            [
+                row["name"],
+                f"{row['bits_per_byte']:.4f}{cost}",
+                f"{row['agreement']:.1%}",
+                f"{row['nbytes']:,}",
+                f"{row['compression_ratio']:.2f}x",
+            ]
+        )
+    header = ["cache", "bits per byte", "same greedy byte", "cache bytes", "smaller than bf16"]
+    note = (
+        f"`{Path(settings['file']).name}`: {settings['prompt_bytes']} bytes prefilled, "
+        f"{settings['new_bytes']} decoded;"
+    )
+    return f"{tables.table(header, lines)}\n\n{note} {tables.source(name, report)}"
+
+
+DEMO = Shown(("demo",), {"demo": demo_table})
 
 
 if __name__ == "__main__":

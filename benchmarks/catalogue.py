@@ -2,7 +2,6 @@
 
 from benchmarks import (
     cache_quality,
-    demo,
     gradient_error,
     gradient_training,
     masks,
@@ -15,18 +14,12 @@ from benchmarks.attribution import rows as attribution
 from benchmarks.device import first_calls
 from benchmarks.evidence import catalogue as evidence
 from benchmarks.suite import Shown
-from benchmarks.suites import engine, latency, latent
+from benchmarks.suites import engine, experts, families, flax, latency, latent, loading
 from benchmarks.suites.attention import suite as attention
-from benchmarks.suites.experts import suite as experts
-from benchmarks.suites.families import suite as families
-from benchmarks.suites.families import tables as families_tables
 from benchmarks.suites.fireq import suite as fireq
-from benchmarks.suites.flax import suite as flax
-from benchmarks.suites.loading import suite as loading
 from benchmarks.suites.paged import suite as paged
 from benchmarks.suites.parallel import suite as parallel
 from benchmarks.suites.pooled import suite as pooled
-from benchmarks.suites.pooled import tables as pooled_tables
 from benchmarks.suites.serving import suite as serving
 from benchmarks.suites.verdict import suite as verdict
 
@@ -57,7 +50,7 @@ SUITES = {
 
 SHOWN = (
     *(suite.shown for suite in SUITES.values()),
-    demo.SHOWN,
+    cache_quality.DEMO,
     cache_quality.SHOWN,
     cache_quality.FORMATS,
     throughput.SHOWN,
@@ -74,7 +67,7 @@ SHOWN = (
     video.SHOWN,
     masks.SHOWN,
     # Some rows of the suite, of a later day than its own result.
-    Shown(("pooled_video",), {"pooled video": pooled_tables.video_section}),
+    Shown(("pooled_video",), {"pooled video": pooled.video_section}),
     # Two models on another device than the suite's own result.
-    Shown(("families_h200",), {"families h200": families_tables.families_summary}),
+    Shown(("families_h200",), {"families h200": families.families_summary}),
 )

@@ -37,18 +37,13 @@ NEEDED = (
 
 
 class Figures:
-    """Figures of the newest results, and a note of which results were read.
-
-    Attributes:
-      sources: name and content of every result that a figure was taken from.
-    """
+    """Figures of the newest results, and a note of which results were read."""
 
     def __init__(self, results: Path) -> None:
         self._results = results
         self.sources: dict[str, Result] = {}
 
     def result(self, prefix: str) -> Result:
-        """The newest result of this name."""
         found = newest(self._results, (prefix,))
         if found is None:
             raise FileNotFoundError(f"{self._results} holds no result called {prefix}")
@@ -56,7 +51,6 @@ class Figures:
         return found[1]
 
     def row(self, prefix: str, name: str) -> Row:
-        """The measured row of this name."""
         rows = [row for row in self.result(prefix)["rows"] if row.get("name") == name]
         if len(rows) != 1 or rows[0]["status"] != "ok":
             raise ValueError(f"the newest result called {prefix} has no figures of {name}")
@@ -68,23 +62,19 @@ class Figures:
         return tables.times(rows[0].get("speedup_over_cudnn") if rows else None)
 
     def over_cudnn(self, prefix: str, name: str) -> str:
-        """The speed over cuDNN."""
         row = self.row(prefix, name)
         if "speedup_over_cudnn" in row:
             return tables.times(row["speedup_over_cudnn"])
         return tables.times(row["speedup_over"]["cudnn"])
 
     def over(self, prefix: str, name: str, base: str) -> str:
-        """The speed over another row."""
         return tables.times(self.row(prefix, name)["speedup_over"][base])
 
     def real(self, cache: str) -> Row:
-        """What a cache costs a real language model."""
         row: Row = self.result("real_caches")["caches"][cache]
         return row
 
     def loss(self, cache: str) -> str:
-        """The same in bits per token."""
         return f"{self.real(cache)['cost']:+.4f} bits per token"
 
     def buffers(self, cache: str) -> str:
@@ -143,12 +133,7 @@ _PRODUCT = "matmul/k4096-n14336/"
 
 
 def figures_table(results: Path, link: str) -> str:
-    """The three figures of README.md, each with its device.
-
-    Args:
-      results: the folder of the results.
-      link: what stands before a file's name in its link.
-    """
+    """The three figures of README.md, each with its device."""
     figures = Figures(results)
     decode = figures.row("hopper", f"{_LONG}turbo-4bit/mosaic_gpu")
     whole = figures.result("generate")
@@ -183,7 +168,6 @@ def figures_table(results: Path, link: str) -> str:
 
 
 def headline_table(results: Path) -> str:
-    """One line for each area."""
     figures = Figures(results)
     engine = [
         figures.row("engine", f"engine/llama-3-8b/short/{pages}")["token_capacity"]

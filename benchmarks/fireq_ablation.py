@@ -11,7 +11,6 @@ grow, and the rows or the norm's factor before them shrink. CAS can undo the lat
 these outliers are the best case.
 """
 
-import argparse
 import dataclasses
 import json
 from collections.abc import Callable
@@ -22,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from rich.progress import Progress
 
+from benchmarks import stored
 from turbojax import _writing, models, smoothing
 from turbojax._environment import environment
 from turbojax.app.quantize import run as quantizing
@@ -95,7 +95,6 @@ class Text:
 
 
 def plant(decoder: models.Decoder, outliers: smoothing.Outliers, seed: int = 0) -> models.Decoder:
-    """The same model with outliers in every layer."""
     layers = []
     for i, params in enumerate(decoder.layers):
         weights = layer_weights(params, decoder.config)
@@ -105,7 +104,6 @@ def plant(decoder: models.Decoder, outliers: smoothing.Outliers, seed: int = 0) 
 
 
 def bits(model: Any, text: Text, cache: Any, advance: Callable[[int], None]) -> float:
-    """Mean bits per byte of the held-out windows."""
     scores = models.token_bits(model, text.held_out, cache=cache, batch_size=1, progress=advance)
     return float(scores.mean(dtype=np.float64))
 
@@ -118,16 +116,6 @@ def measure(
     columns: tuple[str, ...] = tuple(COLUMNS),
     scale_dtype: Any = "e4m3",
 ) -> dict[str, float]:
-    """Bits per byte of each column.
-
-    Args:
-      decoder: the model, as it is or with outliers.
-      text: calibration and held-out windows.
-      options: constants of smoothing; which of its parts are used, the column says.
-      advance: called as windows are done.
-      columns: which.
-      scale_dtype: of the weights' groups.
-    """
     statistics = calibrate(decoder, text.calibration)
     rows = {}
     for name in columns:
@@ -139,16 +127,7 @@ def measure(
 
 
 def recovered(exact: float, as_is: dict[str, float], planted: dict[str, float]) -> dict[str, float]:
-    """Shares of what the planted outliers cost that smoothing recovers.
-
-    Returns:
-      against_unsmoothed: of the loss that planting adds to the quantized, unsmoothed model:
-        ``(none_planted - all_planted) / (none_planted - none_as_is)``. 1 is as if there were no
-        outliers; more than 1 is possible, because smoothing also helps the model as it is.
-      against_smoothed: as the first, but the goal is the model as it is with the same smoothing.
-      against_exact: of the whole loss of quantizing the planted model without smoothing, the part
-        included that 4 bits cost whatever the outliers.
-    """
+    """Shares of what the planted outliers cost that smoothing recovers."""
     gain = planted["none"] - planted["all"]
     return {
         "against_unsmoothed": gain / (planted["none"] - as_is["none"]),
@@ -160,7 +139,6 @@ def recovered(exact: float, as_is: dict[str, float], planted: dict[str, float]) 
 def ablate(
     text: Text, options: smoothing.Smoothing, progress: Progress, seed: int = 0
 ) -> dict[str, Any]:
-    """All models, all columns, and the exact one."""
     decoder = models.unstack(models.load_transformer(dtype=jnp.float32))
     # Each model also runs unquantized, through either cache; and four variants in two columns.
     rounds = len(OUTLIERS) * (len(COLUMNS) + 2) + 8
@@ -224,7 +202,6 @@ def _variants(
 
 
 def save_plot(result: dict[str, Any], path: Path) -> None:
-    """Draws what quantization costs in each column, for each model."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 4.2), layout="constrained")
@@ -263,9 +240,7 @@ def save_plot(result: dict[str, Any], path: Path) -> None:
 
 
 def main() -> None:
-    """Parses the command line, measures, writes JSON and the plot."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, help="JSON file to write; printed if not given")
+    parser = stored.parser(__doc__.splitlines()[0], required=False)
     parser.add_argument("--plot", type=Path, help="PNG file to draw")
     parser.add_argument("--window", type=int, default=1024, help="bytes per window")
     parser.add_argument("--calibration-windows", type=int, default=16)
@@ -289,12 +264,7 @@ def main() -> None:
                 arguments.seed,
             )
         result = {**environment(), **found}
-        text = json.dumps(result, indent=2) + "\n"
-        if arguments.out is None:
-            print(text)
-        else:
-            arguments.out.parent.mkdir(parents=True, exist_ok=True)
-            _writing.write_text(arguments.out, text)
+        stored.save(arguments.out, result)
     if arguments.plot is not None:
         save_plot(result, arguments.plot)
 

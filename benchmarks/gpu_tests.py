@@ -10,7 +10,6 @@ them in turn, one each, unless CUDA_VISIBLE_DEVICES is set; tests of several GPU
 import collections
 import dataclasses
 import importlib.metadata
-import json
 import os
 import subprocess
 import time
@@ -67,10 +66,9 @@ def machine() -> dict[str, Any]:
 
 def write(path: Path, result: dict[str, Any]) -> None:
     """Writes a record so that a reader sees the old one or the new one."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    from turbojax import _writing  # not before the tests have chosen their platform
+    from benchmarks import stored  # not before the tests have chosen their platform
 
-    _writing.write_text(path, json.dumps(result, indent=1) + "\n")
+    stored.save(path, result)
 
 
 @dataclasses.dataclass
@@ -92,7 +90,6 @@ class Outcomes:
     files: set[str] = dataclasses.field(default_factory=set)
 
     def add(self, report: pytest.TestReport) -> None:
-        """Takes the report of a phase of a test."""
         name = report.nodeid
         self.seconds[name] = self.seconds.get(name, 0.0) + report.duration
         if report.failed:
@@ -123,7 +120,6 @@ class Outcomes:
 
 
 def _reason(report: pytest.TestReport | pytest.CollectReport) -> str:
-    """Why a test, or a file of tests, was skipped."""
     reason = report.longrepr
     text = str(reason[2] if isinstance(reason, tuple) else reason)
     return text.removeprefix("Skipped: ")
@@ -180,7 +176,6 @@ class Recorder:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Where to."""
     parser.addoption("--gpu-record", type=Path, default=RESULTS, metavar="FOLDER")
 
 

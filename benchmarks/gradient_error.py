@@ -7,11 +7,8 @@ all parameters of the embedded model, in float32, on windows of the modules that
 on. `--quick` is a small sample of the same: does everything run?
 """
 
-import argparse
 import functools
-import json
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -20,12 +17,12 @@ import numpy as np
 import optax
 from flax import nnx
 
-from benchmarks import tables
+from benchmarks import stored, tables
 from benchmarks.cache_quality import held_out_windows
 from benchmarks.gradient_training import attention
 from benchmarks.suite import Shown
 from benchmarks.tables import Result
-from turbojax import TurboConfig, _writing, models, turbo_attention
+from turbojax import TurboConfig, models, turbo_attention
 from turbojax._environment import environment
 
 # Sequences, tokens, heads and head dim.
@@ -88,20 +85,15 @@ def _distance(got: Sequence[Any], want: Sequence[Any]) -> float:
 
 
 def measure(windows: int, context: int) -> dict[str, Any]:
-    """Both."""
     model = {"windows": windows, "context": context, "errors": of_the_model(windows, context)}
     return {**environment(), "random": of_random_tensors(), "model": model}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Parses the command line, measures, writes JSON."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
-    parser.add_argument("--quick", action="store_true", help="a small sample")
+    parser = stored.parser(__doc__.splitlines()[0], quick=True)
     given = parser.parse_args(arguments)
     result = measure(*((1, 127) if given.quick else (WINDOWS, CONTEXT)))
-    given.out.parent.mkdir(parents=True, exist_ok=True)
-    _writing.write_text(given.out, json.dumps(result, indent=1) + "\n")
+    stored.save(given.out, result)
 
 
 def error_table(name: str, result: Result) -> str:

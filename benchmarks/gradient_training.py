@@ -12,7 +12,6 @@ files into one.
 `--quick` is a small sample of the same: does everything run?
 """
 
-import argparse
 import dataclasses
 import functools
 import json
@@ -27,10 +26,10 @@ from flax import nnx
 from rich.progress import Progress
 
 import turbojax as tj
-from benchmarks import tables
+from benchmarks import stored, tables
 from benchmarks.suite import Shown
 from benchmarks.tables import Result
-from turbojax import _writing, models
+from turbojax import models
 from turbojax._environment import environment
 from turbojax.attention.options import PLAIN, AttentionOptions
 from turbojax.finetune.data import Corpus, standard_library_corpus
@@ -58,7 +57,6 @@ _HELD_OUT_WINDOWS = 64
 
 
 def attention(name: str) -> models.Attend:
-    """How a run attends."""
     chosen = RUNS[name]
     if chosen is None:
         return dense_attention
@@ -110,7 +108,6 @@ def train(
 def measure(
     names: Sequence[str], settings: Settings, seeds: Sequence[int], *, embedded: bool
 ) -> dict[str, Any]:
-    """All runs, one after the other: by name, by seed."""
     corpus = standard_library_corpus()
     with Progress() as progress:
         runs = {
@@ -132,11 +129,7 @@ def measure(
 
 
 def merged(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Runs of several files as one result, in the order of `RUNS`.
-
-    Raises:
-      ValueError: if they differ in device, versions or settings.
-    """
+    """Runs of several files as one result, in the order of `RUNS`."""
     first = dict(parts[0])
     for part in parts[1:]:
         for name in ("device", "jax", "settings", "weights"):
@@ -151,15 +144,12 @@ def merged(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Parses the command line, trains, writes JSON."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
+    parser = stored.parser(__doc__.splitlines()[0], quick=True)
     parser.add_argument("--only", default=",".join(RUNS), help="names of runs")
     parser.add_argument("--seeds", default="0,1,2", help="of weights and of the data's order")
     parser.add_argument("--embedded", action="store_true", help="go on with the embedded model")
     parser.add_argument("--steps", type=int, default=SETTINGS.steps)
     parser.add_argument("--merge", type=Path, nargs="+", help="files of such runs")
-    parser.add_argument("--quick", action="store_true", help="a small sample")
     given = parser.parse_args(arguments)
     settings = TUNING if given.embedded else SETTINGS
     settings = QUICK if given.quick else dataclasses.replace(settings, steps=given.steps)
@@ -168,8 +158,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     else:
         seeds = [int(x) for x in given.seeds.split(",")]
         result = measure(given.only.split(","), settings, seeds, embedded=given.embedded)
-    given.out.parent.mkdir(parents=True, exist_ok=True)
-    _writing.write_text(given.out, json.dumps(result, indent=1) + "\n")
+    stored.save(given.out, result)
 
 
 def _end(run: Mapping[str, Any]) -> float:
@@ -194,13 +183,11 @@ def loss_ratio(result: Result, name: str) -> float:
 
 
 def _change(values: Sequence[float]) -> str:
-    """Mean and standard error, in percent."""
     error = np.std(values, ddof=1) / np.sqrt(len(values)) if len(values) > 1 else np.nan
     return f"{100 * np.mean(values):+.2f} ± {100 * error:.2f} %"
 
 
 def training_table(name: str, result: Result) -> str:
-    """Losses at the end, beside those of exact attention."""
     lines = []
     for label, by_seed in result["runs"].items():
         mode, _, gradient = label.partition("-")

@@ -21,7 +21,6 @@ def driver() -> str | None:
 
 
 def gpus() -> list[str]:
-    """The names of NVIDIA's GPUs here."""
     return _ask("name")
 
 

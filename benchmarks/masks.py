@@ -6,11 +6,9 @@ mask as a bias in bfloat16 (``jax.nn.dot_product_attention(bias=...)``), forward
 backward pass. `docs/attention_options.md` shows the table.
 """
 
-import argparse
 import functools
 import time
 from collections.abc import Callable, Collection, Iterator
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -121,7 +119,6 @@ def _beside(attend: Attend, given: Any, *arrays: jax.Array) -> jax.Array:
 
 
 def microseconds(function: Callable[..., Any], *arrays: Any) -> float | str:
-    """Of a call; or why there is no time."""
     try:
         return round(measure(jax.jit(function).lower(*arrays).compile(), arrays).microseconds, 1)
     except Exception as error:  # a row of the table: others go on
@@ -160,7 +157,6 @@ HEADER = [
 
 
 def masks_table(name: str, result: Result) -> str:
-    """Milliseconds of each mask, and our speed over cuDNN's."""
     found: dict[str, dict[str, Row]] = {}
     for row in result["rows"]:
         found.setdefault(row["mask"], {})[row["method"]] = row
@@ -193,8 +189,7 @@ SHOWN = Shown(("masks",), {"masks": masks_table})
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="what masks and biases cost, on a GPU")
-    parser.add_argument("--out", type=Path, required=True, help="JSON to write")
+    parser = stored.parser("what masks and biases cost, on a GPU")
     parser.add_argument("--tokens", type=int, default=TOKENS, help="of a sequence")
     parser.add_argument("--seconds", type=float, default=500.0, help="begin no row after this time")
     parser.add_argument("--resume", action="store_true", help="keep the rows that --out holds")

@@ -9,10 +9,8 @@ Programs of all plans compile side by side before anything is timed; then one st
 runs, of one attention at a time.
 """
 
-import argparse
 import concurrent.futures
 import dataclasses
-import json
 import statistics
 import time
 from collections.abc import Mapping, Sequence
@@ -22,10 +20,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from benchmarks import tables
+from benchmarks import stored, tables
 from benchmarks.gpu_tests import machine
 from benchmarks.suite import Shown
-from turbojax import _writing, finetune, models
+from turbojax import finetune, models
 from turbojax.app import text_model
 from turbojax.finetune.trainer import dense_attention
 
@@ -150,12 +148,10 @@ def ratio(runs: Sequence[Mapping[str, Any]], figure: Any) -> tuple[float, float 
 
 
 def last_loss(run: Mapping[str, Any]) -> float:
-    """The mean loss of a run's last steps."""
     return statistics.fmean(run["losses"][-_LAST:])
 
 
 def section(name: str, result: Mapping[str, Any]) -> str:
-    """A row for each context."""
     lines = []
     for row in result["rows"]:
         runs = row["runs"]
@@ -223,16 +219,14 @@ def measure(model: str, plans: Sequence[Plan], out: Path) -> dict[str, Any]:
                 row["runs"].append(contest.run(kind, seed))
                 shown = {k: v for k, v in row["runs"][-1].items() if k != "losses"}
                 print(contest.plan.context, shown, row["runs"][-1]["losses"][-1], flush=True)
-                _writing.write_text(out, json.dumps(result) + "\n")
+                stored.save(out, result)
     return result
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Runs the plans and prints their table."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = stored.parser(__doc__.partition("\n")[0])
     parser.add_argument("--model", default="smollm2", help="as of turbojax train")
     parser.add_argument("--plan", type=Plan.of, action="append", help="CONTEXT:BATCH:STEPS:SEEDS")
-    parser.add_argument("--out", type=Path, required=True, help="the result's file")
     given = parser.parse_args(arguments)
     result = measure(given.model, given.plan or PLANS, given.out)
     print(section(given.out.name, result))

@@ -53,13 +53,7 @@ class Link:
     gigabytes: float
 
     def time(self, size: float, devices: int, *, to_neighbours: bool = False) -> float:
-        """Microseconds for `size` bytes that each device sends, between so many devices.
-
-        Args:
-          size: bytes.
-          devices: how many take part.
-          to_neighbours: whether each sends to one other alone, however many there are.
-        """
+        """Microseconds for `size` bytes that each device sends, between so many devices."""
         inside = 0.0 if to_neighbours else math.log2(max(min(devices, HOST) / 2, 1))
         outside = math.log2(max(devices / HOST, 1))
         hops = HOP * inside + NETWORK_HOP * (min(outside, 1) if to_neighbours else outside)
@@ -68,11 +62,7 @@ class Link:
 
 
 def fit(rows: Sequence[Row], kind: str) -> Link:
-    """Latency and bandwidth of a collective, by least squares of relative errors.
-
-    Raises:
-      ValueError: if fewer than two sizes were measured.
-    """
+    """Latency and bandwidth of a collective, by least squares of relative errors."""
     found = [(row["bytes"], row["us"]) for row in rows if _is_ok(row) and row.get("kind") == kind]
     if len({size for size, _ in found}) < 2:
         raise ValueError(f"collective {kind!r} needs times of two sizes, has {found}")
@@ -117,11 +107,6 @@ class Costs:
 
     @classmethod
     def of(cls, rows: Sequence[Row]) -> "Costs":
-        """Fitted to the rows of a result.
-
-        Raises:
-          ValueError: if one that is needed is not there.
-        """
         gather, reduce, permute = (
             fit(rows, kind) for kind in ("all-gather", "all-reduce", "collective-permute")
         )
@@ -218,7 +203,6 @@ def strategies(costs: Costs) -> dict[str, tuple[Time, tuple[str, ...]]]:
 
 
 def speedup(time: Time, tokens: int, devices: int) -> float:
-    """Times the speed of one GPU."""
     return time(tokens, 1) / time(tokens, devices)
 
 
@@ -266,7 +250,6 @@ def _times(x: float) -> str:
 
 
 def plot(result: Result) -> "Figure":
-    """Speed over one GPU, by the number of GPUs."""
     costs = Costs.of(result["rows"])
     figure = plots.wide_figure(12)
     axes = figure.subplots()

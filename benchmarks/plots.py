@@ -8,7 +8,6 @@ if TYPE_CHECKING:
 
 
 def wide_figure(width: float) -> "Figure":
-    """An empty figure of this width, in inches."""
     # Imported here: tables need no matplotlib. A bare `Figure` needs no display.
     from matplotlib.figure import Figure
 
@@ -34,13 +33,7 @@ _COLORS = (*(f"C{i}" for i in range(10)), "black", "gold", "navy", "darkgreen")
 
 
 def draw_bars(figure: "Figure", groups: dict[str, dict[str, Bar]], width: float) -> Any:
-    """Grouped bars, each group as wide as the bars it has.
-
-    Args:
-      figure: to draw into.
-      groups: the bars of each group by the names of their series.
-      width: of a bar; the groups are 1 apart.
-    """
+    """Grouped bars of this width, each group as wide as the bars it has; the groups are 1 apart."""
     axes = figure.subplots()
     names = list(dict.fromkeys(name for group in groups.values() for name in group))
     for i, name in enumerate(names):
@@ -78,32 +71,29 @@ def draw_bars(figure: "Figure", groups: dict[str, dict[str, Bar]], width: float)
     return axes
 
 
+Ratios = dict[str, dict[str, tuple[float, str]]]
+"""Figures and the texts over them, by group and series."""
+
+
 def of_ratios(
-    bars: dict[str, dict[str, tuple[float, str]]],
+    bars: Ratios,
     title: str,
     label: str,
     *,
     width: float = 12,
     bar: float = 0.17,
     margin: float = 0.2,
+    line: bool = True,
 ) -> "Figure":
-    """Bars of ratios with a line at 1.
-
-    Args:
-      bars: by group and series the ratio, and the text over it.
-      title: of the plot.
-      label: what is relative to what.
-      width: of the plot, in inches.
-      bar: width of a bar; the groups are 1 apart.
-      margin: above the highest bar, for its text.
-    """
+    """Bars of ratios, or of other figures, and the texts over them; `line`: with one at 1."""
     groups = {
         place: {name: Bar(*height_and_text) for name, height_and_text in found.items()}
         for place, found in bars.items()
     }
     figure = wide_figure(width)
     axes = draw_bars(figure, groups, bar)
-    axes.axhline(1, color="black", linewidth=1, zorder=0.5)
+    if line:
+        axes.axhline(1, color="black", linewidth=1, zorder=0.5)
     axes.margins(y=margin)
     axes.set_title(title)
     axes.set_ylabel(label)

@@ -7,15 +7,13 @@ each against the same dense run:
         runs/dense runs/topk runs/near
 """
 
-import argparse
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks import tables
+from benchmarks import stored, tables
 from benchmarks.suite import Shown
-from turbojax import _writing, finetune
+from turbojax import finetune
 from turbojax.finetune import comparison
 
 if TYPE_CHECKING:
@@ -84,15 +82,7 @@ _MOST_LOSS, _LEAST_SPEED = 1.02, 1.8
 
 
 def policies(logs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Several pooled runs against one dense run: a JSON object.
-
-    Args:
-      logs: of the dense run, then of the others: same settings, start and data.
-
-    Raises:
-      ValueError: if there are not two, the first is not dense or another is, one has not ended or
-        ran on another device, or they cannot be compared, see `turbojax.finetune.compare`.
-    """
+    """Several pooled runs against one dense run: a JSON object."""
     if len(logs) < 2:
         raise ValueError(f"{len(logs)} runs must be at least 2: a dense one, and others")
     kinds = [log["identity"]["attention"]["kind"] for log in logs]
@@ -146,7 +136,6 @@ def policies_section(name: str, result: Mapping[str, Any]) -> str:
 
 
 def _policy(attention: Mapping[str, Any]) -> str:
-    """How levels are chosen, as code."""
     more = [
         f"{attention[key]} {text}"
         for key, text in {
@@ -162,13 +151,11 @@ POLICIES = Shown(("pooled_training_policies",), {"pooled training policies": pol
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Writes the result of several runs."""
-    parser = argparse.ArgumentParser(description=policies.__doc__)
-    parser.add_argument("--out", type=Path, required=True, help="the result's file")
+    parser = stored.parser(policies.__doc__ or "")
     parser.add_argument("runs", type=Path, nargs="+", help="folders or logs, the dense one first")
     args = parser.parse_args(arguments)
     result = policies([finetune.read_log(path) for path in args.runs])
-    _writing.write_text(args.out, json.dumps(result) + "\n")
+    stored.save(args.out, result)
     print(policies_section(args.out.stem, result))
 
 

@@ -62,7 +62,6 @@ _RESULTS_OF = {"figures": choosing.NEEDED}
 
 
 def active() -> dict[str, Callable[[], str]]:
-    """The tables whose results are there."""
     return {
         name: table
         for name, table in TABLES.items()
@@ -73,16 +72,7 @@ def active() -> dict[str, Callable[[], str]]:
 def fill(
     text: str, chosen: Mapping[str, Callable[[], str]] | None = None, file: str = "README.md"
 ) -> str:
-    """The text with every marked region replaced by its table.
-
-    Args:
-      text: holds the markers of all tables.
-      chosen: tables by name; those of README.md if not given.
-      file: the text's name, for the message.
-
-    Raises:
-      ValueError: if a marker is missing.
-    """
+    """The text with every marked region replaced by its table."""
     for name, table in (active() if chosen is None else chosen).items():
         begin, end = f"<!-- {name} table -->", f"<!-- end of {name} table -->"
         if begin not in text or end not in text:
@@ -93,7 +83,6 @@ def fill(
 
 
 def main() -> None:
-    """Rewrites README.md, or checks it."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--check", action="store_true", help="fail if README.md is out of date")
     check = parser.parse_args().check

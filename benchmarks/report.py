@@ -31,13 +31,11 @@ _DIGEST = "Source"
 
 
 def digest(result: Result) -> str:
-    """A short fingerprint of a result."""
     text = json.dumps(result, sort_keys=True).encode()
     return hashlib.sha256(text).hexdigest()[:16]
 
 
 def page_tables(results: Path) -> dict[str, Callable[[], str]]:
-    """The tables of the docs whose results are there."""
     found: dict[str, Callable[[], str]] = {}
     for shown in SHOWN:
         if result := newest(results, shown.results):
@@ -61,7 +59,6 @@ def plots(results: Path) -> dict[str, tuple[Callable[[Result], "Figure"], Result
 
 
 def _drawn_from(path: Path) -> str | None:
-    """The digest that a plot carries."""
     from PIL import Image
 
     if not path.exists():
@@ -86,15 +83,7 @@ def pages(docs: Path) -> dict[str, str]:
 
 
 def fill_pages(texts: Mapping[str, str], chosen: Mapping[str, Callable[[], str]]) -> dict[str, str]:
-    """The pages with every marked region replaced by its table.
-
-    Args:
-      texts: pages by name.
-      chosen: tables by name.
-
-    Raises:
-      ValueError: if not exactly one page has the markers of a table.
-    """
+    """The pages with every marked region replaced by its table."""
     filled = dict(texts)
     for name, table in chosen.items():
         holders = [page for page, text in filled.items() if f"<!-- {name} table -->" in text]
@@ -127,7 +116,6 @@ def write(results: Path, docs: Path) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """The command `report`."""
     path = readme.ROOT / "README.md"
     old = path.read_text(encoding="utf-8")
     if arguments.check:

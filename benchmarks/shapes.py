@@ -6,13 +6,7 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True)
 class Heads:
-    """The heads of one attention layer.
-
-    Attributes:
-      query: query heads, `N`.
-      kv: key/value heads, `K`.
-      dim: channels of a head, `H`.
-    """
+    """The heads of one attention layer."""
 
     query: int
     kv: int
@@ -43,15 +37,7 @@ PLAIN = {
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """One attention call.
-
-    Attributes:
-      model: a name of `MODELS` or `PLAIN`.
-      batch: sequences, `B`.
-      tokens: keys and values of each, `S`; in a prefill the queries too.
-      is_causal: of a prefill.
-      window: of a causal prefill, how many keys before its own a query sees; all if None.
-    """
+    """One attention call."""
 
     model: str
     batch: int
@@ -66,12 +52,10 @@ class Shape:
 
     @property
     def heads(self) -> Heads:
-        """The model's heads."""
         return (MODELS | PLAIN)[self.model]
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What its rows say of it."""
         return {
             "model": self.model,
             "batch": self.batch,

@@ -19,22 +19,13 @@ from benchmarks.catalogue import SUITES
 
 
 def count(text: str) -> int:
-    """A number of processes.
-
-    Raises:
-      ArgumentTypeError: if it is none.
-    """
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} must be a positive number")
     return int(text)
 
 
 def part(text: str) -> tuple[int, int]:
-    """``"i/n"`` as numbers.
-
-    Raises:
-      ArgumentTypeError: if it is none of ``0/n`` to ``(n - 1)/n``.
-    """
+    """``"i/n"`` as numbers."""
     number, _, whole = text.partition("/")
     if not (number.isdecimal() and whole.isdecimal() and int(number) < int(whole)):
         raise argparse.ArgumentTypeError(f"{text!r} must be I/N with 0 <= I < N")
@@ -52,9 +43,6 @@ def run(arguments: argparse.Namespace) -> None:
     """Runs the shares of a suite, and puts what they found into one file.
 
     Also if it is interrupted, or a share fails: then with what there is.
-
-    Raises:
-      SystemExit: if a share failed.
     """
     suite = SUITES[arguments.suite]
     rows = suite.rows(arguments.filter, quick=arguments.quick)
@@ -83,7 +71,6 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _start(arguments: argparse.Namespace, which: str, out: Path) -> "subprocess.Popen[bytes]":
-    """A process that runs one share."""
     command = [sys.executable, "-m", "benchmarks", "run", "--suite", arguments.suite]
     command += ["--filter", arguments.filter, "--seconds", str(arguments.seconds)]
     command += ["--quick"] if arguments.quick else []
@@ -99,7 +86,6 @@ def _start(arguments: argparse.Namespace, which: str, out: Path) -> "subprocess.
 
 
 def _runs(row: dict[str, Any]) -> int:
-    """How often a row was measured."""
     return len(row.get("us_of_runs", [0])) if row["status"] == "ok" else 0
 
 
@@ -107,9 +93,6 @@ def merge(paths: list[Path], out: Path) -> None:
     """Puts shares of a suite into one file, in its order.
 
     Of a row's results the one of most runs counts, the last of these.
-
-    Raises:
-      SystemExit: if there are none, or they come from different machines or versions.
     """
     if not paths:
         sys.exit("no share has measured anything")

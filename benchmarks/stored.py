@@ -2,6 +2,7 @@
 
 import json
 import sys
+from argparse import ArgumentParser
 from pathlib import Path
 from typing import Any
 
@@ -27,18 +28,31 @@ def newest(results: Path, prefixes: tuple[str, ...]) -> tuple[str, Result] | Non
     return path.name, json.loads(path.read_text(encoding="utf-8"))
 
 
-def write(path: Path, result: Result) -> None:
+def write(path: Path, result: Result, *, allow_nan: bool = False) -> None:
     """Writes a result so that a reader sees the old file or the new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    _writing.write_text(path, json.dumps(result, indent=1, allow_nan=False) + "\n")
+    _writing.write_text(path, json.dumps(result, indent=1, allow_nan=allow_nan) + "\n")
+
+
+def save(out: Path | None, result: Result) -> None:
+    """Writes what a command measured, or prints it."""
+    if out is None:
+        print(json.dumps(result, indent=1))
+    else:
+        write(out, result, allow_nan=True)
+
+
+def parser(description: str, *, required: bool = True, quick: bool = False) -> ArgumentParser:
+    made = ArgumentParser(description=description)
+    help = "JSON file to write" if required else "JSON file to write; printed if not given"
+    made.add_argument("--out", type=Path, required=required, help=help)
+    if quick:
+        made.add_argument("--quick", action="store_true", help="a small sample")
+    return made
 
 
 def previous(path: Path, machine: dict[str, Any]) -> Result | None:
-    """The result to continue, or to take figures from, or None.
-
-    Raises:
-      SystemExit: if it comes from another machine or other versions.
-    """
+    """The result to continue, or to take figures from, or None."""
     if not path.exists():
         return None
     old: Result = json.loads(path.read_text(encoding="utf-8"))

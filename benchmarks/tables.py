@@ -11,7 +11,6 @@ OUT_OF_TIME = "the time given to this run was over"
 
 
 def finished(result: Result, operation: str) -> list[Row]:
-    """The rows of an operation that were measured."""
     rows = result["rows"]
     return [row for row in rows if row["operation"] == operation and row["status"] == "ok"]
 
@@ -48,7 +47,6 @@ def short(count: int) -> str:
 
 
 def fastest(rows: Iterable[Row], matches: Callable[[Row], bool]) -> Row | None:
-    """The fastest row that matches, or None."""
     return min(filter(matches, rows), key=lambda row: row["us"], default=None)
 
 
@@ -60,7 +58,6 @@ def cut(result: Result, operation: str) -> str:
 
 
 def table(header: list[str], rows: list[list[str]]) -> str:
-    """A Markdown table."""
     lines = [header, ["---"] * len(header), *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
@@ -81,33 +78,9 @@ def source(name: str, result: Result, link: str = "") -> str:
     return f"{result['device']}{driver}, jax {result['jax']}, {result['date']} ({file})."
 
 
-def one_line(row: Row) -> str:
-    """A row for a terminal: its rate, and its speed over cuDNN."""
-    if row["status"] != "ok":
-        return not_measured(row)
-    rate = (
-        f"{row['tflops_per_second']:.0f} TFLOP/s"
-        if "tflops_per_second" in row
-        else f"{row['gigabytes_per_second']:.0f} GB/s"
-    )
-    percent = row["percent_of_ceiling"]
-    share = "" if percent is None else f", {percent:.0f} % of ceiling"
-    ratio = row.get("speedup_over_cudnn")
-    speed = "" if ratio is None else f", {ratio:.2f}x cuDNN"
-    return (
-        f"{row['name']}: {row['us']:.1f} us ({row['clock']}), {rate}{share}{speed}, "
-        f"L1 {row['relative_l1']:.4f}"
-    )
-
-
 def picture(name: str, description: str) -> str:
     """A plot above a table: its file, and what it shows in words."""
     return f"![{description}]({name})\n\n"
-
-
-def not_measured(row: Row) -> str:
-    """A row that did not run, for a terminal."""
-    return f"{row['name']}: {row['status']}: {row['reason']}"
 
 
 def failure_cell(row: Row) -> str:
@@ -128,19 +101,13 @@ def with_cut(text: str, result: Result, operation: str) -> str:
 
 
 def times(ratio: float | None) -> str:
-    """``3.43x``."""
     return "-" if ratio is None else f"{ratio:.2f}x"
 
 
-def ratios(row: Row, baselines: Sequence[str]) -> list[str]:
+def ratios(row: Row, baselines: Iterable[str]) -> list[str]:
     """The speed over each of these, where there is one."""
-    over = row.get("speedup_over", {})
-    return [times(over.get(name)) for name in baselines]
-
-
-def ratio_parts(row: Row) -> list[str]:
-    """The speed over everything that a row is compared with, for a terminal."""
-    return [f"{ratio:.2f}x {name}" for name, ratio in row.get("speedup_over", {}).items()]
+    found = row.get("speedup_over", {})
+    return [times(found.get(name)) for name in baselines]
 
 
 # What a ceiling is of, where a cell has no room for more.
@@ -154,12 +121,6 @@ def share_of_ceiling(row: Row) -> str:
 
 
 def ceilings_sentence(result: Result, ending: Mapping[str, str]) -> str:
-    """What the device reached at best in the same run.
-
-    Args:
-      result: of a suite.
-      ending: what follows each rate; rates that are not named here, or not measured, are left out.
-    """
     names = {
         "copy": "Reading and writing 1 GiB: {:,.0f} GB/s",
         "bf16": "A product of 8192 x 8192 x 8192 through XLA: {:,.0f} TFLOP/s in bfloat16",
@@ -171,5 +132,150 @@ def ceilings_sentence(result: Result, ending: Mapping[str, str]) -> str:
     )
 
 
+# For `ceilings_sentence`.
+COPY = {"copy": ". "}
 COPY_AND_PRODUCT = {"copy": ". ", "bf16": ". "}
-"""For `ceilings_sentence`."""
+COPY_AND_PRODUCTS = {"copy": ". ", "bf16": ", ", "fp8": ". "}
+
+
+# Tables and lines as data -------------------------------------------------------------------------
+
+Cell = Callable[[Row], str]
+Column = tuple[str, Cell]
+"""A column's title, and its cell of a row."""
+
+
+def shown_as(key: str, form: str, per: float = 1) -> Cell:
+    """A figure of the rows in this format, over `per`; a dash where there is none."""
+
+    def cell(row: Row) -> str:
+        value = row.get(key)
+        return "-" if value is None else form.format(value if per == 1 else value / per)
+
+    return cell
+
+
+def significant(key: str, per: float = 1) -> Cell:
+    """A figure over `per` with three significant digits."""
+    return lambda row: number(None if row.get(key) is None else row[key] / per)
+
+
+def over(baselines: Mapping[str, str]) -> list[Column]:
+    """Speeds over baselines, by their names and with these titles."""
+    return [
+        (title, lambda row, name=name: times(row.get("speedup_over", {}).get(name)))
+        for name, title in baselines.items()
+    ]
+
+
+US: Column = ("us", significant("us"))
+GIGABYTES: Column = ("GB/s", significant("gigabytes_per_second"))
+CEILING: Column = ("of ceiling", share_of_ceiling)
+L1: Column = ("relative L1", shown_as("relative_l1", "{:.4f}"))
+L2: Column = ("relative L2", shown_as("relative_l2", "{:.4f}"))
+
+
+def rows_table(
+    rows: Iterable[Row],
+    names: Sequence[Column],
+    figures: Sequence[Column],
+    *,
+    measured: Sequence[str] = ("ok",),
+    failed: Cell = failure_cell,
+) -> str:
+    """A line for each row; of those whose status is not `measured`, why they did not run."""
+    lines = []
+    for row in rows:
+        line = [cell(row) for _, cell in names]
+        if row["status"] in measured:
+            line += [cell(row) for _, cell in figures]
+        else:
+            line += [failed(row), *[""] * (len(figures) - 1)]
+        lines.append(line)
+    return table([title for title, _ in (*names, *figures)], lines)
+
+
+def operation_table(
+    result: Result, operation: str, names: Sequence[Column], figures: Sequence[Column]
+) -> str:
+    """`rows_table` of an operation, with how many rows there was no time for."""
+    return with_cut(rows_table(shown(result, operation), names, figures), result, operation)
+
+
+def nested(rows: Iterable[Row], place: Cell, series: Cell) -> dict[str, dict[str, Row]]:
+    """Rows by their place, in order, and by what sets them apart there."""
+    found: dict[str, dict[str, Row]] = {}
+    for row in rows:
+        found.setdefault(place(row), {})[series(row)] = row
+    return found
+
+
+Words = str | Callable[[Result], str]
+
+
+def section(
+    table: Callable[[Result], str],
+    *,
+    plot: tuple[str, str] | None = None,
+    note: Words = "",
+    rates: Mapping[str, str] | None = None,
+) -> Callable[[str, Result], str]:
+    """A table for a page of the docs, and where its figures come from.
+
+    Args:
+      table: of a result.
+      plot: the file of a plot above it, and what that shows.
+      note: sentences under it.
+      rates: see `ceilings_sentence`.
+    """
+
+    def text(name: str, result: Result) -> str:
+        above = "" if plot is None else picture(*plot)
+        words = note if isinstance(note, str) else note(result)
+        words += ceilings_sentence(result, rates) if rates else ""
+        return f"{above}{table(result)}\n\n{words}{source(name, result)}"
+
+    return text
+
+
+# What a terminal shows of a row, in this order.
+_FIGURES = {
+    "us": "{:,.1f} us",
+    "clock": "by {}",
+    "seconds": "{:.2f} s",
+    "compile_seconds": "compiled in {:.0f} s",
+    "wall_us": "wall {:.1f}",
+    "device_us": "kernels {:.1f}",
+    "generated_per_second": "{:,.0f} new tokens/s",
+    "tokens_per_second": "{:,.0f} tokens/s",
+    "tflops_per_second": "{:.0f} TFLOP/s",
+    "gigabytes_per_second": "{:.2f} GB/s",
+    "percent_of_ceiling": "{:.0f} % of ceiling",
+    "speedup_over_cudnn": "{:.2f}x cuDNN",
+    "speedup": "{:.2f}x one",
+    "density": "density {:.4f}",
+    "cache_bytes": "cache {:,} bytes",
+    "token_capacity": "pool holds {:,}",
+    "preemptions": "{} preemptions",
+    "steps": "{:,} steps",
+    "host_ms": "host {:.2f} ms/step",
+    "idle_ms": "idle {:.3f}",
+    "token_ms": "{:.2f} ms/token",
+    "first_token_seconds": "first token {:.2f} s",
+    "peak_device_bytes": "{:,} bytes on the device",
+    "peak_host_bytes": "{:,} bytes on the host",
+    "relative_l1": "L1 {:.4f}",
+    "relative_l2": "L2 {:.4f}",
+    "difference": "off by {:.1e}",
+}
+
+
+def one_line(row: Row) -> str:
+    """A row for a terminal: the figures that it has, and why it has no others."""
+    parts = [form.format(row[x]) for x, form in _FIGURES.items() if row.get(x) is not None]
+    if not parts or row["status"] in ("failed", "not run"):
+        return f"{row['name']}: {row['status']}: {row['reason']}"
+    parts += [f"{ratio:.2f}x {name}" for name, ratio in row.get("speedup_over", {}).items()]
+    parts += [f"{count} {kind}" for kind, count in row.get("exchanges", {}).items()]
+    stopped = f" ({row['reason']})" if "reason" in row else ""
+    return f"{row['name']}: {', '.join(parts)}{stopped}"

@@ -17,17 +17,15 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from benchmarks import tables
+from benchmarks import stored, tables
 from benchmarks.plots import wide_figure
 from benchmarks.suite import Shown
 from benchmarks.tables import Result, Row
-from turbojax import _writing
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -128,15 +126,7 @@ def _empty_row(settings: dict[str, Any], cache: str, batch: int, status: str, no
 def sweep(
     worker: Worker, settings: dict[str, Any], cache: str, batches: list[int], deadline: float
 ) -> Iterator[Row]:
-    """Rows of one cache: each batch until one fails, then the largest that fits.
-
-    Args:
-      worker: measures.
-      settings: of the run.
-      cache: its name.
-      batches: ascending.
-      deadline: on `time.monotonic`'s clock; no row is begun after it.
-    """
+    """Rows of one cache: each batch until one fails, then the largest that fits."""
     rows: list[Row] = []
 
     def measure(batch: int) -> Row:
@@ -239,7 +229,6 @@ def how(settings: dict[str, Any]) -> list[str]:
 
 
 def run(arguments: argparse.Namespace, log: Any) -> dict[str, Any]:
-    """Measures everything; writes the file after every row."""
     caches = [name.strip() for name in arguments.caches.split(",")]
     batches = sorted({int(batch) for batch in arguments.batches.split(",")})
     settings = {
@@ -278,7 +267,7 @@ def run(arguments: argparse.Namespace, log: Any) -> dict[str, Any]:
                     "rows": rows,
                 }
                 if arguments.out is not None:
-                    _writing.write_text(arguments.out, json.dumps(result, indent=2) + "\n")
+                    stored.save(arguments.out, result)
             bar.update(task, completed=(i + 1) * len(batches))
     worker.close()
     return result
@@ -295,9 +284,7 @@ def _line(row: Row) -> str:
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    """The command line; exits with a message if it makes no sense."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, help="JSON file to write; printed if not given")
+    parser = stored.parser(__doc__.splitlines()[0], required=False)
     parser.add_argument("--model", default="llama-3-8b", help="a shape: llama-3-8b or tiny")
     parser.add_argument("--caches", default=DEFAULT_CACHES)
     parser.add_argument("--batches", default=DEFAULT_BATCHES)
@@ -327,14 +314,11 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def main() -> None:
-    """Parses the command line, measures, writes JSON."""
     arguments = parse()
-    if arguments.out is not None:
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile("w", prefix="throughput-", suffix=".log", delete=False) as log:
         result = run(arguments, log)
     if arguments.out is None:
-        print(json.dumps(result, indent=2))
+        stored.save(None, result)
 
 
 def throughput_table(result: Result) -> str:
@@ -373,7 +357,6 @@ def _best(rows: list[Row]) -> Row | None:
 
 
 def throughput_section(name: str, result: Result) -> str:
-    """The table of docs/benchmarks and where its figures come from."""
     notes = [note[0].upper() + note[1:] for note in result.get("notes", ())]
     if settings := result.get("settings"):
         shape = f"prompts of {settings['prompt']} tokens and {settings['new']} new ones"

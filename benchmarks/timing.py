@@ -73,12 +73,10 @@ class Rotation:
 
 
 def on_gpu() -> bool:
-    """Whether the default device is a GPU."""
     return jax.default_backend() == "gpu"
 
 
 def nbytes(tree: Any) -> int:
-    """Bytes of all arrays."""
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
@@ -92,23 +90,11 @@ def rotated(arguments: tuple[Any, ...]) -> list[tuple[Any, ...]]:
 def measure(
     compiled: Callable[..., Any], arguments: tuple[Any, ...], *, repetitions: int | None = None
 ) -> Timing:
-    """Times a compiled function.
-
-    Args:
-      compiled: of `arguments`; donates none of them.
-      arguments: arrays and pytrees.
-      repetitions: how many, at least 2; chosen from the time of one if not given.
-    """
     return measure_call(Rotation(compiled, rotated(arguments)), repetitions=repetitions)
 
 
 def measure_call(call: Rotation, *, repetitions: int | None = None) -> Timing:
-    """Times what is called again and again; it may hand a state on from call to call.
-
-    Args:
-      call: what to time.
-      repetitions: how many, at least 2; chosen from the time of one if not given.
-    """
+    """Times what is called again and again; it may hand a state on from call to call."""
     with alone():
         return _measure_call(call, repetitions)
 
@@ -207,16 +193,10 @@ def _timing(
 def ceilings(
     *, quick: bool = False, formats: Sequence[str] = ("bf16", "int8", "fp8")
 ) -> tuple[dict[str, float | None], dict[str, str]]:
-    """What this device reaches at best, through XLA.
+    """What this device reaches at best, through XLA: rates, and why some were not measured.
 
-    Args:
-      quick: small arrays, for a smoke test; says nothing about the device.
-      formats: number formats of the matrix products.
-
-    Returns:
-      rates: GB/s read and written under ``"copy"``, TFLOP/s of a square matrix product under
-        the name of each format; None where it did not run.
-      reasons: why it did not.
+    GB/s read and written are ``"copy"``, TFLOP/s of a square matrix product have the name of each
+    number format; None where it did not run. If `quick`, of small arrays, for a smoke test.
     """
     rates: dict[str, float | None] = {}
     reasons: dict[str, str] = {}

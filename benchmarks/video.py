@@ -9,11 +9,9 @@ and with pooled attention. In plain JAX, in float32. `--quick` is a small sample
 run?
 """
 
-import argparse
 import functools
 import math
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -50,12 +48,7 @@ BLOCKS = {"block_q": BLOCK, "block_kv": BLOCK}
 def scene(grid: Grid, pixels: float) -> np.ndarray:
     """A camera moves to the right and half as fast down over matplotlib's sample photograph.
 
-    Args:
-      grid: frames, and patches in a column and in a row of a frame.
-      pixels: it moves in a frame.
-
-    Returns:
-      float32 ``[frames, rows * 8, columns * 8, 3]`` from 0 to 1, between pixels bilinear.
+    float32 ``[frames, rows * 8, columns * 8, 3]`` from 0 to 1, between pixels bilinear.
     """
     from matplotlib import cbook
     from PIL import Image
@@ -127,7 +120,6 @@ def orders(grid: Grid) -> dict[str, np.ndarray]:
 def pooled(
     query: jax.Array, key: jax.Array, value: jax.Array, *, policy: tj.levels.Policy
 ) -> tuple[jax.Array, jax.Array]:
-    """Output and levels."""
     levels = tj.select_levels(query, key, policy, is_causal=False, **BLOCKS)
     out = tj.pooled_attention(query, key, value, levels, is_causal=False, **BLOCKS)
     return out, levels
@@ -214,10 +206,7 @@ def measure(grid: Grid, small: Grid, steps: int, budgets: Sequence[float]) -> Re
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Parses the command line, measures, writes JSON."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
-    parser.add_argument("--quick", action="store_true", help="a small sample")
+    parser = stored.parser(__doc__.splitlines()[0], quick=True)
     given = parser.parse_args(arguments)
     full = ((8, 32, 32), (8, 16, 16), 60, BUDGETS)
     stored.write(given.out, measure(*(((4, 8, 16), (4, 8, 8), 2, (1.0,)) if given.quick else full)))
@@ -231,7 +220,6 @@ _NAMES = {
 
 
 def video_table(name: str, result: Result) -> str:
-    """Error by order and density, and the last losses."""
     first = next(iter(result["errors"].values()))
     budgets = list(dict.fromkeys(row["budget"] for row in first))
     density = {row["budget"]: row["density"] for row in first}

@@ -8,7 +8,6 @@ these caches, as they are used, in place of simulations; a name may be a file's 
 `turbojax calibrate` wrote. With ``--recall`` the rows are what is found again through them.
 """
 
-import argparse
 import functools
 import math
 import sysconfig
@@ -24,20 +23,110 @@ from rich.progress import Progress
 
 from benchmarks import machine, stored
 from benchmarks.attribution.attending import Variant
-from benchmarks.attribution.caches import CACHES, DECODED, RECALLED, Caches, Recall
 from benchmarks.attribution.rows import GROUPS
-from turbojax import models
+from turbojax import evaluation, models
+from turbojax.evaluation.recall import RecallMeasure
 from turbojax.evaluation.texts import bootstrap
 from turbojax.models.text.tokenizer import load_tokenizer
+
+CACHES = (
+    *("4bit", "kivi4", "4bit:buffer_size=64", "4bit:mode=fp8", "int8", "paged_int8"),
+    *("paged_int8_v4", "k8v4", "fp8_e4m3", "turbo4", "k4v2", "2/4bit", "3bit", "kv4", "paged_k8v4"),
+)
+"""What ``--caches all`` measures, in this order."""
+
+DECODED = 448
+"""Tokens of a window that are decoded: of 24 windows the exact logits fit what is kept of them."""
+
+RECALLED = (
+    *("exact", "paged_int8", "paged_int8_v4", "kivi4", "4bit", "4bit:buffer_size=64", "k4v2"),
+    *("2/4bit", "fp8_e4m3", "turbo4", "kv4"),
+)
+"""What ``--recall all`` asks."""
+
+LENGTHS = (2048, 8192)
+"""Tokens of what is asked for in `Recall`."""
+
+
+class Recall:
+    """Copies, values by key, sentences in long texts and in chats, asked of caches.
+
+    The texts that they are in are the windows joined, int32 ``[n, T + 1]`` by the text's name.
+    """
+
+    def __init__(
+        self,
+        decoder: models.Decoder,
+        tokenizer: models.Tokenizer,
+        windows: dict[str, np.ndarray],
+        count: int = 4,
+    ) -> None:
+        self.decoder = decoder
+        self.measure = RecallMeasure(
+            {name: x.reshape(-1).tolist() for name, x in windows.items()},
+            tokenizer,
+            lengths=LENGTHS,
+            depths=(0.0, 0.25, 0.5, 0.75, 1.0),
+            count=count,
+            seed=0,
+            max_length=decoder.config.max_length,
+            batch_size=10,
+        )
+
+    def row(self, name: str) -> dict[str, Any]:
+        """What `RecallMeasure` says of the cache of this name."""
+        method = evaluation.method(name, self.decoder.config)
+        return self.measure(self.decoder, method, lambda done, total: None)
+
+
+class Caches:
+    """A model's exact runs over windows ``[n, T + 1]`` by the text's name, shared by all caches."""
+
+    def __init__(
+        self,
+        decoder: models.Decoder,
+        windows: dict[str, np.ndarray],
+        decoded: int = DECODED,
+        batch: int = 24,
+    ) -> None:
+        self.decoder = decoder
+        self.runs = {
+            name: evaluation.ExactRun(
+                decoder, tokens, prompt=tokens.shape[1] - 1 - decoded, batch_size=batch
+            )
+            for name, tokens in windows.items()
+        }
+
+    def row(self, name: str) -> dict[str, Any]:
+        """What the cache of this name costs in bits per token, and its size."""
+        method = evaluation.method(name, self.decoder.config)
+        scores = {
+            text: evaluation.score(self.decoder, run.tokens, method, prompt=run.prompt, exact=run)
+            for text, run in self.runs.items()
+        }
+        costs = {text: (s.bits - s.exact_bits).mean(axis=1) for text, s in scores.items()}
+        every, found = np.concatenate(list(costs.values())), list(scores.values())
+        # A file may say something else later.
+        of_file = {}
+        if isinstance(method.cache, tuple):
+            of_file = {"layers": [str(kind) for kind in method.cache]}
+        return {
+            **of_file,
+            "cost": float(every.mean()),
+            "interval": evaluation.bootstrap(every).ends,
+            "cost_by_text": {text: float(x.mean()) for text, x in costs.items()},
+            "exact_bits": float(np.mean([s.exact_bits.mean() for s in found])),
+            "divergence": float(np.mean([s.divergence.mean() for s in found])),
+            "same_choice": float(np.mean([(s.choices == s.exact_choices).mean() for s in found])),
+            "compression": found[0].exact_cache_bytes / found[0].cache_bytes,
+            "decoded": found[0].bits.shape[1],
+        }
 
 
 def read_windows(model: str, tokens: int, count: int, skip: int = 0) -> dict[str, np.ndarray]:
     """int32 ``[n, tokens + 1]``, up to `count` each: prose, Python's reference; and held-out code.
 
     The first `skip` are left out: what is chosen by the others is not tuned on these.
-
-    Raises:
-      OSError, ValueError, ImportError: if there is no such model.
     """
     from pydoc_data import topics
 
@@ -76,13 +165,7 @@ def _compare(got: jax.Array, exact: jax.Array, targets: jax.Array) -> tuple[jax.
 
 
 class Subject:
-    """A model and its windows; exact log-probabilities are computed once.
-
-    Args:
-      model: float weights, in float32.
-      windows: by the text's name.
-      batch: windows that run at once.
-    """
+    """A model and its windows; exact log-probabilities are computed once."""
 
     def __init__(
         self, model: models.Transformer, windows: dict[str, np.ndarray], batch: int
@@ -93,7 +176,6 @@ class Subject:
         self._exact: dict[tuple[str, int], np.ndarray] = {}
 
     def row(self, variant: Variant, samples: int = 2000) -> dict[str, Any]:
-        """What a variant costs in bits per token, paired window by window."""
         is_on = jnp.asarray([not variant.layers or i in variant.layers for i in range(self.layers)])
         run = functools.partial(_log_probabilities, self.graph, self.state)
         exact = Variant("exact", key="exact", value="exact", products=False)
@@ -136,10 +218,8 @@ def _measure(
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Parses the command line, measures, writes JSON after every row."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = stored.parser(__doc__)
     parser.add_argument("--model", default="smollm2")
-    parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--tokens", type=int, default=4096, help="of a window; a multiple of 128")
     parser.add_argument("--windows", type=int, default=24, help="of each text, at most")
     parser.add_argument("--skip", type=int, default=0, help="the first windows of each text")

@@ -153,7 +153,6 @@ _ASKED = {
 
 
 def _recalled(row: Result, length: int) -> str:
-    """Of one kind, over all depths."""
     cells = [cell for cell in row["cells"] if cell["length"] == length]
     bits, whole = (np.mean([cell[x] for cell in cells]) for x in ("bits", "whole"))
     return f"{bits:.2f} ({whole:.0%})"

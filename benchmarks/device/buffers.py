@@ -5,7 +5,6 @@ bfloat16 in the same run, and 27 appends, the last of which fills all buffers; t
 that go into an empty cache, after cuDNN and the same attention without a cache.
 """
 
-import argparse
 import functools
 import re
 from collections.abc import Iterator
@@ -81,7 +80,6 @@ def _prompt_rows(shape: Shape) -> Iterator[tuple[str, str, Any]]:
 
 
 def run(out: Path, shapes: tuple[Shape, ...], implementation: str) -> None:
-    """Measures, and writes after each row."""
     result: Row = {**machine.describe(), "steps_of_append": _STEPS, "rows": []}
     for shape in shapes:
         with timing.alone():
@@ -101,9 +99,7 @@ def run(out: Path, shapes: tuple[Shape, ...], implementation: str) -> None:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Parses the command line and measures."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, required=True, help="JSON to write")
+    parser = stored.parser(__doc__)
     parser.add_argument("--implementation", default="mosaic_gpu", help="of our caches")
     parser.add_argument("--filter", default="", help="regular expression on the shapes' names")
     parsed = parser.parse_args(arguments)

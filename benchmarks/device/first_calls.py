@@ -11,7 +11,6 @@ the same run. Each measurement is a process of its own, without programs of an e
 - interrupts: SIGINT to `turbojax generate` while it compiles: seconds to its end, and exit code.
 """
 
-import argparse
 import json
 import os
 import signal
@@ -23,11 +22,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks import tables
+from benchmarks import stored, tables
 from benchmarks.suite import Shown
-from benchmarks.suites.families.tables import CACHES as CACHE_NAMES
+from benchmarks.suites.families import CACHES as CACHE_NAMES
 from benchmarks.tables import Result
-from turbojax import _writing
 from turbojax._environment import environment
 
 LENGTHS = tuple(range(520, 1000, 40))  # a chat that grows by 40 tokens a turn
@@ -137,9 +135,7 @@ def _path(tree: Path) -> str:
 
 
 def main() -> None:
-    """Measures and writes the result."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, required=True)
+    parser = stored.parser(__doc__)
     parser.add_argument("--before", type=Path, help="a tree with another version")
     parser.add_argument("--shape", default="llama-3-8b")
     parser.add_argument("--layers", type=int, default=8, help="of the model for generate")
@@ -170,7 +166,7 @@ def main() -> None:
 
 
 def _save(path: Path, result: dict[str, Any]) -> None:
-    _writing.write_text(path, json.dumps(result, indent=1) + "\n")
+    stored.save(path, result)
     print(f"{path}: {', '.join(result)}", file=sys.stderr, flush=True)
 
 

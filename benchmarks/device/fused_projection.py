@@ -24,11 +24,8 @@ multiplies the tile, rounded to bfloat16 as the separate way rounds it, by the 1
 of the rotation by a quarter turn, which is exact and 3 % more operations.
 """
 
-import argparse
 import functools
-import json
 import time
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -37,6 +34,7 @@ import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from benchmarks import stored
 from benchmarks.timing import measure
 from pallas_kernels.triton._common import WHOLE, parameters, rint
 from pallas_kernels.triton._quantize import (
@@ -46,7 +44,6 @@ from pallas_kernels.triton._quantize import (
     stage1_codes,
 )
 from pallas_kernels.triton.quantize import quantize
-from turbojax import _writing
 
 HIDDEN, HEADS, KV_HEADS, DIM = 4096, 32, 8, 128
 ALL_HEADS = HEADS + 2 * KV_HEADS
@@ -187,18 +184,8 @@ def fused(
 ) -> Six:
     """One sequence ``[T, HIDDEN]``: codes and scales as `separate`, without the batch.
 
-    Args:
-      x: bfloat16, `T` a multiple of `tile`.
-      w: bfloat16 ``[HIDDEN, ALL_HEADS * DIM]``: queries, keys, values.
-      turn: see `quarter_turn`.
-      cos: see `angles`.
-      sin: the same.
-      tile: tokens of a block.
-      heads: of a program.
-      num_warps: of a program.
-      num_stages: of the software pipeline.
-      epilogue: without it: the product alone, bfloat16.
-      interpret: run without a GPU.
+    The weights are ``[HIDDEN, ALL_HEADS * DIM]``: queries, keys, values. Without `epilogue` the
+    product alone, in bfloat16.
     """
     tokens = x.shape[0]
     shapes: list[Any] = []
@@ -228,7 +215,6 @@ def fused(
 
 
 def inputs(tokens: int) -> tuple[jax.Array, Six, jax.Array, jax.Array]:
-    """Activations, the three weights, cosines and sines."""
     make = lambda i, *shape: jax.random.normal(jax.random.key(i), shape, jnp.float32)  # noqa: E731
     x = make(0, 1, tokens, HIDDEN).astype(jnp.bfloat16)
     widths = (HEADS, KV_HEADS, KV_HEADS)
@@ -253,7 +239,6 @@ def agreement(got: Six, want: Six) -> Row:
 
 
 def rows(tokens: int, deadline: float) -> list[Row]:
-    """All measurements at one length."""
     x, weights, cos, sin = inputs(tokens)
     operations = 2.0 * tokens * HIDDEN * ALL_HEADS * DIM
     found: list[Row] = []
@@ -305,8 +290,7 @@ def rows(tokens: int, deadline: float) -> list[Row]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, required=True)
+    parser = stored.parser(__doc__)
     parser.add_argument("--seconds", type=float, default=80.0)
     arguments = parser.parse_args()
     deadline = time.monotonic() + arguments.seconds
@@ -315,7 +299,7 @@ def main() -> None:
     report = {**environment(), "rows": []}
     for tokens in (8192, 16384):
         report["rows"] += rows(tokens, deadline)
-        _writing.write_text(arguments.out, json.dumps(report, indent=1) + "\n")
+        stored.save(arguments.out, report)
     for row in report["rows"]:
         result = row.get("failed") or f"{row['us']:.0f} us {row['tflops']:.0f} TFLOP/s"
         print(f"{row['tokens']} {row['name']}: {result}", row.get("relative", ""), flush=True)

@@ -6,22 +6,19 @@ softmaxes against cuDNN in bfloat16 in the same run. What is left when `--second
 named, not run.
 """
 
-import argparse
 import dataclasses
 import functools
-import json
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 import turbojax as tj
+from benchmarks import stored
 from benchmarks.timing import measure
 from pallas_kernels.upstream_triton.attention import SparseExponential, Tiling, attention
-from turbojax import _writing
 from turbojax._environment import environment
 from turbojax.attention.options import Options
 from turbojax.attention.turbo import jax_triton, reference
@@ -245,8 +242,7 @@ def table(report: Row) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, required=True)
+    parser = stored.parser(__doc__)
     parser.add_argument("--seconds", type=float, default=220.0)
     arguments = parser.parse_args()
     deadline = time.monotonic() + arguments.seconds
@@ -260,7 +256,7 @@ def main() -> None:
         report[name] = []
         for row in stage():
             report[name].append(row)
-            _writing.write_text(arguments.out, json.dumps(report, indent=1) + "\n")
+            stored.save(arguments.out, report)
         print(f"{name}: {len(report[name])} rows", flush=True)
     print(table(report))
 

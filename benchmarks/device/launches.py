@@ -8,7 +8,6 @@ change a bit. Several processes with filters of their own compile side by side, 
 time.
 """
 
-import argparse
 import functools
 import re
 from collections.abc import Callable, Iterator
@@ -23,7 +22,7 @@ import turbojax as tj
 from benchmarks import machine, stored, timing
 from benchmarks.shapes import Shape
 from benchmarks.suite import timing_facts
-from benchmarks.suites.attention import cudnn_fp8, prefill
+from benchmarks.suites.attention import prefill
 from turbojax.attention.options import Options
 from turbojax.attention.turbo import mosaic_gpu, mosaic_gradient
 
@@ -98,12 +97,12 @@ def _peer(name: str, inputs: prefill.Inputs) -> tuple[Callable[..., Any], tuple[
     """cuDNN, its arguments, and what makes its output comparable."""
     arrays = (inputs.query, inputs.key, inputs.value)
     if name == "cudnn":
-        return prefill.exact_attention(inputs.shape, "cudnn"), arrays, lambda out: out
+        return prefill.exact_of(inputs.shape, "cudnn"), arrays, lambda out: out
     heads = inputs.shape.heads
     query, *others = arrays
-    codes = [cudnn_fp8.quantized(x, heads.query // heads.kv) for x in others]
-    attend = functools.partial(cudnn_fp8.attend, is_causal=inputs.shape.is_causal)
-    return attend, (cudnn_fp8.quantized(query), *codes), cudnn_fp8.dequantized
+    codes = [prefill.quantized(x, heads.query // heads.kv) for x in others]
+    attend = functools.partial(prefill.attend_in_e4m3, is_causal=inputs.shape.is_causal)
+    return attend, (prefill.quantized(query), *codes), prefill.dequantized
 
 
 def _ours(
@@ -145,14 +144,6 @@ def _in_one(gradients: tuple[Any, ...]) -> jax.Array:
 
 
 def measure(inputs: prefill.Inputs, name: str, change: Row | None, first: dict[str, Any]) -> Row:
-    """A row's figures.
-
-    Args:
-      inputs: of its shape.
-      name: what attends.
-      change: of the default launch; None for cuDNN.
-      first: the outputs of default launches, by name, kept for the others of a shape.
-    """
     with timing.alone():
         if change is None:
             call, arguments, output = _peer(name, inputs)
@@ -184,7 +175,6 @@ def measure(inputs: prefill.Inputs, name: str, change: Row | None, first: dict[s
 
 
 def run(pattern: str, out: Path) -> None:
-    """Measures, and writes after each row."""
     result = {**machine.describe(), "rows": []}
     inputs, first = None, {}
     for shape, name, change in rows(pattern):
@@ -204,9 +194,7 @@ def run(pattern: str, out: Path) -> None:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Parses the command line and measures."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, required=True, help="JSON to write")
+    parser = stored.parser(__doc__)
     parser.add_argument("--filter", default="", help="regular expression on shape, name and launch")
     parsed = parser.parse_args(arguments)
     run(parsed.filter, parsed.out)

@@ -7,7 +7,6 @@ Neither depends on how fast something is, with one exception: XLA chooses its ow
 them, which it cannot here, and what they take beside their operands may differ by some megabytes.
 """
 
-import argparse
 import collections
 import dataclasses
 import datetime
@@ -15,7 +14,6 @@ import functools
 import os
 import platform
 import re
-from pathlib import Path
 from typing import Any
 
 from benchmarks import stored
@@ -88,7 +86,6 @@ def _model(kind: str, layers: int, batch: int, capacity: int, device: Any) -> An
 
 
 def measure() -> dict[str, Any]:
-    """Both kinds of models, as a record."""
     import jax
 
     device = described()
@@ -112,9 +109,7 @@ def measure() -> dict[str, Any]:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Writes the record, and prints its rows."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, required=True, help="JSON to write")
+    parser = stored.parser(__doc__)
     out = parser.parse_args(arguments).out
     os.environ["JAX_PLATFORMS"] = "cpu"
     result = measure()

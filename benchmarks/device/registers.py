@@ -76,11 +76,7 @@ def parse(text: str) -> list[Kernel]:
 
 
 def described(capability: str = "9.0") -> Any:
-    """A device of which there is only a description, but for its name and generation an H100's.
-
-    Raises:
-      SystemExit: without jax's CUDA plugin.
-    """
+    """A device of which there is only a description, but for its name and generation an H100's."""
     from jax.experimental import topologies
 
     name, cores = _DEVICES[capability]
@@ -121,14 +117,7 @@ def lowering_for(capability: str) -> Iterator[None]:
 def kernels(
     call: Callable[..., Any], arguments: tuple[Any, ...], device: Any, capability: str = "9.0"
 ) -> list[Kernel]:
-    """The Mosaic GPU kernels of a call, compiled.
-
-    Args:
-      call: a function.
-      arguments: arrays, or shapes and dtypes.
-      device: as `described` gives it.
-      capability: of the device.
-    """
+    """The Mosaic GPU kernels of a call, compiled."""
     import jax
 
     there = jax.sharding.SingleDeviceSharding(device)
@@ -204,7 +193,6 @@ def cases() -> dict[str, Callable[[], Any]]:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Compiles the cases, and prints a line for each kernel."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("pattern", nargs="?", default="", help="regular expression on the names")
     parser.add_argument("--capability", choices=_DEVICES, default="9.0", help="of the GPU")

@@ -69,7 +69,6 @@ class Findings:
 
 
 def parse(text: str) -> Findings:
-    """Findings in the output of compute-sanitizer."""
     found: int | None = None
     errors: int | None = None
     if summary := re.search(r"ERROR SUMMARY: (\d+) error", text):
@@ -98,18 +97,13 @@ def _without_places(line: str) -> str:
 
 
 def cases() -> dict[str, Any]:
-    """All, the controls included."""
     from benchmarks.device.sanitizer_cases import CASES, CONTROLS
 
     return {**CASES, **{name: case for name, (_, case) in CONTROLS.items()}}
 
 
 def lower(name: str) -> tuple[Any, tuple[Any, ...]]:
-    """The lowered program of a case, and its arguments.
-
-    Raises:
-      LookupError: if it has not the kernels that it says.
-    """
+    """The lowered program of a case, and its arguments."""
     import jax
 
     case = cases()[name]
@@ -164,14 +158,11 @@ def run_case(name: str) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """A case under a tool."""
-
     name: str
     tool: str
 
 
 def tasks(pattern: str, tools: tuple[str, ...]) -> list[Task]:
-    """Controls first, then tool by tool."""
     from benchmarks.device.sanitizer_cases import CASES, CONTROLS
 
     found = [Task(name, tool) for name, (tool, _) in CONTROLS.items() if tool in tools]
@@ -180,7 +171,6 @@ def tasks(pattern: str, tools: tuple[str, ...]) -> list[Task]:
 
 
 def check(task: Task, limit: float, arguments: argparse.Namespace) -> dict[str, Any]:
-    """One row of the result."""
     row = {"case": task.name, "kernels": list(cases()[task.name].kernels), "tool": task.tool}
     needs = cases()[task.name].needs
     if needs is not None and importlib.util.find_spec(needs) is None:
@@ -242,7 +232,6 @@ def _version(sanitizer: str) -> str:
 
 
 def run_all(arguments: argparse.Namespace) -> None:
-    """Runs every task and writes the result after each."""
     from benchmarks import gpu_tests
 
     start = time.monotonic()
@@ -306,7 +295,6 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(given: list[str] | None = None) -> None:
-    """Parses the command line and runs what it asks for."""
     arguments = _parser().parse_args(given)
     if arguments.case is not None:
         run_case(arguments.case)

@@ -37,13 +37,7 @@ from turbojax.quantizers import Fp8Tokens, quantize_weight
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A call and the kernels in it.
-
-    Attributes:
-      kernels: their names, as `pallas_kernels` gives them.
-      build: makes the function and its arguments.
-      needs: a module that must be installed, or None.
-    """
+    """A call and the kernels in it."""
 
     kernels: tuple[str, ...]
     build: Callable[[], tuple[Callable[..., Any], tuple[Any, ...]]]
@@ -307,6 +301,15 @@ def _case(kernels: str, build: Callable[..., Any], *arguments: Any) -> Case:
     return Case(names, functools.partial(build, *arguments))
 
 
+_PAGED = "paged_hopper paged_merge_hopper"
+_PROMPT = "paged_prompt_hopper paged_join_hopper"
+_EXPANDED = f"paged_expand_hopper {_PROMPT}"
+_PARTS = "paged_append paged_attention"
+_GRADIENT = "gradient_rows_hopper query_gradient_hopper key_gradient_hopper"
+_ATTENTION = "quantize_hopper attention_hopper"
+_POOLED = (
+    "pool_hopper pooled_attention_hopper pooled_query_gradient_hopper pooled_key_gradient_hopper"
+)
 _BIAS = "attention_hopper query_gradient_hopper key_gradient_hopper bias_gradient_hopper"
 
 CASES = {
@@ -325,15 +328,11 @@ CASES = {
     "int4, many tokens": _case("int4_matmul", _int4, "triton", 130, 136, 300),
     "int4, few tokens": _case("int4_matmul", _int4, "triton", 3, 136, 1024),
     "experts": _case("grouped_matmul", _experts, "triton", (3, 0, 20, 1), 136, 300),
-    "paged, turbo4": _case("paged_append paged_attention", _paged, "triton", "turbo4", 20),
-    "paged, turbo4, parts": _case(
-        "paged_append paged_attention paged_merge", _paged, "triton", "turbo4", 80
-    ),
-    "paged, k8v4": _case("paged_append paged_attention", _paged, "triton", "k8v4", 20),
-    "paged, 3 and 2 bits": _case(
-        "paged_append paged_attention", _paged, "triton", "turbo_k3v2", 20
-    ),
-    "paged, int8": _case("paged_append paged_attention", _paged, "triton", "int8", 20),
+    "paged, turbo4": _case(_PARTS, _paged, "triton", "turbo4", 20),
+    "paged, turbo4, parts": _case(f"{_PARTS} paged_merge", _paged, "triton", "turbo4", 80),
+    "paged, k8v4": _case(_PARTS, _paged, "triton", "k8v4", 20),
+    "paged, 3 and 2 bits": _case(_PARTS, _paged, "triton", "turbo_k3v2", 20),
+    "paged, int8": _case(_PARTS, _paged, "triton", "int8", 20),
     "paged, fp8": _case("paged_attention", _paged, "triton", "fp8_e4m3", 20),
     "paged, bf16": _case("paged_attention", _paged, "triton", "auto", 20),
     "pooled": _case(
@@ -344,34 +343,17 @@ CASES = {
         functools.partial(_attention, "jax_triton", "int8_fp8"),
         needs="jax_triton",
     ),
-    "attention, int8, Hopper": _case(
-        "quantize_hopper attention_hopper", _attention, "mosaic_gpu", "int8"
-    ),
-    "attention, int8_fp8, Hopper": _case(
-        "quantize_hopper attention_hopper", _attention, "mosaic_gpu", "int8_fp8"
-    ),
+    "attention, int8, Hopper": _case(_ATTENTION, _attention, "mosaic_gpu", "int8"),
+    "attention, int8_fp8, Hopper": _case(_ATTENTION, _attention, "mosaic_gpu", "int8_fp8"),
     "attention, in turns, Hopper": _case(
         "attention_hopper", _attention, "mosaic_gpu", "int8_fp8", 128
     ),
     "attention, in turns, 256 channels, Hopper": _case(
         "attention_hopper", _attention, "mosaic_gpu", "int8", 256
     ),
-    "gradient, 8bit, Hopper": _case(
-        "maxima_hopper gradient_rows_hopper query_gradient_hopper key_gradient_hopper",
-        _gradient,
-        "int8_fp8",
-        "8bit",
-    ),
-    "gradient, in turns, Hopper": _case(
-        "gradient_rows_hopper query_gradient_hopper key_gradient_hopper",
-        _gradient,
-        "int8_fp8",
-        "8bit",
-        128,
-    ),
-    "gradient, Hopper": _case(
-        "gradient_rows_hopper query_gradient_hopper key_gradient_hopper", _gradient, "fp8", "float"
-    ),
+    "gradient, 8bit, Hopper": _case(f"maxima_hopper {_GRADIENT}", _gradient, "int8_fp8", "8bit"),
+    "gradient, in turns, Hopper": _case(_GRADIENT, _gradient, "int8_fp8", "8bit", 128),
+    "gradient, Hopper": _case(_GRADIENT, _gradient, "fp8", "float"),
     "bias, Hopper": _case(_BIAS, _bias, 150),
     "bias, one row, Hopper": _case(_BIAS, _bias, 1),
     "cache, decode, Hopper": _case("decode_hopper", _decode, "mosaic_gpu"),
@@ -400,37 +382,17 @@ CASES = {
     "int4, gradient, Hopper": _case(
         "int4_expand_transposed_hopper fp8_matmul_hopper", _int4_gradient, 130, 136, 300
     ),
-    "paged, turbo4, Hopper": _case(
-        "paged_hopper paged_merge_hopper", _paged, "mosaic_gpu", "turbo4", 20
-    ),
-    "paged, fp8, several steps, Hopper": _case(
-        "paged_hopper paged_merge_hopper", _paged, "mosaic_gpu", "fp8_e4m3", 80
-    ),
-    "paged, turbo4, parts, Hopper": _case(
-        "paged_hopper paged_merge_hopper", _paged, "mosaic_gpu", "turbo4", 8400
-    ),
-    "paged, k8v4, Hopper": _case(
-        "paged_hopper paged_merge_hopper", _paged, "mosaic_gpu", "k8v4", 20
-    ),
-    "paged, int8, Hopper": _case(
-        "paged_hopper paged_merge_hopper", _paged, "mosaic_gpu", "int8", 20
-    ),
-    "paged, int8 keys, Hopper": _case(
-        "paged_hopper paged_merge_hopper", _paged, "mosaic_gpu", "int8_v4", 20
-    ),
-    "paged, 3 and 2 bits, Hopper": _case(
-        "paged_hopper paged_merge_hopper", _paged, "mosaic_gpu", "turbo_k3v2", 20
-    ),
-    "kv4, Hopper": _case(
-        "kv4_append_hopper paged_hopper paged_merge_hopper", _kv4, kv4.init_cache, "mosaic_gpu"
-    ),
-    "k8v4, Hopper": _case(
-        "kv4_append_hopper paged_hopper paged_merge_hopper", _kv4, kv4.init_k8v4_cache, "mosaic_gpu"
-    ),
-    "paged, bf16, Hopper": _case(
-        "paged_hopper paged_merge_hopper", _paged, "mosaic_gpu", "auto", 80
-    ),
-    "exact cache, window, Hopper": _case("paged_hopper paged_merge_hopper", _exact),
+    "paged, turbo4, Hopper": _case(_PAGED, _paged, "mosaic_gpu", "turbo4", 20),
+    "paged, fp8, several steps, Hopper": _case(_PAGED, _paged, "mosaic_gpu", "fp8_e4m3", 80),
+    "paged, turbo4, parts, Hopper": _case(_PAGED, _paged, "mosaic_gpu", "turbo4", 8400),
+    "paged, k8v4, Hopper": _case(_PAGED, _paged, "mosaic_gpu", "k8v4", 20),
+    "paged, int8, Hopper": _case(_PAGED, _paged, "mosaic_gpu", "int8", 20),
+    "paged, int8 keys, Hopper": _case(_PAGED, _paged, "mosaic_gpu", "int8_v4", 20),
+    "paged, 3 and 2 bits, Hopper": _case(_PAGED, _paged, "mosaic_gpu", "turbo_k3v2", 20),
+    "kv4, Hopper": _case(f"kv4_append_hopper {_PAGED}", _kv4, kv4.init_cache, "mosaic_gpu"),
+    "k8v4, Hopper": _case(f"kv4_append_hopper {_PAGED}", _kv4, kv4.init_k8v4_cache, "mosaic_gpu"),
+    "paged, bf16, Hopper": _case(_PAGED, _paged, "mosaic_gpu", "auto", 80),
+    "exact cache, window, Hopper": _case(_PAGED, _exact),
     **{
         f"paged append, {kind}, Hopper": _case(
             "paged_append_hopper", _paged_append, kind, dim, tokens
@@ -445,24 +407,15 @@ CASES = {
     },
     "paged, prompt, bf16, Hopper": _case("paged_prompt_hopper", _paged_prompt, "auto", 260),
     "paged, prompt, fp8, parts, Hopper": _case(
-        "paged_turn_hopper paged_prompt_hopper paged_join_hopper", _paged_prompt, "fp8_e4m3", 40
+        f"paged_turn_hopper {_PROMPT}", _paged_prompt, "fp8_e4m3", 40
     ),
-    "paged, prompt, turbo4, parts, Hopper": _case(
-        "paged_expand_hopper paged_prompt_hopper paged_join_hopper", _paged_prompt, "turbo4", 40
-    ),
-    "paged, prompt, 2 and 3 bits, Hopper": _case(
-        "paged_expand_hopper paged_prompt_hopper paged_join_hopper", _paged_prompt, "turbo_k2v3", 40
-    ),
+    "paged, prompt, turbo4, parts, Hopper": _case(_EXPANDED, _paged_prompt, "turbo4", 40),
+    "paged, prompt, 2 and 3 bits, Hopper": _case(_EXPANDED, _paged_prompt, "turbo_k2v3", 40),
     **{
         f"latent, {kind}, Hopper": _case("latent_hopper paged_join_hopper", _latent, kind)
         for kind in _LATENTS
     },
-    "pooled, Hopper": _case(
-        "pool_hopper pooled_attention_hopper pooled_query_gradient_hopper"
-        " pooled_key_gradient_hopper",
-        _pooled,
-        "mosaic_gpu",
-    ),
+    "pooled, Hopper": _case(_POOLED, _pooled, "mosaic_gpu"),
 }
 
 

@@ -103,12 +103,10 @@ def _text(call: Callable[..., Any], arguments: tuple[Any, ...]) -> str:
 
 
 def path_of(folder: Path, name: str) -> Path:
-    """A case's file."""
     return folder / (re.sub(r"[^\w.-]+", "_", name) + ".txt")
 
 
 def write(folder: Path, pattern: str) -> None:
-    """Writes the cases' texts."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, make in cases():
         if re.search(pattern, name):
@@ -134,7 +132,6 @@ def compare(folder: Path, pattern: str) -> int:
 
 
 def main(given: list[str] | None = None) -> None:
-    """Writes or compares."""
     parser = argparse.ArgumentParser(description=__doc__)
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--write", type=Path, metavar="FOLDER")

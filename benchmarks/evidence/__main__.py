@@ -2,7 +2,6 @@
 
 import argparse
 import functools
-import json
 import os
 import sys
 import time
@@ -12,11 +11,11 @@ from pathlib import Path
 import jax
 from rich.console import Console
 
+from benchmarks import stored
 from benchmarks.evidence.catalogue import BY_WEIGHT, TABLES, prepared
 from benchmarks.evidence.measuring import measure
 from benchmarks.evidence.subject import EMBEDDED
 from benchmarks.tables import Row
-from turbojax import _writing
 
 _NO_TUNING = "--xla_gpu_autotune_level"
 
@@ -24,7 +23,6 @@ LETTERS = tuple(table.letter for table in TABLES)
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line; exits with a message if it makes no sense."""
     parser = argparse.ArgumentParser(prog="benchmarks.evidence", description=__doc__)
     parser.add_argument("--out", type=Path, help="JSON file; rows that it has are kept")
     parser.add_argument(
@@ -55,7 +53,6 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def one_line(key: str, row: Row | None, reason: str, seconds: float) -> str:
-    """A row for a terminal."""
     if row is None:
         return f"{key}: {reason}"
     parts = [f"{seconds:.1f} s"]
@@ -69,7 +66,6 @@ def one_line(key: str, row: Row | None, reason: str, seconds: float) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measures, and writes the file."""
     # Both are read when jax first asks for the device. Processes share its memory; and each would
     # choose other ways to multiply matrices, which quantized weights and their rows would show.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
@@ -105,11 +101,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except KeyboardInterrupt:
         kept = "" if given.out is None else f"; {given.out} has what was done, and is gone on with"
         sys.exit(f"interrupted{kept}")
-    text = json.dumps(result, indent=2) + "\n"
-    if given.out is None:
-        print(text)
-    else:
-        _writing.write_text(given.out, text)
+    stored.save(given.out, result)
 
 
 if __name__ == "__main__":

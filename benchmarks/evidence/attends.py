@@ -46,49 +46,34 @@ class _Unmarked:
     """No layer is unlike the others, and none has anything to report."""
 
     def marks(self, num_layers: int) -> tuple[jax.Array | None, ...]:
-        """See `Whole.marks`."""
         return (None,) * num_layers
 
 
 @dataclasses.dataclass(frozen=True)
 class Exact(_Unmarked):
-    """Exact causal attention in the model's dtype."""
-
     def __call__(self, query, key, value, cache=None, options=PLAIN, sinks=None):  # type: ignore[no-untyped-def]
-        """See `Whole`."""
         return causal_attention(query, key, value, cache, options, sinks)
 
 
 @dataclasses.dataclass(frozen=True)
 class Turbo(_Unmarked):
-    """`turbo_attention` without a cache.
-
-    Attributes:
-      config: its numerics.
-      implementation: None to choose; ``"xla"`` is the definition, which takes any `SAS`.
-    """
+    """`turbo_attention` without a cache."""
 
     config: TurboConfig
     implementation: str | None = None
 
     def __call__(self, query, key, value, cache=None, options=PLAIN, sinks=None):  # type: ignore[no-untyped-def]
-        """See `Whole`."""
         static = (self.config, options, self.implementation, sinks)
         return attend_within(query, key, value, None, *static), cache
 
 
 @dataclasses.dataclass(frozen=True)
 class Rounded(_Unmarked):
-    """Exact attention to rounded keys and values: a cache that rounds each token by itself.
-
-    Attributes:
-      rounding: of keys and of values.
-    """
+    """Exact attention to rounded keys and values: a cache that rounds each token by itself."""
 
     rounding: Rounding
 
     def __call__(self, query, key, value, cache=None, options=PLAIN, sinks=None):  # type: ignore[no-untyped-def]
-        """See `Whole`."""
         key, value = self.rounding(key), self.rounding(value)
         return causal_attention(query, key, value, cache, options, sinks)
 
@@ -106,18 +91,13 @@ class Pooled:
     dense_layers: int = 0
 
     def marks(self, num_layers: int) -> tuple[jax.Array | None, ...]:
-        """See `Whole.marks`: None for layers that attend exactly.
-
-        Raises:
-          ValueError: if all layers would.
-        """
+        """See `Whole.marks`: None for layers that attend exactly."""
         if self.dense_layers >= num_layers:
             raise ValueError(f"{self.dense_layers=} must be below the model's {num_layers} layers")
         pooled = (jnp.zeros((), jnp.float32),) * (num_layers - self.dense_layers)
         return (None,) * self.dense_layers + pooled
 
     def __call__(self, query, key, value, cache=None, options=PLAIN, sinks=None):  # type: ignore[no-untyped-def]
-        """See `Whole`: the cache is the layer's mark, and becomes its density."""
         if cache is None:
             return causal_attention(query, key, value, cache, options, sinks)
         levels = self.pooled.levels(query, key, None, options)
@@ -133,9 +113,6 @@ class OfDegree(SAS):
 
     Attributes:
       degree: 1 to 5.
-
-    Raises:
-      ValueError: if the degree is another number, or the base not ``"e"``.
     """
 
     degree: int = 3
@@ -149,7 +126,6 @@ class OfDegree(SAS):
 
     @property
     def coefficients(self) -> tuple[float, ...]:
-        """See `SAS.coefficients`."""
         return exponential_fit(self.degree)
 
     def __call__(self, x: jax.Array) -> jax.Array:

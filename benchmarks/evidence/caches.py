@@ -4,12 +4,12 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, get_args
 
 from benchmarks import tables
-from benchmarks.evidence import causes, drawing, writing
+from benchmarks.evidence import writing
 from benchmarks.evidence.attends import PolarRounding, Rounded
 from benchmarks.evidence.choices import PAPER, Choices, Methods, of_result
 from benchmarks.evidence.rows import NEWEST, Spec, cached, cached_int4, layers, within
 from benchmarks.evidence.subject import Subject
-from benchmarks.evidence.writing import Entries, EvidenceTable, found, measured
+from benchmarks.evidence.writing import Entries, EvidenceTable, Section, found, measured
 from benchmarks.plots import wide_figure
 from benchmarks.tables import Result
 from turbojax.numerics.config import PriorityMethod
@@ -37,7 +37,7 @@ def _methods_specs(subject: Subject) -> list[Spec]:
     return sorted(every, key=lambda spec: "gear" in spec.key)
 
 
-def methods_section(name: str, result: Result) -> str:
+def methods_section(result: Result) -> Section:
     """Table 2 in form: every method, the largest cache first, and ours against the baselines."""
     chosen = of_result(result)
     entries = _keys(chosen.ours) | _keys(chosen.baselines)
@@ -54,16 +54,16 @@ def methods_section(name: str, result: Result) -> str:
     every = tables.table([*header, "output error (worst layer)"], lines)
     pairs = [(one, entries[one], other, entries[other]) for one, other in chosen.pairs]
     versus = writing.comparison(result, pairs)
-    return writing.section(
-        name,
-        "methods",
-        "What each cache costs against its bytes",
-        every,
-        "Ours in bold. Against the baselines, window by window:",
-        versus,
-        causes.section(result, chosen.causes),
-        _newest(result, entries, chosen.newest),
-        writing.note(name, result, list(dict.fromkeys([*entries.values(), *of_causes]))),
+    return Section(
+        [
+            every,
+            "Ours in bold. Against the baselines, window by window:",
+            versus,
+            _causes_section(result, chosen.causes),
+            _newest(result, entries, chosen.newest),
+        ],
+        "",
+        list(dict.fromkeys([*entries.values(), *of_causes])),
     )
 
 
@@ -82,7 +82,6 @@ def _newest(result: Result, entries: Entries, labels: Sequence[str]) -> str:
 
 
 def methods_plot(result: Result) -> "Figure":
-    """Cost against bytes."""
     chosen = of_result(result)
     every = {"this library": _keys(chosen.ours), "for comparison": _keys(chosen.baselines)}
     families = {
@@ -92,7 +91,7 @@ def methods_plot(result: Result) -> "Figure":
         for family, keys in every.items()
     }
     above = ("turbo4", "turbo 3 bits", "2/4 bits")
-    return drawing.against_bytes(result, families, "Caches: cost against bytes", above)
+    return writing.against_bytes(result, families, "Caches: cost against bytes", above)
 
 
 # (c) Block sizes ----------------------------------------------------------------------------------
@@ -103,28 +102,16 @@ def _blocks_specs(subject: Subject) -> list[Spec]:
     return [cached(name, quick=size == "(64, 64)") for size, name in by_size.items()]
 
 
-def blocks_section(name: str, result: Result) -> str:
-    """Table 3 in form."""
+def blocks_section(result: Result) -> Section:
     chosen = of_result(result)
     blocks = _keys(chosen.blocks)
-    lines = writing.exact_lines(result, "exact", "16.00", "1.00x")
-    lines += [
-        [label, *writing.byte_cells(row), *writing.text_cells(result, row)]
-        for label, row in measured(result, blocks).items()
-    ]
-    header = ["(B_r, B_c)", *writing.BYTES_HEADER, *writing.text_header(result)]
-    return writing.section(
-        name,
-        "blocks",
-        "What each block size costs",
-        tables.table(header, lines),
-        f"{chosen.about_blocks} {writing.note(name, result, list(blocks.values()))}",
-    )
+    above = writing.exact_lines(result, "exact", "16.00", "1.00x")
+    table = writing.cached_table(result, "(B_r, B_c)", blocks, above)
+    return Section([table], chosen.about_blocks, list(blocks.values()))
 
 
 def blocks_plot(result: Result) -> "Figure":
-    """Costs by block size."""
-    return drawing.costs(result, _keys(of_result(result).blocks), "Block sizes (B_r, B_c)")
+    return writing.costs(result, _keys(of_result(result).blocks), "Block sizes (B_r, B_c)")
 
 
 # (d) Heads of 2 bits ------------------------------------------------------------------------------
@@ -157,7 +144,7 @@ def _heads_keys(result: Result) -> dict[str, dict[int, str]]:
     }
 
 
-def heads_section(name: str, result: Result) -> str:
+def heads_section(result: Result) -> Section:
     """Figure 7b in form: costs by number of 2-bit heads and by what chooses them."""
     keys = _heads_keys(result)
     counts = list(next(iter(keys.values())))
@@ -178,17 +165,10 @@ def heads_section(name: str, result: Result) -> str:
         else f"`gap_std`, the default, is not told to be worse in any of {compared} comparisons."
     )
     every = list(dict.fromkeys(key for by_count in keys.values() for key in by_count.values()))
-    return writing.section(
-        name,
-        "heads",
-        "Cost against the number of 2-bit heads, by what chooses them",
-        tables.table(header, lines),
-        f"{against} {writing.note(name, result, every)}",
-    )
+    return Section([tables.table(header, lines)], against, every)
 
 
 def heads_plot(result: Result) -> "Figure":
-    """Cost against the number of 2-bit heads."""
     figure = wide_figure(8)
     axes = figure.subplots()
     points = {
@@ -197,9 +177,9 @@ def heads_plot(result: Result) -> "Figure":
         ]
         for priority, by_count in _heads_keys(result).items()
     }
-    drawing.curves(axes, points)
+    writing.curves(axes, points)
     axes.set_xticks(range(result["model"]["kv_heads"] + 1))
-    axes.set(title="Which heads have 2 bits", ylabel=drawing.cost_label(result))
+    axes.set(title="Which heads have 2 bits", ylabel=writing.cost_label(result))
     axes.set_xlabel("heads of 2 bits, of keys and of values each; the others have 4")
     return figure
 
@@ -248,39 +228,26 @@ def _what_rotating_does(result: Result, simulated: Entries) -> str:
     return f"Rotated less not rotated: {'; '.join(said)}." if said else ""
 
 
-def polar_section(name: str, result: Result) -> str:
+def polar_section(result: Result) -> Section:
     """The codec of turbo4 by bits, with its rotation and without; uncompressed edges."""
     simulated, through = _polar_entries()
     lines = [
         writing.whole_line(result, label, row) for label, row in measured(result, simulated).items()
     ]
     first = tables.table(["codes", *writing.whole_header(result)], lines)
-    lines = [
-        [label, *writing.byte_cells(row), *writing.text_cells(result, row)]
-        for label, row in measured(result, through).items()
-    ]
-    header = ["cache", *writing.BYTES_HEADER, *writing.text_header(result)]
+    second = writing.cached_table(result, "cache", through)
     about = (
         "The first table simulates the codec in float32, every token encoded by itself and "
         "attended to exactly: without the rotation there is no cache. The second one is through "
         "caches; edges are the first and the last layer."
     )
     every = [*simulated.values(), *through.values()]
-    return writing.section(
-        name,
-        "polar",
-        "What codes with and without a rotation cost, and caches with uncompressed edges",
-        first,
-        _what_rotating_does(result, simulated),
-        tables.table(header, lines),
-        f"{about} {writing.note(name, result, every)}",
-    )
+    return Section([first, _what_rotating_does(result, simulated), second], about, every)
 
 
 def polar_plot(result: Result) -> "Figure":
-    """Costs of both tables."""
     simulated, through = _polar_entries()
-    return drawing.costs(result, simulated | through, "Rotated codes; uncompressed edges")
+    return writing.costs(result, simulated | through, "Rotated codes; uncompressed edges")
 
 
 # (j) INT4 weights ---------------------------------------------------------------------------------
@@ -291,8 +258,7 @@ def _int4_specs(subject: Subject) -> list[Spec]:
     return [cached_int4(name, quick=name == "kv4") for name in names]
 
 
-def int4_section(name: str, result: Result) -> str:
-    """Table 5 in form: INT4 weights alone, and with caches."""
+def int4_section(result: Result) -> Section:
     unit = result["texts"]["unit"]
     chosen = of_result(result).int4
     entries: Entries = {"bfloat16": "int4/bfloat16"} | _keys(chosen, "int4")
@@ -323,32 +289,81 @@ def int4_section(name: str, result: Result) -> str:
     about = "INT4 weights and e4m3 activations, smoothed; each cache beside an exact one with them."
     *ours, kivi = chosen
     pairs = [(one, entries[one], kivi, entries[kivi]) for one in ours]
-    return writing.section(
-        name,
-        "int4",
-        "What caches cost a model with INT4 weights",
-        tables.table(header, lines),
-        writing.comparison(result, pairs),
-        f"{about} {writing.note(name, result, list(entries.values()))}",
+    return Section(
+        [tables.table(header, lines), writing.comparison(result, pairs)],
+        about,
+        list(entries.values()),
     )
 
 
 def int4_plot(result: Result) -> "Figure":
-    """Costs of caches with float and with INT4 weights."""
     chosen = of_result(result).int4
     both = {f"float, {label}": key for label, key in _keys(chosen).items()}
     both |= {f"INT4, {label}": key for label, key in _keys(chosen, "int4").items()}
-    return drawing.costs(result, both, "Caches with float and with INT4 weights")
+    return writing.costs(result, both, "Caches with float and with INT4 weights")
 
 
 METHODS = EvidenceTable(
     "a",
     "methods",
+    "What each cache costs against its bytes",
     _methods_specs,
     methods_section,
     methods_plot,
 )
-BLOCKS = EvidenceTable("c", "blocks", _blocks_specs, blocks_section, blocks_plot)
-HEADS = EvidenceTable("d", "heads", _heads_specs, heads_section, heads_plot)
-POLAR = EvidenceTable("h", "polar", _polar_specs, polar_section, polar_plot)
-INT4 = EvidenceTable("j", "int4", _int4_specs, int4_section, int4_plot)
+BLOCKS = EvidenceTable(
+    "c", "blocks", "What each block size costs", _blocks_specs, blocks_section, blocks_plot
+)
+HEADS = EvidenceTable(
+    "d",
+    "heads",
+    "Cost against the number of 2-bit heads, by what chooses them",
+    _heads_specs,
+    heads_section,
+    heads_plot,
+)
+POLAR = EvidenceTable(
+    "h",
+    "polar",
+    "What codes with and without a rotation cost, and caches with uncompressed edges",
+    _polar_specs,
+    polar_section,
+    polar_plot,
+)
+INT4 = EvidenceTable(
+    "j", "int4", "What caches cost a model with INT4 weights", _int4_specs, int4_section, int4_plot
+)
+
+
+_AGAINST = {"KIVI 4": "cache/kivi4", "GEAR-L 4": "cache/gear4"}
+
+
+def _causes_section(result: Result, variants: Methods) -> str:
+    """A table of some methods, each beside two baselines of 4 bits; nothing if none was measured.
+
+    Of the same keys and values a cache has the same codes in every mode.
+    """
+    lines = []
+    for label, name in variants.items():
+        key = f"cache/{name}"
+        row = found(result, key)
+        if row is None:
+            continue
+        apart = [writing.difference(result, key, other) for other in _AGAINST.values()]
+        cells = ["-" if x is None else writing.interval(x) for x in apart]
+        kl = row["divergence"]
+        lines.append(
+            [
+                label,
+                tables.times(writing.smaller(row)),
+                writing.spread(row),
+                *cells,
+                "-" if kl is None else f"{kl:.5f}",
+            ]
+        )
+    if not lines:
+        return ""
+    header = ["4 bits with", "smaller than bfloat16", "cost [95 %]"]
+    header += [f"minus that of {name}" for name in _AGAINST]
+    about = "Where the cost of 4 bits comes from, window by window:"
+    return f"{about}\n\n{tables.table([*header, 'KL, bits'], lines)}"

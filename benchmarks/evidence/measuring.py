@@ -46,24 +46,6 @@ def measure(
     """Measures the rows that are not there yet.
 
     A row that fails says why under ``"failures"``, and the next run tries it again.
-
-    Args:
-      subject: what they are measured on.
-      specs: the rows; of several with one key the first is measured.
-      out: the file, written after every row; None to keep nothing.
-      on_row: told of each row as it is done.
-      deadline: of `time.monotonic`; no row is begun after it.
-      workers: processes that measure at once; 1 for none but this one. What else the device does
-        changes no figure but the seconds.
-      prepare: makes the same subject and specs in a process; not needed with one worker.
-
-    Returns:
-      What the file holds, and the failures of this run.
-
-    Raises:
-      ValueError: if the file holds results of something else, and what differs; if there are
-        several workers and nothing to prepare them.
-      OSError: if it cannot be read or written.
     """
     if workers > 1 and prepare is None:
         raise ValueError(f"{workers=} must be 1 without `prepare`")
@@ -91,7 +73,6 @@ def measure(
 
 
 def _by_key(specs: Sequence[Spec]) -> dict[str, Spec]:
-    """The first of each key, in order."""
     found = dict[str, Spec]()
     for spec in specs:
         found.setdefault(spec.key, spec)

@@ -4,11 +4,11 @@ import dataclasses
 from typing import TYPE_CHECKING
 
 from benchmarks import tables
-from benchmarks.evidence import drawing, writing
+from benchmarks.evidence import writing
 from benchmarks.evidence.attends import Pooled
 from benchmarks.evidence.rows import Spec, within
 from benchmarks.evidence.subject import Subject
-from benchmarks.evidence.writing import EvidenceTable, found
+from benchmarks.evidence.writing import EvidenceTable, Section, found
 from benchmarks.plots import wide_figure
 from benchmarks.tables import Result, Row
 from turbojax.caches import PooledAttention, pooled_by_name
@@ -32,12 +32,7 @@ _FAMILIES = {
 
 
 def policies(context: int, block: int) -> dict[str, Pooled]:
-    """What is measured, by name: a family, a slash, and what sets the row apart.
-
-    Args:
-      context: tokens of a window; distances are shares of it.
-      block: tokens of a block of queries, and of keys.
-    """
+    """What is measured, by name: a family, a slash, and what sets the row apart."""
 
     def pooled(policy: Policy) -> PooledAttention:
         return PooledAttention(policy, block, block)
@@ -103,8 +98,7 @@ def beaten(result: Result, rows: dict[str, Row]) -> dict[str, str]:
     return lost
 
 
-def section(name: str, result: Result) -> str:
-    """Density against loss."""
+def section(result: Result) -> Section:
     rows = dict(sorted(_rows(result).items(), key=lambda item: float(item[1]["density"])))
     lost = beaten(result, rows)
     lines = [
@@ -125,26 +119,21 @@ def section(name: str, result: Result) -> str:
         "beaten where the interval of the difference, window by window, is on the other's side."
     )
     every = [f"long/{x}" for x in policies(context, block)]
-    return writing.section(
-        name,
-        "pooled",
-        "Density of pooled attention against what it costs",
-        tables.table(header, lines),
-        f"{about} {writing.note(name, result, every)}",
-    )
+    return Section([tables.table(header, lines)], about, every)
 
 
 def plot(result: Result) -> "Figure":
-    """Cost against density, a line for each family."""
     figure = wide_figure(9)
     axes = figure.subplots()
     points: dict[str, list[tuple[float, Row]]] = {x: [] for x in _FAMILIES.values()}
     for name, row in _rows(result).items():
         points[_FAMILIES[name.partition("/")[0]]].append((row["density"], row))
-    drawing.curves(axes, {k: sorted(v, key=lambda x: x[0]) for k, v in points.items() if v})
+    writing.curves(axes, {k: sorted(v, key=lambda x: x[0]) for k, v in points.items() if v})
     axes.set_yscale("symlog", linthresh=0.002)
-    axes.set(title="Pooled attention", xlabel="density", ylabel=drawing.cost_label(result))
+    axes.set(title="Pooled attention", xlabel="density", ylabel=writing.cost_label(result))
     return figure
 
 
-POOLING = EvidenceTable("i", "pooled", _specs, section, plot)
+POOLING = EvidenceTable(
+    "i", "pooled", "Density of pooled attention against what it costs", _specs, section, plot
+)

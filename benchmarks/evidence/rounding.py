@@ -5,11 +5,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from benchmarks import fireq_ablation, tables
-from benchmarks.evidence import writing
-from benchmarks.evidence.channels import BITS
-from benchmarks.evidence.rows import Spec, channel_errors
+from benchmarks.evidence.rows import BITS, Spec, channel_errors
 from benchmarks.evidence.subject import Subject
-from benchmarks.evidence.writing import EvidenceTable, found
+from benchmarks.evidence.writing import EvidenceTable, Section, found
 from benchmarks.plots import Bar, draw_bars, wide_figure
 from benchmarks.tables import Result, Row
 from turbojax import smoothing
@@ -26,8 +24,7 @@ def _channel_specs(subject: Subject) -> list[Spec]:
     return [channel_errors()]
 
 
-def channel_section(name: str, result: Result) -> str:
-    """Figure 10 in form."""
+def channel_section(result: Result) -> Section:
     row = found(result, _CHANNELS)
     lines = []
     for side, errors in () if row is None else row["relative_l2"].items():
@@ -48,12 +45,8 @@ def channel_section(name: str, result: Result) -> str:
         "Relative L2 error, the mean over layers, of codes with a minimum and a scale for 64 "
         "tokens of a channel, or for as many channels of a token: the same bytes."
     )
-    return writing.section(
-        name,
-        "channels",
-        "Errors of channel-wise and of token-wise codes by layer",
-        tables.table([*header, "layers where channel-wise is worse"], lines),
-        f"{about} {writing.note(name, result, [_CHANNELS])}",
+    return Section(
+        [tables.table([*header, "layers where channel-wise is worse"], lines)], about, [_CHANNELS]
     )
 
 
@@ -114,8 +107,7 @@ def _fireq_specs(subject: Subject) -> list[Spec]:
 _TITLES = {"as_is": "the model as it is", "planted": "with moderate outliers planted"}
 
 
-def fireq_section(name: str, result: Result) -> str:
-    """FireQ's eight columns, above the exact model."""
+def fireq_section(result: Result) -> Section:
     rows = {x: found(result, f"fireq/{x}") for x in _MODELS}
     columns = list(fireq_ablation.COLUMNS)
     lines = []
@@ -140,17 +132,10 @@ def fireq_section(name: str, result: Result) -> str:
         f"Worse than without smoothing: {'; '.join(worse) or 'none'}."
     )
     every = [f"fireq/{x}" for x in _MODELS]
-    return writing.section(
-        name,
-        "fireq",
-        "What each column of FireQ's smoothing costs",
-        tables.table(["", f"exact, bits per {unit}", *columns], lines),
-        f"{about} {writing.note(name, result, every)}",
-    )
+    return Section([tables.table(["", f"exact, bits per {unit}", *columns], lines)], about, every)
 
 
 def fireq_plot(result: Result) -> "Figure":
-    """A bar for each column and model."""
     groups: dict[str, dict[str, Bar]] = {column: {} for column in fireq_ablation.COLUMNS}
     for model in _MODELS:
         row = found(result, f"fireq/{model}")
@@ -168,8 +153,16 @@ def fireq_plot(result: Result) -> "Figure":
 CHANNELS = EvidenceTable(
     "e",
     "channels",
+    "Errors of channel-wise and of token-wise codes by layer",
     _channel_specs,
     channel_section,
     channel_plot,
 )
-FIREQ = EvidenceTable("g", "fireq", _fireq_specs, fireq_section, fireq_plot)
+FIREQ = EvidenceTable(
+    "g",
+    "fireq",
+    "What each column of FireQ's smoothing costs",
+    _fireq_specs,
+    fireq_section,
+    fireq_plot,
+)

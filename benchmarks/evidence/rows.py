@@ -1,13 +1,16 @@
 """Rows of the tables: what each measures, under the key that all tables share it by."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.evidence import channels, whole
+from benchmarks.evidence import whole
 from benchmarks.evidence.attends import Whole
 from benchmarks.evidence.subject import Subject
 from benchmarks.tables import Row
@@ -118,14 +121,7 @@ def _by_newest(by_token: np.ndarray, prompt: int) -> np.ndarray:
 
 
 def within(name: str, attend: Whole, *, long: bool = False, quick: bool = False) -> Spec:
-    """Bits of attention within whole windows, and its errors.
-
-    Args:
-      name: of the row.
-      attend: what attends.
-      long: in the long windows, and without errors.
-      quick: see `Spec`.
-    """
+    """Bits of attention within whole windows, and its errors; of `long` ones bits alone."""
 
     def measure(subject: Subject) -> Row:
         tokens = subject.long_tokens if long else subject.tokens
@@ -154,7 +150,7 @@ def channel_errors() -> Spec:
 
     def measure(subject: Subject) -> Row:
         _, key, value = subject.tensors
-        return {"relative_l2": channels.errors_by_layer(key, value)}
+        return {"relative_l2": errors_by_layer(key, value)}
 
     return Spec("channels", measure, quick=True)
 
@@ -178,3 +174,55 @@ def number(x: Any, digits: int) -> float | None:
 def rounded(values: Any) -> list[float | None]:
     """Numbers of layers, for JSON."""
     return [number(x, 6) for x in np.asarray(values)]
+
+
+# Channel-wise against token-wise codes ------------------------------------------------------------
+
+BITS = (2, 3, 4)
+AXES = {"channel": 2, "token": 4}
+"""Which axis of ``[L, n, T, K, H]`` shares a minimum and a scale, by what each group belongs to."""
+
+
+def group_size(size: int, largest: int = 64) -> int:
+    """The largest divisor of `size` up to `largest`."""
+    return max(g for g in range(1, min(size, largest) + 1) if size % g == 0)
+
+
+@functools.partial(jax.jit, static_argnames=("bits", "axis", "group"))
+def group_errors(x: jax.Array, *, bits: int, axis: int, group: int) -> jax.Array:
+    """Relative L2 error of each layer of ``[L, n, T, K, H]``, a minimum and a scale for a group.
+
+    ``code = round((x - minimum) / scale)``, ``scale = (maximum - minimum) / (2**bits - 1)``, with
+    minimum and scale in float32; groups along axis 2 are tokens of a channel, along 4 channels of a
+    token.
+    """
+    shape = x.shape
+    wide = x.astype(jnp.float32)
+    grouped = wide.reshape(*shape[:axis], shape[axis] // group, group, *shape[axis + 1 :])
+    low = jnp.min(grouped, axis=axis + 1, keepdims=True)
+    step = (jnp.max(grouped, axis=axis + 1, keepdims=True) - low) / (2**bits - 1)
+    codes = jnp.rint((grouped - low) / jnp.where(step == 0, 1, step))
+    off = (low + codes * step).reshape(shape) - wide
+    axes = tuple(range(1, len(shape)))
+    return jnp.sqrt(jnp.sum(off * off, axes) / jnp.sum(wide * wide, axes))
+
+
+def errors_by_layer(key: jax.Array, value: jax.Array) -> dict[str, dict[str, list[float]]]:
+    """Of ``[L, n, T, K, H]``: ``{"key" | "value": {"channel-2" ..: [error of each layer]}}``.
+
+    Tokens past the last whole group of 64 are left out.
+    """
+    group = group_size(key.shape[-1])
+    tokens = key.shape[2] // group * group
+    if not tokens:
+        raise ValueError(f"{key.shape=} must have at least {group} tokens, a group")
+    found: dict[str, dict[str, list[float]]] = {}
+    for name, x in (("key", key), ("value", value)):
+        found[name] = {
+            f"{kind}-{bits}": np.asarray(
+                group_errors(x[:, :, :tokens], bits=bits, axis=axis, group=group)
+            ).tolist()
+            for bits in BITS
+            for kind, axis in AXES.items()
+        }
+    return found

@@ -8,13 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import tables
-from benchmarks.evidence import drawing, writing
+from benchmarks.evidence import writing
 from benchmarks.evidence.attends import OfDegree, Turbo
 from benchmarks.evidence.caches import QUICK
 from benchmarks.evidence.choices import Choices, of_result
 from benchmarks.evidence.rows import Spec, cached, within
 from benchmarks.evidence.subject import Subject
-from benchmarks.evidence.writing import EvidenceTable, measured
+from benchmarks.evidence.writing import EvidenceTable, Section, measured
 from benchmarks.plots import wide_figure
 from benchmarks.tables import Result, Row
 from turbojax.numerics.config import TurboConfig
@@ -49,8 +49,7 @@ def _parts_entries(result: Result) -> dict[str, str]:
     return {k: f"whole/{_SAS_ALONE}" if name is None else f"cache/{name}" for k, name in parts}
 
 
-def parts_section(name: str, result: Result) -> str:
-    """Table 4 in form."""
+def parts_section(result: Result) -> Section:
     entries = _parts_entries(result)
     lines = writing.exact_lines(result, "exact")
     lines += [
@@ -58,18 +57,15 @@ def parts_section(name: str, result: Result) -> str:
         for label, row in measured(result, entries).items()
     ]
     about = "SAS alone is within whole windows, since there is nothing to cache but exact tokens."
-    return writing.section(
-        name,
-        "parts",
-        "What FlashQ, SAS and both cost",
-        tables.table(["method", *writing.text_header(result)], lines),
-        f"{about} {writing.note(name, result, list(entries.values()))}",
+    return Section(
+        [tables.table(["method", *writing.text_header(result)], lines)],
+        about,
+        list(entries.values()),
     )
 
 
 def parts_plot(result: Result) -> "Figure":
-    """Costs of the parts."""
-    return drawing.costs(result, _parts_entries(result), "FlashQ and SAS")
+    return writing.costs(result, _parts_entries(result), "FlashQ and SAS")
 
 
 # (f) Threshold and degree of SAS ------------------------------------------------------------------
@@ -88,11 +84,7 @@ _BY_DEGREE = {x: f"whole/{_sas_name(_DEFAULT, x)}" for x in _DEGREES}
 
 
 def function_errors(softmax: SAS) -> Row:
-    """Largest errors of an exponential on 200,001 points of [-20, 0], against float64.
-
-    Returns:
-      `function_error` above the threshold, and `cut`, the largest value that is made 0 below it.
-    """
+    """Largest errors of an exponential on 200,001 points of [-20, 0], against float64."""
     x = np.linspace(-20, 0, 200001).astype(np.float32)
     got, want = np.asarray(jax.jit(softmax)(jnp.asarray(x))), np.exp(x.astype(np.float64))
     above = x >= softmax.threshold
@@ -118,8 +110,7 @@ def _sas_specs(subject: Subject) -> list[Spec]:
     return [*by_degree, *(_sas_spec(threshold, 3) for threshold in _THRESHOLDS)]
 
 
-def sas_section(name: str, result: Result) -> str:
-    """What threshold and degree cost."""
+def sas_section(result: Result) -> Section:
     entries = {(f"{x:g}", "3"): key for x, key in _BY_THRESHOLD.items()}
     entries |= {(f"{_DEFAULT:g}", str(x)): key for x, key in _BY_DEGREE.items()}
     lines = []
@@ -134,17 +125,14 @@ def sas_section(name: str, result: Result) -> str:
         "Nothing else is rounded, within whole windows; polynomials are least-squares fits on "
         "[0, 1), of degree 3 the paper's."
     )
-    return writing.section(
-        name,
-        "sas",
-        "What threshold and degree of SAS cost",
-        tables.table([*header, *writing.whole_header(result)], lines),
-        f"{about} {writing.note(name, result, list(entries.values()))}",
+    return Section(
+        [tables.table([*header, *writing.whole_header(result)], lines)],
+        about,
+        list(entries.values()),
     )
 
 
 def sas_plot(result: Result) -> "Figure":
-    """Cost against the threshold, and against the degree."""
     figure = wide_figure(10)
     left, right = figure.subplots(1, 2)
     for axes, keys, name in (
@@ -152,10 +140,14 @@ def sas_plot(result: Result) -> "Figure":
         (right, _BY_DEGREE, f"degree of its polynomial, threshold {_DEFAULT:g}"),
     ):
         rows = [(x, row) for x, key in keys.items() if (row := writing.found(result, key))]
-        drawing.curves(axes, {name: rows})
-        axes.set(xlabel=name, ylabel=drawing.cost_label(result))
+        writing.curves(axes, {name: rows})
+        axes.set(xlabel=name, ylabel=writing.cost_label(result))
     return figure
 
 
-PARTS = EvidenceTable("b", "parts", _parts_specs, parts_section, parts_plot)
-SAS_TABLE = EvidenceTable("f", "sas", _sas_specs, sas_section, sas_plot)
+PARTS = EvidenceTable(
+    "b", "parts", "What FlashQ, SAS and both cost", _parts_specs, parts_section, parts_plot
+)
+SAS_TABLE = EvidenceTable(
+    "f", "sas", "What threshold and degree of SAS cost", _sas_specs, sas_section, sas_plot
+)

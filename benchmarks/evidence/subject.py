@@ -149,7 +149,6 @@ class Subject:
 
     @property
     def long_first(self) -> int:
-        """The same of the long windows."""
         return self.sizes.long_context // 2
 
     @property
@@ -159,7 +158,6 @@ class Subject:
 
     @property
     def quantized_run(self) -> ExactRun:
-        """The same with INT4 weights."""
         return self._once("quantized run", lambda: self._run(self.quantized))
 
     def _run(self, model: Any) -> ExactRun:
@@ -228,7 +226,6 @@ class Subject:
 
 
 def _joined(cut: Mapping[str, np.ndarray]) -> tuple[np.ndarray, tuple[str, ...]]:
-    """All windows, and the file of each."""
     owners = [file for file, rows in cut.items() for _ in rows]
     return np.concatenate(list(cut.values())), tuple(owners)
 
@@ -247,17 +244,7 @@ def name_of(model: str) -> str:
 
 
 def load(model: str, dtype: str | None, sizes: Sizes | None = None) -> Subject:
-    """A model by name or path, with the held-out modules.
-
-    Args:
-      model: see `text_model.load_text_model`.
-      dtype: of weights and computation; None for float32 on a CPU, elsewhere bfloat16.
-      sizes: how much is measured; None for `TOKENS`, of byte-level models `Sizes`.
-
-    Raises:
-      OSError, ValueError, NotImplementedError: see `text_model.load_text_model`; ValueError also if
-        its weights are INT4 already.
-    """
+    """A model by name or path, with the held-out modules."""
     if dtype is None:
         dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
     loaded = text_model.load_text_model(model, text_model.parse_dtype(dtype))

@@ -21,13 +21,7 @@ HeadTensors = tuple[jax.Array, jax.Array, jax.Array]
 
 
 class WholeScores(NamedTuple):
-    """What `score_whole` finds.
-
-    Attributes:
-      scores: of each target that counts; its bytes are 0, since there is no cache.
-      reports: float32 ``[layers]``, what layers reported, the mean over windows; NaN for those that
-        report nothing.
-    """
+    """What `score_whole` finds."""
 
     scores: Scores
     reports: np.ndarray
@@ -37,16 +31,9 @@ class WholeScores(NamedTuple):
 def hidden_of(
     decoder: Decoder, batches: jax.Array, *, attend: Whole, first: int
 ) -> tuple[jax.Array, tuple[Any, ...]]:
-    """The normed residual stream of windows, one batch after the other.
+    """The normed residual stream of windows ``[m, b, T]``, one batch after the other.
 
-    Args:
-      decoder: the model.
-      batches: int32 ``[m, b, T]``.
-      attend: in every layer.
-      first: the first position that is returned.
-
-    Returns:
-      ``[m, b, T - first, D]`` in the model's dtype, and what layers report.
+    From position `first` on, ``[m, b, T - first, D]`` in the model's dtype; and what layers report.
     """
     marks = attend.marks(decoder.config.num_layers)
 
@@ -74,16 +61,7 @@ def score_whole(
     batch: int,
     exact: jax.Array | None = None,
 ) -> WholeScores:
-    """Scores what comes from position `first` on.
-
-    Args:
-      decoder: the model.
-      tokens: int ``[n, T + 1]``.
-      attend: what attends within each window.
-      first: position of the first input whose target counts, so that ``D = T - first``.
-      batch: windows that run at once.
-      exact: `exact_hidden` of the same, or None to compute it.
-    """
+    """Scores of windows ``[n, T + 1]`` from position `first` on; see `exact_hidden`."""
     inputs = jnp.asarray(batched(tokens[:, :-1], batch))
     targets = jnp.asarray(batched(tokens[:, first + 1 :], batch))
     if exact is None:
@@ -148,14 +126,9 @@ def output_errors(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Error of each layer's attention output, given exact queries, keys and values.
 
-    Args:
-      tensors: see `layer_tensors`.
-      attend: what is measured; a layer that it would leave exact is measured like the others.
-      first: position of the first query that counts.
-
-    Returns:
-      cosine, relative L1 and RMSE against float32 exact attention, as
-      `turbojax.evaluation.layer_errors` has them: float32 ``[L]`` each.
+    Cosine, relative L1 and RMSE against float32 exact attention, as
+    `turbojax.evaluation.layer_errors` has them: float32 ``[L]`` each. A layer that `attend` would
+    leave exact is measured as the others.
     """
 
     def one_layer(layer: HeadTensors) -> tuple[jax.Array, jax.Array, jax.Array]:

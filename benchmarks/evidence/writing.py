@@ -2,15 +2,15 @@
 
 import dataclasses
 import re
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Container, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from benchmarks import tables
 from benchmarks.evidence.rows import Spec
 from benchmarks.evidence.subject import Subject
-from benchmarks.suite import Table
+from benchmarks.plots import wide_figure
 from benchmarks.tables import Result, Row
 from turbojax.evaluation import Interval, bootstrap
 
@@ -24,6 +24,14 @@ Entries = Mapping[str, str]
 """Keys of rows by their labels, in the order of the table."""
 
 
+class Section(NamedTuple):
+    """What a table shows: parts, of which empty ones are left out; words; the rows' keys."""
+
+    parts: Sequence[str]
+    about: str
+    keys: Sequence[str]
+
+
 @dataclasses.dataclass(frozen=True)
 class EvidenceTable:
     """A table of the evidence, and the rows that it needs.
@@ -31,26 +39,34 @@ class EvidenceTable:
     Attributes:
       letter: what ``--tables`` calls it.
       word: of its markers in the docs, and of its plot's file, after what results are called.
+      title: what its plot shows.
       specs: its rows, what matters most first.
-      render: the Markdown, of any result that has some of its rows.
+      section: what it shows of any result that has some of its rows.
       draw: draws its plot, of the same.
     """
 
     letter: str
     word: str
+    title: str
     specs: Callable[[Subject], list[Spec]]
-    render: Table
+    section: Callable[[Result], Section]
     draw: Callable[[Result], "Figure"]
+
+    def render(self, name: str, result: Result) -> str:
+        """Markdown: the plot, whose file is called as the result is, then tables and notes."""
+        called = re.sub(r"(_\d{4}-\d\d-\d\d)?\.json$", "", name)
+        shown = self.section(result)
+        last = f"{shown.about} {note(name, result, shown.keys)}".strip()
+        parts = [part for part in (*shown.parts, last) if part]
+        return tables.picture(f"{called}_{self.word}.png", self.title) + "\n\n".join(parts)
 
 
 def found(result: Result, key: str) -> Row | None:
-    """A row that was measured, or None."""
     row: Row | None = result.get("rows", {}).get(key)
     return row
 
 
 def measured(result: Result, entries: Entries) -> dict[str, Row]:
-    """The rows that were measured, by label."""
     rows = {label: found(result, key) for label, key in entries.items()}
     return {label: row for label, row in rows.items() if row is not None}
 
@@ -121,14 +137,20 @@ def exact_bits(result: Result) -> float | None:
 
 
 def exact_lines(result: Result, *label: str) -> list[list[str]]:
-    """The line that the costs of rows through caches are above, or none; see `text_header`.
-
-    Args:
-      result: the result.
-      *label: the cells before bits.
-    """
+    """The line that the costs of rows through caches are above, or none; see `text_header`."""
     bits = exact_bits(result)
     return [] if bits is None else [[*label, f"{bits:.4f}", "-", "-", "-"]]
+
+
+def cached_table(
+    result: Result, title: str, entries: Entries, above: Sequence[Sequence[str]] = ()
+) -> str:
+    """Rows through caches: what they take, and what they cost; below the lines `above`."""
+    lines = [
+        [label, *byte_cells(row), *text_cells(result, row)]
+        for label, row in measured(result, entries).items()
+    ]
+    return tables.table([title, *BYTES_HEADER, *text_header(result)], [*map(list, above), *lines])
 
 
 def whole_line(result: Result, label: str, row: Row, *more: str) -> list[str]:
@@ -160,12 +182,7 @@ def interval(apart: Interval) -> str:
 
 
 def word(apart: Interval, share: float) -> str:
-    """What an interval of a difference of bits says.
-
-    Args:
-      apart: ours less the baseline's; without an interval its mean is taken for it.
-      share: bytes of ours over the baseline's, less 1.
-    """
+    """What an interval of a difference of bits says."""
     low, high = apart.ends or (apart.mean, apart.mean)
     if high < 0:
         return "better" if share <= 0 else "better, with more bytes"
@@ -175,12 +192,7 @@ def word(apart: Interval, share: float) -> str:
 
 
 def comparison(result: Result, pairs: Sequence[tuple[str, str, str, str]]) -> str:
-    """A table of ours against baselines, and what of ours is worse.
-
-    Args:
-      result: the result.
-      pairs: label and key of ours, label and key of the baseline.
-    """
+    """A table of ours against baselines, and what of ours is worse."""
     lines, worse, heavy = [], 0, []
     for label, key, base, other in pairs:
         apart = difference(result, key, other)
@@ -213,7 +225,6 @@ def _verdict(pairs: int, worse: int, heavy: Sequence[str]) -> str:
 
 
 def _times_kl(ours: Row, theirs: Row) -> str:
-    """Our divergence over theirs."""
     one, two = ours["divergence"], theirs["divergence"]
     return tables.times(one / two) if one is not None and two else "-"
 
@@ -252,15 +263,97 @@ def note(name: str, result: Result, keys: Sequence[str]) -> str:
     return f"{about} {tables.source(name, result)}{not_measured(result, keys)}"
 
 
-def section(name: str, word: str, description: str, *parts: str) -> str:
-    """A plot, then tables and notes.
+# Plots --------------------------------------------------------------------------------------------
 
-    Args:
-      name: of the result's file, without whose date and ending the plot's file begins.
-      word: of the table.
-      description: of the plot.
-      *parts: what follows; empty ones are left out.
-    """
-    called = re.sub(r"(_\d{4}-\d\d-\d\d)?\.json$", "", name)
-    picture = tables.picture(f"{called}_{word}.png", description)
-    return picture + "\n\n".join(part for part in parts if part)
+_LINEAR = 0.002
+"""Bits up to which a logarithmic axis is linear."""
+_FAR = 20
+"""Times the median that a cost may be where an axis is linear."""
+
+
+def bars_of(row: Row) -> list[list[float]]:
+    """Distances from a row's cost to the ends of its interval, as `errorbar` takes them."""
+    if row["cost_interval"] is None:
+        return [[0.0], [0.0]]
+    low, high = row["cost_interval"]
+    return [[row["cost"] - low], [high - row["cost"]]]
+
+
+def costs(result: Result, entries: Entries, title: str) -> "Figure":
+    """A line per row: what it costs, with its interval."""
+    figure = wide_figure(9)
+    axes = figure.subplots()
+    rows = {k: row for k, row in measured(result, entries).items() if row["cost"] is not None}
+    for i, row in enumerate(rows.values()):
+        axes.errorbar(row["cost"], i, xerr=bars_of(row), fmt="o", color="C0", capsize=3)
+    axes.set_yticks(range(len(rows)), list(rows))
+    axes.invert_yaxis()
+    axes.axvline(0, color="black", linewidth=1, zorder=0.5)
+    axes.set(title=title, xlabel=cost_label(result))
+    sizes = [abs(row["cost"]) for row in rows.values()]
+    if sizes and max(sizes) > _FAR * float(np.median(sizes)):
+        axes.set_xscale("symlog", linthresh=_LINEAR)
+    axes.grid(axis="x", alpha=0.3)
+    return figure
+
+
+def cost_label(result: Result) -> str:
+    return f"bits per {result['texts']['unit']} above exact attention"
+
+
+def against_bytes(
+    result: Result, families: Mapping[str, Entries], title: str, above: Container[str] = ()
+) -> "Figure":
+    """Cost against bytes: down and left is better, a color for each family."""
+    figure = wide_figure(9)
+    axes = figure.subplots()
+    for i, (family, entries) in enumerate(families.items()):
+        first = True
+        for label, row in measured(result, entries).items():
+            if row["cost"] is None:
+                continue
+            axes.errorbar(
+                1 / smaller(row),
+                row["cost"],
+                yerr=bars_of(row),
+                fmt="os^Dv"[i % 5],
+                color=f"C{i}",
+                capsize=3,
+                label=family if first else None,
+            )
+            spot = (1 / smaller(row), row["cost"])
+            # Two families may have nearly the same bytes: their names are on different sides.
+            shift, side = ((-6, 3), "right") if i % 2 == 0 else ((6, -9), "left")
+            if label in above:
+                shift, side = (0, 9), "center"
+            axes.annotate(label, spot, shift, textcoords="offset points", fontsize=7, ha=side)
+            first = False
+    axes.margins(x=0.15)
+    axes.set_yscale("symlog", linthresh=_LINEAR)
+    axes.axhline(0, color="black", linewidth=1, zorder=0.5)
+    axes.set(title=title, xlabel="bytes, relative to a bfloat16 cache", ylabel=cost_label(result))
+    axes.grid(alpha=0.3)
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(fontsize=8)
+    return figure
+
+
+def curves(
+    axes: Any,
+    points: Mapping[str, Sequence[tuple[float, Row]]],
+    *,
+    styles: Mapping[str, str] | None = None,
+) -> None:
+    """Costs against a number, a line per name; rows without a figure are left out."""
+    for i, (name, pairs) in enumerate(points.items()):
+        there = [(x, row) for x, row in pairs if row["cost"] is not None]
+        if not there:
+            continue
+        x, rows = zip(*there, strict=True)
+        ends = [[bars_of(row)[side][0] for row in rows] for side in (0, 1)]
+        style = (styles or {}).get(name, "o-")
+        cost = [row["cost"] for row in rows]
+        axes.errorbar(x, cost, yerr=ends, fmt=style, color=f"C{i}", capsize=3, label=name)
+    axes.grid(alpha=0.3)
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(fontsize=8)

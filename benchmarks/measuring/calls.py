@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -17,7 +17,16 @@ import numpy as np
 from benchmarks import timing
 from benchmarks.measuring.samples import errors as relative_errors
 from benchmarks.measuring.work import Needs
-from benchmarks.suite import Ceilings, attempt, timing_facts
+from benchmarks.suite import (
+    Asked,
+    Measure,
+    Rows,
+    each,
+    joined,
+    parted,
+    temporary_bytes,
+    timing_facts,
+)
 from benchmarks.tables import Row
 
 # This many rows of an output are compared.
@@ -67,11 +76,9 @@ class Call:
     errors: Callable[[Any], Row] | None = None
 
     def lower(self) -> jax.stages.Lowered:
-        """The function for these arguments."""
         return jax.jit(self.function).lower(*self.arguments)
 
     def lower_check(self, output: Any) -> jax.stages.Lowered | None:
-        """The check of an output of these shapes and dtypes."""
         if self.check is None:
             return None
         return jax.jit(self.check).lower(output, *self.against)
@@ -79,18 +86,10 @@ class Call:
     def measure(
         self, compiled: Callable[..., Any], check: Any, repetitions: int | None
     ) -> tuple[float, Row]:
-        """Microseconds, and facts for the row.
-
-        Raises:
-          ArithmeticError: if the output is wrong.
-        """
         with timing.alone():
             facts = self._errors(compiled(*self.arguments), check)
             taken = timing.measure(compiled, self.arguments, repetitions=repetitions)
-        return taken.microseconds, {
-            **timing_facts(taken),
-            **facts,
-        }
+        return taken.microseconds, {**timing_facts(taken), **facts}
 
     def _errors(self, output: Any, check: Any) -> Row:
         if check is None:
@@ -102,11 +101,6 @@ class Call:
 
 
 def close(got: jax.Array, want: jax.Array) -> Row:
-    """The errors of an output.
-
-    Raises:
-      ArithmeticError: if they are more than rounding makes.
-    """
     errors = relative_errors(got, want)
     if not errors["relative_l1"] <= _WRONG:
         raise ArithmeticError(f"the output is wrong: its relative L1 error is {errors}")
@@ -137,14 +131,7 @@ class Case:
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """The rows of one shape.
-
-    Attributes:
-      operation: groups of one operation are compiled together.
-      label: the shape, as in the rows' names.
-      facts: for its rows.
-      cases: what others are compared with first.
-    """
+    """The rows of one shape."""
 
     operation: str
     label: str
@@ -153,27 +140,17 @@ class Group:
 
     def name(self, case: Case) -> str:
         """``matmul/k4096-n14336/m16/int4/mosaic_gpu``."""
-        parts = (self.operation, self.label, case.method, case.implementation)
-        return "/".join(part for part in parts if part)
+        return joined(self.operation, self.label, case.method, case.implementation)
 
-
-def run(
-    rows: list[tuple[Group, Case]],
-    ceilings: Ceilings,
-    on_row: Callable[[Row], None],
-    *,
-    repetitions: int | None = None,
-    deadline: float = float("inf"),
-) -> None:
-    """See `benchmarks.suite.Run`."""
-    for operation in dict.fromkeys(group.operation for group, _ in rows):
-        here = [(group, case) for group, case in rows if group.operation == operation]
-        late = time.monotonic() > deadline
-        # The arrays of one operation are freed before others are made.
-        compiled = [] if late else compile_side_by_side(here)
-        for group, case in here:
-            measure = functools.partial(_measure, compiled, ceilings, repetitions)
-            attempt(describe(group, case), measure, on_row, deadline)
+    def describe(self, case: Case) -> Row:
+        return {
+            "operation": self.operation,
+            "label": self.label,
+            "method": case.method,
+            "implementation": case.implementation,
+            "family": case.family,
+            **self.facts,
+        }
 
 
 class _Compiled:
@@ -211,18 +188,16 @@ class _Compiled:
         function = self.function.result()
         check = None if self.check is None else self.check.result()
         microseconds, facts = self.call.measure(function, check, repetitions)
-        size = getattr(function.memory_analysis(), "temp_size_in_bytes", None)
-        return microseconds, {**facts, "temporary_bytes": size}
+        return microseconds, {**facts, **temporary_bytes(function)}
 
 
-def compile_side_by_side(rows: Iterable[tuple[Group, Case]]) -> list[Any]:
+def compile_side_by_side(rows: Rows) -> list[_Compiled]:
     """Makes the inputs of all rows, and compiles all functions and checks.
 
     XLA times its products to choose among them: they are compiled one after the other, on a device
     that does nothing else. Everything else is compiled beside them.
     """
     start, arrays = time.monotonic(), Arrays()
-    rows = list(rows)
     made = [_Compiled(case, arrays) for _, case in rows]
     inputs = time.monotonic() - start
     with (
@@ -248,22 +223,19 @@ def _alone(compile_it: Callable[[], Any]) -> Any:
         return compile_it()
 
 
-def describe(group: Group, case: Case) -> Row:
-    """What is known of a row before it runs."""
-    return {
-        "name": group.name(case),
-        "operation": group.operation,
-        "label": group.label,
-        "method": case.method,
-        "implementation": case.implementation,
-        "family": case.family,
-        **group.facts,
-    }
+def begin(rows: Rows, asked: Asked) -> Measure:
+    """Makes the inputs of rows and compiles them; see `suite.each`."""
+    compiled = compile_side_by_side(rows)
+
+    def measure(group: Group, case: Case) -> Row:
+        del group, case
+        one = compiled.pop(0)  # so that its arrays are freed when it is done
+        microseconds, facts = one.measure(asked.repetitions)
+        needs = one.call.needs.facts(microseconds, asked.ceilings)
+        return {"status": "ok", "us": microseconds, **needs, **facts}
+
+    return measure
 
 
-def _measure(compiled: list[_Compiled], ceilings: Ceilings, repetitions: int | None) -> Row:
-    """The next of these, which is taken out, so that its arrays are freed when it is done."""
-    one = compiled.pop(0)
-    microseconds, facts = one.measure(repetitions)
-    needs = one.call.needs.facts(microseconds, ceilings)
-    return {"status": "ok", "us": microseconds, **needs, **facts}
+# The arrays of one operation are freed before others are made.
+run = each(begin, parted(lambda group: group.operation))

@@ -1,10 +1,13 @@
 """Inputs of attention, exact results, and errors against them."""
 
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from benchmarks import timing
 from benchmarks.shapes import Shape
 
 # Channels of a KV head that are larger in keys, as in trained models, and how much.
@@ -13,20 +16,17 @@ _OUTLIER_CHANNELS, _OUTLIER_FACTOR = 3, 5.0
 Error = dict[str, float]
 
 
+def require_gpu(what: str) -> None:
+    """Raises NotImplementedError without a GPU."""
+    if not timing.on_gpu():
+        raise NotImplementedError(f"{what} needs a GPU, not {jax.default_backend()}")
+
+
 @functools.partial(jax.jit, static_argnames=("batch", "tokens", "heads", "dim", "outliers"))
 def sample(
     seed: int, *, batch: int, tokens: int, heads: int, dim: int, outliers: bool = False
 ) -> jax.Array:
-    """Normal numbers ``[batch, tokens, heads, dim]``, sampled in float32, as bfloat16.
-
-    Args:
-      seed: of the numbers.
-      batch: first axis.
-      tokens: second axis.
-      heads: third axis.
-      dim: last axis.
-      outliers: whether a few channels of each head are larger.
-    """
+    """Normal numbers ``[batch, tokens, heads, dim]``, sampled in float32, as bfloat16."""
     key = jax.random.key(seed)
     x = jax.random.normal(key, (batch, tokens, heads, dim), jnp.float32)
     if outliers:
@@ -44,6 +44,23 @@ def sample_all(shape: Shape, queries: int) -> tuple[jax.Array, jax.Array, jax.Ar
         make(1, tokens=shape.tokens, heads=heads.kv, outliers=True),
         make(2, tokens=shape.tokens, heads=heads.kv),
     )
+
+
+def exact_attention(implementation: str, **options: Any) -> Callable[..., jax.Array]:
+    """jax's own attention of query, key, value and, if they are given, lengths of sequences."""
+    if implementation == "cudnn":
+        require_gpu("cuDNN")
+
+    def attend(
+        q: jax.Array, k: jax.Array, v: jax.Array, lengths: jax.Array | None = None
+    ) -> jax.Array:
+        # jax's own function promotes bfloat16 with float32 inside.
+        with jax.numpy_dtype_promotion("standard"):
+            return jax.nn.dot_product_attention(
+                q, k, v, key_value_seq_lengths=lengths, implementation=implementation, **options
+            )
+
+    return attend
 
 
 # Without XLA's trials of several kernels, on a device where another process measures.
@@ -79,17 +96,9 @@ def exact_rows(
     visible: jax.Array,
     window: int | None = None,
 ) -> jax.Array:
-    """Attention of some rows in float32 at full precision.
+    """Attention of some rows in float32 at full precision: ``[B, R, N, H]``.
 
-    Args:
-      query: ``[B, R, N, H]``.
-      key: ``[B, S, K, H]``.
-      value: ``[B, S, K, H]``.
-      visible: int32 ``[R]``; row `r` sees the first ``visible[r]`` keys.
-      window: of these only so many before the last one; all if None.
-
-    Returns:
-      float32 ``[B, R, N, H]``.
+    Row `r` sees the first ``visible[r]`` keys, of these only `window` before the last one.
     """
     return _exact_rows(query, key, value, visible, window)
 
@@ -125,11 +134,7 @@ def _errors(got: jax.Array, want: jax.Array) -> tuple[jax.Array, dict[str, jax.A
 
 
 def errors(got: jax.Array, want: jax.Array) -> Error:
-    """Cosine similarity, relative L1 and root mean squared error, over all elements.
-
-    Raises:
-      ArithmeticError: if the output is not finite.
-    """
+    """Cosine similarity, relative L1 and root mean squared error, over all elements."""
     if got.shape != want.shape:
         raise ValueError(f"{got.shape=} must equal {want.shape=}")
     is_finite, found = _errors(got, want)

@@ -4,15 +4,36 @@ import concurrent.futures
 import functools
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from benchmarks import timing
-from benchmarks.measuring.compiling import Lower, lowered
+from benchmarks.suite import Rows, parted
 from turbojax.caches import LayerCache, kind_of
+
+Lower = Callable[[], jax.stages.Lowered]
+
+
+def compile_side_by_side(lowerings: Iterable[Lower]) -> list[concurrent.futures.Future[Any]]:
+    """Compiles side by side, and waits: nothing compiles while something is timed."""
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        return [pool.submit(lowered(lower)) for lower in lowerings]
+
+
+def lowered(lower: Lower) -> Callable[[], Any]:
+    """What compiles it; or what raises, when it is called, what the lowering raised."""
+    try:
+        return lower().compile
+    except Exception as error:
+        return functools.partial(_raise, error)
+
+
+def _raise(error: Exception) -> None:
+    raise error
+
 
 Future = concurrent.futures.Future[Any]
 
@@ -22,13 +43,6 @@ def compile_groups(groups: Sequence[Sequence[Lower]]) -> list[list[Future]]:
 
     XLA times its products to choose among them, on a device that should do nothing else, and
     remembers the choice. So a group, whose members share their products, begins with one of them.
-
-    Args:
-      groups: of functions that lower. They run one after the other, since Mosaic's lowering keeps
-        global state.
-
-    Returns:
-      What `compile` returned, or what it or the lowering raised; nothing compiles any more.
     """
     begun = time.monotonic()
     with (
@@ -51,20 +65,27 @@ def compile_groups(groups: Sequence[Sequence[Lower]]) -> list[list[Future]]:
     return found
 
 
+def compile_rows(
+    rows: Rows, lowerings: Callable[[Any, Any], Sequence[Lower]]
+) -> dict[tuple[Any, Any], list[Future]]:
+    """What each row needs, compiled group by group; by group and case."""
+    parts = list(parted(lambda group: group)(rows))
+    wanted = [[(row, lower) for row in part for lower in lowerings(*row)] for part in parts]
+    compiled: dict[tuple[Any, Any], list[Future]] = {}
+    groups = compile_groups([[lower for _, lower in group] for group in wanted])
+    for group, futures in zip(wanted, groups, strict=True):
+        for (row, _), future in zip(group, futures, strict=True):
+            compiled.setdefault(row, []).append(future)
+    return compiled
+
+
 def _after(first: Future, compile_it: Callable[[], Any]) -> Any:
     concurrent.futures.wait([first])
     return compile_it()
 
 
 class Steps(timing.Rotation):
-    """Calls ``compiled(fixed, state, inputs) -> (output, state)`` over and over.
-
-    Args:
-      compiled: donates its state.
-      fixed: the first argument.
-      state: the first call's.
-      inputs: of every call.
-    """
+    """Calls ``compiled(fixed, state, inputs) -> (output, state)`` over and over."""
 
     def __init__(self, compiled: Callable[..., Any], fixed: Any, state: Any, inputs: Any) -> None:
         super().__init__(compiled, [(inputs,)])
@@ -126,11 +147,6 @@ def random_tokens(
 
 
 def difference(got: jax.Array, want: jax.Array) -> float:
-    """Relative L2 error.
-
-    Raises:
-      ArithmeticError: if what was got is not finite.
-    """
     got, want = got.astype(jnp.float32), want.astype(jnp.float32)
     if not jnp.all(jnp.isfinite(got)):
         raise ArithmeticError("the output is not finite")

@@ -29,7 +29,6 @@ class Work:
 
     @property
     def is_bytes(self) -> bool:
-        """Whether it counts bytes."""
         return "copy" in self.shares
 
     def rate(self, microseconds: float) -> float:
@@ -39,12 +38,7 @@ class Work:
     def percent_of_ceiling(
         self, microseconds: float, ceilings: Mapping[str, float | None]
     ) -> float | None:
-        """The time that the ceilings allow, in percent of the time taken.
-
-        Args:
-          microseconds: taken.
-          ceilings: GB/s under ``"copy"``, TFLOP/s under number formats; None if not measured.
-        """
+        """The time that the ceilings allow, in percent of the time taken."""
         rates = {unit: ceilings.get(unit) for unit in self.shares}
         if any(rate is None for rate in rates.values()):
             return None
@@ -82,14 +76,7 @@ def prefill_work(shape: Shape, mode: str) -> Work:
 
 
 def training_work(shape: Shape, mode: str, gradient: str) -> Work:
-    """The two products of the forward pass and five of the backward pass.
-
-    Args:
-      shape: of the call.
-      mode: of the forward pass' products, as in `prefill_work`; also of the scores that the
-        backward pass computes again.
-      gradient: what multiplies the values there: ``"float"`` (bfloat16) or ``"8bit"``.
-    """
+    """The two products of the forward pass and five of the backward pass."""
     scores, values = _UNITS[mode]
     shares: dict[str, float] = {}
     for unit in (scores, values, scores, values if gradient == "8bit" else "bf16", *["bf16"] * 3):
@@ -102,7 +89,6 @@ def _query_and_output(shape: Shape) -> int:
 
 
 def bfloat16_bytes(shape: Shape, length: int) -> int:
-    """Bytes of `length` keys and values per sequence in bfloat16."""
     return 2 * shape.batch * length * shape.heads.kv * shape.heads.dim * _BFLOAT16
 
 
@@ -160,11 +146,7 @@ class Needs:
     unit: str
 
     def floor(self, ceilings: Mapping[str, float | None]) -> tuple[float, str] | None:
-        """The microseconds that the ceilings allow, and which of them sets the time.
-
-        Args:
-          ceilings: GB/s under ``"copy"``, TFLOP/s under number formats; None if not measured.
-        """
+        """The microseconds that the ceilings allow, and which of them sets the time."""
         amounts = {"copy": self.nbytes / 1e3}
         if self.operations:
             amounts[self.unit] = self.operations / 1e6
@@ -174,7 +156,6 @@ class Needs:
         return max((amount / rates[name], name) for name, amount in amounts.items())
 
     def facts(self, microseconds: float, ceilings: Mapping[str, float | None]) -> dict[str, Any]:
-        """Rates, and the share of the time that the ceilings allow."""
         floor = self.floor(ceilings)
         return {
             "bytes": self.nbytes,

@@ -5,43 +5,33 @@ All programs are compiled before the clock starts.
 """
 
 import dataclasses
-import functools
 import gc
 import time
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import jax
 import numpy as np
 
 from benchmarks import plots, tables
-from benchmarks.suite import Ceilings, Suite, attempt
-from benchmarks.suites.paged.tables import KV_DTYPES as DTYPE_NAMES
+from benchmarks.suite import Asked, Latest, Measure, Rows, Suite, each, joined
+from benchmarks.suites.paged.suite import KV_DTYPES as DTYPE_NAMES
+from benchmarks.suites.serving import cases
+from benchmarks.suites.serving.cases import STOPPED
+from benchmarks.suites.serving.engines import status_of
 from benchmarks.tables import Result, Row
-from turbojax import models, paged
+from turbojax import models
 from turbojax.models.engine import Engine, Finished, Request
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 OPERATION = "engine"
-STOPPED = "stopped"
-"""Status of a row that the clock ended."""
 KV_DTYPES = ("auto", "fp8_e4m3", "turbo4")
 
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """A model and its engine.
-
-    Attributes:
-      model: a name of `models.SHAPES`.
-      pool_bytes: of the pages of all layers.
-      slots: sequences at a time.
-      page_size: tokens of a page.
-      max_length: of prompt and result.
-      step_tokens: of a step at most.
-    """
+    """A model and its engine."""
 
     model: str
     pool_bytes: int
@@ -51,27 +41,15 @@ class Setting:
     step_tokens: int
 
     def num_pages(self, kv_dtype: str) -> int:
-        """Pages of each layer's pool."""
-        config = models.SHAPES[self.model]
-        page = jax.eval_shape(
-            lambda: paged.init_cache(
-                1, self.page_size, config.num_kv_heads, config.head_dim, kv_dtype=kv_dtype
-            )
+        sizes = cases.Setting(
+            self.slots, self.max_length, pool_bytes=self.pool_bytes, page_size=self.page_size
         )
-        return self.pool_bytes // (config.num_layers * page.page_bytes)
+        return sizes.pages(models.SHAPES[self.model], kv_dtype)
 
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """Requests of random tokens and random lengths, the same for every kind of pages.
-
-    Attributes:
-      label: as in the rows' names.
-      setting: what they run through.
-      requests: how many.
-      prompt: tokens of a prompt, from and to.
-      new: tokens of a result, from and to.
-    """
+    """Requests of random tokens and random lengths, the same for every kind of pages."""
 
     label: str
     setting: Setting
@@ -79,103 +57,58 @@ class Group:
     prompt: tuple[int, int]
     new: tuple[int, int]
 
-    @property
-    def cases(self) -> tuple[str, ...]:
-        """Kinds of pages, what others are compared with first."""
-        return KV_DTYPES
+    cases = KV_DTYPES
 
     def name(self, kv_dtype: str) -> str:
         """``engine/llama-3-8b/short/turbo4``."""
-        return f"{OPERATION}/{self.setting.model}/{self.label}/{kv_dtype}"
+        return joined(OPERATION, self.setting.model, self.label, kv_dtype)
+
+    def describe(self, kv_dtype: str) -> Row:
+        return {
+            "operation": OPERATION,
+            "label": self.label,
+            "method": kv_dtype,
+            "kv_dtype": kv_dtype,
+            **dataclasses.asdict(self.setting),
+            "requests": self.requests,
+            "prompt": list(self.prompt),
+            "new": list(self.new),
+        }
 
     def make(self) -> list[Request]:
-        """The requests."""
         rng = np.random.default_rng(0)
         vocabulary = models.SHAPES[self.setting.model].vocab_size
-        sizes = [rng.integers(*bounds, self.requests, endpoint=True) for bounds in self._bounds]
+        sizes = [
+            rng.integers(*bounds, self.requests, endpoint=True)
+            for bounds in (self.prompt, self.new)
+        ]
         return [
             Request(rng.integers(vocabulary, size=prompt).tolist(), max_new_tokens=int(new))
             for prompt, new in zip(*sizes, strict=True)
         ]
 
-    @property
-    def _bounds(self) -> tuple[tuple[int, int], ...]:
-        return self.prompt, self.new
 
-
-def _groups() -> list[Group]:
-    """Short results first: a run may be stopped by the clock. All of them run one program."""
-    setting = Setting("llama-3-8b", 2**32, 64, 64, 3584, 2048)
-    prompt = (1500, 2500)
-    return [
-        Group("short", setting, 96, prompt, (128, 256)),
-        Group("long", setting, 48, prompt, (512, 1024)),
-    ]
-
-
-def _quick_groups() -> list[Group]:
-    """A tiny model, whose pool is so small that requests of bfloat16 must leave it."""
-    setting = Setting("tiny", 2**15, 4, 16, 128, 64)
-    return [Group("short", setting, 5, (20, 40), (40, 60))]
-
-
-def run(
-    rows: list[tuple[Group, str]],
-    ceilings: Ceilings,
-    on_row: Callable[[Row], None],
-    *,
-    repetitions: int | None = None,
-    deadline: float = float("inf"),
-) -> None:
-    """See `benchmarks.suite.Run`; everything runs once.
+def begin(rows: Rows, asked: Asked) -> Measure:
+    """See `suite.each`; everything runs once.
 
     Rows of one group share the time that is left, so that a slow one leaves some to the others: no
     step is begun after that, and what was reached is the row.
     """
-    del ceilings, repetitions
-    weights: dict[str, models.Decoder] = {}
-    for i, (group, kv_dtype) in enumerate(rows):
+    left = list(rows)
+    weights = Latest(lambda name: jax.block_until_ready(models.random_decoder(models.SHAPES[name])))
+
+    def measured(group: Group, kv_dtype: str) -> Row:
+        gc.collect()  # what the last row made
+        del left[: left.index((group, kv_dtype))]
         now = time.monotonic()
-        left = sum(other is group for other, _ in rows[i:])
-        until = now + (deadline - now) / left
-        one = functools.partial(_measure_with, weights, group, kv_dtype, until)
-        attempt(describe(group, kv_dtype), one, on_row, deadline)
-        gc.collect()
+        until = now + (asked.deadline - now) / sum(other is group for other, _ in left)
+        return measure(weights.of(group.setting.model), group, kv_dtype, until)
 
-
-def _measure_with(
-    made: dict[str, models.Decoder], group: Group, kv_dtype: str, deadline: float
-) -> Row:
-    return measure(_weights(made, group.setting.model), group, kv_dtype, deadline)
-
-
-def _weights(made: dict[str, models.Decoder], name: str) -> models.Decoder:
-    if name not in made:
-        made[name] = jax.block_until_ready(models.random_decoder(models.SHAPES[name]))
-    return made[name]
-
-
-def describe(group: Group, kv_dtype: str) -> Row:
-    """What is known of a row before it runs."""
-    return {
-        "name": group.name(kv_dtype),
-        "operation": OPERATION,
-        "label": group.label,
-        "method": kv_dtype,
-        "kv_dtype": kv_dtype,
-        **dataclasses.asdict(group.setting),
-        "requests": group.requests,
-        "prompt": list(group.prompt),
-        "new": list(group.new),
-    }
+    return measured
 
 
 def measure(model: models.Decoder, group: Group, kv_dtype: str, deadline: float) -> Row:
-    """All requests through a new engine, or as many steps as there is time for.
-
-    Raises:
-      ArithmeticError: if a result is not what was asked for.
-    """
+    """All requests through a new engine, or as many steps as there is time for."""
     setting = group.setting
     begun = time.perf_counter()
     engine = Engine(
@@ -210,7 +143,7 @@ def measure(model: models.Decoder, group: Group, kv_dtype: str, deadline: float)
     new, prompts = after.new_tokens - before.new_tokens, after.prompt_tokens - before.prompt_tokens
     first = [r.first_token_seconds for r in done.values() if r.first_token_seconds is not None]
     return {
-        **_status(len(done), group.requests),
+        **status_of(len(done), group.requests),
         "seconds": seconds,
         "compile_seconds": compiled,
         "finished": len(done),
@@ -227,15 +160,6 @@ def measure(model: models.Decoder, group: Group, kv_dtype: str, deadline: float)
         "token_bytes": after.token_bytes,
         "held_bytes": after.pool_bytes,
         "weight_bytes": model.nbytes,
-    }
-
-
-def _status(done: int, requests: int) -> Row:
-    if done == requests:
-        return {"status": "ok"}
-    return {
-        "status": STOPPED,
-        "reason": f"{done} of {requests} requests done: {tables.OUT_OF_TIME}",
     }
 
 
@@ -266,51 +190,41 @@ def _with_ratios(row: Row, by_name: dict[str, Row]) -> Row:
 # What the docs show -------------------------------------------------------------------------------
 
 
-def engine_table(result: Result) -> str:
-    """Requests through the engine, by workload and kind of pages."""
-    lines = []
-    for row in result["rows"]:
-        name = [_workload(row), DTYPE_NAMES[row["kv_dtype"]]]
-        if row["status"] not in ("ok", STOPPED):
-            lines.append([*name, tables.failure_cell(row), *[""] * 9])
-            continue
-        done = f" ({row['finished']} of {row['requests']})" if row["status"] == STOPPED else ""
-        lines.append(
-            [
-                *name,
-                f"{row['generated_per_second']:,.0f}",
-                *tables.ratios(row, ("auto",)),
-                f"{row['tokens_per_second']:,.0f}",
-                f"{row['seconds']:.1f}{done}",
-                f"{row['token_capacity']:,}",
-                f"{row['capacity_over_auto']:.2f}x" if "capacity_over_auto" in row else "-",
-                f"{row['most_tokens']:,}",
-                str(row["most_sequences"]),
-                str(row["preemptions"]),
-                f"{row['steps']:,}",
-            ]
-        )
-    header = ["requests", "pages", "new tokens per second", "over bf16", "with prompts", "seconds"]
-    header += ["pool holds, tokens", "over bf16", "most held", "sequences", "preemptions", "steps"]
-    return tables.table(header, lines)
-
-
 def _workload(row: Row) -> str:
     prompt, new = ("{:,} to {:,}".format(*row[name]) for name in ("prompt", "new"))
     return f"{row['requests']} x {prompt}, {new} new"
 
 
-def page_section(name: str, result: Result) -> str:
-    """The table of docs/benchmarks and where its figures come from."""
-    return f"{tables.picture(*PLOT)}{engine_table(result)}\n\n{tables.source(name, result)}"
+def _seconds(row: Row) -> str:
+    done = f" ({row['finished']} of {row['requests']})" if row["status"] == STOPPED else ""
+    return f"{row['seconds']:.1f}{done}"
+
+
+_NAMES = (("requests", _workload), ("pages", lambda row: DTYPE_NAMES[row["kv_dtype"]]))
+_COLUMNS = (
+    ("new tokens per second", tables.shown_as("generated_per_second", "{:,.0f}")),
+    *tables.over({"auto": "over bf16"}),
+    ("with prompts", tables.shown_as("tokens_per_second", "{:,.0f}")),
+    ("seconds", _seconds),
+    ("pool holds, tokens", tables.shown_as("token_capacity", "{:,}")),
+    ("over bf16", tables.shown_as("capacity_over_auto", "{:.2f}x")),
+    ("most held", tables.shown_as("most_tokens", "{:,}")),
+    ("sequences", tables.shown_as("most_sequences", "{}")),
+    ("preemptions", tables.shown_as("preemptions", "{}")),
+    ("steps", tables.shown_as("steps", "{:,}")),
+)
+
+
+def engine_table(result: Result) -> str:
+    return tables.rows_table(result["rows"], _NAMES, _COLUMNS, measured=("ok", STOPPED))
 
 
 PLOT = ("engine.png", "The engine with a pool of one size: new tokens per second and tokens held")
 
 
-def engine_bars(result: Result) -> dict[str, dict[str, tuple[float, str]]]:
+def engine_bars(result: Result) -> plots.Ratios:
     """Of each figure, by kind of pages: what it is relative to bfloat16, and in its own unit."""
-    groups: dict[str, dict[str, tuple[float, str]]] = {}
+    groups: plots.Ratios = {}
     for row in result["rows"]:
         if row["status"] == "ok" and "capacity_over_auto" in row:
             name = DTYPE_NAMES[row["kv_dtype"]]
@@ -324,36 +238,24 @@ def engine_bars(result: Result) -> dict[str, dict[str, tuple[float, str]]]:
 
 
 def plot(result: Result) -> "Figure":
-    """What the engine does with a pool of one size, relative to bfloat16 pages."""
     title = f"One pool size on {result['device']}; over the bars the figures"
     return plots.of_ratios(engine_bars(result), title, "times bf16 pages", width=8, bar=0.25)
 
 
-def one_line(row: Row) -> str:
-    """A row for a terminal."""
-    if row["status"] not in ("ok", STOPPED):
-        return tables.not_measured(row)
-    parts = [
-        f"{row['generated_per_second']:,.0f} new tokens/s",
-        f"{row['tokens_per_second']:,.0f} with prompts",
-        f"{row['seconds']:.1f} s (compiled in {row['compile_seconds']:.0f})",
-        f"pool holds {row['token_capacity']:,}, held {row['most_tokens']:,} "
-        f"of {row['most_sequences']}",
-        f"{row['preemptions']} preemptions",
-        *tables.ratio_parts(row),
-    ]
-    stopped = f" ({row['reason']})" if row["status"] == STOPPED else ""
-    return f"{row['name']}: {', '.join(parts)}{stopped}"
-
-
+# Of a tiny model the pool is so small that requests of bfloat16 must leave it.
+_SETTING = Setting("llama-3-8b", 2**32, 64, 64, 3584, 2048)
+_TINY = Setting("tiny", 2**15, 4, 16, 128, 64)
 SUITE = Suite(
     name="engine",
-    groups=_groups,
-    quick_groups=_quick_groups,
-    run=run,
+    # All of them run one program.
+    groups=lambda: [
+        Group("short", _SETTING, 96, (1500, 2500), (128, 256)),
+        Group("long", _SETTING, 48, (1500, 2500), (512, 1024)),
+    ],
+    quick_groups=lambda: [Group("short", _TINY, 5, (20, 40), (40, 60))],
+    run=each(begin),
     with_ratios=with_ratios,
-    one_line=one_line,
     formats=(),
-    tables={"engine": page_section},
+    tables={"engine": tables.section(engine_table, plot=PLOT)},
     plots={PLOT[0]: plot},
 )

@@ -5,17 +5,16 @@ cuDNN in bfloat16. The paper compares with FlashAttention in FP16 on an A100.
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping
-from types import ModuleType
 from typing import TYPE_CHECKING
 
 from benchmarks import plots, tables
 from benchmarks.shapes import Shape
 from benchmarks.suite import Suite, over_cudnn
-from benchmarks.suites.attention import decode, prefill
-from benchmarks.suites.attention import suite as attention
+from benchmarks.suites.attention import cases as attention
 from benchmarks.suites.attention.cases import Case
-from benchmarks.suites.attention.rows import DECODE_METHODS, is_cudnn, mode_of
+from benchmarks.suites.attention.decode import DECODE
+from benchmarks.suites.attention.prefill import PREFILL
+from benchmarks.suites.attention.tables import DECODE_METHODS, is_cudnn, mode_of
 from benchmarks.tables import Result, Row
 
 if TYPE_CHECKING:
@@ -37,17 +36,12 @@ PLOT = ("latency.png", "Attention with Phi-3 Medium's heads: speed over cuDNN by
 
 @dataclasses.dataclass(frozen=True)
 class Group(attention.Group):
-    """Rows of the attention suite that the figure shows.
-
-    Attributes:
-      implementations: of ours.
-    """
+    """Rows of the attention suite that the figure shows: cuDNN, these of ours and KIVI."""
 
     implementations: tuple[str, ...] = _OURS
 
     @property
     def cases(self) -> list[Case]:
-        """cuDNN, ours and KIVI."""
         return [case for case in super().cases if self._shows(case)]
 
     def _shows(self, case: Case) -> bool:
@@ -56,28 +50,10 @@ class Group(attention.Group):
         return case.implementation in self.implementations
 
 
-def _groups() -> list[Group]:
-    groups = [Group(decode, Shape(_MODEL, *place)) for place in _PLACES]
-    return groups + [
-        Group(prefill, Shape(_MODEL, *place, is_causal=True), "hopper-short") for place in _PLACES
-    ]
-
-
-def _quick_groups() -> list[Group]:
-    def quick(module: ModuleType, shape: Shape) -> Group:
-        return Group(module, shape, implementations=_TINY)
-
-    return [
-        quick(decode, Shape("tiny", 2, 192)),
-        quick(prefill, Shape("tiny", 1, 128, is_causal=True)),
-    ]
-
-
 # What the docs show -------------------------------------------------------------------------------
 
 
 def speeds(result: Result, operation: str) -> dict[str, dict[str, float]]:
-    """Speed over the fastest cuDNN, by shape and by what the columns are called."""
     found: dict[str, dict[str, float]] = {}
     rows = [row for row in tables.finished(result, operation) if not is_cudnn(row)]
     for row in rows:
@@ -140,7 +116,6 @@ def claims(result: Result) -> str:
 
 
 def section(name: str, result: Result) -> str:
-    """Both tables, the claims, and where the figures come from."""
     parts = [tables.picture(*PLOT).strip(), "Decoding, one token of each sequence:"]
     parts += [speed_table(result, "decode"), "Causal prompts, the fastest block of each mode:"]
     parts.append(speed_table(result, "prefill"))
@@ -163,15 +138,25 @@ def speed_plot(result: Result) -> "Figure":
     return plots.of_ratios(bars, title, "times as fast as cuDNN bf16", width=14)
 
 
-TABLES: Mapping[str, Callable[[str, Result], str]] = {"latency": section}
+_TINY_SHAPES = {
+    DECODE: Shape("tiny", 2, 192),
+    PREFILL: Shape("tiny", 1, 128, is_causal=True),
+}
 SUITE = Suite(
     name="latency",
-    groups=_groups,
-    quick_groups=_quick_groups,
+    groups=lambda: [
+        *(Group(DECODE, Shape(_MODEL, *place)) for place in _PLACES),
+        *(
+            Group(PREFILL, Shape(_MODEL, *place, is_causal=True), "hopper-short")
+            for place in _PLACES
+        ),
+    ],
+    quick_groups=lambda: [
+        Group(operation, shape, implementations=_TINY) for operation, shape in _TINY_SHAPES.items()
+    ],
     run=attention.run,
     with_ratios=over_cudnn,
-    one_line=tables.one_line,
     formats=("bf16", "int8", "fp8"),
-    tables=TABLES,
+    tables={"latency": section},
     plots={PLOT[0]: speed_plot},
 )

@@ -7,7 +7,6 @@ of latents is on the docs' page.
 """
 
 import functools
-from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -19,7 +18,6 @@ from benchmarks.measuring import calls
 from benchmarks.measuring.calls import Arrays, Call, Case, Group, compared_rows
 from benchmarks.measuring.work import Needs
 from benchmarks.suite import Suite, over_baselines
-from benchmarks.suites.fireq.tables import one_line
 from benchmarks.tables import Result
 from turbojax import paged
 from turbojax.attention.options import Options
@@ -114,7 +112,6 @@ def filled(x: Latents, s: Shape, kv_dtype: str) -> paged.LatentPages:
 
 
 def decoding(s: Shape, *, implementations: tuple[str, ...] = ("mosaic_gpu",)) -> Group:
-    """The rows of a shape."""
     cases = [Case(_BASELINE, None, _BASELINE, functools.partial(_plain, s))]
     for kv_dtype in LATENT_DTYPES:
         for name in implementations:
@@ -181,55 +178,33 @@ def _check(s: Shape, out: jax.Array, given: Any, rows: np.ndarray) -> tuple[jax.
 
 # What the docs show -------------------------------------------------------------------------------
 
+_NAMES = (
+    ("heads of", lambda row: f"{row['model']} ({row['heads']} heads)"),
+    ("tokens", lambda row: f"{row['batch']} x {row['length']:,}"),
+    (
+        "latents",
+        lambda row: _TITLES.get(row["method"], f"{row['method']}, {row['implementation']}"),
+    ),
+)
+_COLUMNS = (
+    *(tables.US, *tables.over({_BASELINE: "over bf16"})),
+    *(tables.GIGABYTES, tables.CEILING, tables.L1),
+)
+
 
 def table(result: Result) -> str:
-    """Every row that ran."""
-    lines = []
-    for row in tables.finished(result, OPERATION):
-        lines.append(
-            [
-                f"{row['model']} ({row['heads']} heads)",
-                f"{row['batch']} x {row['length']:,}",
-                _TITLES.get(row["method"], f"{row['method']}, {row['implementation']}"),
-                tables.number(row["us"]),
-                *tables.ratios(row, (_BASELINE,)),
-                tables.number(row["gigabytes_per_second"]),
-                tables.share_of_ceiling(row),
-                f"{row['relative_l1']:.4f}",
-            ]
-        )
-    header = ["heads of", "tokens", "latents", "us", "over bf16", "GB/s", "of ceiling"]
-    return tables.with_cut(tables.table([*header, "relative L1"], lines), result, OPERATION)
-
-
-def page_section(name: str, result: Result) -> str:
-    """The table and where its figures come from."""
-    text = tables.ceilings_sentence(result, {"copy": ", ", "bf16": ". "})
-    return f"{table(result)}\n\n{text}{tables.source(name, result)}"
-
-
-TABLES: Mapping[str, Callable[[str, Result], str]] = {"latent": page_section}
-"""What the docs show of the suite."""
-
-
-def _groups() -> list[Group]:
-    """What matters most first: a run may be stopped by the clock."""
-    sizes = [(model, *size) for size in _SIZES for model in _HEADS]
-    return [decoding(Shape(model, _HEADS[model], *size)) for model, *size in sizes]
-
-
-def _quick_groups() -> list[Group]:
-    """Tiny shapes: whether everything runs, and nothing about speed."""
-    return [decoding(TINY, implementations=("xla", "mosaic_gpu"))]
+    text = tables.rows_table(tables.finished(result, OPERATION), _NAMES, _COLUMNS)
+    return tables.with_cut(text, result, OPERATION)
 
 
 SUITE = Suite(
     name="latent",
-    groups=_groups,
-    quick_groups=_quick_groups,
+    groups=lambda: [
+        decoding(Shape(model, heads, *size)) for size in _SIZES for model, heads in _HEADS.items()
+    ],
+    quick_groups=lambda: [decoding(TINY, implementations=("xla", "mosaic_gpu"))],
     run=calls.run,
     with_ratios=over_baselines({OPERATION: (_BASELINE,)}),
-    one_line=one_line,
     formats=("bf16",),
-    tables=TABLES,
+    tables={"latent": tables.section(table, rates={"copy": ", ", "bf16": ". "})},
 )

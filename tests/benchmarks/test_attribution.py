@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks.attribution import rounding
+from benchmarks.attribution import attending as rounding
 from benchmarks.attribution.attending import Variant
 from benchmarks.attribution.rows import GROUPS, attribution_table, caches_table, recall_table
 from turbojax.quantizers import (

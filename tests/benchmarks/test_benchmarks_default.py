@@ -1,7 +1,8 @@
 """The suite `default`, a call without options beside cuDNN; the table of training."""
 
 import turbojax as tj
-from benchmarks.suites.attention import plots, prefill, suite
+from benchmarks.suite import describe
+from benchmarks.suites.attention import prefill, suite
 from benchmarks.suites.attention import tables as attention_tables
 from benchmarks.tables import Result
 
@@ -11,7 +12,7 @@ def result() -> Result:
     for group in suite.DEFAULT.groups():
         if group.shape.tokens in (1024, 4096):
             for case, us in zip(group.cases, (20.0, 16.0), strict=True):
-                row = suite.describe(group, case) | {"status": "ok", "us": us}
+                row = describe(group, case) | {"status": "ok", "us": us}
                 rows.append(row | {"relative_l1": 0.05})
     return {"device": "GPU", "jax": "0", "date": "2000-01-01", "rows": suite.over_cudnn(rows)}
 
@@ -34,7 +35,7 @@ def test_the_default_is_called_without_options():
 def test_table_and_plot_show_ratios():
     table = attention_tables.default_table(result())
     assert "| `llama3-8b/b4-s1024-causal` | 16 | 1.25x | 0.0500 |" in table
-    [axes] = plots.default_plot(result()).axes
+    [axes] = attention_tables.default_plot(result()).axes
     lines = [line for line in axes.get_lines() if len(line.get_xdata()) == 2 and line.get_marker()]
     shown = [line for line in lines if list(line.get_xdata()) == [1024, 4096]]
     assert len(shown) == len(suite.GRID_MODELS)

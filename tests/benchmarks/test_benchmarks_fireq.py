@@ -9,23 +9,20 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import __main__ as command
 from benchmarks import readme, report, tables, timing
 from benchmarks.measuring import calls
 from benchmarks.measuring.work import Needs
+from benchmarks.suite import describe
 from benchmarks.suites.fireq import cases as fireq_cases
-from benchmarks.suites.fireq import inputs as fireq_inputs
-from benchmarks.suites.fireq import mixed
 from benchmarks.suites.fireq import model as fireq_model
 from benchmarks.suites.fireq import suite as fireq
-from benchmarks.suites.fireq import tables as fireq_tables
-from tests.tools.docs_helpers import copied_docs, docs_text
+from tests.benchmarks.quick_runs import WITHOUT_HOPPER, quick_run
+from tests.tools.docs_helpers import docs_text
 from turbojax import models
 
 
 def test_rows_are_named_once_and_come_with_what_they_are_compared_with():
     names = [group.name(case) for group, case in fireq.FIREQ.rows()]
-    assert len(set(names)) == len(names)
     assert names[0] == "matmul/k4096-n14336/m16/bf16"
     assert "matmul/k4096-n11008/m1/int4-activations/mosaic_gpu" in names
     assert "matmul/k14336-n4096/m4096/int4/triton" in names
@@ -38,7 +35,7 @@ def test_rows_are_named_once_and_come_with_what_they_are_compared_with():
     for suite in (fireq.FIREQ, fireq.KV4, fireq.FIREQ_MODEL):
         for group in suite.groups():
             families = {case.family for case in group.cases}
-            assert families > set(fireq_tables.BASELINES[group.operation])
+            assert families > set(fireq.BASELINES[group.operation])
     models_ = fireq.FIREQ_MODEL.rows()
     assert [group.facts["prefill_batch_size"] for group, _ in models_[::2]] == [16, 8, 4]
 
@@ -101,10 +98,10 @@ def test_products_fit_the_tiles_of_the_kernel_of_int8():
     """Of two warpgroups, side by side along the weight's rows; it refuses others."""
     from jax.experimental.pallas.ops.gpu import hopper_mixed_type_matmul_mgpu as kernel
 
-    groups = [g for g in fireq.FIREQ.groups() if g.operation == fireq_tables.MATMUL]
+    groups = [g for g in fireq.FIREQ.groups() if g.operation == fireq.MATMUL]
     for facts in (group.facts for group in groups):
         tokens = max(16, facts["tokens"])
-        config = kernel.TuningConfig(**mixed._settings(kernel, tokens))
+        config = kernel.TuningConfig(**fireq_cases.mixed_settings(kernel, tokens))
         assert config.wg_dimension == kernel.MatmulDimension.M
         assert facts["outputs"] % (2 * config.tile_m) == 0
         assert facts["inputs"] % config.tile_k == tokens % config.tile_n == 0
@@ -114,50 +111,42 @@ def test_products_fit_the_tiles_of_the_kernel_of_int8():
 @pytest.mark.skipif(timing.on_gpu(), reason="about a machine without a GPU")
 def test_the_kernel_of_int8_is_refused_in_words():
     with pytest.raises(NotImplementedError, match="compute capability"):
-        mixed.product((128, 128, 16), calls.Arrays())
+        fireq_cases.mixed_product((128, 128, 16), calls.Arrays())
 
 
 def test_methods_have_the_same_weights():
     x, bf16, fp8 = (
         np.asarray(a, np.float64)
         for a in (
-            fireq_inputs.values(fireq_inputs.int4(40, 192)),
-            fireq_inputs.dense(40, 192),
-            fireq_inputs.dense_fp8(40, 192),
+            fireq_cases.values(fireq_cases.int4(40, 192)),
+            fireq_cases.dense(40, 192),
+            fireq_cases.dense_fp8(40, 192),
         )
     )
     assert np.abs(fp8 * 192**-0.5 - bf16).mean() < 0.04 * np.abs(bf16).mean()
     # Steps of 4 bits: a seventh of the largest of 128 numbers.
     assert np.abs(x - bf16).mean() < 0.15 * np.abs(bf16).mean()
-    gate, up = np.split(np.asarray(fireq_inputs.dense_gate_and_up(40, 192), np.float64), 2)
+    gate, up = np.split(np.asarray(fireq_cases.dense_gate_and_up(40, 192), np.float64), 2)
     np.testing.assert_array_equal(gate, bf16)
     assert np.abs(gate - up).mean() > np.abs(gate).mean()
-    gated = np.asarray(fireq_inputs.values(fireq_inputs.gate_and_up(40, 192)), np.float64)
+    gated = np.asarray(fireq_cases.values(fireq_cases.gate_and_up(40, 192)), np.float64)
     np.testing.assert_array_equal(gated[:40], x)
     assert np.abs(gated[40:] - up).mean() < 0.15 * np.abs(up).mean()
 
 
-def _run(folder, suite):
-    """A quick run on this device, without the rows of Hopper's kernels."""
-    out = folder / f"{suite}.json"
-    options = ["--quick", "--repetitions", "2", "--out", str(out)]
-    command.main(["run", "--suite", suite, "--filter", "^(?!.*mosaic)", *options])
-    return json.loads(out.read_text())
-
-
 @pytest.fixture(scope="module")
 def result(tmp_path_factory):
-    return _run(tmp_path_factory.mktemp("run"), "fireq")
+    return quick_run(tmp_path_factory.mktemp("run"), "fireq", WITHOUT_HOPPER)
 
 
 @pytest.fixture(scope="module")
 def decode_result(tmp_path_factory):
-    return _run(tmp_path_factory.mktemp("run"), "kv4")
+    return quick_run(tmp_path_factory.mktemp("run"), "kv4", WITHOUT_HOPPER)
 
 
 @pytest.fixture(scope="module")
 def model_result(tmp_path_factory):
-    return _run(tmp_path_factory.mktemp("run"), "fireq_model")
+    return quick_run(tmp_path_factory.mktemp("run"), "fireq_model")
 
 
 @pytest.mark.fuzz
@@ -265,52 +254,46 @@ def test_failures_are_rows(monkeypatch):
 
 
 @pytest.mark.fuzz
-def test_report_round_trip(result, decode_result, model_result, tmp_path, monkeypatch):
-    docs = copied_docs(tmp_path)
-    page = "benchmarks/int4.md"
-    monkeypatch.setattr(fireq_tables, "SUMMARY_PRODUCT", (192, 72))
+def test_sections_of_quick_runs(result, decode_result, model_result, monkeypatch):
+    monkeypatch.setattr(fireq, "SUMMARY_PRODUCT", (192, 72))
     result = copy.deepcopy(result)
     for row in result["rows"]:
-        if row["operation"] in (fireq_tables.MATMUL, fireq_tables.FFN) and row["status"] == "ok":
+        if row["operation"] in (fireq.MATMUL, fireq.FFN) and row["status"] == "ok":
             row["us"] = {"bf16": 60.0, "fp8": 30.0, "int4": 15.0}[row["family"]]
     result["rows"] = fireq.FIREQ.with_ratios(result["rows"])
-    (tmp_path / "fireq_2000-01-01.json").write_text(json.dumps(result))
-    # Neither another suite's result nor the ablation is this one's.
-    (tmp_path / "fireq_ablation_2001-01-01.json").write_text("{}")
-    (tmp_path / "kv4_2000-01-01.json").write_text(json.dumps(decode_result))
-    (tmp_path / "fireq_model_2001-01-02.json").write_text(json.dumps(model_result))
-    assert set(report.stale(tmp_path, docs)) == {page, "fireq_speed.png"}
-    report.write(tmp_path, docs)
-    assert report.stale(tmp_path, docs) == []
-    text = (docs / page).read_text(encoding="utf-8")
+    sections = {}
+    results = (fireq.FIREQ, result), (fireq.KV4, decode_result), (fireq.FIREQ_MODEL, model_result)
+    for suite, found in results:
+        sections |= {name: table("x.json", found) for name, table in suite.tables.items()}
+    fireq.speed_plot(result)
+    text = sections["fireq matmul"]
     assert "| 192 to 72, 5 tokens | INT4 | xla | 15 | 4.00x | 2.00x |" in text
-    assert "| tiny (64, 96), 3 tokens | INT4 | xla | 15 | 4.00x |" in text
-    assert "| RMSNorm and rounding, 3 x 64 | to e4m3 | xla |" in text
-    assert "| tiny, 2 x 192 | KV4 | xla |" in text
-    assert "| tiny, 2 x 24 | INT4, e4m3, KV4 | 2 |" in text
     assert "](fireq_speed.png)" in text
     if not timing.on_gpu():
         assert "| triton | not run: int4_matmul cannot run here: triton: needs" in text
-
-    ours = "15 (4.00x, 2.00x)"
+    assert "| tiny (64, 96), 3 tokens | INT4 | xla | 15 | 4.00x |" in sections["fireq feed-forward"]
+    assert "| RMSNorm and rounding, 3 x 64 | to e4m3 | xla |" in sections["fireq quantize"]
+    assert "| tiny, 2 x 192 | KV4 | xla |" in sections["fireq decode"]
+    assert "| tiny, 2 x 24 | INT4, e4m3, KV4 | 2 |" in sections["fireq model"]
+    ours, text = "15 (4.00x, 2.00x)", sections["fireq summary"]
     assert f"| 192 to 72, 5 tokens | 60 | 30 | - | {ours} | {ours} |" in text
     assert "| tiny (64, 96), 3 tokens | 60 | - | - | - | 15 (4.00x) |" in text
-    assert "(`benchmarks/results/fireq_2000-01-01.json`)" in text
+    assert "(`benchmarks/results/x.json`)" in text
 
 
 def test_tables_say_what_did_not_run():
     group, case = fireq.FIREQ.rows("int4/triton", quick=True)[0]
-    base = calls.describe(group, case)
+    base = describe(group, case)
     refused = {**base, "status": "not run", "reason": "a | b"}
     late = {**base, "status": "not run", "reason": tables.OUT_OF_TIME}
-    table = fireq_tables.operation_table({"rows": [refused, late]}, base["operation"])
+    table = fireq.operation_table({"rows": [refused, late]}, base["operation"])
     assert "| triton | not run: a \\| b |" in table
     assert table.endswith(f"1 of 2 rows were not run: {tables.OUT_OF_TIME}.")
     assert len({line.count(" | ") for line in table.splitlines()[:3]}) == 1
-    assert fireq_tables.one_line(refused) == f"{base['name']}: not run: a | b"
+    assert tables.one_line(refused) == f"{base['name']}: not run: a | b"
     group, case = fireq.FIREQ_MODEL.rows("", quick=True)[0]
-    failed = {**calls.describe(group, case), "status": "failed", "reason": "no memory"}
-    assert "| failed: no memory |" in fireq_tables.model_table({"rows": [failed]})
+    failed = {**describe(group, case), "status": "failed", "reason": "no memory"}
+    assert "| failed: no memory |" in fireq.model_table({"rows": [failed]})
 
 
 def test_prose_agrees_with_the_results():

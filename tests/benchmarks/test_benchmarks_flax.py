@@ -4,7 +4,6 @@ import concurrent.futures
 import dataclasses
 import functools
 import gc
-import json
 import mmap
 import time
 
@@ -14,17 +13,10 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from benchmarks import __main__ as command
-from benchmarks import tables, timing
+from benchmarks import loading_worker, tables, timing
 from benchmarks.measuring import steps
-from benchmarks.suites.families import suite as families
-from benchmarks.suites.families import tables as families_tables
-from benchmarks.suites.flax import suite as flax
-from benchmarks.suites.flax import tables as flax_tables
-from benchmarks.suites.loading import suite as loading
-from benchmarks.suites.loading import tables as loading_tables
-from benchmarks.suites.loading import weights as loading_weights
-from benchmarks.suites.loading import worker as loading_worker
+from benchmarks.suites import families, flax, loading
+from tests.benchmarks.quick_runs import quick_run
 from turbojax import models
 from turbojax.caches import init_layer_cache
 from turbojax.models.generation import session as generation
@@ -39,10 +31,6 @@ def _names(suite):
 
 
 def test_rows_are_named_once_and_come_with_what_they_are_compared_with():
-    for suite in SUITES.values():
-        names = _names(suite)
-        assert len(set(names)) == len(names)
-        assert suite.rows(quick=True)
     names = _names(families.SUITE)
     assert names[:2] == [f"model-decode/llama-3.1-8b/b16-s8192/{x}" for x in ("exact", "paged")]
     assert "model-decode/gemma-2-9b/b16-s8192/4bit" in names
@@ -54,10 +42,9 @@ def test_rows_are_named_once_and_come_with_what_they_are_compared_with():
     names = _names(loading.SUITE)
     assert names[1] == "loading/llama-3-8b/memory/load_decoder"
     assert names[-1] == "loading/llama-3-8b/disk/load_decoder"
-    assert set(families.CACHES) <= set(families_tables.CACHES)
+    assert set(families.Group.cases) == set(families.CACHES)
     methods = {method for _, method in flax.SUITE.rows()}
-    assert methods == set(flax_tables.METHODS) == {"nnx", *flax_tables._SHORT}
-    assert set(loading.METHODS) == set(loading_tables.METHODS)
+    assert methods == set(flax.METHODS) == {"nnx", *flax._SHORT}
     for suite in SUITES.values():
         assert suite.one_line({"status": "failed", "name": "x", "reason": "y"}) == "x: failed: y"
 
@@ -239,7 +226,9 @@ def test_wrong_logits_are_a_failed_row(monkeypatch):
 
     monkeypatch.setattr(families.Inputs, "caches", other)
     found = []
-    families.run(families.SUITE.rows("exact|fp8", quick=True), {}, found.append, repetitions=2)
+    families.SUITE.run(
+        families.SUITE.rows("exact|fp8", quick=True), {}, found.append, repetitions=2
+    )
     assert [row["status"] for row in found] == ["ok", "failed"]
     assert "the logits are wrong" in found[1]["reason"]
 
@@ -258,30 +247,20 @@ def test_no_row_is_begun_late(suite, monkeypatch):
 # Whole runs ---------------------------------------------------------------------------------------
 
 
-def _run(folder, suite, pattern=""):
-    out = folder / f"{suite}.json"
-    options = ["--quick", "--repetitions", "2", "--filter", pattern, "--out", str(out)]
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in SUITES[suite].environment.items():
-            patch.setenv(name, value)
-        command.main(["run", "--suite", suite, *options])
-    return json.loads(out.read_text())
-
-
 @pytest.fixture(scope="module")
 def flax_result(tmp_path_factory):
     pattern = "nnx|decode.*(exact|turbo4)|training.*(turbo-int8|pooled)"
-    return _run(tmp_path_factory.mktemp("run"), "flax", pattern)
+    return quick_run(tmp_path_factory.mktemp("run"), "flax", pattern)
 
 
 @pytest.fixture(scope="module")
 def families_result(tmp_path_factory):
-    return _run(tmp_path_factory.mktemp("run"), "families")
+    return quick_run(tmp_path_factory.mktemp("run"), "families")
 
 
 @pytest.fixture(scope="module")
 def loading_result(tmp_path_factory):
-    return _run(tmp_path_factory.mktemp("run"), "loading")
+    return quick_run(tmp_path_factory.mktemp("run"), "loading")
 
 
 @pytest.mark.fuzz
@@ -311,7 +290,7 @@ def test_a_quick_run_of_flax(flax_result):
 @pytest.mark.fuzz
 def test_a_quick_run_of_families(families_result):
     rows = {row["method"]: row for row in families_result["rows"]}
-    assert list(rows) == list(families.CACHES)
+    assert list(rows) == list(families.Group.cases)
     for row in rows.values():
         assert row["status"] == "ok", row
         assert row["tokens_per_second"] == pytest.approx(2 / (1e-6 * row["us"]))
@@ -346,9 +325,9 @@ def test_what_is_written_is_a_checkpoint(tmp_path):
     model = models.load_decoder(tmp_path)
     assert model.config == models.SHAPES["tiny"]
     assert model.dtype == jnp.bfloat16
-    numbers = loading_weights.weights().view(jnp.dtype(jnp.bfloat16)).astype(np.float32)
+    numbers = loading_worker.weights().view(jnp.dtype(jnp.bfloat16)).astype(np.float32)
     assert numbers.std() == pytest.approx(0.02, rel=0.02)
-    begin = loading_weights.begin_of("model.embed_tokens.weight")
+    begin = loading_worker.begin_of("model.embed_tokens.weight")
     want = numbers[(begin + np.arange(512 * 64)) % numbers.size].reshape(512, 64)
     np.testing.assert_array_equal(model.embedding.astype(jnp.float32), want)
     for method, load in (("load_decoder", models.load_decoder), ("naive", loading_worker._naive)):
@@ -376,6 +355,7 @@ def test_other_weights_are_noticed(tmp_path):
 def test_a_process_that_fails_is_a_failed_row(monkeypatch, tmp_path):
     def truncated(group, folder):
         (folder / "model.safetensors").write_bytes(b"short")
+        return folder
 
     monkeypatch.setattr(loading, "write", truncated)
     found = []
@@ -410,7 +390,7 @@ def test_host_memory():
 
 @pytest.mark.fuzz
 def test_a_quick_run_can_be_reported(flax_result, families_result, loading_result):
-    for operation in (flax_tables.DECODE, flax_tables.TRAINING):
-        assert "nnx.MultiHeadAttention" in flax_tables.page_section("x", flax_result, operation)
-    assert "| tiny, 2 x 192 |" in families_tables.families_summary("x", families_result)
-    assert "`load_decoder`" in loading_tables.loading_section("x", loading_result)
+    for name in ("flax decode", "flax training"):
+        assert "nnx.MultiHeadAttention" in flax.SUITE.tables[name]("x", flax_result)
+    assert "| tiny, 2 x 192 |" in families.families_summary("x", families_result)
+    assert "`load_decoder`" in loading.SUITE.tables["loading"]("x", loading_result)

@@ -5,10 +5,10 @@ import json
 
 import pytest
 
-from benchmarks import __main__ as command
 from benchmarks import readme
 from benchmarks.measuring import calls
 from benchmarks.suites import latent
+from tests.benchmarks.quick_runs import WITHOUT_HOPPER, quick_run
 from tests.tools.docs_helpers import docs_text
 
 LENGTHS = (
@@ -40,16 +40,13 @@ def test_what_is_counted():
 
 @pytest.mark.fuzz
 def test_a_quick_run_measures_and_compares(tmp_path):
-    out = tmp_path / "latent.json"
-    options = ["--quick", "--repetitions", "2", "--filter", "^(?!.*mosaic)"]
-    command.main(["run", "--suite", "latent", *options, "--out", str(out)])
-    result = json.loads(out.read_text())
+    result = quick_run(tmp_path, "latent", WITHOUT_HOPPER)
     rows = {row["name"]: row for row in result["rows"]}
     assert {row["status"] for row in rows.values()} == {"ok"}
     ours = rows["latent/tiny/b2-s100/turbo4/xla"]
     assert set(ours["speedup_over"]) == {"bf16"}
     assert ours["relative_l1"] < 0.02
-    text = latent.page_section("latent.json", result)
+    text = latent.SUITE.tables["latent"]("latent.json", result)
     assert "| tiny (4 heads) | 2 x 100 | turbo4, xla |" in text
 
 

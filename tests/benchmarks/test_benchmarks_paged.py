@@ -2,25 +2,23 @@
 
 import copy
 import dataclasses
-import json
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import __main__ as command
-from benchmarks import report, tables, timing
+from benchmarks import tables, timing
 from benchmarks.measuring import calls
 from benchmarks.measuring.calls import Arrays
 from benchmarks.shapes import Shape
+from benchmarks.suite import describe
 from benchmarks.suites import engine
 from benchmarks.suites.paged import cases as paged_cases
 from benchmarks.suites.paged import inputs as paged_inputs
 from benchmarks.suites.paged import suite as paged
-from benchmarks.suites.paged import tables as paged_tables
 from benchmarks.suites.paged.inputs import Problem
-from tests.tools.docs_helpers import copied_docs
+from tests.benchmarks.quick_runs import WITHOUT_HOPPER, quick_run
 from turbojax.models.engine import Request
 
 TINY = Shape("tiny", 2, 192)
@@ -29,7 +27,6 @@ TINY = Shape("tiny", 2, 192)
 def test_rows_are_named_once_and_come_with_what_they_are_compared_with():
     rows = paged.SUITE.rows()
     names = [group.name(case) for group, case in rows]
-    assert len(set(names)) == len(names)
     assert names[0] == "paged-decode/llama3-8b/b16-s32768/cudnn"
     for name in (
         "paged-decode/llama3-8b/b64-s4096/turbo4/mosaic_gpu",
@@ -45,13 +42,12 @@ def test_rows_are_named_once_and_come_with_what_they_are_compared_with():
         assert name in names
     for group, _ in rows:
         families = {case.family for case in group.cases}
-        assert families >= set(paged_tables.BASELINES[group.operation])
+        assert families >= set(paged.BASELINES[group.operation])
     # Groups of one operation are compiled together: those with the figures to reach come first.
     operations = [group.operation for group, _ in rows]
     assert operations == sorted(operations, key=list(dict.fromkeys(operations)).index)
     rows = paged.FORMATS.rows()
     names = [group.name(case) for group, case in rows]
-    assert len(set(names)) == len(names)
     assert "paged-decode/llama3-8b/b1-s1024/turbo_k3v2/mosaic_gpu" in names
     assert "paged-append/llama3-8b/b64-s4096/k8v4" in names
     for kind in ("int8", "int8_v4"):
@@ -114,17 +110,9 @@ def test_exact_is_softmax_of_what_is_seen():
         np.testing.assert_allclose(got[b, r, n], want, rtol=1e-4, atol=1e-6)
 
 
-def _run(folder, suite):
-    """A quick run on this device, without the rows of Hopper's kernels."""
-    out = folder / f"{suite}.json"
-    options = ["--quick", "--repetitions", "2", "--out", str(out)]
-    command.main(["run", "--suite", suite, "--filter", "^(?!.*mosaic)", *options])
-    return json.loads(out.read_text())
-
-
 @pytest.mark.fuzz
 def test_a_quick_run_of_formats(tmp_path):
-    rows = _run(tmp_path, "paged_formats")["rows"]
+    rows = quick_run(tmp_path, "paged_formats", WITHOUT_HOPPER)["rows"]
     assert {row["status"] for row in rows if row["family"] != "cudnn"} == {"ok"}
     errors = {row["name"]: row["relative_l2"] for row in rows if row["status"] == "ok"}
     kinds = ("auto", "fp8_e4m3", "int8", "k8v4", "int8_v4", "turbo_k4v2", "turbo_k3v2")
@@ -139,7 +127,7 @@ def test_a_quick_run_of_formats(tmp_path):
 @pytest.mark.fuzz
 def test_a_quick_run_measures_and_compares(tmp_path):
     """And can be reported."""
-    result = _run(tmp_path, "paged")
+    result = quick_run(tmp_path, "paged", WITHOUT_HOPPER)
     rows = {row["name"]: row for row in result["rows"]}
     assert set(result["ceilings"]) == {"copy", "bf16"}
     place = "paged-decode/tiny/b2-s192"
@@ -169,18 +157,18 @@ def test_a_quick_run_measures_and_compares(tmp_path):
     if not timing.on_gpu():
         assert "triton: needs" in rows[f"{place}/turbo4/triton"]["reason"]
         assert rows[f"{place}/cudnn"]["status"] == rows[f"{place}/jax"]["status"] == "not run"
-    for operation in (paged_tables.DECODE, paged_tables.PAGES, paged_tables.APPEND):
-        assert "| XLA |" in paged_tables.operation_table(result, operation) or (
-            "| xla |" in paged_tables.operation_table(result, operation)
+    for operation in (paged.DECODE, paged.PAGES, paged.APPEND):
+        assert "| XLA |" in paged.operation_table(result, operation) or (
+            "| xla |" in paged.operation_table(result, operation)
         )
 
 
 @pytest.mark.fuzz
 def test_a_quick_run_of_the_engine(tmp_path):
-    result = _run(tmp_path, "engine")
+    result = quick_run(tmp_path, "engine")
     rows = result["rows"]
     assert [row["kv_dtype"] for row in rows] == list(engine.KV_DTYPES)
-    [group] = engine._quick_groups()
+    [group] = engine.SUITE.quick_groups()
     requests = group.make()
     for row in rows:
         assert row["status"] == "ok", row
@@ -207,12 +195,12 @@ def test_a_quick_run_of_the_engine(tmp_path):
 
 
 def test_the_pool_of_the_engine_holds_what_it_must():
-    [setting] = {group.setting for group in engine._groups()}
+    [setting] = {group.setting for group in engine.SUITE.groups()}
     pages = {x: setting.num_pages(x) for x in engine.KV_DTYPES}
     assert pages["auto"] * 64 == 32768
     assert pages["fp8_e4m3"] == 2 * pages["auto"]
     assert pages["turbo4"] >= 3.7 * pages["auto"]
-    for group in engine._groups():
+    for group in engine.SUITE.groups():
         assert group.prompt[1] + group.new[1] <= setting.max_length
         requests = group.make()
         assert requests == group.make()
@@ -231,15 +219,14 @@ def test_an_engine_stops_in_time(monkeypatch):
         return {"status": "ok"}
 
     monkeypatch.setattr(engine, "measure", measure)
-    monkeypatch.setattr(engine, "_weights", lambda made, name: None)
     monkeypatch.setattr(engine.time, "monotonic", lambda: 10.0)
     rows = engine.SUITE.rows(quick=True)
     found = []
-    engine.run(rows, {}, found.append, deadline=40.0)
+    engine.SUITE.run(rows, {}, found.append, deadline=40.0)
     assert limits == [20.0, 25.0, 40.0]
-    engine.run(rows, {}, found.append, deadline=9.0)
+    engine.SUITE.run(rows, {}, found.append, deadline=9.0)
     assert {row.get("reason") for row in found[3:]} == {tables.OUT_OF_TIME}
-    stopped = engine._status(2, 5)
+    stopped = engine.status_of(2, 5)
     assert stopped["status"] == engine.STOPPED
     assert stopped["reason"].startswith("2 of 5 requests done")
 
@@ -269,7 +256,7 @@ def test_a_result_that_is_too_short_is_no_figure(monkeypatch):
 
     monkeypatch.setattr(engine, "Engine", Broken)
     monkeypatch.setattr(engine, "_warm_up", lambda engine: None)
-    [group] = engine._quick_groups()
+    [group] = engine.SUITE.quick_groups()
     with pytest.raises(ArithmeticError, match="request 0 ended: failed"):
         engine.measure(None, group, "auto", float("inf"))
 
@@ -287,10 +274,10 @@ def test_a_wrong_output_is_a_failed_row(monkeypatch, spoil):
         out = attend(query, cache, block_tables, lengths, **options)
         return out.at[1, 0, 2, 3].set(jnp.nan) if spoil == "nan" else out
 
-    group = paged_cases.decode(problem, (("turbo4", "xla"),), others=False)
+    group = paged_cases.decode(problem, (("turbo4", "xla"),))
     monkeypatch.setattr(paged_cases.paged, "attention", wrong, raising=False)
     found = []
-    calls.run([(group, case) for case in group.cases], {}, found.append, repetitions=2)
+    calls.run([(group, group.cases[-1])], {}, found.append, repetitions=2)
     assert [row["status"] for row in found] == ["failed"]
     assert ("not finite" if spoil == "nan" else "wrong") in found[0]["reason"]
 
@@ -340,7 +327,7 @@ def _made_up(suite):
 def _paged_result():
     rows = []
     for group, case in paged.SUITE.rows():
-        row = {**calls.describe(group, case), "status": "ok", "clock": "cupti"}
+        row = {**describe(group, case), "status": "ok", "clock": "cupti"}
         us = US.get(case.family, 500.0)
         row |= {"us": us * (2 if case.implementation == "triton" else 1), "bytes": 5e8}
         row |= {"gigabytes_per_second": 2000.0, "percent_of_ceiling": 66.6, "bound": "copy"}
@@ -357,29 +344,29 @@ def _engine_result():
     for group, kv_dtype in engine.SUITE.rows():
         rate = {"auto": 1000.0, "fp8_e4m3": 1500.0, "turbo4": 2000.0}[kv_dtype]
         capacity = group.setting.num_pages(kv_dtype) * 64
-        row = {**engine.describe(group, kv_dtype), "status": "ok", "seconds": 20.0}
+        row = {**describe(group, kv_dtype), "status": "ok", "seconds": 20.0}
         row |= {"generated_per_second": rate, "tokens_per_second": 9 * rate, "finished": 10}
         row |= {"token_capacity": capacity, "most_tokens": 30000, "most_sequences": 15}
         row |= {"preemptions": 7, "steps": 1234, "compile_seconds": 30.0}
         rows.append(row)
     rows[-1] |= {"status": "failed", "reason": "no | memory"}
-    rows[-2] |= engine._status(10, 48)
+    rows[-2] |= engine.status_of(10, 48)
     return {**_made_up(engine), "rows": engine.with_ratios(rows)}
 
 
 def test_tables_of_a_made_up_result():
     result = _paged_result()
-    table = paged_tables.operation_table(result, paged_tables.DECODE)
+    table = paged.operation_table(result, paged.DECODE)
     assert "| 16 x 32k | dense bf16 | cuDNN | 700 | 1.00x | 1.07x | 0.57x | 500.0 |" in table
     assert "| 16 x 32k | turbo4 | mosaic_gpu | 200 | 3.50x | 3.75x | 2.00x |" in table
     assert "| 16 x 2k to 32k | bf16 | triton | 1,500 | 0.47x | 0.50x | 0.27x |" in table
     assert "| bf16, jax's kernel | Pallas | failed: too \\| large |" in table
-    table = paged_tables.operation_table(result, paged_tables.PAGES)
+    table = paged.operation_table(result, paged.PAGES)
     assert "| 16 x 32k | turbo4, 16 tokens | mosaic_gpu | 500 | 1.00x |" in table
-    table = paged_tables.operation_table(result, paged_tables.APPEND)
+    table = paged.operation_table(result, paged.APPEND)
     assert "| 1 of 64 x 4k | turbo4 | default | 200 | 2.50x |" in table
     assert "| 4,096 of 4 x 32k | dense bf16, a slice | XLA | 500 | 1.00x |" in table
-    table = paged_tables.operation_table(result, paged_tables.CHUNK)
+    table = paged.operation_table(result, paged.CHUNK)
     assert "| 4 x 8k, 64 queries | bf16 | triton | 1,500 |" in table
     assert table.endswith(f"rows were not run: {tables.OUT_OF_TIME}.")
     engine_table = engine.engine_table(_engine_result())
@@ -390,33 +377,27 @@ def test_tables_of_a_made_up_result():
     assert "| failed: no \\| memory |" in engine_table
     for text in (table.rpartition("\n\n")[0], engine_table):
         assert len({line.replace("\\|", "").count("|") for line in text.splitlines()}) == 1
-    lines = [paged_tables.one_line(row) for row in result["rows"]]
-    lines += [engine.one_line(row) for row in _engine_result()["rows"]]
+    lines = [tables.one_line(row) for row in result["rows"]]
+    lines += [tables.one_line(row) for row in _engine_result()["rows"]]
     assert any("3.50x cudnn" in line for line in lines)
     assert any("pool holds 127,040" in line for line in lines)
 
 
-@pytest.mark.fuzz
-def test_report_round_trip(tmp_path):
-    docs, page = copied_docs(tmp_path), "benchmarks/paged.md"
-    # Without results nothing is asked of the pages.
-    assert report.stale(tmp_path, docs) == []
-    for name, made in (("paged", _paged_result()), ("engine", _engine_result())):
-        (tmp_path / f"{name}_2000-01-01.json").write_text(json.dumps(made))
-    assert set(report.stale(tmp_path, docs)) == {page, "paged_speed.png", "engine.png"}
-    report.write(tmp_path, docs)
-    assert report.stale(tmp_path, docs) == []
-    text = (docs / page).read_text(encoding="utf-8")
-    for picture in ("paged_speed.png", "engine.png"):
-        assert f"]({picture})" in text
-    assert "Reading and writing 1 GiB: 3,000 GB/s. A product" in text
-    assert "| 64 x 4k | 700 | 750 (0.93x) | 400 (1.75x) | 200 (3.50x) |" in text
+def test_sections_of_a_made_up_result():
+    sections = {
+        name: table("x.json", _paged_result()) for name, table in paged.SUITE.tables.items()
+    }
+    assert "](paged_speed.png)" in sections["paged decode"]
+    assert "Reading and writing 1 GiB: 3,000 GB/s. A product" in sections["paged append"]
+    line = "| 64 x 4k | 700 | 750 (0.93x) | 400 (1.75x) | 200 (3.50x) |"
+    assert line in sections["paged summary"]
+    assert "](engine.png)" in engine.SUITE.tables["engine"]("x.json", _engine_result())
 
 
 def test_bars_of_a_result_that_is_not_complete():
     """A run without cuDNN, or cut by the clock, can be drawn."""
     result = _paged_result()
-    bars = paged_tables.speed_bars(result)
+    bars = paged.speed_bars(result)
     assert bars["16 x 32k"] == {
         "bf16": 700 / 750,
         "fp8, e4m3": 1.75,
@@ -429,8 +410,8 @@ def test_bars_of_a_result_that_is_not_complete():
     without["rows"] = [row for row in without["rows"] if row["family"] != "cudnn"]
     for row in without["rows"]:
         row.get("speedup_over", {}).pop("cudnn", None)
-    assert paged_tables.speed_bars(without) == {}
-    paged_tables.speed_plot(without)
+    assert paged.speed_bars(without) == {}
+    paged.speed_plot(without)
     made = _engine_result()
     bars = engine.engine_bars(made)
     assert bars["new tokens per second,\n128 to 256 a request"]["turbo4"] == (2.0, "2,000")

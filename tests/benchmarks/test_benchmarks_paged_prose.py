@@ -3,7 +3,7 @@
 import json
 
 from benchmarks import readme, report
-from benchmarks.suites.paged import tables as paged_tables
+from benchmarks.suites.paged import suite as paged
 from tests.tools.docs_helpers import docs_text
 
 
@@ -24,7 +24,7 @@ def test_formats_differ_as_the_docs_say():
         assert us[f"{largest}/{kv_dtype}/mosaic_gpu"] < us[f"{largest}/k8v4/triton"]
     share = us[f"{largest}/turbo_k4v2/triton"] / us[f"{largest}/turbo4/triton"]
     assert 0.85 < share < 0.95  # "A tenth of the time."
-    made = paged_tables.formats_section("paged_formats_2026-01-01.json", result)
+    made = paged.FORMATS.tables["paged formats"]("paged_formats_2026-01-01.json", result)
     append = us["paged-append/llama3-8b/b64-s4096/k8v4"]
     assert f"| 16 x 32k | k8v4 | triton | {us[f'{largest}/k8v4/triton']:.0f} |" in made
     assert f"| 1 of 64 x 4k | k8v4 | default | {append:.2f} |" in made

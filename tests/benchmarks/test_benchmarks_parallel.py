@@ -1,12 +1,12 @@
-"""The suite of several devices: its rows, ratios and tables."""
+"""The suite of several devices: its rows, ratios and parallel."""
 
 from pathlib import Path
 
 import pytest
 
 from benchmarks import stored
+from benchmarks.suite import Asked
 from benchmarks.suites.parallel import suite as parallel
-from benchmarks.suites.parallel import tables
 
 RESULT = {
     "device": "one GPU",
@@ -23,20 +23,20 @@ RESULT = {
 
 
 def test_ratios_and_what_was_asked():
-    one, two, failed, bare = tables.with_ratios(RESULT["rows"])
+    one, two, failed, bare = parallel.with_ratios(RESULT["rows"])
     assert "speedup" not in one
     assert (two["speedup"], two["reached"]) == (1.25, False)
     assert "speedup" not in failed | bare
-    table = tables.parallel_table({**RESULT, "rows": [one, two, failed, bare]})
+    table = parallel.parallel_table({**RESULT, "rows": [one, two, failed, bare]})
     assert "| a | b | 2 | 8.0 us | 10.0 us | 1.25x | 1.5x (missed) | none |" in table
     assert "failed: no" in table
-    assert "all-gather | 4,096 | 5.0 us | 1.5 |" in tables.collectives_table(RESULT)
+    assert "all-gather | 4,096 | 5.0 us | 1.5 |" in parallel.collectives_table(RESULT)
 
 
 def test_more_devices_than_there_are_is_refused():
     group = parallel.SUITE.rows()[0][0]
     with pytest.raises(NotImplementedError, match="4096 devices are asked for"):
-        parallel.measure(group, 4096)
+        parallel.begin([], Asked({}, None, 0.0))(group, 4096)
 
 
 def test_the_committed_result_has_every_row_that_was_asked_for():

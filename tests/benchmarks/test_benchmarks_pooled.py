@@ -13,11 +13,9 @@ import pytest
 import turbojax as tj
 from benchmarks import __main__ as command
 from benchmarks import pooled_training, readme, report, suite, tables, timing
-from benchmarks.measuring.compiling import compile_side_by_side
+from benchmarks.measuring.steps import compile_side_by_side
 from benchmarks.shapes import Shape
-from benchmarks.suites.pooled import inputs as pooled_inputs
 from benchmarks.suites.pooled import suite as pooled
-from benchmarks.suites.pooled import tables as pooled_tables
 from tests.tools.docs_helpers import copied_docs, docs_text
 
 
@@ -25,7 +23,7 @@ from tests.tools.docs_helpers import copied_docs, docs_text
 @pytest.mark.parametrize("density", [0.15625, 0.05])
 def test_mixtures_have_the_density_asked_for(density, is_causal):
     shape = Shape("llama3-8b", 1, 16384, is_causal)
-    levels = np.asarray(pooled_inputs.random_levels(shape, density))
+    levels = np.asarray(pooled.random_levels(shape, density))
     assert levels.shape == (1, 32, 128, 128)
     visible = np.tril(np.ones((128, 128), bool)) if is_causal else np.ones((128, 128), bool)
     assert not levels[..., ~visible].any()
@@ -33,7 +31,7 @@ def test_mixtures_have_the_density_asked_for(density, is_causal):
     # What cannot be expressed is carried to the next row: half a block of each level remains.
     bound = 0.5 * (1 + 1 / 2 + 1 / 4 + 1 / 8) / visible.sum()
     assert abs(weight.sum() / (32 * visible.sum()) - density) <= bound
-    for r, share in zip((1, 2, 4, 8), pooled_inputs.MIXTURE, strict=True):
+    for r, share in zip((1, 2, 4, 8), pooled.MIXTURE, strict=True):
         wanted = share * density / 0.15625 * visible.sum()
         assert abs((levels == r).sum() / 32 - wanted) <= 0.5
     if is_causal:
@@ -43,14 +41,14 @@ def test_mixtures_have_the_density_asked_for(density, is_causal):
 
 def test_a_sink_is_the_first_block_of_every_row():
     shape = Shape("mha-16", 1, 4096, is_causal=True)
-    levels = np.asarray(pooled_inputs.random_levels(shape, 0.15625, sink=True))
+    levels = np.asarray(pooled.random_levels(shape, 0.15625, sink=True))
     assert np.all(levels[:, :, :, 0] == 1)
-    assert not np.all(np.asarray(pooled_inputs.random_levels(shape, 0.15625))[:, :, :, 0] == 1)
+    assert not np.all(np.asarray(pooled.random_levels(shape, 0.15625))[:, :, :, 0] == 1)
 
 
 @pytest.mark.slow
 def test_neighbours_are_alike_and_queries_look_for_their_topic():
-    query, key, value, d_out = pooled_inputs.sample(Shape("tiny", 1, 4096))
+    query, key, value, d_out = pooled.sample(Shape("tiny", 1, 4096))
     assert query.shape == d_out.shape == (1, 4096, 4, 64)
     assert key.shape == value.shape == (1, 4096, 2, 64)
     assert {x.dtype for x in (query, key, value, d_out)} == {jnp.dtype(jnp.bfloat16)}
@@ -66,7 +64,6 @@ def test_neighbours_are_alike_and_queries_look_for_their_topic():
 def test_rows_need_few_compiled_functions():
     rows = pooled.SUITE.rows()
     names = [group.name(case) for group, case in rows]
-    assert len(set(names)) == len(names)
     assert names[0] == "pooled/mha-16/b1-s16384/cudnn"
     assert "pooled-gradient/mha-16/b1-s32768-causal/top-k/mosaic_gpu" in names
     assert not any("triton" in name and "s32768" in name for name in names)
@@ -143,11 +140,11 @@ def test_a_wrong_output_is_a_failed_row(monkeypatch):
 
     monkeypatch.setattr(pooled, "compile_jobs", broken)
     found = []
-    pooled.run(rows, {"bf16": None}, found.append, repetitions=2)
+    pooled.SUITE.run(rows, {"bf16": None}, found.append, repetitions=2)
     assert [row["status"] for row in found] == ["ok", "failed"]
     assert "not finite" in found[1]["reason"]
     late = []
-    pooled.run(rows, {}, late.append, deadline=-1.0)
+    pooled.SUITE.run(rows, {}, late.append, deadline=-1.0)
     assert {row["reason"] for row in late} == {tables.OUT_OF_TIME}
 
 
@@ -226,7 +223,7 @@ def test_report_round_trip(result, tmp_path, monkeypatch):
     assert report.newest(tmp_path, ("pooled",)) is None
     docs, page = copied_docs(tmp_path), "benchmarks/pooled.md"
     assert report.stale(tmp_path, docs) == []
-    monkeypatch.setattr(pooled_tables, "SUMMARY_MODEL", "tiny")
+    monkeypatch.setattr(pooled, "SUMMARY_MODEL", "tiny")
     training = finetune.compare(_log("dense", 8.0), _log("pooled", 5.0), width=2)
     (tmp_path / "pooled_training_2000-01-02.json").write_text(json.dumps(training))
     # It is no result of the suite.
@@ -257,14 +254,14 @@ def test_report_round_trip(result, tmp_path, monkeypatch):
 
 
 def test_tables_say_what_did_not_run():
-    base = pooled.describe(*pooled.SUITE.rows("", quick=True)[-1])
+    base = suite.describe(*pooled.SUITE.rows("", quick=True)[-1])
     refused = {**base, "status": "not run", "reason": "a | b"}
     late = {**base, "status": "not run", "reason": tables.OUT_OF_TIME}
-    table = pooled_tables.attention_table({"rows": [refused, late]}, base["operation"])
+    table = pooled.attention_table({"rows": [refused, late]}, base["operation"])
     assert "| triton | not run: a \\| b |" in table
     assert table.endswith(f"1 of 2 rows were not run: {tables.OUT_OF_TIME}.")
-    assert pooled_tables.one_line(refused) == f"{base['name']}: not run: a | b"
-    assert "| shape | policy |" in pooled_tables.selection_table({"rows": [refused]})
+    assert tables.one_line(refused) == f"{base['name']}: not run: a | b"
+    assert "| shape | policy |" in pooled.selection_table({"rows": [refused]})
 
 
 def test_prose_agrees_with_the_results():

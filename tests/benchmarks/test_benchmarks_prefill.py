@@ -8,16 +8,16 @@ import pytest
 from benchmarks import readme, report
 from benchmarks.measuring import work
 from benchmarks.shapes import Shape
-from benchmarks.suites.attention import cudnn_fp8, prefill
-from benchmarks.suites.attention.rows import alone
+from benchmarks.suites.attention import prefill
+from benchmarks.suites.attention.tables import alone
 from tests.tools.docs_helpers import docs_text
 
 
 def test_the_peer_in_e4m3_gets_as_many_heads_and_loses_only_bits():
     x = jnp.asarray(np.random.default_rng(0).normal(size=(1, 8, 2, 16)), jnp.bfloat16)
-    codes = cudnn_fp8.quantized(x, group=3)
+    codes = prefill.quantized(x, group=3)
     assert (codes.dtype, codes.shape) == (jnp.float8_e4m3fn, (1, 8, 6, 16))
-    back = cudnn_fp8.dequantized(codes)[:, :, ::3].astype(jnp.float32)
+    back = prefill.dequantized(codes)[:, :, ::3].astype(jnp.float32)
     np.testing.assert_allclose(back, x.astype(jnp.float32), rtol=2**-4 + 2**-8, atol=2**-9 / 64)
 
 

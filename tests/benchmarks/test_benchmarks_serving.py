@@ -9,12 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import __main__ as command
-from benchmarks import report, tables
-from benchmarks.suites.serving import bare, cases, client, engines, suite
-from benchmarks.suites.serving import tables as serving_tables
+from benchmarks import tables
+from benchmarks.suite import describe
+from benchmarks.suites.serving import cases, client, engines, suite
 from benchmarks.suites.serving.cases import LOOP, Case, Group, Setting
-from tests.tools.docs_helpers import copied_docs
+from tests.benchmarks.quick_runs import quick_run
 from turbojax import models
 from turbojax.models.engine import Finished, Result
 
@@ -128,17 +127,17 @@ class TestModels:
     def test_by_hand_tokens_are_those_of_a_session(self):
         group = dataclasses.replace(QUICK["batch"], prompts_at_a_time=2)
         model = models.random_decoder(group.config, dtype=jnp.float32)
-        pools = bare._pools(model, group, Case("bare", 1, kv_dtype="auto"))
-        tables_of_all = jnp.asarray(bare._tables(group, 16))
+        pools = engines._bare_pools(model, group, Case("bare", 1, kv_dtype="auto"))
+        tables_of_all = jnp.asarray(engines._block_tables(group, 16))
         prompts = jnp.asarray(group.prompts())
         found = []
         for first in (0, 2):
             part = slice(first, first + 2)
-            pools, token = bare.run_prompts(model, pools, prompts[part], tables_of_all[part])
+            pools, token = engines.run_prompts(model, pools, prompts[part], tables_of_all[part])
             found.append(token)
         tokens, lengths = [jnp.concatenate(found)], jnp.full(4, group.prompt, jnp.int32)
         for _ in range(group.new - 1):
-            pools, token, lengths = bare.decode(model, pools, tokens[-1], lengths, tables_of_all)
+            pools, token, lengths = engines.decode(model, pools, tokens[-1], lengths, tables_of_all)
             tokens.append(token)
         assert [int(pool.lost) for pool in pools] == [0] * group.config.num_layers
         wanted = models.generate(model, prompts, max_new_tokens=group.new)
@@ -237,7 +236,7 @@ class TestMeasuring:
         group = QUICK["many"]
         row = _measure(FakeEngine(12), group, deadline=time.monotonic() - 1)
         assert row == {"status": "not run", "reason": tables.OUT_OF_TIME}
-        assert engines._status(2, 4)["status"] == serving_tables.STOPPED
+        assert engines.status_of(2, 4)["status"] == cases.STOPPED
 
     @pytest.mark.fuzz
     def test_weights_and_engines_are_kept_for_the_next_row(self, monkeypatch):
@@ -278,7 +277,7 @@ class TestMeasuring:
         monkeypatch.setattr(engines.Stock, "drop", lambda self: dropped.append(1))
         monkeypatch.setattr(suite, "measure", broken)
         rows = suite.SUITE.rows("many|one/engine", quick=True)
-        suite.run(rows, {}, found.append)
+        suite.SUITE.run(rows, {}, found.append)
         assert [row["status"] for row in found] == ["failed"] * 2
         assert len(dropped) == 2
 
@@ -348,7 +347,7 @@ def _result():
     for group, case in suite.SUITE.rows():
         rate = rates.get(f"{group.label}/{case.name}", 100.0)
         seconds = group.requests * group.new / rate
-        row = {**suite.describe(group, case), "status": "ok", "seconds": seconds}
+        row = {**describe(group, case), "status": "ok", "seconds": seconds}
         row |= {"generated_per_second": rate, "tokens_per_second": 5 * rate, "steps": 1234}
         row |= {"token_ms": 11.0 if case.name == "engine" else 10.0, "pool_bytes": 2**33}
         row |= {"compile_seconds": 30.0, "all_seconds": 50.0, "finished": group.requests}
@@ -364,10 +363,10 @@ def _result():
         rows.append(row)
     by_name = {f"{row['label']}/{row['method']}": row for row in rows}
     by_name["http/http"] |= {"status": "failed", "reason": "no | server"}
-    by_name["no-loops/none"] |= engines._status(10, 32) | {"finished": 10}
+    by_name["no-loops/none"] |= engines.status_of(10, 32) | {"finished": 10}
     made = {"device": "NVIDIA H200", "jax": "0.11.2", "date": "2000-01-01", "quick": False}
     made |= {"turbojax": "0", "platform": "p", "suite": "serving", "ceilings": {}}
-    return {**made, "rows": serving_tables.with_ratios(rows)}
+    return {**made, "rows": suite.with_ratios(rows)}
 
 
 class TestTables:
@@ -384,11 +383,11 @@ class TestTables:
         # What is not complete is compared with nothing, and nothing with it.
         assert "times_without" not in rows["no-loops/ngram"]
         assert "reached" not in rows["no-loops/none"]
-        again = serving_tables.with_ratios(_result()["rows"])
+        again = suite.with_ratios(_result()["rows"])
         assert again == _result()["rows"]
 
     def test_the_table(self):
-        table = serving_tables.serving_table(_result())
+        table = suite.serving_table(_result())
         assert len({line.replace("\\|", "").count("|") for line in table.splitlines()}) == 1
         assert "| 256 x 1,024 + 256 | bf16 | turbo4 | engine | 8,000 | 40,000 |" in table
         assert "8,000 new tokens per second (asked: at least 9,000: missed)" in table
@@ -401,7 +400,7 @@ class TestTables:
         assert "128 x 1,024 + 256, 64 at a time" in table
 
     def test_lines_for_a_terminal(self):
-        lines = [serving_tables.one_line(row) for row in _result()["rows"]]
+        lines = [suite.one_line(row) for row in _result()["rows"]]
         [line] = [line for line in lines if line.startswith("serving/llama-3-8b/batch/engine")]
         assert "all of it 50, expected 50" in line
         assert "host 4.00 ms/step, idle 0.250" in line
@@ -409,29 +408,16 @@ class TestTables:
 
     def test_a_plot_of_any_result(self):
         result = _result()
-        bars = serving_tables.bars(result)
+        bars = suite.bars(result)
         assert bars["pages: 104 x 8,192 + 1,024"].keys() == {"engine", "engine, bf16 pages"}
-        serving_tables.plot(result)
-        serving_tables.plot({**result, "rows": []})
-
-    def test_report_round_trip(self, tmp_path):
-        docs, page = copied_docs(tmp_path), "benchmarks/serving.md"
-        region = "<!-- serving table -->\n<!-- end of serving table -->\n"
-        text = (docs / page).read_text(encoding="utf-8")
-        if region.splitlines()[0] not in text:  # it comes with the first result
-            (docs / page).write_text(f"{text}\n{region}", encoding="utf-8")
-        (tmp_path / "serving_2000-01-01.json").write_text(json.dumps(_result()))
-        assert set(report.stale(tmp_path, docs)) == {page, "serving.png"}
-        report.write(tmp_path, docs)
-        assert report.stale(tmp_path, docs) == []
-        assert "](serving.png)" in (docs / page).read_text(encoding="utf-8")
+        suite.plot(result)
+        suite.plot({**result, "rows": []})
+        assert "](serving.png)" in suite.SUITE.tables["serving"]("x.json", result)
 
 
 @pytest.mark.fuzz
 def test_a_quick_run(tmp_path):
-    out = tmp_path / "serving.json"
-    command.main(["run", "--suite", "serving", "--quick", "--out", str(out)])
-    rows = json.loads(out.read_text())["rows"]
+    rows = quick_run(tmp_path, "serving")["rows"]
     assert len(rows) == len(suite.SUITE.rows(quick=True))
     for row in rows:
         assert row["status"] == "ok", row

@@ -9,8 +9,7 @@ from benchmarks import catalogue, tables
 from benchmarks.shapes import Shape
 from benchmarks.suite import Latest, attempt, over_baselines, over_cudnn
 from benchmarks.suites.attention import cases as attention_cases
-from benchmarks.suites.attention import compress
-from benchmarks.suites.attention import suite as attention
+from benchmarks.suites.attention.decode import COMPRESS
 
 TINY = Shape("tiny", 2, 192)
 
@@ -50,18 +49,18 @@ def test_a_row_that_fails_is_recorded_and_the_run_goes_on():
     def no_memory(_):
         raise RuntimeError("RESOURCE_EXHAUSTED: out of memory\nand a long trace")
 
-    group = attention.Group(compress, TINY)
+    group = attention_cases.Group(COMPRESS, TINY)
     cases = [
         attention_cases.Case("broken", None, no_memory),
-        attention_cases.Case("turbo-4bit", "mosaic_gpu", compress.cases(TINY, "short")[0].build),
+        attention_cases.Case("turbo-4bit", "mosaic_gpu", COMPRESS.cases(TINY, "short")[0].build),
     ]
     rows = []
-    attention.run([(group, case) for case in cases], {"copy": None}, rows.append)
+    attention_cases.run([(group, case) for case in cases], {"copy": None}, rows.append)
     assert [row["status"] for row in rows] == ["failed", "not run"]
     assert rows[0]["reason"] == "RuntimeError: RESOURCE_EXHAUSTED: out of memory"
     assert rows[1]["reason"]
     late = []
-    attention.run([(group, cases[0])], {}, late.append, deadline=-1.0)
+    attention_cases.run([(group, cases[0])], {}, late.append, deadline=-1.0)
     assert (late[0]["status"], "time" in late[0]["reason"]) == ("not run", True)
 
 

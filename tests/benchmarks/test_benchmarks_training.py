@@ -11,26 +11,27 @@ import turbojax as tj
 from benchmarks import readme, report
 from benchmarks.measuring import work
 from benchmarks.shapes import Shape
-from benchmarks.suites.attention import suite, training
+from benchmarks.suites.attention import prefill, suite
+from benchmarks.suites.attention.prefill import PREFILL, TRAINING
 from tests.tools.docs_helpers import docs_text
 
 TINY = Shape("tiny", 1, 128, is_causal=True, window=40)
 
 
 def test_rows_are_compared_with_cudnn_first():
-    names = [case.method for case in training.cases(TINY, "hopper")]
+    names = [case.method for case in prefill.training_cases(TINY, "hopper")]
     assert names[0] == "cudnn"
     assert names[1:3] == [f"turbo-fp8-exact-gradient-{x}" for x in ("float", "8bit")]
-    assert len(training.cases(TINY, "hopper-short")) < len(names) == len(set(names))
+    assert len(prefill.training_cases(TINY, "hopper-short")) < len(names) == len(set(names))
 
 
 def test_the_suite_trains_what_it_attends_to():
-    shapes = {module: set() for module in (training, suite.prefill)}
+    shapes = {operation: set() for operation in (TRAINING, PREFILL)}
     for group in suite.HOPPER.groups():
-        if group.module in shapes:
-            shapes[group.module].add(group.shape)
-    narrower = {shape for shape in shapes[training] if shape.heads.dim < 256}
-    assert narrower <= shapes[suite.prefill]
+        if group.operation in shapes:
+            shapes[group.operation].add(group.shape)
+    narrower = {shape for shape in shapes[TRAINING] if shape.heads.dim < 256}
+    assert narrower <= shapes[PREFILL]
 
 
 @pytest.mark.parametrize("gradient", ["float", "8bit"])
@@ -45,7 +46,7 @@ def test_work_is_seven_products(gradient):
 @pytest.mark.fuzz
 def test_errors_are_those_of_the_querys_gradient():
     """Of exact attention in bfloat16 what rounding leaves; of a wrong gradient far more."""
-    inputs = training.Inputs(TINY)
+    inputs = prefill.TrainingInputs(TINY)
     call = functools.partial(
         tj.turbo_attention,
         config=tj.TurboConfig(mode="float", softmax="exact"),
@@ -53,7 +54,7 @@ def test_errors_are_those_of_the_querys_gradient():
         local_window_size=TINY.local_window,
         implementation="xla",
     )
-    measured = training._call(inputs, call, "float", "float")
+    measured = prefill._both(inputs, call, "float", "float")
     out = jax.jit(measured.function)(*measured.arguments)
     assert [x.shape for x in out[1:]] == [x.shape for x in measured.arguments[:3]]
     assert measured.error(out)["relative_l1"] < 0.01

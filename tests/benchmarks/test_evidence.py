@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks import readme, report
 from benchmarks.evidence import __main__ as command
-from benchmarks.evidence import attends, caches, channels, pooling, softmaxes, whole, writing
+from benchmarks.evidence import attends, caches, pooling, rows, softmaxes, whole, writing
 from benchmarks.evidence.catalogue import BY_WEIGHT, SHOWN, SMOLLM2, TABLES, specs_of
 from benchmarks.evidence.choices import Choices
 from benchmarks.evidence.measuring import measure
@@ -132,7 +132,7 @@ def _grouped_error(x: np.ndarray, bits: int, axis: int, group: int) -> float:
 def test_channel_errors_against_float64():
     x = np.random.default_rng(1).normal(size=(2, 1, 80, 2, 32)).astype(np.float32)
     x[0, ..., 5] += 20  # a channel that is off in every token: each token's group must reach it
-    found = channels.errors_by_layer(jnp.asarray(x), jnp.asarray(x[::-1]))
+    found = rows.errors_by_layer(jnp.asarray(x), jnp.asarray(x[::-1]))
     for kind, axis in (("channel", 1), ("token", 3)):
         for bits in (2, 4):
             # Groups of 32, the channels of a head; 80 tokens have two whole ones.
@@ -141,7 +141,7 @@ def test_channel_errors_against_float64():
             assert found["value"][f"{kind}-{bits}"] == pytest.approx(want[::-1], rel=1e-4)
     assert found["key"]["token-2"][0] > 5 * found["key"]["channel-2"][0]
     with pytest.raises(ValueError, match="must have at least 32 tokens"):
-        channels.errors_by_layer(jnp.asarray(x[:, :, :16]), jnp.asarray(x[:, :, :16]))
+        rows.errors_by_layer(jnp.asarray(x[:, :, :16]), jnp.asarray(x[:, :, :16]))
 
 
 CONFIG = models.TransformerConfig(

@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.suites.parallel import collectives, ops
+from benchmarks.suites.parallel import ops
 
 pytestmark = pytest.mark.mesh
 
@@ -14,4 +14,4 @@ def test_one_sequence_and_a_prompt():
     assert row["difference"] < 0.01
     row = ops.prefill(512, 2)
     assert set(row["exchanges"]) == {"collective-permute"}
-    assert collectives.measure("all-gather", 1024, 1, 2)["us"] > 0
+    assert ops.collective("all-gather", 1024, 1, 2)["us"] > 0

@@ -1,4 +1,4 @@
-"""Decode: one query token per sequence against a cache."""
+"""Decode, of one token or several, against a cache; and compress, of a prompt into one."""
 
 import dataclasses
 import functools
@@ -9,19 +9,19 @@ import jax.numpy as jnp
 import turbojax as tj
 from benchmarks import timing
 from benchmarks.measuring import work
-from benchmarks.measuring.compiling import require_gpu
-from benchmarks.measuring.samples import Error, errors, exact_rows, sample_all
-from benchmarks.shapes import Shape
-from benchmarks.suites.attention.cases import (
-    Call,
-    Case,
-    Choice,
-    turbo_configs,
+from benchmarks.measuring.samples import (
+    Error,
+    errors,
+    exact_attention,
+    exact_rows,
+    require_gpu,
+    sample_all,
 )
+from benchmarks.shapes import Shape
+from benchmarks.suites.attention.cases import Call, Case, Choice, Operation, turbo_configs
 from turbojax.caches.comparison import kivi
 from turbojax.caches.progressive.update import store_prompt
 
-OPERATION = "decode"
 # The sequences end in the middle of a block, so that the buffer is read too.
 _SHORT_OF_FULL = 27
 # Errors are taken over this many sequences.
@@ -76,26 +76,13 @@ def _fill(
 
 def exact(inputs: Inputs, implementation: str, masked: bool = True) -> Call:
     """jax's own attention; with `masked` it is told the lengths, otherwise it reads all tokens."""
-    if implementation == "cudnn":
-        require_gpu("cuDNN")
+    attend = exact_attention(implementation)
     length = inputs.length if masked else inputs.shape.tokens
-
-    def attend(q: jax.Array, k: jax.Array, v: jax.Array, lengths: jax.Array) -> jax.Array:
-        # jax's own function promotes bfloat16 with float32 inside.
-        with jax.numpy_dtype_promotion("standard"):
-            return jax.nn.dot_product_attention(
-                q,
-                k,
-                v,
-                key_value_seq_lengths=lengths if masked else None,
-                implementation=implementation,
-            )
-
     # The unmasked one reads a few tokens more, which is no error of its own.
     full = jnp.array([inputs.shape.tokens])
     first = [x[:_COMPARED] for x in (inputs.query, inputs.key, inputs.value)]
     return Call(
-        attend,
+        attend if masked else lambda q, k, v, lengths: attend(q, k, v),
         (inputs.query[:, -1:], inputs.key, inputs.value, inputs.lengths),
         work.decode_work(inputs.shape, work.bfloat16_bytes(inputs.shape, length)),
         inputs.error if masked else lambda out: errors(out[:_COMPARED], exact_rows(*first, full)),
@@ -195,3 +182,112 @@ def cases(shape: Shape, choice: Choice) -> list[Case]:
     if shape.batch * shape.tokens <= _XLA_TOKENS:
         rows.append(ours("turbo-4bit", configs["4bit"], "xla"))
     return rows
+
+
+DECODE = Operation("decode", Inputs, cases)
+
+
+# Several tokens at once, as when a draft is verified, beside one ----------------------------------
+
+TOKENS = (1, 2, 4, 8)
+CACHES = ("4bit", "2/4bit")
+
+
+class SeveralInputs(Inputs):
+    """A cache, and the queries of its last tokens."""
+
+    def __init__(self, shape: Shape):
+        super().__init__(shape, queries=max(TOKENS))
+
+    def error_of(self, out: jax.Array) -> Error:
+        """Of an output ``[B, T, N, H]``, in its first sequence."""
+        tokens = out.shape[1]
+        first = (x[:1] for x in (self.query[:, -tokens:], self.key, self.value))
+        visible = self.length - tokens + 1 + jnp.arange(tokens)
+        return errors(out[:1], exact_rows(*first, visible))
+
+
+def _several(inputs: SeveralInputs, config: tj.TurboConfig | None, tokens: int) -> Call:
+    """With a cache of this config, or cuDNN's with one token."""
+    if config is None:
+        call = exact(inputs, "cudnn")
+    else:
+        call = turbo(inputs, config, "mosaic_gpu", tokens)
+    return dataclasses.replace(call, error=inputs.error_of, facts=call.facts | {"queries": tokens})
+
+
+def method(cache: str, tokens: int) -> str:
+    """What a row runs: ``turbo-4bit-t8``."""
+    return f"turbo-{cache}-t{tokens}"
+
+
+def several_cases(shape: Shape, choice: Choice) -> list[Case]:
+    """The rows of one shape: cuDNN with one token, then ours with each number of tokens."""
+    del choice
+    configs = turbo_configs(shape.heads.kv)
+    rows = [Case("cudnn", None, functools.partial(_several, config=None, tokens=1))]
+    for cache in CACHES:
+        for tokens in TOKENS:
+            build = functools.partial(_several, config=configs[cache], tokens=tokens)
+            rows.append(Case(method(cache, tokens), "mosaic_gpu", build))
+    return rows
+
+
+SEVERAL = Operation("several", SeveralInputs, several_cases)
+
+
+# Compress: keys and values into a cache of codes --------------------------------------------------
+
+
+class CompressInputs:
+    def __init__(self, shape: Shape):
+        self.shape = shape
+        _, self.key, self.value = sample_all(shape, queries=1)
+        self.lengths = jnp.full(shape.batch, shape.tokens, jnp.int32)
+
+    def error(self, cache: tj.ProgressiveCache) -> Error:
+        """Of what the first sequence's cache stands for."""
+        first = jax.tree.map(lambda x: x[:1], cache)
+        got = jnp.stack(tj.dequantize(first, jnp.float32))
+        want = jnp.stack([self.key[:1], self.value[:1]]).astype(jnp.float32)
+        return errors(got, want)
+
+
+def _compress(inputs: CompressInputs, config: tj.TurboConfig, implementation: str) -> Call:
+    """From an empty cache made inside: what the caller's donated cache would be."""
+    shape = inputs.shape
+
+    def store(key: jax.Array, value: jax.Array, lengths: jax.Array) -> tj.ProgressiveCache:
+        empty = tj.init_cache(
+            shape.batch,
+            shape.tokens,
+            shape.heads.kv,
+            shape.heads.dim,
+            config=config,
+            dtype=key.dtype,
+        )
+        return store_prompt(empty, key, value, lengths, implementation=implementation)
+
+    return Call(
+        store,
+        (inputs.key, inputs.value, inputs.lengths),
+        work.compress_work(shape, config),
+        inputs.error,
+    )
+
+
+def compress_cases(shape: Shape, choice: Choice) -> list[Case]:
+    """The rows of one shape; ``"thorough"``: also 3 and 2 bits, and plain JAX."""
+    thorough = choice == "thorough"
+    configs = turbo_configs(shape.heads.kv)
+    names = list(configs) if thorough else ["4bit"]
+
+    def ours(name: str, implementation: str) -> Case:
+        build = functools.partial(_compress, config=configs[name], implementation=implementation)
+        return Case(f"turbo-{name}", implementation, build)
+
+    rows = [ours(name, "triton") for name in names]
+    return [*rows, ours("4bit", "xla")] if thorough else rows
+
+
+COMPRESS = Operation("compress", CompressInputs, compress_cases)

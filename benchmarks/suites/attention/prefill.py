@@ -1,34 +1,40 @@
-"""Prefill: attention within a prompt, from bfloat16 to bfloat16."""
+"""Prefill: attention within a prompt, from bfloat16 to bfloat16; training: with its gradient."""
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 import turbojax as tj
 from benchmarks import timing
+from benchmarks._compat import cudnn_attention
 from benchmarks.measuring import work
-from benchmarks.measuring.compiling import require_gpu
-from benchmarks.measuring.samples import Error, errors, exact_rows, sample_all
-from benchmarks.shapes import Shape
-from benchmarks.suites.attention import cudnn_fp8
-from benchmarks.suites.attention.cases import (
-    Call,
-    Case,
-    Choice,
+from benchmarks.measuring.samples import (
+    Error,
+    errors,
+    exact_attention,
+    exact_gradient,
+    exact_rows,
+    require_gpu,
+    sample,
+    sample_all,
 )
+from benchmarks.shapes import Shape
+from benchmarks.suites.attention.cases import Call, Case, Choice, Operation
 
-OPERATION = "prefill"
 # Errors are taken over this many scores per head, in rows spread over the first sequence.
 _COMPARED_SCORES = 2**21
 _XLA_TOKENS = 2048
+# Of samples, whose standard deviation is 1 and some of whose channels are louder.
+_SCALE = 16.0
+# Conversion makes NaN of what is beyond.
+_LARGEST = 448.0
 SOFTMAXES = {"sas": tj.SAS(), "sas2": tj.SAS(base="2"), "exact": "exact"}
 
 
 class Inputs:
-    """A prompt's query, key and value."""
-
     def __init__(self, shape: Shape):
         self.shape = shape
         self.query, self.key, self.value = sample_all(shape, queries=shape.tokens)
@@ -56,38 +62,61 @@ class Inputs:
         return errors(out[:1, self.rows], self.expected)
 
 
-def exact_attention(shape: Shape, implementation: str) -> Callable[..., jax.Array]:
-    """jax's own attention of query, key and value."""
-    if implementation == "cudnn":
-        require_gpu("cuDNN")
-
+def exact_of(shape: Shape, implementation: str) -> Callable[..., jax.Array]:
     options = {"is_causal": shape.is_causal, "local_window_size": shape.local_window}
-
-    def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        # jax's own function promotes bfloat16 with float32 inside.
-        with jax.numpy_dtype_promotion("standard"):
-            return jax.nn.dot_product_attention(q, k, v, implementation=implementation, **options)
-
-    return attend
+    return exact_attention(implementation, **options)
 
 
 def _exact(inputs: Inputs, implementation: str) -> Call:
-    attend = exact_attention(inputs.shape, implementation)
+    attend = exact_of(inputs.shape, implementation)
     needed = work.prefill_work(inputs.shape, "bf16")
     return Call(attend, (inputs.query, inputs.key, inputs.value), needed, inputs.error)
 
 
+def quantized(x: jax.Array, group: int = 1) -> jax.Array:
+    """Samples in e4m3, each KV head repeated for the heads of its group."""
+    scaled = jnp.clip(x.astype(jnp.float32) * _SCALE, -_LARGEST, _LARGEST)
+    codes = scaled.astype(jnp.float8_e4m3fn)
+    return jnp.repeat(codes, group, axis=2) if group > 1 else codes
+
+
+def dequantized(out: jax.Array) -> jax.Array:
+    """`attend`'s output in bfloat16."""
+    return (out.astype(jnp.float32) / _SCALE).astype(jnp.bfloat16)
+
+
+def attend_in_e4m3(q: jax.Array, k: jax.Array, v: jax.Array, *, is_causal: bool) -> jax.Array:
+    """cuDNN's attention of `quantized` operands ``[B, S, N, H]``; see `dequantized`.
+
+    jax reaches it only through a private module, on which nothing but this row depends. The call is
+    not charged for quantizing, nor for having as many KV heads as heads.
+    """
+    cudnn = cudnn_attention()
+    mask = cudnn.MaskType.CAUSAL if is_causal else cudnn.MaskType.NO_MASK
+    one = jnp.ones((1, 1, 1, 1), jnp.float32)
+    params = dict.fromkeys(cudnn.fp8_params_keys, one)
+    # Weights are at most 1: their scale uses the range of e4m3.
+    params |= {"scale_s": 256 * one, "descale_s": one / 256}
+    out, *_ = cudnn.dot_product_attention(
+        *(q, k, v),
+        scale=q.shape[-1] ** -0.5 / _SCALE**2,
+        mask_type=mask,
+        use_fp8=True,
+        fp8_params=params,
+    )
+    return out
+
+
 def _cudnn_fp8(inputs: Inputs) -> Call:
-    """The peer of the 8-bit modes, see `cudnn_fp8`."""
     require_gpu("cuDNN")
     shape = inputs.shape
     group = shape.heads.query // shape.heads.kv
-    key, value = (cudnn_fp8.quantized(x, group) for x in (inputs.key, inputs.value))
+    key, value = (quantized(x, group) for x in (inputs.key, inputs.value))
     return Call(
-        functools.partial(cudnn_fp8.attend, is_causal=shape.is_causal),
-        (cudnn_fp8.quantized(inputs.query), key, value),
+        functools.partial(attend_in_e4m3, is_causal=shape.is_causal),
+        (quantized(inputs.query), key, value),
         work.prefill_work(shape, "fp8"),
-        lambda out: inputs.error(cudnn_fp8.dequantized(out)),
+        lambda out: inputs.error(dequantized(out)),
     )
 
 
@@ -222,3 +251,76 @@ def cases(shape: Shape, choice: Choice) -> list[Case]:
     if shape.batch * shape.tokens <= _XLA_TOKENS:
         rows.append(ours("int8", "sas", 64, "xla"))
     return rows
+
+
+PREFILL = Operation("prefill", Inputs, cases)
+
+
+# Training: forward and backward in one call -------------------------------------------------------
+
+
+class TrainingInputs(Inputs):
+    """A prompt's query, key and value, and the cotangent of its output."""
+
+    def __init__(self, shape: Shape):
+        super().__init__(shape)
+        heads = shape.heads
+        self.d_out = sample(
+            3, batch=shape.batch, tokens=shape.tokens, heads=heads.query, dim=heads.dim
+        )
+
+    @functools.cached_property
+    def expected_gradient(self) -> jax.Array:
+        """float32 ``[1, R, N, H]``: of the query's rows that are compared, exact."""
+        query, d_out = (x[:1, self.rows] for x in (self.query, self.d_out))
+        return exact_gradient(query, *self.seen, d_out)
+
+    def gradient_error(self, results: tuple[jax.Array, ...]) -> Error:
+        return errors(results[1][:1, self.rows], self.expected_gradient)
+
+
+def _both(
+    inputs: TrainingInputs, attend: Callable[..., Any], mode: str, gradient: str, **facts: Any
+) -> Call:
+    def run(q: jax.Array, k: jax.Array, v: jax.Array, d_out: jax.Array) -> tuple[jax.Array, ...]:
+        out, pull = jax.vjp(attend, q, k, v)
+        return out, *pull(d_out)
+
+    return Call(
+        run,
+        (inputs.query, inputs.key, inputs.value, inputs.d_out),
+        work.training_work(inputs.shape, mode, gradient),
+        inputs.gradient_error,
+        facts,
+    )
+
+
+def _cudnn_both(inputs: TrainingInputs) -> Call:
+    return _both(inputs, exact_of(inputs.shape, "cudnn"), "bf16", "float")
+
+
+def _turbo_both(inputs: TrainingInputs, config: tj.TurboConfig) -> Call:
+    attend = functools.partial(
+        tj.turbo_attention,
+        config=config,
+        is_causal=inputs.shape.is_causal,
+        local_window_size=inputs.shape.local_window,
+        implementation="mosaic_gpu",
+    )
+    return _both(inputs, attend, config.mode, config.gradient, block=config.block_kv)
+
+
+def training_cases(shape: Shape, choice: Choice) -> list[Case]:
+    del shape
+    modes = [("fp8", "float"), ("fp8", "8bit")]
+    if choice == "hopper":
+        modes += [("int8_fp8", "float"), ("int8_fp8", "8bit"), ("int8", "8bit")]
+    rows = [Case("cudnn", None, _cudnn_both)]
+    for mode, gradient in modes:
+        config = tj.TurboConfig(mode=mode, softmax="exact", gradient=gradient)
+        build = functools.partial(_turbo_both, config=config)
+        rows.append(Case(f"turbo-{mode}-exact-gradient-{gradient}", "mosaic_gpu", build))
+    return rows
+
+
+TRAINING = Operation("training", TrainingInputs, training_cases)

@@ -1,18 +1,86 @@
-"""Tables of the attention suites: pure functions of their JSON."""
+"""Tables and plots of the attention suites: pure functions of their JSON."""
 
 from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING
 
 from benchmarks import tables
-from benchmarks.suites.attention import plots, several
-from benchmarks.suites.attention.rows import (
-    DECODE_METHODS,
-    QUANTIZING,
-    alone,
-    is_cudnn,
-    prefill_variants,
-    variant_label,
+from benchmarks.plots import Bar, draw_bars, of_ratios, wide_figure
+from benchmarks.suite import shape_of
+from benchmarks.suites.attention import decode
+from benchmarks.tables import Column, Result, Row
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+# What decodes, in the order of the tables, and what the columns are called.
+DECODE_METHODS = {
+    "turbo-4bit": "4-bit",
+    "turbo-2/4bit": "2/4-bit",
+    "turbo-3bit": "3-bit",
+    "turbo-2bit": "2-bit",
+    "kivi-4bit": "KIVI 4-bit",
+    "pallas": "jax Pallas",
+    "xla": "XLA",
+}
+PREFILL_MODES = ("int8", "int8_fp8", "fp8", "float")
+# What our kernels' names begin with; what XLA does around them has other names.
+_OUR_KERNELS = ("turbojax_", "attention_kernel")
+# Those that quantize what a prefill attends to or a gradient multiplies, and write a cache.
+QUANTIZING = (
+    "turbojax_quantize",
+    "turbojax_maxima",
+    "turbojax_compress",
+    "turbojax_gradient_rows",
 )
-from benchmarks.tables import Result, Row
+
+
+def is_cudnn(row: Row) -> bool:
+    """Whether a row is the baseline, in bfloat16."""
+    return row["method"].startswith("cudnn")
+
+
+def mode_of(row: Row) -> str | None:
+    """The mode of one of our prefills, or None: ``turbo-int8_fp8-sas2-128``."""
+    parts = row["method"].split("-")
+    return parts[1] if parts[0] == "turbo" and parts[1] in PREFILL_MODES else None
+
+
+def softmax_of(row: Row) -> str:
+    """The softmax of one of our prefills: ``exact``, ``sas`` or ``sas2``."""
+    return row["method"].split("-")[2]
+
+
+def alone(row: Row) -> float | None:
+    """Microseconds of our kernels alone, or all of cuDNN's; None if neither ran.
+
+    Not in it: quantizing the operands of prompts and writing their cache, and what XLA does before
+    and after kernels, such as filling a new cache with zeros.
+    """
+    if is_cudnn(row):
+        return row["us"]
+    ours = [k for k in row["kernels"] if k["name"].startswith(_OUR_KERNELS)]
+    if row["operation"] in ("prefill", "training"):
+        ours = [k for k in ours if not k["name"].startswith(QUANTIZING)]
+    found = [k["us"] for k in ours]
+    return sum(found) if found else None
+
+
+def prefill_variants(rows: Iterable[Row], *, short: bool = False) -> list[Row]:
+    """Our fastest row of each mode, implementation and kind of softmax, or of each 8-bit mode."""
+    best: dict[tuple[str, ...], Row] = {}
+    for row in sorted(rows, key=lambda row: row["us"]):
+        mode = mode_of(row)
+        if mode is None or (short and mode == "float"):
+            continue
+        kind = () if short else (row["implementation"], softmax_of(row)[:3])
+        best.setdefault((mode, *kind), row)
+    return sorted(best.values(), key=lambda row: PREFILL_MODES.index(mode_of(row) or ""))
+
+
+def variant_label(row: Row) -> str:
+    """``fp8, jax_triton, exact, 128``."""
+    return ", ".join((mode_of(row) or "", row["implementation"], *row["method"].split("-")[2:]))
+
 
 SUMMARY_DECODE_METHODS = ("turbo-4bit", "turbo-2/4bit", "kivi-4bit")
 
@@ -29,13 +97,7 @@ def _clock(rows: Iterable[Row]) -> str:
 
 
 def decode_table(result: Result, methods: Iterable[str] = DECODE_METHODS, model: str = "") -> str:
-    """Decode by shape: microseconds, and how many times faster than cuDNN.
-
-    Args:
-      result: of the attention suite.
-      methods: the columns; those without a row are left out.
-      model: only this model's shapes, if given.
-    """
+    """Decode by shape, of one model if given: microseconds, and how many times as fast as cuDNN."""
     rows = [row for row in tables.finished(result, "decode") if model in ("", row["model"])]
     present = {row["method"] for row in rows}
     columns = [method for method in methods if method in present]
@@ -43,7 +105,7 @@ def decode_table(result: Result, methods: Iterable[str] = DECODE_METHODS, model:
     for label, group in tables.shapes(rows).items():
         line = [label, _microseconds(tables.fastest(group, is_cudnn))]
         for method in columns:
-            row = tables.fastest(group, lambda row, method=method: row["method"] == method)
+            row = _of_method(group, method)
             line.append("-" if row is None else _microseconds(row) + _speedup(row))
         lines.append(line)
     header = ["batch x tokens", "cuDNN bf16"] + [DECODE_METHODS[method] for method in columns]
@@ -54,11 +116,8 @@ def decode_table(result: Result, methods: Iterable[str] = DECODE_METHODS, model:
 def prefill_table(result: Result, model: str = "", *, short: bool = False) -> str:
     """Prefill by shape: TFLOP/s of the whole call and of attention alone, against cuDNN.
 
-    Args:
-      result: of the attention suite.
-      model: only this model's shapes, if given.
-      short: only the fastest variant of each 8-bit mode, in place of one for each implementation
-        and kind of softmax.
+    If `short`, of the fastest variant of each 8-bit mode, in place of one for each implementation
+    and kind of softmax.
     """
     rows = [row for row in tables.finished(result, "prefill") if model in ("", row["model"])]
     lines = []
@@ -90,6 +149,23 @@ def _microseconds(row: Row | None) -> str:
     return "-" if row is None else tables.number(row["us"])
 
 
+def _of_method(rows: Iterable[Row], method: str) -> Row | None:
+    return tables.fastest(rows, lambda row: row["method"] == method)
+
+
+def _name(row: Row) -> str:
+    return f"`{row['name'].removeprefix(row['operation'] + '/')}`"
+
+
+def _errors(row: Row) -> str:
+    return f"{row['relative_l1']:.4f}, {row['rmse']:.2g}"
+
+
+_COSINE: Column = ("cosine", tables.shown_as("cosine", "{:.5f}"))
+_ERRORS: Column = ("relative L1, RMSE", _errors)
+_OVER: Column = ("over cuDNN", tables.shown_as("speedup_over_cudnn", "{:.2f}x"))
+
+
 def compress_table(result: Result) -> str:
     """Compress by shape and cache: the whole call, and our kernels alone."""
     copy = result["ceilings"]["copy"]
@@ -110,45 +186,32 @@ def compress_table(result: Result) -> str:
     return tables.table(header, lines)
 
 
-def _percent(row: Row) -> str:
-    percent = row["percent_of_ceiling"]
-    return "-" if percent is None else f"{percent:.0f} %"
+def _longest(row: Row) -> str:
+    main = row["kernels"][0]["us"] if row["kernels"] else None
+    if main is None or row["operation"] != "prefill":
+        return tables.number(main)
+    return f"{tables.number(main)} ({tables.number(row['work'] / main / 1e6)} TFLOP/s)"
+
+
+def _rate(row: Row) -> str:
+    return tables.number(row.get("gigabytes_per_second", row.get("tflops_per_second")))
+
+
+def _reason(row: Row) -> str:
+    return f"{row['status']}: {row['reason']}".replace("|", "\\|")
 
 
 def details_table(result: Result, operation: str) -> str:
-    """Every row of an operation, those that did not run with the reason.
-
-    Rows that the run had no time for are counted under the table.
-    """
-    lines = []
-    for row in tables.shown(result, operation):
-        name = f"`{row['name'].removeprefix(operation + '/')}`"
-        if row["status"] != "ok":
-            reason = f"{row['status']}: {row['reason']}".replace("|", "\\|")
-            lines.append([name, reason, *[""] * 7])
-            continue
-        main = row["kernels"][0]["us"] if row["kernels"] else None
-        longest = tables.number(main)
-        if main is not None and operation == "prefill":
-            longest += f" ({tables.number(row['work'] / main / 1e6)} TFLOP/s)"
-        rate = row.get("gigabytes_per_second", row.get("tflops_per_second"))
-        ratio = row.get("speedup_over_cudnn")
-        lines.append(
-            [
-                name,
-                tables.number(row["us"]),
-                longest,
-                tables.number(row["wall_us"]),
-                tables.number(rate),
-                _percent(row),
-                "-" if ratio is None else f"{ratio:.2f}x",
-                f"{row['cosine']:.5f}",
-                f"{row['relative_l1']:.4f}, {row['rmse']:.2g}",
-            ]
-        )
-    rate = "TFLOP/s" if operation == "prefill" else "GB/s"
-    header = ["row", "us", "longest kernel", "wall us", rate, "of ceiling", "over cuDNN", "cosine"]
-    text = tables.table([*header, "relative L1, RMSE"], lines)
+    columns = (
+        tables.US,
+        ("longest kernel", _longest),
+        ("wall us", tables.significant("wall_us")),
+        ("TFLOP/s" if operation == "prefill" else "GB/s", _rate),
+        ("of ceiling", tables.shown_as("percent_of_ceiling", "{:.0f} %")),
+        *(_OVER, _COSINE, _ERRORS),
+    )
+    rows = tables.shown(result, operation)
+    text = tables.rows_table(rows, (("row", _name),), columns, failed=_reason)
     return tables.with_cut(text, result, operation)
 
 
@@ -177,8 +240,7 @@ def hopper_table(result: Result) -> str:
             line += [f"{tables.number(rate)} {unit}", f"{share * row['us'] / kernels:.0f} %"]
         quantizing = [k["us"] for k in row["kernels"] if k["name"].startswith(QUANTIZING)]
         line.append(f"{100 * sum(quantizing) / row['us']:.1f} %" if quantizing else "-")
-        errors = f"{row['relative_l1']:.4f}, {row['rmse']:.2g}"
-        lines.append([*line, f"{row['cosine']:.5f}", errors])
+        lines.append([*line, _COSINE[1](row), _errors(row)])
     header = ["row", "call, us", "over cuDNN", "kernels alone, us", "over cuDNN", "rate"]
     return tables.table([*header, "of ceiling", "quantizing", "cosine", "relative L1, RMSE"], lines)
 
@@ -186,11 +248,11 @@ def hopper_table(result: Result) -> str:
 def several_table(result: Result) -> str:
     """Several tokens at once, by shape: microseconds, and how many times those of one token."""
     lines = []
-    for label, group in tables.shapes(tables.finished(result, several.OPERATION)).items():
+    for label, group in tables.shapes(tables.finished(result, decode.SEVERAL.name)).items():
         base = tables.fastest(group, is_cudnn)
         us = {row["method"]: row["us"] for row in group}
-        for cache in several.CACHES:
-            found = [us.get(several.method(cache, tokens)) for tokens in several.TOKENS]
+        for cache in decode.CACHES:
+            found = [us.get(decode.method(cache, tokens)) for tokens in decode.TOKENS]
             if not any(found):
                 continue
             line = [f"{label}, {cache.replace('bit', '-bit')}", _microseconds(base)]
@@ -199,7 +261,7 @@ def several_table(result: Result) -> str:
                 line.append(f"{tables.number(time)}{ratio}")
             lines.append(line)
     header = ["batch x tokens, cache", "cuDNN bf16, one token"]
-    header += [f"{tokens} token{'s' if tokens > 1 else ''}" for tokens in several.TOKENS]
+    header += [f"{tokens} token{'s' if tokens > 1 else ''}" for tokens in decode.TOKENS]
     note = "Microseconds, and in brackets over those of one token."
     return tables.table(header, lines) + "\n\n" + note
 
@@ -213,7 +275,7 @@ def training_table(result: Result) -> str:
         base = tables.fastest(group, is_cudnn)
         line = [label, _microseconds(base)]
         for method in columns:
-            row = tables.fastest(group, lambda row, method=method: row["method"] == method)
+            row = _of_method(group, method)
             line.append("-" if row is None else f"{row['speedup_over_cudnn']:.2f}x")
         lines.append(line)
     header = ["batch x tokens", "cuDNN bf16, us"]
@@ -225,14 +287,11 @@ def training_table(result: Result) -> str:
 
 def _shapes_cudnn(rows: Iterable[Row], like: Row) -> float:
     """Microseconds of the fastest cuDNN row of a shape; NaN without one."""
-    same = ("operation", "model", "batch", "tokens", "is_causal", "window")
-    matching = [row for row in rows if all(row.get(name) == like.get(name) for name in same)]
-    best = tables.fastest(matching, is_cudnn)
+    best = tables.fastest((row for row in rows if shape_of(row) == shape_of(like)), is_cudnn)
     return float("nan") if best is None else best["us"]
 
 
 def ceilings_table(result: Result) -> str:
-    """What the device reached at best in the same run."""
     names = {
         "copy": ("reading and writing 1 GiB", "GB/s"),
         "bf16": ("matrix product, bfloat16", "TFLOP/s"),
@@ -247,76 +306,115 @@ def ceilings_table(result: Result) -> str:
     return tables.table(["through XLA, 8192 x 8192 x 8192", "rate"], lines)
 
 
+def default_table(result: Result) -> str:
+    rows = tables.finished(result, "prefill")
+    models = list(dict.fromkeys(row["model"] for row in rows))
+    rows.sort(key=lambda row: (models.index(row["model"]), row["tokens"]))
+    shape = ("shape", lambda row: _name(row).replace("/turbo-default", ""))
+    ours = [row for row in rows if not is_cudnn(row)]
+    return tables.rows_table(ours, [shape], [tables.US, _OVER, tables.L1])
+
+
+# Plots --------------------------------------------------------------------------------------------
+
+GRID = ("default_speed.png", "Attention without options: speed over cuDNN by head dim and tokens")
+DECODE = ("decode_speed.png", "Decode: speed over cuDNN on bfloat16 by shape and cache")
+PREFILL = ("prefill_speed.png", "Prefill: TFLOP/s by shape, mode and softmax")
+"""File and description of each."""
+
+
+def decode_plot(result: Result) -> "Figure":
+    ours = ("turbo-4bit", "turbo-2/4bit", "turbo-3bit", "turbo-2bit", "kivi-4bit")
+    groups: dict[str, dict[str, tuple[float, str]]] = {}
+    for label, rows in tables.shapes(tables.finished(result, "decode")).items():
+        groups[label] = {}
+        for method in ours:
+            row = _of_method(rows, method)
+            if row is not None and (ratio := row.get("speedup_over_cudnn")) is not None:
+                groups[label][DECODE_METHODS[method]] = (ratio, f"{ratio:.2f}")
+    title = f"Decode, one token per sequence, on {result['device']}"
+    return of_ratios(groups, title, "times as fast as cuDNN bf16", bar=0.19, margin=0.12)
+
+
+def prefill_plot(result: Result) -> "Figure":
+    """TFLOP/s by shape, one bar per mode and kind of softmax; pale: attention alone."""
+    groups: dict[str, dict[str, Bar]] = {}
+    for label, rows in tables.shapes(tables.finished(result, "prefill")).items():
+        groups[label] = {}
+        if (row := tables.fastest(rows, is_cudnn)) is not None:
+            groups[label]["cuDNN bf16"] = _rate_bar(row)
+        for row in prefill_variants(rows):
+            softmax = "exact" if softmax_of(row) == "exact" else "SAS"
+            name = f"{mode_of(row)} {softmax}, {row['implementation']}"
+            groups[label][name] = _rate_bar(row)
+    figure = wide_figure(12)
+    axes = draw_bars(figure, groups, 0.075)
+    axes.margins(y=0.2)
+    axes.set_title(f"Prefill on {result['device']}; pale and in brackets: attention alone")
+    axes.set_ylabel("TFLOP/s, quantization included")
+    return figure
+
+
+def default_plot(result: Result) -> "Figure":
+    lines: dict[str, list[tuple[int, float]]] = {}
+    for row in tables.finished(result, "prefill"):
+        ratio = row.get("speedup_over_cudnn")
+        if ratio is not None and not is_cudnn(row):
+            heads = f"{row['heads']} heads on {row['kv_heads']} of {row['head_dim']}"
+            lines.setdefault(heads, []).append((row["tokens"], ratio))
+    figure = wide_figure(9)
+    axes = figure.subplots()
+    for i, (heads, points) in enumerate(sorted(lines.items())):
+        tokens, ratios = zip(*sorted(points), strict=True)
+        axes.plot(tokens, ratios, marker="osv^Dx"[i % 6], label=heads)
+    axes.axhline(1, color="black", linewidth=1, zorder=0.5)
+    axes.axhline(0.95, color="black", linewidth=1, linestyle=":", zorder=0.5)
+    axes.set_xscale("log", base=2)
+    axes.set_title(f"Causal attention without options, on {result['device']}")
+    axes.set_xlabel("tokens of a sequence; as many sequences as make 4,096 tokens, or one")
+    axes.set_ylabel("times as fast as cuDNN bf16")
+    axes.legend()
+    return figure
+
+
+def _rate_bar(row: Row) -> Bar:
+    rate, us = row["tflops_per_second"], alone(row)
+    reach = None if us is None else row["work"] / us / 1e6
+    text = f"{rate:.0f}" if reach is None or reach == rate else f"{rate:.0f} ({reach:.0f})"
+    return Bar(rate, text, reach)
+
+
+# What the docs show -------------------------------------------------------------------------------
+
 # The model whose rows the short tables show.
 SUMMARY_MODEL = "llama3-8b"
-
-
-def _section(table: Callable[[Result], str], picture: str = "") -> Callable[[str, Result], str]:
-    """A table, and where its figures come from."""
-
-    def section(name: str, result: Result) -> str:
-        return f"{picture}{table(result)}\n\n{tables.source(name, result)}"
-
-    return section
+Tables = Mapping[str, Callable[[str, Result], str]]
 
 
 def _rows(operation: str) -> Callable[[str, Result], str]:
     return lambda name, result: details_table(result, operation)
 
 
-def _hopper_section(name: str, result: Result) -> str:
-    rates = ceilings_table(result)
-    return f"{hopper_table(result)}\n\n{rates}\n\n{tables.source(name, result)}"
+def _summary(table: Callable[[Result], str]) -> Callable[[str, Result], str]:
+    return lambda name, result: f"{table(result)} {tables.source(name, result)}"
 
 
-def _decode_summary(name: str, result: Result) -> str:
-    table = decode_table(result, SUMMARY_DECODE_METHODS, SUMMARY_MODEL)
-    return f"{table} {tables.source(name, result)}"
-
-
-def _prefill_summary(name: str, result: Result) -> str:
-    table = prefill_table(result, SUMMARY_MODEL, short=True)
-    return f"{table} {tables.source(name, result)}"
-
-
-ATTENTION: Mapping[str, Callable[[str, Result], str]] = {
-    "ceilings": _section(ceilings_table),
-    "decode": _section(decode_table, tables.picture(*plots.DECODE)),
+ATTENTION: Tables = {
+    "ceilings": tables.section(ceilings_table),
+    "decode": tables.section(decode_table, plot=DECODE),
     "decode rows": _rows("decode"),
-    "prefill": _section(prefill_table, tables.picture(*plots.PREFILL)),
+    "prefill": tables.section(prefill_table, plot=PREFILL),
     "prefill rows": _rows("prefill"),
-    "compress": _section(compress_table),
+    "compress": tables.section(compress_table),
     "compress rows": _rows("compress"),
 }
-"""What the docs show of the suite `attention`, and below of `hopper`."""
-HOPPER: Mapping[str, Callable[[str, Result], str]] = {
-    "hopper": _hopper_section,
-    "training": _section(training_table),
-    "several": _section(several_table),
-    "decode summary": _decode_summary,
-    "prefill summary": _prefill_summary,
+HOPPER: Tables = {
+    "hopper": tables.section(lambda result: f"{hopper_table(result)}\n\n{ceilings_table(result)}"),
+    "training": tables.section(training_table),
+    "several": tables.section(several_table),
+    "decode summary": _summary(
+        lambda result: decode_table(result, SUMMARY_DECODE_METHODS, SUMMARY_MODEL)
+    ),
+    "prefill summary": _summary(lambda result: prefill_table(result, SUMMARY_MODEL, short=True)),
 }
-
-
-def default_table(result: Result) -> str:
-    """A call without options, beside cuDNN's."""
-    lines = []
-    rows = tables.finished(result, "prefill")
-    models = list(dict.fromkeys(row["model"] for row in rows))
-    for row in sorted(rows, key=lambda row: (models.index(row["model"]), row["tokens"])):
-        if not is_cudnn(row):
-            ratio = row.get("speedup_over_cudnn")
-            lines.append(
-                [
-                    f"`{row['name'].removeprefix('prefill/').removesuffix('/turbo-default')}`",
-                    tables.number(row["us"]),
-                    "-" if ratio is None else f"{ratio:.2f}x",
-                    f"{row['relative_l1']:.4f}",
-                ]
-            )
-    return tables.table(["shape", "us", "over cuDNN", "relative L1"], lines)
-
-
-DEFAULT: Mapping[str, Callable[[str, Result], str]] = {
-    "default": _section(default_table, tables.picture(*plots.GRID)),
-}
+DEFAULT: Tables = {"default": tables.section(default_table, plot=GRID)}

@@ -15,12 +15,11 @@ from benchmarks import timing
 from benchmarks.measuring.calls import Arrays, Call, Case, Group
 from benchmarks.measuring.work import Needs
 from benchmarks.suite import kernel_facts
-from benchmarks.suites.fireq import tables
 from benchmarks.tables import Row
 from turbojax import models
 from turbojax.models.generation.steps import run_prompts
 
-OPERATION = tables.MODEL
+OPERATION = "model-prefill"
 # Prompts that run together hold about this many tokens in all: enough for every unit, little
 # compared with the weights.
 _TOKENS_AT_A_TIME = 16384
@@ -30,14 +29,7 @@ Model = models.Decoder | models.QuantizedDecoder
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-    """A model and how it attends.
-
-    Attributes:
-      make: the model from its shape.
-      cache: what it fills.
-      implementation: of the attention, where there is a GPU; None to choose.
-      unit: the number format of its products.
-    """
+    """A model and how it attends."""
 
     make: Callable[[models.TransformerConfig], Model]
     cache: models.CacheKind
@@ -73,7 +65,7 @@ def _prefill(
     model = arrays.get(kind.make, config)
     prompts = arrays.get(_prompts, config.vocab_size, batch, tokens)
     return Prefill(
-        function=_run,
+        function=run_prompts,  # what `models.start` calls for each part of the batch
         arguments=(model, prompts),
         needs=_needs(model, kind, batch, tokens),
         kind=kind,
@@ -99,24 +91,14 @@ def _needs(model: Model, kind: Kind, batch: int, tokens: int) -> Needs:
     return Needs(moved, operations, kind.unit)
 
 
-# What `models.start` calls for each part of the batch.
-_run = run_prompts
-
-
 @dataclasses.dataclass(frozen=True)
 class Prefill(Call):
-    """Prompts through a model, some at a time, into caches that are made before.
-
-    Attributes:
-      kind: the model's.
-      count: prompts at a time.
-    """
+    """Prompts through a model, some at a time, into caches that are made before."""
 
     kind: Kind = KINDS["bf16"]
     count: int = 1
 
     def caches(self) -> models.ModelCaches:
-        """Empty ones for all prompts."""
         model, prompts = self.arguments
         return models.init_caches(model, *prompts.shape, self.kind.cache)
 
@@ -149,7 +131,6 @@ class Prefill(Call):
         }
 
     def _run_all(self, compiled: Callable[..., Any]) -> float:
-        """Seconds for all prompts."""
         steps = _Steps(compiled, self)
         jax.block_until_ready(steps.caches)
         parts = self.arguments[1].shape[0] // self.count
@@ -163,12 +144,7 @@ class Prefill(Call):
 
 
 class _Steps(timing.Rotation):
-    """Calls a compiled prefill with the next prompts, over and over, handing its caches on.
-
-    Args:
-      compiled: of `call`.
-      call: the prefill.
-    """
+    """Calls a compiled prefill with the next prompts, over and over, handing its caches on."""
 
     def __init__(self, compiled: Callable[..., Any], call: Prefill) -> None:
         model, prompts = call.arguments
@@ -185,7 +161,6 @@ class _Steps(timing.Rotation):
 
 
 def _kernels(steps: _Steps) -> Row:
-    """Time of one step on the device, and its kernels."""
     if not timing.on_gpu():
         return {}
     from jax.experimental.mosaic.gpu import profiler

@@ -8,17 +8,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks._compat import cudnn_attention
 from benchmarks.measuring.calls import Arrays, Case, Group
-from benchmarks.measuring.compiling import require_gpu
+from benchmarks.measuring.samples import exact_attention, require_gpu
 from benchmarks.measuring.work import Needs
 from benchmarks.shapes import Shape
-from benchmarks.suites.paged import cudnn_paged, inputs
-from benchmarks.suites.paged import tables as paged_tables
+from benchmarks.suites.paged import inputs
 from benchmarks.suites.paged.inputs import Append, Checked, Compared, Problem
 from turbojax import paged
 from turbojax.paged import PagedCache
 
 MOSAIC, TRITON = "mosaic_gpu", "triton"
+# The operations of the suite, as they begin the rows' names.
+DECODE, PAGES, CHUNK, APPEND = "paged-decode", "paged-page-size", "paged-chunk", "paged-append"
+PAGE_64 = "page-64"
 _BFLOAT16 = 2
 # What rows are compared with goes by these names.
 _FAMILIES = {"auto": "bf16-pages", "fp8_e4m3": "fp8-pages"}
@@ -43,32 +46,24 @@ def decode(
     problem: Problem,
     kinds: Kinds,
     *,
-    operation: str = paged_tables.DECODE,
-    others: bool = True,
+    operation: str = DECODE,
     with_jax: bool = True,
 ) -> Group:
-    """Attention over pages: ours of these kinds.
+    """Attention over pages, ours of these kinds, after cuDNN on dense bfloat16.
 
-    Args:
-      problem: what attends to what.
-      kinds: our rows.
-      operation: whose rows they are.
-      others: also what one would run instead: cuDNN on dense bfloat16, and the next two.
-      with_jax: of others, jax's own kernel and cuDNN on pages, too.
+    Also, if `with_jax`, after jax's own kernel and cuDNN on pages.
     """
-    cases = []
-    if others:
-        cases.append(Case("cudnn", None, "cudnn", functools.partial(_cudnn, problem)))
+    cases = [Case("cudnn", None, "cudnn", functools.partial(_cudnn, problem))]
+    if not problem.ragged:
+        full = functools.partial(_cudnn, problem, masked=False)
+        cases.append(Case("cudnn-full", None, "cudnn", full))
+    if with_jax and problem.queries == 1:
+        cases.append(Case("jax", None, "jax", functools.partial(_jax, problem, block=None)))
+        blocks = functools.partial(_jax, problem, block=_JAX_BLOCK)
+        cases.append(Case(f"jax-{_JAX_BLOCK}", None, "jax", blocks))
         if not problem.ragged:
-            full = functools.partial(_cudnn, problem, masked=False)
-            cases.append(Case("cudnn-full", None, "cudnn", full))
-        if with_jax and problem.queries == 1:
-            cases.append(Case("jax", None, "jax", functools.partial(_jax, problem, block=None)))
-            blocks = functools.partial(_jax, problem, block=_JAX_BLOCK)
-            cases.append(Case(f"jax-{_JAX_BLOCK}", None, "jax", blocks))
-            if not problem.ragged:  # every entry of its tables must be a page
-                pages = functools.partial(_cudnn_paged, problem)
-                cases.append(Case("cudnn-paged", None, "cudnn-paged", pages))
+            pages = functools.partial(_cudnn_paged, problem)
+            cases.append(Case("cudnn-paged", None, "cudnn-paged", pages))
     for kv_dtype, implementation in kinds:
         ours = functools.partial(_paged, problem, kv_dtype, implementation)
         family = _FAMILIES.get(kv_dtype, kv_dtype)
@@ -82,11 +77,11 @@ def page_sizes(shape: Shape, kv_dtype: str, implementation: str, sizes: Iterable
     for size in (64, *sizes):
         problem = Problem(shape, page_size=size)
         build = functools.partial(_paged, problem, kv_dtype, implementation)
-        family = paged_tables.PAGE_64 if size == 64 else "other"
+        family = PAGE_64 if size == 64 else "other"
         cases.append(Case(f"page-{size}", implementation, family, build))
     facts = {**Problem(shape).facts, "kv_dtype": kv_dtype}
     del facts["page_size"]
-    return Group(paged_tables.PAGES, f"{shape.label}/{kv_dtype}", facts, tuple(cases))
+    return Group(PAGES, f"{shape.label}/{kv_dtype}", facts, tuple(cases))
 
 
 def _paged(problem: Problem, kv_dtype: str, implementation: str, arrays: Arrays) -> Checked:
@@ -111,22 +106,13 @@ def _cudnn(problem: Problem, arrays: Arrays, *, masked: bool = True) -> Checked:
     Otherwise it hides nothing from the earlier ones of several queries: causal, it would take them
     for the first ones. Unmasked it is not told the lengths, and reads all tokens.
     """
-    require_gpu("cuDNN")
+    exact = exact_attention("cudnn", is_causal=problem.is_whole)
     key, value = arrays.get(inputs.dense, problem.shape)
     lengths = jnp.asarray(problem.lengths)
     operands = (arrays.get(inputs.query, problem), key, value, lengths)
 
     def attend(q: jax.Array, k: jax.Array, v: jax.Array, lengths: jax.Array) -> jax.Array:
-        # jax's own function promotes bfloat16 with float32 inside.
-        with jax.numpy_dtype_promotion("standard"):
-            return jax.nn.dot_product_attention(
-                q,
-                k,
-                v,
-                key_value_seq_lengths=lengths if masked else None,
-                is_causal=problem.is_whole,
-                implementation="cudnn",
-            )
+        return exact(q, k, v, lengths if masked else None)
 
     seen = lengths if masked else jnp.full_like(lengths, problem.shape.tokens)
     check = functools.partial(inputs.check_dense, causal=problem.is_whole)
@@ -135,15 +121,30 @@ def _cudnn(problem: Problem, arrays: Arrays, *, masked: bool = True) -> Checked:
 
 
 def _cudnn_paged(problem: Problem, arrays: Arrays) -> Checked:
-    """cuDNN on our bfloat16 pages."""
+    """cuDNN on our bfloat16 pages, which jax reaches only through a private module.
+
+    Tables name every page once, and every entry must be a page. It has none of 8-bit floats.
+    """
     require_gpu("cuDNN")
     cache = arrays.get(inputs.pool, problem.shape, problem.page_size, "auto")
     query = arrays.get(inputs.query, problem)
     tables, lengths = arrays.get(inputs.tables_and_lengths, problem)
 
-    def attend(*operands: jax.Array) -> jax.Array:
+    cudnn = cudnn_attention()
+
+    def attend(
+        query: jax.Array, key: jax.Array, value: jax.Array, tables: jax.Array, lengths: jax.Array
+    ) -> jax.Array:
+        tables = tables[:, None, :, None]
         with jax.numpy_dtype_promotion("standard"):
-            return cudnn_paged.attend(*operands)
+            out = cudnn.paged_attention(
+                jnp.swapaxes(query, 1, 2),
+                *(key, value, jnp.ones_like(lengths), lengths, tables, tables),
+                scale=query.shape[-1] ** -0.5,
+                mask_type=cudnn.MaskType.PADDING,
+                qkv_layout="BNTH",
+            )
+        return jnp.swapaxes(out, 1, 2)
 
     operands = (query, cache.key, cache.value, jnp.maximum(tables, 0), lengths)
     needs = problem.needs(cache.token_bytes)
@@ -192,20 +193,17 @@ def _heads_first(shape: Shape, page_size: int, arrays: Arrays) -> tuple[jax.Arra
 
 
 def append(shape: Shape, new: int, kv_dtypes: Iterable[str]) -> Group:
-    """`new` tokens of each sequence into donated caches.
+    """`new` tokens of each sequence into donated caches, which have room for a shape's.
 
-    Args:
-      shape: heads, sequences, and tokens that each has room for.
-      new: tokens of each sequence.
-      kv_dtypes: of our rows; the other one is an update of a slice of a dense bfloat16 cache, at
-        the same place in all sequences.
+    What they are compared with updates a slice of a dense bfloat16 cache, at the same place in all
+    sequences.
     """
     cases = [Case("dense", None, "dense", functools.partial(_append_dense, shape, new))]
     for kv_dtype in kv_dtypes:
         build = functools.partial(_append, shape, new, kv_dtype)
         cases.append(Case(kv_dtype, None, _FAMILIES.get(kv_dtype, kv_dtype), build))
     problem = Problem(shape, queries=new)
-    return Group(paged_tables.APPEND, problem.label, problem.facts, tuple(cases))
+    return Group(APPEND, problem.label, problem.facts, tuple(cases))
 
 
 def _new_tokens(shape: Shape, new: int) -> tuple[jax.Array, jax.Array]:

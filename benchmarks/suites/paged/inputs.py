@@ -56,7 +56,6 @@ class Problem:
 
     @property
     def facts(self) -> Row:
-        """For its rows."""
         shape = self.shape
         return {
             "model": shape.model,
@@ -139,7 +138,6 @@ def dense(shape: Shape) -> tuple[jax.Array, jax.Array]:
 
 
 def pages_of(shape: Shape, page_size: int) -> int:
-    """Pages of a sequence."""
     return -(-shape.tokens // page_size)
 
 
@@ -152,7 +150,6 @@ def empty(shape: Shape, page_size: int, kv_dtype: str) -> PagedCache:
 
 
 def pool(shape: Shape, page_size: int, kv_dtype: str) -> PagedCache:
-    """The pool full of random content."""
     cache = jax.eval_shape(lambda: empty(shape, page_size, kv_dtype))
     arrays = {
         name: random(i % 2, leaf.shape, leaf.dtype)
@@ -196,14 +193,7 @@ def compared(count: int) -> np.ndarray:
 def exact(query: jax.Array, key: jax.Array, value: jax.Array, visible: jax.Array) -> jax.Array:
     """Attention in float32 of a few queries; sums and no products, so that nothing is rounded.
 
-    Args:
-      query: ``[B, R, N, H]``.
-      key: ``[B, S, K, H]``.
-      value: ``[B, S, K, H]``.
-      visible: int ``[B, R]``; query `r` sees the first ``visible[r]`` keys.
-
-    Returns:
-      float32 ``[B, R, N, H]``.
+    Row `r` of ``[B, R, N, H]`` sees the first ``visible[b, r]`` keys.
     """
     batch, rows, heads, dim = query.shape
     kv_heads = key.shape[2]
@@ -227,17 +217,7 @@ def check_dense(
     *,
     causal: bool = True,
 ) -> Compared:
-    """An output ``[B, T, N, H]`` against exact attention of some of its rows.
-
-    Args:
-      out: to be checked.
-      query: all of them.
-      key: of all sequences.
-      value: of all sequences.
-      lengths: tokens held.
-      causal: query `t` of `T` sees the tokens up to its own, the last but ``T - 1 - t``; otherwise
-        all that are held.
-    """
+    """An output ``[B, T, N, H]`` against exact attention of some of its rows."""
     some = compared(len(query))
     return _against(out, query, key[some], value[some], lengths, causal)
 
@@ -278,11 +258,6 @@ def _errors(got: jax.Array, want: jax.Array) -> dict[str, jax.Array]:
 
 
 def close(compared: Compared, limit: float) -> Row:
-    """Relative L2 and cosine similarity.
-
-    Raises:
-      ArithmeticError: if not everything is finite, or the error is above the limit.
-    """
     got, want, is_finite = compared
     if not is_finite:
         raise ArithmeticError("the output is not finite")
@@ -296,11 +271,7 @@ def close(compared: Compared, limit: float) -> Row:
 
 @dataclasses.dataclass(frozen=True)
 class Checked(Call):
-    """A call whose output is compared by relative L2.
-
-    Attributes:
-      limit: of the error.
-    """
+    """A call whose output is compared by relative L2."""
 
     limit: float = _WRONG
 
@@ -310,29 +281,18 @@ class Checked(Call):
 
 @dataclasses.dataclass(frozen=True)
 class Append(Checked):
-    """A function that gets a cache as its first argument, donated, and gives it back.
-
-    Attributes:
-      make: the first cache.
-      starts: the last argument, another one in each call, so that each writes elsewhere.
-    """
+    """A function that gets a cache as its first argument, donated, and gives it back."""
 
     make: Callable[[], Any] = tuple
     starts: tuple[jax.Array, ...] = ()
 
     def lower(self) -> jax.stages.Lowered:
-        """The function for these arguments."""
         donating = jax.jit(self.function, donate_argnums=0)
         return donating.lower(jax.eval_shape(self.make), *self.arguments, self.starts[0])
 
     def measure(
         self, compiled: Callable[..., Any], check: Any, repetitions: int | None
     ) -> tuple[float, Row]:
-        """Microseconds, and facts for the row.
-
-        Raises:
-          ArithmeticError: if the output is wrong.
-        """
         return super().measure(Appending(compiled, self.make(), self.starts), check, repetitions)
 
     def _errors(self, output: Any, check: Any) -> Row:
@@ -340,13 +300,7 @@ class Append(Checked):
 
 
 class Appending:
-    """Hands a donated cache on from call to call. What a call returns can only be waited for.
-
-    Args:
-      compiled: an `Append`'s function.
-      cache: the first one.
-      starts: of the calls, over and over.
-    """
+    """Hands a donated cache on from call to call. What a call returns can only be waited for."""
 
     def __init__(
         self, compiled: Callable[..., Any], cache: Any, starts: tuple[jax.Array, ...]

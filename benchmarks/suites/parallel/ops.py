@@ -1,20 +1,30 @@
-"""Attention and caches on one device and on several: the same arrays, whole or split."""
+"""Attention, caches and collectives on one device and on several: the same arrays, whole or split.
 
+In wall time of programs.
+"""
+
+import dataclasses
 import functools
+import gc
+import time
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import turbojax as tj
+from benchmarks import timing
 from benchmarks.measuring import steps
 from benchmarks.shapes import Shape
-from benchmarks.suites.parallel.timing import exchanges, timed
-from benchmarks.suites.pooled.inputs import random_levels
+from benchmarks.suites.pooled.suite import random_levels
 from benchmarks.tables import Row
+from turbojax import models
 from turbojax.caches.kinds import init_layer_cache, kind_for
+from turbojax.models.engine import Engine, Replicas, Request, replicate
+from turbojax.models.generation.steps import decode_step
 from turbojax.parallel import Axes
 
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
@@ -27,8 +37,38 @@ _DTYPE = jnp.dtype(jnp.bfloat16)
 _SPLITS = {"batch": "data", "heads": "model", "sequence": "sequence"}
 
 
+def timed(
+    call: Callable[..., Any], *arguments: Any, loops: int = 1, seconds: float = 0.5
+) -> dict[str, Any]:
+    """Microseconds of one of the `loops` rounds in a call: the best of several measurements.
+
+    The best, because what else the host does only takes time.
+    """
+    with timing.alone():
+        jax.block_until_ready(call(*arguments))
+        once = _wall(call, arguments, 1)
+        repetitions = max(1, min(50, round(seconds / once)))
+        times = [_wall(call, arguments, repetitions) / loops * 1e6 for _ in range(4)]
+    return {"us": min(times), "us_of_runs": times, "repetitions": repetitions, "loops": loops}
+
+
+def _wall(call: Callable[..., Any], arguments: tuple[Any, ...], repetitions: int) -> float:
+    start = time.perf_counter()
+    for _ in range(repetitions):
+        out = call(*arguments)
+    jax.block_until_ready(out)
+    return (time.perf_counter() - start) / repetitions
+
+
+def exchanges(compiled: jax.stages.Compiled) -> dict[str, int]:
+    """How often a compiled program has each collective."""
+    text = compiled.as_text() or ""
+    kinds = ("all-gather", "all-reduce", "collective-permute", "all-to-all", "reduce-scatter")
+    counts = {kind: text.count(f" {kind}(") + text.count(f" {kind}-start(") for kind in kinds}
+    return {kind: count for kind, count in counts.items() if count}
+
+
 def axes_of(split: str, devices: int) -> Axes:
-    """All devices along one axis."""
     mesh = jax.make_mesh((devices,), (_SPLITS[split],), axis_types=(AxisType.Auto,))
     return Axes.of(mesh)
 
@@ -201,4 +241,148 @@ def pooled_training(tokens: int, devices: int) -> Row:
         **timed(compiled, *arrays, levels),
         "density": DENSITY,
         "exchanges": exchanges(compiled),
+    }
+
+
+# Collectives --------------------------------------------------------------------------------------
+
+_AXIS = "devices"
+
+
+def _gather(x: jax.Array, n: int) -> jax.Array:
+    del n
+    return jax.lax.all_gather(x, _AXIS)[-1]
+
+
+def _sum(x: jax.Array, n: int) -> jax.Array:
+    return jax.lax.psum(x, _AXIS) / n
+
+
+def _permute(x: jax.Array, n: int) -> jax.Array:
+    return jax.lax.ppermute(x, _AXIS, [(i, (i + 1) % n) for i in range(n)])
+
+
+COLLECTIVES: dict[str, Callable[[jax.Array, int], jax.Array]] = {
+    "all-gather": _gather,
+    "all-reduce": _sum,
+    "collective-permute": _permute,
+}
+
+
+def collective(kind: str, size: int, loops: int, devices: int) -> Row:
+    """One exchange of float32 arrays of `size` bytes on each device."""
+    mesh = jax.make_mesh((devices,), (_AXIS,), axis_types=(AxisType.Auto,))
+
+    def run(x: jax.Array) -> jax.Array:
+        def step(_: Any, x: jax.Array) -> jax.Array:
+            return COLLECTIVES[kind](x, devices) + 1
+
+        return jax.lax.fori_loop(0, loops, step, x)
+
+    spec = PartitionSpec(_AXIS)
+    call = jax.jit(jax.shard_map(run, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False))
+    x = jnp.zeros((devices, size // 4), jnp.float32, device=jax.NamedSharding(mesh, spec))
+    found = timed(call, x, loops=loops)
+    return {**found, "gigabytes_per_second": size / found["us"] / 1e3}
+
+
+# Whole models -------------------------------------------------------------------------------------
+
+_STEPS = 40
+_PAGE_SIZE = 64
+_ENGINE = {"requests": 512, "prompt": 512, "new": 256, "sequences": 256}
+_TINY = {"requests": 16, "prompt": 32, "new": 8, "sequences": 8}
+"""Of requests, and of those that an engine has at a time."""
+
+
+def _axes(devices: int, name: str = "model") -> Axes | None:
+    if devices == 1:
+        return None
+    return Axes.of(jax.make_mesh((devices,), (name,), axis_types=(AxisType.Auto,)))
+
+
+def _weights(model: str, kind: str, axes: Axes | None) -> Any:
+    config = models.SHAPES[model]
+    make = models.random_quantized_decoder if kind == "int4" else models.random_decoder
+    return jax.block_until_ready(make(config, axes=axes))
+
+
+def step(model: str, weights: str, cache: str, batch: int, tokens: int, devices: int) -> Row:
+    """One token of every sequence through a model whose heads and hidden sizes are split."""
+    axes = _axes(devices)
+    decoder = _weights(model, weights, axes)
+    caches = models.init_caches(decoder, batch, tokens + 4 * _STEPS, cache)
+    # Of what is attended to, only how much it is counts.
+    full = np.full(batch, tokens, np.int32)
+    layers = tuple(
+        dataclasses.replace(c, lengths=jax.device_put(full, c.lengths.sharding))
+        for c in caches.layers
+    )
+    caches = dataclasses.replace(caches, layers=layers)
+    chosen = jnp.zeros(batch, jnp.int32)
+    lengths = jax.device_put(full, caches.layers[0].lengths.sharding)
+    arguments = (decoder, caches, chosen, lengths)
+    compiled = decode_step.lower(*arguments, implementation=None).compile()
+
+    def run(count: int) -> float:
+        nonlocal caches, lengths
+        begun = time.perf_counter()
+        for _ in range(count):
+            caches, logits, lengths = decode_step(
+                decoder, caches, chosen, lengths, implementation=None
+            )
+        jax.block_until_ready(logits)
+        return (time.perf_counter() - begun) / count * 1e6
+
+    run(2)
+    times = [run(_STEPS) for _ in range(3)]
+    return {
+        "us": min(times),
+        "us_of_runs": times,
+        "tokens_per_second": batch / min(times) * 1e6,
+        "weight_bytes": decoder.nbytes,
+        "cache_bytes": caches.nbytes,
+        "exchanges": exchanges(compiled),
+    }
+
+
+def engine(model: str, how: str, devices: int) -> Row:
+    """Requests of one length through an engine, or through one engine on each device."""
+    sizes = _TINY if model == "tiny" else _ENGINE
+    config = models.SHAPES[model]
+    length = sizes["prompt"] + sizes["new"]
+    pages = -(-length // _PAGE_SIZE)
+    slots = sizes["sequences"]
+    settings: dict[str, Any] = {
+        "page_size": _PAGE_SIZE,
+        "kv_dtype": "turbo4",
+        "max_sequences": slots,
+        "max_length": length,
+        "num_pages": slots * (pages + 1),
+    }
+    made: Any
+    if how == "tensor" or devices == 1:
+        made = Engine(_weights(model, "bf16", _axes(devices)), **settings)
+    else:
+        parts = replicate(_weights(model, "bf16", None), _axes(devices, "data"))
+        made = Replicas(Engine(part, **settings) for part in parts)
+    made.compile(only_greedy=True)
+    rng = np.random.default_rng(0)
+    prompts = rng.integers(config.vocab_size, size=(sizes["requests"], sizes["prompt"]))
+    made.add(Request(prompts[0, :8].tolist(), 2))
+    made.run()
+    begun = time.perf_counter()
+    for prompt in prompts.tolist():
+        made.add(Request(prompt, sizes["new"]))
+    results = made.run()
+    seconds = time.perf_counter() - begun
+    new = sum(len(result.tokens) for result in results.values())
+    del made
+    gc.collect()
+    return {
+        "us": seconds * 1e6,
+        "seconds": seconds,
+        "generated_per_second": sizes["requests"] * sizes["new"] / seconds,
+        "new_tokens": new,
+        **sizes,
     }

@@ -11,28 +11,130 @@ import functools
 import sys
 import time
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 import turbojax as tj
-from benchmarks import timing
+from benchmarks import tables, timing
 from benchmarks.measuring import work
-from benchmarks.measuring.compiling import compile_side_by_side, require_gpu
-from benchmarks.measuring.samples import errors
+from benchmarks.measuring.samples import errors, require_gpu
+from benchmarks.measuring.steps import compile_side_by_side
 from benchmarks.shapes import Shape
-from benchmarks.suite import Ceilings, Latest, Suite, attempt, over_cudnn, timing_facts
-from benchmarks.suites.pooled import inputs as pooled_inputs
-from benchmarks.suites.pooled import tables as pooled_tables
-from benchmarks.suites.pooled.inputs import MIXTURE_DENSITY
-from benchmarks.tables import Row
+from benchmarks.suite import (
+    Asked,
+    Latest,
+    Measure,
+    Rows,
+    Suite,
+    Table,
+    each,
+    joined,
+    over_cudnn,
+    parted,
+    temporary_bytes,
+    timing_facts,
+)
+from benchmarks.tables import Column, Result, Row
 
-FORWARD, GRADIENT, SELECT = pooled_tables.FORWARD, pooled_tables.GRADIENT, pooled_tables.SELECT
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+# The operations of the suite, as they begin the rows' names.
+FORWARD, GRADIENT, SELECT = "pooled", "pooled-gradient", "pooled-select"
 # Two products forward; backward the scores again, and a product for each gradient and for dP.
 _PRODUCTS = {FORWARD: 1.0, GRADIENT: 3.5}
 # Dense bfloat16 TFLOP/s by the maker's data sheet.
 _PEAKS = {"H100": 989.4, "H200": 989.4}
+
+# What is attended to -----------------------------------------------------------------------------
+
+BLOCK = 128
+"""Queries, and keys, that share a level."""
+LEVELS = (1, 2, 4, 8)
+# Fractions of the visible blocks at each level, as the default of `TopK` chooses them.
+MIXTURE = (0.05, 0.10, 0.10, 0.25)
+MIXTURE_DENSITY = sum(share / level for share, level in zip(MIXTURE, LEVELS, strict=True))
+# Tokens of a segment share a topic; how many topics a head knows; how much of a token is topic.
+_SEGMENT, _TOPICS, _STRENGTH = 256, 32, (0.6, 0.98)
+
+
+@functools.partial(jax.jit, static_argnames="shape")
+def sample(shape: Shape) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """Query, key, value and the output's cotangent, in bfloat16.
+
+    Each segment of 256 tokens has, in every KV head, one of 32 random directions and a strength s
+    between 0.6 and 0.98. A key is s times the direction plus sqrt(1 - s**2) times noise, and so
+    are the queries of its heads: neighbours are alike (cosine s**2), more in some segments
+    than in others, and queries look for segments of their topic. Values are independent normal
+    numbers.
+    """
+    heads, batch = shape.heads, shape.batch
+    segments = -(-shape.tokens // _SEGMENT)
+    places = (batch, segments, heads.kv)
+    keys = jax.random.split(jax.random.key(0), 7)
+    directions = jax.random.normal(keys[0], (_TOPICS, heads.kv, heads.dim), jnp.float32)
+    topics = jax.random.randint(keys[1], places, 0, _TOPICS)
+    strength = jax.random.uniform(keys[2], (*places, 1), jnp.float32, *_STRENGTH)
+    common = strength * directions[topics, jnp.arange(heads.kv)[None, None]]
+
+    def tokens(key: jax.Array, group: int) -> jax.Array:
+        signal, weight = (
+            jnp.repeat(jnp.repeat(x, _SEGMENT, 1)[:, : shape.tokens], group, 2)
+            for x in (common, jnp.sqrt(1 - strength**2))
+        )
+        noise = jax.random.normal(key, signal.shape, jnp.float32)
+        return (signal + weight * noise).astype(jnp.bfloat16)
+
+    def normal(key: jax.Array, count: int) -> jax.Array:
+        size = (batch, shape.tokens, count, heads.dim)
+        return jax.random.normal(key, size, jnp.float32).astype(jnp.bfloat16)
+
+    query = tokens(keys[3], heads.query // heads.kv)
+    return query, tokens(keys[4], 1), normal(keys[5], heads.kv), normal(keys[6], heads.query)
+
+
+def random_levels(shape: Shape, density: float, *, sink: bool = False) -> jax.Array:
+    """A mixture of levels, int8 ``[1, N, T_r, T_c]``, at random places of every row and head.
+
+    The mixture's fractions are scaled to the density, and what a row's whole blocks cannot express
+    is carried over to the next rows. Causal: fractions of the visible blocks, the diagonal is one
+    of those at level 1; and so is the first block, if it is a `sink`.
+    """
+    rows = columns = -(-shape.tokens // BLOCK)
+    row, column = np.arange(rows)[:, None], np.arange(columns)[None]
+    visible = column <= row if shape.is_causal else np.ones((rows, columns), bool)
+    forced = (column == row) & shape.is_causal
+    if sink:
+        forced |= column == 0
+    shares = np.array(MIXTURE) * (density / MIXTURE_DENSITY)
+    bounds = np.cumsum(_counts(visible.sum(1), forced.sum(1), shares), axis=1)
+    place = np.random.default_rng(0).random((shape.heads.query, rows, columns))
+    order = np.argsort(place - forced + 2.0 * ~visible, axis=-1)
+    rank = np.argsort(order, axis=-1)
+    levels = np.zeros(rank.shape, np.int8)
+    for i, level in reversed(list(enumerate(LEVELS))):
+        levels[rank < bounds[:, i, None]] = level
+    return jnp.asarray(levels[None])
+
+
+def _counts(visible: np.ndarray, forced: np.ndarray, shares: np.ndarray) -> np.ndarray:
+    """Blocks of each level in each row: int ``[T_r, 4]``."""
+    counts = np.zeros((len(visible), len(LEVELS)), int)
+    carried = np.zeros(len(LEVELS))
+    for i, blocks in enumerate(visible):
+        wanted, left = shares * blocks + carried, int(blocks)
+        for j, share in enumerate(wanted):
+            least = int(forced[i]) if j == 0 else 0
+            counts[i, j] = np.clip(round(share), least, left)
+            left -= counts[i, j]
+        carried = wanted - counts[i]
+    return counts
+
+
+# Rows ---------------------------------------------------------------------------------------------
 
 POLICIES: dict[str, tj.levels.Policy] = {
     "top-k": tj.levels.TopK(),
@@ -53,13 +155,7 @@ _REFERENCE = Job("reference", "xla")
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One row.
-
-    Attributes:
-      operation: forward, forward and backward, or the choice of levels.
-      method: ``"cudnn"``, or which levels.
-      implementation: of ours, or None.
-    """
+    """One row."""
 
     operation: str
     method: str
@@ -67,12 +163,10 @@ class Case:
 
     @property
     def job(self) -> Job:
-        """The compiled function that is timed."""
         return Job(self.operation, self.implementation or self.method)
 
     @property
     def needs(self) -> tuple[Job, ...]:
-        """Everything that must be compiled for it."""
         if self.operation == SELECT:
             return (self.job,)
         chosen = (Job(SELECT, self.method),) if self.method in POLICIES else ()
@@ -95,7 +189,6 @@ class Group:
 
     @property
     def cases(self) -> list[Case]:
-        """Its rows, what others are compared with first."""
         cases = [Case(operation, "cudnn") for operation in (FORWARD, GRADIENT)]
         cases += [Case(SELECT, policy) for policy in POLICIES]
         for i, implementation in enumerate(self.implementations):
@@ -106,13 +199,20 @@ class Group:
 
     def name(self, case: Case) -> str:
         """``pooled/mha-16/b1-s16384/top-k/mosaic_gpu``."""
-        parts = (case.operation, self.shape.label, case.method, case.implementation)
-        return "/".join(part for part in parts if part)
+        return joined(case.operation, self.shape.label, case.method, case.implementation)
+
+    def describe(self, case: Case) -> Row:
+        return {
+            "operation": case.operation,
+            "method": case.method,
+            "implementation": case.implementation,
+            **self.shape.facts,
+        }
 
     def maps(self) -> dict[str, Callable[[], jax.Array]]:
         """Maps that do not depend on what is attended to."""
-        blocks, heads = -(-self.shape.tokens // pooled_inputs.BLOCK), self.shape.heads.query
-        make = functools.partial(pooled_inputs.random_levels, self.shape)
+        blocks, heads = -(-self.shape.tokens // BLOCK), self.shape.heads.query
+        make = functools.partial(random_levels, self.shape)
         maps: dict[str, Callable[[], jax.Array]] = {
             "mixture-0.156": functools.partial(make, MIXTURE_DENSITY),
             "mixture-0.05": functools.partial(make, 0.05),
@@ -123,47 +223,14 @@ class Group:
         return maps
 
 
-def _groups() -> list[Group]:
-    """What matters most first: a run may be stopped by the clock."""
-    both = ("mosaic_gpu", "triton")
-    return [
-        Group(Shape("mha-16", 1, 16384), both, 0),
-        Group(Shape("mha-16", 1, 16384, is_causal=True), both, 0),
-        Group(Shape("mha-16", 1, 32768)),
-        Group(Shape("mha-16", 1, 32768, is_causal=True)),
-        Group(Shape("llama3-8b", 1, 16384, is_causal=True), both),
-        Group(Shape("mha-16-narrow", 1, 16384), both),
-    ]
-
-
-def _quick_groups() -> list[Group]:
-    """Tiny shapes: whether everything runs, and nothing about speed."""
-    shapes = (Shape("tiny", 1, 384, is_causal=is_causal) for is_causal in (False, True))
-    return [Group(shape, ("xla", "mosaic_gpu", "triton"), 0) for shape in shapes]
-
-
-def run(
-    rows: list[tuple[Group, Case]],
-    ceilings: Ceilings,
-    on_row: Callable[[Row], None],
-    *,
-    repetitions: int | None = None,
-    deadline: float = float("inf"),
-) -> None:
-    """See `benchmarks.suite.Run`."""
-    for stage in dict.fromkeys(group.stage for group, _ in rows):
-        here = [(group, case) for group, case in rows if group.stage == stage]
-        compiled = compile_jobs(here) if time.monotonic() <= deadline else {}
-        inputs = Latest(functools.partial(Inputs, compiled=compiled))
-        for group, case in here:
-            measure = functools.partial(_measure, group, case, inputs, ceilings, repetitions)
-            attempt(describe(group, case), measure, on_row, deadline)
+def begin(rows: Rows, asked: Asked) -> Measure:
+    inputs = Latest(functools.partial(Inputs, compiled=compile_jobs(rows)))
+    return lambda group, case: _measure(inputs.of(group), case, asked)
 
 
 def compile_jobs(
     rows: Iterable[tuple[Group, Case]],
 ) -> dict[tuple[Group, Job], concurrent.futures.Future[Any]]:
-    """Compiles what rows need, side by side."""
     jobs = list(dict.fromkeys((group, job) for group, case in rows for job in case.needs))
     start = time.monotonic()
     done = compile_side_by_side(functools.partial(_lower, *job) for job in jobs)
@@ -178,8 +245,7 @@ def compile_jobs(
 
 
 def _lower(group: Group, job: Job) -> jax.stages.Lowered:
-    """A job for arrays of the group's shape."""
-    query, key, value, d_out = jax.eval_shape(lambda: pooled_inputs.sample(group.shape))
+    query, key, value, d_out = jax.eval_shape(lambda: sample(group.shape))
     if job.operation == SELECT:
         return jax.jit(_select(group.shape, job.by)).lower(query, key)
     levels = jax.eval_shape(group.maps()["all-1"])
@@ -200,7 +266,7 @@ def _select(shape: Shape, policy: str) -> Callable[..., jax.Array]:
     )
 
 
-_BLOCKS = {"block_q": pooled_inputs.BLOCK, "block_kv": pooled_inputs.BLOCK}
+_BLOCKS = {"block_q": BLOCK, "block_kv": BLOCK}
 
 
 def _attend(shape: Shape, job: Job) -> Callable[..., Any]:
@@ -242,19 +308,14 @@ def _first_head(
 
 
 class Inputs:
-    """The arrays of a shape, its maps, and what should come out.
-
-    Args:
-      group: the shape and its rows.
-      compiled: see `compile_jobs`.
-    """
+    """The arrays of a shape, its maps, and what should come out."""
 
     def __init__(
         self, group: Group, compiled: dict[tuple[Group, Job], concurrent.futures.Future[Any]]
     ) -> None:
         self.group = group
         self._compiled = compiled
-        self.arrays = pooled_inputs.sample(group.shape)
+        self.arrays = sample(group.shape)
         self._maps: dict[str, jax.Array] = {}
         self._expected: dict[str, Any] = {}
 
@@ -312,10 +373,7 @@ def _like(got: Any, want: Any) -> tuple[jax.Array, tuple[jax.Array, ...], jax.Ar
     return out, gradients, jnp.all(jnp.stack(is_finite))
 
 
-def _measure(
-    group: Group, case: Case, latest: Latest, ceilings: Ceilings, repetitions: int | None
-) -> Row:
-    inputs: Inputs = latest.of(group)
+def _measure(inputs: Inputs, case: Case, asked: Asked) -> Row:
     compiled = inputs.function(case.job)
     density = inputs.density(case.method)
     facts: Row = {"density": density}
@@ -326,7 +384,7 @@ def _measure(
         if case.implementation is not None:
             arguments = (*arguments, inputs.levels(case.method))
         facts |= inputs.error(case.method, compiled(*arguments))
-    taken = timing.measure(compiled, arguments, repetitions=repetitions)
+    taken = timing.measure(compiled, arguments, repetitions=asked.repetitions)
     if case.operation != SELECT:
         amount = work.attention_operations(inputs.group.shape) * density
         needed = work.Work(amount * _PRODUCTS[case.operation], {"bf16": 1.0})
@@ -335,36 +393,245 @@ def _measure(
         facts |= {
             "work": needed.amount,
             "tflops_per_second": rate,
-            "percent_of_ceiling": needed.percent_of_ceiling(taken.microseconds, ceilings),
+            "percent_of_ceiling": needed.percent_of_ceiling(taken.microseconds, asked.ceilings),
             "percent_of_peak": None if peak is None else 100 * rate / peak,
         }
     return {
         "status": "ok",
         **timing_facts(taken),
         **facts,
-        "temporary_bytes": getattr(compiled.memory_analysis(), "temp_size_in_bytes", None),
+        **temporary_bytes(compiled),
     }
 
 
-def describe(group: Group, case: Case) -> Row:
-    """What is known of a row before it runs."""
-    return {
-        "name": group.name(case),
-        "operation": case.operation,
-        "method": case.method,
-        "implementation": case.implementation,
-        **group.shape.facts,
-    }
+# What the docs show -------------------------------------------------------------------------------
+
+SUMMARY_METHODS = ("mixture-0.156", "mixture-0.05")
+SUMMARY_MODEL = "mha-16"
+_SHAPE = ("model", "batch", "tokens", "is_causal")
 
 
+def _shape_of(row: Row) -> tuple[Any, ...]:
+    return tuple(row[name] for name in _SHAPE)
+
+
+def label(row: Row) -> str:
+    """``16 heads of 128, 1 x 16k causal``."""
+    model, size = tables.shape_label(row).split(" ", 1)
+    heads = f"{row['heads']} heads of {row['head_dim']}" if model.startswith("mha") else model
+    return f"{heads}, {size}"
+
+
+def ordered(rows: Iterable[Row]) -> list[Row]:
+    """Rows shape by shape, in the order of the tables."""
+    return [row for group in tables.shapes(rows).values() for row in group]
+
+
+def share_of_ideal(row: Row) -> float | None:
+    """The speed over cuDNN, of the inverse of the density."""
+    ratio = row.get("speedup_over_cudnn")
+    return None if ratio is None else ratio * row["density"]
+
+
+def _share(value: float | None) -> str:
+    return "-" if value is None else f"{value:.0f} %"
+
+
+def _milliseconds(row: Row) -> str:
+    return tables.number(row["us"] / 1e3)
+
+
+def _of_ideal(row: Row) -> str:
+    ideal = share_of_ideal(row)
+    return _share(None if ideal is None or row["implementation"] is None else 100 * ideal)
+
+
+def _gradient_error(name: str, form: str) -> tables.Cell:
+    return lambda row: ", ".join(f"{e[name]:{form}}" for e in row["gradient_errors"].values())
+
+
+_NAMES = (
+    ("shape", label),
+    ("levels", lambda row: row["method"]),
+    ("kernel", lambda row: row["implementation"] or "cuDNN"),
+)
+_COLUMNS = (
+    ("density", tables.shown_as("density", "{:.4f}")),
+    ("ms", _milliseconds),
+    ("over cuDNN", tables.shown_as("speedup_over_cudnn", "{:.2f}x")),
+    ("ideal", lambda row: tables.times(1 / row["density"]) if row["implementation"] else "-"),
+    ("of ideal", _of_ideal),
+    ("TFLOP/s", tables.significant("tflops_per_second")),
+    ("of 989", tables.shown_as("percent_of_peak", "{:.0f} %")),
+)
+_ERRORS: dict[str, tuple[Column, ...]] = {
+    FORWARD: (
+        ("cosine", tables.shown_as("cosine", "{:.5f}")),
+        ("relative L1, RMSE", lambda row: f"{row['relative_l1']:.4f}, {row['rmse']:.2g}"),
+    ),
+    GRADIENT: (
+        ("cosine of dQ, dK, dV", _gradient_error("cosine", ".5f")),
+        ("relative L1", _gradient_error("relative_l1", ".4f")),
+        ("RMSE", _gradient_error("rmse", ".2g")),
+    ),
+}
+
+
+def attention_table(result: Result, operation: str) -> str:
+    rows = ordered(tables.shown(result, operation))
+    text = tables.rows_table(rows, _NAMES, (*_COLUMNS, *_ERRORS[operation]))
+    return tables.with_cut(text, result, operation)
+
+
+def selection_table(result: Result) -> str:
+    """What choosing levels takes, compared with the forward pass that uses them."""
+    forward = _by_method(result, FORWARD)
+    both = _by_method(result, GRADIENT)
+    lines = []
+    for row in ordered(tables.finished(result, SELECT)):
+        line = [label(row), row["method"], f"{row['density']:.3f}", tables.number(row["us"])]
+        key = (_shape_of(row), row["method"])
+        steered, trained = forward.get(key), both.get(key)
+        if steered is None:
+            lines.append([*line, *["-"] * 5])
+            continue
+        dense = forward.get((_shape_of(row), "cudnn"))
+        total = row["us"] + steered["us"]
+        far = steered["out_against_dense"]
+        lines.append(
+            [
+                *line,
+                _milliseconds(steered),
+                f"{100 * row['us'] / steered['us']:.1f} %",
+                "-" if trained is None else f"{100 * row['us'] / trained['us']:.1f} %",
+                tables.times(None if dense is None else dense["us"] / total),
+                f"{far['cosine']:.4f}, {far['relative_l1']:.3f}",
+            ]
+        )
+    header = ["shape", "policy", "density", "choosing, us", "forward, ms", "choosing / forward"]
+    header += ["choosing / forward and backward", "both over cuDNN forward"]
+    return tables.table([*header, "output against dense: cosine, relative L1"], lines)
+
+
+def _by_method(result: Result, operation: str) -> dict[tuple[Any, str], Row]:
+    """Rows by shape and levels, of the fastest implementation."""
+    best: dict[tuple[Any, str], Row] = {}
+    for row in tables.finished(result, operation):
+        key = (_shape_of(row), row["method"])
+        if key not in best or row["us"] < best[key]["us"]:
+            best[key] = row
+    return best
+
+
+def video_section(name: str, result: Result) -> str:
+    """Both passes without a mask, as docs/video.md shows them, and where the figures come from."""
+    passes = [attention_table(result, operation) for operation in (FORWARD, GRADIENT)]
+    return "\n\nWith the backward pass:\n\n".join(passes) + f"\n\n{tables.source(name, result)}"
+
+
+def _matmul(result: Result) -> str:
+    rate = result["ceilings"].get("bf16")
+    return "" if rate is None else f"A bfloat16 matrix product through XLA: {rate:.0f} TFLOP/s. "
+
+
+def _section(operation: str, plot: tuple[str, str] | None = None) -> Table:
+    table = functools.partial(attention_table, operation=operation)
+    return tables.section(table, plot=plot, note=_matmul)
+
+
+PLOT = ("pooled_speed.png", "Pooled attention: speed over cuDNN against the density")
+
+
+def summary_table(result: Result) -> str:
+    """A few rows: the fastest of ours, forward and with the backward pass, against cuDNN."""
+    forward, both = (_by_method(result, operation) for operation in (FORWARD, GRADIENT))
+    lines = []
+    for row in ordered(row for row in forward.values() if row["method"] in SUMMARY_METHODS):
+        if row["model"] != SUMMARY_MODEL:
+            continue
+        trained = both.get((_shape_of(row), row["method"]))
+        cells = [_time_and_ratio(row), "-" if trained is None else _time_and_ratio(trained)]
+        lines.append([label(row), f"{row['density']:.3f}", *cells])
+    header = ["batch x tokens", "density", "forward, ms", "forward and backward, ms"]
+    return tables.table(header, lines)
+
+
+_SUMMARY = (
+    "Time of the kernels on the device; in brackets the speed over that of cuDNN's dense "
+    "attention in bfloat16. The ideal is the inverse of the density. "
+)
+
+
+def _time_and_ratio(row: Row) -> str:
+    return f"{_milliseconds(row)} ({tables.times(row.get('speedup_over_cudnn'))})"
+
+
+_DENSITY_TICKS = (0.05, 0.1, 0.2, 0.5, 1)
+
+
+def speed_plot(result: Result) -> "Figure":
+    """Speed over cuDNN against the density, with the ideal line: the fastest of ours."""
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import NullLocator
+
+    figure = Figure(figsize=(11, 5), layout="constrained")
+    panels = figure.subplots(1, 2, sharex=True, sharey=True)
+    densities = []
+    for axes, operation, title in zip(
+        panels, (FORWARD, GRADIENT), ("forward", "forward and backward"), strict=True
+    ):
+        by_shape: dict[str, list[Row]] = {}
+        for row in ordered(_by_method(result, operation).values()):
+            is_shown = row["implementation"] is not None and row["model"] == SUMMARY_MODEL
+            if is_shown and "speedup_over_cudnn" in row:
+                densities.append(row["density"])
+                by_shape.setdefault(label(row), []).append(row)
+        for i, (name, rows) in enumerate(by_shape.items()):
+            rows = sorted(rows, key=lambda row: row["density"])
+            x, y = [r["density"] for r in rows], [r["speedup_over_cudnn"] for r in rows]
+            style = "--" if rows[0]["is_causal"] else "-"
+            axes.plot(x, y, "o" + style, color=f"C{i // 2}", ms=4, lw=1, label=name)
+        axes.set_title(title)
+    least = min([*densities, 0.5])
+    for axes in panels:
+        axes.plot([least, 1], [1 / least, 1], color="black", lw=1, label="ideal, 1 / density")
+        axes.axhline(1, color="black", lw=0.5, ls=":")
+        axes.set_xscale("log")
+        axes.set_yscale("log", base=2)
+        axes.set_xticks(_DENSITY_TICKS)
+        axes.xaxis.set_major_formatter("{x:g}")
+        axes.xaxis.set_minor_locator(NullLocator())
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.set_xlabel("density: share of dense attention's work")
+        axes.grid(alpha=0.3, which="both")
+        axes.legend(fontsize=8, frameon=False)
+    panels[0].set_ylabel("times as fast as cuDNN bf16, dense")
+    figure.suptitle(f"Pooled attention on {result['device']}")
+    return figure
+
+
+_BOTH, _THREE = ("mosaic_gpu", "triton"), ("xla", "mosaic_gpu", "triton")
 SUITE = Suite(
     name="pooled",
-    groups=_groups,
-    quick_groups=_quick_groups,
-    run=run,
+    groups=lambda: [
+        Group(Shape("mha-16", 1, 16384), _BOTH, 0),
+        Group(Shape("mha-16", 1, 16384, is_causal=True), _BOTH, 0),
+        Group(Shape("mha-16", 1, 32768)),
+        Group(Shape("mha-16", 1, 32768, is_causal=True)),
+        Group(Shape("llama3-8b", 1, 16384, is_causal=True), _BOTH),
+        Group(Shape("mha-16-narrow", 1, 16384), _BOTH),
+    ],
+    quick_groups=lambda: [
+        Group(Shape("tiny", 1, 384, is_causal=is_causal), _THREE, 0) for is_causal in (False, True)
+    ],
+    run=each(begin, parted(lambda group: group.stage)),
     with_ratios=over_cudnn,
-    one_line=pooled_tables.one_line,
     formats=("bf16",),
-    tables=pooled_tables.TABLES,
-    plots=pooled_tables.PLOTS,
+    tables={
+        "pooled summary": tables.section(summary_table, note=_SUMMARY),
+        "pooled forward": _section(FORWARD, PLOT),
+        "pooled gradient": _section(GRADIENT),
+        "pooled selection": tables.section(selection_table, note=_matmul),
+    },
+    plots={PLOT[0]: speed_plot},
 )

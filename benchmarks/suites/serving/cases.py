@@ -11,10 +11,14 @@ from typing import Literal
 import jax
 import numpy as np
 
+from benchmarks.suite import joined
+from benchmarks.tables import Row
 from turbojax import models, paged
 from turbojax.models.engine import Request
 
 OPERATION = "serving"
+STOPPED = "stopped"
+"""Status of a row that the clock ended."""
 LOOP = 32
 """Tokens after which text of the weights ``"looping"`` repeats that begins in the lower half of the
 vocabulary; what begins in the upper one goes through all of it first."""
@@ -27,16 +31,7 @@ Weights = Literal["bf16", "int4", "looping"]
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """An engine's sizes.
-
-    Attributes:
-      slots: sequences at a time.
-      max_length: of prompt and result.
-      num_pages: of each layer's pool; None where `pool_bytes` says it.
-      pool_bytes: of the pages of all layers.
-      page_size: tokens of a page.
-      step_tokens: of prompts in a step at most.
-    """
+    """An engine's sizes."""
 
     slots: int
     max_length: int
@@ -46,7 +41,6 @@ class Setting:
     step_tokens: int = 8192
 
     def pages(self, config: models.TransformerConfig, kv_dtype: str) -> int:
-        """Pages of each layer's pool."""
         if self.pool_bytes is None:
             assert self.num_pages is not None
             return self.num_pages
@@ -112,15 +106,35 @@ class Group:
 
     @property
     def config(self) -> models.TransformerConfig:
-        """The model's."""
         return models.SHAPES[self.model]
 
     def name(self, case: Case) -> str:
         """``serving/llama-3-8b/batch/engine``."""
-        return f"{OPERATION}/{self.model}/{self.label}/{case.name}"
+        return joined(OPERATION, self.model, self.label, case.name)
+
+    def describe(self, case: Case) -> Row:
+        setting = self.setting_of(case)
+        return {
+            "operation": OPERATION,
+            "label": self.label,
+            "method": case.name,
+            "model": self.model,
+            "runs": case.runs,
+            "weights": case.weights,
+            "kv_dtype": case.kv_dtype,
+            "speculates": case.speculates,
+            "requests": self.requests,
+            "prompt": self.prompt,
+            "new": self.new,
+            "clients": self.clients,
+            "setting": dataclasses.asdict(setting),
+            "num_pages": setting.pages(self.config, case.kv_dtype),
+            "expected_seconds": case.expected,
+            "asked": dict(case.asked),
+            "over": dict(case.over),
+        }
 
     def setting_of(self, case: Case) -> Setting:
-        """The engine's sizes in this row."""
         return case.setting or self.setting
 
     def prompts(self, use: str = "measured") -> np.ndarray:
@@ -131,7 +145,6 @@ class Group:
         return rng.integers(low, high, size=size, dtype=np.int32)
 
     def make(self) -> list[Request]:
-        """The requests."""
         return [Request(tokens, max_new_tokens=self.new) for tokens in self.prompts().tolist()]
 
     def warm_up(self) -> list[Request]:

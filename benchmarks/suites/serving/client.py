@@ -17,17 +17,7 @@ _HOST = "127.0.0.1"
 
 @dataclasses.dataclass(frozen=True)
 class Load:
-    """What the clients do.
-
-    Attributes:
-      model: the name that it is served by.
-      clients: requests at a time; each client sends its next when one is answered.
-      requests: of all clients together.
-      prompt: tokens of a prompt.
-      new: tokens of an answer.
-      vocab_size: prompts are random tokens below it.
-      seed: of the prompts.
-    """
+    """What the clients do."""
 
     model: str
     clients: int
@@ -39,11 +29,6 @@ class Load:
 
 
 async def answer(load: Load, port: int, prompt: list[int]) -> dict[str, Any]:
-    """Sends one request and reads its stream.
-
-    Raises:
-      RuntimeError: if the server refuses it.
-    """
     asked = json.dumps(
         {
             "model": load.model,
@@ -93,7 +78,6 @@ async def _read(reader: asyncio.StreamReader, begun: float) -> dict[str, Any]:
 
 
 async def run(load: Load, port: int) -> dict[str, Any]:
-    """All requests."""
     rng = random.Random(load.seed)
     prompts = [
         [rng.randrange(load.vocab_size) for _ in range(load.prompt)] for _ in range(load.requests)
@@ -110,7 +94,6 @@ async def run(load: Load, port: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Standard input to standard output."""
     load = Load(**json.loads(sys.stdin.read()))
     print(json.dumps(asyncio.run(run(load, int(sys.argv[1])))))
 

@@ -4,81 +4,53 @@ Wall time. Every row says how long it should take (`expected_seconds`), and is s
 for a few times that, so that a slow one leaves time to the others.
 """
 
-import dataclasses
-import functools
 import gc
 import time
-from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-from benchmarks.suite import Ceilings, Suite, attempt
-from benchmarks.suites.serving import bare, cases, engines, http, tables
-from benchmarks.suites.serving.cases import OPERATION, Case, Group
-from benchmarks.tables import Row
+from benchmarks import plots, tables
+from benchmarks.suite import Asked, Measure, Rows, Suite, each
+from benchmarks.suites.paged.suite import KV_DTYPES as DTYPE_NAMES
+from benchmarks.suites.serving import cases, engines
+from benchmarks.suites.serving.cases import OPERATION, STOPPED, Case, Group
+from benchmarks.tables import Result, Row
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 _PATIENCE = 2.5
 """Times what is expected of a row: seconds after compiling in which steps of it are begun."""
 
 
-def run(
-    rows: list[tuple[Group, Case]],
-    ceilings: Ceilings,
-    on_row: Callable[[Row], None],
-    *,
-    repetitions: int | None = None,
-    deadline: float = float("inf"),
-) -> None:
-    """See `benchmarks.suite.Run`; everything runs once."""
-    del ceilings, repetitions
+def begin(rows: Rows, asked: Asked) -> Measure:
+    """See `suite.each`; everything runs once."""
+    del rows
     stock = engines.Stock()
 
-    def finish(row: Row) -> None:
-        if row["status"] != "ok":
-            stock.drop()
-        on_row(row)
+    def measured(group: Group, case: Case) -> Row:
+        gc.collect()  # what the last row made
+        row: Row = {"status": "failed"}
+        try:
+            row = measure(stock, group, case, asked.deadline)
+        finally:
+            if row["status"] != "ok":
+                stock.drop()
+        return row
 
-    for group, case in cases.in_order(rows):
-        one = functools.partial(measure, stock, group, case, deadline)
-        attempt(describe(group, case), one, finish, deadline)
-        gc.collect()
-
-
-def describe(group: Group, case: Case) -> Row:
-    """What is known of a row before it runs."""
-    setting = group.setting_of(case)
-    return {
-        "name": group.name(case),
-        "operation": OPERATION,
-        "label": group.label,
-        "method": case.name,
-        "model": group.model,
-        "runs": case.runs,
-        "weights": case.weights,
-        "kv_dtype": case.kv_dtype,
-        "speculates": case.speculates,
-        "requests": group.requests,
-        "prompt": group.prompt,
-        "new": group.new,
-        "clients": group.clients,
-        "setting": dataclasses.asdict(setting),
-        "num_pages": setting.pages(group.config, case.kv_dtype),
-        "expected_seconds": case.expected,
-        "asked": dict(case.asked),
-        "over": dict(case.over),
-    }
+    return measured
 
 
 def measure(stock: engines.Stock, group: Group, case: Case, deadline: float) -> Row:
-    """One row."""
     begun = time.monotonic()
     if case.runs == "bare":
         stock.drop()  # its pools are as large as an engine's
-        row = bare.measure(stock.model(group, case), group, case)
+        row = engines.measure_bare(stock.model(group, case), group, case)
     elif case.runs == "steps":
-        row = bare.measure_steps(stock.model(group, case), group, case)
+        row = engines.measure_steps(stock.model(group, case), group, case)
     elif case.runs == "http":
         try:
             made = stock.engine(group, case)
-            row = http.measure(made, group, _limit(case, deadline))
+            row = engines.measure_http(made, group, _limit(case, deadline))
         finally:
             stock.drop()
     else:
@@ -94,15 +66,167 @@ def _limit(case: Case, deadline: float) -> float:
     return min(deadline, time.monotonic() + _PATIENCE * case.expected)
 
 
+LESS = ("over_by_hand", "idle_ms")
+"""Figures of which less is better: what was asked is the most that they may be."""
+PLOT = ("serving.png", "Requests through the engine: new tokens per second")
+
+_RUNS = {
+    "engine": "engine",
+    "bare": "its kernels by hand",
+    "steps": "`decode_step` by hand",
+    "http": "over HTTP",
+}
+_WEIGHTS = {"bf16": "bf16", "int4": "INT4", "looping": "bf16, text repeats"}
+_FIGURES = {
+    "generated_per_second": "{:,.0f} new tokens per second",
+    "share_of_bare": "{:.2f} of the kernels' speed",
+    "over_by_hand": "{:.2f}x the time of `decode_step`",
+    "times_bf16_weights": "{:.2f}x bf16 weights",
+    "times_bf16": "{:.2f}x bf16 pages",
+    "times_engine": "{:.2f}x without HTTP",
+    "times_without": "{:.2f}x without speculation",
+    "idle_ms": "{:.2f} ms between steps",
+}
+
+
+def with_ratios(rows: list[Row]) -> list[Row]:
+    """The rows with how they compare with others that are complete, and whether that is enough."""
+    by_name = {row["name"]: row for row in rows if row["status"] == "ok"}
+    return [_with_ratios(row, by_name) for row in rows]
+
+
+def _with_ratios(row: Row, by_name: dict[str, Row]) -> Row:
+    if row["status"] != "ok":
+        return row
+    found = {}
+    for figure, place in row["over"].items():
+        other = by_name.get(f"{OPERATION}/{row['model']}/{place}")
+        if other is not None:
+            found[figure] = _ratio(figure, row, other)
+    row = {**row, **found}
+    reached = {
+        figure: (row[figure] <= asked if figure in LESS else row[figure] >= asked)
+        for figure, asked in row["asked"].items()
+        if row.get(figure) is not None
+    }
+    return {**row, "reached": reached}
+
+
+def _ratio(figure: str, row: Row, other: Row) -> float:
+    if figure == "share_of_bare":
+        return float(other["seconds"] / row["seconds"])
+    if figure == "over_by_hand":
+        return float(row["token_ms"] / other["token_ms"])
+    return float(row["generated_per_second"] / other["generated_per_second"])
+
+
+# What the docs show -------------------------------------------------------------------------------
+
+
+def workload(row: Row) -> str:
+    """``256 x 1,024 + 256``, and how many at a time where not all."""
+    at_a_time = f", {row['clients']} at a time" if row["clients"] else ""
+    return f"{row['requests']} x {row['prompt']:,} + {row['new']:,}{at_a_time}"
+
+
+def comparisons(row: Row) -> list[str]:
+    """Each figure that compares a row with another, and whether it is what was asked."""
+    found = []
+    for figure, text in _FIGURES.items():
+        asked = row["asked"].get(figure)
+        if row.get(figure) is None or (asked is None and figure not in row["over"]):
+            continue
+        found.append(text.format(row[figure]) + _verdict(row, figure, asked))
+    if row.get("acceptance") is not None:
+        found.append(f"{row['acceptance']:.0%} of the proposed tokens accepted")
+    return found
+
+
+def _verdict(row: Row, figure: str, asked: float | None) -> str:
+    if asked is None:
+        return ""
+    number = f"{asked:,.0f}" if asked >= 100 else f"{asked:g}"
+    bound = "at most" if figure in LESS else "at least"
+    verdict = "" if row.get("reached", {}).get(figure) else ": missed"
+    return f" (asked: {bound} {number}{verdict})"
+
+
+def _by(row: Row) -> str:
+    return _RUNS[row["runs"]] + (", n-grams" if row["speculates"] else "")
+
+
+def _gibibytes(count: int | None) -> str:
+    return "-" if count is None else f"{count / 2**30:.1f}"
+
+
+def _seconds(row: Row) -> str:
+    done = f" ({row['finished']} of {row['requests']})" if row["status"] == STOPPED else ""
+    return f"{row['seconds']:.1f}{done}"
+
+
+def _pages(row: Row) -> str:
+    return f"{_gibibytes(row['pool_bytes'])}, {_gibibytes(row.get('memory_bytes'))}"
+
+
+_NAMES = (
+    ("requests", workload),
+    ("weights", lambda row: _WEIGHTS[row["weights"]]),
+    ("pages", lambda row: DTYPE_NAMES[row["kv_dtype"]]),
+    ("by", _by),
+)
+_COLUMNS = (
+    ("new tokens per second", tables.shown_as("generated_per_second", "{:,.0f}")),
+    ("with prompts", tables.shown_as("tokens_per_second", "{:,.0f}")),
+    ("compared, and what was asked", lambda row: "; ".join(comparisons(row)) or "-"),
+    ("first token", tables.shown_as("first_token_seconds", "{:.2f} s")),
+    ("ms per token", tables.significant("token_ms")),
+    ("tokens per step", tables.significant("tokens_per_step")),
+    ("steps", tables.shown_as("steps", "{:,}")),
+    ("ms between them", tables.shown_as("idle_ms", "{:.3f}")),
+    ("host ms per step", lambda row: tables.number(row.get("host_ms"), 2)),
+    ("GiB of pages, of all", _pages),
+    ("seconds", _seconds),
+)
+
+
+def serving_table(result: Result) -> str:
+    return tables.rows_table(result["rows"], _NAMES, _COLUMNS, measured=("ok", STOPPED))
+
+
+def bars(result: Result) -> plots.Ratios:
+    found: plots.Ratios = {}
+    for row in result["rows"]:
+        if row["status"] == "ok":
+            rate = row["generated_per_second"]
+            series = _by(row).replace("`", "")
+            series += ", bf16 pages" if row["kv_dtype"] == "auto" else ""
+            place = f"{row['label']}: {workload(row)}"
+            found.setdefault(place, {})[series] = (rate, f"{rate:,.0f}")
+    return found
+
+
+def plot(result: Result) -> "Figure":
+    title = f"Requests through the engine on {result['device']}"
+    return plots.of_ratios(bars(result), title, "new tokens per second", bar=0.2, line=False)
+
+
+def one_line(row: Row) -> str:
+    line = tables.one_line(row)
+    if row["status"] not in ("ok", STOPPED):
+        return line
+    seconds = f"all of it {row['all_seconds']:.0f}, expected {row['expected_seconds']:.0f}"
+    return ", ".join([line, seconds, *comparisons(row)])
+
+
 SUITE = Suite(
     name=OPERATION,
     groups=cases.groups,
     quick_groups=cases.quick_groups,
-    run=run,
-    with_ratios=tables.with_ratios,
-    one_line=tables.one_line,
+    run=each(begin, lambda rows: [cases.in_order(rows)]),
+    with_ratios=with_ratios,
+    one_line=one_line,
     formats=(),
     environment={"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.93"},
-    tables={OPERATION: tables.page_section},
-    plots={tables.PLOT[0]: tables.plot},
+    tables={OPERATION: tables.section(serving_table, plot=PLOT)},
+    plots={PLOT[0]: plot},
 )

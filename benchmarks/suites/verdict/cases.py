@@ -15,11 +15,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.measuring.calls import Arrays, Call, Case, Group, compared_rows
-from benchmarks.measuring.compiling import require_gpu
-from benchmarks.measuring.samples import errors, exact_rows, sample_all
+from benchmarks.measuring.samples import (
+    errors,
+    exact_attention,
+    exact_rows,
+    sample_all,
+)
 from benchmarks.measuring.work import Needs, attention_operations
 from benchmarks.shapes import Shape
-from benchmarks.suites.verdict.methods import CACHES, DECODE, FULL, METHODS, PROMPT, TRITON, family
+from benchmarks.suites.verdict.tables import CACHES, DECODE, FULL, METHODS, PROMPT, TRITON, family
 from benchmarks.tables import Row
 from turbojax.caches import LayerCache, cache_by_name, init_layer_cache, kind_for, kind_of
 from turbojax.caches.paged.layer import PagedLayer
@@ -143,15 +147,9 @@ def _decode(shape: Shape, arrays: Arrays, *, name: str) -> Call:
 
 def _full(shape: Shape, arrays: Arrays) -> Call:
     """cuDNN on all tokens there is room for: faster than with lengths, and no more to be seen."""
-    require_gpu("cuDNN")
+    attend = exact_attention("cudnn")
     query, key, value = arrays.get(sample_all, shape, 1)
     want = arrays.get(_decoded, shape, shape.tokens, arrays)
-
-    def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        # jax's own function promotes bfloat16 with float32 inside.
-        with jax.numpy_dtype_promotion("standard"):
-            return jax.nn.dot_product_attention(q, k, v, implementation="cudnn")
-
     nbytes = key.nbytes + value.nbytes
     facts = {"cache_bytes": nbytes, "bits_per_number": bits_per_number(shape, nbytes)}
     return Call(
@@ -213,11 +211,7 @@ def bits_per_number(shape: Shape, nbytes: int) -> float:
 
 
 def compared(got: jax.Array, want: jax.Array) -> Row:
-    """Cosine similarity, relative L1 and RMSE against exact attention to the tokens themselves.
-
-    Raises:
-      ArithmeticError: if not everything is finite, or the error is more than 4 bits make.
-    """
+    """Cosine similarity, relative L1 and RMSE against exact attention to the tokens themselves."""
     found = errors(got, want)
     if not found["relative_l1"] <= _WRONG:
         raise ArithmeticError(f"the output is wrong: {found}, relative_l1 must be <= {_WRONG}")

@@ -1,20 +1,60 @@
 """Tables of the verdict: pure functions of its JSON, which name where we are worse as well."""
 
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
 
 from benchmarks import tables
-from benchmarks.suites.verdict.methods import (
-    CACHES,
-    COMPRESSED,
-    DECODE,
-    FP8,
-    KIVI,
-    METHODS,
-    PROMPT,
-    TEXT,
-)
+from benchmarks.plots import wide_figure
 from benchmarks.tables import Result, Row
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+DECODE, PROMPT, TEXT = "verdict-decode", "verdict-prompt", "verdict-text"
+"""The operations, as they begin the rows' names."""
+
+BF16, FULL, FP8, KIVI = "exact", "cudnn-full", "fp8_e4m3", "kivi4"
+"""Dense bfloat16; the same without lengths, so that all tokens are read; pages in e4m3; KIVI."""
+
+METHODS = {
+    BF16: "bf16, dense",
+    FULL: "bf16, dense, cuDNN on all tokens",
+    "paged": "bf16 pages",
+    FP8: "fp8 pages, e4m3",
+    "turbo4": "turbo4 pages",
+    "paged_k8v4": "k8v4 pages",
+    "k8v4": "k8v4",
+    "kv4": "kv4",
+    "4bit": "4bit",
+    KIVI: "KIVI, 4 bits, plain JAX",
+    "fp8_e4m3-triton": "fp8 pages, our kernel in Triton",
+    "turbo4-triton": "turbo4 pages, our kernel in Triton",
+}
+"""Rows of a shape by their names, what others are compared with first. All but `FULL` are caches
+that models take, some of them read by a kernel that is asked for."""
+
+CACHES = tuple(name for name in METHODS if name != FULL and "-" not in name)
+COMPRESSED = ("turbo4", "paged_k8v4", "k8v4", "kv4", "4bit")
+"""Ours with fewer bits than fp8."""
+
+TRITON = "-triton"
+"""The end of a name whose cache is read by Triton's kernel, whatever else there is."""
+
+# What rows are compared with, by the names of their families: the faster of two rows of one.
+_FAMILIES = {
+    BF16: "bf16",
+    FULL: "bf16",
+    "paged": "bf16-pages",
+    FP8: "fp8-pages",
+    f"{FP8}{TRITON}": "fp8-pages",
+}
+BASELINES = dict.fromkeys((DECODE, PROMPT), ("bf16", "bf16-pages", "fp8-pages"))
+"""Families that rows of an operation are compared with."""
+
+
+def family(method: str) -> str:
+    return _FAMILIES.get(method, method)
+
 
 PLOT = (
     "verdict.png",
@@ -28,10 +68,8 @@ _COLUMNS = 3
 
 def places(result: Result, operation: str = DECODE) -> dict[str, dict[str, Row]]:
     """The rows that were measured by shape, in the order of the file, and by method."""
-    found: dict[str, dict[str, Row]] = {}
-    for row in tables.finished(result, operation):
-        found.setdefault(tables.batch_and_tokens(row), {})[row["method"]] = row
-    return found
+    rows = tables.finished(result, operation)
+    return tables.nested(rows, tables.batch_and_tokens, lambda row: row["method"])
 
 
 def texts(result: Result) -> dict[str, Row]:
@@ -94,16 +132,15 @@ def interval(mean: float | None, ends: Any) -> str:
 
 
 def summary(name: str, result: Result) -> str:
-    """The table, what it says, and where its figures come from."""
     notes = (
         "Microseconds of one layer for one query token of each sequence, and in brackets the speed "
         "over fp8 pages; relative L1 error against float32 attention to the tokens themselves, "
         "normal numbers with keys that have outlier channels. "
     )
     parts = [tables.picture(*PLOT) + summary_table(result), verdict(result)]
-    return "\n\n".join(
-        [*filter(None, parts), f"{notes}{_text_note(result)}{_source(name, result)}"]
-    )
+    rates = tables.ceilings_sentence(result, tables.COPY_AND_PRODUCT)
+    source = f"{notes}{_text_note(result)}{rates}{tables.source(name, result)}"
+    return "\n\n".join([*filter(None, parts), source])
 
 
 def _text_note(result: Result) -> str:
@@ -115,11 +152,6 @@ def _text_note(result: Result) -> str:
         "of held-out modules, the second half decoded byte by byte through the cache; the cost is "
         "beside an exact cache, with the interval in which 95 % of resampled files lie. "
     )
-
-
-def _source(name: str, result: Result) -> str:
-    rates = tables.ceilings_sentence(result, tables.COPY_AND_PRODUCT)
-    return f"{rates}{tables.source(name, result)}"
 
 
 def verdict(result: Result) -> str:
@@ -203,31 +235,30 @@ def worse_section(name: str, result: Result) -> str:
 # Every row ----------------------------------------------------------------------------------------
 
 
-def rows_table(result: Result, operation: str) -> str:
-    """Every row of an operation; those that did not run with the reason."""
-    baselines = tuple(_BASELINE_NAMES)
-    lines = []
-    for row in tables.shown(result, operation):
-        line = [tables.batch_and_tokens(row), METHODS[row["method"]]]
-        if row["status"] != "ok":
-            lines.append([*line, tables.failure_cell(row), *[""] * 8])
-            continue
-        longest = max((kernel["us"] for kernel in row["kernels"]), default=None)
-        line += [tables.number(row["us"]), tables.number(longest)]
-        line += [*tables.ratios(row, baselines), f"{row['bytes'] / 1e6:,.1f}"]
-        lines.append([*line, *_rates(row), f"{row['relative_l1']:.4f}"])
-    header = ["batch x tokens", "keys and values in", "us", "longest kernel, us"]
-    header += [f"over {title}" for title in _BASELINE_NAMES.values()]
-    header += ["MB", "rate", "of ceiling", "relative L1"]
-    return tables.with_cut(tables.table(header, lines), result, operation)
+def _longest(row: Row) -> str:
+    return tables.number(max((kernel["us"] for kernel in row["kernels"]), default=None))
 
 
-def _rates(row: Row) -> Iterable[str]:
+def _rate(row: Row) -> str:
     if row["operation"] == PROMPT:
-        rate = f"{tables.number(row['tflops_per_second'])} TFLOP/s"
-    else:
-        rate = f"{tables.number(row['gigabytes_per_second'])} GB/s"
-    return rate, tables.share_of_ceiling(row)
+        return f"{tables.number(row['tflops_per_second'])} TFLOP/s"
+    return f"{tables.number(row['gigabytes_per_second'])} GB/s"
+
+
+_NAMES = (
+    ("batch x tokens", tables.batch_and_tokens),
+    ("keys and values in", lambda row: METHODS[row["method"]]),
+)
+_FIGURES = (
+    *(tables.US, ("longest kernel, us", _longest)),
+    *tables.over({name: f"over {title}" for name, title in _BASELINE_NAMES.items()}),
+    ("MB", tables.shown_as("bytes", "{:,.1f}", 1e6)),
+    *(("rate", _rate), tables.CEILING, tables.L1),
+)
+
+
+def rows_table(result: Result, operation: str) -> str:
+    return tables.operation_table(result, operation, _NAMES, _FIGURES)
 
 
 def layers_table(result: Result) -> str:
@@ -250,8 +281,81 @@ def _percent(share: float) -> str:
     return f"{100 * share:.2f} %"
 
 
+# The plot -----------------------------------------------------------------------------------------
+
+_MARKERS = "osD^vP"
+
+
+def side_by_side(result: Result) -> "Figure":
+    """Against bits: speed over dense bfloat16 by shape, a layer's error, and the cost on text."""
+    figure = wide_figure(15)
+    speed, error, cost = figure.subplots(1, 3)
+    _speeds(speed, result)
+    _errors(error, result)
+    _costs(cost, result)
+    for axes in (speed, error, cost):
+        axes.set_xlabel("bits a number")
+        axes.grid(alpha=0.3)
+    figure.suptitle(f"Caches side by side on {result['device']} (hollow: our kernels in Triton)")
+    figure.legend(*_legend(speed), loc="outside lower center", ncols=7, fontsize=8)
+    return figure
+
+
+def _speeds(axes: Any, result: Result) -> None:
+    for marker, (place, rows) in zip(_MARKERS, places(result).items(), strict=False):
+        for method, row in rows.items():
+            ratio = row["speedup_over"].get("bf16")
+            if method != FULL and ratio is not None:
+                style = {"color": _color(method), "alpha": 0.8}
+                style["fillstyle"] = "none" if method.endswith(TRITON) else "full"
+                axes.plot(row["bits_per_number"], ratio, marker, **style)
+        axes.plot([], [], marker, color="grey", label=place)
+    axes.axhline(1, color="black", linewidth=1, zorder=0.5)
+    axes.set_ylabel("decoding: times as fast as dense bf16")
+
+
+def _errors(axes: Any, result: Result) -> None:
+    place, rows = next(iter(places(result).items()), ("", {}))
+    for method, row in rows.items():
+        if method in CACHES:
+            at = (row["bits_per_number"], 100 * row["relative_l1"])
+            axes.plot(*at, "o", color=_color(method))
+    axes.set_ylabel(f"error of a layer, relative L1 in %, {place}")
+
+
+def _costs(axes: Any, result: Result) -> None:
+    bits = {
+        method: row["bits_per_number"]
+        for rows in places(result).values()
+        for method, row in rows.items()
+    }
+    for method, row in texts(result).items():
+        text = row["text"]
+        if method in bits and text["cost"] is not None:
+            low, high = text["cost_interval"] or (text["cost"],) * 2
+            ends = [[text["cost"] - low], [high - text["cost"]]]
+            style = {"color": _color(method), "marker": "o", "capsize": 3}
+            axes.errorbar(bits[method], text["cost"], yerr=ends, **style)
+    axes.axhline(0, color="black", linewidth=1, zorder=0.5)
+    axes.set_ylabel("cost, bits per byte of held-out text")
+
+
+def _color(method: str) -> str:
+    return f"C{CACHES.index(method.removesuffix(TRITON))}"
+
+
+def _legend(axes: Any) -> tuple[list[Any], list[str]]:
+    from matplotlib.lines import Line2D
+
+    handles, labels = axes.get_legend_handles_labels()
+    for method in CACHES:
+        handles.append(Line2D([], [], color=_color(method), marker="s", linestyle=""))
+        labels.append(METHODS[method])
+    return handles, labels
+
+
 def _section(table: Callable[[Result], str]) -> Callable[[str, Result], str]:
-    return lambda name, result: f"{table(result)}\n\n{_source(name, result)}"
+    return tables.section(table, rates=tables.COPY_AND_PRODUCT)
 
 
 TABLES: Mapping[str, Callable[[str, Result], str]] = {
@@ -261,15 +365,12 @@ TABLES: Mapping[str, Callable[[str, Result], str]] = {
     "verdict prompts": _section(lambda result: rows_table(result, PROMPT)),
     "verdict layers": _section(layers_table),
 }
-"""What the docs show of the suite."""
 
 
 def one_line(row: Row) -> str:
-    """A row for a terminal."""
-    if row["status"] != "ok":
-        return tables.not_measured(row)
-    if row["operation"] == TEXT:
-        bits, cost, *_ = _text_cells(row)
-        return f"{row['name']}: {bits} bits per byte, {cost}, {row['seconds']:.0f} s"
-    parts = [f"{row['us']:.1f} us ({row['clock']})", *tables.ratio_parts(row)]
-    return f"{row['name']}: {', '.join(parts)}, L1 {row['relative_l1']:.4f}"
+    """A row for a terminal; of text what the cache costs."""
+    line = tables.one_line(row)
+    if "text" not in row:
+        return line
+    bits, cost, *_ = _text_cells(row)
+    return f"{line}, {bits} bits per byte, {cost}"

@@ -13,34 +13,44 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from benchmarks.suite import Ceilings, Latest, Suite, attempt
-from benchmarks.suites.loading import tables
-from benchmarks.suites.loading.weights import begin_of, weights
-from benchmarks.tables import Row
+from benchmarks import plots, tables
+from benchmarks.loading_worker import begin_of, weights
+from benchmarks.suite import Asked, Latest, Measure, Rows, Suite, each, joined, over_baselines
+from benchmarks.tables import Result, Row
 from turbojax import models
 from turbojax.models.families.tensors import checkpoint_tensors
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 # Set before jax starts: this process must leave the device's memory to others.
 _ENVIRONMENT = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
 
-METHODS = ("read", "load_decoder", "load", "naive")
+OPERATION = "loading"
+METHODS = {
+    "read": "reading the files alone",
+    "load_decoder": "`load_decoder`",
+    "load": "`load`",
+    "naive": "all shards, then `jnp.stack`",
+}
+"""Ways to load, as tables call them."""
+PLOT = (
+    "loading.png",
+    "Loading a checkpoint: memory held at most, in units of the model's size",
+)
+_FILES = {"memory": "in the page cache", "disk": "on disk"}
 _BYTES = 2
 _SECONDS = 300
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One row.
-
-    Attributes:
-      method: of `METHODS`.
-      files: ``"memory"``, in the page cache, or ``"disk"``.
-    """
+    """One row."""
 
     method: str
     files: str
@@ -55,7 +65,20 @@ class Group:
 
     def name(self, case: Case) -> str:
         """``loading/llama-3-8b/memory/load_decoder``."""
-        return f"{tables.OPERATION}/{self.model}/{case.files}/{case.method}"
+        return joined(OPERATION, self.model, case.files, case.method)
+
+    def describe(self, case: Case) -> Row:
+        specs = checkpoint_tensors(models.SHAPES[self.model])
+        return {
+            "operation": OPERATION,
+            "label": f"{self.model}/{case.files}",
+            "method": case.method,
+            "files": case.files,
+            "model": self.model,
+            "shards": self.shards,
+            "model_bytes": self.model_bytes,
+            "largest_tensor_bytes": max(int(np.prod(spec.shape)) for spec in specs) * _BYTES,
+        }
 
     @property
     def cases(self) -> list[Case]:
@@ -65,64 +88,24 @@ class Group:
 
     @property
     def model_bytes(self) -> int:
-        """Of all tensors."""
         return models.SHAPES[self.model].num_parameters * _BYTES
 
 
-def _groups() -> list[Group]:
-    return [Group("llama-3-8b", 4)]
-
-
-def _quick_groups() -> list[Group]:
-    """A tiny model: whether everything runs, and nothing about speed."""
-    return [Group("tiny", 2)]
-
-
-def run(
-    rows: list[tuple[Group, Case]],
-    ceilings: Ceilings,
-    on_row: Callable[[Row], None],
-    *,
-    repetitions: int | None = None,
-    deadline: float = float("inf"),
-) -> None:
+def run(rows: Rows, *asked: Any, **options: Any) -> None:
     """See `benchmarks.suite.Run`; everything runs once."""
-    del ceilings, repetitions
     with tempfile.TemporaryDirectory(prefix="turbojax-loading-") as name:
-        written = Latest(functools.partial(_written, folder=Path(name)))
-        for group, case in rows:
-            one = functools.partial(_measure, group, case, written)
-            attempt(describe(group, case), one, on_row, deadline)
+        folder = Path(name)
+
+        def begin(rows: Rows, asked: Asked) -> Measure:
+            del rows, asked
+            written = Latest(functools.partial(write, folder=folder))
+            return lambda group, case: measure(group, case, written.of(group))
+
+        each(begin)(rows, *asked, **options)
 
 
-def _written(group: Group, folder: Path) -> Path:
-    """The folder of the group's checkpoint, which is written there."""
-    write(group, folder)
-    return folder
-
-
-def _measure(group: Group, case: Case, written: Latest) -> Row:
-    return measure(group, case, written.of(group))
-
-
-def describe(group: Group, case: Case) -> Row:
-    """What is known of a row before it runs."""
-    specs = checkpoint_tensors(models.SHAPES[group.model])
-    return {
-        "name": group.name(case),
-        "operation": tables.OPERATION,
-        "label": f"{group.model}/{case.files}",
-        "method": case.method,
-        "files": case.files,
-        "model": group.model,
-        "shards": group.shards,
-        "model_bytes": group.model_bytes,
-        "largest_tensor_bytes": max(int(np.prod(spec.shape)) for spec in specs) * _BYTES,
-    }
-
-
-def write(group: Group, folder: Path) -> None:
-    """Writes the checkpoint: `config.json`, the shards and their index."""
+def write(group: Group, folder: Path) -> Path:
+    """Writes the checkpoint into the folder: `config.json`, the shards and their index."""
     begun = time.monotonic()
     config = models.SHAPES[group.model]
     numbers = weights()
@@ -144,6 +127,7 @@ def write(group: Group, folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(hf), encoding="utf-8")
     seconds = time.monotonic() - begun
     print(f"wrote {done / 1e9:.1f} GB in {seconds:.0f} s", file=sys.stderr, flush=True)
+    return folder
 
 
 def _write_shard(
@@ -167,22 +151,17 @@ def _write_shard(
 
 
 def measure(group: Group, case: Case, folder: Path) -> Row:
-    """Loads in a process of its own.
-
-    Raises:
-      RuntimeError: with its last words, if it fails.
-    """
     files = sorted(folder.glob("*.safetensors"))
     _to_disk(files) if case.files == "disk" else _to_memory(files)
     # The other process allocates memory as it does by default.
     environment = {k: v for k, v in os.environ.items() if k not in _ENVIRONMENT}
-    command = [sys.executable, "-m", "benchmarks.suites.loading.worker"]
+    command = [sys.executable, "-m", "benchmarks.loading_worker"]
     done = subprocess.run(
         [*command, case.method, str(folder)],
         capture_output=True,
         text=True,
         env=environment,
-        cwd=Path(__file__).resolve().parents[3],
+        cwd=Path(__file__).resolve().parents[2],
         timeout=_SECONDS,
     )
     if done.returncode:
@@ -202,11 +181,6 @@ def _to_memory(files: list[Path]) -> None:
 
 
 def _to_disk(files: list[Path]) -> None:
-    """Drops the files from the page cache.
-
-    Raises:
-      NotImplementedError: if this system cannot.
-    """
     if not hasattr(os, "posix_fadvise"):
         raise NotImplementedError("dropping files from the page cache needs posix_fadvise")
     for path in files:
@@ -215,28 +189,73 @@ def _to_disk(files: list[Path]) -> None:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def with_ratios(rows: list[Row]) -> list[Row]:
-    """The rows with `speedup_over`: reading the files alone, and the naive way."""
-    seconds = {(row["label"], row["method"]): row.get("seconds") for row in rows}
-    found = []
-    for row in rows:
-        if row["status"] == "ok":
-            bases = {name: seconds.get((row["label"], name)) for name in ("naive", "read")}
-            over = {name: base / row["seconds"] for name, base in bases.items() if base}
-            row = {**row, "speedup_over": over}
-        found.append(row)
-    return found
+# What the docs show -------------------------------------------------------------------------------
+
+
+def _times(key: str) -> tables.Cell:
+    return lambda row: "-" if row.get(key) is None else f"{row[key] / row['model_bytes']:.3f}x"
+
+
+_NAMES = (
+    ("checkpoint", lambda row: row["model"]),
+    ("files", lambda row: _FILES[row["files"]]),
+    ("by", lambda row: METHODS[row["method"]]),
+)
+_PEAKS = {"peak_device_bytes": "most on the device", "peak_host_bytes": "most on the host"}
+_COLUMNS = (
+    ("seconds", tables.shown_as("seconds", "{:.2f}")),
+    *tables.over({"naive": "over all shards"}),
+    ("GB/s", tables.shown_as("gigabytes_per_second", "{:.2f}")),
+    *((title, _times(key)) for key, title in _PEAKS.items()),
+    ("largest tensor", _times("largest_tensor_bytes")),
+)
+
+
+def loading_table(result: Result) -> str:
+    return tables.operation_table(result, OPERATION, _NAMES, _COLUMNS)
+
+
+def _note(result: Result) -> str:
+    row = result["rows"][0]
+    return (
+        f"A checkpoint of {row['model_bytes'] / 1e9:.1f} GB in {row['shards']} shards, bfloat16; "
+        "memory in units of it. Each row runs in a process of its own. Host memory is what the "
+        "process itself allocates, above what it had before, without the pages of mapped files. "
+    )
+
+
+def loading_bars(result: Result) -> plots.Ratios:
+    """By what is counted and way to load: the peak over the model's size, and seconds."""
+    groups: plots.Ratios = {}
+    for row in tables.finished(result, OPERATION):
+        if row["files"] != "memory" or row["method"] == "read":
+            continue
+        for key, place in _PEAKS.items():
+            if row.get(key) is not None:
+                over = row[key] / row["model_bytes"]
+                bar = (over, f"{over:.2f}x, {row['seconds']:.1f} s")
+                groups.setdefault(place, {})[METHODS[row["method"]].replace("`", "")] = bar
+    return groups
+
+
+def memory_plot(result: Result) -> "Figure":
+    row = result["rows"][0]
+    title = f"Loading {row['model']}, {row['model_bytes'] / 1e9:.1f} GB, on {result['device']}"
+    bars = loading_bars(result)
+    return plots.of_ratios(
+        bars, title, "times the checkpoint's size", width=7, bar=0.25, margin=0.35
+    )
 
 
 SUITE = Suite(
     name="loading",
-    groups=_groups,
-    quick_groups=_quick_groups,
+    groups=lambda: [Group("llama-3-8b", 4)],
+    quick_groups=lambda: [Group("tiny", 2)],
     run=run,
-    with_ratios=with_ratios,
-    one_line=tables.one_line,
+    # Reading the files alone, and the naive way.
+    with_ratios=over_baselines({OPERATION: ("naive", "read")}, "method", figure="seconds"),
     formats=None,  # the device belongs to the processes that load
     environment=_ENVIRONMENT,
-    tables=tables.TABLES,
-    plots=tables.PLOTS,
+    tables={OPERATION: tables.section(loading_table, plot=PLOT, note=_note)},
+    plots={PLOT[0]: memory_plot},
 )

@@ -9,28 +9,54 @@ XLA) and of pages of tokens as they are (Triton).
 import dataclasses
 import functools
 import gc
-import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks import timing
+from benchmarks import plots, tables, timing
 from benchmarks.measuring import steps
-from benchmarks.measuring.compiling import Lower
+from benchmarks.measuring.steps import Lower
 from benchmarks.measuring.work import Needs
-from benchmarks.suite import Ceilings, Latest, Suite, attempt, kernel_facts
-from benchmarks.suites.families import tables
-from benchmarks.tables import Row
+from benchmarks.suite import (
+    Asked,
+    Latest,
+    Measure,
+    Rows,
+    Suite,
+    each,
+    joined,
+    kernel_facts,
+    over_baselines,
+    temporary_bytes,
+    with_figure,
+)
+from benchmarks.tables import Result, Row
 from turbojax import models
 from turbojax.caches import LayerCache, cache_by_name, init_layer_cache
 from turbojax.models.generation import session as generation
 from turbojax.models.generation.caching import init_caches, windows_of_layers
 
-CACHES = ("exact", "paged", "fp8_e4m3", "k8v4", "turbo4", "4bit")
-UNCOMPRESSED = ("exact", "paged")
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+OPERATION = "model-decode"
+CACHES = {
+    "exact": "exact, bf16",
+    "paged": "pages, bf16",
+    "fp8_e4m3": "fp8 pages, e4m3",
+    "turbo4": "turbo4 pages",
+    "4bit": "4-bit",
+    "k8v4": "K8V4",
+}
+"""Kinds of caches, and what tables call them."""
+UNCOMPRESSED = {"exact": "over exact", "paged": "over pages"}
+PLOT = (
+    "families_speed.png",
+    "Decode steps of whole models: speed over the faster uncompressed cache",
+)
 
 Fill = Mapping[int | None, Callable[..., Any]]
 """Compiled functions that fill some sequences of a layer's cache, by the layer's window."""
@@ -55,14 +81,30 @@ class Group:
     batch: int
     tokens: int
 
-    @property
-    def cases(self) -> tuple[str, ...]:
-        """Kinds of caches, what others are compared with first."""
-        return CACHES
+    cases = ("exact", "paged", "fp8_e4m3", "k8v4", "turbo4", "4bit")
 
     def name(self, cache: str) -> str:
         """``model-decode/gemma-2-9b/b16-s8192/turbo4``."""
-        return f"{tables.OPERATION}/{self.model}/{self.label}/{cache}"
+        return joined(OPERATION, self.model, self.label, cache)
+
+    def describe(self, cache: str) -> Row:
+        config = self.config
+        options = {config.attention_options(layer) for layer in range(config.num_layers)}
+        return {
+            "operation": OPERATION,
+            "label": self.label,
+            "method": cache,
+            "model": self.model,
+            "batch": self.batch,
+            "tokens": self.tokens,
+            "layers": config.num_layers,
+            "heads": config.num_heads,
+            "kv_heads": config.num_kv_heads,
+            "head_dim": config.head_dim,
+            "windows": sorted({x.local_window_size for x in options if x.local_window_size}),
+            "all_layers_have_windows": all(x.local_window_size for x in options),
+            "soft_cap": config.attention_soft_cap,
+        }
 
     @property
     def label(self) -> str:
@@ -71,7 +113,6 @@ class Group:
 
     @property
     def config(self) -> models.TransformerConfig:
-        """The model's."""
         return models.SHAPES[self.model]
 
     @property
@@ -80,12 +121,11 @@ class Group:
         return self.tokens - _STEPS - _OTHER_STEPS
 
     def kind(self, cache: str) -> models.CacheKind:
-        """The cache of this name."""
         return cache_by_name(cache, self.config.num_kv_heads)
 
 
 def _groups() -> list[Group]:
-    """What matters most first: a run may be stopped by the clock. At most the model's context."""
+    """At most the model's context."""
     names = (
         "llama-3.1-8b",
         "mistral-7b",
@@ -97,55 +137,22 @@ def _groups() -> list[Group]:
     return [Group(name, 16, min(8192, models.SHAPES[name].max_length)) for name in names]
 
 
-def _quick_groups() -> list[Group]:
-    """A tiny model: whether everything runs, and nothing about speed."""
-    return [Group("tiny", 2, 192)]
-
-
-def run(
-    rows: list[tuple[Group, str]],
-    ceilings: Ceilings,
-    on_row: Callable[[Row], None],
-    *,
-    repetitions: int | None = None,
-    deadline: float = float("inf"),
-) -> None:
-    """See `benchmarks.suite.Run`; all steps are compiled before anything is measured.
+def begin(rows: Rows, asked: Asked) -> Measure:
+    """Compiles all steps before anything is measured, see `suite.each`.
 
     `repetitions` are steps that are timed, at most 64.
     """
-    groups = list(dict.fromkeys(group for group, _ in rows))
-    caches = {group: [cache for other, cache in rows if other == group] for group in groups}
-    compiled = {}
-    if time.monotonic() <= deadline:
-        wanted = {g: _lowerings(g, [c for c in CACHES if c in caches[g]]) for g in groups}
-        lowerings = [[lower for _, lower in wanted[g]] for g in groups]
-        for group, found in zip(groups, steps.compile_groups(lowerings), strict=True):
-            for (cache, _), future in zip(wanted[group], found, strict=True):
-                compiled.setdefault((group, cache), []).append(future)
-    for group in groups:
-        inputs = Latest(Inputs)
-        for cache in caches[group]:
-            one = functools.partial(_measure, group, cache, inputs, compiled, ceilings, repetitions)
-            attempt(describe(group, cache), one, on_row, deadline)
-            gc.collect()
-        # The weights make room for the next model's.
-        del inputs, one
-        gc.collect()
+    compiled = steps.compile_rows(rows, _lowerings)
+    inputs = Latest(Inputs)
 
+    def measured(group: Group, cache: str) -> Row:
+        gc.collect()  # what the last row made
+        made: Inputs = inputs.of(group)
+        step, *found = (future.result() for future in compiled.pop((group, cache)))
+        fill = dict(zip(dict.fromkeys(_windows(group, cache)), found, strict=True))
+        return measure(made, cache, step, fill, asked)
 
-def _measure(
-    group: Group,
-    cache: str,
-    inputs: Latest,
-    compiled: dict[tuple[Group, str], Any],
-    ceilings: Ceilings,
-    repetitions: int | None,
-) -> Row:
-    made: Inputs = inputs.of(group)
-    step, *found = (future.result() for future in compiled.pop((group, cache)))
-    fill = dict(zip(dict.fromkeys(_windows(group, cache)), found, strict=True))
-    return measure(made, cache, step, fill, ceilings, repetitions)
+    return measured
 
 
 def _windows(group: Group, cache: str) -> tuple[int | None, ...]:
@@ -154,19 +161,16 @@ def _windows(group: Group, cache: str) -> tuple[int | None, ...]:
     return windows_of_layers(config, (group.kind(cache),) * config.num_layers)
 
 
-def _lowerings(group: Group, caches: list[str]) -> list[tuple[str, Lower]]:
-    """What lowers the step of each cache, and what fills its layers, one for each window."""
-    all_steps = [(cache, functools.partial(_lower, group, cache)) for cache in caches]
+def _lowerings(group: Group, cache: str) -> list[Lower]:
+    """What lowers a step, and what fills its layers' caches, one for each window."""
     fills = [
-        (cache, functools.partial(_lower_fill, group, cache, window))
-        for cache in caches
+        functools.partial(_lower_fill, group, cache, window)
         for window in dict.fromkeys(_windows(group, cache))
     ]
-    return [*all_steps, *fills]
+    return [functools.partial(_lower, group, cache), *fills]
 
 
 def _lower(group: Group, cache: str) -> jax.stages.Lowered:
-    """A step of the model through this cache."""
 
     def arguments() -> tuple[Any, ...]:
         model = models.random_decoder(group.config)
@@ -177,7 +181,6 @@ def _lower(group: Group, cache: str) -> jax.stages.Lowered:
 
 
 def _lower_fill(group: Group, cache: str, window: int | None) -> jax.stages.Lowered:
-    """What fills some sequences of a layer's cache."""
     layer = jax.eval_shape(functools.partial(_empty, group, group.kind(cache), window))
     number, first = jnp.uint32(0), jnp.int32(0)
     return steps.fill.lower(
@@ -222,7 +225,6 @@ class Inputs:
         self.exact: jax.Array | None = None
 
     def caches(self, cache: str, fill: Fill) -> models.ModelCaches:
-        """Full ones."""
         group = self.group
         layers = []
         for number, window in enumerate(_windows(group, cache)):
@@ -233,41 +235,14 @@ class Inputs:
         return jax.block_until_ready(models.ModelCaches(tuple(layers)))
 
 
-def describe(group: Group, cache: str) -> Row:
-    """What is known of a row before it runs."""
-    config = group.config
-    options = {config.attention_options(layer) for layer in range(config.num_layers)}
-    return {
-        "name": group.name(cache),
-        "operation": tables.OPERATION,
-        "label": group.label,
-        "method": cache,
-        "model": group.model,
-        "batch": group.batch,
-        "tokens": group.tokens,
-        "layers": config.num_layers,
-        "heads": config.num_heads,
-        "kv_heads": config.num_kv_heads,
-        "head_dim": config.head_dim,
-        "windows": sorted({x.local_window_size for x in options if x.local_window_size}),
-        "all_layers_have_windows": all(x.local_window_size for x in options),
-        "soft_cap": config.attention_soft_cap,
-    }
-
-
 def measure(
     inputs: Inputs,
     cache: str,
     compiled: Callable[..., Any],
     fill: Fill,
-    ceilings: Ceilings,
-    repetitions: int | None,
+    asked: Asked,
 ) -> Row:
-    """Times steps of the model through a full cache.
-
-    Raises:
-      ArithmeticError: if the logits are not finite, or far from those of the exact cache.
-    """
+    """Times steps of the model through a full cache."""
     group = inputs.group
     caches = inputs.caches(cache, fill)
     cache_bytes, lengths = caches.nbytes, jnp.full(group.batch, group.held, jnp.int32)
@@ -285,12 +260,11 @@ def measure(
     if cache == "exact":
         inputs.exact = logits
     seconds = timing._wall(call, 1)
-    count = repetitions or max(_LEAST_STEPS, min(_STEPS, round(_MOST_SECONDS / seconds)))
+    count = asked.repetitions or max(_LEAST_STEPS, min(_STEPS, round(_MOST_SECONDS / seconds)))
     count = min(count, _STEPS)
     seconds = timing._wall(call, count)
     microseconds = 1e6 * seconds
     needs = Needs(needed, 0.0, "bf16")
-    analysis = compiled.memory_analysis()
     return {
         "status": "ok",
         "us": microseconds,
@@ -300,8 +274,8 @@ def measure(
         "tokens_per_second": group.batch / seconds,
         "cache_bytes": cache_bytes,
         "weight_bytes": inputs.model.nbytes,
-        "temporary_bytes": getattr(analysis, "temp_size_in_bytes", None),
-        **needs.facts(microseconds, ceilings),
+        **temporary_bytes(compiled),
+        **needs.facts(microseconds, asked.ceilings),
         **facts,
         **_kernels(call),
     }
@@ -333,34 +307,138 @@ def _kernels(call: steps.Steps) -> Row:
     }
 
 
+_PLACE = ("model", "label")
+_over = over_baselines({OPERATION: tuple(UNCOMPRESSED)}, "method", ("operation", *_PLACE))
+_smaller = with_figure(
+    "smaller_than_exact",
+    "exact",
+    _PLACE,
+    lambda row, base: base["cache_bytes"] / row["cache_bytes"],
+)
+
+
 def with_ratios(rows: list[Row]) -> list[Row]:
     """The rows with what they are over uncompressed caches: in speed, and in bytes."""
-    bases: dict[tuple[str, str], dict[str, Row]] = {}
-    for row in rows:
-        if row["method"] in UNCOMPRESSED and row["status"] == "ok":
-            bases.setdefault((row["model"], row["label"]), {})[row["method"]] = row
-    return [_with_ratio(row, bases.get((row["model"], row["label"]), {})) for row in rows]
+    return _smaller(_over(rows))
 
 
-def _with_ratio(row: Row, bases: dict[str, Row]) -> Row:
-    if row["status"] != "ok" or not bases:
-        return row
-    row = {**row, "speedup_over": {name: base["us"] / row["us"] for name, base in bases.items()}}
-    if "exact" in bases:
-        row["smaller_than_exact"] = bases["exact"]["cache_bytes"] / row["cache_bytes"]
-    return row
+# What the docs show -------------------------------------------------------------------------------
 
 
+def attention(row: Row) -> str:
+    """What a model's attention is like: ``16 heads on 8 of 256, windows of 4,096, cap 50``."""
+    parts = [f"{row['heads']} heads on {row['kv_heads']} of {row['head_dim']}"]
+    if row["windows"]:
+        sizes = " and ".join(f"{size:,}" for size in row["windows"])
+        some = "" if row["all_layers_have_windows"] else " in some layers"
+        parts.append(f"windows of {sizes}{some}")
+    if row["soft_cap"] is not None:
+        parts.append(f"scores capped at {row['soft_cap']:g}")
+    return ", ".join(parts)
+
+
+_NAMES = (
+    ("model", lambda row: row["model"]),
+    ("batch x tokens", tables.batch_and_tokens),
+    ("cache", lambda row: CACHES[row["method"]]),
+)
+_COLUMNS = (
+    ("ms a step", tables.shown_as("us", "{:.2f}", 1e3)),
+    *tables.over(UNCOMPRESSED),
+    ("kernels, ms", tables.shown_as("device_us", "{:.2f}", 1e3)),
+    ("tokens per second", tables.shown_as("tokens_per_second", "{:,.0f}")),
+    ("cache, GB", tables.shown_as("cache_bytes", "{:.2f}", 1e9)),
+    ("smaller", tables.shown_as("smaller_than_exact", "{:.2f}x")),
+    ("of bandwidth", tables.shown_as("percent_of_ceiling", "{:.0f} %")),
+    ("logits, relative L2", tables.shown_as("relative_l2", "{:.3f}")),
+)
+
+
+def families_table(result: Result) -> str:
+    return tables.operation_table(result, OPERATION, _NAMES, _COLUMNS)
+
+
+def _shapes_sentence(result: Result) -> str:
+    rows = {row["model"]: row for row in result["rows"]}
+    said = "; ".join(f"{model}: {attention(row)}" for model, row in rows.items())
+    return f"Attention: {said}. "
+
+
+def summary_table(result: Result) -> str:
+    """Milliseconds of a step by model, and how much smaller the caches are."""
+    lines = []
+    by_model = _by_model(result)
+    measured = [cache for cache in CACHES if any(cache in rows for rows in by_model.values())]
+    for model, rows in by_model.items():
+        first = next(iter(rows.values()))
+        line = [f"{model}, {tables.batch_and_tokens(first)}"]
+        for cache in measured:
+            if cache not in rows:
+                line.append("-")
+                continue
+            row, text = rows[cache], f"{rows[cache]['us'] / 1e3:.1f} ms"
+            if cache == "exact":
+                text += f", {row['cache_bytes'] / 1e9:.1f} GB"
+            elif cache != "paged" and "smaller_than_exact" in row:
+                text += f" ({_over_uncompressed(row):.2f}x), "
+                text += f"{row['smaller_than_exact']:.1f}x smaller"
+            line.append(text)
+        lines.append(line)
+    header = ["model, batch x tokens", *(CACHES[cache] for cache in measured)]
+    return tables.table(header, lines)
+
+
+_SUMMARY = (
+    "One decode step of the whole model, all layers and logits: wall time of many in a row, "
+    "random weights, full caches. In brackets the speed over that of the faster uncompressed "
+    "cache: the exact one, which is cuDNN's attention where a model has neither windows nor "
+    "caps nor heads wider than 128 and otherwise XLA's, or pages, which are Triton's. "
+)
+
+
+def _over_uncompressed(row: Row) -> float:
+    """The speed over that of the faster cache without compression."""
+    return min(row["speedup_over"].values())
+
+
+def _by_model(result: Result) -> dict[str, dict[str, Row]]:
+    rows = tables.finished(result, OPERATION)
+    return tables.nested(rows, lambda row: row["model"], lambda row: row["method"])
+
+
+def families_bars(result: Result) -> plots.Ratios:
+    """By model and cache: the speed over the faster uncompressed cache, and milliseconds."""
+    return {
+        f"{model}\n{tables.batch_and_tokens(next(iter(rows.values())))}": {
+            CACHES[cache]: (_over_uncompressed(row), f"{row['us'] / 1e3:.1f} ms")
+            for cache, row in rows.items()
+        }
+        for model, rows in _by_model(result).items()
+        if any(row.get("speedup_over") for row in rows.values())
+    }
+
+
+def speed_plot(result: Result) -> "Figure":
+    title = f"One decode step of the whole model on {result['device']}"
+    label = "times as fast as the faster uncompressed cache"
+    return plots.of_ratios(families_bars(result), title, label, bar=0.2)
+
+
+families_summary = tables.section(summary_table, note=_SUMMARY)
 SUITE = Suite(
     name="families",
     groups=_groups,
-    quick_groups=_quick_groups,
-    run=run,
+    quick_groups=lambda: [Group("tiny", 2, 192)],
+    run=each(begin),
     with_ratios=with_ratios,
-    one_line=tables.one_line,
     formats=(),
     # Exact caches of the largest model take most of 80 GB.
     environment={"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.93"},
-    tables=tables.TABLES,
-    plots=tables.PLOTS,
+    tables={
+        "families": tables.section(
+            families_table, plot=PLOT, note=_shapes_sentence, rates=tables.COPY
+        ),
+        "families summary": families_summary,
+    },
+    plots={PLOT[0]: speed_plot},
 )

@@ -9,30 +9,43 @@ import contextlib
 import dataclasses
 import functools
 import gc
-import time
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from benchmarks import timing
+from benchmarks import plots, tables, timing
 from benchmarks.measuring import steps
-from benchmarks.measuring.compiling import require_gpu
-from benchmarks.measuring.samples import sample
+from benchmarks.measuring.samples import require_gpu, sample
 from benchmarks.measuring.work import Needs
-from benchmarks.suite import Ceilings, Suite, attempt, timing_facts
-from benchmarks.suites.flax import tables as flax_tables
-from benchmarks.tables import Row
+from benchmarks.suite import (
+    Asked,
+    Measure,
+    Rows,
+    Suite,
+    each,
+    joined,
+    over_baselines,
+    temporary_bytes,
+    timing_facts,
+    with_figure,
+)
+from benchmarks.tables import Result, Row
 from turbojax import levels
 from turbojax.caches import cache_by_name, init_layer_cache
 from turbojax.flax.attention import TurboAttention
 from turbojax.flax.attention_fn import PooledAttentionFn, TurboAttentionFn
 from turbojax.numerics.config import TurboConfig
 
-DECODE, TRAINING = flax_tables.DECODE, flax_tables.TRAINING
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+DECODE, TRAINING = "flax-decode", "flax-training"
+BASELINES = {"nnx": "over nnx", "nnx-cudnn": "over cuDNN"}
+PLOT = ("flax_speed.png", "Attention layers in nnx: speed over Flax's own module")
 
 _BFLOAT16 = jnp.dtype(jnp.bfloat16)
 # Steps beyond what a cache holds at first: `timing.measure_call` makes at most this many. A
@@ -44,15 +57,7 @@ _WRONG = 0.5
 
 @dataclasses.dataclass(frozen=True)
 class Layer:
-    """An attention layer and what it is given.
-
-    Attributes:
-      heads: query heads.
-      kv_heads: key/value heads.
-      head_dim: channels; the layer is `heads` times as wide.
-      batch: sequences.
-      tokens: of each sequence, in training; that a cache can hold, in decoding.
-    """
+    """An attention layer and what it is given."""
 
     heads: int
     kv_heads: int
@@ -78,26 +83,32 @@ class Layer:
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """The rows of one layer.
-
-    Attributes:
-      operation: `DECODE` or `TRAINING`.
-      layer: the layer.
-    """
-
     operation: str
     layer: Layer
 
     @property
     def cases(self) -> tuple[str, ...]:
-        """Its rows, what others are compared with first."""
         if self.operation == DECODE:
             return ("nnx", "nnx-cudnn", "exact", "turbo4", "4bit")
         return ("nnx", "nnx-cudnn", *_OURS)
 
     def name(self, method: str) -> str:
         """``flax-decode/h32-kv8-d128/b16-s8192/turbo4``."""
-        return f"{self.operation}/{self.layer.label}/{method}"
+        return joined(self.operation, self.layer.label, method)
+
+    def describe(self, method: str) -> Row:
+        layer = self.layer
+        return {
+            "operation": self.operation,
+            "label": layer.label,
+            "method": method,
+            "batch": layer.batch,
+            "tokens": layer.tokens,
+            "heads": layer.heads,
+            "kv_heads": layer.kv_heads,
+            "head_dim": layer.head_dim,
+            "hidden_size": layer.size,
+        }
 
 
 _OURS = {
@@ -109,75 +120,20 @@ _OURS = {
 """Functions for `nnx.MultiHeadAttention`; the module says that it is causal."""
 
 
-def _groups() -> list[Group]:
-    """What matters most first: a run may be stopped by the clock."""
-    return [
-        Group(DECODE, Layer(32, 8, 128, 16, 8192)),
-        Group(DECODE, Layer(32, 32, 128, 16, 8192)),
-        Group(TRAINING, Layer(16, 16, 128, 2, 8192)),
-    ]
+def begin(rows: Rows, asked: Asked) -> Measure:
+    """Compiles everything before anything is measured, see `suite.each`."""
+    compiled = steps.compile_rows(rows, lambda *row: [functools.partial(_lower, *row)])
+    expected: dict[Group, dict[str, Any]] = {}
 
+    def measured(group: Group, method: str) -> Row:
+        gc.collect()  # what the last row made
+        [function] = (future.result() for future in compiled.pop((group, method)))
+        measure = _measure_decode if group.operation == DECODE else _measure_training
+        if group not in expected:
+            expected.clear()
+        return measure(group.layer, method, function, expected.setdefault(group, {}), asked)
 
-def _quick_groups() -> list[Group]:
-    """Tiny layers: whether everything runs, and nothing about speed."""
-    return [Group(DECODE, Layer(4, 2, 16, 2, 256)), Group(TRAINING, Layer(2, 2, 16, 1, 256))]
-
-
-def run(
-    rows: list[tuple[Group, str]],
-    ceilings: Ceilings,
-    on_row: Callable[[Row], None],
-    *,
-    repetitions: int | None = None,
-    deadline: float = float("inf"),
-) -> None:
-    """See `benchmarks.suite.Run`; everything is compiled before anything is measured."""
-    groups = list(dict.fromkeys(group for group, _ in rows))
-    chosen = {group: [method for other, method in rows if other == group] for group in groups}
-    compiled = {}
-    if time.monotonic() <= deadline:
-        lowerings = [[functools.partial(_lower, g, m) for m in chosen[g]] for g in groups]
-        futures = steps.compile_groups(lowerings)
-        for group, found in zip(groups, futures, strict=True):
-            compiled |= dict(zip([(group, m) for m in chosen[group]], found, strict=True))
-    for group in groups:
-        expected: dict[str, Any] = {}
-        for method in chosen[group]:
-            measure = functools.partial(
-                _measure, group, method, compiled, expected, ceilings, repetitions
-            )
-            attempt(describe(group, method), measure, on_row, deadline)
-            gc.collect()
-
-
-def _measure(
-    group: Group,
-    method: str,
-    compiled: dict[tuple[Group, str], Any],
-    expected: dict[str, Any],
-    ceilings: Ceilings,
-    repetitions: int | None,
-) -> Row:
-    function = compiled.pop((group, method)).result()
-    measure = _measure_decode if group.operation == DECODE else _measure_training
-    return measure(group.layer, method, function, expected, ceilings, repetitions)
-
-
-def describe(group: Group, method: str) -> Row:
-    """What is known of a row before it runs."""
-    layer = group.layer
-    return {
-        "name": group.name(method),
-        "operation": group.operation,
-        "label": layer.label,
-        "method": method,
-        "batch": layer.batch,
-        "tokens": layer.tokens,
-        "heads": layer.heads,
-        "kv_heads": layer.kv_heads,
-        "head_dim": layer.head_dim,
-        "hidden_size": layer.size,
-    }
+    return measured
 
 
 def _is_nnx(method: str) -> bool:
@@ -277,13 +233,11 @@ def _params(layer: Layer, ours: bool) -> Any:
 
 
 def _tokens(layer: Layer, count: int, seed: int = 0) -> jax.Array:
-    """Normal numbers ``[B, count, D]``."""
     [x] = sample(seed, batch=1, tokens=layer.batch, heads=count, dim=layer.size)
     return x
 
 
 def _lower(group: Group, method: str) -> jax.stages.Lowered:
-    """A decode step, or a forward and a backward pass."""
     layer = group.layer
     if group.operation == TRAINING:
         graph, arguments = _training_arguments(layer, method, abstract=True)
@@ -313,27 +267,21 @@ def _measure_decode(
     method: str,
     compiled: Callable[..., Any],
     expected: dict[str, Any],
-    ceilings: Ceilings,
-    repetitions: int | None,
+    asked: Asked,
 ) -> Row:
     _, (params, cache, x) = _decode_arguments(layer, method)
     cache_bytes, weight_bytes = timing.nbytes(cache), timing.nbytes(params)
     call = steps.Steps(compiled, params, cache, x)
     del cache
     facts = _error(call(), expected.setdefault("nnx" if _is_nnx(method) else "ours", {}), method)
-    taken = timing.measure_call(call, repetitions=repetitions)
+    taken = timing.measure_call(call, repetitions=asked.repetitions)
     needs = Needs(cache_bytes + weight_bytes + 2 * timing.nbytes(x), 0.0, "bf16")
     sizes = {"cache_bytes": cache_bytes, "weight_bytes": weight_bytes}
-    return _facts(taken, needs, ceilings, compiled) | sizes | facts
+    return _facts(taken, needs, asked, compiled) | sizes | facts
 
 
 def _error(out: Any, expected: dict[str, Any], method: str) -> Row:
-    """The difference from the first output of its kind, which is kept.
-
-    Raises:
-      ArithmeticError: if it is not finite, or so large that it is wrong; pooled attention is meant
-        to differ.
-    """
+    """The difference from the first output of its kind, which is kept."""
     name, want = next(iter(expected.items()), (method, out))
     errors = [
         steps.difference(a, b)
@@ -346,18 +294,12 @@ def _error(out: Any, expected: dict[str, Any], method: str) -> Row:
     return found if len(errors) == 1 else {**found, "gradient_relative_l2": errors[1]}
 
 
-def _facts(
-    taken: timing.Timing,
-    needs: Needs,
-    ceilings: Ceilings,
-    compiled: Callable[..., Any],
-) -> Row:
-    analysis = compiled.memory_analysis()
+def _facts(taken: timing.Timing, needs: Needs, asked: Asked, compiled: Any) -> Row:
     return {
         "status": "ok",
         **timing_facts(taken),
-        "temporary_bytes": getattr(analysis, "temp_size_in_bytes", None),
-        **needs.facts(taken.microseconds, ceilings),
+        **temporary_bytes(compiled),
+        **needs.facts(taken.microseconds, asked.ceilings),
     }
 
 
@@ -392,48 +334,170 @@ def _measure_training(
     method: str,
     compiled: Callable[..., Any],
     expected: dict[str, Any],
-    ceilings: Ceilings,
-    repetitions: int | None,
+    asked: Asked,
 ) -> Row:
     _, arguments = _training_arguments(layer, method)
     facts = _error(compiled(*arguments)[:2], expected, method)
-    taken = timing.measure(compiled, arguments, repetitions=repetitions)
+    taken = timing.measure(compiled, arguments, repetitions=asked.repetitions)
     tokens = layer.batch * layer.tokens
     # Of each product one forward and two backward; attention computes its scores once more.
     projections = 3 * 2.0 * tokens * layer.num_weights
     attention = 3.5 * 2.0 * tokens * layer.tokens * layer.size
     needs = Needs(timing.nbytes(arguments), projections + attention, "bf16")
-    return _facts(taken, needs, ceilings, compiled) | facts
+    return _facts(taken, needs, asked, compiled) | facts
+
+
+_over = over_baselines(dict.fromkeys((DECODE, TRAINING), tuple(BASELINES)), "method")
+_smaller = with_figure(
+    "smaller_than_nnx",
+    "nnx",
+    ("label", "operation"),
+    lambda row, base: base["cache_bytes"] / row["cache_bytes"],
+)
 
 
 def with_ratios(rows: list[Row]) -> list[Row]:
     """The rows with `speedup_over`: Flax's module as it comes, and with cuDNN."""
-    done = {(row["label"], row["method"]): row for row in rows if row["status"] == "ok"}
-    return [_with_ratio(row, done) for row in rows]
+    decoding = {row["name"]: row for row in _smaller([r for r in rows if r["operation"] == DECODE])}
+    return _over([decoding.get(row["name"], row) for row in rows])
 
 
-def _with_ratio(row: Row, done: dict[tuple[str, str], Row]) -> Row:
-    if row["status"] != "ok":
-        return row
-    bases = {name: done.get((row["label"], name)) for name in flax_tables.BASELINES}
-    over = {name: base["us"] / row["us"] for name, base in bases.items() if base}
-    found = {**row, "speedup_over": over}
-    base = done.get((row["label"], "nnx"))
-    if row["operation"] == DECODE and base:
-        found["smaller_than_nnx"] = base["cache_bytes"] / row["cache_bytes"]
-    return found
+# What the docs show -------------------------------------------------------------------------------
+
+METHODS = {
+    "nnx": "`nnx.MultiHeadAttention`",
+    "nnx-cudnn": "the same through cuDNN",
+    "exact": "`TurboAttention`, exact cache",
+    "turbo4": "`TurboAttention`, turbo4 pages",
+    "4bit": "`TurboAttention`, 4-bit cache",
+    "turbo": "with `TurboAttentionFn()`",
+    "turbo-int8": "with `TurboAttentionFn`, the paper's int8",
+    "turbo-fp8": "with `TurboAttentionFn`, fp8",
+    "pooled": "with `PooledAttentionFn`, top-k",
+}
+"""Modules and functions, as tables call them."""
+_SHORT = {
+    "nnx-cudnn": "Flax's, cuDNN",
+    "exact": "exact cache",
+    "turbo4": "turbo4 pages",
+    "4bit": "4-bit cache",
+    "turbo": "turbo",
+    "turbo-int8": "turbo, int8",
+    "turbo-fp8": "turbo, fp8",
+    "pooled": "pooled, top-k",
+}
+
+
+def layer(row: Row) -> str:
+    """``32 heads on 8 of 128, 16 x 8k``."""
+    heads = f"{row['heads']} heads on {row['kv_heads']} of {row['head_dim']}"
+    return f"{heads}, {tables.batch_and_tokens(row)}"
+
+
+def _share(row: Row) -> str:
+    # What is counted is dense attention's work, of which pooled attention leaves most out.
+    return "-" if row["method"] == "pooled" else tables.share_of_ceiling(row)
+
+
+_NAMES = (("layer, batch x tokens", layer), ("module", lambda row: METHODS[row["method"]]))
+_DECODE = (
+    *(tables.US, *tables.over(BASELINES), ("wall, us", tables.significant("wall_us"))),
+    ("cache, MB", tables.shown_as("cache_bytes", "{:,.0f}", 1e6)),
+    ("smaller", tables.shown_as("smaller_than_nnx", "{:.2f}x")),
+    *(("of ceiling", _share), tables.L2),
+)
+_TRAINING = (
+    ("ms", tables.shown_as("us", "{:.2f}", 1e3)),
+    *tables.over(BASELINES),
+    ("wall, ms", tables.shown_as("wall_us", "{:.2f}", 1e3)),
+    ("temporaries, GB", tables.shown_as("temporary_bytes", "{:.2f}", 1e9)),
+    ("of ceiling", _share),
+    ("output, relative L2", tables.shown_as("relative_l2", "{:.4f}")),
+    ("gradient", tables.shown_as("gradient_relative_l2", "{:.4f}")),
+)
+
+
+def decode_table(result: Result) -> str:
+    return tables.operation_table(result, DECODE, _NAMES, _DECODE)
+
+
+def training_table(result: Result) -> str:
+    names = (_NAMES[0], ("attention", _NAMES[1][1]))
+    return tables.operation_table(result, TRAINING, names, _TRAINING)
+
+
+def _by_layer(result: Result, operation: str) -> dict[str, dict[str, Row]]:
+    return tables.nested(tables.finished(result, operation), layer, lambda row: row["method"])
+
+
+def summary_table(result: Result) -> str:
+    """Decoding by layer: microseconds, the speed over Flax's module, and its cache's size."""
+    shown = ("nnx", "nnx-cudnn", "exact", "turbo4", "4bit")
+    lines = []
+    for place, rows in _by_layer(result, DECODE).items():
+        line = [place]
+        for method in shown:
+            if method not in rows:
+                line.append("-")
+                continue
+            row = rows[method]
+            text = tables.number(row["us"])
+            over = row["speedup_over"].get("nnx")
+            if method != "nnx" and over is not None:
+                text += f" ({over:.2f}x)"
+            line.append(f"{text}, {row['cache_bytes'] / 1e6:,.0f} MB")
+        lines.append(line)
+    header = ["layer, batch x tokens", *(METHODS[method] for method in shown)]
+    return tables.table(header, lines)
+
+
+_SUMMARY = (
+    "Microseconds of a decode step of one attention layer, projections included, and the size "
+    "of its cache; in brackets the speed over Flax's own module. Time of the kernels on the "
+    "device. "
+)
+
+
+def bars(result: Result) -> plots.Ratios:
+    """By layer and module: the speed over Flax's own module, and milliseconds."""
+    groups: plots.Ratios = {}
+    for operation, what in ((DECODE, "decoding"), (TRAINING, "training")):
+        for place, rows in _by_layer(result, operation).items():
+            for method, row in rows.items():
+                over = row["speedup_over"].get("nnx")
+                if method == "nnx" or over is None:
+                    continue
+                bar = (over, f"{over:.2f}: {tables.number(row['us'] / 1e3)} ms")
+                groups.setdefault(f"{what}\n{place}", {})[_SHORT[method]] = bar
+    return groups
+
+
+def speed_plot(result: Result) -> "Figure":
+    title = f"One attention layer in nnx on {result['device']}"
+    label = "times as fast as nnx.MultiHeadAttention"
+    return plots.of_ratios(bars(result), title, label, bar=0.2, margin=0.35)
 
 
 SUITE = Suite(
     name="flax",
-    groups=_groups,
-    quick_groups=_quick_groups,
-    run=run,
+    groups=lambda: [
+        Group(DECODE, Layer(32, 8, 128, 16, 8192)),
+        Group(DECODE, Layer(32, 32, 128, 16, 8192)),
+        Group(TRAINING, Layer(16, 16, 128, 2, 8192)),
+    ],
+    quick_groups=lambda: [
+        Group(DECODE, Layer(4, 2, 16, 2, 256)),
+        Group(TRAINING, Layer(2, 2, 16, 1, 256)),
+    ],
+    run=each(begin),
     with_ratios=with_ratios,
-    one_line=flax_tables.one_line,
     formats=("bf16",),
     # XLA's attention holds the scores of all heads in training.
     environment={"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.93"},
-    tables=flax_tables.TABLES,
-    plots=flax_tables.PLOTS,
+    tables={
+        "flax summary": tables.section(summary_table, note=_SUMMARY),
+        "flax decode": tables.section(decode_table, plot=PLOT, rates=tables.COPY_AND_PRODUCT),
+        "flax training": tables.section(training_table, rates=tables.COPY_AND_PRODUCT),
+    },
+    plots={PLOT[0]: speed_plot},
 )

@@ -11,16 +11,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks import timing
+from benchmarks import tables, timing
 from benchmarks.measuring import calls
 from benchmarks.measuring.calls import Arrays, Call, Case, Group, compared_rows
 from benchmarks.measuring.work import Needs
 from benchmarks.suite import Suite, over_baselines
-from benchmarks.suites.experts import tables
-from benchmarks.suites.fireq import inputs as fireq_inputs
+from benchmarks.suites.fireq import cases as fireq_cases
+from benchmarks.tables import Result, Row
 from turbojax import fireq
 from turbojax.fireq import Int4Weight
 
+OPERATION = "experts"
+BASELINES = {"bf16": "over bf16", "fp8": "over e4m3"}
+"""What rows are compared with, by family, and what columns call it."""
 KERNELS = ("mosaic_gpu", "triton")
 _BFLOAT16 = 2
 # A dense stack beyond this is not made: beside its copies it would not fit.
@@ -28,16 +31,7 @@ _LARGEST_DENSE = 12 * 2**30
 
 
 class Product(NamedTuple):
-    """One of the products of a layer of experts.
-
-    Attributes:
-      name: of the model and the product.
-      experts: how many there are.
-      top_k: experts of each token.
-      inputs: of each expert.
-      outputs: of each expert; of a gated product those after the gate.
-      gated: whether it is gate and up in one.
-    """
+    """One of the products of a layer of experts."""
 
     name: str
     experts: int
@@ -102,23 +96,16 @@ def _normal(seed: Any, p: Product) -> jax.Array:
 
 
 def product(p: Product, tokens: int, *, implementations: tuple[str, ...] = KERNELS) -> Group:
-    """The rows of a product and a number of tokens."""
     cases = [
         Case(unit, None, unit, functools.partial(_dense_product, p, tokens, unit))
-        for unit in ("bf16", "fp8")
+        for unit in BASELINES
     ]
     for implementation in implementations:
         build = functools.partial(_int4_product, p, tokens, implementation)
         cases.append(Case("int4", implementation, "int4", build))
-    facts = {
-        "model": p.name,
-        "experts": p.experts,
-        "top_k": p.top_k,
-        "inputs": p.inputs,
-        "outputs": p.outputs,
-        "tokens": tokens,
-    }
-    return Group(tables.OPERATION, f"{p.name}/m{tokens}", facts, tuple(cases))
+    facts = {name: getattr(p, name) for name in ("experts", "top_k", "inputs", "outputs")}
+    facts = {"model": p.name, **facts, "tokens": tokens}
+    return Group(OPERATION, f"{p.name}/m{tokens}", facts, tuple(cases))
 
 
 def _needs(p: Product, sizes: jax.Array, x: Any, w: Any, unit: str) -> Needs:
@@ -134,17 +121,14 @@ def _dense_product(p: Product, tokens: int, unit: str, arrays: Arrays) -> Call:
         raise NotImplementedError(f"weights in {unit} would take more than 12 GiB")
     rows = tokens * p.top_k
     if unit == "bf16":
-        x = arrays.get(fireq_inputs.activations, rows, p.inputs)
+        x = arrays.get(fireq_cases.activations, rows, p.inputs)
     else:
-        x = arrays.get(fireq_inputs.tokens_of, rows, p.inputs).codes
+        x = arrays.get(fireq_cases.tokens_of, rows, p.inputs).codes
     w, sizes = arrays.get(dense, p, dtype), group_sizes(p, tokens)
 
     def multiply(x: jax.Array, w: jax.Array, sizes: jax.Array) -> jax.Array:
         y = jax.lax.ragged_dot(x, w, sizes, preferred_element_type=jnp.bfloat16)
-        if not p.gated:
-            return y
-        gate, up = jnp.split(y, 2, axis=1)
-        return jax.nn.silu(gate) * up
+        return _gated(y) if p.gated else y
 
     def check(out: jax.Array, x: jax.Array, w: jax.Array) -> tuple[jax.Array, ...]:
         return _check(p, out, sizes, x.astype(jnp.float32), lambda e: w[e].astype(jnp.float32).T)
@@ -153,7 +137,7 @@ def _dense_product(p: Product, tokens: int, unit: str, arrays: Arrays) -> Call:
 
 
 def _int4_product(p: Product, tokens: int, implementation: str, arrays: Arrays) -> Call:
-    x = arrays.get(fireq_inputs.tokens_of, tokens * p.top_k, p.inputs)
+    x = arrays.get(fireq_cases.tokens_of, tokens * p.top_k, p.inputs)
     w, sizes = arrays.get(int4, p), group_sizes(p, tokens)
 
     def multiply(x: Any, w: Int4Weight, sizes: jax.Array) -> jax.Array:
@@ -165,9 +149,14 @@ def _int4_product(p: Product, tokens: int, implementation: str, arrays: Arrays) 
         def weight_of(expert: Any) -> jax.Array:
             return fireq.dequantize(fireq.expert_of(w, expert))
 
-        return _check(p, out, sizes, fireq_inputs.values(x), weight_of)
+        return _check(p, out, sizes, fireq_cases.values(x), weight_of)
 
     return Call(multiply, (x, w, sizes), _needs(p, sizes, x, w, "fp8"), check, (x, w))
+
+
+def _gated(y: jax.Array) -> jax.Array:
+    gate, up = jnp.split(y, 2, axis=-1)
+    return jax.nn.silu(gate) * up
 
 
 def _check(p: Product, out: jax.Array, sizes: jax.Array, x: jax.Array, weight_of: Any) -> Any:
@@ -176,33 +165,42 @@ def _check(p: Product, out: jax.Array, sizes: jax.Array, x: jax.Array, weight_of
     experts = np.searchsorted(np.cumsum(np.asarray(sizes)), rows, side="right")
 
     def one(row: jax.Array) -> jax.Array:
-        y = fireq_inputs.product(x[row[0]][None], weight_of(row[1]))[0]
-        if not p.gated:
-            return y
-        gate, up = jnp.split(y, 2)
-        return jax.nn.silu(gate) * up
+        y = fireq_cases.product(x[row[0]][None], weight_of(row[1]))[0]
+        return _gated(y) if p.gated else y
 
     want = jax.lax.map(one, jnp.asarray(np.stack([rows, experts], axis=1)))
     return out[rows], want, jnp.all(jnp.isfinite(out))
 
 
-def _groups() -> list[Group]:
-    """What matters most first: a run may be stopped by the clock."""
-    return [product(p, tokens) for p in PRODUCTS for tokens in (64, 512, 128, 256)]
+# What the docs show -------------------------------------------------------------------------------
+
+_METHODS = {"bf16": "bf16", "fp8": "e4m3", "int4": "INT4"}
 
 
-def _quick_groups() -> list[Group]:
-    """Tiny shapes: whether everything runs, and nothing about speed."""
-    return [product(TINY, 7, implementations=("xla", *KERNELS))]
+def _name(row: Row) -> str:
+    shape = f"{row['experts']} experts, {row['top_k']} a token, {row['inputs']} to "
+    return f"{row['model']} ({shape}{row['outputs']})"
+
+
+_NAMES = (
+    ("product", _name),
+    ("tokens", tables.shown_as("tokens", "{:,}")),
+    ("what", lambda row: _METHODS[row["method"]]),
+    ("kernel", lambda row: row["implementation"] or "XLA"),
+)
+_COLUMNS = (tables.US, *tables.over(BASELINES), tables.GIGABYTES, tables.CEILING, tables.L1)
+
+
+def table(result: Result) -> str:
+    return tables.operation_table(result, OPERATION, _NAMES, _COLUMNS)
 
 
 SUITE = Suite(
     name="experts",
-    groups=_groups,
-    quick_groups=_quick_groups,
+    groups=lambda: [product(p, tokens) for p in PRODUCTS for tokens in (64, 512, 128, 256)],
+    quick_groups=lambda: [product(TINY, 7, implementations=("xla", *KERNELS))],
     run=calls.run,
-    with_ratios=over_baselines({tables.OPERATION: tables.BASELINES}),
-    one_line=tables.one_line,
+    with_ratios=over_baselines({OPERATION: tuple(BASELINES)}),
     formats=("bf16", "fp8"),
-    tables=tables.TABLES,
+    tables={"experts": tables.section(table, rates=tables.COPY_AND_PRODUCTS)},
 )

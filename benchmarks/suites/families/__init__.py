@@ -1,1 +1,0 @@
-"""Decode steps of whole models of several families."""

@@ -1,1 +1,0 @@
-"""One attention layer in nnx."""

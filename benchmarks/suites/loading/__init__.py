@@ -1,1 +1,0 @@
-"""Loading a checkpoint of a real size."""
