@@ -9,6 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+import turbojax as tj
 from tests.attention.test_kv4_decode import (
     ADDED,
     BLOCK,
@@ -28,8 +29,8 @@ from tests.contracts.implementations import interpreted
 from tests.kernels.kernel_helpers import lower_for_cuda
 from turbojax import fireq, k8v4, models
 from turbojax.attention.options import Options
-from turbojax.caches.token_scaled import api, triton
 from turbojax.caches.token_scaled import cache as kv4
+from turbojax.caches.token_scaled import triton
 from turbojax.caches.token_scaled.kind import K8V4
 
 append = jax.jit(k8v4.append)
@@ -368,7 +369,7 @@ def test_vmap_over_stacked_layers():
     stacked = jax.tree.map(lambda *x: jnp.stack(x), *caches)
     query = normal(9, (2, 2, 1, 4, 16))
     want = jnp.stack([decode(q, c) for q, c in zip(query, caches, strict=True)])
-    np.testing.assert_allclose(jax.jit(jax.vmap(api.decode))(query, stacked), want, atol=1e-6)
+    np.testing.assert_allclose(jax.jit(jax.vmap(tj.decode))(query, stacked), want, atol=1e-6)
     assert (stacked.head_dim, stacked.num_kv_heads, stacked.batch_size) == (16, 2, 2)
 
 

@@ -26,7 +26,7 @@ from tests.grids import pairwise
 from tests.kernels.kernel_helpers import lower_for_cuda
 from turbojax._device import interpret_kernels
 from turbojax.attention.options import Options
-from turbojax.attention.turbo import triton
+from turbojax.caches.progressive import decode_triton as triton
 
 TAKEN = [name for name, heads in MODELS.items() if heads.query // heads.kv <= 64]
 

@@ -9,12 +9,13 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+import turbojax as tj
 from tests.attention.test_kv4_decode import WEIGHT_UNIT, assert_matches_oracle, filled, normal
 from tests.kernels.kernel_helpers import lower_for_cuda
 from turbojax._device import interpret_kernels
 from turbojax.attention.options import Options
-from turbojax.caches.token_scaled import api, triton
 from turbojax.caches.token_scaled import cache as kv4
+from turbojax.caches.token_scaled import triton
 
 
 @pytest.fixture(autouse=True)
@@ -30,7 +31,7 @@ def test_splits_do_not_matter(monkeypatch):
     for programs in (1, 8, 1000):
         monkeypatch.setattr(triton, "_ENOUGH_PROGRAMS", programs)
         triton._decode.clear_cache()
-        call = functools.partial(api.decode, implementation="triton")
+        call = functools.partial(tj.decode, implementation="triton")
         assert_matches_oracle(query, cache, WEIGHT_UNIT["triton"], call)
     triton._decode.clear_cache()
 
@@ -48,8 +49,8 @@ def test_refusals_in_words(name):
     shape, message = REFUSED[name]
     cache = kv4.init_cache(1, 10, 1, shape[3], dtype=jnp.float32)
     with pytest.raises(NotImplementedError, match=message):
-        api.decode(jnp.zeros(shape), cache, implementation="triton")
-    assert api.decode(jnp.zeros(shape), cache).shape == shape
+        tj.decode(jnp.zeros(shape), cache, implementation="triton")
+    assert tj.decode(jnp.zeros(shape), cache).shape == shape
 
 
 LOWERED = {

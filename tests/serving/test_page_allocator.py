@@ -174,8 +174,10 @@ def test_released_pages_that_are_shared_stay_with_their_other_holders():
     assert pool.pages(third) == (-1, -1, pages[2])
     (copy,) = pool.extend(third, 1)
     assert pool.pages(third) == (-1, -1, copy.destination)
+    assert pool.pages_of_sequences() == 4  # three and the copy; what is retained alone is none
     pool.free(second)
     assert [pool.holders(page) for page in pages] == [0, 1, 1]
+    assert pool.pages_of_sequences() == 2
     pool.validate()
     # A sequence may begin with pages that are gone.
     fourth = pool.allocate(20, prefix_pages=(-1, pages[1]))

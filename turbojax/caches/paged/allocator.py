@@ -335,6 +335,15 @@ class PageAllocator:
         self._settle()
         return self._holders[self._in_pool(page)]
 
+    def pages_of_sequences(self) -> int:
+        """How many pages sequences hold; one that several share counts once."""
+        self._settle()
+        held = np.zeros(self.num_pages + 1, np.bool_)
+        arrays = [np.asarray(state.pages) for state in self._sequences.values()]
+        if arrays:
+            held[np.concatenate(arrays)] = True  # the last one is that of released pages, -1
+        return int(np.count_nonzero(held[:-1]))
+
     def retain(self, page: int) -> None:
         """Holds a page in use on behalf of no sequence, as a prefix cache does.
 
