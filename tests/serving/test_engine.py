@@ -18,8 +18,8 @@ from tests.serving.engine_helpers import (
 )
 from turbojax import models
 from turbojax.models import Engine, NewToken, Request, Sampling
-from turbojax.models.engine import swap
-from turbojax.models.engine.scheduler import Status
+from turbojax.models.engine import device
+from turbojax.models.engine.requests import Status
 
 
 @pytest.fixture(scope="module")
@@ -144,10 +144,10 @@ def test_swapped_pages_return_to_the_bit(kv_dtype):
     )
     before = jax.device_get(caches)
     pages = tuple(range(3, 40, 2))[:19]  # more than one group, the last one not full
-    content = swap.fetch(swap.read(caches, pages))
+    content = device.fetch_pages(device.read_pages(caches, pages))
     assert all(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(content))
     targets = tuple(range(0, 38, 2))
-    after = jax.device_get(swap.write(caches, targets, content))
+    after = jax.device_get(device.write_pages(caches, targets, content))
     for old, new in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True):
         if old.ndim == 0:
             assert old == new
@@ -155,7 +155,7 @@ def test_swapped_pages_return_to_the_bit(kv_dtype):
         wanted = old.copy()
         wanted[list(targets)] = old[list(pages)]
         assert wanted.tobytes() == new.tobytes()
-    assert swap.nbytes([content]) >= 19 * 2 * made._device.caches[0].page_bytes
+    assert device.content_bytes([content]) >= 19 * 2 * made._device.caches[0].page_bytes
 
 
 def _random(shape, dtype) -> jax.Array:

@@ -12,7 +12,7 @@ import pytest
 from tests.serving.engine_helpers import TINY, held, make
 from turbojax import TurboConfig, models
 from turbojax.models import Request, Result, causal_attention
-from turbojax.models.engine import build
+from turbojax.models.engine import engine
 from turbojax.ops.options import PLAIN
 
 NEW = 8
@@ -47,8 +47,8 @@ class Run:
     def __init__(self, decoder, prompts, mode="float", **options) -> None:
         config = TurboConfig(mode=mode)
         with (
-            mock.patch.object(build, "needs_gpu", return_value=None),
-            mock.patch.object(build.TurboConfig, "for_device", return_value=config),
+            mock.patch.object(engine, "needs_gpu", return_value=None),
+            mock.patch.object(engine.TurboConfig, "for_device", return_value=config),
         ):
             self.made = make(decoder, **{**SIZES, **options})
         self.plain, self.made._device.run = self.made._device.run, self._run

@@ -9,7 +9,7 @@ import pytest
 from tests.serving.engine_helpers import make, real_prompts, requests_of, run_one
 from turbojax import models
 from turbojax.models import Finished, Request
-from turbojax.models.engine import groups
+from turbojax.models.engine import engine
 
 pytestmark = pytest.mark.gpu
 
@@ -50,7 +50,7 @@ def test_texts_stay_the_same_where_pages_behind_windows_are_freed(kv_dtype):
         models.SHAPES["tiny"], head_dim=128, num_layers=3, local_windows=(24, None, 24)
     )
     model = models.random_decoder(config, dtype=jnp.bfloat16)
-    with mock.patch.object(groups, "windows_of", return_value=(None,)):
+    with mock.patch.object(engine, "windows_of", return_value=(None,)):
         kept = make(model, kv_dtype=kv_dtype, prefix_caching=False, reproducible=True)
     wanted = requests_of(real_prompts(), 0.0)
     alone = [run_one(kept, request) for request in wanted]

@@ -10,7 +10,7 @@ import pytest
 from tests.serving.engine_helpers import make
 from turbojax import models
 from turbojax.models import Draft, Engine, NGram, Request, Sampling, causal_attention
-from turbojax.models.engine import compilation
+from turbojax.models.engine import programs
 
 pytestmark = pytest.mark.gpu
 
@@ -136,8 +136,8 @@ def test_nothing_is_compiled_while_it_serves(model, prompts):
         reproducible=False,
     )
     made.compile()
-    before = compilation.count()
+    before = programs.count_traced()
     drawn = Sampling(temperature=0.7, top_k=20)
     wanted = [Request(p, NEW, sampling=s) for p in prompts for s in (Sampling(), drawn)]
     run_all(made, wanted)
-    assert compilation.count() == before
+    assert programs.count_traced() == before

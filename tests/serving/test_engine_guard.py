@@ -12,7 +12,7 @@ import time
 import pytest
 
 from tests.tools.interrupting import ctrl_c
-from turbojax.models.engine.guard import Guard
+from turbojax.models.engine.base import Guard
 
 
 class Counter:

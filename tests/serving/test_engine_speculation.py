@@ -15,7 +15,7 @@ from tests.serving.engine_watching import check_belief
 from turbojax import models
 from turbojax.models import Request, Sampling
 from turbojax.models.config import LatentConfig
-from turbojax.models.engine import Draft, NGram, build, costs, programs, speculation, state
+from turbojax.models.engine import Draft, NGram, engine, programs, speculation, statistics, step
 
 FORMATS = (
     "turbo4",
@@ -49,8 +49,8 @@ def model(seed: int = 0) -> models.Decoder:
 def one_size():
     """Programs of one size, as each takes a second to compile; guesses whatever they cost."""
     with (
-        mock.patch.object(build, "decode_sizes", side_effect=lambda slots: (slots,)),
-        mock.patch.object(costs.Costs, "guessing_pays", return_value=True),
+        mock.patch.object(engine, "decode_sizes", side_effect=lambda slots: (slots,)),
+        mock.patch.object(statistics.Costs, "guessing_pays", return_value=True),
     ):
         yield
 
@@ -226,7 +226,7 @@ def test_guesses_are_what_followed_the_same_tokens(how):
         lengths = rng.integers(0, size - 1, slots).astype(np.int32)
         numbers = dict.fromkeys(("prompts", "left"), lengths)
         tables = np.zeros((1, slots, 3), np.int32)
-        there = state.State(tables=tables, lengths=lengths, history=history, **numbers)
+        there = step.State(tables=tables, lengths=lengths, history=history, **numbers)
         rows = rng.permutation(slots + 1)[: slots - 4].astype(np.int32)  # one is nobody's
         guesses, counts = speculation.look_up(
             jax.tree.map(jnp.asarray, there), rows, count=how.tokens, longest=how.longest,

@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
 from typing import Any, Protocol
 
-from turbojax.models.engine.handles import RequestHandle
+from turbojax.models.engine.asynchronous import RequestHandle
 from turbojax.models.engine.requests import (
     MOST_LOGPROBS,
     Event,

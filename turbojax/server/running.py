@@ -12,7 +12,8 @@ from types import FrameType
 import uvicorn
 
 from turbojax import _checks
-from turbojax.models.engine.asynchronous import AsyncEngine, EngineEnded, Steps
+from turbojax.models.engine.asynchronous import AsyncEngine, EngineEnded
+from turbojax.models.engine.base import BaseEngine
 from turbojax.models.text.tokenizer import Tokenizer
 from turbojax.server.app import create_app
 from turbojax.server.service import Limits
@@ -85,7 +86,7 @@ class Server:
 
     def __init__(
         self,
-        engine: Steps,
+        engine: BaseEngine,
         tokenizer: Tokenizer,
         name: str,
         listening: socket.socket,
@@ -201,7 +202,7 @@ class _Uvicorn(uvicorn.Server):
 
 
 def serve(
-    engine: Steps,
+    engine: BaseEngine,
     tokenizer: Tokenizer,
     *,
     name: str,

@@ -13,8 +13,8 @@ from turbojax.models.engine.asynchronous import (
     EngineClosed,
     EngineEnded,
     QueueFull,
+    RequestHandle,
 )
-from turbojax.models.engine.handles import RequestHandle
 from turbojax.models.engine.requests import Request
 from turbojax.models.text.tokenizer import Tokenizer
 from turbojax.server.errors import ApiError

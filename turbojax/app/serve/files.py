@@ -18,7 +18,7 @@ from turbojax.app.serve.run import ServingReport
 from turbojax.app.serve.screen import Screen
 from turbojax.app.serve.settings import Models, Settings, pages_asked_for
 from turbojax.app.text_model import FoundModel
-from turbojax.models.engine.groups import Sizes
+from turbojax.models.engine.pools import Sizes
 
 # This many bad lines are named; the others are counted.
 _NAMED = 20

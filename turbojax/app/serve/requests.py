@@ -8,7 +8,7 @@ from typing import Any
 
 from turbojax.app.serve.lines import TextRequest, parse_line
 from turbojax.models import Request, TransformerConfig
-from turbojax.models.engine.groups import pages_at_most, windows_of
+from turbojax.models.engine.pools import pages_at_most, windows_of
 from turbojax.models.engine.requests import check_vocabulary
 from turbojax.models.generation.penalties import NO_PENALTIES
 from turbojax.models.text.tokenizer import Tokenizer

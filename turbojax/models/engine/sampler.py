@@ -16,9 +16,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from turbojax.models.engine import compilation
+from turbojax.models.engine.placement import SAME, Vocabulary, run_on
+from turbojax.models.engine.programs import note_traced
 from turbojax.models.engine.requests import MOST_LOGPROBS, Request, TokenLogprobs
-from turbojax.models.engine.split import SAME, Vocabulary, run_on
 from turbojax.models.generation.constraints import WORD, words_of
 from turbojax.models.generation.penalties import NO_PENALTIES
 from turbojax.models.generation.sampling import (
@@ -224,7 +224,7 @@ def choose(
     Returns the new history, where ``history[slot, lengths[slot]]`` is the row's token if there is
     room, and what was chosen: `NOTHING` where a logit is NaN or no token is left.
     """
-    compilation.note()
+    note_traced()
     _check_extras(extras, wanted)
     given = Vocabulary(logits.shape[1]) if vocabulary is None else vocabulary
     run = functools.partial(_choose, wanted=wanted, vocabulary=given)

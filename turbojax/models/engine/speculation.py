@@ -19,11 +19,10 @@ import jax.numpy as jnp
 from turbojax import _checks
 from turbojax.kv import Attend
 from turbojax.models.decoder import Decoder
-from turbojax.models.engine import compilation, split
-from turbojax.models.engine.groups import Windows, group_of, layers_of
-from turbojax.models.engine.pool_access import Pool, access_to
-from turbojax.models.engine.state import State, apply
-from turbojax.models.engine.step import append_at, pages_at
+from turbojax.models.engine.placement import SAME, Vocabulary, pool_specs, run_on, vocabulary_of
+from turbojax.models.engine.pools import Pool, Windows, access_to, group_of, layers_of
+from turbojax.models.engine.programs import note_traced
+from turbojax.models.engine.step import State, append_at, apply_changes, pages_at
 from turbojax.models.generation.sampling import NOTHING, Array, Kind, SamplingRows
 from turbojax.models.quantized import QuantizedDecoder
 from turbojax.models.tensor_parallel.programs import on_mesh
@@ -105,7 +104,7 @@ def look_up(
 
     Returns int32 ``[R, count]`` guesses, and int32 ``[R]``: how many of the first ones are real.
     """
-    compilation.note()
+    note_traced()
     texts = state.history.at[slots].get(mode="fill", fill_value=0)
     last, size = state.of(state.lengths, slots)[:, None], texts.shape[1]
     at = jnp.arange(size, dtype=jnp.int32)[None]
@@ -147,13 +146,13 @@ def draft(
     """What a smaller model would go on with: returns its new pools, then guesses as `look_up` does.
 
     `decoder` and `caches` (donated) are the draft model's; the pools hold the texts at least up to
-    their last two tokens. `changes` are as in `state.apply`; the `index` of `rows` is ignored.
+    their last two tokens. `changes` are as in `apply_changes`; the `index` of `rows` is ignored.
     """
-    compilation.note()
+    note_traced()
     run = functools.partial(
         _draft, count=count, kind=kind, windows=windows, implementation=implementation
     )
-    held, same = split.held(caches, decoder.axes), split.SAME
+    held, same = pool_specs(caches, decoder.axes), SAME
     drafted: tuple[tuple[Pool, ...], jax.Array, jax.Array]
     drafted = on_mesh(run, decoder, (held, *[same] * 4), (held, same, same))(
         caches, state, slots, changes, rows
@@ -175,8 +174,8 @@ def _draft(
     implementation: str | None,
 ) -> tuple[tuple[Pool, ...], jax.Array, jax.Array]:
     """`draft` on one device, with its heads and its part of the vocabulary."""
-    vocabulary = split.vocabulary_of(decoder)
-    state = apply(state, changes)
+    vocabulary = vocabulary_of(decoder)
+    state = apply_changes(state, changes)
     lengths, left = state.of(state.lengths, slots), state.of(state.left, slots)
     found = jnp.clip(left - 1, 0, count)
     # The token before the last may be one of its own guesses, which it has not read yet.
@@ -207,7 +206,7 @@ def catch_up(
 
     That may be its own guess that was right, which it has not read yet; `draft` reads it itself.
     """
-    compilation.note()
+    note_traced()
 
     def run(
         decoder: Decoder | QuantizedDecoder,
@@ -223,7 +222,7 @@ def catch_up(
         )
         return caches
 
-    held, same = split.held(caches, decoder.axes), split.SAME
+    held, same = pool_specs(caches, decoder.axes), SAME
     read: tuple[Pool, ...] = on_mesh(run, decoder, (held, same, same), held)(caches, state, slots)
     return read
 
@@ -251,10 +250,10 @@ def verify(
     request has all that it asked for; int32 ``[]``, how many tokens the pools could not store so
     far, counted in one layer of each group.
     """
-    compilation.note()
+    note_traced()
     run = functools.partial(_verify, windows=windows, implementation=implementation)
-    held, same = split.held(caches, decoder.axes), split.SAME
-    logits = split.vocabulary_of(decoder).spec(3)
+    held, same = pool_specs(caches, decoder.axes), SAME
+    logits = vocabulary_of(decoder).spec(3)
     verified: tuple[tuple[Pool, ...], State, jax.Array, jax.Array, jax.Array]
     verified = on_mesh(run, decoder, (held, *[same] * 5), (held, same, logits, same, same))(
         caches, state, slots, changes, guesses, found
@@ -275,7 +274,7 @@ def _verify(
     implementation: str | None,
 ) -> tuple[tuple[Pool, ...], State, jax.Array, jax.Array, jax.Array]:
     """`verify` on one device, with its heads and its part of the vocabulary."""
-    state = apply(state, changes)
+    state = apply_changes(state, changes)
     lengths, left = state.of(state.lengths, slots), state.of(state.left, slots)
     counts = jnp.minimum(found + 1, left)
     last = state.token_at(slots, lengths)
@@ -298,7 +297,7 @@ def accept(
     rows: SamplingRows,
     *,
     kind: Kind,
-    vocabulary: split.Vocabulary | None = None,
+    vocabulary: Vocabulary | None = None,
 ) -> tuple[State, jax.Array]:
     """Accepts guesses as long as they are what is chosen, and chooses one token more.
 
@@ -307,13 +306,13 @@ def accept(
     Returns the new state and int32 ``[R * (k + 3) + 1]``: for each row how many tokens were fed,
     how many are new, and k + 1 tokens, of which the new ones come first; then `lost`.
     """
-    compilation.note()
-    given = split.Vocabulary(logits.shape[2]) if vocabulary is None else vocabulary
+    note_traced()
+    given = Vocabulary(logits.shape[2]) if vocabulary is None else vocabulary
     run = functools.partial(_accept, kind=kind, vocabulary=given)
-    same = split.SAME
+    same = SAME
     specs = (same, given.spec(3), *[same] * 5)
     accepted: tuple[State, jax.Array]
-    accepted = split.run_on(run, given.axes, specs, (same, same))(
+    accepted = run_on(run, given.axes, specs, (same, same))(
         state, logits, slots, guesses, counts, lost, rows
     )
     return accepted
@@ -329,7 +328,7 @@ def _accept(
     rows: SamplingRows,
     *,
     kind: Kind,
-    vocabulary: split.Vocabulary,
+    vocabulary: Vocabulary,
 ) -> tuple[State, jax.Array]:
     """`accept` on one device, with its part of the vocabulary."""
     tokens = _sampled(logits, state, slots, rows, kind, vocabulary)
@@ -357,7 +356,7 @@ def _sampled(
     slots: jax.Array,
     rows: SamplingRows,
     kind: Kind,
-    vocabulary: split.Vocabulary,
+    vocabulary: Vocabulary,
     first: int = 0,
 ) -> jax.Array:
     """The tokens int32 ``[R, T]`` after each text's last one, or `first` places further on."""
