@@ -15,8 +15,8 @@ from typer.testing import CliRunner
 
 from turbojax.app.main import app
 from turbojax.app.serve import command
-from turbojax.app.serve import screen as serve_screen
-from turbojax.app.serve.screen import Screen
+from turbojax.app.serve import results as serve_results
+from turbojax.app.serve.results import Screen
 from turbojax.models.engine import Engine
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -153,7 +153,7 @@ def test_a_terminal_shows_results_above_the_bar(monkeypatch):
     terminal.isatty = lambda: True  # type: ignore[method-assign]
     monkeypatch.setattr(sys, "stdout", terminal)
     monkeypatch.setattr(
-        serve_screen, "Console", lambda **_: Console(file=terminal, force_terminal=True, width=80)
+        serve_results, "Console", lambda **_: Console(file=terminal, force_terminal=True, width=80)
     )
     results = [json.dumps({"id": i, "text": "[bold]:smile: " * 20}) for i in range(3)]
     with Screen(3, 0, None) as screen:
@@ -175,7 +175,7 @@ def test_a_pipe_gets_results_while_the_bar_is_on_a_terminal(monkeypatch):
     terminal, pipe = io.StringIO(), io.StringIO()
     monkeypatch.setattr(sys, "stdout", pipe)
     monkeypatch.setattr(
-        serve_screen, "Console", lambda **_: Console(file=terminal, force_terminal=True, width=80)
+        serve_results, "Console", lambda **_: Console(file=terminal, force_terminal=True, width=80)
     )
     with Screen(1, 0, None) as screen:
         screen.begin()

@@ -19,7 +19,7 @@ from turbojax import _locks, models
 from turbojax.app.main import app
 from turbojax.app.serve import results as serve_results
 from turbojax.app.serve import run as serving
-from turbojax.app.serve.screen import Screen
+from turbojax.app.serve.results import Screen
 
 if _locks.EXIST:
     import fcntl

@@ -1,6 +1,5 @@
 """The command `turbojax demo`: its options, and what it prints."""
 
-import json
 from pathlib import Path
 from typing import Annotated
 
@@ -12,16 +11,14 @@ File = Annotated[
     Path | None,
     typer.Option(
         help="Text to read. Default: a module of this Python's standard library that the "
-        "model was not trained on.",
-        show_default=False,
+        "model was not trained on."
     ),
 ]
 Cache = Annotated[
     str | None,
     typer.Option(
         help=f"Caches, comma separated: {options.CACHES} Default: exact,4bit,2/4bit; of a model "
-        "that answers exact,4bit,turbo4.",
-        show_default=False,
+        "that answers exact,4bit,turbo4."
     ),
 ]
 
@@ -34,8 +31,7 @@ def demo(
     question: Annotated[
         str | None,
         typer.Option(
-            help="What a model that answers, such as smollm2, is asked. Default: about Paris.",
-            show_default=False,
+            help="What a model that answers, such as smollm2, is asked. Default: about Paris."
         ),
     ] = None,
     new_tokens: Annotated[int, typer.Option(help="Of its answer: tokens, at most.")] = 64,
@@ -65,7 +61,7 @@ def demo(
 
     from turbojax import models
     from turbojax.app import startup
-    from turbojax.app.demo import chat, display, measure
+    from turbojax.app.demo import chat, measure
 
     programs.use(compilation_cache, "turbojax demo")
     with terminal.one_line_errors("turbojax demo", smaller="--prompt-bytes"):
@@ -97,13 +93,8 @@ def demo(
 
             report = measure.run(transformer, settings, advance)
         if plot is not None:
-            display.save_plot(report, transformer, plot)
-    if as_json:
-        typer.echo(json.dumps(report.to_json(), indent=2, allow_nan=False))
-    else:
-        terminal.show(display.render(report))
-        if plot is not None:
-            typer.echo(f"plot written to {plot}")
+            measure.save_plot(report, transformer, plot)
+    terminal.report(report, measure.render, as_json, plot and f"plot written to {plot}")
 
 
 def _names(cache: str) -> tuple[str, ...]:
@@ -129,7 +120,4 @@ def _chat(
             bar.update(task, advance=count, description=f"{name} cache")
 
         report = chat.run(settings, advance)
-    if as_json:
-        typer.echo(json.dumps(report.to_json(), indent=2, allow_nan=False))
-    else:
-        terminal.show(chat.render(report))
+    terminal.report(report, chat.render, as_json)

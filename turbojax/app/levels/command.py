@@ -1,6 +1,5 @@
 """The command `turbojax levels`: its options, and what it prints."""
 
-import json
 from pathlib import Path
 from typing import Annotated
 
@@ -10,11 +9,11 @@ from turbojax.app import options, programs, terminal
 
 File = Annotated[
     Path | None,
-    typer.Option(help="Text to read. Default: as for `demo`.", show_default=False),
+    typer.Option(help="Text to read. Default: as for `demo`."),
 ]
 Head = Annotated[
     str | None,
-    typer.Option(help="Heads, comma separated. Default: all.", show_default=False),
+    typer.Option(help="Heads, comma separated. Default: all."),
 ]
 PolicyNames = Annotated[
     str,
@@ -48,7 +47,7 @@ def levels(
     from turbojax import models
     from turbojax.app import startup
     from turbojax.app.demo.measure import default_file
-    from turbojax.app.levels import display, measure
+    from turbojax.app.levels import measure
 
     programs.use(compilation_cache, "turbojax levels")
     with terminal.one_line_errors("turbojax levels", smaller="--tokens"):
@@ -64,10 +63,5 @@ def levels(
         startup.check_input_files(settings.file)
         report = measure.run(models.load_transformer(model, dtype=jnp.float32), settings)
         if plot is not None:
-            display.save_plot(report, plot)
-    if as_json:
-        typer.echo(json.dumps(report.to_json(), indent=2, allow_nan=False))
-    else:
-        terminal.show(display.render(report))
-        if plot is not None:
-            typer.echo(f"plot written to {plot}")
+            measure.save_plot(report, plot)
+    terminal.report(report, measure.render, as_json, plot and f"plot written to {plot}")

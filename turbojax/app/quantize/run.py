@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from turbojax import _checks, _writing, models
+from turbojax._environment import environment
 from turbojax.app import startup, text_model
 from turbojax.models.checkpoint.quantized import QUANT_METHOD, is_quantized
 from turbojax.models.config import stored_dtype
@@ -87,7 +88,8 @@ class QuantizeReport:
             name: {cache: x if math.isfinite(x) else None for cache, x in row.items()}
             for name, row in self.bits.items()
         }
-        return {**dataclasses.asdict(self), "settings": settings, "bits": bits}
+        own = dataclasses.asdict(self) | {"settings": settings, "bits": bits}
+        return {**environment(), **own}
 
 
 def run(settings: QuantizeSettings, progress: Progress | None = None) -> QuantizeReport:

@@ -13,9 +13,14 @@ from turbojax import _checks, _interrupt
 from turbojax.app import startup
 from turbojax.app.serve import run, settings
 from turbojax.app.serve.requests import RequestFile, digest, fitting, read_requests
-from turbojax.app.serve.results import ResultFile, is_standard_input, open_results, unfinished
+from turbojax.app.serve.results import (
+    ResultFile,
+    Screen,
+    is_standard_input,
+    open_results,
+    unfinished,
+)
 from turbojax.app.serve.run import ServingReport
-from turbojax.app.serve.screen import Screen
 from turbojax.app.serve.settings import Models, Settings, pages_asked_for
 from turbojax.app.text_model import FoundModel
 from turbojax.models.engine.pools import Sizes

@@ -5,8 +5,7 @@ import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
-from turbojax.app.serve.lines import TextRequest
-from turbojax.app.serve.requests import longest
+from turbojax.app.serve.requests import TextRequest, longest
 from turbojax.app.serve.settings import Models, Pool, Settings, make_engine, plan
 from turbojax.app.text_model import FoundModel, TextModel, than_bfloat16
 from turbojax.models import Decoder, QuantizedDecoder, TransformerConfig
