@@ -164,11 +164,7 @@ class BaseEngine(abc.ABC):
 
     @property
     def idle(self) -> bool:
-        """Whether every request is done and every event was handed out.
-
-        Raises:
-          RuntimeError: if the engine has ended or is in use by another thread.
-        """
+        """Whether every request is done and every event was handed out."""
         self._guard.check()
         return not self._events and not self._works()
 
@@ -186,7 +182,6 @@ class BaseEngine(abc.ABC):
           ValueError: if a token is not in the vocabulary, `AllowedTokens` are of a larger one,
             prompt and result are longer than `max_length` or than the whole pool, or there are
             `stop_strings` and no tokenizer.
-          RuntimeError: if the engine has ended or is in use by another thread.
         """
         return self.add_samples(request, 1)[0]
 
@@ -201,7 +196,7 @@ class BaseEngine(abc.ABC):
           Their numbers.
 
         Raises:
-          TypeError, ValueError, RuntimeError: see `add`; or if `count` is not positive.
+          TypeError, ValueError: see `add`; or if `count` is not positive.
         """
         self._guard.check()
         made = self.admission.sequences(request, count)
@@ -215,9 +210,6 @@ class BaseEngine(abc.ABC):
         Args:
           sequences: of one prompt.
           added: when the request came, in seconds of `time.perf_counter`; None for now.
-
-        Raises:
-          RuntimeError: if the engine has ended or is in use by another thread.
         """
         return self._guard.change("add", lambda: self._queue(sequences, added))
 
@@ -233,7 +225,6 @@ class BaseEngine(abc.ABC):
         Raises:
           KeyError: if there is no such request, or it is done.
           ValueError: if there is no such reason.
-          RuntimeError: if the engine has ended or is in use by another thread.
         """
         self._guard.check()
         if reason not in ("aborted", "stop"):
@@ -249,9 +240,6 @@ class BaseEngine(abc.ABC):
 
         Returns:
           What happened and was not handed out before, in order.
-
-        Raises:
-          RuntimeError: if the engine has ended or is in use by another thread.
         """
         return self._guard.change("step", self._step)
 
@@ -262,9 +250,6 @@ class BaseEngine(abc.ABC):
 
         Yields:
           Events as they come.
-
-        Raises:
-          RuntimeError: if the engine has ended or is in use by another thread.
         """
         while not self.idle:
             if not self._events:
@@ -288,9 +273,6 @@ class BaseEngine(abc.ABC):
 
         Returns:
           The results of all requests that ended and were not handed out before, by number.
-
-        Raises:
-          RuntimeError: if the engine has ended or is in use by another thread.
         """
         done = self._guard.keep_others_out("run", lambda: self._run(progress))
         results, self._events = done; return results  # fmt: skip  # noqa: E702

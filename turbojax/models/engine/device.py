@@ -18,7 +18,7 @@ from turbojax import paged
 from turbojax.config import TurboConfig
 from turbojax.models.engine import sampler, speculation
 from turbojax.models.engine.placement import SAME, page_specs, pool_specs, run_on, vocabulary_of
-from turbojax.models.engine.pools import Pool, Windows
+from turbojax.models.engine.pools import Pool, Pools, Windows
 from turbojax.models.engine.programs import PromptProgram, decode_program, note_traced
 from turbojax.models.engine.requests import Sequence
 from turbojax.models.engine.sampler import Chosen, no_extras, wanted_of
@@ -48,9 +48,7 @@ Layers = tuple[tuple[int, ...], ...]
 _GROUP = 16
 
 
-def read_pages(
-    caches: tuple[Pool, ...], pages: tuple[int, ...], axes: Axes | None = None
-) -> list[Any]:
+def read_pages(caches: Pools, pages: tuple[int, ...], axes: Axes | None = None) -> list[Any]:
     """Starts to copy pages for `fetch_pages`; they may be overwritten at once."""
     return [_read(caches, group, axes) for group in _cut_up(pages)]
 
@@ -61,11 +59,11 @@ def fetch_pages(copies: list[Any]) -> Content:
 
 
 def write_pages(
-    caches: tuple[Pool, ...],
+    caches: Pools,
     pages: tuple[int, ...],
     content: Content,
     axes: Axes | None = None,
-) -> tuple[Pool, ...]:
+) -> Pools:
     """Writes what was read to other pages, as many as were read; the caches are donated."""
     for group, arrays in zip(_cut_up(pages), content, strict=True):
         caches = _write(caches, group, arrays, axes)
@@ -83,10 +81,10 @@ def _cut_up(pages: tuple[int, ...]) -> list[np.ndarray]:
 
 
 @functools.partial(jax.jit, static_argnames="axes")
-def _read(caches: tuple[Pool, ...], pages: jax.Array, axes: Axes | None) -> Any:
+def _read(caches: Pools, pages: jax.Array, axes: Axes | None) -> Any:
     note_traced()
 
-    def run(caches: tuple[Pool, ...], pages: jax.Array) -> Any:
+    def run(caches: Pools, pages: jax.Array) -> Any:
         return tuple(paged.read_pages(cache, pages) for cache in caches)
 
     specs = (pool_specs(caches, axes), SAME)
@@ -94,12 +92,10 @@ def _read(caches: tuple[Pool, ...], pages: jax.Array, axes: Axes | None) -> Any:
 
 
 @functools.partial(jax.jit, static_argnames="axes", donate_argnames="caches")
-def _write(
-    caches: tuple[Pool, ...], pages: jax.Array, content: Any, axes: Axes | None
-) -> tuple[Pool, ...]:
+def _write(caches: Pools, pages: jax.Array, content: Any, axes: Axes | None) -> Pools:
     note_traced()
 
-    def run(caches: tuple[Pool, ...], pages: jax.Array, content: Any) -> tuple[Pool, ...]:
+    def run(caches: Pools, pages: jax.Array, content: Any) -> Pools:
         return tuple(
             paged.write_pages(cache, pages, arrays)
             for cache, arrays in zip(caches, content, strict=True)
@@ -107,7 +103,7 @@ def _write(
 
     held = pool_specs(caches, axes)
     specs = (held, SAME, page_specs(caches, axes))
-    written: tuple[Pool, ...] = run_on(run, axes, specs, held)(caches, pages, content)
+    written: Pools = run_on(run, axes, specs, held)(caches, pages, content)
     return written
 
 
@@ -183,18 +179,18 @@ class Device:
     def __init__(
         self,
         decoder: Weights,
-        caches: tuple[Pool, ...],
+        caches: Pools,
         slots: State,
         programs: Programs,
         layers: Layers,
-        draft: tuple[Weights, tuple[Pool, ...], Layers] | None = None,
+        draft: tuple[Weights, Pools, Layers] | None = None,
     ) -> None:
         self.caches, self.programs = caches, programs
         self._decoder, self._state = decoder, slots
         self._vocabulary = vocabulary_of(decoder)
         self._layers = layers
         self._draft: Weights = None
-        self.draft_caches: tuple[Pool, ...] = ()
+        self.draft_caches: Pools = ()
         if draft is not None:
             self._draft, self.draft_caches, draft_layers = draft
             after = len(caches)

@@ -436,9 +436,6 @@ class Engine(BaseEngine):
           progress: called with how many programs are done, and of how many.
           only_greedy: whether to leave out the programs of requests that want more than the most
             likely tokens.
-
-        Raises:
-          RuntimeError: if the engine has ended or is in use by another thread.
         """
         count = self._guard.change(
             "compile", lambda: self._device.compile(progress, only_greedy=only_greedy)
@@ -446,11 +443,7 @@ class Engine(BaseEngine):
         self._counts.programs_compiled += count
 
     def statistics(self) -> EngineStatistics:
-        """What was done so far, and what is held now.
-
-        Raises:
-          RuntimeError: if the engine has ended or is in use by another thread.
-        """
+        """What was done so far, and what is held now."""
         self._guard.check()
         return statistics_of(
             self._counts,

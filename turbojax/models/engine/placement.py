@@ -21,7 +21,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from turbojax.models.decoder import Decoder, unstack
-from turbojax.models.engine.pools import Pool
+from turbojax.models.engine.pools import Pools
 from turbojax.models.generation.sampling import NOTHING, Kind, SamplingRows, sample
 from turbojax.models.quantized import QuantizedDecoder
 from turbojax.models.tensor_parallel.layout import hidden_axes, share
@@ -235,7 +235,7 @@ def vocabulary_of(decoder: Any) -> Vocabulary:
     return Vocabulary(decoder.config.vocab_size, decoder.axes)
 
 
-def pool_specs(caches: tuple[Pool, ...], axes: Axes | None) -> Any:
+def pool_specs(caches: Pools, axes: Axes | None) -> Any:
     """How pools are split, by their KV heads; None without axes.
 
     With more devices than KV heads several have the same pages, and queries are split over all.
@@ -243,7 +243,7 @@ def pool_specs(caches: tuple[Pool, ...], axes: Axes | None) -> Any:
     return None if axes is None else cache_specs(caches, axes)
 
 
-def page_specs(caches: tuple[Pool, ...], axes: Axes | None) -> Any:
+def page_specs(caches: Pools, axes: Axes | None) -> Any:
     """How the arrays that `paged.read_pages` takes from each pool are split."""
     if axes is None:
         return None

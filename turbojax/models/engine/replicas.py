@@ -172,18 +172,11 @@ class Replicas(BaseEngine):
 
         Counts are sums, and so are the seconds of the host and of waiting; `seconds` and
         `first_step_seconds` are those of the engine with most, as all work at the same time.
-
-        Raises:
-          RuntimeError: if it has ended or is in use by another thread.
         """
         return self._guard.change("statistics", lambda: together(self._statistics()))
 
     def statistics_of_each(self) -> tuple[EngineStatistics, ...]:
-        """The same, of each engine.
-
-        Raises:
-          RuntimeError: if it has ended or is in use by another thread.
-        """
+        """The same, of each engine."""
         return self._guard.change("statistics", lambda: tuple(self._statistics()))
 
     # Inside a call --------------------------------------------------------------------------------

@@ -28,7 +28,15 @@ from turbojax.config import TurboConfig
 from turbojax.kv import Attend, holds_latents
 from turbojax.models.decoder import Decoder
 from turbojax.models.engine.placement import SAME, pool_specs, vocabulary_of
-from turbojax.models.engine.pools import Pool, Windows, access_to, check_call, group_of, layers_of
+from turbojax.models.engine.pools import (
+    Pool,
+    Pools,
+    Windows,
+    access_to,
+    check_call,
+    group_of,
+    layers_of,
+)
 from turbojax.models.engine.programs import PromptProgram, note_traced
 from turbojax.models.generation.sampling import greedy_rows
 from turbojax.models.quantized import QuantizedDecoder
@@ -288,7 +296,7 @@ def check_implementation(
 )
 def run_step(
     decoder: Decoder | QuantizedDecoder,
-    caches: tuple[Pool, ...],
+    caches: Pools,
     state: State,
     packed: jax.Array,
     *,
@@ -297,7 +305,7 @@ def run_step(
     implementation: str | None,
     prompts: TurboConfig | None = None,
     is_draft: bool = False,
-) -> tuple[tuple[Pool, ...], State, jax.Array | None, jax.Array | None]:
+) -> tuple[Pools, State, jax.Array | None, jax.Array | None]:
     """A step up to the greedy choice; `sampler.choose` goes on where more is asked for.
 
     `caches` are donated, `packed` is the `Work`, and `prompts` says how prompts attend among
@@ -310,54 +318,35 @@ def run_step(
     counted in one layer of each group.
     """
     note_traced()
-    run = functools.partial(
-        _run,
-        program=program,
-        windows=windows,
-        implementation=implementation,
-        prompts=prompts,
-        is_draft=is_draft,
-    )
-    held, logits = pool_specs(caches, decoder.axes), vocabulary_of(decoder).spec(2)
-    specs = (held, SAME, SAME)
-    results = (held, SAME, logits, SAME)
-    found: tuple[tuple[Pool, ...], State, jax.Array | None, jax.Array | None]
-    found = on_mesh(run, decoder, specs, results)(caches, state, packed)
-    return found
 
+    def run(
+        decoder: Decoder | QuantizedDecoder, caches: Pools, state: State, packed: jax.Array
+    ) -> tuple[Pools, State, jax.Array | None, jax.Array | None]:
+        work = unpack(packed, program)
+        state = apply_changes(state, work.changes)
+        work = _without_those_that_are_done(work, state)
+        lengths = state.of(state.lengths, work.slots)
+        positions = jnp.where(work.positions >= 0, work.positions, lengths)
+        tokens = state.token_at(work.slots, positions)
+        attend = _attend(work, state, positions, program, windows, implementation, prompts)
+        hidden, caches = decoder.hidden(tokens[None], positions[None], attend, caches)
+        if is_draft:
+            return caches, state, None, None
+        logits = decoder.local_logits(hidden[0][work.outputs])
+        rows = greedy_rows(len(work.outputs))
+        chosen = vocabulary_of(decoder).sample(logits, rows, "greedy")
+        state = dataclasses.replace(state, lengths=state.lengths.at[work.slots].add(1, mode="drop"))
+        state = _chosen(state, work.owners, chosen)
+        # All layers of a group write to the same places, so that one of them counts for all.
+        lost = [caches[layers[0]].lost for layers in layers_of(decoder.config, windows)]
+        found = jnp.concatenate([chosen, jnp.sum(jnp.stack(lost))[None]])
+        return caches, state, logits, found
 
-def _run(
-    decoder: Decoder | QuantizedDecoder,
-    caches: tuple[Pool, ...],
-    state: State,
-    packed: jax.Array,
-    *,
-    program: PromptProgram,
-    windows: Windows,
-    implementation: str | None,
-    prompts: TurboConfig | None,
-    is_draft: bool,
-) -> tuple[tuple[Pool, ...], State, jax.Array | None, jax.Array | None]:
-    """`run_step` on one device, with its heads and its part of the vocabulary."""
-    work = unpack(packed, program)
-    state = apply_changes(state, work.changes)
-    work = _without_those_that_are_done(work, state)
-    lengths = state.of(state.lengths, work.slots)
-    positions = jnp.where(work.positions >= 0, work.positions, lengths)
-    tokens = state.token_at(work.slots, positions)
-    attend = _attend(work, state, positions, program, windows, implementation, prompts)
-    hidden, caches = decoder.hidden(tokens[None], positions[None], attend, caches)
-    if is_draft:
-        return caches, state, None, None
-    logits = decoder.local_logits(hidden[0][work.outputs])
-    rows = greedy_rows(len(work.outputs))
-    chosen = vocabulary_of(decoder).sample(logits, rows, "greedy")
-    state = dataclasses.replace(state, lengths=state.lengths.at[work.slots].add(1, mode="drop"))
-    state = _chosen(state, work.owners, chosen)
-    # All layers of a group write to the same places, so that one of them counts for all.
-    lost = [caches[layers[0]].lost for layers in layers_of(decoder.config, windows)]
-    found = jnp.concatenate([chosen, jnp.sum(jnp.stack(lost))[None]])
-    return caches, state, logits, found
+    held, of_logits = pool_specs(caches, decoder.axes), vocabulary_of(decoder).spec(2)
+    results = (held, SAME, of_logits, SAME)
+    stepped: tuple[Pools, State, jax.Array | None, jax.Array | None]
+    stepped = on_mesh(run, decoder, (held, SAME, SAME), results)(caches, state, packed)
+    return stepped
 
 
 def _without_those_that_are_done(work: Any, state: State) -> Any:
