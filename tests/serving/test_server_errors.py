@@ -11,8 +11,7 @@ import pytest
 from tests.serving.fake_engine import FakeEngine
 from tests.serving.server_helpers import NAME, running, tokenizer_with_chats, until
 from turbojax import server
-from turbojax.server.errors import ApiError
-from turbojax.server.fields import MOST_BRACKETS, Fields
+from turbojax.server.fields import MOST_BRACKETS, ApiError, Fields
 
 PROMPT = (
     "prompt=%s must be a text, a list of texts, a list of tokens within 0..255 or a list of such"

@@ -10,7 +10,7 @@ import pytest
 from tests.serving.fake_engine import FakeEngine
 from tests.serving.server_helpers import NAME, running, tokenizer_with_chats, until
 from turbojax.models.engine.asynchronous import AsyncEngine
-from turbojax.server.completions import read_completion
+from turbojax.server.requests import read_completion
 from turbojax.server.responses import Answer
 from turbojax.server.service import Limits, Service
 

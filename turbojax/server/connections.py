@@ -10,7 +10,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from turbojax.server.errors import ApiError
+from turbojax.server.fields import ApiError
 
 _T = TypeVar("_T")
 

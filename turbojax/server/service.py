@@ -17,8 +17,7 @@ from turbojax.models.engine.asynchronous import (
 )
 from turbojax.models.engine.requests import Request
 from turbojax.models.text.tokenizer import Tokenizer
-from turbojax.server.errors import ApiError
-from turbojax.server.fields import Fields
+from turbojax.server.fields import ApiError, Fields
 from turbojax.server.metrics import Metrics
 from turbojax.server.texts import TokenTexts
 

@@ -508,7 +508,7 @@ class Device:
 def check_programs(
     programs: Programs, pools: Iterable[Pool], max_pages: int, num_heads: int
 ) -> None:
-    """Checks that attention to pages can run all programs' calls, see `pool_access.check_call`."""
+    """Checks that attention to pages can run all programs' calls, see `check_call`."""
     for pool in pools:
         for program in (*programs.prompts, *map(decode_program, programs.decoding)):
             check_implementation(programs.implementation, program, pool, max_pages, num_heads)

@@ -283,7 +283,7 @@ def check_implementation(
     max_pages: int,
     num_heads: int,
 ) -> None:
-    """Checks that attention to pages can run a program's calls, see `pool_access.check_call`."""
+    """Checks that attention to pages can run a program's calls, see `check_call`."""
     for rows, tokens in ((program.rows, 1), (program.parts, program.part)):
         if rows:
             tables = jax.ShapeDtypeStruct((rows, max_pages), jnp.int32)
