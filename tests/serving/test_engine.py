@@ -12,7 +12,6 @@ from tests.serving.engine_helpers import (
     TINY,
     greedy_without_a_cache,
     make,
-    real_prompts,
     requests_of,
     run_one,
 )
@@ -27,11 +26,6 @@ def model() -> models.Decoder:
     """One layer: quicker to compile."""
     config = dataclasses.replace(TINY, vocab_size=256, num_layers=1)
     return models.random_decoder(config, dtype=jnp.float32)
-
-
-@pytest.fixture(scope="module")
-def prompts() -> list[list[int]]:
-    return real_prompts()
 
 
 @pytest.mark.slow

@@ -7,7 +7,6 @@ import pytest
 from tests.serving.engine_helpers import (
     greedy_without_a_cache,
     make,
-    real_prompts,
     requests_of,
     run_one,
     shallow_model,
@@ -22,11 +21,6 @@ def model() -> models.Decoder:
     whole = shallow_model()
     config = dataclasses.replace(whole.config, num_layers=1)
     return dataclasses.replace(whole, layers=whole.layers[:1], config=config)
-
-
-@pytest.fixture(scope="module")
-def prompts() -> list[list[int]]:
-    return real_prompts()
 
 
 def run(made: Engine, wanted: list[Request]) -> list[tuple[int, ...]]:

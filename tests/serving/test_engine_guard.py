@@ -8,50 +8,36 @@ import random
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 
 from tests.tools.interrupting import ctrl_c
-from turbojax.models.engine.base import Guard
+from turbojax.models.engine.base import BaseEngine, Guard
+from turbojax.models.engine.statistics import Counts
 
 
-class Counter:
-    """Hands out 0, 1, 2, ... as an engine does events."""
+class Counter(BaseEngine):
+    """Hands out 0, 1, 2, ... instead of events; a run gets five steps of them."""
+
+    _queue = _abort = statistics = None
 
     def __init__(self):
-        self.guard, self.events, self.count = Guard(), collections.deque(), 0
+        super().__init__(SimpleNamespace(max_length=1), {}, Counts())
+        self.guard, self.count = self._guard, 0
 
-    def advance(self):
+    def _works(self):
+        return True
+
+    def _advance(self):
         for _ in range(3):
-            self.events.append(self.count)
+            self._events.append(self.count)
             self.count += 1
 
-    def take(self):
-        self.advance()
-        events = list(self.events)
-        self.events.clear()
-        return events
-
-    def step(self):
-        return self.guard.change("step", self.take)
-
-    def work(self):
+    def _run(self, progress):
         for _ in range(5):
-            self.guard.change("run", self.advance)
-        return list(self.events), collections.deque()
-
-    def run(self):
-        done = self.guard.keep_others_out("run", self.work)
-        result, self.events = done; return result  # fmt: skip  # noqa: E702
-
-    def stream(self):
-        while True:
-            if not self.events:
-                self.guard.change("stream", self.advance)
-            while self.events:
-                self.guard.check()
-                event = self.events[0]
-                del self.events[0]; yield event  # fmt: skip  # noqa: E702
+            self._guard.change("run", self._advance)
+        return list(self._events), collections.deque()
 
     def go(self, way, seen):
         """Until it is interrupted, or the signal was swallowed."""

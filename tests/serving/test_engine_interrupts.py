@@ -4,17 +4,14 @@ On the device made of numpy, and 200 times each on a real one: an exception befo
 and a signal at a certain time.
 """
 
-import dataclasses
 import random
 
-import jax.numpy as jnp
 import pytest
 
 from tests.serving.engine_device import make as make_fake
 from tests.serving.engine_device import on
-from tests.serving.engine_helpers import TINY, make
+from tests.serving.engine_helpers import make
 from tests.tools.interrupting import Lines, ctrl_c, lines_of, points, seconds_of, within
-from turbojax import models
 from turbojax.models import Finished, NewToken, Request, Sampling
 from turbojax.models.engine import base
 from turbojax.models.engine.placement import Vocabulary
@@ -255,11 +252,6 @@ def test_a_stream_may_be_left_at_any_event():
 
 
 # On a real one ------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def model():
-    return models.random_decoder(dataclasses.replace(TINY, num_layers=1), dtype=jnp.float32)
 
 
 def session(model, way):

@@ -5,11 +5,9 @@ import itertools
 import logging
 
 import jax
-import jax.numpy as jnp
 import pytest
 
-from tests.serving.engine_helpers import TINY, make
-from turbojax import models
+from tests.serving.engine_helpers import make
 from turbojax.models import Request, Sampling
 from turbojax.models.engine import Draft, NGram, programs
 from turbojax.models.engine.programs import PromptProgram
@@ -73,11 +71,6 @@ def test_the_one_program_of_a_reproducible_engine():
 
 
 # Compiled ahead -----------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def model() -> models.Decoder:
-    return models.random_decoder(dataclasses.replace(TINY, num_layers=1), dtype=jnp.float32)
 
 
 def mixes():

@@ -9,7 +9,6 @@ import pytest
 
 from tests.benchmarks.choosing_helpers import Row, changed, log_softmax
 from tests.serving.engine_helpers import TINY
-from turbojax import models
 from turbojax.models import (
     AllowedTokens,
     Engine,
@@ -38,11 +37,6 @@ WISHES = [
     {"constraint": AllowedTokens(after, VOCABULARY), "penalties": Penalties(1.2, 0.5)},
     {},
 ]
-
-
-@pytest.fixture(scope="module")
-def model() -> models.Decoder:
-    return models.random_decoder(dataclasses.replace(TINY, num_layers=1), dtype=jnp.float32)
 
 
 def engine(model, **options) -> Engine:

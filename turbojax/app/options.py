@@ -129,11 +129,7 @@ def find(
     adapters: str | None = None,
     mesh: str | None = None,
 ) -> "FoundModel":
-    """The model that the options name, not loaded yet.
-
-    Raises what `text_model.find_text_model` does, and ValueError if two options contradict each
-    other or there is no such kind of weights.
-    """
+    """The model that the options name, not loaded yet."""
     from turbojax.app import text_model
     from turbojax.models.checkpoint.folder import is_gguf
     from turbojax.models.checkpoint.huggingface import checkpoint_folder
@@ -191,8 +187,7 @@ def together(
 ) -> Iterator[bool]:
     """Runs the body with all processes that the options name; alone if they name none.
 
-    Yields whether this is the process that writes and prints. Raises ValueError if an option is
-    missing or wrong, OSError as `turbojax.parallel.start`.
+    Yields whether this is the process that writes and prints.
     """
     from turbojax import parallel
 

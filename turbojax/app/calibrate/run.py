@@ -35,11 +35,7 @@ _LOSS = 0.01
 
 @dataclasses.dataclass(frozen=True)
 class CalibrateSettings:
-    """What to choose, and by what: the options of the command.
-
-    Raises TypeError if a number is of the wrong kind; ValueError if one is out of range, a
-    candidate is named twice or there is none, or both a loss and a ratio are given.
-    """
+    """What to choose, and by what: the options of the command."""
 
     out: Path
     model: str = "embedded"
@@ -155,9 +151,6 @@ def run(settings: CalibrateSettings, progress: Progress | None = None) -> Calibr
     left out. So all costs of a candidate are scaled by one factor, to sum up to the divergence that
     is measured with this candidate in all layers. The choice is made by these scaled costs, and is
     then measured itself.
-
-    Raises what `text_model.find_text_model`, `evaluation.layer_costs` and `evaluation.choose` do,
-    OSError for files, and ValueError if the text is too short or the run needs too much memory.
     """
     startup.check_output_file("--out", settings.out)
     startup.check_input_files(*settings.texts)

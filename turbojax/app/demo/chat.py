@@ -32,10 +32,7 @@ _WIDTH = 96
 
 @dataclasses.dataclass(frozen=True)
 class ChatSettings:
-    """What to run: the options of the command; the other caches are compared to the first.
-
-    Raises ValueError if the number is not positive, or caches are unknown, named twice or none.
-    """
+    """What to run: the options of the command; the other caches are compared to the first."""
 
     model: str
     question: str | None
@@ -96,11 +93,7 @@ def answers(model: str) -> bool:
 
 
 def run(settings: ChatSettings, progress: Progress | None = None) -> ChatReport:
-    """Asks the model once for every cache; `progress` is called as tokens are done.
-
-    Raises what `text_model.load_text_model` does, and ValueError if question and answer are longer
-    than the model's context.
-    """
+    """Asks the model once for every cache; `progress` is called as tokens are done."""
     begun = time.perf_counter()
     found = text_model.find_text_model(settings.model, jnp.dtype(jnp.float32))
     prompt = text_model.prompt_tokens(found, settings.prompt, chat=True)

@@ -55,8 +55,7 @@ class DemoSettings:
     """What to run: the options of the command; the other caches are compared to the first.
 
     The first ``prompt_bytes + new_bytes`` bytes of the file are used; in decoding each byte is fed
-    its true predecessor. Raises ValueError if a number is not positive, or caches are unknown,
-    named twice or none.
+    its true predecessor.
     """
 
     file: Path
@@ -146,8 +145,7 @@ def cache_kind(
 
     The demo computes in float32, which suits CPUs, but an exact cache is in bfloat16: that is what
     the others are worth comparing to. `uncompressed_layers` layers at either end have exact caches
-    of bfloat16 too, if the named cache compresses. Raises ValueError as `cache_by_name`, or if no
-    layer is left to compress.
+    of bfloat16 too, if the named cache compresses.
     """
     kind = cache_by_name(name, model.config.num_kv_heads)
     if kind == "exact":
@@ -162,8 +160,7 @@ def cache_kind(
 def run(model: Transformer, settings: DemoSettings, progress: Progress | None = None) -> DemoReport:
     """Measures every cache on the file, with a byte-level model.
 
-    `progress` is called as bytes are done. Raises OSError if the file cannot be read, ValueError if
-    it or the model's context is too short, or a cache's name is unknown.
+    `progress` is called as bytes are done.
     """
     begun = time.perf_counter()
     kinds = {
@@ -343,8 +340,7 @@ def _generated_panel(result: CacheResult, first: CacheResult) -> Panel:
 def save_plot(report: DemoReport, model: Transformer, path: Path) -> None:
     """Draws memory against context length, and what each cache costs along the text.
 
-    The ending of `path` chooses the format. Raises OSError if the file cannot be written,
-    ValueError for a format that matplotlib does not know, ImportError without matplotlib.
+    The ending of `path` chooses the format.
     """
     _extras.need_matplotlib()
     # Imported here: it takes a second that a run without a plot need not wait. A bare `Figure`

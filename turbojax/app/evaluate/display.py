@@ -258,7 +258,7 @@ def save_plots(result: Result, folder: Path) -> list[str]:
 
     `result` is what `turbojax.evaluation.evaluate` returns, or its JSON. Returns the names of the
     files: those of ``"cost.png"``, ``"layers.png"``, ``"recall.png"`` and ``"recall_bits.png"`` for
-    which there is a measure. Raises OSError, or ImportError without matplotlib.
+    which there is a measure.
     """
     _extras.need_matplotlib("--plot")
     # Imported here: it takes a second, and a bare `Figure` needs no display.

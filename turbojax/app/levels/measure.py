@@ -52,8 +52,7 @@ class MapSettings:
     """What to look at: the options of the command; `heads` are all if None.
 
     The first ``tokens - 1`` bytes of the file are used, after the beginning-of-file token; `block`
-    is a multiple of 8. Raises ValueError if a policy is unknown or named twice, there is none, or a
-    number is out of range.
+    is a multiple of 8.
     """
 
     file: Path
@@ -122,11 +121,7 @@ class MapReport:
 
 
 def run(model: Transformer, settings: MapSettings) -> MapReport:
-    """Chooses levels for one layer of a byte-level model on the file, and attends with them.
-
-    Raises OSError if the file cannot be read, ValueError if it is too short, or the model has
-    another vocabulary, a shorter context or no such layer or head.
-    """
+    """Chooses levels for one layer of a byte-level model on the file, and attends with them."""
     begun = time.perf_counter()
     settings = _fit(model, settings)
     query, key, value = _layer_operands(model, settings)
@@ -257,8 +252,7 @@ def render(report: MapReport) -> RenderableType:
 def save_plot(report: MapReport, path: Path) -> None:
     """Draws the level maps: a row per policy, a column per head (the first four).
 
-    The ending of `path` chooses the format. Raises OSError if the file cannot be written,
-    ValueError for a format that matplotlib does not know, ImportError without matplotlib.
+    The ending of `path` chooses the format.
     """
     _extras.need_matplotlib()
     # Imported here, as in the demo: it takes a second, and a bare `Figure` needs no display.

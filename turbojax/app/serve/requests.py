@@ -50,11 +50,7 @@ class TextRequest:
 
 
 def parse_line(line: bytes, number: int, tokenizer: Tokenizer, max_new_tokens: int) -> TextRequest:
-    """Reads line `number` (from 1), UTF-8 text; `max_new_tokens` is for lines that do not say.
-
-    Raises TypeError, ValueError or NotImplementedError saying what is wrong, RecursionError if the
-    line is nested too deep, ImportError if a grammar needs a package that is missing.
-    """
+    """Reads line `number` (from 1), UTF-8 text; `max_new_tokens` is for lines that do not say."""
     values = _object(line)
     if not isinstance(values.get("prompt"), str):
         raise ValueError("'prompt' must be a string")

@@ -60,9 +60,7 @@ class ResultFile:
 def open_results(path: Path, *, resume: bool, overwrite: bool) -> Iterator[ResultFile]:
     """Opens a file for results, for this process alone; it need not exist.
 
-    Nothing in the file is changed before `ResultFile.begin`. Raises ValueError if it holds
-    something and neither `resume` nor `overwrite` is given, if `resume` is given and it does not
-    hold results, or if another process writes to it, where the file system has locks.
+    Nothing in the file is changed before `ResultFile.begin`.
     """
     with _opened(path) as (file, made):
         size = path.stat().st_size if path.is_file() else 0
@@ -88,7 +86,6 @@ def unfinished(
     """The requests that have no result yet.
 
     `held` as in `ResultFile`; `digests` is what the result of each request says as its `request`.
-    Raises ValueError, naming the first, if a result with a request's id is of another request.
     """
     left = []
     for found in requests:

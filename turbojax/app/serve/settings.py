@@ -18,6 +18,7 @@ from turbojax.models.engine.speculation import Speculation
 from turbojax.models.tensor_parallel.layout import local_config
 from turbojax.models.text.tokenizer import Tokenizer
 
+AnyModel = FoundModel | Decoder | QuantizedDecoder
 SPECULATIONS = ("ngram", "draft")
 # Share of a device's free memory that is used; the rest is for XLA's own needs and fragmentation.
 _SHARE = 0.9
@@ -114,22 +115,12 @@ class Models:
     draft_dtype: np.dtype | None = None
 
     @staticmethod
-    def of(found: FoundModel, draft: FoundModel | None = None) -> "Models":
-        """The shapes of models that are found, and not loaded."""
-        config = local_config(found.config, found.axes)
+    def of(model: AnyModel, draft: AnyModel | None = None) -> "Models":
+        """The shapes of models, which may be loaded or not."""
+        config = local_config(model.config, model.axes)
         if draft is None:
-            return Models(config, found.dtype)
-        return Models(config, found.dtype, local_config(draft.config, draft.axes), draft.dtype)
-
-    @staticmethod
-    def of_loaded(
-        decoder: Decoder | QuantizedDecoder, draft: Decoder | QuantizedDecoder | None = None
-    ) -> "Models":
-        """The shapes of models that are loaded."""
-        config = local_config(decoder.config, decoder.axes)
-        if draft is None:
-            return Models(config, decoder.dtype)
-        return Models(config, decoder.dtype, local_config(draft.config, draft.axes), draft.dtype)
+            return Models(config, model.dtype)
+        return Models(config, model.dtype, local_config(draft.config, draft.axes), draft.dtype)
 
     def page_bytes(self, settings: Settings, max_length: int) -> list[int]:
         """For each group of layers, the bytes of one page in all of its layers."""
@@ -154,8 +145,7 @@ def pages_asked_for(models: Models, settings: Settings, sizes: pools.Sizes) -> i
     """How many pages the pool is asked to have; None where the options do not say.
 
     With `pool_bytes`, layers with a window get what they need at most, see `Engine`, and the others
-    the rest. `sizes` are upper bounds where requests are not known yet. Raises ValueError if a size
-    does not fit, or not one page fits into the bytes.
+    the rest. `sizes` are upper bounds where requests are not known yet.
     """
     needed = models.page_bytes(settings, sizes.max_length)  # which looks at the page's size
     if settings.pool_bytes is None:
@@ -253,30 +243,20 @@ def make_engine(
     if draft is not None:
         drafts = [draft] if draft.axes is None else [*replicate(draft)]
     engines = [
-        _engine(part, tokenizer, settings, pool, small)
+        Engine(
+            part,
+            num_pages=pool.num_pages,
+            page_size=settings.page_size,
+            max_sequences=pool.max_sequences,
+            max_length=pool.max_length,
+            step_tokens=pool.step_tokens,
+            reproducible=settings.reproducible,
+            speculation=settings.speculation(small),
+            cache_results=settings.cache_results,
+            implementation=settings.implementation,
+            tokenizer=tokenizer,
+            **settings.stored,
+        )
         for part, small in zip(parts, drafts, strict=True)
     ]
     return engines[0] if len(engines) == 1 else Replicas(engines)
-
-
-def _engine(
-    model: Decoder | QuantizedDecoder,
-    tokenizer: Tokenizer,
-    settings: Settings,
-    pool: Pool,
-    draft: Decoder | QuantizedDecoder | None,
-) -> Engine:
-    return Engine(
-        model,
-        num_pages=pool.num_pages,
-        page_size=settings.page_size,
-        max_sequences=pool.max_sequences,
-        max_length=pool.max_length,
-        step_tokens=pool.step_tokens,
-        reproducible=settings.reproducible,
-        speculation=settings.speculation(draft),
-        cache_results=settings.cache_results,
-        implementation=settings.implementation,
-        tokenizer=tokenizer,
-        **settings.stored,
-    )

@@ -82,8 +82,7 @@ class Guard:
         """Calls what changes the engine; an exception inside ends it.
 
         `name` is that of the engine's method, for messages. The result is the caller's only if the
-        engine has not ended. Raises RuntimeError, without calling `change`, if the engine has ended
-        or is in use.
+        engine has not ended.
         """
         self.check()
         call = _call(name, sys._getframe())
@@ -102,8 +101,7 @@ class Guard:
     def keep_others_out(self, name: str, work: Callable[[], _T]) -> _T:
         """Calls what changes the engine several times, and refuses other threads in between.
 
-        An exception from `work` ends nothing. Raises RuntimeError, without calling `work`, if the
-        engine has ended or is in use.
+        An exception from `work` ends nothing.
         """
         self.check()
         call = _call(name, sys._getframe())

@@ -96,10 +96,7 @@ def _taken_apart(decoder: Decoder | QuantizedDecoder, part: Axes) -> Decoder | Q
 
 
 def parts_of(axes: Axes) -> list[Axes]:
-    """The parts of a mesh that `axes.batch` makes, each with the other axes.
-
-    Raises ValueError if there is no mesh, and TypeError if it is an abstract one.
-    """
+    """The parts of a mesh that `axes.batch` makes, each with the other axes."""
     mesh = axes.require_mesh()
     if not isinstance(mesh, Mesh):
         raise TypeError(f"mesh={mesh} must be one of devices, not an abstract one")
@@ -116,11 +113,7 @@ def parts_of(axes: Axes) -> list[Axes]:
 
 
 def place_of(decoder: Decoder | QuantizedDecoder) -> Place:
-    """Where a model's weights are: the device to which they are committed, or the mesh.
-
-    Raises ValueError if they are on several devices and not split by axes, or sequences are split
-    too, and NotImplementedError if they are split over devices of several processes.
-    """
+    """Where a model's weights are: the device to which they are committed, or the mesh."""
     axes = decoder.axes
     if axes is not None:
         _devices(axes)

@@ -94,8 +94,7 @@ def pages_of_groups(
     """Pages of each group's pools: `num_pages` for the first group, `window_pages` for the others.
 
     By default the others have what `max_sequences` requests need at most, but no more than
-    `num_pages`. Raises TypeError or ValueError as `check_sizes` does, and ValueError for
-    `window_pages` with one group.
+    `num_pages`.
     """
     _checks.check_sizes(num_pages=num_pages)
     if window_pages is not None:
@@ -231,11 +230,7 @@ def check_call(
     tokens: int,
     num_heads: int,
 ) -> None:
-    """Checks attention to a layer's pages, with `tokens` queries in each row; compiles nothing.
-
-    Raises ValueError if the implementation's name is unknown, and NotImplementedError if it cannot
-    run this here.
-    """
+    """Checks attention to a layer's pages, with `tokens` queries in each row; compiles nothing."""
 
     def query(channels: int) -> Any:
         return jax.ShapeDtypeStruct((rows, tokens, num_heads, channels), pool.dtype)
@@ -294,11 +289,7 @@ Pools = tuple[Pool, ...]
 
 
 def kv_dtypes(num_layers: int, kv_dtype: str, uncompressed_layers: int) -> tuple[str, ...]:
-    """How the pages of every layer are stored, see `Engine`.
-
-    Raises TypeError or ValueError if `uncompressed_layers` does not fit the model, or nothing is
-    compressed anyway.
-    """
+    """How the pages of every layer are stored, see `Engine`."""
     _checks.check_integer("uncompressed_layers", uncompressed_layers)
     if uncompressed_layers < 0:
         raise ValueError(f"{uncompressed_layers=} must be at least 0")
@@ -331,7 +322,7 @@ def init_pools(
 ) -> Pools:
     """Empty pools, one for each layer; pools of latents for a model with latent attention.
 
-    `num_pages` is per layer. Raises what `kv_dtypes` and `turbojax.init_paged_cache` do.
+    `num_pages` is per layer.
     """
     given: dict[str, Any] = {"key_scale": key_scale, "value_scale": value_scale, "seed": seed}
     kinds = kv_dtypes(config.num_layers, kv_dtype, uncompressed_layers)

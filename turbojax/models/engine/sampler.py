@@ -185,7 +185,7 @@ class Chosen:
     def logprobs_of(self, row: int, count: int) -> TokenLogprobs:
         """One row's log-probabilities as a request gets them; the arrays should be numpy's.
 
-        A small vocabulary has fewer than `count` tokens. Raises ValueError if they were not wanted.
+        A small vocabulary has fewer than `count` tokens.
         """
         if self.logprobs is None or self.top_tokens is None or self.top_logprobs is None:
             raise ValueError("logprobs of these tokens are None, must have been wanted")
