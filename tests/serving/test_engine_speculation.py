@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.serving.engine_helpers import TINY, make
+from tests.serving.engine_helpers import TINY, logits_without_a_cache, make
 from tests.serving.engine_watching import check_belief
 from turbojax import models
 from turbojax.models import Request, Sampling
@@ -150,15 +150,10 @@ FIRST, DRAWS = [1, 2, 1, 2, 1, 2], 2000
 
 def distribution(decoder, temperature: float, length: int) -> np.ndarray:
     """Of every continuation its probability, float64 ``[4] * length``, without a cache."""
-
-    def attend(query, key, value, cache, options=None):
-        return models.causal_attention(query, key, value, cache)
-
     begins = list(itertools.product(range(4), repeat=length - 1))
-    tokens = jnp.asarray([[*FIRST, *begin] for begin in begins], jnp.int32)
-    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None], tokens.shape)
-    hidden, _ = decoder.hidden(tokens, positions, attend, (None,))
-    logits = np.asarray(decoder.logits(hidden)[:, len(FIRST) - 1 :], np.float64) / temperature
+    texts = [[*FIRST, *begin] for begin in begins]
+    logits = logits_without_a_cache(decoder, texts, len(texts[0]))[:, len(FIRST) - 1 :]
+    logits = np.asarray(logits, np.float64) / temperature
     each = np.exp(logits - logits.max(axis=-1, keepdims=True))
     each /= each.sum(axis=-1, keepdims=True)
     found = np.zeros((4,) * length)

@@ -113,6 +113,11 @@ Remat = Annotated[
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 
 
+def words(text: str) -> tuple[str, ...]:
+    """What an option lists, comma separated."""
+    return tuple(word.strip() for word in text.split(","))
+
+
 def axes_of(mesh: str | None) -> "Axes | None":
     """The axes that `--mesh` names, or None; ValueError if unreadable or of too many devices."""
     from turbojax.sharding.meshes import mesh_of

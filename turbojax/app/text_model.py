@@ -153,7 +153,7 @@ def find_random_model(
 ) -> FoundModel:
     """A model with random weights, whose tokens are numbers; by default in 16 bits.
 
-        That is bfloat16, or float16 on a GPU that lacks it.
+    That is bfloat16, or float16 on a GPU that lacks it.
 
     `shape` is a name in `models.SHAPES`; `weights` ``"float"``, or ``"int4"`` for INT4 weights in
     the blocks' linear layers.

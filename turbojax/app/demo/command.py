@@ -71,7 +71,7 @@ def demo(
             prompt_bytes=prompt_bytes,
             new_bytes=new_bytes,
             generated_bytes=generate_bytes,
-            caches=_names(cache or "exact,4bit,2/4bit"),
+            caches=options.words(cache or "exact,4bit,2/4bit"),
             uncompressed_layers=uncompressed_layers,
         )
         startup.check_input_files(settings.file)
@@ -97,10 +97,6 @@ def demo(
     terminal.report(report, measure.render, as_json, plot and f"plot written to {plot}")
 
 
-def _names(cache: str) -> tuple[str, ...]:
-    return tuple(name.strip() for name in cache.split(","))
-
-
 def _chat(
     model: str,
     question: str | None,
@@ -111,7 +107,7 @@ def _chat(
 ) -> None:
     from turbojax.app.demo import chat
 
-    names = _names(cache or "exact,4bit,turbo4")
+    names = options.words(cache or "exact,4bit,turbo4")
     settings = chat.ChatSettings(model, question, new_tokens, names, uncompressed_layers)
     with terminal.progress_bar(transient=True) as bar:
         task = bar.add_task("loading", total=2 * len(names) * new_tokens)

@@ -173,11 +173,11 @@ def evaluate(
             windows=windows,
             batch_size=batch_size,
             seed=seed,
-            measures=None if measures is None else tuple(_words(measures)),
-            recall_kinds=None if recall_kinds is None else tuple(_words(recall_kinds)),
+            measures=None if measures is None else options.words(measures),
+            recall_kinds=None if recall_kinds is None else options.words(recall_kinds),
             recall_lengths=_numbers("--recall-lengths", recall_lengths, int),
             recall_depths=_numbers("--recall-depths", recall_depths, float),
-            tasks=tuple(word for text in tasks or () for word in _words(text)),
+            tasks=tuple(word for text in tasks or () for word in options.words(text)),
             limit=limit,
             num_fewshot=num_fewshot,
             chat=chat,
@@ -215,7 +215,7 @@ def split_methods(given: Sequence[str] | None) -> tuple[str, ...] | None:
     found = list[str]()
     for text in given:
         begun = len(found)
-        for piece in (piece.strip() for piece in text.split(",")):
+        for piece in options.words(text):
             name, equals, _ = piece.partition("=")
             if equals and ":" not in name and len(found) > begun:
                 found[-1] += f",{piece}"
@@ -224,15 +224,11 @@ def split_methods(given: Sequence[str] | None) -> tuple[str, ...] | None:
     return tuple(found)
 
 
-def _words(text: str) -> list[str]:
-    return [word.strip() for word in text.split(",")]
-
-
 def _numbers(option: str, text: str | None, kind: Callable[[str], _N]) -> tuple[_N, ...] | None:
     if text is None:
         return None
     try:
-        return tuple(kind(word) for word in _words(text))
+        return tuple(kind(word) for word in options.words(text))
     except ValueError:
         what = "integers" if kind is int else "numbers"
         raise ValueError(f"{option} {text!r} must be {what}, comma separated") from None

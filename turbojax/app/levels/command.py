@@ -55,8 +55,8 @@ def levels(
         settings = measure.MapSettings(
             file=file or default_file(tokens - 1),
             layer=layer,
-            heads=None if head is None else tuple(int(number) for number in head.split(",")),
-            policies=tuple(name.strip() for name in policy.split(",")),
+            heads=None if head is None else tuple(map(int, options.words(head))),
+            policies=options.words(policy),
             tokens=tokens,
             block=block,
         )
