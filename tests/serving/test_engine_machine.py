@@ -56,10 +56,10 @@ class Crowd:
             }
         return Request(
             prompt,
-            min(rng.choice([1, 5, 30, 45, 60]), most - len(prompt)),
-            rng.choice([(), (), (), (), (0,), (1, 3)]),
+            min(rng.choice([1, 30, 45, 60, 60]), most - len(prompt)),
+            rng.choice([(), (), (), (), (), (0,), (1, 3)]),
             priority=rng.choice([0, 0, 0, 0, -1, 2]),
-            timeout=rng.choice([None] * 9 + [60.0]),
+            timeout=rng.choice([None] * 9 + [40.0]),
             **asked,
         )
 
@@ -75,7 +75,7 @@ class Crowd:
         prefixes, results = rng.choice(REUSE)
         watched = Watched(
             self.mode,
-            rng.randrange(1, 6),
+            rng.choice([1, 2, 3, 4, 5, 5]),
             rng.choice(LEAVING),
             rng.choice([1, 4, 15]),
             rng.choice(GUESSING),

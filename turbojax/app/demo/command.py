@@ -94,7 +94,8 @@ def demo(
             report = measure.run(transformer, settings, advance)
         if plot is not None:
             measure.save_plot(report, transformer, plot)
-    terminal.report(report, measure.render, as_json, plot and f"plot written to {plot}")
+    drawn = None if plot is None else f"plot written to {plot}"
+    terminal.report(report, measure.render, as_json, drawn)
 
 
 def _chat(

@@ -64,4 +64,5 @@ def levels(
         report = measure.run(models.load_transformer(model, dtype=jnp.float32), settings)
         if plot is not None:
             measure.save_plot(report, plot)
-    terminal.report(report, measure.render, as_json, plot and f"plot written to {plot}")
+    drawn = None if plot is None else f"plot written to {plot}"
+    terminal.report(report, measure.render, as_json, drawn)

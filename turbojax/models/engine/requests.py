@@ -5,7 +5,8 @@ import dataclasses
 import enum
 import math
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
+from collections.abc import Sequence as Many
 from typing import Literal
 
 import numpy as np
@@ -56,9 +57,9 @@ class Request:
         is empty, a bias is NaN, infinity or beyond float32, or `logprobs` out of range.
     """
 
-    tokens: Sequence[int]
+    tokens: Many[int]
     max_new_tokens: int = 128
-    stop_tokens: Sequence[int] = ()
+    stop_tokens: Many[int] = ()
     sampling: Sampling = GREEDY
     stop_strings: Iterable[str] = ()
     penalties: Penalties = NO_PENALTIES
@@ -241,7 +242,7 @@ def _bias(values: Mapping[int, float]) -> dict[int, float]:
     return found
 
 
-def _integers(name: str, values: Sequence[int]) -> tuple[int, ...]:
+def _integers(name: str, values: Many[int]) -> tuple[int, ...]:
     values = tuple(values)  # an iterator can be read only once
     for value in values:
         _checks.check_integer(f"a member of {name}", value)
