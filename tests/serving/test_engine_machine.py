@@ -15,7 +15,7 @@ from turbojax.models.generation.penalties import Penalties
 
 WINDOWS = (None,), (20,), (None, 20), (33, None, 7, 33), (64, 16), (2,)
 REUSE = (False, False), (True, False), (True, True)
-LEAVING = (False,), (True,), (True, False)
+LEAVING = (False,), (False,), (True,), (True, False)
 GUESSING = (True,), (True,), (True, True, False), (True, False, False)
 
 
