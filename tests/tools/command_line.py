@@ -3,25 +3,24 @@
 import json
 from pathlib import Path
 
-from click.testing import Result
 from typer.testing import CliRunner
 
 from turbojax.app.main import app
 
 
-def run(*arguments: object, **options) -> Result:
+def run(*arguments: object, **options):
     """A command in a terminal of 120 columns."""
     given = {"env": {"COLUMNS": "120"}, **options}
     return CliRunner().invoke(app, list(map(str, arguments)), **given)
 
 
-def works(result: Result) -> Result:
+def works(result):
     """The result of a command that has done what it was to do."""
     assert result.exit_code == 0, result.stderr
     return result
 
 
-def refuses(result: Result, *words: str) -> Result:
+def refuses(result, *words: str):
     """The result of a command that has ended with these words, and without a traceback."""
     assert result.exit_code == 2
     for text in words:
