@@ -10,10 +10,8 @@ import pytest
 from rich.console import Console, RenderableType
 
 from turbojax.app import terminal
-from turbojax.app.demo import display
-from turbojax.app.demo.measure import CacheResult, DemoReport, DemoSettings
+from turbojax.app.demo import measure as demo
 from turbojax.app.levels import measure as levels
-from turbojax.app.levels.display import render as render_levels
 from turbojax.app.quantize import command as quantize_command
 from turbojax.models import CACHE_NAMES
 
@@ -23,12 +21,12 @@ LONG = Path("a_module_with_quite_a_long_name_as_files_have_it.py")
 def demo_table() -> tuple[RenderableType, list[str]]:
     """Every cache, with numbers as large as they get, and what must be found."""
     results = tuple(
-        CacheResult(name, 10.1234, 1.0, 12_345_678_901, 16.25, 12345.6, b"some text", (1.0,))
+        demo.CacheResult(name, 10.1234, 1.0, 12_345_678_901, 16.25, 12345.6, b"some text", (1.0,))
         for name in CACHE_NAMES
     )
-    report = DemoReport(DemoSettings(LONG, caches=CACHE_NAMES), results, 123.4)
+    report = demo.DemoReport(demo.DemoSettings(LONG, caches=CACHE_NAMES), results, 123.4)
     numbers = ["10.1234", "+0.0000", "100.0%", "12,345,678,901", "16.25x", "12345.6"]
-    return display.render(report), [*CACHE_NAMES, *numbers, "bits/", "bytes/s", "first"]
+    return demo.render(report), [*CACHE_NAMES, *numbers, "bits/", "bytes/s", "first"]
 
 
 def levels_table() -> tuple[RenderableType, list[str]]:
@@ -40,7 +38,7 @@ def levels_table() -> tuple[RenderableType, list[str]]:
     settings = levels.MapSettings(LONG, heads=(0, 1), policies=levels.POLICY_NAMES)
     words = ["level 1", "skipped", "ideal speed-up", "relative L1", "100.0%", "32.05x", "0.9999"]
     found = levels.MapReport(settings, results, 1.0)
-    return render_levels(found), [*levels.POLICY_NAMES, *words]
+    return levels.render(found), [*levels.POLICY_NAMES, *words]
 
 
 def quantize_table() -> tuple[RenderableType, list[str]]:

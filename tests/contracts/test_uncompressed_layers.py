@@ -15,7 +15,7 @@ from turbojax import models
 from turbojax.app import startup
 from turbojax.app.main import app
 from turbojax.app.serve import run as serving
-from turbojax.app.serve.lines import TextRequest
+from turbojax.app.serve.requests import TextRequest
 from turbojax.app.serve.settings import Models, Settings
 from turbojax.models import UncompressedEdges, causal_attention
 from turbojax.models.engine import pools

@@ -16,7 +16,7 @@ from tests.kernels.kernel_helpers import lower_for_cuda
 from turbojax import _device, fireq, k8v4, models, paged
 from turbojax.attention import cudnn
 from turbojax.caches.token_scaled import cache as kv4
-from turbojax.models.engine import programs, state, step
+from turbojax.models.engine import programs, step
 from turbojax.quantizers import quantize_weight
 
 TRITON = "custom_call @__gpu$xla.gpu.triton"
@@ -211,7 +211,7 @@ def engine_step(kv_dtype="turbo4"):
     caches = (cache,) * config.num_layers
     sizes = {"kinds": {kv_dtype}, "is_dense": False}
     [program] = programs.prompt_programs(4, 32, 256, **sizes)
-    slots = jax.eval_shape(lambda: state.new_state(1, 4, 16, 256))
+    slots = jax.eval_shape(lambda: step.new_state(1, 4, 16, 256))
     run = functools.partial(
         step.run_step.__wrapped__, program=program, implementation=None, windows=(None,)
     )

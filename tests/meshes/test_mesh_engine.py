@@ -14,7 +14,7 @@ from tests.serving import engine_helpers
 from tests.serving.engine_helpers import TINY, requests_of
 from turbojax import models
 from turbojax.models import Draft, NGram, Penalties, Replicas, Request, Sampling
-from turbojax.models.engine import split
+from turbojax.models.engine import placement
 from turbojax.models.engine.step import idle_work, run_step
 from turbojax.models.generation.sampling import NOTHING, sample, sampling_rows
 from turbojax.models.tensor_parallel.placing import shard
@@ -108,7 +108,7 @@ def test_a_step_sums_twice_a_layer_and_gathers_two_numbers_a_row(model):
 
 
 def test_the_likeliest_token_is_that_of_the_whole_row():
-    vocabulary = split.Vocabulary(13, axes_of(model=4))
+    vocabulary = placement.Vocabulary(13, axes_of(model=4))
     rng = np.random.default_rng(0)
     logits = rng.standard_normal((9, 13)).astype(np.float32)
     logits[1, 3] = logits[1, 11] = 9.0  # the first of equals
@@ -118,11 +118,11 @@ def test_the_likeliest_token_is_that_of_the_whole_row():
     padded = np.pad(logits, ((0, 0), (0, vocabulary.padded - 13)), constant_values=-np.inf)
     rows = sampling_rows([Sampling(temperature=0.7, seed=i) for i in range(9)], 0)
     for kind in ("greedy", "draw"):
-        run = split.run_on(
+        run = placement.run_on(
             lambda x, kind=kind: vocabulary.sample(x, rows, kind),
             vocabulary.axes,
             (vocabulary.spec(2),),
-            split.SAME,
+            placement.SAME,
         )
         np.testing.assert_array_equal(jax.jit(run)(padded), sample(logits, rows, kind))
     assert NOTHING in np.asarray(jax.jit(run)(padded))

@@ -4,7 +4,7 @@ import jax
 import numpy as np
 
 from tests.serving.engine_texts import VOCABULARY
-from turbojax.models.engine.state import State
+from turbojax.models.engine.step import State
 
 # What stands where nobody may look.
 SPOILT, UNWRITTEN, NOBODYS = -77, -99, -7

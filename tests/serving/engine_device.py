@@ -33,12 +33,10 @@ from turbojax.models.engine import (
     Draft,
     Engine,
     NGram,
-    build,
     device,
+    engine,
     sampler,
     speculation,
-    state,
-    swap,
 )
 from turbojax.models.engine.sampler import Chosen
 from turbojax.models.engine.step import unpack
@@ -428,7 +426,7 @@ def make(
     if guesses:
         how = Draft(_model(windows), guesses) if drafts else NGram(guesses)
     no_reason = None if dense else "not here"
-    with mock.patch.object(build, "needs_gpu", return_value=no_reason):
+    with mock.patch.object(engine, "needs_gpu", return_value=no_reason):
         made = Engine(
             _model(windows),
             num_pages=pages,
@@ -451,16 +449,16 @@ def on(fake: FakeDevice) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for module, name, function in (
             (device, "run_step", fake.run_step),
-            (state, "enter", fake.enter),
-            (state, "change", fake.change),
+            (device, "enter", fake.enter),
+            (device, "change", fake.change),
             (sampler, "choose", fake.choose),
             (speculation, "look_up", fake.look_up),
             (speculation, "draft", fake.draft),
             (speculation, "catch_up", fake.catch_up),
             (speculation, "verify", fake.verify),
             (speculation, "accept", fake.accept),
-            (swap, "read", fake.read_pages),
-            (swap, "write", fake.write_pages),
+            (device, "read_pages", fake.read_pages),
+            (device, "write_pages", fake.write_pages),
         ):
             stack.enter_context(mock.patch.object(module, name, function))
         yield

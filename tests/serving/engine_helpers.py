@@ -71,22 +71,30 @@ def held(x: jax.Array, kv_dtype: str, side: int) -> jax.Array:
     return polar.unrotate(values, rotation)
 
 
+def logits_without_a_cache(model, texts, length: int, kv_dtype: str = "auto") -> jax.Array:
+    """float32 ``[texts, length, V]``, of one pass over whole texts."""
+
+    def attend(query, key, value, cache, options=None):
+        return causal_attention(query, held(key, kv_dtype, 0), held(value, kv_dtype, 1), cache)
+
+    tokens = np.zeros((len(texts), length), np.int32)
+    for row, text in zip(tokens, texts, strict=True):
+        row[: len(text)] = text
+    positions = jnp.broadcast_to(jnp.arange(length)[None], tokens.shape)
+    nothing = (None,) * model.config.num_layers
+    hidden, _ = model.hidden(jnp.asarray(tokens), positions, attend, nothing)
+    return model.logits(hidden)
+
+
 def greedy_without_a_cache(model, prompts, results, kv_dtype: str) -> list[tuple[int, ...]]:
     """The greedy token at each place of the results, from one pass over all tokens before it.
 
     By induction over the places, results that equal these are the greedy continuations.
     """
 
-    def attend(query, key, value, cache, options=None):
-        return causal_attention(query, held(key, kv_dtype, 0), held(value, kv_dtype, 1), cache)
-
-    tokens = np.zeros((len(prompts), LENGTH), np.int32)
-    for row, prompt, result in zip(tokens, prompts, results, strict=True):
-        row[: len(prompt) + len(result)] = [*prompt, *result]
-    positions = jnp.broadcast_to(jnp.arange(LENGTH)[None], tokens.shape)
-    nothing = (None,) * model.config.num_layers
-    hidden, _ = model.hidden(jnp.asarray(tokens), positions, attend, nothing)
-    following = np.asarray(jnp.argmax(model.logits(hidden), axis=-1))
+    whole = [[*prompt, *result] for prompt, result in zip(prompts, results, strict=True)]
+    logits = logits_without_a_cache(model, whole, LENGTH, kv_dtype)
+    following = np.asarray(jnp.argmax(logits, axis=-1))
     return [
         tuple(row[len(prompt) - 1 :][: len(result)].tolist())
         for row, prompt, result in zip(following, prompts, results, strict=True)

@@ -11,8 +11,8 @@ from tests.serving.engine_device import PAGE, make, on
 from tests.serving.engine_texts import expected
 from turbojax.models import Engine, Finished, NewToken, Request
 from turbojax.models.engine import engine
-from turbojax.models.engine.scheduler import Status
-from turbojax.models.engine.state import State
+from turbojax.models.engine.requests import Status
+from turbojax.models.engine.step import State
 
 MODES = {
     "reproducible": {"reproducible": True},
@@ -133,7 +133,7 @@ class Watched:
         for held in after.groups:
             assert held.free_pages + held.cached_pages == held.pages
         assert (after.running, after.waiting, after.swapped, after.swapped_bytes) == (0, 0, 0, 0)
-        assert not any((book.sequences, book.swapped, book._times, book._deadlines, book.events))
+        assert not any((book.sequences, book.swapped, book._times, book._deadlines, made._events))
         assert sorted(made._scheduler._free_slots) == list(range(self.slots))
         assert made._in_flight is None
 

@@ -102,3 +102,16 @@ def until(condition, seconds: float = 20.0) -> None:
     while not condition():
         assert time.monotonic() < end, "nothing happened"
         time.sleep(0.005)
+
+
+def complete(client, prompt="hello", **options):
+    return client.completions.create(
+        **{"model": NAME, "prompt": prompt, "temperature": 0, **options}
+    )
+
+
+def chat(client, said="hello", **options):
+    messages = [{"role": "user", "content": said}]
+    return client.chat.completions.create(
+        **{"model": NAME, "messages": messages, "temperature": 0, **options}
+    )

@@ -9,8 +9,7 @@ from typer.main import get_command
 
 from tests.tools.docs_helpers import DOCS, docs_text, examples, run
 from turbojax.app.main import app
-from turbojax.app.serve.lines import _KEYS
-from turbojax.app.serve.requests import read_requests
+from turbojax.app.serve.requests import _KEYS, read_requests
 from turbojax.models import ByteTokenizer
 
 PAGE = DOCS / "serving.md"

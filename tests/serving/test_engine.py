@@ -1,4 +1,4 @@
-"""The engine's events, results, statistics, and what it refuses."""
+"""The engine's texts, events, results, statistics, and what it refuses."""
 
 import dataclasses
 
@@ -12,14 +12,14 @@ from tests.serving.engine_helpers import (
     TINY,
     greedy_without_a_cache,
     make,
-    real_prompts,
     requests_of,
     run_one,
+    shallow_model,
 )
 from turbojax import models
-from turbojax.models import Engine, NewToken, Request, Sampling
-from turbojax.models.engine import swap
-from turbojax.models.engine.scheduler import Status
+from turbojax.models import Engine, Finished, NewToken, Request, Sampling
+from turbojax.models.engine import device
+from turbojax.models.engine.requests import Status
 
 
 @pytest.fixture(scope="module")
@@ -27,11 +27,6 @@ def model() -> models.Decoder:
     """One layer: quicker to compile."""
     config = dataclasses.replace(TINY, vocab_size=256, num_layers=1)
     return models.random_decoder(config, dtype=jnp.float32)
-
-
-@pytest.fixture(scope="module")
-def prompts() -> list[list[int]]:
-    return real_prompts()
 
 
 @pytest.mark.slow
@@ -77,7 +72,7 @@ def test_a_quantized_model(prompts):
     config = dataclasses.replace(TINY, **sizes)
     model = models.random_quantized_decoder(config, dtype=jnp.float32)
     wanted = [Request([t % 97 for t in p[:10]], 40) for p in prompts]
-    # Programs of other sizes: `test_engine_batching.py`.
+    # Programs of other sizes: `test_text_does_not_depend_on_what_else_happens`.
     sizes = {"kv_dtype": "turbo4", "max_length": 64, "num_pages": 6, "reproducible": True}
     single = make(model, **sizes)
     alone = [run_one(single, request) for request in wanted]
@@ -144,10 +139,10 @@ def test_swapped_pages_return_to_the_bit(kv_dtype):
     )
     before = jax.device_get(caches)
     pages = tuple(range(3, 40, 2))[:19]  # more than one group, the last one not full
-    content = swap.fetch(swap.read(caches, pages))
+    content = device.fetch_pages(device.read_pages(caches, pages))
     assert all(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(content))
     targets = tuple(range(0, 38, 2))
-    after = jax.device_get(swap.write(caches, targets, content))
+    after = jax.device_get(device.write_pages(caches, targets, content))
     for old, new in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True):
         if old.ndim == 0:
             assert old == new
@@ -155,7 +150,7 @@ def test_swapped_pages_return_to_the_bit(kv_dtype):
         wanted = old.copy()
         wanted[list(targets)] = old[list(pages)]
         assert wanted.tobytes() == new.tobytes()
-    assert swap.nbytes([content]) >= 19 * 2 * made._device.caches[0].page_bytes
+    assert device.content_bytes([content]) >= 19 * 2 * made._device.caches[0].page_bytes
 
 
 def _random(shape, dtype) -> jax.Array:
@@ -263,11 +258,6 @@ def test_abort_refuses(model):
     assert made.run()[number].finish_reason == "length"
 
 
-def test_a_request_reads_an_iterator_once():
-    request = Request(iter([1, 2]), 3, stop_tokens=(x for x in (4, 5)))
-    assert (request.tokens, request.stop_tokens) == ((1, 2), (4, 5))
-
-
 @pytest.mark.parametrize(
     ("request_", "error", "message"),
     [
@@ -324,3 +314,60 @@ def test_an_engine_refuses(options, error, message):
 def test_an_engine_needs_a_model():
     with pytest.raises(TypeError, match="model is a str, must be a Transformer"):
         Engine("embedded", num_pages=3)
+
+
+@pytest.fixture(scope="module")
+def real_model() -> models.Decoder:
+    """One layer: programs of more compile for longer, and batches go through all alike."""
+    whole = shallow_model()
+    config = dataclasses.replace(whole.config, num_layers=1)
+    return dataclasses.replace(whole, layers=whole.layers[:1], config=config)
+
+
+def run(made: Engine, wanted: list[Request]) -> list[tuple[int, ...]]:
+    """The results' tokens; the first half of the requests comes a few steps late, and last."""
+    half = len(wanted) // 2
+    numbers = {i: made.add(wanted[i]) for i in range(half, len(wanted))}
+    results = {}
+    for _ in range(5):
+        results |= _finished(made.step())
+    numbers |= {i: made.add(wanted[i]) for i in range(half)}
+    results |= made.run()
+    assert all(result.finish_reason == "length" for result in results.values())
+    return [results[numbers[i]].tokens for i in range(len(wanted))]
+
+
+def _finished(events) -> dict:
+    return {event.request_id: event.result for event in events if isinstance(event, Finished)}
+
+
+@pytest.mark.quick(slow=1)
+@pytest.mark.parametrize("kv_dtype", ["fp8_e4m3", "int8", "turbo4", "k8v4", "turbo_k4v3"])
+def test_greedy_text_is_that_of_the_model_without_a_cache(real_model, prompts, kv_dtype):
+    """Of numbers as they are: `test_abort_of_running_and_swapped_requests`."""
+    tokens = run(make(real_model, kv_dtype=kv_dtype), requests_of(prompts, 0.0))
+    assert tokens == greedy_without_a_cache(real_model, prompts, tokens, kv_dtype)
+    assert len(set(tokens)) > 1
+
+
+@pytest.mark.slow
+def test_text_does_not_depend_on_what_else_happens(real_model, prompts):
+    """Of turbo4 pages: `test_engine_fuzz.py`."""
+    wanted = requests_of(prompts, 0.8)
+    # Another size of everything than below, so another program, too.
+    small = {"num_pages": 10, "step_tokens": 11, "max_sequences": 3, "reproducible": True}
+    single = make(real_model, prefix_caching=False, **small)
+    alone = [run_one(single, request) for request in wanted]
+    # On a CPU one implementation runs everything, so that results' pages have the same bits, too.
+    roomy = make(real_model, cache_results=True, reproducible=True)
+    assert run(roomy, wanted) == alone
+    assert roomy.statistics().preemptions == 0
+    assert roomy.statistics().reused_tokens > 0
+    # Again, now that prompts and results are in the pool.
+    assert run(roomy, wanted) == alone
+    tight = make(real_model, prefix_caching=False, **small)
+    assert run(tight, wanted) == alone
+    assert tight.statistics().preemptions > 0
+    shared = make(real_model, **small)
+    assert run(shared, wanted[::-1]) == alone[::-1]
+    assert shared.statistics().reused_tokens > 0

@@ -13,7 +13,7 @@ from tests.serving.engine_helpers import TINY, held, make
 from turbojax import TurboConfig, models
 from turbojax.attention.options import PLAIN
 from turbojax.models import Request, Result, causal_attention
-from turbojax.models.engine import build
+from turbojax.models.engine import engine
 
 NEW = 8
 SIZES = {"num_pages": 24, "max_sequences": 4, "max_length": 96, "step_tokens": 128}
@@ -47,8 +47,8 @@ class Run:
     def __init__(self, decoder, prompts, mode="float", **options) -> None:
         config = TurboConfig(mode=mode)
         with (
-            mock.patch.object(build, "needs_gpu", return_value=None),
-            mock.patch.object(build.TurboConfig, "for_device", return_value=config),
+            mock.patch.object(engine, "needs_gpu", return_value=None),
+            mock.patch.object(engine.TurboConfig, "for_device", return_value=config),
         ):
             self.made = make(decoder, **{**SIZES, **options})
         self.plain, self.made._device.run = self.made._device.run, self._run

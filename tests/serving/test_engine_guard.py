@@ -1,6 +1,7 @@
-"""The engine's guard alone, under thousands of real signals: nothing is lost without a word."""
+"""One thread at a time in an engine, and none after an interrupted call."""
 
 import collections
+import contextlib
 import functools
 import gc
 import itertools
@@ -8,50 +9,38 @@ import random
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 
+from tests.serving.engine_device import make, on
 from tests.tools.interrupting import ctrl_c
-from turbojax.models.engine.guard import Guard
+from turbojax.models import Finished, Request
+from turbojax.models.engine.base import BaseEngine, Guard
+from turbojax.models.engine.statistics import Counts
 
 
-class Counter:
-    """Hands out 0, 1, 2, ... as an engine does events."""
+class Counter(BaseEngine):
+    """Hands out 0, 1, 2, ... instead of events; a run gets five steps of them."""
+
+    _queue = _abort = statistics = None
 
     def __init__(self):
-        self.guard, self.events, self.count = Guard(), collections.deque(), 0
+        super().__init__(SimpleNamespace(max_length=1), {}, Counts())
+        self.guard, self.count = self._guard, 0
 
-    def advance(self):
+    def _works(self):
+        return True
+
+    def _advance(self):
         for _ in range(3):
-            self.events.append(self.count)
+            self._events.append(self.count)
             self.count += 1
 
-    def take(self):
-        self.advance()
-        events = list(self.events)
-        self.events.clear()
-        return events
-
-    def step(self):
-        return self.guard.change("step", self.take)
-
-    def work(self):
+    def _run(self, progress):
         for _ in range(5):
-            self.guard.change("run", self.advance)
-        return list(self.events), collections.deque()
-
-    def run(self):
-        done = self.guard.keep_others_out("run", self.work)
-        result, self.events = done; return result  # fmt: skip  # noqa: E702
-
-    def stream(self):
-        while True:
-            if not self.events:
-                self.guard.change("stream", self.advance)
-            while self.events:
-                self.guard.check()
-                event = self.events[0]
-                del self.events[0]; yield event  # fmt: skip  # noqa: E702
+            self._guard.change("run", self._advance)
+        return list(self._events), collections.deque()
 
     def go(self, way, seen):
         """Until it is interrupted, or the signal was swallowed."""
@@ -159,3 +148,195 @@ def test_a_call_is_running_until_it_returns_or_raises(error):
             guard.change("step", lambda: asked(20))
     assert running == [True, True]
     assert [call.is_running() for call in calls * 2] == [False, False]
+
+
+WANTED = [Request([1] * 20, 6), Request([2] * 17, 9)]
+
+
+class Pause:
+    """Stops a thread inside a call until the test goes on."""
+
+    def __init__(self, call):
+        self.call, self.count = call, 0
+        self.reached, self.resume = threading.Event(), threading.Event()
+
+    def __call__(self, *arguments, **options):
+        self.count += 1
+        if self.count == 3:
+            self.reached.set()
+            assert self.resume.wait(60)
+        return self.call(*arguments, **options)
+
+
+def meanwhile(first, pause, others, name):
+    """Runs `first` in a thread, the others while it pauses; returns its result."""
+    found = []
+    thread = threading.Thread(target=lambda: found.append(first()), name=name)
+    thread.start()
+    assert pause.reached.wait(60)
+    try:
+        others()
+    finally:
+        pause.resume.set()
+        thread.join(60)
+    assert not thread.is_alive()
+    return found[0]
+
+
+def alone():
+    made, device = make(8, 2, 16, prefixes=True)
+    with on(device):
+        for request in WANTED:
+            made.add(request)
+        return {number: result.tokens for number, result in made.run().items()}
+
+
+def all_refuse(made, message):
+    calls = (
+        made.step,
+        made.run,
+        made.statistics,
+        lambda: list(made.stream()),
+        lambda: made.add(WANTED[0]),
+        lambda: made.abort(0),
+        lambda: made.idle,
+    )
+
+    def call_all():
+        for call in calls:
+            with pytest.raises(RuntimeError, match=message):
+                call()
+
+    return call_all
+
+
+@pytest.mark.parametrize("way", ["run", "step", "stream"])
+def test_a_call_during_a_step_is_refused_and_the_step_goes_on(way):
+    made, device = make(8, 2, 16, prefixes=True)
+    for request in WANTED:
+        made.add(request)
+    pause = device.run_step = Pause(device.run_step)
+
+    def first():
+        if way == "run":
+            return {number: result.tokens for number, result in made.run().items()}
+        events = []
+        while not made.idle:
+            events += made.step() if way == "step" else list(made.stream())
+        return {e.request_id: e.result.tokens for e in events if isinstance(e, Finished)}
+
+    message = rf"this engine is in use by another thread \({way} in 'busy', number \d+\)"
+    with on(device):
+        assert meanwhile(first, pause, all_refuse(made, message), "busy") == alone()
+
+
+def test_a_call_between_two_steps_of_a_run_is_refused_too():
+    made, device = make(8, 2, 16, prefixes=True)
+    for request in WANTED:
+        made.add(request)
+    pause = Pause(lambda count: made.statistics())  # its own thread may call
+    message = r"this engine is in use by another thread \(run in 'busy'"
+    with on(device):
+        results = meanwhile(lambda: made.run(pause), pause, all_refuse(made, message), "busy")
+    assert {number: result.tokens for number, result in results.items()} == alone()
+
+
+def test_threads_take_turns():
+    made, device = make(8, 2, 16, prefixes=True)
+    events = []
+
+    def turn(work):
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join(60)
+
+    with on(device):
+        for request in WANTED:
+            turn(lambda request=request: made.add(request))
+        given = made.stream()
+        events.append(next(given))
+        while not made.idle:
+            turn(lambda: events.extend(made.step()))
+        assert list(given) == []
+    done = {e.request_id: e.result.tokens for e in events if isinstance(e, Finished)}
+    assert done == alone()
+
+
+def test_many_threads_at_once_harm_nothing():
+    made, device = make(8, 2, 16, prefixes=True)
+    for request in WANTED:
+        made.add(request)
+    events, refused, errors = [], [], []
+
+    def work():
+        while True:
+            try:
+                if made.idle:
+                    return
+                events.extend(made.step())
+            except RuntimeError as error:
+                refused.append(error)
+                if "in use by another thread" not in str(error):
+                    errors.append(error)
+                    return
+
+    with on(device):
+        threads = [threading.Thread(target=work) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+    assert not errors
+    done = {e.request_id: e.result.tokens for e in events if isinstance(e, Finished)}
+    assert done == alone()
+
+
+def test_a_call_inside_a_call_is_refused():
+    """As a handler of signals may make one."""
+    made, device = make(8, 2, 16, prefixes=True)
+    made.add(WANTED[0])
+    plain, refused = device.run_step, []
+
+    def run_step(*arguments, **options):
+        with pytest.raises(RuntimeError, match="in use: step is under way in this thread") as error:
+            made.abort(0)
+        refused.append(error.value)
+        return plain(*arguments, **options)
+
+    device.run_step = run_step
+    with on(device):
+        while not made.idle:
+            made.step()
+    assert len(refused) > 5
+
+
+def test_a_run_inside_a_run_is_refused():
+    made, device = make(8, 2, 16, prefixes=True)
+    made.add(WANTED[0])
+    with on(device):
+        with pytest.raises(RuntimeError, match="in use: run is under way in this thread"):
+            made.run(lambda count: made.run())
+        assert len(made.run()) == 1
+
+
+def test_a_thread_that_died_in_a_step_ended_the_engine():
+    made, device = make(8, 2, 16, prefixes=True)
+    made.add(WANTED[0])
+    error = SystemExit()
+
+    def dies(*arguments, **options):
+        raise error
+
+    device.run_step = dies
+
+    def work():
+        with contextlib.suppress(SystemExit):
+            made.step()
+
+    with on(device):
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join(60)
+    with pytest.raises(RuntimeError, match="this engine has ended: SystemExit") as told:
+        made.step()
+    assert told.value.__cause__ is error

@@ -4,22 +4,19 @@ On the device made of numpy, and 200 times each on a real one: an exception befo
 and a signal at a certain time.
 """
 
-import dataclasses
 import random
 
-import jax.numpy as jnp
 import pytest
 
 from tests.serving.engine_device import make as make_fake
 from tests.serving.engine_device import on
-from tests.serving.engine_helpers import TINY, make
+from tests.serving.engine_helpers import make
 from tests.tools.interrupting import Lines, ctrl_c, lines_of, points, seconds_of, within
-from turbojax import models
 from turbojax.models import Finished, NewToken, Request, Sampling
-from turbojax.models.engine import guard
+from turbojax.models.engine import base
+from turbojax.models.engine.placement import Vocabulary
 from turbojax.models.engine.programs import PromptProgram
 from turbojax.models.engine.sampler import Wanted
-from turbojax.models.engine.split import Vocabulary
 
 WAYS = ("step", "stream", "run")
 MANY, FEW = 200, 6
@@ -175,7 +172,7 @@ def test_the_end_is_known_where_no_handler_could_note_it(monkeypatch):
 
     device.run_step = interrupted
     with monkeypatch.context() as patch, on(device):
-        patch.setattr(guard.Guard, "_end", interrupted)
+        patch.setattr(base.Guard, "_end", interrupted)
         with pytest.raises(KeyboardInterrupt):
             made.step()
     with pytest.raises(RuntimeError, match="this engine has ended: interrupted inside step"):
@@ -192,13 +189,13 @@ def test_at_every_line_of_the_guard(way):
 
     whole, device = session()
     with on(device):
-        count = lines_of(whole.go, guard.__file__)
+        count = lines_of(whole.go, base.__file__)
     assert count > 40
     outcomes = set()
     for at in range(count):
         made, device = session()
         with on(device):
-            with pytest.raises(KeyboardInterrupt) as error, Lines(at, where=guard.__file__):
+            with pytest.raises(KeyboardInterrupt) as error, Lines(at, where=base.__file__):
                 made.go()
             outcomes.add(check(made, whole.tokens(), error.value))
     assert outcomes == {False, True}
@@ -255,11 +252,6 @@ def test_a_stream_may_be_left_at_any_event():
 
 
 # On a real one ------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def model():
-    return models.random_decoder(dataclasses.replace(TINY, num_layers=1), dtype=jnp.float32)
 
 
 def session(model, way):

@@ -9,7 +9,7 @@ from tests.serving.engine_device import make, on, step
 from tests.serving.engine_texts import expected
 from tests.serving.engine_watching import Watched
 from turbojax.models import Finished, Request, Sampling
-from turbojax.models.engine import best_of, costs, engine
+from turbojax.models.engine import best_of, engine, statistics
 
 
 def run(made, device) -> dict:
@@ -148,7 +148,7 @@ def prompts_ran(known, tokens, seconds):
 
 
 def test_what_is_sooner_done_is_done():
-    known = costs.Costs(may_recompute=True)
+    known = statistics.Costs(may_recompute=True)
     # Nothing is known of how fast prompts run.
     assert not known.recomputes(10**9, 1)
     prompts_ran(known, 31, 1.0)  # too few tokens say nothing
@@ -171,7 +171,7 @@ def test_what_is_sooner_done_is_done():
 
 
 def test_bits_that_count_are_never_computed_again():
-    known = costs.Costs(may_recompute=False)
+    known = statistics.Costs(may_recompute=False)
     prompts_ran(known, 10**6, 1e-3)
     assert not known.recomputes(10**12, 1)
 
@@ -194,7 +194,7 @@ def guessing(known, steps, *, plain, with_guesses, new_tokens):
 
 def test_guesses_go_on_while_they_pay():
     """Of three tokens in the time of two; and are tried again now and then where they do not."""
-    known = costs.Costs(may_recompute=True)
+    known = statistics.Costs(may_recompute=True)
     assert guessing(known, 9, plain=1.0, with_guesses=2.0, new_tokens=3.0) == 8
     good = guessing(known, 320, plain=1.0, with_guesses=2.0, new_tokens=3.0)
     assert 300 <= good < 320

@@ -5,13 +5,11 @@ import itertools
 import logging
 
 import jax
-import jax.numpy as jnp
 import pytest
 
-from tests.serving.engine_helpers import TINY, make
-from turbojax import models
+from tests.serving.engine_helpers import make
 from turbojax.models import Request, Sampling
-from turbojax.models.engine import Draft, NGram, compilation, programs
+from turbojax.models.engine import Draft, NGram, programs
 from turbojax.models.engine.programs import PromptProgram
 
 
@@ -75,11 +73,6 @@ def test_the_one_program_of_a_reproducible_engine():
 # Compiled ahead -----------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def model() -> models.Decoder:
-    return models.random_decoder(dataclasses.replace(TINY, num_layers=1), dtype=jnp.float32)
-
-
 def mixes():
     """Requests that come in twos and threes, begin alike, and outgrow the smallest steps."""
     shared = [1, 2, 3, 4] * 9
@@ -119,7 +112,7 @@ def test_no_step_compiles_after_compile(model, name, only_greedy, caplog):
     total = len(told)
     assert told == [(i + 1, total) for i in range(total)]
     assert made.statistics().programs_compiled == total
-    before = compilation.count()
+    before = programs.count_traced()
     with caplog.at_level(logging.WARNING), jax.log_compiles(True):
         for i, wanted in enumerate(mixes()):
             for request in wanted:
@@ -129,7 +122,7 @@ def test_no_step_compiles_after_compile(model, name, only_greedy, caplog):
         assert compiled == []
         jax.jit(lambda x: x + len(caplog.messages))(1)
         assert any("Finished XLA compilation" in x for x in caplog.messages)
-    assert compilation.count() == before
+    assert programs.count_traced() == before
     after = made.statistics()
     assert (after.programs_compiled, after.first_step_seconds) == (total, 0.0)
     assert after.finished == 9
@@ -138,4 +131,4 @@ def test_no_step_compiles_after_compile(model, name, only_greedy, caplog):
     # Another engine like this one compiles nothing.
     again = make(model, **options)
     again.compile(only_greedy=only_greedy)
-    assert compilation.count() == before
+    assert programs.count_traced() == before

@@ -6,7 +6,15 @@ import math
 import numpy as np
 import pytest
 
-from turbojax.models import AllowedTokens, Penalties, Request, Result, TokenLogprobs, best_of
+from turbojax.models import (
+    AllowedTokens,
+    Penalties,
+    Request,
+    Result,
+    Sampling,
+    TokenLogprobs,
+    best_of,
+)
 
 
 def test_a_request_has_what_was_asked_for():
@@ -79,11 +87,43 @@ class NoConstraint:
         ({"timeout": math.inf}, ValueError, "timeout=.* must be finite"),
         ({"timeout": "1"}, TypeError, "timeout is a str, must be a Python number"),
         ({"timeout": True}, TypeError, "timeout=True must be a number"),
+        (
+            {"stop_strings": "end"},
+            TypeError,
+            r"stop_strings='end' must be several texts, not one: \['end'\]",
+        ),
+        ({"stop_strings": [""]}, ValueError, "must not hold an empty text"),
+        ({"stop_strings": [3]}, TypeError, "a member of stop_strings=3 must be a text"),
+        ({"tokens": []}, ValueError, "must be at least one"),
+        ({"tokens": [1.5]}, TypeError, "a member of tokens=1.5 must be an integer"),
+        ({"tokens": [1], "max_new_tokens": 0}, ValueError, "max_new_tokens=0 must be at least 1"),
+        ({"tokens": [1], "stop_tokens": ["a"]}, TypeError, "a member of stop_tokens='a' must"),
+        ({"tokens": [1], "sampling": 0.7}, TypeError, "sampling=0.7 must be a Sampling"),
     ],
 )
 def test_a_request_refuses(options, error, message):
     with pytest.raises(error, match=message):
-        Request([1], **options)
+        Request(**{"tokens": [1], **options})
+
+
+def test_a_request_takes_arrays_and_can_be_compared():
+    made = Request(np.array([1, 2]), stop_tokens=np.array([7]))
+    assert made == Request((1, 2), stop_tokens=(7,))
+    assert made.tokens == (1, 2)
+    assert made.total == 130
+
+
+def test_a_request_reads_an_iterator_once():
+    request = Request(iter([1, 2]), 3, stop_tokens=(x for x in (4, 5)))
+    assert (request.tokens, request.stop_tokens) == ((1, 2), (4, 5))
+    assert Request([1], stop_strings=iter("ab")).stop_strings == ("a", "b")
+
+
+def test_requests_are_keys():
+    """Equal ones are the same key, also with a bias, which is a mapping."""
+    made = [Request([1], logit_bias={2: x}, sampling=Sampling(seed=3)) for x in (0.5, 0.5, 1.0)]
+    assert len(set(made)) == 2
+    assert made[0] in {made[1]: None}
 
 
 @pytest.mark.parametrize("name", ["repetition", "presence", "frequency"])

@@ -6,8 +6,8 @@ import pytest
 
 from tests.serving.engine_device import FakeDevice, make, step
 from tests.serving.engine_texts import VOCABULARY, expected, next_token
-from turbojax.models.engine import Engine, Finished, Request, compilation, engine
-from turbojax.models.engine.scheduler import Status
+from turbojax.models.engine import Engine, Finished, Request, engine, programs
+from turbojax.models.engine.requests import Status
 from turbojax.models.generation.sampling import NOTHING
 
 
@@ -93,7 +93,7 @@ def test_the_rate_leaves_out_tokens_and_time_of_steps_that_compile():
         clock.now += 100.0 if first else 0.5
         clock.steps += 1
         if first:
-            compilation.note()
+            programs.note_traced()
         return run(*arguments, **options)
 
     clock.steps, device.run_step = 0, run_step

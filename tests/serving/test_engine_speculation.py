@@ -10,12 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.serving.engine_helpers import TINY, make
+from tests.serving.engine_helpers import TINY, logits_without_a_cache, make
 from tests.serving.engine_watching import check_belief
 from turbojax import models
 from turbojax.models import Request, Sampling
 from turbojax.models.config import LatentConfig
-from turbojax.models.engine import Draft, NGram, build, costs, programs, speculation, state
+from turbojax.models.engine import Draft, NGram, engine, programs, speculation, statistics, step
 
 FORMATS = (
     "turbo4",
@@ -49,8 +49,8 @@ def model(seed: int = 0) -> models.Decoder:
 def one_size():
     """Programs of one size, as each takes a second to compile; guesses whatever they cost."""
     with (
-        mock.patch.object(build, "decode_sizes", side_effect=lambda slots: (slots,)),
-        mock.patch.object(costs.Costs, "guessing_pays", return_value=True),
+        mock.patch.object(engine, "decode_sizes", side_effect=lambda slots: (slots,)),
+        mock.patch.object(statistics.Costs, "guessing_pays", return_value=True),
     ):
         yield
 
@@ -150,15 +150,10 @@ FIRST, DRAWS = [1, 2, 1, 2, 1, 2], 2000
 
 def distribution(decoder, temperature: float, length: int) -> np.ndarray:
     """Of every continuation its probability, float64 ``[4] * length``, without a cache."""
-
-    def attend(query, key, value, cache, options=None):
-        return models.causal_attention(query, key, value, cache)
-
     begins = list(itertools.product(range(4), repeat=length - 1))
-    tokens = jnp.asarray([[*FIRST, *begin] for begin in begins], jnp.int32)
-    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None], tokens.shape)
-    hidden, _ = decoder.hidden(tokens, positions, attend, (None,))
-    logits = np.asarray(decoder.logits(hidden)[:, len(FIRST) - 1 :], np.float64) / temperature
+    texts = [[*FIRST, *begin] for begin in begins]
+    logits = logits_without_a_cache(decoder, texts, len(texts[0]))[:, len(FIRST) - 1 :]
+    logits = np.asarray(logits, np.float64) / temperature
     each = np.exp(logits - logits.max(axis=-1, keepdims=True))
     each /= each.sum(axis=-1, keepdims=True)
     found = np.zeros((4,) * length)
@@ -226,7 +221,7 @@ def test_guesses_are_what_followed_the_same_tokens(how):
         lengths = rng.integers(0, size - 1, slots).astype(np.int32)
         numbers = dict.fromkeys(("prompts", "left"), lengths)
         tables = np.zeros((1, slots, 3), np.int32)
-        there = state.State(tables=tables, lengths=lengths, history=history, **numbers)
+        there = step.State(tables=tables, lengths=lengths, history=history, **numbers)
         rows = rng.permutation(slots + 1)[: slots - 4].astype(np.int32)  # one is nobody's
         guesses, counts = speculation.look_up(
             jax.tree.map(jnp.asarray, there), rows, count=how.tokens, longest=how.longest,

@@ -128,20 +128,3 @@ def test_an_engine_takes_a_tokenizer_of_its_model():
     assert made.add(Request([1], 1, stop_strings=["3"])) == 0
     with pytest.raises(ValueError, match="tokenizer has 6 tokens, must be at most the model's 5"):
         models.Engine(model, num_pages=3, tokenizer=models.NumberTokenizer(6))
-
-
-@pytest.mark.parametrize(
-    ("stops", "error", "message"),
-    [
-        ("end", TypeError, r"stop_strings='end' must be several texts, not one: \['end'\]"),
-        ([""], ValueError, "must not hold an empty text"),
-        ([3], TypeError, "a member of stop_strings=3 must be a text"),
-    ],
-)
-def test_a_request_refuses_what_is_no_text(stops, error, message):
-    with pytest.raises(error, match=message):
-        Request(PROMPT, 4, stop_strings=stops)
-
-
-def test_a_request_reads_an_iterator_of_texts_once():
-    assert Request(PROMPT, 4, stop_strings=iter("ab")).stop_strings == ("a", "b")

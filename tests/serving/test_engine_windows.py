@@ -15,7 +15,7 @@ from turbojax.app.serve import run as serving
 from turbojax.app.serve.requests import RequestFile, TextRequest, fitting
 from turbojax.app.serve.settings import Models, Settings
 from turbojax.models import Engine, Request
-from turbojax.models.engine import groups
+from turbojax.models.engine import engine, pools
 
 WINDOW = 24
 # As Gemma's: layers with a window, and now and then one without; as Mistral's: all with one.
@@ -31,7 +31,7 @@ def model(windows):
 
 def keep_everything():
     """All layers in one group, from which nothing is freed."""
-    return mock.patch.object(groups, "windows_of", return_value=(None,))
+    return mock.patch.object(engine, "windows_of", return_value=(None,))
 
 
 def texts(made, prompts):
@@ -142,10 +142,10 @@ def test_the_most_pages_of_a_request(window, page_size):
             stop = min(first + piece, total)
             seen = max(first - window + 1, 0) // page_size
             most = max(most, -(-stop // page_size) - seen)
-        assert groups.pages_at_most(total, piece, page_size, window) >= most
+        assert pools.pages_at_most(total, piece, page_size, window) >= most
         if total > window + piece + 2 * page_size:
-            assert groups.pages_at_most(total, piece, page_size, window) == most
-        assert groups.pages_at_most(total, piece, page_size, None) == -(-total // page_size)
+            assert pools.pages_at_most(total, piece, page_size, window) == most
+        assert pools.pages_at_most(total, piece, page_size, None) == -(-total // page_size)
 
 
 @pytest.mark.parametrize(
@@ -155,10 +155,10 @@ def test_the_most_pages_of_a_request(window, page_size):
 def test_what_models_hold(name, windows):
     """Of 8 requests of 32k tokens: pages of 64 tokens of each layer."""
     config = dataclasses.replace(models.SHAPES[name], max_length=32768)
-    assert groups.windows_of(config, 32768) == windows
+    assert pools.windows_of(config, 32768) == windows
     [window] = filter(None, windows)
-    assert groups.windows_of(config, window) == (None,)
-    sizes = groups.Sizes(64, 8, 32768, 64)
+    assert pools.windows_of(config, window) == (None,)
+    sizes = pools.Sizes(64, 8, 32768, 64)
     # A window that begins within a page, and one piece of a prompt.
     assert sizes.pages_of_all(window) == 8 * (window // 64 + 1) + 1
     assert sizes.pages_of_all(None) == 8 * 512

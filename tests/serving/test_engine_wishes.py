@@ -3,20 +3,17 @@
 import dataclasses
 import math
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from tests.benchmarks.choosing_helpers import Row, changed, log_softmax
-from tests.serving.engine_helpers import TINY
-from turbojax import models
+from tests.serving.engine_helpers import TINY, logits_without_a_cache
 from turbojax.models import (
     AllowedTokens,
     Engine,
     Penalties,
     Request,
     Sampling,
-    causal_attention,
 )
 
 VOCABULARY = TINY.vocab_size
@@ -40,11 +37,6 @@ WISHES = [
 ]
 
 
-@pytest.fixture(scope="module")
-def model() -> models.Decoder:
-    return models.random_decoder(dataclasses.replace(TINY, num_layers=1), dtype=jnp.float32)
-
-
 def engine(model, **options) -> Engine:
     settings = {"num_pages": 60, "page_size": 16, "max_sequences": 8, "max_length": 64}
     return Engine(model, **{"step_tokens": 256, **settings, **options})
@@ -63,20 +55,6 @@ def requests(sampling: Sampling | None = None) -> list[Request]:
     ]
 
 
-def logits_of(model, texts: list[list[int]]) -> np.ndarray:
-    """float32 ``[texts, places, V]``, of a pass over whole texts."""
-    tokens = np.zeros((len(texts), 64), np.int32)
-    for row, text in zip(tokens, texts, strict=True):
-        row[: len(text)] = text
-    positions = jnp.broadcast_to(jnp.arange(64)[None], tokens.shape)
-
-    def attend(query, key, value, cache, options=None):
-        return causal_attention(query, key, value, cache)
-
-    hidden, _ = model.hidden(jnp.asarray(tokens), positions, attend, (None,))
-    return np.asarray(model.logits(hidden))
-
-
 @pytest.mark.slow
 def test_greedy_texts_are_those_of_the_definition(model):
     made, wanted = engine(model), requests()
@@ -86,7 +64,7 @@ def test_greedy_texts_are_those_of_the_definition(model):
     texts = [
         [*request.tokens, *result.tokens] for request, result in zip(wanted, results, strict=True)
     ]
-    logits = logits_of(model, texts)
+    logits = np.asarray(logits_without_a_cache(model, texts, 64))
     for i, (request, result, text) in enumerate(zip(wanted, results, texts, strict=True)):
         assert result.finish_reason == "length"
         prompt = len(request.tokens)

@@ -88,19 +88,18 @@ def half(name):
 
 def walk(tokenizer, text, rng, texts, *, most=400):
     """Random allowed tokens up to the end, those that end something more often; their bytes."""
-    result = b""
+    result, all_ends = b"", set(tokenizer.eos_token_ids)
     for step in range(most):
         allowed = tokens_of(text.allowed())
-        ends = allowed & set(tokenizer.eos_token_ids)
-        if text.is_complete and (ends or not allowed or step > most // 2):
-            assert not tokenizer.eos_token_ids or ends
+        # Somebody who follows the masks never stands before nothing.
+        assert allowed or text.is_complete, (result, text.error)
+        assert bool(allowed & all_ends) == (text.is_complete and bool(all_ends))
+        others = sorted(allowed - all_ends)
+        if text.is_complete and (not others or rng.random() < 0.5 or step > most // 2):
             return result
-        assert allowed - ends, (result, text.error)
-        closing = [x for x in allowed if texts[x] and set(texts[x]) <= set(b'"}],e0')]
-        if closing and rng.random() < min(0.3 + step / 100, 0.9):
-            token = rng.choice(sorted(closing))
-        else:
-            token = rng.choice(sorted(allowed - ends))
+        closing = [x for x in others if texts[x] and set(texts[x]) <= set(b'"}],e0')]
+        often = closing and rng.random() < min(0.3 + step / 100, 0.9)
+        token = rng.choice(closing if often else others)
         text.accept(token)
         result += texts[token]
     return None
@@ -493,3 +492,90 @@ def test_without_the_package(tokenizers, monkeypatch):
     monkeypatch.setitem(sys.modules, "llguidance", None)
     with pytest.raises(ImportError, match="a grammar needs the package llguidance: pip install"):
         grammar.json_object(ByteTokenizer())
+
+
+# Random schemas -----------------------------------------------------------------------------------
+
+NUMBERS = (0, 1, -1, 5, 2.5, -3.25, 100, 1e3)
+VALUES = (1, "a", None, True, [1], {"a": 2}, "é", 1.5)
+LEAVES = ("number", "text", "pattern", "null", "enum", "const")
+
+
+def a_number(rng):
+    schema = {"type": rng.choice(["integer", "number"])}
+    if rng.random() < 0.5:
+        schema[rng.choice(["minimum", "exclusiveMinimum"])] = rng.choice(NUMBERS)
+    if rng.random() < 0.5:
+        schema[rng.choice(["maximum", "exclusiveMaximum"])] = rng.choice(NUMBERS) + 10
+    if rng.random() < 0.2:
+        schema["multipleOf"] = rng.choice([2, 3, 0.5, 0.25])
+    return schema
+
+
+def an_array(rng, depth):
+    schema = {"type": "array", "items": a_schema(rng, depth + 1), "maxItems": rng.randint(0, 4)}
+    if rng.random() < 0.4:
+        schema["minItems"] = rng.randint(0, 3)
+    if rng.random() < 0.3:
+        schema["prefixItems"] = [a_schema(rng, depth + 1) for _ in range(rng.randint(1, 2))]
+    return schema
+
+
+def an_object(rng, depth):
+    properties = {name: a_schema(rng, depth + 1) for name in "abc"[: rng.randint(0, 3)]}
+    schema = {"type": "object", "properties": properties}
+    schema["additionalProperties"] = rng.choice([False, {"type": "boolean"}])
+    schema["required"] = [name for name in properties if rng.random() < 0.5]
+    if rng.random() < 0.2:
+        schema["maxProperties"] = rng.randint(0, 3)
+    return schema
+
+
+def a_schema(rng, depth=0):
+    inner = () if depth == 3 else ("array", "object", "anyOf", "oneOf", "allOf")
+    match rng.choice((*LEAVES, *inner)):
+        case "number":
+            return a_number(rng)
+        case "text":
+            return {
+                "type": "string",
+                "minLength": rng.randint(0, 3),
+                "maxLength": rng.randint(2, 6),
+            }
+        case "pattern":
+            return {"type": "string", "pattern": rng.choice(["^[a-c]+$", r"^\d{2}$", "^(x|yz)$"])}
+        case "null":
+            return {"type": ["null", "boolean"]}
+        case "enum":
+            return {"enum": [rng.choice(VALUES) for _ in range(rng.randint(1, 3))]}
+        case "const":
+            return {"const": rng.choice(VALUES)}
+        case "array":
+            return an_array(rng, depth)
+        case "object":
+            return an_object(rng, depth)
+        case joined:
+            return {joined: [a_schema(rng, depth + 1) for _ in range(rng.randint(1, 3))]}
+
+
+@pytest.mark.parametrize(
+    ("seed", "count"), [(0, 150), pytest.param(1, 10_000, marks=pytest.mark.fuzz)]
+)
+def test_random_schemas(seed, count, tokenizers):
+    rng, tokenizer = random.Random(seed), tokenizers["bytes"]
+    texts = texts_of(tokenizer)
+    refused = ended = 0
+    for _ in range(count):
+        schema = a_schema(rng)
+        try:
+            made = grammar.json_schema(tokenizer, schema, whitespace=rng.randint(0, 1))
+        except ValueError:  # such as a contradiction
+            refused += 1
+            continue
+        for _ in range(3):
+            written = walk(tokenizer, made.begin(), rng, texts)
+            if written is not None:
+                jsonschema.validate(json.loads(written.decode()), schema)
+                ended += 1
+    assert refused < count / 4
+    assert ended > 1.5 * count

@@ -1,5 +1,6 @@
 """`turbojax serve --http`: its options, and a process from its first address to its last answer."""
 
+import functools
 import io
 import json
 import re
@@ -11,19 +12,17 @@ import sys
 import httpx
 import pytest
 from rich.console import Console
-from typer.testing import CliRunner
 
+from tests.tools import command_line
+from tests.tools.command_line import refuses, works
 from tests.training.interrupt_helpers import environment
 from turbojax import models, server
 from turbojax.app import startup, terminal, text_model
-from turbojax.app.main import app
 from turbojax.app.serve import http
 from turbojax.app.serve.settings import Settings
 from turbojax.models import Engine
 
-
-def run(*arguments):
-    return CliRunner().invoke(app, ["serve", *arguments], env={"COLUMNS": "120"})
+run = functools.partial(command_line.run, "serve")
 
 
 @pytest.mark.parametrize(
@@ -85,24 +84,18 @@ REFUSED = [
 @pytest.mark.parametrize(("options", "message"), REFUSED, ids=[" ".join(x) for x, _ in REFUSED])
 def test_mistakes_are_found_before_the_model_is_loaded(options, message, monkeypatch):
     monkeypatch.setattr(text_model, "TextModel", None)
-    result = run(*options)
-    assert result.exit_code == 2
-    assert message in result.stderr
-    assert "Traceback" not in result.stderr
+    refuses(run(*options), message)
 
 
 def test_an_address_in_use():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         result = run("--http", f"127.0.0.1:{taken.getsockname()[1]}", "--random-weights", "tiny")
-    assert result.exit_code == 2
-    assert "ddress already in use" in result.stderr
+    refuses(result, "ddress already in use")
 
 
 def test_a_missing_package(monkeypatch):
     monkeypatch.setitem(sys.modules, "turbojax.server", None)
-    result = run("--http", ":0", "--random-weights", "tiny")
-    assert result.exit_code == 2
-    assert "turbojax.server" in result.stderr
+    refuses(run("--http", ":0", "--random-weights", "tiny"), "turbojax.server")
 
 
 def test_sizes_of_a_server(monkeypatch):
@@ -126,8 +119,7 @@ def test_what_is_handed_to_the_server(tiny_folder, monkeypatch):
     monkeypatch.setattr(server, "serve", serve)
     monkeypatch.setattr(Engine, "compile", lambda engine: None)
     options = ["--model", tiny_folder, "--served-name", "mine", "--api-key", "k1", "--max-waiting"]
-    result = run("--http", "127.0.0.1:0", *options, "7", "--max-sequences", "3")
-    assert result.exit_code == 0, result.stderr
+    result = works(run("--http", "127.0.0.1:0", *options, "7", "--max-sequences", "3"))
     assert result.stderr.splitlines() == [
         "compiling",
         "turbojax serve: mine on http://127.0.0.1:1, Ctrl-C ends it",

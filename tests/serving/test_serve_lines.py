@@ -13,10 +13,11 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
+from tests.tools.command_line import refuses, works, write
 from turbojax.app.main import app
 from turbojax.app.serve import command
-from turbojax.app.serve import screen as serve_screen
-from turbojax.app.serve.screen import Screen
+from turbojax.app.serve import results as serve_results
+from turbojax.app.serve.results import Screen
 from turbojax.models.engine import Engine
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -45,19 +46,13 @@ def _serve(folder: str, *arguments: str, **options):
     return CliRunner().invoke(app, ["serve", *arguments, *fixed], **options)
 
 
-def _write(tmp_path, lines) -> str:
-    file = tmp_path / "requests.jsonl"
-    file.write_text("\n".join(lines))
-    return str(file)
-
-
 def _not_loaded(*_, **__):
     raise AssertionError("the weights were read")
 
 
 def test_all_bad_lines_are_named_before_the_weights_are_read(tiny_folder, tmp_path, monkeypatch):
     monkeypatch.setattr("turbojax.models.load_decoder", _not_loaded)
-    file = _write(tmp_path, MIXED)
+    file = write(tmp_path, *MIXED)
     result = _serve(tiny_folder, file)
     assert (result.exit_code, result.stdout) == (2, "")
     *named, last = result.stderr.splitlines()
@@ -68,9 +63,8 @@ def test_all_bad_lines_are_named_before_the_weights_are_read(tiny_folder, tmp_pa
 
 @pytest.mark.slow
 def test_bad_lines_can_be_skipped(tiny_folder, tmp_path):
-    file = _write(tmp_path, MIXED)
-    result = _serve(tiny_folder, file, "--skip-bad")
-    assert result.exit_code == 0, result.stderr
+    file = write(tmp_path, *MIXED)
+    result = works(_serve(tiny_folder, file, "--skip-bad"))
     assert {json.loads(line)["id"] for line in result.stdout.splitlines()} == {1, "last"}
     for number in WRONG:
         assert f"{file}: line {number}: " in result.stderr
@@ -84,15 +78,14 @@ def test_skipping_changes_no_text(tiny_folder, tmp_path):
     drawn = '{"prompt": "abc", "temperature": 1.0, "max_new_tokens": 9}'
     texts = []
     for lines in ([GOOD, GOOD, drawn], [GOOD, "{", drawn]):
-        result = _serve(tiny_folder, _write(tmp_path, lines), "--skip-bad")
+        result = _serve(tiny_folder, write(tmp_path, *lines), "--skip-bad")
         texts.append({x["id"]: x["text"] for x in map(json.loads, result.stdout.splitlines())}[3])
     assert texts[0] == texts[1]
 
 
 @pytest.mark.parametrize("option", [[], ["--skip-bad"]])
 def test_nothing_but_bad_lines(tiny_folder, tmp_path, option):
-    result = _serve(tiny_folder, _write(tmp_path, ["{"] * 30), *option)
-    assert result.exit_code == 2
+    result = refuses(_serve(tiny_folder, write(tmp_path, *["{"] * 30), *option))
     lines = result.stderr.splitlines()
     # The first twenty, and how many there are.
     assert len(lines) == 21
@@ -103,14 +96,13 @@ def test_nothing_but_bad_lines(tiny_folder, tmp_path, option):
 def test_a_pool_that_is_too_small_for_some(tiny_folder, tmp_path):
     lines = [GOOD, json.dumps({"prompt": "a" * 60})]
     options = ["--num-pages", "2", "--page-size", "16"]
-    result = _serve(tiny_folder, _write(tmp_path, lines), *options)
-    assert result.exit_code == 2
-    assert "line 2: a prompt of 61 tokens and 2 new ones need 4 pages, must" in result.stderr
+    result = _serve(tiny_folder, write(tmp_path, *lines), *options)
+    refuses(result, "line 2: a prompt of 61 tokens and 2 new ones need 4 pages, must")
 
 
 def test_a_reason_is_never_longer_than_a_few_lines(tiny_folder, tmp_path):
     line = json.dumps({"prompt": "a", "x" * 100_000: 1})
-    result = _serve(tiny_folder, _write(tmp_path, [line]))
+    result = _serve(tiny_folder, write(tmp_path, line))
     assert len(result.stderr) < 1000
 
 
@@ -118,8 +110,7 @@ def test_a_reason_is_never_longer_than_a_few_lines(tiny_folder, tmp_path):
 def test_requests_from_standard_input(tiny_folder, tmp_path):
     file = tmp_path / "-"
     file.write_text("not this file")
-    result = _serve(tiny_folder, "-", input=f"{GOOD}\n{GOOD}")
-    assert result.exit_code == 0, result.stderr
+    result = works(_serve(tiny_folder, "-", input=f"{GOOD}\n{GOOD}"))
     assert [json.loads(x)["id"] for x in result.stdout.splitlines()] == [1, 2]
     result = _serve(tiny_folder, "-", input="{")
     assert "standard input: line 1: not JSON" in result.stderr
@@ -135,7 +126,7 @@ def test_compiling_is_said_before_the_first_step(tiny_folder, tmp_path, monkeypa
     monkeypatch.setattr(
         command.typer, "echo", lambda line, **kind: (happened.append(line), echo(line, **kind))
     )
-    assert _serve(tiny_folder, _write(tmp_path, [GOOD])).exit_code == 0
+    assert _serve(tiny_folder, write(tmp_path, GOOD)).exit_code == 0
     assert happened[:2] == ["compiling", "step"]
 
 
@@ -153,7 +144,7 @@ def test_a_terminal_shows_results_above_the_bar(monkeypatch):
     terminal.isatty = lambda: True  # type: ignore[method-assign]
     monkeypatch.setattr(sys, "stdout", terminal)
     monkeypatch.setattr(
-        serve_screen, "Console", lambda **_: Console(file=terminal, force_terminal=True, width=80)
+        serve_results, "Console", lambda **_: Console(file=terminal, force_terminal=True, width=80)
     )
     results = [json.dumps({"id": i, "text": "[bold]:smile: " * 20}) for i in range(3)]
     with Screen(3, 0, None) as screen:
@@ -175,7 +166,7 @@ def test_a_pipe_gets_results_while_the_bar_is_on_a_terminal(monkeypatch):
     terminal, pipe = io.StringIO(), io.StringIO()
     monkeypatch.setattr(sys, "stdout", pipe)
     monkeypatch.setattr(
-        serve_screen, "Console", lambda **_: Console(file=terminal, force_terminal=True, width=80)
+        serve_results, "Console", lambda **_: Console(file=terminal, force_terminal=True, width=80)
     )
     with Screen(1, 0, None) as screen:
         screen.begin()
@@ -194,7 +185,7 @@ def test_results_and_progress_on_a_real_terminal(tiny_folder, tmp_path, piped):
     lines = [json.dumps({"prompt": "abc", "max_new_tokens": 90})] * 6
     controller, terminal = pty.openpty()
     code = "from turbojax.app.main import main; main()"
-    options = [_write(tmp_path, lines), "--model", tiny_folder, "--max-sequences", "2"]
+    options = [write(tmp_path, *lines), "--model", tiny_folder, "--max-sequences", "2"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "TERM": "xterm", "COLUMNS": "80"}
     out = tmp_path / "out"
     with out.open("wb") as file:

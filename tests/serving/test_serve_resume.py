@@ -15,11 +15,12 @@ import pytest
 from typer.testing import CliRunner
 
 from tests.models import hf_helpers
+from tests.tools.command_line import refuses, works, write
 from turbojax import _locks, models
 from turbojax.app.main import app
 from turbojax.app.serve import results as serve_results
 from turbojax.app.serve import run as serving
-from turbojax.app.serve.screen import Screen
+from turbojax.app.serve.results import Screen
 
 if _locks.EXIST:
     import fcntl
@@ -36,9 +37,7 @@ LINES = [
 
 
 def _write(tmp_path, lines=LINES) -> str:
-    file = tmp_path / "requests.jsonl"
-    file.write_text("\n".join(map(json.dumps, lines)))
-    return str(file)
+    return write(tmp_path, *lines)
 
 
 def _serve(folder: str, *arguments: str, **options):
@@ -57,8 +56,7 @@ def _results(out: Path) -> dict:
 def whole(tiny_folder, tmp_path_factory) -> Path:
     """The results of a run that nothing interrupted."""
     folder = tmp_path_factory.mktemp("whole")
-    result = _serve(tiny_folder, _write(folder), "--out", str(folder / "out"))
-    assert result.exit_code == 0, result.stderr
+    works(_serve(tiny_folder, _write(folder), "--out", str(folder / "out")))
     assert len(_results(folder / "out")) == len(LINES)
     return folder / "out"
 
@@ -73,8 +71,7 @@ def test_a_run_goes_on_where_it_was_cut(tiny_folder, tmp_path, whole, count, cut
     part = lines[count][:cut] if count < len(lines) else b""
     out = tmp_path / "out"
     out.write_bytes(b"".join(lines[:count]) + part)
-    result = _serve(tiny_folder, _write(tmp_path), "--out", str(out), "--resume")
-    assert result.exit_code == 0, result.stderr
+    result = works(_serve(tiny_folder, _write(tmp_path), "--out", str(out), "--resume"))
     assert _results(out) == _results(whole)
     assert out.read_bytes().startswith(b"".join(lines[:count]))
     assert f"{len(LINES) - count} requests" in result.stdout
@@ -96,9 +93,7 @@ def test_an_exception_after_each_result(tiny_folder, tmp_path, whole, monkeypatc
     with monkeypatch.context() as patch:
         patch.setattr(serve_results.ResultFile, "write", write)
         while len(out.read_bytes().splitlines() if out.exists() else ()) < len(LINES):
-            result = _serve(tiny_folder, *arguments)
-            assert result.exit_code == 2
-            assert "No space left on device: 'out'" in result.stderr
+            refuses(_serve(tiny_folder, *arguments), "No space left on device: 'out'")
             runs += 1
     assert runs == len(LINES)
     assert "5 had results already" in _serve(tiny_folder, *arguments).stdout
@@ -128,16 +123,14 @@ def test_results_are_not_overwritten(tiny_folder, tmp_path, content):
     out = tmp_path / "out"
     out.write_text(content)
     result = _serve("/nowhere", _write(tmp_path), "--out", str(out))
-    assert result.exit_code == 2
-    assert "holds results already: --resume keeps them and goes on, --overwrite" in result.stderr
+    refuses(result, "holds results already: --resume keeps them and goes on, --overwrite")
     assert out.read_text() == content
 
 
 def test_overwriting_is_asked_for(tiny_folder, tmp_path, whole):
     out = tmp_path / "out"
     out.write_text("old")
-    result = _serve(tiny_folder, _write(tmp_path), "--out", str(out), "--overwrite")
-    assert result.exit_code == 0, result.stderr
+    works(_serve(tiny_folder, _write(tmp_path), "--out", str(out), "--overwrite"))
     assert _results(out) == _results(whole)
 
 
@@ -167,16 +160,14 @@ def test_results_of_other_requests_are_refused(tiny_folder, tmp_path, whole, lin
     out.write_bytes(whole.read_bytes())
     file = _write(tmp_path, lines)
     result = _serve(tiny_folder, file, "--out", str(out), "--resume", *options)
-    assert result.exit_code == 2
-    assert f"line {line}: --out holds a result with its id" in result.stderr
+    refuses(result, f"line {line}: --out holds a result with its id")
     assert out.read_bytes() == whole.read_bytes()
 
 
 def test_results_of_no_request_are_kept(tiny_folder, tmp_path, whole):
     out = tmp_path / "out"
     out.write_bytes(whole.read_bytes())
-    result = _serve(tiny_folder, _write(tmp_path, LINES[:2]), "--out", str(out), "--resume")
-    assert result.exit_code == 0, result.stderr
+    result = works(_serve(tiny_folder, _write(tmp_path, LINES[:2]), "--out", str(out), "--resume"))
     assert "3 results in --out are of no request here: kept" in result.stderr
     assert out.read_bytes() == whole.read_bytes()
 
@@ -186,8 +177,7 @@ def test_what_was_aborted_runs_again_and_what_failed_does_not(tiny_folder, tmp_p
     rows[0]["finish_reason"], rows[1]["finish_reason"] = "aborted", "failed"
     out = tmp_path / "out"
     out.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    result = _serve(tiny_folder, _write(tmp_path), "--out", str(out), "--resume")
-    assert result.exit_code == 0, result.stderr
+    result = works(_serve(tiny_folder, _write(tmp_path), "--out", str(out), "--resume"))
     assert "4 had results already" in result.stdout
     last = json.loads(out.read_text().splitlines()[-1])
     assert (last["id"], last["finish_reason"]) == (rows[0]["id"], "length")
@@ -201,8 +191,7 @@ def test_a_file_of_something_else_is_refused(tiny_folder, tmp_path, content):
     out = tmp_path / "out"
     out.write_text(content)
     result = _serve(tiny_folder, _write(tmp_path), "--out", str(out), "--resume")
-    assert result.exit_code == 2
-    assert "line 1: is no result of turbojax serve, so --resume cannot go on" in result.stderr
+    refuses(result, "line 1: is no result of turbojax serve, so --resume cannot go on")
     assert out.read_text() == content
 
 
@@ -215,9 +204,7 @@ def test_a_file_of_something_else_is_refused(tiny_folder, tmp_path, content):
     ],
 )
 def test_options_that_do_not_go_together(tmp_path, options, message):
-    result = _serve("/nowhere", _write(tmp_path), *options)
-    assert result.exit_code == 2
-    assert message in result.stderr
+    refuses(_serve("/nowhere", _write(tmp_path), *options), message)
 
 
 def test_what_an_interrupted_run_can_say(tmp_path):
@@ -238,8 +225,7 @@ def test_a_second_writer_is_refused_at_once(tmp_path, whole, option):
     out.write_bytes(whole.read_bytes())
     with serve_results.open_results(out, resume=True, overwrite=False):
         result = _serve("/nowhere", _write(tmp_path), "--out", str(out), option)
-    assert result.exit_code == 2
-    assert "another process writes to it" in result.stderr
+    refuses(result, "another process writes to it")
     assert out.read_bytes() == whole.read_bytes()
 
 
@@ -361,8 +347,7 @@ def test_a_checkpoint_that_names_no_dtype(tiny_folder, tmp_path):
     (folder / "config.json").write_text(json.dumps(config))
     out, file = tmp_path / "out", _write(tmp_path)
     for option in ([], ["--resume"]):
-        result = _serve(str(folder), file, "--out", str(out), *option)
-        assert result.exit_code == 0, result.stderr
+        result = works(_serve(str(folder), file, "--out", str(out), *option))
     assert "5 had results already" in result.stdout
 
 
@@ -387,8 +372,7 @@ def test_another_kind_of_weights_is_another_model(tmp_path):
     arguments = ["serve", _write(tmp_path, lines), "--random-weights", "tiny", "--out", str(out)]
     assert CliRunner().invoke(app, arguments).exit_code == 0
     result = CliRunner().invoke(app, [*arguments, "--resume", "--weights", "int4"])
-    assert result.exit_code == 2
-    assert "line 1: --out holds a result with its id 1 of another" in result.stderr
+    refuses(result, "line 1: --out holds a result with its id 1 of another")
 
 
 def test_results_of_version_0_1_0_are_gone_on_with(tmp_path):
@@ -398,8 +382,7 @@ def test_results_of_version_0_1_0_are_gone_on_with(tmp_path):
     kept = {"id": 1, "text": " im", "finish_reason": "length", "request": "fd27303c15db27ea"}
     out.write_text(json.dumps(kept) + "\n")
     arguments = ["serve", str(file), "--out", str(out), "--resume", "--dtype", "float32"]
-    result = CliRunner().invoke(app, arguments)
-    assert result.exit_code == 0, result.stderr
+    result = works(CliRunner().invoke(app, arguments))
     assert "1 had results already" in result.stdout
 
 

@@ -1,6 +1,7 @@
 """The engine of `turbojax serve`: what options make of it, and the size of its pool."""
 
 import dataclasses
+import functools
 import json
 import re
 from pathlib import Path
@@ -8,11 +9,11 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import pytest
-from typer.testing import CliRunner
 
+from tests.tools import command_line
+from tests.tools.command_line import refuses, works, write
 from turbojax import models
 from turbojax.app import startup, text_model
-from turbojax.app.main import app
 from turbojax.app.serve import settings as making
 from turbojax.app.serve.settings import Models, Settings, plan
 from turbojax.models.engine import Draft, Engine, NGram
@@ -32,14 +33,7 @@ SHAPES = Models(CONFIG, jnp.dtype(jnp.float32))
 TOKEN_BYTES = 2 * 2 * 16 * 4 * 2
 
 
-def run(*arguments):
-    return CliRunner().invoke(app, ["serve", *arguments], env={"COLUMNS": "120"})
-
-
-def write(tmp_path, *lines):
-    file = tmp_path / "requests.jsonl"
-    file.write_text("\n".join(map(json.dumps, lines)))
-    return str(file)
+run = functools.partial(command_line.run, "serve")
 
 
 def planned(settings, **options):
@@ -129,9 +123,11 @@ def test_a_request_that_the_memory_has_no_room_for_is_found_before_weights_are_r
     monkeypatch.setattr(startup, "available_memory", lambda: (needs + 3 * page) / 0.9 + 1)
     lines = [{"prompt": "1", "max_new_tokens": count} for count in (100, 399)]
     result = run(write(tmp_path, *lines), "--random-weights", "tiny")
-    assert result.exit_code == 2
-    assert "line 2: a prompt of 1 tokens and 399 new ones need 7 pages" in result.stderr
-    assert "num_pages=3: for more the memory has no room: a smaller --max-seq" in result.stderr
+    refuses(
+        result,
+        "line 2: a prompt of 1 tokens and 399 new ones need 7 pages",
+        "num_pages=3: for more the memory has no room: a smaller --max-seq",
+    )
 
 
 def test_what_an_engine_needs_besides():
@@ -177,16 +173,11 @@ REFUSED = [
 @pytest.mark.parametrize(("options", "message"), REFUSED, ids=[x for _, x in REFUSED])
 def test_options_that_do_not_fit(options, message, tmp_path, monkeypatch):
     monkeypatch.setattr(models, "load_decoder", None)
-    result = run(write(tmp_path, {"prompt": "a"}), *options)
-    assert result.exit_code == 2
-    assert message in result.stderr
-    assert "Traceback" not in result.stderr
+    refuses(run(write(tmp_path, {"prompt": "a"}), *options), message)
 
 
 def test_neither_a_file_nor_an_address():
-    result = run()
-    assert result.exit_code == 2
-    assert "give a FILE of requests or --http HOST:PORT, one of them" in result.stderr
+    refuses(run(), "give a FILE of requests or --http HOST:PORT, one of them")
 
 
 def test_a_key_in_the_environment_is_no_option_of_a_file(tmp_path, monkeypatch):
@@ -200,8 +191,7 @@ def test_int4_weights_four_bit_pages_and_speculation_in_one_command(tmp_path):
     options = ["--random-weights", "tiny", "--weights", "int4", "--kv-dtype", "turbo4"]
     lines = [{"prompt": "1 2 3 1 2 3 1 2", "max_new_tokens": 40} for _ in range(3)]
     file, out = write(tmp_path, *lines), str(tmp_path / "out")
-    result = run(file, *options, "--speculate", "ngram", "--out", out)
-    assert result.exit_code == 0, result.stderr
+    result = works(run(file, *options, "--speculate", "ngram", "--out", out))
     last = result.stdout
     assert re.match(r"3 requests, 120 tokens, .* tokens/s; \d+ steps, the host worked \d", last)
     assert re.search(r"\d+ of \d+ guesses accepted \(\d+%\)", last)
@@ -212,11 +202,9 @@ def test_int4_weights_four_bit_pages_and_speculation_in_one_command(tmp_path):
 def test_a_draft_that_is_the_model_guesses_right(tiny_folder, tmp_path):
     file, out = write(tmp_path, {"prompt": "abc", "max_new_tokens": 40}), str(tmp_path / "out")
     options = ["--model", tiny_folder, "--page-size", "16", "--json"]
-    plain = run(file, *options)
-    assert plain.exit_code == 0, plain.stderr
+    plain = works(run(file, *options))
     guessing = ["--speculate", "draft", "--draft-model", tiny_folder, "--draft-tokens", "3"]
-    result = run(file, *options, *guessing, "--out", out)
-    assert result.exit_code == 0, result.stderr
+    result = works(run(file, *options, *guessing, "--out", out))
     numbers = json.loads(result.stdout)["statistics"]
     assert numbers["accepted_tokens"] > 0.9 * numbers["proposed_tokens"] > 20
     [found] = map(json.loads, Path(out).read_text().splitlines())

@@ -3,47 +3,10 @@
 import pytest
 
 from tests.serving.fake_engine import FakeEngine
-from tests.serving.server_helpers import NAME, running, tokenizer_with_chats
+from tests.serving.server_helpers import NAME, chat, complete, running
 from turbojax.models import Sampling
 from turbojax.models.generation.penalties import Penalties
 from turbojax.models.text.tokenizer import ByteTokenizer
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return tokenizer_with_chats()
-
-
-@pytest.fixture(scope="module")
-def fake(tokenizer):
-    return FakeEngine(tokenizer=tokenizer)
-
-
-@pytest.fixture(scope="module")
-def client(fake, tokenizer):
-    with running(fake, tokenizer) as found, found.client() as client:
-        yield client
-
-
-@pytest.fixture(scope="module")
-def http(client):
-    import httpx
-
-    with httpx.Client(base_url=str(client.base_url).removesuffix("/v1/"), timeout=60) as http:
-        yield http
-
-
-def complete(client, prompt="hello", **options):
-    return client.completions.create(
-        **{"model": NAME, "prompt": prompt, "temperature": 0, **options}
-    )
-
-
-def chat(client, said="hello", **options):
-    messages = [{"role": "user", "content": said}]
-    return client.chat.completions.create(
-        **{"model": NAME, "messages": messages, "temperature": 0, **options}
-    )
 
 
 def answered(prompt: str, count: int, *, begun: bool = True) -> str:

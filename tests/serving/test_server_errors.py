@@ -9,10 +9,9 @@ import openai
 import pytest
 
 from tests.serving.fake_engine import FakeEngine
-from tests.serving.server_helpers import NAME, running, tokenizer_with_chats, until
+from tests.serving.server_helpers import NAME, running, until
 from turbojax import server
-from turbojax.server.errors import ApiError
-from turbojax.server.fields import MOST_BRACKETS, Fields
+from turbojax.server.fields import MOST_BRACKETS, ApiError, Fields
 
 PROMPT = (
     "prompt=%s must be a text, a list of texts, a list of tokens within 0..255 or a list of such"
@@ -20,26 +19,10 @@ PROMPT = (
 
 
 @pytest.fixture(scope="module")
-def tokenizer():
-    return tokenizer_with_chats()
-
-
-@pytest.fixture(scope="module")
-def fake(tokenizer):
-    return FakeEngine(tokenizer=tokenizer)
-
-
-@pytest.fixture(scope="module")
 def served(fake, tokenizer):
     limits = server.Limits(body_bytes=100_000, prompt_tokens=1000, choices=8)
     with running(fake, tokenizer, limits=limits) as found:
         yield found
-
-
-@pytest.fixture(scope="module")
-def http(served):
-    with served.http() as http:
-        yield http
 
 
 def error_of(answer: httpx.Response, status: int) -> dict:

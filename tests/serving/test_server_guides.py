@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from tests.serving.fake_engine import FakeEngine
-from tests.serving.server_helpers import NAME, real_engine, running, tokenizer_with_chats
+from tests.serving.server_helpers import NAME, real_engine, running
 from turbojax.models import NumberTokenizer
 from turbojax.models.text import grammar
 
@@ -42,22 +42,6 @@ WAYS = [
         "x",
     ),
 ]
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return tokenizer_with_chats()
-
-
-@pytest.fixture(scope="module")
-def fake(tokenizer):
-    return FakeEngine(tokenizer=tokenizer)
-
-
-@pytest.fixture(scope="module")
-def http(fake, tokenizer):
-    with running(fake, tokenizer) as served, served.http() as http:
-        yield http
 
 
 @pytest.mark.parametrize("name", ["guided_regex", "guided\\u005fregex"])

@@ -14,7 +14,7 @@ from flax import nnx
 from tests.serving.server_helpers import NAME, real_engine, running, tokenizer_with_chats, until
 from turbojax import models
 from turbojax.models import Request, Sampling
-from turbojax.models.engine.handles import RequestHandle
+from turbojax.models.engine.asynchronous import RequestHandle
 
 CLIENTS, ROUNDS, NEW = 200, 4, 20
 TINY = models.TransformerConfig(

@@ -51,12 +51,6 @@ def served(model):
         yield found
 
 
-@pytest.fixture(scope="module")
-def client(served):
-    with served.client() as client:
-        yield client
-
-
 def tokens_of(text: str) -> list[int]:
     return [0, *text.encode()]
 

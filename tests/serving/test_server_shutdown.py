@@ -12,17 +12,12 @@ import openai
 import pytest
 
 from tests.serving.fake_engine import FakeEngine
-from tests.serving.server_helpers import NAME, running, tokenizer_with_chats, until
+from tests.serving.server_helpers import NAME, running, until
 from turbojax import server
 from turbojax.models import Request
 from turbojax.models.engine.asynchronous import AsyncEngine, EngineEnded
 
 BODY = {"model": NAME, "prompt": "a", "max_tokens": 4000}
-
-
-@pytest.fixture
-def tokenizer():
-    return tokenizer_with_chats()
 
 
 def test_what_runs_comes_to_its_end_and_nothing_else_is_taken(tokenizer):

@@ -1,23 +1,20 @@
 """Answers of the server in chunks, and clients that hang up."""
 
 import asyncio
+import functools
 import json
 import socket
 
 import httpx
 import pytest
 
+from tests.serving import server_helpers
 from tests.serving.fake_engine import FakeEngine
-from tests.serving.server_helpers import NAME, running, tokenizer_with_chats, until
+from tests.serving.server_helpers import NAME, running, until
 from turbojax.models.engine.asynchronous import AsyncEngine
-from turbojax.server.completions import read_completion
+from turbojax.server.requests import read_completion
 from turbojax.server.responses import Answer
 from turbojax.server.service import Limits, Service
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return tokenizer_with_chats()
 
 
 @pytest.fixture(scope="module")
@@ -25,29 +22,8 @@ def fake(tokenizer):
     return FakeEngine(tokenizer=tokenizer, delay=0.001)
 
 
-@pytest.fixture(scope="module")
-def served(fake, tokenizer):
-    with running(fake, tokenizer) as found:
-        yield found
-
-
-@pytest.fixture(scope="module")
-def client(served):
-    with served.client() as client:
-        yield client
-
-
-def complete(client, prompt="hello", **options):
-    return client.completions.create(
-        **{"model": NAME, "prompt": prompt, "temperature": 0, "stream": True, **options}
-    )
-
-
-def chat(client, said="hello", **options):
-    messages = [{"role": "user", "content": said}]
-    return client.chat.completions.create(
-        **{"model": NAME, "messages": messages, "temperature": 0, "stream": True, **options}
-    )
+complete = functools.partial(server_helpers.complete, stream=True)
+chat = functools.partial(server_helpers.chat, stream=True)
 
 
 def pieces(chunks) -> dict[int, list[str]]:

@@ -5,7 +5,7 @@ import pytest
 from tests.models.chat_cases import CHATML, folder
 from tests.models.tokenizer_helpers import TEXTS, byte_fallback, save
 from tests.serving.fake_engine import FakeEngine
-from tests.serving.server_helpers import NAME, running
+from tests.serving.server_helpers import NAME
 from turbojax.models import JsonTokenizer
 from turbojax.server.texts import TokenTexts
 
@@ -29,12 +29,6 @@ def fake(tokenizer):
             end,
         ],
     )
-
-
-@pytest.fixture(scope="module")
-def client(tokenizer, fake):
-    with running(fake, tokenizer) as served, served.client() as client:
-        yield client
 
 
 def chat(client, number: int, **options):

@@ -1,5 +1,6 @@
 """The `turbojax generate` command: what it prints, and what it says when it cannot."""
 
+import functools
 import json
 import shutil
 import sys
@@ -8,13 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from typer.testing import CliRunner
 
 from tests.models.tokenizer_helpers import byte_level, save
+from tests.tools.command_line import refuses, run, works
 from turbojax import models
 from turbojax.app.generate import command as cli_generate
 from turbojax.app.generate import run as text
-from turbojax.app.main import app
 from turbojax.app.text_model import than_bfloat16
 from turbojax.models.text.tokenizer import load_tokenizer
 
@@ -45,20 +45,17 @@ def number_model(tmp_path_factory) -> str:
     return _save(tmp_path_factory.mktemp("numbers"), 60)
 
 
-def _run(*arguments: str):
-    return CliRunner().invoke(app, ["generate", *arguments], env={"COLUMNS": "120"})
+_run = functools.partial(run, "generate")
 
 
 def _json(*arguments: str) -> dict:
-    result = _run(*arguments, "--json", "--cache", "exact")
-    assert result.exit_code == 0, result.stderr
+    result = works(_run(*arguments, "--json", "--cache", "exact"))
     return json.loads(result.stdout)
 
 
 @pytest.mark.slow
 def test_text_and_a_last_line(byte_model):
-    result = _run("abc", "--model", byte_model, "--cache", "exact", "--max-new-tokens", "6")
-    assert result.exit_code == 0, result.stderr
+    result = works(_run("abc", "--model", byte_model, "--cache", "exact", "--max-new-tokens", "6"))
     prompt = jnp.array([[0, *b"abc"]])
     model = models.load(byte_model, dtype=jnp.float32)
     expected = bytes(models.generate(model, prompt, max_new_tokens=6)[0].tolist())
@@ -102,8 +99,7 @@ def test_tokens_are_numbers_without_a_tokenizer(number_model):
     assert report["prompt_tokens"] == 3
     assert len(report["text"].split()) == 3
     result = _run("some words", "--model", number_model)
-    assert result.exit_code == 2
-    assert "no tokenizer.json, so the text must be token numbers" in result.stderr
+    refuses(result, "no tokenizer.json, so the text must be token numbers")
 
 
 TEMPLATE = """\
@@ -140,16 +136,14 @@ def test_a_folder_with_a_tokenizer(chat_model, monkeypatch):
     assert report["text"] == whole.removeprefix("The dog")
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     result = _run("AB", "--model", chat_model)
-    assert result.exit_code == 2
-    assert "needs the package tokenizers: pip install 'tokenizers>=" in result.stderr
+    refuses(result, "needs the package tokenizers: pip install 'tokenizers>=")
 
 
 def test_a_tokenizer_that_knows_more_than_the_model(tmp_path):
     folder = _save(tmp_path, 319)
     save(byte_level(), tmp_path)
     result = _run("AB", "--model", folder)
-    assert result.exit_code == 2
-    assert "know tokens up to 319, which must be below the model's vocab_size=319" in result.stderr
+    refuses(result, "know tokens up to 319, which must be below the model's vocab_size=319")
 
 
 @pytest.mark.quick(1)
@@ -250,9 +244,7 @@ def test_what_is_wrong_in_config_json_is_said_with_its_path(byte_model, tmp_path
     config = json.loads((folder / "config.json").read_text())
     del config["hidden_size"]
     (folder / "config.json").write_text(json.dumps(config))
-    result = _run("a", "--model", str(folder))
-    assert result.exit_code == 2
-    assert f"{folder / 'config.json'}: lacks hidden_size" in result.stderr
+    refuses(_run("a", "--model", str(folder)), f"{folder / 'config.json'}: lacks hidden_size")
 
 
 def test_files_that_are_no_unicode(byte_model, chat_model, tmp_path):
@@ -260,9 +252,7 @@ def test_files_that_are_no_unicode(byte_model, chat_model, tmp_path):
     file.write_bytes(b"a\xff\xc3")
     options = ["--file", str(file), "--max-new-tokens", "2", "--model"]
     assert _json(*options, byte_model)["prompt_tokens"] == 4
-    result = _run(*options, chat_model)
-    assert result.exit_code == 2
-    assert "the text is not Unicode" in result.stderr
+    refuses(_run(*options, chat_model), "the text is not Unicode")
 
 
 @pytest.mark.parametrize(
@@ -292,10 +282,7 @@ def test_files_that_are_no_unicode(byte_model, chat_model, tmp_path):
     ],
 )
 def test_errors_are_one_clear_line(arguments, message):
-    result = _run(*arguments)
-    assert result.exit_code == 2
-    assert message in result.stderr
-    assert "Traceback" not in result.stderr
+    result = refuses(_run(*arguments), message)
     assert result.stderr.startswith("turbojax generate: ")
     assert result.stderr.count("\n") == 1
 
@@ -303,16 +290,14 @@ def test_errors_are_one_clear_line(arguments, message):
 @pytest.mark.skipif(jnp.ones(1).device.platform == "gpu", reason="about a machine without a GPU")
 @pytest.mark.parametrize(("cache", "name"), [("4bit", "triton"), ("exact", "cudnn")])
 def test_an_implementation_that_cannot_run_says_why(cache, name):
-    result = _run("--random-weights", "tiny", "--cache", cache, "--implementation", name)
-    assert result.exit_code == 2
+    result = refuses(_run("--random-weights", "tiny", "--cache", cache, "--implementation", name))
     assert "cannot run here" in result.stderr or "has no implementation" in result.stderr
 
 
 @pytest.mark.parametrize("prompt", ["5000000000", "3 60", "1" + "0" * 30, "-- -1"])
 def test_numbers_outside_the_vocabulary(number_model, prompt):
     result = _run("--model", number_model, *prompt.split(" ", prompt.startswith("--")))
-    assert result.exit_code == 2
-    assert "must be within 0..59" in result.stderr
+    refuses(result, "must be within 0..59")
     assert result.stderr.count("\n") == 1
 
 
@@ -327,8 +312,7 @@ def test_numbers_outside_the_vocabulary(number_model, prompt):
     ],
 )
 def test_cheap_mistakes_are_found_before_the_model_is_loaded(options):
-    result = _run("a", "--model", "/no/such/folder", *options)
-    assert result.exit_code == 2
+    result = refuses(_run("a", "--model", "/no/such/folder", *options))
     assert "folder" not in result.stderr
     assert "must" in result.stderr
 
@@ -356,6 +340,4 @@ def test_almost_as_large_is_as_large():
 
 
 def test_a_text_without_tokens(number_model):
-    result = _run("", "--model", number_model)
-    assert result.exit_code == 2
-    assert "the text must hold at least one token" in result.stderr
+    refuses(_run("", "--model", number_model), "the text must hold at least one token")

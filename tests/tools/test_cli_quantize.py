@@ -7,32 +7,26 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from typer.testing import CliRunner
 
 from tests.models import hf_helpers as hf
 from tests.models import image_helpers
+from tests.tools.command_line import refuses, run, works
 from turbojax import models
 from turbojax.app import text_model
-from turbojax.app.main import app
 from turbojax.app.quantize import run as quantizing
 from turbojax.models.text.tokenizer import ByteTokenizer
 
 QUICK = ("--calibration-tokens", "128", "--evaluation-tokens", "128", "--window", "64")
 
 
-def _run(command: str, *arguments: str):
-    return CliRunner().invoke(app, [command, *arguments], env={"COLUMNS": "120"})
-
-
 def _quantize(folder: str, out, *arguments: str):
-    return _run("quantize", "--model", folder, "--out", str(out), *QUICK, *arguments)
+    return run("quantize", "--model", folder, "--out", str(out), *QUICK, *arguments)
 
 
 @pytest.fixture(scope="module")
 def quantized(tiny_folder, tmp_path_factory) -> tuple[str, dict]:
     out = tmp_path_factory.mktemp("quantized")
-    result = _quantize(tiny_folder, out, "--json")
-    assert result.exit_code == 0, result.stderr
+    result = works(_quantize(tiny_folder, out, "--json"))
     return str(out), json.loads(result.stdout)
 
 
@@ -75,7 +69,7 @@ def test_bits_are_those_of_the_models(tiny_folder, quantized):
 @pytest.mark.slow
 def test_the_table_and_the_bars(tiny_folder, tmp_path):
     result = _quantize(tiny_folder, tmp_path, "--scale-dtype", "bf16", "--no-crs", "--no-rpn")
-    assert result.exit_code == 0, result.stderr
+    works(result)
     for words in (
         "before",
         "after",
@@ -97,8 +91,7 @@ def test_the_table_and_the_bars(tiny_folder, tmp_path):
 @pytest.mark.slow
 def test_what_is_asked_for_is_quantized(tiny_folder, tmp_path):
     options = ("--quantize-embedding", "--quantize-head", "--evaluation-tokens", "0")
-    result = _quantize(tiny_folder, tmp_path, *options, "--cas-inputs", "constant", "--json")
-    assert result.exit_code == 0, result.stderr
+    result = works(_quantize(tiny_folder, tmp_path, *options, "--cas-inputs", "constant", "--json"))
     report = json.loads(result.stdout)
     assert report["bits"] == {}
     assert report["settings"]["smoothing"]["cas_inputs"] == "constant"
@@ -112,10 +105,10 @@ def test_what_is_asked_for_is_quantized(tiny_folder, tmp_path):
 @pytest.mark.parametrize("cache", ["exact", "kv4"])
 def test_the_quantized_model_generates(quantized, cache):
     out, _ = quantized
-    result = _run(
+    result = run(
         "generate", "abc", "--model", out, "--cache", cache, "--max-new-tokens", "5", "--json"
     )
-    assert result.exit_code == 0, result.stderr
+    works(result)
     report = json.loads(result.stdout)
     decoder = models.load(out, dtype=jnp.float32)
     expected = models.generate(decoder, jnp.array([[0, *b"abc"]]), max_new_tokens=5, cache=cache)
@@ -126,8 +119,8 @@ def test_the_quantized_model_generates(quantized, cache):
 @pytest.mark.fuzz
 def test_random_int4_weights_generate():
     options = ("--random-weights", "tiny", "--weights", "int4", "--cache", "kv4")
-    result = _run("generate", *options, "--max-new-tokens", "3", "--prompt-tokens", "5", "--json")
-    assert result.exit_code == 0, result.stderr
+    result = run("generate", *options, "--max-new-tokens", "3", "--prompt-tokens", "5", "--json")
+    works(result)
     report = json.loads(result.stdout)
     assert len(report["text"].split()) == 3
     # 4 bits and a 16-bit scale for 16 channels; 5 and 3 tokens become 32 and 32, allocated by 128.
@@ -150,16 +143,13 @@ def test_tokens_that_are_numbers(tmp_path):
     numbers = tmp_path / "numbers"
     numbers.write_text(" ".join(str(i * 7 % 60) for i in range(200)))
     missing = _quantize(str(tmp_path / "model"), tmp_path / "out")
-    assert missing.exit_code == 2
-    assert "give token numbers in a calibration file" in missing.stderr
+    refuses(missing, "give token numbers in a calibration file")
     files = ("--calibration-file", str(numbers), "--evaluation-file", str(numbers))
-    result = _quantize(str(tmp_path / "model"), tmp_path / "out", *files)
-    assert result.exit_code == 0, result.stderr
+    result = works(_quantize(str(tmp_path / "model"), tmp_path / "out", *files))
     assert "bits/token, exact" in result.stdout
     numbers.write_text("1 2 x")
     result = _quantize(str(tmp_path / "model"), tmp_path / "out", *files)
-    assert result.exit_code == 2
-    assert f"calibration text '{numbers}': there is no tokenizer.json" in result.stderr
+    refuses(result, f"calibration text '{numbers}': there is no tokenizer.json")
 
 
 @pytest.mark.fuzz
@@ -170,13 +160,11 @@ def test_other_families(name, tmp_path):
     numbers, out = tmp_path / "numbers", tmp_path / "out"
     numbers.write_text(" ".join(map(str, hf.tokens(1, 200)[0])))
     files = ("--calibration-file", str(numbers), "--evaluation-file", str(numbers))
-    result = _quantize(str(tmp_path / "model"), out, *files, "--json")
-    assert result.exit_code == 0, result.stderr
+    result = works(_quantize(str(tmp_path / "model"), out, *files, "--json"))
     bits = json.loads(result.stdout)["bits"]
     assert bits["before"].keys() == bits["after"].keys() >= {"exact", "kv4"}
     assert all(3 < x < 14 for row in bits.values() for x in row.values())
-    text = _run("generate", "3 5 7", "--model", str(out), "--max-new-tokens", "3", "--cache", "kv4")
-    assert text.exit_code == 0, text.stderr
+    works(run("generate", "3 5 7", "--model", str(out), "--max-new-tokens", "3", "--cache", "kv4"))
 
 
 @pytest.mark.slow
@@ -186,14 +174,12 @@ def test_a_vision_tower_is_kept(tiny_folder, tmp_path):
     image_helpers.write(source)
     numbers.write_text(" ".join(str(i * i % 60) for i in range(200)))
     files = ("--calibration-file", str(numbers), "--evaluation-tokens", "0")
-    result = _quantize(str(source), out, *files)
-    assert result.exit_code == 0, result.stderr
+    result = works(_quantize(str(source), out, *files))
     found, want = models.load_vision(out), models.load_vision(source)
     jax.tree.map(np.testing.assert_array_equal, found, want)
     assert isinstance(models.load(out), models.QuantizedDecoder)
     result = _quantize(tiny_folder, out, "--evaluation-tokens", "0")
-    assert result.exit_code == 2
-    assert "holds 'vision' of another model" in result.stderr
+    refuses(result, "holds 'vision' of another model")
 
 
 @pytest.mark.slow
@@ -203,16 +189,14 @@ def test_companions_of_a_model_are_copied(tiny_folder, tmp_path):
     (source / "tokenizer_config.json").write_text("{}")
     (source / "additional_chat_templates").mkdir()
     (source / "additional_chat_templates" / "tool_use.jinja").write_text("{{ tools }}")
-    result = _quantize(str(source), out, "--evaluation-tokens", "0")
-    assert result.exit_code == 0, result.stderr
+    works(_quantize(str(source), out, "--evaluation-tokens", "0"))
     assert (out / "tokenizer_config.json").read_text() == "{}"
     assert (out / "additional_chat_templates" / "tool_use.jinja").read_text() == "{{ tools }}"
     assert models.read_config(out)["eos_token_id"] == 7
     assert models.read_config(out)["torch_dtype"] == "bfloat16"
     # Those of an older model do not stay.
     (out / "notes").write_text("mine")
-    result = _quantize(tiny_folder, out, "--evaluation-tokens", "0")
-    assert result.exit_code == 0, result.stderr
+    works(_quantize(tiny_folder, out, "--evaluation-tokens", "0"))
     assert not (out / "tokenizer_config.json").exists()
     assert not list((out / "additional_chat_templates").glob("*"))
     assert (out / "notes").read_text() == "mine"
@@ -263,22 +247,15 @@ def test_calibration_never_sees_held_out_text():
     ],
 )
 def test_errors_are_one_clear_line(tiny_folder, tmp_path, arguments, message):
-    result = _quantize(tiny_folder, tmp_path, *arguments)
-    assert result.exit_code == 2
-    assert message in result.stderr
-    assert "Traceback" not in result.stderr
+    refuses(_quantize(tiny_folder, tmp_path, *arguments), message)
 
 
 @pytest.mark.slow
 def test_a_quantized_model_is_refused_where_floats_are_needed(quantized, tmp_path):
     out, _ = quantized
-    again = _quantize(out, tmp_path)
-    assert again.exit_code == 2
-    assert "is quantized already" in again.stderr
+    refuses(_quantize(out, tmp_path), "is quantized already")
     for command in (("levels", "--model", out), ("demo", "--model", out)):
-        result = _run(*command)
-        assert result.exit_code == 2
-        assert "is a quantized model: the weights must be floating point" in result.stderr
+        refuses(run(*command), "is a quantized model: the weights must be floating point")
 
 
 def test_a_model_is_not_overwritten(tiny_folder, tmp_path):
@@ -294,9 +271,7 @@ def test_a_model_is_not_overwritten(tiny_folder, tmp_path):
         (file, f"must be a folder, '{file}' is a file"),
         (file / "below", f"must be a folder, '{file}' is a file"),
     ]:
-        result = _quantize(tiny_folder, out)
-        assert result.exit_code == 2
-        assert message in result.stderr
+        result = refuses(_quantize(tiny_folder, out), message)
         assert "calibration" not in result.stderr
     for folder in (tiny_folder, other):
         assert isinstance(models.load(folder), models.Transformer)
@@ -305,8 +280,7 @@ def test_a_model_is_not_overwritten(tiny_folder, tmp_path):
 @pytest.mark.slow
 def test_a_quantized_folder_is_overwritten(tiny_folder, tmp_path):
     for options in ((), ("--no-crs",)):
-        result = _quantize(tiny_folder, tmp_path, "--evaluation-tokens", "0", *options)
-        assert result.exit_code == 0, result.stderr
+        works(_quantize(tiny_folder, tmp_path, "--evaluation-tokens", "0", *options))
     assert models.load(tmp_path).layers[0].key_channel_scale is None
 
 
@@ -314,15 +288,13 @@ def test_no_text_is_found(tiny_folder, tmp_path, monkeypatch):
     monkeypatch.setattr(quantizing.sysconfig, "get_path", lambda name: str(tmp_path))
     for options, kind in (((), "calibration"), (("--no-rpn", "--no-crs"), "evaluation")):
         result = _quantize(tiny_folder, tmp_path / "out", *options)
-        assert result.exit_code == 2
-        assert f"no {kind} text found in the standard library" in result.stderr
+        refuses(result, f"no {kind} text found in the standard library")
 
 
 def test_a_checkpoint_that_names_no_dtype_is_refused_at_once(tiny_folder, tmp_path):
     models.save(models.load(tiny_folder), tmp_path / "model", extra_config={"torch_dtype": "auto"})
     result = _quantize(str(tmp_path / "model"), tmp_path / "out")
-    assert result.exit_code == 2
-    assert "torch_dtype='auto' must be one of float32, bfloat16, float16" in result.stderr
+    refuses(result, "torch_dtype='auto' must be one of float32, bfloat16, float16")
     assert "calibration" not in result.stderr
 
 
@@ -335,8 +307,7 @@ def test_a_sharded_checkpoint(tiny_folder, tmp_path):
     assert len(shards) > 1
     reports = []
     for folder, out in ((tiny_folder, "whole"), (kept, "parts")):
-        result = _quantize(str(folder), tmp_path / out, "--json")
-        assert result.exit_code == 0, result.stderr
+        result = works(_quantize(str(folder), tmp_path / out, "--json"))
         reports.append(json.loads(result.stdout))
     assert reports[1]["bytes_before"] == sum(file.stat().st_size for file in shards)
     whole, parts = (tmp_path / out / models.WEIGHTS_NAME for out in ("whole", "parts"))
@@ -349,16 +320,14 @@ def test_an_index_that_names_no_tensor(tiny_folder, tmp_path):
     weights.rename(weights.with_name("model-00001-of-00001.safetensors"))
     weights.with_name("model.safetensors.index.json").write_text("{}")
     result = _quantize(str(tmp_path / "model"), tmp_path / "out")
-    assert result.exit_code == 2
-    assert "model.safetensors.index.json must hold a weight_map" in result.stderr
+    refuses(result, "model.safetensors.index.json must hold a weight_map")
 
 
 @pytest.mark.slow
 def test_bits_that_are_no_numbers_are_null(tiny_folder, tmp_path, monkeypatch):
     nan = np.full((2, 64), np.nan, np.float32)
     monkeypatch.setattr(models, "token_bits", lambda *_, **__: nan)
-    result = _quantize(tiny_folder, tmp_path, "--json")
-    assert result.exit_code == 0, result.stderr
+    result = works(_quantize(tiny_folder, tmp_path, "--json"))
     assert json.loads(result.stdout)["bits"]["after"] == {"exact": None, "kv4": None, "k8v4": None}
 
 
@@ -375,8 +344,7 @@ def test_caches_that_cannot_hold_the_heads_are_left_out(tmp_path):
         max_length=128,
     )
     models.save(models.Transformer(config, rngs=nnx.Rngs(0)), tmp_path / "model")
-    result = _quantize(str(tmp_path / "model"), tmp_path / "out", "--no-crs", "--json")
-    assert result.exit_code == 0, result.stderr
+    result = works(_quantize(str(tmp_path / "model"), tmp_path / "out", "--no-crs", "--json"))
     bits = json.loads(result.stdout)["bits"]
     assert [list(row) for row in bits.values()] == [["exact"], ["exact"]]
 
@@ -389,6 +357,4 @@ def test_caches_that_cannot_hold_the_heads_are_left_out(tmp_path):
     ],
 )
 def test_generate_says_what_weights_are_for(arguments, message):
-    result = _run("generate", *arguments)
-    assert result.exit_code == 2
-    assert message in result.stderr
+    refuses(run("generate", *arguments), message)

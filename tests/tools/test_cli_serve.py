@@ -1,5 +1,6 @@
 """`turbojax serve`: results, stop texts, and what it says when it cannot."""
 
+import functools
 import json
 from unittest import mock
 
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+from tests.tools.command_line import refuses, run, works, write
 from turbojax import models
 from turbojax.app import text_model
 from turbojax.app.main import app
@@ -24,14 +26,7 @@ def model(tiny_folder) -> text_model.TextModel:
     return text_model.load_text_model(tiny_folder, jnp.dtype(jnp.float32))
 
 
-def _run(*arguments: str):
-    return CliRunner().invoke(app, ["serve", *arguments], env={"COLUMNS": "120"})
-
-
-def _write(tmp_path, *lines: dict | str) -> str:
-    file = tmp_path / "requests.jsonl"
-    file.write_text("\n".join(x if isinstance(x, str) else json.dumps(x) for x in lines))
-    return str(file)
+_run = functools.partial(run, "serve")
 
 
 def _continued(model: text_model.TextModel, prompts: tuple[str, ...], count: int) -> np.ndarray:
@@ -50,9 +45,8 @@ def test_results_are_those_of_generate(tiny_folder, model, tmp_path):
     prompts = ("abc", "", "longer é")
     lines = [{"prompt": p, "max_new_tokens": 5 + i} for i, p in enumerate(prompts)]
     lines[1]["id"] = "empty"
-    file = _write(tmp_path, *lines, "")
-    result = _run(file, "--model", tiny_folder, "--max-sequences", "2")
-    assert result.exit_code == 0, result.stderr
+    file = write(tmp_path, *lines, "")
+    result = works(_run(file, "--model", tiny_folder, "--max-sequences", "2"))
     results = {x["id"]: x for x in map(json.loads, result.stdout.splitlines())}
     assert set(results) == {1, "empty", 3}
     continued = _continued(model, prompts, 7)
@@ -71,14 +65,14 @@ def test_results_are_those_of_generate(tiny_folder, model, tmp_path):
 
 @pytest.mark.fuzz
 def test_a_file_for_the_results_and_numbers_as_json(tiny_folder, tmp_path):
-    file = _write(tmp_path, {"prompt": "abc"}, {"prompt": "abd", "temperature": 0.7, "top_k": 4})
+    file = write(tmp_path, {"prompt": "abc"}, {"prompt": "abd", "temperature": 0.7, "top_k": 4})
     out = tmp_path / "results.jsonl"
     options = ["--model", tiny_folder, "--max-new-tokens", "4", "--page-size", "16"]
     result = _run(
         *(file, "--out", str(out), "--json", "--kv-dtype", "turbo4"),
         *("--pool-bytes", "4000", *options),
     )
-    assert result.exit_code == 0, result.stderr
+    works(result)
     report = json.loads(result.stdout)
     statistics = report["statistics"]
     assert (report["requests"], report["kv_dtype"], report["page_size"]) == (2, "turbo4", 16)
@@ -93,7 +87,7 @@ def test_a_file_for_the_results_and_numbers_as_json(tiny_folder, tmp_path):
 @pytest.mark.fuzz
 def test_equal_prompts_are_drawn_differently_and_again_the_same(tiny_folder, tmp_path):
     lines = [{"prompt": "abc", "temperature": 1.0, "max_new_tokens": 12}] * 2
-    file = _write(tmp_path, *lines, {**lines[0], "seed": 1})
+    file = write(tmp_path, *lines, {**lines[0], "seed": 1})
     result = _run(file, "--model", tiny_folder)
     tokens = {x["id"]: x["tokens"] for x in map(json.loads, result.stdout.splitlines())}
     # The seed of a line that names none is its number.
@@ -127,10 +121,9 @@ def test_serving_nothing(model):
 
 @pytest.mark.slow
 def test_ids_that_are_no_unicode_and_a_terminal_that_takes_ascii(tiny_folder, tmp_path):
-    file = _write(tmp_path, {"id": "\ud800", "prompt": "a"}, {"id": "é", "prompt": "b"})
+    file = write(tmp_path, {"id": "\ud800", "prompt": "a"}, {"id": "é", "prompt": "b"})
     options = [file, "--model", tiny_folder, "--max-new-tokens", "2"]
-    result = CliRunner(charset="ascii").invoke(app, ["serve", *options])
-    assert result.exit_code == 0, result.stderr
+    result = works(CliRunner(charset="ascii").invoke(app, ["serve", *options]))
     assert [json.loads(x)["id"] for x in result.stdout.splitlines()] == ["\ud800", "é"]
     out = tmp_path / "out"
     assert _run(*options, "--out", str(out)).exit_code == 0
@@ -147,7 +140,7 @@ def test_ids_that_are_no_unicode_and_a_terminal_that_takes_ascii(tiny_folder, tm
     ],
 )
 def test_earlier_results_stay_if_nothing_runs(tiny_folder, tmp_path, line, options, message):
-    file, out = _write(tmp_path, {"prompt": "a"}, line), tmp_path / "out"
+    file, out = write(tmp_path, {"prompt": "a"}, line), tmp_path / "out"
     out.write_text("kept")
     options = ["--model", tiny_folder, "--max-new-tokens", "2", *options]
     result = _run(file, "--out", str(out), "--overwrite", *options)
@@ -156,21 +149,19 @@ def test_earlier_results_stay_if_nothing_runs(tiny_folder, tmp_path, line, optio
 
 
 def test_out_of_memory_says_what_can_be_smaller(tiny_folder, tmp_path):
-    file = _write(tmp_path, {"prompt": "a"})
+    file = write(tmp_path, {"prompt": "a"})
     error = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
     with mock.patch.object(serving, "serve", side_effect=error):
         result = _run(file, "--model", tiny_folder, "--max-new-tokens", "2")
-    assert result.exit_code == 2
-    assert "try a smaller --num-pages, --pool-bytes or --max-sequences" in result.stderr
+    refuses(result, "try a smaller --num-pages, --pool-bytes or --max-sequences")
 
 
 def test_results_do_not_overwrite_the_requests(tiny_folder, tmp_path):
-    file = _write(tmp_path, {"prompt": "a"})
+    file = write(tmp_path, {"prompt": "a"})
     link = tmp_path / "link"
     link.symlink_to(file)
     result = _run(file, "--out", str(link), "--model", tiny_folder)
-    assert result.exit_code == 2
-    assert "must not be the file of the requests" in result.stderr
+    refuses(result, "must not be the file of the requests")
     assert json.loads(link.read_text()) == {"prompt": "a"}
 
 
@@ -180,12 +171,11 @@ def test_the_next_turn_finds_a_result_if_asked_for(tmp_path, results):
     """Prompts and results are numbers, so that a result can be a prompt."""
     options = ["--random-weights", "tiny", "--max-sequences", "1", "--page-size", "16"]
     options += ["--max-new-tokens", "20", *["--cache-results"][:results]]
-    first = json.loads(_run(_write(tmp_path, {"prompt": "1"}), *options).stdout)
+    first = json.loads(_run(write(tmp_path, {"prompt": "1"}), *options).stdout)
     assert first["prompt_tokens"] == 1
     assert first["text"] == "".join(f"{token} " for token in first["tokens"])
     turn = "1 " + first["text"]
-    result = _run(_write(tmp_path, {"prompt": "1"}, {"prompt": turn}), *options)
-    assert result.exit_code == 0, result.stderr
+    result = works(_run(write(tmp_path, {"prompt": "1"}, {"prompt": turn}), *options))
     reused = [json.loads(x)["reused_tokens"] for x in result.stdout.splitlines()]
     assert reused == [0, 16 if results else 0]
 
@@ -288,11 +278,9 @@ def _serve(model: text_model.TextModel, lines: list[dict]) -> dict:
     ],
 )
 def test_a_bad_line_is_named(tiny_folder, tmp_path, line, message):
-    file = _write(tmp_path, {"prompt": "a", "max_new_tokens": 2}, "", line)
+    file = write(tmp_path, {"prompt": "a", "max_new_tokens": 2}, "", line)
     result = _run(file, "--model", tiny_folder, "--max-new-tokens", "130")
-    assert result.exit_code == 2
-    assert "line 3: " in result.stderr
-    assert message in result.stderr
+    refuses(result, "line 3: ", message)
     assert result.stdout == ""
     assert "Traceback" not in result.stderr
 
@@ -322,16 +310,13 @@ def test_a_bad_line_is_named(tiny_folder, tmp_path, line, message):
     ],
 )
 def test_errors_are_one_clear_line(tmp_path, arguments, message):
-    file, empty = _write(tmp_path, {"prompt": "1"}), tmp_path / "empty"
+    file, empty = write(tmp_path, {"prompt": "1"}), tmp_path / "empty"
     empty.write_text("\n\n")
     names = {"FILE": file, "EMPTY": str(empty)}
     arguments = [names.get(x, x) for x in arguments]
     if not {"--weights", "--model"} & set(arguments):
         arguments += ["--random-weights", "tiny"]
-    result = _run(*arguments)
-    assert result.exit_code == 2
-    assert message in result.stderr
-    assert "Traceback" not in result.stderr
+    refuses(_run(*arguments), message)
 
 
 @pytest.mark.parametrize(
@@ -344,8 +329,7 @@ def test_errors_are_one_clear_line(tmp_path, arguments, message):
     ],
 )
 def test_cheap_mistakes_are_found_before_the_model_is_loaded(tmp_path, options, message):
-    result = _run(_write(tmp_path, {"prompt": "a"}), "--model", "/nowhere", *options)
-    assert result.exit_code == 2
-    assert message in result.stderr
+    result = _run(write(tmp_path, {"prompt": "a"}), "--model", "/nowhere", *options)
+    refuses(result, message)
     result = _run("/no/such/file", "--model", "/nowhere")
     assert "No such file or directory: '/no/such/file'" in result.stderr

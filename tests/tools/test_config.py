@@ -8,7 +8,7 @@ import pytest
 
 import turbojax as tj
 from turbojax import _device
-from turbojax.app.doctor import examination
+from turbojax.app import doctor
 from turbojax.caches import cache_by_name
 from turbojax.caches.progressive.kind import PROGRESSIVE
 from turbojax.flax import TurboAttentionFn
@@ -118,7 +118,7 @@ def test_the_doctor_names_it_on_ampere(gpu, monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     for capability, said in ((8.0, True), (9.0, False)):
         gpu(capability)
-        assert any("TurboConfig.for_device()" in x for x in examination._advice()) == said
+        assert any("TurboConfig.for_device()" in x for x in doctor._advice()) == said
 
 
 def test_caches_in_old_files_are_read_with_the_config_they_had():

@@ -12,9 +12,8 @@ from typer.testing import CliRunner
 import turbojax as tj
 from tests.training.finetune_helpers import SETTINGS, corpus, tiny_model
 from turbojax import _device, finetune, models
-from turbojax.app import text_model
+from turbojax.app import doctor, text_model
 from turbojax.app import train as train_command
-from turbojax.app.doctor import examination
 from turbojax.app.main import app
 from turbojax.attention import cudnn
 from turbojax.caches import exact as exact_attention
@@ -87,7 +86,7 @@ def test_another_makers_gpu_is_told_apart(gpu, monkeypatch):
 @pytest.mark.slow
 def test_on_a_t4_plain_jax_runs_every_op(gpu):
     gpu(T4)
-    report = examination.examine()
+    report = doctor.examine()
     assert {op.op: op.chosen for op in report.ops} == dict.fromkeys(
         (op.op for op in report.ops), "xla"
     )

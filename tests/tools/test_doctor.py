@@ -7,7 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 from turbojax import _device, _registry
-from turbojax.app.doctor import examination as doctor
+from turbojax.app import doctor
 from turbojax.app.main import app
 from turbojax.caches.paged.pool import KV_DTYPES
 

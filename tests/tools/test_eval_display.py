@@ -5,7 +5,7 @@ import io
 import pytest
 from rich.console import Console
 
-from turbojax.app.evaluate import display, plots
+from turbojax.app.evaluate import display
 
 CELLS = [
     {"length": length, "depth": depth, "whole": whole, "bits": 2 * (1 - whole)}
@@ -77,15 +77,15 @@ def test_tables(everything):
 
 
 def test_pictures(everything, tmp_path):
-    names = plots.save_plots(everything, tmp_path / "new" / "folder")
+    names = display.save_plots(everything, tmp_path / "new" / "folder")
     assert names == ["cost.png", "layers.png", "recall.png", "recall_bits.png"]
     for name in names:
         assert (tmp_path / "new" / "folder" / name).read_bytes().startswith(b"\x89PNG")
     nothing = result(lost={"layers": {"refused": "it cannot"}})
-    assert plots.save_plots(nothing, tmp_path) == []
+    assert display.save_plots(nothing, tmp_path) == []
     assert "it cannot" in shown(nothing)
 
 
 def test_what_no_method_beats():
     points = [(4.0, 0.0), (1.0, 0.5), (2.0, 0.2), (2.5, 0.3), (2.0, 0.2), (1.5, float("nan"))]
-    assert plots.pareto(points) == [1, 2, 0]
+    assert display.pareto(points) == [1, 2, 0]

@@ -16,6 +16,7 @@ import pytest
 from typer.main import get_command
 from typer.testing import CliRunner
 
+from tests.tools.command_line import refuses
 from turbojax import models
 from turbojax.app import startup
 from turbojax.app.main import app
@@ -39,7 +40,7 @@ def _command(name: str, tmp_path: Path, *more: str):
 
 
 def _refused(result, *messages: str) -> None:
-    assert result.exit_code == 2, result.stdout
+    refuses(result)
     assert len(result.stderr.splitlines()) == 1
     for message in messages:
         assert message in result.stderr
@@ -60,9 +61,7 @@ class TestFiles:
             importlib.util, "find_spec", lambda x, *y: None if x == "matplotlib" else find(x, *y)
         )
         result = _command(name, tmp_path, "--plot", f"{tmp_path}/x.png")
-        assert result.exit_code == 2
-        assert "--plot needs" in result.stderr
-        assert "matplotlib: pip install" in result.stderr
+        refuses(result, "--plot needs", "matplotlib: pip install")
 
     @pytest.mark.parametrize("name", PLOTTING)
     def test_pictures_in_folders_that_do_not_exist(self, tmp_path, name):

@@ -4,6 +4,7 @@ Imported at every start, before Ctrl-C is looked after: so what needs models, or
 import, is imported by the subcommand that runs.
 """
 
+import json
 from typing import Annotated, Any, NoReturn
 
 from turbojax import _extras
@@ -20,17 +21,24 @@ except ImportError as error:
 
 import turbojax
 from turbojax import _interrupt
+from turbojax.app import options
 from turbojax.app.calibrate.command import calibrate
-from turbojax.app.compare import compare
 from turbojax.app.demo.command import demo
-from turbojax.app.doctor.command import doctor
 from turbojax.app.evaluate.command import evaluate
 from turbojax.app.generate.command import generate
 from turbojax.app.levels.command import levels
-from turbojax.app.lora import lora
 from turbojax.app.quantize.command import quantize
 from turbojax.app.serve.command import serve
-from turbojax.app.train import train
+from turbojax.app.train import compare, lora, train
+
+
+def doctor(as_json: options.AsJson = False) -> None:
+    """Say which devices and implementations can be used here, and why the others cannot."""
+    from turbojax.app.doctor import examine
+
+    report = examine()
+    typer.echo(json.dumps(report.to_json(), indent=2) if as_json else report.to_text())
+
 
 # In the order in which `turbojax --help` lists them.
 _SUBCOMMANDS = (

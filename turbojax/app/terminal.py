@@ -1,8 +1,9 @@
 """What commands show: one line about an error, tables, bars of progress."""
 
 import contextlib
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+import json
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.console import Console
@@ -53,6 +54,18 @@ def show(table: "RenderableType") -> None:
     console.print(table)
 
 
+def report(
+    found: Any, render: Callable[[Any], "RenderableType"], as_json: bool, last: str | None = None
+) -> None:
+    """Prints a report: as JSON, or as `render` shows it with a `last` line, if there is one."""
+    if as_json:
+        typer.echo(json.dumps(found.to_json(), indent=2, allow_nan=False))
+        return
+    show(render(found))
+    if last is not None:
+        typer.echo(last)
+
+
 def progress_bar(*, transient: bool = False) -> Progress:
     """A bar on standard error, so that standard output stays clean."""
     return Progress(
@@ -63,3 +76,26 @@ def progress_bar(*, transient: bool = False) -> Progress:
         console=Console(stderr=True),
         transient=transient,
     )
+
+
+class Bars:
+    """A bar for each phase of a run, on standard error."""
+
+    def __init__(self) -> None:
+        self._progress = progress_bar()
+        self._tasks: dict[str, Any] = {}
+
+    def __enter__(self) -> "Bars":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        # Without a task, `stop` would print an empty line.
+        if self._tasks:
+            self._progress.stop()
+
+    def advance(self, what: str, done: int, total: int) -> None:
+        """Shows that `done` of `total` are done."""
+        self._progress.start()  # what runs already goes on
+        if what not in self._tasks:
+            self._tasks[what] = self._progress.add_task(what, total=total)
+        self._progress.update(self._tasks[what], completed=done, total=total)

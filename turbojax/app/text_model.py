@@ -65,10 +65,9 @@ def find_text_model(
     """Reads all of a checkpoint but its weights.
 
     The first three arguments as `load_text_model`. `adapters` is a folder of low-rank adapters for
-    the model, and `axes` those of a mesh to split the model over. `weights` is
-    ``"float"``, which stands for what a checkpoint has, or for a GGUF file also ``"int4"``, which
-    takes its codes, see `models.load`. Raises what `load_text_model` does, except for weights,
-    which are not looked at, and ValueError if there is no such kind of weights.
+    the model, and `axes` those of a mesh to split the model over. `weights` is ``"float"``, which
+    stands for what a checkpoint has, or for a GGUF file also ``"int4"``, which takes its codes, see
+    `models.load`.
     """
     int4 = _is_int4(weights)
     if int4:
@@ -141,9 +140,7 @@ def load_text_model(
     `path` is ``"embedded"``, ``"smollm2"``, a GGUF file, or a checkpoint's folder, quantized or
     not. `dtype` is by default float32 on a CPU, where it is the fast one, and otherwise that of the
     checkpoint, or float16 for bfloat16 on a GPU that lacks it (float32 of Gemma 2 and 3, which
-    overflow it); for `max_length` see `models.load`. Raises ImportError if there is a
-    `tokenizer.json` and the package `tokenizers` is missing, and what `models.load_decoder` and
-    `load_tokenizer` do.
+    overflow it); for `max_length` see `models.load`.
     """
     return find_text_model(path, dtype, max_length).load()
 
@@ -159,8 +156,7 @@ def find_random_model(
     That is bfloat16, or float16 on a GPU that lacks it.
 
     `shape` is a name in `models.SHAPES`; `weights` ``"float"``, or ``"int4"`` for INT4 weights in
-    the blocks' linear layers. Raises ValueError if there is no such shape or kind of weights, and
-    NotImplementedError or ValueError if the devices of `axes` cannot split the model.
+    the blocks' linear layers.
     """
     int4 = _is_int4(weights)
     if shape not in models.SHAPES:
@@ -205,8 +201,7 @@ def prompt_tokens(
     """The tokens of a prompt: of a text to continue, or with `chat` of what the user says.
 
     With `chat` the checkpoint's template writes a conversation, after the message `system` if there
-    is one. Raises ImportError if a package is missing, ValueError if there is no token, one is not
-    in the model's vocabulary, there is no template, or `system` is given without `chat`.
+    is one.
     """
     if system is not None and not chat:
         raise ValueError("a system message is for a conversation: it needs chat")

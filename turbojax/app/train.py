@@ -1,13 +1,17 @@
-"""The command `turbojax train`: its options; `turbojax.finetune` trains."""
+"""The commands `turbojax train`, `lora` and `compare`, around `turbojax.finetune`."""
 
 import contextlib
 import dataclasses
+import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from turbojax.app import options, processes, programs, terminal, training_progress
+from turbojax import _interrupt
+from turbojax.app import options, programs, terminal
 
 
 def train(
@@ -17,8 +21,7 @@ def train(
         typer.Option(
             help="A text file, a folder of them, or, where tokens are not bytes, a .jsonl file of "
             "texts or conversations to train on; may be repeated. Default of a byte-level model: "
-            "this Python's standard library.",
-            show_default=False,
+            "this Python's standard library."
         ),
     ] = None,
     held_out: Annotated[
@@ -26,8 +29,7 @@ def train(
         typer.Option(
             help="A text file or folder to measure with; may be repeated. Default: the last "
             "twentieth of --data, or the modules of the standard library that the embedded model "
-            "was not trained on.",
-            show_default=False,
+            "was not trained on."
         ),
     ] = None,
     model: options.FloatModel = "embedded",
@@ -37,24 +39,21 @@ def train(
         typer.Option(
             help="How pooled attention chooses levels: threshold (by an estimate of the attention, "
             "per layer and step; the default), topk (the same), or window (near blocks token by "
-            "token, the past as means).",
-            show_default=False,
+            "token, the past as means)."
         ),
     ] = None,
     window: Annotated[
         int | None,
         typer.Option(
             help="Of --policy window: distance in tokens up to which nothing is pooled; "
-            "beyond, means of 8 tokens. Default: 896.",
-            show_default=False,
+            "beyond, means of 8 tokens. Default: 896."
         ),
     ] = None,
     block_size: Annotated[
         int | None,
         typer.Option(
             help="Of pooled attention: tokens of a block of queries, and of keys, that share a "
-            "level. Default: 128.",
-            show_default=False,
+            "level. Default: 128."
         ),
     ] = None,
     bounds: Annotated[
@@ -64,7 +63,6 @@ def train(
             help="Of --policy threshold: up to which shares of the attention blocks have level 1, "
             "2, 4 and 8; of topk: up to which shares of the blocks. Default: "
             "0.7,0.85,0.93,0.98; 0.05,0.15,0.25,0.5.",
-            show_default=False,
         ),
     ] = None,
     near: Annotated[
@@ -72,16 +70,14 @@ def train(
         typer.Option(
             help="Of --policy threshold and topk: distance in tokens up to which blocks are read "
             "token by token, whatever their importance. Default: 256 of threshold without "
-            "--bounds, else 0.",
-            show_default=False,
+            "--bounds, else 0."
         ),
     ] = None,
     samples: Annotated[
         int | None,
         typer.Option(
             help="Of --policy threshold and topk: queries, and means of keys, of a block that its "
-            "importance is estimated from. Default: 8 of threshold, 4 of topk.",
-            show_default=False,
+            "importance is estimated from. Default: 8 of threshold, 4 of topk."
         ),
     ] = None,
     dense_layers: Annotated[
@@ -112,17 +108,13 @@ def train(
     ] = "cosine",
     final_rate: Annotated[
         float | None,
-        typer.Option(
-            help="Where cosine, linear and wsd end, a share of the peak. Default: 0.1.",
-            show_default=False,
-        ),
+        typer.Option(help="Where cosine, linear and wsd end, a share of the peak. Default: 0.1."),
     ] = None,
     decay_fraction: Annotated[
         float | None,
         typer.Option(
             help="Of --schedule wsd: the share of the steps after the rise in which the rate "
-            "falls. Default: 0.1.",
-            show_default=False,
+            "falls. Default: 0.1."
         ),
     ] = None,
     weight_decay: Annotated[
@@ -133,8 +125,7 @@ def train(
         str | None,
         typer.Option(
             help="bfloat16, float16 or float32. Default: float32 on a CPU, otherwise bfloat16; "
-            "float16 on GPUs before Ampere, such as a T4, or float32 there for Gemma 2 and 3.",
-            show_default=False,
+            "float16 on GPUs before Ampere, such as a T4, or float32 there for Gemma 2 and 3."
         ),
     ] = None,
     remat: options.Remat = "none",
@@ -145,19 +136,16 @@ def train(
             help="Devices to train on: data=4,model=2,sequence=2 splits the sequences of a step "
             "over 4, heads and inner sizes of layers over 2, the tokens of each sequence over 2, "
             "and weights over all. Default: one device.",
-            show_default=False,
         ),
     ] = None,
     fsdp: options.Fsdp = True,
-    coordinator: processes.Coordinator = None,
-    count: processes.Count = None,
-    index: processes.Index = None,
-    heartbeat: processes.Heartbeat = 60.0,
+    coordinator: options.Coordinator = None,
+    count: options.Count = None,
+    index: options.Index = None,
+    heartbeat: options.Heartbeat = 60.0,
     implementation: Annotated[
         str | None,
-        typer.Option(
-            help="What runs pooled attention. Default: the fastest that can.", show_default=False
-        ),
+        typer.Option(help="What runs pooled attention. Default: the fastest that can."),
     ] = None,
     log_every: Annotated[int, typer.Option(help="Steps between lines of the log.")] = 10,
     save_every: Annotated[int, typer.Option(help="Steps between checkpoints.")] = 100,
@@ -171,8 +159,7 @@ def train(
         list[str] | None,
         typer.Option(
             help="Send what is logged there, too: tensorboard (event files in OUT/tensorboard) or "
-            "wandb; may be repeated.",
-            show_default=False,
+            "wandb; may be repeated."
         ),
     ] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw the loss to this file.")] = None,
@@ -188,7 +175,7 @@ def train(
         terminal.one_line_errors(
             "turbojax train", smaller="--batch or --context, or --remat full", extra="train"
         ),
-        processes.together(coordinator, count, index, heartbeat) as is_first,
+        options.together(coordinator, count, index, heartbeat) as is_first,
     ):
         from turbojax import _writing, finetune
         from turbojax.app import startup
@@ -301,8 +288,8 @@ def _train(
         return finetune.fine_tune(out, start, settings, corpus, **how)
     typer.echo(f"{corpus.stream.size:,} {unit}s of text; {start.config.num_parameters:,} weights")
     config = dataclasses.asdict(settings) | {"model": model}
-    with training_progress.progress_bar(unit) as bar, contextlib.ExitStack() as stack:
-        shown = training_progress.Display(bar, settings.steps, out, unit)
+    with _progress_bar(unit) as bar, contextlib.ExitStack() as stack:
+        shown = _Display(bar, settings.steps, out, unit)
         sent = [stack.enter_context(finetune.tracker(name, out, config)) for name in sinks]
         report = finetune.reports(shown, *sent)
         return finetune.fine_tune(out, start, settings, corpus, report=report, **how)
@@ -378,3 +365,227 @@ def _pooled(
             "--attention pooled, not dense"
         )
     return None
+
+
+def lora(
+    out: Annotated[Path, typer.Option(help="Folder of log, checkpoints and adapters.")],
+    model: Annotated[
+        str,
+        typer.Option(
+            help="embedded, smollm2, a GGUF file, or a checkpoint's folder, with floating-point "
+            "or INT4 weights (see turbojax quantize)."
+        ),
+    ],
+    data: Annotated[
+        list[Path],
+        typer.Option(
+            help="A text file, a folder of them, or a .jsonl file of texts or conversations to "
+            "train on; may be repeated."
+        ),
+    ],
+    held_out: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="A text file or folder to measure with; may be repeated. Default: the last "
+            "twentieth of --data."
+        ),
+    ] = None,
+    rank: Annotated[int, typer.Option(help="Of each adapter.")] = 8,
+    alpha: Annotated[
+        float, typer.Option(help="What adapters add is multiplied by alpha / rank.")
+    ] = 16.0,
+    target: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A linear layer that gets adapters: q, k, v, o, gate, up or down, of latent "
+            "attention q or q_a and q_b, kv_a, kv_b or o; may be repeated. Default: all, in a "
+            "model with experts those of attention."
+        ),
+    ] = None,
+    gradient: Annotated[
+        str | None,
+        typer.Option(
+            help="Of products with INT4 weights: e4m3, at the speed of the products on Hopper, or "
+            "exact. Default: e4m3."
+        ),
+    ] = None,
+    context: Annotated[int, typer.Option(help="Tokens per sequence.")] = 1024,
+    batch: Annotated[int, typer.Option(help="Sequences per step.")] = 4,
+    accumulate: options.Accumulate = 1,
+    steps: Annotated[int, typer.Option(help="Optimizer steps.")] = 100,
+    optimizer: options.Optimizer = "adamw",
+    learning_rate: Annotated[float, typer.Option(help="Peak of the schedule.")] = 1e-3,
+    warmup_steps: Annotated[int, typer.Option(help="Steps of linear rise.")] = 10,
+    seed: Annotated[int, typer.Option(help="Of new adapters, and the order of the data.")] = 0,
+    dtype: options.Dtype = None,
+    remat: Annotated[
+        str,
+        typer.Option(
+            help="What the backward pass computes again, for less memory: none or full (layers)."
+        ),
+    ] = "none",
+    mesh: Annotated[
+        str | None,
+        typer.Option(
+            metavar="AXES",
+            help="Devices to train on: data=4,model=2 splits the sequences of a step over 4, and "
+            "heads and inner sizes of floating-point layers over 2. Default: one device.",
+        ),
+    ] = None,
+    fsdp: options.Fsdp = True,
+    log_every: Annotated[int, typer.Option(help="Steps between lines of the log.")] = 10,
+    save_every: Annotated[int, typer.Option(help="Steps between checkpoints.")] = 100,
+    evaluate_every: Annotated[
+        int, typer.Option(help="Steps between held-out scores; 0: at both ends alone.")
+    ] = 100,
+    evaluate_windows: Annotated[
+        int, typer.Option(help="Sequences of the held-out text that are scored, at most.")
+    ] = 64,
+    compilation_cache: programs.CompilationCache = True,
+) -> None:
+    """Train low-rank adapters (LoRA) beside the weights of a model, INT4 or floating-point ones.
+
+    Run the same command again to go on after an interruption. At the end OUT/adapters holds them
+    as PEFT stores them, for `turbojax generate --adapters`, and OUT/log.json the log.
+    """
+    from turbojax import models
+    from turbojax.app import startup, text_model
+
+    programs.use(compilation_cache, "turbojax lora")
+    with terminal.one_line_errors("turbojax lora", smaller="--batch or --context", extra="train"):
+        from turbojax import _writing, finetune
+        from turbojax.finetune.frozen import check_frozen
+        from turbojax.finetune.split import check_batch
+        from turbojax.finetune.trainer import check_remat
+
+        _writing.require_free(out)
+        startup.check_output_folder("--out", out)
+        if mesh is None and not fsdp:
+            raise ValueError("--no-fsdp is for --mesh")
+        axes = options.axes_of(mesh)
+        found = text_model.find_text_model(model, text_model.parse_dtype(dtype), axes=axes)
+        settings = finetune.Settings(
+            steps=steps,
+            context=context,
+            batch_size=batch,
+            accumulate=accumulate,
+            optimizer_name=optimizer,
+            remat=remat,
+            learning_rate=learning_rate,
+            warmup_steps=warmup_steps,
+            weight_decay=0.0,
+            seed=seed,
+            precision=found.dtype.name,
+        )
+        rhythm = finetune.Rhythm(log_every, save_every, evaluate_every, evaluate_windows)
+        check_remat(remat, is_pooled=False)
+        check_frozen(found.axes, is_quantized=found.is_quantized)
+        if found.axes is not None:
+            check_batch(settings, found.axes)
+        corpus = finetune.tokens_of(found.tokenizer, data, held_out or ())
+        decoder = _frozen(found, is_sliced=fsdp)
+        targets = tuple(target) if target else None
+        adapters = models.init_adapters(decoder, rank=rank, alpha=alpha, targets=targets, seed=seed)
+        typer.echo(f"{corpus.stream.size:,} tokens; {adapters.num_parameters:,} numbers to train")
+        with _progress_bar("token") as bar:
+            finetune.fine_tune_adapters(
+                out,
+                decoder,
+                adapters,
+                settings,
+                corpus,
+                gradient=cast(Any, gradient),
+                fsdp=fsdp,
+                rhythm=rhythm,
+                base_model=model,
+                report=_Display(bar, steps, out, "token"),
+            )
+    typer.echo(f"wrote {out / finetune.ADAPTERS_NAME}")
+
+
+def _frozen(found: Any, *, is_sliced: bool) -> Any:
+    """The model to train beside, in slices if they are wanted; what is whole is dropped."""
+    from turbojax import finetune
+
+    if found.axes is None or not found.axes.batch or not is_sliced:
+        return found.load().decoder
+    return finetune.sliced(found.load().decoder if found.is_quantized else found.open())
+
+
+def compare(
+    first: Annotated[Path, typer.Argument(help="Folder or log of a run, usually dense.")],
+    second: Annotated[Path, typer.Argument(help="The same settings, pooled.")],
+    smoothing: Annotated[int, typer.Option(help="Steps over which losses are averaged.")] = 20,
+    plot: Annotated[Path | None, typer.Option(help="Draw both losses to this file.")] = None,
+    write: Annotated[
+        Path | None, typer.Option(help="Write figures and both logs to this JSON file.")
+    ] = None,
+) -> None:
+    """Compare two runs of `turbojax train`: their losses at the same step, and the time saved."""
+    from turbojax.app import startup
+
+    with terminal.one_line_errors("turbojax compare", extra="train"):
+        from turbojax import _writing, finetune
+
+        startup.check_plot(plot)
+        startup.check_output_file("--write", write)
+        logs = [finetune.read_log(path) for path in (first, second)]
+        result = finetune.compare(*logs, width=smoothing)
+        if write is not None:
+            _writing.write_text(write, json.dumps(result) + "\n")
+        if plot is not None:
+            finetune.save_plot(logs, plot, width=smoothing)
+    typer.echo(finetune.summary(result))
+
+
+def _progress_bar(unit: str) -> Progress:
+    """A bar of steps on standard error, with bits per `unit`, which `_Display` fills."""
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn(f"{{task.fields[bits]}} bits/{unit}"),
+        TimeRemainingColumn(),
+        console=Console(stderr=True, soft_wrap=True),
+    )
+
+
+class _Display:
+    """Shows records as a bar and as lines, and sets what an interrupted run says.
+
+    `out` is the run's folder, and `unit` what bits are counted per, ``"byte"`` or ``"token"``.
+    """
+
+    def __init__(self, bar: Progress, steps: int, out: Path, unit: str) -> None:
+        self._bar, self._out, self._unit = bar, out, unit
+        self._task = bar.add_task("compiling", total=steps, bits="-")
+
+    def __call__(self, row: dict[str, Any]) -> None:
+        """Shows a record or an evaluation, see `turbojax.finetune.run.Report`."""
+        from turbojax import finetune
+
+        # Not earlier: until a run takes steps, the folder may hold another run's checkpoints.
+        _interrupt.say(lambda: _kept(self._out, finetune.last_checkpoint(self._out)))
+        step, name = row["step"], f"bits_per_{self._unit}"
+        if row.get("resumed"):
+            self._bar.console.print(f"resuming at step {step}")
+        if f"held_out_{name}" in row:
+            bits = row[f"held_out_{name}"]
+            self._bar.console.print(f"step {step:6d}  held out {bits:.4f} bits/{self._unit}")
+        if name not in row:
+            self._bar.update(self._task, completed=step)
+            return
+        density = f"density {row['density']:.3f}  " if "density" in row else ""
+        self._bar.console.print(
+            f"step {step:6d}  {row[name]:.4f} bits/{self._unit}  "
+            f"rate {row['learning_rate']:.2e}  norm {row['grad_norm']:.2f}  "
+            f"{density}{row['tokens_per_second']:,} tokens/s"
+        )
+        bits = f"{row[name]:.3f}"
+        self._bar.update(self._task, completed=step, bits=bits, description="training")
+
+
+def _kept(out: Path, step: int | None) -> str:
+    if step is None:
+        return "no checkpoint was written yet; the same command begins anew"
+    return f"the checkpoint of step {step} is in {out}; the same command goes on from there"

@@ -15,15 +15,14 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from turbojax.models.engine.asynchronous import AsyncEngine
 from turbojax.models.text.tokenizer import Tokenizer
-from turbojax.server.chat import read_chat
-from turbojax.server.completions import read_completion
 from turbojax.server.connections import GONE, EventStream, read_body, while_connected
-from turbojax.server.errors import (
+from turbojax.server.fields import (
     ApiError,
     answer_api_error,
     answer_exception,
     answer_http_exception,
 )
+from turbojax.server.requests import read_chat, read_completion
 from turbojax.server.responses import Answer, Job
 from turbojax.server.service import SHUTTING_DOWN, Limits, Service
 

@@ -10,7 +10,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from turbojax.server.errors import ApiError
+from turbojax.server.fields import ApiError
 
 _T = TypeVar("_T")
 
@@ -25,11 +25,7 @@ _DONE = b"data: [DONE]\n\n"
 
 
 async def read_body(request: Request, most: int) -> bytes:
-    """A request's body, of at most `most` bytes.
-
-    Raises ApiError if it has more, which are not read, or takes longer than a minute to come;
-    ClientDisconnect if the client hangs up.
-    """
+    """A request's body, of at most `most` bytes."""
     error = ApiError(f"the body must have at most {most} bytes", status=413, code="body_too_large")
     if int(request.headers.get("content-length", "0")) > most:
         raise error

@@ -1,14 +1,15 @@
 """From a request's prompts to its answer, at once or as a stream of chunks."""
 
+import abc
 import asyncio
 import dataclasses
 import time
 import uuid
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
-from typing import Any, Protocol
+from typing import Any, ClassVar
 
-from turbojax.models.engine.handles import RequestHandle
+from turbojax.models.engine.asynchronous import RequestHandle
 from turbojax.models.engine.requests import (
     MOST_LOGPROBS,
     Event,
@@ -18,10 +19,9 @@ from turbojax.models.engine.requests import (
     best_of,
 )
 from turbojax.server.connections import to_json
-from turbojax.server.errors import ApiError
-from turbojax.server.options import Options
+from turbojax.server.fields import ApiError, Options
 from turbojax.server.service import SHUTTING_DOWN, Service
-from turbojax.server.texts import ChoiceText, Piece
+from turbojax.server.texts import ChoiceText, Piece, TokenTexts
 
 _SHORT = 2**15
 """Tokens, with the likely ones beside them, that are written in well under a second."""
@@ -30,39 +30,35 @@ _AT_ONCE = 64
 """Events that a client which has not read for long gets at a time; then others have their turn."""
 
 
-class Form(Protocol):
-    """How an endpoint writes its answers."""
+@dataclasses.dataclass(frozen=True)
+class Form(abc.ABC):
+    """How an endpoint writes its answers.
 
-    @property
-    def prefix(self) -> str:
-        """How the answers' ids begin."""
-        ...
+    `logprobs` says whether log-probabilities are shown; ids begin with `prefix`, and `whole` and
+    `chunk` are the values of `object` in whole answers and in chunks.
+    """
 
-    @property
-    def whole(self) -> str:
-        """The value of `object` in whole answers."""
-        ...
+    token_texts: TokenTexts
+    logprobs: bool
+    prefix: ClassVar[str]
+    whole: ClassVar[str]
+    chunk: ClassVar[str]
 
-    @property
-    def chunk(self) -> str:
-        """The value of `object` in chunks."""
-        ...
-
+    @abc.abstractmethod
     def choice(self, prompt: int, piece: Piece) -> dict[str, Any]:
         """A whole choice, without its index and why it ends."""
-        ...
 
+    @abc.abstractmethod
     def first(self, prompt: int) -> dict[str, Any] | None:
         """What a stream says of a choice before there is a token."""
-        ...
 
+    @abc.abstractmethod
     def delta(self, prompt: int, piece: Piece) -> dict[str, Any]:
         """What a choice has more than before."""
-        ...
 
+    @abc.abstractmethod
     def last(self) -> dict[str, Any]:
         """What stands beside the reason why a choice ends."""
-        ...
 
 
 @dataclasses.dataclass(frozen=True)

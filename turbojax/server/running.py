@@ -12,7 +12,8 @@ from types import FrameType
 import uvicorn
 
 from turbojax import _checks
-from turbojax.models.engine.asynchronous import AsyncEngine, EngineEnded, Steps
+from turbojax.models.engine.asynchronous import AsyncEngine, EngineEnded
+from turbojax.models.engine.base import BaseEngine
 from turbojax.models.text.tokenizer import Tokenizer
 from turbojax.server.app import create_app
 from turbojax.server.service import Limits
@@ -85,7 +86,7 @@ class Server:
 
     def __init__(
         self,
-        engine: Steps,
+        engine: BaseEngine,
         tokenizer: Tokenizer,
         name: str,
         listening: socket.socket,
@@ -201,7 +202,7 @@ class _Uvicorn(uvicorn.Server):
 
 
 def serve(
-    engine: Steps,
+    engine: BaseEngine,
     tokenizer: Tokenizer,
     *,
     name: str,
@@ -214,21 +215,12 @@ def serve(
     drain_seconds: float = 30.0,
     ready: Callable[[str], None] | None = None,
 ) -> None:
-    """Serves a model over HTTP until SIGINT or SIGTERM, see `Server` and `create_app`.
+    """Serves a model over HTTP until SIGINT or SIGTERM.
 
-    Args:
-      engine: what runs requests; nobody else may use it meanwhile or afterwards.
-      tokenizer: of the model; also the engine's, which looks for stop texts.
-      name: of the model, which requests must give.
-      host: address to listen on.
-      port: port to listen on; 0 for any that is free.
-      listening: instead of these, a socket of `listen`: where an address is to be taken before a
-        model is loaded, which takes a while.
-      api_keys: see `create_app`.
-      limits: see there.
-      max_waiting: requests that may wait for their first token.
-      drain_seconds: that requests have when it is to end.
-      ready: called with the address, once clients are answered.
+    Arguments are those of `Server`, but for `listening`, which may be left out: then there is a
+    socket for `host` and `port` (0 for any that is free). One is given where an address is to be
+    taken before a model is loaded, which takes a while. `ready` is called with the address, once
+    clients are answered.
 
     Raises:
       OSError: if the address cannot be listened on.

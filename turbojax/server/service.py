@@ -13,12 +13,11 @@ from turbojax.models.engine.asynchronous import (
     EngineClosed,
     EngineEnded,
     QueueFull,
+    RequestHandle,
 )
-from turbojax.models.engine.handles import RequestHandle
 from turbojax.models.engine.requests import Request
 from turbojax.models.text.tokenizer import Tokenizer
-from turbojax.server.errors import ApiError
-from turbojax.server.fields import Fields
+from turbojax.server.fields import ApiError, Fields
 from turbojax.server.metrics import Metrics
 from turbojax.server.texts import TokenTexts
 
@@ -111,7 +110,7 @@ class Service:
         """How many tokens a prompt is continued by at most.
 
         `asked` is None for as many as there is room for; `param` is the field that the prompt came
-        in. Raises ApiError if the prompt is empty or too long.
+        in.
         """
         most = self.limits.prompt_tokens
         if not prompt:
@@ -147,10 +146,7 @@ class Service:
         return handles
 
     async def accepted(self, handles: Sequence[RequestHandle]) -> list[tuple[int, ...]]:
-        """Waits until the engine has the requests; the numbers of each one's samples.
-
-        Raises ApiError for what the engine refuses, as that is the client's fault.
-        """
+        """Waits until the engine has the requests; the numbers of each one's samples."""
         found = []
         for handle in handles:
             try:

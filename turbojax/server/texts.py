@@ -11,7 +11,7 @@ from turbojax.models.engine.requests import Result, TokenLogprobs
 from turbojax.models.generation.stopping import TextStream
 from turbojax.models.text.token_bytes import TokenBytes
 from turbojax.models.text.tokenizer import Tokenizer
-from turbojax.server.options import Options
+from turbojax.server.fields import Options
 
 _UNLIKELY = -9999.0
 """The log-probability of an impossible token in JSON, which has no infinity."""

@@ -1,6 +1,5 @@
 """The command `turbojax calibrate`: its options, and what it prints."""
 
-import json
 from pathlib import Path
 from typing import Annotated
 
@@ -18,24 +17,21 @@ Candidates = Annotated[
     list[str] | None,
     typer.Option(
         help="Caches that a layer may get, comma separated, with options as turbojax eval "
-        "--methods has them. Default: k4v2,4bit,paged_int8_v4,paged_int8.",
-        show_default=False,
+        "--methods has them. Default: k4v2,4bit,paged_int8_v4,paged_int8."
     ),
 ]
 Loss = Annotated[
     float | None,
     typer.Option(
         help="The smallest caches that lose at most so many bits per token, as divergence from "
-        "the exact cache. Default: 0.01.",
-        show_default=False,
+        "the exact cache. Default: 0.01."
     ),
 ]
 Ratio = Annotated[
     float | None,
     typer.Option(
         help="Instead of --loss: the caches that lose least of those that are so many times "
-        "smaller than bfloat16 together.",
-        show_default=False,
+        "smaller than bfloat16 together."
     ),
 ]
 Context = Annotated[int, typer.Option(help="Tokens of a window.")]
@@ -46,16 +42,14 @@ Length = Annotated[
     int | None,
     typer.Option(
         help="Tokens that caches are sized for: sizes for a token differ where sequences are "
-        "short. Default: --context.",
-        show_default=False,
+        "short. Default: --context."
     ),
 ]
 TextFiles = Annotated[
     list[Path] | None,
     typer.Option(
         help="Text to measure with, unlike what you evaluate on later; may be repeated. Default: "
-        "modules of this Python's standard library that turbojax eval does not read.",
-        show_default=False,
+        "modules of this Python's standard library that turbojax eval does not read."
     ),
 ]
 
@@ -92,8 +86,7 @@ def calibrate(
     beside the same cache in all layers. The file is what `turbojax generate --cache` and `turbojax
     eval --methods` take.
     """
-    from turbojax.app.calibrate import display, run
-    from turbojax.app.evaluate.display import Bars
+    from turbojax.app.calibrate import run
 
     programs.use(compilation_cache, "turbojax calibrate")
     with terminal.one_line_errors("turbojax calibrate", smaller="--batch-size or --context"):
@@ -114,10 +107,6 @@ def calibrate(
             max_length=max_length,
         )
         _interrupt.say(lambda: f"nothing was written to {out}")
-        with Bars() as bars:
+        with terminal.Bars() as bars:
             report = run.run(settings, bars.advance)
-    if as_json:
-        typer.echo(json.dumps(report.to_json(), indent=2, allow_nan=False))
-        return
-    terminal.show(display.render(report))
-    typer.echo(f"wrote {out}")
+    terminal.report(report, run.render, as_json, f"wrote {out}")

@@ -1,13 +1,17 @@
-"""What `turbojax calibrate` does: a model, caches and text in, a cache for every layer out."""
+"""What `turbojax calibrate` does and shows: a model and text in, a cache for every layer out."""
 
 import dataclasses
+import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
 
 from turbojax import _checks, evaluation
 from turbojax._environment import environment
@@ -31,11 +35,7 @@ _LOSS = 0.01
 
 @dataclasses.dataclass(frozen=True)
 class CalibrateSettings:
-    """What to choose, and by what: the options of the command.
-
-    Raises TypeError if a number is of the wrong kind; ValueError if one is out of range, a
-    candidate is named twice or there is none, or both a loss and a ratio are given.
-    """
+    """What to choose, and by what: the options of the command."""
 
     out: Path
     model: str = "embedded"
@@ -151,9 +151,6 @@ def run(settings: CalibrateSettings, progress: Progress | None = None) -> Calibr
     left out. So all costs of a candidate are scaled by one factor, to sum up to the divergence that
     is measured with this candidate in all layers. The choice is made by these scaled costs, and is
     then measured itself.
-
-    Raises what `text_model.find_text_model`, `evaluation.layer_costs` and `evaluation.choose` do,
-    OSError for files, and ValueError if the text is too short or the run needs too much memory.
     """
     startup.check_output_file("--out", settings.out)
     startup.check_input_files(*settings.texts)
@@ -345,3 +342,61 @@ def _plain(value: Any) -> Any:
 
 def _tell_nobody(what: str, done: int, total: int) -> None:
     del what, done, total
+
+
+def render(report: CalibrateReport) -> RenderableType:
+    """The tables of a run."""
+    settings = report.settings
+    note = (
+        f"Bits per token, of {report.tokens:,} tokens decoded after {settings.prompt:,}: KL is the "
+        "divergence from the exact cache, cost what true tokens cost more. Bytes are those of "
+        f"{settings.sized_for:,} tokens. Costs of layers add up roughly; what counts is what was "
+        "measured."
+    )
+    return Group(_layers_table(report), _caches_table(report), Text(note, style="dim"))
+
+
+def groups(report: CalibrateReport) -> Iterator[tuple[int, int, str]]:
+    """The first and the last of neighbouring layers with the same cache, and its name."""
+    numbered = itertools.groupby(enumerate(report.layers), key=lambda item: item[1])
+    for name, members in numbered:
+        layers = [layer for layer, _ in members]
+        yield layers[0], layers[-1], name
+
+
+def _layers_table(report: CalibrateReport) -> Table:
+    table = Table(title=f"A cache for each layer: {report.settings.limit}", pad_edge=False)
+    table.add_column("layers")
+    table.add_column("cache", overflow="fold")
+    for column in ("predicted KL", "bytes", "smaller"):
+        table.add_column(column, justify="right")
+    each = report.exact_bytes / len(report.layers)
+    for first, last, name in groups(report):
+        part = slice(first, last + 1)
+        size = sum(report.nbytes[part])
+        table.add_row(
+            str(first) if first == last else f"{first} to {last}",
+            name,
+            f"{sum(report.predicted[part]):.4f}",
+            f"{size:,}",
+            f"{each * (last + 1 - first) / size:.2f}x",
+        )
+    return table
+
+
+def _caches_table(report: CalibrateReport) -> Table:
+    table = Table(title="The choice beside the same cache in all layers", pad_edge=False)
+    table.add_column("cache", overflow="fold")
+    for column in ("sum of\nlayers' KL", "KL,\nmeasured", "cost,\nmeasured", "bytes", "smaller"):
+        table.add_column(column, justify="right")
+    for name, row in report.rows.items():
+        table.add_row(
+            name,
+            f"{row.predicted:.4f}",
+            f"{row.divergence:.4f}",
+            f"{row.cost:+.4f}",
+            f"{row.nbytes:,}",
+            f"{row.ratio:.2f}x",
+            style="bold" if name == CHOSEN else None,
+        )
+    return table

@@ -5,7 +5,6 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from rich.console import Group, RenderableType
@@ -16,8 +15,14 @@ from rich.text import Text
 from turbojax import models
 from turbojax._environment import environment
 from turbojax.app import text_model
-from turbojax.app.demo.measure import Progress, bits_of, cache_kind
-from turbojax.caches import CACHE_NAMES
+from turbojax.app.demo.measure import (
+    Progress,
+    bits_of,
+    cache_kind,
+    check_caches,
+    count_same,
+    footer,
+)
 from turbojax.models.generation import session as generation
 
 _QUESTION = "What is the capital of France, and what is it known for?"
@@ -27,10 +32,7 @@ _WIDTH = 96
 
 @dataclasses.dataclass(frozen=True)
 class ChatSettings:
-    """What to run: the options of the command; the other caches are compared to the first.
-
-    Raises ValueError if the number is not positive, or caches are unknown, named twice or none.
-    """
+    """What to run: the options of the command; the other caches are compared to the first."""
 
     model: str
     question: str | None
@@ -41,11 +43,7 @@ class ChatSettings:
     def __post_init__(self) -> None:
         if self.new_tokens < 1:
             raise ValueError(f"new_tokens={self.new_tokens} must be at least 1")
-        for name in self.caches:
-            if name not in CACHE_NAMES:
-                raise ValueError(f"cache {name!r} must be one of {', '.join(CACHE_NAMES)}")
-        if not self.caches or len(set(self.caches)) != len(self.caches):
-            raise ValueError(f"caches={self.caches} must name each cache once")
+        check_caches(self.caches)
 
     @property
     def prompt(self) -> str:
@@ -95,11 +93,7 @@ def answers(model: str) -> bool:
 
 
 def run(settings: ChatSettings, progress: Progress | None = None) -> ChatReport:
-    """Asks the model once for every cache; `progress` is called as tokens are done.
-
-    Raises what `text_model.load_text_model` does, and ValueError if question and answer are longer
-    than the model's context.
-    """
+    """Asks the model once for every cache; `progress` is called as tokens are done."""
     begun = time.perf_counter()
     found = text_model.find_text_model(settings.model, jnp.dtype(jnp.float32))
     prompt = text_model.prompt_tokens(found, settings.prompt, chat=True)
@@ -142,19 +136,14 @@ def _ask(
         times.append(time.perf_counter())
         if progress is not None:
             progress(name, 1)
-    same = 0
     reference = first or tokens
-    for one, other in zip(tokens, reference, strict=False):
-        if one != other:
-            break
-        same += 1
     target = np.array([reference], np.int32)
     logits = generation.score(begin(), target, None if progress is None else _after(progress, name))
     result = ChatResult(
         name=name,
         answer=tokenizer.decode(tokens).strip(),
         tokens=len(tokens),
-        same_tokens=same,
+        same_tokens=count_same(tokens, reference),
         bits_per_token=float(np.mean(bits_of(logits[0], jnp.asarray(target[0])))),
         nbytes=nbytes,
         compression_ratio=ratio,
@@ -197,20 +186,12 @@ def render(report: ChatReport) -> RenderableType:
         Text(settings.prompt.strip(), style="dim"), title="asked", title_align="left", width=_WIDTH
     )
     panels = [_panel(x, first) for x in report.results]
-    where = f"jax {jax.__version__} on {jax.devices()[0].device_kind}"
-    footer = Text(f"{report.seconds:.0f} s in all, {where}", style="dim")
-    if jax.default_backend() == "cpu":
-        footer.append("; tokens/s do not compare: CPUs widen the exact cache's bfloat16 every step")
-    return Group(question, table, *panels, footer)
+    return Group(question, table, *panels, footer(report.seconds, "tokens/s"))
 
 
 def _panel(result: ChatResult, first: ChatResult) -> Panel:
     """An answer; what differs from the first one's stands out."""
-    same = 0
-    for one, other in zip(result.answer, first.answer, strict=False):
-        if one != other:
-            break
-        same += 1
+    same = count_same(result.answer, first.answer)
     text = Text(result.answer[:same])
     text.append(result.answer[same:], style="bold yellow")
     title = f"{result.name} answers"

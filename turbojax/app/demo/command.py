@@ -1,6 +1,5 @@
 """The command `turbojax demo`: its options, and what it prints."""
 
-import json
 from pathlib import Path
 from typing import Annotated
 
@@ -12,16 +11,14 @@ File = Annotated[
     Path | None,
     typer.Option(
         help="Text to read. Default: a module of this Python's standard library that the "
-        "model was not trained on.",
-        show_default=False,
+        "model was not trained on."
     ),
 ]
 Cache = Annotated[
     str | None,
     typer.Option(
         help=f"Caches, comma separated: {options.CACHES} Default: exact,4bit,2/4bit; of a model "
-        "that answers exact,4bit,turbo4.",
-        show_default=False,
+        "that answers exact,4bit,turbo4."
     ),
 ]
 
@@ -34,8 +31,7 @@ def demo(
     question: Annotated[
         str | None,
         typer.Option(
-            help="What a model that answers, such as smollm2, is asked. Default: about Paris.",
-            show_default=False,
+            help="What a model that answers, such as smollm2, is asked. Default: about Paris."
         ),
     ] = None,
     new_tokens: Annotated[int, typer.Option(help="Of its answer: tokens, at most.")] = 64,
@@ -65,7 +61,7 @@ def demo(
 
     from turbojax import models
     from turbojax.app import startup
-    from turbojax.app.demo import chat, display, measure
+    from turbojax.app.demo import chat, measure
 
     programs.use(compilation_cache, "turbojax demo")
     with terminal.one_line_errors("turbojax demo", smaller="--prompt-bytes"):
@@ -75,7 +71,7 @@ def demo(
             prompt_bytes=prompt_bytes,
             new_bytes=new_bytes,
             generated_bytes=generate_bytes,
-            caches=_names(cache or "exact,4bit,2/4bit"),
+            caches=options.words(cache or "exact,4bit,2/4bit"),
             uncompressed_layers=uncompressed_layers,
         )
         startup.check_input_files(settings.file)
@@ -97,17 +93,9 @@ def demo(
 
             report = measure.run(transformer, settings, advance)
         if plot is not None:
-            display.save_plot(report, transformer, plot)
-    if as_json:
-        typer.echo(json.dumps(report.to_json(), indent=2, allow_nan=False))
-    else:
-        terminal.show(display.render(report))
-        if plot is not None:
-            typer.echo(f"plot written to {plot}")
-
-
-def _names(cache: str) -> tuple[str, ...]:
-    return tuple(name.strip() for name in cache.split(","))
+            measure.save_plot(report, transformer, plot)
+    drawn = None if plot is None else f"plot written to {plot}"
+    terminal.report(report, measure.render, as_json, drawn)
 
 
 def _chat(
@@ -120,7 +108,7 @@ def _chat(
 ) -> None:
     from turbojax.app.demo import chat
 
-    names = _names(cache or "exact,4bit,turbo4")
+    names = options.words(cache or "exact,4bit,turbo4")
     settings = chat.ChatSettings(model, question, new_tokens, names, uncompressed_layers)
     with terminal.progress_bar(transient=True) as bar:
         task = bar.add_task("loading", total=2 * len(names) * new_tokens)
@@ -129,7 +117,4 @@ def _chat(
             bar.update(task, advance=count, description=f"{name} cache")
 
         report = chat.run(settings, advance)
-    if as_json:
-        typer.echo(json.dumps(report.to_json(), indent=2, allow_nan=False))
-    else:
-        terminal.show(chat.render(report))
+    terminal.report(report, chat.render, as_json)

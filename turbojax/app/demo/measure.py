@@ -1,17 +1,22 @@
-"""What the demo measures: quality, memory and speed of decoding through each KV cache."""
+"""What the demo measures and shows: quality, memory, speed of decoding through each KV cache."""
 
 import dataclasses
 import math
 import sysconfig
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from rich.console import Group, RenderableType
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
 
+from turbojax import _extras, _writing
 from turbojax._environment import environment
 from turbojax.caches import CACHE_NAMES, cache_by_name
 from turbojax.models import (
@@ -22,7 +27,12 @@ from turbojax.models import (
     held_out_modules,
 )
 from turbojax.models.generation import session as generation
-from turbojax.models.generation.caching import ModelCacheKind, kinds_of_layers, with_uncompressed
+from turbojax.models.generation.caching import (
+    ModelCacheKind,
+    init_caches,
+    kinds_of_layers,
+    with_uncompressed,
+)
 
 Progress = Callable[[str, int], None]
 """Called with the name of a cache and the number of bytes done since the last call."""
@@ -31,13 +41,21 @@ Progress = Callable[[str, int], None]
 _DEFAULT_MODULE = "mailbox.py"
 
 
+def check_caches(caches: tuple[str, ...]) -> None:
+    """Raises ValueError if caches are unknown, named twice or none."""
+    for name in caches:
+        if name not in CACHE_NAMES:
+            raise ValueError(f"cache {name!r} must be one of {', '.join(CACHE_NAMES)}")
+    if not caches or len(set(caches)) != len(caches):
+        raise ValueError(f"{caches=} must name each cache once")
+
+
 @dataclasses.dataclass(frozen=True)
 class DemoSettings:
     """What to run: the options of the command; the other caches are compared to the first.
 
     The first ``prompt_bytes + new_bytes`` bytes of the file are used; in decoding each byte is fed
-    its true predecessor. Raises ValueError if a number is not positive, or caches are unknown,
-    named twice or none.
+    its true predecessor.
     """
 
     file: Path
@@ -51,11 +69,7 @@ class DemoSettings:
         for name in ("prompt_bytes", "new_bytes", "generated_bytes"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
-        for name in self.caches:
-            if name not in CACHE_NAMES:
-                raise ValueError(f"cache {name!r} must be one of {', '.join(CACHE_NAMES)}")
-        if not self.caches or len(set(self.caches)) != len(self.caches):
-            raise ValueError(f"caches={self.caches} must name each cache once")
+        check_caches(self.caches)
 
     @property
     def max_length(self) -> int:
@@ -131,8 +145,7 @@ def cache_kind(
 
     The demo computes in float32, which suits CPUs, but an exact cache is in bfloat16: that is what
     the others are worth comparing to. `uncompressed_layers` layers at either end have exact caches
-    of bfloat16 too, if the named cache compresses. Raises ValueError as `cache_by_name`, or if no
-    layer is left to compress.
+    of bfloat16 too, if the named cache compresses.
     """
     kind = cache_by_name(name, model.config.num_kv_heads)
     if kind == "exact":
@@ -147,8 +160,7 @@ def cache_kind(
 def run(model: Transformer, settings: DemoSettings, progress: Progress | None = None) -> DemoReport:
     """Measures every cache on the file, with a byte-level model.
 
-    `progress` is called as bytes are done. Raises OSError if the file cannot be read, ValueError if
-    it or the model's context is too short, or a cache's name is unknown.
+    `progress` is called as bytes are done.
     """
     begun = time.perf_counter()
     kinds = {
@@ -252,3 +264,116 @@ class _Clock:
         # The last token of a scoring run needs no step of its own.
         steps = len(self._times) - 2
         return steps / (self._times[-2] - self._times[0]) if steps > 0 else None
+
+
+# A running mean of fewer bytes jumps about and hides the rest of the picture.
+_UNSETTLED = 15
+
+
+def render(report: DemoReport) -> RenderableType:
+    """The report for a terminal."""
+    settings = report.settings
+    title = (
+        f"{settings.file.name}: {settings.prompt_bytes} bytes prefilled, "
+        f"{settings.new_bytes} decoded through each cache"
+    )
+    if settings.uncompressed_layers:
+        title += f", {settings.uncompressed_layers} layers at either end uncompressed"
+    # Columns are no wider than their names, so that the table fits 80 columns.
+    table = Table(title=title, pad_edge=False)
+    table.add_column("cache")
+    for column in (
+        "bits/\nbyte",
+        "vs\nfirst",
+        "same\nchoice",
+        "cache\nbytes",
+        "ratio",
+        "bytes/s",
+    ):
+        table.add_column(column, justify="right")
+    first = report.results[0]
+    for result in report.results:
+        table.add_row(
+            result.name,
+            f"{result.bits_per_byte:.4f}",
+            f"{result.bits_per_byte - first.bits_per_byte:+.4f}",
+            f"{result.agreement:.1%}",
+            f"{result.nbytes:,}",
+            f"{result.compression_ratio:.2f}x",
+            "-" if result.bytes_per_second is None else f"{result.bytes_per_second:.1f}",
+        )
+    texts = [_generated_panel(result, first) for result in report.results]
+    return Group(table, *texts, footer(report.seconds, "bytes/s"))
+
+
+def footer(seconds: float, speed: str) -> Text:
+    """How long it took and where; on a CPU that the column `speed` does not compare."""
+    where = f"jax {jax.__version__} on {jax.devices()[0].device_kind}"
+    found = Text(f"{seconds:.0f} s in all, {where}", style="dim")
+    if jax.default_backend() == "cpu":
+        found.append(f"; {speed} do not compare: CPUs widen the exact cache's bfloat16 every step")
+    return found
+
+
+def count_same(some: Sequence[object], others: Sequence[object]) -> int:
+    """How many of the first are equal."""
+    differs = (i for i, (x, y) in enumerate(zip(some, others, strict=False)) if x != y)
+    return next(differs, min(len(some), len(others)))
+
+
+def _generated_panel(result: CacheResult, first: CacheResult) -> Panel:
+    """The freely generated text; what differs from the first cache's stands out."""
+    same = count_same(result.generated, first.generated)
+    text = Text(result.generated[:same].decode("utf-8", "replace"))
+    text.append(result.generated[same:].decode("utf-8", "replace"), style="bold yellow")
+    title = f"{result.name} continues"
+    if result is not first:
+        total = len(result.generated)
+        title += (
+            f": the same {total} bytes as {first.name}"
+            if same == total
+            else f": as {first.name} for {same} of {total} bytes"
+        )
+    return Panel(text, title=title, title_align="left")
+
+
+def save_plot(report: DemoReport, model: Transformer, path: Path) -> None:
+    """Draws memory against context length, and what each cache costs along the text.
+
+    The ending of `path` chooses the format.
+    """
+    _extras.need_matplotlib()
+    # Imported here: it takes a second that a run without a plot need not wait. A bare `Figure`
+    # needs no display and leaves pyplot's global state alone.
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 4.2), layout="constrained")
+    memory, quality = figure.subplots(1, 2)
+    lengths = [256 * i for i in range(1, model.config.max_length // 256 + 1)]
+    first = report.results[0]
+    for result in report.results:
+        kind = cache_kind(result.name, model, report.settings.uncompressed_layers)
+        sizes = [
+            jax.eval_shape(lambda n=n, kind=kind: init_caches(model, 1, n, kind)).nbytes / 2**20
+            for n in lengths
+        ]
+        label = f"{result.name} ({result.compression_ratio:.2f}x)"
+        memory.plot(lengths, sizes, label=label)
+        cost = [mean - base for mean, base in zip(result.curve, first.curve, strict=True)]
+        steps = range(1 + _UNSETTLED, len(cost) + 1)
+        quality.plot(
+            steps, cost[_UNSETTLED:], label=f"{result.name} ({result.bits_per_byte:.4f} bits/byte)"
+        )
+    memory.set(title="KV cache of the model", xlabel="context length (bytes of text)")
+    memory.set_ylabel("MiB")
+    memory.set_ylim(bottom=0)
+    quality.set(title=f"Decoding {report.settings.file.name}", xlabel="bytes decoded")
+    quality.set_ylabel(f"bits per byte more than {first.name}, running mean")
+    # At least this range, so that differences which do not matter do not look large.
+    low, high = quality.get_ylim()
+    quality.set_ylim(min(low, -0.02), max(high, 0.04))
+    for axes in (memory, quality):
+        axes.grid(alpha=0.3)
+        axes.legend()
+    with _writing.replacing(path) as draft:
+        figure.savefig(draft, dpi=120)

@@ -18,8 +18,7 @@ Text = Annotated[
     list[Path] | None,
     typer.Option(
         help="Text to read; may be repeated. Token numbers where there is no tokenizer.json. "
-        "Default: the modules of the standard library that the embedded model was not trained on.",
-        show_default=False,
+        "Default: the modules of the standard library that the embedded model was not trained on."
     ),
 ]
 Methods = Annotated[
@@ -30,21 +29,18 @@ Methods = Annotated[
         help="Caches to measure, comma separated, with options after a colon, comma separated, "
         "too: exact,4bit,4bit:softmax=sas,block=32,kv4; or .json files with a cache for every "
         "layer. May be repeated. Default: one of each kind that the model can have.",
-        show_default=False,
     ),
 ]
 Context = Annotated[
     int | None,
     typer.Option(
-        help="Tokens predicted per window. Default: 1023, or fewer where model or texts are short.",
-        show_default=False,
+        help="Tokens predicted per window. Default: 1023, or fewer where model or texts are short."
     ),
 ]
 Prompt = Annotated[
     int | None,
     typer.Option(
-        help="How many of them are prefilled; the others are decoded one by one. Default: half.",
-        show_default=False,
+        help="How many of them are prefilled; the others are decoded one by one. Default: half."
     ),
 ]
 Windows = Annotated[int, typer.Option(help="Windows of each text, at most.")]
@@ -55,8 +51,7 @@ Measures = Annotated[
     typer.Option(
         help="What to measure, comma separated: text (bits per byte), layers (error of each "
         "layer's attention), recall (copying and looking up, far back), tasks (of --tasks). "
-        "Default: text,layers, and tasks if there are some.",
-        show_default=False,
+        "Default: text,layers, and tasks if there are some."
     ),
 ]
 Kinds = Annotated[
@@ -64,47 +59,39 @@ Kinds = Annotated[
     typer.Option(
         help="Of recall: some of copy, key_value, needle (a sentence in a long text) and chat (one "
         "told in an early turn), comma separated. Default: all, or of a model that reads bytes "
-        "copy,key_value.",
-        show_default=False,
+        "copy,key_value."
     ),
 ]
 Lengths = Annotated[
     str | None,
     typer.Option(
         help="Of recall: lengths of the context in tokens, comma separated. Default: 1024 to 16384 "
-        "in powers of two, as far as the model goes.",
-        show_default=False,
+        "in powers of two, as far as the model goes."
     ),
 ]
 Depths = Annotated[
     str | None,
     typer.Option(
         help="Of recall: where in the context the answer lies, comma separated, from 0, its "
-        "beginning, to 1.",
-        show_default=False,
+        "beginning, to 1."
     ),
 ]
 Tasks = Annotated[
     list[str] | None,
     typer.Option(
         help="Tasks of lm-eval: names that it knows, or YAML files, comma separated. May be "
-        "repeated.",
-        show_default=False,
+        "repeated."
     ),
 ]
 Limit = Annotated[
     float | None,
     typer.Option(
-        help="Of --tasks: documents of each at most; below 1 a share of them. Default: all.",
-        show_default=False,
+        help="Of --tasks: documents of each at most; below 1 a share of them. Default: all."
     ),
 ]
 Fewshot = Annotated[
     int | None,
-    typer.Option(
-        help="Of --tasks: examples in each prompt. Default: what the task says.",
-        show_default=False,
-    ),
+    typer.Option(help="Of --tasks: examples in each prompt. Default: what the task says."),
 ]
 Chat = Annotated[
     bool, typer.Option("--chat", help="Of --tasks: write prompts by the model's chat template.")
@@ -114,15 +101,13 @@ Mesh = Annotated[
     typer.Option(
         metavar="AXES",
         help="Devices to run on: model=2 splits heads and weights over 2. Default: one device.",
-        show_default=False,
     ),
 ]
 Weights = Annotated[
     str | None,
     typer.Option(
         help="Of a .gguf --model whose linear layers are all of type Q4_0: int4 takes their codes "
-        "as they are. Default: float.",
-        show_default=False,
+        "as they are. Default: float."
     ),
 ]
 MaxNewTokens = Annotated[
@@ -132,8 +117,7 @@ Out = Annotated[
     Path | None,
     typer.Option(
         help="JSON file for the results. It is written as they come: after an interruption the "
-        "same command goes on.",
-        show_default=False,
+        "same command goes on."
     ),
 ]
 Plot = Annotated[
@@ -176,7 +160,7 @@ def evaluate(
     rest decoded token by token, fed the true tokens. Costs and agreement are relative to the exact
     cache of the same model, which runs beside each method.
     """
-    from turbojax.app.evaluate import display, plots, run
+    from turbojax.app.evaluate import display, run
 
     programs.use(compilation_cache, "turbojax eval")
     with terminal.one_line_errors("turbojax eval", smaller="--batch-size or --context"):
@@ -189,11 +173,11 @@ def evaluate(
             windows=windows,
             batch_size=batch_size,
             seed=seed,
-            measures=None if measures is None else tuple(_words(measures)),
-            recall_kinds=None if recall_kinds is None else tuple(_words(recall_kinds)),
+            measures=None if measures is None else options.words(measures),
+            recall_kinds=None if recall_kinds is None else options.words(recall_kinds),
             recall_lengths=_numbers("--recall-lengths", recall_lengths, int),
             recall_depths=_numbers("--recall-depths", recall_depths, float),
-            tasks=tuple(word for text in tasks or () for word in _words(text)),
+            tasks=tuple(word for text in tasks or () for word in options.words(text)),
             limit=limit,
             num_fewshot=num_fewshot,
             chat=chat,
@@ -206,10 +190,10 @@ def evaluate(
             out=out,
             plot=plot,
         )
-        with display.Bars() as bars:
+        with terminal.Bars() as bars:
             result = run.run(settings, bars.advance)
         if plot is not None:
-            drawn = plots.save_plots(result, plot)
+            drawn = display.save_plots(result, plot)
     if as_json:
         typer.echo(json.dumps(result, indent=2, allow_nan=False))
         return
@@ -231,7 +215,7 @@ def split_methods(given: Sequence[str] | None) -> tuple[str, ...] | None:
     found = list[str]()
     for text in given:
         begun = len(found)
-        for piece in (piece.strip() for piece in text.split(",")):
+        for piece in options.words(text):
             name, equals, _ = piece.partition("=")
             if equals and ":" not in name and len(found) > begun:
                 found[-1] += f",{piece}"
@@ -240,15 +224,11 @@ def split_methods(given: Sequence[str] | None) -> tuple[str, ...] | None:
     return tuple(found)
 
 
-def _words(text: str) -> list[str]:
-    return [word.strip() for word in text.split(",")]
-
-
 def _numbers(option: str, text: str | None, kind: Callable[[str], _N]) -> tuple[_N, ...] | None:
     if text is None:
         return None
     try:
-        return tuple(kind(word) for word in _words(text))
+        return tuple(kind(word) for word in options.words(text))
     except ValueError:
         what = "integers" if kind is int else "numbers"
         raise ValueError(f"{option} {text!r} must be {what}, comma separated") from None

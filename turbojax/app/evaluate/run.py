@@ -94,11 +94,7 @@ class EvalSettings:
 
 
 def run(settings: EvalSettings, progress: Progress | None = None) -> dict[str, Any]:
-    """Measures everything; returns what `turbojax.evaluation.evaluate` does.
-
-    Raises what `evaluate`, `TaskMeasure` and `text_model.find_text_model` do, OSError for files,
-    and ValueError if the run needs more memory than there is.
-    """
+    """Measures everything; returns what `turbojax.evaluation.evaluate` does."""
     startup.check_output_file("--out", settings.out)
     if settings.plot is not None:
         _extras.need_matplotlib("--plot")

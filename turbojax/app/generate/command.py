@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from turbojax.app import options, processes, programs, terminal
+from turbojax.app import options, programs, terminal
 
 if TYPE_CHECKING:
     from turbojax.app.text_model import FoundModel
@@ -15,13 +15,11 @@ if TYPE_CHECKING:
 # Of the random prompts of --random-weights.
 _PROMPT_TOKENS = 128
 
-Prompt = Annotated[str | None, typer.Argument(help="Text to continue.", show_default=False)]
-File = Annotated[Path | None, typer.Option(help="Continue this file instead.", show_default=False)]
+Prompt = Annotated[str | None, typer.Argument(help="Text to continue.")]
+File = Annotated[Path | None, typer.Option(help="Continue this file instead.")]
 PromptTokens = Annotated[
     int | None,
-    typer.Option(
-        help="Length of the random prompts of --random-weights. Default: 128.", show_default=False
-    ),
+    typer.Option(help="Length of the random prompts of --random-weights. Default: 128."),
 ]
 Chat = Annotated[
     bool,
@@ -31,7 +29,7 @@ Chat = Annotated[
 ]
 System = Annotated[
     str | None,
-    typer.Option(help="Of --chat: a system message that stands before it.", show_default=False),
+    typer.Option(help="Of --chat: a system message that stands before it."),
 ]
 Cache = Annotated[
     str,
@@ -44,21 +42,15 @@ Cache = Annotated[
 Temperature = Annotated[
     float, typer.Option(help="0 for the most likely token; otherwise logits are divided by it.")
 ]
-TopK = Annotated[
-    int | None, typer.Option(help="Draw from this many most likely tokens.", show_default=False)
-]
+TopK = Annotated[int | None, typer.Option(help="Draw from this many most likely tokens.")]
 TopP = Annotated[
     float | None,
-    typer.Option(
-        help="Draw from the fewest most likely tokens with this probability together.",
-        show_default=False,
-    ),
+    typer.Option(help="Draw from the fewest most likely tokens with this probability together."),
 ]
 MinP = Annotated[
     float | None,
     typer.Option(
-        help="Draw from tokens with at least this share of the most likely one's probability.",
-        show_default=False,
+        help="Draw from tokens with at least this share of the most likely one's probability."
     ),
 ]
 Seed = Annotated[
@@ -68,8 +60,7 @@ Stop = Annotated[
     list[str] | None,
     typer.Option(
         help=r"A text that ends the result and is no part of it; may be given several times. "
-        r"\n, \t, \r and \\ are a line's end, a tab, a carriage return and a backslash.",
-        show_default=False,
+        r"\n, \t, \r and \\ are a line's end, a tab, a carriage return and a backslash."
     ),
 ]
 Stream = Annotated[
@@ -77,12 +68,11 @@ Stream = Annotated[
     typer.Option(
         "--stream/--no-stream",
         help="Print the text as it comes, or at the end. Default: as it comes on a terminal.",
-        show_default=False,
     ),
 ]
 BatchSize = Annotated[int, typer.Option(help="Sequences: copies of the prompt, or random prompts.")]
 PrefillBatchSize = Annotated[
-    int | None, typer.Option(help="Prompts that run at a time. Default: all.", show_default=False)
+    int | None, typer.Option(help="Prompts that run at a time. Default: all.")
 ]
 Prefill = Annotated[
     str,
@@ -95,24 +85,19 @@ PrefillWindow = Annotated[
     int | None,
     typer.Option(
         help="Of --prefill window: distance in tokens up to which nothing is pooled; beyond, "
-        "means of 8 tokens. Default: 896.",
-        show_default=False,
+        "means of 8 tokens. Default: 896."
     ),
 ]
 PrefillBlockSize = Annotated[
     int | None,
-    typer.Option(
-        help="Of pooled prefill: tokens of a block that has one level. Default: 128.",
-        show_default=False,
-    ),
+    typer.Option(help="Of pooled prefill: tokens of a block that has one level. Default: 128."),
 ]
 Implementation = Annotated[
     str | None,
     typer.Option(
         help="What runs attention: mosaic_gpu (not for kv4, k8v4), triton or xla; for the exact "
         "cache xla, cudnn, mosaic_gpu or repeatable. Pooled prefill chooses for itself. "
-        "Default: the fastest that can.",
-        show_default=False,
+        "Default: the fastest that can."
     ),
 ]
 
@@ -147,10 +132,10 @@ def generate(
     weights: options.Weights = None,
     prompt_tokens: PromptTokens = None,
     as_json: options.AsJson = False,
-    coordinator: processes.Coordinator = None,
-    count: processes.Count = None,
-    index: processes.Index = None,
-    heartbeat: processes.Heartbeat = 60.0,
+    coordinator: options.Coordinator = None,
+    count: options.Count = None,
+    index: options.Index = None,
+    heartbeat: options.Heartbeat = 60.0,
     compilation_cache: programs.CompilationCache = True,
 ) -> None:
     """Continue a text through a KV cache; say how fast, and how large the cache is.
@@ -168,7 +153,7 @@ def generate(
         terminal.one_line_errors(
             "turbojax generate", smaller="--batch-size or --prefill-batch-size"
         ),
-        processes.together(coordinator, count, index, heartbeat) as is_first,
+        options.together(coordinator, count, index, heartbeat) as is_first,
     ):
         if as_json and stream:
             raise ValueError("--json prints the text as part of an object: it takes no --stream")

@@ -81,8 +81,7 @@ def parse_prefill(
     """How prompts attend, from what a command line says; None for dense attention.
 
     `name` is ``"dense"`` or a policy of `models.pooled_by_name`, whose defaults stand for a
-    `window` or `block_size` of None. Raises ValueError for another name, or a number that does not
-    fit or has no effect.
+    `window` or `block_size` of None.
     """
     if name not in ("dense", *models.POLICY_NAMES):
         names = ", ".join(("dense", *models.POLICY_NAMES))
@@ -124,7 +123,7 @@ def cache_kind(
     """The caches of a name; each device of a mesh has equally many heads of each bit width.
 
     `name` is one of `models.cache_by_name`, or a file, see `evaluation.kinds_from_file`, which
-    excludes `uncompressed_layers` (see `models.UncompressedEdges`). Raises what these three do.
+    excludes `uncompressed_layers` (see `models.UncompressedEdges`).
     """
     if layer_files.is_name(name):
         if uncompressed_layers:

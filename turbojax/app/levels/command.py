@@ -1,6 +1,5 @@
 """The command `turbojax levels`: its options, and what it prints."""
 
-import json
 from pathlib import Path
 from typing import Annotated
 
@@ -10,11 +9,11 @@ from turbojax.app import options, programs, terminal
 
 File = Annotated[
     Path | None,
-    typer.Option(help="Text to read. Default: as for `demo`.", show_default=False),
+    typer.Option(help="Text to read. Default: as for `demo`."),
 ]
 Head = Annotated[
     str | None,
-    typer.Option(help="Heads, comma separated. Default: all.", show_default=False),
+    typer.Option(help="Heads, comma separated. Default: all."),
 ]
 PolicyNames = Annotated[
     str,
@@ -48,7 +47,7 @@ def levels(
     from turbojax import models
     from turbojax.app import startup
     from turbojax.app.demo.measure import default_file
-    from turbojax.app.levels import display, measure
+    from turbojax.app.levels import measure
 
     programs.use(compilation_cache, "turbojax levels")
     with terminal.one_line_errors("turbojax levels", smaller="--tokens"):
@@ -56,18 +55,14 @@ def levels(
         settings = measure.MapSettings(
             file=file or default_file(tokens - 1),
             layer=layer,
-            heads=None if head is None else tuple(int(number) for number in head.split(",")),
-            policies=tuple(name.strip() for name in policy.split(",")),
+            heads=None if head is None else tuple(map(int, options.words(head))),
+            policies=options.words(policy),
             tokens=tokens,
             block=block,
         )
         startup.check_input_files(settings.file)
         report = measure.run(models.load_transformer(model, dtype=jnp.float32), settings)
         if plot is not None:
-            display.save_plot(report, plot)
-    if as_json:
-        typer.echo(json.dumps(report.to_json(), indent=2, allow_nan=False))
-    else:
-        terminal.show(display.render(report))
-        if plot is not None:
-            typer.echo(f"plot written to {plot}")
+            measure.save_plot(report, plot)
+    drawn = None if plot is None else f"plot written to {plot}"
+    terminal.report(report, measure.render, as_json, drawn)

@@ -1,6 +1,6 @@
 """The command `turbojax quantize`."""
 
-import json
+import collections
 from pathlib import Path
 from typing import Annotated, Any, cast
 
@@ -61,8 +61,7 @@ def quantize(
         list[Path] | None,
         typer.Option(
             help="Text to calibrate RPN and CRS with; may be repeated. Token numbers where there "
-            "is no tokenizer.json. Default: modules of this Python's standard library.",
-            show_default=False,
+            "is no tokenizer.json. Default: modules of this Python's standard library."
         ),
     ] = None,
     calibration_tokens: Annotated[int, typer.Option(help="Tokens of it to read.")] = 16384,
@@ -70,8 +69,7 @@ def quantize(
         list[Path] | None,
         typer.Option(
             help="Text to measure with; may be repeated. Default: the modules of the standard "
-            "library that the embedded model was not trained on.",
-            show_default=False,
+            "library that the embedded model was not trained on."
         ),
     ] = None,
     evaluation_tokens: Annotated[
@@ -91,7 +89,6 @@ def quantize(
     through a kv4 cache has them, for every token. The model is read layer by layer: memory holds
     the quantized one and one layer.
     """
-    from turbojax._environment import environment
     from turbojax.app.quantize.run import QuantizeSettings, run
     from turbojax.smoothing import Smoothing
 
@@ -113,13 +110,19 @@ def quantize(
             window=window,
             max_length=max_length,
         )
-        with _Bars(out) as bars:
-            report = run(settings, bars.advance)
-    if as_json:
-        typer.echo(json.dumps({**environment(), **report.to_json()}, indent=2, allow_nan=False))
-    else:
-        terminal.show(_table(report))
-        typer.echo(f"wrote {out}")
+        with terminal.Bars() as bars:
+            done = collections.Counter[str]()
+
+            def advance(phase: str, count: int, total: int) -> None:
+                if phase == "evaluation":
+                    _interrupt.say(
+                        lambda: f"the model is in {out}, but was not measured to the end"
+                    )
+                done[phase] += count
+                bars.advance(phase, done[phase], total)
+
+            report = run(settings, advance)
+    terminal.report(report, _table, as_json, f"wrote {out}")
 
 
 def _table(report: Any) -> Table:
@@ -139,29 +142,3 @@ def _table(report: Any) -> Table:
         costs = [f"{report.bits[name][cache]:.4f}" for cache in caches]
         table.add_row(name, f"{size / 1e6:,.2f}", weights, *costs)
     return table
-
-
-class _Bars:
-    """A bar for each phase, on standard error, so that standard output stays clean."""
-
-    def __init__(self, out: Path) -> None:
-        self._out = out
-        self._progress = terminal.progress_bar()
-        self._tasks: dict[str, Any] = {}
-
-    def __enter__(self) -> "_Bars":
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        # Without a task, `stop` would print an empty line.
-        if self._tasks:
-            self._progress.stop()
-
-    def advance(self, phase: str, done: int, total: int) -> None:
-        """See `run.Progress`."""
-        if phase == "evaluation":
-            _interrupt.say(lambda: f"the model is in {self._out}, but was not measured to the end")
-        self._progress.start()  # what runs already goes on
-        if phase not in self._tasks:
-            self._tasks[phase] = self._progress.add_task(phase, total=total)
-        self._progress.advance(self._tasks[phase], done)

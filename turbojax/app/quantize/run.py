@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from turbojax import _checks, _writing, models
+from turbojax._environment import environment
 from turbojax.app import startup, text_model
 from turbojax.matmul.int4.weight import ScaleDtype
 from turbojax.models.checkpoint.quantized import QUANT_METHOD, is_quantized
@@ -87,16 +88,14 @@ class QuantizeReport:
             name: {cache: x if math.isfinite(x) else None for cache, x in row.items()}
             for name, row in self.bits.items()
         }
-        return {**dataclasses.asdict(self), "settings": settings, "bits": bits}
+        own = dataclasses.asdict(self) | {"settings": settings, "bits": bits}
+        return {**environment(), **own}
 
 
 def run(settings: QuantizeSettings, progress: Progress | None = None) -> QuantizeReport:
     """Quantizes a model, writes it, and measures what that costs.
 
-    `progress` is called as calibration, layers and evaluation are done. Raises what
-    `models.quantize_model` and `text_model.load_text_model` do, OSError for files, and ValueError
-    if the model is quantized already, the text too short, or something else lies in the folder to
-    write.
+    `progress` is called as calibration, layers and evaluation are done.
     """
     begun = time.perf_counter()
     _check_out(settings)
@@ -182,10 +181,7 @@ def evaluation_text() -> list[bytes]:
 
 
 def windows(tokens: Sequence[int], length: int, count: int) -> np.ndarray:
-    """At most `count` windows that do not overlap, spread evenly: int32 ``[n, length]``, n >= 1.
-
-    Raises ValueError if the stream is shorter than one window.
-    """
+    """At most `count` windows that do not overlap, spread evenly: int32 ``[n, length]``, n >= 1."""
     whole = len(tokens) // length
     if whole < 1:
         raise ValueError(f"the text has {len(tokens)} tokens, must have at least {length}")

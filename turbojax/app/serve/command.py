@@ -17,8 +17,7 @@ File = Annotated[
         help="JSON lines with prompt, and optionally id, max_new_tokens, stop (a list of texts or "
         "tokens), temperature, top_k, top_p, min_p, seed, repetition_penalty, presence_penalty, "
         "frequency_penalty, logit_bias, logprobs, priority, timeout, n, best_of, and one of "
-        "json_schema, regex, grammar. - for standard input.",
-        show_default=False,
+        "json_schema, regex, grammar. - for standard input."
     ),
 ]
 Http = Annotated[
@@ -27,37 +26,30 @@ Http = Annotated[
         metavar="HOST:PORT",
         help="Instead of a FILE, answer requests over HTTP at this address, as OpenAI's clients "
         "speak: :8000 for this machine alone, 0.0.0.0:8000 for others, too.",
-        show_default=False,
     ),
 ]
 ServedName = Annotated[
     str | None,
-    typer.Option(
-        help="Of --http: what clients call the model. Default: the name of its folder.",
-        show_default=False,
-    ),
+    typer.Option(help="Of --http: what clients call the model. Default: the name of its folder."),
 ]
 ApiKey = Annotated[
     list[str] | None,
     typer.Option(
         help="Of --http: what clients must show, one of several if given several times. Default: "
-        "what TURBOJAX_API_KEY holds, and nothing without it.",
-        show_default=False,
+        "what TURBOJAX_API_KEY holds, and nothing without it."
     ),
 ]
 MaxWaiting = Annotated[
     int | None,
     typer.Option(
         help="Of --http: requests that may wait for their turn; others are sent away. "
-        "Default: 1024.",
-        show_default=False,
+        "Default: 1024."
     ),
 ]
 Out = Annotated[
     Path | None,
     typer.Option(
-        help="File for the results, new or empty: see --resume. Default: standard output.",
-        show_default=False,
+        help="File for the results, new or empty: see --resume. Default: standard output."
     ),
 ]
 Resume = Annotated[
@@ -82,8 +74,7 @@ MaxNewTokens = Annotated[
     int | None,
     typer.Option(
         help="Of a FILE: tokens to add to each text, at most, where its line does not say. "
-        "Default: 128.",
-        show_default=False,
+        "Default: 128."
     ),
 ]
 KvDtype = Annotated[
@@ -99,31 +90,25 @@ NumPages = Annotated[
     int | None,
     typer.Option(
         help="Pages of the pool. Default: enough for --max-sequences of the longest requests, or "
-        "what the memory leaves if that is less.",
-        show_default=False,
+        "what the memory leaves if that is less."
     ),
 ]
 PoolBytes = Annotated[
     int | None,
-    typer.Option(
-        help="Instead, bytes of the pool, all layers; with --mesh of each device's part.",
-        show_default=False,
-    ),
+    typer.Option(help="Instead, bytes of the pool, all layers; with --mesh of each device's part."),
 ]
 MaxSequences = Annotated[
     int | None,
     typer.Option(
         help="Requests that run at a time. Default: 256 on a GPU, 16 on a CPU, or as many as FILE "
-        "has if these are fewer; 8 with --reproducible.",
-        show_default=False,
+        "has if these are fewer; 8 with --reproducible."
     ),
 ]
 StepTokens = Annotated[
     int | None,
     typer.Option(
         help="Tokens of prompts that run in a step. Default: 8192 on a GPU, 512 on a CPU; 64 with "
-        "--reproducible.",
-        show_default=False,
+        "--reproducible."
     ),
 ]
 Reproducible = Annotated[
@@ -137,23 +122,16 @@ Speculate = Annotated[
     str | None,
     typer.Option(
         help="Guess tokens ahead: ngram (what followed the same tokens before) or draft "
-        "(what --draft-model says). Texts stay the same, within rounding.",
-        show_default=False,
+        "(what --draft-model says). Texts stay the same, within rounding."
     ),
 ]
 DraftModel = Annotated[
     str | None,
-    typer.Option(
-        help="Of --speculate draft: the folder of a smaller model with the same tokens.",
-        show_default=False,
-    ),
+    typer.Option(help="Of --speculate draft: the folder of a smaller model with the same tokens."),
 ]
 DraftTokens = Annotated[
     int | None,
-    typer.Option(
-        help="Of --speculate: tokens that are guessed at a time, up to 15. Default: 4.",
-        show_default=False,
-    ),
+    typer.Option(help="Of --speculate: tokens that are guessed at a time, up to 15. Default: 4."),
 ]
 CacheResults = Annotated[
     bool,
@@ -166,8 +144,7 @@ CacheResults = Annotated[
 Implementation = Annotated[
     str | None,
     typer.Option(
-        help="What runs attention: xla, triton or mosaic_gpu. Default: the fastest that can.",
-        show_default=False,
+        help="What runs attention: xla, triton or mosaic_gpu. Default: the fastest that can."
     ),
 ]
 

@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import typer
@@ -13,12 +13,17 @@ from turbojax import _checks, _interrupt
 from turbojax.app import startup
 from turbojax.app.serve import run, settings
 from turbojax.app.serve.requests import RequestFile, digest, fitting, read_requests
-from turbojax.app.serve.results import ResultFile, is_standard_input, open_results, unfinished
+from turbojax.app.serve.results import (
+    ResultFile,
+    Screen,
+    is_standard_input,
+    open_results,
+    unfinished,
+)
 from turbojax.app.serve.run import ServingReport
-from turbojax.app.serve.screen import Screen
 from turbojax.app.serve.settings import Models, Settings, pages_asked_for
 from turbojax.app.text_model import FoundModel
-from turbojax.models.engine.groups import Sizes
+from turbojax.models.engine.pools import Sizes
 
 # This many bad lines are named; the others are counted.
 _NAMED = 20
@@ -46,13 +51,15 @@ def serve_file(
     """Runs the requests of a file, or of standard input if `file` is ``-``.
 
     `find` finds the model, and the draft model if there is one; `max_new_tokens` is for lines that
-    do not say. With `skip_bad` the other requests run where lines are bad. Raises OSError,
-    ValueError, NotImplementedError or ImportError, saying what is wrong.
+    do not say. With `skip_bad` the other requests run where lines are bad.
     """
     with contextlib.ExitStack() as stack:
-        _check_files(file, output.path, output.resume, output.overwrite)
+        _check_files(file, output)
         content = _content(file)
-        results = stack.enter_context(_results(output.path, output.resume, output.overwrite))
+        results = None  # on standard output
+        if output.path is not None:
+            opened = open_results(output.path, resume=output.resume, overwrite=output.overwrite)
+            results = stack.enter_context(opened)
         _checks.check_sizes(max_new_tokens=max_new_tokens)
         found, draft = find()
         lines = _lines(file, content, found, draft, max_new_tokens, chosen)
@@ -113,22 +120,19 @@ def _run(
     return dataclasses.replace(report, skipped=len(lines.bad))
 
 
-def _check_files(file: Path, out: Path | None, resume: bool, overwrite: bool) -> None:
+def _check_files(file: Path, output: Output) -> None:
     """Raises ValueError if results cannot go where the options say."""
-    if resume and overwrite:
+    out = output.path
+    if output.resume and output.overwrite:
         raise ValueError("--resume keeps what --out holds, and --overwrite drops it: give one")
     if out is None:
-        if resume or overwrite:
-            raise ValueError(f"--{'resume' if resume else 'overwrite'} is for --out")
+        if output.resume or output.overwrite:
+            raise ValueError(f"--{'resume' if output.resume else 'overwrite'} is for --out")
         return
     startup.check_output_file("--out", out)
     is_input = str(file) == _STANDARD_INPUT
-    if is_standard_input(out) if is_input else _is_same(out, file):
+    if is_standard_input(out) if is_input else out.is_file() and out.samefile(file):
         raise ValueError(f"--out {out} must not be the file of the requests")
-
-
-def _is_same(out: Path, file: Path) -> bool:
-    return out.is_file() and out.samefile(file)
 
 
 def _content(file: Path) -> bytes:
@@ -138,16 +142,6 @@ def _content(file: Path) -> bytes:
     if sys.stdin.isatty():
         typer.echo("turbojax serve: requests, one a line; Ctrl-D ends them", err=True)
     return typer.get_binary_stream("stdin").read()
-
-
-@contextlib.contextmanager
-def _results(out: Path | None, resume: bool, overwrite: bool) -> Iterator[ResultFile | None]:
-    """The file of the results; None for standard output."""
-    if out is None:
-        yield None
-        return
-    with open_results(out, resume=resume, overwrite=overwrite) as results:
-        yield results
 
 
 def _lines(
@@ -197,11 +191,7 @@ def _check_memory(
     lines: RequestFile,
     chosen: Settings,
 ) -> int | None:
-    """Bytes that pages may take; None for any number.
-
-    Raises ValueError if models, pool and logits are more than there is memory for, or the pages for
-    which there is room are less than one of the requests needs.
-    """
+    """Bytes that pages may take; None for any number."""
     needs = settings.bytes_besides(found, draft, chosen, _sizes(found, lines, chosen))
     free = settings.free_for_pages(needs)
     pool = run.plan_for(lines.requests, Models.of(found, draft), chosen, free)

@@ -85,8 +85,7 @@ def serve_http(
 
     The address is taken before the model is loaded. `find` finds the model, and the draft model if
     there is one. Clients must show one of `keys`, if there are any; `max_waiting` requests may
-    wait. Raises OSError if the address is in use or not this machine's, ValueError or
-    NotImplementedError if an option does not fit, ImportError if a package is missing.
+    wait.
     """
     from turbojax.server import listen, serve
 

@@ -1,4 +1,6 @@
-"""The results of `turbojax serve`: a file to which each is added as it comes, and which can go on.
+"""The results of `turbojax serve`, and its progress: where both go.
+
+Results go to a file to which each is added as it comes, and which can go on.
 
 A result is one line of JSON. A process that is ended while it writes leaves the last line without
 its end; whoever goes on drops that line.
@@ -14,8 +16,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
 from turbojax import _locks
-from turbojax.app.serve.lines import TextRequest
+from turbojax.app.serve.requests import TextRequest
 
 _KEYS = {"id", "request", "finish_reason"}
 _LONGEST_LINE = 32 * 2**20  # bytes; a result is its text and some numbers
@@ -54,9 +60,7 @@ class ResultFile:
 def open_results(path: Path, *, resume: bool, overwrite: bool) -> Iterator[ResultFile]:
     """Opens a file for results, for this process alone; it need not exist.
 
-    Nothing in the file is changed before `ResultFile.begin`. Raises ValueError if it holds
-    something and neither `resume` nor `overwrite` is given, if `resume` is given and it does not
-    hold results, or if another process writes to it, where the file system has locks.
+    Nothing in the file is changed before `ResultFile.begin`.
     """
     with _opened(path) as (file, made):
         size = path.stat().st_size if path.is_file() else 0
@@ -82,7 +86,6 @@ def unfinished(
     """The requests that have no result yet.
 
     `held` as in `ResultFile`; `digests` is what the result of each request says as its `request`.
-    Raises ValueError, naming the first, if a result with a request's id is of another request.
     """
     left = []
     for found in requests:
@@ -165,3 +168,67 @@ def is_standard_input(path: Path) -> bool:
         return os.path.samestat(os.fstat(sys.stdin.fileno()), path.stat())
     except (OSError, ValueError):  # there is no such file, or no such input
         return False
+
+
+class Screen(contextlib.ExitStack):
+    """Both, and each whole, if they go to one terminal.
+
+    `kept` of the `total` requests have a result already; `results` is None for standard output.
+    """
+
+    def __init__(self, total: int, kept: int, results: ResultFile | None) -> None:
+        super().__init__()
+        self._total, self._done, self._written = total, kept, kept
+        self._results, self._tokens = results, 0
+        # A terminal shows results above the bar; a file or pipe gets the results alone.
+        self._shared = results is None and sys.stdout.isatty()
+        columns: Any = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[tokens]:,} tokens"),
+            TimeElapsedColumn(),
+        )
+        console = Console() if self._shared else Console(stderr=True)
+        # If always on, rich would redirect standard output to the terminal of the bar.
+        self._bar = Progress(
+            *columns, console=console, transient=True, redirect_stdout=self._shared
+        )
+        self._task = self._bar.add_task("compiling", total=total, completed=kept, tokens=0)
+
+    def begin(self) -> None:
+        """Shows the bar; from here on results are written."""
+        if self._results is not None:
+            self._results.begin()
+        if self._bar.console.is_terminal:
+            self.enter_context(self._bar)
+        else:
+            typer.echo("compiling", err=True)
+
+    def advance(self, new_tokens: int, done: int) -> None:
+        """Counts results and tokens; the caller has run a step, so programs are compiled by now."""
+        self._tokens += new_tokens
+        self._done += done
+        self._bar.update(
+            self._task, description="requests", completed=self._done, tokens=self._tokens
+        )
+
+    def write(self, line: str) -> None:
+        """Adds a result. Each is written at once, so that a long run can be followed."""
+        if self._results is not None:
+            self._results.write(line)
+        elif self._shared:
+            self._bar.console.out(line, highlight=False)
+        else:
+            typer.echo(line)
+        self._written += 1
+
+    def note(self) -> str:
+        """What was written, and how to go on: for whoever ends the command."""
+        if self._results is None:
+            return f"{self._written} results are on standard output"
+        left = f"{self._total - self._written} are left"
+        return (
+            f"{self._written} results are in {self._results.path}, {left}: "
+            "the same command with --resume goes on"
+        )

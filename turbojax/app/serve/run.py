@@ -5,8 +5,7 @@ import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
-from turbojax.app.serve.lines import TextRequest
-from turbojax.app.serve.requests import longest
+from turbojax.app.serve.requests import TextRequest, longest
 from turbojax.app.serve.settings import Models, Pool, Settings, make_engine, plan
 from turbojax.app.text_model import FoundModel, TextModel, than_bfloat16
 from turbojax.models import Decoder, QuantizedDecoder, TransformerConfig
@@ -107,16 +106,13 @@ def serve(
     `progress` after each step of the engine, the first of which compiles, with the number of new
     tokens, and of requests done, since the last call. Requests whose ids are in `done` do not run.
     For `free_bytes` see `plan`.
-
-    Raises ValueError if there is no request to run, a number does not fit, or a request is too long
-    (the message names its line); NotImplementedError if `implementation` cannot run this.
     """
     chosen = Settings() if settings is None else settings
     running = [request for request in requests if request.id not in done]
     if not running:
         raise ValueError("there must be at least one request")
     decoder = model.decoder
-    pool = plan_for(requests, Models.of_loaded(decoder, draft), chosen, free_bytes)
+    pool = plan_for(requests, Models.of(decoder, draft), chosen, free_bytes)
     engine = make_engine(decoder, model.tokenizer, chosen, pool, draft)
     texts = dict[int, _Samples]()
     for request in running:

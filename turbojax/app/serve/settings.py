@@ -11,13 +11,14 @@ from turbojax import _checks
 from turbojax.app import startup
 from turbojax.app.text_model import FoundModel
 from turbojax.models import Decoder, QuantizedDecoder, TransformerConfig
-from turbojax.models.engine import Draft, Engine, NGram, Replicas, groups, replicate
-from turbojax.models.engine.build import usual_sizes
+from turbojax.models.engine import Draft, Engine, NGram, Replicas, pools, replicate
+from turbojax.models.engine.engine import usual_sizes
 from turbojax.models.engine.pools import page_bytes
 from turbojax.models.engine.speculation import Speculation
 from turbojax.models.tensor_parallel.layout import local_config
 from turbojax.models.text.tokenizer import Tokenizer
 
+AnyModel = FoundModel | Decoder | QuantizedDecoder
 SPECULATIONS = ("ngram", "draft")
 # Share of a device's free memory that is used; the rest is for XLA's own needs and fragmentation.
 _SHARE = 0.9
@@ -67,13 +68,13 @@ class Settings:
         if self.reproducible and self.speculate is not None:
             raise ValueError("--reproducible and --speculate do not go together")
 
-    def sizes(self, max_length: int, requests: int | None = None) -> groups.Sizes:
+    def sizes(self, max_length: int, requests: int | None = None) -> pools.Sizes:
         """What pages follow from; `requests` is None where their number is not known."""
         usual = usual_sizes(reproducible=self.reproducible)
         sequences = usual.max_sequences
         if requests is not None and not self.reproducible:
             sequences = min(sequences, requests)
-        return groups.Sizes(
+        return pools.Sizes(
             self.page_size,
             sequences if self.max_sequences is None else self.max_sequences,
             max_length,
@@ -114,31 +115,21 @@ class Models:
     draft_dtype: np.dtype | None = None
 
     @staticmethod
-    def of(found: FoundModel, draft: FoundModel | None = None) -> "Models":
-        """The shapes of models that are found, and not loaded."""
-        config = local_config(found.config, found.axes)
+    def of(model: AnyModel, draft: AnyModel | None = None) -> "Models":
+        """The shapes of models, which may be loaded or not."""
+        config = local_config(model.config, model.axes)
         if draft is None:
-            return Models(config, found.dtype)
-        return Models(config, found.dtype, local_config(draft.config, draft.axes), draft.dtype)
-
-    @staticmethod
-    def of_loaded(
-        decoder: Decoder | QuantizedDecoder, draft: Decoder | QuantizedDecoder | None = None
-    ) -> "Models":
-        """The shapes of models that are loaded."""
-        config = local_config(decoder.config, decoder.axes)
-        if draft is None:
-            return Models(config, decoder.dtype)
-        return Models(config, decoder.dtype, local_config(draft.config, draft.axes), draft.dtype)
+            return Models(config, model.dtype)
+        return Models(config, model.dtype, local_config(draft.config, draft.axes), draft.dtype)
 
     def page_bytes(self, settings: Settings, max_length: int) -> list[int]:
         """For each group of layers, the bytes of one page in all of its layers."""
-        windows = groups.windows_of(self.config, max_length)
+        windows = pools.windows_of(self.config, max_length)
 
         def of_groups(config: TransformerConfig, dtype: np.dtype, stored: Any) -> list[int]:
             return [
                 page_bytes(config, dtype, settings.page_size, layers=layers, **stored)
-                for layers in groups.layers_of(config, windows)
+                for layers in pools.layers_of(config, windows)
             ]
 
         found = of_groups(self.config, self.dtype, settings.stored)
@@ -150,12 +141,11 @@ class Models:
         return [x + y for x, y in zip(found, more, strict=True)]
 
 
-def pages_asked_for(models: Models, settings: Settings, sizes: groups.Sizes) -> int | None:
+def pages_asked_for(models: Models, settings: Settings, sizes: pools.Sizes) -> int | None:
     """How many pages the pool is asked to have; None where the options do not say.
 
     With `pool_bytes`, layers with a window get what they need at most, see `Engine`, and the others
-    the rest. `sizes` are upper bounds where requests are not known yet. Raises ValueError if a size
-    does not fit, or not one page fits into the bytes.
+    the rest. `sizes` are upper bounds where requests are not known yet.
     """
     needed = models.page_bytes(settings, sizes.max_length)  # which looks at the page's size
     if settings.pool_bytes is None:
@@ -165,8 +155,8 @@ def pages_asked_for(models: Models, settings: Settings, sizes: groups.Sizes) -> 
             f"pool_bytes={settings.pool_bytes} must be at least {sum(needed)}, the bytes of one "
             "page"
         )
-    windows = groups.windows_of(models.config, sizes.max_length)
-    return groups.most_first_pages(settings.pool_bytes, needed, windows, sizes)
+    windows = pools.windows_of(models.config, sizes.max_length)
+    return pools.most_first_pages(settings.pool_bytes, needed, windows, sizes)
 
 
 def plan(
@@ -185,7 +175,7 @@ def plan(
     """
     sizes = settings.sizes(max_length, requests)
     needed = models.page_bytes(settings, max_length)
-    windows = groups.windows_of(models.config, max_length)
+    windows = pools.windows_of(models.config, max_length)
     count = pages_asked_for(models, settings, sizes)
     if count is None:
         together = sizes
@@ -194,15 +184,15 @@ def plan(
             together = dataclasses.replace(sizes, max_sequences=fewer)
         count = together.pages_of_all(windows[0])
         if free_bytes is not None:
-            fitting = groups.most_first_pages(max(free_bytes, 0), needed, windows, sizes)
+            fitting = pools.most_first_pages(max(free_bytes, 0), needed, windows, sizes)
             count = max(min(count, fitting), 1)
-    pages = groups.pages_of_groups(windows, count, sizes)
+    pages = pools.pages_of_groups(windows, count, sizes)
     nbytes = sum(n * size for n, size in zip(pages, needed, strict=True))
     return Pool(count, max_length, sizes.max_sequences, sizes.step_tokens, nbytes)
 
 
 def bytes_besides(
-    found: FoundModel, draft: FoundModel | None, settings: Settings, sizes: groups.Sizes
+    found: FoundModel, draft: FoundModel | None, settings: Settings, sizes: pools.Sizes
 ) -> Mapping[str, int]:
     """What an engine needs besides its pages, at least: bytes by what they are for."""
     rows = sizes.max_sequences
@@ -253,30 +243,20 @@ def make_engine(
     if draft is not None:
         drafts = [draft] if draft.axes is None else [*replicate(draft)]
     engines = [
-        _engine(part, tokenizer, settings, pool, small)
+        Engine(
+            part,
+            num_pages=pool.num_pages,
+            page_size=settings.page_size,
+            max_sequences=pool.max_sequences,
+            max_length=pool.max_length,
+            step_tokens=pool.step_tokens,
+            reproducible=settings.reproducible,
+            speculation=settings.speculation(small),
+            cache_results=settings.cache_results,
+            implementation=settings.implementation,
+            tokenizer=tokenizer,
+            **settings.stored,
+        )
         for part, small in zip(parts, drafts, strict=True)
     ]
     return engines[0] if len(engines) == 1 else Replicas(engines)
-
-
-def _engine(
-    model: Decoder | QuantizedDecoder,
-    tokenizer: Tokenizer,
-    settings: Settings,
-    pool: Pool,
-    draft: Decoder | QuantizedDecoder | None,
-) -> Engine:
-    return Engine(
-        model,
-        num_pages=pool.num_pages,
-        page_size=settings.page_size,
-        max_sequences=pool.max_sequences,
-        max_length=pool.max_length,
-        step_tokens=pool.step_tokens,
-        reproducible=settings.reproducible,
-        speculation=settings.speculation(draft),
-        cache_results=settings.cache_results,
-        implementation=settings.implementation,
-        tokenizer=tokenizer,
-        **settings.stored,
-    )

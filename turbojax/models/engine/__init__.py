@@ -4,8 +4,8 @@ from turbojax.models.engine.asynchronous import AsyncEngine as AsyncEngine
 from turbojax.models.engine.asynchronous import EngineClosed as EngineClosed
 from turbojax.models.engine.asynchronous import EngineEnded as EngineEnded
 from turbojax.models.engine.asynchronous import QueueFull as QueueFull
+from turbojax.models.engine.asynchronous import RequestHandle as RequestHandle
 from turbojax.models.engine.engine import Engine as Engine
-from turbojax.models.engine.handles import RequestHandle as RequestHandle
 from turbojax.models.engine.placement import replicate as replicate
 from turbojax.models.engine.replicas import Replicas as Replicas
 from turbojax.models.engine.requests import Event as Event

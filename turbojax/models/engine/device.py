@@ -1,7 +1,11 @@
-"""What an engine gives the device: pools, slots, and the programs of its steps."""
+"""What an engine gives the device: pools, slots, the programs of its steps, pages that move.
+
+A sequence's pages move between the pools of all layers and host memory bit for bit.
+"""
 
 import concurrent.futures
 import dataclasses
+import functools
 import os
 from collections.abc import Callable, Iterable
 from typing import Any, get_args
@@ -10,18 +14,101 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from turbojax.models.engine import sampler, speculation, state, swap
-from turbojax.models.engine.groups import Windows
-from turbojax.models.engine.plan import Piece, Plan
-from turbojax.models.engine.pool_access import Pool
-from turbojax.models.engine.programs import PromptProgram, decode_program
+from turbojax import paged
+from turbojax.models.engine import sampler, speculation
+from turbojax.models.engine.placement import SAME, page_specs, pool_specs, run_on, vocabulary_of
+from turbojax.models.engine.pools import Pool, Pools, Windows
+from turbojax.models.engine.programs import PromptProgram, decode_program, note_traced
+from turbojax.models.engine.requests import Sequence
 from turbojax.models.engine.sampler import Chosen, no_extras, wanted_of
-from turbojax.models.engine.sequence import Sequence
+from turbojax.models.engine.scheduler import Piece, Plan
 from turbojax.models.engine.speculation import Draft, NGram, Speculation
-from turbojax.models.engine.split import vocabulary_of
-from turbojax.models.engine.step import CHANGES, Work, check_implementation, idle_work, run_step
+from turbojax.models.engine.step import (
+    CHANGES,
+    State,
+    Work,
+    change,
+    check_implementation,
+    enter,
+    idle_work,
+    no_changes,
+    run_step,
+)
 from turbojax.models.generation.sampling import Kind, greedy_rows, kind_of
 from turbojax.numerics.config import TurboConfig
+from turbojax.sharding import Axes
+
+Content = list[tuple[dict[str, np.ndarray], ...]]
+"""Pages in host memory: groups of pages, of each group the layers, of each layer the arrays."""
+
+Layers = tuple[tuple[int, ...], ...]
+"""Of each group those that have the same pages."""
+
+# One shape, compiled once; the last group is filled up with -1, which names no page.
+_GROUP = 16
+
+
+def read_pages(caches: Pools, pages: tuple[int, ...], axes: Axes | None = None) -> list[Any]:
+    """Starts to copy pages for `fetch_pages`; they may be overwritten at once."""
+    return [_read(caches, group, axes) for group in _cut_up(pages)]
+
+
+def fetch_pages(copies: list[Any]) -> Content:
+    """Waits for what `read_pages` began, and brings it to host memory."""
+    return [jax.device_get(group) for group in copies]
+
+
+def write_pages(
+    caches: Pools,
+    pages: tuple[int, ...],
+    content: Content,
+    axes: Axes | None = None,
+) -> Pools:
+    """Writes what was read to other pages, as many as were read; the caches are donated."""
+    for group, arrays in zip(_cut_up(pages), content, strict=True):
+        caches = _write(caches, group, arrays, axes)
+    return caches
+
+
+def content_bytes(content: list[Content]) -> int:
+    """Bytes held in host memory by a sequence's pages of all groups."""
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(content))
+
+
+def _cut_up(pages: tuple[int, ...]) -> list[np.ndarray]:
+    padded = np.array([*pages, *[-1] * (-len(pages) % _GROUP)], np.int32)
+    return list(padded.reshape(-1, _GROUP))
+
+
+@functools.partial(jax.jit, static_argnames="axes")
+def _read(caches: Pools, pages: jax.Array, axes: Axes | None) -> Any:
+    note_traced()
+
+    def run(caches: Pools, pages: jax.Array) -> Any:
+        return tuple(paged.read_pages(cache, pages) for cache in caches)
+
+    specs = (pool_specs(caches, axes), SAME)
+    return run_on(run, axes, specs, page_specs(caches, axes))(caches, pages)
+
+
+@functools.partial(jax.jit, static_argnames="axes", donate_argnames="caches")
+def _write(caches: Pools, pages: jax.Array, content: Any, axes: Axes | None) -> Pools:
+    note_traced()
+
+    def run(caches: Pools, pages: jax.Array, content: Any) -> Pools:
+        return tuple(
+            paged.write_pages(cache, pages, arrays)
+            for cache, arrays in zip(caches, content, strict=True)
+        )
+
+    held = pool_specs(caches, axes)
+    specs = (held, SAME, page_specs(caches, axes))
+    written: Pools = run_on(run, axes, specs, held)(caches, pages, content)
+    return written
+
+
+# Steps --------------------------------------------------------------------------------------------
+
 
 Weights = Any
 """A `Decoder` or a `QuantizedDecoder`."""
@@ -92,18 +179,18 @@ class Device:
     def __init__(
         self,
         decoder: Weights,
-        caches: tuple[Pool, ...],
-        slots: state.State,
+        caches: Pools,
+        slots: State,
         programs: Programs,
-        layers: swap.Layers,
-        draft: tuple[Weights, tuple[Pool, ...], swap.Layers] | None = None,
+        layers: Layers,
+        draft: tuple[Weights, Pools, Layers] | None = None,
     ) -> None:
         self.caches, self.programs = caches, programs
         self._decoder, self._state = decoder, slots
         self._vocabulary = vocabulary_of(decoder)
         self._layers = layers
         self._draft: Weights = None
-        self.draft_caches: tuple[Pool, ...] = ()
+        self.draft_caches: Pools = ()
         if draft is not None:
             self._draft, self.draft_caches, draft_layers = draft
             after = len(caches)
@@ -127,16 +214,23 @@ class Device:
         )
 
     def read(self, pages: tuple[tuple[int, ...], ...]) -> list[list[Any]]:
-        """Starts to copy pages of each group; `swap.fetch` waits for them."""
+        """Starts to copy pages of each group; `fetch_pages` waits for them."""
         every = self.caches + self.draft_caches
-        return swap.read_groups(every, self._layers, pages, self._decoder.axes)
+        return [
+            read_pages(tuple(every[layer] for layer in of_group), numbers, self._decoder.axes)
+            for of_group, numbers in zip(self._layers, pages, strict=True)
+        ]
 
-    def write(self, pages: tuple[tuple[int, ...], ...], content: list[swap.Content]) -> None:
+    def write(self, pages: tuple[tuple[int, ...], ...], content: list[Content]) -> None:
         """Writes what was read to other pages."""
-        every = self.caches + self.draft_caches
-        every = swap.write_groups(every, self._layers, pages, content, self._decoder.axes)
+        every = list(self.caches + self.draft_caches)
+        for of_group, numbers, copies in zip(self._layers, pages, content, strict=True):
+            pools = tuple(every[layer] for layer in of_group)
+            written = write_pages(pools, numbers, copies, self._decoder.axes)
+            for layer, pool in zip(of_group, written, strict=True):
+                every[layer] = pool
         count = len(self.caches)
-        self.caches, self.draft_caches = every[:count], every[count:]
+        self.caches, self.draft_caches = tuple(every[:count]), tuple(every[count:])
 
     # Steps ----------------------------------------------------------------------------------------
 
@@ -148,10 +242,10 @@ class Device:
         tokens[: len(known)] = known
         left = request.max_new_tokens - len(sequence.new_tokens)
         numbers = np.array([sequence.slot, held, len(request.tokens), left], np.int32)
-        self._state = state.enter(self._state, numbers, tokens, tables)
+        self._state = enter(self._state, numbers, tokens, tables)
 
     def run(self, plan: Plan, changes: list[tuple[int, int, int, int]]) -> Step:
-        """Gives the device a step, after the changes of the tables, see `state.apply`."""
+        """Gives the device a step, after the changes of the tables, see `apply_changes`."""
         few = self._apply_all_but(changes)
         if plan.guesses:
             return self._guess(plan, few)
@@ -168,7 +262,7 @@ class Device:
     ) -> list[tuple[int, int, int, int]]:
         """Changes tables until the changes that are left fit into a step, and returns those."""
         while len(changes) > CHANGES:
-            self._state = state.change(self._state, np.array(changes[:CHANGES], np.int32))
+            self._state = change(self._state, np.array(changes[:CHANGES], np.int32))
             changes = changes[CHANGES:]
         return changes
 
@@ -263,7 +357,7 @@ class Device:
         if kind != "greedy":
             for row, sequence in enumerate(plan.decoding):
                 rows.set(row, sequence.request.sampling, 0)
-        table = state.no_changes(CHANGES, self._slots)
+        table = no_changes(CHANGES, self._slots)
         table[: len(changes)] = changes if changes else 0
         static = self.programs.static
         if isinstance(how, Draft):
@@ -324,8 +418,8 @@ class Device:
         groups, _, pages = slots.tables.shape
         tokens = np.zeros(slots.history.shape[1], np.int32)
         tables = np.zeros((groups, pages), np.int32)
-        yield state.enter.lower(slots, np.zeros(4, np.int32), tokens, tables)
-        yield state.change.lower(slots, np.zeros((CHANGES, 4), np.int32))
+        yield enter.lower(slots, np.zeros(4, np.int32), tokens, tables)
+        yield change.lower(slots, np.zeros((CHANGES, 4), np.int32))
         decoding = [decode_program(rows) for rows in programs.decoding]
         for program in (*programs.prompts, *decoding):
             packed = idle_work(program, self._slots).packed()
@@ -414,7 +508,7 @@ class Device:
 def check_programs(
     programs: Programs, pools: Iterable[Pool], max_pages: int, num_heads: int
 ) -> None:
-    """Checks that attention to pages can run all programs' calls, see `pool_access.check_call`."""
+    """Checks that attention to pages can run all programs' calls, see `check_call`."""
     for pool in pools:
         for program in (*programs.prompts, *map(decode_program, programs.decoding)):
             check_implementation(programs.implementation, program, pool, max_pages, num_heads)

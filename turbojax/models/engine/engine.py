@@ -1,30 +1,275 @@
 """`Engine`: many requests through one model and one pool of pages, with continuous batching."""
 
-import collections
+import dataclasses
+import functools
 import time
-from collections.abc import Callable, Iterator
-from typing import Any, Literal
+from collections.abc import Callable
+from collections.abc import Sequence as Many
+from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 
-from turbojax.models.decoder import Decoder, warn_of_long_factors
-from turbojax.models.engine import build, compilation, costs
-from turbojax.models.engine.admission import Admission
-from turbojax.models.engine.device import Step
-from turbojax.models.engine.guard import Guard
-from turbojax.models.engine.plan import Plan
-from turbojax.models.engine.requests import Event, Finished, FinishReason, Request, Result
-from turbojax.models.engine.scheduler import Scheduler
-from turbojax.models.engine.sequence import Sequence, Status
-from turbojax.models.engine.speculation import Speculation
-from turbojax.models.engine.statistics import Counts, EngineStatistics, statistics_of
-from turbojax.models.engine.tracker import RequestTracker
+from turbojax._device import needs_gpu
+from turbojax.models.config import TransformerConfig
+from turbojax.models.decoder import Decoder, for_length, unstack
+from turbojax.models.engine import placement, pools
+from turbojax.models.engine.base import BaseEngine, Reason
+from turbojax.models.engine.device import Device, Programs, Step, Weights, check_programs
+from turbojax.models.engine.placement import Place
+from turbojax.models.engine.pools import (
+    Group,
+    Sizes,
+    Windows,
+    layers_of,
+    new_groups,
+    pages_of_groups,
+    window_of,
+    windows_of,
+)
+from turbojax.models.engine.programs import (
+    PromptProgram,
+    compiled_since,
+    decode_sizes,
+    prompt_programs,
+    reproducible_program,
+    seen,
+)
+from turbojax.models.engine.requests import Sequence, Status
+from turbojax.models.engine.scheduler import Limits, Plan, Scheduler
+from turbojax.models.engine.speculation import Draft, NGram, Speculation
+from turbojax.models.engine.statistics import Costs, Counts, EngineStatistics, statistics_of
+from turbojax.models.engine.step import new_state
+from turbojax.models.engine.tracker import Admission, RequestTracker
 from turbojax.models.quantized import QuantizedDecoder
+from turbojax.models.tensor_parallel.caches import init_split
+from turbojax.models.tensor_parallel.layout import local_config
 from turbojax.models.text.tokenizer import Tokenizer
 from turbojax.models.transformer import Transformer
+from turbojax.numerics.config import TurboConfig
+
+Model = Transformer | Decoder | QuantizedDecoder
 
 
-class Engine:
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """The arguments of `Engine`, which describes them."""
+
+    page_size: int
+    max_sequences: int
+    max_length: int
+    step_tokens: int
+    num_pages: int
+    window_pages: int | None
+    kv_dtype: str
+    uncompressed_layers: int
+    key_scale: float
+    value_scale: float
+    seed: int
+    reproducible: bool
+    speculation: Speculation | None
+    prefix_caching: bool
+    cache_results: bool
+    implementation: str | None
+
+
+class Made(NamedTuple):
+    """The parts of an engine."""
+
+    config: TransformerConfig
+    groups: tuple[Group, ...]
+    limits: Limits
+    device: Device
+
+
+class UsualSizes(NamedTuple):
+    """The sizes of an engine where no others are asked for, see `Engine`."""
+
+    max_sequences: int
+    step_tokens: int
+
+
+def usual_sizes(*, reproducible: bool) -> UsualSizes:
+    """Sizes that suit the device: many rows keep a GPU busy, on a CPU each row costs time."""
+    if reproducible:
+        return UsualSizes(8, 64)
+    return UsualSizes(256, 8192) if jax.default_backend() == "gpu" else UsualSizes(16, 512)
+
+
+def check_model(model: Model) -> None:
+    """Raises TypeError unless this is a model."""
+    if not isinstance(model, Transformer | Decoder | QuantizedDecoder):
+        raise TypeError(
+            f"model is a {type(model).__name__}, must be a Transformer, Decoder or QuantizedDecoder"
+        )
+
+
+def make(model: Model, settings: Settings, tokenizer: Tokenizer | None) -> Made:
+    """The parts of an engine; raises what `Engine` raises."""
+    config, s = model.config, settings
+    sizes = Sizes(s.page_size, s.max_sequences, s.max_length, s.step_tokens)
+    _check(s, config, tokenizer)
+    windows = windows_of(config, s.max_length)
+    pages = pages_of_groups(windows, s.num_pages, sizes, s.window_pages)
+    decoder = for_length(_unstacked(model), s.max_length)
+    where = placement.place_of(decoder)
+    caches, local = _pools(decoder, pages, windows, s, where)
+    programs = _programs(s, windows, caches, config)
+    max_pages = -(-s.max_length // s.page_size)
+    layers = layers_of(config, windows)
+    draft = None
+    if isinstance(s.speculation, Draft):
+        draft, of_draft = _draft(s.speculation, config, windows, pages, s, where)
+        heads = local_config(draft[0].config, draft[0].axes).num_heads
+        check_programs(programs, of_draft[:1], max_pages, heads)
+    # One of each way to store pages: the first and last layers may have another.
+    kinds = {cache.kv_dtype: cache for cache in local}
+    heads = local_config(config, decoder.axes).num_heads
+    check_programs(programs, kinds.values(), max_pages, heads)
+    with placement.made_on(where):
+        slots = new_state(len(windows), s.max_sequences, max_pages, s.max_length)
+        slots = placement.put(slots, where)
+    made = new_groups(config, windows, pages, s.page_size, prefix_caching=s.prefix_caching)
+    limits = Limits(
+        s.max_sequences,
+        programs.prompts[-1],
+        next((x for x in programs.prompts[::-1] if x.is_dense), None),
+        0 if s.speculation is None else s.speculation.tokens,
+        is_shared=not s.reproducible,
+    )
+    device = Device(decoder, caches, slots, programs, layers, draft)
+    return Made(decoder.config, made, limits, device)
+
+
+def _check(s: Settings, config: TransformerConfig, tokenizer: Tokenizer | None) -> None:
+    if s.max_length > config.max_length:
+        raise ValueError(
+            f"max_length={s.max_length} must be at most the model's {config.max_length}"
+        )
+    if tokenizer is not None and tokenizer.vocab_size > config.vocab_size:
+        raise ValueError(
+            f"the tokenizer has {tokenizer.vocab_size} tokens, must be at most the model's "
+            f"{config.vocab_size}"
+        )
+    if s.cache_results and not s.prefix_caching:
+        raise ValueError(
+            f"cache_results={s.cache_results} has no use with prefix_caching={s.prefix_caching}"
+        )
+    if s.speculation is None:
+        return
+    if not isinstance(s.speculation, NGram | Draft):
+        raise TypeError(
+            f"speculation is a {type(s.speculation).__name__}, must be NGram, Draft or None"
+        )
+    if s.reproducible:
+        raise ValueError(
+            f"reproducible={s.reproducible} must be False with speculation: tokens that are "
+            "checked together are rounded in another way than one by one"
+        )
+
+
+def _unstacked(model: Model) -> Decoder | QuantizedDecoder:
+    return unstack(model) if isinstance(model, Transformer) else model
+
+
+def _pools(
+    decoder: Weights, pages: Many[int], windows: Windows, s: Settings, place: Place
+) -> tuple[pools.Pools, pools.Pools]:
+    """The layers' pools, and what one device has of them."""
+    return _made(
+        decoder,
+        place,
+        num_pages=pools.pages_of_layers(decoder.config, windows, pages),
+        page_size=s.page_size,
+        kv_dtype=s.kv_dtype,
+        uncompressed_layers=s.uncompressed_layers,
+        key_scale=s.key_scale,
+        value_scale=s.value_scale,
+        seed=s.seed,
+    )
+
+
+def _made(decoder: Weights, place: Place, **given: Any) -> tuple[pools.Pools, pools.Pools]:
+    """Pools where the model is, see `pools.init_pools`, and what one device has of them."""
+    axes = decoder.axes
+    config = local_config(decoder.config, axes)
+    make = functools.partial(pools.init_pools, config, decoder.dtype, **given)
+    if axes is not None:
+        return init_split(make, axes), jax.eval_shape(make)
+    with placement.made_on(place):
+        caches = placement.put(make(), place)
+    return caches, caches
+
+
+def _programs(
+    s: Settings, windows: Windows, caches: pools.Pools, config: TransformerConfig
+) -> Programs:
+    if s.reproducible:
+        one: tuple[PromptProgram, ...] = (reproducible_program(s.max_sequences, s.step_tokens),)
+        return Programs(one, (), windows, s.implementation)
+    dense = TurboConfig.for_device() if _attends_densely(s, config) else None
+    kinds = {cache.kv_dtype for cache in caches}
+    prompts = prompt_programs(
+        s.max_sequences, s.step_tokens, s.max_length, kinds=kinds, is_dense=dense is not None
+    )
+    sizes = decode_sizes(s.max_sequences)
+    return Programs(prompts, sizes, windows, s.implementation, dense, s.speculation)
+
+
+def _attends_densely(s: Settings, config: TransformerConfig) -> bool:
+    """Whether prompts attend among themselves: faster on a GPU than attending to pages of codes."""
+    is_compressed = s.kv_dtype != "auto" and config.latent is None
+    return is_compressed and s.implementation != "xla" and needs_gpu(8.0) is None
+
+
+def _draft(
+    how: Draft,
+    config: TransformerConfig,
+    windows: Windows,
+    pages: Many[int],
+    s: Settings,
+    where: Place,
+) -> tuple[tuple[Weights, pools.Pools, tuple[tuple[int, ...], ...]], pools.Pools]:
+    """A draft model's weights, pools and layers, and what one device has of the pools.
+
+    Their pages have the same numbers as the model's, so both use the same tables.
+    """
+    other = how.model.config
+    for name, found, wanted in (
+        ("vocab_size", other.vocab_size, config.vocab_size),
+        ("latents", other.latent is not None, False),
+    ):
+        if found != wanted:
+            raise ValueError(f"the draft model has {name}={found}, must be {wanted}")
+    if other.max_length < s.max_length:
+        raise ValueError(
+            f"the draft model has max_length={other.max_length}, must be at least {s.max_length}"
+        )
+    seen = {window_of(other, i, s.max_length) for i in range(other.num_layers)}
+    if None not in windows and not seen <= set(windows):
+        raise ValueError(f"the draft model's windows are {seen}, must be among {set(windows)}")
+    layers = layers_of(other, windows)
+    of_layers = {layer: n for of_group, n in zip(layers, pages, strict=True) for layer in of_group}
+    decoder = for_length(_unstacked(how.model), s.max_length)
+    placement.check_beside(decoder, where)
+    caches, local = _made(
+        decoder,
+        where,
+        num_pages=[of_layers[layer] for layer in range(other.num_layers)],
+        page_size=s.page_size,
+        kv_dtype="auto" if config.latent is not None else s.kv_dtype,
+        uncompressed_layers=0,
+        key_scale=s.key_scale,
+        value_scale=s.value_scale,
+        seed=s.seed,
+    )
+    return (decoder, caches, layers), local
+
+
+# The engine ---------------------------------------------------------------------------------------
+
+
+class Engine(BaseEngine):
     """Runs requests that come at any time through one model and one paged cache.
 
     A step runs one token of each sequence that is generating and, while there are prompts to run,
@@ -139,177 +384,45 @@ class Engine:
         implementation: str | None = None,
         tokenizer: Tokenizer | None = None,
     ) -> None:
-        build.check_model(model)
-        usual = build.usual_sizes(reproducible=reproducible)
-        made = build.make(
-            model,
-            build.Settings(
-                page_size=page_size,
-                max_sequences=usual.max_sequences if max_sequences is None else max_sequences,
-                max_length=model.config.max_length if max_length is None else max_length,
-                step_tokens=usual.step_tokens if step_tokens is None else step_tokens,
-                num_pages=num_pages,
-                window_pages=window_pages,
-                kv_dtype=kv_dtype,
-                uncompressed_layers=uncompressed_layers,
-                key_scale=key_scale,
-                value_scale=value_scale,
-                seed=seed,
-                reproducible=reproducible,
-                speculation=speculation,
-                prefix_caching=prefix_caching,
-                cache_results=cache_results,
-                implementation=implementation,
-            ),
-            tokenizer,
+        check_model(model)
+        usual = usual_sizes(reproducible=reproducible)
+        settings = Settings(
+            page_size=page_size,
+            max_sequences=usual.max_sequences if max_sequences is None else max_sequences,
+            max_length=model.config.max_length if max_length is None else max_length,
+            step_tokens=usual.step_tokens if step_tokens is None else step_tokens,
+            num_pages=num_pages,
+            window_pages=window_pages,
+            kv_dtype=kv_dtype,
+            uncompressed_layers=uncompressed_layers,
+            key_scale=key_scale,
+            value_scale=value_scale,
+            seed=seed,
+            reproducible=reproducible,
+            speculation=speculation,
+            prefix_caching=prefix_caching,
+            cache_results=cache_results,
+            implementation=implementation,
         )
-        self.max_length = made.settings.max_length
-        self._config = made.config
-        self._max_pages = -(-self.max_length // page_size)
-        self._groups, self._device = made.groups, made.device
-        self.admission = Admission(
-            made.config, self.max_length, made.settings.step_tokens, made.groups, tokenizer
-        )
-        self._costs = costs.Costs(may_recompute=not reproducible)
+        config, self._groups, limits, self._device = make(model, settings, tokenizer)
+        self._max_pages = -(-settings.max_length // page_size)
+        self._costs = Costs(may_recompute=not reproducible)
         self._scheduler = Scheduler(
             self._groups,
-            made.limits,
+            limits,
             cache_results=cache_results,
             recomputes=self._recomputes,
             guesses=self._costs.guessing_pays,
         )
-        self._counts = Counts()
-        self._tracker = RequestTracker(self._scheduler, self._counts)
+        counts = Counts()
+        self._tracker = RequestTracker(self._scheduler, counts)
         self._in_flight: Step | None = None
         self._busy_since = 0.0
-        self._guard = Guard()
-
-    @property
-    def idle(self) -> bool:
-        """Whether every request is done and every event was handed out.
-
-        Raises:
-          RuntimeError: if the engine has ended or is in use by another thread.
-        """
-        self._guard.check()
-        return not self._tracker.sequences and not self._tracker.events and self._in_flight is None
-
-    def add(self, request: Request) -> int:
-        """Queues a request.
-
-        Args:
-          request: what to continue, and how.
-
-        Returns:
-          Its number, counted from 0 in the order of arrival.
-
-        Raises:
-          TypeError: if it is not a `Request`.
-          ValueError: if a token is not in the vocabulary, `AllowedTokens` are of a larger one,
-            prompt and result are longer than `max_length` or than the whole pool, or there are
-            `stop_strings` and no tokenizer.
-          RuntimeError: if the engine has ended or is in use by another thread.
-        """
-        return self.add_samples(request, 1)[0]
-
-    def add_samples(self, request: Request, count: int) -> tuple[int, ...]:
-        """Queues several requests of one prompt, whose full pages they share.
-
-        Args:
-          request: what to continue, and how; sample i has its seed plus i, modulo 2**32.
-          count: how many; `best_of` chooses among their results.
-
-        Returns:
-          Their numbers.
-
-        Raises:
-          TypeError, ValueError, RuntimeError: see `add`; or if `count` is not positive.
-        """
-        self._guard.check()
-        made = self.admission.sequences(request, count)
-        warn_of_long_factors(self._config, len(request.tokens), self.max_length, stacklevel=2)
-        return self.queue(made)
-
-    def queue(self, sequences: list[Sequence], added: float | None = None) -> tuple[int, ...]:
-        """Queues what `admission` has made of a request: the second half of `add_samples`.
-
-        Args:
-          sequences: of one prompt.
-          added: when the request came, in seconds of `time.perf_counter`; None for now.
-
-        Raises:
-          RuntimeError: if the engine has ended or is in use by another thread.
-        """
-        return self._guard.change("add", lambda: self._tracker.queue(sequences, added))
-
-    def abort(self, request_id: int, *, reason: Literal["aborted", "stop"] = "aborted") -> None:
-        """Ends a request now; it keeps the tokens announced so far.
-
-        Args:
-          request_id: which.
-          reason: what its result says: ``"stop"`` where the caller found the end in the text.
-
-        Raises:
-          KeyError: if there is no such request, or it is done.
-          ValueError: if there is no such reason.
-          RuntimeError: if the engine has ended or is in use by another thread.
-        """
-        self._guard.check()
-        if reason not in ("aborted", "stop"):
-            raise ValueError(f"{reason=} must be 'aborted' or 'stop'")
-        if not self._guard.change("abort", lambda: self._abort(request_id, reason)):
-            raise KeyError(f"request {request_id} is not known, or is done")
-
-    def step(self) -> list[Event]:
-        """Gives the device the next step and reads the tokens of the one before.
-
-        Returns:
-          What happened and was not handed out before, in order.
-
-        Raises:
-          RuntimeError: if the engine has ended or is in use by another thread.
-        """
-        return self._guard.change("step", self._step)
-
-    def stream(self) -> Iterator[Event]:
-        """Steps until all requests are done, those included that are added meanwhile.
-
-        It may be left at any event: the others come with the next call of this, `step` or `run`.
-
-        Yields:
-          Events as they come.
-
-        Raises:
-          RuntimeError: if the engine has ended or is in use by another thread.
-        """
-        while not self.idle:
-            if not self._tracker.events:
-                self._guard.change("stream", self._advance)
-            while self._tracker.events:
-                self._guard.check()
-                event = self._tracker.events[0]
-                # Nothing can interrupt between these two, see `Guard`.
-                del self._tracker.events[0]; yield event  # fmt: skip  # noqa: E702
-
-    def run(self, progress: Callable[[int], None] | None = None) -> dict[int, Result]:
-        """Steps until all requests are done.
-
-        Where an exception of `progress`, or Ctrl-C between two steps, leaves it, a later `run` goes
-        on and returns the results of this one, too. `step` and `stream` then begin with them, and
-        with the tokens so far of requests that are not done.
-
-        Args:
-          progress: called after every step with the number of new tokens. It may add and abort
-            requests, and must not call `run`.
-
-        Returns:
-          The results of all requests that ended and were not handed out before, by number.
-
-        Raises:
-          RuntimeError: if the engine has ended or is in use by another thread.
-        """
-        done = self._guard.keep_others_out("run", lambda: self._run(progress))
-        results, self._tracker.events = done; return results  # fmt: skip  # noqa: E702
+        super().__init__(
+            Admission(config, settings.max_length, settings.step_tokens, self._groups, tokenizer),
+            self._tracker.sequences,
+            counts,
+        )
 
     def compile(
         self, progress: Callable[[int, int], None] | None = None, *, only_greedy: bool = False
@@ -323,9 +436,6 @@ class Engine:
           progress: called with how many programs are done, and of how many.
           only_greedy: whether to leave out the programs of requests that want more than the most
             likely tokens.
-
-        Raises:
-          RuntimeError: if the engine has ended or is in use by another thread.
         """
         count = self._guard.change(
             "compile", lambda: self._device.compile(progress, only_greedy=only_greedy)
@@ -333,11 +443,7 @@ class Engine:
         self._counts.programs_compiled += count
 
     def statistics(self) -> EngineStatistics:
-        """What was done so far, and what is held now.
-
-        Raises:
-          RuntimeError: if the engine has ended or is in use by another thread.
-        """
+        """What was done so far, and what is held now."""
         self._guard.check()
         return statistics_of(
             self._counts,
@@ -347,40 +453,23 @@ class Engine:
             list(self._tracker.swapped.values()),
         )
 
-    def _abort(self, request_id: int, reason: FinishReason) -> bool:
+    # Inside a call --------------------------------------------------------------------------------
+
+    def _queue(self, sequences: list[Sequence], added: float | None) -> tuple[int, ...]:
+        return self._tracker.queue(sequences, added)
+
+    def _works(self) -> bool:
+        return bool(self._tracker.sequences) or self._in_flight is not None
+
+    def _abort(self, request_id: int, reason: Reason) -> bool:
         sequence = self._tracker.sequences.get(request_id)
         if sequence is not None:
             self._tracker.finish(sequence, reason)
+            self._events += self._tracker.take_events()
         return sequence is not None
 
-    def _step(self) -> list[Event]:
-        self._advance()
-        events = list(self._tracker.events)
-        self._tracker.events.clear()
-        return events
-
-    def _run(
-        self, progress: Callable[[int], None] | None
-    ) -> tuple[dict[int, Result], collections.deque[Event]]:
-        """The results, and the events that are left once these are handed out."""
-        while self._tracker.sequences or self._in_flight is not None:
-            tokens, finished = self._counts.new_tokens, self._counts.finished
-            self._guard.change("run", self._advance)
-            if self._counts.finished > finished:
-                # So that the waiting events do not grow with the number of requests.
-                self._tracker.events = collections.deque(
-                    event
-                    for event in self._tracker.events
-                    if isinstance(event, Finished) or event.request_id in self._tracker.sequences
-                )
-            if progress is not None:
-                progress(self._counts.new_tokens - tokens)
-        results = {e.request_id: e.result for e in self._tracker.events if isinstance(e, Finished)}
-        return results, collections.deque()
-
     def _advance(self) -> None:
-        """Runs one step; its events wait to be handed out."""
-        begun, compiled = time.perf_counter(), compilation.seen()
+        begun, compiled = time.perf_counter(), seen()
         tokens = self._counts.new_tokens
         waited = self._counts.wait_seconds
         self._tracker.end_late(begun)
@@ -400,7 +489,7 @@ class Engine:
             # Nothing is left to feed; the last token is on its way.
             self._scheduler.release(sequence, Status.LEFT)
         seconds = time.perf_counter() - begun
-        if (programs := compilation.since(compiled)) > 0:
+        if (programs := compiled_since(compiled)) > 0:
             self._counts.programs_compiled += programs
             self._counts.first_step_seconds += seconds
             self._counts.first_step_tokens += self._counts.new_tokens - tokens
@@ -417,6 +506,7 @@ class Engine:
                     sequences=len(previous.rows),
                     new_tokens=self._counts.new_tokens - tokens,
                 )
+        self._events += self._tracker.take_events()
 
     def _note_idling(self, plan: Plan) -> None:
         """Counts a step that comes after the device has done the one before and waits."""

@@ -2,22 +2,32 @@
 
 Arrays that were put on a device (`jax.device_put`) are committed to it, and jax runs there what
 reads them. Pools and slots are put beside them. Weights that nobody put anywhere stay on jax's
-default device, and so does everything else. Those of a decoder that is split over a mesh are on all
-of its devices; then the heads of pools are split too, while slots are the same on each device.
+default device, and so does everything else.
+
+A decoder that is split over a mesh is on all of its devices: each has some heads of every page, and
+a part of the vocabulary. A step is one program under `shard_map`. Tables, lengths and tokens are
+the same on all devices, and so is what is chosen. The most likely token of all is found among each
+device's most likely one by one small gather; only programs that need all logits gather them.
 """
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
-from typing import Any, TypeAlias, TypeVar
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from turbojax.models.decoder import Decoder, unstack
+from turbojax.models.engine.pools import Pools
+from turbojax.models.generation.sampling import NOTHING, Kind, SamplingRows, sample
 from turbojax.models.quantized import QuantizedDecoder
+from turbojax.models.tensor_parallel.layout import hidden_axes, share
 from turbojax.models.tensor_parallel.placing import shard
+from turbojax.models.tensor_parallel.specs import cache_specs
+from turbojax.models.tensor_parallel.vocabulary import gather_logits, likeliest
 from turbojax.models.transformer import Transformer
 from turbojax.sharding import Axes
 
@@ -86,10 +96,7 @@ def _taken_apart(decoder: Decoder | QuantizedDecoder, part: Axes) -> Decoder | Q
 
 
 def parts_of(axes: Axes) -> list[Axes]:
-    """The parts of a mesh that `axes.batch` makes, each with the other axes.
-
-    Raises ValueError if there is no mesh, and TypeError if it is an abstract one.
-    """
+    """The parts of a mesh that `axes.batch` makes, each with the other axes."""
     mesh = axes.require_mesh()
     if not isinstance(mesh, Mesh):
         raise TypeError(f"mesh={mesh} must be one of devices, not an abstract one")
@@ -106,11 +113,7 @@ def parts_of(axes: Axes) -> list[Axes]:
 
 
 def place_of(decoder: Decoder | QuantizedDecoder) -> Place:
-    """Where a model's weights are: the device to which they are committed, or the mesh.
-
-    Raises ValueError if they are on several devices and not split by axes, or sequences are split
-    too, and NotImplementedError if they are split over devices of several processes.
-    """
+    """Where a model's weights are: the device to which they are committed, or the mesh."""
     axes = decoder.axes
     if axes is not None:
         _devices(axes)
@@ -169,3 +172,94 @@ def _named(place: Place) -> str:
         mesh = place.mesh
         return ", ".join(map(str, mesh.devices.flat)) if isinstance(mesh, Mesh) else str(mesh)
     return "jax's default device" if place is None else str(place)
+
+
+# Split over a mesh --------------------------------------------------------------------------------
+
+
+SAME = PartitionSpec()
+"""Of arrays that all devices have whole."""
+
+
+class Vocabulary(NamedTuple):
+    """How a vocabulary of `size` tokens is split: each device has the logits of some of them.
+
+    A tuple for the same reason as `programs.PromptProgram`.
+    """
+
+    size: int
+    axes: Axes | None = None
+
+    @property
+    def padded(self) -> int:
+        """Columns of an array of logits on all devices together."""
+        count = 1
+        if self.axes is not None:
+            count = self.axes.size("heads") * self.axes.size("sequence")
+        return count * share(self.size, count)
+
+    def spec(self, ndim: int) -> PartitionSpec:
+        """How logits with so many axes are split; the last axis is the vocabulary."""
+        over = hidden_axes(self.axes)
+        return PartitionSpec(*[None] * (ndim - 1), over) if over else SAME
+
+    def logits(self, *shape: int) -> jax.ShapeDtypeStruct:
+        """Abstract logits ``[..., V]`` as a step returns them, to trace what follows."""
+        whole = (*shape, self.padded)
+        if self.axes is None:
+            return jax.ShapeDtypeStruct(whole, jnp.float32)
+        sharding = NamedSharding(self.axes.require_mesh(), self.spec(len(whole)))
+        return jax.ShapeDtypeStruct(whole, jnp.float32, sharding=sharding)
+
+    def gathered(self, logits: jax.Array) -> jax.Array:
+        """All logits ``[..., V]`` from a device's own, within `run_on`."""
+        return gather_logits(logits, self.size, self.axes)
+
+    def sample(self, logits: jax.Array, rows: SamplingRows, kind: Kind) -> jax.Array:
+        """`sample` from a device's own logits ``[R, V / n]``, -inf where it has no token."""
+        if kind != "greedy" or not hidden_axes(self.axes):
+            return sample(self.gathered(logits), rows, kind)
+        best, token = likeliest(logits, self.axes)
+        return jnp.where(jnp.isnan(best) | (best == -jnp.inf), NOTHING, token)
+
+
+def vocabulary_of(decoder: Any) -> Vocabulary:
+    """The vocabulary of a `Decoder` or a `QuantizedDecoder`."""
+    return Vocabulary(decoder.config.vocab_size, decoder.axes)
+
+
+def pool_specs(caches: Pools, axes: Axes | None) -> Any:
+    """How pools are split, by their KV heads; None without axes.
+
+    With more devices than KV heads several have the same pages, and queries are split over all.
+    """
+    return None if axes is None else cache_specs(caches, axes)
+
+
+def page_specs(caches: Pools, axes: Axes | None) -> Any:
+    """How the arrays that `paged.read_pages` takes from each pool are split."""
+    if axes is None:
+        return None
+    return tuple(
+        {
+            name: getattr(specs, name)
+            for name in type(pool).PAGE_ARRAYS
+            if getattr(pool, name) is not None
+        }
+        for pool, specs in zip(caches, cache_specs(caches, axes), strict=True)
+    )
+
+
+def run_on(
+    run: Callable[..., Any], axes: Axes | None, in_specs: Any, out_specs: Any
+) -> Callable[..., Any]:
+    """`run` on every device of the axes' mesh, for use within `jit`; without axes `run` itself.
+
+    `run` takes and returns a device's part of each array, split as the specs say.
+    """
+    if axes is None:
+        return run
+    # Not checked, as in `turbojax.models.tensor_parallel.programs`.
+    return jax.shard_map(
+        run, mesh=axes.require_mesh(), in_specs=in_specs, out_specs=out_specs, check_vma=False
+    )

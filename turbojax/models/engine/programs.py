@@ -1,7 +1,10 @@
 """The sizes of steps: few, so that all of their programs can be compiled before they are needed."""
 
+import threading
 from collections.abc import Collection
 from typing import NamedTuple
+
+import jax
 
 # Rows of decoding: powers of two, and half-way between them where a row costs much.
 _FIRST_HALVES = 128
@@ -97,3 +100,53 @@ def prompt_programs(
 def reproducible_program(slots: int, step_tokens: int) -> PromptProgram:
     """The only program of an engine in which a row's numbers depend on nothing but the row."""
     return PromptProgram(step_tokens + slots, slots, 1, 1, step_tokens, is_dense=False)
+
+
+# Counting programs, by thread: each engine asks for those of its own step -------------------------
+
+
+# A program that was traced for one device is compiled for another without being traced again.
+_COMPILED = "/jax/core/compile/backend_compile_duration"
+
+
+class _Counts(threading.local):
+    traced = compiled = 0
+
+
+class Seen(NamedTuple):
+    """Programs that a thread has traced and compiled so far."""
+
+    traced: int
+    compiled: int
+
+
+_counts = _Counts()
+
+
+def note_traced() -> None:
+    """Counts a program; to be called in the body of a jitted function, which runs once for each."""
+    _counts.traced += 1
+
+
+def count_traced() -> int:
+    """Calls of `note_traced` in this thread."""
+    return _counts.traced
+
+
+def seen() -> Seen:
+    """What this thread has traced and compiled so far."""
+    return Seen(_counts.traced, _counts.compiled)
+
+
+def compiled_since(before: Seen) -> int:
+    """Programs that this thread has compiled since then."""
+    return max(_counts.traced - before.traced, _counts.compiled - before.compiled)
+
+
+def _listen(event: str, duration_secs: float, **kwargs: str | int) -> None:
+    del duration_secs, kwargs
+    if event == _COMPILED:
+        _counts.compiled += 1
+
+
+jax.monitoring.register_event_duration_secs_listener(_listen)

@@ -7,15 +7,81 @@ import dataclasses
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
-from typing import Literal
+from collections.abc import Sequence as Many
 
-from turbojax.models.decoder import warn_of_long_factors
-from turbojax.models.engine.balance import Load, beginnings_of
+from turbojax.models.engine.base import BaseEngine, Reason
 from turbojax.models.engine.engine import Engine
-from turbojax.models.engine.guard import Guard
-from turbojax.models.engine.requests import Event, Finished, NewToken, Request, Result
-from turbojax.models.engine.sequence import Sequence
-from turbojax.models.engine.statistics import EngineStatistics, together
+from turbojax.models.engine.requests import Event, NewToken, Request, Sequence
+from turbojax.models.engine.statistics import Counts, EngineStatistics, together
+
+# A new token costs its share of a whole step; tokens of a prompt run by the hundred in one.
+_NEW_TOKEN = 8
+
+
+class Load:
+    """What is left to do in one engine, and which beginnings of prompts it has seen.
+
+    By it a request goes where it will have to wait least.
+
+    `work` is counted in tokens of prompts, at most: texts may stop earlier. Prompts share whole
+    pages of `page_size` tokens. The pool cannot hold more beginnings than its `pages`; 0 where none
+    are kept.
+    """
+
+    def __init__(self, page_size: int, pages: int) -> None:
+        self.work = 0
+        self._page_size, self._pages = page_size, pages
+        self._left: dict[int, int] = {}
+        self._seen: collections.OrderedDict[int, None] = collections.OrderedDict()
+
+    def cost(self, request: Request, count: int, beginnings: Many[int]) -> int:
+        """The work until `count` samples of a request are done here, all earlier work included."""
+        known = 0
+        for key in beginnings if self._pages else ():
+            if key not in self._seen:
+                break
+            known += self._page_size
+        prompt = len(request.tokens) - known
+        return self.work + prompt + count * _NEW_TOKEN * request.max_new_tokens
+
+    def add(self, numbers: Many[int], request: Request, beginnings: Many[int]) -> None:
+        """Adds samples of a request, of which the first runs the prompt."""
+        for i, number in enumerate(numbers):
+            work = _NEW_TOKEN * request.max_new_tokens + (0 if i else len(request.tokens))
+            self._left[number] = work
+            self.work += work
+        for key in beginnings if self._pages else ():
+            self._seen[key] = None
+            self._seen.move_to_end(key)
+        while len(self._seen) > self._pages:
+            self._seen.popitem(last=False)
+
+    def got_token(self, number: int, request: Request, index: int) -> None:
+        """Notes that a request has its new token of this index, so its prompt has run."""
+        left = _NEW_TOKEN * (request.max_new_tokens - index - 1)
+        self.work -= self._left[number] - left
+        self._left[number] = left
+
+    def ended(self, number: int) -> None:
+        """Takes away what was left of a request."""
+        self.work -= self._left.pop(number)
+
+
+def beginnings_of(request: Request, page_size: int) -> list[int]:
+    """A number for each beginning of a prompt that is whole pages, the shortest first.
+
+    Where different ones have the same number a prompt runs twice, and nothing else happens.
+    """
+    found, key = [], 0
+    # The last token always runs.
+    for end in range(page_size, len(request.tokens), page_size):
+        key = hash((key, tuple(request.tokens[end - page_size : end])))
+        found.append(key)
+    return found
+
+
+# Engines ------------------------------------------------------------------------------------------
+
 
 # By default Python lets a thread run for 5 ms while others wait: long beside an engine's step.
 _SWITCH_SECONDS = 0.0005
@@ -52,7 +118,7 @@ class _Replica:
             self.calls.popleft()()
 
 
-class Replicas:
+class Replicas(BaseEngine):
     """Several engines of one model that take requests together; it is used like an `Engine`.
 
     Each of them runs its steps in a thread of its own, so that all devices work at a time and none
@@ -82,74 +148,14 @@ class Replicas:
     def __init__(self, engines: Iterable[Engine]) -> None:
         self.engines = tuple(engines)
         _check(self.engines)
-        self.max_length = self.engines[0].max_length
         self._replicas = [_Replica(engine) for engine in self.engines]
         self._threads = concurrent.futures.ThreadPoolExecutor(
             len(self.engines), thread_name_prefix="turbojax-replica"
         )
-        self._guard = Guard()
-        self._events: collections.deque[Event] = collections.deque()
         self._places: dict[int, _Replica] = {}
         self._requests: dict[int, Request] = {}
-        self._next_id = self._new_tokens = self._finished = 0
-
-    @property
-    def idle(self) -> bool:
-        """Whether every request is done and every event was handed out.
-
-        Raises:
-          RuntimeError: if it has ended or is in use by another thread.
-        """
-        self._guard.check()
-        return not self._events and not self._works()
-
-    def add(self, request: Request) -> int:
-        """Queues a request, see `Engine.add`."""
-        return self.add_samples(request, 1)[0]
-
-    def add_samples(self, request: Request, count: int) -> tuple[int, ...]:
-        """Queues several requests of one prompt, see `Engine.add_samples`."""
-        self._guard.check()
-        admission = self.engines[0].admission
-        made = admission.sequences(request, count)
-        warn_of_long_factors(admission.config, len(request.tokens), self.max_length, stacklevel=2)
-        return self._guard.change("add", lambda: self._add(request, made))
-
-    def abort(self, request_id: int, *, reason: Literal["aborted", "stop"] = "aborted") -> None:
-        """Ends a request, see `Engine.abort`; where its engine is in a step, after that."""
-        self._guard.check()
-        if reason not in ("aborted", "stop"):
-            raise ValueError(f"{reason=} must be 'aborted' or 'stop'")
-        if request_id not in self._places:
-            raise KeyError(f"request {request_id} is not known, or is done")
-        self._guard.change("abort", lambda: self._abort(request_id, reason))
-
-    def step(self) -> list[Event]:
-        """Has every engine with something to do begin a step, and waits until one of them is over.
-
-        Returns:
-          What happened and was not handed out before, in order.
-
-        Raises:
-          RuntimeError: if it has ended or is in use by another thread.
-        """
-        return self._guard.change("step", self._step)
-
-    def stream(self) -> Iterator[Event]:
-        """Steps until all requests are done, see `Engine.stream`."""
-        while not self.idle:
-            if not self._events:
-                self._guard.change("stream", self._advance)
-            while self._events:
-                self._guard.check()
-                event = self._events[0]
-                # Nothing can interrupt between these two, see `Guard`.
-                del self._events[0]; yield event  # fmt: skip  # noqa: E702
-
-    def run(self, progress: Callable[[int], None] | None = None) -> dict[int, Result]:
-        """Steps until all requests are done, see `Engine.run`."""
-        done = self._guard.keep_others_out("run", lambda: self._run(progress))
-        results, self._events = done; return results  # fmt: skip  # noqa: E702
+        self._next_id = 0
+        super().__init__(self.engines[0].admission, self._places, Counts())
 
     def compile(
         self, progress: Callable[[int, int], None] | None = None, *, only_greedy: bool = False
@@ -166,25 +172,19 @@ class Replicas:
 
         Counts are sums, and so are the seconds of the host and of waiting; `seconds` and
         `first_step_seconds` are those of the engine with most, as all work at the same time.
-
-        Raises:
-          RuntimeError: if it has ended or is in use by another thread.
         """
         return self._guard.change("statistics", lambda: together(self._statistics()))
 
     def statistics_of_each(self) -> tuple[EngineStatistics, ...]:
-        """The same, of each engine.
-
-        Raises:
-          RuntimeError: if it has ended or is in use by another thread.
-        """
+        """The same, of each engine."""
         return self._guard.change("statistics", lambda: tuple(self._statistics()))
 
     # Inside a call --------------------------------------------------------------------------------
 
-    def _add(self, request: Request, made: list[Sequence]) -> tuple[int, ...]:
-        now, count = time.perf_counter(), len(made)
-        beginnings = beginnings_of(request, self.engines[0].admission.page_size)
+    def _queue(self, sequences: list[Sequence], added: float | None) -> tuple[int, ...]:
+        now = time.perf_counter() if added is None else added
+        request, count = sequences[0].request, len(sequences)
+        beginnings = beginnings_of(request, self.admission.page_size)
         replica = min(self._replicas, key=lambda x: x.load.cost(request, count, beginnings))
         numbers = tuple(range(self._next_id, self._next_id + count))
         self._next_id += count
@@ -193,15 +193,16 @@ class Replicas:
         self._requests |= dict.fromkeys(numbers, request)
 
         def queue() -> None:
-            own = replica.engine.queue(made, now)
+            own = replica.engine.queue(sequences, now)
             replica.own |= zip(numbers, own, strict=True)
             replica.numbers |= zip(own, numbers, strict=True)
 
         replica.call(queue)
         return numbers
 
-    def _abort(self, request_id: int, reason: Literal["aborted", "stop"]) -> None:
-        replica = self._places[request_id]
+    def _abort(self, request_id: int, reason: Reason) -> bool:
+        if (replica := self._places.get(request_id)) is None:
+            return False
 
         def abort() -> None:
             # The step before may have ended it, of which the events are on their way.
@@ -209,24 +210,20 @@ class Replicas:
                 replica.engine.abort(replica.own[request_id], reason=reason)
 
         replica.call(abort)
+        return True
 
     def _works(self) -> bool:
         return any(x.step or x.calls or not x.engine.idle for x in self._replicas)
 
-    def _step(self) -> list[Event]:
-        self._advance()
-        events = list(self._events)
-        self._events.clear()
-        return events
-
     def _advance(self) -> None:
-        """Begins steps and waits for one of them; its events wait to be handed out."""
-        self._gather()  # of those that ended since the last time
+        """Begins steps and waits for one of them, if none has ended since the last time."""
+        before = len(self._events)
+        self._gather()
         for replica in self._replicas:
             if replica.step is None and not replica.engine.idle:
                 replica.step = self._threads.submit(replica.engine.step)
         steps = [x.step for x in self._replicas if x.step is not None]
-        if steps and not self._events:
+        if steps and len(self._events) == before:
             with _threads_that_alternate():
                 concurrent.futures.wait(steps, return_when=concurrent.futures.FIRST_COMPLETED)
         self._gather()
@@ -244,39 +241,14 @@ class Replicas:
         """An engine's event, with the number that its request has here."""
         number = replica.numbers[event.request_id]
         if isinstance(event, NewToken):
-            self._new_tokens += 1
+            self._counts.new_tokens += 1
             replica.load.got_token(number, self._requests[number], event.index)
             return NewToken(number, event.index, event.token, event.logprobs)
-        self._finished += 1
+        self._counts.finished += 1
         replica.load.ended(number)
         del replica.numbers[event.request_id], replica.own[number]
         del self._places[number], self._requests[number]
         return dataclasses.replace(event, request_id=number)
-
-    def _run(
-        self, progress: Callable[[int], None] | None
-    ) -> tuple[dict[int, Result], collections.deque[Event]]:
-        """The results, and the events that are left once these are handed out."""
-        while self._works():
-            tokens, finished = self._new_tokens, self._finished
-            self._guard.change("run", self._advance_more)
-            if self._finished > finished:
-                # So that the waiting events do not grow with the number of requests.
-                self._events = collections.deque(
-                    event
-                    for event in self._events
-                    if isinstance(event, Finished) or event.request_id in self._places
-                )
-            if progress is not None:
-                progress(self._new_tokens - tokens)
-        results = {e.request_id: e.result for e in self._events if isinstance(e, Finished)}
-        return results, collections.deque()
-
-    def _advance_more(self) -> None:
-        """`_advance`, even if events wait to be handed out."""
-        before, self._events = self._events, collections.deque()
-        self._advance()
-        self._events = before + self._events
 
     def _compile(self, progress: Callable[[int, int], None] | None, only_greedy: bool) -> None:
         self._settle()

@@ -16,9 +16,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from turbojax.models.engine import compilation
+from turbojax.models.engine.placement import SAME, Vocabulary, run_on
+from turbojax.models.engine.programs import note_traced
 from turbojax.models.engine.requests import MOST_LOGPROBS, Request, TokenLogprobs
-from turbojax.models.engine.split import SAME, Vocabulary, run_on
 from turbojax.models.generation.constraints import WORD, words_of
 from turbojax.models.generation.penalties import NO_PENALTIES
 from turbojax.models.generation.sampling import (
@@ -185,7 +185,7 @@ class Chosen:
     def logprobs_of(self, row: int, count: int) -> TokenLogprobs:
         """One row's log-probabilities as a request gets them; the arrays should be numpy's.
 
-        A small vocabulary has fewer than `count` tokens. Raises ValueError if they were not wanted.
+        A small vocabulary has fewer than `count` tokens.
         """
         if self.logprobs is None or self.top_tokens is None or self.top_logprobs is None:
             raise ValueError("logprobs of these tokens are None, must have been wanted")
@@ -224,51 +224,46 @@ def choose(
     Returns the new history, where ``history[slot, lengths[slot]]`` is the row's token if there is
     room, and what was chosen: `NOTHING` where a logit is NaN or no token is left.
     """
-    compilation.note()
+    note_traced()
     _check_extras(extras, wanted)
     given = Vocabulary(logits.shape[1]) if vocabulary is None else vocabulary
-    run = functools.partial(_choose, wanted=wanted, vocabulary=given)
+
+    def run(
+        logits: jax.Array,
+        history: jax.Array,
+        lengths: Array,
+        prompts: Array,
+        slots: Array,
+        rows: SamplingRows,
+        extras: Extras,
+    ) -> tuple[jax.Array, Chosen]:
+        changed = logits = given.gathered(logits)
+        if extras.bias_tokens is not None and extras.bias_values is not None:
+            changed = biased(changed, extras.bias_tokens, extras.bias_values)
+        held = jnp.asarray(lengths).at[slots].get(mode="fill", fill_value=0)
+        prompt = jnp.asarray(prompts).at[slots].get(mode="fill", fill_value=0)
+        # The host may not know yet how many new tokens there are.
+        rows = dataclasses.replace(rows, index=held - prompt)
+        if extras.penalties is not None:
+            of_rows = history.at[slots].get(mode="fill", fill_value=0)
+            changed = penalized(changed, of_rows, held, prompt, extras.penalties)
+        if extras.masks is not None:
+            changed = masked(changed, extras.masks)
+        if changed is not logits:
+            # What follows is compiled as for logits that come from outside, and has the same bits.
+            changed = jax.lax.optimization_barrier(changed)
+        tokens = sample(changed, rows, wanted.kind)
+        history = history.at[slots, held].set(tokens, mode="drop")
+        if not wanted.logprobs:
+            return history, Chosen(tokens)
+        return history, Chosen(tokens, *logprobs(logits, tokens))
+
     specs = (given.spec(2), *[SAME] * 6)
     chosen: tuple[jax.Array, Chosen]
     chosen = run_on(run, given.axes, specs, (SAME, SAME))(
         logits, history, lengths, prompts, slots, rows, extras
     )
     return chosen
-
-
-def _choose(
-    logits: jax.Array,
-    history: jax.Array,
-    lengths: Array,
-    prompts: Array,
-    slots: Array,
-    rows: SamplingRows,
-    extras: Extras,
-    *,
-    wanted: Wanted,
-    vocabulary: Vocabulary,
-) -> tuple[jax.Array, Chosen]:
-    """`choose` on a device, with its part of the vocabulary."""
-    changed = logits = vocabulary.gathered(logits)
-    if extras.bias_tokens is not None and extras.bias_values is not None:
-        changed = biased(changed, extras.bias_tokens, extras.bias_values)
-    held = jnp.asarray(lengths).at[slots].get(mode="fill", fill_value=0)
-    prompt = jnp.asarray(prompts).at[slots].get(mode="fill", fill_value=0)
-    # The host may not know yet how many new tokens there are.
-    rows = dataclasses.replace(rows, index=held - prompt)
-    if extras.penalties is not None:
-        of_rows = history.at[slots].get(mode="fill", fill_value=0)
-        changed = penalized(changed, of_rows, held, prompt, extras.penalties)
-    if extras.masks is not None:
-        changed = masked(changed, extras.masks)
-    if changed is not logits:
-        # What follows is compiled as for logits that come from outside, and has the same bits.
-        changed = jax.lax.optimization_barrier(changed)
-    tokens = sample(changed, rows, wanted.kind)
-    history = history.at[slots, held].set(tokens, mode="drop")
-    if not wanted.logprobs:
-        return history, Chosen(tokens)
-    return history, Chosen(tokens, *logprobs(logits, tokens))
 
 
 def _check_extras(extras: Extras, wanted: Wanted) -> None:

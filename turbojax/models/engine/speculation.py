@@ -21,11 +21,10 @@ from turbojax.attention.optional_arrays import of_layer
 from turbojax.attention.options import PLAIN
 from turbojax.caches import Attend
 from turbojax.models.decoder import Decoder
-from turbojax.models.engine import compilation, split
-from turbojax.models.engine.groups import Windows, group_of, layers_of
-from turbojax.models.engine.pool_access import Pool, access_to
-from turbojax.models.engine.state import State, apply
-from turbojax.models.engine.step import append_at, pages_at
+from turbojax.models.engine.placement import SAME, Vocabulary, pool_specs, run_on, vocabulary_of
+from turbojax.models.engine.pools import Pools, Windows, access_to, group_of, layers_of
+from turbojax.models.engine.programs import note_traced
+from turbojax.models.engine.step import State, append_at, apply_changes, pages_at
 from turbojax.models.generation.sampling import NOTHING, Array, Kind, SamplingRows
 from turbojax.models.quantized import QuantizedDecoder
 from turbojax.models.tensor_parallel.programs import on_mesh
@@ -105,7 +104,7 @@ def look_up(
 
     Returns int32 ``[R, count]`` guesses, and int32 ``[R]``: how many of the first ones are real.
     """
-    compilation.note()
+    note_traced()
     texts = state.history.at[slots].get(mode="fill", fill_value=0)
     last, size = state.of(state.lengths, slots)[:, None], texts.shape[1]
     at = jnp.arange(size, dtype=jnp.int32)[None]
@@ -133,7 +132,7 @@ def look_up(
 )
 def draft(
     decoder: Decoder | QuantizedDecoder,
-    caches: tuple[Pool, ...],
+    caches: Pools,
     state: State,
     slots: jax.Array,
     changes: jax.Array,
@@ -143,78 +142,70 @@ def draft(
     kind: Kind,
     windows: Windows,
     implementation: str | None,
-) -> tuple[tuple[Pool, ...], jax.Array, jax.Array]:
+) -> tuple[Pools, jax.Array, jax.Array]:
     """What a smaller model would go on with: returns its new pools, then guesses as `look_up` does.
 
     `decoder` and `caches` (donated) are the draft model's; the pools hold the texts at least up to
-    their last two tokens. `changes` are as in `state.apply`; the `index` of `rows` is ignored.
+    their last two tokens. `changes` are as in `apply_changes`; the `index` of `rows` is ignored.
     """
-    compilation.note()
-    run = functools.partial(
-        _draft, count=count, kind=kind, windows=windows, implementation=implementation
-    )
-    held, same = split.held(caches, decoder.axes), split.SAME
-    drafted: tuple[tuple[Pool, ...], jax.Array, jax.Array]
+    note_traced()
+
+    def run(
+        decoder: Decoder | QuantizedDecoder,
+        caches: Pools,
+        state: State,
+        slots: jax.Array,
+        changes: jax.Array,
+        rows: SamplingRows,
+    ) -> tuple[Pools, jax.Array, jax.Array]:
+        vocabulary = vocabulary_of(decoder)
+        state = apply_changes(state, changes)
+        lengths, left = state.of(state.lengths, slots), state.of(state.left, slots)
+        found = jnp.clip(left - 1, 0, count)
+        # The token before the last may be one of its own guesses, which it has not read yet.
+        first = lengths[:, None] + jnp.arange(-1, 1, dtype=jnp.int32)[None]
+        tokens = state.token_at(slots[:, None], first)
+        counts, guesses = jnp.where(found > 0, 2, 0), list[jax.Array]()
+        for i in range(count):
+            ends = lengths + i + 1
+            logits, caches = _pass(
+                decoder, caches, state, slots, tokens, ends, counts, windows, implementation
+            )
+            newest = _sampled(logits[:, -1:], state, slots, rows, kind, vocabulary, first=i)[:, 0]
+            guesses.append(jnp.maximum(newest, 0))
+            tokens, counts = guesses[-1][:, None], (i + 1 < found).astype(jnp.int32)
+        return caches, jnp.stack(guesses, axis=1), found
+
+    held, same = pool_specs(caches, decoder.axes), SAME
+    drafted: tuple[Pools, jax.Array, jax.Array]
     drafted = on_mesh(run, decoder, (held, *[same] * 4), (held, same, same))(
         caches, state, slots, changes, rows
     )
     return drafted
 
 
-def _draft(
-    decoder: Decoder | QuantizedDecoder,
-    caches: tuple[Pool, ...],
-    state: State,
-    slots: jax.Array,
-    changes: jax.Array,
-    rows: SamplingRows,
-    *,
-    count: int,
-    kind: Kind,
-    windows: Windows,
-    implementation: str | None,
-) -> tuple[tuple[Pool, ...], jax.Array, jax.Array]:
-    """`draft` on one device, with its heads and its part of the vocabulary."""
-    vocabulary = split.vocabulary_of(decoder)
-    state = apply(state, changes)
-    lengths, left = state.of(state.lengths, slots), state.of(state.left, slots)
-    found = jnp.clip(left - 1, 0, count)
-    # The token before the last may be one of its own guesses, which it has not read yet.
-    first = lengths[:, None] + jnp.arange(-1, 1, dtype=jnp.int32)[None]
-    tokens = state.token_at(slots[:, None], first)
-    counts, guesses = jnp.where(found > 0, 2, 0), list[jax.Array]()
-    for i in range(count):
-        logits, caches = _pass(
-            decoder, caches, state, slots, tokens, lengths + i + 1, counts, windows, implementation
-        )
-        newest = _sampled(logits[:, -1:], state, slots, rows, kind, vocabulary, first=i)[:, 0]
-        guesses.append(jnp.maximum(newest, 0))
-        tokens, counts = guesses[-1][:, None], (i + 1 < found).astype(jnp.int32)
-    return caches, jnp.stack(guesses, axis=1), found
-
-
 @functools.partial(jax.jit, static_argnames=("windows", "implementation"), donate_argnames="caches")
 def catch_up(
     decoder: Decoder | QuantizedDecoder,
-    caches: tuple[Pool, ...],
+    caches: Pools,
     state: State,
     slots: jax.Array,
     *,
     windows: Windows,
     implementation: str | None,
-) -> tuple[Pool, ...]:
+) -> Pools:
     """Has a draft model read the token before each text's last one, before a step without guesses.
 
     That may be its own guess that was right, which it has not read yet; `draft` reads it itself.
     """
-    compilation.note()
+    note_traced()
 
     def run(
         decoder: Decoder | QuantizedDecoder,
-        caches: tuple[Pool, ...],
+        caches: Pools,
         state: State,
         slots: jax.Array,
-    ) -> tuple[Pool, ...]:
+    ) -> Pools:
         lengths = state.of(state.lengths, slots)
         tokens = state.token_at(slots, jnp.maximum(lengths - 1, 0))[:, None]
         counts = jnp.minimum(lengths, 1)
@@ -223,8 +214,8 @@ def catch_up(
         )
         return caches
 
-    held, same = split.held(caches, decoder.axes), split.SAME
-    read: tuple[Pool, ...] = on_mesh(run, decoder, (held, same, same), held)(caches, state, slots)
+    held, same = pool_specs(caches, decoder.axes), SAME
+    read: Pools = on_mesh(run, decoder, (held, same, same), held)(caches, state, slots)
     return read
 
 
@@ -233,7 +224,7 @@ def catch_up(
 )
 def verify(
     decoder: Decoder | QuantizedDecoder,
-    caches: tuple[Pool, ...],
+    caches: Pools,
     state: State,
     slots: jax.Array,
     changes: jax.Array,
@@ -242,7 +233,7 @@ def verify(
     *,
     windows: Windows,
     implementation: str | None,
-) -> tuple[tuple[Pool, ...], State, jax.Array, jax.Array, jax.Array]:
+) -> tuple[Pools, State, jax.Array, jax.Array, jax.Array]:
     """The model's pass over each text's last token and its guesses.
 
     `slots` and `found`, the number of guesses, are int32 ``[R]``, `guesses` int32 ``[R, k]``;
@@ -251,40 +242,35 @@ def verify(
     request has all that it asked for; int32 ``[]``, how many tokens the pools could not store so
     far, counted in one layer of each group.
     """
-    compilation.note()
-    run = functools.partial(_verify, windows=windows, implementation=implementation)
-    held, same = split.held(caches, decoder.axes), split.SAME
-    logits = split.vocabulary_of(decoder).spec(3)
-    verified: tuple[tuple[Pool, ...], State, jax.Array, jax.Array, jax.Array]
-    verified = on_mesh(run, decoder, (held, *[same] * 5), (held, same, logits, same, same))(
+    note_traced()
+
+    def run(
+        decoder: Decoder | QuantizedDecoder,
+        caches: Pools,
+        state: State,
+        slots: jax.Array,
+        changes: jax.Array,
+        guesses: jax.Array,
+        found: jax.Array,
+    ) -> tuple[Pools, State, jax.Array, jax.Array, jax.Array]:
+        state = apply_changes(state, changes)
+        lengths, left = state.of(state.lengths, slots), state.of(state.left, slots)
+        counts = jnp.minimum(found + 1, left)
+        last = state.token_at(slots, lengths)
+        tokens = jnp.concatenate([last[:, None], jnp.maximum(guesses, 0)], axis=1)
+        logits, caches = _pass(
+            decoder, caches, state, slots, tokens, lengths + counts, counts, windows, implementation
+        )
+        lost = [caches[layers[0]].lost for layers in layers_of(decoder.config, windows)]
+        return caches, state, logits, counts, jnp.sum(jnp.stack(lost))
+
+    held, same = pool_specs(caches, decoder.axes), SAME
+    of_logits = vocabulary_of(decoder).spec(3)
+    verified: tuple[Pools, State, jax.Array, jax.Array, jax.Array]
+    verified = on_mesh(run, decoder, (held, *[same] * 5), (held, same, of_logits, same, same))(
         caches, state, slots, changes, guesses, found
     )
     return verified
-
-
-def _verify(
-    decoder: Decoder | QuantizedDecoder,
-    caches: tuple[Pool, ...],
-    state: State,
-    slots: jax.Array,
-    changes: jax.Array,
-    guesses: jax.Array,
-    found: jax.Array,
-    *,
-    windows: Windows,
-    implementation: str | None,
-) -> tuple[tuple[Pool, ...], State, jax.Array, jax.Array, jax.Array]:
-    """`verify` on one device, with its heads and its part of the vocabulary."""
-    state = apply(state, changes)
-    lengths, left = state.of(state.lengths, slots), state.of(state.left, slots)
-    counts = jnp.minimum(found + 1, left)
-    last = state.token_at(slots, lengths)
-    tokens = jnp.concatenate([last[:, None], jnp.maximum(guesses, 0)], axis=1)
-    logits, caches = _pass(
-        decoder, caches, state, slots, tokens, lengths + counts, counts, windows, implementation
-    )
-    lost = [caches[layers[0]].lost for layers in layers_of(decoder.config, windows)]
-    return caches, state, logits, counts, jnp.sum(jnp.stack(lost))
 
 
 @functools.partial(jax.jit, static_argnames=("kind", "vocabulary"), donate_argnames="state")
@@ -298,7 +284,7 @@ def accept(
     rows: SamplingRows,
     *,
     kind: Kind,
-    vocabulary: split.Vocabulary | None = None,
+    vocabulary: Vocabulary | None = None,
 ) -> tuple[State, jax.Array]:
     """Accepts guesses as long as they are what is chosen, and chooses one token more.
 
@@ -307,48 +293,43 @@ def accept(
     Returns the new state and int32 ``[R * (k + 3) + 1]``: for each row how many tokens were fed,
     how many are new, and k + 1 tokens, of which the new ones come first; then `lost`.
     """
-    compilation.note()
-    given = split.Vocabulary(logits.shape[2]) if vocabulary is None else vocabulary
-    run = functools.partial(_accept, kind=kind, vocabulary=given)
-    same = split.SAME
+    note_traced()
+    given = Vocabulary(logits.shape[2]) if vocabulary is None else vocabulary
+
+    def run(
+        state: State,
+        logits: jax.Array,
+        slots: jax.Array,
+        guesses: jax.Array,
+        counts: jax.Array,
+        lost: jax.Array,
+        rows: SamplingRows,
+    ) -> tuple[State, jax.Array]:
+        tokens = _sampled(logits, state, slots, rows, kind, given)
+        places = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
+        right = (tokens[:, :-1] == guesses) & (places[:, 1:] < counts[:, None])
+        new = 1 + jnp.sum(jnp.cumprod(right.astype(jnp.int32), axis=1), axis=1)
+        new = jnp.minimum(new, counts)
+        lengths = state.of(state.lengths, slots)
+        is_new = places < new[:, None]
+        at = jnp.where(is_new, lengths[:, None] + 1 + places, state.history.shape[1])
+        state = dataclasses.replace(
+            state,
+            lengths=state.lengths.at[slots].add(new, mode="drop"),
+            history=state.history.at[slots[:, None], at].set(tokens, mode="drop"),
+            left=state.left.at[slots].add(-new, mode="drop"),
+        )
+        numbers = jnp.stack([counts, new], axis=1)
+        shown = jnp.concatenate([numbers, jnp.where(is_new, tokens, NOTHING)], axis=1)
+        return state, jnp.concatenate([shown.ravel(), lost[None]])
+
+    same = SAME
     specs = (same, given.spec(3), *[same] * 5)
     accepted: tuple[State, jax.Array]
-    accepted = split.run_on(run, given.axes, specs, (same, same))(
+    accepted = run_on(run, given.axes, specs, (same, same))(
         state, logits, slots, guesses, counts, lost, rows
     )
     return accepted
-
-
-def _accept(
-    state: State,
-    logits: jax.Array,
-    slots: jax.Array,
-    guesses: jax.Array,
-    counts: jax.Array,
-    lost: jax.Array,
-    rows: SamplingRows,
-    *,
-    kind: Kind,
-    vocabulary: split.Vocabulary,
-) -> tuple[State, jax.Array]:
-    """`accept` on one device, with its part of the vocabulary."""
-    tokens = _sampled(logits, state, slots, rows, kind, vocabulary)
-    places = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
-    right = (tokens[:, :-1] == guesses) & (places[:, 1:] < counts[:, None])
-    new = 1 + jnp.sum(jnp.cumprod(right.astype(jnp.int32), axis=1), axis=1)
-    new = jnp.minimum(new, counts)
-    lengths = state.of(state.lengths, slots)
-    is_new = places < new[:, None]
-    at = jnp.where(is_new, lengths[:, None] + 1 + places, state.history.shape[1])
-    state = dataclasses.replace(
-        state,
-        lengths=state.lengths.at[slots].add(new, mode="drop"),
-        history=state.history.at[slots[:, None], at].set(tokens, mode="drop"),
-        left=state.left.at[slots].add(-new, mode="drop"),
-    )
-    numbers = jnp.stack([counts, new], axis=1)
-    shown = jnp.concatenate([numbers, jnp.where(is_new, tokens, NOTHING)], axis=1)
-    return state, jnp.concatenate([shown.ravel(), lost[None]])
 
 
 def _sampled(
@@ -357,7 +338,7 @@ def _sampled(
     slots: jax.Array,
     rows: SamplingRows,
     kind: Kind,
-    vocabulary: split.Vocabulary,
+    vocabulary: Vocabulary,
     first: int = 0,
 ) -> jax.Array:
     """The tokens int32 ``[R, T]`` after each text's last one, or `first` places further on."""
@@ -375,7 +356,7 @@ def _sampled(
 
 def _pass(
     decoder: Decoder | QuantizedDecoder,
-    caches: tuple[Pool, ...],
+    caches: Pools,
     state: State,
     slots: jax.Array,
     tokens: jax.Array,
@@ -383,7 +364,7 @@ def _pass(
     counts: jax.Array,
     windows: Windows,
     implementation: str | None,
-) -> tuple[jax.Array, tuple[Pool, ...]]:
+) -> tuple[jax.Array, Pools]:
     """Some tokens of each sequence through a model.
 
     `tokens` is int32 ``[R, T]``, of which the first `counts` int32 ``[R]`` are real; `ends` int32

@@ -4,6 +4,16 @@ A step is a flat batch of N tokens: first one of each sequence that is decoding,
 prompts, one after the other. All tokens are written to their sequences' pages before any of them
 attends, so a piece may be cut into parts of any size: each part attends to the pages as if it were
 the newest tokens of a sequence that ends with it.
+
+Beside the pools the device keeps a `State`, which the host changes in small steps: a row when a
+request comes into a slot, an entry when it gets a page. What follows from a step (lengths, chosen
+tokens) is written on the device, so that no step waits until the host has read another.
+
+In dense programs prompts that begin attend among themselves, to keys and values that are not
+compressed, side by side as segments of one sequence. With 8-bit operands this is faster than
+attending to pages where prompts are long, and the results lose nothing to the pages' format.
+Requests of a step share scales, so a prompt's result depends, within rounding, on what else is in
+the step; but NaN and infinity in one are kept from the others here.
 """
 
 import dataclasses
@@ -14,19 +24,197 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from turbojax.attention.optional_arrays import of_layer
-from turbojax.attention.options import PLAIN
+from turbojax.attention import turbo as turbo_attention
+from turbojax.attention.optional_arrays import Extras, of_layer
+from turbojax.attention.options import PLAIN, Options
 from turbojax.caches import Attend, holds_latents
 from turbojax.models.decoder import Decoder
-from turbojax.models.engine import compilation, dense, split
-from turbojax.models.engine.groups import Windows, group_of, layers_of
-from turbojax.models.engine.pool_access import Pool, access_to, check_call
-from turbojax.models.engine.programs import PromptProgram
-from turbojax.models.engine.state import State, apply, no_changes
+from turbojax.models.engine.placement import SAME, pool_specs, vocabulary_of
+from turbojax.models.engine.pools import (
+    Pool,
+    Pools,
+    Windows,
+    access_to,
+    check_call,
+    group_of,
+    layers_of,
+)
+from turbojax.models.engine.programs import PromptProgram, note_traced
 from turbojax.models.generation.sampling import greedy_rows
 from turbojax.models.quantized import QuantizedDecoder
 from turbojax.models.tensor_parallel.programs import on_mesh, step_program
 from turbojax.numerics.config import TurboConfig
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class State:
+    """The state of S slots, for G groups of layers and at most P pages and L tokens a request.
+
+    Attributes:
+      tables: int32 ``[G, S, P]``, pages; -1 where there is none.
+      lengths: int32 ``[S]``, tokens in the pages.
+      history: int32 ``[S, L + 1]``: the tokens in the pages, then the one that is fed next. What
+        stands after that means nothing, except the rest of a prompt.
+      prompts: int32 ``[S]``, tokens of the prompts.
+      left: int32 ``[S]``, new tokens that a request may still get.
+    """
+
+    tables: jax.Array
+    lengths: jax.Array
+    history: jax.Array
+    prompts: jax.Array
+    left: jax.Array
+
+    @property
+    def slots(self) -> int:
+        """S, the number of slots."""
+        return self.lengths.shape[0]
+
+    def tables_of(self, slots: jax.Array) -> jax.Array:
+        """The tables int32 ``[G, R, P]`` of slots ``[R]``; -1 for a number that is no slot."""
+        return jnp.take(self.tables, slots, axis=1, mode="fill", fill_value=-1)
+
+    def of(self, values: jax.Array, slots: jax.Array) -> jax.Array:
+        """The values of slots, of an array int32 ``[S]``; 0 for a number that is no slot."""
+        return jnp.take(values, slots, mode="fill", fill_value=0)
+
+    def token_at(self, slots: jax.Array, positions: jax.Array) -> jax.Array:
+        """The tokens at these places, int32; 0 where there is none."""
+        return jnp.maximum(self.history.at[slots, positions].get(mode="fill", fill_value=0), 0)
+
+
+def new_state(num_groups: int, slots: int, max_pages: int, max_length: int) -> State:
+    """The state of slots that are all empty."""
+    return State(
+        tables=jnp.full((num_groups, slots, max_pages), -1, jnp.int32),
+        lengths=jnp.zeros(slots, jnp.int32),
+        history=jnp.zeros((slots, max_length + 1), jnp.int32),
+        prompts=jnp.zeros(slots, jnp.int32),
+        left=jnp.zeros(slots, jnp.int32),
+    )
+
+
+@functools.partial(jax.jit, donate_argnames="state")
+def enter(state: State, numbers: jax.Array, tokens: jax.Array, tables: jax.Array) -> State:
+    """A request comes into a slot; `state` is donated.
+
+    `numbers` are the slot, the tokens in its pages, those of its prompt, and how many it may get.
+    `tokens` is int32 ``[L + 1]``, those that are known; `tables` int32 ``[G, P]``.
+    """
+    note_traced()
+    slot, length, prompt, left = numbers
+    return State(
+        tables=state.tables.at[:, slot].set(tables),
+        lengths=state.lengths.at[slot].set(length),
+        history=state.history.at[slot].set(tokens),
+        prompts=state.prompts.at[slot].set(prompt),
+        left=state.left.at[slot].set(left),
+    )
+
+
+def apply_changes(state: State, changes: jax.Array) -> State:
+    """Changes entries of the tables: ``[U, 4]``, group, slot, column and page.
+
+    A slot past the last one changes nothing.
+    """
+    group, slot, column, page = changes.T
+    return dataclasses.replace(
+        state, tables=state.tables.at[group, slot, column].set(page, mode="drop")
+    )
+
+
+@functools.partial(jax.jit, donate_argnames="state")
+def change(state: State, changes: jax.Array) -> State:
+    """`apply_changes` as a program of its own, for more changes than a step takes."""
+    note_traced()
+    return apply_changes(state, changes)
+
+
+def no_changes(count: int, slots: int) -> np.ndarray:
+    """An array for so many changes, int32 ``[count, 4]``, to be filled in."""
+    changes = np.zeros((count, 4), np.int32)
+    changes[:, 1] = slots
+    return changes
+
+
+# Prompts that begin in a step, among themselves ---------------------------------------------------
+
+
+def segments_of(slots: jax.Array, positions: jax.Array) -> jax.Array:
+    """The number of each token's segment, int32 ``[N]``, ascending.
+
+    A segment is a run of tokens at consecutive `positions` int32 ``[N]`` of one slot.
+    """
+    follows = (slots[1:] == slots[:-1]) & (positions[1:] == positions[:-1] + 1)
+    begins = jnp.concatenate([jnp.zeros(1, jnp.int32), (~follows).astype(jnp.int32)])
+    return jnp.cumsum(begins, dtype=jnp.int32)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class DenseTokens:
+    """Queries, keys and values with zeros in place of what is not finite, and where that matters.
+
+    They are ``[1, N, heads, H]`` and ``[1, N, K, H]``. `lost` bool ``[N]`` marks tokens that see
+    something that is not finite in their own segment; `segments` are as in `segments_of`.
+    """
+
+    query: jax.Array
+    key: jax.Array
+    value: jax.Array
+    lost: jax.Array
+    segments: jax.Array
+
+    @staticmethod
+    def of(
+        query: jax.Array, key: jax.Array, value: jax.Array, segments: jax.Array
+    ) -> "DenseTokens":
+        """Puts zeros in place of what is not finite."""
+        arrays = query, key, value
+        finite = [jnp.isfinite(x) for x in arrays]
+        good = functools.reduce(jnp.logical_and, (jnp.all(x[0], axis=(1, 2)) for x in finite))
+        # Of a segment all from the first such token on, which see it.
+        count = jnp.cumsum((~good).astype(jnp.int32), dtype=jnp.int32)
+        is_first = jnp.concatenate([jnp.ones(1, bool), segments[1:] != segments[:-1]])
+        before = jax.lax.cummax(jnp.where(is_first, count - (~good).astype(jnp.int32), 0))
+        query, key, value = (
+            jnp.where(x, y, jnp.zeros_like(y)) for x, y in zip(finite, arrays, strict=True)
+        )
+        return DenseTokens(query, key, value, count > before, segments)
+
+    def spoiled(self, out: jax.Array) -> jax.Array:
+        """Results ``[N, heads, H]``, NaN where they are lost."""
+        return jnp.where(self.lost[:, None, None], jnp.nan, out)
+
+
+@functools.partial(jax.jit, static_argnames=("config", "options", "implementation"))
+def attend_densely(
+    tokens: DenseTokens,
+    config: TurboConfig,
+    options: Options,
+    extras: Extras,
+    implementation: str | None,
+) -> jax.Array:
+    """Causal attention of each segment's tokens among themselves, without meaning where `lost`.
+
+    Of `implementation`, that of attention to pages, only ``"xla"`` is followed.
+    """
+    ids = tokens.segments[None]
+    out, _ = turbo_attention.attend(
+        tokens.query,
+        tokens.key,
+        tokens.value,
+        config=config,
+        options=options,
+        extras=Extras(query_segment_ids=ids, key_value_segment_ids=ids, sinks=extras.sinks),
+        implementation="xla" if implementation == "xla" else None,
+    )
+    return out[0]
+
+
+# A step -------------------------------------------------------------------------------------------
+
 
 CHANGES = 64
 """Entries of tables that a step's own program changes; more are changed before it."""
@@ -45,7 +233,7 @@ class Work:
       owners: int32 ``[O]``, the slots that go on with what is chosen there; S for none.
       parts: int32 ``[Q, 4]``: of each part of a piece its slot, its first token in the batch, its
         number of tokens, and where in the sequence it ends; S, N, 0 and 0 for no part.
-      changes: int32 ``[U, 4]``, see `state.apply`.
+      changes: int32 ``[U, 4]``, see `apply_changes`.
     """
 
     slots: np.ndarray
@@ -95,7 +283,7 @@ def check_implementation(
     max_pages: int,
     num_heads: int,
 ) -> None:
-    """Checks that attention to pages can run a program's calls, see `pool_access.check_call`."""
+    """Checks that attention to pages can run a program's calls, see `check_call`."""
     for rows, tokens in ((program.rows, 1), (program.parts, program.part)):
         if rows:
             tables = jax.ShapeDtypeStruct((rows, max_pages), jnp.int32)
@@ -108,7 +296,7 @@ def check_implementation(
 )
 def run_step(
     decoder: Decoder | QuantizedDecoder,
-    caches: tuple[Pool, ...],
+    caches: Pools,
     state: State,
     packed: jax.Array,
     *,
@@ -117,7 +305,7 @@ def run_step(
     implementation: str | None,
     prompts: TurboConfig | None = None,
     is_draft: bool = False,
-) -> tuple[tuple[Pool, ...], State, jax.Array | None, jax.Array | None]:
+) -> tuple[Pools, State, jax.Array | None, jax.Array | None]:
     """A step up to the greedy choice; `sampler.choose` goes on where more is asked for.
 
     `caches` are donated, `packed` is the `Work`, and `prompts` says how prompts attend among
@@ -125,59 +313,40 @@ def run_step(
     only has to hold the same tokens: the state stays as it is, and there are no logits.
 
     Returns the new pools and state; logits float32 ``[O, V]``, split and padded as
-    `split.Vocabulary` says, which mean nothing for rows without an owner; and int32 ``[O + 1]``:
+    `Vocabulary` says, which mean nothing for rows without an owner; and int32 ``[O + 1]``:
     the most likely tokens, see `sample`, then how many tokens the pools could not store so far,
     counted in one layer of each group.
     """
-    compilation.note()
-    run = functools.partial(
-        _run,
-        program=program,
-        windows=windows,
-        implementation=implementation,
-        prompts=prompts,
-        is_draft=is_draft,
-    )
-    held, logits = split.held(caches, decoder.axes), split.vocabulary_of(decoder).spec(2)
-    specs = (held, split.SAME, split.SAME)
-    results = (held, split.SAME, logits, split.SAME)
-    found: tuple[tuple[Pool, ...], State, jax.Array | None, jax.Array | None]
-    found = on_mesh(run, decoder, specs, results)(caches, state, packed)
-    return found
+    note_traced()
 
+    def run(
+        decoder: Decoder | QuantizedDecoder, caches: Pools, state: State, packed: jax.Array
+    ) -> tuple[Pools, State, jax.Array | None, jax.Array | None]:
+        work = unpack(packed, program)
+        state = apply_changes(state, work.changes)
+        work = _without_those_that_are_done(work, state)
+        lengths = state.of(state.lengths, work.slots)
+        positions = jnp.where(work.positions >= 0, work.positions, lengths)
+        tokens = state.token_at(work.slots, positions)
+        attend = _attend(work, state, positions, program, windows, implementation, prompts)
+        hidden, caches = decoder.hidden(tokens[None], positions[None], attend, caches)
+        if is_draft:
+            return caches, state, None, None
+        logits = decoder.local_logits(hidden[0][work.outputs])
+        rows = greedy_rows(len(work.outputs))
+        chosen = vocabulary_of(decoder).sample(logits, rows, "greedy")
+        state = dataclasses.replace(state, lengths=state.lengths.at[work.slots].add(1, mode="drop"))
+        state = _chosen(state, work.owners, chosen)
+        # All layers of a group write to the same places, so that one of them counts for all.
+        lost = [caches[layers[0]].lost for layers in layers_of(decoder.config, windows)]
+        found = jnp.concatenate([chosen, jnp.sum(jnp.stack(lost))[None]])
+        return caches, state, logits, found
 
-def _run(
-    decoder: Decoder | QuantizedDecoder,
-    caches: tuple[Pool, ...],
-    state: State,
-    packed: jax.Array,
-    *,
-    program: PromptProgram,
-    windows: Windows,
-    implementation: str | None,
-    prompts: TurboConfig | None,
-    is_draft: bool,
-) -> tuple[tuple[Pool, ...], State, jax.Array | None, jax.Array | None]:
-    """`run_step` on one device, with its heads and its part of the vocabulary."""
-    work = unpack(packed, program)
-    state = apply(state, work.changes)
-    work = _without_those_that_are_done(work, state)
-    lengths = state.of(state.lengths, work.slots)
-    positions = jnp.where(work.positions >= 0, work.positions, lengths)
-    tokens = state.token_at(work.slots, positions)
-    attend = _attend(work, state, positions, program, windows, implementation, prompts)
-    hidden, caches = decoder.hidden(tokens[None], positions[None], attend, caches)
-    if is_draft:
-        return caches, state, None, None
-    logits = decoder.local_logits(hidden[0][work.outputs])
-    rows = greedy_rows(len(work.outputs))
-    chosen = split.vocabulary_of(decoder).sample(logits, rows, "greedy")
-    state = dataclasses.replace(state, lengths=state.lengths.at[work.slots].add(1, mode="drop"))
-    state = _chosen(state, work.owners, chosen)
-    # All layers of a group write to the same places, so that one of them counts for all.
-    lost = [caches[layers[0]].lost for layers in layers_of(decoder.config, windows)]
-    found = jnp.concatenate([chosen, jnp.sum(jnp.stack(lost))[None]])
-    return caches, state, logits, found
+    held, of_logits = pool_specs(caches, decoder.axes), vocabulary_of(decoder).spec(2)
+    results = (held, SAME, of_logits, SAME)
+    stepped: tuple[Pools, State, jax.Array | None, jax.Array | None]
+    stepped = on_mesh(run, decoder, (held, SAME, SAME), results)(caches, state, packed)
+    return stepped
 
 
 def _without_those_that_are_done(work: Any, state: State) -> Any:
@@ -245,7 +414,7 @@ def _attend(
     counts = decodes.astype(jnp.int32)
     row_lengths = jnp.where(decodes, positions[:rows] + 1, 0)
     parts = _Parts.of(work, state, program) if program.parts else None
-    segments = dense.segments_of(work.slots, positions)
+    segments = segments_of(work.slots, positions)
 
     def attend(query, key, value, cache, options=PLAIN, sinks=None):  # type: ignore[no-untyped-def]
         group = group_of(options.local_window_size, windows)
@@ -256,7 +425,7 @@ def _attend(
         _, attend_pages = access_to(cache)
         alone = None
         if prompts is not None and is_compressed(cache):
-            alone = dense.Tokens.of(query, key, value, segments)
+            alone = DenseTokens.of(query, key, value, segments)
             query = alone.query
         decoded, _ = attend_pages(
             query[0, :rows, None], cache, row_tables[group], row_lengths, counts, **given
@@ -265,7 +434,7 @@ def _attend(
         if not program.pieces:
             return decoded[None], cache
         if alone is not None and prompts is not None:
-            out = dense.attend(alone, prompts, static, extras, implementation)
+            out = attend_densely(alone, prompts, static, extras, implementation)
         else:
             assert parts is not None
             out = parts.attend(query[0], cache, group, attend_pages, given)

@@ -1,38 +1,119 @@
-"""The requests of an engine: their tokens as they come, their times, and how they end."""
+"""The requests of an engine: whether they fit it, their tokens, their times, and how they end."""
 
-import collections
+import dataclasses
 import time
+from collections.abc import Sequence as Many
 from typing import Any
 
 import jax
 
-from turbojax.models.engine import swap
-from turbojax.models.engine.device import Step
+from turbojax import _checks
+from turbojax.models.config import TransformerConfig
+from turbojax.models.engine.device import Content, Step, content_bytes, fetch_pages
+from turbojax.models.engine.pools import Group
 from turbojax.models.engine.requests import (
     Event,
     Finished,
     FinishReason,
     NewToken,
+    Request,
     Result,
+    Sequence,
+    Status,
     TokenLogprobs,
+    check_vocabulary,
 )
+from turbojax.models.engine.sampler import wanted_of
 from turbojax.models.engine.scheduler import Scheduler
-from turbojax.models.engine.sequence import Sequence, Status
 from turbojax.models.engine.statistics import Counts, Times
 from turbojax.models.generation.constraints import ConstraintState, is_over
 from turbojax.models.generation.sampling import NOTHING
+from turbojax.models.generation.stopping import TextStream, check_stops
+from turbojax.models.text.tokenizer import Tokenizer
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Admission:
+    """What a request is checked against. It never changes, so any thread may ask at any time."""
+
+    config: TransformerConfig
+    max_length: int
+    step_tokens: int
+    groups: Many[Group]
+    tokenizer: Tokenizer | None
+
+    @property
+    def page_size(self) -> int:
+        """Tokens of a page."""
+        return self.groups[0].allocator.page_size
+
+    @property
+    def sizes(self) -> dict[str, Any]:
+        """What requests are checked against, for comparing two engines."""
+        return {
+            "config": self.config,
+            "max_length": self.max_length,
+            "step_tokens": self.step_tokens,
+            "page_size": self.page_size,
+            "pages": tuple(group.allocator.num_pages for group in self.groups),
+            "tokenizer": self.tokenizer,
+        }
+
+    def sequences(self, request: Request, count: int) -> list[Sequence]:
+        """The sequences of `count` samples of a request, unnumbered; raises as `Engine` does."""
+        _checks.check_sizes(count=count)
+        if not isinstance(request, Request):
+            raise TypeError(f"request is a {type(request).__name__}, must be a Request")
+        check_vocabulary(request, self.config.vocab_size)
+        self._check_room(request)
+        samples = [request]
+        for i in range(1, count):
+            seed = (request.sampling.seed + i) % 2**32
+            sampling = dataclasses.replace(request.sampling, seed=seed)
+            samples.append(dataclasses.replace(request, sampling=sampling))
+        return [self._sequence(sample) for sample in samples]
+
+    def _check_room(self, request: Request) -> None:
+        """Raises ValueError unless a request fits alone."""
+        parts = f"a prompt of {len(request.tokens)} tokens and {request.max_new_tokens} new ones"
+        if request.total > self.max_length:
+            raise ValueError(f"{parts} must be at most max_length={self.max_length}")
+        for group in self.groups:
+            pages, there = group.pages_of(request, self.step_tokens), group.allocator.num_pages
+            if pages > there:
+                name = "num_pages" if group is self.groups[0] else "window_pages"
+                raise ValueError(f"{parts} need {pages} pages, must be at most {name}={there}")
+
+    def _sequence(self, request: Request) -> Sequence:
+        tokens, strings = check_stops(request.stop_tokens, request.stop_strings, self.tokenizer)
+        text = None
+        if strings and self.tokenizer is not None:
+            text = TextStream(self.tokenizer.stream(request.tokens), strings)
+        wanted = wanted_of([request])
+        return Sequence(
+            -1,
+            request,
+            tokens,
+            text,
+            None if request.constraint is None else request.constraint.begin(),
+            is_plain=wanted.is_plain,
+            can_guess=wanted._replace(kind="greedy").is_plain,
+        )
+
+
+# On their way -------------------------------------------------------------------------------------
 
 
 class RequestTracker:
-    """Unfinished requests, by number, and the events that were not handed out.
+    """Unfinished requests, by number.
 
     `swapped` are the pages in host memory, of each group.
     """
 
     def __init__(self, scheduler: Scheduler, counts: Counts) -> None:
         self.sequences: dict[int, Sequence] = {}
-        self.swapped: dict[int, list[swap.Content]] = {}
-        self.events: collections.deque[Event] = collections.deque()
+        self.swapped: dict[int, list[Content]] = {}
+        self._events: list[Event] = []
         self._scheduler, self._counts = scheduler, counts
         self._times: dict[int, Times] = {}
         self._deadlines: dict[int, float] = {}
@@ -54,6 +135,11 @@ class RequestTracker:
                 self._deadlines[sequence.request_id] = now + sequence.request.timeout
             self._scheduler.add(sequence)
         return tuple(sequence.request_id for sequence in sequences)
+
+    def take_events(self) -> list[Event]:
+        """The events since the last call."""
+        events, self._events = self._events, []
+        return events
 
     def started(self, sequence: Sequence) -> None:
         """Notes that a sequence is in a slot, maybe not for the first time."""
@@ -88,12 +174,12 @@ class RequestTracker:
             self._add_token(sequence, tokens[row], logprobs)
 
     def fetch(self, sequence: Sequence, copies: list[list[Any]]) -> tuple[int, float]:
-        """Waits for a sequence's pages, see `swap.read`; returns their bytes and the seconds."""
+        """Waits for a sequence's pages, see `read_pages`; returns their bytes and the seconds."""
         begun = time.perf_counter()
-        content = self.swapped[sequence.request_id] = [swap.fetch(group) for group in copies]
+        content = self.swapped[sequence.request_id] = [fetch_pages(group) for group in copies]
         seconds = time.perf_counter() - begun
         self._counts.wait_seconds += seconds
-        return swap.nbytes(content), seconds
+        return content_bytes(content), seconds
 
     def _collect_guesses(self, step: Step, rows: list[list[int]]) -> None:
         """Adds the tokens of a step with guesses, some of which may be wrong."""
@@ -120,7 +206,7 @@ class RequestTracker:
         number, tokens = sequence.request_id, sequence.new_tokens
         if not tokens:
             self._times[number].first_token = time.perf_counter()
-        self.events.append(NewToken(number, len(tokens), token, logprobs))
+        self._events.append(NewToken(number, len(tokens), token, logprobs))
         tokens.append(token)
         if logprobs is not None:
             sequence.logprobs.append(logprobs)
@@ -156,7 +242,7 @@ class RequestTracker:
             seconds=now - times.added,
             logprobs=None if sequence.request.logprobs is None else tuple(sequence.logprobs),
         )
-        self.events.append(Finished(sequence.request_id, result))
+        self._events.append(Finished(sequence.request_id, result))
 
 
 def _accepts(sequence: Sequence, constraint: ConstraintState, token: int) -> bool:

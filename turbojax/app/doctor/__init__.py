@@ -1,1 +1,0 @@
-"""`turbojax doctor`: what can run on this machine, and in words why the rest cannot."""
